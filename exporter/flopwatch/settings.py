@@ -1,0 +1,68 @@
+"""One frozen settings object per role, made in `__main__` and passed down; nothing else reads flags or environment."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+class SettingsError(ValueError):
+    """A combination of settings that cannot work; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A host and a port to listen on; port 0 asks the kernel for a free one."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Return the address in `HOST:PORT`, `[V6]:PORT` or `:PORT` (all interfaces). Raises SettingsError."""
+        host, colon, port = text.rpartition(":")
+        if not colon or not port.isdigit() or int(port) > 65535:
+            raise SettingsError(f"{text!r} is not an address; write HOST:PORT, for example 127.0.0.1:9450")
+        return cls(host.strip("[]") or "0.0.0.0", int(port))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class ExporterSettings:
+    """Settings of the node exporter."""
+
+    listen: Address = Address("0.0.0.0", 9450)
+    otlp_listen: Address = Address("127.0.0.1", 4318)
+    sysfs: Path = Path("/sys")
+    kmsg: Path = Path("/dev/kmsg")
+    state: Path = Path("/var/lib/flopwatch")
+    simulate: str | None = None
+    ledger: str = "off"  # "embedded", "off", or the URL of a ledger
+    otlp_token_file: Path | None = None
+    ledger_token_file: Path | None = None
+    host: str = field(default_factory=socket.gethostname)
+    scrape_deadline: float = 2.5  # seconds; the scraper's own timeout less 0.5 s is used if it is shorter
+    stale_after: float = 30.0  # seconds a source's last good samples are served after it stopped answering
+    rank_timeout: float = 300.0  # seconds without a push after which a rank's series end
+    silent_after: float = 60.0  # seconds without a snapshot after which the ledger calls a run down
+
+    def __post_init__(self) -> None:
+        if self.ledger not in ("embedded", "off") and not self.ledger.startswith(("http://", "https://")):
+            raise SettingsError(f"--ledger {self.ledger!r}: write embedded, off, or the ledger's URL (http://host:port)")
+        if self.listen == self.otlp_listen and self.listen.port != 0:
+            raise SettingsError(f"--listen and --otlp-listen are both {self.listen}; give them different ports")
+        if self.simulate is not None and self.simulate != "h100x8":
+            raise SettingsError(f"--simulate {self.simulate!r}: the only simulated node is h100x8")
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerSettings:
+    """Settings of the cluster's ledger."""
+
+    listen: Address = Address("0.0.0.0", 9451)
+    state: Path = Path("/var/lib/flopwatch-ledger")
+    token_file: Path | None = None
+    silent_after: float = 60.0
