@@ -49,7 +49,7 @@ PORT = ("device", "port")
 RANK = ("run", "rank")
 RUN = ("tenant", "run")
 
-# ---------------------------------------------------------------------------------------------------------- GPU, NVML
+# GPU, NVML.
 
 GPU_INFO = Metric(
     "gpu_info", "info", "Identity of one GPU; source is nvml, or simulated for a GPU that does not exist.",
@@ -126,7 +126,7 @@ GPU_XID_LAST = Metric(
     (*GPU, "xid"), "/dev/kmsg record time",
 )
 
-# --------------------------------------------------------------------------------------------- InfiniBand and RoCE, sysfs
+# InfiniBand and RoCE, sysfs.
 
 INFINIBAND_INFO = Metric(
     "infiniband_info", "info", "Identity of one port.",
@@ -212,7 +212,7 @@ INFINIBAND_RNR_NAK_RETRIES = _port_counter(
     "infiniband_rnr_nak_retries_total", "Retries because the peer was not ready to receive.",
     "hw_counters/rnr_nak_retry_err")
 
-# ------------------------------------------------------------------------------------------------- training hook, OTLP
+# training hook, OTLP.
 
 TRAINING_RUN_INFO = Metric(
     "training_run_info", "info",
@@ -297,7 +297,7 @@ TRAINING_HOOK_ERRORS = Metric(
     "flopwatch.training.hook",
 )
 
-# --------------------------------------------------------------------------------------------------------- run ledger
+# run ledger.
 
 RUN_SECONDS = Metric(
     "run_seconds_total", "counter",
@@ -356,7 +356,7 @@ RUN_START = Metric(
     "flopwatch.ledger.accounting",
 )
 
-# ------------------------------------------------------------------------------------------------------- self-metrics
+# self-metrics.
 
 FLOPWATCH_INFO = Metric(
     "flopwatch_build_info", "info", "Version of this exporter.", ("version",), "flopwatch.__version__",
