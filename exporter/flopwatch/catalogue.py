@@ -292,6 +292,9 @@ TRAINING_STEP_DURATION = Metric(
     "training_step_duration_seconds", "histogram", "Duration of optimizer steps. From one rank.", RANK,
     "flopwatch.training.hook",
 )
+TRAINING_LOSS = Metric(
+    "training_loss", "gauge", "Loss last reported.", RANK, "run.step(loss=...)",
+)
 TRAINING_HOOK_ERRORS = Metric(
     "training_hook_errors_total", "counter", "Errors the hook swallowed to keep the training loop running.", RANK,
     "flopwatch.training.hook",
@@ -387,12 +390,19 @@ SERIES_DROPPED = Metric(
     "flopwatch.node.scrape",
 )
 OTLP_ACCEPTED = Metric(
-    "flopwatch_otlp_pushes_total", "counter", "Pushes from training processes, by outcome.", ("outcome",),
-    "flopwatch.node.telemetry",
+    "flopwatch_otlp_pushes_total", "counter",
+    "Pushes from training processes, by outcome: accepted, partial (some points refused), foreign_gpu (claims a GPU of "
+    "another node); refused whole: stale_process, invalid, limit, conflict, malformed, too_large, unauthorized, "
+    "unsupported_type.", ("outcome",), "flopwatch.node.telemetry",
 )
 LEDGER_SENT = Metric(
-    "flopwatch_ledger_records_total", "counter", "Snapshots handed to the ledger, by outcome.", ("outcome",),
-    "flopwatch.node.telemetry",
+    "flopwatch_ledger_records_total", "counter",
+    "Snapshots handed to the ledger, by outcome: sent, failed (offered again), refused.", ("outcome",),
+    "flopwatch.node.forward",
+)
+LEDGER_RECEIVED = Metric(
+    "flopwatch_ledger_received_total", "counter", "Deliveries to this ledger, by outcome: accepted, refused, failed.",
+    ("outcome",), "flopwatch.ledger.app",
 )
 
 

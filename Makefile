@@ -1,0 +1,59 @@
+# `make demo` and `make test` need Linux, Python >= 3.10 with venv, and make; they set up the rest inside the checkout.
+
+PYTHON ?= python3
+TRAIN ?= torch
+SECONDS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# $(call install,WHAT,REQUIREMENTS): pip is silent until it is done, and a line before says what takes so long.
+install = @echo "Installing $(1) into $(VENV) ..."; begin=$$(date +%s); $(PIP) install -q $(2) \
+	&& echo "  done in $$(($$(date +%s) - begin)) s" && touch $@
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint generate bench clean
+.NOTPARALLEL:
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.demo $(if $(filter torch,$(TRAIN)),$(VENV)/.torch)  ## the whole chain, live; SECONDS=90 ends it, TRAIN=simulated needs no PyTorch
+	@$(BIN)/python -m demo --train $(TRAIN) $(if $(SECONDS),--seconds $(SECONDS))
+
+test: lint $(VENV)/.demo $(VENV)/.torch  ## lint, types, unit tests and the end-to-end test
+	@$(BIN)/python -m pytest --durations=15
+
+lint: $(VENV)/.dev  ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+generate: $(VENV)/.dev  ## write the generated files again
+	@$(BIN)/python -m alerts helm/files
+
+bench: $(VENV)/.dev  ## measure ourselves beside a peer
+	@$(BIN)/python -m bench
+
+clean:  ## remove everything the other targets made
+	rm -rf $(VENV) .cache demo-state dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# A stamp older than pyproject.toml means that the packages may have changed.
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: flopwatch needs Python 3.10 or newer; \
+	this is " + sys.version.split()[0] + ". Choose one: make PYTHON=/path/to/python3.x")'
+	@echo "Making the virtual environment $(VENV) with $$($(PYTHON) --version) ..."
+	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) >/dev/null 2>&1 \
+	|| { $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m demo.servers --pip $(BIN)/python; }
+	@$(PIP) install -q --upgrade 'pip>=25.1'
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.python pyproject.toml
+	$(call install,flopwatch and what the demo needs,-e '.[exporter$(,)ledger]' --group demo)
+
+$(VENV)/.torch: $(VENV)/.python pyproject.toml
+	$(call install,PyTorch (200 MB or more),--group torch)
+
+$(VENV)/.dev: $(VENV)/.demo $(VENV)/.torch
+	$(call install,the tools for tests,--group dev --group dashboards)
+
+, := ,

@@ -1,0 +1,45 @@
+"""`python -m alerts OUT`: write OUT/rules.yaml for Prometheus and OUT/alertmanager.yml for Alertmanager."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from alerts import AlertSettings, alertmanager_yaml, rules_yaml
+
+KNOBS = {
+    "pace": (float, "how many times faster than production everything runs"),
+    "scrape_interval": (float, "seconds between scrapes at pace 1"),
+    "page_min_gpus": (int, "GPUs from which on a run pages"),
+    "slack_url_file": (Path, "file with Slack's incoming-webhook URL"),
+    "pagerduty_key_file": (Path, "file with PagerDuty's integration key (Events API v2)"),
+    "pagerduty_url": (str, "where to send PagerDuty's events, if not to PagerDuty"),
+    "watchdog_url_file": (Path, "file with the URL the watchdog reports to"),
+    "watchdog_url": (str, "that URL itself, for Alertmanager before 0.26"),
+    "runbook_base_url": (str, "where alerts/runbooks is published"),
+    "dashboard_base_url": (str, "Grafana's address"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the flags and write both files."""
+    parser = argparse.ArgumentParser(prog="python -m alerts", description=__doc__)
+    parser.add_argument("out", type=Path)
+    default = AlertSettings()
+    for name, (kind, text) in KNOBS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=getattr(default, name), help=text)
+    given = vars(parser.parse_args(arguments))
+    out: Path = given.pop("out")
+    try:
+        settings = AlertSettings(**given)
+    except ValueError as error:
+        parser.error(str(error))
+    out.mkdir(parents=True, exist_ok=True)
+    for name, content in (("rules.yaml", rules_yaml(settings)), ("alertmanager.yml", alertmanager_yaml(settings))):
+        (out / name).write_text(content, encoding="utf-8")
+        print(out / name)
+
+
+if __name__ == "__main__":
+    main()

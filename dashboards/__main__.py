@@ -1,0 +1,31 @@
+"""`python -m dashboards OUT`: write every dashboard as OUT/<name>.json, to be imported or provisioned."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from dashboards import Json, run
+
+BOARDS: dict[str, Json] = {"run": run.BOARD}
+
+
+def text(board: Json) -> str:
+    """Return the dashboard's file, the same bytes for the same dashboard."""
+    return json.dumps(board, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def main() -> None:
+    """Read the folder from the command line and write the files."""
+    parser = argparse.ArgumentParser(prog="python -m dashboards", description=__doc__)
+    parser.add_argument("out", type=Path)
+    out: Path = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    for name, board in BOARDS.items():
+        (out / f"{name}.json").write_text(text(board), encoding="utf-8")
+        print(out / f"{name}.json")
+
+
+if __name__ == "__main__":
+    main()

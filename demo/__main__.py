@@ -1,0 +1,202 @@
+"""`python -m demo`: run the whole chain on this machine, tell its story, and leave nothing behind."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+from rich.live import Live
+
+from alerts import recording
+from demo import summary
+from demo.servers import ROOT, ServersError, find
+from demo.stack import Stack, StackError, fetch
+
+SLOW_RANK, SLOW_BY = 2, 0.3
+HEALTHY_SECONDS = 35.0  # what is normal, before something happens
+HEAL_SECONDS = 60.0  # after the message
+FIRST_STEP_SECONDS = 180.0
+# More steps than anybody waits for, and half of each slept, so that two cores can carry four ranks.
+TRAINER = {"torch": ("--steps", "1000000", "--step-floor", "0.15"), "simulated": ()}
+LINE_SECONDS = 10.0  # between two lines where there is no terminal
+
+
+class Story:
+    """What happens in the demo and when: a healthy run, a slow rank, the message that names it, health again."""
+
+    def __init__(self, stack: Stack, healthy: float) -> None:
+        self.stack, self.healthy = stack, healthy
+        self.lines = [f"0:00  The first step. Rank {SLOW_RANK} will be slowed at {summary.clock(healthy)}."]
+        if not stack.servers.alertmanager:
+            self.lines.append("0:00  Alertmanager cannot run here, so no Slack message will come.")
+        self.slowed: float | None = None
+        self.told: float | None = None
+        self.healed = False
+
+    def advance(self, elapsed: float) -> None:
+        """Do and tell what is due."""
+        if self.slowed is None and elapsed >= self.healthy:
+            self.stack.control(slow={str(SLOW_RANK): SLOW_BY})
+            self.slowed = elapsed
+            self._tell(elapsed, f"Rank {SLOW_RANK} is now slowed by {100 * SLOW_BY:.0f} %. Nobody told flopwatch.")
+        elif self.slowed is not None and self.told is None and self.stack.receiver.of("slack"):
+            self.told = elapsed
+            self._tell(elapsed, f"The Slack message has arrived, {elapsed - self.slowed:.0f} s after the fault.")
+        elif self.told is not None and not self.healed and elapsed >= self.told + HEAL_SECONDS:
+            self.stack.control()
+            self.healed = True
+            self._tell(elapsed, f"Rank {SLOW_RANK} is at full speed again. Now break something else, for example:\n"
+                       f"      {sys.executable} -m flopwatch.simulate {self.stack.node.root} xid --gpu 3 --code 79")
+
+    def message(self) -> str | None:
+        """Return title and text of the newest Slack message."""
+        messages = self.stack.receiver.of("slack")
+        if not messages:
+            return None
+        attachment = messages[-1].payload["attachments"][0]
+        return f"{attachment['title']}\n{attachment['text']}".rstrip()
+
+    def _tell(self, elapsed: float, text: str) -> None:
+        self.lines.append(f"{summary.clock(elapsed)}  {text}")
+
+
+class Signals:
+    """The first signal interrupts the demo; one that comes while it stops kills what is still there."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack, self.stopping = stack, False
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        if self.stopping:
+            self.stack.kill()
+        else:
+            self.stopping = True
+            raise KeyboardInterrupt
+
+
+def watch(stack: Stack, story: Story, console: Console, urls: list[tuple[str, str]], seconds: float | None) -> None:
+    """Show the run until `seconds` from now, or for ever: as a screen, or as lines where there is no terminal."""
+    job = "a real PyTorch job on this CPU" if stack.train == "torch" else "a simulated job"
+    told, due = 0, 0.0
+    began = time.monotonic()
+    with Live(console=console, screen=True, auto_refresh=False) if console.is_terminal else nullcontext() as live:
+        while (left := began + (seconds or float("inf")) - time.monotonic()) > 0:
+            elapsed = time.monotonic() - began
+            stack.check()
+            story.advance(elapsed)
+            now = summary.read(stack.prometheus, stack.run)
+            if live is not None:
+                title = f"flopwatch demo · {job}, {stack.ranks} ranks · {summary.clock(elapsed)}"
+                live.update(summary.screen(now, title, urls, story.lines, story.message()), refresh=True)
+            else:
+                lines, told = story.lines[told:], len(story.lines)
+                if elapsed >= due:
+                    lines, due = [*lines, summary.line(now, elapsed)], elapsed + LINE_SECONDS
+                for line in lines:
+                    print(line, flush=True)
+            time.sleep(min(1.0, left))
+
+
+def wait_for_first_step(stack: Stack) -> None:
+    """Return when Prometheus knows of a training step. Raises StackError if that takes too long."""
+    began = time.monotonic()
+    while not summary.read(stack.prometheus, stack.run).steps:
+        stack.check()
+        if time.monotonic() > began + FIRST_STEP_SECONDS:
+            raise stack.children["training"].failure(f"made no step in {FIRST_STEP_SECONDS:.0f} s")
+        time.sleep(0.25)
+
+
+def links(stack: Stack) -> list[tuple[str, str]]:
+    """Return what to open in a browser."""
+    try:
+        fetch(f"{stack.prometheus.url}/graph")
+        graph = "graph"
+    except OSError:
+        graph = "classic/graph"  # Debian's Prometheus 2
+    found = [
+        ("MFU graph", f"{stack.prometheus.url}/{graph}?g0.expr={recording.RUN_MFU}&g0.tab=0&g0.range_input=5m"),
+        ("Exporter", f"http://{stack.exporter_address}/metrics"),
+    ]
+    if stack.servers.alertmanager:
+        found.append(("Alertmanager", f"http://{stack.alertmanager_address}"))
+    return found
+
+
+@contextmanager
+def emptied(state: Path) -> Iterator[None]:
+    """Empty the state folder and hold it, so that two demos never share one. Raises StackError."""
+    state.mkdir(parents=True, exist_ok=True)
+    with (state / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StackError(f"another demo runs in {state}; end it, or give this one --state DIR") from None
+        for old in state.iterdir():
+            if old.is_dir():
+                shutil.rmtree(old)
+            elif old.name != "lock":
+                old.unlink()
+        yield
+
+
+def run(stack: Stack, console: Console, seconds: float | None) -> None:
+    """Start the stack, show it, stop it, and print what came of it."""
+    signals = Signals(stack)
+    story = Story(stack, HEALTHY_SECONDS if seconds is None else min(HEALTHY_SECONDS, 0.4 * seconds))
+    print("Starting Prometheus, Alertmanager, the exporter of a simulated 8 x H100 node, the training job", flush=True)
+    with stack:
+        urls = links(stack)
+        for name, url in urls:
+            print(f"  {name:12}  {url}")
+        print("Waiting for the first training step", flush=True)
+        with suppress(KeyboardInterrupt):
+            wait_for_first_step(stack)
+            watch(stack, story, console, urls, seconds)
+        signals.stopping = True
+        last = summary.read(stack.prometheus, stack.run)
+        print("Stopping", flush=True)
+    if console.is_terminal:
+        print("\n".join(story.lines))
+    console.print(summary.table(last, plain=not console.is_terminal))
+    if (message := story.message()) is not None:
+        print(f"The last Slack message:\n{message}")
+
+
+def main() -> int:
+    """Read the flags, run the demo, and return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
+    parser.add_argument("--train", choices=("torch", "simulated"), default="torch", help="the job (default torch)")
+    parser.add_argument("--seconds", type=float, help="end this long after the first training step")
+    parser.add_argument("--state", type=Path, default=ROOT / "demo-state", metavar="DIR",
+                        help="logs and data of this demo; emptied first (default demo-state)")
+    options = parser.parse_args()
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    try:
+        with emptied(options.state.absolute()):
+            servers = find(say=lambda text: print(text, flush=True))
+            if servers.why:
+                print(f"Running without Alertmanager: {servers.why}")
+            stack = Stack(options.state, train=options.train, trainer=TRAINER[options.train], servers=servers)
+            run(stack, console, options.seconds)
+    except (ServersError, StackError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,331 @@
+"""Start and stop the whole chain on free loopback ports: receiver, Alertmanager, Prometheus, exporter, training job.
+
+Every program runs in a session of its own, writes to a log file in the state folder, and is killed by the kernel when
+this process dies, however it dies (prctl(2), PR_SET_PDEATHSIG, through setpriv of util-linux). The kernel ties that to
+the thread that started it, so make and use a `Stack` in one thread that lives as long as it does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from alerts import AlertSettings, alertmanager_yaml, rules_yaml
+from demo.receiver import Receiver
+from demo.servers import ROOT, Servers, find
+from flopwatch.simulate.node import SimulatedNode
+
+GRACE = 10.0  # seconds a program has to end after SIGTERM
+MARK = "FLOPWATCH_DEMO_STACK"  # in the environment of every process of a stack, so that none is overlooked
+Labels = dict[str, str]
+Train = Literal["torch", "simulated"]
+
+
+class StackError(RuntimeError):
+    """A part of the stack failed; the message shows the end of its log."""
+
+
+class Prometheus:
+    """The two queries of Prometheus' HTTP API (https://prometheus.io/docs/prometheus/latest/querying/api/)."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def query(self, expr: object, at: float | None = None) -> list[tuple[Labels, float]]:
+        """Return labels and value of each series of an instant query at Unix time `at`, now by default."""
+        data = self._get("query", {"query": str(expr), **({} if at is None else {"time": at})})
+        if data["resultType"] == "scalar":
+            return [({}, float(data["result"][1]))]
+        return [(series["metric"], float(series["value"][1])) for series in data["result"]]
+
+    def value(self, expr: object, at: float | None = None) -> float | None:
+        """Return the value of a query's only series, None if it has none. Raises ValueError if it has more."""
+        found = self.query(expr, at)
+        if len(found) > 1:
+            raise ValueError(f"{expr} has {len(found)} series")
+        return found[0][1] if found else None
+
+    def query_range(
+        self, expr: object, start: float, end: float, step: float
+    ) -> list[tuple[Labels, list[tuple[float, float]]]]:
+        """Return labels and (Unix time, value) points of each series between two Unix times, every `step` seconds."""
+        data = self._get("query_range", {"query": str(expr), "start": start, "end": end, "step": step})
+        return [
+            (series["metric"], [(float(at), float(value)) for at, value in series["values"]])
+            for series in data["result"]
+        ]
+
+    def _get(self, path: str, parameters: Mapping[str, object]) -> Any:
+        try:
+            reply = json.loads(fetch(f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"))
+        except urllib.error.HTTPError as error:
+            reply = json.loads(error.read())
+        except OSError as error:
+            raise StackError(f"Prometheus does not answer: {error}") from error
+        if reply["status"] != "success":
+            raise ValueError(f"{parameters['query']}: {reply['error']}")
+        return reply["data"]
+
+
+class Child:
+    """A program that runs in a session of its own and logs to a file."""
+
+    def __init__(self, name: str, command: Sequence[str], environ: Mapping[str, str], log: Path) -> None:
+        self.name, self.command, self.environ, self.log = name, command, environ, log
+        self.start()
+
+    def start(self) -> None:
+        """Start the program, again if it has ended; its log is appended to."""
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", "--", *self.command], cwd=ROOT, env=dict(self.environ),
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            )
+
+    def failure(self, what: str) -> StackError:
+        """Return an error that says what happened and shows the end of the log."""
+        lines = self.log.read_text(errors="replace").splitlines()[-15:]
+        return StackError("\n  ".join([f"{self.name} {what}; the end of {self.log}:", *lines]))
+
+    def check(self) -> None:
+        """Raise StackError if the program failed."""
+        if self.process.poll():
+            raise self.failure(f"ended with status {self.process.returncode}")
+
+    def stop(self, kill: bool = False, grace: float = GRACE) -> None:
+        """End the program: SIGTERM, and SIGKILL if it takes longer than `grace` seconds."""
+        if self.process.poll() is None and not kill:
+            self.process.terminate()
+            try:
+                self.process.wait(grace)
+            except subprocess.TimeoutExpired:
+                kill = True
+        if kill:
+            self.process.kill()
+        self.process.wait()
+
+
+class Stack:
+    """The chain from the simulated card to the message, as one context manager.
+
+    `pace` divides every window and interval of the shipped alerts, `train` says which job runs on the simulated node;
+    `trainer` and `exporter` are further arguments for these two. Ask and disturb it through `prometheus`, `receiver`,
+    `node` and `control`; `train_log` is the job's own account.
+    """
+
+    def __init__(
+        self, state: Path, *, pace: float = 15.0, push_interval: float = 1.0, train: Train | None = "torch",
+        trainer: Sequence[str] = (), exporter: Sequence[str] = (), run: str = "demo", ranks: int = 4,
+        servers: Servers | None = None,
+    ) -> None:
+        self.state, self.pace, self.push_interval = state.absolute(), pace, push_interval
+        self.train, self.trainer, self.exporter, self.run, self.ranks = train, trainer, exporter, run, ranks
+        self.servers = find() if servers is None else servers
+        self.children: dict[str, Child] = {}
+        self.mark = uuid.uuid4().hex
+        ports = free_ports(4)
+        self.prometheus_address, self.alertmanager_address, self.exporter_address, self.otlp_address = (
+            f"127.0.0.1:{port}" for port in ports
+        )
+        self.prometheus = Prometheus(f"http://{self.prometheus_address}")
+        self.node = SimulatedNode(self.state / "exporter" / "simulated")
+        self.train_log = self.state / "train.jsonl"
+        self.control_file = self.state / "control.json"
+
+    def __enter__(self) -> Stack:
+        self.state.mkdir(parents=True, exist_ok=True)
+        self.receiver = Receiver()
+        try:
+            self._start()
+        except BaseException:
+            self.stop(kill=True)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _start(self) -> None:
+        secrets = self.state / "secrets"
+        secrets.mkdir(exist_ok=True)
+        (secrets / "slack-url").write_text(f"{self.receiver.url}/slack")
+        (secrets / "pagerduty-key").write_text("0123456789abcdef" * 2)
+        settings = AlertSettings(
+            pace=self.pace, slack_url_file=secrets / "slack-url", pagerduty_key_file=secrets / "pagerduty-key",
+            pagerduty_url=f"{self.receiver.url}/v2/enqueue", watchdog_url=f"{self.receiver.url}/watchdog",
+        )
+        self._start_alertmanager(settings)
+        self._start_prometheus(settings)
+        self._launch(
+            "exporter", sys.executable, "-m", "flopwatch", "exporter", "--listen", self.exporter_address,
+            "--otlp-listen", self.otlp_address, "--state", str(self.state / "exporter"), "--simulate", "h100x8",
+            "--ledger", "embedded", *self.exporter,
+        )
+        self._wait_for("exporter", f"http://{self.exporter_address}/readyz")
+        self._wait_for("prometheus", f"{self.prometheus.url}/-/ready")
+        if self.servers.alertmanager:
+            self._wait_for("alertmanager", f"http://{self.alertmanager_address}/-/ready")
+        if self.train is not None:
+            self.start_training(self.train, self.trainer)
+
+    def _start_alertmanager(self, settings: AlertSettings) -> None:
+        if not self.servers.alertmanager:
+            return
+        folder = self.state / "alertmanager"
+        folder.mkdir(exist_ok=True)
+        (folder / "alertmanager.yml").write_text(alertmanager_yaml(settings))
+        self._launch(
+            "alertmanager", *self.servers.alertmanager, f"--config.file={folder / 'alertmanager.yml'}",
+            f"--storage.path={folder}", f"--web.listen-address={self.alertmanager_address}",
+            f"--web.external-url=http://{self.alertmanager_address}", "--cluster.listen-address=",
+        )
+
+    def _start_prometheus(self, settings: AlertSettings) -> None:
+        folder = self.state / "prometheus"
+        folder.mkdir(exist_ok=True)
+        (folder / "rules.yaml").write_text(rules_yaml(settings))
+        interval = settings.at_pace(settings.scrape_interval)
+        targets = [self.alertmanager_address] if self.servers.alertmanager else []
+        configuration = {  # JSON is YAML
+            "global": {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": interval},
+            "rule_files": [str(folder / "rules.yaml")],
+            "alerting": {"alertmanagers": [{"static_configs": [{"targets": targets}]}]},
+            "scrape_configs": [{"job_name": "flopwatch", "static_configs": [{"targets": [self.exporter_address]}]}],
+        }
+        (folder / "prometheus.yml").write_text(json.dumps(configuration, indent=2))
+        self._launch(
+            "prometheus", *self.servers.prometheus, f"--config.file={folder / 'prometheus.yml'}",
+            f"--storage.tsdb.path={folder / 'data'}", "--storage.tsdb.retention.time=1d",
+            f"--web.listen-address={self.prometheus_address}", f"--web.external-url={self.prometheus.url}",
+        )
+
+    def start_training(self, kind: Train, arguments: Sequence[str] = ()) -> None:
+        """Start the training job, one rank on each of the first simulated GPUs."""
+        uuids = ",".join(self.node.uuid(rank) for rank in range(self.ranks))
+        job = ["--out", str(self.state / "train"), "--log-file", str(self.train_log),
+               "--control", str(self.control_file), "--gpu-uuids", uuids, *arguments]
+        if kind == "torch":
+            # torchrun's workers would outlive a torchrun that is killed: each gets its own death signal.
+            command = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+                       "--nproc-per-node", str(self.ranks), "--max-restarts", "3",
+                       "--no-python", "setpriv", "--pdeathsig", "KILL", "--", sys.executable,
+                       "examples/train_lm.py"]
+        else:
+            command = ["-m", "flopwatch.simulate.job", "--ranks", str(self.ranks)]
+        (self.state / "tmp").mkdir(exist_ok=True)
+        self._launch("training", sys.executable, *command, *job, environ={
+            "OMP_NUM_THREADS": "1", "FLOPWATCH_RUN": self.run, "FLOPWATCH_ENDPOINT": f"http://{self.otlp_address}",
+            "FLOPWATCH_PUSH_INTERVAL": str(self.push_interval), "TMPDIR": str(self.state / "tmp"),
+        })
+
+    def control(self, **wishes: object) -> None:
+        """Replace the job's control file, which it reads at each step; for example `control(slow={"2": 0.3})`."""
+        draft = self.control_file.with_suffix(".part")
+        draft.write_text(json.dumps(wishes))
+        draft.replace(self.control_file)
+
+    def rank_pid(self, rank: int) -> int:
+        """Return the process id of one rank of the training job."""
+        return int((self.state / "train" / "pids" / str(rank)).read_text())
+
+    def restart_exporter(self, kill: bool = True) -> None:
+        """End the exporter, by SIGKILL or in order, and start it on the same ports."""
+        exporter = self.children["exporter"]
+        exporter.stop(kill=kill)
+        exporter.start()
+        self._wait_for("exporter", f"http://{self.exporter_address}/readyz")
+
+    def check(self) -> None:
+        """Raise StackError if a program of the stack failed."""
+        for child in self.children.values():
+            child.check()
+
+    def stop(self, kill: bool = False) -> None:
+        """End everything, the job first, and see that no process and no port is left. Raises StackError if one is."""
+        for name in ("training", "exporter", "prometheus", "alertmanager"):
+            if name in self.children:
+                self.children[name].stop(kill)
+        self.receiver.close()
+        deadline = time.monotonic() + GRACE
+        while left := self.kill():
+            if time.monotonic() > deadline:
+                raise StackError(f"processes {left} do not end")
+            time.sleep(0.02)
+        for address in (self.prometheus_address, self.alertmanager_address, self.exporter_address, self.otlp_address):
+            host, _, port = address.partition(":")
+            with socket.socket() as probe:
+                if probe.connect_ex((host, int(port))) == 0:
+                    raise StackError(f"{address} is still open")
+
+    def kill(self) -> list[int]:
+        """Kill every process of this stack at once, also one whose parent has gone, and return their ids."""
+        found = self.processes()
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return found
+
+    def processes(self) -> list[int]:
+        """Return the ids of this stack's processes; one that has ended and waits to be reaped is none of them."""
+        mark = f"{MARK}={self.mark}".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+        return found
+
+    def _launch(self, name: str, *command: str, environ: Mapping[str, str] | None = None) -> None:
+        base = {key: value for key, value in os.environ.items() if not key.startswith("FLOPWATCH_")}
+        path = os.pathsep.join(filter(None, (str(ROOT / "exporter"), base.get("PYTHONPATH"))))
+        (self.state / "logs").mkdir(exist_ok=True)
+        self.children[name] = Child(
+            name, command, {**base, "PYTHONPATH": path, MARK: self.mark, **(environ or {})},
+            self.state / "logs" / f"{name}.log",
+        )
+
+    def _wait_for(self, name: str, url: str, seconds: float = 30.0) -> None:
+        """Return once the URL answers 200. Raises StackError if the program ends or the time is over."""
+        deadline = time.monotonic() + seconds
+        while True:
+            if self.children[name].process.poll() is not None:
+                raise self.children[name].failure(f"ended with status {self.children[name].process.returncode}")
+            try:
+                fetch(url)
+                return
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise self.children[name].failure(f"did not answer at {url} in {seconds:.0f} s") from None
+            time.sleep(0.05)
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that are free on 127.0.0.1, all different."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def fetch(url: str) -> bytes:
+    """Return what a loopback URL answers, past any proxy."""
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as reply:
+        content: bytes = reply.read()
+        return content

@@ -1,0 +1,156 @@
+"""What the demo shows, read from Prometheus' HTTP API alone: one `Summary`, drawn as a screen, a line or a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from alerts import recording
+from demo.stack import Prometheus
+from flopwatch import catalogue as m
+
+NOT_YET = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """The rank that waits least for the others, and where it runs."""
+
+    rank: str
+    score: float  # share of every step it costs
+    host: str
+    gpu: str
+    uuid: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, {percent(self.score)} of each step, on {self.host}, GPU {self.gpu} ({self.uuid})"
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One moment of one run; None and empty where Prometheus has no series yet."""
+
+    mfu: float | None
+    effective_mfu: float | None
+    goodput: float | None
+    ettr: float | None
+    step_seconds: float | None
+    tokens_per_second: float | None
+    steps: float | None
+    worst: Straggler | None
+    buckets: dict[str, float]  # seconds, the open ones included
+    firing: list[str]
+
+
+def read(prometheus: Prometheus, run: str) -> Summary:
+    """Return the run's summary of this moment."""
+    this = f'{{run="{run}"}}'
+    buckets = {
+        labels["bucket"]: seconds
+        for labels, seconds in prometheus.query(f"max by (bucket) ({m.RUN_SECONDS}{this})") if seconds > 0
+    }
+    still_open = prometheus.value(f"max({m.RUN_OPEN_SECONDS}{this})")
+    if still_open:
+        buckets["open"] = still_open
+    firing = prometheus.query(
+        'group by (alertname, severity) (ALERTS{alertstate="firing",alertname!="FlopwatchWatchdog"})')
+    return Summary(
+        mfu=prometheus.value(f"max({recording.RUN_MFU}{this})"),
+        effective_mfu=prometheus.value(f"max({recording.EFFECTIVE_MFU}{this})"),
+        goodput=prometheus.value(f"max({recording.GOODPUT}{this})"),
+        ettr=prometheus.value(f"max({recording.ETTR}{this})"),
+        step_seconds=prometheus.value(f"max({recording.STEP_DURATION}{this})"),
+        tokens_per_second=prometheus.value(f"max({recording.TOKENS}{this})"),
+        steps=prometheus.value(f"max({m.TRAINING_POSITION_STEPS}{this})"),
+        worst=_worst(prometheus, this),
+        buckets=dict(sorted(buckets.items(), key=lambda item: -item[1])),
+        firing=sorted(f"{labels['alertname']} ({labels.get('severity', '')})" for labels, _ in firing),
+    )
+
+
+def _worst(prometheus: Prometheus, this: str) -> Straggler | None:
+    scores = prometheus.query(f"topk(1, {recording.RANK_SCORE}{this})")
+    if not scores:
+        return None
+    rank, score = scores[0][0]["rank"], scores[0][1]
+    info = {labels["rank"]: labels for labels, _ in prometheus.query(f"{m.TRAINING_RANK_INFO}{this}")}.get(rank, {})
+    uuid = info.get("uuid", "")
+    gpus = prometheus.query(f'{m.GPU_INFO}{{uuid="{uuid}"}}') if uuid else []
+    return Straggler(rank, score, info.get("host", "?"), gpus[0][0]["gpu"] if gpus else "?", uuid)
+
+
+def percent(ratio: float | None) -> str:
+    """Return a ratio as people read it."""
+    return NOT_YET if ratio is None else f"{100 * ratio:.1f} %"
+
+
+def number(value: float | None, unit: str = "", scale: float = 1.0) -> str:
+    """Return a count with thousands separators."""
+    return NOT_YET if value is None else f"{value * scale:,.0f}{unit}"
+
+
+def clock(seconds: float) -> str:
+    """Return elapsed time as minutes and seconds."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def line(summary: Summary, elapsed: float) -> str:
+    """Return one line of progress, for an output that is not a terminal."""
+    worst = NOT_YET if summary.worst is None else f"{summary.worst.rank} ({percent(summary.worst.score)})"
+    return (f"{clock(elapsed)}  MFU {percent(summary.mfu)}  goodput {percent(summary.goodput)}  "
+            f"step {number(summary.steps)}  {number(summary.step_seconds, ' ms', 1000)}  worst rank {worst}  "
+            f"firing: {', '.join(summary.firing) or 'nothing'}")
+
+
+def rows(summary: Summary) -> list[tuple[str, str, str]]:
+    """Return name, value and meaning of each fact."""
+    total = sum(summary.buckets.values())
+    buckets = " · ".join(
+        f"{bucket.replace('_', ' ')} {percent(seconds / total)}" for bucket, seconds in summary.buckets.items()
+    )
+    found = [
+        ("MFU", percent(summary.mfu), "model FLOPs over peak FLOPs, while in steps"),
+        ("Effective MFU", percent(summary.effective_mfu), "the same over the whole time the GPUs were held"),
+        ("Goodput", percent(summary.goodput), "share of the wall clock that advanced the model"),
+        ("ETTR", percent(summary.ettr), "the same since submission"),
+        ("Steps", number(summary.steps), f"{number(summary.step_seconds, ' ms', 1000)} each"),
+        ("Tokens/s", number(summary.tokens_per_second), ""),
+        ("Worst rank", *(("-", "no rank is measured yet") if summary.worst is None else (
+            f"{summary.worst.rank} ({percent(summary.worst.score)})",
+            f"on {summary.worst.host}, GPU {summary.worst.gpu} ({summary.worst.uuid})"))),
+        ("Time went to", "", buckets or NOT_YET),
+    ]
+    return [row for row in found if row[0] != "ETTR" or summary.ettr is not None]
+
+
+def table(summary: Summary, plain: bool) -> Table:
+    """Return the facts as a table."""
+    drawn = Table(show_header=False, box=box.ASCII2 if plain else box.ROUNDED)
+    drawn.add_column(style="bold", no_wrap=True)
+    drawn.add_column(justify="right", no_wrap=True, style="cyan")
+    drawn.add_column(style="dim")
+    for row in rows(summary):
+        drawn.add_row(*row)
+    return drawn
+
+
+def screen(
+    summary: Summary, title: str, links: Sequence[tuple[str, str]], story: Sequence[str], message: str | None
+) -> RenderableType:
+    """Return everything there is to see, for a terminal of 100 x 30."""
+    grid = Table.grid(padding=(0, 2))
+    for name, url in links:
+        grid.add_row(Text(name, style="bold"), Text(url, style=f"blue link {url}", overflow="fold"))
+    firing = Text(", ".join(summary.firing) or "nothing", style="bold red" if summary.firing else "green")
+    parts: list[RenderableType] = [
+        grid, table(summary, plain=False), Text.assemble(("Firing alerts  ", "bold"), firing), Text("\n".join(story)),
+    ]
+    if message is not None:
+        parts.append(Panel(Text(message), title="Slack", title_align="left", border_style="magenta"))
+    return Panel(Group(*parts), title=title, title_align="left")

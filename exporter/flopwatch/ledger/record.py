@@ -1,0 +1,150 @@
+"""The ledger's one record: a line of a history, a snapshot on the wire. A JSON object, checked here and nowhere else.
+
+    {"t": unix seconds, "run", "tenant", "attempt", "source", "event": "submitted" | "start" | "snapshot" | "finish",
+     "activity_seconds": {activity: seconds}, "open_step_seconds", "step", "committed_step", "restored_step",
+     "rank", "gpus", "model_flops", "peak_flops", "started", "submitted", "status", "gone"}
+
+`activity_seconds` and `model_flops` are cumulative for the process behind the source (its lowest live rank);
+`step` on a start is the last completed step restored. Only t, run, event and attempt are required, the last not for
+a submission, nor for a finish by hand, which ends the run's current attempt. Unknown fields are ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import fsum, isfinite
+from typing import Any
+
+# What a source may say of its time; anything else it says is `other`.
+ACTIVITIES = (
+    "step", "startup", "compile", "data_stall", "checkpoint_save", "checkpoint_restore", "evaluation", "generation",
+    "other",
+)
+STATUSES = ("completed", "stopped", "preempted", "resized", "failed")
+_EVENTS = ("submitted", "start", "snapshot", "finish")
+_RUN_NAME = re.compile(r"[A-Za-z0-9._:/@+-]{1,128}")
+_NAME_LENGTH = 512
+
+Key = tuple[str, str]  # tenant, run
+
+
+class RecordError(ValueError):
+    """A record that cannot be used; the message names the field and says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record; what it does not say is None."""
+
+    t: float
+    run: str
+    tenant: str
+    attempt: str
+    source: str
+    event: str
+    status: str | None
+    gone: bool
+    activity: dict[str, float] | None
+    step: float | None
+    committed_step: float | None
+    restored_step: float | None
+    rank: float | None
+    gpus: float | None
+    model_flops: float | None
+    peak_flops: float | None
+    started: float | None
+    submitted: float | None
+    open_step_seconds: float | None
+
+    @classmethod
+    def parse(cls, line: object) -> Record:
+        """Return the record in a decoded JSON object; unknown fields are ignored. Raises RecordError."""
+        if not isinstance(line, Mapping):
+            raise RecordError("not a JSON object")
+        stamp = _number(line, "t", signed=True)
+        if stamp is None:
+            raise RecordError("t: missing")
+        event = _text(line, "event")
+        if event not in _EVENTS:
+            raise RecordError(f"event: {event!r} is none of {', '.join(_EVENTS)}")
+        run = _text(line, "run")
+        if not _RUN_NAME.fullmatch(run):
+            raise RecordError(f"run: {run!r} does not match {_RUN_NAME.pattern}")
+        attempt = _text(line, "attempt")
+        if not attempt and event in ("start", "snapshot"):
+            raise RecordError("attempt: missing")
+        status = (_text(line, "status") or "completed") if event == "finish" else None
+        if status is not None and status not in STATUSES:
+            raise RecordError(f"status: {status!r} is none of {', '.join(STATUSES)}")
+        gone = line.get("gone", False)
+        if not isinstance(gone, bool):
+            raise RecordError("gone: not true or false")
+        return cls(
+            t=stamp, run=run, tenant=_text(line, "tenant"), attempt=attempt, source=_text(line, "source"),
+            event=event, status=status, gone=gone,
+            # A start is the snapshot of a process that has done nothing yet.
+            activity={} if event == "start" else _activity(line.get("activity_seconds")),
+            started=stamp if event == "start" else _number(line, "started", signed=True),
+            submitted=stamp if event == "submitted" else _number(line, "submitted", signed=True),
+            restored_step=_number(line, "step" if event == "start" else "restored_step"),
+            **{name: _number(line, name) for name in (
+                "step", "committed_step", "rank", "gpus", "model_flops", "peak_flops", "open_step_seconds")},
+        )
+
+    @property
+    def key(self) -> Key:
+        """Return the identity of the run."""
+        return self.tenant, self.run
+
+    @property
+    def age(self) -> float:
+        """Return the seconds the process has lived, by its own clock."""
+        return fsum(self.activity.values()) if self.activity is not None else 0.0
+
+    @property
+    def born(self) -> float | None:
+        """Return when the process started; None if the record does not show one."""
+        if self.started is not None or self.activity is None:
+            return self.started
+        return self.t - self.age
+
+    @property
+    def end(self) -> str | None:
+        """Return how the source ended with this record, if it did."""
+        return self.status if self.status is not None else "gone" if self.gone else None
+
+
+def _text(line: Mapping[str, Any], name: str) -> str:
+    value = line.get(name)
+    if value is None:
+        return ""
+    if not isinstance(value, str) or len(value) > _NAME_LENGTH:
+        raise RecordError(f"{name}: not a string of at most {_NAME_LENGTH} characters")
+    return value
+
+
+def _number(line: Mapping[str, Any], name: str, *, signed: bool = False) -> float | None:
+    value = line.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e30 or not isfinite(value):
+        raise RecordError(f"{name}: {value!r} is not a finite number")
+    if value < 0 and not signed:
+        raise RecordError(f"{name}: {value!r} is negative")
+    return float(value)
+
+
+def _activity(value: object) -> dict[str, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise RecordError("activity_seconds: not an object of seconds per activity")
+    seconds: dict[str, float] = {}
+    for name in value:
+        number = _number(value, name)
+        known = name if name in ACTIVITIES else "other"
+        if number is not None:
+            seconds[known] = seconds.get(known, 0.0) + number
+    return seconds

@@ -1,0 +1,147 @@
+"""The two HTTP applications of a node: what Prometheus reads, and on its own listener what training processes send."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Callable, Iterable
+from html import escape
+from pathlib import Path
+
+from fastapi import FastAPI, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import HTMLResponse, PlainTextResponse
+from starlette.requests import ClientDisconnect
+
+import flopwatch
+from flopwatch.node import otlp
+from flopwatch.node.exposition import OPENMETRICS, content_type, gzip, gzip_accepted
+from flopwatch.node.otlp import Refused
+from flopwatch.node.scrape import Scrape, scrape_timeout
+from flopwatch.node.telemetry import Telemetry
+from flopwatch.settings import ExporterSettings
+
+# A sender that has not delivered its megabyte after this long never will.
+BODY_TIMEOUT = 10.0
+
+_HTTP_STATUS = {"malformed": 400, "unauthorized": 401, "too_large": 413, "unsupported_type": 415}
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>flopwatch {host}</title>
+<style>body{{font-family:sans-serif;margin:2em}}td,th{{text-align:left;padding:.2em 1.5em .2em 0}}</style></head><body>
+<h1>flopwatch {version} on {host}</h1>
+<p><a href="metrics">metrics</a> · <a href="readyz">readyz</a> · <a href="healthz">healthz</a></p>
+<table><tr><th>source</th><th>state</th></tr>{sources}</table>
+<table><tr><th>tenant</th><th>run</th><th>ranks here</th></tr>{runs}</table>
+</body></html>
+"""
+
+
+def metrics_app(
+    scrape: Scrape, telemetry: Telemetry, settings: ExporterSettings, listening: Callable[[], bool]
+) -> FastAPI:
+    """Return /metrics, /healthz, /readyz and the landing page."""
+    app = FastAPI(title="flopwatch", docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        """Return what every source says now."""
+        media = content_type(request.headers.get("accept", ""))
+        timeout = scrape_timeout(request.headers.get("x-prometheus-scrape-timeout-seconds"))
+        body = await scrape.metrics(timeout, openmetrics=media == OPENMETRICS)
+        headers = {"content-type": media, "vary": "Accept, Accept-Encoding"}
+        if gzip_accepted(request.headers.get("accept-encoding", "")):
+            body = gzip(body)
+            headers["content-encoding"] = "gzip"
+        return Response(body, headers=headers)
+
+    @app.get("/healthz")
+    async def healthz() -> PlainTextResponse:
+        """Say that the process is alive, whatever the hardware is doing."""
+        return PlainTextResponse("ok\n")
+
+    @app.get("/readyz")
+    async def readyz() -> PlainTextResponse:
+        """Say whether every source has been read once, with whatever result, and both listeners are up."""
+        waiting = [name for name, status in scrape.statuses().items() if status == "not read yet"]
+        if not listening():
+            waiting.append("listeners")
+        if waiting or not scrape.attempted:
+            return PlainTextResponse(f"waiting for {', '.join(waiting)}\n", status_code=503)
+        return PlainTextResponse("ready\n")
+
+    @app.get("/")
+    async def landing() -> HTMLResponse:
+        """Return a page for people."""
+        return HTMLResponse(
+            _PAGE.format(
+                host=escape(settings.host),
+                version=escape(flopwatch.__version__),
+                sources=_rows(scrape.statuses().items()),
+                runs=_rows(telemetry.summary()),
+            )
+        )
+
+    return app
+
+
+def _rows(rows: Iterable[tuple[object, ...]]) -> str:
+    return "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+
+
+def otlp_app(telemetry: Telemetry, token_file: Path | None) -> FastAPI:
+    """Return the intake of training telemetry: POST /v1/metrics."""
+    app = FastAPI(title="flopwatch OTLP intake", docs_url=None, redoc_url=None, openapi_url=None)
+
+    def take(body: bytes, media: str, gzipped: bool) -> bytes:
+        request = otlp.decode(otlp.inflate(body) if gzipped else body, media)
+        return otlp.response(media, *telemetry.receive(request))
+
+    @app.post("/v1/metrics")
+    async def receive(request: Request) -> Response:
+        """Take an OTLP metrics request."""
+        media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        coding = request.headers.get("content-encoding", "identity").strip().lower()
+        try:
+            if token_file is not None:
+                _authorize(request.headers.get("authorization", ""), token_file)
+            if media not in (otlp.PROTOBUF, otlp.JSON) or coding not in ("identity", "gzip"):
+                message = f"send {otlp.PROTOBUF} or {otlp.JSON}, plain or gzip, not {media!r} {coding!r}"
+                raise Refused("unsupported_type", message)
+            body = await _body(request)
+            # A megabyte takes a while to decode: not on the loop that answers Prometheus.
+            return Response(await run_in_threadpool(take, body, media, coding == "gzip"), media_type=media)
+        except Refused as error:
+            telemetry.count(error.outcome)
+            answer = otlp.PROTOBUF if media == otlp.PROTOBUF else otlp.JSON
+            body = otlp.status(answer, str(error))
+            return Response(body, status_code=_HTTP_STATUS[error.outcome], media_type=answer)
+
+    return app
+
+
+def _authorize(authorization: str, token_file: Path) -> None:
+    """Raise Refused unless the header carries the token, read anew each time so that it can be rotated."""
+    try:
+        token = token_file.read_text().strip()
+    except OSError as error:
+        raise Refused("unauthorized", f"the exporter cannot read its token file: {error.strerror}") from None
+    if not token or not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
+        raise Refused("unauthorized", "send Authorization: Bearer with the token of --otlp-token-file")
+
+
+async def _body(request: Request) -> bytes:
+    """Return the request's body. Raises Refused when it is too large, or its sender goes away or dawdles."""
+    body = bytearray()
+
+    async def read() -> None:
+        async for chunk in request.stream():
+            body.extend(chunk)
+            if len(body) > otlp.MAX_BYTES:
+                raise Refused("too_large", f"the body is larger than {otlp.MAX_BYTES} bytes")
+
+    try:
+        await asyncio.wait_for(read(), BODY_TIMEOUT)
+    except (ClientDisconnect, asyncio.TimeoutError):
+        raise Refused("malformed", "the body does not arrive") from None
+    return bytes(body)

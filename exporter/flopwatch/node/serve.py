@@ -1,0 +1,203 @@
+"""The node exporter as a process: its sources, both listeners, and a clean end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from flopwatch import catalogue as m
+from flopwatch.ledger.store import Store
+from flopwatch.node.app import metrics_app, otlp_app
+from flopwatch.node.collectors import read_inventory
+from flopwatch.node.forward import Embedded, Forward, Outcomes, Remote
+from flopwatch.node.reader import gpu_inventory, hardware, simulated_node
+from flopwatch.node.scrape import Scrape, Source
+from flopwatch.node.telemetry import Telemetry
+from flopwatch.settings import Address, ExporterSettings, SettingsError
+
+log = logging.getLogger(__name__)
+
+# More connections than 64 ranks and a few scrapers need; the rest is somebody's mistake.
+MAX_CONNECTIONS = 512
+SIMULATION_TICK = 1.0
+
+
+def run(settings: ExporterSettings) -> None:
+    """Serve until SIGTERM or Ctrl-C. Raises SettingsError where these settings cannot work on this machine."""
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)
+    with contextlib.ExitStack() as stack:
+        for flag, file in (("otlp", settings.otlp_token_file), ("ledger", settings.ledger_token_file)):
+            _check_token(flag, file)
+        if settings.otlp_token_file is None and settings.otlp_listen.host not in ("127.0.0.1", "::1", "localhost"):
+            log.warning("whoever reaches %s can push; --otlp-token-file would stop that", settings.otlp_listen)
+        listeners = [
+            stack.enter_context(_listener("--listen", settings.listen)),
+            stack.enter_context(_listener("--otlp-listen", settings.otlp_listen)),
+        ]
+        settings = replace(settings, state=stack.enter_context(_state_folder(settings)))
+        if settings.simulate is not None:
+            stack.enter_context(_simulation(settings))
+        asyncio.run(_serve(settings, listeners))
+
+
+async def _serve(settings: ExporterSettings, listeners: list[socket.socket]) -> None:
+    registry = CollectorRegistry()
+    inventory = gpu_inventory(settings)
+    telemetry = Telemetry(settings, registry, lambda: _known_gpus(inventory))
+    ledger = _ledger(settings, registry)
+    readers = hardware(settings)
+    in_memory: list[Source] = [telemetry, ledger] if isinstance(ledger, Embedded) else [telemetry]
+    scrape = Scrape(readers, in_memory, settings, registry)
+    forward = Forward(telemetry, ledger)
+
+    servers: list[uvicorn.Server] = []
+    apps = (
+        metrics_app(scrape, telemetry, settings, lambda: all(one.started for one in servers)),
+        otlp_app(telemetry, settings.otlp_token_file),
+    )
+    servers += [server(app) for app in apps]
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    try:
+        forward.start()
+        serving = [
+            asyncio.ensure_future(one.serve([listener])) for one, listener in zip(servers, listeners, strict=True)
+        ]
+        while not all(one.started for one in servers) and not any(task.done() for task in serving):
+            await asyncio.sleep(0.01)
+        addresses = [Address(*listener.getsockname()[:2]) for listener in listeners]
+        log.info("listening metrics=%s otlp=%s", *addresses)
+        # So that /readyz does not wait for the first scraper, and pushes are checked against the GPUs that are here.
+        first = asyncio.ensure_future(scrape.collect())
+        await asyncio.wait([asyncio.ensure_future(stop.wait()), *serving], return_when=asyncio.FIRST_COMPLETED)
+        log.info("stopping")
+        first.cancel()
+        for one in servers:
+            one.should_exit = True
+        await asyncio.gather(*serving)
+    finally:
+        forward.stop()
+        # A reader whose driver hangs takes a second to end; together they take no longer.
+        closing = [threading.Thread(target=reader.close) for reader in readers]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
+        scrape.close()
+        if ledger is not None:
+            ledger.close()
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves the signals to `_serve`: there are two, and each would take them for itself."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def server(app: FastAPI) -> uvicorn.Server:
+    """Return a server for one of the applications; `serve([socket])` runs it, `should_exit` ends it."""
+    return _Server(uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
+        limit_concurrency=MAX_CONNECTIONS, timeout_graceful_shutdown=1,
+    ))
+
+
+def _listener(flag: str, address: Address) -> socket.socket:
+    """Return a listening socket. Raises SettingsError that says which flag to change."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        return socket.create_server((address.host, address.port), family=family, backlog=128)
+    except OSError as error:
+        raise SettingsError(
+            f"cannot listen on {address}: {os.strerror(error.errno) if error.errno else error}; "
+            f"choose another {flag} HOST:PORT, or port 0 for a free one"
+        ) from None
+
+
+def _check_token(flag: str, file: Path | None) -> None:
+    if file is None:
+        return
+    try:
+        empty = not file.read_text().strip()
+    except OSError as error:
+        raise SettingsError(f"--{flag}-token-file {file}: {error.strerror}") from None
+    if empty:
+        raise SettingsError(f"--{flag}-token-file {file} is empty; put the token on its first line")
+
+
+@contextlib.contextmanager
+def _state_folder(settings: ExporterSettings) -> Iterator[Path]:
+    """Give a folder that can be written; a temporary one where --state cannot, which an embedded ledger refuses."""
+    try:
+        settings.state.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=settings.state):
+            pass
+    except OSError as error:
+        problem = f"--state {settings.state} cannot be written: {error.strerror}"
+        if settings.ledger == "embedded":
+            raise SettingsError(f"{problem}; --ledger embedded needs it") from None
+        log.warning("%s; going on without: inventory and Xid counts will not survive a restart", problem)
+        with tempfile.TemporaryDirectory(prefix="flopwatch-") as folder:
+            yield Path(folder)
+    else:
+        yield settings.state
+
+
+@contextlib.contextmanager
+def _simulation(settings: ExporterSettings) -> Iterator[None]:
+    """Keep the simulated node of --simulate moving."""
+    from flopwatch.simulate.node import SimulatedNode
+
+    node = SimulatedNode(simulated_node(settings))
+    node.create()
+    ended = threading.Event()
+
+    def tick() -> None:
+        while not ended.wait(SIMULATION_TICK):
+            try:
+                node.tick(time.time())
+            except (OSError, ValueError):
+                log.exception("the simulated node stands still")
+
+    thread = threading.Thread(target=tick, name="simulation", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(timeout=1)
+
+
+def _ledger(settings: ExporterSettings, registry: CollectorRegistry) -> Embedded | Remote | None:
+    if settings.ledger == "off":
+        return None
+    outcomes = Outcomes(registry)
+    if settings.ledger == "embedded":
+        return Embedded(Store(settings.state / "ledger.sqlite", silent_after=settings.silent_after), outcomes)
+    return Remote(settings.ledger, settings.ledger_token_file, settings.state / "spool", outcomes)
+
+
+def _known_gpus(inventory: Path) -> frozenset[str] | None:
+    """Return the UUIDs of this node's GPUs, missing ones included; None where none was ever seen."""
+    return frozenset(part["uuid"] for part in read_inventory(inventory, m.GPU_INFO).values()) or None

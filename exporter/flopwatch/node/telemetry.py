@@ -1,0 +1,266 @@
+"""The training processes of this node: what their pushes say, for the scrape and, merged per attempt, for the ledger.
+
+Per (tenant, run, rank) only the newest process start counts. A rank is served until it finishes, is replaced, its
+process is gone, or `rank_timeout` passes without a push; its attempt is remembered until the ledger has its last word.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import prometheus_client as prometheus
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+
+from flopwatch import catalogue as m
+from flopwatch.catalogue import Metric
+from flopwatch.node import otlp
+from flopwatch.node.otlp import Push, Refused
+from flopwatch.node.reader import Reading
+from flopwatch.node.scrape import self_counter
+from flopwatch.settings import ExporterSettings
+
+log = logging.getLogger(__name__)
+
+MAX_RANKS = 64
+MAX_RUNS = 16
+# Ended attempts whose record the ledger has not taken yet; beyond this the oldest is forgotten.
+MAX_UNDELIVERED = 64
+
+OUTCOMES = (
+    "accepted", "partial", "stale_process", "invalid", "limit", "conflict", "foreign_gpu",
+    "malformed", "too_large", "unauthorized", "unsupported_type",
+)
+
+Record = dict[str, Any]
+RankKey = tuple[str, str, int]  # tenant, run, rank
+AttemptKey = tuple[str, str, str]  # tenant, run, attempt
+
+
+@dataclass
+class _Rank:
+    push: Push
+    heard: float  # on the monotonic clock
+    end: str | None = None  # finished, gone, replaced or silent
+
+
+@dataclass
+class _Attempt:
+    ranks: dict[int, _Rank] = field(default_factory=dict)
+    changes: int = 0
+    delivered: int = 0
+    gone_at: float | None = None
+
+    @property
+    def live(self) -> list[_Rank]:
+        return [rank for rank in self.ranks.values() if rank.end is None]
+
+
+def process_alive(pid: int, start_ticks: int) -> bool:
+    """Return whether this process still runs: the same one, not a later process with its id, and not a zombie."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    try:
+        # The command name may hold anything, so fields count from its closing parenthesis: state is field 3 of proc(5).
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True  # hidden from us (hidepid), but kill() found it
+    return fields[0] not in ("Z", "X") and (start_ticks == 0 or int(fields[19]) == start_ticks)
+
+
+def own_pid_namespace() -> int:
+    """Return the inode of this process's pid namespace, or 0 where the kernel does not tell."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+class Telemetry:
+    """Takes pushes, serves their samples as the source `training`, and hands out what the ledger is owed."""
+
+    name = "training"
+
+    def __init__(
+        self,
+        settings: ExporterSettings,
+        registry: prometheus.CollectorRegistry,
+        gpus: Callable[[], frozenset[str] | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._settings = settings
+        self._gpus = gpus
+        self._clock = clock
+        self._now = now
+        self._lock = threading.Lock()
+        self._attempts: dict[AttemptKey, _Attempt] = {}
+        self._newest: dict[RankKey, tuple[float, tuple[int, int, int]]] = {}  # start, process
+        self._pid_namespace = own_pid_namespace()
+        self._pushes = self_counter(m.OTLP_ACCEPTED, registry)
+        for outcome in OUTCOMES:
+            self._pushes.labels(outcome)
+
+    def count(self, outcome: str) -> None:
+        """Count a push; the app counts those that never get as far as `receive`."""
+        self._pushes.labels(outcome).inc()
+
+    def receive(self, request: ExportMetricsServiceRequest) -> tuple[int, str]:
+        """Take every process's push in a request; return how many points were refused, and the first reason."""
+        refused, reason = 0, ""
+        for resource in request.resource_metrics:
+            try:
+                push = otlp.push(resource, host=self._settings.host, gpus=self._gpus(), now=self._now())
+                with self._lock:
+                    self._take(push)
+            except Refused as error:
+                refused += otlp.points(resource)
+                reason = reason or str(error)
+                self.count(error.outcome)
+                continue
+            refused += push.refused
+            reason = reason or push.reason
+            self.count("partial" if push.refused else "foreign_gpu" if push.foreign_gpu else "accepted")
+        return refused, reason
+
+    def ask(self, deadline: float) -> Reading:
+        """Return the live ranks' samples."""
+        with self._lock:
+            samples = [
+                sample for attempt in self._attempts.values() for rank in attempt.live for sample in rank.push.samples
+            ]
+        return Reading(samples, at=self._now())
+
+    def check(self) -> None:
+        """End the ranks whose process is gone and those that have not pushed for `rank_timeout`."""
+        with self._lock:
+            clock = self._clock()
+            for attempt in self._attempts.values():
+                for rank in attempt.live:
+                    if self._gone(rank.push):
+                        self._end(attempt, rank, "gone")
+                    elif clock - rank.heard > self._settings.rank_timeout:
+                        self._end(attempt, rank, "silent")
+
+    def due(self) -> dict[AttemptKey, tuple[int, list[Record]]]:
+        """Return the version and the records, in order of time, of each attempt that changed since it was delivered."""
+        with self._lock:
+            return {
+                key: (attempt.changes, self._records(key, attempt))
+                for key, attempt in self._attempts.items()
+                if attempt.changes > attempt.delivered
+            }
+
+    def delivered(self, key: AttemptKey, version: int) -> None:
+        """Note that the ledger has this version; an attempt without a live rank is forgotten then."""
+        with self._lock:
+            attempt = self._attempts.get(key)
+            if attempt is None:
+                return
+            attempt.delivered = version
+            if attempt.changes == version and not attempt.live:
+                del self._attempts[key]
+
+    def summary(self) -> list[tuple[str, str, int]]:
+        """Return tenant, run and the number of live ranks of each run."""
+        with self._lock:
+            ranks = Counter((tenant, run) for (tenant, run, _), a in self._attempts.items() for _ in a.live)
+        return [(*run, count) for run, count in sorted(ranks.items())]
+
+    def _take(self, push: Push) -> None:
+        key: RankKey = push.tenant, push.run, push.rank
+        newest = self._newest.get(key)
+        if newest is not None and push.started < newest[0] and push.process != newest[1]:
+            raise Refused("stale_process", f"a newer process is rank {push.rank} of run {push.run!r}")
+        live = [(other, rank) for other, attempt in self._attempts.items() for rank in attempt.live]
+        if any((other[1], rank.push.rank) == key[1:] and other[0] != push.tenant for other, rank in live):
+            raise Refused("conflict", f"rank {push.rank} of run {push.run!r} is another tenant's on this node")
+        if not any((*other[:2], rank.push.rank) == key for other, rank in live):
+            runs = {other[:2] for other, _ in live}
+            if len(live) >= MAX_RANKS or (key[:2] not in runs and len(runs) >= MAX_RUNS):
+                raise Refused("limit", f"this node takes at most {MAX_RANKS} ranks of {MAX_RUNS} runs")
+        own: AttemptKey = push.tenant, push.run, push.attempt
+        attempt = self._attempts.get(own, _Attempt())
+        if push.rank not in attempt.ranks and len(attempt.ranks) >= MAX_RANKS:
+            raise Refused("limit", f"this node takes at most {MAX_RANKS} ranks of an attempt, ended ones included")
+        self._attempts[own] = attempt
+        self._newest.pop(key, None)
+        self._newest[key] = push.started, push.process
+        while len(self._newest) > 4 * MAX_RANKS:
+            del self._newest[next(iter(self._newest))]
+        for other, rank in live:
+            if other[:2] == own[:2] and other != own and rank.push.rank == push.rank:
+                self._end(self._attempts[other], rank, "gone" if self._gone(rank.push) else "replaced")
+        attempt.ranks[push.rank] = newcomer = _Rank(push, self._clock())
+        attempt.changes += 1
+        if push.status is not None:
+            self._end(attempt, newcomer, "finished")
+        ended = [other for other, attempt in self._attempts.items() if not attempt.live]
+        for other in ended[: max(0, len(ended) - MAX_UNDELIVERED)]:
+            del self._attempts[other]
+
+    def _gone(self, push: Push) -> bool:
+        if push.pid <= 0 or push.pid_namespace == 0 or push.pid_namespace != self._pid_namespace:
+            return False
+        return not process_alive(push.pid, push.pid_start_ticks)
+
+    def _end(self, attempt: _Attempt, rank: _Rank, how: str) -> None:
+        rank.end = how
+        attempt.changes += 1
+        if how == "gone":
+            attempt.gone_at = self._now()
+        log.info("run %s rank %d: %s", rank.push.run, rank.push.rank, how)
+
+    def _records(self, key: AttemptKey, attempt: _Attempt) -> list[Record]:
+        """Return the attempt's merged snapshot and, once no rank of it is left and one vanished, that too."""
+        pushes = [attempt.ranks[rank].push for rank in sorted(attempt.ranks)]
+        # Time follows the lowest live rank; at the end the one that lived longest, so that records never go back.
+        live = [push for push in pushes if attempt.ranks[push.rank].end is None]
+        leader = live[0] if live else max(pushes, key=lambda push: push.at)
+        statuses = [push.status for push in pushes if push.status is not None]
+        finished = len(statuses) == len(pushes)
+        steps, committed = _values(pushes, m.TRAINING_POSITION_STEPS), _values(pushes, m.TRAINING_COMMITTED_STEPS)
+        flops, peaks = _values(pushes, m.TRAINING_MODEL_FLOPS), _values(pushes, m.TRAINING_PEAK_FLOPS)
+        record: Record = {
+            "t": leader.at,
+            "tenant": key[0], "run": key[1], "attempt": key[2],
+            "source": self._settings.host,
+            "event": "finish" if finished else "snapshot",
+            "rank": leader.rank,
+            "gpus": len(pushes),
+            "started": leader.started,
+            "submitted": min((push.submitted for push in pushes if push.submitted is not None), default=None),
+            "restored_step": leader.restored_step,
+            "step": int(max(steps)) if steps else None,
+            "committed_step": int(max(committed)) if committed else None,
+            "activity_seconds": {
+                labels[-1]: seconds for row, labels, seconds in leader.samples if row is m.TRAINING_ACTIVITY_SECONDS
+            },
+            "open_step_seconds": leader.open_step_seconds,
+            "model_flops": sum(flops) if flops else None,
+            "peak_flops": sum(peaks) if peaks else None,
+            "status": max(statuses, key=otlp.STATUSES.index) if finished else None,
+        }
+        record = {name: value for name, value in record.items() if value is not None}
+        if attempt.gone_at is None or attempt.live or finished:
+            return [record]
+        # Two records: up to the last push the activities are known, from there to the end only that it ended.
+        return [record, {**record, "t": max(attempt.gone_at, record["t"]), "gone": True}]
+
+
+def _values(pushes: list[Push], row: Metric) -> list[float]:
+    return [value for push in pushes for other, _, value in push.samples if other is row]
+

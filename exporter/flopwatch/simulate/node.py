@@ -1,0 +1,387 @@
+"""The outside of an 8 x H100 node with 8 NDR ports: a sysfs tree, a kernel log, and what its GPUs would answer.
+
+Everything is files in one folder, so that the exporter, its reading children and whoever injects a fault may be
+different processes, and so that counters go on where they stopped when the exporter restarts:
+
+    sys/class/infiniband/   the ports, written in place
+    kmsg                    kernel log records
+    node.json               the state that `tick` advances; `simulate/pynvml.py` answers from it
+    faults.json             what is wrong with the node, and how busy its GPUs are
+
+Layout, identities, idle and full-load values are those of captured H100 nodes (tests/captures/SOURCES.md).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flopwatch.node.collectors.nvml import CLOCK_EVENTS
+from flopwatch.node.collectors.xid import OFF_THE_BUS, meanings
+
+GPUS = 8
+PCI_BUSES = (0x53, 0x64, 0x75, 0x86, 0x97, 0xA8, 0xB9, 0xCA)
+# The numbers have gaps, as on real nodes, where storage and management ports sit between the compute ports.
+DEVICES = ("mlx5_0", "mlx5_3", "mlx5_4", "mlx5_5", "mlx5_6", "mlx5_9", "mlx5_10", "mlx5_11")
+
+MEBIBYTE = 1 << 20
+MEMORY_TOTAL, MEMORY_RESERVED = 81559 * MEBIBYTE, 479 * MEBIBYTE
+MEMORY_BUSY = 68_000 * MEBIBYTE
+POWER_LIMIT = 700.0
+IDLE_POWER, BUSY_POWER = 69.85, 629.45
+IDLE_CELSIUS, BUSY_CELSIUS = 41.0, 59.0
+IDLE_MEMORY_CELSIUS, BUSY_MEMORY_CELSIUS = 48.0, 55.0
+IDLE_CLOCK, MAX_CLOCK, MEMORY_CLOCK = 345, 1980, 2619
+# 87 = 41 C and the 46 C that the idle capture has left; the slowdown offset of an H100 is 2 C above it.
+SW_SLOWDOWN_CELSIUS, HW_SLOWDOWN_CELSIUS = 87.0, 89.0
+THERMAL_SECONDS = 5.0  # time constant of the heat sink
+HELD_CLOCK = {
+    "sw_power_cap": 1410, "sync_boost": 1755, "sw_thermal_slowdown": 1200, "hw_thermal_slowdown": 795,
+    "hw_power_brake_slowdown": 795, "hw_slowdown": 795,
+}
+DEFAULT_LOAD = 0.95
+
+# Share of the line a training job with this load would fill, and the size of its packets.
+LINE_SHARE, PACKET_BYTES = 0.35, 4096
+LINK_RATES = {400: "4X NDR", 200: "2X NDR", 100: "1X NDR", 50: "1X HDR", 25: "1X EDR", 10: "4X SDR"}
+STICKS_AT = {"counters/symbol_error": 65535, "counters/link_downed": 255, "counters/port_xmit_wait": 2**32 - 1}
+COUNTERS = {
+    "counters": (
+        "VL15_dropped", "excessive_buffer_overrun_errors", "link_downed", "link_error_recovery",
+        "local_link_integrity_errors", "multicast_rcv_packets", "multicast_xmit_packets",
+        "port_rcv_constraint_errors", "port_rcv_data", "port_rcv_errors", "port_rcv_packets",
+        "port_rcv_remote_physical_errors", "port_rcv_switch_relay_errors", "port_xmit_constraint_errors",
+        "port_xmit_data", "port_xmit_discards", "port_xmit_packets", "port_xmit_wait", "symbol_error",
+        "unicast_rcv_packets", "unicast_xmit_packets",
+    ),
+    "hw_counters": (
+        "duplicate_request", "implied_nak_seq_err", "lifespan", "local_ack_timeout_err", "out_of_buffer",
+        "out_of_sequence", "packet_seq_err", "req_cqe_error", "req_cqe_flush_error", "req_remote_access_errors",
+        "req_remote_invalid_request", "resp_cqe_error", "resp_cqe_flush_error", "resp_local_length_error",
+        "resp_remote_access_errors", "rnr_nak_retry_err", "roce_adp_retrans", "roce_adp_retrans_to",
+        "roce_slow_restart", "roce_slow_restart_cnps", "roce_slow_restart_trans", "rx_atomic_requests",
+        "rx_dct_connect", "rx_icrc_encapsulated", "rx_read_requests", "rx_write_requests",
+    ),
+}
+
+XID_TEXTS = {
+    OFF_THE_BUS: "pid='<unknown>', name=<unknown>, GPU has fallen off the bus.",
+    94: "pid=4711, name=python, Contained: SM (0x1). RST: No, D-RST: No",
+    119: "pid=4711, name=python, Timeout after 6s of waiting for RPC response from GPU GSP! Expected function 76 "
+         "(GSP_RM_CONTROL) (0x20801813 0x4c).",
+}
+
+
+class SimulatedNode:
+    """One simulated node, kept in the folder `root`; any number of objects and processes may share it."""
+
+    def __init__(self, root: Path, uptime: Callable[[], float] = time.monotonic) -> None:
+        self.root = root
+        self.sysfs = root / "sys"
+        self.kmsg = root / "kmsg"
+        self._uptime = uptime
+
+    @staticmethod
+    def uuid(gpu: int) -> str:
+        """Return the uuid of a GPU."""
+        return f"GPU-51a70000-0000-4000-8000-{gpu:012d}"
+
+    def create(self, now: float | None = None) -> None:
+        """Make the node, with its GPUs warm; one that is there already goes on with its counters and faults."""
+        now = time.time() if now is None else now
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.kmsg.touch()
+        with self._faults():
+            pass
+        with self._locked():
+            if not (self.root / "node.json").exists():
+                self._save("node.json", {
+                    "time": now - 100 * THERMAL_SECONDS,
+                    "gpus": [_new_gpu(gpu) for gpu in range(GPUS)],
+                    "ports": {device: _new_port(index) for index, device in enumerate(DEVICES)},
+                })
+            for device, port in self._load("node.json")["ports"].items():
+                self._write_tree(device, port)
+        self.tick(now)
+
+    def tick(self, now: float) -> None:
+        """Advance everything to the Unix time `now`; a time already reached changes nothing."""
+        with self._locked():
+            node, faults = self._load("node.json"), self._load("faults.json")
+            seconds = now - node["time"]
+            if seconds <= 0:
+                return
+            node["time"] = now
+            for index, gpu in enumerate(node["gpus"]):
+                _advance_gpu(gpu, index, faults, now, seconds)
+            changed: dict[Path, str] = {}
+            for index, (device, port) in enumerate(node["ports"].items()):
+                before = port["files"].copy()
+                _advance_port(port, index, device, faults, now, seconds)
+                changed |= {
+                    self._port(device) / file: content
+                    for file, content in port["files"].items() if content != before[file]
+                }
+            # First what the next tick starts from, so that being killed here lets no counter fall.
+            self._save("node.json", node)
+            for path, content in changed.items():
+                _write_in_place(path, content)
+
+    # Faults, from any process. `clear` ends them all; what was counted stays counted.
+
+    def xid(self, gpu: int, code: int) -> None:
+        """Write an Xid into the kernel log; with 79 the GPU is lost as well."""
+        bus = f"0000:{PCI_BUSES[_gpu(gpu)]:02x}:00"
+        text = XID_TEXTS.get(code) or f"pid=4711, name=python, {meanings().get(code, {}).get('name', 'unknown')}"
+        lines = [f"NVRM: Xid (PCI:{bus}): {code}, {text}"]
+        if code == OFF_THE_BUS:
+            lines += [f"NVRM: GPU {bus}.0: GPU has fallen off the bus."]
+        with self._locked():
+            log = self.kmsg.read_text()
+            if self.uuid(gpu) not in log:  # the driver introduces a GPU before its first Xid
+                lines.insert(0, f"NVRM: GPU at PCI:{bus}: {self.uuid(gpu)}")
+                lines.insert(1, f"NVRM: GPU Board Serial Number: {serial(gpu)}")
+            microseconds = int(self._uptime() * 1e6)
+            with self.kmsg.open("a") as file:
+                file.write("".join(
+                    f"4,{sequence},{microseconds},-;{line}\n" for sequence, line in enumerate(lines, log.count("\n"))
+                ))
+        if code == OFF_THE_BUS:
+            self.lose(gpu)
+
+    def lose(self, gpu: int) -> None:
+        """Let every call about this GPU fail with "GPU is lost"."""
+        self._set("lost", _gpu(gpu), True)
+
+    def ecc(self, gpu: int, uncorrected: int = 0, corrected: int = 0) -> None:
+        """Count memory errors."""
+        with self._faults() as faults:
+            counts = faults["ecc"].setdefault(str(_gpu(gpu)), {"corrected": 0, "uncorrected": 0})
+            counts["corrected"] += corrected
+            counts["uncorrected"] += uncorrected
+
+    def throttle(self, gpu: int, reason: str | None) -> None:
+        """Hold the clock back for one of the reasons in HELD_CLOCK; None lets go."""
+        if reason is not None and reason not in HELD_CLOCK:
+            raise ValueError(f"{reason!r} is not one of {', '.join(HELD_CLOCK)}")
+        self._set("throttle", _gpu(gpu), reason)
+
+    def heat(self, gpu: int, celsius: float | None) -> None:
+        """Let the GPU warm up to this temperature; from 87 C on it slows down. None lets it cool."""
+        self._set("heat", _gpu(gpu), celsius)
+
+    def load(self, gpu: int, utilization: float) -> None:
+        """Set how busy the GPU is, from 0 to 1."""
+        if not 0 <= utilization <= 1:
+            raise ValueError(f"utilization {utilization} is not between 0 and 1")
+        self._set("load", _gpu(gpu), utilization)
+
+    def hang(self, call: str | None) -> None:
+        """Let every call of this NVML function block until the hang is cleared with None."""
+        from flopwatch.simulate.pynvml import Simulation  # which imports this module
+
+        if call is not None and not (call.startswith("nvml") and hasattr(Simulation, call)):
+            raise ValueError(f"{call!r} is not a simulated NVML function")
+        with self._faults() as faults:
+            faults["hang"] = call
+
+    def symbol_errors(self, device: str, per_second: float) -> None:
+        """Let symbol errors rise on a port."""
+        self._set("symbol_errors", _device(device), per_second)
+
+    def link(self, device: str, state: str) -> None:
+        """Take a port's link down, or up again."""
+        if state not in ("down", "up"):
+            raise ValueError(f"{state!r} is neither down nor up")
+        self._set("link", _device(device), state)
+
+    def rate(self, device: str, gigabits: int) -> None:
+        """Let a port train to another rate; 400 is the full one."""
+        if gigabits not in LINK_RATES:
+            raise ValueError(f"{gigabits} Gb/s is not one of {', '.join(map(str, LINK_RATES))}")
+        self._set("rate", _device(device), gigabits)
+
+    def clear(self) -> None:
+        """End every fault; the load stays."""
+        with self._faults() as faults:
+            faults.update(_no_faults() | {"load": faults["load"], "ecc": faults["ecc"]})
+
+    def _set(self, fault: str, target: int | str, value: object) -> None:
+        with self._faults() as faults:
+            faults[fault][str(target)] = value
+
+    @contextmanager
+    def _faults(self) -> Iterator[dict[str, Any]]:
+        """Give the faults for changing, and store what they are changed to."""
+        with self._locked():
+            faults = _no_faults() | self._load("faults.json")
+            yield faults
+            self._save("faults.json", faults)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with (self.root / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _load(self, name: str) -> dict[str, Any]:
+        path = self.root / name
+        value: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
+        return value
+
+    def _save(self, name: str, value: Mapping[str, Any]) -> None:
+        temporary = self.root / f"{name}.new"
+        temporary.write_text(json.dumps(value))
+        temporary.replace(self.root / name)
+
+    def _port(self, device: str) -> Path:
+        return self.sysfs / "class" / "infiniband" / device / "ports" / "1"
+
+    def _write_tree(self, device: str, port: Mapping[str, Any]) -> None:
+        folder = self._port(device)
+        for name in COUNTERS:
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        identity = {"board_id": "MT_0000000838", "fw_ver": "28.41.1000", "hca_type": "MT4129"}
+        for file, content in identity.items():
+            _write_in_place(folder.parents[1] / file, content)
+        for file, content in {"link_layer": "InfiniBand", **port["files"]}.items():
+            _write_in_place(folder / file, content)
+
+
+def serial(gpu: int) -> str:
+    """Return the board serial number of a GPU."""
+    return f"165012401{gpu:04d}"
+
+
+def _gpu(gpu: int) -> int:
+    if gpu not in range(GPUS):
+        raise ValueError(f"there is no GPU {gpu}; they are 0 to {GPUS - 1}")
+    return gpu
+
+
+def _device(device: str) -> str:
+    if device not in DEVICES:
+        raise ValueError(f"there is no {device}; there are {', '.join(DEVICES)}")
+    return device
+
+
+def _no_faults() -> dict[str, Any]:
+    return {
+        "load": {}, "lost": {}, "ecc": {}, "throttle": {}, "heat": {}, "hang": None,
+        "symbol_errors": {}, "link": {}, "rate": {},
+    }
+
+
+def _wave(now: float, period: float, phase: float) -> float:
+    """Return a number between -1 and 1 that depends on nothing but its arguments."""
+    return math.sin(2 * math.pi * now / period + phase)
+
+
+def _new_gpu(index: int) -> dict[str, Any]:
+    return {
+        "celsius": IDLE_CELSIUS,
+        "millijoules": 500_000_000_000 + 1_000_000_000 * index,
+        "event_nanoseconds": dict.fromkeys(HELD_CLOCK, 0),
+    }
+
+
+def _advance_gpu(gpu: dict[str, Any], index: int, faults: Mapping[str, Any], now: float, seconds: float) -> None:
+    key = str(index)
+    load = faults["load"].get(key, DEFAULT_LOAD)
+    busy = load * (1 + 0.03 * _wave(now, 13, index))
+    forced = faults["throttle"].get(key)
+    heat = faults["heat"].get(key)
+
+    # The events come from the temperature reached so far, the clock from the events, the power from the clock.
+    events = {forced} if forced is not None else set()
+    if gpu["celsius"] >= SW_SLOWDOWN_CELSIUS:
+        events.add("sw_thermal_slowdown")
+    if gpu["celsius"] >= HW_SLOWDOWN_CELSIUS:
+        events.add("hw_thermal_slowdown")
+    if events & {"hw_thermal_slowdown", "hw_power_brake_slowdown"}:
+        events.add("hw_slowdown")
+    clock = min([MAX_CLOCK, *(HELD_CLOCK[event] for event in events)]) if load > 0 else IDLE_CLOCK
+    power = IDLE_POWER + (BUSY_POWER - IDLE_POWER) * busy * (clock / MAX_CLOCK if load > 0 else 1)
+    power = min(POWER_LIMIT, power * (1 + 0.01 * _wave(now, 7, 2 * index)))
+    warm = min(1.0, (power - IDLE_POWER) / (BUSY_POWER - IDLE_POWER))
+    target = heat if heat is not None else IDLE_CELSIUS + (BUSY_CELSIUS - IDLE_CELSIUS) * warm
+    gpu["celsius"] = target + (gpu["celsius"] - target) * math.exp(-seconds / THERMAL_SECONDS)
+    for event in events:
+        gpu["event_nanoseconds"][event] += int(seconds * 1e9)
+    gpu["millijoules"] += int(power * 1000 * seconds)
+    active = events if load > 0 else events | {"gpu_idle"}
+    gpu.update(
+        utilization=min(100, max(0, round(100 * busy))),
+        milliwatts=int(power * 1000),
+        clock=clock,
+        memory_celsius=round(
+            IDLE_MEMORY_CELSIUS + (BUSY_MEMORY_CELSIUS - IDLE_MEMORY_CELSIUS)
+            * (gpu["celsius"] - IDLE_CELSIUS) / (BUSY_CELSIUS - IDLE_CELSIUS)
+        ),
+        memory_used=MEMORY_BUSY if load > 0 else 0,
+        events=sum(bit for bit, name in CLOCK_EVENTS.items() if name in active),
+    )
+
+
+def _new_port(index: int) -> dict[str, Any]:
+    files = {f"{folder}/{name}": "0" for folder, names in COUNTERS.items() for name in names}
+    return {
+        "up": True,
+        "counts": {"bytes": 900_000_000_000_000 + 1_000_000_000 * index, "symbol_errors": 0.0, "link_downed": 0},
+        "files": {
+            "state": "4: ACTIVE", "phys_state": "5: LinkUp", "rate": "400 Gb/sec (4X NDR)", **files,
+            "hw_counters/lifespan": "12",
+        },
+    }
+
+
+def _advance_port(
+    port: dict[str, Any], index: int, device: str, faults: Mapping[str, Any], now: float, seconds: float
+) -> None:
+    counts, files = port["counts"], port["files"]
+    gigabits = faults["rate"].get(device, 400)
+    up = faults["link"].get(device, "up") == "up"
+    counts["link_downed"] += int(port["up"] and not up)
+    port["up"] = up
+    if up:
+        # The rail of GPU `index`: as busy as the GPU, unless that is lost.
+        load = 0 if str(index) in faults["lost"] else faults["load"].get(str(index), DEFAULT_LOAD)
+        share = LINE_SHARE * load * (1 + 0.05 * _wave(now, 11, index))
+        counts["bytes"] += int(gigabits * 1e9 / 8 * share * seconds)
+        counts["symbol_errors"] += faults["symbol_errors"].get(device, 0) * seconds
+    packets = counts["bytes"] // PACKET_BYTES
+    numbers = {
+        # Data counters count 4-byte words. As much comes in as goes out, less what is in flight.
+        "counters/port_xmit_data": counts["bytes"] // 4,
+        "counters/port_rcv_data": counts["bytes"] // 4 - 1_000_000,
+        "counters/port_xmit_packets": packets,
+        "counters/unicast_xmit_packets": packets,
+        "counters/port_rcv_packets": packets - 1_000,
+        "counters/unicast_rcv_packets": packets - 1_000,
+        "counters/port_xmit_wait": packets // 1000,
+        "hw_counters/rx_write_requests": packets // 64 % 2**32,
+        "counters/symbol_error": int(counts["symbol_errors"]),
+        "counters/link_downed": counts["link_downed"],
+    }
+    files.update({file: str(min(number, STICKS_AT.get(file, number))) for file, number in numbers.items()})
+    files["state"] = "4: ACTIVE" if up else "1: DOWN"
+    files["phys_state"] = "5: LinkUp" if up else "2: Polling"
+    files["rate"] = f"{gigabits} Gb/sec ({LINK_RATES[gigabits]})" if up else "10 Gb/sec (4X SDR)"
+
+
+def _write_in_place(path: Path, content: str) -> None:
+    """Write a file as sysfs shows it: the same inode, so that an open descriptor sees it, and a whole line at once."""
+    line = f"{content}\n".encode()
+    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    try:
+        os.pwrite(file, line, 0)
+        os.ftruncate(file, len(line))
+    finally:
+        os.close(file)

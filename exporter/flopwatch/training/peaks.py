@@ -1,0 +1,50 @@
+"""Dense peak FLOP/s of a card, by its exact NVML name and matmul dtype: the denominator of MFU.
+
+The table is `flopwatch/data/peak_flops.csv`, in TFLOP/s (int8: TOP/s); its `basis` column says where each row is from.
+Figures that data sheets print "with sparsity" are halved. Names are compared whole, because "H20" is in "NVIDIA H200"
+and "A100" in "NVIDIA RTX A1000", and no peak comes from a clock: the boost behind a data sheet is not NVML's maximum.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+DTYPES = ("fp16", "bf16", "tf32", "fp8", "fp4", "int8")
+
+
+class UnknownPeak(LookupError):
+    """No peak can be given for this card and dtype; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Dense peak of one card for one matmul dtype, and where the figure is from."""
+
+    flops_per_second: float
+    source: str
+
+
+@cache
+def _table() -> dict[str, dict[str, str]]:
+    text = files("flopwatch").joinpath("data/peak_flops.csv").read_text(encoding="utf-8")
+    return {row["nvml_name"]: row for row in csv.DictReader(text.splitlines())}
+
+
+def peak(nvml_name: str, dtype: str) -> Peak:
+    """Return the dense peak of the card NVML calls `nvml_name`. Raises UnknownPeak."""
+    if dtype not in DTYPES:
+        raise UnknownPeak(f"no peaks are known for dtype {dtype!r}, only for {', '.join(DTYPES)}")
+    if re.search(r" MIG \d+[cg]\.", nvml_name):
+        raise UnknownPeak(f"{nvml_name!r} is a MIG slice, a fraction of a card")
+    row = _table().get(nvml_name)
+    if row is None:
+        raise UnknownPeak(f"{nvml_name!r} is not in the table of peaks")
+    if not any(row[column] for column in DTYPES):
+        raise UnknownPeak(f"{nvml_name!r} is ambiguous: {row['basis']}")
+    if not row[dtype]:
+        raise UnknownPeak(f"{nvml_name!r} has no {dtype} peak in the table")
+    return Peak(float(row[dtype]) * 1e12, row["basis"])

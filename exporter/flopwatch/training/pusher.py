@@ -1,0 +1,87 @@
+"""The thread that pushes snapshots to the node's exporter, and its end.
+
+At the interpreter's end without run.finish() it says `failed` after an unhandled exception, else `stopped`;
+sys.exit(1) cannot be told from the latter. A killed process says nothing, and the node notices that its pid is gone.
+A forked child (a DataLoader worker) has no such thread, and its exit says nothing either. No signal handler is
+installed: in Python it would keep alive a rank that is blocked in a collective.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from flopwatch.training.wire import Undelivered, Wire
+
+if TYPE_CHECKING:
+    from flopwatch.training.hook import Snapshot
+
+log = logging.getLogger("flopwatch")
+
+LAST_PUSH = 2.0  # seconds that finish() and the interpreter's exit wait for the last push, at most
+
+
+class Pusher:
+    """Pushes what `snapshot` returns every `interval` seconds, and at once; `failed` is told what should not happen."""
+
+    def __init__(
+        self, wire: Wire, interval: float, snapshot: Callable[[], Snapshot], failed: Callable[[Exception], None],
+    ) -> None:
+        self._wire = wire
+        self._interval = interval
+        self._snapshot = snapshot
+        self._failed = failed
+        self._pid = os.getpid()
+        self._ends: Callable[[str], None] | None = None
+        self._last: Snapshot | None = None
+        self._stopping = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._push, name="flopwatch", daemon=True)
+
+    def start(self, finish: Callable[[str], None]) -> None:
+        """Start the thread; `finish(status)` is called if the interpreter ends first."""
+        self._ends = finish
+        atexit.register(self._at_exit)
+        self._thread.start()
+
+    def stop(self, last: Snapshot | None) -> None:
+        """Push `last` if there is one, and no more; takes at most LAST_PUSH seconds."""
+        atexit.unregister(self._at_exit)
+        if os.getpid() != self._pid:
+            return
+        self._last, self._stopping = last, True
+        self._wake.set()
+        if last is not None:
+            self._thread.join(LAST_PUSH)
+
+    def _at_exit(self) -> None:
+        unhandled = getattr(sys, "last_value", None)
+        if self._ends is not None and os.getpid() == self._pid:
+            self._ends("stopped" if unhandled is None or isinstance(unhandled, KeyboardInterrupt) else "failed")
+
+    def _push(self) -> None:
+        delivered = True
+        while True:
+            stopping, last = self._stopping, self._last
+            if stopping and last is None:
+                return
+            try:
+                self._wire.send(self._wire.encode(self._snapshot() if last is None else last))
+                if not delivered:
+                    log.warning("pushing to %s works again; nothing counted was lost", self._wire.url)
+                delivered = True
+            except Undelivered as error:
+                if delivered:
+                    log.warning("pushing to %s failed: %s (training goes on; it is tried again every %g s)",
+                                self._wire.url, error, self._interval)
+                delivered = False
+            except Exception as error:
+                self._failed(error)
+            if stopping:
+                return
+            self._wake.wait(self._interval)

@@ -1,0 +1,103 @@
+"""The activities' clock: at any moment exactly one is open, whatever is called in whatever order.
+
+startup      from the process's start (as the kernel knows it) until run.batches() delivers its first batch; without
+             run.batches(), until the first run.step() returns: a first step that compiles and connects is startup
+data_stall   inside run.batches(), waiting for the next batch
+the others   inside `with run.activity(...)`, which may be nested: the innermost counts
+step         the rest: the next step begins as run.step() returns
+other        `with run.activity("other")`, and from the end of a run.batches() loop to its next batch or run.step()
+
+So they sum to the process's age. A step's duration is its step and data_stall seconds.
+"""
+
+from __future__ import annotations
+
+DECLARED = ("compile", "data_stall", "checkpoint_save", "checkpoint_restore", "evaluation", "other")
+ACTIVITIES = ("startup", "step", *DECLARED)
+
+
+class Span:
+    """One declared activity, from enter() to leave()."""
+
+    __slots__ = ("activity",)
+
+    def __init__(self, activity: str) -> None:
+        self.activity = activity
+
+
+class Timeline:
+    """Seconds per activity since `start`; every method takes the clock's reading, which never falls."""
+
+    __slots__ = ("_base", "_duration_end", "_open", "_seconds", "_since", "_spans", "_step_end", "_waiting",
+                 "disturbed")
+
+    def __init__(self, start: float) -> None:
+        self._seconds = dict.fromkeys(ACTIVITIES, 0.0)
+        self._open = self._base = "startup"
+        self._since = start
+        self._waiting = False  # for a batch
+        self._spans: list[Span] = []
+        self._step_end = self._duration_end = 0.0  # step, and step and data_stall seconds as of the last step's end
+        self.disturbed = True  # something but step and data_stall happened since the last step's end
+
+    def _resume(self, now: float) -> None:
+        """Book the open activity up to `now` and open the one that the other fields say."""
+        self._seconds[self._open] += now - self._since
+        self._since = now
+        if self._spans:
+            self._open = self._spans[-1].activity
+        else:
+            self._open = "data_stall" if self._waiting and self._base != "startup" else self._base
+        if self._open != "step" and self._open != "data_stall":
+            self.disturbed = True
+
+    def enter(self, span: Span, now: float) -> None:
+        """Open a declared activity inside whatever is open."""
+        self._spans.append(span)
+        self._resume(now)
+
+    def leave(self, span: Span, now: float) -> None:
+        """Close a declared activity and all that was opened inside it; nothing if it isn't open."""
+        if span in self._spans:
+            del self._spans[self._spans.index(span):]
+            self._resume(now)
+
+    def wait_for_batch(self, now: float) -> None:
+        """Begin to wait for a batch; inside a declared activity, an evaluation's loop, nothing."""
+        if not self._spans:
+            self._waiting = True
+            self._resume(now)
+
+    def got_batch(self, now: float) -> None:
+        """End the wait: a step goes on or begins."""
+        if not self._spans:
+            self._waiting, self._base = False, "step"
+            self._resume(now)
+
+    def end_of_batches(self, now: float) -> None:
+        """Leave the loop over batches, in whatever way."""
+        if not self._spans:
+            self._waiting = False
+            if self._base == "step":
+                self._base = "other"
+            self._resume(now)
+
+    def step(self, now: float) -> tuple[float, bool] | None:
+        """End a step; return its duration and whether something else happened in it, or None if it was startup."""
+        was_startup = self._base == "startup"
+        self._base = "step"
+        self._resume(now)
+        self._step_end = self._seconds["step"]
+        duration = self._step_end + self._seconds["data_stall"] - self._duration_end
+        self._duration_end += duration
+        was_disturbed, self.disturbed = self.disturbed, self._open != "step"
+        return None if was_startup else (duration, was_disturbed)
+
+    def seconds(self, now: float) -> dict[str, float]:
+        """Return the seconds of every activity, the open one's included."""
+        # The parentheses as in _resume, or rounding could let a total fall when it is booked.
+        return {**self._seconds, self._open: self._seconds[self._open] + (now - self._since)}
+
+    def open_step_seconds(self, now: float) -> float:
+        """Return the step seconds since the last step's end."""
+        return self.seconds(now)["step"] - self._step_end

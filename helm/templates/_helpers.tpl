@@ -1,0 +1,64 @@
+{{- define "flopwatch.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{- /* Room is left for "-exporter" and for the suffix that StatefulSets give their pods' labels. */}}
+{{- define "flopwatch.fullname" -}}
+{{- $name := include "flopwatch.name" . }}
+{{- $full := ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) }}
+{{- default $full .Values.fullnameOverride | trunc 43 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "flopwatch.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+app.kubernetes.io/name: {{ include "flopwatch.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end }}
+
+{{- /* Takes a list: the root, and the component that tells exporter and ledger apart. */}}
+{{- define "flopwatch.selectorLabels" -}}
+{{- $root := index . 0 -}}
+app.kubernetes.io/name: {{ include "flopwatch.name" $root }}
+app.kubernetes.io/instance: {{ $root.Release.Name }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end }}
+
+{{- define "flopwatch.serviceAccountName" -}}
+{{- default (ternary (include "flopwatch.fullname" .) "default" .Values.serviceAccount.create) .Values.serviceAccount.name }}
+{{- end }}
+
+{{- define "flopwatch.image" -}}
+{{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) | quote }}
+{{- end }}
+
+{{- define "flopwatch.ledgerSecret" -}}
+{{- default (printf "%s-ledger" (include "flopwatch.fullname" .)) .Values.ledger.tokenSecret }}
+{{- end }}
+
+{{- define "flopwatch.ledgerUrl" -}}
+{{- if .Values.ledger.enabled -}}
+http://{{ include "flopwatch.fullname" . }}-ledger:{{ .Values.ledger.port }}
+{{- else -}}
+{{ .Values.ledger.url }}
+{{- end }}
+{{- end }}
+
+{{- /* What a container that reads no device needs: nothing. */}}
+{{- define "flopwatch.unprivileged" -}}
+allowPrivilegeEscalation: false
+capabilities:
+  drop: [ALL]
+readOnlyRootFilesystem: true
+seccompProfile:
+  type: RuntimeDefault
+{{- end }}
+
+{{- /* Takes the path. */}}
+{{- define "flopwatch.probe" -}}
+httpGet:
+  path: {{ . }}
+  port: metrics
+timeoutSeconds: 5
+{{- end }}

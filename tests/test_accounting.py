@@ -1,0 +1,543 @@
+"""The run ledger's arithmetic: worked histories with exact figures, and generated ones with what must hold on all."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flopwatch import catalogue as m
+from flopwatch.ledger.accounting import BUCKETS, Ledger, Run
+from flopwatch.ledger.record import Record, RecordError
+
+HISTORIES = Path(__file__).parent / "captures" / "histories"
+Line = dict[str, Any]
+
+
+def submitted(t: float) -> Line:
+    return {"t": t, "run": "r", "event": "submitted", "source": "scheduler"}
+
+
+def start(t: float, attempt: str, step: float = 0, source: str = "h1", **more: Any) -> Line:
+    return {"t": t, "run": "r", "attempt": attempt, "source": source, "event": "start", "step": step, "gpus": 8, **more}
+
+
+def snapshot(t: float, attempt: str, step: float | None, source: str = "h1", /, *, more: Line | None = None,
+             **activity: float) -> Line:
+    line = {"t": t, "run": "r", "attempt": attempt, "source": source, "event": "snapshot", "step": step, "gpus": 8}
+    return line | {"activity_seconds": activity} | (more or {})
+
+
+def finish(t: float, attempt: str, status: str = "completed", source: str = "h1") -> Line:
+    return {"t": t, "run": "r", "attempt": attempt, "source": source, "event": "finish", "status": status}
+
+
+def account(lines: Iterable[Line]) -> Ledger:
+    ledger = Ledger()
+    for line in lines:
+        ledger.apply(line)
+    return ledger
+
+
+def figures(lines: Iterable[Line], run: str = "r", now: float | None = None) -> dict[str, Any]:
+    summary: dict[str, Any] = account(lines).summary(now)["runs"][run]
+    return summary
+
+
+def buckets(lines: Iterable[Line]) -> dict[str, float]:
+    """Return what is not zero, to a microsecond; queue apart the sum is the wall clock less what is open."""
+    run = figures(lines)
+    booked = {name: round(seconds, 6) for name, seconds in run["buckets"].items() if seconds}
+    total = sum(booked.values()) - booked.get("queue", 0) + run["open_seconds"]
+    assert total == pytest.approx(run["wall_seconds"], abs=1e-5)
+    return booked | ({"open": round(run["open_seconds"], 6)} if run["open_seconds"] else {})
+
+
+def worked_history() -> list[Line]:
+    return [json.loads(line) for line in (HISTORIES / "crash_and_move.jsonl").read_text().splitlines()]
+
+
+# Ten seconds a step, ten of startup; a1 has executed steps 1 to 3 and 4 s of the next when it is last heard of.
+A1 = [
+    start(100, "a1"),
+    snapshot(110, "a1", 0, startup=10, step=0),
+    snapshot(130, "a1", 2, startup=10, step=20),
+    snapshot(144, "a1", 3, startup=10, step=34),
+]
+
+
+def test_the_worked_history_of_a_crash_and_a_move_has_the_known_figures() -> None:
+    run = figures(worked_history())
+    assert buckets(worked_history()) == {
+        "productive": 6000, "lost": 195, "startup": 600, "checkpoint_save": 200, "down": 900, "queue": 600}
+    assert (round(run["goodput"], 3), round(run["ettr"], 3)) == (0.760, 0.706)
+    assert run["wall_seconds"] == 7895
+    # 600 steps of 3.2e16 FLOPs, over 8 GPUs of 989.4 TFLOP/s held for the whole wall clock.
+    assert run["effective_mfu"] == pytest.approx(600 * 3.2e16 / (8 * 989.4e12 * 7895), rel=1e-12)
+    assert run["gpu_seconds"] == {name: 0 if name == "queue" else 8 * s for name, s in run["buckets"].items()}
+    assert (run["attempts"], run["state"], run["ends"]["silent"], run["ends"]["completed"]) == (2, "completed", 1, 1)
+
+
+def test_step_time_is_open_until_the_step_ends() -> None:
+    assert buckets(A1) == {"startup": 10, "productive": 34}
+    assert buckets([*A1, snapshot(147, "a1", 3, startup=10, step=37)]) == {"startup": 10, "productive": 34, "open": 3}
+    # With the age of the open step told, the 4 s of step 4 are not taken for step 3.
+    told = [*A1[:3], snapshot(144, "a1", 3, startup=10, step=34, more={"open_step_seconds": 4})]
+    assert buckets(told) == {"startup": 10, "productive": 30, "open": 4}
+    assert buckets([*told, snapshot(150, "a1", 4, startup=10, step=40)]) == {"startup": 10, "productive": 40}
+
+
+def test_a_crash_loses_the_open_step_and_what_is_executed_again() -> None:
+    again = [
+        *A1, snapshot(147, "a1", 3, startup=10, step=37),
+        start(200, "a2", step=1),
+        snapshot(210, "a2", 1, startup=10, step=0),
+        snapshot(250, "a2", 5, startup=10, step=40),
+    ]
+    # a1: 34 s for steps 1-3 and 3 s open, lost; a2: steps 2 and 3 again, then 4 and 5.
+    assert buckets(again) == {"startup": 20, "productive": 54, "lost": 23, "down": 53}
+
+
+def test_a_clean_resume_after_the_last_step_does_not_hide_the_down_time() -> None:
+    resumed = [*A1[:3], start(200, "a2", step=2), snapshot(230, "a2", 4, startup=10, step=20)]
+    assert buckets(resumed) == {"startup": 20, "productive": 40, "down": 70}
+
+
+def test_a_crash_loop_is_charged_for_every_repetition() -> None:
+    lines = list(A1[:3])
+    for loop in range(2, 5):
+        lines += [start(100 * loop, f"a{loop}"), snapshot(100 * loop + 30, f"a{loop}", 2, startup=10, step=20)]
+    assert buckets(lines) == {"startup": 40, "productive": 20, "lost": 60, "down": 70 * 3}
+
+
+def test_a_rollback_inside_an_attempt_is_lost_until_the_mark_is_passed() -> None:
+    lines = [*A1[:3], snapshot(160, "a1", 5, startup=10, step=50), snapshot(180, "a1", 3, startup=10, step=70)]
+    assert buckets(lines) == {"startup": 10, "productive": 50, "lost": 20}
+    lines.append(snapshot(220, "a1", 7, startup=10, step=110))
+    assert buckets(lines) == {"startup": 10, "productive": 70, "lost": 40}
+
+
+def test_until_the_process_is_seen_gone_it_is_lost_and_after_that_down() -> None:
+    gone = {**A1[-1], "t": 150, "gone": True}
+    assert buckets([*A1, gone]) == {"startup": 10, "productive": 34, "lost": 6}
+    run = figures([*A1, gone], now=190)
+    assert (run["state"], run["open_seconds"], run["ends"]["failed"]) == ("down", 40, 1)
+    later = [*A1, gone, start(200, "a2", step=3), snapshot(210, "a2", 3, startup=10, step=0)]
+    assert buckets(later) == {"startup": 20, "productive": 34, "lost": 6, "down": 50}
+
+
+@pytest.mark.parametrize(("status", "rest"), [
+    ("failed", "lost"), ("preempted", "lost"), ("resized", "lost"), ("completed", "other"), ("stopped", "other"),
+])
+def test_a_finish_brackets_the_time_since_the_last_snapshot(status: str, rest: str) -> None:
+    lines = [*A1, finish(149, "a1", status)]
+    assert buckets(lines) == {"startup": 10, "productive": 34, rest: 5}
+    run = figures(lines, now=249)
+    ended = status in ("completed", "stopped")
+    assert run["state"] == (status if ended else "down")
+    assert run["wall_seconds"] == (49 if ended else 149)
+    assert run["ends"][status] == 1
+
+
+def test_down_time_is_held_inside_an_allocation_and_not_between_two() -> None:
+    restart = [start(200, "a2", step=3), snapshot(210, "a2", 3, startup=10, step=0)]
+    held = {"failed": 8 * 56, "resized": 8 * 56, "preempted": 0, "stopped": 0}
+    for status, gpu_seconds in held.items():
+        run = figures([*A1, finish(144, "a1", status), *restart])
+        assert (run["buckets"]["down"], run["gpu_seconds"]["down"]) == (56, gpu_seconds)
+    run = figures([submitted(90), *A1, submitted(160), *restart])
+    assert (run["buckets"]["down"], run["gpu_seconds"]["down"], run["buckets"]["queue"]) == (56, 0, 10)
+    assert figures([submitted(90), *A1, submitted(90), *restart])["gpu_seconds"]["down"] == 8 * 56
+
+
+def test_a_resize_counts_each_attempts_own_gpus() -> None:
+    lines = [
+        *A1[:3], finish(130, "a1", "resized"),
+        start(135, "a2", step=2, gpus=16), snapshot(155, "a2", 3, startup=10, step=10, more={"gpus": 16}),
+    ]
+    assert buckets(lines) == {"startup": 20, "productive": 30, "down": 5}
+    gpu_seconds = figures(lines)["gpu_seconds"]
+    assert (gpu_seconds["startup"], gpu_seconds["productive"], gpu_seconds["down"]) == (
+        8 * 10 + 16 * 10, 8 * 20 + 16 * 10, 8 * 5)
+
+
+def test_when_attempts_overlap_the_later_start_owns_the_clock() -> None:
+    lines = [
+        *A1, start(150, "a2", step=3),
+        snapshot(160, "a1", 5, startup=10, step=50), snapshot(165, "a2", 3, startup=15),
+        snapshot(170, "a1", 6, startup=10, step=60), snapshot(185, "a2", 5, startup=15, step=20),
+        finish(186, "a1"),
+    ]
+    assert buckets(lines) == {"startup": 25, "productive": 54, "down": 6, "open": 1}
+    assert figures(lines)["state"] == "running"
+
+
+def test_a_start_that_the_ledger_already_booked_past_takes_over_without_booking_twice() -> None:
+    # a2's host is 20 s behind: it starts before the last thing known of a1.
+    lines = [
+        *A1, start(124, "a2", step=3), snapshot(134, "a2", 3, startup=10), snapshot(164, "a2", 5, startup=20, step=20)]
+    run = figures(lines)
+    assert run["wall_seconds"] == 64
+    assert sum(run["buckets"].values()) == pytest.approx(64)
+
+
+def test_several_nodes_add_up_and_time_follows_the_lowest_rank() -> None:
+    def node(source: str, rank: int, t: float, step: int, /, **activity: float) -> Line:
+        more = {"rank": rank, "model_flops": step * 100.0, "peak_flops": 50.0}
+        return snapshot(t, "a1", step, source, more=more, **activity)
+
+    lines = [
+        start(100, "a1", source="h2", rank=8, peak_flops=50.0), start(100, "a1", rank=0, peak_flops=50.0),
+        node("h2", 8, 120, 1, startup=10, step=10), node("h1", 0, 120, 1, startup=10, step=10),
+        # Only rank 0 writes the checkpoint; the others wait for it in their next step.
+        node("h2", 8, 140, 2, startup=10, step=30), node("h1", 0, 140, 2, startup=10, step=20, checkpoint_save=10),
+    ]
+    assert buckets(lines) == {"startup": 10, "productive": 20, "checkpoint_save": 10}
+    run = figures(lines)
+    assert run["gpu_seconds"]["productive"] == 16 * 20
+    assert (run["retained_flops"], run["capacity_flops"]) == (400, 100 * 40)
+
+    # Rank 0's node falls silent: h2 is followed from where the books are, and nothing is closed.
+    lines += [node("h2", 8, 140 + 10 * k, 2 + k, startup=10, step=30 + 10 * k) for k in range(1, 8)]
+    assert buckets(lines) == {"startup": 10, "productive": 90, "checkpoint_save": 10}
+    assert figures(lines)["attempts"] == 1
+
+    # A node in its place (its rank 0, a later process) closes nothing either, and adds no GPUs.
+    lines += [node("h3", 0, 220, 9, startup=5), node("h3", 0, 230, 10, startup=5, step=10)]
+    assert buckets(lines) == {"startup": 15, "productive": 105, "checkpoint_save": 10}
+    run = figures(lines)
+    assert (run["attempts"], run["ends"]["silent"], run["high_water_step"]) == (1, 0, 10)
+    assert [v for row, _, v in account(lines).families(230) if row is m.RUN_GPUS] == [16]
+
+
+def test_an_attempt_ends_with_its_last_live_node() -> None:
+    def both(t: float, step: int, seconds: float) -> list[Line]:
+        return [snapshot(t, "a1", step, h, startup=10, step=seconds) for h in ("h1", "h2")]
+
+    lines = [start(100, "a1"), start(100, "a1", source="h2"), *both(130, 2, 20)]
+    one = [*lines, {**lines[-2], "t": 133, "gone": True}]
+    assert figures(one)["state"] == "running"
+    assert buckets([*one, {**lines[-1], "t": 136, "gone": True}]) == {"startup": 10, "productive": 20, "lost": 6}
+    # What one node explains outweighs that the other just vanished.
+    assert figures([*one, finish(136, "a1", "preempted", "h2")])["ends"]["preempted"] == 1
+    # Completed is completed, whatever became of the other's last word.
+    assert figures([*one, finish(136, "a1", "completed", "h2")])["state"] == "completed"
+
+
+def test_a_process_that_starts_again_under_the_same_attempt_is_another_attempt_if_nobody_carried_on() -> None:
+    lines = [*A1, snapshot(215, "a1", 3, startup=15), snapshot(235, "a1", 5, startup=15, step=20)]
+    assert buckets(lines) == {"startup": 25, "productive": 54, "down": 56}
+    assert figures(lines)["attempts"] == 2
+
+
+def test_a_snapshot_without_a_start_shows_when_its_process_started() -> None:
+    assert buckets(A1[1:]) == buckets(A1)
+    assert figures(A1[1:], now=144)["wall_seconds"] == 44
+    assert buckets([{**A1[3], "started": 100.0}]) == {"startup": 10, "productive": 34}
+    # Without a word on where it resumed: from the last durable checkpoint.
+    committed = [*A1[:2], snapshot(130, "a1", 2, startup=10, step=20, more={"committed_step": 1})]
+    assert buckets([*committed, snapshot(250, "a2", 4, startup=10, step=30)]) == {
+        "startup": 20, "productive": 40, "lost": 10, "down": 80}
+
+
+def test_a_source_that_does_not_know_its_position_has_time_but_no_goodput() -> None:
+    lines = [
+        snapshot(130, "a1", None, startup=10, step=20), snapshot(140, "a1", None, startup=10, step=25, evaluation=5)]
+    assert buckets(lines) == {"startup": 10, "other": 25, "evaluation": 5}
+    assert (figures(lines)["goodput"], figures(lines)["ettr"]) == (None, None)
+    served = {labels[2] for row, labels, _ in account(lines).families(140) if row is m.RUN_SECONDS}
+    assert served == set(BUCKETS) - {"productive", "lost", "queue"}
+
+
+def test_time_that_no_activity_explains_is_other_once_the_attempt_ends() -> None:
+    lines = [start(100, "a1"), snapshot(160, "a1", 2, step=20, mystery=5)]
+    assert buckets(lines) == {"productive": 20, "other": 5, "open": 35}
+    assert buckets([*lines, start(200, "a2", step=2)]) == {"productive": 20, "other": 40, "down": 40}
+
+
+def test_the_queue_is_from_the_first_submission_to_the_first_start_whenever_it_becomes_known() -> None:
+    assert buckets([submitted(40), submitted(20), *A1]) == {"queue": 80, "startup": 10, "productive": 34}
+    assert buckets([*A1, submitted(40), submitted(20)]) == {"queue": 80, "startup": 10, "productive": 34}
+    assert buckets([{**A1[0], "submitted": 40.0}, *A1[1:]])["queue"] == 60
+    assert figures([submitted(40)])["state"] == "queued"
+    assert figures([submitted(40), *A1])["ettr"] == pytest.approx(34 / 104)
+    assert figures(A1)["ettr"] is None
+
+
+def test_a_start_after_completed_is_a_new_generation_and_after_stopped_the_same_run() -> None:
+    again = [start(500, "b1"), snapshot(520, "b1", 1, startup=10, step=10)]
+    completed = account([submitted(50), *A1, finish(144, "a1"), submitted(480), *again])
+    runs = completed.summary()["runs"]
+    assert (runs["r"]["buckets"]["productive"], runs["r"]["wall_seconds"], runs["r"]["buckets"]["queue"]) == (10, 20, 20)
+    assert (runs["r#1"]["buckets"]["productive"], runs["r#1"]["buckets"]["queue"]) == (34, 50)
+    # The old generation's lines, arriving once more, are nobody's.
+    for line in [submitted(50), *A1, finish(144, "a1")]:
+        completed.apply(line)
+    assert completed.summary()["runs"] == runs
+
+    stopped = figures([*A1, finish(144, "a1", "stopped"), *again])
+    assert (stopped["buckets"]["lost"], stopped["buckets"]["down"], stopped["attempts"]) == (10, 356, 2)
+
+
+def test_provisional_is_the_productive_time_above_the_last_durable_checkpoint() -> None:
+    lines = list(A1[:3])
+    assert figures(lines)["provisional_seconds"] == 20
+    lines.append(snapshot(150, "a1", 4, startup=10, step=40, more={"committed_step": 3}))
+    assert figures(lines)["provisional_seconds"] == pytest.approx(10)
+    lines.append(snapshot(170, "a1", 6, startup=10, step=60, more={"committed_step": 6}))
+    assert figures(lines)["provisional_seconds"] == 0
+
+
+def test_flops_and_capacity_wait_for_every_peak() -> None:
+    def known(flops: float, peak: float | None) -> Line:
+        return {"model_flops": flops, "peak_flops": peak}
+
+    lines = [start(100, "a1"), snapshot(120, "a1", 1, startup=10, step=10, more=known(300, None))]
+    assert figures(lines)["effective_mfu"] is None
+    assert not [row for row, _, _ in account(lines).families(120) if row in (m.RUN_MODEL_FLOPS, m.RUN_CAPACITY_FLOPS)]
+    lines.append(snapshot(130, "a1", 2, startup=10, step=20, more=known(600, 50)))
+    assert figures(lines)["effective_mfu"] == 600 / (50 * 30)
+    # Steps 2 to 3 again, of which 3 is new.
+    lines += [start(140, "a2", step=1), snapshot(170, "a2", 3, startup=10, step=20, more=known(600, 50))]
+    run = figures(lines)
+    assert (run["retained_flops"], run["capacity_flops"]) == (900, 50 * 70)
+
+
+def test_a_silent_run_is_down_and_runs_again_when_it_is_heard() -> None:
+    ledger = account(A1)
+    assert [ledger.summary(now)["runs"]["r"]["state"] for now in (144, 204, 205)] == ["running", "running", "down"]
+    ledger.apply(snapshot(744, "a1", 63, startup=10, step=634))
+    run = ledger.summary(750)["runs"]["r"]
+    assert (run["state"], run["buckets"]["productive"], run["buckets"]["down"]) == ("running", 634, 0)
+
+
+def test_a_run_can_be_closed_by_hand_and_its_silence_was_down_time() -> None:
+    closed = {"t": 1000, "run": "r", "event": "finish", "status": "stopped"}
+    assert buckets([*A1, closed]) == {"startup": 10, "productive": 34, "down": 856}
+    assert figures([*A1, closed], now=5000)["state"] == "stopped"
+    assert Ledger().apply(closed) == {("", "r")}
+    assert account([closed]).runs == {}
+
+
+def test_every_bucket_and_end_is_served_from_zero() -> None:
+    samples = account([submitted(90), A1[0]]).families(100)
+    seconds = {labels[2]: value for row, labels, value in samples if row is m.RUN_SECONDS}
+    assert seconds == dict.fromkeys(BUCKETS, 0.0) | {"queue": 10.0}
+    assert {labels[2]: value for row, labels, value in samples if row is m.RUN_ENDS} == dict.fromkeys(
+        ("completed", "stopped", "preempted", "resized", "failed", "silent"), 0)
+    assert {labels[2]: value for row, labels, value in samples if row is m.RUN_STATE} == {
+        "queued": 0, "running": 1, "down": 0, "completed": 0, "stopped": 0}
+    assert all(len(labels) == len(row.labels) for row, labels, _ in samples)
+    names = [row.name for row, _, _ in samples]
+    assert names == sorted(names)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"t": None}, "t: missing"),
+    ({"t": float("nan")}, "t: nan is not a finite number"),
+    ({"t": "12"}, "t: '12' is not a finite number"),
+    ({"t": True}, "t: True is not a finite number"),
+    ({"run": "a b"}, r"run: 'a b' does not match [A-Za-z0-9._:/@+-]{1,128}"),
+    ({"run": ["r"]}, "run: not a string of at most 512 characters"),
+    ({"event": "crash"}, "event: 'crash' is none of submitted, start, snapshot, finish"),
+    ({"attempt": None}, "attempt: missing"),
+    ({"attempt": "a" * 513}, "attempt: not a string of at most 512 characters"),
+    ({"step": -1}, "step: -1 is negative"),
+    ({"model_flops": 10**400}, f"model_flops: {10**400} is not a finite number"),
+    ({"activity_seconds": [1]}, "activity_seconds: not an object of seconds per activity"),
+    ({"activity_seconds": {"step": "1"}}, "step: '1' is not a finite number"),
+    ({"activity_seconds": {"step": -0.5}}, "step: -0.5 is negative"),
+    ({"gone": 1}, "gone: not true or false"),
+    ({"event": "finish", "status": "cancelled"},
+     "status: 'cancelled' is none of completed, stopped, preempted, resized, failed"),
+])
+def test_a_bad_record_is_refused_with_the_field_and_the_reason(change: Line, message: str) -> None:
+    ledger = Ledger()
+    with pytest.raises(RecordError) as error:
+        ledger.apply({**A1[1], **change})
+    assert str(error.value) == message
+    assert ledger.runs == {}
+
+
+def test_a_record_that_is_not_an_object_is_refused() -> None:
+    with pytest.raises(RecordError, match="^not a JSON object$"):
+        Record.parse(["t", 1])
+
+
+# Generated histories: what a cluster did, what its exporters said of it, and what the network made of that.
+
+
+@dataclass
+class Process:
+    """What one process of an attempt does, as seconds per activity in turn; "step" stands for one whole step."""
+
+    began: float
+    resumed: int
+    phases: list[tuple[str, float]]
+
+    def at(self, age: float) -> tuple[dict[str, float], int, float, int]:
+        """Return activity seconds, position, age of the open step and committed step at an age."""
+        seconds: dict[str, float] = {"step": 0.0}
+        step, committed, left = self.resumed, self.resumed, age
+        for name, duration in self.phases:
+            spent = min(duration, left)
+            seconds[name] = seconds.get(name, 0.0) + spent
+            left -= spent
+            if spent < duration or left <= 0:
+                done = spent == duration
+                return (seconds, step + (name == "step" and done), spent if name == "step" and not done else 0.0,
+                        step if name == "checkpoint_save" and done else committed)
+            step += name == "step"
+            committed = step if name == "checkpoint_save" else committed
+        return seconds, step, 0.0, committed
+
+    @property
+    def life(self) -> float:
+        return sum(duration for _, duration in self.phases)
+
+
+@dataclass
+class Generated:
+    lines: list[Line]
+    truth: dict[str, float]  # for one node and nothing lost: seconds per bucket
+    skew: float
+
+
+@st.composite
+def histories(draw: st.DrawFn, *, clean: bool) -> Generated:
+    """Draw a run of several attempts; a clean one has one node, exact clocks and no overlap."""
+    whole = st.integers
+    truth = dict.fromkeys(BUCKETS, 0.0)
+    lines: list[Line] = []
+    now = float(draw(whole(1, 10**9)))
+    if draw(st.booleans()):
+        queue = float(draw(whole(0, 5000)))
+        lines.append({"t": now - queue, "run": "r", "event": "submitted", "source": "scheduler"})
+        truth["queue"] = queue
+    mark = durable = 0
+    skews = 0.0
+    count = draw(whole(1, 6))
+    for number in range(count):
+        resumed = draw(st.sampled_from([durable, mark, max(0, durable - draw(whole(0, 20)))])) if number else 0
+        seconds = draw(whole(1, 30)) / 2
+        every = draw(whole(2, 20))
+        phases: list[tuple[str, float]] = [("startup", float(draw(whole(0, 60))))]
+        stalls, save = draw(whole(2, 20)), float(draw(whole(1, 20)))
+        for k in range(1, draw(whole(0, 60)) + 1):
+            phases.append(("step", seconds))
+            phases += [("data_stall", 3.0)] if k % stalls == 0 else []
+            phases += [("checkpoint_save", save)] if k % every == 0 else []
+        process = Process(now, resumed, phases)
+        life = process.life if draw(st.booleans()) else process.life * draw(whole(0, 100)) / 100
+        last = number == count - 1
+        ends = ["crash", "gone", "failed", "preempted", "resized", *(["completed"] if last else [])]
+        end = draw(st.sampled_from(ends))
+        nodes = 1 if clean else draw(whole(1, 3))
+        interval = draw(whole(4, 45))
+        heard = 0.0
+        for node in range(nodes):
+            skew = 0.0 if clean else float(draw(st.sampled_from([0, 0, 0, -3, 2, 15])))
+            skews = max(skews, abs(skew))
+            who = {"run": "r", "attempt": f"a{number}", "source": f"h{node}", "rank": 8 * node, "gpus": 8}
+            if draw(st.booleans()) or clean:
+                lines.append({**who, "t": now + skew, "event": "start", "step": resumed})
+            ages = [float(age) for age in range(draw(whole(1, interval)), int(life) + 1, interval)]
+            if end == "completed":
+                ages.append(life)
+            for age in ages:
+                activity, step, open_step, committed = process.at(age)
+                lines.append({
+                    **who, "t": now + age + skew, "event": "snapshot", "step": step, "committed_step": committed,
+                    "activity_seconds": activity, "open_step_seconds": open_step,
+                    "model_flops": (step - resumed) * 1e15, "peak_flops": 8e14})
+                heard = max(heard, age)
+            at = {**who, "t": now + life + skew}
+            if end == "gone" and ages:
+                lines.append({**lines[-1], **at, "gone": True})
+            elif end not in ("crash", "gone"):
+                lines.append({**at, "event": "finish", "status": end})
+
+        activity, step, open_step, committed = process.at(heard)
+        truth["lost"] += open_step
+        truth["startup"] += activity.get("startup", 0.0)
+        truth["data_stall"] += activity.get("data_stall", 0.0)
+        truth["checkpoint_save"] += activity.get("checkpoint_save", 0.0)
+        truth["productive"] += seconds * max(0, step - max(resumed, mark))
+        truth["lost"] += seconds * max(0, min(step, mark) - resumed)
+        mark, durable = max(mark, step), max(durable, committed)
+        attested = end not in ("crash", "gone") or (end == "gone" and heard > 0)
+        if attested:
+            truth["other" if end == "completed" else "lost"] += life - heard
+        until = life if attested else heard
+        pause = float(draw(whole(0, 600)))
+        overlap = 0.0 if clean else float(draw(whole(0, 30)))
+        if not last:
+            truth["down"] += life - until + pause
+            now = max(now + life + pause - overlap, now + 0.5)
+        elif not attested:
+            truth["lost"] -= open_step  # nothing brackets it
+    return Generated(sorted(lines, key=lambda line: line["t"]) if not clean else lines, truth, skews)
+
+
+@given(histories(clean=True))
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_nothing_lost_on_the_way_gives_the_true_seconds(generated: Generated) -> None:
+    run = figures(generated.lines)
+    booked = {name: round(seconds, 6) for name, seconds in run["buckets"].items()}
+    assert booked == {name: pytest.approx(seconds, abs=1e-5) for name, seconds in generated.truth.items()}
+
+
+def mangled(lines: list[Line], seed: int) -> Iterator[Line]:
+    """Yield the lines as a bad network would: some missing, some twice, some late by up to twenty places."""
+    chance = random.Random(seed)
+    kept = [line for line in lines if chance.random() > 0.15]
+    kept += [line for line in kept if chance.random() < 0.15]
+    late = [place + (chance.uniform(0, 20) if chance.random() < 0.2 else 0) for place in range(len(kept))]
+    yield from (kept[place] for place in sorted(range(len(kept)), key=late.__getitem__))
+
+
+@given(histories(clean=False), st.integers(0, 2**32))
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+def test_on_every_history_the_books_balance_and_never_go_back(generated: Generated, seed: int) -> None:
+    chance = random.Random(seed)
+    ledger, seen = Ledger(), []
+    before: dict[tuple[str, ...], float] = {}
+    for line in mangled(generated.lines, seed):
+        seen.append(line)
+        ledger.apply(line)
+        if not ledger.runs:
+            continue
+        run = ledger.runs["", "r"]
+        samples = ledger.families(run.last)
+        counters = {(row.name, *labels): value for row, labels, value in samples if row.type == "counter"}
+        for series, value in before.items():
+            assert counters[series] >= value, series
+        before = counters
+
+        if run.start is not None:
+            booked = sum(seconds for bucket, seconds in run.seconds.items() if bucket != "queue")
+            assert booked + run.open(run.last) == pytest.approx(run.wall(run.last), abs=1e-4)
+            if run.ended is None:
+                # Clocks that disagree can put the books ahead of the newest stamp, by no more than they disagree.
+                ahead = run.wall(run.last) - (run.last - run.start)
+                assert -1e-4 <= ahead <= 2 * generated.skew + 1e-4
+            assert 0 <= run.summary(run.last)["buckets"]["productive"] <= run.wall(run.last) + 1e-4
+            if run.high_water is not None:
+                assert run.retained <= run.high_water * 1e15 * 3 + 1
+
+        # Whatever was said before, said again, changes nothing; nor does being written down and read back.
+        state = snapshot_of(run)
+        ledger.apply(chance.choice(seen))
+        assert snapshot_of(run) == state
+        ledger.runs[run.tenant, run.name] = Run.from_json(*json.loads(json.dumps(state)))
+
+
+def snapshot_of(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+    return run.to_json(), {name: asdict(source) for name, source in run.sources.items()}

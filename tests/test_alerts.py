@@ -1,0 +1,241 @@
+"""Rules, routing and runbooks, asked of promtool, amtool and a PromQL parser."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import pytest
+import yaml
+
+from alerts import Alert, AlertSettings, alertmanager_yaml, alerts, records, rules, rules_yaml
+from alerts.__main__ import main
+from alerts.alerting import CRITICAL_XIDS
+from alerts.routing import FACTS, TITLE
+from alerts.settings import duration
+from dashboards.alerts import grafana_rules
+from demo.servers import Servers, find
+from flopwatch.node.collectors import xid
+from tests.test_dashboards import labels_of
+
+ROOT = Path(__file__).parents[1]
+RULE_TESTS = sorted((ROOT / "tests" / "rules").glob("*.yaml"))
+SETTINGS = AlertSettings()
+ALERTS = alerts(SETTINGS)
+EVERY_ALERT = pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: f"{alert.name}-{alert.severity}")
+DURATION = re.compile(r"\b(?:\d+(?:ms|[smhd]))+\b|(?<=time\(\) - )[\d.]+")
+
+
+@pytest.fixture(scope="session")
+def servers() -> Servers:
+    return find()
+
+
+def run(*command: str) -> str:
+    """Return what a program printed; its complaint is the test's failure."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def seconds(text: str) -> float:
+    sizes = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "": 1}
+    return sum(float(number) * sizes[unit] for number, unit in re.findall(r"([\d.]+)(ms|[smhd]|)", text))
+
+
+@pytest.mark.parametrize(("length", "text"), [
+    (0, "0s"), (0.0004, "0s"), (0.75, "750ms"), (15, "15s"), (90, "1m30s"), (300, "5m"), (86_400, "1d"),
+    (93_784.005, "1d2h3m4s5ms"),
+])
+def test_durations_are_written_as_prometheus_writes_them(length: float, text: str) -> None:
+    assert duration(length) == text
+
+
+@pytest.mark.parametrize("pace", [1, 15, 40])
+def test_promtool_accepts_the_rules_at_any_pace(servers: Servers, tmp_path: Path, pace: float) -> None:
+    (tmp_path / "rules.yaml").write_text(rules_yaml(AlertSettings(pace=pace)))
+    count = len(records(SETTINGS)) + len(ALERTS)
+    assert f"{count} rules found" in run(servers.promtool, "check", "rules", str(tmp_path / "rules.yaml"))
+
+
+@pytest.mark.parametrize("path", RULE_TESTS, ids=lambda path: path.stem)
+def test_rules_pass_their_unit_tests(servers: Servers, tmp_path: Path, path: Path) -> None:
+    (tmp_path / "rules.yaml").write_text(rules_yaml(SETTINGS))
+    test = yaml.safe_load(path.read_text())
+    assert test["rule_files"] == ["../../helm/files/rules.yaml"]  # so that promtool runs the file as it is, too
+    (tmp_path / path.name).write_text(json.dumps({**test, "rule_files": ["rules.yaml"]}))
+    run(servers.promtool, "test", "rules", str(tmp_path / path.name))
+
+
+@EVERY_ALERT
+def test_every_alert_has_a_rule_test_in_which_it_fires_and_one_in_which_it_does_not(alert: Alert) -> None:
+    tests = yaml.safe_load((ROOT / "tests" / "rules" / f"{alert.name}.yaml").read_text())["tests"]
+    expected = [case["exp_alerts"] for test in tests for case in test.get("alert_rule_test", ())]
+    assert any(found["exp_labels"]["severity"] == alert.severity for case in expected for found in case)
+    assert [] in expected or alert.name == "FlopwatchWatchdog"
+
+
+@EVERY_ALERT
+def test_every_alert_gives_the_labels_it_says_from_series_that_exist(alert: Alert) -> None:
+    assert labels_of(promql_parser.parse(alert.expr)) == set(alert.identity)
+    for query in re.findall(r"printf `([^`]*)`", alert.description):
+        labels_of(promql_parser.parse(re.sub(r"%(\[\d\])?q", '"x"', query.replace("%f", "1"))))
+
+
+def test_every_record_is_made_of_series_and_labels_that_exist_and_names_its_level() -> None:
+    for record in records(SETTINGS):
+        level, metric, operations = record.name.split(":")
+        assert metric
+        assert operations
+        assert level in labels_of(promql_parser.parse(record.expr)) <= {"tenant", "run", "rank"}
+        assert record.help.endswith(".")
+
+
+@EVERY_ALERT
+def test_every_alert_has_a_runbook_with_queries_that_work(alert: Alert) -> None:
+    text = (ROOT / "alerts" / "runbooks" / f"{alert.name}.md").read_text()
+    assert re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), flags=re.MULTILINE) == [
+        alert.name, "Meaning", "Impact", "Diagnosis", "Mitigation",
+    ]
+    queries = re.findall(r"```promql\n(.*?)```", text, flags=re.DOTALL)
+    assert queries
+    for query in queries:
+        labels_of(promql_parser.parse(query))
+
+
+def test_there_is_a_runbook_and_a_rule_test_for_no_other_alert() -> None:
+    names = {alert.name for alert in ALERTS}
+    assert {path.stem for path in (ROOT / "alerts" / "runbooks").iterdir()} == names
+    assert {path.stem for path in RULE_TESTS} == names | {"recording"}
+
+
+def test_the_critical_xids_are_those_the_collector_starts_at_zero() -> None:
+    assert [int(code) for code in CRITICAL_XIDS] == list(xid.CRITICAL)
+
+
+@pytest.mark.parametrize("pace", [0.5, 7, 15, 40])
+def test_at_another_pace_nothing_but_the_durations_differs(pace: float) -> None:
+    paced = replace(SETTINGS, pace=pace)
+    for write in (rules_yaml, alertmanager_yaml):
+        usual, other = write(SETTINGS), write(paced)
+        assert DURATION.sub("TIME", usual) == DURATION.sub("TIME", other)
+        times, faster = DURATION.findall(usual), DURATION.findall(other)
+        assert len(times) >= 6
+        assert [seconds(time) * pace for time in faster] == pytest.approx([seconds(time) for time in times], abs=0.02)
+
+
+@pytest.mark.parametrize("pace", [1, 15])
+def test_no_window_is_shorter_than_four_scrapes(pace: float) -> None:
+    settings = AlertSettings(pace=pace)
+    windows = re.findall(r"\[(\w+)\]", re.sub(r"%\[\d\]q", "", rules_yaml(settings)))
+    assert len(windows) > 10
+    assert min(map(seconds, windows)) >= 4 * settings.scrape_interval / pace
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"straggler_window 120 s is less than four scrapes of 40 s"):
+        AlertSettings(scrape_interval=40)
+    with pytest.raises(ValueError, match="pace 0"):
+        AlertSettings(pace=0)
+
+
+@pytest.mark.parametrize(("labels", "receivers"), [
+    ({"alertname": "GpuXidCritical", "severity": "critical", "host": "a"}, "pagerduty,slack"),
+    ({"alertname": "TrainingDown", "severity": "critical", "run": "lm"}, "pagerduty,slack"),
+    ({"alertname": "TrainingStraggler", "severity": "warning", "run": "lm"}, "slack"),
+    ({"alertname": "FlopwatchWatchdog", "severity": "info"}, "watchdog"),
+    ({"alertname": "Anything", "severity": "info"}, "nobody"),
+    ({"alertname": "SomebodyElses"}, "slack"),
+])
+def test_amtool_routes_by_severity(
+    servers: Servers, tmp_path: Path, labels: dict[str, str], receivers: str
+) -> None:
+    path = tmp_path / "alertmanager.yml"
+    # amtool before 0.26 knows no url_file; the shipped file is checked as it is where it is read.
+    path.write_text(alertmanager_yaml(replace(SETTINGS, watchdog_url="http://127.0.0.1:1/")))
+    run(servers.amtool, "check-config", str(path))
+    pairs = [f"{name}={value}" for name, value in labels.items()]
+    assert run(servers.amtool, "config", "routes", "test", f"--config.file={path}", *pairs).strip() == receivers
+
+
+def test_every_label_that_tells_alerts_apart_across_runs_and_nodes_groups_them() -> None:
+    config = yaml.safe_load(alertmanager_yaml(SETTINGS))
+    assert set(config["route"]["group_by"]) == {"alertname", "tenant", "run", "host"}
+    assert config["inhibit_rules"][0]["equal"] == config["route"]["group_by"]
+    for alert in ALERTS:
+        assert alert.identity == () or {"run", "host"} & set(alert.identity)
+
+
+def test_secrets_stay_in_files() -> None:
+    receivers = {receiver["name"]: receiver for receiver in yaml.safe_load(alertmanager_yaml(SETTINGS))["receivers"]}
+    assert receivers["slack"]["slack_configs"][0]["api_url_file"] == "/etc/alertmanager/secrets/flopwatch/slack-url"
+    assert receivers["pagerduty"]["pagerduty_configs"][0]["routing_key_file"].endswith("/pagerduty-key")
+    assert receivers["watchdog"]["webhook_configs"] == [
+        {"send_resolved": False, "url_file": "/etc/alertmanager/secrets/flopwatch/watchdog-url"},
+    ]
+
+
+def test_slack_text_is_escaped_and_says_what_is_over(servers: Servers, tmp_path: Path) -> None:
+    def alert(status: str, description: str) -> dict[str, Any]:
+        return {"status": status, "labels": {}, "annotations": {"description": description}}
+
+    data = {
+        "status": "firing", "receiver": "slack", "externalURL": "http://127.0.0.1",
+        "commonLabels": {"alertname": "TrainingDown"}, "commonAnnotations": {"summary": "1 < 2 & <b>"},
+        "alerts": [alert("firing", "Run <!channel> & more"), alert("resolved", "Run b>a")],
+    }
+    (tmp_path / "data.json").write_text(json.dumps(data))
+    (tmp_path / "none.tmpl").write_text("")
+
+    def rendered(template: str) -> str:
+        return run(servers.amtool, "template", "render", f"--template.glob={tmp_path / 'none.tmpl'}",
+                   f"--template.data={tmp_path / 'data.json'}", f"--template.text={template}")
+
+    assert rendered(TITLE) == "[FIRING] TrainingDown: 1 &lt; 2 &amp; &lt;b&gt;"
+    assert rendered(FACTS) == "Run &lt;!channel&gt; &amp; more\nOver: Run b&gt;a\n"
+
+
+def test_grafana_managed_rules_are_the_same_alerts_one_to_one() -> None:
+    provisioning = grafana_rules(SETTINGS)
+    groups: Any = rules(SETTINGS)["groups"]
+    prometheus = [
+        (group["name"], rule["alert"], rule["expr"], rule["for"], rule["labels"], rule.get("keep_firing_for", ""))
+        for group in groups for rule in group["rules"] if "alert" in rule
+    ]
+    grafana = [
+        (group["name"], rule["title"].partition(" ")[0], rule["data"][0]["model"]["expr"], rule["for"],
+         rule["labels"], rule["keepFiringFor"])
+        for group in provisioning["groups"] for rule in group["rules"]
+    ]
+    assert len(grafana) == len(ALERTS)
+    assert grafana == prometheus
+
+
+def test_grafana_managed_rules_have_the_shape_grafana_provisions() -> None:
+    provisioning = grafana_rules(SETTINGS, datasource="mimir")
+    assert provisioning["apiVersion"] == 1
+    every = [rule for group in provisioning["groups"] for rule in group["rules"]]
+    assert len({rule["uid"] for rule in every}) == len({rule["title"] for rule in every}) == len(every)
+    for group in provisioning["groups"]:
+        assert group["folder"] == "flopwatch"
+        assert seconds(group["interval"]) % 10 == 0  # Grafana's scheduler ticks every ten seconds
+    for rule in every:
+        query, reduce = rule["data"]
+        assert (query["datasourceUid"], query["model"]["instant"]) == ("mimir", True)
+        assert (reduce["refId"], reduce["model"]["expression"]) == (rule["condition"], query["refId"])
+        assert reduce["model"]["settings"]["mode"] in ("", "dropNN", "replaceNN")  # all that Grafana accepts
+        assert (rule["noDataState"], rule["execErrState"]) == ("OK", "Error")
+        assert "query" not in rule["annotations"]["description"]
+
+
+def test_the_command_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(tmp_path / "out"), "--pace", "15", "--page-min-gpus", "8", "--watchdog-url", "http://127.0.0.1:1/"])
+    settings = AlertSettings(pace=15, page_min_gpus=8, watchdog_url="http://127.0.0.1:1/")
+    written = tmp_path / "out" / "rules.yaml", tmp_path / "out" / "alertmanager.yml"
+    assert [path.read_text() for path in written] == [rules_yaml(settings), alertmanager_yaml(settings)]
+    assert capsys.readouterr().out.splitlines() == [str(path) for path in written]

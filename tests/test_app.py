@@ -1,0 +1,256 @@
+"""Both listeners over real sockets: what Prometheus reads, and what a training process may send."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from google.protobuf.json_format import MessageToJson
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsPartialSuccess,
+    ExportMetricsServiceResponse,
+)
+from prometheus_client import CollectorRegistry
+
+from flopwatch import catalogue as m
+from flopwatch.node.app import metrics_app, otlp_app
+from flopwatch.node.otlp import JSON, MAX_BYTES, PROTOBUF
+from flopwatch.node.reader import Reading
+from flopwatch.node.scrape import Scrape
+from flopwatch.node.serve import server
+from flopwatch.node.telemetry import Telemetry
+from flopwatch.settings import ExporterSettings
+from tests.otlp_by_hand import counter, process, request, training
+
+
+class Gpus:
+    """A source with one reading, whose driver the test can hang."""
+
+    name = "nvml"
+
+    def __init__(self) -> None:
+        self.deadlines: list[float] = []
+        self.hanging = False
+
+    def ask(self, deadline: float) -> Reading:
+        self.deadlines.append(deadline)
+        if self.hanging:
+            time.sleep(deadline)
+            return Reading(ok=False, reason="deadline")
+        return Reading([(m.GPU_POWER, ("0", "GPU-a"), 310_500)])
+
+
+@dataclass
+class Node:
+    """An exporter whose two listeners run in a thread."""
+
+    metrics: int
+    otlp: int
+    gpus: Gpus
+    telemetry: Telemetry
+
+    def get(self, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
+        return ask(self.metrics, "GET", path, headers={k.replace("_", "-"): v for k, v in headers.items()})
+
+    def post(self, body: bytes, media: str = PROTOBUF, **headers: str) -> tuple[int, dict[str, str], bytes]:
+        sent = {"Content-Type": media, **{k.replace("_", "-"): v for k, v in headers.items()}}
+        return ask(self.otlp, "POST", "/v1/metrics", body, sent)
+
+
+def ask(
+    port: int, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
+) -> tuple[int, dict[str, str], bytes]:
+    """Return status, headers and body of a request."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request(method, path, body, headers or {})
+        response = connection.getresponse()
+        return response.status, {k.lower(): v for k, v in response.getheaders()}, response.read()
+    finally:
+        connection.close()
+
+
+@contextmanager
+def running(token_file: Path | None = None, host: str = "node-7") -> Iterator[Node]:
+    """Run both applications as the exporter does."""
+    settings = ExporterSettings(host=host, scrape_deadline=0.5)
+    registry = CollectorRegistry()
+    gpus, telemetry = Gpus(), Telemetry(settings, registry)
+    scrape = Scrape([gpus], [telemetry], settings, registry)
+    servers = [server(metrics_app(scrape, telemetry, settings, lambda: True)), server(otlp_app(telemetry, token_file))]
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in servers]
+
+    async def serve() -> None:
+        await asyncio.gather(*(one.serve([sock]) for one, sock in zip(servers, sockets, strict=True)))
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    try:
+        yield Node(sockets[0].getsockname()[1], sockets[1].getsockname()[1], gpus, telemetry)
+    finally:
+        for one in servers:
+            one.should_exit = True
+        thread.join()
+        scrape.close()
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Node]:
+    with running() as node:
+        yield node
+
+
+def test_a_node_is_ready_when_every_source_was_tried_once() -> None:
+    with running() as node:
+        status, _, body = node.get("/readyz")
+        assert (status, body) == (503, b"waiting for nvml, training\n")
+        node.get("/metrics")
+        assert node.get("/readyz")[0] == 200
+
+
+def test_metrics_come_in_the_format_that_was_asked_for(node: Node) -> None:
+    status, headers, text = node.get("/metrics")
+    assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    assert b'gpu_power_watts{gpu="0",uuid="GPU-a"} 310.5\n' in text
+    status, headers, openmetrics = node.get("/metrics", Accept="application/openmetrics-text;version=1.0.0")
+    assert (status, headers["content-type"]) == (200, "application/openmetrics-text; version=1.0.0; charset=utf-8")
+    assert openmetrics.endswith(b"# EOF\n")
+    assert headers["vary"] == "Accept, Accept-Encoding"
+
+
+def test_metrics_are_gzipped_when_that_was_asked_for(node: Node) -> None:
+    _, headers, body = node.get("/metrics", Accept_Encoding="gzip")
+    assert headers["content-encoding"] == "gzip"
+    assert b"gpu_power_watts" in gzip.decompress(body)
+    assert "content-encoding" not in node.get("/metrics", Accept_Encoding="identity")[1]
+
+
+def test_the_scrapers_timeout_shortens_the_deadline() -> None:
+    with running() as node:
+        node.get("/metrics", X_Prometheus_Scrape_Timeout_Seconds="0.75")
+        assert node.gpus.deadlines == [0.375]
+
+
+def test_a_hung_driver_holds_up_neither_health_nor_pushes() -> None:
+    with running() as node:
+        node.gpus.hanging = True
+        scrapes = [threading.Thread(target=node.get, args=("/metrics",)) for _ in range(50)]
+        for scrape in scrapes:
+            scrape.start()
+        began = time.monotonic()
+        assert node.get("/healthz")[::2] == (200, b"ok\n")
+        assert node.post(request(process(counter("training_tokens_total", 1.0))).SerializeToString())[0] == 200
+        assert time.monotonic() - began < 0.4
+        for scrape in scrapes:
+            scrape.join()
+        assert len(node.gpus.deadlines) == 1
+
+
+def test_the_landing_page_escapes_what_it_shows() -> None:
+    with running(host='<script>"') as node:
+        node.get("/metrics")
+        node.post(request(training(1, 1, time.time())).SerializeToString())
+        status, headers, page = node.get("/")
+        assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
+        assert b"<script>" not in page
+        assert b"on &lt;script&gt;&quot;</h1>" in page
+        assert b"<tr><td>nvml</td><td>ok</td></tr>" in page
+        assert b"<tr><td></td><td>lm</td><td>1</td></tr>" in page
+
+
+@pytest.mark.parametrize("media", [PROTOBUF, JSON, f"{JSON}; charset=utf-8"])
+@pytest.mark.parametrize("zipped", [False, True])
+def test_a_push_is_served_by_the_next_scrape(media: str, zipped: bool) -> None:
+    sent = request(training(40, 5, time.time()))
+    body = MessageToJson(sent).encode() if JSON in media else sent.SerializeToString()
+    with running() as node:
+        coding = {"Content_Encoding": "gzip"} if zipped else {}
+        status, headers, answer = node.post(gzip.compress(body) if zipped else body, media, **coding)
+        assert (status, headers["content-type"]) == (200, media.partition(";")[0])
+        assert answer == (b"{}" if JSON in media else b"")
+        text = node.get("/metrics")[2].decode()
+    assert 'training_position_steps{run="lm",rank="0"} 40.0\n' in text
+    assert 'flopwatch_otlp_pushes_total{outcome="accepted"} 1.0\n' in text
+
+
+def test_refused_points_are_a_partial_success(node: Node) -> None:
+    body = request(process(counter("made_up_total", 1.0), counter("training_tokens_total", 1.0)))
+    reason = "'made_up_total': not a training family of this release's catalogue"
+    status, _, answer = node.post(body.SerializeToString())
+    assert status == 200
+    assert ExportMetricsServiceResponse.FromString(answer).partial_success == ExportMetricsPartialSuccess(
+        rejected_data_points=1, error_message=reason)
+    assert json.loads(node.post(MessageToJson(body).encode(), JSON)[2]) == {
+        "partialSuccess": {"rejectedDataPoints": "1", "errorMessage": reason}}
+
+
+BODY = request(process(counter("training_tokens_total", 1.0))).SerializeToString()
+
+
+@pytest.mark.parametrize(("body", "media", "coding", "status"), [
+    (b"\xff\xff", PROTOBUF, "identity", 400),
+    (b"{]", JSON, "identity", 400),
+    (BODY, PROTOBUF, "gzip", 400),
+    (BODY, "text/plain", "identity", 415),
+    (BODY, "", "identity", 415),
+    (BODY, PROTOBUF, "br", 415),
+    (bytes(MAX_BYTES + 1), PROTOBUF, "identity", 413),
+    (bytes(20 * MAX_BYTES), PROTOBUF, "identity", 413),
+    (gzip.compress(bytes(50 * MAX_BYTES)), PROTOBUF, "gzip", 413),
+])
+def test_a_request_that_is_no_push_is_refused_with_a_reason(
+    body: bytes, media: str, coding: str, status: int, node: Node
+) -> None:
+    try:
+        answered, headers, answer = node.post(body, media, Content_Encoding=coding)
+    except (ConnectionResetError, BrokenPipeError):
+        # The answer to far too much may come while it is still being sent.
+        assert len(body) > 2 * MAX_BYTES
+        return
+    assert answered == status
+    if headers["content-type"] == JSON:
+        assert json.loads(answer)["message"]
+    else:
+        assert ExportMetricsPartialSuccess.FromString(answer).error_message  # a google.rpc.Status, same wire format
+
+
+def test_a_body_that_never_arrives_leaves_the_intake_in_order(node: Node) -> None:
+    for _ in range(5):
+        with socket.create_connection(("127.0.0.1", node.otlp)) as client:
+            client.sendall(b"POST /v1/metrics HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-protobuf\r\n"
+                           b"Content-Length: 1000\r\n\r\nabc")
+    assert node.post(BODY)[0] == 200
+
+
+def test_a_push_needs_the_token_if_there_is_one_and_the_token_can_be_rotated(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("first\n")
+    with running(token_file=tmp_path / "token") as node:
+        assert node.post(BODY)[0] == 401
+        assert node.post(BODY, Authorization="Bearer wrong")[0] == 401
+        assert node.post(BODY, Authorization="Bearer first")[0] == 200
+        (tmp_path / "token").write_text("second")
+        assert node.post(BODY, Authorization="Bearer first")[0] == 401
+        assert node.post(BODY, Authorization="Bearer second")[0] == 200
+        (tmp_path / "token").write_text("")
+        assert node.post(BODY, Authorization="Bearer ")[0] == 401
+        text = node.get("/metrics")[2].decode()
+    assert 'flopwatch_otlp_pushes_total{outcome="unauthorized"} 4.0\n' in text
+
+
+def test_each_listener_does_its_own_work_only(node: Node) -> None:
+    assert ask(node.otlp, "GET", "/metrics")[0] == 404
+    assert ask(node.otlp, "GET", "/v1/metrics")[0] == 405
+    assert ask(node.metrics, "POST", "/v1/metrics", BODY, {"Content-Type": PROTOBUF})[0] == 404
+    for port in (node.metrics, node.otlp):
+        for path in ("/docs", "/openapi.json", "/redoc"):
+            assert ask(port, "GET", path)[0] == 404

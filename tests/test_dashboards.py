@@ -1,0 +1,258 @@
+"""Dashboards: every name comes from the catalogue, every panel is of a kind that Grafana 11 and later draws."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import promql_parser as promql
+import pytest
+import yaml
+
+import dashboards
+from alerts import AlertSettings, alerts, records
+from dashboards import Json, run
+from dashboards.__main__ import BOARDS, text
+from demo.servers import find
+from flopwatch.catalogue import BY_NAME
+
+ROOT = Path(__file__).parent.parent
+RECORDS = {record.name: record.expr for record in records(AlertSettings())}
+ALERT_LABELS = {"alertname", "alertstate", "severity"}.union(*(alert.identity for alert in alerts(AlertSettings())))
+PANELS = [(name, panel) for name, board in BOARDS.items() for panel in board["panels"] if panel["type"] != "row"]
+each_panel = pytest.mark.parametrize("panel", [pytest.param(p, id=f"{name}: {p['title']}") for name, p in PANELS])
+
+
+def labels_of(expr: Any) -> set[str]:
+    """Return the labels that `expr` can give; fail on a series or label that nothing of ours has."""
+    match expr:
+        case promql.VectorSelector():
+            name = expr.name or ""
+            family, _, suffix = name.rpartition("_")
+            if name in RECORDS:
+                known = labels_of(promql.parse(RECORDS[name]))
+            elif name == "ALERTS":  # https://prometheus.io/docs/prometheus/latest/configuration/alerting_rules/
+                known = ALERT_LABELS
+            elif suffix in ("bucket", "sum", "count") and family in BY_NAME:
+                assert BY_NAME[family].type == "histogram"
+                known = {*BY_NAME[family].labels, "instance", *(["le"] if suffix == "bucket" else [])}
+            else:
+                assert name in BY_NAME, f"{name} is neither a catalogue row nor a recording rule"
+                known = {*BY_NAME[name].labels, "instance"}
+            assert {matcher.name for matcher in expr.matchers.matchers} <= known, f"{name} has labels {sorted(known)}"
+            return known
+        case promql.MatrixSelector():
+            return labels_of(expr.vector_selector)
+        case promql.AggregateExpr():
+            known = labels_of(expr.expr)
+            if expr.modifier is None:
+                return known if str(expr.op) in ("topk", "bottomk") else set()
+            assert expr.modifier.type == promql.AggModifierType.By, expr
+            assert set(expr.modifier.labels) <= known, f"{expr} groups by what is not in {sorted(known)}"
+            return set(expr.modifier.labels)
+        case promql.BinaryExpr():
+            left, right, modifier = labels_of(expr.lhs), labels_of(expr.rhs), expr.modifier
+            if modifier is None or modifier.matching is None:
+                return left | right
+            on = set(modifier.matching.labels)
+            assert on <= left & right, f"{expr} joins on {sorted(on)}, not all of them on both sides"
+            if str(expr.op) in ("and", "unless"):
+                return left
+            if modifier.card == promql.VectorMatchCardinality.ManyToOne:
+                assert set(modifier.group_labels or ()) <= right
+                return left | set(modifier.group_labels or ())
+            if modifier.card == promql.VectorMatchCardinality.OneToMany:
+                return right | set(modifier.group_labels or ())
+            return left | right if str(expr.op) == "or" else on
+        case promql.Call():
+            known = set().union(*(labels_of(argument) for argument in expr.args))
+            return known - {"le"} if expr.func.name == "histogram_quantile" else known
+        case promql.ParenExpr() | promql.SubqueryExpr() | promql.UnaryExpr():
+            return labels_of(expr.expr)
+        case promql.NumberLiteral() | promql.StringLiteral():
+            return set()
+    raise AssertionError(f"{type(expr).__name__} is new to this test")
+
+
+def kept_labels(panel: Json, target: Json) -> set[str]:
+    _, query = next(dashboards.queries({"panels": [panel | {"targets": [target]}]}, VARIABLES))
+    return labels_of(promql.parse(query))
+
+
+VARIABLES = {"run": "r", "tenant": ".*", "__rate_interval": "1m", "__range": "1h"}
+
+
+@each_panel
+def test_a_panel_asks_only_for_series_and_labels_that_exist_and_its_legend_shows_labels_the_query_keeps(
+    panel: Json,
+) -> None:
+    shown: set[str] = set()
+    for target in panel["targets"]:
+        kept = kept_labels(panel, target)
+        assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= kept
+        shown |= kept
+    for change in panel["transformations"]:
+        if change["id"] == "filterFieldsByName":
+            names = {name for name in change["options"]["include"]["names"] if not name.startswith("Value #")}
+            assert names <= shown
+
+
+@pytest.mark.parametrize(("query", "complaint"), [
+    ("gpu_powr_watts", "gpu_powr_watts is neither"),
+    ('gpu_power_watts{rank="1"}', "gpu_power_watts has labels"),
+    ("sum by (host) (gpu_power_watts)", "groups by"),
+    ("gpu_power_watts * on (host) gpu_info", "joins on"),
+])
+def test_the_check_of_names_finds_a_wrong_name_and_a_wrong_label(query: str, complaint: str) -> None:
+    with pytest.raises(AssertionError, match=complaint):
+        labels_of(promql.parse(query))
+
+
+@each_panel
+def test_a_panel_is_of_a_kind_grafana_still_draws_and_says_what_bad_looks_like(panel: Json) -> None:
+    # 'graph', 'singlestat' and 'table-old' were Angular and left with Grafana 11.
+    assert panel["type"] in {"timeseries", "stat", "bargauge", "table"}
+    assert re.search(r"\bBad: |^down: ", panel["description"])
+    assert panel["maxDataPoints"] >= 300
+    field = panel["fieldConfig"]["defaults"]
+    assert field["unit"]
+    values = [step["value"] for step in field["thresholds"]["steps"]]
+    assert values[0] is None
+    assert values[1:] == sorted(values[1:])
+    assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+    assert [target["refId"] for target in panel["targets"]] == list("ABCDEFGHIJ"[: len(panel["targets"])])
+    for target in panel["targets"]:
+        assert target["datasource"] == panel["datasource"]
+        assert target["instant"] is not target["range"]
+        assert (target["format"] == "table") is (panel["type"] == "table")
+    if panel["type"] != "timeseries":
+        assert "legend" not in panel["options"]
+    if panel["type"] in ("stat", "bargauge"):
+        assert panel["options"]["reduceOptions"] == {"calcs": ["lastNotNull"], "fields": "", "values": False}
+
+
+@pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
+def test_panels_have_their_own_ids_and_cells_and_the_schema_version_needs_no_angular_migration(board: Json) -> None:
+    assert board["schemaVersion"] >= 39
+    assert not {"rows", "style", "hideControls", "__inputs"} & board.keys()
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    taken: set[tuple[int, int]] = set()
+    for panel in board["panels"]:
+        width, height, left, top = (panel["gridPos"][side] for side in "whxy")
+        cells = {(x, y) for x in range(left, left + width) for y in range(top, top + height)}
+        assert left + width <= 24
+        assert not cells & taken
+        taken |= cells
+    titles = [panel["title"] for panel in board["panels"]]
+    assert len(set(titles)) == len(titles)
+
+
+def test_the_run_dashboard_is_where_the_alerts_links_lead() -> None:
+    settings = AlertSettings()
+    links = [alert.annotations(settings)["dashboard_url"] for alert in alerts(settings)]
+    assert {link.partition("?")[0] for link in links} == {f"/d/{run.BOARD['uid']}"}
+    variables = [entry["name"] for entry in run.BOARD["templating"]["list"]]
+    assert variables == ["datasource", "tenant", "run"]
+
+
+def test_queries_come_out_ready_for_prometheus() -> None:
+    queries = list(run.queries("llama/8b", rate_interval="5s", time_range="2m"))
+    assert ("MFU", 'run:training_mfu:ratio_rate5m{run="llama/8b"}') in queries
+    assert (
+        "Recent time by bucket", 'max by (bucket) (rate(run_seconds_total{tenant=~".*", run="llama/8b"}[5s]))',
+    ) in queries
+    assert len(queries) == sum(len(panel["targets"]) for _, panel in PANELS)
+    assert not [query for _, query in queries if "$" in query]
+
+
+def test_a_query_with_a_variable_nobody_set_is_an_error() -> None:
+    board = {"panels": [{"title": "Lost", "targets": [{"expr": 'up{run="$run"}'}]}]}
+    with pytest.raises(KeyError, match="run"):
+        list(dashboards.queries(board, {}))
+
+
+# Ranks 0 and 1 share card A, rank 1 was on card B before, both cards are served by the old and the new exporter pod,
+# and card C and port q belong to somebody else.
+MOVING = """
+  training_rank_info{run="lm",rank="0",host="n1",uuid="A",attempt="2"}            1x4
+  training_rank_info{run="lm",rank="1",host="n1",uuid="A",attempt="2"}            1x4
+  training_rank_info{run="lm",rank="1",host="n2",uuid="B",attempt="1"}            1x4
+  rank:training_straggler:score{run="lm",rank="0"}                                0x4
+  rank:training_straggler:score{run="lm",rank="1"}                                0.3x4
+  gpu_info{gpu="0",uuid="A",host="n1",instance="old"}                             1x4
+  gpu_info{gpu="0",uuid="A",host="n1",instance="new"}                             1x4
+  gpu_info{gpu="5",uuid="B",host="n2",instance="n2"}                              1x4
+  gpu_temperature_celsius{gpu="0",uuid="A",instance="old"}                        60x4
+  gpu_temperature_celsius{gpu="0",uuid="A",instance="new"}                        61x4
+  gpu_temperature_celsius{gpu="5",uuid="B",instance="n2"}                         70x4
+  gpu_temperature_celsius{gpu="6",uuid="C",instance="n2"}                         90x4
+  infiniband_info{device="mlx5_0",port="1",host="n1",instance="new",board_id="x"} 1x4
+  infiniband_info{device="mlx5_0",port="1",host="n1",instance="new",board_id="y"} 1x4
+  infiniband_info{device="mlx5_0",port="1",host="n3",instance="n3",board_id="x"}  1x4
+  infiniband_port_state_id{device="mlx5_0",port="1",instance="new"}               4x4
+  infiniband_port_state_id{device="mlx5_0",port="1",instance="n3"}                4x4
+"""
+SHOWN: dict[tuple[str, str], dict[str, float]] = {
+    ("Late rank", "A"): {'{rank="1"}': 0.3},
+    ("Ranks and their GPUs", "A"): {
+        '{rank="0", host="n1", uuid="A"}': 1, '{rank="1", host="n1", uuid="A"}': 1,
+        '{rank="1", host="n2", uuid="B"}': 1,
+    },
+    ("Ranks and their GPUs", "B"): {'{rank="0", gpu="0"}': 1, '{rank="1", gpu="0"}': 1, '{rank="1", gpu="5"}': 1},
+    ("Ranks and their GPUs", "H"): {'{rank="0"}': 61, '{rank="1"}': 70},
+    ("Active ports per host", "A"): {'{host="n1"}': 1},
+}
+
+
+def test_a_rank_that_moves_a_shared_card_and_a_replaced_exporter_break_no_panel(tmp_path: Path) -> None:
+    expressions = {
+        (panel["title"], target["refId"]): next(dashboards.queries(
+            {"panels": [panel | {"targets": [target]}]}, VARIABLES | {"run": "lm"}))[1]
+        for _, panel in PANELS for target in panel["targets"]
+    }
+    # topk may pick either of rank 1's two places.
+    expressions["Late rank", "A"] = f"max by (rank) ({expressions['Late rank', 'A']})"
+    tests = tmp_path / "moving.yaml"
+    tests.write_text(yaml.safe_dump({"tests": [{
+        "interval": "15s",
+        "input_series": [dict(zip(("series", "values"), line.rsplit(maxsplit=1), strict=True))
+                         for line in MOVING.strip().splitlines()],
+        "promql_expr_test": [
+            {"expr": expressions[panel], "eval_time": "1m",
+             "exp_samples": [{"labels": labels, "value": value} for labels, value in expected.items()]}
+            for panel, expected in SHOWN.items()
+        ],
+    }]}))
+    done = subprocess.run([find().promtool, "test", "rules", str(tests)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_the_charts_dashboard_is_what_the_code_writes(name: str) -> None:
+    committed = ROOT / "helm" / "files" / "dashboards" / f"{name}.json"
+    assert committed.read_text(encoding="utf-8") == text(BOARDS[name]), "stale: run `make generate`"
+
+
+def test_python_m_dashboards_writes_each_dashboard(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "dashboards", str(tmp_path / "out")], cwd=ROOT, check=True,
+        env=os.environ | {"PYTHONPATH": "exporter"}, capture_output=True, text=True,
+    )
+    assert done.stdout.split() == [str(tmp_path / "out" / f"{name}.json") for name in BOARDS]
+    assert (tmp_path / "out" / "run.json").read_text(encoding="utf-8") == text(run.BOARD)
+
+
+def test_only_the_package_itself_and_the_grafana_alerts_import_grafanalib() -> None:
+    importers = set()
+    for path in (*ROOT.glob("dashboards/*.py"), *ROOT.glob("alerts/*.py"), *ROOT.glob("exporter/**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else (
+                [alias.name for alias in node.names] if isinstance(node, ast.Import) else [])
+            if any(name.split(".")[0] == "grafanalib" for name in names):
+                importers.add(str(path.relative_to(ROOT)))
+    assert importers <= {"dashboards/__init__.py", "dashboards/alerts.py"}

@@ -1,0 +1,637 @@
+"""The training hook: what a loop says is what the exporter is told, to the digit, and nothing comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flopwatch.catalogue import BY_NAME
+from flopwatch.training import Run
+from flopwatch.training.flops import Transformer
+from flopwatch.training.hook import Snapshot
+from flopwatch.training.launcher import Process
+from flopwatch.training.timeline import ACTIVITIES, DECLARED
+from tests.hook_server import HookServer, Push
+
+CAPTURE = Path(__file__).parent / "captures" / "otlp" / "hook_0.1.0.bin"
+
+
+class Clock:
+    """Monotonic seconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def silent(clock: Clock | None = None, age: float = 30.0, **arguments: Any) -> Run:
+    """Return a run of a process `age` seconds old that pushes nothing."""
+    return Run("llama", environ={"FLOPWATCH_DISABLE": "1"}, clock=clock or Clock(),
+               process=Process(pid=_PID, start_ticks=4711, age=age, pid_namespace=1), **arguments)
+
+
+_PID = os.getpid()
+
+
+def seconds(run: Run) -> dict[str, float]:
+    """Return the activities' seconds, without those that are 0."""
+    points = run.snapshot().points[BY_NAME["training_activity_seconds_total"]]
+    return {labels["activity"]: value for labels, value in points if value}
+
+
+def value(snapshot: Snapshot, name: str) -> float | None:
+    """Return the only sample of a family, None if there is none."""
+    points = snapshot.points.get(BY_NAME[name], [])
+    assert len(points) <= 1
+    return points[0][1] if points else None
+
+
+def reasons(run: Run) -> list[str]:
+    return [labels["reason"] for labels, _ in run.snapshot().points[BY_NAME["training_mfu_unavailable"]]]
+
+
+# What is pushed.
+
+
+def train(run: Run, clock: Clock) -> None:
+    """Two steps of 4 s after 1 s of waiting each, an evaluation of 8 s and a checkpoint of 2 s."""
+    clock.passes(10)
+    with run.activity("checkpoint_restore"):
+        clock.passes(5)
+    run.restored(step=100, tokens=6400)
+
+    def loader() -> Iterator[int]:
+        for batch in range(2):
+            clock.passes(1)
+            yield batch
+
+    for batch in run.batches(loader()):
+        clock.passes(3)
+        with run.collective_wait():
+            clock.passes(1)
+        run.step(tokens=64, loss=2.5)
+        if batch == 0:
+            with run.activity("evaluation"):
+                clock.passes(8)
+    with run.activity("checkpoint_save"):
+        clock.passes(2)
+    run.checkpoint_committed(102)
+
+
+EXPECTED_SAMPLES = {
+    "training_steps_total": 2.0,
+    "training_tokens_total": 128.0,
+    "training_model_flops_total": 1280.0,
+    "training_capacity_flops_total": 900.0,  # 100 FLOP/s x (8 s step + 1 s data stall)
+    "training_peak_flops_per_second": 100.0,
+    "training_position_steps": 102.0,
+    "training_position_tokens": 6528.0,
+    "training_committed_steps": 102.0,
+    "training_loss": 2.5,
+    "training_world_size": 1.0,
+    "training_collective_wait_seconds_total": 0.0,  # the first step has no mean yet, the second held an evaluation
+    "training_measured_step_seconds_total": 0.0,
+    "training_measured_steps_total": 0.0,
+    "training_hook_errors_total": 0.0,
+    "training_activity_seconds_total{activity=startup}": 41.0,  # 30 before Run(), 10, and the first batch
+    "training_activity_seconds_total{activity=step}": 8.0,
+    "training_activity_seconds_total{activity=compile}": 0.0,
+    "training_activity_seconds_total{activity=data_stall}": 1.0,
+    "training_activity_seconds_total{activity=checkpoint_save}": 2.0,
+    "training_activity_seconds_total{activity=checkpoint_restore}": 5.0,
+    "training_activity_seconds_total{activity=evaluation}": 8.0,
+    "training_activity_seconds_total{activity=other}": 0.0,
+    "training_rank_info{host=node-7,uuid=GPU-1,local_rank=0,attempt=first}": 1.0,
+    "training_run_info{tenant=research,attempt=first,convention=causal,dtype=fp8,peak_source=measured,"
+    "framework=,owner=jane,team=llm,page=true}": 1.0,
+}
+
+
+def trained(url: str, **arguments: Any) -> Run:
+    """Return a run that trained as `train` says and has not finished."""
+    clock = Clock()
+    run = Run(
+        "llama", tenant="research", attempt="first", flops_per_token=10, dtype="fp8", peak_flops=100,
+        peak_source="measured", gpu_uuid="GPU-1", owner="jane", team="llm", page="true", submitted_at=1.5e9,
+        endpoint=url, environ={"FLOPWATCH_HOST": "node-7"}, clock=clock,
+        process=Process(pid=_PID, start_ticks=4711, age=30.0, pid_namespace=4026531836), **arguments)
+    train(run, clock)
+    return run
+
+
+def test_the_last_push_says_exactly_what_the_loop_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    with HookServer() as server:
+        before = time.time()
+        trained(server.url).finish()
+        push = server.pushes[-1]
+    assert push.path == "/v1/metrics"
+    assert push.headers["Content-Type"] == "application/x-protobuf"
+    assert push.headers["Content-Encoding"] == "gzip"
+    assert push.samples == EXPECTED_SAMPLES
+    # Bounds 0.025 ... 2.5, 5, 10: the steps took 4 s (the first batch's wait is startup) and 5 s.
+    assert push.histograms == {"training_step_duration_seconds": ([0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0], 9.0)}
+    start_unix = push.resource.pop("flopwatch.start_unix")
+    assert start_unix == pytest.approx(before - 30, abs=1)
+    assert push.resource == {
+        "flopwatch.schema": 1, "flopwatch.run": "llama", "flopwatch.tenant": "research", "flopwatch.attempt": "first",
+        "flopwatch.rank": 0, "flopwatch.host": "node-7", "flopwatch.pid": _PID,
+        "flopwatch.pid_namespace": 4026531836, "flopwatch.pid_start_ticks": 4711, "flopwatch.submitted_unix": 1.5e9,
+        "flopwatch.restored_step": 100, "flopwatch.open_step_seconds": 0.0, "flopwatch.gpu_uuid": "GPU-1",
+        "flopwatch.status": "completed",
+    }
+
+
+def test_every_point_counts_from_the_process_start_and_carries_the_catalogues_labels() -> None:
+    with HookServer() as server:
+        trained(server.url).finish()
+        push = server.pushes[-1]
+    (scope,) = push.request.resource_metrics[0].scope_metrics
+    kinds = {"counter": "sum", "gauge": "gauge", "info": "gauge", "histogram": "histogram"}
+    for metric in scope.metrics:
+        row = BY_NAME[metric.name]
+        assert metric.WhichOneof("data") == kinds[row.type]
+        for point in getattr(metric, kinds[row.type]).data_points:
+            assert point.start_time_unix_nano == int(push.resource["flopwatch.start_unix"] * 1e9)
+            assert abs(point.time_unix_nano / 1e9 - time.time()) < 10
+            assert tuple(a.key for a in point.attributes) == tuple(k for k in row.labels if k not in ("run", "rank"))
+        if row.type in ("counter", "histogram"):
+            assert getattr(metric, kinds[row.type]).aggregation_temporality == 2  # cumulative
+        if row.type == "counter":
+            assert metric.sum.is_monotonic
+
+
+def test_facts_of_the_whole_run_come_from_rank_0_only() -> None:
+    with HookServer() as server:
+        trained(server.url, rank=3, world_size=4, local_rank=3, replica_ranks=1).finish()
+        push = server.pushes[-1]
+    shared = ("training_run_info", "training_world_size", "training_step_duration_seconds")
+    assert not [name for name in (*push.samples, *push.histograms) if name.startswith(shared)]
+    assert push.resource["flopwatch.rank"] == 3
+    assert "training_rank_info{host=node-7,uuid=GPU-1,local_rank=3,attempt=first}" in push.samples
+
+
+def test_a_rank_has_at_most_40_series() -> None:
+    with HookServer() as server:
+        trained(server.url).finish()
+        push = server.pushes[-1]
+    ((counts, _),) = push.histograms.values()
+    assert len(push.samples) + len(counts) + 2 <= 40
+
+
+def test_pushes_go_on_every_interval_and_say_nothing_of_an_end() -> None:
+    with HookServer() as server:
+        run = Run("llama", endpoint=server.url, push_interval=0.1, environ={})
+        push = server.wait_for(lambda _: len(server.pushes) >= 3)
+        run.finish("preempted")
+        assert "flopwatch.status" not in push.resource
+        assert "training_position_steps" not in push.samples  # before the first step nobody knows the position
+        assert server.pushes[-1].resource["flopwatch.status"] == "preempted"
+        pushes = len(server.pushes)
+        time.sleep(0.3)
+        assert len(server.pushes) == pushes
+
+
+def test_a_token_file_becomes_a_bearer_token(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("s3cret\n")
+    with HookServer() as server:
+        Run("llama", endpoint=server.url, environ={"FLOPWATCH_TOKEN_FILE": str(tmp_path / "token")}).finish()
+    assert server.pushes[-1].headers["Authorization"] == "Bearer s3cret"
+
+
+def test_settings_come_from_the_environment_where_arguments_are_silent() -> None:
+    with HookServer() as server:
+        Run(environ={
+            "FLOPWATCH_RUN": "mixtral", "FLOPWATCH_TENANT": "t1", "FLOPWATCH_GPU_UUID": "GPU-9",
+            "FLOPWATCH_ENDPOINT": server.url, "FLOPWATCH_PUSH_INTERVAL": "60", "FLOPWATCH_OWNER": "joe",
+            "FLOPWATCH_TEAM": "moe", "FLOPWATCH_PAGE": "true", "FLOPWATCH_HOST": "n1",
+        }).finish()
+        resource, samples = server.pushes[-1].resource, server.pushes[-1].samples
+    assert (resource["flopwatch.run"], resource["flopwatch.tenant"], resource["flopwatch.host"]) == (
+        "mixtral", "t1", "n1")
+    assert resource["flopwatch.gpu_uuid"] == "GPU-9"
+    (info,) = [name for name in samples if name.startswith("training_run_info")]
+    assert info.endswith("owner=joe,team=moe,page=true}")
+
+
+# Where the time goes.
+
+
+def test_without_batches_all_until_the_first_step_returns_is_startup() -> None:
+    clock = Clock()
+    run = silent(clock)
+    clock.passes(6)
+    run.step()
+    assert seconds(run) == {"startup": 36.0}
+    clock.passes(4)
+    assert seconds(run) == {"startup": 36.0, "step": 4.0}
+    assert run.snapshot().resource["flopwatch.open_step_seconds"] == 4.0
+    run.step()
+    assert run.snapshot().resource["flopwatch.open_step_seconds"] == 0.0
+    assert run.snapshot().step_durations is not None
+    assert sum(run.snapshot().step_durations[1]) == 1  # type: ignore[index]  # the first has no duration
+
+
+def test_the_innermost_activity_counts() -> None:
+    clock = Clock()
+    run = silent(clock)
+    run.step()
+    clock.passes(1)
+    with run.activity("evaluation"):
+        clock.passes(2)
+        with run.activity("compile"):
+            clock.passes(4)
+        clock.passes(8)
+    clock.passes(16)
+    assert seconds(run) == {"startup": 30.0, "step": 17.0, "evaluation": 10.0, "compile": 4.0}
+
+
+def test_an_evaluations_own_loop_over_batches_is_evaluation() -> None:
+    clock = Clock()
+    run = silent(clock)
+
+    def loader() -> Iterator[None]:
+        for _ in range(2):
+            clock.passes(1)
+            yield
+
+    for _ in run.batches(loader()):
+        with run.activity("evaluation"):
+            for _ in run.batches(loader()):
+                clock.passes(2)
+        clock.passes(8)
+        run.step()
+    assert seconds(run) == {"startup": 31.0, "data_stall": 1.0, "evaluation": 12.0, "step": 16.0}
+
+
+def test_between_two_loops_over_batches_is_other() -> None:
+    clock = Clock()
+    run = silent(clock)
+    loader = run.batches([0, 1])
+    assert len(loader) == 2
+    for _ in range(2):
+        for _ in loader:
+            clock.passes(1)
+            run.step()
+        clock.passes(5)
+    for _ in loader:
+        break
+    clock.passes(2)
+    assert seconds(run) == {"startup": 30.0, "step": 4.0, "other": 12.0}
+
+
+def test_an_activity_on_another_thread_is_not_the_loops_time() -> None:
+    clock = Clock()
+    run = silent(clock)
+    run.step()
+
+    def save() -> None:
+        with run.activity("checkpoint_save"):
+            clock.passes(3)
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    thread.join()
+    assert seconds(run) == {"startup": 30.0, "step": 3.0}
+    assert value(run.snapshot(), "training_hook_errors_total") == 2  # its begin and its end
+
+
+CALLS = st.lists(st.tuples(
+    st.sampled_from(("step", "enter", "leave", "leave_any", "restored", "wait", "batch", "break", "committed", "odd")),
+    st.sampled_from(DECLARED), st.floats(0, 1e5),
+), max_size=60)
+
+
+@settings(max_examples=300, deadline=None)
+@given(CALLS)
+def test_activities_sum_to_the_process_age_and_never_fall_whatever_is_called(
+    calls: list[tuple[str, Any, float]],
+) -> None:
+    clock = Clock()
+    run = silent(clock)
+    entered: list[Any] = []
+    loops: list[Iterator[int]] = []
+    before = dict.fromkeys(ACTIVITIES, 0.0)
+    for call, name, passes in calls:
+        clock.passes(passes)
+        if call == "step":
+            run.step(tokens=passes, loss=float("nan"))
+        elif call == "enter":
+            entered.append(run.activity(name))
+            entered[-1].__enter__()
+        elif call == "leave" and entered:
+            entered.pop().__exit__(None, None, None)
+        elif call == "leave_any" and entered:
+            entered[len(entered) // 2].__exit__(None, None, None)  # in a wrong order, and possibly twice
+        elif call == "restored":
+            run.restored(int(passes))
+        elif call == "wait":
+            with run.collective_wait():
+                clock.passes(passes)
+        elif call == "batch":
+            loops.append(iter(run.batches(range(2))))
+            next(loops[-1])
+        elif call == "break" and loops:
+            next(loops.pop(), None)
+        elif call == "committed":
+            run.checkpoint_committed(int(passes))
+        elif call == "odd":
+            run.activity(passes).__exit__()  # type: ignore[arg-type, call-arg]
+        now = {labels["activity"]: value for labels, value in
+               run.snapshot().points[BY_NAME["training_activity_seconds_total"]]}
+        assert set(now) == set(ACTIVITIES)
+        assert all(now[activity] >= before[activity] for activity in ACTIVITIES)
+        assert sum(now.values()) == pytest.approx(30.0 + clock.now - 1000.0, abs=1e-6)
+        before = now
+
+
+def test_a_snapshot_from_another_thread_is_of_one_instant() -> None:
+    run = Run("llama", environ={"FLOPWATCH_DISABLE": "1"}, flops_per_token=10.0, peak_flops=1.0)
+    stop = threading.Event()
+
+    def loop() -> None:
+        while not stop.is_set():
+            for _ in run.batches((0, 1, 2)):
+                run.step(tokens=7)
+                with run.activity("evaluation"):
+                    pass
+
+    thread = threading.Thread(target=loop)
+    start = time.monotonic() - sum(seconds(run).values())
+    thread.start()
+    try:
+        time.sleep(0.05)
+        for _ in range(500):
+            asked = time.monotonic()
+            snapshot = run.snapshot()
+            steps = value(snapshot, "training_steps_total")
+            assert steps is not None
+            assert value(snapshot, "training_tokens_total") == 7 * steps
+            assert value(snapshot, "training_model_flops_total") == 70 * steps
+            assert snapshot.step_durations is not None
+            assert sum(snapshot.step_durations[1]) == steps
+            age = sum(s for _, s in snapshot.points[BY_NAME["training_activity_seconds_total"]])
+            assert asked - start - 1e-3 <= age <= time.monotonic() - start + 1e-3
+    finally:
+        stop.set()
+        thread.join()
+    assert value(run.snapshot(), "training_hook_errors_total") == 0
+
+
+# Tokens, FLOPs, MFU.
+
+TINY = Transformer(layers=1, width=4, heads=2, vocabulary=8, mlp_width=8)
+
+
+@pytest.mark.parametrize(("arguments", "step", "expected"), [
+    # world 8 in replicas of 2 ranks
+    ({"flops_per_token": 10, "replica_ranks": 2}, {"tokens": 64}, (32.0, 320.0, 64.0)),
+    ({"flops_per_token": 10, "replica_ranks": 2}, {"global_tokens": 256}, (32.0, 320.0, 64.0)),
+    ({"flops_per_token": 10, "replica_ranks": 2}, {"tokens": 64, "flops": 1000}, (32.0, 500.0, 64.0)),
+    ({"replica_ranks": 2}, {"flops": 1000}, (None, 500.0, None)),
+    # a replica of unknown size still has its share of the global batch
+    ({"flops_per_token": 10}, {"global_tokens": 256}, (32.0, 320.0, None)),
+    ({"flops_per_token": 10}, {"tokens": 64}, (None, None, None)),
+    # one sequence of 8 or two of 4: the same tokens, fewer scores
+    ({"flops_per_token": TINY, "replica_ranks": 2}, {"tokens": 8, "sum_len_squared": 64},
+     (4.0, TINY.flops_per_sequence(8) / 2, 8.0)),
+    ({"flops_per_token": TINY, "replica_ranks": 2}, {"tokens": 8, "sum_len_squared": 32},
+     (4.0, TINY.flops_per_sequence(4), 8.0)),
+])
+def test_a_rank_counts_its_share_of_the_replicas_tokens_and_flops(
+    arguments: dict[str, Any], step: dict[str, Any], expected: tuple[float | None, ...],
+) -> None:
+    run = silent(rank=1, world_size=8, **arguments)
+    run.step(**step)
+    snapshot = run.snapshot()
+    assert (value(snapshot, "training_tokens_total"), value(snapshot, "training_model_flops_total"),
+            value(snapshot, "training_position_tokens")) == expected
+
+
+@pytest.mark.parametrize(("arguments", "step", "expected"), [
+    ({"flops_per_token": 10, "peak_flops": 1e12}, {"tokens": 1}, []),
+    ({"flops_per_token": 10}, {"tokens": 1}, ["unknown_peak"]),
+    ({"peak_flops": 1e12}, {"tokens": 1}, ["no_flops_per_token"]),
+    ({"flops_per_token": 10, "peak_flops": 1e12}, {}, ["no_tokens"]),
+    ({"flops_per_token": 10, "peak_flops": 1e12, "world_size": 8}, {"tokens": 1}, ["unknown_replica"]),
+    ({"flops_per_token": TINY, "peak_flops": 1e12}, {"tokens": 1}, ["no_sum_len_squared"]),
+    ({"flops_per_token": -1, "peak_flops": float("nan")}, {"tokens": 1}, ["unknown_peak", "no_flops_per_token"]),
+])
+def test_where_there_is_no_mfu_a_series_says_why(
+    arguments: dict[str, Any], step: dict[str, Any], expected: list[str],
+) -> None:
+    run = silent(**arguments)
+    assert reasons(run) == []
+    run.step(**step)
+    assert reasons(run) == expected
+    snapshot = run.snapshot()
+    assert (value(snapshot, "training_capacity_flops_total") is None) == ("unknown_peak" in expected)
+    assert (value(snapshot, "training_model_flops_total") is None) == (expected not in ([], ["unknown_peak"]))
+
+
+def test_positions_go_on_from_what_was_restored_and_counters_do_not() -> None:
+    run = silent()
+    assert value(run.snapshot(), "training_position_steps") is None
+    run.restored(step=40)
+    run.step(tokens=8)
+    snapshot = run.snapshot()
+    assert value(snapshot, "training_position_steps") == 41
+    assert value(snapshot, "training_position_tokens") is None  # nobody said how many tokens 40 steps were
+    assert value(snapshot, "training_steps_total") == 1
+    assert value(snapshot, "training_tokens_total") == 8
+    run.restored(step=10, tokens=80)  # a rollback
+    run.step(tokens=8)
+    snapshot = run.snapshot()
+    assert value(snapshot, "training_position_steps") == 11
+    assert value(snapshot, "training_position_tokens") == 88
+    assert value(snapshot, "training_steps_total") == 2
+    assert snapshot.resource["flopwatch.restored_step"] == 10
+
+
+# Which steps the wait counts in.
+
+
+def steps_with_waits(run: Run, clock: Clock, steps: Sequence[tuple[float, float | None, str | None]]) -> None:
+    for duration, wait, activity in steps:
+        if activity is not None:
+            with run.activity(activity):
+                clock.passes(100)
+        if wait is not None:
+            with run.collective_wait():
+                clock.passes(wait)
+        clock.passes(duration - (wait or 0.0))
+        run.step()
+
+
+@pytest.mark.parametrize(("steps", "wait", "measured_seconds", "measured_steps"), [
+    ([(1.0, 0.25, None)] * 3, 0.5, 2.0, 2),  # the first of the three has no mean to be compared with
+    ([(1.0, 0.25, None), (1.0, None, None), (1.0, 0.0, None)], 0.0, 1.0, 1),  # measured 0 is not unmeasured
+    ([(1.0, 0.25, None), (1.0, 0.25, "checkpoint_save"), (1.0, 0.25, None)], 0.25, 1.0, 1),
+    ([(1.0, 0.25, None), (1.0, 0.25, "evaluation"), (1.0, 0.25, "compile")], 0.0, 0.0, 0),
+    ([(1.0, 0.25, None), (1.0, 0.25, "data_stall")], 0.0, 0.0, 0),  # 101 s: an outlier
+    ([(1.0, 0.25, None), (12.0, 11.25, None), (1.0, 0.25, None)], 0.25, 1.0, 1),  # while another rank saved
+])
+def test_a_wait_counts_only_in_an_ordinary_step(
+    steps: list[tuple[float, float | None, str | None]], wait: float, measured_seconds: float, measured_steps: int,
+) -> None:
+    clock = Clock()
+    run = silent(clock)
+    run.step()  # startup
+    steps_with_waits(run, clock, steps)
+    snapshot = run.snapshot()
+    assert value(snapshot, "training_collective_wait_seconds_total") == wait
+    assert value(snapshot, "training_measured_step_seconds_total") == measured_seconds
+    assert value(snapshot, "training_measured_steps_total") == measured_steps
+
+
+def test_steps_that_become_longer_for_good_are_measured_again() -> None:
+    clock = Clock()
+    run = silent(clock)
+    run.step()
+    steps_with_waits(run, clock, [(1.0, 0.25, None)] * 10 + [(3.0, 0.25, None)] * 20)
+    assert value(run.snapshot(), "training_measured_steps_total") == 9 + 16
+
+
+def test_without_a_measurement_there_is_no_wait_series() -> None:
+    run = silent()
+    run.step()
+    assert value(run.snapshot(), "training_collective_wait_seconds_total") is None
+
+
+# Nothing comes back into the loop.
+
+
+def test_wrong_calls_are_counted_and_never_raise() -> None:
+    wrong: Any = silent(flops_per_token=10)
+    calls: tuple[Callable[[], None], ...] = (
+        lambda: wrong.step(tokns=3), lambda: wrong.step(tokens="64"), lambda: wrong.step(tokens=-1),
+        lambda: wrong.step(tokens=float("nan")), lambda: wrong.step(tokens=object()), lambda: wrong.step(loss=[]),
+        lambda: wrong.step(tokens=1, sum_len_squared=1), lambda: wrong.restored(), lambda: wrong.restored(-3),
+        lambda: wrong.checkpoint_committed(None), lambda: wrong.finish("done"),
+    )
+    for call in calls:
+        call()
+    for context in (wrong.activity(), wrong.activity("nap"), wrong.activity("compile", 2), wrong.collective_wait(1)):
+        with context:
+            pass
+    snapshot = wrong.snapshot()
+    assert value(snapshot, "training_hook_errors_total") == 15
+    assert value(snapshot, "training_steps_total") == 6  # all but the one that could not even be called
+
+
+@pytest.mark.parametrize("arguments", [
+    {"nme": "llama"}, {"rank": "first"}, {"endpoint": "https://127.0.0.1:1"}, {"endpoint": 7},
+    {"push_interval": "soon"}, {"process": "me"}, {"environ": None}, {"clock": None},
+])
+def test_a_run_that_cannot_be_made_leaves_the_loop_alone(arguments: dict[str, Any]) -> None:
+    run: Any = Run(**{"environ": {}, "endpoint": "http://127.0.0.1:1", **arguments})
+    seen = []
+    for batch in run.batches([1, 2]):
+        with run.activity("evaluation"), run.collective_wait():
+            seen.append(batch)
+        run.step(tokens=1)
+    run.restored(step=1)
+    run.checkpoint_committed(1)
+    run.finish()
+    assert seen == [1, 2]
+    assert run._errors >= 1
+
+
+def test_the_loops_own_errors_pass_through() -> None:
+    clock = Clock()
+    run = silent(clock)
+
+    def loader() -> Iterator[int]:
+        yield 1
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(run.batches(loader()))
+    with pytest.raises(TypeError):
+        list(run.batches(7))  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        len(run.batches(loader()))
+    with pytest.raises(ZeroDivisionError), run.activity("evaluation"), run.collective_wait():
+        raise ZeroDivisionError
+    clock.passes(5)
+    assert seconds(run) == {"startup": 30.0, "other": 5.0}
+    assert value(run.snapshot(), "training_hook_errors_total") == 0
+
+
+def test_an_exporter_that_is_late_dies_and_comes_back_gets_everything() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run = Run("llama", endpoint=f"http://127.0.0.1:{port}", push_interval=0.1, environ={})
+    run.step(tokens=1)
+    time.sleep(0.25)
+    with HookServer(port) as server:
+        server.wait_for(lambda push: push.samples["training_steps_total"] == 1)
+    run.step(tokens=1)
+    time.sleep(0.25)
+    with HookServer(port, status=503) as server:
+        server.wait_for(lambda push: push.samples["training_steps_total"] == 2)
+    run.step(tokens=1)
+    with HookServer(port) as server:
+        server.wait_for(lambda push: push.samples["training_steps_total"] == 3)
+        run.finish()
+        assert server.pushes[-1].samples["training_tokens_total"] == 3
+        assert server.pushes[-1].samples["training_hook_errors_total"] == 0  # an absent exporter is no error
+
+
+def test_a_newer_run_in_the_same_process_takes_over() -> None:
+    with HookServer() as server:
+        older = Run("llama", endpoint=server.url, push_interval=0.1, environ={})
+        server.wait_for(lambda push: push.resource["flopwatch.run"] == "llama")
+        newer = Run("mixtral", endpoint=server.url, push_interval=0.1, environ={})
+        server.wait_for(lambda push: push.resource["flopwatch.run"] == "mixtral")
+        time.sleep(0.15)
+        older_pushes = sum(push.resource["flopwatch.run"] == "llama" for push in server.pushes)
+        time.sleep(0.3)
+        older.finish()
+        newer.finish()
+        assert sum(push.resource["flopwatch.run"] == "llama" for push in server.pushes) == older_pushes
+        assert [push.resource["flopwatch.run"] for push in server.pushes if "flopwatch.status" in push.resource] == [
+            "mixtral"]
+
+
+# What a release says is what its exporter, and the next release's, must understand.
+
+
+def test_the_recorded_push_of_this_release_says_what_its_description_says() -> None:
+    push = Push("/v1/metrics", {}, CAPTURE.read_bytes())
+    assert json.loads(CAPTURE.with_suffix(".json").read_text()) == described(push)
+
+
+def described(push: Push) -> dict[str, Any]:
+    return {"resource": push.resource, "samples": push.samples, "histograms": {
+        name: {"bucket_counts": counts, "sum": total} for name, (counts, total) in push.histograms.items()}}
+
+
+def record() -> None:
+    """Write the capture anew: python -m tests.test_hook"""
+    with HookServer() as server:
+        trained(server.url).finish()
+    CAPTURE.parent.mkdir(parents=True, exist_ok=True)
+    CAPTURE.write_bytes(server.pushes[-1].body)
+    CAPTURE.with_suffix(".json").write_text(json.dumps(described(server.pushes[-1]), indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    record()

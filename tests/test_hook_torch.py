@@ -1,0 +1,207 @@
+"""The hook in PyTorch: three real gloo ranks, each a process with the variables that torchrun would set."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+WORLD_SIZE = 3
+SETUPS: dict[str, dict[str, Any]] = {
+    "plain": {}, "static_graph": {"ddp": {"static_graph": True}},
+    "unused_parameters": {"ddp": {"find_unused_parameters": True}},
+    "bucket_view": {"ddp": {"gradient_as_bucket_view": True}},
+    "dict_output": {"output": "dict"}, "nested_output": {"output": "nested"}, "accumulation": {"micro_batches": 3},
+}
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "slow": {"slow": 1, "steps": 40, "saves_from": 20},
+    "watched": {"steps": 10}, "unwatched": {"steps": 10, "watch": False},
+    "no_sync": {"steps": 5, "no_sync": True}, "no_backward": {"steps": 5, "no_backward": True},
+    **{name: {"slow": 1, "steps": 12, **setup} for name, setup in SETUPS.items()},
+}
+
+pytestmark = pytest.mark.torch
+Answers = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def answers() -> Answers:
+    """What each rank counted in each scenario; one launch for all, because importing torch takes seconds."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(("FLOPWATCH_", "TORCHELASTIC_"))}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__], stdout=subprocess.PIPE, text=True,
+            # One rank a node, as far as the hook can see.
+            env={**environ, "PYTHONPATH": str(ROOT / "exporter"), "RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE),
+                 "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "FLOPWATCH_HOST": f"node-{rank}",
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
+                 "OMP_NUM_THREADS": "1", "FLOPWATCH_DISABLE": "1"})
+        for rank in range(WORLD_SIZE)]
+    said = []
+    try:
+        for process in processes:
+            said.append(json.loads(process.communicate(timeout=200)[0]))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return {name: [answer[name] for answer in said] for name in SCENARIOS}
+
+
+def wait_shares(ranks: list[dict[str, Any]], since: str | None = None, until: str = "end") -> list[float]:
+    """Return each rank's wait as a share of its measured step time between two of its statements."""
+    return [(rank[until]["wait"] - (rank[since]["wait"] if since else 0.0))
+            / (rank[until]["measured_seconds"] - (rank[since]["measured_seconds"] if since else 0.0))
+            for rank in ranks]
+
+
+def test_the_slow_rank_waits_least(answers: Answers) -> None:
+    first, slow, third = wait_shares(answers["slow"], until="before_saves")
+    # It sleeps 40 ms of a step of about 50 ms, for which the others wait.
+    assert slow + 0.2 < min(first, third)
+
+
+def test_every_rank_measures_its_steps(answers: Answers) -> None:
+    for rank in answers["slow"]:
+        assert 8 <= rank["before_saves"]["measured_steps"] <= 19  # of 20, of which the first has no mean
+
+
+def test_a_rank_that_saves_alone_is_not_taken_for_the_slow_one(answers: Answers) -> None:
+    shares = wait_shares(answers["slow"], since="before_saves")
+    # Each of its four saves is as long as five steps: it would lead if the others' waiting for it counted.
+    assert min(shares) == shares[1]
+
+
+def test_watching_changes_no_bit_of_the_loss(answers: Answers) -> None:
+    losses = [rank["losses"] for rank in answers["watched"]]
+    assert losses == [rank["losses"] for rank in answers["unwatched"]]
+    assert all(len(set(loss)) == 10 for loss in losses)
+    assert all(rank["end"]["measured_steps"] > 0 for rank in answers["watched"])
+    assert all(rank["end"]["measured_steps"] is None for rank in answers["unwatched"])
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_the_wait_is_measured_however_ddp_is_set_up(answers: Answers, setup: str) -> None:
+    first, slow, third = wait_shares(answers[setup])
+    assert slow + 0.2 < min(first, third)
+    assert all(rank["end"]["errors"] == 0 for rank in answers[setup])
+
+
+@pytest.mark.parametrize("how", ["no_sync", "no_backward"])
+def test_a_step_without_an_all_reduce_is_not_measured(answers: Answers, how: str) -> None:
+    for rank in answers[how]:
+        assert (rank["end"]["measured_steps"], rank["end"]["wait"]) == (0, 0)
+
+
+def test_a_ddp_model_tells_the_ranks_of_a_replica(answers: Answers) -> None:
+    assert [rank["end"]["tokens"] for rank in answers["plain"]] == [12 * 8] * WORLD_SIZE
+
+
+def test_ranks_of_many_nodes_agree_on_rank_0s_name_of_the_attempt(answers: Answers) -> None:
+    (attempt,) = {rank["attempt"] for rank in answers["plain"]}
+    assert attempt.startswith("node-0-")
+
+
+def test_a_model_whose_wait_cannot_be_measured_says_so_and_trains_on() -> None:
+    import torch
+
+    from flopwatch.catalogue import BY_NAME
+    from flopwatch.training import Run
+
+    for model in (torch.nn.Linear(1, 1), "llama"):
+        run = Run("tiny", model=model, environ={"FLOPWATCH_DISABLE": "1"})
+        run.step()
+        points = run.snapshot().points
+        assert points[BY_NAME["training_hook_errors_total"]] == [({}, 1.0)]
+        assert BY_NAME["training_collective_wait_seconds_total"] not in points
+
+
+def worker(steps: int, slow: int | None = None, saves_from: int = 1000, watch: bool = True, output: str = "tensor",
+           micro_batches: int = 1, no_sync: bool = False, no_backward: bool = False,
+           ddp: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Train a small model under DDP for some steps and return what the hook counted."""
+    import time
+    from contextlib import nullcontext
+
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    from flopwatch.catalogue import BY_NAME
+    from flopwatch.training import Run
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            y = self.layers(x)
+            return {"tensor": y, "dict": {"logits": y}, "nested": (y.detach(), [y])}[output]
+
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Model(), **(ddp or {}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = Run("tiny", model=model if watch else None, flops_per_token=6.0, peak_flops=1e9)
+
+    def counted() -> dict[str, float | None]:
+        names = {"wait": "training_collective_wait_seconds_total", "errors": "training_hook_errors_total",
+                 "measured_seconds": "training_measured_step_seconds_total", "tokens": "training_tokens_total",
+                 "measured_steps": "training_measured_steps_total"}
+        points = run.snapshot().points
+        return {key: next((v for _, v in points.get(BY_NAME[name], [])), None) for key, name in names.items()}
+
+    def loss_of(step: int) -> torch.Tensor:
+        out = model(torch.randn(8, 64, generator=torch.Generator().manual_seed(100 * step + rank)))
+        return torch.mean({"tensor": lambda: out, "dict": lambda: out["logits"], "nested": lambda: out[1][0]}[output]()
+                          ** 2)
+
+    losses: list[str] = []
+    said: dict[str, Any] = {"losses": losses, "attempt": run.attempt}
+    for step in run.batches(range(steps)):
+        if step == saves_from:
+            said["before_saves"] = counted()
+        if step >= saves_from and step % 5 == 0 and rank == 0:
+            with run.activity("checkpoint_save"):
+                time.sleep(0.25)
+        if rank == slow:
+            time.sleep(0.04)
+        for _ in range(micro_batches - 1):
+            with model.no_sync():
+                loss_of(step).backward()  # type: ignore[no-untyped-call]
+        with model.no_sync() if no_sync else nullcontext():
+            loss = loss_of(step)
+            if not no_backward:
+                loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.item()).hex())
+        run.step(tokens=8)
+    said["end"] = counted()
+    return said
+
+
+def main() -> Iterator[tuple[str, dict[str, Any]]]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    for name, scenario in SCENARIOS.items():
+        yield name, worker(**scenario)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    print(json.dumps(dict(main())))

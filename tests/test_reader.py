@@ -1,0 +1,355 @@
+"""Readers: real child processes around the simulated node, and around collectors that hang, die and misbehave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from flopwatch.catalogue import GPU_POWER, GPU_PRESENT
+from flopwatch.node.collectors.nvml import Nvml
+from flopwatch.node.reader import Reader, Reading, Spec, hardware
+from flopwatch.settings import ExporterSettings
+from flopwatch.simulate import SimulatedNode
+from flopwatch.simulate.pynvml import Simulation
+
+LONG = 20.0  # seconds; a deadline that only a broken build misses
+
+# Collectors as a third party might write them, in a module of its own that the child imports.
+ODD = '''
+import os, signal, time
+from pathlib import Path
+from flopwatch.catalogue import GPU_PRESENT
+from flopwatch.node.collectors import StartAfresh, Unsupported
+
+class Odd:
+    name = "odd"
+    def __init__(self, flag, before="", read=""):
+        self.flag, self.before, self.code = Path(flag), before, read
+        exec(before)
+    def read(self):
+        exec(self.code)
+        return [(GPU_PRESENT, (str(os.getpid()), ""), 1)]
+'''
+UNTIL_THE_FLAG = "while not self.flag.exists(): time.sleep(0.02)"
+
+
+@pytest.fixture
+def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Reader]]:
+    """Return a function that makes readers of the odd collector and closes them after the test."""
+    (tmp_path / "odd.py").write_text(ODD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    readers: list[Reader] = []
+
+    def make(kill_after: float = 60.0, grace: float = 5.0, backoff: float = 0.1, **arguments: str) -> Reader:
+        spec = Spec("odd:Odd", {"flag": str(tmp_path / "flag"), **arguments})
+        readers.append(Reader("odd", spec, kill_after, grace, backoff))
+        return readers[-1]
+
+    yield make
+    for reader in readers:
+        reader.close()
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> SimulatedNode:
+    node = SimulatedNode(tmp_path / "state" / "simulated")
+    node.create()
+    return node
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> ExporterSettings:
+    return ExporterSettings(state=tmp_path / "state", simulate="h100x8", host="node1")
+
+
+@pytest.fixture
+def readers(settings: ExporterSettings) -> Iterator[dict[str, Reader]]:
+    made = {reader.name: reader for reader in hardware(settings)}
+    yield made
+    for reader in made.values():
+        reader.close()
+
+
+def pid(reading: Reading) -> int:
+    assert reading.ok, reading.reason
+    return int(reading.samples[0][1][0])
+
+
+def gone(process: int) -> bool:
+    """Return whether a process ends soon; one that waits to be reaped has."""
+    for _ in range(1000):
+        with suppress(FileNotFoundError):
+            if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                time.sleep(0.02)
+                continue
+        return True
+    return False
+
+
+def eventually(reader: Reader, condition: Callable[[Reading], bool]) -> Reading:
+    """Ask until an answer is as expected."""
+    for _ in range(400):
+        reading = reader.ask(0.1)
+        if condition(reading):
+            return reading
+        time.sleep(0.05)
+    raise AssertionError(f"last: {reading}")
+
+
+def test_a_child_reads_what_the_collector_reads(
+    node: SimulatedNode, readers: dict[str, Reader], tmp_path: Path
+) -> None:
+    before = time.time()
+    reading = readers["nvml"].ask(LONG)
+    assert (reading.ok, reading.reason, reading.supported) == (True, "", True)
+    assert before <= reading.at <= time.time()
+    assert 0 < reading.duration < LONG
+    assert reading.samples == Nvml(Simulation(node.root), "node1", tmp_path / "gpus.json", "simulated").read()
+
+
+def test_every_source_of_the_simulated_node_answers(node: SimulatedNode, readers: dict[str, Reader]) -> None:
+    assert {name: len(reader.ask(LONG).samples) for name, reader in readers.items()} == {
+        "nvml": 8 * 29, "infiniband": 8 * 24, "xid": 8 * 9,
+    }
+
+
+def test_a_hung_driver_call_costs_its_source_and_recovers_by_itself(
+    node: SimulatedNode, readers: dict[str, Reader]
+) -> None:
+    assert all(reader.ask(LONG).ok for reader in readers.values())
+    node.hang("nvmlDeviceGetPowerUsage")
+    for _ in range(2):
+        started = time.monotonic()
+        hung = readers["nvml"].ask(0.3)
+        assert 0.3 <= time.monotonic() - started < 2.5
+        assert (hung.ok, hung.reason, hung.samples) == (False, "deadline", [])
+        assert readers["infiniband"].ask(LONG).ok
+        assert readers["xid"].ask(LONG).ok
+    node.hang(None)
+    recovered = readers["nvml"].ask(LONG)
+    assert recovered.ok
+    assert len([1 for row, _, _ in recovered.samples if row is GPU_POWER]) == 8
+
+
+def test_an_answer_that_came_after_its_deadline_is_replaced_by_a_new_one(
+    node: SimulatedNode, readers: dict[str, Reader]
+) -> None:
+    assert readers["nvml"].ask(LONG).ok
+    node.hang("nvmlDeviceGetCount")
+    assert readers["nvml"].ask(0.1).reason == "deadline"
+    node.hang(None)
+    time.sleep(0.2)  # the late answer lies in the pipe, and then a GPU is lost
+    node.lose(2)
+    samples = readers["nvml"].ask(LONG).samples
+    assert [value for row, _, value in samples if row is GPU_PRESENT] == [1, 1, 0, 1, 1, 1, 1, 1]
+
+
+def test_a_source_slower_than_its_deadline_is_served_from_the_answer_before(odd: Callable[..., Reader]) -> None:
+    reader = odd(read="time.sleep(0.3)")
+    assert reader.ask(LONG).ok
+    assert reader.ask(0.1).reason == "deadline"
+    late = eventually(reader, lambda reading: reading.ok)
+    assert late.duration >= 0.3
+
+
+def test_a_read_of_sysfs_that_hangs_costs_the_ports_until_it_ends(
+    node: SimulatedNode, readers: dict[str, Reader]
+) -> None:
+    assert readers["infiniband"].ask(LONG).ok
+    file = node.sysfs / "class/infiniband/mlx5_0/ports/1/counters/symbol_error"
+    file.unlink()
+    os.mkfifo(file)  # opening it blocks until somebody opens it for writing
+    assert readers["infiniband"].ask(0.3).reason == "deadline"
+    assert readers["nvml"].ask(LONG).ok
+    with file.open("w") as pipe:
+        file.unlink()
+        file.write_text("3\n")
+        pipe.write("2\n")
+    assert ("infiniband_symbol_errors_total", ("mlx5_0", "1"), 3) in [
+        (row.name, labels, value) for row, labels, value in readers["infiniband"].ask(LONG).samples
+    ]
+
+
+def test_a_killed_child_is_said_to_have_exited_and_is_replaced_after_a_pause(odd: Callable[..., Reader]) -> None:
+    reader = odd(backoff=1.0)
+    first = pid(reader.ask(LONG))
+    os.kill(first, signal.SIGKILL)
+    assert gone(first)
+    killed = time.monotonic()
+    assert reader.ask(LONG).reason == "exited"
+    second = eventually(reader, lambda reading: reading.ok)
+    assert time.monotonic() - killed >= 1
+    assert pid(second) != first
+
+
+def test_a_child_that_dies_at_every_start_is_started_less_and_less_often(
+    odd: Callable[..., Reader], tmp_path: Path
+) -> None:
+    reader = odd(before="Path(f'{flag}.{time.monotonic()}').touch(); os._exit(1)", backoff=0.4)
+    while len(list(tmp_path.glob("flag.*"))) < 3:
+        assert reader.ask(LONG).reason == "exited"
+        time.sleep(0.02)
+    first, second, third = sorted(float(file.name.removeprefix("flag.")) for file in tmp_path.glob("flag.*"))
+    assert second - first >= 0.4
+    assert third - second >= 0.8
+
+
+def test_a_child_that_hangs_for_long_is_ended_and_replaced(odd: Callable[..., Reader], tmp_path: Path) -> None:
+    reader = odd(kill_after=0.3, grace=30.0, read=UNTIL_THE_FLAG)
+    (tmp_path / "flag").touch()
+    first = pid(reader.ask(LONG))
+    (tmp_path / "flag").unlink()
+    assert reader.ask(0.1).reason == "deadline"
+    eventually(reader, lambda reading: reading.reason == "exited")
+    assert gone(first)
+    (tmp_path / "flag").touch()
+    assert pid(eventually(reader, lambda reading: reading.ok)) != first
+
+
+def test_a_hung_child_that_ignores_sigterm_is_killed(odd: Callable[..., Reader], tmp_path: Path) -> None:
+    reader = odd(
+        kill_after=0.2, grace=0.4, before="signal.signal(signal.SIGTERM, signal.SIG_IGN)", read=UNTIL_THE_FLAG
+    )
+    (tmp_path / "flag").touch()
+    first = pid(reader.ask(LONG))
+    (tmp_path / "flag").unlink()
+    started = time.monotonic()
+    eventually(reader, lambda reading: reading.reason == "exited")
+    assert time.monotonic() - started >= 0.6
+    assert gone(first)
+
+
+def test_a_child_that_no_signal_has_ended_yet_is_abandoned_and_replaced(
+    odd: Callable[..., Reader], tmp_path: Path
+) -> None:
+    # Without grace the abandoning comes in the same breath as the SIGKILL, before that can have an effect.
+    reader = odd(kill_after=0.2, grace=0.0, read=UNTIL_THE_FLAG)
+    (tmp_path / "flag").touch()
+    first = pid(reader.ask(LONG))
+    (tmp_path / "flag").unlink()
+    assert reader.ask(0.3).reason == "deadline"
+    (tmp_path / "flag").touch()
+    assert pid(reader.ask(LONG)) != first
+
+
+def parent(spec: str, ready: Path) -> subprocess.Popen[bytes]:
+    """Return a process that has a reader, has asked it once, and writes its child's pid."""
+    code = (
+        f"import time\nfrom pathlib import Path\nfrom flopwatch.node.reader import Reader, Spec\n"
+        f"reader = Reader('odd', {spec})\n"
+        f"answer = reader.ask(20.0)\n"
+        f"reader.ask(0.1)\n"
+        f"Path({str(ready)!r}).write_text(answer.samples[0][1][0] if answer.ok else answer.reason)\n"
+        f"time.sleep(60)\n"
+    )
+    search = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.Popen([sys.executable, "-c", code], env=dict(os.environ, PYTHONPATH=search))
+
+
+@pytest.mark.parametrize("hung", [False, True])
+def test_the_child_ends_when_its_parent_is_killed(odd: Callable[..., Reader], tmp_path: Path, hung: bool) -> None:
+    read = "self.calls = getattr(self, 'calls', 0) + 1\nwhile self.calls == 2: time.sleep(0.02)" if hung else ""
+    flag, ready = str(tmp_path / "flag"), tmp_path / "ready"
+    process = parent(f"Spec('odd:Odd', {{'flag': {flag!r}, 'read': {read!r}}})", ready)
+    try:
+        while not ready.exists() or not ready.read_text():
+            assert process.poll() is None
+            time.sleep(0.02)
+        child = int(ready.read_text())
+        assert Path(f"/proc/{child}").exists()
+    finally:
+        process.kill()
+        process.wait()
+    assert gone(child)
+
+
+def test_a_source_that_does_not_exist_says_why(tmp_path: Path) -> None:
+    settings = ExporterSettings(state=tmp_path, sysfs=tmp_path / "sys", kmsg=tmp_path / "kmsg")
+    for reader in hardware(settings)[1:]:
+        reading = reader.ask(LONG)
+        reader.close()
+        assert (reading.ok, reading.supported, reading.samples) == (False, False, [])
+        assert str(tmp_path) in reading.reason
+
+
+def test_an_error_is_the_reason_and_the_child_goes_on(odd: Callable[..., Reader], tmp_path: Path) -> None:
+    reader = odd(read="if not self.flag.exists(): raise ValueError('no sense in this')")
+    failed = reader.ask(LONG)
+    assert (failed.ok, failed.supported, failed.reason) == (False, True, "ValueError: no sense in this")
+    (tmp_path / "flag").touch()
+    assert reader.ask(LONG).ok
+
+
+def test_a_collector_that_asks_to_start_afresh_gets_a_new_process(
+    odd: Callable[..., Reader], tmp_path: Path
+) -> None:
+    reader = odd(read="if not self.flag.exists(): raise StartAfresh('the driver was replaced')")
+    (tmp_path / "flag").touch()
+    first = pid(reader.ask(LONG))
+    (tmp_path / "flag").unlink()
+    assert reader.ask(LONG).reason == "StartAfresh: the driver was replaced"
+    assert gone(first)
+    (tmp_path / "flag").touch()
+    assert pid(eventually(reader, lambda reading: reading.ok)) != first
+
+
+def test_what_a_driver_prints_does_not_end_up_among_the_answers(odd: Callable[..., Reader]) -> None:
+    assert odd(read="os.write(1, b'NVRM: hello\\n')").ask(LONG).ok
+
+
+def test_threads_share_one_child(odd: Callable[..., Reader]) -> None:
+    reader = odd(read="time.sleep(0.05)")
+    answers: list[Reading] = []
+    threads = [threading.Thread(target=lambda: answers.append(reader.ask(LONG))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({pid(answer) for answer in answers}) == 1
+
+
+def test_a_thread_waits_for_another_no_longer_than_its_own_deadline(
+    odd: Callable[..., Reader], tmp_path: Path
+) -> None:
+    reader = odd(read=UNTIL_THE_FLAG)
+    (tmp_path / "flag").touch()
+    assert reader.ask(LONG).ok
+    (tmp_path / "flag").unlink()
+    first = threading.Thread(target=reader.ask, args=(LONG,))
+    first.start()
+    time.sleep(0.1)
+    started = time.monotonic()
+    assert reader.ask(0.2).reason == "deadline"
+    assert time.monotonic() - started < 2.5
+    (tmp_path / "flag").touch()
+    first.join()
+
+
+@pytest.mark.parametrize("hung", [False, True])
+def test_closing_a_reader_ends_its_child(odd: Callable[..., Reader], tmp_path: Path, hung: bool) -> None:
+    reader = odd(read=UNTIL_THE_FLAG)
+    (tmp_path / "flag").touch()
+    child = pid(reader.ask(LONG))
+    if hung:
+        (tmp_path / "flag").unlink()
+        assert reader.ask(0.1).reason == "deadline"
+    reader.close()
+    assert not Path(f"/proc/{child}").exists()
+
+
+def test_a_child_imports_neither_the_web_server_nor_another_source(odd: Callable[..., Reader]) -> None:
+    reader = odd(read=(
+        "import sys\n"
+        "heavy = {'fastapi', 'uvicorn', 'prometheus_client', 'opentelemetry', 'pynvml', 'torch'} & set(sys.modules)\n"
+        "if heavy: raise ImportError(str(heavy))"
+    ))
+    assert reader.ask(LONG).reason == ""
