@@ -30,9 +30,12 @@ lint: $(VENV)/.dev  ## ruff and mypy
 
 generate: $(VENV)/.dev  ## write the generated files again
 	@$(BIN)/python -m alerts helm/files
+	@$(BIN)/python -m dashboards helm/files/dashboards
+	@$(BIN)/flopwatch metrics > docs/metrics.md
+	@$(BIN)/python -m flopwatch.node.collectors.xid > docs/xid.md
 
-bench: $(VENV)/.dev  ## measure ourselves beside a peer
-	@$(BIN)/python -m bench
+bench: $(VENV)/.dev  ## measure ourselves beside peers
+	@for file in bench/*.py; do echo "$$file"; $(BIN)/python $$file || exit; done
 
 clean:  ## remove everything the other targets made
 	rm -rf $(VENV) .cache demo-state dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -16,12 +16,16 @@ FACTS = (
     f"{{{{ range .Alerts.Firing }}}}{{{{ .Annotations.description{ESCAPE} }}}}\n{{{{ end }}}}"
     f"{{{{ range .Alerts.Resolved }}}}Over: {{{{ .Annotations.description{ESCAPE} }}}}\n{{{{ end }}}}"
 )
+EACH = "{{ range .Alerts.%s }}{{ .Annotations.description }}\n{{ end }}"
 COLOR = (
     '{{ if eq .Status "resolved" }}good'
     '{{ else if eq .CommonLabels.severity "critical" }}danger'
     "{{ else }}warning{{ end }}"
 )
-FIRST = "{{ (index .Alerts 0).Annotations.description }}"
+FIRST = (
+    "{{ with .Alerts.Firing }}{{ (index . 0).Annotations.description }}"
+    "{{ else }}{{ (index .Alerts 0).Annotations.description }}{{ end }}"
+)
 MORE = "{{ if gt (len .Alerts) 1 }} There are {{ len .Alerts }} such alerts.{{ end }}"
 
 
@@ -41,7 +45,8 @@ def alertmanager(settings: AlertSettings) -> dict[str, object]:
         "routing_key_file": str(settings.pagerduty_key_file), "send_resolved": True,
         "severity": "{{ .CommonLabels.severity }}",
         "description": f"{{{{ .CommonLabels.alertname }}}}: {FIRST}{MORE}",
-        "details": {"runbook": "{{ .CommonAnnotations.runbook_url }}", "dashboard": dashboard},
+        "details": {"firing": EACH % "Firing", "resolved": EACH % "Resolved",
+                    "runbook": "{{ .CommonAnnotations.runbook_url }}", "dashboard": dashboard},
     }
     if settings.pagerduty_url is not None:
         pagerduty["url"] = settings.pagerduty_url

@@ -36,7 +36,7 @@ class AlertSettings:
 
     # A verdict has already seen three windows, a port one.
     straggler_for: float = 60.0
-    straggler_keep: float = 300.0
+    straggler_keep: float = 600.0  # longer than a restart and three windows, so that one culprit is one message
     down_for: float = 300.0  # a restart by the launcher takes less
     link_for: float = 60.0
     link_keep: float = 600.0

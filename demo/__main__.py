@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
@@ -74,8 +74,15 @@ class Signals:
 
     def __init__(self, stack: Stack) -> None:
         self.stack, self.stopping = stack, False
+        self._handle(self._on_signal)
+
+    def ignore(self) -> None:
+        """Let further signals pass: nothing is left to end, and Python would die of one while it exits."""
+        self._handle(signal.SIG_IGN)
+
+    def _handle(self, handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
+            signal.signal(number, handler)
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         if self.stopping:
@@ -167,6 +174,7 @@ def run(stack: Stack, console: Console, seconds: float | None) -> None:
         signals.stopping = True
         last = summary.read(stack.prometheus, stack.run)
         print("Stopping", flush=True)
+    signals.ignore()
     if console.is_terminal:
         print("\n".join(story.lines))
     console.print(summary.table(last, plain=not console.is_terminal))

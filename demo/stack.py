@@ -168,6 +168,9 @@ class Stack:
             pagerduty_url=f"{self.receiver.url}/v2/enqueue", watchdog_url=f"{self.receiver.url}/watchdog",
         )
         self._start_alertmanager(settings)
+        if self.servers.alertmanager:
+            # First: what Prometheus cannot deliver at once it sends again only after a minute, at any pace.
+            self._wait_for("alertmanager", f"http://{self.alertmanager_address}/-/ready")
         self._start_prometheus(settings)
         self._launch(
             "exporter", sys.executable, "-m", "flopwatch", "exporter", "--listen", self.exporter_address,
@@ -176,8 +179,6 @@ class Stack:
         )
         self._wait_for("exporter", f"http://{self.exporter_address}/readyz")
         self._wait_for("prometheus", f"{self.prometheus.url}/-/ready")
-        if self.servers.alertmanager:
-            self._wait_for("alertmanager", f"http://{self.alertmanager_address}/-/ready")
         if self.train is not None:
             self.start_training(self.train, self.trainer)
 
@@ -228,7 +229,8 @@ class Stack:
         (self.state / "tmp").mkdir(exist_ok=True)
         self._launch("training", sys.executable, *command, *job, environ={
             "OMP_NUM_THREADS": "1", "FLOPWATCH_RUN": self.run, "FLOPWATCH_ENDPOINT": f"http://{self.otlp_address}",
-            "FLOPWATCH_PUSH_INTERVAL": str(self.push_interval), "TMPDIR": str(self.state / "tmp"),
+            "FLOPWATCH_PUSH_INTERVAL": str(self.push_interval), "FLOPWATCH_SUBMITTED_AT": str(time.time()),
+            "TMPDIR": str(self.state / "tmp"),
         })
 
     def control(self, **wishes: object) -> None:

@@ -112,7 +112,8 @@ def rows(summary: Summary) -> list[tuple[str, str, str]]:
     """Return name, value and meaning of each fact."""
     total = sum(summary.buckets.values())
     buckets = " · ".join(
-        f"{bucket.replace('_', ' ')} {percent(seconds / total)}" for bucket, seconds in summary.buckets.items()
+        f"{bucket.replace('_', ' ')} {percent(seconds / total)}"
+        for bucket, seconds in summary.buckets.items() if seconds >= 0.001 * total
     )
     found = [
         ("MFU", percent(summary.mfu), "model FLOPs over peak FLOPs, while in steps"),

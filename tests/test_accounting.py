@@ -211,7 +211,7 @@ def test_several_nodes_add_up_and_time_follows_the_lowest_rank() -> None:
 
     # A node in its place (its rank 0, a later process) closes nothing either, and adds no GPUs.
     lines += [node("h3", 0, 220, 9, startup=5), node("h3", 0, 230, 10, startup=5, step=10)]
-    assert buckets(lines) == {"startup": 15, "productive": 105, "checkpoint_save": 10}
+    assert buckets(lines) == {"startup": 20, "productive": 100, "checkpoint_save": 10}
     run = figures(lines)
     assert (run["attempts"], run["ends"]["silent"], run["high_water_step"]) == (1, 0, 10)
     assert [v for row, _, v in account(lines).families(230) if row is m.RUN_GPUS] == [16]
@@ -275,8 +275,9 @@ def test_a_start_after_completed_is_a_new_generation_and_after_stopped_the_same_
     again = [start(500, "b1"), snapshot(520, "b1", 1, startup=10, step=10)]
     completed = account([submitted(50), *A1, finish(144, "a1"), submitted(480), *again])
     runs = completed.summary()["runs"]
-    assert (runs["r"]["buckets"]["productive"], runs["r"]["wall_seconds"], runs["r"]["buckets"]["queue"]) == (10, 20, 20)
-    assert (runs["r#1"]["buckets"]["productive"], runs["r#1"]["buckets"]["queue"]) == (34, 50)
+    new, old = runs["r"], runs["r#1"]
+    assert (new["buckets"]["productive"], new["wall_seconds"], new["buckets"]["queue"]) == (10, 20, 20)
+    assert (old["buckets"]["productive"], old["wall_seconds"], old["buckets"]["queue"]) == (34, 44, 50)
     # The old generation's lines, arriving once more, are nobody's.
     for line in [submitted(50), *A1, finish(144, "a1")]:
         completed.apply(line)
@@ -367,7 +368,7 @@ def test_a_bad_record_is_refused_with_the_field_and_the_reason(change: Line, mes
 
 
 def test_a_record_that_is_not_an_object_is_refused() -> None:
-    with pytest.raises(RecordError, match="^not a JSON object$"):
+    with pytest.raises(RecordError, match=r"^not a JSON object$"):
         Record.parse(["t", 1])
 
 
@@ -407,6 +408,7 @@ class Process:
 class Generated:
     lines: list[Line]
     truth: dict[str, float]  # for one node and nothing lost: seconds per bucket
+    steps: int  # executed for the first time
     skew: float
 
 
@@ -421,7 +423,7 @@ def histories(draw: st.DrawFn, *, clean: bool) -> Generated:
         queue = float(draw(whole(0, 5000)))
         lines.append({"t": now - queue, "run": "r", "event": "submitted", "source": "scheduler"})
         truth["queue"] = queue
-    mark = durable = 0
+    mark = durable = steps = 0
     skews = 0.0
     count = draw(whole(1, 6))
     for number in range(count):
@@ -469,7 +471,9 @@ def histories(draw: st.DrawFn, *, clean: bool) -> Generated:
         truth["startup"] += activity.get("startup", 0.0)
         truth["data_stall"] += activity.get("data_stall", 0.0)
         truth["checkpoint_save"] += activity.get("checkpoint_save", 0.0)
-        truth["productive"] += seconds * max(0, step - max(resumed, mark))
+        first_time = max(0, step - max(resumed, mark))
+        steps += first_time
+        truth["productive"] += seconds * first_time
         truth["lost"] += seconds * max(0, min(step, mark) - resumed)
         mark, durable = max(mark, step), max(durable, committed)
         attested = end not in ("crash", "gone") or (end == "gone" and heard > 0)
@@ -483,15 +487,17 @@ def histories(draw: st.DrawFn, *, clean: bool) -> Generated:
             now = max(now + life + pause - overlap, now + 0.5)
         elif not attested:
             truth["lost"] -= open_step  # nothing brackets it
-    return Generated(sorted(lines, key=lambda line: line["t"]) if not clean else lines, truth, skews)
+    return Generated(lines if clean else sorted(lines, key=lambda line: line["t"]), truth, steps, skews)
 
 
 @given(histories(clean=True))
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 def test_nothing_lost_on_the_way_gives_the_true_seconds(generated: Generated) -> None:
     run = figures(generated.lines)
-    booked = {name: round(seconds, 6) for name, seconds in run["buckets"].items()}
-    assert booked == {name: pytest.approx(seconds, abs=1e-5) for name, seconds in generated.truth.items()}
+    assert run["buckets"] == {name: pytest.approx(seconds, abs=1e-5) for name, seconds in generated.truth.items()}
+    assert run["retained_flops"] == pytest.approx(generated.steps * 1e15)
+    for bucket in set(BUCKETS) - {"queue", "down"}:
+        assert run["gpu_seconds"][bucket] == pytest.approx(8 * generated.truth[bucket], abs=1e-4)
 
 
 def mangled(lines: list[Line], seed: int) -> Iterator[Line]:
@@ -504,11 +510,12 @@ def mangled(lines: list[Line], seed: int) -> Iterator[Line]:
 
 
 @given(histories(clean=False), st.integers(0, 2**32))
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 def test_on_every_history_the_books_balance_and_never_go_back(generated: Generated, seed: int) -> None:
     chance = random.Random(seed)
     ledger, seen = Ledger(), []
     before: dict[tuple[str, ...], float] = {}
+    generation = 1
     for line in mangled(generated.lines, seed):
         seen.append(line)
         ledger.apply(line)
@@ -517,9 +524,9 @@ def test_on_every_history_the_books_balance_and_never_go_back(generated: Generat
         run = ledger.runs["", "r"]
         samples = ledger.families(run.last)
         counters = {(row.name, *labels): value for row, labels, value in samples if row.type == "counter"}
-        for series, value in before.items():
-            assert counters[series] >= value, series
-        before = counters
+        if run.generation == generation:  # two nodes' clocks can differ by more than a short run lasts
+            assert {series: counters[series] for series, value in before.items() if counters[series] < value} == {}
+        before, generation = counters, run.generation
 
         if run.start is not None:
             booked = sum(seconds for bucket, seconds in run.seconds.items() if bucket != "queue")
@@ -532,9 +539,11 @@ def test_on_every_history_the_books_balance_and_never_go_back(generated: Generat
             if run.high_water is not None:
                 assert run.retained <= run.high_water * 1e15 * 3 + 1
 
-        # Whatever was said before, said again, changes nothing; nor does being written down and read back.
+        # Said again, at once or later, it changes nothing; nor does being written down and read back. (Of a process
+        # whose finish overtook its start, the second finish is the first one heard.)
         state = snapshot_of(run)
-        ledger.apply(chance.choice(seen))
+        ledger.apply(line)
+        ledger.apply(chance.choice([old for old in seen if old["event"] != "finish"] or [line]))
         assert snapshot_of(run) == state
         ledger.runs[run.tenant, run.name] = Run.from_json(*json.loads(json.dumps(state)))
 

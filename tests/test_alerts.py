@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ import yaml
 from alerts import Alert, AlertSettings, alertmanager_yaml, alerts, records, rules, rules_yaml
 from alerts.__main__ import main
 from alerts.alerting import CRITICAL_XIDS
-from alerts.routing import FACTS, TITLE
 from alerts.settings import duration
 from dashboards.alerts import grafana_rules
 from demo.servers import Servers, find
@@ -172,32 +172,62 @@ def test_every_label_that_tells_alerts_apart_across_runs_and_nodes_groups_them()
 
 
 def test_secrets_stay_in_files() -> None:
-    receivers = {receiver["name"]: receiver for receiver in yaml.safe_load(alertmanager_yaml(SETTINGS))["receivers"]}
-    assert receivers["slack"]["slack_configs"][0]["api_url_file"] == "/etc/alertmanager/secrets/flopwatch/slack-url"
-    assert receivers["pagerduty"]["pagerduty_configs"][0]["routing_key_file"].endswith("/pagerduty-key")
-    assert receivers["watchdog"]["webhook_configs"] == [
-        {"send_resolved": False, "url_file": "/etc/alertmanager/secrets/flopwatch/watchdog-url"},
-    ]
+    folder = "/etc/alertmanager/secrets/flopwatch"
+    assert receiver("slack")["api_url_file"] == f"{folder}/slack-url"
+    assert receiver("pagerduty")["routing_key_file"] == f"{folder}/pagerduty-key"
+    watchdog = yaml.safe_load(alertmanager_yaml(SETTINGS))["receivers"][2]
+    assert watchdog["webhook_configs"] == [{"send_resolved": False, "url_file": f"{folder}/watchdog-url"}]
 
 
-def test_slack_text_is_escaped_and_says_what_is_over(servers: Servers, tmp_path: Path) -> None:
+@pytest.fixture
+def render(servers: Servers, tmp_path: Path) -> Callable[[str], str]:
+    """Return a function that renders a template as Alertmanager does, for a group half of which is over."""
     def alert(status: str, description: str) -> dict[str, Any]:
         return {"status": status, "labels": {}, "annotations": {"description": description}}
 
     data = {
         "status": "firing", "receiver": "slack", "externalURL": "http://127.0.0.1",
-        "commonLabels": {"alertname": "TrainingDown"}, "commonAnnotations": {"summary": "1 < 2 & <b>"},
-        "alerts": [alert("firing", "Run <!channel> & more"), alert("resolved", "Run b>a")],
+        "commonLabels": {"alertname": "TrainingDown", "severity": "critical"},
+        "commonAnnotations": {"summary": "1 < 2 & <b>", "runbook_url": "https://runbooks/x.md"},
+        "alerts": [alert("resolved", "Run b>a"), alert("firing", "Run <!channel> & more")],
     }
     (tmp_path / "data.json").write_text(json.dumps(data))
     (tmp_path / "none.tmpl").write_text("")
+    return lambda template: run(
+        servers.amtool, "template", "render", f"--template.glob={tmp_path / 'none.tmpl'}",
+        f"--template.data={tmp_path / 'data.json'}", f"--template.text={template}",
+    )
 
-    def rendered(template: str) -> str:
-        return run(servers.amtool, "template", "render", f"--template.glob={tmp_path / 'none.tmpl'}",
-                   f"--template.data={tmp_path / 'data.json'}", f"--template.text={template}")
 
-    assert rendered(TITLE) == "[FIRING] TrainingDown: 1 &lt; 2 &amp; &lt;b&gt;"
-    assert rendered(FACTS) == "Run &lt;!channel&gt; &amp; more\nOver: Run b&gt;a\n"
+def receiver(name: str, settings: AlertSettings = SETTINGS) -> dict[str, Any]:
+    config = yaml.safe_load(alertmanager_yaml(settings))
+    found = next(receiver for receiver in config["receivers"] if receiver["name"] == name)
+    return found[f"{name}_configs"][0]  # type: ignore[no-any-return]
+
+
+def test_slack_is_told_what_fires_and_what_is_over_in_escaped_text(render: Callable[[str], str]) -> None:
+    slack = receiver("slack", replace(SETTINGS, runbook_base_url="https://runbooks"))
+    assert render(slack["title"]) == "[FIRING] TrainingDown: 1 &lt; 2 &amp; &lt;b&gt;"
+    assert render(slack["color"]) == "danger"
+    assert render(slack["text"]) == (
+        "Run &lt;!channel&gt; &amp; more\nOver: Run b&gt;a\nRunbook: <https://runbooks/x.md|TrainingDown>"
+    )
+    assert receiver("slack")["text"].endswith("Runbook: {{ .CommonAnnotations.runbook_url }}")
+
+
+def test_slack_titles_lead_to_grafana_where_its_address_is_known() -> None:
+    assert "title_link" not in receiver("slack")
+    slack = receiver("slack", replace(SETTINGS, dashboard_base_url="https://grafana"))
+    assert slack["title_link"] == "{{ .CommonAnnotations.dashboard_url }}"
+
+
+def test_pagerduty_is_told_what_fires(render: Callable[[str], str]) -> None:
+    pagerduty = receiver("pagerduty", replace(SETTINGS, pagerduty_url="http://127.0.0.1:1/"))
+    assert pagerduty["url"] == "http://127.0.0.1:1/"
+    assert render(pagerduty["description"]) == "TrainingDown: Run <!channel> & more There are 2 such alerts."
+    assert render(pagerduty["details"]["firing"]) == "Run <!channel> & more\n"
+    assert render(pagerduty["details"]["resolved"]) == "Run b>a\n"
+    assert render(pagerduty["severity"]) == "critical"
 
 
 def test_grafana_managed_rules_are_the_same_alerts_one_to_one() -> None:

@@ -202,6 +202,14 @@ def test_exporter_and_ledger_read_the_same_token_and_the_chart_makes_it_unless_o
     assert len(first) >= 40
 
 
+def test_a_ledger_elsewhere_needs_the_secret_it_asks_for() -> None:
+    with helm.Chart.load(CHART) as chart, pytest.raises(Exception, match=r"ledger\.url needs ledger\.tokenSecret"):
+        chart.render({"ledger": {"enabled": False, "url": "https://ledger.example.com"}})
+    settings = settings_of(only(render("no-ledger"), "DaemonSet"))
+    assert isinstance(settings, ExporterSettings)
+    assert settings.ledger_token_file
+
+
 def test_training_must_show_a_token_only_where_a_secret_is_named() -> None:
     assert "otlp-token" not in str(render("defaults"))
     daemonset = only(render("unprivileged"), "DaemonSet")

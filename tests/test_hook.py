@@ -119,7 +119,7 @@ EXPECTED_SAMPLES = {
     "training_activity_seconds_total{activity=other}": 0.0,
     "training_rank_info{host=node-7,uuid=GPU-1,local_rank=0,attempt=first}": 1.0,
     "training_run_info{tenant=research,attempt=first,convention=causal,dtype=fp8,peak_source=measured,"
-    "framework=,owner=jane,team=llm,page=true}": 1.0,
+    "framework=,owner=pretraining,team=llm,page=always}": 1.0,
 }
 
 
@@ -128,7 +128,7 @@ def trained(url: str, **arguments: Any) -> Run:
     clock = Clock()
     run = Run(
         "llama", tenant="research", attempt="first", flops_per_token=10, dtype="fp8", peak_flops=100,
-        peak_source="measured", gpu_uuid="GPU-1", owner="jane", team="llm", page="true", submitted_at=1.5e9,
+        peak_source="measured", gpu_uuid="GPU-1", owner="pretraining", team="llm", page="always", submitted_at=1.5e9,
         endpoint=url, environ={"FLOPWATCH_HOST": "node-7"}, clock=clock,
         process=Process(pid=_PID, start_ticks=4711, age=30.0, pid_namespace=4026531836), **arguments)
     train(run, clock)
@@ -219,15 +219,16 @@ def test_settings_come_from_the_environment_where_arguments_are_silent() -> None
     with HookServer() as server:
         Run(environ={
             "FLOPWATCH_RUN": "mixtral", "FLOPWATCH_TENANT": "t1", "FLOPWATCH_GPU_UUID": "GPU-9",
-            "FLOPWATCH_ENDPOINT": server.url, "FLOPWATCH_PUSH_INTERVAL": "60", "FLOPWATCH_OWNER": "joe",
-            "FLOPWATCH_TEAM": "moe", "FLOPWATCH_PAGE": "true", "FLOPWATCH_HOST": "n1",
+            "FLOPWATCH_ENDPOINT": server.url, "FLOPWATCH_PUSH_INTERVAL": "60", "FLOPWATCH_SUBMITTED_AT": "1.5e9",
+            "FLOPWATCH_OWNER": "pretraining", "FLOPWATCH_TEAM": "moe", "FLOPWATCH_PAGE": "always", "FLOPWATCH_HOST": "n1",
         }).finish()
         resource, samples = server.pushes[-1].resource, server.pushes[-1].samples
     assert (resource["flopwatch.run"], resource["flopwatch.tenant"], resource["flopwatch.host"]) == (
         "mixtral", "t1", "n1")
     assert resource["flopwatch.gpu_uuid"] == "GPU-9"
+    assert resource["flopwatch.submitted_unix"] == 1.5e9
     (info,) = [name for name in samples if name.startswith("training_run_info")]
-    assert info.endswith("owner=joe,team=moe,page=true}")
+    assert info.endswith("owner=pretraining,team=moe,page=always}")
 
 
 # Where the time goes.
@@ -374,10 +375,11 @@ def test_a_snapshot_from_another_thread_is_of_one_instant() -> None:
 
     thread = threading.Thread(target=loop)
     start = time.monotonic() - sum(seconds(run).values())
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # so that the threads interrupt each other anywhere
     thread.start()
     try:
-        time.sleep(0.05)
-        for _ in range(500):
+        for _ in range(300):
             asked = time.monotonic()
             snapshot = run.snapshot()
             steps = value(snapshot, "training_steps_total")
@@ -389,6 +391,7 @@ def test_a_snapshot_from_another_thread_is_of_one_instant() -> None:
             age = sum(s for _, s in snapshot.points[BY_NAME["training_activity_seconds_total"]])
             assert asked - start - 1e-3 <= age <= time.monotonic() - start + 1e-3
     finally:
+        sys.setswitchinterval(interval)
         stop.set()
         thread.join()
     assert value(run.snapshot(), "training_hook_errors_total") == 0

@@ -74,13 +74,17 @@ def test_pushing_does_not_import_them_either(server: HookServer) -> None:
     assert server.pushes[-1].samples["training_steps_total"] == 3
 
 
-def test_no_variable_of_opentelemetry_and_no_proxy_has_an_effect(server: HookServer) -> None:
-    pushes = []
-    for environ in ({}, HOSTILE):
-        python(LOOP.replace('"llama"', '"llama", attempt="1"') + "run.finish()",
-               FLOPWATCH_ENDPOINT=server.url, **environ)
-        pushes.append(server.pushes[-1])
-    plain, hostile = pushes
+# A disabled SDK would hide what the others do to one that is not.
+@pytest.mark.parametrize("variables", [HOSTILE, {k: v for k, v in HOSTILE.items() if k != "OTEL_SDK_DISABLED"}],
+                         ids=["all", "all but OTEL_SDK_DISABLED"])
+def test_no_variable_of_opentelemetry_and_no_proxy_has_an_effect(
+    server: HookServer, variables: dict[str, str],
+) -> None:
+    for environ in ({}, variables):
+        answer = python(LOOP.replace('"llama"', '"llama", attempt="1"') + "run.finish()",
+                        FLOPWATCH_ENDPOINT=server.url, **environ)
+        assert answer.returncode == 0
+    plain, hostile = [push for push in server.pushes if "flopwatch.status" in push.resource]
     assert "hostile" not in hostile.body.decode(errors="replace")
     assert list(hostile.samples) == list(plain.samples)
     assert list(hostile.resource) == list(plain.resource)

@@ -22,7 +22,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "dict_output": {"output": "dict"}, "nested_output": {"output": "nested"}, "accumulation": {"micro_batches": 3},
 }
 SCENARIOS: dict[str, dict[str, Any]] = {
-    "slow": {"slow": 1, "steps": 40, "saves_from": 20},
+    "slow": {"slow": 1, "steps": 20}, "saving": {"steps": 25, "saves_from": 10, "pace": 0.02},
     "watched": {"steps": 10}, "unwatched": {"steps": 10, "watch": False},
     "no_sync": {"steps": 5, "no_sync": True}, "no_backward": {"steps": 5, "no_backward": True},
     **{name: {"slow": 1, "steps": 12, **setup} for name, setup in SETUPS.items()},
@@ -56,31 +56,29 @@ def answers() -> Answers:
         for process in processes:
             process.kill()
             process.wait()
-    return {name: [answer[name] for answer in said] for name in SCENARIOS}
+    return {name: [answer[name] for answer in said] for name in (*SCENARIOS, "sharded")}
 
 
-def wait_shares(ranks: list[dict[str, Any]], since: str | None = None, until: str = "end") -> list[float]:
-    """Return each rank's wait as a share of its measured step time between two of its statements."""
-    return [(rank[until]["wait"] - (rank[since]["wait"] if since else 0.0))
-            / (rank[until]["measured_seconds"] - (rank[since]["measured_seconds"] if since else 0.0))
-            for rank in ranks]
+def wait_shares(ranks: list[dict[str, Any]]) -> list[float]:
+    """Return each rank's wait as a share of its measured step time."""
+    return [rank["end"]["wait"] / rank["end"]["measured_seconds"] for rank in ranks]
 
 
 def test_the_slow_rank_waits_least(answers: Answers) -> None:
-    first, slow, third = wait_shares(answers["slow"], until="before_saves")
+    first, slow, third = wait_shares(answers["slow"])
     # It sleeps 40 ms of a step of about 50 ms, for which the others wait.
     assert slow + 0.2 < min(first, third)
 
 
 def test_every_rank_measures_its_steps(answers: Answers) -> None:
     for rank in answers["slow"]:
-        assert 8 <= rank["before_saves"]["measured_steps"] <= 19  # of 20, of which the first has no mean
+        assert 8 <= rank["end"]["measured_steps"] <= 19  # of 20, of which the first has no mean
 
 
-def test_a_rank_that_saves_alone_is_not_taken_for_the_slow_one(answers: Answers) -> None:
-    shares = wait_shares(answers["slow"], since="before_saves")
-    # Each of its four saves is as long as five steps: it would lead if the others' waiting for it counted.
-    assert min(shares) == shares[1]
+def test_a_rank_that_saves_alone_is_not_taken_for_a_slow_one(answers: Answers) -> None:
+    saving, second, third = wait_shares(answers["saving"])
+    # Each of its three saves is as long as ten steps: if the others' waiting for it counted, theirs would be above 0.6.
+    assert saving + 0.3 > min(second, third)
 
 
 def test_watching_changes_no_bit_of_the_loss(answers: Answers) -> None:
@@ -108,6 +106,11 @@ def test_a_ddp_model_tells_the_ranks_of_a_replica(answers: Answers) -> None:
     assert [rank["end"]["tokens"] for rank in answers["plain"]] == [12 * 8] * WORLD_SIZE
 
 
+def test_a_fully_sharded_model_tells_them_too(answers: Answers) -> None:
+    for rank in answers["sharded"]:
+        assert rank == {"FSDP": 1, "FSDP2": 1, "FSDP2 on one of three": None, "not sharded": None}
+
+
 def test_ranks_of_many_nodes_agree_on_rank_0s_name_of_the_attempt(answers: Answers) -> None:
     (attempt,) = {rank["attempt"] for rank in answers["plain"]}
     assert attempt.startswith("node-0-")
@@ -123,13 +126,15 @@ def test_a_model_whose_wait_cannot_be_measured_says_so_and_trains_on() -> None:
         run = Run("tiny", model=model, environ={"FLOPWATCH_DISABLE": "1"})
         run.step()
         points = run.snapshot().points
-        assert points[BY_NAME["training_hook_errors_total"]] == [({}, 1.0)]
+        assert points[BY_NAME["training_hook_errors_total"]] == [({}, 0.0)]
         assert BY_NAME["training_collective_wait_seconds_total"] not in points
 
 
-def worker(steps: int, slow: int | None = None, saves_from: int = 1000, watch: bool = True, output: str = "tensor",
-           micro_batches: int = 1, no_sync: bool = False, no_backward: bool = False,
-           ddp: dict[str, Any] | None = None) -> dict[str, Any]:
+def worker(
+    steps: int, slow: int | None = None, saves_from: int = 1000, pace: float = 0.0, watch: bool = True,
+    output: str = "tensor", micro_batches: int = 1, no_sync: bool = False, no_backward: bool = False,
+    ddp: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Train a small model under DDP for some steps and return what the hook counted."""
     import time
     from contextlib import nullcontext
@@ -171,13 +176,10 @@ def worker(steps: int, slow: int | None = None, saves_from: int = 1000, watch: b
     losses: list[str] = []
     said: dict[str, Any] = {"losses": losses, "attempt": run.attempt}
     for step in run.batches(range(steps)):
-        if step == saves_from:
-            said["before_saves"] = counted()
         if step >= saves_from and step % 5 == 0 and rank == 0:
             with run.activity("checkpoint_save"):
                 time.sleep(0.25)
-        if rank == slow:
-            time.sleep(0.04)
+        time.sleep(0.04 if rank == slow else pace)
         for _ in range(micro_batches - 1):
             with model.no_sync():
                 loss_of(step).backward()  # type: ignore[no-untyped-call]
@@ -193,12 +195,30 @@ def worker(steps: int, slow: int | None = None, saves_from: int = 1000, watch: b
     return said
 
 
+def sharded() -> dict[str, int | None]:
+    """Return what the hook makes of models that are, or are not, sharded."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    from flopwatch.training.torch import replica_ranks
+
+    mesh = init_device_mesh("cpu", (1, WORLD_SIZE), mesh_dim_names=("data", "tensor"))
+    return {
+        "FSDP": replica_ranks(FullyShardedDataParallel(torch.nn.Linear(8, 8), device_id=torch.device("cpu"))),
+        "FSDP2": replica_ranks(fully_shard(torch.nn.Linear(8, 8), mesh=mesh["tensor"])),
+        "FSDP2 on one of three": replica_ranks(fully_shard(torch.nn.Linear(8, 8), mesh=mesh["data"])),
+        "not sharded": replica_ranks(torch.nn.Linear(8, 8)),
+    }
+
+
 def main() -> Iterator[tuple[str, dict[str, Any]]]:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     for name, scenario in SCENARIOS.items():
         yield name, worker(**scenario)
+    yield "sharded", sharded()
     dist.barrier()
     dist.destroy_process_group()
 

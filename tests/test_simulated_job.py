@@ -2,10 +2,11 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,18 @@ from flopwatch.simulate.job import FLOPS_PER_TOKEN, TOKENS_PER_SECOND
 from tests.hook_server import ROOT, HookServer, Push
 
 
-def start(out: Path, endpoint: str, *arguments: str) -> subprocess.Popen[bytes]:
+@contextmanager
+def started(out: Path, endpoint: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     environ = {**os.environ, "PYTHONPATH": str(ROOT / "exporter"), "FLOPWATCH_RUN": "simulated-llama",
                "FLOPWATCH_ENDPOINT": endpoint, "FLOPWATCH_PUSH_INTERVAL": "0.2"}
-    return subprocess.Popen(
+    job = subprocess.Popen(
         [sys.executable, "-m", "flopwatch.simulate.job", "--out", out, "--log-file", out / "log.jsonl", *arguments],
         env=environ, cwd=ROOT)
+    try:
+        yield job
+    finally:
+        job.terminate()
+        job.wait(10)
 
 
 def read_log(out: Path) -> list[dict[str, Any]]:
@@ -41,11 +48,11 @@ class History:
 def history(tmp_path_factory: pytest.TempPathFactory) -> History:
     """A job of 3 ranks with a slow one, in which another dies in step 15 after a checkpoint in step 10."""
     out = tmp_path_factory.mktemp("job")
-    with HookServer() as server:
-        job = start(out, server.url, "--ranks", "3", "--steps", "30", "--checkpoint-every", "10",
-                    "--step-seconds", "0.05", "--gpu-uuids", "GPU-0,GPU-1,GPU-2",
-                    "--slow-rank", "2", "--slow-by", "1", "--die-rank", "1", "--die-at-step", "15")
-        assert job.wait(60) == 0
+    with HookServer() as server, started(
+            out, server.url, "--ranks", "3", "--steps", "30", "--checkpoint-every", "10", "--step-seconds", "0.05",
+            "--gpu-uuids", "GPU-0,GPU-1,GPU-2", "--slow-rank", "2", "--slow-by", "1",
+            "--die-rank", "1", "--die-at-step", "15") as job:
+        assert job.wait(50) == 0
         last = {push.resource["flopwatch.rank"]: push for push in server.pushes}
     return History(out, read_log(out), last)
 
@@ -96,20 +103,21 @@ def test_the_slow_rank_waits_least(history: History) -> None:
 def test_the_control_file_stops_the_job(tmp_path: Path) -> None:
     control = tmp_path / "control.json"
     control.write_text('{"stop": true}')
-    job = start(tmp_path, "http://127.0.0.1:9", "--ranks", "2", "--step-seconds", "0.01", "--control", str(control))
-    assert job.wait(30) == 0
+    with started(tmp_path, "http://127.0.0.1:9", "--ranks", "2", "--step-seconds", "0.01",
+                 "--control", str(control)) as job:
+        assert job.wait(30) == 0
     assert [(line["event"], line.get("status")) for line in read_log(tmp_path)] == [
         ("start", None), ("step", None), ("checkpoint_begin", None), ("checkpoint_end", None), ("finish", "stopped")]
 
 
 def test_ending_the_launcher_ends_its_ranks(tmp_path: Path) -> None:
-    job = start(tmp_path, "http://127.0.0.1:9", "--ranks", "2", "--step-seconds", "0.01")
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "log.jsonl").exists() or len(read_log(tmp_path)) < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    job.send_signal(signal.SIGTERM)
-    assert job.wait(10) == 143
+    with started(tmp_path, "http://127.0.0.1:9", "--ranks", "2", "--step-seconds", "0.01") as job:
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "log.jsonl").exists() or len(read_log(tmp_path)) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        job.terminate()
+        assert job.wait(10) == 143
     for rank in (0, 1):
         with pytest.raises(ProcessLookupError):
             os.kill(int((tmp_path / "pids" / str(rank)).read_text()), 0)

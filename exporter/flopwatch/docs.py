@@ -26,9 +26,10 @@ take `rate()` or `increase()` in Prometheus. A series that is absent is not zero
 
 
 def metrics_markdown(*, key_only: bool = False) -> str:
-    """Return all rows as Markdown, a table per domain; or one table of the `key` rows."""
+    """Return all rows as Markdown, a table per domain; or one short table of the `key` rows."""
     if key_only:
-        return _table([row for row in all_metrics() if row.key])
+        short = (f"| `{row}` | {_labels(row)} | {_cell(row.help)} |\n" for row in all_metrics() if row.key)
+        return "| series | labels | meaning |\n|---|---|---|\n" + "".join(short)
     parts = [_INTRODUCTION]
     for domain, rows in groupby(all_metrics(), key=lambda row: row.domain):
         parts.append(f"\n## {TITLES[domain]}\n\n{_table(list(rows))}")
@@ -38,10 +39,13 @@ def metrics_markdown(*, key_only: bool = False) -> str:
 def _table(rows: list[Metric]) -> str:
     lines = ["| series | type | labels | meaning | source |", "|---|---|---|---|---|"]
     for row in rows:
-        labels = ", ".join(f"`{label}`" for label in row.labels)
-        cells = (f"`{row}`", row.type, labels, _cell(row.help), _cell(row.source))
+        cells = (f"`{row}`", row.type, _labels(row), _cell(row.help), _cell(row.source))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _labels(row: Metric) -> str:
+    return ", ".join(f"`{label}`" for label in row.labels)
 
 
 def _cell(text: str) -> str:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 
 class SettingsError(ValueError):
     """A combination of settings that cannot work; the message says what to change."""
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,11 @@ class Address:
         if not colon or not port.isdigit() or int(port) > 65535:
             raise SettingsError(f"{text!r} is not an address; write HOST:PORT, for example 127.0.0.1:9450")
         return cls(host.strip("[]") or "0.0.0.0", int(port))
+
+    @property
+    def loopback(self) -> bool:
+        """Return whether only this machine can connect."""
+        return _is_loopback(self.host)
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -52,6 +62,11 @@ class ExporterSettings:
     def __post_init__(self) -> None:
         if self.ledger not in ("embedded", "off") and not self.ledger.startswith(("http://", "https://")):
             raise SettingsError(f"--ledger {self.ledger!r}: write embedded, off, or the ledger's URL (http://host:port)")
+        if "://" in self.ledger and self.ledger_token_file is None and not _is_loopback(
+            urlsplit(self.ledger).hostname or ""
+        ):
+            raise SettingsError(f"--ledger {self.ledger}: another machine's ledger takes no records without a token; "
+                                "give the file it is in with --ledger-token-file FILE")
         if self.listen == self.otlp_listen and self.listen.port != 0:
             raise SettingsError(f"--listen and --otlp-listen are both {self.listen}; give them different ports")
         if self.simulate is not None and self.simulate != "h100x8":
@@ -62,7 +77,13 @@ class ExporterSettings:
 class LedgerSettings:
     """Settings of the cluster's ledger."""
 
-    listen: Address = Address("0.0.0.0", 9451)
+    listen: Address = Address("127.0.0.1", 9451)
     state: Path = Path("/var/lib/flopwatch-ledger")
     token_file: Path | None = None
     silent_after: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.token_file is None and not self.listen.loopback:
+            raise SettingsError(f"--listen {self.listen}: a ledger that other machines reach needs a token, or anybody "
+                                "could write its books; put one into a file and give it with --token-file FILE "
+                                "(exporters: --ledger-token-file FILE)")

@@ -37,6 +37,15 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{- default (printf "%s-ledger" (include "flopwatch.fullname" .)) .Values.ledger.tokenSecret }}
 {{- end }}
 
+{{- /* Not empty if the exporters show a token to the ledger; one elsewhere takes no records without. */}}
+{{- define "flopwatch.ledgerToken" -}}
+{{- if or .Values.ledger.enabled .Values.ledger.tokenSecret -}}
+true
+{{- else if hasPrefix "http" .Values.ledger.url -}}
+{{- fail "ledger.url needs ledger.tokenSecret: the Secret whose key token that ledger asks for" -}}
+{{- end }}
+{{- end }}
+
 {{- define "flopwatch.ledgerUrl" -}}
 {{- if .Values.ledger.enabled -}}
 http://{{ include "flopwatch.fullname" . }}-ledger:{{ .Values.ledger.port }}

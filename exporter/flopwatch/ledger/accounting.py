@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from math import fsum, inf
-from typing import Any
+from typing import Any, Literal
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample
@@ -84,7 +84,7 @@ class Attempt:
     id: str
     start: float
     resumed: float  # the step it began from
-    mark: float  # the run's high-water mark when it began
+    mark: float  # the furthest step reported when it began
     cursor: float  # the followed source's step up to which time is booked
     leader: str = ""  # the source that is followed
     epoch: int = 0
@@ -137,9 +137,10 @@ class Run:
         self._submission(record.submitted)
         if record.event == "submitted":
             return
-        if not self._current(record):
-            if not self.opens(record):
-                return
+        place = self.place(record)
+        if place == "late":
+            return
+        if place == "next":
             self._open(record)
         self._observe(record)
         if record.end is not None:
@@ -155,34 +156,31 @@ class Run:
             self.submitted = at
             self.seconds["queue"] = self.start - at
 
-    def _current(self, record: Record) -> bool:
-        """Return whether the record belongs to the attempt that is open."""
-        attempt = self.attempt
-        if attempt is None or attempt.end is not None or record.attempt not in ("", attempt.id):
-            return False
-        known, born = self.sources.get(record.source), record.born
-        if known is None or born is None or born <= known.t or (record.age >= known.age and record.event != "start"):
-            return True
-        # Another process under the same attempt: a replaced rank if others carry on, else a restart.
-        return any(x.live(record.t, self.silent_after) for x in self.sources.values() if x is not known)
-
-    def opens(self, record: Record) -> bool:
-        """Return whether the record begins another attempt; if not, it is a late word of an old one."""
+    def place(self, record: Record) -> Literal["here", "next", "late"]:
+        """Return whether the record is of the open attempt, begins another, or is a late word of an old one."""
         attempt, born = self.attempt, record.born
-        if self._current(record):
-            return False
         if attempt is None:
-            return born is not None
-        if attempt.id == record.attempt and attempt.end is None:
-            return True
-        if not record.attempt or record.attempt in self.past:
-            return born is not None and born > self.past.get(record.attempt, inf)
+            return "late" if born is None else "next"
+        name = record.attempt or attempt.id
+        here = name == attempt.id and attempt.end is None
+        known = self.sources.get(record.source) if here else None
+        if known is None and (born if born is not None else record.t) <= self.past.get(name, -inf):
+            return "late"
+        if here:
+            # Another process under the same attempt: a replaced rank if others carry on, else a restart.
+            restarted = (
+                known is not None and born is not None and born > known.t
+                and (record.age < known.age or record.event == "start")
+                and not any(x.live(record.t, self.silent_after) for x in self.sources.values() if x is not known)
+            )
+            return "next" if restarted else "here"
+        if name in self.past:
+            return "late" if born is None else "next"
         # Of an attempt that only its end is known of, nobody knows whether it is a later one.
         later, news = born is not None and born > attempt.start, record.t > self.frontier
-        if self.ended is not None:
-            return later and news
         # When attempts overlap the later start owns the clock, as long as it lives.
-        return later or (news and not self._alive(record.t))
+        opens = later and news if self.ended is not None else later or (news and not self._alive(record.t))
+        return "next" if opens else "late"
 
     def _open(self, record: Record) -> None:
         at = record.born if record.born is not None else record.t
@@ -200,7 +198,8 @@ class Run:
         self.ended = None
         # Without a word on where it resumed, it is the last durable checkpoint.
         resumed = next((s for s in (record.restored_step, self.committed) if s is not None), 0.0)
-        self.attempt = Attempt(record.attempt, at, resumed, self.mark, cursor=resumed)
+        reported = self.high_water if self.high_water is not None else 0.0
+        self.attempt = Attempt(record.attempt, at, resumed, reported, cursor=resumed)
 
     def _observe(self, record: Record) -> None:
         """Take a snapshot into its source and, if that is the one followed, move the frontier."""
@@ -358,7 +357,7 @@ class Run:
         if attempt.end in _END_OF_RUN:
             self.ended = attempt.end
         self.past.pop(attempt.id, None)
-        self.past[attempt.id] = self.frontier
+        self.past[attempt.id] = max(self.frontier, *(x.t for x in self.sources.values()), attempt.start)
         while len(self.past) > _PAST:
             del self.past[next(iter(self.past))]
 
@@ -508,7 +507,7 @@ class Ledger:
         run = self.runs.get(key)
         if run is None:
             run = Run(*key, self._silent_after)
-        elif run.ended == "completed" and record.event != "submitted" and run.opens(record):
+        elif run.ended == "completed" and record.event != "submitted" and run.place(record) == "next":
             old, run = run, Run(*key, self._silent_after, generation=run.generation + 1, since=run.frontier)
             old.name = f"{old.name}#{old.generation}"
             old.touched |= old.sources.keys()

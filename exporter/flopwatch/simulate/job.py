@@ -201,9 +201,10 @@ def all_completed(ranks: list[SpawnProcess]) -> bool:
     running = ranks
     while running:
         wait([process.sentinel for process in running])
-        if any(process.exitcode for process in running):
+        statuses = [process.exitcode for process in running]
+        if any(statuses):
             return False
-        running = [process for process in running if process.exitcode is None]
+        running = [process for process, status in zip(running, statuses, strict=True) if status is None]
     return True
 
 

@@ -210,11 +210,12 @@ class Run:
     dtype            of the matrix multiplications; the card's peak is looked up for it, unless `peak_flops` (FLOP/s
                      of this rank's card) is given, with `peak_source` saying where from (default `declared`)
     replica_ranks    ranks that share one model replica (tensor x pipeline x context parallel; expert parallel does
-                     not count); known by itself for one rank, DDP and FSDP2
+                     not count); known by itself for one rank, DDP and FSDP
     model            a DistributedDataParallel model, to measure how long it waits for other ranks
     gpu_uuid         this rank's GPU; else FLOPWATCH_GPU_UUID, else torch's current CUDA device
-    owner, team, page  whom alerts reach; else FLOPWATCH_OWNER, FLOPWATCH_TEAM, FLOPWATCH_PAGE
-    submitted_at     when the run was submitted, as Unix time
+    owner, team      who runs it, for alerts; else FLOPWATCH_OWNER, FLOPWATCH_TEAM
+    page             "always" if its alerts may page though it is small; else FLOPWATCH_PAGE
+    submitted_at     when the run was submitted, as Unix time; else FLOPWATCH_SUBMITTED_AT; without it there is no ETTR
     endpoint         the node's exporter; else FLOPWATCH_ENDPOINT, else http://127.0.0.1:4318
     clock, process   monotonic seconds, and what the kernel knows of this process
 
@@ -258,6 +259,8 @@ class Run:
         self._flops_per_token = self._checked(flops_per_token=None if self._packed_flops else flops_per_token)
         self._peak = self._checked(peak_flops=peak_flops)
         self._peak_source = "" if self._peak is None else peak_source or "declared"
+        if submitted_at is None:
+            submitted_at = self._unix_time(environ.get("FLOPWATCH_SUBMITTED_AT"))
         self._submitted_at = self._checked(submitted_at=submitted_at)
 
         def text(argument: str | None, variable: str) -> str:
@@ -274,6 +277,7 @@ class Run:
         self._replica_ranks = self._checked(replica_ranks=replica_ranks)
         if self._replica_ranks is None and self.world_size == 1:
             self._replica_ranks = 1
+        self._find_card(expected=False)
         if model is not None:
             self.watch(model)
         self._start_pushing(
@@ -302,7 +306,7 @@ class Run:
         self._loop_thread = threading.get_ident()
         counts = self._counts
         if counts.steps == 0:
-            self._find_card()
+            self._find_card(expected=True)
         with self._update:
             counts.steps += 1
             if counts.position is None:
@@ -358,8 +362,11 @@ class Run:
 
         if self._replica_ranks is None:
             self._replica_ranks = torch_hook.replica_ranks(model)
-        torch_hook.watch(model, self._waited, self._clock, functools.partial(self._swallow, "watch"))
-        self._measures_wait = True
+        try:
+            torch_hook.watch(model, self._waited, self._clock, functools.partial(self._swallow, "watch"))
+            self._measures_wait = True
+        except torch_hook.Unmeasured as reason:
+            log.warning("the wait for other ranks is not measured: %s", reason)
 
     @_guarded(_nothing)
     def finish(self, status: str = "completed") -> None:
@@ -368,7 +375,7 @@ class Run:
         `completed` and `stopped` end the run, the others this attempt only. Takes at most pusher.LAST_PUSH seconds.
         """
         if self._process.pid != os.getpid():
-            return  # a forked child has nothing to say about its parent
+            return  # in a forked child: nothing to say about its parent, and locks that no thread will release
         if status not in STATUSES:
             raise ValueError(f"finish({status!r}) was ignored; write one of {', '.join(STATUSES)}")
         if self._finished:
@@ -474,8 +481,8 @@ class Run:
         if name and self.name != name:
             log.warning("the run %r is called %s; write names with A-Z a-z 0-9 . _ : / @ + - only", name, self.name)
 
-    def _find_card(self) -> None:
-        """Look up the card's peak and UUID; at the first step, when CUDA is surely initialised if it is used."""
+    def _find_card(self, expected: bool) -> None:
+        """Look up the card's peak and UUID; at the first step it is expected: CUDA is initialised if it is used."""
         card = None
         try:
             if "torch" in sys.modules:
@@ -484,7 +491,7 @@ class Run:
                 card = torch_hook.card()
             if card is not None and not self._gpu_uuid:
                 self._gpu_uuid = card.uuid
-            if self._peak is None:
+            if self._peak is None and (card is not None or expected):
                 if card is None:
                     raise peaks.UnknownPeak("no CUDA device is in use")
                 peak = peaks.peak(card.name, self._dtype)
@@ -505,6 +512,14 @@ class Run:
             raise ValueError(f"{name}=0 is ignored; leave it out if it is unknown")
         except ValueError as error:
             self._swallow("__init__", error)
+            return None
+
+    def _unix_time(self, text: str | None) -> float | None:
+        try:
+            return float(text) if text else None
+        except ValueError:
+            self._swallow("__init__", ValueError(
+                f"FLOPWATCH_SUBMITTED_AT={text!r} is ignored; write Unix time, as date +%s prints it"))
             return None
 
     def _swallow(self, what: str, error: Exception) -> None:
@@ -533,8 +548,8 @@ class Run:
         except ValueError:
             raise ValueError(f"push interval {interval!r}: write seconds, for example 5; nothing is pushed") from None
         wire = Wire(endpoint, self._start_unix, Path(token_file) if token_file else None)
-        self._pusher = Pusher(wire, seconds, self.snapshot, functools.partial(self._swallow, "push"))
-        self._pusher.start(self.finish)
+        self._pusher = Pusher(wire, seconds, self.snapshot, self.finish, functools.partial(self._swallow, "push"))
+        self._pusher.start()
 
     def snapshot(self) -> Snapshot:
         """Return everything counted so far, at one instant of the loop. Raises TimeoutError."""

@@ -2,7 +2,7 @@
 
 At the interpreter's end without run.finish() it says `failed` after an unhandled exception, else `stopped`;
 sys.exit(1) cannot be told from the latter. A killed process says nothing, and the node notices that its pid is gone.
-A forked child (a DataLoader worker) has no such thread, and its exit says nothing either. No signal handler is
+A forked child (a DataLoader worker) has no such thread, and Run.finish says nothing in it. No signal handler is
 installed: in Python it would keep alive a rank that is blocked in a collective.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -27,33 +26,33 @@ LAST_PUSH = 2.0  # seconds that finish() and the interpreter's exit wait for the
 
 
 class Pusher:
-    """Pushes what `snapshot` returns every `interval` seconds, and at once; `failed` is told what should not happen."""
+    """Pushes what `snapshot` returns, at once and every `interval` seconds.
+
+    `finish(status)` is called if the interpreter ends before stop(); `failed` is told what should not happen.
+    """
 
     def __init__(
-        self, wire: Wire, interval: float, snapshot: Callable[[], Snapshot], failed: Callable[[Exception], None],
+        self, wire: Wire, interval: float, snapshot: Callable[[], Snapshot], finish: Callable[[str], None],
+        failed: Callable[[Exception], None],
     ) -> None:
         self._wire = wire
         self._interval = interval
         self._snapshot = snapshot
+        self._finish = finish
         self._failed = failed
-        self._pid = os.getpid()
-        self._ends: Callable[[str], None] | None = None
         self._last: Snapshot | None = None
         self._stopping = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._push, name="flopwatch", daemon=True)
 
-    def start(self, finish: Callable[[str], None]) -> None:
-        """Start the thread; `finish(status)` is called if the interpreter ends first."""
-        self._ends = finish
+    def start(self) -> None:
+        """Start the thread."""
         atexit.register(self._at_exit)
         self._thread.start()
 
     def stop(self, last: Snapshot | None) -> None:
         """Push `last` if there is one, and no more; takes at most LAST_PUSH seconds."""
         atexit.unregister(self._at_exit)
-        if os.getpid() != self._pid:
-            return
         self._last, self._stopping = last, True
         self._wake.set()
         if last is not None:
@@ -61,8 +60,7 @@ class Pusher:
 
     def _at_exit(self) -> None:
         unhandled = getattr(sys, "last_value", None)
-        if self._ends is not None and os.getpid() == self._pid:
-            self._ends("stopped" if unhandled is None or isinstance(unhandled, KeyboardInterrupt) else "failed")
+        self._finish("stopped" if unhandled is None or isinstance(unhandled, KeyboardInterrupt) else "failed")
 
     def _push(self) -> None:
         delivered = True

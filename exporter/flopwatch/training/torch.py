@@ -13,6 +13,7 @@ https://docs.pytorch.org/docs/stable/notes/ddp.html#internal-design
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +24,10 @@ import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 
 AGREEMENT = timedelta(seconds=30)  # how long to wait for rank 0 to name the attempt
+
+
+class Unmeasured(Exception):
+    """The wait of this model for other ranks can't be measured; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +69,31 @@ def replica_ranks(model: object) -> int | None:
     world_size = torch.distributed.get_world_size()
     if isinstance(model, DistributedDataParallel):
         return world_size // torch.distributed.get_world_size(model.process_group)
-    mesh = next((getattr(p, "device_mesh", None) for p in model.parameters()), None) if isinstance(
-        model, torch.nn.Module) else None
-    # FSDP2 on a mesh of one dimension; with two it could be tensor parallel as well as hybrid sharding.
-    return 1 if mesh is not None and mesh.ndim == 1 and mesh.size() == world_size else None
+    # Looked up, not imported: a model that is sharded has done that.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not isinstance(model, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)):
+        return None
+    if isinstance(model, fsdp.FullyShardedDataParallel):
+        sharded_over = torch.distributed.get_world_size(model.process_group)
+    else:
+        mesh: Any = next((getattr(parameter, "device_mesh", None) for parameter in model.parameters()), None)
+        # A mesh of two dimensions could be tensor parallel as well as hybrid sharding.
+        sharded_over = mesh.size() if mesh is not None and mesh.ndim == 1 else 0
+    return 1 if sharded_over == world_size else None
 
 
 def watch(
     model: object, waited: Callable[[float], None], clock: Callable[[], float], failed: Callable[[Exception], None],
 ) -> None:
-    """Call `waited` with the seconds of every gradient all-reduce wait of a DDP model. Raises ValueError.
+    """Call `waited` with the seconds of every gradient all-reduce wait of a DDP model. Raises Unmeasured.
 
     `failed` is told what goes wrong later, inside the model's forward and backward passes, which must not see it.
     """
     if not isinstance(model, DistributedDataParallel):
-        raise ValueError(f"the wait for other ranks is not measured: a {type(model).__name__} is no "
-                         "DistributedDataParallel; `with run.collective_wait():` measures what you put in it")
-    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
-        raise ValueError("the wait for other ranks is not measured: on this device the host does not wait")
+        raise Unmeasured(f"a {type(model).__name__} is no DistributedDataParallel; `with run.collective_wait():` "
+                         "measures what is put in it")
+    if devices := {parameter.device.type for parameter in model.parameters()} - {"cpu"}:
+        raise Unmeasured(f"on {', '.join(devices)} it is the device that waits, not the host")
     model.register_forward_hook(_Bracket(waited, clock, failed))
 
 
@@ -98,9 +110,9 @@ class _Bracket:
         self._began = 0.0
 
     def __call__(self, model: DistributedDataParallel, _: object, output: object) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not model.require_backward_grad_sync:
-            return
         try:
+            if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not model.require_backward_grad_sync:
+                return
             self._queued = False  # an exception may have ended the last backward pass before its callbacks
             for tensor in _tensors(output):
                 if tensor.requires_grad:

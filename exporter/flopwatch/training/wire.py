@@ -65,7 +65,8 @@ class Wire:
         self._start = int(start_unix * 1e9)
         self._points: dict[Metric, list[tuple[dict[str, str], float]]] = {}
         self._reader = InMemoryMetricReader()
-        meter = _Provider(self._reader).get_meter(SCOPE, __version__)
+        self._provider = _Provider(self._reader)
+        meter = self._provider.get_meter(SCOPE, __version__)
         for metric in all_metrics():
             if metric.domain == "training" and metric.type == "counter":
                 meter.create_observable_counter(metric.name, [self._observe(metric)])

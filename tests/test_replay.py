@@ -1,0 +1,156 @@
+"""`flopwatch ledger replay` on recorded histories whose figures are worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flopwatch.ledger.replay import replay
+from flopwatch.ledger.store import Store
+
+HISTORIES = Path(__file__).parent / "captures" / "histories"
+EXPORTER = Path(__file__).parent.parent / "exporter"
+
+# Seconds by hand, bucket by bucket; what is not named is 0.
+EXPECTED: dict[str, dict[str, Any]] = {
+    # a1: 300 startup, 199 steps of 10 s, 5 s of the next, 3 checkpoints of 20 s; 900 s nothing; a2 from step 180.
+    "crash_and_move": {
+        "run": "r", "attempts": 2, "ends": {"silent": 1, "completed": 1},
+        "buckets": {
+            "productive": 6000, "lost": 195, "startup": 600, "checkpoint_save": 200, "down": 900, "queue": 600},
+        "gpu_seconds": {
+            "productive": 48000, "lost": 1560, "startup": 4800, "checkpoint_save": 1600, "down": 7200},
+        "goodput": 6000 / 7895, "ettr": 6000 / 8495, "effective_mfu": 600 * 3.2e16 / (7895 * 8 * 989.4e12),
+        "provisional_seconds": 0,
+    },
+    # a1 on 16 GPUs: 20 s startup, 12 steps of 4 s, a checkpoint of 6 s (for h2 a part of its steps), 8 s lost up to
+    # the time the second node is seen gone. a2 on 8 GPUs from step 8: 4 steps of 8 s again, 2 more, 2 s other.
+    # FLOPs: 12 steps on h1 and the 10 that h2 reported, then steps 13 and 14.
+    "two_nodes_then_one": {
+        "run": "research/llm", "attempts": 2, "ends": {"failed": 1, "completed": 1},
+        "buckets": {
+            "productive": 48 + 16, "lost": 8 + 32, "startup": 40, "checkpoint_save": 6, "other": 2, "down": 30,
+            "queue": 60},
+        "gpu_seconds": {
+            "productive": 48 * 16 + 16 * 8, "lost": 8 * 16 + 32 * 8, "startup": 20 * 16 + 20 * 8,
+            "checkpoint_save": 6 * 16, "other": 2 * 8, "down": 30 * 16},
+        "goodput": 64 / 182, "ettr": 64 / 242,
+        "effective_mfu": (22e16 + 4e16) / (112 * 16e15 + 70 * 8e15),
+        "provisional_seconds": 0,
+    },
+    # Steps of 1 s. a1 executes 15, with a checkpoint at 10; a2 and a3 die at 15 again; a4 executes 11 to 15 again and
+    # gets to 23, checkpoint at 20. Lines come twice and late, and the start of a3 not at all.
+    "crash_loop": {
+        "run": "loop", "attempts": 4, "ends": {"silent": 3, "stopped": 1},
+        "buckets": {"productive": 15 + 8, "lost": 5 * 3, "startup": 20, "data_stall": 2, "down": 90, "other": 2},
+        "gpu_seconds": {
+            "productive": 4 * 23, "lost": 4 * 15, "startup": 4 * 20, "data_stall": 4 * 2, "down": 4 * 90,
+            "other": 4 * 2},
+        "goodput": 23 / 152, "ettr": None, "effective_mfu": None,
+        "provisional_seconds": 3,
+    },
+}
+
+
+def lines_of(history: str) -> list[str]:
+    return (HISTORIES / f"{history}.jsonl").read_text().splitlines()
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "flopwatch", "ledger", "replay", *arguments],
+        capture_output=True, text=True, timeout=60, env={"PYTHONPATH": str(EXPORTER)})
+
+
+@pytest.mark.parametrize("history", EXPECTED)
+def test_a_history_has_the_figures_worked_out_by_hand(history: str) -> None:
+    summary, unreadable = replay(lines_of(history))
+    expected = EXPECTED[history]
+    assert unreadable == []
+    assert list(summary["runs"]) == [expected["run"]]
+    run = summary["runs"][expected["run"]]
+    for figure in ("goodput", "ettr", "effective_mfu", "provisional_seconds"):
+        assert run[figure] == pytest.approx(expected[figure])
+    assert run["attempts"] == expected["attempts"]
+    for table in ("buckets", "gpu_seconds", "ends"):
+        assert {name: value for name, value in run[table].items() if value} == pytest.approx(expected[table])
+    assert sum(run["buckets"].values()) - run["buckets"]["queue"] == pytest.approx(run["wall_seconds"])
+
+
+@pytest.mark.parametrize("history", EXPECTED)
+def test_lines_that_come_again_change_nothing(history: str) -> None:
+    lines = lines_of(history)
+    once, _ = replay(lines)
+    assert replay([line for line in lines for _ in range(2)])[0] == once
+    assert replay(lines + lines)[0] == once
+    chance = random.Random(1)
+    again = list(lines)
+    for _ in range(len(lines)):
+        place = chance.randrange(len(lines))
+        again.insert(chance.randint(again.index(lines[place]) + 1, len(again)), lines[place])
+    assert replay(again)[0] == once
+
+
+@pytest.mark.parametrize("history", EXPECTED)
+def test_replayed_and_live_give_the_same_figures(history: str, tmp_path: Path) -> None:
+    lines = lines_of(history)
+    store = Store(tmp_path / "ledger.sqlite")
+    for line in lines:
+        store.apply([json.loads(line)])
+    assert store.summary() == replay(lines)[0]
+    store.close()
+
+
+def test_a_history_that_breaks_off_is_accounted_for_up_to_its_last_line() -> None:
+    run = replay(lines_of("crash_and_move")[:100])[0]["runs"]["r"]
+    assert (run["state"], run["wall_seconds"], run["open_seconds"]) == ("running", 1300, 0)
+    run = replay(lines_of("crash_and_move")[:203])[0]["runs"]["r"]
+    assert (run["wall_seconds"], run["open_seconds"], run["buckets"]["productive"]) == (2355, 5, 1990)
+
+
+def test_the_command_prints_json() -> None:
+    done = command(str(HISTORIES / "crash_and_move.jsonl"), "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    run = json.loads(done.stdout)["runs"]["r"]
+    assert (f"{run['goodput']:.3f}", f"{run['ettr']:.3f}", run["attempts"]) == ("0.760", "0.706", 2)
+
+
+def test_the_command_prints_a_table_for_people() -> None:
+    done = command(str(HISTORIES / "two_nodes_then_one.jsonl"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == """\
+research/llm: completed, 2 attempts, wall 182.0 s
+  goodput 0.352  ETTR 0.264  effective MFU 0.111
+  productive                    64.0 s   35.2%
+  lost                          40.0 s   22.0%
+  startup                       40.0 s   22.0%
+  checkpoint_save                6.0 s    3.3%
+  down                          30.0 s   16.5%
+  queue                         60.0 s
+  other                          2.0 s    1.1%
+"""
+
+
+def test_lines_that_cannot_be_read_are_named_and_left_out(tmp_path: Path) -> None:
+    lines = lines_of("crash_loop")
+    damaged = tmp_path / "damaged.jsonl"
+    damaged.write_text("\n".join([*lines[:3], '{"t": 21, "run": "loop"', "", '{"t": 22, "run": "loop"}', *lines[3:]]))
+    done = command(str(damaged), "--json")
+    assert json.loads(done.stdout) == replay(lines)[0]
+    assert done.stderr.splitlines() == [
+        f"flopwatch: {damaged}: line 4: Expecting ',' delimiter: line 1 column 24 (char 23)",
+        f"flopwatch: {damaged}: line 6: event: '' is none of submitted, start, snapshot, finish",
+    ]
+    assert done.returncode == 0
+
+
+def test_a_history_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    done = command(str(tmp_path / "none.jsonl"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"flopwatch: {tmp_path / 'none.jsonl'}: No such file or directory\n"
