@@ -78,9 +78,12 @@ def each(query: str, arguments: str, text: str) -> str:
     return f"\n{{{{- range printf `{query}` {arguments} | query }}}}{text}{{{{ end }}}}"
 
 
-def on_host(expr: str, key: str, info: m.Metric) -> str:
-    """Return `expr` with the host of its GPU or port. One exporter serves both sides, hence `instance`."""
-    return f"({expr})\n* on (instance, {key}) group_left (host)\nmax by (instance, {key}, host) ({info})"
+def on_host(expr: str, key: str, info: m.Metric, window: str) -> str:
+    """Return `expr` with the host its GPU or port had within `window`: a hung driver or a restarted exporter, which
+    often follow the fault, must not make another alert of it. One exporter serves both sides, hence `instance`.
+    """
+    host = f"max by (instance, {key}, host) (last_over_time({info}[{window}]))"
+    return f"({expr})\n* on (instance, {key}) group_left (host)\n{host}"
 
 
 def alerts(settings: AlertSettings) -> tuple[Alert, ...]:
@@ -174,7 +177,7 @@ def _link_errors(settings: AlertSettings) -> Alert:
     wrong = "\n  " + "\n    or\n  ".join(problems()) + "\n"
     return Alert(
         "hardware", "InfinibandLinkErrors", "warning", ("host", "device", "port"),
-        f"group by (host, device, port) (\n{indent(on_host(wrong, 'device, port', m.INFINIBAND_INFO), '  ')}\n)",
+        f"group by (host, device, port) (\n{indent(on_host(wrong, 'device, port', m.INFINIBAND_INFO, window), '  ')}\n)",
         settings.at_pace(settings.link_for), "An InfiniBand link makes errors, goes down, or is not active.",
         "Port {{ $labels.port }} of {{ $labels.device }} on {{ $labels.host }}:" + found
         + each(f"group by (run) ({m.TRAINING_RANK_INFO}{{host=%q}})", "$labels.host",
@@ -193,9 +196,10 @@ def _xid(settings: AlertSettings) -> Alert:
     ranks = f"last_over_time({m.TRAINING_RANK_INFO}{{uuid=%q}}[{settings.at_pace(settings.rate_window)}])"
     # By the time last seen, not by increase(): the first Xid may be the first sample of its series.
     codes, age = "|".join(CRITICAL_XIDS), f"{settings.xid_window / settings.pace:g}"
-    recent = f'{m.GPU_XID_LAST}{{xid=~"{codes}"}} > time() - {age}'
+    window = settings.at_pace(settings.xid_window)
+    recent = f'last_over_time({m.GPU_XID_LAST}{{xid=~"{codes}"}}[{window}]) > time() - {age}'
     # An Xid of a GPU without info still pages, without its host.
-    expr = f"{on_host(recent, 'uuid', m.GPU_INFO)}\n  or on (instance, uuid, xid)\n{recent}"
+    expr = f"{on_host(recent, 'uuid', m.GPU_INFO, window)}\n  or on (instance, uuid, xid)\n{recent}"
     return Alert(
         "hardware", "GpuXidCritical", "critical", ("host", "gpu", "uuid", "xid"),
         f"max by (host, gpu, uuid, xid) (\n{indent(expr, '  ')}\n)", "0s",

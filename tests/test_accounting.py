@@ -124,6 +124,20 @@ def test_a_rollback_inside_an_attempt_is_lost_until_the_mark_is_passed() -> None
     assert buckets(lines) == {"startup": 10, "productive": 70, "lost": 40}
 
 
+def test_a_restore_inside_an_attempt_is_no_step_and_what_follows_it_counts_from_there() -> None:
+    def restored(step: int) -> Line:
+        return {"restored_step": step}
+
+    # Steps 4 to 6 between two snapshots, of which 4 and 5 for the second time.
+    lines = [*A1[:2], snapshot(160, "a1", 5, startup=10, step=50, more=restored(0))]
+    lines.append(snapshot(190, "a1", 6, startup=10, step=80, more=restored(3)))
+    assert buckets(lines) == {"startup": 10, "productive": 60, "lost": 20}
+    # The position is 0 until the checkpoint is loaded; then steps 5 and 6, of which 6 is new.
+    lines = [*A1[:2], snapshot(160, "a1", 5, startup=10, step=50), start(200, "a2"), snapshot(205, "a2", 0, startup=5)]
+    lines.append(snapshot(230, "a2", 6, startup=10, step=20, more=restored(4)))
+    assert buckets(lines) == {"startup": 20, "productive": 60, "lost": 10, "down": 40}
+
+
 def test_until_the_process_is_seen_gone_it_is_lost_and_after_that_down() -> None:
     gone = {**A1[-1], "t": 150, "gone": True}
     assert buckets([*A1, gone]) == {"startup": 10, "productive": 34, "lost": 6}
@@ -253,7 +267,7 @@ def test_a_source_that_does_not_know_its_position_has_time_but_no_goodput() -> N
     assert buckets(lines) == {"startup": 10, "other": 25, "evaluation": 5}
     assert (figures(lines)["goodput"], figures(lines)["ettr"]) == (None, None)
     served = {labels[2] for row, labels, _ in account(lines).families(140) if row is m.RUN_SECONDS}
-    assert served == set(BUCKETS) - {"productive", "lost", "queue"}
+    assert served == set(BUCKETS) - {"productive", "lost", "generation", "queue"}
 
 
 def test_time_that_no_activity_explains_is_other_once_the_attempt_ends() -> None:

@@ -60,6 +60,7 @@ class Source:
     epoch: int = 0  # the move of the frontier that base belongs to
     open_step: float = 0.0
     step: float | None = None
+    restored: float | None = None
     gpus: float | None = None
     peak: float | None = None
     flops: float = 0.0  # up to flops_step
@@ -206,7 +207,7 @@ class Run:
         attempt, activity = self._attempt(), record.activity
         if activity is None or record.born is None:
             return
-        name, source, news = record.source, self.sources.get(record.source), True
+        name, source = record.source, self.sources.get(record.source)
         if source is None:
             replaced = [
                 other for other, x in self.sources.items()
@@ -215,39 +216,43 @@ class Run:
             for other in replaced:
                 del self.sources[other]
                 self.touched.add(other)
-            source = Source(record.born, record.t, epoch=attempt.epoch, flops_step=attempt.resumed, mark=attempt.mark)
+            source = Source(
+                record.born, record.t, epoch=attempt.epoch, restored=record.restored_step,
+                flops_step=attempt.resumed, mark=attempt.mark)
             self.sources[name] = source
         elif record.age < source.age:
             if record.t - record.age <= source.t:
                 return
             source.start, source.activity, source.base, source.epoch = record.t - record.age, {}, {}, attempt.epoch
             source.flops, source.end = 0.0, None
-            source.flops_step = record.restored_step if record.restored_step is not None else source.flops_step
-        elif source.end is not None:
+        elif record.age == source.age or source.end is not None:
             return
-        else:
-            news = record.age > source.age
-            if news and source.epoch != attempt.epoch:
-                source.base, source.epoch = source.activity, attempt.epoch
+        elif source.epoch != attempt.epoch:
+            source.base, source.epoch = source.activity, attempt.epoch
         self.touched.add(name)
 
         if record.end != "gone":  # else the stamp is of somebody who found it gone
             source.t = record.t
-        if news:
-            source.age, source.activity = record.age, activity
+        source.age, source.activity = record.age, activity
         source.open_step = record.open_step_seconds if record.open_step_seconds is not None else 0.0
         source.rank = record.rank if record.rank is not None else source.rank
         source.gpus = record.gpus if record.gpus is not None else source.gpus
         source.peak = record.peak_flops if record.peak_flops is not None else source.peak
+        if record.restored_step not in (None, source.restored):
+            # It went to another step without executing what lies between.
+            source.restored = source.flops_step = record.restored_step
+            if attempt.leader == name:
+                attempt.cursor = record.restored_step
         if record.step is not None:
             self._count_flops(source, record.step, record.model_flops)
             source.step = record.step
             self.high_water = max(record.step, self.high_water if self.high_water is not None else 0.0)
 
         leader = self.sources.get(attempt.leader)
-        if leader is source or (news and (
-            leader is None or not leader.live(record.t, self.silent_after) or _order(source) < _order(leader)
-        )):
+        if (
+            leader is None or leader is source or not leader.live(record.t, self.silent_after)
+            or _order(source) < _order(leader)
+        ):
             if attempt.leader != name and source.step is not None:
                 attempt.cursor = min(attempt.cursor, source.step)
             attempt.leader = name
@@ -265,7 +270,6 @@ class Run:
                 self.unpriced_flops += grown * _above(source.flops_step, step, source.mark)
                 source.mark = max(source.mark, step)
             source.flops, source.flops_step = flops, step
-        self._price()
 
     def _follow(self, source: Source) -> None:
         """Move the frontier to where the source's activities reach."""
@@ -293,6 +297,7 @@ class Run:
             self.positioned = False
             self._book("other", self.pending)
             self.pending = 0.0
+        self._price()
 
     def _settle(self, step: float, ended: float) -> None:
         """Book the pending seconds that have ended, once the position changes: forward, or back to execute again."""
@@ -421,9 +426,9 @@ class Run:
                 samples.append((row, (*run, *label), value))
 
         for bucket in BUCKETS:
-            if bucket == "queue" and self.submitted is None:
-                continue
-            if bucket in ("productive", "lost") and not self.positioned and self.high_water is None:
+            unknown = (bucket == "queue" and self.submitted is None) or (
+                bucket in ("productive", "lost", "generation") and not self.positioned and self.high_water is None)
+            if unknown and self.seconds[bucket] == 0:
                 continue
             add(m.RUN_SECONDS, self.seconds[bucket], bucket)
             add(m.RUN_GPU_SECONDS, self.gpu_seconds[bucket], bucket)

@@ -7,6 +7,7 @@ import contextlib
 import hmac
 import json
 import logging
+import os
 import signal
 import socket
 import sqlite3
@@ -174,7 +175,8 @@ def _listener(settings: LedgerSettings) -> socket.socket:
     try:
         return socket.create_server((address.host, address.port), family=family, backlog=1024)
     except OSError as error:
-        raise SettingsError(f"cannot listen on {address}: {error.strerror}; choose another --listen") from None
+        reason = os.strerror(error.errno) if error.errno is not None else error  # create_server() adds to strerror
+        raise SettingsError(f"cannot listen on {address}: {reason}; choose another --listen") from None
 
 
 class _Server(uvicorn.Server):

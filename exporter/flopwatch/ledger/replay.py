@@ -21,9 +21,9 @@ def replay(lines: Iterable[str], silent_after: float = 60.0) -> tuple[dict[str, 
     """Return the figures of every run in a history, and a message for each line that cannot be read."""
     ledger, unreadable = Ledger(silent_after), []
     for number, line in enumerate(lines, 1):
-        if line.strip():
+        if text := line.strip():
             try:
-                ledger.apply(json.loads(line))
+                ledger.apply(json.loads(text))
             except (json.JSONDecodeError, RecordError) as error:
                 unreadable.append(f"line {number}: {error}")
     return ledger.summary(), unreadable

@@ -36,10 +36,10 @@ _NETWORK = (
     "wekafs", "panfs", "fuse.sshfs", "fuse.ceph", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs", "fuse.gcsfuse",
 )
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS runs (
+CREATE TABLE runs (
     tenant TEXT, run TEXT, ended INTEGER, heard REAL, state TEXT, PRIMARY KEY (tenant, run)
 ) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS sources (
+CREATE TABLE sources (
     tenant TEXT, run TEXT, source TEXT, state TEXT, PRIMARY KEY (tenant, run, source)
 ) WITHOUT ROWID;
 """
@@ -142,6 +142,8 @@ class Store:
     def _open(self) -> sqlite3.Connection:
         try:
             return self._connect()
+        except SettingsError:
+            raise
         except (sqlite3.DatabaseError, ValueError, TypeError, LookupError) as error:
             # Its subclasses are about the disk, permissions or locks: the file may be good.
             if isinstance(error, sqlite3.DatabaseError) and type(error) is not sqlite3.DatabaseError:
@@ -161,8 +163,8 @@ class Store:
             [[version]] = db.execute("PRAGMA user_version")
             if version > _VERSION:
                 raise SettingsError(f"{self._path} was written by a newer flopwatch (format {version}, not {_VERSION})")
-            db.executescript(_SCHEMA)
-            db.execute(f"PRAGMA user_version={_VERSION}")
+            if version < _VERSION:
+                db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={_VERSION}; COMMIT;")
             self._db = db
             self._ledger = None
             self._read()
