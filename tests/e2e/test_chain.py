@@ -229,14 +229,14 @@ def test_goodput_after_a_killed_rank_is_what_the_jobs_log_says(stack: Stack, rep
     wait_for("new steps", lambda: log(stack).of("step")[-1]["step"] > killed_in + 30, 180, stack)
     stack.control(stop=True)
     wait_for("the end of the run", lambda: log(stack).of("finish"), 30, stack)
-    wait_for("the ledger's word that it ended",
-             lambda: stack.prometheus.value(f'{c.RUN_STATE}{{run="{RUN}",state="stopped"}} == 1'), 15, stack)
+    ended = wait_for("the ledger's word that it ended", lambda: stack.prometheus.value(
+        f'timestamp({c.RUN_STATE}{{run="{RUN}",state="stopped"}} == 1)'), 15, stack)
+    goodput = wait_for("a goodput of the closed books", lambda: stack.prometheus.value(
+        f'run:run_goodput:ratio{{run="{RUN}"}} and timestamp(run:run_goodput:ratio) > {ended}'), 15, stack)
 
     truth = log(stack).booked()
     seconds = {labels["bucket"]: value for labels, value in stack.prometheus.query(f'{c.RUN_SECONDS}{{run="{RUN}"}}')}
     opened = stack.prometheus.value(f'{c.RUN_OPEN_SECONDS}{{run="{RUN}"}}') or 0.0
-    goodput = stack.prometheus.value(f'run:run_goodput:ratio{{run="{RUN}"}}')
-    assert goodput is not None
     true_goodput = truth["productive"] / truth["wall"]
     report(f"goodput: ledger {goodput:.4f}, job's log {true_goodput:.4f}")
     report(f"lost: ledger {seconds['lost']:.2f} s, job's log {truth['lost']:.2f} s")

@@ -517,6 +517,7 @@ class Ledger:
             old.name = f"{old.name}#{old.generation}"
             old.touched |= old.sources.keys()
             run.touched |= old.sources.keys()
+            run.past = dict(old.past)
             self.runs[old.tenant, old.name] = old
             changed.add((old.tenant, old.name))
             if old.resubmitted > old.frontier:
