@@ -174,10 +174,10 @@ def _link_errors(settings: AlertSettings) -> Alert:
              "$labels.device $labels.port $labels.host", text)
         for problem, text in zip(problems("{device=%[1]q,port=%[2]q}"), texts, strict=True)
     )
-    wrong = "\n  " + "\n    or\n  ".join(problems()) + "\n"
+    wrong = on_host("\n  " + "\n    or\n  ".join(problems()) + "\n", "device, port", m.INFINIBAND_INFO, window)
     return Alert(
         "hardware", "InfinibandLinkErrors", "warning", ("host", "device", "port"),
-        f"group by (host, device, port) (\n{indent(on_host(wrong, 'device, port', m.INFINIBAND_INFO, window), '  ')}\n)",
+        f"group by (host, device, port) (\n{indent(wrong, '  ')}\n)",
         settings.at_pace(settings.link_for), "An InfiniBand link makes errors, goes down, or is not active.",
         "Port {{ $labels.port }} of {{ $labels.device }} on {{ $labels.host }}:" + found
         + each(f"group by (run) ({m.TRAINING_RANK_INFO}{{host=%q}})", "$labels.host",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import os
 import shutil
 import signal
 import sys
@@ -54,8 +55,9 @@ class Story:
         elif self.told is not None and not self.healed and elapsed >= self.told + HEAL_SECONDS:
             self.stack.control()
             self.healed = True
+            python, node = (os.path.relpath(path) for path in (sys.executable, self.stack.node.root))
             self._tell(elapsed, f"Rank {SLOW_RANK} is at full speed again. Now break something else, for example:\n"
-                       f"      {sys.executable} -m flopwatch.simulate {self.stack.node.root} xid --gpu 3 --code 79")
+                       f"      {python} -m flopwatch.simulate {node} xid --gpu 3 --code 79")
 
     def message(self) -> str | None:
         """Return title and text of the newest Slack message."""

@@ -27,8 +27,8 @@ from flopwatch.node.app import metrics_app, otlp_app
 from flopwatch.node.otlp import JSON, MAX_BYTES, PROTOBUF
 from flopwatch.node.reader import Reading
 from flopwatch.node.scrape import Scrape
-from flopwatch.node.serve import server
 from flopwatch.node.telemetry import Telemetry
+from flopwatch.serving import server
 from flopwatch.settings import ExporterSettings
 from tests.otlp_by_hand import counter, process, request, training
 

@@ -21,7 +21,7 @@ from demo.servers import ROOT, find
 from demo.stack import Stack, StackError, free_ports
 
 SUMMARY = summary.Summary(
-    mfu=0.4149, effective_mfu=0.3622, goodput=0.9549, ettr=None, step_seconds=0.2982, tokens_per_second=26432.4,
+    mfu=0.4149, effective_mfu=0.3622, goodput=0.9549, ettr=0.9312, step_seconds=0.2982, tokens_per_second=26432.4,
     steps=101.0, worst=summary.Straggler("2", 0.2264, "node-7", "3", "GPU-51a7"),
     buckets={"productive": 955.0, "checkpoint_save": 44.9, "data_stall": 0.1}, firing=["TrainingStraggler (warning)"],
 )
@@ -187,18 +187,20 @@ def test_the_table_shows_every_fact_and_leaves_out_what_is_unknown() -> None:
         ("MFU", "41.5 %", "model FLOPs over peak FLOPs, while in steps"),
         ("Effective MFU", "36.2 %", "the same over the whole time the GPUs were held"),
         ("Goodput", "95.5 %", "share of the wall clock that advanced the model"),
+        ("ETTR", "93.1 %", "the same since submission"),
         ("Steps", "101", "298 ms each"),
         ("Tokens/s", "26,432", ""),
         ("Worst rank", "2 (22.6 %)", "on node-7, GPU 3 (GPU-51a7)"),
         ("Time went to", "", "productive 95.5 % · checkpoint save 4.5 %"),
     ]
     assert ("Worst rank", "-", "no rank is measured yet") in summary.rows(NOTHING_YET)
+    assert "ETTR" not in {name for name, _, _ in summary.rows(NOTHING_YET)}
 
 
 def test_the_screen_fits_a_terminal_of_100_by_30() -> None:
     story = ["0:00  The first step.", "0:35  Rank 2 is now slowed by 30 %.", "1:01  The Slack message has arrived.",
-             "2:01  Rank 2 is at full speed again.\n      python -m flopwatch.simulate demo-state/exporter/simulated"]
-    message = "[FIRING] TrainingStraggler: One rank makes all the others wait.\n" + "Rank 2 of run demo is late. " * 6
+             "2:01  Rank 2 is at full speed again.\n      .venv/bin/python -m flopwatch.simulate " + "d" * 60]
+    message = "[FIRING] TrainingStraggler: One rank makes all the others wait.\n" + "Rank 2 of run demo is late. " * 9
     urls = [("MFU graph", "http://127.0.0.1:41234/graph?" + "x" * 70), ("Exporter", "http://127.0.0.1:4/metrics"),
             ("Alertmanager", "http://127.0.0.1:50000")]
     console = Console(width=100, height=30, force_terminal=True, color_system=None)

@@ -220,7 +220,8 @@ def test_settings_come_from_the_environment_where_arguments_are_silent() -> None
         Run(environ={
             "FLOPWATCH_RUN": "mixtral", "FLOPWATCH_TENANT": "t1", "FLOPWATCH_GPU_UUID": "GPU-9",
             "FLOPWATCH_ENDPOINT": server.url, "FLOPWATCH_PUSH_INTERVAL": "60", "FLOPWATCH_SUBMITTED_AT": "1.5e9",
-            "FLOPWATCH_OWNER": "pretraining", "FLOPWATCH_TEAM": "moe", "FLOPWATCH_PAGE": "always", "FLOPWATCH_HOST": "n1",
+            "FLOPWATCH_OWNER": "pretraining", "FLOPWATCH_TEAM": "moe", "FLOPWATCH_PAGE": "always",
+            "FLOPWATCH_HOST": "n1",
         }).finish()
         resource, samples = server.pushes[-1].resource, server.pushes[-1].samples
     assert (resource["flopwatch.run"], resource["flopwatch.tenant"], resource["flopwatch.host"]) == (

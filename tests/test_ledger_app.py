@@ -239,7 +239,8 @@ def test_a_run_whose_snapshots_stop_is_down_after_a_while(tmp_path: Path) -> Non
      "flopwatch: the ledger cannot be kept in {folder}/empty/ledger.sqlite: "
      "[Errno 17] File exists: '{folder}/empty'\n"),
     (["--listen", "127.0.0.1:{taken}"],
-     "flopwatch: cannot listen on 127.0.0.1:{taken}: Address already in use; choose another --listen\n"),
+     "flopwatch: cannot listen on 127.0.0.1:{taken}: Address already in use; choose another --listen "
+         "HOST:PORT, or port 0 for a free one\n"),
 ])
 def test_what_cannot_work_is_one_line_at_start(flags: list[str], message: str, tmp_path: Path) -> None:
     (tmp_path / "empty").touch()

@@ -221,7 +221,7 @@ class Run:
                 flops_step=attempt.resumed, mark=attempt.mark)
             self.sources[name] = source
         elif record.age < source.age:
-            if record.t - record.age <= source.t:
+            if record.gone or record.t - record.age <= source.t:
                 return
             source.start, source.activity, source.base, source.epoch = record.t - record.age, {}, {}, attempt.epoch
             source.flops, source.end = 0.0, None
@@ -231,7 +231,7 @@ class Run:
             source.base, source.epoch = source.activity, attempt.epoch
         self.touched.add(name)
 
-        if record.end != "gone":  # else the stamp is of somebody who found it gone
+        if not record.gone:  # else the stamp is of somebody who found it gone
             source.t = record.t
         source.age, source.activity = record.age, activity
         source.open_step = record.open_step_seconds if record.open_step_seconds is not None else 0.0

@@ -4,39 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import logging
-import os
 import signal
 import socket
 import sqlite3
-import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import prometheus_client
-import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import PlainTextResponse
 from prometheus_client import core
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
-from starlette.requests import ClientDisconnect
 
 import flopwatch
 from flopwatch import catalogue as m
+from flopwatch import serving
 from flopwatch.catalogue import Metric
 from flopwatch.ledger.record import RecordError
 from flopwatch.ledger.store import Store
-from flopwatch.settings import Address, LedgerSettings, SettingsError
+from flopwatch.settings import Address, LedgerSettings
 
 log = logging.getLogger(__name__)
 
-MAX_BYTES = 1 << 20
-BODY_TIMEOUT = 10.0  # seconds; a sender that has not delivered its megabyte by then never will
+# 408 and not 400 for a body that does not arrive: the exporter is to send it again.
+_HTTP_STATUS = {RecordError: 400, serving.Unauthorized: 401, serving.NotArriving: 408, serving.TooLarge: 413}
 
 
 class Families(Collector):
@@ -77,15 +73,14 @@ def ledger_app(store: Store, token_file: Path | None = None) -> FastAPI:
         """Take records, all or none: a JSON list, or a JSON object a line."""
         outcome = "refused"
         try:
-            if token_file is not None:
-                _authorize(request.headers.get("authorization", ""), token_file)
-            records = _records(await _body(request))
+            serving.authorize(request, "--token-file", token_file)
+            records = _records(await serving.body(request))
             outcome = "failed"
             await run_in_threadpool(store.apply, records)
             outcome = "accepted"
-        except RecordError as error:
+        except (RecordError, serving.Unauthorized, serving.TooLarge, serving.NotArriving) as error:
             outcome = "refused"
-            raise HTTPException(400, str(error)) from None
+            raise HTTPException(_HTTP_STATUS[type(error)], str(error)) from None
         except sqlite3.Error as error:
             log.error("ledger: %d records not written: %s", len(records), error)
             raise HTTPException(503, f"not written, send again: {error}") from None
@@ -107,33 +102,6 @@ def ledger_app(store: Store, token_file: Path | None = None) -> FastAPI:
     return app
 
 
-def _authorize(authorization: str, token_file: Path) -> None:
-    """Raise 401 unless the header carries the token, read anew each time so that it can be rotated."""
-    try:
-        token = token_file.read_text().strip()
-    except OSError as error:
-        raise HTTPException(401, f"the ledger cannot read its token file: {error.strerror}") from None
-    if not token or not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
-        raise HTTPException(401, "send Authorization: Bearer with the token of --token-file")
-
-
-async def _body(request: Request) -> bytes:
-    """Return the body. Raises 413 when it is too large, 400 when its sender goes away or dawdles."""
-    body = bytearray()
-
-    async def read() -> None:
-        async for chunk in request.stream():
-            body.extend(chunk)
-            if len(body) > MAX_BYTES:
-                raise HTTPException(413, f"the body is larger than {MAX_BYTES} bytes")
-
-    try:
-        await asyncio.wait_for(read(), BODY_TIMEOUT)
-    except (ClientDisconnect, asyncio.TimeoutError):
-        raise HTTPException(400, "the body does not arrive") from None
-    return bytes(body)
-
-
 def _records(body: bytes) -> list[object]:
     """Return the decoded JSON objects of a list or of lines. Raises 400."""
     try:
@@ -147,59 +115,24 @@ def _records(body: bytes) -> list[object]:
 
 def run(settings: LedgerSettings) -> None:
     """Serve until SIGTERM or Ctrl-C. Raises SettingsError where these settings cannot work on this machine."""
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    _check_token(settings.token_file)
-    with _listener(settings) as listener, contextlib.closing(
+    serving.log_to_stderr()
+    serving.check_token("--token-file", settings.token_file)
+    with serving.listener("--listen", settings.listen, backlog=1024) as listener, contextlib.closing(
         Store(settings.state / "ledger.sqlite", silent_after=settings.silent_after)
     ) as store:
         asyncio.run(_serve(ledger_app(store, settings.token_file), listener))
 
 
-def _check_token(file: Path | None) -> None:
-    if file is None:
-        return
-    try:
-        empty = not file.read_text().strip()
-    except OSError as error:
-        raise SettingsError(f"--token-file {file}: {error.strerror}") from None
-    if empty:
-        raise SettingsError(f"--token-file {file} is empty; put the token on its first line")
-
-
-def _listener(settings: LedgerSettings) -> socket.socket:
-    address = settings.listen
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    try:
-        return socket.create_server((address.host, address.port), family=family, backlog=1024)
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno is not None else error  # create_server() adds to strerror
-        raise SettingsError(f"cannot listen on {address}: {reason}; choose another --listen") from None
-
-
-class _Server(uvicorn.Server):
-    """A server that leaves the signals to `_serve`: uvicorn would end the process by the signal, not with status 0."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 async def _serve(app: FastAPI, listener: socket.socket) -> None:
-    server = _Server(uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
-        timeout_graceful_shutdown=1,
-    ))
+    server = serving.server(app)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    serving = asyncio.ensure_future(server.serve([listener]))
+    running = asyncio.ensure_future(server.serve([listener]))
     while not server.started:
         await asyncio.sleep(0.01)
     log.info("listening ledger=%s", Address(*listener.getsockname()[:2]))
     await stop.wait()
     log.info("stopping")
     server.should_exit = True
-    await serving
+    await running

@@ -106,7 +106,7 @@ class Record:
     @property
     def born(self) -> float | None:
         """Return when the process started; None if the record does not show one."""
-        if self.started is not None or self.activity is None:
+        if self.started is not None or self.activity is None or self.gone:  # gone: t is not the process's own
             return self.started
         return self.t - self.age
 

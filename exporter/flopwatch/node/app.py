@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import hmac
 from collections.abc import Callable, Iterable
 from html import escape
 from pathlib import Path
@@ -11,9 +9,9 @@ from pathlib import Path
 from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse, PlainTextResponse
-from starlette.requests import ClientDisconnect
 
 import flopwatch
+from flopwatch import serving
 from flopwatch.node import otlp
 from flopwatch.node.exposition import OPENMETRICS, content_type, gzip, gzip_accepted
 from flopwatch.node.otlp import Refused
@@ -21,10 +19,10 @@ from flopwatch.node.scrape import Scrape, scrape_timeout
 from flopwatch.node.telemetry import Telemetry
 from flopwatch.settings import ExporterSettings
 
-# A sender that has not delivered its megabyte after this long never will.
-BODY_TIMEOUT = 10.0
-
 _HTTP_STATUS = {"malformed": 400, "unauthorized": 401, "too_large": 413, "unsupported_type": 415}
+_OUTCOMES: dict[type[Exception], str] = {
+    serving.Unauthorized: "unauthorized", serving.TooLarge: "too_large", serving.NotArriving: "malformed",
+}
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>flopwatch {host}</title>
@@ -103,45 +101,17 @@ def otlp_app(telemetry: Telemetry, token_file: Path | None) -> FastAPI:
         media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         coding = request.headers.get("content-encoding", "identity").strip().lower()
         try:
-            if token_file is not None:
-                _authorize(request.headers.get("authorization", ""), token_file)
+            serving.authorize(request, "--otlp-token-file", token_file)
             if media not in (otlp.PROTOBUF, otlp.JSON) or coding not in ("identity", "gzip"):
                 message = f"send {otlp.PROTOBUF} or {otlp.JSON}, plain or gzip, not {media!r} {coding!r}"
                 raise Refused("unsupported_type", message)
-            body = await _body(request)
+            body = await serving.body(request)
             # A megabyte takes a while to decode: not on the loop that answers Prometheus.
             return Response(await run_in_threadpool(take, body, media, coding == "gzip"), media_type=media)
-        except Refused as error:
-            telemetry.count(error.outcome)
+        except (Refused, serving.Unauthorized, serving.TooLarge, serving.NotArriving) as error:
+            outcome = error.outcome if isinstance(error, Refused) else _OUTCOMES[type(error)]
+            telemetry.count(outcome)
             answer = otlp.PROTOBUF if media == otlp.PROTOBUF else otlp.JSON
-            body = otlp.status(answer, str(error))
-            return Response(body, status_code=_HTTP_STATUS[error.outcome], media_type=answer)
+            return Response(otlp.status(answer, str(error)), status_code=_HTTP_STATUS[outcome], media_type=answer)
 
     return app
-
-
-def _authorize(authorization: str, token_file: Path) -> None:
-    """Raise Refused unless the header carries the token, read anew each time so that it can be rotated."""
-    try:
-        token = token_file.read_text().strip()
-    except OSError as error:
-        raise Refused("unauthorized", f"the exporter cannot read its token file: {error.strerror}") from None
-    if not token or not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
-        raise Refused("unauthorized", "send Authorization: Bearer with the token of --otlp-token-file")
-
-
-async def _body(request: Request) -> bytes:
-    """Return the request's body. Raises Refused when it is too large, or its sender goes away or dawdles."""
-    body = bytearray()
-
-    async def read() -> None:
-        async for chunk in request.stream():
-            body.extend(chunk)
-            if len(body) > otlp.MAX_BYTES:
-                raise Refused("too_large", f"the body is larger than {otlp.MAX_BYTES} bytes")
-
-    try:
-        await asyncio.wait_for(read(), BODY_TIMEOUT)
-    except (ClientDisconnect, asyncio.TimeoutError):
-        raise Refused("malformed", "the body does not arrive") from None
-    return bytes(body)

@@ -32,6 +32,7 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import (
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric as OtlpMetric
 
 from flopwatch import catalogue as m
+from flopwatch import serving
 from flopwatch.catalogue import Metric, Sample
 from flopwatch.node.exposition import number
 
@@ -39,7 +40,7 @@ PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
 
 SCHEMA = 1
-MAX_BYTES = 1 << 20
+MAX_BYTES = serving.MAX_BYTES  # sent, and inflated
 MAX_POINTS = 256  # of one process in one push; the series budget of a rank is 40
 MAX_BUCKETS = 32
 MAX_TEXT = 256

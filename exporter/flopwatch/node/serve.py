@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -17,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import uvicorn
-from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from flopwatch import catalogue as m
+from flopwatch import serving
 from flopwatch.ledger.store import Store
 from flopwatch.node.app import metrics_app, otlp_app
 from flopwatch.node.collectors import read_inventory
@@ -39,18 +37,15 @@ SIMULATION_TICK = 1.0
 
 def run(settings: ExporterSettings) -> None:
     """Serve until SIGTERM or Ctrl-C. Raises SettingsError where these settings cannot work on this machine."""
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    logging.getLogger("uvicorn").setLevel(logging.ERROR)
+    serving.log_to_stderr()
     with contextlib.ExitStack() as stack:
-        for flag, file in (("otlp", settings.otlp_token_file), ("ledger", settings.ledger_token_file)):
-            _check_token(flag, file)
-        if settings.otlp_token_file is None and settings.otlp_listen.host not in ("127.0.0.1", "::1", "localhost"):
+        serving.check_token("--otlp-token-file", settings.otlp_token_file)
+        serving.check_token("--ledger-token-file", settings.ledger_token_file)
+        if settings.otlp_token_file is None and not settings.otlp_listen.loopback:
             log.warning("whoever reaches %s can push; --otlp-token-file would stop that", settings.otlp_listen)
         listeners = [
-            stack.enter_context(_listener("--listen", settings.listen)),
-            stack.enter_context(_listener("--otlp-listen", settings.otlp_listen)),
+            stack.enter_context(serving.listener("--listen", settings.listen, backlog=128)),
+            stack.enter_context(serving.listener("--otlp-listen", settings.otlp_listen, backlog=128)),
         ]
         settings = replace(settings, state=stack.enter_context(_state_folder(settings)))
         if settings.simulate is not None:
@@ -73,27 +68,27 @@ async def _serve(settings: ExporterSettings, listeners: list[socket.socket]) -> 
         metrics_app(scrape, telemetry, settings, lambda: all(one.started for one in servers)),
         otlp_app(telemetry, settings.otlp_token_file),
     )
-    servers += [server(app) for app in apps]
+    servers += [serving.server(app, MAX_CONNECTIONS) for app in apps]
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     try:
         forward.start()
-        serving = [
+        running = [
             asyncio.ensure_future(one.serve([listener])) for one, listener in zip(servers, listeners, strict=True)
         ]
-        while not all(one.started for one in servers) and not any(task.done() for task in serving):
+        while not all(one.started for one in servers) and not any(task.done() for task in running):
             await asyncio.sleep(0.01)
         addresses = [Address(*listener.getsockname()[:2]) for listener in listeners]
         log.info("listening metrics=%s otlp=%s", *addresses)
         # So that /readyz does not wait for the first scraper, and pushes are checked against the GPUs that are here.
         first = asyncio.ensure_future(scrape.collect())
-        await asyncio.wait([asyncio.ensure_future(stop.wait()), *serving], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([asyncio.ensure_future(stop.wait()), *running], return_when=asyncio.FIRST_COMPLETED)
         log.info("stopping")
         first.cancel()
         for one in servers:
             one.should_exit = True
-        await asyncio.gather(*serving)
+        await asyncio.gather(*running)
     finally:
         forward.stop()
         # A reader whose driver hangs takes a second to end; together they take no longer.
@@ -105,45 +100,6 @@ async def _serve(settings: ExporterSettings, listeners: list[socket.socket]) -> 
         scrape.close()
         if ledger is not None:
             ledger.close()
-
-
-class _Server(uvicorn.Server):
-    """A server that leaves the signals to `_serve`: there are two, and each would take them for itself."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def server(app: FastAPI) -> uvicorn.Server:
-    """Return a server for one of the applications; `serve([socket])` runs it, `should_exit` ends it."""
-    return _Server(uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
-        limit_concurrency=MAX_CONNECTIONS, timeout_graceful_shutdown=1,
-    ))
-
-
-def _listener(flag: str, address: Address) -> socket.socket:
-    """Return a listening socket. Raises SettingsError that says which flag to change."""
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    try:
-        return socket.create_server((address.host, address.port), family=family, backlog=128)
-    except OSError as error:
-        raise SettingsError(
-            f"cannot listen on {address}: {os.strerror(error.errno) if error.errno else error}; "
-            f"choose another {flag} HOST:PORT, or port 0 for a free one"
-        ) from None
-
-
-def _check_token(flag: str, file: Path | None) -> None:
-    if file is None:
-        return
-    try:
-        empty = not file.read_text().strip()
-    except OSError as error:
-        raise SettingsError(f"--{flag}-token-file {file}: {error.strerror}") from None
-    if empty:
-        raise SettingsError(f"--{flag}-token-file {file} is empty; put the token on its first line")
 
 
 @contextlib.contextmanager
