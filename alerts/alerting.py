@@ -83,7 +83,8 @@ def on_host(expr: str, key: str, info: m.Metric, window: str) -> str:
     often follow the fault, must not make another alert of it. One exporter serves both sides, hence `instance`.
     """
     host = f"max by (instance, {key}, host) (last_over_time({info}[{window}]))"
-    return f"({expr})\n* on (instance, {key}) group_left (host)\n{host}"
+    # topk, because a node that was renamed has two; two of them would break the join for the whole cluster.
+    return f"({expr})\n* on (instance, {key}) group_left (host)\ntopk by (instance, {key}) (1, {host})"
 
 
 def alerts(settings: AlertSettings) -> tuple[Alert, ...]:
@@ -120,7 +121,7 @@ def _straggler(settings: AlertSettings) -> tuple[Alert, ...]:
         )
 
     return (
-        alert("critical", settings.straggler_critical, f" and on (run) {recording.PAGES}"),
+        alert("critical", settings.straggler_critical, f" and on (run) group by (run) ({recording.PAGES})"),
         alert("warning", settings.straggler_warning),
     )
 
@@ -139,10 +140,20 @@ def _down(settings: AlertSettings) -> tuple[Alert, ...]:
         + _owner(settings)
     )
 
+    state, progress = settings.at_pace(settings.state_window), settings.at_pace(settings.progress_window)
+    # The ledger says it, unless another ledger or the ranks themselves know better.
+    down = f"""(
+  max by (tenant, run) (last_over_time({m.RUN_STATE}{{state="down"}}[{state}])) == 1
+    unless on (tenant, run)
+  max by (tenant, run) (last_over_time({m.RUN_STATE}{{state=~"running|completed|stopped"}}[{state}])) == 1
+    unless on (run)
+  sum by (run) (increase({m.TRAINING_STEPS}[{progress}])) > 0
+)"""
+
     def alert(severity: Literal["critical", "warning"], operator: str) -> Alert:
         return Alert(
             "ledger", "TrainingDown", severity, ("tenant", "run"),
-            f'max by (tenant, run) ({m.RUN_STATE}{{state="down"}}) == 1\n  {operator} on (run)\n{recording.PAGES}',
+            f"{down}\n  {operator} on (tenant, run)\n{recording.PAGES}",
             settings.at_pace(settings.down_for), "A training run ended without finishing and has not come back.",
             description, link=RUN_LINK,
         )
@@ -151,15 +162,15 @@ def _down(settings: AlertSettings) -> tuple[Alert, ...]:
 
 
 def _link_errors(settings: AlertSettings) -> Alert:
-    window, memory = settings.at_pace(settings.link_window), settings.at_pace(settings.memory)
+    window = settings.at_pace(settings.link_window)
 
     def problems(port: str = "") -> tuple[str, ...]:
         """Return what is wrong with a port, or with the one that matchers name, in four expressions."""
         return (
             f"increase({m.INFINIBAND_SYMBOL_ERRORS}{port}[{window}]) > {settings.symbol_errors}",
             f"increase({m.INFINIBAND_LINK_DOWNED}{port}[{window}]) > 0",
-            # 4 is active, 5 active-defer. A port that never was active is not in use.
-            f"{m.INFINIBAND_STATE}{port} < 4 and max_over_time({m.INFINIBAND_STATE}{port}[{memory}]) >= 4",
+            # 4 is active, 5 active-defer.
+            f"{m.INFINIBAND_STATE}{port} < 4 and on (instance, device, port) {recording.PORT_WAS_ACTIVE}",
             f"{m.INFINIBAND_PRESENT}{port} == 0",
         )
 
@@ -195,16 +206,24 @@ def _xid(settings: AlertSettings) -> Alert:
     )
     ranks = f"last_over_time({m.TRAINING_RANK_INFO}{{uuid=%q}}[{settings.at_pace(settings.rate_window)}])"
     # By the time last seen, not by increase(): the first Xid may be the first sample of its series.
-    codes, age = "|".join(CRITICAL_XIDS), f"{settings.xid_window / settings.pace:g}"
-    window = settings.at_pace(settings.xid_window)
-    recent = f'last_over_time({m.GPU_XID_LAST}{{xid=~"{codes}"}}[{window}]) > time() - {age}'
+    codes, window = "|".join(CRITICAL_XIDS), settings.at_pace(settings.xid_window)
+    seen = f'{m.GPU_XID_LAST}{{xid=~"{codes}"}}'
+    fresh, kept = settings.seconds_at_pace(settings.xid_window), settings.seconds_at_pace(settings.memory)
+    recent = f"""
+  max by (instance, uuid, xid) (last_over_time({seen}[{window}])) > time() - {fresh}
+    or
+  max by (instance, uuid, xid) ({seen}) > time() - {kept}
+    and on (instance, uuid) {m.GPU_PRESENT} == 0
+"""
     # An Xid of a GPU without info still pages, without its host.
-    expr = f"{on_host(recent, 'uuid', m.GPU_INFO, window)}\n  or on (instance, uuid, xid)\n{recent}"
+    expr = f"{on_host(recent, 'uuid', m.GPU_INFO, window)}\n  or on (instance, uuid, xid)\n({recent})"
+    index = each(f"topk(1, max by (gpu) (last_over_time({m.GPU_INFO}{{uuid=%q}}[{window}])))", "$labels.uuid",
+                 " {{ .Labels.gpu }}")
     return Alert(
-        "hardware", "GpuXidCritical", "critical", ("host", "gpu", "uuid", "xid"),
-        f"max by (host, gpu, uuid, xid) (\n{indent(expr, '  ')}\n)", "0s",
+        "hardware", "GpuXidCritical", "critical", ("host", "uuid", "xid"),
+        f"max by (host, uuid, xid) (\n{indent(expr, '  ')}\n)", "0s",
         "A GPU reported an error after which it is not fit for work.",
-        "GPU {{ $labels.gpu }} ({{ $labels.uuid }}) of {{ $labels.host }} reported Xid {{ $labels.xid }}" + meaning
+        "GPU" + index + " ({{ $labels.uuid }}) of {{ $labels.host }} reported Xid {{ $labels.xid }}" + meaning
         + each(f"group by (run, rank) ({ranks})", "$labels.uuid",
                " Rank {{ .Labels.rank }} of run {{ .Labels.run }} runs on it."),
     )

@@ -22,6 +22,7 @@ WAIT = "rank:training_collective_wait:ratio"
 RANK_SCORE = "rank:training_straggler:score"
 RUN_SCORE = "run:training_straggler:score"
 LEADER = "rank:training_straggler:leader"
+PORT_WAS_ACTIVE = "port:infiniband_was_active:bool"
 GOODPUT = "run:run_goodput:ratio"
 ETTR = "run:run_ettr:ratio"
 EFFECTIVE_MFU = "run:run_effective_mfu:ratio"
@@ -48,8 +49,14 @@ def records(settings: AlertSettings) -> tuple[Record, ...]:
     """Return every recording rule, in the order in which they build on each other."""
     rate = settings.at_pace(settings.rate_window)
     window = settings.at_pace(settings.straggler_window)
+    three_windows = settings.at_pace(3 * settings.straggler_window)
+    progress = settings.at_pace(settings.progress_window)
+    state = settings.at_pace(settings.state_window)
     memory = settings.at_pace(settings.memory)
     productive = f'max by (tenant, run, bucket) ({m.RUN_SECONDS}{{bucket=~"productive|generation"}})'
+
+    forget = settings.at_pace(settings.xid_window)
+    tokens = f"sum by (run, rank) (rate({m.TRAINING_TOKENS}[{window}]))"
 
     def leads(offset: str = "") -> str:
         return f"({RANK_SCORE}{offset} == on (run) group_left () {RUN_SCORE}{offset})"
@@ -64,9 +71,9 @@ def records(settings: AlertSettings) -> tuple[Record, ...]:
             (sum by (run) (rate({m.TRAINING_CAPACITY_FLOPS}[{rate}])) > 0)
               and on (run)
             (
-              count by (run) (group by (run, rank) ({m.TRAINING_CAPACITY_FLOPS}))
+              count by (run) (sum by (run, rank) (rate({m.TRAINING_CAPACITY_FLOPS}[{rate}])) > 0)
                 ==
-              max by (run) ({m.TRAINING_WORLD_SIZE})
+              max by (run) (last_over_time({m.TRAINING_WORLD_SIZE}[{progress}]))
             )
               unless on (run)
             {m.TRAINING_MFU_UNAVAILABLE} == 1
@@ -87,10 +94,12 @@ def records(settings: AlertSettings) -> tuple[Record, ...]:
             sum by (run) (rate({m.TRAINING_TOKENS}[{rate}]))
         """),
         record("training", PAGES, "1 for a run that may page: it is large, or it asks to.", f"""
-            group by (run) (
-              max by (run) ({m.RUN_GPUS}) >= {settings.page_min_gpus}
+            group by (tenant, run) (
+              max by (tenant, run) (last_over_time({m.RUN_GPUS}[{state}])) >= {settings.page_min_gpus}
                 or
-              last_over_time({m.TRAINING_RUN_INFO}{{page="always"}}[{memory}])
+              max by (tenant, run) (last_over_time({m.TRAINING_RUN_INFO}{{page="always"}}[{memory}]))
+                or
+              {PAGES} and on (tenant, run) last_over_time({m.RUN_STATE}{{state="down"}}[{state}]) == 1
             )
         """),
         record("training", WAIT, "Share of measured step time a rank waits for others; none for a stale rank.", f"""
@@ -118,13 +127,27 @@ def records(settings: AlertSettings) -> tuple[Record, ...]:
         record("training", RUN_SCORE, "Score of the run's latest rank.", f"""
             max by (run) ({RANK_SCORE})
         """),
+        # A restarted rank may be another machine: the windows before say nothing about it.
         record("training", LEADER, "Score of the rank that was latest in three windows in a row; none if that "
-               "changed hands.", f"""
+               "changed hands, if the rank restarted meanwhile, or if it has more tokens than the others.", f"""
             {leads()}
               and on (run, rank)
             {leads(f" offset {window}")}
               and on (run, rank)
             {leads(f" offset {settings.at_pace(2 * settings.straggler_window)}")}
+              unless on (run, rank)
+            (
+              sum by (run, rank) (resets({m.TRAINING_MEASURED_STEPS}[{three_windows}])) > 0
+                or
+              count by (run, rank) (last_over_time({m.TRAINING_MEASURED_STEPS}[{three_windows}])) > 1
+            )
+              unless on (run, rank)
+            (
+              {tokens}
+                /
+              on (run) group_left () (avg by (run) ({tokens}) > 0)
+                > {1 + settings.straggler_tokens:g}
+            )
         """),
         record("ledger", GOODPUT, "Productive time over wall clock since the first process start.", f"""
             sum by (tenant, run) ({productive})
@@ -151,5 +174,12 @@ def records(settings: AlertSettings) -> tuple[Record, ...]:
             max by (tenant, run) ({m.RUN_MODEL_FLOPS})
               /
             (max by (tenant, run) ({m.RUN_CAPACITY_FLOPS}) > 0)
+        """),
+        record("hardware", PORT_WAS_ACTIVE, "1 for a port that has been active; one that never was is not in use.", f"""
+            group by (instance, device, port) (
+              {m.INFINIBAND_STATE} >= 4
+                or
+              {PORT_WAS_ACTIVE} and on (instance, device, port) last_over_time({m.INFINIBAND_STATE}[{forget}])
+            )
         """),
     )

@@ -67,7 +67,7 @@ def alertmanager(settings: AlertSettings) -> dict[str, object]:
             "routes": [
                 {"receiver": "watchdog", "matchers": ['alertname = "FlopwatchWatchdog"'],
                  "group_wait": "0s", "group_interval": often, "repeat_interval": often},
-                {"receiver": "nobody", "matchers": ['severity = "info"']},
+                {"receiver": "nobody", "matchers": ['severity =~ "info|none"']},
                 {"receiver": "pagerduty", "matchers": ['severity = "critical"'], "continue": True},
                 {"receiver": "slack"},
             ],

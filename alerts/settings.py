@@ -32,7 +32,9 @@ class AlertSettings:
     straggler_window: float = 120.0  # a verdict needs the same leader in three of these in a row
     link_window: float = 300.0
     xid_window: float = 1800.0  # an Xid is news for this long
-    memory: float = 86_400.0  # a port was active, a run asked to page, within this time
+    progress_window: float = 120.0  # a run with steps in it is not down, whatever a ledger that hears nothing says
+    state_window: float = 300.0  # what a ledger or exporter said last holds this long while it restarts
+    memory: float = 86_400.0  # a run asked to page within this time; a lost GPU's Xid is not forgotten before
 
     # A verdict has already seen three windows, a port one.
     straggler_for: float = 60.0
@@ -44,6 +46,7 @@ class AlertSettings:
     straggler_warning: float = 0.10  # share of every step lost to the late rank
     straggler_critical: float = 0.20
     straggler_steps: int = 5  # measured steps a window needs, or there is no score
+    straggler_tokens: float = 0.05  # more tokens than the mean: the work is uneven, not the machine slow
     symbol_errors: int = 10  # in one link_window: the rate of 120 an hour, at which a link is to be replaced
     page_min_gpus: int = 64  # a smaller run only notifies, unless it asks with page="always"
 
@@ -63,10 +66,15 @@ class AlertSettings:
     def __post_init__(self) -> None:
         if self.pace <= 0:
             raise ValueError(f"pace {self.pace:g}: write a number above 0; 1 is production")
-        for name in ("rate_window", "straggler_window", "link_window", "xid_window", "memory"):
+        for name in ("rate_window", "straggler_window", "link_window", "xid_window",
+                     "progress_window", "state_window", "memory"):
             if getattr(self, name) < 4 * self.scrape_interval:
                 raise ValueError(f"{name} {getattr(self, name):g} s is less than four scrapes of "
                                  f"{self.scrape_interval:g} s; make it longer or scrape more often")
+
+    def seconds_at_pace(self, seconds: float) -> str:
+        """Return a time of pace 1 at this pace as a number of seconds, to compare with time()."""
+        return f"{seconds / self.pace:.3f}".rstrip("0").rstrip(".")
 
     def at_pace(self, seconds: float) -> str:
         """Return a time of pace 1 as Prometheus writes it at this pace."""

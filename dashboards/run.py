@@ -37,7 +37,10 @@ RANKS = f"max by (rank, host, uuid) ({RANK_INFO})"
 
 def per_rank(gpu: str, labels: str = "") -> str:
     """Return `gpu`, an expression per uuid, on the ranks that hold the cards, with `labels` of its own added."""
-    return f"{RANKS} * on (uuid) group_left ({labels}) max by (uuid{labels and ', ' + labels}) ({gpu})"
+    one = f"max by (uuid{labels and ', ' + labels}) ({gpu})"
+    if labels:  # a card that was moved has two places, and two would break the join
+        one = f"topk by (uuid) (1, {one})"
+    return f"{RANKS} * on (uuid) group_left ({labels}) {one}"
 
 
 def per_port(port: str) -> str:
@@ -143,7 +146,7 @@ ranks = [
         "Firing alerts", "Alerts of this run and those of nodes and links. Bad: anything but FlopwatchWatchdog, which "
         "always fires to prove that alerts arrive.",
         f'ALERTS{{alertstate="firing", {RUN}}} or ALERTS{{alertstate="firing", run="", alertname=~"{ALERTS}"}}',
-        labels={"alertname": "Alert", "severity": "Severity", "host": "Host", "gpu": "GPU", "device": "Device",
+        labels={"alertname": "Alert", "severity": "Severity", "host": "Host", "uuid": "GPU", "device": "Device",
                 "port": "Port", "xid": "Xid"}, width=8, height=8,
     ),
     d.table(

@@ -210,7 +210,7 @@ def _unpack_debian(mirrors: Sequence[str], suite: str, packages: Sequence[str], 
     for mirror in mirrors:
         sources.write_text(f"deb [signed-by={KEYRING}] {mirror} {suite} main\n")
         try:
-            run("apt-get", *flags, "update")
+            run("apt-get", *flags, "-oAPT::Update::Error-Mode=any", "update")
             break
         except subprocess.CalledProcessError:
             if mirror == mirrors[-1]:

@@ -155,7 +155,7 @@ def test_a_finish_brackets_the_time_since_the_last_snapshot(status: str, rest: s
     assert buckets(lines) == {"startup": 10, "productive": 34, rest: 5}
     run = figures(lines, now=249)
     ended = status in ("completed", "stopped")
-    assert run["state"] == (status if ended else "down")
+    assert run["state"] == (status if ended else "down" if status == "failed" else "queued")
     assert run["wall_seconds"] == (49 if ended else 149)
     assert run["ends"][status] == 1
 

@@ -312,3 +312,14 @@ def test_a_final_push_and_a_stop_at_once_are_both_honoured(tmp_path: Path) -> No
         assert node.end() == 0
     with exporter(state, "--ledger", "embedded") as node:
         node.wait_for("run_state{tenant=,run=lm,state=stopped}", 1)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = [sys.executable, "-m", "flopwatch", "metrics"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          env={**os.environ, "PYTHONUNBUFFERED": "1"}) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141

@@ -28,6 +28,9 @@ PANELS = [(name, panel) for name, board in BOARDS.items() for panel in board["pa
 each_panel = pytest.mark.parametrize("panel", [pytest.param(p, id=f"{name}: {p['title']}") for name, p in PANELS])
 
 
+LATCHES: dict[str, set[str]] = {}  # records under way
+
+
 def labels_of(expr: Any) -> set[str]:
     """Return the labels that `expr` can give; fail on a series or label that nothing of ours has."""
     match expr:
@@ -35,7 +38,7 @@ def labels_of(expr: Any) -> set[str]:
             name = expr.name or ""
             family, _, suffix = name.rpartition("_")
             if name in RECORDS:
-                known = labels_of(promql.parse(RECORDS[name]))
+                known = labels_of_record(name)
             elif name == "ALERTS":  # https://prometheus.io/docs/prometheus/latest/configuration/alerting_rules/
                 known = ALERT_LABELS
             elif suffix in ("bucket", "sum", "count") and family in BY_NAME:
@@ -50,8 +53,10 @@ def labels_of(expr: Any) -> set[str]:
             return labels_of(expr.vector_selector)
         case promql.AggregateExpr():
             known = labels_of(expr.expr)
+            if str(expr.op) in ("topk", "bottomk"):
+                return known
             if expr.modifier is None:
-                return known if str(expr.op) in ("topk", "bottomk") else set()
+                return set()
             assert expr.modifier.type == promql.AggModifierType.By, expr
             assert set(expr.modifier.labels) <= known, f"{expr} groups by what is not in {sorted(known)}"
             return set(expr.modifier.labels)
@@ -77,6 +82,18 @@ def labels_of(expr: Any) -> set[str]:
         case promql.NumberLiteral() | promql.StringLiteral():
             return set()
     raise AssertionError(f"{type(expr).__name__} is new to this test")
+
+
+def labels_of_record(name: str) -> set[str]:
+    """Return the labels of a recording rule; where it refers to itself, a latch, those it groups by."""
+    if name in LATCHES:
+        return LATCHES[name]
+    expr: Any = promql.parse(RECORDS[name])
+    LATCHES[name] = set(expr.modifier.labels) if isinstance(expr, promql.AggregateExpr) and expr.modifier else set()
+    try:
+        return labels_of(expr)
+    finally:
+        del LATCHES[name]
 
 
 def kept_labels(panel: Json, target: Json) -> set[str]:

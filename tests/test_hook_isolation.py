@@ -179,8 +179,8 @@ run.finish()
     ("run.finish('preempted'); raise RuntimeError", "preempted"),
     ("raise RuntimeError", "failed"),
     ("raise KeyboardInterrupt", "stopped"),
-    ("", "stopped"),
-    ("import sys; sys.exit(1)", "stopped"),
+    ("", "failed"),
+    ("import sys; sys.exit(1)", "failed"),
     ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", None),
     ("import os; os._exit(0)", None),
 ])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -17,7 +18,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status; 2 for a wrong flag, 1 for what keeps a command from running."""
     options = _parser().parse_args(arguments)
     try:
-        return int(options.command(options) or 0)
+        status = int(options.command(options) or 0)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Who reads us has seen enough, as in `flopwatch metrics | head`; and what is left must not fail at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except SettingsError as error:
         print(f"flopwatch: {error}", file=sys.stderr)
         return 1

@@ -326,7 +326,8 @@ RUN_GPUS = Metric(
     "flopwatch.ledger.accounting",
 )
 RUN_STATE = Metric(
-    "run_state", "gauge", "1 for the state the run is in: queued, running, down, completed, stopped.",
+    "run_state", "gauge",
+    "1 for the state the run is in: queued (also after a preemption), running, down, completed, stopped.",
     (*RUN, "state"), "flopwatch.ledger.accounting", key=True,
 )
 RUN_ATTEMPTS = Metric(

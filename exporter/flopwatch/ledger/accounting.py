@@ -43,6 +43,7 @@ BUCKETS = (
 STATES = ("queued", "running", "down", "completed", "stopped")
 ENDS = (*STATUSES, "silent")
 _END_OF_RUN = ("completed", "stopped")
+_WAITS = ("preempted", "resized")  # planned: the run waits for GPUs, and nobody is to be paged for it
 
 _PAST = 100  # ended attempts a run remembers by name; older ones are known by their start
 
@@ -402,7 +403,7 @@ class Run:
 
     def state(self, now: float) -> str:
         """Return queued, running, down, completed or stopped."""
-        if self.attempt is None:
+        if self.attempt is None or self.attempt.end in _WAITS:
             return "queued"
         return self.ended if self.ended is not None else "running" if self._alive(now) else "down"
 

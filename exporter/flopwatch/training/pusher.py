@@ -1,7 +1,8 @@
 """The thread that pushes snapshots to the node's exporter, and its end.
 
-At the interpreter's end without run.finish() it says `failed` after an unhandled exception, else `stopped`;
-sys.exit(1) cannot be told from the latter. A killed process says nothing, and the node notices that its pid is gone.
+At the interpreter's end without run.finish() it says `stopped` after Ctrl-C, else `failed`: sys.exit(1) cannot be told
+from a plain end, and a failure taken for an end would be told to nobody. A killed process says nothing, and the node
+notices that its pid is gone.
 A forked child (a DataLoader worker) has no such thread, and Run.finish says nothing in it. No signal handler is
 installed: in Python it would keep alive a rank that is blocked in a collective.
 """
@@ -59,8 +60,7 @@ class Pusher:
             self._thread.join(LAST_PUSH)
 
     def _at_exit(self) -> None:
-        unhandled = getattr(sys, "last_value", None)
-        self._finish("stopped" if unhandled is None or isinstance(unhandled, KeyboardInterrupt) else "failed")
+        self._finish("stopped" if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt) else "failed")
 
     def _push(self) -> None:
         delivered = True
