@@ -94,6 +94,31 @@ def test_step_time_is_open_until_the_step_ends() -> None:
     assert buckets([*told, snapshot(150, "a1", 4, startup=10, step=40)]) == {"startup": 10, "productive": 40}
 
 
+def test_a_first_step_that_outlasts_a_push_stays_open_and_costs_no_goodput() -> None:
+    def open_step(t: float, seconds: float) -> Line:
+        more = {"started": 100.0, "open_step_seconds": seconds}
+        return snapshot(t, "a1", None, more=more, startup=10, step=seconds)
+
+    first = [open_step(115, 5), open_step(120, 10)]
+    assert buckets(first) == {"startup": 10, "open": 10}
+    later = [*first, snapshot(180, "a1", 3, more={"open_step_seconds": 0.0}, startup=10, step=70)]
+    assert buckets(later) == {"startup": 10, "productive": 70}
+    assert figures(later)["provisional_seconds"] == 70
+
+
+def test_an_exporter_that_was_restarted_and_has_not_heard_from_all_its_ranks_books_no_flops_twice() -> None:
+    def told(t: float, step: float, flops: float) -> Line:
+        return snapshot(t, "a1", step, more={"model_flops": flops, "peak_flops": 100.0}, startup=10, step=t - 110)
+
+    before = [start(100, "a1"), told(110, 0, 0), told(150, 4, 400)]
+    # One of four ranks, then two of them, then all.
+    after = [*before, told(160, 5, 125), told(170, 6, 300), told(180, 7, 700)]
+    assert account(after).runs["", "r"].retained == 700
+    # A rank that was replaced begins at 0 for good.
+    replaced = [*before, *(told(160 + 10 * n, 5 + n, 100 + 50 * n) for n in range(12))]
+    assert account(replaced).runs["", "r"].retained == 400 + 5 * 50
+
+
 def test_a_crash_loses_the_open_step_and_what_is_executed_again() -> None:
     again = [
         *A1, snapshot(147, "a1", 3, startup=10, step=37),

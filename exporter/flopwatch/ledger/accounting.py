@@ -66,6 +66,7 @@ class Source:
     peak: float | None = None
     flops: float = 0.0  # up to flops_step
     flops_step: float = 0.0
+    fell: float | None = None  # since when it tells fewer FLOPs than before
     mark: float = 0.0  # steps up to here add no retained FLOPs
     end: str | None = None
 
@@ -225,7 +226,7 @@ class Run:
             if record.gone or record.t - record.age <= source.t:
                 return
             source.start, source.activity, source.base, source.epoch = record.t - record.age, {}, {}, attempt.epoch
-            source.flops, source.end = 0.0, None
+            source.flops, source.fell, source.end = 0.0, None, None
         elif record.age == source.age or source.end is not None:
             return
         elif source.epoch != attempt.epoch:
@@ -265,6 +266,13 @@ class Run:
         if flops is None:
             return
         self.flops = True
+        if flops < source.flops and step >= source.flops_step:
+            # An exporter that was restarted has not yet heard from all its ranks. What it counted before it will count
+            # again, and booking the rise would book it twice. If it stays so, a rank was replaced and began at 0.
+            source.fell = source.t if source.fell is None else source.fell
+            if source.t - source.fell < self.silent_after:
+                return
+        source.fell = None
         if step != source.flops_step:
             if step > source.flops_step:
                 grown = max(0.0, flops - source.flops)
@@ -291,13 +299,15 @@ class Run:
         step = source.step
         if step is None:
             step = max((x.step for x in self.sources.values() if x.step is not None), default=None)
+        ended = max(0.0, self.pending - source.open_step)
         if step is not None:
-            self._settle(step, max(0.0, self.pending - source.open_step))
-        elif self.pending > 0:
+            self.positioned = True
+            self._settle(step, ended)
+        elif ended > 0:
             # Nobody knows the position: no lost work and no goodput can be told.
             self.positioned = False
-            self._book("other", self.pending)
-            self.pending = 0.0
+            self._book("other", ended)
+            self.pending -= ended
         self._price()
 
     def _settle(self, step: float, ended: float) -> None:
