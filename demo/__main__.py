@@ -36,12 +36,16 @@ class Story:
 
     def __init__(self, stack: Stack, healthy: float) -> None:
         self.stack, self.healthy = stack, healthy
-        self.lines = [f"0:00  The first step. Rank {SLOW_RANK} will be slowed at {summary.clock(healthy)}."]
+        self.lines: list[str] = []
         if not stack.servers.alertmanager:
             self.lines.append("0:00  Alertmanager cannot run here, so no Slack message will come.")
         self.slowed: float | None = None
         self.told: float | None = None
         self.healed = False
+
+    def begin(self) -> None:
+        """Tell that the first step was made."""
+        self.lines = [f"0:00  The first step. Rank {SLOW_RANK} will be slowed at {summary.clock(self.healthy)}."]
 
     def advance(self, elapsed: float) -> None:
         """Do and tell what is due."""
@@ -135,7 +139,7 @@ def links(stack: Stack) -> list[tuple[str, str]]:
     except OSError:
         graph = "classic/graph"  # Debian's Prometheus 2
     found = [
-        ("MFU graph", f"{stack.prometheus.url}/{graph}?g0.expr={recording.RUN_MFU}&g0.tab=0&g0.range_input=5m"),
+        ("MFU graph", f"{stack.prometheus.url}/{graph}?g0.expr={recording.RUN_MFU}&g0.tab=0"),
         ("Exporter", f"http://{stack.exporter_address}/metrics"),
     ]
     if stack.servers.alertmanager:
@@ -146,7 +150,14 @@ def links(stack: Stack) -> list[tuple[str, str]]:
 @contextmanager
 def emptied(state: Path) -> Iterator[None]:
     """Empty the state folder and hold it, so that two demos never share one. Raises StackError."""
-    state.mkdir(parents=True, exist_ok=True)
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+        foreign = any(state.iterdir()) and not (state / "lock").exists()
+    except OSError as error:
+        raise StackError(f"--state {state}: {error.strerror}") from None
+    if foreign:
+        raise StackError(f"{state} holds something that is not a demo's, and a demo empties its folder; give --state "
+                         "an empty or a new one")
     with (state / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -172,11 +183,15 @@ def run(stack: Stack, console: Console, seconds: float | None) -> None:
         print("Waiting for the first training step", flush=True)
         with suppress(KeyboardInterrupt):
             wait_for_first_step(stack)
+            story.begin()
             watch(stack, story, console, urls, seconds)
         signals.stopping = True
         last = summary.read(stack.prometheus, stack.run)
         print("Stopping", flush=True)
     signals.ignore()
+    if not story.lines:
+        print("Stopped before the first training step.")
+        return
     if console.is_terminal:
         print("\n".join(story.lines))
     console.print(summary.table(last, plain=not console.is_terminal))
@@ -184,11 +199,18 @@ def run(stack: Stack, console: Console, seconds: float | None) -> None:
         print(f"The last Slack message:\n{message}")
 
 
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if seconds <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return seconds
+
+
 def main() -> int:
     """Read the flags, run the demo, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
     parser.add_argument("--train", choices=("torch", "simulated"), default="torch", help="the job (default torch)")
-    parser.add_argument("--seconds", type=float, help="end this long after the first training step")
+    parser.add_argument("--seconds", type=_seconds, help="end this long after the first training step")
     parser.add_argument("--state", type=Path, default=ROOT / "demo-state", metavar="DIR",
                         help="logs and data of this demo; emptied first (default demo-state)")
     options = parser.parse_args()

@@ -506,7 +506,8 @@ def histories(draw: st.DrawFn, *, clean: bool) -> Generated:
                 lines.append({**at, "event": "finish", "status": end})
 
         activity, step, open_step, committed = process.at(heard)
-        truth["lost"] += open_step
+        cut_short = "other" if end == "completed" else "lost"
+        truth[cut_short] += open_step
         truth["startup"] += activity.get("startup", 0.0)
         truth["data_stall"] += activity.get("data_stall", 0.0)
         truth["checkpoint_save"] += activity.get("checkpoint_save", 0.0)
@@ -525,7 +526,7 @@ def histories(draw: st.DrawFn, *, clean: bool) -> Generated:
             truth["down"] += life - until + pause
             now = max(now + life + pause - overlap, now + 0.5)
         elif not attested:
-            truth["lost"] -= open_step  # nothing brackets it
+            truth[cut_short] -= open_step  # nothing brackets it
     return Generated(lines if clean else sorted(lines, key=lambda line: line["t"]), truth, steps, skews)
 
 

@@ -127,7 +127,8 @@ def test_the_catalogue_is_printed_as_the_documentation_has_it() -> None:
     (["--simulate", "b200x8"], 1, "the only simulated node is h100x8"),
     (["--listen", ":9450", "--otlp-listen", ":9450"], 1, "give them different ports"),
     (["--state", "/dev/null/state", "--ledger", "embedded", "--listen", "127.0.0.1:0", "--otlp-listen", "127.0.0.1:0"],
-     1, "--state /dev/null/state cannot be written: Not a directory; --ledger embedded needs it"),
+     1, "--state /dev/null/state cannot be written: Not a directory; --ledger embedded needs it: choose another "
+     "--state DIR"),
     (["--otlp-token-file", "/nonexistent"], 1, "--otlp-token-file /nonexistent: No such file or directory"),
     (["--ledger-token-file", "/dev/null"], 1, "/dev/null is empty; put the token on its first line"),
 ])

@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 
 from demo import summary
+from demo.__main__ import emptied
 from demo.servers import ROOT, find
 from demo.stack import Stack, StackError, free_ports
 
@@ -152,6 +153,17 @@ def test_a_second_demo_in_the_same_folder_is_refused(start: Callable[..., Demo])
 
 
 @pytest.mark.e2e
+def test_a_folder_that_is_not_a_demos_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(StackError, match="not a demo's"), emptied(tmp_path):
+        pass
+    assert (tmp_path / "thesis.tex").exists()
+    with emptied(tmp_path / "new"):
+        (tmp_path / "new" / "old.log").touch()
+    with emptied(tmp_path / "new"):
+        assert not (tmp_path / "new" / "old.log").exists()
+
+
 def test_a_program_that_fails_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
     with Stack(tmp_path, train="simulated", trainer=("--ranks", "none")) as stack:
         stack.children["training"].process.wait(20)

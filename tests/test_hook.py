@@ -215,6 +215,18 @@ def test_a_token_file_becomes_a_bearer_token(tmp_path: Path) -> None:
     assert server.pushes[-1].headers["Authorization"] == "Bearer s3cret"
 
 
+def test_the_last_word_reaches_an_exporter_that_restarts_meanwhile() -> None:
+    with HookServer() as first:
+        run = Run("llama", endpoint=first.url, environ={}, push_interval=0.1)
+        first.wait_for(lambda push: True)
+    ended = threading.Thread(target=run.finish)
+    ended.start()
+    time.sleep(0.5)
+    with HookServer(port=first.port) as second:
+        assert second.wait_for(lambda push: True).resource["flopwatch.status"] == "completed"
+        ended.join()
+
+
 def test_settings_come_from_the_environment_where_arguments_are_silent() -> None:
     with HookServer() as server:
         Run(environ={
@@ -422,10 +434,23 @@ def test_a_rank_counts_its_share_of_the_replicas_tokens_and_flops(
     arguments: dict[str, Any], step: dict[str, Any], expected: tuple[float | None, ...],
 ) -> None:
     run = silent(rank=1, world_size=8, **arguments)
-    run.step(**step)
+    for _ in run.batches([0]):
+        run.step(**step)
     snapshot = run.snapshot()
     assert (value(snapshot, "training_tokens_total"), value(snapshot, "training_model_flops_total"),
             value(snapshot, "training_position_tokens")) == expected
+
+
+def test_a_step_whose_time_was_startup_adds_no_flops_because_it_adds_no_capacity() -> None:
+    clock = Clock()
+    run = silent(clock, flops_per_token=10, peak_flops=100.0)
+    for _ in range(3):
+        clock.passes(4)
+        run.step(tokens=20)
+    snapshot = run.snapshot()
+    assert value(snapshot, "training_tokens_total") == 60
+    assert value(snapshot, "training_model_flops_total") == 2 * 20 * 10
+    assert value(snapshot, "training_capacity_flops_total") == 2 * 4 * 100
 
 
 @pytest.mark.parametrize(("arguments", "step", "expected"), [

@@ -42,15 +42,15 @@ def test_the_training_loop_runs_and_counts_what_it_says(monkeypatch: pytest.Monk
     saved: list[int] = []
     names = {
         "model": None, "loader": [Batch()] * 501, "train_step": lambda model, batch: None,
-        "save": lambda model, step: saved.append(step),
+        "save": lambda model, step: saved.append(step), "load": lambda model: 1000,
     }
     exec(compile(blocks("python")[0], "README.md", "exec"), names)
     run = names["run"]
     assert isinstance(run, Run)
     points = run.snapshot().points
-    assert saved == [500]
-    assert points[c.TRAINING_POSITION_STEPS] == [({}, 501.0)]
-    assert points[c.TRAINING_COMMITTED_STEPS] == [({}, 500.0)]
+    assert saved == [1500]
+    assert points[c.TRAINING_POSITION_STEPS] == [({}, 1501.0)]
+    assert points[c.TRAINING_COMMITTED_STEPS] == [({}, 1500.0)]
     assert points[c.TRAINING_MODEL_FLOPS] == [({}, pytest.approx(501 * 8192 * 51.5e9))]
     assert points[c.TRAINING_HOOK_ERRORS] == [({}, 0.0)]
 
@@ -85,6 +85,12 @@ def test_prometheus_accepts_the_configuration_shown_with_the_rules_written_by_th
 def test_the_table_is_the_catalogues() -> None:
     (table,) = re.findall(r"^<!-- printed by `flopwatch metrics --key` -->\n(.*?)\n<!-- end -->", README, re.M | re.S)
     assert table == metrics_markdown(key_only=True).strip()
+
+
+def test_every_setting_of_the_hook_is_explained_and_no_other() -> None:
+    code = "".join(path.read_text() for path in (ROOT / "exporter" / "flopwatch" / "training").glob("*.py"))
+    page = (ROOT / "docs" / "training.md").read_text()
+    assert set(re.findall(r"FLOPWATCH_[A-Z_]+", page)) == set(re.findall(r'"(FLOPWATCH_[A-Z_]+)"', code))
 
 
 @pytest.mark.parametrize("page", sorted(path.relative_to(ROOT).as_posix() for path in [

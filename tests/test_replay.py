@@ -147,7 +147,7 @@ def test_lines_that_cannot_be_read_are_named_and_left_out(tmp_path: Path) -> Non
         f"flopwatch: {damaged}: line 4: Expecting ',' delimiter: line 1 column 24 (char 23)",
         f"flopwatch: {damaged}: line 6: event: '' is none of submitted, start, snapshot, finish",
     ]
-    assert done.returncode == 0
+    assert done.returncode == 1
 
 
 def test_a_history_that_is_not_there_is_an_error(tmp_path: Path) -> None:

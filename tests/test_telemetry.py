@@ -29,7 +29,7 @@ from flopwatch.node import otlp
 from flopwatch.node.exposition import Exposition
 from flopwatch.node.forward import Embedded, Forward, Outcomes, Remote
 from flopwatch.node.otlp import JSON, MAX_BYTES, PROTOBUF, Push, Refused
-from flopwatch.node.telemetry import MAX_RANKS, MAX_RUNS, Record, Telemetry, own_pid_namespace, process_alive
+from flopwatch.node.telemetry import MAX_NAMES, MAX_RANKS, MAX_RUNS, Record, Telemetry, own_pid_namespace, process_alive
 from flopwatch.settings import ExporterSettings
 from tests.otlp_by_hand import START, counter, gauge, histogram, process, request, training
 
@@ -130,6 +130,8 @@ def changed(metric: Any, **values: Any) -> Any:
     counter("training_tokens_total", -1),
     counter("training_tokens_total", float("nan")),
     counter("training_tokens_total", float("inf")),
+    gauge("training_committed_steps", float("nan")),
+    gauge("training_world_size", float("inf")),
     counter("training_tokens_total", 1, unknown="label"),
     counter("training_tokens_total", 1, run="another"),
     counter("training_activity_seconds_total", 1),
@@ -272,6 +274,40 @@ def test_a_node_takes_64_ranks_and_16_runs() -> None:
     node.push(process(GOOD, rank=0, run="run-0", status="completed"))
     assert node.push(process(GOOD, rank=MAX_RANKS, run="run-1")) == (0, "")
     assert node.counted()["limit"] == 2
+
+
+def test_runs_that_end_at_once_do_not_get_round_the_limit() -> None:
+    node = Node()
+    for number in range(MAX_NAMES):
+        assert node.push(process(GOOD, run=f"run-{number}", status="completed")) == (0, "")
+    assert node.push(process(GOOD, run="one-too-many"))[0] == 1
+    assert node.push(process(GOOD, run="run-5", attempt="a2", start_unix=START + 1)) == (0, "")
+    node.time += 3601
+    assert node.push(process(GOOD, run="one-too-many")) == (0, "")
+
+
+def test_a_small_request_with_many_processes_is_refused_before_any_is_read() -> None:
+    asked: list[None] = []
+
+    def gpus() -> None:
+        asked.append(None)
+
+    telemetry = Telemetry(ExporterSettings(host="node-7"), CollectorRegistry(), gpus)
+    with pytest.raises(Refused, match="at most 64 processes"):
+        telemetry.receive(request(*(ResourceMetrics() for _ in range(MAX_RANKS + 1))))
+    assert asked == []
+    telemetry.receive(request(*(process(GOOD, rank=rank) for rank in range(MAX_RANKS))))
+    assert asked == [None]
+
+
+def test_a_run_that_completed_is_complete_though_one_rank_left_without_a_word() -> None:
+    node = Node()
+    node.push(training(9, 5, START + 6, rank=0), training(9, 5, START + 6, rank=1))
+    node.push(training(10, 6, START + 7, rank=0, status="completed"))
+    node.time += 301
+    node.telemetry.check()
+    [record] = node.records()
+    assert (record["status"], record["event"]) == ("completed", "finish")
 
 
 def test_a_rank_of_another_tenants_run_of_the_same_name_is_refused_while_that_is_live() -> None:

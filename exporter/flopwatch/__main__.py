@@ -46,10 +46,10 @@ def _ledger_serve(options: argparse.Namespace) -> None:
     run(settings)
 
 
-def _ledger_replay(options: argparse.Namespace) -> None:
+def _ledger_replay(options: argparse.Namespace) -> int:
     from flopwatch.ledger.replay import main as replay
 
-    replay(options.file, options.json)
+    return replay(options.file, options.json)
 
 
 def _metrics(options: argparse.Namespace) -> None:
@@ -72,7 +72,10 @@ def _address(text: str) -> Address:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
     if not 0 < seconds < 1e6:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
     return seconds

@@ -12,7 +12,7 @@ where *pending* is step time whose step has not ended. `run_open_seconds` is pen
   under way, activities that do not add up) the growth of the activities is scaled to the room there is: nothing is
   booked twice, and what no activity explains is `other` when the attempt ends.
 - Pending becomes productive (steps above the run's high-water mark) or lost (at or below it) when a step ends, linear
-  in steps, and lost when its attempt dies.
+  in steps, and when its attempt ends: lost, or other if the run ended with it.
 - The source followed is the live one with the lowest rank. The position shown is the maximum over sources; GPUs, peaks
   and FLOPs are sums. When an attempt ends, the source that got furthest is followed to its last snapshot.
 - An attempt ends when its last live source finishes or vanishes, when any source says completed or stopped, or when a
@@ -361,7 +361,8 @@ class Run:
             furthest = max(self.sources.values(), key=lambda x: x.position)
             heard = furthest.t
             self._follow(furthest)
-        self._book("lost", self.pending)
+        # After the last step of a run that ended in order nothing was cut short.
+        self._book("other" if end in _END_OF_RUN else "lost", self.pending)
         self.pending = 0.0
         if end == "silent":
             said = [x.end for x in self.sources.values()]

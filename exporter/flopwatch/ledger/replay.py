@@ -29,8 +29,8 @@ def replay(lines: Iterable[str], silent_after: float = 60.0) -> tuple[dict[str, 
     return ledger.summary(), unreadable
 
 
-def main(path: Path, json_output: bool = False) -> None:
-    """Print the figures of a history; lines that cannot be read are named on stderr and left out."""
+def main(path: Path, json_output: bool = False) -> int:
+    """Print the figures of a history; lines that cannot be read are named on stderr and left out, and make it 1."""
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             summary, unreadable = replay(lines)
@@ -39,6 +39,7 @@ def main(path: Path, json_output: bool = False) -> None:
     for message in unreadable:
         print(f"flopwatch: {path}: {message}", file=sys.stderr)
     print(json.dumps(summary, indent=2) if json_output else _table(summary["runs"]))
+    return 1 if unreadable or not summary["runs"] else 0
 
 
 def _table(runs: dict[str, dict[str, Any]]) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 from html import escape
 from pathlib import Path
 
+import anyio
+import anyio.to_thread
 from fastapi import FastAPI, Request, Response
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse, PlainTextResponse
 
 import flopwatch
@@ -18,6 +19,8 @@ from flopwatch.node.otlp import Refused
 from flopwatch.node.scrape import Scrape, scrape_timeout
 from flopwatch.node.telemetry import Telemetry
 from flopwatch.settings import ExporterSettings
+
+INTAKE_THREADS = 4
 
 _HTTP_STATUS = {"malformed": 400, "unauthorized": 401, "too_large": 413, "unsupported_type": 415}
 _OUTCOMES: dict[type[Exception], str] = {
@@ -91,6 +94,8 @@ def otlp_app(telemetry: Telemetry, token_file: Path | None) -> FastAPI:
     """Return the intake of training telemetry: POST /v1/metrics."""
     app = FastAPI(title="flopwatch OTLP intake", docs_url=None, redoc_url=None, openapi_url=None)
 
+    threads = anyio.CapacityLimiter(INTAKE_THREADS)
+
     def take(body: bytes, media: str, gzipped: bool) -> bytes:
         request = otlp.decode(otlp.inflate(body) if gzipped else body, media)
         return otlp.response(media, *telemetry.receive(request))
@@ -106,8 +111,9 @@ def otlp_app(telemetry: Telemetry, token_file: Path | None) -> FastAPI:
                 message = f"send {otlp.PROTOBUF} or {otlp.JSON}, plain or gzip, not {media!r} {coding!r}"
                 raise Refused("unsupported_type", message)
             body = await serving.body(request)
-            # A megabyte takes a while to decode: not on the loop that answers Prometheus.
-            return Response(await run_in_threadpool(take, body, media, coding == "gzip"), media_type=media)
+            # A megabyte takes a while to decode: not on the loop that answers Prometheus, nor on all of its threads.
+            reply = await anyio.to_thread.run_sync(take, body, media, coding == "gzip", limiter=threads)
+            return Response(reply, media_type=media)
         except (Refused, serving.Unauthorized, serving.TooLarge, serving.NotArriving) as error:
             outcome = error.outcome if isinstance(error, Refused) else _OUTCOMES[type(error)]
             telemetry.count(outcome)

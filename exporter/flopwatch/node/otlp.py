@@ -263,7 +263,9 @@ def _numbers(row: Metric, point: NumberDataPoint | HistogramDataPoint) -> list[t
         if kind is None:
             raise Refused("partial", "a point without a value")
         value = float(getattr(point, kind))
-        # A gauge may well be NaN: a loss that is says more than one that is missing.
+        # A loss may well be NaN, and that says more than one that is missing. A position may not.
+        if row is not m.TRAINING_LOSS and not math.isfinite(value):
+            raise Refused("partial", "only training_loss may be NaN or infinite")
         if row.type == "counter" and not 0 <= value < math.inf:
             raise Refused("partial", "a counter is neither negative nor infinite")
         return [((), value)]

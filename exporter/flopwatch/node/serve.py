@@ -107,12 +107,13 @@ def _state_folder(settings: ExporterSettings) -> Iterator[Path]:
     """Give a folder that can be written; a temporary one where --state cannot, which an embedded ledger refuses."""
     try:
         settings.state.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=settings.state):
-            pass
+        with tempfile.TemporaryFile(dir=settings.state) as probe:
+            probe.write(b"flopwatch")  # an empty file can be made on a full disk
+            probe.flush()
     except OSError as error:
         problem = f"--state {settings.state} cannot be written: {error.strerror}"
         if settings.ledger == "embedded":
-            raise SettingsError(f"{problem}; --ledger embedded needs it") from None
+            raise SettingsError(f"{problem}; --ledger embedded needs it: choose another --state DIR") from None
         log.warning("%s; going on without: inventory and Xid counts will not survive a restart", problem)
         with tempfile.TemporaryDirectory(prefix="flopwatch-") as folder:
             yield Path(folder)

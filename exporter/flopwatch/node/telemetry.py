@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 MAX_RANKS = 64
 MAX_RUNS = 16
+MAX_NAMES = 64  # of runs, in an hour: the ledger keeps what it is told of for a day
 # Ended attempts whose record the ledger has not taken yet; beyond this the oldest is forgotten.
 MAX_UNDELIVERED = 64
 
@@ -109,6 +110,7 @@ class Telemetry:
         self._lock = threading.Lock()
         self._attempts: dict[AttemptKey, _Attempt] = {}
         self._newest: dict[RankKey, tuple[float, tuple[int, int, int]]] = {}  # start, process
+        self._names: dict[tuple[str, str], float] = {}  # tenant and run, when heard of last; the oldest first
         self._pid_namespace = own_pid_namespace()
         self._pushes = self_counter(m.OTLP_ACCEPTED, registry)
         for outcome in OUTCOMES:
@@ -120,10 +122,12 @@ class Telemetry:
 
     def receive(self, request: ExportMetricsServiceRequest) -> tuple[int, str]:
         """Take every process's push in a request; return how many points were refused, and the first reason."""
-        refused, reason = 0, ""
+        if len(request.resource_metrics) > MAX_RANKS:
+            raise Refused("too_large", f"a request holds the pushes of at most {MAX_RANKS} processes")
+        refused, reason, gpus = 0, "", self._gpus()
         for resource in request.resource_metrics:
             try:
-                push = otlp.push(resource, host=self._settings.host, gpus=self._gpus(), now=self._now())
+                push = otlp.push(resource, host=self._settings.host, gpus=gpus, now=self._now())
                 with self._lock:
                     self._take(push)
             except Refused as error:
@@ -197,6 +201,7 @@ class Telemetry:
         if push.rank not in attempt.ranks and len(attempt.ranks) >= MAX_RANKS:
             raise Refused("limit", f"this node takes at most {MAX_RANKS} ranks of an attempt, ended ones included")
         self._attempts[own] = attempt
+        self._remember(key[:2])
         self._newest.pop(key, None)
         self._newest[key] = push.started, push.process
         while len(self._newest) > 4 * MAX_RANKS:
@@ -211,6 +216,15 @@ class Telemetry:
         ended = [other for other, attempt in self._attempts.items() if not attempt.live]
         for other in ended[: max(0, len(ended) - MAX_UNDELIVERED)]:
             del self._attempts[other]
+
+    def _remember(self, run: tuple[str, str]) -> None:
+        """Note that a run was heard of; raise Refused where too many new ones are."""
+        now, known = self._clock(), self._names.pop(run, None)
+        while self._names and now - next(iter(self._names.values())) > 3600:
+            del self._names[next(iter(self._names))]
+        if known is None and len(self._names) >= MAX_NAMES:
+            raise Refused("limit", f"this node takes at most {MAX_NAMES} different runs in an hour")
+        self._names[run] = now
 
     def _gone(self, push: Push) -> bool:
         if push.pid <= 0 or push.pid_namespace == 0 or push.pid_namespace != self._pid_namespace:
@@ -231,7 +245,8 @@ class Telemetry:
         live = [push for push in pushes if attempt.ranks[push.rank].end is None]
         leader = live[0] if live else max(pushes, key=lambda push: push.at)
         statuses = [push.status for push in pushes if push.status is not None]
-        finished = len(statuses) == len(pushes)
+        # What completed is complete, also if another rank's last word was lost.
+        finished = len(statuses) == len(pushes) or (not live and "completed" in statuses)
         steps, committed = _values(pushes, m.TRAINING_POSITION_STEPS), _values(pushes, m.TRAINING_COMMITTED_STEPS)
         flops, peaks = _values(pushes, m.TRAINING_MODEL_FLOPS), _values(pushes, m.TRAINING_PEAK_FLOPS)
         record: Record = {
@@ -252,7 +267,8 @@ class Telemetry:
             "open_step_seconds": leader.open_step_seconds,
             "model_flops": sum(flops) if flops else None,
             "peak_flops": sum(peaks) if peaks else None,
-            "status": max(statuses, key=otlp.STATUSES.index) if finished else None,
+            "status": None if not finished else (
+                "completed" if len(statuses) < len(pushes) else max(statuses, key=otlp.STATUSES.index)),
         }
         record = {name: value for name, value in record.items() if value is not None}
         if attempt.gone_at is None or attempt.live or finished:

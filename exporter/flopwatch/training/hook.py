@@ -46,7 +46,7 @@ DURATION_BOUNDS = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0,
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _T = TypeVar("_T")
-_logged: set[tuple[str, str]] = set()
+_logged: set[tuple[str, type[Exception]]] = set()
 
 
 class PackedFlops(Protocol):
@@ -316,7 +316,10 @@ class Run:
                 self._time(*step)
             self._wait = None
             counts.tokens_known, counts.no_flops_because = False, "no_tokens"
+            before = counts.flops
             self._work(tokens, global_tokens, sum_len_squared, flops)
+            if step is None:  # its time was startup, which is no capacity: its FLOPs would flatter the MFU
+                counts.flops = before
             if loss is not None:
                 counts.loss = _number("loss", loss)
 
@@ -524,8 +527,8 @@ class Run:
 
     def _swallow(self, what: str, error: Exception) -> None:
         self._errors += 1
-        if (what, str(error)) not in _logged:
-            _logged.add((what, str(error)))
+        if (what, type(error)) not in _logged:
+            _logged.add((what, type(error)))
             usage = isinstance(error, (TypeError, ValueError, RuntimeError))
             log.warning("run.%s: %s (training goes on; this is logged once)", what, error, exc_info=not usage)
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("flopwatch")
 
+RETRY = 0.1  # seconds between two tries of the last push
 LAST_PUSH = 2.0  # seconds that finish() and the interpreter's exit wait for the last push, at most
 
 
@@ -63,11 +66,14 @@ class Pusher:
         self._finish("stopped" if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt) else "failed")
 
     def _push(self) -> None:
-        delivered = True
+        delivered, known = True, False
+        deadline = math.inf
         while True:
             stopping, last = self._stopping, self._last
             if stopping and last is None:
                 return
+            if stopping:
+                deadline = min(deadline, time.monotonic() + LAST_PUSH)
             try:
                 self._wire.send(self._wire.encode(self._snapshot() if last is None else last))
                 if not delivered:
@@ -80,6 +86,10 @@ class Pusher:
                 delivered = False
             except Exception as error:
                 self._failed(error)
-            if stopping:
+            known = known or delivered
+            if not stopping:
+                self._wake.wait(self._interval)
+            elif delivered or not known or time.monotonic() > deadline:
                 return
-            self._wake.wait(self._interval)
+            else:
+                time.sleep(RETRY)  # it was there before, so it may be restarting
