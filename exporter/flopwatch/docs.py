@@ -8,14 +8,16 @@ from flopwatch.catalogue import Metric, all_metrics
 
 TITLES = {
     "gpu": "GPU",
-    "infiniband": "InfiniBand and RoCE",
+    "nvlink": "NVLink and NVSwitch",
+    "infiniband": "InfiniBand, RoCE and EFA",
+    "node": "The node",
     "training": "Training processes",
     "run": "Run accounting",
     "flopwatch": "The exporter itself",
 }
 
 _INTRODUCTION = """\
-<!-- Printed from exporter/flopwatch/catalogue.py by `flopwatch metrics > docs/metrics.md`; do not edit. -->
+<!-- Printed from exporter/flopwatch/catalogue/ by `flopwatch metrics > docs/metrics.md`; do not edit. -->
 
 # Metrics
 

@@ -22,6 +22,10 @@ class Unsupported(Exception):
     """The source does not exist on this machine; the text says why."""
 
 
+class Blind(Exception):
+    """This process lost its access to the source (a device file, a cgroup); that says nothing about the hardware."""
+
+
 class StartAfresh(Exception):
     """Only a new process can read this source again; the text says why."""
 

@@ -1,0 +1,40 @@
+"""Every metric family flopwatch publishes, once: name, type, help, labels, source and scale.
+
+The exporter's families, the training hook's instruments, `docs/metrics.md`, recording rules, alerts and dashboards
+are all derived from these rows; `str(row)` is the series name, so an f-string is a query. Standard library only.
+One file per domain, the first word of the name.
+
+Naming follows https://prometheus.io/docs/practices/naming/: base units, unit in the name, `_total` exactly on
+counters, and never a label the scrape owns (`job, instance, namespace, pod, container, node, service`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flopwatch.catalogue import exporter, gpu, infiniband, node, nvlink, run, training
+from flopwatch.catalogue.exporter import *
+from flopwatch.catalogue.gpu import *
+from flopwatch.catalogue.infiniband import *
+from flopwatch.catalogue.node import *
+from flopwatch.catalogue.nvlink import *
+from flopwatch.catalogue.row import GPU as GPU
+from flopwatch.catalogue.row import PORT as PORT
+from flopwatch.catalogue.row import RANK as RANK
+from flopwatch.catalogue.row import RUN as RUN
+from flopwatch.catalogue.row import Metric as Metric
+from flopwatch.catalogue.row import Sample as Sample
+from flopwatch.catalogue.run import *
+from flopwatch.catalogue.training import *
+
+# The order of docs/metrics.md, and the reverse of the order in which rows are left out over budget.
+DOMAINS = (gpu, nvlink, infiniband, node, training, run, exporter)
+
+
+def all_metrics() -> Iterator[Metric]:
+    """Yield every row, domain by domain, in the order written."""
+    for domain in DOMAINS:
+        yield from (value for value in vars(domain).values() if isinstance(value, Metric))
+
+
+BY_NAME: dict[str, Metric] = {row.name: row for row in all_metrics()}

@@ -1,0 +1,42 @@
+"""What a row of the catalogue is, and the labels that tell one GPU, port, rank or run from another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Type = Literal["counter", "gauge", "histogram", "info"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric family.
+
+    `source` is where the number is born and ends up in HELP; a source value times `scale` is in the unit of the name.
+    `key` marks the rows the README shows.
+    """
+
+    name: str
+    type: Type
+    help: str
+    labels: tuple[str, ...]
+    source: str
+    scale: float = 1.0
+    key: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def domain(self) -> str:
+        """Return the first word of the name, after which the files of this package are called."""
+        return self.name.partition("_")[0]
+
+
+# One reading: the row, its label values in the row's order, and the source's own number (Scrape multiplies by scale).
+Sample = tuple[Metric, tuple[str, ...], float]
+
+GPU = ("gpu", "uuid")
+PORT = ("device", "port")
+RANK = ("run", "rank")
+RUN = ("tenant", "run")

@@ -1,0 +1,45 @@
+"""The command line, one file a command: `add` describes it to argparse, and only running it imports what it needs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from flopwatch.settings import Address, SettingsError
+
+# What argparse gives for adding a command to; its class has no public name.
+Commands = Any
+
+
+def command(commands: Commands, name: str, run: Callable[[argparse.Namespace], int | None], text: str) -> Any:
+    """Add a command and return its parser; `run` gets the flags, and what it returns is the exit status."""
+    parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    parser.set_defaults(command=run)
+    return parser
+
+
+def given(options: argparse.Namespace, settings: type[Any]) -> dict[str, Any]:
+    """Return the flags that were given; the defaults of the rest stay in the settings."""
+    names = {field.name for field in fields(settings)}
+    return {name: value for name, value in vars(options).items() if name in names and value is not None}
+
+
+def address(text: str) -> Address:
+    """Return an address to listen on, for argparse."""
+    try:
+        return Address.parse(text)
+    except SettingsError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def seconds(text: str) -> float:
+    """Return a positive number of seconds, for argparse."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
+    return number
