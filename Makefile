@@ -12,7 +12,7 @@ install = @echo "Installing $(1) into $(VENV) ..."; begin=$$(date +%s); $(PIP) i
 	&& echo "  done in $$(($$(date +%s) - begin)) s" && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint generate bench clean
+.PHONY: help demo test lint generate bench soak fuzz clean
 .NOTPARALLEL:
 
 help:  ## list the targets
@@ -35,7 +35,14 @@ generate: $(VENV)/.dev  ## write the generated files again
 	@$(BIN)/python -m flopwatch.node.collectors.xid > docs/xid.md
 
 bench: $(VENV)/.dev  ## measure ourselves beside peers
-	@for file in bench/*.py; do echo "$$file"; $(BIN)/python $$file || exit; done
+	@for file in $(filter-out bench/soak.py,$(wildcard bench/*.py)); do echo "$$file"; $(BIN)/python $$file || exit; done
+
+soak: $(VENV)/.dev  ## scrape a simulated node every second for an hour, or SECONDS, and see whether it grows
+	@$(BIN)/python bench/soak.py --seconds $(or $(SECONDS),3600)
+
+fuzz: $(VENV)/.dev $(VENV)/.fuzz  ## fuzz every parser of what comes from outside, each for 30 s, or SECONDS
+	@for target in kmsg sysfs podresources otlp webconfig; do \
+		$(BIN)/python -m tests.fuzz $$target --seconds $(or $(SECONDS),30) || exit; done
 
 clean:  ## remove everything the other targets made
 	rm -rf $(VENV) .cache demo-state dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -58,5 +65,10 @@ $(VENV)/.torch: $(VENV)/.python pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.demo $(VENV)/.torch
 	$(call install,the tools for tests,--group dev --group dashboards)
+
+# atheris has wheels for some Pythons only; without it the targets say so and are skipped.
+$(VENV)/.fuzz: pyproject.toml
+	@$(PIP) install -q --only-binary atheris --group fuzz || echo "atheris cannot be installed for this Python"
+	@touch $@
 
 , := ,

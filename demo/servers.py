@@ -76,6 +76,24 @@ def find(environ: Mapping[str, str] = os.environ, say: Say = print) -> Servers:
                    str(root), why)
 
 
+def node_exporter(environ: Mapping[str, str] = os.environ, say: Say = print) -> str:
+    """Return Prometheus' node_exporter, Debian's unpacked into the cache if PATH has none. Raises ServersError."""
+    for name in ("prometheus-node-exporter", "node_exporter"):
+        if program := shutil.which(name, path=environ.get("PATH")):
+            return program
+    suite = environ.get("FLOPWATCH_DEBIAN_SUITE") or SUITE
+    cache = Path(environ.get("FLOPWATCH_CACHE") or ROOT / ".cache" / "servers").absolute()
+    root = cache / f"node-exporter-{suite}"
+    with _locked(cache):
+        if not root.is_dir():
+            mirrors = debian_mirrors()
+            if not mirrors:
+                raise ServersError("this machine has no Debian mirror and keyring; put node_exporter on PATH")
+            say(f"node_exporter is not on PATH: unpacking Debian {suite}'s package into {cache}")
+            _fill(root, say, lambda tree: _unpack_debian(mirrors, suite, ("prometheus-node-exporter",), tree))
+    return str(root / "usr" / "bin" / "prometheus-node-exporter")
+
+
 def with_template(root: Path) -> tuple[tuple[str, ...], str]:
     """Return the words that start Debian's unpacked Alertmanager, or none and the reason.
 

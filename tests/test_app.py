@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +23,10 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
 from prometheus_client import CollectorRegistry
 
 from flopwatch import catalogue as m
+from flopwatch.catalogue import Sample
 from flopwatch.node.app import metrics_app, otlp_app
 from flopwatch.node.otlp import JSON, MAX_BYTES, PROTOBUF
-from flopwatch.node.reader import Reading
+from flopwatch.node.reader import Reading, failure
 from flopwatch.node.scrape import Scrape
 from flopwatch.node.telemetry import Telemetry
 from flopwatch.serving import server
@@ -41,13 +42,14 @@ class Gpus:
     def __init__(self) -> None:
         self.deadlines: list[float] = []
         self.hanging = False
+        self.samples: list[Sample] = [(m.GPU_POWER, ("0", "GPU-a"), 310_500)]
 
     def ask(self, deadline: float) -> Reading:
         self.deadlines.append(deadline)
         if self.hanging:
             time.sleep(deadline)
-            return Reading(ok=False, reason="deadline")
-        return Reading([(m.GPU_POWER, ("0", "GPU-a"), 310_500)])
+            return failure("deadline")
+        return Reading(self.samples)
 
 
 @dataclass
@@ -81,14 +83,16 @@ def ask(
 
 
 @contextmanager
-def running(token_file: Path | None = None, host: str = "node-7") -> Iterator[Node]:
-    """Run both applications as the exporter does."""
+def running(token_file: Path | None = None, host: str = "node-7", send_buffer: int = 0) -> Iterator[Node]:
+    """Run both applications as the exporter does; `send_buffer` is what the kernel keeps of an answer, in bytes."""
     settings = ExporterSettings(host=host, scrape_deadline=0.5)
     registry = CollectorRegistry()
     gpus, telemetry = Gpus(), Telemetry(settings, registry)
     scrape = Scrape([gpus], [telemetry], settings, registry)
     servers = [server(metrics_app(scrape, telemetry, settings, lambda: True)), server(otlp_app(telemetry, token_file))]
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in servers]
+    if send_buffer:
+        sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
 
     async def serve() -> None:
         await asyncio.gather(*(one.serve([sock]) for one, sock in zip(servers, sockets, strict=True)))
@@ -154,6 +158,88 @@ def test_a_hung_driver_holds_up_neither_health_nor_pushes() -> None:
         for scrape in scrapes:
             scrape.join()
         assert len(node.gpus.deadlines) == 1
+
+
+def test_200_scrapes_at_the_same_time_get_one_answer_that_cost_the_driver_one_read() -> None:
+    with running() as node:
+        node.gpus.samples = [(m.GPU_POWER, (str(gpu), f"GPU-{gpu}"), gpu) for gpu in range(2000)]
+        answers: list[tuple[int, dict[str, str], bytes]] = []
+        began = time.monotonic()
+        threads = [threading.Thread(target=lambda: answers.append(node.get("/metrics"))) for _ in range(200)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [status for status, _, _ in answers] == [200] * 200
+        assert all(body.count(b"\ngpu_power_watts{") == 2000 for _, _, body in answers)
+        assert len(node.gpus.deadlines) <= time.monotonic() - began + 1
+        assert len({body for _, _, body in answers}) <= time.monotonic() - began + 1
+
+
+@pytest.mark.parametrize("bytes_a_second", [0, 100])
+def test_a_reader_that_takes_next_to_nothing_is_cut_off_and_delays_nobody(
+    bytes_a_second: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flopwatch.serving.TAKING_TIMEOUT", 0.5)
+    with running(send_buffer=4096) as node, socket.socket() as slow:
+        node.gpus.samples = [(m.GPU_POWER, (str(gpu), "x" * 1000), gpu) for gpu in range(40)]
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", node.metrics))
+        slow.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert slow.recv(9) == b"HTTP/1.1 "
+        assert len(node.get("/metrics")[2]) > 40_000
+        end = time.monotonic() + 2
+        taken = 0
+        while bytes_a_second and time.monotonic() < end:
+            time.sleep(1 / bytes_a_second)
+            taken += len(slow.recv(1))
+        time.sleep(0.0 if bytes_a_second else 1.0)
+        with suppress(ConnectionResetError):
+            while data := slow.recv(1 << 20):
+                taken += len(data)
+        assert taken < 40_000
+        assert node.get("/healthz")[0] == 200
+
+
+HEALTH = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+DRIP = b"GET /metrics HTTP/1.1\r\nX-Slow: " + b"y" * 200
+
+
+@pytest.mark.parametrize(("first", "drip"), [(b"", b""), (b"", DRIP), (HEALTH, DRIP)])
+def test_a_client_that_does_not_get_round_to_asking_is_cut_off(
+    first: bytes, drip: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flopwatch.serving.HEADERS_TIMEOUT", 0.5)
+    with running() as node, socket.create_connection(("127.0.0.1", node.metrics)) as slow:
+        slow.sendall(first)
+        while first and not slow.recv(1000).endswith(b"ok\n"):
+            pass
+        slow.settimeout(0.02)
+        for sent in range(500):
+            with suppress(TimeoutError):
+                try:
+                    slow.sendall(drip[sent : sent + 1])
+                    if slow.recv(1) == b"":
+                        break
+                except ConnectionError:
+                    break
+        else:
+            pytest.fail("still connected")
+        assert node.get("/healthz")[0] == 200
+
+
+def test_a_client_that_comes_back_or_waits_for_a_slow_answer_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flopwatch.serving.HEADERS_TIMEOUT", 0.3)
+    with running() as node:
+        node.gpus.hanging = True
+        connection = http.client.HTTPConnection("127.0.0.1", node.metrics, timeout=10)
+        for _ in range(3):
+            connection.request("GET", "/metrics")
+            assert b"flopwatch_build_info" in connection.getresponse().read()
+            kept = connection.sock
+            time.sleep(0.5)
+        assert connection.sock is kept is not None
+        connection.close()
 
 
 def test_the_landing_page_escapes_what_it_shows() -> None:

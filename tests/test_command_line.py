@@ -153,16 +153,15 @@ def test_a_port_in_use_is_named_with_the_flag_to_change(tmp_path: Path) -> None:
 def test_a_simulated_node_is_served_whole(tmp_path: Path) -> None:
     with exporter(tmp_path / "state", "--simulate", "h100x8", "--ledger", "embedded") as node:
         # The first read of the kernel log may come before the first read of the GPUs it is about.
-        found = node.wait_for(f"gpu_xid_errors_total{{gpu=7,uuid={SimulatedNode.uuid(7)},xid=79}}", 0)
+        node.wait_for(f"gpu_xid_errors_total{{gpu=7,uuid={SimulatedNode.uuid(7)},xid=79}}", 0)
+        found = node.wait_for("flopwatch_collector_success{collector=identity}", 1)
         names = {series.partition("{")[0] for series in found}
-        rows = {row.name for row in m.all_metrics() if row.domain in ("gpu", "infiniband")}
-        # Of all hardware families only the one that needs an Xid in the log is absent.
-        assert rows - names == {"gpu_xid_last_timestamp_seconds"}
+        assert not {row.name for row in m.all_metrics() if row.key and row.domain in ("gpu", "infiniband")} - names
         assert {series.partition("collector=")[2]: value for series, value in found.items()
                 if series.startswith("flopwatch_collector_success")} == {
-            "nvml}": 1, "infiniband}": 1, "xid}": 1, "training}": 1, "ledger}": 1}
+            "nvml}": 1, "infiniband}": 1, "xid}": 1, "identity}": 1, "training}": 1, "ledger}": 1, "verdict}": 1}
         assert sum(series.startswith("gpu_present") for series in found) == 8
-        assert sum(series.startswith("infiniband_port_present") for series in found) == 8
+        assert sum(series.startswith("infiniband_port_present") for series in found) == 9
         assert all("source=simulated" in series and "host=node-7" in series
                    for series in found if series.startswith("gpu_info"))
         for owner, limit in (("uuid", 120), ("device", 60)):
@@ -218,7 +217,7 @@ def test_without_an_nvml_library_it_says_so_once_and_serves_the_rest(tmp_path: P
         assert found["flopwatch_collector_supported{collector=nvml}"] == 0
         assert "flopwatch_collector_success{collector=nvml}" not in found
         assert found["infiniband_port_state_id{device=mlx5_0,port=1}"] == 4
-        assert sum("nvml" in line for line in node.log.splitlines()) == 1, node.log
+        assert sum("source nvml" in line for line in node.log.splitlines()) == 1, node.log
 
 
 def test_a_state_folder_that_cannot_be_written_costs_only_what_is_kept_there(tmp_path: Path) -> None:
@@ -236,7 +235,7 @@ def test_a_signal_ends_it_soon_and_leaves_no_child(number: int, tmp_path: Path) 
     with exporter(tmp_path / "state", "--simulate", "h100x8", "--ledger", "embedded") as node:
         node.wait_for("flopwatch_collector_success{collector=nvml}", 1)
         children = node.children()
-        assert len(children) == 3
+        assert len(children) == 4
         began = time.monotonic()
         assert node.end(number) == 0
         assert time.monotonic() - began < 4  # two, and a machine busy with other tests

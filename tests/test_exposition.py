@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -46,6 +47,13 @@ SAMPLES = st.lists(st.sampled_from(list(all_metrics())), min_size=1, max_size=6,
     lambda rows: st.tuples(*(values_of(row) for row in rows)).map(lambda parts: [s for part in parts for s in part]))
 
 
+def exactly_scaled(raw: float, scale: float) -> float:
+    """Return the float nearest to the product with the scale as it is written: 0.001, not the float near it."""
+    if scale >= 1 or not math.isfinite(raw):
+        return raw * scale
+    return float(Fraction(float(raw)) * Fraction(str(scale)))
+
+
 def intended(samples: list[Sample]) -> Series:
     series: Series = {}
     for row, labels, raw in samples:
@@ -55,7 +63,7 @@ def intended(samples: list[Sample]) -> Series:
                 (f"{row}_{labels[-1]}", row.labels) if labels[-1] in ("sum", "count")
                 else (f"{row}_bucket", (*row.labels, "le"))
             )
-        series[name, frozenset(zip(names, labels, strict=False))] = raw * row.scale
+        series[name, frozenset(zip(names, labels, strict=False))] = exactly_scaled(raw, row.scale)
     return series
 
 

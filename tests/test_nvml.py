@@ -3,43 +3,94 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import shutil
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pynvml
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from flopwatch.catalogue import (
     GPU_CLOCK_EVENT,
     GPU_CLOCK_EVENT_SECONDS,
     GPU_ECC_ERRORS,
+    GPU_ECC_LIFETIME_ERRORS,
+    GPU_ECC_LOCATION_ERRORS,
+    GPU_ECC_MODE,
+    GPU_ENCODER_UTILIZATION,
     GPU_ENERGY,
+    GPU_FABRIC_FAULT,
+    GPU_FABRIC_HEALTH,
+    GPU_FABRIC_INFO,
+    GPU_FABRIC_STATE,
+    GPU_FABRIC_STATUS,
     GPU_INFO,
     GPU_MEMORY_CLOCK,
+    GPU_MEMORY_CLOCK_MAX,
+    GPU_MEMORY_RESERVED,
     GPU_MEMORY_TEMPERATURE,
     GPU_MEMORY_TOTAL,
     GPU_MEMORY_USED,
+    GPU_MIG_INFO,
+    GPU_MIG_MEMORY_TOTAL,
+    GPU_MIG_MEMORY_USED,
+    GPU_MIG_MODE,
+    GPU_MIG_PROFILED_SECONDS,
+    GPU_PCIE_ERRORS,
+    GPU_PCIE_RECEIVE,
+    GPU_PCIE_REPLAYS,
+    GPU_PCIE_TRANSMIT,
     GPU_POWER,
     GPU_POWER_LIMIT,
     GPU_PRESENT,
+    GPU_PROCESS_MEMORY,
+    GPU_PROCESSES,
+    GPU_PROFILED_SECONDS,
+    GPU_READABLE,
+    GPU_RECOVERY_ACTION,
+    GPU_REPAIR_PENDING,
+    GPU_ROW_REMAP_BANKS,
+    GPU_SM_ACTIVE,
     GPU_SM_CLOCK,
     GPU_SM_CLOCK_MAX,
-    GPU_TEMPERATURE,
+    GPU_SRAM_THRESHOLD,
+    GPU_TEMPERATURE_LIMIT,
+    GPU_TEMPERATURE_LIMIT_MARGIN,
+    GPU_TEMPERATURE_MARGIN,
     GPU_UTILIZATION,
+    GPU_VIDEO_CLOCK,
+    NVLINK_ERRORS,
+    NVLINK_INFO,
+    NVLINK_LINKS,
+    NVLINK_RECEIVE,
+    NVLINK_RECEIVE_RAW,
+    NVLINK_SPEED,
+    NVLINK_TRANSMIT,
+    NVLINK_TRANSMIT_RAW,
     Metric,
     Sample,
 )
-from flopwatch.node.collectors import StartAfresh, Unsupported
-from flopwatch.node.collectors.nvml import CLOCK_EVENTS, FIELDS, Nvml, known
+from flopwatch.catalogue.gpu import GPU_COPY_UTILIZATION
+from flopwatch.node.collectors import Blind, StartAfresh, Unsupported
+from flopwatch.node.collectors.nvml import Nvml, build, numa_node
+from flopwatch.node.collectors.nvml.card import BLIND, GONE, LACKING
+from flopwatch.node.collectors.nvml.fields import ALL_LINKS, FAST, SLOW, Key
 from flopwatch.simulate import SimulatedNode
 from flopwatch.simulate.pynvml import Handle, Simulation
 
-EVERY_ROW = {
-    GPU_INFO, GPU_PRESENT, GPU_UTILIZATION, GPU_MEMORY_USED, GPU_MEMORY_TOTAL, GPU_TEMPERATURE, GPU_MEMORY_TEMPERATURE,
-    GPU_POWER, GPU_POWER_LIMIT, GPU_ENERGY, GPU_SM_CLOCK, GPU_SM_CLOCK_MAX, GPU_MEMORY_CLOCK, GPU_CLOCK_EVENT,
-    GPU_CLOCK_EVENT_SECONDS, GPU_ECC_ERRORS,
+# Every error NVML has.
+ERRORS = sorted({
+    value for name, value in vars(pynvml).items() if name.startswith("NVML_ERROR_") and isinstance(value, int)
+})
+NVLINK = {
+    NVLINK_LINKS, NVLINK_INFO, NVLINK_SPEED, NVLINK_ERRORS, NVLINK_TRANSMIT, NVLINK_RECEIVE, NVLINK_TRANSMIT_RAW,
+    NVLINK_RECEIVE_RAW,
 }
+FABRIC = {GPU_FABRIC_INFO, GPU_FABRIC_STATE, GPU_FABRIC_STATUS, GPU_FABRIC_HEALTH}
 
 
 class Clock:
@@ -52,121 +103,601 @@ class Clock:
         return self.now
 
 
-@pytest.fixture
-def node(tmp_path: Path) -> SimulatedNode:
-    node = SimulatedNode(tmp_path / "simulated")
+class Without:
+    """A library that lacks some names, as an older release of pynvml does."""
+
+    def __init__(self, library: Simulation, *names: str) -> None:
+        self._library, self._names = library, names
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._names:
+            raise AttributeError(name)
+        return getattr(self._library, name)
+
+
+class Fields(Simulation):
+    """A driver that answers these fields instead: a number, or the nvmlReturn_t it refuses them with."""
+
+    def __init__(self, root: Path, numbers: dict[Key, int] | None = None, errors: dict[Key, int] | None = None) -> None:
+        super().__init__(root)
+        self.other_numbers, self.errors = numbers or {}, errors or {}
+
+    def field_numbers(self, handle: Handle) -> dict[Key, int]:
+        return super().field_numbers(handle) | self.other_numbers
+
+    def nvmlDeviceGetFieldValues(self, handle: Handle, field_ids: Sequence[int | Key]) -> Any:
+        values = super().nvmlDeviceGetFieldValues(handle, field_ids)
+        for value in values:
+            value.nvmlReturn = self.errors.get((value.fieldId, value.scopeId), value.nvmlReturn)
+        return values
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    node = SimulatedNode(tmp_path_factory.mktemp("template") / "simulated")
     node.create(1_700_000_000)
-    return node
+    return node.root
 
 
-def failing(root: Path, call: str, code: int, gpus: Sequence[int] = range(8)) -> Simulation:
-    """Return a driver in which one function fails for these GPUs (or at all, if it is about none)."""
-    library = Simulation(root)
-    works = getattr(library, call)
+@pytest.fixture
+def node(template: Path, tmp_path: Path) -> SimulatedNode:
+    """Return a node of its own for each test, with the hundreds of files of its ports in common."""
+    root = tmp_path / "simulated"
+    shutil.copytree(template, root, ignore=shutil.ignore_patterns("sys"))
+    (root / "sys").symlink_to(template / "sys")
+    return SimulatedNode(root)
 
-    def fails(*arguments: Any) -> Any:
-        target = arguments[0] if arguments else gpus[0]
-        if (target.index if isinstance(target, Handle) else target) in gpus:
-            raise pynvml.NVMLError(code)
-        return works(*arguments)
 
-    setattr(library, call, fails)
-    return library
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def collector(node: SimulatedNode, tmp_path: Path, clock: Clock) -> Callable[..., Nvml]:
+    """Return a function that makes collectors of the node, by default with its simulated driver."""
+
+    def make(library: Any = None) -> Nvml:
+        return Nvml(
+            Simulation(node.root) if library is None else library, "node1", tmp_path / "gpus.json", "nvml", clock,
+            runtime=tmp_path / "gpu_runtime.json", sysfs=node.sysfs, proc=node.root / "proc",
+        )
+
+    return make
 
 
 def present(samples: list[Sample]) -> dict[str, float]:
     return {labels[0]: value for row, labels, value in samples if row is GPU_PRESENT}
 
 
+def readable(samples: list[Sample]) -> dict[str, float]:
+    return {labels[0]: value for row, labels, value in samples if row is GPU_READABLE}
+
+
 def rows(samples: list[Sample], gpu: str) -> set[Metric]:
     return {row for row, labels, _ in samples if labels[0] == gpu}
 
 
+def series(samples: list[Sample], gpu: str) -> dict[tuple[Metric, tuple[str, ...]], float]:
+    """Return what one GPU says, without its info series."""
+    return {(row, labels[2:]): value for row, labels, value in samples if labels[0] == gpu and row is not GPU_INFO}
+
+
+def of(samples: list[Sample], row: Metric, gpu: str = "0") -> dict[tuple[str, ...], float]:
+    return {labels[2:]: value for which, labels, value in samples if which is row and labels[0] == gpu}
+
+
+ALL = dict.fromkeys("01234567", 1)
+
+# What is there, what each call brings, and what stands in for it.
+
+
 @pytest.mark.parametrize(("call", "lost"), [
-    ("nvmlDeviceGetFieldValues", {GPU_MEMORY_TEMPERATURE, GPU_ENERGY, GPU_CLOCK_EVENT_SECONDS, GPU_ECC_ERRORS}),
-    ("nvmlDeviceGetMemoryInfo", {GPU_MEMORY_USED, GPU_MEMORY_TOTAL}),
+    ("nvmlDeviceGetFieldValues", {
+        GPU_MEMORY_TEMPERATURE, GPU_CLOCK_EVENT_SECONDS, GPU_ECC_ERRORS, GPU_ECC_LIFETIME_ERRORS, GPU_PCIE_REPLAYS,
+        GPU_PCIE_ERRORS, GPU_TEMPERATURE_LIMIT_MARGIN, GPU_RECOVERY_ACTION, GPU_PCIE_TRANSMIT, GPU_PCIE_RECEIVE,
+    } | NVLINK),
+    ("nvmlDeviceGetMemoryInfo", {GPU_MEMORY_USED, GPU_MEMORY_TOTAL, GPU_MEMORY_RESERVED}),
     ("nvmlDeviceGetCurrentClocksEventReasons", {GPU_CLOCK_EVENT}),
-    ("nvmlDeviceGetUtilizationRates", {GPU_UTILIZATION}),
-    ("nvmlDeviceGetTemperature", {GPU_TEMPERATURE}),
+    ("nvmlDeviceGetUtilizationRates", {GPU_UTILIZATION, GPU_COPY_UTILIZATION}),
+    ("nvmlDeviceGetEncoderUtilization", {GPU_ENCODER_UTILIZATION}),
+    ("nvmlDeviceGetTemperatureV", set()),
+    ("nvmlDeviceGetTemperature", set()),
+    ("nvmlDeviceGetMarginTemperature", {GPU_TEMPERATURE_MARGIN}),
     ("nvmlDeviceGetPowerUsage", {GPU_POWER}),
     ("nvmlDeviceGetEnforcedPowerLimit", {GPU_POWER_LIMIT}),
-    ("nvmlDeviceGetClockInfo", {GPU_SM_CLOCK, GPU_MEMORY_CLOCK}),
-    ("nvmlDeviceGetMaxClockInfo", {GPU_SM_CLOCK_MAX}),
+    ("nvmlDeviceGetClockInfo", {GPU_SM_CLOCK, GPU_MEMORY_CLOCK, GPU_VIDEO_CLOCK}),
+    ("nvmlDeviceGetMaxClockInfo", {GPU_SM_CLOCK_MAX, GPU_MEMORY_CLOCK_MAX}),
+    ("nvmlDeviceGetSramEccErrorStatus", {GPU_SRAM_THRESHOLD}),
+    ("nvmlDeviceGetRowRemapperHistogram", {GPU_ROW_REMAP_BANKS}),
+    ("nvmlDeviceGetRepairStatus", {GPU_REPAIR_PENDING}),
+    ("nvmlDeviceGetGpuFabricInfoV", FABRIC),
+    ("nvmlDeviceGetMigMode", {GPU_MIG_MODE}),
+    ("nvmlDeviceGetEccMode", {GPU_ECC_MODE}),
+    ("nvmlDeviceGetComputeRunningProcesses_v3", {GPU_PROCESSES, GPU_PROCESS_MEMORY}),
     ("nvmlDeviceGetSerial", set()),
 ])
 def test_a_call_a_gpu_does_not_support_costs_its_own_values_on_that_gpu_and_nothing_else(
-    node: SimulatedNode, tmp_path: Path, call: str, lost: set[Metric]
+    node: SimulatedNode, collector: Callable[..., Nvml], call: str, lost: set[Metric]
 ) -> None:
-    library = failing(node.root, call, pynvml.NVML_ERROR_NOT_SUPPORTED, gpus=[2])
-    samples = Nvml(library, "node1", tmp_path / "gpus.json").read()
-    assert rows(samples, "2") == EVERY_ROW - lost
-    assert all(rows(samples, gpu) == EVERY_ROW for gpu in "0134567")
+    every = rows(collector().read(), "0")
+    node.fail(call, pynvml.NVML_ERROR_NOT_SUPPORTED, 2)
+    driver = collector()
+    for samples in (driver.read(), driver.read()):
+        # Without the cumulative fields the first GPM sample has no traffic yet.
+        assert rows(samples, "2") == every - lost
+        assert all(rows(samples, gpu) == every for gpu in "0134567")
 
 
-@pytest.mark.parametrize("status", [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_INVALID_ARGUMENT])
-def test_a_field_without_a_value_is_absent_and_the_other_fields_of_the_batch_are_there(
-    node: SimulatedNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
+def test_the_series_of_an_h100_stay_within_what_the_budget_leaves_to_nvml(
+    collector: Callable[..., Nvml], clock: Clock, node: SimulatedNode
+) -> None:
+    driver = collector()
+    for _ in range(3):
+        samples = driver.read()
+        clock.now += 15
+        node.tick(1_700_000_000 + clock.now)
+    assert set(Counter(labels[:2] for _, labels, _ in samples).values()) == {88}
+    assert len({(row, labels) for row, labels, _ in samples}) == len(samples)
+
+
+def test_what_a_gpu_does_not_have_is_asked_for_once_and_the_costly_now_and_then(
+    node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock
 ) -> None:
     library = Simulation(node.root)
-    answer = library.nvmlDeviceGetFieldValues
+    library.nvmlDeviceGetPcieThroughput = lambda *_: pytest.fail("it blocks for 40 ms")  # type: ignore[attr-defined]
+    driver = collector(library)
 
-    def without_memory_temperature(handle: Handle, field_ids: Sequence[int]) -> Any:
-        values = answer(handle, field_ids)
-        next(value for value in values if value.fieldId == 82).nvmlReturn = status
-        return values
+    def calls(seconds: float) -> int:
+        clock.now += seconds
+        before = library.calls
+        driver.read()
+        return library.calls - before
 
-    monkeypatch.setattr(library, "nvmlDeviceGetFieldValues", without_memory_temperature)
-    assert rows(Nvml(library, "node1", tmp_path / "gpus.json").read(), "0") == EVERY_ROW - {GPU_MEMORY_TEMPERATURE}
-
-
-def test_all_ones_is_nvmls_not_available_and_zero_is_a_number() -> None:
-    assert [known(number) for number in (0, 1, 2**32 - 1, 2**64 - 1, 2**32)] == [True, True, False, False, True]
+    first, second, soon, late, soon_again = calls(0), calls(1), calls(1), calls(8), calls(1)
+    assert (soon, late, soon_again) == (1 + 8 * 11, 1 + 8 * 28, 1 + 8 * 11)
+    assert (first - late, second - soon) == (1 + 8 * 18, 8), "facts and identity; memory for the second sample"
 
 
-def test_field_and_event_numbers_are_those_of_the_vendors_package() -> None:
-    assert list(FIELDS) == [
-        pynvml.NVML_FI_DEV_MEMORY_TEMP, pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION,
-        pynvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_SW_POWER_CAP, pynvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_SYNC_BOOST,
-        pynvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_SW_THERM_SLOWDOWN,
-        pynvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_HW_THERM_SLOWDOWN,
-        pynvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_HW_POWER_BRAKE_SLOWDOWN,
-        pynvml.NVML_FI_DEV_ECC_SBE_VOL_TOTAL, pynvml.NVML_FI_DEV_ECC_DBE_VOL_TOTAL,
+def test_a_call_that_failed_for_no_lasting_reason_is_made_again_at_once(
+    node: SimulatedNode, collector: Callable[..., Nvml]
+) -> None:
+    driver = collector()
+    node.fail("nvmlDeviceGetEccMode", pynvml.NVML_ERROR_TIMEOUT)
+    assert of(driver.read(), GPU_ECC_MODE) == {}
+    node.fail("nvmlDeviceGetEccMode", 0)
+    assert of(driver.read(), GPU_ECC_MODE) == {(): 1}
+
+
+def test_a_field_that_failed_for_no_lasting_reason_is_read_again_at_once(
+    node: SimulatedNode, collector: Callable[..., Nvml]
+) -> None:
+    library = Fields(node.root, errors={(144, 0): pynvml.NVML_ERROR_UNKNOWN, (5, 0): pynvml.NVML_ERROR_NOT_SUPPORTED})
+    driver = collector(library)
+    lacking = rows(driver.read(), "0")
+    library.errors = {}
+    names = {str(row) for row in rows(driver.read(), "0") - lacking}
+    assert names == {"gpu_row_remap_pending"}, "and field 5 is not asked for again"
+
+
+def test_an_older_driver_counts_clock_events_by_other_reasons(
+    node: SimulatedNode, collector: Callable[..., Nvml]
+) -> None:
+    library = Fields(
+        node.root, {(75, 0): 5, (77, 0): 6, (78, 0): 7, (79, 0): 8},
+        dict.fromkeys(((269, 0), (270, 0), (271, 0)), pynvml.NVML_ERROR_INVALID_ARGUMENT),
+    )
+    driver = collector(library)
+    for _ in range(2):
+        assert of(driver.read(), GPU_CLOCK_EVENT_SECONDS) == {
+            ("sw_power_cap",): 0, ("sync_boost",): 0, ("thermal",): 5, ("board_limit",): 6, ("low_utilization",): 7,
+            ("reliability",): 8,
+        }
+
+
+def test_before_ada_the_limits_are_temperatures(node: SimulatedNode, collector: Callable[..., Nvml]) -> None:
+    errors = dict.fromkeys(((193, 0), (194, 0), (195, 0), (196, 0)), pynvml.NVML_ERROR_NOT_SUPPORTED)
+    library = Fields(node.root, errors=errors)
+
+    def threshold(handle: Handle, kind: int) -> int:
+        if kind == pynvml.NVML_TEMPERATURE_THRESHOLD_MEM_MAX:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return 85 + kind
+
+    library.nvmlDeviceGetTemperatureThreshold = threshold  # type: ignore[attr-defined]
+    samples = collector(library).read()
+    assert of(samples, GPU_TEMPERATURE_LIMIT) == {("shutdown",): 85, ("slowdown",): 86, ("gpu_max",): 88}
+    assert of(samples, GPU_TEMPERATURE_LIMIT_MARGIN) == {}
+
+
+def test_traffic_is_counted_from_activity_samples_where_the_card_has_no_byte_counters(
+    node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock
+) -> None:
+    keys = [(197, 0), (198, 0), (138, ALL_LINKS), (139, ALL_LINKS), (140, ALL_LINKS), (141, ALL_LINKS)]
+    driver = collector(Fields(node.root, errors=dict.fromkeys(keys, pynvml.NVML_ERROR_NOT_SUPPORTED)))
+    assert of(driver.read(), GPU_PCIE_TRANSMIT) == {}
+    clock.now += 10
+    node.load(0, 1)
+    node.tick(1_700_000_010)
+    samples = driver.read()
+    assert of(samples, GPU_PCIE_TRANSMIT)[()] == pytest.approx(10 * 0.35 * 50e9, rel=0.05)
+    assert of(samples, NVLINK_RECEIVE)[()] == pytest.approx(10 * 0.3 * 18 * 26.562e9, rel=0.05)
+    assert of(samples, NVLINK_RECEIVE_RAW) == {}
+
+
+def test_an_nvlink_5_gpu_sums_its_links_and_has_no_more_series_than_the_budget_leaves(
+    node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock
+) -> None:
+    class Blackwell(Simulation):
+        def link_numbers(self, handle: Handle, busy: float, faults: Any) -> dict[Key, int]:
+            numbers = {(91, 0): 18}
+            for link in range(18):
+                numbers |= {(165, link): 1, (164, link): 53125, (166, link): 7, (202, link): 10, (204, link): 20}
+                numbers |= {(field, link): 0 for field in (*range(206, 216), 219, 221)}
+                numbers |= {(220, link): 0x0FFF, (222, link): 0x0FFF}
+            return numbers | {(221, 4): 3, (220, 4): 0x010C}
+
+    driver = collector(Blackwell(node.root))
+    driver.read()
+    clock.now += 15
+    node.tick(1_700_000_015)
+    samples = driver.read()
+    links = {
+        ":".join((str(row), *extra)): value for (row, extra), value in series(samples, "0").items()
+        if str(row).startswith("nvlink")
+    }
+    errors = (
+        "malformed_packet", "buffer_overrun", "receive", "remote", "general", "local_integrity", "transmit_discard",
+        "recovery", "recovery_failed", "effective",
+    )
+    assert links == {
+        "nvlink_links:active": 18, "nvlink_links:inactive": 0, "nvlink_info:5.0": 1,
+        "nvlink_speed_bytes_per_second": 53125, "nvlink_transmit_bytes_total": 180, "nvlink_receive_bytes_total": 360,
+        **{f"nvlink_errors_total:{error}": 0 for error in errors}, "nvlink_errors_total:symbol": 3,
+        "nvlink_link_errors_total:4:symbol": 3,
+        "nvlink_effective_bit_error_ratio": 1e-12, "nvlink_symbol_bit_error_ratio": 0,
+    }
+    assert len(series(samples, "0")) + 1 <= 98
+
+
+def test_an_a100_counts_link_errors_per_gpu_and_has_no_activity(
+    node: SimulatedNode, collector: Callable[..., Nvml]
+) -> None:
+    class Ampere(Simulation):
+        def link_numbers(self, handle: Handle, busy: float, faults: Any) -> dict[Key, int]:
+            return {(91, 0): 12, (38, 0): 1, (45, 0): 2, (52, 0): 3, (59, 0): 4, (90, 0): 25781}
+
+        def nvmlDeviceGetNvLinkState(self, handle: Handle, link: int) -> int:
+            return int(link != 3)
+
+        def nvmlGpmQueryDeviceSupport(self, handle: Handle) -> Any:
+            return pynvml.c_nvmlGpmSupport_t(isSupportedDevice=0)
+
+    driver = collector(Ampere(node.root))
+    driver.read()
+    samples = driver.read()
+    links = {
+        ":".join((str(row), *extra)): value for (row, extra), value in series(samples, "0").items()
+        if str(row).startswith("nvlink")
+    }
+    assert links == {
+        "nvlink_links:inactive": 1, "nvlink_links:active": 11, "nvlink_link_state_id:3": 0,
+        "nvlink_speed_bytes_per_second": 25781, "nvlink_errors_total:replay": 3, "nvlink_errors_total:recovery": 4,
+        "nvlink_errors_total:crc": 1, "nvlink_errors_total:crc_data": 2,
+    }
+    assert not rows(samples, "0") & {GPU_PROFILED_SECONDS, GPU_SM_ACTIVE}
+
+
+def test_a_release_of_pynvml_without_a_function_or_structure_is_a_driver_without_it(
+    node: SimulatedNode, collector: Callable[..., Nvml]
+) -> None:
+    every = rows(collector().read(), "0")
+    old = Without(
+        Simulation(node.root), "nvmlDeviceGetTemperatureV", "nvmlDeviceGetRepairStatus", "c_nvmlGpuFabricInfo_v3_t",
+        "c_nvmlGpuFabricInfo_v2_t", "nvmlDeviceGetModuleId",
+    )
+    samples = collector(old).read()
+    assert rows(samples, "0") == every - {GPU_REPAIR_PENDING} - FABRIC
+    assert next(labels[GPU_INFO.labels.index("module_id")] for row, labels, _ in samples if row is GPU_INFO) == ""
+
+
+def test_the_fabrics_health_is_left_out_by_a_driver_that_has_only_the_older_structure(
+    node: SimulatedNode, collector: Callable[..., Nvml]
+) -> None:
+    library = Simulation(node.root)
+    works = library.nvmlDeviceGetGpuFabricInfoV
+
+    def version_2(handle: Handle, info: Any) -> Any:
+        if info._obj.version != pynvml.nvmlGpuFabricInfo_v2:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
+        return works(handle, info)
+
+    library.nvmlDeviceGetGpuFabricInfoV = version_2  # type: ignore[method-assign]
+    samples = collector(library).read()
+    assert of(samples, GPU_FABRIC_INFO) == {("00000000-0000-0000-0000-000000000000", "0"): 1}
+    assert of(samples, GPU_FABRIC_STATE) == {(): 3}
+    assert of(samples, GPU_FABRIC_HEALTH) == {}
+
+
+@pytest.mark.parametrize(("state", "expected"), [
+    (0, set()), (2, {GPU_FABRIC_STATE}), (0xAB03, {*FABRIC, GPU_FABRIC_FAULT}),
+])
+def test_the_fabric_tells_more_once_it_is_completed_and_padding_is_no_state(
+    node: SimulatedNode, collector: Callable[..., Nvml], state: int, expected: set[Metric]
+) -> None:
+    library = Simulation(node.root)
+
+    def answer(handle: Handle, info: Any) -> int:
+        info._obj.state, info._obj.healthMask, info._obj.healthSummary = state, 0b01, 2
+        return 0
+
+    library.nvmlDeviceGetGpuFabricInfoV = answer  # type: ignore[method-assign]
+    samples = collector(library).read()
+    assert rows(samples, "0") & {*FABRIC, GPU_FABRIC_FAULT} == expected
+    if expected == {*FABRIC, GPU_FABRIC_FAULT}:
+        assert of(samples, GPU_FABRIC_STATE) == {(): 3}
+        assert of(samples, GPU_FABRIC_FAULT) == {("degraded_bandwidth",): 1}
+
+
+def test_processes_are_counted_by_owner_and_the_ninth_owner_is_other(
+    node: SimulatedNode, collector: Callable[..., Nvml], tmp_path: Path
+) -> None:
+    library = Simulation(node.root)
+    processes = [(pid, 1000 * pid) for pid in (*range(1, 12), 21)]
+    library.nvmlDeviceGetComputeRunningProcesses_v3 = lambda handle: [  # type: ignore[method-assign]
+        pynvml.nvmlFriendlyObject({"pid": pid, "usedGpuMemory": memory if handle.index == 0 else None})
+        for pid, memory in processes
     ]
-    assert list(CLOCK_EVENTS) == [
-        pynvml.nvmlClocksEventReasonGpuIdle, pynvml.nvmlClocksEventReasonApplicationsClocksSetting,
-        pynvml.nvmlClocksEventReasonSwPowerCap, pynvml.nvmlClocksEventReasonHwSlowdown,
-        pynvml.nvmlClocksEventReasonSyncBoost, pynvml.nvmlClocksEventReasonSwThermalSlowdown,
-        pynvml.nvmlClocksEventReasonHwThermalSlowdown, pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
-        pynvml.nvmlClocksEventReasonDisplayClockSetting,
-    ]
+    for pid, _ in processes:
+        folder = node.root / "proc" / str(pid)
+        folder.mkdir()
+        (folder / "cgroup").write_text(f"0::/system.slice/slurmstepd.scope/job_{pid % 20}/step_0\n")
+    samples = collector(library).read()
+    assert of(samples, GPU_PROCESSES) == {
+        ("slurm:1",): 2, **{(f"slurm:{job}",): 1 for job in range(5, 12)}, ("other",): 3,
+    }
+    assert of(samples, GPU_PROCESS_MEMORY) == {
+        ("slurm:1",): 22000, **{(f"slurm:{job}",): 1000 * job for job in range(5, 12)}, ("other",): 9000,
+    }
+    assert sum(of(samples, GPU_PROCESSES, "1").values()) == 12
+    assert of(samples, GPU_PROCESS_MEMORY, "1") == {}
+    assert json.loads((tmp_path / "gpu_runtime.json").read_text())[node.uuid(0)] == {
+        "mig": [], "pids": sorted(pid for pid, _ in processes),
+    }
+
+
+def test_the_place_of_memory_errors_is_asked_for_only_once_there_are_any(
+    node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Simulation(node.root)
+    works = library.nvmlDeviceGetMemoryErrorCounter
+    asked: list[tuple[int, int, int]] = []
+
+    def noted(handle: Handle, *question: int) -> int:
+        asked.append((handle.index, question[0], question[2]))
+        return works(handle, *question)
+
+    monkeypatch.setattr(library, "nvmlDeviceGetMemoryErrorCounter", noted)
+    driver = collector(library)
+    driver.read()
+    assert asked == []
+    node.ecc(3, uncorrected=2)
+    clock.now += 10
+    assert of(driver.read(), GPU_ECC_LOCATION_ERRORS, "3") == {("uncorrected", "dram"): 2}
+    assert asked == [(3, 1, location) for location in range(8)]
+    clock.now += 10
+    driver.read()
+    assert asked[8:] == [(3, 1, pynvml.NVML_MEMORY_LOCATION_DRAM), (3, 1, pynvml.NVML_MEMORY_LOCATION_SRAM)]
+
+
+FIELD_ERRORS = [error for error in ERRORS if error not in (*GONE, 1, 18)]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(errors=st.dictionaries(
+    st.sampled_from([field.key for field in (*FAST, *SLOW)]), st.sampled_from(FIELD_ERRORS), max_size=12
+))
+def test_no_combination_of_field_errors_removes_another_field(
+    node: SimulatedNode, collector: Callable[..., Nvml], errors: dict[Key, int]
+) -> None:
+    numbers = {field.key: 1 for field in (*FAST, *SLOW) if field.instead_of is None}
+    expected = {
+        (field.row, field.labels) for field in (*FAST, *SLOW) if field.instead_of is None and field.key not in errors
+    }
+    others = {field.row for field in (*FAST, *SLOW)}
+    driver = collector(Fields(node.root, numbers, errors))
+    for _ in range(2):
+        seen = {key for key in series(driver.read(), "0") if key[0] in others}
+        # Calls and GPM stand in for some fields.
+        stood_in = {GPU_ENERGY, GPU_PCIE_TRANSMIT, GPU_PCIE_RECEIVE, NVLINK_TRANSMIT, NVLINK_RECEIVE}
+        remap = {key for key in seen if str(key[0]).startswith(("gpu_remapped", "gpu_row_remap"))}
+        assert expected <= seen
+        assert {key for key in seen - expected - remap if key[0] not in stood_in} == set()
+
+
+# The fault matrix: every error, in a call, about a GPU, at the start.
+
+
+@pytest.mark.parametrize("code", ERRORS)
+def test_an_error_in_one_call_about_one_gpu(
+    node: SimulatedNode, collector: Callable[..., Nvml], code: int
+) -> None:
+    driver = collector()
+    whole = driver.read()
+    node.fail("nvmlDeviceGetPowerUsage", code, 2)
+    if code == pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH:
+        with pytest.raises(StartAfresh):
+            driver.read()
+        return
+    if code == pynvml.NVML_ERROR_UNINITIALIZED:
+        with pytest.raises(pynvml.NVMLError):
+            driver.read()
+        return
+    samples = driver.read()
+    if code in GONE:
+        assert series(samples, "2") == {(GPU_PRESENT, ()): 0}
+    else:
+        assert series(whole, "2").keys() - series(samples, "2").keys() == {(GPU_POWER, ())}
+    assert all(series(samples, gpu) == series(whole, gpu) for gpu in "0134567")
+    node.fail("nvmlDeviceGetPowerUsage", 0, 2)
+    back = (GPU_POWER, ()) in series(driver.read(), "2")
+    assert back == (code not in LACKING), "what a card lacks is not asked for again"
+
+
+@pytest.mark.parametrize("code", ERRORS)
+@pytest.mark.parametrize("known", [True, False])
+def test_an_error_in_every_call_about_one_gpu(
+    node: SimulatedNode, collector: Callable[..., Nvml], code: int, known: bool
+) -> None:
+    if known:
+        collector().read()
+    node.fail("nvmlDeviceGetHandleByIndex", code, 2)
+    driver = collector()
+    if code in (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, pynvml.NVML_ERROR_UNINITIALIZED):
+        with pytest.raises((StartAfresh, pynvml.NVMLError)):
+            driver.read()
+        return
+    samples = driver.read()
+    labels = ("2", node.uuid(2) if known else "")
+    answers = [sample for sample in samples if sample[1][0] == "2" and sample[0] is not GPU_INFO]
+    assert answers == [(GPU_PRESENT if code in GONE else GPU_READABLE, labels, 0)]
+    assert len(of(samples, GPU_INFO, "2")) == known
+    assert present(samples) | {"2": 1} == ALL
+    assert readable(samples) | {"2": 1} == ALL
+
+
+@pytest.mark.parametrize("code", ERRORS)
+def test_an_error_in_every_call_about_a_gpu_that_answered_before(
+    node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock, code: int
+) -> None:
+    driver = collector()
+    driver.read()
+    node.blind(2, code)
+    if code in (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, pynvml.NVML_ERROR_UNINITIALIZED):
+        with pytest.raises((StartAfresh, pynvml.NVMLError)):
+            driver.read()
+        return
+    expected = {(GPU_PRESENT, ()): 0} if code in GONE else {(GPU_READABLE, ()): 0}
+    for _ in range(4):
+        assert series(driver.read(), "2") == expected
+        clock.now += 10
+    node.clear()
+    clock.now += 60
+    assert len(series(driver.read(), "2")) > 80
+
+
+@pytest.mark.parametrize("code", ERRORS)
+@pytest.mark.parametrize("known", [True, False])
+def test_an_error_when_nvml_is_initialised(
+    node: SimulatedNode, collector: Callable[..., Nvml], code: int, known: bool
+) -> None:
+    if known:
+        collector().read()
+    node.fail("nvmlInit", code)
+    driver = collector()
+    absent = code in (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    if absent and known:
+        samples = driver.read()
+        assert present(samples) == dict.fromkeys("01234567", 0)
+        assert len(samples) == 16
+        return
+    expected: type[Exception] = pynvml.NVMLError
+    if absent:
+        expected = Unsupported
+    elif code == pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH:
+        expected = StartAfresh
+    elif code in BLIND:
+        expected = Blind
+    with pytest.raises(expected):
+        driver.read()
+    driver.close()
+
+
+@pytest.mark.parametrize("code", BLIND)
+@pytest.mark.parametrize("before", [True, False])
+def test_an_exporter_that_may_look_at_no_gpu_is_blind_and_calls_none_missing(
+    node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock, code: int, before: bool
+) -> None:
+    driver = collector()
+    if before:
+        driver.read()
+    for gpu in range(8):
+        node.blind(gpu, code)
+    for _ in range(5):
+        with pytest.raises(Blind):
+            driver.read()
+        clock.now += 10
+    node.clear()
+    clock.now += 240
+    samples = driver.read()
+    assert (present(samples), readable(samples)) == (ALL, ALL)
+
+
+def test_blind_for_some_and_lost_for_others_is_told_apart(
+    node: SimulatedNode, collector: Callable[..., Nvml]
+) -> None:
+    driver = collector()
+    driver.read()
+    node.lose(0)
+    for gpu in range(1, 8):
+        node.blind(gpu, 17)
+    samples = driver.read()
+    assert present(samples) == {"0": 0}
+    assert readable(samples) == dict.fromkeys("1234567", 0)
+
+
+@pytest.mark.parametrize("code", GONE)
+@pytest.mark.parametrize("call", ["nvmlDeviceGetHandleByIndex", "nvmlDeviceGetUUID", "nvmlDeviceGetMigMode"])
+def test_a_gpu_may_turn_out_to_be_gone_in_any_call(
+    node: SimulatedNode, collector: Callable[..., Nvml], call: str, code: int
+) -> None:
+    collector().read()
+    node.fail(call, code, 6)
+    samples = collector().read()
+    assert present(samples) == ALL | {"6": 0}
+    assert rows(samples, "6") == {GPU_INFO, GPU_PRESENT}
+
+
+@pytest.mark.parametrize("code", GONE)
+def test_a_gpu_may_turn_out_to_be_gone_in_one_field(
+    node: SimulatedNode, collector: Callable[..., Nvml], code: int
+) -> None:
+    library = Fields(node.root)
+    driver = collector(library)
+    driver.read()
+    library.errors = {(143, 0): code, (138, ALL_LINKS): code}
+    assert present(driver.read()) == dict.fromkeys("01234567", 0)
+
+
+# Losing GPUs and getting them back.
 
 
 def test_a_lost_gpu_is_0_with_its_identity_the_others_go_on_and_it_returns_once_nvml_is_initialised_again(
-    node: SimulatedNode, tmp_path: Path
+    node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock
 ) -> None:
-    clock = Clock()
-    collector = Nvml(Simulation(node.root), "node1", tmp_path / "gpus.json", "nvml", clock)
-    assert present(collector.read()) == dict.fromkeys("01234567", 1)
+    driver = collector()
+    whole = driver.read()
+    assert present(whole) == ALL
     node.lose(3)
-    samples = collector.read()
-    assert present(samples) == dict.fromkeys("01234567", 1) | {"3": 0}
+    samples = driver.read()
+    assert present(samples) == ALL | {"3": 0}
     assert [sample for sample in samples if sample[1][0] == "3"] == [
         (GPU_INFO, ("3", node.uuid(3), "node1", "NVIDIA H100 80GB HBM3", "00000000:86:00.0", "1650124010003",
-                    "590.48.01", "96.00.A5.00.01", "nvml"), 1),
+                    "692-2G520-0200-000", "4", "0", "590.48.01", "96.00.A5.00.01", "G520.0200.00.05", "nvml"), 1),
         (GPU_PRESENT, ("3", node.uuid(3)), 0),
     ]
-    assert all(rows(samples, gpu) == EVERY_ROW for gpu in "0124567")
+    assert all(series(samples, gpu).keys() == series(whole, gpu).keys() for gpu in "0124567")
     node.clear()
     clock.now += 14
-    assert present(collector.read())["3"] == 0, "the driver remembers a lost GPU"
+    assert present(driver.read())["3"] == 0, "the driver remembers a lost GPU"
     clock.now += 1
-    assert present(collector.read())["3"] == 1
+    samples = driver.read()
+    assert series(samples, "3").keys() == series(whole, "3").keys()
 
 
 def test_nvml_is_not_initialised_at_every_scrape_beside_a_gpu_that_stays_lost(
-    node: SimulatedNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock()
     library = Simulation(node.root)
     initialise = library.nvmlInit
     at: list[float] = []
@@ -176,114 +707,212 @@ def test_nvml_is_not_initialised_at_every_scrape_beside_a_gpu_that_stays_lost(
         initialise()
 
     monkeypatch.setattr(library, "nvmlInit", noted)
-    collector = Nvml(library, "node1", tmp_path / "gpus.json", "nvml", clock)
+    driver = collector(library)
     node.lose(3)
     for second in range(0, 1000, 5):
         clock.now = second
-        collector.read()
+        node.tick(1_700_000_000 + second)
+        samples = driver.read()
     assert at == [0, 15, 45, 105, 225, 465, 705, 945]
+    assert of(samples, GPU_PROFILED_SECONDS) == {(): 995}, "and that costs no second of activity"
+    assert len(library.gpm_samples) == 14
 
 
 def test_a_gpu_lost_before_the_exporter_started_is_missed_because_of_the_inventory(
-    node: SimulatedNode, tmp_path: Path
+    node: SimulatedNode, collector: Callable[..., Nvml]
 ) -> None:
-    Nvml(Simulation(node.root), "node1", tmp_path / "gpus.json").read()
+    collector().read()
     node.lose(5)
-    samples = Nvml(Simulation(node.root), "node1", tmp_path / "gpus.json").read()
-    assert present(samples) == dict.fromkeys("01234567", 1) | {"5": 0}
+    samples = collector().read()
+    assert present(samples) == ALL | {"5": 0}
     assert rows(samples, "5") == {GPU_INFO, GPU_PRESENT}
 
 
-@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED])
-@pytest.mark.parametrize("call", ["nvmlDeviceGetHandleByIndex", "nvmlDeviceGetUUID", "nvmlDeviceGetPowerUsage"])
-def test_a_gpu_may_turn_out_to_be_gone_in_any_call(
-    node: SimulatedNode, tmp_path: Path, call: str, code: int
+def test_a_gpu_that_was_reset_comes_back_under_another_index_with_its_counters(
+    node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock
 ) -> None:
-    Nvml(Simulation(node.root), "node1", tmp_path / "gpus.json").read()
-    samples = Nvml(failing(node.root, call, code, gpus=[6]), "node1", tmp_path / "gpus.json").read()
-    assert present(samples) == dict.fromkeys("01234567", 1) | {"6": 0}
-    assert rows(samples, "6") == {GPU_INFO, GPU_PRESENT}
+    driver = collector()
+    driver.read()
+    node.ecc(2, corrected=5)
+    clock.now += 10
+    node.tick(1_700_000_010)
+    driver.read()
+    node.reset(2, index=7)
+    samples = driver.read()
+    assert present(samples) == ALL | {"2": 0}
+    clock.now += 15
+    node.tick(1_700_000_025)
+    samples = driver.read()
+    uuids = {labels[0]: labels[1] for row, labels, _ in samples if row is GPU_PRESENT}
+    assert uuids == {str(index): node.uuid(gpu) for index, gpu in enumerate((0, 1, 3, 4, 5, 6, 7, 2))}
+    assert present(samples) == ALL
+    assert of(samples, GPU_ECC_ERRORS, "7") == {("corrected",): 0, ("uncorrected",): 0}
+    assert of(samples, GPU_ECC_LIFETIME_ERRORS, "7") == {("corrected",): 5, ("uncorrected",): 0}
+    assert of(samples, GPU_PROFILED_SECONDS, "7") == {(): 10}, "what was counted up goes on"
+    assert of(samples, GPU_PROFILED_SECONDS, "0") == {(): 25}
+    assert len({(row, labels) for row, labels, _ in samples}) == len(samples)
 
 
-def test_a_gpu_the_exporter_may_not_look_at_is_neither_present_nor_missing(
-    node: SimulatedNode, tmp_path: Path
+def test_a_driver_replaced_under_the_process_asks_for_a_new_process_which_reads_on(
+    node: SimulatedNode, collector: Callable[..., Nvml]
 ) -> None:
-    Nvml(Simulation(node.root), "node1", tmp_path / "gpus.json").read()
-    library = failing(node.root, "nvmlDeviceGetHandleByIndex", pynvml.NVML_ERROR_UNKNOWN, gpus=[1])
-    samples = Nvml(library, "node1", tmp_path / "gpus.json").read()
-    assert present(samples) == dict.fromkeys("0234567", 1)
-    assert rows(samples, "1") == {GPU_INFO}
-
-
-def test_an_exporter_that_may_look_at_no_gpu_has_failed_and_calls_none_missing(
-    node: SimulatedNode, tmp_path: Path
-) -> None:
-    Nvml(Simulation(node.root), "node1", tmp_path / "gpus.json").read()
-    library = failing(node.root, "nvmlDeviceGetHandleByIndex", pynvml.NVML_ERROR_OPERATING_SYSTEM)
-    with pytest.raises(pynvml.NVMLError):
-        Nvml(library, "node1", tmp_path / "gpus.json").read()
-
-
-@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED])
-def test_without_library_or_driver_the_source_does_not_exist(node: SimulatedNode, tmp_path: Path, code: int) -> None:
-    collector = Nvml(failing(node.root, "nvmlInit", code), "node1", tmp_path / "gpus.json")
-    with pytest.raises(Unsupported, match=str(pynvml.NVMLError(code))):
-        collector.read()
-
-
-def test_an_unloaded_driver_makes_every_known_gpu_missing(node: SimulatedNode, tmp_path: Path) -> None:
-    Nvml(Simulation(node.root), "node1", tmp_path / "gpus.json").read()
-    library = failing(node.root, "nvmlInit", pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
-    samples = Nvml(library, "node1", tmp_path / "gpus.json").read()
-    assert present(samples) == dict.fromkeys("01234567", 0)
-    assert len(samples) == 16
-
-
-def test_a_driver_replaced_under_the_process_asks_for_a_new_process(node: SimulatedNode, tmp_path: Path) -> None:
-    library = failing(node.root, "nvmlDeviceGetCount", pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+    driver = collector()
+    before = driver.read()
+    node.driver("595.80")
     with pytest.raises(StartAfresh):
-        Nvml(library, "node1", tmp_path / "gpus.json").read()
+        driver.read()
+    driver.close()
+    after = collector().read()
+    versions = {labels[GPU_INFO.labels.index("driver_version")] for row, labels, _ in after if row is GPU_INFO}
+    assert versions == {"595.80"}
+    assert all(series(after, gpu) == series(before, gpu) for gpu in "01234567")
 
 
-def test_after_a_driver_reload_the_handles_are_resolved_again(node: SimulatedNode, tmp_path: Path) -> None:
-    clock = Clock()
+def test_after_a_driver_reload_the_handles_are_resolved_again(
+    node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock
+) -> None:
     library = Simulation(node.root)
-    collector = Nvml(library, "node1", tmp_path / "gpus.json", "nvml", clock)
-    collector.read()
+    driver = collector(library)
+    driver.read()
     library.initialized = False  # what a reload does to the session
     with pytest.raises(pynvml.NVMLError):
-        collector.read()
+        driver.read()
     clock.now += 15
-    assert present(collector.read()) == dict.fromkeys("01234567", 1)
+    assert present(driver.read()) == ALL
+
+
+def test_a_mig_toggle_between_two_reads_swaps_the_whole_gpus_series_for_the_instances_and_back(
+    node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock, tmp_path: Path
+) -> None:
+    def read(seconds: int) -> list[Sample]:
+        clock.now += seconds
+        node.tick(1_700_000_000 + clock.now)
+        return driver.read()
+
+    driver = collector()
+    driver.read()
+    whole = series(read(10), "4")
+    node.mig(4, "on", "1g.10gb")
+    split = series(read(10), "4")
+    gone = {str(row) for row, _ in whole.keys() - split.keys()}
+    assert gone == {
+        *map(str, FABRIC), "nvlink_links", "nvlink_info", "nvlink_speed_bytes_per_second", "nvlink_errors_total",
+        "gpu_utilization_ratio", "gpu_memory_copy_utilization_ratio", "gpu_encoder_utilization_ratio",
+        "gpu_decoder_utilization_ratio", "gpu_profiled_seconds_total", "gpu_graphics_active_seconds_total",
+        "gpu_sm_active_seconds_total", "gpu_sm_occupancy_seconds_total", "gpu_tensor_active_seconds_total",
+        "gpu_dram_active_seconds_total", "gpu_pipe_active_seconds_total", "gpu_remapped_rows_total",
+        "gpu_row_remap_pending", "gpu_row_remap_failure", "gpu_row_remap_banks",
+    }
+    instances = [str(instance) for instance in range(7, 14)]
+    assert Counter(row for row, _ in split.keys() - whole.keys()) == {
+        GPU_MIG_INFO: 7, GPU_MIG_MEMORY_USED: 7, GPU_MIG_MEMORY_TOTAL: 7, GPU_MIG_PROFILED_SECONDS: 7,
+        **dict.fromkeys((row for row, _ in split if "_mig_" in str(row) and "active" in str(row)), 7),
+    }
+    assert split[GPU_MIG_INFO, ("7", "0", "MIG-51a70000-0000-4000-8004-000000000000", "1g.10gb")] == 1
+    runtime = json.loads((tmp_path / "gpu_runtime.json").read_text())[node.uuid(4)]
+    assert [entry["gpu_instance"] for entry in runtime["mig"]] == instances
+    assert runtime["mig"][0] == {
+        "uuid": "MIG-51a70000-0000-4000-8004-000000000000", "gpu_instance": "7", "compute_instance": "0",
+        "profile": "1g.10gb",
+    }
+    assert {key[1]: value for key, value in series(read(10), "4").items() if key[0] is GPU_MIG_PROFILED_SECONDS} == {
+        (instance,): 10 for instance in instances
+    }
+    node.mig(4, "off")
+    again = series(read(10), "4")
+    assert again.keys() == whole.keys()
+    assert again[GPU_PROFILED_SECONDS, ()] == whole[GPU_PROFILED_SECONDS, ()]
+    assert series(read(10), "4")[GPU_PROFILED_SECONDS, ()] == whole[GPU_PROFILED_SECONDS, ()] + 10
+    assert json.loads((tmp_path / "gpu_runtime.json").read_text())[node.uuid(4)]["mig"] == []
+
+
+def test_the_end_gives_every_buffer_and_the_session_back(node: SimulatedNode, collector: Callable[..., Nvml]) -> None:
+    library = Simulation(node.root)
+    driver = collector(library)
+    node.mig(1, "on")
+    driver.read()
+    assert (library.initialized, len(library.gpm_samples)) == (True, 7 + 7)
+    driver.close()
+    assert (library.initialized, library.gpm_samples) == (False, {})
+    assert present(driver.read()) == ALL, "and a later read starts again"
+
+
+# What is remembered.
 
 
 @pytest.mark.parametrize("new", [True, False])
 def test_only_a_gpu_new_to_the_node_replaces_the_one_that_was_in_its_slot(
-    node: SimulatedNode, tmp_path: Path, new: bool
+    node: SimulatedNode, collector: Callable[..., Nvml], tmp_path: Path, new: bool
 ) -> None:
     inventory = tmp_path / "gpus.json"
-    Nvml(Simulation(node.root), "node1", inventory).read()
+    collector().read()
     parts = json.loads(inventory.read_text())
     parts["GPU-old"] = parts[node.uuid(2)] | {"uuid": "GPU-old"}
     if new:
         del parts[node.uuid(2)]
     inventory.write_text(json.dumps(parts))
-    samples = Nvml(Simulation(node.root), "node1", inventory).read()
+    samples = collector().read()
     answers = {labels[1]: value for row, labels, value in samples if row is GPU_PRESENT and labels[0] == "2"}
     assert answers == {node.uuid(2): 1} | ({} if new else {"GPU-old": 0})
 
 
+def test_a_missing_gpu_of_an_inventory_written_before_labels_were_added_keeps_its_identity(
+    node: SimulatedNode, collector: Callable[..., Nvml], tmp_path: Path
+) -> None:
+    collector().read()
+    parts = json.loads((tmp_path / "gpus.json").read_text())
+    for part in parts.values():
+        for label in ("board_part_number", "module_id", "numa_node", "inforom_version"):
+            del part[label]
+    (tmp_path / "gpus.json").write_text(json.dumps(parts))
+    node.lose(3)
+    infos = {labels[0]: labels for row, labels, _ in collector().read() if row is GPU_INFO}
+    assert infos["3"] == (
+        "3", node.uuid(3), "node1", "NVIDIA H100 80GB HBM3", "00000000:86:00.0", "1650124010003", "", "", "",
+        "590.48.01", "96.00.A5.00.01", "", "nvml",
+    )
+    assert infos["4"][6:9] == ("692-2G520-0200-000", "5", "1")
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"GPU-1": 1}', '{"GPU-1": {"gpu": "0"}}'])
-def test_an_unreadable_inventory_is_forgotten(node: SimulatedNode, tmp_path: Path, content: str) -> None:
+def test_an_unreadable_inventory_is_forgotten(collector: Callable[..., Nvml], tmp_path: Path, content: str) -> None:
     (tmp_path / "gpus.json").write_text(content)
-    samples = Nvml(Simulation(node.root), "node1", tmp_path / "gpus.json").read()
-    assert present(samples) == dict.fromkeys("01234567", 1)
+    assert present(collector().read()) == ALL
     assert len(json.loads((tmp_path / "gpus.json").read_text())) == 8
+
+
+def test_a_label_that_cannot_be_read_for_a_while_is_as_remembered(
+    node: SimulatedNode, collector: Callable[..., Nvml]
+) -> None:
+    before = {labels for row, labels, _ in collector().read() if row is GPU_INFO}
+    node.fail("nvmlDeviceGetSerial", pynvml.NVML_ERROR_UNKNOWN, 3)
+    assert {labels for row, labels, _ in collector().read() if row is GPU_INFO} == before
 
 
 def test_a_disk_that_takes_nothing_costs_no_reading(node: SimulatedNode, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    collector = Nvml(Simulation(node.root), "node1", tmp_path / "file" / "gpus.json")
-    collector.read()
+    state = tmp_path / "file"
+    driver = Nvml(Simulation(node.root), "node1", state / "gpus.json", runtime=state / "gpu_runtime.json")
+    driver.read()
     node.lose(0)
-    assert present(collector.read())["0"] == 0
+    assert present(driver.read())["0"] == 0
+
+
+@pytest.mark.parametrize(("content", "expected"), [("1\n", "1"), ("-1\n", ""), ("", ""), (None, "")])
+def test_the_numa_node_is_that_of_the_pci_device(tmp_path: Path, content: str | None, expected: str) -> None:
+    device = tmp_path / "bus/pci/devices/0000:ca:00.0"
+    device.mkdir(parents=True)
+    if content is not None:
+        (device / "numa_node").write_text(content)
+    assert numa_node(tmp_path, "00000000:CA:00.0") == expected
+
+
+def test_the_simulated_nodes_collector_reads_the_nodes_own_files(node: SimulatedNode, tmp_path: Path) -> None:
+    collector = build(
+        host="node1", inventory=str(tmp_path / "gpus.json"), runtime=str(tmp_path / "gpu_runtime.json"),
+        sysfs=str(node.sysfs), simulated=str(node.root),
+    )
+    samples = collector.read()
+    assert of(samples, GPU_PROCESSES) == {("slurm:4242",): 1}
+    assert {labels[-1] for row, labels, _ in samples if row is GPU_INFO} == {"simulated"}
+    assert json.loads((tmp_path / "gpu_runtime.json").read_text())[node.uuid(7)] == {"mig": [], "pids": [4718]}

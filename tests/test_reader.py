@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 
 from flopwatch.catalogue import GPU_POWER, GPU_PRESENT
-from flopwatch.node.collectors.nvml import Nvml
-from flopwatch.node.reader import Reader, Reading, Spec, hardware
+from flopwatch.node.collectors import infiniband
+from flopwatch.node.reader import RESIDENT_LIMIT, Reader, Reading, Spec, hardware
 from flopwatch.settings import ExporterSettings
 from flopwatch.simulate import SimulatedNode
-from flopwatch.simulate.pynvml import Simulation
 
 LONG = 20.0  # seconds; a deadline that only a broken build misses
 
@@ -28,18 +27,24 @@ ODD = '''
 import os, signal, time
 from pathlib import Path
 from flopwatch.catalogue import GPU_PRESENT
-from flopwatch.node.collectors import StartAfresh, Unsupported
+from flopwatch.node.collectors import Blind, StartAfresh, Unsupported
 
 class Odd:
     name = "odd"
-    def __init__(self, flag, before="", read=""):
-        self.flag, self.before, self.code = Path(flag), before, read
+    def __init__(self, flag, before="", read="", close=""):
+        self.flag, self.before, self.code, self.parting = Path(flag), before, read, close
+        self.reads, self.value = 0, 1
         exec(before)
     def read(self):
+        self.reads += 1
+        samples = [(GPU_PRESENT, (str(os.getpid()), ""), self.value)]
         exec(self.code)
-        return [(GPU_PRESENT, (str(os.getpid()), ""), 1)]
+        return samples
+    def close(self):
+        exec(self.parting)
 '''
 UNTIL_THE_FLAG = "while not self.flag.exists(): time.sleep(0.02)"
+FROM_THE_SECOND_UNTIL_THE_FLAG = "while self.reads > 1 and not self.flag.exists(): time.sleep(0.02)"
 
 
 @pytest.fixture
@@ -49,9 +54,13 @@ def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     monkeypatch.syspath_prepend(str(tmp_path))
     readers: list[Reader] = []
 
-    def make(kill_after: float = 60.0, grace: float = 5.0, backoff: float = 0.1, **arguments: str) -> Reader:
+    def make(
+        kill_after: float = 60.0, grace: float = 5.0, backoff: float = 0.1, stale_after: float = 30.0,
+        resident_limit: int = RESIDENT_LIMIT, **arguments: str,
+    ) -> Reader:
         spec = Spec("odd:Odd", {"flag": str(tmp_path / "flag"), **arguments})
-        readers.append(Reader("odd", spec, kill_after, grace, backoff))
+        readers.append(Reader(
+            "odd", spec, kill_after, grace, backoff, stale_after=stale_after, resident_limit=resident_limit))
         return readers[-1]
 
     yield make
@@ -105,21 +114,22 @@ def eventually(reader: Reader, condition: Callable[[Reading], bool]) -> Reading:
     raise AssertionError(f"last: {reading}")
 
 
-def test_a_child_reads_what_the_collector_reads(
-    node: SimulatedNode, readers: dict[str, Reader], tmp_path: Path
-) -> None:
+def test_a_child_reads_what_the_collector_reads(node: SimulatedNode, readers: dict[str, Reader]) -> None:
     before = time.time()
-    reading = readers["nvml"].ask(LONG)
+    reading = readers["infiniband"].ask(LONG)
     assert (reading.ok, reading.reason, reading.supported) == (True, "", True)
     assert before <= reading.at <= time.time()
     assert 0 < reading.duration < LONG
-    assert reading.samples == Nvml(Simulation(node.root), "node1", tmp_path / "gpus.json", "simulated").read()
+    assert reading.samples == infiniband.build(**readers["infiniband"].spec.arguments).read()
 
 
 def test_every_source_of_the_simulated_node_answers(node: SimulatedNode, readers: dict[str, Reader]) -> None:
-    assert {name: len(reader.ask(LONG).samples) for name, reader in readers.items()} == {
-        "nvml": 8 * 29, "infiniband": 8 * 24, "xid": 8 * 9,
-    }
+    assert [(name, reader.driver, reader.secondary) for name, reader in readers.items()] == [
+        ("nvml", True, False), ("infiniband", False, False), ("xid", True, False), ("identity", False, False)]
+    for reader in readers.values():
+        reading = reader.ask(LONG)
+        assert (reading.ok, reading.reason) == (True, "")
+        assert reading.samples
 
 
 def test_a_hung_driver_call_costs_its_source_and_recovers_by_itself(
@@ -209,7 +219,7 @@ def test_a_child_that_hangs_for_long_is_ended_and_replaced(odd: Callable[..., Re
     first = pid(reader.ask(LONG))
     (tmp_path / "flag").unlink()
     assert reader.ask(0.1).reason == "deadline"
-    eventually(reader, lambda reading: reading.reason == "exited")
+    assert eventually(reader, lambda reading: reading.reason == "exited").restarts == ("hung",)
     assert gone(first)
     (tmp_path / "flag").touch()
     assert pid(eventually(reader, lambda reading: reading.ok)) != first
@@ -274,11 +284,15 @@ def test_the_child_ends_when_its_parent_is_killed(odd: Callable[..., Reader], tm
 
 def test_a_source_that_does_not_exist_says_why(tmp_path: Path) -> None:
     settings = ExporterSettings(state=tmp_path, sysfs=tmp_path / "sys", kmsg=tmp_path / "kmsg")
+    reasons = {}
     for reader in hardware(settings)[1:]:
         reading = reader.ask(LONG)
         reader.close()
         assert (reading.ok, reading.supported, reading.samples) == (False, False, [])
-        assert str(tmp_path) in reading.reason
+        reasons[reader.name] = reading.reason
+    assert str(tmp_path / "sys") in reasons["infiniband"]
+    assert str(tmp_path / "kmsg") in reasons["xid"]
+    assert "no GPU" in reasons["identity"]
 
 
 def test_an_error_is_the_reason_and_the_child_goes_on(odd: Callable[..., Reader], tmp_path: Path) -> None:
@@ -315,6 +329,176 @@ def test_threads_share_one_child(odd: Callable[..., Reader]) -> None:
     for thread in threads:
         thread.join()
     assert len({pid(answer) for answer in answers}) == 1
+
+
+ENDED = "open(f'{self.flag}.ended', 'a').write('x')"
+
+
+def test_rows_and_labels_are_the_same_objects_until_they_change(odd: Callable[..., Reader]) -> None:
+    reader = odd(read=(
+        "self.value = self.reads\n"
+        "if self.reads > 2: samples.append((GPU_PRESENT, ('3', 'GPU-d'), self.reads))"))
+    readings = [reader.ask(LONG).samples for _ in range(4)]
+    child = readings[0][0][1][0]
+    assert readings == [
+        [(GPU_PRESENT, (child, ""), 1)],
+        [(GPU_PRESENT, (child, ""), 1)],
+        [(GPU_PRESENT, (child, ""), 2), (GPU_PRESENT, ("3", "GPU-d"), 3)],
+        [(GPU_PRESENT, (child, ""), 3), (GPU_PRESENT, ("3", "GPU-d"), 4)],
+    ]
+    assert readings[0][0][1] is readings[1][0][1]
+    assert readings[2][1][1] is readings[3][1][1]
+
+
+def test_a_failed_read_between_two_good_ones_loses_no_label(odd: Callable[..., Reader]) -> None:
+    reader = odd(read="if self.reads == 2: raise ValueError('no')")
+    first, failed, third = (reader.ask(LONG) for _ in range(3))
+    assert (failed.kind, failed.samples) == ("error", [])
+    assert third.samples == first.samples != []
+
+
+def test_the_child_that_replaces_another_tells_its_labels_anew(odd: Callable[..., Reader]) -> None:
+    reader = odd()
+    first = pid(reader.ask(LONG))
+    reader.ask(LONG)
+    os.kill(first, signal.SIGKILL)
+    assert gone(first)
+    assert reader.ask(LONG).restarts == ("exited",)
+    second = eventually(reader, lambda reading: reading.ok)
+    assert second.samples == [(GPU_PRESENT, (str(pid(second)), ""), 1)]
+    assert pid(second) != first
+
+
+@pytest.mark.parametrize(("read", "kind", "reason"), [
+    ("raise Blind('/dev/nvidiactl')", "blind", "Blind: /dev/nvidiactl"),
+    ("raise OSError('what nobody expected')", "error", "OSError: what nobody expected"),
+    ("samples[:] = [(GPU_PRESENT, ('0', ''), object())]", "error",
+     "no samples: TypeError: Object of type object is not JSON serializable"),
+    ("samples[:] = [(GPU_PRESENT, 1)]", "error",
+     "no samples: ValueError: not enough values to unpack (expected 3, got 2)"),
+    ("os.write(3, b'garbage\\n')", "exited",
+     "the answer is not understood: JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
+    ("os.write(3, b'{\"keys\": [[\"of another release\", []]]}\\n')\ntime.sleep(1)", "exited",
+     "the answer is not understood: KeyError: 'of another release'"),
+])
+def test_each_kind_of_failure_says_so(odd: Callable[..., Reader], read: str, kind: str, reason: str) -> None:
+    reading = odd(read=read).ask(LONG)
+    assert (reading.ok, reading.supported, reading.kind, reading.reason) == (False, True, kind, reason)
+
+
+def test_a_child_that_grows_is_replaced_but_not_at_every_read(odd: Callable[..., Reader], tmp_path: Path) -> None:
+    reader = odd(resident_limit=1, close=ENDED)
+    first = reader.ask(LONG)
+    assert gone(pid(first))
+    assert (tmp_path / "flag.ended").read_text() == "x"
+    second, third = reader.ask(LONG), reader.ask(LONG)
+    assert first.restarts == ("memory",)
+    assert (second.restarts, third.restarts) == ((), ())
+    assert pid(first) != pid(second) == pid(third)
+
+
+def test_a_child_below_the_cap_stays(odd: Callable[..., Reader]) -> None:
+    reader = odd(read="self.ballast = getattr(self, 'ballast', b'') + b'x' * (1 << 20)")
+    assert len({pid(reader.ask(LONG)) for _ in range(5)}) == 1
+
+
+def test_an_answer_that_nobody_fetched_for_long_is_none(odd: Callable[..., Reader]) -> None:
+    reader = odd(stale_after=0.5, read="time.sleep(0.3)")
+    assert reader.ask(LONG).ok
+    assert reader.ask(0.1).kind == "deadline"
+    time.sleep(1)  # the late answer lies in the pipe
+    assert reader.ask(0.1).kind == "deadline"
+    assert reader.ask(LONG).ok
+
+
+def test_an_answer_says_how_old_it_is(odd: Callable[..., Reader]) -> None:
+    reader = odd(read="time.sleep(0.3)")
+    assert reader.ask(LONG).age < 0.25
+    assert reader.ask(0.1).kind == "deadline"
+    time.sleep(0.5)
+    late = reader.ask(0.1)
+    assert late.ok
+    assert 0.25 < late.age < 10
+
+
+def test_a_collector_is_closed_when_its_reader_is(odd: Callable[..., Reader], tmp_path: Path) -> None:
+    reader = odd(close=ENDED)
+    child = pid(reader.ask(LONG))
+    reader.close()
+    assert not Path(f"/proc/{child}").exists()
+    assert (tmp_path / "flag.ended").read_text() == "x"
+
+
+def test_a_collector_is_closed_before_it_starts_afresh(odd: Callable[..., Reader], tmp_path: Path) -> None:
+    reader = odd(read="raise StartAfresh('the driver was replaced')", close=ENDED)
+    reading = reader.ask(LONG)
+    assert (reading.kind, reading.restarts) == ("error", ("afresh",))
+    while not (tmp_path / "flag.ended").exists():
+        time.sleep(0.02)
+
+
+def test_a_released_reader_has_no_process_until_it_resumes(odd: Callable[..., Reader], tmp_path: Path) -> None:
+    reader = odd(close=ENDED)
+    first = pid(reader.ask(LONG))
+    assert reader.release()
+    assert not Path(f"/proc/{first}").exists()
+    assert (tmp_path / "flag.ended").read_text() == "x"
+    for _ in range(3):
+        released = reader.ask(LONG)
+        assert (released.ok, released.kind, released.supported, released.samples) == (False, "released", True, [])
+    reader.resume()
+    assert pid(reader.ask(LONG)) != first
+
+
+def test_a_hung_child_is_killed_to_release_the_driver(odd: Callable[..., Reader], tmp_path: Path) -> None:
+    reader = odd(before="signal.signal(signal.SIGTERM, signal.SIG_IGN)", read=FROM_THE_SECOND_UNTIL_THE_FLAG)
+    child = pid(reader.ask(LONG))
+    assert reader.ask(0.1).kind == "deadline"
+    assert reader.release()
+    assert not Path(f"/proc/{child}").exists()
+
+
+# A call in uninterruptible sleep: no signal ends it. The kernel lets no test make one, so signals are lost instead.
+UNKILLABLE = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+
+
+@pytest.fixture
+def lost_kills(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "kill", lambda process: None)
+        patch.setattr("flopwatch.node.reader.PARTING", 0.0)
+        yield
+
+
+def test_a_driver_is_not_released_while_a_call_into_it_cannot_be_ended(
+    odd: Callable[..., Reader], tmp_path: Path, lost_kills: None
+) -> None:
+    # Its listener would end the process with stdin; a call in uninterruptible sleep keeps every thread of it.
+    stay = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nos._exit = lambda status: time.sleep(60)"
+    reader = odd(before=stay, read=FROM_THE_SECOND_UNTIL_THE_FLAG)
+    child = pid(reader.ask(LONG))
+    assert reader.ask(0.1).kind == "deadline"
+    assert not reader.release()
+    assert Path(f"/proc/{child}").exists()
+    (tmp_path / "flag").touch()  # the call returns
+    assert gone(child)
+    assert reader.release()
+
+
+def test_no_more_than_one_child_is_abandoned(odd: Callable[..., Reader], tmp_path: Path, lost_kills: None) -> None:
+    started = f"Path(f'{tmp_path}/{{os.getpid()}}.pid').touch()"
+    reader = odd(kill_after=0.1, grace=0.1, before=f"{started}\n{UNKILLABLE}", read=UNTIL_THE_FLAG)
+    end, restarts = time.monotonic() + 3, list[str]()
+    while time.monotonic() < end:
+        reading = reader.ask(0.1)
+        assert reading.kind == "deadline"
+        restarts += reading.restarts
+    children = [int(file.stem) for file in tmp_path.glob("*.pid")]
+    assert len(children) == 2
+    assert all(Path(f"/proc/{child}").exists() for child in children)
+    assert restarts == ["hung"]
+    (tmp_path / "flag").touch()
+    assert eventually(reader, lambda reading: reading.ok)
 
 
 def test_a_thread_waits_for_another_no_longer_than_its_own_deadline(

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from gzip import decompress as gunzip
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families as parse_text
@@ -15,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from flopwatch import __version__
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample, all_metrics
-from flopwatch.node.reader import Reading
-from flopwatch.node.scrape import BUDGETS, Scrape, Source, scrape_timeout, within_budget
+from flopwatch.node.reader import Reading, failure
+from flopwatch.node.scrape import BUDGETS, Scrape, Source, scrape_timeout, well_formed, within_budget
 from flopwatch.settings import ExporterSettings
 
 TEMPERATURE: Sample = (m.GPU_TEMPERATURE, ("0", "GPU-a"), 41)
@@ -51,13 +55,13 @@ def good(*samples: Sample) -> Callable[[float], Reading]:
     return lambda deadline: Reading(list(samples), duration=0.25, at=1_700_000_000.5)
 
 
-def failing(reason: str) -> Callable[[float], Reading]:
-    return lambda deadline: Reading(ok=False, reason=reason)
+def failing(kind: str, reason: str = "") -> Callable[[float], Reading]:
+    return lambda deadline: failure(kind, reason)
 
 
 def hung(deadline: float) -> Reading:
     time.sleep(deadline)
-    return Reading(ok=False, reason="deadline", duration=deadline)
+    return failure("deadline", duration=deadline)
 
 
 def no_library(deadline: float) -> Reading:
@@ -95,7 +99,10 @@ def test_every_source_is_served_with_what_is_to_be_said_about_it() -> None:
            for what, value in (("supported", 1), ("success", 1), ("duration_seconds", 0.25),
                                ("last_success_timestamp_seconds", 1_700_000_000.5))},
         **{f'flopwatch_collector_failures_total{{collector="{name}",reason="{reason}"}}': 0
-           for name in ("nvml", "infiniband") for reason in ("deadline", "exited", "error")},
+           for name in ("nvml", "infiniband") for reason in ("deadline", "exited", "error", "blind")},
+        **{f'flopwatch_collector_restarts_total{{collector="{name}",reason="{reason}"}}': 0
+           for name in ("nvml", "infiniband") for reason in ("exited", "hung", "memory", "afresh")},
+        **{f'flopwatch_series_duplicate_total{{collector="{name}"}}': 0 for name in ("nvml", "infiniband")},
         **{f'flopwatch_series_dropped_total{{budget="{budget}"}}': 0 for budget in ("gpu", "port", "rank")},
         f'flopwatch_build_info{{version="{__version__}"}}': 1,
     }
@@ -103,7 +110,8 @@ def test_every_source_is_served_with_what_is_to_be_said_about_it() -> None:
 
 @pytest.mark.parametrize(("answer", "reason"), [
     (failing("exited"), "exited"),
-    (failing("NVMLError_Unknown: 999"), "error"),
+    (failing("error", "NVMLError_Unknown: 999"), "error"),
+    (failing("blind", "Blind: /dev/nvidiactl"), "blind"),
     (raising, "error"),
     (hung, "deadline"),
 ])
@@ -230,9 +238,187 @@ def test_a_source_that_ignores_its_deadline_is_not_waited_for() -> None:
         assert served['infiniband_port_state_id{device="mlx5_0",port="1"}'] == 4
         ended.set()
         await asyncio.sleep(0.05)
-        assert (await values(scrape))['gpu_temperature_celsius{gpu="0",uuid="GPU-a"}'] == 41
+        assert await scrape.collect() == [TEMPERATURE, PORT]
 
     asyncio.run(story())
+
+
+def test_scrapes_within_a_second_share_one_body() -> None:
+    async def story() -> None:
+        clock = Clock()
+        source = Scripted("nvml", slowly)
+        scrape = scraping(source, clock=clock)
+        bodies = await asyncio.gather(*(scrape.metrics() for _ in range(20)))
+        assert all(body is bodies[0] for body in bodies)
+        zipped = await asyncio.gather(*(scrape.metrics(gzipped=True) for _ in range(20)))
+        assert all(body is zipped[0] for body in zipped)
+        assert gunzip(zipped[0]) == bodies[0]
+        assert (await scrape.metrics(openmetrics=True)).endswith(b"# EOF\n")
+        clock.now += 0.9
+        assert await scrape.metrics() is bodies[0]
+        clock.now += 0.1
+        assert await scrape.metrics() is not bodies[0]
+
+    asyncio.run(story())
+
+
+def test_a_scraper_in_a_hurry_does_not_wait_for_another_ones_page() -> None:
+    async def story() -> None:
+        scrape = scraping(Scripted("nvml", hung), Scripted("infiniband", good(PORT)), deadline=5)
+        patient = asyncio.create_task(scrape.metrics())
+        await asyncio.sleep(0.05)
+        began = time.monotonic()
+        assert b"infiniband_port_state_id" in await scrape.metrics(0.4)
+        assert time.monotonic() - began < 2.5
+        assert not patient.done()
+        patient.cancel()
+
+    asyncio.run(story())
+
+
+def test_a_scraper_that_goes_away_leaves_the_page_to_the_others() -> None:
+    async def story() -> None:
+        scrape = scraping(Scripted("nvml", slowly))
+        leaver, stayer = (asyncio.create_task(scrape.metrics()) for _ in range(2))
+        await asyncio.sleep(0.01)
+        leaver.cancel()
+        assert b"gpu_temperature_celsius" in await stayer
+
+    asyncio.run(story())
+
+
+class Secondary(Scripted):
+    secondary = True
+
+
+def test_a_secondary_source_fills_gaps_only() -> None:
+    def nvml(deadline: float) -> Reading:
+        return Reading([TEMPERATURE, (m.GPU_ECC_ERRORS, ("0", "GPU-a", "corrected"), 7)])
+
+    dcgm = good(
+        (m.GPU_TEMPERATURE, ("0", "GPU-a"), 42), (m.GPU_TEMPERATURE, ("1", "GPU-b"), 43), POWER,
+        (m.GPU_ECC_ERRORS, ("0", "GPU-a", "uncorrected"), 9),
+    )
+    primary = Scripted("nvml", nvml)
+
+    async def story() -> None:
+        clock = Clock()
+        scrape = scraping(primary, Secondary("dcgm", dcgm), clock=clock)
+        assert await scrape.collect() == [
+            *nvml(1).samples, (m.GPU_TEMPERATURE, ("1", "GPU-b"), 43), POWER]
+        primary.answer = failing("exited")
+        clock.now += 31
+        assert await scrape.collect() == dcgm(1).samples
+        served = await values(scrape)
+        assert served['flopwatch_series_duplicate_total{collector="dcgm"}'] == 0
+
+    asyncio.run(story())
+
+
+def test_a_series_that_two_sources_have_is_served_once_and_counted() -> None:
+    """Prometheus refuses a whole page for one series that is on it twice."""
+    first, second = Scripted("nvml", good(TEMPERATURE)), Scripted("xid", good((*TEMPERATURE[:2], 99), POWER, POWER))
+    served = asyncio.run(values(scraping(first, second)))
+    assert served['gpu_temperature_celsius{gpu="0",uuid="GPU-a"}'] == 41
+    assert served['gpu_power_watts{gpu="0",uuid="GPU-a"}'] == 310.5
+    assert served['flopwatch_series_duplicate_total{collector="xid"}'] == 2
+    assert served['flopwatch_series_duplicate_total{collector="nvml"}'] == 0
+    assert served['flopwatch_collector_success{collector="xid"}'] == 1
+
+
+def test_a_released_source_says_nothing_and_has_not_failed() -> None:
+    async def story() -> None:
+        clock = Clock()
+        source = Scripted("nvml", good(TEMPERATURE))
+        scrape = scraping(source, clock=clock)
+        await scrape.metrics()
+        source.answer = failing("released")
+        clock.now += 1
+        served = await values(scrape)
+        assert not any(series.startswith("gpu_") for series in served)
+        assert 'flopwatch_collector_success{collector="nvml"}' not in served
+        assert served['flopwatch_collector_supported{collector="nvml"}'] == 1
+        assert all(value == 0 for series, value in served.items() if series.startswith("flopwatch_collector_failures"))
+        assert scrape.statuses() == {"nvml": "released"}
+        source.answer = good(TEMPERATURE)
+        clock.now += 1
+        assert (await values(scrape))['flopwatch_collector_success{collector="nvml"}'] == 1
+
+    asyncio.run(story())
+
+
+def test_a_source_whose_children_were_replaced_says_why() -> None:
+    source = Scripted("nvml", lambda deadline: Reading([TEMPERATURE], restarts=("hung", "memory", "hung")))
+    served = asyncio.run(values(scraping(source)))
+    assert {series: value for series, value in served.items() if series.startswith("flopwatch_collector_restarts")} == {
+        f'flopwatch_collector_restarts_total{{collector="nvml",reason="{reason}"}}': value
+        for reason, value in {"exited": 0, "hung": 2, "memory": 1, "afresh": 0}.items()
+    }
+
+
+def test_an_answer_that_was_old_when_it_came_is_served_so_much_shorter() -> None:
+    async def story() -> None:
+        clock = Clock()
+        source = Scripted("nvml", lambda deadline: Reading([TEMPERATURE], age=20))
+        scrape = scraping(source, clock=clock)
+        assert await scrape.collect() == [TEMPERATURE]
+        source.answer = failing("deadline")
+        clock.now += 10
+        assert await scrape.collect() == [TEMPERATURE]
+        clock.now += 1
+        assert await scrape.collect() == []
+
+    asyncio.run(story())
+
+
+def test_what_follows_from_the_samples_is_served_with_them() -> None:
+    verdict: Sample = (m.NODE_VERDICT, (), 1)
+    released: Sample = (m.DRIVER_RELEASED, (), 0)
+    seen: list[Sequence[Sample]] = []
+
+    def derive(samples: Sequence[Sample]) -> list[Sample]:
+        seen.append(samples)
+        return [verdict]
+
+    scrape = Scrape([Scripted("nvml", good(TEMPERATURE))], [Scripted("training", good(PORT))], ExporterSettings(),
+                    CollectorRegistry(), also=lambda: [released], derive=derive)
+    assert asyncio.run(scrape.collect()) == [TEMPERATURE, PORT, released, verdict]
+    told = [(m.COLLECTOR_SUCCESS, (name,), True) for name in ("nvml", "training")]
+    assert seen == [[TEMPERATURE, PORT, released, *told]]
+    assert asyncio.run(values(scrape))['flopwatch_collector_success{collector="verdict"}'] == 1
+
+
+def test_a_mistake_in_what_follows_costs_only_that() -> None:
+    def derive(samples: Sequence[Sample]) -> list[Sample]:
+        raise ZeroDivisionError
+
+    scrape = Scrape([Scripted("nvml", good(TEMPERATURE))], [], ExporterSettings(), CollectorRegistry(), derive=derive)
+    served = asyncio.run(values(scrape))
+    assert served['gpu_temperature_celsius{gpu="0",uuid="GPU-a"}'] == 41
+    assert served['flopwatch_collector_success{collector="verdict"}'] == 0
+    assert served['flopwatch_collector_failures_total{collector="verdict",reason="error"}'] == 1
+
+
+NUMBERS = st.one_of(
+    st.integers(), st.floats(), st.booleans(), st.none(), st.just(10**400), st.just("7"), st.lists(st.integers()))
+LABELS = st.one_of(st.just(("0", "GPU-a")), st.just(("0",)), st.just((0, "GPU-a")), st.just(("1", "\ud800")))
+
+
+@given(st.lists(st.tuples(st.sampled_from([m.GPU_POWER, m.GPU_ENERGY]), LABELS, NUMBERS), max_size=6))
+def test_whatever_a_source_answers_the_other_is_served_and_only_what_fits_is_added(samples: list[Any]) -> None:
+    scrape = scraping(Scripted("nvml", good(*samples)), Scripted("infiniband", good(PORT)))
+
+    async def story() -> None:
+        body = (await scrape.metrics()).decode()
+        assert 'infiniband_port_state_id{device="mlx5_0",port="1"} 4.0\n' in body
+        served = [sample for sample in await scrape.collect() if sample[0].domain == "gpu"]
+        expected: dict[Any, Any] = {}
+        for row, labels, value in filter(well_formed, samples):
+            expected.setdefault((row, labels), value)
+        assert repr(served) == repr([(*key, value) for key, value in expected.items()])
+
+    asyncio.run(story())
+    scrape.close()
 
 
 @pytest.mark.parametrize("broken", [
@@ -241,8 +427,11 @@ def test_a_source_that_ignores_its_deadline_is_not_waited_for() -> None:
     (m.GPU_ENERGY, ("0", "GPU-a"), float("nan")),
     (m.GPU_ENERGY, ("0", "GPU-a"), -1),
     (m.GPU_ENERGY, ("0", "GPU-a"), None),
+    (m.GPU_TEMPERATURE, ("0", "GPU-a"), 10**400),
+    (m.GPU_TEMPERATURE, ("0", "GPU-a"), "41"),
+    (m.GPU_TEMPERATURE, (0, "GPU-a"), 41),
 ])
-def test_a_sample_that_does_not_fit_its_row_is_never_served_and_is_an_error(broken: Sample) -> None:
+def test_a_sample_that_does_not_fit_its_row_is_never_served_and_is_an_error(broken: Any) -> None:
     scrape = scraping(Scripted("nvml", good(POWER, broken)))
     served = asyncio.run(values(scrape))
     assert served['gpu_power_watts{gpu="0",uuid="GPU-a"}'] == 310.5

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from demo.servers import ServersError, debian_mirrors, find, unpack_release, with_template
+from demo.servers import ServersError, debian_mirrors, find, node_exporter, unpack_release, with_template
 
 PROGRAMS = ("prometheus", "promtool", "alertmanager", "amtool")
 MACHINE = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
@@ -153,3 +153,10 @@ def test_a_release_without_a_published_checksum_is_refused(releases: tuple[str, 
     (folder / "sha256sums.txt").write_text("")
     with pytest.raises(ServersError, match="does not have its published SHA-256"):
         unpack_release(url, "prometheus-2.53.3", tmp_path / "tree")
+
+
+@pytest.mark.parametrize("name", ["prometheus-node-exporter", "node_exporter"])
+def test_node_exporter_on_path_is_taken(tmp_path: Path, name: str) -> None:
+    program = executable(tmp_path / "bin" / name)
+    assert node_exporter({"PATH": str(tmp_path / "bin"), "FLOPWATCH_CACHE": str(tmp_path / "cache")}) == str(program)
+    assert not (tmp_path / "cache").exists()

@@ -22,6 +22,8 @@ from flopwatch.node.collectors.infiniband import Infiniband
 from flopwatch.node.collectors.nvml import Nvml
 from flopwatch.node.collectors.xid import Xid
 from flopwatch.simulate import SimulatedNode
+from flopwatch.simulate.__main__ import parser
+from flopwatch.simulate.node import DEVICES
 from flopwatch.simulate.pynvml import Simulation
 
 HERE = Path(__file__).parent
@@ -37,7 +39,10 @@ class Node(SimulatedNode):
         self.now = START
         self.create(self.now)
         self.collectors = (
-            Nvml(Simulation(self.root), "node1", folder / "gpus.json", "simulated", lambda: self.now),
+            Nvml(
+                Simulation(self.root), "node1", folder / "gpus.json", "simulated", lambda: self.now,
+                sysfs=self.sysfs, proc=self.root / "proc",
+            ),
             Infiniband(self.sysfs, "node1", folder / "ports.json"),
             Xid(self.kmsg, folder / "gpus.json", folder / "xid.json", booted=lambda: START),
         )
@@ -75,7 +80,15 @@ def test_every_series_of_the_node_is_as_reviewed(node: Node) -> None:
     node.link("mlx5_3", "down")
     node.rate("mlx5_4", 200)
     node.symbol_errors("mlx5_5", 0.5)
+    node.nvlink(3, 5, "down")
+    node.nvlink_errors(3, 17, "crc", 4)
+    node.remap(4, uncorrected=1, pending=True)
+    node.pcie(0, width=8)
+    node.recovery(4, 1)
+    node.profiler(0, "on")
+    node.mig(2, "on")
     node.samples()
+    node.blind(7)
     node.xid(5, 94)
     node.xid(6, 79)
     node.run(60)
@@ -96,7 +109,7 @@ def test_no_series_is_there_twice_and_the_budgets_hold(node: Node) -> None:
     assert len({(row, labels) for row, labels, _ in samples}) == len(samples)
     gpus = Counter(labels[:2] for row, labels, _ in samples if row.labels[:2] == GPU)
     ports = Counter(labels[:2] for row, labels, _ in samples if row.labels[:2] == PORT)
-    assert (len(gpus), len(ports)) == (8, 8)
+    assert (len(gpus), len(ports)) == (8, 9)
     assert max(gpus.values()) <= 120
     assert max(ports.values()) <= 60
 
@@ -106,7 +119,7 @@ def test_a_port_has_the_files_of_the_captured_node(node: Node) -> None:
         return {str(file.relative_to(device)) for file in device.rglob("*") if file.is_file()}
 
     captured = files(HERE / "captures" / "infiniband" / "h100_node" / "mlx5_0")
-    assert [files(device) for device in (node.sysfs / "class" / "infiniband").iterdir()] == [captured] * 8
+    assert [files(node.sysfs / "class" / "infiniband" / device) for device in DEVICES] == [captured] * 8
 
 
 @pytest.mark.parametrize(("section", "load"), [(0, 0.0), (1, 1.0)], ids=["idle", "busy"])
@@ -134,6 +147,17 @@ def test_an_idle_and_a_busy_gpu_are_like_the_captured_h100(node: Node, section: 
     assert seen["gpu_sm_clock_max_hertz"] / 1e6 == captured(r"Max Clocks\s+Graphics +: \d+ MHz\s+SM +: (\d+)")
     assert seen["gpu_memory_clock_hertz"] / 1e6 == captured(r"  Clocks\s.*?Memory +: (\d+) MHz")
     assert seen["gpu_memory_total_bytes"] / 2**20 == captured(r"FB Memory Usage\s+Total +: (\d+)")
+    assert seen["gpu_memory_reserved_bytes"] / 2**20 == captured(r"FB Memory Usage.*?Reserved +: (\d+)")
+    assert seen["gpu_bar1_total_bytes"] / 2**20 == captured(r"BAR1 Memory Usage\s+Total +: (\d+)")
+    assert seen["gpu_video_clock_hertz"] / 1e6 == captured(r"  Clocks\s.*?Video +: (\d+) MHz")
+    assert seen["gpu_temperature_margin_celsius"] == pytest.approx(captured(r"GPU T\.Limit Temp +: (\d+)"), abs=3)
+    limits = {"shutdown": "GPU Shutdown", "slowdown": "GPU Slowdown", "gpu_max": "GPU Max Operating"}
+    for limit, name in limits.items():
+        assert seen[f"gpu_temperature_limit_margin_celsius:{limit}"] == captured(rf"{name} T\.Limit Temp +: (-?\d+)")
+    assert seen["gpu_row_remap_banks:max"] == captured(r"Histogram\s+Max +: (\d+)")
+    assert seen["gpu_pcie_width_lanes"] == captured(r"Link Width.*?Current +: (\d+)x")
+    assert seen["gpu_pcie_generation"] == captured(r"PCIe Generation.*?Current +: (\d+)")
+    assert seen["gpu_pcie_replays_total"] == captured(r"Replays Since Reset +: (\d+)")
 
 
 def test_energy_is_the_integral_of_power(node: Node) -> None:
@@ -271,6 +295,63 @@ def test_memory_errors_stay_counted_when_the_faults_end(node: Node) -> None:
     node.clear()
     seen = node.values("2")
     assert (seen["gpu_ecc_errors_total:corrected"], seen["gpu_ecc_errors_total:uncorrected"]) == (4, 1)
+    assert {name: value for name, value in seen.items() if "location" in name} == {
+        "gpu_ecc_location_errors_total:corrected:dram": 4, "gpu_ecc_location_errors_total:uncorrected:dram": 1,
+    }
+
+
+def test_activity_and_traffic_follow_the_load(node: Node) -> None:
+    node.load(0, 1)
+    node.load(1, 0)
+    node.samples()
+    node.run(60)
+    busy, idle = node.values("0"), node.values("1")
+    assert busy["gpu_profiled_seconds_total"] == idle["gpu_profiled_seconds_total"] == 60
+    assert busy["gpu_sm_active_seconds_total"] == pytest.approx(60 * 0.88, rel=0.03)
+    assert busy["gpu_tensor_active_seconds_total"] == pytest.approx(60 * 0.55, rel=0.03)
+    assert idle["gpu_sm_active_seconds_total"] == idle["gpu_tensor_active_seconds_total"] == 0
+    before = busy["nvlink_transmit_bytes_total"], idle["nvlink_transmit_bytes_total"]
+    node.run(60)
+    busy, idle = node.values("0"), node.values("1")
+    assert busy["nvlink_transmit_bytes_total"] - before[0] == pytest.approx(60 * 0.3 * 18 * 26.562e9, rel=0.03)
+    assert idle["nvlink_transmit_bytes_total"] == before[1]
+    assert busy["gpu_processes:slurm:4242"] == 1
+    assert "gpu_processes:slurm:4242" not in idle
+
+
+def test_a_profiler_takes_the_activity_and_leaves_a_gap(node: Node) -> None:
+    node.samples()
+    node.run(10)
+    node.profiler(6, "on")
+    node.samples()
+    node.run(10)
+    node.samples()
+    node.profiler(6, "off")
+    node.run(10)
+    node.samples()
+    node.run(10)
+    assert node.values("5")["gpu_profiled_seconds_total"] == 40
+    assert node.values("6")["gpu_profiled_seconds_total"] == 10
+
+
+def test_faults_of_a_gpus_links_memory_and_bus_show_and_end(node: Node) -> None:
+    node.nvlink(1, 3, "down")
+    node.nvlink_errors(1, 4, "crc", 7)
+    node.remap(1, uncorrected=2, pending=True)
+    node.pcie(1, width=8, generation=3)
+    node.recovery(1, 2)
+    sick, well = node.values("1"), node.values("0")
+    names = (
+        "nvlink_links:active", "nvlink_links:inactive", "nvlink_link_state_id:3", "nvlink_errors_total:crc",
+        "nvlink_link_errors_total:4:crc", "gpu_remapped_rows_total:uncorrected", "gpu_row_remap_pending",
+        "gpu_row_remap_failure", "gpu_row_remap_banks:max", "gpu_row_remap_banks:high", "gpu_pcie_width_lanes",
+        "gpu_pcie_generation", "gpu_recovery_action_id",
+    )
+    assert [sick[name] for name in names] == [17, 1, 0, 7, 7, 2, 1, 0, 2558, 2, 8, 3, 2]
+    assert [well.get(name) for name in names] == [18, 0, None, 0, None, 0, 0, 0, 2560, None, 16, 5, 0]
+    node.clear()
+    node.run(10)
+    assert [node.values("1")[name] for name in names] == [18, 0, 1, 7, 7, 2, 0, 0, 2558, 2, 16, 5, 0]
 
 
 def test_xid_79_is_in_the_kernel_log_and_the_gpu_is_lost(node: Node) -> None:
@@ -309,10 +390,30 @@ def test_faults_that_make_no_sense_are_refused(node: Node) -> None:
         lambda: node.xid(8, 79), lambda: node.load(0, 1.5), lambda: node.throttle(0, "laziness"),
         lambda: node.hang("nvmlDeviceGetFortune"), lambda: node.hang("check"), lambda: node.link("mlx5_1", "down"),
         lambda: node.link("mlx5_0", "sideways"), lambda: node.rate("mlx5_0", 123),
+        lambda: node.fail("nvmlDeviceGetFortune", 3), lambda: node.reset(0, 8), lambda: node.mig(0, "maybe"),
+        lambda: node.nvlink(0, 18, "down"), lambda: node.nvlink(0, 0, "sideways"),
+        lambda: node.nvlink_errors(0, 0, "boredom", 1), lambda: node.pcie(0, width=3), lambda: node.recovery(0, 8),
+        lambda: node.profiler(0, "maybe"),
     ]
     for fault in faults:
-        with pytest.raises(ValueError, match=r"8|1\.5|laziness|Fortune|check|mlx5_1|sideways|123"):
+        with pytest.raises(
+            ValueError, match=r"8|1\.5|laziness|Fortune|check|mlx5_1|sideways|123|maybe|boredom|3 lanes"
+        ):
             fault()
+
+
+@pytest.mark.parametrize("line", [
+    "fail --call nvmlDeviceGetPowerUsage --error 999 --gpu 2", "fail --call nvmlInit --error 9", "blind --gpu 1",
+    "blind --gpu 1 --error 17", "reset --gpu 3", "reset --gpu 3 --index 7", "driver --version 595.80",
+    "mig --gpu 0 --mode on", "mig --gpu 0 --mode off --profile 2g.20gb", "nvlink --gpu 0 --link 17 --state up",
+    "nvlink-errors --gpu 0 --link 1 --error replay --count 3", "remap --gpu 0 --uncorrected 1 --pending",
+    "remap --gpu 0 --failure", "pcie --gpu 0 --width 4", "recovery --gpu 0 --action 4", "profiler --gpu 0 --mode off",
+    "hang", "ecc --gpu 0 --corrected 1", "clear",
+])
+def test_each_command_is_a_method_that_takes_its_flags(node: Node, line: str) -> None:
+    options = vars(parser().parse_args([str(node.root), *line.split()]))
+    assert options.pop("node") == node.root
+    getattr(node, options.pop("command").replace("-", "_"))(**options)
 
 
 def test_the_command_line_breaks_the_node_from_another_process(node: Node, tmp_path: Path) -> None:
@@ -325,8 +426,10 @@ def test_the_command_line_breaks_the_node_from_another_process(node: Node, tmp_p
     folder = str(node.root)
     assert simulate(folder, "xid", "--gpu", "3", "--code", "119").returncode == 0
     assert simulate(folder, "symbol-errors", "--device", "mlx5_4", "--per-second", "2").returncode == 0
+    assert simulate(folder, "nvlink", "--gpu", "4", "--link", "2", "--state", "down").returncode == 0
     node.run(1)
     assert node.values("3")["gpu_xid_errors_total:119"] == 1
+    assert node.values("4")["nvlink_links:active"] == 17
     assert node.values("mlx5_4")["infiniband_symbol_errors_total"] == 2
     nowhere = simulate(str(tmp_path / "nowhere"), "clear")
     assert nowhere.returncode == 2

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -26,6 +28,7 @@ from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
 from flopwatch.ledger.store import Store
 from flopwatch.node import otlp
+from flopwatch.node.collectors import StateFile
 from flopwatch.node.exposition import Exposition
 from flopwatch.node.forward import Embedded, Forward, Outcomes, Remote
 from flopwatch.node.otlp import JSON, MAX_BYTES, PROTOBUF, Push, Refused
@@ -132,12 +135,14 @@ def changed(metric: Any, **values: Any) -> Any:
     counter("training_tokens_total", float("inf")),
     gauge("training_committed_steps", float("nan")),
     gauge("training_world_size", float("inf")),
+    gauge("training_rank_info", 2, uuid="GPU-a", local_rank="0"),
     counter("training_tokens_total", 1, unknown="label"),
     counter("training_tokens_total", 1, run="another"),
     counter("training_activity_seconds_total", 1),
     counter("training_activity_seconds_total", 1, activity="x" * 257),
     counter("training_activity_seconds_total", 1, activity="line\nend"),
     histogram("training_step_duration_seconds", [1, 0.1], [3, 2, 1], 4.5),
+    histogram("training_step_duration_seconds", [-1, 1], [3, 2, 1], 4.5),
     histogram("training_step_duration_seconds", [0.1, 1], [3, 2], 4.5),
     histogram("training_step_duration_seconds", [0.1, float("nan")], [3, 2, 1], 4.5),
     histogram("training_step_duration_seconds", range(40), [1] * 41, 4.5),
@@ -489,8 +494,10 @@ def test_the_last_push_before_a_stop_still_reaches_the_ledger(tmp_path: Path) ->
 
 
 @contextmanager
-def ledger_server(answer: int = 200, port: int = 0) -> Iterator[tuple[str, list[tuple[str | None, list[Record]]]]]:
-    """Give the URL of a ledger that answers so, and what it is sent: authorization and records."""
+def ledger_server(
+    answer: int = 200, port: int = 0, most: int = 1000
+) -> Iterator[tuple[str, list[tuple[str | None, list[Record]]]]]:
+    """Give the URL of a ledger that answers so, 413 to more than `most` records, and what it is sent."""
     received: list[tuple[str | None, list[Record]]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -498,7 +505,7 @@ def ledger_server(answer: int = 200, port: int = 0) -> Iterator[tuple[str, list[
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             assert self.path == "/v1/snapshots"
             received.append((self.headers["Authorization"], body))
-            self.send_response(answer)
+            self.send_response(answer if len(body) <= most else 413)
             self.send_header("Content-Length", "0")
             self.end_headers()
 
@@ -578,3 +585,60 @@ def test_only_a_record_that_the_ledger_calls_wrong_is_given_up(
         remote.flush(last=True)
     assert sent(node.registry)[outcome] == 1
     assert len(list(tmp_path.glob("*.json"))) == kept
+
+
+def test_a_delivery_that_is_too_large_is_made_in_halves_and_costs_no_record_that_fits(tmp_path: Path) -> None:
+    node = Node()
+    with ledger_server(most=2) as (url, received):
+        remote = Remote(url, None, tmp_path, Outcomes(node.registry))
+        for attempt in "abcde":
+            node.push(training(1, 1, START + 2, attempt=attempt, pid=ord(attempt), rank=ord(attempt)))
+        deliver(node, remote)
+        remote.flush(last=True)
+    taken = [[record["attempt"] for record in records] for _, records in received if len(records) <= 2]
+    assert taken == [["a", "b"], ["c"], ["d", "e"]]
+    assert sent(node.registry) == {"sent": 5, "failed": 0, "refused": 0}
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Let no file of this process grow, which to it is what a full disk is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_leaves_nothing_behind_in_the_spool(tmp_path: Path) -> None:
+    node = Node()
+    remote = Remote("http://127.0.0.1:1", None, tmp_path, Outcomes(node.registry))
+    node.push(training(1, 1, START + 2, status="completed"))
+    with full_disk():
+        deliver(node, remote)
+    assert list(tmp_path.iterdir()) == []
+    remote.flush(last=True)  # which fails, and keeps it
+    [kept] = tmp_path.iterdir()
+    assert json.loads(kept.read_text())[0]["status"] == "completed"
+
+
+def test_a_full_disk_leaves_the_last_whole_state_file(tmp_path: Path) -> None:
+    file = StateFile(tmp_path / "state.json")
+    assert file.save({"count": 1})
+    with full_disk():
+        assert not file.save({"count": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
+    assert file.load() == {"count": 1}
+    assert file.save({"count": 2})
+    assert file.load() == {"count": 2}
+
+
+def test_an_attempt_that_no_record_can_be_made_of_hides_no_other() -> None:
+    node = Node()
+    node.push(training(10, 5, START + 6, run="good"))
+    broken = Push("", "bad", "a1", 0, START, START + 5, samples=((m.TRAINING_POSITION_STEPS, ("bad", "0"), math.inf),))
+    node.telemetry._take(broken)
+    assert [record["run"] for record in node.records()] == ["good"]
+    node.push(training(11, 6, START + 7, run="good"))
+    assert [record["step"] for record in node.records()] == [11]

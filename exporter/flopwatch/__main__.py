@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 
 import flopwatch
-from flopwatch.commands import exporter, ledger, metrics
+from flopwatch.commands import capture, check, doctor, exporter, kmsg, ledger, metrics
 from flopwatch.settings import SettingsError
 
-COMMANDS = (exporter, ledger, metrics)
+COMMANDS = (exporter, doctor, ledger, metrics, check, capture, kmsg)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+KUBELET_SOCKET = Path("/var/lib/kubelet/pod-resources/kubelet.sock")
+
 
 class SettingsError(ValueError):
     """A combination of settings that cannot work; the message says what to change."""
@@ -48,12 +50,19 @@ class ExporterSettings:
     otlp_listen: Address = Address("127.0.0.1", 4318)
     sysfs: Path = Path("/sys")
     kmsg: Path = Path("/dev/kmsg")
+    dcgm: str = ""  # a running host engine: HOST:PORT, or the path of its socket; nothing to do without
+    expose: str = ""  # foreign names to publish too: "dcgm", "dcgm-4.8" or "dcgm-4.9"
     state: Path = Path("/var/lib/flopwatch")
     simulate: str | None = None
     ledger: str = "off"  # "embedded", "off", or the URL of a ledger
     otlp_token_file: Path | None = None
     ledger_token_file: Path | None = None
+    expect: Path | None = None  # shape of the node; else what `flopwatch check --record` learnt
+    web_config: Path | None = None  # TLS and users of the metrics listener
     host: str = field(default_factory=socket.gethostname)
+    kubelet_socket: Path = KUBELET_SOCKET
+    job_mapping: Path | None = None
+    topology: str = ""  # "slurm:FILE", "csv:FILE", "kubernetes", "kubernetes:URL", or nothing
     scrape_deadline: float = 2.5  # seconds; the scraper's own timeout less 0.5 s is used if it is shorter
     stale_after: float = 30.0  # seconds a source's last good samples are served after it stopped answering
     rank_timeout: float = 300.0  # seconds without a push after which a rank's series end
@@ -71,6 +80,48 @@ class ExporterSettings:
             raise SettingsError(f"--listen and --otlp-listen are both {self.listen}; give them different ports")
         if self.simulate is not None and self.simulate != "h100x8":
             raise SettingsError(f"--simulate {self.simulate!r}: the only simulated node is h100x8")
+        if self.topology:
+            _check_topology(self.topology)
+        if self.dcgm:
+            _check_dcgm(self.dcgm)
+        if self.dcgm and self.simulate is not None:
+            raise SettingsError("--dcgm reads real GPUs, and --simulate is for a node without any; leave one out")
+        if self.expose not in ("", "dcgm", "dcgm-4.8", "dcgm-4.9"):
+            raise SettingsError(f"--expose {self.expose!r}: write dcgm (dcgm-exporter's names before and from 4.9), "
+                                "dcgm-4.8 or dcgm-4.9")
+
+
+def _check_dcgm(address: str) -> None:
+    if not address.removeprefix("unix:").startswith("/"):
+        host, colon, port = address.rpartition(":")
+        if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
+            raise SettingsError(f"--dcgm {address!r}: write HOST:PORT of a running nv-hostengine, for example "
+                                "localhost:5555, or the path of its socket (/tmp/nv-hostengine)")
+
+
+def _check_topology(topology: str) -> None:
+    kind, colon, where = topology.partition(":")
+    if kind not in ("slurm", "csv", "kubernetes") or bool(colon) != bool(where) or (kind != "kubernetes" and not where):
+        raise SettingsError(f"--topology {topology!r}: write slurm:FILE (a topology.conf), csv:FILE "
+                            "(host,rack,leaf,domain), or kubernetes")
+    if kind == "kubernetes" and where:
+        url = urlsplit(where)
+        if url.scheme != "https" and not (url.scheme == "http" and _is_loopback(url.hostname or "")):
+            raise SettingsError(f"--topology {topology!r}: write the API server's address as kubernetes:https://HOST:PORT")
+
+
+@dataclass(frozen=True, slots=True)
+class KmsgSettings:
+    """Settings of the process that streams the kernel log."""
+
+    listen: Path = Path("/run/flopwatch/kmsg.sock")
+    kmsg: Path = Path("/dev/kmsg")
+    group: str = ""
+
+    def __post_init__(self) -> None:
+        if len(str(self.listen)) > 100:
+            raise SettingsError(f"--listen {self.listen}: the path of a unix socket has at most 107 bytes; give a "
+                                "shorter one")
 
 
 @dataclass(frozen=True, slots=True)

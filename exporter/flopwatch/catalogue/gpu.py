@@ -35,6 +35,11 @@ GPU_ECC_MODE = Metric(
 GPU_MIG_MODE = Metric(
     "gpu_mig_mode", "gauge", "1 if the GPU is partitioned (MIG).", GPU, "nvmlDeviceGetMigMode current",
 )
+GPU_CHASSIS_INFO = Metric(
+    "gpu_chassis_info", "info",
+    "Place of a GPU in its chassis: serial number, slot, compute tray, node in the slot (Blackwell and later).",
+    (*GPU, "chassis_serial", "slot", "tray", "slot_node"), "DCGM fields 572-575",
+)
 
 # How busy.
 
@@ -81,7 +86,8 @@ GPU_TENSOR_ACTIVE = Metric(
 )
 GPU_PIPE_ACTIVE = Metric(
     "gpu_pipe_active_seconds_total", "counter",
-    "Time one kind of pipe was issuing: integer, fp64, fp32, fp16, tensor_dmma, tensor_hmma, tensor_imma.",
+    "Time one kind of pipe was issuing: integer, fp64, fp32, fp16, tensor_dmma, tensor_hmma, tensor_imma; only pipes "
+    "that were in use.",
     (*GPU, "pipe"), "GPM metrics 4, 7-9, 11-13; DCGM fields 1006-1008, 1013-1016",
 )
 GPU_DRAM_ACTIVE = Metric(
@@ -121,7 +127,8 @@ GPU_BAR1_TOTAL = Metric(
 # Temperature and power.
 
 GPU_TEMPERATURE = Metric(
-    "gpu_temperature_celsius", "gauge", "Temperature of the GPU die.", GPU, "nvmlDeviceGetTemperature", key=True,
+    "gpu_temperature_celsius", "gauge", "Temperature of the GPU die.", GPU,
+    "nvmlDeviceGetTemperatureV, nvmlDeviceGetTemperature", key=True,
 )
 GPU_MEMORY_TEMPERATURE = Metric(
     "gpu_memory_temperature_celsius", "gauge", "Temperature of the device memory (HBM boards only).", GPU,
@@ -130,7 +137,7 @@ GPU_MEMORY_TEMPERATURE = Metric(
 GPU_TEMPERATURE_MARGIN = Metric(
     "gpu_temperature_margin_celsius", "gauge",
     "Degrees left to the hottest permitted part. At or below gpu_temperature_limit_margin_celsius the limit acts.", GPU,
-    "nvmlDeviceGetMarginTemperature",
+    "nvmlDeviceGetMarginTemperature, DCGM field 153",
 )
 GPU_TEMPERATURE_LIMIT_MARGIN = Metric(
     "gpu_temperature_limit_margin_celsius", "gauge",
@@ -190,7 +197,8 @@ GPU_VIDEO_CLOCK = Metric(
 )
 GPU_CLOCK_EVENT = Metric(
     "gpu_clock_event_active", "gauge",
-    "1 while the driver names this reason for a clock below the maximum. gpu_idle is normal on an idle GPU.",
+    "1 while the driver names this reason for a clock below the maximum; only gpu_idle, normal on an idle GPU, and "
+    "reasons that were there since the exporter started.",
     (*GPU, "reason"), "nvmlDeviceGetCurrentClocksEventReasons",
 )
 GPU_CLOCK_EVENT_SECONDS = Metric(
@@ -221,18 +229,19 @@ GPU_SRAM_THRESHOLD = Metric(
 )
 GPU_REMAPPED_ROWS = Metric(
     "gpu_remapped_rows_total", "counter", "Memory rows replaced by spare ones in the life of the board, by cause.",
-    (*GPU, "error"), "nvmlDeviceGetRemappedRows, NVML fields 142, 143",
+    (*GPU, "error"), "NVML fields 142, 143, nvmlDeviceGetRemappedRows",
 )
 GPU_ROW_REMAP_PENDING = Metric(
     "gpu_row_remap_pending", "gauge", "1 if rows wait to be replaced at the next reset.", GPU,
-    "nvmlDeviceGetRemappedRows, NVML field 144",
+    "NVML field 144, nvmlDeviceGetRemappedRows",
 )
 GPU_ROW_REMAP_FAILURE = Metric(
     "gpu_row_remap_failure", "gauge", "1 if a row could not be replaced: the board is to be replaced.", GPU,
-    "nvmlDeviceGetRemappedRows, NVML field 145",
+    "NVML field 145, nvmlDeviceGetRemappedRows",
 )
 GPU_ROW_REMAP_BANKS = Metric(
-    "gpu_row_remap_banks", "gauge", "Memory banks by the spare rows they have left: max, high, partial, low, none.",
+    "gpu_row_remap_banks", "gauge",
+    "Memory banks by the spare rows they have left: max, and high, partial, low, none once there were such banks.",
     (*GPU, "availability"), "nvmlDeviceGetRowRemapperHistogram",
 )
 GPU_RETIRED_PAGES = Metric(
@@ -336,7 +345,8 @@ GPU_FABRIC_HEALTH = Metric(
 GPU_FABRIC_FAULT = Metric(
     "gpu_fabric_fault", "gauge",
     "1 while the driver reports: degraded_bandwidth, route_recovery, route_unhealthy, access_timeout, "
-    "incorrect_configuration.", (*GPU, "fault"), "nvmlDeviceGetGpuFabricInfoV healthMask",
+    "incorrect_configuration; only faults that were there since the exporter started.", (*GPU, "fault"),
+    "nvmlDeviceGetGpuFabricInfoV healthMask",
 )
 
 # Xid: what the driver reports about a GPU.
@@ -351,13 +361,34 @@ GPU_XID_LAST = Metric(
     "gpu_xid_last_timestamp_seconds", "gauge", "When this Xid was last seen on this GPU, as Unix time.",
     (*GPU, "xid"), "/dev/kmsg record time, or when the NVML event came",
 )
+GPU_XID_INFO = Metric(
+    "gpu_xid_info", "info", "What an Xid is, for the codes that gpu_xid_errors_total has on this node.",
+    ("xid", "name", "class", "severity", "action"), "flopwatch/data/xid.csv, from NVIDIA's Xid catalogue",
+)
+GPU_XID_NVLINK_ERRORS = Metric(
+    "gpu_xid_nvlink_errors_total", "counter",
+    "NVLink Xids (74, 144-150) by what their text says: the unit that saw the error, the link (empty if none), "
+    "NVIDIA's immediate action and what to look into next.",
+    (*GPU, "xid", "unit", "link", "severity", "action", "investigation"),
+    "/dev/kmsg NVRM lines; flopwatch/data/xid_nvlink5.csv",
+)
+GPU_XID_RECOVERY_ACTION = Metric(
+    "gpu_xid_recovery_action_id", "gauge",
+    "What the last Xid 154 asked for, in the numbers of gpu_recovery_action_id; only once there was one.", GPU,
+    "/dev/kmsg NVRM lines",
+)
+GPU_DRIVER_EVENTS = Metric(
+    "gpu_driver_events_total", "counter",
+    "Events of the driver that carry no Xid: unavailable, recovery_action (the recovery action changed).",
+    (*GPU, "event"), "nvmlEventSetWait_v2, event types 0x4000 and 0x8000",
+)
 
 # Who has it.
 
 GPU_OWNER_INFO = Metric(
     "gpu_owner_info", "info",
-    "Who a GPU or MIG instance was given to; source is kubelet, slurm, job_mapping or none. A shared GPU has one for "
-    "each owner.",
+    "Who has a GPU or MIG instance; source is kubelet, slurm, job_mapping, process (a user outside of any job), none "
+    "or unknown. A shared GPU has one for each owner, at most 8.",
     (*GPU, "host", "mig_uuid", "owner_namespace", "owner_pod", "owner_container", "owner_job", "owner_user", "source"),
     "kubelet PodResources v1, /proc/PID/cgroup of the GPU's processes, dcgm-exporter's job mapping files",
 )

@@ -5,18 +5,32 @@ from flopwatch.catalogue.row import Metric
 NODE_TOPOLOGY_INFO = Metric(
     "node_topology_info", "info", "Place of the node: rack, leaf switch, NVLink domain; source is where that is told.",
     ("host", "rack", "leaf", "domain", "source"),
-    "topograph's node labels, Slurm topology.conf, or a CSV file",
+    "--topology: topograph's node labels (kubernetes), Slurm's topology.conf (slurm) or a CSV file (csv)",
 )
 NODE_VERDICT = Metric(
-    "node_verdict_id", "gauge", "Fitness for training: 0 ok, 1 degraded, 2 bad.", (),
-    "flopwatch.node.verdict over everything read, against the expected shape",
+    "node_verdict_id", "gauge", "Fitness for training: 0 ok, 1 degraded or not to be told, 2 bad.", (),
+    "flopwatch.node.diagnosis.verdict over everything read, against the expected shape",
 )
 NODE_VERDICT_REASON = Metric(
     "node_verdict_reason", "gauge",
-    "1 for each reason why the node is not ok: the part it concerns, its weight and what to do.",
-    ("reason", "part", "verdict", "action"), "flopwatch.node.verdict",
+    "1 for each reason why the node is not ok: the part it concerns, its weight (degraded, bad, unknown) and what to "
+    "do. Reasons and actions: docs/check.md.",
+    ("reason", "part", "verdict", "action"), "flopwatch.node.diagnosis.verdict",
 )
 NODE_EXPECTED = Metric(
     "node_expected_parts", "gauge", "Parts this node ought to have: gpus, ports, nvlinks.", ("kind",),
     "--expect FILE, or learnt by flopwatch check --record",
+)
+NODE_KERNEL_EVENTS = Metric(
+    "node_kernel_events_total", "counter",
+    "Lines of the kernel log that concern training: pcie_slot_power, module_high_temperature, cable_unplugged, "
+    "nic_health_compromised, nic_transmit_timeout, nic_command_leak, oom_kill, nccl_segfault, peermem_error, "
+    "gpu_initialization_failed.", ("event",), "/dev/kmsg",
+)
+NODE_CPU_POWER = Metric(
+    "node_cpu_power_watts", "gauge", "Power drawn by a CPU socket (Grace).", ("socket",), "DCGM field 1130",
+)
+NODE_MODULE_POWER = Metric(
+    "node_module_power_watts", "gauge", "Power drawn by a whole module, CPU and GPUs (Grace).", ("socket",),
+    "DCGM field 1133",
 )

@@ -14,7 +14,7 @@ from fastapi.responses import HTMLResponse, PlainTextResponse
 import flopwatch
 from flopwatch import serving
 from flopwatch.node import otlp
-from flopwatch.node.exposition import OPENMETRICS, content_type, gzip, gzip_accepted
+from flopwatch.node.exposition import OPENMETRICS, content_type, gzip_accepted
 from flopwatch.node.otlp import Refused
 from flopwatch.node.scrape import Scrape, scrape_timeout
 from flopwatch.node.telemetry import Telemetry
@@ -49,10 +49,10 @@ def metrics_app(
         """Return what every source says now."""
         media = content_type(request.headers.get("accept", ""))
         timeout = scrape_timeout(request.headers.get("x-prometheus-scrape-timeout-seconds"))
-        body = await scrape.metrics(timeout, openmetrics=media == OPENMETRICS)
+        gzipped = gzip_accepted(request.headers.get("accept-encoding", ""))
+        body = await scrape.metrics(timeout, openmetrics=media == OPENMETRICS, gzipped=gzipped)
         headers = {"content-type": media, "vary": "Accept, Accept-Encoding"}
-        if gzip_accepted(request.headers.get("accept-encoding", "")):
-            body = gzip(body)
+        if gzipped:
             headers["content-encoding"] = "gzip"
         return Response(body, headers=headers)
 

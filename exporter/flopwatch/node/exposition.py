@@ -12,7 +12,7 @@ A histogram's sample carries one more label value than its row: the bucket's upp
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from math import isfinite
 
 from flopwatch.catalogue import Metric, Sample
@@ -83,43 +83,64 @@ def arity(row: Metric) -> int:
 
 
 class Exposition:
-    """Renders samples, keeping every series' `name{labels} ` from one scrape to the next."""
+    """Renders samples, keeping every series' `name{labels} `, and the order of all, from one scrape to the next."""
 
     def __init__(self) -> None:
         self._prefixes: dict[str, dict[tuple[str, ...], str]] = {}
+        self._keys: list[tuple[Metric, tuple[str, ...]]] = []
+        self._order: list[int] = []
+        self._scales: list[tuple[float, float]] = []
+        # What stands before each number, in order: the family's header too, where it is the first of its family.
+        self._leads: dict[bool, list[str]] = {False: [], True: []}
 
-    def render(self, samples: Iterable[Sample], *, openmetrics: bool = False) -> str:
+    def render(self, samples: Sequence[Sample], *, openmetrics: bool = False) -> str:
         """Return the families in the order they first appear, without `# EOF`, each sample times its row's scale."""
+        keys = [(row, labels) for row, labels, _ in samples]
+        if keys != self._keys:
+            self._arrange(keys)
+        lines: list[str] = []
+        for lead, index, (factor, divisor) in zip(self._leads[openmetrics], self._order, self._scales, strict=True):
+            value = samples[index][2] * factor / divisor
+            lines.append(lead + (repr(value) if isfinite(value) else number(value)))
+        lines.append("")
+        return "\n".join(lines)
+
+    def _arrange(self, keys: list[tuple[Metric, tuple[str, ...]]]) -> None:
+        """Decide the order of these series, the families together, and make the prefixes that are new."""
+        self._keys = []  # should a sample not fit its row, nothing is kept
         if sum(map(len, self._prefixes.values())) > _KEPT_PREFIXES:
             self._prefixes.clear()
-        families: dict[str, tuple[Metric, float, dict[tuple[str, ...], str], list[str]]] = {}
-        for row, labels, raw in samples:
-            try:
-                _, scale, prefixes, lines = families[row.name]
-            except KeyError:
-                prefixes, lines = self._prefixes.setdefault(row.name, {}), []
-                scale = row.scale
-                families[row.name] = row, scale, prefixes, lines
-            try:
-                prefix = prefixes[labels]
-            except KeyError:
-                prefix = prefixes[labels] = _prefix(row, labels)
-            value = raw * scale
-            lines.append(prefix + (repr(value) if isfinite(value) else number(value)))
-        output: list[str] = []
-        for row, _, _, lines in families.values():
-            output += _header(row, openmetrics)
-            output += lines
-        output.append("")
-        return "\n".join(output)
+        families: dict[str, list[int]] = {}
+        for index, (row, _) in enumerate(keys):
+            families.setdefault(row.name, []).append(index)
+        self._order, self._scales = [], []
+        leads: dict[bool, list[str]] = {False: [], True: []}
+        for name, members in families.items():
+            kept = self._prefixes.setdefault(name, {})
+            for index in members:
+                row, labels = keys[index]
+                if labels not in kept:
+                    kept[labels] = _prefix(row, labels)
+                for openmetrics, before in leads.items():
+                    header = _header(row, openmetrics) if index == members[0] else ""
+                    before.append(header + kept[labels])
+                self._order.append(index)
+                self._scales.append(_scale(row.scale))
+        self._leads, self._keys = leads, keys
 
 
-def _header(row: Metric, openmetrics: bool) -> tuple[str, str]:
+def _scale(scale: float) -> tuple[float, float]:
+    """Return what to multiply and what to divide by: 110240 mW / 1000 is 110.24 W, and times 0.001 it is not quite."""
+    divisor = round(1 / scale)
+    return (1.0, divisor) if divisor > 1 and scale == 1 / divisor else (scale, 1.0)
+
+
+def _header(row: Metric, openmetrics: bool) -> str:
     name, text = row.name, help_text(row).replace("\\", "\\\\").replace("\n", "\\n")
     if openmetrics:
         name, text = family(row), text.replace('"', '\\"')
     kind = "gauge" if row.type == "info" and not openmetrics else row.type
-    return f"# HELP {name} {text}", f"# TYPE {name} {kind}"
+    return f"# HELP {name} {text}\n# TYPE {name} {kind}\n"
 
 
 def _prefix(row: Metric, values: tuple[str, ...]) -> str:

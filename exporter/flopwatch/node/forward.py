@@ -17,6 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import prometheus_client as prometheus
@@ -150,7 +151,7 @@ class Remote:
                 failed = failed or not self._send(keys, STOP_TIMEOUT if last else URL_TIMEOUT)
                 self._next[run] = clock + random.uniform(0.5, 1.5) * self._interval
             if failed:
-                for key in keys:
+                for key in self._pending.keys() & keys:
                     self._write(key)
         if failed:
             self._backoff = min(URL_BACKOFF_MAX, max(self._interval, 2 * self._backoff))
@@ -169,6 +170,9 @@ class Remote:
         except urllib.error.HTTPError as error:
             with error:
                 detail = f"{self._url} answers {error.code}: {error.read(500).decode(errors='replace')}"
+            if error.code == 413 and len(keys) > 1:
+                half = len(keys) // 2
+                return self._send(keys[:half], timeout) and self._send(keys[half:], timeout)
             if error.code not in (400, 413, 422):
                 self._outcomes.add("failed", len(records), detail)
                 return False
@@ -199,12 +203,14 @@ class Remote:
 
     def _write(self, key: AttemptKey) -> None:
         path = self._path(key)
+        temporary = path.with_suffix(".tmp")
         try:
             self._spool.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(".tmp")
             temporary.write_text(json.dumps(self._pending[key]))
             os.replace(temporary, path)
         except OSError as error:
+            with suppress(OSError):
+                temporary.unlink()  # half a file on a full disk
             self._outcomes.add("failed", 0, f"the spool is not writable: {error}")
 
     def _forget(self, key: AttemptKey) -> None:

@@ -107,6 +107,8 @@ def decode(body: bytes, media: str) -> ExportMetricsServiceRequest:
     try:
         if media == PROTOBUF:
             return ExportMetricsServiceRequest.FromString(body)
+        if body.lstrip()[:1] != b"{":  # which json_format would look for fields in
+            raise json_format.ParseError("no JSON object")
         # Ids of exemplars are hex in OTLP/JSON where json_format reads base64; nothing here looks at them.
         return json_format.Parse(body, ExportMetricsServiceRequest(), ignore_unknown_fields=True)
     except (DecodeError, json_format.ParseError, UnicodeError, RecursionError) as error:
@@ -268,14 +270,16 @@ def _numbers(row: Metric, point: NumberDataPoint | HistogramDataPoint) -> list[t
             raise Refused("partial", "only training_loss may be NaN or infinite")
         if row.type == "counter" and not 0 <= value < math.inf:
             raise Refused("partial", "a counter is neither negative nor infinite")
+        if row.type == "info" and value != 1:
+            raise Refused("partial", "an info series is 1")
         return [((), value)]
     bounds, counts = list(point.explicit_bounds), list(point.bucket_counts)
     ascending = all(low < high for low, high in pairwise(bounds))
     if (
         len(counts) != len(bounds) + 1 or len(counts) > MAX_BUCKETS or not ascending
-        or not all(map(math.isfinite, [*bounds, point.sum])) or point.sum < 0
+        or not all(map(math.isfinite, [*bounds, point.sum])) or min([point.sum, *bounds]) < 0
     ):
-        raise Refused("partial", "not a histogram with ascending explicit bounds")
+        raise Refused("partial", "not a histogram with ascending explicit bounds from 0 on")
     numbers: list[tuple[tuple[str, ...], float]] = []
     total = 0
     for bound, count in zip([*bounds, math.inf], counts, strict=True):

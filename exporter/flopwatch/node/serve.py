@@ -22,17 +22,22 @@ from flopwatch import serving
 from flopwatch.ledger.store import Store
 from flopwatch.node.app import metrics_app, otlp_app
 from flopwatch.node.collectors import read_inventory
+from flopwatch.node.diagnosis import expectations
+from flopwatch.node.diagnosis.verdict import Verdict
 from flopwatch.node.forward import Embedded, Forward, Outcomes, Remote
 from flopwatch.node.reader import gpu_inventory, hardware, simulated_node
+from flopwatch.node.release import BY_SIGNAL, Release
 from flopwatch.node.scrape import Scrape, Source
 from flopwatch.node.telemetry import Telemetry
 from flopwatch.settings import Address, ExporterSettings, SettingsError
+from flopwatch.webconfig import Web
 
 log = logging.getLogger(__name__)
 
 # More connections than 64 ranks and a few scrapers need; the rest is somebody's mistake.
 MAX_CONNECTIONS = 512
 SIMULATION_TICK = 1.0
+RELEASE_TICK = 0.5
 
 
 def run(settings: ExporterSettings) -> None:
@@ -41,6 +46,7 @@ def run(settings: ExporterSettings) -> None:
     with contextlib.ExitStack() as stack:
         serving.check_token("--otlp-token-file", settings.otlp_token_file)
         serving.check_token("--ledger-token-file", settings.ledger_token_file)
+        web = None if settings.web_config is None else Web(settings.web_config)
         if settings.otlp_token_file is None and not settings.otlp_listen.loopback:
             log.warning("whoever reaches %s can push; --otlp-token-file would stop that", settings.otlp_listen)
         listeners = [
@@ -50,28 +56,33 @@ def run(settings: ExporterSettings) -> None:
         settings = replace(settings, state=stack.enter_context(_state_folder(settings)))
         if settings.simulate is not None:
             stack.enter_context(_simulation(settings))
-        asyncio.run(_serve(settings, listeners))
+        asyncio.run(_serve(settings, listeners, web))
 
 
-async def _serve(settings: ExporterSettings, listeners: list[socket.socket]) -> None:
+async def _serve(settings: ExporterSettings, listeners: list[socket.socket], web: Web | None) -> None:
     registry = CollectorRegistry()
     inventory = gpu_inventory(settings)
     telemetry = Telemetry(settings, registry, lambda: _known_gpus(inventory))
     ledger = _ledger(settings, registry)
     readers = hardware(settings)
     in_memory: list[Source] = [telemetry, ledger] if isinstance(ledger, Embedded) else [telemetry]
-    scrape = Scrape(readers, in_memory, settings, registry)
+    release = Release(settings.state, [reader for reader in readers if reader.driver])
+    release.check()  # before anything opens the driver
+    verdict = Verdict(expectations.load(settings.expect, settings.state))
+    scrape = Scrape(readers, in_memory, settings, registry, also=release.samples, derive=verdict.derive)
     forward = Forward(telemetry, ledger)
 
     servers: list[uvicorn.Server] = []
-    apps = (
-        metrics_app(scrape, telemetry, settings, lambda: all(one.started for one in servers)),
-        otlp_app(telemetry, settings.otlp_token_file),
-    )
-    servers += [serving.server(app, MAX_CONNECTIONS) for app in apps]
+    metrics = metrics_app(scrape, telemetry, settings, lambda: all(one.started for one in servers))
+    servers.append(serving.server(metrics if web is None else web.protect(metrics), MAX_CONNECTIONS))
+    if web is not None:
+        web.secure(servers[0].config)
+    servers.append(serving.server(otlp_app(telemetry, settings.otlp_token_file), MAX_CONNECTIONS))
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, release.request, BY_SIGNAL)
+    releasing = asyncio.ensure_future(_release_when_asked(release))
     try:
         forward.start()
         running = [
@@ -86,6 +97,7 @@ async def _serve(settings: ExporterSettings, listeners: list[socket.socket]) -> 
         await asyncio.wait([asyncio.ensure_future(stop.wait()), *running], return_when=asyncio.FIRST_COMPLETED)
         log.info("stopping")
         first.cancel()
+        releasing.cancel()
         for one in servers:
             one.should_exit = True
         await asyncio.gather(*running)
@@ -100,6 +112,12 @@ async def _serve(settings: ExporterSettings, listeners: list[socket.socket]) -> 
         scrape.close()
         if ledger is not None:
             ledger.close()
+
+
+async def _release_when_asked(release: Release) -> None:
+    while True:
+        await asyncio.sleep(RELEASE_TICK)
+        await asyncio.to_thread(release.check)
 
 
 @contextlib.contextmanager

@@ -161,12 +161,17 @@ class Telemetry:
 
     def due(self) -> dict[AttemptKey, tuple[int, list[Record]]]:
         """Return the version and the records, in order of time, of each attempt that changed since it was delivered."""
+        due: dict[AttemptKey, tuple[int, list[Record]]] = {}
         with self._lock:
-            return {
-                key: (attempt.changes, self._records(key, attempt))
-                for key, attempt in self._attempts.items()
-                if attempt.changes > attempt.delivered
-            }
+            for key, attempt in self._attempts.items():
+                if attempt.changes > attempt.delivered:
+                    try:
+                        due[key] = attempt.changes, self._records(key, attempt)
+                    except Exception:
+                        # Whatever is wrong with one attempt, the ledger hears of the others.
+                        log.exception("run %s: no record can be made of attempt %s", key[1], key[2])
+                        attempt.delivered = attempt.changes
+        return due
 
     def delivered(self, key: AttemptKey, version: int) -> None:
         """Note that the ledger has this version; an attempt without a live rank is forgotten then."""

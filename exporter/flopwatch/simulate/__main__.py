@@ -5,7 +5,19 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from flopwatch.simulate.node import DEVICES, GPUS, HELD_CLOCK, LINK_RATES, SimulatedNode
+from flopwatch.simulate.node import (
+    ADAPTERS,
+    GPUS,
+    HELD_CLOCK,
+    LINK_RATES,
+    MIG_PROFILE,
+    NVLINK_ERRORS,
+    NVLINKS,
+    PCIE_GENERATION,
+    PCIE_LANES,
+    PCIE_WIDTHS,
+    SimulatedNode,
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -19,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
         if gpu:
             added.add_argument("--gpu", type=int, choices=range(GPUS), required=True)
         if device:
-            added.add_argument("--device", choices=DEVICES, required=True)
+            added.add_argument("--device", choices=ADAPTERS, required=True)
         return added
 
     xid = command("xid", "write an Xid into the kernel log; 79 loses the GPU", gpu=True)
@@ -36,12 +48,45 @@ def parser() -> argparse.ArgumentParser:
     load.add_argument("--utilization", type=float, required=True)
     hang = command("hang", "let an NVML function block; without --call, let it go on")
     hang.add_argument("--call", metavar="nvmlFunction")
+    fail = command("fail", "let an NVML function fail; --error 0 lets it work again")
+    fail.add_argument("--call", metavar="nvmlFunction", required=True)
+    fail.add_argument("--error", type=int, metavar="nvmlReturn_t", required=True)
+    fail.add_argument("--gpu", type=int, choices=range(GPUS))
+    blind = command("blind", "hide the GPU from the exporter's process", gpu=True)
+    blind.add_argument("--error", type=int, default=999)
+    reset = command("reset", "reset the GPU; it comes back once NVML is initialised again", gpu=True)
+    reset.add_argument("--index", type=int, choices=range(GPUS), help="NVML index it comes back at")
+    driver = command("driver", "replace the driver under the processes that use it")
+    driver.add_argument("--version", required=True)
+    mig = command("mig", "partition the GPU, or make it whole again", gpu=True)
+    mig.add_argument("--mode", choices=("on", "off"), required=True)
+    mig.add_argument("--profile", default=MIG_PROFILE)
+    nvlink = command("nvlink", "take an NVLink down or up", gpu=True)
+    nvlink.add_argument("--link", type=int, choices=range(NVLINKS), required=True)
+    nvlink.add_argument("--state", choices=("down", "up"), required=True)
+    nvlink_errors = command("nvlink-errors", "count errors of an NVLink", gpu=True)
+    nvlink_errors.add_argument("--link", type=int, choices=range(NVLINKS), required=True)
+    nvlink_errors.add_argument("--error", choices=tuple(NVLINK_ERRORS.values()), required=True)
+    nvlink_errors.add_argument("--count", type=int, default=1)
+    remap = command("remap", "replace memory rows", gpu=True)
+    remap.add_argument("--corrected", type=int, default=0)
+    remap.add_argument("--uncorrected", type=int, default=0)
+    remap.add_argument("--pending", action="store_true", help="at the next reset")
+    remap.add_argument("--failure", action="store_true", help="there was no spare row")
+    pcie = command("pcie", "let the PCIe link train to less", gpu=True)
+    pcie.add_argument("--width", type=int, choices=PCIE_WIDTHS, default=PCIE_LANES)
+    pcie.add_argument("--generation", type=int, choices=range(1, PCIE_GENERATION + 1), default=PCIE_GENERATION)
+    recovery = command("recovery", "let the driver ask for a recovery action", gpu=True)
+    recovery.add_argument("--action", type=int, choices=range(8), required=True)
+    profiler = command("profiler", "let a profiler hold the hardware counters", gpu=True)
+    profiler.add_argument("--mode", choices=("on", "off"), required=True)
     symbols = command("symbol-errors", "let symbol errors rise", device=True)
     symbols.add_argument("--per-second", type=float, required=True)
     link = command("link", "take a link down or up", device=True)
     link.add_argument("--state", choices=("down", "up"), required=True)
     rate = command("rate", "let a port train to another rate, in Gb/s", device=True)
     rate.add_argument("--gigabits", type=int, choices=LINK_RATES, required=True)
+    command("remove", "take an adapter off the bus", device=True)
     command("clear", "end every fault")
     return result
 

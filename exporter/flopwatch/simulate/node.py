@@ -1,10 +1,11 @@
-"""The outside of an 8 x H100 node with 8 NDR ports: a sysfs tree, a kernel log, and what its GPUs would answer.
+"""The outside of an 8 x H100 node with 8 NDR ports and one for storage: a sysfs tree, a kernel log, its GPUs' answers.
 
 Everything is files in one folder, so that the exporter, its reading children and whoever injects a fault may be
 different processes, and so that counters go on where they stopped when the exporter restarts:
 
-    sys/class/infiniband/   the ports, written in place
+    sys/class/infiniband/   the ports, written in place; sys/devices, sys/bus/pci: where they and the GPUs sit
     kmsg                    kernel log records
+    proc/                   the control groups of the processes that keep the GPUs busy
     node.json               the state that `tick` advances; `simulate/pynvml.py` answers from it
     faults.json             what is wrong with the node, and how busy its GPUs are
 
@@ -17,19 +18,22 @@ import fcntl
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flopwatch.node.collectors.nvml import CLOCK_EVENTS
+from flopwatch.node.collectors.nvml.fields import CLOCK_EVENTS
 from flopwatch.node.collectors.xid import OFF_THE_BUS, meanings
+from flopwatch.simulate import pci
 
 GPUS = 8
 PCI_BUSES = (0x53, 0x64, 0x75, 0x86, 0x97, 0xA8, 0xB9, 0xCA)
 # The numbers have gaps, as on real nodes, where storage and management ports sit between the compute ports.
 DEVICES = ("mlx5_0", "mlx5_3", "mlx5_4", "mlx5_5", "mlx5_6", "mlx5_9", "mlx5_10", "mlx5_11")
+STORAGE_DEVICE = "mlx5_bond_0"  # RoCE
 
 MEBIBYTE = 1 << 20
 MEMORY_TOTAL, MEMORY_RESERVED = 81559 * MEBIBYTE, 479 * MEBIBYTE
@@ -47,10 +51,22 @@ HELD_CLOCK = {
     "hw_power_brake_slowdown": 795, "hw_slowdown": 795,
 }
 DEFAULT_LOAD = 0.95
+IDLE_VIDEO_CLOCK, MAX_VIDEO_CLOCK = 765, 1545
+DRIVER_VERSION = "590.48.01"
+FIRST_PID, SLURM_JOB = 4711, 4242
+MIG_PROFILE, MIG_INSTANCES = "1g.10gb", 7
+PCIE_GENERATION, PCIE_LANES, PCIE_WIDTHS = 5, 16, (1, 2, 4, 8, 16)
+
+# NVLink 4: links, MB/s of one in one direction, and the errors of a link by NVML field.
+NVLINKS, NVLINK_SPEED = 18, 26562
+NVLINK_ERRORS = {161: "replay", 162: "recovery", 163: "crc"}
 
 # Share of the line a training job with this load would fill, and the size of its packets.
 LINE_SHARE, PACKET_BYTES = 0.35, 4096
+FULL_RATE, STORAGE_RATE, STORAGE_LOAD = 400, 200, 0.05
 LINK_RATES = {400: "4X NDR", 200: "2X NDR", 100: "1X NDR", 50: "1X HDR", 25: "1X EDR", 10: "4X SDR"}
+# Bytes a fully busy GPU sends per second, through PCIe to its rail and through its NVLinks to its peers.
+PCIE_RATE, NVLINK_RATE = LINE_SHARE * 50e9, 0.3 * NVLINKS * NVLINK_SPEED * 1e6
 STICKS_AT = {"counters/symbol_error": 65535, "counters/link_downed": 255, "counters/port_xmit_wait": 2**32 - 1}
 COUNTERS = {
     "counters": (
@@ -71,12 +87,22 @@ COUNTERS = {
     ),
 }
 
+ADAPTERS = {
+    **{device: pci.adapter_path(bus) for device, bus in zip(DEVICES, PCI_BUSES, strict=True)},
+    STORAGE_DEVICE: pci.STORAGE_PATH,
+}
+
 XID_TEXTS = {
     OFF_THE_BUS: "pid='<unknown>', name=<unknown>, GPU has fallen off the bus.",
     94: "pid=4711, name=python, Contained: SM (0x1). RST: No, D-RST: No",
     119: "pid=4711, name=python, Timeout after 6s of waiting for RPC response from GPU GSP! Expected function 76 "
          "(GSP_RM_CONTROL) (0x20801813 0x4c).",
 }
+
+
+ECC_ERRORS = ("corrected", "uncorrected")
+# What `clear` leaves as it is: how the node is used and set up, and what was counted.
+NOT_CLEARED = ("load", "ecc", "resets", "order", "driver", "mig", "nvlink_errors")
 
 
 class SimulatedNode:
@@ -98,6 +124,7 @@ class SimulatedNode:
         now = time.time() if now is None else now
         self.root.mkdir(parents=True, exist_ok=True)
         self.kmsg.touch()
+        self._write_processes()
         with self._faults():
             pass
         with self._locked():
@@ -105,10 +132,11 @@ class SimulatedNode:
                 self._save("node.json", {
                     "time": now - 100 * THERMAL_SECONDS,
                     "gpus": [_new_gpu(gpu) for gpu in range(GPUS)],
-                    "ports": {device: _new_port(index) for index, device in enumerate(DEVICES)},
+                    "ports": {device: _new_port(index) for index, device in enumerate((*DEVICES, STORAGE_DEVICE))},
                 })
             for device, port in self._load("node.json")["ports"].items():
                 self._write_tree(device, port)
+            pci.write(self.sysfs, PCI_BUSES, ADAPTERS)
         self.tick(now)
 
     def tick(self, now: float) -> None:
@@ -125,10 +153,11 @@ class SimulatedNode:
             for index, (device, port) in enumerate(node["ports"].items()):
                 before = port["files"].copy()
                 _advance_port(port, index, device, faults, now, seconds)
-                changed |= {
-                    self._port(device) / file: content
-                    for file, content in port["files"].items() if content != before[file]
-                }
+                if self._plugged(device, port, device not in faults.get("removed", {})):
+                    changed |= {
+                        self._port(device) / file: content
+                        for file, content in port["files"].items() if content != before[file]
+                    }
             # First what the next tick starts from, so that being killed here lets no counter fall.
             self._save("node.json", node)
             for path, content in changed.items():
@@ -163,7 +192,7 @@ class SimulatedNode:
     def ecc(self, gpu: int, uncorrected: int = 0, corrected: int = 0) -> None:
         """Count memory errors."""
         with self._faults() as faults:
-            counts = faults["ecc"].setdefault(str(_gpu(gpu)), {"corrected": 0, "uncorrected": 0})
+            counts = faults["ecc"].setdefault(str(_gpu(gpu)), dict.fromkeys(ECC_ERRORS, 0))
             counts["corrected"] += corrected
             counts["uncorrected"] += uncorrected
 
@@ -192,6 +221,97 @@ class SimulatedNode:
         with self._faults() as faults:
             faults["hang"] = call
 
+    def fail(self, call: str, error: int, gpu: int | None = None) -> None:
+        """Let an NVML function fail with this nvmlReturn_t, for one GPU or for all; 0 lets it work again."""
+        from flopwatch.simulate.pynvml import Simulation  # which imports this module
+
+        if not (call.startswith("nvml") and hasattr(Simulation, call)):
+            raise ValueError(f"{call!r} is not a simulated NVML function")
+        with self._faults() as faults:
+            errors = faults["fail"].setdefault(call, {})
+            errors["*" if gpu is None else str(_gpu(gpu))] = error
+            faults["fail"][call] = {whom: error for whom, error in errors.items() if error != 0}
+
+    def blind(self, gpu: int, error: int = 999) -> None:
+        """Let every call about this GPU fail as in a process that may not open its device file."""
+        self._set("blind", _gpu(gpu), error)
+
+    def reset(self, gpu: int, index: int | None = None) -> None:
+        """Reset a GPU: it is gone until NVML is initialised again, with its counters at 0, perhaps at another index."""
+        key = str(_gpu(gpu))
+        if index is not None and index not in range(GPUS):
+            raise ValueError(f"there is no index {index}; they are 0 to {GPUS - 1}")
+        with self._faults() as faults:
+            faults["resets"][key] = faults["resets"].get(key, 0) + 1
+            for kind in ("lost", "recovery", "nvlink_errors", "nvlink_down"):
+                faults[kind].pop(key, None)
+            ecc = faults["ecc"].get(key, {})
+            faults["ecc"][key] = {
+                "corrected": 0, "uncorrected": 0,
+                **{f"{kind}_before": ecc.get(f"{kind}_before", 0) + ecc.get(kind, 0) for kind in ECC_ERRORS},
+            }
+            if key in faults["remap"]:
+                faults["remap"][key]["pending"] = False
+            if index is not None:
+                faults["order"].remove(gpu)
+                faults["order"].insert(index, gpu)
+
+    def driver(self, version: str) -> None:
+        """Replace the driver: processes that have the old one's library open are refused from now on."""
+        with self._faults() as faults:
+            faults["driver"] = version
+
+    def mig(self, gpu: int, mode: str, profile: str = MIG_PROFILE) -> None:
+        """Partition a GPU into as many instances as there can be of the smallest profile, or make it whole again."""
+        if mode not in ("on", "off"):
+            raise ValueError(f"{mode!r} is neither on nor off")
+        self._set("mig", _gpu(gpu), [profile] * MIG_INSTANCES if mode == "on" else [])
+
+    def nvlink(self, gpu: int, link: int, state: str) -> None:
+        """Take an NVLink down, or up again."""
+        if state not in ("down", "up"):
+            raise ValueError(f"{state!r} is neither down nor up")
+        with self._faults() as faults:
+            down = set(faults["nvlink_down"].get(str(_gpu(gpu)), ()))
+            down = down | {_nvlink(link)} if state == "down" else down - {_nvlink(link)}
+            faults["nvlink_down"][str(gpu)] = sorted(down)
+
+    def nvlink_errors(self, gpu: int, link: int, error: str, count: int) -> None:
+        """Count errors of an NVLink."""
+        if error not in NVLINK_ERRORS.values():
+            raise ValueError(f"{error!r} is not one of {', '.join(NVLINK_ERRORS.values())}")
+        with self._faults() as faults:
+            counts = faults["nvlink_errors"].setdefault(str(_gpu(gpu)), {}).setdefault(str(_nvlink(link)), {})
+            counts[error] = counts.get(error, 0) + count
+
+    def remap(
+        self, gpu: int, corrected: int = 0, uncorrected: int = 0, pending: bool = False, failure: bool = False
+    ) -> None:
+        """Replace memory rows; pending until the GPU is reset, or a failure, which no reset mends."""
+        with self._faults() as faults:
+            rows = faults["remap"].setdefault(str(_gpu(gpu)), {"corrected": 0, "uncorrected": 0})
+            rows["corrected"] += corrected
+            rows["uncorrected"] += uncorrected
+            rows |= {"pending": pending, "failure": failure}
+
+    def pcie(self, gpu: int, width: int = PCIE_LANES, generation: int = PCIE_GENERATION) -> None:
+        """Let the PCIe link train to fewer lanes or a lower generation."""
+        if width not in PCIE_WIDTHS or generation not in range(1, PCIE_GENERATION + 1):
+            raise ValueError(f"there is no generation {generation} link of {width} lanes")
+        self._set("pcie", _gpu(gpu), {"width": width, "generation": generation})
+
+    def recovery(self, gpu: int, action: int) -> None:
+        """Let the driver ask for a recovery action, 0 to 7 as in gpu_recovery_action_id."""
+        if action not in range(8):
+            raise ValueError(f"{action} is not between 0 and 7")
+        self._set("recovery", _gpu(gpu), action)
+
+    def profiler(self, gpu: int, mode: str) -> None:
+        """Let a profiler take the hardware counters of a GPU, or give them back."""
+        if mode not in ("on", "off"):
+            raise ValueError(f"{mode!r} is neither on nor off")
+        self._set("profiler", _gpu(gpu), mode == "on")
+
     def symbol_errors(self, device: str, per_second: float) -> None:
         """Let symbol errors rise on a port."""
         self._set("symbol_errors", _device(device), per_second)
@@ -208,10 +328,15 @@ class SimulatedNode:
             raise ValueError(f"{gigabits} Gb/s is not one of {', '.join(map(str, LINK_RATES))}")
         self._set("rate", _device(device), gigabits)
 
+    def remove(self, device: str) -> None:
+        """Take an adapter off the bus; `clear` brings it back."""
+        self._set("removed", _device(device), True)
+
     def clear(self) -> None:
         """End every fault; the load stays."""
         with self._faults() as faults:
-            faults.update(_no_faults() | {"load": faults["load"], "ecc": faults["ecc"]})
+            rows = {gpu: rows | {"pending": False, "failure": False} for gpu, rows in faults["remap"].items()}
+            faults.update(no_faults() | {kind: faults[kind] for kind in NOT_CLEARED} | {"remap": rows})
 
     def _set(self, fault: str, target: int | str, value: object) -> None:
         with self._faults() as faults:
@@ -221,7 +346,7 @@ class SimulatedNode:
     def _faults(self) -> Iterator[dict[str, Any]]:
         """Give the faults for changing, and store what they are changed to."""
         with self._locked():
-            faults = _no_faults() | self._load("faults.json")
+            faults = no_faults() | self._load("faults.json")
             yield faults
             self._save("faults.json", faults)
 
@@ -241,6 +366,24 @@ class SimulatedNode:
         temporary.write_text(json.dumps(value))
         temporary.replace(self.root / name)
 
+    def _plugged(self, device: str, port: Mapping[str, Any], plugged: bool) -> bool:
+        """Have a device in the tree, or not; return whether it is."""
+        folder = self._port(device)
+        if plugged and not folder.is_dir():
+            self._write_tree(device, port)
+            pci.link_adapter(self.sysfs, device, ADAPTERS[device])
+        elif not plugged and folder.is_dir():
+            shutil.rmtree(folder.parents[1])
+        return plugged
+
+    def _write_processes(self) -> None:
+        for gpu in range(GPUS):
+            folder = self.root / "proc" / str(pid(gpu))
+            folder.mkdir(parents=True, exist_ok=True)
+            cgroup = f"/system.slice/slurmstepd.scope/job_{SLURM_JOB}/step_0/user/task_{gpu}"
+            (folder / "cgroup").write_text(f"0::{cgroup}\n")
+            (folder / "status").write_text("Name:\tpython\nUid:\t1000\t1000\t1000\t1000\n")
+
     def _port(self, device: str) -> Path:
         return self.sysfs / "class" / "infiniband" / device / "ports" / "1"
 
@@ -248,10 +391,13 @@ class SimulatedNode:
         folder = self._port(device)
         for name in COUNTERS:
             (folder / name).mkdir(parents=True, exist_ok=True)
+        storage = device == STORAGE_DEVICE
         identity = {"board_id": "MT_0000000838", "fw_ver": "28.41.1000", "hca_type": "MT4129"}
+        if storage:
+            identity = {"board_id": "MT_0000000884", "fw_ver": "32.38.3056", "hca_type": "MT41692"}
         for file, content in identity.items():
             _write_in_place(folder.parents[1] / file, content)
-        for file, content in {"link_layer": "InfiniBand", **port["files"]}.items():
+        for file, content in {"link_layer": "Ethernet" if storage else "InfiniBand", **port["files"]}.items():
             _write_in_place(folder / file, content)
 
 
@@ -267,15 +413,29 @@ def _gpu(gpu: int) -> int:
 
 
 def _device(device: str) -> str:
-    if device not in DEVICES:
-        raise ValueError(f"there is no {device}; there are {', '.join(DEVICES)}")
+    if device not in ADAPTERS:
+        raise ValueError(f"there is no {device}; there are {', '.join(ADAPTERS)}")
     return device
 
 
-def _no_faults() -> dict[str, Any]:
+def _nvlink(link: int) -> int:
+    if link not in range(NVLINKS):
+        raise ValueError(f"there is no link {link}; they are 0 to {NVLINKS - 1}")
+    return link
+
+
+def pid(gpu: int) -> int:
+    """Return the process that keeps a GPU busy."""
+    return FIRST_PID + gpu
+
+
+def no_faults() -> dict[str, Any]:
+    """Return the content of faults.json on a healthy node."""
     return {
-        "load": {}, "lost": {}, "ecc": {}, "throttle": {}, "heat": {}, "hang": None,
-        "symbol_errors": {}, "link": {}, "rate": {},
+        "load": {}, "lost": {}, "ecc": {}, "throttle": {}, "heat": {}, "hang": None, "fail": {}, "blind": {},
+        "resets": {}, "order": list(range(GPUS)), "driver": DRIVER_VERSION, "mig": {}, "nvlink_down": {},
+        "nvlink_errors": {}, "remap": {}, "pcie": {}, "recovery": {}, "profiler": {},
+        "symbol_errors": {}, "link": {}, "rate": {}, "removed": {},
     }
 
 
@@ -316,6 +476,9 @@ def _advance_gpu(gpu: dict[str, Any], index: int, faults: Mapping[str, Any], now
     for event in events:
         gpu["event_nanoseconds"][event] += int(seconds * 1e9)
     gpu["millijoules"] += int(power * 1000 * seconds)
+    # A node of an older release has no such counters yet.
+    gpu["busy_seconds"] = gpu.get("busy_seconds", 0.0) + min(1.0, busy) * seconds
+    gpu["tensor_seconds"] = gpu.get("tensor_seconds", 0.0) + min(1.0, busy) * clock / MAX_CLOCK * seconds
     active = events if load > 0 else events | {"gpu_idle"}
     gpu.update(
         utilization=min(100, max(0, round(100 * busy))),
@@ -346,13 +509,15 @@ def _advance_port(
     port: dict[str, Any], index: int, device: str, faults: Mapping[str, Any], now: float, seconds: float
 ) -> None:
     counts, files = port["counts"], port["files"]
-    gigabits = faults["rate"].get(device, 400)
+    storage = device == STORAGE_DEVICE
+    gigabits = faults["rate"].get(device, STORAGE_RATE if storage else FULL_RATE)
     up = faults["link"].get(device, "up") == "up"
     counts["link_downed"] += int(port["up"] and not up)
     port["up"] = up
     if up:
         # The rail of GPU `index`: as busy as the GPU, unless that is lost.
         load = 0 if str(index) in faults["lost"] else faults["load"].get(str(index), DEFAULT_LOAD)
+        load = STORAGE_LOAD if storage else load
         share = LINE_SHARE * load * (1 + 0.05 * _wave(now, 11, index))
         counts["bytes"] += int(gigabits * 1e9 / 8 * share * seconds)
         counts["symbol_errors"] += faults["symbol_errors"].get(device, 0) * seconds

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,7 +32,10 @@ class StartAfresh(Exception):
 
 
 class Collector(Protocol):
-    """One source: a name, and a read that returns samples or raises."""
+    """One source: a name, and a read that returns samples or raises.
+
+    Where it has a method `close`, that is called before its process ends on purpose: at the end, to release the driver.
+    """
 
     name: str
 
@@ -65,6 +69,8 @@ class StateFile:
             temporary.write_text(text)
             temporary.replace(self._path)
         except OSError as error:
+            with suppress(OSError):
+                temporary.unlink()  # half a file on a full disk
             if not self._failing:
                 log.warning("cannot keep %s (%s); after a restart it is not remembered", self._path, error)
             self._failing = True
@@ -95,9 +101,13 @@ class Inventory:
 
 
 def read_inventory(path: Path, info: Metric) -> dict[str, dict[str, str]]:
-    """Return the info labels of each part in an inventory file; entries of another shape are left out."""
+    """Return the info labels of each part in an inventory file; entries that are none are left out.
+
+    A label that the row has gained since the file was written is empty until the part is seen again.
+    """
+    parts = {key: part for key, part in StateFile(path).load().items() if isinstance(part, dict)}
     return {
-        key: part
-        for key, part in StateFile(path).load().items()
-        if isinstance(part, dict) and set(part) == set(info.labels) and all(isinstance(v, str) for v in part.values())
+        key: {label: part.get(label, "") for label in info.labels}
+        for key, part in parts.items()
+        if {*info.labels[:2]} <= part.keys() and all(isinstance(value, str) for value in part.values())
     }

@@ -1,0 +1,358 @@
+"""The exporter beside Prometheus' node_exporter, in one run: CPU per scrape, latency, memory.
+
+    python bench/exporter.py [--scrapes 500]
+
+InfiniBand alone: both read the same tree, nine ports copied from a captured H100 node (tests/captures/infiniband),
+whose busy counters move before every scrape; they are scraped in turn, as Prometheus does, over a kept connection with
+gzip. node_exporter is Debian's package (demo/servers.py), with every other collector off. The files each side reads in
+one scrape are counted with inotify.
+
+A whole node: GPUs of the simulated driver, nine ports, eight ranks that push what the hook sends every five seconds;
+the simulation itself runs in this process (bench/under_test.py).
+
+CPU is user and system time of all processes of a side, from /proc; memory the sum of their PSS (smaps_rollup).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gzip
+import http.client
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import quantiles
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "exporter"))
+
+from bench.under_test import more_gpus
+from demo.servers import ServersError, node_exporter
+
+ROOT = Path(__file__).resolve().parent.parent
+CAPTURE = ROOT / "tests" / "captures" / "infiniband" / "h100_node"
+PUSH = ROOT / "tests" / "captures" / "otlp" / "hook_0.1.0.bin"
+PORTS = ("mlx5_0", "mlx5_1", "mlx5_4", "mlx5_5", "mlx5_6", "mlx5_7", "mlx5_8", "mlx5_9", "mlx5_bond_0")
+BUSY = (
+    "counters/port_xmit_data", "counters/port_rcv_data", "counters/port_xmit_packets", "counters/port_rcv_packets",
+    "counters/unicast_xmit_packets", "counters/unicast_rcv_packets", "counters/port_xmit_wait",
+    "hw_counters/rx_write_requests", "hw_counters/rx_read_requests", "hw_counters/out_of_sequence",
+)
+RANKS, PUSH_SECONDS = 8, 5.0
+TICK = os.sysconf("SC_CLK_TCK")
+ACCEPT = {  # what Prometheus sends
+    "Accept": "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.2,*/*;q=0.1",
+    "Accept-Encoding": "gzip", "X-Prometheus-Scrape-Timeout-Seconds": "10",
+}
+
+
+# What is measured.
+
+
+@dataclass
+class Side:
+    """One exporter: its process, where it answers, and what its scrapes took."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    port: int
+    seconds: list[float] = field(default_factory=list)
+    series: int = 0
+    cpu: float = 0.0
+    memory: int = 0
+    connection: http.client.HTTPConnection | None = None
+
+    def scrape(self, *, measured: bool = True) -> str:
+        """Scrape once."""
+        if self.connection is None:
+            self.connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        began = time.perf_counter()
+        self.connection.request("GET", "/metrics", headers=ACCEPT)
+        reply = self.connection.getresponse()
+        body = reply.read()
+        if measured:
+            self.seconds.append(time.perf_counter() - began)
+        if reply.status != 200:
+            raise RuntimeError(f"{self.name} answers {reply.status}")
+        return (gzip.decompress(body) if reply.headers["Content-Encoding"] == "gzip" else body).decode()
+
+    def processes(self) -> list[int]:
+        """Return the process and its descendants."""
+        found, unseen = [], [self.process.pid]
+        while unseen:
+            found.append(unseen.pop())
+            with contextlib.suppress(OSError):
+                for task in Path(f"/proc/{found[-1]}/task").iterdir():
+                    unseen += map(int, (task / "children").read_text().split())
+        return found
+
+    def used(self) -> float:
+        """Return the CPU seconds of all its processes, ended ones included."""
+        total = 0
+        for pid in self.processes():
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            total += sum(map(int, fields[11:15]))
+        return total / TICK
+
+    def resident(self) -> int:
+        """Return the bytes its processes hold together, shared pages divided among their users."""
+        total = 0
+        for pid in self.processes():
+            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+            total += next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
+        return total * 1024
+
+    def row(self, beside: Side | None = None) -> str:
+        """Return the line of the table, with ratios to another side."""
+        cuts = quantiles(self.seconds, n=100)
+        numbers = (self.cpu / len(self.seconds) * 1e3, cuts[49] * 1e3, cuts[98] * 1e3, self.memory / 2**20)
+        text = f"{self.name:<34} {self.series:>7} " + " ".join(
+            f"{number:>9.2f} {unit}" for number, unit in zip(numbers, ("ms", "ms", "ms", "MiB"), strict=True))
+        if beside is not None:
+            text += f"   CPU {beside.cpu / self.cpu:.2f} x less than {beside.name}"
+        return text
+
+
+def measure(sides: Sequence[Side], scrapes: int, before: Callable[[], None]) -> None:
+    """Scrape each side in turn so many times, after some to warm up."""
+    for turn in range(-20, scrapes):
+        before()
+        if turn == 0:
+            for side in sides:
+                side.seconds.clear()
+                side.cpu = -side.used()
+        for side in sides:
+            side.scrape()
+    for side in sides:
+        side.cpu += side.used()
+        side.series = sum(line[:1] not in ("#", "") for line in side.scrape(measured=False).splitlines())
+        side.memory = side.resident()
+
+
+class Reads:
+    """Counts the files of a tree that are read, with inotify (IN_ACCESS)."""
+
+    def __init__(self, tree: Path) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._file = self._libc.inotify_init1(os.O_NONBLOCK)
+        self._names: dict[int, Path] = {}
+        for path in tree.rglob("*"):
+            if path.is_file():
+                self._names[self._libc.inotify_add_watch(self._file, os.fsencode(path), 0x1)] = path
+
+    def seen(self) -> set[Path]:
+        """Return the files read since the last call."""
+        found = set()
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._file, 1 << 16):
+                for offset in range(0, len(data), 16):  # no names: each file has a watch of its own
+                    found.add(self._names[int.from_bytes(data[offset:offset + 4], sys.byteorder)])
+        return found
+
+    def close(self) -> None:
+        """Stop counting, which costs the readers."""
+        os.close(self._file)
+
+
+# InfiniBand alone.
+
+
+def ports(tree: Path) -> Callable[[], None]:
+    """Make a sysfs tree of nine ports; return what moves their counters."""
+    for name in PORTS:
+        source = "mlx5_bond_0" if name == "mlx5_bond_0" else "mlx5_0"
+        shutil.copytree(CAPTURE / source, tree / "class" / "infiniband" / name)
+    files = [
+        os.open(tree / "class" / "infiniband" / name / "ports" / "1" / file, os.O_WRONLY)
+        for name in PORTS for file in BUSY
+    ]
+    count = 3_000_000_000
+
+    def move() -> None:
+        nonlocal count
+        count += 1_234
+        for file in files:
+            os.pwrite(file, b"%d\n" % count, 0)
+            os.ftruncate(file, 11)
+
+    return move
+
+
+def infiniband(scrapes: int, folder: Path) -> None:
+    """Compare the two on InfiniBand, and print the lines."""
+    tree = folder / "sys"
+    move = ports(tree)
+    port = free_port()
+    # Go's own and the process's metrics off as well: nothing but InfiniBand.
+    theirs = [
+        node_exporter(), "--collector.disable-defaults", "--web.disable-exporter-metrics", "--collector.infiniband",
+        f"--path.sysfs={tree}", f"--web.listen-address=127.0.0.1:{port}", "--log.level=error",
+    ]
+    with (
+        serving("flopwatch, InfiniBand alone", {"sources": ["infiniband"], "sysfs": str(tree)}, folder) as ours,
+        running("node_exporter", theirs, port) as peer,
+    ):
+        reads = Reads(tree)
+        counted = {}
+        for side in (ours, peer):
+            side.scrape(measured=False)
+            reads.seen()
+            move()
+            side.scrape(measured=False)
+            counted[side.name] = reads.seen()
+        reads.close()
+        measure((ours, peer), scrapes, move)
+        print(ours.row(peer))
+        print(peer.row())
+        both = len(counted[ours.name] & counted[peer.name])
+        only = sorted({path.name for path in counted[peer.name] - counted[ours.name]})
+        print(f"  files read in one scrape: {both} by both; {len(counted[ours.name]) - both} only by flopwatch; "
+              f"{len(counted[peer.name]) - both} only by node_exporter ({', '.join(only)})")
+
+
+# A whole node.
+
+
+def pushes(uuids: Sequence[str]) -> list[bytes]:
+    """Return what eight ranks send: a recorded push of the hook, for each rank and its GPU."""
+    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+
+    result = []
+    for rank in range(RANKS):
+        request = ExportMetricsServiceRequest.FromString(PUSH.read_bytes())
+        attributes = {attribute.key: attribute for attribute in request.resource_metrics[0].resource.attributes}
+        attributes["flopwatch.rank"].value.int_value = rank
+        attributes["flopwatch.gpu_uuid"].value.string_value = uuids[rank]
+        attributes["flopwatch.start_unix"].value.double_value = time.time() - 60
+        # The recorded process had finished, and its pid is gone.
+        for gone in ("flopwatch.status", "flopwatch.pid", "flopwatch.pid_start_ticks"):
+            request.resource_metrics[0].resource.attributes.remove(attributes[gone])
+        result.append(request.SerializeToString())
+    return result
+
+
+def push(port: int, body: bytes) -> None:
+    """Push as one rank."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request("POST", "/v1/metrics", body, {"Content-Type": "application/x-protobuf"})
+    reply = connection.getresponse()
+    answer = reply.read()
+    if reply.status != 200 or answer:  # a message is a partial success
+        raise RuntimeError(f"the push is answered {reply.status} {answer!r}")
+    connection.close()
+
+
+def whole_node(gpus: int, scrapes: int, folder: Path) -> None:
+    """Measure a simulated node, and print the line."""
+    from flopwatch.simulate.node import SimulatedNode
+
+    more_gpus(gpus)
+    node = SimulatedNode(folder / "state" / "simulated")
+    node.create()
+    bodies = pushes([node.uuid(gpu) for gpu in range(RANKS)])
+    options = {"gpus": gpus, "otlp": free_port()}
+    with serving(f"flopwatch, {gpus} GPUs, 9 ports, {RANKS} ranks", options, folder) as side:
+        pushed = ticked = 0.0
+
+        def before() -> None:
+            nonlocal pushed, ticked
+            now = time.monotonic()
+            if now - ticked >= 1:
+                ticked = now
+                node.tick(time.time())
+            if now - pushed >= PUSH_SECONDS:
+                pushed = now
+                for body in bodies:
+                    push(options["otlp"], body)
+
+        measure([side], scrapes, before)
+        print(side.row())
+        text = side.scrape(measured=False)
+        for name in ("gpu_present", "infiniband_port_present", "training_rank_info"):
+            found = sum(line.startswith(f"{name}{{") for line in text.splitlines())
+            if found != {"gpu_present": gpus, "infiniband_port_present": 9, "training_rank_info": RANKS}[name]:
+                print(f"  {name}: {found} series")
+
+
+# Processes.
+
+
+def free_port() -> int:
+    """Return a port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def running(name: str, command: Sequence[str], port: int) -> Iterator[Side]:
+    """Run an exporter until it answers, and end it at the end."""
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            _wait_for(name, process, port)
+            yield Side(name, process, port)
+        except Exception as error:
+            log.seek(0)
+            error.args = (*error.args, log.read().decode(errors="replace")[-2000:])
+            raise
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+def _wait_for(name: str, process: subprocess.Popen[bytes], port: int) -> None:
+    for _ in range(200):
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        if process.poll() is not None:
+            break
+        time.sleep(0.1)
+    raise RuntimeError(f"{name} does not answer on port {port}")
+
+
+@contextlib.contextmanager
+def serving(name: str, options: Mapping[str, object], folder: Path) -> Iterator[Side]:
+    """Run our exporter with some options of bench/under_test.py."""
+    port = free_port()
+    chosen = {"state": str(folder / "state"), "port": port, "otlp": free_port(), **options}
+    command = [sys.executable, str(ROOT / "bench" / "under_test.py"), json.dumps(chosen)]
+    with running(name, command, port) as side:
+        yield side
+
+
+def main() -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scrapes", type=int, default=500, help="of each side (default 500)")
+    options = parser.parse_args()
+    print(f"{'':<34} {'series':>7} {'CPU/scrape':>12} {'p50':>12} {'p99':>12} {'PSS':>13}")
+    runs: tuple[Callable[[Path], None], ...] = (
+        lambda folder: infiniband(options.scrapes, folder),
+        lambda folder: whole_node(8, options.scrapes, folder),
+        lambda folder: whole_node(16, options.scrapes, folder),
+    )
+    try:
+        for run in runs:
+            with tempfile.TemporaryDirectory() as name:
+                run(Path(name))
+    except ServersError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""The exporter under load for an hour: does it grow?
+
+    python bench/soak.py [--seconds 3600]
+
+A simulated node of eight GPUs and nine ports, an embedded ledger and eight ranks of a simulated job that push with the
+real hook are scraped once a second, as Prometheus does it. Once a second, too, the memory and the open files of all
+its processes are added up. After a quarter of the time, in which caches fill, each is fitted with a line; its slope is
+printed with its standard error, from the means of twelve blocks, since neighbouring seconds are alike.
+
+Ends with status 1 if a slope is significant (SIGNIFICANT standard errors) and the rise above its entry in TOLERATED, if
+a process was replaced, or if a scrape failed. PSS rises as well when a stranger that shared a library ends; so memory
+grows only if what the processes share with nobody does too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "exporter"))
+
+from bench.exporter import RANKS, Side, free_port, running
+
+WARM_UP = 0.25
+BLOCKS = 12
+SIGNIFICANT = 4.0
+PSS, OWN, FILES = "MiB of PSS", "MiB of that their own", "open files"
+TOLERATED = {PSS: 1.0, OWN: 1.0, FILES: 4.0}  # over the whole time that is measured
+
+
+class Slope(NamedTuple):
+    """A fitted line's slope and its standard error, per hour, and what it rises by over the time it was fitted to."""
+
+    per_hour: float
+    error: float
+    rise: float
+
+    def significant(self, tolerated: float) -> bool:
+        """Return whether this is more than chance and more than is tolerated."""
+        return self.rise > tolerated and self.per_hour > SIGNIFICANT * self.error
+
+
+def slope(seconds: Sequence[float], values: Sequence[float]) -> Slope:
+    """Fit a line by least squares to the means of BLOCKS blocks."""
+    size = len(values) / BLOCKS
+    cuts = [round(block * size) for block in range(BLOCKS + 1)]
+    blocks = [slice(start, stop) for start, stop in pairwise(cuts)]
+    x, y = [fmean(seconds[block]) for block in blocks], [fmean(values[block]) for block in blocks]
+    middle, mean = fmean(x), fmean(y)
+    spread = math.fsum((at - middle) ** 2 for at in x)
+    per_second = math.fsum((at - middle) * (value - mean) for at, value in zip(x, y, strict=True)) / spread
+    off = math.fsum((value - mean - per_second * (at - middle)) ** 2 for at, value in zip(x, y, strict=True))
+    error = math.sqrt(off / (BLOCKS - 2) / spread)
+    return Slope(per_second * 3600, error * 3600, per_second * (seconds[-1] - seconds[0]))
+
+
+def soak(seconds: int, folder: Path) -> int:
+    """Run it, print what came of it, and return the exit status."""
+    port, otlp = free_port(), free_port()
+    command = [
+        sys.executable, "-m", "flopwatch", "exporter", "--simulate", "h100x8", "--state", str(folder / "state"),
+        "--listen", f"127.0.0.1:{port}", "--otlp-listen", f"127.0.0.1:{otlp}", "--ledger", "embedded",
+    ]
+    job = [
+        sys.executable, "-m", "flopwatch.simulate.job", "--ranks", str(RANKS), "--out", str(folder / "job"),
+        "--step-seconds", "0.5",
+    ]
+    with running("flopwatch", command, port) as side, (folder / "job.log").open("wb") as log:
+        training = subprocess.Popen(
+            job, stdout=log, stderr=log, env=dict(os.environ, FLOPWATCH_ENDPOINT=f"http://127.0.0.1:{otlp}"))
+        try:
+            _wait_for_ranks(side, training)
+            return _measure(side, seconds)
+        finally:
+            training.terminate()
+            training.wait(30)
+
+
+def _wait_for_ranks(side: Side, training: subprocess.Popen[bytes]) -> None:
+    for _ in range(120):
+        time.sleep(1)
+        if side.scrape(measured=False).count("\ntraining_rank_info{") == RANKS:
+            return
+        if training.poll() is not None:
+            break
+    raise RuntimeError(f"the job does not push with {RANKS} ranks")
+
+
+def _measure(side: Side, seconds: int) -> int:
+    times: list[float] = []
+    found: dict[str, list[float]] = {name: [] for name in TOLERATED}
+    before, used, failed = side.processes(), side.used(), 0
+    began = time.monotonic()
+    while (now := time.monotonic() - began) < seconds:
+        try:
+            body = side.scrape()
+        except Exception as error:
+            failed += 1
+            side.connection = None
+            print(f"  after {now:.0f} s: {type(error).__name__}: {error}", flush=True)
+        times.append(now)
+        for name, number in _held(side.processes()).items():
+            found[name].append(number)
+        time.sleep(max(0.0, began + len(times) - time.monotonic()))
+    used = side.used() - used
+    latency = sorted(side.seconds)
+    print(f"{len(times)} scrapes of {body.count(chr(10))} lines, {failed} failed; p50 {_cut(latency, 0.5):.1f} ms, "
+          f"p99 {_cut(latency, 0.99):.1f} ms; {used / len(times) * 1e3:.1f} ms of CPU per second, "
+          "the simulation of the node included")
+    status = int(failed > 0)
+    if replaced := set(before) ^ set(side.processes()):
+        print(f"processes came or went: {sorted(replaced)}")
+        status = 1
+    warm = int(len(times) * WARM_UP)
+    lines = {name: slope(times[warm:], values[warm:]) for name, values in found.items()}
+    for name, line in lines.items():
+        print(f"{len(before)} processes: {fmean(found[name][warm:]):6.1f} {name}, slope {line.per_hour:+.2f} "
+              f"± {line.error:.2f} an hour")
+    grows = {name for name, line in lines.items() if line.significant(TOLERATED[name])}
+    if {PSS, OWN} <= grows or FILES in grows:
+        print(f"it grows: {', '.join(sorted(grows))}")
+        status = 1
+    return status
+
+
+def _held(processes: Sequence[int]) -> dict[str, float]:
+    """Return what these processes hold together: memory in MiB, and open files."""
+    kilobytes = {"Pss": 0, "Private_Clean": 0, "Private_Dirty": 0}
+    files = 0
+    for pid in processes:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if (key := line.partition(":")[0]) in kilobytes:
+                kilobytes[key] += int(line.split()[1])
+        files += len(os.listdir(f"/proc/{pid}/fd"))
+    own = kilobytes["Private_Clean"] + kilobytes["Private_Dirty"]
+    return {PSS: kilobytes["Pss"] / 1024, OWN: own / 1024, FILES: files}
+
+
+def _cut(ascending: Sequence[float], share: float) -> float:
+    return ascending[min(len(ascending) - 1, int(len(ascending) * share))] * 1e3
+
+
+def main() -> int:
+    """Soak."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=int, default=3600)
+    options = parser.parse_args()
+    if options.seconds < 2 * BLOCKS:
+        parser.error(f"--seconds {options.seconds}: a line needs at least {2 * BLOCKS} s")
+    print(f"{options.seconds} s: 8 GPUs, 9 ports, {RANKS} ranks, a scrape a second", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        return soak(options.seconds, Path(folder))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""The exporter that bench/exporter.py measures, in a process of its own that imports nothing else.
+
+    python bench/under_test.py '{"port": 9450, "otlp": 4318, "state": "DIR", "gpus": 8}'
+
+It serves some sources only ("sources"), or a simulated node, also one of 16 GPUs. Every scrape reads anew, which the
+exporter would share between scrapers less than a second apart, and the simulated node is moved by who measures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "exporter"))
+
+from flopwatch.node.collectors import Collector
+
+
+def more_gpus(gpus: int) -> None:
+    """Let the simulated node have up to 16 GPUs: one more between each two."""
+    from flopwatch.simulate import node
+
+    if gpus > node.GPUS:
+        buses = (*node.PCI_BUSES, *(bus + 8 for bus in node.PCI_BUSES))
+        vars(node).update(GPUS=gpus, PCI_BUSES=buses[:gpus])
+
+
+def build(factory: str, gpus: str, **arguments: str) -> Collector:
+    """Return a collector of the simulated node with this many GPUs; called in a reader's process."""
+    more_gpus(int(gpus))
+    module, _, function = factory.partition(":")
+    collector: Collector = getattr(importlib.import_module(module), function)(**arguments)
+    return collector
+
+
+def serve(options: Mapping[str, Any]) -> None:
+    """Run the exporter until it is told to stop."""
+    from flopwatch.node import scrape
+    from flopwatch.node import serve as exporter
+    from flopwatch.node.reader import Reader, Spec, hardware
+    from flopwatch.settings import Address, ExporterSettings
+
+    gpus = options.get("gpus", 0)
+    settings = ExporterSettings(
+        listen=Address("127.0.0.1", options["port"]), otlp_listen=Address("127.0.0.1", options["otlp"]),
+        state=Path(options["state"]), sysfs=Path(options.get("sysfs", "/sys")), host="node1",
+        simulate="h100x8" if gpus else None,
+    )
+
+    def readers(settings: ExporterSettings) -> list[Reader]:
+        chosen = [one for one in hardware(settings) if one.name in options.get("sources", [one.name])]
+        for one in chosen if gpus > 8 else ():
+            more = {"factory": one.spec.factory, "gpus": str(gpus)}
+            one.spec = Spec("bench.under_test:build", {**one.spec.arguments, **more})
+        return chosen
+
+    vars(scrape).update(SHARED_SECONDS=0.0)
+    vars(exporter).update(hardware=readers, _simulation=lambda settings: contextlib.nullcontext())
+    exporter.run(settings)
+
+
+if __name__ == "__main__" and len(sys.argv) > 1:
+    serve(json.loads(sys.argv[1]))

@@ -1,0 +1,67 @@
+"""`flopwatch capture`: this node as a test case."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from flopwatch.commands import Commands, command, seconds
+from flopwatch.settings import ExporterSettings, SettingsError
+
+
+def run(options: argparse.Namespace) -> None:
+    """Capture the node, and say what is in the capture."""
+    import time
+
+    from flopwatch.node.capture import capture
+
+    if options.folder.exists():
+        raise SettingsError(f"{options.folder} is there already; give a folder that does not exist yet")
+    taken = capture(
+        _library(options.simulated), options.sysfs, options.kmsg, [options.host], options.mask, options.reads,
+        pause=lambda: time.sleep(options.pause),
+    )
+    try:
+        taken.write(options.folder)
+    except OSError as error:
+        raise SettingsError(f"cannot write the capture: {error}") from error
+    print(f"captured {len(taken.files)} files in {options.folder}; look through them before you publish them")
+    for line in taken.missing:
+        print(f"not captured: {line}")
+
+
+def _library(simulated: Path | None) -> Any:
+    """Return the pynvml module, that of a simulated node, or the error that says why there is none."""
+    if simulated is not None:
+        from flopwatch.simulate import pynvml as simulation
+
+        return simulation.load(simulated)
+    try:
+        import pynvml
+    except ImportError as error:
+        return error
+    return pynvml
+
+
+def _reads(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= 100:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of reads from 1 to 100")
+    return int(text)
+
+
+def add(commands: Commands) -> None:
+    """Describe the command."""
+    node = ExporterSettings()
+    parser = command(commands, "capture", run, "record this node's GPUs and ports, identities masked, as a test case")
+    add = parser.add_argument
+    add("folder", type=Path, metavar="DIR", help="where to put it; must not exist")
+    add("--reads", type=_reads, default=2, metavar="N", help="how often to read everything (default 2)")
+    add("--pause", type=seconds, default=3.0, metavar="SECONDS",
+        help="between the reads, for counters to move (default 3)")
+    add("--mask", action="append", default=[], metavar="WORD", help="another name to mask, a cluster's for example; "
+        "may be given more than once")
+    add("--sysfs", type=Path, default=node.sysfs, metavar="DIR", help=f"the kernel's sysfs (default {node.sysfs})")
+    add("--kmsg", type=Path, default=node.kmsg, metavar="FILE", help=f"the kernel log (default {node.kmsg})")
+    add("--host", default=node.host, metavar="NAME", help="this node's name, to be masked (default its host name)")
+    add("--simulated", type=Path, metavar="NODE_DIR", help=argparse.SUPPRESS)

@@ -1,0 +1,170 @@
+"""`flopwatch check`: is this node fit for training?"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from flopwatch.commands import Commands, command, given, seconds
+from flopwatch.settings import ExporterSettings, SettingsError
+
+if TYPE_CHECKING:
+    from flopwatch.catalogue import Sample
+    from flopwatch.node.diagnosis.check import Look
+
+URL = "http://127.0.0.1:9450/metrics"
+FORMATS = ("nagios", "text", "json", "npd")
+UNKNOWN = 3
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the verdict; whatever keeps us from one is unknown, never bad."""
+    from flopwatch.node.diagnosis.check import CannotTell, NobodyListens, cannot_tell
+
+    try:
+        settings = ExporterSettings(**given(options, ExporterSettings))
+        with _look(options, settings) as look:
+            output, status = _judged(options, settings, look)
+    except (SettingsError, CannotTell, NobodyListens) as error:
+        output, status = cannot_tell(str(error), options.format)
+    print(output)
+    return status
+
+
+@contextmanager
+def _look(options: argparse.Namespace, settings: ExporterSettings) -> Iterator[Look]:
+    """Give a function that takes a look: through the exporter if one listens, else at the hardware."""
+    from flopwatch.node.diagnosis import check
+
+    pointed = options.direct or options.simulate is not None or options.sysfs is not None
+    if not pointed or options.url is not None:
+        url = options.url or URL
+        tls = None
+        if url.startswith("https:"):
+            tls = check.client_tls(options.ca_file, options.cert_file, options.key_file)
+        password = _password(options.password_file)
+
+        def look() -> list[Sample]:
+            return check.ask(url, options.deadline, tls, options.user or "", password)
+
+        try:
+            first = [look()]
+        except check.NobodyListens:
+            if options.url is not None:
+                raise
+        else:
+            yield lambda: first.pop() if first else look()
+            return
+    with check.here(settings, options.deadline) as look_here:
+        yield look_here
+
+
+def _password(file: Path | None) -> str:
+    if file is None:
+        return ""
+    try:
+        return file.read_text().rstrip("\r\n")
+    except OSError as error:
+        raise SettingsError(f"--password-file {file}: {error.strerror}") from None
+
+
+def _judged(options: argparse.Namespace, settings: ExporterSettings, look: Look) -> tuple[str, int]:
+    from flopwatch.node.diagnosis import check
+    from flopwatch.node.diagnosis.expectations import Expectations, load
+    from flopwatch.node.diagnosis.verdict import Verdict
+    from flopwatch.node.reader import gpu_inventory
+
+    expected = Expectations() if options.record else load(settings.expect, gpu_inventory(settings).parent)
+    verdict = Verdict(expected)
+    first = look()
+    if options.record:
+        return _record(options, settings, first)
+    if options.seconds is None:
+        judgement = verdict.judge(first)
+    else:
+        began = time.monotonic()
+        time.sleep(options.seconds)
+        judgement = verdict.judge_twice(first, look(), time.monotonic() - began)
+    if options.format == "npd":
+        return check.npd(judgement, options.fail_on)
+    if options.format == "nagios":
+        return check.nagios(judgement, options.verbose)
+    return check.as_json(judgement) if options.format == "json" else check.text(judgement)
+
+
+def _record(options: argparse.Namespace, settings: ExporterSettings, samples: list[Sample]) -> tuple[str, int]:
+    """Keep the shape this node has now."""
+    from flopwatch.node.collectors import StateFile
+    from flopwatch.node.diagnosis import check
+    from flopwatch.node.diagnosis.expectations import Expectations, learnt_file
+    from flopwatch.node.diagnosis.verdict import BAD, Verdict, learn
+    from flopwatch.node.reader import gpu_inventory
+
+    judgement = Verdict(Expectations()).judge(samples)
+    if judgement.verdict in (BAD, "unknown") and not options.force:
+        raise check.CannotTell(f"not recorded, the node is {judgement.verdict}: {check.sentence(judgement)}; "
+                               "--force records it as it is")
+    shape = learn(samples).content()
+    file = settings.expect or learnt_file(gpu_inventory(settings).parent)
+    if not shape:
+        raise check.CannotTell("not recorded: this node has neither GPUs nor active ports")
+    if not StateFile(file.absolute()).save(shape):
+        raise SettingsError(f"{file} cannot be written; choose another --state DIR or --expect FILE")
+    return f"recorded in {file}: {shape}; a running exporter takes it at its next start", 0
+
+
+def add(commands: Commands) -> None:
+    """Describe the command."""
+    node = ExporterSettings()
+    parser = command(commands, "check", run, "say whether this node is fit for training, and what to do if not")
+    _make_wrong_flags_unknown(parser)
+    add = parser.add_argument
+    add("--format", choices=FORMATS, default="nagios",
+        help="nagios (default; exit status 0 ok, 1 degraded, 2 bad, 3 unknown), text, json, or npd "
+             "(node-problem-detector: 0 ok, 1 problem, 2 unknown)")
+    add("--json", action="store_const", const="json", dest="format", help="the same as --format json")
+    add("-v", "--verbose", action="store_true", help="a line for each reason")
+    add("--fail-on", choices=("bad", "degraded"), default="bad", help="from when on npd has a problem (default bad)")
+    add("--seconds", type=seconds, metavar="SECONDS",
+        help="look twice: what lasted only a moment is left out, and rising error counters are found")
+    add("--deadline", type=seconds, default=10.0, metavar="SECONDS", help="longest wait for a look (default 10)")
+    shape = parser.add_argument_group("what is expected of the node")
+    shape.add_argument("--expect", type=Path, metavar="FILE", help="shape of the node (default STATE/expected.json)")
+    shape.add_argument("--record", action="store_true", help="write the shape that the node has now to that file")
+    shape.add_argument("--force", action="store_true", help="also that of a node that is bad")
+    ask = parser.add_argument_group("the exporter that is asked; without one, the hardware is")
+    ask.add_argument("--url", metavar="URL", help=f"where it listens (default {URL}, if somebody does)")
+    ask.add_argument("--ca-file", type=Path, metavar="FILE", help="who signed its certificate")
+    ask.add_argument("--cert-file", type=Path, metavar="FILE", help="our certificate, where it asks for one")
+    ask.add_argument("--key-file", type=Path, metavar="FILE", help="the key of --cert-file")
+    ask.add_argument("--user", metavar="NAME", help="user of its basic authentication")
+    ask.add_argument("--password-file", type=Path, metavar="FILE", help="file with that user's password")
+    read = parser.add_argument_group("the hardware, where no exporter is asked")
+    read.add_argument("--direct", action="store_true", help="ask no exporter")
+    read.add_argument("--state", type=Path, metavar="DIR", help=f"the exporter's state folder (default {node.state})")
+    read.add_argument("--sysfs", type=Path, metavar="DIR", help=f"the kernel's sysfs (default {node.sysfs})")
+    read.add_argument("--kmsg", type=Path, metavar="FILE", help=f"the kernel log (default {node.kmsg})")
+    read.add_argument("--simulate", metavar="NODE", help="a simulated node: h100x8")
+
+
+def _make_wrong_flags_unknown(parser: Any) -> None:
+    """Let a wrong flag end with the status of "unknown": argparse's own would say that the node is bad."""
+    parse = parser.parse_known_args
+
+    def error(message: str) -> NoReturn:
+        print(f"UNKNOWN - {message}")
+        parser.print_usage(sys.stderr)
+        sys.exit(UNKNOWN)
+
+    def parse_known_args(*arguments: Any) -> tuple[argparse.Namespace, list[str]]:
+        options, unknown = parse(*arguments)
+        if unknown:
+            error(f"unrecognized arguments: {' '.join(unknown)}")
+        return options, unknown
+
+    parser.error, parser.parse_known_args = error, parse_known_args

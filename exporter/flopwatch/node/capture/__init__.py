@@ -1,0 +1,319 @@
+"""Records this node as a test case: what NVML answers the collector, the ports in sysfs, the driver's kernel log lines.
+
+A capture is a folder:
+
+    nvml.json    every NVML call and its answers (`node/recorder.py`), replayed by `simulate/replay.py`
+    sys/         class/infiniband and the PCI devices of ports and GPUs, with their links; sys.2, sys.3 ... hold the
+                 files that had changed at the next reads
+    kmsg         the kernel log's records about GPUs, NVSwitches and ports
+    README.md    where and when, and what could not be read
+
+Everything is kept in memory until serials, UUIDs, GUIDs, addresses and host names are masked. An attribute that the
+kernel refuses (EINVAL, EACCES) is listed in the README, for a folder of files cannot hold a refusal.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import flopwatch
+from flopwatch.node.capture.masking import Masker
+from flopwatch.node.capture.recorder import SYSTEM, Recorded, Recorder, dumps
+from flopwatch.node.collectors import Blind, StartAfresh, Unsupported
+from flopwatch.node.collectors.nvml import Nvml
+from flopwatch.settings import SettingsError
+
+PCI_FILES = (
+    "class", "vendor", "device", "subsystem_vendor", "subsystem_device", "numa_node", "local_cpulist",
+    "current_link_speed", "current_link_width", "max_link_speed", "max_link_width",
+)
+NET_FILES = (
+    "address", "operstate", "carrier", "carrier_changes", "carrier_up_count", "carrier_down_count", "mtu", "speed",
+    "dev_id", "dev_port", "type",
+)
+# Below the sysfs root, as patterns. Left out: gids, pkeys and node_desc, which say who the node is, and binary files.
+PORT_FILES = (
+    *(f"class/infiniband/*/{name}" for name in ("board_id", "fw_ver", "hca_type", "hw_rev", "node_type", "node_guid")),
+    "class/infiniband/*/hw_counters/*",
+    *(f"class/infiniband/*/ports/*/{name}"
+      for name in ("state", "phys_state", "rate", "link_layer", "lid", "sm_lid", "cap_mask")),
+    *(f"class/infiniband/*/ports/*/{name}/*" for name in ("counters", "counters_ext", "hw_counters")),
+    "class/infiniband/*/ports/*/gid_attrs/ndevs/0",
+    *(f"class/infiniband/*/device/{name}" for name in PCI_FILES),
+    "class/infiniband/*/device/hwmon/*/temp*",
+    *(f"class/infiniband/*/device/net/*/{name}" for name in NET_FILES),
+)
+WANTED_IN_KMSG = re.compile(r"NVRM|nvidia|SXid|mlx[45]_|infiniband|\bib_|pcieport .*AER")
+KMSG_RECORDS = 5000  # the newest, where there are more
+KMSG_RECORD_BYTES = 8192  # the longest record of /dev/kmsg
+
+# Members of NVML's structures that tell one machine from another.
+IDENTITIES = {"clusterUuid", "ibGuid", "chassisSerialNumber", "uuid", "serial", "hostname", "pdi"}
+
+
+@dataclass
+class Capture:
+    """A node in memory, masked: the files to write, and a line for each thing that could not be read."""
+
+    files: dict[str, str] = field(default_factory=dict)
+    links: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+
+    def write(self, folder: Path) -> None:
+        """Write the capture into a folder, which must not exist."""
+        folder.mkdir(parents=True)
+        for name, target in self.links.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).symlink_to(target)
+        for name, content in self.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(content)
+
+
+class Sysfs:
+    """Files below a sysfs root as they are now, under their real paths, and the links that led to them."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = os.path.realpath(root)
+        self.files: dict[str, str] = {}
+        self.links: dict[str, str] = {}
+        self.refused: dict[str, str] = {}
+
+    def ports(self) -> dict[str, str]:
+        """Read the files of the RDMA ports and of their net devices, as `read` does."""
+        changed = self.read(PORT_FILES)
+        below = "class/infiniband/*/device/net/*"
+        networks = {path.rpartition("/")[2] for path in glob.glob(below, root_dir=self._root)}
+        networks |= {content.strip() for path, content in self.files.items() if "/gid_attrs/ndevs/" in path}
+        patterns = (f"class/net/{name}/{lower}{file}"
+                    for name in sorted(networks) for lower in ("", "lower_*/") for file in NET_FILES)
+        return changed | self.read(patterns)
+
+    def read(self, patterns: Iterable[str]) -> dict[str, str]:
+        """Read the files that match, and return those that are not as they were at the last read."""
+        changed: dict[str, str] = {}
+        for pattern in patterns:
+            for path in sorted(glob.glob(pattern, root_dir=self._root)):
+                real = self._follow(path)
+                content = None if real is None else self._content(real)
+                if real is not None and content is not None and self.files.get(real) != content:
+                    self.files[real] = changed[real] = content
+        return changed
+
+    def _follow(self, path: str) -> str | None:
+        """Return the path without links, after noting them; None if one leads out of the root."""
+        done = ""
+        for part in path.split("/"):
+            step = os.path.normpath(os.path.join(done, part))
+            if os.path.islink(f"{self._root}/{step}"):
+                target = os.path.relpath(os.path.realpath(f"{self._root}/{step}"), self._root)
+                if target.startswith(".."):
+                    return None
+                self.links[step] = os.path.relpath(target, os.path.dirname(step) or ".")
+                step = target
+            done = step
+        return done
+
+    def _content(self, path: str) -> str | None:
+        """Return what a file holds, None for a folder and for a file that is no text or cannot be read."""
+        if os.path.isdir(f"{self._root}/{path}"):
+            return None
+        try:
+            content = Path(f"{self._root}/{path}").read_bytes()
+        except OSError as error:
+            self.refused[path] = errno.errorcode.get(error.errno or errno.EIO, str(error.errno))
+            return None
+        return content.decode("utf-8", "replace") if b"\0" not in content else None
+
+
+def kernel_log(path: Path) -> list[str]:
+    """Return the records in a kernel log, /dev/kmsg or a file, that are about what we watch. Raises OSError."""
+    records: list[str] = []
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb", buffering=0) as log:
+        while True:
+            try:
+                data = log.read(KMSG_RECORD_BYTES)
+            except BrokenPipeError:  # records were overwritten before they were read: go on with the oldest left
+                continue
+            if not data:  # the end of a file, or of what the kernel has so far
+                break
+            records.append(data.decode("utf-8", "replace"))
+    # A device gives one record a read, a file as many bytes as were asked for.
+    lines = "".join(records).splitlines()
+    return [line for line in lines if WANTED_IN_KMSG.search(line)][-KMSG_RECORDS:]
+
+
+@dataclass
+class Answers:
+    """What NVML said, when it was asked (seconds after the first read), and what went wrong."""
+
+    recorded: Recorded = field(default_factory=dict)
+    times: list[float] = field(default_factory=lambda: [0.0])
+    failures: list[str] = field(default_factory=list)
+
+
+def nvml_answers(
+    library: Any, host: str, reads: int, pause: Callable[[], None], clock: Callable[[], float] = time.monotonic
+) -> Answers:
+    """Return what NVML answers the collector in some reads; a driver that fails is worth a capture as well.
+
+    Raises Unsupported if there is no GPU. `pause` is called between the reads.
+    """
+    recorder = Recorder(library)
+    times: list[float] = []
+    failures: list[str] = []
+    # The collector keeps its inventory in a file; this one is not to be kept, and where possible never on a disk.
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with (
+        tempfile.TemporaryDirectory(dir=memory) as state,
+        closing(Nvml(recorder, host, Path(state) / "gpus.json", clock=clock)) as collector,
+    ):
+        for read in range(reads):
+            if read > 0:
+                pause()
+            times.append(clock())
+            try:
+                collector.read()
+            except (Blind, StartAfresh, library.NVMLError) as error:
+                failures.append(f"GPUs, read {read + 1}: {error}")
+    return Answers(recorder.recorded(), [round(at - times[0], 3) for at in times], failures)
+
+
+def masked_nvml(recorded: Recorded, masker: Masker) -> Recorded:
+    """Return a recording without serials, UUIDs and names; numbers and the names of handles stay."""
+    for sections in recorded.values():
+        for serial in sections.get("calls", {}).get("nvmlDeviceGetSerial()", []):
+            if isinstance(serial, str):
+                masker.serial(serial)
+    return {
+        subject: {
+            section: {
+                masker.text(question): [_masked_answer(answer, question, masker) for answer in answers]
+                for question, answers in entries.items()
+            }
+            for section, entries in sections.items()
+        }
+        for subject, sections in recorded.items()
+    }
+
+
+def _masked_answer(answer: Any, name: str, masker: Masker) -> Any:
+    """Return an answer masked; `name` is the question's or the structure member's, which may say that it is a name."""
+    if isinstance(answer, str):
+        if name.startswith("nvmlDeviceGetSerial("):
+            return masker.serial(answer)
+        masked = masker.text(answer)
+        named = name in IDENTITIES or name.startswith(("nvmlSystemGetProcessName(", "nvmlDeviceGetHostname"))
+        return masker.name(answer) if named and masked == answer else masked
+    if isinstance(answer, list):
+        return [_masked_answer(item, name, masker) for item in answer]
+    if not isinstance(answer, dict):
+        return 0 if name in IDENTITIES and isinstance(answer, int) else answer
+    if name in IDENTITIES and "hex" in answer:
+        return {"hex": masker.hexadecimal(answer["hex"])}
+    return {
+        key: value if key in ("handle", "struct", "ctype") else _masked_answer(value, key, masker)
+        for key, value in answer.items()
+    }
+
+
+def driver_version(recorded: Mapping[str, Any]) -> str:
+    """Return the driver's version as recorded, empty if it was not."""
+    answers = recorded.get(SYSTEM, {}).get("calls", {}).get("nvmlSystemGetDriverVersion()", [""])
+    return answers[-1] if isinstance(answers[-1], str) else ""
+
+
+def gpu_addresses(recorded: Recorded) -> list[str]:
+    """Return the PCI addresses of the recorded GPUs as sysfs writes them: 0000:53:00.0."""
+    answers = (
+        answer
+        for sections in recorded.values() for question, answers in sections.get("calls", {}).items()
+        if question.startswith("nvmlDeviceGetPciInfo") for answer in answers
+    )
+    found = {answer["busId"].lower()[-12:] for answer in answers if isinstance(answer, dict) and "busId" in answer}
+    return sorted(found)
+
+
+def capture(
+    library: Any, sysfs: Path, kmsg: Path, hosts: Sequence[str], words: Sequence[str] = (), reads: int = 2,
+    pause: Callable[[], None] = lambda: time.sleep(3),
+    clock: Callable[[], float] = time.monotonic, now: Callable[[], float] = time.time,
+) -> Capture:
+    """Return this node, masked. Raises SettingsError if there is nothing to capture.
+
+    `library` is the pynvml module, or the error of its import; `hosts` are this node's names and
+    `words` further ones to mask.
+    """
+    masker = Masker(hosts, words)
+    result = Capture()
+    tree = Sysfs(sysfs)
+    steps: list[dict[str, str]] = []
+
+    def next_read() -> None:
+        pause()
+        steps.append(tree.ports())
+
+    answers = Answers()
+    steps.append(tree.ports())
+    try:
+        if isinstance(library, ImportError):
+            raise Unsupported(str(library)) from library
+        answers = nvml_answers(library, hosts[0], reads, next_read, clock)
+    except Unsupported as error:
+        answers.failures.append(f"GPUs: {error}")
+        while len(steps) < reads and tree.files:
+            next_read()
+    recorded = answers.recorded
+    result.missing += answers.failures
+    steps[0] |= tree.read(f"bus/pci/devices/{address}/{name}" for address in gpu_addresses(recorded)
+                          for name in PCI_FILES)
+    if not any("class/infiniband" in path for path in (*tree.links, *tree.files)):
+        result.missing.append(f"InfiniBand ports: none in {sysfs}/class/infiniband")
+    result.missing += [f"sys/{path}: {name}" for path, name in sorted(tree.refused.items())]
+    log: list[str] = []
+    try:
+        log = kernel_log(kmsg)
+    except OSError as error:
+        result.missing.append(f"kernel log {kmsg}: {error.strerror}; as root it can be read")
+    if not recorded and not tree.files and not log:
+        raise SettingsError("nothing to capture here: " + "; ".join(result.missing))
+
+    date = datetime.fromtimestamp(now(), timezone.utc).strftime("%Y-%m-%d")
+    about = {"flopwatch": flopwatch.__version__, "driver": driver_version(recorded), "date": date}
+    if recorded:
+        nvml = {"about": about, "reads": answers.times, "nvml": masked_nvml(recorded, masker)}
+        result.files["nvml.json"] = dumps(nvml) + "\n"
+    result.links = {f"sys/{masker.text(path)}": masker.text(target) for path, target in sorted(tree.links.items())}
+    for number, files in enumerate(steps, 1):
+        folder = "sys" if number == 1 else f"sys.{number}"
+        result.files |= {f"{folder}/{masker.text(path)}": masker.text(text) for path, text in sorted(files.items())}
+    if log:
+        result.files["kmsg"] = "".join(f"{masker.text(line)}\n" for line in log)
+    result.missing = [masker.text(line) for line in result.missing]
+    result.files["README.md"] = _readme(about, result)
+    return result
+
+
+def _readme(about: Mapping[str, str], result: Capture) -> str:
+    missing = "".join(f"- {line}\n" for line in result.missing) or "- nothing\n"
+    return (
+        f"# A node captured by flopwatch\n\n"
+        f"flopwatch {about['flopwatch']}, driver {about['driver'] or 'none'}, {about['date']}. Serial numbers, UUIDs, "
+        f"GUIDs, MAC and IP addresses and host names are masked, the same original always by the same mask; look "
+        f"through the files before you publish them.\n\n"
+        f"Not captured:\n\n{missing}\n"
+        f"As a test case: put this folder into `tests/captures/nodes/`, run "
+        f"`FLOPWATCH_UPDATE_GOLDEN=1 pytest tests/test_goldens.py` and review `tests/golden/` like code.\n"
+    )

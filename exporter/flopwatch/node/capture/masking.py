@@ -1,0 +1,101 @@
+"""Masks for what names a machine: UUIDs, GUIDs, MAC and IP addresses by their shape; serials and host names by word.
+
+The same original always gets the same mask, so that what was joined by it still is. Masks keep the shape of what they
+stand for. All zeros stands for "none" and stays.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+# A shorter word may be part of anything; it is masked where it is known to be a name, not where it is found.
+SHORTEST_WORD = 4
+
+_HEX = "[0-9a-fA-F]"
+_SHAPES: dict[str, str] = {
+    "uuid": rf"{_HEX}{{8}}(?:-{_HEX}{{4}}){{3}}-{_HEX}{{12}}",
+    "ipv6": rf"{_HEX}{{4}}(?::{_HEX}{{4}}){{7}}|(?=[0-9a-fA-F:]*::[0-9a-fA-F:]*{_HEX})[0-9a-fA-F:]{{3,39}}",
+    "guid": rf"{_HEX}{{4}}(?::{_HEX}{{4}}){{3}}",
+    "mac": rf"{_HEX}{{2}}(?::{_HEX}{{2}}){{5}}",
+    "ipv4": r"\d{1,3}(?:\.\d{1,3}){3}",
+    "interface": rf"enx{_HEX}{{12}}",
+}
+# Not in the middle of a word or a number, nor behind the first parts of something longer of the same kind.
+_BEFORE = rf"(?<![\w.])(?<![\W:]{_HEX}{{2}}:)(?<![\W:]{_HEX}{{4}}:)"
+_AFTER = r"(?!\w|\.\w)"
+_SHAPED = re.compile("|".join(f"{_BEFORE}(?P<{kind}>{shape}){_AFTER}" for kind, shape in _SHAPES.items()))
+
+_MASKS: dict[str, Callable[[int], str]] = {
+    "uuid": lambda n: f"00000000-0000-0000-0000-{n:012d}",
+    "ipv6": lambda n: f"2001:0db8:0000:0000:0000:0000:{n >> 16:04x}:{n & 0xFFFF:04x}",
+    "guid": lambda n: f"0000:0000:{n >> 16:04x}:{n & 0xFFFF:04x}",
+    "mac": lambda n: f"02:00:00:00:{n >> 8 & 0xFF:02x}:{n & 0xFF:02x}",
+    "ipv4": lambda n: f"198.18.{n >> 8 & 0xFF}.{n & 0xFF}",  # RFC 2544: nobody's
+    "interface": lambda n: f"enx02000000{n & 0xFFFF:04x}",
+    "host": lambda n: f"masked-host-{n}",
+    "serial": lambda n: f"{n:013d}",
+    "bytes": lambda n: f"{n:032x}",
+    "name": lambda n: f"masked-{n}",
+}
+
+
+class Masker:
+    """Replaces originals by masks, and remembers which stands for which; it is never written anywhere."""
+
+    def __init__(self, hosts: Iterable[str] = (), words: Iterable[str] = ()) -> None:
+        self._masks: dict[tuple[str, str], str] = {}
+        self._words: dict[str, str] = {}
+        for host in hosts:
+            # The domain on its own and the name without it, for a log may show either.
+            label, _, domain = host.partition(".")
+            for part in (host, label, domain):
+                self._word("host", part)
+        for word in words:
+            self._word("name", word)
+
+    def _mask(self, kind: str, original: str) -> str:
+        """Return what stands for an original of this kind; a mask stands for itself."""
+        if not original.strip("0:.-") or original in self._masks.values():
+            return original
+        key = (kind, original.lower())
+        if key not in self._masks:
+            self._masks[key] = _MASKS[kind](1 + sum(kind == other for other, _ in self._masks))
+        return self._masks[key]
+
+    def _word(self, kind: str, original: str) -> str:
+        mask = self._mask(kind, original)
+        if len(original) >= SHORTEST_WORD and mask != original:
+            self._words[original.lower()] = mask
+        return mask
+
+    def serial(self, original: str) -> str:
+        """Return the mask of a serial number, which from now on is masked in every text."""
+        return self._word("serial", original)
+
+    def name(self, original: str) -> str:
+        """Return the mask of another name that says whose machine this is."""
+        return self._word("name", original)
+
+    def hexadecimal(self, original: str) -> str:
+        """Return the mask of an identity that is given as hexadecimal digits."""
+        return self._mask("bytes", original)[-len(original):]
+
+    def text(self, text: str) -> str:
+        """Return a text with everything in it masked that has the shape of a name or is a known one."""
+        text = _SHAPED.sub(self._shaped, text)
+        if not self._words:
+            return text
+        words = "|".join(map(re.escape, sorted(self._words, key=len, reverse=True)))
+        return re.sub(
+            f"(?<![A-Za-z0-9])(0x)?({words})(?![A-Za-z0-9])",
+            lambda match: (match[1] or "") + self._words[match[2].lower()], text, flags=re.IGNORECASE,
+        )
+
+    def _shaped(self, match: re.Match[str]) -> str:
+        kind = match.lastgroup
+        assert kind is not None
+        if kind == "guid":
+            # Elsewhere the same GUID is written without colons.
+            self._words[match[0].replace(":", "").lower()] = self._mask(kind, match[0]).replace(":", "")
+        return self._mask(kind, match[0])

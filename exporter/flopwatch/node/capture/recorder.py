@@ -1,0 +1,243 @@
+"""A recorder around the `pynvml` module: every call, its arguments, and what came back, as JSON.
+
+What it makes is read by `simulate/replay.py`, which answers in the library's place. For each subject (the system,
+`gpu0`, `gpu0/mig1`) there are:
+
+    calls     {"nvmlDeviceGetPowerUsage()": [69850, 631950]}    one answer for each time it was asked
+    fields    {"82": [{"uiVal": 48}], "164 scope 3": ...}       values of nvmlDeviceGetFieldValues, by field and scope
+    metrics   {"2": [88.0, "nan"]}                              values of nvmlGpmMetricsGet, by metric
+
+An answer is a number, a text, {"error": nvmlReturn_t}, {"handle": subject}, {"struct": its type, its members} or a
+list of these; the last one holds from then on. Fields and metrics stand alone, so that a collector that asks for other
+ones, or for more of them at once, gets what this node would have answered.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from flopwatch.node.collectors.nvml.fields import VALUE_MEMBERS
+
+# Helpers of the package that ask nobody, and its classes' factories.
+PURE = {"nvmlStructToFriendlyObject", "nvmlFriendlyObjectToStruct", "nvmlExceptionClass"}
+
+# What these return, or fill, is no answer of the node.
+SAMPLE_CALLS = {"nvmlGpmSampleAlloc", "nvmlGpmSampleFree", "nvmlGpmSampleGet", "nvmlGpmMigSampleGet"}
+
+SYSTEM = "system"
+SECTIONS = ("calls", "fields", "metrics")
+
+Recorded = dict[str, dict[str, dict[str, list[Any]]]]
+
+
+class Handles:
+    """The names of the handles seen: of a GPU by its index, of a MIG device by its GPU's name and its index."""
+
+    def __init__(self) -> None:
+        self._names: dict[Any, str] = {}
+        self._sampled: dict[Any, str] = {}
+
+    def name(self, handle: Any) -> str:
+        """Return the name of a handle."""
+        return self._names.setdefault(_identity(handle), f"handle{len(self._names)}")
+
+    def give(self, handle: Any, name: str) -> None:
+        """Name a handle."""
+        self._names[_identity(handle)] = name
+
+    def learn(self, function: str, arguments: tuple[Any, ...], result: Any) -> None:
+        """Name the handle that a call returned, or note whose activity the sample holds that it filled."""
+        if function in ("nvmlGpmSampleGet", "nvmlGpmMigSampleGet"):
+            self._sampled[_identity(arguments[-1])], _ = self.question(function, arguments)
+        elif not is_handle(result):
+            return
+        elif function.startswith("nvmlDeviceGetHandleByIndex"):
+            self.give(result, f"gpu{arguments[0]}")
+        elif function == "nvmlDeviceGetMigDeviceHandleByIndex":
+            self.give(result, f"{self.name(arguments[0])}/mig{arguments[1]}")
+
+    def question(self, function: str, arguments: Iterable[Any]) -> tuple[str, str]:
+        """Return whom a call is about, and the call without it: ("gpu0", "nvmlDeviceGetClockInfo(1)")."""
+        given = list(arguments)
+        if function == "nvmlGpmMetricsGet":
+            # The second sample says whose activity it is; which metrics are asked for is noted one by one.
+            return self._sampled.get(_identity(given[0].sample2), SYSTEM), f"{function}()"
+        subject = SYSTEM
+        if given and is_handle(given[0]) and not _is_sample(given[0]):
+            subject = self.name(given.pop(0))
+        if function == "nvmlDeviceGetFieldValues":
+            given.clear()
+        if function == "nvmlGpmMigSampleGet":
+            subject = f"{subject}/gi{given.pop(0)}"
+        return subject, f"{function}({', '.join(map(self._argument, given))})"
+
+    def _argument(self, value: Any) -> str:
+        if _is_sample(value):
+            return "sample"
+        if is_handle(value):
+            return self.name(value)
+        if isinstance(structure(value), ctypes.Structure):
+            return type(structure(value)).__name__
+        return json.dumps(value)
+
+
+def is_handle(value: Any) -> bool:
+    """Tell whether a value is one of NVML's opaque handles, or what stands for one in a simulation."""
+    if isinstance(value, ctypes._Pointer):
+        return True
+    plain = (type(None), bool, int, float, str, bytes, list, tuple, ctypes.Structure, ctypes.Array, ctypes._SimpleCData)
+    return not isinstance(value, plain) and structure(value) is value and type(value).__name__ != "nvmlFriendlyObject"
+
+
+def _is_sample(value: Any) -> bool:
+    return type(value).__name__ == "LP_struct_c_nvmlGpmSample_t"
+
+
+def _identity(handle: Any) -> Any:
+    return ctypes.cast(handle, ctypes.c_void_p).value if isinstance(handle, ctypes._Pointer) else handle
+
+
+def structure(value: Any) -> Any:
+    """Return what a byref() points at, and anything else as it is."""
+    return getattr(value, "_obj", value) if type(value).__name__ == "CArgObject" else value
+
+
+def structures(arguments: Iterable[Any]) -> Iterator[Any]:
+    """Return the structures among the arguments of a call: it fills them."""
+    return (structure(argument) for argument in arguments if isinstance(structure(argument), ctypes.Structure))
+
+
+def encode(value: Any, handles: Handles) -> Any:
+    """Return an answer of the library as JSON."""
+    if isinstance(value, bytes):
+        return {"bytes": value.decode("latin-1")}
+    if isinstance(value, ctypes.Structure):
+        return {"struct": type(value).__name__, **_members(value)}
+    if isinstance(value, ctypes._SimpleCData):
+        return {"ctype": type(value).__name__, "value": value.value}
+    if isinstance(value, (list, tuple, ctypes.Array)):
+        return [encode(item, handles) for item in value]
+    if type(value).__name__ == "nvmlFriendlyObject":
+        return {"object": {name: encode(member, handles) for name, member in sorted(vars(value).items())}}
+    return {"handle": handles.name(value)} if is_handle(value) else value
+
+
+def _members(struct: ctypes.Structure) -> dict[str, Any]:
+    """Return the members of a structure that can be told: numbers, texts, arrays and structures of these."""
+    members: dict[str, Any] = {}
+    for name, kind in ((field[0], field[1]) for field in struct._fields_):
+        member = getattr(type(struct), name)
+        raw = ctypes.string_at(ctypes.addressof(struct) + member.offset, ctypes.sizeof(kind))
+        value = member.__get__(struct)  # pynvml's own access decodes what is no text
+        if isinstance(value, (int, float)):
+            members[name] = value
+        elif not any(raw) or isinstance(value, ctypes._Pointer):
+            continue
+        elif isinstance(value, ctypes.Structure):
+            members[name] = _members(value)
+        elif isinstance(value, ctypes.Array) and issubclass(value._type_, ctypes.Structure):
+            last = max(index for index, item in enumerate(value) if any(bytes(item)))
+            members[name] = [_members(item) for item in value[: last + 1]]
+        elif isinstance(value, bytes) and raw.rstrip(b"\0").isascii() and raw.rstrip(b"\0").decode().isprintable():
+            members[name] = raw.rstrip(b"\0").decode()
+        else:
+            members[name] = {"hex": raw.hex()}
+    return members
+
+
+class Recorder:
+    """Stands for the pynvml module in front of a collector; calls go through, and are noted."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self._handles = Handles()
+        self._notes: Recorded = {}
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._library, name)
+        if name.startswith("nvml") and name not in PURE and callable(value) and not isinstance(value, type):
+            return partial(self._call, name, value)
+        return value
+
+    def _call(self, function: str, asked: Any, *arguments: Any, **named: Any) -> Any:
+        subject, question = self._handles.question(function, (*arguments, *named.values()))
+        try:
+            result = asked(*arguments, **named)
+        except self._library.NVMLError as error:
+            self._note(subject, "calls", question, {"error": error.value})
+            raise
+        self._handles.learn(function, arguments, result)
+        answer = None
+        if function == "nvmlDeviceGetFieldValues":
+            self._note_fields(subject, result)
+        elif function == "nvmlGpmMetricsGet":
+            self._note_metrics(subject, arguments[0])
+        elif function not in SAMPLE_CALLS:
+            answer = encode(next(structures(arguments), result), self._handles)
+        self._note(subject, "calls", question, answer)
+        return result
+
+    def _note_fields(self, subject: str, values: Iterable[Any]) -> None:
+        for value in values:
+            answer: dict[str, Any] = {"error": value.nvmlReturn}
+            if value.nvmlReturn == 0:
+                member = VALUE_MEMBERS[value.valueType] if value.valueType < len(VALUE_MEMBERS) else "ullVal"
+                answer = {member: getattr(value.value, member)}
+            self._note(subject, "fields", field_key(value.fieldId, value.scopeId), answer)
+
+    def _note_metrics(self, subject: str, request: Any) -> None:
+        for metric in request.metrics[: request.numMetrics]:
+            answer: Any = {"error": metric.nvmlReturn}
+            if metric.nvmlReturn == 0:
+                answer = metric.value if math.isfinite(metric.value) else str(metric.value)
+            self._note(subject, "metrics", str(metric.metricId), answer)
+
+    def _note(self, subject: str, section: str, question: str, answer: Any) -> None:
+        sections = self._notes.setdefault(subject, {name: {} for name in SECTIONS})
+        sections[section].setdefault(question, []).append(answer)
+
+    def recorded(self) -> Recorded:
+        """Return what was asked and answered so far, in an order that depends on the questions alone."""
+        return arranged(self._notes)
+
+
+def field_key(field: int, scope: int) -> str:
+    """Return how a field value is called in a capture."""
+    return f"{field} scope {scope}" if scope else str(field)
+
+
+def arranged(notes: Mapping[str, Mapping[str, Mapping[str, list[Any]]]]) -> Recorded:
+    """Return notes in their order, without empty sections and without answers that only repeat the one before."""
+    return {
+        subject: {
+            section: {question: _shortened(answers) for question, answers in sorted(entries.items(), key=_natural)}
+            for section, entries in sections.items() if entries
+        }
+        for subject, sections in sorted(notes.items(), key=lambda note: (note[0] != SYSTEM, _natural(note)))
+    }
+
+
+def _natural(entry: tuple[str, Any]) -> list[Any]:
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", entry[0])]
+
+
+def _shortened(answers: list[Any]) -> list[Any]:
+    length = len(answers)
+    while length > 1 and answers[length - 1] == answers[length - 2]:
+        length -= 1
+    return answers[:length]
+
+
+def dumps(value: Any, depth: int = 4, indent: str = "") -> str:
+    """Return JSON with a line for each entry down to `depth` levels, to be read and compared."""
+    if depth == 0 or not isinstance(value, dict) or not value:
+        return json.dumps(value)
+    inner = indent + " "
+    lines = (f"{inner}{json.dumps(key)}: {dumps(item, depth - 1, inner)}" for key, item in value.items())
+    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"

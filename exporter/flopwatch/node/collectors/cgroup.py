@@ -1,0 +1,55 @@
+"""Who a process belongs to, by the name of its control group: /proc/PID/cgroup, man 7 cgroups.
+
+Slurm: `/slurm/uid_U/job_J/...` (version 1) or `/system.slice/[NODE_]slurmstepd.scope/job_J/...` (version 2),
+https://slurm.schedmd.com/cgroup_v2.html. Kubernetes: a component with `podUID`, with dashes from the cgroupfs driver
+and underscores from systemd's. Container engines: the container's 64 hexadecimal digits. A process of another user is
+invisible where /proc is mounted with hidepid, and a container sees other pods' processes only with hostPID.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+UNKNOWN = "unknown"
+
+# Pods can run in a Slurm job's allocation and a Slurm daemon in a pod; the job is then the nearer owner.
+_SLURM = re.compile(r"/(?:[^/]*_)?slurm[^/]*/(?:uid_[0-9]+/)?job_([0-9]+)(?=/|$)", re.ASCII)
+# Only the tail of a path is there for a reader in a cgroup namespace of its own: no "kubepods" is asked for. The UID of
+# a static pod has no dashes.
+_POD = re.compile(
+    r"[/-]pod([0-9a-f]{8}([-_]?)[0-9a-f]{4}\2[0-9a-f]{4}\2[0-9a-f]{4}\2[0-9a-f]{12})(?=/|:|\.slice|$)", re.ASCII
+)
+_CONTAINER = re.compile(r"[/:-]([0-9a-f]{12})[0-9a-f]{52}(?=/|:|\.scope|$)", re.ASCII)
+
+
+def parse(text: str) -> str | None:
+    """Return the owner in the text of /proc/PID/cgroup: slurm:JOB, pod:UID, container:ID; None if it names none."""
+    paths = [line.split(":", 2)[2] for line in text.splitlines() if line.count(":") >= 2]
+    for kind, pattern in (("slurm", _SLURM), ("pod", _POD), ("container", _CONTAINER)):
+        for path in paths:
+            # The last match is the innermost: a node can itself be a container.
+            matches = list(pattern.finditer(path))
+            if matches:
+                name = matches[-1][1].replace("_", "-")
+                return f"{kind}:{name}"
+    return None
+
+
+def user(status: str) -> str | None:
+    """Return the real user id in the text of /proc/PID/status."""
+    match = re.search(r"^Uid:\s+([0-9]+)\b", status, re.MULTILINE | re.ASCII)
+    return None if match is None else match[1]
+
+
+def owner(pid: int, proc: Path = Path("/proc")) -> str:
+    """Return slurm:JOB, pod:UID, container:ID (12 digits), else user:UID; "unknown" if the process cannot be seen."""
+    folder = proc / str(pid)
+    try:
+        found = parse((folder / "cgroup").read_text(errors="replace"))
+        if found is not None:
+            return found
+        uid = user((folder / "status").read_text(errors="replace"))
+    except OSError:
+        return UNKNOWN
+    return UNKNOWN if uid is None else f"user:{uid}"

@@ -1,0 +1,367 @@
+"""GPUs, NVSwitches and Grace sockets through a running DCGM host engine (`nv-hostengine`, TCP port 5555 or a socket).
+
+For what NVML does not tell: activity before Hopper, NVSwitches, the chassis, module power; `fields.py` says which
+field is which series and `abi.py` how libdcgm is called. https://docs.nvidia.com/datacenter/dcgm/latest/.
+Activity needs a data centre card of Volta or later and a host engine that runs as root with its profiling module
+(package datacenter-gpu-manager-4-proprietary); on Ampere and older not every activity can be counted beside every
+other. While somebody else has the hardware counters (`dcgmi profile --pause`, Nsight) DCGM answers with blanks: then
+what was counted stands still and flopwatch_profiling_paused is 1. NVSwitches need the host engine as root, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flopwatch.catalogue import (
+    GPU_CHASSIS_INFO,
+    GPU_INFO,
+    GPU_PIPE_ACTIVE,
+    GPU_PROFILED_SECONDS,
+    NVLINK_SWITCH_ERRORS,
+    NVLINK_SWITCH_LINK_ERRORS,
+    NVLINK_SWITCH_LINKS,
+    PROFILING_PAUSED,
+    Sample,
+)
+from flopwatch.node.collectors import Unsupported, read_inventory
+from flopwatch.node.collectors.dcgm import abi as abi
+from flopwatch.node.collectors.dcgm.abi import BINDINGS, PAUSED, DcgmError, Engine, Session, Value
+from flopwatch.node.collectors.dcgm.fields import (
+    CHASSIS,
+    COMPUTE_CAPABILITY,
+    CPU_STATE,
+    GPU_IDENTITY,
+    GPU_STATE,
+    LINK_ERRORS,
+    LINK_STATE,
+    LINK_STATES,
+    NVML_INDEX,
+    NVML_PROFILES_FROM,
+    PROFILING,
+    SLOWDOWN_LIMIT,
+    SWITCH_PCI,
+    SWITCH_STATE,
+    TRAFFIC,
+    UUID,
+    Field,
+)
+
+log = logging.getLogger(__name__)
+
+# Seconds between two samples of the host engine. Means over longer times cost less and, with scrapes every 15 s, leave
+# less time out than means over one second would.
+SAMPLED_EVERY = 10.0
+# Longest time between two samples, in seconds, that the mean of the second one may stand for.
+LONGEST_HOLD = 60.0
+# Seconds to wait for a connection: less than the deadline of a read, so that "nobody answers" is the answer.
+CONNECT_TIMEOUT = 1.5
+BACKOFF, LONGEST_BACKOFF = 1.0, 60.0
+# Series of links with errors, at most, for each NVSwitch.
+LINK_SERIES = 16
+
+# dcgm_link_t: the kind of its owner in bits 0-7, the link's number in 8-23, the owner in 24-31.
+_LINK_OF_A_SWITCH = abi.SWITCH
+
+Key = tuple[int, int]  # kind of entity and its id
+
+
+class HostEngineError(Exception):
+    """No host engine can be read; the text says what to do."""
+
+
+@dataclass
+class Activity:
+    """What was counted up of one GPU: seconds profiled, and by field seconds active or bytes moved."""
+
+    at: float | None = None
+    profiled: float = 0.0
+    totals: dict[int, float] = field(default_factory=dict)
+    paused: bool = False
+
+    def advance(self, values: Mapping[int, Value]) -> None:
+        """Count the means of a new sample over the time since the last one."""
+        means = {id: value for id, value in values.items() if value.number is not None}
+        if not means:
+            self.paused = any(value.blank or value.status == PAUSED for value in values.values())
+            self.at = None
+            return
+        self.paused = False
+        at = max(value.at for value in means.values())
+        if self.at is not None and at <= self.at:
+            return
+        # A part that was there before and is missing now makes the interval a gap of all parts.
+        whole = self.totals.keys() - TRAFFIC <= means.keys()
+        interval = 0.0 if self.at is None or not whole else at - self.at
+        interval = interval if interval <= LONGEST_HOLD else SAMPLED_EVERY
+        self.at = at
+        self.profiled += interval
+        for id, value in means.items():
+            assert value.number is not None
+            self.totals[id] = self.totals.get(id, 0.0) + max(0.0, value.number) * interval
+
+    def samples(self, labels: tuple[str, str]) -> Iterator[Sample]:
+        """Return the series; pipes once they were in use."""
+        if self.totals or self.paused:
+            yield PROFILING_PAUSED, labels, float(self.paused)
+        if not self.totals:
+            return
+        yield GPU_PROFILED_SECONDS, labels, self.profiled
+        for each in PROFILING:
+            total = self.totals.get(each.id)
+            if total is not None and (total > 0 or each.row is not GPU_PIPE_ACTIVE):
+                yield each.row, (*labels, *each.labels), total / each.row.scale
+
+
+class Rising:
+    """Counters of parts that start again at 0 when a part is reset: what is returned only rises."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[object, ...], float] = {}
+        self._total: defaultdict[tuple[object, ...], float] = defaultdict(float)
+
+    def count(self, key: tuple[object, ...], number: float) -> float:
+        """Return the total after this reading."""
+        last = self._last.get(key, 0.0)
+        self._total[key] += number - last if number >= last else number
+        self._last[key] = number
+        return self._total[key]
+
+    def total(self, key: tuple[object, ...]) -> float:
+        """Return the total so far."""
+        return self._total[key]
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """What is asked of a session: entities of one kind, and the fields the host engine accepted for them."""
+
+    pairs: tuple[Key, ...]
+    fields: tuple[int, ...]
+
+
+class Dcgm:
+    """The entities of the host engine at `address`.
+
+    `load` makes the way to call libdcgm, `gpus` is the inventory that gives a GPU's index by its uuid.
+    """
+
+    name = "dcgm"
+
+    def __init__(
+        self, address: str, gpus: Path, load: Callable[[], Engine], clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._address = address
+        self._gpus = gpus
+        self._load = load
+        self._clock = clock
+        self._engine: Engine | None = None
+        self._session: Session | None = None
+        self._watched: dict[int, list[_Watched]] = {}
+        self._retry_at = 0.0
+        self._failures = 0
+        self._refusal = ""
+        self._activities: defaultdict[str, Activity] = defaultdict(Activity)
+        self._counters = Rising()
+
+    def read(self) -> list[Sample]:
+        """Return what the host engine says. Raises HostEngineError; later reads connect anew, but not at once."""
+        try:
+            session = self._connected()
+            return self._read(session)
+        except DcgmError as error:
+            self.close()
+            self._refusal = self._explained(error)
+            self._retry_at = self._clock() + min(BACKOFF * 2**self._failures, LONGEST_BACKOFF)
+            self._failures += 1
+            raise HostEngineError(self._refusal) from error
+
+    def close(self) -> None:
+        """Take the watches back and disconnect."""
+        session, self._session = self._session, None
+        self._watched = {}
+        if session is not None:
+            session.close()
+
+    def _explained(self, error: DcgmError) -> str:
+        if error.code == abi.VERSION_MISMATCH:
+            return f"{error} (at {self._address}): install the libdcgm of the host engine's release here"
+        if error.code in (abi.CONNECTION_NOT_VALID, abi.TIMEOUT):
+            return (f"no DCGM host engine answers at {self._address}: start one (systemctl start nvidia-dcgm) or "
+                    f"correct --dcgm ({error})")
+        return f"{error} (host engine at {self._address})"
+
+    def _connected(self) -> Session:
+        if self._session is not None:
+            return self._session
+        if self._clock() < self._retry_at:
+            raise HostEngineError(self._refusal)
+        if self._engine is None:
+            try:
+                self._engine = self._load()
+            except OSError as error:
+                raise Unsupported(f"libdcgm.so.4 cannot be loaded ({error}): install datacenter-gpu-manager-4-core, or "
+                                  "leave out --dcgm") from error
+        self._session = Session(self._engine, self._address, CONNECT_TIMEOUT)
+        self._watch(self._session)
+        self._failures = 0
+        return self._session
+
+    def _watch(self, session: Session) -> None:
+        """Find the entities, and have the host engine sample their fields."""
+        gpus = tuple((abi.GPU, id) for id in session.gpus())
+        switches = tuple((abi.SWITCH, id) for id in session.entities(abi.SWITCH))
+        links = tuple(
+            (abi.LINK, id) for id in session.entities(abi.LINK) if id & 0xFF == _LINK_OF_A_SWITCH
+        )
+        cpus = tuple((abi.CPU, id) for id in session.entities(abi.CPU))
+        self._ask(session, gpus, (*GPU_IDENTITY, *(each.id for each in GPU_STATE), *CHASSIS))
+        self._ask(session, switches, (*SWITCH_PCI, *(each.id for each in SWITCH_STATE)))
+        self._ask(session, links, (LINK_STATE, *LINK_ERRORS))
+        self._ask(session, cpus, tuple(each.id for each in CPU_STATE))
+        session.update()
+        self._ask(session, self._profiled_by_dcgm(session, gpus), tuple(each.id for each in PROFILING))
+        session.update()
+        if not self._watched and session.refusal is not None:
+            raise session.refusal
+
+    def _ask(self, session: Session, pairs: tuple[Key, ...], fields: tuple[int, ...]) -> None:
+        accepted = session.watch(pairs, fields, SAMPLED_EVERY) if pairs else ()
+        if accepted:
+            self._watched.setdefault(pairs[0][0], []).append(_Watched(pairs, accepted))
+
+    def _profiled_by_dcgm(self, session: Session, gpus: tuple[Key, ...]) -> tuple[Key, ...]:
+        """Return the GPUs whose activity NVML does not tell."""
+        if not gpus:
+            return ()
+        capability = {value.entity: value.number for value in session.latest(gpus, (COMPUTE_CAPABILITY,))}
+        return tuple(
+            (kind, id) for kind, id in gpus
+            if (known := capability.get(id)) is None or int(known) >> 16 < NVML_PROFILES_FROM
+        )
+
+    def _read(self, session: Session) -> list[Sample]:
+        samples: list[Sample] = []
+        answered = not self._watched
+        failure: DcgmError | None = None
+        for kind, read in (
+            (abi.GPU, self._gpu_samples), (abi.SWITCH, self._switch_samples),
+            (abi.CPU, self._cpu_samples),
+        ):
+            try:
+                if kind in self._watched:
+                    samples += read(session)
+                    answered = True
+            except DcgmError as error:
+                if error.code in abi.LOST:
+                    raise
+                failure = error
+        if failure is not None and not answered:
+            raise failure
+        return samples
+
+    def _values(self, session: Session, kind: int) -> dict[int, dict[int, Value]]:
+        """Return what the host engine has of each entity of a kind, by field."""
+        values: dict[int, dict[int, Value]] = {}
+        for watched in self._watched.get(kind, ()):
+            for value in session.latest(watched.pairs, watched.fields):
+                values.setdefault(value.entity, {})[value.field] = value
+        return values
+
+    def _gpu_samples(self, session: Session) -> Iterator[Sample]:
+        inventory = read_inventory(self._gpus, GPU_INFO)
+        for entity, values in sorted(self._values(session, abi.GPU).items()):
+            uuid = _text(values, UUID)
+            index = inventory[uuid]["gpu"] if uuid in inventory else _text(values, NVML_INDEX)
+            if not uuid or not index:
+                log.debug("DCGM's GPU %d does not say which one it is", entity)
+                continue
+            labels = index, uuid
+            yield from _gauges(GPU_STATE, labels, values)
+            if _text(values, CHASSIS[0]):
+                yield GPU_CHASSIS_INFO, (*labels, *(_text(values, id) for id in CHASSIS)), 1
+            profiled = {each.id: values[each.id] for each in PROFILING if each.id in values}
+            if profiled:
+                self._activities[uuid].advance(profiled)
+            if uuid in self._activities:
+                yield from self._activities[uuid].samples(labels)
+
+    def _switch_samples(self, session: Session) -> Iterator[Sample]:
+        switches = self._values(session, abi.SWITCH)
+        names = {entity: _switch_name(entity, values) for entity, values in switches.items()}
+        for entity, values in sorted(switches.items()):
+            labels = (names[entity],)
+            yield from _gauges(SWITCH_STATE, labels, values)
+            if values.get(SLOWDOWN_LIMIT) is None or values[SLOWDOWN_LIMIT].number is None:
+                continue
+            for each in SWITCH_STATE:
+                number = values[each.id].number if each.how == "counter" and each.id in values else None
+                if number is not None:
+                    yield each.row, labels, self._counters.count((each.id, *labels), number)
+        yield from self._link_samples(session, names)
+
+    def _link_samples(self, session: Session, names: Mapping[int, str]) -> Iterator[Sample]:
+        states: Counter[tuple[str, str]] = Counter()
+        totals: defaultdict[tuple[str, str], float] = defaultdict(float)
+        faulty: dict[str, list[tuple[float, tuple[str, str, str]]]] = {}
+        for entity, values in sorted(self._values(session, abi.LINK).items()):
+            switch = names.get(entity >> 24, f"switch{entity >> 24}")
+            link = str(entity >> 8 & 0xFFFF)
+            state = values[LINK_STATE].number if LINK_STATE in values else None
+            if state is not None and int(state) in LINK_STATES:
+                states[switch, LINK_STATES[int(state)]] += 1
+            for id, error in LINK_ERRORS.items():
+                number = values[id].number if id in values else None
+                if number is not None:
+                    self._counters.count((switch, link, error), number)
+                elif not self._counters.total((switch, link, error)):
+                    continue
+                total = self._counters.total((switch, link, error))
+                totals[switch, error] += total
+                if total > 0:
+                    faulty.setdefault(switch, []).append((total, (switch, link, error)))
+        for labels, count in sorted(states.items()):
+            yield NVLINK_SWITCH_LINKS, labels, count
+        for labels, total in sorted(totals.items()):
+            yield NVLINK_SWITCH_ERRORS, labels, total
+        for several in faulty.values():
+            worst = sorted(several, key=lambda each: -each[0])[:LINK_SERIES]
+            for total, labels_of_link in sorted(worst, key=lambda each: each[1]):
+                yield NVLINK_SWITCH_LINK_ERRORS, labels_of_link, total
+
+    def _cpu_samples(self, session: Session) -> Iterator[Sample]:
+        for entity, values in sorted(self._values(session, abi.CPU).items()):
+            yield from _gauges(CPU_STATE, (str(entity),), values)
+
+
+def _gauges(fields: tuple[Field, ...], labels: tuple[str, ...], values: Mapping[int, Value]) -> Iterator[Sample]:
+    for each in fields:
+        value = values.get(each.id)
+        if each.how == "gauge" and value is not None and value.number is not None:
+            yield each.row, (*labels, *each.labels), value.number
+
+
+def _text(values: Mapping[int, Value], id: int) -> str:
+    value = values.get(id)
+    if value is None:
+        return ""
+    return str(int(value.number)) if value.number is not None else value.text or ""
+
+
+def _switch_name(entity: int, values: Mapping[int, Value]) -> str:
+    """Return the PCI address as the kernel log has it, or DCGM's number where the switch has none."""
+    place = [values[id].number for id in SWITCH_PCI if id in values]
+    numbers = [int(number) for number in place if number is not None]
+    if len(numbers) < len(SWITCH_PCI):
+        return f"switch{entity}"
+    domain, bus, device, function = numbers
+    return f"{domain:04x}:{bus:02x}:{device:02x}.{function:x}"
+
+
+def build(address: str, gpus: str, library: str = "", bindings: str = "") -> Dcgm:
+    """Return the collector of the host engine at HOST:PORT or a socket's path; `library` is libdcgm's, if not found."""
+    return Dcgm(address, Path(gpus), lambda: abi.load(library, Path(bindings) if bindings else BINDINGS))

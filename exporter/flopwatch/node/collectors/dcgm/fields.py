@@ -1,0 +1,97 @@
+"""Which DCGM field becomes which series, by number: the names changed in DCGM 4.6 and 4.7, the ids did not.
+
+Ids, units and meaning: https://docs.nvidia.com/datacenter/dcgm/latest/reference/field-identifiers.html. Only what NVML
+does not tell, or not on every generation. Activities and rates are means over the time between two of the host
+engine's samples, ratios 0-1 and bytes per second; NVLink traffic (1011, 1012) has the protocol in it. NVSwitch traffic
+(861, 862) has the unit of NVIDIA's nscq.h, Mibit, where DCGM reads the switches through that library, which is where
+it knows their temperature limits; through NVSDM (Blackwell) no unit is documented.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flopwatch.catalogue import (
+    GPU_DRAM_ACTIVE,
+    GPU_GRAPHICS_ACTIVE,
+    GPU_PCIE_RECEIVE,
+    GPU_PCIE_TRANSMIT,
+    GPU_PIPE_ACTIVE,
+    GPU_SM_ACTIVE,
+    GPU_SM_OCCUPANCY,
+    GPU_TEMPERATURE_MARGIN,
+    GPU_TENSOR_ACTIVE,
+    NODE_CPU_POWER,
+    NODE_MODULE_POWER,
+    NVLINK_RECEIVE_RAW,
+    NVLINK_SWITCH_LAST_SXID,
+    NVLINK_SWITCH_RECEIVE,
+    NVLINK_SWITCH_RESET_REQUIRED,
+    NVLINK_SWITCH_TEMPERATURE,
+    NVLINK_SWITCH_TEMPERATURE_LIMIT,
+    NVLINK_SWITCH_TRANSMIT,
+    NVLINK_TRANSMIT_RAW,
+    Metric,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field and its series; `labels` follow the entity's own.
+
+    `how` the number is to be taken: gauge; counter (rises until the part is reset); mean (to be counted up over time).
+    """
+
+    id: int
+    row: Metric
+    labels: tuple[str, ...] = ()
+    how: str = "gauge"
+
+
+# Who an entity is.
+NVML_INDEX, UUID, COMPUTE_CAPABILITY = 52, 54, 63
+GPU_IDENTITY = (NVML_INDEX, UUID, COMPUTE_CAPABILITY)
+CHASSIS = (572, 573, 574, 575)  # serial number, slot, tray, node: the labels of gpu_chassis_info
+SWITCH_PCI = (866, 867, 868, 869)  # domain, bus, device, function
+
+GPU_STATE = (Field(153, GPU_TEMPERATURE_MARGIN),)
+
+# The most telling first: where the hardware cannot count all of them together, the first ones are counted.
+PROFILING = (
+    Field(1004, GPU_TENSOR_ACTIVE, how="mean"),
+    Field(1002, GPU_SM_ACTIVE, how="mean"),
+    Field(1005, GPU_DRAM_ACTIVE, how="mean"),
+    Field(1001, GPU_GRAPHICS_ACTIVE, how="mean"),
+    Field(1003, GPU_SM_OCCUPANCY, how="mean"),
+    Field(1009, GPU_PCIE_TRANSMIT, how="mean"),
+    Field(1010, GPU_PCIE_RECEIVE, how="mean"),
+    Field(1011, NVLINK_TRANSMIT_RAW, how="mean"),
+    Field(1012, NVLINK_RECEIVE_RAW, how="mean"),
+    Field(1007, GPU_PIPE_ACTIVE, ("fp32",), how="mean"),
+    Field(1008, GPU_PIPE_ACTIVE, ("fp16",), how="mean"),
+    Field(1006, GPU_PIPE_ACTIVE, ("fp64",), how="mean"),
+    Field(1014, GPU_PIPE_ACTIVE, ("tensor_hmma",), how="mean"),
+    Field(1013, GPU_PIPE_ACTIVE, ("tensor_imma",), how="mean"),
+    Field(1015, GPU_PIPE_ACTIVE, ("tensor_dmma",), how="mean"),
+    Field(1016, GPU_PIPE_ACTIVE, ("integer",), how="mean"),
+)
+TRAFFIC = frozenset({1009, 1010, 1011, 1012})
+# From Hopper on, compute capability 9, NVML has the activities itself (gpm.py).
+NVML_PROFILES_FROM = 9
+
+SLOWDOWN_LIMIT = 859
+SWITCH_STATE = (
+    Field(858, NVLINK_SWITCH_TEMPERATURE),
+    Field(SLOWDOWN_LIMIT, NVLINK_SWITCH_TEMPERATURE_LIMIT, ("slowdown",)),
+    Field(860, NVLINK_SWITCH_TEMPERATURE_LIMIT, ("shutdown",)),
+    Field(861, NVLINK_SWITCH_TRANSMIT, how="counter"),
+    Field(862, NVLINK_SWITCH_RECEIVE, how="counter"),
+    Field(856, NVLINK_SWITCH_LAST_SXID, ("fatal",)),
+    Field(857, NVLINK_SWITCH_LAST_SXID, ("non_fatal",)),
+    Field(864, NVLINK_SWITCH_RESET_REQUIRED),
+)
+LINK_STATE = 870
+LINK_STATES = {0: "off", 1: "safe", 2: "active", 3: "error"}
+LINK_ERRORS = {784: "replay", 785: "recovery", 786: "flit", 787: "crc", 788: "ecc"}
+
+CPU_STATE = (Field(1130, NODE_CPU_POWER), Field(1133, NODE_MODULE_POWER))

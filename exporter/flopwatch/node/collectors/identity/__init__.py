@@ -1,0 +1,433 @@
+"""Who has each GPU, and where the node stands.
+
+Owners come from the kubelet (`podresources.py`), from the control groups of the processes on the GPU (`cgroup.py`: a
+Slurm job, or just a user), and from the files that a Slurm prolog writes for dcgm-exporter: named `<gpu>` or
+`<gpu>.<gpu instance>`, one job id a line
+(https://docs.nvidia.com/datacenter/dcgm/latest/reference/command-line-reference/dcgm-exporter.html, HPC job mapping).
+The place comes from `topology.py`. How to set each up: docs/identity.md.
+
+Each of these is a source of its own: one that fails costs nothing but its own answers, and the kubelet's last answer
+is good for five more minutes. A GPU whose owner cannot be told has the source `unknown`, one that nobody has `none`.
+Processes of MIG instances are known by their GPU only; from a container they are seen with hostPID.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from flopwatch.catalogue import (
+    GPU_INFO,
+    GPU_OWNER_INFO,
+    GPU_OWNER_UPDATED,
+    IDENTITY_SOURCE_UP,
+    NODE_TOPOLOGY_INFO,
+    Sample,
+)
+from flopwatch.node.collectors import Unsupported, cgroup, read_inventory
+from flopwatch.node.collectors.identity import podresources as podresources
+from flopwatch.node.collectors.identity import topology as place
+
+log = logging.getLogger(__name__)
+
+# Seconds between two questions, and how long the last answer holds; a place does not change.
+KUBELET_INTERVAL, KUBELET_HOLD = 5.0, 300.0
+TOPOLOGY_INTERVAL, TOPOLOGY_RETRY = 600.0, 30.0
+# How long the first read waits for first answers, within the deadline of a scrape.
+FIRST_ANSWER = 1.5
+
+# More owners than seven MIG instances have says nothing anyone could join.
+MAX_OWNERS = 8
+# A job id is short; a longer line is no job id.
+MAX_JOB_ID, MAX_MAPPING_BYTES = 64, 1 << 16
+
+Answer = TypeVar("Answer")
+
+
+class Owner(NamedTuple):
+    """Somebody who has a GPU, or one MIG instance of it; the labels of gpu_owner_info after `host`."""
+
+    mig_uuid: str = ""
+    namespace: str = ""
+    pod: str = ""
+    container: str = ""
+    job: str = ""
+    user: str = ""
+    source: str = "none"
+
+
+Owners = dict[str, set[Owner]]  # by the uuid of the GPU
+
+
+class Told(NamedTuple):
+    """What one source says: the owners as of `at`, what was wrong last time, the GPUs it can say nothing about."""
+
+    owners: Owners
+    at: float
+    error: str = ""
+    blind: frozenset[str] = frozenset()
+
+
+# Which source speaks of an owner with this label.
+SPEAKERS = {"kubelet": "kubelet", "slurm": "processes", "process": "processes", "job_mapping": "job_mapping"}
+
+
+class Background(Generic[Answer]):
+    """What a call that may take long answered last; it is made every `interval` seconds in a thread of its own.
+
+    After a failure the next call comes after `retry` seconds. FileNotFoundError means that there is nobody to ask.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[], Answer],
+        interval: float,
+        hold: float = float("inf"),
+        retry: float | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._call = call
+        self._interval = interval
+        self._hold = hold
+        self._retry = interval if retry is None else retry
+        self._clock = clock
+        self._first = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+        self._answer: Answer | None = None
+        self.at: float | None = None  # Unix time of the last answer
+        self.error = "not answered yet"
+        self.absent = False
+
+    def start(self) -> None:
+        """Begin asking, if that has not begun."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+
+    def answer(self, patience: float) -> Answer | None:
+        """Return the last answer that still holds; the first one is waited for as long as that."""
+        self._first.wait(patience)
+        if self.at is None or (self.error and self._clock() - self.at > self._hold):
+            return None
+        return self._answer
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        while True:
+            error = ""
+            try:
+                answer = self._call()
+            except FileNotFoundError as absence:
+                error = f"{absence.strerror}: {absence.filename}"
+                # One that has answered before is only restarting.
+                self.absent = self.at is None
+            except (podresources.PodResourcesError, place.TopologyError, OSError, ValueError) as failure:
+                error, self.absent = str(failure), False
+            else:
+                self._answer, self.at, self.absent = answer, self._clock(), False
+            self.error = error
+            self._first.set()
+            if self._ended.wait(self._retry if error else self._interval):
+                return
+
+
+class Devices:
+    """The GPUs of this node by all the names that device plugins give them."""
+
+    def __init__(self, gpus: Mapping[str, Mapping[str, str]], runtime: Mapping[str, Any], proc: Path) -> None:
+        self._gpus = gpus
+        self._by_index = {gpu["gpu"]: uuid for uuid, gpu in gpus.items()}
+        self._instances = {
+            uuid: [mig for mig in _items(about, "mig") if isinstance(mig, dict)] for uuid, about in runtime.items()
+        }
+        self._parents = {str(mig.get("uuid")): uuid for uuid, migs in self._instances.items() for mig in migs}
+        self._proc = proc
+        self._by_minor: dict[str, str] | None = None
+
+    def find(self, resource: str, device: str) -> tuple[str, str] | None:
+        """Return the uuids of the GPU and of the MIG instance (empty: the whole GPU), None if the device is neither."""
+        name = device.partition("::")[0]  # <id>::<n> is a time slice
+        if name in self._gpus:
+            return name, ""
+        if name in self._parents:
+            return self._parents[name], name
+        if old := re.fullmatch(r"MIG-(GPU-[0-9a-f-]+)/([0-9]+)/[0-9]+", name):  # drivers before R470
+            return self._instance(old[1], old[2])
+        if resource.startswith("nvidia.com/"):  # as GKE's plugin has it, by the number of /dev/nvidiaN
+            gke = re.fullmatch(r"nvidia([0-9]+)(?:/gi([0-9]+))?(?:/vgpu[0-9]+)?", name)
+            return self._instance(self._minor(gke[1]), gke[2]) if gke else None
+        return self._claimed(name) if resource == "gpu.nvidia.com" else None
+
+    def by_index(self, index: str, instance: str | None) -> tuple[str, str] | None:
+        """Return the same for NVML's index of a GPU, and of a GPU instance where one is named."""
+        return self._instance(self._by_index.get(index), instance)
+
+    def _claimed(self, name: str) -> tuple[str, str] | None:
+        """Return the same for a device of NVIDIA's DRA driver, gpu-MINOR[-mig-PROFILE-ID-PLACE], or its CDI name."""
+        match = re.fullmatch(
+            r"(?:[^=]*=(?:[0-9a-f-]{36}-)?)?gpu-([0-9]+)(?:-mig-(.+)-[0-9]+-[0-9]+)?", name, re.ASCII)
+        if match is None:
+            inner = name.rpartition("=")[2]
+            return self.find("", inner) if inner != name else None
+        uuid, profile = self._minor(match[1]), match[2]
+        if uuid is None:
+            return None
+        alike = [
+            mig for mig in self._instances.get(uuid, ())
+            if re.sub(r"[^a-z0-9]+", "-", str(mig.get("profile")).replace(".", "")).strip("-") == profile
+        ]
+        # Which of several alike cannot be told: the driver knows their places, NVML's instances have numbers.
+        return uuid, str(alike[0].get("uuid", "")) if len(alike) == 1 else ""
+
+    def _instance(self, uuid: str | None, instance: str | None) -> tuple[str, str] | None:
+        if uuid is None or uuid not in self._gpus:
+            return None
+        if instance is None:
+            return uuid, ""
+        for mig in self._instances.get(uuid, ()):
+            if mig.get("gpu_instance") == instance:
+                return uuid, str(mig.get("uuid", ""))
+        return uuid, ""
+
+    def _minor(self, number: str) -> str | None:
+        """Return the uuid of /dev/nvidiaN; where the driver does not tell, that of the index N."""
+        if self._by_minor is None:
+            self._by_minor = _minors(self._gpus, self._proc)
+        return self._by_minor.get(number, self._by_index.get(number) if not self._by_minor else None)
+
+
+def _minors(gpus: Mapping[str, Mapping[str, str]], proc: Path) -> dict[str, str]:
+    """Return the GPUs by their device file's number: /proc/driver/nvidia/gpus/ADDRESS/information, `Device Minor:`."""
+    slots = {_slot(gpu["pci_bus_id"]): uuid for uuid, gpu in gpus.items()}
+    found = {}
+    for file in sorted((proc / "driver" / "nvidia" / "gpus").glob("*/information")):
+        try:
+            match = re.search(r"^Device Minor:\s*([0-9]+)", file.read_text(errors="replace"), re.MULTILINE)
+        except OSError:
+            continue
+        if match is not None and _slot(file.parent.name) in slots:
+            found[match[1]] = slots[_slot(file.parent.name)]
+    return found
+
+
+def _slot(address: str) -> str:
+    """Return a PCI address without function and without the zeros that NVML and the kernel write differently."""
+    return address.lower().rpartition(".")[0].lstrip("0")
+
+
+def _items(about: Any, name: str) -> list[Any]:
+    items = about.get(name) if isinstance(about, dict) else None
+    return items if isinstance(items, list) else []
+
+
+def from_kubelet(assignments: Iterable[podresources.Assignment], devices: Devices) -> Owners:
+    """Return the containers that were given a GPU."""
+    owners: Owners = {}
+    for one in assignments:
+        found = devices.find(one.resource, one.device)
+        if found is not None:
+            owners.setdefault(found[0], set()).add(
+                Owner(found[1], one.namespace, one.pod, one.container, source="kubelet"))
+    return owners
+
+
+def from_processes(runtime: Mapping[str, Any], proc: Path, now: float) -> Told:
+    """Return the jobs and users that run on a GPU; blind are those with processes of which none can be seen.
+
+    Processes in a pod or a container are left to the kubelet.
+    """
+    owners: Owners = {}
+    hidden = set()
+    for uuid, about in runtime.items():
+        seen = {pid: cgroup.owner(pid, proc) for pid in _items(about, "pids") if isinstance(pid, int)}
+        if seen and set(seen.values()) == {cgroup.UNKNOWN}:
+            hidden.add(uuid)
+        for pid, owner in seen.items():
+            kind, _, name = owner.partition(":")
+            if kind == "slurm":
+                owners.setdefault(uuid, set()).add(Owner(job=name, user=_user(pid, proc), source="slurm"))
+            elif kind == "user":
+                owners.setdefault(uuid, set()).add(Owner(user=name, source="process"))
+    error = f"of {len(hidden)} GPUs no process can be seen in {proc} (hidepid, or a container without hostPID)"
+    return Told(owners, now, error if hidden else "", frozenset(hidden))
+
+
+def _user(pid: int, proc: Path) -> str:
+    try:
+        return cgroup.user((proc / str(pid) / "status").read_text(errors="replace")) or ""
+    except OSError:
+        return ""
+
+
+def from_job_mapping(folder: Path, devices: Devices) -> Owners:
+    """Return the jobs that own a GPU by dcgm-exporter's files. Raises OSError if the folder cannot be read."""
+    owners: Owners = {}
+    for file in sorted(folder.iterdir()):
+        name = re.fullmatch(r"([0-9]+)(?:\.([0-9]+))?", file.name, re.ASCII)
+        found = devices.by_index(name[1], name[2]) if name else None
+        if found is None:
+            continue
+        try:
+            with file.open("rb") as stream:
+                lines = stream.read(MAX_MAPPING_BYTES).decode("utf-8", "replace").split("\n")
+        except FileNotFoundError:
+            continue  # the job has just ended
+        for job in (line.strip() for line in lines):
+            if 0 < len(job) <= MAX_JOB_ID:
+                owners.setdefault(found[0], set()).add(Owner(found[1], job=job, source="job_mapping"))
+    return owners
+
+
+def merged(*told: Owners) -> Owners:
+    """Return what several sources say, each owner once.
+
+    A job that its processes and the job mapping both name is one, and a user is named only where nobody else is.
+    """
+    owners: Owners = {}
+    for source in told:
+        for uuid, some in source.items():
+            owners.setdefault(uuid, set()).update(some)
+    for uuid, some in owners.items():
+        jobs = {owner.job for owner in some if owner.source == "slurm"}
+        some = {owner for owner in some if owner.source != "job_mapping" or owner.job not in jobs}
+        owners[uuid] = {owner for owner in some if owner.source != "process"} or some
+    return owners
+
+
+class Identity:
+    """The owners of this node's GPUs and its place.
+
+    `gpus` and `runtime` are the files that the NVML source keeps: the inventory, and each GPU's MIG instances and
+    processes. `kubelet` and `where` are None where there is nothing to ask, `job_mapping` is a folder.
+    """
+
+    name = "identity"
+
+    def __init__(
+        self,
+        host: str,
+        gpus: Path,
+        runtime: Path,
+        kubelet: Background[list[podresources.Assignment]] | None = None,
+        job_mapping: Path | None = None,
+        proc: Path = Path("/proc"),
+        where: Background[place.Place] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._host = host
+        self._gpus = gpus
+        self._runtime = runtime
+        self._kubelet = kubelet
+        self._job_mapping = job_mapping
+        self._proc = proc
+        self._place = where
+        self._clock = clock
+        self._last_errors: dict[str, str] = {}
+
+    def read(self) -> list[Sample]:
+        """Return the owners of every GPU of the inventory, the place, and which of the sources answered."""
+        until = time.monotonic() + FIRST_ANSWER
+        for background in (self._kubelet, self._place):
+            if background is not None:
+                background.start()
+        gpus = read_inventory(self._gpus, GPU_INFO)
+        if not gpus and self._place is None:
+            raise Unsupported("there is no GPU that could have an owner, and no --topology")
+        errors: dict[str, str] = {}  # of every source in use, empty where it answered
+        samples = self._owners(gpus, errors, until) if gpus else []
+        samples += self._where(errors, until)
+        for source, error in errors.items():
+            samples.append((IDENTITY_SOURCE_UP, (source,), float(not error)))
+            if error and error != self._last_errors.get(source, ""):
+                log.warning("%s: %s", source, error)
+        self._last_errors = errors
+        return samples
+
+    def _owners(self, gpus: Mapping[str, dict[str, str]], errors: dict[str, str], until: float) -> list[Sample]:
+        told = self._told(gpus, until)
+        errors.update({name: one.error for name, one in told.items()})
+        owners = merged(*(one.owners for one in told.values()))
+        samples: list[Sample] = []
+        for uuid, gpu in gpus.items():
+            labels = (gpu["gpu"], uuid)
+            some = sorted(owners.get(uuid, ()))[:MAX_OWNERS]
+            speaking = {SPEAKERS[owner.source] for owner in some} or told.keys()
+            if not some and any(uuid in one.blind for one in told.values()):
+                samples.append((GPU_OWNER_INFO, (*labels, self._host, *Owner(source="unknown")), 1))
+                continue
+            samples += [(GPU_OWNER_INFO, (*labels, self._host, *owner), 1) for owner in some or [Owner()]]
+            at = min((told[name].at for name in speaking), default=self._clock())
+            samples.append((GPU_OWNER_UPDATED, labels, at))
+        return samples
+
+    def _told(self, gpus: Mapping[str, dict[str, str]], until: float) -> dict[str, Told]:
+        """Return what each source in use says."""
+        now, every = self._clock(), frozenset(gpus)
+        runtime = {uuid: about for uuid, about in _json_object(self._runtime).items() if uuid in gpus}
+        devices = Devices(gpus, runtime, self._proc)
+        told: dict[str, Told] = {}
+        if self._kubelet is not None:
+            answer = self._kubelet.answer(until - time.monotonic())
+            if answer is not None and self._kubelet.at is not None:
+                told["kubelet"] = Told(from_kubelet(answer, devices), self._kubelet.at, self._kubelet.error)
+            elif not self._kubelet.absent:
+                told["kubelet"] = Told({}, now, self._kubelet.error, every)
+        if runtime:
+            told["processes"] = from_processes(runtime, self._proc, now)
+        if self._job_mapping is not None:
+            try:
+                told["job_mapping"] = Told(from_job_mapping(self._job_mapping, devices), now)
+            except OSError as error:
+                told["job_mapping"] = Told({}, now, f"{self._job_mapping}: {error.strerror}", every)
+        return told
+
+    def _where(self, errors: dict[str, str], until: float) -> list[Sample]:
+        if self._place is None:
+            return []
+        found = self._place.answer(until - time.monotonic())
+        errors["topology"] = self._place.error
+        return [] if found is None else [(NODE_TOPOLOGY_INFO, (self._host, *found), 1)]
+
+    def close(self) -> None:
+        """Ask no more."""
+        for background in (self._kubelet, self._place):
+            if background is not None:
+                background.close()
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a file that another source writes; none is empty."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def build(
+    host: str,
+    gpus: str,
+    runtime: str,
+    kubelet: str = "",
+    job_mapping: str = "",
+    proc: str = "/proc",
+    topology: str = "",
+) -> Identity:
+    """Return the collector; `kubelet` is a socket, and what is empty is not used."""
+    ask, read = podresources.ask, place.read
+    return Identity(
+        host, Path(gpus), Path(runtime),
+        Background(lambda: ask(Path(kubelet)), KUBELET_INTERVAL, KUBELET_HOLD) if kubelet else None,
+        Path(job_mapping) if job_mapping else None, Path(proc),
+        Background(lambda: read(topology, host), TOPOLOGY_INTERVAL, retry=TOPOLOGY_RETRY) if topology else None,
+    )

@@ -1,0 +1,251 @@
+"""InfiniBand, RoCE and EFA ports from sysfs: which there are, what they are for, and what they count (`port.py`).
+
+A port seen once is remembered, with its rail, its flaps and the highest rate it had, so that what is missing or slower
+after a reboot is a series and not a gap. The place among the GPUs is worked out from PCI paths (`pci.py`, `rails.py`);
+the default route, which marks the management port, is from /proc/net/route.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from flopwatch.catalogue import GPU_INFO, INFINIBAND_GPU_AFFINITY, INFINIBAND_INFO, INFINIBAND_PRESENT, Sample
+from flopwatch.node.collectors import Inventory, StateFile, Unsupported, read_inventory
+from flopwatch.node.collectors.infiniband import pci, rails
+from flopwatch.node.collectors.infiniband.link import Link
+from flopwatch.node.collectors.infiniband.port import Port, Pread, names, signature
+from flopwatch.node.collectors.infiniband.port import counter as counter
+from flopwatch.node.collectors.infiniband.port import physical_state as physical_state
+from flopwatch.node.collectors.infiniband.port import rate as rate
+from flopwatch.node.collectors.infiniband.port import state as state
+
+# How often names, firmware and addresses are read again, in seconds. What was added or removed is seen at once.
+REFRESH_SECONDS = 300.0
+
+# Touched, it clears every port's flapping; with names in it (mlx5_0, or mlx5_0/1), only theirs. It is removed then.
+CLEAR = "clear-flaps"
+
+
+def default_routes(text: str) -> set[str]:
+    """Return the interfaces with a default route in /proc/net/route."""
+    lines = [line.split() for line in text.splitlines()]
+    return {line[0] for line in lines if len(line) >= 8 and line[1] == line[7] == "00000000"}
+
+
+class Infiniband:
+    """The RDMA ports below `sysfs`/class/infiniband.
+
+    `inventory` remembers this node's ports, `gpus` is the inventory that the NVML source keeps, `history` has each
+    port's highest rate, flaps and PCI place: delete an entry there to make the node learn it anew.
+    """
+
+    name = "infiniband"
+
+    def __init__(
+        self,
+        sysfs: Path,
+        host: str,
+        inventory: Path,
+        gpus: Path | None = None,
+        history: Path | None = None,
+        routes: Path = Path("/proc/net/route"),
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        pread: Pread = os.pread,
+    ) -> None:
+        self._sysfs = sysfs
+        self._pread = pread
+        self._root = str(sysfs / "class" / "infiniband")
+        self._host = host
+        self._inventory = Inventory(inventory, INFINIBAND_INFO)
+        self._gpus = gpus or inventory.with_name("gpus.json")
+        self._history = history or inventory.with_name("port_history.json")
+        self._history_file = StateFile(self._history)
+        self._clear = str(self._history.with_name(CLEAR))
+        self._routes = routes
+        self._clock, self._wall = clock, wall
+        self._ports: dict[str, Port] = {}  # those that are there, by device/port
+        self._gone: dict[str, Port] = {}
+        self._places: dict[str, pci.Place] = {}  # of ports, and of GPUs by address, present or not
+        self._moved = False  # since the places were kept
+        self._stored: dict[str, Any] = {}
+        self._stored_as: tuple[int, ...] | None = (-1,)
+        self._seen: tuple[object, ...] = ()
+        self._refresh_at = 0.0
+        self._same: list[Sample] = []  # as long as nothing is added, removed or read anew
+        self._affinities: list[Sample] = []
+
+    def read(self) -> list[Sample]:
+        """Return what every port says, and infiniband_port_present 0 for those of the inventory that are gone."""
+        now = self._clock()
+        self._remember(now)
+        devices = self._devices()
+        seen = (devices, signature(str(self._gpus)))
+        left = [key for key, port in self._ports.items() if not port.there()]
+        if left or seen != self._seen or now >= self._refresh_at:
+            self._refresh(devices, now)
+            self._seen = seen
+        if not self._inventory.parts:
+            raise Unsupported(f"no port in {self._root}")
+        samples = self._same.copy()
+        news = self._cleared() or self._moved
+        for port in self._ports.values():
+            own, port_news = port.read(now)
+            samples += own
+            news = news or port_news
+        if news:
+            self._keep(now)
+            self._moved = False
+        return samples
+
+    def close(self) -> None:
+        """Close every file."""
+        for port in self._ports.values():
+            port.close()
+
+    def _devices(self) -> dict[str, int]:
+        """Return the devices, with the inode that tells one from its successor of the same name."""
+        try:
+            with os.scandir(self._root) as entries:
+                return {entry.name: entry.inode() for entry in entries}
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+
+    def _refresh(self, devices: Mapping[str, int], now: float) -> None:
+        """Find the ports that are there, who they are, and where they sit among the GPUs."""
+        self._refresh_at = now + REFRESH_SECONDS
+        known, self._ports = self._gone | self._ports, {}
+        for device in sorted(devices):
+            for number in sorted(name for name in names(f"{self._root}/{device}/ports") if name.isdecimal()):
+                key = f"{device}/{number}"
+                port = known.pop(key, None)
+                if port is None:
+                    port = Port(str(self._sysfs), device, number, self._pread)
+                    self._recall(key, port, now)
+                port.identify(self._host, devices[device])
+                self._ports[key] = port
+        for port in known.values():
+            port.leave()
+        self._gone = known
+        self._locate()
+        self._inventory.update({key: port.identity for key, port in self._ports.items()})
+        self._same = self._inventory.info()
+        for key, part in self._inventory.parts.items():
+            self._same.append((INFINIBAND_PRESENT, (part["device"], part["port"]), float(key in self._ports)))
+        for port in self._ports.values():
+            self._same += port.seldom
+        self._same += self._affinities
+
+    def _locate(self) -> None:
+        """Work out roles, rails and affinity; forget a missing port in whose place another is."""
+        parts, before = self._inventory.parts, self._places.copy()
+        for key, port in self._ports.items():
+            if port.place is not None:
+                self._places[key] = port.place
+        taken = {(self._places.get(key), port.labels[1]) for key, port in self._ports.items()}
+        for key in [key for key in parts if key not in self._ports]:
+            place = self._places.get(key)
+            if place is not None and (place, parts[key]["port"]) in taken:
+                del parts[key], self._places[key]
+        gpus = []
+        for gpu in rails.module_order(read_inventory(self._gpus, GPU_INFO).values()):
+            address = pci.address(gpu["pci_bus_id"])
+            place = pci.place(self._sysfs / "bus" / "pci" / "devices" / address) if address else None
+            if place is not None:
+                self._places[address] = place
+            if address in self._places:
+                gpus.append(rails.Gpu(gpu["gpu"], gpu["uuid"], self._places[address]))
+        self._moved = self._moved or self._places != before
+        interfaces = self._own_interfaces()
+        known = {**parts, **{key: port.identity for key, port in self._ports.items()}}
+        ports = {
+            key: rails.Port(
+                part["device"], part["port"], self._places.get(key), part["link_layer"], part["hca_type"],
+                self._ports[key].uses(interfaces) if key in self._ports else part["role"] == "management",
+            )
+            for key, part in known.items()
+        }
+        duties = rails.duties(list(ports.values()), gpus)
+        for key, port in self._ports.items():
+            duty = duties[ports[key]]
+            port.identity |= {"role": duty.role, "rail": duty.rail}
+        present = [ports[key] for key in self._ports]
+        self._affinities = [(INFINIBAND_GPU_AFFINITY, labels, 1) for labels in rails.affinities(present, gpus)]
+
+    def _own_interfaces(self) -> set[str]:
+        """Return the interfaces of the default route, and those below them (bond, VLAN, bridge)."""
+        try:
+            own = default_routes(self._routes.read_text())
+        except (OSError, ValueError):
+            return set()
+        unseen = list(own)
+        while unseen:
+            for entry in names(f"{self._sysfs}/class/net/{unseen.pop()}"):
+                lower = entry.removeprefix("lower_")
+                if lower != entry and lower not in own:
+                    own.add(lower)
+                    unseen.append(lower)
+        return own
+
+    # What is kept on disk.
+
+    def _remember(self, now: float) -> None:
+        """Read the history if it is not as this process left it."""
+        found = signature(str(self._history))
+        if found == self._stored_as:
+            return
+        self._stored_as = found
+        self._stored = self._history_file.load()
+        for key, entry in self._part("places").items():
+            with suppress(KeyError, TypeError, ValueError):
+                self._places[key] = pci.Place(tuple(str(entry["path"]).split("/")), int(entry["numa"]))
+        for key, port in self._ports.items():
+            self._recall(key, port, now)
+
+    def _part(self, name: str) -> dict[str, Any]:
+        part = self._stored.get(name)
+        return {key: entry for key, entry in part.items() if isinstance(entry, dict)} if isinstance(part, dict) else {}
+
+    def _recall(self, key: str, port: Port, now: float) -> None:
+        entry = self._part("ports").get(key, {})
+        gigabits = entry.get("gigabits")
+        port.recall(
+            gigabits if isinstance(gigabits, (int, float)) and 0 < gigabits < 1e6 else None,
+            Link.load(entry.get("link"), now, self._wall()),
+        )
+
+    def _keep(self, now: float) -> None:
+        """Store the history if it changed."""
+        unix = self._wall()
+        ports = self._part("ports")
+        for key, port in self._ports.items():
+            ports[key] = {"gigabits": port.expected, "link": port.link.dump(now, unix)}
+        places = {key: {"path": "/".join(place.path), "numa": place.numa} for key, place in self._places.items()}
+        self._stored = {"ports": ports, "places": places}
+        if self._history_file.save(self._stored):
+            self._stored_as = signature(str(self._history))
+
+    def _cleared(self) -> bool:
+        """Clear the flapping of the ports that somebody named in the file CLEAR; return whether there was one."""
+        try:
+            with open(self._clear, encoding="utf-8", errors="replace") as file:
+                named = file.read(4096).split()
+            os.unlink(self._clear)
+        except OSError:
+            return False
+        for key, port in self._ports.items():
+            if not named or key in named or port.labels[0] in named:
+                port.clear()
+        return True
+
+
+def build(host: str, inventory: str, sysfs: str, gpus: str = "", state: str = "") -> Infiniband:
+    """Return the collector of the ports below a sysfs folder."""
+    return Infiniband(
+        Path(sysfs), host, Path(inventory), Path(gpus) if gpus else None, Path(state) if state else None
+    )

@@ -1,0 +1,92 @@
+"""What one link did over time: flaps, drops, and whether it is flapping.
+
+The limits are those of gpud's InfiniBand component (https://github.com/leptonai/gpud): down for 25 s and back is a
+flap, three within 12 hours are flapping; down for 4 minutes is a drop. Flapping ends by itself or by hand, so that one
+bad morning does not mark a port for ever. Pure: nothing here reads a clock or a file.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+FLAP_SECONDS = 25.0
+DROP_SECONDS = 240.0
+FLAPPING_FLAPS, FLAPPING_SECONDS = 3, 12 * 3600.0
+HOLD_DOWN_SECONDS = 3600.0
+
+DOWN, ACTIVE = (0, 1), (4, 5)
+
+
+class Link:
+    """One link, told its state now and then. Times are seconds on one clock that never steps.
+
+    Only a link that was active before can flap or drop. INIT and ARMED are on the way up: they neither begin nor end
+    an outage, and a state that cannot be read says nothing.
+    """
+
+    def __init__(self) -> None:
+        self.flaps = 0
+        self.drops = 0
+        self.flapping = False
+        self._was_active = False
+        self._down_since: float | None = None
+        self._dropped = False
+        self._recent: list[float] = []  # when it flapped, within FLAPPING_SECONDS
+
+    def see(self, state: int | None, now: float) -> bool:
+        """Take note of the state at this time; return whether there is something new to keep."""
+        before = (self.flaps, self.drops, self.flapping, self._was_active, self._down_since)
+        if state in ACTIVE:
+            if self._down_since is not None and now - self._down_since >= FLAP_SECONDS:
+                self.flaps += 1
+                self._recent.append(now)
+                self._recent = [at for at in self._recent if now - at <= FLAPPING_SECONDS]
+                self.flapping = self.flapping or len(self._recent) >= FLAPPING_FLAPS
+            self._was_active, self._down_since, self._dropped = True, None, False
+        elif state in DOWN and self._was_active and self._down_since is None:
+            self._down_since = now
+        if self._down_since is not None and not self._dropped and now - self._down_since >= DROP_SECONDS:
+            self.drops += 1
+            self._dropped = True
+        if self.flapping and now - self._recent[-1] >= HOLD_DOWN_SECONDS:
+            self.flapping = False
+        return before != (self.flaps, self.drops, self.flapping, self._was_active, self._down_since)
+
+    def clear(self) -> None:
+        """Forget the flaps that make it flapping; what was counted stays counted."""
+        self.flapping = False
+        self._recent.clear()
+
+    def dump(self, now: float, unix: float) -> dict[str, Any]:
+        """Return what to keep on disk, with Unix times; `now` and `unix` are the same moment on the two clocks."""
+        return {
+            "flaps": self.flaps, "drops": self.drops, "flapping": self.flapping, "was_active": self._was_active,
+            "down_since": None if self._down_since is None else unix - (now - self._down_since),
+            "dropped": self._dropped, "recent": [unix - (now - at) for at in self._recent],
+        }
+
+    @classmethod
+    def load(cls, stored: Any, now: float, unix: float) -> Link:
+        """Return the link that was kept; what has another shape is a new one. Times in the future are now."""
+        link = cls()
+        try:
+            flaps, drops = int(stored["flaps"]), int(stored["drops"])
+            recent = [_back(at, now, unix) for at in stored["recent"]]
+            down_since = stored["down_since"]
+            link._down_since = None if down_since is None else _back(down_since, now, unix)
+            link.flaps, link.drops = max(0, flaps), max(0, drops)
+            link._recent = sorted(recent)
+            link.flapping = stored["flapping"] is True and bool(recent)
+            link._was_active = stored["was_active"] is True
+            link._dropped = stored["dropped"] is True
+        except (KeyError, TypeError, ValueError, OverflowError):
+            return cls()
+        return link
+
+
+def _back(at: Any, now: float, unix: float) -> float:
+    age = unix - float(at)
+    if not math.isfinite(age):
+        raise ValueError(f"{at!r} is no time")
+    return now - max(0.0, age)

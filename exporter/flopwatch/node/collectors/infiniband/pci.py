@@ -1,0 +1,64 @@
+"""Where PCI devices sit, and how far one is from another: sysfs.
+
+`/sys/bus/pci/devices/ADDRESS` and `/sys/class/*/*/device` are links whose target names every bridge on the way from the
+host bridge (https://www.kernel.org/doc/html/latest/PCI/sysfs-pci.html); `numa_node` is the socket. The levels are those
+of `nvidia-smi topo -m`. In many virtual machines each device has a host bridge of its own: then only the socket is
+left to tell them apart, and where not even that is known, nothing is near.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+# From near to far: one switch (or none), several switches, the host bridge, one socket, another socket.
+LEVELS = ("PIX", "PXB", "PHB", "NODE", "SYS")
+
+_HOST_BRIDGE = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
+_ADDRESS = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-7]))?")
+
+
+class Place(NamedTuple):
+    """The host bridge and every PCI device down to the one meant; `numa` is its socket, -1 where unknown."""
+
+    path: tuple[str, ...]
+    numa: int
+
+
+def address(text: str) -> str:
+    """Return a PCI address as sysfs writes it, `0000:53:00.0`, from NVML's `00000000:53:00.0`; empty if it is none."""
+    match = _ADDRESS.fullmatch(text.strip().lower())
+    if match is None:
+        return ""
+    domain, bus, device, function = match.groups()
+    return f"{int(domain or '0', 16):04x}:{bus}:{device}.{function or 0}"
+
+
+def place(link: Path) -> Place | None:
+    """Return where the device behind a sysfs link sits; None if it is not there or is no PCI device."""
+    path = os.path.realpath(link).split("/")
+    bridges = [index for index, name in enumerate(path) if _HOST_BRIDGE.fullmatch(name)]
+    if not bridges or not link.exists():
+        return None
+    try:
+        numa = int((link / "numa_node").read_text())
+    except (OSError, ValueError):
+        numa = -1
+    return Place(tuple(path[bridges[0]:]), numa)
+
+
+def affinity(one: Place, other: Place) -> str:
+    """Return the level of LEVELS that lies between two devices."""
+    shared = 0
+    for mine, theirs in zip(one.path, other.path, strict=False):
+        if mine != theirs:
+            break
+        shared += 1
+    if shared > 1:
+        # Below what they share, one switch is a downstream port and the device on each side.
+        return "PIX" if max(len(one.path), len(other.path)) - shared <= 2 else "PXB"
+    if shared == 1:
+        return "PHB"
+    return "NODE" if one.numa == other.numa and one.numa >= 0 else "SYS"

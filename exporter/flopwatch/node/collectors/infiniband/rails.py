@@ -1,0 +1,122 @@
+"""What each port is for, and which rail it is on: from where ports and GPUs sit on PCI.
+
+Rail r is the r-th compute port in the order of the GPUs' module ids, never of device names: those have gaps, and udev
+may rename them. A port that is gone keeps its place in the order, so that the others keep their rails. Roles follow
+NVSentinel's (https://github.com/NVIDIA/NVSentinel, NIC health monitor). Pure: nothing here reads a file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from flopwatch.node.collectors.infiniband.pci import LEVELS, Place, affinity
+
+NEAR = LEVELS[:2]  # a switch, or several: no traffic through the processor
+
+
+class Gpu(NamedTuple):
+    """A GPU and where it sits."""
+
+    gpu: str
+    uuid: str
+    place: Place
+
+
+class Port(NamedTuple):
+    """A port and where its adapter sits; `default_route` if the node's own traffic leaves through it."""
+
+    device: str
+    port: str
+    place: Place | None
+    link_layer: str
+    hca_type: str
+    default_route: bool
+
+
+class Duty(NamedTuple):
+    """What a port is for (compute, storage, management) and its rail; empty where nothing tells."""
+
+    role: str
+    rail: str
+
+
+def module_order(gpus: Iterable[Mapping[str, str]]) -> list[Mapping[str, str]]:
+    """Return GPUs of the inventory by module id, those without one by index behind."""
+    return sorted(gpus, key=lambda gpu: (_number(gpu.get("module_id", "")), _number(gpu["gpu"]), gpu["uuid"]))
+
+
+def _number(text: str) -> float:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else math.inf
+
+
+def duties(ports: Sequence[Port], gpus: Sequence[Gpu]) -> dict[Port, Duty]:
+    """Return each port's duty; `gpus` are in module order."""
+    nearest = {port: _nearest(port, gpus) for port in ports}
+    roles = {port: _role(port, nearest[port], gpus) for port in ports}
+    for port in _strangers([port for port in ports if roles[port] == "compute"], nearest):
+        roles[port] = "storage"
+    compute = [(near, port) for port in ports if roles[port] == "compute" and (near := nearest[port]) is not None]
+    compute.sort(key=lambda entry: (entry[0][1], entry[1].place, _number(entry[1].port), entry[1].device))
+    rails = {port: str(rail) for rail, (_, port) in enumerate(compute)}
+    return {port: Duty(roles[port], rails.get(port, "")) for port in ports}
+
+
+def affinities(ports: Sequence[Port], gpus: Sequence[Gpu]) -> list[tuple[str, str, str, str, str]]:
+    """Return (device, port, gpu, uuid, level) of the ports nearest to each GPU."""
+    result = []
+    for gpu in gpus:
+        levels = [(affinity(port.place, gpu.place), port) for port in ports if port.place is not None]
+        best = min((LEVELS.index(level) for level, _ in levels), default=0)
+        result += [
+            (port.device, port.port, gpu.gpu, gpu.uuid, level) for level, port in levels if level == LEVELS[best]
+        ]
+    return result
+
+
+def _nearest(port: Port, gpus: Sequence[Gpu]) -> tuple[str, int] | None:
+    """Return the level and the position of the first GPU nearest to a port."""
+    if port.place is None or not gpus:
+        return None
+    level, position = min(
+        (LEVELS.index(affinity(port.place, gpu.place)), position) for position, gpu in enumerate(gpus)
+    )
+    return LEVELS[level], position
+
+
+def _role(port: Port, nearest: tuple[str, int] | None, gpus: Sequence[Gpu]) -> str:
+    if port.default_route:
+        return "management"
+    if port.link_layer == "Unspecified":  # EFA
+        return "compute"
+    if nearest is None:
+        return ""
+    assert port.place is not None
+    if nearest[0] in NEAR or (port.link_layer == "InfiniBand" and nearest[0] != "SYS"):
+        return "compute"
+    if nearest[0] == "SYS" and port.place.numa >= 0 and any(gpu.place.numa >= 0 for gpu in gpus):
+        return "management"  # on a socket without GPUs
+    return "compute" if port.link_layer == "InfiniBand" else "storage"
+
+
+def _strangers(compute: Sequence[Port], nearest: Mapping[Port, tuple[str, int] | None]) -> list[Port]:
+    """Return the ports below a GPU's switch that are of another kind than the compute port beside them.
+
+    An XE9680 has a ConnectX-7 beside each GPU, and two ports for storage below one GPU of each socket as well.
+    """
+    reached: dict[int, set[str]] = {}
+    for port in compute:
+        if (near := nearest[port]) is not None:
+            reached.setdefault(near[1], set()).add(port.hca_type)
+    if not reached:
+        return []
+    kinds = Counter(kind for found in reached.values() for kind in found)
+    usual, most = kinds.most_common(1)[0]
+    if list(kinds.values()).count(most) > 1:
+        return []
+    return [
+        port for port in compute
+        if port.hca_type != usual and (near := nearest[port]) is not None and usual in reached[near[1]]
+    ]

@@ -1,0 +1,611 @@
+"""One GPU through NVML: every call that is made about it, how often, and what is remembered of its answers.
+
+A call or a field that the card, the driver or this user lacks is asked for once per initialisation; every other error
+costs the values of that call, in that read. The calls: https://docs.nvidia.com/deploy/nvml-api/.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from ctypes import byref
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from flopwatch.catalogue import (
+    GPU_BAR1_TOTAL,
+    GPU_BAR1_USED,
+    GPU_CLOCK_EVENT,
+    GPU_COPY_UTILIZATION,
+    GPU_DECODER_UTILIZATION,
+    GPU_ECC_LOCATION_ERRORS,
+    GPU_ECC_MODE,
+    GPU_ENCODER_UTILIZATION,
+    GPU_ENERGY,
+    GPU_FABRIC_FAULT,
+    GPU_FABRIC_HEALTH,
+    GPU_FABRIC_INFO,
+    GPU_FABRIC_STATE,
+    GPU_FABRIC_STATUS,
+    GPU_MEMORY_CLOCK,
+    GPU_MEMORY_CLOCK_MAX,
+    GPU_MEMORY_RESERVED,
+    GPU_MEMORY_TOTAL,
+    GPU_MEMORY_USED,
+    GPU_MIG_INFO,
+    GPU_MIG_MEMORY_TOTAL,
+    GPU_MIG_MEMORY_USED,
+    GPU_MIG_MODE,
+    GPU_PCIE_GENERATION,
+    GPU_PCIE_GENERATION_MAX,
+    GPU_PCIE_RECEIVE,
+    GPU_PCIE_TRANSMIT,
+    GPU_PCIE_WIDTH,
+    GPU_PCIE_WIDTH_MAX,
+    GPU_PERSISTENCE_MODE,
+    GPU_POWER,
+    GPU_POWER_LIMIT,
+    GPU_POWER_LIMIT_DEFAULT,
+    GPU_POWER_LIMIT_MAX,
+    GPU_PROCESS_MEMORY,
+    GPU_PROCESSES,
+    GPU_REMAPPED_ROWS,
+    GPU_REPAIR_PENDING,
+    GPU_ROW_REMAP_BANKS,
+    GPU_ROW_REMAP_FAILURE,
+    GPU_ROW_REMAP_PENDING,
+    GPU_SM_CLOCK,
+    GPU_SM_CLOCK_MAX,
+    GPU_SRAM_THRESHOLD,
+    GPU_TEMPERATURE,
+    GPU_TEMPERATURE_LIMIT,
+    GPU_TEMPERATURE_MARGIN,
+    GPU_UTILIZATION,
+    GPU_VIDEO_CLOCK,
+    NVLINK_RECEIVE,
+    NVLINK_TRANSMIT,
+    Metric,
+    Sample,
+)
+from flopwatch.node.collectors import cgroup
+from flopwatch.node.collectors.nvml import fields, gpm
+from flopwatch.node.collectors.nvml.fields import Key, Value
+
+# Seconds after which what changes seldom, or costs more, is read again; a scrape every 10 s reads it every time.
+SELDOM = 9.0
+ONCE = inf
+
+# nvmlReturn_t of a GPU that does not answer any more: NVML_ERROR_GPU_IS_LOST, NVML_ERROR_RESET_REQUIRED.
+GONE = (15, 16)
+# Of a session that is over: NVML_ERROR_UNINITIALIZED, and NVML_ERROR_LIB_RM_VERSION_MISMATCH after a driver upgrade.
+UNINITIALIZED, REPLACED = 1, 18
+OVER = (UNINITIALIZED, REPLACED)
+# Of a process that may not look: NVML_ERROR_NO_PERMISSION, and after the loss of a device file or of the cgroup's leave
+# to open it NVML_ERROR_OPERATING_SYSTEM and _UNKNOWN.
+BLIND = (4, 17, 999)
+# Of a question the card, the driver or this user will not get an answer to before the next initialisation:
+# NVML_ERROR_INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH,
+# _DEPRECATED. Every other error may be gone at the next read.
+LACKING = (2, 3, 4, 13, 25, 26)
+FUNCTION_NOT_FOUND = 13
+# Of a MIG slot with no instance in it: NVML_ERROR_NOT_FOUND, or NVML_ERROR_INVALID_ARGUMENT.
+EMPTY_SLOT = (2, 6)
+OWNERS_PER_GPU = 8
+OTHER_OWNERS = "other"
+
+# nvmlMemoryErrorType_t, nvmlMemoryLocation_t, nvmlTemperatureThresholds_t.
+ECC_TYPES = {"corrected": (0, fields.ECC_CORRECTED), "uncorrected": (1, fields.ECC_UNCORRECTED)}
+ECC_VOLATILE = 0
+ECC_LOCATIONS = {0: "l1", 1: "l2", 2: "dram", 3: "register", 4: "texture", 5: "shared", 6: "cbu", 7: "sram"}
+THRESHOLDS = {0: "shutdown", 1: "slowdown", 2: "memory_max", 3: "gpu_max"}
+
+Values = Iterator[Value]
+
+
+@dataclass
+class Past:
+    """What outlives a session with the driver, so that a counter of this process only rises.
+
+    `seen` are the series that are left out until they are not 0, and were not.
+    """
+
+    seen: set[tuple[Metric, tuple[str, ...]]] = field(default_factory=set)
+    links: fields.Links = field(default_factory=fields.Links)
+    activity: gpm.Activity = field(default_factory=gpm.Activity)
+    instances: defaultdict[str, gpm.Activity] = field(default_factory=lambda: defaultdict(gpm.Activity))
+    pids: list[int] = field(default_factory=list)
+    owners: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """One call, the unit that a card may not support: an NVMLError leaves it and costs its values alone.
+
+    `every` seconds, 0 for at each read. `needs` names of the library beside the function's. `instead_of`: only on a
+    card that has none of these fields and calls. `whole`: not in MIG mode.
+    """
+
+    name: str
+    values: Callable[[Card], Values]
+    every: float = 0.0
+    needs: tuple[str, ...] = ()
+    instead_of: tuple[Key | Read, ...] = ()
+    whole: bool = False
+
+
+class Card:
+    """One GPU between nvmlInit and nvmlShutdown: what it lacks, and what was read of it when."""
+
+    def __init__(
+        self, nvml: Any, handle: Any, identity: dict[str, str], past: Past, clock: Callable[[], float], proc: Path
+    ) -> None:
+        self.nvml = nvml
+        self.handle = handle
+        self.identity = identity
+        self.past = past
+        self.proc = proc
+        self.lacks: dict[Any, int] = {
+            read: FUNCTION_NOT_FOUND for read in READS
+            if not all(hasattr(nvml, name) for name in (read.name, *read.needs))
+        }
+        self.latest: dict[Key, float] = {}
+        self.mig: list[dict[str, str]] | None = None
+        self.incomplete = False  # set by a read that is to be repeated at once, although its values count
+        self.unasked = False  # set by a read that has values and did not call the driver for them
+        self._clock = clock
+        self._meters: dict[str, gpm.Meter] = {}
+        self._held: dict[Read, list[Sample]] = {}
+        self._due: dict[Read, float] = {}
+        self._worked = False
+
+    def read(self) -> list[Sample]:
+        """Return the GPU's samples; raises NVMLError if it is gone or none of it could be read."""
+        now = self._clock()
+        samples: list[Sample] = []
+        worked, failure = False, None
+        for read in READS:
+            if not self._wants(read):
+                continue
+            if now < self._due.get(read, -inf):
+                samples += self._held[read]
+                continue
+            self._due.pop(read, None)
+            fresh: list[Sample] = []
+            try:
+                self.incomplete = self.unasked = False
+                for row, extra, number in read.values(self):
+                    fresh.append((row, (self.identity["gpu"], self.identity["uuid"], *extra), number))
+                worked = worked or (bool(fresh) and not self.unasked)
+                if read.every > 0 and not self.incomplete:
+                    self._held[read], self._due[read] = fresh, now + read.every
+            except self.nvml.NVMLError as error:
+                if error.value in (*GONE, *OVER):
+                    raise
+                if error.value in LACKING:
+                    self.lacks[read] = error.value
+                failure = error
+            samples += fresh
+        # A GPU that never supported anything (Tegra) is there; one that stopped answering altogether is not readable.
+        if failure is not None and not worked and (self._worked or failure.value in BLIND):
+            self.forget()
+            raise failure
+        self._worked = self._worked or worked
+        return samples
+
+    def _wants(self, read: Read) -> bool:
+        return (
+            read not in self.lacks
+            and all(other in self.lacks for other in read.instead_of)
+            and not (read.whole and self.mig is not None)
+        )
+
+    def forget(self) -> None:
+        """Ask for everything again, also for what the card did not have in its former mode."""
+        self.lacks = {read: code for read, code in self.lacks.items() if code == FUNCTION_NOT_FOUND}
+        self._due.clear()
+        self.latest.clear()
+
+    def ask(self, keys: list[Key]) -> tuple[dict[Key, Any], dict[Key, int]]:
+        """Return the nvmlFieldValue_t of the fields that have one, and the nvmlReturn_t of those that don't."""
+        answers = dict(zip(keys, self.nvml.nvmlDeviceGetFieldValues(self.handle, keys), strict=True))
+        refused = {key: value.nvmlReturn for key, value in answers.items() if value.nvmlReturn != 0}
+        for code in refused.values():
+            if code in (*GONE, *OVER):
+                raise self.nvml.NVMLError(code)
+        return {key: value for key, value in answers.items() if key not in refused}, refused
+
+    def notable(self, row: Metric, labels: tuple[str, ...], number: float) -> bool:
+        """Return whether a series that is left out until it is not 0 is to be there."""
+        if number != 0:
+            self.past.seen.add((row, labels))
+        return (row, labels) in self.past.seen
+
+    def meter(self, instance: str | None = None) -> gpm.Meter:
+        """Return what counts up the activity of the GPU, or of one of its GPU instances."""
+        name = "" if instance is None else instance
+        if name not in self._meters:
+            take = partial(self.nvml.nvmlGpmSampleGet, self.handle)
+            metrics, activity = (*gpm.WHOLE_GPU, *gpm.PIPES, *gpm.TRAFFIC), self.past.activity
+            if instance is not None:
+                take = partial(self.nvml.nvmlGpmMigSampleGet, self.handle, int(instance))
+                metrics, activity = tuple(gpm.MIG_INSTANCE), self.past.instances[instance]
+            self._meters[name] = gpm.Meter(self.nvml, take, metrics, activity, self._clock)
+        return self._meters[name]
+
+    def stop_meters(self) -> None:
+        """Count up to now and free what NVML holds for the meters; the counters go on from where they are."""
+        for meter in self._meters.values():
+            with suppress(self.nvml.NVMLError):
+                meter.advance()
+            meter.close()
+        self._meters.clear()
+
+
+def _batch(card: Card, table: tuple[fields.Field, ...]) -> Values:
+    """Read the fields of a table that the card has; of two rounds, the second asks in place of what it lacks."""
+    asked: set[Key] = set()
+    answered, trouble = False, 0
+    while wanted := [
+        field for field in table
+        if field.key not in asked and field.key not in card.lacks
+        and (field.instead_of is None or (field.instead_of, 0) in card.lacks)
+    ]:
+        keys = [field.key for field in wanted]
+        asked.update(keys)
+        try:
+            answers, refused = card.ask(keys)
+        except card.nvml.NVMLError as error:
+            if error.value in LACKING:
+                card.lacks |= dict.fromkeys(keys, error.value)
+            raise
+        for key, code in refused.items():
+            if code in LACKING:
+                card.lacks[key] = code
+            else:
+                trouble = code
+        for entry in wanted:
+            number = None if entry.key not in answers else fields.number(answers[entry.key], entry.signed)
+            if number is None:
+                continue
+            answered = True
+            card.latest[entry.key] = number
+            if not entry.once or card.notable(entry.row, entry.labels, number):
+                yield entry.row, entry.labels, number * entry.factor
+    card.incomplete = trouble != 0
+    if trouble and not answered:
+        raise card.nvml.NVMLError(trouble)
+
+
+def _links(card: Card) -> Values:
+    """Read every link of the GPU. A field is lacking only if no link has it: a link that is down has few."""
+    count = card.latest.get(fields.LINK_COUNT)
+    if count is None:
+        answers, refused = card.ask([fields.LINK_COUNT])
+        if fields.LINK_COUNT in refused:
+            raise card.nvml.NVMLError(refused[fields.LINK_COUNT])
+        count = fields.number(answers[fields.LINK_COUNT]) or 0
+        card.latest[fields.LINK_COUNT] = count
+    links = range(int(count))
+    wanted = [field_id for field_id in fields.PER_LINK if (field_id, None) not in card.lacks]
+    if not links or not wanted:
+        return
+    answers, refused = card.ask([(field_id, link) for field_id in wanted for link in links])
+    for field_id in wanted:
+        if all(refused.get((field_id, link)) in LACKING for link in links):
+            card.lacks[field_id, None] = refused[field_id, links[0]]
+    card.incomplete = not set(refused.values()) <= set(LACKING)
+    numbers = {key: number for key, value in answers.items() if (number := fields.number(value)) is not None}
+    if (fields.LINK_STATE, None) in card.lacks:
+        numbers |= _old_link_states(card, links)
+    yield from card.past.links.take(numbers)
+    if all((field_id, None) in card.lacks for field_id in fields.LINK_ERRORS):
+        yield from _batch(card, fields.OLD_LINKS)
+    if (fields.LINK_SPEED, None) in card.lacks:
+        yield from _batch(card, (fields.OLD_LINK_SPEED,))
+
+
+def _old_link_states(card: Card, links: range) -> dict[Key, float]:
+    states: dict[Key, float] = {}
+    for link in links:
+        with suppress(card.nvml.NVMLError_NotSupported, card.nvml.NVMLError_InvalidArgument):
+            states[fields.LINK_STATE, link] = card.nvml.nvmlDeviceGetNvLinkState(card.handle, link)
+    return states
+
+
+def _memory(card: Card) -> Values:
+    # Version 2 keeps the driver's reserve out of `used`.
+    memory = card.nvml.nvmlDeviceGetMemoryInfo(card.handle, card.nvml.nvmlMemory_v2)
+    yield GPU_MEMORY_USED, (), memory.used
+    yield GPU_MEMORY_TOTAL, (), memory.total
+    yield GPU_MEMORY_RESERVED, (), memory.reserved
+
+
+def _memory_v1(card: Card) -> Values:
+    memory = card.nvml.nvmlDeviceGetMemoryInfo(card.handle)
+    yield GPU_MEMORY_USED, (), memory.used
+    yield GPU_MEMORY_TOTAL, (), memory.total
+
+
+def _bar1(card: Card) -> Values:
+    memory = card.nvml.nvmlDeviceGetBAR1MemoryInfo(card.handle)
+    yield GPU_BAR1_USED, (), memory.bar1Used
+    yield GPU_BAR1_TOTAL, (), memory.bar1Total
+
+
+def _utilization(card: Card) -> Values:
+    utilization = card.nvml.nvmlDeviceGetUtilizationRates(card.handle)
+    yield GPU_UTILIZATION, (), utilization.gpu
+    yield GPU_COPY_UTILIZATION, (), utilization.memory
+
+
+def _clock_events(card: Card) -> Values:
+    active = card.nvml.nvmlDeviceGetCurrentClocksEventReasons(card.handle)
+    for bit, reason in fields.CLOCK_EVENTS.items():
+        number = float(bool(active & bit))
+        if reason == "gpu_idle" or card.notable(GPU_CLOCK_EVENT, (reason,), number):
+            yield GPU_CLOCK_EVENT, (reason,), number
+
+
+def _processes(card: Card) -> Values:
+    """Count the compute processes by owner, the owners with most memory first."""
+    processes = card.nvml.nvmlDeviceGetComputeRunningProcesses_v3(card.handle)
+    pids = {process.pid for process in processes}
+    # A pid that stayed is the same process, unless its number came round within seconds.
+    known = {pid: owner for pid, owner in card.past.owners.items() if owner != cgroup.UNKNOWN}
+    owners = {pid: known[pid] if pid in known else cgroup.owner(pid, card.proc) for pid in pids}
+    card.past.owners, card.past.pids = owners, sorted(pids)
+    memory: dict[str, float | None] = {}
+    for process in processes:
+        used, owner = process.usedGpuMemory, owners[process.pid]
+        before = memory.get(owner, 0)
+        memory[owner] = None if used is None or before is None else before + used
+    counts = {owner: list(owners.values()).count(owner) for owner in memory}
+    by_size = sorted(memory, key=lambda owner: (-(memory[owner] or 0), -counts[owner], owner))
+    kept, rest = by_size[:OWNERS_PER_GPU], by_size[OWNERS_PER_GPU:]
+    groups = {owner: [owner] for owner in kept} | ({OTHER_OWNERS: rest} if rest else {})
+    for name, members in groups.items():
+        yield GPU_PROCESSES, (name,), sum(counts[owner] for owner in members)
+        held = [size for owner in members if (size := memory[owner]) is not None]
+        if len(held) == len(members):
+            yield GPU_PROCESS_MEMORY, (name,), sum(held)
+
+
+def _ecc_locations(card: Card) -> Values:
+    """Ask where the errors were, if there were any."""
+    for error, (number, total) in ECC_TYPES.items():
+        for location, name in ECC_LOCATIONS.items():
+            if card.latest.get(total, 0) == 0 or (total, name) in card.lacks:
+                continue
+            try:
+                count = card.nvml.nvmlDeviceGetMemoryErrorCounter(card.handle, number, ECC_VOLATILE, location)
+            except card.nvml.NVMLError as failure:
+                if failure.value not in LACKING:
+                    raise
+                card.lacks[total, name] = failure.value
+                continue
+            if card.notable(GPU_ECC_LOCATION_ERRORS, (error, name), count):
+                yield GPU_ECC_LOCATION_ERRORS, (error, name), count
+
+
+def _sram(card: Card) -> Values:
+    status = card.nvml.c_nvmlEccSramErrorStatus_v1_t()
+    card.nvml.nvmlDeviceGetSramEccErrorStatus(card.handle, byref(status))
+    yield GPU_SRAM_THRESHOLD, (), status.bThresholdExceeded
+
+
+def _remapped_rows(card: Card) -> Values:
+    corrected, uncorrected, pending, failure = card.nvml.nvmlDeviceGetRemappedRows(card.handle)
+    yield GPU_REMAPPED_ROWS, ("corrected",), corrected
+    yield GPU_REMAPPED_ROWS, ("uncorrected",), uncorrected
+    yield GPU_ROW_REMAP_PENDING, (), pending
+    yield GPU_ROW_REMAP_FAILURE, (), failure
+
+
+def _spare_rows(card: Card) -> Values:
+    histogram = card.nvml.nvmlDeviceGetRowRemapperHistogram(card.handle)
+    for availability in ("max", "high", "partial", "low", "none"):
+        count = getattr(histogram, availability)
+        if availability == "max" or card.notable(GPU_ROW_REMAP_BANKS, (availability,), count):
+            yield GPU_ROW_REMAP_BANKS, (availability,), count
+
+
+def _repair(card: Card) -> Values:
+    channel, tpc = card.nvml.nvmlDeviceGetRepairStatus(card.handle)
+    yield GPU_REPAIR_PENDING, ("channel",), channel
+    yield GPU_REPAIR_PENDING, ("tpc",), tpc
+
+
+def _fabric(card: Card, structure: str) -> Values:
+    info = getattr(card.nvml, structure)()
+    card.nvml.nvmlDeviceGetGpuFabricInfoV(card.handle, byref(info))
+    state = info.state & 0xFF  # one byte in C, followed by padding; an int in pynvml
+    if state == card.nvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED:
+        return
+    yield GPU_FABRIC_STATE, (), state
+    if state != card.nvml.NVML_GPU_FABRIC_STATE_COMPLETED:
+        return
+    yield GPU_FABRIC_INFO, (str(UUID(bytes=bytes(info.clusterUuid))), str(info.cliqueId)), 1
+    yield GPU_FABRIC_STATUS, (), info.status
+    summary = getattr(info, "healthSummary", 0)
+    if summary != 0:
+        yield GPU_FABRIC_HEALTH, (), summary
+    for fault, there in fields.fabric_faults(info.healthMask).items():
+        if card.notable(GPU_FABRIC_FAULT, (fault,), float(there)):
+            yield GPU_FABRIC_FAULT, (fault,), float(there)
+
+
+def _mig(card: Card) -> Values:
+    """Read the MIG mode and walk the instances; where either changed, the card may support more or less than before."""
+    mode = card.nvml.nvmlDeviceGetMigMode(card.handle)[0]
+    yield GPU_MIG_MODE, (), mode
+    before = card.mig
+    instances = list(_instances(card)) if mode == 1 else None
+    card.mig = None if instances is None else [labels for labels, _ in instances]
+    if card.mig != before:
+        card.forget()
+        card.stop_meters()
+    seen: set[str] = set()
+    for labels, memory in instances or ():
+        instance = labels["gpu_instance"]
+        yield GPU_MIG_INFO, (instance, labels["compute_instance"], labels["uuid"], labels["profile"]), 1
+        # The memory is the GPU instance's; its compute instances share it.
+        if memory is not None and instance not in seen:
+            seen.add(instance)
+            yield GPU_MIG_MEMORY_USED, (instance,), memory.used
+            yield GPU_MIG_MEMORY_TOTAL, (instance,), memory.total
+
+
+def _instances(card: Card) -> Iterator[tuple[dict[str, str], Any]]:
+    nvml = card.nvml
+    for slot in range(nvml.nvmlDeviceGetMaxMigDeviceCount(card.handle)):
+        try:
+            handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(card.handle, slot)
+            labels = {
+                "uuid": nvml.nvmlDeviceGetUUID(handle),
+                "gpu_instance": str(nvml.nvmlDeviceGetGpuInstanceId(handle)),
+                "compute_instance": str(nvml.nvmlDeviceGetComputeInstanceId(handle)),
+                "profile": nvml.nvmlDeviceGetName(handle).rpartition("MIG ")[2],
+            }
+        except nvml.NVMLError as error:
+            if error.value in EMPTY_SLOT:
+                continue
+            raise
+        memory = None
+        with suppress(nvml.NVMLError_NotSupported, nvml.NVMLError_NoPermission, nvml.NVMLError_FunctionNotFound):
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2)
+        yield labels, memory
+
+
+def _gpm_supported(card: Card) -> bool:
+    """Return whether the card has GPM, asked once."""
+    if GPM not in card.latest:
+        card.latest[GPM] = card.nvml.nvmlGpmQueryDeviceSupport(card.handle).isSupportedDevice
+    return card.latest[GPM] != 0
+
+
+def _activity(card: Card) -> Values:
+    if not _gpm_supported(card):
+        raise card.nvml.NVMLError(card.nvml.NVML_ERROR_NOT_SUPPORTED)
+    meter = card.meter()
+    failure = _advance(card, meter)
+    yield from gpm.whole_gpu(meter.activity)
+    moved = meter.activity.bytes
+    for metric, row, cumulative in (
+        (gpm.PCIE_SENT, GPU_PCIE_TRANSMIT, (fields.PCIE_SENT,)),
+        (gpm.PCIE_RECEIVED, GPU_PCIE_RECEIVE, (fields.PCIE_RECEIVED,)),
+        (gpm.NVLINK_SENT, NVLINK_TRANSMIT, (fields.NVLINK_DATA_SENT, (202, None))),
+        (gpm.NVLINK_RECEIVED, NVLINK_RECEIVE, (fields.NVLINK_DATA_RECEIVED, (204, None))),
+    ):
+        if metric in moved and all(key in card.lacks for key in cumulative):
+            yield row, (), moved[metric]
+    if failure is not None:
+        raise failure
+
+
+def _advance(card: Card, meter: gpm.Meter) -> Exception | None:
+    """Return why the meter could not go on now, as when a profiler has the hardware counters; what it counted stays."""
+    try:
+        card.unasked = not meter.advance()
+    except card.nvml.NVMLError as error:
+        if error.value in LACKING:
+            meter.close()
+        if error.value in (*LACKING, *GONE, *OVER):
+            raise
+        failure: Exception = error
+        return failure
+    return None
+
+
+def _instance_activity(card: Card) -> Values:
+    if not _gpm_supported(card):
+        raise card.nvml.NVMLError(card.nvml.NVML_ERROR_NOT_SUPPORTED)
+    failure: Exception | None = None
+    for instance in sorted({labels["gpu_instance"] for labels in card.mig or ()}, key=int):
+        meter = card.meter(instance)
+        failure = _advance(card, meter) or failure
+        yield from gpm.mig_instance(meter.activity, instance)
+    if failure is not None:
+        raise failure
+
+
+def _value(
+    row: Metric, name: str, *arguments: Any, labels: tuple[str, ...] = (), item: int | None = None, **how: Any
+) -> Read:
+    """Return the read of a call that gives one number, or a list in which it is the one at `item`."""
+
+    def values(card: Card) -> Values:
+        answer = getattr(card.nvml, name)(card.handle, *arguments)
+        number = answer if item is None else answer[item]
+        if fields.known(number):
+            yield row, labels, number
+
+    return Read(name, values, **how)
+
+
+# Not a field: where `latest` keeps whether the card has GPM.
+GPM = (-1, 0)
+GRAPHICS_CLOCK, SM_CLOCK, MEMORY_CLOCK, VIDEO_CLOCK = range(4)  # nvmlClockType_t
+
+_MEMORY = Read("nvmlDeviceGetMemoryInfo", _memory, needs=("nvmlMemory_v2",))
+_TEMPERATURE = _value(GPU_TEMPERATURE, "nvmlDeviceGetTemperatureV", 0)
+_FABRIC = Read(
+    "nvmlDeviceGetGpuFabricInfoV", partial(_fabric, structure="c_nvmlGpuFabricInfo_v3_t"), SELDOM,
+    needs=("c_nvmlGpuFabricInfo_v3_t",), whole=True,
+)
+
+# In this order: a change of MIG mode is seen before what depends on it, a lacking field before what stands in for it.
+READS: tuple[Read, ...] = (
+    Read("nvmlDeviceGetMigMode", _mig, SELDOM),
+    Read("nvmlDeviceGetFieldValues", partial(_batch, table=fields.FAST)),
+    Read("nvmlDeviceGetFieldValues", partial(_batch, table=fields.SLOW), SELDOM),
+    Read("nvmlDeviceGetFieldValues", _links, SELDOM, whole=True),
+    Read("nvmlGpmSampleGet", _activity, needs=("nvmlGpmQueryDeviceSupport", "nvmlGpmMetricsGet")),
+    Read("nvmlGpmMigSampleGet", _instance_activity, needs=("nvmlGpmQueryDeviceSupport", "nvmlGpmMetricsGet")),
+    _value(GPU_ENERGY, "nvmlDeviceGetTotalEnergyConsumption", instead_of=((83, 0),)),
+    _MEMORY,
+    Read("nvmlDeviceGetMemoryInfo", _memory_v1, instead_of=(_MEMORY,)),
+    Read("nvmlDeviceGetBAR1MemoryInfo", _bar1, SELDOM),
+    Read("nvmlDeviceGetUtilizationRates", _utilization),
+    _value(GPU_ENCODER_UTILIZATION, "nvmlDeviceGetEncoderUtilization", item=0, every=SELDOM),
+    _value(GPU_DECODER_UTILIZATION, "nvmlDeviceGetDecoderUtilization", item=0, every=SELDOM),
+    Read("nvmlDeviceGetComputeRunningProcesses_v3", _processes, SELDOM),
+    _TEMPERATURE,
+    _value(GPU_TEMPERATURE, "nvmlDeviceGetTemperature", 0, instead_of=(_TEMPERATURE,)),
+    _value(GPU_TEMPERATURE_MARGIN, "nvmlDeviceGetMarginTemperature"),
+    *(
+        _value(GPU_TEMPERATURE_LIMIT, "nvmlDeviceGetTemperatureThreshold", threshold, labels=(limit,), every=ONCE,
+               instead_of=((193, 0), (194, 0)))
+        for threshold, limit in THRESHOLDS.items()
+    ),
+    _value(GPU_POWER, "nvmlDeviceGetPowerUsage"),
+    _value(GPU_POWER_LIMIT, "nvmlDeviceGetEnforcedPowerLimit", every=SELDOM),
+    _value(GPU_POWER_LIMIT_DEFAULT, "nvmlDeviceGetPowerManagementDefaultLimit", every=ONCE),
+    _value(GPU_POWER_LIMIT_MAX, "nvmlDeviceGetPowerManagementLimitConstraints", item=1, every=ONCE),
+    _value(GPU_SM_CLOCK, "nvmlDeviceGetClockInfo", SM_CLOCK),
+    _value(GPU_SM_CLOCK_MAX, "nvmlDeviceGetMaxClockInfo", SM_CLOCK, every=ONCE),
+    _value(GPU_MEMORY_CLOCK, "nvmlDeviceGetClockInfo", MEMORY_CLOCK),
+    _value(GPU_MEMORY_CLOCK_MAX, "nvmlDeviceGetMaxClockInfo", MEMORY_CLOCK, every=ONCE),
+    _value(GPU_VIDEO_CLOCK, "nvmlDeviceGetClockInfo", VIDEO_CLOCK, every=SELDOM),
+    Read("nvmlDeviceGetCurrentClocksEventReasons", _clock_events),
+    Read("nvmlDeviceGetMemoryErrorCounter", _ecc_locations, SELDOM),
+    Read("nvmlDeviceGetSramEccErrorStatus", _sram, SELDOM, needs=("c_nvmlEccSramErrorStatus_v1_t",)),
+    Read("nvmlDeviceGetRemappedRows", _remapped_rows, SELDOM, instead_of=((142, 0), (143, 0))),
+    Read("nvmlDeviceGetRowRemapperHistogram", _spare_rows, SELDOM),
+    Read("nvmlDeviceGetRepairStatus", _repair, SELDOM),
+    _value(GPU_PCIE_GENERATION, "nvmlDeviceGetCurrPcieLinkGeneration", every=SELDOM),
+    _value(GPU_PCIE_GENERATION_MAX, "nvmlDeviceGetMaxPcieLinkGeneration", every=ONCE),
+    _value(GPU_PCIE_WIDTH, "nvmlDeviceGetCurrPcieLinkWidth", every=SELDOM),
+    _value(GPU_PCIE_WIDTH_MAX, "nvmlDeviceGetMaxPcieLinkWidth", every=ONCE),
+    _value(GPU_PERSISTENCE_MODE, "nvmlDeviceGetPersistenceMode", every=SELDOM),
+    _value(GPU_ECC_MODE, "nvmlDeviceGetEccMode", item=0, every=SELDOM),
+    _FABRIC,
+    Read(
+        "nvmlDeviceGetGpuFabricInfoV", partial(_fabric, structure="c_nvmlGpuFabricInfo_v2_t"), SELDOM,
+        needs=("c_nvmlGpuFabricInfo_v2_t",), instead_of=(_FABRIC,), whole=True,
+    ),
+)

@@ -1,0 +1,287 @@
+"""Which field of nvmlDeviceGetFieldValues becomes which series, and how NVML writes a number; nothing here calls NVML.
+
+Field ids, value types, link states and the fabric's health mask are those of nvml.h,
+https://docs.nvidia.com/deploy/nvml-api/, by number because the names differ between releases of pynvml. Missing:
+fields 161-163 on NVLink 5 and 206-222 before it, 193-196 before Ada, 269-271 on older drivers, 29-31 from Ampere on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flopwatch.catalogue import (
+    GPU_CLOCK_EVENT_SECONDS,
+    GPU_ECC_ERRORS,
+    GPU_ECC_LIFETIME_ERRORS,
+    GPU_ENERGY,
+    GPU_MEMORY_TEMPERATURE,
+    GPU_MODULE_POWER,
+    GPU_PCIE_ERRORS,
+    GPU_PCIE_RECEIVE,
+    GPU_PCIE_REPLAYS,
+    GPU_PCIE_TRANSMIT,
+    GPU_RECOVERY_ACTION,
+    GPU_REMAPPED_ROWS,
+    GPU_RETIRED_PAGES,
+    GPU_RETIRED_PAGES_PENDING,
+    GPU_ROW_REMAP_FAILURE,
+    GPU_ROW_REMAP_PENDING,
+    GPU_TEMPERATURE_LIMIT_MARGIN,
+    NVLINK_EFFECTIVE_BER,
+    NVLINK_ERRORS,
+    NVLINK_INFO,
+    NVLINK_LINK_ERRORS,
+    NVLINK_LINK_STATE,
+    NVLINK_LINKS,
+    NVLINK_RECEIVE,
+    NVLINK_RECEIVE_RAW,
+    NVLINK_SPEED,
+    NVLINK_SYMBOL_BER,
+    NVLINK_TRANSMIT,
+    NVLINK_TRANSMIT_RAW,
+    Metric,
+)
+
+# A field id and its scope: 0, a link's number, or one of these.
+Key = tuple[int, int]
+ALL_LINKS = 0xFFFFFFFF
+MODULE = 1
+
+# One reading: the row, its labels after (gpu, uuid), and the source's own number.
+Value = tuple[Metric, tuple[str, ...], float]
+
+# nvmlValueType_t is the index of the member of nvmlValue_t that holds the number.
+VALUE_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+SIGNED = ("sllVal", "siVal")
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of the GPU as a whole.
+
+    `once`: left out until it is not 0. `instead_of`: asked for only on a card that does not have that field.
+    `signed`: below 0 even where the driver calls the type unsigned. `factor` times the number is in the row's unit.
+    """
+
+    id: int
+    row: Metric
+    labels: tuple[str, ...] = ()
+    scope: int = 0
+    once: bool = False
+    instead_of: int | None = None
+    signed: bool = False
+    factor: int = 1
+
+    @property
+    def key(self) -> Key:
+        return self.id, self.scope
+
+
+ECC_CORRECTED, ECC_UNCORRECTED = (3, 0), (4, 0)
+NVLINK_DATA_SENT, NVLINK_DATA_RECEIVED = (138, ALL_LINKS), (139, ALL_LINKS)
+PCIE_SENT, PCIE_RECEIVED = (197, 0), (198, 0)
+
+# Asked for at every read.
+FAST = (
+    Field(82, GPU_MEMORY_TEMPERATURE),
+    Field(83, GPU_ENERGY),
+    Field(74, GPU_CLOCK_EVENT_SECONDS, ("sw_power_cap",)),
+    Field(76, GPU_CLOCK_EVENT_SECONDS, ("sync_boost",)),
+    Field(269, GPU_CLOCK_EVENT_SECONDS, ("sw_thermal_slowdown",)),
+    Field(270, GPU_CLOCK_EVENT_SECONDS, ("hw_thermal_slowdown",)),
+    Field(271, GPU_CLOCK_EVENT_SECONDS, ("hw_power_brake_slowdown",)),
+    Field(75, GPU_CLOCK_EVENT_SECONDS, ("thermal",), instead_of=270),
+    Field(77, GPU_CLOCK_EVENT_SECONDS, ("board_limit",), instead_of=270),
+    Field(78, GPU_CLOCK_EVENT_SECONDS, ("low_utilization",), instead_of=270),
+    Field(79, GPU_CLOCK_EVENT_SECONDS, ("reliability",), instead_of=270),
+    Field(3, GPU_ECC_ERRORS, ("corrected",)),
+    Field(4, GPU_ECC_ERRORS, ("uncorrected",)),
+    Field(230, GPU_RECOVERY_ACTION),
+    Field(94, GPU_PCIE_REPLAYS),
+    Field(197, GPU_PCIE_TRANSMIT),
+    Field(198, GPU_PCIE_RECEIVE),
+    Field(138, NVLINK_TRANSMIT, scope=ALL_LINKS, factor=1024),
+    Field(139, NVLINK_RECEIVE, scope=ALL_LINKS, factor=1024),
+    Field(140, NVLINK_TRANSMIT_RAW, scope=ALL_LINKS),
+    Field(141, NVLINK_RECEIVE_RAW, scope=ALL_LINKS),
+)
+# Asked for now and then: they rise by single events, or hardly ever change.
+SLOW = (
+    Field(5, GPU_ECC_LIFETIME_ERRORS, ("corrected",)),
+    Field(6, GPU_ECC_LIFETIME_ERRORS, ("uncorrected",)),
+    Field(142, GPU_REMAPPED_ROWS, ("corrected",)),
+    Field(143, GPU_REMAPPED_ROWS, ("uncorrected",)),
+    Field(144, GPU_ROW_REMAP_PENDING),
+    Field(145, GPU_ROW_REMAP_FAILURE),
+    Field(29, GPU_RETIRED_PAGES, ("corrected",)),
+    Field(30, GPU_RETIRED_PAGES, ("uncorrected",)),
+    Field(31, GPU_RETIRED_PAGES_PENDING),
+    Field(186, GPU_MODULE_POWER, scope=MODULE),
+    Field(193, GPU_TEMPERATURE_LIMIT_MARGIN, ("shutdown",), signed=True),
+    Field(194, GPU_TEMPERATURE_LIMIT_MARGIN, ("slowdown",), signed=True),
+    Field(195, GPU_TEMPERATURE_LIMIT_MARGIN, ("memory_max",), signed=True),
+    Field(196, GPU_TEMPERATURE_LIMIT_MARGIN, ("gpu_max",), signed=True),
+    Field(173, GPU_PCIE_ERRORS, ("correctable",)),
+    Field(179, GPU_PCIE_ERRORS, ("non_fatal",)),
+    Field(180, GPU_PCIE_ERRORS, ("fatal",)),
+    Field(95, GPU_PCIE_ERRORS, ("replay_rollover",), once=True),
+    Field(169, GPU_PCIE_ERRORS, ("l0_to_recovery",), once=True),
+    Field(174, GPU_PCIE_ERRORS, ("nak_received",), once=True),
+    Field(175, GPU_PCIE_ERRORS, ("receiver",), once=True),
+    Field(176, GPU_PCIE_ERRORS, ("bad_tlp",), once=True),
+    Field(177, GPU_PCIE_ERRORS, ("nak_sent",), once=True),
+    Field(178, GPU_PCIE_ERRORS, ("bad_dllp",), once=True),
+    Field(181, GPU_PCIE_ERRORS, ("unsupported_request",), once=True),
+    Field(182, GPU_PCIE_ERRORS, ("lcrc",), once=True),
+    Field(183, GPU_PCIE_ERRORS, ("lane",), once=True),
+)
+# NVLink 3 and older count per GPU; asked for on a GPU with links of which none has 161-163.
+OLD_LINKS = (
+    Field(52, NVLINK_ERRORS, ("replay",)),
+    Field(59, NVLINK_ERRORS, ("recovery",)),
+    Field(38, NVLINK_ERRORS, ("crc",)),
+    Field(45, NVLINK_ERRORS, ("crc_data",)),
+)
+OLD_LINK_SPEED = Field(90, NVLINK_SPEED)
+
+LINK_COUNT = (91, 0)
+LINK_SPEED, LINK_STATE, LINK_VERSION = 164, 165, 166
+LINK_STATES = {0: "inactive", 1: "active", 2: "sleep", 3: "disabled"}
+ACTIVE = 1
+# NVML_NVLINK_VERSION_*.
+LINK_VERSIONS = {1: "1.0", 2: "2.0", 3: "2.2", 4: "3.0", 5: "3.1", 6: "4.0", 7: "5.0", 8: "6.0"}
+LINK_ERRORS = {
+    161: "replay", 162: "recovery", 163: "crc",
+    206: "malformed_packet", 207: "buffer_overrun", 208: "receive", 209: "remote", 210: "general",
+    211: "local_integrity", 212: "transmit_discard", 215: "recovery", 214: "recovery_failed",
+    219: "effective", 221: "symbol",
+}
+LINK_BYTES = {202: NVLINK_TRANSMIT, 204: NVLINK_RECEIVE}
+LINK_BERS = {220: NVLINK_EFFECTIVE_BER, 222: NVLINK_SYMBOL_BER}
+PER_LINK = (LINK_STATE, LINK_SPEED, LINK_VERSION, *LINK_ERRORS, *LINK_BYTES, *LINK_BERS)
+
+# nvmlClocksEventReason*, with the names nvidia-smi uses.
+CLOCK_EVENTS = {
+    0x1: "gpu_idle",
+    0x2: "applications_clocks_setting",
+    0x4: "sw_power_cap",
+    0x8: "hw_slowdown",
+    0x10: "sync_boost",
+    0x20: "sw_thermal_slowdown",
+    0x40: "hw_thermal_slowdown",
+    0x80: "hw_power_brake_slowdown",
+    0x100: "display_clock_setting",
+}
+
+# NVML_GPU_FABRIC_HEALTH_MASK_*: the first bit of two, in which 0 is not supported, 1 yes, 2 no.
+FABRIC_FAULTS = {0: "degraded_bandwidth", 2: "route_recovery", 4: "route_unhealthy", 6: "access_timeout"}
+# Four bits from here on: 0 is not supported, 1 none, all else a kind of wrong configuration.
+FABRIC_CONFIGURATION_SHIFT = 8
+
+
+def known(number: float) -> bool:
+    """Return whether NVML has this number; all ones, in 32 or 64 bits, is its "not available"."""
+    return number not in (2**32 - 1, 2**64 - 1) and not math.isnan(number)
+
+
+def number(value: Any, signed: bool = False) -> float | None:
+    """Return the number in an nvmlFieldValue_t; None for "not available" and for a type this nvml.h does not have."""
+    if not 0 <= value.valueType < len(VALUE_MEMBERS):
+        return None
+    member = VALUE_MEMBERS[value.valueType]
+    result: float = getattr(value.value, member)
+    if member in SIGNED:
+        return result
+    if not known(result):
+        return None
+    return result - 2**32 if signed and 2**31 <= result < 2**32 else result
+
+
+def bit_error_ratio(raw: int) -> float:
+    """Return the ratio in fields 220 and 222: bits 0-7 exponent, 8-11 mantissa; 15 and 255 stand for 0."""
+    exponent, mantissa = raw & 0xFF, raw >> 8 & 0xF
+    return 0.0 if (mantissa, exponent) == (15, 255) else mantissa * 10.0**-exponent
+
+
+def fabric_faults(mask: int) -> dict[str, bool]:
+    """Return what the health mask says of each fault the fabric can tell of."""
+    bits = {name: mask >> shift & 0x3 for shift, name in FABRIC_FAULTS.items()}
+    configuration = mask >> FABRIC_CONFIGURATION_SHIFT & 0xF
+    faults = {name: value == 1 for name, value in bits.items() if value != 0}
+    return faults if configuration == 0 else faults | {"incorrect_configuration": configuration > 1}
+
+
+@dataclass
+class Links:
+    """What is remembered of a GPU's links, so that a link that cannot be read takes nothing out of a sum.
+
+    `counts` by field id and link; `up` once a link was seen active; `fallen` links that were seen in another state
+    since; `failed` link and error seen above 0.
+    """
+
+    counts: dict[int, dict[int, float]] = field(default_factory=dict)
+    up: bool = False
+    fallen: set[int] = field(default_factory=set)
+    failed: set[tuple[int, int]] = field(default_factory=set)
+
+    def take(self, numbers: Mapping[Key, float]) -> list[Value]:
+        """Return the series of these readings of PER_LINK fields."""
+        by_id: dict[int, dict[int, float]] = {}
+        for (field_id, link), value in numbers.items():
+            by_id.setdefault(field_id, {})[link] = value
+        return [
+            *self._states(by_id.get(LINK_STATE, {}), by_id.get(LINK_SPEED, {}), by_id.get(LINK_VERSION, {})),
+            *self._errors(by_id),
+            *((row, (), self._sum(field_id, by_id)) for field_id, row in LINK_BYTES.items() if field_id in by_id),
+            *(
+                (row, (), max(bit_error_ratio(int(value)) for value in by_id[field_id].values()))
+                for field_id, row in LINK_BERS.items() if field_id in by_id
+            ),
+        ]
+
+    def _states(
+        self, states: Mapping[int, float], speeds: Mapping[int, float], versions: Mapping[int, float]
+    ) -> list[Value]:
+        values: list[Value] = []
+        present = list(states.values())
+        for state, name in LINK_STATES.items():
+            if state in present or (present and state in (0, ACTIVE)):
+                values.append((NVLINK_LINKS, (name,), present.count(state)))
+        active = [link for link, state in states.items() if state == ACTIVE]
+        self.up = self.up or bool(active)
+        # Links of a GPU that has none in use are not wired; that is no misbehaviour.
+        if self.up:
+            self.fallen |= states.keys() - set(active)
+        values += [(NVLINK_LINK_STATE, (str(link),), states[link]) for link in sorted(self.fallen & states.keys())]
+        rates = [speed for link, speed in speeds.items() if speed > 0 and (link in active or not states)]
+        if rates:
+            values.append((NVLINK_SPEED, (), min(rates)))
+        names = sorted({LINK_VERSIONS[int(version)] for version in versions.values() if int(version) in LINK_VERSIONS})
+        values += [(NVLINK_INFO, (name,), 1) for name in names[-1:]]
+        return values
+
+    def _errors(self, by_id: Mapping[int, Mapping[int, float]]) -> list[Value]:
+        values: list[Value] = []
+        told: set[str] = set()
+        for field_id, error in LINK_ERRORS.items():
+            if field_id not in by_id or error in told:
+                continue
+            told.add(error)
+            values.append((NVLINK_ERRORS, (error,), self._sum(field_id, by_id)))
+            for link, count in sorted(self.counts[field_id].items()):
+                if count > 0:
+                    self.failed.add((field_id, link))
+                if (field_id, link) in self.failed:
+                    values.append((NVLINK_LINK_ERRORS, (str(link), error), count))
+        return values
+
+    def _sum(self, field_id: int, by_id: Mapping[int, Mapping[int, float]]) -> float:
+        """Return the sum over all links, with the last number of those that could not be read now."""
+        last, now = self.counts.get(field_id, {}), by_id[field_id]
+        if any(count < last.get(link, 0) for link, count in now.items()):
+            last = {}  # the GPU was reset, and the links that could not be read with it
+        self.counts[field_id] = {**last, **now}
+        return sum(self.counts[field_id].values())

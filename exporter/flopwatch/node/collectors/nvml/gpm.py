@@ -1,0 +1,153 @@
+"""GPU performance monitoring (GPM): how busy the parts of a GPU were, counted up from NVML's means.
+
+Two samples of the hardware counters give the mean over the time between them; mean times time, added up, is a counter
+that any number of scrapers see the same way. https://docs.nvidia.com/deploy/nvml-api/group__nvmlGpmFunctions.html.
+Hopper and later; before that only DCGM has these numbers. While a profiler (Nsight, CUPTI) holds the hardware
+counters there are none, and the profiled seconds stand still.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from flopwatch.catalogue import (
+    GPU_DRAM_ACTIVE,
+    GPU_GRAPHICS_ACTIVE,
+    GPU_MIG_DRAM_ACTIVE,
+    GPU_MIG_PROFILED_SECONDS,
+    GPU_MIG_SM_ACTIVE,
+    GPU_MIG_TENSOR_ACTIVE,
+    GPU_PIPE_ACTIVE,
+    GPU_PROFILED_SECONDS,
+    GPU_SM_ACTIVE,
+    GPU_SM_OCCUPANCY,
+    GPU_TENSOR_ACTIVE,
+    Metric,
+)
+from flopwatch.node.collectors.nvml.fields import Value
+
+# NVML asks for at least so many seconds between two samples.
+SHORTEST_INTERVAL = 0.1
+MEBIBYTE = 1 << 20
+
+# nvmlGpmMetricId_t of the activities, in percent.
+WHOLE_GPU: dict[int, Metric] = {
+    1: GPU_GRAPHICS_ACTIVE, 2: GPU_SM_ACTIVE, 3: GPU_SM_OCCUPANCY, 5: GPU_TENSOR_ACTIVE, 10: GPU_DRAM_ACTIVE,
+}
+MIG_INSTANCE: dict[int, Metric] = {2: GPU_MIG_SM_ACTIVE, 5: GPU_MIG_TENSOR_ACTIVE, 10: GPU_MIG_DRAM_ACTIVE}
+PIPES = {
+    4: "integer", 11: "fp64", 12: "fp32", 13: "fp16", 7: "tensor_hmma", 8: "tensor_dmma", 9: "tensor_imma",
+}
+# The traffic, in MiB/s.
+PCIE_SENT, PCIE_RECEIVED, NVLINK_RECEIVED, NVLINK_SENT = 20, 21, 60, 61
+TRAFFIC = (PCIE_SENT, PCIE_RECEIVED, NVLINK_RECEIVED, NVLINK_SENT)
+
+
+@dataclass
+class Activity:
+    """What was counted up: seconds profiled, and by GPM metric the seconds active or the bytes moved."""
+
+    profiled: float = 0.0
+    seconds: dict[int, float] = field(default_factory=dict)
+    bytes: dict[int, float] = field(default_factory=dict)
+
+    def add(self, means: dict[int, float], interval: float) -> None:
+        """Count the means, in percent or MiB/s, over `interval` seconds."""
+        for metric, mean in means.items():
+            if metric in TRAFFIC:
+                self.bytes[metric] = self.bytes.get(metric, 0.0) + mean * MEBIBYTE * interval
+            else:
+                self.seconds[metric] = self.seconds.get(metric, 0.0) + mean / 100 * interval
+
+
+class Meter:
+    """Counts the activity of one GPU or MIG GPU instance up, from one call of `advance` to the next.
+
+    `take` fills a sample of it; `metrics` are the ids asked for. NVML's memory for two samples is held until `close`.
+    """
+
+    def __init__(
+        self, nvml: Any, take: Callable[[Any], object], metrics: tuple[int, ...], activity: Activity,
+        clock: Callable[[], float],
+    ) -> None:
+        self.activity = activity
+        self._nvml = nvml
+        self._take = take
+        self._clock = clock
+        self._before: Any = None
+        self._after: Any = None
+        self._taken_at: float | None = None
+        self._seen: set[int] = set()  # activities this meter had a number for
+        self._request = nvml.c_nvmlGpmMetricsGet_t()
+        self._request.version = nvml.NVML_GPM_METRICS_GET_VERSION
+        self._request.numMetrics = len(metrics)
+        self._answers = {metric: self._request.metrics[index] for index, metric in enumerate(metrics)}
+        for metric, answer in self._answers.items():
+            answer.metricId = metric
+
+    def advance(self) -> bool:
+        """Take a sample and count what happened since the one before; False if that was too short a time ago.
+
+        Raises NVMLError; that interval is a gap.
+        """
+        now = self._clock()
+        if self._taken_at is not None and now - self._taken_at < SHORTEST_INTERVAL:
+            return False
+        taken_at, self._taken_at = self._taken_at, None
+        if self._after is None:
+            self._after = self._nvml.nvmlGpmSampleAlloc()
+        self._take(self._after)
+        self._before, self._after = self._after, self._before
+        if taken_at is not None:
+            self._count(self._means(self._after, self._before), now - taken_at)
+        self._taken_at = now
+        return True
+
+    def _count(self, means: dict[int, float], interval: float) -> None:
+        """Add the means to the counters. If an activity that was there before is missing, the interval is a gap."""
+        activities = means.keys() - set(TRAFFIC)
+        if not activities or self._seen - activities:
+            means = {metric: mean for metric, mean in means.items() if metric in TRAFFIC}
+        else:
+            self._seen |= activities
+            self.activity.profiled += interval
+        self.activity.add(means, interval)
+
+    def _means(self, older: Any, newer: Any) -> dict[int, float]:
+        self._request.sample1, self._request.sample2 = older, newer
+        self._nvml.nvmlGpmMetricsGet(self._request)
+        return {
+            metric: mean for metric, answer in self._answers.items()
+            if answer.nvmlReturn == 0 and math.isfinite(mean := answer.value) and mean >= 0
+        }
+
+    def close(self) -> None:
+        """Give the memory of the samples back to NVML."""
+        for sample in (self._before, self._after):
+            if sample is not None:
+                with suppress(self._nvml.NVMLError):
+                    self._nvml.nvmlGpmSampleFree(sample)
+        self._before = self._after = self._taken_at = None
+
+
+def whole_gpu(activity: Activity) -> Iterator[Value]:
+    """Return the activity series of a GPU; the parts every card has are there from the start, pipes once in use."""
+    yield GPU_PROFILED_SECONDS, (), activity.profiled
+    for metric, row in WHOLE_GPU.items():
+        if metric in activity.seconds or not activity.seconds:
+            yield row, (), activity.seconds.get(metric, 0.0)
+    for metric, pipe in PIPES.items():
+        if activity.seconds.get(metric, 0.0) > 0:
+            yield GPU_PIPE_ACTIVE, (pipe,), activity.seconds[metric]
+
+
+def mig_instance(activity: Activity, gpu_instance: str) -> Iterator[Value]:
+    """Return the activity series of a MIG GPU instance."""
+    yield GPU_MIG_PROFILED_SECONDS, (gpu_instance,), activity.profiled
+    for metric, row in MIG_INSTANCE.items():
+        if metric in activity.seconds or not activity.seconds:
+            yield row, (gpu_instance,), activity.seconds.get(metric, 0.0)

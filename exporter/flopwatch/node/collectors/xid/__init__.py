@@ -1,0 +1,375 @@
+"""Xid errors of the GPUs and SXid errors of the NVSwitches, from the kernel log and from NVML's event set.
+
+Xid codes and what to do: https://docs.nvidia.com/deploy/xid-errors/, in short `data/xid.csv`, `data/sxid.csv`,
+`data/xid_nvlink5.csv` and docs/xid.md (printed by `python -m flopwatch.node.collectors.xid`). The kernel log has the
+text and what came before this process, and needs root, CAP_SYSLOG or `flopwatch kmsg`; NVML's events need neither and
+have neither. What both tell of is counted once (`reconcile.py`). NVML knows no SXid.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from flopwatch.catalogue import (
+    GPU_DRIVER_EVENTS,
+    GPU_INFO,
+    GPU_XID,
+    GPU_XID_INFO,
+    GPU_XID_LAST,
+    GPU_XID_NVLINK_ERRORS,
+    GPU_XID_RECOVERY_ACTION,
+    KERNEL_LOG_LOST,
+    NODE_KERNEL_EVENTS,
+    NVLINK_SWITCH_SXID,
+    NVLINK_SWITCH_SXID_INFO,
+    NVLINK_SWITCH_SXID_LAST,
+    XID_SOURCE_UP,
+    Sample,
+)
+from flopwatch.node.collectors import StartAfresh, StateFile, Unsupported, read_inventory
+from flopwatch.node.collectors.xid import nvlink5 as nvlink5
+from flopwatch.node.collectors.xid.counts import Counts
+from flopwatch.node.collectors.xid.kernel_lines import (
+    NODE_EVENTS,
+    RECOVERY_ACTION,
+    RELEVANT,
+    introductions,
+    node_events,
+    recovery_action,
+    switch_errors,
+)
+from flopwatch.node.collectors.xid.kernel_lines import OFF_THE_BUS as OFF_THE_BUS
+from flopwatch.node.collectors.xid.kernel_lines import Event as Event
+from flopwatch.node.collectors.xid.kernel_lines import Record as Record
+from flopwatch.node.collectors.xid.kernel_lines import events as events
+from flopwatch.node.collectors.xid.kernel_lines import pci_address as pci_address
+from flopwatch.node.collectors.xid.kernel_lines import record as record
+from flopwatch.node.collectors.xid.kernel_log import Entry, KernelLog
+from flopwatch.node.collectors.xid.nvml_events import UNKNOWN_XID, Told, Watcher
+from flopwatch.node.collectors.xid.reconcile import Reconciler
+
+# The GPU needs a reset, a drain or a repair; the job on it is lost.
+CRITICAL = (48, 62, 64, 74, 79, 95, 119, 120)
+# Present at 0 on every GPU from the start, so that the first one is an increase. 94 is contained: a warning.
+FROM_THE_START = (*CRITICAL, 94)
+
+# In the words of data/xid.csv, by class of the Fabric Manager user guide.
+SXID_SEVERITIES = {"always fatal": "fatal", "potentially fatal": "critical", "non-fatal": "warning"}
+
+# Within this time the kernel log and NVML tell of the same event, and so do the driver's reports of a GPU that fell off
+# the bus: once with a number and again without.
+SAME_EVENT_SECONDS = 60.0
+# How long a GPU that has Xids may stay unnamed at the start, while the source that names GPUs has not answered yet.
+STRANGER_SECONDS = 60.0
+# How long the first read waits for NVML.
+NVML_PATIENCE = 0.5
+
+log = logging.getLogger(__name__)
+
+
+@functools.cache
+def meanings() -> dict[int, dict[str, str]]:
+    """Return the rows of data/xid.csv by code: name, class, severity, action, source."""
+    return {int(row["xid"]): row for row in _table("xid.csv")}
+
+
+@functools.cache
+def switch_meanings() -> dict[str, dict[str, str]]:
+    """Return the rows of data/sxid.csv by code: name, fabric_manager_guide_class, action and gpud's severity."""
+    return {row["sxid"]: row for row in _table("sxid.csv")}
+
+
+def _table(name: str) -> list[dict[str, str]]:
+    text = (resources.files("flopwatch") / "data" / name).read_text()
+    return list(csv.DictReader(text.splitlines()))
+
+
+class Xid:
+    """The Xids and SXids of a node, counted once each across restarts.
+
+    `kmsg` is /dev/kmsg, `unix:` and the socket of `flopwatch kmsg`, or a regular file of such records; `gpus` the
+    inventory that the NVML source keeps, `state` the file of the counts and of the place read up to, `boot_id` what
+    tells this boot's record numbers from another's, `booted` the Unix time of the boot, `watcher` NVML's events.
+    """
+
+    name = "xid"
+
+    def __init__(
+        self,
+        kmsg: Path | str,
+        gpus: Path,
+        state: Path,
+        boot_id: str = "",
+        booted: Callable[[], float] = lambda: time.time() - time.monotonic(),
+        watcher: Watcher | None = None,
+        clock: Callable[[], float] = time.time,
+        follow: bool = False,
+    ) -> None:
+        self._gpus = gpus
+        self._watcher = watcher
+        self._clock = clock
+        self._follow = follow
+        self._started = clock()
+        self._state = StateFile(state)
+        stored = self._state.load()
+        self._counts = Counts()
+        self._counts.load(stored)
+        self._reconciler = Reconciler[tuple[str, int]](SAME_EVENT_SECONDS)
+        self._reconciler.restore(_told_before(stored.get("told")))
+        numbering, place, since = (stored.get(key) for key in ("log", "next", "since"))
+        self._kernel = KernelLog(
+            str(kmsg), RELEVANT, boot_id, booted, clock,
+            numbering=numbering if isinstance(numbering, str) else "",
+            place=place if isinstance(place, int) and place >= 0 else 0,
+            since=since if isinstance(since, float) else float("-inf"),
+        )
+        # A node on which a source has answered, once, has series; which of them answers now is a series as well.
+        self._heard = bool(stored)
+        self._had_kernel_log = bool(self._kernel.numbering)
+        self._was_live = False
+        self._unsaved = not stored
+        self._up: dict[str, str] = {}
+
+    def read(self) -> list[Sample]:
+        """Return the counts of every GPU, switch and kind of event."""
+        entries = self._kernel.drain()
+        if self._follow:
+            self._kernel.follow()
+        known = read_inventory(self._gpus, GPU_INFO)
+        self._check_sources(bool(known))
+        parts = self._parts(known)
+        owners = {pci: uuid for pci, (_, uuid) in parts.items()}
+        for pci in set(self._counts.strangers()) & owners.keys():
+            self._unsaved = self._counts.adopt(pci, owners[pci]) or self._unsaved
+        versions = {uuid: part["driver_version"] for uuid, part in known.items()}
+        for entry in entries:
+            self._take_record(entry, owners, versions)
+        for told in self._watcher.drain() if self._watcher is not None else ():
+            self._take_event(told, owners)
+        self._save()
+        if self._watcher is not None and self._watcher.replaced:
+            raise StartAfresh(f"the driver was replaced under this process: {self._watcher.error}")
+        return list(self._samples(parts))
+
+    def close(self) -> None:
+        """Let go of the driver and the kernel log."""
+        self._kernel.close()
+        if self._watcher is not None:
+            self._watcher.close()
+
+    def _check_sources(self, has_gpus: bool) -> None:
+        """Log what changed. Raises Unsupported if there never was a source."""
+        watcher, errors = self._watcher, {"kernel_log": self._kernel.error}
+        if watcher is not None:
+            errors["nvml"] = watcher.error
+        for source, error in errors.items():
+            if self._up.get(source) != error:
+                log.log(logging.WARNING if error else logging.INFO, "Xids from %s: %s", source, error or "ok")
+        self._up = errors
+        self._had_kernel_log = self._had_kernel_log or not self._kernel.error
+        self._was_live = self._was_live or self._kernel.live
+        self._heard = self._heard or not all(errors.values())
+        if not self._heard and not (has_gpus and watcher is not None and not watcher.absent):
+            raise Unsupported("; ".join(f"{source}: {error}" for source, error in errors.items()))
+
+    def _parts(self, known: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[str, str]]:
+        """Return index and uuid of the GPUs by PCI address: of the inventory, and those that NVML's events name."""
+        parts = {pci_address(part["pci_bus_id"]): (part["gpu"], uuid) for uuid, part in known.items()
+                 if part["pci_bus_id"]}
+        # Without a folder for its inventory the NVML source cannot tell.
+        for pci, device in list(self._watcher.devices.items()) if self._watcher is not None else ():
+            if device.uuid not in known:
+                parts.setdefault(pci, (device.gpu, device.uuid))
+        return parts
+
+    def _take_record(self, entry: Entry, owners: Mapping[str, str], versions: Mapping[str, str]) -> None:
+        text, at = entry.record.text, entry.at
+        counts = self._counts
+        for pci, uuid in introductions(text):
+            counts.introduce(pci, uuid)
+        for event in events(text):
+            owner = owners.get(event.pci, event.pci)
+            source = "kernel_log" if event.numbered else "unnumbered"
+            if self._reconciler.news((event.pci, event.xid), source, at, repeats=not event.numbered):
+                counts.xid(owner, event.xid, at)
+            link = nvlink5.decode(event.xid, event.detail, versions.get(owner, ""))
+            if link is not None:
+                counts.link(owner, (str(event.xid), *link))
+            action = recovery_action(event.detail) if event.xid == RECOVERY_ACTION else None
+            if action is not None and owner in counts.xids:
+                counts.recovery[owner] = action
+        for switch, sxid in switch_errors(text):
+            counts.switch(switch, sxid, at)
+        for name in node_events(text):
+            counts.node[name] = counts.node.get(name, 0) + 1
+        self._unsaved = True
+
+    def _take_event(self, told: Told, owners: Mapping[str, str]) -> None:
+        owner = owners.get(told.pci, told.pci)
+        self._unsaved = True
+        if told.notice:
+            self._counts.notice(owner, told.notice)
+        elif told.xid == UNKNOWN_XID and not self._kernel.error:
+            return  # the kernel log has its number
+        elif self._reconciler.news((told.pci, told.xid), "nvml", told.at):
+            self._counts.xid(owner, told.xid, told.at)
+
+    def _save(self) -> None:
+        """Keep the counts on disk; records that count nothing may be read again after a restart."""
+        self._reconciler.forget(self._clock())
+        if self._unsaved:
+            since = self._kernel.since
+            self._unsaved = not self._state.save({
+                "log": self._kernel.numbering, "next": self._kernel.place,
+                "since": since if since > float("-inf") else None,
+                "told": [[*key, at, sources] for key, at, sources in self._reconciler],
+                **self._counts.dump(),
+            })
+
+    def _samples(self, parts: Mapping[str, tuple[str, str]]) -> Iterator[Sample]:
+        named = {uuid: gpu for gpu, uuid in parts.values()}
+        for uuid, gpu in named.items():
+            yield from self._gpu(uuid, (gpu, uuid))
+        # Nobody may know a GPU that was lost before anything asked for it; it must not be missing for that.
+        strangers = self._counts.strangers() if self._clock() - self._started >= STRANGER_SECONDS else []
+        for pci in strangers:
+            yield from self._gpu(pci, ("", self._counts.introduced.get(pci, pci)))
+        shown = [self._counts.xids.get(owner, {}) for owner in (*named, *strangers)]
+        for code in sorted({*(FROM_THE_START if shown else ())}.union(*shown)):
+            if code in meanings():
+                row = meanings()[code]
+                yield GPU_XID_INFO, (str(code), row["name"], row["class"], row["severity"], row["action"]), 1
+        yield from self._node()
+
+    def _gpu(self, owner: str, labels: tuple[str, str]) -> Iterator[Sample]:
+        codes = self._counts.xids.get(owner, {})
+        for code in sorted({*FROM_THE_START, *codes}):
+            yield GPU_XID, (*labels, str(code)), codes[code].number if code in codes else 0
+            if code in codes:
+                yield GPU_XID_LAST, (*labels, str(code)), codes[code].last
+        for error, number in self._counts.links.get(owner, {}).items():
+            yield GPU_XID_NVLINK_ERRORS, (*labels, *error), number
+        if owner in self._counts.recovery:
+            yield GPU_XID_RECOVERY_ACTION, labels, self._counts.recovery[owner]
+        notices = self._counts.notices.get(owner, {})
+        for name in sorted({*notices, *(self._watcher.notices if self._watcher is not None else ())}):
+            yield GPU_DRIVER_EVENTS, (*labels, name), notices.get(name, 0)
+
+    def _node(self) -> Iterator[Sample]:
+        for (switch, sxid), count in self._counts.switches.items():
+            yield NVLINK_SWITCH_SXID, (switch, sxid), count.number
+            yield NVLINK_SWITCH_SXID_LAST, (switch, sxid), count.last
+        for sxid in sorted({sxid for _, sxid in self._counts.switches} & switch_meanings().keys()):
+            row = switch_meanings()[sxid]
+            told = row["fabric_manager_guide_class"]
+            yield NVLINK_SWITCH_SXID_INFO, (sxid, row["name"], told, SXID_SEVERITIES[told], row["action"]), 1
+        if self._had_kernel_log:
+            for name in NODE_EVENTS:
+                yield NODE_KERNEL_EVENTS, (name,), self._counts.node.get(name, 0)
+        for source, error in self._up.items():
+            yield XID_SOURCE_UP, (source,), float(not error)
+        if self._was_live:
+            yield KERNEL_LOG_LOST, (), self._kernel.lost
+
+
+def _told_before(stored: Any) -> Iterator[tuple[tuple[str, int], float, list[str]]]:
+    """Yield what another process has counted lately; nothing if that is of another shape."""
+    for item in stored if isinstance(stored, list) else ():
+        if isinstance(item, list) and list(map(type, item)) in (_TOLD, _TOLD_WHOLE) and all(
+            isinstance(source, str) for source in item[3]
+        ):
+            pci, code, at, sources = item
+            yield (pci, code), float(at), sources
+
+
+_TOLD, _TOLD_WHOLE = [str, int, float, list], [str, int, int, list]
+
+
+def build(kmsg: str, gpus: str, state: str, simulated: str = "", nvml: str = "") -> Xid:
+    """Return the collector of this boot's kernel log and, unless `nvml` is empty, of NVML's events.
+
+    `simulated` is the folder of the simulated node whose events are to be read instead.
+    """
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    watcher = _watcher(simulated) if nvml else None
+    if watcher is not None:
+        watcher.start(NVML_PATIENCE)
+    return Xid(kmsg, Path(gpus), Path(state), boot_id, watcher=watcher, follow=True)
+
+
+def _watcher(simulated: str) -> Watcher | None:
+    if simulated:
+        from flopwatch.simulate import pynvml as simulation
+
+        return Watcher(simulation.load(Path(simulated)))
+    try:
+        import pynvml
+    except ImportError as error:
+        log.warning("no Xids from NVML: %s; install flopwatch[exporter]", error)
+        return None
+    return Watcher(pynvml)
+
+
+def document() -> str:
+    """Return docs/xid.md."""
+    lines = [
+        "# Xid errors",
+        "",
+        "Printed by `python -m flopwatch.node.collectors.xid`; do not edit. Codes and actions are from NVIDIA's",
+        "[Xid catalogue](https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html), the severity is ours:",
+        "`error` ends the job and leaves the GPU fine, `critical` needs a reset or a drain, `fatal` a reboot or",
+        f"new hardware. Bold codes are in `{GPU_XID}` from the start, at 0. Codes listed as unused are left out.",
+        f"On a node, `{GPU_XID_INFO}` says the same of the codes seen there.",
+        "",
+        "Xids are heard of from the kernel log and from NVML's events; what both tell of is counted once. Which of the",
+        f"two answers is in `{XID_SOURCE_UP}`, and what the lack of one costs in [privileges.md](privileges.md).",
+        "",
+        "| Xid | what | class | severity | NVIDIA's action |",
+        "|---|---|---|---|---|",
+    ]
+    for xid, row in sorted(meanings().items()):
+        if row["class"] != "unused":
+            code = f"**{xid}**" if xid in FROM_THE_START else str(xid)
+            lines.append(f"| {code} | {row['name']} | {row['class']} | {row['severity']} | {row['action']} |")
+    lines += [
+        "",
+        "999 is what NVML calls an Xid that it does not know; it is counted only where there is no kernel log.",
+        "",
+        "## NVLink: 144 to 150, and 74",
+        "",
+        f"The text of these names the link, by which `{GPU_XID_NVLINK_ERRORS}` counts them. From",
+        "two words of NVLink 5's text (B200, GB200 and later), read in the bit layout of the driver release, follow",
+        "severity, NVIDIA's action and what to look into next. For `NETIR_LINK_EVT` bits 20 to 25 of the first word",
+        "decide: 21, and 32 to 37, put the blame on the peer of the link. The unit of a 74 is what its registers say:",
+        "`SIGNAL_INTEGRITY` (reseat, then field diagnostics), `ECC_OR_PARITY` (again on the same link: hardware),",
+        "`SECONDARY` or `OTHER`.",
+        "",
+        "| Xid | unit | severity | NVIDIA's action | look into |",
+        "|---|---|---|---|---|",
+    ]
+    decoded = {
+        (row.xid, "/".join(row.units), row.severity, row.action, row.investigation): None for row in nvlink5.table()
+    }
+    lines += [f"| {' | '.join(map(str, row))} |" for row in decoded]
+    lines += [
+        "",
+        "## SXid: NVSwitch",
+        "",
+        f"`{NVLINK_SWITCH_SXID}` counts them by the switch's PCI address. Class and action are the",
+        "[Fabric Manager user guide](https://docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide/)'s.",
+        "",
+        "| SXid | what | class | action |",
+        "|---|---|---|---|",
+    ]
+    switch: dict[tuple[str, str, str], list[str]] = {}
+    for sxid, row in switch_meanings().items():
+        switch.setdefault((row["name"], row["fabric_manager_guide_class"], row["action"]), []).append(sxid)
+    lines += [f"| {', '.join(codes)} | {' | '.join(what)} |" for what, codes in switch.items()]
+    return "\n".join(lines) + "\n"

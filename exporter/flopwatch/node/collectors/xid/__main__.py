@@ -1,0 +1,5 @@
+"""Prints docs/xid.md."""
+
+from flopwatch.node.collectors.xid import document
+
+print(document(), end="")

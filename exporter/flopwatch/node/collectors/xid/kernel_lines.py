@@ -1,0 +1,120 @@
+"""The lines of the kernel log that matter to a GPU node, as pure functions over text.
+
+A `/dev/kmsg` record: https://www.kernel.org/doc/Documentation/ABI/testing/dev-kmsg. The NVIDIA driver's lines:
+https://docs.nvidia.com/deploy/xid-errors/ and, for NVSwitch, appendix D of the Fabric Manager user guide
+(https://docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide/). mlx5: drivers/net/ethernet/mellanox/mlx5/core.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+OFF_THE_BUS = 79
+RECOVERY_ACTION = 154
+
+# The letters that every line below has one of, so that a flood of other lines costs next to nothing.
+RELEVANT = re.compile(
+    rb"Xid \(|fallen off the bus|RmInitAdapter failed|GPU at PCI|mlx5_core|oom-kill:|in libnccl|nvidia-peermem"
+)
+
+_RECORD = re.compile(
+    r"(?P<priority>[0-9]{1,10}),(?P<sequence>[0-9]{1,19}),(?P<microseconds>[0-9]{1,19}),[^;]*;(?P<text>.*)"
+)
+_PCI = r"(?P<pci>(?:[0-9a-fA-F]{4,8}:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2})"
+# A MIG instance is named inside or after the bracket; old drivers write no `PCI:`.
+_XID = re.compile(
+    rf"NVRM: Xid \((?:PCI:)?{_PCI}\b[^)]*\)(?: GPU-C?I:[0-9]+)*: (?P<xid>[0-9]{{1,6}})\b,? ?(?P<detail>.*)"
+)
+_GPU = re.compile(rf"NVRM: (?:The NVIDIA )?GPU {_PCI}\.[0-9a-fA-F]\b")
+_INTRODUCTION = re.compile(rf"NVRM: GPU at PCI:{_PCI}: (?P<uuid>GPU-[0-9a-fA-F-]{{36}})")
+_RECOVERY = re.compile(r"recovery action changed from 0x[0-9a-fA-F]{1,8} \([^)]*\) to 0x(?P<action>[0-9a-fA-F]{1,8})\b")
+# One report is this line and others of the same code, with `Severity` or `Data` in this place.
+_SXID = re.compile(
+    rf"nvidia-nvswitch[0-9]*: SXid \(PCI:{_PCI}(?P<function>\.[0-9a-fA-F])?\): (?P<sxid>[0-9]{{5}}), (?:Non-f|F)atal\b"
+)
+
+# Pattern of each event in node_kernel_events_total.
+NODE_EVENTS = {
+    "pcie_slot_power": re.compile(r"mlx5_core .*insufficient power on the PCIe slot"),
+    "module_high_temperature": re.compile(r"mlx5_core .*\b[Hh]igh [Tt]emperature"),
+    "cable_unplugged": re.compile(r"mlx5_core .*Cable unplugged"),
+    "nic_health_compromised": re.compile(r"mlx5_core .*health compromised"),
+    "nic_transmit_timeout": re.compile(r"mlx5_core .*TX timeout"),
+    "nic_command_leak": re.compile(r"mlx5_core .*leak of a command resource"),
+    "oom_kill": re.compile(r"\boom-kill:constraint="),
+    "nccl_segfault": re.compile(r"segfault at .* in libnccl"),
+    "peermem_error": re.compile(r"nvidia-peermem .*\bERROR\b"),
+    "gpu_initialization_failed": re.compile(r"NVRM: .*RmInitAdapter failed"),
+}
+
+
+class Record(NamedTuple):
+    """One kernel log record; `at` is in seconds since boot."""
+
+    sequence: int
+    at: float
+    text: str
+
+
+class Event(NamedTuple):
+    """One Xid in one GPU; `numbered` is False for the driver's lines that name no Xid; `detail` is what follows it."""
+
+    pci: str
+    xid: int
+    numbered: bool
+    detail: str = ""
+
+
+def record(line: str) -> Record | None:
+    """Return the record in one line of /dev/kmsg, None if it is no record of the kernel's own."""
+    match = _RECORD.match(line)
+    # Facility 0 is the kernel; what user space writes into /dev/kmsg carries another.
+    if match is None or int(match["priority"]) >> 3:
+        return None
+    return Record(int(match["sequence"]), int(match["microseconds"]) / 1e6, match["text"])
+
+
+def pci_address(text: str) -> str:
+    """Return a PCI address as `0000:53:00`, from NVML's `00000000:53:00.0` or the kernel log's `53:00`."""
+    *domain, bus, device = text.partition(".")[0].lower().split(":")
+    return f"{int(domain[0], 16) if domain else 0:04x}:{bus}:{device}"
+
+
+def events(text: str) -> Iterator[Event]:
+    """Yield the Xids in the text of one record, where the kernel writes a line break as `\\x0a`."""
+    named = ""
+    for line in text.split("\\x0a"):
+        if xid := _XID.search(line):
+            yield Event(pci_address(xid["pci"]), int(xid["xid"]), True, xid["detail"])
+            continue
+        if gpu := _GPU.search(line):
+            named = pci_address(gpu["pci"])
+        if named and "fallen off the bus" in line:
+            yield Event(named, OFF_THE_BUS, False)
+            named = ""
+
+
+def introductions(text: str) -> Iterator[tuple[str, str]]:
+    """Yield PCI address and uuid of the GPUs that the driver introduces, as it does before a GPU's first Xid."""
+    for match in _INTRODUCTION.finditer(text):
+        yield pci_address(match["pci"]), match["uuid"]
+
+
+def recovery_action(detail: str) -> int | None:
+    """Return what an Xid 154 asks for, in the numbers of gpu_recovery_action_id."""
+    match = _RECOVERY.search(detail)
+    return None if match is None else int(match["action"], 16)
+
+
+def switch_errors(text: str) -> Iterator[tuple[str, str]]:
+    """Yield PCI address of the NVSwitch and code of each SXid."""
+    for match in _SXID.finditer(text):
+        yield pci_address(match["pci"]) + (match["function"] or ".0").lower(), match["sxid"]
+
+
+def node_events(text: str) -> Iterator[str]:
+    """Yield the names of the node's other events in the text of one record."""
+    for line in text.split("\\x0a"):
+        yield from (name for name, pattern in NODE_EVENTS.items() if pattern.search(line))

@@ -1,0 +1,293 @@
+"""Following the kernel log: `/dev/kmsg`, the socket of `flopwatch kmsg`, or a regular file of such records.
+
+The device (https://www.kernel.org/doc/Documentation/ABI/testing/dev-kmsg) gives one record a read, from the oldest one
+left in the kernel's ring buffer, and needs root or CAP_SYSLOG; the socket (node/kmsg.py) streams the same records to
+who has neither. The ring is short, so both are also read by a thread between scrapes. What is lost all the same shows
+as a gap in the record numbers. A file has neither loss nor thread.
+
+Work and memory are bounded: a pull ends after SLICE seconds or FILE_BYTES and goes on where it stopped, only records
+that `relevant` finds are kept, at most KEPT of them, and what is too long for a record is no record.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import socket
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+from flopwatch.node.collectors.xid.kernel_lines import Record, record
+
+SOCKET_SCHEME = "unix:"
+# What the socket sends once its client has had everything the ring held; no kernel record begins with a space.
+CAUGHT_UP = b" caught up"
+
+# The kernel refuses a read into less than the record; its longest is 8 KiB with all its properties.
+RECORD_BYTES = 64 << 10
+FILE_BYTES = 8 << 20
+CHUNK_BYTES = 256 << 10
+KEPT = 20_000
+SLICE = 0.25  # seconds of one pull
+CONNECT = 0.3  # seconds to reach the socket, and as many to catch up on its backlog
+PAUSE = 0.05  # seconds between the pulls of the thread, so that a flood is read in large pieces
+RETRY = 1.0  # seconds between attempts to open
+
+
+class Entry(NamedTuple):
+    """One record that matters, and the Unix time it was written."""
+
+    record: Record
+    at: float
+
+
+class KernelLog:
+    """The records of one log since a place in it.
+
+    `where` is a path, or `unix:` and the path of a socket. The place is `numbering` (this boot's record numbers, or one
+    file's bytes) and `place` in it; one of another numbering is no place, and the log is read from its beginning.
+    `since` is the Unix time at which that place was reached: the clock in the records runs unadjusted and may be
+    minutes off after months, but what is read live was written since the last pull.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        relevant: re.Pattern[bytes],
+        boot_id: str,
+        booted: Callable[[], float],
+        clock: Callable[[], float] = time.time,
+        numbering: str = "",
+        place: int = 0,
+        since: float = float("-inf"),
+    ) -> None:
+        self.where = where
+        self.numbering, self.place, self.since = numbering, place, since
+        self.lost = 0
+        self.error = "not read yet"
+        self._relevant = relevant
+        self._boot = f"boot {boot_id}"
+        self._booted = booted
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._entries: deque[Entry] = deque()
+        self._next = place
+        self._expected: int | None = None
+        self._open: _Device | _Socket | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    @property
+    def live(self) -> bool:
+        """Return whether this is the running kernel's log, whose records are numbered, and not a file."""
+        return self._open is not None
+
+    def follow(self) -> None:
+        """Read between drains as well; without effect on a file, or while a device cannot be opened."""
+        if not self.live and not self.where.startswith(SOCKET_SCHEME):
+            return
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._follow, name="kernel log", daemon=True)
+            self._thread.start()
+
+    def drain(self) -> list[Entry]:
+        """Return the records since the last drain; `numbering`, `place` and `since` are then those behind them."""
+        with self._lock:
+            self._pull()
+            entries = list(self._entries)
+            self._entries.clear()
+            self.place = self._next
+            return entries
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._closed.set()
+        with self._lock:
+            self._hang_up("closed")
+
+    def _follow(self) -> None:
+        pause = PAUSE
+        while not self._closed.wait(pause):
+            opened = self._open
+            if opened is not None and not opened.wait(RETRY):
+                continue
+            with self._lock:
+                # A device that failed is opened again by `drain`, which says so; a socket here as well.
+                if self._open is not None or self.where.startswith(SOCKET_SCHEME):
+                    self._pull()
+                pause = PAUSE if self.live else RETRY
+
+    def _pull(self) -> None:
+        """Read what has been written, as far as one pull goes."""
+        if self._closed.is_set():
+            return
+        try:
+            if self._open is None:
+                self._begin()
+            elif self._open.pull(self._line):
+                self.since = self._clock()
+            if self._open is None:
+                self._pull_file()
+        except OSError as error:
+            self._hang_up(f"cannot read {self.where}: {error.strerror or error}")
+        else:
+            self.error = ""
+
+    def _begin(self) -> None:
+        """Open the log and read what it holds; a file is opened for each pull instead."""
+        if self.where.startswith(SOCKET_SCHEME):
+            self._continue_in(self._boot)
+            self._open = _Socket(self.where.removeprefix(SOCKET_SCHEME), self._next)
+        else:
+            device = os.open(self.where, os.O_RDONLY | os.O_NONBLOCK)
+            if not stat.S_ISCHR(os.fstat(device).st_mode):
+                os.close(device)
+                return
+            self._continue_in(self._boot)
+            self._open = _Device(device)
+        if self._open.pull(self._line):
+            self.since = self._clock()
+
+    def _hang_up(self, reason: str) -> None:
+        self.error = reason
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+    def _continue_in(self, numbering: str) -> None:
+        if numbering != self.numbering:
+            self.numbering, self._next, self.since = numbering, 0, float("-inf")
+
+    def _line(self, line: bytes) -> None:
+        """Take one numbered record, as long as it is not one of before."""
+        number = line.split(b",", 2)[1:2]
+        if not number or not number[0].isdigit() or len(number[0]) > 15:
+            return
+        sequence = int(number[0])
+        if sequence < self._next:
+            return
+        if self._expected is not None and sequence > self._expected:
+            self.lost += sequence - self._expected
+        self._next = self._expected = sequence + 1
+        if self._relevant.search(line):
+            self._keep(line)
+
+    def _keep(self, line: bytes) -> None:
+        entry = record(line.decode("utf-8", "replace"))
+        if entry is None:
+            return
+        if len(self._entries) >= KEPT:
+            self.lost += 1
+            return
+        at = self._booted() + entry.at
+        if self.live:
+            now = self._clock()
+            at = min(max(at, self.since), now)
+        self._entries.append(Entry(entry, at))
+
+    def _pull_file(self) -> None:
+        with open(self.where, "rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            self._continue_in(f"file {status.st_dev}:{status.st_ino}")
+            if status.st_size < self._next:
+                self._next = 0
+            data = os.pread(file.fileno(), FILE_BYTES, self._next)
+        # What follows the last line break is still being written, unless it is too long for that.
+        end = data.rfind(b"\n") + 1 or (len(data) if len(data) > RECORD_BYTES else 0)
+        self._next += end
+        done = 0
+        for match in self._relevant.finditer(data, 0, end):
+            if match.start() >= done:
+                begin, done = data.rfind(b"\n", 0, match.start()) + 1, data.find(b"\n", match.end(), end)
+                done = done if done >= 0 else end
+                self._keep(data[begin:min(done, begin + RECORD_BYTES)])
+
+
+class _Device:
+    """An open /dev/kmsg."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether there is something to read within this time."""
+        return _readable(self._device, seconds)
+
+    def pull(self, take: Callable[[bytes], None]) -> bool:
+        """Pass on records; return whether these were all."""
+        until = time.monotonic() + SLICE
+        while time.monotonic() < until:
+            try:
+                data = os.read(self._device, RECORD_BYTES)
+            except BlockingIOError:
+                return True
+            except BrokenPipeError:
+                continue  # overwritten before it was read; the next one is the oldest that is left
+            if not data:
+                return True
+            take(data.partition(b"\n")[0])
+        return False
+
+    def close(self) -> None:
+        os.close(self._device)
+
+
+class _Socket:
+    """A connection to `flopwatch kmsg`, which sends the records from `sequence` on."""
+
+    def __init__(self, path: str, sequence: int) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._buffer = b""
+        self._caught_up = False
+        self._too_long = False
+        try:
+            self._socket.settimeout(CONNECT)
+            self._socket.connect(path)
+            self._socket.sendall(b"%d\n" % sequence)
+            self._socket.setblocking(False)
+        except OSError:
+            self._socket.close()
+            raise
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether there is something to read within this time."""
+        return _readable(self._socket.fileno(), seconds)
+
+    def pull(self, take: Callable[[bytes], None]) -> bool:
+        """Pass on records; return whether these were all. Raises OSError when the other side has gone."""
+        begin = time.monotonic()
+        while time.monotonic() < begin + SLICE:
+            try:
+                data = self._socket.recv(CHUNK_BYTES)
+            except BlockingIOError:
+                if self._caught_up or not _readable(self._socket.fileno(), begin + CONNECT - time.monotonic()):
+                    return self._caught_up
+                continue
+            if not data:
+                raise ConnectionResetError("the other side hung up")
+            *lines, self._buffer = (self._buffer + data).split(b"\n")
+            for line in lines:
+                if not self._too_long:
+                    take(line)
+                self._too_long = False
+                self._caught_up = self._caught_up or line == CAUGHT_UP
+            if len(self._buffer) > RECORD_BYTES:
+                self._buffer, self._too_long = b"", True
+        return False
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _readable(file: int, seconds: float) -> bool:
+    ready = select.poll()
+    with suppress(OSError, ValueError):
+        ready.register(file, select.POLLIN)
+        return bool(ready.poll(max(0.0, seconds) * 1000))
+    return False

@@ -1,0 +1,136 @@
+"""What an NVLink Xid says about the link: 144 to 150 (NVLink 5) and 74 (NVLink 4 and older).
+
+Pure functions over the text after `Xid (PCI:...): N, `. NVLink 5 writes unit, severity, link and six words, of which
+the first two, interrupt information and error status, are looked up in `data/xid_nvlink5.csv` (NVIDIA's Xid catalogue,
+https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html). The driver lays the bits of the first word out in
+one way before release 575 and in another since. Xid 74 carries seven register words instead, read as in
+https://github.com/NVIDIA/NVSentinel/pull/1526. Missing: what no row of the table describes has no action.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import re
+from importlib import resources
+from typing import NamedTuple
+
+CODES = range(144, 151)
+LAYOUT_2_SINCE = 575
+SEVERITIES = ("unknown", "non-fatal", "link fatal", "fatal")
+
+_LINK_5 = re.compile(
+    r"\b(?P<unit>[A-Z][A-Z0-9_]{2,31}) +(?P<severity>Fatal|Non-?fatal|Link Fatal)\b[^(]{0,64}?"
+    r"\bLink +(?P<link>-?[0-9]{1,3}) +\((?P<words>0x[0-9a-fA-F]{1,8}(?:,? +0x[0-9a-fA-F]{1,8})+)\)", re.IGNORECASE
+)
+_LINK_4 = re.compile(
+    r"\blink +(?P<link>[0-9]{1,3}) *\((?P<words>0x[0-9a-fA-F]{1,8}(?:,? +0x[0-9a-fA-F]{1,8})+)\)", re.IGNORECASE
+)
+
+# Bits of the first register word of Xid 74, the decisive ones first: cause, severity, NVIDIA's next steps.
+_REGISTERS = (
+    (0b11 << 21, "SIGNAL_INTEGRITY", "fatal", "INVESTIGATE_LINK_SI_AND_CABLES"),
+    (0b11 << 4, "ECC_OR_PARITY", "fatal", "CONTACT_SUPPORT"),
+    (1 << 1 | 1 << 20, "SECONDARY", "non-fatal", "IGNORE"),
+)
+
+
+class LinkError(NamedTuple):
+    """One error of one link.
+
+    `unit` is the part of the GPU that saw it, `link` empty where the driver names none. `action` is what NVIDIA says to
+    do at once, `investigation` what to do next; both are empty where its table has no such error.
+    """
+
+    unit: str
+    link: str
+    severity: str
+    action: str
+    investigation: str
+
+
+class Row(NamedTuple):
+    """One row of the table; `layouts` are (mask, value) of the interrupt information in both bit layouts."""
+
+    xid: int
+    units: tuple[str, ...]
+    layouts: tuple[tuple[int, int], tuple[int, int]]
+    status: int
+    severity: str
+    action: str
+    investigation: str
+
+
+def decode(xid: int, text: str, driver_version: str = "") -> LinkError | None:
+    """Return what the text of an NVLink Xid says, None if it is no such text."""
+    if xid == 74:
+        return _registers(text)
+    match = _LINK_5.search(text) if xid in CODES else None
+    if match is None:
+        return None
+    words = [int(word, 16) for word in re.findall("0x[0-9a-fA-F]+", match["words"])]
+    unit, link = match["unit"].upper(), _link(match["link"])
+    row = find(xid, words[0], words[1], unit, driver_version)
+    if row is None:
+        severity = match["severity"].lower().replace("nonfatal", "non-fatal")
+        return LinkError(unit, link, severity, "", "")
+    return LinkError(unit, link, row.severity, row.action, row.investigation)
+
+
+def find(xid: int, interrupt: int, status: int, unit: str, driver_version: str = "") -> Row | None:
+    """Return the row for two words of an NVLink 5 Xid.
+
+    The unit that the driver wrote must be the row's. If the layout of this driver has no such row the other one is
+    tried: the version may be of the driver installed, not of the one that wrote the line.
+    """
+    major = driver_version.partition(".")[0]
+    layouts = (0, 1) if major.isdecimal() and int(major) < LAYOUT_2_SINCE else (1, 0)
+    for layout in layouts:
+        rows = [
+            row for row in table()
+            if row.xid == xid and interrupt & row.layouts[layout][0] == row.layouts[layout][1]
+            and any(unit.startswith(name) or name.startswith(unit) for name in row.units)
+        ]
+        exact = [row for row in rows if row.status == status]
+        # Some units report a number, others one bit for each error, of which several may be set.
+        bits = [row for row in rows if row.status != 0 and row.status & status == row.status]
+        if exact or bits:
+            return max(exact or bits, key=lambda row: SEVERITIES.index(row.severity))
+    return None
+
+
+@functools.cache
+def table() -> tuple[Row, ...]:
+    """Return data/xid_nvlink5.csv."""
+    text = (resources.files("flopwatch") / "data" / "xid_nvlink5.csv").read_text()
+    return tuple(
+        Row(
+            int(row["xid"]), tuple(row["unit"].split("/")),
+            (pattern(row["intrinfo_v1_before_r575"]), pattern(row["intrinfo_v2_from_r575"])),
+            int(row["error_status"], 16), row["severity"].rstrip("?").lower(), row["immediate"], row["investigatory"],
+        )
+        for row in csv.DictReader(text.splitlines())
+    )
+
+
+def pattern(text: str) -> tuple[int, int]:
+    """Return mask and value of 32 bits, the highest first, where `-` is any bit."""
+    return (
+        int("".join("0" if bit == "-" else "1" for bit in text), 2),
+        int("".join("1" if bit == "1" else "0" for bit in text), 2),
+    )
+
+
+def _registers(text: str) -> LinkError | None:
+    match = _LINK_4.search(text)
+    if match is None:
+        return None
+    first = int(match["words"].partition(" ")[0].rstrip(","), 16)
+    for bits, unit, severity, investigation in _REGISTERS:
+        if first & bits:
+            return LinkError(unit, _link(match["link"]), severity, "WORKFLOW_NVLINK_ERR", investigation)
+    return LinkError("OTHER", _link(match["link"]), "unknown", "WORKFLOW_NVLINK_ERR", "")
+
+
+def _link(text: str) -> str:
+    return "" if text.startswith("-") else str(int(text))

@@ -1,0 +1,201 @@
+"""Xids from NVML's event set: what an ordinary user has without the kernel log.
+
+https://docs.nvidia.com/deploy/nvml-api/group__nvmlEvents.html. Missing: the text, whatever came before registration or
+while the driver was away, and MIG instances (an event of one names its GPU). An event with Xid 0 is a clock event that
+shares the set (https://github.com/leptonai/gpud); 999 stands for an Xid that NVML does not know. On Linux every Xid is
+delivered, not only critical ones.
+
+The wait is in a thread of its own: NVML may hang, and the reader must answer. After any error, and now and then while
+a GPU is missing, NVML is shut down and everything is registered again; what happens in between is lost.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from flopwatch.node.collectors.xid.kernel_lines import pci_address
+
+XID = 0x8
+# Events without an Xid, with their names in gpu_driver_events_total.
+NOTICES = {0x4000: "unavailable", 0x8000: "recovery_action"}
+UNKNOWN_XID = 999
+
+WAIT_MILLISECONDS = 500
+# A wait that has not returned for so many seconds hangs.
+HANGING = 10.0
+FIRST_BACKOFF, LONGEST_BACKOFF = 1.0, 60.0
+# Seconds between two attempts to register a GPU that refused, and after which a registration was a good one.
+MISSING_AGAIN = 60.0
+KEPT = 10_000
+
+
+class Device(NamedTuple):
+    """One GPU as NVML names it."""
+
+    gpu: str
+    uuid: str
+    pci: str
+
+
+class Told(NamedTuple):
+    """One event: an Xid of the GPU at a PCI address, or a notice, at a Unix time."""
+
+    pci: str
+    at: float
+    xid: int
+    notice: str
+
+
+class Watcher:
+    """The events of all GPUs since `start`; `library` is the pynvml module."""
+
+    def __init__(
+        self, library: Any, clock: Callable[[], float] = time.time, first_backoff: float = FIRST_BACKOFF
+    ) -> None:
+        self._nvml = library
+        self._clock = clock
+        self._first_backoff = first_backoff
+        self._told: deque[Told] = deque(maxlen=KEPT)
+        self._stopped = threading.Event()
+        self._settled = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._error = "not registered yet"
+        self._absent = False
+        self._alive_at = time.monotonic()
+        self._handles: dict[object, Device] = {}
+        self.devices: dict[str, Device] = {}  # by PCI address, of all GPUs that were ever registered
+        self.notices: frozenset[str] = frozenset()  # those that the driver can tell of
+        self.registered = False  # once in this process
+        self.replaced = False  # the driver was, underneath: only another process can load its library
+
+    def start(self, patience: float) -> None:
+        """Register in the background, and return when that has succeeded or failed, or after so many seconds."""
+        self._thread = threading.Thread(target=self._watch, name="NVML events", daemon=True)
+        self._thread.start()
+        self._settled.wait(patience)
+
+    def drain(self) -> list[Told]:
+        """Return the events since the last drain; never blocks."""
+        told = []
+        with suppress(IndexError):
+            while True:
+                told.append(self._told.popleft())
+        return told
+
+    @property
+    def error(self) -> str:
+        """Return why no events come, empty as long as they do."""
+        if self._thread is None or not self._thread.is_alive():
+            return "its thread has ended"
+        silent = time.monotonic() - self._alive_at
+        if silent > HANGING and not self._error:
+            return f"NVML has been hanging for {silent:.0f} s"
+        return self._error
+
+    @property
+    def absent(self) -> bool:
+        """Return whether there is no driver, or none yet."""
+        return not self.registered and self._absent
+
+    def close(self) -> None:
+        """End the wait and release the driver, unless it hangs."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(2 * WAIT_MILLISECONDS / 1000)
+
+    def _watch(self) -> None:
+        nvml = self._nvml
+        backoff = self._first_backoff
+        while not self._stopped.is_set():
+            began, events = time.monotonic(), None
+            try:
+                nvml.nvmlInit()
+                events = nvml.nvmlEventSetCreate()
+                missing = self._register(events)
+                self._error, self._absent = "", False
+                self._settled.set()
+                self._wait(events, missing)
+            except nvml.NVMLError as error:
+                self._error = str(error)
+                self._absent = error.value in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
+                self.replaced = self.registered and error.value == nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH
+            for release, arguments in ((nvml.nvmlEventSetFree, (events,)), (nvml.nvmlShutdown, ())):
+                with suppress(nvml.NVMLError):
+                    if arguments != (None,):
+                        release(*arguments)
+            self._settled.set()
+            self._alive_at = time.monotonic()
+            if time.monotonic() - began > MISSING_AGAIN:
+                backoff = self._first_backoff
+            if self._error:
+                self._stopped.wait(backoff)
+                backoff = min(2 * backoff, LONGEST_BACKOFF)
+
+    def _register(self, events: Any) -> bool:
+        """Register every GPU that lets itself be, and return whether some did not. Raises if none did."""
+        nvml = self._nvml
+        handles: dict[object, Device] = {}
+        failure: Exception | None = None
+        notices = 0
+        for index in range(nvml.nvmlDeviceGetCount()):
+            try:
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                pci = pci_address(nvml.nvmlDeviceGetPciInfo(handle).busId)
+                device = Device(str(index), nvml.nvmlDeviceGetUUID(handle), pci)
+                supported = nvml.nvmlDeviceGetSupportedEventTypes(handle)
+                nvml.nvmlDeviceRegisterEvents(handle, supported & (XID | sum(NOTICES)), events)
+            except nvml.NVMLError as error:
+                failure = error
+                continue
+            handles[_identity(handle)] = self.devices[device.pci] = device
+            notices |= supported
+        if not handles:
+            raise failure if failure is not None else nvml.NVMLError(nvml.NVML_ERROR_NOT_FOUND)
+        self._handles = handles
+        self.notices = frozenset(name for bit, name in NOTICES.items() if notices & bit)
+        self.registered = True
+        return failure is not None
+
+    def _wait(self, events: Any, missing: bool) -> None:
+        """Take events until told to stop, or until it is time to look for the missing GPUs again."""
+        nvml = self._nvml
+        again = time.monotonic() + MISSING_AGAIN
+        while not self._stopped.is_set() and not (missing and time.monotonic() > again):
+            self._alive_at = time.monotonic()
+            try:
+                data = nvml.nvmlEventSetWait_v2(events, WAIT_MILLISECONDS)
+            except nvml.NVMLError as error:
+                if error.value != nvml.NVML_ERROR_TIMEOUT:
+                    raise
+                continue
+            self._take(data)
+
+    def _take(self, data: Any) -> None:
+        device = self._handles.get(_identity(data.device)) or self._parent(data.device)
+        if device is None:
+            return
+        if data.eventType == XID:
+            if data.eventData != 0:
+                self._told.append(Told(device.pci, self._clock(), int(data.eventData), ""))
+        elif data.eventType in NOTICES:
+            self._told.append(Told(device.pci, self._clock(), 0, NOTICES[data.eventType]))
+
+    def _parent(self, handle: Any) -> Device | None:
+        """Return the GPU of a MIG instance."""
+        nvml = self._nvml
+        with suppress(nvml.NVMLError):
+            return self._handles.get(_identity(nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)))
+        return None
+
+
+def _identity(handle: Any) -> object:
+    """Return what tells one nvmlDevice_t from another; pynvml makes a new pointer object for each answer."""
+    if isinstance(handle, ctypes._Pointer):
+        return ctypes.cast(handle, ctypes.c_void_p).value
+    return handle

@@ -1,0 +1,122 @@
+"""What is expected of a node: its shape, in a JSON file that nodes of the same shape share, or learnt.
+
+    {"gpus": 8, "gpu_model": "NVIDIA H100 80GB HBM3", "nvlinks_per_gpu": 18, "pcie_width": 16, "pcie_generation": 5,
+     "ports": {"compute": {"count": 8, "rate_gbps": 400}}}
+
+Everything in it may be left out. The roles of ports are compute, storage and management, as in `infiniband_info`, or
+any. `flopwatch check --record` writes what the node has now to STATE/expected.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from flopwatch.settings import SettingsError
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """How many ports of one role ought to be active, and at which rate in Gb/s."""
+
+    count: int = 0
+    rate_gbps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Expectations:
+    """The shape of a node; 0 and empty expect nothing. It names no single part, so that nodes can share it."""
+
+    gpus: int = 0
+    gpu_model: str = ""
+    nvlinks_per_gpu: int = 0
+    pcie_width: int = 0
+    pcie_generation: int = 0
+    ports: Mapping[str, Ports] = field(default_factory=dict)  # by role: compute, storage, management, any
+
+    def content(self) -> dict[str, Any]:
+        """Return the JSON object that says this."""
+        given = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "ports"}
+        ports = {
+            role: {"count": one.count} | ({"rate_gbps": one.rate_gbps} if one.rate_gbps else {})
+            for role, one in self.ports.items()
+        }
+        content = {name: value for name, value in given.items() if value}
+        return content | ({"ports": ports} if ports else {})
+
+
+ROLES = ("compute", "storage", "management", "any")
+_EXAMPLE = '{"gpus": 8, "nvlinks_per_gpu": 18, "ports": {"compute": {"count": 8, "rate_gbps": 400}}}'
+
+
+def parse(text: str, name: str = "--expect") -> Expectations:
+    """Return the expectations in a JSON object. Raises SettingsError that says where it is wrong and what to write."""
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise SettingsError(f"{name}, line {error.lineno}: {error.msg}; write JSON, for example {_EXAMPLE}") from None
+    except (ValueError, RecursionError):
+        raise SettingsError(f"{name} cannot be read; write JSON, for example {_EXAMPLE}") from None
+    _check_keys(name, content, tuple(one.name for one in fields(Expectations)))
+    given: dict[str, Any] = {
+        key: _number(name, key, number, whole=True)
+        for key, number in content.items() if key not in ("gpu_model", "ports")
+    }
+    if "gpu_model" in content:
+        if not isinstance(content["gpu_model"], str):
+            raise SettingsError(f'{name}: "gpu_model" is the name nvidia-smi prints, such as "NVIDIA H100 80GB HBM3"')
+        given["gpu_model"] = content["gpu_model"]
+    if "ports" in content:
+        given["ports"] = _ports(name, content["ports"])
+    return Expectations(**given)
+
+
+def _ports(name: str, content: Any) -> dict[str, Ports]:
+    _check_keys(f'{name}: "ports"', content, ROLES)
+    ports: dict[str, Ports] = {}
+    for role, one in content.items():
+        where = f'{name}: "ports", "{role}"'
+        _check_keys(where, one, ("count", "rate_gbps"))
+        ports[role] = Ports(
+            int(_number(where, "count", one.get("count", 0), whole=True)),
+            _number(where, "rate_gbps", one.get("rate_gbps", 0)),
+        )
+    return ports
+
+
+def _check_keys(where: str, content: Any, known: tuple[str, ...]) -> None:
+    if not isinstance(content, dict):
+        raise SettingsError(f"{where} is no JSON object; write for example {_EXAMPLE}")
+    for key in content:
+        if key not in known:
+            raise SettingsError(f"{where}: {json.dumps(key)} is not one of {', '.join(known)}")
+
+
+def _number(where: str, key: str, value: Any, whole: bool = False) -> float:
+    kinds = (int,) if whole else (int, float)
+    if not isinstance(value, kinds) or isinstance(value, bool) or not 0 <= value < 100_000:
+        raise SettingsError(f'{where}: "{key}" is {json.dumps(value)}; write a {"whole " if whole else ""}number')
+    return value
+
+
+def learnt_file(state: Path) -> Path:
+    """Return where `flopwatch check --record` keeps what it learnt."""
+    return state / "expected.json"
+
+
+def load(file: Path | None, state: Path) -> Expectations:
+    """Return the expectations in `file`, else those learnt in the state folder, else none. Raises SettingsError."""
+    try:
+        if file is not None:
+            return parse(file.read_text(errors="replace"), f"--expect {file}")
+        learnt = learnt_file(state)
+        return parse(learnt.read_text(errors="replace"), str(learnt))
+    except FileNotFoundError:
+        if file is None:
+            return Expectations()
+        raise SettingsError(f"--expect {file}: there is no such file; flopwatch check --record makes one") from None
+    except OSError as error:
+        raise SettingsError(f"{error.filename}: {error.strerror}") from None

@@ -1,0 +1,225 @@
+"""The kernel tier: a small process that may read /dev/kmsg streams it to who may not, over a unix socket.
+
+Standard library only, and nothing but the records: https://www.kernel.org/doc/Documentation/ABI/testing/dev-kmsg.
+
+A client sends one line, the number of the first record it wants (0: all that the kernel still has), and gets the
+records as the device gives them, each a line followed by lines that begin with a space. The line ` caught up` comes
+once, when the client has what there was. The device is open once for each client, so the kernel's own ring is the only
+buffer: who reads too slowly finds a gap in the record numbers, and who does not read at all is dropped.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import select
+import signal
+import socket
+import stat
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from flopwatch.settings import KmsgSettings, SettingsError
+
+CAUGHT_UP = b" caught up\n"
+RECORD_BYTES = 64 << 10  # the kernel refuses a read into less than the record, at most 8 KiB
+CHUNK_BYTES = 64 << 10
+REQUEST_BYTES = 24
+CLIENTS = 16
+REQUEST_SECONDS = 10.0
+STUCK_SECONDS = 60.0
+TICK = 0.25  # seconds between looks at a log that cannot be waited for: a regular file
+
+
+class _Gone(Exception):
+    """The client has left, or is to be left."""
+
+
+class _Client:
+    """One connection, with the log open for it alone."""
+
+    def __init__(self, connection: socket.socket, kmsg: Path, now: float) -> None:
+        self._connection = connection
+        self._connection.setblocking(False)
+        self._log = os.open(kmsg, os.O_RDONLY | os.O_NONBLOCK)
+        self._waits = stat.S_ISCHR(os.fstat(self._log).st_mode)
+        self._request = b""
+        self._first: int | None = None
+        self._pending = b""
+        self._caught_up = False
+        self._progress = now
+
+    def register(self, ready: select.poll) -> None:
+        ready.register(self._connection, select.POLLIN | (select.POLLOUT if self._pending else 0))
+        if self._waits and self._first is not None and not self._pending:
+            ready.register(self._log, select.POLLIN)
+
+    def patience(self) -> float:
+        """Return after how many seconds to look at this client although nothing has happened."""
+        if self._first is None or self._pending:
+            return REQUEST_SECONDS
+        return STUCK_SECONDS if self._waits else TICK if self._caught_up else 0.0
+
+    def turn(self, now: float) -> None:
+        """Do what can be done without waiting. Raises _Gone or OSError when this client is done with."""
+        self._listen()
+        if self._first is None:
+            if now - self._progress > REQUEST_SECONDS:
+                raise _Gone
+            return
+        if not self._pending:
+            self._read()
+            self._progress = now
+        if self._pending:
+            with suppress(BlockingIOError):
+                self._pending = self._pending[self._connection.send(self._pending):]
+                self._progress = now
+        if now - self._progress > STUCK_SECONDS:
+            raise _Gone
+
+    def _listen(self) -> None:
+        try:
+            data = self._connection.recv(4096)
+        except BlockingIOError:
+            return
+        if not data:
+            raise _Gone
+        if self._first is None:
+            self._request += data
+            number, end, _ = self._request.partition(b"\n")
+            if len(number) > REQUEST_BYTES or (end and not number.isdigit()):
+                raise _Gone
+            if end:
+                self._first = int(number)
+
+    def _read(self) -> None:
+        """Take what is in the log, as much as goes in one piece."""
+        while len(self._pending) < CHUNK_BYTES:
+            try:
+                data = os.read(self._log, RECORD_BYTES)
+            except BlockingIOError:
+                data = b""
+            except BrokenPipeError:
+                continue  # overwritten before it was read; the client sees the gap
+            if not data:
+                if not self._caught_up:
+                    self._pending, self._caught_up = self._pending + CAUGHT_UP, True
+                return
+            if not self._waits or self._first is None or _number(data) >= self._first:
+                self._pending += data
+
+    def close(self) -> None:
+        self._connection.close()
+        os.close(self._log)
+
+
+def _number(data: bytes) -> int:
+    number = data.split(b",", 2)[1:2]
+    return int(number[0]) if number and number[0].isdigit() else sys.maxsize
+
+
+class Server:
+    """Streams the log to every client of a listening socket."""
+
+    def __init__(self, listener: socket.socket, kmsg: Path) -> None:
+        self._listener = listener
+        self._listener.setblocking(False)
+        self._kmsg = kmsg
+        self._clients: list[_Client] = []
+
+    def turn(self, seconds: float) -> None:
+        """Wait at most so long for something to do, and do it."""
+        ready = select.poll()
+        ready.register(self._listener, select.POLLIN)
+        for client in self._clients:
+            client.register(ready)
+        ready.poll(min([seconds, *(client.patience() for client in self._clients)]) * 1000)
+        now = time.monotonic()
+        with suppress(BlockingIOError):
+            self._accept(self._listener.accept()[0], now)
+        for client in list(self._clients):
+            try:
+                client.turn(now)
+            except (_Gone, OSError):
+                self._clients.remove(client)
+                client.close()
+
+    def _accept(self, connection: socket.socket, now: float) -> None:
+        if len(self._clients) < CLIENTS:
+            with suppress(OSError):
+                self._clients.append(_Client(connection, self._kmsg, now))
+                return
+        connection.close()
+
+    def close(self) -> None:
+        """Let go of the clients."""
+        for client in self._clients:
+            client.close()
+        self._clients.clear()
+
+
+def listen(path: Path, group: str = "") -> socket.socket:
+    """Return a socket at `path` that only this user and the group may connect to. Raises SettingsError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _clear(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        before = os.umask(0o117)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(before)
+        if group:
+            os.chown(path, -1, int(group) if group.isdigit() else grp.getgrnam(group).gr_gid)
+        listener.listen(CLIENTS)
+    except (OSError, KeyError) as error:
+        listener.close()
+        raise SettingsError(f"--listen {path}: {error}") from error
+    return listener
+
+
+def _clear(path: Path) -> None:
+    """Remove the socket of a process that is no more; raises OSError for anything else at this path."""
+    if not path.is_socket():
+        if path.exists():
+            raise OSError("there is something that is no socket")
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+    raise OSError("another process serves it")
+
+
+def run(settings: KmsgSettings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises SettingsError where that is impossible."""
+    try:
+        os.close(os.open(settings.kmsg, os.O_RDONLY | os.O_NONBLOCK))
+    except OSError as error:
+        raise SettingsError(f"--kmsg {settings.kmsg}: {error.strerror}; the kernel log needs root or CAP_SYSLOG, and a "
+                            "device that the container may open (docs/privileges.md)") from error
+    listener = listen(settings.listen, settings.group)
+    inode = settings.listen.stat().st_ino
+    signal.signal(signal.SIGTERM, _stop)
+    server = Server(listener, settings.kmsg)
+    print(f"streaming {settings.kmsg} at {settings.listen}", file=sys.stderr, flush=True)
+    try:
+        while True:
+            server.turn(60.0)
+    finally:
+        server.close()
+        listener.close()
+        # Unless a successor has put its own there.
+        with suppress(OSError):
+            if settings.listen.stat().st_ino == inode:
+                settings.listen.unlink()
+
+
+def _stop(_signal: int, _frame: object) -> NoReturn:
+    sys.exit(0)

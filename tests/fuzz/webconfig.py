@@ -1,0 +1,27 @@
+"""The web configuration file: its mistakes are the administrator's, and must be told, not thrown."""
+
+from __future__ import annotations
+
+from flopwatch.settings import SettingsError
+from flopwatch.webconfig import MAX_COST, MIN_COST, WebConfig, parse
+
+
+def target(data: bytes) -> None:
+    """Parse it, or say in one line what to change."""
+    try:
+        config = parse(data.decode("utf-8", "replace"))
+    except SettingsError as error:
+        lines = str(error).splitlines()
+    else:
+        lines = ["fine"]
+        _check(config)
+    assert len(lines) == 1, lines
+
+
+def _check(config: WebConfig) -> None:
+    for name, value in config.headers:
+        assert name.isascii()
+        assert value.isascii()
+        assert value.isprintable()
+    for stored in config.users.values():
+        assert MIN_COST <= int(stored.split("$")[2]) <= MAX_COST
