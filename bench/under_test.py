@@ -60,7 +60,7 @@ def serve(options: Mapping[str, Any]) -> None:
             one.spec = Spec("bench.under_test:build", {**one.spec.arguments, **more})
         return chosen
 
-    vars(scrape).update(SHARED_SECONDS=0.0)
+    vars(scrape).update(SHARED_SECONDS=0.0, PAGE_SECONDS=0.0)
     vars(exporter).update(hardware=readers, _simulation=lambda settings: contextlib.nullcontext())
     exporter.run(settings)
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from flopwatch.__main__ import main
 from flopwatch.node.capture import Capture, capture
-from flopwatch.node.capture.masking import Masker
+from flopwatch.node.capture.masking import PID_MAX, Masker
 from flopwatch.node.capture.recorder import Recorder
 from flopwatch.node.collectors.infiniband import Infiniband
 from flopwatch.node.collectors.nvml import Nvml
@@ -130,9 +130,11 @@ def test_the_same_original_has_the_same_mask_in_nvml_and_in_the_kernel_log(node:
     assert (tmp_path / "capture" / "kmsg").read_text() == (
         "4,0,12500000,-;NVRM: GPU at PCI:0000:86:00: GPU-00000000-0000-0000-0000-000000000004\n"
         "4,1,12500000,-;NVRM: GPU Board Serial Number: 0000000000004\n"
-        "4,2,12500000,-;NVRM: Xid (PCI:0000:86:00): 94, pid=4711, name=python, Contained: SM (0x1). "
-        "RST: No, D-RST: No\n"
+        "4,2,12500000,-;NVRM: Xid (PCI:0000:86:00): 94, pid=4194305, name=masked-1, "
+        "Contained: SM (0x1). RST: No, D-RST: No\n"
     )
+    gpu_0 = json.loads((tmp_path / "capture" / "nvml.json").read_text())["nvml"]["gpu0"]
+    assert re.findall(r'"pid": (\d+)', json.dumps(gpu_0))[:1] == ["4194305"], "the same process"
 
 
 def test_captured_ports_give_the_same_series_and_a_later_read_holds_only_what_changed(
@@ -171,11 +173,13 @@ hosts = st.from_regex(r"[a-z]{2,8}-?[a-z]{1,4}[0-9]{2,4}(\.[a-z]{5,9}\.internal)
 @given(
     host=hosts, serial=serials, identities=st.lists(st.uuids(version=4), min_size=8, max_size=8, unique=True),
     mac=st.binary(min_size=6, max_size=6).filter(any), guid=st.binary(min_size=8, max_size=8).filter(all),
-    address=st.ip_addresses(v=4, network="10.0.0.0/8"),
+    address=st.ip_addresses(v=4, network="10.0.0.0/8"), alive=st.booleans(),
+    process=st.from_regex(r"[a-z]{2,6}[:_ -]{1,2}[a-z]{2}[0-9]{3}", fullmatch=True),
+    pid=st.integers(20_000, PID_MAX - 1), user=st.from_regex(r"[a-z]{3,9}[0-9]{2}", fullmatch=True),
 )
 def test_nothing_that_names_the_node_is_left_anywhere_in_a_capture(
     tmp_path_factory: pytest.TempPathFactory, host: str, serial: str, identities: list[uuid.UUID], mac: bytes,
-    guid: bytes, address: object,
+    guid: bytes, address: object, alive: bool, process: str, pid: int, user: str,
 ) -> None:
     folder = tmp_path_factory.mktemp("node")
     node = Node(folder)
@@ -190,7 +194,13 @@ def test_nothing_that_names_the_node_is_left_anywhere_in_a_capture(
         f"6,2,1,-;mlx5_core 0000:51:00.0 {host}: MAC {network_address}, GUID {node_guid} 0x{guid.hex()}\n"
         f"6,3,1,-;mlx5_core 0000:51:00.0: {address}:18515\n"
         f"6,4,1,-;usb 1-1: {host} has nothing to do with it\n"
+        f"4,5,1,-;NVRM: Xid (PCI:0000:53:00): 43, pid={pid}, name={process}, Ch 00000008\n"
+        f"4,6,1,-;NVRM: CPU: 3 PID: {pid} Comm: {process} Tainted: P           OE\n"
+        f"4,7,1,-;nvidia: cannot open /home/{user}/libcuda.so (user={user})\n"
+        f"4,8,1,-;NVRM: the board {serial} has been seen before\n"
     )
+    if not alive:
+        node.fail("nvmlInit", pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "nvmlDeviceGetUUID", lambda handle: f"GPU-{identities[handle.index]}")
         patch.setattr(library, "nvmlDeviceGetSerial", lambda handle: serial)
@@ -200,6 +210,9 @@ def test_nothing_that_names_the_node_is_left_anywhere_in_a_capture(
     assert [name for name in (host, label, domain) if name and re.search(rf"\b{re.escape(name)}\b", left)] == []
     names = (serial, network_address, node_guid, guid.hex(), str(address), *map(str, identities))
     assert [name for name in names if name in left] == []
+    log = (folder / "capture" / "kmsg").read_text()
+    assert [name for name in (process, str(pid), user) if re.search(rf"\b{name}\b", log)] == []
+    assert (folder / "capture" / "nvml.json").exists() is alive
 
 
 def test_masks_keep_the_shape_and_leave_alone_what_names_nobody() -> None:
@@ -222,11 +235,31 @@ def test_masks_keep_the_shape_and_leave_alone_what_names_nobody() -> None:
     ]
 
 
-@given(st.text(alphabet="0123456789abcdefg:.-x% GPU\n", max_size=80))
-def test_a_masked_text_is_not_masked_again(text: str) -> None:
+@pytest.mark.parametrize(("line", "masked"), [
+    ("NVRM: GPU Board Serial Number: 1650124014249", "NVRM: GPU Board Serial Number: 0000000000001"),
+    ("NVRM: Xid (PCI:0000:86:00): 43, pid=1234, name=pt main thr, Ch 00000008",
+     "NVRM: Xid (PCI:0000:86:00): 43, pid=4194305, name=masked-1, Ch 00000008"),
+    ("NVRM: Xid (PCI:0000:86:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.",) * 2,
+    ("CPU: 3 PID: 4711 Comm: ray::train Not tainted 6.8.0 nvidia",
+     "CPU: 3 PID: 4194305 Comm: masked-1 Not tainted 6.8.0 nvidia"),
+    ('apparmor="DENIED" name="/home/alice/.nvidia" pid=12 comm="nvidia-smi"',
+     'apparmor="DENIED" name="masked-1" pid=4194305 comm="masked-2"'),
+    ("Nov  1 10:00:00 gpu-17 kernel: NVRM: gpu-17 said /home/alice/x",
+     "Nov  1 10:00:00 masked-host-1 kernel: NVRM: masked-host-1 said /home/masked-1/x"),
+    ("nvidia-nvswitch0: SXid (PCI:0000:05:00.0): 12028, Non-fatal, Link 32",) * 2,
+])
+def test_a_log_says_itself_what_is_a_name(line: str, masked: str) -> None:
     masker = Masker()
-    once = masker.text(text)
-    assert masker.text(once) == once
+    masker.learn(line)
+    assert masker.log(line) == masked
+
+
+@given(st.text(alphabet="0123456789abcdefg:.-x% GPU\n", max_size=80), st.sampled_from(
+    ["", "pid=", "name=", "Comm: ", "Serial Number: ", "/home/", "user='"]))
+def test_a_masked_text_is_not_masked_again(text: str, introduction: str) -> None:
+    masker = Masker()
+    once = masker.log(introduction + text)
+    assert masker.log(once) == once
 
 
 def test_without_a_gpu_the_rest_of_the_node_is_captured_and_the_capture_says_so(node: Node, tmp_path: Path) -> None:

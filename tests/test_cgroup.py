@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flopwatch.node.collectors.cgroup import owner, parse, user
+from flopwatch.node.collectors.cgroup import owner, parse, started, user
 
 UID = "3f1c0a52-9d7e-4b6a-8c11-0e5d2a7b9f04"
 UNDERSCORES = UID.replace("-", "_")
@@ -95,6 +95,18 @@ def test_a_process_that_cannot_be_seen_is_unknown(tmp_path: Path) -> None:
 
 def test_this_process_has_an_owner() -> None:
     assert re.fullmatch(rf"slurm:\d+|pod:[0-9a-f-]+|container:[0-9a-f]{{12}}|user:{os.getuid()}", owner(os.getpid()))
+
+
+def test_when_a_process_was_started_is_the_kernels_whatever_its_name(tmp_path: Path) -> None:
+    before = started(os.getpid())
+    assert before is not None
+    assert before.isdigit()
+    assert started(os.getppid()) != before
+    (tmp_path / "5").mkdir()
+    (tmp_path / "5" / "stat").write_text(f"5 (a ) R 9) S 1 {'0 ' * 17}123456 0\n")
+    assert started(5, tmp_path) == "123456"
+    (tmp_path / "5" / "stat").write_text("5 (a")
+    assert (started(5, tmp_path), started(6, tmp_path)) == (None, None)
 
 
 @given(st.text(max_size=300), st.sampled_from(["", "0::/", "1:cpu:/slurm/uid_1/job_", "0::/kubepods/pod", "Uid:\t"]))

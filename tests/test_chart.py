@@ -21,7 +21,8 @@ import yaml
 import flopwatch
 from alerts import AlertSettings, alertmanager_yaml, rules, rules_yaml
 from flopwatch.__main__ import _parser
-from flopwatch.settings import Address, ExporterSettings, LedgerSettings
+from flopwatch.node.collectors.identity.topology import SERVICE_ACCOUNT
+from flopwatch.settings import KUBELET_SOCKET, Address, ExporterSettings, KmsgSettings, LedgerSettings
 
 Json = dict[str, Any]
 ROOT = Path(__file__).parent.parent
@@ -36,10 +37,15 @@ each_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 def render(variant: str) -> dict[tuple[str, str], Json]:
     """Return what an install makes, by kind and name."""
-    with helm.Chart.load(CHART) as chart:
-        texts = chart.render(VARIANTS[variant], name="demo", namespace="observability")
-    documents = [yaml.safe_load(text) for path, text in texts.items() if path.endswith(".yaml")]
+    texts = files_of(VARIANTS[variant])
+    documents = [made for path, text in texts.items() if path.endswith(".yaml") for made in yaml.safe_load_all(text)]
     return {(made["kind"], made["metadata"]["name"]): made for made in documents if made}
+
+
+def files_of(values: Json) -> dict[str, str]:
+    """Return the text of each template."""
+    with helm.Chart.load(CHART) as chart:
+        return dict(chart.render(values, name="demo", namespace="observability"))
 
 
 def only(objects: dict[tuple[str, str], Json], kind: str, ending: str = "") -> Json:
@@ -48,20 +54,24 @@ def only(objects: dict[tuple[str, str], Json], kind: str, ending: str = "") -> J
     return found
 
 
-def container(workload: Json) -> Json:
-    (found,) = workload["spec"]["template"]["spec"]["containers"]
+def container(workload: Json, name: str = "") -> Json:
+    """Return a container of a workload: the one of this name, else the first, whose ports and settings count."""
+    containers = workload["spec"]["template"]["spec"]["containers"]
+    (found,) = [one for one in containers if one["name"] == (name or containers[0]["name"])]
     return dict(found)
 
 
-def settings_of(workload: Json) -> ExporterSettings | LedgerSettings:
-    """Return what our own command line makes of the container's arguments."""
-    arguments = [text.replace("$(NODE_NAME)", "node-7") for text in container(workload)["args"]]
-    kind: Any = ExporterSettings if arguments[0] == "exporter" else LedgerSettings
+def mounts(one: Json) -> dict[str, tuple[str, bool]]:
+    """Return what a container mounts where: volume and whether read-only, by path."""
+    return {mount["mountPath"]: (mount["name"], mount.get("readOnly", False)) for mount in one["volumeMounts"]}
+
+
+def settings_of(workload: Json, name: str = "") -> Any:
+    """Return what our own command line makes of a container's arguments."""
+    arguments = [text.replace("$(NODE_NAME)", "node-7") for text in container(workload, name)["args"]]
+    kind: Any = {"exporter": ExporterSettings, "ledger": LedgerSettings, "kmsg": KmsgSettings}[arguments[0]]
     given = vars(_parser().parse_args(arguments))
-    made: ExporterSettings | LedgerSettings = kind(
-        **{field.name: given[field.name] for field in fields(kind) if given.get(field.name) is not None}
-    )
-    return made
+    return kind(**{field.name: given[field.name] for field in fields(kind) if given.get(field.name) is not None})
 
 
 @each_variant
@@ -122,6 +132,11 @@ def test_every_object_has_the_recommended_labels(variant: str) -> None:
 @pytest.mark.parametrize(("values", "complaint"), [
     ({"exporter": {"port": "9450"}}, "at '/exporter/port': got string, want integer"),
     ({"exporter": {"kernelLog": "yes"}}, "at '/exporter/kernelLog': got string, want boolean"),
+    ({"exporter": {"podResources": True}}, "at '/exporter/podResources': got boolean, want string"),
+    ({"exporter": {"jobMapping": "jobs"}}, "at '/exporter/jobMapping': 'jobs' does not match pattern"),
+    ({"exporter": {"topology": "slurm"}}, "at '/exporter/topology': 'slurm' does not match pattern"),
+    ({"exporter": {"dcgm": "localhost"}}, "at '/exporter/dcgm': 'localhost' does not match pattern"),
+    ({"exporter": {"expose": "dcgm-5"}}, "at '/exporter/expose': value must be one of '', 'dcgm'"),
     ({"exporter": {"simulate": "b200x8"}}, "at '/exporter/simulate': value must be one of '', 'h100x8'"),
     ({"exporter": {"ports": 9450}}, "at '/exporter': additional properties 'ports' not allowed"),
     ({"exporter": {"resources": {"limit": {}}}}, "additional properties 'limit' not allowed"),
@@ -166,11 +181,11 @@ def test_the_command_line_accepts_the_flags_and_the_ports_agree(variant: str) ->
     assert exporter.listen == Address("0.0.0.0", ports["metrics"]["containerPort"])
     assert exporter.otlp_listen == Address("0.0.0.0", ports["otlp"]["containerPort"])
     assert ports["otlp"].get("hostPort") == (None if variant == "unprivileged" else 4318)
-    mounts = {mount["mountPath"]: mount["name"] for mount in container(daemonset)["volumeMounts"]}
-    assert str(exporter.state) in mounts
+    mounted = mounts(container(daemonset))
+    assert mounted[str(exporter.state)] == ("state", False)
     assert exporter.simulate == ("h100x8" if variant == "simulated" else None)
     if exporter.simulate is None:
-        assert str(exporter.sysfs) in mounts
+        assert mounted[str(exporter.sysfs)] == ("sys", True)
     if variant == "no-ledger":
         assert exporter.ledger == "https://ledger.example.com"
         return
@@ -220,30 +235,117 @@ def test_training_must_show_a_token_only_where_a_secret_is_named() -> None:
         daemonset["spec"]["template"]["spec"]["volumes"])
 
 
+HOST_PATHS = {
+    "simulated": set[str](),
+    "unprivileged": {"/var/lib/flopwatch", "/sys"},
+    "slurm": {"/var/lib/flopwatch", "/sys", "/var/lib/k0s/kubelet/pod-resources", "/run/flopwatch-jobs", "/etc/slurm"},
+}
+NODE_PATHS = {"/var/lib/flopwatch", "/sys", "/dev/kmsg", "/var/lib/kubelet/pod-resources"}
+
+
 @each_variant
-def test_only_reading_the_kernel_log_is_privileged_and_no_pod_asks_for_a_gpu(variant: str) -> None:
+def test_only_the_container_that_reads_the_kernel_log_is_privileged_and_no_pod_asks_for_a_gpu(variant: str) -> None:
     objects = render(variant)
-    daemonset = only(objects, "DaemonSet")
-    pod = daemonset["spec"]["template"]["spec"]
+    pod = only(objects, "DaemonSet")["spec"]["template"]["spec"]
     host_paths = {volume["hostPath"]["path"] for volume in pod["volumes"] if "hostPath" in volume}
-    security = container(daemonset)["securityContext"]
-    hardware = variant != "simulated"
-    if kernel_log := variant in ("defaults", "no-ledger"):
-        assert security["privileged"] is True
-    else:
-        assert "privileged" not in security
-        assert security["capabilities"] == {"drop": ["ALL"]}
-    assert host_paths == {"/var/lib/flopwatch", *(["/sys"] if hardware else []), *(["/dev/kmsg"] if kernel_log else [])}
-    assert ("runtimeClassName" in pod) is (variant in ("defaults", "no-ledger"))
+    assert host_paths == HOST_PATHS.get(variant, NODE_PATHS)
+    assert ("runtimeClassName" in pod) is (variant not in ("simulated", "unprivileged"))
+    assert ("hostPID" in pod) is (variant == "slurm")
     assert pod.get("nodeSelector") == {
         "simulated": None, "unprivileged": {"pool": "gpu"},
     }.get(variant, {"nvidia.com/gpu.present": "true"})
     for key, made in objects.items():
-        spec = made["spec"].get("template", {}).get("spec", made["spec"]) if "spec" in made else {}
+        spec = made.get("spec", {}).get("template", {}).get("spec", made.get("spec", {}))
         for each in spec.get("containers", []):
             assert not [name for kind in each.get("resources", {}).values() for name in kind if "gpu" in name], key
-            assert each["securityContext"]["readOnlyRootFilesystem"] is True, key
+            security = spec.get("securityContext", {}) | each["securityContext"]
+            assert security["readOnlyRootFilesystem"] is True, key
+            if each["name"] == "kmsg":
+                assert (security["privileged"], security["runAsUser"]) == (True, 0)
+                continue
+            assert "privileged" not in security, key
+            assert security["allowPrivilegeEscalation"] is False, key
+            assert security["capabilities"] == {"drop": ["ALL"]}, key
+            assert security["seccompProfile"] == {"type": "RuntimeDefault"}, key
+            # Root, without any capability, only where files of the node belong to root.
+            assert (security["runAsUser"] == 0) is (key[0] == "DaemonSet" and variant != "simulated"), key
         assert key[0] == "DaemonSet" or "hostPath" not in str(spec), key
+
+
+@each_variant
+def test_the_kernel_log_comes_through_a_socket_that_both_containers_share(variant: str) -> None:
+    daemonset = only(render(variant), "DaemonSet")
+    exporter = settings_of(daemonset)
+    names = [one["name"] for one in daemonset["spec"]["template"]["spec"]["containers"]]
+    if variant in ("simulated", "unprivileged", "slurm"):
+        assert (names, exporter.kmsg) == (["exporter"], Path("/dev/kmsg"))
+        return
+    assert names == ["exporter", "kmsg"]
+    kmsg = settings_of(daemonset, "kmsg")
+    assert str(exporter.kmsg) == f"unix:{kmsg.listen}"
+    assert mounts(container(daemonset, "kmsg")) == {
+        str(kmsg.listen.parent): ("run", False), str(kmsg.kmsg): ("kmsg", True)}
+    assert mounts(container(daemonset))[str(kmsg.listen.parent)] == ("run", False)
+    volumes = {volume["name"]: volume for volume in daemonset["spec"]["template"]["spec"]["volumes"]}
+    assert volumes["run"] == {"name": "run", "emptyDir": {}}
+    assert volumes["kmsg"]["hostPath"]["path"] == "/dev/kmsg"
+
+
+def test_owners_and_place_are_read_where_they_are_mounted() -> None:
+    daemonset = only(render("slurm"), "DaemonSet")
+    exporter, mounted = settings_of(daemonset), mounts(container(daemonset))
+    volumes = {volume["name"]: volume for volume in daemonset["spec"]["template"]["spec"]["volumes"]}
+    assert exporter.kubelet_socket == KUBELET_SOCKET
+    for folder, path in (
+        (KUBELET_SOCKET.parent, "/var/lib/k0s/kubelet/pod-resources"), (exporter.job_mapping, "/run/flopwatch-jobs"),
+        (Path(exporter.topology.removeprefix("slurm:")).parent, "/etc/slurm"),
+    ):
+        volume, read_only = mounted[str(folder)]
+        assert (volumes[volume]["hostPath"]["path"], read_only) == (path, True)
+    assert Path(exporter.topology).name == "topology.conf"
+    assert not [kind for kind, _ in render("slurm") if kind.startswith("ClusterRole")]
+
+
+def test_the_exporter_alone_may_get_nodes_where_their_labels_tell_the_place() -> None:
+    objects = render("kubernetes")
+    daemonset, role, binding = (only(objects, kind) for kind in ("DaemonSet", "ClusterRole", "ClusterRoleBinding"))
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]}]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"] == "observability-demo-flopwatch-exporter"
+    pod = daemonset["spec"]["template"]["spec"]
+    assert binding["subjects"] == [
+        {"kind": "ServiceAccount", "name": pod["serviceAccountName"], "namespace": "observability"}]
+    assert pod["automountServiceAccountToken"] is False
+    assert mounts(container(daemonset))[str(SERVICE_ACCOUNT)] == ("account", True)
+    assert "account" not in str(container(daemonset, "kmsg"))
+    (account,) = [volume["projected"]["sources"] for volume in pod["volumes"] if volume["name"] == "account"]
+    files = [account[0]["serviceAccountToken"]["path"], account[1]["configMap"]["items"][0]["path"]]
+    assert files == ["token", "ca.crt"], "what collectors/identity/topology.py reads"
+    exporter = settings_of(daemonset)
+    assert (exporter.topology, exporter.dcgm, exporter.expose) == (
+        "kubernetes", "nvidia-dcgm.gpu-operator:5555", "dcgm")
+
+
+def test_a_simulated_node_takes_nothing_of_the_node_whatever_else_is_asked_for() -> None:
+    values = {"exporter": VARIANTS["slurm"]["exporter"] | VARIANTS["kubernetes"]["exporter"] | {"simulate": "h100x8"}}
+    text = files_of(values)["flopwatch/templates/exporter-daemonset.yaml"]
+    pod = yaml.safe_load(text)["spec"]["template"]["spec"]
+    assert "hostPath" not in text
+    assert "hostPID" not in pod
+    assert settings_of(yaml.safe_load(text)).expose == "dcgm"
+    assert files_of(values)["flopwatch/templates/exporter-clusterrole.yaml"].strip() == ""
+
+
+@pytest.mark.parametrize(("values", "needs"), [
+    ({}, "privileged (the privileged container kmsg, folders of the node, a port of the node)"),
+    ({"exporter": {"kernelLog": False, "hostPID": True}, "otlp": {"hostPort": 0}},
+     "privileged (hostPID, folders of the node)"),
+    ({"exporter": {"simulate": "h100x8", "hostPID": True}}, "privileged (a port of the node)"),
+    ({"exporter": {"simulate": "h100x8"}, "otlp": {"hostPort": 0}}, "restricted"),
+])
+def test_the_notes_say_which_pod_security_level_the_values_need(values: Json, needs: str) -> None:
+    notes = files_of(values)["flopwatch/templates/NOTES.txt"]
+    assert f"must allow the level {needs}." in notes
+    assert ("enforce=privileged" in notes) is needs.startswith("privileged")
 
 
 @each_variant
@@ -360,3 +462,19 @@ def test_the_install_page_uses_commands_and_values_that_exist() -> None:
     defaults = ExporterSettings()
     assert f"{defaults.listen.port}: `/metrics`; {defaults.otlp_listen.port}: telemetry" in page
     assert f"| {LedgerSettings().listen.port}: snapshots" in page
+
+
+@pytest.mark.parametrize("page", ["install", "privileges", "identity"])
+def test_the_pages_name_values_that_exist(page: str) -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"(?:`|--set )(exporter|otlp|ledger|monitor|rules|tests)\.(\w+)", text))
+    assert len(named) >= 3
+    assert [f"{part}.{name}" for part, name in sorted(named) if name not in values[part]] == []
+
+
+def test_the_image_has_what_the_exporter_and_the_ledger_import() -> None:
+    image = (ROOT / "exporter" / "Dockerfile").read_text(encoding="utf-8")
+    assert image.count("[exporter,ledger]") == 2, "built, and installed without an index"
+    assert re.search(r"^USER 65532:65532$", image, re.MULTILINE)
+    assert re.search(r'^ENTRYPOINT \["flopwatch"\]$', image, re.MULTILINE)

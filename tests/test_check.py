@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -46,7 +47,8 @@ def exporter(*looks: Series, status: int = 200, authorization: str | None = None
             wrong = authorization is not None and self.headers.get("authorization") != authorization
             self.send_response(401 if wrong else status)
             self.end_headers()
-            self.wfile.write(Exposition().render(samples(left[0] if len(left) == 1 else left.pop(0))).encode())
+            page = Exposition().render(samples(left[0] if len(left) == 1 else left.pop(0)))
+            self.wfile.write(f'{page}flopwatch_build_info{{version="0.1.0"}} 1.0\n'.encode())
 
         def log_message(self, *_: object) -> None:
             pass
@@ -59,6 +61,48 @@ def exporter(*looks: Series, status: int = 200, authorization: str | None = None
         finally:
             server.shutdown()
             thread.join()
+
+
+@contextmanager
+def saying(answer: bytes) -> Iterator[str]:
+    """Answer a connection with these bytes, and give the URL."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/metrics"
+        thread.join()
+
+
+@pytest.mark.parametrize(("answer", "why"), [
+    (b"HTTP/1.0 200 OK\r\n\r\n", "is no flopwatch exporter, or was cut off: there is no flopwatch_build_info"),
+    (b"HTTP/1.0 200 OK\r\n\r\nup 1\n", "is no flopwatch exporter, or was cut off: there is no flopwatch_build_info"),
+    (b"SSH-2.0-OpenSSH_9.2\r\n", "SSH-2.0-OpenSSH_9.2; if it speaks TLS, give --url https://HOST:PORT/metrics"),
+    (b"", "Remote end closed connection without response; if it speaks TLS, give --url https://HOST:PORT/metrics"),
+])
+def test_whoever_is_no_exporter_says_nothing_about_the_node(answer: bytes, why: str) -> None:
+    with saying(answer) as url:
+        status, output = flopwatch("--url", url)
+    assert (status, output.splitlines()[0].split(f"{url}: ")[-1].split(f"{url} ")[-1].strip()) == (3, why)
+
+
+@pytest.mark.parametrize("url", ["garbage", "http://127.0.0.1:abc/", "http://[::1/metrics", "http://a b/metrics"])
+def test_a_url_that_is_none_is_unknown(url: str) -> None:
+    status, output = flopwatch("--url", url)
+    assert (status, output.startswith("UNKNOWN - ")) == (3, True)
+
+
+def test_a_machine_with_nothing_to_judge_is_not_called_ok(tmp_path: Path) -> None:
+    (tmp_path / "sys").mkdir()
+    (tmp_path / "kmsg").touch()
+    status, output = flopwatch("--sysfs", tmp_path / "sys", "--kmsg", tmp_path / "kmsg", "--state", tmp_path / "state")
+    assert (status, output.partition(";")[0]) == (3, "UNKNOWN - there is neither a GPU nor an active port")
+    assert not (tmp_path / "state").exists()
 
 
 BROKEN = h100() | {(m.GPU_PRESENT, gpu(3)): 0, (m.GPU_PCIE_WIDTH, gpu(1)): 8}
@@ -161,6 +205,9 @@ def test_without_an_exporter_the_hardware_is_read(tmp_path: Path) -> None:
     assert flopwatch(*simulated, "--record")[0] == 0
     assert flopwatch(*simulated) == (0, "OK - 8 GPUs, 9 active ports | gpus=8 ports=9")
     node = SimulatedNode(tmp_path / "simulated")
+    # What the exporter keeps: here the GPU whose Xid it is.
+    part = {"gpu": "3", "uuid": node.uuid(3), "pci_bus_id": "00000000:86:00.0"}
+    (node.root / "gpus.json").write_text(json.dumps({node.uuid(3): dict.fromkeys(m.GPU_INFO.labels, "") | part}))
     node.xid(3, 79)
     status, output = flopwatch(*simulated, "--json")
     said = json.loads(output)
@@ -168,6 +215,31 @@ def test_without_an_exporter_the_hardware_is_read(tmp_path: Path) -> None:
     assert [(reason["reason"], reason["part"], reason["action"]) for reason in said["reasons"]] == [
         ("gpu_missing", "gpu 3", "reboot_then_reseat"), ("xid", "gpu 3", "reboot_node")]
     assert said["reasons"][1]["what_to_do"] == "reboot the node"
+
+
+def test_a_look_at_the_hardware_writes_nothing_into_the_exporters_state(tmp_path: Path) -> None:
+    node = SimulatedNode(tmp_path / "state" / "simulated")
+    node.root.parent.mkdir()
+    node.create()
+    node.xid(3, 79)
+    for name in ("gpus.json", "xid.json"):
+        (node.root / name).write_text("{}")
+    before = {path: path.stat().st_mtime_ns for path in node.root.glob("*.json")}
+    assert flopwatch("--simulate", "h100x8", "--state", tmp_path / "state")[0] == 2
+    after = {path: path.stat().st_mtime_ns for path in node.root.glob("*.json")}
+    assert after.keys() == before.keys()
+    assert {path.name for path in after if after[path] == before[path]} == {"gpus.json", "xid.json"}
+    assert flopwatch("--direct", "--state", tmp_path / "other", "--sysfs", node.sysfs, "--kmsg", node.kmsg)[0] != 127
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_machine_without_room_for_a_copy_of_the_state_cannot_be_judged(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", "import sys, tempfile; tempfile.tempdir = '/nonexistent'; "
+         "from flopwatch.__main__ import main; sys.exit(main(sys.argv[1:]))", "check", "--direct", "--state", tmp_path],
+        capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
+    assert (run.returncode, run.stdout.partition(" (")[0], run.stderr) == (
+        3, "UNKNOWN - there is no room for a temporary folder", "")
 
 
 def test_a_driver_that_hangs_is_unknown_within_the_deadline(tmp_path: Path) -> None:
@@ -213,6 +285,17 @@ def test_node_problem_detector_is_told_flags_that_exist() -> None:
             assert (command, rule["condition"] in conditions) == ("check", True)
             flags[flags.index("--seconds") + 1] = "0.1"
             assert flopwatch(*flags, "--url", url) == (1, "bad: GPU 3 (0000:33:00.0, serial 1653) does not answer")
+
+
+def test_a_node_whose_driver_is_being_replaced_is_degraded_and_not_unfit(tmp_path: Path) -> None:
+    series = {key: number for key, number in h100().items() if key[0].domain not in ("gpu", "nvlink")}
+    with exporter(series | {(m.GPU_DRIVER_LOADED, ()): 0}) as url:
+        for rule, status in zip(json.loads(NPD.read_text())["rules"], (0, 1), strict=True):
+            flags = ["0.1" if flag == "5" else flag for flag in rule["args"][1:]]
+            assert flopwatch(*flags, "--url", url) == (
+                status, "degraded: no NVIDIA driver is loaded, and no job can use the GPUs")
+        status, output = flopwatch("--url", url, "--state", tmp_path)
+        assert (status, output[:11]) == (1, "DEGRADED - "), "Slurm's health check and prolog act on BAD"
 
 
 class Slurm:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def settings(node: SimulatedNode, **others: object) -> ExporterSettings:
 def test_on_a_healthy_node_everything_is_read_and_owned(node: SimulatedNode) -> None:
     before = {path: path.stat().st_mtime_ns for path in node.root.parent.rglob("*")}
     report = examine(settings(node))
-    assert report.problems == []
+    assert (report.problems, report.losses) == ([], [])
     assert [(source.name, source.state, source.reason) for source in report.sources] == [
         ("nvml", "ok", ""), ("infiniband", "ok", ""), ("xid", "ok", ""), ("identity", "ok", ""),
         ("dcgm", "off", "--dcgm asks a DCGM host engine"),
@@ -117,7 +118,7 @@ def test_owners_are_told_with_their_source_and_a_kubelet_that_talks_garbage_is_a
         report.gpus[0].owners)
     with kubelet(tmp_path / "k.sock", b"<html>"):
         report = examine(given)
-    assert report.problems == ["identity: kubelet: not a list of pods: a field of type 4"]
+    assert (report.problems, report.losses) == ([], ["identity: kubelet: not a list of pods: a field of type 4"])
 
 
 def test_the_command_says_it_in_json_and_in_text_and_by_its_status(node: SimulatedNode) -> None:
@@ -137,9 +138,61 @@ def test_the_command_says_it_in_json_and_in_text_and_by_its_status(node: Simulat
     assert max(map(len, broken.stdout.splitlines())) <= 80
 
 
+def test_what_a_tier_goes_without_is_told_and_is_no_failure(node: SimulatedNode, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as closed:  # a kubelet's socket at which nobody answers
+        closed.bind(str(tmp_path / "k.sock"))
+        node.kmsg.unlink()
+        node.kmsg.mkdir()  # a kernel log that cannot be read, for root as well
+        node.fail("nvmlDeviceGetSramEccErrorStatus", 4)
+        done = subprocess.run(
+            [sys.executable, "-m", "flopwatch", "doctor", "--simulate", "h100x8", "--state", str(node.root.parent),
+             "--listen", "127.0.0.1:0", "--otlp-listen", "127.0.0.1:0", "--kubelet-socket", str(tmp_path / "k.sock")],
+            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT / "exporter"), "COLUMNS": "80"},
+            timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    _, verdict, without, *_ = done.stdout.split("\n\n")
+    assert verdict == "All hardware that is here can be read."
+    assert re.sub(r"read\s+/[\s\S]+?/kmsg", "read KMSG", without).splitlines() == [
+        "It goes without:",
+        "  - gpu_sram_error_threshold_exceeded: not permitted to this user",
+        "  - identity: kubelet: Connection refused",
+        "  - xid: Xids from kernel_log: cannot read KMSG: Is a directory",
+    ]
+
+
+def test_cards_without_a_driver_are_a_problem(node: SimulatedNode) -> None:
+    node.fail("nvmlInit", 12)
+    assert examine(settings(node)).problems == []
+    for address, kind in (("0000:53:00.0", "0x030200"), ("0000:64:00.0", "0x030000"), ("0000:75:00.0", "0x068000")):
+        device = node.sysfs / "bus" / "pci" / "devices" / address
+        (device / "vendor").write_text("0x10de\n")
+        (device / "class").write_text(f"{kind}\n")
+    assert examine(settings(node)).problems == ["nvml: NVML Shared Library Not Found, and 2 GPUs are on the PCI bus"]
+
+
+def test_gpus_that_were_there_before_the_driver_went_are_one_problem(node: SimulatedNode) -> None:
+    parts = {SimulatedNode.uuid(0): dict.fromkeys(m.GPU_INFO.labels, "") | {"gpu": "0", "uuid": SimulatedNode.uuid(0)}}
+    (node.root / "gpus.json").write_text(json.dumps(parts))
+    node.fail("nvmlInit", 9)
+    assert examine(settings(node)).problems == ["nvml: no driver is loaded"]
+
+
+def test_a_machine_on_which_no_process_can_be_started_is_told_so(
+    node: SimulatedNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "python").write_text("#!/bin/sh\n")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    report = examine(settings(node))
+    assert len(report.problems) == 2
+    assert report.problems[0].startswith("nvml: ")
+    assert "Permission denied" in report.problems[0]
+    assert [source.state for source in report.sources] == ["failed"] * 4 + ["off"]
+
+
 REPORT = Report(
     version="1.2.3", host="node-7", user="user 1000, without CAP_SYSLOG", simulated=False,
-    problems=["GPU 1: does not answer", "xid: Xids from kernel_log: Operation not permitted"],
+    problems=["GPU 1: does not answer", "infiniband: no answer in time"],
+    losses=["xid: Xids from kernel_log: Operation not permitted"],
     sources=[
         Source("nvml", "ok", seconds=0.0123, series=61),
         Source("infiniband", "absent", "no port in /sys/class/infiniband"),
@@ -166,6 +219,9 @@ flopwatch 1.2.3 on node-7, as user 1000, without CAP_SYSLOG
 
 2 things are here and cannot be read:
   - GPU 1: does not answer
+  - infiniband: no answer in time
+
+It goes without:
   - xid: Xids from kernel_log: Operation not permitted
 
 Sources
@@ -229,10 +285,16 @@ def test_many_names_are_told_in_few_words() -> None:
     (m.GPU_SRAM_THRESHOLD, {"nvmlDeviceGetSramEccErrorStatus": [4]}, PERMISSION),
     (m.GPU_TEMPERATURE_MARGIN, {"nvmlDeviceGetMarginTemperature": [13]}, OLD),
     (m.GPU_TEMPERATURE_MARGIN, {}, OLD),  # the library lacks it
+    (m.GPU_TEMPERATURE_MARGIN, {"nvmlDeviceGetMarginTemperature": [3]}, CARD),  # DCGM asks NVML, too
+    (m.GPU_CHASSIS_INFO, {}, DCGM),
     (m.GPU_TENSOR_ACTIVE, {}, DCGM),
+    (m.GPU_TENSOR_ACTIVE, {"metric 5": [3]}, DCGM),
+    (m.GPU_TENSOR_ACTIVE, {"metric 5": [13]}, OLD),
     (m.GPU_TENSOR_ACTIVE, {"metric 5": [0]}, QUIET),
     (m.GPU_PROCESSES, {"nvmlDeviceGetComputeRunningProcesses_v3": [0]}, QUIET),
     (m.GPU_ECC_LOCATION_ERRORS, {}, QUIET),
+    (m.NVLINK_TRANSMIT_RAW, {"field 91": [0], "field 140": [3]}, DCGM),
+    (m.NVLINK_TRANSMIT_RAW, {"field 91": [3]}, CARD),
     (m.NVLINK_LINK_ERRORS, {"field 91": [3]}, CARD),
     (m.NVLINK_LINK_ERRORS, {"field 91": [0]}, QUIET),
     (m.GPU_MIG_INFO, {}, MIG),
@@ -241,7 +303,8 @@ def test_many_names_are_told_in_few_words() -> None:
 def test_why_a_gpu_has_no_series_is_what_its_driver_answered(
     row: m.Metric, answers: dict[str, list[int]], reason: str
 ) -> None:
-    assert _why(row, answers, ["nvmlDeviceGetMarginTemperature"], kernel_log=False, dcgm=False) == reason
+    lacks = [] if answers else ["nvmlDeviceGetMarginTemperature"]
+    assert _why(row, answers, lacks, kernel_log=False, dcgm=False) == reason
 
 
 def test_the_sources_of_the_catalogue_name_what_nvml_is_asked() -> None:

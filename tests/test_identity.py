@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +23,8 @@ from flopwatch.catalogue import (
     Sample,
 )
 from flopwatch.node.collectors import Unsupported
-from flopwatch.node.collectors.identity import Background, Devices, Identity, build
+from flopwatch.node.collectors.identity import Devices, Identity, build
+from flopwatch.node.collectors.identity.background import Background
 from flopwatch.node.collectors.identity.podresources import Assignment, PodResourcesError
 from tests.kubelet import encoded, kubelet, pod
 
@@ -62,11 +65,15 @@ class Node:
         self.runtime.write_text(json.dumps({
             uuid: {"mig": (mig or {}).get(uuid, []), "pids": pids.get(uuid, [])} for uuid in UUIDS}))
 
-    def process(self, pid: int, cgroup: str, uid: int = 1000) -> None:
+    def process(self, pid: int, cgroup: str, uid: int = 1000, started: int = 77) -> None:
         folder = self.proc / str(pid)
         folder.mkdir()
         (folder / "cgroup").write_text(cgroup)
         (folder / "status").write_text(f"Name:\tpython\nUid:\t{uid}\t{uid}\t{uid}\t{uid}\n")
+        (folder / "stat").write_text(f"{pid} (py ) S 1) S 1 {'0 ' * 17}{started} 0 0\n")
+
+    def ends(self, pid: int) -> None:
+        shutil.rmtree(self.proc / str(pid))
 
     def collector(self, **settings: Any) -> Identity:
         return Identity(
@@ -213,10 +220,112 @@ def test_at_most_eight_owners_share_a_gpu(node: Node) -> None:
     assert [owner[5] for owner in found] == [str(job) for job in range(100, 108)] + [""]
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"GPU-0a": 3}', '{"GPU-0a": {"mig": [1], "pids": ["x"]}}'])
-def test_a_runtime_file_of_another_shape_costs_nothing(node: Node, content: str) -> None:
+@pytest.mark.parametrize(("content", "source"), [
+    ("", "unknown"), ("[]", "unknown"), ("{", "unknown"), ('{"GPU-0a": 3}', "unknown"),
+    ('{"GPU-0a": {"mig": [1], "pids": ["x"]}}', "none"),
+])
+def test_a_runtime_file_of_another_shape_costs_nothing_but_what_it_would_tell(
+    node: Node, content: str, source: str
+) -> None:
     node.runtime.write_text(content)
-    assert owners(node.collector().read()) == [("0", *NOBODY, "none"), ("1", *NOBODY, "none")]
+    assert owners(node.collector().read()) == [("0", *NOBODY, source), ("1", *NOBODY, "unknown")]
+
+
+def test_a_gpu_that_nvml_never_told_of_has_an_unknown_owner_and_the_others_theirs(node: Node) -> None:
+    node.process(10, SLURM)
+    node.runtime.write_text(json.dumps({"GPU-0a": {"mig": [], "pids": [10]}}))
+    samples = node.collector().read()
+    assert owners(samples) == [JOB, ("1", *NOBODY, "unknown")]
+    assert (updated(samples), sources(samples)) == ({"0": NOW}, {"processes": 1})
+
+
+JOB = ("0", "", "", "", "", "4711", "1000", "slurm")
+FREE = ("1", *NOBODY, "none")
+
+
+def test_a_lost_gpu_keeps_its_last_owner_and_the_time_of_that_until_it_tells_something_else(
+    node: Node, tmp_path: Path
+) -> None:
+    now = NOW
+    kept = tmp_path / "last.json"
+
+    def collector() -> Identity:
+        return Identity("node-7", node.gpus, node.runtime, proc=node.proc, clock=lambda: now, last=kept)
+
+    node.process(10, SLURM)
+    node.runs({"GPU-0a": [10]})
+    identity = collector()
+    assert owners(identity.read()) == [JOB, FREE]
+
+    # The job dies with its GPU, of which the file keeps the last processes. A restarted exporter knows it as well.
+    node.ends(10)
+    for survivor in (identity, collector()):
+        now += 60
+        samples = survivor.read()
+        assert owners(samples) == [JOB, FREE]
+        assert (updated(samples), sources(samples)) == ({"0": NOW, "1": now}, {"processes": 1})
+
+    # Another user's process gets the number, and later the file loses its word of the GPU.
+    node.process(10, USER, started=99)
+    assert owners(identity.read()) == [JOB, FREE]
+    node.runtime.write_text(json.dumps({"GPU-1b": {"mig": [], "pids": []}}))
+    assert owners(identity.read()) == [JOB, FREE]
+
+    # The GPU is reset: first it is free, then it is another's, then another's whom nobody can see.
+    node.runs({})
+    assert owners(identity.read()) == [("0", *NOBODY, "none"), FREE]
+    node.runs({"GPU-0a": [10]})
+    assert owners(identity.read()) == [("0", "", "", "", "", "", "1000", "process"), FREE]
+    node.runs({"GPU-0a": [11]})
+    assert owners(identity.read()) == [("0", *NOBODY, "unknown"), FREE]
+
+    # A GPU that the node forgets is forgotten here as well.
+    assert json.loads(kept.read_text()).keys() == {"GPU-0a"}
+    node.gpus.write_text(json.dumps({"GPU-1b": json.loads(node.gpus.read_text())["GPU-1b"]}))
+    identity.read()
+    assert json.loads(kept.read_text()) == {}
+
+
+def test_a_lost_gpu_keeps_the_pod_that_the_kubelet_has_forgotten_and_the_job_within_a_pod_it_still_knows(
+    node: Node,
+) -> None:
+    node.process(10, POD)
+    node.process(11, SLURM)
+    node.runs({"GPU-0a": [10], "GPU-1b": [11]})
+    scripted = Kubelet()
+    scripted.answer = [*HAS_GPU_0, Assignment("slurm", "slurmd-0", "slurmd", "nvidia.com/gpu", "GPU-1b")]
+    collector = node.collector(kubelet=scripted.background())
+    both = [
+        ("0", "", "ml", "train-0", "worker", "", "", "kubelet"), ("1", "", "", "", "", "4711", "1000", "slurm"),
+        ("1", "", "slurm", "slurmd-0", "slurmd", "", "", "kubelet"),
+    ]
+    assert owners(collector.read()) == both
+    node.ends(10)
+    node.ends(11)
+    scripted.answers(scripted.answer[1:])
+    assert owners(collector.read()) == both
+    scripted.answers([])
+    assert owners(collector.read()) == both
+    collector.close()
+
+
+def test_the_next_pod_is_the_owner_where_no_process_can_ever_be_seen(node: Node) -> None:
+    node.runs({"GPU-0a": [10, 11]})
+    scripted = Kubelet()
+    scripted.answer = [*HAS_GPU_0, Assignment("ml", "train-1", "worker", "nvidia.com/gpu", "GPU-0a")]
+    collector = node.collector(kubelet=scripted.background())
+    assert len(owners(collector.read())) == 3
+    scripted.answers(scripted.answer[1:])
+    assert owners(collector.read()) == [("0", "", "ml", "train-1", "worker", "", "", "kubelet"), FREE]
+    collector.close()
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"GPU-0a": 3}', '{"GPU-0a": {"owners": 3, "at": 1, "processes": {}}}',
+                                     '{"GPU-0a": {"owners": [[1,2,3,4,5,6,7,8]], "at": 1, "processes": {}}}'])
+def test_a_file_of_last_owners_of_another_shape_is_as_none(node: Node, tmp_path: Path, content: str) -> None:
+    (tmp_path / "last.json").write_text(content)
+    node.runs({})
+    assert owners(node.collector(last=tmp_path / "last.json").read()) == [("0", *NOBODY, "none"), FREE]
 
 
 PODS = [
@@ -302,26 +411,27 @@ class Kubelet:
     """A kubelet whose answers the test gives, asked a hundred times a second, and a clock it sets."""
 
     def __init__(self) -> None:
-        self.answer: list[Assignment] | Exception = []
+        self.answer: list[Assignment] | BaseException = []
         self.now = NOW
         self.asked = 0
 
     def ask(self) -> list[Assignment]:
         self.asked += 1
-        if isinstance(self.answer, Exception):
+        if isinstance(self.answer, BaseException):
             raise self.answer
         return self.answer
 
     def background(self) -> Background[list[Assignment]]:
         return Background(self.ask, 0.01, 300, clock=lambda: self.now)
 
-    def answers(self, answer: list[Assignment] | Exception) -> None:
+    def answers(self, answer: list[Assignment] | BaseException) -> None:
         """Let it answer this from now on, and wait until it has."""
         self.answer = answer
         asked = self.asked
         until(lambda: self.asked >= asked + 3)
 
 
+TRAIN = ("0", "", "ml", "train-0", "worker", "", "", "kubelet")
 HAS_GPU_0 = [Assignment("ml", "train-0", "worker", "nvidia.com/gpu", "GPU-0a")]
 
 
@@ -336,14 +446,13 @@ def test_the_last_answer_of_a_failing_kubelet_holds_for_five_minutes_and_shows_i
     scripted = Kubelet()
     scripted.answer = HAS_GPU_0
     collector = node.collector(kubelet=scripted.background())
-    train = ("0", "", "ml", "train-0", "worker", "", "", "kubelet")
     samples = collector.read()
-    assert (owners(samples), sources(samples)["kubelet"]) == ([train, ("1", *NOBODY, "none")], 1)
+    assert (owners(samples), sources(samples)["kubelet"]) == ([TRAIN, ("1", *NOBODY, "none")], 1)
 
     scripted.answers(fault)
     scripted.now = NOW + 300
     samples = collector.read()
-    assert (owners(samples), sources(samples)["kubelet"]) == ([train, ("1", *NOBODY, "none")], 0)
+    assert (owners(samples), sources(samples)["kubelet"]) == ([TRAIN, ("1", *NOBODY, "none")], 0)
     assert updated(samples) == {"0": NOW, "1": NOW}
 
     scripted.now = NOW + 301
@@ -354,6 +463,47 @@ def test_the_last_answer_of_a_failing_kubelet_holds_for_five_minutes_and_shows_i
     scripted.answers([])
     assert owners(collector.read()) == [("0", *NOBODY, "none"), ("1", *NOBODY, "none")]
     collector.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(("fault", "said"), [
+    (RuntimeError("wires crossed"), "wires crossed"), (AssertionError(), "AssertionError"),
+    (SystemExit(), "the thread that asks has ended"),
+])
+def test_whatever_ends_a_question_is_an_error_of_its_source_and_the_last_answer_holds_no_longer_than_it_may(
+    node: Node, fault: BaseException, said: str
+) -> None:
+    node.runs({})
+    scripted = Kubelet()
+    scripted.answer = HAS_GPU_0
+    kubelet_of_the_node = scripted.background()
+    collector = node.collector(kubelet=kubelet_of_the_node)
+    assert owners(collector.read())[0] == TRAIN
+    scripted.answer = fault
+    until(lambda: kubelet_of_the_node.error == said)
+    samples = collector.read()
+    assert (owners(samples)[0], sources(samples)) == (TRAIN, {"kubelet": 0, "processes": 1})
+    scripted.now = NOW + 301
+    assert owners(collector.read()) == [("0", *NOBODY, "unknown"), ("1", *NOBODY, "unknown")]
+    collector.close()
+    thread = kubelet_of_the_node._thread
+    assert thread is not None
+    thread.join(20)
+
+
+def test_without_its_http_library_the_kubelet_is_a_failing_source_that_says_what_to_install(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "h2.connection", None)  # an import of it is an ImportError
+    node.runs({})
+    with kubelet(node.socket, encoded(PODS)):
+        collector = node.build()
+        assert sources(collector.read()) == {"kubelet": 0, "processes": 1}
+        background = collector._kubelet
+        assert background is not None
+        assert background.error == "the package h2 is missing; pip install 'flopwatch[exporter]' brings it"
+        assert background._first.is_set(), "no later read waits for a first answer"
+        collector.close()
 
 
 def test_the_place_is_read_from_the_file_and_a_file_without_this_node_is_an_error(node: Node, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from flopwatch.catalogue import (
 )
 from flopwatch.node.collectors import Unsupported
 from flopwatch.node.collectors.infiniband import (
+    PORTS,
     Infiniband,
     build,
     counter,
@@ -68,13 +69,13 @@ def write(sysfs: Path, files: Mapping[str, object]) -> None:
 class Ports(Infiniband):
     """The collector of a folder's tree, with clocks that stand still, and no network of this machine's."""
 
-    def __init__(self, folder: Path, pread: Mapping[str, int] | None = None) -> None:
+    def __init__(self, folder: Path, pread: Mapping[str, int] | None = None, boot_id: str = "boot1") -> None:
         self.now, self.unix = 0.0, 1_700_000_000.0
         self.refused: dict[str, int] = dict(pread or {})
         self.asked = Counter[str]()
         super().__init__(
             folder / "sys", "node1", folder / "state" / "ports.json", routes=folder / "route",
-            clock=lambda: self.now, wall=lambda: self.unix, pread=self.pread,
+            boot_id=boot_id, clock=lambda: self.now, wall=lambda: self.unix, pread=self.pread,
         )
 
     def pread(self, file: int, length: int, offset: int) -> bytes:
@@ -273,6 +274,13 @@ def test_what_an_infiniband_port_alone_has(tmp_path: Path) -> None:
     }
 
 
+def test_where_one_address_cannot_be_read_the_other_is_not_asked_for(tmp_path: Path) -> None:
+    sysfs = tree(tmp_path, NDR)
+    write(sysfs, {f"{PORT}/sm_lid": "0x1"})
+    (sysfs / PORT / "lid").symlink_to("/proc/self/mem")  # EIO
+    assert values(Ports(tmp_path).read()) == NDR_VALUES
+
+
 def test_every_file_of_the_capture_is_a_counter_of_the_catalogue() -> None:
     files = {str(file.relative_to(NDR / "ports" / "1")) for file in NDR.glob("ports/1/*counters/*")}
     assert files - COUNTERS.keys() == {"hw_counters/lifespan"}
@@ -323,42 +331,93 @@ def test_a_file_that_fails_costs_its_own_series_only(tmp_path: Path, error: int)
     assert values(ports.after(300)) == NDR_VALUES
 
 
-def test_a_counter_the_firmware_refuses_is_asked_once_and_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.ENXIO])
+def test_a_counter_the_firmware_refuses_is_asked_more_and_more_rarely(tmp_path: Path, error: int) -> None:
     sysfs = tree(tmp_path, NDR)
-    ports = Ports(tmp_path, {"symbol_error": errno.EINVAL})
+    ports = Ports(tmp_path, {"symbol_error": error})
     expected = {key: value for key, value in NDR_VALUES.items() if key != "symbol_errors_total"} | {
         "port_refused_files": 1}
-    assert values(ports.read()) == expected
+    asked = []
+    for minute in range(300):
+        before = ports.asked["symbol_error"]
+        assert values(ports.after(60 if minute else 0)) == expected
+        if ports.asked["symbol_error"] > before:
+            asked.append(minute)
+        if minute == 10:
+            write(sysfs, {f"{PORT}/hw_counters/req_rnr_retries_exceeded": 0})  # all are opened again
+            expected["rnr_retries_exceeded_total"] = 0
+    assert asked == [0, 1, 3, 7, 15, 31, 63, 123, 183, 243]
     ports.refused.clear()
-    for seconds in (1, 300, 86400):
-        assert values(ports.after(seconds)) == expected
-    assert ports.asked["symbol_error"] == 1
-    write(sysfs, {f"{PORT}/hw_counters/req_rnr_retries_exceeded": 0})  # a new file, so that all are opened again
-    assert values(ports.read()) == expected | {"rnr_retries_exceeded_total": 0}
-    assert ports.asked["symbol_error"] == 1
+    assert values(ports.after(3600)) == NDR_VALUES | {"rnr_retries_exceeded_total": 0}
 
 
-def test_a_port_that_the_fabric_manager_owns_is_asked_once_and_the_next_one_is_read(tmp_path: Path) -> None:
+def test_a_state_that_is_refused_once_is_back_after_a_minute(tmp_path: Path) -> None:
+    tree(tmp_path, NDR)
+    ports = Ports(tmp_path)
+    assert values(ports.read()) == NDR_VALUES
+    for _ in range(2):  # the wait does not grow where the file answered in between
+        ports.refused["state"] = errno.EINVAL
+        assert values(ports.after(1)) == {
+            key: value for key, value in NDR_VALUES.items() if key != "port_state_id"} | {"port_refused_files": 1}
+        ports.refused.clear()
+        assert "port_state_id" not in values(ports.after(59))
+        assert values(ports.after(1)) == NDR_VALUES
+
+
+class Owned(Ports):
+    """Ports of which the fabric manager owns mlx5_0, until `free`, or only what begins with `below` there."""
+
+    free = False
+    below = ""
+
+    def pread(self, file: int, length: int, offset: int) -> bytes:
+        path = os.readlink(f"/proc/self/fd/{file}")
+        if f"/mlx5_0/ports/1/{self.below}" in path and not self.free:
+            self.asked["refused"] += 1
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return os.pread(file, length, offset)
+
+
+def test_a_port_that_the_fabric_manager_owns_is_left_alone_and_the_next_one_is_read(tmp_path: Path) -> None:
     sysfs = tree(tmp_path, NDR)
     shutil.copytree(NDR, sysfs / "class/infiniband/mlx5_1")
     owned = {path.name for path in NDR.rglob("*") if path.is_file()} - {"lifespan"}
-
-    class Owned(Ports):
-        def pread(self, file: int, length: int, offset: int) -> bytes:
-            if "/mlx5_0/" in os.readlink(f"/proc/self/fd/{file}"):
-                self.asked["refused"] += 1
-                raise OSError(errno.EINVAL, "Invalid argument")
-            return os.pread(file, length, offset)
-
     ports = Owned(tmp_path)
-    for _ in range(3):
-        samples = ports.after(1000)
+    tries = {}
+    for second in range(0, 601, 15):
+        before = ports.asked["refused"]
+        samples = ports.after(15 if second else 0)
+        if ports.asked["refused"] > before:
+            tries[second] = ports.asked["refused"] - before
         assert values(samples) == {
             "port_present": 1, "link_flaps_total": 0, "link_drops_total": 0, "link_flapping": 0,
             "port_refused_files": len(owned) - len({"board_id", "fw_ver", "hca_type", "link_layer"}),
         }
         assert values(samples, "mlx5_1") == NDR_VALUES
-    assert ports.asked["refused"] == 49
+    assert tries == {0: 3, 60: 1, 180: 1, 420: 1}, "three files speak for 49, later one does"
+    ports.free = True
+    assert values(ports.after(3600)) == NDR_VALUES
+
+
+def test_of_a_port_whose_counters_alone_are_refused_three_are_asked(tmp_path: Path) -> None:
+    tree(tmp_path, NDR)
+    ports = Owned(tmp_path)
+    ports.below = "counters/"
+    ports.refused = dict.fromkeys((path.name for path in NDR.glob("ports/1/hw_counters/*")), errno.EINVAL)
+    assert values(ports.read()) == LINK_UP | {"port_refused_files": 46}
+    assert ports.asked["refused"] == 3
+    ports.after(60)
+    assert ports.asked["refused"] == 4
+
+
+def test_a_few_counters_that_the_firmware_does_not_have_hide_no_other(tmp_path: Path) -> None:
+    tree(tmp_path, NDR)
+    lacking = ("symbol_error", "link_downed", "port_rcv_errors", "out_of_buffer")
+    series = ("symbol_errors_total", "link_downed_total", "receive_errors_total", "out_of_buffer_total")
+    ports = Ports(tmp_path, dict.fromkeys(lacking, errno.EINVAL))
+    expected = {key: value for key, value in NDR_VALUES.items() if key not in series} | {"port_refused_files": 4}
+    assert values(ports.read()) == expected
+    assert values(ports.after(60)) == expected
 
 
 def test_a_device_that_was_removed_and_is_back_is_asked_again(tmp_path: Path) -> None:
@@ -535,6 +594,9 @@ def test_a_counter_that_wraps_goes_on(tmp_path: Path) -> None:
     ("symbol_error", 65535, "symbol_errors_total"), ("link_downed", 255, "link_downed_total"),
     ("local_link_integrity_errors", 15, "local_link_integrity_errors_total"),
     ("port_xmit_wait", 2**32 - 1, "transmit_wait_ticks_total"),
+    # Without extended counters these have 32 bits.
+    ("port_xmit_packets", 2**32 - 1, "transmit_packets_total"),
+    ("port_rcv_packets", 2**32 - 1, "receive_packets_total"),
 ])
 def test_a_counter_that_sticks_says_so_until_it_is_cleared(
     tmp_path: Path, file: str, highest: int, series: str
@@ -544,11 +606,167 @@ def test_a_counter_that_sticks_says_so_until_it_is_cleared(
     path = f"{PORT}/counters/{file}"
     others = {key: value for key, value in NDR_VALUES.items() if key != series}
     write(sysfs, {path: highest - 1})
-    assert values(ports.read()) == others | {series: max(highest - 1, NDR_VALUES[series])}
+    assert values(ports.read()) == others | {series: highest - 1}
     write(sysfs, {path: highest})
     assert values(ports.read()) == others | {series: highest, f"counter_saturated:{file}": 1}
     write(sysfs, {path: 2})
     assert values(ports.read()) == others | {series: highest + 2}
+
+
+@pytest.mark.parametrize(("file", "series"), [
+    ("port_xmit_data", "transmit_data_bytes_total"), ("port_rcv_data", "receive_data_bytes_total")])
+def test_traffic_stuck_in_32_bits_is_saturated_and_a_wider_register_is_not(
+    tmp_path: Path, file: str, series: str
+) -> None:
+    sysfs = tmp_path / "sys"
+    seen = []
+    for number in (2**32 - 1, 2**32):
+        write(sysfs, {f"{PORT}/counters/{file}": number})
+        read = values(Ports(tmp_path).read())
+        seen.append({key: value for key, value in read.items() if key.endswith((series, file))})
+    assert seen == [{series: 4 * (2**32 - 1), f"counter_saturated:{file}": 1}, {series: 4 * 2**32}]
+
+
+# Counts across a restart of the exporter.
+
+
+@pytest.mark.parametrize(("ended", "boot"), [(True, "boot1"), (False, "boot1"), (True, "boot2")])
+def test_no_count_falls_over_a_restart_after_a_wrap_and_a_clear(tmp_path: Path, ended: bool, boot: str) -> None:
+    sysfs = tree(tmp_path, NDR)
+    wrapping, cleared = f"{PORT}/hw_counters/out_of_sequence", f"{PORT}/counters/port_rcv_errors"
+    ports = Ports(tmp_path)
+    for number, errors in ((2**32 - 5, 14), (100, 2)):
+        write(sysfs, {wrapping: number, cleared: errors})
+        ports.after(301)
+    counted = {"out_of_sequence_total": 2**32 + 100, "receive_errors_total": 16}
+    assert values(ports.read()) == NDR_VALUES | counted
+    if ended:
+        ports.close()
+    write(sysfs, {wrapping: 107})
+    for _ in range(2):
+        ports = Ports(tmp_path, boot_id=boot)
+        assert values(ports.read()) == NDR_VALUES | counted | {"out_of_sequence_total": 2**32 + 107}
+        ports.close()
+
+
+@pytest.mark.parametrize(("boot", "number", "counted"), [
+    ("boot1", 3, 2**32 + 3),  # wrapped while nobody looked
+    ("boot2", 3, 2**32 - 7 + 3),  # began anew
+    ("boot1", 2**32 - 6, 2**32 - 6),
+])
+def test_a_register_that_is_soon_to_wrap_is_kept(tmp_path: Path, boot: str, number: int, counted: int) -> None:
+    sysfs = tree(tmp_path, NDR)
+    register = f"{PORT}/hw_counters/out_of_sequence"
+    write(sysfs, {register: 2**32 - 7})
+    ports = Ports(tmp_path)
+    ports.read()
+    ports.close()
+    write(sysfs, {register: number})
+    assert values(Ports(tmp_path, boot_id=boot).read())["out_of_sequence_total"] == counted
+
+
+def test_a_device_made_anew_while_nobody_looked_begins_anew(tmp_path: Path) -> None:
+    sysfs = tree(tmp_path, NDR)
+    register = f"{PORT}/hw_counters/out_of_sequence"
+    write(sysfs, {register: 2**32 - 7})
+    ports = Ports(tmp_path)
+    ports.read()
+    ports.close()
+    (sysfs / "class/infiniband/mlx5_0").rename(tmp_path / "old")  # so that the inode is not taken again
+    tree(tmp_path, NDR)
+    write(sysfs, {register: 3})
+    assert values(Ports(tmp_path).read())["out_of_sequence_total"] == 2**32 - 7 + 3
+
+
+def test_the_file_that_was_cleared_goes_on_where_another_has_the_same_number(tmp_path: Path) -> None:
+    sysfs = tree(tmp_path, CAPTURES / "legacy" / "mlx4_0")
+    port = "class/infiniband/mlx4_0/ports/1"
+    ports = Ports(tmp_path)
+    ports.read()
+    write(sysfs, {f"{port}/counters/port_xmit_packets": 5})
+    before = values(ports.read(), "mlx4_0")["transmit_packets_total"]
+    ports.close()
+    write(sysfs, {f"{port}/counters_ext/port_xmit_packets_64": 9})
+    assert values(Ports(tmp_path).read(), "mlx4_0")["transmit_packets_total"] == before == 6235865 + 5
+
+
+def test_the_counts_of_a_port_that_is_missing_at_the_restart_are_kept(tmp_path: Path) -> None:
+    sysfs = tree(tmp_path, NDR)
+    ports = Ports(tmp_path)
+    for number in (9, 4):
+        write(sysfs, {f"{PORT}/counters/symbol_error": number, f"{PORT}/hw_counters/out_of_sequence": 2**32 - 7})
+        ports.read()
+    ports.close()
+    (sysfs / "class/infiniband/mlx5_0").rename(tmp_path / "out")
+    missing = Ports(tmp_path, boot_id="boot2")
+    missing.read()
+    missing.close()
+    (tmp_path / "out").rename(sysfs / "class/infiniband/mlx5_0")
+    write(sysfs, {f"{PORT}/hw_counters/out_of_sequence": 3})  # began anew, with the inode it had
+    back = values(Ports(tmp_path, boot_id="boot2").read())
+    assert (back["symbol_errors_total"], back["out_of_sequence_total"]) == (13, 2**32 - 7 + 3)
+
+
+@pytest.mark.parametrize("kept", [
+    None, [], {"counters/symbol_error": 3}, {"counters/symbol_error": [3]}, {"counters/symbol_error": [3, 4]},
+    {"counters/symbol_error": [3, -1]}, {"counters/symbol_error": [True, True]}, {"counters/symbol_error": [9e9, 1]},
+    {"counters/symbol_error": [2**90, 1]}, {"counters/../../x": [3, 1]},
+])
+def test_counts_of_another_shape_are_forgotten(tmp_path: Path, kept: object) -> None:
+    tree(tmp_path, NDR)
+    Ports(tmp_path).read()
+    history = tmp_path / "state/port_history.json"
+    stored = json.loads(history.read_text())
+    stored["ports"]["mlx5_0/1"]["counters"] = kept
+    history.write_text(json.dumps(stored))
+    assert values(Ports(tmp_path).read()) == NDR_VALUES
+
+
+def test_the_history_is_written_when_it_changed_and_counts_at_most_every_five_minutes(tmp_path: Path) -> None:
+    sysfs = tree(tmp_path, NDR)
+    ports = Ports(tmp_path)
+    history = tmp_path / "state/port_history.json"
+
+    def writes(file: str) -> int:
+        """Return how often it was written in 100 scrapes, 15 s apart, in which this counter moves."""
+        written = set()
+        for scrape in range(100):
+            write(sysfs, {f"{PORT}/{file}": 1000 + scrape})
+            ports.after(15)
+            written.add(history.stat().st_mtime_ns)
+        return len(written) - 1
+
+    assert writes("counters/symbol_error") == 0
+    write(sysfs, {f"{PORT}/counters/symbol_error": 1})
+    ports.after(300)
+    assert writes("counters/symbol_error") == 5
+    assert writes("hw_counters/out_of_buffer") == 0
+    assert history.stat().st_size < 1000
+
+
+@given(st.lists(st.one_of(st.integers(0, 2**31 - 1), st.sampled_from(["clear", "restart", "reboot"])), max_size=12))
+def test_no_count_falls_whatever_happens(
+    tmp_path_factory: pytest.TempPathFactory, events: list[int | str]
+) -> None:
+    root = tmp_path_factory.mktemp("port")
+    file = f"{PORT}/hw_counters/out_of_sequence"
+    write(root / "sys", {file: 0})
+    register, counted, boot = 0, 0.0, 1
+    ports = Ports(root)
+    for event in events:
+        if isinstance(event, int):
+            register = (register + event) % 2**32
+        elif event == "restart":
+            ports.close()
+            ports = Ports(root, boot_id=f"boot{boot}")
+        else:
+            register = 0
+            boot += event == "reboot"
+        write(root / "sys", {file: register})
+        now = values(ports.read())["out_of_sequence_total"]
+        assert now >= counted
+        counted = now
+    ports.close()
 
 
 def test_no_series_before_the_first_event_of_a_quiet_counter(tmp_path: Path) -> None:
@@ -592,6 +810,107 @@ def test_a_port_that_is_back_has_the_same_series_and_no_counter_fell(tmp_path: P
         "transmit_data_bytes_total": NDR_VALUES["transmit_data_bytes_total"] + 4 * 5,
         "received_write_requests_total": NDR_VALUES["received_write_requests_total"] + 7,
     }
+
+
+def function(sysfs: Path, device: str, address: str) -> Path:
+    """Put a device's adapter on the bus, and return its folder."""
+    folder = sysfs / "devices/pci0000:10" / address
+    write(folder, {"numa_node": 0})
+    (folder / "infiniband" / device).mkdir(parents=True)
+    (sysfs / "class/infiniband" / device / "device").symlink_to(folder)
+    (sysfs / "bus/pci/devices").mkdir(parents=True, exist_ok=True)
+    (sysfs / "bus/pci/devices" / address).symlink_to(folder)
+    (folder / "driver").symlink_to(sysfs / "bus/pci/drivers/mlx5_core")
+    return folder
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize(("what", "present"), [
+    ("moved to a container's network namespace", None), ("given to a virtual machine", None),
+    ("left without a driver", 0), ("given up by its driver", 0), ("gone from the bus", 0),
+])
+def test_a_port_that_serves_others_is_not_missing(
+    tmp_path: Path, what: str, present: float | None, restart: bool
+) -> None:
+    sysfs = tree(tmp_path, NDR, CAPTURES / "h100_node" / "mlx5_1")
+    adapter = function(sysfs, "mlx5_1", "0000:1a:00.0")
+    ports = Ports(tmp_path)
+    before = ports.read()
+    (sysfs / "class/infiniband/mlx5_1/device").unlink()
+    shutil.rmtree(sysfs / "class/infiniband/mlx5_1")
+    (adapter / "infiniband/mlx5_1").rmdir()
+    if what != "moved to a container's network namespace":
+        (adapter / "infiniband").rmdir()
+    if what in ("given to a virtual machine", "left without a driver"):
+        (adapter / "driver").unlink()
+    if what == "given to a virtual machine":
+        (adapter / "driver").symlink_to(sysfs / "bus/pci/drivers/vfio-pci")
+    if what == "gone from the bus":
+        (sysfs / "bus/pci/devices/0000:1a:00.0").unlink()
+    samples = Ports(tmp_path).read() if restart else ports.read()
+    assert values(samples, "mlx5_1") == ({} if present is None else {"port_present": present})
+    assert identity(samples, "mlx5_1") == identity(before, "mlx5_1")
+    assert values(samples) == NDR_VALUES
+
+
+def test_a_port_that_its_adapter_lost_is_missing(tmp_path: Path) -> None:
+    sysfs = tree(tmp_path, NDR)
+    function(sysfs, "mlx5_0", "0000:1a:00.0")
+    ports = Ports(tmp_path)
+    ports.read()
+    shutil.rmtree(sysfs / PORT)
+    assert values(ports.read()) == {"port_present": 0}
+
+
+@pytest.mark.parametrize("mark", ["physfn", "sfnum"])
+def test_virtual_functions_come_and_go_without_a_trace(tmp_path: Path, mark: str) -> None:
+    sysfs = tree(tmp_path, NDR)
+    ports = Ports(tmp_path)
+    for number in range(300):
+        device = f"class/infiniband/mlx5_{100 + number}"
+        write(sysfs, {f"{device}/ports/1/state": "4: ACTIVE", f"{device}/device/{mark}": ""})
+        if number % 100 == 99:
+            assert {labels[0] for _, labels, _ in ports.read()} == {"mlx5_0"}
+            for folder in (sysfs / "class/infiniband").glob("mlx5_[1-9]*"):
+                shutil.rmtree(folder)
+    ports.close()
+    for file in ("ports.json", "port_history.json"):
+        assert "mlx5_1" not in (tmp_path / "state" / file).read_text()
+
+
+def test_names_that_change_fill_neither_the_inventory_nor_the_disk_and_push_out_no_known_port(tmp_path: Path) -> None:
+    sysfs = tree(tmp_path, NDR)
+    ports = Ports(tmp_path)
+    ports.read()
+    shutil.rmtree(sysfs / "class/infiniband/mlx5_0")
+    for number in range(0, 300, 50):
+        devices = [sysfs / f"class/infiniband/rxe{number + offset}" for offset in range(50)]
+        for device in devices:
+            write(device, {"ports/1/state": "4: ACTIVE"})
+        seen = {labels for row, labels, _ in ports.read() if row is INFINIBAND_PRESENT}
+        assert ("mlx5_0", "1") in seen
+        assert len(seen) <= PORTS
+        assert {(device.name, "1") for device in devices} <= seen
+        for device in devices:
+            shutil.rmtree(device)
+    ports.read()
+    ports.close()
+    assert len(json.loads((tmp_path / "state/ports.json").read_text())) == PORTS
+    history = json.loads((tmp_path / "state/port_history.json").read_text())
+    assert len(history["ports"]) == PORTS
+    assert len(ports._gone) == PORTS
+
+
+def test_of_more_ports_than_a_node_can_have_the_first_are_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(70):
+        write(tmp_path / "sys", {f"class/infiniband/rxe{number}/ports/1/state": "4: ACTIVE"})
+    ports = Ports(tmp_path)
+    for _ in range(2):
+        assert sum(row is INFINIBAND_PRESENT for row, _, _ in ports.after(300)) == PORTS
+    assert [record.message for record in caplog.records] == [
+        f"70 ports in {tmp_path}/sys/class/infiniband, of which 64 are read"]
 
 
 def test_a_port_whose_folder_alone_vanishes_is_gone(tmp_path: Path) -> None:

@@ -369,3 +369,18 @@ def test_the_process_loads_nothing_but_the_standard_library() -> None:
     )
     loaded = {name.partition(".")[0] for name in run.stdout.split()} - sys.stdlib_module_names
     assert loaded == {"flopwatch", "__main__"} - sys.stdlib_module_names
+
+
+def test_a_group_that_is_none_leaves_no_socket(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="--group nosuch: there is no such group"):
+        listen(tmp_path / "kmsg.sock", "nosuch")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_exporters_spelling_of_the_socket_is_taken_and_a_folder_is_no_log(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "flopwatch", "kmsg", "--listen", f"unix:{tmp_path}/kmsg.sock", "--kmsg", tmp_path],
+        capture_output=True, text=True, cwd=tmp_path, timeout=30,
+    )
+    assert (run.returncode, run.stderr.partition(";")[0]) == (1, f"flopwatch: --kmsg {tmp_path}: Is a directory")
+    assert list(tmp_path.iterdir()) == []

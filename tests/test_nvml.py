@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from flopwatch.catalogue import (
     GPU_CLOCK_EVENT,
     GPU_CLOCK_EVENT_SECONDS,
+    GPU_DRIVER_LOADED,
     GPU_ECC_ERRORS,
     GPU_ECC_LIFETIME_ERRORS,
     GPU_ECC_LOCATION_ERRORS,
@@ -28,6 +29,7 @@ from flopwatch.catalogue import (
     GPU_FABRIC_INFO,
     GPU_FABRIC_STATE,
     GPU_FABRIC_STATUS,
+    GPU_GRAPHICS_CLOCK,
     GPU_INFO,
     GPU_MEMORY_CLOCK,
     GPU_MEMORY_CLOCK_MAX,
@@ -46,14 +48,18 @@ from flopwatch.catalogue import (
     GPU_PCIE_TRANSMIT,
     GPU_POWER,
     GPU_POWER_LIMIT,
+    GPU_POWER_LIMIT_MAX,
     GPU_PRESENT,
     GPU_PROCESS_MEMORY,
     GPU_PROCESSES,
     GPU_PROFILED_SECONDS,
     GPU_READABLE,
     GPU_RECOVERY_ACTION,
+    GPU_REMAPPED_ROWS,
     GPU_REPAIR_PENDING,
     GPU_ROW_REMAP_BANKS,
+    GPU_ROW_REMAP_FAILURE,
+    GPU_ROW_REMAP_PENDING,
     GPU_SM_ACTIVE,
     GPU_SM_CLOCK,
     GPU_SM_CLOCK_MAX,
@@ -63,8 +69,10 @@ from flopwatch.catalogue import (
     GPU_TEMPERATURE_MARGIN,
     GPU_UTILIZATION,
     GPU_VIDEO_CLOCK,
+    GPU_VIDEO_CLOCK_MAX,
     NVLINK_ERRORS,
     NVLINK_INFO,
+    NVLINK_LINK_STATE,
     NVLINK_LINKS,
     NVLINK_RECEIVE,
     NVLINK_RECEIVE_RAW,
@@ -160,7 +168,7 @@ def collector(node: SimulatedNode, tmp_path: Path, clock: Clock) -> Callable[...
     def make(library: Any = None) -> Nvml:
         return Nvml(
             Simulation(node.root) if library is None else library, "node1", tmp_path / "gpus.json", "nvml", clock,
-            runtime=tmp_path / "gpu_runtime.json", sysfs=node.sysfs, proc=node.root / "proc",
+            runtime=tmp_path / "gpu_runtime.json", sysfs=node.sysfs, proc=node.root / "proc", dev=node.root / "dev",
         )
 
     return make
@@ -175,12 +183,12 @@ def readable(samples: list[Sample]) -> dict[str, float]:
 
 
 def rows(samples: list[Sample], gpu: str) -> set[Metric]:
-    return {row for row, labels, _ in samples if labels[0] == gpu}
+    return {row for row, labels, _ in samples if labels[:1] == (gpu,)}
 
 
 def series(samples: list[Sample], gpu: str) -> dict[tuple[Metric, tuple[str, ...]], float]:
     """Return what one GPU says, without its info series."""
-    return {(row, labels[2:]): value for row, labels, value in samples if labels[0] == gpu and row is not GPU_INFO}
+    return {(row, labels[2:]): value for row, labels, value in samples if labels[:1] == (gpu,) and row is not GPU_INFO}
 
 
 def of(samples: list[Sample], row: Metric, gpu: str = "0") -> dict[tuple[str, ...], float]:
@@ -206,8 +214,8 @@ ALL = dict.fromkeys("01234567", 1)
     ("nvmlDeviceGetMarginTemperature", {GPU_TEMPERATURE_MARGIN}),
     ("nvmlDeviceGetPowerUsage", {GPU_POWER}),
     ("nvmlDeviceGetEnforcedPowerLimit", {GPU_POWER_LIMIT}),
-    ("nvmlDeviceGetClockInfo", {GPU_SM_CLOCK, GPU_MEMORY_CLOCK, GPU_VIDEO_CLOCK}),
-    ("nvmlDeviceGetMaxClockInfo", {GPU_SM_CLOCK_MAX, GPU_MEMORY_CLOCK_MAX}),
+    ("nvmlDeviceGetClockInfo", {GPU_GRAPHICS_CLOCK, GPU_SM_CLOCK, GPU_MEMORY_CLOCK, GPU_VIDEO_CLOCK}),
+    ("nvmlDeviceGetMaxClockInfo", {GPU_SM_CLOCK_MAX, GPU_MEMORY_CLOCK_MAX, GPU_VIDEO_CLOCK_MAX}),
     ("nvmlDeviceGetSramEccErrorStatus", {GPU_SRAM_THRESHOLD}),
     ("nvmlDeviceGetRowRemapperHistogram", {GPU_ROW_REMAP_BANKS}),
     ("nvmlDeviceGetRepairStatus", {GPU_REPAIR_PENDING}),
@@ -237,7 +245,7 @@ def test_the_series_of_an_h100_stay_within_what_the_budget_leaves_to_nvml(
         samples = driver.read()
         clock.now += 15
         node.tick(1_700_000_000 + clock.now)
-    assert set(Counter(labels[:2] for _, labels, _ in samples).values()) == {88}
+    assert set(Counter(labels[:2] for _, labels, _ in samples if labels).values()) == {90}
     assert len({(row, labels) for row, labels, _ in samples}) == len(samples)
 
 
@@ -255,8 +263,8 @@ def test_what_a_gpu_does_not_have_is_asked_for_once_and_the_costly_now_and_then(
         return library.calls - before
 
     first, second, soon, late, soon_again = calls(0), calls(1), calls(1), calls(8), calls(1)
-    assert (soon, late, soon_again) == (1 + 8 * 11, 1 + 8 * 28, 1 + 8 * 11)
-    assert (first - late, second - soon) == (1 + 8 * 18, 8), "facts and identity; memory for the second sample"
+    assert (soon, late, soon_again) == (1 + 8 * 11, 1 + 8 * 29, 1 + 8 * 11)
+    assert (first - late, second - soon) == (1 + 8 * 20, 8), "facts and identity; memory for the second sample"
 
 
 def test_a_call_that_failed_for_no_lasting_reason_is_made_again_at_once(
@@ -357,7 +365,7 @@ def test_an_nvlink_5_gpu_sums_its_links_and_has_no_more_series_than_the_budget_l
         "nvlink_link_errors_total:4:symbol": 3,
         "nvlink_effective_bit_error_ratio": 1e-12, "nvlink_symbol_bit_error_ratio": 0,
     }
-    assert len(series(samples, "0")) + 1 <= 98
+    assert len(series(samples, "0")) + 1 <= 100
 
 
 def test_an_a100_counts_link_errors_per_gpu_and_has_no_activity(
@@ -381,7 +389,7 @@ def test_an_a100_counts_link_errors_per_gpu_and_has_no_activity(
         if str(row).startswith("nvlink")
     }
     assert links == {
-        "nvlink_links:inactive": 1, "nvlink_links:active": 11, "nvlink_link_state_id:3": 0,
+        "nvlink_links:inactive": 1, "nvlink_links:active": 11,
         "nvlink_speed_bytes_per_second": 25781, "nvlink_errors_total:replay": 3, "nvlink_errors_total:recovery": 4,
         "nvlink_errors_total:crc": 1, "nvlink_errors_total:crc_data": 2,
     }
@@ -462,7 +470,7 @@ def test_processes_are_counted_by_owner_and_the_ninth_owner_is_other(
     assert sum(of(samples, GPU_PROCESSES, "1").values()) == 12
     assert of(samples, GPU_PROCESS_MEMORY, "1") == {}
     assert json.loads((tmp_path / "gpu_runtime.json").read_text())[node.uuid(0)] == {
-        "mig": [], "pids": sorted(pid for pid, _ in processes),
+        "mig": [], "pids": sorted(pid for pid, _ in processes), "links": list(range(18)),
     }
 
 
@@ -559,27 +567,28 @@ def test_an_error_in_every_call_about_one_gpu(
         return
     samples = driver.read()
     labels = ("2", node.uuid(2) if known else "")
-    answers = [sample for sample in samples if sample[1][0] == "2" and sample[0] is not GPU_INFO]
-    assert answers == [(GPU_PRESENT if code in GONE else GPU_READABLE, labels, 0)]
+    answers = [sample for sample in samples if sample[1][:1] == ("2",) and sample[0] is not GPU_INFO]
+    assert answers == [(GPU_PRESENT, labels, 0)]
     assert len(of(samples, GPU_INFO, "2")) == known
-    assert present(samples) | {"2": 1} == ALL
-    assert readable(samples) | {"2": 1} == ALL
+    assert present(samples) == ALL | {"2": 0}
+    assert readable(samples) == {gpu: 1 for gpu in ALL if gpu != "2"}
 
 
 @pytest.mark.parametrize("code", ERRORS)
-def test_an_error_in_every_call_about_a_gpu_that_answered_before(
+def test_a_gpu_with_an_error_in_every_call_is_missed_while_others_answer(
     node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock, code: int
 ) -> None:
     driver = collector()
     driver.read()
-    node.blind(2, code)
+    node.refuse(2, code)
     if code in (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, pynvml.NVML_ERROR_UNINITIALIZED):
         with pytest.raises((StartAfresh, pynvml.NVMLError)):
             driver.read()
         return
-    expected = {(GPU_PRESENT, ()): 0} if code in GONE else {(GPU_READABLE, ()): 0}
     for _ in range(4):
-        assert series(driver.read(), "2") == expected
+        samples = driver.read()
+        assert series(samples, "2") == {(GPU_PRESENT, ()): 0}
+        assert present(samples) == ALL | {"2": 0}
         clock.now += 10
     node.clear()
     clock.now += 60
@@ -595,25 +604,44 @@ def test_an_error_when_nvml_is_initialised(
         collector().read()
     node.fail("nvmlInit", code)
     driver = collector()
-    absent = code in (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-    if absent and known:
+    if code == pynvml.NVML_ERROR_DRIVER_NOT_LOADED and known:
         samples = driver.read()
-        assert present(samples) == dict.fromkeys("01234567", 0)
-        assert len(samples) == 16
+        assert [sample for sample in samples if sample[0] is not GPU_INFO] == [
+            *((GPU_READABLE, (gpu, node.uuid(int(gpu))), 0) for gpu in ALL), (GPU_DRIVER_LOADED, (), 0)]
+        assert len(samples) == 17
         return
-    expected: type[Exception] = pynvml.NVMLError
-    if absent:
+    expected: type[Exception] = Blind
+    if code in (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_LIBRARY_NOT_FOUND) and not known:
         expected = Unsupported
     elif code == pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH:
         expected = StartAfresh
-    elif code in BLIND:
-        expected = Blind
-    with pytest.raises(expected):
+    elif code == pynvml.NVML_ERROR_UNINITIALIZED:
+        expected = pynvml.NVMLError
+    with pytest.raises(expected) as raised:
         driver.read()
+    if isinstance(raised.value, Blind):
+        samples = raised.value.samples
+        assert readable(samples) == (dict.fromkeys(ALL, 0) if known else {})
+        assert {row for row, _, _ in samples} == ({GPU_INFO, GPU_READABLE} if known else set())
     driver.close()
 
 
-@pytest.mark.parametrize("code", BLIND)
+@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_LIBRARY_NOT_FOUND])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_driver_that_the_kernel_has_and_nvml_misses_is_withheld_from_this_process(
+    node: SimulatedNode, collector: Callable[..., Nvml], code: int, known: bool
+) -> None:
+    if known:
+        collector().read()
+    (node.root / "proc/driver/nvidia/version").write_text("NVRM version: NVIDIA UNIX x86_64  590.48.01\n")
+    node.fail("nvmlInit", code)
+    with pytest.raises(Blind) as raised:
+        collector().read()
+    assert readable(raised.value.samples) == (dict.fromkeys(ALL, 0) if known else {})
+    assert GPU_DRIVER_LOADED not in {row for row, _, _ in raised.value.samples}
+
+
+@pytest.mark.parametrize("code", sorted({*ERRORS} - {*GONE, 1, 18}))
 @pytest.mark.parametrize("before", [True, False])
 def test_an_exporter_that_may_look_at_no_gpu_is_blind_and_calls_none_missing(
     node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock, code: int, before: bool
@@ -622,10 +650,13 @@ def test_an_exporter_that_may_look_at_no_gpu_is_blind_and_calls_none_missing(
     if before:
         driver.read()
     for gpu in range(8):
-        node.blind(gpu, code)
+        node.refuse(gpu, code)
     for _ in range(5):
-        with pytest.raises(Blind):
+        with pytest.raises(Blind) as raised:
             driver.read()
+        samples = raised.value.samples
+        assert (present(samples), readable(samples)) == ({}, dict.fromkeys(ALL, 0))
+        assert len(of(samples, GPU_INFO, "7")) == before
         clock.now += 10
     node.clear()
     clock.now += 240
@@ -640,10 +671,109 @@ def test_blind_for_some_and_lost_for_others_is_told_apart(
     driver.read()
     node.lose(0)
     for gpu in range(1, 8):
-        node.blind(gpu, 17)
+        node.refuse(gpu, 17)
     samples = driver.read()
     assert present(samples) == {"0": 0}
     assert readable(samples) == dict.fromkeys("1234567", 0)
+
+
+@pytest.mark.parametrize("code", BLIND)
+@pytest.mark.parametrize("before", [True, False])
+def test_a_gpu_whose_device_file_is_kept_from_the_exporter_is_unreadable_and_not_missing(
+    node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock, code: int, before: bool
+) -> None:
+    driver = collector()
+    driver.read()
+    node.blind(2, code)
+    driver = driver if before else collector()
+    samples = driver.read()
+    assert series(samples, "2") == {(GPU_READABLE, ()): 0}
+    assert present(samples) == {gpu: 1 for gpu in ALL if gpu != "2"}
+    assert len(of(samples, GPU_INFO, "2")) == 1
+    node.clear()
+    clock.now += 60
+    assert len(series(driver.read(), "2")) > 80
+
+
+@pytest.mark.parametrize(("withheld", "expected"), [(True, {(GPU_READABLE, ()): 0}), (False, {(GPU_PRESENT, ()): 0})])
+def test_a_gpu_that_nvml_does_not_even_count_is_unreadable_only_without_its_device_file(
+    node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock, withheld: bool,
+    expected: dict[tuple[Metric, tuple[str, ...]], float],
+) -> None:
+    collector().read()
+    library = Simulation(node.root)
+    library.nvmlDeviceGetCount = lambda: 7  # type: ignore[method-assign]
+    if withheld:
+        node.blind(7)
+    driver = collector(library)
+    samples = driver.read()
+    assert series(samples, "7") == expected
+    assert present(samples) == dict.fromkeys("0123456", 1) | ({} if withheld else {"7": 0})
+    node.clear()
+    del library.nvmlDeviceGetCount
+    clock.now += 15
+    assert present(driver.read()) == ALL, "it is looked for again"
+
+
+def test_a_node_whose_gpus_have_all_lost_their_device_files_is_blind(
+    node: SimulatedNode, collector: Callable[..., Nvml]
+) -> None:
+    collector().read()
+    library = Simulation(node.root)
+    library.nvmlDeviceGetCount = lambda: 0  # type: ignore[method-assign]
+    for gpu in range(8):
+        node.blind(gpu)
+    with pytest.raises(Blind, match="no GPU's device file can be opened") as raised:
+        collector(library).read()
+    assert readable(raised.value.samples) == dict.fromkeys(ALL, 0)
+
+
+# One answer that pynvml does not expect.
+
+
+def undecodable(handle: object = None) -> str:
+    return b"692-2G520\xff".decode()
+
+
+def test_a_text_that_is_no_utf_8_is_an_empty_label_and_is_told_once(
+    node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = Simulation(node.root)
+    library.nvmlDeviceGetBoardPartNumber = undecodable  # type: ignore[method-assign]
+    driver = collector(library)
+    for _ in range(2):
+        samples = driver.read()
+        assert present(samples) == ALL
+        place = GPU_INFO.labels.index("board_part_number")
+        assert {labels[place] for row, labels, _ in samples if row is GPU_INFO} == {""}
+        driver.close()
+    assert [record.getMessage() for record in caplog.records] == ["board_part_number cannot be read"]
+
+
+def test_a_call_that_pynvml_stumbles_over_costs_its_own_values(
+    node: SimulatedNode, collector: Callable[..., Nvml], caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = collector().read()
+    library = Simulation(node.root)
+    library.nvmlDeviceGetPowerUsage = lambda handle: [][handle.index]  # type: ignore[method-assign]
+    driver = collector(library)
+    for _ in range(2):
+        samples = driver.read()
+        assert all(rows(whole, gpu) - rows(samples, gpu) == {GPU_POWER} for gpu in ALL)
+    assert [record.getMessage() for record in caplog.records] == ["nvmlDeviceGetPowerUsage cannot be read"]
+
+
+def test_a_gpu_that_pynvml_cannot_name_costs_no_other_and_is_not_called_missing(
+    node: SimulatedNode, collector: Callable[..., Nvml]
+) -> None:
+    collector().read()
+    library = Simulation(node.root)
+    works = library.nvmlDeviceGetUUID
+    library.nvmlDeviceGetUUID = (  # type: ignore[method-assign]
+        lambda handle: undecodable() if handle.index == 4 else works(handle))
+    samples = collector(library).read()
+    assert present(samples) == {gpu: 1 for gpu in ALL if gpu != "4"}
+    assert readable(samples) == ALL | {"4": 0}
 
 
 @pytest.mark.parametrize("code", GONE)
@@ -681,7 +811,7 @@ def test_a_lost_gpu_is_0_with_its_identity_the_others_go_on_and_it_returns_once_
     node.lose(3)
     samples = driver.read()
     assert present(samples) == ALL | {"3": 0}
-    assert [sample for sample in samples if sample[1][0] == "3"] == [
+    assert [sample for sample in samples if sample[1][:1] == ("3",)] == [
         (GPU_INFO, ("3", node.uuid(3), "node1", "NVIDIA H100 80GB HBM3", "00000000:86:00.0", "1650124010003",
                     "692-2G520-0200-000", "4", "0", "590.48.01", "96.00.A5.00.01", "G520.0200.00.05", "nvml"), 1),
         (GPU_PRESENT, ("3", node.uuid(3)), 0),
@@ -751,6 +881,23 @@ def test_a_gpu_that_was_reset_comes_back_under_another_index_with_its_counters(
     assert of(samples, GPU_PROFILED_SECONDS, "7") == {(): 10}, "what was counted up goes on"
     assert of(samples, GPU_PROFILED_SECONDS, "0") == {(): 25}
     assert len({(row, labels) for row, labels, _ in samples}) == len(samples)
+
+
+def test_a_lost_gpu_whose_index_another_one_takes_is_one_gpu_under_the_index_that_stays_silent(
+    node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock
+) -> None:
+    driver = collector()
+    driver.read()
+    node.lose(5)
+    driver.read()
+    node.reset(3, index=7)
+    for _ in range(3):
+        clock.now += 60
+        node.tick(1_700_000_000 + clock.now)
+        samples = driver.read()
+    expected = {(str(index), node.uuid(gpu)): float(gpu != 5) for index, gpu in enumerate((0, 1, 2, 4, 5, 6, 7, 3))}
+    assert {labels: value for row, labels, value in samples if row is GPU_PRESENT} == expected
+    assert {labels[:2] for row, labels, _ in samples if row is GPU_INFO} == expected.keys()
 
 
 def test_a_driver_replaced_under_the_process_asks_for_a_new_process_which_reads_on(
@@ -915,4 +1062,179 @@ def test_the_simulated_nodes_collector_reads_the_nodes_own_files(node: Simulated
     samples = collector.read()
     assert of(samples, GPU_PROCESSES) == {("slurm:4242",): 1}
     assert {labels[-1] for row, labels, _ in samples if row is GPU_INFO} == {"simulated"}
-    assert json.loads((tmp_path / "gpu_runtime.json").read_text())[node.uuid(7)] == {"mig": [], "pids": [4718]}
+    assert json.loads((tmp_path / "gpu_runtime.json").read_text())[node.uuid(7)] == {
+        "mig": [], "pids": [4718], "links": list(range(18)),
+    }
+    assert readable(samples) == ALL
+
+
+def test_what_a_lost_gpu_ran_last_stays_told_until_the_inventory_forgets_it(
+    node: SimulatedNode, collector: Callable[..., Nvml], tmp_path: Path
+) -> None:
+    def told() -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((tmp_path / "gpu_runtime.json").read_text())
+        return content
+
+    node.mig(3, "on")
+    driver = collector()
+    driver.read()
+    before = told()
+    assert (before[node.uuid(3)]["pids"], len(before[node.uuid(3)]["mig"])) == ([4714], 7)
+    node.lose(3)
+    driver.read()
+    assert told() == before
+    collector().read()
+    assert told() == before, "and across a restart"
+    parts = json.loads((tmp_path / "gpus.json").read_text())
+    (tmp_path / "gpus.json").write_text(json.dumps({uuid: parts[uuid] for uuid in parts if uuid != node.uuid(3)}))
+    collector().read()
+    assert told() == {uuid: about for uuid, about in before.items() if uuid != node.uuid(3)}
+
+
+@pytest.mark.parametrize("content", [
+    "", "[]", '{"%s": 1}', '{"%s": {"links": 7, "pids": null}}', '{"%s": {"links": [{}]}}',
+])
+def test_an_unreadable_memory_of_what_gpus_ran_is_forgotten(
+    node: SimulatedNode, collector: Callable[..., Nvml], tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "gpu_runtime.json").write_text(content.replace("%s", node.uuid(0)))
+    assert present(collector().read()) == ALL
+    assert json.loads((tmp_path / "gpu_runtime.json").read_text())[node.uuid(0)]["pids"] == [4711]
+
+
+def test_only_links_that_were_up_once_are_missed_also_by_the_next_exporter(
+    node: SimulatedNode, collector: Callable[..., Nvml]
+) -> None:
+    node.nvlink(0, 17, "down")  # since before the first exporter: it leads nowhere
+    assert of(collector().read(), NVLINK_LINK_STATE) == {}
+    node.nvlink(0, 4, "down")
+    samples = collector().read()
+    assert of(samples, NVLINK_LINK_STATE) == {("4",): 0}
+    assert of(samples, NVLINK_LINKS) == {("active",): 16, ("inactive",): 2}
+
+
+def test_rows_and_repairs_of_a_card_without_the_fields_are_told_apart(
+    node: SimulatedNode, collector: Callable[..., Nvml]
+) -> None:
+    fields = ((142, 0), (143, 0), (144, 0), (145, 0))
+    library = Fields(node.root, errors=dict.fromkeys(fields, pynvml.NVML_ERROR_NOT_SUPPORTED))
+    library.nvmlDeviceGetRemappedRows = lambda handle: (3, 5, 1, 0)  # type: ignore[method-assign]
+    library.nvmlDeviceGetRepairStatus = lambda handle: [0, 1]  # type: ignore[method-assign]
+
+    def sram(handle: Handle, status: Any) -> int:
+        status._obj.bThresholdExceeded, status._obj.aggregateUncSecDed = 1, 7
+        return 0
+
+    library.nvmlDeviceGetSramEccErrorStatus = sram  # type: ignore[method-assign]
+    library.nvmlDeviceGetPowerManagementLimitConstraints = lambda handle: [100, 700]  # type: ignore[method-assign]
+    library.nvmlDeviceGetEccMode = lambda handle: [0, 1]  # type: ignore[method-assign]
+    samples = collector(library).read()
+    assert of(samples, GPU_REMAPPED_ROWS) == {("corrected",): 3, ("uncorrected",): 5}
+    assert (of(samples, GPU_ROW_REMAP_PENDING), of(samples, GPU_ROW_REMAP_FAILURE)) == ({(): 1}, {(): 0})
+    assert of(samples, GPU_REPAIR_PENDING) == {("channel",): 0, ("tpc",): 1}
+    assert of(samples, GPU_SRAM_THRESHOLD) == {(): 1}
+    assert of(samples, GPU_POWER_LIMIT_MAX) == {(): 700}
+    assert of(samples, GPU_ECC_MODE) == {(): 0}
+    library.nvmlDeviceGetRemappedRows = lambda handle: (3, 5, 0, 1)  # type: ignore[method-assign]
+    samples = collector(library).read()
+    assert (of(samples, GPU_ROW_REMAP_PENDING), of(samples, GPU_ROW_REMAP_FAILURE)) == ({(): 0}, {(): 1})
+
+
+def test_each_clock_is_the_one_its_name_says(node: SimulatedNode, collector: Callable[..., Nvml]) -> None:
+    library = Simulation(node.root)
+    names = ("GRAPHICS", "SM", "MEM", "VIDEO")
+    numbers = {getattr(pynvml, f"NVML_CLOCK_{name}"): place for place, name in enumerate(names)}
+    library.nvmlDeviceGetClockInfo = lambda handle, clock: 100 + numbers[clock]  # type: ignore[method-assign]
+    library.nvmlDeviceGetMaxClockInfo = lambda handle, clock: 200 + numbers[clock]  # type: ignore[method-assign]
+    samples = collector(library).read()
+    now = (GPU_GRAPHICS_CLOCK, GPU_SM_CLOCK, GPU_MEMORY_CLOCK, GPU_VIDEO_CLOCK)
+    assert [of(samples, row)[()] for row in now] == [100, 101, 102, 103]
+    most = (GPU_SM_CLOCK_MAX, GPU_MEMORY_CLOCK_MAX, GPU_VIDEO_CLOCK_MAX)
+    assert [of(samples, row)[()] for row in most] == [201, 202, 203]
+
+
+def test_a_driver_that_refuses_a_whole_batch_is_asked_in_smaller_ones(
+    node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock
+) -> None:
+    sizes: list[int] = []
+
+    class Picky(Simulation):
+        most, unknown = 1000, frozenset[int]()
+
+        def nvmlDeviceGetFieldValues(self, handle: Handle, field_ids: Sequence[int | Key]) -> Any:
+            sizes.append(len(field_ids))
+            if len(field_ids) > self.most or any(key[0] in self.unknown for key in field_ids if isinstance(key, tuple)):
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            return super().nvmlDeviceGetFieldValues(handle, field_ids)
+
+    whole = series(collector(Picky(node.root)).read(), "0")
+    assert max(sizes) > 300
+    short = Picky(node.root)
+    short.most = 100
+    assert series(collector(short).read(), "0").keys() == whole.keys()
+    newer = Picky(node.root)
+    newer.unknown = frozenset({82, 163, 166, 293})
+    driver = collector(newer)
+    lost = {key for key in whole if key[0] in (NVLINK_INFO, GPU_MEMORY_TEMPERATURE) or key == (NVLINK_ERRORS, ("crc",))}
+    assert whole.keys() - series(driver.read(), "0").keys() == lost
+    sizes.clear()
+    clock.now += 10
+    assert whole.keys() - series(driver.read(), "0").keys() == lost
+    assert len(sizes) == 8 * 3, "what it does not know is not asked for again"
+
+
+def test_a_card_with_both_kinds_of_nvlink_byte_counters_has_each_series_once_and_from_one_of_them(
+    node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock
+) -> None:
+    links: dict[Key, int] = {(field, link): 1_000_000 for field in (202, 204) for link in range(18)}
+    library = Fields(node.root, links | {(138, ALL_LINKS): 7, (139, ALL_LINKS): 8})
+    driver = collector(library)
+    library.errors = {(138, ALL_LINKS): pynvml.NVML_ERROR_TIMEOUT}
+    samples = driver.read()
+    assert (of(samples, NVLINK_TRANSMIT), of(samples, NVLINK_RECEIVE)) == ({}, {(): 8 * 1024})
+    library.errors = {}
+    for _ in range(2):
+        clock.now += 10
+        samples = driver.read()
+        assert [value for row, labels, value in samples if row is NVLINK_TRANSMIT and labels[0] == "0"] == [7 * 1024]
+        assert [value for row, labels, value in samples if row is NVLINK_RECEIVE and labels[0] == "0"] == [8 * 1024]
+
+
+def test_one_mig_instance_that_cannot_be_read_costs_no_other(
+    node: SimulatedNode, collector: Callable[..., Nvml], caplog: pytest.LogCaptureFixture
+) -> None:
+    names = {0: "NVIDIA H100 80GB HBM3 MIG 1g.10gb", 1: "NVIDIA H100 80GB HBM3 1c.2g.20gb", 2: "1g.10gb+me", 3: "H100"}
+    library = Simulation(node.root)
+    works = library.nvmlDeviceGetGpuInstanceId
+
+    def name(handle: Handle) -> str:
+        if handle.slot == 4:
+            return undecodable()
+        return "NVIDIA H100 80GB HBM3" if handle.slot is None else names.get(handle.slot, "")
+
+    def instance(handle: Handle) -> int:
+        if handle.slot == 6:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return works(handle)
+
+    library.nvmlDeviceGetName = name  # type: ignore[method-assign]
+    library.nvmlDeviceGetGpuInstanceId = instance  # type: ignore[method-assign]
+    node.mig(5, "on")
+    samples = collector(library).read()
+    assert of(samples, GPU_MIG_MODE, "5") == {(): 1}
+    profiles = {instance: profile for instance, _, _, profile in of(samples, GPU_MIG_INFO, "5")}
+    assert profiles == {"7": "1g.10gb", "8": "1c.2g.20gb", "9": "1g.10gb+me", "10": "", "11": "", "12": ""}
+    assert len(of(samples, GPU_MIG_MEMORY_USED, "5")) == 6
+    assert [record.getMessage() for record in caplog.records] == ["nvmlDeviceGetName cannot be read"]
+
+
+def test_before_r535_clock_events_have_another_name(node: SimulatedNode, collector: Callable[..., Nvml]) -> None:
+    library = Simulation(node.root)
+    library.nvmlDeviceGetCurrentClocksThrottleReasons = lambda handle: 0x8 | 0x40  # type: ignore[attr-defined]
+    assert of(collector(library).read(), GPU_CLOCK_EVENT) == {("gpu_idle",): 0}, "the newer one is preferred"
+    events = {("gpu_idle",): 0, ("hw_slowdown",): 1, ("hw_thermal_slowdown",): 1}
+    older_package = Without(library, "nvmlDeviceGetCurrentClocksEventReasons")
+    assert of(collector(older_package).read(), GPU_CLOCK_EVENT) == events
+    node.fail("nvmlDeviceGetCurrentClocksEventReasons", pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+    assert of(collector(library).read(), GPU_CLOCK_EVENT) == events
+

@@ -17,6 +17,7 @@ from flopwatch.catalogue import (
     NVLINK_LINK_ERRORS,
     NVLINK_LINK_STATE,
     NVLINK_LINKS,
+    NVLINK_RAW_BER,
     NVLINK_RECEIVE,
     NVLINK_SPEED,
     NVLINK_SYMBOL_BER,
@@ -27,13 +28,19 @@ from flopwatch.node.collectors.nvml.fields import (
     FABRIC_CONFIGURATION_SHIFT,
     FABRIC_FAULTS,
     FAST,
+    LINK_COUNT,
     LINK_ERRORS,
+    LINK_SPEED,
+    LINK_STATE,
     LINK_STATES,
     LINK_VERSIONS,
+    MODULE,
+    OLD_LINK_SPEED,
     OLD_LINKS,
     PER_LINK,
     SLOW,
     VALUE_MEMBERS,
+    Field,
     Links,
     bit_error_ratio,
     fabric_faults,
@@ -67,7 +74,71 @@ NAMES = {
     212: "NVLINK_COUNT_XMIT_DISCARDS", 214: "NVLINK_COUNT_LINK_RECOVERY_FAILED_EVENTS",
     215: "NVLINK_COUNT_LINK_RECOVERY_EVENTS", 219: "NVLINK_COUNT_EFFECTIVE_ERRORS",
     221: "NVLINK_COUNT_SYMBOL_ERRORS", 202: "NVLINK_COUNT_XMIT_BYTES", 204: "NVLINK_COUNT_RCV_BYTES",
-    220: "NVLINK_COUNT_EFFECTIVE_BER", 222: "NVLINK_COUNT_SYMBOL_BER",
+    220: "NVLINK_COUNT_EFFECTIVE_BER", 222: "NVLINK_COUNT_SYMBOL_BER", 293: "NVLINK_COUNT_RAW_BER_V2",
+}
+# What each of them becomes: the row, and its label after (gpu, uuid).
+SERIES = {
+    "MEMORY_TEMP": "gpu_memory_temperature_celsius", "TOTAL_ENERGY_CONSUMPTION": "gpu_energy_joules_total",
+    "CLOCKS_EVENT_REASON_SW_POWER_CAP": "gpu_clock_event_seconds_total sw_power_cap",
+    "CLOCKS_EVENT_REASON_SYNC_BOOST": "gpu_clock_event_seconds_total sync_boost",
+    "CLOCKS_EVENT_REASON_SW_THERM_SLOWDOWN": "gpu_clock_event_seconds_total sw_thermal_slowdown",
+    "CLOCKS_EVENT_REASON_HW_THERM_SLOWDOWN": "gpu_clock_event_seconds_total hw_thermal_slowdown",
+    "CLOCKS_EVENT_REASON_HW_POWER_BRAKE_SLOWDOWN": "gpu_clock_event_seconds_total hw_power_brake_slowdown",
+    "PERF_POLICY_THERMAL": "gpu_clock_event_seconds_total thermal",
+    "PERF_POLICY_BOARD_LIMIT": "gpu_clock_event_seconds_total board_limit",
+    "PERF_POLICY_LOW_UTILIZATION": "gpu_clock_event_seconds_total low_utilization",
+    "PERF_POLICY_RELIABILITY": "gpu_clock_event_seconds_total reliability",
+    "ECC_SBE_VOL_TOTAL": "gpu_ecc_errors_total corrected", "ECC_DBE_VOL_TOTAL": "gpu_ecc_errors_total uncorrected",
+    "ECC_SBE_AGG_TOTAL": "gpu_ecc_lifetime_errors_total corrected",
+    "ECC_DBE_AGG_TOTAL": "gpu_ecc_lifetime_errors_total uncorrected",
+    "GET_GPU_RECOVERY_ACTION": "gpu_recovery_action_id", "PCIE_REPLAY_COUNTER": "gpu_pcie_replays_total",
+    "PCIE_COUNT_TX_BYTES": "gpu_pcie_transmit_bytes_total", "PCIE_COUNT_RX_BYTES": "gpu_pcie_receive_bytes_total",
+    "NVLINK_THROUGHPUT_DATA_TX": "nvlink_transmit_bytes_total",
+    "NVLINK_THROUGHPUT_DATA_RX": "nvlink_receive_bytes_total",
+    "NVLINK_THROUGHPUT_RAW_TX": "nvlink_transmit_raw_bytes_total",
+    "NVLINK_THROUGHPUT_RAW_RX": "nvlink_receive_raw_bytes_total",
+    "REMAPPED_COR": "gpu_remapped_rows_total corrected", "REMAPPED_UNC": "gpu_remapped_rows_total uncorrected",
+    "REMAPPED_PENDING": "gpu_row_remap_pending", "REMAPPED_FAILURE": "gpu_row_remap_failure",
+    "RETIRED_SBE": "gpu_retired_pages_total corrected", "RETIRED_DBE": "gpu_retired_pages_total uncorrected",
+    "RETIRED_PENDING": "gpu_retired_pages_pending", "POWER_INSTANT": "gpu_module_power_watts",
+    "TEMPERATURE_SHUTDOWN_TLIMIT": "gpu_temperature_limit_margin_celsius shutdown",
+    "TEMPERATURE_SLOWDOWN_TLIMIT": "gpu_temperature_limit_margin_celsius slowdown",
+    "TEMPERATURE_MEM_MAX_TLIMIT": "gpu_temperature_limit_margin_celsius memory_max",
+    "TEMPERATURE_GPU_MAX_TLIMIT": "gpu_temperature_limit_margin_celsius gpu_max",
+    "PCIE_COUNT_CORRECTABLE_ERRORS": "gpu_pcie_errors_total correctable",
+    "PCIE_COUNT_NON_FATAL_ERROR": "gpu_pcie_errors_total non_fatal",
+    "PCIE_COUNT_FATAL_ERROR": "gpu_pcie_errors_total fatal",
+    "PCIE_REPLAY_ROLLOVER_COUNTER": "gpu_pcie_errors_total replay_rollover",
+    "PCIE_L0_TO_RECOVERY_COUNTER": "gpu_pcie_errors_total l0_to_recovery",
+    "PCIE_COUNT_NAKS_RECEIVED": "gpu_pcie_errors_total nak_received",
+    "PCIE_COUNT_RECEIVER_ERROR": "gpu_pcie_errors_total receiver",
+    "PCIE_COUNT_BAD_TLP": "gpu_pcie_errors_total bad_tlp", "PCIE_COUNT_NAKS_SENT": "gpu_pcie_errors_total nak_sent",
+    "PCIE_COUNT_BAD_DLLP": "gpu_pcie_errors_total bad_dllp",
+    "PCIE_COUNT_UNSUPPORTED_REQ": "gpu_pcie_errors_total unsupported_request",
+    "PCIE_COUNT_LCRC_ERROR": "gpu_pcie_errors_total lcrc", "PCIE_COUNT_LANE_ERROR": "gpu_pcie_errors_total lane",
+    "NVLINK_REPLAY_ERROR_COUNT_TOTAL": "nvlink_errors_total replay",
+    "NVLINK_RECOVERY_ERROR_COUNT_TOTAL": "nvlink_errors_total recovery",
+    "NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL": "nvlink_errors_total crc",
+    "NVLINK_CRC_DATA_ERROR_COUNT_TOTAL": "nvlink_errors_total crc_data",
+    "NVLINK_ERROR_DL_REPLAY": "nvlink_errors_total replay", "NVLINK_ERROR_DL_CRC": "nvlink_errors_total crc",
+    "NVLINK_ERROR_DL_RECOVERY": "nvlink_errors_total recovery",
+    "NVLINK_COUNT_MALFORMED_PACKET_ERRORS": "nvlink_errors_total malformed_packet",
+    "NVLINK_COUNT_BUFFER_OVERRUN_ERRORS": "nvlink_errors_total buffer_overrun",
+    "NVLINK_COUNT_RCV_ERRORS": "nvlink_errors_total receive",
+    "NVLINK_COUNT_RCV_REMOTE_ERRORS": "nvlink_errors_total remote",
+    "NVLINK_COUNT_RCV_GENERAL_ERRORS": "nvlink_errors_total general",
+    "NVLINK_COUNT_LOCAL_LINK_INTEGRITY_ERRORS": "nvlink_errors_total local_integrity",
+    "NVLINK_COUNT_XMIT_DISCARDS": "nvlink_errors_total transmit_discard",
+    "NVLINK_COUNT_LINK_RECOVERY_FAILED_EVENTS": "nvlink_errors_total recovery_failed",
+    "NVLINK_COUNT_LINK_RECOVERY_EVENTS": "nvlink_errors_total recovery",
+    "NVLINK_COUNT_EFFECTIVE_ERRORS": "nvlink_errors_total effective",
+    "NVLINK_COUNT_SYMBOL_ERRORS": "nvlink_errors_total symbol",
+    "NVLINK_COUNT_XMIT_BYTES": "nvlink_transmit_bytes_total", "NVLINK_COUNT_RCV_BYTES": "nvlink_receive_bytes_total",
+    "NVLINK_COUNT_RAW_BER_V2": "nvlink_raw_bit_error_ratio",
+    "NVLINK_COUNT_EFFECTIVE_BER": "nvlink_effective_bit_error_ratio",
+    "NVLINK_COUNT_SYMBOL_BER": "nvlink_symbol_bit_error_ratio",
+    "NVLINK_GET_SPEED": "nvlink_speed_bytes_per_second", "NVLINK_GET_STATE": "nvlink_links",
+    "NVLINK_GET_VERSION": "nvlink_info",
 }
 
 
@@ -91,6 +162,24 @@ def test_field_numbers_are_those_of_the_vendors_package() -> None:
     assert {number: getattr(pynvml, f"NVML_FI_DEV_{name}") for number, name in NAMES.items()} == {n: n for n in NAMES}
 
 
+def test_every_field_becomes_the_series_that_its_name_says() -> None:
+    told = {
+        NAMES[field.id]: " ".join((str(field.row), *field.labels))
+        for table in (FAST, SLOW, OLD_LINKS) for field in table
+    }
+    per_link: dict[int, dict[tuple[int, int], float]] = {
+        field_id: {(field_id, 0): 1} for field_id in PER_LINK if field_id != LINK_SPEED}
+    per_link[LINK_SPEED] = {(LINK_STATE, 0): 1, (LINK_SPEED, 0): 5}
+    for field_id, reading in per_link.items():
+        found = {" ".join((str(row), *labels)) for row, labels, _ in Links().take(reading)}
+        named = SERIES[NAMES[field_id]]
+        told[NAMES[field_id]] = named if any(f"{series} ".startswith(f"{named} ") for series in found) else str(found)
+    assert told == SERIES
+    assert Field(pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON, NVLINK_SPEED) == OLD_LINK_SPEED
+    assert (pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT, 0) == LINK_COUNT
+    assert pynvml.NVML_POWER_SCOPE_MODULE == MODULE
+
+
 def test_event_state_and_mask_numbers_are_those_of_the_vendors_package() -> None:
     assert list(CLOCK_EVENTS) == [
         pynvml.nvmlClocksEventReasonGpuIdle, pynvml.nvmlClocksEventReasonApplicationsClocksSetting,
@@ -109,6 +198,15 @@ def test_event_state_and_mask_numbers_are_those_of_the_vendors_package() -> None
         pynvml.NVML_GPU_FABRIC_HEALTH_MASK_SHIFT_DEGRADED_BW, pynvml.NVML_GPU_FABRIC_HEALTH_MASK_SHIFT_ROUTE_RECOVERY,
         pynvml.NVML_GPU_FABRIC_HEALTH_MASK_SHIFT_ROUTE_UNHEALTHY,
         pynvml.NVML_GPU_FABRIC_HEALTH_MASK_SHIFT_ACCESS_TIMEOUT_RECOVERY,
+        pynvml.NVML_GPU_FABRIC_HEALTH_MASK_SHIFT_PARTITION_ASSIGNED,
+        pynvml.NVML_GPU_FABRIC_HEALTH_MASK_SHIFT_GFM_STATE,
+    ]
+    assert [fault for _, fault in FABRIC_FAULTS.values()] == [
+        pynvml.NVML_GPU_FABRIC_HEALTH_MASK_DEGRADED_BW_TRUE, pynvml.NVML_GPU_FABRIC_HEALTH_MASK_ROUTE_RECOVERY_TRUE,
+        pynvml.NVML_GPU_FABRIC_HEALTH_MASK_ROUTE_UNHEALTHY_TRUE,
+        pynvml.NVML_GPU_FABRIC_HEALTH_MASK_ACCESS_TIMEOUT_RECOVERY_TRUE,
+        pynvml.NVML_GPU_FABRIC_HEALTH_MASK_PARTITION_ASSIGNED_FALSE,
+        pynvml.NVML_GPU_FABRIC_HEALTH_MASK_GFM_STATE_DISCONNECTED,
     ]
     assert pynvml.NVML_GPU_FABRIC_HEALTH_MASK_SHIFT_INCORRECT_CONFIGURATION == FABRIC_CONFIGURATION_SHIFT
 
@@ -126,7 +224,12 @@ def test_all_ones_and_not_a_number_are_not_available_and_zero_is_a_number() -> N
     (pynvml.NVML_VALUE_TYPE_UNSIGNED_INT, 2**32 - 8, True, -8),
     (pynvml.NVML_VALUE_TYPE_UNSIGNED_INT, 2**32 - 8, False, 2**32 - 8),
     (pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG, 2**64 - 1, False, None),
-    (pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG, 2**63, True, 2**63),
+    (pynvml.NVML_VALUE_TYPE_UNSIGNED_INT, 2**32 - 1, True, -1),
+    (pynvml.NVML_VALUE_TYPE_UNSIGNED_INT, 95, True, 95),
+    (pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG, 2**32 - 1, True, -1),
+    (pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG, 2**64 - 1, True, -1),
+    (pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG, 2**63, False, 2**63),
+    (pynvml.NVML_VALUE_TYPE_DOUBLE, float("nan"), True, None),
     (pynvml.NVML_VALUE_TYPE_SIGNED_LONG_LONG, -2, False, -2),
     (pynvml.NVML_VALUE_TYPE_SIGNED_INT, -1, True, -1),
     (pynvml.NVML_VALUE_TYPE_UNSIGNED_SHORT, 7, False, 7),
@@ -154,6 +257,10 @@ def test_a_bit_error_ratio_is_four_bits_of_mantissa_over_eight_of_exponent(raw: 
     (0b01_00_10_01, {"degraded_bandwidth": True, "route_recovery": False, "access_timeout": True}),
     (0x1_00, {"incorrect_configuration": False}),
     (0x5_10, {"route_unhealthy": True, "incorrect_configuration": True}),
+    (0x51AA, dict.fromkeys((
+        "degraded_bandwidth", "route_recovery", "route_unhealthy", "access_timeout", "incorrect_configuration",
+        "no_partition", "manager_disconnected"), False)),
+    (0xA000, {"no_partition": True, "manager_disconnected": True}),
 ])
 def test_the_fabric_tells_only_of_faults_it_knows(mask: int, faults: dict[str, bool]) -> None:
     assert fabric_faults(mask) == faults
@@ -172,6 +279,7 @@ def test_healthy_links_of_nvlink_4_are_counted_and_summed() -> None:
 
 def test_a_link_that_fell_or_had_errors_is_a_series_of_its_own_and_stays_one() -> None:
     memory = Links()
+    memory.take(links({165: [1, 1, 2]}))
     first = memory.take(links({165: [1, 0, 3], 164: [26562, 0, 20000], 163: [0, 5, 0]}))
     assert first == [
         (NVLINK_LINKS, ("inactive",), 1), (NVLINK_LINKS, ("active",), 1), (NVLINK_LINKS, ("disabled",), 1),
@@ -186,6 +294,14 @@ def test_a_link_that_fell_or_had_errors_is_a_series_of_its_own_and_stays_one() -
     ]
 
 
+def test_links_of_a_smaller_bridge_and_sleeping_ones_are_not_called_fallen() -> None:
+    memory = Links(once_up={3})
+    states = memory.take(links({165: [1, 1, 0, 0], 163: [0, 0, 0, 0]}))
+    assert [value for value in states if value[0] is NVLINK_LINK_STATE] == [(NVLINK_LINK_STATE, ("3",), 0)]
+    states = memory.take(links({165: [1, 2, 0, 2]}))
+    assert [value for value in states if value[0] is NVLINK_LINK_STATE] == [(NVLINK_LINK_STATE, ("3",), 2)]
+
+
 def test_links_of_a_gpu_that_uses_none_are_not_called_fallen() -> None:
     memory = Links()
     none = [(NVLINK_LINKS, ("inactive",), 2), (NVLINK_LINKS, ("active",), 0)]
@@ -197,7 +313,7 @@ def test_links_of_a_gpu_that_uses_none_are_not_called_fallen() -> None:
 def test_nvlink_5_adds_bytes_the_worst_ratio_and_its_own_errors() -> None:
     seen = Links().take(links({
         166: [7, 7], 202: [1000, 2000], 204: [30, 40], 215: [1, 1], 214: [0, 0], 221: [3, 0],
-        220: [0x0F_FF, 0x01_0C], 222: [0x0F_FF, 0x0F_FF],
+        220: [0x0F_FF, 0x01_0C], 222: [0x0F_FF, 0x0F_FF], 293: [0x02_06, 0x0F_08],
     }))
     assert seen == [
         (NVLINK_INFO, ("5.0",), 1),
@@ -205,7 +321,7 @@ def test_nvlink_5_adds_bytes_the_worst_ratio_and_its_own_errors() -> None:
         (NVLINK_LINK_ERRORS, ("1", "recovery"), 1), (NVLINK_ERRORS, ("recovery_failed",), 0),
         (NVLINK_ERRORS, ("symbol",), 3), (NVLINK_LINK_ERRORS, ("0", "symbol"), 3),
         (NVLINK_TRANSMIT, (), 3000), (NVLINK_RECEIVE, (), 70),
-        (NVLINK_EFFECTIVE_BER, (), 1e-12), (NVLINK_SYMBOL_BER, (), 0.0),
+        (NVLINK_RAW_BER, (), pytest.approx(2e-6)), (NVLINK_EFFECTIVE_BER, (), 1e-12), (NVLINK_SYMBOL_BER, (), 0.0),
     ]
 
 

@@ -386,6 +386,14 @@ def test_each_kind_of_failure_says_so(odd: Callable[..., Reader], read: str, kin
     assert (reading.ok, reading.supported, reading.kind, reading.reason) == (False, True, kind, reason)
 
 
+def test_a_blind_source_has_the_samples_it_can_still_give(odd: Callable[..., Reader]) -> None:
+    reader = odd(read="raise Blind('/dev/nvidia3', [(GPU_PRESENT, ('3', ''), 0)])")
+    for _ in range(2):
+        reading = reader.ask(LONG)
+        assert (reading.kind, reading.reason) == ("blind", "Blind: /dev/nvidia3")
+        assert reading.samples == [(GPU_PRESENT, ("3", ""), 0)]
+
+
 def test_a_child_that_grows_is_replaced_but_not_at_every_read(odd: Callable[..., Reader], tmp_path: Path) -> None:
     reader = odd(resident_limit=1, close=ENDED)
     first = reader.ask(LONG)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from gzip import decompress as gunzip
 from typing import Any
 
@@ -20,7 +21,7 @@ from flopwatch import __version__
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample, all_metrics
 from flopwatch.node.reader import Reading, failure
-from flopwatch.node.scrape import BUDGETS, Scrape, Source, scrape_timeout, well_formed, within_budget
+from flopwatch.node.scrape import BUDGETS, MIG, Scrape, Source, scrape_timeout, well_formed, within_budget
 from flopwatch.settings import ExporterSettings
 
 TEMPERATURE: Sample = (m.GPU_TEMPERATURE, ("0", "GPU-a"), 41)
@@ -103,7 +104,7 @@ def test_every_source_is_served_with_what_is_to_be_said_about_it() -> None:
         **{f'flopwatch_collector_restarts_total{{collector="{name}",reason="{reason}"}}': 0
            for name in ("nvml", "infiniband") for reason in ("exited", "hung", "memory", "afresh")},
         **{f'flopwatch_series_duplicate_total{{collector="{name}"}}': 0 for name in ("nvml", "infiniband")},
-        **{f'flopwatch_series_dropped_total{{budget="{budget}"}}': 0 for budget in ("gpu", "port", "rank")},
+        **{f'flopwatch_series_dropped_total{{budget="{budget}"}}': 0 for budget in ("gpu", "mig", "port", "rank")},
         f'flopwatch_build_info{{version="{__version__}"}}': 1,
     }
 
@@ -123,6 +124,30 @@ def test_a_failing_source_costs_only_its_own_samples(answer: Callable[[float], R
     assert served['flopwatch_collector_success{collector="nvml"}'] == 0
     assert served[f'flopwatch_collector_failures_total{{collector="nvml",reason="{reason}"}}'] == 1
     assert not any(series.startswith("gpu_") for series in served)
+
+
+def test_a_blind_source_serves_what_it_can_still_say_in_place_of_what_it_said_before() -> None:
+    readable: Sample = (m.GPU_READABLE, ("0", "GPU-a"), 0)
+
+    def blind(deadline: float) -> Reading:
+        return replace(failure("blind", "Blind: /dev/nvidiactl"), samples=[readable])
+
+    async def story() -> None:
+        clock = Clock()
+        source = Scripted("nvml", good(TEMPERATURE))
+        scrape = scraping(source, clock=clock)
+        await values(scrape)
+        source.answer = blind
+        clock.now += 20
+        for _ in range(3):
+            served = await values(scrape)
+            assert {name: value for name, value in served.items() if name.startswith("gpu_")} == {
+                'gpu_readable{gpu="0",uuid="GPU-a"}': 0}
+            assert served['flopwatch_collector_success{collector="nvml"}'] == 0
+            assert served['flopwatch_collector_last_success_timestamp_seconds{collector="nvml"}'] == 1_700_000_000.5
+            clock.now += 20
+
+    asyncio.run(story())
 
 
 def test_last_good_samples_are_served_for_thirty_seconds_and_then_none_until_it_recovers() -> None:
@@ -243,7 +268,7 @@ def test_a_source_that_ignores_its_deadline_is_not_waited_for() -> None:
     asyncio.run(story())
 
 
-def test_scrapes_within_a_second_share_one_body() -> None:
+def test_scrapes_that_come_together_share_one_body() -> None:
     async def story() -> None:
         clock = Clock()
         source = Scripted("nvml", slowly)
@@ -254,7 +279,7 @@ def test_scrapes_within_a_second_share_one_body() -> None:
         assert all(body is zipped[0] for body in zipped)
         assert gunzip(zipped[0]) == bodies[0]
         assert (await scrape.metrics(openmetrics=True)).endswith(b"# EOF\n")
-        clock.now += 0.9
+        clock.now += 0.2
         assert await scrape.metrics() is bodies[0]
         clock.now += 0.1
         assert await scrape.metrics() is not bodies[0]
@@ -442,7 +467,8 @@ def test_a_sample_that_does_not_fit_its_row_is_never_served_and_is_an_error(brok
 
 def test_series_over_budget_are_dropped_in_the_declared_order_and_counted() -> None:
     per_gpu: list[Sample] = [
-        (row, ("0", "GPU-a", *("x" for _ in row.labels[2:])), 1) for row in all_metrics() if row.labels[:2] == m.GPU]
+        (row, ("0", "GPU-a", *("x" for _ in row.labels[2:])), 1)
+        for row in all_metrics() if row.labels[:2] == m.GPU and row.labels[:3] != MIG]
     many_xids: list[Sample] = [(m.GPU_XID, ("0", "GPU-a", str(code)), 1) for code in range(200)]
     many_times: list[Sample] = [(m.GPU_XID_LAST, ("0", "GPU-a", str(code)), 1) for code in range(60)]
     other_gpu: Sample = (m.GPU_TEMPERATURE, ("1", "GPU-b"), 50)
@@ -465,13 +491,22 @@ def test_a_histogram_over_budget_goes_whole() -> None:
     assert dropped == {"rank": len(histogram)}
 
 
-@pytest.mark.parametrize(("owner", "limit"), [(m.GPU, 120), (m.PORT, 60), (m.RANK, 40)])
+@pytest.mark.parametrize(("owner", "limit"), [(m.GPU, 120), (MIG, 20), (m.PORT, 60), (m.RANK, 40)])
 def test_a_budget_that_is_just_kept_drops_nothing(owner: tuple[str, ...], limit: int) -> None:
-    row = next(row for row in all_metrics() if row.labels[:2] == owner)
-    extra = ("",) * (len(row.labels) - 2)
-    samples: list[Sample] = [(row, (str(n // limit), "1", *extra), n) for n in range(3 * limit)]
+    row = next(row for row in all_metrics() if row.labels[: len(owner)] == owner)
+    extra = ("",) * (len(row.labels) - 1)
+    samples: list[Sample] = [(row, (str(n // limit), *extra), n) for n in range(3 * limit)]
     assert within_budget(samples) == (samples, {})
     assert BUDGETS[owner][1] == limit
+
+
+def test_each_mig_instance_has_a_budget_of_its_own_which_takes_nothing_from_its_gpus() -> None:
+    whole: list[Sample] = [(m.GPU_XID, ("0", "GPU-a", str(code)), 1) for code in range(120)]
+    crowded: list[Sample] = [(m.GPU_MIG_INFO, ("0", "GPU-a", "7", str(n), f"MIG-{n}", "1c"), 1) for n in range(21)]
+    seven: list[Sample] = [
+        (row, ("0", "GPU-a", str(instance)), 1)
+        for instance in range(8, 15) for row in all_metrics() if row.labels == MIG]
+    assert within_budget([*whole, *crowded, *seven]) == ([*whole, *crowded[:20], *seven], {"mig": 1})
 
 
 def test_dropped_series_are_counted_in_metrics() -> None:

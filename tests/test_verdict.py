@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from flopwatch.node.diagnosis.verdict import document as rules_document
 from flopwatch.settings import SettingsError
 
 NOW, BOOTED = 1_700_000_000.0, 1_699_900_000.0
+GPU_ROWS = [row for row in m.all_metrics() if row.domain in ("gpu", "nvlink")]
 H100 = Expectations(8, "NVIDIA H100 80GB HBM3", 18, 16, 5, {"compute": Ports(8, 400)})
 
 Series = dict[tuple[Metric, tuple[str, ...]], float]
@@ -144,6 +146,9 @@ GPU3, PORT3 = "gpu 3", "port mlx5_3/1"
     (m.GPU_FABRIC_FAULT, ("route_unhealthy",), 1, "fabric_route_unhealthy", BAD, "check_nvlink"),
     (m.GPU_FABRIC_FAULT, ("access_timeout",), 1, "fabric_access_timeout", BAD, "check_nvlink"),
     (m.GPU_FABRIC_FAULT, ("incorrect_configuration",), 1, "fabric_configuration", BAD, "restart_fabric_manager"),
+    (m.GPU_FABRIC_FAULT, ("no_partition",), 1, "fabric_no_partition", DEGRADED, "restart_fabric_manager"),
+    (m.GPU_FABRIC_FAULT, ("manager_disconnected",), 1, "fabric_manager_disconnected", DEGRADED,
+     "restart_fabric_manager"),
 ])
 def test_each_fault_of_a_gpu_is_one_reason(
     row: Metric, extra: tuple[str, ...], value: float, reason: str, verdict: str, action: str
@@ -219,8 +224,23 @@ def test_a_gpu_that_only_the_exporter_cannot_see_is_not_missed() -> None:
     assert reasons(blind) == [("gpu_unreadable", GPU3, UNKNOWN, "check_exporter")]
 
 
+def test_a_driver_that_is_not_loaded_is_one_reason_and_no_gpu_is_called_bad() -> None:
+    rest = without(h100(), *{*GPU_ROWS} - {m.GPU_INFO})
+    series = rest | {(m.GPU_DRIVER_LOADED, ()): 0} | {(m.GPU_READABLE, gpu(index)): 0 for index in range(8)}
+    assert reasons(series) == [("driver_not_loaded", "driver", DEGRADED, "load_driver")]
+    assert reasons(h100() | {(m.GPU_DRIVER_LOADED, ()): 1}) == []
+
+
+def test_gpus_that_only_the_exporter_cannot_see_are_named_and_unknown() -> None:
+    rest = without(h100(), *{*GPU_ROWS} - {m.GPU_INFO})
+    blind = rest | {(m.GPU_READABLE, gpu(index)): 0.0 for index in range(8)} | {(m.COLLECTOR_SUCCESS, ("nvml",)): 0.0}
+    assert reasons(blind) == [
+        *(("gpu_unreadable", f"gpu {index}", UNKNOWN, "check_exporter") for index in range(8)),
+        ("source_failed", "source nvml", UNKNOWN, "check_exporter")]
+
+
 def test_a_blind_exporter_never_makes_a_node_bad() -> None:
-    rest = without(h100(), *(row for row in m.all_metrics() if row.domain in ("gpu", "nvlink")))
+    rest = without(h100(), *GPU_ROWS)
     blind = rest | {(m.COLLECTOR_SUCCESS, ("nvml",)): 0}
     assert reasons(blind) == [
         ("gpus_unseen", "gpus", UNKNOWN, "check_exporter"), ("source_failed", "source nvml", UNKNOWN, "check_exporter")]
@@ -242,12 +262,18 @@ def test_another_model_than_expected_is_a_reason_with_both_names() -> None:
 def test_nvlinks_are_missed_where_others_are_up_or_some_are_expected() -> None:
     states = ("active", "inactive", "sleep", "disabled")
 
-    def links(expected: int, *counts: int) -> list[str]:
+    def links(expected: int, *counts: int, fallen: Sequence[int] = ()) -> list[str]:
         series: Series = {(m.NVLINK_LINKS, (*gpu(0), state)): n for state, n in zip(states, counts, strict=True)}
+        series |= {(m.NVLINK_LINK_STATE, (*gpu(0), str(link))): state for link, state in enumerate(fallen)}
         return [reason.detail for reason in judge(series, Expectations(nvlinks_per_gpu=expected))]
 
     assert links(0, 18, 0, 0, 0) == links(0, 0, 12, 0, 0) == links(18, 10, 0, 8, 0) == []
-    assert links(0, 17, 0, 0, 1) == links(18, 17, 1, 0, 0) == ["GPU 0 has 17 of 18 NVLinks"]
+    assert links(0, 4, 8, 0, 0) == [], "a bridge of four of twelve links"
+    assert links(0, 4, 8, 0, 0, fallen=[1, 2]) == [], "links that are up again"
+    assert links(0, 3, 9, 0, 0, fallen=[0, 1]) == ["GPU 0 has 3 of 4 NVLinks"]
+    assert links(0, 0, 12, 0, 0, fallen=[0, 3, 0, 0]) == ["GPU 0 has 0 of 4 NVLinks"], "the bridge came off"
+    assert links(4, 4, 8, 0, 0, fallen=[0, 0]) == [], "more than expected may be missing"
+    assert links(18, 17, 1, 0, 0) == ["GPU 0 has 17 of 18 NVLinks"]
     assert links(4, 0, 12, 0, 0) == ["GPU 0 has 0 of 4 NVLinks"], "the bridge is gone"
 
 

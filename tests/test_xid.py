@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flopwatch.catalogue import (
@@ -33,20 +33,24 @@ from flopwatch.catalogue import (
 from flopwatch.node.collectors import Unsupported
 from flopwatch.node.collectors.xid import (
     CRITICAL,
-    FROM_THE_START,
+    PLACE_SECONDS,
     STRANGER_SECONDS,
     SXID_SEVERITIES,
     Xid,
     document,
+    from_the_start,
     meanings,
+    nvlink5,
     switch_meanings,
 )
-from flopwatch.node.collectors.xid.counts import LINK_ERRORS, STRANGERS, SWITCH_ERRORS, Counts
+from flopwatch.node.collectors.xid.counts import CODES, LINK_ERRORS, STRANGERS, SWITCH_ERRORS, Counts
 from flopwatch.node.collectors.xid.kernel_lines import NODE_EVENTS
+from flopwatch.node.collectors.xid.reconcile import HANDED_ON
 
 CAPTURES = Path(__file__).parent / "captures" / "kmsg"
 BOOTED = 1_700_000_000.0
-ZERO = {("0", str(code)): 0 for code in FROM_THE_START} | {("1", str(code)): 0 for code in FROM_THE_START}
+START = from_the_start("NVIDIA H100 80GB HBM3")
+ZERO = {("0", str(code)): 0 for code in START} | {("1", str(code)): 0 for code in START}
 
 
 @pytest.fixture
@@ -98,6 +102,23 @@ def test_critical_codes_are_0_on_every_gpu_before_anything_happened(tmp_path: Pa
     assert values(samples, XID_SOURCE_UP) == {("kernel_log",): 1}
 
 
+@pytest.mark.parametrize(("model", "own"), [
+    ("NVIDIA H100 80GB HBM3", (46, 74, 109, 136, 143)), ("NVIDIA L40S", (46, 74, 109, 136, 143)),
+    ("Tesla T4", (46, 74, 109, 136, 143)), ("NVIDIA RTX PRO 6000 Blackwell", (46, 74, 109, 136, 143)),
+    ("", (46, 74, 109, 136, 143)), ("NVIDIA B200", (144, 145, 146, 149, 150)),
+    ("NVIDIA GB200", (144, 145, 146, 149, 150)), ("NVIDIA B300 SXM6 AC", (144, 145, 146, 149, 150)),
+])
+def test_the_codes_from_the_start_are_those_of_the_cards_generation(
+    tmp_path: Path, gpus: Path, model: str, own: tuple[int, ...]
+) -> None:
+    gpus.write_text(gpus.read_text().replace('"model": ""', f'"model": "{model}"'))
+    (tmp_path / "kmsg").write_text("6,0,0,-;Linux version 6.1\n")
+    samples = collector(tmp_path / "kmsg", gpus).read()
+    everywhere = (48, 62, 64, 79, 94, 95, 119, 120, 140)
+    assert counts(samples) == {(gpu, str(code)): 0 for gpu in "01" for code in (*everywhere, *own)}
+    assert {labels[0] for labels in values(samples, GPU_XID_INFO)} == {*map(str, (*everywhere, *own))}
+
+
 def test_xids_are_counted_where_and_when_they_happened(tmp_path: Path, gpus: Path) -> None:
     (tmp_path / "kmsg").write_text(xid("53", 79, 0, 10) + xid("64", 13, 1, 20) + xid("64", 13, 2, 30))
     samples = collector(tmp_path / "kmsg", gpus).read()
@@ -110,7 +131,7 @@ def test_an_info_series_says_what_the_codes_of_this_node_are(tmp_path: Path, gpu
     (tmp_path / "kmsg").write_text(xid("64", 13) + xid("64", 4242, 1))
     samples = collector(tmp_path / "kmsg", gpus).read()
     info = values(samples, GPU_XID_INFO)
-    assert {labels[0] for labels in info} == {"13", *map(str, FROM_THE_START)}
+    assert {labels[0] for labels in info} == {"13", *map(str, START)}
     assert ("13", "Graphics Engine Exception", "application", "error", "RESTART_APP") in info
     assert counts(samples)["1", "4242"] == 1  # a code that NVIDIA has not told us of counts, and has no info
 
@@ -215,6 +236,49 @@ def test_no_kernel_log_makes_more_series_than_a_node_has_parts(tmp_path: Path, g
     assert max(gpu.values()) <= 60  # half of a GPU's budget, for a GPU with every error there is
 
 
+def test_a_flood_of_different_codes_makes_few_series_and_hides_no_critical_one(tmp_path: Path, gpus: Path) -> None:
+    kmsg = tmp_path / "kmsg"
+    kmsg.write_text("".join(xid("53", code, code, 5) for code in range(1000, 11_000)) + xid("53", 79, 30_000, 6))
+    now = BOOTED
+    reader = collector(kmsg, gpus, clock=lambda: now)
+    samples = reader.read()
+    assert counts(samples) == ZERO | {("0", str(code)): 1 for code in range(1000, 1000 + CODES)} | {
+        ("0", "other"): 10_000 - CODES, ("0", "79"): 1}
+    assert last(samples)["0", "other"] == BOOTED + 5
+    assert "other" not in {labels[0] for labels in values(samples, GPU_XID_INFO)}
+    # What is compared with NVML's events is bounded, and forgotten after a while.
+    assert len([*reader._reconciler]) <= CODES + 1 + HANDED_ON
+    now += 1000
+    reader.read()
+    assert [*reader._reconciler] == []
+    with kmsg.open("a") as file:
+        file.write(xid("53", 22_000, 31_000, 7) + xid("64", 22_000, 31_001, 7))
+    again = counts(reader.read())
+    assert (again["0", "other"], again["1", "22000"]) == (10_001 - CODES, 1)
+    assert (tmp_path / "xid.json").stat().st_size < 8000
+    assert counts(collector(kmsg, gpus).read()) == again
+
+
+def test_a_flood_of_addresses_is_not_remembered(tmp_path: Path, gpus: Path) -> None:
+    (tmp_path / "kmsg").write_text("".join(
+        line(f"NVRM: Xid (PCI:{domain:04x}:{bus:02x}:00): 31, text") for domain in range(64) for bus in range(256)))
+    reader = collector(tmp_path / "kmsg", gpus)
+    assert counts(reader.read()) == ZERO | {("0", "31"): 1, ("1", "31"): 1}
+    assert len([*reader._reconciler]) == STRANGERS + 2
+
+
+def test_the_codes_of_a_stranger_and_of_the_gpu_it_turns_out_to_be_are_together_no_more(
+    tmp_path: Path, gpus: Path
+) -> None:
+    counted = Counts()
+    for owner, first in (("0000:53:00", 1000), ("GPU-53", 2000)):
+        for code in range(first, first + CODES):
+            counted.xid(owner, code, 1.0)
+    counted.adopt("0000:53:00", "GPU-53")
+    assert len(counted.xids["GPU-53"]) == CODES + 1
+    assert sum(count.number for count in counted.xids["GPU-53"].values()) == 2 * CODES
+
+
 # Logs.
 
 
@@ -289,6 +353,51 @@ def test_records_that_were_overwritten_are_counted_as_lost(
     assert counts(samples)["0", "79"] == 4
 
 
+def test_records_that_were_overwritten_while_nobody_read_are_counted_as_lost(
+    terminal: tuple[int, Path], gpus: Path
+) -> None:
+    master, device = terminal
+    reader = collector(device, gpus)
+    os.write(master, xid("53", 79, 5).encode())
+    reader.read()
+    os.write(master, line("noise", 6).encode() + line("noise", 7).encode())
+    reader.read()
+    reader.close()
+    os.write(master, xid("53", 79, 17).encode())
+    restarted = collector(device, gpus)
+    samples = restarted.read()
+    assert values(samples, KERNEL_LOG_LOST) == {(): 9}  # 8 to 16
+    assert counts(samples)["0", "79"] == 2
+    restarted.close()
+    os.write(master, xid("53", 79, 900).encode())  # who knows what came before, in another boot
+    assert values(collector(device, gpus, "boot2").read(), KERNEL_LOG_LOST) == {(): 0}
+
+
+def test_noise_that_was_read_before_a_kill_is_not_lost(terminal: tuple[int, Path], gpus: Path) -> None:
+    master, device = terminal
+    now = BOOTED
+    reader = collector(device, gpus, clock=lambda: now)
+    for sequence in (5, 6, 7):
+        os.write(master, line("noise", sequence).encode())
+        reader.read()
+        now += PLACE_SECONDS
+    os.write(master, line("noise", 20).encode())  # 8 to 19 are overwritten, and the process is killed, not closed
+    assert values(collector(device, gpus).read(), KERNEL_LOG_LOST) == {(): 12}
+
+
+def test_the_place_is_kept_at_most_once_a_minute(terminal: tuple[int, Path], gpus: Path, tmp_path: Path) -> None:
+    master, device = terminal
+    now = BOOTED
+    reader = collector(device, gpus, clock=lambda: now)
+    written = set()
+    for sequence in range(40):
+        os.write(master, line("noise", sequence).encode())
+        reader.read()
+        written.add((tmp_path / "xid.json").stat().st_mtime_ns)
+        now += PLACE_SECONDS / 4
+    assert len(written) == 10
+
+
 def test_malformed_records_cost_nothing_but_themselves(terminal: tuple[int, Path], gpus: Path) -> None:
     master, device = terminal
     os.write(master, b"".join([
@@ -339,8 +448,12 @@ def test_a_line_that_does_not_end_is_passed_over(tmp_path: Path, gpus: Path) -> 
 
 
 def test_without_a_kernel_log_the_source_does_not_exist(tmp_path: Path, gpus: Path) -> None:
-    with pytest.raises(Unsupported, match="No such file"):
-        collector(tmp_path / "kmsg", gpus).read()
+    reader = collector(tmp_path / "kmsg", gpus)
+    for _restart in range(2):
+        with pytest.raises(Unsupported, match="No such file"):
+            reader.read()
+        reader.close()
+        reader = collector(tmp_path / "kmsg", gpus)
 
 
 def test_a_kernel_log_that_went_away_takes_no_count_with_it(tmp_path: Path, gpus: Path) -> None:
@@ -388,6 +501,7 @@ JSON = st.recursive(
 )
 
 
+@example({"recovery": {"GPU-53": float("inf")}})
 @given(st.dictionaries(st.sampled_from([*Counts().dump()]), JSON))
 def test_counts_of_any_shape_load_and_go_on(stored: Mapping[str, Any]) -> None:
     counts = Counts()
@@ -404,6 +518,17 @@ def test_counts_of_any_shape_load_and_go_on(stored: Mapping[str, Any]) -> None:
 
 def test_the_page_about_xids_is_what_the_table_says() -> None:
     assert (Path(__file__).parents[1] / "docs" / "xid.md").read_text() == document()
-    assert {meanings()[code]["severity"] for code in CRITICAL} == {"critical", "fatal"}
     assert meanings()[94]["severity"] == "error"
     assert {row["fabric_manager_guide_class"] for row in switch_meanings().values()} == SXID_SEVERITIES.keys()
+
+
+def test_critical_are_the_codes_for_which_nvidia_wants_a_reset_a_reboot_or_an_investigation() -> None:
+    actions = ("RESET_GPU", "RESTART_BM", "WORKFLOW_")
+    assert list(CRITICAL) == [
+        code for code, row in sorted(meanings().items())
+        if row["severity"] in ("critical", "fatal") and row["action"].startswith(actions)
+    ]
+    for model in ("NVIDIA H100 80GB HBM3", "NVIDIA B200"):
+        assert {*from_the_start(model)} - {*CRITICAL} == {94}
+    fatal = {row.xid for row in nvlink5.table() if row.severity in ("fatal", "link fatal")}
+    assert fatal == {*from_the_start("NVIDIA B200")} & {*nvlink5.CODES}

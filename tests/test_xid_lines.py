@@ -25,7 +25,7 @@ from flopwatch.node.collectors.xid.kernel_lines import (
     recovery_action,
     switch_errors,
 )
-from flopwatch.node.collectors.xid.nvlink5 import LinkError, decode, find, pattern, table
+from flopwatch.node.collectors.xid.nvlink5 import LinkError, Row, decode, find, pattern, table
 
 CAPTURES = Path(__file__).parent / "captures" / "kmsg"
 GB200 = "NETIR_LINK_EVT  Fatal   XC0 i0 Link 01 (0x021425c6 0x00000000 0x00000000 0x00000000 0x00000000 0x00000000)"
@@ -206,11 +206,24 @@ def test_every_row_of_the_table_is_found_by_its_own_words_in_the_layout_of_the_d
     for row in table():
         word = row.layouts[layout][1]
         for noise in (0, 0xFFFFFFFF & ~row.layouts[layout][0]):
-            found = find(row.xid, word | noise, row.status, row.units[0], driver)
+            found = find(table(), row.xid, word | noise, row.status, row.units[0], driver)
             assert found is not None
             assert (found.xid, found.units[0], found.status) == (row.xid, row.units[0], row.status)
             # Where two rows have the same words the more severe one stands for both.
             assert nvlink5.SEVERITIES.index(found.severity) >= nvlink5.SEVERITIES.index(row.severity)
+
+
+@pytest.mark.parametrize(("driver", "unit"), [
+    ("570.124.06", "FIRST"), ("574.99", "FIRST"), ("575.51.03", "SECOND"), ("590.48.01", "SECOND"), ("", "SECOND")])
+def test_a_word_that_fits_a_row_in_either_layout_is_read_in_that_of_the_driver(driver: str, unit: str) -> None:
+    """No word does in NVIDIA's table of today, whose layouts exclude one another for each unit."""
+    rows = [
+        Row(149, (name, "NEW_UNIT"), layouts, 1, "fatal", "RESET_GPU", "CONTACT_SUPPORT")
+        for name, layouts in (("FIRST", ((0xF, 0x1), (0xF, 0x2))), ("SECOND", ((0xF0, 0x30), (0xF0, 0x40))))
+    ]
+    found = find(rows, 149, 0x41, 1, "NEW_UNIT", driver)
+    assert found is not None
+    assert found.units[0] == unit
 
 
 # Anything.

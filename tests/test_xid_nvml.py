@@ -17,6 +17,7 @@ import pytest
 from flopwatch.catalogue import GPU_DRIVER_EVENTS, GPU_INFO, GPU_XID, XID_SOURCE_UP, Metric, Sample
 from flopwatch.node.collectors import StartAfresh, Unsupported
 from flopwatch.node.collectors.xid import Xid, build, nvml_events
+from flopwatch.node.collectors.xid.counts import CODES
 from flopwatch.node.collectors.xid.nvml_events import Told, Watcher
 from flopwatch.simulate import SimulatedNode
 
@@ -194,6 +195,18 @@ def test_an_xid_that_both_tell_of_is_one(
         samples = reader.read()
     assert counted(samples) == {("GPU-53", "13"): 3, ("GPU-64", "94"): 1}
     assert values(samples, XID_SOURCE_UP) == {("kernel_log",): 1, ("nvml",): 1}
+
+
+def test_of_many_different_codes_that_both_tell_of_each_is_one(
+    library: Library, watch: Callable[[], Watcher], gpus: Path
+) -> None:
+    codes = range(1000, 1000 + 2 * CODES)
+    (gpus.parent / "kmsg").write_text("".join(line("53", code) for code in codes))
+    reader = collector(gpus, watch())
+    library.tell(*(event("53", code) for code in codes))
+    read = counted(reader.read())
+    assert read.pop(("GPU-53", "other")) == CODES
+    assert read == {("GPU-53", str(code)): 1 for code in codes[:CODES]}
 
 
 def test_what_nvml_told_one_process_and_the_kernel_log_the_next_is_one(

@@ -9,15 +9,20 @@
 # drained or down already, whoever did it, and never resumes one: a node is fit again when somebody has done what the
 # reason says (scontrol update nodename=NODE state=resume).
 #
+# An exporter behind TLS: set FLOPWATCH_CHECK_FLAGS below, for example
+#   "--url https://localhost:9450/metrics --ca-file /etc/flopwatch/ca.crt --user slurm --password-file /etc/flopwatch/pw"
+#
 # Slurm kills a health check after 60 s; this one gives up before.
 
 PATH=${PATH:-/usr/bin:/bin}:/usr/sbin:/sbin:/usr/local/bin
 FLOPWATCH=${FLOPWATCH:-flopwatch}
+FLOPWATCH_CHECK_FLAGS=${FLOPWATCH_CHECK_FLAGS:-}
 SCONTROL=${SCONTROL:-scontrol}
 node=${SLURMD_NODENAME:-$(hostname -s)}
 
 # Two looks: a link that is down for a moment is no reason to drain a node.
-output=$(timeout -k 5 45 "$FLOPWATCH" check --format nagios --deadline 10 --seconds 5 2>/dev/null)
+# shellcheck disable=SC2086  # flags, one word each
+output=$(timeout -k 5 45 "$FLOPWATCH" check --format nagios --deadline 10 --seconds 5 $FLOPWATCH_CHECK_FLAGS 2>/dev/null)
 status=$?
 line=$(printf '%s\n' "$output" | head -n 1)
 

@@ -8,7 +8,9 @@
 
 PATH=${PATH:-/usr/bin:/bin}:/usr/sbin:/sbin:/usr/local/bin
 
-output=$(timeout -k 5 20 "${FLOPWATCH:-flopwatch}" check --format nagios --deadline 5 2>/dev/null)
+# FLOPWATCH_CHECK_FLAGS: as in flopwatch-healthcheck.sh.
+# shellcheck disable=SC2086  # flags, one word each
+output=$(timeout -k 5 20 "${FLOPWATCH:-flopwatch}" check --format nagios --deadline 5 ${FLOPWATCH_CHECK_FLAGS:-} 2>/dev/null)
 status=$?
 
 [ "$status" -eq 2 ] || exit 0

@@ -9,6 +9,11 @@
 {{- default $full .Values.fullnameOverride | trunc 43 | trimSuffix "-" }}
 {{- end }}
 
+{{- /* Of what belongs to no namespace: two releases of one name must not fight over it. */}}
+{{- define "flopwatch.clusterName" -}}
+{{- printf "%s-%s-exporter" .Release.Namespace (include "flopwatch.fullname" .) }}
+{{- end }}
+
 {{- define "flopwatch.labels" -}}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 app.kubernetes.io/name: {{ include "flopwatch.name" . }}
@@ -70,4 +75,22 @@ httpGet:
   path: {{ . }}
   port: metrics
 timeoutSeconds: 5
+{{- end }}
+
+{{- /* What the exporters' pods ask of their namespace's Pod Security, as a list: the level, and why. */}}
+{{- define "flopwatch.podSecurity" -}}
+{{- $why := list }}
+{{- if not .Values.exporter.simulate }}
+{{- if .Values.exporter.kernelLog }}
+{{- $why = append $why "the privileged container kmsg" }}
+{{- end }}
+{{- if .Values.exporter.hostPID }}
+{{- $why = append $why "hostPID" }}
+{{- end }}
+{{- $why = append $why "folders of the node" }}
+{{- end }}
+{{- if .Values.otlp.hostPort }}
+{{- $why = append $why "a port of the node" }}
+{{- end }}
+{{- toJson (list (ternary "privileged" "restricted" (gt (len $why) 0)) (join ", " $why)) }}
 {{- end }}

@@ -17,8 +17,14 @@ GPU_PRESENT = Metric(
 )
 GPU_READABLE = Metric(
     "gpu_readable", "gauge",
-    "0 if the driver refuses to tell this exporter about the GPU (no device file, lost cgroup, errors 17 and 999): "
-    "then the exporter is blind, and gpu_present says nothing.", GPU, "nvmlReturn_t of the calls about the GPU",
+    "0 if it is this exporter that cannot see the GPU (no device file, no right to open it, no library, or not one GPU "
+    "answers): that says nothing of the GPU, and there is no gpu_present.", GPU,
+    "nvmlReturn_t of the calls about the GPU, /dev/nvidiaN, /proc/driver/nvidia",
+)
+GPU_DRIVER_LOADED = Metric(
+    "gpu_driver_loaded", "gauge",
+    "1 if the NVIDIA driver answers, 0 if none is loaded on a node that has GPUs in its inventory.", (),
+    "nvmlReturn_t of nvmlInit, /proc/driver/nvidia/version",
 )
 GPU_RECOVERY_ACTION = Metric(
     "gpu_recovery_action_id", "gauge",
@@ -175,6 +181,10 @@ GPU_ENERGY = Metric(
 
 # Clocks.
 
+GPU_GRAPHICS_CLOCK = Metric(
+    "gpu_graphics_clock_hertz", "gauge", "Clock of the graphics engine.", GPU, "nvmlDeviceGetClockInfo graphics, MHz",
+    scale=1e6,
+)
 GPU_SM_CLOCK = Metric(
     "gpu_sm_clock_hertz", "gauge", "Clock of the streaming multiprocessors.", GPU, "nvmlDeviceGetClockInfo SM, MHz",
     scale=1e6,
@@ -195,11 +205,15 @@ GPU_VIDEO_CLOCK = Metric(
     "gpu_video_clock_hertz", "gauge", "Clock of the video engines.", GPU, "nvmlDeviceGetClockInfo video, MHz",
     scale=1e6,
 )
+GPU_VIDEO_CLOCK_MAX = Metric(
+    "gpu_video_clock_max_hertz", "gauge", "Highest clock of the video engines.", GPU,
+    "nvmlDeviceGetMaxClockInfo video, MHz", scale=1e6,
+)
 GPU_CLOCK_EVENT = Metric(
     "gpu_clock_event_active", "gauge",
     "1 while the driver names this reason for a clock below the maximum; only gpu_idle, normal on an idle GPU, and "
     "reasons that were there since the exporter started.",
-    (*GPU, "reason"), "nvmlDeviceGetCurrentClocksEventReasons",
+    (*GPU, "reason"), "nvmlDeviceGetCurrentClocksEventReasons, before R535 nvmlDeviceGetCurrentClocksThrottleReasons",
 )
 GPU_CLOCK_EVENT_SECONDS = Metric(
     "gpu_clock_event_seconds_total", "counter", "Time the clock was held back for this reason.", (*GPU, "reason"),
@@ -345,7 +359,8 @@ GPU_FABRIC_HEALTH = Metric(
 GPU_FABRIC_FAULT = Metric(
     "gpu_fabric_fault", "gauge",
     "1 while the driver reports: degraded_bandwidth, route_recovery, route_unhealthy, access_timeout, "
-    "incorrect_configuration; only faults that were there since the exporter started.", (*GPU, "fault"),
+    "incorrect_configuration, no_partition, manager_disconnected; only faults that were there since the exporter "
+    "started.", (*GPU, "fault"),
     "nvmlDeviceGetGpuFabricInfoV healthMask",
 )
 
@@ -353,7 +368,8 @@ GPU_FABRIC_FAULT = Metric(
 
 GPU_XID = Metric(
     "gpu_xid_errors_total", "counter",
-    "Xid errors seen by this exporter, across its restarts. Critical codes start at 0. Meaning: docs/xid.md.",
+    "Xid errors seen by this exporter, across its restarts. The usual critical codes start at 0; other stands for what "
+    "a GPU with too many different ones had besides. Meaning: docs/xid.md.",
     (*GPU, "xid"), "/dev/kmsg NVRM lines and NVML events, each counted once; PCI bus id matched to the inventory",
     key=True,
 )

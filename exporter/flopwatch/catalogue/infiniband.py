@@ -32,8 +32,9 @@ INFINIBAND_INFO = Metric(
 )
 INFINIBAND_PRESENT = Metric(
     "infiniband_port_present", "gauge",
-    "1 if the port is in /sys, 0 if it is in this node's inventory and is gone.", PORT,
-    "/sys/class/infiniband against the persisted inventory",
+    "1 if the port is in /sys, 0 if it is in this node's inventory and is gone. No series while its adapter serves a "
+    "container or a virtual machine.", PORT,
+    "/sys/class/infiniband and /sys/bus/pci against the persisted inventory",
 )
 INFINIBAND_STATE = Metric(
     "infiniband_port_state_id", "gauge",
@@ -75,13 +76,14 @@ INFINIBAND_GPU_AFFINITY = Metric(
 )
 INFINIBAND_REFUSED = Metric(
     "infiniband_port_refused_files", "gauge",
-    "Files of the port that the firmware refused (EINVAL), left alone until the port is made anew or the exporter "
-    "restarts, since the kernel logs each try. Ports that the fabric manager owns refuse them all.", PORT,
-    "errno of reading ports/P",
+    "Files of the port that are left alone for up to an hour, since the firmware refused them (EINVAL, ENXIO), or the "
+    "first three of their kind, and the kernel logs each try. Ports that the fabric manager owns refuse them all.",
+    PORT, "errno of reading ports/P",
 )
 INFINIBAND_SATURATED = Metric(
     "infiniband_counter_saturated", "gauge",
-    "1 for a counter stuck at its highest value: it counts no more until it is cleared (perfquery -R). Else no series.",
+    "1 for a counter stuck at its highest value: it counts no more until it is cleared (perfquery -R). Else no series. "
+    "Of port_xmit_data and its like on adapters without 64-bit counters that is 4294967295.",
     (*PORT, "counter"), "counters/ files against the widths of the InfiniBand specification",
 )
 INFINIBAND_LID = Metric(

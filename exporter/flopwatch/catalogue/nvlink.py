@@ -16,11 +16,11 @@ NVLINK_SPEED = Metric(
 )
 NVLINK_TRANSMIT = Metric(
     "nvlink_transmit_bytes_total", "counter", "Payload sent over all links.", GPU,
-    "NVML field 138, KiB; NVLink 5 field 202; GPM metric 61",
+    "NVML field 138, KiB; NVLink 5 where there is none field 202; GPM metric 61",
 )
 NVLINK_RECEIVE = Metric(
     "nvlink_receive_bytes_total", "counter", "Payload received over all links.", GPU,
-    "NVML field 139, KiB; NVLink 5 field 204; GPM metric 60",
+    "NVML field 139, KiB; NVLink 5 where there is none field 204; GPM metric 60",
 )
 NVLINK_TRANSMIT_RAW = Metric(
     "nvlink_transmit_raw_bytes_total", "counter", "Bytes sent over all links, protocol included.", GPU,
@@ -43,9 +43,14 @@ NVLINK_LINK_ERRORS = Metric(
 )
 NVLINK_LINK_STATE = Metric(
     "nvlink_link_state_id", "gauge",
-    "State of a link that is not active, on a GPU that has active ones: 0 inactive, 2 sleep, 3 traffic disabled; 1 "
-    "once it is active again.",
-    (*GPU, "link"), "NVML field 165",
+    "State of a link that was active once, by the exporter's state folder, and was seen inactive or disabled since the "
+    "exporter started: 0 inactive, 3 traffic disabled; 1 or 2 (asleep) once it is up again.",
+    (*GPU, "link"), "NVML field 165, nvmlDeviceGetNvLinkState",
+)
+NVLINK_RAW_BER = Metric(
+    "nvlink_raw_bit_error_ratio", "gauge",
+    "Bit errors before any correction, relative to all bits; the worst link's (NVLink 5, newer drivers).", GPU,
+    "NVML field 293",
 )
 NVLINK_EFFECTIVE_BER = Metric(
     "nvlink_effective_bit_error_ratio", "gauge",

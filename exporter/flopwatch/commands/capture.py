@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
+import pwd
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from flopwatch.commands import Commands, command, seconds
 from flopwatch.settings import ExporterSettings, SettingsError
+
+FIRST_USER = 1000  # below are the system's own (login.defs(5), UID_MIN)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -19,8 +24,8 @@ def run(options: argparse.Namespace) -> None:
     if options.folder.exists():
         raise SettingsError(f"{options.folder} is there already; give a folder that does not exist yet")
     taken = capture(
-        _library(options.simulated), options.sysfs, options.kmsg, [options.host], options.mask, options.reads,
-        pause=lambda: time.sleep(options.pause),
+        _library(options.simulated), options.sysfs, options.kmsg, [options.host, ExporterSettings().host],
+        [*options.mask, *_people()], options.reads, pause=lambda: time.sleep(options.pause),
     )
     try:
         taken.write(options.folder)
@@ -42,6 +47,16 @@ def _library(simulated: Path | None) -> Any:
     except ImportError as error:
         return error
     return pynvml
+
+
+def _people() -> list[str]:
+    """Return the names of the user and of who became root with sudo, unless they are the system's own."""
+    users = [os.getuid(), *(int(user) for user in [os.environ.get("SUDO_UID", "")] if user.isdigit())]
+    names = []
+    for user in users:
+        with suppress(KeyError, OverflowError):
+            names += [pwd.getpwuid(user).pw_name] if user >= FIRST_USER else []
+    return names
 
 
 def _reads(text: str) -> int:

@@ -32,6 +32,9 @@ def run(options: argparse.Namespace) -> int:
             output, status = _judged(options, settings, look)
     except (SettingsError, CannotTell, NobodyListens) as error:
         output, status = cannot_tell(str(error), options.format)
+    except Exception as error:
+        # A traceback would end with status 1, which is the word for a degraded node.
+        output, status = cannot_tell(f"{type(error).__name__}: {error}", options.format)
     print(output)
     return status
 
@@ -90,6 +93,9 @@ def _judged(options: argparse.Namespace, settings: ExporterSettings, look: Look)
         began = time.monotonic()
         time.sleep(options.seconds)
         judgement = verdict.judge_twice(first, look(), time.monotonic() - began)
+    if not (judgement.reasons or judgement.gpus or judgement.ports):
+        raise check.CannotTell("there is neither a GPU nor an active port; if there should be, flopwatch doctor says "
+                               "why, and --expect FILE makes their absence bad")
     if options.format == "npd":
         return check.npd(judgement, options.fail_on)
     if options.format == "nagios":
@@ -115,7 +121,7 @@ def _record(options: argparse.Namespace, settings: ExporterSettings, samples: li
         raise check.CannotTell("not recorded: this node has neither GPUs nor active ports")
     if not StateFile(file.absolute()).save(shape):
         raise SettingsError(f"{file} cannot be written; choose another --state DIR or --expect FILE")
-    return f"recorded in {file}: {shape}; a running exporter takes it at its next start", 0
+    return f"recorded in {file}: {shape}; an exporter takes it at its start, from its --state or --expect", 0
 
 
 def add(commands: Commands) -> None:

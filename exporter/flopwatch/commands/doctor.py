@@ -11,7 +11,7 @@ from flopwatch.settings import ExporterSettings
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report; 1 if something is there that cannot be read."""
+    """Print the report; 1 if there is hardware that cannot be read, whatever else it goes without."""
     settings = ExporterSettings(**given(options, ExporterSettings))
     from flopwatch.node.diagnosis.doctor import examine, to_json
     from flopwatch.node.diagnosis.doctor_page import page

@@ -17,12 +17,17 @@ def run(options: argparse.Namespace) -> None:
     serve(settings)
 
 
+def _socket(text: str) -> Path:
+    """Return the path of a socket, which the exporter's --kmsg writes with `unix:` before it."""
+    return Path(text.removeprefix("unix:"))
+
+
 def add(commands: Commands) -> None:
     """Describe the command."""
     defaults = KmsgSettings()
     parser = command(commands, "kmsg", run, "stream the kernel log to an exporter that may not read it")
     add = parser.add_argument
-    add("--listen", type=Path, metavar="SOCKET",
+    add("--listen", type=_socket, metavar="SOCKET",
         help=f"unix socket; the exporter reads it with --kmsg unix:SOCKET (default {defaults.listen})")
     add("--kmsg", type=Path, metavar="FILE", help=f"the kernel log (default {defaults.kmsg})")
     add("--group", metavar="NAME", help="group that may connect, besides this user")

@@ -35,7 +35,7 @@ class Answers:
         self._keys: list[tuple[Metric, tuple[str, ...]]] | None = None
 
     def encode(self, samples: list[Sample], about: Mapping[str, Any]) -> str:
-        """Return the line that answers a read that succeeded. Raises TypeError or ValueError for what is no sample."""
+        """Return the line that answers a read with samples. Raises TypeError or ValueError for what is no sample."""
         keys = [(row, labels) for row, labels, _ in samples]
         answer = {**about, "values": [number for _, _, number in samples]}
         if keys != self._keys:
@@ -84,7 +84,7 @@ def _answer_until_stdin_ends(factory: str, arguments: Mapping[str, str], pipe: i
         except Unsupported as error:
             kind, reason = "unsupported", str(error)
         except Blind as error:
-            kind, reason = "blind", f"{type(error).__name__}: {error}"
+            kind, reason, samples = "blind", f"{type(error).__name__}: {error}", error.samples
         except Exception as error:
             # The edge of the process: Scrape, on the other side, gets the text and this log the traceback.
             kind, reason = "error", f"{type(error).__name__}: {error}"
@@ -93,14 +93,16 @@ def _answer_until_stdin_ends(factory: str, arguments: Mapping[str, str], pipe: i
                 log.exception("read failed")
         ended = time.monotonic()
         about = {"duration": ended - started, "ended": ended, "at": time.time(), "resident": resident(statm)}
-        if not kind:
+        failed = {"kind": kind, "reason": reason, "last": last} if kind else {}
+        if samples or not kind:
             try:
-                line = answers.encode(samples, about)
+                line = answers.encode(samples, about | failed)
             except (TypeError, ValueError) as error:
-                kind, reason = "error", f"no samples: {type(error).__name__}: {error}"
+                reason = f"no samples: {type(error).__name__}: {error}"
+                failed = {"kind": "error", "reason": reason, "last": last}
         last_reason = reason
-        if kind:
-            line = json.dumps({**about, "kind": kind, "reason": reason, "last": last})
+        if not line:
+            line = json.dumps(about | failed)
         _write(pipe, f"{line}\n".encode())
         if last:
             break

@@ -10,6 +10,7 @@ buffer: who reads too slowly finds a gap in the record numbers, and who does not
 
 from __future__ import annotations
 
+import errno
 import grp
 import os
 import select
@@ -163,6 +164,10 @@ class Server:
 
 def listen(path: Path, group: str = "") -> socket.socket:
     """Return a socket at `path` that only this user and the group may connect to. Raises SettingsError."""
+    try:
+        owner = -1 if not group else int(group) if group.isdigit() else grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise SettingsError(f"--group {group}: there is no such group") from None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _clear(path)
@@ -173,9 +178,9 @@ def listen(path: Path, group: str = "") -> socket.socket:
         finally:
             os.umask(before)
         if group:
-            os.chown(path, -1, int(group) if group.isdigit() else grp.getgrnam(group).gr_gid)
+            os.chown(path, -1, owner)
         listener.listen(CLIENTS)
-    except (OSError, KeyError) as error:
+    except OSError as error:
         listener.close()
         raise SettingsError(f"--listen {path}: {error}") from error
     return listener
@@ -200,7 +205,12 @@ def _clear(path: Path) -> None:
 def run(settings: KmsgSettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises SettingsError where that is impossible."""
     try:
-        os.close(os.open(settings.kmsg, os.O_RDONLY | os.O_NONBLOCK))
+        log = os.open(settings.kmsg, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            if stat.S_ISDIR(os.fstat(log).st_mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        finally:
+            os.close(log)
     except OSError as error:
         raise SettingsError(f"--kmsg {settings.kmsg}: {error.strerror}; the kernel log needs root or CAP_SYSLOG, and a "
                             "device that the container may open (docs/privileges.md)") from error

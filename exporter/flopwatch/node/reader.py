@@ -47,8 +47,9 @@ class Reading:
     """What one request brought.
 
     `kind` says why it is not ok: deadline, exited, error, blind, released; `reason` is that or the error's text, and
-    where the source is not supported, why not. `duration` is the read's, in seconds; `at` the Unix time it ended, `age`
-    the seconds since then. `restarts` are the reasons why children were replaced since the reading before.
+    where the source is not supported, why not. A blind one may still have samples. `duration` is the read's, in
+    seconds; `at` the Unix time it ended, `age` the seconds since then. `restarts` are the reasons why children were
+    replaced since the reading before.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -140,7 +141,10 @@ class Reader:
         if self._child is None:
             if started < self._start_at or len(self._leaving) > 1:
                 return failure("exited")
-            self._child = _Child(self.spec)
+            try:
+                self._child = _Child(self.spec)
+            except OSError as error:  # no memory, no process, or an interpreter that is being replaced
+                raise _Exited(f"no process can be started: {error}") from error
         child = self._child
         # The answer to a request that missed its deadline. It may be old by now, so ask again while there is time.
         late = child.answer(until) if child.asked_at is not None else None

@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 # A page begun less than this ago is shared, and so is a read of a driver: two Prometheus servers cost it one read.
 SHARED_SECONDS = 1.0
+# A page is shared for less: what training processes sent is fresh on every page, and only a crowd asks this often.
+PAGE_SECONDS = 0.25
 # What the scraper needs besides our wait: connection, rendering, transfer.
 TIMEOUT_MARGIN = 0.5
 # How much longer than its deadline an answer is waited for, so that "deadline" itself is an answer.
@@ -42,9 +44,12 @@ ANSWER_MARGIN = 0.2
 
 FAILURES = ("deadline", "exited", "error", "blind")
 
-# Series allowed per (gpu, uuid), (device, port) and (run, rank). Over budget, rows that are not `key` go first, the
-# catalogue's last row first, then `key` rows in the same order; a histogram goes whole.
-BUDGETS: dict[tuple[str, ...], tuple[str, int]] = {m.GPU: ("gpu", 120), m.PORT: ("port", 60), m.RANK: ("rank", 40)}
+# Series allowed per (gpu, uuid), MIG instance of one, (device, port) and (run, rank). Over budget, rows that are not
+# `key` go first, the catalogue's last row first, then `key` rows in the same order; a histogram goes whole.
+MIG = (*m.GPU, "gpu_instance")
+BUDGETS: dict[tuple[str, ...], tuple[str, int]] = {
+    m.GPU: ("gpu", 120), MIG: ("mig", 20), m.PORT: ("port", 60), m.RANK: ("rank", 40),
+}
 _DROP_ORDER = {row.name: (row.key, -position) for position, row in enumerate(m.all_metrics())}
 
 
@@ -76,13 +81,16 @@ def self_gauge(row: Metric, registry: prometheus.CollectorRegistry) -> prometheu
     return prometheus.Gauge(row.name, help_text(row), row.labels, registry=registry)
 
 
+def _owner(row: Metric, labels: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the labels and their values of whatever a series counts against the budget of."""
+    names = MIG if row.labels[: len(MIG)] == MIG else row.labels[:2]
+    return names, labels[: len(names)]
+
+
 def over_budget(keys: Sequence[Key]) -> tuple[set[int], Counter[str]]:
     """Return the positions of the series that do not fit the series budgets, and how many each budget left out."""
-    counts: Counter[tuple[tuple[str, ...], tuple[str, ...]]] = Counter()
-    for row, labels in keys:
-        owner = row.labels[:2]
-        if owner in BUDGETS:
-            counts[owner, labels[:2]] += 1
+    owners = (_owner(row, labels) for row, labels in keys)
+    counts = Counter(owner for owner in owners if owner[0] in BUDGETS)
     excess = {key: count - BUDGETS[key[0]][1] for key, count in counts.items() if count > BUDGETS[key[0]][1]}
     dropped: Counter[str] = Counter()
     left_out: set[int] = set()
@@ -92,7 +100,7 @@ def over_budget(keys: Sequence[Key]) -> tuple[set[int], Counter[str]]:
     # Within a row the last sample goes first.
     for index in sorted(range(len(keys)), key=lambda i: (_DROP_ORDER[keys[i][0].name], -i)):
         row, labels = keys[index]
-        key = row.labels[:2], labels[:2]
+        key = _owner(row, labels)
         rest_of_histogram = row.type == "histogram" and last.get(key) == row.name
         if key in excess and (excess[key] > 0 or rest_of_histogram):
             excess[key] -= 1
@@ -351,10 +359,10 @@ class Scrape:
     async def metrics(
         self, timeout: float | None = None, *, openmetrics: bool = False, gzipped: bool = False
     ) -> bytes:
-        """Return the body of /metrics, which scrapes within a second of one another share."""
+        """Return the body of /metrics, which scrapes that come together share."""
         now, deadline = self._clock(), self._deadline(timeout)
         page = self._pages.get(openmetrics)
-        if page is None or now - page.began >= SHARED_SECONDS or (not page.task.done() and page.until > now + deadline):
+        if page is None or now - page.began >= PAGE_SECONDS or (not page.task.done() and page.until > now + deadline):
             task = asyncio.get_running_loop().create_task(self._body(timeout, openmetrics))
             page = self._pages[openmetrics] = _Page(now, now + deadline, task)
         try:
@@ -417,6 +425,9 @@ class Scrape:
             self._change(state, "not supported", reading.reason)
             return
         if not reading.ok:
+            if reading.samples:  # which parts there are, and that they cannot be read
+                state.take(reading.samples)
+                state.succeeded = self._clock() - reading.age
             self._failed(state, reading.kind if reading.kind in FAILURES else "error", reading.reason)
             return
         unfit = state.take(reading.samples)

@@ -54,6 +54,8 @@ def parser() -> argparse.ArgumentParser:
     fail.add_argument("--gpu", type=int, choices=range(GPUS))
     blind = command("blind", "hide the GPU from the exporter's process", gpu=True)
     blind.add_argument("--error", type=int, default=999)
+    refuse = command("refuse", "let every call about the GPU fail, as one that fell off the bus may", gpu=True)
+    refuse.add_argument("--error", type=int, default=999)
     reset = command("reset", "reset the GPU; it comes back once NVML is initialised again", gpu=True)
     reset.add_argument("--index", type=int, choices=range(GPUS), help="NVML index it comes back at")
     driver = command("driver", "replace the driver under the processes that use it")

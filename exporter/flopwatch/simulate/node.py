@@ -5,7 +5,8 @@ different processes, and so that counters go on where they stopped when the expo
 
     sys/class/infiniband/   the ports, written in place; sys/devices, sys/bus/pci: where they and the GPUs sit
     kmsg                    kernel log records
-    proc/                   the control groups of the processes that keep the GPUs busy
+    proc/                   the control groups of the processes that keep the GPUs busy; proc/driver: the list of GPUs
+    dev/                    what stands for the GPUs' device files
     node.json               the state that `tick` advances; `simulate/pynvml.py` answers from it
     faults.json             what is wrong with the node, and how busy its GPUs are
 
@@ -125,8 +126,9 @@ class SimulatedNode:
         self.root.mkdir(parents=True, exist_ok=True)
         self.kmsg.touch()
         self._write_processes()
-        with self._faults():
-            pass
+        self._write_driver()
+        with self._faults() as faults:
+            self._write_devices(faults)
         with self._locked():
             if not (self.root / "node.json").exists():
                 self._save("node.json", {
@@ -233,7 +235,13 @@ class SimulatedNode:
             faults["fail"][call] = {whom: error for whom, error in errors.items() if error != 0}
 
     def blind(self, gpu: int, error: int = 999) -> None:
-        """Let every call about this GPU fail as in a process that may not open its device file."""
+        """Take the GPU's device file from the exporter's process; every call about the GPU fails, as it then does."""
+        with self._faults() as faults:
+            faults["blind"][str(_gpu(gpu))] = faults["withheld"][str(gpu)] = error
+            self._write_devices(faults)
+
+    def refuse(self, gpu: int, error: int = 999) -> None:
+        """Let every call about this GPU fail, with its device file there: what a GPU that is dead may do."""
         self._set("blind", _gpu(gpu), error)
 
     def reset(self, gpu: int, index: int | None = None) -> None:
@@ -337,6 +345,7 @@ class SimulatedNode:
         with self._faults() as faults:
             rows = {gpu: rows | {"pending": False, "failure": False} for gpu, rows in faults["remap"].items()}
             faults.update(no_faults() | {kind: faults[kind] for kind in NOT_CLEARED} | {"remap": rows})
+            self._write_devices(faults)
 
     def _set(self, fault: str, target: int | str, value: object) -> None:
         with self._faults() as faults:
@@ -376,6 +385,21 @@ class SimulatedNode:
             shutil.rmtree(folder.parents[1])
         return plugged
 
+    def _write_driver(self) -> None:
+        for gpu, bus in enumerate(PCI_BUSES):
+            folder = self.root / "proc" / "driver" / "nvidia" / "gpus" / f"0000:{bus:02x}:00.0"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "information").write_text(f"Model: \t\t NVIDIA H100 80GB HBM3\nDevice Minor: \t {gpu}\n")
+
+    def _write_devices(self, faults: Mapping[str, Any]) -> None:
+        (self.root / "dev").mkdir(exist_ok=True)
+        for gpu in range(GPUS):
+            file = self.root / "dev" / f"nvidia{gpu}"
+            if str(gpu) in faults["withheld"]:
+                file.unlink(missing_ok=True)
+            else:
+                file.touch()
+
     def _write_processes(self) -> None:
         for gpu in range(GPUS):
             folder = self.root / "proc" / str(pid(gpu))
@@ -383,6 +407,7 @@ class SimulatedNode:
             cgroup = f"/system.slice/slurmstepd.scope/job_{SLURM_JOB}/step_0/user/task_{gpu}"
             (folder / "cgroup").write_text(f"0::{cgroup}\n")
             (folder / "status").write_text("Name:\tpython\nUid:\t1000\t1000\t1000\t1000\n")
+            (folder / "stat").write_text(f"{pid(gpu)} (python) R {'0 ' * 18}4242 0\n")
 
     def _port(self, device: str) -> Path:
         return self.sysfs / "class" / "infiniband" / device / "ports" / "1"
@@ -433,6 +458,7 @@ def no_faults() -> dict[str, Any]:
     """Return the content of faults.json on a healthy node."""
     return {
         "load": {}, "lost": {}, "ecc": {}, "throttle": {}, "heat": {}, "hang": None, "fail": {}, "blind": {},
+        "withheld": {},
         "resets": {}, "order": list(range(GPUS)), "driver": DRIVER_VERSION, "mig": {}, "nvlink_down": {},
         "nvlink_errors": {}, "remap": {}, "pcie": {}, "recovery": {}, "profiler": {},
         "symbol_errors": {}, "link": {}, "rate": {}, "removed": {},

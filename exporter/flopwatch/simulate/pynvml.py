@@ -235,6 +235,10 @@ class Simulation:
         return handle.index + 1
 
     @call
+    def nvmlDeviceGetMinorNumber(self, handle: Handle) -> int:
+        return handle.index
+
+    @call
     def nvmlDeviceGetVbiosVersion(self, handle: Handle) -> str:
         return VBIOS_VERSION
 
@@ -473,7 +477,7 @@ class Simulation:
     def nvmlDeviceGetGpuFabricInfoV(self, handle: Handle, info: Any) -> int:
         fabric = info._obj
         fabric.state, fabric.status, fabric.cliqueId = real.NVML_GPU_FABRIC_STATE_COMPLETED, real.NVML_SUCCESS, 0
-        fabric.healthMask = 0x1AA  # no fault, and a configuration that is right
+        fabric.healthMask = 0x51AA  # no fault, a configuration that is right, a partition, a connection
         if fabric.version == real.nvmlGpuFabricInfo_v3:
             fabric.healthSummary = real.NVML_GPU_FABRIC_HEALTH_SUMMARY_HEALTHY
         return int(real.NVML_SUCCESS)

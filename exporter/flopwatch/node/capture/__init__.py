@@ -8,8 +8,8 @@ A capture is a folder:
     kmsg         the kernel log's records about GPUs, NVSwitches and ports
     README.md    where and when, and what could not be read
 
-Everything is kept in memory until serials, UUIDs, GUIDs, addresses and host names are masked. An attribute that the
-kernel refuses (EINVAL, EACCES) is listed in the README, for a folder of files cannot hold a refusal.
+Everything is kept in memory until serials, UUIDs, GUIDs, addresses, processes, users and host names are masked. An
+attribute that the kernel refuses (EINVAL, EACCES) is listed in the README, for a folder of files cannot hold a refusal.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def nvml_answers(
 
 
 def masked_nvml(recorded: Recorded, masker: Masker) -> Recorded:
-    """Return a recording without serials, UUIDs and names; numbers and the names of handles stay."""
+    """Return a recording without serials, UUIDs, names and processes; other numbers and the names of handles stay."""
     for sections in recorded.values():
         for serial in sections.get("calls", {}).get("nvmlDeviceGetSerial()", []):
             if isinstance(serial, str):
@@ -220,6 +220,8 @@ def _masked_answer(answer: Any, name: str, masker: Masker) -> Any:
     if isinstance(answer, list):
         return [_masked_answer(item, name, masker) for item in answer]
     if not isinstance(answer, dict):
+        if name == "pid" and isinstance(answer, int):
+            return masker.pid(answer)
         return 0 if name in IDENTITIES and isinstance(answer, int) else answer
     if name in IDENTITIES and "hex" in answer:
         return {"hex": masker.hexadecimal(answer["hex"])}
@@ -295,12 +297,14 @@ def capture(
     if recorded:
         nvml = {"about": about, "reads": answers.times, "nvml": masked_nvml(recorded, masker)}
         result.files["nvml.json"] = dumps(nvml) + "\n"
+    # A driver that answers nothing has still written its serials there.
+    masker.learn("\n".join(log))
     result.links = {f"sys/{masker.text(path)}": masker.text(target) for path, target in sorted(tree.links.items())}
     for number, files in enumerate(steps, 1):
         folder = "sys" if number == 1 else f"sys.{number}"
         result.files |= {f"{folder}/{masker.text(path)}": masker.text(text) for path, text in sorted(files.items())}
     if log:
-        result.files["kmsg"] = "".join(f"{masker.text(line)}\n" for line in log)
+        result.files["kmsg"] = "".join(f"{masker.log(line)}\n" for line in log)
     result.missing = [masker.text(line) for line in result.missing]
     result.files["README.md"] = _readme(about, result)
     return result
@@ -311,8 +315,8 @@ def _readme(about: Mapping[str, str], result: Capture) -> str:
     return (
         f"# A node captured by flopwatch\n\n"
         f"flopwatch {about['flopwatch']}, driver {about['driver'] or 'none'}, {about['date']}. Serial numbers, UUIDs, "
-        f"GUIDs, MAC and IP addresses and host names are masked, the same original always by the same mask; look "
-        f"through the files before you publish them.\n\n"
+        f"GUIDs, MAC and IP addresses, processes, users and host names are masked, the same original always by the "
+        f"same mask; look through the files before you publish them.\n\n"
         f"Not captured:\n\n{missing}\n"
         f"As a test case: put this folder into `tests/captures/nodes/`, run "
         f"`FLOPWATCH_UPDATE_GOLDEN=1 pytest tests/test_goldens.py` and review `tests/golden/` like code.\n"

@@ -1,4 +1,7 @@
-"""Masks for what names a machine: UUIDs, GUIDs, MAC and IP addresses by their shape; serials and host names by word.
+"""Masks for what names a machine or who works on it.
+
+UUIDs, GUIDs, MAC and IP addresses are found by their shape; serials, processes, users and home folders by what stands
+before them in a log; host names, and every serial once seen, by word.
 
 The same original always gets the same mask, so that what was joined by it still is. Masks keep the shape of what they
 stand for. All zeros stands for "none" and stays.
@@ -11,6 +14,8 @@ from collections.abc import Callable, Iterable
 
 # A shorter word may be part of anything; it is masked where it is known to be a name, not where it is found.
 SHORTEST_WORD = 4
+
+PID_MAX = 1 << 22  # no process has a higher number (proc(5), pid_max)
 
 _HEX = "[0-9a-fA-F]"
 _SHAPES: dict[str, str] = {
@@ -26,6 +31,19 @@ _BEFORE = rf"(?<![\w.])(?<![\W:]{_HEX}{{2}}:)(?<![\W:]{_HEX}{{4}}:)"
 _AFTER = r"(?!\w|\.\w)"
 _SHAPED = re.compile("|".join(f"{_BEFORE}(?P<{kind}>{shape}){_AFTER}" for kind, shape in _SHAPES.items()))
 
+# What a log says in front of a name, and the name. A process's name may hold blanks, up to the comma behind it.
+_NAME = r"(?!<)[^\s,;:\"'`()]+"
+_INTRODUCED = re.compile("|".join((
+    r"\bserial[ _]?(?:number|no\b|num\b)\s*\.?\s*[:=#]?\s*(?P<serial>\w[\w-]*)",
+    r"\bpid[:= ]\s*['\"]?(?P<pid>\d+)",
+    r"\bcomm: (?P<command>.+?)(?= (?:not )?tainted\b|$)",
+    r"\b(?:name|comm|task|process)[:=]\s*['\"`]?(?P<process>(?!<)(?:[^\s,'\"`][^,'\"`\n]*)?[^\s,'\"`])",
+    r"\b(?:process|task)\s+[`'\"](?P<quoted>[^`'\"\n]+)",
+    rf"\b(?:exe|cwd|user|acct|owner|host|hostname|addr)=['\"]?(?P<name>{_NAME})",
+    r"/(?:home|Users|users)/(?P<home>[^/\s,;:\"']+)",
+    r"^(?:\w{3} +\d+ [\d:]{8}|\d{4}-\d\d-\d\dT\S+) (?P<host>\S+)(?= kernel:)",
+)), re.IGNORECASE | re.MULTILINE)
+
 _MASKS: dict[str, Callable[[int], str]] = {
     "uuid": lambda n: f"00000000-0000-0000-0000-{n:012d}",
     "ipv6": lambda n: f"2001:0db8:0000:0000:0000:0000:{n >> 16:04x}:{n & 0xFFFF:04x}",
@@ -37,6 +55,7 @@ _MASKS: dict[str, Callable[[int], str]] = {
     "serial": lambda n: f"{n:013d}",
     "bytes": lambda n: f"{n:032x}",
     "name": lambda n: f"masked-{n}",
+    "pid": lambda n: f"{PID_MAX + n}",
 }
 
 
@@ -77,9 +96,23 @@ class Masker:
         """Return the mask of another name that says whose machine this is."""
         return self._word("name", original)
 
+    def pid(self, original: int) -> int:
+        """Return the mask of a process's number."""
+        return int(self._mask("pid", str(original)))
+
     def hexadecimal(self, original: str) -> str:
         """Return the mask of an identity that is given as hexadecimal digits."""
         return self._mask("bytes", original)[-len(original):]
+
+    def log(self, text: str) -> str:
+        """Return lines of a log with everything masked that `text` masks or that the log itself calls a name."""
+        return self.text(_INTRODUCED.sub(self._introduced, text))
+
+    def learn(self, log: str) -> None:
+        """Take note of the serials and hosts in a log, so that they are masked in every text from now on."""
+        for match in _INTRODUCED.finditer(log):
+            if match.lastgroup in ("serial", "host"):
+                self._word(match.lastgroup, match[match.lastgroup])
 
     def text(self, text: str) -> str:
         """Return a text with everything in it masked that has the shape of a name or is a known one."""
@@ -91,6 +124,13 @@ class Masker:
             f"(?<![A-Za-z0-9])(0x)?({words})(?![A-Za-z0-9])",
             lambda match: (match[1] or "") + self._words[match[2].lower()], text, flags=re.IGNORECASE,
         )
+
+    def _introduced(self, match: re.Match[str]) -> str:
+        kind = match.lastgroup
+        assert kind is not None
+        mask = self._mask(kind if kind in _MASKS else "name", match[kind])
+        start, end = (place - match.start() for place in match.span(kind))
+        return match[0][:start] + mask + match[0][end:]
 
     def _shaped(self, match: re.Match[str]) -> str:
         kind = match.lastgroup

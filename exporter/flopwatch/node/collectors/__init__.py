@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +24,14 @@ class Unsupported(Exception):
 
 
 class Blind(Exception):
-    """This process lost its access to the source (a device file, a cgroup); that says nothing about the hardware."""
+    """This process lost its access to the source (a device file, a cgroup); that says nothing about the hardware.
+
+    `samples` are served all the same: which parts there are, and that they cannot be read.
+    """
+
+    def __init__(self, reason: str, samples: Iterable[Sample] = ()) -> None:
+        super().__init__(reason)
+        self.samples = list(samples)
 
 
 class StartAfresh(Exception):

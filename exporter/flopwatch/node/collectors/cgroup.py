@@ -53,3 +53,14 @@ def owner(pid: int, proc: Path = Path("/proc")) -> str:
     except OSError:
         return UNKNOWN
     return UNKNOWN if uid is None else f"user:{uid}"
+
+
+def started(pid: int, proc: Path = Path("/proc")) -> str | None:
+    """Return when a process was started, in clock ticks since the boot (proc(5), stat); None if it cannot be seen."""
+    try:
+        stat = (proc / str(pid) / "stat").read_text(errors="replace")
+    except OSError:
+        return None
+    # The name before it may hold anything, also blanks and brackets.
+    fields = stat.rpartition(")")[2].split()
+    return fields[19] if len(fields) > 19 else None

@@ -8,6 +8,7 @@ What is printed and the exit status are those of a monitoring plugin
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import ssl
 import time
@@ -20,7 +21,8 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from flopwatch.catalogue import BY_NAME, COLLECTOR_SUCCESS, Sample
+from flopwatch.catalogue import BY_NAME, COLLECTOR_SUCCESS, FLOPWATCH_INFO, Sample
+from flopwatch.node.diagnosis.memory import copied
 from flopwatch.node.diagnosis.verdict import ACTIONS, BAD, DEGRADED, OK, UNKNOWN, Judgement
 from flopwatch.node.reader import Reader, hardware, simulated_node
 from flopwatch.node.release import Release
@@ -63,15 +65,15 @@ def ask(
     url: str, deadline: float, tls: ssl.SSLContext | None = None, user: str = "", password: str = ""
 ) -> list[Sample]:
     """Return what an exporter says within `deadline` seconds. Raises NobodyListens and CannotTell."""
-    request = urllib.request.Request(url, headers={"X-Prometheus-Scrape-Timeout-Seconds": f"{deadline:g}"})
-    if user:
-        credentials = base64.b64encode(f"{user}:{password}".encode()).decode()
-        request.add_header("Authorization", f"Basic {credentials}")
     # No proxy: it is this node that is asked.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls))
     until = time.monotonic() + deadline
     body = bytearray()
     try:
+        request = urllib.request.Request(url, headers={"X-Prometheus-Scrape-Timeout-Seconds": f"{deadline:g}"})
+        if user:
+            credentials = base64.b64encode(f"{user}:{password}".encode()).decode()
+            request.add_header("Authorization", f"Basic {credentials}")
         with opener.open(request, timeout=deadline) as response:
             while chunk := response.read1(1 << 16):
                 body += chunk
@@ -79,33 +81,50 @@ def ask(
                     raise CannotTell(f"{url} has not answered within {deadline:g} s")
                 if len(body) > MAX_BYTES:
                     raise CannotTell(f"{url} answers with more than {MAX_BYTES} bytes")
-        return samples(body.decode())
+        found = samples(body.decode())
     except urllib.error.HTTPError as error:
         with error:
-            hint = "; give --user and --password-file" if error.code == 401 else ""
+            hint = "" if error.code != 401 else (
+                "; the user or the password is wrong" if user else "; give --user and --password-file")
             raise CannotTell(f"{url} answers {error.code} {error.reason}{hint}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         if isinstance(reason, ConnectionRefusedError):
             raise NobodyListens(f"nobody listens at {url}") from None
-        raise CannotTell(f"{url}: {reason}") from None
+        raise CannotTell(f"{url}: {str(reason).strip()}{_hint(reason)}") from None
+    # What is said last, so that half a page is not taken for a node with half its parts.
+    if not any(row is FLOPWATCH_INFO for row, _, _ in found):
+        raise CannotTell(f"{url} is no flopwatch exporter, or was cut off: there is no {FLOPWATCH_INFO}")
+    return found
+
+
+def _hint(reason: object) -> str:
+    """Return what to do about a connection that did not come about."""
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        return "; --ca-file says who signed its certificate"
+    if isinstance(reason, ssl.SSLError) and "CERTIFICATE_REQUIRED" in str(reason):
+        return "; it asks for a certificate: --cert-file and --key-file"
+    if isinstance(reason, (http.client.HTTPException, ConnectionResetError)):
+        return "; if it speaks TLS, give --url https://HOST:PORT/metrics"
+    return ""
 
 
 @contextmanager
 def here(settings: ExporterSettings, deadline: float) -> Iterator[Look]:
-    """Give a function that reads the hardware itself, each source within `deadline` seconds."""
+    """Give a function that reads the hardware itself, each source within `deadline` seconds; it writes no state."""
     if settings.simulate is not None:
         from flopwatch.simulate.node import SimulatedNode
 
         SimulatedNode(simulated_node(settings)).create()
-    readers = [reader for reader in hardware(settings) if reader.name in SOURCES]
-    release = Release(settings.state, [reader for reader in readers if reader.driver], guest=True)
-    release.check()
-    with ThreadPoolExecutor(len(readers)) as pool:
-        try:
-            yield lambda: _read(readers, deadline, pool) + release.samples()
-        finally:
-            list(pool.map(lambda reader: reader.close(), readers))
+    with copied(settings) as beside:
+        readers = [reader for reader in hardware(beside) if reader.name in SOURCES]
+        release = Release(settings.state, [reader for reader in readers if reader.driver], guest=True)
+        release.check()
+        with ThreadPoolExecutor(len(readers)) as pool:
+            try:
+                yield lambda: _read(readers, deadline, pool) + release.samples()
+            finally:
+                list(pool.map(lambda reader: reader.close(), readers))
 
 
 def _read(readers: Sequence[Reader], deadline: float, pool: ThreadPoolExecutor) -> list[Sample]:

@@ -15,7 +15,6 @@ import http.client
 import json
 import os
 import re
-import shutil
 import socket
 import sys
 import tempfile
@@ -23,8 +22,8 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ import flopwatch
 from flopwatch import catalogue as m
 from flopwatch.catalogue import GPU, PORT, Metric, Sample
 from flopwatch.node.collectors import Collector, StateFile, read_inventory
+from flopwatch.node.diagnosis.memory import copied
 from flopwatch.node.reader import Reader, Reading, Spec, gpu_inventory, hardware, simulated_node
 from flopwatch.settings import Address, ExporterSettings
 
@@ -41,7 +41,6 @@ DRIVER_DEADLINE, DEADLINE = 15.0, 5.0
 PATIENCE = 3.0
 # NVML tells activity from two samples that are at least 0.1 s apart.
 BETWEEN_READS = 0.3
-MAX_STATE_FILE = 4 << 20
 
 # Why a row has no series, in the order they are told.
 PERMISSION, OLD, CARD, DCGM, KERNEL_LOG, FILE, REFUSED, MIG, QUIET = (
@@ -57,7 +56,9 @@ PERMISSION, OLD, CARD, DCGM, KERNEL_LOG, FILE, REFUSED, MIG, QUIET = (
 )
 REASONS = (PERMISSION, OLD, CARD, DCGM, KERNEL_LOG, FILE, REFUSED, MIG, QUIET)
 
+HARDWARE = ("nvml", "dcgm", "infiniband")
 LINK_COUNT = "field 91"
+PROFILING = 1000  # DCGM's fields from here on are measured by it, the others are what NVML tells it
 CAP_SYSLOG = 34  # linux/capability.h
 
 # nvmlReturn_t: NO_PERMISSION; FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED.
@@ -101,13 +102,18 @@ class Access:
 
 @dataclass
 class Report:
-    """Everything the doctor found; `problems` are things that are there and cannot be read."""
+    """Everything the doctor found.
+
+    `problems` are hardware that is there and cannot be read, `losses` what the exporter goes without for want of a
+    right or of an answer: the tier is a choice.
+    """
 
     version: str
     host: str
     user: str
     simulated: bool
     problems: list[str] = field(default_factory=list)
+    losses: list[str] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
     gpus: list[Part] = field(default_factory=list)
     ports: list[Part] = field(default_factory=list)
@@ -164,11 +170,12 @@ def nvml(notes: str, **arguments: str) -> Noted:
 
 @dataclass
 class Asked:
-    """What NVML and DCGM are asked for a row, by its source in the catalogue."""
+    """What NVML and DCGM are asked for a row, by its source in the catalogue; `profiling` is DCGM's own measuring."""
 
     functions: list[str] = field(default_factory=list)
     questions: list[str] = field(default_factory=list)
     dcgm: bool = False
+    profiling: bool = False
 
 
 def _asked(row: Metric) -> Asked:
@@ -177,6 +184,8 @@ def _asked(row: Metric) -> Asked:
     for clause in re.split(r";|, *(?=NVML|NVLink|DCGM|GPM|nvml)", row.source):
         if "DCGM" in clause:
             asked.dcgm = True
+            numbers = re.findall(r"\b[0-9]+\b", clause)
+            asked.profiling = asked.profiling or any(int(number) >= PROFILING for number in numbers)
             continue
         kind = "metric" if "GPM" in clause else "field"
         if kind not in clause and "older drivers" not in clause:
@@ -193,14 +202,19 @@ def examine(settings: ExporterSettings) -> Report:
     """Return what can be read on this node now."""
     report = Report(flopwatch.__version__, settings.host, _user(), settings.simulate is not None)
     report.listeners = {"--listen": _listener(settings.listen), "--otlp-listen": _listener(settings.otlp_listen)}
-    with tempfile.TemporaryDirectory(prefix="flopwatch-") as folder:
-        settings = _copied(settings, Path(folder))
-        if settings.simulate is not None:
-            _simulate(settings)
-        notes = settings.state / "nvml_notes.json"
-        readings = _readings(settings, notes, report)
-        answers = StateFile(notes).load()
-        remembered = read_inventory(gpu_inventory(settings), m.GPU_INFO)
+    with copied(settings) as beside:
+        if beside.simulate is not None:
+            _simulate(beside)
+        _look(beside, report)
+    return report
+
+
+def _look(settings: ExporterSettings, report: Report) -> None:
+    """Put what can be read now into the report; the state folder is written."""
+    notes = settings.state / "nvml_notes.json"
+    readings = _readings(settings, notes, report)
+    answers = StateFile(notes).load()
+    remembered = read_inventory(gpu_inventory(settings), m.GPU_INFO)
     samples = [sample for reading in readings.values() for sample in reading.samples]
     # A driver that does not answer leaves what it said before.
     gpus = sorted(_info(m.GPU_INFO, samples) or remembered.values(), key=lambda gpu: _natural(gpu["gpu"]))
@@ -210,20 +224,8 @@ def examine(settings: ExporterSettings) -> Report:
     report.ports = [_port(row, samples, readings, sysfs) for row in ports]
     report.place = next(iter(_info(m.NODE_TOPOLOGY_INFO, samples)), {})
     report.privileges = _privileges(settings, samples)
-    report.problems = _problems(report, samples, settings)
-    return report
-
-
-def _copied(settings: ExporterSettings, folder: Path) -> ExporterSettings:
-    """Return settings with a copy of what the exporter remembers, as far as it can be read."""
-    simulated = simulated_node(settings)
-    if settings.simulate is not None and simulated.is_dir():
-        shutil.copytree(simulated, folder / "simulated", symlinks=True)
-    for file in settings.state.glob("*.json"):
-        with suppress(OSError):
-            if file.stat().st_size <= MAX_STATE_FILE:
-                shutil.copy(file, folder / file.name)
-    return replace(settings, state=folder)
+    report.problems = _problems(report, samples, sysfs)
+    report.losses = _losses(report, samples, settings)
 
 
 def _simulate(settings: ExporterSettings) -> None:
@@ -361,13 +363,14 @@ def _why(row: Metric, answers: Mapping[str, Sequence[int]], lacks: Sequence[str]
         return PERMISSION
     if 0 in codes:
         return QUIET
-    if asked.dcgm and not dcgm:
-        return DCGM
     if codes & TOO_OLD or set(asked.functions) & set(lacks):
         return OLD
+    if row.domain == "nvlink" and 0 not in answers.get(LINK_COUNT, [0]):
+        return CARD
+    if asked.dcgm and not dcgm and (asked.profiling or not codes):
+        return DCGM
     # What was never asked for waits for something else: an error to ask the place of, a link to ask the state of.
-    without_links = row.domain == "nvlink" and 0 not in answers.get(LINK_COUNT, [0])
-    return CARD if codes or without_links else QUIET
+    return CARD if codes else QUIET
 
 
 def _port(info: Mapping[str, str], samples: Sequence[Sample], readings: Mapping[str, Reading], sysfs: Path) -> Part:
@@ -425,16 +428,47 @@ def _access(path: str, up: bool) -> str:
     return f"not in force: {path} is not read"
 
 
-def _problems(report: Report, samples: Sequence[Sample], settings: ExporterSettings) -> list[str]:
-    """Return what is there and cannot be read."""
-    problems = [f"{source.name}: {source.reason}" for source in report.sources if source.state == "failed"]
+def _problems(report: Report, samples: Sequence[Sample], sysfs: Path) -> list[str]:
+    """Return which hardware is there and cannot be read."""
+    problems = [
+        f"{source.name}: {source.reason}" for source in report.sources
+        if source.name in HARDWARE and source.state == "failed"
+    ]
+    for source in report.sources:
+        if source.name == "nvml" and source.state == "absent" and (cards := _cards(sysfs)):
+            there = "GPU is" if cards == 1 else "GPUs are"
+            problems.append(f"nvml: {source.reason}, and {cards} {there} on the PCI bus")
+    loaded = _value(m.GPU_DRIVER_LOADED, (), samples) != 0
+    if not loaded:
+        problems.append("nvml: no driver is loaded")
     for part in (*report.gpus, *report.ports):
         if not part.present:
             problems.append(f"{part.name}: does not answer")
-        elif not part.readable:
+        elif not part.readable and loaded:
             problems.append(f"{part.name}: the driver does not let this process look")
+    return problems
+
+
+def _cards(sysfs: Path) -> int:
+    """Return how many of NVIDIA's GPUs are on the PCI bus: display controllers, and those without a display."""
+    found = 0
+    for device in (sysfs / "bus" / "pci" / "devices").glob("*"):
+        try:
+            vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
+        except OSError:
+            continue
+        found += vendor == "0x10de" and kind.startswith("0x03")
+    return found
+
+
+def _losses(report: Report, samples: Sequence[Sample], settings: ExporterSettings) -> list[str]:
+    """Return what goes unread that is no hardware: who has a GPU, the kernel log, what only root is told."""
+    losses = [
+        f"{source.name}: {source.reason}" for source in report.sources
+        if source.name not in HARDWARE and source.state == "failed"
+    ]
     for name in sorted({name for part in (*report.gpus, *report.ports) for name in part.missing.get(PERMISSION, ())}):
-        problems.append(f"{name}: {PERMISSION}")
+        losses.append(f"{name}: {PERMISSION}")
     absent = {source.name for source in report.sources if source.state == "absent"}
     if not os.path.exists(str(settings.kmsg).removeprefix("unix:")):
         absent.add("kernel_log")
@@ -443,8 +477,8 @@ def _problems(report: Report, samples: Sequence[Sample], settings: ExporterSetti
         for one, labels, up in samples:
             if one is row and up == 0 and labels[0] not in absent:
                 said = [line for line in says[where] if labels[0] in line]
-                problems.append(f"{where}: {said[-1] if said else f'{labels[0]} does not answer'}")
-    return problems
+                losses.append(f"{where}: {said[-1] if said else f'{labels[0]} does not answer'}")
+    return losses
 
 
 def _user() -> str:

@@ -39,6 +39,11 @@ def _lines(report: Report, width: int) -> Iterator[str]:
     yield from textwrap.wrap(verdict(report), width)
     for problem in report.problems:
         yield from textwrap.wrap(problem, width, initial_indent="  - ", subsequent_indent="    ")
+    if report.losses:
+        yield ""
+        yield "It goes without:"
+    for loss in report.losses:
+        yield from textwrap.wrap(loss, width, initial_indent="  - ", subsequent_indent="    ")
     yield ""
     yield "Sources"
     for source in report.sources:
@@ -73,7 +78,7 @@ def verdict(report: Report) -> str:
             "There is no GPU and no InfiniBand, RoCE or EFA port here. On a node without any, "
             "`flopwatch exporter --simulate h100x8` shows what there would be."
         )
-    return "Everything that is here can be read."
+    return "All hardware that is here can be read." if report.losses else "Everything that is here can be read."
 
 
 def _read(part: Part) -> str:

@@ -9,6 +9,7 @@ catalogue (https://docs.nvidia.com/deploy/xid-errors/). Ports are judged as lept
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +17,7 @@ from typing import NamedTuple
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample
-from flopwatch.node.collectors.xid import meanings
+from flopwatch.node.collectors.xid import CRITICAL, meanings
 from flopwatch.node.diagnosis.expectations import Expectations, Ports
 
 OK, DEGRADED, BAD, UNKNOWN = "ok", "degraded", "bad", "unknown"
@@ -41,6 +42,7 @@ ACTIONS = {
     "check_power": "check power supplies and the rack's power limit",
     "check_cable": "clean, reseat or replace the cable and its transceiver",
     "check_node": "compare the node with what is expected of it, and correct the one that is wrong",
+    "load_driver": "load the NVIDIA driver, or end its update; the GPUs are not at fault",
     "wait": "wait until the maintenance that asked for it is over",
     "check_exporter": "look at the exporter (its log, flopwatch doctor), not at the hardware",
 }
@@ -57,7 +59,7 @@ RECOVERY_ACTIONS = {
 XID_SECONDS = 3600.0
 
 ACTIVE = (4, 5)  # InfiniBand port states
-NVLINK_UP = ("active", "sleep")
+NVLINK_UP, NVLINK_DOWN_STATES = ("active", "sleep"), (0, 3)
 HOT_TRANSCEIVER = 70.0  # degrees Celsius, NVIDIA UFM's limit
 EFFECTIVE_BER = 1e-12  # DCGM's limit of the NVLink bit error ratio after correction
 # A port's rate is printed rounded.
@@ -109,6 +111,7 @@ class Facts:
             if row.name in numbers:
                 numbers[row.name][labels] = raw * row.scale
         self.released = any(self.of(m.DRIVER_RELEASED).values())
+        self.driverless = 0 in self.of(m.GPU_DRIVER_LOADED).values()
         self._index = self._gpu_index()
         self.roles = self._roles()
         present = self.of(m.INFINIBAND_PRESENT)
@@ -229,6 +232,19 @@ def _missing_gpus(facts: Facts) -> Iterator[Found]:
             yield facts.part(m.GPU_PRESENT, gpu), f"{facts.named(m.GPU_PRESENT, gpu)} does not answer"
 
 
+def _unloaded_driver(facts: Facts) -> Iterator[Found]:
+    if facts.driverless:
+        yield "driver", "no NVIDIA driver is loaded, and no job can use the GPUs"
+
+
+def _unreadable_gpus(facts: Facts) -> Iterator[Found]:
+    for gpu, readable in facts.of(m.GPU_READABLE).items():
+        if not readable and not facts.driverless:
+            name = facts.named(m.GPU_READABLE, gpu)
+            text = f"{name} cannot be seen by the exporter, which says nothing of the GPU"
+            yield facts.part(m.GPU_READABLE, gpu), text
+
+
 def _too_few_gpus(facts: Facts) -> Iterator[Found]:
     known = {*facts.of(m.GPU_PRESENT), *facts.of(m.GPU_READABLE)}
     if known and len(known) < facts.expected.gpus:
@@ -266,12 +282,14 @@ def _slow_pcie(facts: Facts) -> Iterator[Found]:
 
 
 def _lost_nvlinks(facts: Facts) -> Iterator[Found]:
-    links: dict[Labels, list[float]] = {}
+    links: Counter[Labels] = Counter()
     for labels, number in facts.of(m.NVLINK_LINKS).items():
-        links.setdefault(labels[:2], [0.0, 0.0])[labels[2] not in NVLINK_UP] += number
-    for gpu, (up, down) in links.items():
-        # A card without a bridge has all its links inactive.
-        wanted = facts.expected.nvlinks_per_gpu or (up + down if up else 0)
+        links[labels[:2]] += int(number) if labels[2] in NVLINK_UP else 0
+    # Links that never were up lead nowhere: those of a card without a bridge, or of one with a smaller bridge.
+    fallen = Counter(
+        labels[:2] for labels, state in facts.of(m.NVLINK_LINK_STATE).items() if state in NVLINK_DOWN_STATES)
+    for gpu, up in links.items():
+        wanted = facts.expected.nvlinks_per_gpu or up + fallen[gpu]
         if up < wanted:
             name = facts.named(m.NVLINK_LINKS, gpu)
             yield facts.part(m.NVLINK_LINKS, gpu), f"{name} has {up:g} of {wanted:g} NVLinks"
@@ -279,11 +297,8 @@ def _lost_nvlinks(facts: Facts) -> Iterator[Found]:
 
 @cache
 def critical_xids() -> Mapping[str, str]:
-    """Return the codes after which the GPU needs a reset, a drain or a repair, and NVIDIA's action for each."""
-    return {
-        str(code): row["action"].partition(" ")[0]
-        for code, row in meanings().items() if row["severity"] in ("critical", "fatal")
-    }
+    """Return the codes that page, and NVIDIA's action for each."""
+    return {str(code): row["action"].partition(" ")[0] for code, row in meanings().items() if code in CRITICAL}
 
 
 def _xids(driver_content: bool, *nvidia: str) -> Callable[[Facts], Iterator[Found]]:
@@ -330,7 +345,9 @@ def _too_few_ports(facts: Facts) -> Iterator[Found]:
     lost = {port for port, _ in facts.lost_ports()}
     for role, wanted in facts.expected.ports.items():
         ports = facts.ports_of(role)
-        short = wanted.count - len(ports & facts.active) - len(ports & lost)
+        # Where no GPU was ever seen, as beside a driver that hangs, what a port is for cannot be told.
+        unsorted = facts.ports_of("") if not facts.of(m.GPU_INFO) else set()
+        short = wanted.count - len((ports | unsorted) & facts.active) - len(ports & lost)
         if short > 0 and facts.of(m.INFINIBAND_PRESENT):
             kind = "" if role == "any" else f"{role} "
             text = f"{len(ports & facts.active)} active {kind}ports where {wanted.count} are expected"
@@ -395,8 +412,10 @@ RULES: tuple[Rule, ...] = (
     Rule("gpus_unseen", UNKNOWN, "check_exporter", "no driver, or none that can be asked, where GPUs are expected",
          (m.GPU_PRESENT,), _unseen_gpus),
     Rule("gpu_other_model", DEGRADED, "check_node", "is not of the expected model", (m.GPU_INFO,), _other_model),
-    _is("gpu_unreadable", UNKNOWN, "check_exporter", "is withheld from the exporter, which says nothing of the GPU",
-        m.GPU_READABLE, 0),
+    Rule("driver_not_loaded", DEGRADED, "load_driver", "no driver is loaded where the inventory has GPUs",
+         (m.GPU_DRIVER_LOADED,), _unloaded_driver),
+    Rule("gpu_unreadable", UNKNOWN, "check_exporter", "cannot be seen by the exporter, which says nothing of the GPU",
+         (m.GPU_READABLE, m.GPU_DRIVER_LOADED), _unreadable_gpus),
     # What the driver says.
     *(_is("recovery_action", BAD, action, "needs recovery, says the driver", m.GPU_RECOVERY_ACTION, number)
       for number, action in RECOVERY_ACTIONS.items()),
@@ -432,8 +451,8 @@ RULES: tuple[Rule, ...] = (
     Rule("pcie_generation", DEGRADED, "check_node", "cannot have the expected PCIe generation",
          (m.GPU_PCIE_GENERATION_MAX,), _slow_pcie),
     # NVLink and its fabric.
-    Rule("nvlink_down", BAD, "check_nvlink", "has fewer NVLinks up than expected, or some up and some not",
-         (m.NVLINK_LINKS,), _lost_nvlinks),
+    Rule("nvlink_down", BAD, "check_nvlink", "has fewer NVLinks up than expected, or than it had",
+         (m.NVLINK_LINKS, m.NVLINK_LINK_STATE), _lost_nvlinks),
     _over("nvlink_bit_errors", BAD, "check_nvlink", f"has a bit error ratio above {EFFECTIVE_BER:g} on an NVLink",
           m.NVLINK_EFFECTIVE_BER, EFFECTIVE_BER),
     _is("fabric_not_ready", BAD, "restart_fabric_manager", "has not joined its NVLink fabric",
@@ -453,6 +472,10 @@ RULES: tuple[Rule, ...] = (
         m.GPU_FABRIC_FAULT, 1, last="access_timeout"),
     _is("fabric_configuration", BAD, "restart_fabric_manager", "has a wrong NVLink fabric configuration",
         m.GPU_FABRIC_FAULT, 1, last="incorrect_configuration"),
+    _is("fabric_no_partition", DEGRADED, "restart_fabric_manager", "is in no partition of its NVLink fabric",
+        m.GPU_FABRIC_FAULT, 1, last="no_partition"),
+    _is("fabric_manager_disconnected", DEGRADED, "restart_fabric_manager", "has lost its fabric manager",
+        m.GPU_FABRIC_FAULT, 1, last="manager_disconnected"),
     Rule("sxid", BAD, "check_nvlink", "an NVSwitch had a fatal SXid within the last hour",
          (m.NVLINK_SWITCH_SXID_LAST, m.NVLINK_SWITCH_SXID_INFO), _fatal_sxids),
     # Ports. One whose role is not known counts as compute.

@@ -7,7 +7,8 @@ Slurm job, or just a user), and from the files that a Slurm prolog writes for dc
 The place comes from `topology.py`. How to set each up: docs/identity.md.
 
 Each of these is a source of its own: one that fails costs nothing but its own answers, and the kubelet's last answer
-is good for five more minutes. A GPU whose owner cannot be told has the source `unknown`, one that nobody has `none`.
+is good for five more minutes. A GPU whose owner cannot be told has the source `unknown`, one that nobody has `none`; a
+lost one keeps its last owner (`owners.py`).
 Processes of MIG instances are known by their GPU only; from a container they are seen with hostPID.
 """
 
@@ -16,11 +17,10 @@ from __future__ import annotations
 import json
 import logging
 import re
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from flopwatch.catalogue import (
     GPU_INFO,
@@ -33,6 +33,8 @@ from flopwatch.catalogue import (
 from flopwatch.node.collectors import Unsupported, cgroup, read_inventory
 from flopwatch.node.collectors.identity import podresources as podresources
 from flopwatch.node.collectors.identity import topology as place
+from flopwatch.node.collectors.identity.background import Background
+from flopwatch.node.collectors.identity.owners import Last, LastOwners, Owner, Owners, Running, merged
 
 log = logging.getLogger(__name__)
 
@@ -47,24 +49,6 @@ MAX_OWNERS = 8
 # A job id is short; a longer line is no job id.
 MAX_JOB_ID, MAX_MAPPING_BYTES = 64, 1 << 16
 
-Answer = TypeVar("Answer")
-
-
-class Owner(NamedTuple):
-    """Somebody who has a GPU, or one MIG instance of it; the labels of gpu_owner_info after `host`."""
-
-    mig_uuid: str = ""
-    namespace: str = ""
-    pod: str = ""
-    container: str = ""
-    job: str = ""
-    user: str = ""
-    source: str = "none"
-
-
-Owners = dict[str, set[Owner]]  # by the uuid of the GPU
-
-
 class Told(NamedTuple):
     """What one source says: the owners as of `at`, what was wrong last time, the GPUs it can say nothing about."""
 
@@ -76,69 +60,6 @@ class Told(NamedTuple):
 
 # Which source speaks of an owner with this label.
 SPEAKERS = {"kubelet": "kubelet", "slurm": "processes", "process": "processes", "job_mapping": "job_mapping"}
-
-
-class Background(Generic[Answer]):
-    """What a call that may take long answered last; it is made every `interval` seconds in a thread of its own.
-
-    After a failure the next call comes after `retry` seconds. FileNotFoundError means that there is nobody to ask.
-    """
-
-    def __init__(
-        self,
-        call: Callable[[], Answer],
-        interval: float,
-        hold: float = float("inf"),
-        retry: float | None = None,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._call = call
-        self._interval = interval
-        self._hold = hold
-        self._retry = interval if retry is None else retry
-        self._clock = clock
-        self._first = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._ended = threading.Event()
-        self._answer: Answer | None = None
-        self.at: float | None = None  # Unix time of the last answer
-        self.error = "not answered yet"
-        self.absent = False
-
-    def start(self) -> None:
-        """Begin asking, if that has not begun."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, daemon=True)
-            self._thread.start()
-
-    def answer(self, patience: float) -> Answer | None:
-        """Return the last answer that still holds; the first one is waited for as long as that."""
-        self._first.wait(patience)
-        if self.at is None or (self.error and self._clock() - self.at > self._hold):
-            return None
-        return self._answer
-
-    def close(self) -> None:
-        """Ask no more."""
-        self._ended.set()
-
-    def _run(self) -> None:
-        while True:
-            error = ""
-            try:
-                answer = self._call()
-            except FileNotFoundError as absence:
-                error = f"{absence.strerror}: {absence.filename}"
-                # One that has answered before is only restarting.
-                self.absent = self.at is None
-            except (podresources.PodResourcesError, place.TopologyError, OSError, ValueError) as failure:
-                error, self.absent = str(failure), False
-            else:
-                self._answer, self.at, self.absent = answer, self._clock(), False
-            self.error = error
-            self._first.set()
-            if self._ended.wait(self._retry if error else self._interval):
-                return
 
 
 class Devices:
@@ -241,25 +162,44 @@ def from_kubelet(assignments: Iterable[podresources.Assignment], devices: Device
     return owners
 
 
-def from_processes(runtime: Mapping[str, Any], proc: Path, now: float) -> Told:
+def running(runtime: Mapping[str, Any], last: Mapping[str, Last], proc: Path) -> Running:
+    """Return the processes of each GPU that NVML told of, with when each was started; None if it cannot be seen.
+
+    One that has a number which another process of this GPU had is not the one that NVML means: a lost GPU's are gone.
+    """
+    found: Running = {}
+    for uuid, about in runtime.items():
+        before = last[uuid].processes if uuid in last else {}
+        found[uuid] = {}
+        for pid in (str(pid) for pid in _items(about, "pids") if isinstance(pid, int)):
+            started = cgroup.started(int(pid), proc)
+            found[uuid][pid] = None if before.get(pid) not in (None, started) else started
+    return found
+
+
+def from_processes(processes: Running, last: Mapping[str, Last], proc: Path, now: float) -> Told:
     """Return the jobs and users that run on a GPU; blind are those with processes of which none can be seen.
 
     Processes in a pod or a container are left to the kubelet.
     """
     owners: Owners = {}
-    hidden = set()
-    for uuid, about in runtime.items():
-        seen = {pid: cgroup.owner(pid, proc) for pid in _items(about, "pids") if isinstance(pid, int)}
+    unseen, hidden = set(), 0
+    for uuid, pids in processes.items():
+        seen = {pid: cgroup.UNKNOWN if started is None else cgroup.owner(int(pid), proc)
+                for pid, started in pids.items()}
         if seen and set(seen.values()) == {cgroup.UNKNOWN}:
-            hidden.add(uuid)
+            unseen.add(uuid)
+            # Those that could be seen once have ended.
+            before = last[uuid].processes if uuid in last else {}
+            hidden += any(before.get(pid) is None for pid in pids)
         for pid, owner in seen.items():
             kind, _, name = owner.partition(":")
             if kind == "slurm":
-                owners.setdefault(uuid, set()).add(Owner(job=name, user=_user(pid, proc), source="slurm"))
+                owners.setdefault(uuid, set()).add(Owner(job=name, user=_user(int(pid), proc), source="slurm"))
             elif kind == "user":
                 owners.setdefault(uuid, set()).add(Owner(user=name, source="process"))
-    error = f"of {len(hidden)} GPUs no process can be seen in {proc} (hidepid, or a container without hostPID)"
-    return Told(owners, now, error if hidden else "", frozenset(hidden))
+    error = f"of {hidden} GPUs no process can be seen in {proc} (hidepid, or a container without hostPID)"
+    return Told(owners, now, error if hidden else "", frozenset(unseen))
 
 
 def _user(pid: int, proc: Path) -> str:
@@ -288,27 +228,12 @@ def from_job_mapping(folder: Path, devices: Devices) -> Owners:
     return owners
 
 
-def merged(*told: Owners) -> Owners:
-    """Return what several sources say, each owner once.
-
-    A job that its processes and the job mapping both name is one, and a user is named only where nobody else is.
-    """
-    owners: Owners = {}
-    for source in told:
-        for uuid, some in source.items():
-            owners.setdefault(uuid, set()).update(some)
-    for uuid, some in owners.items():
-        jobs = {owner.job for owner in some if owner.source == "slurm"}
-        some = {owner for owner in some if owner.source != "job_mapping" or owner.job not in jobs}
-        owners[uuid] = {owner for owner in some if owner.source != "process"} or some
-    return owners
-
-
 class Identity:
     """The owners of this node's GPUs and its place.
 
     `gpus` and `runtime` are the files that the NVML source keeps: the inventory, and each GPU's MIG instances and
-    processes. `kubelet` and `where` are None where there is nothing to ask, `job_mapping` is a folder.
+    processes, of a lost one the last. `kubelet` and `where` are None where there is nothing to ask, `job_mapping` is a
+    folder, `last` the file that keeps the last owners.
     """
 
     name = "identity"
@@ -323,6 +248,7 @@ class Identity:
         proc: Path = Path("/proc"),
         where: Background[place.Place] | None = None,
         clock: Callable[[], float] = time.time,
+        last: Path | None = None,
     ) -> None:
         self._host = host
         self._gpus = gpus
@@ -332,6 +258,7 @@ class Identity:
         self._proc = proc
         self._place = where
         self._clock = clock
+        self._last = LastOwners(last)
         self._last_errors: dict[str, str] = {}
 
     def read(self) -> list[Sample]:
@@ -354,26 +281,52 @@ class Identity:
         return samples
 
     def _owners(self, gpus: Mapping[str, dict[str, str]], errors: dict[str, str], until: float) -> list[Sample]:
-        told = self._told(gpus, until)
+        content = _json_object(self._runtime)
+        runtime = {uuid: about for uuid, about in content.items() if uuid in gpus and isinstance(about, dict)}
+        processes = running(runtime, self._last.by_gpu, self._proc)
+        told = self._told(gpus, runtime, processes, until)
         errors.update({name: one.error for name, one in told.items()})
         owners = merged(*(one.owners for one in told.values()))
         samples: list[Sample] = []
         for uuid, gpu in gpus.items():
             labels = (gpu["gpu"], uuid)
-            some = sorted(owners.get(uuid, ()))[:MAX_OWNERS]
-            speaking = {SPEAKERS[owner.source] for owner in some} or told.keys()
-            if not some and any(uuid in one.blind for one in told.values()):
-                samples.append((GPU_OWNER_INFO, (*labels, self._host, *Owner(source="unknown")), 1))
-                continue
-            samples += [(GPU_OWNER_INFO, (*labels, self._host, *owner), 1) for owner in some or [Owner()]]
-            at = min((told[name].at for name in speaking), default=self._clock())
-            samples.append((GPU_OWNER_UPDATED, labels, at))
+            some, at = self._owner(uuid, owners.get(uuid, set()), told, processes.get(uuid))
+            samples += [(GPU_OWNER_INFO, (*labels, self._host, *owner), 1) for owner in some]
+            if at is not None:
+                samples.append((GPU_OWNER_UPDATED, labels, at))
+        for uuid in self._last.by_gpu.keys() - gpus.keys():
+            self._last.forget(uuid)
+        self._last.save()
         return samples
 
-    def _told(self, gpus: Mapping[str, dict[str, str]], until: float) -> dict[str, Told]:
+    def _owner(
+        self, uuid: str, owners: set[Owner], told: Mapping[str, Told], processes: Mapping[str, str | None] | None
+    ) -> tuple[list[Owner], float | None]:
+        """Return who has a GPU, and as of when; None if that cannot be told.
+
+        `processes` is None where NVML has never told anything of the GPU.
+        """
+        some = sorted(owners)[:MAX_OWNERS]
+        speaking = {SPEAKERS[owner.source] for owner in some} or told.keys()
+        at = min((told[name].at for name in speaking), default=self._clock())
+        silent = processes is None or any(uuid in one.blind for one in told.values())
+        vanished = processes is None or (
+            len(processes) > 0 and all(started is None for started in processes.values()))
+        if vanished:
+            some, at = self._last.held(uuid, some, at, processes)
+        if some:
+            self._last.keep(uuid, some, at, processes)
+            return some, at
+        if silent:
+            return [Owner(source="unknown")], None
+        self._last.forget(uuid)
+        return [Owner()], at
+
+    def _told(
+        self, gpus: Mapping[str, dict[str, str]], runtime: Mapping[str, Any], processes: Running, until: float
+    ) -> dict[str, Told]:
         """Return what each source in use says."""
         now, every = self._clock(), frozenset(gpus)
-        runtime = {uuid: about for uuid, about in _json_object(self._runtime).items() if uuid in gpus}
         devices = Devices(gpus, runtime, self._proc)
         told: dict[str, Told] = {}
         if self._kubelet is not None:
@@ -383,7 +336,7 @@ class Identity:
             elif not self._kubelet.absent:
                 told["kubelet"] = Told({}, now, self._kubelet.error, every)
         if runtime:
-            told["processes"] = from_processes(runtime, self._proc, now)
+            told["processes"] = from_processes(processes, self._last.by_gpu, self._proc, now)
         if self._job_mapping is not None:
             try:
                 told["job_mapping"] = Told(from_job_mapping(self._job_mapping, devices), now)
@@ -423,11 +376,15 @@ def build(
     proc: str = "/proc",
     topology: str = "",
 ) -> Identity:
-    """Return the collector; `kubelet` is a socket, and what is empty is not used."""
+    """Return the collector; `kubelet` is a socket, and what is empty is not used.
+
+    The last owners are kept beside the inventory.
+    """
     ask, read = podresources.ask, place.read
     return Identity(
         host, Path(gpus), Path(runtime),
         Background(lambda: ask(Path(kubelet)), KUBELET_INTERVAL, KUBELET_HOLD) if kubelet else None,
         Path(job_mapping) if job_mapping else None, Path(proc),
         Background(lambda: read(topology, host), TOPOLOGY_INTERVAL, retry=TOPOLOGY_RETRY) if topology else None,
+        last=Path(gpus).with_name("gpu_owners.json"),
     )

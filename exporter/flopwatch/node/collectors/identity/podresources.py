@@ -183,6 +183,8 @@ def ask(path: Path, deadline: float = 10.0) -> list[Assignment]:
         raise PodResourcesError(f"no answer within {deadline:g} s") from None
     except OSError as error:
         raise PodResourcesError(error.strerror or str(error)) from error
+    except ImportError as error:
+        raise PodResourcesError("the package h2 is missing; pip install 'flopwatch[exporter]' brings it") from error
     except ValueError as error:
         raise PodResourcesError(f"not a list of pods: {error}") from error
 

@@ -1,12 +1,14 @@
 """InfiniBand, RoCE and EFA ports from sysfs: which there are, what they are for, and what they count (`port.py`).
 
 A port seen once is remembered, with its rail, its flaps and the highest rate it had, so that what is missing or slower
-after a reboot is a series and not a gap. The place among the GPUs is worked out from PCI paths (`pci.py`, `rails.py`);
-the default route, which marks the management port, is from /proc/net/route.
+after a reboot is a series and not a gap. Virtual functions are left out: they come and go. The place among the GPUs is
+worked out from PCI paths (`pci.py`, `rails.py`); the default route, which marks the management port, is from
+/proc/net/route. Counts that the registers alone do not tell, since they wrapped or were cleared, outlive a restart.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -18,17 +20,33 @@ from flopwatch.catalogue import GPU_INFO, INFINIBAND_GPU_AFFINITY, INFINIBAND_IN
 from flopwatch.node.collectors import Inventory, StateFile, Unsupported, read_inventory
 from flopwatch.node.collectors.infiniband import pci, rails
 from flopwatch.node.collectors.infiniband.link import Link
-from flopwatch.node.collectors.infiniband.port import Port, Pread, names, signature
+from flopwatch.node.collectors.infiniband.port import COUNTERS, Port, Pread, names, signature
 from flopwatch.node.collectors.infiniband.port import counter as counter
 from flopwatch.node.collectors.infiniband.port import physical_state as physical_state
 from flopwatch.node.collectors.infiniband.port import rate as rate
 from flopwatch.node.collectors.infiniband.port import state as state
 
-# How often names, firmware and addresses are read again, in seconds. What was added or removed is seen at once.
+log = logging.getLogger(__name__)
+
+# How often names, firmware and addresses are read again, and counts are kept, in seconds. What was added or removed is
+# seen at once.
 REFRESH_SECONDS = 300.0
+
+# Ports read, and names remembered: no node has more, and names that change must not fill a disk or a database.
+PORTS = 64
 
 # Touched, it clears every port's flapping; with names in it (mlx5_0, or mlx5_0/1), only theirs. It is removed then.
 CLEAR = "clear-flaps"
+
+
+def counts(stored: Any) -> dict[str, tuple[int, int]]:
+    """Return the counts and registers of a port's counters that were kept; what has another shape is left out."""
+    entries = stored.items() if isinstance(stored, dict) else ()
+    return {
+        name: (entry[0], entry[1]) for name, entry in entries
+        if name in COUNTERS and isinstance(entry, list) and [*map(type, entry)] == [int, int]
+        and 0 <= entry[1] <= entry[0] < 2**80
+    }
 
 
 def default_routes(text: str) -> set[str]:
@@ -41,7 +59,8 @@ class Infiniband:
     """The RDMA ports below `sysfs`/class/infiniband.
 
     `inventory` remembers this node's ports, `gpus` is the inventory that the NVML source keeps, `history` has each
-    port's highest rate, flaps and PCI place: delete an entry there to make the node learn it anew.
+    port's highest rate, flaps, counts and PCI place: delete an entry there to make the node learn it anew. `boot_id`
+    tells whether the registers are still those that were counted.
     """
 
     name = "infiniband"
@@ -54,6 +73,7 @@ class Infiniband:
         gpus: Path | None = None,
         history: Path | None = None,
         routes: Path = Path("/proc/net/route"),
+        boot_id: str = "",
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         pread: Pread = os.pread,
@@ -68,11 +88,13 @@ class Infiniband:
         self._history_file = StateFile(self._history)
         self._clear = str(self._history.with_name(CLEAR))
         self._routes = routes
+        self._boot_id = boot_id
         self._clock, self._wall = clock, wall
         self._ports: dict[str, Port] = {}  # those that are there, by device/port
         self._gone: dict[str, Port] = {}
         self._places: dict[str, pci.Place] = {}  # of ports, and of GPUs by address, present or not
-        self._moved = False  # since the places were kept
+        self._unkept = False  # since the history was kept
+        self._too_many = 0  # ports that are not read
         self._stored: dict[str, Any] = {}
         self._stored_as: tuple[int, ...] | None = (-1,)
         self._seen: tuple[object, ...] = ()
@@ -88,23 +110,26 @@ class Infiniband:
         seen = (devices, signature(str(self._gpus)))
         left = [key for key, port in self._ports.items() if not port.there()]
         if left or seen != self._seen or now >= self._refresh_at:
+            self._unkept = self._unkept or now >= self._refresh_at
             self._refresh(devices, now)
             self._seen = seen
         if not self._inventory.parts:
             raise Unsupported(f"no port in {self._root}")
         samples = self._same.copy()
-        news = self._cleared() or self._moved
+        news = self._cleared() or self._unkept
         for port in self._ports.values():
             own, port_news = port.read(now)
             samples += own
             news = news or port_news
         if news:
             self._keep(now)
-            self._moved = False
+            self._unkept = False
         return samples
 
     def close(self) -> None:
-        """Close every file."""
+        """Keep the counts, and close every file."""
+        if self._seen and self._inventory.parts:
+            self._keep(self._clock())
         for port in self._ports.values():
             port.close()
 
@@ -120,26 +145,51 @@ class Infiniband:
         """Find the ports that are there, who they are, and where they sit among the GPUs."""
         self._refresh_at = now + REFRESH_SECONDS
         known, self._ports = self._gone | self._ports, {}
-        for device in sorted(devices):
-            for number in sorted(name for name in names(f"{self._root}/{device}/ports") if name.isdecimal()):
-                key = f"{device}/{number}"
-                port = known.pop(key, None)
-                if port is None:
-                    port = Port(str(self._sysfs), device, number, self._pread)
-                    self._recall(key, port, now)
-                port.identify(self._host, devices[device])
-                self._ports[key] = port
+        for device, number in self._listed(devices):
+            key = f"{device}/{number}"
+            port = known.pop(key, None)
+            if port is None:
+                port = Port(str(self._sysfs), device, number, self._pread)
+                self._recall(key, port, now)
+            port.identify(self._host, devices[device])
+            self._ports[key] = port
         for port in known.values():
             port.leave()
-        self._gone = known
         self._locate()
+        self._forget()
         self._inventory.update({key: port.identity for key, port in self._ports.items()})
+        self._gone = {key: port for key, port in known.items() if key in self._inventory.parts}
         self._same = self._inventory.info()
         for key, part in self._inventory.parts.items():
-            self._same.append((INFINIBAND_PRESENT, (part["device"], part["port"]), float(key in self._ports)))
+            if key in self._ports or not self._given_away(key):
+                self._same.append((INFINIBAND_PRESENT, (part["device"], part["port"]), float(key in self._ports)))
         for port in self._ports.values():
             self._same += port.seldom
         self._same += self._affinities
+
+    def _listed(self, devices: Mapping[str, int]) -> list[tuple[str, str]]:
+        """Return device and number of the ports there are, but for those of virtual functions."""
+        listed = [
+            (device, number) for device in sorted(devices) if not pci.virtual(Path(self._root, device, "device"))
+            for number in names(f"{self._root}/{device}/ports") if number.isdecimal()
+        ]
+        too_many = max(0, len(listed) - PORTS)
+        if too_many > self._too_many:
+            log.warning("%d ports in %s, of which %d are read", len(listed), self._root, PORTS)
+        self._too_many = too_many
+        return listed[:PORTS]
+
+    def _forget(self) -> None:
+        """Keep the inventory within PORTS; of what is missing, the names that were learnt last are forgotten first."""
+        parts = self._inventory.parts
+        excess = len(parts.keys() | self._ports.keys()) - PORTS
+        for key in [key for key in reversed(parts) if key not in self._ports][:max(0, excess)]:
+            del parts[key]
+
+    def _given_away(self, key: str) -> bool:
+        """Return whether a port that is not there has its adapter on the bus, in the service of others."""
+        place = self._places.get(key)
+        return place is not None and pci.given_away(self._sysfs / "bus" / "pci" / "devices" / place.path[-1])
 
     def _locate(self) -> None:
         """Work out roles, rails and affinity; forget a missing port in whose place another is."""
@@ -152,15 +202,18 @@ class Infiniband:
             place = self._places.get(key)
             if place is not None and (place, parts[key]["port"]) in taken:
                 del parts[key], self._places[key]
-        gpus = []
+        gpus, addresses = [], set()
         for gpu in rails.module_order(read_inventory(self._gpus, GPU_INFO).values()):
             address = pci.address(gpu["pci_bus_id"])
             place = pci.place(self._sysfs / "bus" / "pci" / "devices" / address) if address else None
             if place is not None:
                 self._places[address] = place
+            addresses.add(address)
             if address in self._places:
                 gpus.append(rails.Gpu(gpu["gpu"], gpu["uuid"], self._places[address]))
-        self._moved = self._moved or self._places != before
+        wanted = parts.keys() | self._ports.keys() | addresses
+        self._places = {key: place for key, place in self._places.items() if key in wanted}
+        self._unkept = self._unkept or self._places != before
         interfaces = self._own_interfaces()
         known = {**parts, **{key: port.identity for key, port in self._ports.items()}}
         ports = {
@@ -204,7 +257,7 @@ class Infiniband:
         for key, entry in self._part("places").items():
             with suppress(KeyError, TypeError, ValueError):
                 self._places[key] = pci.Place(tuple(str(entry["path"]).split("/")), int(entry["numa"]))
-        for key, port in self._ports.items():
+        for key, port in (self._gone | self._ports).items():
             self._recall(key, port, now)
 
     def _part(self, name: str) -> dict[str, Any]:
@@ -213,20 +266,24 @@ class Infiniband:
 
     def _recall(self, key: str, port: Port, now: float) -> None:
         entry = self._part("ports").get(key, {})
-        gigabits = entry.get("gigabits")
+        gigabits, inode = entry.get("gigabits"), entry.get("inode")
         port.recall(
             gigabits if isinstance(gigabits, (int, float)) and 0 < gigabits < 1e6 else None,
-            Link.load(entry.get("link"), now, self._wall()),
+            Link.load(entry.get("link"), now, self._wall()), counts(entry.get("counters")),
+            inode if self._stored.get("boot") == self._boot_id and isinstance(inode, int) else None,
         )
 
     def _keep(self, now: float) -> None:
         """Store the history if it changed."""
         unix = self._wall()
-        ports = self._part("ports")
-        for key, port in self._ports.items():
-            ports[key] = {"gigabits": port.expected, "link": port.link.dump(now, unix)}
+        # Of a port that is missing since before this process, the registers are not those that were counted.
+        ports = {
+            key: {**entry, "inode": 0} for key, entry in self._part("ports").items() if key in self._inventory.parts
+        }
+        for key, port in (self._gone | self._ports).items():
+            ports[key] = port.dump(now, unix)
         places = {key: {"path": "/".join(place.path), "numa": place.numa} for key, place in self._places.items()}
-        self._stored = {"ports": ports, "places": places}
+        self._stored = {"boot": self._boot_id, "ports": ports, "places": places}
         if self._history_file.save(self._stored):
             self._stored_as = signature(str(self._history))
 
@@ -247,5 +304,6 @@ class Infiniband:
 def build(host: str, inventory: str, sysfs: str, gpus: str = "", state: str = "") -> Infiniband:
     """Return the collector of the ports below a sysfs folder."""
     return Infiniband(
-        Path(sysfs), host, Path(inventory), Path(gpus) if gpus else None, Path(state) if state else None
+        Path(sysfs), host, Path(inventory), Path(gpus) if gpus else None, Path(state) if state else None,
+        boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
     )

@@ -49,6 +49,22 @@ def place(link: Path) -> Place | None:
     return Place(tuple(path[bridges[0]:]), numa)
 
 
+def virtual(link: Path) -> bool:
+    """Return whether the device behind a sysfs link is a virtual function or a subfunction, which come and go."""
+    return (link / "physfn").exists() or (link / "sfnum").exists()
+
+
+def given_away(function: Path) -> bool:
+    """Return whether a function on the bus serves others: a virtual machine, or a container with its RDMA device.
+
+    The folder `infiniband` is there as long as the driver has an RDMA device, and looks empty while that is in another
+    network namespace. A driver that gave up, or never came up, has none.
+    """
+    driver = os.path.basename(os.path.realpath(function / "driver"))
+    devices = function / "infiniband"
+    return driver.startswith("vfio") or (devices.is_dir() and not any(devices.iterdir()))
+
+
 def affinity(one: Place, other: Place) -> str:
     """Return the level of LEVELS that lies between two devices."""
     shared = 0

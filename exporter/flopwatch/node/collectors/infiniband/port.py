@@ -7,7 +7,9 @@ is read once per scrape. Files stay open and are read again with pread, at a six
 
 Missing on some hardware: `hw_counters/` (hfi1, mlx4), `counters/` (EFA, whose `state` and `rate` are constants); a
 counter reads `N/A (no PMA)` on iWARP, and ends in EINVAL on ports that the fabric manager owns. What cannot be read is
-no sample, and hides no other counter. Bit error rates are not in sysfs: mlxlink and ibdiagnet have them, as root.
+no sample, and hides no other counter; what the firmware refuses is asked again more and more rarely, and of a port that
+refuses all only one file, since the kernel logs each try. Bit error rates are not in sysfs: mlxlink and ibdiagnet have
+them, as root.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from flopwatch.catalogue import (
     BY_NAME,
@@ -46,13 +49,20 @@ from flopwatch.node.collectors.infiniband.link import ACTIVE, Link
 log = logging.getLogger(__name__)
 
 # Files of a device that was removed; its successor has others.
-GONE = (errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ENOENT)
+GONE = (errno.ENODEV, errno.ESTALE, errno.ENOENT)
+# What the firmware says to a read it does not want. So many files of a kind, and none that answers, speak for all.
+REFUSED = (errno.EINVAL, errno.ENXIO)
+FEW = 3
+# Seconds until a refused file is asked again, from first to last twice as long each time.
+FIRST_WAIT, LONGEST_WAIT = 60.0, 3600.0
 LONGEST = 64  # bytes; more than any file has that is read at each scrape
 
 COUNTERS: dict[str, PortCounter] = {
     file: row for row in all_metrics() if isinstance(row, PortCounter) for file in row.files
 }
 WORDS = re.compile(r"/port_(xmit|rcv)_data(_64)?$")  # in 4-byte words
+# 64 bits wide, but 32 that stick on an adapter without extended counters (mlx4, ConnectX-2 and older).
+LEGACY = re.compile(r"/counters/port_(xmit|rcv)_(data|packets)$")
 
 Parser = Callable[[str], "float | None"]
 Pread = Callable[[int, int, int], bytes]  # file, length, offset, as os.pread
@@ -156,7 +166,7 @@ class _Counter(_File):
     def __init__(self, path: str, row: PortCounter, labels: tuple[str, ...]) -> None:
         super().__init__(path, row, labels, counter)
         self._quiet = row.quiet
-        self._full = 2**row.bits - 1 if row.sticks else -1
+        self._full = 2**row.bits - 1 if row.sticks else 2**32 - 1 if LEGACY.search(path) else -1
         self._wrap = 2**row.bits if row.bits < 64 and not row.sticks else 0
         self._unit = 4 if WORDS.search(path) else 1
         self._last = self._total = 0
@@ -174,6 +184,15 @@ class _Counter(_File):
             self.stuck = (INFINIBAND_SATURATED, (*self.labels, os.path.basename(self.path)), 1)
         if self._total or not self._quiet:
             self.sample = (self.row, self.labels, self._total * self._unit)
+
+    def dump(self) -> tuple[int, int] | None:
+        """Return the count and the register, None while the register alone tells the count to another process."""
+        counts = self._total != self._last or 2 * self._last > self._wrap > 0
+        return (self._total, self._last) if counts else None
+
+    def resume(self, total: int, last: int, anew: bool) -> None:
+        """Go on from the count and the register of an earlier process."""
+        self._total, self._last, self.anew = total, last, anew
 
 
 class Port:
@@ -201,7 +220,12 @@ class Port:
         self._state: _File | None = None
         self._rate: _File | None = None
         self._folders: dict[str, tuple[int, ...] | None] = {}
-        self._refused: set[str] = set()
+        self._refused: dict[str, tuple[float, float]] = {}  # by path: when to ask again, how long to wait the next time
+        self._asking: dict[str, float] = {}  # what is asked again by this read, and how long to wait the next time
+        self._ask_at = 0.0
+        self._complained: set[str] = set()
+        self._counts: Mapping[str, tuple[int, int]] = {}  # of an earlier process, by the file's name in the catalogue
+        self._counts_inode: int | None = None
         self._summary: list[Sample] = []
 
     def there(self) -> bool:
@@ -216,6 +240,7 @@ class Port:
         if inode != self._inode:
             self._inode = inode
             self._refused.clear()
+            self._complained.clear()
             for counted in self._files.values():
                 if isinstance(counted, _Counter):
                     counted.anew = True
@@ -234,11 +259,12 @@ class Port:
             "role": "", "rail": "",
         }
         self.seldom = []
-        for row, file in ((INFINIBAND_LID, "lid"), (INFINIBAND_SM_LID, "sm_lid")):
-            known = layer == "InfiniBand" and not self._refused
-            number = local_identifier(_text(f"{self._folder}/{file}")) if known else None
-            if number is not None:
-                self.seldom.append((row, self.labels, number))
+        answers = layer == "InfiniBand" and f"{self._folder}/state" not in self._refused
+        for row, file in ((INFINIBAND_LID, "lid"), (INFINIBAND_SM_LID, "sm_lid")) if answers else ():
+            number = local_identifier(_text(f"{self._folder}/{file}"))
+            if number is None:
+                break
+            self.seldom.append((row, self.labels, number))
         self.open()
 
     def _net_devices(self) -> list[str]:
@@ -257,7 +283,7 @@ class Port:
         """Open every file there is, but for those refused."""
         self.close()
         self._folders = {self._folder: signature(self._folder)}
-        files = [*self._states(), *self._counters(), *self._sensors()]
+        files = [*self._states(), *self._sensors(), *self._counters()]
         files = [self._files.setdefault(file.path, file) for file in files]
         self._open = [file for file in files if file.path not in self._refused and file.open()]
         self._state = next((file for file in self._open if file.row is INFINIBAND_STATE), None)
@@ -298,12 +324,24 @@ class Port:
             row = BY_NAME[row_name]
             assert isinstance(row, PortCounter)
             if row.labels == PORT:
-                opened = [path for path in paths if path in self._files]
-                path = paths[0] if len(paths) == 1 else opened[0] if opened else max(paths, key=_told)
-                yield _Counter(path, row, self.labels)
+                counted = [path for path in paths if path in self._files or self._known_as(path) in self._counts]
+                path = paths[0] if len(paths) == 1 else counted[0] if counted else max(paths, key=_told)
+                yield self._counter(path, row, self.labels)
             else:
                 for path in paths:
-                    yield _Counter(path, row, (*self.labels, os.path.basename(path).removesuffix("_err")))
+                    yield self._counter(path, row, (*self.labels, os.path.basename(path).removesuffix("_err")))
+
+    def _counter(self, path: str, row: PortCounter, labels: tuple[str, ...]) -> _Counter:
+        result = _Counter(path, row, labels)
+        if path not in self._files and self._known_as(path) in self._counts:
+            total, last = self._counts[self._known_as(path)]
+            result.resume(total, last, anew=self._counts_inode != self._inode)
+        return result
+
+    def _known_as(self, path: str) -> str:
+        """Return a counter's name in the catalogue."""
+        ours = path.removeprefix(f"{self._folder}/")
+        return ours if ours != path else f"device/{path.removeprefix(f'{self._device}/')}"
 
     def _list(self, folder: str, known_as: str, found: dict[str, list[str]]) -> None:
         """Add the counters in a folder to what was found of each row, by the row's name."""
@@ -326,6 +364,8 @@ class Port:
 
     def read(self, now: float) -> tuple[list[Sample], bool]:
         """Return the port's samples, and whether its link or its highest rate has news worth keeping."""
+        if self._refused and now >= self._ask_at:
+            self._ask_again(now)
         samples: list[Sample] = []
         failed: list[tuple[_File, int | None]] = []
         pread, append = self._pread, samples.append
@@ -334,6 +374,9 @@ class Port:
                 data = pread(file.fd, LONGEST, 0)
             except OSError as error:
                 failed.append((file, error.errno))
+                if error.errno in REFUSED and self._hopeless(file, failed):
+                    failed += [(other, error.errno) for other in self._open[self._open.index(file) + 1:]]
+                    break
                 continue
             if data != file.data:
                 file.take(data)
@@ -342,31 +385,61 @@ class Port:
                 if file.stuck is not None:
                     append(file.stuck)
         if failed:
-            self._failed(failed)
+            self._failed(failed, now)
+        self._asking = {}
         news = self._watch(now)
         if news or not self._summary:
             self._summary = self._summarize()
         return samples + self._summary, news
 
-    def _failed(self, failures: list[tuple[_File, int | None]]) -> None:
+    def _ask_again(self, now: float) -> None:
+        """Open the files that were refused, and have waited long enough."""
+        self._asking = {path: wait for path, (at, wait) in self._refused.items() if at <= now}
+        self._refused = {path: told for path, told in self._refused.items() if path not in self._asking}
+        self.open()
+
+    def _hopeless(self, file: _File, failures: list[tuple[_File, int | None]]) -> bool:
+        """Return whether what was asked of this file's kind was all refused: then so is what comes behind it."""
+        counts = isinstance(file, _Counter)
+        asked = self._open[:self._open.index(file) + 1]
+        asked = [other for other in asked if isinstance(other, _Counter) == counts]
+        refused = [other for other, reason in failures if reason in REFUSED and isinstance(other, _Counter) == counts]
+        return len(refused) == len(asked) >= (1 if len(self._asking) > FEW else FEW)
+
+    def _failed(self, failures: list[tuple[_File, int | None]], now: float) -> None:
         """Have no sample of files that failed, and leave alone what was refused or is gone."""
         for file, reason in failures:
             file.lose()
-            if reason in GONE:
+            if reason in GONE or reason in REFUSED:
                 file.close()
-        refused = {file.path for file, reason in failures if reason == errno.EINVAL}
-        if refused:
-            log.warning("%s: the firmware refuses %s; left alone", "/".join(self.labels), ", ".join(sorted(refused)))
-            self._refused |= refused
-            self._summary = []
-            for path in refused:
-                self._files[path].close()
+            if reason in REFUSED:
+                wait = self._asking.get(file.path, FIRST_WAIT)
+                self._refused[file.path] = now + wait, min(2 * wait, LONGEST_WAIT)
+                self._summary = []
         self._open = [file for file in self._open if file.fd >= 0]
+        self._ask_at = min((at for at, _ in self._refused.values()), default=0.0)
+        if new := self._refused.keys() - self._complained:
+            self._complained |= new
+            log.warning("%s: the firmware refuses %s; asked again within the hour", "/".join(self.labels),
+                        ", ".join(sorted(new)) if len(new) <= FEW else f"{len(new)} files")
 
-    def recall(self, expected: float | None, link: Link) -> None:
-        """Go on with the highest rate, in Gb/s, and the link of an earlier process."""
-        self.expected, self.link = expected, link
+    def recall(
+        self, expected: float | None, link: Link, counts: Mapping[str, tuple[int, int]], inode: int | None
+    ) -> None:
+        """Go on with the highest rate, in Gb/s, the link and the counts of an earlier process.
+
+        `inode` is the device's whose registers the counts are of, None if it was another boot's.
+        """
+        self.expected, self.link, self._counts, self._counts_inode = expected, link, counts, inode
         self._summary = []
+
+    def dump(self, now: float, unix: float) -> dict[str, Any]:
+        """Return what `recall` is to be told; `now` and `unix` are the same moment on the two clocks."""
+        counted = [file for file in self._files.values() if isinstance(file, _Counter)]
+        return {
+            "gigabits": self.expected, "link": self.link.dump(now, unix), "inode": self._inode,
+            "counters": {self._known_as(file.path): count for file in counted if (count := file.dump()) is not None},
+        }
 
     def clear(self) -> None:
         """Forget the flaps that make the link flapping."""

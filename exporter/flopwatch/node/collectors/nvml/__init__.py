@@ -6,10 +6,17 @@ activity is counted up from GPM samples (`gpm.py`). Missing on some hardware: me
 energy, row remapping and clock-event seconds on consumer cards; utilisation, NVLink and fabric in MIG mode; activity
 before Hopper; SRAM status without root. What a card does not have is no sample, and is asked for once per
 initialisation. nvmlDeviceGetPcieThroughput is never called: it counts for 20 ms in each direction.
+
+Who is at fault when a GPU of the inventory says nothing? The GPU (gpu_present 0) where NVML calls it lost or in need of
+a reset, and with whatever other error or none as long as other GPUs answer this process: 999 alone is what a GPU that
+fell off the bus answers. The exporter (gpu_readable 0) where it may not open the GPU's device file (`access.py`), where
+no GPU answers at all and none is called lost, and where the library is not there. Neither, but the driver
+(gpu_driver_loaded 0) where NVML says it is not loaded and the kernel has no /proc/driver/nvidia/version.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -17,9 +24,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flopwatch.catalogue import GPU_INFO, GPU_PRESENT, GPU_READABLE, Sample
+from flopwatch.catalogue import GPU_DRIVER_LOADED, GPU_INFO, GPU_PRESENT, GPU_READABLE, Sample
 from flopwatch.node.collectors import Blind, Inventory, StartAfresh, StateFile, Unsupported
-from flopwatch.node.collectors.nvml.card import BLIND, GONE, LACKING, OVER, REPLACED, Card, Past
+from flopwatch.node.collectors.nvml import access
+from flopwatch.node.collectors.nvml.card import GONE, LACKING, OVER, REPLACED, UNINITIALIZED, Card, Past, code_of
 
 # After a reset or a driver reload NVML answers again only after nvmlShutdown and nvmlInit. Beside a GPU that stays dead
 # that is work for nothing: first after so many seconds, then twice as long each time, up to the longest.
@@ -27,13 +35,15 @@ REINITIALIZE_AFTER, REINITIALIZE_AT_LEAST_EVERY = 15.0, 240.0
 
 DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND = 9, 12  # nvmlReturn_t
 
+log = logging.getLogger(__name__)
+
 
 class Nvml:
     """The GPUs of this node.
 
     `library` is the pynvml module, `inventory` the file that remembers this node's GPUs and gives other sources the
     uuid behind a PCI address, `source` the label of gpu_info (nvml, or simulated), `runtime` the file that tells other
-    sources of MIG instances and processes.
+    sources of each GPU's MIG instances and processes, of a lost one its last, and remembers which of its links were up.
     """
 
     name = "nvml"
@@ -48,6 +58,7 @@ class Nvml:
         runtime: Path | None = None,
         sysfs: Path = Path("/sys"),
         proc: Path = Path("/proc"),
+        dev: Path = Path("/dev"),
     ) -> None:
         self._nvml = library
         self._host = host
@@ -55,25 +66,29 @@ class Nvml:
         self._clock = clock
         self._inventory = Inventory(inventory, GPU_INFO)
         self._runtime = None if runtime is None else StateFile(runtime)
+        self._told = {} if runtime is None else last_told(runtime)
         self._sysfs = sysfs
         self._proc = proc
+        self._dev = dev
         self._initialized_at: float | None = None
         self._patience = REINITIALIZE_AFTER
         self._suspect = False
         self._cards: dict[int, Card] = {}
         self._past: defaultdict[str, Past] = defaultdict(Past)
+        self._minors: dict[str, int] = {}  # the number of each GPU's device file, as far as NVML told it
+        self._reported: set[tuple[str, str]] = set()
 
     def read(self) -> list[Sample]:
-        """Return what every GPU says, and gpu_present 0 for those of the inventory that say nothing."""
+        """Return what every GPU says, and gpu_present or gpu_readable 0 for those of the inventory that say nothing."""
         try:
             return self._read()
         except self._nvml.NVMLError as error:
             self._suspect = True
             if error.value == REPLACED:
                 raise StartAfresh(f"the driver was replaced under this process: {error}") from error
-            if error.value in BLIND:
-                raise Blind(f"the driver does not talk to this process: {error}") from error
-            raise
+            if error.value == UNINITIALIZED:
+                raise
+            raise Blind(f"the driver does not talk to this process: {error}", self._unreadable()) from error
 
     def close(self) -> None:
         """Give every handle and buffer back to the driver."""
@@ -86,33 +101,47 @@ class Nvml:
                 self._nvml.nvmlShutdown()
 
     def _read(self) -> list[Sample]:
+        count = self._count()
+        if count is None:
+            return [*self._unreadable(), (GPU_DRIVER_LOADED, (), 0)]
         answers: dict[str, list[Sample]] = {}
         found: dict[str, dict[str, str]] = {}
-        blocked: dict[str, Any] = {}
-        count = self._count()
+        errors: dict[str, Exception] = {}
         for index in range(count):
             try:
                 card = self._card(index)
                 found[card.identity["uuid"]] = card.identity
                 answers[card.identity["uuid"]] = card.read()
-            except self._nvml.NVMLError as error:
-                if error.value in OVER:
+            except Exception as error:
+                # One GPU from the next: also from what pynvml makes of an answer it does not expect.
+                if code_of(self._nvml, error) in OVER:
                     raise
-                self._suspect = True
-                if error.value not in GONE:
-                    blocked[str(index)] = error
-        if blocked and len(blocked) == count:
-            raise next((error for error in blocked.values() if error.value not in BLIND), blocked["0"])
+                if code_of(self._nvml, error) is None:
+                    self._report(f"GPU {index}", error)
+                errors[str(index)] = error
         self._forget_replaced(found)
-        self._inventory.update(found)
+        self._inventory.update({**found, **self._renumbered(count, found)})
         self._tell(answers)
         if count == 0 and not self._inventory.parts:
             raise Unsupported("NVML finds no GPU")
-        return self._inventory.info() + self._samples(count, answers, blocked)
+        # A missing one is seen again only after the next initialisation, and so is a device file that is back.
+        self._suspect = self._suspect or bool(errors) or answers.keys() != self._inventory.parts.keys()
+        samples = [*self._inventory.info(), (GPU_DRIVER_LOADED, (), 1), *self._samples(count, answers, errors)]
+        if not any(row is GPU_PRESENT for row, _, _ in samples):
+            reason = next(iter(errors.values()), "no GPU's device file can be opened")
+            raise Blind(f"no GPU talks to this process: {reason}", samples)
+        return samples
 
-    def _samples(self, count: int, answers: dict[str, list[Sample]], blocked: dict[str, Any]) -> list[Sample]:
+    def _samples(
+        self, count: int, answers: dict[str, list[Sample]], errors: dict[str, Exception]
+    ) -> list[Sample]:
         samples: list[Sample] = []
         unheard = {str(index) for index in range(count)}
+
+        def silent(gpu: str, uuid: str, pci_bus_id: str) -> Sample:
+            withheld = self._withheld(uuid, pci_bus_id, errors.get(gpu), bool(answers))
+            return GPU_READABLE if withheld else GPU_PRESENT, (gpu, uuid), 0
+
         for uuid, part in self._inventory.parts.items():
             labels = part["gpu"], uuid
             unheard.discard(part["gpu"])
@@ -120,20 +149,60 @@ class Nvml:
                 samples += [(GPU_PRESENT, labels, 1), (GPU_READABLE, labels, 1)]
                 samples += answers[uuid]
             else:
-                samples.append(_silent(part["gpu"], uuid, blocked))
+                samples.append(silent(part["gpu"], uuid, part["pci_bus_id"]))
         # One that never told its uuid is a series without.
-        return samples + [_silent(gpu, "", blocked) for gpu in sorted(unheard, key=int)]
+        return samples + [silent(gpu, "", "") for gpu in sorted(unheard, key=int)]
+
+    def _renumbered(self, count: int, found: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+        """Return the missing GPUs whose index another GPU has now, under the indices that stay silent.
+
+        NVML numbers GPUs by PCI bus id, so they are paired in that order; with more of one than of the other, nobody
+        knows which is which.
+        """
+        taken = {identity["gpu"] for identity in found.values()}
+        missing = {uuid: part for uuid, part in self._inventory.parts.items() if uuid not in found}
+        silent = [gpu for gpu in map(str, range(count)) if gpu not in taken | {part["gpu"] for part in missing.values()}]
+        displaced = sorted(
+            (uuid for uuid, part in missing.items() if part["gpu"] in taken), key=lambda uuid: missing[uuid]["pci_bus_id"]
+        )
+        if len(silent) != len(displaced):
+            return {}
+        return {uuid: {**missing[uuid], "gpu": gpu} for uuid, gpu in zip(displaced, silent, strict=True)}
+
+    def _withheld(self, uuid: str, pci_bus_id: str, error: Exception | None, others: bool) -> bool:
+        """Return whether it is this process, and not the GPU, that may be at fault when a GPU is silent."""
+        code = None if error is None else code_of(self._nvml, error)
+        if code in GONE:
+            return False
+        if error is not None and (code is None or not others):
+            return True
+        return access.denied(pci_bus_id, self._minors.get(uuid), self._proc, self._dev)
+
+    def _unreadable(self) -> list[Sample]:
+        """Return what is to be said of the GPUs of the inventory when none of them can be asked."""
+        parts = self._inventory.parts
+        return self._inventory.info() + [(GPU_READABLE, (part["gpu"], uuid), 0) for uuid, part in parts.items()]
+
+    def _report(self, what: str, error: Exception) -> None:
+        """Log what is no answer of NVML's, each kind once."""
+        kind = what, type(error).__name__
+        if kind not in self._reported:
+            self._reported.add(kind)
+            log.warning("%s cannot be read", what, exc_info=error)
 
     def _tell(self, answers: dict[str, list[Sample]]) -> None:
-        """Keep the file that tells other sources of MIG instances and processes."""
+        """Keep the file that tells other sources of MIG instances and processes; of a silent GPU those it had."""
+        for card in self._cards.values():
+            if card.identity["uuid"] in answers:
+                self._told[card.identity["uuid"]] = {
+                    "mig": card.mig or [], "pids": card.past.pids, "links": sorted(card.past.links.once_up),
+                }
+        self._told = {uuid: self._told[uuid] for uuid in self._inventory.parts if uuid in self._told}
         if self._runtime is not None:
-            self._runtime.save({
-                card.identity["uuid"]: {"mig": card.mig or [], "pids": card.past.pids}
-                for card in self._cards.values() if card.identity["uuid"] in answers
-            })
+            self._runtime.save(self._told)
 
-    def _count(self) -> int:
-        """Return how many GPUs NVML sees, after initialising it where that is due."""
+    def _count(self) -> int | None:
+        """Return how many GPUs NVML sees, after initialising it where that is due; None if no driver is loaded."""
         nvml = self._nvml
         now = self._clock()
         if self._initialized_at is not None and not self._suspect:
@@ -150,9 +219,14 @@ class Nvml:
             if error.value not in (DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND):
                 raise
             self.close()
-            if self._inventory.parts:
-                return 0
-            raise Unsupported(str(error)) from error
+            # NVML also misses the driver where it is only this process that has no /dev/nvidiactl.
+            if access.driver_loaded(self._proc):
+                raise
+            if not self._inventory.parts:
+                raise Unsupported(str(error)) from error
+            if error.value == LIBRARY_NOT_FOUND:
+                raise
+            return None
 
     def _card(self, index: int) -> Card:
         """Return the GPU at an index, which stays the same until the next initialisation."""
@@ -161,7 +235,9 @@ class Nvml:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             identity = self._identity(handle, str(index))
             past = self._past[identity["uuid"]]
-            self._cards[index] = Card(nvml, handle, identity, past, self._clock, self._proc)
+            told = self._told.get(identity["uuid"], {})
+            past.links.once_up.update(link for link in told.get("links", ()) if isinstance(link, int))
+            self._cards[index] = Card(nvml, handle, identity, past, self._clock, self._proc, self._report)
         return self._cards[index]
 
     def _identity(self, handle: Any, index: str) -> dict[str, str]:
@@ -173,14 +249,19 @@ class Nvml:
         def text(label: str, call: Callable[[], object]) -> str:
             try:
                 return str(call())
-            except AttributeError:  # an older pynvml
-                return ""
             except nvml.NVMLError as error:
                 if error.value in (*GONE, *OVER):
                     raise
                 return "" if error.value in LACKING else remembered.get(label, "")
+            except AttributeError:  # an older pynvml
+                return ""
+            except Exception as error:  # such as a text that is no UTF-8
+                self._report(label, error)
+                return ""
 
         pci = text("pci_bus_id", lambda: nvml.nvmlDeviceGetPciInfo(handle).busId)
+        if minor := text("", lambda: nvml.nvmlDeviceGetMinorNumber(handle)):
+            self._minors[uuid] = int(minor)
         return {
             "gpu": index,
             "uuid": uuid,
@@ -205,28 +286,33 @@ class Nvml:
             del parts[uuid]
 
 
-def _silent(gpu: str, uuid: str, blocked: dict[str, Any]) -> Sample:
-    return (GPU_READABLE if gpu in blocked else GPU_PRESENT, (gpu, uuid), 0)
-
-
 def numa_node(sysfs: Path, pci_bus_id: str) -> str:
     """Return the NUMA node of the PCI device that NVML writes as 00000000:53:00.0; empty if the kernel knows none."""
-    domain, _, rest = pci_bus_id.lower().partition(":")
     try:
-        node = int((sysfs / "bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node").read_text())
+        node = int((sysfs / "bus/pci/devices" / access.kernel_address(pci_bus_id) / "numa_node").read_text())
     except (OSError, ValueError):
         return ""
     return "" if node < 0 else str(node)
 
 
+def last_told(file: Path) -> dict[str, dict[str, list[Any]]]:
+    """Return what was told last about each GPU."""
+    told = {uuid: about for uuid, about in StateFile(file).load().items() if isinstance(about, dict)}
+    return {
+        uuid: {name: about[name] if isinstance(about.get(name), list) else [] for name in ("mig", "pids", "links")}
+        for uuid, about in told.items()
+    }
+
+
 def build(host: str, inventory: str, runtime: str = "", sysfs: str = "/sys", simulated: str = "") -> Nvml:
     """Return the collector of this machine's GPUs, or of the simulated node's in the folder `simulated`."""
     library: Any
-    source, proc = "nvml", Path("/proc")
+    source, proc, dev = "nvml", Path("/proc"), Path("/dev")
     if simulated:
         from flopwatch.simulate import pynvml as simulation
 
-        library, source, proc = simulation.load(Path(simulated)), "simulated", Path(simulated) / "proc"
+        root = Path(simulated)
+        library, source, proc, dev = simulation.load(root), "simulated", root / "proc", root / "dev"
     else:
         try:
             import pynvml
@@ -234,4 +320,4 @@ def build(host: str, inventory: str, runtime: str = "", sysfs: str = "/sys", sim
             raise Unsupported(f"{error}; install flopwatch[exporter]") from error
         library = pynvml
     file = Path(runtime) if runtime else None
-    return Nvml(library, host, Path(inventory), source, runtime=file, sysfs=Path(sysfs), proc=proc)
+    return Nvml(library, host, Path(inventory), source, runtime=file, sysfs=Path(sysfs), proc=proc, dev=dev)

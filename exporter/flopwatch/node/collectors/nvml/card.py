@@ -1,11 +1,12 @@
 """One GPU through NVML: every call that is made about it, how often, and what is remembered of its answers.
 
-A call or a field that the card, the driver or this user lacks is asked for once per initialisation; every other error
-costs the values of that call, in that read. The calls: https://docs.nvidia.com/deploy/nvml-api/.
+A call or a field that the card, the driver or this user lacks is asked for once per initialisation; every other error,
+also one of pynvml's own, costs the values of that call, in that read. The calls: https://docs.nvidia.com/deploy/nvml-api/.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -32,6 +33,7 @@ from flopwatch.catalogue import (
     GPU_FABRIC_INFO,
     GPU_FABRIC_STATE,
     GPU_FABRIC_STATUS,
+    GPU_GRAPHICS_CLOCK,
     GPU_MEMORY_CLOCK,
     GPU_MEMORY_CLOCK_MAX,
     GPU_MEMORY_RESERVED,
@@ -67,6 +69,7 @@ from flopwatch.catalogue import (
     GPU_TEMPERATURE_MARGIN,
     GPU_UTILIZATION,
     GPU_VIDEO_CLOCK,
+    GPU_VIDEO_CLOCK_MAX,
     NVLINK_RECEIVE,
     NVLINK_TRANSMIT,
     Metric,
@@ -86,15 +89,17 @@ GONE = (15, 16)
 UNINITIALIZED, REPLACED = 1, 18
 OVER = (UNINITIALIZED, REPLACED)
 # Of a process that may not look: NVML_ERROR_NO_PERMISSION, and after the loss of a device file or of the cgroup's leave
-# to open it NVML_ERROR_OPERATING_SYSTEM and _UNKNOWN.
+# to open it NVML_ERROR_OPERATING_SYSTEM and _UNKNOWN. A GPU off the bus answers _UNKNOWN as well.
 BLIND = (4, 17, 999)
 # Of a question the card, the driver or this user will not get an answer to before the next initialisation:
 # NVML_ERROR_INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH,
 # _DEPRECATED. Every other error may be gone at the next read.
 LACKING = (2, 3, 4, 13, 25, 26)
-FUNCTION_NOT_FOUND = 13
+INVALID_ARGUMENT, FUNCTION_NOT_FOUND = 2, 13
 # Of a MIG slot with no instance in it: NVML_ERROR_NOT_FOUND, or NVML_ERROR_INVALID_ARGUMENT.
 EMPTY_SLOT = (2, 6)
+# 1g.10gb, 1c.3g.40gb, 1g.10gb+me in the name of a MIG instance.
+MIG_PROFILE = re.compile(r"(?:[0-9]+c\.)?[0-9]+g\.[0-9]+gb\S*")
 OWNERS_PER_GPU = 8
 OTHER_OWNERS = "other"
 
@@ -105,6 +110,11 @@ ECC_LOCATIONS = {0: "l1", 1: "l2", 2: "dram", 3: "register", 4: "texture", 5: "s
 THRESHOLDS = {0: "shutdown", 1: "slowdown", 2: "memory_max", 3: "gpu_max"}
 
 Values = Iterator[Value]
+
+
+def code_of(nvml: Any, error: Exception | None) -> int | None:
+    """Return the nvmlReturn_t of an error; None if it is none of NVML's."""
+    return error.value if isinstance(error, nvml.NVMLError) else None
 
 
 @dataclass
@@ -124,7 +134,7 @@ class Past:
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """One call, the unit that a card may not support: an NVMLError leaves it and costs its values alone.
+    """One call, the unit that a card may not support: an error leaves it and costs its values alone.
 
     `every` seconds, 0 for at each read. `needs` names of the library beside the function's. `instead_of`: only on a
     card that has none of these fields and calls. `whole`: not in MIG mode.
@@ -142,7 +152,8 @@ class Card:
     """One GPU between nvmlInit and nvmlShutdown: what it lacks, and what was read of it when."""
 
     def __init__(
-        self, nvml: Any, handle: Any, identity: dict[str, str], past: Past, clock: Callable[[], float], proc: Path
+        self, nvml: Any, handle: Any, identity: dict[str, str], past: Past, clock: Callable[[], float], proc: Path,
+        report: Callable[[str, Exception], None],
     ) -> None:
         self.nvml = nvml
         self.handle = handle
@@ -158,16 +169,19 @@ class Card:
         self.incomplete = False  # set by a read that is to be repeated at once, although its values count
         self.unasked = False  # set by a read that has values and did not call the driver for them
         self._clock = clock
+        self.report = report
+        self._unaskable: dict[Key, int] = {}  # fields with which a whole call fails
         self._meters: dict[str, gpm.Meter] = {}
         self._held: dict[Read, list[Sample]] = {}
         self._due: dict[Read, float] = {}
         self._worked = False
 
     def read(self) -> list[Sample]:
-        """Return the GPU's samples; raises NVMLError if it is gone or none of it could be read."""
+        """Return the GPU's samples; raises NVMLError if it is gone, and what went wrong if none of it could be read."""
         now = self._clock()
         samples: list[Sample] = []
-        worked, failure = False, None
+        worked = False
+        failure: Exception | None = None
         for read in READS:
             if not self._wants(read):
                 continue
@@ -183,15 +197,19 @@ class Card:
                 worked = worked or (bool(fresh) and not self.unasked)
                 if read.every > 0 and not self.incomplete:
                     self._held[read], self._due[read] = fresh, now + read.every
-            except self.nvml.NVMLError as error:
-                if error.value in (*GONE, *OVER):
+            except Exception as error:
+                code = code_of(self.nvml, error)
+                if code in (*GONE, *OVER):
                     raise
-                if error.value in LACKING:
-                    self.lacks[read] = error.value
+                if code is None:
+                    self.report(read.name, error)
+                elif code in LACKING:
+                    self.lacks[read] = code
                 failure = error
             samples += fresh
         # A GPU that never supported anything (Tegra) is there; one that stopped answering altogether is not readable.
-        if failure is not None and not worked and (self._worked or failure.value in BLIND):
+        unsupported = not self._worked and code_of(self.nvml, failure) not in (None, *BLIND)
+        if failure is not None and not worked and not unsupported:
             self.forget()
             raise failure
         self._worked = self._worked or worked
@@ -208,16 +226,33 @@ class Card:
         """Ask for everything again, also for what the card did not have in its former mode."""
         self.lacks = {read: code for read, code in self.lacks.items() if code == FUNCTION_NOT_FOUND}
         self._due.clear()
+        self._unaskable.clear()
         self.latest.clear()
 
     def ask(self, keys: list[Key]) -> tuple[dict[Key, Any], dict[Key, int]]:
         """Return the nvmlFieldValue_t of the fields that have one, and the nvmlReturn_t of those that don't."""
-        answers = dict(zip(keys, self.nvml.nvmlDeviceGetFieldValues(self.handle, keys), strict=True))
+        answers = self._ask([key for key in keys if key not in self._unaskable])
         refused = {key: value.nvmlReturn for key, value in answers.items() if value.nvmlReturn != 0}
         for code in refused.values():
             if code in (*GONE, *OVER):
                 raise self.nvml.NVMLError(code)
+        refused |= {key: self._unaskable[key] for key in keys if key in self._unaskable}
         return {key: value for key, value in answers.items() if key not in refused}, refused
+
+    def _ask(self, keys: list[Key]) -> dict[Key, Any]:
+        """Return the answers; a call that is wrong as a whole, or too long, is made again in two halves."""
+        if not keys:
+            return {}
+        try:
+            return dict(zip(keys, self.nvml.nvmlDeviceGetFieldValues(self.handle, keys), strict=True))
+        except self.nvml.NVMLError as error:
+            if error.value != INVALID_ARGUMENT:
+                raise
+        if len(keys) == 1:
+            self._unaskable[keys[0]] = INVALID_ARGUMENT
+            return {}
+        middle = len(keys) // 2
+        return self._ask(keys[:middle]) | self._ask(keys[middle:])
 
     def notable(self, row: Metric, labels: tuple[str, ...], number: float) -> bool:
         """Return whether a series that is left out until it is not 0 is to be there."""
@@ -291,7 +326,11 @@ def _links(card: Card) -> Values:
         count = fields.number(answers[fields.LINK_COUNT]) or 0
         card.latest[fields.LINK_COUNT] = count
     links = range(int(count))
-    wanted = [field_id for field_id in fields.PER_LINK if (field_id, None) not in card.lacks]
+    added_up = {field_id for field_id, whole in fields.INSTEAD_OF_LINKS.items() if whole in card.lacks}
+    needless = fields.INSTEAD_OF_LINKS.keys() - added_up
+    wanted = [
+        field_id for field_id in fields.PER_LINK if (field_id, None) not in card.lacks and field_id not in needless
+    ]
     if not links or not wanted:
         return
     answers, refused = card.ask([(field_id, link) for field_id in wanted for link in links])
@@ -312,8 +351,12 @@ def _links(card: Card) -> Values:
 def _old_link_states(card: Card, links: range) -> dict[Key, float]:
     states: dict[Key, float] = {}
     for link in links:
-        with suppress(card.nvml.NVMLError_NotSupported, card.nvml.NVMLError_InvalidArgument):
+        try:
             states[fields.LINK_STATE, link] = card.nvml.nvmlDeviceGetNvLinkState(card.handle, link)
+        except card.nvml.NVMLError as error:
+            if error.value in (*GONE, *OVER):
+                raise
+            card.incomplete = card.incomplete or error.value not in LACKING
     return states
 
 
@@ -343,8 +386,8 @@ def _utilization(card: Card) -> Values:
     yield GPU_COPY_UTILIZATION, (), utilization.memory
 
 
-def _clock_events(card: Card) -> Values:
-    active = card.nvml.nvmlDeviceGetCurrentClocksEventReasons(card.handle)
+def _clock_events(card: Card, call: str) -> Values:
+    active = getattr(card.nvml, call)(card.handle)
     for bit, reason in fields.CLOCK_EVENTS.items():
         number = float(bool(active & bit))
         if reason == "gpu_idle" or card.notable(GPU_CLOCK_EVENT, (reason,), number):
@@ -461,24 +504,38 @@ def _mig(card: Card) -> Values:
 
 
 def _instances(card: Card) -> Iterator[tuple[dict[str, str], Any]]:
+    """Yield the labels of each instance and its memory, None where that cannot be read; one costs no other."""
     nvml = card.nvml
-    for slot in range(nvml.nvmlDeviceGetMaxMigDeviceCount(card.handle)):
+    failures: set[int | None] = set()
+
+    def of(handle: Any, call: str, *arguments: Any) -> Any:
         try:
-            handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(card.handle, slot)
-            labels = {
-                "uuid": nvml.nvmlDeviceGetUUID(handle),
-                "gpu_instance": str(nvml.nvmlDeviceGetGpuInstanceId(handle)),
-                "compute_instance": str(nvml.nvmlDeviceGetComputeInstanceId(handle)),
-                "profile": nvml.nvmlDeviceGetName(handle).rpartition("MIG ")[2],
-            }
-        except nvml.NVMLError as error:
-            if error.value in EMPTY_SLOT:
-                continue
-            raise
-        memory = None
-        with suppress(nvml.NVMLError_NotSupported, nvml.NVMLError_NoPermission, nvml.NVMLError_FunctionNotFound):
-            memory = nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2)
-        yield labels, memory
+            return getattr(nvml, call)(handle, *arguments)
+        except Exception as error:
+            code = code_of(nvml, error)
+            if code in (*GONE, *OVER):
+                raise
+            if code is None:
+                card.report(call, error)
+            failures.add(code)
+            return None
+
+    for slot in range(of(card.handle, "nvmlDeviceGetMaxMigDeviceCount") or 0):
+        handle = of(card.handle, "nvmlDeviceGetMigDeviceHandleByIndex", slot)
+        if handle is None:
+            continue
+        uuid, gpu_instance = of(handle, "nvmlDeviceGetUUID"), of(handle, "nvmlDeviceGetGpuInstanceId")
+        if uuid is None or gpu_instance is None:
+            continue
+        compute_instance = of(handle, "nvmlDeviceGetComputeInstanceId")
+        profile = MIG_PROFILE.search(of(handle, "nvmlDeviceGetName") or "")
+        yield {
+            "uuid": uuid,
+            "gpu_instance": str(gpu_instance),
+            "compute_instance": "" if compute_instance is None else str(compute_instance),
+            "profile": "" if profile is None else profile[0],
+        }, of(handle, "nvmlDeviceGetMemoryInfo", nvml.nvmlMemory_v2)
+    card.incomplete = not failures <= {None, *LACKING, *EMPTY_SLOT}
 
 
 def _gpm_supported(card: Card) -> bool:
@@ -553,6 +610,9 @@ GRAPHICS_CLOCK, SM_CLOCK, MEMORY_CLOCK, VIDEO_CLOCK = range(4)  # nvmlClockType_
 
 _MEMORY = Read("nvmlDeviceGetMemoryInfo", _memory, needs=("nvmlMemory_v2",))
 _TEMPERATURE = _value(GPU_TEMPERATURE, "nvmlDeviceGetTemperatureV", 0)
+CLOCK_EVENTS = "nvmlDeviceGetCurrentClocksEventReasons"
+OLD_CLOCK_EVENTS = "nvmlDeviceGetCurrentClocksThrottleReasons"  # before R535
+_CLOCK_EVENTS = Read(CLOCK_EVENTS, partial(_clock_events, call=CLOCK_EVENTS))
 _FABRIC = Read(
     "nvmlDeviceGetGpuFabricInfoV", partial(_fabric, structure="c_nvmlGpuFabricInfo_v3_t"), SELDOM,
     needs=("c_nvmlGpuFabricInfo_v3_t",), whole=True,
@@ -586,12 +646,15 @@ READS: tuple[Read, ...] = (
     _value(GPU_POWER_LIMIT, "nvmlDeviceGetEnforcedPowerLimit", every=SELDOM),
     _value(GPU_POWER_LIMIT_DEFAULT, "nvmlDeviceGetPowerManagementDefaultLimit", every=ONCE),
     _value(GPU_POWER_LIMIT_MAX, "nvmlDeviceGetPowerManagementLimitConstraints", item=1, every=ONCE),
+    _value(GPU_GRAPHICS_CLOCK, "nvmlDeviceGetClockInfo", GRAPHICS_CLOCK, every=SELDOM),
     _value(GPU_SM_CLOCK, "nvmlDeviceGetClockInfo", SM_CLOCK),
     _value(GPU_SM_CLOCK_MAX, "nvmlDeviceGetMaxClockInfo", SM_CLOCK, every=ONCE),
     _value(GPU_MEMORY_CLOCK, "nvmlDeviceGetClockInfo", MEMORY_CLOCK),
     _value(GPU_MEMORY_CLOCK_MAX, "nvmlDeviceGetMaxClockInfo", MEMORY_CLOCK, every=ONCE),
     _value(GPU_VIDEO_CLOCK, "nvmlDeviceGetClockInfo", VIDEO_CLOCK, every=SELDOM),
-    Read("nvmlDeviceGetCurrentClocksEventReasons", _clock_events),
+    _value(GPU_VIDEO_CLOCK_MAX, "nvmlDeviceGetMaxClockInfo", VIDEO_CLOCK, every=ONCE),
+    _CLOCK_EVENTS,
+    Read(OLD_CLOCK_EVENTS, partial(_clock_events, call=OLD_CLOCK_EVENTS), instead_of=(_CLOCK_EVENTS,)),
     Read("nvmlDeviceGetMemoryErrorCounter", _ecc_locations, SELDOM),
     Read("nvmlDeviceGetSramEccErrorStatus", _sram, SELDOM, needs=("c_nvmlEccSramErrorStatus_v1_t",)),
     Read("nvmlDeviceGetRemappedRows", _remapped_rows, SELDOM, instead_of=((142, 0), (143, 0))),

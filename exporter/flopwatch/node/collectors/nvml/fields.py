@@ -2,7 +2,8 @@
 
 Field ids, value types, link states and the fabric's health mask are those of nvml.h,
 https://docs.nvidia.com/deploy/nvml-api/, by number because the names differ between releases of pynvml. Missing:
-fields 161-163 on NVLink 5 and 206-222 before it, 193-196 before Ada, 269-271 on older drivers, 29-31 from Ampere on.
+fields 161-163 on NVLink 5 and 206-222 before it, 193-196 before Ada, 269-271 and 293 on older drivers, 29-31 from
+Ampere on.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from flopwatch.catalogue import (
     NVLINK_LINK_ERRORS,
     NVLINK_LINK_STATE,
     NVLINK_LINKS,
+    NVLINK_RAW_BER,
     NVLINK_RECEIVE,
     NVLINK_RECEIVE_RAW,
     NVLINK_SPEED,
@@ -150,7 +152,7 @@ OLD_LINK_SPEED = Field(90, NVLINK_SPEED)
 LINK_COUNT = (91, 0)
 LINK_SPEED, LINK_STATE, LINK_VERSION = 164, 165, 166
 LINK_STATES = {0: "inactive", 1: "active", 2: "sleep", 3: "disabled"}
-ACTIVE = 1
+ACTIVE, SLEEP = 1, 2
 # NVML_NVLINK_VERSION_*.
 LINK_VERSIONS = {1: "1.0", 2: "2.0", 3: "2.2", 4: "3.0", 5: "3.1", 6: "4.0", 7: "5.0", 8: "6.0"}
 LINK_ERRORS = {
@@ -160,7 +162,9 @@ LINK_ERRORS = {
     219: "effective", 221: "symbol",
 }
 LINK_BYTES = {202: NVLINK_TRANSMIT, 204: NVLINK_RECEIVE}
-LINK_BERS = {220: NVLINK_EFFECTIVE_BER, 222: NVLINK_SYMBOL_BER}
+# The payload of all links together; where a card has it, it is not added up from the links.
+INSTEAD_OF_LINKS = {202: NVLINK_DATA_SENT, 204: NVLINK_DATA_RECEIVED}
+LINK_BERS = {293: NVLINK_RAW_BER, 220: NVLINK_EFFECTIVE_BER, 222: NVLINK_SYMBOL_BER}
 PER_LINK = (LINK_STATE, LINK_SPEED, LINK_VERSION, *LINK_ERRORS, *LINK_BYTES, *LINK_BERS)
 
 # nvmlClocksEventReason*, with the names nvidia-smi uses.
@@ -176,8 +180,12 @@ CLOCK_EVENTS = {
     0x100: "display_clock_setting",
 }
 
-# NVML_GPU_FABRIC_HEALTH_MASK_*: the first bit of two, in which 0 is not supported, 1 yes, 2 no.
-FABRIC_FAULTS = {0: "degraded_bandwidth", 2: "route_recovery", 4: "route_unhealthy", 6: "access_timeout"}
+# NVML_GPU_FABRIC_HEALTH_MASK_*: the first bit of two, in which 0 is not supported, 1 yes, 2 no; and which of these the
+# fault is: the last two tell that there is a partition, and a connection to the fabric manager.
+FABRIC_FAULTS = {
+    0: ("degraded_bandwidth", 1), 2: ("route_recovery", 1), 4: ("route_unhealthy", 1), 6: ("access_timeout", 1),
+    12: ("no_partition", 2), 14: ("manager_disconnected", 2),
+}
 # Four bits from here on: 0 is not supported, 1 none, all else a kind of wrong configuration.
 FABRIC_CONFIGURATION_SHIFT = 8
 
@@ -195,22 +203,23 @@ def number(value: Any, signed: bool = False) -> float | None:
     result: float = getattr(value.value, member)
     if member in SIGNED:
         return result
-    if not known(result):
-        return None
-    return result - 2**32 if signed and 2**31 <= result < 2**32 else result
+    if signed and not math.isnan(result):
+        bits = 64 if result >= 2**32 else 32
+        return result - 2**bits if result >= 2 ** (bits - 1) else result
+    return result if known(result) else None
 
 
 def bit_error_ratio(raw: int) -> float:
-    """Return the ratio in fields 220 and 222: bits 0-7 exponent, 8-11 mantissa; 15 and 255 stand for 0."""
+    """Return the ratio in fields 220, 222 and 293: bits 0-7 exponent, 8-11 mantissa; 15 and 255 stand for 0."""
     exponent, mantissa = raw & 0xFF, raw >> 8 & 0xF
     return 0.0 if (mantissa, exponent) == (15, 255) else mantissa * 10.0**-exponent
 
 
 def fabric_faults(mask: int) -> dict[str, bool]:
     """Return what the health mask says of each fault the fabric can tell of."""
-    bits = {name: mask >> shift & 0x3 for shift, name in FABRIC_FAULTS.items()}
+    bits = {name: (mask >> shift & 0x3, fault) for shift, (name, fault) in FABRIC_FAULTS.items()}
     configuration = mask >> FABRIC_CONFIGURATION_SHIFT & 0xF
-    faults = {name: value == 1 for name, value in bits.items() if value != 0}
+    faults = {name: value == fault for name, (value, fault) in bits.items() if value != 0}
     return faults if configuration == 0 else faults | {"incorrect_configuration": configuration > 1}
 
 
@@ -218,12 +227,12 @@ def fabric_faults(mask: int) -> dict[str, bool]:
 class Links:
     """What is remembered of a GPU's links, so that a link that cannot be read takes nothing out of a sum.
 
-    `counts` by field id and link; `up` once a link was seen active; `fallen` links that were seen in another state
-    since; `failed` link and error seen above 0.
+    `counts` by field id and link; `once_up` the links that were up once, as those that lead nowhere never are;
+    `fallen` those of them that were seen down since; `failed` link and error seen above 0.
     """
 
     counts: dict[int, dict[int, float]] = field(default_factory=dict)
-    up: bool = False
+    once_up: set[int] = field(default_factory=set)
     fallen: set[int] = field(default_factory=set)
     failed: set[tuple[int, int]] = field(default_factory=set)
 
@@ -251,10 +260,9 @@ class Links:
             if state in present or (present and state in (0, ACTIVE)):
                 values.append((NVLINK_LINKS, (name,), present.count(state)))
         active = [link for link, state in states.items() if state == ACTIVE]
-        self.up = self.up or bool(active)
-        # Links of a GPU that has none in use are not wired; that is no misbehaviour.
-        if self.up:
-            self.fallen |= states.keys() - set(active)
+        up = {link for link, state in states.items() if state in (ACTIVE, SLEEP)}
+        self.once_up |= up
+        self.fallen |= (self.once_up & states.keys()) - up
         values += [(NVLINK_LINK_STATE, (str(link),), states[link]) for link in sorted(self.fallen & states.keys())]
         rates = [speed for link, speed in speeds.items() if speed > 0 and (link in active or not states)]
         if rates:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import csv
 import functools
 import logging
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from flopwatch.catalogue import (
 )
 from flopwatch.node.collectors import StartAfresh, StateFile, Unsupported, read_inventory
 from flopwatch.node.collectors.xid import nvlink5 as nvlink5
-from flopwatch.node.collectors.xid.counts import Counts
+from flopwatch.node.collectors.xid.counts import CODES, OTHER, OTHER_XID, Counts
 from flopwatch.node.collectors.xid.kernel_lines import (
     NODE_EVENTS,
     RECOVERY_ACTION,
@@ -55,10 +56,16 @@ from flopwatch.node.collectors.xid.kernel_log import Entry, KernelLog
 from flopwatch.node.collectors.xid.nvml_events import UNKNOWN_XID, Told, Watcher
 from flopwatch.node.collectors.xid.reconcile import Reconciler
 
-# The GPU needs a reset, a drain or a repair; the job on it is lost.
-CRITICAL = (48, 62, 64, 74, 79, 95, 119, 120)
-# Present at 0 on every GPU from the start, so that the first one is an increase. 94 is contained: a warning.
-FROM_THE_START = (*CRITICAL, 94)
+# The GPU needs a reset, a drain or a repair; the job on it is lost: those for which NVIDIA has such an action.
+CRITICAL = (
+    46, 48, 62, 64, 74, 79, 95, 109, 110, 119, 120, 136, 140, 143, 144, 145, 146, 147, 148, 149, 150, 155, 156, 158,
+)
+# Present at 0 from the start, so that the first one is an increase: as many of those as a GPU's 120 series leave room
+# for, and 94, which is contained, a warning. The errors of NVLink 5 that may be fatal are a Blackwell's alone.
+ON_EVERY_GPU = (48, 62, 64, 79, 94, 95, 119, 120, 140)
+BEFORE_NVLINK_5 = (46, 74, 109, 136, 143)
+WITH_NVLINK_5 = (144, 145, 146, 149, 150)
+_NVLINK_5 = re.compile(r"\bG?B[0-9]00\b")  # in the model: NVIDIA B200, NVIDIA GB300
 
 # In the words of data/xid.csv, by class of the Fabric Manager user guide.
 SXID_SEVERITIES = {"always fatal": "fatal", "potentially fatal": "critical", "non-fatal": "warning"}
@@ -68,6 +75,8 @@ SXID_SEVERITIES = {"always fatal": "fatal", "potentially fatal": "critical", "no
 SAME_EVENT_SECONDS = 60.0
 # How long a GPU that has Xids may stay unnamed at the start, while the source that names GPUs has not answered yet.
 STRANGER_SECONDS = 60.0
+# How often the place in the kernel log is kept, while nothing in it counts, in seconds.
+PLACE_SECONDS = 60.0
 # How long the first read waits for NVML.
 NVML_PATIENCE = 0.5
 
@@ -84,6 +93,11 @@ def meanings() -> dict[int, dict[str, str]]:
 def switch_meanings() -> dict[str, dict[str, str]]:
     """Return the rows of data/sxid.csv by code: name, fabric_manager_guide_class, action and gpud's severity."""
     return {row["sxid"]: row for row in _table("sxid.csv")}
+
+
+def from_the_start(model: str) -> tuple[int, ...]:
+    """Return the codes that a GPU of this model has series of from the start."""
+    return (*ON_EVERY_GPU, *(WITH_NVLINK_5 if _NVLINK_5.search(model) else BEFORE_NVLINK_5))
 
 
 def _table(name: str) -> list[dict[str, str]]:
@@ -119,7 +133,7 @@ class Xid:
         self._started = clock()
         self._state = StateFile(state)
         stored = self._state.load()
-        self._counts = Counts()
+        self._counts = Counts(always=CRITICAL)
         self._counts.load(stored)
         self._reconciler = Reconciler[tuple[str, int]](SAME_EVENT_SECONDS)
         self._reconciler.restore(_told_before(stored.get("told")))
@@ -135,6 +149,7 @@ class Xid:
         self._had_kernel_log = bool(self._kernel.numbering)
         self._was_live = False
         self._unsaved = not stored
+        self._saved_place, self._saved_at = self._kernel.place, self._started
         self._up: dict[str, str] = {}
 
     def read(self) -> list[Sample]:
@@ -156,10 +171,14 @@ class Xid:
         self._save()
         if self._watcher is not None and self._watcher.replaced:
             raise StartAfresh(f"the driver was replaced under this process: {self._watcher.error}")
-        return list(self._samples(parts))
+        models = {uuid: part["model"] for uuid, part in known.items()}
+        return list(self._samples(parts, models))
 
     def close(self) -> None:
-        """Let go of the driver and the kernel log."""
+        """Let go of the driver and the kernel log, and keep the place in it."""
+        if self._heard:
+            self._unsaved = self._unsaved or self._kernel.place != self._saved_place
+            self._save()
         self._kernel.close()
         if self._watcher is not None:
             self._watcher.close()
@@ -197,8 +216,9 @@ class Xid:
         for event in events(text):
             owner = owners.get(event.pci, event.pci)
             source = "kernel_log" if event.numbered else "unnumbered"
-            if self._reconciler.news((event.pci, event.xid), source, at, repeats=not event.numbered):
-                counts.xid(owner, event.xid, at)
+            code = counts.counted_as(owner, event.xid)
+            if code is not None and self._reconciler.news((event.pci, code), source, at, repeats=not event.numbered):
+                counts.xid(owner, code, at)
             link = nvlink5.decode(event.xid, event.detail, versions.get(owner, ""))
             if link is not None:
                 counts.link(owner, (str(event.xid), *link))
@@ -218,14 +238,19 @@ class Xid:
             self._counts.notice(owner, told.notice)
         elif told.xid == UNKNOWN_XID and not self._kernel.error:
             return  # the kernel log has its number
-        elif self._reconciler.news((told.pci, told.xid), "nvml", told.at):
-            self._counts.xid(owner, told.xid, told.at)
+        else:
+            code = self._counts.counted_as(owner, told.xid)
+            if code is not None and self._reconciler.news((told.pci, code), "nvml", told.at):
+                self._counts.xid(owner, code, told.at)
 
     def _save(self) -> None:
         """Keep the counts on disk; records that count nothing may be read again after a restart."""
-        self._reconciler.forget(self._clock())
+        now, since = self._clock(), self._kernel.since
+        self._reconciler.forget(now)
+        if self._kernel.place != self._saved_place and not 0 <= now - self._saved_at < PLACE_SECONDS:
+            self._unsaved = True
         if self._unsaved:
-            since = self._kernel.since
+            self._saved_place, self._saved_at = self._kernel.place, now
             self._unsaved = not self._state.save({
                 "log": self._kernel.numbering, "next": self._kernel.place,
                 "since": since if since > float("-inf") else None,
@@ -233,27 +258,29 @@ class Xid:
                 **self._counts.dump(),
             })
 
-    def _samples(self, parts: Mapping[str, tuple[str, str]]) -> Iterator[Sample]:
+    def _samples(self, parts: Mapping[str, tuple[str, str]], models: Mapping[str, str]) -> Iterator[Sample]:
         named = {uuid: gpu for gpu, uuid in parts.values()}
+        start = {uuid: from_the_start(models.get(uuid, "")) for uuid in named}
         for uuid, gpu in named.items():
-            yield from self._gpu(uuid, (gpu, uuid))
+            yield from self._gpu(uuid, (gpu, uuid), start[uuid])
         # Nobody may know a GPU that was lost before anything asked for it; it must not be missing for that.
         strangers = self._counts.strangers() if self._clock() - self._started >= STRANGER_SECONDS else []
         for pci in strangers:
-            yield from self._gpu(pci, ("", self._counts.introduced.get(pci, pci)))
-        shown = [self._counts.xids.get(owner, {}) for owner in (*named, *strangers)]
-        for code in sorted({*(FROM_THE_START if shown else ())}.union(*shown)):
+            start[pci] = from_the_start("")
+            yield from self._gpu(pci, ("", self._counts.introduced.get(pci, pci)), start[pci])
+        for code in sorted({code for owner in start for code in (*start[owner], *self._counts.xids.get(owner, ()))}):
             if code in meanings():
                 row = meanings()[code]
                 yield GPU_XID_INFO, (str(code), row["name"], row["class"], row["severity"], row["action"]), 1
         yield from self._node()
 
-    def _gpu(self, owner: str, labels: tuple[str, str]) -> Iterator[Sample]:
+    def _gpu(self, owner: str, labels: tuple[str, str], start: Iterable[int]) -> Iterator[Sample]:
         codes = self._counts.xids.get(owner, {})
-        for code in sorted({*FROM_THE_START, *codes}):
-            yield GPU_XID, (*labels, str(code)), codes[code].number if code in codes else 0
+        for code in sorted({*start, *codes}):
+            name = OTHER if code == OTHER_XID else str(code)
+            yield GPU_XID, (*labels, name), codes[code].number if code in codes else 0
             if code in codes:
-                yield GPU_XID_LAST, (*labels, str(code)), codes[code].last
+                yield GPU_XID_LAST, (*labels, name), codes[code].last
         for error, number in self._counts.links.get(owner, {}).items():
             yield GPU_XID_NVLINK_ERRORS, (*labels, *error), number
         if owner in self._counts.recovery:
@@ -317,16 +344,25 @@ def _watcher(simulated: str) -> Watcher | None:
     return Watcher(pynvml)
 
 
+def _listed(codes: Sequence[int]) -> str:
+    *first, last = codes
+    return f"{', '.join(map(str, first))} and {last}"
+
+
 def document() -> str:
     """Return docs/xid.md."""
+    bold = {*ON_EVERY_GPU, *BEFORE_NVLINK_5, *WITH_NVLINK_5}
     lines = [
         "# Xid errors",
         "",
         "Printed by `python -m flopwatch.node.collectors.xid`; do not edit. Codes and actions are from NVIDIA's",
         "[Xid catalogue](https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html), the severity is ours:",
         "`error` ends the job and leaves the GPU fine, `critical` needs a reset or a drain, `fatal` a reboot or",
-        f"new hardware. Bold codes are in `{GPU_XID}` from the start, at 0. Codes listed as unused are left out.",
-        f"On a node, `{GPU_XID_INFO}` says the same of the codes seen there.",
+        "new hardware. After those marked `page` a GPU is not fit for work, and the alert GpuXidCritical says so. Bold",
+        f"codes are in `{GPU_XID}` from the start, at 0: on GPUs with NVLink 5 (B200, GB200, B300, GB300)",
+        f"not {_listed(BEFORE_NVLINK_5)}, on others not {_listed(WITH_NVLINK_5)}. A GPU with more than",
+        f"{CODES} different ones counts the rest as `xid=\"{OTHER}\"`. Codes listed as unused are left out. On a node,",
+        f"`{GPU_XID_INFO}` says the same of the codes seen there.",
         "",
         "Xids are heard of from the kernel log and from NVML's events; what both tell of is counted once. Which of the",
         f"two answers is in `{XID_SOURCE_UP}`, and what the lack of one costs in [privileges.md](privileges.md).",
@@ -336,8 +372,9 @@ def document() -> str:
     ]
     for xid, row in sorted(meanings().items()):
         if row["class"] != "unused":
-            code = f"**{xid}**" if xid in FROM_THE_START else str(xid)
-            lines.append(f"| {code} | {row['name']} | {row['class']} | {row['severity']} | {row['action']} |")
+            code = f"**{xid}**" if xid in bold else str(xid)
+            severity = f"{row['severity']}, page" if xid in CRITICAL else row["severity"]
+            lines.append(f"| {code} | {row['name']} | {row['class']} | {severity} | {row['action']} |")
     lines += [
         "",
         "999 is what NVML calls an Xid that it does not know; it is counted only where there is no kernel log.",

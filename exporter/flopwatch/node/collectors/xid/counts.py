@@ -6,14 +6,17 @@ cannot make more series than a node has parts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-# Owners that are PCI addresses, different link errors of one GPU, different errors of all switches.
-STRANGERS, LINK_ERRORS, SWITCH_ERRORS = 64, 24, 256
+# Owners that are PCI addresses, different Xids and link errors of one GPU, different errors of all switches. An Xid has
+# two series, and a GPU 120 in all.
+STRANGERS, CODES, LINK_ERRORS, SWITCH_ERRORS = 64, 24, 24, 256
 # What takes the place of unit and link, and empties the rest, in the errors of a GPU that has too many different ones.
 OTHER = "other"
+# The code that stands for further ones of a GPU that has too many.
+OTHER_XID = -1
 
 
 class Count(NamedTuple):
@@ -31,9 +34,10 @@ NONE = Count(0, float("-inf"))
 
 
 class Counts:
-    """Counters that only rise."""
+    """Counters that only rise; the Xids of `always` are counted by themselves on a GPU with any number of others."""
 
-    def __init__(self) -> None:
+    def __init__(self, always: Collection[int] = ()) -> None:
+        self._always = frozenset(always)
         self.xids: dict[str, dict[int, Count]] = {}
         # By owner and the labels after (gpu, uuid) of gpu_xid_nvlink_errors_total.
         self.links: dict[str, dict[tuple[str, ...], int]] = {}
@@ -43,11 +47,19 @@ class Counts:
         self.node: dict[str, int] = {}
         self.introduced: dict[str, str] = {}  # uuid by PCI address, as the driver wrote it into the kernel log
 
+    def counted_as(self, owner: str, code: int) -> int | None:
+        """Return the code that an Xid counts as: its own, or OTHER_XID; None if its owner is a stranger too many."""
+        if owner not in self.xids and is_address(owner) and len(self.strangers()) >= STRANGERS:
+            return None
+        return self._one_of(self.xids.get(owner, {}), code)
+
+    def _one_of(self, codes: Mapping[int, Count], code: int) -> int:
+        return code if code in codes or code in self._always or len(codes) < CODES else OTHER_XID
+
     def xid(self, owner: str, code: int, at: float) -> None:
-        """Count an Xid."""
-        if owner in self.xids or not is_address(owner) or len(self.strangers()) < STRANGERS:
-            codes = self.xids.setdefault(owner, {})
-            codes[code] = codes.get(code, NONE).and_at(at)
+        """Count an Xid, as what `counted_as` says."""
+        codes = self.xids.setdefault(owner, {})
+        codes[code] = codes.get(code, NONE).and_at(at)
 
     def link(self, owner: str, error: tuple[str, ...]) -> None:
         """Count a link error, by its xid, unit, link and the rest; too many different ones are one."""
@@ -81,6 +93,7 @@ class Counts:
         """Give what was counted for an address to the GPU there; return whether there was anything."""
         for code, count in self.xids.get(pci, {}).items():
             codes = self.xids.setdefault(uuid, {})
+            code = self._one_of(codes, code)
             before = codes.get(code, NONE)
             codes[code] = Count(before.number + count.number, max(before.last, count.last))
         for error, number in self.links.get(pci, {}).items():
@@ -108,7 +121,7 @@ class Counts:
 
     def load(self, stored: Mapping[str, Any]) -> None:
         """Take what was stored; a part of another shape is forgotten."""
-        wrong = (AttributeError, KeyError, TypeError, ValueError)
+        wrong = (AttributeError, KeyError, TypeError, ValueError, OverflowError)
         with suppress(*wrong):
             self.xids = {
                 owner: {int(code): Count(int(number), float(last)) for code, (number, last) in codes.items()}

@@ -151,6 +151,8 @@ class KernelLog:
                 return
             self._continue_in(self._boot)
             self._open = _Device(device)
+        # What is missing from the place on is lost, also if an earlier process came so far.
+        self._expected = self._next or None
         if self._open.pull(self._line):
             self.since = self._clock()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 import functools
 import re
+from collections.abc import Sequence
 from importlib import resources
 from typing import NamedTuple
 
@@ -70,14 +71,16 @@ def decode(xid: int, text: str, driver_version: str = "") -> LinkError | None:
         return None
     words = [int(word, 16) for word in re.findall("0x[0-9a-fA-F]+", match["words"])]
     unit, link = match["unit"].upper(), _link(match["link"])
-    row = find(xid, words[0], words[1], unit, driver_version)
+    row = find(table(), xid, words[0], words[1], unit, driver_version)
     if row is None:
         severity = match["severity"].lower().replace("nonfatal", "non-fatal")
         return LinkError(unit, link, severity, "", "")
     return LinkError(unit, link, row.severity, row.action, row.investigation)
 
 
-def find(xid: int, interrupt: int, status: int, unit: str, driver_version: str = "") -> Row | None:
+def find(
+    table: Sequence[Row], xid: int, interrupt: int, status: int, unit: str, driver_version: str = ""
+) -> Row | None:
     """Return the row for two words of an NVLink 5 Xid.
 
     The unit that the driver wrote must be the row's. If the layout of this driver has no such row the other one is
@@ -87,7 +90,7 @@ def find(xid: int, interrupt: int, status: int, unit: str, driver_version: str =
     layouts = (0, 1) if major.isdecimal() and int(major) < LAYOUT_2_SINCE else (1, 0)
     for layout in layouts:
         rows = [
-            row for row in table()
+            row for row in table
             if row.xid == xid and interrupt & row.layouts[layout][0] == row.layouts[layout][1]
             and any(unit.startswith(name) or name.startswith(unit) for name in row.units)
         ]
