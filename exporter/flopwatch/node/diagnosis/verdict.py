@@ -297,8 +297,11 @@ def _lost_nvlinks(facts: Facts) -> Iterator[Found]:
 
 @cache
 def critical_xids() -> Mapping[str, str]:
-    """Return the codes that page, and NVIDIA's action for each."""
-    return {str(code): row["action"].partition(" ")[0] for code, row in meanings().items() if code in CRITICAL}
+    """Return the codes that page and those of broken hardware, and NVIDIA's action for each."""
+    return {
+        str(code): row["action"].partition(" ")[0]
+        for code, row in meanings().items() if code in CRITICAL or row["severity"] == "fatal"
+    }
 
 
 def _xids(driver_content: bool, *nvidia: str) -> Callable[[Facts], Iterator[Found]]:

@@ -161,10 +161,10 @@ class Nvml:
         """
         taken = {identity["gpu"] for identity in found.values()}
         missing = {uuid: part for uuid, part in self._inventory.parts.items() if uuid not in found}
-        silent = [gpu for gpu in map(str, range(count)) if gpu not in taken | {part["gpu"] for part in missing.values()}]
-        displaced = sorted(
-            (uuid for uuid, part in missing.items() if part["gpu"] in taken), key=lambda uuid: missing[uuid]["pci_bus_id"]
-        )
+        named = taken | {part["gpu"] for part in missing.values()}
+        silent = [gpu for gpu in map(str, range(count)) if gpu not in named]
+        displaced = [uuid for uuid, part in missing.items() if part["gpu"] in taken]
+        displaced.sort(key=lambda uuid: missing[uuid]["pci_bus_id"])
         if len(silent) != len(displaced):
             return {}
         return {uuid: {**missing[uuid], "gpu": gpu} for uuid, gpu in zip(displaced, silent, strict=True)}
