@@ -247,8 +247,8 @@ def test_a_driver_that_hangs_is_unknown_within_the_deadline(tmp_path: Path) -> N
     assert flopwatch(*simulated, "--record")[0] == 0
     SimulatedNode(tmp_path / "simulated").hang("nvmlDeviceGetUtilizationRates")
     assert flopwatch(*simulated, "--deadline", "2") == (
-        3, "UNKNOWN - nothing is read from NVML where 8 GPUs are expected: look at the exporter (its log, flopwatch "
-        "doctor), not at the hardware; and 1 more | gpus=0 ports=9")
+        3, "UNKNOWN - nothing is read from NVML where 8 GPUs are expected: run flopwatch doctor: it "
+            "says whether the driver hangs or does not let the exporter ask; and 1 more | gpus=0 ports=9")
 
 
 MISSING = Reason("gpu_missing", "gpu 3", "bad", "reboot_then_reseat", "GPU 3 | of\n8 does not answer" + 60 * "!")

@@ -231,3 +231,8 @@ def test_who_asks_where_no_exporter_runs_is_told_so(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(release, "CONFIRMED_WITHIN", 0.1)
     assert release.ask(tmp_path, 600).startswith("no exporter has said so within 0.1 s")
     assert release.ask(tmp_path / "not there", 600).startswith("cannot write")
+
+
+def test_taking_back_a_release_that_nobody_asked_for_leaves_no_file_and_waits_for_nobody(tmp_path: Path) -> None:
+    assert release.ask(tmp_path, 0) == ""
+    assert list(tmp_path.iterdir()) == []

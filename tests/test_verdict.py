@@ -448,3 +448,12 @@ def test_the_rules_are_in_the_documentation_as_they_are() -> None:
 def test_rules_name_actions_that_exist_and_every_action_is_used() -> None:
     assert {rule.action for rule in RULES} == ACTIONS.keys()
     assert {rise.action for rise in RISES} <= ACTIONS.keys()
+
+
+def test_the_log_says_what_is_wrong_once_and_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "flopwatch")
+    verdict = Verdict(Expectations())
+    for series in (h100(), h100() | {(m.GPU_PRESENT, gpu(3)): 0}, h100() | {(m.GPU_PRESENT, gpu(3)): 0}, h100()):
+        verdict.derive(samples(series))
+    assert [(record.levelname, record.message.partition(":")[0]) for record in caplog.records] == [
+        ("WARNING", "the node is bad"), ("INFO", "over")]

@@ -15,8 +15,8 @@ COLLECTOR_SUCCESS = Metric(
 )
 COLLECTOR_LAST_SUCCESS = Metric(
     "flopwatch_collector_last_success_timestamp_seconds", "gauge",
-    "When this source last answered, as Unix time. Its samples are served for at most 30 s after.", ("collector",),
-    "flopwatch.node.scrape",
+    "When this source last answered, as Unix time. Its samples are served for --stale-after (30 s) after.",
+    ("collector",), "flopwatch.node.scrape",
 )
 COLLECTOR_DURATION = Metric(
     "flopwatch_collector_duration_seconds", "gauge", "How long the last read of this source took.", ("collector",),

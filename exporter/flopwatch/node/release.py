@@ -158,6 +158,8 @@ class Release:
 
 def ask(state: Path, seconds: float, now: Callable[[], float] = time.time) -> str:
     """Ask the exporter of this state folder for a release; return why it is not done, or no text if it is."""
+    if seconds == 0 and not any((state / name).exists() for name in (REQUEST, CONFIRMATION)):
+        return ""
     until = f"{now() + min(seconds, LONGEST - 1):.3f}\n" if seconds > 0 else "0\n"
     if not _write(state / REQUEST, until):
         return f"cannot write {state / REQUEST}; is --state the exporter's, and may this user write there?"

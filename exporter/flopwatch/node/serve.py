@@ -68,7 +68,7 @@ async def _serve(settings: ExporterSettings, listeners: list[socket.socket], web
     in_memory: list[Source] = [telemetry, ledger] if isinstance(ledger, Embedded) else [telemetry]
     release = Release(settings.state, [reader for reader in readers if reader.driver])
     release.check()  # before anything opens the driver
-    verdict = Verdict(expectations.load(settings.expect, settings.state))
+    verdict = Verdict(expectations.load(settings.expect, inventory.parent))
     scrape = Scrape(readers, in_memory, settings, registry, also=release.samples, derive=verdict.derive)
     forward = Forward(telemetry, ledger)
 

@@ -33,6 +33,7 @@ from flopwatch.catalogue import GPU, PORT, Metric, Sample
 from flopwatch.node.collectors import Collector, StateFile, read_inventory
 from flopwatch.node.diagnosis.memory import copied
 from flopwatch.node.reader import Reader, Reading, Spec, gpu_inventory, hardware, simulated_node
+from flopwatch.node.release import Release
 from flopwatch.settings import Address, ExporterSettings
 
 # Seconds the driver gets for its first answer: without persistence mode it wakes every GPU. And the other sources.
@@ -240,7 +241,8 @@ def _readings(settings: ExporterSettings, notes: Path, report: Report) -> dict[s
     readers = {reader.name: reader for reader in hardware(settings)}
     if "nvml" in readers:
         arguments = {**readers["nvml"].spec.arguments, "notes": str(notes)}
-        readers["nvml"] = Reader("nvml", Spec("flopwatch.node.diagnosis.doctor:nvml", arguments))
+        readers["nvml"] = Reader("nvml", Spec("flopwatch.node.diagnosis.doctor:nvml", arguments), driver=True)
+    Release(settings.state, [reader for reader in readers.values() if reader.driver], guest=True).check()
     with _messages() as says, ThreadPoolExecutor(len(readers)) as pool:
         try:
             if "nvml" in readers:
@@ -253,9 +255,13 @@ def _readings(settings: ExporterSettings, notes: Path, report: Report) -> dict[s
             list(pool.map(lambda reader: reader.close(), readers.values()))
     for name in readers:
         reading = readings[name]
-        state = "ok" if reading.ok else "failed" if reading.supported else "absent"
-        reason = {"deadline": "no answer in time; the driver or the hardware behind it hangs",
-                  "exited": "its process died"}.get(reading.reason, reading.reason)
+        released = reading.kind == "released"
+        state = "ok" if reading.ok else "off" if released else "failed" if reading.supported else "absent"
+        reason = {
+            "deadline": "no answer in time; the driver or the hardware behind it hangs",
+            "exited": "its process died",
+            "released": "the driver is released (docs/release.md); flopwatch exporter --release 0 ends that",
+        }.get(reading.reason, reading.reason)
         report.sources.append(Source(
             name, state, reason, reading.duration, len(reading.samples), says.get(name, []) if not reason else []))
     if "dcgm" not in readers:

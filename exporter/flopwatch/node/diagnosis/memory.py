@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from flopwatch.node.reader import simulated_node
+from flopwatch.node.release import CONFIRMATION, REQUEST
 from flopwatch.settings import ExporterSettings, SettingsError
 
 MAX_FILE = 4 << 20
@@ -40,6 +41,9 @@ def _copy(settings: ExporterSettings, folder: Path) -> None:
     simulated = simulated_node(settings)
     if settings.simulate is not None and simulated.is_dir():
         shutil.copytree(simulated, folder / "simulated", symlinks=True, ignore=shutil.ignore_patterns("*.new"))
+    for name in (REQUEST, CONFIRMATION):  # with its time, which the request counts from
+        with suppress(OSError):
+            shutil.copy2(settings.state / name, folder / name)
     for file in settings.state.glob("*.json"):
         content = b""
         with suppress(OSError):

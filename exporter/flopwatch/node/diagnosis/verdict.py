@@ -8,6 +8,7 @@ catalogue (https://docs.nvidia.com/deploy/xid-errors/). Ports are judged as lept
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample
 from flopwatch.node.collectors.xid import CRITICAL, meanings
 from flopwatch.node.diagnosis.expectations import Expectations, Ports
+
+log = logging.getLogger(__name__)
 
 OK, DEGRADED, BAD, UNKNOWN = "ok", "degraded", "bad", "unknown"
 _WEIGHT = {BAD: 2, DEGRADED: 1, UNKNOWN: 1, OK: 0}
@@ -44,7 +47,7 @@ ACTIONS = {
     "check_node": "compare the node with what is expected of it, and correct the one that is wrong",
     "load_driver": "load the NVIDIA driver, or end its update; the GPUs are not at fault",
     "wait": "wait until the maintenance that asked for it is over",
-    "check_exporter": "look at the exporter (its log, flopwatch doctor), not at the hardware",
+    "check_exporter": "run flopwatch doctor: it says whether the driver hangs or does not let the exporter ask",
 }
 
 # The driver's own words: nvmlDeviceGpuRecoveryAction_t.
@@ -559,6 +562,7 @@ class Verdict:
         self._expected = expectations
         self._clock = clock
         self._booted = booted
+        self._said: dict[tuple[str, ...], str] = {}
 
     def facts(self, samples: Iterable[Sample]) -> Facts:
         """Return what the rules ask of the samples."""
@@ -582,6 +586,7 @@ class Verdict:
     def derive(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the verdict, its reasons and what is expected, as samples."""
         judgement = self.judge(samples)
+        self._say(judgement)
         derived: list[Sample] = [(m.NODE_VERDICT, (), _WEIGHT[judgement.verdict])]
         derived += [
             (m.NODE_VERDICT_REASON, (one.reason, one.part, one.verdict, one.action), 1) for one in judgement.reasons
@@ -593,6 +598,17 @@ class Verdict:
             "nvlinks": expected.gpus * expected.nvlinks_per_gpu,
         }
         return derived + [(m.NODE_EXPECTED, (kind,), count) for kind, count in parts.items() if count]
+
+
+    def _say(self, judgement: Judgement) -> None:
+        """Log what is wrong since now, and what no longer is."""
+        # The words may hold a number that moves.
+        now: dict[tuple[str, ...], str] = {one[:3]: f"{one.verdict}: {one}" for one in judgement.reasons}
+        for key in now.keys() - self._said.keys():
+            log.warning("the node is %s", now[key])
+        for key in self._said.keys() - now.keys():
+            log.info("over: %s", self._said[key])
+        self._said = {key: self._said.get(key, words) for key, words in now.items()}
 
 
 def _judgement(facts: Facts, more: list[Reason]) -> Judgement:
