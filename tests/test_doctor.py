@@ -165,8 +165,9 @@ def test_what_a_tier_goes_without_is_told_and_is_no_failure(node: SimulatedNode,
     assert (done.returncode, done.stderr) == (0, "")
     _, verdict, without, *_ = done.stdout.split("\n\n")
     assert verdict == "All hardware that is here can be read."
-    # Where a line is broken depends on the length of tmp_path.
-    assert re.sub(r"read /\S+/kmsg", "read KMSG", " ".join(without.split())).split(" - ") == [
+    # Where a line is broken depends on the length of the path; and a busy machine has not asked the kubelet yet.
+    said = re.sub(r"read /.*?/kmsg", "read KMSG", " ".join(without.split()))
+    assert said.replace("kubelet does not answer", "kubelet: Connection refused").split(" - ") == [
         "It goes without:",
         "gpu_sram_error_threshold_exceeded: not permitted to this user",
         "identity: kubelet: Connection refused",
