@@ -143,8 +143,9 @@ class _Protocol(H11Protocol):
     `max_connections` for as long as somebody likes, and an answer that is taken so, its memory.
     """
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start waiting for a request."""
+        assert isinstance(transport, asyncio.Transport)  # as of every stream, TLS or not
         self._arriving, self._leaving = _Patience(HEADERS_TIMEOUT), _Patience(TAKING_TIMEOUT)
         super().connection_made(transport)
         # Every byte that the kernel does not take at once counts as waiting. Not 0: with TLS, nothing would be more.

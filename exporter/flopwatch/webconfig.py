@@ -14,6 +14,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+import importlib
 import logging
 import os
 import re
@@ -339,7 +340,7 @@ class Web:
         try:
             config = parse(self._file.read_text(errors="replace"), self._file.parent)
             if config.users:
-                import bcrypt  # noqa: F401
+                importlib.import_module("bcrypt")  # missing, it is missed at the start and not at the first password
             if config.tls is None:
                 return config, None
             self._files += config.tls.files

@@ -78,8 +78,10 @@ class Alias:
     also: Metric | None = None
 
 
-def _same(id: int, row: Metric, name: str, unit: Unit, type: str = "gauge", **more: object) -> Alias:
-    return Alias(id, row, name, unit, name, unit, type, **more)  # type: ignore[arg-type]
+def _same(
+    id: int, row: Metric, name: str, unit: Unit, type: str = "gauge", labels: tuple[str, ...] = (), how: str = "value"
+) -> Alias:
+    return Alias(id, row, name, unit, name, unit, type, labels, how)
 
 
 def _counted(id: int, row: Metric, old: str, new: str, *labels: str) -> Alias:

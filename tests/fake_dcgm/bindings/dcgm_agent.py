@@ -5,7 +5,7 @@ from __future__ import annotations
 from ctypes import byref, c_double, c_int32, c_int64, c_uint, c_uint16, c_uint32, c_void_p
 from typing import Any
 
-import dcgm_structs as structs  # type: ignore[import-not-found]
+import dcgm_structs as structs
 
 call = structs.call
 

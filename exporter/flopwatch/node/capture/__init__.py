@@ -250,8 +250,7 @@ def gpu_addresses(recorded: Recorded) -> list[str]:
 
 def capture(
     library: Any, sysfs: Path, kmsg: Path, hosts: Sequence[str], words: Sequence[str] = (), reads: int = 2,
-    pause: Callable[[], None] = lambda: time.sleep(3),
-    clock: Callable[[], float] = time.monotonic, now: Callable[[], float] = time.time,
+    *, pause: Callable[[], None], clock: Callable[[], float] = time.monotonic, now: Callable[[], float] = time.time,
 ) -> Capture:
     """Return this node, masked. Raises SettingsError if there is nothing to capture.
 

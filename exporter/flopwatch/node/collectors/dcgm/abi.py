@@ -218,9 +218,9 @@ class Library:
         entities, ids = (_Pair * len(pairs))(), (ctypes.c_ushort * len(fields))(*fields)
         for place, pair in zip(entities, pairs, strict=True):
             place.entityGroupId, place.entityId = pair
-        values: Any = (FieldValue * (len(pairs) * len(fields)))()
+        values = (FieldValue * (len(pairs) * len(fields)))()
         self._call("dcgmEntitiesGetLatestValues", handle, entities, len(pairs), ids, len(fields), 0, values)
-        return values  # type: ignore[no-any-return]
+        return list(values)
 
 
 class Bindings:
