@@ -5,7 +5,8 @@
 A simulated node of eight GPUs and nine ports, an embedded ledger and eight ranks of a simulated job that push with the
 real hook are scraped once a second, as Prometheus does it. Once a second, too, the memory and the open files of all
 its processes are added up. After a quarter of the time, in which caches fill, each is fitted with a line; its slope is
-printed with its standard error, from the means of twelve blocks, since neighbouring seconds are alike.
+printed with its standard error, from the means of twelve blocks, since neighbouring seconds are alike; what is each
+process's own is printed too.
 
 Ends with status 1 if a slope is significant (SIGNIFICANT standard errors) and the rise above its entry in TOLERATED, if
 a process was replaced, or if a scrape failed. PSS rises as well when a stranger that shared a library ends; so memory
@@ -100,6 +101,7 @@ def _wait_for_ranks(side: Side, training: subprocess.Popen[bytes]) -> None:
 def _measure(side: Side, seconds: int) -> int:
     times: list[float] = []
     found: dict[str, list[float]] = {name: [] for name in TOLERATED}
+    own: dict[int, list[float]] = {}  # by process
     before, used, failed = side.processes(), side.used(), 0
     began = time.monotonic()
     while (now := time.monotonic() - began) < seconds:
@@ -110,8 +112,11 @@ def _measure(side: Side, seconds: int) -> int:
             side.connection = None
             print(f"  after {now:.0f} s: {type(error).__name__}: {error}", flush=True)
         times.append(now)
-        for name, number in _held(side.processes()).items():
-            found[name].append(number)
+        held = {pid: _held(pid) for pid in side.processes()}
+        for name, numbers in found.items():
+            numbers.append(sum(one[name] for one in held.values()))
+        for pid, one in held.items():
+            own.setdefault(pid, []).append(one[OWN])
         time.sleep(max(0.0, began + len(times) - time.monotonic()))
     used = side.used() - used
     latency = sorted(side.seconds)
@@ -127,6 +132,9 @@ def _measure(side: Side, seconds: int) -> int:
     for name, line in lines.items():
         print(f"{len(before)} processes: {fmean(found[name][warm:]):6.1f} {name}, slope {line.per_hour:+.2f} "
               f"± {line.error:.2f} an hour")
+    for pid in before if not replaced else ():
+        line = slope(times[warm:], own[pid][warm:])
+        print(f"  {fmean(own[pid][warm:]):6.1f} {OWN}, slope {line.per_hour:+.2f} ± {line.error:.2f}: {_role(pid)}")
     grows = {name for name, line in lines.items() if line.significant(TOLERATED[name])}
     if {PSS, OWN} <= grows or FILES in grows:
         print(f"it grows: {', '.join(sorted(grows))}")
@@ -134,17 +142,20 @@ def _measure(side: Side, seconds: int) -> int:
     return status
 
 
-def _held(processes: Sequence[int]) -> dict[str, float]:
-    """Return what these processes hold together: memory in MiB, and open files."""
+def _held(pid: int) -> dict[str, float]:
+    """Return what a process holds: memory in MiB, and open files."""
     kilobytes = {"Pss": 0, "Private_Clean": 0, "Private_Dirty": 0}
-    files = 0
-    for pid in processes:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if (key := line.partition(":")[0]) in kilobytes:
-                kilobytes[key] += int(line.split()[1])
-        files += len(os.listdir(f"/proc/{pid}/fd"))
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if (key := line.partition(":")[0]) in kilobytes:
+            kilobytes[key] += int(line.split()[1])
     own = kilobytes["Private_Clean"] + kilobytes["Private_Dirty"]
-    return {PSS: kilobytes["Pss"] / 1024, OWN: own / 1024, FILES: files}
+    return {PSS: kilobytes["Pss"] / 1024, OWN: own / 1024, FILES: len(os.listdir(f"/proc/{pid}/fd"))}
+
+
+def _role(pid: int) -> str:
+    """Return which of the exporter's processes this is: a reader by its collector, else the exporter."""
+    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return next((word for word in words if word.startswith("flopwatch.node.collectors.")), "exporter")
 
 
 def _cut(ascending: Sequence[float], share: float) -> float:
