@@ -1,0 +1,386 @@
+"""FLOPs a transformer needs, from its dimensions: the numerator of MFU. Pure functions, exact integers.
+
+Counted are the matrix multiplications, forward and backward: 2 FLOP per weight forward and twice that backward, so
+6 per weight and token, and the attention scores. Left out are recomputation, the input embedding (a look-up), norms,
+biases, activations and the router. Three conventions, which differ by 1 % (GPT-3 at 2k) to 70 % (Llama 3 8B at 128k):
+
+causal  6 W + 6 L H e s   per token: scores below the diagonal only, as Megatron-LM and NeMo count since 2025
+full    6 W + 12 L H e s  all s x s scores, as torchtitan and older tables count; windows are ignored
+palm    6 N + 12 L H e s  all parameters, input embedding included (PaLM, https://arxiv.org/abs/2204.02311, appendix B)
+
+W weights of the matmuls a token passes through (LM head in, also when tied; of the experts the active ones), N the
+parameters a token passes through, L layers, H query heads, e head dimension, s sequence length. The parts, per token:
+
+attention      d H e + 2 d G e + H e d weights, G key-value heads (GQA, https://arxiv.org/abs/2305.13245)
+latent (MLA)   d q + q H (n + r) + d (c + r) + c H (n + v) + H v d weights, scores of dims n + r and v in place of e, e
+               (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1; without a query rank q, d H (n + r))
+MLP            2 d f weights, gated 3 d f (https://arxiv.org/abs/2002.05202); experts the same, times those active
+window of w    w - w (w - 1) / 2 s keys in place of s / 2, which is what a token sees on average; w >= s is no window
+               (Mistral 7B, https://arxiv.org/abs/2310.06825; a token sees w keys, itself included)
+MTP            a further layer, a projection of 2 d x d and the LM head again, each module
+               (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.2)
+packed         the sum of squared lengths in place of s per token: no sample attends to another
+LoRA           4 per frozen weight, which has no weight gradient, and 6 r (in + out) per matrix adapted
+               (https://arxiv.org/abs/2106.09685)
+recomputation  full: all layers forward once more, so 8 per weight of theirs; selective: the scores only
+               (https://arxiv.org/abs/2205.05198). These are hardware FLOPs, the numerator of HFU, never of MFU
+
+Not covered: state-space and linear-attention layers, chunked or sparse attention, encoders, image towers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+Convention = Literal["causal", "full", "palm"]
+Recompute = Literal["full", "selective"]
+
+CONVENTIONS: tuple[Convention, ...] = ("causal", "full", "palm")
+LORA_TARGETS = ("attention_query", "attention_key_value", "attention_output", "mlp", "experts", "shared_experts")
+_FREEZABLE = (*LORA_TARGETS, "lm_head")
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Dimensions of multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434)."""
+
+    query_rank: int | None  # None: queries are not compressed (DeepSeek-V2-Lite)
+    key_value_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Matmuls:
+    """One family of matrices: the shapes of one set, how many sets a token passes through, how many there are."""
+
+    name: str
+    shapes: tuple[tuple[int, int], ...]
+    uses: int
+    copies: int | None  # None: not known
+    passes: int = 3  # of 2 FLOP per weight: forward, gradient of the input, gradient of the weight
+    recomputed: bool = True  # under full recomputation
+
+    @property
+    def weights(self) -> int:
+        """Return the weights of these matrices that one token passes through."""
+        return self.uses * sum(rows * columns for rows, columns in self.shapes)
+
+    @property
+    def parameters(self) -> int:
+        """Return the weights of all these matrices."""
+        if self.copies is None:
+            raise ValueError("the number of parameters needs experts=, the routed experts of a layer")
+        return self.copies * sum(rows * columns for rows, columns in self.shapes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """The attention scores of some layers."""
+
+    name: str
+    layers: int
+    window: int | None
+    passes: int = 3  # the forward pass counted once, the backward pass twice
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One line of a count: FLOPs of a sequence, and the product that they are, to be checked by hand."""
+
+    name: str
+    product: str
+    flops: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transformer:
+    """Dimensions of a decoder-only transformer; a mixture-of-experts model has `experts_per_token` above 0."""
+
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int  # rows of the LM head, padding included
+    mlp_width: int = 0  # of the layers with a plain MLP
+    mlp_matrices: int = 2  # 3 when gated (SwiGLU, GeGLU), in experts too
+    kv_heads: int | None = None  # None: as many as heads
+    head_dim: int | None = None  # None: width / heads
+    latent: LatentAttention | None = None  # in place of kv_heads and head_dim
+    experts_per_token: int = 0  # routed experts one token passes through
+    experts: int | None = None  # routed experts of a layer; only `parameters` needs it
+    expert_width: int = 0
+    shared_width: int = 0  # summed width of the experts that every token passes through
+    dense_layers: int | tuple[int, ...] = 0  # layers of such a model with a plain MLP: the first n, or their indices
+    window: int | tuple[int | None, ...] | None = None  # keys a token sees at most, itself included; or one a layer
+    mtp_layers: int = 0  # multi-token prediction modules, each with a layer like the last
+    tied_embeddings: bool = False
+    other_parameters: int = 0  # of no matmul counted: norms, biases, routers, learned positions
+    mtp_other_parameters: int = 0  # the same in one multi-token prediction module
+    expert_biases: bool = False
+    lora_rank: int = 0  # above 0: adapters train, everything else is frozen
+    lora_targets: tuple[str, ...] = LORA_TARGETS
+    frozen: tuple[str, ...] = ()  # families whose weights do not train, of LORA_TARGETS and lm_head
+    frozen_layers: int = 0  # the first n layers and the input embedding do not train
+
+    def __post_init__(self) -> None:
+        if min(self.layers, self.width, self.heads, self.vocabulary) < 1:
+            raise ValueError("layers, width, heads and vocabulary must be at least 1")
+        if self.head_dim is None and self.latent is None and self.width % self.heads:
+            raise ValueError(f"width {self.width} is no multiple of {self.heads} heads; give head_dim")
+        if self.heads % (self.kv_heads or self.heads):
+            raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} key-value heads evenly")
+        if isinstance(self.window, tuple) and len(self.window) != self.layers:
+            raise ValueError(f"{len(self.window)} windows for {self.layers} layers; give one each, None for no window")
+        for window in self._windows():
+            if window is not None and window < 1:
+                raise ValueError(f"a window of {window} keys sees nothing; None means no window")
+        if self.experts is not None and self.experts < self.experts_per_token:
+            raise ValueError(f"a token cannot pass through {self.experts_per_token} of {self.experts} experts")
+        if self.mtp_layers and (self.lora_rank or self.frozen or self.frozen_layers):
+            raise ValueError("multi-token prediction with frozen weights is not defined; set mtp_layers to 0")
+        if self.lora_rank and (self.frozen or self.frozen_layers):
+            raise ValueError("LoRA freezes everything but the adapters; leave frozen and frozen_layers out")
+        for names, known in ((self.lora_targets, LORA_TARGETS), (self.frozen, _FREEZABLE)):
+            if unknown := sorted(set(names) - set(known)):
+                raise ValueError(f"no family is called {', '.join(unknown)}: choose from {', '.join(known)}")
+        if not 0 <= self.frozen_layers <= self.layers:
+            raise ValueError(f"{self.frozen_layers} frozen layers of {self.layers}")
+
+    @property
+    def matmul_weights(self) -> int:
+        """Return W, the weights of all matmuls one token passes through; adapters are apart."""
+        return sum(matmul.weights for matmul in self._matmuls())
+
+    @property
+    def parameters(self) -> int:
+        """Return the parameters of the model, without adapters and multi-token prediction (`mtp_parameters`)."""
+        return (_parameters(self._main()) + self.vocabulary * self.width
+                + self.other_parameters + self._expert_biases(self.experts or 0))
+
+    @property
+    def active_parameters(self) -> int:
+        """Return the parameters one token passes through: all but those of the experts it is not routed to."""
+        embedding = 0 if self.tied_embeddings else self.vocabulary * self.width
+        return (sum(matmul.weights for matmul in self._main()) + embedding
+                + self.other_parameters + self._expert_biases(self.experts_per_token))
+
+    @property
+    def mtp_parameters(self) -> int:
+        """Return the parameters that multi-token prediction adds; it shares the embedding and the LM head."""
+        return _parameters(self._mtp()) + self.mtp_layers * self.mtp_other_parameters
+
+    @property
+    def lora_parameters(self) -> int:
+        """Return the parameters of the adapters."""
+        return _parameters(self._adapters())
+
+    def flops(self, tokens: int, sum_len_squared: int, convention: Convention = "causal") -> int:
+        """Return the FLOPs of `tokens` tokens in packed samples whose squared lengths sum to `sum_len_squared`.
+
+        Raises ValueError for `causal` with a window: a window needs each length, see `flops_of_samples`.
+        """
+        if convention == "causal" and any(window is not None for window in self._windows()):
+            raise ValueError("packed samples under a window: flops_of_samples takes the length of each")
+        per_token, per_square = _coefficients(self, _known(convention))
+        return per_token * tokens + per_square * sum_len_squared
+
+    def flops_of_samples(self, lengths: Iterable[int], convention: Convention = "causal") -> int:
+        """Return the FLOPs of samples of these lengths, packed or not, exact under windows too; of a step's, a step."""
+        return sum(count * self.flops_per_sequence(length, convention) for length, count in Counter(lengths).items())
+
+    def flops_per_sequence(self, sequence_length: int, convention: Convention = "causal") -> int:
+        """Return the FLOPs of one sequence, forward and backward."""
+        return sum(term.flops for term in self.terms(sequence_length, convention))
+
+    def flops_per_token(self, sequence_length: int, convention: Convention = "causal") -> float:
+        """Return the mean FLOPs per token of sequences of one length."""
+        return self.flops_per_sequence(sequence_length, convention) / sequence_length
+
+    def hardware_flops_per_sequence(
+            self, sequence_length: int, recompute: Recompute, convention: Convention = "causal") -> int:
+        """Return the FLOPs executed for one sequence, recomputation included (https://arxiv.org/abs/2205.05198).
+
+        full       every layer runs forward once more; the LM head does not
+        selective  the attention scores run forward once more
+        """
+        if recompute not in ("full", "selective"):
+            raise ValueError(f"recomputation {recompute!r}: write full or selective")
+        again = sum(self._forward_scores(scores, sequence_length, convention)
+                    for scores in self._scores() if scores.passes > 1)
+        if recompute == "full":
+            again += sum(2 * matmul.weights * sequence_length for matmul in (*self._matmuls(), *self._adapters())
+                         if matmul.recomputed and matmul.passes > 1)
+        return self.flops_per_sequence(sequence_length, convention) + again
+
+    def terms(self, sequence_length: int, convention: Convention = "causal") -> tuple[Term, ...]:
+        """Return what `flops_per_sequence` is the sum of, one term per family of matmuls."""
+        s = sequence_length
+        if s < 1:
+            raise ValueError(f"a sequence of {s} tokens has nothing to count")
+        palm = _known(convention) == "palm"
+        if palm and (self.lora_rank or self.frozen or self.frozen_layers):
+            raise ValueError("palm counts 6 per parameter, which is not defined for frozen weights: "
+                             "take causal or full")
+        terms = []
+        for matmul in (*self._matmuls(shared_head=palm), *self._adapters()):
+            shapes = " + ".join(f"{rows} x {columns}" for rows, columns in matmul.shapes)
+            terms.append(Term(matmul.name, f"{matmul.uses} x ({shapes}) x {2 * matmul.passes} x {s}",
+                              2 * matmul.passes * matmul.weights * s))
+        if palm:
+            embedding = 0 if self.tied_embeddings else self.vocabulary * self.width
+            other = (self.other_parameters + self._expert_biases(self.experts_per_token)
+                     + self.mtp_layers * self.mtp_other_parameters)
+            if embedding:
+                terms.append(Term("input_embedding", f"{self.vocabulary} x {self.width} x 6 x {s}", 6 * embedding * s))
+            if other:
+                terms.append(Term("other_parameters", f"{other} x 6 x {s}", 6 * other * s))
+        for scores in self._scores():
+            terms.append(Term(scores.name, self._scores_product(scores, s, convention),
+                              scores.passes * self._forward_scores(scores, s, convention)))
+        return tuple(terms)
+
+    def _windows(self) -> tuple[int | None, ...]:
+        return self.window if isinstance(self.window, tuple) else (self.window,) * self.layers
+
+    def _is_dense(self, layer: int) -> bool:
+        if not self.experts_per_token:
+            return True
+        dense = self.dense_layers
+        return layer in dense if isinstance(dense, tuple) else layer < dense
+
+    def _head_dim(self) -> int:
+        return self.width // self.heads if self.head_dim is None else self.head_dim
+
+    def _expert_biases(self, experts: int) -> int:
+        """Return the biases in so many experts of each layer."""
+        if not self.expert_biases:
+            return 0
+        sparse = sum(not self._is_dense(layer) for layer in range(self.layers))
+        return sparse * experts * ((self.mlp_matrices - 1) * self.expert_width + self.width)
+
+    def _attention_shapes(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        d, h, m = self.width, self.heads, self.latent
+        if m is None:
+            e = self._head_dim()
+            key_or_value = (d, (self.kv_heads or h) * e)
+            return {"attention_query": ((d, h * e),), "attention_key_value": (key_or_value, key_or_value),
+                    "attention_output": ((h * e, d),)}
+        queries = h * (m.nope_dim + m.rope_dim)
+        return {
+            "attention_query": ((d, queries),) if m.query_rank is None
+            else ((d, m.query_rank), (m.query_rank, queries)),
+            "attention_key_value": ((d, m.key_value_rank + m.rope_dim),
+                                    (m.key_value_rank, h * (m.nope_dim + m.value_dim))),
+            "attention_output": ((h * m.value_dim, d),)}
+
+    def _mlp_shapes(self, width: int) -> tuple[tuple[int, int], ...]:
+        return ((self.width, width),) * (self.mlp_matrices - 1) + ((width, self.width),)
+
+    def _layer(self, layers: int, dense: int, passes: int) -> list[Matmuls]:
+        """Return the matmuls of so many layers, `dense` of them with a plain MLP."""
+        sparse = layers - dense
+        experts = None if self.experts is None else sparse * self.experts
+        families: list[tuple[str, tuple[tuple[int, int], ...], int, int | None]] = [
+            (name, shapes, layers, layers) for name, shapes in self._attention_shapes().items()]
+        families += [
+            ("mlp", self._mlp_shapes(self.mlp_width), dense, dense),
+            ("experts", self._mlp_shapes(self.expert_width), sparse * self.experts_per_token, experts),
+            ("shared_experts", self._mlp_shapes(self.shared_width), sparse, sparse)]
+        return [Matmuls(name, shapes, uses, copies, min(passes, 2) if name in self.frozen else passes)
+                for name, shapes, uses, copies in families if uses and shapes[0][0] * shapes[0][1]]
+
+    def _main(self) -> list[Matmuls]:
+        """Return the matmuls of the model without adapters and multi-token prediction."""
+        low, trains = self.frozen_layers, 2 if self.lora_rank else 3
+        dense = [self._is_dense(layer) for layer in range(self.layers)]
+        head = Matmuls("lm_head", ((self.width, self.vocabulary),), 1, 0 if self.tied_embeddings else 1,
+                       2 if "lm_head" in self.frozen else trains, recomputed=False)
+        return [*self._layer(low, sum(dense[:low]), self._low_passes()),
+                *self._layer(self.layers - low, sum(dense[low:]), trains), head]
+
+    def _low_passes(self) -> int:
+        """Return the passes of a frozen lowest layer: no gradient goes there unless a tied LM head trains."""
+        return 2 if self.tied_embeddings and "lm_head" not in self.frozen else 1
+
+    def _mtp(self) -> list[Matmuls]:
+        """Return the matmuls of multi-token prediction, without the LM head that it shares."""
+        if not self.mtp_layers:
+            return []
+        layers = self._layer(self.mtp_layers, self.mtp_layers if self._is_dense(self.layers - 1) else 0, 3)
+        return [*(Matmuls(f"mtp_{layer.name}", layer.shapes, layer.uses, layer.copies) for layer in layers),
+                Matmuls("mtp_projection", ((2 * self.width, self.width),), self.mtp_layers, self.mtp_layers)]
+
+    def _matmuls(self, shared_head: bool = False) -> list[Matmuls]:
+        """Return all matmuls but the adapters'; with `shared_head`, the LM head only once, as a parameter."""
+        matmuls = [*self._main(), *self._mtp()]
+        if self.mtp_layers and not shared_head:
+            matmuls.append(Matmuls("mtp_lm_head", ((self.width, self.vocabulary),), self.mtp_layers, 0,
+                                   recomputed=False))
+        return matmuls
+
+    def _adapters(self) -> list[Matmuls]:
+        rank = self.lora_rank
+        return [Matmuls("lora_" + matmul.name,
+                        tuple(pair for rows, columns in matmul.shapes for pair in ((rows, rank), (rank, columns))),
+                        matmul.uses, matmul.copies)
+                for matmul in self._main() if rank and matmul.name in self.lora_targets]
+
+    def _scores(self) -> list[_Scores]:
+        windows, low = self._windows(), self.frozen_layers
+        passes = 1 if self._low_passes() == 1 else 3
+        return [
+            *(_Scores("attention_scores" if window is None else "windowed_attention_scores", layers, window, these)
+              for these, part in ((passes, windows[:low]), (3, windows[low:]))
+              for window, layers in Counter(part).items()),
+            *([_Scores("mtp_attention_scores", self.mtp_layers, windows[-1])] if self.mtp_layers else [])]
+
+    def _score_dims(self) -> int:
+        """Return the FLOPs of one token attending to one key in one layer, QK and PV forward, divided by two."""
+        m = self.latent
+        return self.heads * (2 * self._head_dim() if m is None else m.nope_dim + m.rope_dim + m.value_dim)
+
+    def _forward_scores(self, scores: _Scores, sequence_length: int, convention: Convention) -> int:
+        return self._score_dims() * scores.layers * _pairs_twice(sequence_length, scores.window, convention)
+
+    def _scores_product(self, scores: _Scores, s: int, convention: Convention) -> str:
+        w, m = scores.window, self.latent
+        if convention != "causal":
+            pairs = f"{s} x {s}"
+        elif w is None or w >= s:
+            pairs = f"{s} x {s} / 2"
+        else:
+            pairs = f"({s} x {w} - {w} x {w - 1} / 2)"
+        dims = f"({self._head_dim()} + {self._head_dim()})" if m is None else (
+            f"({m.nope_dim + m.rope_dim} + {m.value_dim})")
+        return f"{scores.layers} x {pairs} x {2 * scores.passes} x {self.heads} x {dims}"
+
+
+def _parameters(matmuls: Iterable[Matmuls]) -> int:
+    return sum(matmul.parameters for matmul in matmuls)
+
+
+def _known(convention: Convention) -> Convention:
+    if convention not in CONVENTIONS:
+        raise ValueError(f"convention {convention!r}: write causal, full or palm")
+    return convention
+
+
+def _pairs_twice(s: int, window: int | None, convention: Convention) -> int:
+    """Return twice the number of keys that the tokens of a sequence see together, which is a whole number."""
+    if convention != "causal":
+        return 2 * s * s
+    # A window shorter than the sequence shows w keys to all tokens but the first, which see 1, 2 ... w - 1.
+    return s * s if window is None or window >= s else 2 * s * window - window * (window - 1)
+
+
+@lru_cache(maxsize=64)
+def _coefficients(model: Transformer, convention: Convention) -> tuple[int, int]:
+    """Return the FLOPs per token and per squared length of a model without windows."""
+    one, two = (model.flops_per_sequence(s, convention) for s in (1, 2))
+    per_square = (two - 2 * one) // 2  # f(s) = a s + b s^2
+    return one - per_square, per_square
