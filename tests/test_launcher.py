@@ -1,4 +1,20 @@
-"""Who a process is, from environments as launchers leave them: recorded (torchrun 2.13) or as their manuals say."""
+"""Who a process is, from environments as launchers leave them: recorded (torchrun 2.13) or as their manuals say.
+
+The manuals and, where they are silent, the code that sets the variables:
+
+Slurm        https://slurm.schedmd.com/srun.html, sbatch.html, job_array.html, heterogeneous_jobs.html, squeue.html
+Open MPI     https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html; PMIX_NAMESPACE as Open MPI 5 sets it
+Hydra        https://github.com/pmodels/mpich/blob/main/doc/wiki/how_to/Using_the_Hydra_Process_Manager.md
+DeepSpeed    https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/launcher/launch.py
+PyTorchJob   https://www.kubeflow.org/docs/components/trainer/legacy-v1/user-guides/pytorch/
+TrainJob     https://github.com/kubeflow/trainer/blob/master/pkg/runtime/framework/plugins/torch/torch.go
+JobSet       https://jobset.sigs.k8s.io/docs/concepts/
+Volcano      https://volcano.sh/en/docs/user-guide/how_to_use_pytorch_plugin/
+Ray Train    https://github.com/ray-project/ray/blob/master/python/ray/train/torch/config.py
+KubeRay      https://github.com/ray-project/kuberay/blob/master/ray-operator/controllers/ray/utils/constant.go
+Pods         https://kubernetes.io/docs/tasks/run-application/access-api-from-pod/
+W&B          https://docs.wandb.ai/models/track/environment-variables
+"""
 
 from __future__ import annotations
 
@@ -8,11 +24,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from flopwatch.training import Run
-from flopwatch.training.launcher import Launch, Process, clean, launch, this_process
+from flopwatch.training.launcher import Launch, Process, Submission, clean, external_id, launch, this_process
 from tests.hook_server import ROOT
 
 ME = Process(pid=os.getpid(), start_ticks=4711, age=1.0, pid_namespace=1)
@@ -56,6 +74,60 @@ OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
 }
+# mpirun in a batch script of two nodes; on the second the daemon that starts the ranks is in a step.
+MPIRUN = {
+    **SBATCH, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "prterun-node-7-4711@1", "PMIX_RANK": "1",
+}
+MPIRUN_SECOND_NODE = {
+    **MPIRUN, "OMPI_COMM_WORLD_RANK": "5", "PMIX_RANK": "5", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0",
+}
+HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_FD": "9", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+SRUN_PMI2 = {**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8", "PMI_FD": "9"}
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "4", "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "4",
+}
+DEEPSPEED = {
+    "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_SIZE": "4", "CROSS_RANK": "0", "CROSS_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+}
+# Task 7 of an array of one-node jobs, and the whole step over both components of a heterogeneous job.
+ARRAY = {
+    **SRUN, "SLURM_JOB_ID": "81240", "SLURM_ARRAY_JOB_ID": "81234", "SLURM_ARRAY_TASK_ID": "7",
+    "SLURM_ARRAY_TASK_COUNT": "10", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "8",
+}
+HETEROGENEOUS = {
+    **SRUN, "SLURM_HET_SIZE": "2", "SLURM_JOB_ID_HET_GROUP_0": "81234",
+    "SLURM_JOB_ID_HET_GROUP_1": "81235", "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS": "12",
+    "SLURM_PROCID": "9",
+}
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "443"}
+# Elastic PyTorchJob: torchrun meets at the first worker, whose address it then passes on as an IP address.
+ELASTIC_PYTORCHJOB = {
+    **TORCHRUN, **POD, "PET_RDZV_ENDPOINT": "llama-8b-worker-0:23456", "PET_RDZV_BACKEND": "c10d",
+    "PET_NNODES": "2:4", "MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "23456", "RANK": "9", "WORLD_SIZE": "16",
+    "LOCAL_WORLD_SIZE": "8",
+}
+TRAINJOB = {
+    **TORCHRUN, **POD, "PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "llama-8b-node-0-0.llama-8b", "PET_MASTER_PORT": "29400", "JOB_COMPLETION_INDEX": "1",
+    "MASTER_ADDR": "llama-8b-node-0-0.llama-8b", "MASTER_PORT": "29400", "RANK": "9", "LOCAL_RANK": "1",
+    "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8",
+}
+VOLCANO = {
+    **POD, "VC_TASK_INDEX": "1", "VK_TASK_INDEX": "1", "VC_WORKER_NUM": "3", "WORLD_SIZE": "4", "RANK": "2",
+    "MASTER_ADDR": "llama-8b-master-0.llama-8b", "MASTER_PORT": "23456",
+}
+RAY_TRAIN = {
+    "RAY_JOB_ID": "02000000", "RAY_RAYLET_PID": "310", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "4", "NODE_RANK": "0", "MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "40817",
+    "ACCELERATE_TORCH_DEVICE": "cuda:1",
+}
+KUBERAY = {**RAY_TRAIN, **POD, "RAY_CLUSTER_NAME": "llama-8b-x7k2p", "RAY_ADDRESS": "10.1.2.9:6379"}
+# `srun ray start` on each node of a batch job: every node is in a step of its own.
+RAY_ON_SLURM = {**SBATCH, **RAY_TRAIN, "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}
 
 
 def place(found: Launch) -> tuple[int, int, int, bool]:
@@ -66,6 +138,11 @@ def place(found: Launch) -> tuple[int, int, int, bool]:
     ({}, (0, 1, 0, True)), (TORCHRUN, (1, 2, 1, True)), (SBATCH, (0, 1, 0, True)), (SRUN, (5, 8, 1, False)),
     (SRUN_TORCHRUN, (5, 8, 1, False)), (PYTORCHJOB, (3, 4, 0, False)), (JOBSET, (9, 16, 1, False)),
     (OPENMPI, (1, 4, 1, True)), ({**SRUN, "SLURM_STEP_NUM_NODES": "1"}, (5, 8, 1, True)),
+    (MPIRUN, (1, 8, 1, False)), (MPIRUN_SECOND_NODE, (5, 8, 1, False)), (HYDRA, (5, 8, 1, False)),
+    (SRUN_PMI2, (5, 8, 1, False)), (MVAPICH, (1, 4, 1, True)), (DEEPSPEED, (1, 4, 1, True)), (ARRAY, (5, 8, 1, True)),
+    (HETEROGENEOUS, (9, 12, 1, False)), (ELASTIC_PYTORCHJOB, (9, 16, 1, False)), (TRAINJOB, (9, 16, 1, False)),
+    (VOLCANO, (2, 4, 0, False)), (RAY_TRAIN, (1, 4, 1, False)), (RAY_ON_SLURM, (1, 4, 1, False)),
+    ({**RAY_TRAIN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"}, (0, 1, 0, True)),
     ({"RANK": "1"}, (0, 1, 0, True)), ({"RANK": "one", "WORLD_SIZE": "2"}, (0, 1, 0, True)),
 ])
 def test_the_place_of_a_process_in_its_job(environ: dict[str, str], expected: tuple[int, int, int, bool]) -> None:
@@ -75,20 +152,62 @@ def test_the_place_of_a_process_in_its_job(environ: dict[str, str], expected: tu
 @pytest.mark.parametrize(("environ", "name"), [
     ({}, None), (TORCHRUN, None), (SRUN, "llama 8b-81234"), (PYTORCHJOB, "llama-8b"), (JOBSET, "llama-8b"),
     ({**PYTORCHJOB, "MASTER_ADDR": "10.1.2.3"}, None), ({**PYTORCHJOB, "MASTER_ADDR": "localhost"}, None),
+    ({**PYTORCHJOB, "MASTER_ADDR": "llama-8b-master-0.research.svc.cluster.local"}, "llama-8b"),
+    ({**JOBSET, "MASTER_ADDR": "x-node-0-0.llama-8b.research.svc.cluster.local"}, "llama-8b"),
+    (ARRAY, "llama 8b-81234_7"), (HETEROGENEOUS, "llama 8b-81234"), (ELASTIC_PYTORCHJOB, "llama-8b"),
+    (TRAINJOB, "llama-8b"), (VOLCANO, "llama-8b"), (RAY_TRAIN, None), (KUBERAY, "llama-8b-x7k2p-02000000"),
+    (RAY_ON_SLURM, "llama 8b-81234"), ({**POD, "PET_RDZV_ENDPOINT": "[fd00::1]:29400"}, None),
 ])
 def test_a_schedulers_name_for_the_run(environ: dict[str, str], name: str | None) -> None:
     assert launch(environ, "node-7", ME).name == name
 
 
+def test_ray_trains_experiment_names_the_run() -> None:
+    def experiment() -> str | None:
+        return "llama-8b"
+
+    def outside() -> str | None:
+        raise RuntimeError("not in a training worker")
+
+    for said, name in ((experiment, "llama-8b"), (outside, "llama-8b-x7k2p-02000000"),
+                       (lambda: None, "llama-8b-x7k2p-02000000")):
+        context = SimpleNamespace(get_experiment_name=said)
+        modules = {"ray.train": SimpleNamespace(get_context=lambda context=context: context)}
+        assert launch(KUBERAY, "node-7", ME, modules=modules).name == name
+    assert launch(SRUN, "node-7", ME, modules=modules).name == "llama 8b-81234"
+
+
 @pytest.mark.parametrize(("environ", "attempt"), [
     (SRUN, "slurm-81234.0-1-0"), (SRUN_TORCHRUN, "slurm-81234.0-1-2"), (PYTORCHJOB, "llama-8b-master-0:23456-0"),
-    (JOBSET, "3-0"),
+    (JOBSET, "3-0"), (HETEROGENEOUS, "slurm-81234.0-1-0"), (TRAINJOB, "llama-8b-node-0-0.llama-8b:29400-0"),
+    (VOLCANO, "llama-8b-master-0.llama-8b:23456-0"), (RAY_TRAIN, "ray-02000000-10.1.2.3:40817-0"),
+    (RAY_ON_SLURM, "slurm-81234-1-ray-02000000-10.1.2.3:40817-0"),
+    (MPIRUN, "slurm-81234-1-mpi-prterun-node-7-4711@1-0"), (HYDRA, "job-0"),
 ])
 def test_ranks_of_many_nodes_name_their_attempt_alike(environ: dict[str, str], attempt: str) -> None:
-    per_rank = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "GROUP_RANK")
+    per_rank = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "GROUP_RANK", "NODE_RANK",
+                "OMPI_COMM_WORLD_RANK", "PMI_RANK", "VC_TASK_INDEX", "PET_NODE_RANK", "JOB_COMPLETION_INDEX")
     other = {key: "0" if key in per_rank else text for key, text in environ.items()}
     assert launch(environ, "node-7", ME).attempt_without_launcher() == attempt
     assert launch(other, "node-8", ME).attempt_without_launcher() == attempt
+
+
+def test_mpirun_in_a_batch_script_names_the_attempt_alike_on_its_own_node_and_on_others() -> None:
+    attempts = {launch(environ, "node-7", ME).attempt_without_launcher() for environ in (MPIRUN, MPIRUN_SECOND_NODE)}
+    assert attempts == {"slurm-81234-1-mpi-prterun-node-7-4711@1-0"}
+
+
+def test_ray_nodes_in_steps_of_their_own_name_the_attempt_alike() -> None:
+    attempts = {launch({**RAY_ON_SLURM, "SLURM_STEP_ID": step}, "node-7", ME).attempt_without_launcher()
+                for step in ("0", "1", "2")}
+    assert attempts == {"slurm-81234-1-ray-02000000-10.1.2.3:40817-0"}
+
+
+@pytest.mark.parametrize("environ", [SRUN, TRAINJOB, PYTORCHJOB, VOLCANO, RAY_TRAIN, MPIRUN])
+def test_of_many_nodes_rank_0_names_the_attempt_after_its_own_process(environ: dict[str, str]) -> None:
+    # Not after torchrun or the first process of a container: both may outlive an attempt, or look alike in the next.
+    me = this_process()
+    assert f"node-7-{me.pid}-{me.start_ticks}" in launch(environ, "node-7", me).attempt()
 
 
 def test_a_single_process_is_its_own_launcher() -> None:
@@ -127,6 +246,103 @@ def test_the_age_of_a_process_is_what_the_clock_says_it_is() -> None:
 
 def test_without_proc_a_process_is_as_old_as_its_run(tmp_path: Path) -> None:
     assert this_process(tmp_path) == Process(os.getpid(), start_ticks=0, age=0.0, pid_namespace=0)
+
+
+@pytest.mark.parametrize(("environ", "tenant", "owner", "team"), [
+    ({}, "", "", ""),
+    ({**SRUN, "SLURM_JOB_ACCOUNT": "nlp", "SLURM_JOB_USER": "ada"}, "nlp", "ada", "nlp"),
+    ({**SRUN, "SLURM_JOB_USER": "ada"}, "", "ada", ""),
+    (PYTORCHJOB, "research", "", ""),
+    ({**PYTORCHJOB, "SLURM_JOB_ACCOUNT": "nlp"}, "nlp", "", "nlp"),  # Slurm on Kubernetes
+    ({**SRUN, "SLURM_JOB_ACCOUNT": "nlp", "SLURM_JOB_USER": "ada", "FLOPWATCH_TENANT": "lab", "FLOPWATCH_OWNER": "bob",
+      "FLOPWATCH_TEAM": "llm"}, "lab", "bob", "llm"),
+])
+def test_tenant_owner_and_team_come_from_variables_before_the_scheduler(
+    environ: dict[str, str], tenant: str, owner: str, team: str, tmp_path: Path,
+) -> None:
+    (tmp_path / "namespace").write_text("research")
+    found = launch(environ, "node-7", ME, pod=tmp_path)
+    assert (found.tenant, found.owner, found.team) == (tenant, owner, team)
+
+
+def test_a_pod_without_a_service_account_has_no_tenant(tmp_path: Path) -> None:
+    assert launch(PYTORCHJOB, "node-7", ME, pod=tmp_path).tenant == ""
+
+
+WANDB: Any = SimpleNamespace(run=SimpleNamespace(id="a1b2c3d4", disabled=False))
+
+
+@pytest.mark.parametrize(("environ", "modules", "expected"), [
+    ({}, {}, ""),
+    ({"WANDB_RUN_ID": "llama 8b"}, {}, "llama-8b"),
+    ({"WANDB_RUN_ID": "env"}, {"wandb": WANDB}, "a1b2c3d4"),  # wandb.init(id=...) wins over the variable
+    ({"WANDB_RUN_ID": "env"}, {"wandb": SimpleNamespace(run=None)}, "env"),  # before wandb.init()
+    ({}, {"wandb": SimpleNamespace(run=SimpleNamespace(id="dummy", disabled=True))}, ""),
+    ({}, {"wandb": SimpleNamespace()}, ""),
+])
+def test_the_id_of_a_weights_and_biases_run(environ: dict[str, str], modules: dict[str, Any], expected: str) -> None:
+    assert external_id(environ, modules) == expected
+
+
+def squeue(folder: Path, script: str) -> str:
+    """Return a command that behaves like Slurm's."""
+    command = folder / "squeue"
+    command.write_text("#!/bin/sh\n" + script)
+    command.chmod(0o755)
+    return str(command)
+
+
+def answer(submission: Submission, seconds: float = 10) -> float | None:
+    """Return what is known in the end."""
+    end = time.monotonic() + seconds
+    while (found := submission()) is None and time.monotonic() < end:
+        time.sleep(0.01)
+    return found
+
+
+FIRST = {key: text for key, text in SRUN.items() if key != "SLURM_RESTART_COUNT"}
+
+
+def test_slurm_is_asked_once_when_its_job_was_submitted(tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    # An array's first task has the array's id, so squeue prints a line for each task.
+    command = squeue(tmp_path, f"""
+echo "$@ $SLURM_TIME_FORMAT $SQUEUE_FORMAT" >>{asked}
+[ "$SLURM_TIME_FORMAT" = %s ] && printf '1750000000\\n1750000000\\n'
+""")
+    submission = Submission({**os.environ, **FIRST, "SQUEUE_FORMAT": "%i"}, command)
+    assert submission() is None  # it waits for nothing
+    assert answer(submission) == 1750000000
+    assert submission() == 1750000000
+    assert asked.read_text() == "--noheader --jobs=81234 --format=%V %s \n"
+
+
+@pytest.mark.parametrize(("environ", "script"), [
+    ({}, "echo 1750000000"),
+    (SRUN, "echo 1750000000"),  # requeued: Slurm's time is that of the requeue
+    (FIRST, "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"),
+    (FIRST, "echo Unknown"),
+])
+def test_no_time_of_submission_rather_than_a_wrong_one(environ: dict[str, str], script: str, tmp_path: Path) -> None:
+    assert answer(Submission({**os.environ, **environ}, squeue(tmp_path, script)), seconds=0.3) is None
+
+
+def test_without_slurms_client_nobody_is_asked(tmp_path: Path) -> None:
+    assert answer(Submission(FIRST, str(tmp_path / "squeue")), seconds=0.1) is None
+
+
+def test_a_slurm_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
+    now = 0.0
+    submission = Submission({**os.environ, **FIRST}, squeue(tmp_path, "exec sleep 100"), clock=lambda: now)
+    assert submission() is None
+    now = 29.0
+    assert submission() is None
+    asked = submission._asked
+    assert asked is not None
+    assert asked.poll() is None
+    now = 31.0
+    assert submission() is None
+    assert asked.poll() is not None
 
 
 def test_a_name_is_made_of_the_characters_a_run_may_have() -> None:

@@ -1,16 +1,25 @@
-"""Who this process is in its job: rank, ranks, name of the run, and the attempt, from what the launcher left behind.
+"""Who this process is in its job: rank, ranks, name of the run, attempt, tenant and owner, from what launchers leave.
 
-Read: torchrun's variables (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables), Open MPI's,
-Slurm's (https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES), the addresses that Kubeflow and
-JobSet give to pods, and /proc. Kubernetes tells a pod nothing about restarts: put them in FLOPWATCH_ATTEMPT, for
-example from the pod's label `jobset.sigs.k8s.io/restart-attempt` through the downward API.
+Read:
+
+torchrun     https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+Slurm        https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES, for array tasks and components
+             of one job https://slurm.schedmd.com/job_array.html and heterogeneous_jobs.html
+Open MPI     https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html; MPICH and Intel MPI (Hydra), MVAPICH
+Ray Train    the same variables as torchrun's, set by https://docs.ray.io/en/latest/train/train.html; the job's id
+Kubernetes   the addresses that JobSet, Kubeflow (PyTorchJob, TrainJob) and Volcano give to pods, and the namespace
+             beside the pod's service account token
+
+and /proc. Kubernetes tells a pod nothing about restarts and nothing about when it was submitted: docs/training.md shows
+how the downward API passes labels and annotations as FLOPWATCH_ATTEMPT and FLOPWATCH_SUBMITTED_AT.
 
 An attempt is one launch of all ranks. All of them must name it alike, and no two launches may share a name:
 
 one node     scheduler's job and restart count, launcher's pid and start time, torchrun's restart count
-many nodes   the same as rank 0 sees it, agreed through torch's store when torch.distributed is initialised before
-             Run(); else without the launcher, which differs from node to node, and with MASTER_ADDR:MASTER_PORT in
-             place of an unknown job
+many nodes   what rank 0 says, its own pid and start time in place of the launcher's, agreed through torch's store when
+             torch.distributed is initialised before Run(); torchrun's count is no name there, since a node that joins
+             or leaves restarts all ranks and counts nothing. Else, without talking, neither pid nor start time, and
+             MASTER_ADDR:MASTER_PORT in place of an unknown job
 """
 
 from __future__ import annotations
@@ -18,17 +27,25 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import subprocess
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+POD = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 _RANKS = (  # rank, ranks, rank on this node, and what shows that one node holds all ranks
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     # Not SLURM_NTASKS: an sbatch script has it too, and what that starts without srun is one process.
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES"),
 )
+_PATIENCE = 30.0  # seconds after which Slurm's answer is given up
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +69,11 @@ class Launch:
     name: str | None
     job: str  # scheduler's job and restart count, "" if there is no scheduler
     meeting_point: str  # MASTER_ADDR:MASTER_PORT, "" if there is none
-    launcher: str  # host, pid and start of the process that started the ranks of this node
+    launcher: str  # host, pid and start of the process that started all ranks, if it is on this node, else of this one
     restarts: str  # torchrun's restart count
+    tenant: str = ""  # Slurm's account, the pod's namespace
+    owner: str = ""  # Slurm's user
+    team: str = ""  # Slurm's account
 
     def attempt(self) -> str:
         """Return the attempt's name as this rank sees it; rank 0's is right for all, see the module."""
@@ -107,45 +127,185 @@ def clean(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._:/@+-]", "-", name)[:128]
 
 
-def _scheduled_name(environ: Mapping[str, str]) -> str | None:
+def launch(
+    environ: Mapping[str, str], host: str, process: Process, proc: Path = Path("/proc"),
+    modules: Mapping[str, Any] = sys.modules, pod: Path = POD,
+) -> Launch:
+    """Return this process's place in its job; a process without a launcher is rank 0 of 1."""
+    rank, world_size, local_rank, one_node, started_by = _ranks(environ)
+    # Ray's daemon starts the ranks of every attempt on its node, so it stands for none of them.
+    one_node = one_node and (world_size == 1 or "RAY_JOB_ID" not in environ)
+    # A single process may have a shell for a parent, which starts the next attempt too; and the first process of a
+    # container has no parent that it can see.
+    launched = one_node and os.getppid() > 0 and ("TORCHELASTIC_RUN_ID" in environ or world_size > 1)
+    starter = _launcher_pid(proc, os.getppid()) if launched else process.pid
+    master = environ.get("MASTER_ADDR", "")
+    meeting_point = f"{master}:{environ.get('MASTER_PORT', '')}" if master else ""
+    account = environ.get("SLURM_JOB_ACCOUNT", "")
+    return Launch(
+        rank, world_size, local_rank, one_node, _scheduled_name(environ, modules),
+        _job(environ, started_by, meeting_point),
+        meeting_point=meeting_point,
+        launcher=f"{host}-{starter}-{_start_ticks(proc, starter)}",
+        restarts=environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        tenant=environ.get("FLOPWATCH_TENANT", "") or account or _namespace(environ, pod),
+        owner=environ.get("FLOPWATCH_OWNER", "") or environ.get("SLURM_JOB_USER", ""),
+        team=environ.get("FLOPWATCH_TEAM", "") or account,
+    )
+
+
+def _ranks(environ: Mapping[str, str]) -> tuple[int, int, int, bool, str]:
+    """Return rank, ranks, rank on this node, whether one node holds all ranks, and the variable that told the rank."""
+    for rank_key, world_key, local_key, node_key in _RANKS:
+        if not (environ.get(rank_key, "").isdigit() and environ.get(world_key, "").isdigit()):
+            continue
+        if rank_key == "PMI_RANK" and local_key not in environ:
+            continue  # of Slurm's own PMI, which leaves the rest to Slurm's variables
+        world_size = int(environ[world_key])
+        holds_all = "1" if node_key == "SLURM_STEP_NUM_NODES" else str(world_size)
+        # DeepSpeed's launcher says LOCAL_SIZE.
+        on_node = environ.get(node_key, environ.get("LOCAL_SIZE") if rank_key == "RANK" else None)
+        return int(environ[rank_key]), world_size, _local(environ, local_key), (
+            world_size == 1 or on_node == holds_all), rank_key
+    return 0, 1, 0, True, ""
+
+
+def _local(environ: Mapping[str, str], key: str) -> int:
+    text = environ.get(key, "")
+    return int(text) if text.isdigit() else 0
+
+
+def _job(environ: Mapping[str, str], started_by: str, meeting_point: str) -> str:
+    """Return the scheduler's job and its restart count, alike on all ranks; "" if there is no scheduler."""
+    if told := environ.get("FLOPWATCH_ATTEMPT", ""):
+        return told
+    parts = []
+    slurm = environ.get("SLURM_JOB_ID", "")
+    restart = environ.get("SLURM_RESTART_COUNT", "0")
+    if job := environ.get("RAY_JOB_ID", ""):
+        # Started below Slurm, Ray's head and workers are steps of their own. MASTER_PORT is new in each attempt.
+        parts = [f"slurm-{slurm}-{restart}"] if slurm else []
+        parts += [f"ray-{job}", *([meeting_point] if meeting_point else [])]
+    elif started_by in ("RANK", "SLURM_PROCID", ""):
+        parts = [f"slurm-{slurm}.{environ.get('SLURM_STEP_ID', 'batch')}-{restart}"] if slurm else []
+    else:
+        # mpirun in a batch script: its own node has no step, and the others are in the step that started its daemons.
+        parts = [f"slurm-{slurm}-{restart}"] if slurm else []
+        parts += [f"mpi-{environ['PMIX_NAMESPACE']}"] if environ.get("PMIX_NAMESPACE") else []
+    return "-".join(parts)
+
+
+def _scheduled_name(environ: Mapping[str, str], modules: Mapping[str, Any]) -> str | None:
+    if "RAY_JOB_ID" in environ and (name := _experiment(modules)):
+        return name
     if job := environ.get("SLURM_JOB_ID"):
+        if (array := environ.get("SLURM_ARRAY_JOB_ID")) and (task := environ.get("SLURM_ARRAY_TASK_ID")):
+            job = f"{array}_{task}"
         return f"{environ.get('SLURM_JOB_NAME', 'slurm')}-{job}"
-    master = environ.get("MASTER_ADDR", environ.get("PET_MASTER_ADDR", ""))
-    if "KUBERNETES_SERVICE_HOST" not in environ or not master or _is_address(master):
+    if "KUBERNETES_SERVICE_HOST" not in environ:
         return None
-    pod, _, domain = master.partition(".")
-    # JobSet and Kubeflow 2: NAME-node-0-0.NAME, the domain being the job. Kubeflow 1: NAME-master-0.
-    return domain.partition(".")[0] or re.sub(r"-[a-z]+(-\d+)+$", "", pod)
+    if (cluster := environ.get("RAY_CLUSTER_NAME")) and (ray := environ.get("RAY_JOB_ID")):
+        return f"{cluster}-{ray}"
+    for key in ("MASTER_ADDR", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT"):
+        host = re.sub(r":\d+$", "", environ.get(key, ""))
+        if host and not _is_address(host):
+            return _job_of(host)
+    return None
+
+
+def _job_of(host: str) -> str:
+    """Return the job that gave a pod this address.
+
+    JobSet, TrainJob: NAME-node-0-0.NAME, the domain being the job. Volcano: NAME-master-0.NAME. PyTorchJob:
+    NAME-master-0. Each may have NAMESPACE.svc.cluster.local behind it.
+    """
+    pod, *domain = host.split(".")
+    if "svc" in domain:
+        domain = domain[:max(0, domain.index("svc") - 1)]
+    return domain[0] if domain else re.sub(r"-[a-z]+(-\d+)+$", "", pod)
 
 
 def _is_address(host: str) -> bool:
     try:
-        ipaddress.ip_address(host)
+        ipaddress.ip_address(host.strip("[]"))
     except ValueError:
         return host == "localhost"
     return True
 
 
-def launch(environ: Mapping[str, str], host: str, process: Process, proc: Path = Path("/proc")) -> Launch:
-    """Return this process's place in its job; a process without a launcher is rank 0 of 1."""
-    rank, world_size, local_rank, one_node = 0, 1, 0, True
-    for rank_key, world_key, local_key, node_key in _RANKS:
-        if environ.get(rank_key, "").isdigit() and environ.get(world_key, "").isdigit():
-            rank, world_size = int(environ[rank_key]), int(environ[world_key])
-            local_rank = int(environ.get(local_key, "0"))
-            holds_all = "1" if node_key == "SLURM_STEP_NUM_NODES" else str(world_size)
-            one_node = world_size == 1 or environ.get(node_key) == holds_all
-            break
-    job = environ.get("FLOPWATCH_ATTEMPT", "")
-    if not job and (slurm := environ.get("SLURM_JOB_ID")):
-        job = f"slurm-{slurm}.{environ.get('SLURM_STEP_ID', 'batch')}-{environ.get('SLURM_RESTART_COUNT', '0')}"
-    elastic = "TORCHELASTIC_RUN_ID" in environ
-    # A single process may have a shell for a parent, which starts the next attempt too.
-    starter = _launcher_pid(proc, os.getppid()) if elastic or world_size > 1 else process.pid
-    master = environ.get("MASTER_ADDR", "")
-    return Launch(
-        rank, world_size, local_rank, one_node, _scheduled_name(environ), job,
-        meeting_point=f"{master}:{environ.get('MASTER_PORT', '')}" if master else "",
-        launcher=f"{host}-{starter}-{_start_ticks(proc, starter)}",
-        restarts=environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
-    )
+def _experiment(modules: Mapping[str, Any]) -> str:
+    """Return the name of Ray Train's experiment, which its restarts share; "" outside of one."""
+    # Looked up, not imported: a worker of Ray Train has done that.
+    train = modules.get("ray.train")
+    try:
+        return str(train.get_context().get_experiment_name() or "") if train is not None else ""
+    except Exception:  # its own error for a process that Ray started for something else
+        return ""
+
+
+def _namespace(environ: Mapping[str, str], pod: Path) -> str:
+    if "KUBERNETES_SERVICE_HOST" not in environ:
+        return ""
+    try:
+        return (pod / "namespace").read_text().strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def external_id(environ: Mapping[str, str], modules: Mapping[str, Any]) -> str:
+    """Return the id of this process's Weights & Biases run; "" if there is none.
+
+    To be asked late: wandb.init() may come after Run(). https://docs.wandb.ai/models/ref/python/experiments/run
+    """
+    # Looked up, not imported.
+    run = getattr(modules.get("wandb"), "run", None)
+    if run is not None and not getattr(run, "disabled", False) and isinstance(name := getattr(run, "id", None), str):
+        return clean(name)
+    return clean(environ.get("WANDB_RUN_ID", ""))
+
+
+class Submission:
+    """When Slurm's job was submitted, asked once with `squeue` and without waiting for the answer.
+
+    Call it from time to time, on one rank of the run: it returns Unix time once that is known. Slurm puts the time of
+    the requeue in its place, so a restarted job is not asked about. https://slurm.schedmd.com/squeue.html
+    """
+
+    def __init__(
+        self, environ: Mapping[str, str], squeue: str = "squeue", clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._job = environ.get("SLURM_JOB_ID", "") if environ.get("SLURM_RESTART_COUNT", "0") == "0" else ""
+        # %s is Unix time, whatever the time zone; a user's SQUEUE_ variables could filter the job out.
+        self._environ = {key: text for key, text in environ.items() if not key.startswith("SQUEUE_")}
+        self._environ["SLURM_TIME_FORMAT"] = "%s"
+        self._command = [squeue, "--noheader", f"--jobs={self._job}", "--format=%V"]
+        self._clock = clock
+        self._asked: subprocess.Popen[str] | None = None
+        self._deadline = 0.0
+        self._answer: float | None = None
+
+    def __call__(self) -> float | None:
+        """Return when the job was submitted; None if it is not known, or not yet."""
+        if self._job:
+            self._ask()
+        return self._answer
+
+    def _ask(self) -> None:
+        if self._asked is None:
+            self._deadline = self._clock() + _PATIENCE
+            try:
+                self._asked = subprocess.Popen(
+                    self._command, env=self._environ, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL)
+            except OSError:  # no Slurm client here, as in most containers
+                self._job = ""
+            return
+        if self._asked.poll() is None:
+            if self._clock() < self._deadline:
+                return
+            self._asked.kill()
+        self._job = ""
+        printed, _ = self._asked.communicate()
+        # A line for each part of a job of several; all were submitted at once.
+        if (first := printed.strip().partition("\n")[0].strip()).isdigit():
+            self._answer = float(first)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cache
 from importlib.resources import files
 
@@ -47,4 +48,9 @@ def peak(nvml_name: str, dtype: str) -> Peak:
         raise UnknownPeak(f"{nvml_name!r} is ambiguous: {row['basis']}")
     if not row[dtype]:
         raise UnknownPeak(f"{nvml_name!r} has no {dtype} peak in the table")
-    return Peak(float(row[dtype]) * 1e12, row["basis"])
+    return Peak(float(Decimal(row[dtype]) * 10**12), row["basis"])
+
+
+def override(flops_per_second: float, source: str = "") -> Peak:
+    """Return the peak somebody gives in place of the table's; its source says so."""
+    return Peak(flops_per_second, f"override: {source}" if source else "override")

@@ -1,0 +1,113 @@
+"""`flopwatch peak`: the dense peak of a card, from the table by its exact NVML name, and what the card reaches.
+
+Without a name, the first card that CUDA's driver shows: https://docs.nvidia.com/cuda/cuda-driver-api/index.html. It
+knows of CUDA_VISIBLE_DEVICES and of MIG slices, whose name NVML would give as the whole card's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from flopwatch.commands import Commands, command, seconds
+from flopwatch.settings import SettingsError
+
+if TYPE_CHECKING:
+    from flopwatch.training.peaks import Peak
+
+SECONDS = 10.0
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the peak; 1 and the reason where there is none."""
+    if options.measure:
+        return _measure(options)
+    if options.seconds is not None:
+        raise SettingsError("--seconds is how long --measure takes; give both or neither")
+    name = present_card() if options.name is None else options.name
+    found = _table(name, options.dtype)
+    if isinstance(found, str):
+        raise SettingsError(found)
+    if options.json:
+        print(json.dumps({"name": name, "dtype": options.dtype, "flops_per_second": found.flops_per_second,
+                          "source": found.source}))
+    else:
+        print(f"{name} {options.dtype}: {_per_second(found.flops_per_second, options.dtype)}, dense ({found.source})")
+    return 0
+
+
+def _table(name: str, dtype: str) -> Peak | str:
+    """Return the table's peak, or why there is none."""
+    from flopwatch.training.peaks import UnknownPeak, peak
+
+    try:
+        return peak(name, dtype)
+    except UnknownPeak as refusal:
+        return str(refusal)
+
+
+def _measure(options: argparse.Namespace) -> int:
+    if options.name is not None:
+        raise SettingsError("--measure is of the device at hand; leave the name out")
+    try:
+        from flopwatch.training.torch.peak import Unmeasurable, sweep
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise SettingsError("--measure needs PyTorch, which is not installed here") from None
+    try:
+        achieved = sweep(options.dtype, SECONDS if options.seconds is None else options.seconds)
+    except Unmeasurable as error:
+        raise SettingsError(str(error)) from None
+    found = _table(achieved.device, options.dtype)
+    measured = {"achievable_flops_per_second": achieved.flops_per_second, "shape": achieved.shape}
+    lines = [
+        f"{achieved.device} {options.dtype}",
+        f"  measured    {_per_second(achieved.flops_per_second, options.dtype)}, best at "
+        f"{' x '.join(map(str, achieved.shape))} (m x n x k)",
+    ]
+    if isinstance(found, str):
+        sheet: dict[str, object] = {"flops_per_second": None, "source": None, "refused": found}
+        lines.append(f"  data sheet  none: {found}")
+    else:
+        share = achieved.flops_per_second / found.flops_per_second
+        sheet = {"flops_per_second": found.flops_per_second, "source": found.source, "achieved_ratio": share}
+        lines.append(f"  data sheet  {_per_second(found.flops_per_second, options.dtype)}, dense ({found.source}); "
+                     f"{share:.1%} of it measured")
+    said = {"name": achieved.device, "dtype": options.dtype, **measured, **sheet}
+    print(json.dumps(said) if options.json else "\n".join(lines))
+    return 0
+
+
+def _per_second(flops: float, dtype: str) -> str:
+    unit = "OP/s" if dtype == "int8" else "FLOP/s"
+    return f"{flops / 1e12:,.4g} T{unit}" if flops >= 1e11 else f"{flops / 1e9:,.4g} G{unit}"
+
+
+def present_card(library: Callable[[str], Any] | None = None) -> str:
+    """Return the name of the first card CUDA's driver shows. Raises SettingsError."""
+    try:
+        cuda: Any = (library or ctypes.CDLL)("libcuda.so.1")
+    except OSError:
+        raise SettingsError("there is no NVIDIA driver here; give the card's name, as nvidia-smi prints it") from None
+    device, name = ctypes.c_int(), ctypes.create_string_buffer(256)
+    # Each returns 0, or an error. https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TYPES.html
+    status = cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0) or cuda.cuDeviceGetName(name, 256, device)
+    if status != 0:
+        raise SettingsError(f"CUDA's driver shows no card (error {status}); give the card's name")
+    return name.value.decode(errors="replace")
+
+
+def add(commands: Commands) -> None:
+    """Describe the command."""
+    parser = command(commands, "peak", run, "print the dense peak FLOP/s of a card, or measure what one reaches")
+    add = parser.add_argument
+    add("name", nargs="?", metavar="NAME", help="exact NVML name, as nvidia-smi -L prints it (default: the card here)")
+    # No choices: a dtype we do not know is refused like a card we do not know, with the reason and status 1.
+    add("--dtype", default="bf16", help="of the matrix multiplications: fp16, bf16 (default), tf32, fp8, fp4 or int8")
+    add("--json", action="store_true", help="print JSON")
+    add("--measure", action="store_true", help="multiply matrices here, on the card or else the CPU; needs PyTorch")
+    add("--seconds", type=seconds, metavar="SECONDS", help=f"how long --measure takes (default {SECONDS:g})")

@@ -1,0 +1,148 @@
+"""Where a rank stands in its job: coordinates in the data, tensor, pipeline, context and expert parallel groups.
+
+Read: what the caller says, or a torch DeviceMesh by its `mesh_dim_names`
+(https://docs.pytorch.org/docs/stable/distributed.html#devicemesh), or Megatron's parallel_state
+(https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/parallel_state.py) and what has its methods, such as the
+`mpu` of DeepSpeed. Nothing is imported for that.
+
+The ranks that share one model replica are tensor x pipeline x context parallel; what is not named counts as 1.
+Expert parallel ranks are data parallel for everything but the experts, so they don't count.
+
+What does not fit is refused, since a wrong size makes a wrong MFU. Not told apart: a mesh dimension `fsdp` that holds
+context parallel ranks too, as in torchtitan; say `{"dp": ..., "cp": ...}` there.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+Coordinate = tuple[int, int]  # rank in the group, ranks of the group
+
+_DIMENSIONS = {  # names of mesh dimensions: torch's own, torchtitan's, Accelerate's, Lightning's
+    "dp": "dp", "ddp": "dp", "fsdp": "dp", "dp_replicate": "dp", "dp_shard": "dp", "replicate": "dp", "shard": "dp",
+    "data_parallel": "dp", "batch": "dp", "tp": "tp", "tensor_parallel": "tp", "pp": "pp", "cp": "cp", "sp": "cp",
+    "ep": "ep",
+}
+_MEGATRON = {  # the middle of get_..._rank and get_..._world_size; the second is Megatron's before it had pipelines
+    "dp": ("data_parallel",), "tp": ("tensor_model_parallel", "model_parallel"), "pp": ("pipeline_model_parallel",),
+    "cp": ("context_parallel",), "ep": ("expert_model_parallel",),
+}
+_MODULES = ("megatron.core.parallel_state", "megatron.core.mpu", "megatron.mpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """One rank's coordinates: (rank, size) of each kind of group, None where it is not known."""
+
+    dp: Coordinate | None = None
+    tp: Coordinate | None = None
+    pp: Coordinate | None = None
+    cp: Coordinate | None = None
+    ep: Coordinate | None = None
+
+    @property
+    def replica_ranks(self) -> int:
+        """Return how many ranks share one model replica."""
+        return math.prod(group[1] for group in (self.tp, self.pp, self.cp) if group is not None)
+
+    def labels(self) -> dict[str, str]:
+        """Return the rank in each group, "" where it is not known."""
+        groups = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: "" if group is None else str(group[0]) for name, group in groups.items()}
+
+
+def parallel(given: object, world_size: int) -> Parallel:
+    """Return the coordinates that a mapping, a DeviceMesh or Megatron's state gives. Raises ValueError."""
+    if isinstance(given, Parallel):
+        groups: Mapping[str, Any] = {field.name: getattr(given, field.name) for field in fields(given)}
+    elif isinstance(given, Mapping):
+        groups = given
+    elif hasattr(given, "mesh_dim_names"):
+        groups = _mesh(given, world_size)
+    elif hasattr(given, "get_data_parallel_rank"):
+        groups = _megatron(given)
+    else:
+        raise ValueError(f"parallel= takes a mapping such as {{'tp': (rank, size)}}, a torch DeviceMesh or Megatron's "
+                         f"parallel_state, not a {type(given).__name__}")
+    return _checked(groups, world_size)
+
+
+def megatron(modules: Mapping[str, Any] = sys.modules) -> object | None:
+    """Return Megatron's parallel state if this process uses it and has set it up, for `parallel`."""
+    for name in _MODULES:
+        state = modules.get(name)
+        if state is not None and state.model_parallel_is_initialized():
+            return state  # type: ignore[no-any-return]
+    return None
+
+
+def _checked(groups: Mapping[str, Any], world_size: int) -> Parallel:
+    known = [field.name for field in fields(Parallel)]
+    if unknown := [str(name) for name in groups if name not in known]:
+        raise ValueError(f"parallel has {', '.join(unknown)}; its groups are {', '.join(known)}")
+    found = Parallel(**{name: _coordinate(name, group) for name, group in groups.items() if group is not None})
+    sizes = {name: group[1] for name in ("dp", "tp", "pp", "cp") if (group := getattr(found, name)) is not None}
+    product = math.prod(sizes.values())
+    said = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    if "dp" in sizes and product != world_size:
+        raise ValueError(f"{said} = {product} ranks, and the job has {world_size}")
+    if world_size % product:
+        raise ValueError(f"{said} = {product} ranks of a replica do not divide the job's {world_size}")
+    stage = world_size // sizes.get("pp", 1)
+    if found.ep is not None and stage % found.ep[1]:
+        raise ValueError(f"ep {found.ep[1]} does not divide the {stage} ranks of a pipeline stage")
+    return found
+
+
+def _coordinate(name: str, group: Any) -> Coordinate:
+    try:
+        rank, size = (operator.index(number) for number in group)
+    except (TypeError, ValueError):
+        # Not the value itself: a tensor's repr would wait for the device.
+        raise ValueError(f"parallel[{name!r}] takes (rank, size), two whole numbers") from None
+    if not 0 <= rank < size:
+        raise ValueError(f"parallel[{name!r}] is ({rank}, {size}); a rank is at least 0 and below its group's size")
+    return rank, size
+
+
+def _mesh(mesh: Any, world_size: int) -> dict[str, Coordinate]:
+    names, coordinates = mesh.mesh_dim_names, mesh.get_coordinate()
+    if names is None:
+        raise ValueError("the mesh has no mesh_dim_names, so nobody knows what its dimensions are for")
+    if mesh.size() != world_size:
+        raise ValueError(f"the mesh {tuple(names)} has {mesh.size()} of the job's {world_size} ranks; pass the whole "
+                         "one that it was cut from")
+    if coordinates is None:
+        raise ValueError("this rank is not in the mesh")
+    groups: dict[str, Coordinate] = {}
+    for name, rank, size in zip(names, coordinates, mesh.shape, strict=True):
+        kind = _DIMENSIONS.get(name)
+        if kind is None and size == 1:
+            continue
+        if kind is None:
+            raise ValueError(f"the mesh has a dimension {name!r}, which is none of {', '.join(_DIMENSIONS)}; say "
+                             "parallel={'dp': (rank, size), ...} instead")
+        # Several dimensions of one kind are one group, in the mesh's order; expert parallel ranks that have a dimension
+        # of their own have batches of their own too.
+        for into in ("dp", "ep") if kind == "ep" else (kind,):
+            outer, among = groups.get(into, (0, 1))
+            groups[into] = outer * size + rank, among * size
+    return groups
+
+
+def _megatron(state: Any) -> dict[str, Coordinate]:
+    groups = {}
+    for kind, names in _MEGATRON.items():
+        for name in names:
+            rank, size = (getattr(state, f"get_{name}_{what}", None) for what in ("rank", "world_size"))
+            if rank is not None and size is not None:
+                # Megatron says 0 ranks of a group that was not made.
+                if (ranks := int(size())) > 0:
+                    groups[kind] = int(rank()), ranks
+                break
+    return groups

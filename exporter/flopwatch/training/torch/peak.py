@@ -1,0 +1,166 @@
+"""What a device really reaches: a short sweep of matrix multiplications, to read beside the data sheet's peak.
+
+Each shape runs back to back for its share of the time, so that a card meets its power limit as it does in training;
+the best shape's mean is the answer. A matrix multiplication of (m, k) by (k, n) is 2·m·n·k operations. Random numbers,
+because zeros draw less power and so clock higher.
+
+On CUDA time comes from events (https://docs.pytorch.org/docs/stable/generated/torch.cuda.Event.html), else from the
+host's clock. fp8 and int8 go through torch's own `_scaled_mm` and `_int_mm`, which not every device and release has;
+fp4 is not measured. Written for one device: the current CUDA device, else the CPU. The CUDA part has run with stand-ins
+for the events only, not on a card.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+Shape = tuple[int, int, int]  # m, n, k
+
+CUDA_SHAPES: tuple[Shape, ...] = (  # squares, and the MLPs of 8B, 70B and 405B models
+    (2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192), (12288, 12288, 12288), (16384, 16384, 16384),
+    (8192, 14336, 4096), (8192, 28672, 8192), (8192, 8192, 28672), (8192, 53248, 16384),
+)
+CPU_SHAPES: tuple[Shape, ...] = ((128, 128, 128), (256, 256, 256), (512, 512, 512), (1024, 1024, 1024))
+MEASURED = ("fp16", "bf16", "tf32", "fp8", "int8")
+_FLOATS = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32}
+
+
+class Unmeasurable(Exception):
+    """This device or this release of torch cannot multiply in that dtype; the message says why."""
+
+
+class Timer(Protocol):
+    """Measures what the device did between two calls."""
+
+    def start(self) -> None:
+        """Begin."""
+
+    def stop(self) -> float:
+        """Return the seconds since start(), once the device is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Achieved:
+    """The best of a sweep: mean FLOP/s of the device at one shape."""
+
+    device: str
+    dtype: str
+    flops_per_second: float
+    shape: Shape
+
+
+class HostTimer:
+    """The host's clock, for devices that finish before they return."""
+
+    def start(self) -> None:
+        """Begin."""
+        self._began = time.perf_counter()
+
+    def stop(self) -> float:
+        """Return the seconds since start()."""
+        return time.perf_counter() - self._began
+
+
+class EventTimer:
+    """CUDA events; `event()` gives one that takes time."""
+
+    def __init__(self, event: Callable[[], Any]) -> None:
+        self._event = event
+
+    def start(self) -> None:
+        """Begin."""
+        self._began = self._event()
+        self._began.record()
+
+    def stop(self) -> float:
+        """Return the device's seconds since start(), after waiting for it."""
+        ended = self._event()
+        ended.record()
+        ended.synchronize()
+        return float(self._began.elapsed_time(ended)) / 1e3
+
+
+def sweep(
+    dtype: str, seconds: float = 10.0, shapes: Sequence[Shape] | None = None, device: torch.device | None = None,
+    timer: Timer | None = None,
+) -> Achieved:
+    """Return the best mean FLOP/s over the shapes, in about so many seconds. Raises Unmeasurable."""
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    on_cuda = device.type == "cuda"
+    timer = timer or (EventTimer(partial(torch.cuda.Event, enable_timing=True)) if on_cuda else HostTimer())
+    if dtype not in MEASURED:
+        raise Unmeasurable(f"{dtype!r} is not measured, only {', '.join(MEASURED)}")
+    if dtype == "tf32" and not (on_cuda and torch.cuda.get_device_capability(device) >= (8, 0)):
+        raise Unmeasurable("tf32 is of NVIDIA's cards from Ampere on")
+    shapes = shapes or (CUDA_SHAPES if on_cuda else CPU_SHAPES)
+    precision = torch.get_float32_matmul_precision()
+    best: tuple[float, Shape] | None = None
+    spent = 0.0
+    try:
+        torch.set_float32_matmul_precision("high")  # tf32, where the matrices are float32
+        with torch.inference_mode():
+            for shape in shapes:
+                if best is not None and spent >= seconds:
+                    break
+                try:
+                    operations, took = _run(_multiplication(dtype, shape, device), seconds / len(shapes), timer)
+                except torch.OutOfMemoryError:
+                    continue  # a smaller card; its peak is at the shapes before
+                spent += took
+                rate = operations * 2.0 * shape[0] * shape[1] * shape[2] / took
+                best = max(best or (0.0, shape), (rate, shape))
+    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        raise Unmeasurable(f"torch {torch.__version__} cannot multiply {dtype} on {device.type}: "
+                           f"{str(error).partition(chr(10))[0]}") from error
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    if best is None:
+        raise Unmeasurable(f"the matrices do not fit into the memory of {_name(device)}")
+    return Achieved(_name(device), dtype, *best)
+
+
+def _run(multiply: Callable[[], object], seconds: float, timer: Timer) -> tuple[int, float]:
+    """Return how many multiplications ran back to back, and their seconds: about those given, at least one."""
+    multiply()  # chooses a kernel
+    timer.start()
+    multiply()
+    once = max(timer.stop(), 1e-9)
+    repeats = max(1, min(round(seconds / once), 1_000_000))
+    timer.start()
+    for _ in range(repeats):
+        multiply()
+    return repeats, max(timer.stop(), 1e-9)
+
+
+def _multiplication(dtype: str, shape: Shape, device: torch.device) -> Callable[[], object]:
+    m, n, k = shape
+    if dtype == "int8":
+        left = torch.randint(-128, 128, (m, k), dtype=torch.int8, device=device)
+        right = torch.randint(-128, 128, (n, k), dtype=torch.int8, device=device).t()
+        return lambda: torch._int_mm(left, right)
+    if dtype == "fp8":
+        # Tensor cores want the right matrix by columns. https://docs.nvidia.com/cuda/cublas/#cublasltmatmul
+        left, right = (torch.randn(rows, k, device=device).to(torch.float8_e4m3fn) for rows in (m, n))
+        one = torch.ones((), device=device)
+        return lambda: torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.bfloat16)
+    left, right = (torch.randn(size, device=device, dtype=_FLOATS[dtype]) for size in ((m, k), (k, n)))
+    out = torch.empty(m, n, device=device, dtype=_FLOATS[dtype])
+    return lambda: torch.mm(left, right, out=out)
+
+
+def _name(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return NVML's name of a card, or what the kernel calls the CPU."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_properties(device).name)
+    try:
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+    except OSError:
+        return "CPU"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
