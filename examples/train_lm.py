@@ -285,11 +285,10 @@ def main() -> None:
     def save() -> None:
         nonlocal committed
         log.write("checkpoint_begin", step=step)
-        with run.activity("checkpoint_save"):  # flopwatch
+        with run.checkpoint():  # flopwatch
             if rank == 0:
                 checkpoint.save(step)
             dist.barrier()
-        run.checkpoint_committed(step)  # flopwatch
         log.write("checkpoint_end", step=step)
         committed = step
 

@@ -19,7 +19,10 @@ ROOT = Path(__file__).parent.parent
 
 
 class Push:
-    """One request: path, headers, body without gzip, resource attributes, and samples by `name{label=value,...}`."""
+    """One request: path, headers, body without gzip, what it says of the process, and samples by `name{label=...}`.
+
+    Of every sample but for its run and rank.
+    """
 
     def __init__(self, path: str, headers: Mapping[str, str], body: bytes) -> None:
         self.path = path
@@ -27,14 +30,16 @@ class Push:
         self.body = body
         self.request = ExportMetricsServiceRequest.FromString(body)
         (resource,) = self.request.resource_metrics
+        (scope,) = resource.scope_metrics
         self.resource = {
-            a.key: getattr(a.value, a.value.WhichOneof("value") or "") for a in resource.resource.attributes}
+            a.key: getattr(a.value, a.value.WhichOneof("value") or "")
+            for a in (*resource.resource.attributes, *scope.metrics[0].metadata) if a.key.startswith("flopwatch.")}
         self.samples: dict[str, float] = {}
         self.histograms: dict[str, tuple[list[int], float]] = {}
-        (scope,) = resource.scope_metrics
         for metric in scope.metrics:
             for point in getattr(metric, metric.WhichOneof("data") or "").data_points:
-                labels = ",".join(f"{a.key}={a.value.string_value}" for a in point.attributes)
+                labels = ",".join(
+                    f"{a.key}={a.value.string_value}" for a in point.attributes if a.key not in ("run", "rank"))
                 if metric.HasField("histogram"):
                     self.histograms[metric.name] = list(point.bucket_counts), point.sum
                 else:

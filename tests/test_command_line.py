@@ -181,7 +181,8 @@ def test_a_rank_may_claim_only_a_gpu_of_the_node(tmp_path: Path) -> None:
         found = node.wait_for("flopwatch_otlp_pushes_total{outcome=foreign_gpu}", 1)
         where = {series: value for series, value in found.items() if series.startswith("training_rank_info")}
         assert where == {
-            f"training_rank_info{{run=lm,rank={rank},host=node-7,uuid={uuid},local_rank=,attempt=a1}}": 1
+            f"training_rank_info{{run=lm,rank={rank},host=node-7,uuid={uuid},local_rank=,attempt=a1,"
+            f"dp=,tp=,pp=,cp=,ep=}}": 1
             for rank, uuid in ((0, SimulatedNode.uuid(3)), (1, ""))}
 
 

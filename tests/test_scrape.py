@@ -21,7 +21,7 @@ from flopwatch import __version__
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample, all_metrics
 from flopwatch.node.reader import Reading, failure
-from flopwatch.node.scrape import BUDGETS, MIG, Scrape, Source, scrape_timeout, well_formed, within_budget
+from flopwatch.node.scrape import BUDGETS, MIG, Scrape, Source, _owner, scrape_timeout, well_formed, within_budget
 from flopwatch.settings import ExporterSettings
 
 TEMPERATURE: Sample = (m.GPU_TEMPERATURE, ("0", "GPU-a"), 41)
@@ -104,7 +104,7 @@ def test_every_source_is_served_with_what_is_to_be_said_about_it() -> None:
         **{f'flopwatch_collector_restarts_total{{collector="{name}",reason="{reason}"}}': 0
            for name in ("nvml", "infiniband") for reason in ("exited", "hung", "memory", "afresh")},
         **{f'flopwatch_series_duplicate_total{{collector="{name}"}}': 0 for name in ("nvml", "infiniband")},
-        **{f'flopwatch_series_dropped_total{{budget="{budget}"}}': 0 for budget in ("gpu", "mig", "port", "rank")},
+        **{f'flopwatch_series_dropped_total{{budget="{budget}"}}': 0 for budget in ("gpu", "mig", "port", "rank", "run")},
         f'flopwatch_build_info{{version="{__version__}"}}': 1,
     }
 
@@ -483,17 +483,19 @@ def test_series_over_budget_are_dropped_in_the_declared_order_and_counted() -> N
 
 
 def test_a_histogram_over_budget_goes_whole() -> None:
-    ranks: list[Sample] = [(m.TRAINING_ACTIVITY_SECONDS, ("lm", "0", str(n)), n) for n in range(28)]
+    infos: list[Sample] = [
+        (m.TRAINING_RUN_INFO, ("lm", str(n), *m.TRAINING_RUN_INFO.labels[2:]), 1) for n in range(28)]
     histogram: list[Sample] = [
-        (m.TRAINING_STEP_DURATION, ("lm", "0", part), 1) for part in (*map(str, range(12)), "+Inf", "count", "sum")]
-    kept, dropped = within_budget([*histogram, *ranks])
-    assert kept == ranks
-    assert dropped == {"rank": len(histogram)}
+        (m.TRAINING_STEP_DURATION, ("lm", part), 1) for part in (*map(str, range(12)), "+Inf", "count", "sum")]
+    kept, dropped = within_budget([*histogram, *infos])
+    assert kept == infos
+    assert dropped == {"run": len(histogram)}
 
 
-@pytest.mark.parametrize(("owner", "limit"), [(m.GPU, 120), (MIG, 20), (m.PORT, 60), (m.RANK, 40)])
+@pytest.mark.parametrize(("owner", "limit"), [
+    (m.GPU, 120), (MIG, 20), (m.PORT, 60), (m.RANK, 40), (("run",), 30)])
 def test_a_budget_that_is_just_kept_drops_nothing(owner: tuple[str, ...], limit: int) -> None:
-    row = next(row for row in all_metrics() if row.labels[: len(owner)] == owner)
+    row = next(row for row in all_metrics() if _owner(row, row.labels)[0] == owner)
     extra = ("",) * (len(row.labels) - 1)
     samples: list[Sample] = [(row, (str(n // limit), *extra), n) for n in range(3 * limit)]
     assert within_budget(samples) == (samples, {})

@@ -88,12 +88,12 @@ def test_every_kind_of_family_arrives_as_its_catalogue_row() -> None:
         (m.TRAINING_ACTIVITY_SECONDS, ("lm", "3", "step"), 12.5),
         (m.TRAINING_POSITION_STEPS, ("lm", "3"), 40.0),
         # The node's name and the attempt are not the container's to choose.
-        (m.TRAINING_RANK_INFO, ("lm", "3", "node-7", "GPU-a", "3", "a1"), 1.0),
-        (m.TRAINING_STEP_DURATION, ("lm", "3", "0.1"), 3.0),
-        (m.TRAINING_STEP_DURATION, ("lm", "3", "1.0"), 5.0),
-        (m.TRAINING_STEP_DURATION, ("lm", "3", "+Inf"), 6.0),
-        (m.TRAINING_STEP_DURATION, ("lm", "3", "count"), 6.0),
-        (m.TRAINING_STEP_DURATION, ("lm", "3", "sum"), 4.5),
+        (m.TRAINING_RANK_INFO, ("lm", "3", "node-7", "GPU-a", "3", "a1", "", "", "", "", ""), 1.0),
+        (m.TRAINING_STEP_DURATION, ("lm", "0.1"), 3.0),
+        (m.TRAINING_STEP_DURATION, ("lm", "1.0"), 5.0),
+        (m.TRAINING_STEP_DURATION, ("lm", "+Inf"), 6.0),
+        (m.TRAINING_STEP_DURATION, ("lm", "count"), 6.0),
+        (m.TRAINING_STEP_DURATION, ("lm", "sum"), 4.5),
     )
     assert (push.refused, push.reason) == (0, "")
 
@@ -102,11 +102,11 @@ def test_a_histogram_is_exposed_as_prometheus_expects_it() -> None:
     push = pushed(histogram("training_step_duration_seconds", [0.1, 1], [3, 2, 1], 4.5))
     assert Exposition().render(push.samples).splitlines()[1:] == [
         "# TYPE training_step_duration_seconds histogram",
-        'training_step_duration_seconds_bucket{run="lm",rank="0",le="0.1"} 3.0',
-        'training_step_duration_seconds_bucket{run="lm",rank="0",le="1.0"} 5.0',
-        'training_step_duration_seconds_bucket{run="lm",rank="0",le="+Inf"} 6.0',
-        'training_step_duration_seconds_count{run="lm",rank="0"} 6.0',
-        'training_step_duration_seconds_sum{run="lm",rank="0"} 4.5',
+        'training_step_duration_seconds_bucket{run="lm",le="0.1"} 3.0',
+        'training_step_duration_seconds_bucket{run="lm",le="1.0"} 5.0',
+        'training_step_duration_seconds_bucket{run="lm",le="+Inf"} 6.0',
+        'training_step_duration_seconds_count{run="lm"} 6.0',
+        'training_step_duration_seconds_sum{run="lm"} 4.5',
     ]
 
 
@@ -163,7 +163,7 @@ def test_a_loss_that_is_not_a_number_is_a_fact_worth_serving() -> None:
 
 def test_an_older_hook_may_lack_a_label_that_an_info_row_has_gained() -> None:
     assert pushed(gauge("training_rank_info", 1, uuid="GPU-a")).samples == (
-        (m.TRAINING_RANK_INFO, ("lm", "0", "node-7", "GPU-a", "", "a1"), 1.0),)
+        (m.TRAINING_RANK_INFO, ("lm", "0", "node-7", "GPU-a", "", "a1", "", "", "", "", ""), 1.0),)
 
 
 @pytest.mark.parametrize("said", [
@@ -187,13 +187,13 @@ def test_a_rank_may_claim_only_a_gpu_of_this_node() -> None:
 
     node = Node(gpus=frozenset({"GPU-a", "GPU-b"}))
     assert node.push(info("GPU-b")) == (0, "")
-    assert node.samples()[0][1] == ("lm", "0", "node-7", "GPU-b", "0", "a1")
+    assert node.samples()[0][1][:6] == ("lm", "0", "node-7", "GPU-b", "0", "a1")
     assert node.push(info("GPU-of-another-node")) == (0, "")
-    assert node.samples()[0][1] == ("lm", "0", "node-7", "", "0", "a1")
+    assert node.samples()[0][1][:6] == ("lm", "0", "node-7", "", "0", "a1")
     assert node.counted() == {"accepted": 1, "foreign_gpu": 1}
     without_nvml = Node()
     without_nvml.push(info("GPU-of-another-node"))
-    assert without_nvml.samples()[0][1] == ("lm", "0", "node-7", "GPU-of-another-node", "0", "a1")
+    assert without_nvml.samples()[0][1][:6] == ("lm", "0", "node-7", "GPU-of-another-node", "0", "a1")
 
 
 def test_the_newest_process_start_of_a_rank_wins() -> None:

@@ -41,7 +41,7 @@ JSON = "application/json"
 
 SCHEMA = 1
 MAX_BYTES = serving.MAX_BYTES  # sent, and inflated
-MAX_POINTS = 256  # of one process in one push; the series budget of a rank is 40
+MAX_POINTS = 256  # of one process in one push; the series budgets are 40 of a rank and 30 of a run
 MAX_BUCKETS = 32
 MAX_TEXT = 256
 STATUSES = ("completed", "stopped", "preempted", "resized", "failed")  # best to worst
@@ -138,27 +138,29 @@ def push(resource: ResourceMetrics, *, host: str, gpus: frozenset[str] | None, n
     `host` is this node's name: a training process in a container does not know it. `gpus` are the UUIDs of this node,
     or None where it has no NVML to tell.
     """
-    said = _Attributes(resource.resource.attributes)
+    metrics = [metric for scope in resource.scope_metrics for metric in scope.metrics]
+    # A hook of an older release wrote them as the resource's attributes.
+    said = _Attributes([*resource.resource.attributes, *(item for metric in metrics for item in metric.metadata)])
     if said.integer("flopwatch.schema") != SCHEMA:
-        raise Refused("invalid", f"resource attribute flopwatch.schema is not {SCHEMA}: not a push of flopwatch's hook")
+        raise Refused("invalid", f"flopwatch.schema is not {SCHEMA}: not a push of flopwatch's hook")
     tenant, run, attempt = said.text("flopwatch.tenant"), said.text("flopwatch.run"), said.text("flopwatch.attempt")
     if NAME.fullmatch(run) is None or (tenant and NAME.fullmatch(tenant) is None):
-        raise Refused("invalid", f"resource attributes flopwatch.run and flopwatch.tenant must match {NAME.pattern}")
+        raise Refused("invalid", f"flopwatch.run and flopwatch.tenant must match {NAME.pattern}")
     if not attempt or not _printable(attempt):
-        raise Refused("invalid", "resource attribute flopwatch.attempt is not a short printable text")
+        raise Refused("invalid", "flopwatch.attempt is not a short printable text")
     rank, started = said.integer("flopwatch.rank"), said.real("flopwatch.start_unix")
     if rank is None or not 0 <= rank < 1 << 24:
-        raise Refused("invalid", "resource attribute flopwatch.rank is not the rank of a process")
+        raise Refused("invalid", "flopwatch.rank is not the rank of a process")
     if started is None or not 0 < started <= now + _CLOCK_MARGIN:
-        raise Refused("invalid", "resource attribute flopwatch.start_unix is not a time in the past")
+        raise Refused("invalid", "flopwatch.start_unix is not a time in the past")
     ended = said.text("flopwatch.status") or None
     if ended is not None and ended not in STATUSES:
-        raise Refused("invalid", f"resource attribute flopwatch.status is none of {', '.join(STATUSES)}")
+        raise Refused("invalid", f"flopwatch.status is none of {', '.join(STATUSES)}")
 
     stamped = {"run": run, "rank": str(rank), "tenant": tenant, "attempt": attempt, "host": host}
     samples: dict[tuple[str, tuple[str, ...]], Sample] = {}
     refused, reason, foreign, newest = 0, "", False, 0
-    for metric in (metric for scope in resource.scope_metrics for metric in scope.metrics):
+    for metric in metrics:
         for row, point, wrong in _points(metric):
             newest = max(newest, point.time_unix_nano)
             try:
@@ -246,10 +248,12 @@ def _labels(row: Metric, attributes: Iterable[KeyValue], stamped: dict[str, str]
     """Return the row's labels in order: ours where we know better, the sender's else. Raises Refused."""
     said: dict[str, str] = {}
     for item in attributes:
-        if item.key not in row.labels or item.key in ("run", "rank"):
+        if item.key not in row.labels:
             raise Refused("partial", f"{item.key[:MAX_TEXT]!r} is not a label of this family")
         if item.value.WhichOneof("value") != "string_value" or not _printable(item.value.string_value):
             raise Refused("partial", f"the label {item.key!r} is not a short printable text")
+        if item.key in ("run", "rank") and item.value.string_value != stamped[item.key]:
+            raise Refused("partial", f"the label {item.key!r} is another process's")
         said[item.key] = item.value.string_value
     said |= {label: text for label, text in stamped.items() if label in row.labels}
     # A hook of an older release does not know a label an info row has gained; on other rows it would merge series.
@@ -266,8 +270,8 @@ def _numbers(row: Metric, point: NumberDataPoint | HistogramDataPoint) -> list[t
             raise Refused("partial", "a point without a value")
         value = float(getattr(point, kind))
         # A loss may well be NaN, and that says more than one that is missing. A position may not.
-        if row is not m.TRAINING_LOSS and not math.isfinite(value):
-            raise Refused("partial", "only training_loss may be NaN or infinite")
+        if row not in (m.TRAINING_LOSS, m.TRAINING_GRAD_NORM) and not math.isfinite(value):
+            raise Refused("partial", "only training_loss and training_grad_norm may be NaN or infinite")
         if row.type == "counter" and not 0 <= value < math.inf:
             raise Refused("partial", "a counter is neither negative nor infinite")
         if row.type == "info" and value != 1:

@@ -44,11 +44,12 @@ ANSWER_MARGIN = 0.2
 
 FAILURES = ("deadline", "exited", "error", "blind")
 
-# Series allowed per (gpu, uuid), MIG instance of one, (device, port) and (run, rank). Over budget, rows that are not
-# `key` go first, the catalogue's last row first, then `key` rows in the same order; a histogram goes whole.
+# Series allowed per MIG instance, (gpu, uuid), (device, port), (run, rank), and per run for what one rank says for all.
+# Over budget, rows that are not `key` go first, the catalogue's last row first, then `key` rows in the same order; a
+# histogram goes whole.
 MIG = (*m.GPU, "gpu_instance")
 BUDGETS: dict[tuple[str, ...], tuple[str, int]] = {
-    m.GPU: ("gpu", 120), MIG: ("mig", 20), m.PORT: ("port", 60), m.RANK: ("rank", 40),
+    MIG: ("mig", 20), m.GPU: ("gpu", 120), m.PORT: ("port", 60), m.RANK: ("rank", 40), m.RANK[:1]: ("run", 30),
 }
 _DROP_ORDER = {row.name: (row.key, -position) for position, row in enumerate(m.all_metrics())}
 
@@ -83,7 +84,7 @@ def self_gauge(row: Metric, registry: prometheus.CollectorRegistry) -> prometheu
 
 def _owner(row: Metric, labels: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the labels and their values of whatever a series counts against the budget of."""
-    names = MIG if row.labels[: len(MIG)] == MIG else row.labels[:2]
+    names = next((names for names in BUDGETS if row.labels[: len(names)] == names), ())  # the longest comes first
     return names, labels[: len(names)]
 
 

@@ -155,14 +155,13 @@ class Rank:
     def save(self, step: int) -> int:
         """Write a checkpoint that replaces the last one atomically, and return its step."""
         self.log("checkpoint_begin", step=step)
-        with self.run.activity("checkpoint_save"):
+        with self.run.checkpoint(step):
             if self.rank == 0:
                 time.sleep(CHECKPOINT_SECONDS)
                 draft = self.job.checkpoint.with_suffix(".part")
                 draft.write_text(json.dumps({"step": step}))
                 draft.replace(self.job.checkpoint)
             self.barrier.wait(LONGEST_WAIT)
-        self.run.checkpoint_committed(step)
         self.log("checkpoint_end", step=step)
         return step
 

@@ -1,11 +1,8 @@
-"""`Run`: what a training loop tells flopwatch, counted by plain additions and pushed by a thread of its own.
+"""`Run`: what a training loop tells flopwatch, recorded by one append each and pushed by a thread of its own.
 
-A step costs a few microseconds: no lock, no device synchronisation, no system call but reading the clock. Where the
-seconds go is in timeline.py, what the end of a process says in pusher.py, ranks and attempts in launcher.py.
-
-The wait for other ranks counts as measured in a step only if nothing but the step happened in it and it took at most
-twice the running mean: when one rank stops for a checkpoint of its own the others wait for it in the next all-reduce,
-and it must not be blamed for that. All ranks see that long step, and all leave it out.
+A step costs a few hundred nanoseconds: it reads the clock and appends to a deque; no lock, no device synchronisation,
+no system call. What was recorded is added up in the thread that pushes (books.py, timeline.py); what the end of a
+process says is in pusher.py, ranks and attempts in launcher.py.
 
 No method raises, whatever it is given: errors are counted in training_hook_errors_total and logged once. Calls are to
 come from the training loop's thread; an activity on another thread is not the loop's time and is ignored.
@@ -13,27 +10,25 @@ come from the training loop's thread; an activity on another thread is not the l
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
-import math
 import os
 import socket
 import sys
 import threading
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from numbers import Real
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from flopwatch import catalogue
 from flopwatch.catalogue import Metric
-from flopwatch.training import launcher, peaks
-from flopwatch.training.timeline import DECLARED, Span, Timeline
+from flopwatch.training import launcher, parallel, peaks
+from flopwatch.training.books import DURATION_BOUNDS, Books, Entry, Mark, PackedFlops, Work, amount, number
+from flopwatch.training.timeline import DECLARED
 
 if TYPE_CHECKING:
     from flopwatch.training.pusher import Pusher
@@ -41,19 +36,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("flopwatch")
 
 STATUSES = ("completed", "stopped", "preempted", "resized", "failed")
-DURATION_BOUNDS = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 180.0)  # seconds
+
+# Entries the loop records at most until it adds them up itself, because the thread that should is held up elsewhere.
+BACKLOG = 1 << 16
+_CHECK_BACKLOG = 1 << 10  # steps or batches
+
+# Looked up once: this is what a step pays for.
+_STEP, _WAITS, _GOT, _ENTER, _LEAVE = Books.step, Books.waits_for_batch, Books.got_batch, Books.enter, Books.leave
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _T = TypeVar("_T")
-_logged: set[tuple[str, type[Exception]]] = set()
-
-
-class PackedFlops(Protocol):
-    """What `flops_per_token` must be for packed samples: `flopwatch.training.flops.Transformer` is one."""
-
-    def flops(self, tokens: int, sum_len_squared: int, convention: Any) -> float:
-        """Return the FLOPs of samples with so many tokens and such a sum of squared lengths."""
+_logged: set[tuple[str, type[BaseException]]] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,56 +59,42 @@ class Snapshot:
     step_durations: tuple[tuple[float, ...], list[int], float] | None
 
 
-@dataclass(slots=True)
-class _Counts:
-    """What the loop adds to; everything since the process started, except positions."""
+class _Activity:
+    """`with run.activity(name):`; one object serves all uses of a name."""
 
-    steps: int = 0
-    tokens: float = 0.0
-    flops: float = 0.0
-    tokens_known: bool = True
-    no_flops_because: str | None = None
-    position: int | None = None  # None until it is known
-    restored: int | None = None
-    position_tokens: float | None = 0.0
-    committed: int | None = None
-    loss: float | None = None
-    wait: float = 0.0
-    measured_seconds: float = 0.0
-    measured_steps: int = 0
-    durations: list[int] = field(default_factory=lambda: [0] * (len(DURATION_BOUNDS) + 1))
-    duration_sum: float = 0.0
+    __slots__ = ("_name", "_run")
 
-
-class _Update:
-    """`with update:` around what the loop changes; the version is odd meanwhile, see Run.snapshot."""
-
-    __slots__ = ("version",)
-
-    def __init__(self) -> None:
-        self.version = 0
+    def __init__(self, run: Run, name: str) -> None:
+        self._run, self._name = run, name
 
     def __enter__(self) -> None:
-        self.version |= 1
+        run = self._run
+        try:
+            run._record((_ENTER, run.mark(), self._name, get_ident()))
+        except Exception as error:
+            run.failed("activity", error)
 
-    def __exit__(self, *_: object) -> None:
-        self.version = (self.version | 1) + 1
+    def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
+        run = self._run
+        try:
+            run._record((_LEAVE, run.mark(), self._name, get_ident()))
+        except Exception as failure:
+            run.failed("activity", failure)
 
 
-class _Activity(Span):
-    """`with run.activity(name):`"""
+class _Checkpoint:
+    """`with run.checkpoint(step):`"""
 
-    __slots__ = ("_run",)
-
-    def __init__(self, run: Run, activity: str) -> None:
-        super().__init__(activity)
-        self._run = run
+    def __init__(self, run: Run, step: int | None) -> None:
+        self._run, self._step = run, step
 
     def __enter__(self) -> None:
-        self._run._pass_time("activity", lambda timeline, now: timeline.enter(self, now))
+        self._run.enter("checkpoint_save")
 
-    def __exit__(self, *_: object) -> None:
-        self._run._pass_time("activity", lambda timeline, now: timeline.leave(self, now))
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
+        self._run.leave("checkpoint_save")
+        if kind is None:
+            self._run._note("checkpoint", Books.commit, self._step)
 
 
 class _Wait:
@@ -126,11 +106,44 @@ class _Wait:
         self._run = run
 
     def __enter__(self) -> None:
-        self._run._measures_wait = True
-        self._began = self._run._clock()
+        self._run.measures_wait()
+        self._run.in_wait = True
+        self._began = self._run.mark()
 
     def __exit__(self, *_: object) -> None:
-        self._run._waited(self._run._clock() - self._began)
+        self._run.waited(self._began, self._run.mark())
+        self._run.in_wait = False
+
+
+class _Background:
+    """`with run.background_save():`"""
+
+    __slots__ = ("_began", "_run")
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __enter__(self) -> None:
+        self._began = self._run.clock()
+
+    def __exit__(self, *_: object) -> None:
+        self._run._note("background_save", Books.saved_in_background, self._run.clock() - self._began)
+
+
+class _Copy:
+    """`with run.host_to_device():`"""
+
+    __slots__ = ("_began", "_run")
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __enter__(self) -> None:
+        self._began = self._run.mark() if self._run.measuring else None
+
+    def __exit__(self, *_: object) -> None:
+        if self._began is not None:
+            self._run.phase("host_to_device", self._began, self._run.mark())
 
 
 class _Batches(Generic[_T]):
@@ -144,19 +157,28 @@ class _Batches(Generic[_T]):
         return len(self._loader)  # type: ignore[arg-type]  # a TypeError, as from the loader itself
 
     def __iter__(self) -> Iterator[_T]:
-        pass_time, iterator = self._run._pass_time, None
+        run, thread, iterator, count = self._run, get_ident(), None, 0
         try:
             while True:
-                pass_time("batches", Timeline.wait_for_batch)
+                try:
+                    run._record((_WAITS, run.mark(), thread))
+                except Exception as error:
+                    run.failed("batches", error)
                 iterator = iter(self._loader) if iterator is None else iterator
                 try:
                     batch = next(iterator)
                 except StopIteration:
                     return
-                pass_time("batches", Timeline.got_batch)
+                try:
+                    run._record((_GOT, run.mark(), thread))
+                except Exception as error:
+                    run.failed("batches", error)
                 yield batch
+                count += 1
+                if not count % _CHECK_BACKLOG:
+                    run._check_backlog()
         finally:
-            pass_time("batches", Timeline.end_of_batches)
+            run.end_of_batches()
 
 
 def _guarded(
@@ -170,7 +192,7 @@ def _guarded(
             try:
                 return method(self, *args, **kwargs)
             except Exception as error:
-                self._swallow(method.__name__, error)
+                self.failed(method.__name__, error)
                 return otherwise()
 
         return guarded
@@ -186,19 +208,16 @@ def _empty() -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _number(name: str, value: object) -> float:
-    if isinstance(value, Real):
-        return float(value)
-    # Not the value itself: a tensor's repr would wait for the device.
-    raise ValueError(f"{name}= takes a Python number, not a {type(value).__name__}; reading a tensor would stop the "
-                     "device, so pass what the CPU knows, such as numel()")
+def _ignored(_: Entry) -> None:
+    return None
 
 
-def _amount(name: str, value: object) -> float:
-    number = _number(name, value)
-    if not 0 <= number < math.inf:
-        raise ValueError(f"{name}={number!r}: counters only rise; pass a finite number of at least 0")
-    return number
+def _said(thing: object) -> str:
+    """Return the text of an exception or an argument, and its type's name if even that fails."""
+    try:
+        return str(thing)
+    except BaseException:
+        return type(thing).__name__
 
 
 class Run:
@@ -206,59 +225,81 @@ class Run:
 
     name             the run, the same in all its restarts; else FLOPWATCH_RUN, else the scheduler's job
     flops_per_token  model FLOPs of one token, forward and backward, or a `Transformer` if samples are packed
-    convention       how those were counted: causal, full or palm (see flops.py); a label
+    convention       how those were counted: causal, full or palm (see flops/); a label
+    hardware_flops_per_token   with recomputation, for HFU; from the declared policy
     dtype            of the matrix multiplications; the card's peak is looked up for it, unless `peak_flops` (FLOP/s
-                     of this rank's card) is given, with `peak_source` saying where from (default `declared`)
+                     of this rank's card) is given, with `peak_source` saying where from; its label says "override"
     replica_ranks    ranks that share one model replica (tensor x pipeline x context parallel; expert parallel does
                      not count); known by itself for one rank, DDP and FSDP
-    model            a DistributedDataParallel model, to measure how long it waits for other ranks
+    parallel         this rank's coordinates: a torch DeviceMesh, or {"dp": (rank, size), "tp": ..., "pp", "cp", "ep"};
+                     found by itself where Megatron set them up
+    model            the model, whose waits for other ranks and phases are measured: DDP, FSDP2, or any module
     gpu_uuid         this rank's GPU; else FLOPWATCH_GPU_UUID, else torch's current CUDA device
-    owner, team      who runs it, for alerts; else FLOPWATCH_OWNER, FLOPWATCH_TEAM
+    owner, team      who runs it, for alerts; else FLOPWATCH_OWNER, FLOPWATCH_TEAM, else the scheduler's
     page             "always" if its alerts may page though it is small; else FLOPWATCH_PAGE
     submitted_at     when the run was submitted, as Unix time; else FLOPWATCH_SUBMITTED_AT; without it there is no ETTR
     endpoint         the node's exporter; else FLOPWATCH_ENDPOINT, else http://127.0.0.1:4318
+    step_source      who tells of steps: manual, optimizer or trainer; a label
     clock, process   monotonic seconds, and what the kernel knows of this process
+    before           activities of this process before there was a run: name, begin and end on the clock
 
     The rest is found out: rank, world_size, local_rank and attempt from the launcher (launcher.py); tenant from
-    FLOPWATCH_TENANT, push_interval (seconds) from FLOPWATCH_PUSH_INTERVAL, a bearer token from FLOPWATCH_TOKEN_FILE,
-    the host's name from FLOPWATCH_HOST. FLOPWATCH_DISABLE=1 turns the pushing off. A newer Run in the same process
-    takes over from the older.
+    FLOPWATCH_TENANT, else Slurm's account or the pod's namespace; push_interval (seconds) from
+    FLOPWATCH_PUSH_INTERVAL, a bearer token from FLOPWATCH_TOKEN_FILE, other headers from FLOPWATCH_HEADERS, the host's
+    name from FLOPWATCH_HOST. FLOPWATCH_DISABLE=1 turns the pushing off. A newer Run in the same process takes over
+    from the older.
     """
 
-    _newest: Run | None = None
-    # What guarding needs, should __init__ itself fail.
-    _clock: Callable[[], float] = staticmethod(time.monotonic)
+    _newest: Run | None = None  # which pushes
+    # What the methods need, should __init__ itself fail: they then do nothing.
+    clock: Callable[[], float] = staticmethod(time.monotonic)
+    mark: Callable[[], Mark] = staticmethod(time.monotonic)
+    _record: Callable[[Entry], None] = staticmethod(_ignored)
+    _books = Books(0.0, lambda what, error: None)
+    _activities: Mapping[str, AbstractContextManager[None]] = {}
     _errors = 0
-    _wait: float | None = None  # seconds in the open step; None: not measured
+    _taken = 0  # steps
+    _check_at = 1  # the step at which to look after what need not be looked after at every step
     _pusher: Pusher | None = None
     _finished = False
+    _place: parallel.Parallel | None = None
+    rank = 0
+    world_size = 1
+    # Whether phases and waits are to be measured in the open step, which is every `measure_every` steps.
+    measuring = True
+    measure_every = 1
+    in_wait = False  # in the loop's thread: a wait inside another counts once
 
     @_guarded(_nothing)
     def __init__(
         self, name: str | None = None, *, tenant: str | None = None, attempt: str | None = None,
         rank: int | None = None, world_size: int | None = None, local_rank: int | None = None,
-        flops_per_token: float | PackedFlops | None = None, convention: str = "causal", dtype: str = "bf16",
+        flops_per_token: float | PackedFlops | None = None, convention: str = "causal",
+        hardware_flops_per_token: float | None = None, dtype: str = "bf16",
         peak_flops: float | None = None, peak_source: str | None = None, replica_ranks: int | None = None,
-        model: object = None, gpu_uuid: str | None = None, owner: str | None = None, team: str | None = None,
-        page: str | None = None, submitted_at: float | None = None, endpoint: str | None = None,
-        push_interval: float | None = None, environ: Mapping[str, str] = os.environ,
-        clock: Callable[[], float] = time.monotonic, process: launcher.Process | None = None,
+        parallel: object = None, model: object = None, gpu_uuid: str | None = None, owner: str | None = None,
+        team: str | None = None, page: str | None = None, submitted_at: float | None = None,
+        endpoint: str | None = None, push_interval: float | None = None, step_source: str = "manual",
+        environ: Mapping[str, str] = os.environ, clock: Callable[[], float] = time.monotonic,
+        process: launcher.Process | None = None, before: Iterable[tuple[str, float, float]] = (),
     ) -> None:
         self._process = launcher.this_process() if process is None else process
-        self._timeline = Timeline(clock() - self._process.age)
-        self._clock = clock
-        self._start_unix = time.time() - self._process.age
-        self._update = _Update()
-        self._counts = _Counts()
-        self._loop_thread: int | None = None
-        self._mean_duration = 0.0
-        self._measures_wait = False
+        start = clock() - self._process.age
+        self._books = books = Books(start, self.failed)
+        self._start, self._start_unix = start, time.time() - self._process.age
+        self._lock = threading.Lock()  # of the books; the loop never takes it
+        self._polls: list[Callable[[], None]] = []
+        self._set: dict[tuple[Metric, tuple[tuple[str, str], ...]], float] = {}
         self._no_peak_because: str | None = None
-        self._convention, self._dtype = convention, dtype
-        self._packed_flops: Any = flops_per_token if hasattr(flops_per_token, "flops") else None
-        self._flops_per_token = self._checked(flops_per_token=None if self._packed_flops else flops_per_token)
+        self._dtype, self._step_source, self._flops_source = dtype, step_source, "declared"
+        books.convention = convention
+        if hasattr(flops_per_token, "flops"):
+            books.packed_flops = flops_per_token
+        else:
+            books.flops_per_token = self._checked(flops_per_token=flops_per_token)
+        books.hardware_flops_per_token = self._checked(hardware_flops_per_token=hardware_flops_per_token)
         self._peak = self._checked(peak_flops=peak_flops)
-        self._peak_source = "" if self._peak is None else peak_source or "declared"
+        self._peak_source = "" if self._peak is None else peaks.override(self._peak, peak_source or "").source
         if submitted_at is None:
             submitted_at = self._unix_time(environ.get("FLOPWATCH_SUBMITTED_AT"))
         self._submitted_at = self._checked(submitted_at=submitted_at)
@@ -266,31 +307,42 @@ class Run:
         def text(argument: str | None, variable: str) -> str:
             return environ.get(variable, "") if argument is None else str(argument)
 
-        self._tenant = launcher.clean(text(tenant, "FLOPWATCH_TENANT"))
+        self._environ = environ
         self._gpu_uuid = text(gpu_uuid, "FLOPWATCH_GPU_UUID")
-        self._owner, self._team = text(owner, "FLOPWATCH_OWNER"), text(team, "FLOPWATCH_TEAM")
         self._page = text(page, "FLOPWATCH_PAGE")
         self._host = text(None, "FLOPWATCH_HOST") or socket.gethostname()
-        self._settle_identity(
-            launcher.launch(environ, self._host, self._process),
-            text(name, "FLOPWATCH_RUN"), attempt, rank, world_size, local_rank)
-        self._replica_ranks = self._checked(replica_ranks=replica_ranks)
-        if self._replica_ranks is None and self.world_size == 1:
-            self._replica_ranks = 1
+        launch = launcher.launch(environ, self._host, self._process)
+        self._tenant = launcher.clean(launch.tenant if tenant is None else str(tenant))
+        self._owner = launch.owner if owner is None else str(owner)
+        self._team = launch.team if team is None else str(team)
+        self._settle_identity(launch, text(name, "FLOPWATCH_RUN"), attempt, rank, world_size, local_rank)
+        self._submission = launcher.Submission(environ)
+        books.world_size = self.world_size
+        books.replica_ranks = self._checked(replica_ranks=replica_ranks)
+        self._find_place(parallel)
+        if books.replica_ranks is None and self.world_size == 1:
+            books.replica_ranks = 1
+        self._activities = {name: _Activity(self, name) for name in DECLARED}
+        self.clock = self.mark = clock
+        self._record = books.entries.append
+        for activity, began, ended in before:
+            self.enter(activity, at=began)
+            self.leave(activity, at=ended)
         self._find_card(expected=False)
+        self._follow_device()
         if model is not None:
             self.watch(model)
         self._start_pushing(
             text(endpoint, "FLOPWATCH_ENDPOINT") or "http://127.0.0.1:4318",
             text(None, "FLOPWATCH_PUSH_INTERVAL") or "5" if push_interval is None else push_interval,
-            text(None, "FLOPWATCH_TOKEN_FILE"), text(None, "FLOPWATCH_DISABLE"))
+            text(None, "FLOPWATCH_TOKEN_FILE"), text(None, "FLOPWATCH_HEADERS"), text(None, "FLOPWATCH_DISABLE"))
 
     # What the training loop calls.
 
-    @_guarded(_nothing)
     def step(
-        self, tokens: float | None = None, *, global_tokens: float | None = None,
-        sum_len_squared: float | None = None, flops: float | None = None, loss: float | None = None,
+        self, tokens: float | None = None, *extra: object, global_tokens: float | None = None,
+        sum_len_squared: float | None = None, flops: float | None = None, samples: float | None = None,
+        loss: float | None = None, grad_norm: float | None = None, **unknown: object,
     ) -> None:
         """Count one optimizer step; call it once per update, after it.
 
@@ -298,42 +350,75 @@ class Run:
         global_tokens    in its place: those of all ranks
         sum_len_squared  for packed samples: the sum of their squared lengths, of the same tokens
         flops            in place of tokens x flops_per_token: what the whole replica needed
-        loss             a Python float, to be shown
+        samples          samples the replica consumed
+        loss, grad_norm  Python floats, to be shown; those that are not finite are counted
         """
-        now = self._clock()
-        if self._finished:
-            raise RuntimeError("a step after finish() is not counted; call finish() last")
-        self._loop_thread = threading.get_ident()
-        counts = self._counts
-        if counts.steps == 0:
-            self._find_card(expected=True)
-        with self._update:
-            counts.steps += 1
-            if counts.position is None:
-                counts.position = counts.restored = 0
-            counts.position += 1
-            if (step := self._timeline.step(now)) is not None:
-                self._time(*step)
-            self._wait = None
-            counts.tokens_known, counts.no_flops_because = False, "no_tokens"
-            before = counts.flops
-            self._work(tokens, global_tokens, sum_len_squared, flops)
-            if step is None:  # its time was startup, which is no capacity: its FLOPs would flatter the MFU
-                counts.flops = before
-            if loss is not None:
-                counts.loss = _number("loss", loss)
+        try:
+            now = self.mark()
+            self._taken = taken = self._taken + 1
+            if (tokens.__class__ is int and tokens >= 0
+                    and global_tokens is sum_len_squared is flops is samples is loss is grad_norm is None):
+                self._record((_STEP, now, tokens))
+            else:
+                self._record((_STEP, now, self._checked_work(
+                    tokens=tokens, global_tokens=global_tokens, sum_len_squared=sum_len_squared, flops=flops,
+                    samples=samples, loss=loss, grad_norm=grad_norm)))
+            if taken >= self._check_at or extra or unknown:
+                self._look_after(taken, extra, unknown)
+        except Exception as error:
+            self.failed("step", error)
 
     def batches(self, loader: Iterable[_T]) -> _Batches[_T]:
         """Return the loader, with the time in which the loop waits for its batches told apart."""
         return _Batches(self, loader)
 
-    @_guarded(_empty)
-    def activity(self, name: str) -> AbstractContextManager[None]:
+    def waiting_for_batch(self) -> None:
+        """Tell that the loop asks for its next batch; `batches` does this."""
+        try:
+            self._record((_WAITS, self.mark(), get_ident()))
+        except Exception as error:
+            self.failed("batches", error)
+
+    def got_batch(self) -> None:
+        """Tell that the batch is there; `batches` does this."""
+        try:
+            self._record((_GOT, self.mark(), get_ident()))
+        except Exception as error:
+            self.failed("batches", error)
+
+    def end_of_batches(self) -> None:
+        """Tell that the loop over batches was left; `batches` does this."""
+        self._note("batches", Books.end_of_batches, get_ident())
+
+    def activity(self, name: str = "", *extra: object) -> AbstractContextManager[None]:
         """Return a context whose time is that activity's: one of timeline.DECLARED."""
-        if name not in DECLARED:
-            self._swallow("activity", ValueError(f"{name!r} counts as other; write one of {', '.join(DECLARED)}"))
-            name = "other"
-        return _Activity(self, name)
+        try:
+            if not extra:
+                return self._activities[name]
+        except Exception:
+            pass  # a name that is none, or cannot be one
+        self.failed("activity", ValueError(f"{_said(name)} counts as other; write one of {', '.join(DECLARED)}"))
+        return self._activities.get("other", nullcontext())
+
+    @_guarded(_empty)
+    def checkpoint(self, step: int | None = None) -> AbstractContextManager[None]:
+        """Return a context around what blocks the loop to save a checkpoint of `step`, by default the last one.
+
+        The checkpoint counts as committed when the context is left without an exception: what was written must be
+        durable then. For one that goes on in the background use activity("checkpoint_save") around what blocks,
+        background_save() around the rest, and checkpoint_committed() at its end.
+        """
+        return _Checkpoint(self, None if step is None else int(amount("step", step)))
+
+    @_guarded(_empty)
+    def host_to_device(self) -> AbstractContextManager[None]:
+        """Return a context around what copies a batch to the device, on the stream that copies it: a phase."""
+        return _Copy(self)
+
+    @_guarded(_empty)
+    def background_save(self) -> AbstractContextManager[None]:
+        """Return a context, for any thread, around what saves a checkpoint while training goes on."""
+        return _Background(self)
 
     @_guarded(_empty)
     def collective_wait(self) -> AbstractContextManager[None]:
@@ -344,32 +429,34 @@ class Run:
         return _Wait(self)
 
     @_guarded(_nothing)
-    def restored(self, step: int, tokens: float | None = None) -> None:
-        """Tell the step, and the replica's tokens, that a checkpoint restored; the next step is the one after it."""
-        counts, position = self._counts, int(_amount("step", step))
-        with self._update:
-            counts.position = counts.restored = position
-            counts.position_tokens = 0.0 if position == 0 else None
-            if tokens is not None:
-                counts.position_tokens = _amount("tokens", tokens)
+    def restored(self, step: int | None, tokens: float | None = None) -> None:
+        """Tell the step, and the replica's tokens, that a checkpoint restored; the next step is the one after it.
+
+        Without a step nobody knows where the run is: its positions are absent, and there is no goodput.
+        """
+        position = None if step is None else int(amount("step", step))
+        self._lost = position is None
+        self._restored, self._taken_then = position, self._taken
+        self._record((Books.restored, 0.0, position, None if tokens is None else amount("tokens", tokens)))
 
     @_guarded(_nothing)
     def checkpoint_committed(self, step: int) -> None:
         """Tell that the checkpoint of this step is durable: a restart could begin from it."""
-        self._counts.committed = int(_amount("step", step))
+        self._record((Books.commit, 0.0, int(amount("step", step))))
+
+    @_guarded(_nothing)
+    def logged(self, *, loss: float | None = None, grad_norm: float | None = None) -> None:
+        """Tell loss and grad_norm after their step was counted, as a trainer does that logs them later."""
+        self._record((Books.logged, 0.0, self._checked_work(loss=loss, grad_norm=grad_norm)))
 
     @_guarded(_nothing)
     def watch(self, model: object) -> None:
-        """Measure how long this DistributedDataParallel model waits for other ranks in its gradient all-reduce."""
+        """Measure how long this model waits for other ranks, and the phases of its steps."""
         from flopwatch.training import torch as torch_hook
 
-        if self._replica_ranks is None:
-            self._replica_ranks = torch_hook.replica_ranks(model)
-        try:
-            torch_hook.watch(model, self._waited, self._clock, functools.partial(self._swallow, "watch"))
-            self._measures_wait = True
-        except torch_hook.Unmeasured as reason:
-            log.warning("the wait for other ranks is not measured: %s", reason)
+        if self._books.replica_ranks is None:
+            self._books.replica_ranks = torch_hook.replica_ranks(model)
+        torch_hook.watch(self, model)
 
     @_guarded(_nothing)
     def finish(self, status: str = "completed") -> None:
@@ -383,76 +470,175 @@ class Run:
             raise ValueError(f"finish({status!r}) was ignored; write one of {', '.join(STATUSES)}")
         if self._finished:
             raise RuntimeError("finish() was called before; only the first call counts")
-        self._finished = True
+        self._end()
         if self._pusher is not None:
-            last = self.snapshot()
+            last = self.snapshot(last=True)
             last.resource["flopwatch.status"] = status
             self._pusher.stop(last)
 
+    @property
+    def position(self) -> int | None:
+        """Return the steps of the run completed, restored ones included; None before the first if none were told."""
+        if self._restored is None:
+            return None if self._lost else self._taken or None
+        return self._restored + self._taken - self._taken_then
+
+    _restored: int | None = None
+    _lost = False  # restored at a step nobody knows
+    _taken_then = 0
+
+    # What instruments call, from any thread: torch/ and frameworks/.
+
+    @property
+    def alive(self) -> bool:
+        """Return whether what is recorded will be told."""
+        return self._pusher is not None and not self._finished
+
+    def phase(self, name: str, began: Mark, ended: Mark) -> None:
+        """Record a phase of the open step, one of catalogue.PHASES."""
+        self._record((Books.phase, ended, name, began, ended))
+
+    def waited(self, began: Mark, ended: Mark) -> None:
+        """Record that this rank waited for others in the open step, which is thereby measured."""
+        self._record((Books.waited, ended, began, ended))
+
+    def measures_wait(self) -> None:
+        """Tell that `waited` will be called in every measured step; one without it is not measured then."""
+        self._books.measures_wait = True
+
+    def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
+        """Add to a counter of the catalogue."""
+        self._record((Books.add, 0.0, metric, tuple(labels.items()), amount))
+
+    def set(self, metric: Metric, value: float, **labels: str) -> None:
+        """Set a gauge of the catalogue, or a counter to its total; at once, for in a hang it is the evidence."""
+        self._set[metric, tuple(labels.items())] = value
+
+    def poll(self, callback: Callable[[], None]) -> None:
+        """Have this called in the pushing thread before every snapshot but the last."""
+        self._polls.append(callback)
+
+    def enter(self, name: str, thread: int | None = None, at: Mark | None = None) -> None:
+        """Begin an activity, one of timeline.DECLARED, on this thread or on behalf of another; now or a moment ago."""
+        self._note("activity", Books.enter, name, get_ident() if thread is None else thread, at=at)
+
+    def leave(self, name: str, thread: int | None = None, at: Mark | None = None) -> None:
+        """End the innermost activity of this name, and all that was begun inside it."""
+        self._note("activity", Books.leave, name, get_ident() if thread is None else thread, at=at)
+
+    def batch_came(self, began: Mark, ended: Mark) -> None:
+        """Tell, once it is known that it was for training, that this thread waited for a batch."""
+        self._note("batches", Books.waits_for_batch, get_ident(), at=began)
+        self._note("batches", Books.got_batch, get_ident(), at=ended)
+
+    @property
+    def steps_taken(self) -> int:
+        """Return the steps since the process started."""
+        return self._taken
+
+    @property
+    def loop_thread(self) -> int | None:
+        """Return the thread that makes the steps; None before the first."""
+        return self._books.loop_thread
+
+    def counted(self, flops: float) -> None:
+        """Record FLOPs that were counted for the open step, of the whole replica; they stand in for declared ones."""
+        self._flops_source = "counted"
+        self._record((Books.found_flops, 0.0, flops))
+
+    def uncountable(self, reason: str) -> None:
+        """Tell why FLOPs cannot be counted; without declared ones there is no MFU then."""
+        log.warning("no MFU: FLOPs cannot be counted: %s; pass Run(flops_per_token=...)", reason)
+        self._books.uncountable = True
+
+    def set_flops(self, *, convention: str, source: str, per_token: float | PackedFlops | None = None) -> None:
+        """Tell late what the FLOPs per token are, and by which convention and from what they were found."""
+        books = self._books
+        books.convention, self._flops_source = convention, source
+        if hasattr(per_token, "flops"):
+            books.packed_flops = per_token
+        elif per_token is not None:
+            books.flops_per_token = self._checked(flops_per_token=per_token)
+
+    @property
+    def has_flops(self) -> bool:
+        """Return whether the loop said what a token costs."""
+        return self._books.flops_per_token is not None or self._books.packed_flops is not None
+
+    def failed(self, what: str, error: BaseException) -> None:
+        """Count an error that the training loop must not see, and log the first of its kind."""
+        self._errors += 1
+        try:
+            if (what, type(error)) not in _logged:
+                _logged.add((what, type(error)))
+                usage = isinstance(error, (TypeError, ValueError, RuntimeError))
+                log.warning("run.%s: %s (training goes on; this is logged once)", what, _said(error),
+                            exc_info=None if usage else error)
+        except Exception:
+            pass  # a log handler of the job's own that fails; the error is counted
+
     # What those are made of.
 
-    def _pass_time(self, what: str, change: Callable[[Timeline, float], None]) -> None:
+    def _note(self, what: str, kind: Callable[..., None], *arguments: object, at: Mark | None = None) -> None:
         try:
-            if self._loop_thread not in (None, threading.get_ident()):
-                raise RuntimeError(f"{what}() on another thread is not the training loop's time, and is ignored")
-            now = self._clock()
-            with self._update:
-                change(self._timeline, now)
+            self._record((kind, self.mark() if at is None else at, *arguments))
         except Exception as error:
-            self._swallow(what, error)
+            self.failed(what, error)
 
-    def _waited(self, seconds: float) -> None:
-        """Add to the wait of the open step, which is thereby measured."""
-        self._wait = seconds if self._wait is None else self._wait + seconds
+    def _checked_work(self, **given: object) -> Work:
+        """Return what of a step's arguments can be counted; complain of the rest."""
+        fine: dict[str, float] = {}
+        for name, value in given.items():
+            try:
+                if value is not None:
+                    fine[name] = (number if name in ("loss", "grad_norm") else amount)(name, value)
+            except ValueError as error:
+                self.failed("step", error)
+        if "sum_len_squared" in fine and self._books.packed_flops is None:
+            self.failed("step", ValueError(
+                "sum_len_squared= needs Run(flops_per_token=Transformer(...)) in place of a number"))
+        return Work(**fine)
 
-    def _time(self, duration: float, disturbed: bool) -> None:
-        counts, mean = self._counts, self._mean_duration
-        counts.durations[bisect_left(DURATION_BOUNDS, duration)] += 1
-        counts.duration_sum += duration
-        if self._wait is not None and not disturbed and 0 < duration <= 2 * mean:
-            counts.wait += self._wait
-            counts.measured_seconds += duration
-            counts.measured_steps += 1
-        # An outlier moves the mean a little, so that it follows when steps become longer for good.
-        self._mean_duration += (min(duration, 2 * mean) - mean) / 8 if mean else duration
+    def _look_after(self, taken: int, extra: tuple[object, ...], unknown: Mapping[str, object]) -> None:
+        """Do what is not for every step."""
+        if extra or unknown:
+            self.failed("step", TypeError(
+                f"step() takes tokens and keywords; {', '.join(unknown) or 'more arguments'} not counted"))
+        if self._record is _ignored:
+            self._check_at = sys.maxsize
+            return
+        if taken == 1:
+            self._books.loop_thread = get_ident()
+            self._find_card(expected=True)
+            self._find_place(None)
+            self._follow_device()
+            if "torch.distributed" in sys.modules:
+                from flopwatch.training.torch import evidence
 
-    def _work(
-        self, tokens: float | None, global_tokens: float | None, sum_len_squared: float | None, flops: float | None,
-    ) -> None:
-        counts, replica = self._counts, self._replica_ranks
-        among: float | None = replica
-        if global_tokens is not None:
-            tokens, among = global_tokens, self.world_size
-        amount = None if tokens is None else _amount("tokens", tokens)
-        if amount is not None and among is not None:
-            counts.tokens += amount / among
-            counts.tokens_known = True
-        if counts.position_tokens is not None:
-            counts.position_tokens = (None if amount is None or among is None or replica is None
-                                      else counts.position_tokens + amount / among * replica)
-        reason = None
-        if flops is not None:
-            if replica is None:
-                reason = "unknown_replica"
-            else:
-                counts.flops += _amount("flops", flops) / replica
-        elif amount is None:
-            reason = "no_tokens"
-        elif among is None:
-            reason = "unknown_replica"
-        elif self._packed_flops is not None:
-            if sum_len_squared is None:
-                reason = "no_sum_len_squared"
-            else:
-                squares = _amount("sum_len_squared", sum_len_squared)
-                counts.flops += self._packed_flops.flops(int(amount), int(squares), self._convention) / among
-        elif sum_len_squared is not None:
-            raise ValueError("sum_len_squared= needs Run(flops_per_token=Transformer(...)) in place of a number")
-        elif self._flops_per_token is None:
-            reason = "no_flops_per_token"
+                evidence.watch(self)
+        self._check_backlog()
+        if self.measure_every > 1:
+            self.measuring = taken % self.measure_every == 0
+            self._check_at = taken + 1 if self.measuring else taken + self.measure_every - taken % self.measure_every
         else:
-            counts.flops += amount * self._flops_per_token / among
-        counts.no_flops_because = reason
+            self._check_at = taken + _CHECK_BACKLOG
+
+    def _check_backlog(self) -> None:
+        if len(self._books.entries) > BACKLOG and self._lock.acquire(blocking=False):
+            try:
+                self._books.take(all_of_them=True)
+            finally:
+                self._lock.release()
+
+    def _end(self) -> None:
+        """Record nothing from now on, and complain of steps."""
+        self._finished = True
+
+        def late(entry: Entry) -> None:
+            if entry[0] is _STEP:
+                self.failed("step", RuntimeError("a step after finish() is not counted; call finish() last"))
+
+        self._record = late
 
     def _settle_identity(
         self, launch: launcher.Launch, name: str, attempt: str | None, rank: int | None, world_size: int | None,
@@ -473,7 +659,7 @@ class Run:
         elif attempt is None and distributed is not None:
             from flopwatch.training import torch as torch_hook
 
-            attempt = torch_hook.agreed(launch.attempt(), self.rank, launch.restarts)
+            attempt = torch_hook.agreed(launch.attempt(), self.rank, self._start_unix)
         self.attempt = launcher.clean(launch.attempt_without_launcher() if attempt is None else str(attempt))
         if not name and launch.name is None:
             place = launch.meeting_point.rpartition(":")[0]
@@ -504,74 +690,99 @@ class Run:
             log.warning("no MFU: %s; pass Run(peak_flops=..., peak_source=...)", error)
         except Exception as error:
             self._no_peak_because = "unknown_peak" if self._peak is None else None
-            self._swallow("step", error)
+            self.failed("step", error)
+
+    def _find_place(self, given: object) -> None:
+        """Settle the coordinates: those given or, where Megatron has set them up, its own."""
+        from_megatron = parallel.megatron() if given is None and self._place is None else None
+        if given is None and from_megatron is None:
+            return
+        try:
+            self._place = parallel.parallel(from_megatron if given is None else given, self.world_size)
+        except Exception as error:
+            self.failed("parallel", error)
+            return
+        if self._books.replica_ranks is None:
+            self._books.replica_ranks = self._place.replica_ranks
+
+    def _follow_device(self) -> None:
+        """Let marks be moments of the CUDA device once it is in use."""
+        if "torch" in sys.modules and self.mark is self.clock:
+            from flopwatch.training.torch import device
+
+            if (moments := device.moments(self.clock, self.failed)) is not None:
+                self.mark = moments.mark
+
+    @property
+    def _tells_loss(self) -> bool:
+        """Return whether this is the one rank that speaks for the run's loss: of a pipeline the last stage has it."""
+        if self._place is None or self._place.pp is None or self._place.pp[1] == 1:
+            return self.rank == 0
+        others = (self._place.dp, self._place.tp, self._place.cp)
+        return self._place.pp[0] == self._place.pp[1] - 1 and not any(group and group[0] for group in others)
 
     def _checked(self, **argument: object) -> float | None:
         """Return an optional argument as a number above 0; None, and a complaint, if it is none."""
         ((name, value),) = argument.items()
         try:
-            if value is None or (number := _amount(name, value)) > 0:
-                return None if value is None else number
+            if value is None or (checked := amount(name, value)) > 0:
+                return None if value is None else checked
             raise ValueError(f"{name}=0 is ignored; leave it out if it is unknown")
         except ValueError as error:
-            self._swallow("__init__", error)
+            self.failed("__init__", error)
             return None
 
     def _unix_time(self, text: str | None) -> float | None:
         try:
             return float(text) if text else None
         except ValueError:
-            self._swallow("__init__", ValueError(
+            self.failed("__init__", ValueError(
                 f"FLOPWATCH_SUBMITTED_AT={text!r} is ignored; write Unix time, as date +%s prints it"))
             return None
 
-    def _swallow(self, what: str, error: Exception) -> None:
-        self._errors += 1
-        if (what, type(error)) not in _logged:
-            _logged.add((what, type(error)))
-            usage = isinstance(error, (TypeError, ValueError, RuntimeError))
-            log.warning("run.%s: %s (training goes on; this is logged once)", what, error, exc_info=not usage)
-
     # What is pushed.
 
-    def _start_pushing(self, endpoint: str, interval: float | str, token_file: str, disable: str) -> None:
+    def _start_pushing(
+        self, endpoint: str, interval: float | str, token_file: str, headers: str, disable: str,
+    ) -> None:
         older, Run._newest = Run._newest, self
         if older is not None and older._pusher is not None and not older._finished:
             log.warning("a newer Run in this process takes over from %s; call finish() on the older one", older.name)
-            older._finished = True
+            older._end()
             older._pusher.stop(None)
         if disable not in ("", "0"):
             return
         # Imported here, so that a broken opentelemetry or protobuf costs the metrics and not the training.
         from flopwatch.training.pusher import Pusher
+        from flopwatch.training.stacks import Stacks
         from flopwatch.training.wire import Wire
 
+        self.poll(Stacks(lambda: f"run {self.name} attempt {self.attempt} rank {self.rank} on {self._host}").poll)
         try:
             seconds = max(0.1, float(interval))
         except ValueError:
             raise ValueError(f"push interval {interval!r}: write seconds, for example 5; nothing is pushed") from None
-        wire = Wire(endpoint, self._start_unix, Path(token_file) if token_file else None)
-        self._pusher = Pusher(wire, seconds, self.snapshot, self.finish, functools.partial(self._swallow, "push"))
+        wire = Wire(endpoint, self._start_unix, Path(token_file) if token_file else None, headers)
+        self._pusher = Pusher(wire, seconds, self.snapshot, self.finish, functools.partial(self.failed, "push"))
         self._pusher.start()
 
-    def snapshot(self) -> Snapshot:
-        """Return everything counted so far, at one instant of the loop. Raises TimeoutError."""
-        for _ in range(1000):
-            # No lock, because the loop must never wait: a version that is even and stays the same says that the loop
-            # changed nothing meanwhile.
-            version = self._update.version
-            counts = copy.copy(self._counts)
-            counts.durations = counts.durations.copy()
-            now = self._clock()
-            seconds, open_step_seconds = self._timeline.seconds(now), self._timeline.open_step_seconds(now)
-            if version == self._update.version and not version & 1:
-                break
-            time.sleep(0.001)
-        else:
-            raise TimeoutError("for a second the training loop was amid an update")
-        return Snapshot(
-            self._resource(counts.restored, open_step_seconds), self._points(counts, seconds),
-            (DURATION_BOUNDS, counts.durations, counts.duration_sum) if self.rank == 0 else None)
+    def snapshot(self, *, last: bool = False) -> Snapshot:
+        """Return everything counted so far, at one instant of the loop."""
+        for callback in () if last else tuple(self._polls):
+            try:
+                callback()
+            except Exception as error:
+                self.failed("poll", error)
+        if self._submitted_at is None and self.rank == 0 and not last:
+            self._submitted_at = self._submission()
+        with self._lock:
+            books = self._books
+            books.take(all_of_them=last)
+            now = books.instant(self.clock())
+            seconds, open_step_seconds = books.timeline.seconds(now), books.timeline.open_step_seconds(now)
+            return Snapshot(
+                self._resource(books.restored_step, open_step_seconds), self._points(books, seconds),
+                (DURATION_BOUNDS, books.durations.copy(), books.duration_sum) if self.rank == 0 else None)
 
     def _resource(self, restored: int | None, open_step_seconds: float) -> dict[str, str | int | float]:
         resource: dict[str, str | int | float | None] = {
@@ -584,39 +795,73 @@ class Run:
         }
         return {key: value for key, value in resource.items() if value is not None}
 
-    def _points(self, counts: _Counts, seconds: dict[str, float]) -> dict[Metric, list[tuple[dict[str, str], float]]]:
+    def _points(self, books: Books, seconds: dict[str, float]) -> dict[Metric, list[tuple[dict[str, str], float]]]:
+        c = catalogue
+        flops_known = books.no_flops_because is None
         plain: dict[Metric, float | None] = {
-            catalogue.TRAINING_STEPS: counts.steps,
-            catalogue.TRAINING_TOKENS: counts.tokens if counts.tokens_known else None,
-            catalogue.TRAINING_MODEL_FLOPS: counts.flops if counts.no_flops_because is None else None,
-            catalogue.TRAINING_POSITION_STEPS: counts.position,
-            catalogue.TRAINING_POSITION_TOKENS: None if counts.position is None else counts.position_tokens,
-            catalogue.TRAINING_COMMITTED_STEPS: counts.committed,
-            catalogue.TRAINING_LOSS: counts.loss,
-            catalogue.TRAINING_HOOK_ERRORS: self._errors,
+            c.TRAINING_STEPS: books.steps,
+            c.TRAINING_TOKENS: books.tokens if books.tokens_known else None,
+            c.TRAINING_SAMPLES: books.samples if books.samples_known else None,
+            c.TRAINING_MODEL_FLOPS: books.flops if flops_known else None,
+            c.TRAINING_HARDWARE_FLOPS: (
+                books.hardware_flops if flops_known and books.hardware_flops_per_token is not None else None),
+            c.TRAINING_POSITION_STEPS: books.position,
+            c.TRAINING_POSITION_TOKENS: None if books.position is None else books.position_tokens,
+            c.TRAINING_COMMITTED_STEPS: books.committed,
+            c.TRAINING_CHECKPOINT_BACKGROUND_SECONDS: books.background if books.saves_in_background else None,
+            c.TRAINING_LAST_STEP_TIMESTAMP: (
+                None if books.last_step is None else self._start_unix + books.last_step - self._start),
+            c.TRAINING_HOOK_ERRORS: self._errors,
         }
         if self._peak is not None:
-            plain[catalogue.TRAINING_PEAK_FLOPS] = self._peak
-            plain[catalogue.TRAINING_CAPACITY_FLOPS] = self._peak * (seconds["step"] + seconds["data_stall"])
-        if self._measures_wait:
-            plain[catalogue.TRAINING_COLLECTIVE_WAIT] = counts.wait
-            plain[catalogue.TRAINING_MEASURED_STEP_SECONDS] = counts.measured_seconds
-            plain[catalogue.TRAINING_MEASURED_STEPS] = counts.measured_steps
+            plain[c.TRAINING_PEAK_FLOPS] = self._peak
+            plain[c.TRAINING_CAPACITY_FLOPS] = self._peak * (seconds["step"] + seconds["data_stall"])
+        if books.measures_wait:
+            plain[c.TRAINING_COLLECTIVE_WAIT] = books.wait
+        if books.measures_wait or books.phases:
+            plain[c.TRAINING_MEASURED_STEP_SECONDS] = books.measured_seconds
+            plain[c.TRAINING_MEASURED_STEPS] = books.measured_steps
         if self.rank == 0:
-            plain[catalogue.TRAINING_WORLD_SIZE] = self.world_size
+            plain[c.TRAINING_WORLD_SIZE] = self.world_size
+            plain[c.TRAINING_MEASURED_EVERY_STEPS] = (
+                self.measure_every if books.measures_wait or books.phases else None)
+        if self._tells_loss:
+            plain[c.TRAINING_LOSS], plain[c.TRAINING_GRAD_NORM] = books.loss, books.grad_norm
+            plain[c.TRAINING_LOSS_SPIKES] = None if books.spikes is None else books.spikes.count
         points: dict[Metric, list[tuple[dict[str, str], float]]] = {
             metric: [({}, float(value))] for metric, value in plain.items() if value is not None}
-        points[catalogue.TRAINING_ACTIVITY_SECONDS] = [({"activity": name}, s) for name, s in seconds.items()]
-        reasons = (self._no_peak_because, counts.no_flops_because)
-        points[catalogue.TRAINING_MFU_UNAVAILABLE] = [({"reason": r}, 1.0) for r in reasons if r is not None]
-        points[catalogue.TRAINING_RANK_INFO] = [({
+        points |= {metric: [(dict(labels), value) for labels, value in samples.items()]
+                   for metric, samples in books.others.items()}
+        for (metric, labels), value in tuple(self._set.items()):
+            points.setdefault(metric, []).append((dict(labels), value))
+        points[c.TRAINING_PHASE_SECONDS] = [({"phase": name}, s) for name, s in books.phases.items()]
+        if self._tells_loss:
+            points[c.TRAINING_NONFINITE] = [({"value": name}, float(n)) for name, n in books.nonfinite.items()]
+        points[c.TRAINING_ACTIVITY_SECONDS] = [({"activity": name}, s) for name, s in seconds.items()]
+        reasons = (self._no_peak_because, books.no_flops_because)
+        points[c.TRAINING_MFU_UNAVAILABLE] = [({"reason": r}, 1.0) for r in reasons if r is not None]
+        points[c.TRAINING_RANK_INFO] = [({
             "host": self._host, "uuid": self._gpu_uuid, "local_rank": str(self.local_rank), "attempt": self.attempt,
+            **(self._place or parallel.Parallel()).labels(),
         }, 1.0)]
         if self.rank == 0:
             torch = sys.modules.get("torch")
-            points[catalogue.TRAINING_RUN_INFO] = [({
-                "tenant": self._tenant, "attempt": self.attempt, "convention": self._convention, "dtype": self._dtype,
-                "peak_source": self._peak_source, "framework": f"torch {torch.__version__}" if torch else "",
+            points[c.TRAINING_RUN_INFO] = [({
+                "tenant": self._tenant, "attempt": self.attempt, "convention": books.convention, "dtype": self._dtype,
+                "flops_source": self._flops_source, "peak_source": self._peak_source,
+                "step_source": self._step_source,
+                "framework": f"torch {torch.__version__}" if torch else "",
                 "owner": self._owner, "team": self._team, "page": self._page,
+                "external_id": launcher.external_id(self._environ, sys.modules),
             }, 1.0)]
         return points
+
+
+def _silence() -> None:
+    """Let a forked child, a DataLoader's worker, record nothing: no thread would ever add it up."""
+    run = Run._newest
+    if run is not None:
+        run._finished, run._record = True, _ignored
+
+
+os.register_at_fork(after_in_child=_silence)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("flopwatch")
 
 RETRY = 0.1  # seconds between two tries of the last push
-LAST_PUSH = 2.0  # seconds that finish() and the interpreter's exit wait for the last push, at most
+LAST_PUSH = 1.5  # seconds that finish() and the interpreter's exit wait for the last push, at most
 
 
 class Pusher:

@@ -16,19 +16,10 @@ DECLARED = ("compile", "data_stall", "checkpoint_save", "checkpoint_restore", "e
 ACTIVITIES = ("startup", "step", *DECLARED)
 
 
-class Span:
-    """One declared activity, from enter() to leave()."""
-
-    __slots__ = ("activity",)
-
-    def __init__(self, activity: str) -> None:
-        self.activity = activity
-
-
 class Timeline:
     """Seconds per activity since `start`; every method takes the clock's reading, which never falls."""
 
-    __slots__ = ("_base", "_duration_end", "_open", "_seconds", "_since", "_spans", "_step_end", "_waiting",
+    __slots__ = ("_base", "_declared", "_duration_end", "_open", "_seconds", "_since", "_step_end", "_waiting",
                  "disturbed")
 
     def __init__(self, start: float) -> None:
@@ -36,7 +27,7 @@ class Timeline:
         self._open = self._base = "startup"
         self._since = start
         self._waiting = False  # for a batch
-        self._spans: list[Span] = []
+        self._declared: list[str] = []  # open ones, the innermost last
         self._step_end = self._duration_end = 0.0  # step, and step and data_stall seconds as of the last step's end
         self.disturbed = True  # something but step and data_stall happened since the last step's end
 
@@ -44,39 +35,43 @@ class Timeline:
         """Book the open activity up to `now` and open the one that the other fields say."""
         self._seconds[self._open] += now - self._since
         self._since = now
-        if self._spans:
-            self._open = self._spans[-1].activity
+        if self._declared:
+            self._open = self._declared[-1]
         else:
             self._open = "data_stall" if self._waiting and self._base != "startup" else self._base
         if self._open != "step" and self._open != "data_stall":
             self.disturbed = True
 
-    def enter(self, span: Span, now: float) -> None:
+    def enter(self, activity: str, now: float) -> None:
         """Open a declared activity inside whatever is open."""
-        self._spans.append(span)
+        if activity not in DECLARED:
+            raise ValueError(f"{activity!r} is no activity; there are {', '.join(DECLARED)}")
+        self._declared.append(activity)
         self._resume(now)
 
-    def leave(self, span: Span, now: float) -> None:
-        """Close a declared activity and all that was opened inside it; nothing if it isn't open."""
-        if span in self._spans:
-            del self._spans[self._spans.index(span):]
-            self._resume(now)
+    def leave(self, activity: str, now: float) -> None:
+        """Close the innermost activity of this name and all that was opened inside it; nothing if none is open."""
+        for index in reversed(range(len(self._declared))):
+            if self._declared[index] == activity:
+                del self._declared[index:]
+                self._resume(now)
+                return
 
     def wait_for_batch(self, now: float) -> None:
         """Begin to wait for a batch; inside a declared activity, an evaluation's loop, nothing."""
-        if not self._spans:
+        if not self._declared:
             self._waiting = True
             self._resume(now)
 
     def got_batch(self, now: float) -> None:
         """End the wait: a step goes on or begins."""
-        if not self._spans:
+        if not self._declared:
             self._waiting, self._base = False, "step"
             self._resume(now)
 
     def end_of_batches(self, now: float) -> None:
         """Leave the loop over batches, in whatever way."""
-        if not self._spans:
+        if not self._declared:
             self._waiting = False
             if self._base == "step":
                 self._base = "other"

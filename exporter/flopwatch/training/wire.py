@@ -1,5 +1,10 @@
 """From a snapshot of the hook to the node's exporter: opentelemetry's instruments, OTLP protobuf, one POST over HTTP.
 
+Any other receiver of OTLP takes the same bytes, and names and labels there are those of the exporter: points carry
+`run` and `rank` themselves, no instrument has a unit that a translation would append, and what only the exporter wants
+to know of the process is metadata of a metric, "non-identifying" by OTLP. Databases make labels of resource
+attributes, and a value that changes would begin new series with each push.
+
 Deaf to its surroundings: the provider is never global and is given everything that opentelemetry would look up in
 OTEL_* variables; http.client knows neither proxies nor variables; address and timeouts are set here. Format:
 https://github.com/open-telemetry/opentelemetry-proto/blob/main/opentelemetry/proto/metrics/v1/metrics.proto
@@ -7,20 +12,23 @@ https://github.com/open-telemetry/opentelemetry-proto/blob/main/opentelemetry/pr
 
 from __future__ import annotations
 
+import functools
 import gzip
 import http.client
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
+from google.protobuf.message import DecodeError
 from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
     ExportMetricsServiceRequest,
     ExportMetricsServiceResponse,
 )
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.metrics.v1 import metrics_pb2
 from opentelemetry.sdk.metrics import AlwaysOffExemplarFilter, MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricsData, ResourceMetrics
@@ -33,6 +41,9 @@ if TYPE_CHECKING:
     from flopwatch.training.hook import Snapshot
 
 SCOPE = "flopwatch.training"
+# https://opentelemetry.io/docs/specs/semconv/resource/service/: required of everything that sends OTLP
+RESOURCE = Resource({"service.name": "flopwatch"})
+PROTOBUF = "application/x-protobuf"
 TIMEOUT = 2.0  # seconds, for the connection and for each wait of a request
 
 
@@ -54,16 +65,27 @@ class _Provider(MeterProvider):
 class Wire:
     """Encodes snapshots of one process and posts them to `endpoint`; used by one thread at a time."""
 
-    def __init__(self, endpoint: str, start_unix: float, token_file: Path | None) -> None:
+    def __init__(self, endpoint: str, start_unix: float, token_file: Path | None, headers: str = "") -> None:
         parts = urlsplit(endpoint)
-        if parts.scheme != "http" or not parts.hostname:
-            raise ValueError(f"endpoint {endpoint!r}: write http://HOST:PORT of this node's exporter")
-        self._host, self._port = parts.hostname, parts.port or 4318
-        self._path = parts.path.rstrip("/") + "/v1/metrics"
-        self.url = f"http://{self._host}:{self._port}{self._path}"
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"endpoint {endpoint!r}: write http://HOST:PORT, or https://HOST:PORT")
+        secure, host = parts.scheme == "https", parts.hostname
+        port = parts.port or (443 if secure else 4318)
+        self._connect: Callable[[], http.client.HTTPConnection]
+        if secure:
+            import ssl  # costs 10 ms, which a push to the own node need not pay
+
+            self._connect = functools.partial(
+                http.client.HTTPSConnection, host, port, timeout=TIMEOUT, context=ssl.create_default_context())
+        else:
+            self._connect = functools.partial(http.client.HTTPConnection, host, port, timeout=TIMEOUT)
+        self._path = parts.path.rstrip("/").removesuffix("/v1/metrics") + "/v1/metrics"
+        self.url = f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port}{self._path}"
+        self._headers = _headers(headers)
         self._token_file = token_file
         self._start = int(start_unix * 1e9)
         self._points: dict[Metric, list[tuple[dict[str, str], float]]] = {}
+        self._whose: dict[str, str] = {}
         self._reader = InMemoryMetricReader()
         self._provider = _Provider(self._reader)
         meter = self._provider.get_meter(SCOPE, __version__)
@@ -74,23 +96,31 @@ class Wire:
                 meter.create_observable_gauge(metric.name, [self._observe(metric)])
 
     def _observe(self, metric: Metric) -> Callable[[CallbackOptions], Iterable[Observation]]:
-        return lambda _: [Observation(value, labels) for labels, value in self._points.get(metric, ())]
+        return lambda _: [Observation(value, {**self._labels(metric), **labels})
+                          for labels, value in self._points.get(metric, ())]
+
+    def _labels(self, metric: Metric) -> dict[str, str]:
+        """Return the labels that the exporter would add."""
+        return {label: text for label, text in self._whose.items() if label in metric.labels}
 
     def encode(self, snapshot: Snapshot) -> bytes:
         """Return the snapshot as an OTLP ExportMetricsServiceRequest."""
         self._points = snapshot.points
+        self._whose = {label: str(snapshot.resource[f"flopwatch.{label}"]) for label in ("run", "rank")}
         data = self._reader.get_metrics_data()
         scopes = [scope for resource in (data.resource_metrics if data is not None else ())
                   for scope in resource.scope_metrics if scope.scope.name == SCOPE]
         request: ExportMetricsServiceRequest = encode_metrics(
-            MetricsData([ResourceMetrics(Resource(snapshot.resource), scopes, schema_url="")]))
+            MetricsData([ResourceMetrics(RESOURCE, scopes, schema_url="")]))
         metrics = request.resource_metrics[0].scope_metrics[0].metrics
         if snapshot.step_durations is not None:
             bounds, counts, total = snapshot.step_durations
             metrics.add(name=TRAINING_STEP_DURATION.name, histogram=metrics_pb2.Histogram(
                 aggregation_temporality=metrics_pb2.AGGREGATION_TEMPORALITY_CUMULATIVE,
                 data_points=[metrics_pb2.HistogramDataPoint(
-                    count=sum(counts), sum=total, bucket_counts=counts, explicit_bounds=bounds)]))
+                    attributes=_attributes(self._labels(TRAINING_STEP_DURATION)), count=sum(counts), sum=total,
+                    bucket_counts=counts, explicit_bounds=bounds)]))
+        metrics[0].metadata.extend(_attributes(snapshot.resource))
         now = time.time_ns()
         for metric in metrics:
             for point in getattr(metric, metric.WhichOneof("data") or "gauge").data_points:
@@ -100,13 +130,13 @@ class Wire:
 
     def send(self, body: bytes) -> None:
         """Post one encoded snapshot. Raises Undelivered."""
-        headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "gzip"}
+        headers = {**self._headers, "Content-Type": PROTOBUF, "Content-Encoding": "gzip"}
         if self._token_file is not None:
             try:
                 headers["Authorization"] = f"Bearer {self._token_file.read_text().strip()}"
             except OSError as error:
                 raise Undelivered(f"no token: {error}") from error
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT)
+        connection = self._connect()
         try:
             connection.request("POST", self._path, gzip.compress(body, 1), headers)
             response = connection.getresponse()
@@ -115,8 +145,28 @@ class Wire:
             raise Undelivered(f"no answer: {error!r}") from error
         finally:
             connection.close()
-        if response.status != 200:
+        if not 200 <= response.status < 300:
             raise Undelivered(f"the answer is {response.status}: {answer[:200].decode(errors='replace')}")
-        partial = ExportMetricsServiceResponse.FromString(answer).partial_success
+        if response.getheader("Content-Type") != PROTOBUF:
+            return  # taken, in words of another kind
+        try:
+            partial = ExportMetricsServiceResponse.FromString(answer).partial_success
+        except DecodeError as error:
+            raise Undelivered(f"the answer is none to OTLP: {error}") from error
         if partial.rejected_data_points:
             raise Undelivered(f"{partial.rejected_data_points} points were refused: {partial.error_message}")
+
+
+def _headers(text: str) -> dict[str, str]:
+    """Return `name=value,name=value`, percent-encoded where needed, as OTEL_EXPORTER_OTLP_HEADERS is written."""
+    pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
+    if not all(name.strip() and equals for name, equals, _ in pairs):
+        raise ValueError("FLOPWATCH_HEADERS: write name=value,name=value; nothing is pushed")
+    return {name.strip(): unquote(value.strip()) for name, _, value in pairs}
+
+
+def _attributes(values: Mapping[str, str | int | float]) -> list[KeyValue]:
+    return [KeyValue(key=key, value=(
+        AnyValue(string_value=value) if isinstance(value, str)
+        else AnyValue(int_value=value) if isinstance(value, int) else AnyValue(double_value=value)
+    )) for key, value in values.items()]
