@@ -123,6 +123,8 @@ def test_the_catalogue_is_printed_as_the_documentation_has_it() -> None:
 @pytest.mark.parametrize(("flags", "status", "message"), [
     (["--listen", "9450"], 2, "'9450' is not an address; write HOST:PORT, for example 127.0.0.1:9450"),
     (["--rank-timeout", "-1"], 2, "-1 is not a positive number of seconds"),
+    (["--sysfs", "/nowhere", "--listen", "127.0.0.1:0", "--otlp-listen", "127.0.0.1:0"], 1,
+     "--sysfs /nowhere is no folder; give the one where sysfs is mounted"),
     (["--ledger", "maybe"], 1, "write embedded, off, or the ledger's URL (http://host:port)"),
     (["--simulate", "b200x8"], 1, "the only simulated node is h100x8"),
     (["--listen", ":9450", "--otlp-listen", ":9450"], 1, "give them different ports"),
@@ -219,6 +221,15 @@ def test_without_an_nvml_library_it_says_so_once_and_serves_the_rest(tmp_path: P
         assert "flopwatch_collector_success{collector=nvml}" not in found
         assert found["infiniband_port_state_id{device=mlx5_0,port=1}"] == 4
         assert sum("source nvml" in line for line in node.log.splitlines()) == 1, node.log
+
+
+def test_two_exporters_on_one_state_folder_are_told_of_each_other_and_serve(tmp_path: Path) -> None:
+    SimulatedNode(tmp_path).create()
+    flags = ("--sysfs", tmp_path / "sys", "--kmsg", tmp_path / "kmsg")
+    with exporter(tmp_path / "state", *flags) as first, exporter(tmp_path / "state", *flags) as second:
+        first.wait_for("infiniband_port_state_id{device=mlx5_0,port=1}", 4)
+        second.wait_for("infiniband_port_state_id{device=mlx5_0,port=1}", 4)
+        assert second.log.count("another exporter uses --state") == 1  # both write one log here
 
 
 def test_a_state_folder_that_cannot_be_written_costs_only_what_is_kept_there(tmp_path: Path) -> None:

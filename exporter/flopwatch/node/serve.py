@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import signal
 import socket
@@ -53,6 +54,8 @@ def run(settings: ExporterSettings) -> None:
             stack.enter_context(serving.listener("--listen", settings.listen, backlog=128)),
             stack.enter_context(serving.listener("--otlp-listen", settings.otlp_listen, backlog=128)),
         ]
+        if settings.simulate is None and not settings.sysfs.is_dir():
+            raise SettingsError(f"--sysfs {settings.sysfs} is no folder; give the one where sysfs is mounted")
         settings = replace(settings, state=stack.enter_context(_state_folder(settings)))
         if settings.simulate is not None:
             stack.enter_context(_simulation(settings))
@@ -136,7 +139,14 @@ def _state_folder(settings: ExporterSettings) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="flopwatch-") as folder:
             yield Path(folder)
     else:
-        yield settings.state
+        with (settings.state / "exporter.lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                # Not an end: the other one may be stuck in a driver for good, which is when a monitor is needed most.
+                log.warning("another exporter uses --state %s: both count and write what is kept there; end one of "
+                            "them, or give each its own folder", settings.state)
+            yield settings.state
 
 
 @contextlib.contextmanager
