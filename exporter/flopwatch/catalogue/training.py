@@ -101,7 +101,7 @@ TRAINING_PHASE_SECONDS = Metric(
 TRAINING_COLLECTIVE_WAIT = Metric(
     "training_collective_wait_seconds_total", "counter",
     "Time this rank waited for others in collectives, in measured steps. The late rank waits least.", RANK,
-    "flopwatch.training.torch: autograd-engine callbacks around DDP's reducer",
+    "flopwatch.training.torch.waits",
 )
 TRAINING_MEASURED_STEP_SECONDS = Metric(
     "training_measured_step_seconds_total", "counter",
@@ -118,8 +118,8 @@ TRAINING_MEASURED_EVERY_STEPS = Metric(
 )
 TRAINING_COLLECTIVE_SEQUENCE = Metric(
     "training_collective_sequence_number", "gauge",
-    "Number of the last collective this rank completed in the default process group; in a hang the lowest is late.",
-    RANK, "PyTorch's flight recorder",
+    "Number of the last collective this rank started in the default process group; in a hang the lowest is late.",
+    RANK, "torch.distributed's default process group",
 )
 TRAINING_STEP_DURATION = Metric(
     "training_step_duration_seconds", "histogram", "Duration of optimizer steps. From one rank.", _RUN,

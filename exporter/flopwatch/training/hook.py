@@ -265,9 +265,9 @@ class Run:
     _place: parallel.Parallel | None = None
     rank = 0
     world_size = 1
-    # Whether phases and waits are to be measured in the open step, which is every `measure_every` steps.
-    measuring = True
-    measure_every = 1
+    measuring = True  # phases and waits in the open step, which is so every `measure_every` steps
+    _measure_every = 1
+    _instruments: tuple[Any, ...] | None = None  # with remove(); None until PyTorch is in use
     in_wait = False  # in the loop's thread: a wait inside another counts once
 
     @_guarded(_nothing)
@@ -336,6 +336,8 @@ class Run:
             text(endpoint, "FLOPWATCH_ENDPOINT") or "http://127.0.0.1:4318",
             text(None, "FLOPWATCH_PUSH_INTERVAL") or "5" if push_interval is None else push_interval,
             text(None, "FLOPWATCH_TOKEN_FILE"), text(None, "FLOPWATCH_HEADERS"), text(None, "FLOPWATCH_DISABLE"))
+        if self._pusher is not None:
+            self._instrument(None)
 
     # What the training loop calls.
 
@@ -457,6 +459,7 @@ class Run:
         if self._books.replica_ranks is None:
             self._books.replica_ranks = torch_hook.replica_ranks(model)
         torch_hook.watch(self, model)
+        self._instrument(model)
 
     @_guarded(_nothing)
     def finish(self, status: str = "completed") -> None:
@@ -490,6 +493,15 @@ class Run:
     # What instruments call, from any thread: torch/ and frameworks/.
 
     @property
+    def measure_every(self) -> int:
+        """Return every how many steps phases and waits are measured; may be set."""
+        return self._measure_every
+
+    @measure_every.setter
+    def measure_every(self, steps: int) -> None:
+        self._measure_every, self._check_at = max(1, steps), 0
+
+    @property
     def alive(self) -> bool:
         """Return whether what is recorded will be told."""
         return self._pusher is not None and not self._finished
@@ -508,11 +520,11 @@ class Run:
 
     def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
         """Add to a counter of the catalogue."""
-        self._record((Books.add, 0.0, metric, tuple(labels.items()), amount))
+        self._record((Books.add, 0.0, metric, tuple(labels.items()), float(amount)))
 
     def set(self, metric: Metric, value: float, **labels: str) -> None:
         """Set a gauge of the catalogue, or a counter to its total; at once, for in a hang it is the evidence."""
-        self._set[metric, tuple(labels.items())] = value
+        self._set[metric, tuple(labels.items())] = float(value)
 
     def poll(self, callback: Callable[[], None]) -> None:
         """Have this called in the pushing thread before every snapshot but the last."""
@@ -612,15 +624,14 @@ class Run:
             self._find_card(expected=True)
             self._find_place(None)
             self._follow_device()
-            if "torch.distributed" in sys.modules:
-                from flopwatch.training.torch import evidence
-
-                evidence.watch(self)
         self._check_backlog()
-        if self.measure_every > 1:
+        if taken == 1 and self._pusher is not None:
+            self._instrument(None)
+        if self._measure_every > 1:
             self.measuring = taken % self.measure_every == 0
             self._check_at = taken + 1 if self.measuring else taken + self.measure_every - taken % self.measure_every
         else:
+            self.measuring = not self._finished
             self._check_at = taken + _CHECK_BACKLOG
 
     def _check_backlog(self) -> None:
@@ -638,7 +649,9 @@ class Run:
             if entry[0] is _STEP:
                 self.failed("step", RuntimeError("a step after finish() is not counted; call finish() last"))
 
-        self._record = late
+        self._record, self.measuring = late, False
+        for instrument in self._instruments or ():
+            instrument.remove()
 
     def _settle_identity(
         self, launch: launcher.Launch, name: str, attempt: str | None, rank: int | None, world_size: int | None,
@@ -712,6 +725,18 @@ class Run:
 
             if (moments := device.moments(self.clock, self.failed)) is not None:
                 self.mark = moments.mark
+
+    def _instrument(self, model: object) -> None:
+        """Measure what PyTorch tells: phases of the steps and, where it is pushed, compilation, memory, collectives."""
+        if "torch" not in sys.modules or self._finished:
+            return
+        from flopwatch.training.torch import evidence, phases, runtime
+
+        if model is not None or self._instruments is None:
+            measured = phases.attach(self, model)
+            if self._instruments is None:
+                self._instruments = (measured, runtime.attach(self))
+                evidence.watch(self)
 
     @property
     def _tells_loss(self) -> bool:

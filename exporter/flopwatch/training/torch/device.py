@@ -67,6 +67,9 @@ class Cuda(Protocol):
     def stream(self) -> Stream:
         """Return this thread's current stream."""
 
+    def in_use(self, device_index: int) -> bool:
+        """Return whether this process has a context on that device."""
+
     def event(self) -> Event:
         """Return a new event that can be timed."""
 
@@ -81,6 +84,11 @@ class TorchCuda:
         self._exchange = (ctypes.CDLL("libcuda.so.1") if driver is None else driver).cuThreadExchangeStreamCaptureMode
         self.capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
         self.stream: Callable[[], Stream] = torch.cuda.current_stream
+
+    def in_use(self, device_index: int) -> bool:
+        """Return whether this process has a context on that device."""
+        core: Any = torch._C
+        return bool(core._cuda_hasPrimaryContext(device_index))
 
     def event(self) -> Event:
         """Return a new event that can be timed."""
@@ -148,6 +156,8 @@ class Moments:
                 return now
             stream = self._cuda.stream()
             line = self._lines.get((stream.device_index, stream.stream_id)) or self._new_line(stream)
+            if line is None:
+                return now
             device = line.device
             try:
                 event = device.free.pop()
@@ -165,7 +175,10 @@ class Moments:
             self.give_up(error)
             return now
 
-    def _new_line(self, stream: Stream) -> _Line:
+    def _new_line(self, stream: Stream) -> _Line | None:
+        # A thread that never chose a device is on GPU 0, on which an event would make a context of hundreds of MB.
+        if not self._cuda.in_use(stream.device_index):
+            return None
         with self._making:
             device = self._devices.setdefault(stream.device_index, _Device(self._cuda, stream.device_index))
             return self._lines.setdefault(

@@ -269,7 +269,11 @@ def _watch_group(told: _Told, group: Any) -> None:
     def timed_post_backward(*unused: object) -> None:
         nonlocal in_post_backward
         in_post_backward = begins()
-        post_backward(*unused)
+        try:
+            post_backward(*unused)
+        finally:
+            if in_post_backward is not None:  # there was nothing to reduce
+                in_post_backward, told.run.in_wait = None, False
 
     def timed_wait_for_post_backward() -> None:
         # Between the beginning of post_backward and here the stream waits for an earlier reduce-scatter.
@@ -282,8 +286,10 @@ def _watch_group(told: _Told, group: Any) -> None:
         # Since torch 2.11 the first group's waits for all of them.
         pending = getattr(group.comm_ctx, "_last_post_reduce_events", True)
         began = begins() if pending else None
-        finalize_backward()
-        ends(began)
+        try:
+            finalize_backward()
+        finally:
+            ends(began)
 
     group.wait_for_unshard, group.post_backward = timed_wait_for_unshard, timed_post_backward
     group._wait_for_post_backward, group.finalize_backward = timed_wait_for_post_backward, timed_finalize_backward

@@ -1,0 +1,43 @@
+"""`flopwatch stacks`: where a hanging rank's threads are."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from flopwatch.commands import Commands, command, seconds
+from flopwatch.settings import SettingsError
+
+ANSWER = 15.0  # seconds; a rank looks for a request before every push
+
+
+def run(options: argparse.Namespace) -> int:
+    """Ask, and print the answer; 1 if there is none."""
+    from flopwatch.training import stacks
+
+    process = Path("/proc") / str(options.pid)
+    try:
+        # As it was at the process's start, which is when its launcher had set what matters here.
+        pairs = (process / "environ").read_bytes().decode(errors="surrogateescape").split("\0")
+        environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+        user = process.stat().st_uid
+        said = stacks.request(options.pid, options.wait, environ=environ, user=user)
+    except OSError as error:
+        raise SettingsError(f"cannot ask process {options.pid}: {error}; run this where the process runs, "
+                            "as its user or root") from error
+    if said is None:
+        print(f"flopwatch: process {options.pid} did not answer within {options.wait:g} s: it has no running hook, or "
+              f"compiled code holds its interpreter; try py-spy dump --pid {options.pid}", file=sys.stderr)
+        return 1
+    print(said, end="")
+    return os.EX_OK
+
+
+def add(commands: Commands) -> None:
+    """Describe the command."""
+    parser = command(commands, "stacks", run, "print where the threads of a rank on this node are")
+    parser.add_argument("pid", type=int, metavar="PID", help="the rank's process, as seen from its own container")
+    parser.add_argument("--wait", type=seconds, default=ANSWER, metavar="SECONDS",
+                        help=f"how long to wait for the answer (default {ANSWER:g})")

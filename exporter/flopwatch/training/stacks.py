@@ -1,0 +1,112 @@
+"""Where a rank's threads are, on demand: `flopwatch stacks PID` asks, and the thread that pushes answers.
+
+The request is an empty file, `<host>-<pid>.request`, in a folder that both sides work out; the answer is a file beside
+it. No signal is sent and none is handled, so a rank can be asked that is blocked in a collective: that releases the
+interpreter's lock, and the pushing thread goes on. A rank whose lock is held by compiled code cannot answer; py-spy
+reads its memory from outside (https://github.com/benfred/py-spy). Python frames only, of all of Python's threads.
+
+The folder is FLOPWATCH_STACK_DIR or, in the temporary folder, one of the user's own: nobody else may be able to say
+where a rank writes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+
+log = logging.getLogger("flopwatch")
+
+
+def folder(environ: Mapping[str, str], user: int) -> Path:
+    """Return where requests to a process of this user, with this environment, and their answers are."""
+    if named := environ.get("FLOPWATCH_STACK_DIR"):
+        return Path(named)
+    return Path(environ.get("TMPDIR") or "/tmp") / f"flopwatch-{user}"
+
+
+def request(pid: int, seconds: float, *, environ: Mapping[str, str], user: int) -> str | None:
+    """Ask a process for its stacks; return them, or None if it does not answer in time. Raises OSError."""
+    place = folder(environ, user)
+    asking, answer = _files(place, pid)
+    if not os.path.lexists(place):
+        place.mkdir(mode=0o700)
+        os.chown(place, user, -1)
+    _trust(place, environ, user)
+    answer.unlink(missing_ok=True)
+    _write(asking, "")
+    try:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if answer.exists():
+                text = answer.read_text()
+                answer.unlink()
+                return text
+            time.sleep(0.05)
+        return None
+    finally:
+        asking.unlink(missing_ok=True)
+
+
+class Stacks:
+    """Answers requests to this process; `title` says whose stacks they are."""
+
+    def __init__(self, title: Callable[[], str], environ: Mapping[str, str] = os.environ) -> None:
+        self._title = title
+        self._environ = environ
+        self._folder = folder(environ, os.geteuid())
+        self._asking, self._answer = _files(self._folder, os.getpid())
+
+    def poll(self) -> None:
+        """Answer if there is a request; one system call if there is none. Raises OSError."""
+        if not self._asking.exists():
+            return
+        _trust(self._folder, self._environ, os.geteuid())
+        self._asking.unlink(missing_ok=True)
+        being_written = self._answer.with_suffix(".tmp")
+        _write(being_written, "\n".join([self._title(), *_stacks()]) + "\n")
+        being_written.replace(self._answer)
+        log.warning("the stacks of this rank's threads are in %s", self._answer)
+
+
+def _trust(place: Path, environ: Mapping[str, str], user: int) -> None:
+    """Raise PermissionError if others than this user can write to a folder that was not named."""
+    owned = os.lstat(place)
+    private = stat.S_ISDIR(owned.st_mode) and owned.st_uid == user and not owned.st_mode & 0o022
+    if not private and not environ.get("FLOPWATCH_STACK_DIR"):
+        raise PermissionError(f"others can write to {place}; remove it, or name a folder with FLOPWATCH_STACK_DIR")
+
+
+def _files(place: Path, pid: int) -> tuple[Path, Path]:
+    # With the host, because the folder may be shared, and in containers every rank may be process 1.
+    name = f"{socket.gethostname()}-{pid}"
+    return place / f"{name}.request", place / f"{name}.stacks"
+
+
+def _write(path: Path, text: str) -> None:
+    path.unlink(missing_ok=True)
+    # A new file, not what a link that somebody put there points to.
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+
+
+def _stacks() -> Iterator[str]:
+    """Yield a line per thread and frame, the innermost last; without the sources, whose disk may be what hangs."""
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        thread = threads.get(ident)
+        yield f"\nthread {ident}" if thread is None else f"\nthread {thread.name} ({thread.native_id})"
+        outwards: list[str] = []
+        at: FrameType | None = frame
+        while at is not None:
+            code = at.f_code
+            outwards.append(f'  File "{code.co_filename}", line {at.f_lineno}, in {code.co_name}')
+            at = at.f_back
+        yield from reversed(outwards)

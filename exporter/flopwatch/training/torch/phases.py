@@ -1,0 +1,241 @@
+"""Where the time of a step goes: forward, backward, optimizer and garbage collection, each bracketed by two marks.
+
+forward             the model's own call, by module hooks, with gradients enabled and outside a backward pass
+                    (recomputed activations are part of backward)
+backward            from the first gradient of the model's output until the autograd engine is done with the pass,
+                    before it waits for other ranks' gradients, which is a wait and no work
+optimizer           every optimizer's step(), by its hooks; one inside another counts once
+garbage_collection  Python's, by gc.callbacks; the host's time on a GPU too
+
+Marks are CUDA events where the device does the work, else the host's clock (device.py). Phases of several micro-batches
+and optimizers add up. They are measured every k-th step, k such that it costs at most SHARE of the time.
+
+torch.compile: the hooks never enter a graph and break none. Where Dynamo calls the model they run beside it; where a
+larger function around the model is compiled there is nothing between which to measure, and forward and backward are
+absent. Absent are also a backward pass under compiled autograd, a phase inside a replayed CUDA graph, and pipeline
+bubbles. docs/phases.md says more.
+https://docs.pytorch.org/docs/stable/notes/modules.html#module-hooks
+https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.register_step_pre_hook.html
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._dynamo
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+if TYPE_CHECKING:
+    from flopwatch.training.books import Mark
+    from flopwatch.training.hook import Run
+
+# How much of the time the hooks may take, over how many seconds at least, and how rarely a step is measured at most.
+SHARE = 2e-4
+WINDOW = 2.0
+MOST_STEPS = 64
+
+_attached: dict[Run, Phases] = {}
+
+
+def attach(run: Run, model: object = None, optimizer: Any = None, every: int | None = None) -> Phases:
+    """Measure the phases of a model and of its optimizers; once more for a run adds another model to it.
+
+    model      the module the loop calls, as wrapped as it is; without one there is no forward and backward
+    optimizer  one or several; without one all that there are and will be
+    every      measure every so many steps; without it as often as costs SHARE of the time
+    """
+    phases = _attached.get(run)
+    try:
+        if phases is None:
+            phases = _attached[run] = Phases(run)
+            phases._attach(optimizer, every)
+        if isinstance(model, torch.nn.Module):
+            phases._attach_model(model)
+    except Exception as error:
+        run.failed("phases", error)
+    return Phases(run) if phases is None else phases
+
+
+class Phases:
+    """The hooks of one run; `remove()` takes them off."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._handles: list[Any] = []
+        self._models: list[Callable[[], torch.nn.Module | None]] = []
+        self._forward: tuple[int, Mark] | None = None  # the module whose forward is open, and since when
+        self._backward = -1  # the autograd engine's number of the pass last seen to begin
+        self._steps: list[tuple[int, Mark]] = []  # the optimizers whose step() is open, outermost first
+        self._position: int | None = None
+        self._collection_began: float | None = None
+        self._spent = 0.0  # seconds the hooks took since the last choice
+        self._chosen_at = run.clock()
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        while self._handles:
+            self._handles.pop().remove()
+        if self._collected in gc.callbacks:
+            gc.callbacks.remove(self._collected)
+        if _attached.get(self._run) is self:
+            del _attached[self._run]
+
+    def _attach(self, optimizer: Any, every: int | None) -> None:
+        gc.callbacks.append(self._collected)
+        begins, ends = _Hook(self._run, self._step_begins), _Hook(self._run, self._step_ends)
+        if optimizer is None:
+            self._handles += [register_optimizer_step_pre_hook(begins), register_optimizer_step_post_hook(ends)]
+            # First, or one that takes the end of step() for that of the training step would come before it.
+            _global_optimizer_post_hooks.move_to_end(self._handles[-1].id, last=False)  # type: ignore[attr-defined]
+        for one in optimizer if isinstance(optimizer, Iterable) else () if optimizer is None else (optimizer,):
+            self._handles += [one.register_step_pre_hook(begins), one.register_step_post_hook(ends)]
+        if every is not None:
+            self._run.measure_every = max(1, every)
+        else:
+            self._run.poll(self._choose)
+
+    def _attach_model(self, model: torch.nn.Module) -> None:
+        if not any(known() is model for known in self._models):
+            self._models.append(weakref.ref(model))
+            # First, so that FSDP's hooks are inside and its last wait behind the backward pass.
+            self._handles += [
+                model.register_forward_pre_hook(_Hook(self._run, self._forward_begins), prepend=True),
+                model.register_forward_hook(_Hook(self._run, self._forward_ends), prepend=True)]
+
+    def _choose(self) -> None:
+        """Measure as often as costs SHARE of the time; called before every push."""
+        now = self._run.clock()
+        spent, seconds = self._spent, now - self._chosen_at
+        if spent == 0 or seconds < WINDOW:
+            return
+        self._spent, self._chosen_at = 0.0, now
+        every = self._run.measure_every
+        if spent > SHARE * seconds:
+            while every < MOST_STEPS and spent * self._run.measure_every > SHARE * seconds * every:
+                every *= 2
+        elif spent < SHARE * seconds / 4 and every > 1:
+            every //= 2
+        self._run.measure_every = every
+
+    # What the hooks do; `_Hook` guards them.
+
+    def _forward_begins(self, module: torch.nn.Module, _: object) -> None:
+        began = time.perf_counter()
+        # A step() that calls the model, as that of LBFGS does, is no optimizer's work alone; or an exception left it.
+        self._steps.clear()
+        inside_another = self._forward is not None and self._forward[0] != id(module)
+        if not inside_another and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self._forward = (id(module), self._run.mark())
+        self._spent += time.perf_counter() - began
+
+    def _forward_ends(self, module: torch.nn.Module, _: object, output: object) -> None:
+        if self._forward is None or self._forward[0] != id(module):
+            return
+        began = time.perf_counter()
+        self._run.phase("forward", self._forward[1], self._run.mark())
+        self._forward = None
+        hook = _Hook(self._run, self._gradient)
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        self._spent += time.perf_counter() - began
+
+    def _gradient(self, _: torch.Tensor) -> None:
+        began = time.perf_counter()
+        this = torch._C._current_graph_task_id()
+        if this != self._backward:
+            self._backward = this
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(functools.partial(self._backward_ends, self._run.mark()))
+        self._spent += time.perf_counter() - began
+
+    def _backward_ends(self, backward_began: Mark) -> None:
+        try:
+            began = time.perf_counter()
+            self._run.phase("backward", backward_began, self._run.mark())
+            self._spent += time.perf_counter() - began
+        except Exception as error:
+            self._run.failed("phases", error)
+
+    def _step_begins(self, optimizer: object, *_: object) -> None:
+        began = time.perf_counter()
+        position = self._run.position
+        if position != self._position:
+            # What is open since an earlier step was left by an exception.
+            self._position, self._forward = position, None
+            self._steps.clear()
+        self._steps.append((id(optimizer), self._run.mark()))
+        self._spent += time.perf_counter() - began
+
+    def _step_ends(self, optimizer: object, *_: object) -> None:
+        began = time.perf_counter()
+        for number in reversed(range(len(self._steps))):
+            which, step_began = self._steps[number]
+            if which == id(optimizer):
+                del self._steps[number:]
+                if number == 0:
+                    self._run.phase("optimizer", step_began, self._run.mark())
+                break
+        self._spent += time.perf_counter() - began
+
+    def _collected(self, phase: str, _: Mapping[str, int]) -> None:
+        try:
+            if phase == "start":
+                self._collection_began = self._run.clock() if self._run.measuring else None
+            elif self._collection_began is not None:
+                self._run.phase("garbage_collection", self._collection_began, self._run.clock())
+        except Exception as error:
+            self._run.failed("phases", error)
+
+
+class _Hook:
+    """A hook that does something in measured steps, raises nothing, and is left behind when its module is copied."""
+
+    def __init__(self, run: Run, does: Callable[..., None]) -> None:
+        self._run = run
+        self._does = torch._dynamo.disable(does)  # type: ignore[no-untyped-call]
+
+    def __call__(self, *args: object) -> None:
+        # First, as Dynamo traces this where it compiles what calls the module: no guard and no graph break comes of it.
+        if torch.compiler.is_compiling():
+            return
+        try:
+            if self._run.measuring:
+                self._does(*args)
+        except Exception as error:
+            self._run.failed("phases", error)
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        # A copy or a pickle of the module gets a hook that does nothing, with any arguments and without flopwatch.
+        return getattr, (nullcontext(), "__exit__")
+
+
+# Where Dynamo has Python call the model's hooks, it would compile each as a function of its own, and in that
+# is_compiling() is true. Private to PyTorch: without it a model compiled after it was attached has no forward phase.
+if (skip_code := getattr(torch._dynamo.decorators, "skip_code", None)) is not None:
+    skip_code(_Hook.__call__.__code__)
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from _tensors(value)
+    elif hasattr(output, "__dataclass_fields__"):
+        for name in output.__dataclass_fields__:
+            yield from _tensors(getattr(output, name))

@@ -1,0 +1,132 @@
+"""What PyTorch's own machinery costs: compilation by torch.compile, and the CUDA memory allocator.
+
+Compilation. Dynamo calls back as the first of its compilations begins and as the last of those then open ends, in
+whatever threads: that time is the activity `compile`. A callback on another thread than the training loop's counts
+while the autograd engine runs it for a backward pass, whose compilation is put off until the pass; else it is not the
+loop's time. A frame that was compiled before (its number in the compile id is above 0) is a recompilation. Triton's
+autotuning at run time has no callback and stays step time; before PyTorch 2.6 there is no compile id, and no count.
+https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html#dealing-with-recompilations
+
+Allocator. Read before each push, of all devices this process uses; plain numbers on the host, the device is not asked.
+With the backend cudaMallocAsync PyTorch reports some of them as 0.
+https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._dynamo.callback
+
+from flopwatch.catalogue import (
+    TRAINING_ALLOCATOR_RETRIES,
+    TRAINING_ALLOCATOR_UNUSED_BYTES,
+    TRAINING_OUT_OF_MEMORY,
+    TRAINING_RECOMPILATIONS,
+)
+
+if TYPE_CHECKING:
+    from flopwatch.training.hook import Run
+
+
+def cuda_memory() -> list[Mapping[str, Any]]:
+    """Return the allocator's numbers for each CUDA device; nothing if CUDA is not in use. Initialises nothing."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return []
+    return [torch.cuda.memory_stats_as_nested_dict(index) for index in range(torch.cuda.device_count())]
+
+
+def attach(run: Run, memory: Callable[[], list[Mapping[str, Any]]] = cuda_memory) -> Runtime:
+    """Tell the run of compilations and of the allocator; call it on the training loop's thread."""
+    runtime = Runtime(run, memory)
+    try:
+        runtime.listen()
+        run.poll(runtime.poll)
+    except Exception as error:
+        run.failed("runtime", error)
+    return runtime
+
+
+class Runtime:
+    """The callbacks of one run; `remove()` takes them off."""
+
+    def __init__(self, run: Run, memory: Callable[[], list[Mapping[str, Any]]]) -> None:
+        self._run = run
+        self._memory = memory
+        self._loop_thread = threading.get_ident()
+        self._removed = False
+        self._compiling = False
+
+    def listen(self) -> None:
+        """Register with Dynamo, unless that is done already."""
+        handler = torch._dynamo.callback.callback_handler
+        for callbacks, ours in ((handler.start_callbacks, self._begins), (handler.end_callbacks, self._ends)):
+            if ours not in callbacks:
+                callbacks.append(ours)
+
+    def remove(self) -> None:
+        """Take the callbacks off."""
+        self._removed = True
+        handler = torch._dynamo.callback.callback_handler
+        for callbacks, ours in ((handler.start_callbacks, self._begins), (handler.end_callbacks, self._ends)):
+            if ours in callbacks:
+                callbacks.remove(ours)
+
+    def poll(self) -> None:
+        """Look at the allocator, and register anew if torch._dynamo.reset() took the callbacks off."""
+        if self._removed:
+            return
+        self.listen()
+        devices = self._memory()
+        for metric, numbers in (
+            (TRAINING_ALLOCATOR_RETRIES, [_number(device, "num_alloc_retries") for device in devices]),
+            (TRAINING_OUT_OF_MEMORY, [_number(device, "num_ooms") for device in devices]),
+            (TRAINING_ALLOCATOR_UNUSED_BYTES, [_unused(device) for device in devices]),
+        ):
+            known = [number for number in numbers if number is not None]
+            if known:
+                self._run.set(metric, sum(known))
+
+    def _begins(self, arguments: Any = None) -> None:
+        try:
+            self._run.add(TRAINING_RECOMPILATIONS, _recompiles(arguments))
+            in_backward = torch._C._current_graph_task_id() != -1
+            if in_backward or threading.get_ident() == self._loop_thread:
+                self._compiling = True
+                self._run.enter("compile", self._loop_thread)
+        except Exception as error:
+            self._run.failed("runtime", error)
+
+    def _ends(self, _: Any = None) -> None:
+        try:
+            # Where compilations overlap another thread may end what the loop's thread began.
+            if self._compiling:
+                self._compiling = False
+                self._run.leave("compile", self._loop_thread)
+        except Exception as error:
+            self._run.failed("runtime", error)
+
+
+def _recompiles(arguments: Any) -> bool:
+    """Return whether this compilation is one of a frame that was compiled before."""
+    trigger = getattr(arguments, "callback_trigger", None)
+    if getattr(trigger, "name", None) != "DYNAMO":
+        return False  # a backward pass is compiled after its forward pass, with the same id
+    frame, _, times = str(arguments.compile_id).rpartition("/")
+    return frame != "" and times.isdecimal() and int(times) > 0
+
+
+def _number(device: Mapping[str, Any], *keys: str) -> int | None:
+    found: Any = device
+    for key in keys:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found if isinstance(found, int) else None
+
+
+def _unused(device: Mapping[str, Any]) -> int | None:
+    reserved = _number(device, "reserved_bytes", "all", "current")
+    allocated = _number(device, "allocated_bytes", "all", "current")
+    return None if reserved is None or allocated is None else reserved - allocated
