@@ -152,10 +152,12 @@ class Books:
                 if now is None:
                     if not all_of_them:
                         return
-                    now = mark.recorded  # type: ignore[union-attr]  # a number is never None
-                if now > self._now:
+                    now = mark.recorded
+                now = max(now, self._now)
+                # What lasted until `now` moves nothing: what is told late, of a moment before, still finds its place.
+                if what is not Books.phase and what is not Books.waited:
                     self._now = now
-                what(self, self._now, *entry[2:])
+                what(self, now, *entry[2:])
             except Exception as error:
                 self._failed(getattr(what, "__name__", "digest"), error)
             entries.popleft()
@@ -242,7 +244,7 @@ class Books:
             else:
                 amount = flops / replica
         elif tokens is None:
-            self.no_flops_because = "no_tokens"
+            self.no_flops_because = "uncountable" if self.uncountable else "no_tokens"
         elif among is None:
             self.no_flops_because = "unknown_replica"
         elif self.packed_flops is not None:

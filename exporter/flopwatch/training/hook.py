@@ -460,6 +460,12 @@ class Run:
             self._books.replica_ranks = torch_hook.replica_ranks(model)
         torch_hook.watch(self, model)
         self._instrument(model)
+        if self._place is not None and self._place.cp is not None and self._place.cp[1] > 1:
+            self.uncountable("each rank has a part of the sequence, and attention reaches beyond it")
+        elif not self.has_flops and isinstance(model, sys.modules["torch"].nn.Module):
+            from flopwatch.training.torch import counted
+
+            counted.attach(self, model)
 
     @_guarded(_nothing)
     def finish(self, status: str = "completed") -> None:
@@ -554,13 +560,18 @@ class Run:
         return self._books.loop_thread
 
     def counted(self, flops: float) -> None:
-        """Record FLOPs that were counted for the open step, of the whole replica; they stand in for declared ones."""
+        """Record FLOPs counted in the open step, of this rank's pipeline stage; they stand in for declared ones.
+
+        The other stages are taken to need as many; over all stages that comes out right.
+        """
         self._flops_source = "counted"
-        self._record((Books.found_flops, 0.0, flops))
+        stages = self._place.pp[1] if self._place is not None and self._place.pp is not None else 1
+        self._record((Books.found_flops, 0.0, flops * stages))
 
     def uncountable(self, reason: str) -> None:
         """Tell why FLOPs cannot be counted; without declared ones there is no MFU then."""
-        log.warning("no MFU: FLOPs cannot be counted: %s; pass Run(flops_per_token=...)", reason)
+        if not self.has_flops:
+            log.warning("no MFU: FLOPs cannot be counted: %s; pass Run(flops_per_token=...)", reason)
         self._books.uncountable = True
 
     def set_flops(self, *, convention: str, source: str, per_token: float | PackedFlops | None = None) -> None:

@@ -1,0 +1,207 @@
+"""Accelerate: `watch(accelerator)`, after `accelerator.prepare(...)`, tells a Run what the loop does.
+
+    run = watch(accelerator, "llama-8b")
+
+A step ends as the first prepared optimizer's own step does: PyTorch's hook on it fires where gradients were
+synchronized, so accumulation counts once and a step that a loss scaler skipped not at all. Batches are taken as the
+prepared loaders hand them out. A loader is evaluated if it is not the first one prepared and the model is in eval mode.
+`save_state`, `load_state`, `log` and `end_training` are wrapped on this accelerator: Accelerate has hooks before them
+and none after. Beside what `save_state` wrote lies `flopwatch.json` with the position, since Accelerate keeps none; of
+a checkpoint without it, the position is the step count of the optimizer's state.
+https://huggingface.co/docs/accelerate/package_reference/accelerator. Tried with Accelerate 1.15.
+
+Absent: loss and grad_norm that are not passed to `accelerator.log` as plain numbers; under Megatron-LM everything;
+under `dispatch_batches` on several ranks, the tokens of batches with an attention mask on a device.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from flopwatch.training import Run
+from flopwatch.training.frameworks import common
+
+_accelerate = common.framework("accelerate")
+
+POSITION = "flopwatch.json"
+
+
+def watch(
+    accelerator: Any, name: str | None = None, *, tokens: Callable[[Any], int | None] | None = None,
+    convention: str = "causal", **run: Any,
+) -> Run:
+    """Return a Run that hears of this accelerator's loop from now on.
+
+    name           the run, as for `Run`; further arguments are Run's, where what Accelerate knows is not right
+    tokens         tokens of a batch as the loader yields it, where it has no `input_ids`
+    convention     how FLOPs are counted from the config of a Hugging Face model, unless flops_per_token is given
+    """
+    told = common.begin(name, lambda: {**_known(accelerator), "convention": convention}, run)
+    try:
+        _Loop(accelerator, told, tokens, convention, run.get("flops_per_token"))
+    except Exception as error:
+        told.failed("watch", error)
+    return told
+
+
+def _known(accelerator: Any) -> dict[str, Any]:
+    """Return what the accelerator tells of the run."""
+    replica, mesh = common.accelerate_replica()
+    precision = str(accelerator.mixed_precision)
+    if precision == "no":
+        precision = next((str(p.dtype) for model in accelerator._models for p in model.parameters()), "32")
+    return {"replica_ranks": replica, "parallel": mesh, "dtype": common.matmul_dtype(precision=precision)}
+
+
+class _Loop:
+    """One accelerator's loop."""
+
+    def __init__(
+        self, accelerator: Any, run: Run, tokens: Callable[[Any], int | None] | None, convention: str, flops: Any,
+    ) -> None:
+        self.run, self._accelerator, self._tokens = run, accelerator, tokens
+        if not accelerator._optimizers:
+            raise RuntimeError("nothing was prepared yet; call watch() after accelerator.prepare()")
+        self._trainee = common.Trainee(run, role=self._role, tokens=tokens)
+        model = accelerator.unwrap_model(accelerator._models[0]) if accelerator._models else None
+        self._trainee.count_flops(model, given=flops, convention=convention)
+        _wrap_loaders(self)
+        engine = getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "engine", None)
+        if engine is None:
+            accelerator._optimizers[0].optimizer.register_step_post_hook(self._step)
+        else:  # it steps by itself, inside accelerator.backward
+            from flopwatch.training.frameworks import deepspeed
+
+            deepspeed.steps(self._trainee, engine)
+        for method in ("save_state", "load_state", "log", "end_training"):
+            common.Around(accelerator, method, getattr(self, f"_{method}"))
+        for model in accelerator._models[:1]:
+            common.watch(run, model)
+
+    def failed(self, what: str, error: Exception) -> None:
+        """Count an error of ours."""
+        self.run.failed(what, error)
+
+    def _role(self, loader: Any) -> str:
+        prepared, models = self._accelerator._dataloaders, self._accelerator._models
+        first = bool(prepared) and common.same_batches(loader, prepared[0])
+        return "training" if first or any(model.training for model in models) else "evaluation"
+
+    @common.quietly
+    def _step(self, *_: Any) -> None:
+        self._trainee.end()
+        self._trainee.step()
+
+    def batches(self, loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Yield a prepared loader's batches, and take those that are trained on."""
+        training = self._begins(loader)
+        # The dispatcher's main process fetches for all ranks, so what it fetched is not what this rank trains on. The
+        # type itself is asked: accelerate's loaders say they are of the class they wrap.
+        own = self.run.world_size == 1 or type(loader).__name__ != "DataLoaderDispatcher"
+        try:
+            for batch in iterator:
+                if training:
+                    self._take(loader if own else None, batch)
+                yield batch
+        finally:
+            self._ends(training)
+
+    def _begins(self, loader: Any) -> bool:
+        try:
+            return self._role(loader) == "training"
+        except Exception as error:
+            self.failed("batches", error)
+            return False
+
+    @common.quietly
+    def _take(self, loader: Any, batch: Any) -> None:
+        self._trainee.consume(
+            *([common.count(batch, self._tokens)] if loader is None else self._trainee.loaders.take(loader)))
+
+    @common.quietly
+    def _ends(self, training: bool) -> None:
+        if training:
+            self.run.end_of_batches()
+        else:
+            self._trainee.end("evaluation")
+
+    def _save_state(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        position = self.run.position
+        with self.run.activity("checkpoint_save"):
+            where = save(*args, **kwargs)
+            if self._accelerator.is_main_process and position is not None:
+                self._write(where, position)
+        if self._accelerator.is_main_process and position is not None:
+            self.run.checkpoint_committed(position)
+        return where
+
+    @common.quietly
+    def _write(self, where: Any, position: int) -> None:
+        if where is not None:
+            (Path(where) / POSITION).write_text(json.dumps({"step": position}))
+
+    def _load_state(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.run.activity("checkpoint_restore"):
+            answer = load(*args, **kwargs)
+            self._restored(args[0] if args else kwargs.get("input_dir"))
+        return answer
+
+    @common.quietly
+    def _restored(self, where: Any) -> None:
+        file = None if where is None else Path(where) / POSITION
+        if file is not None and file.exists():
+            position = int(json.loads(file.read_text())["step"])
+        else:
+            states = self._accelerator._optimizers[0].state.values()
+            # On a device this waits for it, once and outside the loop.
+            position = max((int(state["step"]) for state in states if "step" in state), default=0)
+        self.run.restored(position or None)
+        if not position:
+            raise RuntimeError("the checkpoint does not tell its step; call run.restored(step=...)")
+
+    def _log(self, log: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._logged(args[0] if args else kwargs.get("values"))
+        return log(*args, **kwargs)
+
+    @common.quietly
+    def _logged(self, values: Any) -> None:
+        if values is not None:
+            self._trainee.logged(values)
+
+    def _end_training(self, end: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        answer = end(*args, **kwargs)
+        self._finish()
+        return answer
+
+    @common.quietly
+    def _finish(self) -> None:
+        global _watching
+        _watching = None
+        self._trainee.finish("completed")
+
+
+_watching: _Loop | None = None
+
+
+def _wrap_loaders(loop: _Loop) -> None:
+    """Let the batches of all prepared loaders go by whoever watches; `skip_first_batches` makes new loaders."""
+    global _watching
+    _watching = loop
+    module = common.framework("accelerate.data_loader")
+    for kind in (module.DataLoaderShard, module.DataLoaderDispatcher):
+        if not hasattr(kind.__iter__, "flopwatch"):
+            kind.__iter__ = _wrapped(kind.__iter__)
+
+
+def _wrapped(original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
+    @functools.wraps(original)
+    def iterate(loader: Any) -> Iterator[Any]:
+        loop = _watching
+        return original(loader) if loop is None else loop.batches(loader, original(loader))
+
+    iterate.flopwatch = True  # type: ignore[attr-defined]
+    return iterate

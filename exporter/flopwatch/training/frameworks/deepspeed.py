@@ -1,0 +1,141 @@
+"""DeepSpeed: `watch(engine)`, after `deepspeed.initialize(...)`, tells a Run what the engine does.
+
+    run = watch(engine, "llama-8b")
+
+The engine has no callbacks, so `step`, `train_batch`, `eval_batch`, `save_checkpoint` and `load_checkpoint` are wrapped
+on this engine; of its state `global_steps` and `global_samples` are read, which rise at the boundary of gradient
+accumulation and are kept in the checkpoint. `global_steps` counts updates that an overflow skipped, and so do we: the
+position must be the checkpoint's. A checkpoint counts as committed when `save_checkpoint` returns; with a decoupled
+checkpoint engine, when its `commit` does. https://deepspeed.readthedocs.io/en/latest/training.html and
+https://deepspeed.readthedocs.io/en/latest/model-checkpointing.html; read at 0.19.6. Not tried on the real thing: tested
+against an engine that behaves as documented.
+
+Absent: loss, which the engine keeps on the device; grad_norm, where it is not a plain number; data waits and tokens of
+batches that do not come from a DataLoader. Under pipeline parallelism only the first and last stage load batches: pass
+tokens_per_step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flopwatch.training import Run
+from flopwatch.training.frameworks import common
+
+
+def watch(
+    engine: Any, name: str | None = None, *, tokens: Callable[[Any], int | None] | None = None,
+    tokens_per_step: int | None = None, convention: str = "causal", **run: Any,
+) -> Run:
+    """Return a Run that hears of this engine from now on.
+
+    name             the run, as for `Run`; further arguments are Run's, where what the engine knows is not right
+    tokens           tokens of a batch as the loader yields it, where it has no `input_ids`
+    tokens_per_step  in their place: those of all ranks in one update
+    convention       how FLOPs are counted from the config of a Hugging Face model, unless flops_per_token is given
+    """
+    told = common.begin(name, lambda: {**_known(engine), "convention": convention}, run)
+    try:
+        # An engine is a module whose mode says what it does with what is loaded.
+        trainee = common.Trainee(
+            told, tokens=tokens, role=lambda _: "training" if engine.module.training else "evaluation")
+        trainee.count_flops(engine.module, given=run.get("flops_per_token"), convention=convention)
+        steps(trainee, engine, tokens_per_step)
+        checkpoints(told, engine)
+        told.watch(engine.module)
+    except Exception as error:
+        told.failed("watch", error)
+    return told
+
+
+def _known(engine: Any) -> dict[str, Any]:
+    """Return what the engine tells of the run."""
+    precision = "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "32"
+    return {"dtype": common.matmul_dtype(precision=precision),
+            "parallel": engine.mpu if hasattr(engine.mpu, "get_data_parallel_rank") else None,
+            "replica_ranks": common.framework("torch.distributed").get_world_size() // engine.dp_world_size}
+
+
+def steps(trainee: common.Trainee, engine: Any, tokens_per_step: int | None = None) -> None:
+    """Count the engine's updates, with the batches fetched since the last."""
+    run, boundary = trainee.run, _Boundary(trainee, engine, tokens_per_step)
+
+    def step(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        answer = method(*args, **kwargs)
+        boundary.look()
+        return answer
+
+    def evaluate(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with run.activity("evaluation"):
+            return method(*args, **kwargs)
+
+    for name, around in (("step", step), ("train_batch", step), ("eval_batch", evaluate)):
+        if hasattr(type(engine), name):  # the last two are the pipeline engine's
+            common.Around(engine, name, around)
+
+
+class _Boundary:
+    """Sees whether the engine updated the model since it last looked."""
+
+    def __init__(self, trainee: common.Trainee, engine: Any, tokens_per_step: int | None) -> None:
+        self._trainee, self._engine, self._tokens = trainee, engine, tokens_per_step
+        self._steps: int = engine.global_steps
+
+    def failed(self, what: str, error: Exception) -> None:
+        """Count an error of ours."""
+        self._trainee.run.failed(what, error)
+
+    @common.quietly
+    def look(self) -> None:
+        """Count a step if the model was updated."""
+        steps, self._steps = self._steps, self._engine.global_steps
+        if self._steps <= steps:
+            return
+        fetched = self._trainee.loaders.take_all()
+        if self._tokens is None:
+            self._trainee.end()
+            self._trainee.consume(*fetched)
+            self._trainee.step()
+        else:
+            self._trainee.run.step(global_tokens=self._tokens)
+        norm = self._engine.get_global_grad_norm()
+        if isinstance(norm, (int, float)):
+            self._trainee.run.logged(grad_norm=norm)
+
+
+def checkpoints(run: Run, engine: Any) -> None:
+    """Tell of checkpoints the engine saves and restores."""
+
+    def save(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        step = engine.global_steps
+        with run.activity("checkpoint_save"):
+            answer = method(*args, **kwargs)
+        if not decoupled:
+            run.checkpoint_committed(step)
+        else:
+            saved.append(step)
+        return answer
+
+    def commit(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        answer = method(*args, **kwargs)
+        if answer is not False and saved:
+            run.checkpoint_committed(saved.pop())
+            saved.clear()
+        return answer
+
+    def load(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with run.activity("checkpoint_restore"):
+            answer = method(*args, **kwargs)
+        path = answer[0] if isinstance(answer, tuple) else None
+        if path is not None and not kwargs.get("load_module_only", False):
+            run.restored(engine.global_steps)
+        return answer
+
+    saved: list[int] = []
+    writer = getattr(engine, "checkpoint_engine", None)
+    decoupled = bool(getattr(writer, "is_decoupled", bool)())
+    common.Around(engine, "save_checkpoint", save)
+    common.Around(engine, "load_checkpoint", load)
+    if decoupled:
+        common.Around(writer, "commit", commit)

@@ -1,0 +1,208 @@
+"""Lightning: a Callback that tells a Run what the trainer does; of `lightning` and of `pytorch_lightning`.
+
+    trainer = Trainer(..., callbacks=[FlopwatchCallback("llama-8b")])
+
+Read are the callback's hooks, https://lightning.ai/docs/pytorch/stable/extensions/callbacks.html, and the batches as
+the DataLoader yields them (common.py). A step is a batch in which `trainer.global_step` rose, so accumulation and
+manual optimization with several optimizers count once. The position is kept in the checkpoint as the callback's state.
+Tried with Lightning 2.6; written for 2.0 and newer.
+
+No hook says when a checkpoint is durable, so `trainer.save_checkpoint` is wrapped on the trainer itself, and so are
+`strategy.load_checkpoint` and the first logger's `log_metrics`, where loss and grad_norm are plain numbers already.
+Absent: loss without a logger, or under a name that common.LOSSES does not have.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from flopwatch.training import Run
+from flopwatch.training.frameworks import common
+
+_lightning = common.framework("lightning.pytorch", "pytorch_lightning")
+
+
+class FlopwatchCallback(common.Tells, _lightning.Callback):  # type: ignore[misc,name-defined]  # known at run time
+    """Tells a Run what the trainer does, and raises nothing into it.
+
+    name           the run, as for `Run`; further arguments are Run's, where what the trainer knows is not right
+    tokens         tokens of a batch as the loader yields it, where it has no `input_ids`
+    convention     how FLOPs are counted from the config of a Hugging Face model inside, unless flops_per_token is given
+    """
+
+    def __init__(
+        self, name: str | None = None, *, tokens: Callable[[Any], int | None] | None = None,
+        convention: str = "causal", **run: Any,
+    ) -> None:
+        self._name, self._tokens, self._convention, self._arguments = name, tokens, convention, run
+        self._global_step = 0
+        self._tokens_position: float | None = 0
+        self._restored: dict[str, Any] | None = None
+
+    @common.quietly
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Make the run; the strategy's process group is there."""
+        if stage != "fit" or self._trainee is not None:
+            return
+        self.run = run = common.begin(
+            self._name, lambda: {**_known(trainer), "convention": self._convention}, self._arguments)
+        self._trainee = trainee = common.Trainee(
+            run, tokens=self._tokens,
+            role=lambda _: "training" if trainer.training and not trainer.sanity_checking else "evaluation")
+        for model in (pl_module, *pl_module.children()):
+            if hasattr(getattr(model, "config", None), "model_type"):
+                trainee.count_flops(model, given=self._arguments.get("flops_per_token"), convention=self._convention)
+                break
+        else:
+            trainee.count_flops(None, given=self._arguments.get("flops_per_token"), convention=self._convention)
+        saved = deque[int]()
+        common.Around(trainer, "save_checkpoint", functools.partial(_save, run, trainer, saved))
+        common.Around(trainer.strategy, "load_checkpoint", functools.partial(_load, run))
+        for logger in trainer.loggers[:1]:
+            common.Around(logger, "log_metrics", functools.partial(_log, trainee))
+
+    @common.quietly
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Tell the position a checkpoint restored."""
+        self._global_step = trainer.global_step
+        if self.run is None or self._trainee is None:
+            return
+        self._trainee.end()
+        restored, self._restored = self._restored, None
+        if restored is not None:
+            self.run.restored(restored["step"], restored["tokens"])
+            self._tokens_position = restored["tokens"]
+        elif trainer.global_step:
+            self.run.restored(trainer.global_step)
+            self._tokens_position = None
+        self.run.watch(trainer.strategy.model)
+
+    @common.quietly
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Take the batch, and count a step if it ended with one."""
+        trainee = self._trainee
+        if trainee is None:
+            return
+        trainee.consume(*trainee.loaders.take())
+        if trainer.global_step > self._global_step:
+            self._global_step = trainer.global_step
+            tokens = trainee.step()
+            self._tokens_position = (
+                None if tokens is None or self._tokens_position is None else self._tokens_position + tokens)
+
+    @common.quietly
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin an evaluation, which its loader's iteration may have begun."""
+        if self._trainee is not None:
+            self._trainee.begin("evaluation")
+
+    @common.quietly
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """End an evaluation."""
+        if self._trainee is not None:
+            self._trainee.end("evaluation")
+
+    @common.quietly
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Leave the loop over batches."""
+        if self._trainee is not None:
+            self._trainee.run.end_of_batches()
+
+    @common.quietly
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Finish: stopped by Ctrl-C, preempted by a SIGTERM that Lightning caught, else failed."""
+        kind = type(exception).__name__
+        self._finish({"KeyboardInterrupt": "stopped", "SIGTERMException": "preempted"}.get(kind, "failed"))
+
+    @common.quietly
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Finish: completed if all steps were made, stopped if something asked to stop before."""
+        self._finish("stopped" if trainer.should_stop else "completed")
+
+    def _finish(self, status: str) -> None:
+        trainee, self._trainee = self._trainee, None
+        if trainee is not None:
+            trainee.finish(status)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, for the checkpoint."""
+        position = None if self.run is None else self.run.position
+        return {} if position is None else {"step": position, "tokens": self._tokens_position}
+
+    @common.quietly
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the position from a checkpoint."""
+        self._restored = {"step": int(state_dict["step"]), "tokens": state_dict["tokens"]}
+
+
+def _save(
+    run: Run, trainer: Any, saved: deque[int], save: Callable[..., Any], filepath: Any, weights_only: Any = None,
+    *args: Any, **kwargs: Any,
+) -> Any:
+    """Save with its time told, and the step committed once all is on disk."""
+    step, later = run.position, False
+    try:
+        later = _writes_in_background(run, trainer, saved)
+    except Exception as error:
+        run.failed("save_checkpoint", error)
+    with run.activity("checkpoint_save"):
+        if later and trainer.is_global_zero and step is not None:
+            saved.append(-1 if weights_only else step)
+        answer = save(filepath, weights_only, *args, **kwargs)
+    if not later and not weights_only and step is not None:  # weights alone are nothing to resume from
+        run.checkpoint_committed(step)
+    return answer
+
+
+def _writes_in_background(run: Run, trainer: Any, saved: deque[int]) -> bool:
+    """Return whether AsyncCheckpointIO's thread writes the checkpoints, and have it tell of the steps in `saved`.
+
+    https://lightning.ai/docs/pytorch/stable/common/checkpointing_expert.html
+    """
+    io: Any = getattr(trainer.strategy, "checkpoint_io", None)
+    if type(io).__name__ != "AsyncCheckpointIO" or getattr(io, "checkpoint_io", None) is None:
+        return False
+    if trainer.is_global_zero:  # the only one that writes
+
+        def write(save: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+            step = -1
+            if saved:
+                step = saved.popleft()
+            with run.background_save():
+                save(*args, **kwargs)
+            if step >= 0:
+                run.checkpoint_committed(step)
+
+        common.Around(io.checkpoint_io, "save_checkpoint", write)
+    return True
+
+
+def _load(run: Run, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with run.activity("checkpoint_restore"):
+        return load(*args, **kwargs)
+
+
+def _log(trainee: common.Trainee, log: Callable[..., Any], metrics: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        trainee.logged(metrics)
+    except Exception as error:
+        trainee.run.failed("log_metrics", error)
+    return log(metrics, *args, **kwargs)
+
+
+def _known(trainer: Any) -> dict[str, Any]:
+    """Return what the trainer's strategy tells of the run.
+
+    https://lightning.ai/docs/pytorch/stable/extensions/strategy.html
+    """
+    kind, replica = type(trainer.strategy).__name__, None
+    mesh: Any = getattr(trainer.strategy, "device_mesh", None)
+    if kind in ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "DeepSpeedStrategy"):
+        replica = 1
+    elif kind == "ModelParallelStrategy":  # a mesh of data_parallel and tensor_parallel
+        replica = int(mesh["tensor_parallel"].size())
+    return {"replica_ranks": replica, "dtype": common.matmul_dtype(precision=str(trainer.precision)),
+            "parallel": mesh if getattr(mesh, "mesh_dim_names", None) else None}

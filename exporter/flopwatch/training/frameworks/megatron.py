@@ -1,0 +1,76 @@
+"""Megatron-LM: what the lines call that docs/frameworks.md adds to megatron/training/training.py and checkpointing.py.
+
+Megatron has no callbacks. Read are its arguments and what its loop computes anyway: the FLOPs of a batch (convention
+`causal`, https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/training/training.py), its samples, and with packed
+sequences its real tokens. The parallel coordinates are Megatron's own state, which Run finds. A checkpoint counts as
+committed when Megatron writes its number to the tracker file. Read at d98e8a6 (22 August 2026) and not run: Megatron
+needs a GPU.
+
+Absent: loss, which stays on the device; data stall, since the batch is fetched inside the forward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flopwatch.training import Run
+from flopwatch.training.frameworks import common
+
+run: Run | None = None
+
+
+def begin(args: Any, **arguments: Any) -> None:
+    """Begin to tell of the run that Megatron's arguments describe; call it as training begins."""
+    global run
+    try:
+        # Its fp8 runs have matmuls of two dtypes; the faster one's peak never flatters.
+        dtype = "fp8" if getattr(args, "fp8", None) else "bf16" if args.bf16 else "fp16" if args.fp16 else "tf32"
+        known: dict[str, Any] = {"step_source": "trainer", "convention": "causal", "dtype": dtype}
+        run = Run(**{**known, **arguments})
+        if args.iteration:
+            consumed = args.consumed_train_samples * args.seq_length
+            run.restored(args.iteration, consumed / args.data_parallel_size)
+    except Exception as error:
+        _failed("begin", error)
+
+
+def step(args: Any, samples: int, flops: float, tokens: float | None = None) -> None:
+    """Count an iteration of so many samples, FLOPs and, where samples are packed, tokens; those of all ranks."""
+    try:
+        if run is not None:
+            replicas = args.data_parallel_size
+            run.step(global_tokens=samples * args.seq_length if tokens is None else tokens,
+                     flops=flops / replicas, samples=samples / replicas)
+    except Exception as error:
+        _failed("step", error)
+
+
+def enter(activity: str) -> None:
+    """Begin an activity: evaluation or checkpoint_save."""
+    if run is not None:
+        run.enter(activity)
+
+
+def leave(activity: str) -> None:
+    """End an activity."""
+    if run is not None:
+        run.leave(activity)
+
+
+def committed(iteration: int) -> None:
+    """Tell that the checkpoint of this iteration is on disk."""
+    if run is not None:
+        run.checkpoint_committed(iteration)
+
+
+def finish(status: str = "completed") -> None:
+    """Finish; `preempted` where Megatron exits before its last iteration."""
+    if run is not None:
+        run.finish(status)
+
+
+def _failed(what: str, error: Exception) -> None:
+    if run is not None:
+        run.failed(what, error)
+    else:
+        common.log.warning("flopwatch: %s: %s (training goes on)", what, error)

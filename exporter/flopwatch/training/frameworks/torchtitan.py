@@ -1,0 +1,170 @@
+"""torchtitan: a handler of its structured logger, named in the environment, tells a Run what the trainer does.
+
+    export TITAN_STRUCT_LOGGER_HANDLERS=flopwatch.training.frameworks.torchtitan.register
+
+Read are the events of the main branch since b2cd149f (4 May 2026; release 0.2.2 has no structured logger), at b5bcd76:
+https://github.com/pytorch/torchtitan/blob/main/torchtitan/observability/structured_logger/README.md. A step ends with
+the span `optim`; the wait for data is the span `fetching_batch`; `local_valid_tokens` are the tokens of one data
+parallel rank, those no loss is taken of left out. The trainer itself, which events do not carry, is looked up in the
+frames that lead to `training_start`: FLOPs per token (convention `full`), parallel degrees and model are its own, and
+its logger and checkpointer are wrapped. Where it is not found those are absent, and nothing else is.
+
+Not tried on the real trainer, which needs a GPU: tested with the events above. The variable replaces torchtitan's own
+handler; name both, with a comma between, to keep its files.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any
+
+from flopwatch.training import Run
+from flopwatch.training.frameworks import common
+
+
+def register(*, structured_logger: logging.Logger, run: Mapping[str, Any] | None = None, **_: Any) -> None:
+    """Attach the handler, as torchtitan calls it; `run` are arguments of Run, for a factory of one's own."""
+    structured_logger.addHandler(Handler(run or {}))
+
+
+class Handler(common.Tells, logging.Handler):
+    """Tells a Run of a trainer's events, and raises nothing into it."""
+
+    def __init__(self, run: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._arguments = run
+        self._thread = threading.get_ident()
+        self._trainer: Any = None
+        self._tokens: int | None = None
+        self._failed_update = False
+        self._located = False  # whether the step at which training began was told
+
+    @common.quietly
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take one event of the training loop's thread."""
+        event = getattr(record, "log_type_name", None)
+        if record.thread != self._thread or event is None:
+            return
+        if event == "training_start":
+            self._begin()
+        elif self.run is not None:
+            self._take(self.run, event, record)
+
+    def _take(self, run: Run, event: str, record: Any) -> None:
+        if event == "step_start":
+            if not self._located and record.step > 1:
+                run.restored(record.step - 1)
+            self._located, self._tokens = True, None
+        elif event == "fetching_batch_start":
+            run.waiting_for_batch()
+        elif event == "fetching_batch_end":
+            run.got_batch()
+        elif event == "metric_value" and record.event_name == "local_valid_tokens":
+            self._tokens = record.value
+        elif event in ("optim_start", "optim_error"):
+            self._failed_update = event == "optim_error"
+        elif event == "optim_end" and not self._failed_update:
+            run.step(self._tokens)
+        elif event == "eval_start":
+            run.enter("evaluation")
+        elif event == "eval_end":
+            run.leave("evaluation")
+        elif event == "checkpoint_load_start":
+            run.enter("checkpoint_restore")
+        elif event == "checkpoint_load_end":
+            run.leave("checkpoint_restore")
+        elif event == "torch_distributed_teardown_start":
+            trainer = self._trainer
+            whole = trainer is None or trainer.step >= trainer.config.training.steps
+            run.finish("completed" if whole else "stopped")
+
+    def _begin(self) -> None:
+        trainer = self._trainer = _trainer()
+        self.run = run = common.begin(None, lambda: {} if trainer is None else _known(trainer), self._arguments)
+        if trainer is None:
+            return
+        common.Around(trainer.metrics_processor.logger, "log", functools.partial(_log, run))
+        if getattr(trainer.checkpointer, "enable", False):
+            common.Around(trainer.checkpointer, "save", functools.partial(_save, run, trainer.checkpointer))
+        for model in trainer.model_parts[:1]:
+            run.watch(model)
+
+
+def _trainer() -> Any:
+    """Return the trainer whose method is being run, None if there is none."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if hasattr(owner, "metrics_processor") and hasattr(owner, "parallel_dims"):
+            return owner
+        frame = frame.f_back
+    return None
+
+
+def _known(trainer: Any) -> dict[str, Any]:
+    """Return what a trainer knows of the run; no FLOPs with quantized matmuls, whose dtype is a mixture."""
+    dims, metrics, training = trainer.parallel_dims, trainer.metrics_processor, trainer.config.training
+    groups = {}
+    for name, axis in (("dp", "batch"), ("tp", "tp"), ("pp", "pp"), ("cp", "cp"), ("ep", "ep")):
+        if (mesh := dims.get_optional_mesh(axis)) is not None:
+            groups[name] = (mesh.get_local_rank(), mesh.size())
+    precision = training.mixed_precision_param if dims.fsdp_enabled else training.dtype
+    known = {"replica_ranks": dims.non_data_parallel_size, "parallel": groups,
+             "dtype": common.matmul_dtype(precision=precision)}
+    if not metrics.has_quantization and metrics.num_flops_per_token > 0:
+        known |= {"flops_per_token": metrics.num_flops_per_token, "convention": "full"}
+    return known
+
+
+def _log(run: Run, log: Callable[..., Any], metrics: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        loss = common.plain(metrics, ["loss_metrics/global_avg_loss"])
+        grad_norm = common.plain(metrics, ["grad_norm"])
+        if loss is not None or grad_norm is not None:
+            run.logged(loss=loss, grad_norm=grad_norm)
+    except Exception as error:
+        run.failed("log", error)
+    return log(metrics, *args, **kwargs)
+
+
+def _save(
+    run: Run, checkpointer: Any, save: Callable[..., bool], step: int, last_step: bool = False, **kwargs: Any,
+) -> bool:
+    """Save with the time told; at most steps nothing is saved, and nothing is told."""
+    before = getattr(checkpointer, "save_future", None)
+    try:
+        saves = bool(checkpointer._should_save(step, last_step))
+    except Exception as error:
+        run.failed("checkpoint", error)
+        saves = False
+    if not saves:
+        return save(step, last_step, **kwargs)
+    with run.activity("checkpoint_save"):
+        saved = save(step, last_step, **kwargs)
+    try:
+        if saved and not (last_step and checkpointer.last_save_model_only):  # weights alone are nothing to resume from
+            future = checkpointer.save_future
+            if future is None or future is before:
+                run.checkpoint_committed(step)
+            else:
+                background = run.background_save()
+                background.__enter__()
+                future.add_done_callback(functools.partial(_written, run, step, background))
+    except Exception as error:
+        run.failed("checkpoint", error)
+    return saved
+
+
+def _written(run: Run, step: int, background: AbstractContextManager[None], future: Any) -> None:
+    try:
+        background.__exit__(None, None, None)
+        if not future.cancelled() and future.exception() is None:
+            run.checkpoint_committed(step)
+    except Exception as error:
+        run.failed("checkpoint", error)
