@@ -1,18 +1,33 @@
-"""What a training step pays for being counted: flopwatch's hook beside opentelemetry's synchronous instruments.
+"""What a training step pays for being counted: the hook beside Lightning's, Google's and opentelemetry's, in one run.
 
-    python bench/hook.py [--steps N]
+    python bench/hook.py [--steps N] [--turns N]
 
-Both count the same things of the same loop: steps, tokens, model and capacity FLOPs, the seconds waiting for the batch
-and in the step, the wait for other ranks and the measured steps, positions, the loss, and the histogram of durations.
-They take turns in one process, so the ratio holds on a noisy machine.
+flopwatch step          run.step(tokens=n): steps, tokens, FLOPs, capacity, positions, durations and their histogram
+flopwatch full          the same in `for batch in run.batches(...)`, with one `with run.activity(...)` in every step
+ml-goodput step         https://github.com/AI-Hypercomputer/ml-goodput-measurement: record_step_start_time, with the
+                        cloud logger, which would queue the entry for a thread of its own, doing nothing
+Lightning update        lightning.fabric.utilities.throughput.Throughput.update with what it requires: no tokens, FLOPs
+opentelemetry           synchronous instruments that count what `flopwatch full` counts
+
+All take turns in one process, so the ratios hold on a noisy machine; a turn is short, and medians leave out those in
+which something else ran. The garbage collector is on, with all that is older than the benchmark frozen: everyone pays
+for its own garbage. The hook adds up in another thread what the loop recorded, so what that costs is measured too: the
+CPU time of the digest per step, and of a push by the real thread to a real server in another process.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import http.server
+import itertools
+import multiprocessing
 import statistics
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
@@ -20,82 +35,215 @@ from opentelemetry.sdk.resources import Resource
 
 from flopwatch.training import Run
 
-TURNS = 9
 PEAK = 989.4e12
 FLOPS_PER_TOKEN = 51.5e9
 TOKENS = 8192
+INTERVAL = 5.0  # seconds between pushes, the hook's default
+
+Loop = Callable[[int], object]
 
 
-def hook() -> Callable[[int], None]:
-    """Return a loop that counts its steps with flopwatch."""
-    run = Run("bench", flops_per_token=FLOPS_PER_TOKEN, peak_flops=PEAK, environ={"FLOPWATCH_DISABLE": "1"})
+class Hook:
+    """A run that does not push, and the CPU time of adding up what its loops recorded."""
+
+    def __init__(self) -> None:
+        self.run = Run("bench", flops_per_token=FLOPS_PER_TOKEN, peak_flops=PEAK, environ={"FLOPWATCH_DISABLE": "1"})
+
+    def step(self, steps: int) -> None:
+        """Count steps and nothing else."""
+        run = self.run
+        for _ in range(steps):
+            run.step(tokens=TOKENS)
+
+    def full(self, steps: int) -> None:
+        """Count steps, the waits for their batches, and an activity in each of them."""
+        run = self.run
+        for _ in run.batches(range(steps)):
+            with run.activity("other"):
+                pass
+            run.step(tokens=TOKENS)
+
+    def digest(self) -> float:
+        """Add up as the thread that pushes does; return the CPU seconds."""
+        began = time.thread_time()
+        self.run.snapshot()
+        return time.thread_time() - began
+
+
+def goodput() -> Loop:
+    """Return a loop that records its steps with ml-goodput-measurement."""
+    from ml_goodput_measurement import goodput
+
+    class CloudLogger:
+        def write_cloud_logging_entry(self, entry: object) -> None:
+            pass
+
+    recorder = goodput.GoodputRecorder("bench", "bench", logging_enabled=True, cloud_logger=CloudLogger())
+    taken = itertools.count()
 
     def loop(steps: int) -> None:
-        for _ in run.batches(range(steps)):
-            with run.collective_wait():
-                pass
-            run.step(tokens=TOKENS, loss=2.5)
+        for step, _ in zip(taken, range(steps), strict=False):
+            recorder.record_step_start_time(step)
 
     return loop
 
 
-def instruments() -> Callable[[int], None]:
-    """Return a loop that counts the same with one synchronous instrument per family."""
-    meter = MeterProvider([InMemoryMetricReader()], Resource({}), shutdown_on_exit=False).get_meter("bench")
-    add = {name: meter.create_counter(name).add for name in (
-        "steps", "tokens", "model_flops", "capacity_flops", "activity_seconds", "wait", "measured_seconds",
-        "measured_steps")}
-    position, position_tokens, loss = (meter.create_gauge(name).set for name in ("position", "tokens_position", "loss"))
-    duration = meter.create_histogram("duration").record
+def lightning() -> Loop:
+    """Return a loop that counts its steps with Lightning."""
+    from lightning.fabric.utilities.throughput import Throughput
+
+    throughput = Throughput(available_flops=PEAK)
+    clock = time.perf_counter
+    begin = clock()
+    taken = itertools.count(1)
 
     def loop(steps: int) -> None:
-        clock, batches, steps_done, end = time.monotonic, iter(range(steps)), 0, time.monotonic()
-        while True:
-            waiting = clock()
-            if next(batches, None) is None:
-                return
+        for step, _ in zip(taken, range(steps), strict=False):
+            throughput.update(time=clock() - begin, batches=step, samples=8 * step)
+
+    return loop
+
+
+def instruments() -> Loop:
+    """Return a loop that counts what `Hook.full` counts with one synchronous instrument per family."""
+    meter = MeterProvider([InMemoryMetricReader()], Resource({}), shutdown_on_exit=False).get_meter("bench")
+    add = {name: meter.create_counter(name).add for name in (
+        "steps", "tokens", "model_flops", "capacity_flops", "activity_seconds")}
+    set_ = {name: meter.create_gauge(name).set for name in ("position", "tokens_position", "last_step")}
+    duration = meter.create_histogram("duration").record
+    clock = time.monotonic
+
+    def loop(steps: int) -> None:
+        end = clock()
+        for step in range(1, steps + 1):
             got = clock()
-            wait = -clock()
-            wait += clock()
-            steps_done, began, end = steps_done + 1, end, clock()
+            other = -clock()
+            other += clock()
+            began, end = end, clock()
             add["steps"](1)
             add["tokens"](TOKENS)
             add["model_flops"](TOKENS * FLOPS_PER_TOKEN)
-            add["capacity_flops"](PEAK * (end - began))
-            add["activity_seconds"](end - began - (got - waiting), {"activity": "step"})
-            add["activity_seconds"](got - waiting, {"activity": "data_stall"})
-            add["wait"](wait)
-            add["measured_seconds"](end - began)
-            add["measured_steps"](1)
-            position(steps_done)
-            position_tokens(steps_done * TOKENS)
-            loss(2.5)
-            duration(end - began)
+            add["capacity_flops"](PEAK * (end - began - other))
+            add["activity_seconds"](end - got - other, {"activity": "step"})
+            add["activity_seconds"](got - began, {"activity": "data_stall"})
+            add["activity_seconds"](other, {"activity": "other"})
+            set_["position"](step)
+            set_["tokens_position"](step * TOKENS)
+            set_["last_step"](time.time())
+            duration(end - began - other)
 
     return loop
 
 
-def microseconds(loop: Callable[[int], None], steps: int) -> float:
-    """Return the microseconds one step of the loop takes."""
-    began = time.perf_counter()
-    loop(steps)
-    return (time.perf_counter() - began) / steps * 1e6
+def nothing(steps: int) -> None:
+    """Do what all loops do."""
+    for _ in range(steps):
+        pass
+
+
+def turns(
+    loops: dict[str, Loop], hook: Hook, steps: int, count: int,
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return the nanoseconds a step took in each loop, and to be added up, turn by turn; a turn is all loops once."""
+    for loop in loops.values():
+        loop(steps)  # warm, and beyond Lightning's window
+        hook.digest()
+    gc.collect()
+    gc.freeze()
+    taken: dict[str, list[float]] = {name: [] for name in loops}
+    digested: dict[str, list[float]] = {name: [] for name in loops if name.startswith("flopwatch")}
+    order = list(loops.items())
+    for turn in range(count):
+        for name, loop in order[turn % len(order):] + order[:turn % len(order)]:
+            began = time.perf_counter_ns()
+            loop(steps)
+            taken[name].append((time.perf_counter_ns() - began) / steps)
+            if name in digested:
+                # Less what a snapshot costs with nothing to add up, which belongs to the push.
+                digested[name].append((hook.digest() - hook.digest()) / steps * 1e9)
+    gc.unfreeze()
+    return taken, digested
+
+
+def take_pushes(ready: Connection) -> None:
+    """Answer the hook as its exporter does; in a process of its own."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        ready.send(server.server_port)
+        server.serve_forever()
+
+
+@contextmanager
+def receiver() -> Iterator[str]:
+    """Run a server for pushes and give its URL."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=take_pushes, args=(theirs,), daemon=True)
+    process.start()
+    try:
+        yield f"http://127.0.0.1:{ours.recv()}"
+    finally:
+        process.terminate()
+        process.join()
+
+
+def pusher_clock() -> Callable[[], float]:
+    """Return what reads the CPU seconds of the hook's thread."""
+    [thread] = [thread for thread in threading.enumerate() if thread.name == "flopwatch"]
+    assert thread.ident is not None
+    clock = time.pthread_getcpuclockid(thread.ident)
+    return lambda: time.clock_gettime(clock)
+
+
+def push_seconds(endpoint: str, pushes: int) -> float:
+    """Return the CPU seconds of one push of a run that has all that a plain loop says."""
+    run = Run("bench", flops_per_token=FLOPS_PER_TOKEN, peak_flops=PEAK, endpoint=endpoint, push_interval=0.1)
+    run.step(tokens=TOKENS, loss=1.0)
+    cpu = pusher_clock()
+    time.sleep(0.5)  # imports, and the first push
+    before = cpu()
+    time.sleep(0.1 * pushes)
+    seconds = cpu() - before
+    run.finish()
+    return seconds / pushes
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Cost of counting one training step.")
-    parser.add_argument("--steps", type=int, default=5000, help="steps a turn")
-    steps = parser.parse_args().steps
-    loops = {"flopwatch hook": hook(), "opentelemetry instruments": instruments()}
-    taken: dict[str, list[float]] = {name: [] for name in loops}
-    for _ in range(TURNS):
-        for name, loop in loops.items():
-            taken[name].append(microseconds(loop, steps))
-    ours, theirs = taken.values()
-    for name, turns in taken.items():
-        print(f"{name:28}{statistics.median(turns):8.1f} us a step")
-    ratios = [their / our for our, their in zip(ours, theirs, strict=True)]
-    print(f"{'ratio':28}{statistics.median(ratios):8.1f} x   ({min(ratios):.1f} to {max(ratios):.1f} in {TURNS} turns)")
+    parser.add_argument("--steps", type=int, default=1000, help="steps a turn")
+    parser.add_argument("--turns", type=int, default=301)
+    options = parser.parse_args()
+    hook = Hook()
+    loops: dict[str, Loop] = {"flopwatch step": hook.step, "flopwatch full": hook.full}
+    for name, make in {"ml-goodput step": goodput, "Lightning update": lightning, "opentelemetry": instruments}.items():
+        try:
+            loops[name] = make()
+        except ImportError as error:
+            print(f"{name:20} is left out: {error}")
+    loops["an empty loop"] = nothing
+    with receiver() as endpoint:
+        a_push = push_seconds(endpoint, 20)
+    taken, digested = turns(loops, hook, options.steps, options.turns)
+    ours = taken["flopwatch step"]
+    for name, each in taken.items():
+        ratio = statistics.median(peer / our for peer, our in zip(each, ours, strict=True))
+        low, _, high = statistics.quantiles(each, n=4)
+        print(f"{name:20}{statistics.median(each):8.0f} ns a step   ({low:.0f} to {high:.0f})   "
+              f"{ratio:6.2f} x flopwatch step")
+    for name, each in digested.items():
+        print(f"{name:20}{statistics.median(each):8.0f} ns a step to add up, in the other thread")
+    print(f"{'flopwatch push':20}{a_push * 1e6:8.0f} us in the other thread every {INTERVAL:g} s: "
+          f"{a_push / INTERVAL:.4%} of one core")
 
 
 if __name__ == "__main__":

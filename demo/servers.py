@@ -77,21 +77,31 @@ def find(environ: Mapping[str, str] = os.environ, say: Say = print) -> Servers:
 
 
 def node_exporter(environ: Mapping[str, str] = os.environ, say: Say = print) -> str:
-    """Return Prometheus' node_exporter, Debian's unpacked into the cache if PATH has none. Raises ServersError."""
-    for name in ("prometheus-node-exporter", "node_exporter"):
+    """Return Prometheus' node_exporter. Raises ServersError."""
+    return _package("prometheus-node-exporter", ("prometheus-node-exporter", "node_exporter"), environ, say)
+
+
+def victoria_metrics(environ: Mapping[str, str] = os.environ, say: Say = print) -> str:
+    """Return VictoriaMetrics, a time-series database that takes OTLP, on one node. Raises ServersError."""
+    return _package("victoria-metrics", ("victoria-metrics", "victoria-metrics-prod"), environ, say)
+
+
+def _package(package: str, programs: Sequence[str], environ: Mapping[str, str], say: Say) -> str:
+    """Return the first of these programs on PATH, else the Debian package's first, unpacked into the cache."""
+    for name in programs:
         if program := shutil.which(name, path=environ.get("PATH")):
             return program
     suite = environ.get("FLOPWATCH_DEBIAN_SUITE") or SUITE
     cache = Path(environ.get("FLOPWATCH_CACHE") or ROOT / ".cache" / "servers").absolute()
-    root = cache / f"node-exporter-{suite}"
+    root = cache / f"{package.removeprefix('prometheus-')}-{suite}"
     with _locked(cache):
         if not root.is_dir():
             mirrors = debian_mirrors()
             if not mirrors:
-                raise ServersError("this machine has no Debian mirror and keyring; put node_exporter on PATH")
-            say(f"node_exporter is not on PATH: unpacking Debian {suite}'s package into {cache}")
-            _fill(root, say, lambda tree: _unpack_debian(mirrors, suite, ("prometheus-node-exporter",), tree))
-    return str(root / "usr" / "bin" / "prometheus-node-exporter")
+                raise ServersError(f"this machine has no Debian mirror and keyring; put {package} on PATH")
+            say(f"{package} is not on PATH: unpacking Debian {suite}'s package into {cache}")
+            _fill(root, say, lambda tree: _unpack_debian(mirrors, suite, (package,), tree))
+    return str(root / "usr" / "bin" / programs[0])
 
 
 def with_template(root: Path) -> tuple[tuple[str, ...], str]:

@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import random
 import sys
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -268,6 +269,21 @@ def test_every_kth_step_is_to_be_measured_if_that_is_wanted() -> None:
     assert asked == [False, False, True] * 3
 
 
+@pytest.mark.parametrize(("seconds", "every"), [(30.0, 1), (0.5, 1), (0.25, 2), (0.3, 1), (0.04, 8), (0.001, 256)])
+def test_about_two_steps_a_second_are_measured(seconds: float, every: int) -> None:
+    clock = Clock()
+    run = silent(clock)
+    run.step()
+    for _ in range(40):
+        clock.passes(seconds)
+        run.step()
+    run.snapshot()
+    assert run.measure_every == every
+    run.measure_every = 5
+    run.snapshot()
+    assert run.measure_every == 5
+
+
 # Checkpoints.
 
 
@@ -313,7 +329,8 @@ def test_the_position_is_known_to_the_loop_at_once() -> None:
 
 
 def test_a_loop_whose_thread_is_held_up_adds_up_itself_and_loses_nothing() -> None:
-    run = silent()
+    run = Run("llama", endpoint="http://127.0.0.1:1", push_interval=1e6, environ={})
+    time.sleep(0.5)  # it has tried once, and will not again
     steps = 3 * BACKLOG
     most = 0
     for _ in range(steps):
@@ -321,6 +338,15 @@ def test_a_loop_whose_thread_is_held_up_adds_up_itself_and_loses_nothing() -> No
         most = max(most, len(run._books.entries))
     assert most < BACKLOG + 2048
     assert total(run, m.TRAINING_STEPS) == steps == total(run, m.TRAINING_TOKENS)
+    run.finish()
+
+
+def test_a_run_that_pushes_nothing_keeps_nothing_either() -> None:
+    run = silent()
+    for _ in range(10_000):
+        run.step(tokens=1)
+    assert len(run._books.entries) < 3000
+    assert total(run, m.TRAINING_STEPS) == 10_000
 
 
 def test_a_forked_child_records_nothing() -> None:

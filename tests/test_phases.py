@@ -323,27 +323,6 @@ def test_only_every_kth_step_is_measured(run: Run) -> None:
     assert points[BY_NAME["training_measured_every_steps"]] == [({}, 3.0)]
 
 
-def test_k_follows_from_what_measuring_costs(run: Run) -> None:
-    found = phases.attach(run)
-
-    def after(seconds: float, spent: float) -> int:
-        clock.now += seconds
-        found._spent += spent
-        for callback in run._polls:
-            callback()
-        return run.measure_every
-
-    assert phases.SHARE == 2e-4
-    assert after(10, 0.0) == 1  # nothing was measured
-    assert after(10, 10e-4) == 1  # 0.01 % of 10 s and the 10 before
-    assert after(10, 10e-3) == 8  # 0.1 %, at every step
-    assert after(10, 2e-3) == 8  # 0.02 %, at every eighth
-    assert after(10, 1e-3) == 8
-    assert after(10, 3e-4) == 4
-    assert after(10, 1e-4) == 2
-    assert after(10, 1.0) == phases.MOST_STEPS
-
-
 def test_no_bit_of_the_training_changes(run: Run) -> None:
     losses = []
     for attached in (False, True):

@@ -8,15 +8,17 @@ import sys
 from collections.abc import Sequence
 
 import flopwatch
-from flopwatch.commands import capture, check, doctor, exporter, kmsg, ledger, metrics
+from flopwatch.commands import capture, check, doctor, exporter, flops, kmsg, ledger, metrics, peak, run, stacks
 from flopwatch.settings import SettingsError
 
-COMMANDS = (exporter, doctor, ledger, metrics, check, capture, kmsg)
+COMMANDS = (exporter, doctor, ledger, metrics, check, run, flops, peak, stacks, capture, kmsg)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status; 2 for a wrong flag, 1 for what keeps a command from running."""
     options = _parser().parse_args(arguments)
+    if options.command is run.run:
+        return int(run.run(options))  # whatever a training script raises is not for us
     try:
         status = int(options.command(options) or 0)
         sys.stdout.flush()

@@ -139,7 +139,7 @@ class Books:
         self._phases: dict[str, float] = {}
         self._found_flops: float | None = None
         self._refused = False  # by packed_flops
-        self._mean_duration = 0.0
+        self.step_seconds = 0.0  # of one step, the running mean
 
     def take(self, *, all_of_them: bool = False) -> None:
         """Add up what was recorded, up to the first moment not known yet or, with `all_of_them`, beyond it."""
@@ -208,7 +208,7 @@ class Books:
         return value
 
     def _time(self, duration: float, disturbed: bool) -> None:
-        mean = self._mean_duration
+        mean = self.step_seconds
         self.durations[bisect_left(DURATION_BOUNDS, duration)] += 1
         self.duration_sum += duration
         measured = self._wait is not None if self.measures_wait else bool(self._phases)
@@ -219,7 +219,7 @@ class Books:
             self.measured_seconds += duration
             self.measured_steps += 1
         # An outlier moves the mean a little, so that it follows when steps become longer for good.
-        self._mean_duration += (min(duration, 2 * mean) - mean) / 8 if mean else duration
+        self.step_seconds += (min(duration, 2 * mean) - mean) / 8 if mean else duration
 
     def _work(self, work: Work, found: float | None, *, capacity: bool) -> None:
         """Count tokens, samples and, where the step's time is capacity, FLOPs: else they would flatter the MFU."""

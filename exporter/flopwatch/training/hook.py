@@ -41,6 +41,9 @@ STATUSES = ("completed", "stopped", "preempted", "resized", "failed")
 BACKLOG = 1 << 16
 _CHECK_BACKLOG = 1 << 10  # steps or batches
 
+# Phases and waits are measured this often, in seconds: hooks take some 50 us in a step that is, so 0.01 % of the time.
+MEASURED_EVERY = 0.5
+
 # Looked up once: this is what a step pays for.
 _STEP, _WAITS, _GOT, _ENTER, _LEAVE = Books.step, Books.waits_for_batch, Books.got_batch, Books.enter, Books.leave
 
@@ -267,6 +270,7 @@ class Run:
     world_size = 1
     measuring = True  # phases and waits in the open step, which is so every `measure_every` steps
     _measure_every = 1
+    _measures_by_time = True
     _instruments: tuple[Any, ...] | None = None  # with remove(); None until PyTorch is in use
     in_wait = False  # in the loop's thread: a wait inside another counts once
 
@@ -468,6 +472,13 @@ class Run:
             counted.attach(self, model)
 
     @_guarded(_nothing)
+    def watch_checkpoints(self) -> None:
+        """Tell by itself of what PyTorch saves and loads, as `flopwatch run` does, in place of `checkpoint`."""
+        from flopwatch.training.torch import attach
+
+        attach.attach(self)
+
+    @_guarded(_nothing)
     def finish(self, status: str = "completed") -> None:
         """Push a last time and say how the attempt ended: completed, stopped, preempted, resized or failed.
 
@@ -479,6 +490,10 @@ class Run:
             raise ValueError(f"finish({status!r}) was ignored; write one of {', '.join(STATUSES)}")
         if self._finished:
             raise RuntimeError("finish() was called before; only the first call counts")
+        # Looked up, not imported; `flopwatch run` knows better than a status whether the last files are whole.
+        attach = sys.modules.get("flopwatch.training.torch.attach")
+        if attach is not None and self._step_source == "manual":
+            attach.last_words(self, status)
         self._end()
         if self._pusher is not None:
             last = self.snapshot(last=True)
@@ -500,12 +515,24 @@ class Run:
 
     @property
     def measure_every(self) -> int:
-        """Return every how many steps phases and waits are measured; may be set."""
+        """Return every how many steps phases and waits are measured: a power of 2, such that it is twice a second.
+
+        All ranks take as long for a step, so they choose alike, and measure the same steps. It may be set for good.
+        """
         return self._measure_every
 
     @measure_every.setter
     def measure_every(self, steps: int) -> None:
         self._measure_every, self._check_at = max(1, steps), 0
+        self._measures_by_time = False
+
+    def _choose_steps(self, seconds: float) -> None:
+        """Choose which steps to measure, from what a step takes."""
+        every = 1
+        while seconds > 0 and 2 * every * seconds <= MEASURED_EVERY:
+            every *= 2
+        if self._measures_by_time and every != self._measure_every:
+            self._measure_every, self._check_at = every, 0
 
     @property
     def alive(self) -> bool:
@@ -646,9 +673,12 @@ class Run:
             self._check_at = taken + _CHECK_BACKLOG
 
     def _check_backlog(self) -> None:
-        if len(self._books.entries) > BACKLOG and self._lock.acquire(blocking=False):
+        # Without a pusher (FLOPWATCH_DISABLE) nobody else adds up.
+        most = BACKLOG if self._pusher is not None else _CHECK_BACKLOG
+        if len(self._books.entries) > most and self._lock.acquire(blocking=False):
             try:
                 self._books.take(all_of_them=True)
+                self._choose_steps(self._books.step_seconds)
             finally:
                 self._lock.release()
 
@@ -814,6 +844,7 @@ class Run:
         with self._lock:
             books = self._books
             books.take(all_of_them=last)
+            self._choose_steps(books.step_seconds)
             now = books.instant(self.clock())
             seconds, open_step_seconds = books.timeline.seconds(now), books.timeline.open_step_seconds(now)
             return Snapshot(

@@ -8,7 +8,7 @@ optimizer           every optimizer's step(), by its hooks; one inside another c
 garbage_collection  Python's, by gc.callbacks; the host's time on a GPU too
 
 Marks are CUDA events where the device does the work, else the host's clock (device.py). Phases of several micro-batches
-and optimizers add up. They are measured every k-th step, k such that it costs at most SHARE of the time.
+and optimizers add up. They are measured in some steps only (Run.measuring).
 
 torch.compile: the hooks never enter a graph and break none. Where Dynamo calls the model they run beside it; where a
 larger function around the model is compiled there is nothing between which to measure, and forward and backward are
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
@@ -40,11 +39,6 @@ if TYPE_CHECKING:
     from flopwatch.training.books import Mark
     from flopwatch.training.hook import Run
 
-# How much of the time the hooks may take, over how many seconds at least, and how rarely a step is measured at most.
-SHARE = 2e-4
-WINDOW = 2.0
-MOST_STEPS = 64
-
 _attached: dict[Run, Phases] = {}
 
 
@@ -53,7 +47,7 @@ def attach(run: Run, model: object = None, optimizer: Any = None, every: int | N
 
     model      the module the loop calls, as wrapped as it is; without one there is no forward and backward
     optimizer  one or several; without one all that there are and will be
-    every      measure every so many steps; without it as often as costs SHARE of the time
+    every      measure every so many steps; without it as the run does
     """
     phases = _attached.get(run)
     try:
@@ -79,8 +73,6 @@ class Phases:
         self._steps: list[tuple[int, Mark]] = []  # the optimizers whose step() is open, outermost first
         self._position: int | None = None
         self._collection_began: float | None = None
-        self._spent = 0.0  # seconds the hooks took since the last choice
-        self._chosen_at = run.clock()
 
     def remove(self) -> None:
         """Take all hooks off."""
@@ -101,9 +93,7 @@ class Phases:
         for one in optimizer if isinstance(optimizer, Iterable) else () if optimizer is None else (optimizer,):
             self._handles += [one.register_step_pre_hook(begins), one.register_step_post_hook(ends)]
         if every is not None:
-            self._run.measure_every = max(1, every)
-        else:
-            self._run.poll(self._choose)
+            self._run.measure_every = every
 
     def _attach_model(self, model: torch.nn.Module) -> None:
         if not any(known() is model for known in self._models):
@@ -113,73 +103,47 @@ class Phases:
                 model.register_forward_pre_hook(_Hook(self._run, self._forward_begins), prepend=True),
                 model.register_forward_hook(_Hook(self._run, self._forward_ends), prepend=True)]
 
-    def _choose(self) -> None:
-        """Measure as often as costs SHARE of the time; called before every push."""
-        now = self._run.clock()
-        spent, seconds = self._spent, now - self._chosen_at
-        if spent == 0 or seconds < WINDOW:
-            return
-        self._spent, self._chosen_at = 0.0, now
-        every = self._run.measure_every
-        if spent > SHARE * seconds:
-            while every < MOST_STEPS and spent * self._run.measure_every > SHARE * seconds * every:
-                every *= 2
-        elif spent < SHARE * seconds / 4 and every > 1:
-            every //= 2
-        self._run.measure_every = every
-
     # What the hooks do; `_Hook` guards them.
 
     def _forward_begins(self, module: torch.nn.Module, _: object) -> None:
-        began = time.perf_counter()
         # A step() that calls the model, as that of LBFGS does, is no optimizer's work alone; or an exception left it.
         self._steps.clear()
         inside_another = self._forward is not None and self._forward[0] != id(module)
         if not inside_another and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self._forward = (id(module), self._run.mark())
-        self._spent += time.perf_counter() - began
 
     def _forward_ends(self, module: torch.nn.Module, _: object, output: object) -> None:
         if self._forward is None or self._forward[0] != id(module):
             return
-        began = time.perf_counter()
         self._run.phase("forward", self._forward[1], self._run.mark())
         self._forward = None
         hook = _Hook(self._run, self._gradient)
         for tensor in _tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-        self._spent += time.perf_counter() - began
 
     def _gradient(self, _: torch.Tensor) -> None:
-        began = time.perf_counter()
         this = torch._C._current_graph_task_id()
         if this != self._backward:
             self._backward = this
             queue = torch.autograd.Variable._execution_engine.queue_callback
             queue(functools.partial(self._backward_ends, self._run.mark()))
-        self._spent += time.perf_counter() - began
 
     def _backward_ends(self, backward_began: Mark) -> None:
         try:
-            began = time.perf_counter()
             self._run.phase("backward", backward_began, self._run.mark())
-            self._spent += time.perf_counter() - began
         except Exception as error:
             self._run.failed("phases", error)
 
     def _step_begins(self, optimizer: object, *_: object) -> None:
-        began = time.perf_counter()
         position = self._run.position
         if position != self._position:
             # What is open since an earlier step was left by an exception.
             self._position, self._forward = position, None
             self._steps.clear()
         self._steps.append((id(optimizer), self._run.mark()))
-        self._spent += time.perf_counter() - began
 
     def _step_ends(self, optimizer: object, *_: object) -> None:
-        began = time.perf_counter()
         for number in reversed(range(len(self._steps))):
             which, step_began = self._steps[number]
             if which == id(optimizer):
@@ -187,7 +151,6 @@ class Phases:
                 if number == 0:
                     self._run.phase("optimizer", step_began, self._run.mark())
                 break
-        self._spent += time.perf_counter() - began
 
     def _collected(self, phase: str, _: Mapping[str, int]) -> None:
         try:

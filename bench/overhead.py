@@ -1,0 +1,212 @@
+"""The hook's share of a training step, with the example's model in one process: on the GPU if there is one.
+
+    python bench/overhead.py [--pairs N] [--device cpu|cuda]
+
+Blocks of 20 steps with and without the hook take turns inside one process, as two runs would differ by more than what
+is looked for. Both train a model of their own, of the same weights, on the same batches; the one with the hook is
+watched as in examples/train_lm.py. Printed are the median of the pairs' ratios and its 95 % interval (bootstrap).
+
+That interval is wide next to the goal, a share of 0.1 %. So the share is also added up of its parts: what the hook adds
+to the steps of a model so small that little else happens in them, by the same pairs, for steps whose phases are
+measured and for those between; and the CPU time of the hook's own thread, as if it took that from the training. On CPU,
+where a step has one thread, the first is CPU time too, which other processes do not disturb, as is the step it is
+compared with; on a GPU both are time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import importlib.util
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as optimizers
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "exporter"))
+
+from bench.hook import INTERVAL, pusher_clock, receiver
+from flopwatch.training import Run
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "train_lm.py"
+BLOCK = 20  # steps
+PUSHES = 4
+NEVER = 1 << 30  # every so many steps
+GOAL = 0.001
+# On a GPU the example's model would be over before it began.
+LARGER = {"LAYERS": 12, "WIDTH": 2048, "HEADS": 16, "CONTEXT": 2048, "BATCH": 4}
+
+Batch = tuple[Tensor, Tensor]
+
+
+@contextlib.contextmanager
+def without_global_hooks() -> Iterator[None]:
+    """Take off the hooks that stand for all optimizers of the process."""
+    taken: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    for hooks in (optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks):
+        taken.append((hooks, dict(hooks)))
+        hooks.clear()
+    yield
+    for hooks, before in taken:
+        hooks.update(before)
+
+
+@dataclass
+class Job:
+    """A model in training; with a run, the hook is in its loop."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    tokens: int
+    run: Run | None
+
+    def block(self, batches: Sequence[Batch], clock: Callable[[], float]) -> float:
+        """Train on these batches; return the seconds one of them took by a clock."""
+        run, device = self.run, next(self.model.parameters()).device
+        with contextlib.nullcontext() if run is not None else without_global_hooks():
+            return self._block(batches, clock, device)
+
+    def _block(self, batches: Sequence[Batch], clock: Callable[[], float], device: torch.device) -> float:
+        run = self.run
+        began = clock()
+        for inputs, targets in batches if run is None else run.batches(batches):
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                loss = self.model(inputs, targets)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if run is not None:
+                run.step(tokens=self.tokens)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return (clock() - began) / len(batches)
+
+
+class Tiny(nn.Module):
+    """As much of a model as can be trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, inputs: Tensor, _: Tensor) -> Tensor:
+        """Return a loss."""
+        return (self.weight * inputs).sum()
+
+
+def example(device: str) -> ModuleType:
+    """Return examples/train_lm.py as a module, with a model that suits the device."""
+    spec = importlib.util.spec_from_file_location("train_lm", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name, value in LARGER.items() if device == "cuda" else ():
+        setattr(module, name, value)
+    return module
+
+
+def jobs(model: nn.Module, tokens: int, name: str, endpoint: str, **said: Any) -> tuple[Job, Job]:
+    """Return the same training without the hook and with it."""
+    watched = copy.deepcopy(model)
+    run = Run(name, model=watched, dtype="fp32", endpoint=endpoint, push_interval=INTERVAL, **said)
+    return tuple(  # type: ignore[return-value]
+        Job(one, torch.optim.AdamW(one.parameters(), lr=1e-4), tokens, its) for one, its in (
+            (model, None), (watched, run)))
+
+
+def paired(
+    plain: Job, hooked: Job, batches: Sequence[Batch], pairs: Iterable[int],
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[tuple[float, float]]:
+    """Return the seconds of a step without the hook and with it; in odd pairs the one without comes first."""
+    taken = []
+    for pair in pairs:
+        order = (plain, hooked) if pair % 2 else (hooked, plain)
+        seconds = {id(job): job.block(batches, clock) for job in order}
+        taken.append((seconds[id(plain)], seconds[id(hooked)]))
+    return taken
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the median, by bootstrap."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(2000))
+    return medians[50], medians[-51]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The hook's share of a training step.")
+    parser.add_argument("--pairs", type=int, default=60, help="pairs of blocks of 20 steps")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    torch.set_default_device(options.device)
+    clock = time.thread_time if options.device == "cpu" else time.perf_counter
+    lm = example(options.device)
+    tokens = lm.BATCH * lm.CONTEXT
+    vocabulary = torch.randint(lm.VOCABULARY, (BLOCK, lm.BATCH, lm.CONTEXT + 1))
+    text = [(one[:, :-1], one[:, 1:]) for one in vocabulary]
+    numbers = [(torch.rand(8), torch.rand(8)) for _ in range(BLOCK)]
+    flops = lm.Transformer(layers=lm.LAYERS, width=lm.WIDTH, heads=lm.HEADS, mlp_width=4 * lm.WIDTH,
+                           vocabulary=lm.VOCABULARY).flops_per_token(lm.CONTEXT)
+    with receiver() as endpoint:
+        plain, hooked = jobs(Tiny(), 1, "tiny", endpoint, flops_per_token=1.0, peak_flops=1e15)
+        assert hooked.run is not None
+        paired(plain, hooked, numbers, range(10))
+        added: dict[int, list[float]] = {1: [], NEVER: []}
+        for pair in range(10 * options.pairs):
+            for every, seconds in added.items():
+                hooked.run.measure_every = every
+                [(before, after)] = paired(plain, hooked, numbers, (pair,), clock)
+                seconds.append(after - before)
+        hooked.run.finish()
+
+        plain, hooked = jobs(lm.LanguageModel(), tokens, "example", endpoint, flops_per_token=flops, peak_flops=1e15)
+        assert hooked.run is not None
+        paired(plain, hooked, text, range(2))
+        taken = paired(plain, hooked, text, range(options.pairs))
+        thread, began, steps = pusher_clock(), time.perf_counter(), []
+        cpu = -thread()
+        while (wall := time.perf_counter() - began) < PUSHES * INTERVAL:
+            steps.append(hooked.block(text, clock))
+        cpu += thread()
+        every = hooked.run.measure_every
+        hooked.run.finish()
+
+    step = statistics.median(steps)
+    ratios = [after / before for before, after in taken]
+    measured, between = (statistics.median(seconds) for seconds in added.values())
+    loop = between + (measured - between) / every
+    share = loop / step + cpu / wall
+    print(f"{torch.cuda.get_device_name() if options.device == 'cuda' else 'CPU, one thread'}: "
+          f"{step * 1e3:.2f} ms a step, {len(taken)} pairs of blocks of {BLOCK} steps")
+    low, high = interval(ratios)
+    print(f"with / without the hook    {statistics.median(ratios):.4f}   (95 % interval {low:.4f} to {high:.4f})")
+    for name, seconds in zip(("in a measured step", "in a step between"), added.values(), strict=True):
+        low, high = interval(seconds)
+        print(f"{name:27}{statistics.median(seconds) * 1e6:.1f} us   "
+              f"(95 % interval {low * 1e6:.1f} to {high * 1e6:.1f})")
+    print(f"{f'with one in {every} measured':27}{loop * 1e6:.1f} us: {loop / step:.4%} of a step")
+    print(f"in the thread that pushes  {cpu / wall * step * 1e6:.1f} us of CPU a step: {cpu / wall:.4%} of one core")
+    print(f"together                   {share:.4%} of a step; "
+          f"the goal, {GOAL:.1%}, is {'met' if share < GOAL else 'MISSED'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""`flopwatch run`: a training script as it is, watched through PyTorch's own hooks.
+
+The script runs in this process as Python would run it (https://docs.python.org/3/using/cmdline.html): it is __main__,
+sys.argv and sys.path[0] are its own, and its exit status, its exceptions and Ctrl-C take their usual way. Nothing of
+PyTorch is imported here; what attaches (training/torch/attach.py) does so when the script has imported torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import io
+import json
+import os
+import runpy
+import sys
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from flopwatch.commands import Commands, command
+from flopwatch.settings import SettingsError
+
+if TYPE_CHECKING:
+    from flopwatch.training.torch.attach import Attachment
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the script or module and return the exit status; raises whatever the script raises."""
+    try:
+        if not options.script:
+            raise SettingsError("run: name a script, or a module after -m")
+        watching = _Watching(options)
+    except SettingsError as error:
+        print(f"flopwatch: {error}", file=sys.stderr)
+        return 1
+    name, *arguments = options.script
+    try:
+        status = _run_module(name, arguments) if options.module else _run_script(name, arguments)
+    except SystemExit as end:
+        watching.ends("completed" if end.code in (None, 0) else "failed")
+        raise
+    except BaseException as error:
+        watching.ends("stopped" if isinstance(error, KeyboardInterrupt) else "failed")
+        _show_without_us(error)
+        raise
+    watching.ends("completed" if status == 0 else "failed")
+    return status
+
+
+class _Watching:
+    """What is to attach once the script has imported torch."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from flopwatch.training.imports import when_imported
+
+        self._settings = {
+            "name": options.name, "tokens_from": options.tokens_from, "tokens_per_step": options.tokens_per_step,
+            "step_from": options.step_from, "dtype": options.dtype, **_flops(options),
+        }
+        self._attachment: Attachment | None = None
+        when_imported("torch", self._attach)
+
+    def _attach(self) -> None:
+        from flopwatch.training.torch import attach
+
+        self._attachment = attach.to_process(attach.Settings(**self._settings))
+
+    def ends(self, status: str) -> None:
+        """Tell how the script ended; it is said at the interpreter's exit, after threads and before anything else."""
+        if self._attachment is not None:
+            self._attachment.status = status
+
+
+def _flops(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the FLOPs of a token as the flags tell them. Raises SettingsError."""
+    if options.config is None:
+        if options.seq_len is not None:
+            raise SettingsError("run: --seq-len goes with --config")
+        return {"flops_per_token": options.flops_per_token, "convention": options.convention}
+    if options.flops_per_token is not None:
+        raise SettingsError("run: give --config or --flops-per-token, not both")
+    from flopwatch.training.flops import from_config
+
+    try:
+        model = from_config(json.loads(options.config.read_text()))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"run: --config {options.config}: {error}") from None
+    flops = model if options.seq_len is None else model.flops_per_token(options.seq_len, options.convention)
+    return {"flops_per_token": flops, "convention": options.convention}
+
+
+def _run_script(name: str, arguments: list[str]) -> int:
+    path = os.path.abspath(name)
+    try:
+        with io.open_code(path) as file:
+            source = file.read()
+    except OSError as error:
+        # As Python says it, with the same status.
+        print(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
+        return 2
+    main = _new_main(os.path.dirname(os.path.realpath(path)), [name, *arguments])
+    main.__file__ = path
+    main.__loader__ = SourceFileLoader("__main__", path)
+    exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+    return 0
+
+
+def _run_module(name: str, arguments: list[str]) -> int:
+    _new_main(os.getcwd(), ["-m", *arguments])
+    # What `python -m` itself calls; the public run_module() would take its __main__ away again at the end.
+    runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+    return 0
+
+
+def _new_main(folder: str, argv: list[str]) -> ModuleType:
+    """Put a new __main__ in place of ours, and what the script sees of the command line."""
+    ours, main = sys.modules["__main__"], ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    # What else the interpreter puts into it depends on its release.
+    main.__dict__.update({name: value for name, value in (("__cached__", None), ("__annotations__", {}))
+                          if name in ours.__dict__})
+    sys.modules["__main__"] = main
+    sys.argv[:] = argv
+    # With -P or PYTHONSAFEPATH there is no such entry: https://docs.python.org/3/using/cmdline.html#cmdoption-P
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = folder
+    return main
+
+
+def _show_without_us(error: BaseException) -> None:
+    """Let the interpreter show this error, about to reach it, without the calls that are ours and not the script's."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    shown = sys.excepthook
+
+    def show(kind: type[BaseException], value: BaseException, _: TracebackType | None) -> None:
+        sys.excepthook = shown
+        shown(kind, value.with_traceback(trace), trace)
+
+    sys.excepthook = show
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return int(number) if number.is_integer() else number
+
+
+def add(commands: Commands) -> None:
+    """Describe the command."""
+    parser = command(commands, "run", run, "run a training script unchanged and watch it through PyTorch's hooks")
+    parser.usage = ("flopwatch run [flags] train.py [arguments ...]\n"
+                    "       flopwatch run [flags] -m module [arguments ...]")
+    add = parser.add_argument
+    add("script", nargs=argparse.REMAINDER, help="the script and its arguments")
+    add("-m", "--module", action="store_true", help="the script is a module, as in python -m")
+    add("--name", metavar="RUN", help="name of the run (else FLOPWATCH_RUN, else the scheduler's job)")
+    add("--tokens-from", metavar="KEY", help="where a batch has its tokens: a key, an attribute or a place "
+        "(default input_ids)")
+    add("--tokens-per-step", type=_positive, metavar="N", help="tokens of an optimizer step, of one model replica")
+    add("--step-from", metavar="KEY", help="where a loaded checkpoint has the number of its step")
+    add("--flops-per-token", type=_positive, metavar="X", help="forward and backward pass (else they are counted)")
+    add("--config", type=Path, metavar="FILE", help="count FLOPs from a Hugging Face config.json")
+    add("--seq-len", type=int, metavar="N", help="with --config: length of the samples (else from the batches)")
+    add("--convention", choices=("causal", "full", "palm"), default="causal", help="how FLOPs are counted")
+    add("--dtype", default="bf16", help="of the matrix multiplications, for the card's peak (default bf16)")

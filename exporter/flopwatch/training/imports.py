@@ -1,0 +1,76 @@
+"""Calls something once a module was imported, by whoever imports it, and imports nothing itself.
+
+`flopwatch run` attaches to PyTorch that way: a script that imports torch late, or never, does so as without us.
+A finder in sys.meta_path lets the others find the module and adds a call behind its loader's exec_module.
+https://docs.python.org/3/reference/import.html#the-meta-path
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+log = logging.getLogger("flopwatch")
+
+
+def when_imported(name: str, then: Callable[[], None]) -> None:
+    """Call `then` as soon as the module has been imported, now if it has been; what it raises is logged."""
+    if name in sys.modules:
+        _call(then)
+        return
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    _finder.waiting.setdefault(name, []).append(then)
+
+
+def _call(then: Callable[[], None]) -> None:
+    try:
+        then()
+    except Exception:
+        log.warning("flopwatch could not attach; the program goes on without it", exc_info=True)
+
+
+class _Finder(MetaPathFinder):
+    """Finds the modules that are waited for, through the other finders."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, list[Callable[[], None]]] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        """Return the module's spec as the other finders give it; its loader calls who waits."""
+        if fullname not in self.waiting:
+            return None
+        for finder in sys.meta_path:
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = None if find is None else find(fullname, path, target)
+            if spec is not None:
+                self._tell(fullname, spec)
+                return spec
+        return None
+
+    def _tell(self, name: str, spec: ModuleSpec) -> None:
+        # On the instance, so that the loader is of the type that others expect. Whoever only asks whether there is
+        # such a module (importlib.util.find_spec) has a loader of his own that is never run.
+        loader = spec.loader
+        original = getattr(loader, "exec_module", None)
+        if loader is None or original is None or not hasattr(loader, "__dict__"):
+            return
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.__dict__["exec_module"]
+            original(module)
+            for then in self.waiting.pop(name, ()):
+                _call(then)
+            if not self.waiting and self in sys.meta_path:
+                sys.meta_path.remove(self)
+
+        loader.__dict__["exec_module"] = exec_module
+
+
+_finder = _Finder()

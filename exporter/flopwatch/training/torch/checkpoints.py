@@ -1,0 +1,357 @@
+"""Checkpoints, as PyTorch's own functions save and load them.
+
+torch.save, and safetensors' save_file    a checkpoint, if a module or a mapping goes to a file; to a buffer it is none
+torch.distributed.checkpoint.save         a checkpoint
+torch.distributed.checkpoint.async_save   a checkpoint; what it blocks the loop for and the rest are told apart
+torch.load, load_file, ...checkpoint.load before the first step: checkpoint_restore
+
+It belongs to the step the run was at when the saving began. It is committed only when a restart could begin from it:
+one of files once training goes on, since a checkpoint may be several files, each renamed at its end; a distributed one
+when `save` returns, or its future is done without an error, because then every rank has written.
+https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+
+Not seen: what is written in other ways, from a buffer by fsspec say (Lightning does that), or by another process.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flopwatch.training.imports import when_imported
+
+if TYPE_CHECKING:
+    from flopwatch.training.hook import Run
+
+# Where a loaded checkpoint has the number of steps completed, unless told otherwise.
+STEP_KEYS = ("step", "global_step", "iteration")
+
+_SAVERS = "torch.distributed.checkpoint.state_dict_saver"
+_LOADERS = "torch.distributed.checkpoint.state_dict_loader"
+
+
+class Checkpoints:
+    """What this process saves and loads, told to a run once there is one."""
+
+    def __init__(self, clock: Callable[[], float], step_from: str | None = None) -> None:
+        self._clock = clock
+        self._step_from = step_from
+        self._run: Run | None = None
+        self._inside = threading.local()
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._installed = False
+        self._pending: int | None = None  # the step of files that may not be all of them
+        self._polled: Run | None = None
+        # What was restored before there was a run: activity, begin and end on the clock.
+        self.before: list[tuple[str, float, float]] = []
+        self.loaded_step: int | None = None
+        self.fetching = False  # a batch: files that are loaded then are data
+
+    def install(self) -> None:
+        """Take the place of the functions that save and load; those of modules not imported yet once they are."""
+        self._installed = True
+        self._replace("save", self._saving, torch, torch.serialization)
+        self._replace("load", self._loading, torch, torch.serialization)
+        package = "torch.distributed.checkpoint"
+        for module, functions in (
+            (_SAVERS, {"save": self._saving_all, "save_state_dict": self._saving_all,
+                       "async_save": self._saving_async}),
+            (_LOADERS, {"load": self._loading_all, "load_state_dict": self._loading_all}),
+            ("safetensors.torch", {"save_file": self._saving, "load_file": self._loading}),
+        ):
+            for name, around in functions.items():
+                when_imported(module, functools.partial(self._replace_in, name, around, (module, package)))
+
+    def uninstall(self) -> None:
+        """Put back what was there, where nobody else took our place."""
+        for owner, name, original, ours in self._replaced:
+            if getattr(owner, name, None) is ours:
+                setattr(owner, name, original)
+        self._replaced.clear()
+        self._installed, self._run = False, None
+
+    def tell(self, run: Run) -> None:
+        """Tell this run from now on."""
+        self._run, self._pending = run, None
+        if self._polled is not run:
+            self._polled = run
+            run.poll(self._look)
+
+    @property
+    def installed(self) -> bool:
+        """Return whether it has taken the place of those functions."""
+        return self._installed
+
+    @property
+    def run(self) -> Run | None:
+        """Return which run is told."""
+        return self._run
+
+    def training_goes_on(self) -> None:
+        """Commit the files saved last: no more are to be expected."""
+        step, self._pending = self._pending, None
+        if step is not None and self._run is not None:
+            self._run.checkpoint_committed(step)
+
+    def _look(self) -> None:
+        # In the pushing thread. For loops that do not call training_goes_on: a step was made since.
+        run, pending = self._run, self._pending
+        if run is not None and pending is not None and run.position not in (None, pending):
+            self.training_goes_on()
+
+    # Taking the place of functions.
+
+    def _replace_in(self, name: str, around: Callable[[Any], Any], modules: tuple[str, ...]) -> None:
+        self._replace(name, around, *(sys.modules[module] for module in modules if module in sys.modules))
+
+    def _replace(self, name: str, around: Callable[[Any], Any], *owners: Any) -> None:
+        original = getattr(owners[0], name, None)
+        if original is None or not self._installed:
+            return  # this release has none, or it was imported too late
+        ours = functools.wraps(original)(around(original))
+        for owner in owners:
+            if getattr(owner, name, None) is original:
+                setattr(owner, name, ours)
+                self._replaced.append((owner, name, original, ours))
+
+    def _saving(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+            with _Saving(self, obj, f):
+                return original(obj, f, *args, **kwargs)
+
+        return save
+
+    def _saving_all(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def save(*args: Any, **kwargs: Any) -> Any:
+            with _SavingAll(self):
+                return original(*args, **kwargs)
+
+        return save
+
+    def _saving_async(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def async_save(*args: Any, **kwargs: Any) -> Any:
+            with _SavingAll(self, later=True) as saving:
+                response = original(*args, **kwargs)
+            saving.goes_on(response)
+            return response
+
+        return async_save
+
+    def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+            with _Loading(self, _is_file(f)) as loading:
+                loaded = original(f, *args, **kwargs)
+            loading.see(loaded)
+            return loaded
+
+        return load
+
+    def _loading_all(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def load(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            with _Loading(self, True) as loading:
+                nothing = original(state_dict, *args, **kwargs)
+            loading.see(state_dict)
+            return nothing
+
+        return load
+
+    # What those have in common.
+
+    def _told(self) -> Run | None:
+        """Return the run to be told of what begins now on this thread; None inside another save or load."""
+        run = self._run
+        return run if run is not None and run.alive and not self.inside_another() else None
+
+    def inside_another(self) -> bool:
+        """Return whether this thread is inside a save or load already."""
+        return bool(getattr(self._inside, "depth", None))
+
+    def _is_loop(self) -> bool:
+        """Return whether this is the thread that trains, as far as that is known."""
+        loop = None if self._run is None else self._run.loop_thread
+        return loop in (None, threading.get_ident())
+
+    def _failed(self, error: Exception) -> None:
+        if self._run is not None:
+            self._run.failed("checkpoint", error)
+
+    def step_of(self, state: object) -> int | None:
+        """Return the step that a checkpoint says it is of; None if it does not say."""
+        if not isinstance(state, Mapping):
+            return None
+        if self._step_from is not None:
+            found: Any = state
+            for key in self._step_from.split("."):
+                found = found.get(key) if isinstance(found, Mapping) else None
+            return whole(found)
+        return next((step for key in STEP_KEYS if (step := whole(state.get(key))) is not None), None)
+
+
+class _Around:
+    """A context around one call, which sees no error of ours; calls inside it are part of it."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+
+    def __enter__(self) -> Any:
+        inside = self._checkpoints._inside
+        try:
+            self._begin()
+        except Exception as error:
+            self._checkpoints._failed(error)
+        inside.depth = getattr(inside, "depth", 0) + 1
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._checkpoints._inside.depth -= 1
+        try:
+            self._end(kind is None)
+        except Exception as error:
+            self._checkpoints._failed(error)
+
+    def _begin(self) -> None:
+        """See the call begin."""
+
+    def _end(self, fine: bool) -> None:
+        """See the call end, with or without an exception."""
+
+
+class _Saving(_Around):
+    """Around what saves an object to a file."""
+
+    def __init__(self, checkpoints: Checkpoints, obj: object, file: object) -> None:
+        super().__init__(checkpoints)
+        self._obj = obj
+        self._file = file
+        self._run: Run | None = None
+        self._context: Any = None
+
+    def _begin(self) -> None:
+        c = self._checkpoints
+        state = self._obj
+        if not isinstance(state, (Mapping, torch.nn.Module)) or not _is_file(self._file) or (run := c._told()) is None:
+            return
+        self._run = run
+        if c._is_loop():
+            # Where the file is complete only behind this call, as behind a rename, it is not committed before that.
+            self._step, self._context = run.position, run.activity("checkpoint_save")
+        else:
+            # The loop went on since the state was copied: only what is in it tells of which step it is.
+            self._step, self._context = c.step_of(state), run.background_save()
+        self._later = c._is_loop()
+        self._context.__enter__()
+
+    def _end(self, fine: bool) -> None:
+        run = self._run
+        if run is None:
+            return
+        self._context.__exit__(None, None, None)
+        if fine and self._step is not None:
+            if self._later:
+                self._checkpoints._pending = self._step
+            else:
+                run.checkpoint_committed(self._step)
+
+
+class _SavingAll(_Around):
+    """Around what saves a distributed checkpoint, of which there is more `later`, or not."""
+
+    def __init__(self, checkpoints: Checkpoints, later: bool = False) -> None:
+        super().__init__(checkpoints)
+        self._run: Run | None = None
+        self._later = later
+
+    def _begin(self) -> None:
+        c = self._checkpoints
+        # On another thread it is the rest of an async_save, which its future tells of.
+        if c._is_loop() and (run := c._told()) is not None:
+            self._run, self._step = run, run.position
+            self._activity = run.activity("checkpoint_save")
+            self._activity.__enter__()
+
+    def _end(self, fine: bool) -> None:
+        if self._run is None:
+            return
+        self._activity.__exit__(None, None, None)
+        if fine and not self._later and self._step is not None:
+            self._run.checkpoint_committed(self._step)
+
+    def goes_on(self, response: Any) -> None:
+        """See what async_save returned: a future or, with its own stager, one of two."""
+        run = self._run
+        if run is None:
+            return
+        try:
+            upload: Future[Any] = getattr(response, "upload_completion", response)
+            step, background = self._step, run.background_save()
+
+            def done(future: Future[Any]) -> None:
+                background.__exit__(None, None, None)
+                if not future.cancelled() and future.exception() is None and step is not None:
+                    run.checkpoint_committed(step)
+
+            background.__enter__()
+            upload.add_done_callback(done)
+        except Exception as error:
+            self._checkpoints._failed(error)
+
+
+class _Loading(_Around):
+    """Around what loads, and may restore, a checkpoint."""
+
+    def __init__(self, checkpoints: Checkpoints, is_file: bool) -> None:
+        super().__init__(checkpoints)
+        self._is_file = is_file
+        self._restores = False
+        self._activity: Any = None
+        self._began = 0.0
+
+    def _begin(self) -> None:
+        c, run = self._checkpoints, self._checkpoints._run
+        if not self._is_file or c.fetching or c.inside_another() or not c._is_loop():
+            return
+        if run is not None and (run.steps_taken or not run.alive):
+            return
+        self._restores, self._began = True, c._clock()
+        if run is not None:
+            self._activity = run.activity("checkpoint_restore")
+            self._activity.__enter__()
+
+    def _end(self, fine: bool) -> None:
+        if self._activity is not None:
+            self._activity.__exit__(None, None, None)
+        elif self._restores:
+            self._checkpoints.before.append(("checkpoint_restore", self._began, self._checkpoints._clock()))
+
+    def see(self, loaded: object) -> None:
+        """Look for the step in what was loaded."""
+        try:
+            if self._restores and (step := self._checkpoints.step_of(loaded)) is not None:
+                self._checkpoints.loaded_step = step
+        except Exception as error:
+            self._checkpoints._failed(error)
+
+
+def _is_file(place: object) -> bool:
+    """Return whether that is a path or an open file, not a buffer in memory."""
+    if isinstance(place, (str, os.PathLike)):
+        return True
+    return isinstance(getattr(place, "name", None), (str, bytes, int))
+
+
+def whole(value: object) -> int | None:
+    """Return a whole number of at least 0, also from a tensor the CPU holds; None for anything else."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.device.type != "cpu" or value.is_complex():
+            return None  # reading it would stop the device
+        value = value.item()
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
