@@ -258,7 +258,9 @@ class _Child:
         self.asked_at: float | None = None
         self.dismissed_at: float | None = None
         self.fate = "exited"
-        self._buffer = bytearray()
+        # Kept, because an allocation of that size at every read tears holes into each thread's heap, and it grows.
+        self._buffer = bytearray(1 << 16)
+        self._filled = 0
         self._keys: list[tuple[Metric, tuple[str, ...]]] = []
 
     def request(self) -> bool:
@@ -277,14 +279,17 @@ class _Child:
         answers = self._answers.fileno()
         ready = select.poll()
         ready.register(answers, select.POLLIN)
-        while not self._buffer.endswith(b"\n"):
+        while self._buffer[self._filled - 1 : self._filled] != b"\n":
             if not ready.poll(max(0.0, until - time.monotonic()) * 1000):
                 return None
-            data = os.read(answers, 1 << 18)
-            if not data:
+            if self._filled == len(self._buffer):
+                self._buffer += bytes(len(self._buffer))
+            with memoryview(self._buffer) as view:
+                read = os.readv(answers, [view[self._filled:]])
+            if not read:
                 raise _Exited
-            self._buffer += data
-        line, self._buffer = bytes(self._buffer), bytearray()
+            self._filled += read
+        line, self._filled = self._buffer[:self._filled], 0
         self.asked_at = None
         try:
             return self._decoded(json.loads(line))

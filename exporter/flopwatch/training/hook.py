@@ -665,12 +665,10 @@ class Run:
         self._check_backlog()
         if taken == 1 and self._pusher is not None:
             self._instrument(None)
-        if self._measure_every > 1:
-            self.measuring = taken % self.measure_every == 0
-            self._check_at = taken + 1 if self.measuring else taken + self.measure_every - taken % self.measure_every
-        else:
-            self.measuring = not self._finished
-            self._check_at = taken + _CHECK_BACKLOG
+        every = self._measure_every
+        self.measuring = taken % every == 0 and not self._finished
+        until = every - taken % every if every > 1 and not self.measuring else 1 if every > 1 else _CHECK_BACKLOG
+        self._check_at = taken + min(until, _CHECK_BACKLOG)
 
     def _check_backlog(self) -> None:
         # Without a pusher (FLOPWATCH_DISABLE) nobody else adds up.
