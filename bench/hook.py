@@ -220,7 +220,7 @@ def push_seconds(endpoint: str, pushes: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Cost of counting one training step.")
-    parser.add_argument("--steps", type=int, default=1000, help="steps a turn")
+    parser.add_argument("--steps", type=int, default=200, help="steps a turn; what is recorded between two pushes")
     parser.add_argument("--turns", type=int, default=301)
     options = parser.parse_args()
     hook = Hook()

@@ -124,7 +124,8 @@ EXPECTED_SAMPLES = {
     "training_activity_seconds_total{activity=other}": 0.0,
     "training_rank_info{host=node-7,uuid=GPU-1,local_rank=0,attempt=first,dp=,tp=,pp=,cp=,ep=}": 1.0,
     "training_run_info{tenant=research,attempt=first,convention=causal,dtype=fp8,flops_source=declared,"
-    "peak_source=override: measured,step_source=manual,framework=,owner=pretraining,team=llm,page=always,external_id=}": 1.0,
+    "peak_source=override: measured,step_source=manual,framework=,owner=pretraining,team=llm,page=always,"
+    "external_id=}": 1.0,
 }
 
 

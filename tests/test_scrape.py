@@ -104,7 +104,8 @@ def test_every_source_is_served_with_what_is_to_be_said_about_it() -> None:
         **{f'flopwatch_collector_restarts_total{{collector="{name}",reason="{reason}"}}': 0
            for name in ("nvml", "infiniband") for reason in ("exited", "hung", "memory", "afresh")},
         **{f'flopwatch_series_duplicate_total{{collector="{name}"}}': 0 for name in ("nvml", "infiniband")},
-        **{f'flopwatch_series_dropped_total{{budget="{budget}"}}': 0 for budget in ("gpu", "mig", "port", "rank", "run")},
+        **{f'flopwatch_series_dropped_total{{budget="{budget}"}}': 0
+           for budget in ("gpu", "mig", "port", "rank", "run")},
         f'flopwatch_build_info{{version="{__version__}"}}': 1,
     }
 

@@ -345,34 +345,36 @@ class Run:
 
     # What the training loop calls.
 
-    def step(
-        self, tokens: float | None = None, *extra: object, global_tokens: float | None = None,
-        sum_len_squared: float | None = None, flops: float | None = None, samples: float | None = None,
-        loss: float | None = None, grad_norm: float | None = None, **unknown: object,
-    ) -> None:
-        """Count one optimizer step; call it once per update, after it.
+    if TYPE_CHECKING:
+        def step(
+            self, tokens: float | None = None, *, global_tokens: float | None = None,
+            sum_len_squared: float | None = None, flops: float | None = None, samples: float | None = None,
+            loss: float | None = None, grad_norm: float | None = None,
+        ) -> None: ...
 
-        tokens           unpadded tokens this rank's model replica consumed, all micro-batches together
-        global_tokens    in its place: those of all ranks
-        sum_len_squared  for packed samples: the sum of their squared lengths, of the same tokens
-        flops            in place of tokens x flops_per_token: what the whole replica needed
-        samples          samples the replica consumed
-        loss, grad_norm  Python floats, to be shown; those that are not finite are counted
-        """
-        try:
-            now = self.mark()
-            self._taken = taken = self._taken + 1
-            if (tokens.__class__ is int and tokens >= 0
-                    and global_tokens is sum_len_squared is flops is samples is loss is grad_norm is None):
-                self._record((_STEP, now, tokens))
-            else:
-                self._record((_STEP, now, self._checked_work(
-                    tokens=tokens, global_tokens=global_tokens, sum_len_squared=sum_len_squared, flops=flops,
-                    samples=samples, loss=loss, grad_norm=grad_norm)))
-            if taken >= self._check_at or extra or unknown:
-                self._look_after(taken, extra, unknown)
-        except Exception as error:
-            self.failed("step", error)
+    else:
+        # Not the arguments one by one: most loops give the tokens alone, and this is what they pay for at every step.
+        def step(self, tokens=None, *extra, **more):
+            """Count one optimizer step; call it once per update, after it.
+
+            tokens           unpadded tokens this rank's model replica consumed, all micro-batches together
+            global_tokens    in its place: those of all ranks
+            sum_len_squared  for packed samples: the sum of their squared lengths, of the same tokens
+            flops            in place of tokens x flops_per_token: what the whole replica needed
+            samples          samples the replica consumed
+            loss, grad_norm  Python floats, to be shown; those that are not finite are counted
+            """
+            try:
+                now = self.mark()
+                self._taken = taken = self._taken + 1
+                if not more and tokens.__class__ is int and tokens >= 0:
+                    self._record((_STEP, now, tokens))
+                else:
+                    self._record((_STEP, now, self._work(tokens, more)))
+                if taken >= self._check_at or extra:
+                    self._look_after(taken, extra)
+            except Exception as error:
+                self.failed("step", error)
 
     def batches(self, loader: Iterable[_T]) -> _Batches[_T]:
         """Return the loader, with the time in which the loop waits for its batches told apart."""
@@ -453,7 +455,7 @@ class Run:
     @_guarded(_nothing)
     def logged(self, *, loss: float | None = None, grad_norm: float | None = None) -> None:
         """Tell loss and grad_norm after their step was counted, as a trainer does that logs them later."""
-        self._record((Books.logged, 0.0, self._checked_work(loss=loss, grad_norm=grad_norm)))
+        self._record((Books.logged, 0.0, self._work(None, {"loss": loss, "grad_norm": grad_norm})))
 
     @_guarded(_nothing)
     def watch(self, model: object) -> None:
@@ -635,11 +637,13 @@ class Run:
         except Exception as error:
             self.failed(what, error)
 
-    def _checked_work(self, **given: object) -> Work:
+    def _work(self, tokens: object, more: Mapping[str, object]) -> Work:
         """Return what of a step's arguments can be counted; complain of the rest."""
         fine: dict[str, float] = {}
-        for name, value in given.items():
+        for name, value in {"tokens": tokens, **more}.items():
             try:
+                if name not in (known := Work.__dataclass_fields__):
+                    raise ValueError(f"{name}= is no argument of step(); it takes {', '.join(known)}")
                 if value is not None:
                     fine[name] = (number if name in ("loss", "grad_norm") else amount)(name, value)
             except ValueError as error:
@@ -649,11 +653,10 @@ class Run:
                 "sum_len_squared= needs Run(flops_per_token=Transformer(...)) in place of a number"))
         return Work(**fine)
 
-    def _look_after(self, taken: int, extra: tuple[object, ...], unknown: Mapping[str, object]) -> None:
+    def _look_after(self, taken: int, extra: tuple[object, ...]) -> None:
         """Do what is not for every step."""
-        if extra or unknown:
-            self.failed("step", TypeError(
-                f"step() takes tokens and keywords; {', '.join(unknown) or 'more arguments'} not counted"))
+        if extra:
+            self.failed("step", TypeError("step() takes tokens, and all else by name"))
         if self._record is _ignored:
             self._check_at = sys.maxsize
             return
