@@ -57,7 +57,8 @@ class _Watching:
 
         self._settings = {
             "name": options.name, "tokens_from": options.tokens_from, "tokens_per_step": options.tokens_per_step,
-            "step_from": options.step_from, "dtype": options.dtype, **_flops(options),
+            "step_from": options.step_from, "dtype": options.dtype, "peak_flops": options.peak_flops,
+            "peak_source": options.peak_source, **_flops(options),
         }
         self._attachment: Attachment | None = None
         when_imported("torch", self._attach)
@@ -171,3 +172,5 @@ def add(commands: Commands) -> None:
     add("--seq-len", type=int, metavar="N", help="with --config: length of the samples (else from the batches)")
     add("--convention", choices=("causal", "full", "palm"), default="causal", help="how FLOPs are counted")
     add("--dtype", default="bf16", help="of the matrix multiplications, for the card's peak (default bf16)")
+    add("--peak-flops", type=_positive, metavar="X", help="dense FLOP/s of the card, where `flopwatch peak` refuses it")
+    add("--peak-source", metavar="TEXT", help="where that figure is from; a label")

@@ -35,6 +35,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("flopwatch")
 
+
+def _signed(record: logging.LogRecord) -> bool:
+    """Say who speaks where the job has set up no logging, and messages are printed bare."""
+    if not logging.getLogger().handlers and not log.handlers:
+        record.msg = f"flopwatch: {record.msg}"
+    return True
+
+
+log.addFilter(_signed)
+
 STATUSES = ("completed", "stopped", "preempted", "resized", "failed")
 
 # Entries the loop records at most until it adds them up itself, because the thread that should is held up elsewhere.
@@ -600,7 +610,8 @@ class Run:
     def uncountable(self, reason: str) -> None:
         """Tell why FLOPs cannot be counted; without declared ones there is no MFU then."""
         if not self.has_flops:
-            log.warning("no MFU: FLOPs cannot be counted: %s; pass Run(flops_per_token=...)", reason)
+            log.warning("no MFU: FLOPs cannot be counted: %s; pass %s", reason, "--config or --flops-per-token"
+                        if self._step_source == "optimizer" else "Run(flops_per_token=...)")
         self._books.uncountable = True
 
     def set_flops(self, *, convention: str, source: str, per_token: float | PackedFlops | None = None) -> None:
@@ -742,7 +753,8 @@ class Run:
                 self._peak, self._peak_source = peak.flops_per_second, peak.source
         except peaks.UnknownPeak as error:
             self._no_peak_because = "unknown_peak"
-            log.warning("no MFU: %s; pass Run(peak_flops=..., peak_source=...)", error)
+            log.warning("no MFU: %s; pass %s", error, "--peak-flops and --peak-source"
+                        if self._step_source == "optimizer" else "Run(peak_flops=..., peak_source=...)")
         except Exception as error:
             self._no_peak_because = "unknown_peak" if self._peak is None else None
             self.failed("step", error)

@@ -69,6 +69,8 @@ class Settings:
     flops_per_token: float | PackedFlops | None = None
     convention: str = "causal"
     dtype: str = "bf16"
+    peak_flops: float | None = None
+    peak_source: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,8 @@ class Attachment:
         self._pid = os.getpid()
         run = Run(
             self.settings.name, flops_per_token=self.settings.flops_per_token, convention=self.settings.convention,
-            dtype=self.settings.dtype, step_source="optimizer", before=self.checkpoints.before)
+            dtype=self.settings.dtype, peak_flops=self.settings.peak_flops, peak_source=self.settings.peak_source,
+            step_source="optimizer", before=self.checkpoints.before)
         if not run.alive:
             self.step_back()
             return None
