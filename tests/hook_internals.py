@@ -29,9 +29,10 @@ PACKAGE = "flopwatch.training"
 OUTERMOST = {
     "hook.Run.activity", "hook.Run.batches", "hook.Run.position", "hook.Run.enter", "hook.Run.leave",
     "hook.Run.end_of_batches", "hook.Run.measures_wait", "hook.Run.waited", "hook.Run.phase",
-    "hook._Activity.__init__", "hook._Background.__init__", "hook._Background.__enter__", "hook._Background.__exit__",
-    "hook._Batches.__init__", "hook._Batches.__iter__", "hook._Checkpoint.__init__", "hook._Checkpoint.__enter__",
-    "hook._Checkpoint.__exit__", "hook._Wait.__init__", "hook._Wait.__enter__", "hook._Wait.__exit__",
+    "contexts.Activity.__init__", "contexts.Background.__init__", "contexts.Background.__enter__",
+    "contexts.Background.__exit__", "contexts.Batches.__init__", "contexts.Batches.__iter__",
+    "contexts.Checkpoint.__init__", "contexts.Checkpoint.__enter__", "contexts.Checkpoint.__exit__",
+    "contexts.Wait.__init__", "contexts.Wait.__enter__", "contexts.Wait.__exit__",
     "torch.phases._Hook.__call__",  # asks torch first whether it compiles, outside of its try
 }
 

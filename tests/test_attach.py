@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,27 +13,17 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-SECONDS = "training_activity_seconds_total"
+from tests.loops import SECONDS, Seen, Slow, flat, fresh, seen_by
+
 WITHOUT_STEP = "training_backwards_without_step_total"
 
 pytestmark = pytest.mark.torch
-Seen = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
     """What was seen of each loop; one process, because importing torch takes seconds."""
-    environ = {key: value for key, value in os.environ.items() if not key.startswith("FLOPWATCH_")}
-    process = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, timeout=240, check=False,
-        cwd=tmp_path_factory.mktemp("loops"),
-        # Nobody listens there: the runs are read in their process.
-        env={**environ, "PYTHONPATH": f"{ROOT / 'exporter'}:{ROOT}", "OMP_NUM_THREADS": "1",
-             "FLOPWATCH_ENDPOINT": "http://127.0.0.1:9", "FLOPWATCH_PUSH_INTERVAL": "60"})
-    assert process.returncode == 0, process.stderr
-    said: dict[str, Seen] = json.loads(process.stdout)
-    return said
+    return seen_by(__file__, tmp_path_factory.mktemp("loops"))
 
 
 def counted(seen: Seen) -> tuple[float | None, float | None, float | None]:
@@ -132,6 +121,11 @@ def test_batches_that_a_resumed_loop_skips_are_not_trained_on(seen: dict[str, Se
     assert activity(seen["skipping"], "evaluation") == 0
 
 
+def test_batches_of_a_step_that_are_fetched_before_it_all_count(seen: dict[str, Seen]) -> None:
+    assert counted(seen["fetched_before"]) == (4, 12 * 4 * 8, 0)
+    assert counted(seen["trainer"]) == (6, 16 * 4 * 8, 0)
+
+
 def test_accelerates_loader_that_fetches_ahead_gives_every_step_its_own_tokens(seen: dict[str, Seen]) -> None:
     assert counted(seen["accelerate"]) == (5, 5 * 4 * 8, 0)
     assert seen["accelerate"]["truth"] == [32, 64, 96, 128, 160]
@@ -217,6 +211,16 @@ def test_an_error_of_ours_is_counted_and_not_seen_by_the_loop(seen: dict[str, Se
 
 def test_a_process_that_makes_no_optimizer_tells_nothing(seen: dict[str, Seen]) -> None:
     assert seen["no_optimizer"] == {"truth": None}
+
+
+def test_samples_laid_end_to_end_have_a_length_each() -> None:
+    import torch
+
+    from flopwatch.training.torch.attach import Tokens, tokens_of
+
+    packed = {"input_ids": torch.zeros(1, 9, dtype=torch.long),
+              "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2]])}
+    assert tokens_of(packed) == Tokens(9, 4**2 + 2**2 + 3**2)
 
 
 # The process in which the loops run.
@@ -428,6 +432,32 @@ def main() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
 
+    def fetched_before() -> None:
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        batches = iter(loader(12))
+        for _ in range(4):
+            for batch in [next(batches) for _ in range(3)]:
+                backward(model(ids(batch)) / 3)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def trainer() -> None:
+        transformers: Any = importlib.import_module("transformers")
+
+        class Tells(Model):
+            def forward(self, input_ids: torch.Tensor) -> Any:
+                return {"loss": super().forward(input_ids)}
+
+        with tempfile.TemporaryDirectory() as folder:
+            # Eight batches an epoch: steps of 3, 3 and 2.
+            arguments = transformers.TrainingArguments(
+                folder, use_cpu=True, per_device_train_batch_size=4, gradient_accumulation_steps=3, num_train_epochs=2,
+                report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True)
+            trains = transformers.Trainer(Tells(), arguments, train_dataset=Samples(32, "input_ids", 0.0, 0))
+            trains.remove_callback(transformers.PrinterCallback)
+            trains.train()
+
     def accelerate() -> list[float]:
         prepare_data_loader: Any = importlib.import_module("accelerate.data_loader").prepare_data_loader
         model = Model()
@@ -567,7 +597,7 @@ def main() -> None:
                 made.step()
             state = slow_load(Path("resumed.pt"), {"optimizer": made.state_dict(), **says})
             del made
-            fresh(**current)
+            again(**current)
             optimizer = kind(model.parameters())
             optimizer.load_state_dict(slow_load(Path("resumed.pt"), state)["optimizer"])
             train(loader(3), model, optimizer)
@@ -597,7 +627,7 @@ def main() -> None:
         loop(run, torch.optim.SGD(model.parameters(), 0.1), model)
         before = told(run)
         run.finish()
-        fresh()
+        again()
         model = Model()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         assert attachment.run is not None
@@ -649,33 +679,19 @@ def main() -> None:
 
     # Running them.
 
-    def flat(run: Run | None) -> dict[str, float]:
-        assert run is not None
-        found = {}
-        for metric, points in run.snapshot(last=True).points.items():
-            for labels, value in points:
-                text = ",".join(f"{key}={label}" for key, label in labels.items())
-                found[f"{metric}{{{text}}}" if text else str(metric)] = value
-        return found
-
     attachment: Any = None
     current: dict[str, Any] = {}
 
-    def fresh(**settings: Any) -> None:
+    def again(**settings: Any) -> None:
         nonlocal attachment
-        if attachment is not None:
-            attachment.step_back()
-            if attachment.run is not None and not attachment.run._finished:
-                attachment.run.finish()
-        Run._newest = None
-        attachment = attach.to_process(attach.Settings(name="loop", **settings))
+        attachment = fresh(attachment, **settings)
 
     original = places()
     loops: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         loop.__name__: (loop, {}) for loop in (
             accumulation, two_optimizers, gan, optimizer_in_backward, zero, lbfgs, scaler, scheduler, thrown_away,
-            state_made, functional, optimizer_replaced, optimizer_dormant, reentrant, no_loader, skipping, accelerate,
-            own_run, left_behind, errors, no_optimizer)}
+            state_made, functional, optimizer_replaced, optimizer_dormant, reentrant, no_loader, skipping,
+            fetched_before, accelerate, trainer, own_run, left_behind, errors, no_optimizer)}
     loops |= {
         "workers": (lambda: train(loader(10, num_workers=2)), {}),
         "masked": (lambda: train(loader(5, padding=2)), {}),
@@ -702,7 +718,7 @@ def main() -> None:
         if len(sys.argv) > 1 and name not in sys.argv[1:]:
             continue
         current = settings
-        fresh(**current)
+        again(**current)
         truth = loop()
         samples = {} if attachment.run is None else flat(attachment.run)
         if name.startswith("compiled"):
@@ -711,20 +727,6 @@ def main() -> None:
                 "compiled_function": compiled_function}[name])
         said[name] = {**samples, "truth": truth}
     print(json.dumps(said))
-
-
-class Slow:
-    """Takes 50 ms to be saved, and as long to be loaded."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        time.sleep(0.05)
-        return slow, ()
-
-
-def slow() -> Slow:
-    """Return one, slowly."""
-    time.sleep(0.05)
-    return Slow()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import multiprocessing
 import random
 import sys
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,6 @@ from flopwatch.catalogue import Metric
 from flopwatch.training import Run
 from flopwatch.training.books import SPIKE_AFTER, Spikes
 from flopwatch.training.flops import Transformer
-from flopwatch.training.hook import BACKLOG
 from tests.test_hook import Clock, seconds, silent, value
 
 
@@ -314,6 +314,24 @@ def test_a_save_in_the_background_is_told_apart_and_no_activity() -> None:
     assert seconds(run) == {"startup": 30.0, "step": 5.0}
 
 
+def test_a_save_that_goes_on_is_durable_if_its_future_has_no_error() -> None:
+    clock = Clock()
+    run = silent(clock)
+    run.step()
+    whole, failed, of_no_step = futures = [Future[None](), Future[None](), Future[None]()]
+    for future, step in zip(futures, (3, 5, None), strict=True):
+        run.checkpoint_goes_on(future, step)
+    clock.passes(2)
+    failed.set_exception(OSError("the disk is full"))
+    of_no_step.set_result(None)
+    assert total(run, m.TRAINING_COMMITTED_STEPS) is None
+    whole.set_result(None)
+    assert total(run, m.TRAINING_COMMITTED_STEPS) == 3
+    assert total(run, m.TRAINING_CHECKPOINT_BACKGROUND_SECONDS) == 6
+    run.checkpoint_goes_on("no future", 7)  # type: ignore[arg-type]
+    assert total(run, m.TRAINING_HOOK_ERRORS) == 1
+
+
 def test_the_position_is_known_to_the_loop_at_once() -> None:
     run = silent()
     assert run.position is None
@@ -328,25 +346,28 @@ def test_the_position_is_known_to_the_loop_at_once() -> None:
 # The loop's side.
 
 
-def test_a_loop_whose_thread_is_held_up_adds_up_itself_and_loses_nothing() -> None:
+def test_a_loop_whose_thread_is_held_up_adds_up_itself_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flopwatch.training.hook.BACKLOG", 4096)
     run = Run("llama", endpoint="http://127.0.0.1:1", push_interval=1e6, environ={})
     time.sleep(0.5)  # it has tried once, and will not again
-    steps = 3 * BACKLOG
-    most = 0
-    for _ in range(steps):
+    steps, most = 50_000, 0
+    for _ in run.batches(range(steps)):
         run.step(tokens=1)
         most = max(most, len(run._books.entries))
-    assert most < BACKLOG + 2048
+    assert most < 4096 + 3 * 2048
     assert total(run, m.TRAINING_STEPS) == steps == total(run, m.TRAINING_TOKENS)
     run.finish()
 
 
-def test_a_run_that_pushes_nothing_keeps_nothing_either() -> None:
+def test_a_run_that_pushes_nothing_keeps_no_more_than_others_and_adds_up_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("flopwatch.training.hook.BACKLOG", 4096)
     run = silent()
-    for _ in range(10_000):
+    for _ in range(50_000):
         run.step(tokens=1)
-    assert len(run._books.entries) < 3000
-    assert total(run, m.TRAINING_STEPS) == 10_000
+        assert len(run._books.entries) < 4096 + 2048
+    assert run._books.steps == 0
 
 
 def test_a_forked_child_records_nothing() -> None:

@@ -14,27 +14,17 @@ from typing import Any
 import pytest
 
 from tests.hook_server import HookServer, Push
+from tests.loops import ROOT, SECONDS, Seen, Slow, flat, fresh, seen_by
 
-ROOT = Path(__file__).parent.parent
-SECONDS = "training_activity_seconds_total"
 BACKGROUND = "training_checkpoint_background_seconds_total"
 
 pytestmark = pytest.mark.torch
-Seen = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
     """What was seen of each scenario; one process, because importing torch takes seconds."""
-    environ = {key: value for key, value in os.environ.items() if not key.startswith("FLOPWATCH_")}
-    process = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, timeout=240, check=False,
-        cwd=tmp_path_factory.mktemp("checkpoints"),
-        env={**environ, "PYTHONPATH": f"{ROOT / 'exporter'}:{ROOT}", "OMP_NUM_THREADS": "1",
-             "FLOPWATCH_ENDPOINT": "http://127.0.0.1:9", "FLOPWATCH_PUSH_INTERVAL": "60"})
-    assert process.returncode == 0, process.stderr
-    said: dict[str, Seen] = json.loads(process.stdout)
-    return said
+    return seen_by(__file__, tmp_path_factory.mktemp("checkpoints"))
 
 
 def saving(seen: Seen) -> float:
@@ -166,7 +156,6 @@ def main() -> None:
     from torch.utils.data import DataLoader, Dataset
 
     from flopwatch.training import Run
-    from flopwatch.training.torch import attach
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     dcp: Any = importlib.import_module("torch.distributed.checkpoint")
@@ -313,7 +302,7 @@ def main() -> None:
     def another_thread() -> Any:
         said = []
         for state in ({"step": 4}, {}):
-            fresh()
+            again()
             loop = Loop()
             loop.steps(5)
             writing = threading.Thread(
@@ -334,17 +323,18 @@ def main() -> None:
         return said
 
     def own_run_that_ends() -> Any:
-        loop = Loop(run=made())
-        loop.steps(5)
-        torch.save({"model": loop.model.state_dict()}, "own.pt")
-        attach.last_words(loop.run, "failed")
-        said = [loop.committed()]
-        attach.last_words(loop.run, "completed")
-        return [*said, loop.committed()]
+        said = []
+        for status in ("failed", "completed"):
+            loop = Loop(run=made())
+            loop.steps(5)
+            torch.save({"model": loop.model.state_dict()}, "own.pt")
+            loop.run.finish(status)
+            said.append(loop.committed())
+        return said
 
     def made() -> Run:
         run = Run("own")
-        attach.attach(run)
+        run.watch_checkpoints()
         return run
 
     class Files(Dataset[Any]):
@@ -379,23 +369,9 @@ def main() -> None:
         torch.load("slow.pt", weights_only=False)
         return [*said, restored()]
 
-    def flat(run: Run | None) -> dict[str, float]:
-        assert run is not None
-        found = {}
-        for metric, points in run.snapshot(last=True).points.items():
-            for labels, value in points:
-                text = ",".join(f"{key}={label}" for key, label in labels.items())
-                found[f"{metric}{{{text}}}" if text else str(metric)] = value
-        return found
-
-    def fresh() -> None:
+    def again(**settings: Any) -> None:
         nonlocal attachment
-        if attachment is not None:
-            attachment.step_back()
-            if attachment.run is not None and not attachment.run._finished:
-                attachment.run.finish()
-        Run._newest = None
-        attachment = attach.to_process(attach.Settings(name="loop"))
+        attachment = fresh(attachment, **settings)
 
     said: dict[str, Any] = {}
     known: dict[str, dict[str, float]] = {}
@@ -406,25 +382,11 @@ def main() -> None:
     ):
         if len(sys.argv) > 1 and scenario.__name__ not in sys.argv[1:]:
             continue
-        fresh()
+        again()
         truth = scenario()
         samples = known.get(scenario.__name__) or ({} if attachment.run is None else flat(attachment.run))
         said[scenario.__name__] = {**samples, "truth": truth}
     print(json.dumps(said))
-
-
-class Slow:
-    """Takes 50 ms to be saved, and as long to be loaded."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        time.sleep(0.05)
-        return slow, ()
-
-
-def slow() -> Slow:
-    """Return one, slowly."""
-    time.sleep(0.05)
-    return Slow()
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from flopwatch.training.flops.configs import from_config
 from flopwatch.training.torch.counted import Uncountable, attach, count
 from tests.hook_server import HookServer
 from tests.ranks import answers
+from tests.test_frameworks_accelerate import forget_accelerators
 
 pytestmark = pytest.mark.torch
 
@@ -149,7 +150,8 @@ def run() -> Iterator[Run]:
         run = Run("counting", endpoint=server.url, peak_flops=1e12, environ={})
         run.step()  # of the first neither time nor FLOPs are taken
         yield run
-        run.finish()
+        if run.alive:
+            run.finish()
         assert run.snapshot().points[BY_NAME["training_hook_errors_total"]] == [({}, 0.0)]
 
 
@@ -312,6 +314,7 @@ def test_accelerate_and_autocast_around_the_forward_change_nothing() -> None:
     model = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
     with torch.autocast("cpu", torch.bfloat16):
         assert count(model, (), {"input_ids": ids(), "labels": ids()}).flops == flops(dimensions)
+    forget_accelerators()
 
 
 class Torch(nn.Module):
@@ -444,9 +447,10 @@ def test_under_ddp_and_torch_compile_the_model_inside_counts(ranks: Callable[[in
     model = LanguageModel()
     ddp = nn.parallel.DistributedDataParallel(model)
     model.blocks[0] = torch.compile(model.blocks[0])  # type: ignore[assignment]
+    compiled_before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for wrapped in (ddp, torch.compile(model), torch.compile(ddp)):
         assert count(wrapped, (ids(),)).flops == flops(SMALL)  # type: ignore[arg-type]
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled_before
 
 
 def test_parameters_that_fsdp_shards_count_whole(ranks: Callable[[int], None]) -> None:
@@ -702,6 +706,7 @@ def test_the_model_and_random_numbers_are_as_before() -> None:
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     keys = {name: list(vars(module)) for name, module in model.named_modules()}
     numbers, torch_numbers = random.getstate(), torch.get_rng_state()
+    others = [thing for thing in gc.get_objects() if type(thing) is FakeTensor]  # that a compilation before has left
 
     assert count(model, (ids(),)).flops == 6 * WIDTH * VOCABULARY * BATCH * LENGTH
 
@@ -716,7 +721,7 @@ def test_the_model_and_random_numbers_are_as_before() -> None:
     assert random.getstate() == numbers
     assert torch.equal(torch.get_rng_state(), torch_numbers)
     gc.collect()
-    assert not any(type(thing) is FakeTensor for thing in gc.get_objects())
+    assert not {id(thing) for thing in gc.get_objects() if type(thing) is FakeTensor} - set(map(id, others))
 
 
 KEPT: list[Any] = []
@@ -895,14 +900,27 @@ def test_a_run_that_knows_its_flops_counts_nothing() -> None:
         run.finish()
 
 
+def test_a_model_watched_twice_counts_once_and_the_end_of_the_run_leaves_nothing_on_it(run: Run) -> None:
+    model = LanguageModel()
+    run.watch(model)
+    run.watch(model)
+    model(ids()).sum().backward()
+    run.step()
+    assert told(run) == flops(SMALL)
+    run.finish()
+    run.watch(model)
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
 def test_copies_and_saved_models_do_without_the_hook(run: Run) -> None:
     model = nn.Linear(8, 8)
-    detach = attach(run, model)
+    attached = attach(run, model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         other(torch.zeros(4, 8)).sum().backward()
     run.step()
     assert told(run) is None
-    detach()
+    attached.remove()
     assert not model._forward_hooks
 
 

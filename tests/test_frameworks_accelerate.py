@@ -31,6 +31,7 @@ def one_accelerator_at_a_time() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_USE_CPU", "1")
         patch.setenv("OMP_NUM_THREADS", "1")
+        forget_accelerators()
         yield
     forget_accelerators()
 
@@ -152,6 +153,18 @@ def test_accumulation_evaluation_and_saving_are_told_apart(tmp_path: Path) -> No
     assert last.samples["training_hook_errors_total"] == 0
 
 
+def test_a_run_that_another_takes_over_from_or_that_ended_sees_no_more_steps() -> None:
+    with HookServer() as server:
+        loop = Loop()
+        older, newer = loop.watch(server), loop.watch(server)
+        loop.train()
+        assert (older.position, newer.position) == (None, 12)
+        loop.accelerator.end_training()
+        loop.optimizer.step()
+        for run in (older, newer):
+            assert run.snapshot(last=True).points[BY_NAME["training_hook_errors_total"]] == [({}, 0.0)]
+
+
 @pytest.mark.parametrize("broken", ["no exporter", "tokens that raise", "no method that works"])
 def test_losses_are_those_of_a_loop_unwatched_whatever_goes_wrong(
     tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch,
@@ -173,7 +186,8 @@ def test_losses_are_those_of_a_loop_unwatched_whatever_goes_wrong(
     alone = trained(Loop(), tmp_path / "alone")
     forget_accelerators()
     if broken == "no method that works":
-        for method in ("begin", "end", "consume", "logged", "step", "finish"):
+        monkeypatch.setattr(common, "tell_logged", wrong)
+        for method in ("begin", "end", "consume", "step", "finish"):
             monkeypatch.setattr(common.Trainee, method, wrong)
     watched = Loop()
     run = watched.watch(None, tokens=wrong if broken == "tokens that raise" else None)

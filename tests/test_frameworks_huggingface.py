@@ -155,7 +155,8 @@ def test_losses_are_those_without_the_callback_whatever_goes_wrong(
     settings: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
     alone = train(tmp_path / "alone", **settings)
     if broken == "no method that works":
-        for name in ("begin", "end", "consume", "logged", "step", "finish"):
+        monkeypatch.setattr(common, "tell_logged", wrong)
+        for name in ("begin", "end", "consume", "step", "finish"):
             monkeypatch.setattr(common.Trainee, name, wrong)
     told = callback(None, tokens=wrong if broken == "tokens that raise" else None)
     watched = train(tmp_path / "watched", told, **settings)

@@ -38,6 +38,9 @@ HOSTILE = {
     "OTEL_EXPERIMENTAL_RESOURCE_DETECTORS": "hostile",
     "OTEL_ATTRIBUTE_COUNT_LIMIT": "1",
     "OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT": "1",
+    **{f"OTEL_{name}_COUNT_LIMIT": "hostile" for name in (
+        "SPAN_ATTRIBUTE", "SPAN_EVENT", "SPAN_LINK", "EVENT_ATTRIBUTE", "LINK_ATTRIBUTE")},
+    "OTEL_SPAN_ATTRIBUTE_VALUE_LENGTH_LIMIT": "hostile",
     "OTEL_PROPAGATORS": "hostile",
     "OTEL_LOG_LEVEL": "hostile",
     **{name: "http://127.0.0.1:9" for proxy in ("http_proxy", "https_proxy", "all_proxy")

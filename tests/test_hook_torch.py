@@ -108,7 +108,9 @@ def test_a_ddp_model_tells_the_ranks_of_a_replica(answers: Answers) -> None:
 
 def test_a_fully_sharded_model_tells_them_too(answers: Answers) -> None:
     for rank in answers["sharded"]:
-        assert rank == {"FSDP": 1, "FSDP2": 1, "FSDP2 on one of three": None, "not sharded": None}
+        assert rank == {"FSDP": 1, "FSDP2": 1, "FSDP2 on one of three": None, "FSDP2 in blocks": 1, "HSDP": 1,
+                        "FSDP2 and tensor": WORLD_SIZE, "tensor": WORLD_SIZE, "on a mesh for data": None,
+                        "compiled DDP": 1, "compiled FSDP2": 1, "not sharded": None}
 
 
 def test_ranks_of_many_nodes_agree_on_rank_0s_name_of_the_attempt(answers: Answers) -> None:
@@ -200,11 +202,28 @@ def sharded() -> dict[str, int | None]:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    from torch.nn.parallel import DistributedDataParallel
 
     from flopwatch.training.torch import replica_ranks
 
     mesh = init_device_mesh("cpu", (1, WORLD_SIZE), mesh_dim_names=("data", "tensor"))
+    data = init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=("dp_shard",))
+
+    def cut(mesh: Any) -> torch.nn.Module:
+        return parallelize_module(torch.nn.Linear(9, 9), mesh, ColwiseParallel())
+
+    def whole(model: Any) -> Any:
+        return fully_shard(model)
+
     return {
+        "FSDP2 in blocks": replica_ranks(torch.nn.Sequential(whole(torch.nn.Linear(9, 9)))),
+        "HSDP": replica_ranks(fully_shard(torch.nn.Linear(9, 9), mesh=mesh)),
+        "FSDP2 and tensor": replica_ranks(fully_shard(cut(mesh["tensor"]), mesh=mesh["data"])),
+        "tensor": replica_ranks(cut(mesh["tensor"])),
+        "on a mesh for data": replica_ranks(cut(data)),
+        "compiled DDP": replica_ranks(torch.compile(DistributedDataParallel(torch.nn.Linear(8, 8)))),
+        "compiled FSDP2": replica_ranks(torch.compile(whole(torch.nn.Linear(8, 8)))),
         "FSDP": replica_ranks(FullyShardedDataParallel(torch.nn.Linear(8, 8), device_id=torch.device("cpu"))),
         "FSDP2": replica_ranks(fully_shard(torch.nn.Linear(8, 8), mesh=mesh["tensor"])),
         "FSDP2 on one of three": replica_ranks(fully_shard(torch.nn.Linear(8, 8), mesh=mesh["data"])),

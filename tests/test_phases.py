@@ -112,6 +112,7 @@ def sleepy_optimizer(model: torch.nn.Module) -> Sgd:
 @pytest.fixture
 def run() -> Iterator[Run]:
     made = Run("tiny", clock=clock, environ={"FLOPWATCH_DISABLE": "1"})
+    made.measure_every = 1
     yield made
     phases.attach(made).remove()
 
@@ -158,7 +159,7 @@ def train(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, micro_batc
 @pytest.mark.parametrize("form", ["tensor", "dict", "nested", "dataclass"])
 def test_what_was_planted_in_a_phase_is_found_in_it(run: Run, form: str) -> None:
     model = sleepy_model(form)
-    phases.attach(run, model, every=1)
+    phases.attach(run, model)
     found = each_step(run, train(model, sleepy_optimizer(model)))
     assert found["forward"] == pytest.approx(FORWARD)
     assert found["backward"] == pytest.approx(BACKWARD)
@@ -169,10 +170,11 @@ def test_what_was_planted_in_a_phase_is_found_in_it(run: Run, form: str) -> None
 
 def test_by_a_real_clock_phases_are_as_long_as_what_is_in_them_and_together_no_longer_than_the_step() -> None:
     real = Run("tiny", environ={"FLOPWATCH_DISABLE": "1"})
+    real.measure_every = 1
     model = Model(lambda: time.sleep(FORWARD), lambda: time.sleep(BACKWARD))
     optimizer = Sgd(model.parameters(), lr=0.1)
     optimizer.does = lambda: time.sleep(OPTIMIZER)
-    attached = phases.attach(real, model, every=1)
+    attached = phases.attach(real, model)
     found = each_step(real, train(model, optimizer), steps=8)
     attached.remove()
     assert found["forward"] >= FORWARD
@@ -183,7 +185,7 @@ def test_by_a_real_clock_phases_are_as_long_as_what_is_in_them_and_together_no_l
 
 def test_micro_batches_add_up(run: Run) -> None:
     model = sleepy_model()
-    phases.attach(run, model, every=1)
+    phases.attach(run, model)
     found = each_step(run, train(model, sleepy_optimizer(model), micro_batches=3))
     assert found["forward"] == pytest.approx(3 * FORWARD)
     assert found["backward"] == pytest.approx(3 * BACKWARD)
@@ -195,21 +197,15 @@ def test_two_optimizers_add_up_and_one_inside_another_counts_once(run: Run) -> N
     first, second = sleepy_optimizer(model), sleepy_optimizer(model)
     inner = sleepy_optimizer(model)
     second.does = inner.step
-    phases.attach(run, model, every=1)
+    phases.attach(run, model)
     assert each_step(run, train(model, first, second))["optimizer"] == pytest.approx(2 * OPTIMIZER)
-
-
-def test_only_the_optimizers_given_are_measured(run: Run) -> None:
-    model = sleepy_model()
-    first, second = sleepy_optimizer(model), sleepy_optimizer(model)
-    phases.attach(run, optimizer=[first], every=1)
-    assert each_step(run, train(model, first, second))["optimizer"] == pytest.approx(OPTIMIZER)
 
 
 def test_an_optimizer_whose_step_ends_the_training_step_is_in_that_step(run: Run) -> None:
     model = sleepy_model()
     ends = register_optimizer_step_post_hook(lambda *_: run.step())
-    phases.attach(run, model, every=2)
+    run.measure_every = 2
+    phases.attach(run, model)
     step = train(model, sleepy_optimizer(model))
     for _ in range(9):
         step()
@@ -219,11 +215,29 @@ def test_an_optimizer_whose_step_ends_the_training_step_is_in_that_step(run: Run
     ends.remove()
 
 
+def test_a_step_that_is_given_a_closure_is_no_optimizers_work_alone(run: Run) -> None:
+    model = sleepy_model()
+    phases.attach(run)
+    optimizer = sleepy_optimizer(model)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.ones(1, 4)).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    for given in ((closure,), ()):
+        for _ in range(3):
+            optimizer.step(*given)
+            run.step()
+        assert ("optimizer" in told(run)) == (given == ())
+
+
 def test_two_models_are_measured_as_one_inside_the_other_is_not(run: Run) -> None:
     generator, critic = sleepy_model(), sleepy_model()
-    phases.attach(run, generator, every=1)
-    phases.attach(run, critic, every=1)
-    phases.attach(run, critic, every=1)
+    phases.attach(run, generator)
+    phases.attach(run, critic)
+    phases.attach(run, critic)
     phases.attach(run, critic.inner)
 
     def step() -> None:
@@ -236,7 +250,7 @@ def test_two_models_are_measured_as_one_inside_the_other_is_not(run: Run) -> Non
 
 def test_a_pass_without_gradients_and_a_recomputed_one_are_no_forward_phase(run: Run) -> None:
     model = sleepy_model()
-    phases.attach(run, model, every=1)
+    phases.attach(run, model)
 
     def step() -> None:
         with torch.no_grad():
@@ -252,7 +266,7 @@ def test_a_pass_without_gradients_and_a_recomputed_one_are_no_forward_phase(run:
 def test_what_the_engine_waits_for_at_the_end_of_a_pass_is_not_backward(run: Run) -> None:
     """As DDP's reducer and FSDP2 wait for other ranks: in a callback queued from a hook on a parameter."""
     model = sleepy_model()
-    phases.attach(run, model, every=1)
+    phases.attach(run, model)
     model.inner.weight.register_hook(  # type: ignore[no-untyped-call]
         lambda _: torch.autograd.Variable._execution_engine.queue_callback(sleep(0.05)))
     found = each_step(run, train(model))
@@ -266,7 +280,7 @@ def test_an_exception_in_any_phase_leaves_the_next_step_whole(run: Run) -> None:
 
     model = sleepy_model()
     optimizer, other = sleepy_optimizer(model), sleepy_optimizer(model)
-    phases.attach(run, model, every=1)
+    phases.attach(run, model)
     fine = model.does
     for broken in ((fails, fine[1]), (fine[0], fails)):
         model.does = broken
@@ -281,7 +295,7 @@ def test_an_exception_in_any_phase_leaves_the_next_step_whole(run: Run) -> None:
 
 def test_a_step_that_calls_the_model_is_not_counted_twice(run: Run) -> None:
     model = sleepy_model()
-    phases.attach(run, model, every=1)
+    phases.attach(run, model)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
 
     def closure() -> float:
@@ -307,13 +321,14 @@ def test_what_a_collection_of_garbage_takes_is_a_phase(run: Run) -> None:
         Slow()
         gc.collect(0)
 
-    phases.attach(run, every=1)
+    phases.attach(run)
     assert each_step(run, step)["garbage_collection"] == pytest.approx(0.02)
 
 
 def test_only_every_kth_step_is_measured(run: Run) -> None:
     model = Model(sleep(0.005))
-    phases.attach(run, model, every=3)
+    run.measure_every = 3
+    phases.attach(run, model)
     for _ in range(12):
         train(model)()
         gc.collect(0)
@@ -329,7 +344,7 @@ def test_no_bit_of_the_training_changes(run: Run) -> None:
         torch.manual_seed(0)
         model = Model()
         if attached:
-            phases.attach(run, model, every=1)
+            phases.attach(run, model)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         for _ in range(5):
             optimizer.zero_grad()
@@ -348,7 +363,7 @@ def test_marks_that_fail_stop_no_training(run: Run) -> None:
         raise OSError("broken")
 
     model = Model()
-    phases.attach(run, model, every=1)
+    phases.attach(run, model)
     run.mark = fails
     before = model.inner.weight.clone()
     train(model, torch.optim.SGD(model.parameters(), lr=0.1))()
@@ -359,7 +374,7 @@ def test_marks_that_fail_stop_no_training(run: Run) -> None:
 def test_removed_hooks_measure_nothing(run: Run) -> None:
     model = sleepy_model()
     callbacks = len(gc.callbacks)
-    phases.attach(run, model, every=1).remove()
+    phases.attach(run, model).remove()
     assert each_step(run, train(model, sleepy_optimizer(model)), steps=3) == {}
     assert len(gc.callbacks) == callbacks
     assert (len(model._forward_hooks), len(model._forward_pre_hooks)) == (0, 0)
@@ -367,7 +382,7 @@ def test_removed_hooks_measure_nothing(run: Run) -> None:
 
 def test_a_copy_of_the_model_is_not_measured_and_a_pickle_needs_no_flopwatch(run: Run) -> None:
     model = torch.nn.Linear(4, 4)
-    phases.attach(run, model, every=1)
+    phases.attach(run, model)
     pickled = pickle.dumps(model)
     assert b"flopwatch" not in pickled
     slow = sleepy_optimizer(model)
@@ -455,7 +470,7 @@ def test_compiled_training_has_no_more_frames_breaks_or_recompilations(
     attempts_without, *without = compiled_training(how, lambda model: None)
 
     def attach(model: torch.nn.Module) -> None:
-        phases.attach(run, model, every=1)
+        phases.attach(run, model)
 
     attempts, *found = compiled_training(how, attach)
     assert found == without
@@ -473,11 +488,12 @@ def test_compiled_training_has_no_more_frames_breaks_or_recompilations(
 def test_on_a_device_that_is_behind_the_phases_are_its_own() -> None:
     cuda = SimulatedCuda()
     run = Run("tiny", clock=lambda: cuda.now, environ={"FLOPWATCH_DISABLE": "1"})
+    run.measure_every = 1
     run.mark = cuda.moments().mark
     model = Model(lambda: cuda.current.work(0.1), lambda: cuda.current.work(0.2))
     optimizer = Sgd(model.parameters(), lr=0.1)
     optimizer.does = lambda: cuda.current.work(0.05)
-    attached = phases.attach(run, model, every=1)
+    attached = phases.attach(run, model)
     step = train(model, optimizer, micro_batches=2)
     for _ in range(10):
         step()
@@ -497,8 +513,9 @@ def test_on_a_device_that_is_behind_the_phases_are_its_own() -> None:
 def test_a_pause_of_the_host_is_as_long_though_the_device_is_behind() -> None:
     cuda = SimulatedCuda()
     run = Run("tiny", clock=lambda: cuda.now, environ={"FLOPWATCH_DISABLE": "1"})
+    run.measure_every = 1
     run.mark = cuda.moments().mark
-    found = phases.attach(run, every=1)
+    found = phases.attach(run)
     for _ in range(4):
         cuda.current.work(0.5)
         with run.host_to_device():
@@ -516,7 +533,8 @@ def test_a_pause_of_the_host_is_as_long_though_the_device_is_behind() -> None:
 
 
 def test_a_copy_to_the_device_is_a_phase_of_measured_steps_only(run: Run) -> None:
-    phases.attach(run, every=2)
+    run.measure_every = 2
+    phases.attach(run)
 
     def step() -> None:
         with run.host_to_device():

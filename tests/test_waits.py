@@ -79,8 +79,8 @@ def test_a_step_without_a_wait_of_its_own_is_not_measured(answers: list[Answer],
     assert [answer[name]["steps"] for answer in answers] == [None, None]
 
 
-def test_what_was_replaced_is_put_back(answers: list[Answer]) -> None:
-    assert [answer["put_back"] for answer in answers] == [True, True]
+def test_what_was_replaced_or_hooked_is_put_back(answers: list[Answer]) -> None:
+    assert [(answer["put_back"], answer["fsdp2_put_back"]) for answer in answers] == [(True, True)] * 2
 
 
 def test_a_watched_model_can_be_saved_whole_and_copied(answers: list[Answer]) -> None:
@@ -152,8 +152,7 @@ def main() -> Iterator[tuple[str, Any]]:
     ) -> Answer:
         """Train for some steps, in which rank 1 is late; `after` is called after each backward pass."""
         run = Run("waits") if run is None else run
-        if watched is not None:
-            waits.watch(run, model if watched == "the model" else None)
+        watch = None if watched is None else waits.watch(run, model if watched == "the model" else None)
         optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
         losses = []
         for step in range(STEPS):
@@ -171,7 +170,8 @@ def main() -> Iterator[tuple[str, Any]]:
             optimizer.zero_grad()
             losses.append(loss.item().hex())
             run.step()
-        waits.unwatch_host()
+        if watch is not None:
+            watch.remove()
         points = run.snapshot().points
 
         def total(metric: Any) -> float | None:
@@ -244,12 +244,11 @@ def main() -> Iterator[tuple[str, Any]]:
     yield "on_another_thread", train(Plain(), after=aside)
 
     run = Run("waits")
-    run.measuring = False
+    run.measuring, run.measure_every = False, 1 << 20
     yield "not_this_step", train(ddp(), run=run, after=gathered)
 
     run = Run("waits")
-    waits.watch(run)
-    waits.unwatch_host()
+    waits.watch(run).remove()
     yield "unwatched_host", train(Plain(), run=run, watched=None, after=gathered)
 
     run = Run("waits", parallel={"pp": (rank, 2)})
@@ -270,11 +269,14 @@ def main() -> Iterator[tuple[str, Any]]:
         waited(began, ended)
 
     run.waited = count  # type: ignore[method-assign]
-    told = waits._Told(run)
+    told = waits.Watch(run)
     for group in waits._fsdp_groups(model):
         waits._watch_group(told, group)
     yield "fsdp2_marked", train(model, run=run, watched=None, micro_batches=2) | {
         "brackets": len(brackets)}
+    told.remove()
+    yield "fsdp2_put_back", not any("timed" in str(value) for group in waits._fsdp_groups(model)
+                                    for value in vars(group).values())
     yield "fsdp2_marked unwatched", train(fsdp2(), watched=None, micro_batches=2)
 
     def broken() -> float:
@@ -286,13 +288,14 @@ def main() -> Iterator[tuple[str, Any]]:
     yield "failing unwatched", train(ddp(), watched=None, after=gathered)
 
     model = ddp(torch.nn.Linear(16, 16))
-    waits.watch(Run("waits"), model)
+    watch = waits.watch(Run("waits"), model)
     torch.save(model.module, io.BytesIO())
     copied = copy.deepcopy(model.module)
     copied(torch.ones(4, 16)).sum().backward()
     yield "saved", not any(parameter._backward_hooks for parameter in copied.parameters())
-    waits.unwatch_host()
-    yield "put_back", (dist.Work.wait, functional.wait_tensor) == untouched
+    watch.remove()
+    yield "put_back", ((dist.Work.wait, functional.wait_tensor) == untouched
+                       and not any(parameter._backward_hooks for parameter in model.parameters()))
     dist.barrier()
     dist.destroy_process_group()
 

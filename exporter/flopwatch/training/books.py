@@ -13,6 +13,7 @@ all-reduce, and it must not be blamed for that. All ranks see that long step, an
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
@@ -141,10 +142,10 @@ class Books:
         self._refused = False  # by packed_flops
         self.step_seconds = 0.0  # of one step, the running mean
 
-    def take(self, *, all_of_them: bool = False) -> None:
+    def take(self, *, all_of_them: bool = False, most: int = sys.maxsize) -> None:
         """Add up what was recorded, up to the first moment not known yet or, with `all_of_them`, beyond it."""
         entries = self.entries
-        for _ in range(len(entries)):  # no more than those: a loop may record faster than this
+        for _ in range(min(len(entries), most)):  # no more than there are: a loop may record faster than this
             entry = entries[0]
             what, mark = entry[0], entry[1]
             try:

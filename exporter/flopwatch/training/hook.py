@@ -1,8 +1,8 @@
 """`Run`: what a training loop tells flopwatch, recorded by one append each and pushed by a thread of its own.
 
 A step costs a few hundred nanoseconds: it reads the clock and appends to a deque; no lock, no device synchronisation,
-no system call. What was recorded is added up in the thread that pushes (books.py, timeline.py); what the end of a
-process says is in pusher.py, ranks and attempts in launcher.py.
+no system call. What was recorded is added up in the thread that pushes (books.py, timeline.py); what the loop enters
+and leaves is in contexts.py, what the end of a process says in pusher.py, ranks and attempts in identity.py.
 
 No method raises, whatever it is given: errors are counted in training_hook_errors_total and logged once. Calls are to
 come from the training loop's thread; an activity on another thread is not the loop's time and is ignored.
@@ -11,23 +11,26 @@ come from the training loop's thread; an activity on another thread is not the l
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from flopwatch import catalogue
 from flopwatch.catalogue import Metric
-from flopwatch.training import launcher, parallel, peaks
+from flopwatch.training import contexts, identity, launcher, parallel, peaks
 from flopwatch.training.books import DURATION_BOUNDS, Books, Entry, Mark, PackedFlops, Work, amount, number
+from flopwatch.training.contexts import CHECK_BACKLOG
 from flopwatch.training.timeline import DECLARED
 
 if TYPE_CHECKING:
@@ -48,14 +51,14 @@ log.addFilter(_signed)
 STATUSES = ("completed", "stopped", "preempted", "resized", "failed")
 
 # Entries the loop records at most until it adds them up itself, because the thread that should is held up elsewhere.
-BACKLOG = 1 << 16
-_CHECK_BACKLOG = 1 << 10  # steps or batches
+BACKLOG = 1 << 20  # some 100 MB, after hours of that
+SLICE = 1 << 13  # entries it adds up at a time then, some 15 ms: more than come until it looks again
 
 # Phases and waits are measured this often, in seconds: hooks take some 50 us in a step that is, so 0.01 % of the time.
 MEASURED_EVERY = 0.5
 
 # Looked up once: this is what a step pays for.
-_STEP, _WAITS, _GOT, _ENTER, _LEAVE = Books.step, Books.waits_for_batch, Books.got_batch, Books.enter, Books.leave
+_STEP, _WAITS, _GOT = Books.step, Books.waits_for_batch, Books.got_batch
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -70,128 +73,6 @@ class Snapshot:
     resource: dict[str, str | int | float]
     points: dict[Metric, list[tuple[dict[str, str], float]]]
     step_durations: tuple[tuple[float, ...], list[int], float] | None
-
-
-class _Activity:
-    """`with run.activity(name):`; one object serves all uses of a name."""
-
-    __slots__ = ("_name", "_run")
-
-    def __init__(self, run: Run, name: str) -> None:
-        self._run, self._name = run, name
-
-    def __enter__(self) -> None:
-        run = self._run
-        try:
-            run._record((_ENTER, run.mark(), self._name, get_ident()))
-        except Exception as error:
-            run.failed("activity", error)
-
-    def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
-        run = self._run
-        try:
-            run._record((_LEAVE, run.mark(), self._name, get_ident()))
-        except Exception as failure:
-            run.failed("activity", failure)
-
-
-class _Checkpoint:
-    """`with run.checkpoint(step):`"""
-
-    def __init__(self, run: Run, step: int | None) -> None:
-        self._run, self._step = run, step
-
-    def __enter__(self) -> None:
-        self._run.enter("checkpoint_save")
-
-    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
-        self._run.leave("checkpoint_save")
-        if kind is None:
-            self._run._note("checkpoint", Books.commit, self._step)
-
-
-class _Wait:
-    """`with run.collective_wait():`"""
-
-    __slots__ = ("_began", "_run")
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def __enter__(self) -> None:
-        self._run.measures_wait()
-        self._run.in_wait = True
-        self._began = self._run.mark()
-
-    def __exit__(self, *_: object) -> None:
-        self._run.waited(self._began, self._run.mark())
-        self._run.in_wait = False
-
-
-class _Background:
-    """`with run.background_save():`"""
-
-    __slots__ = ("_began", "_run")
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def __enter__(self) -> None:
-        self._began = self._run.clock()
-
-    def __exit__(self, *_: object) -> None:
-        self._run._note("background_save", Books.saved_in_background, self._run.clock() - self._began)
-
-
-class _Copy:
-    """`with run.host_to_device():`"""
-
-    __slots__ = ("_began", "_run")
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def __enter__(self) -> None:
-        self._began = self._run.mark() if self._run.measuring else None
-
-    def __exit__(self, *_: object) -> None:
-        if self._began is not None:
-            self._run.phase("host_to_device", self._began, self._run.mark())
-
-
-class _Batches(Generic[_T]):
-    """`run.batches(loader)`: the loader itself, timed; as often iterable as the loader is."""
-
-    def __init__(self, run: Run, loader: Iterable[_T]) -> None:
-        self._run = run
-        self._loader = loader
-
-    def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]  # a TypeError, as from the loader itself
-
-    def __iter__(self) -> Iterator[_T]:
-        run, thread, iterator, count = self._run, get_ident(), None, 0
-        try:
-            while True:
-                try:
-                    run._record((_WAITS, run.mark(), thread))
-                except Exception as error:
-                    run.failed("batches", error)
-                iterator = iter(self._loader) if iterator is None else iterator
-                try:
-                    batch = next(iterator)
-                except StopIteration:
-                    return
-                try:
-                    run._record((_GOT, run.mark(), thread))
-                except Exception as error:
-                    run.failed("batches", error)
-                yield batch
-                count += 1
-                if not count % _CHECK_BACKLOG:
-                    run._check_backlog()
-        finally:
-            run.end_of_batches()
 
 
 def _guarded(
@@ -243,7 +124,7 @@ class Run:
     dtype            of the matrix multiplications; the card's peak is looked up for it, unless `peak_flops` (FLOP/s
                      of this rank's card) is given, with `peak_source` saying where from; its label says "override"
     replica_ranks    ranks that share one model replica (tensor x pipeline x context parallel; expert parallel does
-                     not count); known by itself for one rank, DDP and FSDP
+                     not count); known by itself for one rank, DDP, FSDP and DTensor
     parallel         this rank's coordinates: a torch DeviceMesh, or {"dp": (rank, size), "tp": ..., "pp", "cp", "ep"};
                      found by itself where Megatron set them up
     model            the model, whose waits for other ranks and phases are measured: DDP, FSDP2, or any module
@@ -272,6 +153,8 @@ class Run:
     _activities: Mapping[str, AbstractContextManager[None]] = {}
     _errors = 0
     _taken = 0  # steps
+    # The step restored, None if nobody knows it, and the steps taken before that; one object, as any thread reads it.
+    _origin: tuple[int | None, int] | None = None
     _check_at = 1  # the step at which to look after what need not be looked after at every step
     _pusher: Pusher | None = None
     _finished = False
@@ -281,7 +164,9 @@ class Run:
     measuring = True  # phases and waits in the open step, which is so every `measure_every` steps
     _measure_every = 1
     _measures_by_time = True
-    _instruments: tuple[Any, ...] | None = None  # with remove(); None until PyTorch is in use
+    _instruments: tuple[Any, ...] = ()  # with remove(), of all that PyTorch tells; none until it is in use
+    _watched: Mapping[int, tuple[Any, ...]] = {}  # the same, of each model by its id
+    _watches_checkpoints = False
     in_wait = False  # in the loop's thread: a wait inside another counts once
 
     @_guarded(_nothing)
@@ -301,7 +186,7 @@ class Run:
         start = clock() - self._process.age
         self._books = books = Books(start, self.failed)
         self._start, self._start_unix = start, time.time() - self._process.age
-        self._lock = threading.Lock()  # of the books; the loop never takes it
+        self._lock = threading.Lock()  # of the books; the loop never waits for it
         self._polls: list[Callable[[], None]] = []
         self._set: dict[tuple[Metric, tuple[tuple[str, str], ...]], float] = {}
         self._no_peak_because: str | None = None
@@ -329,19 +214,24 @@ class Run:
         self._tenant = launcher.clean(launch.tenant if tenant is None else str(tenant))
         self._owner = launch.owner if owner is None else str(owner)
         self._team = launch.team if team is None else str(team)
-        self._settle_identity(launch, text(name, "FLOPWATCH_RUN"), attempt, rank, world_size, local_rank)
+        who = identity.settle(
+            launch, self._host, self._start_unix, name=text(name, "FLOPWATCH_RUN"), attempt=attempt, rank=rank,
+            world_size=world_size, local_rank=local_rank)
+        self.name, self.attempt = who.name, who.attempt
+        self.rank, self.world_size, self.local_rank = who.rank, who.world_size, who.local_rank
         self._submission = launcher.Submission(environ)
         books.world_size = self.world_size
         books.replica_ranks = self._checked(replica_ranks=replica_ranks)
         self._find_place(parallel)
         if books.replica_ranks is None and self.world_size == 1:
             books.replica_ranks = 1
-        self._activities = {name: _Activity(self, name) for name in DECLARED}
+        self._activities = {name: contexts.Activity(self, name) for name in DECLARED}
         self.clock = self.mark = clock
         self._record = books.entries.append
         for activity, began, ended in before:
             self.enter(activity, at=began)
             self.leave(activity, at=ended)
+        self._take_over()
         self._find_card(expected=False)
         self._follow_device()
         if model is not None:
@@ -386,9 +276,9 @@ class Run:
             except Exception as error:
                 self.failed("step", error)
 
-    def batches(self, loader: Iterable[_T]) -> _Batches[_T]:
+    def batches(self, loader: Iterable[_T]) -> contexts.Batches[_T]:
         """Return the loader, with the time in which the loop waits for its batches told apart."""
-        return _Batches(self, loader)
+        return contexts.Batches(self, loader)
 
     def waiting_for_batch(self) -> None:
         """Tell that the loop asks for its next batch; `batches` does this."""
@@ -423,20 +313,20 @@ class Run:
         """Return a context around what blocks the loop to save a checkpoint of `step`, by default the last one.
 
         The checkpoint counts as committed when the context is left without an exception: what was written must be
-        durable then. For one that goes on in the background use activity("checkpoint_save") around what blocks,
-        background_save() around the rest, and checkpoint_committed() at its end.
+        durable then. For one that goes on in the background use activity("checkpoint_save") around what blocks; then
+        checkpoint_goes_on(), or background_save() around the rest and checkpoint_committed() at its end.
         """
-        return _Checkpoint(self, None if step is None else int(amount("step", step)))
+        return contexts.Checkpoint(self, None if step is None else int(amount("step", step)))
 
     @_guarded(_empty)
     def host_to_device(self) -> AbstractContextManager[None]:
         """Return a context around what copies a batch to the device, on the stream that copies it: a phase."""
-        return _Copy(self)
+        return contexts.Copy(self)
 
     @_guarded(_empty)
     def background_save(self) -> AbstractContextManager[None]:
         """Return a context, for any thread, around what saves a checkpoint while training goes on."""
-        return _Background(self)
+        return contexts.Background(self)
 
     @_guarded(_empty)
     def collective_wait(self) -> AbstractContextManager[None]:
@@ -444,7 +334,7 @@ class Run:
 
         Every rank has to measure the same waits, or the one that measures fewer looks late.
         """
-        return _Wait(self)
+        return contexts.Wait(self)
 
     @_guarded(_nothing)
     def restored(self, step: int | None, tokens: float | None = None) -> None:
@@ -453,8 +343,7 @@ class Run:
         Without a step nobody knows where the run is: its positions are absent, and there is no goodput.
         """
         position = None if step is None else int(amount("step", step))
-        self._lost = position is None
-        self._restored, self._taken_then = position, self._taken
+        self._origin = position, self._taken
         self._record((Books.restored, 0.0, position, None if tokens is None else amount("tokens", tokens)))
 
     @_guarded(_nothing)
@@ -463,25 +352,44 @@ class Run:
         self._record((Books.commit, 0.0, int(amount("step", step))))
 
     @_guarded(_nothing)
+    def checkpoint_goes_on(self, future: Future[Any], step: int | None) -> None:
+        """Tell that a checkpoint of this step is saved in the background, and durable if this future has no error.
+
+        Without a step nothing is durable: no restart could tell where it begins.
+        """
+        position, background = None if step is None else int(amount("step", step)), self.background_save()
+
+        def done(future: Future[Any]) -> None:
+            background.__exit__(None, None, None)
+            if not future.cancelled() and future.exception() is None and position is not None:
+                self.checkpoint_committed(position)
+
+        background.__enter__()
+        future.add_done_callback(done)
+
+    @_guarded(_nothing)
     def logged(self, *, loss: float | None = None, grad_norm: float | None = None) -> None:
         """Tell loss and grad_norm after their step was counted, as a trainer does that logs them later."""
         self._record((Books.logged, 0.0, self._work(None, {"loss": loss, "grad_norm": grad_norm})))
 
     @_guarded(_nothing)
     def watch(self, model: object) -> None:
-        """Measure how long this model waits for other ranks, and the phases of its steps."""
+        """Measure how long this model waits for other ranks, and the phases of its steps; anew if it was watched."""
+        if self._finished:
+            return
         from flopwatch.training import torch as torch_hook
 
         if self._books.replica_ranks is None:
             self._books.replica_ranks = torch_hook.replica_ranks(model)
-        torch_hook.watch(self, model)
+        self._remove(*self._watched.get(id(model), ()))
+        self._watched = {**self._watched, id(model): (torch_hook.watch(self, model),)}
         self._instrument(model)
         if self._place is not None and self._place.cp is not None and self._place.cp[1] > 1:
             self.uncountable("each rank has a part of the sequence, and attention reaches beyond it")
         elif not self.has_flops and isinstance(model, sys.modules["torch"].nn.Module):
             from flopwatch.training.torch import counted
 
-            counted.attach(self, model)
+            self._watched = {**self._watched, id(model): (*self._watched[id(model)], counted.attach(self, model))}
 
     @_guarded(_nothing)
     def watch_checkpoints(self) -> None:
@@ -489,6 +397,7 @@ class Run:
         from flopwatch.training.torch import attach
 
         attach.attach(self)
+        self._watches_checkpoints = True
 
     @_guarded(_nothing)
     def finish(self, status: str = "completed") -> None:
@@ -502,10 +411,8 @@ class Run:
             raise ValueError(f"finish({status!r}) was ignored; write one of {', '.join(STATUSES)}")
         if self._finished:
             raise RuntimeError("finish() was called before; only the first call counts")
-        # Looked up, not imported; `flopwatch run` knows better than a status whether the last files are whole.
-        attach = sys.modules.get("flopwatch.training.torch.attach")
-        if attach is not None and self._step_source == "manual":
-            attach.last_words(self, status)
+        if self._watches_checkpoints:
+            self._last_words(status)
         self._end()
         if self._pusher is not None:
             last = self.snapshot(last=True)
@@ -515,13 +422,10 @@ class Run:
     @property
     def position(self) -> int | None:
         """Return the steps of the run completed, restored ones included; None before the first if none were told."""
-        if self._restored is None:
-            return None if self._lost else self._taken or None
-        return self._restored + self._taken - self._taken_then
-
-    _restored: int | None = None
-    _lost = False  # restored at a step nobody knows
-    _taken_then = 0
+        if self._origin is None:
+            return self._taken or None
+        restored, taken_before = self._origin
+        return None if restored is None else restored + self._taken - taken_before
 
     # What instruments call, from any thread: torch/ and frameworks/.
 
@@ -681,18 +585,29 @@ class Run:
             self._instrument(None)
         every = self._measure_every
         self.measuring = taken % every == 0 and not self._finished
-        until = every - taken % every if every > 1 and not self.measuring else 1 if every > 1 else _CHECK_BACKLOG
-        self._check_at = taken + min(until, _CHECK_BACKLOG)
+        until = every - taken % every if every > 1 and not self.measuring else 1 if every > 1 else CHECK_BACKLOG
+        self._check_at = taken + min(until, CHECK_BACKLOG)
 
     def _check_backlog(self) -> None:
-        # Without a pusher (FLOPWATCH_DISABLE) nobody else adds up.
-        most = BACKLOG if self._pusher is not None else _CHECK_BACKLOG
-        if len(self._books.entries) > most and self._lock.acquire(blocking=False):
+        # Without a pusher (FLOPWATCH_DISABLE) nobody is told, but how long a step takes decides which are measured.
+        told = self._pusher is not None
+        if len(self._books.entries) <= (BACKLOG if told or not self._watched else CHECK_BACKLOG):
+            return
+        if self._lock.acquire(blocking=False):
             try:
-                self._books.take(all_of_them=True)
-                self._choose_steps(self._books.step_seconds)
+                if told or self._watched:
+                    self._books.take(all_of_them=True, most=SLICE)
+                    self._choose_steps(self._books.step_seconds)
+                else:
+                    self._books.entries.clear()
             finally:
                 self._lock.release()
+
+    @_guarded(_nothing)
+    def _last_words(self, status: str) -> None:
+        from flopwatch.training.torch import attach
+
+        attach.last_words(self, status)
 
     def _end(self) -> None:
         """Record nothing from now on, and complain of steps."""
@@ -703,38 +618,14 @@ class Run:
                 self.failed("step", RuntimeError("a step after finish() is not counted; call finish() last"))
 
         self._record, self.measuring = late, False
-        for instrument in self._instruments or ():
-            instrument.remove()
+        self._remove(*self._instruments, *itertools.chain.from_iterable(self._watched.values()))
 
-    def _settle_identity(
-        self, launch: launcher.Launch, name: str, attempt: str | None, rank: int | None, world_size: int | None,
-        local_rank: int | None,
-    ) -> None:
-        self.rank, self.world_size, one_node = launch.rank, launch.world_size, launch.one_node
-        # Looked up, not imported: a process that uses torch.distributed has done that.
-        distributed: Any = sys.modules.get("torch.distributed")
-        if distributed is not None and not (distributed.is_available() and distributed.is_initialized()):
-            distributed = None
-        if distributed is not None and distributed.get_world_size() != self.world_size:
-            self.rank, self.world_size, one_node = distributed.get_rank(), distributed.get_world_size(), False
-        self.rank = self.rank if rank is None else int(rank)
-        self.world_size = self.world_size if world_size is None else int(world_size)
-        self.local_rank = launch.local_rank if local_rank is None else int(local_rank)
-        if attempt is None and one_node:
-            attempt = launch.attempt()
-        elif attempt is None and distributed is not None:
-            from flopwatch.training import torch as torch_hook
-
-            attempt = torch_hook.agreed(launch.attempt(), self.rank, self._start_unix)
-        self.attempt = launcher.clean(launch.attempt_without_launcher() if attempt is None else str(attempt))
-        if not name and launch.name is None:
-            place = launch.meeting_point.rpartition(":")[0]
-            place = self._host if place in ("", "localhost", "127.0.0.1", "::1") else place
-            name = f"{Path(sys.argv[0]).stem or 'python'}@{place}"
-            log.warning("the run has no name and is called %s; pass Run(name) or set FLOPWATCH_RUN", name)
-        self.name = launcher.clean(name or launch.name or "")
-        if name and self.name != name:
-            log.warning("the run %r is called %s; write names with A-Z a-z 0-9 . _ : / @ + - only", name, self.name)
+    def _remove(self, *instruments: Any) -> None:
+        for instrument in instruments:
+            try:
+                instrument.remove()
+            except Exception as error:
+                self.failed("remove", error)
 
     def _find_card(self, expected: bool) -> None:
         """Look up the card's peak and UUID; at the first step it is expected: CUDA is initialised if it is used."""
@@ -786,9 +677,9 @@ class Run:
             return
         from flopwatch.training.torch import evidence, phases, runtime
 
-        if model is not None or self._instruments is None:
+        if model is not None or not self._instruments:
             measured = phases.attach(self, model)
-            if self._instruments is None:
+            if not self._instruments:
                 self._instruments = (measured, runtime.attach(self))
                 evidence.watch(self)
 
@@ -821,14 +712,17 @@ class Run:
 
     # What is pushed.
 
-    def _start_pushing(
-        self, endpoint: str, interval: float | str, token_file: str, headers: str, disable: str,
-    ) -> None:
+    def _take_over(self) -> None:
+        """End the run before in this process; first, so that what it has put somewhere is not around ours."""
         older, Run._newest = Run._newest, self
         if older is not None and older._pusher is not None and not older._finished:
             log.warning("a newer Run in this process takes over from %s; call finish() on the older one", older.name)
             older._end()
             older._pusher.stop(None)
+
+    def _start_pushing(
+        self, endpoint: str, interval: float | str, token_file: str, headers: str, disable: str,
+    ) -> None:
         if disable not in ("", "0"):
             return
         # Imported here, so that a broken opentelemetry or protobuf costs the metrics and not the training.
@@ -930,7 +824,8 @@ class Run:
                 "tenant": self._tenant, "attempt": self.attempt, "convention": books.convention, "dtype": self._dtype,
                 "flops_source": self._flops_source, "peak_source": self._peak_source,
                 "step_source": self._step_source,
-                "framework": f"torch {torch.__version__}" if torch else "",
+                # Another thread may be amid importing it.
+                "framework": f"torch {version}" if (version := getattr(torch, "__version__", "")) else "",
                 "owner": self._owner, "team": self._team, "page": self._page,
                 "external_id": launcher.external_id(self._environ, sys.modules),
             }, 1.0)]

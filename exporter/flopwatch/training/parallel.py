@@ -23,7 +23,7 @@ from typing import Any
 
 Coordinate = tuple[int, int]  # rank in the group, ranks of the group
 
-_DIMENSIONS = {  # names of mesh dimensions: torch's own, torchtitan's, Accelerate's, Lightning's
+DIMENSIONS = {  # names of mesh dimensions: torch's own, torchtitan's, Accelerate's, Lightning's
     "dp": "dp", "ddp": "dp", "fsdp": "dp", "dp_replicate": "dp", "dp_shard": "dp", "replicate": "dp", "shard": "dp",
     "data_parallel": "dp", "batch": "dp", "tp": "tp", "tensor_parallel": "tp", "pp": "pp", "cp": "cp", "sp": "cp",
     "ep": "ep",
@@ -121,11 +121,11 @@ def _mesh(mesh: Any, world_size: int) -> dict[str, Coordinate]:
         raise ValueError("this rank is not in the mesh")
     groups: dict[str, Coordinate] = {}
     for name, rank, size in zip(names, coordinates, mesh.shape, strict=True):
-        kind = _DIMENSIONS.get(name)
+        kind = DIMENSIONS.get(name)
         if kind is None and size == 1:
             continue
         if kind is None:
-            raise ValueError(f"the mesh has a dimension {name!r}, which is none of {', '.join(_DIMENSIONS)}; say "
+            raise ValueError(f"the mesh has a dimension {name!r}, which is none of {', '.join(DIMENSIONS)}; say "
                              "parallel={'dp': (rank, size), ...} instead")
         # Several dimensions of one kind are one group, in the mesh's order; expert parallel ranks that have a dimension
         # of their own have batches of their own too.

@@ -43,7 +43,7 @@ def peak(nvml_name: str, dtype: str) -> Peak:
         raise UnknownPeak(f"{nvml_name!r} is a MIG slice, a fraction of a card")
     row = _table().get(nvml_name)
     if row is None:
-        raise UnknownPeak(f"{nvml_name!r} is not in the table of peaks")
+        raise UnknownPeak(f"{nvml_name!r} is not in the table of peaks; give the name as nvidia-smi prints it")
     if not any(row[column] for column in DTYPES):
         raise UnknownPeak(f"{nvml_name!r} is ambiguous: {row['basis']}")
     if not row[dtype]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import gzip
 import http.client
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -22,6 +23,15 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from google.protobuf.message import DecodeError
+
+try:
+    import opentelemetry.sdk.trace
+except ValueError:  # it reads OTEL_SPAN_..._LIMIT then, and one is no number
+    hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("OTEL_SPAN_")}
+    try:
+        import opentelemetry.sdk.trace  # noqa: F401
+    finally:
+        os.environ.update(hidden)
 from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (

@@ -67,12 +67,13 @@ class _Loop:
         if not accelerator._optimizers:
             raise RuntimeError("nothing was prepared yet; call watch() after accelerator.prepare()")
         self._trainee = common.Trainee(run, role=self._role, tokens=tokens)
+        self._hook: Any = None
         model = accelerator.unwrap_model(accelerator._models[0]) if accelerator._models else None
         self._trainee.count_flops(model, given=flops, convention=convention)
         _wrap_loaders(self)
         engine = getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "engine", None)
         if engine is None:
-            accelerator._optimizers[0].optimizer.register_step_post_hook(self._step)
+            self._hook = accelerator._optimizers[0].optimizer.register_step_post_hook(self._step)
         else:  # it steps by itself, inside accelerator.backward
             from flopwatch.training.frameworks import deepspeed
 
@@ -170,7 +171,7 @@ class _Loop:
     @common.quietly
     def _logged(self, values: Any) -> None:
         if values is not None:
-            self._trainee.logged(values)
+            common.tell_logged(self.run, values)
 
     def _end_training(self, end: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         answer = end(*args, **kwargs)
@@ -181,7 +182,13 @@ class _Loop:
     def _finish(self) -> None:
         global _watching
         _watching = None
+        self.take_off()
         self._trainee.finish("completed")
+
+    def take_off(self) -> None:
+        """See no more steps: the run ends, or another takes over."""
+        if self._hook is not None:
+            self._hook.remove()
 
 
 _watching: _Loop | None = None
@@ -190,6 +197,8 @@ _watching: _Loop | None = None
 def _wrap_loaders(loop: _Loop) -> None:
     """Let the batches of all prepared loaders go by whoever watches; `skip_first_batches` makes new loaders."""
     global _watching
+    if _watching is not None:
+        _watching.take_off()
     _watching = loop
     module = common.framework("accelerate.data_loader")
     for kind in (module.DataLoaderShard, module.DataLoaderDispatcher):

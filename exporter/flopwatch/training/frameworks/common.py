@@ -24,12 +24,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from flopwatch.training import Run
+from flopwatch.training.samples import lengths
 
 log = logging.getLogger("flopwatch")
 
 _Method = TypeVar("_Method", bound=Callable[..., None])
 
-LOSSES = ("loss", "train_loss", "train/loss", "train_loss_step", "loss_step")
+LOSSES = ("loss", "train_loss", "train/loss", "train_loss_step", "loss_step", "loss_metrics/global_avg_loss")
 GRAD_NORMS = ("grad_norm", "train/grad_norm", "grad_2.0_norm_total", "total_norm")
 
 
@@ -78,26 +79,15 @@ def count(batch: Any, tokens: Callable[[Any], int | None] | None = None) -> Batc
         return Batch(samples, tokens(batch))
     if ids is None or not hasattr(ids, "dtype") or ids.dtype.is_floating_point or ids.dim() != 2:
         return Batch(samples)
-    lengths = _lengths(ids, batch)
-    return Batch(samples, None if lengths is None else sum(lengths), lengths)
+    known = _lengths(ids, batch)
+    return Batch(samples, None if known is None else sum(known), known)
 
 
 def _lengths(ids: Any, batch: Mapping[str, Any]) -> Sequence[int] | None:
     mask = batch.get("attention_mask")
-    if mask is not None:
-        # A device would have to be waited for; a mask of four dimensions says who sees whom, not what is padding.
-        if mask.device.type != "cpu" or mask.shape != ids.shape:
-            return None
-        lengths: list[int] = mask.ne(0).sum(-1).tolist()
-        return lengths
-    rows, columns = ids.shape
-    positions = batch.get("position_ids")
-    # Samples laid end to end, as transformers' DataCollatorWithFlattening does: each counts its positions from 0.
-    if positions is not None and positions.device.type == "cpu" and positions.shape == ids.shape:
-        starts: list[int] = positions.flatten().eq(0).nonzero().flatten().tolist()
-        if starts[:1] == [0]:
-            return [end - start for start, end in zip(starts, [*starts[1:], rows * columns], strict=True)]
-    return [columns] * rows
+    if mask is not None and mask.shape != ids.shape:
+        return None  # one of four dimensions says who sees whom, not what is padding
+    return lengths(ids, mask, batch.get("position_ids"))
 
 
 def _samples(batch: Any) -> int | None:
@@ -110,7 +100,14 @@ def _samples(batch: Any) -> int | None:
     return shape[0] if len(shape) else None
 
 
-def plain(values: Mapping[str, Any], names: Sequence[str]) -> float | None:
+def tell_logged(run: Run, values: Mapping[str, Any]) -> None:
+    """Tell the loss and grad_norm of the last step, where what the trainer logs of it has them as plain numbers."""
+    loss, grad_norm = _plain(values, LOSSES), _plain(values, GRAD_NORMS)
+    if loss is not None or grad_norm is not None:
+        run.logged(loss=loss, grad_norm=grad_norm)
+
+
+def _plain(values: Mapping[str, Any], names: Sequence[str]) -> float | None:
     """Return the first of these values that is a plain number."""
     found = (values.get(name) for name in names)
     return next((float(value) for value in found if isinstance(value, (int, float))), None)
@@ -127,7 +124,7 @@ class Tells:
         if self.run is not None:
             self.run.failed(what, error)
         else:
-            log.warning("flopwatch: %s: %s (training goes on)", what, error)
+            log.warning("%s: %s (training goes on)", what, error)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what can be sent to another process, as trainers do that start their ranks; a run cannot."""
@@ -329,12 +326,6 @@ class Trainee:
         """Count batches towards the open step."""
         self._consumed += batches
 
-    def logged(self, values: Mapping[str, Any]) -> None:
-        """Take loss and grad_norm from what the trainer logs of the last step."""
-        loss, grad_norm = plain(values, LOSSES), plain(values, GRAD_NORMS)
-        if loss is not None or grad_norm is not None:
-            self.run.logged(loss=loss, grad_norm=grad_norm)
-
     def count_flops(self, model: Any, *, given: Any, convention: str) -> None:
         """Count FLOPs by the length of each sample: from the `Transformer` given, else from the model's config."""
         from flopwatch.training import flops
@@ -348,7 +339,8 @@ class Trainee:
                 transformer = flops.from_config(config)
                 self.run.set_flops(convention=convention, source="config", per_token=transformer)
             except flops.UnknownModel as error:
-                log.warning("no FLOPs from the model's config: %s; pass flops_per_token=", error)
+                log.warning("no FLOPs from the model's config: %s; they are counted instead, or pass flops_per_token=",
+                            error)
         if transformer is not None:
             # Most lengths come again; what one costs takes longer to find than the rest of a step's record.
             cost = functools.lru_cache(maxsize=1 << 16)(
@@ -425,7 +417,7 @@ def begin(name: str | None, know: Callable[[], dict[str, Any]], given: Mapping[s
     try:
         known = know()
     except Exception as error:
-        log.warning("flopwatch: what the framework knows of the run is not as expected: %r (training goes on)", error)
+        log.warning("what the framework knows of the run is not as expected: %r (training goes on)", error)
         known = {}
     return Run(**{"name": name, "step_source": "trainer", **known, **given})
 

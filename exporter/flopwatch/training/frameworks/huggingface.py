@@ -103,7 +103,7 @@ class FlopwatchCallback(common.Tells, _transformers.TrainerCallback):  # type: i
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
         """Take what was logged."""
         if self._trainee is not None and logs is not None:
-            self._trainee.logged({name: logs[name] for name in ("loss", "grad_norm") if name in logs})
+            common.tell_logged(self._trainee.run, {n: logs[n] for n in ("loss", "grad_norm") if n in logs})
 
     @common.quietly
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -62,7 +62,7 @@ class FlopwatchCallback(common.Tells, _lightning.Callback):  # type: ignore[misc
         common.Around(trainer, "save_checkpoint", functools.partial(_save, run, trainer, saved))
         common.Around(trainer.strategy, "load_checkpoint", functools.partial(_load, run))
         for logger in trainer.loggers[:1]:
-            common.Around(logger, "log_metrics", functools.partial(_log, trainee))
+            common.Around(logger, "log_metrics", functools.partial(_log, run))
 
     @common.quietly
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -185,11 +185,11 @@ def _load(run: Run, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return load(*args, **kwargs)
 
 
-def _log(trainee: common.Trainee, log: Callable[..., Any], metrics: Any, *args: Any, **kwargs: Any) -> Any:
+def _log(run: Run, log: Callable[..., Any], metrics: Any, *args: Any, **kwargs: Any) -> Any:
     try:
-        trainee.logged(metrics)
+        common.tell_logged(run, metrics)
     except Exception as error:
-        trainee.run.failed("log_metrics", error)
+        run.failed("log_metrics", error)
     return log(metrics, *args, **kwargs)
 
 

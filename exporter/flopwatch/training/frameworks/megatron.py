@@ -73,4 +73,4 @@ def _failed(what: str, error: Exception) -> None:
     if run is not None:
         run.failed(what, error)
     else:
-        common.log.warning("flopwatch: %s: %s (training goes on)", what, error)
+        common.log.warning("%s: %s (training goes on)", what, error)

@@ -20,7 +20,6 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -124,10 +123,7 @@ def _known(trainer: Any) -> dict[str, Any]:
 
 def _log(run: Run, log: Callable[..., Any], metrics: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
     try:
-        loss = common.plain(metrics, ["loss_metrics/global_avg_loss"])
-        grad_norm = common.plain(metrics, ["grad_norm"])
-        if loss is not None or grad_norm is not None:
-            run.logged(loss=loss, grad_norm=grad_norm)
+        common.tell_logged(run, metrics)
     except Exception as error:
         run.failed("log", error)
     return log(metrics, *args, **kwargs)
@@ -153,18 +149,7 @@ def _save(
             if future is None or future is before:
                 run.checkpoint_committed(step)
             else:
-                background = run.background_save()
-                background.__enter__()
-                future.add_done_callback(functools.partial(_written, run, step, background))
+                run.checkpoint_goes_on(future, step)
     except Exception as error:
         run.failed("checkpoint", error)
     return saved
-
-
-def _written(run: Run, step: int, background: AbstractContextManager[None], future: Any) -> None:
-    try:
-        background.__exit__(None, None, None)
-        if not future.cancelled() and future.exception() is None:
-            run.checkpoint_committed(step)
-    except Exception as error:
-        run.failed("checkpoint", error)

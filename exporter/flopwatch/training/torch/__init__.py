@@ -11,7 +11,8 @@ import torch
 import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from flopwatch.training.torch.waits import watch
+from flopwatch.training.parallel import DIMENSIONS
+from flopwatch.training.torch.waits import Unmeasured, _fsdp_groups, watch
 
 __all__ = ["Card", "agreed", "card", "replica_ranks", "watch"]
 
@@ -60,20 +61,35 @@ def agreed(attempt: str, rank: int, started: float) -> str | None:
 
 
 def replica_ranks(model: object) -> int | None:
-    """Return how many ranks share one replica of this model: 1 under plain DDP or FSDP, None if that can't be seen."""
+    """Return how many ranks share one replica of this model: 1 under plain DDP or FSDP, None if that can't be seen.
+
+    Ranks that DDP or FSDP runs over have batches of their own, and all others share one with some of those. Where
+    there is neither, and weights are cut over all ranks, that is tensor parallelism, unless their mesh names another.
+    """
     if not torch.distributed.is_initialized():
         return None
     world_size = torch.distributed.get_world_size()
-    if isinstance(model, DistributedDataParallel):
-        return world_size // torch.distributed.get_world_size(model.process_group)
-    # Looked up, not imported: a model that is sharded has done that.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or not isinstance(model, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)):
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    if not isinstance(model, torch.nn.Module):
         return None
-    if isinstance(model, fsdp.FullyShardedDataParallel):
-        sharded_over = torch.distributed.get_world_size(model.process_group)
-    else:
-        mesh: Any = next((getattr(parameter, "device_mesh", None) for parameter in model.parameters()), None)
-        # A mesh of two dimensions could be tensor parallel as well as hybrid sharding.
-        sharded_over = mesh.size() if mesh is not None and mesh.ndim == 1 else 0
-    return 1 if sharded_over == world_size else None
+    # Looked up, not imported: a model that is sharded has done that.
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            return world_size // torch.distributed.get_world_size(module.process_group)
+        if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+            return 1 if torch.distributed.get_world_size(module.process_group) == world_size else None
+    meshes = [getattr(parameter, "device_mesh", None) for parameter in model.parameters()]
+    over_all = [mesh for mesh in meshes if mesh is not None and mesh.size() == world_size]
+    try:
+        group = next(_fsdp_groups(model), None)
+    except Unmeasured:
+        return None
+    if group is not None:
+        sharded_over: int = group.mesh_info.mesh.size()  # and replicated
+        # With tensor parallelism beside it, the weights that both cut are on a mesh of both.
+        return world_size // sharded_over if sharded_over == world_size or over_all else None
+    if not over_all or over_all[0].ndim != 1:
+        return None
+    (name,) = over_all[0].mesh_dim_names or ("tp",)
+    return world_size if DIMENSIONS.get(name, "tp") == "tp" else None

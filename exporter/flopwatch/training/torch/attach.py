@@ -41,6 +41,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from flopwatch import catalogue
 from flopwatch.training.hook import Run
+from flopwatch.training.samples import lengths
 from flopwatch.training.torch.checkpoints import Checkpoints, whole
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ log = logging.getLogger("flopwatch")
 
 TURNS = 20  # steps of another optimizer without the first
 STEPS_TO_SEE_MODELS = 5  # after which no model is looked for
+FRAMES = 20  # that are looked at to learn who fetches a batch
 MOST_STATES = 1000  # of an optimizer's parameters that are asked for its steps
 
 TRAINING, EVALUATION = "training", "evaluation"
@@ -193,7 +195,7 @@ class Attachment:
         if self.run is not None or self._over:
             return self.telling()
         if Run._newest is not None:
-            log.info("flopwatch run: the script has a Run of its own")
+            log.info("the script has a Run of its own, and `flopwatch run` leaves it to that")
             self.step_back()
             return None
         distributed: Any = torch.distributed
@@ -234,7 +236,7 @@ class Attachment:
                 self.run.failed("attach", error)
             else:
                 self._over = True
-                log.warning("flopwatch run: %s (training goes on without it)", error, exc_info=error)
+                log.warning("this process cannot be watched: %s (training goes on without it)", error, exc_info=error)
             return None
 
     # Optimizers.
@@ -299,6 +301,9 @@ class Attachment:
             run.step(self.settings.tokens_per_step)
         elif not tokens or None in tokens:
             run.step()
+            if run.steps_taken == STEPS_TO_SEE_MODELS and run.rank == 0:
+                log.warning("the batches say no tokens; name where they are with --tokens-from, or their number with "
+                            "--tokens-per-step")
         else:
             count = sum(batch.count for batch in tokens if batch is not None)
             if hasattr(self.settings.flops_per_token, "flops"):
@@ -386,6 +391,7 @@ class _Loaders:
         self._evaluated: int | None = None  # what is being evaluated
         self._evaluated_batches = 0
         self._batches: dict[int, deque[Tokens | None]] = {}  # fetched and not yet trained on
+        self._passed: dict[int, list[Tokens | None]] = {}  # older ones, until the loop fetches again
         self._iterating: dict[int, weakref.ref[Any]] = {}
 
     def around_iter(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -441,6 +447,11 @@ class _Loaders:
         unused = self._batches.get(dataset)
         if unused is None:
             unused = self._batches[dataset] = deque(maxlen=1 + _fetches_ahead(sys._getframe(1)))
+        if not unused:
+            self._passed.pop(dataset, None)
+        elif len(unused) == unused.maxlen:
+            # Skipped by a loop that resumes, or the first of some that are fetched before any is trained on.
+            self._passed.setdefault(dataset, []).append(unused[0])
         unused.append(None)  # should what follows fail
         unused[-1] = tokens_of(batch, self._attachment.settings.tokens_from)
         if kind == TRAINING:
@@ -468,6 +479,7 @@ class _Loaders:
         self._evaluated, self._held = dataset, None
         self._evaluated_batches += 1
         self._batches.pop(dataset, None)
+        self._passed.pop(dataset, None)
 
     def _leave_evaluation(self, run: Run, now: Mark) -> None:
         if self._evaluated is not None:
@@ -492,7 +504,10 @@ class _Loaders:
     def training(self, run: Run) -> list[Tokens | None]:
         """See a backward pass begin; return the tokens it is the first to use."""
         self.settle(run)
-        return [unused.popleft() for unused in self._batches.values() if unused]
+        tokens = [unused.popleft() for unused in self._batches.values() if unused]
+        if not tokens:
+            tokens = [passed.pop() for passed in self._passed.values() if passed]
+        return tokens
 
     def _dataset(self, iterator: Any) -> int:
         """Return whose batch this is, and see the loop over it end when the iterator is dropped."""
@@ -507,7 +522,7 @@ class _Loaders:
         return this
 
     def _forget(self, dataset: int) -> None:
-        for known in (self._kinds, self._batches, self._iterating):
+        for known in (self._kinds, self._batches, self._passed, self._iterating):
             known.pop(dataset, None)
         self._always_training.discard(dataset)
 
@@ -593,19 +608,16 @@ class _Models:
 def tokens_of(batch: Any, place: str | None = None) -> Tokens | None:
     """Return the tokens of a batch of integers at this place, by default `input_ids`; None if there are none.
 
-    A mask of the same shape beside them, `attention_mask`, is left out if it is on the CPU; if it is not, nobody knows.
+    What an `attention_mask` of their shape leaves out is no token; if that is on a device, nobody knows.
     """
     ids = _at(batch, "input_ids" if place is None else place)
     if not isinstance(ids, torch.Tensor) or ids.dtype.is_floating_point or ids.dtype.is_complex or not ids.dim() \
             or ids.dtype is torch.bool:
         return None
-    mask = _at(batch, "attention_mask")
-    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
-        return Tokens(ids.numel(), ids.numel() * ids.shape[-1])
-    if mask.device.type != "cpu":
-        return None
-    lengths = mask.ne(0).sum(-1)
-    return Tokens(int(lengths.sum()), int(lengths.square().sum()))
+    mask, positions = (value if isinstance(value, torch.Tensor) and value.shape == ids.shape else None
+                       for value in (_at(batch, "attention_mask"), _at(batch, "position_ids")))
+    known = lengths(ids, mask, positions)
+    return None if known is None else Tokens(sum(known), sum(length * length for length in known))
 
 
 def _at(batch: Any, place: str) -> Any:
@@ -617,14 +629,24 @@ def _at(batch: Any, place: str) -> Any:
 
 
 def _fetches_ahead(caller: Any) -> int:
-    """Return how many batches the loop that fetches them is behind: Accelerate's loaders are one ahead of theirs."""
-    name = ""
-    while caller is not None:
+    """Return how many batches the loop that fetches them is behind.
+
+    Accelerate's loaders are one ahead of theirs, and transformers' Trainer fetches those of a step before it trains.
+    """
+    ahead = 0
+    for _ in range(FRAMES):
+        if caller is None:
+            break
         name = caller.f_globals.get("__name__", "")
-        if not name.startswith(("flopwatch.", "torch.")):
+        if name == "accelerate.data_loader":
+            ahead = 1
+        elif name == "transformers.trainer" and caller.f_code.co_name == "get_batch_samples":
+            several = caller.f_locals.get("num_batches")
+            return ahead + (several - 1 if isinstance(several, int) and several > 0 else 0)
+        elif not name.startswith(("flopwatch.", "torch.")):
             break
         caller = caller.f_back
-    return int(name == "accelerate.data_loader")
+    return ahead
 
 
 def _uses_flopwatch() -> bool:

@@ -20,7 +20,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +47,7 @@ class Checkpoints:
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._installed = False
         self._pending: int | None = None  # the step of files that may not be all of them
+        self._settling = threading.Lock()  # of that
         self._polled: Run | None = None
         # What was restored before there was a run: activity, begin and end on the clock.
         self.before: list[tuple[str, float, float]] = []
@@ -96,15 +96,23 @@ class Checkpoints:
 
     def training_goes_on(self) -> None:
         """Commit the files saved last: no more are to be expected."""
-        step, self._pending = self._pending, None
-        if step is not None and self._run is not None:
-            self._run.checkpoint_committed(step)
+        if self._pending is not None:
+            self._commit()
 
     def _look(self) -> None:
         # In the pushing thread. For loops that do not call training_goes_on: a step was made since.
-        run, pending = self._run, self._pending
-        if run is not None and pending is not None and run.position not in (None, pending):
-            self.training_goes_on()
+        run = self._run
+        if run is not None and self._pending is not None and (position := run.position) is not None:
+            self._commit(unless=position)
+
+    def _commit(self, unless: int | None = None) -> None:
+        with self._settling:
+            step = self._pending
+            if step is None or step == unless:
+                return
+            self._pending = None
+        if self._run is not None:
+            self._run.checkpoint_committed(step)
 
     # Taking the place of functions.
 
@@ -255,7 +263,8 @@ class _Saving(_Around):
         self._context.__exit__(None, None, None)
         if fine and self._step is not None:
             if self._later:
-                self._checkpoints._pending = self._step
+                with self._checkpoints._settling:
+                    self._checkpoints._pending = self._step
             else:
                 run.checkpoint_committed(self._step)
 
@@ -285,22 +294,8 @@ class _SavingAll(_Around):
 
     def goes_on(self, response: Any) -> None:
         """See what async_save returned: a future or, with its own stager, one of two."""
-        run = self._run
-        if run is None:
-            return
-        try:
-            upload: Future[Any] = getattr(response, "upload_completion", response)
-            step, background = self._step, run.background_save()
-
-            def done(future: Future[Any]) -> None:
-                background.__exit__(None, None, None)
-                if not future.cancelled() and future.exception() is None and step is not None:
-                    run.checkpoint_committed(step)
-
-            background.__enter__()
-            upload.add_done_callback(done)
-        except Exception as error:
-            self._checkpoints._failed(error)
+        if self._run is not None:
+            self._run.checkpoint_goes_on(getattr(response, "upload_completion", response), self._step)
 
 
 class _Loading(_Around):

@@ -21,6 +21,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -30,12 +31,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from flopwatch.training.torch.counter import Attention, Counted, Counter, Uncountable
+from flopwatch.training.torch.outputs import tensors
 from flopwatch.training.torch.twin import Twins, cut_parameters
 
 if TYPE_CHECKING:
     from flopwatch.training.hook import Run
 
-__all__ = ["Counted", "Uncountable", "attach", "count"]
+__all__ = ["Attached", "Counted", "Uncountable", "attach", "count"]
 
 SAMPLE = 16  # parameters that are looked at in each pass: all of a large model would take longer than the rest
 SHAPES = 32  # batch shapes that are counted one by one
@@ -114,17 +116,24 @@ def _run(
     return ids.numel() if isinstance(ids, torch.Tensor) and not ids.dtype.is_floating_point else None
 
 
-def attach(run: Run, model: torch.nn.Module) -> Callable[[], None]:
-    """Add the FLOPs of this module's training passes to the open step of `run`; return what ends that.
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """What counts the passes of one model; `remove()` ends that."""
+
+    remove: Callable[[], None]
+
+
+def attach(run: Run, model: torch.nn.Module) -> Attached:
+    """Add the FLOPs of this module's training passes to the open step of `run`.
 
     To be called with the module as the loop calls it, after DDP, FSDP and torch.compile have wrapped it.
     """
     if run.has_flops:
-        return lambda: None
+        return Attached(lambda: None)
     passes = _Passes(run, model)
     compiled = model.__dict__.get("_compiled_call_impl")
     if compiled is None:
-        return model.register_forward_hook(passes, with_kwargs=True).remove
+        return Attached(model.register_forward_hook(passes, with_kwargs=True).remove)
 
     # After model.compile() a forward hook would be compiled too, and never run.
     @functools.wraps(compiled)
@@ -133,12 +142,15 @@ def attach(run: Run, model: torch.nn.Module) -> Callable[[], None]:
         passes(model, args, kwargs, output)
         return output
 
-    def detach() -> None:
-        if model._compiled_call_impl is call:
-            model._compiled_call_impl = compiled
+    # Not by themselves: a run that goes on should not keep a model that is gone.
+    watched, ours = weakref.ref(model), weakref.ref(call)
+
+    def remove() -> None:
+        if (known := watched()) is not None and known._compiled_call_impl is ours():
+            known._compiled_call_impl = compiled
 
     model._compiled_call_impl = call
-    return detach
+    return Attached(remove)
 
 
 class _Passes:
@@ -162,7 +174,7 @@ class _Passes:
         try:
             if self._gave_up or not torch.is_grad_enabled() or not self._run.alive:
                 return
-            if not (outputs := [tensor for tensor in _tensors(output) if tensor.requires_grad]):
+            if not (outputs := [tensor for tensor in tensors(output) if tensor.requires_grad]):
                 return
             counted = self._look_up(model, args, kwargs)
             if counted is None:
@@ -268,20 +280,6 @@ def _shapes(value: Any) -> Hashable:
     if isinstance(value, Mapping):
         return tuple([(name, _shapes(item)) for name, item in value.items()])
     return value if isinstance(value, (bool, str)) else None
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for item in output.values():
-            yield from _tensors(item)
-    elif isinstance(output, (list, tuple)):
-        for item in output:
-            yield from _tensors(item)
-    elif hasattr(output, "__dataclass_fields__"):
-        for name in output.__dataclass_fields__:
-            yield from _tensors(getattr(output, name))
 
 
 def _nothing(*_: object) -> None:

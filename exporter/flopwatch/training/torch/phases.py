@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from flopwatch.training.torch.outputs import tensors
+
 if TYPE_CHECKING:
     from flopwatch.training.books import Mark
     from flopwatch.training.hook import Run
@@ -42,18 +44,16 @@ if TYPE_CHECKING:
 _attached: dict[Run, Phases] = {}
 
 
-def attach(run: Run, model: object = None, optimizer: Any = None, every: int | None = None) -> Phases:
-    """Measure the phases of a model and of its optimizers; once more for a run adds another model to it.
+def attach(run: Run, model: object = None) -> Phases:
+    """Measure the phases of a model, as the loop calls it, and of all optimizers; once more adds another model.
 
-    model      the module the loop calls, as wrapped as it is; without one there is no forward and backward
-    optimizer  one or several; without one all that there are and will be
-    every      measure every so many steps; without it as the run does
+    Without a model there is no forward and backward.
     """
     phases = _attached.get(run)
     try:
         if phases is None:
             phases = _attached[run] = Phases(run)
-            phases._attach(optimizer, every)
+            phases._attach()
         if isinstance(model, torch.nn.Module):
             phases._attach_model(model)
     except Exception as error:
@@ -83,17 +83,12 @@ class Phases:
         if _attached.get(self._run) is self:
             del _attached[self._run]
 
-    def _attach(self, optimizer: Any, every: int | None) -> None:
+    def _attach(self) -> None:
         gc.callbacks.append(self._collected)
-        begins, ends = _Hook(self._run, self._step_begins), _Hook(self._run, self._step_ends)
-        if optimizer is None:
-            self._handles += [register_optimizer_step_pre_hook(begins), register_optimizer_step_post_hook(ends)]
-            # First, or one that takes the end of step() for that of the training step would come before it.
-            _global_optimizer_post_hooks.move_to_end(self._handles[-1].id, last=False)  # type: ignore[attr-defined]
-        for one in optimizer if isinstance(optimizer, Iterable) else () if optimizer is None else (optimizer,):
-            self._handles += [one.register_step_pre_hook(begins), one.register_step_post_hook(ends)]
-        if every is not None:
-            self._run.measure_every = every
+        self._handles += [register_optimizer_step_pre_hook(_Hook(self._run, self._step_begins)),
+                          register_optimizer_step_post_hook(_Hook(self._run, self._step_ends))]
+        # First, or one that takes the end of step() for that of the training step would come before it.
+        _global_optimizer_post_hooks.move_to_end(self._handles[-1].id, last=False)  # type: ignore[attr-defined]
 
     def _attach_model(self, model: torch.nn.Module) -> None:
         if not any(known() is model for known in self._models):
@@ -118,7 +113,7 @@ class Phases:
         self._run.phase("forward", self._forward[1], self._run.mark())
         self._forward = None
         hook = _Hook(self._run, self._gradient)
-        for tensor in _tensors(output):
+        for tensor in tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -135,7 +130,10 @@ class Phases:
         except Exception as error:
             self._run.failed("phases", error)
 
-    def _step_begins(self, optimizer: object, *_: object) -> None:
+    def _step_begins(self, optimizer: object, given: tuple[object, ...], named: Mapping[str, object]) -> None:
+        # A closure runs the model and its backward pass within step(), as Lightning's does and LBFGS needs.
+        if named.get("closure") is not None or any(argument is not None for argument in given[1:]):
+            return
         position = self._run.position
         if position != self._position:
             # What is open since an earlier step was left by an exception.
@@ -188,17 +186,3 @@ class _Hook:
 # is_compiling() is true. Private to PyTorch: without it a model compiled after it was attached has no forward phase.
 if (skip_code := getattr(torch._dynamo.decorators, "skip_code", None)) is not None:
     skip_code(_Hook.__call__.__code__)
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from _tensors(value)
-    elif hasattr(output, "__dataclass_fields__"):
-        for name in output.__dataclass_fields__:
-            yield from _tensors(getattr(output, name))

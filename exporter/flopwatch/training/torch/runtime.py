@@ -62,18 +62,21 @@ class Runtime:
 
     def listen(self) -> None:
         """Register with Dynamo, unless that is done already."""
-        handler = torch._dynamo.callback.callback_handler
-        for callbacks, ours in ((handler.start_callbacks, self._begins), (handler.end_callbacks, self._ends)):
+        for callbacks, ours in self._callbacks():
             if ours not in callbacks:
                 callbacks.append(ours)
 
     def remove(self) -> None:
         """Take the callbacks off."""
         self._removed = True
-        handler = torch._dynamo.callback.callback_handler
-        for callbacks, ours in ((handler.start_callbacks, self._begins), (handler.end_callbacks, self._ends)):
+        for callbacks, ours in self._callbacks():
             if ours in callbacks:
                 callbacks.remove(ours)
+
+    def _callbacks(self) -> tuple[tuple[list[Any], Callable[[Any], None]], ...]:
+        """Return Dynamo's lists of callbacks, and which of them are ours."""
+        handler = torch._dynamo.callback.callback_handler
+        return (handler.start_callbacks, self._begins), (handler.end_callbacks, self._ends)
 
     def poll(self) -> None:
         """Look at the allocator, and register anew if torch._dynamo.reset() took the callbacks off."""

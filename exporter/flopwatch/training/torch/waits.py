@@ -10,7 +10,7 @@ https://docs.pytorch.org/docs/stable/notes/ddp.html#internal-design
 
 The host. On CPU (gloo) a rank waits in `Work.wait()`, which every collective called from Python ends in: those of FSDP
 and ZeRO, a pipeline's receives, a loop's own all_reduce. That method is replaced by one that reads the clock before and
-after; `unwatch_host` puts it back. The functional collectives of DTensor end in `wait_tensor`, which is treated alike.
+after. The functional collectives of DTensor end in `wait_tensor`, which is treated alike.
 https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.Work
 
 FSDP2 on CUDA. The host does not wait there; the compute stream does: for the all-gather before a module's parameters
@@ -27,6 +27,7 @@ import functools
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -51,24 +52,25 @@ class Unmeasured(Exception):
     """The wait for other ranks can't be measured; the message says why."""
 
 
-def watch(run: Run, model: object = None) -> None:
+def watch(run: Run, model: object = None) -> Watch:
     """Tell the run of this model's waits for other ranks and of those of the host; log why where it can't be done.
 
     To be called in the loop's thread, after the model was wrapped. The wait counts as measured once one was seen.
     """
+    told = Watch(run)
     try:
-        _watch(run, model)
+        _watch(told, model)
     except Unmeasured as reason:
         log.warning("the wait for other ranks is not measured: %s", reason)
+    return told
 
 
-def _watch(run: Run, model: object) -> None:
+def _watch(told: Watch, model: object) -> None:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return  # one rank waits for nobody
-    if "pp" in (others := _others(run)):
+    if "pp" in (others := _others(told.run)):
         raise Unmeasured("a pipeline's stages wait for one another whether a rank is late or not")
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-    told = _Told(run)
     if not isinstance(model, torch.nn.Module):
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             raise Unmeasured("on cuda the device waits, not the host; pass Run(model=...)")
@@ -92,7 +94,7 @@ def _watch(run: Run, model: object) -> None:
     for reducer in reducers:
         _watch_reducer(told, reducer)
     if reducers or groups:
-        run.poll(told.check)
+        told.run.poll(told.check)
 
 
 def _others(run: Run) -> set[str]:
@@ -107,13 +109,20 @@ def _tensor_parallel(group: Any) -> bool:
     return any(parameter.sharded_param.device_mesh.ndim > group.mesh_info.mesh.ndim for parameter in group.fsdp_params)
 
 
-class _Told:
-    """What a run is told of its waits."""
+class Watch:
+    """What a run is told of its waits; `remove()` ends that."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self._seen = False
         self._first_position: int | None = None
+        self.handles: list[Any] = []  # of hooks, and of what was replaced
+
+    def remove(self) -> None:
+        """Take all of it off."""
+        self._seen = True  # and nothing more to say
+        while self.handles:
+            self.handles.pop().remove()
 
     def begins(self) -> Mark | None:
         """Return now; None if this step is not measured, or inside another wait, or amid a CUDA graph's capture."""
@@ -150,21 +159,41 @@ class _Told:
             log.warning("the wait for other ranks is not measured: the model made steps and none was seen in them")
 
 
+class _Replaced:
+    """A method in whose place ours is; `remove()` puts it back, unless somebody else took the place meanwhile."""
+
+    def __init__(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
+        # Not the owner itself: a run that goes on should not keep a model that is gone.
+        self._owner, self._name, self._ours = weakref.ref(owner), name, weakref.ref(ours)
+        self._original = vars(owner).get(name)  # None: it is the class's
+        setattr(owner, name, ours)
+
+    def remove(self) -> None:
+        """Put back what was there."""
+        owner, ours = self._owner(), self._ours()
+        if owner is None or ours is None or vars(owner).get(self._name) is not ours:
+            return
+        if self._original is None:
+            delattr(owner, self._name)
+        else:
+            setattr(owner, self._name, self._original)
+
+
 # DDP.
 
 
-def _watch_reducer(told: _Told, model: DistributedDataParallel) -> None:
+def _watch_reducer(told: Watch, model: DistributedDataParallel) -> None:
     """Bracket what the reducer of this model waits for."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     bracket = _Bracket(told, model)
     for parameter in parameters[::max(1, len(parameters) // WATCHED_PARAMETERS)]:
-        parameter.register_hook(bracket.backward)  # type: ignore[no-untyped-call]
+        told.handles.append(parameter.register_hook(bracket.backward))  # type: ignore[no-untyped-call]
 
 
 class _Bracket:
     """Brackets the reducer's wait in every backward pass of a DDP model that has one."""
 
-    def __init__(self, told: _Told, model: DistributedDataParallel) -> None:
+    def __init__(self, told: Watch, model: DistributedDataParallel) -> None:
         self._told = told
         self._model = model
         # Checkpointed segments may have passes of their own inside the outer one.
@@ -228,7 +257,7 @@ def _fsdp_groups(model: torch.nn.Module) -> Iterator[Any]:
                     yield group
 
 
-def _watch_group(told: _Told, group: Any) -> None:
+def _watch_group(told: Watch, group: Any) -> None:
     """Bracket what the compute stream waits for on behalf of one of FSDP2's parameter groups. Raises Unmeasured."""
     try:
         wait_for_unshard, post_backward = group.wait_for_unshard, group.post_backward
@@ -291,73 +320,48 @@ def _watch_group(told: _Told, group: Any) -> None:
         finally:
             ends(began)
 
-    group.wait_for_unshard, group.post_backward = timed_wait_for_unshard, timed_post_backward
-    group._wait_for_post_backward, group.finalize_backward = timed_wait_for_post_backward, timed_finalize_backward
+    told.handles += [
+        _Replaced(group, "wait_for_unshard", timed_wait_for_unshard),
+        _Replaced(group, "post_backward", timed_post_backward),
+        _Replaced(group, "_wait_for_post_backward", timed_wait_for_post_backward),
+        _Replaced(group, "finalize_backward", timed_finalize_backward)]
 
 
 # What the host waits for.
 
 
-class _Host:
-    """Times what one thread waits for in collectives called from Python."""
+_replaced: list[_Replaced] = []
 
-    def __init__(self, told: _Told) -> None:
-        self._told = told
-        self._thread = threading.get_ident()
-        self._replaced: list[tuple[Any, str, Any]] = []
 
-    def install(self) -> None:
-        """Put a timed method in the place of those that wait."""
-        for owner, name in ((torch.distributed.Work, "wait"),
-                            (torch.distributed._functional_collectives, "wait_tensor")):
-            original = getattr(owner, name)
-            setattr(owner, name, self._timed(original))
-            self._replaced.append((owner, name, original))
+def _watch_host(told: Watch) -> None:
+    """Tell the run of what this thread waits for in collectives called from Python, in place of the watch before."""
+    while _replaced:
+        _replaced.pop().remove()
+    for owner, name in ((torch.distributed.Work, "wait"), (torch.distributed._functional_collectives, "wait_tensor")):
+        _replaced.append(_Replaced(owner, name, _timed(told, getattr(owner, name))))
+    told.handles += _replaced
 
-    def remove(self) -> None:
-        """Put back what was there."""
-        while self._replaced:
-            setattr(*self._replaced.pop())
 
-    def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        told, thread = self._told, self._thread
+def _timed(told: Watch, original: Callable[..., Any]) -> Callable[..., Any]:
+    thread = threading.get_ident()
 
-        @functools.wraps(original)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            # Other threads save checkpoints or gather metrics beside the loop.
-            if torch.compiler.is_compiling() or threading.get_ident() != thread:
-                return original(*args, **kwargs)
-            began = None
+    @functools.wraps(original)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        # Other threads save checkpoints or gather metrics beside the loop.
+        if torch.compiler.is_compiling() or threading.get_ident() != thread:
+            return original(*args, **kwargs)
+        began = None
+        try:
+            began = told.begins()
+        except Exception as error:
+            told.failed(error)
+        try:
+            return original(*args, **kwargs)
+        finally:
             try:
-                began = told.begins()
+                if began is not None:
+                    told.ends(began)
             except Exception as error:
                 told.failed(error)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                try:
-                    if began is not None:
-                        told.ends(began)
-                except Exception as error:
-                    told.failed(error)
 
-        return timed
-
-
-_host: _Host | None = None
-
-
-def _watch_host(told: _Told) -> None:
-    """Tell the run of what this thread waits for in collectives called from Python, in place of the run before."""
-    global _host
-    unwatch_host()
-    _host = _Host(told)
-    _host.install()
-
-
-def unwatch_host() -> None:
-    """Put back what was replaced to time what the host waits for."""
-    global _host
-    if _host is not None:
-        _host.remove()
-        _host = None
+    return timed

@@ -1,0 +1,23 @@
+"""What a model returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def tensors(output: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a tensor, mapping, list, tuple or dataclass, however they are nested."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from tensors(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from tensors(value)
+    elif hasattr(output, "__dataclass_fields__"):
+        for name in output.__dataclass_fields__:
+            yield from tensors(getattr(output, name))
