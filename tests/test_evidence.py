@@ -109,7 +109,7 @@ def test_a_process_without_a_hook_does_not_answer(tmp_path: Path) -> None:
 def test_a_process_that_is_not_there_cannot_be_asked() -> None:
     answer = asked(2**22 + 1)
     assert answer.returncode == 1
-    assert answer.stderr.startswith(f"flopwatch: cannot ask process {2**22 + 1}: ")
+    assert answer.stderr == f"flopwatch: there is no process {2**22 + 1} here; give its number in this container\n"
 
 
 def test_a_request_is_answered_once(tmp_path: Path) -> None:

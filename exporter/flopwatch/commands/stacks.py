@@ -18,14 +18,14 @@ def run(options: argparse.Namespace) -> int:
     from flopwatch.training import stacks
 
     process = Path("/proc") / str(options.pid)
+    if not process.exists():
+        raise SettingsError(f"there is no process {options.pid} here; give its number in this container")
     try:
         # As it was at the process's start, which is when its launcher had set what matters here.
         pairs = (process / "environ").read_bytes().decode(errors="surrogateescape").split("\0")
         environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
         user = process.stat().st_uid
         said = stacks.request(options.pid, options.wait, environ=environ, user=user)
-    except FileNotFoundError:
-        raise SettingsError(f"there is no process {options.pid} here; give its number in this container") from None
     except OSError as error:
         raise SettingsError(f"cannot ask process {options.pid}: {error}; run this where the process runs, "
                             "as its user or root") from error

@@ -63,7 +63,8 @@ _STEP, _WAITS, _GOT = Books.step, Books.waits_for_batch, Books.got_batch
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _T = TypeVar("_T")
-_logged: set[tuple[str, type[BaseException]]] = set()
+DIFFERENT_ERRORS = 5  # of one kind from one method, that are logged
+_logged: dict[tuple[str, type[BaseException]], set[str]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -533,13 +534,14 @@ class Run:
         return self._books.flops_per_token is not None or self._books.packed_flops is not None
 
     def failed(self, what: str, error: BaseException) -> None:
-        """Count an error that the training loop must not see, and log the first of its kind."""
+        """Count an error that the training loop must not see, and log the first few that say something else."""
         self._errors += 1
         try:
-            if (what, type(error)) not in _logged:
-                _logged.add((what, type(error)))
+            said, logged = _said(error), _logged.setdefault((what, type(error)), set())
+            if said not in logged and len(logged) < DIFFERENT_ERRORS:
+                logged.add(said)
                 usage = isinstance(error, (TypeError, ValueError, RuntimeError))
-                log.warning("run.%s: %s (training goes on; this is logged once)", what, _said(error),
+                log.warning("run.%s: %s (training goes on; this is logged once)", what, said,
                             exc_info=None if usage else error)
         except Exception:
             pass  # a log handler of the job's own that fails; the error is counted
