@@ -5,12 +5,12 @@
 A simulated node of eight GPUs and nine ports, an embedded ledger and eight ranks of a simulated job that push with the
 real hook are scraped once a second, as Prometheus does it. Once a second, too, the memory and the open files of all
 its processes are added up. After a quarter of the time, in which caches fill, each is fitted with a line; its slope is
-printed with its standard error, from the means of twelve blocks, since neighbouring seconds are alike; what is each
-process's own is printed too.
+printed with its standard error, from the means of twelve blocks, since neighbouring seconds are alike; that of each
+process's anonymous memory is printed too.
 
 Ends with status 1 if a slope is significant (SIGNIFICANT standard errors) and the rise above its entry in TOLERATED, if
-a process was replaced, or if a scrape failed. PSS rises as well when a stranger that shared a library ends; so memory
-grows only if what the processes share with nobody does too.
+a process was replaced, or if a scrape failed. PSS rises as well when a stranger that shared a library ends, and so does
+what is private; so memory grows only if the anonymous memory does, which belongs to nobody else from the start.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from bench.exporter import RANKS, Side, free_port, running
 WARM_UP = 0.25
 BLOCKS = 12
 SIGNIFICANT = 4.0
-PSS, OWN, FILES = "MiB of PSS", "MiB of that their own", "open files"
+PSS, OWN, FILES = "MiB of PSS", "MiB of anonymous memory", "open files"
 TOLERATED = {PSS: 1.0, OWN: 1.0, FILES: 4.0}  # over the whole time that is measured
 
 
@@ -144,12 +144,11 @@ def _measure(side: Side, seconds: int) -> int:
 
 def _held(pid: int) -> dict[str, float]:
     """Return what a process holds: memory in MiB, and open files."""
-    kilobytes = {"Pss": 0, "Private_Clean": 0, "Private_Dirty": 0}
+    kilobytes = {"Pss": 0, "Anonymous": 0}
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if (key := line.partition(":")[0]) in kilobytes:
             kilobytes[key] += int(line.split()[1])
-    own = kilobytes["Private_Clean"] + kilobytes["Private_Dirty"]
-    return {PSS: kilobytes["Pss"] / 1024, OWN: own / 1024, FILES: len(os.listdir(f"/proc/{pid}/fd"))}
+    return {PSS: kilobytes["Pss"] / 1024, OWN: kilobytes["Anonymous"] / 1024, FILES: len(os.listdir(f"/proc/{pid}/fd"))}
 
 
 def _role(pid: int) -> str:

@@ -6,7 +6,6 @@ import math
 import multiprocessing
 import random
 import sys
-import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from flopwatch.catalogue import Metric
 from flopwatch.training import Run
 from flopwatch.training.books import SPIKE_AFTER, Spikes
 from flopwatch.training.flops import Transformer
+from tests.hook_server import HookServer
 from tests.test_hook import Clock, seconds, silent, value
 
 
@@ -348,15 +348,17 @@ def test_the_position_is_known_to_the_loop_at_once() -> None:
 
 def test_a_loop_whose_thread_is_held_up_adds_up_itself_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flopwatch.training.hook.BACKLOG", 4096)
-    run = Run("llama", endpoint="http://127.0.0.1:1", push_interval=1e6, environ={})
-    time.sleep(0.5)  # it has tried once, and will not again
     steps, most = 50_000, 0
-    for _ in run.batches(range(steps)):
-        run.step(tokens=1)
-        most = max(most, len(run._books.entries))
-    assert most < 4096 + 3 * 2048
-    assert total(run, m.TRAINING_STEPS) == steps == total(run, m.TRAINING_TOKENS)
-    run.finish()
+    with HookServer() as server:
+        run = Run("llama", endpoint=server.url, push_interval=1e6, environ={})
+        server.wait_for(lambda push: True)
+        for _ in run.batches(range(steps)):
+            run.step(tokens=1)
+            most = max(most, len(run._books.entries))
+        run.finish()
+    # What comes until it looks again: 1,024 steps or batches of three entries each.
+    assert most <= 4096 + 3 * 1024
+    assert server.pushes[-1].samples["training_steps_total"] == steps
 
 
 def test_a_run_that_pushes_nothing_keeps_no_more_than_others_and_adds_up_nothing(
