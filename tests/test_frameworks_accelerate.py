@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from flopwatch.catalogue import BY_NAME
+from tests.frameworks import BROKEN, break_callback
 from tests.hook_server import HookServer, Push
 
 pytestmark = pytest.mark.torch
@@ -165,15 +166,10 @@ def test_a_run_that_another_takes_over_from_or_that_ended_sees_no_more_steps() -
             assert run.snapshot(last=True).points[BY_NAME["training_hook_errors_total"]] == [({}, 0.0)]
 
 
-@pytest.mark.parametrize("broken", ["no exporter", "tokens that raise", "no method that works"])
+@pytest.mark.parametrize("broken", BROKEN)
 def test_losses_are_those_of_a_loop_unwatched_whatever_goes_wrong(
     tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from flopwatch.training.frameworks import common
-
-    def wrong(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("injected")
-
     def trained(loop: Loop, out: Path) -> list[float]:
         loop.train()
         loop.evaluate()
@@ -185,12 +181,8 @@ def test_losses_are_those_of_a_loop_unwatched_whatever_goes_wrong(
 
     alone = trained(Loop(), tmp_path / "alone")
     forget_accelerators()
-    if broken == "no method that works":
-        monkeypatch.setattr(common, "tell_logged", wrong)
-        for method in ("begin", "end", "consume", "step", "finish"):
-            monkeypatch.setattr(common.Trainee, method, wrong)
     watched = Loop()
-    run = watched.watch(None, tokens=wrong if broken == "tokens that raise" else None)
+    run = watched.watch(None, **break_callback(broken, monkeypatch))
     assert trained(watched, tmp_path / "watched") == alone
     assert all(math.isfinite(loss) for loss in alone)
     assert len(alone) == 24

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from flopwatch.catalogue import BY_NAME
+from tests.frameworks import BROKEN, break_callback
 from tests.hook_server import HookServer, Push
 
 pytestmark = pytest.mark.torch
@@ -143,22 +144,13 @@ def test_accumulation_evaluation_and_saving_are_told_apart(tmp_path: Path) -> No
     assert last.samples["training_hook_errors_total"] == 0
 
 
-@pytest.mark.parametrize("broken", ["no exporter", "tokens that raise", "no method that works"])
+@pytest.mark.parametrize("broken", BROKEN)
 def test_losses_are_those_without_the_callback_whatever_goes_wrong(
     tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from flopwatch.training.frameworks import common
-
-    def wrong(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("injected")
-
     settings: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
     alone = train(tmp_path / "alone", **settings)
-    if broken == "no method that works":
-        monkeypatch.setattr(common, "tell_logged", wrong)
-        for name in ("begin", "end", "consume", "step", "finish"):
-            monkeypatch.setattr(common.Trainee, name, wrong)
-    told = callback(None, tokens=wrong if broken == "tokens that raise" else None)
+    told = callback(None, **break_callback(broken, monkeypatch))
     watched = train(tmp_path / "watched", told, **settings)
     assert losses(watched) == losses(alone)
     assert all(math.isfinite(loss) for loss in losses(alone))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from flopwatch.catalogue import BY_NAME
+from tests.frameworks import BROKEN, break_callback
 from tests.hook_server import HookServer, Push
 
 pytestmark = [
@@ -169,22 +170,13 @@ def test_accumulation_evaluation_and_saving_are_told_apart(tmp_path: Path) -> No
     assert last.samples["training_hook_errors_total"] == 0
 
 
-@pytest.mark.parametrize("broken", ["no exporter", "tokens that raise", "no method that works"])
+@pytest.mark.parametrize("broken", BROKEN)
 def test_losses_are_those_without_the_callback_whatever_goes_wrong(
     tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from flopwatch.training.frameworks import common
-
-    def wrong(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("injected")
-
     name = "lightning.pytorch"
     alone = fit(name, tmp_path / "alone", checkpoints(name, tmp_path / "alone", every=3), enable_checkpointing=True)
-    if broken == "no method that works":
-        monkeypatch.setattr(common, "tell_logged", wrong)
-        for method in ("begin", "end", "consume", "step", "finish"):
-            monkeypatch.setattr(common.Trainee, method, wrong)
-    told = callback(None, tokens=wrong if broken == "tokens that raise" else None)
+    told = callback(None, **break_callback(broken, monkeypatch))
     watched = fit(name, tmp_path / "watched", told, checkpoints(name, tmp_path / "watched", every=3),
                   enable_checkpointing=True)
     assert watched.model.losses == alone.model.losses

@@ -16,7 +16,6 @@ under `dispatch_batches` on several ranks, the tokens of batches with an attenti
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -202,15 +201,9 @@ def _wrap_loaders(loop: _Loop) -> None:
     _watching = loop
     module = common.framework("accelerate.data_loader")
     for kind in (module.DataLoaderShard, module.DataLoaderDispatcher):
-        if not hasattr(kind.__iter__, "flopwatch"):
-            kind.__iter__ = _wrapped(kind.__iter__)
+        common.around_iter(kind, _begin)
 
 
-def _wrapped(original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
-    @functools.wraps(original)
-    def iterate(loader: Any) -> Iterator[Any]:
-        loop = _watching
-        return original(loader) if loop is None else loop.batches(loader, original(loader))
-
-    iterate.flopwatch = True  # type: ignore[attr-defined]
-    return iterate
+def _begin(loader: Any, original: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
+    loop = _watching
+    return original(loader) if loop is None else loop.batches(loader, original(loader))

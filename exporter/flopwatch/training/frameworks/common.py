@@ -279,20 +279,29 @@ def _wrap_loaders() -> None:
     if "torchdata.stateful_dataloader" in sys.modules:  # which has an __iter__ of its own
         kinds.append(sys.modules["torchdata.stateful_dataloader"].StatefulDataLoader)
     for kind in kinds:
-        if not hasattr(kind.__iter__, "flopwatch"):
-            kind.__iter__ = _wrapped(kind.__iter__)
+        around_iter(kind, _begin)
 
 
-def _wrapped(original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
+def _begin(loader: Any, original: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
+    loaders = _watching
+    fetched = None if loaders is None else loaders.begins(loader)
+    iterator = original(loader)
+    return iterator if loaders is None or fetched is None else _Watched(iterator, loaders, fetched)
+
+
+def around_iter(kind: Any, around: Callable[[Any, Callable[[Any], Iterator[Any]]], Iterator[Any]]) -> None:
+    """Have `around(loader, original)` stand in for a class's __iter__, unless it does already."""
+    original = kind.__iter__
+    if hasattr(original, "flopwatch"):
+        return
+
     @functools.wraps(original)
     def iterate(loader: Any) -> Iterator[Any]:
-        loaders = _watching
-        fetched = None if loaders is None else loaders.begins(loader)
-        iterator = original(loader)
-        return iterator if loaders is None or fetched is None else _Watched(iterator, loaders, fetched)
+        return around(loader, original)
 
-    iterate.flopwatch = True  # type: ignore[attr-defined]
-    return iterate
+    # On the function, where whoever wraps it with functools.wraps keeps it.
+    vars(iterate)["flopwatch"] = True
+    kind.__iter__ = iterate
 
 
 class Trainee:

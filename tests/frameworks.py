@@ -1,0 +1,25 @@
+"""What can go wrong under a trainer, the same for all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+BROKEN = ("no exporter", "tokens that raise", "no method that works")
+
+
+def wrong(*_: Any, **__: Any) -> Any:
+    """Stand for whatever raises."""
+    raise RuntimeError("injected")
+
+
+def break_callback(broken: str, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Break a trainer's callback in one of the ways of BROKEN; return the arguments to make it with."""
+    from flopwatch.training.frameworks import common
+
+    if broken == "no method that works":
+        patch.setattr(common, "tell_logged", wrong)
+        for name in ("begin", "end", "consume", "step", "finish"):
+            patch.setattr(common.Trainee, name, wrong)
+    return {"tokens": wrong if broken == "tokens that raise" else None}
