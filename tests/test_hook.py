@@ -592,6 +592,30 @@ def test_wrong_calls_are_counted_and_never_raise() -> None:
     assert value(snapshot, "training_steps_total") == 7
 
 
+@pytest.mark.parametrize(("arguments", "label", "expected"), [
+    ({"convention": "casual", "flops_per_token": 10}, "convention", "unknown"),
+    ({"convention": "casual", "flops_per_token": TINY}, "convention", "unknown"),
+    ({"page": "Always"}, "page", ""),
+    ({"peak_source": "a datasheet"}, "peak_source", ""),
+])
+def test_an_argument_that_means_nothing_is_complained_of_and_claims_nothing(
+    arguments: dict[str, Any], label: str, expected: str,
+) -> None:
+    run = silent(**arguments)
+    run.step(tokens=1)
+    ((labels, _),) = run.snapshot().points[BY_NAME["training_run_info"]]
+    assert labels[label] == expected
+    assert value(run.snapshot(), "training_hook_errors_total") == 1
+    assert ("no_flops_per_token" in reasons(run)) == (arguments.get("flops_per_token") != 10)
+
+
+def test_replicas_that_do_not_divide_the_ranks_are_no_replicas() -> None:
+    run = silent(world_size=8, replica_ranks=3, flops_per_token=10, peak_flops=1e12)
+    run.step(tokens=1)
+    assert reasons(run) == ["unknown_replica"]
+    assert value(run.snapshot(), "training_hook_errors_total") == 1
+
+
 @pytest.mark.parametrize("arguments", [
     {"nme": "llama"}, {"rank": "first"}, {"endpoint": "ftp://127.0.0.1:1"}, {"endpoint": 7},
     {"push_interval": "soon"}, {"process": "me"}, {"environ": None}, {"clock": None},

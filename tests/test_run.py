@@ -120,7 +120,9 @@ def test_a_script_that_never_imports_torch_costs_nothing(tmp_path: Path) -> None
     ((), "name a script"), (("--seq-len", "8", "x.py"), "--seq-len goes with --config"),
     (("--config", "nowhere.json", "x.py"), "nowhere.json"),
     (("--config", "config.json", "--flops-per-token", "1", "x.py"), "not both"),
-    (("--config", "config.json", "x.py"), "model_type"), (("--tokens-per-step", "many", "x.py"), "not a positive"),
+    (("--config", "config.json", "x.py"), "model_type"), (("--peak-source", "me", "x.py"), "goes with --peak-flops"),
+    (("--epochs", "3", "x.py"), "--epochs; the script's own flags go behind its name"),
+    (("--tokens-per-step", "many", "x.py"), "not a positive"),
 ])
 def test_flags_that_make_no_sense_are_refused(tmp_path: Path, flags: tuple[str, ...], complaint: str) -> None:
     (tmp_path / "config.json").write_text("{}")

@@ -16,7 +16,11 @@ COMMANDS = (exporter, doctor, ledger, metrics, check, run, flops, peak, stacks, 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status; 2 for a wrong flag, 1 for what keeps a command from running."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        hint = "; the script's own flags go behind its name" if options.command is run.run else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if options.command is run.run:
         return int(run.run(options))  # whatever a training script raises is not for us
     try:

@@ -76,6 +76,8 @@ class _Watching:
 
 def _flops(options: argparse.Namespace) -> dict[str, Any]:
     """Return the FLOPs of a token as the flags tell them. Raises SettingsError."""
+    if options.peak_source is not None and options.peak_flops is None:
+        raise SettingsError("run: --peak-source goes with --peak-flops")
     if options.config is None:
         if options.seq_len is not None:
             raise SettingsError("run: --seq-len goes with --config")

@@ -192,14 +192,17 @@ class Run:
         self._set: dict[tuple[Metric, tuple[tuple[str, str], ...]], float] = {}
         self._no_peak_because: str | None = None
         self._dtype, self._step_source, self._flops_source = dtype, step_source, "declared"
-        books.convention = convention
+        books.convention = self._one_of(("causal", "full", "palm"), convention=convention) or "unknown"
         if hasattr(flops_per_token, "flops"):
-            books.packed_flops = flops_per_token
+            # By an unknown convention they cannot be counted.
+            books.packed_flops = flops_per_token if books.convention != "unknown" else None
         else:
             books.flops_per_token = self._checked(flops_per_token=flops_per_token)
         books.hardware_flops_per_token = self._checked(hardware_flops_per_token=hardware_flops_per_token)
         self._peak = self._checked(peak_flops=peak_flops)
         self._peak_source = "" if self._peak is None else peaks.override(self._peak, peak_source or "").source
+        if peak_source is not None and peak_flops is None:
+            self.failed("__init__", ValueError("peak_source= is ignored: it goes with peak_flops="))
         if submitted_at is None:
             submitted_at = self._unix_time(environ.get("FLOPWATCH_SUBMITTED_AT"))
         self._submitted_at = self._checked(submitted_at=submitted_at)
@@ -209,7 +212,7 @@ class Run:
 
         self._environ = environ
         self._gpu_uuid = text(gpu_uuid, "FLOPWATCH_GPU_UUID")
-        self._page = text(page, "FLOPWATCH_PAGE")
+        self._page = self._one_of(("always", ""), page=text(page, "FLOPWATCH_PAGE")) or ""
         self._host = text(None, "FLOPWATCH_HOST") or socket.gethostname()
         launch = launcher.launch(environ, self._host, self._process)
         self._tenant = launcher.clean(launch.tenant if tenant is None else str(tenant))
@@ -223,6 +226,10 @@ class Run:
         self._submission = launcher.Submission(environ)
         books.world_size = self.world_size
         books.replica_ranks = self._checked(replica_ranks=replica_ranks)
+        if books.replica_ranks is not None and self.world_size % books.replica_ranks != 0:
+            self.failed("__init__", ValueError(f"replica_ranks={replica_ranks!r} is ignored: {self.world_size} ranks "
+                                               "are no whole number of replicas of so many"))
+            books.replica_ranks = None
         self._find_place(parallel)
         if books.replica_ranks is None and self.world_size == 1:
             books.replica_ranks = 1
@@ -429,6 +436,11 @@ class Run:
         return None if restored is None else restored + self._taken - taken_before
 
     # What instruments call, from any thread: torch/ and frameworks/.
+
+    @property
+    def place(self) -> parallel.Parallel | None:
+        """Return this rank's coordinates; None if nobody told them."""
+        return self._place
 
     @property
     def measure_every(self) -> int:
@@ -646,8 +658,10 @@ class Run:
                 self._peak, self._peak_source = peak.flops_per_second, peak.source
         except peaks.UnknownPeak as error:
             self._no_peak_because = "unknown_peak"
-            log.warning("no MFU: %s; pass %s", error, "--peak-flops and --peak-source"
-                        if self._step_source == "optimizer" else "Run(peak_flops=..., peak_source=...)")
+            # Every rank has the series; one line in the job's log will do, and each node may have other cards.
+            log.log(logging.WARNING if self.local_rank == 0 else logging.DEBUG,
+                    "no MFU: %s; pass %s", error, "--peak-flops and --peak-source"
+                    if self._step_source == "optimizer" else "Run(peak_flops=..., peak_source=...)")
         except Exception as error:
             self._no_peak_because = "unknown_peak" if self._peak is None else None
             self.failed("step", error)
@@ -703,6 +717,15 @@ class Run:
         except ValueError as error:
             self.failed("__init__", error)
             return None
+
+    def _one_of(self, known: tuple[str, ...], **argument: object) -> str | None:
+        """Return an argument that is one of these words; None, and a complaint, if it is none."""
+        ((name, value),) = argument.items()
+        if value in known:
+            return str(value)
+        self.failed("__init__", ValueError(
+            f"{name}={_said(value)!r} is ignored; write {' or '.join(filter(len, known))}"))
+        return None
 
     def _unix_time(self, text: str | None) -> float | None:
         try:

@@ -99,7 +99,7 @@ def _watch(told: Watch, model: object) -> None:
 
 def _others(run: Run) -> set[str]:
     """Return in which groups of several ranks, data parallelism's aside, this rank is known to be."""
-    place = run._place
+    place = run.place
     groups = {} if place is None else {"tp": place.tp, "pp": place.pp, "cp": place.cp, "ep": place.ep}
     return {name for name, group in groups.items() if group is not None and group[1] > 1}
 
