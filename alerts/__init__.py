@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import yaml
 
-from alerts.alerting import Alert, alerts
+from alerts.alert import Alert
+from alerts.alerting import alerts
 from alerts.recording import Record, records
 from alerts.routing import alertmanager
 from alerts.settings import AlertSettings

@@ -16,7 +16,7 @@ import yaml
 
 from alerts import Alert, AlertSettings, alertmanager_yaml, alerts, records, rules, rules_yaml
 from alerts.__main__ import main
-from alerts.alerting import CRITICAL_XIDS
+from alerts.alerting.gpu import CRITICAL_XIDS
 from alerts.settings import duration
 from dashboards.alerts import grafana_rules
 from demo.servers import Servers, find
