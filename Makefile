@@ -58,7 +58,7 @@ $(VENV)/.python:
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.python pyproject.toml
-	$(call install,flopwatch and what the demo needs,-e '.[exporter$(,)ledger]' --group demo)
+	$(call install,flopwatch and what the demo needs,-e '.[exporter$(,)ledger$(,)report]' --group demo)
 
 $(VENV)/.torch: $(VENV)/.python pyproject.toml
 	$(call install,PyTorch (200 MB or more),--group torch)

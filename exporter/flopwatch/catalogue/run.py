@@ -59,3 +59,29 @@ RUN_START = Metric(
     "run_start_timestamp_seconds", "gauge", "First process start of the run, as Unix time.", RUN,
     "flopwatch.ledger.accounting",
 )
+RUN_RECOVERIES = Metric(
+    "run_recoveries_total", "counter",
+    "Unplanned ends after which the run made a step it had not made before.", RUN, "flopwatch.ledger.accounting",
+)
+RUN_RECOVERY_SECONDS = Metric(
+    "run_recovery_seconds_total", "counter",
+    "Wall clock from the last sign of life of an attempt that ended unplanned to the first new step after it.", RUN,
+    "flopwatch.ledger.accounting",
+)
+RUN_INCIDENTS = Metric(
+    "run_incidents_total", "counter", "Losses by what caused them, each counted once its evidence is in.",
+    (*RUN, "cause"), "flopwatch.ledger.causes",
+)
+RUN_BADPUT_GPU_SECONDS = Metric(
+    "run_badput_gpu_seconds_total", "counter", "GPU-seconds lost by what caused the loss.", (*RUN, "cause"),
+    "flopwatch.ledger.causes",
+)
+RUN_CONFLICT = Metric(
+    "run_conflict", "gauge",
+    "1 while two attempts of different allocations report under one run's name; they are never merged.", RUN,
+    "flopwatch.ledger.accounting",
+)
+RUN_COMMITTED_TIMESTAMP = Metric(
+    "run_committed_timestamp_seconds", "gauge", "When the last durable checkpoint was first heard of, as Unix time.",
+    RUN, "flopwatch.ledger.accounting",
+)

@@ -1,0 +1,260 @@
+"""A report as a page that needs nothing but itself, as Markdown, and as JSON.
+
+No script, nothing fetched, and every name from outside is escaped: a run may be called anything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from datetime import datetime, timezone
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from flopwatch.report.gather import OPEN, Report
+from flopwatch.report.references import GOODPUT, MFU, Reference
+
+# In the order of the waterfall; colours that people who confuse red and green tell apart.
+BUCKETS = {
+    "productive": ("productive", "#1a8f6f"), "generation": ("generation", "#63c2a5"),
+    "data_stall": ("waiting for data", "#e6b94b"), "compile": ("compiling", "#9d7bd0"),
+    "startup": ("starting up", "#5aa9e6"), "checkpoint_restore": ("restoring checkpoints", "#2f6db5"),
+    "checkpoint_save": ("saving checkpoints", "#1f4e8c"), "evaluation": ("evaluating", "#7f8fa6"),
+    "other": ("other", "#b3bac5"), "lost": ("work done again or thrown away", "#e07b39"), "down": ("down", "#b5342c"),
+    OPEN: ("not yet accounted for", "#d9dee5"),
+}
+SHOWN_ALERTS = 200
+NO_CAUSES = "No loss has been settled yet: each is given ten minutes of evidence before and five after."
+DEFINITIONS = (
+    "MFU: FLOPs the model needs over the dense peak of the run's GPUs, while it makes steps; recomputation is never "
+    "counted. Effective MFU: only FLOPs of steps that were kept, over the peak of the GPUs held and all wall clock.",
+    "Goodput: time in steps that were kept, over the wall clock since the first process start. ETTR: the same, over "
+    "the wall clock since submission. Work after the last durable checkpoint counts until it is lost.",
+    "MTTF: time running over the unplanned ends, the time since the last one included, with the exact Poisson "
+    "interval (95 %). MTTR: from the last sign of life to the first step that is new. The best checkpoint interval is "
+    "Daly's (2006, equation 37), of which Young's is the first term; of an asynchronous save only what blocks counts.",
+)
+
+
+def as_json(report: Report) -> str:
+    """Return the report as JSON."""
+    return json.dumps(asdict(report), indent=2, allow_nan=False)
+
+
+def as_html(report: Report) -> str:
+    """Return the report as a page."""
+    template = files("flopwatch.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    return environment.from_string(template).render(report=report, **_view(report))
+
+
+def as_markdown(report: Report) -> str:
+    """Return the report as Markdown."""
+    view = _view(report)
+    lines = [f"# {_md(report.run)}", "", _md(view["lead"]), "", "| Figure | Value | |", "|---|---:|---|"]
+    lines += [f"| {tile['title']} | {tile['value']} | {_md('; '.join(note['text'] for note in tile['notes']))} |"
+              for tile in view["tiles"]]
+    lines += ["", "## Where the time went", "", "| | time | share | GPU-hours |", "|---|---:|---:|---:|"]
+    lines += [f"| {row['title']} | {row['time']} | {row['share']} | {row['gpu_hours']} |" for row in view["waterfall"]]
+    lines += ["", view["lost"], "", "## What it was lost to", ""]
+    if view["causes"]:
+        lines += ["| Cause | losses | GPU-hours |", "|---|---:|---:|"]
+        lines += [f"| {_md(row['title'])} | {row['count']} | {row['gpu_hours']} |" for row in view["causes"]]
+    else:
+        lines.append(NO_CAUSES)
+    lines += ["", "## Alerts on the run and its hosts", ""]
+    lines += [f"- {row['began']}, for {row['lasted']}: {_md(row['name'])} ({_md(row['severity'])}) {_md(row['place'])}"
+              for row in view["alerts"]] or ["None fired that this Prometheus remembers."]
+    for section in view["worst"]:
+        lines += ["", f"## {section['title']}", ""]
+        lines += [f"- {_md(one.name)} {_md(one.place)}: {_md(one.finding)}" for one in section["culprits"]]
+    lines += ["", "## Checkpoints", "", *view["checkpoints"], "", "## What the monitoring missed", ""]
+    lines += [f"- {_md(line)}" for line in report.missed] or ["Nothing that it knows of."]
+    return "\n".join(lines) + "\n"
+
+
+def _view(report: Report) -> dict[str, Any]:
+    """Return what the template shows: texts and coordinates."""
+    return {
+        "lead": _lead(report), "tiles": _tiles(report), "waterfall": _waterfall(report), "lost": _lost(report),
+        **_timeline(report), "causes": [
+            {"title": cause.cause.replace("_", " "), "count": cause.incidents,
+             "gpu_hours": _hours(cause.gpu_seconds), "cost": _cost(report, cause.gpu_seconds)}
+            for cause in report.causes],
+        "no_causes": NO_CAUSES,
+        "alerts": [{
+            "began": _moment(alert.began),
+            "lasted": "still firing" if alert.ongoing else _time(alert.ended - alert.began),
+            "name": alert.name, "severity": alert.severity, "place": alert.place,
+        } for alert in report.alerts[:SHOWN_ALERTS]],
+        "more_alerts": f"and {len(report.alerts) - SHOWN_ALERTS} more" if len(report.alerts) > SHOWN_ALERTS else "",
+        "worst": [
+            {"title": title, "what": what, "culprits": culprits, "places": any(one.place for one in culprits)}
+            for title, what, culprits in (
+                ("Latest ranks", "Rank", report.ranks), ("Hosts with alerts", "Host", report.hosts),
+                ("Worst links", "Port", report.links)) if culprits],
+        "checkpoints": _checkpoints(report), "definitions": DEFINITIONS,
+    }
+
+
+def _lead(report: Report) -> str:
+    parts = [f"{report.state}, from {_moment(report.began)} to {_moment(report.ended)} UTC",
+             _time(report.wall_seconds)]
+    if report.gpus is not None:
+        parts.append(f"{report.gpus:,.0f} GPUs" + (f" on {report.host_count:,} hosts" if report.host_count else ""))
+    parts.append(f"{report.attempts} attempt{'s' * (report.attempts != 1)}")
+    if report.high_water_step is not None:
+        parts.append(f"{report.high_water_step:,.0f} steps")
+    parts += [f"{name.replace('_', ' ')} {value}" for name, value in report.declared.items()]
+    return ", ".join(parts) + (f"; tenant {report.tenant}" if report.tenant else "")
+
+
+def _tiles(report: Report) -> list[dict[str, Any]]:
+    mttf = report.mttf
+    failures = f"{mttf.count} unplanned end{'s' * (mttf.count != 1)}"
+    interval = "" if mttf.low is None else (
+        f"95 % between {_time(mttf.low)} and {_time(mttf.high)}" if mttf.high is not None
+        else f"95 %: at least {_time(mttf.low)}")
+    return [
+        _ratio("MFU", report.mfu, MFU, "mean of the live series; needs the recording rules"),
+        _ratio("Goodput", report.goodput, GOODPUT, "needs steps that say their position"),
+        _ratio("ETTR", report.ettr, GOODPUT, "needs the time of submission"),
+        _ratio("Effective MFU", report.effective_mfu, (), "needs FLOPs and a peak of every rank"),
+        {"title": "Mean time to failure", "ratio": None, "marks": [],
+         "value": "no failure" if mttf.count == 0 else _time(mttf.seconds),
+         "notes": [{"text": text, "link": ""} for text in (failures, interval) if text]},
+        {"title": "Mean time to recovery", "ratio": None, "marks": [],
+         "value": "unknown" if report.mttr_seconds is None else _time(report.mttr_seconds),
+         "notes": [{"text": f"{report.recoveries} recover{'ies' if report.recoveries != 1 else 'y'}", "link": ""}]},
+    ]
+
+
+def _ratio(title: str, value: float | None, references: Iterable[Reference], needs: str) -> dict[str, Any]:
+    known = value is not None
+    return {
+        "title": title, "value": f"{value:.1%}" if known else "unknown",
+        "ratio": f"{240 * min(1.0, max(0.0, value)):.1f}" if value is not None else None,
+        "marks": [{"x": f"{240 * one.low:.1f}", "width": f"{max(2.0, 240 * (one.high - one.low)):.1f}", "text": one.who}
+                  for one in references],
+        "notes": [{"text": f"{_range(one)} {one.who}", "link": one.source} for one in references]
+        if known else [{"text": needs, "link": ""}],
+    }
+
+
+def _range(reference: Reference) -> str:
+    low, high = f"{100 * reference.low:.0f}", f"{100 * reference.high:.0f}"
+    return f"{low} %" if low == high else f"{low}-{high} %"
+
+
+def _waterfall(report: Report) -> list[dict[str, Any]]:
+    """Return the buckets, each bar beginning where the one before ended."""
+    rows, at, wall = [], 0.0, max(report.wall_seconds, 1e-9)
+    for bucket, (title, color) in BUCKETS.items():
+        seconds = report.open_seconds if bucket == OPEN else report.buckets.get(bucket, 0.0)
+        if seconds <= 0:
+            continue
+        held = None if bucket == OPEN else report.gpu_seconds.get(bucket)
+        rows.append({
+            "title": title, "color": color, "x": f"{400 * at / wall:.2f}",
+            "width": f"{max(0.5, 400 * seconds / wall):.2f}",
+            "time": _time(seconds), "share": f"{seconds / wall:.1%}",
+            "gpu_hours": "" if held is None else _hours(held), "cost": "" if held is None else _cost(report, held)})
+        at += seconds
+    return rows
+
+
+def _lost(report: Report) -> str:
+    lost = report.lost_gpu_seconds()
+    text = f"{_hours(lost)} GPU-hours made no progress"
+    if report.price is not None:
+        text += f", {_cost(report, lost)} at {report.price:,.2f} a GPU-hour"
+    if report.provisional_seconds:
+        text += f"; {_time(report.provisional_seconds)} of the productive time is not yet covered by a checkpoint"
+    return text + "."
+
+
+def _timeline(report: Report) -> dict[str, Any]:
+    wall = max(report.wall_seconds, 1e-9)
+
+    def x(time: float) -> float:
+        return 1000 * min(1.0, max(0.0, (time - report.began) / wall))
+
+    bars = []
+    for part in report.timeline:
+        y, total = 0.0, max(sum(part.seconds.values()), 1e-9)
+        for bucket, (title, color) in BUCKETS.items():
+            if (seconds := part.seconds.get(bucket, 0.0)) > 0:
+                height = 105 * seconds / total
+                bars.append({
+                    "x": f"{x(part.begin):.2f}", "width": f"{max(0.3, x(part.end) - x(part.begin)):.2f}",
+                    "y": f"{y:.2f}", "height": f"{height:.2f}", "color": color,
+                    "text": f"{title}: {_time(seconds)} from {_moment(part.begin)}"})
+                y += height
+    first, last = x(report.began), x(report.ended)
+    marks = [{"x": f"{x(alert.began):.1f}", "text": f"{alert.name} {alert.place}, {_moment(alert.began)}",
+              "color": "#b5342c" if alert.severity == "critical" else "#e6b94b"}
+             for alert in report.alerts[:SHOWN_ALERTS]]
+    middle = report.began + wall / 2
+    return {
+        "timeline": bars, "key": [{"title": title, "color": color} for bucket, (title, color) in BUCKETS.items()
+                                  if any(part.seconds.get(bucket) for part in report.timeline)],
+        "mfu_line": " ".join(f"{x(time):.1f},{105 * (1 - min(1.0, max(0.0, value))):.1f}"
+                             for time, value in report.mfu_over_time),
+        "ticks": [{"x": f"{first:.0f}", "anchor": "start", "text": _moment(report.began)},
+                  {"x": "500", "anchor": "middle", "text": _moment(middle)},
+                  {"x": f"{last:.0f}", "anchor": "end", "text": _moment(report.ended)}],
+        "alert_marks": marks,
+    }
+
+
+def _checkpoints(report: Report) -> list[str]:
+    saved = report.checkpoints
+    if saved.commits == 0:
+        return ["No durable checkpoint was seen."]
+    lines = [f"{saved.commits} durable checkpoint{'s' * (saved.commits != 1)}"
+             + (f", the last of step {saved.committed_step:,.0f}" if saved.committed_step is not None else "")
+             + f"; each stopped training for {_time(saved.blocking_seconds)}."]
+    if saved.interval is None:
+        lines.append("What interval would be best cannot be told: there was no failure, or saving costs nothing.")
+        return lines
+    actual, best = saved.interval.actual, saved.interval.optimum
+    extra = max(0.0, saved.interval.waste - saved.interval.least_waste)
+    lines.append(f"One every {_time(actual)} of running; at this rate of failures one every {_time(best)} would be "
+                 f"best. Saving, doing work again and restarting then take {saved.interval.least_waste:.1%} of the "
+                 f"time in place of {saved.interval.waste:.1%}.")
+    if report.gpus and extra > 0:
+        lost = extra * report.gpus * report.wall_seconds
+        lines.append(f"Over this run the difference is {_hours(lost)} GPU-hours"
+                     + (f", {_cost(report, lost)}" if report.price is not None else "") + ".")
+    return lines
+
+
+def _time(seconds: float | None) -> str:
+    """Return seconds as people say them: 42 s, 17 min, 3.1 h, 5.4 d."""
+    if seconds is None:
+        return "unknown"
+    for size, unit in ((172_800, "d"), (5400, "h"), (90, "min")):
+        if seconds >= size:
+            return f"{seconds / {'d': 86_400, 'h': 3600, 'min': 60}[unit]:.1f} {unit}"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
+def _hours(seconds: float) -> str:
+    hours = seconds / 3600
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:,.1f}" if hours >= 1 else f"{hours:.3f}"
+
+
+def _cost(report: Report, gpu_seconds: float) -> str:
+    return "" if report.price is None else f"{gpu_seconds / 3600 * report.price:,.2f}"
+
+
+def _moment(time: float) -> str:
+    return datetime.fromtimestamp(time, timezone.utc).strftime("%Y-%m-%d %H:%M")
+
+
+def _md(text: str) -> str:
+    """Return a text in which Markdown finds nothing to read as its own."""
+    return "".join(f"\\{letter}" if letter in "\\`*_{}[]<>()#+!|" else letter for letter in text.replace("\n", " "))
