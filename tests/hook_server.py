@@ -15,6 +15,8 @@ from types import TracebackType
 
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 
+from tests.machine import PATIENCE
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -80,7 +82,7 @@ class HookServer:
         self._server.server_close()
         self._thread.join()
 
-    def wait_for(self, condition: Callable[[Push], bool], seconds: float = 10.0) -> Push:
+    def wait_for(self, condition: Callable[[Push], bool], seconds: float = PATIENCE) -> Push:
         """Return the first push that meets the condition."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -89,6 +91,19 @@ class HookServer:
                     return push
             time.sleep(0.01)
         raise AssertionError(f"no such push among {len(self.pushes)}")
+
+    def last_words(self, count: int) -> list[Push]:
+        """Return the pushes that say how so many runs of this process ended.
+
+        finish() waits for it 1.5 s at most; a machine that stalls that long delivers it afterwards.
+        """
+        self.wait_for(lambda _: sum("flopwatch.status" in push.resource for push in self.pushes) >= count)
+        return [push for push in self.pushes if "flopwatch.status" in push.resource]
+
+    def last_word(self) -> Push:
+        """Return the push that says how the only run ended."""
+        (push,) = self.last_words(1)
+        return push
 
 
 def python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:

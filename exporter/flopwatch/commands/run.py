@@ -13,6 +13,7 @@ import io
 import json
 import os
 import runpy
+import signal
 import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -39,14 +40,29 @@ def run(options: argparse.Namespace) -> int:
     try:
         status = _run_module(name, arguments) if options.module else _run_script(name, arguments)
     except SystemExit as end:
-        watching.ends("completed" if end.code in (None, 0) else "failed")
+        asked = _asked_to_leave(end.__traceback__)
+        watching.ends(asked or ("completed" if end.code in (None, 0) else "failed"), end)
         raise
     except BaseException as error:
-        watching.ends("stopped" if isinstance(error, KeyboardInterrupt) else "failed")
+        watching.ends("stopped" if isinstance(error, KeyboardInterrupt) else "failed", error)
         _show_without_us(error)
         raise
     watching.ends("completed" if status == 0 else "failed")
     return status
+
+
+def _asked_to_leave(trace: TracebackType | None) -> str | None:
+    """Return how the attempt ends if the script exits in a signal's handler: a scheduler told it to, or Ctrl-C did.
+
+    Such a script has saved what it could and comes back, whatever its exit status.
+    """
+    handlers = {getattr(signal.getsignal(number), "__code__", None): number for number in signal.valid_signals()}
+    while trace is not None:
+        number = handlers.get(trace.tb_frame.f_code)
+        if number is not None:
+            return "stopped" if number == signal.SIGINT else "preempted"
+        trace = trace.tb_next
+    return None
 
 
 class _Watching:
@@ -68,10 +84,12 @@ class _Watching:
 
         self._attachment = attach.to_process(attach.Settings(**self._settings))
 
-    def ends(self, status: str) -> None:
+    def ends(self, status: str, error: BaseException | None = None) -> None:
         """Tell how the script ended; it is said at the interpreter's exit, after threads and before anything else."""
+        from flopwatch.training.ending import ended_by
+
         if self._attachment is not None:
-            self._attachment.status = status
+            self._attachment.status, self._attachment.ended_by = status, ended_by(error)
 
 
 def _flops(options: argparse.Namespace) -> dict[str, Any]:

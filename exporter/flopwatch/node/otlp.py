@@ -46,6 +46,8 @@ MAX_BUCKETS = 32
 MAX_TEXT = 256
 STATUSES = ("completed", "stopped", "preempted", "resized", "failed")  # best to worst
 NAME = re.compile(r"[A-Za-z0-9._:/@+-]{1,128}")
+# The type of an exception and, of some, a word more: `KeyError`, `OSError ENOSPC`, `SystemExit 3`.
+ENDED_BY = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}( -?[A-Z0-9]{1,15})?")
 
 # A training process may not start in the future; clocks of one host agree, this is for a restored virtual machine.
 _CLOCK_MARGIN = 60.0
@@ -77,6 +79,7 @@ class Push:
     restored_step: int | None = None
     open_step_seconds: float | None = None
     status: str | None = None
+    ended_by: str = ""
     samples: tuple[Sample, ...] = field(default=(), repr=False)
     refused: int = 0
     reason: str = ""
@@ -156,6 +159,7 @@ def push(resource: ResourceMetrics, *, host: str, gpus: frozenset[str] | None, n
     ended = said.text("flopwatch.status") or None
     if ended is not None and ended not in STATUSES:
         raise Refused("invalid", f"flopwatch.status is none of {', '.join(STATUSES)}")
+    ended_by = said.text("flopwatch.ended_by")
 
     stamped = {"run": run, "rank": str(rank), "tenant": tenant, "attempt": attempt, "host": host}
     samples: dict[tuple[str, tuple[str, ...]], Sample] = {}
@@ -187,6 +191,7 @@ def push(resource: ResourceMetrics, *, host: str, gpus: frozenset[str] | None, n
         restored_step=said.integer("flopwatch.restored_step"),
         open_step_seconds=said.real("flopwatch.open_step_seconds"),
         status=ended,
+        ended_by=ended_by if ended is not None and ENDED_BY.fullmatch(ended_by) is not None else "",
         samples=tuple(samples.values()),
         refused=refused, reason=reason, foreign_gpu=foreign,
     )

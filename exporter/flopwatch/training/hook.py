@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from flopwatch import catalogue
 from flopwatch.catalogue import Metric
-from flopwatch.training import contexts, identity, launcher, parallel, peaks
+from flopwatch.training import contexts, ending, identity, launcher, parallel, peaks
 from flopwatch.training.books import DURATION_BOUNDS, Books, Entry, Mark, PackedFlops, Work, amount, number
 from flopwatch.training.contexts import CHECK_BACKLOG
 from flopwatch.training.timeline import DECLARED
@@ -159,6 +159,7 @@ class Run:
     _check_at = 1  # the step at which to look after what need not be looked after at every step
     _pusher: Pusher | None = None
     _finished = False
+    _ending: str | None = None  # what the first finish() was given
     _place: parallel.Parallel | None = None
     rank = 0
     world_size = 1
@@ -168,6 +169,7 @@ class Run:
     _instruments: tuple[Any, ...] = ()  # with remove(), of all that PyTorch tells; none until it is in use
     _watched: Mapping[int, tuple[Any, ...]] = {}  # the same, of each model by its id
     _watches_checkpoints = False
+    ended_by = ""  # where that is known better than Python tells at the end
     in_wait = False  # in the loop's thread: a wait inside another counts once
 
     @_guarded(_nothing)
@@ -417,14 +419,20 @@ class Run:
             return  # in a forked child: nothing to say about its parent, and locks that no thread will release
         if status not in STATUSES:
             raise ValueError(f"finish({status!r}) was ignored; write one of {', '.join(STATUSES)}")
-        if self._finished:
+        if self._finished or self._ending is not None:
             raise RuntimeError("finish() was called before; only the first call counts")
+        self._ending = status
         if self._watches_checkpoints:
             self._last_words(status)
         self._end()
+        self._push_last(status)
+
+    def _push_last(self, status: str) -> None:
         if self._pusher is not None:
             last = self.snapshot(last=True)
             last.resource["flopwatch.status"] = status
+            if status != "completed" and (by := self.ended_by or ending.now()):
+                last.resource["flopwatch.ended_by"] = by
             self._pusher.stop(last)
 
     @property
@@ -618,6 +626,16 @@ class Run:
                 self._lock.release()
 
     @_guarded(_nothing)
+    def _at_exit(self, status: str) -> None:
+        """Finish as the interpreter ends; or go on with a finish() in which a signal came whose handler exits."""
+        if self._ending is None:
+            self.finish(status)
+        elif self._process.pid == os.getpid():
+            if not self._finished:
+                self._end()
+            self._push_last(self._ending)
+
+    @_guarded(_nothing)
     def _last_words(self, status: str) -> None:
         from flopwatch.training.torch import attach
 
@@ -761,7 +779,7 @@ class Run:
         except ValueError:
             raise ValueError(f"push interval {interval!r}: write seconds, for example 5; nothing is pushed") from None
         wire = Wire(endpoint, self._start_unix, Path(token_file) if token_file else None, headers)
-        self._pusher = Pusher(wire, seconds, self.snapshot, self.finish, functools.partial(self.failed, "push"))
+        self._pusher = Pusher(wire, seconds, self.snapshot, self._at_exit, functools.partial(self.failed, "push"))
         self._pusher.start()
 
     def snapshot(self, *, last: bool = False) -> Snapshot:

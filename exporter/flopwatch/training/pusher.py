@@ -4,7 +4,9 @@ At the interpreter's end without run.finish() it says `stopped` after Ctrl-C, el
 from a plain end, and a failure taken for an end would be told to nobody. A killed process says nothing, and the node
 notices that its pid is gone.
 A forked child (a DataLoader worker) has no such thread, and Run.finish says nothing in it. No signal handler is
-installed: in Python it would keep alive a rank that is blocked in a collective.
+installed: in Python it would keep alive a rank that is blocked in a collective. A handler of the script's own that
+calls finish() and exits may be called again amid finish(): Slurm signals all processes of a step, torchrun passes that
+on. The exit takes effect, and what finish() was about to say is said at the interpreter's end.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ LAST_PUSH = 1.5  # seconds that finish() and the interpreter's exit wait for the
 class Pusher:
     """Pushes what `snapshot` returns, at once and every `interval` seconds.
 
-    `finish(status)` is called if the interpreter ends before stop(); `failed` is told what should not happen.
+    `finish(status)` is called if the interpreter ends before stop() has; `failed` is told what should not happen.
     """
 
     def __init__(
@@ -46,8 +48,11 @@ class Pusher:
         self._failed = failed
         self._last: Snapshot | None = None
         self._stopping = False
+        self._patience_ends = math.inf  # stop()'s
         self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._push, name="flopwatch", daemon=True)
+        # Not the thread's join(): Python before 3.13, if an exception interrupts that, takes the thread for ended.
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="flopwatch", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
@@ -55,15 +60,23 @@ class Pusher:
         self._thread.start()
 
     def stop(self, last: Snapshot | None) -> None:
-        """Push `last` if there is one, and no more; takes at most LAST_PUSH seconds."""
-        atexit.unregister(self._at_exit)
-        self._last, self._stopping = last, True
+        """Push `last` if there is one, and no more; takes at most LAST_PUSH seconds, also if it is called again."""
+        if not self._stopping:
+            self._patience_ends = time.monotonic() + LAST_PUSH
+            self._last, self._stopping = last, True
         self._wake.set()
-        if last is not None:
-            self._thread.join(LAST_PUSH)
+        if self._last is not None:
+            self._ended.wait(max(0.0, self._patience_ends - time.monotonic()))
+        atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
         self._finish("stopped" if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt) else "failed")
+
+    def _run(self) -> None:
+        try:
+            self._push()
+        finally:
+            self._ended.set()
 
     def _push(self) -> None:
         delivered, known = True, False

@@ -17,7 +17,8 @@ from flopwatch.training.torch.waits import Unmeasured, _fsdp_groups, watch
 __all__ = ["Card", "agreed", "card", "replica_ranks", "watch"]
 
 AGREEMENT = 30.0  # seconds to wait for rank 0 to name the attempt
-CLOCKS_DIFFER = 10.0  # seconds that two nodes' clocks may differ by; a restart takes longer
+CLOCKS_DIFFER = 10.0  # seconds that two nodes' clocks may differ by
+RANK_0_COMES = 5.0  # seconds in which it names the attempt anew, if a name may be of an attempt that crashed at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +42,20 @@ def agreed(attempt: str, rank: int, started: float) -> str | None:
     """Return rank 0's name of the attempt through the job's store; None if rank 0 does not tell.
 
     `started` is when this process did, as Unix time. An agent's store outlives torchrun's restarts, and nodes count
-    those differently, so a name is known to be of this attempt by when it was told.
+    those differently, so a name is known to be of this attempt by when it was told: after this process started, since
+    rank 0 cannot have met the others before. One that seems a little older is of a rank 0 whose clock is behind, or of
+    an attempt that has just crashed; then it is about to be replaced.
     """
     store, key = torch.distributed.distributed_c10d._get_default_store(), "flopwatch/attempt"
     if rank == 0:
         store.set(key, f"{time.time()} {attempt}")
         return attempt
-    deadline = time.monotonic() + AGREEMENT
-    while time.monotonic() < deadline:
+    began = time.monotonic()
+    while (waited := time.monotonic() - began) < AGREEMENT:
         try:
             if store.check([key]):
                 told, _, name = bytes(store.get(key)).decode().partition(" ")
-                if float(told) > started - CLOCKS_DIFFER:
+                if float(told) > started - (CLOCKS_DIFFER if waited > RANK_0_COMES else 0.0):
                     return name
         except RuntimeError:
             return None

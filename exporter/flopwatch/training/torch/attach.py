@@ -116,6 +116,7 @@ class Attachment:
 
     def __init__(self, settings: Settings, checkpoints: Checkpoints) -> None:
         self.status = "failed"  # what the run is told at the interpreter's exit, unless the launcher knows better
+        self.ended_by = ""
         self.run: Run | None = None
         self.settings = settings
         self.checkpoints = checkpoints
@@ -222,9 +223,10 @@ class Attachment:
         run = self.telling()
         if run is None or os.getpid() != self._pid:
             return
-        if self.status == "completed":  # Ctrl-C may have come between two files
+        if self.status in ("completed", "preempted"):  # Ctrl-C may have come between two files
             last_words(run, self.status)
         self._give_up_gradients(run)
+        run.ended_by = self.ended_by
         run.finish(self.status)
 
     def see(self, seen: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> _R | None:

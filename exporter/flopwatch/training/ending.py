@@ -1,0 +1,41 @@
+"""What a process ended by, in a few letters: the type of an exception, and of some a word more.
+
+`KeyError`, `OSError ENOSPC`, `SystemExit 3`. Never a message, which may hold anything.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import sys
+
+_STRANGE = re.compile(r"[^A-Za-z0-9_]")
+
+
+def ended_by(error: BaseException | None) -> str:
+    """Return what is told of an exception; nothing of none, nor of one that cannot be asked."""
+    try:
+        if error is None:
+            return ""
+        name = _STRANGE.sub("_", str(type(error).__name__))
+        name = (f"_{name}" if not name or name[0].isdigit() else name)[:64]
+        if isinstance(error, SystemExit):
+            # As the interpreter does: a text is printed, and the status is 1.
+            code = 0 if error.code is None else error.code if isinstance(error.code, int) else 1
+            return f"{name} {code}" if abs(code) < 1 << 31 else name
+        number = error.errno if isinstance(error, OSError) else None
+        word = errno.errorcode.get(number, "") if isinstance(number, int) else ""
+        return f"{name} {word}" if word else name
+    except Exception:
+        return ""  # a type whose name, or an instance whose fields, are code that fails
+
+
+def now() -> str:
+    """Return what this process is ending by, as far as Python tells.
+
+    That is the exception being handled, else the one that reached the interpreter, which keeps it before it calls
+    sys.excepthook; of sys.exit() it keeps nothing.
+    https://docs.python.org/3/library/sys.html#sys.last_value
+    """
+    handled = sys.exc_info()[1]
+    return ended_by(getattr(sys, "last_value", None) if handled is None else handled)

@@ -1,0 +1,93 @@
+"""Real hangs of real jobs: each of four gloo ranks, one of which stops coming; the page names it.
+
+All jobs run side by side on one node with its exporter, under a real Prometheus and Alertmanager and the shipped rules
+at a faster pace. Two more jobs must not be called hanging: one that saves a checkpoint all the while, and one that is
+well.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from demo.receiver import Message
+from demo.stack import Stack
+from flopwatch import catalogue as c
+
+pytestmark = [pytest.mark.e2e, pytest.mark.torch, pytest.mark.timeout(400)]
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "hangs.py"
+PACE = 15.0
+CULPRIT = 2
+# What the page says of the culprit, by what its rank does.
+KINDS = {
+    "stopped": f"Rank {CULPRIT} on {{host}} has not come to the collective",
+    "endless_loop": f"Rank {CULPRIT} on {{host}} has not come to the collective",
+    "skipped_collective": f"Rank {CULPRIT} on {{host}} has not come to the collective",
+    "blocked_loader": f"Rank {CULPRIT} on {{host}} waits for data",
+    "gil_held": f"Rank {CULPRIT} on {{host}} has not come to the collective",
+    "killed": f"Rank {CULPRIT} on {{host}} is gone",
+}
+FINE = ("saving", "healthy")
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(tmp_path_factory.mktemp("hangs"), pace=PACE, train=None) as running:
+        assert running.servers.alertmanager, f"no Alertmanager here: {running.servers.why}"
+        yield running
+
+
+@pytest.fixture(scope="module")
+def jobs(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Run all jobs until the tests are over."""
+    folder = tmp_path_factory.mktemp("jobs")
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(("FLOPWATCH_", "TORCHELASTIC_"))}
+    environ |= {"PYTHONPATH": str(SCRIPT.parents[2] / "exporter"), "FLOPWATCH_PUSH_INTERVAL": "1",
+                "FLOPWATCH_ENDPOINT": f"http://{stack.otlp_address}", "GLOO_SOCKET_IFNAME": "lo"}
+    with (folder / "log").open("wb") as log:
+        processes = [subprocess.Popen([sys.executable, str(SCRIPT), kind, str(folder)], env=environ, stdout=log,
+                                      stderr=log, start_new_session=True) for kind in (*KINDS, *FINE)]
+        try:
+            yield
+        finally:
+            for process in processes:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def hanging(stack: Stack, run: str) -> list[Message]:
+    return [message for message in stack.receiver.of("slack")
+            if "TrainingHang" in str(message.payload) and f"Run {run} " in str(message.payload)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hang_is_told_and_the_rank_that_did_not_come_is_named(kind: str, stack: Stack, jobs: None) -> None:
+    deadline = time.monotonic() + 240
+    while not hanging(stack, kind):
+        assert time.monotonic() < deadline, f"no page of {kind}: {[str(m.payload) for m in stack.receiver.of('slack')]}"
+        stack.check()
+        time.sleep(0.2)
+    host = stack.prometheus.query(f'{c.TRAINING_RANK_INFO}{{run="{kind}",rank="0"}}')[0][0]["host"]
+    assert KINDS[kind].format(host=host) in str(hanging(stack, kind)[0].payload)
+    assert not any(f"Rank {rank} on" in str(hanging(stack, kind)[0].payload) for rank in range(4) if rank != CULPRIT)
+
+
+@pytest.mark.parametrize("kind", FINE)
+def test_a_job_that_saves_or_is_well_is_not_called_hanging(kind: str, stack: Stack, jobs: None) -> None:
+    # It has been in that state for as long as the others hang, whose pages are there.
+    rank = f'run="{kind}",rank="0"'
+    saving = stack.prometheus.value(f'{c.TRAINING_ACTIVITY_SECONDS}{{{rank},activity="checkpoint_save"}}')
+    assert saving is not None
+    assert (saving > 15) == (kind == "saving")
+    steps = stack.prometheus.value(f'increase({c.TRAINING_STEPS}{{{rank}}}[15s])')
+    assert steps is not None
+    assert (steps > 0) == (kind == "healthy")
+    assert hanging(stack, kind) == []

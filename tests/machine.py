@@ -1,0 +1,48 @@
+"""What tests need on a machine that is slow or stalls for a second: patience, several tries, ports nobody else gets."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+PATIENCE = 120.0  # seconds after which what a test waits for never comes
+
+
+def until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
+    """Wait for what another thread or process does. Raises AssertionError."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds:g} s"
+        time.sleep(0.01)
+
+
+def shortest(measure: Callable[[], float], enough: float, tries: int = 4) -> float:
+    """Return the shortest of some durations in seconds, and the first that is short enough.
+
+    A stall of the machine makes one of them longer, a fault of ours all.
+    """
+    took = measure()
+    while took >= enough and tries > 1:
+        took, tries = min(took, measure()), tries - 1
+    return took
+
+
+def reserve() -> socket.socket:
+    """Return a socket that keeps a port of loopback, at which nobody listens, for who asks for this very one.
+
+    A server that sets SO_REUSEADDR, as they do, can listen there although it is bound here; no other process is given
+    the port as a free one.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Give such a port for the length of a block."""
+    with reserve() as held:
+        yield int(held.getsockname()[1])
