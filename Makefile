@@ -12,7 +12,7 @@ install = @echo "Installing $(1) into $(VENV) ..."; begin=$$(date +%s); $(PIP) i
 	&& echo "  done in $$(($$(date +%s) - begin)) s" && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint generate bench soak fuzz clean
+.PHONY: help demo test lint generate bench soak fuzz scale simulate mutations clean
 .NOTPARALLEL:
 
 help:  ## list the targets
@@ -32,13 +32,23 @@ generate: $(VENV)/.dev  ## write the generated files again
 	@$(BIN)/python -m alerts helm/files
 	@$(BIN)/python -m dashboards helm/files/dashboards
 	@$(BIN)/flopwatch metrics > docs/metrics.md
+	@$(BIN)/python -m alerts.recording > docs/records.md
 	@$(BIN)/python -m flopwatch.node.collectors.xid > docs/xid.md
 
 bench: $(VENV)/.dev  ## measure ourselves beside peers
-	@for file in $(filter-out bench/soak.py,$(wildcard bench/*.py)); do echo "$$file"; $(BIN)/python $$file || exit; done
+	@for file in $(filter-out bench/soak.py bench/rules.py,$(wildcard bench/*.py)); do echo "$$file"; $(BIN)/python $$file || exit; done
 
 soak: $(VENV)/.dev  ## scrape a simulated node every second for an hour, or SECONDS, and see whether it grows
 	@$(BIN)/python bench/soak.py --seconds $(or $(SECONDS),3600)
+
+scale: $(VENV)/.dev  ## every rule over the series of 32,768 GPUs on a real Prometheus: each group's time beside its interval
+	@$(BIN)/python bench/rules.py
+
+mutations: $(VENV)/.dev  ## every mutant of every alert, of which `make test` tries a sample
+	@FLOPWATCH_MUTANTS=0 $(BIN)/python -m pytest --durations=10 tests/test_alert_mutations.py
+
+simulate: $(VENV)/.dev  ## 54 days of 16,384 GPUs with the published interruptions, the ledger beside the truth; SEED=2 for others
+	@$(BIN)/flopwatch simulate --scenario llama3 --seed $(or $(SEED),1)
 
 fuzz: $(VENV)/.dev $(VENV)/.fuzz  ## fuzz every parser of what comes from outside, each for 30 s, or SECONDS
 	@for target in kmsg sysfs podresources otlp webconfig; do \

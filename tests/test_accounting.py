@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -447,6 +448,7 @@ class Process:
 class Generated:
     lines: list[Line]
     truth: dict[str, float]  # for one node and nothing lost: seconds per bucket
+    held: dict[str, float]  # the same, times GPUs
     steps: int  # executed for the first time
     skew: float
 
@@ -455,7 +457,7 @@ class Generated:
 def histories(draw: st.DrawFn, *, clean: bool) -> Generated:
     """Draw a run of several attempts; a clean one has one node, exact clocks and no overlap."""
     whole = st.integers
-    truth = dict.fromkeys(BUCKETS, 0.0)
+    truth, held = dict.fromkeys(BUCKETS, 0.0), dict.fromkeys(BUCKETS, 0.0)
     lines: list[Line] = []
     now = float(draw(whole(1, 10**9)))
     if draw(st.booleans()):
@@ -482,11 +484,13 @@ def histories(draw: st.DrawFn, *, clean: bool) -> Generated:
         end = draw(st.sampled_from(ends))
         nodes = 1 if clean else draw(whole(1, 3))
         interval = draw(whole(4, 45))
+        gpus, place = draw(st.sampled_from([8, 8, 4, 16])), draw(st.sampled_from(["h", "h", f"moved{number}-"]))
         heard = 0.0
+        before = dict(truth)
         for node in range(nodes):
             skew = 0.0 if clean else float(draw(st.sampled_from([0, 0, 0, -3, 2, 15])))
             skews = max(skews, abs(skew))
-            who = {"run": "r", "attempt": f"a{number}", "source": f"h{node}", "rank": 8 * node, "gpus": 8}
+            who = {"run": "r", "attempt": f"a{number}", "source": f"{place}{node}", "rank": 8 * node, "gpus": gpus}
             if draw(st.booleans()) or clean:
                 lines.append({**who, "t": now + skew, "event": "start", "step": resumed})
             ages = [float(age) for age in range(draw(whole(1, interval)), int(life) + 1, interval)]
@@ -498,6 +502,10 @@ def histories(draw: st.DrawFn, *, clean: bool) -> Generated:
                     **who, "t": now + age + skew, "event": "snapshot", "step": step, "committed_step": committed,
                     "activity_seconds": activity, "open_step_seconds": open_step,
                     "model_flops": (step - resumed) * 1e15, "peak_flops": 8e14})
+                if draw(whole(0, 9)) == 0:
+                    lines[-1]["evidence"] = [{
+                        "kind": draw(st.sampled_from(["xid", "link_down", "exception", "throttle", "strange"])),
+                        "t": now + skew + draw(whole(0, int(age))), "count": 1, "detail": "79"}]
                 heard = max(heard, age)
             at = {**who, "t": now + life + skew}
             if end == "gone" and ages:
@@ -522,12 +530,17 @@ def histories(draw: st.DrawFn, *, clean: bool) -> Generated:
         until = life if attested else heard
         pause = float(draw(whole(0, 600)))
         overlap = 0.0 if clean else float(draw(whole(0, 30)))
+        for bucket, was in before.items():
+            held[bucket] += gpus * (truth[bucket] - was)
         if not last:
-            truth["down"] += life - until + pause
-            now = max(now + life + pause - overlap, now + 0.5)
+            following = max(now + life + pause - overlap, now + 0.5)
+            truth["down"] += following - now - until
+            held["down"] += 0 if end == "preempted" else gpus * (following - now - until)
+            now = following
         elif not attested:
             truth[cut_short] -= open_step  # nothing brackets it
-    return Generated(lines if clean else sorted(lines, key=lambda line: line["t"]), truth, steps, skews)
+            held[cut_short] -= gpus * open_step
+    return Generated(lines if clean else sorted(lines, key=lambda line: line["t"]), truth, held, steps, skews)
 
 
 @given(histories(clean=True))
@@ -536,8 +549,7 @@ def test_nothing_lost_on_the_way_gives_the_true_seconds(generated: Generated) ->
     run = figures(generated.lines)
     assert run["buckets"] == {name: pytest.approx(seconds, abs=1e-5) for name, seconds in generated.truth.items()}
     assert run["retained_flops"] == pytest.approx(generated.steps * 1e15)
-    for bucket in set(BUCKETS) - {"queue", "down"}:
-        assert run["gpu_seconds"][bucket] == pytest.approx(8 * generated.truth[bucket], abs=1e-4)
+    assert run["gpu_seconds"] == {name: pytest.approx(seconds, abs=1e-3) for name, seconds in generated.held.items()}
 
 
 def mangled(lines: list[Line], seed: int) -> Iterator[Line]:
@@ -582,6 +594,7 @@ def test_on_every_history_the_books_balance_and_never_go_back(generated: Generat
             assert 0 <= run.summary(run.last)["buckets"]["productive"] <= run.wall(run.last) + 1e-4
             if generated.skew == 0:
                 assert run.retained <= sum(told.values()) + 1
+            check_attempts(run)
 
         # What was used once changes nothing when it is said again, at once or later; nor does being written down
         # and read back.
@@ -590,10 +603,87 @@ def test_on_every_history_the_books_balance_and_never_go_back(generated: Generat
         ledger.apply(line)
         ledger.apply(chance.choice(used or [line]))
         assert snapshot_of(run) == state
-        books, sources = json.loads(json.dumps(state))
-        ledger.runs[run.tenant, run.name] = Run.from_json(books | {"last": run.last}, sources)
+        ledger.runs[run.tenant, run.name] = read_back(run)
 
 
-def snapshot_of(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
-    sources = {name: asdict(source) for name, source in run.sources.items()}
-    return {name: value for name, value in run.to_json().items() if name != "last"}, sources
+def check_attempts(run: Run) -> None:
+    """Assert that the attempts and the incidents account for the same seconds and GPU-seconds as the run does."""
+    record = run.figures(run.last)
+    attempts = record["attempts"]
+    for bucket in set(BUCKETS) - {"queue"}:
+        if bucket == "down":
+            booked = [(one["down_seconds"], one["down_gpu_seconds"]) for one in attempts]
+        else:
+            booked = [(one["seconds"].get(bucket, 0.0), one["gpu_seconds"].get(bucket, 0.0)) for one in attempts]
+        assert sum(seconds for seconds, _ in booked) == pytest.approx(record["buckets"][bucket], abs=1e-4)
+        assert sum(held for _, held in booked) == pytest.approx(record["gpu_seconds"][bucket], abs=1e-3)
+    # A line in time: each begins where the one before ended and the run was down.
+    for one, other in pairwise(attempts):
+        assert other["begin"] == pytest.approx(one["end"] + one["down_seconds"], abs=1e-4)
+    for one in attempts:
+        assert sum(one["gpu_seconds"].values()) <= one["gpus"] * sum(one["seconds"].values()) * (1 + 1e-9)
+    badput = sum(seconds for bucket, seconds in run.gpu_seconds.items() if bucket not in ("productive", "generation"))
+    lost = sum(incident["gpu_seconds"] for incident in record["incidents"])
+    assert lost <= badput + 1e-3
+    assert run.recovery_seconds <= run.wall(run.last) + 1e-4
+    assert run.recoveries <= run.ends["failed"] + run.ends["silent"]
+    assert sum(run.settled.values()) == sum(incident["settled"] for incident in record["incidents"])
+
+
+def snapshot_of(run: Run) -> list[Any]:
+    """Return all that is written of a run, but for what goes by the newest stamp, which a late record may move too."""
+    state: list[Any] = json.loads(json.dumps([
+        {name: value for name, value in run.to_json().items() if name not in stamps_of(run)},
+        {name: asdict(source) for name, source in run.sources.items()},
+        list(run.history.items()),
+        [(number, asdict(incident)) for number, incident in run.incidents.items()],
+        {host: run.evidence.state(host) for host in run.evidence.hosts()},
+    ]))
+    return state
+
+
+def stamps_of(run: Run) -> dict[str, float]:
+    return {"last": run.last, "clock": run.clock, "horizon": run.horizon}
+
+
+def read_back(run: Run) -> Run:
+    """Return the run as it comes back from the disk."""
+    books, sources, history, incidents, evidence = snapshot_of(run)
+    return Run.from_json(books | stamps_of(run), sources, dict(history), dict(incidents), evidence)
+
+
+def test_gpus_that_are_heard_of_late_were_held_from_the_start() -> None:
+    # Four nodes of eight GPUs start up for 120 s and push a second apart; the first step ends after 130 s.
+    ledger = Ledger()
+    for age in (120.0, 130.0, 140.0):
+        for node in range(4):
+            activity = {"startup": min(age, 120.0), "step": max(0.0, age - 120)}
+            ledger.apply({"t": age + node, "run": "r", "attempt": "a", "source": f"n{node}", "event": "snapshot",
+                          "started": float(node), "rank": 8 * node, "gpus": 8, "peak_flops": 8e15,
+                          "step": age / 10 - 12, "model_flops": (age - 120) * 1e15, "activity_seconds": activity})
+    run = ledger.runs["", "r"]
+    assert run.gpu_seconds["startup"] == pytest.approx(4 * 8 * 120)
+    assert run.gpu_seconds["productive"] == pytest.approx(4 * 8 * 20)
+    assert run.capacity == pytest.approx(4 * 8e15 * 140)
+
+
+def test_gpus_of_a_node_that_joins_later_are_held_from_then_on() -> None:
+    ledger = Ledger()
+    for node, born, t in ((0, 0.0, 100.0), (0, 0.0, 200.0), (1, 150.0, 201.0), (0, 0.0, 300.0)):
+        ledger.apply({"t": t, "run": "r", "attempt": "a", "source": f"n{node}", "event": "snapshot", "started": born,
+                      "rank": node, "gpus": 1, "activity_seconds": {"startup": t - born}})
+    assert ledger.runs["", "r"].gpu_seconds["startup"] == pytest.approx(300 + 150)
+
+
+def test_what_held_up_a_hang_is_looked_for_before_it_and_not_only_before_its_end() -> None:
+    # Steps of 10 s until 100; a port goes down at 103, and a watchdog ends the job 12 minutes later.
+    ledger = Ledger()
+    told = {"run": "r", "attempt": "a", "source": "n0", "rank": 0, "gpus": 8, "started": 0.0, "step": 10}
+    ledger.apply({**told, "t": 100.0, "event": "snapshot", "activity_seconds": {"step": 100.0}})
+    down = [{"kind": "link_down", "t": 103.0, "count": 1, "port": "mlx5_3:1"}]
+    ledger.apply({**told, "t": 820.0, "event": "snapshot", "activity_seconds": {"step": 820.0},
+                  "open_step_seconds": 720.0, "evidence": down})
+    ledger.apply({**told, "t": 821.0, "event": "finish", "status": "failed", "activity_seconds": {"step": 821.0},
+                  "open_step_seconds": 721.0, "evidence": down})
+    (incident,) = ledger.runs["", "r"].figures(1000.0)["incidents"]
+    assert (incident["cause"], incident["port"]) == ("network", "mlx5_3:1")

@@ -24,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from flopwatch import catalogue as m
 from flopwatch.ledger.accounting import BUCKETS
 from flopwatch.ledger.replay import replay
+from tests.machine import PATIENCE, until
 
 HISTORIES = Path(__file__).parent / "captures" / "histories"
 EXPORTER = Path(__file__).parent.parent / "exporter"
@@ -41,7 +42,7 @@ class Ledger:
         self.port = port
 
     def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         try:
             connection.request(method, path, body, headers or {})
             response = connection.getresponse()
@@ -64,7 +65,8 @@ class Ledger:
 def serving(state: Path, *flags: str) -> Iterator[Ledger]:
     command = [sys.executable, "-m", "flopwatch", "ledger", "serve", "--listen", "127.0.0.1:0", "--state", str(state)]
     process = subprocess.Popen(
-        [*command, *flags], stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(EXPORTER)})
+        [*command, "--new-for", "0.001", *flags], stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(EXPORTER)})
     try:
         assert process.stderr is not None
         for line in process.stderr:
@@ -112,7 +114,7 @@ def test_metrics_are_the_catalogues_families_in_the_format_asked_for(
     accept: str, parse: Any, media: str, ledger: Ledger
 ) -> None:
     assert ledger.post(renamed(WORKED, "format"))[0] == 200
-    connection = http.client.HTTPConnection("127.0.0.1", ledger.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", ledger.port, timeout=PATIENCE)
     connection.request("GET", "/metrics", headers={"Accept": accept})
     response = connection.getresponse()
     assert str(response.getheader("Content-Type")).startswith(media)
@@ -187,7 +189,7 @@ def test_it_stops_cleanly_and_serves_the_same_after_a_restart_or_a_kill(tmp_path
         assert ledger.post("\n".join(lines[:300]))[0] == 200
         before = ledger.seconds("r")
         ledger.process.send_signal(signal.SIGTERM)
-        assert ledger.process.wait(timeout=10) == 0
+        assert ledger.process.wait(timeout=PATIENCE) == 0
     with serving(tmp_path) as ledger:
         assert ledger.seconds("r") == before
         assert ledger.post("\n".join(lines[300:500]))[0] == 200
@@ -199,7 +201,7 @@ def test_it_stops_cleanly_and_serves_the_same_after_a_restart_or_a_kill(tmp_path
         assert ledger.post("\n".join(lines[500:]))[0] == 200
         assert ledger.seconds("r") == replay(lines)[0]["runs"]["r"]["buckets"]
         ledger.process.send_signal(signal.SIGINT)
-        assert ledger.process.wait(timeout=10) == 0
+        assert ledger.process.wait(timeout=PATIENCE) == 0
 
 
 def test_a_delivery_that_cannot_be_written_is_to_be_sent_again(tmp_path: Path) -> None:
@@ -220,15 +222,26 @@ def test_a_delivery_that_cannot_be_written_is_to_be_sent_again(tmp_path: Path) -
             name: value for name, value in replay(lines)[0]["runs"]["loop"]["buckets"].items() if name != "queue"}
 
 
+def test_a_new_run_is_served_from_zero_and_after_a_while_with_all_it_has(tmp_path: Path) -> None:
+    with serving(tmp_path, "--new-for", "2") as ledger:
+        posted = time.monotonic()
+        assert ledger.post(WORKED)[0] == 200
+        assert set(ledger.seconds("r").values()) == {0.0}
+        assert 'run_open_seconds{run="r",tenant=""} 7895.0' in ledger.ask("GET", "/metrics")[1]
+        expected = replay(WORKED.splitlines())[0]["runs"]["r"]["buckets"]
+        while ledger.seconds("r") != expected:
+            assert time.monotonic() < posted + 30
+            time.sleep(0.1)
+        assert time.monotonic() > posted + 1.9
+        assert 'run_open_seconds{run="r",tenant=""} 0.0' in ledger.ask("GET", "/metrics")[1]
+
+
 def test_a_run_whose_snapshots_stop_is_down_after_a_while(tmp_path: Path) -> None:
-    with serving(tmp_path, "--silent-after", "0.5") as ledger:
+    with serving(tmp_path, "--silent-after", "3") as ledger:
         record = {"t": time.time(), "run": "r", "attempt": "a", "source": "h", "event": "start", "gpus": 1}
         assert ledger.post(json.dumps(record))[0] == 200
         assert 'run_state{run="r",state="running",tenant=""} 1.0' in ledger.ask("GET", "/metrics")[1]
-        deadline = time.monotonic() + 10
-        while 'run_state{run="r",state="down",tenant=""} 1.0' not in ledger.ask("GET", "/metrics")[1]:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: 'run_state{run="r",state="down",tenant=""} 1.0' in ledger.ask("GET", "/metrics")[1])
 
 
 @pytest.mark.parametrize(("flags", "message"), [

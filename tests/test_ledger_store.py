@@ -9,6 +9,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -16,16 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flopwatch import catalogue as m
 from flopwatch.ledger.accounting import Ledger
 from flopwatch.ledger.record import RecordError
+from flopwatch.ledger.replay import replay
 from flopwatch.ledger.store import Store, filesystem
 from flopwatch.settings import SettingsError
+from tests.test_accounting import Generated, histories, mangled
 
-HISTORIES = Path(__file__).parent / "captures" / "histories"
+CAPTURES = Path(__file__).parent / "captures"
+HISTORIES = CAPTURES / "histories"
 EXPORTER = Path(__file__).parent.parent / "exporter"
 NOW = 9000.0
+LATER = 2e9  # than any generated history
 
 
 def history(name: str) -> list[dict[str, Any]]:
@@ -160,12 +167,38 @@ def test_a_damaged_file_is_kept_aside_and_the_accounts_begin_anew(damage: Any, t
         assert list(store.summary()["runs"]) == ["loop"]
 
 
+def test_a_file_of_the_first_format_is_taken_over_with_all_it_holds(tmp_path: Path) -> None:
+    # Made by the first format: half of one history, all of another, and the beginning of a third.
+    path = tmp_path / "ledger.sqlite"
+    shutil.copy(CAPTURES / "ledger" / "format_1.sqlite", path)
+    records = [*history("crash_and_move")[:300], *history("two_nodes_then_one"), *history("crash_loop")[:7]]
+    counted_since = {  # by what the first format did not keep
+        "recoveries", "recovery_seconds", "incidents", "badput_gpu_seconds", "committed_timestamp"}
+
+    def known(summary: dict[str, Any]) -> dict[str, Any]:
+        return {name: {k: v for k, v in run.items() if k not in counted_since}
+                for name, run in summary["runs"].items()}
+
+    with closing(Store(path, new_for=60, clock=lambda: NOW + 10)) as store:
+        assert known(store.summary()) == known(told(records))
+        # A run that was there before is not new.
+        assert max(value for row, _, value in store.families(NOW + 10) if row is m.RUN_SECONDS) == 2750
+        store.apply(history("crash_and_move")[300:])
+        store.apply(history("crash_loop")[7:])
+    with closing(Store(path, clock=lambda: NOW)) as store:
+        everything = [*history("crash_and_move"), *history("two_nodes_then_one"), *history("crash_loop")]
+        assert known(store.summary()) == known(told(everything))
+        assert [one["attempt"] for one in store.figures("loop")["attempts"]] == ["a2", "a3", "a4"]
+        assert [one["attempt_number"] for one in store.figures("loop")["incidents"]] == [2, 3]
+    assert [file.name for file in tmp_path.iterdir() if "corrupt" in file.name] == []
+
+
 def test_a_file_of_a_newer_version_is_refused_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     intact(path)
     with closing(sqlite3.connect(path)) as db:
-        db.execute("PRAGMA user_version=2")
-    with pytest.raises(SettingsError, match=r"was written by a newer flopwatch \(format 2, not 1\)"):
+        db.execute("PRAGMA user_version=3")
+    with pytest.raises(SettingsError, match=r"was written by a newer flopwatch \(format 3, not 2\)"):
         Store(path)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["ledger.sqlite", "ledger.sqlite.lock"]
 
@@ -229,8 +262,70 @@ def test_an_ended_run_is_served_for_a_day_and_then_forgotten(tmp_path: Path) -> 
         assert db.execute("SELECT run FROM runs").fetchall() == [("loop",)]
         assert db.execute("SELECT DISTINCT run FROM sources").fetchall() == [("loop",)]
     with closing(Store(path, clock=lambda: clock[0])) as store:
-        # One that has not ended is down for as long as it takes.
-        assert runs(store, NOW + 1e8) == {"loop"}
+        # One that has not ended is down for as long as that may take.
+        assert runs(store, clock[0] + 30 * 24 * 3600) == {"loop"}
+
+
+def test_a_run_that_nobody_ends_is_given_up_and_its_accounts_are_served_for_another_day(tmp_path: Path) -> None:
+    day, path = 24 * 3600.0, tmp_path / "ledger.sqlite"
+    clock = [NOW]
+
+    def states(store: Store) -> dict[str, str]:
+        return {labels[1]: labels[2] for row, labels, value in store.families(clock[0])
+                if row is m.RUN_STATE and value == 1}
+
+    def opened() -> Store:
+        return Store(path, clock=lambda: clock[0], abandoned_after=7 * day)
+
+    with closing(opened()) as store:
+        store.apply([*history("crash_loop")[:7], {"t": 5, "run": "never", "event": "submitted"}])
+        clock[0] += 7 * day - 1
+        assert states(store) == {"loop": "down", "never": "queued"}
+    clock[0] += day
+    with closing(opened()) as store:
+        # A ledger that was away itself waits for its senders first.
+        assert states(store) == {"loop": "down", "never": "queued"}
+        clock[0] += 601
+        assert states(store) == {"loop": "stopped", "never": "stopped"}
+        before = store.figures("loop")
+        assert (before["summary"]["wall_seconds"], before["buckets"]["productive"]) == (60, 15)
+        # What was not written by a delivery yet is found again.
+    with closing(opened()) as store:
+        clock[0] += 601
+        assert states(store) == {"loop": "stopped", "never": "stopped"}
+        store.apply(history("crash_and_move")[:1])
+    with closing(opened()) as store:
+        assert states(store) == {"loop": "stopped", "never": "stopped", "r": "queued"}
+        assert {**store.figures("loop"), "at": 0} == {**before, "at": 0}
+        clock[0] += day + 1
+        assert states(store) == {"r": "queued"}
+
+
+def test_a_new_run_is_served_at_0_for_a_minute_once(tmp_path: Path) -> None:
+    path, clock = tmp_path / "ledger.sqlite", [NOW]
+
+    def productive(store: Store, now: float) -> set[float]:
+        samples = store.families(now)
+        assert {row.name for row, _, _ in samples} == {row.name for row, _, _ in store.families(NOW + 1e4)}
+        return {value for row, labels, value in samples if row is m.RUN_SECONDS and labels[2] == "productive"}
+
+    with closing(Store(path, new_for=60, clock=lambda: clock[0])) as store:
+        store.apply(history("crash_and_move"))
+        zero = {row.name: value for row, _, value in store.families(NOW + 59) if row.type == "counter"}
+        assert set(zero.values()) == {0}
+        opened = [value for row, _, value in store.families(NOW + 59) if row is m.RUN_OPEN_SECONDS]
+        assert opened == [store.summary()["runs"]["r"]["wall_seconds"]]
+    with closing(Store(path, new_for=60, clock=lambda: clock[0])) as store:
+        assert {value for row, _, value in store.families(NOW + 59) if row.type == "counter"} == {0}
+        assert productive(store, NOW + 60) == {6000}
+        # A clock that is set back does not make it new again: that would be a reset of every counter.
+        assert productive(store, NOW + 30) == productive(store, NOW - 3600) == {6000}
+        # A new generation is another run.
+        clock[0] = NOW + 100
+        store.apply([{**record, "t": record["t"] + 20000, "attempt": f"again-{record.get('attempt')}"}
+                     for record in history("crash_and_move")])
+        assert productive(store, NOW + 130) == {0, 6000}
+        assert productive(store, NOW + 160) == {6000}
 
 
 def test_the_sources_of_an_ended_attempt_leave_the_file(tmp_path: Path) -> None:
@@ -288,3 +383,92 @@ def test_the_file_can_be_copied_while_it_is_in_use(tmp_path: Path) -> None:
             shutil.copy(f"{path}{suffix}", tmp_path / "copy" / f"ledger.sqlite{suffix}")
         with closing(Store(tmp_path / "copy" / "ledger.sqlite")) as copy:
             assert copy.summary() == store.summary()
+
+
+@given(histories(clean=False), st.integers(0, 2**32))
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_a_ledger_that_lives_through_restarts_says_what_a_replay_does(generated: Generated, seed: int) -> None:
+    chance, lines = random.Random(seed), list(mangled(generated.lines, seed))
+    with tempfile.TemporaryDirectory() as folder:
+        path, at = Path(folder) / "ledger.sqlite", 0
+        while at < len(lines):
+            with closing(Store(path, clock=lambda: LATER)) as store:
+                for _ in range(chance.randint(1, 5)):
+                    size = chance.randint(1, 20)
+                    store.apply(lines[at:at + size])
+                    at += size
+        replayed = Ledger()
+        for line in lines:
+            replayed.apply(line)
+        with closing(Store(path, clock=lambda: LATER)) as store:
+            assert store.summary() == replayed.summary() == replay(map(json.dumps, lines))[0]
+            for _, name in replayed.runs:
+                live, told = store.figures(name), replayed.runs["", name].figures(LATER)
+                assert (live["attempts"], live["incidents"]) == (told["attempts"], told["incidents"])
+
+
+def test_deliveries_that_come_together_share_a_transaction_and_each_is_on_disk_when_it_returns(tmp_path: Path) -> None:
+    path, count = tmp_path / "ledger.sqlite", 40
+    written: list[int] = []
+    with closing(Store(path, clock=lambda: NOW)) as store:
+        commits = 0
+
+        def trace(statement: str) -> None:
+            nonlocal commits
+            commits += statement == "COMMIT"
+
+        store._db.set_trace_callback(trace)
+
+        def deliver(number: int) -> None:
+            store.apply([{"t": 1.0, "run": f"r{number}", "event": "submitted"}])
+            with closing(sqlite3.connect(path)) as db:
+                [[found]] = db.execute("SELECT count(*) FROM runs WHERE run = ?", (f"r{number}",))
+                written.append(found)
+
+        with store._lock:  # as a slow disk would
+            threads = [threading.Thread(target=deliver, args=(number,)) for number in range(count)]
+            for thread in threads:
+                thread.start()
+            while len(store._queue) < count:
+                threading.Event().wait(0.001)
+        for thread in threads:
+            thread.join()
+        assert (written, commits) == ([1] * count, 1)
+
+
+def test_a_delivery_that_breaks_the_ledger_costs_the_others_nothing(tmp_path: Path) -> None:
+    class Broken(Ledger):
+        def apply(self, line: Any, heard: float | None = None) -> Any:
+            if line.run == "bad":
+                raise ArithmeticError("a mistake of ours")
+            return super().apply(line, heard)
+
+    outcomes: dict[str, str] = {}
+    with closing(Store(tmp_path / "ledger.sqlite", clock=lambda: NOW)) as store:
+        make = store._read
+
+        def read() -> Ledger:
+            ledger = make()
+            ledger.__class__ = Broken
+            return ledger
+
+        store._read = read  # type: ignore[method-assign]
+
+        def deliver(run: str) -> None:
+            try:
+                store.apply([{"t": 1.0, "run": run, "event": "submitted"}])
+                outcomes[run] = "taken"
+            except ArithmeticError as error:
+                outcomes[run] = str(error)
+
+        with store._lock:
+            threads = [threading.Thread(target=deliver, args=(run,)) for run in ("a", "bad", "b")]
+            for thread in threads:
+                thread.start()
+            while len(store._queue) < 3:
+                threading.Event().wait(0.001)
+        for thread in threads:
+            thread.join()
+        assert outcomes == {"a": "taken", "bad": "a mistake of ours", "b": "taken"}
+    with closing(Store(tmp_path / "ledger.sqlite", clock=lambda: NOW)) as store:
+        assert set(store.summary()["runs"]) == {"a", "b"}

@@ -8,10 +8,27 @@ import sys
 from collections.abc import Sequence
 
 import flopwatch
-from flopwatch.commands import capture, check, doctor, exporter, flops, kmsg, ledger, metrics, peak, report, run, stacks
+from flopwatch.commands import (
+    capture,
+    check,
+    doctor,
+    exporter,
+    flops,
+    kmsg,
+    ledger,
+    maintenance,
+    metrics,
+    peak,
+    report,
+    run,
+    simulate,
+    stacks,
+)
 from flopwatch.settings import SettingsError
 
-COMMANDS = (exporter, doctor, ledger, metrics, check, run, report, flops, peak, stacks, capture, kmsg)
+COMMANDS = (
+    exporter, doctor, ledger, maintenance, metrics, check, run, report, flops, peak, stacks, simulate, capture, kmsg,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

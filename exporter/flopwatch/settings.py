@@ -67,6 +67,7 @@ class ExporterSettings:
     stale_after: float = 30.0  # seconds a source's last good samples are served after it stopped answering
     rank_timeout: float = 300.0  # seconds without a push after which a rank's series end
     silent_after: float = 60.0  # seconds without a snapshot after which the ledger calls a run down
+    new_for: float = 60.0  # seconds a run is served with its counters at 0, so that scrapers see them begin
 
     def __post_init__(self) -> None:
         if self.ledger not in ("embedded", "off") and not self.ledger.startswith(("http://", "https://")):
@@ -132,6 +133,8 @@ class LedgerSettings:
     state: Path = Path("/var/lib/flopwatch-ledger")
     token_file: Path | None = None
     silent_after: float = 60.0
+    new_for: float = 60.0
+    abandoned_after: float = 30 * 24 * 3600.0  # seconds after which a run that nobody ended is given up
 
     def __post_init__(self) -> None:
         if self.token_file is None and not self.listen.loopback:

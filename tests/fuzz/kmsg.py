@@ -9,6 +9,7 @@ from flopwatch.node.collectors.xid.kernel_lines import (
     events,
     introductions,
     node_events,
+    oom_kills,
     record,
     recovery_action,
     switch_errors,
@@ -35,4 +36,5 @@ def target(data: bytes) -> None:
         for switch, code in switch_errors(text):
             assert PCI.fullmatch(switch.partition(".")[0]), switch
             assert len(code) == 5
+        assert all(0 <= pid < 10**10 for pid in oom_kills(text))
         assert NODE_EVENTS.keys() >= set(node_events(text))

@@ -27,10 +27,20 @@ NODE_KERNEL_EVENTS = Metric(
     "nic_health_compromised, nic_transmit_timeout, nic_command_leak, oom_kill, nccl_segfault, peermem_error, "
     "gpu_initialization_failed.", ("event",), "/dev/kmsg",
 )
+NODE_OOM_KILLED = Metric(
+    "node_oom_killed_timestamp_seconds", "gauge",
+    "When the kernel killed this process for want of memory, as Unix time, by its pid on the host; the last 8.",
+    ("pid",), "/dev/kmsg oom-kill lines",
+)
 NODE_CPU_POWER = Metric(
     "node_cpu_power_watts", "gauge", "Power drawn by a CPU socket (Grace).", ("socket",), "DCGM field 1130",
 )
 NODE_MODULE_POWER = Metric(
     "node_module_power_watts", "gauge", "Power drawn by a whole module, CPU and GPUs (Grace).", ("socket",),
     "DCGM field 1133",
+)
+NODE_MAINTENANCE_UNTIL = Metric(
+    "node_maintenance_until_timestamp_seconds", "gauge",
+    "When the node's maintenance ends, or ended, as Unix time; only within a day of it. Alerts of the host are held "
+    "back until then.", ("host",), "flopwatch maintenance: the file maintenance in the exporter's state folder",
 )

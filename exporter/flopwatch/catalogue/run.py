@@ -40,11 +40,41 @@ RUN_ENDS = Metric(
     "failed and silent are unplanned.",
     (*RUN, "status"), "flopwatch.ledger.accounting",
 )
+RUN_RECOVERIES = Metric(
+    "run_recoveries_total", "counter",
+    "Recoveries from unplanned ends: a step above the high-water mark was made again. What ends before that belongs to "
+    "the same recovery.", RUN, "flopwatch.ledger.accounting",
+)
+RUN_RECOVERY_SECONDS = Metric(
+    "run_recovery_seconds_total", "counter",
+    "Wall clock of those recoveries: last word of the attempt that ended to the new step, with down time, startup, "
+    "restore and steps executed again. Mean time to recovery = this / run_recoveries_total.",
+    RUN, "flopwatch.ledger.accounting",
+)
+RUN_INCIDENTS = Metric(
+    "run_incidents_total", "counter",
+    "Losses (ends of attempts that did not end the run) by cause; each is counted once, when its evidence is complete.",
+    (*RUN, "cause"), "flopwatch.ledger.causes",
+)
+RUN_BADPUT_GPU_SECONDS = Metric(
+    "run_badput_gpu_seconds_total", "counter",
+    "GPU time those losses cost, by cause: cut short, down, startup, restore, executed again until the next new step.",
+    (*RUN, "cause"), "flopwatch.ledger.causes",
+)
+RUN_CONFLICT = Metric(
+    "run_conflict", "gauge",
+    "1 while two attempts report under the name of this run; the one that started later is accounted for.", RUN,
+    "flopwatch.ledger.accounting",
+)
 RUN_POSITION_STEPS = Metric(
     "run_high_water_steps", "gauge", "The furthest step the run ever completed.", RUN, "flopwatch.ledger.accounting",
 )
 RUN_COMMITTED_STEPS = Metric(
     "run_committed_steps", "gauge", "Step of the run's last durable checkpoint.", RUN, "flopwatch.ledger.accounting",
+)
+RUN_COMMITTED_TIMESTAMP = Metric(
+    "run_committed_timestamp_seconds", "gauge",
+    "When the run's last durable checkpoint was first heard of, as Unix time.", RUN, "flopwatch.ledger.accounting",
 )
 RUN_MODEL_FLOPS = Metric(
     "run_retained_flops_total", "counter",
@@ -58,30 +88,4 @@ RUN_CAPACITY_FLOPS = Metric(
 RUN_START = Metric(
     "run_start_timestamp_seconds", "gauge", "First process start of the run, as Unix time.", RUN,
     "flopwatch.ledger.accounting",
-)
-RUN_RECOVERIES = Metric(
-    "run_recoveries_total", "counter",
-    "Unplanned ends after which the run made a step it had not made before.", RUN, "flopwatch.ledger.accounting",
-)
-RUN_RECOVERY_SECONDS = Metric(
-    "run_recovery_seconds_total", "counter",
-    "Wall clock from the last sign of life of an attempt that ended unplanned to the first new step after it.", RUN,
-    "flopwatch.ledger.accounting",
-)
-RUN_INCIDENTS = Metric(
-    "run_incidents_total", "counter", "Losses by what caused them, each counted once its evidence is in.",
-    (*RUN, "cause"), "flopwatch.ledger.causes",
-)
-RUN_BADPUT_GPU_SECONDS = Metric(
-    "run_badput_gpu_seconds_total", "counter", "GPU-seconds lost by what caused the loss.", (*RUN, "cause"),
-    "flopwatch.ledger.causes",
-)
-RUN_CONFLICT = Metric(
-    "run_conflict", "gauge",
-    "1 while two attempts of different allocations report under one run's name; they are never merged.", RUN,
-    "flopwatch.ledger.accounting",
-)
-RUN_COMMITTED_TIMESTAMP = Metric(
-    "run_committed_timestamp_seconds", "gauge", "When the last durable checkpoint was first heard of, as Unix time.",
-    RUN, "flopwatch.ledger.accounting",
 )

@@ -88,5 +88,6 @@ def flags(parser: argparse.ArgumentParser) -> None:
         ("--stale-after", "how long a failed source's last samples are served", node.stale_after),
         ("--rank-timeout", "how long a rank is served without a push", node.rank_timeout),
         ("--silent-after", "when the embedded ledger calls a silent run down", node.silent_after),
+        ("--new-for", "how long it serves a new run's counters as 0", node.new_for),
     ):
         pace.add_argument(flag, type=seconds, metavar="SECONDS", help=f"{text} (default {default:g})")

@@ -1,4 +1,7 @@
-"""The cluster's ledger: POST /v1/snapshots takes records from the node exporters, /metrics serves the run families."""
+"""The cluster's ledger: POST /v1/snapshots takes records from the node exporters, /metrics serves the run families.
+
+What people ask of it is in flopwatch.ledger.runs.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ from flopwatch import catalogue as m
 from flopwatch import serving
 from flopwatch.catalogue import Metric
 from flopwatch.ledger.record import RecordError
+from flopwatch.ledger.runs import runs_router
 from flopwatch.ledger.store import Store
 from flopwatch.settings import Address, LedgerSettings
 
@@ -62,18 +66,21 @@ class Families(Collector):
 
 
 def ledger_app(store: Store, token_file: Path | None = None) -> FastAPI:
-    """Return /v1/snapshots, /metrics and /healthz over a store."""
+    """Return /v1/snapshots, /v1/runs, /metrics and /healthz over a store."""
     app = FastAPI(title="flopwatch ledger", docs_url=None, redoc_url=None, openapi_url=None)
     registry = prometheus_client.CollectorRegistry()
     families = Families(store)
     registry.register(families)
+
+    def authorize(request: Request) -> None:
+        serving.authorize(request, "--token-file", token_file)
 
     @app.post("/v1/snapshots")
     async def snapshots(request: Request) -> dict[str, int]:
         """Take records, all or none: a JSON list, or a JSON object a line."""
         outcome = "refused"
         try:
-            serving.authorize(request, "--token-file", token_file)
+            authorize(request)
             records = _records(await serving.body(request))
             outcome = "failed"
             await run_in_threadpool(store.apply, records)
@@ -87,6 +94,8 @@ def ledger_app(store: Store, token_file: Path | None = None) -> FastAPI:
         finally:
             families.deliveries[outcome] += 1
         return {"accepted": len(records)}
+
+    app.include_router(runs_router(store, authorize, authorize))
 
     @app.get("/metrics")
     def metrics(request: Request) -> Response:
@@ -118,7 +127,9 @@ def run(settings: LedgerSettings) -> None:
     serving.log_to_stderr()
     serving.check_token("--token-file", settings.token_file)
     with serving.listener("--listen", settings.listen, backlog=1024) as listener, contextlib.closing(
-        Store(settings.state / "ledger.sqlite", silent_after=settings.silent_after)
+        Store(
+            settings.state / "ledger.sqlite", silent_after=settings.silent_after, new_for=settings.new_for,
+            abandoned_after=settings.abandoned_after)
     ) as store:
         asyncio.run(_serve(ledger_app(store, settings.token_file), listener))
 

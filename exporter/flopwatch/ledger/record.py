@@ -2,11 +2,15 @@
 
     {"t": unix seconds, "run", "tenant", "attempt", "source", "event": "submitted" | "start" | "snapshot" | "finish",
      "activity_seconds": {activity: seconds}, "open_step_seconds", "step", "committed_step", "restored_step",
-     "rank", "gpus", "model_flops", "peak_flops", "started", "submitted", "status", "gone"}
+     "rank", "gpus", "model_flops", "peak_flops", "started", "submitted", "status", "gone",
+     "evidence": [{"kind", "t", "count", "gpu", "port", "rank", "detail"}]}
 
 `activity_seconds` and `model_flops` are cumulative for the process behind the source (its lowest live rank);
 `step` on a start is the last completed step restored. Only t, run, event and attempt are required, the last not for
 a submission, nor for a finish by hand, which ends the run's current attempt. Unknown fields are ignored.
+
+`evidence` is what the source's node has seen that may explain a loss (`flopwatch.ledger.causes`): of each kind and
+place how often up to now and when last. Of a kind that is unknown the text is kept, and explains nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from dataclasses import dataclass
 from math import fsum, isfinite
 from typing import Any
 
+from flopwatch.ledger.causes import Evidence
+
 # What a source may say of its time; anything else it says is `other`.
 ACTIVITIES = (
     "step", "startup", "compile", "data_stall", "checkpoint_save", "checkpoint_restore", "evaluation", "generation",
@@ -26,6 +32,9 @@ STATUSES = ("completed", "stopped", "preempted", "resized", "failed")
 _EVENTS = ("submitted", "start", "snapshot", "finish")
 _RUN_NAME = re.compile(r"[A-Za-z0-9._:/@+-]{1,128}")
 _NAME_LENGTH = 512
+MOST_EVIDENCE = 64  # entries of a record
+_LATE = 300.0  # seconds: what is seen after an attempt's last word comes with that
+_EVIDENCE_TEXT = {"kind": 64, "gpu": 128, "port": 128, "detail": 200}  # characters kept
 
 Key = tuple[str, str]  # tenant, run
 
@@ -57,6 +66,7 @@ class Record:
     started: float | None
     submitted: float | None
     open_step_seconds: float | None
+    evidence: tuple[Evidence, ...] = ()
 
     @classmethod
     def parse(cls, line: object) -> Record:
@@ -91,6 +101,7 @@ class Record:
             restored_step=_number(line, "step" if event == "start" else "restored_step"),
             **{name: _number(line, name) for name in (
                 "step", "committed_step", "rank", "gpus", "model_flops", "peak_flops", "open_step_seconds")},
+            evidence=_evidence(line.get("evidence"), stamp, _text(line, "source")),
         )
 
     @property
@@ -122,6 +133,8 @@ def _text(line: Mapping[str, Any], name: str) -> str:
         return ""
     if not isinstance(value, str) or len(value) > _NAME_LENGTH:
         raise RecordError(f"{name}: not a string of at most {_NAME_LENGTH} characters")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise RecordError(f"{name}: half a character, which neither a database nor Prometheus takes")
     return value
 
 
@@ -148,3 +161,29 @@ def _activity(value: object) -> dict[str, float] | None:
         if number is not None:
             seconds[known] = seconds.get(known, 0.0) + number
     return seconds
+
+
+def _evidence(value: object, stamp: float, host: str) -> tuple[Evidence, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or len(value) > MOST_EVIDENCE:
+        raise RecordError(f"evidence: not a list of at most {MOST_EVIDENCE} entries")
+    found = []
+    for number, item in enumerate(value, 1):
+        if not isinstance(item, Mapping):
+            raise RecordError(f"evidence {number}: not an object")
+        try:
+            seen, count, rank = _number(item, "t", signed=True), _number(item, "count"), _number(item, "rank")
+            texts = {name: _printable(_text(item, name))[:most] for name, most in _EVIDENCE_TEXT.items()}
+        except RecordError as error:
+            raise RecordError(f"evidence {number}: {error}") from None
+        if seen is None or not texts["kind"]:
+            raise RecordError(f"evidence {number}: {'t' if seen is None else 'kind'}: missing")
+        found.append(Evidence(
+            t=min(seen, stamp + _LATE),  # nobody has seen what is yet to come
+            count=1.0 if count is None else count, host=host, rank=None if rank is None else int(rank), **texts))
+    return tuple(found)
+
+
+def _printable(text: str) -> str:
+    return "".join(character if character.isprintable() else "?" for character in text)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +43,22 @@ def main(path: Path, json_output: bool = False) -> int:
 
 
 def _table(runs: dict[str, dict[str, Any]]) -> str:
-    """Return the figures for people: a block per run, buckets with their share of the wall clock."""
-    blocks = []
-    for name, run in runs.items():
-        wall = run["wall_seconds"]
-        ratios = "  ".join(
-            f"{title} {'unknown' if run[key] is None else format(run[key], '.3f')}"
-            for title, key in (("goodput", "goodput"), ("ETTR", "ettr"), ("effective MFU", "effective_mfu"))
-        )
-        rows = [(bucket, run["buckets"][bucket]) for bucket in BUCKETS if run["buckets"][bucket] > 0]
-        if run["open_seconds"] > 0:
-            rows.append(("open", run["open_seconds"]))
-        lines = [f"{name}: {run['state']}, {run['attempts']} attempts, wall {wall:.1f} s", f"  {ratios}"]
-        for bucket, seconds in rows:
-            share = f"{seconds / wall:8.1%}" if bucket != "queue" and wall > 0 else ""
-            lines.append(f"  {bucket:<20}{seconds:14.1f} s{share}")
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks) if blocks else "no run in this history"
+    """Return a block per run, for people: its ratios, and buckets with their share of the wall clock."""
+    return "\n\n".join(block(name, run) for name, run in runs.items()) if runs else "no run in this history"
+
+
+def block(name: str, run: Mapping[str, Any]) -> str:
+    """Return the figures of one run for people."""
+    wall = run["wall_seconds"]
+    ratios = "  ".join(
+        f"{title} {'unknown' if run[key] is None else format(run[key], '.3f')}"
+        for title, key in (("goodput", "goodput"), ("ETTR", "ettr"), ("effective MFU", "effective_mfu"))
+    )
+    rows = [(bucket, run["buckets"][bucket]) for bucket in BUCKETS if run["buckets"][bucket] > 0]
+    if run["open_seconds"] > 0:
+        rows.append(("open", run["open_seconds"]))
+    lines = [f"{name}: {run['state']}, {run['attempts']} attempts, wall {wall:.1f} s", f"  {ratios}"]
+    for bucket, seconds in rows:
+        share = f"{seconds / wall:8.1%}" if bucket != "queue" and wall > 0 else ""
+        lines.append(f"  {bucket:<20}{seconds:14.1f} s{share}")
+    return "\n".join(lines)

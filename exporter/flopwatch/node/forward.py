@@ -65,14 +65,14 @@ class Embedded:
     name = "ledger"
 
     def __init__(self, store: Store, outcomes: Outcomes, now: Callable[[], float] = time.time) -> None:
-        self._store = store
+        self.store = store
         self._outcomes = outcomes
         self._now = now
 
     def take(self, key: AttemptKey, records: list[Record]) -> bool:
         """Return whether the ledger has dealt with the records."""
         try:
-            self._store.apply(records)
+            self.store.apply(records)
         except RecordError as error:
             self._outcomes.add("refused", len(records), str(error))
             return True
@@ -88,12 +88,12 @@ class Embedded:
 
     def close(self) -> None:
         """Close the books."""
-        self._store.close()
+        self.store.close()
 
     def ask(self, deadline: float) -> Reading:
         """Return the run families as of now."""
         began, now = time.monotonic(), self._now()
-        samples = self._store.families(now)
+        samples = self.store.families(now)
         return Reading(samples, duration=time.monotonic() - began, at=now)
 
 

@@ -250,7 +250,7 @@ class _Child:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "flopwatch.node.child", spec.factory, json.dumps(dict(spec.arguments))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
-            env=dict(os.environ, PYTHONPATH=search, PYTHONSAFEPATH="1"),
+            env=dict(os.environ, PYTHONPATH=search, PYTHONSAFEPATH="1", MALLOC_ARENA_MAX="1"),  # as one_heap() says
         )
         assert self.process.stdin is not None
         assert self.process.stdout is not None

@@ -11,7 +11,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,12 +20,17 @@ from prometheus_client import CollectorRegistry
 
 from flopwatch import catalogue as m
 from flopwatch import serving
+from flopwatch.catalogue import Sample
+from flopwatch.ledger.runs import of_this_machine, runs_router
 from flopwatch.ledger.store import Store
 from flopwatch.node.app import metrics_app, otlp_app
 from flopwatch.node.collectors import read_inventory
 from flopwatch.node.diagnosis import expectations
 from flopwatch.node.diagnosis.verdict import Verdict
+from flopwatch.node.evidence import Witness
 from flopwatch.node.forward import Embedded, Forward, Outcomes, Remote
+from flopwatch.node.heap import one_heap
+from flopwatch.node.maintenance import Maintenance
 from flopwatch.node.reader import gpu_inventory, hardware, simulated_node
 from flopwatch.node.release import BY_SIGNAL, Release
 from flopwatch.node.scrape import Scrape, Source
@@ -44,6 +49,7 @@ RELEASE_TICK = 0.5
 def run(settings: ExporterSettings) -> None:
     """Serve until SIGTERM or Ctrl-C. Raises SettingsError where these settings cannot work on this machine."""
     serving.log_to_stderr()
+    one_heap()
     with contextlib.ExitStack() as stack:
         serving.check_token("--otlp-token-file", settings.otlp_token_file)
         serving.check_token("--ledger-token-file", settings.ledger_token_file)
@@ -65,18 +71,29 @@ def run(settings: ExporterSettings) -> None:
 async def _serve(settings: ExporterSettings, listeners: list[socket.socket], web: Web | None) -> None:
     registry = CollectorRegistry()
     inventory = gpu_inventory(settings)
-    telemetry = Telemetry(settings, registry, lambda: _known_gpus(inventory))
+    witness = Witness()
+    telemetry = Telemetry(settings, registry, lambda: _known_gpus(inventory), witness=witness)
     ledger = _ledger(settings, registry)
     readers = hardware(settings)
     in_memory: list[Source] = [telemetry, ledger] if isinstance(ledger, Embedded) else [telemetry]
     release = Release(settings.state, [reader for reader in readers if reader.driver])
     release.check()  # before anything opens the driver
+    maintenance = Maintenance(settings.state, settings.host)
     verdict = Verdict(expectations.load(settings.expect, inventory.parent))
-    scrape = Scrape(readers, in_memory, settings, registry, also=release.samples, derive=verdict.derive)
+
+    def derive(samples: Sequence[Sample]) -> list[Sample]:
+        witness.observe(samples)
+        return verdict.derive(samples)
+
+    scrape = Scrape(readers, in_memory, settings, registry, derive=derive,
+                    also=lambda: release.samples() + maintenance.samples())
     forward = Forward(telemetry, ledger)
 
     servers: list[uvicorn.Server] = []
     metrics = metrics_app(scrape, telemetry, settings, lambda: all(one.started for one in servers))
+    if isinstance(ledger, Embedded):
+        # What /metrics tells anybody may be read; closing a run is for those who could push its end.
+        metrics.include_router(runs_router(ledger.store, lambda request: None, of_this_machine))
     servers.append(serving.server(metrics if web is None else web.protect(metrics), MAX_CONNECTIONS))
     if web is not None:
         web.secure(servers[0].config)
@@ -179,7 +196,9 @@ def _ledger(settings: ExporterSettings, registry: CollectorRegistry) -> Embedded
         return None
     outcomes = Outcomes(registry)
     if settings.ledger == "embedded":
-        return Embedded(Store(settings.state / "ledger.sqlite", silent_after=settings.silent_after), outcomes)
+        store = Store(
+            settings.state / "ledger.sqlite", silent_after=settings.silent_after, new_for=settings.new_for)
+        return Embedded(store, outcomes)
     return Remote(settings.ledger, settings.ledger_token_file, settings.state / "spool", outcomes)
 
 

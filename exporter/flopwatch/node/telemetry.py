@@ -2,11 +2,13 @@
 
 Per (tenant, run, rank) only the newest process start counts. A rank is served until it finishes, is replaced, its
 process is gone, or `rank_timeout` passes without a push; its attempt is remembered until the ledger has its last word.
+What comes to light for five minutes after an end that nobody planned goes after it, with the same last word.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -21,7 +23,9 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric
-from flopwatch.node import otlp
+from flopwatch.ledger.causes import PLANNED
+from flopwatch.node import evidence, otlp
+from flopwatch.node.evidence import Entry, Event, Witness
 from flopwatch.node.otlp import Push, Refused
 from flopwatch.node.reader import Reading
 from flopwatch.node.scrape import self_counter
@@ -50,6 +54,8 @@ class _Rank:
     push: Push
     heard: float  # on the monotonic clock
     end: str | None = None  # finished, gone, replaced or silent
+    ended_at: float = 0.0  # Unix time
+    refused: Event | None = None  # memory, by CUDA
 
 
 @dataclass
@@ -58,10 +64,31 @@ class _Attempt:
     changes: int = 0
     delivered: int = 0
     gone_at: float | None = None
+    told: list[Entry] = field(default_factory=list)  # with the last record made
 
     @property
     def live(self) -> list[_Rank]:
         return [rank for rank in self.ranks.values() if rank.end is None]
+
+    @property
+    def status(self) -> str | None:
+        """Return how the attempt ended by its ranks' own words; None while not all have said, or could."""
+        statuses = [rank.push.status for rank in self.ranks.values() if rank.push.status is not None]
+        if len(statuses) == len(self.ranks):
+            return max(statuses, key=otlp.STATUSES.index)
+        # What completed is complete, also if another rank's last word was lost.
+        return "completed" if not self.live and "completed" in statuses else None
+
+
+@dataclass
+class _Ended:
+    """An attempt that the ledger has the last word of, for as long as there may be evidence to come."""
+
+    attempt: _Attempt
+    until: float  # Unix time
+    told: list[Entry]
+    changes: int = 0
+    delivered: int = 0
 
 
 def process_alive(pid: int, start_ticks: int) -> bool:
@@ -102,13 +129,16 @@ class Telemetry:
         gpus: Callable[[], frozenset[str] | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
+        witness: Witness | None = None,
     ) -> None:
         self._settings = settings
+        self._witness = witness if witness is not None else Witness(now)
         self._gpus = gpus
         self._clock = clock
         self._now = now
         self._lock = threading.Lock()
         self._attempts: dict[AttemptKey, _Attempt] = {}
+        self._ended: dict[AttemptKey, _Ended] = {}
         self._newest: dict[RankKey, tuple[float, tuple[int, int, int]]] = {}  # start, process
         self._names: dict[tuple[str, str], float] = {}  # tenant and run, when heard of last; the oldest first
         self._pid_namespace = own_pid_namespace()
@@ -160,7 +190,10 @@ class Telemetry:
                         self._end(attempt, rank, "silent")
 
     def due(self) -> dict[AttemptKey, tuple[int, list[Record]]]:
-        """Return the version and the records, in order of time, of each attempt that changed since it was delivered."""
+        """Return the version and the records, in order of time, of each attempt that changed since it was delivered.
+
+        The version of one that has ended, and of which there is only more evidence, is negative.
+        """
         due: dict[AttemptKey, tuple[int, list[Record]]] = {}
         with self._lock:
             for key, attempt in self._attempts.items():
@@ -171,23 +204,49 @@ class Telemetry:
                         # Whatever is wrong with one attempt, the ledger hears of the others.
                         log.exception("run %s: no record can be made of attempt %s", key[1], key[2])
                         attempt.delivered = attempt.changes
+            for key, ended in list(self._ended.items()):
+                try:
+                    told = self._evidence(ended.attempt, ended.until)
+                    if told != ended.told:
+                        ended.told, ended.changes = told, ended.changes + 1
+                    if ended.changes > ended.delivered:
+                        due[key] = -ended.changes, self._records(key, ended.attempt, told)
+                except Exception:
+                    log.exception("run %s: no evidence can be told of attempt %s", key[1], key[2])
+                    del self._ended[key]
+                    continue
+                if self._now() > ended.until and ended.changes == ended.delivered:
+                    del self._ended[key]
         return due
 
     def delivered(self, key: AttemptKey, version: int) -> None:
         """Note that the ledger has this version; an attempt without a live rank is forgotten then."""
         with self._lock:
+            if version < 0:
+                if key in self._ended:
+                    self._ended[key].delivered = -version
+                return
             attempt = self._attempts.get(key)
             if attempt is None:
                 return
             attempt.delivered = version
             if attempt.changes == version and not attempt.live:
                 del self._attempts[key]
+                self._wait_for_evidence(key, attempt)
 
     def summary(self) -> list[tuple[str, str, int]]:
         """Return tenant, run and the number of live ranks of each run."""
         with self._lock:
             ranks = Counter((tenant, run) for (tenant, run, _), a in self._attempts.items() for _ in a.live)
         return [(*run, count) for run, count in sorted(ranks.items())]
+
+    def _wait_for_evidence(self, key: AttemptKey, attempt: _Attempt) -> None:
+        if attempt.status in PLANNED:
+            return
+        until = max(rank.ended_at for rank in attempt.ranks.values()) + evidence.AFTER
+        self._ended[key] = _Ended(attempt, until, attempt.told)
+        while len(self._ended) > MAX_UNDELIVERED:
+            del self._ended[next(iter(self._ended))]
 
     def _take(self, push: Push) -> None:
         key: RankKey = push.tenant, push.run, push.rank
@@ -206,6 +265,7 @@ class Telemetry:
         if push.rank not in attempt.ranks and len(attempt.ranks) >= MAX_RANKS:
             raise Refused("limit", f"this node takes at most {MAX_RANKS} ranks of an attempt, ended ones included")
         self._attempts[own] = attempt
+        self._ended.pop(own, None)
         self._remember(key[:2])
         self._newest.pop(key, None)
         self._newest[key] = push.started, push.process
@@ -214,7 +274,10 @@ class Telemetry:
         for other, rank in live:
             if other[:2] == own[:2] and other != own and rank.push.rank == push.rank:
                 self._end(self._attempts[other], rank, "gone" if self._gone(rank.push) else "replaced")
-        attempt.ranks[push.rank] = newcomer = _Rank(push, self._clock())
+        before = attempt.ranks.get(push.rank)
+        refused = before.refused if before is not None and before.push.process == push.process else None
+        newcomer = _Rank(push, self._clock(), refused=evidence.out_of_memory(push, refused))
+        attempt.ranks[push.rank] = newcomer
         attempt.changes += 1
         if push.status is not None:
             self._end(attempt, newcomer, "finished")
@@ -237,28 +300,38 @@ class Telemetry:
         return not process_alive(push.pid, push.pid_start_ticks)
 
     def _end(self, attempt: _Attempt, rank: _Rank, how: str) -> None:
-        rank.end = how
+        rank.end, rank.ended_at = how, self._now()
         attempt.changes += 1
         if how == "gone":
-            attempt.gone_at = self._now()
+            attempt.gone_at = rank.ended_at
         log.info("run %s rank %d: %s", rank.push.run, rank.push.rank, how)
 
-    def _records(self, key: AttemptKey, attempt: _Attempt) -> list[Record]:
+    def _evidence(self, attempt: _Attempt, until: float = math.inf) -> list[Entry]:
+        """Return what is known up to a time that may explain how the attempt goes, or ended."""
+        ranks = [attempt.ranks[number] for number in sorted(attempt.ranks)]
+        pushes = [rank.push for rank in ranks]
+        since = min(push.started for push in pushes) - evidence.BEFORE
+        found = self._witness.told(evidence.gpus_of(pushes), since, until)
+        return found + evidence.of_ranks(
+            ((rank.push, rank.ended_at if rank.end == "gone" else None, rank.refused) for rank in ranks),
+            self._witness.killed,
+        )[:evidence.MOST - len(found)]
+
+    def _records(self, key: AttemptKey, attempt: _Attempt, told: list[Entry] | None = None) -> list[Record]:
         """Return the attempt's merged snapshot and, once no rank of it is left and one vanished, that too."""
+        attempt.told = self._evidence(attempt) if told is None else told
         pushes = [attempt.ranks[rank].push for rank in sorted(attempt.ranks)]
         # Time follows the lowest live rank; at the end the one that lived longest, so that records never go back.
         live = [push for push in pushes if attempt.ranks[push.rank].end is None]
         leader = live[0] if live else max(pushes, key=lambda push: push.at)
-        statuses = [push.status for push in pushes if push.status is not None]
-        # What completed is complete, also if another rank's last word was lost.
-        finished = len(statuses) == len(pushes) or (not live and "completed" in statuses)
+        status = attempt.status
         steps, committed = _values(pushes, m.TRAINING_POSITION_STEPS), _values(pushes, m.TRAINING_COMMITTED_STEPS)
         flops, peaks = _values(pushes, m.TRAINING_MODEL_FLOPS), _values(pushes, m.TRAINING_PEAK_FLOPS)
         record: Record = {
             "t": leader.at,
             "tenant": key[0], "run": key[1], "attempt": key[2],
             "source": self._settings.host,
-            "event": "finish" if finished else "snapshot",
+            "event": "snapshot" if status is None else "finish",
             "rank": leader.rank,
             "gpus": len(pushes),
             "started": leader.started,
@@ -272,14 +345,15 @@ class Telemetry:
             "open_step_seconds": leader.open_step_seconds,
             "model_flops": sum(flops) if flops else None,
             "peak_flops": sum(peaks) if peaks else None,
-            "status": None if not finished else (
-                "completed" if len(statuses) < len(pushes) else max(statuses, key=otlp.STATUSES.index)),
+            "status": status,
+            "evidence": attempt.told if attempt.told else None,
         }
         record = {name: value for name, value in record.items() if value is not None}
-        if attempt.gone_at is None or attempt.live or finished:
+        if attempt.gone_at is None or attempt.live or status is not None:
             return [record]
         # Two records: up to the last push the activities are known, from there to the end only that it ended.
-        return [record, {**record, "t": max(attempt.gone_at, record["t"]), "gone": True}]
+        until = {name: value for name, value in record.items() if name != "evidence"}
+        return [until, {**record, "t": max(attempt.gone_at, record["t"]), "gone": True}]
 
 
 def _values(pushes: list[Push], row: Metric) -> list[float]:

@@ -28,6 +28,7 @@ from flopwatch.catalogue import (
     GPU_XID_RECOVERY_ACTION,
     KERNEL_LOG_LOST,
     NODE_KERNEL_EVENTS,
+    NODE_OOM_KILLED,
     NVLINK_SWITCH_SXID,
     NVLINK_SWITCH_SXID_INFO,
     NVLINK_SWITCH_SXID_LAST,
@@ -43,6 +44,7 @@ from flopwatch.node.collectors.xid.kernel_lines import (
     RELEVANT,
     introductions,
     node_events,
+    oom_kills,
     recovery_action,
     switch_errors,
 )
@@ -229,6 +231,8 @@ class Xid:
             counts.switch(switch, sxid, at)
         for name in node_events(text):
             counts.node[name] = counts.node.get(name, 0) + 1
+        for pid in oom_kills(text):
+            counts.oom_kill(pid, at)
         self._unsaved = True
 
     def _take_event(self, told: Told, owners: Mapping[str, str]) -> None:
@@ -300,6 +304,8 @@ class Xid:
         if self._had_kernel_log:
             for name in NODE_EVENTS:
                 yield NODE_KERNEL_EVENTS, (name,), self._counts.node.get(name, 0)
+        for pid, at in self._counts.killed.items():
+            yield NODE_OOM_KILLED, (str(pid),), at
         for source, error in self._up.items():
             yield XID_SOURCE_UP, (source,), float(not error)
         if self._was_live:

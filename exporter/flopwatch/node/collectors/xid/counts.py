@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 # Owners that are PCI addresses, different Xids and link errors of one GPU, different errors of all switches. An Xid has
 # two series, and a GPU 120 in all.
 STRANGERS, CODES, LINK_ERRORS, SWITCH_ERRORS = 64, 24, 24, 256
+# Processes that the kernel killed for want of memory, the last ones.
+KILLED = 8
 # What takes the place of unit and link, and empties the rest, in the errors of a GPU that has too many different ones.
 OTHER = "other"
 # The code that stands for further ones of a GPU that has too many.
@@ -45,6 +47,7 @@ class Counts:
         self.recovery: dict[str, int] = {}
         self.switches: dict[tuple[str, str], Count] = {}
         self.node: dict[str, int] = {}
+        self.killed: dict[int, float] = {}  # by pid, when
         self.introduced: dict[str, str] = {}  # uuid by PCI address, as the driver wrote it into the kernel log
 
     def counted_as(self, owner: str, code: int) -> int | None:
@@ -79,6 +82,13 @@ class Counts:
         """Count an SXid."""
         if (switch, sxid) in self.switches or len(self.switches) < SWITCH_ERRORS:
             self.switches[switch, sxid] = self.switches.get((switch, sxid), NONE).and_at(at)
+
+    def oom_kill(self, pid: int, at: float) -> None:
+        """Remember a process that the kernel killed, and forget the one before the last KILLED."""
+        self.killed.pop(pid, None)
+        self.killed[pid] = at
+        while len(self.killed) > KILLED:
+            del self.killed[next(iter(self.killed))]
 
     def introduce(self, pci: str, uuid: str) -> None:
         """Remember which GPU the driver says is at an address."""
@@ -116,6 +126,7 @@ class Counts:
             "recovery": self.recovery,
             "switches": [[*error, *count] for error, count in self.switches.items()],
             "node": self.node,
+            "killed": [[pid, at] for pid, at in self.killed.items()],
             "introduced": self.introduced,
         }
 
@@ -146,6 +157,8 @@ class Counts:
             }
         with suppress(*wrong):
             self.node = {name: int(number) for name, number in stored["node"].items()}
+        with suppress(*wrong):
+            self.killed = {int(pid): float(at) for pid, at in stored["killed"][-KILLED:]}
         with suppress(*wrong):
             self.introduced = {pci: str(uuid) for pci, uuid in stored["introduced"].items()}
 

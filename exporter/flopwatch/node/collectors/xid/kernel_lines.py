@@ -48,6 +48,8 @@ NODE_EVENTS = {
     "peermem_error": re.compile(r"nvidia-peermem .*\bERROR\b"),
     "gpu_initialization_failed": re.compile(r"NVRM: .*RmInitAdapter failed"),
 }
+# mm/oom_kill.c, dump_oom_summary(). The command's name comes before the pid, and anybody may choose that.
+_OOM_KILL = re.compile(r"\boom-kill:constraint=.*,pid=(?P<pid>[0-9]{1,10}),uid=[0-9]{1,10}$")
 
 
 class Record(NamedTuple):
@@ -112,6 +114,13 @@ def switch_errors(text: str) -> Iterator[tuple[str, str]]:
     """Yield PCI address of the NVSwitch and code of each SXid."""
     for match in _SXID.finditer(text):
         yield pci_address(match["pci"]) + (match["function"] or ".0").lower(), match["sxid"]
+
+
+def oom_kills(text: str) -> Iterator[int]:
+    """Yield the pids, in the host's numbers, of the processes that the kernel killed for want of memory."""
+    for line in text.split("\\x0a"):
+        if killed := _OOM_KILL.search(line):
+            yield int(killed["pid"])
 
 
 def node_events(text: str) -> Iterator[str]:

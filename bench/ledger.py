@@ -1,0 +1,174 @@
+"""The ledger under the reports of 4,096 nodes: latency, CPU, and how long it takes to catch up after an outage.
+
+    python bench/ledger.py [--nodes 4096] [--seconds 45]
+
+Every node of a simulated cluster reports every 15 s, at a random phase, as an exporter does: a connection, a token, one
+cumulative record of 8 ranks, 200 when it is on disk. The ledger is `flopwatch ledger` as shipped, on one core; who
+reports, on the others. Once as 64 runs, once as one run of all nodes, which has the most to write at a time.
+
+Then the ledger is killed, and started again ten minutes later by the records' clock. In an outage a node spools the
+newest record of a run, so each has one to deliver; here they come as fast as they are answered, 64 at a time, which is
+faster than exporters offer them (each after up to 90 s). Then it is scraped, and what it serves must be what was sent.
+
+CPU is user and system time of the ledger's process, from /proc. p99 is of the time from connecting to the answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import quantiles
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "exporter"))
+
+from bench.exporter import Side, free_port, running
+
+INTERVAL = 15.0  # seconds between a node's reports
+OUTAGE = 600.0
+AT_ONCE = 64
+AGE = 3600.0  # of the processes when it begins
+STEP = 10.0
+TOKEN = "s3cret"
+
+
+def record(node: int, runs: int, started: float, t: float) -> bytes:
+    """Return the request of a node: what its 8 ranks have done up to a time."""
+    age = t - started
+    body = json.dumps([{
+        "t": t, "tenant": "bench", "run": f"run-{node % runs}", "attempt": "slurm-1234.0-0-host-4711-123456-0",
+        "source": f"node-{node}", "event": "snapshot", "rank": 8 * (node // runs), "gpus": 8, "started": started,
+        "step": int((age - 30) // STEP), "committed_step": int((age - 30) // STEP) // 50 * 50,
+        "activity_seconds": {"startup": 30.0, "step": age - 40, "data_stall": 10.0},
+        "open_step_seconds": (age - 30) % STEP, "model_flops": age * 3e15, "peak_flops": 8 * 989.4e12,
+        "evidence": [{"kind": "throttle", "t": started + 60, "count": 3, "gpu": "GPU-0", "detail": "sw_thermal"}],
+    }]).encode()
+    return (
+        f"POST /v1/snapshots HTTP/1.1\r\nHost: ledger\r\nAuthorization: Bearer {TOKEN}\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n").encode() + body
+
+
+async def deliver(port: int, request: bytes) -> float:
+    """Send a request on a connection of its own, and return the seconds until it was answered."""
+    began = time.perf_counter()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    answer = await reader.read()
+    seconds = time.perf_counter() - began
+    writer.close()
+    if b" 200 " not in answer[:20]:
+        raise RuntimeError(f"the ledger answers {answer[:300]!r}")
+    return seconds
+
+
+async def steady(port: int, nodes: int, runs: int, started: float, shift: float, seconds: float) -> list[float]:
+    """Report as all nodes do for so long; return what each report took."""
+    tasks: list[asyncio.Task[float]] = []
+    begin = time.monotonic()
+    phases = sorted((random.random() * INTERVAL, node) for node in range(nodes))
+    for turn in range(int(seconds // INTERVAL)):
+        for phase, node in phases:
+            await asyncio.sleep(max(0.0, begin + turn * INTERVAL + phase - time.monotonic()))
+            request = record(node, runs, started, time.time() + shift)
+            tasks.append(asyncio.create_task(deliver(port, request)))
+    return list(await asyncio.gather(*tasks))
+
+
+async def at_once(port: int, nodes: int, runs: int, started: float, t: float) -> tuple[float, list[float]]:
+    """Deliver a record of each node, as fast as they are taken; return the seconds of all, and of each."""
+    waiting = [record(node, runs, started, t + random.random()) for node in range(nodes)]
+    random.shuffle(waiting)
+    taken: list[float] = []
+
+    async def work() -> None:
+        while waiting:
+            taken.append(await deliver(port, waiting.pop()))
+
+    began = time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+    return time.perf_counter() - began, taken
+
+
+@contextlib.contextmanager
+def ledger(folder: Path) -> Iterator[Side]:
+    """Run a ledger on one core."""
+    port = free_port()
+    (folder / "token").write_text(TOKEN)
+    command = [
+        sys.executable, "-m", "flopwatch", "ledger", "--listen", f"127.0.0.1:{port}", "--state", str(folder / "state"),
+        "--token-file", str(folder / "token"), "--new-for", "0.001",
+    ]
+    with running("flopwatch ledger", command, port) as side:
+        cores = os.sched_getaffinity(0)
+        for task in Path(f"/proc/{side.process.pid}/task").iterdir():  # threads started later inherit it
+            os.sched_setaffinity(int(task.name), {max(cores)})
+        os.sched_setaffinity(0, cores - {max(cores)} or cores)
+        try:
+            yield side
+        finally:
+            os.sched_setaffinity(0, cores)
+
+
+def measure(nodes: int, runs: int, seconds: float, folder: Path) -> None:
+    """Measure a cluster, and print its lines."""
+    now = time.time()
+    started, shift = now - AGE, -OUTAGE - seconds - 120
+    with ledger(folder) as side:
+        asyncio.run(at_once(side.port, nodes, runs, started, now + shift - 60))  # the first words of all
+        used = side.used()
+        taken = asyncio.run(steady(side.port, nodes, runs, started, shift, seconds))
+        used = side.used() - used
+        row(f"{nodes} nodes in {runs} run{'s' if runs > 1 else ''}, every {INTERVAL:g} s", taken, used, seconds, side)
+        side.process.kill()
+        side.process.wait()
+    with ledger(folder) as side:
+        used = side.used()
+        total, taken = asyncio.run(at_once(side.port, nodes, runs, started, now))
+        row("  catching up after ten minutes", taken, side.used() - used, total, side)
+        began = time.perf_counter()
+        with urllib.request.urlopen(f"http://127.0.0.1:{side.port}/metrics", timeout=30) as reply:
+            text = reply.read().decode()
+        booked = [float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith("run_seconds_total{")]
+        served = sum(line.startswith("run_state{") and line.endswith(" 1.0") for line in text.splitlines())
+        wall = sum(booked) / runs
+        print(f"  a scrape of {len(text.splitlines())} lines {1e3 * (time.perf_counter() - began):.0f} ms; "
+              f"{served} runs, {wall:.0f} s booked of {AGE:.0f}")
+        if served != runs or abs(wall - AGE) > 2 * STEP:
+            raise RuntimeError("what the ledger serves is not what it was sent")
+
+
+def row(name: str, taken: Sequence[float], used: float, seconds: float, side: Side) -> None:
+    """Print a line of the table."""
+    cuts = quantiles(taken, n=100)
+    print(f"{name:<36} {len(taken):>7} {len(taken) / seconds:>8.0f}/s "
+          f"{cuts[49] * 1e3:>9.2f} ms {cuts[98] * 1e3:>9.2f} ms "
+          f"{used / len(taken) * 1e3:>9.2f} ms {used / seconds:>7.0%} {seconds:>7.1f} s "
+          f"{side.resident() / 2**20:>6.0f} MiB")
+
+
+def main() -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=4096, help="that report (default 4096)")
+    parser.add_argument("--seconds", type=float, default=45, help="of reports that are measured (default 45)")
+    options = parser.parse_args()
+    print(f"{'':<36} {'reports':>7} {'rate':>10} {'p50':>12} {'p99':>12} {'CPU/report':>12} {'core':>7} {'time':>9} "
+          f"{'PSS':>10}")
+    for runs in (64, 1):
+        with tempfile.TemporaryDirectory() as name:
+            measure(options.nodes, runs, max(INTERVAL, options.seconds), Path(name))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""What a training job is and does: its mesh, its steps, its checkpoints, its restarts; and one attempt of it."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Span = tuple[float, float]  # seconds, drawn from evenly
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job; times are seconds."""
+
+    name: str
+    nodes: int
+    tenant: str = ""
+    mesh: Mapping[str, int] = field(default_factory=dict)  # axis to size; the product is the GPUs
+    step_seconds: float = 8.0
+    step_spread: float = 0.01  # of a stretch between two checkpoints, not of each step
+    mfu: float = 0.41
+    peak_flops: float = 989.4e12  # of a GPU
+    checkpoint_every: float = 600.0
+    save_blocks: float = 3.0
+    save_writes: float = 45.0  # behind the job's back, until the checkpoint is durable; 0: it blocks until then
+    queue: float = 0.0
+    startup: Span = (60.0, 120.0)
+    compile: Span = (0.0, 0.0)
+    restore: Span = (20.0, 50.0)
+    restart_median: float = 90.0  # from the end of the processes to new ones
+    restart_sigma: float = 0.4  # of its logarithm
+    replace: Span = (60.0, 240.0)  # more if nodes are exchanged
+    begins: float = 0.0
+    steps: int | None = None  # until it is completed; None: until the simulation ends
+
+    def flops_per_step(self, gpus: int) -> float:
+        """Return the model FLOPs of all GPUs in a step."""
+        return self.mfu * self.peak_flops * gpus * self.step_seconds
+
+    def restarts_after(self, rng: random.Random, exchanged: bool) -> float:
+        """Return how long it takes to start again."""
+        delay = rng.lognormvariate(math.log(self.restart_median), self.restart_sigma)
+        return delay + (rng.uniform(*self.replace) if exchanged else 0.0)
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One attempt of a job: what its hooks would tell at any moment."""
+
+    id: str
+    start: float
+    nodes: list[int]  # by rank
+    resumed: int | None  # the step it is to restore
+    restored: int | None = None
+    committed: int | None = None
+    step: int = 0  # completed when the present activity began
+    activity: str = "startup"
+    since: float = 0.0
+    each: float = 1.0  # seconds of a step
+    stuck: int | None = None  # steps completed in the present stretch, since a fault holds it up
+    closed: dict[str, float] = field(default_factory=dict)
+    ended: float | None = None
+    dark: set[int] = field(default_factory=set)  # nodes that say nothing any more
+
+    def made(self, t: float) -> int:
+        """Return the whole steps of the present stretch."""
+        if self.activity != "step":
+            return 0
+        made = math.floor((t - self.since) / self.each + 1e-6)
+        return made if self.stuck is None else min(made, self.stuck)
+
+    def last_step(self, t: float) -> float:
+        """Return when the last step ended: at the latest when the present activity began."""
+        return self.since + self.made(t) * self.each
+
+    def open_step(self, t: float) -> float:
+        """Return the age of the step under way."""
+        return max(0.0, t - self.since - self.made(t) * self.each) if self.activity == "step" else 0.0
+
+    def seconds(self, t: float) -> dict[str, float]:
+        """Return the cumulative seconds per activity."""
+        return {**self.closed, self.activity: self.closed.get(self.activity, 0.0) + t - self.since}
+
+    def switch(self, activity: str, t: float) -> None:
+        """Begin another activity."""
+        self.step += self.made(t)
+        self.closed = self.seconds(t)
+        self.activity, self.since = activity, t
+
+    def position(self, t: float) -> int | None:
+        """Return the last completed step; None before it is known."""
+        if self.restored is None and "step" not in self.closed and self.activity != "step":
+            return None
+        return self.step + self.made(t)
+
+    def leader(self) -> int:
+        """Return the place in `nodes` of the lowest rank whose node still speaks; the last if none does."""
+        return next((place for place, node in enumerate(self.nodes) if node not in self.dark), len(self.nodes) - 1)

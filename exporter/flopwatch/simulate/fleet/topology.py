@@ -1,0 +1,81 @@
+"""Where everything of a simulated cluster is: nodes of 8 GPUs, a port for each, leaf switches, racks, NVLink domains.
+
+Rail-optimised as NVIDIA's reference design for H100
+(https://docs.nvidia.com/dgx-superpod/reference-architecture-scalable-infrastructure-h100/latest/network-fabrics.html):
+32 nodes are a scalable unit, and port N of each of them goes to the unit's leaf N. Without rails all ports of eight
+nodes go to one leaf. `domain_gpus=72` is an NVL72 rack: one NVLink domain across nodes.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_NAMES = uuid.UUID("6b4f4a1e-4d3d-5a52-9d0b-3a5b6d1f7c20")  # of the uuid5s, so that a GPU keeps its name
+
+
+class Port(NamedTuple):
+    """A network port: its node and its rail, which is also the index of the GPU it belongs to."""
+
+    node: int
+    rail: int
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A cluster; nodes, GPUs and rails are counted from 0."""
+
+    nodes: int
+    gpus_per_node: int = 8
+    nodes_per_rack: int = 4
+    nodes_per_unit: int = 32
+    nodes_per_leaf: int = 8  # without rails
+    rails: bool = True
+    domain_gpus: int = 8
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.domain_gpus % self.gpus_per_node:
+            raise ValueError(f"{self.nodes} nodes, NVLink domains of {self.domain_gpus} GPUs: not a cluster")
+
+    @staticmethod
+    def host(node: int) -> str:
+        """Return the node's name."""
+        return f"node-{node:04d}"
+
+    @staticmethod
+    def gpu(node: int, index: int) -> str:
+        """Return the GPU's UUID."""
+        return f"GPU-{uuid.uuid5(_NAMES, f'{node}/{index}')}"
+
+    @staticmethod
+    def port(rail: int) -> str:
+        """Return the port's name on its node."""
+        return f"mlx5_{rail}:1"
+
+    def leaf(self, port: Port) -> str:
+        """Return the switch at the other end of a port's cable."""
+        if self.rails:
+            return f"leaf-{port.node // self.nodes_per_unit}-{port.rail}"
+        return f"leaf-{port.node // self.nodes_per_leaf}"
+
+    def below(self, leaf: str) -> list[Port]:
+        """Return the ports that a leaf switch serves; none if there is no such switch."""
+        ports = (Port(node, rail) for node in range(self.nodes) for rail in range(self.gpus_per_node))
+        return [port for port in ports if self.leaf(port) == leaf]
+
+    def rack(self, node: int) -> str:
+        """Return the node's rack."""
+        return f"rack-{node // self.nodes_per_rack}"
+
+    def domain(self, node: int) -> str:
+        """Return the node's NVLink domain."""
+        return f"nvl-{node * self.gpus_per_node // self.domain_gpus}"
+
+    def csv(self) -> str:
+        """Return the places of all nodes as `flopwatch exporter --topology` reads them; a leaf is the first port's."""
+        rows = [
+            f"{self.host(node)},{self.rack(node)},{self.leaf(Port(node, 0))},{self.domain(node)}"
+            for node in range(self.nodes)
+        ]
+        return "\n".join(["host,rack,leaf,domain", *rows]) + "\n"
