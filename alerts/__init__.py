@@ -8,7 +8,7 @@ import yaml
 
 from alerts.alert import Alert
 from alerts.alerting import alerts
-from alerts.recording import Record, records
+from alerts.recording import EVERY, Record, records
 from alerts.routing import alertmanager
 from alerts.settings import AlertSettings
 
@@ -24,9 +24,11 @@ def rules(settings: AlertSettings) -> dict[str, object]:
         made.setdefault(record.group, []).append(record.rule())
     for alert in alerts(settings):
         made.setdefault(alert.group, []).append(alert.rule(settings))
-    interval = settings.at_pace(settings.scrape_interval)
-    return {"groups": [{"name": f"flopwatch-{name}", "interval": interval, "rules": group}
-                       for name, group in made.items()]}
+    return {"groups": [
+        {"name": f"flopwatch-{name}", "interval": settings.at_pace(EVERY.get(name, 1) * settings.scrape_interval),
+         "rules": group}
+        for name, group in made.items()
+    ]}
 
 
 def rules_yaml(settings: AlertSettings) -> str:
@@ -54,5 +56,5 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def _yaml(content: Mapping[str, object]) -> str:
-    text: str = yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    text: str = yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100_000)
     return NOTICE + text

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from alerts import AlertSettings, alertmanager_yaml, rules_yaml
+from alerts import AlertSettings, alertmanager_yaml, alerts, rules_yaml
 
-KNOBS = {
+
+def names(text: str) -> tuple[str, ...]:
+    """Return the names of a list with commas."""
+    return tuple(name for name in text.split(",") if name)
+
+
+KNOBS: dict[str, tuple[Callable[[str], Any], str]] = {
     "pace": (float, "how many times faster than production everything runs"),
     "scrape_interval": (float, "seconds between scrapes at pace 1"),
     "page_min_gpus": (int, "GPUs from which on a run pages"),
     "slack_url_file": (Path, "file with Slack's incoming-webhook URL"),
     "pagerduty_key_file": (Path, "file with PagerDuty's integration key (Events API v2)"),
     "pagerduty_url": (str, "where to send PagerDuty's events, if not to PagerDuty"),
+    "teams": (names, "teams with a Slack channel and PagerDuty service of their own, as a,b: their secrets are in "
+                     "files of the same names with -TEAM behind"),
+    "webhook_url_file": (Path, "file with the URL of a webhook that gets every alert"),
+    "email_to": (str, "address that gets every alert"),
+    "email_from": (str, "the sender, and the user whose password is given"),
+    "email_smarthost": (str, "mail server, as HOST:PORT"),
+    "email_password_file": (Path, "file with the sender's password"),
+    "shadow": (names, "alerts that are recorded and told to nobody, as A,B"),
     "watchdog_url_file": (Path, "file with the URL the watchdog reports to"),
     "watchdog_url": (str, "that URL itself, for Alertmanager before 0.26"),
     "runbook_base_url": (str, "where alerts/runbooks is published"),
@@ -33,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     out: Path = given.pop("out")
     try:
         settings = AlertSettings(**given)
+        alerts(settings)
     except ValueError as error:
         parser.error(str(error))
     out.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,8 @@ from typing import Literal
 from alerts.settings import AlertSettings
 from flopwatch import catalogue as m
 
-RUN_LINK = "?var-run={{ $labels.run | urlquery }}"
+RANGE = "from=now-6h&to=now"
+RUN_LINK = f"?var-run={{{{ $labels.run | urlquery }}}}&{RANGE}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Alert:
 
     group: str
     name: str
-    severity: Literal["critical", "warning", "info"]
+    severity: Literal["critical", "warning", "info", "none"]
     identity: tuple[str, ...]
     expr: str
     for_: str
@@ -29,11 +30,12 @@ class Alert:
     description: str
     keep_firing_for: str = ""
     link: str = ""
+    shadow: bool = False  # recorded, and told to nobody
 
     @property
     def labels(self) -> dict[str, str]:
         """Return the labels the rule adds."""
-        return {"severity": self.severity}
+        return {"severity": self.severity, **({"shadow": "true"} if self.shadow else {})}
 
     def annotations(self, settings: AlertSettings) -> dict[str, str]:
         """Return summary, description and the two links."""
@@ -47,7 +49,10 @@ class Alert:
     def rule(self, settings: AlertSettings) -> dict[str, object]:
         """Return the rule as Prometheus reads it."""
         keep = {"keep_firing_for": self.keep_firing_for} if self.keep_firing_for else {}
-        return {"alert": self.name, "expr": self.expr, "for": self.for_, **keep, "labels": self.labels,
+        # Alertmanager routes by it, where there are teams to route to.
+        told = "run" in self.identity and self.severity in ("critical", "warning")
+        team = {"team": _team(settings)} if settings.teams and told else {}
+        return {"alert": self.name, "expr": self.expr, "for": self.for_, **keep, "labels": {**self.labels, **team},
                 "annotations": self.annotations(settings)}
 
 
@@ -56,13 +61,12 @@ def each(query: str, arguments: str, text: str) -> str:
     return f"\n{{{{- range printf `{query}` {arguments} | query }}}}{text}{{{{ end }}}}"
 
 
-def on_host(expr: str, key: str, info: m.Metric, window: str) -> str:
-    """Return `expr` with the host its GPU or port had within `window`: a hung driver or a restarted exporter, which
-    often follow the fault, must not make another alert of it. One exporter serves both sides, hence `instance`.
-    """
-    host = f"max by (instance, {key}, host) (last_over_time({info}[{window}]))"
-    # topk, because a node that was renamed has two; two of them would break the join for the whole cluster.
-    return f"({expr})\n* on (instance, {key}) group_left (host)\ntopk by (instance, {key}) (1, {host})"
+def _team(settings: AlertSettings) -> str:
+    memory = settings.at_pace(settings.memory)
+    info = f'max by (team) (last_over_time({m.TRAINING_RUN_INFO}{{run=%q,team!=""}}[{memory}]))'
+    # Never empty: ALERTS would then have the template itself as a label.
+    return (f"{{{{ with printf `{info}` $labels.run | query }}}}{{{{ . | first | label `team` }}}}"
+            "{{ else }}none{{ end }}")
 
 
 def owner(settings: AlertSettings) -> str:

@@ -1,20 +1,35 @@
-"""Alertmanager's configuration: Slack, PagerDuty, and a webhook that only the watchdog reaches.
+"""Alertmanager's configuration: who is told of an alert, and which alerts are consequences of another.
 
-Critical goes to PagerDuty and Slack, warning to Slack, info to nobody. One message per alert and run, or per alert and
-node. Secrets are read from files; `api_url_file` and `routing_key_file` need Alertmanager 0.25, a webhook's `url_file`
-0.26. https://prometheus.io/docs/alerting/latest/configuration/
+Critical goes to PagerDuty and Slack, warning to Slack, info and none to nobody; a team that is given in the settings
+has a Slack channel and a PagerDuty service of its own, for the alerts that carry its label. Whether an alert of a run
+is critical depends on the run's size (recording.PAGES). A webhook and an e-mail address get all of them, if given.
+
+One incident is one page because consequences are held back (INHIBITIONS). A cause is told no later than its
+consequence, and `group_wait` is longer than the evaluations that lie between the two. Between a host and a run, or a
+leaf and its hosts, which share no label, stand RunOnFaultyHost and HostOnFaultyLeaf, which nobody is told.
+
+Secrets are read from files; `api_url_file` and `routing_key_file` need Alertmanager 0.25, a webhook's `url_file` 0.26.
+https://prometheus.io/docs/alerting/latest/configuration/
 """
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from alerts.alerting import alerts
 from alerts.settings import AlertSettings
 
 # Slack reads <, > and & as markup: <!channel> in a label would ring for everybody.
 ESCAPE = ' | reReplaceAll "&" "&amp;" | reReplaceAll "<" "&lt;" | reReplaceAll ">" "&gt;"'
 TITLE = f"[{{{{ .Status | toUpper }}}}] {{{{ .CommonLabels.alertname }}}}: {{{{ .CommonAnnotations.summary{ESCAPE} }}}}"
+SINCE = '{{ .StartsAt.UTC.Format "2 Jan 15:04 UTC" }}'
 FACTS = (
-    f"{{{{ range .Alerts.Firing }}}}{{{{ .Annotations.description{ESCAPE} }}}}\n{{{{ end }}}}"
-    f"{{{{ range .Alerts.Resolved }}}}Over: {{{{ .Annotations.description{ESCAPE} }}}}\n{{{{ end }}}}"
+    f"{{{{ range .Alerts.Firing }}}}{{{{ .Annotations.description{ESCAPE} }}}} Since {SINCE}.\n{{{{ end }}}}"
+    f"{{{{ range .Alerts.Resolved }}}}Over: {{{{ .Annotations.description{ESCAPE} }}}} Since {SINCE}, until "
+    '{{ .EndsAt.UTC.Format "15:04" }}.\n{{ end }}'
 )
 EACH = "{{ range .Alerts.%s }}{{ .Annotations.description }}\n{{ end }}"
 COLOR = (
@@ -27,40 +42,71 @@ FIRST = (
     "{{ else }}{{ (index .Alerts 0).Annotations.description }}{{ end }}"
 )
 MORE = "{{ if gt (len .Alerts) 1 }} There are {{ len .Alerts }} such alerts.{{ end }}"
+# Of what is grouped into one message: alerts on runs carry tenant and run, on hardware the host, on a leaf the leaf; a
+# missing label groups as empty.
+GROUP_BY = ["alertname", "tenant", "run", "host", "leaf"]
+
+
+@dataclass(frozen=True, slots=True)
+class Inhibition:
+    """While one of `causes` fires, alerts of `consequences` with the same `equal` labels are held back.
+
+    Both are regular expressions of alert names, anchored; `where` are further matchers of the consequence.
+    """
+
+    causes: str
+    consequences: str
+    equal: tuple[str, ...]
+    where: tuple[str, ...] = ()
+
+
+EXPORTER = "FlopwatchExporter.+|FlopwatchCollectorFailing"
+GPU_GONE = "GpuMissing|GpuTooFew|GpuRecoveryNeeded|GpuDriverNotLoaded|NvlinkFabricUnhealthy"
+GPU_ERRORS = "GpuRepairPending|GpuEccUncorrected|GpuXidWarning|GpuPcie.+|NvlinkDown|NvlinkErrors"
+FABRIC = "Infiniband.+|RailImbalance|EfaErrors|RoceMisconfigured"
+SLOW = "TrainingMfuDrop|TrainingDataStall|GpuIdleAllocated"
+RECKONED = "TrainingGoodputLow|TrainingCheckpoint.+|TrainingWorkAtRisk"
+
+# From the cause that explains most to the one that explains least. No alert may be, through others, its own cause: then
+# all of them would be held back.
+INHIBITIONS = (
+    Inhibition("Maintenance", "Gpu.+|Nv.+|NodeLost|Flopwatch.+|" + FABRIC, ("host",)),
+    Inhibition("HostOnFaultyLeaf", "NodeLost|Flopwatch.+|" + FABRIC, ("host",)),
+    Inhibition("RunOnFaultyHost", f"TrainingDown|TrainingHang|TrainingRestartStorm|TrainingStraggler|{SLOW}|{RECKONED}",
+               ("run",)),
+    # An NVLink's Xid follows from what its switch reports.
+    Inhibition("NvswitchSxid", "GpuXidCritical", ("host",), ('xid =~ "74|14[4-9]|150"',)),
+    # A node that goes after one of these went because of it: one that is gone tells no Xid any more.
+    Inhibition("NvswitchSxid|GpuXidCritical", f"NodeLost|{EXPORTER}|{GPU_GONE}|{GPU_ERRORS}|RailImbalance", ("host",)),
+    Inhibition("GpuMemoryFailed", "GpuRecoveryNeeded|GpuRepairPending|GpuEccUncorrected", ("host", "uuid")),
+    Inhibition("GpuXidCritical", "GpuMemoryFailed", ("host", "uuid")),
+    Inhibition("NodeLost", f"{EXPORTER}|{GPU_GONE}|InfinibandPortDown|InfinibandRateLow|RailImbalance", ("host",)),
+    Inhibition("NvlinkDown", "NvlinkFabricUnhealthy", ("host",)),
+    Inhibition("GpuMissing", "GpuRecoveryNeeded|RailImbalance", ("host",)),
+    Inhibition("GpuThermalThrottling", "GpuHot", ("host", "uuid")),
+    Inhibition("InfinibandPortDown", "InfinibandRateLow|InfinibandPacketLoss|RailImbalance",
+               ("host", "device", "port")),
+    Inhibition("InfinibandLinkErrors", "InfinibandErrorRate|RailImbalance", ("host", "device", "port")),
+    Inhibition("FlopwatchExporterDown", "Flopwatch(Collector|ExporterBlind|Clock).*", ("host", "instance")),
+    # A job that hangs is ended by its watchdog, and then it is down.
+    Inhibition("TrainingHang", f"TrainingDown|TrainingStraggler|{SLOW}|{RECKONED}", ("run",)),
+    Inhibition("TrainingDown", f"TrainingRestartStorm|{SLOW}|{RECKONED}", ("run",)),
+    Inhibition("TrainingRestartStorm", f"{SLOW}|{RECKONED}", ("run",)),
+    Inhibition("TrainingStraggler", "TrainingMfuDrop", ("run",)),
+    Inhibition("TrainingDataStall", "TrainingMfuDrop", ("run",)),
+    Inhibition("TrainingCheckpointStale", "TrainingWorkAtRisk", ("tenant", "run")),
+)
+LEDGERS = Inhibition("FlopwatchLedgerDown", "FlopwatchLedgerUnreachable", ())
 
 
 def alertmanager(settings: AlertSettings) -> dict[str, object]:
     """Return the configuration as Alertmanager reads it."""
-    runbook = "{{ .CommonAnnotations.runbook_url }}"
-    dashboard = "{{ .CommonAnnotations.dashboard_url }}"
-    if settings.runbook_base_url.startswith("http"):
-        runbook = f"<{runbook}|{{{{ .CommonLabels.alertname }}}}>"
-    slack = {
-        "api_url_file": str(settings.slack_url_file), "send_resolved": True, "color": COLOR,
-        "title": TITLE, "fallback": TITLE, "text": f"{FACTS}Runbook: {runbook}",
-    }
-    if settings.dashboard_base_url.startswith("http"):
-        slack["title_link"] = dashboard
-    pagerduty = {
-        "routing_key_file": str(settings.pagerduty_key_file), "send_resolved": True,
-        "severity": "{{ .CommonLabels.severity }}",
-        "description": f"{{{{ .CommonLabels.alertname }}}}: {FIRST}{MORE}",
-        "details": {"firing": EACH % "Firing", "resolved": EACH % "Resolved",
-                    "runbook": "{{ .CommonAnnotations.runbook_url }}", "dashboard": dashboard},
-    }
-    if settings.pagerduty_url is not None:
-        pagerduty["url"] = settings.pagerduty_url
-    watchdog: dict[str, object] = {"send_resolved": False}
-    if settings.watchdog_url is not None:
-        watchdog["url"] = settings.watchdog_url
-    else:
-        watchdog["url_file"] = str(settings.watchdog_url_file)
     often = settings.at_pace(settings.watchdog_interval)
+    everything = [{"receiver": name, "continue": True} for name in _everything(settings)]
     return {
         "route": {
             "receiver": "slack",
-            # Alerts on runs carry tenant and run, alerts on hardware the host; a missing label groups as empty.
-            "group_by": ["alertname", "tenant", "run", "host"],
+            "group_by": GROUP_BY,
             "group_wait": settings.at_pace(settings.group_wait),
             "group_interval": settings.at_pace(settings.group_interval),
             "repeat_interval": settings.at_pace(settings.repeat_interval),
@@ -68,18 +114,101 @@ def alertmanager(settings: AlertSettings) -> dict[str, object]:
                 {"receiver": "watchdog", "matchers": ['alertname = "FlopwatchWatchdog"'],
                  "group_wait": "0s", "group_interval": often, "repeat_interval": often},
                 {"receiver": "nobody", "matchers": ['severity =~ "info|none"']},
+                {"receiver": "nobody", "matchers": ['shadow = "true"']},
+                *everything,
+                *({"receiver": f"slack-{team}", "matchers": [f'team = "{team}"'], "routes": [
+                    {"receiver": f"pagerduty-{team}", "matchers": ['severity = "critical"'], "continue": True},
+                    {"receiver": f"slack-{team}"},
+                ]} for team in settings.teams),
                 {"receiver": "pagerduty", "matchers": ['severity = "critical"'], "continue": True},
                 {"receiver": "slack"},
             ],
         },
-        "inhibit_rules": [{
-            "source_matchers": ['severity = "critical"'], "target_matchers": ['severity = "warning"'],
-            "equal": ["alertname", "tenant", "run", "host"],
-        }],
+        "inhibit_rules": inhibit_rules(settings),
         "receivers": [
-            {"name": "slack", "slack_configs": [slack]},
-            {"name": "pagerduty", "pagerduty_configs": [pagerduty]},
-            {"name": "watchdog", "webhook_configs": [watchdog]},
+            {"name": "slack", "slack_configs": [_slack(settings, settings.slack_url_file)]},
+            {"name": "pagerduty", "pagerduty_configs": [_pagerduty(settings, settings.pagerduty_key_file)]},
+            *({"name": f"slack-{team}", "slack_configs": [_slack(settings, _of_team(settings.slack_url_file, team))]}
+              for team in settings.teams),
+            *({"name": f"pagerduty-{team}",
+               "pagerduty_configs": [_pagerduty(settings, _of_team(settings.pagerduty_key_file, team))]}
+              for team in settings.teams),
+            *({"name": name, **configs} for name, configs in _everything(settings).items()),
+            {"name": "watchdog", "webhook_configs": [_watchdog(settings)]},
             {"name": "nobody"},
         ],
     }
+
+
+def inhibit_rules(settings: AlertSettings) -> list[dict[str, object]]:
+    """Return what holds what back. A warning never holds back a page, and what is in shadow mode holds back nothing."""
+    every = alerts(settings)
+    made: list[dict[str, object]] = [{
+        "source_matchers": ['severity = "critical"', 'shadow = ""'], "target_matchers": ['severity = "warning"'],
+        "equal": GROUP_BY,
+    }]
+    for one in (*INHIBITIONS, LEDGERS):
+        of = {alert.severity for alert in every if re.fullmatch(one.causes, alert.name)}
+        for severities, targets in (("critical|none", "critical|warning"), ("warning", "warning")):
+            if not of & set(severities.split("|")):
+                continue
+            made.append({
+                "source_matchers": [f'alertname =~ "{one.causes}"', f'severity =~ "{severities}"', 'shadow = ""'],
+                "target_matchers": [f'alertname =~ "{one.consequences}"', f'severity =~ "{targets}"', *one.where],
+                "equal": list(one.equal),
+            })
+    return made
+
+
+def _of_team(path: Path, team: str) -> Path:
+    return path.with_name(f"{path.name}-{team}")
+
+
+def _everything(settings: AlertSettings) -> dict[str, dict[str, object]]:
+    """Return the receivers of every alert, by name."""
+    found: dict[str, dict[str, object]] = {}
+    if settings.webhook_url_file is not None:
+        found["webhook"] = {"webhook_configs": [{"send_resolved": True, "url_file": str(settings.webhook_url_file)}]}
+    if settings.email_to is not None:
+        email: dict[str, object] = {
+            "to": settings.email_to, "from": settings.email_from, "smarthost": settings.email_smarthost,
+            "send_resolved": True, "headers": {"Subject": "[{{ .Status | toUpper }}] {{ .CommonLabels.alertname }}: "
+                                                          "{{ .CommonAnnotations.summary }}"},
+        }
+        if settings.email_password_file is not None:
+            email |= {"auth_username": settings.email_from, "auth_password_file": str(settings.email_password_file)}
+        found["email"] = {"email_configs": [email]}
+    return found
+
+
+def _slack(settings: AlertSettings, url_file: Path) -> dict[str, object]:
+    runbook, dashboard = "{{ .CommonAnnotations.runbook_url }}", "{{ .CommonAnnotations.dashboard_url }}"
+    if settings.runbook_base_url.startswith("http"):
+        runbook = f"<{runbook}|{{{{ .CommonLabels.alertname }}}}>"
+    slack: dict[str, object] = {
+        "api_url_file": str(url_file), "send_resolved": True, "color": COLOR,
+        "title": TITLE, "fallback": TITLE, "text": f"{FACTS}Runbook: {runbook}",
+    }
+    if settings.dashboard_base_url.startswith("http"):
+        slack["title_link"] = dashboard
+    return slack
+
+
+def _pagerduty(settings: AlertSettings, key_file: Path) -> dict[str, object]:
+    pagerduty: dict[str, Any] = {
+        "routing_key_file": str(key_file), "send_resolved": True,
+        "severity": "{{ .CommonLabels.severity }}",
+        "description": f"{{{{ .CommonLabels.alertname }}}}: {FIRST}{MORE}",
+        "details": {"firing": EACH % "Firing", "resolved": EACH % "Resolved",
+                    "runbook": "{{ .CommonAnnotations.runbook_url }}",
+                    "dashboard": "{{ .CommonAnnotations.dashboard_url }}"},
+    }
+    if settings.pagerduty_url is not None:
+        pagerduty["url"] = settings.pagerduty_url
+    return pagerduty
+
+
+def _watchdog(settings: AlertSettings) -> dict[str, object]:
+    if settings.watchdog_url is not None:
+        return {"send_resolved": False, "url": settings.watchdog_url}
+    return {"send_resolved": False, "url_file": str(settings.watchdog_url_file)}

@@ -175,7 +175,7 @@ class Stack:
         self._launch(
             "exporter", sys.executable, "-m", "flopwatch", "exporter", "--listen", self.exporter_address,
             "--otlp-listen", self.otlp_address, "--state", str(self.state / "exporter"), "--simulate", "h100x8",
-            "--ledger", "embedded", *self.exporter,
+            "--ledger", "embedded", "--new-for", f"{60 / self.pace:g}", *self.exporter,
         )
         self._wait_for("exporter", f"http://{self.exporter_address}/readyz")
         self._wait_for("prometheus", f"{self.prometheus.url}/-/ready")

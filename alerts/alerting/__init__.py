@@ -6,11 +6,16 @@ what is lost is looked up in the description with `query`. An alert on hardware 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from alerts.alert import Alert
 from alerts.alerting import fabric, gpu, monitor, training
 from alerts.settings import AlertSettings
 
 
 def alerts(settings: AlertSettings) -> tuple[Alert, ...]:
-    """Return every alert."""
-    return tuple(alert for domain in (training, fabric, gpu, monitor) for alert in domain.alerts(settings))
+    """Return every alert. Raises ValueError if one that is to be in shadow mode does not exist."""
+    every = [alert for domain in (training, fabric, gpu, monitor) for alert in domain.alerts(settings)]
+    if unknown := set(settings.shadow) - {alert.name for alert in every}:
+        raise ValueError(f"shadow: there is no alert {', '.join(sorted(unknown))}")
+    return tuple(replace(alert, shadow=alert.name in settings.shadow) for alert in every)

@@ -1,4 +1,8 @@
-"""Alerts on training runs: is it advancing, and if not, who is late or gone?"""
+"""Alerts on training runs: is it advancing, and if not, who is late or gone?
+
+Those of the hook's series have the label `run`, those of the ledger's `tenant` and `run`. Critical is what somebody has
+to get up for, in a run that pages (recording.PAGES); all else is a warning, or info for what only explains a gap.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,332 @@ from flopwatch import catalogue as m
 
 def alerts(settings: AlertSettings) -> tuple[Alert, ...]:
     """Return the alerts on runs."""
-    return (*_straggler(settings), *_down(settings))
+    return (
+        *_straggler(settings), *_hang(settings), *_down(settings), *_restart_storm(settings), _mfu_drop(settings),
+        _mfu_impossible(settings), _mfu_unavailable(settings), _tokens_absent(settings), _goodput_low(settings),
+        _data_stall(settings), _checkpoint_stale(settings), _checkpoint_slow(settings), _work_at_risk(settings),
+        *_loss_not_finite(settings), _loss_spikes(settings),
+    )
+
+
+def _hang(settings: AlertSettings) -> tuple[Alert, ...]:
+    """First sign: a step's clock runs and no step ends. Second: no collective is started, or no card computes."""
+    window = settings.at_pace(settings.hang_window)
+    activity, tensor = m.TRAINING_ACTIVITY_SECONDS, f"rate({m.GPU_TENSOR_ACTIVE}[{window}])"
+    cards = f"""(
+  max by (run, uuid) ({m.TRAINING_RANK_INFO}) * on (uuid) group_left () max by (uuid) ({tensor})
+)"""
+    measured = f"count by (run) ({cards}) == on (run) max by (run) ({m.TRAINING_WORLD_SIZE})"
+    hangs = f"""(
+  {recording.OVERDUE_STEP}
+    and on (run)
+  max by (run) (sum by (run, rank) (rate({activity}{{activity="step"}}[{window}]))) > 0.5
+    and on (run)
+  (
+    max by (run) (changes({m.TRAINING_COLLECTIVE_SEQUENCE}[{window}])) == 0
+      or on (run)
+    max by (run) ({cards}) < {settings.hang_idle:g} and on (run) {measured}
+  )
+    unless on (run)
+  min by (run) ({cards}) >= {settings.hang_idle:g}
+)"""
+    info, number = f"{m.TRAINING_RANK_INFO}{{run=%[1]q}}", f"{m.TRAINING_COLLECTIVE_SEQUENCE}{{run=%[1]q}}"
+    memory = settings.at_pace(settings.hang_memory)
+    gone = (f"(topk(3, group by (rank, host) (last_over_time({info}[{memory}]) unless on (rank) {info}))"
+            f" and on () count(group by (rank) ({info})) < max({m.TRAINING_WORLD_SIZE}{{run=%[1]q}}))")
+    late = f"(topk(3, max by (rank) ({number}) == on () group_left () (min({number}) < max({number}))))"
+    data = f'topk(3, max by (rank) (rate({activity}{{run=%[1]q,activity="data_stall"}}[{window}])) > 0.5)'
+    host = each(f"group by (host) ({m.TRAINING_RANK_INFO}{{run=%q,rank=%q}})", "$labels.run .Labels.rank",
+                " on {{ .Labels.host }}")
+    description = (
+        "Run {{ $labels.run }} has finished no step for {{ $value | humanizeDuration }}, while a step's clock runs and "
+        "nothing else does."
+        + each(gone, "$labels.run", " Rank {{ .Labels.rank }} on {{ .Labels.host }} is gone.")
+        + each(late, "$labels.run", " Rank {{ .Labels.rank }}" + host + " has not come to the collective in which the "
+               'others wait (it started {{ printf "%.0f" .Value }}).')
+        + each(data, "$labels.run", " Rank {{ .Labels.rank }}" + host + " waits for data.")
+        + each(f"vector(1) unless on () {gone} unless on () {late} unless on () {data}", "$labels.run",
+               " Which rank is late is unknown.")
+        + each(f"%f * max({m.TRAINING_WORLD_SIZE}{{run=%q}}) / 3600", "$value $labels.run",
+               ' {{ printf "%.1f" .Value }} GPU-hours are lost so far.')
+        + owner(settings)
+    )
+
+    def alert(severity: Literal["critical", "warning"], condition: str = "") -> Alert:
+        return Alert(
+            "training", "TrainingHang", severity, ("run",), f"time() - {hangs}{condition}",
+            # The expression has seen a minute of nothing on two clocks; this minute is for the cause to be told first.
+            settings.at_pace(settings.hang_for), "A training run hangs in a step.", description,
+            keep_firing_for=settings.at_pace(settings.hang_keep), link=RUN_LINK,
+        )
+
+    return alert("critical", f"\n  and on (run)\ngroup by (run) ({recording.PAGES})"), alert("warning")
+
+
+def _restart_storm(settings: AlertSettings) -> tuple[Alert, ...]:
+    window = settings.at_pace(settings.storm_window)
+    productive = f'{m.RUN_SECONDS}{{bucket=~"productive|generation"}}'
+    storm = f"""(
+  max by (tenant, run) (increase({m.RUN_ATTEMPTS}[{window}])) >= {settings.storm_attempts}
+    unless on (tenant, run)
+  max by (tenant, run) (increase({productive}[{window}])) > 0
+)"""
+
+    def alert(severity: Literal["critical", "warning"], operator: str) -> Alert:
+        return Alert(
+            "ledger", "TrainingRestartStorm", severity, ("tenant", "run"),
+            f"{storm}\n  {operator} on (tenant, run)\n{recording.PAGES}",
+            # Three starts are the evidence; as long as for a run that is down, which is then told in its place.
+            settings.at_pace(settings.storm_for), "A training run restarts again and again without any new step.",
+            'Run {{ $labels.run }} started {{ printf "%.0f" $value }} times in ' + window + " and made nothing new."
+            + each(f"max by (status) (increase({m.RUN_ENDS}{{tenant=%q,run=%q}}[{window}])) >= 0.5",
+                   "$labels.tenant $labels.run", ' {{ printf "%.0f" .Value }} attempts ended as {{ .Labels.status }}.')
+            + owner(settings), link=RUN_LINK,
+        )
+
+    return alert("critical", "and"), alert("warning", "unless")
+
+
+def _mfu_drop(settings: AlertSettings) -> Alert:
+    window = settings.at_pace(settings.mfu_drop_window)
+    baseline = (f"quantile_over_time(0.5, {recording.RUN_MFU}%s[{settings.at_pace(settings.mfu_baseline_window)}]"
+                f" offset {settings.at_pace(settings.mfu_baseline_offset)})")
+    # In steps for the whole window, so that no start-up is in it; and an hour of the baseline's window is there.
+    old = settings.at_pace(settings.mfu_baseline_offset + settings.storm_window)
+    return Alert(
+        "quality", "TrainingMfuDrop", "warning", ("run",),
+        f"""avg_over_time({recording.RUN_MFU}[{window}])
+  < {settings.mfu_drop:g} * {baseline % ""}
+  and on (run)
+{recording.RUN_MFU}
+  and on (run)
+{recording.RUN_MFU} offset {window}
+  and on (run)
+{recording.RUN_MFU} offset {old}""",
+        # Evaluation, checkpoints and compiling are not in MFU; a slow file system or a noisy neighbour comes and goes.
+        settings.at_pace(settings.mfu_drop_for), "A training run has less MFU than it used to have.",
+        "MFU of run {{ $labels.run }} is {{ $value | humanizePercentage }}"
+        + each(baseline % "{run=%q}", "$labels.run", ", its median before was {{ .Value | humanizePercentage }}")
+        + "." + owner(settings), link=RUN_LINK,
+    )
+
+
+def _mfu_impossible(settings: AlertSettings) -> Alert:
+    rate = settings.at_pace(settings.rate_window)
+    # By the wall clock, as the card counts, and not by step time.
+    claimed = (f"sum by (run) (rate({m.TRAINING_MODEL_FLOPS}[{rate}]))"
+               f" / on (run) sum by (run) (max by (run, rank) ({m.TRAINING_PEAK_FLOPS}))")
+    # Not a number while a profiler holds the counters, and then larger than nothing.
+    tensor = f"rate({m.GPU_TENSOR_ACTIVE}[{rate}]) / rate({m.GPU_PROFILED_SECONDS}[{rate}])"
+    cards = f"max by (run, uuid) ({m.TRAINING_RANK_INFO}) * on (uuid) group_left () max by (uuid) ({tensor})"
+    return Alert(
+        "quality", "TrainingMfuImpossible", "warning", ("run",),
+        f"""max by (run) ({recording.RANK_MFU}) > {settings.mfu_most:g}
+  or on (run)
+(
+  {claimed} > on (run) {settings.mfu_over_tensor:g} * avg by (run) ({cards})
+    and on (run)
+  count by (run) ({cards}) == on (run) max by (run) ({m.TRAINING_WORLD_SIZE})
+    unless on (run)
+  {m.TRAINING_RUN_INFO}{{peak_source=~"override.*"}}
+)""",
+        # Wrong is wrong from the first step on; two of MFU's windows, so that no edge of one is mistaken for it.
+        settings.at_pace(settings.mfu_impossible_for), "A run claims more FLOPs than its cards can do.",
+        "Run {{ $labels.run }} claims {{ $value | humanizePercentage }} of its cards' peak"
+        + each(f"avg(({tensor}) and on (uuid) {m.TRAINING_RANK_INFO}{{run=%q}})", "$labels.run",
+               "; their tensor cores were active {{ .Value | humanizePercentage }} of the time")
+        + ". Its FLOPs per token, tokens, dtype or peak are wrong, and so is every MFU of it."
+        + each(f"group by (convention, dtype, flops_source, peak_source) ({m.TRAINING_RUN_INFO}{{run=%q}})",
+               "$labels.run", " Declared: convention {{ .Labels.convention }}, dtype {{ .Labels.dtype }}, FLOPs from "
+               "{{ .Labels.flops_source }}, peak from {{ .Labels.peak_source }}."), link=RUN_LINK,
+    )
+
+
+def _mfu_unavailable(settings: AlertSettings) -> Alert:
+    return Alert(
+        "quality", "TrainingMfuUnavailable", "info", ("run", "reason"),
+        f"count by (run, reason) ({m.TRAINING_MFU_UNAVAILABLE} == 1)",
+        # What a framework tells late, the model's size for instance, is told by then.
+        settings.at_pace(settings.info_for), "A training run has no MFU, and says why.",
+        'Run {{ $labels.run }} has no MFU, because of {{ $labels.reason }} ({{ printf "%.0f" $value }} ranks say so).',
+        link=RUN_LINK,
+    )
+
+
+def _tokens_absent(settings: AlertSettings) -> Alert:
+    rate = settings.at_pace(settings.rate_window)
+    return Alert(
+        "quality", "TrainingTokensAbsent", "info", ("run",),
+        f"""max by (run) (increase({m.TRAINING_STEPS}[{rate}])) > 0
+  unless on (run)
+{m.TRAINING_TOKENS}""",
+        # As long as for a missing MFU, of which this is one reason.
+        settings.at_pace(settings.info_for), "A training run makes steps and does not say of how many tokens.",
+        "Run {{ $labels.run }} makes steps without tokens: it has no tokens per second, no FLOPs and no MFU. Give "
+        "tokens= to run.step().", link=RUN_LINK,
+    )
+
+
+def _booked(settings: AlertSettings, buckets: str, window: float, *, opened: bool = False, young: bool = False) -> str:
+    """Return seconds a run has booked into `buckets` within `window`, of a `young` run since its start: a difference of
+    the ledger's absolute values, because increase() would miss a moved ledger's first sample.
+    """
+    def at(offset: str) -> str:
+        seconds = f"max by (tenant, run, bucket) ({m.RUN_SECONDS}{{{buckets}}}{offset})"
+        if opened:
+            seconds += f" or max by (tenant, run) ({m.RUN_OPEN_SECONDS}{offset})"
+        return f"sum by (tenant, run) ({seconds})"
+
+    now, before = at(""), at(f" offset {settings.at_pace(window)}")
+    none = f"max by (tenant, run) ({m.RUN_OPEN_SECONDS} * 0)"
+    return f"({now} - ({before} or {none}))" if young else f"({now} - {before})"
+
+
+PRODUCTIVE = 'bucket=~"productive|generation"'
+ALL_BUT_QUEUE = 'bucket!="queue"'
+
+
+def _goodput_low(settings: AlertSettings) -> Alert:
+    window = settings.goodput_window
+    wall = _booked(settings, ALL_BUT_QUEUE, window, opened=True, young=True)
+    return Alert(
+        "ledger", "TrainingGoodputLow", "warning", ("tenant", "run"),
+        f"""{_booked(settings, PRODUCTIVE, window, young=True)}
+  / on (tenant, run)
+({wall} > {settings.goodput_age:g})
+  < {settings.goodput_low:g}
+  unless on (tenant, run)
+{m.RUN_STATE}{{state=~"completed|stopped"}} == 1""",
+        # A day's ratio moves slowly: a quarter of an hour keeps one that sits on the threshold from chattering.
+        settings.at_pace(settings.goodput_for), "A training run makes little use of its wall clock.",
+        "{{ $value | humanizePercentage }} of the last " + settings.at_pace(window) + " of run {{ $labels.run }} (or "
+        "since its start) were new steps. Booked since its start:"
+        + each(f'topk(3, max by (bucket) ({m.RUN_SECONDS}{{tenant=%q,run=%q,bucket!~"productive|generation|queue"}})'
+               " > 0)", "$labels.tenant $labels.run", " {{ .Labels.bucket }} {{ .Value | humanizeDuration }}.")
+        + each(f'sum(max by (bucket) ({m.RUN_GPU_SECONDS}{{tenant=%q,run=%q,bucket!~"productive|generation|queue"}}))'
+               " / 3600", "$labels.tenant $labels.run", ' {{ printf "%.1f" .Value }} GPU-hours are lost so far.')
+        + owner(settings), link=RUN_LINK,
+    )
+
+
+def _data_stall(settings: AlertSettings) -> Alert:
+    rate, activity = settings.at_pace(settings.rate_window), m.TRAINING_ACTIVITY_SECONDS
+
+    def share(run: str) -> str:
+        stall = f'sum by (run, rank) (rate({activity}{{{run}activity="data_stall"}}[{rate}]))'
+        step = f'sum by (run, rank) (rate({activity}{{{run}activity=~"step|data_stall"}}[{rate}]))'
+        return f"{stall} / {step}"
+
+    return Alert(
+        "quality", "TrainingDataStall", "warning", ("run",),
+        # Of the rank that waits most: the others wait for it in a collective, and call that step time.
+        f"max by (run) ({share('')}) > {settings.stall_share:g}",
+        # A shuffle buffer that fills up at an epoch's start, or a cold cache, takes some minutes.
+        settings.at_pace(settings.stall_for), "A training run waits for its data.",
+        "A rank of run {{ $labels.run }} spends {{ $value | humanizePercentage }} of its step time waiting for its "
+        "next batch:" + each(f"topk(3, {share('run=%[1]q,')} > {settings.stall_share:g})", "$labels.run",
+                        " rank {{ .Labels.rank }} {{ .Value | humanizePercentage }}.")
+        + owner(settings), link=RUN_LINK,
+    )
+
+
+def _provisional() -> str:
+    """Return productive seconds without a durable checkpoint, of running runs that ever told of one."""
+    return f"""(
+  max by (tenant, run) ({m.RUN_PROVISIONAL_SECONDS})
+    and on (tenant, run)
+  {m.RUN_COMMITTED_STEPS}
+    and on (tenant, run)
+  {m.RUN_STATE}{{state="running"}} == 1
+)"""
+
+
+def _checkpoint_stale(settings: AlertSettings) -> Alert:
+    return Alert(
+        "ledger", "TrainingCheckpointStale", "warning", ("tenant", "run"),
+        f"{_provisional()} > {settings.checkpoint_stale:g}",
+        # A save that is under way at the threshold is durable by then.
+        settings.at_pace(settings.checkpoint_for), "A training run has not saved a checkpoint for long.",
+        "A crash of run {{ $labels.run }} would lose {{ $value | humanizeDuration }} of steps."
+        + each(f"max({m.RUN_COMMITTED_STEPS}{{tenant=%q,run=%q}})", "$labels.tenant $labels.run",
+               ' Its last durable checkpoint is of step {{ printf "%.0f" .Value }}.')
+        + owner(settings), link=RUN_LINK,
+    )
+
+
+def _work_at_risk(settings: AlertSettings) -> Alert:
+    return Alert(
+        "ledger", "TrainingWorkAtRisk", "warning", ("tenant", "run"),
+        f"{_provisional()} * on (tenant, run) max by (tenant, run) ({m.RUN_GPUS}) / 3600"
+        f" > {settings.risk_gpu_hours:g}",
+        # As for a stale checkpoint.
+        settings.at_pace(settings.checkpoint_for), "A crash would cost a training run many GPU-hours.",
+        'A crash of run {{ $labels.run }} would lose {{ printf "%.0f" $value }} GPU-hours of steps that are in no '
+        "durable checkpoint." + owner(settings), link=RUN_LINK,
+    )
+
+
+def _checkpoint_slow(settings: AlertSettings) -> Alert:
+    window = settings.checkpoint_window
+    wall = _booked(settings, ALL_BUT_QUEUE, window, opened=True)
+    return Alert(
+        "ledger", "TrainingCheckpointSlow", "warning", ("tenant", "run"),
+        f"""{_booked(settings, 'bucket="checkpoint_save"', window)}
+  / on (tenant, run)
+{wall}
+  > {settings.checkpoint_share:g}
+  and on (tenant, run)
+{m.RUN_STATE}{{state="running"}} == 1""",
+        # The window holds several saves already.
+        settings.at_pace(settings.checkpoint_for), "Checkpoints take a large share of a training run's time.",
+        "Run {{ $labels.run }} stood still for checkpoints {{ $value | humanizePercentage }} of the last "
+        + settings.at_pace(window) + "." + owner(settings), link=RUN_LINK,
+    )
+
+
+def _loss_not_finite(settings: AlertSettings) -> tuple[Alert, ...]:
+    rate = settings.at_pace(settings.rate_window)
+    steps = f"max by (run) (sum by (run, rank) (increase({m.TRAINING_STEPS}[{rate}])))"
+
+    def share(value: str = "") -> str:
+        return f"sum by (run) (increase({m.TRAINING_NONFINITE}{value}[{rate}])) / on (run) {steps}"
+
+    loss = '{value="loss"}'
+    description = (
+        "{{ $value | humanizePercentage }} of the steps of run {{ $labels.run }} in " + rate + " had no finite loss or "
+        "gradient norm." + each(f"max by (value) (increase({m.TRAINING_NONFINITE}{{run=%q}}[{rate}])) >= 0.5",
+                                "$labels.run", ' {{ .Labels.value }}: {{ printf "%.0f" .Value }}.')
+        + each(f"max({m.RUN_COMMITTED_STEPS}{{run=%q}})", "$labels.run",
+               ' The last durable checkpoint is of step {{ printf "%.0f" .Value }}.')
+        + owner(settings)
+    )
+
+    def alert(severity: Literal["critical", "warning"], expr: str) -> Alert:
+        return Alert(
+            "training", "TrainingLossNotFinite", severity, ("run",), expr,
+            # The window holds the steps; a scrape more, so that the first of a new process is not alone in it.
+            settings.at_pace(settings.nonfinite_for), "The loss or the gradients of a run are not finite.", description,
+            link=RUN_LINK,
+        )
+
+    return (
+        alert("critical", f"{share(loss)} > {settings.nonfinite_critical:g}\n  and on (run)\n"
+              f"group by (run) ({recording.PAGES})"),
+        alert("warning", f"{share(loss)} > 0\n  or on (run)\n{share()} > {settings.nonfinite_steps:g}"),
+    )
+
+
+def _loss_spikes(settings: AlertSettings) -> Alert:
+    window = settings.at_pace(settings.spike_window)
+    return Alert(
+        "quality", "TrainingLossSpikes", "warning", ("run",),
+        f"max by (run) (increase({m.TRAINING_LOSS_SPIKES}[{window}])) >= {settings.spikes}",
+        # The count needs no confirmation: three are three.
+        "0s", "The loss of a training run jumps again and again.",
+        'The loss of run {{ $labels.run }} was far above its mean {{ printf "%.0f" $value }} times in ' + window + "."
+        + each(f"max({m.TRAINING_LOSS}{{run=%q}})", "$labels.run", ' It is {{ printf "%.4g" .Value }} now.')
+        + owner(settings), link=RUN_LINK,
+    )
 
 
 def _straggler(settings: AlertSettings) -> tuple[Alert, ...]:
@@ -54,6 +383,8 @@ def _down(settings: AlertSettings) -> tuple[Alert, ...]:
         + fact(m.RUN_GPUS, " NUMBER GPUs do nothing.")
         + fact(m.RUN_POSITION_STEPS, " It had reached step NUMBER.")
         + fact(m.RUN_COMMITTED_STEPS, " Its last checkpoint is of step NUMBER.")
+        + each(f"max({m.RUN_OPEN_SECONDS}{{tenant=%[1]q,run=%[2]q}}) * max({m.RUN_GPUS}{{tenant=%[1]q,run=%[2]q}})"
+               " / 3600", "$labels.tenant $labels.run", ' {{ printf "%.1f" .Value }} GPU-hours are lost so far.')
         + owner(settings)
     )
 
@@ -72,7 +403,7 @@ def _down(settings: AlertSettings) -> tuple[Alert, ...]:
             "ledger", "TrainingDown", severity, ("tenant", "run"),
             f"{down}\n  {operator} on (tenant, run)\n{recording.PAGES}",
             settings.at_pace(settings.down_for), "A training run ended without finishing and has not come back.",
-            description, link=RUN_LINK,
+            description, keep_firing_for=settings.at_pace(settings.down_keep), link=RUN_LINK,
         )
 
     return alert("critical", "and"), alert("warning", "unless")

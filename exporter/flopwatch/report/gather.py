@@ -22,7 +22,7 @@ WAIT = "rank:training_collective_wait:ratio"
 
 WORST = 10  # of ranks, hosts and links
 SLICES = 600  # of the timeline
-COARSEST = 15.0  # seconds between the points asked for, at least
+FINEST = 1.0  # seconds between the points asked for, at least
 OPEN, GOOD = "open", ("productive", "generation")
 
 
@@ -174,7 +174,7 @@ class _Asked:
         self._prometheus, self._run, self._at, self._window = prometheus, run, at, f"{max(1, round(lookback))}s"
         named = {"run": run} if tenant is None else {"run": run, "tenant": tenant}
         self.ledger, self.training = _selector(named), _selector({"run": run})
-        self._begin, self._end, self._step = at - lookback, at, COARSEST
+        self._begin, self._end, self._step = at - lookback, at, FINEST
         self._hosts: list[str] | None = None
 
     def start(self) -> tuple[float, str]:
@@ -193,7 +193,7 @@ class _Asked:
     def span(self, begin: float, end: float) -> None:
         """Ask for this time from here on."""
         self._begin, self._end = max(begin, self._begin), max(begin + 1, min(self._at, end + 60))
-        self._step = max(COARSEST, (self._end - self._begin) / SLICES)
+        self._step = max(FINEST, (self._end - self._begin) / SLICES)
         self._window = f"{max(60, round(self._at - self._begin))}s"
 
     def one(self, row: m.Metric) -> float | None:

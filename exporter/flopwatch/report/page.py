@@ -104,12 +104,16 @@ def _lead(report: Report) -> str:
     parts = [f"{report.state}, from {_moment(report.began)} to {_moment(report.ended)} UTC",
              _time(report.wall_seconds)]
     if report.gpus is not None:
-        parts.append(f"{report.gpus:,.0f} GPUs" + (f" on {report.host_count:,} hosts" if report.host_count else ""))
+        parts.append(f"{report.gpus:,.0f} GPUs" + _on_hosts(report.host_count))
     parts.append(f"{report.attempts} attempt{'s' * (report.attempts != 1)}")
     if report.high_water_step is not None:
         parts.append(f"{report.high_water_step:,.0f} steps")
     parts += [f"{name.replace('_', ' ')} {value}" for name, value in report.declared.items()]
     return ", ".join(parts) + (f"; tenant {report.tenant}" if report.tenant else "")
+
+
+def _on_hosts(count: int | None) -> str:
+    return "" if count is None else f" on {count:,} host{'s' * (count != 1)}"
 
 
 def _tiles(report: Report) -> list[dict[str, Any]]:

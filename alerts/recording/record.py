@@ -1,0 +1,35 @@
+"""What a recording rule is, and how often each group of them is evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from inspect import cleandoc
+
+# Scrape intervals between two evaluations of a group; others are evaluated at each. What looks back a week need not be
+# asked four times a minute, and nothing may be asked less often than instant queries look back (5 min).
+EVERY: Mapping[str, int] = {
+    "place": 4, "windows": 4, "rails": 4, "fleet": 8, "quality": 4, "gpu": 4, "nvlink": 4, "fabric": 4,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One recording rule; `str()` is the name of the series it makes."""
+
+    group: str
+    name: str
+    expr: str
+    help: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    def rule(self) -> dict[str, object]:
+        """Return the rule as Prometheus reads it."""
+        return {"record": self.name, "expr": self.expr}
+
+
+def record(group: str, name: str, help_text: str, expr: str) -> Record:
+    """Return the rule of an expression that is indented as the code around it."""
+    return Record(group, name, cleandoc(expr), help_text)

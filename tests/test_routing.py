@@ -1,0 +1,346 @@
+"""One incident is one page: what holds back what, asked of the rules' times, of amtool and of a real Alertmanager."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from alerts import Alert, AlertSettings, alertmanager_yaml, alerts, rules_yaml
+from alerts.__main__ import main
+from alerts.alerting.monitor import GPU_CAUSES, HOST_CAUSES
+from alerts.recording import EVERY as EVERY_GROUP
+from alerts.routing import GROUP_BY, INHIBITIONS, LEDGERS, Inhibition
+from demo.receiver import Message, Receiver
+from demo.servers import Servers, find
+from demo.stack import free_ports
+
+SETTINGS = AlertSettings()
+ALERTS = alerts(SETTINGS)
+EVERY = (*INHIBITIONS, LEDGERS)
+# An alert on an incident is told by these and nobody.
+SILENT = {"Maintenance", "RunOnFaultyHost", "HostOnFaultyLeaf"}
+
+
+def seconds(text: str) -> float:
+    sizes = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
+    return sum(float(number) * sizes[unit] for number, unit in re.findall(r"([\d.]+)(ms|[smhd])", text))
+
+
+def named(pattern: str) -> list[Alert]:
+    return [alert for alert in ALERTS if re.fullmatch(pattern, alert.name)]
+
+
+def pairs(one: Inhibition) -> Iterator[tuple[Alert, Alert]]:
+    """Yield each cause with each of its consequences that it may hold back: a warning holds back no page."""
+    for cause in named(one.causes):
+        for consequence in named(one.consequences):
+            if cause.name != consequence.name and consequence.severity in ("critical", "warning") and not (
+                    cause.severity == "warning" and consequence.severity == "critical"):
+                yield cause, consequence
+
+
+def interval(group: str) -> float:
+    """Return how often a group of rules is evaluated, in seconds."""
+    return EVERY_GROUP.get(group, 1) * SETTINGS.scrape_interval
+
+
+def delay(alert: Alert) -> float:
+    """Return how long after its evidence an alert fires: its `for`, and that of the alerts it reads in ALERTS.
+
+    What stands before it in its own group is read at the same evaluation, what is in another group at the next, and may
+    have been evaluated late itself. What stands behind it is how it remembers itself.
+    """
+    read = 0.0
+    for names, firing in re.findall(r'ALERTS\{alertname=~?"([^"]*)"(,alertstate="firing")?', alert.expr):
+        for other in named(names):
+            memory = other.group == alert.group and ALERTS.index(other) >= ALERTS.index(alert)
+            if not memory and other.name != alert.name:
+                waited = delay(other) - (0 if firing else seconds(other.for_))
+                late = 0 if other.group == alert.group else interval(other.group) + interval(alert.group)
+                read = max(read, waited + late)
+    return seconds(alert.for_) + read
+
+
+@pytest.mark.parametrize("one", EVERY, ids=lambda one: one.causes)
+def test_a_cause_is_told_before_what_it_holds_back_is_sent(one: Inhibition) -> None:
+    """In the worst case its target is scraped, and its group evaluated, an interval later than the consequence's."""
+    late = []
+    for cause, consequence in pairs(one):
+        phases = SETTINGS.scrape_interval + (0 if cause.group == consequence.group else interval(cause.group))
+        if delay(cause) + phases >= seconds(consequence.for_) + SETTINGS.group_wait:
+            late.append((cause.name, consequence.name))
+    assert list(pairs(one))
+    assert late == []
+
+
+@pytest.mark.parametrize("one", EVERY, ids=lambda one: one.causes)
+def test_a_cause_waits_no_longer_than_its_consequences(one: Inhibition) -> None:
+    assert [(cause.name, consequence.name) for cause, consequence in pairs(one)
+            if seconds(cause.for_) > seconds(consequence.for_) and seconds(cause.for_) > SETTINGS.node_lost_for] == []
+
+
+def test_no_alert_is_its_own_cause_through_others() -> None:
+    held_back: dict[str, set[str]] = {}
+    for one in EVERY:
+        for cause, consequence in pairs(one):
+            held_back.setdefault(cause.name, set()).add(consequence.name)
+    # RunOnFaultyHost and HostOnFaultyLeaf exist because of these, whether they are held back or not.
+    def reach(name: str, seen: frozenset[str]) -> set[str]:
+        return {name}.union(*(reach(after, seen | {name}) for after in held_back.get(name, set()) - seen))
+
+    for name, after in held_back.items():
+        assert all(name not in held_back.get(other, set()) for one in after for other in reach(one, frozenset({name})))
+
+
+@pytest.mark.parametrize("one", EVERY, ids=lambda one: one.causes)
+def test_every_name_is_an_alert_with_the_shared_labels(one: Inhibition) -> None:
+    """A cause without one of them would hold back every alert without it."""
+    for cause in named(one.causes):
+        assert set(one.equal) <= set(cause.identity)
+    for side in (one.causes, one.consequences):
+        for pattern in re.split(r"\|(?![^(]*\))", side):
+            assert any(set(one.equal) <= set(alert.identity) for alert in named(pattern)), pattern
+
+
+def test_what_stands_between_a_host_and_its_runs_knows_every_page_about_a_host_that_comes_at_once() -> None:
+    at_once = {alert.name for alert in ALERTS if alert.severity == "critical" and "host" in alert.identity
+               and delay(alert) + interval(alert.group) <= SETTINGS.node_lost_for + SETTINGS.scrape_interval}
+    assert at_once <= {*HOST_CAUSES, *GPU_CAUSES} <= {alert.name for alert in ALERTS}
+    assert all("uuid" in alert.identity for name in GPU_CAUSES for alert in named(name))
+
+
+def test_an_alert_in_shadow_mode_is_recorded_and_holds_nothing_back() -> None:
+    settings = replace(SETTINGS, shadow=("TrainingDown",))
+    groups = yaml.safe_load(rules_yaml(settings))["groups"]
+    shadowed = {rule["alert"] for group in groups for rule in group["rules"] if rule.get("labels", {}).get("shadow")}
+    assert shadowed == {"TrainingDown"}
+    assert all('shadow = ""' in rule["source_matchers"]
+               for rule in yaml.safe_load(alertmanager_yaml(settings))["inhibit_rules"])
+
+
+def test_names_that_cannot_work_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, complaint in ((("--shadow", "TraningDown"), "there is no alert TraningDown"),
+                             (("--teams", "a,../b"), "team '../b'")):
+        with pytest.raises(SystemExit):
+            main([str(tmp_path), *flags])
+        assert complaint in capsys.readouterr().err
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def servers() -> Servers:
+    return find()
+
+
+@pytest.mark.parametrize(("labels", "receivers"), [
+    ("severity=critical team=speech", "webhook,email,pagerduty-speech,slack-speech"),
+    ("severity=warning team=speech", "webhook,email,slack-speech"),
+    ("severity=critical team=vision", "webhook,email,pagerduty,slack"),
+    ("severity=warning", "webhook,email,slack"),
+    ("severity=critical team=speech shadow=true", "nobody"),
+    ("severity=none team=speech", "nobody"),
+    ("alertname=FlopwatchWatchdog severity=info", "watchdog"),
+])
+def test_amtool_routes_by_team_and_to_webhook_and_email(
+    servers: Servers, tmp_path: Path, labels: str, receivers: str
+) -> None:
+    settings = replace(
+        SETTINGS, teams=("speech", "text"), webhook_url_file=Path("/secrets/webhook"), email_to="oncall@example.com",
+        email_password_file=Path("/secrets/password"), watchdog_url="http://127.0.0.1:1/")
+    path = tmp_path / "alertmanager.yml"
+    # amtool before 0.26 knows no url_file of a webhook.
+    path.write_text(alertmanager_yaml(settings).replace("url_file: /secrets/webhook", "url: http://127.0.0.1:1/"))
+    assert asked(servers.amtool, "check-config", str(path))
+    found = asked(servers.amtool, "config", "routes", "test", f"--config.file={path}", *labels.split()).strip()
+    assert found == receivers
+
+
+def asked(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_each_team_has_its_own_secrets() -> None:
+    config = yaml.safe_load(alertmanager_yaml(replace(SETTINGS, teams=("speech",))))
+    folder = "/etc/alertmanager/secrets/flopwatch"
+    receivers = {receiver["name"]: receiver for receiver in config["receivers"]}
+    assert receivers["slack-speech"]["slack_configs"][0]["api_url_file"] == f"{folder}/slack-url-speech"
+    assert receivers["pagerduty-speech"]["pagerduty_configs"][0]["routing_key_file"] == f"{folder}/pagerduty-key-speech"
+
+
+PACE = 45.0  # group_wait is a second
+
+
+class Told:
+    """A real Alertmanager with the shipped configuration, and what it tells Slack and PagerDuty."""
+
+    def __init__(self, address: str, receiver: Receiver) -> None:
+        self.address, self.receiver = address, receiver
+
+    def post(self, *found: dict[str, str], ended: bool = False) -> None:
+        """Send alerts as Prometheus does."""
+        now = datetime.now(UTC)
+        times = {"startsAt": now.isoformat(), "endsAt": (now + timedelta(seconds=0 if ended else 300)).isoformat()}
+        body = [{"labels": labels, "annotations": {"description": " ".join(labels.values()), "summary": "A summary.",
+                                                   "runbook_url": "r", "dashboard_url": "d"}, **times}
+                for labels in found]
+        request = urllib.request.Request(f"http://{self.address}/api/v2/alerts", json.dumps(body).encode(),
+                                         {"content-type": "application/json"})
+        urllib.request.urlopen(request, timeout=10).close()
+
+    def pages(self) -> list[str]:
+        """Return the summaries of the incidents at PagerDuty, each dedup_key once."""
+        first: dict[str, Message] = {}
+        for message in self.receiver.of("pagerduty"):
+            if message.payload["event_action"] == "trigger":
+                first.setdefault(message.payload["dedup_key"], message)
+        return [message.payload["payload"]["summary"] for message in first.values()]
+
+
+@pytest.fixture(scope="module")
+def told(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
+    assert servers.alertmanager, f"no Alertmanager here: {servers.why}"
+    folder = tmp_path_factory.mktemp("alertmanager")
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    with Receiver() as receiver:
+        (folder / "slack").write_text(f"{receiver.url}/slack")
+        (folder / "key").write_text("0123456789abcdef" * 2)
+        (folder / "webhook").write_text(f"{receiver.url}/watchdog")
+        (folder / "alertmanager.yml").write_text(alertmanager_yaml(AlertSettings(
+            pace=PACE, slack_url_file=folder / "slack", pagerduty_key_file=folder / "key",
+            pagerduty_url=f"{receiver.url}/v2/enqueue", watchdog_url=f"{receiver.url}/watchdog",
+            webhook_url_file=folder / "webhook")))
+        with (folder / "log").open("wb") as log, subprocess.Popen(
+            [*servers.alertmanager, f"--config.file={folder / 'alertmanager.yml'}", f"--storage.path={folder}",
+             f"--web.listen-address={address}", "--cluster.listen-address="], stdout=log, stderr=log) as process:
+            try:
+                for _ in range(300):
+                    try:
+                        urllib.request.urlopen(f"http://{address}/-/ready", timeout=1).close()
+                        break
+                    except OSError:
+                        assert process.poll() is None, (folder / "log").read_text()
+                        time.sleep(0.05)
+                yield Told(address, receiver)
+            finally:
+                process.terminate()
+
+
+def alert(name: str, **labels: str) -> dict[str, str]:
+    """Return the labels of an alert, with its most severe severity."""
+    severities = [one.severity for one in named(name)]
+    return {"alertname": name, "severity": min(severities, key=("critical", "warning", "info", "none").index), **labels}
+
+
+def hosts_of_a_leaf() -> list[dict[str, str]]:
+    return [one for host in (f"leaf-{n:02}" for n in range(64)) for one in (
+        alert("InfinibandPortDown", host=host, device="mlx5_0", port="1"), alert("NodeLost", host=host),
+        alert("RailImbalance", host=host, device="mlx5_0", port="1"))]
+
+
+# By incident: what fires at first, a scrape later, and the one page there is to be.
+INCIDENTS: dict[str, tuple[list[dict[str, str]], list[dict[str, str]], str | None]] = {
+    "a dead GPU": (
+        [alert("NvlinkDown", host="gpu-1", uuid="B"), alert("TrainingHang", run="gpu"),
+         alert("GpuMissing", host="gpu-1", uuid="A")],
+        [alert("GpuXidCritical", host="gpu-1", uuid="A", xid="79"), alert("RunOnFaultyHost", host="gpu-1", run="gpu"),
+         alert("GpuRecoveryNeeded", host="gpu-1", uuid="A"), alert("TrainingDown", tenant="t", run="gpu"),
+         alert("TrainingRestartStorm", tenant="t", run="gpu")],
+        "GpuXidCritical: GpuXidCritical critical gpu-1 A 79"),
+    "a dead host": (
+        [alert("TrainingHang", run="host"), alert("FlopwatchExporterDown", host="node-1", instance="i", job="j")],
+        [alert("NodeLost", host="node-1"), alert("RunOnFaultyHost", host="node-1", run="host"),
+         alert("TrainingDown", tenant="t", run="host")],
+        "NodeLost: NodeLost critical node-1"),
+    "a dead leaf": (
+        [*hosts_of_a_leaf(), alert("TrainingHang", run="leaf")],
+        [alert("LeafDown", leaf="l7"), *(alert("HostOnFaultyLeaf", leaf="l7", host=f"leaf-{n:02}") for n in range(64)),
+         alert("RunOnFaultyHost", host="leaf-00", run="leaf"), alert("TrainingDown", tenant="", run="leaf")],
+        "LeafDown: LeafDown critical l7"),
+    "a hang that ends as a run that is down": (
+        [alert("TrainingHang", run="hangs")],
+        [alert("TrainingDown", tenant="t", run="hangs"), alert("TrainingRestartStorm", tenant="t", run="hangs"),
+         alert("TrainingMfuDrop", run="hangs"), alert("TrainingStraggler", run="hangs")],
+        "TrainingHang: TrainingHang critical hangs"),
+    "a node in maintenance": (
+        [alert("GpuMissing", host="maintained", uuid="A"), alert("NodeLost", host="maintained"),
+         alert("InfinibandPortDown", host="maintained", device="d", port="1"), alert("TrainingDown", run="moved")],
+        [alert("Maintenance", host="maintained"), alert("RunOnFaultyHost", host="maintained", run="moved")],
+        None),
+    "a small run beside it": ([], [{**alert("TrainingDown", run="small"), "severity": "warning"}], None),
+    "another large run": ([alert("TrainingDown", run="other")], [], "TrainingDown: TrainingDown critical other"),
+}
+
+
+def test_each_incident_is_one_page_and_its_consequences_are_held_back(told: Told) -> None:
+    for first, _, _ in INCIDENTS.values():
+        if first:
+            told.post(*first)
+    time.sleep(SETTINGS.scrape_interval / PACE)
+    for _, second, _ in INCIDENTS.values():
+        if second:
+            told.post(*second)
+    expected = sorted(page for _, _, page in INCIDENTS.values() if page is not None)
+    until(lambda: len(told.pages()) >= len(expected))
+    time.sleep(2 * SETTINGS.group_wait / PACE + 2 * SETTINGS.group_interval / PACE)  # whatever else would come
+    assert sorted(told.pages()) == expected
+    assert told.receiver.errors == []
+    slack = "".join(str(message.payload) for message in told.receiver.of("slack"))
+    assert "small" in slack
+    webhook = "".join(str(message.payload) for message in told.receiver.of("watchdog"))
+    assert all(page.partition(":")[0] in webhook for page in (*expected, "TrainingDown: small"))
+    for silent in (*SILENT, "FlopwatchExporterDown", "TrainingMfuDrop", "RailImbalance", "maintained", "moved"):
+        assert silent not in slack + webhook
+
+
+def until(done: Callable[[], Any]) -> None:
+    """Wait for something to become true."""
+    deadline = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.05)
+
+
+def test_a_page_is_resolved_when_its_alert_ends(told: Told) -> None:
+    told.post(alert("TrainingDown", run="over"))
+    until(lambda: any("over" in page for page in told.pages()))
+    told.post(alert("TrainingDown", run="over"), ended=True)
+    (key,) = {message.payload["dedup_key"] for message in told.receiver.of("pagerduty")
+              if message.payload["event_action"] == "trigger" and "over" in str(message.payload["payload"])}
+    until(lambda: [message for message in told.receiver.of("pagerduty")
+                   if message.payload["event_action"] == "resolve" and message.payload["dedup_key"] == key])
+
+
+def test_alerts_that_differ_by_run_host_or_leaf_are_never_in_one_message() -> None:
+    config = yaml.safe_load(alertmanager_yaml(SETTINGS))
+    assert config["route"]["group_by"] == GROUP_BY == config["inhibit_rules"][0]["equal"]
+    for one in ALERTS:
+        assert {"tenant", "run", "host", "leaf"} & set(one.identity) <= set(GROUP_BY)
+
+
+def test_an_alert_of_a_run_has_its_team_as_a_label_where_teams_have_channels(servers: Servers, tmp_path: Path) -> None:
+    (tmp_path / "rules.yaml").write_text(rules_yaml(replace(SETTINGS, teams=("speech",))))
+    spikes = [{"series": f'training_loss_spikes_total{{run="{run}"}}', "values": "0 1 2 3x10"} for run in ("lm", "own")]
+    info = {"series": 'training_run_info{run="lm",rank="0",team="speech"}', "values": "1x20"}
+    expected = [f'{{alertname="TrainingLossSpikes",alertstate="firing",run="{run}",severity="warning",team="{team}"}}'
+                for run, team in (("lm", "speech"), ("own", "none"))]
+    case = {"expr": 'ALERTS{alertname="TrainingLossSpikes"}', "eval_time": "5m",
+            "exp_samples": [{"labels": f"ALERTS{labels}", "value": 1} for labels in expected]}
+    (tmp_path / "test.yaml").write_text(json.dumps({
+        "rule_files": ["rules.yaml"], "evaluation_interval": "1m",
+        "tests": [{"interval": "1m", "input_series": [*spikes, info], "promql_expr_test": [case]}]}))
+    assert "SUCCESS" in asked(servers.promtool, "test", "rules", str(tmp_path / "test.yaml"))
+    assert not any("team" in rule["labels"] for group in yaml.safe_load(rules_yaml(SETTINGS))["groups"]
+                   for rule in group["rules"] if "alert" in rule)
