@@ -6,6 +6,20 @@ from typing import Any
 
 import pytest
 
+
+class Clock:
+    """Seconds that pass where a test lets them; a run's own, so that what it books is exactly what was planted."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
+
+
 BROKEN = ("no exporter", "tokens that raise", "no method that works")
 
 

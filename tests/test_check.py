@@ -21,6 +21,7 @@ from flopwatch.node.diagnosis import check
 from flopwatch.node.diagnosis.verdict import Judgement, Reason
 from flopwatch.node.exposition import Exposition
 from flopwatch.simulate.node import SimulatedNode
+from tests.machine import PATIENCE
 from tests.test_verdict import Series, gpu, h100, port, samples
 
 ROOT = Path(__file__).parent.parent
@@ -32,7 +33,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "exporter")}
 def flopwatch(*arguments: str | Path) -> tuple[int, str]:
     """Return exit status and output of `flopwatch check`."""
     run = subprocess.run([sys.executable, "-m", "flopwatch", "check", *map(str, arguments)], capture_output=True,
-                         text=True, env=ENVIRONMENT, timeout=60)
+                         text=True, env=ENVIRONMENT, timeout=PATIENCE)
     assert "Traceback" not in run.stderr, run.stderr
     return run.returncode, run.stdout.rstrip("\n")
 
@@ -246,7 +247,7 @@ def test_a_driver_that_hangs_is_unknown_within_the_deadline(tmp_path: Path) -> N
     simulated = ("--simulate", "h100x8", "--state", tmp_path)
     assert flopwatch(*simulated, "--record")[0] == 0
     SimulatedNode(tmp_path / "simulated").hang("nvmlDeviceGetUtilizationRates")
-    assert flopwatch(*simulated, "--deadline", "2") == (
+    assert flopwatch(*simulated, "--deadline", "8") == (
         3, "UNKNOWN - nothing is read from NVML where 8 GPUs are expected: run flopwatch doctor: it "
             "says whether the driver hangs or does not let the exporter ask; and 1 more | gpus=0 ports=9")
 

@@ -23,7 +23,8 @@ from flopwatch.catalogue import BY_NAME
 
 ROOT = Path(__file__).parent.parent
 RECORDS = {record.name: record.expr for record in records(AlertSettings())}
-ALERT_LABELS = {"alertname", "alertstate", "severity", "shadow"}.union(*(alert.identity for alert in alerts(AlertSettings())))
+ALERT_LABELS = {"alertname", "alertstate", "severity", "shadow"}.union(
+    *(alert.identity for alert in alerts(AlertSettings())))
 PANELS = [(name, panel) for name, board in BOARDS.items() for panel in board["panels"] if panel["type"] != "row"]
 each_panel = pytest.mark.parametrize("panel", [pytest.param(p, id=f"{name}: {p['title']}") for name, p in PANELS])
 

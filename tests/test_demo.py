@@ -20,6 +20,7 @@ from demo import summary
 from demo.__main__ import emptied
 from demo.servers import ROOT, find
 from demo.stack import Stack, StackError, free_ports
+from tests.machine import PATIENCE, until
 
 SUMMARY = summary.Summary(
     mfu=0.4149, effective_mfu=0.3622, goodput=0.9549, ettr=0.9312, step_seconds=0.2982, tokens_per_second=26432.4,
@@ -42,7 +43,7 @@ class Demo:
                 env={**os.environ, "PYTHONPATH": str(ROOT / "exporter"), name: value}, stdout=output,
                 stderr=subprocess.STDOUT)
 
-    def wait_for(self, text: str, seconds: float = 60) -> None:
+    def wait_for(self, text: str, seconds: float = 2 * PATIENCE) -> None:
         deadline = time.monotonic() + seconds
         while text not in self.output.read_text():
             assert self.process.poll() is None, self.output.read_text()
@@ -94,10 +95,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Demo]]:
 
 @pytest.mark.e2e
 def test_a_demo_of_some_seconds_ends_by_itself_on_a_table_and_leaves_nothing(start: Callable[..., Demo]) -> None:
-    demo = start("--seconds", "6")
-    assert demo.process.wait(60) == 0
+    demo = start("--seconds", "10")
+    assert demo.process.wait(2 * PATIENCE) == 0
     text = demo.output.read_text()
-    for row in (r"\| MFU +\| +[34]\d\.\d % \|", r"\| Goodput +\| +\d\d\.\d % \|", r"\| Steps +\| +\d+ \|",
+    for row in (r"\| MFU +\| +[1-4]\d\.\d % \|", r"\| Goodput +\| +\d\d\.\d % \|", r"\| Steps +\| +\d+ \|",
                 r"\| Worst rank +\| +[0-3] \(\d+\.\d %\) \| on \S+, GPU [0-3] \(GPU-51a70000-\S+\)"):
         assert re.search(row, text), text
     assert "Rank 2 is now slowed by 30 %" in text
@@ -110,7 +111,7 @@ def test_an_interrupted_demo_ends_in_order(start: Callable[..., Demo]) -> None:
     demo = start()
     demo.wait_for("0:00  The first step")
     demo.process.send_signal(signal.SIGINT)
-    assert demo.process.wait(20) == 0
+    assert demo.process.wait(PATIENCE) == 0
     text = demo.output.read_text()
     assert "| Steps" in text
     assert "Traceback" not in text
@@ -125,7 +126,7 @@ def test_an_impatient_second_interrupt_leaves_no_orphan(start: Callable[..., Dem
     for _ in range(3):
         demo.process.send_signal(signal.SIGINT)
         time.sleep(0.1)
-    assert demo.process.wait(20) == 0
+    assert demo.process.wait(PATIENCE) == 0
     assert "Traceback" not in demo.output.read_text()
     assert demo.left() == []
 
@@ -137,10 +138,7 @@ def test_a_killed_demo_takes_everything_with_it(start: Callable[..., Demo]) -> N
     assert len(demo.left()) >= 10  # demo, Prometheus, Alertmanager, exporter and its readers, launcher and ranks
     demo.process.kill()
     demo.process.wait()
-    deadline = time.monotonic() + 70  # at once, but for a simulated rank that has just begun to wait for the others
-    while demo.left() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert demo.left() == []
+    until(lambda: demo.left() == [])  # at once, but for a simulated rank that has just begun to wait for the others
     assert demo.open_ports() == []
 
 
@@ -148,7 +146,7 @@ def test_a_killed_demo_takes_everything_with_it(start: Callable[..., Demo]) -> N
 def test_a_second_demo_in_the_same_folder_is_refused(start: Callable[..., Demo]) -> None:
     start().wait_for("Starting Prometheus")
     second = start()
-    assert second.process.wait(20) == 1
+    assert second.process.wait(PATIENCE) == 1
     assert "another demo runs in" in second.output.read_text()
 
 
@@ -166,7 +164,7 @@ def test_a_folder_that_is_not_a_demos_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_program_that_fails_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
     with Stack(tmp_path, train="simulated", trainer=("--ranks", "none")) as stack:
-        stack.children["training"].process.wait(20)
+        stack.children["training"].process.wait(PATIENCE)
         with pytest.raises(StackError, match=r"training ended with status 2(.|\n)*invalid int value: 'none'"):
             stack.check()
     stack.stop()  # once more changes nothing

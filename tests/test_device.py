@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from flopwatch.training.torch import device
 from flopwatch.training.torch.device import Moment, Moments
+from tests.machine import PATIENCE
 
 pytestmark = pytest.mark.torch
 
@@ -306,7 +307,8 @@ def test_two_devices_keep_their_events_apart() -> None:
     assert cuda.errors == []
 
 
-def test_threads_that_mark_and_ask_at_once_lose_nothing() -> None:
+def test_threads_that_mark_and_ask_at_once_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "LONGEST_WAIT", PATIENCE)  # one that waits no longer is told None
     cuda = SimulatedCuda()
     moments = cuda.moments()
     moments.mark()

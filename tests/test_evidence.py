@@ -13,7 +13,8 @@ import pytest
 
 from flopwatch.training import stacks
 from tests import ranks
-from tests.hook_server import HookServer
+from tests.hook_server import HookServer, Push
+from tests.machine import PATIENCE, until
 
 HANGING = """
 import time, torch, torch.distributed as dist
@@ -21,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flopwatch.training import Run
 
 def stuck_in_the_loader():
-    time.sleep(120)
+    time.sleep(3600)
 
 dist.init_process_group("gloo")
 model = DistributedDataParallel(torch.nn.Linear(4, 4))
@@ -49,10 +50,27 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[HookServ
                 process.communicate()
 
 
+STARTED = "training_collective_sequence_number"
+
+
+def hang(server: HookServer) -> list[float]:
+    """Return how many collectives each rank has started once that changes no more: one waits and the other is stuck."""
+    def said(rank: int) -> list[Push]:
+        return [push for push in list(server.pushes) if push.resource["flopwatch.rank"] == rank
+                and push.samples.get("training_steps_total") == 3 and STARTED in push.samples]
+
+    # The first that says so may have looked at the collectives before the third step.
+    until(lambda: len(said(1)) >= 3)
+    stuck = said(1)[-1].samples[STARTED]
+    server.wait_for(lambda push: push.resource["flopwatch.rank"] == 0 and push.samples.get(STARTED) == stuck + 1)
+    return [stuck + 1, stuck]
+
+
 def asked(pid: int, *flags: str) -> subprocess.CompletedProcess[str]:
     """Return a finished `flopwatch stacks`."""
     return subprocess.run([sys.executable, "-m", "flopwatch", "stacks", str(pid), *flags], capture_output=True,
-                          text=True, env={**os.environ, "PYTHONPATH": str(ranks.ROOT / "exporter")}, timeout=60)
+                          text=True, env={**os.environ, "PYTHONPATH": str(ranks.ROOT / "exporter")},
+                          timeout=PATIENCE)
 
 
 def main_thread(said: str) -> str:
@@ -66,22 +84,18 @@ def test_the_rank_that_hangs_has_started_the_fewest_collectives(
     hanging: tuple[HookServer, list[subprocess.Popen[str]]],
 ) -> None:
     server, _ = hanging
-    started = "training_collective_sequence_number"
-    stuck = server.wait_for(lambda push: push.resource["flopwatch.rank"] == 1 and started in push.samples
-                            and push.samples["training_steps_total"] == 3, 60)
-    server.wait_for(lambda push: push.resource["flopwatch.rank"] == 0
-                    and push.samples.get(started) == stuck.samples[started] + 1)
+    waiting, stuck = hang(server)
     seen = len(server.pushes)
     server.wait_for(lambda _: {push.resource["flopwatch.rank"] for push in server.pushes[seen:]} == {0, 1})
     # And so it stays.
-    assert {(push.resource["flopwatch.rank"], push.samples[started]) for push in server.pushes[seen:]} == {
-        (0, stuck.samples[started] + 1), (1, stuck.samples[started])}
+    assert {(push.resource["flopwatch.rank"], push.samples[STARTED]) for push in server.pushes[seen:]} == {
+        (0, waiting), (1, stuck)}
 
 
 @pytest.mark.torch
 def test_a_blocked_rank_tells_where_its_threads_are(hanging: tuple[HookServer, list[subprocess.Popen[str]]]) -> None:
     server, processes = hanging
-    server.wait_for(lambda push: push.samples.get("training_steps_total") == 3, 60)
+    hang(server)
     waiting, stuck = (asked(process.pid) for process in processes)
     assert (waiting.returncode, stuck.returncode) == (0, 0), waiting.stderr + stuck.stderr
     assert stuck.stdout.startswith("run hangs attempt ")

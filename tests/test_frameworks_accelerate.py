@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import importlib
 import math
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flopwatch.catalogue import BY_NAME
-from tests.frameworks import BROKEN, break_callback
+from tests.frameworks import BROKEN, Clock, break_callback
 from tests.hook_server import HookServer, Push
 
 pytestmark = pytest.mark.torch
@@ -51,13 +50,16 @@ def samples(count: int) -> list[dict[str, Any]]:
 class Loop:
     """What a script with Accelerate does, on 24 samples, 2 a batch."""
 
-    def __init__(self, *, accumulate: int = 1, adam: bool = True, slow: float = 0.0, dispatch: bool = False) -> None:
+    def __init__(
+        self, *, accumulate: int = 1, adam: bool = True, dispatch: bool = False,
+        fetch: Callable[[], None] = lambda: None,
+    ) -> None:
         import torch
 
         accelerate: Any = importlib.import_module("accelerate")
 
         def batches(rows: list[dict[str, Any]]) -> dict[str, Any]:
-            time.sleep(slow)
+            fetch()
             return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
         torch.manual_seed(0)
@@ -119,7 +121,7 @@ def test_steps_tokens_samples_and_loss_are_those_trained(dispatch: bool) -> None
         loop.watch(server, flops_per_token=100)
         loop.train(steps=6)
         loop.accelerator.end_training()
-    last = server.pushes[-1]
+        last = server.last_word()
     assert last.resource["flopwatch.status"] == "completed"
     assert last.samples["training_steps_total"] == last.samples["training_position_steps"] == 6
     assert last.samples["training_tokens_total"] == last.samples["training_position_tokens"] == sum(LENGTHS) * 3
@@ -133,24 +135,24 @@ def test_steps_tokens_samples_and_loss_are_those_trained(dispatch: bool) -> None
 
 
 def test_accumulation_evaluation_and_saving_are_told_apart(tmp_path: Path) -> None:
-    loop = Loop(accumulate=3, slow=0.05)
-    loop.accelerator.register_save_state_pre_hook(lambda *_: time.sleep(0.3))
+    clock = Clock()
+    loop = Loop(accumulate=3, fetch=lambda: clock.passes(0.05))
+    loop.accelerator.register_save_state_pre_hook(lambda *_: clock.passes(0.3))
     with HookServer() as server:
-        run = loop.watch(server)
+        run = loop.watch(server, clock=clock)
         for _ in range(2):
             loop.train()
             loop.evaluate()
             loop.accelerator.save_state(str(tmp_path))
         run.finish()
-    last = server.pushes[-1]
+        last = server.last_word()
     assert last.samples["training_steps_total"] == last.samples["training_committed_steps"] == 8
     assert last.samples["training_tokens_total"] == sum(LENGTHS) * 12
     assert last.samples["training_samples_total"] == 48
     seconds = activities(last)
-    assert 1.05 < seconds["data_stall"] < 1.5  # 23 batches of 24: the first ended the startup
-    assert 0.4 < seconds["evaluation"] < 0.7
-    assert 0.6 < seconds["checkpoint_save"] < 0.9
-    assert seconds["step"] < 1
+    assert {name: seconds[name] for name in ("data_stall", "evaluation", "checkpoint_save", "step")} == pytest.approx({
+        "data_stall": 23 * 0.05,  # of 24 batches: the first ended the startup
+        "evaluation": 2 * 4 * 0.05, "checkpoint_save": 2 * 0.3, "step": 0.0})
     assert last.samples["training_hook_errors_total"] == 0
 
 
@@ -200,7 +202,7 @@ def test_a_resumed_run_goes_on_at_the_step_restored(tmp_path: Path, optimizer: s
         first.accelerator.save_state(str(tmp_path))
         first.train(steps=5)
         run.finish("preempted")
-    assert server.pushes[-1].samples["training_committed_steps"] == 4
+        assert server.last_word().samples["training_committed_steps"] == 4
     if "no file" in optimizer:
         (tmp_path / "flopwatch.json").unlink()
     forget_accelerators()
@@ -212,7 +214,7 @@ def test_a_resumed_run_goes_on_at_the_step_restored(tmp_path: Path, optimizer: s
             run.restored(step=4)  # as the log asks for
         second.train(skip=4)
         run.finish()
-    last = server.pushes[-1]
+        last = server.last_word()
     assert last.resource["flopwatch.restored_step"] == 4
     assert last.samples["training_position_steps"] == 12
     assert last.samples["training_steps_total"] == 8

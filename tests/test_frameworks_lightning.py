@@ -6,16 +6,16 @@ import importlib
 import pickle
 import signal
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flopwatch.catalogue import BY_NAME
-from tests.frameworks import BROKEN, break_callback
+from tests.frameworks import BROKEN, Clock, break_callback
 from tests.hook_server import HookServer, Push
+from tests.machine import PATIENCE
 
 pytestmark = [
     pytest.mark.torch,
@@ -45,7 +45,11 @@ def samples(count: int) -> list[dict[str, Any]]:
     return answer
 
 
-def module(lightning: Any, optimizers: int = 1, slow: float = 0.0) -> Any:
+def nothing() -> None:
+    """Take no time."""
+
+
+def module(lightning: Any, optimizers: int = 1, judge: Callable[[], None] = nothing) -> Any:
     """Return a language model of one layer; with two optimizers it optimizes by hand."""
     import torch
 
@@ -75,7 +79,7 @@ def module(lightning: Any, optimizers: int = 1, slow: float = 0.0) -> Any:
             return None
 
         def validation_step(self, batch: dict[str, Any], _: int) -> None:
-            time.sleep(slow)
+            judge()
             self.log("val_loss", self.loss(batch))
 
         def configure_optimizers(self) -> Any:
@@ -86,8 +90,8 @@ def module(lightning: Any, optimizers: int = 1, slow: float = 0.0) -> Any:
 
 
 def fit(
-    name: str, out: Path, *callbacks: Any, model: Any = None, resume: Path | None = None, slow: float = 0.0,
-    **arguments: Any,
+    name: str, out: Path, *callbacks: Any, model: Any = None, resume: Path | None = None,
+    fetch: Callable[[], None] = nothing, **arguments: Any,
 ) -> Any:
     """Train on 24 samples, 2 a batch, in order, and return the trainer."""
     import torch
@@ -95,7 +99,7 @@ def fit(
     lightning: Any = importlib.import_module(name)
 
     def batches(rows: list[dict[str, Any]]) -> dict[str, Any]:
-        time.sleep(slow)
+        fetch()
         return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
     def loader(count: int) -> Any:
@@ -133,7 +137,7 @@ def test_steps_tokens_samples_and_loss_are_those_trained(tmp_path: Path, name: s
     with HookServer() as server:
         trainer = fit(name, tmp_path, callback(server, flops_per_token=100),
                       logger=loggers.CSVLogger(str(tmp_path), flush_logs_every_n_steps=100))
-    last = server.pushes[-1]
+        last = server.last_word()
     assert last.resource["flopwatch.status"] == "completed"
     assert last.samples["training_steps_total"] == last.samples["training_position_steps"] == trainer.global_step == 6
     assert last.samples["training_tokens_total"] == sum(LENGTHS) * 3
@@ -149,24 +153,30 @@ def test_steps_tokens_samples_and_loss_are_those_trained(tmp_path: Path, name: s
 def test_accumulation_evaluation_and_saving_are_told_apart(tmp_path: Path) -> None:
     import lightning.pytorch
 
+    clock = Clock()
+
     class SlowIO(lightning.pytorch.plugins.io.TorchCheckpointIO):
         def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-            time.sleep(0.3)
+            clock.passes(0.3)
             super().save_checkpoint(*args, **kwargs)
 
+    def batch() -> None:
+        clock.passes(0.05)
+
     with HookServer() as server:
-        fit("lightning.pytorch", tmp_path, callback(server), checkpoints("lightning.pytorch", tmp_path, every=2),
-            model=module(lightning.pytorch, slow=0.05), plugins=[SlowIO()], accumulate_grad_batches=3, max_steps=4,
-            enable_checkpointing=True, limit_val_batches=1.0, val_check_interval=6, num_sanity_val_steps=1, slow=0.05)
-    last = server.pushes[-1]
+        fit("lightning.pytorch", tmp_path, callback(server, clock=clock),
+            checkpoints("lightning.pytorch", tmp_path, every=2),
+            model=module(lightning.pytorch, judge=batch), plugins=[SlowIO()], accumulate_grad_batches=3, max_steps=4,
+            enable_checkpointing=True, limit_val_batches=1.0, val_check_interval=6, num_sanity_val_steps=1, fetch=batch)
+        last = server.last_word()
     assert last.samples["training_steps_total"] == last.samples["training_committed_steps"] == 4
     assert last.samples["training_tokens_total"] == sum(LENGTHS) * 6
     assert last.samples["training_samples_total"] == 24
     seconds = activities(last)
-    assert 0.5 < seconds["data_stall"] < 0.8  # 11 batches of 12: the first ended the startup
-    assert 0.85 < seconds["evaluation"] < 1.2  # 1 and twice 4 batches, each as slow to load as to judge
-    assert 0.6 < seconds["checkpoint_save"] < 0.9
-    assert seconds["step"] < 1
+    assert {name: seconds[name] for name in ("data_stall", "evaluation", "checkpoint_save", "step")} == pytest.approx({
+        "data_stall": 11 * 0.05,  # of 12 batches: the first ended the startup
+        "evaluation": (1 + 2 * 4) * 2 * 0.05,  # each as slow to load as to judge
+        "checkpoint_save": 2 * 0.3, "step": 0.0})
     assert last.samples["training_hook_errors_total"] == 0
 
 
@@ -193,7 +203,7 @@ def test_a_resumed_run_goes_on_at_the_step_and_tokens_restored(tmp_path: Path) -
         for resume in (None, tmp_path / "step=4.ckpt"):
             last = fit(name, tmp_path, callback(server), checkpoints(name, tmp_path, every=4), resume=resume,
                        enable_checkpointing=True, max_steps=5 if resume is None else 12)
-    first, second = (push for push in server.pushes if "flopwatch.status" in push.resource)
+        first, second = server.last_words(2)
     assert first.samples["training_committed_steps"] == 4
     assert first.samples["training_position_steps"] == 5
     assert second.resource["flopwatch.restored_step"] == 4
@@ -211,31 +221,33 @@ def test_a_checkpoint_written_in_the_background_is_committed_when_it_is_written(
     import lightning.pytorch
     from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
-    released = threading.Event()
+    begun, released, clock = threading.Event(), threading.Event(), Clock()
 
     class Held(TorchCheckpointIO):
         def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-            assert released.wait(30)
+            begun.set()
+            assert released.wait(PATIENCE)
             super().save_checkpoint(*args, **kwargs)
 
     class Release(lightning.pytorch.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == 5:
-                time.sleep(0.3)
+                assert begun.wait(PATIENCE)
+                clock.passes(0.3)
                 server.wait_for(lambda push: push.samples.get("training_position_steps") == 5)
                 released.set()
 
     with HookServer() as server:
-        fit("lightning.pytorch", tmp_path, callback(server), Release(),
+        fit("lightning.pytorch", tmp_path, callback(server, clock=clock), Release(),
             checkpoints("lightning.pytorch", tmp_path, every=4), plugins=[AsyncCheckpointIO(Held())],
             enable_checkpointing=True)
+        last = server.last_word()
     waiting = [push for push in server.pushes if push.samples.get("training_position_steps") == 5]
     assert waiting
     assert all("training_committed_steps" not in push.samples for push in waiting[:1])
-    last = server.pushes[-1]
     assert last.samples["training_committed_steps"] == 4
-    assert last.samples["training_checkpoint_background_seconds_total"] > 0.3
-    assert activities(last)["checkpoint_save"] < 0.3
+    assert last.samples["training_checkpoint_background_seconds_total"] == pytest.approx(0.3)
+    assert activities(last)["checkpoint_save"] == 0
 
 
 def test_two_optimizers_in_one_batch_are_one_step(tmp_path: Path) -> None:
@@ -244,9 +256,10 @@ def test_two_optimizers_in_one_batch_are_one_step(tmp_path: Path) -> None:
     with HookServer() as server:
         trainer = fit("lightning.pytorch", tmp_path, callback(server), max_steps=12,
                       model=module(lightning.pytorch, optimizers=2))
+        last = server.last_word()
     assert trainer.global_step == 12
-    assert server.pushes[-1].samples["training_steps_total"] == 6
-    assert server.pushes[-1].samples["training_tokens_total"] == sum(LENGTHS) * 3
+    assert last.samples["training_steps_total"] == 6
+    assert last.samples["training_tokens_total"] == sum(LENGTHS) * 3
 
 
 def test_the_callback_and_what_it_wrapped_can_be_sent_to_another_process(tmp_path: Path) -> None:
@@ -273,9 +286,11 @@ def test_an_exception_ends_the_run(tmp_path: Path, raised: type[BaseException], 
     # Lightning ends the process at Ctrl-C, and ignores another.
     handler = signal.getsignal(signal.SIGINT)
     try:
-        with HookServer() as server, pytest.raises((raised, SystemExit)):
-            fit("lightning.pytorch", tmp_path, callback(server), Raise())
+        with HookServer() as server:
+            with pytest.raises((raised, SystemExit)):
+                fit("lightning.pytorch", tmp_path, callback(server), Raise())
+            last = server.last_word()
     finally:
         signal.signal(signal.SIGINT, handler)
-    assert server.pushes[-1].resource["flopwatch.status"] == status
-    assert server.pushes[-1].samples["training_steps_total"] == 3
+    assert last.resource["flopwatch.status"] == status
+    assert last.samples["training_steps_total"] == 3

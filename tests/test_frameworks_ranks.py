@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,35 +11,35 @@ from typing import Any
 
 import pytest
 
+from tests.machine import reserved_port
+
 ROOT = Path(__file__).parent.parent
 LENGTHS = (5, 9, 16, 12)  # tokens of a sample, in turn; the rest of its 16 is padding
 OF_RANK = {0: (5 + 9, 5 + 9, 5 + 9), 1: (16 + 12, 16 + 12, 16 + 12)}  # batches of 2 go to the ranks in turn
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
 Told = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
     """What each rank told under each framework; one launch for all, because the imports take seconds."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("FLOPWATCH_", "TORCHELASTIC_"))}
     out = tmp_path_factory.mktemp("ranks")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(out)], stdout=subprocess.PIPE, text=True,
-            env={**environ, "PYTHONPATH": str(ROOT / "exporter"), "RANK": str(rank), "WORLD_SIZE": "2",
-                 "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                 "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-                 "ACCELERATE_USE_CPU": "1", "FLOPWATCH_DISABLE": "1"})
-        for rank in range(2)]
-    try:
-        return [json.loads(process.communicate(timeout=200)[0].splitlines()[-1]) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    with reserved_port() as port:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, __file__, str(out)], stdout=subprocess.PIPE, text=True,
+                env={**environ, "PYTHONPATH": f"{ROOT / 'exporter'}:{ROOT}", "RANK": str(rank), "WORLD_SIZE": "2",
+                     "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                     "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+                     "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "1", "FLOPWATCH_DISABLE": "1"})
+            for rank in range(2)]
+        try:
+            return [json.loads(process.communicate(timeout=500)[0].splitlines()[-1]) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
 
 
 @pytest.mark.parametrize("framework", ["huggingface", "lightning", "accelerate"])

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from tests.hook_server import ROOT, HookServer
+from tests.machine import PATIENCE
 from tests.test_hook_isolation import HOSTILE
 
 # Steps of a few milliseconds, so that several pushes, which are 0.1 s apart, fall into the training.
@@ -90,7 +91,7 @@ def train(*arguments: str, stderr: str = "", **environ: str) -> Trained:
         errors = stack.enter_context(open(stderr, "w")) if stderr else subprocess.PIPE
         done = subprocess.run(
             [sys.executable, "-c", JOB, *arguments], env={**inherited, "PYTHONPATH": f"{ROOT}/exporter", **environ},
-            stdout=subprocess.PIPE, stderr=errors, text=True, timeout=60)
+            stdout=subprocess.PIPE, stderr=errors, text=True, timeout=PATIENCE)
         ended = time.monotonic()
     lines = done.stdout.split("\n")
     said = dict(line.split() for line in lines if " " in line)
@@ -109,25 +110,35 @@ def plain() -> Trained:
     return trained
 
 
-def unchanged(plain: Trained, *arguments: str, stderr: str = "", **environ: str) -> Trained:
-    """Run the job with the hook, check that this changed nothing that matters to it, and return how it went."""
-    hooked = train(*arguments, HOOK="1", stderr=stderr, **environ)
-    assert hooked.losses == plain.losses
-    assert hooked.exit_code == plain.exit_code
-    assert hooked.ending - plain.ending <= MOST_DELAY
-    pace, without = hooked.seconds, plain.seconds
-    for _ in range(4):
-        if pace <= 1.5 * without + 0.1:
+def unchanged(
+    plain: Trained, *arguments: str, stderr: str = "", healthy: bool = False, **environ: str,
+) -> Trained:
+    """Run the job with the hook, check that this changed nothing that matters to it, and return how it went.
+
+    Unless its exporter is `healthy`, also with a job that has one, about the same time: on a slow machine the pushes
+    take more of the training, and what was imported takes longer to leave.
+    """
+    seconds, ending = plain.seconds, plain.ending
+    for _ in range(5):
+        hooked = train(*arguments, HOOK="1", stderr=stderr, **environ)
+        assert hooked.losses == plain.losses
+        assert hooked.exit_code == plain.exit_code
+        if hooked.seconds <= 1.5 * seconds + 0.1 and hooked.ending <= ending + MOST_DELAY:
             return hooked
         # Or did the machine become slower?
-        pace, without = train(*arguments, HOOK="1", stderr=stderr, **environ).seconds, train().seconds
-    raise AssertionError(f"the training took {pace:.2f} s in place of {without:.2f} s")
+        others = [train()]
+        if not healthy:
+            with HookServer() as server:
+                others.append(train(*arguments, HOOK="1", FLOPWATCH_ENDPOINT=server.url))
+        seconds, ending = (max(getattr(other, name) for other in others) for name in ("seconds", "ending"))
+    raise AssertionError(f"the training took {hooked.seconds:.2f} s in place of {seconds:.2f} s, "
+                         f"and its end {hooked.ending:.2f} s in place of {ending:.2f} s")
 
 
 @pytest.mark.parametrize("end", ["finish", ""])
 def test_with_an_exporter_that_answers_nothing_is_changed(plain: Trained, end: str) -> None:
     with HookServer() as server:
-        hooked = unchanged(plain, end, FLOPWATCH_ENDPOINT=server.url)
+        hooked = unchanged(plain, end, healthy=True, FLOPWATCH_ENDPOINT=server.url)
     assert hooked.stderr == ""
     assert server.pushes[-1].samples["training_steps_total"] == 400
     assert server.pushes[-1].samples["training_hook_errors_total"] == 0
@@ -363,7 +374,7 @@ def test_a_full_disk_under_the_log_changes_nothing(plain: Trained) -> None:
 def test_no_variable_changes_anything(plain: Trained, disabled: bool) -> None:
     variables = {name: value for name, value in HOSTILE.items() if disabled or name != "OTEL_SDK_DISABLED"}
     with HookServer() as server:
-        unchanged(plain, "finish", FLOPWATCH_ENDPOINT=server.url, **variables)
+        unchanged(plain, "finish", healthy=False, FLOPWATCH_ENDPOINT=server.url, **variables)
     assert server.pushes[-1].samples["training_steps_total"] == 400
 
 
@@ -375,7 +386,7 @@ def test_no_variable_changes_anything(plain: Trained, disabled: bool) -> None:
 ], ids=str)
 def test_settings_that_make_no_sense_change_nothing(plain: Trained, variables: dict[str, str]) -> None:
     with closed_port() as url:
-        unchanged(plain, "finish", **{"FLOPWATCH_ENDPOINT": url} | variables)
+        unchanged(plain, "finish", healthy=False, **{"FLOPWATCH_ENDPOINT": url} | variables)
 
 
 # What is wrong inside.
@@ -390,7 +401,7 @@ def test_settings_that_make_no_sense_change_nothing(plain: Trained, variables: d
 def test_no_function_of_the_hook_that_raises_is_felt_by_the_job(job: str, some: set[str]) -> None:
     with answering(once(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")) as url:
         done = subprocess.run(
-            [sys.executable, "-m", "tests.hook_internals", job], cwd=ROOT, capture_output=True, text=True, timeout=120,
+            [sys.executable, "-m", "tests.hook_internals", job], cwd=ROOT, capture_output=True, text=True, timeout=240,
             env={**os.environ, "PYTHONPATH": f"{ROOT}/exporter", "FLOPWATCH_ENDPOINT": url, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-2000:]
     said = json.loads(done.stdout)

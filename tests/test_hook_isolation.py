@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.hook_server import HookServer, python
+from tests.machine import shortest
 
 LOOP = """
 from flopwatch.training import Run
@@ -200,31 +201,42 @@ def test_how_a_process_ends_is_its_last_word(server: HookServer, end: str, statu
 def test_an_exporter_that_never_answers_delays_the_exit_by_at_most_two_and_a_half_seconds(
     black_hole: str, end: str,
 ) -> None:
-    # 1 s on, so that a push hangs already.
-    code = LOOP + f"import time; time.sleep(1); print(time.monotonic(), flush=True)\n{end}"
-    answer = python(code, FLOPWATCH_ENDPOINT=black_hole)
-    ended = time.monotonic()
-    assert answer.returncode == 0
-    assert 1.0 < ended - float(answer.stdout) < 2.5
+    def delay() -> float:
+        # 1 s on, so that a push hangs already.
+        code = LOOP + f"import time; time.sleep(1); print(time.monotonic(), flush=True)\n{end}"
+        answer = python(code, FLOPWATCH_ENDPOINT=black_hole)
+        ended = time.monotonic()
+        assert answer.returncode == 0
+        return ended - float(answer.stdout)
+
+    assert 1.0 < shortest(delay, 2.5) < 2.5
 
 
 def test_a_step_does_not_wait_for_an_exporter_that_never_answers(black_hole: str) -> None:
+    # A push hangs for 2 s and the next one begins 0.1 s later, so in each of these seconds one does.
     answer = python(LOOP + """
 import time
-began = time.monotonic()
-while time.monotonic() - began < 1.0:
-    before = time.monotonic()
-    run.step(tokens=64)
-    slowest = max(globals().get("slowest", 0.0), time.monotonic() - before)
-    time.sleep(0.001)
-print(slowest)
+for second in range(4):
+    began, slowest = time.monotonic(), 0.0
+    while time.monotonic() - began < 1.0:
+        before = time.monotonic()
+        run.step(tokens=64)
+        slowest = max(slowest, time.monotonic() - before)
+        time.sleep(0.001)
+    print(slowest)
+    if slowest < 0.5:
+        break  # else it was the push, or a stall of the machine
 run.finish()
 """, FLOPWATCH_ENDPOINT=black_hole)
-    assert float(answer.stdout) < 0.5  # far below the 2 s of a push
+    assert min(map(float, answer.stdout.split())) < 0.5  # far below the 2 s of a push
 
 
 def test_without_an_exporter_training_goes_on_and_ends_at_once() -> None:
-    answer = python(LOOP + "import time; print(time.monotonic())", FLOPWATCH_ENDPOINT="http://127.0.0.1:9")
-    assert time.monotonic() - float(answer.stdout) < 1.5
-    assert answer.returncode == 0
-    assert answer.stderr.count("\n") == 1  # one line, not one per push
+    def delay() -> float:
+        answer = python(LOOP + "import time; print(time.monotonic())", FLOPWATCH_ENDPOINT="http://127.0.0.1:9")
+        ended = time.monotonic()
+        assert answer.returncode == 0
+        assert answer.stderr.count("\n") == 1  # one line, not one per push
+        return ended - float(answer.stdout)
+
+    assert shortest(delay, 1.5) < 1.5

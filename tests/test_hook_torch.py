@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.machine import reserved_port
 
 ROOT = Path(__file__).parent.parent
 WORLD_SIZE = 3
@@ -21,41 +22,41 @@ SETUPS: dict[str, dict[str, Any]] = {
     "bucket_view": {"ddp": {"gradient_as_bucket_view": True}},
     "dict_output": {"output": "dict"}, "nested_output": {"output": "nested"}, "accumulation": {"micro_batches": 3},
 }
+SLOW = 0.12  # seconds that the slow rank sleeps in each step: far more than a busy machine keeps a rank waiting for
+STEPS = 8  # of a setup
 SCENARIOS: dict[str, dict[str, Any]] = {
     "slow": {"slow": 1, "steps": 20}, "saving": {"steps": 25, "saves_from": 10, "pace": 0.02},
     "watched": {"steps": 10}, "unwatched": {"steps": 10, "watch": False},
     "no_sync": {"steps": 5, "no_sync": True}, "no_backward": {"steps": 5, "no_backward": True},
-    **{name: {"slow": 1, "steps": 12, **setup} for name, setup in SETUPS.items()},
+    **{name: {"slow": 1, "steps": STEPS, **setup} for name, setup in SETUPS.items()},
 }
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
 Answers = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
 def answers() -> Answers:
     """What each rank counted in each scenario; one launch for all, because importing torch takes seconds."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("FLOPWATCH_", "TORCHELASTIC_"))}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__], stdout=subprocess.PIPE, text=True,
-            # One rank a node, as far as the hook can see.
-            env={**environ, "PYTHONPATH": str(ROOT / "exporter"), "RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE),
-                 "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "FLOPWATCH_HOST": f"node-{rank}",
-                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
-                 "OMP_NUM_THREADS": "1", "FLOPWATCH_DISABLE": "1"})
-        for rank in range(WORLD_SIZE)]
     said = []
-    try:
-        for process in processes:
-            said.append(json.loads(process.communicate(timeout=200)[0]))
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    with reserved_port() as port:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, __file__], stdout=subprocess.PIPE, text=True,
+                # One rank a node, as far as the hook can see.
+                env={**environ, "PYTHONPATH": f"{ROOT / 'exporter'}:{ROOT}", "RANK": str(rank),
+                     "WORLD_SIZE": str(WORLD_SIZE), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                     "FLOPWATCH_HOST": f"node-{rank}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                     "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "FLOPWATCH_DISABLE": "1"})
+            for rank in range(WORLD_SIZE)]
+        try:
+            for process in processes:
+                said.append(json.loads(process.communicate(timeout=500)[0]))
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
     return {name: [answer[name] for answer in said] for name in (*SCENARIOS, "sharded")}
 
 
@@ -66,7 +67,7 @@ def wait_shares(ranks: list[dict[str, Any]]) -> list[float]:
 
 def test_the_slow_rank_waits_least(answers: Answers) -> None:
     first, slow, third = wait_shares(answers["slow"])
-    # It sleeps 40 ms of a step of about 50 ms, for which the others wait.
+    # It sleeps nearly all of a step, for which the others wait.
     assert slow + 0.2 < min(first, third)
 
 
@@ -103,7 +104,7 @@ def test_a_step_without_an_all_reduce_is_not_measured(answers: Answers, how: str
 
 
 def test_a_ddp_model_tells_the_ranks_of_a_replica(answers: Answers) -> None:
-    assert [rank["end"]["tokens"] for rank in answers["plain"]] == [12 * 8] * WORLD_SIZE
+    assert [rank["end"]["tokens"] for rank in answers["plain"]] == [STEPS * 8] * WORLD_SIZE
 
 
 def test_a_fully_sharded_model_tells_them_too(answers: Answers) -> None:
@@ -182,7 +183,7 @@ def worker(
         if step >= saves_from and step % 5 == 0 and rank == 0:
             with run.activity("checkpoint_save"):
                 time.sleep(0.25)
-        time.sleep(0.04 if rank == slow else pace)
+        time.sleep(SLOW if rank == slow else pace)
         for _ in range(micro_batches - 1):
             with model.no_sync():
                 loss_of(step).backward()  # type: ignore[no-untyped-call]

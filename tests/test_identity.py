@@ -7,8 +7,6 @@ import shutil
 import socket
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +20,12 @@ from flopwatch.catalogue import (
     NODE_TOPOLOGY_INFO,
     Sample,
 )
-from flopwatch.node.collectors import Unsupported
+from flopwatch.node.collectors import Unsupported, identity
 from flopwatch.node.collectors.identity import Devices, Identity, build
 from flopwatch.node.collectors.identity.background import Background
 from flopwatch.node.collectors.identity.podresources import Assignment, PodResourcesError
 from tests.kubelet import encoded, kubelet, pod
+from tests.machine import PATIENCE, until
 
 UUIDS = ["GPU-0a", "GPU-1b"]
 MIG = [
@@ -88,6 +87,12 @@ def node(tmp_path: Path) -> Node:
     return Node(tmp_path)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the first read wait for first answers, however long a slow machine takes to give them."""
+    monkeypatch.setattr(identity, "FIRST_ANSWER", PATIENCE)
+
+
 def owners(samples: list[Sample]) -> list[tuple[str, ...]]:
     """Return gpu, the labels after host, and source of each owner series."""
     assert all(labels[2] == "node-7" for row, labels, _ in samples if row is GPU_OWNER_INFO)
@@ -100,14 +105,6 @@ def sources(samples: list[Sample]) -> dict[str, float]:
 
 def updated(samples: list[Sample]) -> dict[str, float]:
     return {labels[0]: value for row, labels, value in samples if row is GPU_OWNER_UPDATED}
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
-    end = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize(("resource", "device", "found"), [
@@ -384,11 +381,14 @@ def test_a_kubelet_that_answers_garbage_costs_its_own_answer_only(node: Node) ->
     assert sources(samples) == {"kubelet": 0, "processes": 1}
 
 
-def test_a_kubelet_that_takes_its_time_holds_nobody_up_and_is_heard_when_it_answers(node: Node) -> None:
+def test_a_kubelet_that_takes_its_time_holds_nobody_up_and_is_heard_when_it_answers(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "FIRST_ANSWER", 0.5)
     answer = threading.Event()
 
     def late(context: Any) -> bytes:
-        answer.wait(20)
+        answer.wait(PATIENCE)
         return encoded(PODS)
 
     node.process(10, SLURM)
@@ -488,7 +488,7 @@ def test_whatever_ends_a_question_is_an_error_of_its_source_and_the_last_answer_
     collector.close()
     thread = kubelet_of_the_node._thread
     assert thread is not None
-    thread.join(20)
+    thread.join(PATIENCE)
 
 
 def test_without_its_http_library_the_kubelet_is_a_failing_source_that_says_what_to_install(

@@ -19,7 +19,6 @@ W&B          https://docs.wandb.ai/models/track/environment-variables
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -32,6 +31,7 @@ import pytest
 from flopwatch.training import Run
 from flopwatch.training.launcher import Launch, Process, Submission, clean, external_id, launch, this_process
 from tests.hook_server import ROOT
+from tests.machine import PATIENCE, reserved_port
 
 ME = Process(pid=os.getpid(), start_ticks=4711, age=1.0, pid_namespace=1)
 
@@ -292,12 +292,12 @@ def squeue(folder: Path, script: str) -> str:
     return str(command)
 
 
-def answer(submission: Submission, seconds: float = 10) -> float | None:
-    """Return what is known in the end."""
-    end = time.monotonic() + seconds
-    while (found := submission()) is None and time.monotonic() < end:
-        time.sleep(0.01)
-    return found
+def answer(submission: Submission) -> float | None:
+    """Return what is known in the end: once whoever was asked has answered."""
+    submission()
+    if submission._asked is not None:
+        submission._asked.wait(PATIENCE)
+    return submission()
 
 
 FIRST = {key: text for key, text in SRUN.items() if key != "SLURM_RESTART_COUNT"}
@@ -324,11 +324,11 @@ echo "$@ $SLURM_TIME_FORMAT $SQUEUE_FORMAT" >>{asked}
     (FIRST, "echo Unknown"),
 ])
 def test_no_time_of_submission_rather_than_a_wrong_one(environ: dict[str, str], script: str, tmp_path: Path) -> None:
-    assert answer(Submission({**os.environ, **environ}, squeue(tmp_path, script)), seconds=0.3) is None
+    assert answer(Submission({**os.environ, **environ}, squeue(tmp_path, script))) is None
 
 
 def test_without_slurms_client_nobody_is_asked(tmp_path: Path) -> None:
-    assert answer(Submission(FIRST, str(tmp_path / "squeue")), seconds=0.1) is None
+    assert answer(Submission(FIRST, str(tmp_path / "squeue"))) is None
 
 
 def test_a_slurm_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
@@ -372,22 +372,25 @@ def test_a_run_that_nobody_named_is_called_after_the_script_and_the_place(monkey
 def test_every_attempt_under_torchrun_has_one_name_of_its_own(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(f"""
-import os, sys
+import os, sys, time
+from pathlib import Path
 sys.path.insert(0, {str(ROOT / "exporter")!r})
 from flopwatch.training import Run
 run = Run(environ={{**os.environ, "FLOPWATCH_DISABLE": "1"}})
-with open({str(tmp_path)!r} + f"/{{os.environ['TORCHELASTIC_RESTART_COUNT']}}-{{run.rank}}", "w") as said:
-    said.write(f"{{run.attempt}} {{run.world_size}}")
-sys.exit(os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
+count, folder = os.environ["TORCHELASTIC_RESTART_COUNT"], Path({str(tmp_path)!r})
+draft = folder / f"draft-{{count}}-{{run.rank}}"
+draft.write_text(f"{{run.attempt}} {{run.world_size}}")
+draft.replace(folder / f"{{count}}-{{run.rank}}")
+while len(list(folder.glob(f"{{count}}-*"))) < 2:
+    time.sleep(0.01)  # the first that ends is the end of the other
+sys.exit(count == "0")
 """)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--max-restarts", "1",
-         "--monitor-interval", "0.1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--local-addr",
-         "127.0.0.1", str(script)],
-        capture_output=True, text=True, timeout=120, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    with reserved_port() as port:
+        subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--max-restarts",
+             "1", "--monitor-interval", "0.1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
+             "--local-addr", "127.0.0.1", str(script)],
+            capture_output=True, text=True, timeout=240, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     said = {path.name: path.read_text().split() for path in tmp_path.iterdir() if path != script}
     assert all(world_size == "2" for _, world_size in said.values())
     attempts = {name: attempt for name, (attempt, _) in said.items()}

@@ -501,7 +501,8 @@ def test_the_place_of_memory_errors_is_asked_for_only_once_there_are_any(
 FIELD_ERRORS = [error for error in ERRORS if error not in (*GONE, 1, 18)]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[
+    HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(errors=st.dictionaries(
     st.sampled_from([field.key for field in (*FAST, *SLOW)]), st.sampled_from(FIELD_ERRORS), max_size=12
 ))

@@ -22,12 +22,12 @@ from typing import Any, TypeVar
 import pytest
 
 from demo.servers import victoria_metrics
-from demo.stack import free_ports
 from flopwatch.catalogue import TRAINING_STEP_DURATION, Metric, all_metrics
 from flopwatch.training.books import DURATION_BOUNDS
 from flopwatch.training.hook import Snapshot
 from flopwatch.training.wire import Undelivered, Wire
 from tests.hook_server import python
+from tests.machine import PATIENCE, reserved_port, shortest
 
 TRAINING = [metric for metric in all_metrics() if metric.domain == "training"]
 Series = frozenset[tuple[str, str]]
@@ -39,7 +39,7 @@ def running(command: list[str], port: int, log: Path) -> Iterator[None]:
     """Run a server until the end of the block; it is up when its port takes connections."""
     with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
         try:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + PATIENCE
             while True:
                 connection = HTTPConnection("127.0.0.1", port, timeout=5)
                 try:
@@ -84,8 +84,8 @@ class Backend:
 
 
 def eventually(read: Callable[[], Value], expected: Value) -> None:
-    """Check that what is read becomes what is expected within 10 s, and show the difference if it does not."""
-    deadline = time.monotonic() + 10
+    """Check that what is read becomes what is expected some time, and show the difference if it does not."""
+    deadline = time.monotonic() + PATIENCE / 4  # a second, where the machine has nothing else to do
     while time.monotonic() < deadline:
         if read() == expected:
             return
@@ -96,9 +96,8 @@ def eventually(read: Callable[[], Value], expected: Value) -> None:
 @pytest.fixture(scope="module")
 def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
     folder = tmp_path_factory.mktemp("otlp")
-    database, collector, unused = free_ports(3)
     agent = Path(sysconfig.get_path("platlib"), "rotel", "rotel-agent")
-    with running([
+    with reserved_port() as database, reserved_port() as collector, reserved_port() as unused, running([
         victoria_metrics(), f"-httpListenAddr=127.0.0.1:{database}", f"-storageDataPath={folder}/data",
         "-opentelemetry.usePrometheusNaming", "-search.latencyOffset=0s", "-search.disableCache",
     ], database, folder / "database.log"), running([
@@ -255,10 +254,14 @@ def test_a_port_is_optional_and_so_is_the_path_that_otlp_adds() -> None:
 
 def test_no_answer_within_two_seconds_is_no_delivery(secure: tuple[str, Path, list[dict[str, str]]]) -> None:
     url, _, _ = secure
-    began = time.monotonic()
-    with pytest.raises(Undelivered):
-        Wire(url.replace("https", "http"), 0.0, None).send(b"")  # TLS there, and none here
-    assert time.monotonic() - began < 4
+
+    def send() -> float:
+        began = time.monotonic()
+        with pytest.raises(Undelivered):
+            Wire(url.replace("https", "http"), 0.0, None).send(b"")  # TLS there, and none here
+        return time.monotonic() - began
+
+    assert shortest(send, 4) < 4
 
 
 def test_the_documentation_starts_the_servers_as_they_are_started_here() -> None:

@@ -144,6 +144,12 @@ def told(run: Run) -> Seconds:
 
 def each_step(run: Run, step: Callable[[], object], steps: int = 6) -> Seconds:
     """Make steps and return the median of what each measured one told."""
+    found = measured_steps(run, step, steps)
+    return {name: statistics.median(one.get(name, 0.0) for one in found) for name in found[-1]} if found else {}
+
+
+def measured_steps(run: Run, step: Callable[[], object], steps: int) -> list[Seconds]:
+    """Make steps and return what each measured one told."""
     found: list[Seconds] = []
     before = told(run)
     for _ in range(steps):
@@ -153,7 +159,7 @@ def each_step(run: Run, step: Callable[[], object], steps: int = 6) -> Seconds:
         if after["steps"] > before["steps"]:
             found.append({name: seconds - before.get(name, 0.0) for name, seconds in after.items()})
         before = after
-    return {name: statistics.median(one.get(name, 0.0) for one in found) for name in found[-1]} if found else {}
+    return found
 
 
 def train(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, micro_batches: int = 1) -> Callable[[], None]:
@@ -190,12 +196,14 @@ def test_by_a_real_clock_phases_are_as_long_as_what_is_in_them_and_together_no_l
     optimizer = Sgd(model.parameters(), lr=0.1)
     optimizer.does = lambda: time.sleep(OPTIMIZER)
     attached = phases.attach(real, model)
-    found = each_step(real, train(model, optimizer), steps=8)
+    found = measured_steps(real, train(model, optimizer), steps=8)
     attached.remove()
-    assert found["forward"] >= FORWARD
-    assert found["backward"] >= BACKWARD
-    assert found["optimizer"] >= OPTIMIZER
-    assert found["forward"] + found["backward"] + found["optimizer"] <= found["seconds"]
+    assert len(found) >= 3  # those that the machine made twice as long as the others are left out
+    for one in found:
+        assert one["forward"] >= FORWARD - 1e-6  # of differences of sums
+        assert one["backward"] >= BACKWARD - 1e-6
+        assert one["optimizer"] >= OPTIMIZER - 1e-6
+        assert one["forward"] + one["backward"] + one["optimizer"] <= one["seconds"] + 1e-6
 
 
 def test_micro_batches_add_up(run: Run) -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from flopwatch.node.collectors.identity import podresources
 from flopwatch.node.collectors.identity.podresources import Assignment, Call, PodResourcesError, ask, decode
 from tests.kubelet import assignments, encoded, kubelet, pod
+from tests.machine import PATIENCE
 
 TRAINING = pod("ml", "train-0", "worker", "GPU-a", "GPU-b")
 CLAIMING = {"name": "claims", "namespace": "ml", "containers": [{"name": "main", "dynamic_resources": [
@@ -153,7 +154,7 @@ def test_a_kubelet_that_takes_its_time_costs_the_deadline(tmp_path: Path) -> Non
     late = threading.Event()
 
     def wait(context: Any) -> bytes:
-        late.wait(20)
+        late.wait(PATIENCE)
         return b""
 
     with kubelet(tmp_path / "kubelet.sock", wait):
@@ -233,7 +234,7 @@ def test_garbage_and_resets_are_errors(tmp_path: Path, serve: Callable[[socket.s
 
     path = tmp_path / "kubelet.sock"
     with server(path, after_the_request), pytest.raises(PodResourcesError, match=reason):
-        ask(path, deadline=5)
+        ask(path, deadline=PATIENCE)
 
 
 FRAMES = st.builds(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -19,8 +20,9 @@ from flopwatch.node.collectors import infiniband
 from flopwatch.node.reader import RESIDENT_LIMIT, Reader, Reading, Spec, hardware
 from flopwatch.settings import ExporterSettings
 from flopwatch.simulate import SimulatedNode
+from tests.machine import PATIENCE, shortest, until
 
-LONG = 20.0  # seconds; a deadline that only a broken build misses
+LONG = PATIENCE  # seconds; a deadline that only a broken build misses
 
 # Collectors as a third party might write them, in a module of its own that the child imports.
 ODD = '''
@@ -45,6 +47,9 @@ class Odd:
 '''
 UNTIL_THE_FLAG = "while not self.flag.exists(): time.sleep(0.02)"
 FROM_THE_SECOND_UNTIL_THE_FLAG = "while self.reads > 1 and not self.flag.exists(): time.sleep(0.02)"
+# The second read waits for flag2, the third for flag3.
+FROM_THE_SECOND_UNTIL_ITS_FLAG = (
+    "while self.reads > 1 and not Path(f'{self.flag}{self.reads}').exists(): time.sleep(0.02)")
 
 
 @pytest.fixture
@@ -95,23 +100,29 @@ def pid(reading: Reading) -> int:
 
 def gone(process: int) -> bool:
     """Return whether a process ends soon; one that waits to be reaped has."""
-    for _ in range(1000):
-        with suppress(FileNotFoundError):
-            if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                time.sleep(0.02)
-                continue
+    def ended() -> bool:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
         return True
-    return False
+
+    until(ended)
+    return True
 
 
 def eventually(reader: Reader, condition: Callable[[Reading], bool]) -> Reading:
     """Ask until an answer is as expected."""
-    for _ in range(400):
-        reading = reader.ask(0.1)
-        if condition(reading):
-            return reading
+    end = time.monotonic() + PATIENCE
+    while not condition(reading := reader.ask(0.1)):
+        assert time.monotonic() < end, f"last: {reading}"
         time.sleep(0.05)
-    raise AssertionError(f"last: {reading}")
+    return reading
+
+
+def answered(reader: Reader) -> bool:
+    """Return whether an answer lies in the pipe."""
+    assert reader._child is not None
+    assert reader._child.process.stdout is not None
+    return bool(select.select([reader._child.process.stdout], [], [], 0)[0])
 
 
 def test_a_child_reads_what_the_collector_reads(node: SimulatedNode, readers: dict[str, Reader]) -> None:
@@ -140,7 +151,7 @@ def test_a_hung_driver_call_costs_its_source_and_recovers_by_itself(
     for _ in range(2):
         started = time.monotonic()
         hung = readers["nvml"].ask(0.3)
-        assert 0.3 <= time.monotonic() - started < 2.5
+        assert 0.3 <= time.monotonic() - started < LONG / 2  # and not for as long as the call hangs
         assert (hung.ok, hung.reason, hung.samples) == (False, "deadline", [])
         assert readers["infiniband"].ask(LONG).ok
         assert readers["xid"].ask(LONG).ok
@@ -157,18 +168,23 @@ def test_an_answer_that_came_after_its_deadline_is_replaced_by_a_new_one(
     node.hang("nvmlDeviceGetCount")
     assert readers["nvml"].ask(0.1).reason == "deadline"
     node.hang(None)
-    time.sleep(0.2)  # the late answer lies in the pipe, and then a GPU is lost
+    until(lambda: answered(readers["nvml"]))
     node.lose(2)
     samples = readers["nvml"].ask(LONG).samples
     assert [value for row, _, value in samples if row is GPU_PRESENT] == [1, 1, 0, 1, 1, 1, 1, 1]
 
 
-def test_a_source_slower_than_its_deadline_is_served_from_the_answer_before(odd: Callable[..., Reader]) -> None:
-    reader = odd(read="time.sleep(0.3)")
+def test_a_source_slower_than_its_deadline_is_served_from_the_answer_before(
+    odd: Callable[..., Reader], tmp_path: Path
+) -> None:
+    reader = odd(read=FROM_THE_SECOND_UNTIL_ITS_FLAG)
     assert reader.ask(LONG).ok
     assert reader.ask(0.1).reason == "deadline"
+    time.sleep(0.3)
+    (tmp_path / "flag2").touch()
     late = eventually(reader, lambda reading: reading.ok)
     assert late.duration >= 0.3
+    assert reader.ask(0.1).reason == "deadline"  # the third read has begun meanwhile
 
 
 def test_a_read_of_sysfs_that_hangs_costs_the_ports_until_it_ends(
@@ -246,9 +262,9 @@ def test_a_child_that_no_signal_has_ended_yet_is_abandoned_and_replaced(
     (tmp_path / "flag").touch()
     first = pid(reader.ask(LONG))
     (tmp_path / "flag").unlink()
-    assert reader.ask(0.3).reason == "deadline"
+    assert eventually(reader, lambda reading: reading.restarts == ("hung",)).reason == "deadline"
     (tmp_path / "flag").touch()
-    assert pid(reader.ask(LONG)) != first
+    assert pid(eventually(reader, lambda reading: reading.ok)) != first
 
 
 def parent(spec: str, ready: Path) -> subprocess.Popen[bytes]:
@@ -256,10 +272,10 @@ def parent(spec: str, ready: Path) -> subprocess.Popen[bytes]:
     code = (
         f"import time\nfrom pathlib import Path\nfrom flopwatch.node.reader import Reader, Spec\n"
         f"reader = Reader('odd', {spec})\n"
-        f"answer = reader.ask(20.0)\n"
+        f"answer = reader.ask({LONG})\n"
         f"reader.ask(0.1)\n"
         f"Path({str(ready)!r}).write_text(answer.samples[0][1][0] if answer.ok else answer.reason)\n"
-        f"time.sleep(60)\n"
+        f"time.sleep({PATIENCE})\n"
     )
     search = os.pathsep.join(path for path in sys.path if path)
     return subprocess.Popen([sys.executable, "-c", code], env=dict(os.environ, PYTHONPATH=search))
@@ -378,7 +394,7 @@ def test_the_child_that_replaces_another_tells_its_labels_anew(odd: Callable[...
      "no samples: ValueError: not enough values to unpack (expected 3, got 2)"),
     ("os.write(3, b'garbage\\n')", "exited",
      "the answer is not understood: JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
-    ("os.write(3, b'{\"keys\": [[\"of another release\", []]]}\\n')\ntime.sleep(1)", "exited",
+    ("os.write(3, b'{\"keys\": [[\"of another release\", []]]}\\n')\ntime.sleep(60)", "exited",
      "the answer is not understood: KeyError: 'of another release'"),
 ])
 def test_each_kind_of_failure_says_so(odd: Callable[..., Reader], read: str, kind: str, reason: str) -> None:
@@ -410,23 +426,35 @@ def test_a_child_below_the_cap_stays(odd: Callable[..., Reader]) -> None:
     assert len({pid(reader.ask(LONG)) for _ in range(5)}) == 1
 
 
-def test_an_answer_that_nobody_fetched_for_long_is_none(odd: Callable[..., Reader]) -> None:
-    reader = odd(stale_after=0.5, read="time.sleep(0.3)")
-    assert reader.ask(LONG).ok
+def test_an_answer_that_nobody_fetched_for_long_is_none(odd: Callable[..., Reader], tmp_path: Path) -> None:
+    reader = odd(stale_after=0.5, read=UNTIL_THE_FLAG)
+    (tmp_path / "flag").touch()
+    eventually(reader, lambda reading: reading.ok)
+    (tmp_path / "flag").unlink()
+    eventually(reader, lambda reading: reading.kind == "deadline")
+    (tmp_path / "flag").touch()
+    until(lambda: answered(reader))
+    (tmp_path / "flag").unlink()
+    time.sleep(1)
     assert reader.ask(0.1).kind == "deadline"
-    time.sleep(1)  # the late answer lies in the pipe
-    assert reader.ask(0.1).kind == "deadline"
-    assert reader.ask(LONG).ok
+    (tmp_path / "flag").touch()
+    eventually(reader, lambda reading: reading.ok)
 
 
-def test_an_answer_says_how_old_it_is(odd: Callable[..., Reader]) -> None:
+def test_an_answer_says_how_old_it_is(odd: Callable[..., Reader], tmp_path: Path) -> None:
     reader = odd(read="time.sleep(0.3)")
-    assert reader.ask(LONG).age < 0.25
+    # The time that the read took is no age.
+    assert shortest(lambda: reader.ask(LONG).age, 0.25) < 0.25
+    reader = odd(read=FROM_THE_SECOND_UNTIL_ITS_FLAG)
+    assert reader.ask(LONG).ok
     assert reader.ask(0.1).kind == "deadline"
+    released = time.monotonic()
+    (tmp_path / "flag2").touch()
+    until(lambda: answered(reader))
     time.sleep(0.5)
     late = reader.ask(0.1)
     assert late.ok
-    assert 0.25 < late.age < 10
+    assert 0.5 <= late.age <= time.monotonic() - released
 
 
 def test_a_collector_is_closed_when_its_reader_is(odd: Callable[..., Reader], tmp_path: Path) -> None:
@@ -441,8 +469,7 @@ def test_a_collector_is_closed_before_it_starts_afresh(odd: Callable[..., Reader
     reader = odd(read="raise StartAfresh('the driver was replaced')", close=ENDED)
     reading = reader.ask(LONG)
     assert (reading.kind, reading.restarts) == ("error", ("afresh",))
-    while not (tmp_path / "flag.ended").exists():
-        time.sleep(0.02)
+    until((tmp_path / "flag.ended").exists)
 
 
 def test_a_released_reader_has_no_process_until_it_resumes(odd: Callable[..., Reader], tmp_path: Path) -> None:
@@ -467,12 +494,12 @@ def test_a_hung_child_is_killed_to_release_the_driver(odd: Callable[..., Reader]
 
 
 # A call in uninterruptible sleep: no signal ends it. The kernel lets no test make one, so signals are lost instead.
-UNKILLABLE = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
 
 @pytest.fixture
 def lost_kills(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "terminate", lambda process: None)
         patch.setattr(subprocess.Popen, "kill", lambda process: None)
         patch.setattr("flopwatch.node.reader.PARTING", 0.0)
         yield
@@ -482,7 +509,7 @@ def test_a_driver_is_not_released_while_a_call_into_it_cannot_be_ended(
     odd: Callable[..., Reader], tmp_path: Path, lost_kills: None
 ) -> None:
     # Its listener would end the process with stdin; a call in uninterruptible sleep keeps every thread of it.
-    stay = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nos._exit = lambda status: time.sleep(60)"
+    stay = "os._exit = lambda status: time.sleep(60)"
     reader = odd(before=stay, read=FROM_THE_SECOND_UNTIL_THE_FLAG)
     child = pid(reader.ask(LONG))
     assert reader.ask(0.1).kind == "deadline"
@@ -495,15 +522,19 @@ def test_a_driver_is_not_released_while_a_call_into_it_cannot_be_ended(
 
 def test_no_more_than_one_child_is_abandoned(odd: Callable[..., Reader], tmp_path: Path, lost_kills: None) -> None:
     started = f"Path(f'{tmp_path}/{{os.getpid()}}.pid').touch()"
-    reader = odd(kill_after=0.1, grace=0.1, before=f"{started}\n{UNKILLABLE}", read=UNTIL_THE_FLAG)
-    end, restarts = time.monotonic() + 3, list[str]()
-    while time.monotonic() < end:
+    reader = odd(kill_after=0.1, grace=0.1, before=started, read=UNTIL_THE_FLAG)
+    restarts = list[str]()
+
+    def children() -> list[int]:
         reading = reader.ask(0.1)
         assert reading.kind == "deadline"
-        restarts += reading.restarts
-    children = [int(file.stem) for file in tmp_path.glob("*.pid")]
-    assert len(children) == 2
-    assert all(Path(f"/proc/{child}").exists() for child in children)
+        restarts.extend(reading.restarts)
+        return [int(file.stem) for file in tmp_path.glob("*.pid")]
+
+    until(lambda: len(children()) == 2)
+    for _ in range(20):  # 2 s, after a tenth of which the first was abandoned
+        assert len(children()) == 2
+    assert all(Path(f"/proc/{child}").exists() for child in children())
     assert restarts == ["hung"]
     (tmp_path / "flag").touch()
     assert eventually(reader, lambda reading: reading.ok)
@@ -518,10 +549,10 @@ def test_a_thread_waits_for_another_no_longer_than_its_own_deadline(
     (tmp_path / "flag").unlink()
     first = threading.Thread(target=reader.ask, args=(LONG,))
     first.start()
-    time.sleep(0.1)
+    until(reader._lock.locked)
     started = time.monotonic()
     assert reader.ask(0.2).reason == "deadline"
-    assert time.monotonic() - started < 2.5
+    assert time.monotonic() - started < LONG / 2
     (tmp_path / "flag").touch()
     first.join()
 

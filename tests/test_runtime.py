@@ -104,8 +104,9 @@ def test_a_compilation_on_another_thread_is_not_the_loops_time(run: Run) -> None
     thread = threading.Thread(target=compiles)
     thread.start()
     thread.join()
-    assert told(run) == pytest.approx(
-        {"compile": 0.0, "recompilations": 1.0, "errors": 0.0, "step": told(run)["step"]}, abs=0.01)
+    after = told(run)
+    assert after["step"] >= 0.05
+    assert {**after, "step": 0.0} == {"compile": 0.0, "recompilations": 1.0, "errors": 0.0, "step": 0.0}
     found.remove()
 
 

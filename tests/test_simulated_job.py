@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import pytest
 
 from flopwatch.simulate.job import FLOPS_PER_TOKEN, TOKENS_PER_SECOND
 from tests.hook_server import ROOT, HookServer, Push
+from tests.machine import PATIENCE, until
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def started(out: Path, endpoint: str, *arguments: str) -> Iterator[subprocess.Po
         yield job
     finally:
         job.terminate()
-        job.wait(10)
+        job.wait(PATIENCE)
 
 
 def read_log(out: Path) -> list[dict[str, Any]]:
@@ -52,7 +52,7 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> History:
             out, server.url, "--ranks", "3", "--steps", "30", "--checkpoint-every", "10", "--step-seconds", "0.05",
             "--gpu-uuids", "GPU-0,GPU-1,GPU-2", "--slow-rank", "2", "--slow-by", "1",
             "--die-rank", "1", "--die-at-step", "15") as job:
-        assert job.wait(50) == 0
+        assert job.wait(250) == 0
         last = {push.resource["flopwatch.rank"]: push for push in server.pushes}
     return History(out, read_log(out), last)
 
@@ -88,9 +88,16 @@ def test_the_hook_tells_what_the_log_tells(history: History) -> None:
 def test_mfu_is_near_0_42_and_halved_by_a_rank_of_half_the_speed(history: History) -> None:
     healthy = TOKENS_PER_SECOND * FLOPS_PER_TOKEN / 989.4e12
     assert healthy == pytest.approx(0.4214, abs=1e-4)
-    for push in history.last.values():
+    seconds = {}
+    for rank, push in history.last.items():
         mfu = push.samples["training_model_flops_total"] / push.samples["training_capacity_flops_total"]
-        assert 0.25 * healthy < mfu < 0.52 * healthy
+        assert mfu < 0.52 * healthy
+        seconds[rank] = sum(push.samples[f"training_activity_seconds_total{{activity={name}}}"]
+                            for name in ("step", "data_stall"))
+        assert mfu == pytest.approx(20 * 0.05 / seconds[rank] * healthy)
+    # How long they took on this machine; the others may have waited in their first for one that came up late.
+    steps = [line for line in history.log if line["event"] == "step" and line["attempt"] == 1]
+    assert seconds[0] == pytest.approx(sum(line["end"] - line["start"] for line in steps), rel=0.05)
 
 
 def test_the_slow_rank_waits_least(history: History) -> None:
@@ -105,19 +112,16 @@ def test_the_control_file_stops_the_job(tmp_path: Path) -> None:
     control.write_text('{"stop": true}')
     with started(tmp_path, "http://127.0.0.1:9", "--ranks", "2", "--step-seconds", "0.01",
                  "--control", str(control)) as job:
-        assert job.wait(30) == 0
+        assert job.wait(PATIENCE) == 0
     assert [(line["event"], line.get("status")) for line in read_log(tmp_path)] == [
         ("start", None), ("step", None), ("checkpoint_begin", None), ("checkpoint_end", None), ("finish", "stopped")]
 
 
 def test_ending_the_launcher_ends_its_ranks(tmp_path: Path) -> None:
     with started(tmp_path, "http://127.0.0.1:9", "--ranks", "2", "--step-seconds", "0.01") as job:
-        deadline = time.monotonic() + 30
-        while not (tmp_path / "log.jsonl").exists() or len(read_log(tmp_path)) < 3:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: (tmp_path / "log.jsonl").exists() and len(read_log(tmp_path)) >= 3)
         job.terminate()
-        assert job.wait(10) == 143
+        assert job.wait(PATIENCE) == 143
     for rank in (0, 1):
         with pytest.raises(ProcessLookupError):
             os.kill(int((tmp_path / "pids" / str(rank)).read_text()), 0)

@@ -27,6 +27,7 @@ from prometheus_client import CollectorRegistry
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
 from flopwatch.ledger.store import Store
+from flopwatch.node import forward as forwarding
 from flopwatch.node import otlp
 from flopwatch.node.collectors import StateFile
 from flopwatch.node.exposition import Exposition
@@ -34,6 +35,7 @@ from flopwatch.node.forward import Embedded, Forward, Outcomes, Remote
 from flopwatch.node.otlp import JSON, MAX_BYTES, PROTOBUF, Push, Refused
 from flopwatch.node.telemetry import MAX_NAMES, MAX_RANKS, MAX_RUNS, Record, Telemetry, own_pid_namespace, process_alive
 from flopwatch.settings import ExporterSettings
+from tests.machine import PATIENCE, reserved_port, until
 from tests.otlp_by_hand import START, counter, gauge, histogram, process, request, training
 
 
@@ -233,7 +235,7 @@ def test_a_rank_is_served_until_it_has_not_pushed_for_the_timeout() -> None:
 
 
 def test_a_rank_is_served_until_its_process_is_gone_and_the_ledger_hears_of_it() -> None:
-    trainer = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"],
+    trainer = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"],
                                stdout=subprocess.PIPE)
     try:
         assert trainer.stdout is not None
@@ -244,8 +246,7 @@ def test_a_rank_is_served_until_its_process_is_gone_and_the_ledger_hears_of_it()
         node.telemetry.check()
         assert node.steps() == {"0": 10}
         trainer.kill()
-        while process_alive(trainer.pid, ticks):  # a moment; it stays a zombie, since nobody has waited for it yet
-            time.sleep(0.01)
+        until(lambda: not process_alive(trainer.pid, ticks))  # it stays a zombie, since nobody has waited for it yet
         node.telemetry.check()
         assert node.steps() == {}
         snapshot, gone = node.records()
@@ -446,11 +447,17 @@ def test_a_gzip_body_inflates_to_a_mebibyte_and_no_further() -> None:
 # The way to the ledger.
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 5) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)
     return condition()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an exporter that stops wait for the ledger's answer, however long a slow machine takes to give it."""
+    monkeypatch.setattr(forwarding, "STOP_TIMEOUT", PATIENCE)
 
 
 def sent(registry: CollectorRegistry) -> dict[str, float]:
@@ -549,28 +556,30 @@ def test_a_ledger_at_a_url_gets_one_request_per_run_with_the_newest_records_and_
     assert not any((tmp_path / "spool").glob("*"))
 
 
+@pytest.mark.usefixtures("patient")
 def test_while_the_ledger_is_away_only_the_newest_record_of_an_attempt_is_kept_across_restarts(tmp_path: Path) -> None:
     node = Node()
-    with ledger_server() as (url, _):
-        pass  # a port where nobody listens any more
-    remote = Remote(url, None, tmp_path, Outcomes(node.registry), interval=0.001, clock=lambda: node.time)
-    for step in (1, 2, 3):
-        node.push(training(step, step, START + step))
-        deliver(node, remote)
-        node.time += 1000
-        remote.flush()
-    assert sent(node.registry) == {"sent": 0, "failed": 3, "refused": 0}
-    [file] = tmp_path.glob("*.json")
-    assert [record["step"] for record in json.loads(file.read_text())] == [3]
+    with reserved_port() as port:
+        url = f"http://127.0.0.1:{port}"
+        remote = Remote(url, None, tmp_path, Outcomes(node.registry), interval=0.001, clock=lambda: node.time)
+        for step in (1, 2, 3):
+            node.push(training(step, step, START + step))
+            deliver(node, remote)
+            node.time += 1000
+            remote.flush()
+        assert sent(node.registry) == {"sent": 0, "failed": 3, "refused": 0}
+        [file] = tmp_path.glob("*.json")
+        assert [record["step"] for record in json.loads(file.read_text())] == [3]
 
-    (tmp_path / "torn.json").write_text('[{"run"')
-    with ledger_server(port=int(url.rpartition(":")[2])) as (_, received):
-        restarted = Remote(url, None, tmp_path, Outcomes(CollectorRegistry()))
-        restarted.flush(last=True)
+        (tmp_path / "torn.json").write_text('[{"run"')
+        with ledger_server(port=port) as (_, received):
+            restarted = Remote(url, None, tmp_path, Outcomes(CollectorRegistry()))
+            restarted.flush(last=True)
     assert [record["step"] for _, records in received for record in records] == [3]
     assert [path.name for path in tmp_path.glob("*.json")] == ["torn.json"]
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(("answer", "outcome", "kept"), [
     (200, "sent", 0), (400, "refused", 0), (401, "failed", 1), (503, "failed", 1),
 ])
@@ -587,6 +596,7 @@ def test_only_a_record_that_the_ledger_calls_wrong_is_given_up(
     assert len(list(tmp_path.glob("*.json"))) == kept
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_delivery_that_is_too_large_is_made_in_halves_and_costs_no_record_that_fits(tmp_path: Path) -> None:
     node = Node()
     with ledger_server(most=2) as (url, received):

@@ -6,7 +6,6 @@ import ctypes
 import json
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from flopwatch.node.collectors.xid import Xid, build, nvml_events
 from flopwatch.node.collectors.xid.counts import CODES
 from flopwatch.node.collectors.xid.nvml_events import Told, Watcher
 from flopwatch.simulate import SimulatedNode
+from tests.machine import PATIENCE, until
 
 NOW = 1_700_000_000.0
 XID, UNAVAILABLE, RECOVERY_ACTION = 0x8, 0x4000, 0x8000
@@ -33,7 +33,7 @@ class Library:
         self.refused = refused or {}  # error by address
         self.absent = 0  # error of nvmlInit
         self.happens: queue.Queue[Any] = queue.Queue()
-        self.waiting = threading.Event()
+        self.waits = 0
         self.inits = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -76,8 +76,7 @@ class Library:
         return handle("64")
 
     def nvmlEventSetWait_v2(self, events: object, milliseconds: int) -> Any:
-        if self.happens.empty():
-            self.waiting.set()
+        self.waits += 1
         try:
             happened = self.happens.get(timeout=milliseconds / 1000)
         except queue.Empty:
@@ -87,11 +86,12 @@ class Library:
         return happened
 
     def tell(self, *happened: Any) -> None:
-        """Let these happen, and return when they have been taken."""
-        self.waiting.clear()
+        """Let these happen, and return when they have been taken: when the next one is waited for."""
         for one in happened:
             self.happens.put(one)
-        assert self.waiting.wait(20)
+        until(self.happens.empty)
+        waits = self.waits
+        until(lambda: self.waits > waits)
 
 
 def handle(bus: str) -> Any:
@@ -119,7 +119,7 @@ def watch(library: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
     def started() -> Watcher:
         watchers.append(Watcher(library, clock=lambda: NOW, first_backoff=0.01))
-        watchers[-1].start(20)
+        watchers[-1].start(PATIENCE)
         return watchers[-1]
 
     yield started
@@ -153,13 +153,6 @@ def counted(samples: list[Sample]) -> dict[tuple[str, str], float]:
 
 def values(samples: list[Sample], wanted: Metric) -> dict[tuple[str, ...], float]:
     return {labels: value for row, labels, value in samples if row is wanted}
-
-
-def until(condition: Callable[[], bool]) -> None:
-    patience = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < patience
-        time.sleep(0.005)
 
 
 def test_xids_and_notices_are_told_and_clock_events_and_strangers_are_not(
@@ -258,7 +251,6 @@ def test_after_a_driver_reload_events_go_on_under_the_new_indices(
     assert counted(samples) == {("GPU-53", "79"): 1}
     assert values(samples, XID_SOURCE_UP) == {("kernel_log",): 0, ("nvml",): 0}
     library.addresses, library.absent = ("64", "53"), 0
-    library.waiting.clear()
     until(lambda: watcher.error == "")
     library.tell(event("53", 79))
     samples = reader.read()
@@ -300,13 +292,13 @@ def test_a_hanging_nvml_does_not_keep_the_reader(
 
     def hang(_events: object, _milliseconds: int) -> Any:
         hangs.set()
-        release.wait(60)
+        release.wait(PATIENCE)
         raise pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT)
 
     library.__dict__["nvmlEventSetWait_v2"] = hang
     monkeypatch.setattr(nvml_events, "HANGING", 0.05)
     watcher = watch()
-    assert hangs.wait(20)
+    assert hangs.wait(PATIENCE)
     until(lambda: watcher.error.startswith("NVML has been hanging for"))
     try:
         samples = collector(gpus, watcher).read()
@@ -318,7 +310,7 @@ def test_a_hanging_nvml_does_not_keep_the_reader(
 
 def test_a_first_call_that_hangs_is_waited_for_only_so_long(library: Library, gpus: Path) -> None:
     release = threading.Event()
-    library.__dict__["nvmlInit"] = lambda: release.wait(60)
+    library.__dict__["nvmlInit"] = lambda: release.wait(PATIENCE)
     watcher = Watcher(library)
     watcher.start(0.01)
     try:
@@ -374,6 +366,7 @@ def test_an_xid_of_the_simulated_node_is_one_although_its_nvml_tells_of_it_too(t
     base = build(**arguments | {"kmsg": str(tmp_path / "none"), "state": str(tmp_path / "base.json")})
     try:
         assert counted(reader.read()) == counted(base.read()) == {}
+        until(lambda: values(base.read(), XID_SOURCE_UP) == {("kernel_log",): 0, ("nvml",): 1})
         node.xid(5, 94)
         node.xid(5, 94)
         node.xid(6, 79)

@@ -1,6 +1,6 @@
 """An ordinary training script, which knows nothing of flopwatch: epochs, accumulation, evaluation, checkpoints.
 
-It takes how it is to end: end, or after one epoch exit, raise or interrupt.
+It takes how it is to end: end, or after one epoch exit, raise or interrupt; and PACE, how often it works its 4 ms.
 """
 
 import os
@@ -48,7 +48,7 @@ def train() -> None:
         for number, batch in enumerate(DataLoader(samples, batch_size=4, **workers), 1):
             loss = torch.mean(model(batch["input_ids"]) ** 2)
             loss.backward()  # type: ignore[no-untyped-call]
-            time.sleep(0.004)
+            time.sleep(0.004 * int(os.environ.get("PACE", "1")))
             if number % 2 == 0:
                 optimizer.step()
                 optimizer.zero_grad()

@@ -1,7 +1,6 @@
 """The heap of a process that runs for months: one in all, in place of one a thread.
 
-glibc gives threads heaps of their own, and each keeps what it once needed: a scrape's samples, made by another thread
-each time, stay in all of them, and the memory of an idle exporter rises for days. The interpreter's lock lets one thread
+glibc gives threads heaps of their own, and each keeps what it once needed; the interpreter's lock lets one thread
 allocate at a time anyway. https://man7.org/linux/man-pages/man3/mallopt.3.html, M_ARENA_MAX
 """
 
