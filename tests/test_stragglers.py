@@ -1,4 +1,4 @@
-"""Four ranks, each in turn 15 % slower: the wait names it, by the rule of alerts/recording.py; healthy ranks never."""
+"""Four ranks, each in turn 15 % slower: the wait names it, by the rule of alerts/recording; healthy ranks never."""
 
 from __future__ import annotations
 
