@@ -335,7 +335,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Promethe
         *servers.prometheus, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
         "--storage.tsdb.retention.time=100y", f"--web.listen-address=127.0.0.1:{port}"], os.environ, folder / "log")
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while True:
             child.check()
             with suppress(OSError):

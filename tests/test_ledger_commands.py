@@ -310,7 +310,7 @@ def test_the_word_serve_may_be_left_out(tmp_path: Path) -> None:
         line = process.stderr.readline()
         assert "listening ledger=127.0.0.1:" in line
         process.terminate()
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()

@@ -21,7 +21,7 @@ from demo.receiver import Message
 from demo.stack import Stack
 from flopwatch import catalogue as c
 
-pytestmark = [pytest.mark.e2e, pytest.mark.torch, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.torch, pytest.mark.timeout(1000)]
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "hangs.py"
 PACE = 15.0
@@ -70,7 +70,7 @@ def hanging(stack: Stack, run: str) -> list[Message]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hang_is_told_and_the_rank_that_did_not_come_is_named(kind: str, stack: Stack, jobs: None) -> None:
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 800  # a minute or two, where the machine has nothing else to do
     while not hanging(stack, kind):
         assert time.monotonic() < deadline, f"no page of {kind}: {[str(m.payload) for m in stack.receiver.of('slack')]}"
         stack.check()

@@ -10,14 +10,15 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 
 from alerts import AlertSettings, rules_yaml
 from demo.servers import find
-from demo.stack import Child, Prometheus, StackError, free_ports
+from demo.stack import Child, Prometheus, StackError, fetch, free_ports
 from flopwatch.simulate.node import SimulatedNode
+from tests.machine import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -45,9 +46,18 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prome
                 "--state", str(folder / "state")]
     server = [*find().prometheus, f"--config.file={folder / 'prometheus.yml'}",
               f"--storage.tsdb.path={folder / 'tsdb'}", f"--web.listen-address=127.0.0.1:{asked}"]
+
+    def reads_all() -> bool:
+        with suppress(OSError):
+            page = fetch(f"http://127.0.0.1:{scraped}/metrics").decode()
+            return all(f'flopwatch_collector_success{{collector="{name}"}} 1.0' in page
+                       for name in ("nvml", "infiniband", "xid", "identity"))
+        return False
+
     with ExitStack() as stack:
-        for name, command in (("exporter", exporter), ("prometheus", server)):
-            stack.callback(Child(name, command, os.environ, folder / f"{name}.log").stop)
+        stack.callback(Child("exporter", exporter, os.environ, folder / "exporter.log").stop)
+        until(reads_all)  # on a slow machine a source misses the first scrapes, which is an alert of its own
+        stack.callback(Child("prometheus", server, os.environ, folder / "prometheus.log").stop)
         yield Prometheus(f"http://127.0.0.1:{asked}"), SimulatedNode(folder / "state" / "simulated")
 
 

@@ -10,9 +10,10 @@ import pytest
 
 from alerts import AlertSettings
 from demo.stack import Stack
+from tests.machine import PATIENCE
 from tests.test_command_line import flopwatch_command
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 PACE = 30.0
 SETTINGS = AlertSettings()
@@ -20,7 +21,7 @@ SICK_GPU = 6
 
 
 def wait_for(what: str, done: Callable[[], object], stack: Stack) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while not done():
         stack.check()
         assert time.monotonic() < deadline, f"{what} did not come; receiver errors: {stack.receiver.errors}"

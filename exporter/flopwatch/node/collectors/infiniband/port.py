@@ -157,6 +157,10 @@ class _File:
             os.close(self.fd)
         self.fd = -1
 
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        if self.fd >= 0:
+            close(self.fd)
+
 
 class _Counter(_File):
     """A counter, which goes on where its register wraps or is cleared."""
