@@ -91,6 +91,7 @@ def soak(seconds: int, folder: Path) -> int:
         try:
             _wait_for_ranks(side, training)
             _crowd(port)
+            side.connection = None  # idle for too long
             return _measure(side, seconds)
         finally:
             training.terminate()
