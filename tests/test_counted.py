@@ -311,6 +311,7 @@ def test_flash_attention_counts_but_not_with_a_window(monkeypatch: pytest.Monkey
 def test_accelerate_and_autocast_around_the_forward_change_nothing() -> None:
     accelerate: Any = importlib.import_module("accelerate")
     model, dimensions = hugging_face("llama")
+    forget_accelerators()  # of other tests
     model = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
     with torch.autocast("cpu", torch.bfloat16):
         assert count(model, (), {"input_ids": ids(), "labels": ids()}).flops == flops(dimensions)
