@@ -26,8 +26,9 @@ from demo.servers import find
 from flopwatch import catalogue as m
 from flopwatch.ledger.accounting import Ledger
 from flopwatch.report import gather, page
-from flopwatch.report.gather import Cause, Culprit, Firing, Report
+from flopwatch.report.gather import Cause, Culprit, Firing, Loss, Report
 from flopwatch.report.statistics import checkpoint_interval, mean_time_between
+from tests.test_ledger_app import serving
 
 ROOT = Path(__file__).parent.parent
 HISTORY = ROOT / "tests" / "captures" / "histories" / "crash_and_move.jsonl"
@@ -181,6 +182,18 @@ def flopwatch(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
+def ledger(tmp_path_factory: pytest.TempPathFactory, base: float) -> Iterator[str]:
+    """Run a real ledger that has the recorded history, in which a GPU falls off the bus a second before the crash."""
+    records = [json.loads(line) for line in HISTORY.read_text().splitlines()]
+    last = [record for record in records if record.get("attempt") == "a1"][-1]
+    last["evidence"] = [{"kind": "xid", "t": last["t"] - 1 + base, "count": 1, "gpu": "GPU-5", "detail": "79"}]
+    with serving(tmp_path_factory.mktemp("ledger")) as running:
+        assert running.post("\n".join(
+            json.dumps({**record, "t": record["t"] + base}) for record in records))[0] == 200
+        yield f"http://127.0.0.1:{running.port}"
+
+
+@pytest.fixture(scope="module")
 def report(url: str) -> dict[str, Any]:
     answer = flopwatch("r", "--prometheus", url, "--lookback", "4h", "--format", "json", "--price", "2.5")
     assert answer.stderr == ""
@@ -244,7 +257,38 @@ def test_what_was_not_seen_is_said(report: dict[str, Any]) -> None:
     assert any("measured on 7 of 8 ranks" in line for line in report["missed"])
 
 
+def test_the_ledger_tells_of_each_loss_with_its_place(url: str, ledger: str, base: float) -> None:
+    answer = flopwatch("r", "--prometheus", url, "--ledger", ledger, "--lookback", "4h", "--format", "json")
+    assert answer.stderr == ""
+    found = json.loads(answer.stdout)
+    (loss,) = found["losses"]
+    lost = loss.pop("gpu_seconds") / 8
+    assert lost == pytest.approx(900 + 300 + 195, rel=0.02)  # down, the second startup, done again
+    assert loss.pop("began") - base == pytest.approx(2955, abs=16)
+    assert loss.pop("back") - base == pytest.approx(4335, abs=40)
+    assert "Xid 79" in loss.pop("why")
+    assert loss == {"what": "silent", "cause": "gpu", "confidence": "certain", "host": "a1-host", "part": "GPU-5",
+                    "settled": True}
+    cost = f"{lost * 8 / 3600:.1f} GPU-hours lost to it"
+    assert found["hosts"][0] == {"name": "a1-host", "place": "", "finding": cost}
+
+
+def test_without_a_ledger_the_page_says_how_to_see_each_loss(report: dict[str, Any]) -> None:
+    assert report["losses"] is None
+    assert "add --ledger URL" in page.as_markdown(made(report))
+    assert "No attempt has ended" in page.as_markdown(made(report, losses=[]))
+
+
+def test_of_many_losses_the_costliest_are_told_in_order_of_time(report: dict[str, Any]) -> None:
+    losses = [Loss(3600.0 * hour, None, "failed", "gpu", "likely", f"node-{hour}", "", "", 3600.0 * (hour % 60), True)
+              for hour in range(60)]
+    text = page.as_markdown(made(report, losses=losses))
+    assert [int(hour) for hour in re.findall(r"gpu, likely node-(\d+)", text)] == list(range(10, 60))
+
+
 @pytest.mark.parametrize(("arguments", "complaint"), [
+    (("r", "--ledger", "127.0.0.1:9451"), "--ledger '127.0.0.1:9451': write http://HOST:PORT"),
+    (("r", "--ledger", "http://127.0.0.1:9"), "give its address with --ledger http://HOST:PORT"),
     (("nobody",), "no run 'nobody'"), (("shared",), "--tenant one or two"), (("r", "--price", "cheap"), "no price"),
     (("r", "--lookback", "long"), "seconds"), (("r", "--out", "/nowhere/at/all.html"), "/nowhere/at/all.html"),
 ])
@@ -297,6 +341,7 @@ def made(report: dict[str, Any], **changes: Any) -> Report:
         **report, "mttf": Mean(**report["mttf"]), "timeline": [Slice(**one) for one in report["timeline"]],
         "checkpoints": Checkpoints(**{**report["checkpoints"], "interval": interval and Interval(**interval)}),
         "mfu_over_time": [tuple(point) for point in report["mfu_over_time"]],
+        "losses": report["losses"] and [Loss(**one) for one in report["losses"]],
         "causes": [Cause(**one) for one in report["causes"]], "alerts": [Firing(**one) for one in report["alerts"]],
         "ranks": [Culprit(**one) for one in report["ranks"]], "hosts": [Culprit(**one) for one in report["hosts"]],
         "links": [Culprit(**one) for one in report["links"]]})
@@ -306,13 +351,15 @@ def made(report: dict[str, Any], **changes: Any) -> Report:
 def test_a_page_fetches_nothing_and_has_no_script_whatever_things_are_called(report: dict[str, Any]) -> None:
     hostile = made(
         report, run=HOSTILE, tenant=HOSTILE, declared={"owner": HOSTILE}, missed=[HOSTILE],
-        causes=[Cause(HOSTILE, 1, 3600.0)], alerts=[Firing(HOSTILE, HOSTILE, HOSTILE, 0, 1, False)],
+        causes=[Cause(HOSTILE, 1, 3600.0)],
+        losses=[Loss(0, None, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, 1.0, False)],
+        alerts=[Firing(HOSTILE, HOSTILE, HOSTILE, 0, 1, False)],
         ranks=[Culprit(HOSTILE, HOSTILE, HOSTILE)])
     elements = Elements()
     elements.feed(page.as_html(hostile))
     assert not {"script", "iframe", "img", "object"} & set(elements.tags)
     assert elements.fetched == ["data:,"]
-    assert elements.text.count("<script>alert(1)</script>") >= 9
+    assert elements.text.count("<script>alert(1)</script>") >= 15
     assert "<script" not in page.as_markdown(hostile).replace("\\<script", "")
 
 

@@ -20,12 +20,15 @@ def report(options: argparse.Namespace) -> None:
         from flopwatch.report import page
     except ImportError as error:
         raise SettingsError(f"report: {error}; install it with pip install 'flopwatch[report]'") from None
+    from flopwatch.ledger.client import Client
     from flopwatch.report.gather import gather
     from flopwatch.report.prometheus import Prometheus
 
     found = gather(
         Prometheus(options.prometheus, options.token_file), options.run, tenant=options.tenant,
-        at=time.time() if options.at is None else options.at, lookback=options.lookback, price=options.price)
+        at=time.time() if options.at is None else options.at, lookback=options.lookback, price=options.price,
+        ledger=None if options.ledger is None else Client(
+            options.ledger, options.ledger_token_file, ("--ledger", "--ledger-token-file")))
     text = {"html": page.as_html, "markdown": page.as_markdown, "json": page.as_json}[form](found)
     if options.out is None:
         sys.stdout.write(text)
@@ -61,6 +64,8 @@ def add(commands: Commands) -> None:
     add("run", metavar="RUN")
     add("--prometheus", required=True, metavar="URL", help="which scrapes the ledger and evaluates the rules")
     add("--token-file", type=Path, metavar="FILE", help="bearer token for it")
+    add("--ledger", metavar="URL", help="the ledger, to tell of each loss with its cause, host, GPU and port")
+    add("--ledger-token-file", type=Path, metavar="FILE", help="bearer token for that")
     add("--tenant", metavar="TENANT", help="whose run, if several have one of this name")
     add("--at", type=float, metavar="UNIX_TIME", help="as of then (default now)")
     add("--lookback", type=_days, default=90 * 86_400.0, metavar="TIME", help="how far back to look (default 90d)")

@@ -31,11 +31,14 @@ class LedgerError(SettingsError):
 
 
 class Client:
-    """A ledger at a URL."""
+    """A ledger at a URL; `flags` are what the user gave URL and token with."""
 
-    def __init__(self, url: str, token_file: Path | None = None) -> None:
+    def __init__(
+        self, url: str, token_file: Path | None = None, flags: tuple[str, str] = ("--url", "--token-file")
+    ) -> None:
+        self._url_flag, self._token_flag = flags
         if not url.startswith(("http://", "https://")):
-            raise LedgerError(f"--url {url!r}: write http://HOST:PORT")
+            raise LedgerError(f"{self._url_flag} {url!r}: write http://HOST:PORT")
         self._url = url.rstrip("/")
         self._token_file = token_file
         # A ledger is inside the cluster; a proxy from the environment would only hide it.
@@ -61,7 +64,7 @@ class Client:
             try:
                 headers["Authorization"] = f"Bearer {self._token_file.read_text().strip()}"
             except (OSError, ValueError) as error:
-                raise LedgerError(f"--token-file {self._token_file}: {error}") from None
+                raise LedgerError(f"{self._token_flag} {self._token_file}: {error}") from None
         try:
             request = urllib.request.Request(
                 f"{self._url}{path}" + (f"?{urllib.parse.urlencode(query)}" if query else ""),
@@ -74,8 +77,8 @@ class Client:
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
             raise LedgerError(
-                f"no ledger answers at {self._url}: {reason}; give its address with --url http://HOST:PORT (9451 of a "
-                "ledger of its own, 9450 of an exporter with --ledger embedded)") from None
+                f"no ledger answers at {self._url}: {reason}; give its address with {self._url_flag} http://HOST:PORT "
+                "(9451 of a ledger of its own, 9450 of an exporter with --ledger embedded)") from None
         except ValueError as error:
             raise LedgerError(f"{self._url} does not answer as a ledger does: {error}") from None
         if not isinstance(answer, dict):
@@ -89,7 +92,7 @@ class Client:
             detail = ""
         if code == 401:
             wrong = "does not take the token" if self._token_file is not None else "wants a token"
-            return LedgerError(f"{self._url} {wrong}: {plain(detail)}; --token-file FILE holds the ledger's")
+            return LedgerError(f"{self._url} {wrong}: {plain(detail)}; {self._token_flag} FILE holds the ledger's")
         if code == 404 and detail in ("", "Not Found"):
             return LedgerError(f"{self._url} is no ledger, or one of an older flopwatch; an exporter is one with "
                                "--ledger embedded")
@@ -132,7 +135,7 @@ def run_table(record: Mapping[str, Any]) -> str:
     if summary["conflict"]:
         facts.append(("conflict", "two attempts report under this name; the one that started later is accounted for"))
     parts[0] += "".join(f"\n  {title}: {text}" for title, text in facts)
-    causes = {one["attempt_number"]: one for one in record["incidents"]}
+    causes = {one["attempt_number"]: one for one in record["incidents"] if one["kind"] == "end"}
     attempts = record["attempts"]
     if attempts:
         lines = [["attempt", "begin", "lasted", "ended", "steps", "GPUs", "nodes", "down after", "cause"]]
@@ -148,7 +151,7 @@ def run_table(record: Mapping[str, Any]) -> str:
     losses = []
     for one in record["incidents"][-_SHOWN:]:
         lost = f"{one['gpu_seconds'] / 3600:.2f} GPU-hours lost{'' if one['settled'] else ' so far'}"
-        losses.append(f"attempt {one['attempt_number']} {one['status']}: {_cause(one)}, {lost}; {plain(one['why'])}")
+        losses.append(f"attempt {one['attempt_number']} {_what(one)}: {_cause(one)}, {lost}; {plain(one['why'])}")
     if losses:
         parts.append("\n".join(losses))
     return "\n\n".join(parts)
@@ -165,7 +168,7 @@ def attempts_csv(record: Mapping[str, Any]) -> str:
     writer = csv.writer(output, lineterminator="\n")
     writer.writerow(["tenant", "run", *facts, *(f"{bucket}_seconds" for bucket in buckets), "gpu_seconds", *after,
                      *(f"incident_{name}" for name in blame), "incident_gpu_seconds"])
-    incidents = {one["attempt_number"]: one for one in record["incidents"]}
+    incidents = {one["attempt_number"]: one for one in record["incidents"] if one["kind"] == "end"}
     for one in record["attempts"]:
         incident = incidents.get(one["number"], {})
         row = [record["tenant"], record["run"], *(one[name] for name in facts),
@@ -181,6 +184,14 @@ def _cell(value: object) -> object:
         return value
     text = plain(value)
     return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
+
+
+def _what(incident: Mapping[str, Any]) -> str:
+    """Return what happened, as for "attempt 3 ..."."""
+    if incident["kind"] == "end":
+        return str(incident["status"])
+    since = f"{_duration(incident['ended'] - incident['began'])} from {_time(incident['began'])} on"
+    return f"was slow for {since}" if incident["kind"] == "slow" else f"stood still for {since}"
 
 
 def _cause(incident: Mapping[str, Any] | None) -> str:

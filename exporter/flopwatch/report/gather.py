@@ -1,15 +1,19 @@
 """What a report says of one run, asked of a Prometheus that has the ledger's series and, for more, the recorded ones.
 
+Each loss with its place is in no series, since there would be one for each: that is asked of the ledger itself.
 Absent series leave absent figures: each says what it would have needed. Nothing is estimated in its place.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from flopwatch import catalogue as m
+from flopwatch.ledger.client import Client
 from flopwatch.report.prometheus import Prometheus, Series
 from flopwatch.report.statistics import Interval, Mean, checkpoint_interval, mean_time_between
 from flopwatch.settings import SettingsError
@@ -54,6 +58,22 @@ class Cause:
     cause: str
     incidents: int
     gpu_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A loss as the ledger tells of it, by itself; until it is settled what it cost and its cause may change."""
+
+    began: float
+    back: float | None  # when the run made a new step again
+    what: str  # how the attempt ended, or that it was slow or stood still
+    cause: str
+    confidence: str
+    host: str
+    part: str  # GPU and port
+    why: str
+    gpu_seconds: float
+    settled: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +128,7 @@ class Report:
     timeline: list[Slice]
     mfu_over_time: list[tuple[float, float]]
     causes: list[Cause]
+    losses: list[Loss] | None  # None where no ledger was asked
     alerts: list[Firing]
     ranks: list[Culprit]
     hosts: list[Culprit]
@@ -121,10 +142,11 @@ class Report:
 
 
 def gather(prometheus: Prometheus, run: str, *, tenant: str | None, at: float, lookback: float,
-           price: float | None = None) -> Report:
+           price: float | None = None, ledger: Client | None = None) -> Report:
     """Return the report of a run as of a moment, looking back so many seconds. Raises SettingsError."""
     asked = _Asked(prometheus, run, tenant, at, lookback)
     began, tenant = asked.start()
+    losses = None if ledger is None else _losses(ledger.record(run, tenant))
     buckets, gpu_seconds = asked.by("bucket", m.RUN_SECONDS), asked.by("bucket", m.RUN_GPU_SECONDS)
     states = asked.by("state", m.RUN_STATE)
     state = next((name for name, on in states.items() if on == 1), "unknown")
@@ -163,7 +185,8 @@ def gather(prometheus: Prometheus, run: str, *, tenant: str | None, at: float, l
         declared=asked.declared(), timeline=asked.timeline(began, open_seconds),
         mfu_over_time=[point for series in asked.over(f"max by (run) ({RUN_MFU}{asked.training})")
                        for point in series.points],
-        causes=causes, alerts=alerts, ranks=asked.ranks(), hosts=_hosts(alerts), links=asked.links(),
+        causes=causes, losses=losses, alerts=alerts, ranks=asked.ranks(), hosts=_hosts(alerts, losses or ()),
+        links=asked.links(),
         missed=asked.missed(causes), price=price)
 
 
@@ -255,9 +278,14 @@ class _Asked:
 
     def causes(self) -> list[Cause]:
         """Return the losses by cause, the costliest first."""
-        counts, seconds = self.by("cause", m.RUN_INCIDENTS), self.by("cause", m.RUN_BADPUT_GPU_SECONDS)
+        counts, seconds = self._by_cause(m.RUN_INCIDENTS), self._by_cause(m.RUN_BADPUT_GPU_SECONDS)
         found = [Cause(cause, round(count), seconds.get(cause, 0.0)) for cause, count in counts.items() if count]
         return sorted(found, key=lambda cause: -cause.gpu_seconds)
+
+    def _by_cause(self, row: m.Metric) -> dict[str, float]:
+        """Return the last values of losses of every kind by cause."""
+        each = f"max by (kind, cause) (last_over_time({row}{self.ledger}[{self._window}]))"
+        return {series.labels["cause"]: series.points[0][1] for series in self._now(f"sum by (cause) ({each})")}
 
     def alerts(self, tenant: str) -> list[Firing]:
         """Return the alerts that fired on the run, or on a host while it ran there, in order of time."""
@@ -359,17 +387,30 @@ class _Asked:
         return [series for series in self._prometheus.now(query, self._at) if series.points]
 
 
-def _hosts(alerts: Iterable[Firing]) -> list[Culprit]:
-    """Return the hosts with the most alerts."""
-    found: dict[str, list[Firing]] = {}
+def _losses(record: Mapping[str, Any]) -> list[Loss]:
+    """Return the losses of a ledger's record, in order of time."""
+    return sorted((Loss(
+        one["began"], one["back"], one["status"] if one["kind"] == "end" else one["kind"], one["cause"],
+        one["confidence"], one["host"], " ".join(one[name] for name in ("gpu", "port") if one[name]), one["why"],
+        one["gpu_seconds"], one["settled"]) for one in record["incidents"]), key=lambda loss: loss.began)
+
+
+def _hosts(alerts: Iterable[Firing], losses: Iterable[Loss]) -> list[Culprit]:
+    """Return the hosts that cost most, and then those with the most alerts."""
+    fired: dict[str, Counter[str]] = {}
+    cost: dict[str, float] = {}
     for firing in alerts:
         for part in firing.place.split(", "):
             if part.startswith("host "):
-                found.setdefault(part.removeprefix("host "), []).append(firing)
-    worst = sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))[:WORST]
-    return [Culprit(host, "", ", ".join(
-        f"{sum(firing.name == name for firing in firings)} x {name}"
-        for name in sorted({firing.name for firing in firings}))) for host, firings in worst]
+                fired.setdefault(part.removeprefix("host "), Counter())[firing.name] += 1
+    for loss in losses:
+        if loss.host:
+            cost[loss.host] = cost.get(loss.host, 0.0) + loss.gpu_seconds
+    worst = sorted(fired.keys() | cost.keys(), key=lambda host: (
+        -cost.get(host, 0.0), -fired.get(host, Counter()).total(), host))[:WORST]
+    return [Culprit(host, "", ", ".join([
+        *([f"{cost[host] / 3600:,.1f} GPU-hours lost to it"] if host in cost else []),
+        *(f"{count} x {name}" for name, count in sorted(fired.get(host, Counter()).items()))])) for host in worst]
 
 
 def _port(series: Series) -> tuple[str, str, str]:

@@ -26,8 +26,10 @@ BUCKETS = {
     "other": ("other", "#b3bac5"), "lost": ("work done again or thrown away", "#e07b39"), "down": ("down", "#b5342c"),
     OPEN: ("not yet accounted for", "#d9dee5"),
 }
-SHOWN_ALERTS = 200
+SHOWN_ALERTS, SHOWN_LOSSES = 200, 50
 NO_CAUSES = "No loss has been settled yet: each is given ten minutes of evidence before and five after."
+NO_LEDGER = "Each loss by itself, with its host, GPU and port, is told by the ledger: add --ledger URL."
+NO_LOSSES = "No attempt has ended before the run did."
 DEFINITIONS = (
     "MFU: FLOPs the model needs over the dense peak of the run's GPUs, while it makes steps; recomputation is never "
     "counted. Effective MFU: only FLOPs of steps that were kept, over the peak of the GPUs held and all wall clock.",
@@ -65,6 +67,12 @@ def as_markdown(report: Report) -> str:
         lines += [f"| {_md(row['title'])} | {row['count']} | {row['gpu_hours']} |" for row in view["causes"]]
     else:
         lines.append(NO_CAUSES)
+    if report.losses is None:
+        lines += ["", NO_LEDGER]
+    else:
+        lines += ["", "## Each loss", ""]
+        lines += [f"- {row['began']}, {row['lasted']}: {_md(row['what'])}, {_md(row['cause'])} {_md(row['place'])}, "
+                  f"{row['gpu_hours']} GPU-hours; {_md(row['why'])}" for row in view["losses"]] or [NO_LOSSES]
     lines += ["", "## Alerts on the run and its hosts", ""]
     lines += [f"- {row['began']}, for {row['lasted']}: {_md(row['name'])} ({_md(row['severity'])}) {_md(row['place'])}"
               for row in view["alerts"]] or ["None fired that this Prometheus remembers."]
@@ -84,7 +92,7 @@ def _view(report: Report) -> dict[str, Any]:
             {"title": cause.cause.replace("_", " "), "count": cause.incidents,
              "gpu_hours": _hours(cause.gpu_seconds), "cost": _cost(report, cause.gpu_seconds)}
             for cause in report.causes],
-        "no_causes": NO_CAUSES,
+        "no_causes": NO_CAUSES, "no_losses": NO_LOSSES, "no_ledger": NO_LEDGER, **_losses(report),
         "alerts": [{
             "began": _moment(alert.began),
             "lasted": "still firing" if alert.ongoing else _time(alert.ended - alert.began),
@@ -178,6 +186,24 @@ def _lost(report: Report) -> str:
     if report.provisional_seconds:
         text += f"; {_time(report.provisional_seconds)} of the productive time is not yet covered by a checkpoint"
     return text + "."
+
+
+def _losses(report: Report) -> dict[str, Any]:
+    """Return the costliest losses, in order of time, and how many there are besides."""
+    every = report.losses or []
+    worst = sorted(every, key=lambda loss: -loss.gpu_seconds)[:SHOWN_LOSSES]
+    return {
+        "losses": [{
+            "began": _moment(loss.began), "lasted": "not over" if loss.back is None else _time(loss.back - loss.began),
+            "what": loss.what.replace("_", " "),
+            "cause": ", ".join([
+                loss.cause.replace("_", " "), *([loss.confidence] if loss.confidence != "none" else []),
+                *([] if loss.settled else ["so far"])]),
+            "place": " ".join(text for text in (loss.host, loss.part) if text), "why": loss.why,
+            "gpu_hours": _hours(loss.gpu_seconds), "cost": _cost(report, loss.gpu_seconds),
+        } for loss in sorted(worst, key=lambda loss: loss.began)],
+        "more_losses": f"and {len(every) - len(worst)} that cost less" if len(every) > len(worst) else "",
+    }
 
 
 def _timeline(report: Report) -> dict[str, Any]:
