@@ -623,11 +623,12 @@ def check_attempts(run: Run) -> None:
     for one in attempts:
         assert sum(one["gpu_seconds"].values()) <= one["gpus"] * sum(one["seconds"].values()) * (1 + 1e-9)
     badput = sum(seconds for bucket, seconds in run.gpu_seconds.items() if bucket not in ("productive", "generation"))
-    lost = sum(incident["gpu_seconds"] for incident in record["incidents"])
+    lost = sum(incident["gpu_seconds"] for incident in record["incidents"] if incident["kind"] == "end")
     assert lost <= badput + 1e-3
     assert run.recovery_seconds <= run.wall(run.last) + 1e-4
     assert run.recoveries <= run.ends["failed"] + run.ends["silent"]
-    assert sum(run.settled.values()) == sum(incident["settled"] for incident in record["incidents"])
+    for kind, settled in run.settled.items():
+        assert sum(settled.values()) == sum(one["settled"] and one["kind"] == kind for one in record["incidents"])
 
 
 def snapshot_of(run: Run) -> list[Any]:

@@ -138,7 +138,9 @@ def test_a_gpu_that_falls_off_the_bus_is_blamed_for_the_rank_that_is_killed(node
     until, record = node.records()
     assert "evidence" not in until
     assert record["gone"]
-    assert [(entry["kind"], entry["count"], entry.get("gpu"), entry.get("detail")) for entry in record["evidence"]] == [
+    seen = [(entry["kind"], entry["count"], entry.get("gpu"), entry.get("detail")) for entry in record["evidence"]
+            if entry["kind"] != "signal"]  # which newer kernels tell
+    assert seen == [
         ("gpu_missing", 1, GPU, None), ("xid", 1, GPU, "79"), ("pid_gone", 1, None, None)]
     assert judged(record) == ("gpu", "certain", "node-7", GPU)
 

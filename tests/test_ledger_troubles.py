@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flopwatch import catalogue as m
-from flopwatch.ledger import accounting, incidents
+from flopwatch.ledger import incidents, losses
 from flopwatch.ledger.accounting import Ledger, Run
-from flopwatch.ledger.causes import CAUSES
+from flopwatch.ledger.causes import CAUSES, LOSSES
 from flopwatch.ledger.client import attempts_csv, run_table
 from flopwatch.ledger.incidents import EvidenceBook
 from flopwatch.ledger.record import MOST_EVIDENCE, Record, RecordError
@@ -193,6 +194,55 @@ def test_two_rollbacks_to_the_same_step_lose_what_was_executed_again() -> None:
     assert 50 <= run["buckets"]["productive"] <= 50 + 130 / 2
 
 
+def beside(until: int, steps: bool = True) -> list[Line]:
+    """Return an attempt from 100 on, beside which another runs on another host from 205 to 260 and fails."""
+    def one(t: int) -> Line:
+        done = (t if steps else min(t, 190)) - 110
+        return snapshot(t, "a1", done // 10, startup=10, step=t - 110.0, more={
+            "model_flops": done * 10.0, "peak_flops": 100.0, "open_step_seconds": t - 110.0 - done // 10 * 10})
+
+    def other(t: int) -> Line:
+        return snapshot(t, "b1", (t - 215) // 10, "h9", startup=10, step=t - 215.0, more={
+            "model_flops": (t - 215) * 10.0, "peak_flops": 100.0})
+
+    lines = [start(100, "a1"), *(one(t) for t in range(120, until + 1, 10)),
+             start(205, "b1", source="h9"), *(other(t) for t in range(225, 256, 10)), finish(260, "b1", "failed", "h9")]
+    return sorted(lines, key=lambda line: line["t"])
+
+
+def test_after_a_conflict_the_attempt_that_goes_on_is_accounted_for_again() -> None:
+    lines = [*beside(700), finish(701, "a1", source="h1")]
+    run = run_of(lines)
+    # a1 makes steps until 200 and, as is sure after five minutes, from b1's end on; b1 starts up, makes 4 of them again
+    # and fails.
+    assert buckets(lines) == {"startup": 20, "productive": 90 + 440, "down": 5, "lost": 45, "other": 1}
+    assert (run.attempts, run.ends["failed"], run.ends["silent"], run.state()) == (3, 1, 1, "completed")
+    assert [(one["attempt"], one["begin"], one["end"]) for one in run.figures(701)["attempts"]] == [
+        ("a1", 100, 200), ("b1", 205, 260), ("a1", 260, 701)]
+    assert run.retained <= (59 + 4) * 100
+    # Read back at any moment it is the same.
+    for number in range(1, len(lines)):
+        again = read_back(run_of(lines[:number]))
+        for line in lines[number:]:
+            again.apply(Record.parse(line))
+        assert again.summary() == run.summary()
+
+
+def test_the_later_attempt_keeps_the_books_however_long_it_starts_up_in_silence() -> None:
+    a = [start(0, "a"), *(snapshot(t, "a", t // 10, step=float(t)) for t in range(10, 601, 10))]
+    b = [start(400, "b", step=30, source="h9"),
+         *(snapshot(t, "b", 30 + (t - 700) // 10, "h9", startup=300, step=t - 700.0) for t in range(700, 1001, 10))]
+    lines = [*sorted([*a, *b], key=lambda line: line["t"]), finish(1000, "b", source="h9")]
+    assert buckets(lines) == {"productive": 400 + 200, "lost": 100, "startup": 300}
+    assert run_of(lines).attempts == 2
+
+
+def test_an_attempt_that_lingers_without_a_step_or_for_less_than_five_minutes_is_not_accounted_for_again() -> None:
+    for lines in (beside(700, steps=False), beside(550)):
+        run = run_of(lines)
+        assert (run.attempts, run.ends["failed"], run.open(700)) == (2, 1, 440)
+
+
 @pytest.mark.parametrize("source", ["h1", "h2"])
 def test_a_relaunch_under_the_same_attempts_name_is_another_attempt_wherever_it_runs(source: str) -> None:
     lines = [*A1, start(215, "a1", step=3, source=source), snapshot(245, "a1", 5, source, startup=10, step=20)]
@@ -227,14 +277,14 @@ def test_a_run_that_is_given_up_stopped_when_it_was_last_heard_of() -> None:
     run.give_up()
     assert run.state(1e7) == "stopped"
     assert (run.wall(1e7), run.open(1e7), run.seconds["lost"], run.seconds["down"]) == (47, 0, 3, 0)
-    assert (run.ends["silent"], run.ends["stopped"], run.settled) == (1, 0, {"host": 1})
+    assert (run.ends["silent"], run.ends["stopped"], run.settled["end"]) == (1, 0, {"host": 1})
     # It may still come back.
     for line in ({**one, "t": one["t"] + 1e6} for one in A2):
         run.apply(Record.parse(line))
     assert (run.state(), run.attempts) == ("running", 2)
     assert (run.seconds["down"], run.gpu_seconds["down"]) == (1e6 + 200 - 147, 0)
     assert sum(run.seconds.values()) == pytest.approx(run.wall(run.last))
-    assert run.settled == {"host": 1}
+    assert run.settled["end"] == {"host": 1}
 
 
 def test_a_run_that_failed_and_is_given_up_keeps_its_end() -> None:
@@ -244,7 +294,7 @@ def test_a_run_that_failed_and_is_given_up_keeps_its_end() -> None:
 
 
 def test_a_long_history_keeps_its_last_thousand_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accounting, "HISTORY", 20)
+    monkeypatch.setattr(losses, "HISTORY", 20)
     lines = []
     for k in range(50):
         lines += [start(1000.0 * k, f"a{k}", step=k), snapshot(1000.0 * k + 20, f"a{k}", k + 1, startup=10, step=10)]
@@ -252,7 +302,7 @@ def test_a_long_history_keeps_its_last_thousand_attempts(monkeypatch: pytest.Mon
     record = run.figures(run.last)
     assert [one["attempt"] for one in record["attempts"]] == [f"a{k}" for k in range(30, 50)]
     assert (record["attempts_left_out"], len(record["incidents"]), run.attempts) == (30, 20, 50)
-    assert sum(run.settled.values()) == 49
+    assert sum(run.settled["end"].values()) == 49
 
 
 # Losses and their causes.
@@ -285,65 +335,72 @@ def test_a_loss_is_booked_once_to_its_cause_when_all_evidence_is_in() -> None:
             "status": "silent"}
     # 56 s down, 10 s of startup, steps 2 and 3 again.
     assert (incident["seconds"], incident["gpu_seconds"]) == (86, 8 * 86)
-    assert served(settled, 505, m.RUN_INCIDENTS) == {(cause,): float(cause == "gpu") for cause in CAUSES}
-    assert served(settled, 505, m.RUN_BADPUT_GPU_SECONDS) == {
-        (cause,): 688.0 if cause == "gpu" else 0.0 for cause in CAUSES}
+    everything = dict.fromkeys(product(LOSSES, CAUSES), 0.0)
+    assert served(settled, 505, m.RUN_INCIDENTS) == everything | {("end", "gpu"): 1.0}
+    assert served(settled, 505, m.RUN_BADPUT_GPU_SECONDS) == everything | {("end", "gpu"): 688.0}
     # What comes later changes nothing any more.
     again = seen([*later(lines, 505), *A1], 11, evidence("host_oom", 144, rank=0))
     assert served(run_of(again), 505, m.RUN_INCIDENTS) == served(settled, 505, m.RUN_INCIDENTS)
 
 
+@pytest.mark.parametrize(("t", "cause"), [(199, "gpu"), (208, "gpu"), (261, "unknown"), (400, "unknown")])
+def test_what_is_seen_after_the_next_attempt_has_started_is_of_that_one(t: float, cause: str) -> None:
+    # a1 is silent from 144 on, which counts as noticed at 200, when a2 starts; a counter may be read a minute later.
+    lines = later(seen([*A1, *A2], 5, evidence("ecc", t, gpu="GPU-7")), 505)
+    assert run_of(lines).settled["end"] == {cause: 1}
+
+
 def test_a_loss_is_not_settled_before_the_run_is_back() -> None:
     down = [*A1, finish(149, "a1", "failed"), start(1000, "a2", step=1)]
-    assert run_of(down).settled == {}
+    assert run_of(down).settled["end"] == {}
     # Executed again, but nothing new: still a part of the loss.
     down.append(snapshot(1030, "a2", 3, startup=10, step=20))
-    assert run_of(down).settled == {}
+    assert run_of(down).settled["end"] == {}
     down.append(snapshot(1060, "a2", 6, startup=10, step=50))
     run = run_of(down)
-    assert run.settled == {"unknown": 1}
-    assert run.badput == {"unknown": 8 * (5 + 851 + 10 + 20)}
+    assert run.settled["end"] == {"unknown": 1}
+    assert run.badput["end"] == {"unknown": 8 * (5 + 851 + 10 + 20)}
 
 
 def test_the_end_of_a_run_settles_what_it_lost_before() -> None:
     lines = [*A1, *A2, finish(251, "a2")]
-    assert run_of(lines).settled == {"unknown": 1}
+    assert run_of(lines).settled["end"] == {"unknown": 1}
     # The run's own end is no loss; coming back after it makes it one.
     stopped = [*A1, finish(149, "a1", "stopped")]
-    assert run_of(stopped).settled == {}
-    assert run_of([*stopped, *later(A2, 600)]).settled == {"planned": 1}
+    assert run_of(stopped).settled["end"] == {}
+    assert run_of([*stopped, *later(A2, 600)]).settled["end"] == {"planned": 1}
 
 
 @pytest.mark.parametrize(("status", "cause"), [("preempted", "planned"), ("resized", "planned"), ("failed", "unknown")])
 def test_a_planned_end_costs_too_and_is_called_so(status: str, cause: str) -> None:
     run = run_of(later([*A1, finish(149, "a1", status), *A2], 600))
-    assert run.settled == {cause: 1}
+    assert run.settled["end"] == {cause: 1}
     held = 0 if status == "preempted" else 51
-    assert run.badput == {cause: 8 * (5 + held + 10 + 20)}
+    assert run.badput["end"] == {cause: 8 * (5 + held + 10 + 20)}
 
 
 def test_evidence_counts_whenever_it_arrives_and_however_often() -> None:
     item = evidence("xid", 143, gpu="GPU-7", detail="79")
     base = later([*A1, *A2], 505)
-    expected = run_of(seen(base, 3, item)).settled
+    expected = run_of(seen(base, 3, item)).settled["end"]
     assert expected == {"gpu": 1}
     for number in range(3, len(base) - 1):
-        assert run_of(seen(base, number, item)).settled == expected
+        assert run_of(seen(base, number, item)).settled["end"] == expected
         repeated = [{**line, "evidence": [item]} if k >= number else line for k, line in enumerate(base)]
-        assert run_of([*repeated, *repeated]).settled == expected
-        assert run_of([*base[:6], {**A1[3], "evidence": [item]}, *base[6:]]).settled == expected
+        assert run_of([*repeated, *repeated]).settled["end"] == expected
+        assert run_of([*base[:6], {**A1[3], "evidence": [item]}, *base[6:]]).settled["end"] == expected
 
 
 def test_a_count_that_goes_on_after_the_loss_still_explains_it() -> None:
     lines = seen([*A1, *A2], 3, evidence("xid", 143, gpu="GPU-7", detail="79"))
     lines = seen(lines, 6, evidence("xid", 250, gpu="GPU-7", detail="79", count=2))
-    assert run_of(later(lines, 505)).settled == {"gpu": 1}
+    assert run_of(later(lines, 505)).settled["end"] == {"gpu": 1}
 
 
 def test_evidence_of_another_time_explains_nothing() -> None:
     for t in (144 - 601, 200 + 301, 1e12):
         run = run_of(later(seen(later([*A1, *A2], 510), 7, evidence("xid", t, detail="79")), 900))
-        assert run.settled == {"unknown": 1}, t
+        assert run.settled["end"] == {"unknown": 1}, t
 
 
 def two_nodes(last: float) -> list[Line]:
@@ -361,17 +418,17 @@ def two_nodes(last: float) -> list[Line]:
 def test_a_node_that_falls_silent_without_a_word_is_evidence() -> None:
     run = run_of(two_nodes(160))
     [incident] = run.figures(600)["incidents"]
-    assert (run.settled, incident["host"]) == ({"host": 1}, "h2")
+    assert (run.settled["end"], incident["host"]) == ({"host": 1}, "h2")
     # Its last word may be late, or the next attempt's first.
     word = {**snapshot(204, "a1", 9, "h2", startup=10, step=94), "gone": True}
     back = start(260, "a2", step=9, source="h2")
     for line in (word, back):
         lines = two_nodes(160)
-        assert run_of([*lines[:-1], line, lines[-1]]).settled == {"unknown": 1}
+        assert run_of([*lines[:-1], line, lines[-1]]).settled["end"] == {"unknown": 1}
     # After a reboot it is back too.
     lines = two_nodes(160)
     rebooted = snapshot(590, "a2", 41, "h2", startup=10, step=320)
-    assert run_of([*lines[:-1], rebooted, lines[-1]]).settled == {"host": 1}
+    assert run_of([*lines[:-1], rebooted, lines[-1]]).settled["end"] == {"host": 1}
 
 
 @pytest.mark.parametrize(("given", "message"), [
@@ -394,7 +451,7 @@ def test_evidence_that_is_none_is_refused_with_the_reason(given: Any, message: s
 def test_unknown_kinds_are_kept_as_text_and_explain_nothing() -> None:
     items = [evidence("cosmic_ray", 143, detail="x" * 500, port="a\x1b[2J\nb", rank=3), {"kind": "k" * 100, "t": 143}]
     run = run_of(later(seen([*A1, *A2], 3, *items), 505))
-    assert run.settled == {"unknown": 1}
+    assert run.settled["end"] == {"unknown": 1}
     kept = {item.kind: item for item in run.evidence.of(frozenset({"h1"}))}
     assert set(kept) == {"cosmic_ray", "k" * 64}
     assert (kept["cosmic_ray"].detail, kept["cosmic_ray"].port, kept["cosmic_ray"].rank) == ("x" * 200, "a?[2J?b", 3)
@@ -462,8 +519,8 @@ def test_what_hosts_say_they_have_seen_is_bounded(monkeypatch: pytest.MonkeyPatc
         item = evidence("xid", 300.0 + turn, count=turn)
         run.apply(Record.parse({**snapshot(400 + turn, "a1", 3, "h0", startup=1.0), "evidence": [item]}))
     assert [len(times) for *place, times in places_of(run, "h0") if place[4] == ""] == [incidents.MOST_TIMES]
-    # And what is hours old is forgotten.
-    run.apply(Record.parse({**snapshot(40000, "a1", 3, "h0", startup=1.0), "evidence": [evidence("oom", 40000)]}))
+    # And what is a day old is forgotten, though the attempt may have stood still all the time.
+    run.apply(Record.parse({**snapshot(90000, "a1", 3, "h0", startup=1.0), "evidence": [evidence("oom", 90000)]}))
     assert [place[0] for place in places_of(run, "h0")] == ["oom"]
 
 
@@ -482,5 +539,5 @@ def test_a_new_generation_has_incidents_of_its_own() -> None:
     again = [{**line, "t": line["t"] + 1000, "attempt": f"b-{line['attempt']}"} for line in [*A1, *A2]]
     ledger = account([submitted(90), *A1, *A2, finish(251, "a2"), *again])
     old, new = ledger.runs["", "r#1"], ledger.runs["", "r"]
-    assert (old.settled, new.settled, len(new.incidents)) == ({"unknown": 1}, {}, 1)
+    assert (old.settled["end"], new.settled["end"], len(new.incidents)) == ({"unknown": 1}, {}, 1)
     assert isinstance(ledger, Ledger)

@@ -154,3 +154,92 @@ def test_a_history_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     done = command(str(tmp_path / "none.jsonl"))
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"flopwatch: {tmp_path / 'none.jsonl'}: No such file or directory\n"
+
+
+def test_the_order_of_lines_does_not_matter_and_each_may_come_again() -> None:
+    for name in ("crash_and_move", "two_nodes_then_one"):
+        lines = (HISTORIES / f"{name}.jsonl").read_text().splitlines()
+        expected = replay(lines)
+        for seed in range(5):
+            chance = random.Random(seed)
+            shuffled = [*lines, *chance.sample(lines, len(lines) // 5)]
+            chance.shuffle(shuffled)
+            assert replay(shuffled) == expected
+        assert replay(iter(shuffled)) == expected, "also of what can be read only once"
+
+
+def test_lines_that_are_late_by_a_few_places_are_taken_by_their_stamps() -> None:
+    lines = (HISTORIES / "crash_and_move.jsonl").read_text().splitlines()
+    for seed in range(10):
+        chance = random.Random(seed)
+        late = [place + chance.choice((0, 0, 0, 20)) * chance.random() for place in range(len(lines))]
+        assert replay([lines[place] for place in sorted(range(len(lines)), key=late.__getitem__)]) == replay(lines)
+
+
+def told(event: str, t: float, attempt: object = "a", source: object = "h", /, **more: Any) -> str:
+    return json.dumps({"t": t, "run": "r", "attempt": attempt, "source": source, "event": event, **more})
+
+
+def figures(*lines: str) -> dict[str, Any]:
+    summary, unreadable = replay(lines)
+    assert unreadable == []
+    run: dict[str, Any] = summary["runs"]["r"]
+    return run | {name: {bucket: value for bucket, value in run[name].items() if value} for name in (
+        "buckets", "gpu_seconds")}
+
+
+def test_steps_up_to_the_one_restored_were_made_before_whoever_was_heard_making_them() -> None:
+    peak = {"gpus": 8, "peak_flops": 10.0}
+    run = figures(
+        told("start", 0, "a", step=50, **peak), told("start", 100, "b", step=35, **peak),
+        told("snapshot", 260, "b", step=51, activity_seconds={"step": 160}, model_flops=1600, **peak))
+    # Steps of 10 s; only step 51 is new, in seconds as in FLOPs.
+    assert run["buckets"] == {"productive": 10, "lost": 150, "down": 100}
+    assert run["effective_mfu"] == 100 / (10 * 260)
+
+
+def test_a_process_that_says_it_did_nothing_is_alive_and_its_time_is_not_down_time() -> None:
+    idle = [told("snapshot", t, step=0, activity_seconds={"step": 0}) for t in range(10, 101, 10)]
+    run = figures(told("start", 0, step=0), *idle, told("start", 200, "b", step=0), told("finish", 210, "b"))
+    assert run["buckets"] == {"other": 110, "down": 100}
+
+
+def test_one_source_may_tell_the_position_of_all() -> None:
+    peak = {"gpus": 4, "peak_flops": 10.0}
+    lines = [told("start", 0, "a", source, step=0, **peak) for source in "xyz"]
+    for t in range(10, 101, 10):
+        lines += [told("snapshot", t, "a", source, activity_seconds={"step": t}, model_flops=10 * t, **peak,
+                       **({"step": t // 10} if source == "y" else {})) for source in "xyz"]
+    run = figures(*lines)
+    assert (run["goodput"], run["buckets"]) == (pytest.approx(1, abs=0.11), {"productive": pytest.approx(100, abs=11)})
+    assert run["retained_flops"] == pytest.approx(3 * 1000, rel=0.11)
+
+
+def test_gpus_that_an_attempt_is_given_while_it_runs_were_not_held_before() -> None:
+    def at(t: float, gpus: int) -> str:
+        return told("snapshot", t, step=t // 10, activity_seconds={"step": t}, gpus=gpus, peak_flops=gpus * 10.0,
+                    model_flops=gpus * 5.0 * t)
+
+    run = figures(told("start", 0, step=0, gpus=4, peak_flops=40.0), *(at(t, 4) for t in range(10, 201, 10)),
+                  *(at(t, 8) for t in range(210, 401, 10)))
+    assert run["gpu_seconds"] == {"productive": pytest.approx(200 * 4 + 200 * 8, rel=0.02)}
+
+
+def test_names_may_be_numbers_and_a_file_may_begin_with_a_mark_or_come_from_a_pipe(tmp_path: Path) -> None:
+    lines = [told("start", 0, 1, 7, step=0), told("snapshot", 20, 1, 7, step=2, activity_seconds={"step": 20}),
+             told("finish", 20, 1, 7)]
+    assert figures(*lines)["buckets"] == {"productive": 20}
+    path = tmp_path / "history.jsonl"
+    path.write_text("\ufeff" + "\n".join(lines))
+    for name, given in ((str(path), None), ("-", "\n".join(lines))):
+        done = subprocess.run([sys.executable, "-m", "flopwatch", "ledger", "replay", name, "--json"], input=given,
+                              capture_output=True, text=True, cwd=EXPORTER)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert json.loads(done.stdout)["runs"]["r"]["state"] == "completed"
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"t": ' + "9" * 5000 + "}"])
+def test_a_line_that_python_itself_refuses_is_named_too(line: str) -> None:
+    summary, [message] = replay([line])
+    assert summary == {"runs": {}}
+    assert message.startswith("line 1: ")

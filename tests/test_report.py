@@ -111,9 +111,9 @@ def ledger_world(world: World, base: float, *, tenant: str = "") -> None:
 
 
 @contextlib.contextmanager
-def prometheus(world: World, folder: Path) -> Iterator[str]:
+def prometheus(world: World, folder: Path, suite: str | None = None) -> Iterator[str]:
     """Run a real Prometheus that has these samples, and give its URL."""
-    servers = find()
+    servers = find(suite=suite)
     (folder / "samples.txt").write_text(world.text())
     subprocess.run([servers.promtool, "tsdb", "create-blocks-from", "openmetrics", "--quiet", "samples.txt", "data"],
                    cwd=folder, check=True, capture_output=True)
@@ -143,8 +143,8 @@ def base() -> float:
     return float(int(time.time()) - 12_000)
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory, base: float) -> Iterator[str]:
+def whole_world(base: float) -> World:
+    """Return all that there is of run r: the ledger's series, records, ports and alerts."""
     world = World()
     ledger_world(world, base)
     for tenant in ("one", "two"):
@@ -172,7 +172,12 @@ def url(tmp_path_factory: pytest.TempPathFactory, base: float) -> Iterator[str]:
                                  "host": "node-2", "uuid": "GPU-9", "xid": "79"}, 1, at)
             world.add("ALERTS", {"alertname": "TrainingDown", "alertstate": "firing", "severity": "warning",
                                  "run": "r"}, 1, at)
-    with prometheus(world, tmp_path_factory.mktemp("prometheus")) as address:
+    return world
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory, base: float) -> Iterator[str]:
+    with prometheus(whole_world(base), tmp_path_factory.mktemp("prometheus")) as address:
         yield address
 
 

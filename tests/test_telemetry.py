@@ -30,10 +30,11 @@ from flopwatch.ledger.store import Store
 from flopwatch.node import forward as forwarding
 from flopwatch.node import otlp
 from flopwatch.node.collectors import StateFile
+from flopwatch.node.exits import process_alive
 from flopwatch.node.exposition import Exposition
 from flopwatch.node.forward import Embedded, Forward, Outcomes, Remote
 from flopwatch.node.otlp import JSON, MAX_BYTES, PROTOBUF, Push, Refused
-from flopwatch.node.telemetry import MAX_NAMES, MAX_RANKS, MAX_RUNS, Record, Telemetry, own_pid_namespace, process_alive
+from flopwatch.node.telemetry import MAX_NAMES, MAX_RANKS, MAX_RUNS, Record, Telemetry, own_pid_namespace
 from flopwatch.settings import ExporterSettings
 from tests.machine import PATIENCE, reserved_port, until
 from tests.otlp_by_hand import START, counter, gauge, histogram, process, request, training

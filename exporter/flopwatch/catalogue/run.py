@@ -53,13 +53,20 @@ RUN_RECOVERY_SECONDS = Metric(
 )
 RUN_INCIDENTS = Metric(
     "run_incidents_total", "counter",
-    "Losses (ends of attempts that did not end the run) by cause; each is counted once, when its evidence is complete.",
-    (*RUN, "cause"), "flopwatch.ledger.causes",
+    "Losses by cause, each counted once, when its evidence is complete. Kinds: end (of an attempt that did not end the "
+    "run), slow (a stretch of slow steps), stall (a time without a step that came to an end).",
+    (*RUN, "kind", "cause"), "flopwatch.ledger.causes",
 )
 RUN_BADPUT_GPU_SECONDS = Metric(
     "run_badput_gpu_seconds_total", "counter",
-    "GPU time those losses cost, by cause: cut short, down, startup, restore, executed again until the next new step.",
-    (*RUN, "cause"), "flopwatch.ledger.causes",
+    "GPU time those losses cost. end: cut short, down, startup, restore, executed again until the next new step. slow, "
+    "stall: beyond the usual, a part of productive, data_stall and checkpoint_save. No second is in two losses.",
+    (*RUN, "kind", "cause"), "flopwatch.ledger.causes",
+)
+RUN_STRAGGLER_GPU_SECONDS = Metric(
+    "run_straggler_gpu_seconds_total", "counter",
+    "GPU time that the run waited for one late rank or host, a part of productive. Counted once it was the latest in "
+    "three windows of two minutes in a row; absent where waits are not measured.", RUN, "flopwatch.ledger.stragglers",
 )
 RUN_CONFLICT = Metric(
     "run_conflict", "gauge",

@@ -195,6 +195,8 @@ def _claim(loss: Loss, evidence: Evidence, before: float, after: float) -> _Clai
         distance, reach = max(0.0, evidence.t - loss.ended), after
     if loss.kind != "end" and evidence.kind in _LASTING:
         reach = min(reach, AT_ONCE)
+    elif loss.kind != "end" and evidence.t > loss.began + after:
+        return None  # what happens once slows from then on
     if distance > reach:
         return None
     said = _says(loss.kind, evidence)

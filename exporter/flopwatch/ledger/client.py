@@ -9,6 +9,7 @@ import csv
 import http.client
 import io
 import json
+import math
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -167,13 +168,16 @@ def attempts_csv(record: Mapping[str, Any]) -> str:
     output = io.StringIO()
     writer = csv.writer(output, lineterminator="\n")
     writer.writerow(["tenant", "run", *facts, *(f"{bucket}_seconds" for bucket in buckets), "gpu_seconds", *after,
-                     *(f"incident_{name}" for name in blame), "incident_gpu_seconds"])
+                     *(f"incident_{name}" for name in blame), "incident_gpu_seconds",
+                     "slow_gpu_seconds", "stall_gpu_seconds"])
     incidents = {one["attempt_number"]: one for one in record["incidents"] if one["kind"] == "end"}
     for one in record["attempts"]:
         incident = incidents.get(one["number"], {})
         row = [record["tenant"], record["run"], *(one[name] for name in facts),
                *(one["seconds"].get(bucket, 0.0) for bucket in buckets), sum(one["gpu_seconds"].values()),
-               *(one[name] for name in after), *(incident.get(name) for name in (*blame, "gpu_seconds"))]
+               *(one[name] for name in after), *(incident.get(name) for name in (*blame, "gpu_seconds")),
+               *(math.fsum(loss["gpu_seconds"] for loss in record["incidents"] if (
+                   loss["kind"], loss["attempt_number"]) == (kind, one["number"])) for kind in ("slow", "stall"))]
         writer.writerow(map(_cell, row))
     return output.getvalue()
 

@@ -1,8 +1,9 @@
 """What a run's losses were and what was seen around them: bounded, whatever the nodes say.
 
-An incident begins with the end of an attempt that did not end the run. What is booked from then until the run makes a
-new step, or is lost again, is its price: what was cut short, down time, startup, steps executed again. Its cause is
-settled once, when no more evidence is to come, and never changes afterwards.
+An incident is the end of an attempt that did not end the run, a slow stretch or a stall (`flopwatch.ledger.pace`). The
+price of an end is what is booked from then until the run makes a new step, or is lost again: what was cut short, down
+time, startup, steps executed again. Of the others it is what they took beyond the usual. The cause is settled once,
+when no more evidence is to come, and never changes afterwards.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ MOST_PLACES = 64  # of one host: what one record can hold
 MOST_HOSTS = 4096
 MOST_TIMES = 8  # of one place: a count goes on, and what it was at the loss must not be forgotten
 _KEPT = 3600.0  # seconds: a loss may become known by a late record
+_LONGEST = 86400.0  # an attempt that made no step for so long may still tell why
+# What an attempt waited for is evidence that the ledger itself has.
+_WAITED = {"data_stall": "data_stall", "checkpoint_save": "checkpoint_wait"}
 
 Place = tuple[str, str, str, int | None, str]  # kind, GPU, port, rank, detail
 
@@ -33,14 +37,17 @@ class Incident:
     number: int
     attempt_number: int  # of the attempt that ended with it
     attempt: str
-    status: str  # how that ended
+    status: str  # how that ended; nothing of a slow stretch or a stall
     began: float  # last word of progress
-    ended: float  # when the end was noticed
+    ended: float  # when the end was noticed, or of a slow stretch or a stall its own
     hosts: list[str]  # until it is settled
     nodes: int  # how many these were
     silent: dict[str, float] = field(default_factory=dict)  # hosts whose last word was no farewell, and when it was
     kind: str = "end"
-    back: float | None = None  # when the run made a new step, or was lost again
+    waited: str = ""  # the activity that most of a stall or a slow stretch was, as far as it is known
+    follows: str = ""  # the source whose seconds tell so
+    until: float | None = None  # when another attempt started: what is seen later is of that
+    back: float | None = None  # when the run made a new step as usual, or was lost again
     seconds: float = 0.0
     gpu_seconds: float = 0.0
     settled: bool = False
@@ -64,9 +71,14 @@ class Incident:
     def judge(self, evidence: EvidenceBook) -> causes.Verdict:
         """Return the cause, as far as it is known."""
         back = evidence.back(self.number)
-        gone = (Evidence("node_gone", t, 1, host) for host, t in self.silent.items() if host not in back)
+        own = [Evidence("node_gone", t, 1, host) for host, t in self.silent.items() if host not in back]
+        if self.waited in _WAITED:
+            own.append(Evidence(_WAITED[self.waited], self.began, 1, self.follows))
         loss = Loss(self.kind, self.began, self.ended, self.status, frozenset(self.hosts))
-        return causes.verdict(loss, [*evidence.of(loss.hosts), *gone], BEFORE, AFTER)
+        # A counter that rose is noticed up to a minute later.
+        latest = inf if self.until is None else max(self.until, self.ended + causes.AT_ONCE)
+        seen = (item for item in evidence.of(loss.hosts) if item.t <= latest)
+        return causes.verdict(loss, [*seen, *own], BEFORE, AFTER)
 
     def settle(self, evidence: EvidenceBook) -> None:
         """Decide on the cause, for good."""
@@ -81,7 +93,7 @@ class Incident:
         if not self.settled:
             found = self.judge(evidence)
             told |= {name: getattr(found, name) for name in ("cause", "confidence", "host", "gpu", "port", "why")}
-        for name in ("hosts", "silent"):
+        for name in ("hosts", "silent", "follows", "until"):
             del told[name]
         return told
 
@@ -175,6 +187,7 @@ class EvidenceBook:
         yield from self._hosts.keys() | set().union(*self._back.values())
 
 
-def horizon(now: float, unsettled: Iterator[Incident]) -> float:
-    """Return the time before which nothing is of use."""
-    return min([now - _KEPT, *(incident.began - BEFORE for incident in unsettled)])
+def horizon(now: float, unsettled: Iterator[Incident], progress: float | None = None) -> float:
+    """Return the time before which nothing is of use; `progress` is when an attempt that goes on made its last step."""
+    held_up = now if progress is None else max(progress - BEFORE, now - _LONGEST)
+    return min([now - _KEPT, held_up, *(incident.began - BEFORE for incident in unsettled)])

@@ -3,11 +3,15 @@
     {"t": unix seconds, "run", "tenant", "attempt", "source", "event": "submitted" | "start" | "snapshot" | "finish",
      "activity_seconds": {activity: seconds}, "open_step_seconds", "step", "committed_step", "restored_step",
      "rank", "gpus", "model_flops", "peak_flops", "started", "submitted", "status", "gone",
+     "waits": [[rank, place, started, steps, seconds, wait, tokens]],
      "evidence": [{"kind", "t", "count", "gpu", "port", "rank", "detail"}]}
 
 `activity_seconds` and `model_flops` are cumulative for the process behind the source (its lowest live rank);
 `step` on a start is the last completed step restored. Only t, run, event and attempt are required, the last not for
 a submission, nor for a finish by hand, which ends the run's current attempt. Unknown fields are ignored.
+
+`waits` is what each of its ranks has waited for others in the steps in which that was measured, with its place in the
+pipeline, its process's start and its tokens (`flopwatch.ledger.stragglers`); cumulative, and only if all are measured.
 
 `evidence` is what the source's node has seen that may explain a loss (`flopwatch.ledger.causes`): of each kind and
 place how often up to now and when last. Of a kind that is unknown the text is kept, and explains nothing.
@@ -22,6 +26,7 @@ from math import fsum, isfinite
 from typing import Any
 
 from flopwatch.ledger.causes import Evidence
+from flopwatch.ledger.stragglers import Wait
 
 # What a source may say of its time; anything else it says is `other`.
 ACTIVITIES = (
@@ -29,10 +34,12 @@ ACTIVITIES = (
     "other",
 )
 STATUSES = ("completed", "stopped", "preempted", "resized", "failed")
-_EVENTS = ("submitted", "start", "snapshot", "finish")
+EVENTS = ("submitted", "start", "snapshot", "finish")
 _RUN_NAME = re.compile(r"[A-Za-z0-9._:/@+-]{1,128}")
 _NAME_LENGTH = 512
 MOST_EVIDENCE = 64  # entries of a record
+_MOST_RANKS = 64
+_PLACE_LENGTH = 64
 _LATE = 300.0  # seconds: what is seen after an attempt's last word comes with that
 _EVIDENCE_TEXT = {"kind": 64, "gpu": 128, "port": 128, "detail": 200}  # characters kept
 
@@ -66,6 +73,7 @@ class Record:
     started: float | None
     submitted: float | None
     open_step_seconds: float | None
+    waits: tuple[Wait, ...] | None = None
     evidence: tuple[Evidence, ...] = ()
 
     @classmethod
@@ -77,8 +85,8 @@ class Record:
         if stamp is None:
             raise RecordError("t: missing")
         event = _text(line, "event")
-        if event not in _EVENTS:
-            raise RecordError(f"event: {event!r} is none of {', '.join(_EVENTS)}")
+        if event not in EVENTS:
+            raise RecordError(f"event: {event!r} is none of {', '.join(EVENTS)}")
         run = _text(line, "run")
         if not _RUN_NAME.fullmatch(run):
             raise RecordError(f"run: {run!r} does not match {_RUN_NAME.pattern}")
@@ -101,6 +109,7 @@ class Record:
             restored_step=_number(line, "step" if event == "start" else "restored_step"),
             **{name: _number(line, name) for name in (
                 "step", "committed_step", "rank", "gpus", "model_flops", "peak_flops", "open_step_seconds")},
+            waits=_waits(line.get("waits")),
             evidence=_evidence(line.get("evidence"), stamp, _text(line, "source")),
         )
 
@@ -131,6 +140,8 @@ def _text(line: Mapping[str, Any], name: str) -> str:
     value = line.get(name)
     if value is None:
         return ""
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = f"{value:d}" if abs(value) < 1 << 64 else value  # an attempt's number is a name too
     if not isinstance(value, str) or len(value) > _NAME_LENGTH:
         raise RecordError(f"{name}: not a string of at most {_NAME_LENGTH} characters")
     if any("\ud800" <= character <= "\udfff" for character in value):
@@ -161,6 +172,28 @@ def _activity(value: object) -> dict[str, float] | None:
         if number is not None:
             seconds[known] = seconds.get(known, 0.0) + number
     return seconds
+
+
+def _waits(value: object) -> tuple[Wait, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) > _MOST_RANKS:
+        raise RecordError(f"waits: not a list of at most {_MOST_RANKS} ranks")
+    names, found = ("rank", "place", "started", "steps", "seconds", "wait", "tokens"), []
+    for number, item in enumerate(value, 1):
+        if not isinstance(item, list) or len(item) != len(names):
+            raise RecordError(f"waits {number}: not [{', '.join(names)}]")
+        told = dict(zip(names, item, strict=True))
+        try:
+            place = _text(told, "place")[:_PLACE_LENGTH]
+            numbers = {name: _number(told, name, signed=name == "started") for name in names if name != "place"}
+        except RecordError as error:
+            raise RecordError(f"waits {number}: {error}") from None
+        known = {name: value for name, value in numbers.items() if value is not None}
+        if len(known) < len(numbers):
+            raise RecordError(f"waits {number}: a number is missing")
+        found.append(Wait(int(known.pop("rank")), place, **known))
+    return tuple(found)
 
 
 def _evidence(value: object, stamp: float, host: str) -> tuple[Evidence, ...]:

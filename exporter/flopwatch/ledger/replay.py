@@ -1,39 +1,98 @@
 """`flopwatch ledger replay`: a recorded history, a JSON object a line, to the figures the live ledger would show.
 
-Lines are taken in the order they stand in, as a ledger would have received them. A run that did not finish is
-accounted for up to its last line.
+Lines are taken in the order they stand in, as a ledger would have received them, unless some came late: then by their
+stamps. A run that did not finish is accounted for up to its last line.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from flopwatch.ledger.accounting import BUCKETS, Ledger
-from flopwatch.ledger.record import RecordError
+from flopwatch.ledger.record import EVENTS, Record
 from flopwatch.settings import SettingsError
+
+_SKEW = 300.0  # seconds by which clocks of hosts may differ
+_LATE = 5.0  # less is no matter, and stamps of several hosts do not tell
 
 
 def replay(lines: Iterable[str], silent_after: float = 60.0) -> tuple[dict[str, Any], list[str]]:
-    """Return the figures of every run in a history, and a message for each line that cannot be read."""
-    ledger, unreadable = Ledger(silent_after), []
+    """Return the figures of every run in a history, and a message for each line that cannot be read.
+
+    A history with late lines is read twice, and the second time kept in memory.
+    """
+    lines = list(lines) if isinstance(lines, Iterator) else lines
+    ledger, order, unreadable = Ledger(silent_after), _Order(), list[str]()
+    for record in _records(lines, unreadable):
+        order.take(record)
+        if not order.late:
+            ledger.apply(record)
+    if order.late:
+        ledger = Ledger(silent_after)
+        for record in sorted(_records(lines, []), key=order.key):
+            ledger.apply(record)
+    return ledger.summary(), unreadable
+
+
+def _records(lines: Iterable[str], unreadable: list[str]) -> Iterator[Record]:
     for number, line in enumerate(lines, 1):
         if text := line.strip():
             try:
-                ledger.apply(json.loads(text))
-            except (json.JSONDecodeError, RecordError) as error:
+                record = Record.parse(json.loads(text))
+            except (ValueError, RecursionError) as error:  # the latter for JSON that is too deep
                 unreadable.append(f"line {number}: {error}")
-    return ledger.summary(), unreadable
+            else:
+                yield record
+
+
+class _Order:
+    """Whether lines came late; arrival is better than stamps where the clocks of several hosts differ."""
+
+    def __init__(self) -> None:
+        self.late = False
+        self._newest: dict[tuple[str, ...], float] = {}  # stamp of each run
+        self._told: dict[tuple[str, ...], tuple[float, float]] = {}  # of a process: the newest stamp, and its age then
+        self._began: dict[tuple[str, ...], float] = {}  # the oldest stamp of each attempt
+
+    def take(self, record: Record) -> None:
+        """Look at the next line."""
+        attempt = (*record.key, record.attempt)
+        process, age = (*attempt, record.source), inf if record.event == "finish" else record.age
+        t, older = self._told.get(process, (-inf, -inf))
+        newest = self._newest.get(record.key, -inf)
+        # An older process that tells of earlier had its clock set back.
+        self.late = self.late or (record.t < t - _LATE and age <= older) or t <= record.t < newest - _SKEW
+        self._told[process] = max((t, older), (record.t, age))
+        self._newest[record.key] = max(record.t, newest)
+        self._began[attempt] = min(record.t, self._began.get(attempt, inf))
+
+    def key(self, record: Record) -> tuple[float, float, int]:
+        """Return what to sort late lines by."""
+        return record.t, self._began[(*record.key, record.attempt)], EVENTS.index(record.event)
+
+
+class _File:
+    """The lines of a file, as often as they are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __iter__(self) -> Iterator[str]:
+        with self._path.open(encoding="utf-8-sig", errors="replace") as lines:
+            yield from lines
 
 
 def main(path: Path, json_output: bool = False) -> int:
     """Print the figures of a history; lines that cannot be read are named on stderr and left out, and make it 1."""
     try:
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            summary, unreadable = replay(lines)
+        # Of a pipe there is no second time.
+        lines: Iterable[str] = sys.stdin if path == Path("-") else _File(path)
+        summary, unreadable = replay(lines if path.is_file() else list(lines))
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror}") from error
     for message in unreadable:

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 RETENTION = 24 * 3600.0  # seconds a run is served after its end was heard of
 ABANDONED_AFTER = 30 * 24 * 3600.0
 _CATCH_UP = 600.0  # seconds that senders have to be heard of again after a start, before a run is given up
-_VERSION = 2
+_VERSION = 3
 # The locks and the shared memory of WAL need one kernel: https://www.sqlite.org/wal.html, "does not work over a
 # network filesystem".
 _NETWORK = (
@@ -62,7 +62,7 @@ CREATE TABLE incidents (
 CREATE TABLE evidence (
     tenant TEXT, run TEXT, host TEXT, state TEXT, PRIMARY KEY (tenant, run, host)
 ) WITHOUT ROWID;
-""")
+""", "")
 # What of a run is kept a row each, and the column that tells them apart.
 _PARTS = {"sources": "source", "attempts": "number", "incidents": "number", "evidence": "host"}
 

@@ -33,6 +33,7 @@ MOST_PLACES = 512  # that are remembered; the longest without an event is forgot
 
 # The ledger attributes a failure to what was seen from so long before it to so long after, in seconds.
 BEFORE, AFTER = 600.0, 300.0
+MEMORY = 3600.0  # seconds that an event is of use after a restart
 
 # Share of the time between two looks in which a clock must have been held back; less slows no step that one sees.
 THROTTLED = 0.1
@@ -95,6 +96,19 @@ class Event(NamedTuple):
     t: float
 
 
+class LastWord(NamedTuple):
+    """What is known of a rank that may have ended; JSON takes it and gives it back as a list."""
+
+    rank: int
+    started: float
+    at: float  # of its last push
+    pid: int = 0  # as the kernel's log has it; 0 is not known
+    ended_by: str = ""
+    refused: Event | None = None  # memory, by CUDA
+    gone_at: float | None = None  # the process was found gone
+    exited: tuple[str, str] = ("", "")  # signal or exit, and which
+
+
 class Witness:
     """Remembers what the samples of all scrapes have shown."""
 
@@ -132,6 +146,27 @@ class Witness:
              **{name: text for name, text in place._asdict().items() if text and name != "kind"}}
             for place, event in found[:MOST_OF_NODE]
         ]
+
+    def state(self) -> dict[str, Any]:
+        """Return what `restore` takes, as JSON has it."""
+        with self._lock:
+            return {
+                "looked": self._looked, "killed": list(self._killed.items()),
+                "events": [[*place, *event] for place, event in self._events.items()],
+                "before": [[name, labels, value] for (name, labels), value in self._before.items()
+                           if name != m.NODE_KERNEL_EVENTS.name],  # which this process counts itself, from 0 on
+            }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state` gave, of before a restart; what rose in between is news, if that was not long ago."""
+        with self._lock:
+            now = self._now()
+            self._events = {Place(*place): Event(number, t) for *place, number, t in state["events"]
+                            if t > now - MEMORY}
+            self._killed = {int(pid): t for pid, t in state["killed"]}
+            if 0 <= now - state["looked"] <= BEFORE:
+                self._looked = state["looked"]
+                self._before = {(name, tuple(labels)): value for name, labels, value in state["before"]}
 
     @property
     def killed(self) -> Mapping[int, float]:
@@ -244,25 +279,26 @@ def out_of_memory(push: Push, before: Event | None) -> Event | None:
     return before if before is not None and before.number == count else Event(count, push.at)
 
 
-def of_ranks(
-    ranks: Iterable[tuple[Push, float | None, Event | None]], killed: Mapping[int, float]
-) -> list[Entry]:
-    """Return what is known of the ends of ranks: pushes, when a process was found gone, and what CUDA refused it.
+def of_ranks(ranks: Iterable[LastWord], killed: Mapping[int, float]) -> list[Entry]:
+    """Return what is known of the ends of ranks, and whom the kernel killed for memory.
 
     What tells most comes first, then what came first, as the first to end is not the others' echo.
     """
     found: list[Entry] = []
-    for push, gone_at, refused in ranks:
-        killed_at = killed.get(push.pid) if push.pid_namespace == HOST_PIDS else None
-        if killed_at is not None and killed_at >= push.started:
-            found.append({"kind": "host_oom", "t": killed_at, "count": 1, "rank": push.rank})
-        if push.ended_by:
-            found.append({"kind": "exception", "t": push.at, "count": 1, "rank": push.rank, "detail": push.ended_by})
-        if refused is not None:
-            found.append({"kind": "oom", "t": refused.t, "count": refused.number, "rank": push.rank})
-        if gone_at is not None:
-            found.append({"kind": "pid_gone", "t": gone_at, "count": 1, "rank": push.rank})
-    kinds = ("host_oom", "exception", "oom", "pid_gone")
+    for one in ranks:
+        killed_at = killed.get(one.pid)
+        if killed_at is not None and killed_at >= one.started:
+            found.append({"kind": "host_oom", "t": killed_at, "count": 1, "rank": one.rank})
+        if one.ended_by:
+            found.append({"kind": "exception", "t": one.at, "count": 1, "rank": one.rank, "detail": one.ended_by})
+        if one.refused is not None:
+            found.append({"kind": "oom", "t": one.refused[1], "count": one.refused[0], "rank": one.rank})
+        if one.gone_at is not None:
+            kind, detail = one.exited
+            if kind:
+                found.append({"kind": kind, "t": one.gone_at, "count": 1, "rank": one.rank, "detail": detail})
+            found.append({"kind": "pid_gone", "t": one.gone_at, "count": 1, "rank": one.rank})
+    kinds = ("host_oom", "exception", "signal", "exit", "oom", "pid_gone")
     found.sort(key=lambda entry: (kinds.index(entry["kind"]), entry["t"], entry["rank"]))
     return found
 

@@ -25,6 +25,7 @@ import prometheus_client as prometheus
 from flopwatch import catalogue as m
 from flopwatch.ledger.record import RecordError
 from flopwatch.ledger.store import Store
+from flopwatch.node.collectors import StateFile
 from flopwatch.node.reader import Reading
 from flopwatch.node.scrape import self_counter
 from flopwatch.node.telemetry import AttemptKey, Record, Telemetry
@@ -36,6 +37,7 @@ URL_INTERVAL = 5.0  # a ledger at a URL serves many nodes and hears of a run abo
 URL_BACKOFF_MAX = 60.0
 URL_TIMEOUT = 5.0
 STOP_TIMEOUT = 0.5
+KEEP = 15.0  # seconds between two writes of what evidence may come of after a restart
 MAX_PENDING = 1000
 
 OUTCOMES = ("sent", "failed", "refused")
@@ -224,15 +226,26 @@ class Remote:
 class Forward:
     """A thread that looks after the ranks and, every second, passes on what changed."""
 
-    def __init__(self, telemetry: Telemetry, ledger: Embedded | Remote | None, tick: float = TICK) -> None:
+    def __init__(
+        self, telemetry: Telemetry, ledger: Embedded | Remote | None, tick: float = TICK,
+        memory: StateFile | None = None, clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._telemetry = telemetry
         self._ledger = ledger
         self._tick = tick
+        self._memory = memory  # of evidence, across a restart
+        self._clock = clock
+        self._kept = clock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="forward", daemon=True)
 
     def start(self) -> None:
-        """Start passing on."""
+        """Start passing on, from where a process before this one was."""
+        if self._memory is not None and (known := self._memory.load()):
+            try:
+                self._telemetry.restore(known)
+            except (LookupError, TypeError, ValueError) as error:
+                log.warning("what was seen before the restart cannot be read: %s: %s", type(error).__name__, error)
         self._thread.start()
 
     def stop(self) -> None:
@@ -253,6 +266,9 @@ class Forward:
                     self._telemetry.delivered(key, version)
             if self._ledger is not None:
                 self._ledger.flush(last=last)
+            if self._memory is not None and (last or self._clock() - self._kept >= KEEP):
+                self._kept = self._clock()
+                self._memory.save(self._telemetry.state())
         except Exception:
             # The thread must outlive any mistake of ours; scrapes and pushes do not depend on it.
             log.exception("forwarding failed")

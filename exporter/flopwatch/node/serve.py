@@ -24,7 +24,7 @@ from flopwatch.catalogue import Sample
 from flopwatch.ledger.runs import of_this_machine, runs_router
 from flopwatch.ledger.store import Store
 from flopwatch.node.app import metrics_app, otlp_app
-from flopwatch.node.collectors import read_inventory
+from flopwatch.node.collectors import StateFile, read_inventory
 from flopwatch.node.diagnosis import expectations
 from flopwatch.node.diagnosis.verdict import Verdict
 from flopwatch.node.evidence import Witness
@@ -87,7 +87,7 @@ async def _serve(settings: ExporterSettings, listeners: list[socket.socket], web
 
     scrape = Scrape(readers, in_memory, settings, registry, derive=derive,
                     also=lambda: release.samples() + maintenance.samples())
-    forward = Forward(telemetry, ledger)
+    forward = Forward(telemetry, ledger, memory=StateFile(settings.state / "evidence.json") if ledger else None)
 
     servers: list[uvicorn.Server] = []
     metrics = metrics_app(scrape, telemetry, settings, lambda: all(one.started for one in servers))

@@ -14,8 +14,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import prometheus_client as prometheus
@@ -25,7 +25,8 @@ from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric
 from flopwatch.ledger.causes import PLANNED
 from flopwatch.node import evidence, otlp
-from flopwatch.node.evidence import Entry, Event, Witness
+from flopwatch.node.evidence import HOST_PIDS, Entry, Event, LastWord, Witness
+from flopwatch.node.exits import Process, Watch, pids, process_alive
 from flopwatch.node.otlp import Push, Refused
 from flopwatch.node.reader import Reading
 from flopwatch.node.scrape import self_counter
@@ -56,6 +57,9 @@ class _Rank:
     end: str | None = None  # finished, gone, replaced or silent
     ended_at: float = 0.0  # Unix time
     refused: Event | None = None  # memory, by CUDA
+    pid: int | None = None  # by which this process knows it; 0 if it does not, None before it has looked
+    watch: Watch | None = None
+    exited: tuple[str, str] = ("", "")
 
 
 @dataclass
@@ -81,32 +85,24 @@ class _Attempt:
 
 
 @dataclass
+class _Scene:
+    """Where and when evidence of an attempt is looked for."""
+
+    since: float  # Unix time
+    gpus: list[str] | None  # None: all
+    ranks: list[LastWord]
+
+
+@dataclass
 class _Ended:
     """An attempt that the ledger has the last word of, for as long as there may be evidence to come."""
 
-    attempt: _Attempt
+    scene: _Scene
+    records: list[Record]  # the last ones
     until: float  # Unix time
     told: list[Entry]
     changes: int = 0
     delivered: int = 0
-
-
-def process_alive(pid: int, start_ticks: int) -> bool:
-    """Return whether this process still runs: the same one, not a later process with its id, and not a zombie."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    try:
-        # The command name may hold anything, so fields count from its closing parenthesis: state is field 3 of proc(5).
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True  # hidden from us (hidepid), but kill() found it
-    return fields[0] not in ("Z", "X") and (start_ticks == 0 or int(fields[19]) == start_ticks)
 
 
 def own_pid_namespace() -> int:
@@ -180,11 +176,12 @@ class Telemetry:
 
     def check(self) -> None:
         """End the ranks whose process is gone and those that have not pushed for `rank_timeout`."""
+        self._find_processes()
         with self._lock:
             clock = self._clock()
             for attempt in self._attempts.values():
                 for rank in attempt.live:
-                    if self._gone(rank.push):
+                    if self._gone(rank):
                         self._end(attempt, rank, "gone")
                     elif clock - rank.heard > self._settings.rank_timeout:
                         self._end(attempt, rank, "silent")
@@ -199,18 +196,20 @@ class Telemetry:
             for key, attempt in self._attempts.items():
                 if attempt.changes > attempt.delivered:
                     try:
-                        due[key] = attempt.changes, self._records(key, attempt)
+                        attempt.told = self._told(self._scene(attempt))
+                        due[key] = attempt.changes, self._records(key, attempt, attempt.told)
                     except Exception:
                         # Whatever is wrong with one attempt, the ledger hears of the others.
                         log.exception("run %s: no record can be made of attempt %s", key[1], key[2])
                         attempt.delivered = attempt.changes
             for key, ended in list(self._ended.items()):
                 try:
-                    told = self._evidence(ended.attempt, ended.until)
+                    told = self._told(ended.scene, ended.until)
                     if told != ended.told:
                         ended.told, ended.changes = told, ended.changes + 1
                     if ended.changes > ended.delivered:
-                        due[key] = -ended.changes, self._records(key, ended.attempt, told)
+                        *before, last = ended.records
+                        due[key] = -ended.changes, [*before, {**last, "evidence": told}]
                 except Exception:
                     log.exception("run %s: no evidence can be told of attempt %s", key[1], key[2])
                     del self._ended[key]
@@ -234,6 +233,28 @@ class Telemetry:
                 del self._attempts[key]
                 self._wait_for_evidence(key, attempt)
 
+    def state(self) -> dict[str, Any]:
+        """Return what evidence may come of after a restart, as JSON has it: also of attempts that may end meanwhile."""
+        with self._lock:
+            ended = dict(self._ended)
+            for key, attempt in self._attempts.items():
+                with suppress(Exception):  # as in `due`
+                    ended[key] = _Ended(
+                        self._scene(attempt), self._records(key, attempt, []), self._now() + evidence.AFTER, [])
+            return {"witness": self._witness.state(), "attempts": [[key, asdict(one)] for key, one in ended.items()]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take back what `state` gave."""
+        self._witness.restore(state["witness"])
+        with self._lock:
+            for key, values in state["attempts"]:
+                scene = values["scene"]
+                ranks = [LastWord(*word)._replace(refused=word[5] and Event(*word[5]), exited=tuple(word[7]))
+                         for word in scene["ranks"]]
+                ended = _Ended(**{**values, "scene": _Scene(**{**scene, "ranks": ranks})})
+                if ended.until > self._now():
+                    self._ended[tuple(key)] = ended
+
     def summary(self) -> list[tuple[str, str, int]]:
         """Return tenant, run and the number of live ranks of each run."""
         with self._lock:
@@ -244,7 +265,7 @@ class Telemetry:
         if attempt.status in PLANNED:
             return
         until = max(rank.ended_at for rank in attempt.ranks.values()) + evidence.AFTER
-        self._ended[key] = _Ended(attempt, until, attempt.told)
+        self._ended[key] = _Ended(self._scene(attempt), self._records(key, attempt, []), until, attempt.told)
         while len(self._ended) > MAX_UNDELIVERED:
             del self._ended[next(iter(self._ended))]
 
@@ -273,10 +294,13 @@ class Telemetry:
             del self._newest[next(iter(self._newest))]
         for other, rank in live:
             if other[:2] == own[:2] and other != own and rank.push.rank == push.rank:
-                self._end(self._attempts[other], rank, "gone" if self._gone(rank.push) else "replaced")
+                self._end(self._attempts[other], rank, "gone" if self._gone(rank) else "replaced")
         before = attempt.ranks.get(push.rank)
-        refused = before.refused if before is not None and before.push.process == push.process else None
-        newcomer = _Rank(push, self._clock(), refused=evidence.out_of_memory(push, refused))
+        if before is not None and before.push.process != push.process:
+            before = None
+        newcomer = _Rank(push, self._clock(), refused=evidence.out_of_memory(push, before.refused if before else None))
+        if before is not None:
+            newcomer.pid, newcomer.watch = before.pid, before.watch
         attempt.ranks[push.rank] = newcomer
         attempt.changes += 1
         if push.status is not None:
@@ -294,32 +318,63 @@ class Telemetry:
             raise Refused("limit", f"this node takes at most {MAX_NAMES} different runs in an hour")
         self._names[run] = now
 
-    def _gone(self, push: Push) -> bool:
-        if push.pid <= 0 or push.pid_namespace == 0 or push.pid_namespace != self._pid_namespace:
-            return False
-        return not process_alive(push.pid, push.pid_start_ticks)
+    def _find_processes(self) -> None:
+        """Find out by which pids the processes of new ranks are known here, also those of containers."""
+        with self._lock:
+            new = [rank for attempt in self._attempts.values() for rank in attempt.live if rank.pid is None]
+        inside: dict[Process, list[_Rank]] = {}
+        for rank in new:
+            push = rank.push
+            own = push.pid > 0 and push.pid_namespace not in (0, self._pid_namespace)
+            if own and push.pid_start_ticks > 0:
+                inside.setdefault((push.pid, push.pid_start_ticks), []).append(rank)
+        found = pids(inside.keys()) if inside else {}
+        for rank in new:
+            push = rank.push
+            here = push.pid > 0 and push.pid_namespace != 0 and push.pid_namespace == self._pid_namespace
+            rank.pid = push.pid if here else found.get((push.pid, push.pid_start_ticks), 0)
+            if rank.pid:
+                rank.watch = Watch(rank.pid, push.pid_start_ticks)
+
+    def _gone(self, rank: _Rank) -> bool:
+        push = rank.push
+        here = push.pid > 0 and push.pid_namespace != 0 and push.pid_namespace == self._pid_namespace
+        pid = rank.pid or (push.pid if here else 0)
+        return pid > 0 and not process_alive(pid, push.pid_start_ticks)
 
     def _end(self, attempt: _Attempt, rank: _Rank, how: str) -> None:
         rank.end, rank.ended_at = how, self._now()
         attempt.changes += 1
         if how == "gone":
             attempt.gone_at = rank.ended_at
+            rank.exited = rank.watch.ended() if rank.watch is not None else ("", "")
+        rank.watch = None
         log.info("run %s rank %d: %s", rank.push.run, rank.push.rank, how)
 
-    def _evidence(self, attempt: _Attempt, until: float = math.inf) -> list[Entry]:
-        """Return what is known up to a time that may explain how the attempt goes, or ended."""
+    def _scene(self, attempt: _Attempt) -> _Scene:
         ranks = [attempt.ranks[number] for number in sorted(attempt.ranks)]
         pushes = [rank.push for rank in ranks]
-        since = min(push.started for push in pushes) - evidence.BEFORE
-        found = self._witness.told(evidence.gpus_of(pushes), since, until)
-        return found + evidence.of_ranks(
-            ((rank.push, rank.ended_at if rank.end == "gone" else None, rank.refused) for rank in ranks),
-            self._witness.killed,
-        )[:evidence.MOST - len(found)]
+        gpus = evidence.gpus_of(pushes)
+        return _Scene(
+            min(push.started for push in pushes) - evidence.BEFORE, None if gpus is None else sorted(gpus), [
+                LastWord(
+                    rank.push.rank, rank.push.started, rank.push.at, self._host_pid(rank), rank.push.ended_by,
+                    rank.refused, rank.ended_at if rank.end == "gone" else None, rank.exited)
+                for rank in ranks])
 
-    def _records(self, key: AttemptKey, attempt: _Attempt, told: list[Entry] | None = None) -> list[Record]:
+    def _host_pid(self, rank: _Rank) -> int:
+        """Return the pid by which the kernel's log would call a rank; 0 if it is not known."""
+        if rank.push.pid_namespace == HOST_PIDS:
+            return rank.push.pid
+        return rank.pid or 0 if self._pid_namespace == HOST_PIDS else 0
+
+    def _told(self, scene: _Scene, until: float = math.inf) -> list[Entry]:
+        """Return what is known up to a time that may explain how an attempt goes, or ended."""
+        found = self._witness.told(None if scene.gpus is None else frozenset(scene.gpus), scene.since, until)
+        return found + evidence.of_ranks(scene.ranks, self._witness.killed)[:evidence.MOST - len(found)]
+
+    def _records(self, key: AttemptKey, attempt: _Attempt, told: list[Entry]) -> list[Record]:
         """Return the attempt's merged snapshot and, once no rank of it is left and one vanished, that too."""
-        attempt.told = self._evidence(attempt) if told is None else told
         pushes = [attempt.ranks[rank].push for rank in sorted(attempt.ranks)]
         # Time follows the lowest live rank; at the end the one that lived longest, so that records never go back.
         live = [push for push in pushes if attempt.ranks[push.rank].end is None]
@@ -346,7 +401,8 @@ class Telemetry:
             "model_flops": sum(flops) if flops else None,
             "peak_flops": sum(peaks) if peaks else None,
             "status": status,
-            "evidence": attempt.told if attempt.told else None,
+            "waits": _waits(live),
+            "evidence": told or None,
         }
         record = {name: value for name, value in record.items() if value is not None}
         if attempt.gone_at is None or attempt.live or status is not None:
@@ -354,6 +410,21 @@ class Telemetry:
         # Two records: up to the last push the activities are known, from there to the end only that it ended.
         until = {name: value for name, value in record.items() if name != "evidence"}
         return [until, {**record, "t": max(attempt.gone_at, record["t"]), "gone": True}]
+
+
+def _waits(pushes: list[Push]) -> list[list[object]] | None:
+    """Return what these ranks have waited for others; None unless that is measured on all of them."""
+    rows = (m.TRAINING_MEASURED_STEPS, m.TRAINING_MEASURED_STEP_SECONDS, m.TRAINING_COLLECTIVE_WAIT)
+    pipeline = m.TRAINING_RANK_INFO.labels.index("pp")
+    told: list[list[object]] = []
+    for push in pushes:
+        known = {row.name: value for row, _, value in push.samples}
+        if not all(row.name in known for row in rows):
+            return None
+        place = next((labels[pipeline] for row, labels, _ in push.samples if row is m.TRAINING_RANK_INFO), "")
+        told.append([push.rank, place, push.started, *(round(known[row.name], 3) for row in rows),
+                     known.get(m.TRAINING_TOKENS.name, 0.0)])
+    return told or None
 
 
 def _values(pushes: list[Push], row: Metric) -> list[float]:

@@ -234,7 +234,12 @@ class _Asked:
 
     def changes(self, row: m.Metric) -> float:
         """Return how often a gauge of the run rose from one value to another."""
-        return self._prometheus.value(f"max(changes({row}{self.ledger}[{self._window}]))", self._at) or 0.0
+        ranged = f"({row}{self.ledger}[{self._window}])"
+        try:
+            # VictoriaMetrics' changes() counts a series' first sample, too; Prometheus has none of this name.
+            return self._prometheus.value(f"max(changes_prometheus{ranged})", self._at) or 0.0
+        except SettingsError:
+            return self._prometheus.value(f"max(changes{ranged})", self._at) or 0.0
 
     def over(self, query: str) -> list[Series]:
         """Return what a query gives over the run's time."""
