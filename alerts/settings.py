@@ -48,6 +48,7 @@ class AlertSettings:
     straggler_critical: float = 0.20
     straggler_steps: int = 5  # measured steps a window needs, or there is no score
     straggler_tokens: float = 0.05  # more tokens than the mean: the work is uneven, not the machine slow
+    straggler_rival: float = 0.75  # of the latest's score: another one so late, and to mend the latest gains little
     symbol_errors: int = 10  # in one link_window: the rate of 120 an hour, at which a link is to be replaced
     page_min_gpus: int = 64  # a smaller run only notifies, unless it asks with page="always"
 
@@ -109,6 +110,10 @@ class AlertSettings:
     hang_window: float = 60.0  # collectives and tensor cores stood still for this long: the second sign
     hang_memory: float = 3600.0  # steps of this time make the p99; without one in it, a hang is as old as this
     hang_idle: float = 0.01  # tensor activity of a card that waits in a collective
+    hang_silent: float = 0.10  # of the time that a rank's clocks moved on: less, and its process does not push
+    hang_busy: float = 0.50  # utilization of a card whose kernel waits in a collective; without work it is 0
+    hang_doubt: float = 0.20  # of a sign's vote: as much evidence points nowhere
+    hang_named: float = 0.50  # share of the votes from which on somebody is named
     hang_keep: float = 900.0  # a job that hangs is ended then, and is down: one message, not two
     hang_for: float = 60.0  # longer than node_lost_for: the host that died is told first
     storm_window: float = 3600.0
@@ -155,6 +160,8 @@ class AlertSettings:
     leaf_hosts: int = 4  # hosts of a leaf that lose a port at once: no cable, and no node, is that unlucky
     leaf_window: float = 600.0  # at once: a port that was active in this time
     leaf_down_for: float = 15.0  # one evaluation more; shorter than node_lost_for
+    aftermath: float = 1200.0  # a cause is remembered so long after its end: longer than any keep, and a restart
+    cause_keep: float = 120.0  # what it holds back may be evaluated every minute only
     bridge_window: float = 600.0  # a run that had a rank on a host this long ago is touched by what the host does
     collector_for: float = 300.0  # --stale-after is 30 s, a hung driver's call may end in four minutes
     blind_for: float = 300.0
@@ -197,7 +204,7 @@ class AlertSettings:
                      "progress_window", "state_window", "memory",
                      "hang_window", "leaf_window", "storm_window", "mfu_drop_window",
                      "mfu_baseline_window", "goodput_window", "checkpoint_window", "spike_window", "bridge_window",
-                     "refused_window", "ecc_window", "bit_error_window"):
+                     "aftermath", "refused_window", "ecc_window", "bit_error_window"):
             if getattr(self, name) < 4 * self.scrape_interval:
                 raise ValueError(f"{name} {getattr(self, name):g} s is less than four scrapes of "
                                  f"{self.scrape_interval:g} s; make it longer or scrape more often")

@@ -77,6 +77,30 @@ BROKEN = [
     (recording.FLEET_MTTF, "> 0", ">= 0"),
     (recording.MTTF, "> 0", ">= 0"),
     (recording.STRAGGLER_LOST, "0 * run:training_straggler:score", "0 * (run:training_straggler:score > 1)"),
+    # A sign of most of the ranks is one of none, and signs that contradict each other name nobody.
+    (recording.CULPRIT_HOST, "0.5 * (max by (run) (training_world_size)", "1 * (max by (run) (training_world_size)"),
+    (recording.CULPRIT_RANK, "/ on (run, sign) group_left ()", "* on (run, sign) group_left ()"),
+    (recording.CULPRIT_RANK, "> 0.5", "> 0.4"),
+    (recording.CULPRIT_HOST, "> 1)", "> 0)"),
+    (recording.CULPRIT_HOST, f"unless on (run) {recording.CULPRIT_RANK}", ""),
+    # A scrape that fails, and a rank that went longer ago than one looks back.
+    (recording.GONE, "last_over_time(training_rank_info[1m])", "training_rank_info"),
+    (recording.GONE, f"or on (run, rank) last_over_time({recording.GONE}[5m])", ""),
+    # What cards do that wait, where none works; a program's Xid; a port that never was up.
+    (recording.SIGN, "group_left () max by (uuid) (gpu_utilization_ratio)) > 0.5",
+     "group_left () max by (uuid) (gpu_utilization_ratio)) >= 0"),
+    (recording.SIGN, 'and on (instance, xid) gpu_xid_info{severity=~"critical|fatal"}', ""),
+    (recording.SIGN, "and on (instance, device, port) port:infiniband_was_active:bool", ""),
+    (recording.SIGN, f"(training_rank_info) and on (run) {recording.OVERDUE_STEP}", "(training_rank_info)"),
+    # Two that are as late, stages of a pipeline, and a host whose ranks have more to do.
+    (recording.LEADER, "unless on (run) (count by (run)", "and on (run) (count by (run)"),
+    (recording.LEADER, "0.75 *", "0.85 *"),
+    (recording.LEADER, "0.75 *", "0.7 *"),
+    (recording.RANK_SCORE, "quantile by (run, pp)", "quantile by (run)"),
+    (recording.HOST_LEADER, f"({recording.EXCUSED} *", f"({recording.LEADER} *"),
+    (recording.HOST_LEADER, f"unless on (run) {recording.LEADER}", ""),
+    (recording.HOST_SCORE, "> 1)", "> 0)"),
+    (recording.STRAGGLER_LOST, f"max by (run) ({recording.HOST_LEADER} >= 0.1) or", ""),
     # Applications make Xids, too; ends of runs without a sign are nobody's; a storm of one error is one.
     (recording.LEMON, '{severity=~"critical|fatal"}', ""),
     (recording.HOST_ENDS, "and on (host)", "unless on (host)"),

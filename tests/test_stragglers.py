@@ -49,10 +49,16 @@ def scores(window: Window) -> list[float]:
 
 
 def named(three: list[Window], share: float = 1.0) -> int | None:
-    """Return the rank that led in all three windows, as LEADER records it, if it costs what warns, or a share of it."""
+    """Return the rank that led in all three windows, as LEADER records it, if it costs what warns, or a share of it.
+
+    In the last no other may be nearly as late.
+    """
+    settings = AlertSettings()
     leaders = {max(range(WORLD_SIZE), key=scores(window).__getitem__) for window in three}
     cost = sum(max(scores(window)) for window in three) / len(three)
-    return leaders.pop() if len(leaders) == 1 and cost > share * AlertSettings().straggler_warning else None
+    second, first = sorted(scores(three[-1]))[-2:]
+    alone = second <= settings.straggler_rival * first
+    return leaders.pop() if len(leaders) == 1 and alone and cost > share * settings.straggler_warning else None
 
 
 def ever_named(healthy: list[Window]) -> set[int | None]:

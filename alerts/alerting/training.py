@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from alerts import recording
-from alerts.alert import RUN_LINK, Alert, each, owner
+from alerts.alert import PAGED, RUN_LINK, Alert, each, lasts_with, owner
 from alerts.settings import AlertSettings
 from flopwatch import catalogue as m
 
@@ -45,31 +45,40 @@ def _hang(settings: AlertSettings) -> tuple[Alert, ...]:
     unless on (run)
   min by (run) ({cards}) >= {settings.hang_idle:g}
 )"""
-    info, number = f"{m.TRAINING_RANK_INFO}{{run=%[1]q}}", f"{m.TRAINING_COLLECTIVE_SEQUENCE}{{run=%[1]q}}"
-    memory = settings.at_pace(settings.hang_memory)
-    gone = (f"(topk(3, group by (rank, host) (last_over_time({info}[{memory}]) unless on (rank) {info}))"
-            f" and on () count(group by (rank) ({info})) < max({m.TRAINING_WORLD_SIZE}{{run=%[1]q}}))")
-    late = f"(topk(3, max by (rank) ({number}) == on () group_left () (min({number}) < max({number}))))"
-    data = f'topk(3, max by (rank) (rate({activity}{{run=%[1]q,activity="data_stall"}}[{window}])) > 0.5)'
-    host = each(f"group by (host) ({m.TRAINING_RANK_INFO}{{run=%q,rank=%q}})", "$labels.run .Labels.rank",
-                " on {{ .Labels.host }}")
+    rank, host = (f"{name}{{run=%[1]q}}" for name in (recording.CULPRIT_RANK, recording.CULPRIT_HOST))
+    on_host = "{{ with .Labels.host }} on {{ . }}{{ end }}"
+    confidence = ' Confidence {{ printf "%.0f" .Value }} %.'
+    signs = [(f'{recording.SIGN}{{run=%[1]q,sign="{name}"}}', text) for name, text in recording.SIGNS.items()]
     description = (
         "Run {{ $labels.run }} has finished no step for {{ $value | humanizeDuration }}, while a step's clock runs and "
         "nothing else does."
-        + each(gone, "$labels.run", " Rank {{ .Labels.rank }} on {{ .Labels.host }} is gone.")
-        + each(late, "$labels.run", " Rank {{ .Labels.rank }}" + host + " has not come to the collective in which the "
-               'others wait (it started {{ printf "%.0f" .Value }}).')
-        + each(data, "$labels.run", " Rank {{ .Labels.rank }}" + host + " waits for data.")
-        + each(f"vector(1) unless on () {gone} unless on () {late} unless on () {data}", "$labels.run",
+        + "".join(each(f"{sign} and on (rank) {rank}", "$labels.run", " Rank {{ .Labels.rank }}" + on_host
+                       + f" is {text}.") for sign, text in signs)
+        + each(f"100 * {rank}", "$labels.run", confidence)
+        + "".join(each(f"count by (host) ({sign} and on (host) {host})", "$labels.run", " {{ .Value }} ranks on "
+                       "{{ .Labels.host }} are " + text + ".") for sign, text in signs)
+        + each(f"100 * {host}", "$labels.run", confidence)
+        + each(f"{recording.OVERDUE_STEP}{{run=%[1]q}} unless on () {rank} unless on () {host}", "$labels.run",
                " Which rank is late is unknown.")
+        + each(f'max({m.RUN_STATE}{{run=%q,state="down"}}) == 1', "$labels.run",
+               " Its processes have ended since, and it is down.")
         + each(f"%f * max({m.TRAINING_WORLD_SIZE}{{run=%q}}) / 3600", "$value $labels.run",
                ' {{ printf "%.1f" .Value }} GPU-hours are lost so far.')
         + owner(settings)
     )
 
     def alert(severity: Literal["critical", "warning"], condition: str = "") -> Alert:
+        # A job that hangs is ended, and may then be down for longer than this is kept.
+        after = f"""
+  or
+time() - max by (run) (ALERTS_FOR_STATE{{alertname="TrainingHang",severity="critical"}})
+  and on (run)
+ALERTS{{alertname="TrainingHang"{PAGED}}}
+  and on (run)
+max by (run) (last_over_time({m.RUN_STATE}{{state="down"}}[{settings.at_pace(settings.state_window)}])) == 1"""
         return Alert(
-            "training", "TrainingHang", severity, ("run",), f"time() - {hangs}{condition}",
+            "training", "TrainingHang", severity, ("run",), f"time() - {hangs}{condition}"
+            + (after if severity == "critical" else ""),
             # The expression has seen a minute of nothing on two clocks; this minute is for the cause to be told first.
             settings.at_pace(settings.hang_for), "A training run hangs in a step.", description,
             keep_firing_for=settings.at_pace(settings.hang_keep), link=RUN_LINK,
@@ -344,6 +353,62 @@ def _loss_spikes(settings: AlertSettings) -> Alert:
     )
 
 
+def _evidence_on_straggler(settings: AlertSettings) -> str:
+    """Return a template that says what is the matter with the rank in `.Labels`, its GPU, its host and its rails."""
+    rate = settings.at_pace(settings.rate_window)
+    fresh, errors = settings.seconds_at_pace(settings.xid_window), settings.at_pace(settings.ecc_window)
+    card = "{uuid=%[1]q}"
+    clocks = f"max by (uuid) ({m.GPU_SM_CLOCK}%s)"
+    of_run = f"and on (uuid) {m.TRAINING_RANK_INFO}{{run=%[2]q}}"
+    low = settings.power_limit_share
+
+    def share(seconds: str, of: str) -> str:
+        return f"sum(rate({seconds}[{rate}])) / sum(rate({of}[{rate}])) > {settings.stall_share:g}"
+
+    def of_gpu(query: str, text: str) -> str:
+        return each(query, "$uuid $labels.run", text)
+
+    def of_rank(counter: m.Metric, matcher: str = "") -> str:
+        return f"{counter}{{run=%[1]q,rank=%[2]q{matcher}}}"
+
+    stall = share(of_rank(m.TRAINING_ACTIVITY_SECONDS, ',activity="data_stall"'),
+                  of_rank(m.TRAINING_ACTIVITY_SECONDS, ',activity=~"step|data_stall"'))
+    garbage = share(of_rank(m.TRAINING_PHASE_SECONDS, ',phase="garbage_collection"'),
+                    of_rank(m.TRAINING_MEASURED_STEP_SECONDS))
+    ports = f"and on (instance, device, port) {m.INFINIBAND_INFO}{{host=%q}}"
+    gpu = "".join((
+        of_gpu(f'max by (reason) (rate({m.GPU_CLOCK_EVENT_SECONDS}{{uuid=%[1]q,reason!="gpu_idle"}}[{rate}]))'
+               f" > {settings.throttle_share:g}",
+               "Its clock was held back {{ .Value | humanizePercentage }} of the time ({{ .Labels.reason }}). "),
+        of_gpu(f"max({m.GPU_SM_CLOCK}{card}) < {low:g} * quantile(0.5, {clocks % ''} {of_run})",
+               "Its clock is {{ .Value | humanize }}Hz, below the others'. "),
+        of_gpu(f"max({m.GPU_POWER_LIMIT}{card}) < {low:g} * max({m.GPU_POWER_LIMIT_DEFAULT}{card})",
+               "Its power limit is {{ .Value }} W, less than it comes with. "),
+        of_gpu(f"max({m.GPU_PCIE_WIDTH}{card}) < max({m.GPU_PCIE_WIDTH_MAX}{card})",
+               "Its PCIe link has only {{ .Value }} lanes. "),
+        of_gpu(f"topk(3, max by (xid) ({m.GPU_XID_LAST}{card}) > time() - {fresh})",
+               "It reported Xid {{ .Labels.xid }}. "),
+        of_gpu(f'increase({m.GPU_ECC_ERRORS}{{uuid=%[1]q,error="uncorrected"}}[{errors}]) > 0',
+               "It had memory errors that were not corrected. "),
+    ))
+    host = "".join((
+        each(f"max by (device, port) ({m.INFINIBAND_RATE} < on (instance, device, port) "
+             f"{m.INFINIBAND_EXPECTED_RATE} {ports})", "$host",
+             "Port {{ .Labels.port }} of {{ .Labels.device }} is below its rate. "),
+        each(f"max by (reason, part) ({m.NODE_VERDICT_REASON} == 1 and on (instance) {recording.HOST}{{host=%q}})",
+             "$host", "Its node is not well: {{ .Labels.reason }} ({{ .Labels.part }}). "),
+    ))
+    return (
+        "{{ $rank := .Labels.rank }}"
+        + each(stall, "$labels.run $rank", "It waits for data {{ .Value | humanizePercentage }} of its step time. ")
+        + each(garbage, "$labels.run $rank", "It collects garbage {{ .Value | humanizePercentage }} of its step time. ")
+        + each(f"topk(1, max by (host, uuid) ({m.TRAINING_RANK_INFO}{{run=%q,rank=%q}}))", "$labels.run $rank",
+               "{{ $uuid := .Labels.uuid }}{{ $host := .Labels.host }}" + gpu + host)
+        + each(f"{recording.RAIL_IMBALANCE}{{run=%q}} < {settings.rail_share:g}", "$labels.run",
+               "One rail of the run carries {{ .Value | humanizePercentage }} of what the others do. ")
+    )
+
+
 def _straggler(settings: AlertSettings) -> tuple[Alert, ...]:
     gpu = each(f"max by (gpu) ({m.GPU_INFO}{{uuid=%q}})", ".", ", GPU {{ .Labels.gpu }}")
     place = each(
@@ -351,7 +416,10 @@ def _straggler(settings: AlertSettings) -> tuple[Alert, ...]:
         " on {{ .Labels.host }}{{ with .Labels.uuid }}" + gpu + " ({{ . }}){{ end }}",
     )
     culprit = each(f"{recording.LEADER}{{run=%q}}", "$labels.run",
-                   "Rank {{ .Labels.rank }} of run {{ .Labels.run }}" + place + " is late. ")
+                   "Rank {{ .Labels.rank }} of run {{ .Labels.run }}" + place + " is late. "
+                   + _evidence_on_straggler(settings))
+    culprit += each(f"{recording.HOST_LEADER}{{run=%q}}", "$labels.run",
+                    "All ranks of run {{ .Labels.run }} on {{ .Labels.host }} are late. ")
     lost = each(f"%f * max({m.TRAINING_WORLD_SIZE}{{run=%q}})", "$value $labels.run",
                 ", as if {{ printf \"%.1f\" .Value }} of the run's GPUs did nothing")
     description = (culprit.lstrip() + "The others wait {{ $value | humanizePercentage }} of every step for it" + lost
@@ -360,9 +428,10 @@ def _straggler(settings: AlertSettings) -> tuple[Alert, ...]:
     def alert(severity: Literal["critical", "warning"], threshold: float, condition: str = "") -> Alert:
         return Alert(
             "training", "TrainingStraggler", severity, ("run",),
-            f"max by (run) ({recording.LEADER}) >= {threshold:g}{condition}",
+            f"(max by (run) ({recording.LEADER}) or max by (run) ({recording.HOST_LEADER})) >= {threshold:g}"
+            f"{condition}",
             settings.at_pace(settings.straggler_for),
-            "One rank of a training run makes all the others wait.", description,
+            "One rank or host of a training run makes all the others wait.", description,
             keep_firing_for=settings.at_pace(settings.straggler_keep), link=RUN_LINK,
         )
 
@@ -399,9 +468,12 @@ def _down(settings: AlertSettings) -> tuple[Alert, ...]:
 )"""
 
     def alert(severity: Literal["critical", "warning"], operator: str) -> Alert:
+        # A run that starts again and again without a new step has not come back.
+        storm = lasts_with("TrainingDown", ("tenant", "run"), "TrainingRestartStorm", "tenant, run", PAGED)
+        after = f"\n  or\n{storm}" if severity == "critical" else ""
         return Alert(
             "ledger", "TrainingDown", severity, ("tenant", "run"),
-            f"{down}\n  {operator} on (tenant, run)\n{recording.PAGES}",
+            f"{down}\n  {operator} on (tenant, run)\n{recording.PAGES}{after}",
             settings.at_pace(settings.down_for), "A training run ended without finishing and has not come back.",
             description, keep_firing_for=settings.at_pace(settings.down_keep), link=RUN_LINK,
         )

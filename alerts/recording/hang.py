@@ -1,10 +1,11 @@
-"""From the training hook: the step a run is in, and whether it should long have ended.
+"""From the training hook: the step a run is in, whether it should long have ended, and for whom the others wait.
 
 Times of ranks are compared with the clock of Prometheus: FlopwatchClockWrong tells where the two differ.
 """
 
 from __future__ import annotations
 
+from alerts.recording.fabric import PORT_WAS_ACTIVE
 from alerts.recording.record import Record, record
 from alerts.settings import AlertSettings
 from flopwatch import catalogue as m
@@ -12,6 +13,20 @@ from flopwatch import catalogue as m
 DECLARED = "run:training_declared_seconds:delta5m"
 OPEN_STEP = "run:training_open_step_began_seconds:max"
 OVERDUE_STEP = "run:training_overdue_step_began_seconds:max"
+GONE = "rank:training_gone:bool"
+SIGN = "rank:training_hang:sign"
+CULPRIT_RANK = "rank:training_hang:culprit"
+CULPRIT_HOST = "host:training_hang:culprit"
+# What each sign says of a rank, in words that follow "is".
+SIGNS = {
+    "gone": "gone",
+    "silent": "silent: its process is stopped, or holds the interpreter's lock",
+    "data": "waiting for data",
+    "sequence": "missing in the collective in which the others wait",
+    "gpu": "on a GPU that is lost or reported a critical Xid",
+    "idle": "on an idle GPU, while those of the others are busy",
+    "link": "behind a port that is down",
+}
 
 
 def hang_records(settings: AlertSettings) -> tuple[Record, ...]:
@@ -58,4 +73,91 @@ def hang_records(settings: AlertSettings) -> tuple[Record, ...]:
               {OPEN_STEP} < time() - {settings.seconds_at_pace(settings.hang_memory)}
             )
         """),
+        *_verdict(settings),
+    )
+
+
+def _verdict(settings: AlertSettings) -> tuple[Record, ...]:
+    """Return who keeps the others waiting. Each sign has one vote, which is split among the ranks it points at.
+
+    A sign that points at more than half of the ranks says nothing of any, and casts doubt on the others.
+    """
+    window, recent = settings.at_pace(settings.hang_window), settings.at_pace(settings.rate_window)
+    before = settings.at_pace(4 * settings.rate_window)
+    info = m.TRAINING_RANK_INFO
+    seconds = f"rate({m.TRAINING_ACTIVITY_SECONDS}{{activity%s}}[{window}])"
+    numbers = f"max by (run, rank) ({m.TRAINING_COLLECTIVE_SEQUENCE})"
+    cards = f'max by (run, rank, uuid) ({info}{{uuid!=""}}) * on (uuid) group_left () max by (uuid) (%s)'
+    fresh = settings.seconds_at_pace(2 * settings.rate_window)
+    xid = (f"max by (instance, uuid, xid) ({m.GPU_XID_LAST}) > time() - {fresh}"
+           f' and on (instance, xid) {m.GPU_XID_INFO}{{severity=~"critical|fatal"}}')
+    down = f"{m.INFINIBAND_STATE} < 4 and on (instance, device, port) {PORT_WAS_ACTIVE}"
+    # The node of the rank that tells it may be the one that is gone.
+    world = (f"(max by (run) ({m.TRAINING_WORLD_SIZE})"
+             f" or on (run) max by (run) (last_over_time({m.TRAINING_WORLD_SIZE}[{before}])))")
+    signs = {
+        "gone": GONE,
+        "silent": f"""sum by (run, rank) ({seconds % '=~"step|data_stall"'}) < {settings.hang_silent:g}""",
+        "data": f"""sum by (run, rank) ({seconds % '="data_stall"'}) > {settings.hang_busy:g}""",
+        "sequence": f"""{numbers}
+  == on (run) group_left ()
+(min by (run) ({numbers}) < max by (run) ({numbers}))""",
+        "gpu": f"""max by (run, rank) ({info}{{uuid!=""}} and on (uuid) ({m.GPU_PRESENT} == 0 or {xid}))""",
+        "idle": f"""{cards % f"max_over_time({m.GPU_UTILIZATION}[{window}])"} < {settings.hang_idle:g}
+  and on (run)
+quantile by (run) (0.5, {cards % m.GPU_UTILIZATION}) > {settings.hang_busy:g}""",
+        "link": f"""max by (run, rank) ({info} and on (instance) ({down}))""",
+    }
+    union = "\n  or\n".join(
+        f'label_replace(group by (run, rank) ({expr}), "sign", "{sign}", "", "")' for sign, expr in signs.items())
+    votes = f"""(
+  {SIGN}%s
+    / on (run, sign) group_left ()
+  (count by (run, sign) ({SIGN}) <= on (run) group_left () 0.5 * {world})
+)"""
+    all_votes = f"(count by (run) (count by (run, sign) ({SIGN})) + {settings.hang_doubt:g})"
+    hosts = f"(group by (run, host) ({info}) or group by (run, host) ({SIGN}))"
+
+    def most(by: str, of: str = "") -> str:
+        return f"sum by (run, {by}) ({votes % of}) / on (run) group_left () {all_votes} > {settings.hang_named:g}"
+
+    return (
+        # Steps of minutes are overdue later than others: so one looks twice. A scrape that failed is not a node's end.
+        record("verdict", GONE, "1 for a rank that was there before the overdue step of its run and is not any more; "
+               "none if the run has as many as it says.", f"""
+            group by (run, rank, host) (
+              (
+                {info} offset {recent}
+                  or on (run, rank)
+                {info} offset {before}
+                  or on (run, rank)
+                last_over_time({GONE}[{recent}])
+              )
+                unless on (run, rank)
+              last_over_time({info}[{window}])
+                and on (run)
+              {OVERDUE_STEP}
+                and on (run)
+              (count by (run) (group by (run, rank) ({info})) < {world})
+            )
+        """),
+        record("verdict", SIGN, "1 for each sign that a rank of a run with an overdue step is the one that the others "
+               f"wait for: {', '.join(SIGNS)}.", f"""
+(
+{union}
+)
+  * on (run, rank) group_left (host)
+topk by (run, rank) (1, (max by (run, rank, host) ({info}) and on (run) {OVERDUE_STEP}) or on (run, rank) {GONE})
+"""),
+        record("verdict", CULPRIT_RANK, "Share of the signs that say it is this rank which the others wait for, if "
+               "most do: each has one vote, split among the ranks it points at, and a fifth of one is doubt.",
+               most("rank, host")),
+        record("verdict", CULPRIT_HOST, "The same for a host of several that a run has, where it is no single rank.",
+               f"""
+{most("host", '{host!=""}')}
+  unless on (run)
+{CULPRIT_RANK}
+  and on (run)
+(count by (run) ({hosts}) > 1)
+"""),
     )

@@ -29,7 +29,10 @@ COMMUNICATION = "run:training_collective_wait:ratio"
 RANK_SCORE = "rank:training_straggler:score"
 RUN_SCORE = "run:training_straggler:score"
 LEADER = "rank:training_straggler:leader"
+EXCUSED = "rank:training_straggler:excused"
 CULPRIT = "rank:training_straggler:culprit"
+HOST_SCORE = "host:training_straggler:score"
+HOST_LEADER = "host:training_straggler:leader"
 STRAGGLER_LOST = "run:training_straggler_lost:ratio"
 STRAGGLER_LOST_1H = "run:training_straggler_lost:ratio_1h"
 STRAGGLER_LOST_1D = "run:training_straggler_lost:ratio_1d"
@@ -159,29 +162,49 @@ def _stragglers(settings: AlertSettings) -> tuple[Record, ...]:
     three_windows = settings.at_pace(3 * settings.straggler_window)
     hour, day, week = map(settings.at_pace, (settings.hour, settings.day, settings.week))
     tokens = f"sum by (run, rank) (rate({m.TRAINING_TOKENS}[{window}]))"
+    places = f'topk by (run, rank) (1, max by (run, rank, host) ({m.TRAINING_RANK_INFO}{{host!=""}}))'
     confirmed = f"{LEADER} >= {settings.straggler_warning:g}"
+    most_late = f"max by (run) ({HOST_SCORE})"
 
     def leads(offset: str = "") -> str:
-        return f"({RANK_SCORE}{offset} == on (run) group_left () {RUN_SCORE}{offset})"
+        # Not RUN_SCORE: vmalert sees a record an evaluation after those it was made of, when they have other values.
+        return f"({RANK_SCORE}{offset} == on (run) group_left () max by (run) ({RANK_SCORE}{offset}))"
 
+    def host_leads(offset: str = "") -> str:
+        return f"({HOST_SCORE}{offset} == on (run) group_left () max by (run) ({HOST_SCORE}{offset}))"
+
+    def rivals(score: str, most: str) -> str:
+        """Return the runs in which more than one is as late as the latest, or nearly."""
+        return f"(count by (run) ({score} > on (run) group_left () {settings.straggler_rival:g} * {most}) > 1)"
+
+    before = (f" offset {window}", f" offset {settings.at_pace(2 * settings.straggler_window)}")
     return (
-        record("training", WAIT, "Share of measured step time a rank waits for others; none for a stale rank.", f"""
-            sum by (run, rank) (rate({m.TRAINING_COLLECTIVE_WAIT}[{window}]))
-              /
+        record("training", WAIT, "Share of measured step time a rank waits for others; none for a stale rank. With its "
+               "coordinate in a pipeline, where there is one.", f"""
             (
-              sum by (run, rank) (rate({m.TRAINING_MEASURED_STEP_SECONDS}[{window}]))
-                and
-              sum by (run, rank) (increase({m.TRAINING_MEASURED_STEPS}[{window}])) >= {settings.straggler_steps}
+              sum by (run, rank) (rate({m.TRAINING_COLLECTIVE_WAIT}[{window}]))
+                /
+              (
+                sum by (run, rank) (rate({m.TRAINING_MEASURED_STEP_SECONDS}[{window}]))
+                  and
+                sum by (run, rank) (increase({m.TRAINING_MEASURED_STEPS}[{window}])) >= {settings.straggler_steps}
+              )
+            )
+              * on (run, rank) group_left (pp)
+            (
+              topk by (run, rank) (1, max by (run, rank, pp) ({m.TRAINING_RANK_INFO}))
+                or on (run, rank)
+              group by (run, rank) ({m.TRAINING_MEASURED_STEPS})
             )
         """),
         # The least wait that is not below the median is the upper median, exactly; both passes are linear in ranks.
-        record("training", RANK_SCORE, "Upper median of the run's waits minus this rank's: the share of a step it "
-               "costs. None unless every rank is measured.", f"""
-            (
-              min by (run) (
-                {WAIT} >= on (run) group_left () quantile by (run) (0.5, {WAIT})
+        record("training", RANK_SCORE, "Upper median of the waits of the run's ranks at the same place in the pipeline "
+               "minus this rank's: the share of a step it costs. None unless every rank is measured.", f"""
+            sum by (run, rank) (
+              min by (run, pp) (
+                {WAIT} >= on (run, pp) group_left () quantile by (run, pp) (0.5, {WAIT})
               )
-                - on (run) group_right ()
+                - on (run, pp) group_right ()
               {WAIT}
             )
               and on (run)
@@ -191,26 +214,49 @@ def _stragglers(settings: AlertSettings) -> tuple[Record, ...]:
             max by (run) ({RANK_SCORE})
         """),
         # A restarted rank may be another machine: the windows before say nothing about it.
-        record("training", LEADER, "Score of the rank that was latest in three windows in a row; none if that "
-               "changed hands, if the rank restarted meanwhile, or if it has more tokens than the others.", f"""
-            {leads()}
-              and on (run, rank)
-            {leads(f" offset {window}")}
-              and on (run, rank)
-            {leads(f" offset {settings.at_pace(2 * settings.straggler_window)}")}
-              unless on (run, rank)
-            (
+        record("training", EXCUSED, "1 for a rank that is not to blame if it is late: it restarted within three "
+               "windows, or it has more tokens than the others.", f"""
+            group by (run, rank) (
               sum by (run, rank) (resets({m.TRAINING_MEASURED_STEPS}[{three_windows}])) > 0
                 or
               count by (run, rank) (last_over_time({m.TRAINING_MEASURED_STEPS}[{three_windows}])) > 1
-            )
-              unless on (run, rank)
-            (
+                or
               {tokens}
                 /
               on (run) group_left () (avg by (run) ({tokens}) > 0)
                 > {1 + settings.straggler_tokens:g}
             )
+        """),
+        record("training", LEADER, "Score of the rank that was latest in three windows in a row; none if that "
+               "changed hands, if another is nearly as late, or if the rank is excused.", f"""
+            {leads()}
+              and on (run, rank)
+            {leads(before[0])}
+              and on (run, rank)
+            {leads(before[1])}
+              unless on (run, rank)
+            {EXCUSED}
+              unless on (run)
+            {rivals(RANK_SCORE, RUN_SCORE)}
+        """),
+        record("verdict", HOST_SCORE, "Mean score of a run's ranks on a host, where it has several hosts.", f"""
+            avg by (run, host) ({RANK_SCORE} * on (run, rank) group_left (host) {places})
+              and on (run)
+            (count by (run) (count by (run, host) ({m.TRAINING_RANK_INFO})) > 1)
+        """),
+        record("verdict", HOST_LEADER, "Score of the host whose ranks were the latest in three windows in a row, in a "
+               "run without a single rank to blame; none on the same conditions.", f"""
+            {host_leads()}
+              and on (run, host)
+            {host_leads(before[0])}
+              and on (run, host)
+            {host_leads(before[1])}
+              unless on (run, host)
+            ({EXCUSED} * on (run, rank) group_left (host) {places})
+              unless on (run)
+            {rivals(HOST_SCORE, most_late)}
+              unless on (run)
+            {LEADER}
         """),
         record("training", CULPRIT, f"Score of a leader that costs at least {100 * settings.straggler_warning:g} % of "
                "a step, with its host and GPU where they are known.", f"""
@@ -224,6 +270,8 @@ def _stragglers(settings: AlertSettings) -> tuple[Record, ...]:
         record("training", STRAGGLER_LOST, "Share of each step lost to the culprit; 0 if there is none, none if "
                "waits are not measured.", f"""
             max by (run) ({confirmed})
+              or
+            max by (run) ({HOST_LEADER} >= {settings.straggler_warning:g})
               or
             0 * {RUN_SCORE}
         """),

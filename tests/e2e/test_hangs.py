@@ -28,11 +28,11 @@ PACE = 15.0
 CULPRIT = 2
 # What the page says of the culprit, by what its rank does.
 KINDS = {
-    "stopped": f"Rank {CULPRIT} on {{host}} has not come to the collective",
-    "endless_loop": f"Rank {CULPRIT} on {{host}} has not come to the collective",
-    "skipped_collective": f"Rank {CULPRIT} on {{host}} has not come to the collective",
-    "blocked_loader": f"Rank {CULPRIT} on {{host}} waits for data",
-    "gil_held": f"Rank {CULPRIT} on {{host}} has not come to the collective",
+    "stopped": f"Rank {CULPRIT} on {{host}} is missing in the collective",
+    "endless_loop": f"Rank {CULPRIT} on {{host}} is missing in the collective",
+    "skipped_collective": f"Rank {CULPRIT} on {{host}} is missing in the collective",
+    "blocked_loader": f"Rank {CULPRIT} on {{host}} is waiting for data",
+    "gil_held": f"Rank {CULPRIT} on {{host}} is missing in the collective",
     "killed": f"Rank {CULPRIT} on {{host}} is gone",
 }
 FINE = ("saving", "healthy")

@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Simulate and compare; 1 if a figure of the ledger is off by more than 1 %."""
+    """Simulate and compare; 1 if a figure of the ledger is off by more than 1 %, or a verdict of the rules is poor."""
+    from flopwatch.simulate.fleet import kinds
     from flopwatch.simulate.fleet.faults import script
     from flopwatch.simulate.fleet.scenarios import SCENARIOS, simulate
 
+    if options.scenario in kinds.SCENARIOS:
+        return _verdicts(options)
     if options.scenario not in SCENARIOS:
-        raise SettingsError(f"--scenario {options.scenario}: there are {', '.join(SCENARIOS)}")
+        raise SettingsError(f"--scenario {options.scenario}: there are {', '.join((*SCENARIOS, *kinds.SCENARIOS))}")
     scenario = SCENARIOS[options.scenario].sized(options.days, options.gpus)
     faults = script(options.faults) if options.faults is not None else None
     with ExitStack() as files:
@@ -39,6 +42,24 @@ def run(options: argparse.Namespace) -> int:
     for name, figure in off:
         print(f"flopwatch: {name}: {figure.name.strip()} is off by {figure.off:.1%}", file=sys.stderr)
     return 1 if off else 0
+
+
+def _verdicts(options: argparse.Namespace) -> int:
+    from flopwatch.simulate.fleet import verdicts
+
+    given = [f"--{name}" for name in ("days", "gpus", "faults", "every", "history", "metrics")
+             if getattr(options, name) is not None]
+    if given:
+        raise SettingsError(f"--scenario {options.scenario} is of many small jobs: it takes no {' or '.join(given)}")
+    if options.seeds < 1:
+        raise SettingsError(f"--seeds {options.seeds}: write a number from 1 on")
+    found = verdicts.evaluate(options.scenario, options.seeds, options.seed, options.rules, options.promtool)
+    print(json.dumps(verdicts.to_json(found), indent=2) if options.json
+          else verdicts.table(found, options.seeds, options.seed))
+    for row in found.poor:
+        print(f"flopwatch: {row.kind.name}: {row.right} of {row.jobs} right, {row.wrong.total()} wrong",
+              file=sys.stderr)
+    return 1 if found.poor else 0
 
 
 def _written(flag: str, path: Path) -> TextIO:
@@ -69,7 +90,7 @@ def to_json(scenario: Scenario, seed: int, judgement: Judgement, records: int) -
         "mistakes": [
             {"fault": kind, "said": said, "times": times} for (kind, said), times in judgement.mistakes.most_common()],
         "missed_attempts": judgement.missed, "invented_attempts": judgement.invented,
-        "not_judged": dict(judgement.no_ends),
+        "not_judged": dict(judgement.not_judged),
     }
 
 
@@ -85,18 +106,19 @@ def table(scenario: Scenario, seed: int, judgement: Judgement, records: int) -> 
             lines.append(f"{figure.name:<22}{_number(figure.truth, figure.unit):>19}"
                          f"{_number(figure.told, figure.unit):>19}{figure.off:>9.2%}{' !' if figure in off else ''}")
     if judgement.causes:
-        lines += ["", f"{'cause':<16}{'true':>6}{'said':>6}{'right':>6}{'precision':>11}{'recall':>8}"
+        lines += ["", f"{'cause':<20}{'true':>6}{'said':>6}{'right':>6}{'precision':>11}{'recall':>8}"
                   f"{'lost GPU-h':>13}{'said':>12}{'host right':>12}"]
-    for name, cause in sorted(judgement.causes.items(), key=lambda item: -item[1].true):
+    for name, cause in sorted(judgement.causes.items(), key=lambda item: (": " in item[0], -item[1].true)):
         host = f"{cause.place_right}/{cause.placed}" if cause.placed else "-"
         lines.append(
-            f"{name:<16}{cause.true:>6}{cause.said:>6}{cause.right:>6}{_share(cause.precision):>11}"
+            f"{name:<20}{cause.true:>6}{cause.said:>6}{cause.right:>6}{_share(cause.precision):>11}"
             f"{_share(cause.recall):>8}{cause.true_gpu_seconds / 3600:>13,.0f}{cause.said_gpu_seconds / 3600:>12,.0f}"
             f"{host:>12}")
     lines += [f"  {times} x {kind}: said {said}" for (kind, said), times in judgement.mistakes.most_common()]
-    lines += [f"  {times} x {kind}: ended nothing, and is not judged" for kind, times in judgement.no_ends.items()]
-    lines += [f"  not in the ledger: the end of {attempt}" for attempt in judgement.missed]
-    lines += [f"  nothing happened to {attempt}" for attempt in judgement.invented]
+    lines += [f"  {times} x {kind}: over too soon, or a part of another loss, and not judged"
+              for kind, times in judgement.not_judged.items()]
+    lines += [f"  not in the ledger: {loss}" for loss in judgement.missed]
+    lines += [f"  did not happen: {loss}" for loss in judgement.invented]
     return "\n".join(lines)
 
 
@@ -127,7 +149,8 @@ def add(commands: Commands) -> None:
                      "ledger's figures with the truth")
     add = parser.add_argument
     add("--scenario", default="llama3", metavar="NAME",
-        help="llama3 (default), crash_loop, leaf_failure, rolling_maintenance or healthy")
+        help="llama3 (default), crash_loop, leaf_failure, rolling_maintenance, slowdowns or healthy; stragglers or "
+        "hangs: what the rules say of jobs with each kind of them")
     add("--days", type=_positive, metavar="N", help="how long (default: the scenario's)")
     add("--gpus", type=int, metavar="N", help="how many the job has, in nodes of 8 (default: the scenario's)")
     add("--seed", type=int, default=1, metavar="N", help="the same seed gives the same history (default 1)")
@@ -139,4 +162,9 @@ def add(commands: Commands) -> None:
     add("--metrics", type=Path, metavar="FILE", help="write what a Prometheus would have scraped, for `promtool tsdb "
         "create-blocks-from openmetrics`: the ledger's series and, of at most 256 nodes, a few of theirs")
     add("--step", type=_positive, default=60.0, metavar="SECONDS", help="how often it would have (default 60)")
+    add("--seeds", type=int, default=50, metavar="N", help="of stragglers and hangs: so many jobs of each kind, from "
+        "--seed on (default 50)")
+    add("--rules", type=Path, default=Path("helm/files/rules.yaml"), metavar="FILE", help="the shipped rules (default "
+        "helm/files/rules.yaml)")
+    add("--promtool", default="promtool", metavar="PROGRAM", help="Prometheus' promtool (default: on PATH)")
     add("--json", action="store_true", help="print JSON instead of tables")

@@ -46,6 +46,7 @@ class Kind:
     replaced: bool = True  # the node is given back for repair
     repair: tuple[float, float] = _WORKSHOP  # or how long it lasts
     rollback: int = 0  # checkpoints that are not trusted any more
+    waits: str = "data_stall"  # what a stall is
     published: int = 0
 
 
@@ -103,7 +104,12 @@ _ALL = (
          sees=((1.0, (Clue("host_oom", place="rank"), Clue("signal", "SIGKILL", place="rank"))),)),
     Kind("slow", "thermal", "gpu", ((1.0, (Clue("throttle", "hw_thermal", place="gpu"),)),), effect="slow",
          repair=(600.0, 3600.0), replaced=False),
+    Kind("slow_link", "network", "port", ((1.0, (Clue("link_errors", after=(0.0, 60.0), place="port"),)),),
+         effect="slow", repair=(600.0, 3600.0), replaced=False),
+    Kind("slow_unseen", "unknown", "job", _UNSEEN, effect="slow", repair=(600.0, 3600.0), replaced=False),
     Kind("data_stall", "data", "job", _UNSEEN, effect="stall", repair=(300.0, 900.0), replaced=False),
+    Kind("storage_stall", "storage", "job", _UNSEEN, effect="stall", repair=(300.0, 900.0), replaced=False,
+         waits="checkpoint_save"),
 )
 KINDS: Mapping[str, Kind] = {kind.name: kind for kind in _ALL}
 
@@ -133,7 +139,7 @@ def drawn(rng: random.Random, days: float, gpus: int, reference_gpus: int = LLAM
     """Return the published interruptions, as many as befit the GPU-days, at random moments of these days."""
     scale = days * gpus / (LLAMA_3_DAYS * reference_gpus)
     kinds = []
-    for kind in KINDS.values():
+    for kind in (kind for kind in KINDS.values() if kind.published):
         whole, rest = divmod(kind.published * scale, 1)
         kinds += [kind.name] * (int(whole) + (rng.random() < rest))
     rng.shuffle(kinds)

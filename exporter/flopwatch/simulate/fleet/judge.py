@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from flopwatch.ledger.accounting import BUCKETS, Ledger, Run
-from flopwatch.simulate.fleet.truth import Truth
+from flopwatch.ledger.incidents import Incident
+from flopwatch.ledger.pace import SLOW_FOR
+from flopwatch.simulate.fleet.truth import Loss, Truth
 
 TOLERANCE = 0.01
 HOUR = 3600.0
@@ -62,11 +64,11 @@ class Judgement:
     """What a simulation showed."""
 
     figures: dict[str, list[Figure]] = field(default_factory=dict)  # by run
-    causes: dict[str, Cause] = field(default_factory=dict)
+    causes: dict[str, Cause] = field(default_factory=dict)  # of ends; of others as in "slow: thermal"
     mistakes: Counter[tuple[str, str]] = field(default_factory=Counter)  # kind of fault, what was said instead
-    missed: list[str] = field(default_factory=list)  # attempts that ended, and the ledger has no incident for it
+    missed: list[str] = field(default_factory=list)  # ends, slow stretches and stalls that the ledger does not have
     invented: list[str] = field(default_factory=list)  # incidents of attempts to which nothing happened
-    no_ends: Counter[str] = field(default_factory=Counter)  # faults that ended no attempt: not judged
+    not_judged: Counter[str] = field(default_factory=Counter)  # faults that were over, or another's, before they told
 
     @property
     def off(self) -> list[tuple[str, Figure]]:
@@ -84,19 +86,23 @@ def judge(truths: Iterable[Truth], ledger: Ledger) -> Judgement:
     for truth in truths:
         told = ledger.runs[truth.tenant, truth.run]
         judgement.figures[truth.run] = _figures(truth, told)
-        ends = {incident.attempt: incident for incident in told.incidents.values() if incident.kind == "end"}
+        incidents = list(told.incidents.values())
         for loss in truth.losses:
-            if loss.effect not in ENDS:
-                judgement.no_ends[loss.kind] += 1
+            kind = "end" if loss.effect in ENDS else loss.effect
+            if kind != "end" and not _tells(loss):
+                judgement.not_judged[loss.kind] += 1
                 continue
-            true, incident = judgement.cause(loss.cause), ends.pop(loss.attempt, None)
+            prefix = "" if kind == "end" else f"{kind}: "
+            true = judgement.cause(prefix + loss.cause)
+            incident = next((one for one in incidents if one.kind == kind and _is(one, loss)), None)
             true.true += 1
             true.true_gpu_seconds += loss.gpu_seconds
             if incident is None:
-                judgement.missed.append(loss.attempt)
+                judgement.missed.append(f"{prefix}{loss.attempt}")
                 continue
+            incidents.remove(incident)
             found = incident.figures(told.evidence)
-            said = judgement.cause(found["cause"])
+            said = judgement.cause(prefix + found["cause"])
             said.said += 1
             said.said_gpu_seconds += found["gpu_seconds"]
             if found["cause"] != loss.cause:
@@ -106,8 +112,22 @@ def judge(truths: Iterable[Truth], ledger: Ledger) -> Judgement:
             if found["host"] and loss.hosts:
                 true.placed += 1
                 true.place_right += found["host"] in loss.hosts
-        judgement.invented += ends
+        judgement.invented += [one.attempt if one.kind == "end" else f"{one.kind}: {one.attempt}" for one in incidents]
     return judgement
+
+
+def _tells(loss: Loss) -> bool:
+    """Return whether a slow stretch lasted for long enough to be one, or a stall came to an end of its own."""
+    if loss.effect == "slow":
+        return loss.ended is not None and loss.ended - loss.at >= SLOW_FOR
+    return loss.alone and loss.recovered is not None
+
+
+def _is(incident: Incident, loss: Loss) -> bool:
+    """Return whether an incident is this loss: the end of its attempt, or a time that overlaps with its own."""
+    until = loss.ended if loss.effect == "slow" else loss.recovered
+    return incident.attempt == loss.attempt and (
+        incident.kind == "end" or (until is not None and incident.began < until and incident.ended > loss.at))
 
 
 def _figures(truth: Truth, run: Run) -> list[Figure]:
@@ -126,7 +146,10 @@ def _figures(truth: Truth, run: Run) -> list[Figure]:
         Figure("recoveries", "", len(truth.recoveries), run.recoveries),
         Figure("MTTR", "min", None if truth.mttr is None else truth.mttr / 60,
                run.recovery_seconds / run.recoveries / 60 if run.recoveries else None),
-        Figure("lost to ends", "GPU-h", sum(loss.gpu_seconds for loss in truth.losses if loss.effect in ENDS) / HOUR,
+        # A stall that the attempt did not survive is a part of its end.
+        Figure("lost to ends", "GPU-h", sum(
+            loss.gpu_seconds for loss in truth.losses
+            if loss.effect in ENDS or (loss.effect == "stall" and loss.recovered is None)) / HOUR,
                sum(incident.gpu_seconds for incident in run.incidents.values() if incident.kind == "end") / HOUR),
         Figure("not productive", "GPU-h", (held - truth.gpu_seconds["productive"]) / HOUR,
                (held_told - told["gpu_seconds"]["productive"]) / HOUR),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TextIO
 
@@ -13,7 +14,7 @@ from flopwatch.settings import SettingsError
 from flopwatch.simulate.fleet.faults import LLAMA_3_GPUS, Fault, drawn
 from flopwatch.simulate.fleet.jobs import Job
 from flopwatch.simulate.fleet.judge import Judgement, judge
-from flopwatch.simulate.fleet.metrics import scrape
+from flopwatch.simulate.fleet.metrics import Line, scrape, write
 from flopwatch.simulate.fleet.nodes import EPOCH, Noise, Record
 from flopwatch.simulate.fleet.topology import Topology
 from flopwatch.simulate.fleet.truth import Truth
@@ -82,6 +83,14 @@ def _rolling_maintenance() -> Scenario:
                     faults=faults)
 
 
+def _slowdowns() -> Scenario:
+    job = Job("tired", 32, mesh={"tp": 8, "dp": 32}, step_seconds=5.0)
+    kinds = ("slow", "data_stall", "slow_link", "storage_stall", "slow_unseen")
+    faults = tuple(Fault(2 * HOUR * number, kinds[number % len(kinds)], "tired") for number in range(1, 48))
+    return Scenario("slowdowns", "a job that is slow or stands still 47 times in 4 days, and fails now and then", 4.0,
+                    (job,), spares=8, faults=faults, interruptions=True, reference_gpus=1024, by_hand=0)
+
+
 SCENARIOS = {scenario.name: scenario for scenario in (
     Scenario(
         "llama3", "54 days of Llama 3 405B on 16,384 GPUs with its published interruptions", 54.0,
@@ -94,6 +103,7 @@ SCENARIOS = {scenario.name: scenario for scenario in (
          Job("small", 8, mesh={"tp": 8, "dp": 8}, step_seconds=2.0)),
         faults=(Fault(2 * HOUR, "leaf", leaf="leaf-0-3", lasts=2400.0),)),
     _rolling_maintenance(),
+    _slowdowns(),
     Scenario(
         "healthy", "8 nodes for 125 hours, and nothing happens", 125 / 24,
         (Job("quiet", 8, mesh={"tp": 8, "dp": 8}, queue=60),)),
@@ -111,14 +121,18 @@ class Result:
 
 
 def simulate(scenario: Scenario, seed: int, faults: list[Fault] | None = None, every: float | None = None,
-             history: TextIO | None = None, metrics: TextIO | None = None, step: float = 60.0) -> Result:
+             history: TextIO | None = None, metrics: TextIO | None = None, step: float = 60.0,
+             scraped: Callable[[float, Iterable[Line]], object] | None = None) -> Result:
     """Live through a scenario, with other faults if any are given, and let a ledger listen.
 
-    Records go to `history`, and to `metrics` what a Prometheus would have scraped every `step` seconds: for that nodes
-    speak all the time, or the ledger would call every run down.
+    Records go to `history`; to `metrics`, or with its virtual time to `scraped`, goes what a Prometheus would have
+    scraped every `step` seconds: for that nodes speak all the time, or the ledger would call every run down.
     """
     ledger, records = Ledger(), 0
-    if metrics is not None and every is None:
+    if metrics is not None:
+        out = metrics
+        scraped = lambda t, lines: write(lines, t, out)  # noqa: E731
+    if scraped is not None and every is None:
         every = SPEAK
 
     def tell(record: Record) -> None:
@@ -129,13 +143,14 @@ def simulate(scenario: Scenario, seed: int, faults: list[Fault] | None = None, e
         ledger.apply(record)
 
     def look(world: World, t: float) -> None:
-        if metrics is not None:
-            scrape(world, ledger, t, metrics)
+        if scraped is not None:
+            scraped(t, scrape(world, ledger, t))
 
     world = World(scenario.topology(), scenario.jobs, faults if faults is not None else scenario.strikes(seed),
-                  scenario.days * 86400, seed, tell, scenario.noise, every, look if metrics is not None else None, step)
+                  scenario.days * 86400, seed, tell, scenario.noise, every, look if scraped is not None else None, step)
     truths = world.run()
+    if scraped is not None:
+        look(world, max(truth.end or 0.0 for truth in truths) - EPOCH + step)
     if metrics is not None:
-        scrape(world, ledger, max(truth.end or 0.0 for truth in truths) - EPOCH + step, metrics)
         metrics.write("# EOF\n")
     return Result(truths, ledger, judge(truths, ledger), records)

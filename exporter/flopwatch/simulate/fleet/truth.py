@@ -2,7 +2,8 @@
 
 The buckets are those of docs/goodput.md: a step made for the first time is productive, one made again or cut short is
 lost. What a fault cost is all that is not productive, from the moment it struck (of an end in order: from that end)
-until the first step that the run had not made before, or until its next end.
+until the first step that the run had not made before, or until its next end. Slow steps cost what they take beyond the
+usual, which is productive all the same.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Loss:
     hosts: tuple[str, ...] = ()
     gpu: str = ""
     port: str = ""
-    ended: float | None = None  # the attempt
+    ended: float | None = None  # the attempt; of a slow stretch it
+    alone: bool = True  # it is no part of what another costs
     recovered: float | None = None  # a new step was made
     gpu_seconds: float = 0.0
 
@@ -65,8 +67,9 @@ class Truth:
         if self.open is not None and bucket != "productive":
             self.open.gpu_seconds += seconds * gpus
 
-    def made(self, first: int, count: int, each: float, began: float, gpus: float) -> None:
-        """Book `count` whole steps after step `first`, of so many seconds each."""
+    def made(self, first: int, count: int, each: float, began: float, gpus: float, slow: Loss | None = None,
+             usual: float = 0.0) -> None:
+        """Book `count` whole steps after step `first`, of so many seconds each; if they are slow, more than usual."""
         again = min(max(self.steps - first, 0), count)
         self.book("lost", again * each, gpus)
         if count > again:
@@ -78,6 +81,9 @@ class Truth:
             if self.recovering is not None:
                 self.recoveries.append(new - self.recovering)
                 self.recovering = None
+            if slow is not None:
+                slow.gpu_seconds += (count - again) * (each - usual) * gpus
+                slow.ended = began + count * each
         self.book("productive", (count - again) * each, gpus)
 
     def strike(self, loss: Loss) -> None:

@@ -34,6 +34,7 @@ class Damage:
     dark: bool
     gpus: frozenset[Port]
     ports: frozenset[Port]
+    announced: bool = False  # somebody works there, and has said so
 
 
 @dataclass(slots=True)
@@ -49,7 +50,10 @@ class Running:
     phase: int = 0  # what was planned for an earlier one does not happen
     booked: float = 0.0  # the truth is told up to here
     durable: list[int] = field(default_factory=list)  # steps of checkpoints that can be restored
-    slow: float = 1.0
+    slow: float = 1.0  # times the usual step, from the next stretch of steps on
+    slowed: Loss | None = None  # by this
+    charged: Loss | None = None  # the present stretch, whose usual step is this
+    usual: float = 0.0
     held: bool = True  # whether the GPUs are, while it is down
     unavailable: set[int] = field(default_factory=set)  # nodes to be exchanged before it starts again
     live: bool = False  # it has processes, and nothing holds them up
@@ -197,7 +201,9 @@ class World:
         """Train up to the next checkpoint."""
         job, attempt = running.job, _attempt(running)
         self._switch(running, "step", t)
-        attempt.each = job.step_seconds * running.slow * (1 + self._rng.uniform(-1, 1) * job.step_spread)
+        running.usual = job.step_seconds * (1 + self._rng.uniform(-1, 1) * job.step_spread)
+        running.charged = running.slowed
+        attempt.each = running.usual * running.slow
         count = max(1, round(job.checkpoint_every / job.step_seconds))
         if job.steps is not None:
             count = min(count, max(1, job.steps - attempt.step))
@@ -253,7 +259,8 @@ class World:
             return
         before = round((running.booked - attempt.since) / attempt.each)
         made = attempt.made(t) - before
-        truth.made(attempt.step + before, made, attempt.each, EPOCH + running.booked, running.gpus)
+        truth.made(attempt.step + before, made, attempt.each, EPOCH + running.booked, running.gpus, running.charged,
+                   running.usual)
         running.booked = attempt.since + (before + made) * attempt.each
 
     # Faults.
@@ -279,7 +286,8 @@ class World:
         kinds = {clue.kind for clue in clues}
         self.broken.append(Damage(
             t, t + lasts, frozenset(nodes), kind.dark, frozenset(ports if "gpu_missing" in kinds else ()),
-            frozenset(ports if "link_down" in kinds else ())))
+            frozenset(ports if "link_down" in kinds else ()),
+            announced=kind.effect == "planned" and bool(fault.nodes)))
         for running in hit:
             if kind.effect == "end":
                 self._interrupt(running, fault, kind, nodes, t)
@@ -358,6 +366,7 @@ class World:
     def _closed(self, running: Running, t: float) -> None:
         _attempt(running).ended = t
         running.live = False
+        running.slow, running.slowed = 1.0, None  # the next attempt is another arrangement
         running.truth.over(EPOCH + t)
 
     def _next_step(self, running: Running, t: float, fault: Fault, happens: Callable[[float], None]) -> None:
@@ -390,26 +399,34 @@ class World:
         """Let something happen that ends nothing, or ends an attempt in order."""
         job = running.job
         if kind.effect == "slow":
-            running.slow = fault.factor
-            running.truth.losses.append(self._loss(running, fault, kind, nodes, t))
-            self._at(t + lasts, partial(self._fast_again, running))
+            running.slow, running.slowed = fault.factor, self._loss(running, fault, kind, nodes, t)
+            running.truth.losses.append(running.slowed)
+            self._at(t + lasts, partial(self._fast_again, running, running.slowed))
             self._train(running, t)
+            self._tell_leader(running, t)
             return
         loss = self._loss(running, fault, kind, nodes, t)
         if kind.effect == "stall":
-            self._switch(running, "data_stall", t)
+            self._switch(running, kind.waits, t)
             if running.truth.open is None:
                 running.truth.strike(loss)
-            else:  # it is a part of what that costs
+            else:
+                loss.alone = False
                 running.truth.losses.append(loss)
-            self._next(running, t + lasts, self._train)
+            self._tell_leader(running, t)
+            self._next(running, t + lasts, self._go_on)
         else:
             self._switch(running, "checkpoint_save", t)
             self._unless(running, t + job.save_blocks + job.save_writes, asked,
                          partial(self._give_up, running, loss, lasts))
 
-    def _fast_again(self, running: Running, t: float) -> None:
-        running.slow = 1.0  # from the next checkpoint on
+    def _go_on(self, running: Running, t: float) -> None:
+        self._train(running, t)
+        self._tell_leader(running, t)
+
+    def _fast_again(self, running: Running, loss: Loss, t: float) -> None:
+        if running.slowed is loss:
+            running.slow, running.slowed = 1.0, None  # from the next checkpoint on
 
     def _give_up(self, running: Running, loss: Loss, lasts: float, t: float) -> None:
         """End an attempt in order and give the nodes back."""
