@@ -4,7 +4,9 @@ In this order: programs on PATH; Debian's packages from the mirror this machine'
 installed; the release archives of https://github.com/prometheus, checked against the sha256sums.txt that is
 published beside each of them. Standard library only: `make` runs this before anything is installed.
 
-FLOPWATCH_CACHE names the cache folder, FLOPWATCH_DEBIAN_SUITE the Debian release whose packages are taken.
+FLOPWATCH_CACHE names the cache folder, FLOPWATCH_DEBIAN_SUITE the Debian release whose packages are taken. Who names
+a suite in a call gets that one's packages, whatever is on PATH: Debian's archive holds the oldest and the newest
+version there is to test with (OLDEST, NEWEST), and its index says which these are today.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SUITE = "trixie"
+OLDEST, NEWEST = "bookworm", "sid"
 RELEASES = {"prometheus": "2.53.3", "alertmanager": "0.28.1"}  # what trixie has, so that both ways run the same
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 BY_HAND = ("Put prometheus, promtool, alertmanager and amtool on PATH "
@@ -53,9 +56,9 @@ class Servers:
     why: str = ""
 
 
-def find(environ: Mapping[str, str] = os.environ, say: Say = print) -> Servers:
-    """Return the programs, fetched first if PATH lacks one. Raises ServersError."""
-    path = environ.get("PATH")
+def find(environ: Mapping[str, str] = os.environ, say: Say = print, suite: str | None = None) -> Servers:
+    """Return the programs, fetched first if PATH lacks one; those of a named suite always. Raises ServersError."""
+    path = environ.get("PATH") if suite is None else ""
     prometheus, promtool, alertmanager, amtool = (
         next(filter(None, (shutil.which(name, path=path) for name in names)), None)
         for names in (("prometheus",), ("promtool",), ("alertmanager", "prometheus-alertmanager"), ("amtool",))
@@ -63,7 +66,7 @@ def find(environ: Mapping[str, str] = os.environ, say: Say = print) -> Servers:
     if prometheus and promtool and alertmanager and amtool:
         return Servers((prometheus,), promtool, (alertmanager,), amtool, "PATH")
     cache = Path(environ.get("FLOPWATCH_CACHE") or ROOT / ".cache" / "servers").absolute()
-    root = _fetched(cache, environ.get("FLOPWATCH_DEBIAN_SUITE") or SUITE, say)
+    root = _fetched(cache, suite or environ.get("FLOPWATCH_DEBIAN_SUITE") or SUITE, say, releases=suite is None)
     program = root / "usr" / "bin"
     if (program / "alertmanager").exists():
         command: tuple[str, ...] = (str(program / "alertmanager"),)
@@ -81,17 +84,21 @@ def node_exporter(environ: Mapping[str, str] = os.environ, say: Say = print) -> 
     return _package("prometheus-node-exporter", ("prometheus-node-exporter", "node_exporter"), environ, say)
 
 
-def victoria_metrics(environ: Mapping[str, str] = os.environ, say: Say = print) -> str:
-    """Return VictoriaMetrics, a time-series database that takes OTLP, on one node. Raises ServersError."""
-    return _package("victoria-metrics", ("victoria-metrics", "victoria-metrics-prod"), environ, say)
+def victoria_metrics(environ: Mapping[str, str] = os.environ, say: Say = print, suite: str | None = None) -> str:
+    """Return VictoriaMetrics, a time-series database that takes OTLP, on one node. Raises ServersError.
+
+    vmalert, which evaluates rules, and vmalert-tool lie beside that of a named suite.
+    """
+    return _package("victoria-metrics", ("victoria-metrics", "victoria-metrics-prod"), environ, say, suite)
 
 
-def _package(package: str, programs: Sequence[str], environ: Mapping[str, str], say: Say) -> str:
+def _package(package: str, programs: Sequence[str], environ: Mapping[str, str], say: Say,
+             suite: str | None = None) -> str:
     """Return the first of these programs on PATH, else the Debian package's first, unpacked into the cache."""
     for name in programs:
-        if program := shutil.which(name, path=environ.get("PATH")):
+        if suite is None and (program := shutil.which(name, path=environ.get("PATH"))):
             return program
-    suite = environ.get("FLOPWATCH_DEBIAN_SUITE") or SUITE
+    suite = suite or environ.get("FLOPWATCH_DEBIAN_SUITE") or SUITE
     cache = Path(environ.get("FLOPWATCH_CACHE") or ROOT / ".cache" / "servers").absolute()
     root = cache / f"{package.removeprefix('prometheus-')}-{suite}"
     with _locked(cache):
@@ -127,11 +134,14 @@ def with_template(root: Path) -> tuple[tuple[str, ...], str]:
                 "prometheus-alertmanager, or put alertmanager on PATH.")
 
 
-def _fetched(cache: Path, suite: str, say: Say) -> Path:
-    """Return the folder that holds usr/bin/{prometheus,promtool,amtool,...}, filling it if it is not there."""
+def _fetched(cache: Path, suite: str, say: Say, releases: bool) -> Path:
+    """Return the folder that holds usr/bin/{prometheus,promtool,amtool,...}, filling it if it is not there.
+
+    The release archives, if they will do, are there for who takes any version.
+    """
     debian, release = cache / f"debian-{suite}", cache / "release"
     with _locked(cache):
-        for root in (debian, release):
+        for root in (debian, release) if releases else (debian,):
             if root.is_dir():
                 return root
         failures = []
@@ -139,19 +149,21 @@ def _fetched(cache: Path, suite: str, say: Say) -> Path:
         if not mirrors:
             failures.append("this machine has no Debian mirror and keyring")
         else:
-            say(f"Prometheus or Alertmanager is not on PATH: unpacking Debian {suite}'s packages (50 MB) into {cache}")
+            missing = "Prometheus or Alertmanager is not on PATH: " if releases else ""
+            say(f"{missing}unpacking Debian {suite}'s Prometheus and Alertmanager (50 MB) into {cache}")
             wanted = ("prometheus", "prometheus-alertmanager")
             try:
                 _fill(debian, say, lambda tree: _unpack_debian(mirrors, suite, wanted, tree))
                 return debian
             except ServersError as error:
                 failures.append(str(error))
-        say(f"{failures[-1]}: taking the official release archives (130 MB)")
-        try:
-            _fill(release, say, _unpack_releases)
-            return release
-        except ServersError as error:
-            failures.append(str(error))
+        if releases:
+            say(f"{failures[-1]}: taking the official release archives (130 MB)")
+            try:
+                _fill(release, say, _unpack_releases)
+                return release
+            except ServersError as error:
+                failures.append(str(error))
     raise ServersError("could not fetch Prometheus and Alertmanager:\n  " + "\n  ".join(failures) + f"\n{BY_HAND}")
 
 

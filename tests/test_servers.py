@@ -14,7 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from demo.servers import ServersError, debian_mirrors, find, node_exporter, unpack_release, with_template
+from demo.servers import (
+    NEWEST,
+    OLDEST,
+    ServersError,
+    debian_mirrors,
+    find,
+    node_exporter,
+    unpack_release,
+    victoria_metrics,
+    with_template,
+)
 
 PROGRAMS = ("prometheus", "promtool", "alertmanager", "amtool")
 MACHINE = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
@@ -89,6 +99,22 @@ def test_a_filled_cache_is_taken_without_the_network(tmp_path: Path) -> None:
     servers = find({"PATH": str(tmp_path), "FLOPWATCH_CACHE": str(tmp_path / "cache")}, say=pytest.fail)
     assert servers.prometheus == (str(programs / "prometheus"),)
     assert servers.alertmanager == (str(programs / "alertmanager"),)
+
+
+@pytest.mark.parametrize("suite", [OLDEST, NEWEST])
+def test_a_named_suite_is_taken_whatever_else_there_is(tmp_path: Path, suite: str) -> None:
+    for name in (*PROGRAMS, "victoria-metrics"):
+        executable(tmp_path / "bin" / name)
+        executable(tmp_path / "cache" / "release" / "usr" / "bin" / name)
+    programs = tmp_path / "cache" / f"debian-{suite}" / "usr" / "bin"
+    for name in ("prometheus", "promtool", "prometheus-alertmanager", "amtool"):
+        executable(programs / name)
+    (programs.parent / "share").mkdir()
+    database = executable(tmp_path / "cache" / f"victoria-metrics-{suite}" / "usr" / "bin" / "victoria-metrics")
+    environ = {"PATH": str(tmp_path / "bin"), "FLOPWATCH_CACHE": str(tmp_path / "cache")}
+    servers = find(environ, pytest.fail, suite)
+    assert (servers.prometheus, servers.promtool) == ((str(programs / "prometheus"),), str(programs / "promtool"))
+    assert victoria_metrics(environ, pytest.fail, suite) == str(database)
 
 
 @pytest.mark.skipif(Path("/usr/share/prometheus/alertmanager/default.tmpl").exists(), reason="it is installed")

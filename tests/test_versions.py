@@ -1,0 +1,368 @@
+"""`make versions`: the rules on the oldest and newest Prometheus there are and on VictoriaMetrics, beside each other.
+
+What differs, and why, is in docs/compatibility.md. All of them scrape the same target, which serves the series of all
+rule tests at once, five times as fast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from bisect import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from alerts import AlertSettings, rules, rules_yaml
+from alerts.settings import duration
+from demo.servers import NEWEST, OLDEST, SUITE, ServersError, find, victoria_metrics
+from demo.stack import Child, fetch, free_ports
+from tests.live_series import Target, named, of
+from tests.machine import until
+from tests.rule_files import rules_of
+from tests.test_alerts import seconds
+from tests.test_report import flopwatch as report_of
+from tests.test_report import prometheus as prometheus_with
+from tests.test_report import whole_world
+
+pytestmark = [pytest.mark.timeout(900),
+              pytest.mark.skipif(not os.environ.get("FLOPWATCH_VERSIONS"), reason="`make versions` runs it")]
+
+ROOT = Path(__file__).parents[1]
+RULE_TESTS = sorted((ROOT / "tests" / "rules").glob("*.yaml"))
+PACE = 5.0
+MINUTES = 25  # at pace 1
+SETTINGS = AlertSettings(pace=PACE, teams=("speech",))
+STALL = 1.0  # seconds a machine may stall
+# Seconds after which VictoriaMetrics shows a sample, and a new series, at the latest, at any pace.
+SAMPLE, NEW = 4.0, 10.0
+SCRAPE = SETTINGS.scrape_interval / PACE
+PROMETHEUS, VICTORIA = (OLDEST, NEWEST), (SUITE, NEWEST)
+
+# Known differences, of which docs/compatibility.md tells. VictoriaMetrics takes a counter that begins below ten, or so,
+# for one that began at 0, and while a rank moves to another node counts it twice. The difference of two instants is a
+# scrape more or less, 5 % of five minutes. Some means have the beginning of their series in the window all the time.
+FROM_ZERO = {"GpuEccUncorrected", "GpuPcieErrors", "InfinibandLinkErrors", "FlopwatchSeriesDropped", "NvlinkErrors",
+             "TrainingRestartStorm"}
+NOT_COMPARED = re.compile(
+    r"run:training_declared_seconds:delta5m|run:training_straggler_lost:ratio_\d[hd]|run:run_straggler_lost_seconds:.+")
+MOVES = 'run="recording_training0-lm"'
+
+ERRORS = re.compile(r"(prometheus_rule_evaluation_failures|vmalert_(recording|alerting)_rules_errors)_total.* [^0]\S*$")
+Samples = list[tuple[float, float]]
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one server made of the rules: samples by labels, and what its rules complained of."""
+
+    name: str
+    alerts: dict[str, Samples] = field(default_factory=dict)
+    records: dict[str, Samples] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    rules: int = 0
+
+    def fired(self) -> dict[str, tuple[float, float]]:
+        """Return when each alert began to fire and how long it did at the longest, by its labels."""
+        return {labels.replace('alertstate="firing",', ""): (samples[0][0], longest(samples))
+                for labels, samples in self.alerts.items() if 'alertstate="firing"' in labels}
+
+    def pending(self, labels: str) -> float:
+        """Return how long an alert was pending at the longest, in seconds, and minus infinity if it was not."""
+        found = self.alerts.get(re.sub(r'(alertname="[^"]*",)', r'\1alertstate="pending",', labels), [])
+        return longest(found) if found else float("-inf")
+
+
+def longest(samples: Samples) -> float:
+    """Return the time of the longest part of a series that has no gap."""
+    most, began = 0.0, 0.0
+    for (before, _), (at, _) in pairwise([(float("-inf"), 0.0), *samples]):
+        began = at if at - before > 5 * SCRAPE else began
+        most = max(most, at - began)
+    return most
+
+
+@contextlib.contextmanager
+def server(name: str, command: list[str], folder: Path, ready: str) -> Iterator[Child]:
+    """Run a program until the block ends, from when it answers at a URL."""
+    child = Child(name, command, os.environ, folder / f"{name}.log")
+
+    def answers() -> bool:
+        child.check()
+        with contextlib.suppress(OSError):
+            fetch(ready)
+            return True
+        return False
+
+    try:
+        until(answers)
+        yield child
+    finally:
+        child.stop()
+
+
+def prometheus(suite: str, folder: Path, *flags: str) -> tuple[str, contextlib.AbstractContextManager[Child]]:
+    """Return the URL of a Prometheus of a suite, and what runs it."""
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    return url, server(f"prometheus-{suite}", [
+        *find(suite=suite).prometheus, f"--config.file={folder}/prometheus.yml",
+        f"--web.listen-address=127.0.0.1:{port}", *flags], folder, f"{url}/-/ready")
+
+
+def victoria(suite: str, folder: Path, *flags: str) -> tuple[str, contextlib.AbstractContextManager[Child]]:
+    """Return the URL of a VictoriaMetrics of a suite, and what runs it."""
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    return url, server(f"victoria-{suite}", [
+        victoria_metrics(suite=suite), f"-storageDataPath={folder}/victoria-{suite}", "-retentionPeriod=100y",
+        f"-httpListenAddr=127.0.0.1:{port}", "-search.latencyOffset=0s",
+        *flags], folder, f"{url}/health")
+
+
+def vmalert(suite: str, folder: Path, database: str) -> tuple[str, contextlib.AbstractContextManager[Child]]:
+    """Return the URL of the vmalert of a suite, and what runs it, as docs/compatibility.md says."""
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    return url, server(f"vmalert-{suite}", [
+        str(Path(victoria_metrics(suite=suite)).with_name("vmalert")), f"-rule={folder}/rules.yaml",
+        f"-datasource.url={database}", f"-remoteWrite.url={database}", f"-remoteRead.url={database}",
+        "-notifier.blackhole", f"-httpListenAddr=127.0.0.1:{port}", "-rule.evalDelay=0s", "-disableAlertgroupLabel",
+        "-remoteWrite.flushInterval=100ms"], folder, f"{url}/health")
+
+
+def raw(url: str, selector: str, window: float) -> dict[str, Samples]:
+    """Return the stored samples of series by their labels."""
+    query = urllib.parse.urlencode({"query": f"{selector}[{duration(window)}]", "time": time.time(), "nocache": 1})
+    found = json.loads(fetch(f"{url}/api/v1/query?{query}"))["data"]["result"]
+    every: dict[str, Samples] = {}
+    for one in found:
+        labels = named({name: value for name, value in one["metric"].items() if name != "alertgroup"})
+        every.setdefault(labels, []).extend((float(at), float(value)) for at, value in one["values"] if value != "NaN")
+    return {labels: sorted(samples) for labels, samples in every.items() if samples}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
+    """Return what each server made of the same series."""
+    folder = tmp_path_factory.mktemp("versions")
+    (folder / "rules.yaml").write_text(rules_yaml(SETTINGS))
+    try:
+        for suite in PROMETHEUS:
+            find(suite=suite)
+        for suite in VICTORIA:
+            victoria_metrics(suite=suite)
+    except ServersError as error:
+        pytest.skip(f"not every version can be had here: {error}")
+    # Twice for each sample of a rule test, and for each evaluation: what is there for one of them, all have seen.
+    every = SETTINGS.at_pace(SETTINGS.scrape_interval / 2)
+    with contextlib.ExitStack() as stack, Target(of(RULE_TESTS, 60), PACE) as target:
+        scrape = {"global": {"scrape_interval": every, "scrape_timeout": every}, "scrape_configs": [
+            {"job_name": "rules", "honor_labels": True, "static_configs": [{"targets": [target.address]}]}]}
+        (folder / "scrape.yml").write_text(json.dumps(scrape))
+        (folder / "prometheus.yml").write_text(json.dumps({**scrape, "rule_files": [f"{folder}/rules.yaml"]}))
+        urls: dict[str, tuple[str, str]] = {}
+        for suite in PROMETHEUS:
+            url, running = prometheus(suite, folder, f"--storage.tsdb.path={folder}/prometheus-{suite}")
+            stack.enter_context(running)
+            urls[f"prometheus-{suite}"] = (url, url)
+        for suite in VICTORIA:
+            url, running = victoria(suite, folder, f"-promscrape.config={folder}/scrape.yml")
+            stack.enter_context(running)
+            alerting, running = vmalert(suite, folder, url)
+            stack.enter_context(running)
+            urls[f"victoria-{suite}"] = (url, alerting)
+        target.began = time.time()
+        time.sleep(60 * MINUTES / PACE)
+        found = {}
+        for name, (url, alerting) in urls.items():
+            groups = json.loads(fetch(f"{alerting}/api/v1/rules"))["data"]["groups"]
+            every_rule = [rule for group in groups for rule in group["rules"]]
+            window = time.time() - target.began
+            failures = [f"{rule['name']}: {rule['lastError']}" for rule in every_rule if rule.get("lastError")]
+            failures += [line for line in fetch(f"{alerting}/metrics").decode().splitlines() if ERRORS.match(line)]
+            found[name] = Seen(name, raw(url, "ALERTS", window), raw(url, '{__name__=~".+:.+"}', window), failures,
+                               len(every_rule))
+        return found
+
+
+def test_every_server_takes_and_evaluates_every_rule(seen: dict[str, Seen]) -> None:
+    groups: Any = rules(SETTINGS)["groups"]
+    count = sum(len(group["rules"]) for group in groups)
+    assert {name: (one.rules, one.failures) for name, one in seen.items()} == dict.fromkeys(seen, (count, []))
+
+
+@cache
+def late(name: str, hidden: float | None, above: frozenset[str] = frozenset()) -> float:
+    """Return how much later one server may evaluate an alert or record than another, in seconds at this pace.
+
+    Its own group's interval, and that of each record or alert in the chain it reads. Prometheus sees what stands before
+    it in its group at once; vmalert sees nothing for `hidden` seconds.
+    """
+    groups: Any = rules(SETTINGS)["groups"]
+    where = {rule.get("alert") or rule["record"]: group for group in groups for rule in group["rules"]}
+    own, read = seconds(where[name]["interval"]), 0.0
+    for rule in where[name]["rules"]:
+        if name in (rule.get("alert"), rule.get("record")):
+            words = set(re.findall(r"[A-Za-z_:][\w:]*", rule["expr"]))
+            for names in re.findall(r'\bALERTS\{[^}]*alertname=~?"([^"]*)"', rule["expr"]):
+                words |= {other for other in where if re.fullmatch(names, other)}
+            for other in (words & where.keys()) - above - {name}:
+                at_once = hidden is None and where[other] is where[name]
+                read = max(read, late(other, hidden, above | {name}) - (own if at_once else 0))
+    return own + (hidden or 0) + read
+
+
+def pairs(seen: dict[str, Seen]) -> Iterator[tuple[Seen, Seen, bool]]:
+    """Yield the newest Prometheus with each other server, and whether that is VictoriaMetrics."""
+    newest = seen[f"prometheus-{NEWEST}"]
+    for name, other in seen.items():
+        if other is not newest:
+            yield newest, other, name.startswith("victoria")
+
+
+def test_the_same_alerts_fire_within_one_evaluation(seen: dict[str, Seen]) -> None:
+    """Of each group in the chain of what an alert reads, as each server has its own phase; nine of ten of its own."""
+    groups: Any = rules(SETTINGS)["groups"]
+    every = [(group, rule) for group in groups for rule in group["rules"] if "alert" in rule]
+    held = {rule["alert"]: seconds(rule["for"]) for _, rule in every}
+    interval = {rule["alert"]: seconds(group["interval"]) for group, rule in every}
+    wrong = []
+    for newest, other, chained in pairs(seen):
+        in_time = []
+        there, here = newest.fired(), other.fired()
+        end = max(samples[-1][0] for samples in newest.alerts.values())
+        for labels in sorted(there.keys() | here.keys()):
+            found = re.search(r'alertname="(\w+)"', labels)
+            assert found
+            name = found[1]
+            most = late(name, NEW if chained else None) + SCRAPE + STALL
+            if labels in there and labels in here:
+                early = there[labels][0] - here[labels][0]
+                in_time.append(abs(early) <= interval[name] + SCRAPE)
+                if abs(early) > most and not (chained and early > 0 and name in FROM_ZERO):
+                    wrong.append(f"{other.name}: {-early:+.1f} s, {most:.1f} s at most: {labels}")
+                continue
+            if chained and labels in here and name in FROM_ZERO:
+                continue
+            fired, missing = (there[labels], other) if labels in there else (here[labels], newest)
+            pending = missing.pending(labels)
+            # What holds as long as its `for`, or shorter than an evaluation, or has only begun, is seen by one of two.
+            if fired[0] < end - most and fired[1] > most and pending < max(held[name] - most, 0):
+                wrong.append(f"{other.name}: not at {missing.name}, {pending:.1f} s pending of {held[name]:.1f} s, "
+                             f"fired {fired[1]:.1f} s: {labels}")
+        if not chained:
+            assert sum(in_time) >= 0.9 * len(in_time)
+    assert not wrong, "\n".join(wrong)
+    assert len({re.sub(r'.*alertname="(\w+)".*', r"\1", labels) for labels in newest.fired()}) >= 50
+
+
+def steady(samples: Samples, at: float, around: float) -> float | None:
+    """Return a value around which a series does not change for a while, or None: windows have edges then."""
+    first, last = bisect(samples, (at - around, 0.0)), bisect(samples, (at + around, 0.0))
+    values = [value for _, value in samples[first:last]]
+    if len(values) < 3 or samples[first][0] > at - around / 2 or samples[last - 1][0] < at + around / 2:
+        return None
+    middle = values[len(values) // 2]
+    return middle if max(values) - min(values) <= 0.005 * abs(middle) + 1e-9 else None
+
+
+def test_records_agree_within_two_percent(seen: dict[str, Seen]) -> None:
+    wrong: dict[str, list[str]] = {}
+    for newest, other, chained in pairs(seen):
+        compared = 0
+        for labels, samples in newest.records.items():
+            found = re.search(r'__name__="([^"]+)"', labels)
+            assert found
+            name = found[1]
+            if NOT_COMPARED.fullmatch(name) or (chained and MOVES in labels):
+                continue
+            around = max(4 * SCRAPE, late(name, SAMPLE if chained else None))
+            there = other.records.get(labels, [])
+            for at, _ in samples[::4]:
+                one, two = steady(samples, at, around), steady(there, at, around)
+                if one is not None and two is not None:
+                    compared += 1
+                if (one is not None and there == []) or (
+                        one is not None and two is not None and abs(one - two) > 0.02 * abs(one) + 1e-6):
+                    wrong.setdefault(f"{other.name} {labels}", []).append(f"{one:g} {two}")
+        assert compared > 5000
+    assert not wrong, "\n".join(f"{len(values)} {labels}: {values[:3]}" for labels, values in wrong.items())
+
+
+@pytest.mark.parametrize("suite", PROMETHEUS)
+def test_every_rule_test_passes(suite: str, tmp_path: Path) -> None:
+    try:
+        promtool = find(suite=suite).promtool
+    except ServersError as error:
+        pytest.skip(f"this version cannot be had here: {error}")
+    failed = []
+    for path in RULE_TESTS:
+        test = yaml.safe_load(path.read_text())
+        (tmp_path / "rules.yaml").write_text(rules_of(path.stem, test))
+        (tmp_path / path.name).write_text(json.dumps({**test, "rule_files": ["rules.yaml"]}))
+        done = subprocess.run([promtool, "test", "rules", path.name], cwd=tmp_path, capture_output=True, text=True)
+        failed += [f"{path.stem}: {done.stdout}{done.stderr}"] if done.returncode else []
+    assert not failed, "\n".join(failed)
+
+
+def test_the_report_of_a_run_is_the_same(tmp_path: Path) -> None:
+    base = float(int(time.time()) - 12_000)
+    world = whole_world(base)
+    with contextlib.ExitStack() as stack:
+        urls = {}
+        try:
+            for suite in PROMETHEUS:
+                (tmp_path / suite).mkdir()
+                urls[f"prometheus-{suite}"] = stack.enter_context(prometheus_with(world, tmp_path / suite, suite))
+            for suite in VICTORIA:
+                urls[f"victoria-{suite}"], running = victoria(suite, tmp_path)
+                stack.enter_context(running)
+        except ServersError as error:
+            pytest.skip(f"not every version can be had here: {error}")
+        # In VictoriaMetrics' import a time is in milliseconds.
+        text = re.sub(r" (\d+)\.(\d{3})$", r" \1\2", world.text(), flags=re.MULTILINE).encode()
+        for name, url in urls.items():
+            if name.startswith("victoria"):
+                urllib.request.urlopen(f"{url}/api/v1/import/prometheus", text, timeout=60).close()
+                fetch(f"{url}/internal/force_flush")
+        found = {}
+        for name, url in urls.items():
+            answer = report_of("r", "--prometheus", url, "--lookback", "4h", "--format", "json", "--price", "2.5")
+            assert answer.stderr == ""
+            found[name] = json.loads(answer.stdout)
+    reference = found.pop(f"prometheus-{NEWEST}")
+    assert reference["goodput"] == pytest.approx(6000 / 7895)
+    for report in (reference, *found.values()):
+        report["mfu_over_time"] = sorted({value for _, value in report["mfu_over_time"]})
+    wrong = [f"{name}{line}" for name, report in found.items() for line in differences(reference, report, 0.02)]
+    assert not wrong, "\n".join(wrong)
+
+
+def differences(one: Any, other: Any, most: float, place: str = "") -> list[str]:
+    """Return where two reports differ, numbers by more than a share of them; they were not made at the same moment."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return [line for key in sorted(one.keys() | other.keys()) if key != "made_at"
+                for line in differences(one.get(key), other.get(key), most, f"{place}.{key}")]
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return [line for number, (here, there) in enumerate(zip(one, other, strict=True))
+                for line in differences(here, there, most, f"{place}[{number}]")]
+    if isinstance(one, str) and isinstance(other, str):
+        here, there = ([float(number) for number in re.findall(r"\d+(?:\.\d+)?", text)] for text in (one, other))
+        if re.sub(r"[\d.]+", "", one) == re.sub(r"[\d.]+", "", other):
+            return differences(here, there, most, place)
+    if isinstance(one, float) and isinstance(other, float):
+        return [] if abs(one - other) <= most * abs(one) + 1e-6 else [f"{place}: {one} {other}"]
+    return [] if one == other else [f"{place}: {str(one)[:200]} {str(other)[:200]}"]
