@@ -12,7 +12,7 @@ install = @echo "Installing $(1) into $(VENV) ..."; begin=$$(date +%s); $(PIP) i
 	&& echo "  done in $$(($$(date +%s) - begin)) s" && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint generate bench soak fuzz scale simulate mutations clean
+.PHONY: help demo test lint generate bench soak fuzz scale simulate mutations versions clean
 .NOTPARALLEL:
 
 help:  ## list the targets
@@ -47,8 +47,14 @@ scale: $(VENV)/.dev  ## every rule over the series of 32,768 GPUs on a real Prom
 mutations: $(VENV)/.dev  ## every mutant of every alert, of which `make test` tries a sample
 	@FLOPWATCH_MUTANTS=0 $(BIN)/python -m pytest --durations=10 tests/test_alert_mutations.py
 
-simulate: $(VENV)/.dev  ## 54 days of 16,384 GPUs with the published interruptions, the ledger beside the truth; SEED=2 for others
+versions: $(VENV)/.dev  ## rules, pages and reports on the oldest and newest Prometheus, VictoriaMetrics and Alertmanager: 12 minutes
+	@FLOPWATCH_VERSIONS=1 $(BIN)/python -m pytest -rs --durations=10 tests/test_versions.py tests/test_delivery.py
+
+simulate: $(VENV)/.dev  ## 54 days of 16,384 GPUs, kinds of straggler and hang, who is called: beside the truth; SEED=2 for others
 	@$(BIN)/flopwatch simulate --scenario llama3 --seed $(or $(SEED),1)
+	@promtool=$$($(BIN)/python -m demo.servers | sed -n 's/^promtool: //p'); for scenario in stragglers hangs; do \
+		$(BIN)/flopwatch simulate --scenario $$scenario --seed $(or $(SEED),1) --promtool "$$promtool" || exit; done
+	@FLOPWATCH_REHEARSE=1 FLOPWATCH_SEEDS=3 $(BIN)/python -m pytest -s tests/test_incidents.py tests/e2e/test_slow_ranks.py
 
 fuzz: $(VENV)/.dev $(VENV)/.fuzz  ## fuzz every parser of what comes from outside, each for 30 s, or SECONDS
 	@for target in kmsg sysfs podresources otlp webconfig; do \

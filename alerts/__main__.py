@@ -18,6 +18,7 @@ def names(text: str) -> tuple[str, ...]:
 KNOBS: dict[str, tuple[Callable[[str], Any], str]] = {
     "pace": (float, "how many times faster than production everything runs"),
     "scrape_interval": (float, "seconds between scrapes at pace 1"),
+    "group_wait": (float, "seconds at pace 1 that a cause has to be told before its consequence"),
     "page_min_gpus": (int, "GPUs from which on a run pages"),
     "slack_url_file": (Path, "file with Slack's incoming-webhook URL"),
     "pagerduty_key_file": (Path, "file with PagerDuty's integration key (Events API v2)"),

@@ -61,6 +61,21 @@ def each(query: str, arguments: str, text: str) -> str:
     return f"\n{{{{- range printf `{query}` {arguments} | query }}}}{text}{{{{ end }}}}"
 
 
+def lasts_with(name: str, identity: tuple[str, ...], consequences: str, on: str, state: str = "") -> str:
+    """Return what makes a cause go on as long as a page that it holds back would: else that is sent when it ends.
+
+    `state` are further matchers of the cause, where there are a warning and a page of that name.
+    """
+    return f"""group by ({", ".join(identity)}) (
+  ALERTS{{alertname="{name}"{state}}}
+    and on ({on})
+  ALERTS{{alertname=~"{consequences}",severity="critical",shadow=""}}
+)"""
+
+
+PAGED = ',alertstate="firing",severity="critical"'
+
+
 def _team(settings: AlertSettings) -> str:
     memory = settings.at_pace(settings.memory)
     info = f'max by (team) (last_over_time({m.TRAINING_RUN_INFO}{{run=%q,team!=""}}[{memory}]))'

@@ -5,8 +5,9 @@ has a Slack channel and a PagerDuty service of its own, for the alerts that carr
 is critical depends on the run's size (recording.PAGES). A webhook and an e-mail address get all of them, if given.
 
 One incident is one page because consequences are held back (INHIBITIONS). A cause is told no later than its
-consequence, and `group_wait` is longer than the evaluations that lie between the two. Between a host and a run, or a
-leaf and its hosts, which share no label, stand RunOnFaultyHost and HostOnFaultyLeaf, which nobody is told.
+consequence, and `group_wait` is longer than the evaluations that lie between the two; it ends no earlier than a page
+that it holds back. Between a host and a run, or a leaf and its hosts, which share no label, stand RunOnFaultyHost and
+HostOnFaultyLeaf, which nobody is told.
 
 Secrets are read from files; `api_url_file` and `routing_key_file` need Alertmanager 0.25, a webhook's `url_file` 0.26.
 https://prometheus.io/docs/alerting/latest/configuration/
@@ -20,16 +21,21 @@ from pathlib import Path
 from typing import Any
 
 from alerts.alerting import alerts
+from alerts.alerting.monitor import OF_HOST, OF_RUN
 from alerts.settings import AlertSettings
 
 # Slack reads <, > and & as markup: <!channel> in a label would ring for everybody.
 ESCAPE = ' | reReplaceAll "&" "&amp;" | reReplaceAll "<" "&lt;" | reReplaceAll ">" "&gt;"'
 TITLE = f"[{{{{ .Status | toUpper }}}}] {{{{ .CommonLabels.alertname }}}}: {{{{ .CommonAnnotations.summary{ESCAPE} }}}}"
 SINCE = '{{ .StartsAt.UTC.Format "2 Jan 15:04 UTC" }}'
+MOST = 10  # alerts told one by one: Slack cuts a text at 8000 characters, and the runbook comes last
 FACTS = (
-    f"{{{{ range .Alerts.Firing }}}}{{{{ .Annotations.description{ESCAPE} }}}} Since {SINCE}.\n{{{{ end }}}}"
-    f"{{{{ range .Alerts.Resolved }}}}Over: {{{{ .Annotations.description{ESCAPE} }}}} Since {SINCE}, until "
-    '{{ .EndsAt.UTC.Format "15:04" }}.\n{{ end }}'
+    f"{{{{ range $i, $one := .Alerts.Firing }}}}{{{{ if lt $i {MOST} }}}}"
+    f"{{{{ $one.Annotations.description{ESCAPE} }}}} Since {SINCE}.\n{{{{ end }}}}{{{{ end }}}}"
+    f"{{{{ range $i, $one := .Alerts.Resolved }}}}{{{{ if lt $i {MOST} }}}}"
+    f"Over: {{{{ $one.Annotations.description{ESCAPE} }}}} Since {SINCE}, until "
+    '{{ .EndsAt.UTC.Format "15:04" }}.\n{{ end }}{{ end }}'
+    f"{{{{ if gt (len .Alerts) {MOST} }}}}There are {{{{ len .Alerts }}}} such alerts.\n{{{{ end }}}}"
 )
 EACH = "{{ range .Alerts.%s }}{{ .Annotations.description }}\n{{ end }}"
 COLOR = (
@@ -71,9 +77,8 @@ RECKONED = "TrainingGoodputLow|TrainingCheckpoint.+|TrainingWorkAtRisk"
 # all of them would be held back.
 INHIBITIONS = (
     Inhibition("Maintenance", "Gpu.+|Nv.+|NodeLost|Flopwatch.+|" + FABRIC, ("host",)),
-    Inhibition("HostOnFaultyLeaf", "NodeLost|Flopwatch.+|" + FABRIC, ("host",)),
-    Inhibition("RunOnFaultyHost", f"TrainingDown|TrainingHang|TrainingRestartStorm|TrainingStraggler|{SLOW}|{RECKONED}",
-               ("run",)),
+    Inhibition("HostOnFaultyLeaf", OF_HOST, ("host",)),
+    Inhibition("RunOnFaultyHost", f"{OF_RUN}|{SLOW}|{RECKONED}", ("run",)),
     # An NVLink's Xid follows from what its switch reports.
     Inhibition("NvswitchSxid", "GpuXidCritical", ("host",), ('xid =~ "74|14[4-9]|150"',)),
     # A node that goes after one of these went because of it: one that is gone tells no Xid any more.

@@ -37,7 +37,8 @@ def under(expressions: Iterable[str]) -> tuple[list[dict[str, object]], list[Ale
 def rules_of(name: str, test: dict[str, Any]) -> str:
     """Return the shipped rules that a rule test called `name` is about: its alert, what it asks for, what is below."""
     asked = [case["expr"] for group in test["tests"] for case in group.get("promql_expr_test", ())]
-    records_below, below = under([*asked, *(alert.expr for alert in ALERTS if alert.name == name)])
+    records_below, below = under([*asked, *(
+        text for alert in ALERTS if alert.name == name for text in (alert.expr, alert.description))])
     kept = {name} | {alert.name for alert in below}
     rules = records_below + [alert.rule(SETTINGS) for alert in ALERTS if alert.name in kept]
     return json.dumps({"groups": [{"name": "one", "rules": rules}]})

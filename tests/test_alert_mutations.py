@@ -41,10 +41,14 @@ EQUIVALENT: dict[tuple[str, str], str] = {
      "{}][1d])) > time() - 86400)"): "it is matched by the Xid, which the other side has already chosen",
     # The alert is pending for a scrape; if it goes on by itself then, HostOnFaultyLeaf goes on, too. Here that one is
     # evaluated before the mutants, and not, as in its group, after the alert.
-    ("LeafDown", 'critical: lertname="HostOnFaultyLeaf"}) and on (leaf) ALERTS[{alertname="LeafDown",'
-     'alertstate="firing"} -> {alertstate="firing"}]'): "the order of evaluation",
-    ("LeafDown", 'critical: lertname="HostOnFaultyLeaf"}) and on (leaf) ALERTS[{alertname="LeafDown",'
-     'alertstate="firing"} -> {alertname="LeafDown"}]'): "the order of evaluation",
+    ("LeafDown", 'critical: tname="NodeLost"} ) ) > 1 and on (leaf) ALERTS[{alertname="LeafDown",alertstate="firing"} '
+     '-> {alertstate="firing"}]'): "the order of evaluation",
+    ("LeafDown", 'critical: tname="NodeLost"} ) ) > 1 and on (leaf) ALERTS[{alertname="LeafDown",alertstate="firing"} '
+     '-> {alertname="LeafDown"}]'): "the order of evaluation",
+    ("TrainingHang", 'critical: bool) or time() - max by (run) (ALERTS_FOR_STATE[{alertname="TrainingHang",'
+     'severity="critical"} -> {severity="critical"}]) and on (run) ALERTS{a'): "it is the value, which the text tells",
+    ("TrainingHang", 'critical: bool) or time() - max by (run) (ALERTS_FOR_STATE[{alertname="TrainingHang",'
+     'severity="critical"} -> {alertname="TrainingHang"}]) and on (run) ALERTS{a'): "it is the value, for the text",
 }
 
 # One token of PromQL. A range or offset is not a threshold, and a label matcher is one token with its comma.
@@ -138,7 +142,8 @@ def survivors(folder: Path, name: str, tried: list[tuple[str, list[Alert]]]) -> 
     """
     test = yaml.safe_load((ROOT / "tests" / "rules" / f"{name}.yaml").read_text())
     # Alerts that it remembers in ALERTS go with it; one that remembers itself is renamed in itself.
-    base, others = under(alert.expr for _, variants in tried for alert in variants)
+    base, others = under(
+        text for _, variants in tried for alert in variants for text in (alert.expr, alert.description))
     base += [{key: value for key, value in alert.rule(SETTINGS).items() if key != "annotations"} for alert in others]
     itself = re.compile(rf'(?<=alertname="){name}(?=")')
     left = dict(enumerate(tried))

@@ -35,7 +35,7 @@ ALERTS = alerts(SETTINGS)
 LEVELS = {
     "fleet": set[str](), "host": {"host", "run"}, "instance": {"instance", "host", "run"},
     "port": {"instance", "device", "port", "rail", "run"}, "rail": {"run", "rail"},
-    "rank": {"run", "rank", "host", "uuid"}, "run": {"tenant", "run", "bucket"},
+    "rank": {"run", "rank", "host", "uuid", "pp", "sign"}, "run": {"tenant", "run", "bucket"},
 }
 EVERY_ALERT = pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: f"{alert.name}-{alert.severity}")
 DURATION = re.compile(r"(?<!from=now-)\b(?:\d+(?:ms|[smhd]))+\b|(?<=time\(\) - )[\d.]+")

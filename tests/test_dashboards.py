@@ -44,7 +44,7 @@ def labels_of(expr: Any) -> set[str]:
                 known = {"job", "instance"}
             elif name == "prometheus_rule_evaluation_failures_total":  # Prometheus' own
                 known = {"rule_group", "instance"}
-            elif name == "ALERTS":  # https://prometheus.io/docs/prometheus/latest/configuration/alerting_rules/
+            elif name in ("ALERTS", "ALERTS_FOR_STATE"):  # https://prometheus.io/docs/prometheus/latest/configuration/alerting_rules/
                 known = ALERT_LABELS
             elif suffix in ("bucket", "sum", "count") and family in BY_NAME:
                 assert BY_NAME[family].type == "histogram"
@@ -81,6 +81,8 @@ def labels_of(expr: Any) -> set[str]:
             return left | right if str(expr.op) == "or" else on
         case promql.Call():
             known = set().union(*(labels_of(argument) for argument in expr.args))
+            if expr.func.name == "label_replace":
+                return known | {expr.args[1].val}
             return known - {"le"} if expr.func.name == "histogram_quantile" else known
         case promql.ParenExpr() | promql.SubqueryExpr() | promql.UnaryExpr():
             return labels_of(expr.expr)

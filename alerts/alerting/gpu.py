@@ -15,7 +15,7 @@ from importlib.resources import files
 from textwrap import indent
 from typing import Literal
 
-from alerts.alert import RUN_LINK, Alert, each
+from alerts.alert import RUN_LINK, Alert, each, lasts_with
 from alerts.alerting.hardware import GPU, LINK, at_host, latest, ranks_of_gpu, runs_on_host
 from alerts.settings import AlertSettings
 from flopwatch import catalogue as m
@@ -54,6 +54,8 @@ RECOVERY = {
     7: "power-cycle the system",
 }
 OF_GPU = "{uuid=%q}"
+# Pages that an Xid explains and that may last longer than it is news.
+AFTER_XID = "NodeLost|GpuMissing|GpuTooFew|GpuRecoveryNeeded|NvlinkDown|NvlinkFabricUnhealthy"
 
 
 def alerts(settings: AlertSettings) -> tuple[Alert, ...]:
@@ -108,9 +110,13 @@ def _xid(settings: AlertSettings) -> Alert:
 ({links % ""} unless on (instance, uuid, xid) {fatal})"""
     index = each(f"topk(1, max by (gpu) (last_over_time({m.GPU_INFO}{{uuid=%q}}[{window}])))", "$labels.uuid",
                  " {{ .Labels.gpu }}")
+    identity = ("host", "uuid", "xid")
     return Alert(
-        "hardware", "GpuXidCritical", "critical", ("host", "uuid", "xid"),
-        at_host("max", recent, "host, uuid, xid", settings, settings.xid_window),
+        "hardware", "GpuXidCritical", "critical", identity,
+        "\n  or\n".join((
+            at_host("max", recent, ", ".join(identity), settings, settings.xid_window),
+            lasts_with("GpuXidCritical", identity, AFTER_XID, "host"),
+            lasts_with("GpuXidCritical", identity, "GpuMemoryFailed", "host, uuid"))),
         "0s",  # an Xid is a fact, and the job on the GPU is lost already
         "A GPU reported an error after which it is not fit for work.",
         "GPU" + index + " ({{ $labels.uuid }}) of {{ $labels.host }} reported Xid {{ $labels.xid }}" + meaning
@@ -222,9 +228,11 @@ max by (instance, switch, sxid) (last_over_time({m.NVLINK_SWITCH_SXID_LAST}[{win
 last_over_time({m.NVLINK_SWITCH_SXID_INFO}{{severity="fatal"}}[{window}])"""
     meaning = each(f"group by (name) (last_over_time({m.NVLINK_SWITCH_SXID_INFO}{{sxid=%q}}[{window}]))",
                    "$labels.sxid", " ({{ .Labels.name }})")
+    identity = ("host", "switch", "sxid")
     return Alert(
-        "hardware", "NvswitchSxid", "critical", ("host", "switch", "sxid"),
-        at_host("group", problem, "host, switch, sxid", settings, settings.xid_window),
+        "hardware", "NvswitchSxid", "critical", identity,
+        at_host("group", problem, ", ".join(identity), settings, settings.xid_window)
+        + "\n  or\n" + lasts_with("NvswitchSxid", identity, f"GpuXidCritical|{AFTER_XID}", "host"),
         "0s",  # the fabric manager's guide asks for a restart after one
         "An NVSwitch reported an error after which its NVLinks are not fit for work.",
         "NVSwitch {{ $labels.switch }} of {{ $labels.host }} reported SXid {{ $labels.sxid }}" + meaning + "."

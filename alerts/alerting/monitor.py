@@ -17,9 +17,15 @@ from alerts.settings import AlertSettings
 from flopwatch import catalogue as m
 
 LINK = f"?{RANGE}"
-# Alerts that say why every run with a rank on their host stands still, and on their GPU.
-HOST_CAUSES = ("NvswitchSxid", "NodeLost", "HostOnFaultyLeaf", "Maintenance")
-GPU_CAUSES = ("GpuXidCritical",)
+# Alerts that say why every run with a rank on their host stands still. Those on a switch or port of it, or on a GPU, do
+# while they are news: they may fire for days beside a run that is well.
+HOST_CAUSES = ("NodeLost", "HostOnFaultyLeaf", "Maintenance")
+PART_CAUSES = ("NvswitchSxid", "InfinibandPortDown")
+GPU_CAUSES = ("GpuXidCritical", "GpuMemoryFailed", "GpuMissing", "GpuRecoveryNeeded", "NvlinkDown",
+              "NvlinkFabricUnhealthy")
+# What the two in between hold back: of a host, and of a run in as far as it pages.
+OF_HOST = "NodeLost|Flopwatch.+|Infiniband.+|RailImbalance|EfaErrors|RoceMisconfigured"
+OF_RUN = "TrainingDown|TrainingHang|TrainingRestartStorm|TrainingStraggler"
 
 
 def alerts(settings: AlertSettings) -> tuple[Alert, ...]:
@@ -115,7 +121,8 @@ def _node_lost(settings: AlertSettings) -> tuple[Alert, ...]:
             "Host {{ $labels.host }}"
             + each(place, "$labels.host", " (rack {{ .Labels.rack }}, leaf {{ .Labels.leaf }})") + " does not answer."
             + _runs(settings, f"last_over_time({m.TRAINING_RANK_INFO}{{host=%q}}"
-                              f"[{settings.at_pace(settings.hang_memory)}])", "$labels.host"), link=LINK,
+                              f"[{settings.at_pace(settings.hang_memory)}])", "$labels.host"),
+            keep_firing_for=settings.at_pace(settings.cause_keep), link=LINK,
         )
 
     return alert("critical", f"\n      and on (run)\n    group by (run) ({recording.PAGES})"), alert("warning")
@@ -145,9 +152,25 @@ ALERTS{{alertname="Maintenance"}}"""
 )"""
 
 
+def _still_cut_off(settings: AlertSettings) -> str:
+    """Return hosts with a port that was active and is down, however long since, and hosts that are lost."""
+    state, port = settings.at_pace(settings.state_window), "instance, device, port"
+    return f"""on (host) (
+  {recording.HOST}
+    and on (instance)
+  (
+    max by ({port}) (last_over_time({m.INFINIBAND_STATE}[{state}])) < 4
+      and on ({port})
+    {recording.PORT_WAS_ACTIVE}
+  )
+    or
+  ALERTS{{alertname="NodeLost"}}
+)"""
+
+
 def _leaf_down(settings: AlertSettings) -> Alert:
     itself = 'ALERTS{alertname="LeafDown",alertstate="firing"}'
-    behind = 'ALERTS{alertname="HostOnFaultyLeaf",leaf=%q}'
+    behind = 'ALERTS{alertname="HostOnFaultyLeaf",leaf=%q} and ' + " ".join(_still_cut_off(settings).split())
     ranks = f"last_over_time({m.TRAINING_RANK_INFO}[{settings.at_pace(settings.bridge_window)}])"
     return Alert(
         "monitor", "LeafDown", "critical", ("leaf",),
@@ -155,12 +178,16 @@ def _leaf_down(settings: AlertSettings) -> Alert:
 {indent(_cut_off(settings), "  ")}
 ) >= {settings.leaf_hosts}
   or on (leaf)
-count by (leaf) (ALERTS{{alertname="HostOnFaultyLeaf"}}) and on (leaf) {itself}""",
+count by (leaf) (
+  ALERTS{{alertname="HostOnFaultyLeaf"}} and {indent(_still_cut_off(settings), "  ").lstrip()}
+) > 1
+  and on (leaf)
+{itself}""",
         # Ports of one leaf go down within a scrape; shorter than what is said of each of its hosts.
         settings.at_pace(settings.leaf_down_for), "A leaf switch is gone, or what feeds its hosts.",
         '{{ printf "%.0f" $value }} hosts{{ with $labels.leaf }} of leaf {{ . }}{{ end }} lost a port, or are gone, '
         "within " + settings.at_pace(settings.leaf_window) + "."
-        + _runs(settings, f"{ranks} and on (host) {behind}", "$labels.leaf")
+        + _runs(settings, f"{ranks} and on (host) ({behind})", "$labels.leaf")
         + " Among the hosts are"
         + _sorted(each(f"topk(8, group by (host) ({behind}))", "$labels.leaf", " {{ .Labels.host }}"), "host") + ".",
         link=LINK,
@@ -168,22 +195,21 @@ count by (leaf) (ALERTS{{alertname="HostOnFaultyLeaf"}}) and on (leaf) {itself}"
 
 
 def _host_on_faulty_leaf(settings: AlertSettings) -> Alert:
-    # Pending is enough: the page about the leaf tells of these hosts as it is sent.
-    leaf, itself = 'ALERTS{alertname="LeafDown"}', 'ALERTS{alertname="HostOnFaultyLeaf"}'
-    state, port = settings.at_pace(settings.state_window), "instance, device, port"
-    active = f"""on (host) (
-      {recording.HOST} and on (instance) max by ({port}) (last_over_time({m.INFINIBAND_STATE}[{state}])) < 4
-        or
-      ALERTS{{alertname="NodeLost"}}
-    )"""
+    # Pending is enough: the page about the leaf tells of these hosts as it is sent. What goes on after was told.
+    leaf = 'ALERTS{alertname="LeafDown",shadow=""%s}'
+    was = leaf % ',alertstate="firing"' + f"[{settings.at_pace(settings.aftermath)}]"
     return Alert(
         "monitor", "HostOnFaultyLeaf", "none", ("host", "leaf"),
         f"""group by (host, leaf) (
 {indent(_cut_off(settings), "  ")}
     and on (leaf)
-  {leaf}
+  {leaf % ""}
     or on (host)
-  {itself} and on (leaf) {leaf} and {active}
+  ALERTS{{alertname="HostOnFaultyLeaf"}}
+    and on (leaf)
+  last_over_time({was})
+    and on (host)
+  ALERTS{{alertname=~"{OF_HOST}"}}
 )""",
         # It has to be there before what it inhibits.
         "0s", "A host is cut off by what its leaf switch does.",
@@ -344,28 +370,48 @@ def _maintenance(settings: AlertSettings) -> Alert:
         # From the first word on, for its alerts have to be held back before they are sent.
         "0s", "Somebody works on this node.",
         "Host {{ $labels.host }} is in maintenance until {{ $value | humanizeTimestamp }}: no alert of it is sent.",
-        link=LINK,
+        keep_firing_for=settings.at_pace(settings.cause_keep), link=LINK,
     )
 
 
 def _run_on_faulty_host(settings: AlertSettings) -> Alert:
-    def causes(names: tuple[str, ...]) -> str:
-        return f'ALERTS{{alertname=~"{"|".join(names)}",alertstate="firing",shadow=""}}'
+    def named(*names: str) -> str:
+        return f'alertname=~"{"|".join(names)}"'
+
+    def news(names: tuple[str, ...]) -> str:
+        began = f'ALERTS_FOR_STATE{{{named(*names)},severity="critical",shadow=""}}'
+        return f"({began} > time() - {settings.seconds_at_pace(settings.xid_window)})"
+
+    def was(alert: str) -> str:
+        return f"last_over_time(ALERTS{{{alert}}}[{settings.at_pace(settings.aftermath)}])"
 
     ranks = f"last_over_time({m.TRAINING_RANK_INFO}[{settings.at_pace(settings.bridge_window)}])"
+    firing = 'alertstate="firing",shadow=""'
+    others = named(*(cause for cause in HOST_CAUSES if cause != "HostOnFaultyLeaf"), *PART_CAUSES, *GPU_CAUSES)
     return Alert(
         "monitor", "RunOnFaultyHost", "none", ("host", "run"),
+        # Of a GPU's faults pending is enough: they wait longer than a hang, to be told in its place. What goes on by
+        # itself was told, a leaf as LeafDown, and is not over for the run.
         f"""group by (host, run) (
-  {ranks} and on (host) {causes(HOST_CAUSES)}
+  {ranks} and on (host) ALERTS{{{named(*HOST_CAUSES)},{firing}}}
     or on (host, run)
-  {ranks} and on (uuid) {causes(GPU_CAUSES)}
+  {ranks} and on (host) {news(PART_CAUSES)}
     or on (host, run)
-  (ALERTS{{alertname="RunOnFaultyHost"}} unless on (run) {m.TRAINING_RANK_INFO})
+  {ranks} and on (uuid) {news(GPU_CAUSES)}
+    or on (host, run)
+  ALERTS{{alertname="RunOnFaultyHost"}}
+    and on (run)
+  ALERTS{{alertname=~"{OF_RUN}"}}
     and on (host)
-  {causes(HOST_CAUSES + GPU_CAUSES)}
+  (
+    {was(f"{others},{firing}")}
+      or on (host)
+    {was('alertname="HostOnFaultyLeaf"')} and on (leaf) {was(f'alertname="LeafDown",{firing}')}
+  )
 )""",
         # It has to be there before what it inhibits.
-        "0s", "A host on which a run has, or had, ranks is at fault, or the GPU of one.",
+        "0s",
+        "A host on which a run has, or had, ranks is at fault, or the GPU of one.",
         "Run {{ $labels.run }} has ranks on {{ $labels.host }}, of which another alert tells what is wrong. This one "
         "holds back the run's own alerts: they are consequences.",
         link=f"?var-run={{{{ $labels.run | urlquery }}}}&{RANGE}",

@@ -1,0 +1,370 @@
+"""Rehearse an incident in virtual time, and count the pages: `python -m demo.rehearsal leaf_failure`.
+
+A simulated cluster (`flopwatch simulate`) is scraped every 15 s; its series go through the shipped rules, and the
+alerts that result, with their texts, to a real Alertmanager with the shipped routing and a receiver that counts.
+
+The rules are evaluated by `promtool test rules`: it is Prometheus' own code for `for`, `keep_firing_for`, ALERTS and
+templates over a storage of its own, at times of our choice. Blocks can be filled with recording rules only, and a
+running Prometheus has no clock but the real one. Two things are simpler than in production: every group is evaluated at
+every step, also one that is at every fourth there, and all at the same instant; tests/test_routing.py has the worst
+case of both. Records that no alert reads are left out.
+
+Alertmanager has no virtual clock either: it runs at a `pace`, with stretches cut short in which nothing changes. A
+machine that stalls would tell it of a cause too late, so what was posted late is told again, more slowly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from itertools import groupby
+from pathlib import Path
+
+from alerts import Alert, AlertSettings, alertmanager_yaml, alerts, records
+from demo.receiver import Message, Receiver
+from demo.servers import Servers, ServersError, find
+from demo.stack import Child, StackError, fetch, free_ports
+from flopwatch.settings import SettingsError
+from flopwatch.simulate.fleet.faults import Fault, script
+from flopwatch.simulate.fleet.metrics import Line, series
+from flopwatch.simulate.fleet.nodes import EPOCH
+from flopwatch.simulate.fleet.scenarios import SCENARIOS, Result, Scenario, simulate
+
+BEFORE, AFTER = 900.0, 2400.0  # seconds looked at before the first fault and after the last is over
+PACE = 120.0  # group_wait is three eighths of a second
+TRIES = 4
+LATE = 30.0  # virtual seconds: less than group_wait
+
+Labels = tuple[tuple[str, str], ...]
+Firing = dict[Labels, dict[str, str]]  # annotations by labels
+
+
+class Series:
+    """What was scraped, as promtool reads it; times and values of `..._timestamp_seconds` count from `begin`."""
+
+    def __init__(self, begin: float, step: float) -> None:
+        self.begin, self.step, self.last = begin, step, 0
+        self._values: dict[str, list[tuple[int, str]]] = {}
+
+    def __call__(self, t: float, lines: Iterable[Line]) -> None:
+        """Take one scrape of everything."""
+        place = round((t - self.begin) / self.step)
+        if place < 0:
+            return
+        self.last = place
+        for name, labels, value in lines:
+            if name.endswith("_timestamp_seconds"):
+                value -= EPOCH + self.begin
+            self._values.setdefault(series(name, labels), []).append((place, f"{value:.12g}"))
+
+    def inputs(self) -> list[dict[str, str]]:
+        """Return them all; one that is not scraped any more is stale from then on, as in Prometheus."""
+        return [{"series": name, "values": " ".join(self._text(found))} for name, found in self._values.items()]
+
+    def _text(self, found: list[tuple[int, str]]) -> Iterable[str]:
+        expected = 0
+        # Neighbours with the same value: their distance to a running number is the same.
+        for (_, value), run in groupby(enumerate(found), key=lambda one: (one[1][0] - one[0], one[1][1])):
+            places = [place for _, (place, _) in run]
+            if places[0] > expected:
+                if expected:
+                    yield "stale"
+                    expected += 1
+                if places[0] > expected:
+                    yield f"_x{places[0] - expected}"
+            yield f"{value}x{len(places) - 1}"
+            expected = places[-1] + 1
+        if expected <= self.last:
+            yield "stale"
+
+
+def rules(settings: AlertSettings) -> dict[str, object]:
+    """Return the shipped alerts in their groups, and the records that they read."""
+    every = alerts(settings)
+    wanted, found = {record.name: record for record in records(settings)}, set[str]()
+    pending = [text for alert in every for text in (alert.expr, alert.description)]
+    while pending:
+        text = pending.pop()
+        new = {name for name in wanted.keys() - found if re.search(rf"(?<![\w:]){name}(?![\w:])", text)}
+        found |= new
+        pending += [wanted[name].expr for name in new]
+    groups: dict[str, list[dict[str, object]]] = {}
+    for record in wanted.values():
+        if record.name in found:
+            groups.setdefault(record.group, []).append(record.rule())
+    for alert in every:
+        groups.setdefault(alert.group, []).append(alert.rule(settings))
+    return {"groups": [{"name": name, "rules": group} for name, group in groups.items()]}
+
+
+def evaluated(scraped: Series, promtool: str, settings: AlertSettings, folder: Path) -> list[Firing]:
+    """Return what fires at each evaluation, asked of promtool by expecting nothing. Raises StackError."""
+    names = {alert.name for alert in alerts(settings) if told(alert)}
+    (folder / "rules.yaml").write_text(json.dumps(rules(settings)))
+    (folder / "test.yaml").write_text(json.dumps({
+        "rule_files": ["rules.yaml"], "evaluation_interval": f"{scraped.step:g}s", "tests": [{
+            "interval": f"{scraped.step:g}s", "input_series": scraped.inputs(),
+            "alert_rule_test": [{"alertname": name, "eval_time": f"{place * scraped.step:g}s", "exp_alerts": []}
+                                for place in range(scraped.last + 1) for name in sorted(names)]}]}))
+    done = subprocess.run([promtool, "test", "rules", "test.yaml"], cwd=folder, capture_output=True, text=True,
+                          check=False)
+    firing: list[Firing] = [{} for _ in range(scraped.last + 1)]
+    understood = "SUCCESS" in done.stdout
+    for part in re.split(r"^ *alertname: ", done.stdout + done.stderr, flags=re.MULTILINE)[1:]:
+        at = re.match(r"\w+, time: (?:(\d+)w)?(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?, ", part)
+        found = re.findall(r"^ *Labels:(\{.*\})\n *Annotations:(\{.*\}),?$", part, flags=re.MULTILINE)
+        if at is None or len(found) != len(re.findall(r"^ *Labels:", part, flags=re.MULTILINE)):
+            raise StackError(f"promtool: {part[:2000]}")
+        understood = True
+        weeks, days, hours, minutes, seconds = (int(number or 0) for number in at.groups())
+        t = 604_800 * weeks + 86_400 * days + 3600 * hours + 60 * minutes + seconds
+        for labels, texts in found:
+            firing[round(t / scraped.step)][tuple(sorted(_pairs(labels).items()))] = _pairs(texts)
+    if not understood:
+        raise StackError(f"promtool: {(done.stdout + done.stderr)[:2000]}")
+    return firing
+
+
+def told(alert: Alert) -> bool:
+    """Return whether Alertmanager needs it: to tell somebody, or to hold back others."""
+    return alert.severity != "info"
+
+
+def _pairs(text: str) -> dict[str, str]:
+    return {name: json.loads(value) for name, value in re.findall(r'(\w+)=("(?:[^"\\]|\\.)*")', text)}
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One message: when in virtual seconds, to whom, what about; `resolved` if it is over."""
+
+    at: float
+    to: str
+    key: str
+    resolved: bool
+    title: str
+    text: str
+
+
+@dataclass
+class Timeline:
+    """Virtual time cut short where nothing changes, at a pace."""
+
+    changes: list[float]
+    settings: AlertSettings
+    pace: float
+    _cuts: list[tuple[float, float]] = field(default_factory=list)  # virtual, seconds from the start
+
+    def __post_init__(self) -> None:
+        # By then every group was flushed twice: whatever a change leads to has happened.
+        quiet = self.settings.group_wait + 2 * self.settings.group_interval
+        changes = self.changes if self.changes else [0.0]
+        real, before = 0.0, changes[0]
+        for change in (*changes, changes[-1] + quiet):
+            real += min(change - before, quiet) / self.pace
+            self._cuts.append((change, real))
+            before = change
+
+    def real(self, virtual: float) -> float:
+        """Return how long after the start a change is."""
+        return next(real for change, real in self._cuts if change >= virtual)
+
+    def virtual(self, real: float) -> float:
+        """Return the virtual time so long after the start."""
+        change, then = [(change, then) for change, then in self._cuts if then <= real + 1e-9][-1]
+        return change + (real - then) * self.pace
+
+    @property
+    def end(self) -> float:
+        """Return how long it all takes."""
+        return self._cuts[-1][1]
+
+
+def delivered(firing: Sequence[Firing], step: float, begin: float, servers: Servers, folder: Path,
+              pace: float = PACE) -> list[Told]:
+    """Return what a real Alertmanager tells of it, and when in virtual time. Raises StackError."""
+    for attempt in range(TRIES):
+        messages, late = _delivered(firing, step, begin, servers, folder / f"alertmanager-{attempt}",
+                                    pace / 2 ** attempt)
+        if late <= LATE:
+            break
+    return messages
+
+
+def _delivered(firing: Sequence[Firing], step: float, begin: float, servers: Servers, folder: Path,
+               pace: float) -> tuple[list[Told], float]:
+    if not servers.alertmanager:
+        raise StackError(f"no Alertmanager here: {servers.why}")
+    folder.mkdir()
+    settings = AlertSettings(pace=pace)
+    changed = [place for place, now in enumerate(firing)
+               if now.keys() != (firing[place - 1].keys() if place else set[Labels]())]
+    timeline = Timeline([place * step for place in changed], settings, pace)
+    (port,) = free_ports(1)
+    address = f"http://127.0.0.1:{port}"
+    with ExitStack() as stack:
+        receiver = stack.enter_context(Receiver())
+        (folder / "slack").write_text(f"{receiver.url}/slack")
+        (folder / "key").write_text("0123456789abcdef" * 2)
+        (folder / "alertmanager.yml").write_text(alertmanager_yaml(replace(
+            settings, slack_url_file=folder / "slack", pagerduty_key_file=folder / "key",
+            pagerduty_url=f"{receiver.url}/v2/enqueue", watchdog_url=f"{receiver.url}/watchdog")))
+        child = Child("alertmanager", [
+            *servers.alertmanager, f"--config.file={folder / 'alertmanager.yml'}", f"--storage.path={folder}",
+            f"--web.listen-address=127.0.0.1:{port}", "--cluster.listen-address="], os.environ, folder / "log")
+        stack.callback(child.stop)
+        _wait_for(child, f"{address}/-/ready")
+        start, late, before = time.time(), 0.0, Firing()
+        for place in changed:
+            due = start + timeline.real(place * step)
+            time.sleep(max(0.0, due - time.time()))
+            _post(address, firing[place], before)
+            late = max(late, (time.time() - due) * pace)
+            before = firing[place]
+        time.sleep(max(0.0, start + timeline.end - time.time()))
+        child.check()
+        if receiver.errors:
+            raise StackError(receiver.errors[0])
+        return [_told(message, begin + timeline.virtual(max(0.0, message.at - start)))
+                for message in receiver.messages], late
+
+
+def _wait_for(child: Child, url: str) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        child.check()
+        try:
+            fetch(url)
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise child.failure("does not answer") from None
+            time.sleep(0.02)
+
+
+def _post(address: str, now: Firing, before: Firing) -> None:
+    """Send what fires and what is over, as Prometheus does."""
+    moment = datetime.now(UTC)
+    body = [{"labels": dict(labels), "annotations": annotations, "startsAt": moment.isoformat(),
+             "endsAt": (moment + timedelta(hours=1 if labels in now else 0)).isoformat()}
+            for labels, annotations in {**before, **now}.items()]
+    for one, labels in zip(body, {**before, **now}, strict=True):
+        if labels in before:
+            # Alertmanager joins it to the one it has by overlapping times.
+            one["startsAt"] = (moment - timedelta(milliseconds=1)).isoformat()
+    request = urllib.request.Request(f"{address}/api/v2/alerts", json.dumps(body).encode(),
+                                     {"content-type": "application/json"})
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=30):
+        pass
+
+
+def _told(message: Message, at: float) -> Told:
+    payload = message.payload
+    if message.kind == "pagerduty":
+        resolved = payload["event_action"] == "resolve"
+        body = payload.get("payload", {})
+        return Told(at, "pagerduty", payload["dedup_key"], resolved, body.get("summary", ""),
+                    body.get("custom_details", {}).get("firing", ""))
+    attachment = payload["attachments"][0]
+    return Told(at, message.kind, attachment["title"].partition("] ")[2], attachment["color"] == "good",
+                attachment["title"], attachment["text"])
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What was true, what fired, and who was told what."""
+
+    result: Result
+    begin: float
+    step: float
+    firing: list[Firing]
+    messages: list[Told]
+
+    @property
+    def pages(self) -> dict[str, list[Told]]:
+        """Return the messages to PagerDuty by their dedup_key: each is one page."""
+        found: dict[str, list[Told]] = {}
+        for message in self.messages:
+            if message.to == "pagerduty":
+                found.setdefault(message.key, []).append(message)
+        return found
+
+
+def rehearse(scenario: Scenario, seed: int = 1, faults: Sequence[Fault] | None = None, step: float | None = None,
+             servers: Servers | None = None, pace: float = PACE, after: float = AFTER,
+             change: Callable[[Line], Line | None] = lambda line: line) -> Rehearsal:
+    """Live through a scenario, evaluate and tell; `change` may alter or leave out what is scraped."""
+    settings = AlertSettings()
+    step = settings.scrape_interval if step is None else step
+    strikes = scenario.strikes(seed) if faults is None else list(faults)
+    begin = max(0.0, min(fault.t for fault in strikes) - BEFORE) if strikes else 0.0
+    begin -= begin % step
+    if all(fault.lasts is not None for fault in strikes) and strikes:
+        end = max(fault.t + (fault.lasts or 0.0) for fault in strikes) + after
+        scenario = replace(scenario, days=min(scenario.days, end / 86400))
+    scraped = Series(begin, step)
+    result = simulate(scenario, seed, strikes, step=step, scraped=lambda t, lines: scraped(
+        t, (changed for line in lines if (changed := change(line)) is not None)))
+    servers = find() if servers is None else servers
+    with tempfile.TemporaryDirectory(prefix="flopwatch-rehearsal-") as folder:
+        firing = evaluated(scraped, servers.promtool, settings, Path(folder))
+        return Rehearsal(result, begin, step, firing, delivered(firing, step, begin, servers, Path(folder), pace))
+
+
+def report(rehearsal: Rehearsal) -> str:
+    """Return the truth beside what was said, for people."""
+    lines = ["what happened"]
+    lines += [f"{_clock(loss.at - EPOCH):>9}  {loss.kind}: {truth.run} ({loss.effect}), "
+              f"{loss.gpu_seconds / 3600:.0f} GPU-hours lost" for truth in rehearsal.result.truths
+              for loss in truth.losses] or ["  nothing"]
+    lines += ["", "who was told what"]
+    names: dict[str, str] = {}
+    for message in sorted(rehearsal.messages, key=lambda message: message.at):
+        name = names.setdefault(message.key, message.title.rpartition("] ")[2].partition(":")[0])
+        what = f"{name} is over" if message.resolved else message.title
+        lines.append(f"{_clock(message.at):>9}  {message.to}: {what}")
+    fired = {dict(labels)["alertname"] for now in rehearsal.firing for labels in now}
+    lines += ["", f"{len(rehearsal.firing):,} evaluations; fired: {', '.join(sorted(fired)) or 'nothing'}",
+              f"pages: {len(rehearsal.pages)}"]
+    return "\n".join(lines)
+
+
+def _clock(seconds: float) -> str:
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Rehearse and print; 1 if there were more or fewer pages than expected."""
+    parser = argparse.ArgumentParser(prog="python -m demo.rehearsal", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scenario", choices=SCENARIOS)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--days", type=float, help="how long (default: the scenario's)")
+    parser.add_argument("--faults", type=Path, help="a script of faults in place of the scenario's")
+    parser.add_argument("--step", type=float, help="seconds between scrapes (default 15)")
+    parser.add_argument("--pages", type=int, help="how many there should be")
+    given = parser.parse_args(arguments)
+    try:
+        rehearsal = rehearse(SCENARIOS[given.scenario].sized(given.days, None), given.seed,
+                             script(given.faults) if given.faults is not None else None, given.step)
+    except (SettingsError, ServersError, StackError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{given.scenario}, seed {given.seed}\n\n{report(rehearsal)}")
+    return int(given.pages is not None and given.pages != len(rehearsal.pages))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

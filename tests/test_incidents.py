@@ -1,0 +1,160 @@
+"""One incident, one page: what a simulated cluster goes through, to the messages of a real Alertmanager.
+
+FLOPWATCH_REHEARSE=1 takes them in full: 64 nodes with a dead leaf, a driver upgrade that rolls over 64 nodes, 1,000
+healthy node-hours for each of three seeds, and more kinds of fault.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from alerts import AlertSettings
+from demo.rehearsal import Rehearsal, Series, Timeline, main, rehearse, report
+from flopwatch.simulate.fleet.faults import Fault
+from flopwatch.simulate.fleet.jobs import Job
+from flopwatch.simulate.fleet.metrics import Line
+from flopwatch.simulate.fleet.nodes import EPOCH, Noise
+from flopwatch.simulate.fleet.scenarios import SCENARIOS, Scenario
+
+FULL = bool(os.environ.get("FLOPWATCH_REHEARSE"))
+pytestmark = pytest.mark.timeout(7200 if FULL else 300)
+LONG = pytest.mark.skipif(not FULL, reason="FLOPWATCH_REHEARSE=1")
+RUN = Job("lm", 8, mesh={"tp": 8, "dp": 8}, step_seconds=5.0)  # 64 GPUs: it pages
+ALONE = Scenario("alone", "a run with a spare node", 1.0, (RUN,), spares=1,
+                 noise=Noise(per_node_day=0.0, missing=0.0, late=0.0))
+
+
+def fired(found: Rehearsal, severity: str) -> set[str]:
+    """Return the names of the alerts of a severity that ever fired."""
+    every = [dict(labels) for now in found.firing for labels in now]
+    return {labels["alertname"] for labels in every if labels["severity"] == severity}
+
+
+def told(found: Rehearsal) -> Counter[tuple[str, bool]]:
+    """Return how often whom was told that something begins, or that it is over."""
+    return Counter((message.to, message.resolved) for message in found.messages)
+
+
+def one_page(found: Rehearsal) -> str:
+    """Return the text of the only page. It is over at the end; Slack had one message, and one that it is."""
+    assert told(found) == {(to, resolved): 1 for to in ("pagerduty", "slack") for resolved in (False, True)}, (
+        report(found))
+    (messages,) = found.pages.values()
+    assert [message.resolved for message in messages] == [False, True]
+    assert not any(dict(labels)["severity"] == "critical" for labels in found.firing[-1])
+    return messages[0].title
+
+
+def test_a_dead_leaf_is_one_page_with_its_runs_and_gpus_until_all_is_over() -> None:
+    if FULL:
+        found = rehearse(SCENARIOS["leaf_failure"])
+        behind, run = "32 hosts of leaf leaf-0-0", "Run big of 256 GPUs has 256"
+    else:
+        found = rehearse(replace(ALONE, spares=0, rails=False), faults=[
+            Fault(600.0, "leaf", leaf="leaf-0", lasts=1200.0)], after=1500.0)
+        behind, run = "8 hosts of leaf leaf-0", "Run lm of 64 GPUs has 64"
+    assert one_page(found).startswith(
+        f"LeafDown: {behind} lost a port, or are gone, within 10m. {run} of its ranks there.")
+    assert fired(found, "critical") == {"InfinibandPortDown", "LeafDown", "TrainingDown", "TrainingHang"}
+    # The run's pages outlast the leaf's by a quarter of an hour, and are held back as long.
+    of_leaf, of_run, between = (
+        max(place for place, now in enumerate(found.firing) if any(("alertname", name) in labels for labels in now))
+        for name in ("LeafDown", "TrainingHang", "RunOnFaultyHost"))
+    assert of_leaf + 900 / found.step <= of_run <= between
+
+
+def test_a_dead_host_is_one_page_also_where_its_run_goes_on_elsewhere() -> None:
+    found = rehearse(ALONE, faults=[Fault(600.0, "cpu", "lm", node=3, lasts=900.0)], after=900.0)
+    assert one_page(found) == (
+        "NodeLost: Host node-0003 (rack rack-0, leaf leaf-0-0) does not answer. "
+        "Run lm of 64 GPUs has 8 of its ranks there.")
+    assert fired(found, "critical") == {"NodeLost", "TrainingHang"}
+
+
+@LONG
+@pytest.mark.parametrize(("kind", "alert"), [("faulty_gpu", "GpuXidCritical"), ("cable", "InfinibandPortDown")])
+def test_a_broken_part_is_one_page(kind: str, alert: str) -> None:
+    found = rehearse(ALONE, faults=[Fault(600.0, kind, "lm", node=3, part=2, lasts=1200.0)])
+    assert len(found.pages) == 1, report(found)
+    ((first, *_),) = found.pages.values()
+    assert first.title.startswith(f"{alert}: ")
+
+
+@LONG
+def test_a_gpu_that_is_gone_without_an_xid_is_one_page() -> None:
+    def silent(line: Line) -> Line | None:
+        return None if line[0].startswith("gpu_xid_") else line
+
+    found = rehearse(ALONE, 3, [Fault(600.0, "faulty_gpu", "lm", node=3, part=2, lasts=1200.0)], change=silent)
+    assert one_page(found).startswith("GpuMissing: ")
+
+
+@LONG
+def test_a_job_that_hangs_is_ended_and_stays_down_is_one_page() -> None:
+    found = rehearse(ALONE, faults=[Fault(600.0, "nccl_watchdog", "lm", lasts=3600.0, by_hand=2400.0)])
+    assert one_page(found).startswith("TrainingHang: Run lm has finished no step for ")
+    assert fired(found, "critical") == {"TrainingDown", "TrainingHang"}
+
+
+def test_a_driver_upgrade_in_announced_maintenance_is_no_page() -> None:
+    if FULL:
+        found = rehearse(SCENARIOS["rolling_maintenance"])
+    else:
+        found = rehearse(replace(ALONE, spares=4), step=30.0, after=600.0, faults=[
+            Fault(600.0 + 1500 * batch, "maintenance", nodes=tuple(range(4 * batch, 4 * batch + 4)), lasts=1600.0)
+            for batch in range(2)])
+    assert found.pages == {}, report(found)
+    assert told(found) == {}, report(found)
+    # It would have been, and not only once.
+    hosts = {dict(labels)["host"] for now in found.firing for labels in now if ("alertname", "GpuMissing") in labels}
+    assert len(hosts) == (64 if FULL else 8)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3] if FULL else [1])
+def test_a_healthy_cluster_pages_nobody_whatever_its_nodes_see(seed: int) -> None:
+    noisy = Noise(per_node_day=5.0 if FULL else 100.0)
+    healthy = SCENARIOS["healthy"]
+    scenario = replace(healthy, noise=noisy, days=healthy.days if FULL else 0.5 / 24)
+    found = rehearse(scenario, seed, step=60.0 if FULL else None)
+    hours = (len(found.firing) - 1) * found.step / 3600
+    print(f"seed {seed}: {8 * hours:.0f} node-hours, pages {len(found.pages)}, messages {len(found.messages)}, "
+          f"warnings {sorted(fired(found, 'warning'))}")
+    assert 8 * hours >= (1000 if FULL else 4)
+    assert found.pages == {}, report(found)
+    assert fired(found, "critical") == set()
+    assert fired(found, "warning") >= {"InfinibandLinkErrors"}  # nodes did see this and that
+
+
+def test_the_command_prints_what_happened_beside_who_was_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["healthy", "--days", "0.002", "--pages", "1"]) == 1
+    assert capsys.readouterr().out == (
+        "healthy, seed 1\n\nwhat happened\n  nothing\n\nwho was told what\n\n"
+        "17 evaluations; fired: nothing\npages: 0\n")
+
+
+def test_series_are_written_as_promtool_reads_them_from_the_beginning_on() -> None:
+    scraped = Series(100.0, 15.0)
+    for t, values in (
+            (85.0, {"up": 1.0, "some_timestamp_seconds": 0.0}),
+            (100.0, {"up": 1.0, "some_timestamp_seconds": EPOCH + 90}),
+            (115.0, {"up": 1.0, "some_timestamp_seconds": EPOCH + 110}),
+            (145.0, {"up": 2.5}), (160.0, {"up": 2.5}),
+            (175.0, {"some_timestamp_seconds": EPOCH + 175})):
+        scraped(t, [(name, {"job": "a"}, value) for name, value in values.items()])
+    assert scraped.inputs() == [
+        {"series": 'up{job="a"}', "values": "1x1 stale 2.5x1 stale"},
+        {"series": 'some_timestamp_seconds{job="a"}', "values": "-10x0 10x0 stale _x2 75x0"},
+    ]
+
+
+def test_time_is_cut_short_only_where_nothing_changes_for_long() -> None:
+    settings = AlertSettings()  # every group has been flushed twice after 285 s
+    timeline = Timeline([1000.0, 1100.0, 9000.0], settings, 10.0)
+    assert [timeline.real(change) for change in (1000.0, 1100.0, 9000.0)] == [0.0, 10.0, 38.5]
+    assert timeline.end == 67.0
+    assert [timeline.virtual(real) for real in (0.0, 4.0, 10.0, 38.5, 40.0)] == [1000.0, 1040.0, 1100.0, 9000.0, 9015.0]
+    assert Timeline([], settings, 10.0).end == 28.5
