@@ -139,6 +139,7 @@ ECHO = [raised("DistBackendError", rank, 8, host) for rank, host in enumerate(("
     ("a crash as a shell's status", CRASH, [saw("exit", detail="139", rank=3)], ("software", "possible")),
     ("a crash as Python's status", CRASH, [saw("exit", detail="-11", rank=3)], ("software", "possible")),
     ("killed by somebody", CRASH, [saw("signal", detail="SIGKILL", rank=3)], UNKNOWN),
+    ("a status that is none", CRASH, [saw("exit", detail="--9", rank=3)], UNKNOWN),
     ("ended with status 1", CRASH, [saw("exit", detail="1", rank=3)], UNKNOWN),
     ("vanished", CRASH, [saw("pid_gone", rank=3)], UNKNOWN),
     ("waiting for a checkpoint when it died", CRASH, [saw("checkpoint_wait")], ("storage", "possible")),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from flopwatch.ledger.accounting import Ledger
 from flopwatch.ledger.replay import main, replay
 
 REFERENCE = Path(__file__).parent / "captures" / "histories" / "crash_and_move.jsonl"
@@ -94,6 +95,48 @@ def test_a_later_start_keeps_the_clock_while_it_starts_up_without_a_word() -> No
                          line(1000, "finish", "b", "g", status="completed", step=60)], key=lambda one: one["t"]))
     assert buckets(run) == {"productive": 600, "lost": 100, "startup": 300}
     assert run["attempts"] == 2
+
+
+def test_a_host_whose_clock_is_wrong_all_the_time_is_not_late() -> None:
+    lines = [line(1000 + 10 * k - behind, "snapshot", source=source, step=k, started=1000.0 - behind,
+                  activity_seconds={"step": 10.0 * k})
+             for k in range(1, 101) for source, behind in (("x", 0), ("y", 400))]
+    run, live = run_of(lines), Ledger()
+    for one in lines:
+        live.apply(one)
+    assert buckets(run) == {"productive": 1000}
+    assert live.summary()["runs"]["r"] == run
+
+
+def test_an_attempt_that_is_told_of_afterwards_is_put_where_it_was() -> None:
+    first = [line(0, "start", step=0), *steps(0, 60, 0), line(600, "finish", status="failed", step=60)]
+    second = [line(700, "start", "b", step=60), *steps(60, 120, 700, "b"),
+              line(1300, "finish", "b", status="completed")]
+    assert run_of(second + first) == run_of(first + second)
+    assert buckets(run_of(first + second)) == {"productive": 1200, "down": 100}
+
+
+def test_an_exporter_that_restarts_and_hears_of_its_ranks_one_by_one_has_not_lost_gpus() -> None:
+    made = [one | {"started": 0.0} for one in steps(0, 100, 0)]
+    partial = made[49] | {"gpus": 1, "peak_flops": 1e15, "model_flops": 1e15}
+    run = run_of([*made[:20], partial, *made[50:], line(1000, "finish", status="completed", step=100)])
+    assert sum(run["gpu_seconds"].values()) == 8 * 1000
+    assert run["effective_mfu"] == pytest.approx(100e15 / (8e15 * 1000))
+
+
+def test_a_node_that_takes_the_place_of_another_does_not_add_to_its_gpus() -> None:
+    def told(step: int, source: str, rank: int, started: float) -> Line:
+        return line(10 * step, "snapshot", source=source, rank=rank, started=started, step=step,
+                    activity_seconds={"step": 10 * step - started})
+
+    lines = []
+    for step in range(1, 101):
+        lines.append(told(step, "x", 0, 0.0))
+        if step <= 50:
+            lines.append(told(step, "y", 8, 0.0))
+        if step >= 56:
+            lines.append(told(step, "spare", 8, 505.0))
+    assert sum(run_of(lines)["gpu_seconds"].values()) == 16 * 1000
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -17,6 +17,7 @@ from flopwatch import catalogue as m
 from flopwatch.ledger.accounting import Ledger, Run
 from flopwatch.ledger.causes import LOSSES
 from flopwatch.ledger.client import attempts_csv, run_table
+from flopwatch.ledger.losses import HISTORY
 from tests.test_accounting import Line, check_attempts, mangled, read_back, snapshot_of
 
 STEP, GPUS = 8.0, 8
@@ -65,6 +66,26 @@ def losses(lines: Iterable[Line]) -> list[tuple[str, str, str]]:
 
 def at(t: float, kind: str, **more: Any) -> tuple[float, Line]:
     return t, {"kind": kind, "t": t, "count": 1, **more}
+
+
+def test_a_loss_that_goes_on_is_kept_however_many_come_after_it() -> None:
+    ledger, spent, step = Ledger(), {"step": 0.0, "data_stall": 0.0}, 0
+
+    def go(steps: int, activity: str, seconds: float) -> None:
+        nonlocal step
+        step, spent[activity] = step + steps, spent[activity] + seconds
+        ledger.apply({"run": "r", "attempt": "a", "source": "n0", "rank": 0, "gpus": GPUS, "event": "snapshot",
+                      "started": 0.0, "t": sum(spent.values()), "step": step, "activity_seconds": dict(spent)})
+
+    for each in (1.0,) * 100 + (1.5,) * 60:
+        go(10, "step", 10 * each)
+    for _ in range(HISTORY + 20):
+        go(1, "step", 1.5)
+        go(1, "step", 1.5)
+        go(0, "data_stall", 70.0)
+        go(1, "step", 1.5)
+    kinds = [one["kind"] for one in ledger.runs["", "r"].figures(1e6)["incidents"]]
+    assert (kinds.count("slow"), len(kinds)) == (1, HISTORY)
 
 
 # An hour of steps takes 60 + 450 * 8 + 6 * 3 = 3678 s.

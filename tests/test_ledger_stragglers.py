@@ -109,6 +109,7 @@ def test_the_counter_is_a_part_of_productive_never_falls_and_survives_being_writ
     ([[0, "", 0, 1, 2, 3]], "waits 1: not [rank, place, started, steps, seconds, wait, tokens]"),
     ([[0, "", 0, 1, 2, -3, 4]], "waits 1: wait: -3 is negative"),
     ([[0, "", 0, 1, 2, None, 4]], "waits 1: a number is missing"),
+    ([[0, "", 0, 1, 2, 3, 4]] * 2, "waits: a rank is told twice"),
 ])
 def test_waits_that_cannot_be_are_refused(waits: object, message: str) -> None:
     with pytest.raises(RecordError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -231,9 +232,10 @@ def test_names_may_be_numbers_and_a_file_may_begin_with_a_mark_or_come_from_a_pi
     assert figures(*lines)["buckets"] == {"productive": 20}
     path = tmp_path / "history.jsonl"
     path.write_text("\ufeff" + "\n".join(lines))
-    for name, given in ((str(path), None), ("-", "\n".join(lines))):
-        done = subprocess.run([sys.executable, "-m", "flopwatch", "ledger", "replay", name, "--json"], input=given,
-                              capture_output=True, text=True, cwd=EXPORTER)
+    for name, given in ((str(path), None), ("-", path.read_text())):
+        done = subprocess.run(
+            [sys.executable, "-m", "flopwatch", "ledger", "replay", name, "--json"], input=given, capture_output=True,
+            text=True, cwd=EXPORTER, env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"})
         assert (done.returncode, done.stderr) == (0, "")
         assert json.loads(done.stdout)["runs"]["r"]["state"] == "completed"
 

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from math import inf
+from math import fsum, inf
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -215,12 +215,13 @@ class Run(Booked):
                 other for other, x in self.sources.items()
                 if x.rank is not None and x.rank == record.rank and record.born > x.t
             ]
-            for other in replaced:
-                del self.sources[other]
-                self.touched.add(other)
+            gone = [self.sources.pop(other) for other in replaced]
+            self.touched.update(replaced)
             source = Source(
                 record.born, record.t, epoch=attempt.epoch, restored=record.restored_step,
-                flops_step=attempt.resumed, mark=attempt.mark)
+                flops_step=attempt.resumed, mark=attempt.mark,
+                # The GPUs it replaces were counted until now.
+                credited_gpus=fsum(x.credited_gpus for x in gone), credited_peak=fsum(x.credited_peak for x in gone))
             if attempt.carried and record.born <= attempt.begin:
                 source.base, source.flops = activity, record.model_flops or 0.0
                 source.flops_step = record.step if record.step is not None else attempt.resumed
@@ -250,8 +251,9 @@ class Run(Booked):
         source.open_step = record.open_step_seconds if record.open_step_seconds is not None else 0.0
         source.rank = record.rank if record.rank is not None else source.rank
         grows = source.gpus is not None and (source.whole or heard - source.met > self.silent_after)
-        source.gpus = record.gpus if record.gpus is not None else source.gpus
-        source.peak = record.peak_flops if record.peak_flops is not None else source.peak
+        if not self._partial(source, record):
+            source.gpus = record.gpus if record.gpus is not None else source.gpus
+            source.peak = record.peak_flops if record.peak_flops is not None else source.peak
         if source.window != attempt.late.number:
             source.waited, source.window = source.waits, attempt.late.number
         source.waits = record.waits

@@ -47,6 +47,7 @@ class Source:
     mark: float = 0.0  # steps up to here add no retained FLOPs
     end: str | None = None
     whole: bool = False  # whether it began with a start, which tells of all its GPUs
+    fewer: float | None = None  # since when it tells fewer GPUs than before
     waits: tuple[Wait, ...] | None = None
     waited: tuple[Wait, ...] | None = None  # when the window began, of this number
     window: int = 0

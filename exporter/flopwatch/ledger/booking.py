@@ -7,6 +7,7 @@ from math import fsum, inf
 
 from flopwatch.ledger.attempt import BUCKETS, END_OF_RUN, RETAINED, Source
 from flopwatch.ledger.losses import Losing
+from flopwatch.ledger.record import Record
 from flopwatch.ledger.stragglers import WINDOW, Late, latest
 
 
@@ -79,6 +80,14 @@ class Booked(Losing):
 
     def _sum(self, name: str) -> float:
         return fsum(value for x in self.sources.values() if (value := getattr(x, name)) is not None)
+
+    def _partial(self, source: Source, record: Record) -> bool:
+        """Return whether a record seems to tell of some GPUs only: its exporter restarted and hears of them anew."""
+        if source.whole or source.gpus is None or record.gpus is None or record.gpus >= source.gpus:
+            source.fewer = None
+            return False
+        source.fewer = record.t if source.fewer is None else source.fewer
+        return record.t - source.fewer < self.silent_after
 
     def _credit(self, source: Source, grows: bool) -> None:
         """Count a source's GPUs in what was booked before they were heard of: nodes push out of step.

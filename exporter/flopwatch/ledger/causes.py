@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import errno
 import functools
+import re
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -275,7 +276,7 @@ def _last_words(kind: str, detail: str) -> tuple[str, float, str]:
 
 def _signal_name(kind: str, detail: str) -> str:
     """Return the name of the signal in `9`, `SIGKILL` or, of an exit status as shells and Python tell it, 137 or -9."""
-    if not detail.lstrip("-").isdecimal() or len(detail) > 4:
+    if not re.fullmatch(r"-?[0-9]{1,3}", detail):
         return detail if kind == "signal" else ""
     number = int(detail)
     if kind == "exit":

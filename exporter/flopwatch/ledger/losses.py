@@ -96,7 +96,7 @@ class Losing(Heard):
         if len(self.unsettled) > _UNSETTLED:
             self._settle_loss(self.incidents[self.unsettled[0]])
         while len(self.incidents) > HISTORY:
-            oldest = next(iter(self.incidents))
+            oldest = next(number for number, one in self.incidents.items() if one.settled)
             del self.incidents[oldest]
             self.changed.add(oldest)
         return number

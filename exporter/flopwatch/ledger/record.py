@@ -193,6 +193,8 @@ def _waits(value: object) -> tuple[Wait, ...] | None:
         if len(known) < len(numbers):
             raise RecordError(f"waits {number}: a number is missing")
         found.append(Wait(int(known.pop("rank")), place, **known))
+    if len({wait.rank for wait in found}) < len(found):
+        raise RecordError("waits: a rank is told twice")
     return tuple(found)
 
 

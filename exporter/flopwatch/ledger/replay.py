@@ -56,6 +56,7 @@ class _Order:
     def __init__(self) -> None:
         self.late = False
         self._newest: dict[tuple[str, ...], float] = {}  # stamp of each run
+        self._behind: dict[tuple[str, ...], float] = {}  # of a process: how far behind that its first stamp was
         self._told: dict[tuple[str, ...], tuple[float, float]] = {}  # of a process: the newest stamp, and its age then
         self._began: dict[tuple[str, ...], float] = {}  # the oldest stamp of each attempt
 
@@ -64,35 +65,39 @@ class _Order:
         attempt = (*record.key, record.attempt)
         process, age = (*attempt, record.source), inf if record.event == "finish" else record.age
         t, older = self._told.get(process, (-inf, -inf))
-        newest = self._newest.get(record.key, -inf)
-        # An older process that tells of earlier had its clock set back.
-        self.late = self.late or (record.t < t - _LATE and age <= older) or t <= record.t < newest - _SKEW
+        newest = max(record.t, self._newest.get(record.key, record.t))
+        # A clock that is wrong stays as far behind; what comes late does not. An older process that tells of earlier
+        # had its clock set back.
+        drift = newest - record.t - self._behind.setdefault(process, newest - record.t)
+        self.late = self.late or (record.t < t - _LATE and age <= older) or (record.t >= t and abs(drift) > _SKEW)
         self._told[process] = max((t, older), (record.t, age))
-        self._newest[record.key] = max(record.t, newest)
+        self._newest[record.key] = newest
         self._began[attempt] = min(record.t, self._began.get(attempt, inf))
 
     def key(self, record: Record) -> tuple[float, float, int]:
         """Return what to sort late lines by."""
-        return record.t, self._began[(*record.key, record.attempt)], EVENTS.index(record.event)
+        # A file that is being written has had more lines the second time.
+        began = self._began.get((*record.key, record.attempt), record.t)
+        return record.t, began, EVENTS.index(record.event)
 
 
 class _File:
-    """The lines of a file, as often as they are asked for."""
+    """The lines of a file, or of standard input, as often as they are asked for."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._source: Path | int = sys.stdin.fileno() if path == Path("-") else path
 
     def __iter__(self) -> Iterator[str]:
-        with self._path.open(encoding="utf-8-sig", errors="replace") as lines:
+        own = isinstance(self._source, Path)
+        with open(self._source, encoding="utf-8-sig", errors="replace", closefd=own) as lines:
             yield from lines
 
 
 def main(path: Path, json_output: bool = False) -> int:
     """Print the figures of a history; lines that cannot be read are named on stderr and left out, and make it 1."""
     try:
-        # Of a pipe there is no second time.
-        lines: Iterable[str] = sys.stdin if path == Path("-") else _File(path)
-        summary, unreadable = replay(lines if path.is_file() else list(lines))
+        lines = _File(path)
+        summary, unreadable = replay(lines if path.is_file() else list(lines))  # of a pipe there is no second time
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror}") from error
     for message in unreadable:

@@ -395,7 +395,7 @@ class _Asked:
 def _losses(record: Mapping[str, Any]) -> list[Loss]:
     """Return the losses of a ledger's record, in order of time."""
     return sorted((Loss(
-        one["began"], one["back"], one["status"] if one["kind"] == "end" else one["kind"], one["cause"],
+        one["began"], one["back"], one["status"] if one.get("kind", "end") == "end" else one["kind"], one["cause"],
         one["confidence"], one["host"], " ".join(one[name] for name in ("gpu", "port") if one[name]), one["why"],
         one["gpu_seconds"], one["settled"]) for one in record["incidents"]), key=lambda loss: loss.began)
 
