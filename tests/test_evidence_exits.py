@@ -19,11 +19,12 @@ from prometheus_client import CollectorRegistry
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
+from flopwatch.ledger.store import Store
 from flopwatch.node import exits
 from flopwatch.node.collectors import StateFile
-from flopwatch.node.evidence import HOST_PIDS, Event, LastWord, Witness, of_ranks
+from flopwatch.node.evidence import HOST_PIDS, MOST_OF_NODE, Event, LastWord, Witness, of_ranks
 from flopwatch.node.exits import Watch
-from flopwatch.node.forward import Forward
+from flopwatch.node.forward import Embedded, Forward, Outcomes, Remote
 from flopwatch.node.telemetry import AttemptKey, Record, Telemetry, own_pid_namespace
 from flopwatch.settings import ExporterSettings
 from tests.machine import until
@@ -102,6 +103,31 @@ def test_a_process_of_another_namespace_is_found_by_its_pid_there_and_its_start(
     assert exits.pids({(7, 500), (8, 1)}, tmp_path) == {(7, 500): 4711}
 
 
+def test_where_proc_tells_no_pids_of_namespaces_nothing_is_found(tmp_path: Path) -> None:
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "stat").write_text(f"7 (python) S {'0 ' * 18}500 {'0 ' * 30}")
+    (tmp_path / "7" / "status").write_text("Name:\tpython\nPid:\t7\n")
+    assert exits.pids({(7, 500)}, tmp_path) == {}
+    assert exits.pids({(7, 500)}, tmp_path / "not mounted") == {}
+
+
+def test_a_python_without_pidfds_still_learns_how_a_zombie_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "pidfd_open", raising=False)
+    with waiting("raise SystemExit(3)") as process:
+        watch = Watch(process.pid, ticks(process.pid))
+        go(process)
+        until(lambda: not exits.process_alive(process.pid, 0))
+        assert watch.ended() == ("exit", "3")
+
+
+def test_a_pid_that_no_process_can_have_is_gone_and_keeps_no_other_rank_waiting() -> None:
+    node = Node()
+    node.push(rank=0, pid=2**40, pid_namespace=own_pid_namespace())
+    node.push(rank=1)
+    node.telemetry.check()
+    assert node.telemetry.summary() == [("", "lm", 1)]
+
+
 @pytest.mark.skipif(subprocess.run(["unshare", "-Upfr", "true"], capture_output=True).returncode != 0,
                     reason="no pid namespaces here")
 def test_a_rank_in_a_container_that_is_killed_is_gone_at_once_and_tells_by_what() -> None:
@@ -166,6 +192,23 @@ def test_a_rank_that_dies_tells_the_ledger_by_which_signal_before_it_is_reaped()
         ("signal", "SIGABRT", 0), ("pid_gone", None, 0)]
 
 
+def test_a_rank_that_is_heard_of_again_after_a_silence_tells_how_it_ended_too() -> None:
+    node = Node()
+    with waiting("import os; os.kill(os.getpid(), 6)") as process:
+        said = {"pid": process.pid, "pid_namespace": own_pid_namespace(), "pid_start_ticks": ticks(process.pid)}
+        node.push(**said)
+        node.telemetry.check()
+        node.now += 3600
+        assert node.gone()  # for all that is known
+        node.push(**said)
+        assert not node.gone()
+        go(process)
+        until(node.gone)
+    [*_, record] = node.records()
+    assert [(entry["kind"], entry.get("detail")) for entry in record["evidence"]] == [
+        ("signal", "SIGABRT"), ("pid_gone", None)]
+
+
 def test_what_tells_most_of_a_rank_comes_first() -> None:
     words = [LastWord(1, 10.0, 90.0, 4711, "DistBackendError", Event(2, 80.0), 95.0, ("exit", "1")),
              LastWord(0, 10.0, 91.0, 4712, gone_at=93.0, exited=("signal", "SIGKILL"))]
@@ -219,6 +262,81 @@ def test_what_happens_while_the_exporter_is_away_is_told_after_it() -> None:
     # In another life of the attempt's ranks, their records say it.
     node.push(status="failed")
     assert told(node.records()) == [("link_down", "mlx5_0:1")]
+
+
+def cut_off(node: Node, **last_word: Any) -> Node:
+    """Return the node after a power cut: what it wrote down is older than the last word of its rank."""
+    node.witness.observe(link(4, 0))
+    node.push()
+    node.records()
+    other = restarted(node)
+    node.now += 8
+    node.push(**last_word)
+    return other
+
+
+def passed_on(node: Node, ledger: Embedded | Remote) -> None:
+    forward = Forward(node.telemetry, ledger, tick=3600)
+    forward.start()
+    forward.stop()
+
+
+def test_a_last_word_on_disk_outlives_what_was_written_down_before_it_and_gains_its_evidence(tmp_path: Path) -> None:
+    def remote() -> Remote:
+        return Remote("http://127.0.0.1:1", None, tmp_path, Outcomes(CollectorRegistry()))
+
+    def kept() -> Record:
+        [file] = tmp_path.glob("*.json")
+        [record] = json.loads(file.read_text())
+        return {name: record.get(name) for name in ("t", "status", "evidence")}
+
+    node = Node()
+    before = cut_off(node, status="failed", ended_by="KeyError")
+    passed_on(node, remote())
+    exception = {"kind": "exception", "t": node.now, "count": 1, "rank": 0, "detail": "KeyError"}
+    last_word = {"t": node.now, "status": "failed", "evidence": [exception]}
+    assert kept() == last_word
+
+    node = before
+    ledger = remote()
+    for state, downed in ((1, 1), (4, 1), (1, 2)):
+        node.witness.observe(link(state, downed))
+        passed_on(node, ledger)
+        down = {"kind": "link_down", "t": node.now, "count": downed, "port": "mlx5_0:1"}
+        assert kept() == {**last_word, "evidence": [{**down, "t": node.now - 15 * (state == 4)}, exception]}
+        node.now += 15
+
+    # What lives and says so is newer than any last word.
+    node.push()
+    passed_on(node, ledger)
+    assert (kept()["t"], kept()["status"]) == (node.now, None)
+
+
+def test_evidence_on_disk_is_bounded_and_the_newest_stays_and_the_last_word(tmp_path: Path) -> None:
+    node = Node()
+    before = cut_off(node, status="failed", ended_by="KeyError")
+    for one, first in ((node, 101), (before, 1)):
+        one.witness.observe([
+            (m.GPU_XID_LAST, ("3", "GPU-a", str(code)), node.now - code) for code in range(first, first + 100)])
+        passed_on(one, Remote("http://127.0.0.1:1", None, tmp_path, Outcomes(CollectorRegistry())))
+    [[record]] = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
+    assert [(entry["kind"], entry["detail"]) for entry in record["evidence"]] == [
+        *(("xid", str(code)) for code in range(1, MOST_OF_NODE + 1)), ("exception", "KeyError")]
+
+
+def test_a_ledger_that_has_the_last_word_takes_only_evidence_from_what_was_written_down_before_it(
+    tmp_path: Path,
+) -> None:
+    node = Node()
+    before = cut_off(node, status="completed")
+    for one in (node, before):
+        ledger = Embedded(Store(tmp_path / "ledger.sqlite"), Outcomes(CollectorRegistry()), now=lambda: before.now)
+        one.witness.observe(link(1, 1))
+        passed_on(one, ledger)
+        found = [(row, labels, value) for row, labels, value in ledger.ask(1).samples
+                 if row in (m.RUN_STATE, m.RUN_INCIDENTS) and value]
+        assert found == [(m.RUN_STATE, ("", "lm", "completed"), 1.0)]
+        ledger.close()
 
 
 def test_after_five_minutes_nothing_is_left_of_it() -> None:

@@ -7,13 +7,17 @@ healthy node-hours for each of three seeds, and more kinds of fault.
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from alerts import AlertSettings
-from demo.rehearsal import Rehearsal, Series, Timeline, main, rehearse, report
+from demo.rehearsal import Firing, Rehearsal, Series, Timeline, delivered, main, rehearse, report
+from demo.servers import Servers
+from demo.stack import StackError
 from flopwatch.simulate.fleet.faults import Fault
 from flopwatch.simulate.fleet.jobs import Job
 from flopwatch.simulate.fleet.metrics import Line
@@ -134,6 +138,34 @@ def test_the_command_prints_what_happened_beside_who_was_told(capsys: pytest.Cap
     assert capsys.readouterr().out == (
         "healthy, seed 1\n\nwhat happened\n  nothing\n\nwho was told what\n\n"
         "17 evaluations; fired: nothing\npages: 0\n")
+
+
+# In the place of an Alertmanager: ready at once, and slow to take an alert.
+SLOW = """
+import sys, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Slow(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_POST(self):
+        time.sleep(0.05)
+        self.do_GET()
+
+address = next(word for word in sys.argv if word.startswith("--web.listen-address=")).partition("=")[2]
+HTTPServer(("127.0.0.1", int(address.rpartition(":")[2])), Slow).serve_forever()
+"""
+
+
+def test_pages_that_were_told_too_late_are_not_counted(tmp_path: Path) -> None:
+    servers = Servers((), "", (sys.executable, "-c", SLOW), "", "")
+    firing: list[Firing] = [{}, {(("alertname", "NodeLost"), ("severity", "critical")): {}}]
+    # At the slowest of these paces 50 ms are 625 virtual seconds.
+    with pytest.raises(StackError, match="later than"):
+        delivered(firing, 15.0, 0.0, servers, tmp_path, pace=100_000.0)
 
 
 def test_series_are_written_as_promtool_reads_them_from_the_beginning_on() -> None:

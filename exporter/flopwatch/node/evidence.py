@@ -303,6 +303,18 @@ def of_ranks(ranks: Iterable[LastWord], killed: Mapping[int, float]) -> list[Ent
     return found
 
 
+def joined(before: Iterable[Entry], after: Iterable[Entry]) -> list[Entry]:
+    """Return what two records of an attempt tell, of each place and kind the newest."""
+    found: dict[tuple[Any, ...], Entry] = {}
+    for entry in (*before, *after):
+        place = tuple(entry.get(name) for name in ("kind", "gpu", "port", "rank", "detail"))
+        if place not in found or entry["t"] >= found[place]["t"]:
+            found[place] = entry
+    node = [entry for entry in found.values() if "rank" not in entry]
+    node = sorted(node, key=lambda entry: -entry["t"])[:MOST_OF_NODE]
+    return node + [entry for entry in found.values() if "rank" in entry][:MOST - len(node)]
+
+
 def gpus_of(pushes: Iterable[Push]) -> frozenset[str] | None:
     """Return the GPUs that ranks have declared; None if one of them has declared none."""
     uuid = m.TRAINING_RANK_INFO.labels.index("uuid")

@@ -26,7 +26,7 @@ def process_alive(pid: int, start_ticks: int) -> bool:
     """Return whether this process still runs: the same one, not a later process with its id, and not a zombie."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # the latter: no process has such a pid, whatever was pushed
         return False
     except PermissionError:
         pass
@@ -49,10 +49,11 @@ class Watch:
 
     def __init__(self, pid: int, start_ticks: int) -> None:
         self._pid, self._start_ticks, self._fd = pid, start_ticks, -1
-        with suppress(OSError):
-            self._fd = os.pidfd_open(pid)
-            if not process_alive(pid, start_ticks):  # and now it is somebody else's
-                self.close()
+        if hasattr(os, "pidfd_open"):  # Python may have been built without
+            with suppress(OSError, OverflowError):
+                self._fd = os.pidfd_open(pid)
+        if not process_alive(pid, start_ticks):  # and now it is somebody else's
+            self.close()
 
     def ended(self) -> tuple[str, str]:
         """Return `signal` and its name, or `exit` and the status; two empty texts if that is not known."""
@@ -97,14 +98,17 @@ def pids(wanted: Collection[Process], proc: Path = Path("/proc")) -> dict[Proces
     """
     found: dict[Process, int] = {}
     starts = {start for _, start in wanted}
-    for process in proc.iterdir():
+    processes: list[Path] = []
+    with suppress(OSError):  # no /proc here
+        processes = list(proc.iterdir())
+    for process in processes:
         if not process.name.isdecimal():
             continue
         with suppress(OSError, ValueError, IndexError):
             start = int(_stat(process)[19])
             if start in starts:
                 status = (process / "status").read_text(errors="replace")
-                inner = next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[-1]
+                inner = next((line for line in status.splitlines() if line.startswith("NSpid:")), "").split()[-1]
                 if (int(inner), start) in wanted:
                     found[int(inner), start] = int(process.name)
     return found

@@ -25,6 +25,7 @@ import prometheus_client as prometheus
 from flopwatch import catalogue as m
 from flopwatch.ledger.record import RecordError
 from flopwatch.ledger.store import Store
+from flopwatch.node import evidence
 from flopwatch.node.collectors import StateFile
 from flopwatch.node.reader import Reading
 from flopwatch.node.scrape import self_counter
@@ -71,8 +72,8 @@ class Embedded:
         self._outcomes = outcomes
         self._now = now
 
-    def take(self, key: AttemptKey, records: list[Record]) -> bool:
-        """Return whether the ledger has dealt with the records."""
+    def take(self, key: AttemptKey, records: list[Record], *, again: bool = False) -> bool:
+        """Return whether the ledger has dealt with the records, told again or not."""
         try:
             self.store.apply(records)
         except RecordError as error:
@@ -125,8 +126,16 @@ class Remote:
         self._retry_at = 0.0
         self._pending = self._spooled()
 
-    def take(self, key: AttemptKey, records: list[Record]) -> bool:
-        """Keep an attempt's newest records until they are sent: its last ones, and any in an outage, on disk."""
+    def take(self, key: AttemptKey, records: list[Record], *, again: bool = False) -> bool:
+        """Keep an attempt's newest records until they are sent: its last ones, and any in an outage, on disk.
+
+        Of those told again, for more evidence, only that is taken where there are newer ones: what a process that was
+        killed had written down for a restart may be older than the last word it left on disk.
+        """
+        *before, last = self._pending.get(key, records)
+        if again and last["t"] >= records[-1]["t"]:
+            told = evidence.joined(last.get("evidence", []), records[-1].get("evidence", []))
+            records = [*before, {**last, "evidence": told}]
         self._pending[key] = records
         self._next.setdefault(key[:2], self._clock() + random.uniform(0, self._interval))
         if self._backoff > 0 or "status" in records[-1] or "gone" in records[-1]:
@@ -262,7 +271,7 @@ class Forward:
         try:
             self._telemetry.check()
             for key, (version, records) in self._telemetry.due().items():
-                if self._ledger is None or self._ledger.take(key, records):
+                if self._ledger is None or self._ledger.take(key, records, again=version < 0):
                     self._telemetry.delivered(key, version)
             if self._ledger is not None:
                 self._ledger.flush(last=last)

@@ -299,7 +299,7 @@ class Telemetry:
         if before is not None and before.push.process != push.process:
             before = None
         newcomer = _Rank(push, self._clock(), refused=evidence.out_of_memory(push, before.refused if before else None))
-        if before is not None:
+        if before is not None and before.end is None:  # else it is not watched any more
             newcomer.pid, newcomer.watch = before.pid, before.watch
         attempt.ranks[push.rank] = newcomer
         attempt.changes += 1
