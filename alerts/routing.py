@@ -31,10 +31,10 @@ SINCE = '{{ .StartsAt.UTC.Format "2 Jan 15:04 UTC" }}'
 MOST = 10  # alerts told one by one: Slack cuts a text at 8000 characters, and the runbook comes last
 FACTS = (
     f"{{{{ range $i, $one := .Alerts.Firing }}}}{{{{ if lt $i {MOST} }}}}"
-    f"{{{{ $one.Annotations.description{ESCAPE} }}}} Since {SINCE}.\n{{{{ end }}}}{{{{ end }}}}"
+    f"{{{{ $one.Annotations.description{ESCAPE} }}}} Alert since {SINCE}.\n{{{{ end }}}}{{{{ end }}}}"
     f"{{{{ range $i, $one := .Alerts.Resolved }}}}{{{{ if lt $i {MOST} }}}}"
-    f"Over: {{{{ $one.Annotations.description{ESCAPE} }}}} Since {SINCE}, until "
-    '{{ .EndsAt.UTC.Format "15:04" }}.\n{{ end }}{{ end }}'
+    f"Over: {{{{ $one.Annotations.description{ESCAPE} }}}} Alert from {SINCE} to "
+    '{{ .EndsAt.UTC.Format "2 Jan 15:04 UTC" }}.\n{{ end }}{{ end }}'
     f"{{{{ if gt (len .Alerts) {MOST} }}}}There are {{{{ len .Alerts }}}} such alerts.\n{{{{ end }}}}"
 )
 EACH = "{{ range .Alerts.%s }}{{ .Annotations.description }}\n{{ end }}"
@@ -94,9 +94,9 @@ INHIBITIONS = (
     Inhibition("InfinibandLinkErrors", "InfinibandErrorRate|RailImbalance", ("host", "device", "port")),
     Inhibition("FlopwatchExporterDown", "Flopwatch(Collector|ExporterBlind|Clock).*", ("host", "instance")),
     # A job that hangs is ended by its watchdog, and then it is down.
-    Inhibition("TrainingHang", f"TrainingDown|TrainingStraggler|{SLOW}|{RECKONED}", ("run",)),
-    Inhibition("TrainingDown", f"TrainingRestartStorm|{SLOW}|{RECKONED}", ("run",)),
-    Inhibition("TrainingRestartStorm", f"{SLOW}|{RECKONED}", ("run",)),
+    Inhibition("TrainingHang", f"TrainingDown|TrainingStalled|TrainingStraggler|{SLOW}|{RECKONED}", ("run",)),
+    Inhibition("TrainingDown", f"TrainingRestartStorm|TrainingStalled|{SLOW}|{RECKONED}", ("run",)),
+    Inhibition("TrainingRestartStorm", f"TrainingStalled|{SLOW}|{RECKONED}", ("run",)),
     Inhibition("TrainingStraggler", "TrainingMfuDrop", ("run",)),
     Inhibition("TrainingDataStall", "TrainingMfuDrop", ("run",)),
     Inhibition("TrainingCheckpointStale", "TrainingWorkAtRisk", ("tenant", "run")),

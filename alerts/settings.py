@@ -116,8 +116,12 @@ class AlertSettings:
     hang_named: float = 0.50  # share of the votes from which on somebody is named
     hang_keep: float = 900.0  # a job that hangs is ended then, and is down: one message, not two
     hang_for: float = 60.0  # longer than node_lost_for: the host that died is told first
+    stalled_after: float = 1800.0  # without a step, whatever the ranks say they do: a checkpoint or evaluation is over
+    stalled_for: float = 300.0  # as down_for and storm_for, which are then told in its place
     storm_window: float = 3600.0
     storm_attempts: int = 3  # starts in that window without a second of new progress
+    storm_burst: float = 1800.0
+    storm_ends: int = 4  # unplanned ends in that time, whatever the attempts made
     storm_for: float = 300.0  # as down_for, which is then told in its place
     mfu_drop: float = 0.85  # of the run's own median: ours; a late rank warns from 10 % on, and says who
     mfu_drop_window: float = 600.0
@@ -202,7 +206,7 @@ class AlertSettings:
                 raise ValueError(f"team {team!r}: write letters, digits, dots, underscores and dashes; it names files")
         for name in ("rate_window", "straggler_window", "link_window", "xid_window",
                      "progress_window", "state_window", "memory",
-                     "hang_window", "leaf_window", "storm_window", "mfu_drop_window",
+                     "hang_window", "leaf_window", "storm_window", "storm_burst", "mfu_drop_window",
                      "mfu_baseline_window", "goodput_window", "checkpoint_window", "spike_window", "bridge_window",
                      "aftermath", "refused_window", "ecc_window", "bit_error_window"):
             if getattr(self, name) < 4 * self.scrape_interval:

@@ -249,8 +249,8 @@ def test_slack_is_told_what_fires_and_what_is_over_in_escaped_text(render: Calla
     assert render(slack["title"]) == "[FIRING] TrainingDown: 1 &lt; 2 &amp; &lt;b&gt;"
     assert render(slack["color"]) == "danger"
     assert render(slack["text"]) == (
-        "Run &lt;!channel&gt; &amp; more Since 21 Nov 13:05 UTC.\n"
-        "Over: Run b&gt;a Since 21 Nov 13:05 UTC, until 14:00.\n"
+        "Run &lt;!channel&gt; &amp; more Alert since 21 Nov 13:05 UTC.\n"
+        "Over: Run b&gt;a Alert from 21 Nov 13:05 UTC to 21 Nov 14:00 UTC.\n"
         "Runbook: <https://runbooks/x.md|TrainingDown>"
     )
     assert receiver("slack")["text"].endswith("Runbook: {{ .CommonAnnotations.runbook_url }}")

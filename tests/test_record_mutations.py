@@ -51,6 +51,12 @@ BROKEN = [
     (recording.MTTR, "max by (tenant, run) (run_recoveries_total)", "sum by (tenant, run) (run_recoveries_total)"),
     ("run:run_books:bool_1h", "min by (tenant, run) (last_over_time(run_start_timestamp_seconds[5m])) ==",
      "max by (tenant, run) (last_over_time(run_start_timestamp_seconds[5m])) =="),
+    # How many ranks a run has, where no ledger tells its size.
+    (recording.PAGES, "last_over_time(training_run_info[1d])", "training_run_info"),
+    (recording.PAGES, "last_over_time(training_world_size[5m])", "training_world_size"),
+    (recording.PAGES, "training_world_size[5m])) >= 64", "training_world_size[5m])) >= 63"),
+    (recording.PAGES, "unless on (tenant, run)\nlast_over_time(run_gpus[5m])", ""),
+    (recording.PAGES, "unless on (tenant, run)\nlast_over_time(run_gpus[5m])", "unless on (tenant, run)\nrun_gpus"),
     # A run that was just heard of, of which nothing is booked.
     (recording.GOODPUT, 'and on (tenant, run) run_seconds_total{bucket!="queue"} > 0', ""),
     (recording.ETTR, 'and on (tenant, run) run_seconds_total{bucket!="queue"} > 0', ""),

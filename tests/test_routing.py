@@ -30,8 +30,9 @@ ALERTS = alerts(SETTINGS)
 EVERY = (*INHIBITIONS, LEDGERS)
 # An alert on an incident is told by these and nobody.
 SILENT = {"Maintenance", "RunOnFaultyHost", "HostOnFaultyLeaf"}
-# Seconds of evidence that these need before they are pending: a minute without a step, three windows.
-SEEN_AFTER = {"TrainingHang": SETTINGS.hang_after, "TrainingStraggler": 3 * SETTINGS.straggler_window}
+# Seconds of evidence that these need before they are pending: a minute or half an hour without a step, three windows.
+SEEN_AFTER = {"TrainingHang": SETTINGS.hang_after, "TrainingStalled": SETTINGS.stalled_after,
+              "TrainingStraggler": 3 * SETTINGS.straggler_window}
 
 
 def seconds(text: str) -> float:

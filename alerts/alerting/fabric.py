@@ -194,15 +194,18 @@ ALERTS{alertname="InfinibandLinkErrors"}"""
     def fact(words: str) -> str:
         return f" {{{{ printf \"%.1f\" .Value }}}} {words}."
 
+    def rises(words: str) -> str:
+        return f" {{{{ printf \"%.0f\" .Value }}}} {words} in {settings.at_pace(settings.link_window)}."
+
     return _of_port(
         settings, "InfinibandErrorRate",
         ((bits, " {{ printf \"%.2g\" .Value }} symbol errors a second."),
          (_rate(settings, m.INFINIBAND_LINK_RECOVERY, settings.recoveries, a_minute=True),
           fact("recoveries of the link a minute")),
          (_rate(settings, m.INFINIBAND_RECEIVE_ERRORS, settings.receive_errors), fact("broken packets a second")),
-         (_rises(settings, m.INFINIBAND_LINK_INTEGRITY), " Local link integrity errors."),
-         (_rises(settings, m.INFINIBAND_BUFFER_OVERRUN), " Buffer overruns."),
-         (_rises(settings, m.INFINIBAND_CORRUPT_PACKETS), " Packets that were corrupted on their way.")),
+         (_rises(settings, m.INFINIBAND_LINK_INTEGRITY), rises("local link integrity errors")),
+         (_rises(settings, m.INFINIBAND_BUFFER_OVERRUN), rises("buffer overruns")),
+         (_rises(settings, m.INFINIBAND_CORRUPT_PACKETS), rises("packets that were corrupted on their way"))),
         settings.error_for,
         "A link makes more errors than a good one, and corrects or repeats most of them.", condition=told,
         keep=settings.link_keep,

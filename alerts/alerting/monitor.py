@@ -25,7 +25,7 @@ GPU_CAUSES = ("GpuXidCritical", "GpuMemoryFailed", "GpuMissing", "GpuRecoveryNee
               "NvlinkFabricUnhealthy")
 # What the two in between hold back: of a host, and of a run in as far as it pages.
 OF_HOST = "NodeLost|Flopwatch.+|Infiniband.+|RailImbalance|EfaErrors|RoceMisconfigured"
-OF_RUN = "TrainingDown|TrainingHang|TrainingRestartStorm|TrainingStraggler"
+OF_RUN = "TrainingDown|TrainingHang|TrainingRestartStorm|TrainingStalled|TrainingStraggler"
 
 
 def alerts(settings: AlertSettings) -> tuple[Alert, ...]:

@@ -13,15 +13,24 @@ from alerts.alert import PAGED, RUN_LINK, Alert, each, lasts_with, owner
 from alerts.settings import AlertSettings
 from flopwatch import catalogue as m
 
+PRODUCTIVE = 'bucket=~"productive|generation"'
+ALL_BUT_QUEUE = 'bucket!="queue"'
+
 
 def alerts(settings: AlertSettings) -> tuple[Alert, ...]:
     """Return the alerts on runs."""
     return (
-        *_straggler(settings), *_hang(settings), *_down(settings), *_restart_storm(settings), _mfu_drop(settings),
-        _mfu_impossible(settings), _mfu_unavailable(settings), _tokens_absent(settings), _goodput_low(settings),
-        _data_stall(settings), _checkpoint_stale(settings), _checkpoint_slow(settings), _work_at_risk(settings),
-        *_loss_not_finite(settings), _loss_spikes(settings),
+        *_straggler(settings), *_hang(settings), *_down(settings), *_restart_storm(settings), *_stalled(settings),
+        _mfu_drop(settings), _mfu_impossible(settings), _mfu_unavailable(settings), _tokens_absent(settings),
+        _goodput_low(settings), _data_stall(settings), _checkpoint_stale(settings), _checkpoint_slow(settings),
+        _work_at_risk(settings), *_loss_not_finite(settings), _loss_spikes(settings),
     )
+
+
+def _on_host() -> str:
+    """Return a template that names the host of the rank `.Labels.rank` of the run `$labels.run`, where it is known."""
+    return each(f'topk(1, max by (host) ({m.TRAINING_RANK_INFO}{{run=%q,rank=%q,host!=""}}))',
+                "$labels.run .Labels.rank", " on {{ .Labels.host }}")
 
 
 def _hang(settings: AlertSettings) -> tuple[Alert, ...]:
@@ -48,13 +57,16 @@ def _hang(settings: AlertSettings) -> tuple[Alert, ...]:
     rank, host = (f"{name}{{run=%[1]q}}" for name in (recording.CULPRIT_RANK, recording.CULPRIT_HOST))
     on_host = "{{ with .Labels.host }} on {{ . }}{{ end }}"
     confidence = ' Confidence {{ printf "%.0f" .Value }} %.'
+    gpu = each(f"max by (gpu) ({m.GPU_INFO}{{uuid=%q}})", ".Labels.uuid", " {{ .Labels.gpu }}")
+    card = each(f'topk(1, max by (uuid) ({m.TRAINING_RANK_INFO}{{run=%q,rank=%q,uuid!=""}}))',
+                "$labels.run .Labels.rank", " Its GPU is" + gpu + " ({{ .Labels.uuid }}).")
     signs = [(f'{recording.SIGN}{{run=%[1]q,sign="{name}"}}', text) for name, text in recording.SIGNS.items()]
     description = (
-        "Run {{ $labels.run }} has finished no step for {{ $value | humanizeDuration }}, while a step's clock runs and "
-        "nothing else does."
+        "Run {{ $labels.run }} has finished no step for {{ $value | humanizeDuration }}; for " + window
+        + " no collective was started, or no tensor core was active."
         + "".join(each(f"{sign} and on (rank) {rank}", "$labels.run", " Rank {{ .Labels.rank }}" + on_host
                        + f" is {text}.") for sign, text in signs)
-        + each(f"100 * {rank}", "$labels.run", confidence)
+        + each(f"100 * {rank}", "$labels.run", card + confidence)
         + "".join(each(f"count by (host) ({sign} and on (host) {host})", "$labels.run", " {{ .Value }} ranks on "
                        "{{ .Labels.host }} are " + text + ".") for sign, text in signs)
         + each(f"100 * {host}", "$labels.run", confidence)
@@ -88,24 +100,80 @@ max by (run) (last_over_time({m.RUN_STATE}{{state="down"}}[{settings.at_pace(set
 
 
 def _restart_storm(settings: AlertSettings) -> tuple[Alert, ...]:
-    window = settings.at_pace(settings.storm_window)
-    productive = f'{m.RUN_SECONDS}{{bucket=~"productive|generation"}}'
+    """Many starts in an hour without a new step; or more ends in half of it, whatever was made before or between."""
+    window, state = settings.at_pace(settings.storm_window), settings.at_pace(settings.state_window)
+    ends = f'{m.RUN_ENDS}{{status=~"failed|silent"}}[{settings.at_pace(settings.storm_burst)}]'
     storm = f"""(
-  max by (tenant, run) (increase({m.RUN_ATTEMPTS}[{window}])) >= {settings.storm_attempts}
+  (
+    max by (tenant, run) (increase({m.RUN_ATTEMPTS}[{window}])) >= {settings.storm_attempts}
+      unless on (tenant, run)
+    max by (tenant, run) (increase({m.RUN_SECONDS}{{{PRODUCTIVE}}}[{window}])) > 0
+      or on (tenant, run)
+    sum by (tenant, run) (max by (tenant, run, status) (increase({ends}))) >= {settings.storm_ends}
+  )
     unless on (tenant, run)
-  max by (tenant, run) (increase({productive}[{window}])) > 0
+  max by (tenant, run) (last_over_time({m.RUN_STATE}{{state=~"completed|stopped"}}[{state}])) == 1
 )"""
+
+    def fact(query: str, text: str) -> str:
+        return each(query, "$labels.tenant $labels.run", text)
 
     def alert(severity: Literal["critical", "warning"], operator: str) -> Alert:
         return Alert(
             "ledger", "TrainingRestartStorm", severity, ("tenant", "run"),
             f"{storm}\n  {operator} on (tenant, run)\n{recording.PAGES}",
-            # Three starts are the evidence; as long as for a run that is down, which is then told in its place.
-            settings.at_pace(settings.storm_for), "A training run restarts again and again without any new step.",
-            'Run {{ $labels.run }} started {{ printf "%.0f" $value }} times in ' + window + " and made nothing new."
-            + each(f"max by (status) (increase({m.RUN_ENDS}{{tenant=%q,run=%q}}[{window}])) >= 0.5",
-                   "$labels.tenant $labels.run", ' {{ printf "%.0f" .Value }} attempts ended as {{ .Labels.status }}.')
+            # The starts are the evidence; as long as for a run that is down, which is then told in its place.
+            settings.at_pace(settings.storm_for), "A training run restarts again and again.",
+            "Run {{ $labels.run }}"
+            + fact(f"max(increase({m.RUN_ATTEMPTS}{{tenant=%q,run=%q}}[{window}]))",
+                   ' started {{ printf "%.0f" .Value }} times in ' + window + ".")
+            + fact(f"sum(max by (bucket) (increase({m.RUN_SECONDS}{{tenant=%q,run=%q,{PRODUCTIVE}}}[{window}])))",
+                   " New steps took {{ .Value | humanizeDuration }} of it.")
+            + fact(f"max by (status) (increase({m.RUN_ENDS}{{tenant=%q,run=%q}}[{window}])) >= 0.5",
+                   ' {{ printf "%.0f" .Value }} attempts ended as {{ .Labels.status }}.')
             + owner(settings), link=RUN_LINK,
+        )
+
+    return alert("critical", "and"), alert("warning", "unless")
+
+
+def _stalled(settings: AlertSettings) -> tuple[Alert, ...]:
+    """No step for long in processes that say what they do: outside a step no hang is told."""
+    rate, state = settings.at_pace(settings.rate_window), settings.at_pace(settings.state_window)
+    activity, last_step = m.TRAINING_ACTIVITY_SECONDS, f"max by (run) ({m.TRAINING_LAST_STEP_TIMESTAMP})"
+    # Of processes that have made no step, since they began.
+    stalled = f"""(
+  time() - (
+    (
+      {last_step}
+        or on (run)
+      time() - max by (run) (sum by (run, rank) ({activity}))
+    ) < time() - {settings.seconds_at_pace(settings.stalled_after)}
+  )
+    unless on (run)
+  max by (run) (last_over_time({m.RUN_STATE}{{state=~"completed|stopped"}}[{state}])) == 1
+)"""
+    ranks = f"sum by (activity) (rate({activity}{{run=%[1]q}}[{rate}]))"
+    description = (
+        "Run {{ $labels.run }} has finished no step for {{ $value | humanizeDuration }}."
+        + each(f"sort_desc({ranks} >= 0.5)", "$labels.run",
+               ' Ranks in {{ .Labels.activity }}: {{ printf "%.0f" .Value }}.')
+        # Those that do something else than the most: the others may wait for them.
+        + each(f"topk(3, max by (rank, activity) (rate({activity}{{run=%[1]q}}[{rate}])) > 0.5 unless on (activity) "
+               f"topk(1, {ranks}))", "$labels.run",
+               " Rank {{ .Labels.rank }}" + _on_host() + " is in {{ .Labels.activity }}.")
+        + each(f"%f * max({m.TRAINING_WORLD_SIZE}{{run=%q}}) / 3600", "$value $labels.run",
+               ' {{ printf "%.1f" .Value }} GPU-hours are lost so far.')
+        + owner(settings)
+    )
+
+    def alert(severity: Literal["critical", "warning"], operator: str) -> Alert:
+        return Alert(
+            # In the group of what holds it back, so that it ends no later.
+            "ledger", "TrainingStalled", severity, ("run",),
+            f"{stalled}\n  {operator} on (run)\ngroup by (run) ({recording.PAGES})",
+            settings.at_pace(settings.stalled_for), "A training run stands still outside a step.", description,
+            link=RUN_LINK,
         )
 
     return alert("critical", "and"), alert("warning", "unless")
@@ -206,10 +274,6 @@ def _booked(settings: AlertSettings, buckets: str, window: float, *, opened: boo
     return f"({now} - ({before} or {none}))" if young else f"({now} - {before})"
 
 
-PRODUCTIVE = 'bucket=~"productive|generation"'
-ALL_BUT_QUEUE = 'bucket!="queue"'
-
-
 def _goodput_low(settings: AlertSettings) -> Alert:
     window = settings.goodput_window
     wall = _booked(settings, ALL_BUT_QUEUE, window, opened=True, young=True)
@@ -249,7 +313,7 @@ def _data_stall(settings: AlertSettings) -> Alert:
         settings.at_pace(settings.stall_for), "A training run waits for its data.",
         "A rank of run {{ $labels.run }} spends {{ $value | humanizePercentage }} of its step time waiting for its "
         "next batch:" + each(f"topk(3, {share('run=%[1]q,')} > {settings.stall_share:g})", "$labels.run",
-                        " rank {{ .Labels.rank }} {{ .Value | humanizePercentage }}.")
+                        " rank {{ .Labels.rank }}" + _on_host() + " {{ .Value | humanizePercentage }}.")
         + owner(settings), link=RUN_LINK,
     )
 
@@ -449,6 +513,10 @@ def _down(settings: AlertSettings) -> tuple[Alert, ...]:
     description = (
         "Run {{ $labels.run }}{{ with $labels.tenant }} of {{ . }}{{ end }}"
         f" has been down for {settings.at_pace(settings.down_for)} or longer."
+        + each(f"max({m.RUN_OPEN_SECONDS}{{tenant=%q,run=%q}})", "$labels.tenant $labels.run",
+               " Nothing was heard of it for {{ .Value | humanizeDuration }}.")
+        + each(f"max by (status) ({m.RUN_ENDS}{{tenant=%q,run=%q}}) > 0", "$labels.tenant $labels.run",
+               ' {{ printf "%.0f" .Value }} attempts ended as {{ .Labels.status }}.')
         + fact(m.RUN_GPUS, " NUMBER GPUs do nothing.")
         + fact(m.RUN_POSITION_STEPS, " It had reached step NUMBER.")
         + fact(m.RUN_COMMITTED_STEPS, " Its last checkpoint is of step NUMBER.")

@@ -145,6 +145,7 @@ def _speed(settings: AlertSettings) -> tuple[Record, ...]:
         record("training", TOKENS, "Tokens per second of the whole run.", f"""
             sum by (run) (rate({m.TRAINING_TOKENS}[{rate}]))
         """),
+        # Ranks say how large it is where no ledger does, so that an outage of the ledger makes no page a warning.
         record("training", PAGES, "1 for a run that may page: it is large, or it asks to.", f"""
             group by (tenant, run) (
               max by (tenant, run) (last_over_time({m.RUN_GPUS}[{state}])) >= {settings.page_min_gpus}
@@ -152,6 +153,12 @@ def _speed(settings: AlertSettings) -> tuple[Record, ...]:
               max by (tenant, run) (last_over_time({m.TRAINING_RUN_INFO}{{page="always"}}[{memory}]))
                 or
               {PAGES} and on (tenant, run) last_over_time({m.RUN_STATE}{{state="down"}}[{state}]) == 1
+                or
+              max by (tenant, run) (last_over_time({m.TRAINING_RUN_INFO}[{memory}]))
+                and on (run)
+              max by (run) (last_over_time({m.TRAINING_WORLD_SIZE}[{state}])) >= {settings.page_min_gpus}
+                unless on (tenant, run)
+              last_over_time({m.RUN_GPUS}[{state}])
             )
         """),
     )
