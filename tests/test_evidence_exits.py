@@ -65,7 +65,8 @@ def test_a_zombie_tells_how_it_ended(script: str, expected: tuple[str, str]) -> 
         assert watch.ended() == expected
 
 
-@pytest.mark.skipif(tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (6, 15), reason="PIDFD_INFO_EXIT")
+@pytest.mark.skipif(tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (6, 15),
+                    reason="a pidfd tells how a process ended only since Linux 6.15")
 @pytest.mark.parametrize(("script", "expected"), ENDS)
 def test_on_a_new_kernel_a_process_that_nobody_waits_for_any_more_does_too(
     script: str, expected: tuple[str, str],

@@ -26,7 +26,7 @@ from flopwatch.simulate.fleet.scenarios import SCENARIOS, Scenario
 
 FULL = bool(os.environ.get("FLOPWATCH_REHEARSE"))
 pytestmark = pytest.mark.timeout(7200 if FULL else 300)
-LONG = pytest.mark.skipif(not FULL, reason="FLOPWATCH_REHEARSE=1")
+LONG = pytest.mark.skipif(not FULL, reason="minutes each, and a part of it is above: make simulate")
 RUN = Job("lm", 8, mesh={"tp": 8, "dp": 8}, step_seconds=5.0)  # 64 GPUs: it pages
 ALONE = Scenario("alone", "a run with a spare node", 1.0, (RUN,), spares=1,
                  noise=Noise(per_node_day=0.0, missing=0.0, late=0.0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import random
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -110,7 +109,9 @@ def test_a_seed_gives_the_same_job_again_and_another_seed_another(kind: Kind) ->
 
 
 def test_the_late_rank_waits_least_and_a_step_is_what_all_are_busy_and_wait() -> None:
-    slow: Callable[[int, int, float], float] = lambda rank, step, t: 0.3 if rank == 5 else 0.0  # noqa: E731
+    def slow(rank: int, step: int, t: float) -> float:
+        return 0.3 if rank == 5 else 0.0
+
     measured = [part for part in Job("late", "1", Trouble(0.0, slow), 900.0).segments if part.waits is not None]
     assert len(measured) > 100
     shares = [sum(part.waits[rank] for part in measured if part.waits is not None)

@@ -27,7 +27,7 @@ PATIENCE = 300.0
 RUN = "slow"
 
 
-@pytest.fixture(params=range(1, SEEDS + 1) or [pytest.param(0, marks=pytest.mark.skip("FLOPWATCH_SEEDS=3"))])
+@pytest.fixture(params=range(1, SEEDS + 1) or [pytest.param(0, marks=pytest.mark.skip("minutes each: make simulate"))])
 def seed(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TextIO
 
 from flopwatch.ledger.accounting import Ledger
@@ -120,6 +121,10 @@ class Result:
     records: int
 
 
+def _write_to(out: TextIO, t: float, lines: Iterable[Line]) -> None:
+    write(lines, t, out)
+
+
 def simulate(scenario: Scenario, seed: int, faults: list[Fault] | None = None, every: float | None = None,
              history: TextIO | None = None, metrics: TextIO | None = None, step: float = 60.0,
              scraped: Callable[[float, Iterable[Line]], object] | None = None) -> Result:
@@ -129,9 +134,7 @@ def simulate(scenario: Scenario, seed: int, faults: list[Fault] | None = None, e
     scraped every `step` seconds: for that nodes speak all the time, or the ledger would call every run down.
     """
     ledger, records = Ledger(), 0
-    if metrics is not None:
-        out = metrics
-        scraped = lambda t, lines: write(lines, t, out)  # noqa: E731
+    scraped = scraped if metrics is None else partial(_write_to, metrics)
     if scraped is not None and every is None:
         every = SPEAK
 
