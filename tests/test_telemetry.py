@@ -7,6 +7,7 @@ import json
 import math
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -27,10 +28,9 @@ from prometheus_client import CollectorRegistry
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
 from flopwatch.ledger.store import Store
+from flopwatch.node import exits, otlp
 from flopwatch.node import forward as forwarding
-from flopwatch.node import otlp
 from flopwatch.node.collectors import StateFile
-from flopwatch.node.exits import process_alive
 from flopwatch.node.exposition import Exposition
 from flopwatch.node.forward import Embedded, Forward, Outcomes, Remote
 from flopwatch.node.otlp import JSON, MAX_BYTES, PROTOBUF, Push, Refused
@@ -247,7 +247,8 @@ def test_a_rank_is_served_until_its_process_is_gone_and_the_ledger_hears_of_it()
         node.telemetry.check()
         assert node.steps() == {"0": 10}
         trainer.kill()
-        until(lambda: not process_alive(trainer.pid, ticks))  # it stays a zombie, since nobody has waited for it yet
+        # It stays a zombie, since nobody has waited for it yet.
+        until(lambda: not exits.process_alive(trainer.pid, ticks))
         node.telemetry.check()
         assert node.steps() == {}
         snapshot, gone = node.records()
@@ -259,6 +260,43 @@ def test_a_rank_is_served_until_its_process_is_gone_and_the_ledger_hears_of_it()
         trainer.communicate()
 
 
+def test_a_process_that_is_stopped_is_told_with_how_long_it_has_been() -> None:
+    trainer = subprocess.Popen(["sleep", "600"])
+    try:
+        node = Node()
+        told = {"pid": trainer.pid, "pid_namespace": own_pid_namespace()}
+
+        def blocked() -> dict[str, float]:
+            node.telemetry.check()
+            return {labels[2]: value for row, labels, value in node.samples()
+                    if row is m.NODE_PROCESS_BLOCKED and labels[:2] == ("lm", "0")}
+
+        node.push(training(10, 5, START + 6, **told))
+        assert blocked() == {"stopped": 0, "uninterruptible": 0}
+        trainer.send_signal(signal.SIGSTOP)
+        until(lambda: exits.process_state(trainer.pid, 0) == "T")
+        node.time += 5
+        assert blocked() == {"stopped": 0, "uninterruptible": 0}  # since when is not known
+        node.time += 40
+        node.push(training(10, 5, START + 51, **told))  # a push that was on its way
+        assert blocked() == {"stopped": 40, "uninterruptible": 0}
+        trainer.send_signal(signal.SIGCONT)
+        until(lambda: exits.process_state(trainer.pid, 0) != "T")
+        assert blocked() == {"stopped": 0, "uninterruptible": 0}
+    finally:
+        trainer.kill()
+        trainer.communicate()
+
+
+def test_a_process_that_cannot_be_seen_has_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node()
+    node.push(training(10, 5, START + 6, pid=os.getpid(), pid_namespace=own_pid_namespace()))
+    monkeypatch.setattr(exits, "process_state", lambda pid, ticks: "")  # /proc is mounted with hidepid
+    node.telemetry.check()
+    assert [row for row, _, _ in node.samples() if row is m.NODE_PROCESS_BLOCKED] == []
+    assert node.steps() == {"0": 10}
+
+
 def test_a_process_in_another_pid_namespace_is_not_judged() -> None:
     node = Node()
     node.push(training(10, 5, START + 6, pid=2**22 - 1, pid_namespace=own_pid_namespace() + 1))
@@ -267,8 +305,8 @@ def test_a_process_in_another_pid_namespace_is_not_judged() -> None:
 
 
 def test_a_pid_that_was_given_to_another_process_is_not_the_process() -> None:
-    assert process_alive(os.getpid(), 0)
-    assert not process_alive(os.getpid(), 1)
+    assert exits.process_alive(os.getpid(), 0)
+    assert not exits.process_alive(os.getpid(), 1)
 
 
 def test_a_node_takes_64_ranks_and_16_runs() -> None:

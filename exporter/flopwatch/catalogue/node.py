@@ -1,6 +1,6 @@
 """The node as a whole: its place and its verdict."""
 
-from flopwatch.catalogue.row import Metric
+from flopwatch.catalogue.row import RANK, Metric
 
 NODE_TOPOLOGY_INFO = Metric(
     "node_topology_info", "info", "Place of the node: rack, leaf switch, NVLink domain; source is where that is told.",
@@ -31,6 +31,12 @@ NODE_OOM_KILLED = Metric(
     "node_oom_killed_timestamp_seconds", "gauge",
     "When the kernel killed this process for want of memory, as Unix time, by its pid on the host; the last 8.",
     ("pid",), "/dev/kmsg oom-kill lines",
+)
+NODE_PROCESS_BLOCKED = Metric(
+    "node_process_blocked_seconds", "gauge",
+    "How long a rank's main thread has been stopped by a signal, or uninterruptible: in the kernel, as storage and "
+    "drivers keep it, where no signal reaches it; 0 while it is not. None for a process that the exporter cannot see, "
+    "or of a rank that has not pushed for five minutes.", (*RANK, "state"), "/proc/PID/stat: T and D, once a second",
 )
 NODE_CPU_POWER = Metric(
     "node_cpu_power_watts", "gauge", "Power drawn by a CPU socket (Grace).", ("socket",), "DCGM field 1130",

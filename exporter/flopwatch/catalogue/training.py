@@ -121,6 +121,11 @@ TRAINING_COLLECTIVE_SEQUENCE = Metric(
     "Number of the last collective this rank started in the default process group; in a hang the lowest is late.",
     RANK, "torch.distributed's default process group",
 )
+TRAINING_STANDSTILL_INFO = Metric(
+    "training_standstill_info", "info",
+    "At which line of the job's own code this rank's loop stands still; none unless its step is old.",
+    (*RANK, "at"), "Python's frames, in the thread that pushes",
+)
 TRAINING_STEP_DURATION = Metric(
     "training_step_duration_seconds", "histogram", "Duration of optimizer steps. From one rank.", _RUN,
     "flopwatch.training.hook",

@@ -22,30 +22,45 @@ _EXIT = 1 << 3
 Process = tuple[int, int]  # pid in the innermost namespace, start in clock ticks since boot
 
 
+# States of proc(5) in which a process does nothing by itself. Not t: a debugger looks at it.
+BLOCKED = {"T": "stopped", "D": "uninterruptible"}
+
+
 def process_alive(pid: int, start_ticks: int) -> bool:
     """Return whether this process still runs: the same one, not a later process with its id, and not a zombie."""
+    return process_state(pid, start_ticks) not in ("Z", "X")
+
+
+def process_state(pid: int, start_ticks: int) -> str:
+    """Return its state as proc(5) has it: X if it is gone or another's, nothing if it is hidden from us."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):  # the latter: no process has such a pid, whatever was pushed
-        return False
+        return "X"
     except PermissionError:
         pass
     try:
-        fields = _stat(Path(f"/proc/{pid}"))
+        fields = _stat(f"/proc/{pid}")
     except ProcessLookupError:
-        return False
+        return "X"
     except OSError:
-        return True  # hidden from us (hidepid), but kill() found it
-    return fields[0] not in ("Z", "X") and (start_ticks == 0 or int(fields[19]) == start_ticks)
+        return ""  # hidden from us (hidepid), but kill() found it
+    return fields[0] if start_ticks in (0, int(fields[19])) else "X"
 
 
-def _stat(process: Path) -> list[str]:
+def _stat(process: str | Path) -> list[str]:
     """Return the fields of proc(5)'s stat from the third on, the state; the command name before may hold anything."""
-    return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    with open(f"{process}/stat", "rb") as file:
+        return file.read().decode(errors="replace").rpartition(")")[2].split()
 
 
 class Watch:
-    """A process that lives now and is to tell how it ended; a file descriptor, closed with this object."""
+    """A process that lives now and is to tell how it ended; a file descriptor, closed with this object.
+
+    `state` is its state when it was looked at, and `since` when it was first found in it, on the caller's clock.
+    """
+
+    state, since = "", 0.0
 
     def __init__(self, pid: int, start_ticks: int) -> None:
         self._pid, self._start_ticks, self._fd = pid, start_ticks, -1
@@ -54,6 +69,14 @@ class Watch:
                 self._fd = os.pidfd_open(pid)
         if not process_alive(pid, start_ticks):  # and now it is somebody else's
             self.close()
+
+    def look(self, now: float) -> bool:
+        """Look at its state; return whether it is still there."""
+        state = process_state(self._pid, self._start_ticks)
+        if BLOCKED.get(state) != BLOCKED.get(self.state):
+            self.since = now
+        self.state = state
+        return state not in ("Z", "X")
 
     def ended(self) -> tuple[str, str]:
         """Return `signal` and its name, or `exit` and the status; two empty texts if that is not known."""
@@ -67,7 +90,7 @@ class Watch:
 
     def _of_zombie(self) -> int:
         with suppress(OSError, ValueError, IndexError):
-            fields = _stat(Path(f"/proc/{self._pid}"))
+            fields = _stat(f"/proc/{self._pid}")
             if fields[0] == "Z" and self._start_ticks in (0, int(fields[19])):
                 return int(fields[49])
         return 0

@@ -22,11 +22,11 @@ import prometheus_client as prometheus
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 
 from flopwatch import catalogue as m
-from flopwatch.catalogue import Metric
+from flopwatch.catalogue import Metric, Sample
 from flopwatch.ledger.causes import PLANNED
 from flopwatch.node import evidence, otlp
 from flopwatch.node.evidence import HOST_PIDS, Entry, Event, LastWord, Witness
-from flopwatch.node.exits import Process, Watch, pids, process_alive
+from flopwatch.node.exits import BLOCKED, Process, Watch, pids, process_alive
 from flopwatch.node.otlp import Push, Refused
 from flopwatch.node.reader import Reading
 from flopwatch.node.scrape import self_counter
@@ -167,11 +167,11 @@ class Telemetry:
         return refused, reason
 
     def ask(self, deadline: float) -> Reading:
-        """Return the live ranks' samples."""
+        """Return the live ranks' samples, and what is seen of their processes."""
         with self._lock:
-            samples = [
-                sample for attempt in self._attempts.values() for rank in attempt.live for sample in rank.push.samples
-            ]
+            live = [rank for attempt in self._attempts.values() for rank in attempt.live]
+            clock = self._clock()
+            samples = [sample for rank in live for sample in (*rank.push.samples, *_blocked(rank, clock))]
         return Reading(samples, at=self._now())
 
     def check(self) -> None:
@@ -181,7 +181,7 @@ class Telemetry:
             clock = self._clock()
             for attempt in self._attempts.values():
                 for rank in attempt.live:
-                    if self._gone(rank):
+                    if self._gone(rank) if rank.watch is None else not rank.watch.look(clock):
                         self._end(attempt, rank, "gone")
                     elif clock - rank.heard > self._settings.rank_timeout:
                         self._end(attempt, rank, "silent")
@@ -410,6 +410,15 @@ class Telemetry:
         # Two records: up to the last push the activities are known, from there to the end only that it ended.
         until = {name: value for name, value in record.items() if name != "evidence"}
         return [until, {**record, "t": max(attempt.gone_at, record["t"]), "gone": True}]
+
+
+def _blocked(rank: _Rank, clock: float) -> list[Sample]:
+    """Return for how long a rank's process has been blocked, in each of the ways; nothing if it was not looked at."""
+    if rank.watch is None or not rank.watch.state:
+        return []
+    names = (rank.push.run, str(rank.push.rank))
+    return [(m.NODE_PROCESS_BLOCKED, (*names, way), clock - rank.watch.since if BLOCKED.get(rank.watch.state) == way
+             else 0.0) for way in BLOCKED.values()]
 
 
 def _waits(pushes: list[Push]) -> list[list[object]] | None:

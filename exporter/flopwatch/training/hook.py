@@ -31,6 +31,7 @@ from flopwatch.catalogue import Metric
 from flopwatch.training import contexts, ending, identity, launcher, parallel, peaks
 from flopwatch.training.books import DURATION_BOUNDS, Books, Entry, Mark, PackedFlops, Work, amount, number
 from flopwatch.training.contexts import CHECK_BACKLOG
+from flopwatch.training.standstill import Standstill
 from flopwatch.training.timeline import DECLARED
 
 if TYPE_CHECKING:
@@ -96,6 +97,10 @@ def _guarded(
 
 
 def _nothing() -> None:
+    return None
+
+
+def _nowhere() -> str | None:
     return None
 
 
@@ -191,6 +196,7 @@ class Run:
         self._start, self._start_unix = start, time.time() - self._process.age
         self._lock = threading.Lock()  # of the books; the loop never waits for it
         self._polls: list[Callable[[], None]] = []
+        self._standstill = Standstill()
         self._set: dict[tuple[Metric, tuple[tuple[str, str], ...]], float] = {}
         self._no_peak_because: str | None = None
         self._dtype, self._step_source, self._flops_source = dtype, step_source, "declared"
@@ -797,9 +803,16 @@ class Run:
             self._choose_steps(books.step_seconds)
             now = books.instant(self.clock())
             seconds, open_step_seconds = books.timeline.seconds(now), books.timeline.open_step_seconds(now)
+            points = self._points(books, seconds)
+            if not last and (at := self._stands_still(books, now)) is not None:
+                points[catalogue.TRAINING_STANDSTILL_INFO] = [({"at": at}, 1.0)]
             return Snapshot(
-                self._resource(books.restored_step, open_step_seconds), self._points(books, seconds),
+                self._resource(books.restored_step, open_step_seconds), points,
                 (DURATION_BOUNDS, books.durations.copy(), books.duration_sum) if self.rank == 0 else None)
+
+    @_guarded(_nowhere)
+    def _stands_still(self, books: Books, now: float) -> str | None:
+        return self._standstill.look(books.loop_thread, *books.timeline.open, now, books.step_seconds)
 
     def _resource(self, restored: int | None, open_step_seconds: float) -> dict[str, str | int | float]:
         resource: dict[str, str | int | float | None] = {

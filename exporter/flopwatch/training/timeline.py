@@ -93,6 +93,11 @@ class Timeline:
         # The parentheses as in _resume, or rounding could let a total fall when it is booked.
         return {**self._seconds, self._open: self._seconds[self._open] + (now - self._since)}
 
+    @property
+    def open(self) -> tuple[str, float]:
+        """Return the activity that is open, and when it began."""
+        return self._open, self._since
+
     def open_step_seconds(self, now: float) -> float:
         """Return the step seconds since the last step's end."""
         return self.seconds(now)["step"] - self._step_end

@@ -36,7 +36,7 @@ ACTIONS = {
     "drain_and_reset": "drain the node, then reset the GPU",
     "recover_imex": "recover the IMEX domain",
     "reset_bus": "reset the PCIe bus above the GPU",
-    "reboot_system": "power-cycle the whole system",
+    "reboot_system": "reboot the whole system",
     "replace_gpu": "drain the node and have the GPU replaced (RMA)",
     "reseat_gpu": "drain the node, power it off and reseat the GPU",
     "check_nvlink": "drain the node and test its NVLinks (fabric manager log, field diagnostics)",

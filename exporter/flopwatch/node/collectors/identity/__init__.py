@@ -204,7 +204,7 @@ def from_processes(processes: Running, last: Mapping[str, Last], proc: Path, now
 
 def _user(pid: int, proc: Path) -> str:
     try:
-        return cgroup.user((proc / str(pid) / "status").read_text(errors="replace")) or ""
+        return cgroup.user(cgroup.of_process(pid, "status", proc)) or ""
     except OSError:
         return ""
 
