@@ -76,7 +76,7 @@ def test_rules_that_name_nobody_or_do_not_say_why_are_found_out(tmp_path: Path) 
     found = evaluate("hangs", 2, 1, rules, find().promtool, ["stopped"])
     assert [(row.right, row.abstained) for row in found.rows] == [(0, 2)]
     assert (found.recall, found.poor) == (0, list(found.rows))
-    rules = changed(tmp_path, " is silent: ", " is late: ")
+    rules = changed(tmp_path, " is stopped, ", " is late, ")
     found = evaluate("hangs", 2, 1, rules, find().promtool, ["stopped"])
     assert [(row.right, row.told, row in found.poor) for row in found.rows] == [(2, 0, True)]
     rules = changed(tmp_path, "alert: TrainingHang\n", "alert: Other\n")

@@ -114,6 +114,7 @@ class SimulatedNode:
         self.sysfs = root / "sys"
         self.kmsg = root / "kmsg"
         self._uptime = uptime
+        self._ports = {device: self.sysfs / "class" / "infiniband" / device / "ports" / "1" for device in ADAPTERS}
 
     @staticmethod
     def uuid(gpu: int) -> str:
@@ -151,13 +152,13 @@ class SimulatedNode:
             node["time"] = now
             for index, gpu in enumerate(node["gpus"]):
                 _advance_gpu(gpu, index, faults, now, seconds)
-            changed: dict[Path, str] = {}
+            changed: dict[str, str] = {}  # texts: what pathlib interns fills the interpreter's table in half an hour
             for index, (device, port) in enumerate(node["ports"].items()):
                 before = port["files"].copy()
                 _advance_port(port, index, device, faults, now, seconds)
                 if self._plugged(device, port, device not in faults.get("removed", {})):
                     changed |= {
-                        self._port(device) / file: content
+                        f"{self._ports[device]}/{file}": content
                         for file, content in port["files"].items() if content != before[file]
                     }
             # First what the next tick starts from, so that being killed here lets no counter fall.
@@ -361,23 +362,26 @@ class SimulatedNode:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        with (self.root / "lock").open("w") as lock:
+        with open(f"{self.root}/lock", "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
     def _load(self, name: str) -> dict[str, Any]:
-        path = self.root / name
-        value: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
+        try:
+            with open(f"{self.root}/{name}", "rb") as file:
+                value: dict[str, Any] = json.load(file)
+        except FileNotFoundError:
+            return {}
         return value
 
     def _save(self, name: str, value: Mapping[str, Any]) -> None:
-        temporary = self.root / f"{name}.new"
-        temporary.write_text(json.dumps(value))
-        temporary.replace(self.root / name)
+        with open(f"{self.root}/{name}.new", "wb") as file:
+            file.write(json.dumps(value).encode())
+        os.replace(f"{self.root}/{name}.new", f"{self.root}/{name}")
 
     def _plugged(self, device: str, port: Mapping[str, Any], plugged: bool) -> bool:
         """Have a device in the tree, or not; return whether it is."""
-        folder = self._port(device)
+        folder = self._ports[device]
         if plugged and not folder.is_dir():
             self._write_tree(device, port)
             pci.link_adapter(self.sysfs, device, ADAPTERS[device])
@@ -409,11 +413,8 @@ class SimulatedNode:
             (folder / "status").write_text("Name:\tpython\nUid:\t1000\t1000\t1000\t1000\n")
             (folder / "stat").write_text(f"{pid(gpu)} (python) R {'0 ' * 18}4242 0\n")
 
-    def _port(self, device: str) -> Path:
-        return self.sysfs / "class" / "infiniband" / device / "ports" / "1"
-
     def _write_tree(self, device: str, port: Mapping[str, Any]) -> None:
-        folder = self._port(device)
+        folder = self._ports[device]
         for name in COUNTERS:
             (folder / name).mkdir(parents=True, exist_ok=True)
         storage = device == STORAGE_DEVICE
@@ -567,7 +568,7 @@ def _advance_port(
     files["rate"] = f"{gigabits} Gb/sec ({LINK_RATES[gigabits]})" if up else "10 Gb/sec (4X SDR)"
 
 
-def _write_in_place(path: Path, content: str) -> None:
+def _write_in_place(path: str | Path, content: str) -> None:
     """Write a file as sysfs shows it: the same inode, so that an open descriptor sees it, and a whole line at once."""
     line = f"{content}\n".encode()
     file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)

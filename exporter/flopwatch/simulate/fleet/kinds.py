@@ -141,13 +141,15 @@ STRAGGLERS: tuple[Kind, ...] = (
 )
 
 
-def _blocked(rng: random.Random, *, silent: bool = False, data: bool = False, gone: bool = False) -> Made:
-    """One rank does not come to the collective."""
+def _blocked(rng: random.Random, *, silent: bool = False, data: bool = False, gone: bool = False,
+             state: str = "") -> Made:
+    """One rank does not come to the collective; of every fourth job nobody counts them."""
     one = frozenset({rank := rng.randrange(RANKS)})
     none = frozenset[int]()
     return Trouble(
-        rng.uniform(*HANGS_FROM), hangs=True, behind=one, idle=one, silent=one if silent else none,
-        without_data=one if data else none, gone=one if gone else none), Truth(rank)
+        rng.uniform(*HANGS_FROM), hangs=True, behind=one, idle=one, silent=one if silent else none, elsewhere=one,
+        without_data=one if data else none, gone=one if gone else none, blocked=state,
+        uncounted=rng.random() < 0.25), Truth(rank)
 
 
 def _dark_host(rng: random.Random) -> Made:
@@ -170,13 +172,26 @@ def _in_its_group(rng: random.Random) -> Made:
     """The ranks of the tensor parallel group wait for it inside the group, and so are missing outside as it is."""
     rank = rng.randrange(RANKS)
     group = frozenset(range(rank // 4 * 4, rank // 4 * 4 + 4))
-    return Trouble(rng.uniform(*HANGS_FROM), hangs=True, behind=group, idle=frozenset({rank}),
+    return Trouble(rng.uniform(*HANGS_FROM), hangs=True, behind=group, idle=frozenset({rank}), elsewhere=group,
                    silent=frozenset({rank}) if rng.random() < 0.5 else frozenset(),
                    cards={rank: Card(clock=0.999)}), Truth(rank)
 
 
 def _nobody(rng: random.Random) -> Made:
-    return Trouble(rng.uniform(*HANGS_FROM), hangs=True), Truth()
+    """Of every other job the stages of a pipeline wait at lines of their own."""
+    return Trouble(rng.uniform(*HANGS_FROM), hangs=True, stages=rng.choice(((1.0,), _stages(rng)))), Truth()
+
+
+def _mismatch(rng: random.Random) -> Made:
+    """It is at another line: so is a rank that logs, so nobody is named, and the line is told."""
+    one = frozenset({rng.randrange(RANKS)})
+    return Trouble(rng.uniform(*HANGS_FROM), hangs=True, elsewhere=one, uncounted=rng.random() < 0.25), Truth()
+
+
+def _endless_kernel(rng: random.Random) -> Made:
+    """The host may have run ahead of its card, to where the others are."""
+    one = frozenset({rank := rng.randrange(RANKS)})
+    return Trouble(rng.uniform(*HANGS_FROM), hangs=True, computing=one, cards={rank: Card(clock=0.999)}), Truth(rank)
 
 
 def _halves(rng: random.Random) -> Made:
@@ -197,8 +212,12 @@ def _declared(activity: str) -> Callable[[random.Random], Made]:
 
 
 HANGS: tuple[Kind, ...] = (
-    Kind("stopped", "a rank was stopped", lambda rng: _blocked(rng, silent=True), "is silent"),
-    Kind("endless_loop", "a rank loops", _blocked, "is missing in the collective"),
+    Kind("stopped", "a rank was stopped", lambda rng: _blocked(rng, silent=True, state="stopped"),
+         "is stopped, or stuck in the kernel"),
+    Kind("endless_loop", "a rank loops", _blocked, " stands at train.py:88 in train."),
+    Kind("endless_kernel", "a rank's card computes on", _endless_kernel, "on a GPU that goes on computing"),
+    Kind("dead_storage", "a rank is stuck in the kernel, reading a file", lambda rng: _blocked(
+        rng, state="uninterruptible"), "is stopped, or stuck in the kernel"),
     Kind("skipped", "a rank left out a collective", lambda rng: (
         Trouble(rng.uniform(*HANGS_FROM), hangs=True, behind=frozenset({rank := rng.randrange(RANKS)})), Truth(rank)),
          "is missing in the collective"),
@@ -215,7 +234,8 @@ HANGS: tuple[Kind, ...] = (
          "reported a critical Xid"),
     Kind("link_down", "a host's port is down", _link_down, "behind a port that is down"),
     Kind("in_its_group", "a rank is missing in its tensor parallel group", _in_its_group, "on an idle GPU"),
-    Kind("mismatch", "a rank called another collective", _nobody),
+    Kind("mismatch", "a rank called another collective", _mismatch,
+         " stands at train.py:88 in train."),
     Kind("no_evidence", "nothing shows who is late", _nobody),
     Kind("halves", "half of the ranks wait in one collective, half in another", _halves),
     Kind("contradiction", "a rank is missing, and another host is gone", _contradicted),

@@ -17,7 +17,9 @@ from typing import NamedTuple
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric
+from flopwatch.node.exits import BLOCKED
 from flopwatch.training.books import DURATION_BOUNDS
+from flopwatch.training.standstill import AFTER, AFTER_STEPS, LEAST
 
 INTERVAL = 15.0  # seconds between two scrapes
 PUSH = 5.0  # and between two pushes of a rank
@@ -78,6 +80,10 @@ class Trouble:
     without_data: frozenset[int] = frozenset()
     gone: frozenset[int] = frozenset()  # their processes ended
     idle: frozenset[int] = frozenset()  # nothing runs on their cards
+    computing: frozenset[int] = frozenset()  # their cards go on
+    elsewhere: frozenset[int] = frozenset()  # at another line than the others
+    blocked: str = ""  # the state of the processes of those that are behind
+    uncounted: bool = False  # nobody counts collectives
     dark: frozenset[int] = frozenset()  # hosts whose exporter does not answer
     links: frozenset[tuple[int, int]] = frozenset()  # hosts and ports that are down
 
@@ -99,7 +105,7 @@ class Job:
         self.name, self.trouble, self.seconds = name, trouble, seconds
         self._rng = rng = random.Random(seed)
         self.step_seconds = rng.uniform(0.8, 4.0)
-        self.has_cards = bool(trouble.cards or trouble.links) or rng.random() < 0.8
+        self.has_cards = bool(trouble.cards or trouble.links or trouble.uncounted) or rng.random() < 0.8
         self._phases = [rng.uniform(0, PUSH) for _ in range(RANKS)]
         self._skews = [rng.gauss(0, 0.2) for _ in range(HOSTS)]
         self._in_flight = rng.randrange(COLLECTIVES)
@@ -262,7 +268,14 @@ class Job:
                 put(m.TRAINING_ACTIVITY_SECONDS, so_far + opened.get(name, 0.0), (*own, ("activity", name)))
             put(m.TRAINING_STEPS, float(steps))
             put(m.TRAINING_TOKENS, steps * TOKENS * trouble.tokens.get(rank, 1.0))
-            put(m.TRAINING_COLLECTIVE_SEQUENCE, float(started))
+            if not trouble.uncounted:
+                put(m.TRAINING_COLLECTIVE_SEQUENCE, float(started))
+            if end == inf and age > max(AFTER, AFTER_STEPS * self.step_seconds) + LEAST:
+                line = 88 if rank in trouble.elsewhere else 120 + rank // per_stage
+                put(m.TRAINING_STANDSTILL_INFO, 1.0, (*own, ("at", f"train.py:{line} in train")))
+            for state in BLOCKED.values():
+                since = trouble.at if rank in trouble.behind and state == trouble.blocked else inf
+                put(m.NODE_PROCESS_BLOCKED, max(0.0, t - since), (*own, ("state", state)))
             if last is not None:
                 put(m.TRAINING_LAST_STEP_TIMESTAMP, last)
             if rank not in trouble.unmeasured:
@@ -300,7 +313,8 @@ class Job:
             sick, hung = t >= trouble.at, t >= hung_at
             lost = sick and shown.lost
             idle = hung and rank in trouble.idle
-            tensor += 0.0 if hung else INTERVAL * rng.uniform(0.35, 0.45)
+            waits = hung and rank not in trouble.computing
+            tensor += 0.0 if waits else INTERVAL * rng.uniform(0.35, 0.45)
             sent += 0.0 if hung else INTERVAL * rng.uniform(9e9, 11e9)
             for reason in held:
                 share = shown.throttled.get(reason, 0.0) if sick else 0.0
@@ -310,7 +324,7 @@ class Job:
             put(m.GPU_PRESENT, 0.0 if lost else 1.0)
             busy = 0.0 if idle or rng.random() < 0.005 else rng.uniform(0.9, 1.0)
             put(m.GPU_UTILIZATION, None if lost else busy)
-            watts = IDLE_WATTS if idle else WAITING_WATTS if hung else WATTS * (shown.power_limit if sick else 1.0)
+            watts = IDLE_WATTS if idle else WAITING_WATTS if waits else WATTS * (shown.power_limit if sick else 1.0)
             put(m.GPU_POWER, None if lost else round(watts * rng.uniform(0.95, 1.0), 1))
             put(m.GPU_SM_CLOCK, None if lost else CLOCK * (shown.clock if sick else 1.0))
             put(m.GPU_POWER_LIMIT, None if lost else 700.0 * (shown.power_limit if sick else 1.0))
