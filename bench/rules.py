@@ -1,17 +1,18 @@
 """Our rules on a real Prometheus, over the series of a whole cluster: how long does each group take of its interval?
 
-    python bench/rules.py [--gpus 32768] [--minutes 10] [--interval 15]
+    python bench/rules.py [--gpus 32768] [--minutes 10] [--interval SECONDS]
 
 Nodes of eight GPUs, nine ports and eight ranks, 64 to a run, and one ledger are scraped over loopback, each at its own
 instance, as an exporter would serve them: of all families in the catalogue those that the shipped rules read, and of
 these the series that a healthy node has. Counters move, and one rank of each run is late. What this costs Prometheus
 beside the rules, scraping, is part of what is measured, as it is anywhere.
 
-Windows longer than the time measured are filled no further than that; --minutes says how long. Where two processors
-are all there is, --interval 60 leaves them time to scrape: windows and intervals stretch along, so that a rule reads as
-many samples as at 15 s, and its time is to be compared with a quarter of the interval printed.
+Windows longer than the time measured are filled no further than that; --minutes says how long. A machine of fewer than
+eight processors, which scrapes and serves such a cluster besides, is scraped every 60 s in place of 15, unless
+--interval says otherwise: windows and intervals stretch along, so that a rule reads as many samples. Its time is
+compared with the interval that the group has at 15 s all the same.
 
-Ends with status 1 if a group took longer than its interval, if a rule failed, or if a scrape did.
+Ends with status 1 if a group took longer than that, if a rule failed, or if a scrape did.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ from flopwatch.catalogue.infiniband import PortCounter
 from flopwatch.training.books import DURATION_BOUNDS
 
 GPUS, PORTS, NODES_OF_A_RUN = 8, 9, 64
+ENOUGH = 8  # processors
+PATIENCE = 300.0  # seconds, for an answer beside rules that take minutes
 LATE = 5  # the rank of each run that the others wait for
 
 # What a body has in place of what changes: the seconds since long before the start, the time, and the node.
@@ -55,7 +58,8 @@ BEFORE = 1000.0  # seconds that had passed when the bench began, at pace 1
 ABSENT = {
     m.GPU_FABRIC_FAULT, m.GPU_RETIRED_PAGES_PENDING, m.GPU_TEMPERATURE_LIMIT, m.GPU_XID_LAST, m.GPU_XID_INFO,
     m.GPU_XID_NVLINK_ERRORS, m.INFINIBAND_SATURATED, m.NVLINK_LINK_STATE, m.NVLINK_SWITCH_SXID_LAST,
-    m.NVLINK_SWITCH_SXID_INFO, m.TRAINING_MFU_UNAVAILABLE, m.NODE_MAINTENANCE_UNTIL,
+    m.NVLINK_SWITCH_SXID_INFO, m.TRAINING_MFU_UNAVAILABLE, m.TRAINING_STANDSTILL_INFO,
+    m.NODE_MAINTENANCE_UNTIL,
 }
 # Other labels than those of the GPU, port, rank or run, and their values on such a node.
 VALUES: Mapping[str, Sequence[str]] = {
@@ -91,7 +95,7 @@ GAUGES: Mapping[m.Metric, str] = {
     m.COLLECTOR_LAST_SUCCESS: NOW, m.TRAINING_LAST_STEP_TIMESTAMP: NOW, m.RUN_COMMITTED_TIMESTAMP: NOW,
     m.GPU_FABRIC_STATE: "3", m.GPU_FABRIC_STATUS: "0", m.GPU_RECOVERY_ACTION: "0", m.GPU_REPAIR_PENDING: "0",
     m.GPU_ROW_REMAP_FAILURE: "0", m.GPU_ROW_REMAP_PENDING: "0", m.GPU_SRAM_THRESHOLD: "0", m.GPU_TEMPERATURE: "60",
-    m.GPU_TEMPERATURE_MARGIN: "30", m.GPU_POWER_LIMIT: "700", m.GPU_POWER_LIMIT_DEFAULT: "700",
+    m.GPU_TEMPERATURE_MARGIN: "30", m.GPU_POWER: "600", m.GPU_POWER_LIMIT: "700", m.GPU_POWER_LIMIT_DEFAULT: "700",
     m.INFINIBAND_STATE: "4", m.INFINIBAND_FLAPPING: "0", m.INFINIBAND_TEMPERATURE: "50", m.NODE_EXPECTED: str(GPUS),
     m.NVLINK_EFFECTIVE_BER: "0", m.TRAINING_PEAK_FLOPS: "1e15", m.RUN_COMMITTED_STEPS: "1000", m.RUN_CONFLICT: "0",
     m.RUN_OPEN_SECONDS: "1", m.RUN_PROVISIONAL_SECONDS: "1",
@@ -288,7 +292,7 @@ def configuration(settings: AlertSettings, nodes: int, port: int) -> dict[str, o
 def ask(url: str, query: str) -> list[tuple[dict[str, str], float]]:
     """Return labels and value of each series of a query; it may take minutes beside rules that do."""
     address = f"{url}/api/v1/query?{urlencode({'query': query, 'timeout': '5m'})}"
-    with build_opener(ProxyHandler({})).open(address, timeout=300) as reply:
+    with build_opener(ProxyHandler({})).open(address, timeout=PATIENCE) as reply:
         return [(one["metric"], float(one["value"][1])) for one in json.load(reply)["data"]["result"]]
 
 
@@ -348,7 +352,7 @@ def measure(
         each: dict[tuple[str, int, str], dict[str, float]] = {}
         url = f"http://127.0.0.1:{web}"
         while True:
-            answer = json.loads(fetch(f"{url}/api/v1/rules"))["data"]["groups"]
+            answer = json.loads(fetch(f"{url}/api/v1/rules", PATIENCE))["data"]["groups"]
             for group in answer:
                 times.setdefault(group["name"], {})[group["lastEvaluation"]] = group["evaluationTime"]
                 for index, rule in enumerate(group["rules"]):
@@ -366,7 +370,8 @@ def measure(
         failures = [f"{rule['name']}: {rule.get('lastError', rule['health'])}" for group in answer
                     for rule in group["rules"] if rule["health"] != "ok"]
         failures += [f"{down:.0f} targets were not scraped"] if down else []
-        head = re.search(r"^prometheus_tsdb_head_series (\S+)$", fetch(f"{url}/metrics").decode(), re.MULTILINE)
+        own = fetch(f"{url}/metrics", PATIENCE).decode()
+        head = re.search(r"^prometheus_tsdb_head_series (\S+)$", own, re.MULTILINE)
         assert head is not None
         return Measured(
             groups=tuple(
@@ -385,12 +390,13 @@ def measure(
         )
 
 
-def table(measured: Measured, shown: int = 8) -> str:
-    """Return the figures as text, the groups that take most of their interval first."""
+def table(measured: Measured, shown: int = 8, pace: float = 1.0) -> str:
+    """Return the figures as text, the groups that take most of their interval at pace 1 first."""
     rows = [f"{'group':24} {'rules':>5} {'interval':>8} {'mean':>8} {'worst':>8} {'of interval':>11}"]
     for group in sorted(measured.groups, key=lambda group: -group.worst / group.interval):
-        rows.append(f"{group.name:24} {group.rules:5} {group.interval:6.0f} s {group.mean:6.2f} s "
-                    f"{group.worst:6.2f} s {group.worst / group.interval:11.1%}")
+        interval = group.interval * pace
+        rows.append(f"{group.name:24} {group.rules:5} {interval:6.0f} s {group.mean:6.2f} s "
+                    f"{group.worst:6.2f} s {group.worst / interval:11.1%}")
     rows += ["", "slowest rules: " + ", ".join(f"{name} {took:.2f} s" for name, took in measured.slowest[:shown])]
     rows += [f"series scraped {measured.scraped_series:,}, recorded {sum(measured.recorded.values()):,}, "
              f"in the head {measured.head_series:,}; alerts pending or firing {measured.firing:,}",
@@ -405,13 +411,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=32_768)
     parser.add_argument("--minutes", type=float, default=10.0, help="warming up and measuring, half of it each")
     parser.add_argument("--rules", type=int, default=8, help="how many of the slowest rules to show")
-    parser.add_argument("--interval", type=float, default=15.0, help="seconds between scrapes; all rules follow")
+    parser.add_argument("--interval", type=float, default=15.0 if (os.cpu_count() or 1) >= ENOUGH else 60.0,
+                        help="seconds between scrapes; all rules follow")
     given = parser.parse_args(arguments)
     settings = AlertSettings()
     settings = replace(settings, pace=settings.scrape_interval / given.interval)
+    print(f"{os.cpu_count()} processors; a scrape every {given.interval:g} s", flush=True)
     measured = measure(given.gpus, 60 * given.minutes, settings)
-    print(table(measured, given.rules))
-    late = [group.name for group in measured.groups if group.worst > group.interval]
+    print(table(measured, given.rules, settings.pace))
+    late = [group.name for group in measured.groups if group.worst > group.interval * settings.pace]
     return int(bool(late or measured.failures))
 
 

@@ -326,8 +326,8 @@ def free_ports(count: int) -> list[int]:
             each.close()
 
 
-def fetch(url: str) -> bytes:
+def fetch(url: str, timeout: float = 10) -> bytes:
     """Return what a loopback URL answers, past any proxy."""
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as reply:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=timeout) as reply:
         content: bytes = reply.read()
         return content
