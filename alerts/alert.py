@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,9 +57,15 @@ class Alert:
                 "annotations": self.annotations(settings)}
 
 
-def each(query: str, arguments: str, text: str) -> str:
-    """Return a template that prints `text` for each series `query` gives; its %q are filled with `arguments`."""
-    return f"\n{{{{- range printf `{query}` {arguments} | query }}}}{text}{{{{ end }}}}"
+def each(query: str, arguments: str, text: str, by: str = "") -> str:
+    """Return a template that prints `text` for each series `query` gives; its %q are filled with `arguments`.
+
+    An aggregation has no order: its series are printed by the first label that it keeps, others by the label `by`.
+    """
+    aggregation = re.match(r"(?:max|min|sum|count|group) by \((\w+)", query)
+    order = by or (aggregation.group(1) if aggregation else "")
+    in_order = f' | sortByLabel "{order}"' if order else ""
+    return f"\n{{{{- range printf `{query}` {arguments} | query{in_order} }}}}{text}{{{{ end }}}}"
 
 
 def lasts_with(name: str, identity: tuple[str, ...], consequences: str, on: str, state: str = "") -> str:

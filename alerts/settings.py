@@ -112,6 +112,11 @@ class AlertSettings:
     hang_idle: float = 0.01  # tensor activity of a card that waits in a collective
     hang_silent: float = 0.10  # of the time that a rank's clocks moved on: less, and its process does not push
     hang_busy: float = 0.50  # utilization of a card whose kernel waits in a collective; without work it is 0
+    hang_blocked: float = 30.0  # that a process was stopped, or in the kernel: a disk may take some of it
+    hang_draws: float = 0.50  # of its power limit, what a card draws that computes; one that waits in NCCL a third
+    hang_above: float = 1.50  # and more than the others' median by so much
+    hang_quiet: float = 0.10  # of what a rail carried: keep-alives go on in a hang
+    hang_power: float = 0.60  # of what the run's cards drew: they spin in a collective, and do not compute
     hang_doubt: float = 0.20  # of a sign's vote: as much evidence points nowhere
     hang_named: float = 0.50  # share of the votes from which on somebody is named
     hang_keep: float = 900.0  # a job that hangs is ended then, and is down: one message, not two

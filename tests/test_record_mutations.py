@@ -97,7 +97,18 @@ BROKEN = [
      "group_left () max by (uuid) (gpu_utilization_ratio)) >= 0"),
     (recording.SIGN, 'and on (instance, xid) gpu_xid_info{severity=~"critical|fatal"}', ""),
     (recording.SIGN, "and on (instance, device, port) port:infiniband_was_active:bool", ""),
-    (recording.SIGN, f"(training_rank_info) and on (run) {recording.OVERDUE_STEP}", "(training_rank_info)"),
+    (recording.SIGN, f"max by (run, rank, host) (training_rank_info and on (run) {recording.OVERDUE_STEP})",
+     "max by (run, rank, host) (training_rank_info)"),
+    # A slow disk, a silence that is explained, cards that all compute, and a card that somebody else uses.
+    (recording.SIGN, "unless on (run, rank) max by (run, rank) (node_process_blocked_seconds) > 30",
+     "unless on (run, rank) max by (run, rank) (node_process_blocked_seconds) > 29"),
+    (recording.SIGN, "label_replace(group by (run, rank) (max by (run, rank) (node_process_blocked_seconds) > 30)",
+     "label_replace(group by (run, rank) (max by (run, rank) (node_process_blocked_seconds) > 29)"),
+    (recording.SIGN, "> 0.5 * gpu_power_limit_watts", "> 0.4 * gpu_power_limit_watts"),
+    (recording.SIGN, "1.5 * quantile", "0.9 * quantile"),
+    (recording.SIGN, "unless on (run, rank) max by (run, rank) (node_process_blocked_seconds) > 30", ""),
+    (recording.SIGN, "unless on (uuid) (count by (uuid) (group by (run, uuid) (training_rank_info and on (uuid) "
+     f"(training_rank_info and on (run) {recording.OVERDUE_STEP}))) > 1)", ""),
     # Two that are as late, stages of a pipeline, and a host whose ranks have more to do.
     (recording.LEADER, "unless on (run) (count by (run)", "and on (run) (count by (run)"),
     (recording.LEADER, "0.75 *", "0.85 *"),

@@ -59,6 +59,8 @@ FROM_ZERO = {"GpuEccUncorrected", "GpuPcieErrors", "InfinibandLinkErrors", "Flop
 NOT_COMPARED = re.compile(
     r"run:training_declared_seconds:delta5m|run:training_straggler_lost:ratio_\d[hd]|run:run_straggler_lost_seconds:.+")
 MOVES = 'run="recording_training0-lm"'
+# A run that is large for two scrapes, six seconds here: who looks at another moment does not see it.
+BRIEF = 'run="TrainingHang6-grown"'
 
 ERRORS = re.compile(r"(prometheus_rule_evaluation_failures|vmalert_(recording|alerting)_rules_errors)_total.* [^0]\S*$")
 Samples = list[tuple[float, float]]
@@ -255,7 +257,7 @@ def test_the_same_alerts_fire_within_one_evaluation(seen: dict[str, Seen]) -> No
                 if abs(early) > most and not (chained and early > 0 and name in FROM_ZERO):
                     wrong.append(f"{other.name}: {-early:+.1f} s, {most:.1f} s at most: {labels}")
                 continue
-            if chained and labels in here and name in FROM_ZERO:
+            if BRIEF in labels or (chained and labels in here and name in FROM_ZERO):
                 continue
             fired, missing = (there[labels], other) if labels in there else (here[labels], newest)
             pending = missing.pending(labels)
@@ -287,7 +289,7 @@ def test_records_agree_within_two_percent(seen: dict[str, Seen]) -> None:
             found = re.search(r'__name__="([^"]+)"', labels)
             assert found
             name = found[1]
-            if NOT_COMPARED.fullmatch(name) or (chained and MOVES in labels):
+            if NOT_COMPARED.fullmatch(name) or BRIEF in labels or (chained and MOVES in labels):
                 continue
             around = max(4 * SCRAPE, late(name, SAMPLE if chained else None))
             there = other.records.get(labels, [])

@@ -51,7 +51,7 @@ HARDWARE_CLASSES = ("memory", "nvlink", "pcie", "power", "firmware")
 RECOVERY = {
     1: "reset the GPU", 2: "reboot the node", 3: "drain the GPUs that exchange data with it",
     4: "drain the node and reset the GPU", 5: "recover the IMEX domain", 6: "reset the PCIe bus above it",
-    7: "power-cycle the system",
+    7: "reboot the whole system",
 }
 OF_GPU = "{uuid=%q}"
 # Pages that an Xid explains and that may last longer than it is news.

@@ -56,7 +56,7 @@ def _exporter_down(settings: AlertSettings) -> Alert:
     return Alert(
         "monitor", "FlopwatchExporterDown", "warning", ("host", "instance", "job"),
         f"""max by (host, instance, job) (
-  {known} + on (instance) group_left (host) ({memory} or on (instance) {recording.HOST})
+  {known} + on (instance) group_left (host) topk by (instance) (1, {memory} or on (instance) {recording.HOST})
     or on (job, instance)
   {known}
 )""",
@@ -72,16 +72,10 @@ def _exporter_down(settings: AlertSettings) -> Alert:
 def _runs(settings: AlertSettings, ranks: str, argument: str) -> str:
     """Return a template that names the runs of `ranks`, how large they are, and how many of their ranks these are."""
     gpus = f"max(last_over_time({m.RUN_GPUS}{{run=%q}}[{settings.at_pace(settings.state_window)}]))"
-    return _sorted(each(
+    return each(
         f"count by (run) (count by (run, rank) ({ranks}))", argument,
         " Run {{ .Labels.run }}" + each(gpus, ".Labels.run", ' of {{ printf "%.0f" .Value }} GPUs')
-        + ' has {{ printf "%.0f" .Value }} of its ranks there.'), "run")
-
-
-def _sorted(template: str, label: str) -> str:
-    """Return what `each` made, in the order of a label: a text that changes by itself is hard to read."""
-    before, query, after = template.partition("| query")
-    return f'{before}{query} | sortByLabel "{label}"{after}'
+        + ' has {{ printf "%.0f" .Value }} of its ranks there.')
 
 
 def _node_lost(settings: AlertSettings) -> tuple[Alert, ...]:
@@ -189,7 +183,7 @@ count by (leaf) (
         "within " + settings.at_pace(settings.leaf_window) + "."
         + _runs(settings, f"{ranks} and on (host) ({behind})", "$labels.leaf")
         + " Among the hosts are"
-        + _sorted(each(f"topk(8, group by (host) ({behind}))", "$labels.leaf", " {{ .Labels.host }}"), "host") + ".",
+        + each(f"topk(8, group by (host) ({behind}))", "$labels.leaf", " {{ .Labels.host }}", by="host") + ".",
         link=LINK,
     )
 

@@ -33,14 +33,39 @@ def _on_host() -> str:
                 "$labels.run .Labels.rank", " on {{ .Labels.host }}")
 
 
+def _lines() -> str:
+    """Return a template that tells at which lines ranks of the run `$labels.run` stand still, and which are alone."""
+    at = f"count by (at) ({m.TRAINING_STANDSTILL_INFO}{{run=%[1]q}})"
+    alone = f"max by (rank, at) ({m.TRAINING_STANDSTILL_INFO}{{run=%[1]q}}) and on (at) ({at} <= 2)"
+    return (each(f"sort_desc(topk(2, {at} > 2))", "$labels.run",
+                 ' Ranks at {{ .Labels.at }}: {{ printf "%.0f" .Value }}.')
+            + each(f"topk(3, {alone})", "$labels.run",
+                   " Rank {{ .Labels.rank }} stands at {{ .Labels.at }}.", by="rank"))
+
+
 def _hang(settings: AlertSettings) -> tuple[Alert, ...]:
-    """First sign: a step's clock runs and no step ends. Second: no collective is started, or no card computes."""
-    window = settings.at_pace(settings.hang_window)
-    activity, tensor = m.TRAINING_ACTIVITY_SECONDS, f"rate({m.GPU_TENSOR_ACTIVE}[{window}])"
-    cards = f"""(
-  max by (run, uuid) ({m.TRAINING_RANK_INFO}) * on (uuid) group_left () max by (uuid) ({tensor})
+    """First sign: a step's clock runs and no step ends. Second: the run is quiet, in what is known of it."""
+    window, memory = settings.at_pace(settings.hang_window), settings.at_pace(settings.hang_memory)
+    activity = m.TRAINING_ACTIVITY_SECONDS
+
+    def of_cards(expr: str) -> str:
+        return f"""(
+  max by (run, uuid) ({m.TRAINING_RANK_INFO} and on (run) {recording.OVERDUE_STEP})
+    * on (uuid) group_left ()
+  max by (uuid) ({expr})
 )"""
-    measured = f"count by (run) ({cards}) == on (run) max by (run) ({m.TRAINING_WORLD_SIZE})"
+
+    def measured(each_card: str) -> str:
+        # Of each rank that there is: one that was killed is why the others hang.
+        ranks = f"count by (run) (group by (run, rank) ({m.TRAINING_RANK_INFO}))"
+        return f"count by (run) ({each_card}) == on (run) {ranks}"
+
+    cards = of_cards(f"rate({m.GPU_TENSOR_ACTIVE}[{window}])")
+    # Each card beside itself: a run that lost ranks draws less.
+    power = of_cards(f"max_over_time({m.GPU_POWER}[{window}])")
+    usual = of_cards(f"max_over_time({m.GPU_POWER}[{memory}:{settings.at_pace(settings.rate_window)}])")
+    share = f"avg by (run) ({power}) / avg by (run) ({usual})"
+    sent = f"max by (instance, device, port) (rate({m.INFINIBAND_TRANSMIT_DATA}[{window}]))"
     hangs = f"""(
   {recording.OVERDUE_STEP}
     and on (run)
@@ -49,7 +74,20 @@ def _hang(settings: AlertSettings) -> tuple[Alert, ...]:
   (
     max by (run) (changes({m.TRAINING_COLLECTIVE_SEQUENCE}[{window}])) == 0
       or on (run)
-    max by (run) ({cards}) < {settings.hang_idle:g} and on (run) {measured}
+    max by (run) ({cards}) < {settings.hang_idle:g} and on (run) {measured(cards)}
+      or on (run)
+    (
+      {share} < {settings.hang_power:g} and on (run) {measured(power)}
+        or on (run)
+      max by (run) ({recording.PORT_RAIL} * on (instance, device, port) group_left () {sent})
+        < {settings.hang_quiet:g} * (max by (run) (max_over_time({recording.RAIL}[{memory}])) > {settings.rail_least:g})
+        unless on (run)
+      ({share})
+    )
+      unless on (run)
+    {m.TRAINING_COLLECTIVE_SEQUENCE}
+      unless on (run)
+    ({measured(cards)})
   )
     unless on (run)
   min by (run) ({cards}) >= {settings.hang_idle:g}
@@ -63,15 +101,16 @@ def _hang(settings: AlertSettings) -> tuple[Alert, ...]:
     signs = [(f'{recording.SIGN}{{run=%[1]q,sign="{name}"}}', text) for name, text in recording.SIGNS.items()]
     description = (
         "Run {{ $labels.run }} has finished no step for {{ $value | humanizeDuration }}; for " + window
-        + " no collective was started, or no tensor core was active."
+        + " no collective was started, or its tensor cores, its power or its network went quiet."
         + "".join(each(f"{sign} and on (rank) {rank}", "$labels.run", " Rank {{ .Labels.rank }}" + on_host
-                       + f" is {text}.") for sign, text in signs)
+                       + f" is {text}.", by="rank") for sign, text in signs)
         + each(f"100 * {rank}", "$labels.run", card + confidence)
         + "".join(each(f"count by (host) ({sign} and on (host) {host})", "$labels.run", " {{ .Value }} ranks on "
                        "{{ .Labels.host }} are " + text + ".") for sign, text in signs)
         + each(f"100 * {host}", "$labels.run", confidence)
         + each(f"{recording.OVERDUE_STEP}{{run=%[1]q}} unless on () {rank} unless on () {host}", "$labels.run",
                " Which rank is late is unknown.")
+        + _lines()
         + each(f'max({m.RUN_STATE}{{run=%q,state="down"}}) == 1', "$labels.run",
                " Its processes have ended since, and it is down.")
         + each(f"%f * max({m.TRAINING_WORLD_SIZE}{{run=%q}}) / 3600", "$value $labels.run",
@@ -162,6 +201,7 @@ def _stalled(settings: AlertSettings) -> tuple[Alert, ...]:
         + each(f"topk(3, max by (rank, activity) (rate({activity}{{run=%[1]q}}[{rate}])) > 0.5 unless on (activity) "
                f"topk(1, {ranks}))", "$labels.run",
                " Rank {{ .Labels.rank }}" + _on_host() + " is in {{ .Labels.activity }}.")
+        + _lines()
         + each(f"%f * max({m.TRAINING_WORLD_SIZE}{{run=%q}}) / 3600", "$value $labels.run",
                ' {{ printf "%.1f" .Value }} GPU-hours are lost so far.')
         + owner(settings)

@@ -21,10 +21,12 @@ CULPRIT_HOST = "host:training_hang:culprit"
 SIGNS = {
     "gone": "gone",
     "silent": "silent: its process is stopped, or holds the interpreter's lock",
+    "blocked": "stopped, or stuck in the kernel, where storage or a driver keeps it",
     "data": "waiting for data",
     "sequence": "missing in the collective in which the others wait",
     "gpu": "on a GPU that is lost or reported a critical Xid",
     "idle": "on an idle GPU, while those of the others are busy",
+    "computing": "on a GPU that goes on computing, while those of the others wait",
     "link": "behind a port that is down",
 }
 
@@ -85,28 +87,43 @@ def _verdict(settings: AlertSettings) -> tuple[Record, ...]:
     window, recent = settings.at_pace(settings.hang_window), settings.at_pace(settings.rate_window)
     before = settings.at_pace(4 * settings.rate_window)
     info = m.TRAINING_RANK_INFO
-    seconds = f"rate({m.TRAINING_ACTIVITY_SECONDS}{{activity%s}}[{window}])"
-    numbers = f"max by (run, rank) ({m.TRAINING_COLLECTIVE_SEQUENCE})"
-    cards = f'max by (run, rank, uuid) ({info}{{uuid!=""}}) * on (uuid) group_left () max by (uuid) (%s)'
+    # Joins begin with the ranks of runs that hang: none, nearly always.
+    hung, hung_cards = (f"({info}{some} and on (run) {OVERDUE_STEP})" for some in ("", '{uuid!=""}'))
+    seconds = f"rate({m.TRAINING_ACTIVITY_SECONDS}{{activity%s}}[{window}]) and on (run) {OVERDUE_STEP}"
+    numbers = f"max by (run, rank) ({m.TRAINING_COLLECTIVE_SEQUENCE} and on (run) {OVERDUE_STEP})"
+    cards = f'max by (run, rank, uuid) {hung_cards} * on (uuid) group_left () max by (uuid) (%s)'
     fresh = settings.seconds_at_pace(2 * settings.rate_window)
     xid = (f"max by (instance, uuid, xid) ({m.GPU_XID_LAST}) > time() - {fresh}"
            f' and on (instance, xid) {m.GPU_XID_INFO}{{severity=~"critical|fatal"}}')
     down = f"{m.INFINIBAND_STATE} < 4 and on (instance, device, port) {PORT_WAS_ACTIVE}"
+    draws, limit = f"min_over_time({m.GPU_POWER}[{window}])", m.GPU_POWER_LIMIT
     # The node of the rank that tells it may be the one that is gone.
     world = (f"(max by (run) ({m.TRAINING_WORLD_SIZE})"
              f" or on (run) max by (run) (last_over_time({m.TRAINING_WORLD_SIZE}[{before}])))")
+    blocked = f"max by (run, rank) ({m.NODE_PROCESS_BLOCKED}) > {settings.hang_blocked:g}"
     signs = {
         "gone": GONE,
-        "silent": f"""sum by (run, rank) ({seconds % '=~"step|data_stall"'}) < {settings.hang_silent:g}""",
+        "silent": f"""sum by (run, rank) ({seconds % '=~"step|data_stall"'}) < {settings.hang_silent:g}
+  unless on (run, rank)
+{blocked}""",
         "data": f"""sum by (run, rank) ({seconds % '="data_stall"'}) > {settings.hang_busy:g}""",
         "sequence": f"""{numbers}
   == on (run) group_left ()
 (min by (run) ({numbers}) < max by (run) ({numbers}))""",
-        "gpu": f"""max by (run, rank) ({info}{{uuid!=""}} and on (uuid) ({m.GPU_PRESENT} == 0 or {xid}))""",
+        "blocked": blocked,
+        "gpu": f"""max by (run, rank) ({hung_cards} and on (uuid) ({m.GPU_PRESENT} == 0 or {xid}))""",
         "idle": f"""{cards % f"max_over_time({m.GPU_UTILIZATION}[{window}])"} < {settings.hang_idle:g}
   and on (run)
 quantile by (run) (0.5, {cards % m.GPU_UTILIZATION}) > {settings.hang_busy:g}""",
-        "link": f"""max by (run, rank) ({info} and on (instance) ({down}))""",
+        # Not where somebody else computes on it.
+        "computing": f"""(
+  {cards % f"({draws} > {settings.hang_draws:g} * {limit})"}
+    unless on (uuid)
+  (count by (uuid) (group by (run, uuid) ({info} and on (uuid) {hung})) > 1)
+)
+  > on (run) group_left ()
+{settings.hang_above:g} * quantile by (run) (0.5, {cards % f"max_over_time({m.GPU_POWER}[{window}])"})""",
+        "link": f"""max by (run, rank) ({hung} and on (instance) ({down}))""",
     }
     union = "\n  or\n".join(
         f'label_replace(group by (run, rank) ({expr}), "sign", "{sign}", "", "")' for sign, expr in signs.items())
@@ -116,7 +133,7 @@ quantile by (run) (0.5, {cards % m.GPU_UTILIZATION}) > {settings.hang_busy:g}"""
   (count by (run, sign) ({SIGN}) <= on (run) group_left () 0.5 * {world})
 )"""
     all_votes = f"(count by (run) (count by (run, sign) ({SIGN})) + {settings.hang_doubt:g})"
-    hosts = f"(group by (run, host) ({info}) or group by (run, host) ({SIGN}))"
+    hosts = f"(group by (run, host) {hung} or group by (run, host) ({SIGN}))"
 
     def most(by: str, of: str = "") -> str:
         return f"sum by (run, {by}) ({votes % of}) / on (run) group_left () {all_votes} > {settings.hang_named:g}"
@@ -147,7 +164,7 @@ quantile by (run) (0.5, {cards % m.GPU_UTILIZATION}) > {settings.hang_busy:g}"""
 {union}
 )
   * on (run, rank) group_left (host)
-topk by (run, rank) (1, (max by (run, rank, host) ({info}) and on (run) {OVERDUE_STEP}) or on (run, rank) {GONE})
+topk by (run, rank) (1, max by (run, rank, host) {hung} or on (run, rank) {GONE})
 """),
         record("verdict", CULPRIT_RANK, "Share of the signs that say it is this rank which the others wait for, if "
                "most do: each has one vote, split among the ranks it points at, and a fifth of one is doubt.",

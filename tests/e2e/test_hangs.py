@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from alerts import recording
 from demo.receiver import Message
 from demo.stack import Stack
 from flopwatch import catalogue as c
@@ -78,6 +79,23 @@ def test_a_hang_is_told_and_the_rank_that_did_not_come_is_named(kind: str, stack
     host = stack.prometheus.query(f'{c.TRAINING_RANK_INFO}{{run="{kind}",rank="0"}}')[0][0]["host"]
     assert KINDS[kind].format(host=host) in str(hanging(stack, kind)[0].payload)
     assert not any(f"Rank {rank} on" in str(hanging(stack, kind)[0].payload) for rank in range(4) if rank != CULPRIT)
+
+
+def test_the_line_at_which_a_rank_stands_and_a_process_that_is_stopped_are_told(stack: Stack, jobs: None) -> None:
+    looping = f'{c.TRAINING_STANDSTILL_INFO}{{run="endless_loop",rank="{CULPRIT}"}}'
+    waiting = f'{c.TRAINING_STANDSTILL_INFO}{{run="endless_loop",rank!="{CULPRIT}"}}'
+    stopped = f'{recording.SIGN}{{run="stopped",sign="blocked"}}'
+    deadline = time.monotonic() + 300  # a hang of 45 s shows the line, one of 30 s the state
+    while not all(stack.prometheus.query(expr) for expr in (looping, stopped, f"count({waiting}) == 3")):
+        assert time.monotonic() < deadline, "no line, or no state"
+        stack.check()
+        time.sleep(0.2)
+    assert {labels["at"].split(":")[0].split()[0] for labels, _ in stack.prometheus.query(looping)} == {"hangs.py"}
+    assert all(labels["at"].endswith(" in misbehave") for labels, _ in stack.prometheus.query(looping))
+    lines = {labels["at"] for labels, _ in stack.prometheus.query(waiting)}
+    assert len(lines) == 1
+    assert lines.pop().endswith(" in train")
+    assert [labels["rank"] for labels, _ in stack.prometheus.query(stopped)] == [str(CULPRIT)]
 
 
 @pytest.mark.parametrize("kind", FINE)
