@@ -46,6 +46,7 @@ class AlertSettings:
 
     straggler_warning: float = 0.10  # share of every step lost to the late rank
     straggler_critical: float = 0.20
+    straggler_least: float = 0.01  # of a step: what ranks differ by that are equally fast
     straggler_steps: int = 5  # measured steps a window needs, or there is no score
     straggler_tokens: float = 0.05  # more tokens than the mean: the work is uneven, not the machine slow
     straggler_rival: float = 0.75  # of the latest's score: another one so late, and to mend the latest gains little

@@ -141,8 +141,8 @@ def vmalert(suite: str, folder: Path, database: str) -> tuple[str, contextlib.Ab
     return url, server(f"vmalert-{suite}", [
         str(Path(victoria_metrics(suite=suite)).with_name("vmalert")), f"-rule={folder}/rules.yaml",
         f"-datasource.url={database}", f"-remoteWrite.url={database}", f"-remoteRead.url={database}",
-        "-notifier.blackhole", f"-httpListenAddr=127.0.0.1:{port}", "-rule.evalDelay=0s", "-disableAlertgroupLabel",
-        "-remoteWrite.flushInterval=100ms"], folder, f"{url}/health")
+        "-notifier.blackhole", f"-httpListenAddr=127.0.0.1:{port}", f"-rule.evalDelay={SAMPLE:g}s",
+        "-disableAlertgroupLabel", "-remoteWrite.flushInterval=100ms"], folder, f"{url}/health")
 
 
 def raw(url: str, selector: str, window: float) -> dict[str, Samples]:

@@ -173,12 +173,11 @@ def _stragglers(settings: AlertSettings) -> tuple[Record, ...]:
     confirmed = f"{LEADER} >= {settings.straggler_warning:g}"
     most_late = f"max by (run) ({HOST_SCORE})"
 
-    def leads(offset: str = "") -> str:
+    def leads(score: str, offset: str = "") -> str:
         # Not RUN_SCORE: vmalert sees a record an evaluation after those it was made of, when they have other values.
-        return f"({RANK_SCORE}{offset} == on (run) group_left () max by (run) ({RANK_SCORE}{offset}))"
-
-    def host_leads(offset: str = "") -> str:
-        return f"({HOST_SCORE}{offset} == on (run) group_left () max by (run) ({HOST_SCORE}{offset}))"
+        # Equal ones have 0, all of them, and which of them leads is a matter of rounding.
+        return (f"({score}{offset} > {settings.straggler_least:g}"
+                f" == on (run) group_left () max by (run) ({score}{offset}))")
 
     def rivals(score: str, most: str) -> str:
         """Return the runs in which more than one is as late as the latest, or nearly."""
@@ -234,13 +233,13 @@ def _stragglers(settings: AlertSettings) -> tuple[Record, ...]:
                 > {1 + settings.straggler_tokens:g}
             )
         """),
-        record("training", LEADER, "Score of the rank that was latest in three windows in a row; none if that "
-               "changed hands, if another is nearly as late, or if the rank is excused.", f"""
-            {leads()}
+        record("training", LEADER, "Score of the rank that was latest in three windows in a row, by more than 1 % "
+               "of a step; none if that changed hands, if another is nearly as late, or if the rank is excused.", f"""
+            {leads(RANK_SCORE)}
               and on (run, rank)
-            {leads(before[0])}
+            {leads(RANK_SCORE, before[0])}
               and on (run, rank)
-            {leads(before[1])}
+            {leads(RANK_SCORE, before[1])}
               unless on (run, rank)
             {EXCUSED}
               unless on (run)
@@ -253,11 +252,11 @@ def _stragglers(settings: AlertSettings) -> tuple[Record, ...]:
         """),
         record("verdict", HOST_LEADER, "Score of the host whose ranks were the latest in three windows in a row, in a "
                "run without a single rank to blame; none on the same conditions.", f"""
-            {host_leads()}
+            {leads(HOST_SCORE)}
               and on (run, host)
-            {host_leads(before[0])}
+            {leads(HOST_SCORE, before[0])}
               and on (run, host)
-            {host_leads(before[1])}
+            {leads(HOST_SCORE, before[1])}
               unless on (run, host)
             ({EXCUSED} * on (run, rank) group_left (host) {places})
               unless on (run)
