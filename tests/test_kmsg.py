@@ -98,7 +98,8 @@ def client(path: Path, request: bytes) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(PATIENCE)
     connection.connect(str(path))
-    connection.sendall(request)
+    if request:  # who is turned away may have been already
+        connection.sendall(request)
     return connection
 
 
