@@ -29,7 +29,7 @@ from flopwatch.node.diagnosis import expectations
 from flopwatch.node.diagnosis.verdict import Verdict
 from flopwatch.node.evidence import Witness
 from flopwatch.node.forward import Embedded, Forward, Outcomes, Remote
-from flopwatch.node.heap import one_heap
+from flopwatch.node.heap import one_heap, swept
 from flopwatch.node.maintenance import Maintenance
 from flopwatch.node.reader import gpu_inventory, hardware, simulated_node
 from flopwatch.node.release import BY_SIGNAL, Release
@@ -114,8 +114,10 @@ async def _serve(settings: ExporterSettings, listeners: list[socket.socket], web
         log.info("listening metrics=%s otlp=%s", *addresses)
         # So that /readyz does not wait for the first scraper, and pushes are checked against the GPUs that are here.
         first = asyncio.ensure_future(scrape.collect())
+        sweeping = asyncio.ensure_future(swept(first))
         await asyncio.wait([asyncio.ensure_future(stop.wait()), *running], return_when=asyncio.FIRST_COMPLETED)
         log.info("stopping")
+        sweeping.cancel()
         first.cancel()
         releasing.cancel()
         for one in servers:
