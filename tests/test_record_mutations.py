@@ -109,6 +109,17 @@ BROKEN = [
     (recording.SIGN, "unless on (run, rank) max by (run, rank) (node_process_blocked_seconds) > 30", ""),
     (recording.SIGN, "unless on (uuid) (count by (uuid) (group by (run, uuid) (training_rank_info and on (uuid) "
      f"(training_rank_info and on (run) {recording.OVERDUE_STEP}))) > 1)", ""),
+    # A scrape that fails, and a rank that is gone for longer.
+    (recording.WAIT, "last_over_time(training_measured_steps_total[1m])", "training_measured_steps_total"),
+    (recording.WAIT, "last_over_time(training_measured_steps_total[1m])",
+     "last_over_time(training_measured_steps_total[2m])"),
+    (recording.RANK_SCORE, "last_over_time(training_world_size[1m])", "training_world_size"),
+    (recording.HOST_SCORE, 'last_over_time(training_rank_info{host!=""}[1m])', 'training_rank_info{host!=""}'),
+    # Ranks that wait as long as each other.
+    (recording.LEADER, "rank:training_straggler:score > 0.01", "rank:training_straggler:score"),
+    (recording.LEADER, "rank:training_straggler:score offset 4m > 0.01", "rank:training_straggler:score offset 4m"),
+    (recording.HOST_LEADER, "host:training_straggler:score offset 4m > 0.01",
+     "host:training_straggler:score offset 4m"),
     # Two that are as late, stages of a pipeline, and a host whose ranks have more to do.
     (recording.LEADER, "unless on (run) (count by (run)", "and on (run) (count by (run)"),
     (recording.LEADER, "0.75 *", "0.85 *"),

@@ -169,7 +169,11 @@ def _stragglers(settings: AlertSettings) -> tuple[Record, ...]:
     three_windows = settings.at_pace(3 * settings.straggler_window)
     hour, day, week = map(settings.at_pace, (settings.hour, settings.day, settings.week))
     tokens = f"sum by (run, rank) (rate({m.TRAINING_TOKENS}[{window}]))"
-    places = f'topk by (run, rank) (1, max by (run, rank, host) ({m.TRAINING_RANK_INFO}{{host!=""}}))'
+    # A scrape that fails is not a rank's end, or a verdict would begin anew two and four minutes later, too.
+    lately = settings.at_pace(4 * settings.scrape_interval)
+    info, known, world = (f"last_over_time({family}[{lately}])" for family in (
+        m.TRAINING_RANK_INFO, f'{m.TRAINING_RANK_INFO}{{host!=""}}', m.TRAINING_WORLD_SIZE))
+    places = f"topk by (run, rank) (1, max by (run, rank, host) ({known}))"
     confirmed = f"{LEADER} >= {settings.straggler_warning:g}"
     most_late = f"max by (run) ({HOST_SCORE})"
 
@@ -198,9 +202,9 @@ def _stragglers(settings: AlertSettings) -> tuple[Record, ...]:
             )
               * on (run, rank) group_left (pp)
             (
-              topk by (run, rank) (1, max by (run, rank, pp) ({m.TRAINING_RANK_INFO}))
+              topk by (run, rank) (1, max by (run, rank, pp) ({info}))
                 or on (run, rank)
-              group by (run, rank) ({m.TRAINING_MEASURED_STEPS})
+              group by (run, rank) (last_over_time({m.TRAINING_MEASURED_STEPS}[{lately}]))
             )
         """),
         # The least wait that is not below the median is the upper median, exactly; both passes are linear in ranks.
@@ -214,7 +218,7 @@ def _stragglers(settings: AlertSettings) -> tuple[Record, ...]:
               {WAIT}
             )
               and on (run)
-            (count by (run) ({WAIT}) == max by (run) ({m.TRAINING_WORLD_SIZE}))
+            (count by (run) ({WAIT}) == max by (run) ({world}))
         """),
         record("training", RUN_SCORE, "Score of the run's latest rank.", f"""
             max by (run) ({RANK_SCORE})
@@ -248,7 +252,7 @@ def _stragglers(settings: AlertSettings) -> tuple[Record, ...]:
         record("verdict", HOST_SCORE, "Mean score of a run's ranks on a host, where it has several hosts.", f"""
             avg by (run, host) ({RANK_SCORE} * on (run, rank) group_left (host) {places})
               and on (run)
-            (count by (run) (count by (run, host) ({m.TRAINING_RANK_INFO})) > 1)
+            (count by (run) (count by (run, host) ({info})) > 1)
         """),
         record("verdict", HOST_LEADER, "Score of the host whose ranks were the latest in three windows in a row, in a "
                "run without a single rank to blame; none on the same conditions.", f"""
@@ -295,6 +299,6 @@ def _stragglers(settings: AlertSettings) -> tuple[Record, ...]:
                "communication and imbalance cost. None unless every rank is measured.", f"""
             avg by (run) ({WAIT})
               and on (run)
-            (count by (run) ({WAIT}) == max by (run) ({m.TRAINING_WORLD_SIZE}))
+            (count by (run) ({WAIT}) == max by (run) ({world}))
         """),
     )
