@@ -16,11 +16,14 @@ from typing import Any
 from grafanalib import _gen, core
 
 Json = dict[str, Any]
+Mappings = Mapping[float, tuple[str, str]]  # of a value: the text and the colour it is shown with
 Threshold = tuple[float | None, str]  # (from this value on, colour); None is minus infinity
 
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 RATE_INTERVAL = "$__rate_interval"  # Grafana's: at least four scrapes, and no less than the step
 COLUMNS = 24  # of Grafana's grid
+CELLS = 120  # of a status history along its width
+LABEL, FIELD = "${__field.labels.%s}", '${__data.fields["%s"]}'  # in a link: of the series, or of the table's row
 
 # Keys of grafanalib that no Grafana since 8 reads, or that repeat a default.
 LEFTOVERS = {
@@ -39,9 +42,18 @@ class Query:
     table: bool = False
 
 
+def link(title: str, uid: str, **variables: str) -> Json:
+    """Return a link to the dashboard `uid` that keeps data source and time, with these variables set.
+
+    A value is taken from what was clicked: LABEL of a series, FIELD of a table's row, or is a variable here.
+    """
+    given = "".join(f"&var-{name}={value}" for name, value in variables.items())
+    return {"title": title, "url": f"/d/{uid}?${{datasource:queryparam}}&${{__url_time_range}}{given}"}
+
+
 def timeseries(
     title: str, description: str, *queries: Query, unit: str, thresholds: Sequence[Threshold] = (),
-    top: float | None = None, stacked: bool = False, width: int = 8, height: int = 8,
+    top: float | None = None, stacked: bool = False, links: Sequence[Json] = (), width: int = 8, height: int = 8,
 ) -> Json:
     """Return lines over time; thresholds are drawn as dashed lines, `top` fixes the axis to 0..top."""
     custom = {
@@ -56,12 +68,14 @@ def timeseries(
         "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []},
         "tooltip": {"mode": "multi", "sort": "desc"},
     }
-    return _panel("timeseries", title, description, queries, thresholds, defaults, options, width, height)
+    return _panel("timeseries", title, description, queries, thresholds, defaults | _links(links), options, width,
+                  height)
 
 
 def stat(
     title: str, description: str, query: Query, *, unit: str = "none", thresholds: Sequence[Threshold] = (),
-    name: bool = False, colors: Mapping[str, str] | None = None, width: int = 3, height: int = 4,
+    name: bool = False, colors: Mapping[str, str] | None = None, mappings: Mappings | None = None,
+    links: Sequence[Json] = (), width: int = 3, height: int = 4,
 ) -> Json:
     """Return one big value; with `name` the legend is shown in its place, coloured by `colors`."""
     options = {
@@ -73,20 +87,81 @@ def stat(
         _override(text, {"id": "color", "value": {"mode": "fixed", "fixedColor": color}})
         for text, color in (colors or {}).items()
     ]
-    return _panel("stat", title, description, [query], thresholds, {"unit": unit, "color": {"mode": "thresholds"}},
-                  options, width, height, overrides=overrides)
+    defaults = {"unit": unit, "color": {"mode": "thresholds"}} | _mapped(mappings) | _links(links)
+    return _panel("stat", title, description, [query], thresholds, defaults, options, width, height,
+                  overrides=overrides)
+
+
+def gauge(
+    title: str, description: str, query: Query, *, unit: str, top: float, thresholds: Sequence[Threshold] = (),
+    width: int = 4, height: int = 6,
+) -> Json:
+    """Return a dial from 0 to `top` for each series, with the thresholds along its edge."""
+    options = {
+        "orientation": "auto", "showThresholdLabels": False, "showThresholdMarkers": True,
+        "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+    }
+    defaults = {"unit": unit, "min": 0, "max": top, "color": {"mode": "thresholds"}}
+    return _panel("gauge", title, description, [query], thresholds, defaults, options, width, height)
+
+
+def heatmap(
+    title: str, description: str, query: Query, *, unit: str, top: float, scheme: str = "Oranges",
+    links: Sequence[Json] = (), width: int = COLUMNS, height: int = 12,
+) -> Json:
+    """Return a row of coloured cells for each series, from 0 to `top`."""
+    options = {
+        "calculate": False, "cellGap": 1, "cellValues": {"unit": unit},
+        "color": {"mode": "scheme", "scheme": scheme, "fill": "dark-orange", "scale": "exponential", "exponent": 0.5,
+                  "steps": 64, "reverse": False, "min": 0, "max": top},
+        "exemplars": {"color": "rgba(255,0,255,0.7)"}, "filterValues": {"le": 1e-9},
+        "legend": {"show": True}, "rowsFrame": {"layout": "auto"}, "showValue": "never",
+        "tooltip": {"mode": "single", "yHistogram": False, "showColorScale": True},
+        "yAxis": {"axisPlacement": "left", "reverse": False},
+    }
+    custom = {"hideFrom": {"legend": False, "tooltip": False, "viz": False}, "scaleDistribution": {"type": "linear"}}
+    return _panel("heatmap", title, description, [query], (), {"unit": unit, "custom": custom} | _links(links), options,
+                  width, height)
+
+
+def state_timeline(
+    title: str, description: str, *queries: Query, mappings: Mappings, unit: str = "none", links: Sequence[Json] = (),
+    width: int = COLUMNS, height: int = 6,
+) -> Json:
+    """Return a bar for each series along time, in the colour and with the text that `mappings` gives its value."""
+    options = {
+        "mergeValues": True, "showValue": "auto", "alignValue": "left", "rowHeight": 0.9,
+        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
+        "tooltip": {"mode": "single", "sort": "none"},
+    }
+    return _states("state-timeline", title, description, queries, mappings, unit, links, options, width, height)
+
+
+def status_history(
+    title: str, description: str, *queries: Query, mappings: Mappings, unit: str = "none", links: Sequence[Json] = (),
+    width: int = COLUMNS, height: int = 6,
+) -> Json:
+    """Return the same as a cell for each moment: for values that are looked at now and then."""
+    options = {
+        "showValue": "never", "rowHeight": 0.9, "colWidth": 0.9,
+        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
+        "tooltip": {"mode": "single", "sort": "none"},
+    }
+    # One cell a pixel would be no cell.
+    return _states("status-history", title, description, queries, mappings, unit, links, options, width, height) | {
+        "maxDataPoints": CELLS}
 
 
 def bargauge(
-    title: str, description: str, query: Query, *, unit: str, thresholds: Sequence[Threshold] = (), width: int = 8,
-    height: int = 8,
+    title: str, description: str, query: Query, *, unit: str, thresholds: Sequence[Threshold] = (),
+    links: Sequence[Json] = (), width: int = 8, height: int = 8,
 ) -> Json:
     """Return one bar per series, from the newest value."""
     options = {
         "displayMode": "basic", "orientation": "horizontal", "valueMode": "color", "showUnfilled": True,
         "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
     }
-    defaults = {"unit": unit, "min": 0, "color": {"mode": "thresholds"}}
+    defaults = {"unit": unit, "min": 0, "color": {"mode": "thresholds"}} | _links(links)
     return _panel("bargauge", title, description, [query], thresholds, defaults, options, width, height)
 
 
@@ -98,24 +173,27 @@ class Column:
     query: str
     unit: str | None = "none"
     thresholds: Sequence[Threshold] = ()
+    mappings: Mappings | None = None
 
 
 def table(
     title: str, description: str, columns: Sequence[Column], *, key: str, labels: Mapping[str, str], sort: str,
-    width: int = COLUMNS, height: int = 10,
+    links: Mapping[str, Sequence[Json]] | None = None, width: int = COLUMNS, height: int = 10,
 ) -> Json:
-    """Return rows joined on the label `key`; `labels` maps the labels shown to their headings."""
+    """Return rows joined on the label `key`; `labels` maps labels to their headings, `links` headings to links."""
     queries = [Query(column.query, instant=True, table=True) for column in columns]
     values = {f"Value #{_ref(i)}": column.name for i, column in enumerate(columns) if column.unit is not None}
     names = dict(labels) | values
     overrides = [
         _override(
             column.name, {"id": "unit", "value": column.unit},
-            *([{"id": "thresholds", "value": _steps(column.thresholds)},
-               {"id": "custom.cellOptions", "value": {"type": "color-text"}}] if column.thresholds else []),
+            *([{"id": "thresholds", "value": _steps(column.thresholds)}] if column.thresholds else []),
+            *([{"id": "mappings", "value": _mapped(column.mappings)["mappings"]}] if column.mappings else []),
+            *([{"id": "custom.cellOptions", "value": {"type": "color-text"}}]
+              if column.thresholds or column.mappings else []),
         )
         for column in columns if column.unit is not None
-    ]
+    ] + _linked(links)
     keep, order = _columns(names)
     join = {"id": "joinByField", "options": {"byField": key, "mode": "outer"}}
     defaults = {"unit": "none", "color": {"mode": "thresholds"}, "custom": {"align": "auto", "filterable": True}}
@@ -125,12 +203,14 @@ def table(
 
 
 def label_table(
-    title: str, description: str, query: str, *, labels: Mapping[str, str], width: int = COLUMNS, height: int = 6,
+    title: str, description: str, query: str, *, labels: Mapping[str, str],
+    links: Mapping[str, Sequence[Json]] | None = None, width: int = COLUMNS, height: int = 6,
 ) -> Json:
     """Return the labels of each series of one query, in the order of `labels`."""
     return _panel("table", title, description, [Query(query, instant=True, table=True)], (),
-                  {"unit": "none", "custom": {"align": "auto"}}, {"showHeader": True, "cellHeight": "sm"},
-                  width, height, transformations=_columns(labels))
+                  {"unit": "none", "custom": {"align": "auto", "filterable": True}},
+                  {"showHeader": True, "cellHeight": "sm"}, width, height, overrides=_linked(links),
+                  transformations=_columns(labels))
 
 
 def variable(name: str, label: str, query: str, *, everything: bool = False) -> Json:
@@ -142,8 +222,21 @@ def variable(name: str, label: str, query: str, *, everything: bool = False) -> 
     return _clean(template.to_json_data()) | {"current": {"text": "All", "value": "$__all"} if everything else {}}
 
 
+def textbox(name: str, label: str, default: str) -> Json:
+    """Return a variable that is typed in."""
+    template = core.Template(name=name, label=label, type="textbox", query=default)
+    return _clean(template.to_json_data()) | {"current": {"text": default, "value": default}}
+
+
+def annotation(name: str, expr: str, title: str, color: str, text: str = "") -> Json:
+    """Return marks on the time axis where a query has a series, whose labels texts name as {{label}}."""
+    return {"name": name, "datasource": DATASOURCE, "enable": True, "hide": False, "iconColor": color, "expr": expr,
+            "step": "60s", "titleFormat": title, "textFormat": text, "useValueForTime": False}
+
+
 def dashboard(
     uid: str, title: str, description: str, variables: Sequence[Json], rows: Mapping[str, Sequence[Json]],
+    annotations: Sequence[Json] = (),
 ) -> Json:
     """Return the dashboard as Grafana stores it; `uid` is part of its address and never changes."""
     datasource = core.Template(name="datasource", label="Data source", query="prometheus", type="datasource")
@@ -165,6 +258,10 @@ def dashboard(
         graphTooltip=core.GRAPH_TOOLTIP_MODE_SHARED_CROSSHAIR, refresh="30s", version=1,
         templating=core.Templating([_clean(datasource.to_json_data()) | {"current": {}}, *variables]),
         panels=[panel | {"id": number} for number, panel in enumerate(panels, start=1)],
+        annotations=core.Annotations(list(annotations)),
+        # From each dashboard to the others; the time goes with it, and the variables, which the other one may have too.
+        links=[{"type": "dashboards", "title": "Dashboards", "tags": ["flopwatch"], "asDropdown": True, "icon": "",
+                "includeVars": True, "keepTime": True, "targetBlank": False, "tooltip": "", "url": ""}],
     ).to_json_data()
     plain: Json = json.loads(json.dumps(_clean(frame), cls=_gen.DashboardEncoder))
     return plain
@@ -174,7 +271,38 @@ def queries(board: Json, variables: Mapping[str, str]) -> Iterator[tuple[str, st
     """Yield (panel title, PromQL) for every query, with `$name` and `${name}` replaced; KeyError if one is missing."""
     for panel in board["panels"]:
         for target in panel.get("targets", ()):
-            yield panel["title"], re.sub(r"\$\{?(\w+)\}?", lambda found: variables[found[1]], target["expr"])
+            yield panel["title"], _filled(target["expr"], variables)
+    for mark in board.get("annotations", {}).get("list", ()):
+        yield mark["name"], _filled(mark["expr"], variables)
+
+
+def _filled(expr: str, variables: Mapping[str, str]) -> str:
+    return re.sub(r"\$\{?(\w+)\}?", lambda found: variables[found[1]], expr)
+
+
+def _states(
+    kind: str, title: str, description: str, members: Sequence[Query], mappings: Mappings, unit: str,
+    links: Sequence[Json], options: Json, width: int, height: int,
+) -> Json:
+    defaults = {"unit": unit, "color": {"mode": "thresholds"}, "custom": {"lineWidth": 0, "fillOpacity": 80}}
+    return _panel(kind, title, description, members, (), defaults | _mapped(mappings) | _links(links), options, width,
+                  height)
+
+
+def _links(links: Sequence[Json]) -> Json:
+    return {"links": list(links)} if links else {}
+
+
+def _linked(links: Mapping[str, Sequence[Json]] | None) -> list[Json]:
+    return [_override(name, {"id": "links", "value": list(given)}) for name, given in (links or {}).items()]
+
+
+def _mapped(mappings: Mappings | None) -> Json:
+    if mappings is None:
+        return {}
+    return {"mappings": [{"type": "value", "options": {
+        f"{value:g}": {"text": text, "color": color, "index": place}
+        for place, (value, (text, color)) in enumerate(mappings.items())}}]}
 
 
 def _panel(

@@ -10,26 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import dashboards as d
-from alerts import AlertSettings, alerts
 from alerts import recording as r
+from dashboards import parts as p
+from dashboards.parts import ERRORS, HELD_BACK, HOT, LATE, LINES, RATE, SHARE, UTILIZATION
 from flopwatch import catalogue as m
 
-UID = "flopwatch-run"
-LINES = 16
-RATE = f"[{d.RATE_INTERVAL}]"
 RUN = 'run="$run"'
 LEDGER = 'tenant=~"$tenant", run="$run"'
-SETTINGS = AlertSettings()
-ALERTS = "|".join(sorted({alert.name for alert in alerts(SETTINGS)}))
-
-UTILIZATION: list[d.Threshold] = [(None, "red"), (0.2, "orange"), (0.35, "green")]
-SHARE: list[d.Threshold] = [(None, "red"), (0.8, "orange"), (0.9, "green")]
-LATE: list[d.Threshold] = [
-    (None, "green"), (SETTINGS.straggler_warning, "orange"), (SETTINGS.straggler_critical, "red")
-]
-HOT: list[d.Threshold] = [(None, "green"), (80, "orange"), (87, "red")]
-HELD_BACK: list[d.Threshold] = [(None, "green"), (0.05, "orange"), (0.2, "red")]
-ERRORS: list[d.Threshold] = [(None, "green"), (1, "red")]
 
 RANK_INFO = f"{m.TRAINING_RANK_INFO}{{{RUN}}}"
 RANKS = f"max by (rank, host, uuid) ({RANK_INFO})"
@@ -67,17 +54,18 @@ now = [
     d.stat(
         "Effective MFU", "Model FLOPs of steps done once over the peak of all GPUs held, down time included. Bad: far "
         "below MFU, which means that time is lost outside steps.",
-        d.Query(f"{r.EFFECTIVE_MFU}{{{LEDGER}}}"), unit="percentunit", thresholds=UTILIZATION,
+        d.Query(f"{r.EFFECTIVE_MFU}{{{LEDGER}}}"), unit="percentunit", thresholds=UTILIZATION, width=2,
     ),
     d.stat(
         "Goodput", "Share of the wall clock since the first start that advanced the model. Bad: below 90 %. The split "
         "below says where the rest went.",
         d.Query(f"{r.GOODPUT}{{{LEDGER}}}"), unit="percentunit", thresholds=SHARE,
+        links=[d.link("Goodput ledger", p.GOODPUT, tenant="$tenant", run="$run")],
     ),
     d.stat(
         "ETTR", "Goodput counted from submission, the queue included. Bad: well below goodput, which means a long "
         "queue. Nothing: the time of submission is unknown.",
-        d.Query(f"{r.ETTR}{{{LEDGER}}}"), unit="percentunit", thresholds=SHARE,
+        d.Query(f"{r.ETTR}{{{LEDGER}}}"), unit="percentunit", thresholds=SHARE, width=2,
     ),
     d.stat(
         "Step time", "Mean of the last five minutes. Bad: longer than the run's own past at the same batch size.",
@@ -85,13 +73,20 @@ now = [
     ),
     d.stat(
         "Tokens per second", "Of the whole run, re-executed steps included. Bad: a fall that lasts.",
-        d.Query(f"{r.TOKENS}{{{RUN}}}"), unit="short",
+        d.Query(f"{r.TOKENS}{{{RUN}}}"), unit="short", width=2,
+    ),
+    d.stat(
+        "Cost", "All GPU time that was held, at the price above; the ledger board says what it went into. Bad: what it "
+        "bought is not worth it.",
+        d.Query(f"sum(max by (tenant, run, bucket) ({m.RUN_GPU_SECONDS}{{{LEDGER}}})) * $price / 3600"),
+        unit="currencyUSD", width=2,
     ),
     d.stat(
         "Late rank", "The rank the others wait for most. Bad: the same one for minutes with a score above 10 %. Below "
         "that, some rank is always last.",
         d.Query(f"topk(1, {RANKS} * on (rank) group_left () max by (rank) ({r.RANK_SCORE}{{{RUN}}}))",
-                "rank {{rank}} on {{host}}", instant=True), name=True,
+                "rank {{rank}} on {{host}}", instant=True), name=True, width=4,
+        links=[d.link("Stragglers", p.STRAGGLERS, run="$run")],
     ),
 ]
 
@@ -142,12 +137,10 @@ ranks = [
         "Bad: one line far below the rest, it is the late rank. All high together: look at the links.",
         d.Query(f"bottomk({LINES}, {r.WAIT}{{{RUN}}})", "rank {{rank}}"), unit="percentunit",
     ),
-    d.label_table(
-        "Firing alerts", "Alerts of this run and those of nodes and links. Bad: anything but FlopwatchWatchdog, which "
-        "always fires to prove that alerts arrive.",
-        f'ALERTS{{alertstate="firing", {RUN}}} or ALERTS{{alertstate="firing", run="", alertname=~"{ALERTS}"}}',
-        labels={"alertname": "Alert", "severity": "Severity", "host": "Host", "uuid": "GPU", "device": "Device",
-                "port": "Port", "xid": "Xid"}, width=8, height=8,
+    p.firing(
+        f'ALERTS{{alertstate="firing", {RUN}}} or ALERTS{{alertstate="firing", run="", alertname=~"{p.ALERTS}"}}',
+        "Alerts of this run and those of nodes and links. Bad: anything but FlopwatchWatchdog, which always fires to "
+        "prove that alerts arrive.", width=8,
     ),
     d.table(
         "Ranks and their GPUs", "One row per rank, the latest first. Bad: a high score together with a low clock, a "
@@ -164,7 +157,10 @@ ranks = [
             d.Column("Throttled", f"max by (rank) ({per_rank(THROTTLED)})", "percentunit", HELD_BACK),
             d.Column("Xid errors", f"max by (rank) ({per_rank(f'sum by (uuid) ({m.GPU_XID})')})", "none", ERRORS),
         ],
-        key="rank", labels={"rank": "Rank", "host": "Host", "gpu": "GPU", "uuid": "UUID"}, sort="Straggler score",
+        key="rank", labels={"rank": "Rank", "host": "Node", "gpu": "GPU", "uuid": "UUID"}, sort="Straggler score",
+        links={"Rank": [d.link("Stragglers", p.STRAGGLERS, run="$run")],
+               "Node": [p.to_node(d.FIELD % "Node"), p.to_fabric(d.FIELD % "Node")],
+               "UUID": [p.to_gpu(d.FIELD % "Node", d.FIELD % "UUID")]},
     ),
 ]
 
@@ -233,17 +229,16 @@ errors = [
 ]
 
 BOARD = d.dashboard(
-    UID, "Training run", "One training run, from the model down to the card and the cable.",
-    [
-        d.variable("tenant", "Tenant", f"label_values({m.RUN_STATE}, tenant)", everything=True),
-        d.variable("run", "Run", f'label_values({{__name__=~"{m.TRAINING_RANK_INFO}|{m.RUN_STATE}"}}, run)'),
-    ],
+    p.RUN, "Training run", "One training run, from the model down to the card and the cable.",
+    [p.tenant, p.run, p.price],
     {"Now": now, "Progress": progress, "Ranks": ranks, "GPUs of the run": gpus, "Errors": errors},
+    [p.alert_marks(RUN), p.starts(LEDGER)],
 )
 
 
 def queries(
-    run: str, *, tenant: str = ".*", rate_interval: str = "1m", time_range: str = "1h",
+    run: str, *, tenant: str = ".*", rate_interval: str = "1m", time_range: str = "1h", price: str = "2.5",
 ) -> Iterator[tuple[str, str]]:
     """Yield (panel title, PromQL) for every query of the dashboard, ready for Prometheus."""
-    return d.queries(BOARD, {"run": run, "tenant": tenant, "__rate_interval": rate_interval, "__range": time_range})
+    return d.queries(BOARD, {"run": run, "tenant": tenant, "price": price, "__rate_interval": rate_interval,
+                             "__range": time_range})

@@ -20,6 +20,7 @@ import yaml
 
 import flopwatch
 from alerts import AlertSettings, alertmanager_yaml, rules, rules_yaml
+from dashboards.__main__ import BOARDS
 from flopwatch.__main__ import _parser
 from flopwatch.node.collectors.identity.topology import SERVICE_ACCOUNT
 from flopwatch.settings import KUBELET_SOCKET, Address, ExporterSettings, KmsgSettings, LedgerSettings
@@ -102,7 +103,7 @@ def test_the_check_of_kubernetes_fields_finds_a_misspelt_one() -> None:
 
 def test_the_defaults_make_these_objects() -> None:
     assert sorted(render("defaults")) == [
-        ("ConfigMap", "demo-flopwatch-dashboards"),
+        *(("ConfigMap", f"demo-flopwatch-dashboard-{name}") for name in sorted(BOARDS)),
         ("DaemonSet", "demo-flopwatch-exporter"),
         ("Pod", "demo-flopwatch-test-series"),
         ("PodMonitor", "demo-flopwatch-exporter"),
@@ -408,11 +409,15 @@ def test_the_charts_generated_files_are_what_the_code_writes(name: str, content:
 
 
 def test_grafanas_sidecar_finds_the_dashboards_as_they_were_generated() -> None:
-    config = only(render("unprivileged"), "ConfigMap")
-    assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
-    assert config["metadata"]["annotations"] == {"grafana_folder": "Training"}
-    assert {name: json.loads(text) for name, text in config["data"].items()} == {
-        f"flopwatch-{path.name}": json.loads(path.read_text(encoding="utf-8"))
+    boards = {}
+    for config in (made for (kind, _), made in render("unprivileged").items() if kind == "ConfigMap"):
+        assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
+        assert config["metadata"]["annotations"] == {"grafana_folder": "Training"}
+        assert len(json.dumps(config)) < 256 << 10  # what kubectl apply writes into an annotation
+        ((name, text),) = config["data"].items()
+        boards[config["metadata"]["name"]] = (name, json.loads(text))
+    assert boards == {
+        f"watch-dashboard-{path.stem}": (f"flopwatch-{path.name}", json.loads(path.read_text(encoding="utf-8")))
         for path in CHART.glob("files/dashboards/*.json")
     }
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +110,24 @@ def kept_labels(panel: Json, target: Json) -> set[str]:
     return labels_of(promql.parse(query))
 
 
-VARIABLES = {"run": "r", "tenant": ".*", "__rate_interval": "1m", "__range": "1h"}
+VARIABLES = {"run": "r", "tenant": ".*", "host": "h", "uuid": "u", "rack": "k", "source": "nvml", "price": "2.5",
+             "__rate_interval": "1m", "__range": "1h"}
+
+
+def links_of(panel: Json) -> Iterator[Json]:
+    """Yield the links of a panel's series, or of its table's cells."""
+    yield from panel["fieldConfig"]["defaults"].get("links", ())
+    for override in panel["fieldConfig"]["overrides"]:
+        for change in override["properties"]:
+            if change["id"] == "links":
+                yield from change["value"]
+
+
+def links_to(panel: Json) -> Iterator[tuple[str, str]]:
+    """Yield what the links of a panel take from what was clicked: ("label", name) or ("table", heading)."""
+    for link in links_of(panel):
+        yield from (("label", name) for name in re.findall(r"\$\{__field\.labels\.(\w+)\}", link["url"]))
+        yield from (("table", name) for name in re.findall(r'\$\{__data\.fields\["([^"]+)"\]\}', link["url"]))
 
 
 @each_panel
@@ -120,6 +139,8 @@ def test_a_panel_asks_only_for_series_and_labels_that_exist_and_its_legend_shows
         kept = kept_labels(panel, target)
         assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= kept
         shown |= kept
+    for field, label in links_to(panel):
+        assert field == "table" or label in shown
     for change in panel["transformations"]:
         if change["id"] == "filterFieldsByName":
             names = {name for name in change["options"]["include"]["names"] if not name.startswith("Value #")}
@@ -140,9 +161,10 @@ def test_the_check_of_names_finds_a_wrong_name_and_a_wrong_label(query: str, com
 @each_panel
 def test_a_panel_is_of_a_kind_grafana_still_draws_and_says_what_bad_looks_like(panel: Json) -> None:
     # 'graph', 'singlestat' and 'table-old' were Angular and left with Grafana 11.
-    assert panel["type"] in {"timeseries", "stat", "bargauge", "table"}
+    assert panel["type"] in {
+        "timeseries", "stat", "gauge", "bargauge", "table", "heatmap", "state-timeline", "status-history"}
     assert re.search(r"\bBad: |^down: ", panel["description"])
-    assert panel["maxDataPoints"] >= 300
+    assert panel["maxDataPoints"] >= (100 if panel["type"] == "status-history" else 300)
     field = panel["fieldConfig"]["defaults"]
     assert field["unit"]
     values = [step["value"] for step in field["thresholds"]["steps"]]
@@ -154,10 +176,66 @@ def test_a_panel_is_of_a_kind_grafana_still_draws_and_says_what_bad_looks_like(p
         assert target["datasource"] == panel["datasource"]
         assert target["instant"] is not target["range"]
         assert (target["format"] == "table") is (panel["type"] == "table")
-    if panel["type"] != "timeseries":
+    if panel["type"] in ("stat", "gauge", "bargauge", "table"):
         assert "legend" not in panel["options"]
-    if panel["type"] in ("stat", "bargauge"):
+    if panel["type"] in ("stat", "gauge", "bargauge"):
         assert panel["options"]["reduceOptions"] == {"calcs": ["lastNotNull"], "fields": "", "values": False}
+
+
+@pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
+def test_links_lead_to_dashboards_that_exist_with_variables_they_have_and_keep_the_time(board: Json) -> None:
+    variables = {one["uid"]: {entry["name"] for entry in one["templating"]["list"]} for one in BOARDS.values()}
+    for panel in board["panels"]:
+        if panel["type"] == "row":
+            continue
+        headings = {name for change in panel["transformations"] if change["id"] == "organize"
+                    for name in change["options"]["renameByName"].values()}
+        assert {name for kind, name in links_to(panel) if kind == "table"} <= headings, panel["title"]
+        for link in links_of(panel):
+            found = re.fullmatch(r"/d/([\w-]+)\?(.*)", link["url"])
+            assert found, link
+            first, time, *given = found[2].split("&")
+            assert (first, time) == ("${datasource:queryparam}", "${__url_time_range}")
+            assert {one.partition("=")[0].removeprefix("var-") for one in given} <= variables[found[1]], link
+            used = set(re.findall(r"\$(\w+)", re.sub(r"\$\{[^}]*\}", "", link["url"])))
+            assert used <= variables[board["uid"]], link
+
+
+def test_every_dashboard_can_be_reached_from_the_fleet_and_from_every_other_one() -> None:
+    reached, ahead = set(), [BOARDS["fleet"]["uid"]]
+    by_uid = {board["uid"]: board for board in BOARDS.values()}
+    while ahead:
+        reached.add(uid := ahead.pop())
+        links = {link["url"].partition("?")[0].removeprefix("/d/") for panel in by_uid[uid]["panels"]
+                 if panel["type"] != "row" for link in links_of(panel)}
+        ahead += links - reached
+    # What nothing on a board is about is in the list that each has at its top.
+    assert by_uid.keys() - reached == {"flopwatch-gpus", "flopwatch-monitor"}
+    for board in BOARDS.values():
+        assert board["tags"] == ["flopwatch"]
+        (menu,) = board["links"]
+        assert (menu["type"], menu["tags"], menu["keepTime"]) == ("dashboards", ["flopwatch"], True)
+
+
+@pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
+def test_marks_and_variables_ask_only_for_what_exists(board: Json) -> None:
+    for mark in board["annotations"]["list"]:
+        ((_, query),) = dashboards.queries({"panels": [], "annotations": {"list": [mark]}}, VARIABLES)
+        kept = labels_of(promql.parse(query))
+        assert set(re.findall(r"{{(\w+)}}", mark["titleFormat"] + mark["textFormat"])) <= kept
+    names = [entry["name"] for entry in board["templating"]["list"]]
+    assert names[0] == "datasource"
+    assert set(names) - {"datasource"} <= VARIABLES.keys()
+    used = set(re.findall(r"\$(\w+)", json.dumps(board)))
+    assert set(names) - {"datasource"} <= used
+    for entry in board["templating"]["list"]:
+        if entry["type"] == "query":
+            found = re.fullmatch(r"label_values\((.*), (\w+)\)", entry["query"]["query"])
+            assert found
+            for name, value in VARIABLES.items():
+                found_series = found[1].replace(f"${name}", value)
+            if not found_series.startswith("{"):
+                assert found[2] in labels_of(promql.parse(found_series))
 
 
 @pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
@@ -181,7 +259,7 @@ def test_the_run_dashboard_is_where_the_alerts_links_lead() -> None:
     links = [alert.annotations(settings)["dashboard_url"] for alert in alerts(settings)]
     assert {link.partition("?")[0] for link in links} == {f"/d/{run.BOARD['uid']}"}
     variables = [entry["name"] for entry in run.BOARD["templating"]["list"]]
-    assert variables == ["datasource", "tenant", "run"]
+    assert variables == ["datasource", "tenant", "run", "price"]
 
 
 def test_queries_come_out_ready_for_prometheus() -> None:
@@ -190,7 +268,8 @@ def test_queries_come_out_ready_for_prometheus() -> None:
     assert (
         "Recent time by bucket", 'max by (bucket) (rate(run_seconds_total{tenant=~".*", run="llama/8b"}[5s]))',
     ) in queries
-    assert len(queries) == sum(len(panel["targets"]) for _, panel in PANELS)
+    marks = run.BOARD["annotations"]["list"]
+    assert len(queries) == sum(len(panel["targets"]) for name, panel in PANELS if name == "run") + len(marks)
     assert not [query for _, query in queries if "$" in query]
 
 
@@ -237,7 +316,7 @@ def test_a_rank_that_moves_a_shared_card_and_a_replaced_exporter_break_no_panel(
     expressions = {
         (panel["title"], target["refId"]): next(dashboards.queries(
             {"panels": [panel | {"targets": [target]}]}, VARIABLES | {"run": "lm"}))[1]
-        for _, panel in PANELS for target in panel["targets"]
+        for name, panel in PANELS if name == "run" for target in panel["targets"]
     }
     # topk may pick either of rank 1's two places.
     expressions["Late rank", "A"] = f"max by (rank) ({expressions['Late rank', 'A']})"

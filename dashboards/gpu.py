@@ -1,0 +1,120 @@
+"""GPU: one card, its clocks, heat, power, memory, links and errors, and who has it."""
+
+from __future__ import annotations
+
+import dashboards as d
+from dashboards import parts as p
+from flopwatch import catalogue as m
+
+CARD = 'uuid="$uuid"'
+ONE = f"{{{CARD}}}"
+
+
+def of(metric: object, labels: str = "") -> str:
+    """Return a family of this card: two exporters may serve it for a moment."""
+    return f"max by (uuid{labels and ', ' + labels}) ({metric}{ONE})"
+
+
+def rate(metric: object, labels: str = "") -> str:
+    """Return the rate of a counter of this card."""
+    return f"max by (uuid{labels and ', ' + labels}) (rate({metric}{ONE}{p.RATE}))"
+
+
+who = [
+    d.label_table(
+        "Card", "What it is. Bad: a driver or firmware that differs from its neighbours'.", f"{m.GPU_INFO}{ONE}",
+        labels={"host": "Node", "gpu": "Index", "model": "Model", "serial": "Serial", "pci_bus_id": "PCI",
+                "module_id": "Module", "driver_version": "Driver", "vbios_version": "VBIOS"},
+        links={"Node": [p.to_node(d.FIELD % "Node"), p.to_fabric(d.FIELD % "Node")]}, width=12, height=5,
+    ),
+    d.label_table(
+        "Who has it", "Bad: nobody while a run waits; somebody whose job is over.", f"{m.GPU_OWNER_INFO}{ONE}",
+        labels={"owner_namespace": "Namespace", "owner_pod": "Pod", "owner_job": "Job", "owner_user": "User",
+                "source": "Told by"}, width=6, height=5,
+    ),
+    d.label_table(
+        "Ranks on it", "Bad: two runs on one card that were to have it alone.", f"{m.TRAINING_RANK_INFO}{ONE}",
+        labels={"run": "Run", "rank": "Rank"}, links={"Run": [p.to_run(d.FIELD % "Run")]}, width=6, height=5,
+    ),
+    d.stat("Answers", "Bad: no: it fell off the bus, or its driver hangs.", d.Query(of(m.GPU_PRESENT)),
+           mappings={0: ("no", "red"), 1: ("yes", "green")}, width=4),
+    d.stat("Rows to remap", "Bad: yes: reset the card.", d.Query(of(m.GPU_ROW_REMAP_PENDING)), mappings=p.ONE_IS_BAD,
+           width=4),
+    d.stat("Driver asks for", "Bad: anything but nothing.", d.Query(of(m.GPU_RECOVERY_ACTION)), mappings={
+        0: ("nothing", "green"), 1: ("reset", "orange"), 2: ("reboot", "red"), 3: ("drain", "orange"),
+        4: ("drain and reset", "orange"), 5: ("IMEX recovery", "orange"), 6: ("bus reset", "orange"),
+        7: ("reboot", "red")}, width=4),
+    d.stat("Uncorrected errors", "Since the driver was loaded. Bad: any.",
+           d.Query(f'max(max by (instance) ({m.GPU_ECC_ERRORS}{{{CARD}, error="uncorrected"}}))'), thresholds=p.ERRORS,
+           width=4),
+    d.stat("PCIe lanes", "Bad: fewer than the card has: reseat it.",
+           d.Query(f"{of(m.GPU_PCIE_WIDTH)} / {of(m.GPU_PCIE_WIDTH_MAX)}"), unit="percentunit",
+           thresholds=[(None, "red"), (1, "green")], width=4),
+    d.stat("NVLinks active", "Bad: fewer than its neighbours have.",
+           d.Query(f'max(max by (instance) ({m.NVLINK_LINKS}{{{CARD}, state="active"}}))'), width=4),
+]
+
+work = [
+    d.timeseries(
+        "Activity", "Share of time in which each part worked. Bad: utilisation at 100 % with tensor cores near 0: a "
+        "kernel that waits, in a collective for instance. Nothing but utilisation: the card is older than Hopper.",
+        d.Query(of(m.GPU_UTILIZATION), "utilisation"), d.Query(rate(m.GPU_SM_ACTIVE), "SMs"),
+        d.Query(rate(m.GPU_TENSOR_ACTIVE), "tensor cores"), d.Query(rate(m.GPU_DRAM_ACTIVE), "memory"),
+        unit="percentunit", top=1,
+    ),
+    d.timeseries(
+        "Clocks", "Bad: below the maximum under load without a reason below.",
+        d.Query(of(m.GPU_SM_CLOCK), "SM"), d.Query(of(m.GPU_SM_CLOCK_MAX), "SM, maximum"),
+        d.Query(of(m.GPU_MEMORY_CLOCK), "memory"), unit="hertz",
+    ),
+    d.timeseries(
+        "Power", "Bad: far below its neighbours under the same load, or a limit that somebody lowered.",
+        d.Query(of(m.GPU_POWER), "drawn"), d.Query(of(m.GPU_POWER_LIMIT), "limit"),
+        d.Query(of(m.GPU_POWER_LIMIT_DEFAULT), "limit of the model"), unit="watt",
+    ),
+    d.timeseries(
+        "Temperature", "Bad: close to where the card slows down.", d.Query(of(m.GPU_TEMPERATURE), "GPU"),
+        d.Query(of(m.GPU_MEMORY_TEMPERATURE), "memory"), d.Query(of(m.GPU_TEMPERATURE_LIMIT, "limit"), "{{limit}}"),
+        unit="celsius",
+    ),
+    d.timeseries(
+        "Why its clock is held back", "Share of time for each reason. Bad: anything but a power cap under full load.",
+        d.Query(f"{rate(m.GPU_CLOCK_EVENT_SECONDS, 'reason')} > 0", "{{reason}}"), unit="percentunit", top=1,
+    ),
+    d.timeseries(
+        "Memory", "Bad: at the total: the next allocation fails.", d.Query(of(m.GPU_MEMORY_USED), "used"),
+        d.Query(of(m.GPU_MEMORY_TOTAL), "total"), unit="bytes",
+    ),
+]
+
+links = [
+    d.timeseries(
+        "NVLink traffic", "Bad: far below its neighbours in the same job.",
+        d.Query(rate(m.NVLINK_TRANSMIT), "sends"), d.Query(rate(m.NVLINK_RECEIVE), "receives"), unit="Bps",
+    ),
+    d.timeseries(
+        "PCIe traffic", "Bad: high all the time where the data should go over NVLink.",
+        d.Query(rate(m.GPU_PCIE_TRANSMIT), "sends"), d.Query(rate(m.GPU_PCIE_RECEIVE), "receives"), unit="Bps",
+    ),
+    d.timeseries(
+        "Link errors", "Errors a second. Bad: any that go on.",
+        d.Query(rate(m.NVLINK_ERRORS, "error"), "NVLink {{error}}"), d.Query(rate(m.GPU_PCIE_REPLAYS), "PCIe replays"),
+        unit="cps",
+    ),
+    d.timeseries(
+        "Memory errors", "Counts since the driver was loaded. Bad: a step up of uncorrected ones; corrected ones that "
+        "go on.", d.Query(of(m.GPU_ECC_ERRORS, "error"), "{{error}}"),
+        d.Query(of(m.GPU_REMAPPED_ROWS, "error"), "rows remapped: {{error}}"), unit="none", width=12,
+    ),
+    d.timeseries(
+        "Xids", "Counts by code. Bad: a step up; the level is history. Meanings: docs/xid.md.",
+        d.Query(f"{of(m.GPU_XID, 'xid')} > 0", "Xid {{xid}}"), unit="none", width=12,
+    ),
+]
+
+BOARD = d.dashboard(
+    p.GPU, "GPU", "One card: is it well, and who has it?",
+    [p.host, d.variable("uuid", "GPU", f'label_values({m.GPU_INFO}{{host="$host"}}, uuid)')],
+    {"What it is": who, "Work": work, "Links and errors": links},
+    [d.annotation("Alerts", f'ALERTS{{alertstate="firing", {CARD}}}', "{{alertname}}", "red", "{{severity}}")],
+)

@@ -1,0 +1,121 @@
+"""Node: one host, its verdict, its cards and ports side by side, and the ranks it has."""
+
+from __future__ import annotations
+
+import dashboards as d
+from alerts import recording as r
+from dashboards import parts as p
+from flopwatch import catalogue as m
+
+NODE = 'host="$host"'
+HERE = f"{r.HOST}{{{NODE}}}"
+
+
+def here(expr: str) -> str:
+    """Return an expression that has `instance`, of this node."""
+    return f"({expr} and on (instance) {HERE})"
+
+
+def card(expr: str) -> str:
+    """Return an expression by card of this node, one series for each."""
+    return f"max by (gpu) {here(expr)}"
+
+
+def port(expr: str) -> str:
+    """Return an expression by port of this node."""
+    return f"max by (device, port) {here(expr)}"
+
+
+TO_GPU = [d.link("GPU", p.GPU, host="$host")]
+
+verdict = [
+    d.stat("Verdict", "The node's own: may it train? Bad: degraded or bad; the reasons are beside.",
+           d.Query(f"max({here(str(m.NODE_VERDICT))})"), mappings=p.VERDICT, width=3, height=5),
+    d.stat("Lemon score", "Signs of the last seven days that it makes runs fail. Bad: 3 and more.",
+           d.Query(f"max({r.LEMON}{{{NODE}}}) or vector(0)", instant=True),
+           thresholds=[(None, "green"), (1, "orange"), (3, "red")], width=3, height=5),
+    d.stat("In maintenance for", "Time until its alerts are told again. Bad: still here when the work is done.",
+           d.Query(f"max({m.NODE_MAINTENANCE_UNTIL}{{{NODE}}} - time()) > 0 or vector(0)", instant=True), unit="s",
+           width=3, height=5),
+    d.label_table("Why it is not ok", "Reasons, and what to do: docs/check.md. Bad: any row.",
+                  here(str(m.NODE_VERDICT_REASON)),
+                  labels={"verdict": "Verdict", "reason": "Reason", "part": "Part", "action": "What to do"}, width=9,
+                  height=5),
+    d.label_table("Where it stands", "Bad: empty, if anybody is to be sent there (docs/identity.md).",
+                  f"{m.NODE_TOPOLOGY_INFO}{{{NODE}}}",
+                  labels={"rack": "Rack", "leaf": "Leaf", "domain": "NVLink domain"},
+                  links={"Rack": [d.link("Rack", p.RACK, rack=d.FIELD % "Rack")]}, width=6, height=5),
+]
+
+cards = [
+    d.table(
+        "Cards", "Bad: one that differs from its neighbours.",
+        [
+            d.Column("Card", f"max by (gpu, uuid, model) ({m.GPU_INFO}{{{NODE}}})", unit=None),
+            d.Column("Answers", card(str(m.GPU_PRESENT)), mappings={0: ("no", "red"), 1: ("yes", "green")}),
+            d.Column("Utilisation", card(str(m.GPU_UTILIZATION)), "percentunit"),
+            d.Column("Tensor cores", card(f"rate({m.GPU_TENSOR_ACTIVE}[5m])"), "percentunit"),
+            d.Column("Clock", card(str(m.GPU_SM_CLOCK)), "hertz"),
+            d.Column("Power", card(str(m.GPU_POWER)), "watt"),
+            d.Column("Temperature", card(str(m.GPU_TEMPERATURE)), "celsius", p.HOT),
+            d.Column("Held back", card(
+                f"sum by (gpu, instance) (rate({m.GPU_CLOCK_EVENT_SECONDS}{{{p.HELD}}}[5m]))"), "percentunit",
+                p.HELD_BACK),
+            d.Column("Memory", card(f"{m.GPU_MEMORY_USED} / {m.GPU_MEMORY_TOTAL}"), "percentunit"),
+            d.Column("Xids, 1 d", card(f"sum by (gpu, instance) (increase({m.GPU_XID}[1d]))"), "none", p.ERRORS),
+        ],
+        key="gpu", labels={"gpu": "GPU", "uuid": "UUID", "model": "Model"}, sort="GPU", height=9,
+        links={"UUID": [p.to_gpu("$host", d.FIELD % "UUID")]},
+    ),
+    d.timeseries("Utilisation", "Bad: one card below the others of the same job.",
+                 d.Query(card(str(m.GPU_UTILIZATION)), "GPU {{gpu}}"), unit="percentunit", top=1, links=TO_GPU,
+                 width=6),
+    d.timeseries("Power", "Bad: one card below the others under load.", d.Query(card(str(m.GPU_POWER)), "GPU {{gpu}}"),
+                 unit="watt", links=TO_GPU, width=6),
+    d.timeseries("Temperature", "Bad: one well above the others: its air or its heat sink.",
+                 d.Query(card(str(m.GPU_TEMPERATURE)), "GPU {{gpu}}"), unit="celsius", thresholds=p.HOT, links=TO_GPU,
+                 width=6),
+    d.timeseries("Clock", "Bad: one below the others under load.", d.Query(card(str(m.GPU_SM_CLOCK)), "GPU {{gpu}}"),
+                 unit="hertz", links=TO_GPU, width=6),
+]
+
+ports = [
+    d.status_history(
+        "Port states", "Bad: anything but active on a port that is in use.",
+        d.Query(port(str(m.INFINIBAND_STATE)), "{{device}}/{{port}}"),
+        mappings={1: ("down", "red"), 2: ("initialising", "orange"), 3: ("armed", "orange"), 4: ("active", "green"),
+                  5: ("deferred", "orange")}, width=12, height=8,
+    ),
+    d.timeseries("Port traffic", "Bytes a second sent. Bad: one port below the others in a collective.",
+                 d.Query(port(f"rate({m.INFINIBAND_TRANSMIT_DATA}{p.RATE})"), "{{device}}/{{port}}"), unit="Bps",
+                 width=6, links=[p.to_fabric("$host")]),
+    d.timeseries("Port errors", "Symbol errors and recoveries a second. Bad: any that go on.",
+                 d.Query(f"{port(f'rate({m.INFINIBAND_SYMBOL_ERRORS}{p.RATE})')} > 0", "{{device}}/{{port}} symbols"),
+                 d.Query(f"{port(f'rate({m.INFINIBAND_LINK_RECOVERY}{p.RATE})')} > 0",
+                         "{{device}}/{{port}} recoveries"), unit="cps", width=6, links=[p.to_fabric("$host")]),
+]
+
+ranks = [
+    d.table(
+        "Ranks", "The ranks on this node. Bad: a straggler score above 10 %, or all of them late: it is the node.",
+        [
+            d.Column("Rank", f"max by (rank, run, uuid) ({m.TRAINING_RANK_INFO}{{{NODE}}})", unit=None),
+            d.Column("Straggler score", f"max by (rank) ({r.RANK_SCORE} and on (run, rank) "
+                     f"{m.TRAINING_RANK_INFO}{{{NODE}}})", "percentunit", p.LATE),
+            d.Column("Wait", f"max by (rank) ({r.WAIT} and on (run, rank) {m.TRAINING_RANK_INFO}{{{NODE}}})",
+                     "percentunit"),
+            d.Column("Stopped or stuck", f"max by (rank) ({here(str(m.NODE_PROCESS_BLOCKED))})", "s",
+                     [(None, "green"), (p.SETTINGS.hang_blocked, "red")]),
+        ],
+        key="rank", labels={"rank": "Rank", "run": "Run", "uuid": "GPU"}, sort="Straggler score", width=12, height=9,
+        links={"Run": [p.to_run(d.FIELD % "Run"), d.link("Stragglers", p.STRAGGLERS, run=d.FIELD % "Run")],
+               "GPU": [p.to_gpu("$host", d.FIELD % "GPU")]},
+    ),
+    p.firing(f'ALERTS{{alertstate="firing", {NODE}}}', "Of this node. Bad: any.", width=12, height=9),
+]
+
+BOARD = d.dashboard(
+    p.NODE, "Node", "One host: may it train, and which part is to blame?", [p.host],
+    {"May it train?": verdict, "Its cards": cards, "Its ports": ports, "Ranks and alerts": ranks},
+    [d.annotation("Alerts", f'ALERTS{{alertstate="firing", {NODE}}}', "{{alertname}}", "red", "{{severity}}")],
+)

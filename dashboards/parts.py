@@ -1,0 +1,89 @@
+"""What several dashboards have in common: limits, variables, links along the drill path, and a table of alerts.
+
+The path leads from the fleet to a run, its ranks, a node, a GPU and a port; each link keeps the time that is shown.
+Every name in a query is a catalogue row or a recording rule. What has an `instance` gets its `host` from a record, and
+lines are limited to the worst LINES: a fleet may have thousands of nodes. Ranking is by tables, which ask for the
+newest value only; a line over time reads a record or belongs to one run, one node or one card.
+"""
+
+from __future__ import annotations
+
+import dashboards as d
+from alerts import AlertSettings, alerts
+from alerts import recording as r
+from flopwatch import catalogue as m
+
+LINES = 16
+RATE = f"[{d.RATE_INTERVAL}]"
+SETTINGS = AlertSettings()
+ALERTS = "|".join(sorted({alert.name for alert in alerts(SETTINGS)}))
+
+FLEET, RUN, STRAGGLERS, GOODPUT = (f"flopwatch-{name}" for name in ("fleet", "run", "stragglers", "goodput"))
+GPUS, GPU, FABRIC, NODE = (f"flopwatch-{name}" for name in ("gpus", "gpu", "fabric", "node"))
+RACK, MONITOR = "flopwatch-rack", "flopwatch-monitor"
+
+UTILIZATION: list[d.Threshold] = [(None, "red"), (0.2, "orange"), (0.35, "green")]
+SHARE: list[d.Threshold] = [(None, "red"), (0.8, "orange"), (0.9, "green")]
+LATE: list[d.Threshold] = [
+    (None, "green"), (SETTINGS.straggler_warning, "orange"), (SETTINGS.straggler_critical, "red")
+]
+HOT: list[d.Threshold] = [(None, "green"), (80, "orange"), (87, "red")]
+HELD_BACK: list[d.Threshold] = [(None, "green"), (0.05, "orange"), (0.2, "red")]
+ERRORS: list[d.Threshold] = [(None, "green"), (1, "red")]
+FEW: list[d.Threshold] = [(None, "green"), (1, "orange")]
+HELD = 'reason!~"sw_power_cap|gpu_idle"'  # a power cap under full load is normal
+ONE_IS_BAD: d.Mappings = {0: ("no", "green"), 1: ("yes", "red")}
+VERDICT: d.Mappings = {0: ("ok", "green"), 1: ("degraded", "orange"), 2: ("bad", "red")}
+
+tenant = d.variable("tenant", "Tenant", f"label_values({m.RUN_STATE}, tenant)", everything=True)
+run = d.variable("run", "Run", f'label_values({{__name__=~"{m.TRAINING_RANK_INFO}|{m.RUN_STATE}"}}, run)')
+host = d.variable("host", "Node", f"label_values({r.HOST}, host)")
+price = d.textbox("price", "$ per GPU-hour", "2.5")
+
+
+def to_run(value: str) -> d.Json:
+    """Return a link to a run."""
+    return d.link("Run", RUN, run=value)
+
+
+def to_node(value: str) -> d.Json:
+    """Return a link to a node."""
+    return d.link("Node", NODE, host=value)
+
+
+def to_gpu(on: str, uuid: str) -> d.Json:
+    """Return a link to a card of a node."""
+    return d.link("GPU", GPU, host=on, uuid=uuid)
+
+
+def to_fabric(value: str) -> d.Json:
+    """Return a link to the ports of a node."""
+    return d.link("Ports", FABRIC, host=value)
+
+
+def with_host(expr: str) -> str:
+    """Return an expression that has `instance` with the node's name added as `host`."""
+    return f"{expr} * on (instance) group_left (host) {r.HOST}"
+
+
+def firing(which: str, description: str, *, width: int = d.COLUMNS, height: int = 8) -> d.Json:
+    """Return the table of firing alerts that the PromQL selectors in `which`, joined by `or`, choose."""
+    return d.label_table(
+        "Firing alerts", description, which,
+        labels={"alertname": "Alert", "severity": "Severity", "run": "Run", "host": "Node", "uuid": "GPU",
+                "device": "Device", "port": "Port", "xid": "Xid"},
+        links={"Run": [to_run(d.FIELD % "Run")], "Node": [to_node(d.FIELD % "Node")],
+               "GPU": [to_gpu(d.FIELD % "Node", d.FIELD % "GPU")]},
+        width=width, height=height,
+    )
+
+
+def alert_marks(matchers: str) -> d.Json:
+    """Return marks for the alerts with these label matchers."""
+    return d.annotation("Alerts", f'ALERTS{{alertstate="firing", alertname!="FlopwatchWatchdog", {matchers}}}',
+                        "{{alertname}}", "red", "{{severity}}")
+
+
+def starts(matchers: str) -> d.Json:
+    """Return marks for each start of the run with these label matchers."""
+    return d.annotation("Starts", f"max(changes({m.RUN_ATTEMPTS}{{{matchers}}}[1m])) > 0", "start", "blue")
