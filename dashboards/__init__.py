@@ -268,15 +268,14 @@ def dashboard(
 
 
 def queries(board: Json, variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield (panel title, PromQL) for every query, with `$name` and `${name}` replaced; KeyError if one is missing."""
+    """Yield (panel title, PromQL) for every query of a panel, with variables replaced; KeyError if one is missing."""
     for panel in board["panels"]:
         for target in panel.get("targets", ()):
-            yield panel["title"], _filled(target["expr"], variables)
-    for mark in board.get("annotations", {}).get("list", ()):
-        yield mark["name"], _filled(mark["expr"], variables)
+            yield panel["title"], filled(target["expr"], variables)
 
 
-def _filled(expr: str, variables: Mapping[str, str]) -> str:
+def filled(expr: str, variables: Mapping[str, str]) -> str:
+    """Return a query with `$name` and `${name}` replaced; KeyError if one is missing."""
     return re.sub(r"\$\{?(\w+)\}?", lambda found: variables[found[1]], expr)
 
 

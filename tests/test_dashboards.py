@@ -220,8 +220,7 @@ def test_every_dashboard_can_be_reached_from_the_fleet_and_from_every_other_one(
 @pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
 def test_marks_and_variables_ask_only_for_what_exists(board: Json) -> None:
     for mark in board["annotations"]["list"]:
-        ((_, query),) = dashboards.queries({"panels": [], "annotations": {"list": [mark]}}, VARIABLES)
-        kept = labels_of(promql.parse(query))
+        kept = labels_of(promql.parse(dashboards.filled(mark["expr"], VARIABLES)))
         assert set(re.findall(r"{{(\w+)}}", mark["titleFormat"] + mark["textFormat"])) <= kept
     names = [entry["name"] for entry in board["templating"]["list"]]
     assert names[0] == "datasource"
@@ -268,8 +267,7 @@ def test_queries_come_out_ready_for_prometheus() -> None:
     assert (
         "Recent time by bucket", 'max by (bucket) (rate(run_seconds_total{tenant=~".*", run="llama/8b"}[5s]))',
     ) in queries
-    marks = run.BOARD["annotations"]["list"]
-    assert len(queries) == sum(len(panel["targets"]) for name, panel in PANELS if name == "run") + len(marks)
+    assert len(queries) == sum(len(panel["targets"]) for name, panel in PANELS if name == "run")
     assert not [query for _, query in queries if "$" in query]
 
 

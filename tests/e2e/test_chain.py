@@ -18,6 +18,8 @@ from typing import TypeVar
 
 import pytest
 
+from dashboards import filled
+from dashboards.__main__ import BOARDS
 from dashboards.run import queries
 from demo.receiver import Message
 from demo.stack import Stack
@@ -167,6 +169,23 @@ def test_live_mfu_is_the_tokens_of_the_jobs_log_times_flops_derived_by_hand(
 def test_every_panel_query_of_the_dashboard_returns_data(stack: Stack) -> None:
     empty = [(panel, query) for panel, query in queries(run=RUN) if not stack.prometheus.query(query)]
     assert empty == []
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_every_query_of_every_dashboard_can_be_answered(stack: Stack, name: str) -> None:
+    place = stack.prometheus.query(f'max by (host, uuid) ({c.TRAINING_RANK_INFO}{{rank="0"}})')[0][0]
+    variables = {**place, "run": RUN, "tenant": ".*", "rack": ".*", "source": ".*", "price": "2.5",
+                 "__rate_interval": "5s", "__range": "1m"}
+    board, end = BOARDS[name], time.time()
+    for panel in board["panels"]:
+        for target in panel.get("targets", ()):
+            query = filled(target["expr"], variables)
+            if target["instant"]:
+                stack.prometheus.query(query)
+            else:
+                stack.prometheus.query_range(query, end - 60, end, 5)
+    for mark in board["annotations"]["list"]:
+        stack.prometheus.query_range(filled(mark["expr"], variables), end - 60, end, 5)
 
 
 def test_metrics_answer_in_time_while_the_driver_hangs_and_recover(stack: Stack, report: Report) -> None:
