@@ -230,8 +230,8 @@ def textbox(name: str, label: str, default: str) -> Json:
 
 def annotation(name: str, expr: str, title: str, color: str, text: str = "") -> Json:
     """Return marks on the time axis where a query has a series, whose labels texts name as {{label}}."""
-    return {"name": name, "datasource": DATASOURCE, "enable": True, "hide": False, "iconColor": color, "expr": expr,
-            "step": "60s", "titleFormat": title, "textFormat": text, "useValueForTime": False}
+    return {"name": name, "datasource": DATASOURCE, "enable": True, "hide": False, "iconColor": color,
+            "target": {"refId": name, "expr": expr, "interval": "60s"}, "titleFormat": title, "textFormat": text}
 
 
 def dashboard(
@@ -263,6 +263,7 @@ def dashboard(
         links=[{"type": "dashboards", "title": "Dashboards", "tags": ["flopwatch"], "asDropdown": True, "icon": "",
                 "includeVars": True, "keepTime": True, "targetBlank": False, "tooltip": "", "url": ""}],
     ).to_json_data()
+    frame["timepicker"] = {"refresh_intervals": ["5s", "10s", "30s", "1m", "5m"]}
     plain: Json = json.loads(json.dumps(_clean(frame), cls=_gen.DashboardEncoder))
     return plain
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import promql_parser as promql
 import pytest
 import yaml
+from jsonschema import Draft7Validator
 
 import dashboards
 from alerts import AlertSettings, alerts, records
@@ -27,6 +29,7 @@ ROOT = Path(__file__).parent.parent
 RECORDS = {record.name: record.expr for record in records(AlertSettings())}
 ALERT_LABELS = {"alertname", "alertstate", "severity", "shadow"}.union(
     *(alert.identity for alert in alerts(AlertSettings())))
+GRAFANA = json.loads((Path(__file__).parent / "grafana" / "schema.json").read_text())
 PANELS = [(name, panel) for name, board in BOARDS.items() for panel in board["panels"] if panel["type"] != "row"]
 each_panel = pytest.mark.parametrize("panel", [pytest.param(p, id=f"{name}: {p['title']}") for name, p in PANELS])
 
@@ -182,6 +185,48 @@ def test_a_panel_is_of_a_kind_grafana_still_draws_and_says_what_bad_looks_like(p
         assert panel["options"]["reduceOptions"] == {"calcs": ["lastNotNull"], "fields": "", "values": False}
 
 
+def complaints(kind: str, value: Json) -> list[str]:
+    """Return what Grafana's published types say against a part of a dashboard."""
+    return [f"{kind}: {'/'.join(map(str, error.absolute_path))}: {error.message[:200]}"
+            for error in Draft7Validator(GRAFANA["properties"][kind]).iter_errors(value)]
+
+
+def against_grafanas_types(board: Json) -> list[str]:
+    # Of the Prometheus data source's own: https://grafana.com/docs/grafana/latest/datasources/prometheus/annotations/
+    marks = [{key: value for key, value in mark.items() if key not in ("titleFormat", "textFormat")}
+             | {"target": {}} for mark in board["annotations"]["list"]]
+    found = complaints("dashboard", {**board, "annotations": {"list": marks}, "panels": []})
+    for panel in board["panels"]:
+        if panel["type"] == "row":
+            continue
+        found += complaints("panel", panel) + complaints(f"{panel['type']} options", panel["options"])
+        custom = panel["fieldConfig"]["defaults"].get("custom", {})
+        if f"{panel['type']} custom" in GRAFANA["properties"]:
+            found += complaints(f"{panel['type']} custom", custom)
+        elif custom:
+            found.append(f"{panel['type']}: {custom}")
+    return found
+
+
+@pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
+def test_a_dashboard_has_the_shape_of_grafanas_published_types(board: Json) -> None:
+    assert against_grafanas_types(board) == []
+
+
+@pytest.mark.parametrize("wrong", [
+    lambda panel: panel["options"].update(fieldOptions={"defaults": {"unit": "s"}}),
+    lambda panel: panel["fieldConfig"]["defaults"].update(unit=5),
+    lambda panel: panel["fieldConfig"]["defaults"].update(custom={"calcs": ["last"]}),
+    lambda panel: panel["options"].update(orientation="sideways"),
+    lambda panel: panel.update(seriesOverrides=[]),
+    lambda panel: panel.update(gridPos={"h": "8", "w": 8, "x": 0, "y": 0}),
+])
+def test_the_check_of_shapes_finds_what_grafana_does_not_know(wrong: Callable[[Json], None]) -> None:
+    board = copy.deepcopy(BOARDS["fleet"])
+    wrong(next(panel for panel in board["panels"] if panel["type"] == "gauge"))
+    assert len(against_grafanas_types(board)) == 1
+
+
 @pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
 def test_links_lead_to_dashboards_that_exist_with_variables_they_have_and_keep_the_time(board: Json) -> None:
     variables = {one["uid"]: {entry["name"] for entry in one["templating"]["list"]} for one in BOARDS.values()}
@@ -220,7 +265,7 @@ def test_every_dashboard_can_be_reached_from_the_fleet_and_from_every_other_one(
 @pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
 def test_marks_and_variables_ask_only_for_what_exists(board: Json) -> None:
     for mark in board["annotations"]["list"]:
-        kept = labels_of(promql.parse(dashboards.filled(mark["expr"], VARIABLES)))
+        kept = labels_of(promql.parse(dashboards.filled(mark["target"]["expr"], VARIABLES)))
         assert set(re.findall(r"{{(\w+)}}", mark["titleFormat"] + mark["textFormat"])) <= kept
     names = [entry["name"] for entry in board["templating"]["list"]]
     assert names[0] == "datasource"

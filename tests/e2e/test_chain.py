@@ -185,7 +185,7 @@ def test_every_query_of_every_dashboard_can_be_answered(stack: Stack, name: str)
             else:
                 stack.prometheus.query_range(query, end - 60, end, 5)
     for mark in board["annotations"]["list"]:
-        stack.prometheus.query_range(filled(mark["expr"], variables), end - 60, end, 5)
+        stack.prometheus.query_range(filled(mark["target"]["expr"], variables), end - 60, end, 5)
 
 
 def test_metrics_answer_in_time_while_the_driver_hangs_and_recover(stack: Stack, report: Report) -> None:
