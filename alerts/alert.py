@@ -10,7 +10,9 @@ from alerts.settings import AlertSettings
 from flopwatch import catalogue as m
 
 RANGE = "from=now-6h&to=now"
-RUN_LINK = f"?var-run={{{{ $labels.run | urlquery }}}}&{RANGE}"
+# The dashboard for what an alert is of, and the variable it has for it. One message may tell of several cards or ports,
+# and has one link.
+BOARDS = {"run": ("run", "run"), "device": ("fabric", "host"), "leaf": ("fabric", "host"), "host": ("node", "host")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +20,7 @@ class Alert:
     """One alerting rule. `identity` are the labels its expression gives; with the name and severity they are the alert.
 
     `summary` is a static sentence; `description` names run, rank, host, GPU or port and the value. Texts are Prometheus
-    templates. `link` is the dashboard's query string.
+    templates.
     """
 
     group: str
@@ -30,7 +32,6 @@ class Alert:
     summary: str
     description: str
     keep_firing_for: str = ""
-    link: str = ""
     shadow: bool = False  # recorded, and told to nobody
 
     @property
@@ -44,8 +45,15 @@ class Alert:
             "summary": self.summary,
             "description": self.description,
             "runbook_url": f"{settings.runbook_base_url}/{self.name}.md",
-            "dashboard_url": f"{settings.dashboard_base_url}/d/flopwatch-run{self.link}",
+            "dashboard_url": f"{settings.dashboard_base_url}{self._dashboard()}",
         }
+
+    def _dashboard(self) -> str:
+        board, label = next((BOARDS[label] for label in BOARDS if label in self.identity), ("fleet", ""))
+        if self.name.startswith("Flopwatch"):
+            board, label = "monitor", ""
+        chosen = f"var-{label}={{{{ $labels.{label} | urlquery }}}}&" if label in self.identity else ""
+        return f"/d/flopwatch-{board}?{chosen}{RANGE}"
 
     def rule(self, settings: AlertSettings) -> dict[str, object]:
         """Return the rule as Prometheus reads it."""

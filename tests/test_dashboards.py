@@ -20,6 +20,7 @@ from jsonschema import Draft7Validator
 
 import dashboards
 from alerts import AlertSettings, alerts, records
+from alerts.routing import GROUP_BY
 from dashboards import Json, run
 from dashboards.__main__ import BOARDS, text
 from demo.servers import find
@@ -298,12 +299,21 @@ def test_panels_have_their_own_ids_and_cells_and_the_schema_version_needs_no_ang
     assert len(set(titles)) == len(titles)
 
 
-def test_the_run_dashboard_is_where_the_alerts_links_lead() -> None:
+def test_an_alerts_link_leads_to_a_dashboard_that_exists_with_a_variable_it_has() -> None:
     settings = AlertSettings()
-    links = [alert.annotations(settings)["dashboard_url"] for alert in alerts(settings)]
-    assert {link.partition("?")[0] for link in links} == {f"/d/{run.BOARD['uid']}"}
-    variables = [entry["name"] for entry in run.BOARD["templating"]["list"]]
-    assert variables == ["datasource", "tenant", "run", "price"]
+    variables = {board["uid"]: {entry["name"] for entry in board["templating"]["list"]} for board in BOARDS.values()}
+    led = set()
+    for alert in alerts(settings):
+        found = re.fullmatch(r"/d/([\w-]+)\?(?:var-(\w+)=\{\{ \$labels\.(\w+) \| urlquery \}\}&)?from=now-6h&to=now",
+                             alert.annotations(settings)["dashboard_url"])
+        assert found, alert.name
+        uid, variable, label = found.groups()
+        assert variable is None or variable in variables[uid]
+        assert label is None or label in alert.identity
+        led.add(uid.removeprefix("flopwatch-"))
+        # Alertmanager has a link only if all alerts of a message have the same.
+        assert label is None or label in GROUP_BY
+    assert led == {"run", "node", "fabric", "monitor"}
 
 
 def test_queries_come_out_ready_for_prometheus() -> None:

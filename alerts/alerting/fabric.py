@@ -12,7 +12,7 @@ from typing import Literal
 
 from alerts import recording
 from alerts.alert import Alert, each
-from alerts.alerting.hardware import LINK, PORT, at_host, latest, runs_on_host
+from alerts.alerting.hardware import PORT, at_host, latest, runs_on_host
 from alerts.settings import AlertSettings
 from flopwatch import catalogue as m
 
@@ -71,7 +71,6 @@ def _link_errors(settings: AlertSettings) -> Alert:
         + each(f"group by (run) ({m.TRAINING_RANK_INFO}{{host=%q}})", "$labels.host",
                " Run {{ .Labels.run }} has ranks on this node."),
         keep_firing_for=settings.at_pace(settings.link_keep),
-        link=LINK,
     )
 
 
@@ -101,7 +100,6 @@ def _of_port(
         settings.at_pace(for_), summary,
         "Port {{ $labels.port }} of {{ $labels.device }} on {{ $labels.host }}:" + told + runs_on_host(settings),
         keep_firing_for=settings.at_pace(keep) if keep else "",
-        link=LINK,
     )
 
 
@@ -155,7 +153,6 @@ def _flapping(settings: AlertSettings) -> Alert:
         "A link goes down and comes back, again and again.",
         "Port {{ $labels.port }} of {{ $labels.device }} on {{ $labels.host }} goes down and comes back." + flaps
         + runs_on_host(settings),
-        link=LINK,
     )
 
 
@@ -350,5 +347,4 @@ def _stuck(settings: AlertSettings) -> Alert:
         "An error counter of a port stands at its highest value and counts no more.",
         "Counter {{ $labels.counter }} of port {{ $labels.port }} of {{ $labels.device }} on {{ $labels.host }} counts "
         "no more: the alerts on it are blind until it is cleared.",
-        link=LINK,
     )

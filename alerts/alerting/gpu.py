@@ -15,8 +15,8 @@ from importlib.resources import files
 from textwrap import indent
 from typing import Literal
 
-from alerts.alert import RUN_LINK, Alert, each, lasts_with
-from alerts.alerting.hardware import GPU, LINK, at_host, latest, ranks_of_gpu, runs_on_host
+from alerts.alert import Alert, each, lasts_with
+from alerts.alerting.hardware import GPU, at_host, latest, ranks_of_gpu, runs_on_host
 from alerts.settings import AlertSettings
 from flopwatch import catalogue as m
 
@@ -122,7 +122,6 @@ def _xid(settings: AlertSettings) -> Alert:
         "GPU" + index + " ({{ $labels.uuid }}) of {{ $labels.host }} reported Xid {{ $labels.xid }}" + meaning
         + each(f"group by (run, rank) ({ranks})", "$labels.uuid",
                " Rank {{ .Labels.rank }} of run {{ .Labels.run }} runs on it."),
-        link=LINK,
     )
 
 
@@ -145,7 +144,6 @@ def _of_gpu(
         group, name, severity, ("host", "uuid"), at_host(by, problem, "host, uuid", settings, memory),
         settings.at_pace(for_), summary, _gpu(settings) + text + ranks_of_gpu(settings),
         keep_firing_for=settings.at_pace(keep) if keep else "",
-        link=LINK,
     )
 
 
@@ -186,7 +184,6 @@ def _other_xids(settings: AlertSettings) -> tuple[Alert, ...]:
             "0s",  # an Xid is a fact; to wait for a second one is GpuXidRepeated
             summary,
             _gpu(settings) + " reported Xid {{ $labels.xid }}" + _meanings(rows) + "." + ranks_of_gpu(settings),
-            link=LINK,
         )
 
     return (
@@ -216,7 +213,6 @@ count_over_time((
         + _meanings(row for row in _table() if row["class"] == "application")
         + ' in {{ printf "%.0f" $value }} hours of the last day, and no other GPU of the node did.'
         + ranks_of_gpu(settings),
-        link=LINK,
     )
 
 
@@ -237,7 +233,6 @@ last_over_time({m.NVLINK_SWITCH_SXID_INFO}{{severity="fatal"}}[{window}])"""
         "An NVSwitch reported an error after which its NVLinks are not fit for work.",
         "NVSwitch {{ $labels.switch }} of {{ $labels.host }} reported SXid {{ $labels.sxid }}" + meaning + "."
         + runs_on_host(settings),
-        link=LINK,
     )
 
 
@@ -336,7 +331,6 @@ max by (instance) ({m.NODE_EXPECTED}{{kind="gpus"}})"""
         settings.at_pace(settings.missing_for),
         "A node has fewer GPUs than it should have, and never had the others.",
         "{{ $labels.host }} has {{ $value }} GPUs" + expected + "." + runs_on_host(settings),
-        link=LINK,
     )
 
 
@@ -346,7 +340,6 @@ def _driver(settings: AlertSettings) -> Alert:
         at_host("group", f"{latest(m.GPU_DRIVER_LOADED, 'instance', settings)} == 0", "host", settings),
         settings.at_pace(settings.driver_for), "A node with GPUs has no driver loaded.",
         "{{ $labels.host }} has GPUs in its inventory and no NVIDIA driver loaded." + runs_on_host(settings),
-        link=LINK,
     )
 
 
@@ -552,5 +545,4 @@ def _idle(settings: AlertSettings) -> Alert:
         "Run {{ $labels.run }} has ranks on {{ $value }} GPUs that do nothing, the first of them:\n"
         f'{{{{- range $i, $gpus := printf `{hosts}` $labels.run | query | sortByLabel "host" }}}}'
         "{{ if lt $i 3 }} {{ $gpus.Value }} of {{ $gpus.Labels.host }}{{ end }}{{ end }}.",
-        link=RUN_LINK,
     )

@@ -5,11 +5,10 @@ from __future__ import annotations
 from textwrap import indent
 
 from alerts import recording
-from alerts.alert import RANGE, each
+from alerts.alert import each
 from alerts.settings import AlertSettings
 from flopwatch import catalogue as m
 
-LINK = f"?{RANGE}"  # of which run is for who looks: a host may have several
 PORT = "instance, device, port"
 GPU = "instance, uuid"
 

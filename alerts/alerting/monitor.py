@@ -12,11 +12,10 @@ from textwrap import indent
 from typing import Literal
 
 from alerts import recording
-from alerts.alert import RANGE, Alert, each
+from alerts.alert import Alert, each
 from alerts.settings import AlertSettings
 from flopwatch import catalogue as m
 
-LINK = f"?{RANGE}"
 # Alerts that say why every run with a rank on their host stands still. Those on a switch or port of it, or on a GPU, do
 # while they are news: they may fire for days beside a run that is well.
 HOST_CAUSES = ("NodeLost", "HostOnFaultyLeaf", "Maintenance")
@@ -65,7 +64,7 @@ def _exporter_down(settings: AlertSettings) -> Alert:
         "The exporter at {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} does not answer: nothing is "
         "known of that node's GPUs, ports and ranks."
         + each(f"group by (run) (last_over_time({m.TRAINING_RANK_INFO}{{host=%q}}[{state}]))", "$labels.host",
-               " Run {{ .Labels.run }} has ranks there."), link=LINK,
+               " Run {{ .Labels.run }} has ranks there."),
     )
 
 
@@ -116,7 +115,7 @@ def _node_lost(settings: AlertSettings) -> tuple[Alert, ...]:
             + each(place, "$labels.host", " (rack {{ .Labels.rack }}, leaf {{ .Labels.leaf }})") + " does not answer."
             + _runs(settings, f"last_over_time({m.TRAINING_RANK_INFO}{{host=%q}}"
                               f"[{settings.at_pace(settings.hang_memory)}])", "$labels.host"),
-            keep_firing_for=settings.at_pace(settings.cause_keep), link=LINK,
+            keep_firing_for=settings.at_pace(settings.cause_keep),
         )
 
     return alert("critical", f"\n      and on (run)\n    group by (run) ({recording.PAGES})"), alert("warning")
@@ -184,7 +183,6 @@ count by (leaf) (
         + _runs(settings, f"{ranks} and on (host) ({behind})", "$labels.leaf")
         + " Among the hosts are"
         + each(f"topk(8, group by (host) ({behind}))", "$labels.leaf", " {{ .Labels.host }}", by="host") + ".",
-        link=LINK,
     )
 
 
@@ -209,7 +207,6 @@ def _host_on_faulty_leaf(settings: AlertSettings) -> Alert:
         "0s", "A host is cut off by what its leaf switch does.",
         "Host {{ $labels.host }}{{ with $labels.leaf }} of leaf {{ . }}{{ end }} is cut off with its neighbours, of "
         "which another alert tells. This one holds back the host's own alerts: they are consequences.",
-        link=LINK,
     )
 
 
@@ -227,7 +224,7 @@ def _collector_failing(settings: AlertSettings) -> Alert:
         "{{ with $labels.host }} on {{ . }}{{ end }} fails."
         + each(f"max by (reason) (increase({m.COLLECTOR_FAILURES}{{instance=%q,collector=%q}}"
                f"[{settings.at_pace(settings.refused_window)}])) >= 0.5", "$labels.instance $labels.collector",
-               ' {{ printf "%.0f" .Value }} times: {{ .Labels.reason }}.'), link=LINK,
+               ' {{ printf "%.0f" .Value }} times: {{ .Labels.reason }}.'),
     )
 
 
@@ -239,7 +236,7 @@ def _exporter_blind(settings: AlertSettings) -> Alert:
         # An exporter that started before the driver, or a container whose devices come late, sees them by then.
         settings.at_pace(settings.blind_for), "An exporter cannot see GPUs of its node.",
         'The exporter {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} cannot see '
-        '{{ printf "%.0f" $value }} GPUs. That says nothing of the GPUs themselves.', link=LINK,
+        '{{ printf "%.0f" $value }} GPUs. That says nothing of the GPUs themselves.',
     )
 
 
@@ -263,7 +260,7 @@ def _ledger_down(settings: AlertSettings) -> Alert:
         # Exporters keep what they have to say meanwhile, so nothing is lost; but a run that goes down now pages nobody.
         settings.at_pace(settings.ledger_for), "The ledger does not answer.",
         "The ledger at {{ $labels.instance }} does not answer: goodput stands still, and a run that goes down is not "
-        "noticed. Exporters keep their records until it is back.", link=LINK,
+        "noticed. Exporters keep their records until it is back.",
     )
 
 
@@ -277,7 +274,7 @@ def _ledger_unreachable(settings: AlertSettings) -> Alert:
         # Nothing delivered in ten minutes already; longer than the ledger's own alert, which is then the cause.
         settings.at_pace(settings.ledger_for + settings.exporter_down_for), "An exporter cannot reach the ledger.",
         "The exporter {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} has delivered nothing to the "
-        f"ledger in {window}: the ledger will call its runs down.", link=LINK,
+        f"ledger in {window}: the ledger will call its runs down.",
     )
 
 
@@ -294,7 +291,7 @@ def _ledger_refuses(settings: AlertSettings) -> Alert:
         # A record that is wrong stays wrong; one release talking to another while both roll out does not.
         settings.at_pace(settings.refused_for), "The ledger refuses records.",
         "The ledger refused {{ $value | humanizePercentage }} of the records that {{ $labels.instance }}"
-        "{{ with $labels.host }} on {{ . }}{{ end }} sent or took: they are in no goodput.", link=LINK,
+        "{{ with $labels.host }} on {{ . }}{{ end }} sent or took: they are in no goodput.",
     )
 
 
@@ -310,7 +307,6 @@ def _push_refused(settings: AlertSettings) -> Alert:
         settings.at_pace(settings.refused_for), "An exporter refuses what training processes push.",
         "The exporter {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} refused "
         "{{ $value | humanizePercentage }} of the pushes as {{ $labels.outcome }}: those ranks are not seen.",
-        link=LINK,
     )
 
 
@@ -323,7 +319,7 @@ def _series_dropped(settings: AlertSettings) -> Alert:
         # Two generations of a rank's series overlap for a scrape when it is replaced: longer than the window.
         settings.at_pace(settings.dropped_for), "An exporter leaves series out to stay within its budget.",
         "The exporter {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} left out "
-        '{{ printf "%.0f" $value }} samples in ' + window + " over the budget per {{ $labels.budget }}.", link=LINK,
+        '{{ printf "%.0f" $value }} samples in ' + window + " over the budget per {{ $labels.budget }}.",
     )
 
 
@@ -339,7 +335,6 @@ def _clock_wrong(settings: AlertSettings) -> Alert:
         settings.at_pace(settings.clock_for), "A node's clock differs from Prometheus' clock.",
         "The clock of {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} differs by "
         '{{ printf "%.0f" $value }} s from that of Prometheus: steps, Xids and records of it are placed wrongly.',
-        link=LINK,
     )
 
 
@@ -351,7 +346,7 @@ def _rules_failing(settings: AlertSettings) -> Alert:
         # Longer than the window, which holds a single failure for ten minutes.
         settings.at_pace(settings.rules_for), "Prometheus fails to evaluate our rules.",
         'Rules of {{ $labels.rule_group }} failed {{ printf "%.0f" $value }} times in ' + window + ", and with "
-        "them their alerts.", link=LINK,
+        "them their alerts.",
     )
 
 
@@ -364,7 +359,7 @@ def _maintenance(settings: AlertSettings) -> Alert:
         # From the first word on, for its alerts have to be held back before they are sent.
         "0s", "Somebody works on this node.",
         "Host {{ $labels.host }} is in maintenance until {{ $value | humanizeTimestamp }}: no alert of it is sent.",
-        keep_firing_for=settings.at_pace(settings.cause_keep), link=LINK,
+        keep_firing_for=settings.at_pace(settings.cause_keep),
     )
 
 
@@ -408,7 +403,6 @@ def _run_on_faulty_host(settings: AlertSettings) -> Alert:
         "A host on which a run has, or had, ranks is at fault, or the GPU of one.",
         "Run {{ $labels.run }} has ranks on {{ $labels.host }}, of which another alert tells what is wrong. This one "
         "holds back the run's own alerts: they are consequences.",
-        link=f"?var-run={{{{ $labels.run | urlquery }}}}&{RANGE}",
     )
 
 

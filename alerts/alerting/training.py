@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from alerts import recording
-from alerts.alert import PAGED, RUN_LINK, Alert, each, lasts_with, owner
+from alerts.alert import PAGED, Alert, each, lasts_with, owner
 from alerts.settings import AlertSettings
 from flopwatch import catalogue as m
 
@@ -132,7 +132,7 @@ max by (run) (last_over_time({m.RUN_STATE}{{state="down"}}[{settings.at_pace(set
             + (after if severity == "critical" else ""),
             # The expression has seen a minute of nothing on two clocks; this minute is for the cause to be told first.
             settings.at_pace(settings.hang_for), "A training run hangs in a step.", description,
-            keep_firing_for=settings.at_pace(settings.hang_keep), link=RUN_LINK,
+            keep_firing_for=settings.at_pace(settings.hang_keep),
         )
 
     return alert("critical", f"\n  and on (run)\ngroup by (run) ({recording.PAGES})"), alert("warning")
@@ -170,7 +170,7 @@ def _restart_storm(settings: AlertSettings) -> tuple[Alert, ...]:
                    " New steps took {{ .Value | humanizeDuration }} of it.")
             + fact(f"max by (status) (increase({m.RUN_ENDS}{{tenant=%q,run=%q}}[{window}])) >= 0.5",
                    ' {{ printf "%.0f" .Value }} attempts ended as {{ .Labels.status }}.')
-            + owner(settings), link=RUN_LINK,
+            + owner(settings),
         )
 
     return alert("critical", "and"), alert("warning", "unless")
@@ -213,7 +213,6 @@ def _stalled(settings: AlertSettings) -> tuple[Alert, ...]:
             "ledger", "TrainingStalled", severity, ("run",),
             f"{stalled}\n  {operator} on (run)\ngroup by (run) ({recording.PAGES})",
             settings.at_pace(settings.stalled_for), "A training run stands still outside a step.", description,
-            link=RUN_LINK,
         )
 
     return alert("critical", "and"), alert("warning", "unless")
@@ -239,7 +238,7 @@ def _mfu_drop(settings: AlertSettings) -> Alert:
         settings.at_pace(settings.mfu_drop_for), "A training run has less MFU than it used to have.",
         "MFU of run {{ $labels.run }} is {{ $value | humanizePercentage }}"
         + each(baseline % "{run=%q}", "$labels.run", ", its median before was {{ .Value | humanizePercentage }}")
-        + "." + owner(settings), link=RUN_LINK,
+        + "." + owner(settings),
     )
 
 
@@ -270,7 +269,7 @@ def _mfu_impossible(settings: AlertSettings) -> Alert:
         + ". Its FLOPs per token, tokens, dtype or peak are wrong, and so is every MFU of it."
         + each(f"group by (convention, dtype, flops_source, peak_source) ({m.TRAINING_RUN_INFO}{{run=%q}})",
                "$labels.run", " Declared: convention {{ .Labels.convention }}, dtype {{ .Labels.dtype }}, FLOPs from "
-               "{{ .Labels.flops_source }}, peak from {{ .Labels.peak_source }}."), link=RUN_LINK,
+               "{{ .Labels.flops_source }}, peak from {{ .Labels.peak_source }}."),
     )
 
 
@@ -281,7 +280,6 @@ def _mfu_unavailable(settings: AlertSettings) -> Alert:
         # What a framework tells late, the model's size for instance, is told by then.
         settings.at_pace(settings.info_for), "A training run has no MFU, and says why.",
         'Run {{ $labels.run }} has no MFU, because of {{ $labels.reason }} ({{ printf "%.0f" $value }} ranks say so).',
-        link=RUN_LINK,
     )
 
 
@@ -295,7 +293,7 @@ def _tokens_absent(settings: AlertSettings) -> Alert:
         # As long as for a missing MFU, of which this is one reason.
         settings.at_pace(settings.info_for), "A training run makes steps and does not say of how many tokens.",
         "Run {{ $labels.run }} makes steps without tokens: it has no tokens per second, no FLOPs and no MFU. Give "
-        "tokens= to run.step().", link=RUN_LINK,
+        "tokens= to run.step().",
     )
 
 
@@ -333,7 +331,7 @@ def _goodput_low(settings: AlertSettings) -> Alert:
                " > 0)", "$labels.tenant $labels.run", " {{ .Labels.bucket }} {{ .Value | humanizeDuration }}.")
         + each(f'sum(max by (bucket) ({m.RUN_GPU_SECONDS}{{tenant=%q,run=%q,bucket!~"productive|generation|queue"}}))'
                " / 3600", "$labels.tenant $labels.run", ' {{ printf "%.1f" .Value }} GPU-hours are lost so far.')
-        + owner(settings), link=RUN_LINK,
+        + owner(settings),
     )
 
 
@@ -354,7 +352,7 @@ def _data_stall(settings: AlertSettings) -> Alert:
         "A rank of run {{ $labels.run }} spends {{ $value | humanizePercentage }} of its step time waiting for its "
         "next batch:" + each(f"topk(3, {share('run=%[1]q,')} > {settings.stall_share:g})", "$labels.run",
                         " rank {{ .Labels.rank }}" + _on_host() + " {{ .Value | humanizePercentage }}.")
-        + owner(settings), link=RUN_LINK,
+        + owner(settings),
     )
 
 
@@ -378,7 +376,7 @@ def _checkpoint_stale(settings: AlertSettings) -> Alert:
         "A crash of run {{ $labels.run }} would lose {{ $value | humanizeDuration }} of steps."
         + each(f"max({m.RUN_COMMITTED_STEPS}{{tenant=%q,run=%q}})", "$labels.tenant $labels.run",
                ' Its last durable checkpoint is of step {{ printf "%.0f" .Value }}.')
-        + owner(settings), link=RUN_LINK,
+        + owner(settings),
     )
 
 
@@ -390,7 +388,7 @@ def _work_at_risk(settings: AlertSettings) -> Alert:
         # As for a stale checkpoint.
         settings.at_pace(settings.checkpoint_for), "A crash would cost a training run many GPU-hours.",
         'A crash of run {{ $labels.run }} would lose {{ printf "%.0f" $value }} GPU-hours of steps that are in no '
-        "durable checkpoint." + owner(settings), link=RUN_LINK,
+        "durable checkpoint." + owner(settings),
     )
 
 
@@ -408,7 +406,7 @@ def _checkpoint_slow(settings: AlertSettings) -> Alert:
         # The window holds several saves already.
         settings.at_pace(settings.checkpoint_for), "Checkpoints take a large share of a training run's time.",
         "Run {{ $labels.run }} stood still for checkpoints {{ $value | humanizePercentage }} of the last "
-        + settings.at_pace(window) + "." + owner(settings), link=RUN_LINK,
+        + settings.at_pace(window) + "." + owner(settings),
     )
 
 
@@ -434,7 +432,6 @@ def _loss_not_finite(settings: AlertSettings) -> tuple[Alert, ...]:
             "training", "TrainingLossNotFinite", severity, ("run",), expr,
             # The window holds the steps; a scrape more, so that the first of a new process is not alone in it.
             settings.at_pace(settings.nonfinite_for), "The loss or the gradients of a run are not finite.", description,
-            link=RUN_LINK,
         )
 
     return (
@@ -453,7 +450,7 @@ def _loss_spikes(settings: AlertSettings) -> Alert:
         "0s", "The loss of a training run jumps again and again.",
         'The loss of run {{ $labels.run }} was far above its mean {{ printf "%.0f" $value }} times in ' + window + "."
         + each(f"max({m.TRAINING_LOSS}{{run=%q}})", "$labels.run", ' It is {{ printf "%.4g" .Value }} now.')
-        + owner(settings), link=RUN_LINK,
+        + owner(settings),
     )
 
 
@@ -536,7 +533,7 @@ def _straggler(settings: AlertSettings) -> tuple[Alert, ...]:
             f"{condition}",
             settings.at_pace(settings.straggler_for),
             "One rank or host of a training run makes all the others wait.", description,
-            keep_firing_for=settings.at_pace(settings.straggler_keep), link=RUN_LINK,
+            keep_firing_for=settings.at_pace(settings.straggler_keep),
         )
 
     return (
@@ -583,7 +580,7 @@ def _down(settings: AlertSettings) -> tuple[Alert, ...]:
             "ledger", "TrainingDown", severity, ("tenant", "run"),
             f"{down}\n  {operator} on (tenant, run)\n{recording.PAGES}{after}",
             settings.at_pace(settings.down_for), "A training run ended without finishing and has not come back.",
-            description, keep_firing_for=settings.at_pace(settings.down_keep), link=RUN_LINK,
+            description, keep_firing_for=settings.at_pace(settings.down_keep),
         )
 
     return alert("critical", "and"), alert("warning", "unless")
