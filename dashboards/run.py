@@ -20,6 +20,9 @@ LEDGER = 'tenant=~"$tenant", run="$run"'
 
 RANK_INFO = f"{m.TRAINING_RANK_INFO}{{{RUN}}}"
 RANKS = f"max by (rank, host, uuid) ({RANK_INFO})"
+ROWS = 64  # of the table of ranks
+SHOWN = (f"and on (rank) topk({ROWS}, max by (rank) ({r.RANK_SCORE}{{{RUN}}}) or on (rank) "
+         f"0 * max by (rank) ({RANK_INFO}))")
 
 
 def per_rank(gpu: str, labels: str = "") -> str:
@@ -143,19 +146,22 @@ ranks = [
         "prove that alerts arrive.", width=8,
     ),
     d.table(
-        "Ranks and their GPUs", "One row per rank, the latest first. Bad: a high score together with a low clock, a "
-        "high temperature, throttling or an Xid explains a slow rank; without them, look at its host.",
+        "Ranks and their GPUs", f"One row for each of the {ROWS} latest ranks. Bad: a high score together with a low "
+        "clock, a high temperature, throttling or an Xid explains a slow rank; without them, look at its host.",
         [
-            d.Column("Info", RANKS, unit=None),
-            d.Column("Index", f"max by (rank, gpu) ({per_rank(str(m.GPU_INFO), 'gpu')})", unit=None),
-            d.Column("Straggler score", f"max by (rank) ({r.RANK_SCORE}{{{RUN}}})", "percentunit", LATE),
-            d.Column("Wait share", f"max by (rank) ({r.WAIT}{{{RUN}}})", "percentunit"),
-            d.Column("MFU", f"max by (rank) ({r.RANK_MFU}{{{RUN}}})", "percentunit"),
-            d.Column("SM clock", f"max by (rank) ({per_rank(str(m.GPU_SM_CLOCK))})", "hertz"),
-            d.Column("Power", f"max by (rank) ({per_rank(POWER)})", "watt"),
-            d.Column("Temperature", f"max by (rank) ({per_rank(str(m.GPU_TEMPERATURE))})", "celsius", HOT),
-            d.Column("Throttled", f"max by (rank) ({per_rank(THROTTLED)})", "percentunit", HELD_BACK),
-            d.Column("Xid errors", f"max by (rank) ({per_rank(f'sum by (uuid) ({m.GPU_XID})')})", "none", ERRORS),
+            d.Column("Info", f"{RANKS} {SHOWN}", unit=None),
+            *(d.Column(name, f"max by (rank{', gpu' if unit is None else ''}) ({expr}) {SHOWN}", unit, thresholds)
+              for name, expr, unit, thresholds in (
+                  ("Index", per_rank(str(m.GPU_INFO), "gpu"), None, ()),
+                  ("Straggler score", f"{r.RANK_SCORE}{{{RUN}}}", "percentunit", LATE),
+                  ("Wait share", f"{r.WAIT}{{{RUN}}}", "percentunit", ()),
+                  ("MFU", f"{r.RANK_MFU}{{{RUN}}}", "percentunit", ()),
+                  ("SM clock", per_rank(str(m.GPU_SM_CLOCK)), "hertz", ()),
+                  ("Power", per_rank(POWER), "watt", ()),
+                  ("Temperature", per_rank(str(m.GPU_TEMPERATURE)), "celsius", HOT),
+                  ("Throttled", per_rank(THROTTLED), "percentunit", HELD_BACK),
+                  ("Xid errors", per_rank(f"sum by (uuid) ({m.GPU_XID})"), "none", ERRORS),
+              )),
         ],
         key="rank", labels={"rank": "Rank", "host": "Node", "gpu": "GPU", "uuid": "UUID"}, sort="Straggler score",
         links={"Rank": [d.link("Stragglers", p.STRAGGLERS, run="$run")],
