@@ -44,7 +44,6 @@ def metrics_app(
     """Return /metrics, /healthz, /readyz and the landing page."""
     app = FastAPI(title="flopwatch", docs_url=None, redoc_url=None, openapi_url=None)
 
-    @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         """Return what every source says now."""
         media = content_type(request.headers.get("accept", ""))
@@ -55,6 +54,9 @@ def metrics_app(
         if gzipped:
             headers["content-encoding"] = "gzip"
         return Response(body, headers=headers)
+
+    # Not through FastAPI, whose way of calling an endpoint costs a twentieth of a scrape.
+    app.add_route("/metrics", metrics)
 
     @app.get("/healthz")
     async def healthz() -> PlainTextResponse:

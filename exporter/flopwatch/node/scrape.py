@@ -21,7 +21,6 @@ from itertools import compress
 from typing import Protocol, TypeVar
 
 import prometheus_client as prometheus
-from prometheus_client.openmetrics.exposition import generate_latest as openmetrics_latest
 
 import flopwatch
 from flopwatch import catalogue as m
@@ -51,6 +50,7 @@ MIG = (*m.GPU, "gpu_instance")
 BUDGETS: dict[tuple[str, ...], tuple[str, int]] = {
     MIG: ("mig", 20), m.GPU: ("gpu", 120), m.PORT: ("port", 60), m.RANK: ("rank", 40), m.RANK[:1]: ("run", 30),
 }
+_ROWS = {row.name: row for row in m.all_metrics()}
 _DROP_ORDER = {row.name: (row.key, -position) for position, row in enumerate(m.all_metrics())}
 
 
@@ -80,6 +80,14 @@ def self_counter(row: Metric, registry: prometheus.CollectorRegistry) -> prometh
 def self_gauge(row: Metric, registry: prometheus.CollectorRegistry) -> prometheus.Gauge:
     """Return a client gauge made from a catalogue row."""
     return prometheus.Gauge(row.name, help_text(row), row.labels, registry=registry)
+
+
+def own_samples(registry: prometheus.CollectorRegistry) -> list[Sample]:
+    """Return what a registry of `self_counter` and `self_gauge` holds; the client's own text costs three times this."""
+    return [
+        (_ROWS[sample.name], tuple(sample.labels.values()), sample.value)
+        for metric in registry.collect() for sample in metric.samples
+    ]
 
 
 def _owner(row: Metric, labels: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -244,7 +252,7 @@ class Scrape:
         self._also = also
         self._derive = derive
         self._failing: set[str] = set()
-        self._exposition = Exposition()
+        self._exposition, self._own = Exposition(), Exposition()
         self._compatibility = Compatibility(settings.expose, clock) if settings.expose else None
         self._pages: dict[bool, _Page] = {}
         self._pool = ThreadPoolExecutor(len(drivers) + len(in_memory), thread_name_prefix="source")
@@ -384,9 +392,11 @@ class Scrape:
         body = self._exposition.render(samples, openmetrics=openmetrics)
         if (foreign := self._compatibility) is not None:
             body += self._guarded("compatibility", lambda: foreign.render(samples, openmetrics=openmetrics), "")
-        latest = openmetrics_latest if openmetrics else prometheus.generate_latest
+        body += self._own.render(own_samples(self._registry), openmetrics=openmetrics)
+        if openmetrics:
+            body += "# EOF\n"
         # Readers decode bytes with replacement; a lone surrogate can still come in through JSON.
-        return body.encode(errors="replace") + latest(self._registry)
+        return body.encode(errors="replace")
 
     def _reading(self, state: _State, deadline: float) -> asyncio.Task[None] | None:
         """Return the read in flight, a new one, or None where the last one is young enough to share."""
