@@ -11,17 +11,21 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 install = @echo "Installing $(1) into $(VENV) ..."; begin=$$(date +%s); $(PIP) install -q $(2) \
 	&& echo "  done in $$(($$(date +%s) - begin)) s" && touch $@
 
+# What is made of viewer/, and the same where Node can make it.
+PAGE := viewer/dist/index.html
+NODE := $(shell node -e 'process.exit(process.versions.node.split(".")[0] < 20)' 2>/dev/null && echo $(PAGE))
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint generate bench soak fuzz scale simulate mutations versions clean
+.PHONY: help demo test lint generate viewer screenshots bench soak fuzz scale simulate mutations versions clean
 .NOTPARALLEL:
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.demo $(if $(filter torch,$(TRAIN)),$(VENV)/.torch)  ## the whole chain, live; SECONDS=90 ends it, TRAIN=simulated needs no PyTorch
+demo: $(VENV)/.demo $(if $(filter torch,$(TRAIN)),$(VENV)/.torch) $(NODE)  ## the whole chain, live; SECONDS=90 ends it, TRAIN=simulated needs no PyTorch
 	@$(BIN)/python -m demo --train $(TRAIN) $(if $(SECONDS),--seconds $(SECONDS))
 
-test: lint $(VENV)/.demo $(VENV)/.torch  ## lint, types, unit tests and the end-to-end test
+test: lint $(VENV)/.demo $(VENV)/.torch $(NODE)  ## lint, types, unit tests and the end-to-end test
 	@$(BIN)/python -m pytest --durations=15
 
 lint: $(VENV)/.dev  ## ruff and mypy
@@ -31,9 +35,15 @@ lint: $(VENV)/.dev  ## ruff and mypy
 generate: $(VENV)/.dev  ## write the generated files again
 	@$(BIN)/python -m alerts helm/files
 	@$(BIN)/python -m dashboards helm/files/dashboards
+	@$(BIN)/python -m helm.generate
 	@$(BIN)/flopwatch metrics > docs/metrics.md
 	@$(BIN)/python -m alerts.recording > docs/records.md
 	@$(BIN)/python -m flopwatch.node.collectors.xid > docs/xid.md
+
+viewer: $(PAGE)  ## the page of `flopwatch boards`; needs Node 20 or newer
+
+screenshots: $(VENV)/.dev $(PAGE)  ## every dashboard of a simulated cluster in a browser, as pictures in screenshots/
+	@$(BIN)/python -m demo.screenshots screenshots
 
 bench: $(VENV)/.dev  ## measure ourselves beside peers
 	@for file in $(filter-out bench/soak.py bench/rules.py,$(wildcard bench/*.py)); do echo "$$file"; $(BIN)/python $$file || exit; done
@@ -61,7 +71,11 @@ fuzz: $(VENV)/.dev $(VENV)/.fuzz  ## fuzz every parser of what comes from outsid
 		$(BIN)/python -m tests.fuzz $$target --seconds $(or $(SECONDS),30) || exit; done
 
 clean:  ## remove everything the other targets made
-	rm -rf $(VENV) .cache demo-state dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .cache demo-state screenshots viewer/node_modules viewer/dist dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(PAGE): $(wildcard viewer/*.json viewer/*.ts viewer/*.html viewer/src/* viewer/src/panels/*)
+	@echo "Building the viewer of dashboards ..."; begin=$$(date +%s); cd viewer && npm ci --silent --no-audit --no-fund \
+	&& npm run --silent build > /dev/null && echo "  done in $$(($$(date +%s) - begin)) s" && touch dist/index.html
 
 # A stamp older than pyproject.toml means that the packages may have changed.
 $(VENV)/.python:

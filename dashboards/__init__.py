@@ -159,6 +159,7 @@ def bargauge(
     """Return one bar per series, from the newest value."""
     options = {
         "displayMode": "basic", "orientation": "horizontal", "valueMode": "color", "showUnfilled": True,
+        "sizing": "manual", "minVizWidth": 8, "minVizHeight": 16, "maxVizHeight": 28, "namePlacement": "left",
         "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
     }
     defaults = {"unit": unit, "min": 0, "color": {"mode": "thresholds"}} | _links(links)
@@ -178,11 +179,13 @@ class Column:
 
 def table(
     title: str, description: str, columns: Sequence[Column], *, key: str, labels: Mapping[str, str], sort: str,
-    links: Mapping[str, Sequence[Json]] | None = None, width: int = COLUMNS, height: int = 10,
+    ascending: bool = False, links: Mapping[str, Sequence[Json]] | None = None, width: int = COLUMNS, height: int = 10,
 ) -> Json:
     """Return rows joined on the label `key`; `labels` maps labels to their headings, `links` headings to links."""
     queries = [Query(column.query, instant=True, table=True) for column in columns]
     values = {f"Value #{_ref(i)}": column.name for i, column in enumerate(columns) if column.unit is not None}
+    if len(columns) == 1:  # Grafana numbers the values of several queries only
+        values |= dict.fromkeys(("Value",) if values else (), columns[0].name)
     names = dict(labels) | values
     overrides = [
         _override(
@@ -197,7 +200,7 @@ def table(
     keep, order = _columns(names)
     join = {"id": "joinByField", "options": {"byField": key, "mode": "outer"}}
     defaults = {"unit": "none", "color": {"mode": "thresholds"}, "custom": {"align": "auto", "filterable": True}}
-    options = {"showHeader": True, "cellHeight": "sm", "sortBy": [{"displayName": sort, "desc": True}]}
+    options = {"showHeader": True, "cellHeight": "sm", "sortBy": [{"displayName": sort, "desc": not ascending}]}
     return _panel("table", title, description, queries, (), defaults, options, width, height,
                   overrides=overrides, transformations=[keep, join, order])
 
@@ -315,15 +318,26 @@ def _panel(
          "instant": query.instant, "range": not query.instant}
         for i, query in enumerate(members)
     ]
+    nothing = _nothing(description)
+    if nothing and kind == "table":  # or each empty cell would say so too
+        overrides = [{"matcher": {"id": "byRegexp", "options": "/.*/"}, "properties": [{"id": "noValue", "value": ""}]},
+                     *overrides]
     # maxDataPoints bounds what a query of a thousand-GPU run costs; grafanalib's 100 is too coarse to see a stall.
     frame = core.Panel(
         title=title, description=description, dataSource=DATASOURCE, targets=targets, maxDataPoints=500,
         gridPos={"h": height, "w": width, "x": 0, "y": 0}, transformations=list(transformations),
     ).panel_json({
         "type": kind, "options": options,
-        "fieldConfig": {"defaults": defaults | {"thresholds": _steps(thresholds)}, "overrides": list(overrides)},
+        "fieldConfig": {"defaults": defaults | {"thresholds": _steps(thresholds)} | nothing,
+                        "overrides": list(overrides)},
     })
     return _clean(frame)
+
+
+def _nothing(description: str) -> Json:
+    """Return what the panel shows where a query has no series: what its description says of that."""
+    found = re.search(r"Nothing: ([^.]+\.)", description)
+    return {"noValue": found[1][0].upper() + found[1][1:]} if found else {}
 
 
 def _steps(thresholds: Sequence[Threshold]) -> Json:

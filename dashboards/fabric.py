@@ -53,29 +53,31 @@ now = [
 
 rails = [
     d.timeseries(
-        "Traffic by rail", "Bytes a second that a port of each rail sends, mean over a run's nodes. Bad: one below the "
-        "others.", d.Query(f"topk({p.LINES}, max by (run, rail) ({r.RAIL}{RUN}))", "{{run}} rail {{rail}}"), unit="Bps",
+        "Traffic by rail", f"Bytes a second that a port of each rail sends, mean over a run's nodes; the {p.LINES} "
+        "that send least. Bad: one below the others.",
+        d.Query(p.most(f"max by (run, rail) ({r.RAIL}{RUN})", "bottomk"), "{{run}} rail {{rail}}"), unit="Bps",
     ),
     d.timeseries(
         "Waiting for credit by rail", "Share of a run's waiting that is this rail's. Bad: one far above one over the "
         "number of rails: that rail's leaf is congested, or one of its receivers is slow.",
-        d.Query(f"topk({p.LINES}, max by (run, rail) ({r.RAIL_WAIT_SHARE}{RUN}))", "{{run}} rail {{rail}}"),
+        d.Query(p.most(f"max by (run, rail) ({r.RAIL_WAIT_SHARE}{RUN})"), "{{run}} rail {{rail}}"),
         unit="percentunit", top=1,
     ),
     d.timeseries(
         "Slowest rail over the median", "Of each run. Bad: far below 1.",
-        d.Query(f"bottomk({p.LINES}, max by (run) ({r.RAIL_IMBALANCE}{RUN}))", "{{run}}"), unit="percentunit", top=1,
+        d.Query(p.most(f"max by (run) ({r.RAIL_IMBALANCE}{RUN})", "bottomk"), "{{run}}"), unit="percentunit", top=1,
         links=[p.to_run(d.LABEL % "run")],
     ),
     d.timeseries(
         "Congestion notifications by rail", "A second, RoCE: a switch asked a sender to slow down. Bad: rising on one "
-        "rail alone. Nothing on InfiniBand.",
-        d.Query(f"topk({p.LINES}, max by (run, rail) ({r.RAIL_NOTIFICATIONS}{RUN}) > 0)", "{{run}} rail {{rail}}"),
+        "rail alone. Nothing: InfiniBand has none.",
+        d.Query(p.most(f"max by (run, rail) ({r.RAIL_NOTIFICATIONS}{RUN}) > 0"), "{{run}} rail {{rail}}"),
         unit="cps", width=12,
     ),
     d.timeseries(
-        "Sent again by rail", "Times a second that a port had to repeat. Bad: any that goes on: a lossy path.",
-        d.Query(f"topk({p.LINES}, max by (run, rail) ({r.RAIL_RETRANSMISSIONS}{RUN}) > 0)", "{{run}} rail {{rail}}"),
+        "Sent again by rail", "Times a second that a port had to repeat. Bad: any that goes on: a lossy path. "
+        "Nothing: no port has to.",
+        d.Query(p.most(f"max by (run, rail) ({r.RAIL_RETRANSMISSIONS}{RUN}) > 0"), "{{run}} rail {{rail}}"),
         unit="cps", width=12,
     ),
 ]
@@ -83,26 +85,30 @@ rails = [
 ports = [
     d.bargauge(
         "Symbol errors", f"The {WORST} ports with most in the time shown. Bad: 120 an hour: replace cable or "
-        "transceiver.", worst(f"sum by ({PORT}) (increase({m.INFINIBAND_SYMBOL_ERRORS}[$__range])) > 0"), unit="none",
+        "transceiver. Nothing: there were none.",
+        worst(f"sum by ({PORT}) (increase({m.INFINIBAND_SYMBOL_ERRORS}[$__range])) > 0"), unit="none",
         thresholds=[(None, "green"), (1, "orange"), (120, "red")], links=TO_NODE,
     ),
     d.bargauge(
-        "Links that went down", f"The {WORST} ports with most in the time shown. Bad: any under load.",
+        "Links that went down", f"The {WORST} ports with most in the time shown. Bad: any under load. Nothing: "
+        "none did.",
         worst(f"sum by ({PORT}) (increase({m.INFINIBAND_LINK_DOWNED}[$__range])) > 0"), unit="none",
         thresholds=p.FEW, links=TO_NODE,
     ),
     d.bargauge(
-        "Flaps", f"The {WORST} ports with most in the time shown. Bad: three in twelve hours.",
+        "Flaps", f"The {WORST} ports with most in the time shown. Bad: three in twelve hours. Nothing: there were "
+        "none.",
         worst(f"sum by ({PORT}) (increase({m.INFINIBAND_FLAPS}[$__range])) > 0"), unit="none",
         thresholds=[(None, "green"), (1, "orange"), (3, "red")], links=TO_NODE,
     ),
     d.bargauge(
         "Waiting for credit", f"Ticks a second, the {WORST} ports with most. Bad: one far above the rest of its rail. "
-        "The tick differs between devices.",
+        "The tick differs between devices. Nothing: none waits.",
         worst(f"max by ({PORT}) (rate({m.INFINIBAND_TRANSMIT_WAIT}[5m])) > 0"), unit="none", links=TO_NODE,
     ),
     d.bargauge(
-        "Broken or dropped packets", f"A second, the {WORST} ports with most. Bad: any that go on.",
+        "Broken or dropped packets", f"A second, the {WORST} ports with most. Bad: any that go on. Nothing: there are "
+        "none.",
         worst(f"max by ({PORT}) (rate({m.INFINIBAND_RECEIVE_ERRORS}[5m])) + on ({PORT}) "
               f"max by ({PORT}) (rate({m.INFINIBAND_TRANSMIT_DISCARDS}[5m])) > 0"), unit="cps", thresholds=p.FEW,
         links=TO_NODE,
@@ -113,7 +119,7 @@ ports = [
         thresholds=[(None, "green"), (p.SETTINGS.transceiver_celsius, "red")], links=TO_NODE,
     ),
     d.label_table(
-        "Ports that are not well", "Not active, gone, flapping or slow. Bad: any row.",
+        "Ports that are not well", "Not active, gone, flapping or slow. Bad: any row. Nothing: all are well.",
         chosen(f"{m.INFINIBAND_INFO} and on ({PORT}) ("
                f"{DOWN} or ({m.INFINIBAND_PRESENT} == 0) or "
                f"({m.INFINIBAND_FLAPPING} == 1) or ({RATE_LOW} < {p.SETTINGS.rate_share:g}))"),

@@ -31,14 +31,14 @@ now = [
         "and more the best.",
         d.Query(r.FLEET_GOODPUT_1D), unit="percentunit", top=1, thresholds=p.SHARE,
     ),
-    d.stat("GPUs that answer", "Of all nodes. Bad: a step down that nobody planned.", d.Query(r.FLEET_GPUS), width=3,
+    d.stat("GPUs", "Those that answer. Bad: a step down that nobody planned.", d.Query(r.FLEET_GPUS), width=3,
            height=6),
     d.stat("Allocated", "Share of them that a rank, a pod, a job or a user has. Bad: falling while runs wait.",
            d.Query(f"{r.FLEET_ALLOCATED} / {r.FLEET_GPUS}"), unit="percentunit", width=3, height=6),
     d.stat("Runs down", "Runs of which nothing is alive and which nobody ended. Bad: any.",
            d.Query(f'count(max by (tenant, run) ({m.RUN_STATE}{{{TENANT}, state="down"}}) == 1) or vector(0)',
                    instant=True), thresholds=p.ERRORS, width=3, height=6),
-    d.stat("Nodes to look at", "Nodes whose own verdict is degraded or bad. Bad: any; the table below says why.",
+    d.stat("Nodes not ok", "Nodes whose own verdict is degraded or bad. Bad: any; the table below says why.",
            d.Query(f"count({m.NODE_VERDICT} > 0) or vector(0)", instant=True), thresholds=p.FEW,
            links=[d.link("Nodes", p.NODE)], width=3, height=6),
     d.stat("Lost in a day", "What the GPU time of the last day cost that advanced no model. Bad: more than a tenth of "
@@ -100,27 +100,31 @@ time = [
 losses = [
     d.bargauge(
         "GPU time lost, by cause", "In the time shown: what ends, slow stretches and stalls cost, by what is to blame. "
-        "Bad: one cause that leads; unknown means that nothing was seen beside the loss.",
+        "Bad: one cause that leads; unknown means that nothing was seen beside the loss. Nothing: no loss has been "
+        "explained in that time; it takes five minutes.",
         d.Query("sort_desc(sum by (cause) (max by (tenant, run, kind, cause) "
                 f"(increase({m.RUN_BADPUT_GPU_SECONDS}{LEDGER}[$__range]))) > 0)", "{{cause}}", instant=True),
         unit="s", width=12,
     ),
     d.stat("GPU time to failure", "GPU time of running for each unplanned end of the last 30 days: over a run's GPUs, "
-           "its expected time to failure. Bad: falling.", d.Query(r.FLEET_MTTF), unit="s", width=6, height=8),
+           "its expected time to failure. Bad: falling. Nothing: none ended so.", d.Query(r.FLEET_MTTF), unit="s",
+           width=6, height=8),
     d.stat("Time to recovery", "From an unplanned end to the first new step, mean of 30 days. Bad: above some "
-           "minutes; look at scheduling, start-up and restore.", d.Query(r.FLEET_MTTR), unit="s", width=6, height=8),
+           "minutes; look at scheduling, start-up and restore. Nothing: none had to.", d.Query(r.FLEET_MTTR),
+           unit="s", width=6, height=8),
 ]
 
 nodes = [
     d.table(
         "Lemons", "Nodes that make runs fail, by the signs of the last seven days. Bad: 3 and more; take it out and "
-        "test it.",
+        "test it. Nothing: no node has a sign.",
         [d.Column("Score", f"topk({p.LINES}, max by (host) ({r.LEMON}) > 0)", "none",
                   [(None, "green"), (1, "orange"), (3, "red")])],
         key="host", labels={"host": "Node"}, sort="Score", links={"Node": [p.to_node(d.FIELD % "Node")]}, width=8,
     ),
     d.label_table(
-        "Why nodes are not ok", "The reasons of each node's own verdict, and what to do: docs/check.md. Bad: any row.",
+        "Why nodes are not ok", "The reasons of each node's own verdict, and what to do: docs/check.md. Bad: any row. "
+        "Nothing: all nodes are ok.",
         p.with_host(NOT_OK),
         labels={"host": "Node", "verdict": "Verdict", "reason": "Reason", "part": "Part", "action": "What to do"},
         links={"Node": [p.to_node(d.FIELD % "Node")]}, width=16, height=10,

@@ -63,17 +63,18 @@ spent = [
 
 causes = [
     d.bargauge(
-        "GPU time lost, by cause", "Of all losses: ends, slow stretches and stalls. Bad: one that leads.",
+        "GPU time lost, by cause", "Of all losses: ends, slow stretches and stalls. Bad: one that leads. Nothing: "
+        "none was explained yet; it takes five minutes.",
         d.Query(f"sort_desc(sum by (cause) (max by (kind, cause) ({m.RUN_BADPUT_GPU_SECONDS}{ALL})) > 0)", "{{cause}}",
                 instant=True), unit="s", width=8,
     ),
     d.bargauge(
-        "Losses, by cause", "How many. Bad: one cause again and again.",
+        "Losses, by cause", "How many. Bad: one cause again and again. Nothing: none was explained yet.",
         d.Query(f"sort_desc(max by (kind, cause) ({m.RUN_INCIDENTS}{ALL}) > 0)", "{{kind}}: {{cause}}", instant=True),
         unit="none", width=8,
     ),
     d.bargauge(
-        "How attempts ended", "Bad: failed and silent, which nobody planned.",
+        "How attempts ended", "Bad: failed and silent, which nobody planned. Nothing: none has.",
         d.Query(f"sort_desc(max by (status) ({m.RUN_ENDS}{ALL}) > 0)", "{{status}}", instant=True), unit="none",
         width=8,
     ),
@@ -82,14 +83,16 @@ causes = [
 checkpoints = [
     d.stat("Time to failure", "Time of running for each unplanned end. Bad: shorter than some checkpoint intervals. "
            "Nothing: there was none.", d.Query(f"max({r.MTTF}{ALL})"), unit="s", width=4),
-    d.stat("Time to recovery", "From an unplanned end to the first new step. Bad: above some minutes.",
+    d.stat("Time to recovery", "From an unplanned end to the first new step. Bad: above some minutes. Nothing: none "
+           "had to.",
            d.Query(f"max({r.MTTR}{ALL})"), unit="s", width=4),
     d.stat("Steps at risk", "Steps the run would make again if it failed now. Bad: rising without end: no checkpoint "
-           "is written.", d.Query(f"max({r.STEPS_AT_RISK}{ALL})"), width=4),
-    d.stat("Since the last checkpoint", "Age of the newest durable one. Bad: several times the usual interval.",
+           "is written. Nothing: none is done yet.", d.Query(f"max({r.STEPS_AT_RISK}{ALL})"), width=4),
+    d.stat("Since the last checkpoint", "Age of the newest durable one. Bad: several times the usual interval. "
+           "Nothing: there is none.",
            d.Query(f"time() - max({m.RUN_COMMITTED_TIMESTAMP}{ALL})", instant=True), unit="s", width=4),
     d.stat("Best interval", "Young's and Daly's optimum: the square root of twice the time to failure times what a "
-           "checkpoint costs. Bad: far from the interval the run has.",
+           "checkpoint costs. Bad: far from the interval the run has. Nothing: there was no failure, or no checkpoint.",
            d.Query(f'sqrt(2 * max({r.MTTF}{ALL}) * max(increase({m.RUN_SECONDS}{{{LEDGER}, bucket="checkpoint_save"}}'
                    f"[$__range])) / (max(changes({m.RUN_COMMITTED_STEPS}{ALL}[$__range])) > 0))", instant=True),
            unit="s", width=4),

@@ -78,7 +78,8 @@ work = [
         unit="celsius",
     ),
     d.timeseries(
-        "Why its clock is held back", "Share of time for each reason. Bad: anything but a power cap under full load.",
+        "Why its clock is held back", "Share of time for each reason. Bad: anything but a power cap under full load. "
+        "Nothing: nothing does.",
         d.Query(f"{rate(m.GPU_CLOCK_EVENT_SECONDS, 'reason')} > 0", "{{reason}}"), unit="percentunit", top=1,
     ),
     d.timeseries(
@@ -107,7 +108,7 @@ links = [
         d.Query(of(m.GPU_REMAPPED_ROWS, "error"), "rows remapped: {{error}}"), unit="none", width=12,
     ),
     d.timeseries(
-        "Xids", "Counts by code. Bad: a step up; the level is history. Meanings: docs/xid.md.",
+        "Xids", "Counts by code. Bad: a step up; the level is history. Meanings: docs/xid.md. Nothing: it had none.",
         d.Query(f"{of(m.GPU_XID, 'xid')} > 0", "Xid {{xid}}"), unit="none", width=12,
     ),
 ]

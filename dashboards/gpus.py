@@ -40,7 +40,7 @@ now = [
 cards = [
     d.table(
         "Cards that need a look", "Gone, waiting for a reset, with uncorrected errors, rows to remap or Xids. Bad: any "
-        "row; what to do is in docs/check.md.",
+        "row; what to do is in docs/check.md. Nothing: no card needs one.",
         [
             d.Column("Card", f"{INFO} and on (uuid) (({m.GPU_PRESENT} == 0) or ({m.GPU_RECOVERY_ACTION} > 0) or "
                      f"({m.GPU_ROW_REMAP_PENDING} > 0) or ({m.GPU_ROW_REMAP_FAILURE} > 0) or "
@@ -67,27 +67,29 @@ tops = [
     ),
     d.bargauge(
         "Held back", "Share of the last five minutes in which a clock was held back, but by its power cap. Bad: any; "
-        "thermal and hardware reasons are a fan, a heat sink or a power supply.",
-        worst(f"sum by (uuid, instance) (rate({m.GPU_CLOCK_EVENT_SECONDS}{{{p.HELD}}}[5m])) > 0"),
+        "thermal and hardware reasons are a fan, a heat sink or a power supply. Nothing: no card was.",
+        worst(f"max by (uuid, instance) (rate({m.GPU_CLOCK_EVENT_SECONDS}{{{p.HELD}}}[5m])) > 0"),
         unit="percentunit", thresholds=p.HELD_BACK, links=TO_GPU, height=10,
     ),
     d.bargauge(
-        "Slowest under load", "Clock of the slowest cards that work. Bad: one below the others of its model.",
+        "Slowest under load", "Clock of the slowest cards that work. Bad: one below the others of its model. Nothing: "
+        "no card works.",
         worst(f"{m.GPU_SM_CLOCK} and on (instance, uuid) {m.GPU_UTILIZATION} > 0.5", "bottomk"), unit="hertz",
         links=TO_GPU, height=10,
     ),
     d.bargauge(
-        "Corrected memory errors, one day", "Bad: one card with thousands: rows will be remapped, or fail.",
+        "Corrected memory errors, one day", "Bad: one card with thousands: rows will be remapped, or fail. Nothing: "
+        "there were none.",
         worst(f'increase({m.GPU_ECC_ERRORS}{{error="corrected"}}[1d]) > 0'), unit="none", thresholds=p.FEW,
         links=TO_GPU, height=10,
     ),
     d.bargauge(
-        "PCIe replays, one hour", "Bad: one card with many: its slot, riser or cable.",
+        "PCIe replays, one hour", "Bad: one card with many: its slot, riser or cable. Nothing: there were none.",
         worst(f"increase({m.GPU_PCIE_REPLAYS}[1h]) > 0"), unit="none", thresholds=p.FEW, links=TO_GPU, height=10,
     ),
     d.bargauge(
         "Allocated and idle", "Cards that somebody has and that did nothing for half an hour, by owner. Bad: any row "
-        "that is there for hours.",
+        "that is there for hours. Nothing: whoever has a card uses it.",
         d.Query(f"topk({p.LINES}, count by (host, owner_namespace, owner_pod, owner_job, owner_user) ("
                 f'{m.GPU_OWNER_INFO}{{source!~"none|unknown"}} and on (uuid) '
                 f"max_over_time({m.GPU_UTILIZATION}[30m]) < {IDLE}))",

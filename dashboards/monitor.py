@@ -32,23 +32,23 @@ now = [
 sources = [
     d.timeseries("Slowest reads", f"Time the last read of a source took, the {p.LINES} slowest. Bad: near 2.5 s, the "
                  "longest wait: a driver hangs.",
-                 d.Query(p.with_host(f"topk({p.LINES}, {m.COLLECTOR_DURATION}{SOURCE})"), "{{host}} {{collector}}"),
+                 d.Query(p.with_host(f"({p.most(f'{m.COLLECTOR_DURATION}{SOURCE}')})"), "{{host}} {{collector}}"),
                  unit="s", links=TO_NODE, width=12),
     d.timeseries("Failed reads", "A second, of all nodes, by source and reason. Bad: any that go on; blind means that "
-                 "access was lost, not the hardware.",
+                 "access was lost, not the hardware. Nothing: none failed.",
                  d.Query(f"sum by (collector, reason) (rate({m.COLLECTOR_FAILURES}{SOURCE}{p.RATE})) > 0",
                          "{{collector}} {{reason}}"), unit="cps", width=12),
-    d.label_table("Sources that fail now", "Bad: any row.",
+    d.label_table("Sources that fail now", "Bad: any row. Nothing: all succeed.",
                   p.with_host(f"({m.COLLECTOR_SUCCESS}{SOURCE} == 0 and on (instance, collector) "
                               f"{m.COLLECTOR_SUPPORTED} == 1)"),
                   labels={"host": "Node", "collector": "Source"}, links={"Node": [p.to_node(d.FIELD % "Node")]},
                   width=8, height=8),
-    d.label_table("Why a run has no MFU", "Reasons: docs/metrics.md. Bad: any row.",
+    d.label_table("Why a run has no MFU", "Reasons: docs/metrics.md. Bad: any row. Nothing: each has one.",
                   f"count by (run, reason) ({m.TRAINING_MFU_UNAVAILABLE} == 1)",
                   labels={"run": "Run", "reason": "Reason"}, links={"Run": [p.to_run(d.FIELD % "Run")]}, width=8,
                   height=8),
     d.timeseries("Reading processes replaced", "A second, by reason. Bad: any that go on: memory is a leak in a "
-                 "driver, hung a driver that does not answer.",
+                 "driver, hung a driver that does not answer. Nothing: none was.",
                  d.Query(f"sum by (collector, reason) (rate({m.COLLECTOR_RESTARTS}{SOURCE}{p.RATE})) > 0",
                          "{{collector}} {{reason}}"), unit="cps", width=8),
 ]
@@ -57,17 +57,21 @@ flow = [
     d.timeseries("Pushes by outcome", "A second, from training processes. Bad: anything but accepted; docs/metrics.md "
                  "says what each means.",
                  d.Query(f"sum by (outcome) (rate({m.OTLP_ACCEPTED}{p.RATE}))", "{{outcome}}"), unit="cps"),
-    d.timeseries("Records to the ledger", "A second, by outcome. Bad: failed, which are offered again; refused.",
+    d.timeseries("Records to the ledger", "A second, by outcome. Bad: failed, which are offered again; refused. "
+                 "Nothing: there is no ledger.",
                  d.Query(f"sum by (outcome) (rate({m.LEDGER_SENT}{p.RATE}))", "sent: {{outcome}}"),
                  d.Query(f"sum by (outcome) (rate({m.LEDGER_RECEIVED}{p.RATE}))", "received: {{outcome}}"), unit="cps"),
-    d.timeseries("Samples left out", "A second, for the series budget, or because two sources tell the same. Bad: any.",
+    d.timeseries("Samples left out", "A second, for the series budget, or because two sources tell the same. Bad: any. "
+                 "Nothing: none was.",
                  d.Query(f"sum by (budget) (rate({m.SERIES_DROPPED}{p.RATE})) > 0", "budget {{budget}}"),
                  d.Query(f"sum by (collector) (rate({m.SERIES_DUPLICATE}{p.RATE})) > 0", "twice: {{collector}}"),
                  unit="cps"),
-    d.timeseries("Errors in hooks", "A second, by run. Bad: any: the hook says once in the job's log what it was.",
-                 d.Query(f"topk({p.LINES}, sum by (run) (rate({m.TRAINING_HOOK_ERRORS}{p.RATE})) > 0)", "{{run}}"),
+    d.timeseries("Errors in hooks", "A second, by run. Bad: any: the hook says once in the job's log what it was. "
+                 "Nothing: there are none.",
+                 d.Query(p.most(f"sum by (run) (rate({m.TRAINING_HOOK_ERRORS}{p.RATE})) > 0"), "{{run}}"),
                  unit="cps", links=[p.to_run(d.LABEL % "run")], width=12),
-    d.timeseries("Kernel log lines lost", "A second, of all nodes. Bad: any: an Xid may be among them.",
+    d.timeseries("Kernel log lines lost", "A second, of all nodes. Bad: any: an Xid may be among them. Nothing: "
+                 "no exporter reads it.",
                  d.Query(f"sum(rate({m.KERNEL_LOG_LOST}{p.RATE}))", "lost"), unit="cps", width=12),
 ]
 
@@ -76,8 +80,8 @@ rest = [
                d.Query(f"sort_desc(count by (version) ({m.FLOPWATCH_INFO}))", "{{version}}", instant=True), unit="none",
                width=8),
     d.label_table("Drivers that are let go", "Nodes whose exporter does not use the driver, as somebody asked. Bad: "
-                  "a row whose work is done.", p.with_host(f"({m.DRIVER_RELEASED} == 1)"), labels={"host": "Node"},
-                  links={"Node": [p.to_node(d.FIELD % "Node")]}, width=8, height=8),
+                  "a row whose work is done. Nothing: none is.", p.with_host(f"({m.DRIVER_RELEASED} == 1)"),
+                  labels={"host": "Node"}, links={"Node": [p.to_node(d.FIELD % "Node")]}, width=8, height=8),
     p.firing('ALERTS{alertstate="firing", alertname=~"Flopwatch.*", alertname!="FlopwatchWatchdog"}',
              "Of the monitor itself. Bad: any.", width=8),
 ]

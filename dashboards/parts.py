@@ -8,6 +8,8 @@ newest value only; a line over time reads a record or belongs to one run, one no
 
 from __future__ import annotations
 
+import re
+
 import dashboards as d
 from alerts import AlertSettings, alerts
 from alerts import recording as r
@@ -61,6 +63,21 @@ def to_fabric(value: str) -> d.Json:
     return d.link("Ports", FABRIC, host=value)
 
 
+# A name of ours in a query, with its matchers and its window.
+_NAMES = {row.name for row in m.all_metrics()} | {record.name for record in r.records(SETTINGS)}
+_SELECTOR = re.compile(rf"(?<![\w:$.])(?:{'|'.join(sorted(_NAMES, key=len, reverse=True))})"
+                       r"(?:_bucket|_sum|_count)?(?![\w:])(?:\{[^{}]*\})?(?:\[[^\]]*\])?")
+
+
+def most(expr: str, take: str = "topk", lines: int = LINES) -> str:
+    """Return the series of an expression that are highest (`bottomk`: lowest) at the end of the time shown.
+
+    Without the end, each moment would have its own, and a line for whatever was once among them.
+    """
+    at_end = _SELECTOR.sub(lambda found: f"{found[0]} @ end()", expr)
+    return f"({expr}) and {take}({lines}, {at_end})"
+
+
 def with_host(expr: str) -> str:
     """Return an expression that has `instance` with the node's name added as `host`."""
     return f"{expr} * on (instance) group_left (host) {r.HOST}"
@@ -69,7 +86,7 @@ def with_host(expr: str) -> str:
 def firing(which: str, description: str, *, width: int = d.COLUMNS, height: int = 8) -> d.Json:
     """Return the table of firing alerts that the PromQL selectors in `which`, joined by `or`, choose."""
     return d.label_table(
-        "Firing alerts", description, which,
+        "Firing alerts", f"{description} Nothing: none fires.", which,
         labels={"alertname": "Alert", "severity": "Severity", "run": "Run", "host": "Node", "uuid": "GPU",
                 "device": "Device", "port": "Port", "xid": "Xid"},
         links={"Run": [to_run(d.FIELD % "Run")], "Node": [to_node(d.FIELD % "Node")],

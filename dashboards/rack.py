@@ -56,14 +56,15 @@ nodes = [
 
 time = [
     d.timeseries("Power by node", f"The {p.LINES} that draw most. Bad: one apart from the rest under the same job.",
-                 d.Query(f"topk({p.LINES}, {by_host(f'sum by (instance) ({m.GPU_POWER})')})", "{{host}}"),
+                 d.Query(p.most(by_host(f"sum by (instance) ({m.GPU_POWER})")), "{{host}}"),
                  unit="watt", links=TO_NODE),
     d.timeseries("Hottest GPU by node", f"The {p.LINES} hottest. Bad: all rising together: the rack's cooling.",
-                 d.Query(f"topk({p.LINES}, {by_host(f'max by (instance) ({m.GPU_TEMPERATURE})')})", "{{host}}"),
+                 d.Query(p.most(by_host(f"max by (instance) ({m.GPU_TEMPERATURE})")), "{{host}}"),
                  unit="celsius", thresholds=p.HOT, links=TO_NODE),
     d.timeseries("NVLink traffic by node", f"Bytes a second sent, the {p.LINES} that send least. Bad: one below the "
-                 "rest.", d.Query(f"bottomk({p.LINES}, "
-                                  f"{by_host(f'sum by (instance) (rate({m.NVLINK_TRANSMIT}{p.RATE}))')})", "{{host}}"),
+                 "rest.",
+                 d.Query(p.most(by_host(f"sum by (instance) (rate({m.NVLINK_TRANSMIT}{p.RATE}))"), "bottomk"),
+                         "{{host}}"),
                  unit="Bps", links=TO_NODE),
 ]
 
@@ -85,9 +86,9 @@ domain = [
                  d.Query(f"max by (host, switch, error) (rate({m.NVLINK_SWITCH_ERRORS}{p.RATE}) * on (instance) "
                          f"group_left (host) {HERE}) > 0", "{{host}} {{switch}} {{error}}"), unit="cps", width=12),
     d.timeseries("NVSwitch temperature", f"The {p.LINES} hottest. Bad: rising together. Nothing: DCGM is not read.",
-                 d.Query(f"topk({p.LINES}, max by (host, switch) ({m.NVLINK_SWITCH_TEMPERATURE} * on (instance) "
-                         f"group_left (host) {HERE}))", "{{host}} {{switch}}"), unit="celsius", thresholds=p.HOT,
-                 width=12),
+                 d.Query(p.most(f"max by (host, switch) ({m.NVLINK_SWITCH_TEMPERATURE} * on (instance) group_left "
+                                f"(host) "
+                                f"{HERE})"), "{{host}} {{switch}}"), unit="celsius", thresholds=p.HOT, width=12),
 ]
 
 BOARD = d.dashboard(

@@ -57,7 +57,7 @@ now = [
     d.stat(
         "Effective MFU", "Model FLOPs of steps done once over the peak of all GPUs held, down time included. Bad: far "
         "below MFU, which means that time is lost outside steps.",
-        d.Query(f"{r.EFFECTIVE_MFU}{{{LEDGER}}}"), unit="percentunit", thresholds=UTILIZATION, width=2,
+        d.Query(f"{r.EFFECTIVE_MFU}{{{LEDGER}}}"), unit="percentunit", thresholds=UTILIZATION,
     ),
     d.stat(
         "Goodput", "Share of the wall clock since the first start that advanced the model. Bad: below 90 %. The split "
@@ -68,28 +68,21 @@ now = [
     d.stat(
         "ETTR", "Goodput counted from submission, the queue included. Bad: well below goodput, which means a long "
         "queue. Nothing: the time of submission is unknown.",
-        d.Query(f"{r.ETTR}{{{LEDGER}}}"), unit="percentunit", thresholds=SHARE, width=2,
+        d.Query(f"{r.ETTR}{{{LEDGER}}}"), unit="percentunit", thresholds=SHARE,
     ),
     d.stat(
         "Step time", "Mean of the last five minutes. Bad: longer than the run's own past at the same batch size.",
         d.Query(f"{r.STEP_DURATION}{{{RUN}}}"), unit="s",
     ),
     d.stat(
-        "Tokens per second", "Of the whole run, re-executed steps included. Bad: a fall that lasts.",
-        d.Query(f"{r.TOKENS}{{{RUN}}}"), unit="short", width=2,
+        "Tokens/s", "Of the whole run, re-executed steps included. Bad: a fall that lasts.",
+        d.Query(f"{r.TOKENS}{{{RUN}}}"), unit="short",
     ),
     d.stat(
         "Cost", "All GPU time that was held, at the price above; the ledger board says what it went into. Bad: what it "
         "bought is not worth it.",
         d.Query(f"sum(max by (tenant, run, bucket) ({m.RUN_GPU_SECONDS}{{{LEDGER}}})) * $price / 3600"),
-        unit="currencyUSD", width=2,
-    ),
-    d.stat(
-        "Late rank", "The rank the others wait for most. Bad: the same one for minutes with a score above 10 %. Below "
-        "that, some rank is always last.",
-        d.Query(f"topk(1, {RANKS} * on (rank) group_left () max by (rank) ({r.RANK_SCORE}{{{RUN}}}))",
-                "rank {{rank}} on {{host}}", instant=True), name=True, width=4,
-        links=[d.link("Stragglers", p.STRAGGLERS, run="$run")],
+        unit="currencyUSD",
     ),
 ]
 
@@ -133,17 +126,24 @@ ranks = [
     d.timeseries(
         "Straggler score", "Share of every step that the others spend waiting for the latest rank. Bad: above 10 %; "
         "above 20 % it is critical.",
-        d.Query(f"{r.RUN_SCORE}{{{RUN}}}", "latest rank"), unit="percentunit", thresholds=LATE,
+        d.Query(f"{r.RUN_SCORE}{{{RUN}}}", "latest rank"), unit="percentunit", thresholds=LATE, width=7,
+    ),
+    d.stat(
+        "Late rank", "The rank the others wait for most. Bad: the same one for minutes with a score above 10 %. Below "
+        "that, some rank is always last.",
+        d.Query(f"topk(1, {RANKS} * on (rank) group_left () max by (rank) ({r.RANK_SCORE}{{{RUN}}}))",
+                "rank {{rank}} on {{host}}", instant=True), name=True, width=3, height=8,
+        links=[d.link("Stragglers", p.STRAGGLERS, run="$run")],
     ),
     d.timeseries(
         "Wait share", f"Share of step time spent waiting for others in collectives, the {LINES} ranks that wait least. "
         "Bad: one line far below the rest, it is the late rank. All high together: look at the links.",
-        d.Query(f"bottomk({LINES}, {r.WAIT}{{{RUN}}})", "rank {{rank}}"), unit="percentunit",
+        d.Query(p.most(f"{r.WAIT}{{{RUN}}}", "bottomk"), "rank {{rank}}"), unit="percentunit", width=7,
     ),
     p.firing(
         f'ALERTS{{alertstate="firing", {RUN}}} or ALERTS{{alertstate="firing", run="", alertname=~"{p.ALERTS}"}}',
         "Alerts of this run and those of nodes and links. Bad: anything but FlopwatchWatchdog, which always fires to "
-        "prove that alerts arrive.", width=8,
+        "prove that alerts arrive.", width=7,
     ),
     d.table(
         "Ranks and their GPUs", f"One row for each of the {ROWS} latest ranks. Bad: a high score together with a low "
@@ -174,17 +174,17 @@ gpus = [
     d.timeseries(
         "Power per GPU", f"Mean power of the {LINES} GPUs of the run that draw least. Bad: one far below the rest, it "
         "is idle or held back.",
-        d.Query(f"bottomk({LINES}, {per_rank(POWER)})", "rank {{rank}} {{host}}"),
+        d.Query(p.most(per_rank(POWER), "bottomk"), "rank {{rank}} {{host}}"),
         unit="watt", width=6,
     ),
     d.timeseries(
         "SM clock per GPU", f"The {LINES} slowest. Bad: one below the rest under load; look at its throttling.",
-        d.Query(f"bottomk({LINES}, {per_rank(str(m.GPU_SM_CLOCK))})", "rank {{rank}} {{host}}"), unit="hertz", width=6,
+        d.Query(p.most(per_rank(str(m.GPU_SM_CLOCK)), "bottomk"), "rank {{rank}} {{host}}"), unit="hertz", width=6,
     ),
     d.timeseries(
         "Temperature per GPU", f"The {LINES} hottest. Bad: one well above the rest, or any with thermal throttling "
         "beside it. The card sets its own limit; the lines are a guide.",
-        d.Query(f"topk({LINES}, {per_rank(str(m.GPU_TEMPERATURE))})", "rank {{rank}} {{host}}"),
+        d.Query(p.most(per_rank(str(m.GPU_TEMPERATURE))), "rank {{rank}} {{host}}"),
         unit="celsius", thresholds=HOT, width=6,
     ),
     d.timeseries(
@@ -197,15 +197,15 @@ gpus = [
 errors = [
     d.timeseries(
         "InfiniBand throughput per host", f"The {LINES} hosts of the run that send least. Bad: one below the rest.",
-        d.Query(f"bottomk({LINES}, sum by (host) ({per_port(f'rate({m.INFINIBAND_TRANSMIT_DATA}{RATE})')}))",
+        d.Query(p.most(f"sum by (host) ({per_port(f'rate({m.INFINIBAND_TRANSMIT_DATA}{RATE})')})", "bottomk"),
                 "{{host}} sends"),
-        d.Query(f"bottomk({LINES}, sum by (host) ({per_port(f'rate({m.INFINIBAND_RECEIVE_DATA}{RATE})')}))",
+        d.Query(p.most(f"sum by (host) ({per_port(f'rate({m.INFINIBAND_RECEIVE_DATA}{RATE})')})", "bottomk"),
                 "{{host}} receives"), unit="Bps", width=6,
     ),
     d.timeseries(
         "Active ports per host", f"InfiniBand ports in state active, the {LINES} hosts with fewest. Bad: a step down, "
         "which is a link lost.",
-        d.Query(f"bottomk({LINES}, count by (host) ({per_port(f'({m.INFINIBAND_STATE} == 4)')}))", "{{host}}"),
+        d.Query(p.most(f"count by (host) ({per_port(f'({m.INFINIBAND_STATE} == 4)')})", "bottomk"), "{{host}}"),
         unit="none", width=6,
     ),
     d.timeseries(

@@ -30,11 +30,11 @@ verdict = [
            "any name. Nothing: nobody is to blame.",
            d.Query(f"{r.CULPRIT}{{{RUN}}}", "rank {{rank}} on {{host}}", instant=True), name=True, links=TO_NODE,
            width=5),
-    d.stat("Late host", "The same for a host whose ranks are late together. Bad: any name.",
+    d.stat("Late host", "The same for a host whose ranks are late together. Bad: any name. Nothing: no host is.",
            d.Query(f"{r.HOST_LEADER}{{{RUN}}} >= {p.SETTINGS.straggler_warning:g}", "{{host}}", instant=True),
            name=True, links=TO_NODE, width=5),
     d.stat("Lost in a day", "What the GPU time cost that the run waited for a late rank, in the last day. Bad: more "
-           "than a visit to the rack.",
+           "than a visit to the rack. Nothing: the ledger has no such time.",
            d.Query(f"sum(max by (tenant, run) (increase({m.RUN_STRAGGLER_GPU_SECONDS}{{{RUN}}}[1d]))) * $price / 3600",
                    instant=True), unit="currencyUSD", width=5),
     d.stat("Wait share", "Share of step time that ranks wait in collectives, mean over all ranks. Bad: rising while "
@@ -62,7 +62,7 @@ parts = [
     ),
     d.timeseries(
         "Score by host", f"Mean of its ranks, the {p.LINES} latest hosts. Bad: one above the rest.",
-        d.Query(f"topk({p.LINES}, {r.HOST_SCORE}{{{RUN}}})", "{{host}}"), unit="percentunit", links=TO_NODE,
+        d.Query(p.most(f"{r.HOST_SCORE}{{{RUN}}}"), "{{host}}"), unit="percentunit", links=TO_NODE,
     ),
     d.timeseries(
         "Where the latest ranks' steps go", "Seconds a second of the eight latest ranks in each phase of measured "
@@ -83,7 +83,7 @@ parts = [
                              f"* on (uuid) group_left () max by (uuid) ({expr}))", unit, thresholds)
               for name, expr, unit, thresholds in (
                   ("SM clock", str(m.GPU_SM_CLOCK), "hertz", ()),
-                  ("Throttled", f"sum by (uuid, instance) (rate({m.GPU_CLOCK_EVENT_SECONDS}"
+                  ("Throttled", f"max by (uuid, instance) (rate({m.GPU_CLOCK_EVENT_SECONDS}"
                    f"{{{p.HELD}}}[5m]))", "percentunit", p.HELD_BACK),
                   ("Temperature", str(m.GPU_TEMPERATURE), "celsius", p.HOT),
                   ("PCIe lanes", str(m.GPU_PCIE_WIDTH), "none", ()),
@@ -101,7 +101,8 @@ parts = [
         links=[d.link("Fabric", p.FABRIC)],
     ),
     d.timeseries(
-        "Signs of a hang", "Ranks that each sign points at while a step is overdue. Bad: any; nothing is normal.",
+        "Signs of a hang", "Ranks that each sign points at while a step is overdue. Bad: any. Nothing: no step is "
+        "overdue.",
         d.Query(f"count by (sign) ({r.SIGN}{{{RUN}}})", "{{sign}}"), unit="none", width=12,
     ),
 ]

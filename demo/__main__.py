@@ -19,6 +19,7 @@ from rich.live import Live
 
 from alerts import recording
 from demo import summary
+from demo.boards import WITHOUT
 from demo.servers import ROOT, ServersError, find
 from demo.stack import Stack, StackError, fetch
 
@@ -138,7 +139,8 @@ def links(stack: Stack) -> list[tuple[str, str]]:
         graph = "graph"
     except OSError:
         graph = "classic/graph"  # Debian's Prometheus 2
-    found = [
+    found = [] if stack.show is None else [(stack.show.name, stack.show.link)]
+    found += [
         ("MFU graph", f"{stack.prometheus.url}/{graph}?g0.expr={recording.RUN_MFU}&g0.tab=0"),
         ("Exporter", f"http://{stack.exporter_address}/metrics"),
     ]
@@ -178,6 +180,8 @@ def run(stack: Stack, console: Console, seconds: float | None) -> None:
     print("Starting Prometheus, Alertmanager, the exporter of a simulated 8 x H100 node, the training job", flush=True)
     with stack:
         urls = links(stack)
+        if stack.show is None:
+            print(f"  {WITHOUT}")
         for name, url in urls:
             print(f"  {name:12}  {url}")
         print("Waiting for the first training step", flush=True)
@@ -220,7 +224,8 @@ def main() -> int:
             servers = find(say=lambda text: print(text, flush=True))
             if servers.why:
                 print(f"Running without Alertmanager: {servers.why}")
-            stack = Stack(options.state, train=options.train, trainer=TRAINER[options.train], servers=servers)
+            stack = Stack(options.state, train=options.train, trainer=TRAINER[options.train], servers=servers,
+                          shows=True)
             run(stack, console, options.seconds)
     except (ServersError, StackError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from alerts import AlertSettings, alertmanager_yaml, rules_yaml
+from demo import boards
+from demo.boards import Show
 from demo.receiver import Receiver
 from demo.servers import ROOT, Servers, find
 from flopwatch.simulate.node import SimulatedNode
@@ -122,24 +124,25 @@ class Stack:
     """The chain from the simulated card to the message, as one context manager.
 
     `pace` divides every window and interval of the shipped alerts, `train` says which job runs on the simulated node;
-    `trainer` and `exporter` are further arguments for these two. Ask and disturb it through `prometheus`, `receiver`,
-    `node` and `control`; `train_log` is the job's own account.
+    `trainer` and `exporter` are further arguments for these two; with `shows` the dashboards are shown where that can
+    be (demo/boards.py). Ask and disturb it through `prometheus`, `receiver`, `node` and `control`; `train_log` is the
+    job's own account.
     """
 
     def __init__(
         self, state: Path, *, pace: float = 15.0, push_interval: float = 1.0, train: Train | None = "torch",
         trainer: Sequence[str] = (), exporter: Sequence[str] = (), run: str = "demo", ranks: int = 4,
-        servers: Servers | None = None,
+        servers: Servers | None = None, shows: bool = False,
     ) -> None:
         self.state, self.pace, self.push_interval = state.absolute(), pace, push_interval
         self.train, self.trainer, self.exporter, self.run, self.ranks = train, trainer, exporter, run, ranks
         self.servers = find() if servers is None else servers
+        self.show: Show | None = None
+        self._shows = shows
         self.children: dict[str, Child] = {}
         self.mark = uuid.uuid4().hex
-        ports = free_ports(4)
-        self.prometheus_address, self.alertmanager_address, self.exporter_address, self.otlp_address = (
-            f"127.0.0.1:{port}" for port in ports
-        )
+        (self.prometheus_address, self.alertmanager_address, self.exporter_address, self.otlp_address,
+         self.boards_address) = (f"127.0.0.1:{port}" for port in free_ports(5))
         self.prometheus = Prometheus(f"http://{self.prometheus_address}")
         self.node = SimulatedNode(self.state / "exporter" / "simulated")
         self.train_log = self.state / "train.jsonl"
@@ -179,8 +182,19 @@ class Stack:
         )
         self._wait_for("exporter", f"http://{self.exporter_address}/readyz")
         self._wait_for("prometheus", f"{self.prometheus.url}/-/ready")
+        if self._shows:
+            self._start_boards()
         if self.train is not None:
             self.start_training(self.train, self.trainer)
+
+    def _start_boards(self) -> None:
+        self.show = boards.find(
+            self.boards_address, self.prometheus.url, self.state / "boards",
+            AlertSettings().scrape_interval / self.pace, (sys.executable, "-m", "flopwatch", "boards"))
+        if self.show is not None:
+            self._launch("boards", *self.show.command, environ=self.show.environ)
+            # An image is fetched first.
+            self._wait_for("boards", self.show.ready, 300.0)
 
     def _start_alertmanager(self, settings: AlertSettings) -> None:
         if not self.servers.alertmanager:
@@ -257,7 +271,7 @@ class Stack:
 
     def stop(self, kill: bool = False) -> None:
         """End everything, the job first, and see that no process and no port is left. Raises StackError if one is."""
-        for name in ("training", "exporter", "prometheus", "alertmanager"):
+        for name in ("training", "boards", "exporter", "prometheus", "alertmanager"):
             if name in self.children:
                 self.children[name].stop(kill)
         self.receiver.close()
@@ -266,7 +280,8 @@ class Stack:
             if time.monotonic() > deadline:
                 raise StackError(f"processes {left} do not end")
             time.sleep(0.02)
-        for address in (self.prometheus_address, self.alertmanager_address, self.exporter_address, self.otlp_address):
+        for address in (self.prometheus_address, self.alertmanager_address, self.exporter_address, self.otlp_address,
+                        self.boards_address):
             host, _, port = address.partition(":")
             with socket.socket() as probe:
                 if probe.connect_ex((host, int(port))) == 0:

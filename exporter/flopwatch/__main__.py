@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import flopwatch
 from flopwatch.commands import (
+    boards,
     capture,
     check,
     doctor,
@@ -27,7 +28,8 @@ from flopwatch.commands import (
 from flopwatch.settings import SettingsError
 
 COMMANDS = (
-    exporter, doctor, ledger, maintenance, metrics, check, run, report, flops, peak, stacks, simulate, capture, kmsg,
+    exporter, doctor, ledger, maintenance, metrics, check, run, report, boards, flops, peak, stacks, simulate, capture,
+    kmsg,
 )
 
 

@@ -57,8 +57,10 @@ class ExporterSettings:
     ledger: str = "off"  # "embedded", "off", or the URL of a ledger
     otlp_token_file: Path | None = None
     ledger_token_file: Path | None = None
+    ledger_ca_file: Path | None = None  # who signed the certificate of a ledger at an https URL; else the system's
     expect: Path | None = None  # shape of the node; else what `flopwatch check --record` learnt
     web_config: Path | None = None  # TLS and users of the metrics listener
+    otlp_web_config: Path | None = None  # TLS of the one for training processes, who show a token
     host: str = field(default_factory=socket.gethostname)
     kubelet_socket: Path = KUBELET_SOCKET
     job_mapping: Path | None = None
@@ -77,6 +79,9 @@ class ExporterSettings:
         ):
             raise SettingsError(f"--ledger {self.ledger}: another machine's ledger takes no records without a token; "
                                 "give the file it is in with --ledger-token-file FILE")
+        if self.ledger_ca_file is not None and not self.ledger.startswith("https://"):
+            raise SettingsError(f"--ledger-ca-file is for a ledger behind TLS, and --ledger {self.ledger} is none; "
+                                "write https://HOST:PORT")
         if self.listen == self.otlp_listen and self.listen.port != 0:
             raise SettingsError(f"--listen and --otlp-listen are both {self.listen}; give them different ports")
         if self.simulate is not None and self.simulate != "h100x8":
@@ -132,6 +137,7 @@ class LedgerSettings:
     listen: Address = Address("127.0.0.1", 9451)
     state: Path = Path("/var/lib/flopwatch-ledger")
     token_file: Path | None = None
+    web_config: Path | None = None
     silent_after: float = 60.0
     new_for: float = 60.0
     abandoned_after: float = 30 * 24 * 3600.0  # seconds after which a run that nobody ended is given up
@@ -141,3 +147,22 @@ class LedgerSettings:
             raise SettingsError(f"--listen {self.listen}: a ledger that other machines reach needs a token, or anybody "
                                 "could write its books; put one into a file and give it with --token-file FILE "
                                 "(exporters: --ledger-token-file FILE)")
+
+
+@dataclass(frozen=True, slots=True)
+class BoardsSettings:
+    """Settings of the viewer of dashboards."""
+
+    prometheus: str
+    token_file: Path | None = None
+    listen: Address = Address("127.0.0.1", 9452)
+    web_config: Path | None = None
+    scrape_interval: float = 15.0  # seconds
+    dashboards: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prometheus.startswith(("http://", "https://")):
+            raise SettingsError(f"--prometheus {self.prometheus!r}: write its URL, for example http://127.0.0.1:9090")
+        if self.web_config is None and not self.listen.loopback:
+            raise SettingsError(f"--listen {self.listen}: whoever reaches the page may ask Prometheus anything; say "
+                                "who may with --web-config FILE, or listen on 127.0.0.1")

@@ -33,7 +33,7 @@ Line = tuple[str, dict[str, str], float]
 
 def scrape(world: World, ledger: Ledger, t: float) -> Iterator[Line]:
     """Yield what all targets say at a virtual time."""
-    yield from _ledger(ledger, t)
+    yield from ledger_lines(ledger, t)
     if world.topology.nodes <= MAX_NODES:
         yield from _nodes(world, t)
 
@@ -50,10 +50,11 @@ def series(name: str, labels: Mapping[str, str]) -> str:
     return f"{name}{{{text}}}"
 
 
-def _ledger(ledger: Ledger, t: float) -> Iterator[Line]:
+def ledger_lines(ledger: Ledger, t: float) -> Iterator[Line]:
+    """Yield what the ledger tells."""
     yield "up", {"job": "flopwatch-ledger", "instance": LEDGER}, 1.0
     for row, values, value in ledger.families(EPOCH + t):
-        yield _line(row, values, value, "flopwatch-ledger", LEDGER)
+        yield line(row, values, value, "flopwatch-ledger", LEDGER)
 
 
 def _nodes(world: World, t: float) -> Iterator[Line]:
@@ -74,10 +75,10 @@ def _nodes(world: World, t: float) -> Iterator[Line]:
         if node in dark:
             continue
         if node in work:
-            yield _line(m.NODE_MAINTENANCE_UNTIL, (topology.host(node),), EPOCH + work[node].until, "flopwatch",
+            yield line(m.NODE_MAINTENANCE_UNTIL, (topology.host(node),), EPOCH + work[node].until, "flopwatch",
                         instance)
         for row, values, value in _node(world, node, lost, down, node not in unloaded, t):
-            yield _line(row, values, value, "flopwatch", instance)
+            yield line(row, values, value, "flopwatch", instance)
         if node in running:
             yield from _ranks(topology, node, *running[node], t)
 
@@ -102,7 +103,7 @@ def _node(
     for index in range(topology.gpus_per_node):
         uuid, place = topology.gpu(node, index), Port(node, index)
         gpu = (str(index), uuid)
-        yield _info(m.GPU_INFO, gpu=str(index), uuid=uuid, host=host, model="NVIDIA H100 80GB HBM3", source="simulated")
+        yield info(m.GPU_INFO, gpu=str(index), uuid=uuid, host=host, model="NVIDIA H100 80GB HBM3", source="simulated")
         yield m.GPU_PRESENT, gpu, float(driver and place not in lost)
         yield m.GPU_ECC_ERRORS, (*gpu, "uncorrected"), float(seen.count("ecc", gpu=uuid))
         yield m.NVLINK_ERRORS, (*gpu, "replay"), float(ERRORS * seen.count("nvlink", gpu=uuid))
@@ -115,7 +116,7 @@ def _node(
         device, _, number = name.partition(":")
         port = (device, number)
         blip = any(EPOCH + t - entry["t"] < BLIP for entry in seen.of("link_down", port=name))
-        yield _info(m.INFINIBAND_INFO, device=device, port=number, host=host, link_layer="InfiniBand", role="compute",
+        yield info(m.INFINIBAND_INFO, device=device, port=number, host=host, link_layer="InfiniBand", role="compute",
                     rail=str(index))
         yield m.INFINIBAND_PRESENT, port, 1.0
         yield m.INFINIBAND_STATE, port, DOWN if place in down or blip else ACTIVE
@@ -147,9 +148,9 @@ def _ranks(topology: Topology, node: int, running: Running, place: int, t: float
     told: list[m.Sample] = []
     for index in range(topology.gpus_per_node):
         rank = first + index
-        told.append(_info(
+        told.append(info(
             m.TRAINING_RANK_INFO, run=job.name, rank=str(rank), host=topology.host(node),
-            uuid=topology.gpu(node, index), local_rank=str(index), attempt=attempt.id, **_coordinates(job.mesh, rank)))
+            uuid=topology.gpu(node, index), local_rank=str(index), attempt=attempt.id, **mesh_place(job.mesh, rank)))
         if position is not None:
             told.append((m.TRAINING_POSITION_STEPS, (job.name, str(rank)), float(position)))
     told += [(m.TRAINING_ACTIVITY_SECONDS, (*one, activity), seconds)
@@ -159,11 +160,11 @@ def _ranks(topology: Topology, node: int, running: Running, place: int, t: float
         told += [(m.TRAINING_LAST_STEP_TIMESTAMP, one, EPOCH + attempt.last_step(t)), (m.TRAINING_STEPS, one, made),
                  (m.TRAINING_COLLECTIVE_SEQUENCE, one, COLLECTIVES * made)]
     if first == 0:
-        told += [_info(m.TRAINING_RUN_INFO, run=job.name, tenant=job.tenant, attempt=attempt.id, convention="causal",
+        told += [info(m.TRAINING_RUN_INFO, run=job.name, tenant=job.tenant, attempt=attempt.id, convention="causal",
                        dtype="bf16"),
                  (m.TRAINING_WORLD_SIZE, (job.name,), float(running.gpus))]
     for row, values, value in told:
-        yield _line(row, values, value, "flopwatch", instance)
+        yield line(row, values, value, "flopwatch", instance)
     if first == 0 and position is not None:
         labels = {"job": "flopwatch", "instance": instance, "run": job.name}
         for bound in (*DURATION_BOUNDS, float("inf")):
@@ -174,11 +175,12 @@ def _ranks(topology: Topology, node: int, running: Running, place: int, t: float
         yield f"{m.TRAINING_STEP_DURATION}_count", labels, made
 
 
-def _info(row: Metric, **told: str) -> m.Sample:
+def info(row: Metric, **told: str) -> m.Sample:
+    """Return the sample of an info row with these labels, and the others empty."""
     return row, tuple(told.get(label, "") for label in row.labels), 1.0
 
 
-def _coordinates(mesh: Mapping[str, int], rank: int) -> dict[str, str]:
+def mesh_place(mesh: Mapping[str, int], rank: int) -> dict[str, str]:
     """Return a rank's place in the mesh, whose first axis is the one that moves first."""
     found = {}
     for axis, size in mesh.items():
@@ -187,7 +189,8 @@ def _coordinates(mesh: Mapping[str, int], rank: int) -> dict[str, str]:
     return found
 
 
-def _line(row: Metric, values: tuple[str, ...], value: float, job: str, instance: str) -> Line:
+def line(row: Metric, values: tuple[str, ...], value: float, job: str, instance: str) -> Line:
+    """Return a sample as a target tells it."""
     labels = dict(zip(row.labels, values, strict=True))
     return row.name, {"job": job, "instance": instance, **labels}, value * row.scale
 

@@ -1,0 +1,337 @@
+"""A simulated cluster and its boards, in a browser: `python -m demo.cluster`.
+
+64 nodes, of which one has a rank that the others wait for, one a bad link, and of whose runs one restarts. Of the cards
+and ports tell real exporters over simulated drivers: one for each run, one for the spare nodes, one with a card that
+gets too hot and one with a cable that goes bad. What they serve is served again for each node, under its name. Of the
+runs tell the simulator's hooks (flopwatch.simulate.fleet) and a real ledger. A real Prometheus scrapes it all and
+evaluates the shipped rules, at a pace: windows are that many times shorter than in production.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import NamedTuple
+
+from alerts import AlertSettings, rules_yaml
+from demo.servers import ServersError, find
+from demo.stack import Child, Prometheus, StackError, fetch, free_ports
+from flopwatch.settings import SettingsError
+from flopwatch.simulate.fleet.faults import Fault
+from flopwatch.simulate.fleet.hooks import Hooks
+from flopwatch.simulate.fleet.jobs import Job
+from flopwatch.simulate.fleet.metrics import Line, ledger_lines, series
+from flopwatch.simulate.fleet.nodes import EPOCH, Noise
+from flopwatch.simulate.fleet.topology import Port, Topology
+from flopwatch.simulate.fleet.world import World
+from flopwatch.simulate.node import DEVICES, SimulatedNode
+
+PACE = 5.0
+SPARE, HOT, LINK = "spare", "hot", "link"
+STRAGGLER, BAD_LINK = (5, 3), (37, 2)  # node, and which card or port of it
+FOREVER = 1e9
+# Stand in what the exporters serve where each node has its own.
+HOST, RACK, LEAF, DOMAIN = "host-of-template", "rack-of-template", "leaf-of-template", "domain-of-template"
+
+
+def jobs(nodes: int) -> tuple[Job, ...]:
+    """Return the runs: half of the nodes, a quarter, an eighth; the rest is spare."""
+    usual = {"queue": 8.0, "startup": (3.0, 4.0), "restore": (2.0, 3.0), "checkpoint_every": 30.0, "save_blocks": 1.0,
+             "save_writes": 6.0, "restart_median": 10.0, "replace": (4.0, 8.0)}
+    return tuple(
+        Job(name, count, team, mesh={"tp": 8, "pp": 4, "dp": count // 4}, step_seconds=seconds, mfu=mfu, **usual)  # type: ignore[arg-type]
+        for name, team, count, seconds, mfu in (
+            ("llama-70b", "language", nodes // 2, 2.0, 0.43), ("video-13b", "vision", nodes // 4, 1.5, 0.37),
+            ("ablation-4", "language", nodes // 8, 0.8, 0.31)))
+
+
+FAULTS = (
+    Fault(30.0, "software", "video-13b"),
+    Fault(45.0, "slow", "llama-70b", node=STRAGGLER[0], part=STRAGGLER[1], factor=1.3, lasts=FOREVER),
+    Fault(60.0, "slow_link", "video-13b", node=BAD_LINK[0], part=BAD_LINK[1], factor=1.1, lasts=FOREVER),
+)
+
+
+class Bodies:
+    """What is served now, by path."""
+
+    def __init__(self) -> None:
+        self._bodies: dict[str, bytes] = {}
+        bodies = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                body = bodies._bodies.get(self.path)
+                self.send_response(404 if body is None else 200)
+                self.send_header("Content-Type", "text/plain; version=0.0.4")
+                self.send_header("Content-Length", str(len(body or b"")))
+                self.end_headers()
+                self.wfile.write(body or b"")
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.address = f"127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> Bodies:
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def serve(self, bodies: Mapping[str, bytes]) -> None:
+        """Serve these from now on."""
+        self._bodies = dict(bodies)
+
+
+class Template(NamedTuple):
+    """An exporter, and the node that it reads."""
+
+    url: str
+    node: SimulatedNode
+
+
+class Cluster:
+    """The cluster; `run` lives through it in real time and serves it."""
+
+    def __init__(self, nodes: int, seed: int, bodies: Bodies, templates: Mapping[str, Template]) -> None:
+        self.topology = Topology(nodes)
+        self._bodies, self._templates, self._seed = bodies, templates, seed
+        self._hooks = Hooks(seed)
+        self._loads: dict[str, float] = {}
+        self.failed: Exception | None = None
+        self.stop = threading.Event()
+
+    def run(self, seconds: float, step: float) -> None:
+        """Live through it, a scrape every `step` seconds, until it is over or stopped."""
+        from flopwatch.ledger.accounting import Ledger
+
+        ledger, began = Ledger(), time.time()
+
+        def look(world: World, t: float) -> None:
+            if self.stop.wait(max(0.0, began + t - time.time())):
+                raise StopIteration
+            self._publish(world, ledger, t, began)
+
+        world = World(self.topology, jobs(self.topology.nodes), FAULTS, seconds, self._seed, ledger.apply,
+                      Noise(per_node_day=0.0, missing=0.0, late=0.0), step, look, step)
+        try:
+            world.run()
+        except StopIteration:
+            pass
+        except Exception as error:  # another thread is to know
+            self.failed = error
+
+    def _publish(self, world: World, ledger: object, t: float, began: float) -> None:
+        told: dict[int, list[str]] = {}
+        for node, one in self._hooks(world, t):
+            told.setdefault(node, []).append(text(one, began))
+        self._move(world, t)
+        pages = {name: fetch(template.url).decode() for name, template in self._templates.items()}
+        bodies = {}
+        for node in range(self.topology.nodes):
+            page = self._named(pages[self._kind(world, node)], node)
+            bodies[f"/{self.topology.host(node)}"] = "".join([page, *told.get(node, ())]).encode()
+        lines = (text(one, began) for one in ledger_lines(ledger, t))  # type: ignore[arg-type]
+        self._bodies.serve(bodies | {"/ledger": "".join(lines).encode()})
+
+    def _kind(self, world: World, node: int) -> str:
+        special = {STRAGGLER[0]: HOT, BAD_LINK[0]: LINK}
+        runs = (one.job.name for one in world.jobs if node in one.nodes)
+        return special.get(node) or next(runs, SPARE)
+
+    def _move(self, world: World, t: float) -> None:
+        """Let the simulated drivers show what is going on."""
+        trains = {one.job.name: one.attempt is not None and one.attempt.activity == "step" and
+                  one.attempt.ended is None for one in world.jobs}
+        trains |= {HOT: trains["llama-70b"], LINK: trains["video-13b"], SPARE: False}
+        for name, template in self._templates.items():
+            load = 0.95 if trains[name] else 0.0
+            if self._loads.get(name) != load:
+                self._loads[name] = load
+                for gpu in range(self.topology.gpus_per_node):
+                    template.node.load(gpu, load)
+        for damage in world.broken:
+            if damage.since <= t < damage.since + 60 and STRAGGLER[0] in damage.nodes:
+                self._templates[HOT].node.heat(STRAGGLER[1], 92.0)
+            elif damage.since <= t < damage.since + 60 and BAD_LINK[0] in damage.nodes:
+                self._templates[LINK].node.symbol_errors(DEVICES[BAD_LINK[1]], 40.0)
+
+    def _named(self, page: str, node: int) -> str:
+        topology = self.topology
+        names = {HOST: topology.host(node), RACK: topology.rack(node), LEAF: topology.leaf(Port(node, 0)),
+                 DOMAIN: topology.domain(node)}
+        names |= {SimulatedNode.uuid(gpu): topology.gpu(node, gpu) for gpu in range(topology.gpus_per_node)}
+        for template, name in names.items():
+            page = page.replace(template, name)
+        return page
+
+
+def text(told: Line, began: float) -> str:
+    """Return a sample as a target writes it, who began when virtual time did."""
+    name, labels, value = told
+    if name == "up":  # is Prometheus' to say
+        return ""
+    if name.endswith("_timestamp_seconds"):
+        value += began - EPOCH
+    own = {key: label for key, label in labels.items() if key not in ("job", "instance")}
+    return f"{series(name, own)} {value!r}\n"
+
+
+@contextmanager
+def exporters(folder: Path, names: Iterable[str]) -> Iterator[dict[str, Template]]:
+    """Run these exporters until the block ends. Raises StackError."""
+    topology = folder / "topology.csv"
+    topology.write_text(f"host,rack,leaf,domain\n{HOST},{RACK},{LEAF},{DOMAIN}\n")
+    found: dict[str, Template] = {}
+    with ExitStack() as stack:
+        for name in names:
+            metrics, otlp = free_ports(2)
+            state = folder / name
+            child = Child(name, [
+                sys.executable, "-m", "flopwatch", "exporter", f"--listen=127.0.0.1:{metrics}",
+                f"--otlp-listen=127.0.0.1:{otlp}", f"--state={state}", f"--host={HOST}", "--simulate=h100x8",
+                f"--topology=csv:{topology}"], os.environ, folder / f"{name}.log")
+            stack.callback(child.stop)
+            _wait_for(child, f"http://127.0.0.1:{metrics}/readyz")
+            found[name] = Template(f"http://127.0.0.1:{metrics}/metrics", SimulatedNode(state / "simulated"))
+        yield found
+
+
+def _wait_for(child: Child, url: str) -> None:
+    for _ in range(600):
+        child.check()
+        try:
+            fetch(url)
+            return
+        except OSError:
+            time.sleep(0.05)
+    raise child.failure("does not answer")
+
+
+class Running(AbstractContextManager["Running"]):
+    """The cluster, Prometheus and the boards, as long as the block lasts; `began` is the Unix time of the start."""
+
+    def __init__(self, folder: Path, *, nodes: int = 64, seed: int = 1, pace: float = PACE, listen: str = "",
+                 seconds: float = 86_400.0, boards: bool = True) -> None:
+        self.folder, self.nodes, self.seed, self.pace, self.seconds = folder, nodes, seed, pace, seconds
+        self._listen, self._boards = listen, boards
+        self._stack = ExitStack()
+        self.children: list[Child] = []
+
+    def __enter__(self) -> Running:
+        try:
+            self._start()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _start(self) -> None:
+        settings = AlertSettings(pace=self.pace, teams=("language", "vision"))
+        step = settings.scrape_interval / self.pace
+        names = [*(job.name for job in jobs(self.nodes)), SPARE, HOT, LINK]
+        templates = self._stack.enter_context(exporters(self.folder, names))
+        bodies = self._stack.enter_context(Bodies())
+        self.cluster = Cluster(self.nodes, self.seed, bodies, templates)
+        thread = threading.Thread(target=self.cluster.run, args=(self.seconds, step), daemon=True)
+        self.began = time.time()
+        thread.start()
+        self._stack.callback(thread.join)
+        self._stack.callback(self.cluster.stop.set)
+        (port,) = free_ports(1)
+        self.prometheus = Prometheus(f"http://127.0.0.1:{port}")
+        (self.folder / "rules.yaml").write_text(rules_yaml(settings))
+        (self.folder / "prometheus.yml").write_text(json.dumps(self._configuration(bodies.address, f"{step:g}s")))
+        prometheus = self._child("prometheus", [
+            *find().prometheus, f"--config.file={self.folder}/prometheus.yml",
+            f"--storage.tsdb.path={self.folder}/data", f"--web.listen-address=127.0.0.1:{port}"])
+        _wait_for(prometheus, f"{self.prometheus.url}/-/ready")
+        if self._boards:
+            listen = self._listen or f"127.0.0.1:{free_ports(1)[0]}"
+            self.boards = f"http://{listen}"
+            _wait_for(self._child("boards", [
+                sys.executable, "-m", "flopwatch", "boards", f"--prometheus={self.prometheus.url}",
+                f"--listen={listen}", f"--scrape-interval={step:g}"]), f"{self.boards}/healthz")
+
+    def _configuration(self, address: str, step: str) -> dict[str, object]:
+        hosts = [self.cluster.topology.host(node) for node in range(self.nodes)]
+
+        def targets(paths: Iterable[tuple[str, str]]) -> list[dict[str, object]]:
+            return [{"targets": [address], "labels": {"__metrics_path__": f"/{path}", "instance": instance}}
+                    for path, instance in paths]
+
+        return {
+            "global": {"scrape_interval": step, "scrape_timeout": step, "evaluation_interval": step},
+            "rule_files": [f"{self.folder}/rules.yaml"],
+            "scrape_configs": [
+                {"job_name": "flopwatch", "honor_labels": True,
+                 "static_configs": targets((host, f"{host}:9450") for host in hosts)},
+                {"job_name": "flopwatch-ledger", "honor_labels": True,
+                 "static_configs": targets([("ledger", "ledger:9451")])}],
+        }
+
+    def _child(self, name: str, command: Sequence[str]) -> Child:
+        child = Child(name, command, os.environ, self.folder / f"{name}.log")
+        self._stack.callback(child.stop)
+        self.children.append(child)
+        return child
+
+    def check(self) -> None:
+        """Raise StackError if a part failed."""
+        for child in self.children:
+            child.check()
+        if self.cluster.failed is not None:
+            raise StackError(f"the simulated cluster: {self.cluster.failed!r}") from self.cluster.failed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run until Ctrl-C, or for some seconds."""
+    parser = argparse.ArgumentParser(prog="python -m demo.cluster", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=64, help="at least 40 (default 64)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--listen", default="127.0.0.1:9452", metavar="HOST:PORT", help="where the boards are")
+    parser.add_argument("--seconds", type=float, help="how long (default: until Ctrl-C)")
+    given = parser.parse_args(arguments)
+    if given.nodes < 40 or given.nodes % 8:
+        parser.error(f"--nodes {given.nodes}: write a multiple of 8 from 40 on")
+    try:
+        with tempfile.TemporaryDirectory(prefix="flopwatch-cluster-") as folder, Running(
+                Path(folder), nodes=given.nodes, seed=given.seed, listen=given.listen) as running:
+            print(f"boards: {running.boards}/d/flopwatch-fleet?from=now-10m&to=now&refresh=5s\n"
+                  f"Prometheus: {running.prometheus.url}\n"
+                  f"After a minute: rank {8 * STRAGGLER[0] + STRAGGLER[1]} of llama-70b is late, a port of video-13b "
+                  "has errors.", flush=True)
+            end = time.time() + (given.seconds or FOREVER)
+            while time.time() < end:
+                running.check()
+                time.sleep(0.5)
+    except KeyboardInterrupt:
+        pass
+    except (SettingsError, ServersError, StackError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

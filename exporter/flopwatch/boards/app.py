@@ -1,0 +1,205 @@
+"""Serves the viewer's page, the dashboards as Grafana stores them, and a Prometheus to ask.
+
+The page is built from `viewer/` and shipped in the wheel; a checkout has it after `make viewer`. Prometheus is asked
+from here, not by the browser, so that neither its address nor its token has to leave this machine; only what reads is
+passed on: https://prometheus.io/docs/prometheus/latest/querying/api/.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import signal
+import socket
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Awaitable, Callable, Mapping
+from http.client import HTTPException as UpstreamError
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import FileResponse, PlainTextResponse
+from fastapi.staticfiles import StaticFiles
+from starlette.middleware.gzip import GZipMiddleware
+
+from flopwatch import serving
+from flopwatch.settings import Address, BoardsSettings, SettingsError
+from flopwatch.webconfig import Web
+
+log = logging.getLogger(__name__)
+
+HERE = Path(__file__).resolve().parent
+CHECKOUT = HERE.parents[2]
+# In the wheel; then in a checkout.
+PAGES = HERE / "page", CHECKOUT / "viewer" / "dist"
+DASHBOARDS = HERE / "dashboards", CHECKOUT / "helm" / "files" / "dashboards"
+
+READS = re.compile(r"query|query_range|query_exemplars|series|labels|label/[A-Za-z_][A-Za-z0-9_]*/values|metadata")
+UPSTREAM_TIMEOUT = 60.0  # seconds
+MAX_CONNECTIONS = 256
+# Nothing from elsewhere: what a label says can then reach no other machine, even if it got into the markup.
+POLICY = ("default-src 'self'; img-src 'self' data:; font-src 'self' data:; style-src 'self' 'unsafe-inline'; "
+          "frame-ancestors 'none'; base-uri 'none'; form-action 'none'; object-src 'none'")
+HEADERS = {"content-security-policy": POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+
+
+class Upstream:
+    """The Prometheus that is asked."""
+
+    def __init__(self, url: str, token_file: Path | None = None, timeout: float = UPSTREAM_TIMEOUT) -> None:
+        self._url, self._token_file, self._timeout = url.rstrip("/"), token_file, timeout
+
+    def ask(self, path: str, query: str, form: bytes | None) -> tuple[int, bytes]:
+        """Return the status and the JSON that it answers with; a Prometheus that is away is 502, and JSON too."""
+        url = f"{self._url}/api/v1/{path}" + (f"?{query}" if query else "")
+        request = urllib.request.Request(url, form)
+        try:
+            if self._token_file is not None:
+                request.add_header("Authorization", f"Bearer {self._token_file.read_text().strip()}")
+            with urllib.request.urlopen(request, timeout=self._timeout) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, _as_json(error.code, error.read(100_000))
+        except (OSError, UpstreamError, ValueError) as error:
+            reason = getattr(error, "reason", None) or error
+            return 502, _error(f"{self._url} does not answer: {reason}; is --prometheus right?")
+
+
+def _as_json(status: int, body: bytes) -> bytes:
+    """Return an answer of Prometheus, or what a proxy before it says, as Prometheus says it."""
+    try:
+        json.loads(body)
+    except ValueError:
+        return _error(f"Prometheus answers {status}: {body[:500].decode(errors='replace')}")
+    return body
+
+
+def _error(text: str) -> bytes:
+    return json.dumps({"status": "error", "errorType": "viewer", "error": text}).encode()
+
+
+def dashboards(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the dashboards of a folder by uid. Raises SettingsError."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in sorted(folder.glob("*.json")):
+        try:
+            board = json.loads(file.read_text(encoding="utf-8"))
+            uid, title = board["uid"], board["title"]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise SettingsError(f"{file} is no dashboard: {type(error).__name__}: {error}; give --dashboards a folder "
+                                "of dashboards as Grafana exports them") from None
+        if not isinstance(uid, str) or not isinstance(title, str) or uid in found:
+            raise SettingsError(f"{file}: the uid {uid!r} is another file's too or no text; give it one of its own")
+        found[uid] = board
+    if not found:
+        raise SettingsError(f"--dashboards {folder}: no *.json there")
+    return found
+
+
+def page() -> Path:
+    """Return the folder of the built page. Raises SettingsError."""
+    for folder in PAGES:
+        if (folder / "index.html").is_file():
+            return folder
+    raise SettingsError("the page is not built; run make viewer (it needs Node 20 or newer), or install the wheel, "
+                        "which has it")
+
+
+def boards_app(
+    boards: Mapping[str, dict[str, Any]], built: Path, upstream: Upstream, *, scrape_interval: float, local: bool,
+) -> FastAPI:
+    """Return the page, /api/boards and /api/prometheus; `local` answers to this machine's names only."""
+    app = FastAPI(title="flopwatch boards", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(GZipMiddleware, minimum_size=2_000, compresslevel=1)
+
+    @app.middleware("http")
+    async def guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
+        # A page elsewhere can have its own name lead here, and would then read what we answer.
+        if local and (request.url.hostname or "") not in ("localhost", "127.0.0.1", "::1"):
+            return PlainTextResponse("ask for this page as localhost or 127.0.0.1\n", 421)
+        response = await answer(request)
+        response.headers.update(HEADERS)
+        return response
+
+    @app.get("/api/settings")
+    async def settings() -> dict[str, float]:
+        """Return what the page cannot know: how far apart samples are, in seconds."""
+        return {"scrape_interval": scrape_interval}
+
+    @app.get("/api/boards")
+    async def listed() -> list[dict[str, Any]]:
+        """Return what there is."""
+        return [{"uid": uid, **{name: board.get(name, "") for name in ("title", "description", "tags")}}
+                for uid, board in boards.items()]
+
+    @app.get("/api/boards/{uid}")
+    async def board(uid: str) -> dict[str, Any]:
+        """Return one dashboard, as Grafana stores it."""
+        if uid not in boards:
+            raise HTTPException(404, f"no dashboard {uid}")
+        return boards[uid]
+
+    @app.api_route("/api/prometheus/{path:path}", methods=["GET", "POST"])
+    async def prometheus(path: str, request: Request) -> Response:
+        """Pass a question on."""
+        if READS.fullmatch(path) is None:
+            raise HTTPException(404, f"{path} is not among what the viewer asks")
+        try:
+            form = await serving.body(request) if request.method == "POST" else None
+        except (serving.TooLarge, serving.NotArriving) as error:
+            raise HTTPException(400, str(error)) from None
+        status, body = await run_in_threadpool(upstream.ask, path, request.url.query, form)
+        return Response(body, status, media_type="application/json")
+
+    @app.get("/healthz")
+    async def healthz() -> PlainTextResponse:
+        """Say that the process is alive."""
+        return PlainTextResponse("ok\n")
+
+    for folder in ("assets", "public"):
+        app.mount(f"/{folder}", StaticFiles(directory=built / folder))
+
+    @app.get("/")
+    @app.get("/d/{uid}")
+    @app.get("/d/{uid}/{slug}")
+    async def index() -> FileResponse:
+        """Return the page, whose script looks at the address."""
+        return FileResponse(built / "index.html", headers={"cache-control": "no-cache"})
+
+    return app
+
+
+def run(settings: BoardsSettings) -> None:
+    """Serve until SIGTERM or Ctrl-C. Raises SettingsError where these settings cannot work on this machine."""
+    serving.log_to_stderr()
+    serving.check_token("--token-file", settings.token_file)
+    web = None if settings.web_config is None else Web(settings.web_config)
+    folder = settings.dashboards or next((one for one in DASHBOARDS if one.is_dir()), DASHBOARDS[0])
+    app = boards_app(dashboards(folder), page(), Upstream(settings.prometheus, settings.token_file),
+                     scrape_interval=settings.scrape_interval, local=settings.listen.loopback)
+    with serving.listener("--listen", settings.listen, backlog=128) as listener:
+        asyncio.run(_serve(app, listener, web))
+
+
+async def _serve(app: FastAPI, listener: socket.socket, web: Web | None) -> None:
+    server: uvicorn.Server = serving.server(app if web is None else web.protect(app), MAX_CONNECTIONS)
+    if web is not None:
+        web.secure(server.config)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    running = asyncio.ensure_future(server.serve([listener]))
+    while not server.started and not running.done():
+        await asyncio.sleep(0.01)
+    scheme = "https" if web is not None and server.config.is_ssl else "http"
+    log.info("boards at %s://%s/", scheme, Address(*listener.getsockname()[:2]))
+    await stop.wait()
+    server.should_exit = True
+    await running

@@ -1,0 +1,40 @@
+"""Puts the viewer's page and the dashboards into wheels and source archives; the page is made by `make viewer`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+VIEWER = "viewer/dist"
+DASHBOARDS = "helm/files/dashboards"
+WITHOUT = "FLOPWATCH_WITHOUT_VIEWER"
+
+
+class Hook(BuildHookInterface):  # type: ignore[type-arg]
+    """Adds them, and builds the page where Node is and it is not built."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Add the folders; an editable install finds them in the checkout."""
+        if version == "editable":
+            return
+        root = Path(self.root)
+        wheel = self.target_name == "wheel"
+        found = {root / DASHBOARDS: "flopwatch/boards/dashboards" if wheel else DASHBOARDS}
+        if not os.environ.get(WITHOUT):
+            self._build(root)
+            found[root / VIEWER] = "flopwatch/boards/page" if wheel else VIEWER
+        build_data["force_include"] |= {str(path): target for path, target in found.items()}
+
+    def _build(self, root: Path) -> None:
+        if (root / VIEWER / "index.html").is_file():
+            return
+        if shutil.which("npm") is None:
+            raise RuntimeError(f"the page of `flopwatch boards` is not built and there is no npm to build it: install "
+                               f"Node 20 or newer, or set {WITHOUT}=1 for a package without it")
+        for command in (["npm", "ci", "--no-audit", "--no-fund"], ["npm", "run", "build"]):
+            subprocess.run(command, cwd=root / "viewer", check=True)

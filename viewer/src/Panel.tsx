@@ -1,0 +1,133 @@
+// One panel: asks its queries, lets Grafana's libraries transform and format what comes, and has it drawn.
+import {
+  applyFieldOverrides, cacheFieldDisplayNames, LoadingState, standardFieldConfigEditorRegistry, transformDataFrame,
+  type DataFrame, type ScopedVars, type TimeRange,
+} from '@grafana/data';
+import { ErrorBoundaryAlert, Menu, Modal, PanelChrome, useTheme2 } from '@grafana/ui';
+import { useEffect, useMemo, useState } from 'react';
+import { lastValueFrom } from 'rxjs';
+import { seriesFrames, tableFrame } from './frames';
+import type { PanelModel, VariableModel } from './model';
+import { PANELS } from './panels';
+import type { Mark } from './panels/marks';
+import { query, queryRange } from './prometheus';
+import { useSize } from './size';
+import { filled, linked, steps, type Values } from './variables';
+
+export interface Asking {
+  models: VariableModel[];
+  values: Values;
+  range: TimeRange;
+  raw: { from: string; to: string };
+  scrape: number;
+  marks: Mark[];
+}
+
+interface Answer {
+  frames: DataFrame[];
+  error?: string;
+  done: boolean;
+}
+
+const NO_FIELDS = { defaults: {}, overrides: [] };
+
+function useAnswer(panel: PanelModel, asking: Asking): Answer {
+  const [answer, setAnswer] = useState<Answer>({ frames: [], done: false });
+  const { models, values, range, scrape } = asking;
+  useEffect(() => {
+    const stop = new AbortController();
+    const at = steps(range, panel.maxDataPoints ?? 500, scrape);
+    const end = range.to.valueOf() / 1000;
+    const last = Math.floor(end / at.step) * at.step;
+    const first = Math.floor(range.from.valueOf() / 1000 / at.step) * at.step;
+    const ask = async (): Promise<DataFrame[]> => {
+      const targets = panel.targets ?? [];
+      const found = await Promise.all(targets.map((target) => {
+        const expr = filled(target.expr, models, values, range, at);
+        return target.instant ? query(expr, end, stop.signal) : queryRange(expr, first, last, at.step, stop.signal);
+      }));
+      const answered = found.filter((series) => series.length > 0).length;
+      const frames = targets.flatMap((target, i) => {
+        const series = found[i]!;
+        if (series.length === 0) {
+          return [];
+        }
+        return target.format === 'table' ? [tableFrame(target, series, answered === 1)]
+          : seriesFrames(target, series, at.step);
+      });
+      const changes = panel.transformations ?? [];
+      return changes.length ? lastValueFrom(transformDataFrame(changes, frames)) : frames;
+    };
+    setAnswer((before) => ({ ...before, done: false }));
+    ask().then(
+      (frames) => setAnswer({ frames, done: true }),
+      (error: Error) => {
+        if (!stop.signal.aborted) {
+          setAnswer({ frames: [], error: error.message, done: true });
+        }
+      }
+    );
+    return () => stop.abort();
+  }, [panel, models, values, range, scrape]);
+  return answer;
+}
+
+export function Panel({ panel, asking }: { panel: PanelModel; asking: Asking }) {
+  const theme = useTheme2();
+  const [ref, size] = useSize();
+  const answer = useAnswer(panel, asking);
+  const [asked, setAsked] = useState(false);
+  const { raw, values, models, range, scrape } = asking;
+  const replaceVariables = useMemo(
+    () => (text: string, scoped?: ScopedVars) => linked(text, values, raw, scoped), [values, raw.from, raw.to]);
+  const frames = useMemo(() => {
+    const made = applyFieldOverrides({
+      data: answer.frames, fieldConfig: panel.fieldConfig ?? NO_FIELDS, replaceVariables, theme, timeZone: 'browser',
+      fieldConfigRegistry: standardFieldConfigEditorRegistry,
+    });
+    cacheFieldDisplayNames(made);
+    return made;
+  }, [answer.frames, panel, replaceVariables, theme]);
+
+  const Drawn = PANELS[panel.type];
+  const empty = !frames.some((frame) => frame.length > 0 && frame.fields.length > 0);
+  const error = answer.error ?? (Drawn ? undefined : `no way to draw a panel of type ${panel.type}`);
+  const nothing = panel.fieldConfig?.defaults.noValue;
+  const state = error ? 'error' : !answer.done ? 'loading' : empty ? 'empty' : 'ok';
+  const menu = <Menu><Menu.Item label="Queries" icon="search" onClick={() => setAsked(true)} /></Menu>;
+  return (
+    <section ref={ref} className="panel" data-panel={panel.title} data-type={panel.type} data-state={state}
+      data-nothing={nothing}>
+      {size.width > 0 && (
+        <PanelChrome
+          title={panel.title} description={panel.description} width={size.width} height={size.height} menu={menu}
+          loadingState={answer.done ? LoadingState.Done : LoadingState.Loading} statusMessage={error}
+        >
+          {(width, height) => {
+            if (error || (empty && answer.done)) {
+              return <p className="nothing">{error ?? nothing ?? 'No data'}</p>;
+            }
+            if (empty || !Drawn) {
+              return null;
+            }
+            return (
+              <ErrorBoundaryAlert dependencies={[frames]}>
+                <Drawn panel={panel} frames={frames} width={width} height={height} range={range} marks={asking.marks}
+                  replaceVariables={replaceVariables} />
+              </ErrorBoundaryAlert>
+            );
+          }}
+        </PanelChrome>
+      )}
+      {asked && (
+        <Modal title={panel.title} isOpen onDismiss={() => setAsked(false)}>
+          {(panel.targets ?? []).map((target) => (
+            <pre key={target.refId}>
+              {filled(target.expr, models, values, range, steps(range, panel.maxDataPoints ?? 500, scrape))}
+            </pre>
+          ))}
+        </Modal>
+      )}
+    </section>
+  );
+}

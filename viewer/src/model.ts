@@ -1,0 +1,66 @@
+// A dashboard as Grafana stores it, as far as the viewer reads it.
+import type { DataTransformerConfig, FieldConfigSource } from '@grafana/data';
+
+export interface Target {
+  refId: string;
+  expr: string;
+  legendFormat?: string;
+  instant?: boolean;
+  format?: 'time_series' | 'table';
+}
+
+export interface PanelModel {
+  id: number;
+  type: string;
+  title: string;
+  description?: string;
+  gridPos: { x: number; y: number; w: number; h: number };
+  targets?: Target[];
+  options?: any;
+  fieldConfig?: FieldConfigSource<any>;
+  transformations?: DataTransformerConfig[];
+  maxDataPoints?: number;
+}
+
+export interface VariableModel {
+  type: 'datasource' | 'query' | 'textbox';
+  name: string;
+  label?: string | null;
+  query: string | { query: string };
+  includeAll?: boolean;
+  allValue?: string | null;
+  current?: { text?: string; value?: string };
+  hide?: number;
+}
+
+export interface AnnotationModel {
+  name: string;
+  enable?: boolean;
+  iconColor: string;
+  target?: { expr: string; interval?: string };
+  titleFormat?: string;
+  textFormat?: string;
+}
+
+export interface BoardModel {
+  uid: string;
+  title: string;
+  description?: string;
+  panels: PanelModel[];
+  refresh?: string;
+  time?: { from: string; to: string };
+  timepicker?: { refresh_intervals?: string[] };
+  templating?: { list: VariableModel[] };
+  annotations?: { list: AnnotationModel[] };
+}
+
+export interface BoardSummary {
+  uid: string;
+  title: string;
+  description: string;
+  tags: string[];
+}
+
+export interface Settings {
+  scrape_interval: number; // seconds
+}

@@ -1,0 +1,2 @@
+// Stands for a module that no panel reaches.
+export default {};

@@ -1,0 +1,52 @@
+// What stat, gauge and bar gauge have in common: one value of each series, and the links of that value.
+import {
+  getDisplayValueAlignmentFactors, getFieldDisplayValues, VizOrientation, type FieldDisplay,
+} from '@grafana/data';
+import { DataLinksContextMenu, useTheme2, VizRepeater } from '@grafana/ui';
+import type { JSX, MouseEventHandler } from 'react';
+import type { Drawing } from '.';
+
+export interface One {
+  value: FieldDisplay;
+  width: number;
+  height: number;
+  count: number;
+  factors: ReturnType<typeof getDisplayValueAlignmentFactors>;
+  onClick?: MouseEventHandler<HTMLElement>;
+}
+
+export function Values({ drawing, sparkline, orientation, draw, ...layout }: {
+  drawing: Drawing;
+  sparkline?: boolean;
+  orientation?: VizOrientation;
+  autoGrid?: boolean;
+  itemSpacing?: number;
+  minVizHeight?: number;
+  maxVizHeight?: number;
+  draw: (one: One) => JSX.Element;
+}) {
+  const theme = useTheme2();
+  const { panel, frames, width, height, replaceVariables } = drawing;
+  const getValues = () => getFieldDisplayValues({
+    data: frames, fieldConfig: panel.fieldConfig!, reduceOptions: panel.options.reduceOptions, replaceVariables, theme,
+    sparkline, timeZone: 'browser',
+  });
+  return (
+    <VizRepeater<FieldDisplay, One['factors']>
+      source={frames} renderCounter={0} getValues={getValues} width={width} height={height}
+      getAlignmentFactors={getDisplayValueAlignmentFactors} orientation={orientation ?? VizOrientation.Auto}
+      itemSpacing={8} {...layout}
+      renderValue={({ value, width, height, count, alignmentFactors: factors }) => {
+        const one = { value, width, height, count, factors };
+        if (!value.hasLinks || !value.getLinks) {
+          return draw(one);
+        }
+        return (
+          <DataLinksContextMenu links={value.getLinks}>
+            {({ openMenu }) => draw({ ...one, onClick: openMenu })}
+          </DataLinksContextMenu>
+        );
+      }}
+    />
+  );
+}
