@@ -73,7 +73,7 @@ fuzz: $(VENV)/.dev $(VENV)/.fuzz  ## fuzz every parser of what comes from outsid
 clean:  ## remove everything the other targets made
 	rm -rf $(VENV) .cache demo-state screenshots viewer/node_modules viewer/dist dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-$(PAGE): $(wildcard viewer/*.json viewer/*.ts viewer/*.html viewer/src/* viewer/src/panels/*)
+$(PAGE): $(wildcard viewer/*.json viewer/*.ts viewer/*.html viewer/src/* viewer/src/panels/* viewer/icons/*)
 	@echo "Building the viewer of dashboards ..."; begin=$$(date +%s); cd viewer && npm ci --silent --no-audit --no-fund \
 	&& npm run --silent build > /dev/null && echo "  done in $$(($$(date +%s) - begin)) s" && touch dist/index.html
 

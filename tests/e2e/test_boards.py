@@ -1,0 +1,179 @@
+"""Every dashboard in a real browser, over a real Prometheus that scrapes a simulated cluster of 64 nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from dashboards.__main__ import BOARDS
+from demo.boards import PAGE
+from demo.cluster import BAD_LINK, STRAGGLER, Running
+from demo.screenshots import CHOSEN, address, browser, look, wait
+from demo.stack import Child, StackError, fetch, free_ports
+from flopwatch.simulate.fleet.topology import Topology
+from tests.machine import until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600),
+              pytest.mark.skipif(not PAGE.is_file(), reason="`make viewer` needs Node 20 or newer")]
+
+ALERTS_FIRE_AFTER = 150.0  # seconds
+HOSTILE = '<img src=x onerror="window.taken=1"><script>window.taken=1</script>'
+LATE = f"rank {8 * STRAGGLER[0] + STRAGGLER[1]} on {Topology.host(STRAGGLER[0])}"
+
+
+@pytest.fixture(scope="module")
+def opened() -> Iterator[Browser]:
+    try:
+        with browser() as started:
+            yield started
+    except StackError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def running(opened: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with Running(tmp_path_factory.mktemp("cluster")) as cluster:
+        wait(cluster, ALERTS_FIRE_AFTER)
+        yield cluster
+
+
+@pytest.fixture
+def page(opened: Browser) -> Iterator[Page]:
+    made = opened.new_page(viewport={"width": 1600, "height": 1000})
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("board", BOARDS)
+@pytest.mark.parametrize(("width", "theme"), [(1600, "dark"), (720, "light")])
+def test_every_panel_is_drawn_or_says_why_it_is_empty(
+    running: Running, page: Page, board: str, width: int, theme: str,
+) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.post_data or ""))
+    page.set_viewport_size({"width": width, "height": 1000})
+    looked = look(page, board, address(running.boards, board, running.began, theme))
+    assert looked.problems == []
+    assert len(looked.panels) == sum(panel["type"] != "row" for panel in BOARDS[board]["panels"])
+    assert any("query=" in text for text in asked)
+    assert not [text for text in asked if "%24" in text], "a variable has no value"
+
+
+def test_it_says_what_is_true_of_the_cluster(running: Running, page: Page) -> None:
+    look(page, "stragglers", address(running.boards, "stragglers", running.began, "dark"))
+    expect(page.locator('[data-panel="Late rank"]')).to_contain_text(LATE)
+    look(page, "fleet", address(running.boards, "fleet", running.began, "dark"))
+    alerts = page.locator('[data-panel="Firing alerts"]')
+    for said in ("TrainingStraggler", "InfinibandLinkErrors", Topology.host(BAD_LINK[0]), "GpuThermalThrottling"):
+        expect(alerts).to_contain_text(said)
+
+
+def test_links_lead_from_a_run_to_its_late_rank_s_card_and_keep_time_and_variables(
+    running: Running, page: Page,
+) -> None:
+    look(page, "run", address(running.boards, "run", running.began, "light"))
+    before = parse_qs(urlsplit(page.url).query)
+    card = Topology.gpu(*STRAGGLER)
+    page.locator('[data-panel="Ranks and their GPUs"]').get_by_role("link", name=card).click(
+        position={"x": 8, "y": 8})  # the cell is narrower than its text
+    expect(page).to_have_title(re.compile("GPU"))
+    after = parse_qs(urlsplit(page.url).query)
+    assert after["var-uuid"] == [card]
+    assert after["var-host"] == [Topology.host(STRAGGLER[0])]
+    assert (after["from"], after["to"]) == (before["from"], before["to"])
+    expect(page.locator('[data-panel="Card"]')).to_contain_text("NVIDIA H100")
+
+
+def test_a_choice_is_in_the_address_and_asked_for(running: Running, page: Page) -> None:
+    look(page, "run", address(running.boards, "run", running.began, "dark"))
+    page.get_by_label("Run", exact=True).click()
+    page.get_by_role("option", name="ablation-4").click()
+    expect(page).to_have_url(re.compile("var-run=ablation-4"))
+    expect(page.locator('[data-panel="State"]')).to_contain_text("running")
+    page.go_back()
+    expect(page).to_have_url(re.compile(f"var-run={CHOSEN['run']['run']}"))
+
+
+class Hostile:
+    """A Prometheus all of whose labels are markup."""
+
+    def __init__(self) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+                names = ("run", "host", "rank", "bucket", "alertname", "severity", "cause", "reason", "instance",
+                         "uuid", "gpu", "device", "port", "model", "state", "rail", "status", "kind", "xid")
+                metric = dict.fromkeys(names, HOSTILE)
+                at = float(form["time" if "time" in form else "end"][0])
+                over = "query_range" in self.path
+                result = {"metric": metric, **({"values": [[at, "1"]]} if over else {"value": [at, "1"]})}
+                self._say({"resultType": "matrix" if over else "vector", "result": [result]})
+
+            def do_GET(self) -> None:
+                self._say([HOSTILE])
+
+            def _say(self, data: object) -> None:
+                body = json.dumps({"status": "success", "data": data}).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    prometheus = Hostile()
+    threading.Thread(target=prometheus.server.serve_forever, daemon=True).start()
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    child = Child("boards", [sys.executable, "-m", "flopwatch", "boards", f"--prometheus={prometheus.url}",
+                             f"--listen=127.0.0.1:{port}"], os.environ, tmp_path_factory.mktemp("hostile") / "log")
+    try:
+        until(lambda: _answers(child, url))
+        yield url
+    finally:
+        child.stop()
+        prometheus.server.shutdown()
+        prometheus.server.server_close()
+
+
+def _answers(child: Child, url: str) -> bool:
+    child.check()
+    try:
+        fetch(f"{url}/healthz")
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("board", BOARDS)
+def test_markup_in_a_name_is_text(hostile: str, page: Page, board: str) -> None:
+    looked = look(page, board, f"{hostile}/d/{BOARDS[board]['uid']}?from=now-5m&to=now&refresh=")
+    assert [panel for panel in looked.panels if panel["state"] == "error"] == []
+    assert page.evaluate("window.taken") is None
+    assert page.locator("img[src=x]").count() == 0
+    # It is there, as text: the test would see nothing where nothing is shown.
+    assert HOSTILE[:8] in page.evaluate("document.body.innerText")
+
+
+def test_the_page_needs_nothing_from_elsewhere(running: Running, page: Page) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    look(page, "fleet", address(running.boards, "fleet", running.began, "dark"))
+    assert {urlsplit(url).netloc for url in asked if not url.startswith("data:")} == {
+        urlsplit(running.boards).netloc}
