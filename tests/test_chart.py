@@ -3,13 +3,12 @@ ports and secrets are those of the code."""
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
-import os
 import re
-import subprocess
-import sys
-import time
-from dataclasses import fields
+import tarfile
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,56 +22,27 @@ from alerts import AlertSettings, alertmanager_yaml, rules, rules_yaml
 from dashboards.__main__ import BOARDS
 from flopwatch.__main__ import _parser
 from flopwatch.node.collectors.identity.topology import SERVICE_ACCOUNT
-from flopwatch.settings import KUBELET_SOCKET, Address, ExporterSettings, KmsgSettings, LedgerSettings
+from flopwatch.settings import KUBELET_SOCKET, Address, BoardsSettings, ExporterSettings, LedgerSettings
+from helm.generate import readme, routing
+from tests.chart import (
+    CHART,
+    NAMESPACE,
+    ROOT,
+    VARIANTS,
+    Json,
+    container,
+    each_variant,
+    files_of,
+    mounts,
+    notes,
+    objects_of,
+    only,
+    render,
+    settings_of,
+)
 
-Json = dict[str, Any]
-ROOT = Path(__file__).parent.parent
-CHART = ROOT / "helm"
-VARIANTS: dict[str, Json] = {"defaults": {}} | {
-    path.name.removesuffix("-values.yaml"): yaml.safe_load(path.read_text(encoding="utf-8"))
-    for path in sorted(CHART.glob("ci/*-values.yaml"))
-}
-CRDS = {"PodMonitor", "PrometheusRule"}  # their schemas are not Kubernetes' own
-each_variant = pytest.mark.parametrize("variant", VARIANTS)
-
-
-def render(variant: str) -> dict[tuple[str, str], Json]:
-    """Return what an install makes, by kind and name."""
-    texts = files_of(VARIANTS[variant])
-    documents = [made for path, text in texts.items() if path.endswith(".yaml") for made in yaml.safe_load_all(text)]
-    return {(made["kind"], made["metadata"]["name"]): made for made in documents if made}
-
-
-def files_of(values: Json) -> dict[str, str]:
-    """Return the text of each template."""
-    with helm.Chart.load(CHART) as chart:
-        return dict(chart.render(values, name="demo", namespace="observability"))
-
-
-def only(objects: dict[tuple[str, str], Json], kind: str, ending: str = "") -> Json:
-    """Return the one object of this kind whose name ends so."""
-    (found,) = [made for (its, name), made in objects.items() if its == kind and name.endswith(ending)]
-    return found
-
-
-def container(workload: Json, name: str = "") -> Json:
-    """Return a container of a workload: the one of this name, else the first, whose ports and settings count."""
-    containers = workload["spec"]["template"]["spec"]["containers"]
-    (found,) = [one for one in containers if one["name"] == (name or containers[0]["name"])]
-    return dict(found)
-
-
-def mounts(one: Json) -> dict[str, tuple[str, bool]]:
-    """Return what a container mounts where: volume and whether read-only, by path."""
-    return {mount["mountPath"]: (mount["name"], mount.get("readOnly", False)) for mount in one["volumeMounts"]}
-
-
-def settings_of(workload: Json, name: str = "") -> Any:
-    """Return what our own command line makes of a container's arguments."""
-    arguments = [text.replace("$(NODE_NAME)", "node-7") for text in container(workload, name)["args"]]
-    kind: Any = {"exporter": ExporterSettings, "ledger": LedgerSettings, "kmsg": KmsgSettings}[arguments[0]]
-    given = vars(_parser().parse_args(arguments))
-    return kind(**{field.name: given[field.name] for field in fields(kind) if given.get(field.name) is not None})
+# Not Kubernetes' own; tests/test_chart_monitoring.py asks the operators' schemas.
+CRDS = {"PodMonitor", "PrometheusRule", "VMPodScrape", "VMRule", "AlertmanagerConfig"}
 
 
 @each_variant
@@ -82,16 +52,21 @@ def test_the_chart_lints_strictly(variant: str) -> None:
     assert [(m["severity"], m["error"]) for m in report["messages"]] == [(1, "icon is recommended")]
 
 
-@pytest.mark.parametrize("kubernetes", ["1.26", "1.32", kubernetes_validate.latest_version()])
-@each_variant
-def test_kubernetes_accepts_every_object_and_knows_every_field(variant: str, kubernetes: str) -> None:
+# The oldest the chart takes, and the three newest there are.
+NEWEST = int(kubernetes_validate.latest_version().split(".")[1])
+MINORS = ["1.26", *(f"1.{minor}" for minor in range(NEWEST - 2, NEWEST + 1))]
+
+
+@pytest.mark.parametrize("kubernetes", MINORS)
+def test_kubernetes_accepts_every_object_and_knows_every_field(kubernetes: str) -> None:
     skipped = set()
-    for (kind, _), made in render(variant).items():
+    for text in sorted({json.dumps(made) for variant in VARIANTS for made in render(variant).values()}):
+        made = json.loads(text)
         try:
             kubernetes_validate.validate(made, kubernetes, strict=True)
         except kubernetes_validate.SchemaNotFoundError:
-            skipped.add(kind)
-    assert skipped <= CRDS
+            skipped.add(made["kind"])
+    assert skipped == CRDS
 
 
 def test_the_check_of_kubernetes_fields_finds_a_misspelt_one() -> None:
@@ -146,6 +121,12 @@ def test_every_object_has_the_recommended_labels(variant: str) -> None:
     ({"ledger": {"storage": {"size": 10}}}, "at '/ledger/storage/size': got number, want string"),
     ({"monitor": {"interval": "15"}}, "at '/monitor/interval': '15' does not match pattern"),
     ({"rules": {"labels": {"release": True}}}, "at '/rules/labels/release': got boolean, want string"),
+    ({"monitor": {"kind": "servicemonitor"}}, "at '/monitor/kind': value must be one of 'podmonitor', 'vmpodscrape'"),
+    ({"rules": {"alertLabels": {"severity": "info"}}}, "invalid propertyName 'severity'"),
+    ({"routing": {"teams": ["a/b"]}}, "at '/routing/teams/0': 'a/b' does not match pattern"),
+    ({"routing": {"email": {"to": "you"}}}, "at '/routing/email/to': 'you' does not match pattern"),
+    ({"networkPolicy": {"training": []}}, "at '/networkPolicy/training': minItems: got 0, want 1"),
+    ({"tests": {"prometheusUrl": "http://p:9090/"}}, "at '/tests/prometheusUrl': 'http://p:9090/' does not match"),
     ({"prometheusRule": {}}, "additional properties 'prometheusRule' not allowed"),
 ])
 def test_the_values_schema_refuses_a_wrong_value_and_names_it(values: Json, complaint: str) -> None:
@@ -213,7 +194,7 @@ def test_exporter_and_ledger_read_the_same_token_and_the_chart_makes_it_unless_o
             volumes = {entry["name"]: entry for entry in workload["spec"]["template"]["spec"]["volumes"]}
             assert volumes[volume] == {"name": volume, "secret": {"secretName": secret}}
         assert (("Secret", secret) in objects) is (variant == "defaults")
-    first, second = (only(render("defaults"), "Secret")["data"]["token"] for _ in range(2))
+    first, second = (only(objects_of(files_of({})), "Secret")["data"]["token"] for _ in range(2))
     assert first != second
     assert len(first) >= 40
 
@@ -254,6 +235,7 @@ def test_only_the_container_that_reads_the_kernel_log_is_privileged_and_no_pod_a
     assert ("hostPID" in pod) is (variant == "slurm")
     assert pod.get("nodeSelector") == {
         "simulated": None, "unprivileged": {"pool": "gpu"},
+        "gpu-operator": {"nvidia.com/gpu.deploy.client": "true"},
     }.get(variant, {"nvidia.com/gpu.present": "true"})
     for key, made in objects.items():
         spec = made.get("spec", {}).get("template", {}).get("spec", made.get("spec", {}))
@@ -328,12 +310,12 @@ def test_the_exporter_alone_may_get_nodes_where_their_labels_tell_the_place() ->
 
 def test_a_simulated_node_takes_nothing_of_the_node_whatever_else_is_asked_for() -> None:
     values = {"exporter": VARIANTS["slurm"]["exporter"] | VARIANTS["kubernetes"]["exporter"] | {"simulate": "h100x8"}}
-    text = files_of(values)["flopwatch/templates/exporter-daemonset.yaml"]
+    text = files_of(values)["exporter-daemonset.yaml"]
     pod = yaml.safe_load(text)["spec"]["template"]["spec"]
     assert "hostPath" not in text
     assert "hostPID" not in pod
     assert settings_of(yaml.safe_load(text)).expose == "dcgm"
-    assert files_of(values)["flopwatch/templates/exporter-clusterrole.yaml"].strip() == ""
+    assert files_of(values)["exporter-clusterrole.yaml"].strip() == ""
 
 
 @pytest.mark.parametrize(("values", "needs"), [
@@ -344,7 +326,7 @@ def test_a_simulated_node_takes_nothing_of_the_node_whatever_else_is_asked_for()
     ({"exporter": {"simulate": "h100x8"}, "otlp": {"hostPort": 0}}, "restricted"),
 ])
 def test_the_notes_say_which_pod_security_level_the_values_need(values: Json, needs: str) -> None:
-    notes = files_of(values)["flopwatch/templates/NOTES.txt"]
+    notes = files_of(values)["NOTES.txt"]
     assert f"must allow the level {needs}." in notes
     assert ("enforce=privileged" in notes) is needs.startswith("privileged")
 
@@ -354,14 +336,17 @@ def test_every_selector_finds_the_pods_of_one_workload_and_the_port_it_names(var
     objects = render(variant)
     pods = {
         key: (made["spec"]["template"]["metadata"]["labels"], container(made)["ports"])
-        for key, made in objects.items() if key[0] in ("DaemonSet", "StatefulSet")
+        for key, made in objects.items() if key[0] in ("DaemonSet", "StatefulSet", "Deployment")
     }
     for key, made in objects.items():
         if key[0] == "Service":
             selector, names = made["spec"]["selector"], [port["targetPort"] for port in made["spec"]["ports"]]
-        elif key[0] == "PodMonitor":
+        elif key[0] in ("PodMonitor", "VMPodScrape"):
             selector = made["spec"]["selector"]["matchLabels"]
             names = [endpoint["port"] for endpoint in made["spec"]["podMetricsEndpoints"]]
+        elif key[0] == "NetworkPolicy":
+            selector = made["spec"]["podSelector"]["matchLabels"]
+            names = [port["port"] for rule in made["spec"]["ingress"] for port in rule["ports"]]
         elif key in pods:
             selector, names = made["spec"]["selector"]["matchLabels"], []
         else:
@@ -372,27 +357,92 @@ def test_every_selector_finds_the_pods_of_one_workload_and_the_port_it_names(var
         assert key[1].rpartition("-")[2] in (selector["app.kubernetes.io/component"], "otlp")
 
 
-def test_prometheus_finds_us_by_its_release_label_and_renames_none_of_our_labels() -> None:
-    for variant, release in (("defaults", "kube-prometheus-stack"), ("unprivileged", "prometheus")):
-        for (kind, _), made in render(variant).items():
-            if kind in CRDS:
-                assert made["metadata"]["labels"]["release"] == release
-            if kind == "PodMonitor":
-                (endpoint,) = made["spec"]["podMetricsEndpoints"]
-                assert endpoint["honorLabels"] is True
-                assert re.fullmatch(r"\d+s", endpoint["interval"])
-                targets = {change.get("targetLabel", "instance") for change in endpoint["relabelings"]}
-                ours = {label for row in flopwatch.catalogue.all_metrics() for label in row.labels}
-                assert not targets & ours
-                drop = endpoint["relabelings"][-1]
-                assert drop["action"] == "labeldrop"
-                assert not [label for label in ours if re.fullmatch(drop["regex"], label)]
-
-
 def test_a_training_pod_is_led_to_its_own_node() -> None:
     objects = render("defaults")
     assert only(objects, "Service", "-otlp")["spec"]["internalTrafficPolicy"] == "Local"
     assert only(objects, "Service", "-exporter")["spec"]["clusterIP"] == "None"
+
+
+def test_boards_ask_for_a_password_and_the_kubelet_does_not_give_one() -> None:
+    objects = render("boards")
+    deployment = only(objects, "Deployment")
+    settings, pod = settings_of(deployment), deployment["spec"]["template"]["spec"]
+    assert settings == BoardsSettings(
+        prometheus="http://prometheus.monitoring:9090", listen=Address("0.0.0.0", 9452),
+        web_config=Path("/etc/flopwatch/web/web-config.yml"), token_file=Path("/etc/flopwatch/prometheus/token"))
+    mounted = mounts(container(deployment))
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    for path, secret in ((settings.web_config, "boards-web"), (settings.token_file, "boards-prometheus")):
+        name, read_only = mounted[str(path.parent)]
+        assert (volumes[name]["secret"], read_only) == ({"secretName": secret}, True)
+    for probe in ("livenessProbe", "readinessProbe"):
+        assert container(deployment)[probe]["tcpSocket"] == {"port": "web"}
+    assert only(objects, "Service", "-boards")["spec"]["ports"] == [
+        {"name": "web", "port": 9452, "targetPort": "web"}]
+    assert "port-forward service/demo-flopwatch-boards 9452" in notes("boards")
+
+
+@pytest.mark.parametrize(("values", "complaint"), [
+    ({"boards": {"enabled": True, "prometheusUrl": "http://p:9090"}}, "boards.enabled needs boards.webConfigSecret"),
+    ({"boards": {"enabled": True, "webConfigSecret": "web"}}, "boards.enabled needs boards.prometheusUrl"),
+    ({"openshift": {"scc": "privileged"}, "serviceAccount": {"create": False}}, "openshift.scc needs an account"),
+    ({"routing": {"kind": "secret"}}, "routing.kind needs somebody to tell"),
+    ({"routing": {"kind": "alertmanagerconfig", "watchdogSecret": "w"}}, "routing.kind needs somebody to tell"),
+])
+def test_values_that_cannot_work_together_are_refused_with_what_is_missing(values: Json, complaint: str) -> None:
+    with pytest.raises(helm.HelmError, match=re.escape(complaint)):
+        files_of(values)
+
+
+def test_a_network_policy_lets_in_prometheus_training_exporters_and_the_test_and_nobody_else() -> None:
+    objects = render("boards")
+    namespaces = {"monitoring": {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}},
+                  "ingress": {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "ingress"}}},
+                  "all": {"namespaceSelector": {}}}
+    ours = {"app.kubernetes.io/name": "flopwatch", "app.kubernetes.io/instance": "demo"}
+    exporter, test = ({"podSelector": {"matchLabels": ours | {"app.kubernetes.io/component": name}}}
+                      for name in ("exporter", "test"))
+    found = {name: made["spec"] for (kind, name), made in objects.items() if kind == "NetworkPolicy"}
+    assert {name: spec["ingress"] for name, spec in found.items()} == {
+        "demo-flopwatch-exporter": [
+            {"from": [namespaces["monitoring"], test], "ports": [{"port": "metrics"}]},
+            {"from": [namespaces["all"]], "ports": [{"port": "otlp"}]}],
+        "demo-flopwatch-ledger": [{"from": [namespaces["monitoring"], exporter, test], "ports": [{"port": "metrics"}]}],
+        "demo-flopwatch-boards": [{"from": [namespaces["ingress"]], "ports": [{"port": "web"}]}],
+    }
+    assert all(spec["policyTypes"] == ["Ingress"] for spec in found.values())
+    labels = only(objects, "Pod")["metadata"]["labels"]
+    assert test["podSelector"]["matchLabels"].items() <= labels.items()
+    assert not [kind for kind, _ in render("defaults") if kind == "NetworkPolicy"]
+
+
+def test_exporters_leave_a_node_when_the_gpu_operator_takes_its_label_back() -> None:
+    """Kubernetes deletes a DaemonSet's pod where a required term no longer holds; terms are alternatives."""
+    key = "nvidia.com/gpu.deploy.client"
+    here, absent = {"key": key, "operator": "In", "values": ["true"]}, {"key": key, "operator": "DoesNotExist"}
+    pool = {"key": "pool", "operator": "In", "values": ["training"]}
+
+    def terms(made: Json) -> Any:
+        pod = made["spec"]["template"]["spec"]
+        node = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        return [term["matchExpressions"] for term in node["nodeSelectorTerms"]]
+
+    assert terms(only(render("defaults"), "DaemonSet")) == [[here], [absent]]
+    assert terms(only(render("gpu-operator"), "DaemonSet")) == [[pool, here], [pool, absent]]
+    values = {"exporter": {"gpuOperatorLabel": "", "affinity": {"podAffinity": {}}}}
+    pod = only(objects_of(files_of(values)), "DaemonSet")["spec"]["template"]["spec"]
+    assert pod["affinity"] == {"podAffinity": {}}
+    assert "affinity" not in only(render("simulated"), "DaemonSet")["spec"]["template"]["spec"]
+
+
+def test_on_openshift_our_account_alone_gets_the_security_context_constraints() -> None:
+    objects = render("openshift")
+    binding = only(objects, "RoleBinding")
+    assert binding["roleRef"] == {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole",
+                                  "name": "system:openshift:scc:privileged"}
+    account = only(objects, "DaemonSet")["spec"]["template"]["spec"]["serviceAccountName"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account, "namespace": NAMESPACE}]
+    assert account == only(objects, "ServiceAccount")["metadata"]["name"] == "demo-flopwatch"
 
 
 def test_the_prometheus_rule_is_the_generated_file_with_its_templates_untouched() -> None:
@@ -402,10 +452,43 @@ def test_the_prometheus_rule_is_the_generated_file_with_its_templates_untouched(
 
 
 @pytest.mark.parametrize(("name", "content"), [
-    ("rules.yaml", rules_yaml(AlertSettings())), ("alertmanager.yml", alertmanager_yaml(AlertSettings())),
+    ("files/rules.yaml", rules_yaml(AlertSettings())),
+    ("files/alertmanager.yml", alertmanager_yaml(AlertSettings())),
+    ("files/routing.yaml", routing()),
+    ("README.md", readme()),
 ])
 def test_the_charts_generated_files_are_what_the_code_writes(name: str, content: str) -> None:
-    assert (CHART / "files" / name).read_text(encoding="utf-8") == content, "stale: run `make generate`"
+    assert (CHART / name).read_text(encoding="utf-8") == content, "stale: run `make generate`"
+
+
+def test_the_charts_readme_has_every_value_with_its_default_and_no_comment_is_cut() -> None:
+    rows = re.findall(r"^\| `([\w.]+)` \| `(.*?)` \| (.+) \|$", readme(), re.MULTILINE)
+    named = {name: (json.loads(default), text) for name, default, text in rows}
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    for name, (default, _) in named.items():
+        found: Any = values
+        for key in name.split("."):
+            found = found[key]
+        assert found == default, name
+    assert {name.split(".")[0] for name in named} == set(values)
+    assert named["exporter.kernelLog"][1].endswith("(docs/privileges.md).")
+
+
+def test_what_is_only_of_the_charts_making_is_not_packaged(tmp_path: Path) -> None:
+    with tarfile.open(helm.package(CHART, destination=tmp_path)) as archive:
+        names = {name.removeprefix("flopwatch/") for name in archive.getnames()}
+    assert {"Chart.yaml", "README.md", "values.schema.json", "files/routing.yaml", "files/check.py"} <= names
+    assert not [name for name in names if name.startswith("ci/") or name == "generate.py"]
+
+
+def test_a_release_fits_into_the_secret_that_helm_keeps_it_in() -> None:
+    """Helm packs the chart's files and what it made of them, and Kubernetes takes no Secret of more than 1 MiB."""
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(helm.package(CHART, destination=folder)) as archive:
+        files = {member.name: base64.b64encode(archive.extractfile(member).read()).decode()  # type: ignore[union-attr]
+                 for member in archive.getmembers() if member.isfile()}
+    release = json.dumps({"chart": files, "manifest": files_of(VARIANTS["routing"])})
+    packed = len(base64.b64encode(base64.b64encode(gzip.compress(release.encode()))))
+    assert 100_000 < packed < 0.7 * (1 << 20)
 
 
 def test_grafanas_sidecar_finds_the_dashboards_as_they_were_generated() -> None:
@@ -422,36 +505,13 @@ def test_grafanas_sidecar_finds_the_dashboards_as_they_were_generated() -> None:
     }
 
 
-def test_helm_test_finds_a_running_exporter_and_misses_a_stopped_one(tmp_path: Path) -> None:
-    (pod,) = only(render("defaults"), "Pod")["spec"]["containers"]
-    assert pod["command"] == ["python", "-c"]
-    script, *arguments = pod["args"]
-    assert arguments == ["demo-flopwatch-exporter", "9450", "http://demo-flopwatch-ledger:9451", ""]
-    assert set(re.findall(r"flopwatch_\w+", script)) <= flopwatch.catalogue.BY_NAME.keys()
-    log = tmp_path / "log"
-    with log.open("w") as out, subprocess.Popen(
-        [sys.executable, "-m", "flopwatch", "exporter", "--simulate=h100x8", f"--state={tmp_path}",
-         "--listen=127.0.0.1:0", "--otlp-listen=127.0.0.1:0"],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": "exporter"}, stderr=out,
-    ) as exporter:
-        try:
-            while not (found := re.search(r"metrics=127.0.0.1:(\d+)", log.read_text())):
-                assert exporter.poll() is None, log.read_text()
-                time.sleep(0.05)
-            check = [sys.executable, "-c", script, "127.0.0.1", found[1], "", ""]
-            done = subprocess.run(check, capture_output=True, text=True, timeout=240)
-        finally:
-            exporter.terminate()
-    assert (done.returncode, done.stdout) == (0, "exporters that answer: 1\n"), done.stderr
-    assert subprocess.run(check, capture_output=True, timeout=240).returncode == 1
-
-
 def test_chart_and_package_have_the_same_version() -> None:
     assert helm.Chart.load(CHART).metadata["appVersion"] == flopwatch.__version__
 
 
-def test_the_install_page_uses_commands_and_values_that_exist() -> None:
-    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+def test_the_install_pages_use_commands_and_values_that_exist() -> None:
+    page = "".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+                   for name in ("install", "install-bare-metal", "kubernetes"))
     commands = re.findall(r"(?:bin/|`)flopwatch ((?:exporter|ledger) [^`\n]*--[^`\n]*)", page)
     assert len(commands) == 3
     for command in commands:
@@ -469,17 +529,10 @@ def test_the_install_page_uses_commands_and_values_that_exist() -> None:
     assert f"| {LedgerSettings().listen.port}: snapshots" in page
 
 
-@pytest.mark.parametrize("page", ["install", "privileges", "identity"])
+@pytest.mark.parametrize("page", ["kubernetes", "privileges", "identity"])
 def test_the_pages_name_values_that_exist(page: str) -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"(?:`|--set )(exporter|otlp|ledger|monitor|rules|tests)\.(\w+)", text))
+    named = set(re.findall(rf"(?:`|--set )({'|'.join(values)})\.(\w+)", text))
     assert len(named) >= 3
     assert [f"{part}.{name}" for part, name in sorted(named) if name not in values[part]] == []
-
-
-def test_the_image_has_what_the_exporter_and_the_ledger_import() -> None:
-    image = (ROOT / "exporter" / "Dockerfile").read_text(encoding="utf-8")
-    assert image.count("[exporter,ledger]") == 2, "built, and installed without an index"
-    assert re.search(r"^USER 65532:65532$", image, re.MULTILINE)
-    assert re.search(r'^ENTRYPOINT \["flopwatch"\]$', image, re.MULTILINE)

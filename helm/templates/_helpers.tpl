@@ -94,3 +94,153 @@ timeoutSeconds: 5
 {{- end }}
 {{- toJson (list (ternary "privileged" "restricted" (gt (len $why) 0)) (join ", " $why)) }}
 {{- end }}
+
+{{- /* Of what the Prometheus Operator selects by labels, as JSON: the labels our object carries, where they are from, and
+which of those that select it look into their own namespace only. Given labels win; then what is asked for in the
+cluster; then, as under `helm template` or in Argo CD nothing can be looked up, the last of the list.
+Takes a list: the root, the labels given, the kind that selects, the field that says what, the last resort. */}}
+{{- define "flopwatch.selected" -}}
+{{- $root := index . 0 }}
+{{- $kind := index . 2 }}
+{{- $field := index . 3 }}
+{{- $labels := index . 1 }}
+{{- $from := list "given" }}
+{{- $elsewhere := list }}
+{{- if not $labels }}
+{{- $labels = dict }}
+{{- $from = list }}
+{{- if $root.Capabilities.APIVersions.Has (printf "monitoring.coreos.com/v1/%s" $kind) }}
+{{- range (lookup "monitoring.coreos.com/v1" $kind "" "").items }}
+{{- $name := printf "%s %s/%s" $kind .metadata.namespace .metadata.name }}
+{{- $selector := index .spec $field }}
+{{- if kindIs "map" $selector }}
+{{- $from = append $from $name }}
+{{- $labels = merge $labels (default dict $selector.matchLabels) }}
+{{- range $selector.matchExpressions }}
+{{- if eq .operator "In" }}
+{{- $labels = merge $labels (dict .key (first .values)) }}
+{{- end }}
+{{- end }}
+{{- $spaces := index .spec (replace "Selector" "NamespaceSelector" $field) }}
+{{- if and (not (kindIs "map" $spaces)) (ne .metadata.namespace $root.Release.Namespace) }}
+{{- $elsewhere = append $elsewhere $name }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if not $from }}
+{{- $labels = index . 4 }}
+{{- $from = list "a guess: nothing could be looked up" }}
+{{- end }}
+{{- end }}
+{{- dict "labels" $labels "from" (join ", " $from) "elsewhere" (join ", " $elsewhere) | toJson }}
+{{- end }}
+
+{{- define "flopwatch.monitorSelected" -}}
+{{- $last := ternary (dict "release" "kube-prometheus-stack") dict (eq .Values.monitor.kind "podmonitor") }}
+{{- include "flopwatch.selected" (list . .Values.monitor.labels (ternary "Prometheus" "" (eq .Values.monitor.kind "podmonitor")) "podMonitorSelector" $last) }}
+{{- end }}
+
+{{- define "flopwatch.rulesSelected" -}}
+{{- $last := ternary (dict "release" "kube-prometheus-stack") dict (eq .Values.rules.kind "prometheusrule") }}
+{{- include "flopwatch.selected" (list . .Values.rules.labels (ternary "Prometheus" "" (eq .Values.rules.kind "prometheusrule")) "ruleSelector" $last) }}
+{{- end }}
+
+{{- define "flopwatch.routingSelected" -}}
+{{- include "flopwatch.selected" (list . .Values.routing.labels "Alertmanager" "alertmanagerConfigSelector" dict) }}
+{{- end }}
+
+{{- /* What a pod is scraped by where Prometheus goes by annotations; takes a list: the root, the annotations given, the
+port. */}}
+{{- define "flopwatch.podAnnotations" -}}
+{{- $root := index . 0 }}
+{{- $annotations := index . 1 }}
+{{- if eq $root.Values.monitor.kind "annotations" }}
+{{- $annotations = merge (deepCopy $annotations) (dict "prometheus.io/scrape" "true" "prometheus.io/path" "/metrics" "prometheus.io/port" (toString (index . 2))) }}
+{{- end }}
+{{- with $annotations }}
+{{- toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- /* The PodMonitor or VMPodScrape of a component: takes a list of the root, the component, and the discovered name that
+becomes the instance. */}}
+{{- define "flopwatch.podScrape" -}}
+{{- $root := index . 0 }}
+{{- $component := index . 1 }}
+{{- $monitor := $root.Values.monitor }}
+{{- $victoria := eq $monitor.kind "vmpodscrape" -}}
+apiVersion: {{ ternary "operator.victoriametrics.com/v1beta1" "monitoring.coreos.com/v1" $victoria }}
+kind: {{ ternary "VMPodScrape" "PodMonitor" $victoria }}
+metadata:
+  name: {{ include "flopwatch.fullname" $root }}-{{ $component }}
+  labels:
+    {{- include "flopwatch.labels" $root | nindent 4 }}
+    app.kubernetes.io/component: {{ $component }}
+    {{- with (include "flopwatch.monitorSelected" $root | fromJson).labels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+spec:
+  jobLabel: app.kubernetes.io/name
+  selector:
+    matchLabels:
+      {{- include "flopwatch.selectorLabels" (list $root $component) | nindent 6 }}
+  podMetricsEndpoints:
+    - port: metrics
+      interval: {{ $monitor.interval }}
+      scrapeTimeout: {{ $monitor.scrapeTimeout }}
+      # A Prometheus that gives its targets a label named host, run or tenant must not rename ours to exported_host.
+      honorLabels: true
+      {{ ternary "relabelConfigs" "relabelings" $victoria }}:
+        {{- range $label := index . 2 }}
+        - sourceLabels: [{{ $label.from }}]
+          targetLabel: {{ $label.to }}
+        {{- end }}
+        - action: labeldrop
+          regex: pod|container|endpoint
+{{- end }}
+
+{{- /* The rules, as text; alertLabels, and the namespace that an AlertmanagerConfig asks for, are on every alert. */}}
+{{- define "flopwatch.rules" -}}
+{{- /* .Files.Get, because the alerts' own templates are Prometheus' business, not Helm's. */}}
+{{- $rules := .Files.Get "files/rules.yaml" }}
+{{- with .Values.rules.runbookUrl }}
+{{- $rules = replace "runbook_url: alerts/runbooks/" (printf "runbook_url: %s/" .) $rules }}
+{{- end }}
+{{- with .Values.rules.dashboardUrl }}
+{{- $rules = replace "dashboard_url: /d/" (printf "dashboard_url: %s/d/" .) $rules }}
+{{- end }}
+{{- $labels := deepCopy .Values.rules.alertLabels }}
+{{- if eq .Values.routing.kind "alertmanagerconfig" }}
+{{- $labels = merge (dict "namespace" .Release.Namespace) $labels }}
+{{- end }}
+{{- with $labels }}
+{{- $rules = replace "\n    labels:\n" (printf "\n    labels:\n%s\n" (toYaml . | indent 6)) $rules }}
+{{- end }}
+{{- $rules }}
+{{- end }}
+
+{{- /* Where exporters run, as JSON: what the values say, and not where the GPU operator has taken its node label back. The
+two ways to meet that are a term each, as terms are alternatives, and so are those of the values. */}}
+{{- define "flopwatch.exporterAffinity" -}}
+{{- $affinity := deepCopy .Values.exporter.affinity }}
+{{- $label := .Values.exporter.gpuOperatorLabel }}
+{{- if and $label (not .Values.exporter.simulate) }}
+{{- $node := default dict $affinity.nodeAffinity }}
+{{- $required := default dict $node.requiredDuringSchedulingIgnoredDuringExecution }}
+{{- $terms := list }}
+{{- range $term := default (list dict) $required.nodeSelectorTerms }}
+{{- range $match := list (dict "key" $label "operator" "In" "values" (list "true")) (dict "key" $label "operator" "DoesNotExist") }}
+{{- $terms = append $terms (set (deepCopy $term) "matchExpressions" (append (default list $term.matchExpressions) $match)) }}
+{{- end }}
+{{- end }}
+{{- $_ := set $node "requiredDuringSchedulingIgnoredDuringExecution" (dict "nodeSelectorTerms" $terms) }}
+{{- $_ := set $affinity "nodeAffinity" $node }}
+{{- end }}
+{{- toJson $affinity }}
+{{- end }}
+
+{{- /* Where the page's web configuration is, and its certificates beside it. */}}
+{{- define "flopwatch.boardsSecret" -}}
+{{- required "boards.enabled needs boards.webConfigSecret: a Secret whose key web-config.yml says who may look" .Values.boards.webConfigSecret }}
+{{- end }}
