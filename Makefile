@@ -16,7 +16,7 @@ PAGE := viewer/dist/index.html
 NODE := $(shell node -e 'process.exit(process.versions.node.split(".")[0] < 20)' 2>/dev/null && echo $(PAGE))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint generate viewer screenshots bench soak fuzz scale simulate mutations versions clean
+.PHONY: help demo test lint generate viewer screenshots audit bench soak fuzz scale simulate mutations versions clean
 .NOTPARALLEL:
 
 help:  ## list the targets
@@ -69,6 +69,9 @@ simulate: $(VENV)/.dev  ## 54 days of 16,384 GPUs, kinds of straggler and hang, 
 fuzz: $(VENV)/.dev $(VENV)/.fuzz  ## fuzz every parser of what comes from outside, each for 30 s, or SECONDS
 	@for target in kmsg sysfs podresources otlp webconfig; do \
 		$(BIN)/python -m tests.fuzz $$target --seconds $(or $(SECONDS),30) || exit; done
+
+audit: $(VENV)/.dev  ## ask the advisories of PyPI and npm about what we depend on
+	@.ci/audit
 
 clean:  ## remove everything the other targets made
 	rm -rf $(VENV) .cache demo-state screenshots viewer/node_modules viewer/dist dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -32,7 +32,8 @@ QUIET = (SETTINGS.group_wait + 2 * SETTINGS.group_interval) / SETTINGS.pace  # a
 DOWN = {"alertname": "TrainingDown", "severity": "critical", "tenant": "speech", "run": "lm"}
 PORTS = [{"alertname": "InfinibandPortDown", "severity": "critical", "host": "node-1", "device": f"mlx5_{n}",
           "port": "1"} for n in range(32)]
-ODD = {"alertname": "TrainingStraggler", "severity": "warning", "run": '<!channel> "ü\\{{ 1 }}\n& 日本'}
+ODD = {"alertname": "TrainingStraggler", "severity": "warning",
+       "run": '<!channel> <@U012AB3CD> &lt;!here&gt; "ü\\{{ 1 }}\n& 日本'}
 
 
 class Flaky(Receiver):
@@ -156,8 +157,13 @@ def test_every_payload_has_the_shape_its_service_documents_and_ends_with_a_resol
     for (one,) in attachments:
         assert one["title"].startswith("[RESOLVED] " if one["color"] == "good" else "[FIRING] ")
         assert one["title_link"] == "https://example.com/d/flopwatch-run"
-        assert "<!channel>" not in one["title"] + one["text"] + one["fallback"]
+        told = one["title"] + one["text"] + one["fallback"]
+        assert not any(mention in told for mention in ("<!", "<@", " &lt;!here"))
         assert "<https://example.com/runbooks/" in one["text"]
+    assert not any(one.get("link_names") for (one,) in attachments)  # or @here in a name would ring
+    odd = [one["text"] for (one,) in attachments if "TrainingStraggler" in one["title"]]
+    assert all("&lt;!channel&gt; &lt;@U012AB3CD&gt; &amp;lt;!here&amp;gt;" in text for text in odd)
+    assert len(odd) == 2
 
 
 def test_a_restart_pages_nobody_twice_and_the_resolve_comes(chain: Chain) -> None:

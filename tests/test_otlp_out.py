@@ -216,11 +216,12 @@ run.finish()
 
 
 def test_a_foreign_receiver_behind_tls_gets_headers_of_its_own(
-    secure: tuple[str, Path, list[dict[str, str]]],
+    secure: tuple[str, Path, list[dict[str, str]]], tmp_path: Path,
 ) -> None:
     url, certificate, headers = secure
+    (tmp_path / "headers").write_text("Authorization=Basic%20dXNlcjprZXk=\n")
     answer = python(LOOP, FLOPWATCH_ENDPOINT=f"{url}/otlp/", SSL_CERT_FILE=str(certificate),
-                    FLOPWATCH_HEADERS="Authorization=Basic%20dXNlcjprZXk=, X-Scope-OrgID=team-1")
+                    FLOPWATCH_HEADERS="X-Scope-OrgID=team-1", FLOPWATCH_HEADERS_FILE=str(tmp_path / "headers"))
     assert (answer.returncode, answer.stderr) == (0, "")
     assert {(one["path"], one["Authorization"], one["X-Scope-OrgID"]) for one in headers} == {
         ("/otlp/v1/metrics", "Basic dXNlcjprZXk=", "team-1")}

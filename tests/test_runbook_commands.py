@@ -34,10 +34,8 @@ def test_a_shell_reads_every_block(path: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
-@EVERY_RUNBOOK
-def test_our_own_commands_and_their_flags_exist(path: Path) -> None:
-    text = path.read_text()
-    blocks = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL) + re.findall(r"(?<!`)`([^`]+)`(?!`)", text)
+def assert_commands_exist(*blocks: str) -> None:
+    """Raise AssertionError unless what these texts ask of flopwatch, promtool and amtool exists, with its flags."""
     for program, rest in (found for block in blocks for found in OURS.findall(block)):
         words = rest.split()
         subcommand = next((word for word in words if not word.startswith("-")), "")
@@ -48,3 +46,10 @@ def test_our_own_commands_and_their_flags_exist(path: Path) -> None:
                 told += help_of(program, subcommand, word)[1]
             flag = re.match(r"--?[a-z][a-z-]*", word)
             assert flag is None or re.search(rf"(?<![\w-]){re.escape(flag[0])}(?![\w-])", told), (word, told)
+
+
+@EVERY_RUNBOOK
+def test_our_own_commands_and_their_flags_exist(path: Path) -> None:
+    text = path.read_text()
+    assert_commands_exist(*re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL),
+                          *re.findall(r"(?<!`)`([^`]+)`(?!`)", text))

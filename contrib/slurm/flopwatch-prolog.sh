@@ -5,15 +5,29 @@
 #
 # When a prolog fails, Slurm drains the node and requeues the job, so it fails on "bad" and on nothing else: not on a
 # degraded node, and not when the node cannot be judged. The reason goes to slurmd's log.
+#
+# Where the folder /run/flopwatch-jobs exists, it also writes down who has which GPU, for `--job-mapping` of the exporter
+# (docs/identity.md); flopwatch-epilog.sh clears that.
 
 PATH=${PATH:-/usr/bin:/bin}:/usr/sbin:/sbin:/usr/local/bin
+mapping=${FLOPWATCH_JOB_MAPPING:-/run/flopwatch-jobs}
 
 # FLOPWATCH_CHECK_FLAGS: as in flopwatch-healthcheck.sh.
 # shellcheck disable=SC2086  # flags, one word each
 output=$(timeout -k 5 20 "${FLOPWATCH:-flopwatch}" check --format nagios --deadline 5 ${FLOPWATCH_CHECK_FLAGS:-} 2>/dev/null)
 status=$?
 
-[ "$status" -eq 2 ] || exit 0
-case $output in "BAD - "*) ;; *) exit 0 ;; esac
-printf '%s\n' "$output" | head -n 1 >&2
-exit 1
+# Both, so that nothing but a verdict keeps a job from starting: a missing command or a wrong flag has a status, too.
+if [ "$status" -eq 2 ]; then
+    case $output in "BAD - "*)
+        printf '%s\n' "$output" | head -n 1 >&2
+        exit 1 ;;
+    esac
+fi
+
+if [ -d "$mapping" ]; then
+    for gpu in $(printf '%s' "${SLURM_JOB_GPUS:-}" | tr , ' '); do
+        printf '%s\n' "${SLURM_JOB_ID:-}" >"$mapping/$gpu" || :
+    done
+fi
+exit 0

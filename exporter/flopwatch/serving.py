@@ -1,4 +1,4 @@
-"""What the exporter's and the ledger's HTTP servers share: listening, tokens, bounded bodies, a clean end."""
+"""What the HTTP servers of exporter, ledger and boards share: listening, tokens, bounded bodies, a clean end."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import hmac
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -19,6 +20,8 @@ from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from flopwatch.settings import Address, SettingsError
+
+log = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 20
 # A sender that has not delivered its megabyte after this long never will.
@@ -195,3 +198,18 @@ def server(app: Callable[..., Awaitable[None]], max_connections: int | None = No
         app, http=_Protocol, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
         limit_concurrency=max_connections, timeout_graceful_shutdown=1,
     ))
+
+
+async def until_stopped(server: uvicorn.Server, listening: socket.socket, said: str) -> None:
+    """Serve until SIGTERM or Ctrl-C; `said` is logged with the address in its %s, once somebody can ask."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    running = asyncio.ensure_future(server.serve([listening]))
+    while not server.started and not running.done():
+        await asyncio.sleep(0.01)
+    log.info(said, Address(*listening.getsockname()[:2]))
+    await stop.wait()
+    log.info("stopping")
+    server.should_exit = True
+    await running

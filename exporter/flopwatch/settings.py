@@ -155,6 +155,7 @@ class BoardsSettings:
 
     prometheus: str
     token_file: Path | None = None
+    ca_file: Path | None = None
     listen: Address = Address("127.0.0.1", 9452)
     web_config: Path | None = None
     scrape_interval: float = 15.0  # seconds

@@ -326,7 +326,8 @@ class Web:
     Raises SettingsError, with what to change, for a file that cannot be used.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, flag: str = "--web-config") -> None:
+        self._name = f"{flag} {file}"
         self._file = file
         self._lock = threading.Lock()
         self._passwords = Passwords()
@@ -347,11 +348,11 @@ class Web:
             self._seen += _signature(config.tls.files)
             return config, config.tls.context()
         except OSError as error:
-            raise SettingsError(f"--web-config {self._file}: {error.strerror}") from None
+            raise SettingsError(f"{self._name}: {error.strerror}") from None
         except ImportError:
             raise SettingsError("--web-config needs PyYAML and bcrypt; install flopwatch[exporter]") from None
         except SettingsError as error:
-            raise SettingsError(f"--web-config {self._file}: {error}") from None
+            raise SettingsError(f"{self._name}: {error}") from None
 
     def refresh(self) -> None:
         """Take what changed in the files; safe in any thread."""
@@ -364,10 +365,10 @@ class Web:
                 log.error("%s; what was there before stays in use", error)
                 return
             if (context is None) != (self.context is None):
-                log.error("--web-config %s: TLS is turned on or off by a restart only", self._file)
+                log.error("%s: TLS is turned on or off by a restart only", self._name)
                 return
             self.config, self.context = config, context
-            log.info("--web-config %s: taken anew", self._file)
+            log.info("%s: taken anew", self._name)
 
     def secure(self, config: uvicorn.Config) -> None:
         """Let a server encrypt its connections, if the file says so."""
@@ -377,8 +378,11 @@ class Web:
             config.load()
         config.ssl = _Fresh(self)
 
-    def protect(self, app: App) -> App:
-        """Return the application behind its users, with the headers added to its answers."""
+    def protect(self, app: App, own: str | None = None) -> App:
+        """Return the application behind its users, with the headers added to its answers.
+
+        Below the path `own` it asks for a token itself, and a request has only one Authorization header.
+        """
 
         async def protected(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
@@ -388,7 +392,7 @@ class Web:
             config = self.config
             send = _with_headers(send, config.headers)
             allowed: bool | None = True
-            if config.users:
+            if config.users and (own is None or not str(scope["path"]).startswith(own)):
                 allowed = await self._passwords.check(config.users, _authorization(scope))
             if allowed:
                 await app(scope, receive, send)

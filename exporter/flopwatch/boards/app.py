@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import re
-import signal
-import socket
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -21,7 +18,6 @@ from http.client import HTTPException as UpstreamError
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse, PlainTextResponse
@@ -29,10 +25,9 @@ from fastapi.staticfiles import StaticFiles
 from starlette.middleware.gzip import GZipMiddleware
 
 from flopwatch import serving
-from flopwatch.settings import Address, BoardsSettings, SettingsError
+from flopwatch.asking import client_tls, opener
+from flopwatch.settings import BoardsSettings, SettingsError
 from flopwatch.webconfig import Web
-
-log = logging.getLogger(__name__)
 
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[2]
@@ -52,8 +47,9 @@ HEADERS = {"content-security-policy": POLICY, "x-content-type-options": "nosniff
 class Upstream:
     """The Prometheus that is asked."""
 
-    def __init__(self, url: str, token_file: Path | None = None, timeout: float = UPSTREAM_TIMEOUT) -> None:
-        self._url, self._token_file, self._timeout = url.rstrip("/"), token_file, timeout
+    def __init__(self, url: str, token_file: Path | None = None, ca_file: Path | None = None) -> None:
+        self._url, self._token_file = url.rstrip("/"), token_file
+        self._open = opener(client_tls(ca_file)).open
 
     def ask(self, path: str, query: str, form: bytes | None) -> tuple[int, bytes]:
         """Return the status and the JSON that it answers with; a Prometheus that is away is 502, and JSON too."""
@@ -62,7 +58,7 @@ class Upstream:
         try:
             if self._token_file is not None:
                 request.add_header("Authorization", f"Bearer {self._token_file.read_text().strip()}")
-            with urllib.request.urlopen(request, timeout=self._timeout) as answer:
+            with self._open(request, timeout=UPSTREAM_TIMEOUT) as answer:
                 return answer.status, answer.read()
         except urllib.error.HTTPError as error:
             with error:
@@ -182,24 +178,11 @@ def run(settings: BoardsSettings) -> None:
     serving.check_token("--token-file", settings.token_file)
     web = None if settings.web_config is None else Web(settings.web_config)
     folder = settings.dashboards or next((one for one in DASHBOARDS if one.is_dir()), DASHBOARDS[0])
-    app = boards_app(dashboards(folder), page(), Upstream(settings.prometheus, settings.token_file),
+    app = boards_app(dashboards(folder), page(), Upstream(settings.prometheus, settings.token_file, settings.ca_file),
                      scrape_interval=settings.scrape_interval, local=settings.listen.loopback)
-    with serving.listener("--listen", settings.listen, backlog=128) as listener:
-        asyncio.run(_serve(app, listener, web))
-
-
-async def _serve(app: FastAPI, listener: socket.socket, web: Web | None) -> None:
-    server: uvicorn.Server = serving.server(app if web is None else web.protect(app), MAX_CONNECTIONS)
+    server = serving.server(app if web is None else web.protect(app), MAX_CONNECTIONS)
     if web is not None:
         web.secure(server.config)
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    running = asyncio.ensure_future(server.serve([listener]))
-    while not server.started and not running.done():
-        await asyncio.sleep(0.01)
-    scheme = "https" if web is not None and server.config.is_ssl else "http"
-    log.info("boards at %s://%s/", scheme, Address(*listener.getsockname()[:2]))
-    await stop.wait()
-    server.should_exit = True
-    await running
+    scheme = "https" if server.config.is_ssl else "http"
+    with serving.listener("--listen", settings.listen, backlog=128) as listener:
+        asyncio.run(serving.until_stopped(server, listener, f"boards at {scheme}://%s/"))

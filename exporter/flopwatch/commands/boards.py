@@ -25,6 +25,7 @@ def add(commands: Commands) -> None:
     add = parser.add_argument
     add("--prometheus", required=True, metavar="URL", help="which evaluates the recording rules")
     add("--token-file", type=Path, metavar="FILE", help="bearer token for it")
+    add("--ca-file", type=Path, metavar="FILE", help="who signed its certificate, if not one of the system's")
     add("--listen", type=address, metavar="HOST:PORT", help="where to serve (default 127.0.0.1:9452)")
     add("--web-config", type=Path, metavar="FILE", help="TLS and users, as Prometheus' exporters take them")
     add("--scrape-interval", type=seconds, metavar="SECONDS", help="of that Prometheus (default 15)")

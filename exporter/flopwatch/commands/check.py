@@ -42,6 +42,7 @@ def run(options: argparse.Namespace) -> int:
 @contextmanager
 def _look(options: argparse.Namespace, settings: ExporterSettings) -> Iterator[Look]:
     """Give a function that takes a look: through the exporter if one listens, else at the hardware."""
+    from flopwatch.asking import client_tls
     from flopwatch.node.diagnosis import check
 
     pointed = options.direct or options.simulate is not None or options.sysfs is not None
@@ -49,7 +50,7 @@ def _look(options: argparse.Namespace, settings: ExporterSettings) -> Iterator[L
         url = options.url or URL
         tls = None
         if url.startswith("https:"):
-            tls = check.client_tls(options.ca_file, options.cert_file, options.key_file)
+            tls = client_tls(options.ca_file, options.cert_file, options.key_file)
         password = _password(options.password_file)
 
         def look() -> list[Sample]:

@@ -69,10 +69,13 @@ def flags(parser: argparse.ArgumentParser) -> None:
     add("--ledger", metavar="WHERE", help=f"run accounting: embedded, a URL, or off (default {node.ledger})")
     add("--otlp-token-file", type=Path, metavar="FILE", help="bearer token that pushes must carry")
     add("--ledger-token-file", type=Path, metavar="FILE", help="bearer token for the ledger at a URL")
+    add("--ledger-ca-file", type=Path, metavar="FILE",
+        help="who signed the certificate of a ledger at an https URL (default the system's authorities)")
     add("--expect", type=Path, metavar="FILE",
         help="shape of the node, for its verdict (default what flopwatch check --record wrote to STATE/expected.json)")
     add("--web-config", type=Path, metavar="FILE",
         help="TLS and users of --listen: the web configuration file of Prometheus' exporters (docs/tls.md)")
+    add("--otlp-web-config", type=Path, metavar="FILE", help="TLS of --otlp-listen, by the same kind of file")
     add("--host", metavar="NAME", help="this node's name in gpu_info and training_rank_info (default its host name)")
     who = parser.add_argument_group("who has a GPU, and where the node stands (docs/identity.md)")
     who.add_argument("--kubelet-socket", type=Path, metavar="FILE",

@@ -69,7 +69,7 @@ def export(options: argparse.Namespace) -> None:
 def _client(options: argparse.Namespace) -> Client:
     from flopwatch.ledger.client import Client
 
-    return Client(options.url, options.token_file)
+    return Client(options.url, options.token_file, ca_file=options.ca_file)
 
 
 def add(commands: Commands) -> None:
@@ -104,6 +104,8 @@ def add(commands: Commands) -> None:
                             help="the ledger, or an exporter with --ledger embedded (default %(default)s)")
         parser.add_argument("--token-file", type=Path, metavar="FILE", default=argparse.SUPPRESS,
                             help="the ledger's bearer token")
+        parser.add_argument("--ca-file", type=Path, metavar="FILE",
+                            help="who signed its certificate, for an https URL (default the system's authorities)")
         parser.add_argument("--tenant", metavar="NAME", help="whose run, where several tenants have one of that name")
 
 
@@ -113,6 +115,8 @@ def _flags(parser: argparse.ArgumentParser, **more: Any) -> None:
         ("--listen", address, "HOST:PORT", f"default {defaults.listen}"),
         ("--state", Path, "DIR", f"where the accounts are kept (default {defaults.state})"),
         ("--token-file", Path, "FILE", "bearer token that exporters must carry"),
+        ("--web-config", Path, "FILE", "TLS, and users of /metrics: the web configuration file of Prometheus' "
+         "exporters (docs/tls.md)"),
         ("--silent-after", seconds, "SECONDS", f"when a silent run is called down (default {defaults.silent_after:g})"),
         ("--new-for", seconds, "SECONDS",
          f"how long a new run's counters are served as 0, so that Prometheus sees them begin (default "

@@ -28,7 +28,8 @@ def report(options: argparse.Namespace) -> None:
         Prometheus(options.prometheus, options.token_file), options.run, tenant=options.tenant,
         at=time.time() if options.at is None else options.at, lookback=options.lookback, price=options.price,
         ledger=None if options.ledger is None else Client(
-            options.ledger, options.ledger_token_file, ("--ledger", "--ledger-token-file")))
+            options.ledger, options.ledger_token_file, ("--ledger", "--ledger-token-file"),
+            options.ledger_ca_file))
     text = {"html": page.as_html, "markdown": page.as_markdown, "json": page.as_json}[form](found)
     if options.out is None:
         sys.stdout.write(text)
@@ -66,6 +67,7 @@ def add(commands: Commands) -> None:
     add("--token-file", type=Path, metavar="FILE", help="bearer token for it")
     add("--ledger", metavar="URL", help="the ledger, to tell of each loss with its cause, host, GPU and port")
     add("--ledger-token-file", type=Path, metavar="FILE", help="bearer token for that")
+    add("--ledger-ca-file", type=Path, metavar="FILE", help="who signed its certificate, for an https URL")
     add("--tenant", metavar="TENANT", help="whose run, if several have one of this name")
     add("--at", type=float, metavar="UNIX_TIME", help="as of then (default now)")
     add("--lookback", type=_days, default=90 * 86_400.0, metavar="TIME", help="how far back to look (default 90d)")

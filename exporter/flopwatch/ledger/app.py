@@ -9,8 +9,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import signal
-import socket
 import sqlite3
 import time
 from collections.abc import Iterable
@@ -31,7 +29,8 @@ from flopwatch.catalogue import Metric
 from flopwatch.ledger.record import RecordError
 from flopwatch.ledger.runs import runs_router
 from flopwatch.ledger.store import Store
-from flopwatch.settings import Address, LedgerSettings
+from flopwatch.settings import LedgerSettings
+from flopwatch.webconfig import Web
 
 log = logging.getLogger(__name__)
 
@@ -126,24 +125,16 @@ def run(settings: LedgerSettings) -> None:
     """Serve until SIGTERM or Ctrl-C. Raises SettingsError where these settings cannot work on this machine."""
     serving.log_to_stderr()
     serving.check_token("--token-file", settings.token_file)
+    web = None if settings.web_config is None else Web(settings.web_config)
     with serving.listener("--listen", settings.listen, backlog=1024) as listener, contextlib.closing(
         Store(
             settings.state / "ledger.sqlite", silent_after=settings.silent_after, new_for=settings.new_for,
             abandoned_after=settings.abandoned_after)
     ) as store:
-        asyncio.run(_serve(ledger_app(store, settings.token_file), listener))
-
-
-async def _serve(app: FastAPI, listener: socket.socket) -> None:
-    server = serving.server(app)
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    running = asyncio.ensure_future(server.serve([listener]))
-    while not server.started:
-        await asyncio.sleep(0.01)
-    log.info("listening ledger=%s", Address(*listener.getsockname()[:2]))
-    await stop.wait()
-    log.info("stopping")
-    server.should_exit = True
-    await running
+        # What asks for the token asks for nothing else; without one, users guard everything.
+        own = "/v1/" if settings.token_file is not None else None
+        app = ledger_app(store, settings.token_file)
+        server = serving.server(app if web is None else web.protect(app, own))
+        if web is not None:
+            web.secure(server.config)
+        asyncio.run(serving.until_stopped(server, listener, "listening ledger=%s"))

@@ -10,6 +10,7 @@ import http.client
 import io
 import json
 import math
+import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -18,6 +19,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from flopwatch.asking import client_tls, opener
 from flopwatch.ledger.accounting import BUCKETS
 from flopwatch.ledger.replay import block
 from flopwatch.settings import SettingsError
@@ -35,15 +37,16 @@ class Client:
     """A ledger at a URL; `flags` are what the user gave URL and token with."""
 
     def __init__(
-        self, url: str, token_file: Path | None = None, flags: tuple[str, str] = ("--url", "--token-file")
+        self, url: str, token_file: Path | None = None, flags: tuple[str, str] = ("--url", "--token-file"),
+        ca_file: Path | None = None,
     ) -> None:
         self._url_flag, self._token_flag = flags
+        self._ca_flag = self._token_flag.replace("token", "ca")
         if not url.startswith(("http://", "https://")):
             raise LedgerError(f"{self._url_flag} {url!r}: write http://HOST:PORT")
         self._url = url.rstrip("/")
         self._token_file = token_file
-        # A ledger is inside the cluster; a proxy from the environment would only hide it.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._opener = opener(None if ca_file is None else client_tls(ca_file))
 
     def runs(self) -> list[dict[str, Any]]:
         """Return a few figures of each run."""
@@ -77,6 +80,9 @@ class Client:
                 raise self._refused(error.code, error.read(4096)) from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
+            if isinstance(reason, ssl.SSLCertVerificationError):
+                raise LedgerError(f"{self._url}: {str(reason).strip()}; {self._ca_flag} FILE says who signed its "
+                                  "certificate") from None
             raise LedgerError(
                 f"no ledger answers at {self._url}: {reason}; give its address with {self._url_flag} http://HOST:PORT "
                 "(9451 of a ledger of its own, 9450 of an exporter with --ledger embedded)") from None

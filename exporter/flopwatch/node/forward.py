@@ -23,6 +23,7 @@ from pathlib import Path
 import prometheus_client as prometheus
 
 from flopwatch import catalogue as m
+from flopwatch.asking import client_tls, opener
 from flopwatch.ledger.record import RecordError
 from flopwatch.ledger.store import Store
 from flopwatch.node import evidence
@@ -110,6 +111,7 @@ class Remote:
         spool: Path,
         outcomes: Outcomes,
         *,
+        ca_file: Path | None = None,
         interval: float = URL_INTERVAL,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -119,8 +121,7 @@ class Remote:
         self._outcomes = outcomes
         self._interval = interval
         self._clock = clock
-        # A ledger is inside the cluster; a proxy from the environment would only hide it.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._ca_file = ca_file
         self._next: dict[tuple[str, str], float] = {}
         self._backoff = 0.0
         self._retry_at = 0.0
@@ -176,7 +177,7 @@ class Remote:
             if self._token_file is not None:
                 headers["Authorization"] = f"Bearer {self._token_file.read_text().strip()}"
             request = urllib.request.Request(self._url, json.dumps(records).encode(), headers)
-            with self._opener.open(request, timeout=timeout):
+            with self._opener().open(request, timeout=timeout):
                 self._outcomes.add("sent", len(records))
         except urllib.error.HTTPError as error:
             with error:
@@ -195,6 +196,10 @@ class Remote:
         for key in keys:
             self._forget(key)
         return True
+
+    def _opener(self) -> urllib.request.OpenerDirector:
+        # With the CA as it is now, so that it can be replaced.
+        return opener(None if self._ca_file is None else client_tls(self._ca_file))
 
     def close(self) -> None:
         """Do nothing: no connection is kept."""

@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from flopwatch import catalogue as m
 from flopwatch import serving
+from flopwatch.asking import client_tls
 from flopwatch.catalogue import Sample
 from flopwatch.ledger.runs import of_this_machine, runs_router
 from flopwatch.ledger.store import Store
@@ -54,6 +55,12 @@ def run(settings: ExporterSettings) -> None:
         serving.check_token("--otlp-token-file", settings.otlp_token_file)
         serving.check_token("--ledger-token-file", settings.ledger_token_file)
         web = None if settings.web_config is None else Web(settings.web_config)
+        otlp_web = None if settings.otlp_web_config is None else Web(settings.otlp_web_config, "--otlp-web-config")
+        if otlp_web is not None and otlp_web.config.users:
+            raise SettingsError(f"--otlp-web-config {settings.otlp_web_config}: training processes show a token and no "
+                                "password; leave out basic_auth_users and give --otlp-token-file FILE")
+        if settings.ledger_ca_file is not None:
+            client_tls(settings.ledger_ca_file)  # a wrong file is told now, not at the first delivery
         if settings.otlp_token_file is None and not settings.otlp_listen.loopback:
             log.warning("whoever reaches %s can push; --otlp-token-file would stop that", settings.otlp_listen)
         listeners = [
@@ -65,10 +72,12 @@ def run(settings: ExporterSettings) -> None:
         settings = replace(settings, state=stack.enter_context(_state_folder(settings)))
         if settings.simulate is not None:
             stack.enter_context(_simulation(settings))
-        asyncio.run(_serve(settings, listeners, web))
+        asyncio.run(_serve(settings, listeners, web, otlp_web))
 
 
-async def _serve(settings: ExporterSettings, listeners: list[socket.socket], web: Web | None) -> None:
+async def _serve(
+    settings: ExporterSettings, listeners: list[socket.socket], web: Web | None, otlp_web: Web | None,
+) -> None:
     registry = CollectorRegistry()
     inventory = gpu_inventory(settings)
     witness = Witness()
@@ -94,10 +103,11 @@ async def _serve(settings: ExporterSettings, listeners: list[socket.socket], web
     if isinstance(ledger, Embedded):
         # What /metrics tells anybody may be read; closing a run is for those who could push its end.
         metrics.include_router(runs_router(ledger.store, lambda request: None, of_this_machine))
-    servers.append(serving.server(metrics if web is None else web.protect(metrics), MAX_CONNECTIONS))
-    if web is not None:
-        web.secure(servers[0].config)
-    servers.append(serving.server(otlp_app(telemetry, settings.otlp_token_file), MAX_CONNECTIONS))
+    otlp = otlp_app(telemetry, settings.otlp_token_file)
+    for app, protection in ((metrics, web), (otlp, otlp_web)):
+        servers.append(serving.server(app if protection is None else protection.protect(app), MAX_CONNECTIONS))
+        if protection is not None:
+            protection.secure(servers[-1].config)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -201,7 +211,8 @@ def _ledger(settings: ExporterSettings, registry: CollectorRegistry) -> Embedded
         store = Store(
             settings.state / "ledger.sqlite", silent_after=settings.silent_after, new_for=settings.new_for)
         return Embedded(store, outcomes)
-    return Remote(settings.ledger, settings.ledger_token_file, settings.state / "spool", outcomes)
+    return Remote(settings.ledger, settings.ledger_token_file, settings.state / "spool", outcomes,
+                  ca_file=settings.ledger_ca_file)
 
 
 def _known_gpus(inventory: Path) -> frozenset[str] | None:

@@ -145,8 +145,9 @@ class Run:
 
     The rest is found out: rank, world_size, local_rank and attempt from the launcher (launcher.py); tenant from
     FLOPWATCH_TENANT, else Slurm's account or the pod's namespace; push_interval (seconds) from
-    FLOPWATCH_PUSH_INTERVAL, a bearer token from FLOPWATCH_TOKEN_FILE, other headers from FLOPWATCH_HEADERS, the host's
-    name from FLOPWATCH_HOST. FLOPWATCH_DISABLE=1 turns the pushing off. A newer Run in the same process takes over
+    FLOPWATCH_PUSH_INTERVAL, a bearer token from FLOPWATCH_TOKEN_FILE, other headers from FLOPWATCH_HEADERS and
+    FLOPWATCH_HEADERS_FILE, the authority of an https endpoint from FLOPWATCH_CA_FILE, the host's name from
+    FLOPWATCH_HOST. FLOPWATCH_DISABLE=1 turns the pushing off. A newer Run in the same process takes over
     from the older.
     """
 
@@ -255,7 +256,8 @@ class Run:
         self._start_pushing(
             text(endpoint, "FLOPWATCH_ENDPOINT") or "http://127.0.0.1:4318",
             text(None, "FLOPWATCH_PUSH_INTERVAL") or "5" if push_interval is None else push_interval,
-            text(None, "FLOPWATCH_TOKEN_FILE"), text(None, "FLOPWATCH_HEADERS"), text(None, "FLOPWATCH_DISABLE"))
+            text(None, "FLOPWATCH_HEADERS"), text(None, "FLOPWATCH_DISABLE"),
+            *(text(None, name) for name in ("FLOPWATCH_TOKEN_FILE", "FLOPWATCH_HEADERS_FILE", "FLOPWATCH_CA_FILE")))
         if self._pusher is not None:
             self._instrument(None)
 
@@ -770,7 +772,7 @@ class Run:
             older._pusher.stop(None)
 
     def _start_pushing(
-        self, endpoint: str, interval: float | str, token_file: str, headers: str, disable: str,
+        self, endpoint: str, interval: float | str, headers: str, disable: str, *files: str,
     ) -> None:
         if disable not in ("", "0"):
             return
@@ -784,7 +786,8 @@ class Run:
             seconds = max(0.1, float(interval))
         except ValueError:
             raise ValueError(f"push interval {interval!r}: write seconds, for example 5; nothing is pushed") from None
-        wire = Wire(endpoint, self._start_unix, Path(token_file) if token_file else None, headers)
+        token, more_headers, ca = (Path(file) if file else None for file in files)
+        wire = Wire(endpoint, self._start_unix, token, headers, more_headers, ca)
         self._pusher = Pusher(wire, seconds, self.snapshot, self._at_exit, functools.partial(self.failed, "push"))
         self._pusher.start()
 

@@ -75,24 +75,26 @@ class _Provider(MeterProvider):
 class Wire:
     """Encodes snapshots of one process and posts them to `endpoint`; used by one thread at a time."""
 
-    def __init__(self, endpoint: str, start_unix: float, token_file: Path | None, headers: str = "") -> None:
+    def __init__(
+        self, endpoint: str, start_unix: float, token_file: Path | None, headers: str = "",
+        headers_file: Path | None = None, ca_file: Path | None = None,
+    ) -> None:
         parts = urlsplit(endpoint)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"endpoint {endpoint!r}: write http://HOST:PORT, or https://HOST:PORT")
         secure, host = parts.scheme == "https", parts.hostname
         port = parts.port or (443 if secure else 4318)
-        self._connect: Callable[[], http.client.HTTPConnection]
-        if secure:
-            import ssl  # costs 10 ms, which a push to the own node need not pay
-
-            self._connect = functools.partial(
-                http.client.HTTPSConnection, host, port, timeout=TIMEOUT, context=ssl.create_default_context())
-        else:
-            self._connect = functools.partial(http.client.HTTPConnection, host, port, timeout=TIMEOUT)
+        if ca_file is not None and not secure:
+            raise ValueError(f"FLOPWATCH_CA_FILE is for https, and the endpoint is {endpoint!r}; nothing is pushed")
+        self._connect = _connect(host, port, secure, ca_file)
         self._path = parts.path.rstrip("/").removesuffix("/v1/metrics") + "/v1/metrics"
         self.url = f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port}{self._path}"
-        self._headers = _headers(headers)
-        self._token_file = token_file
+        self._headers = _headers(headers, "FLOPWATCH_HEADERS")
+        if any(name.lower() == "authorization" for name in self._headers):
+            # A job's environment is in core dumps, in the scheduler's records and in what /proc shows.
+            raise ValueError("FLOPWATCH_HEADERS: put Authorization into the file FLOPWATCH_HEADERS_FILE names; nothing "
+                             "is pushed")
+        self._headers_file, self._token_file = headers_file, token_file
         self._start = int(start_unix * 1e9)
         self._points: dict[Metric, list[tuple[dict[str, str], float]]] = {}
         self._whose: dict[str, str] = {}
@@ -141,12 +143,17 @@ class Wire:
     def send(self, body: bytes) -> None:
         """Post one encoded snapshot. Raises Undelivered."""
         headers = {**self._headers, "Content-Type": PROTOBUF, "Content-Encoding": "gzip"}
-        if self._token_file is not None:
-            try:
+        try:
+            if self._headers_file is not None:
+                headers |= _headers(self._headers_file.read_text().replace("\n", ","), "FLOPWATCH_HEADERS_FILE")
+            if self._token_file is not None:
                 headers["Authorization"] = f"Bearer {self._token_file.read_text().strip()}"
-            except OSError as error:
-                raise Undelivered(f"no token: {error}") from error
-        connection = self._connect()
+        except (OSError, ValueError) as error:
+            raise Undelivered(f"no token: {error}") from error
+        try:
+            connection = self._connect()
+        except OSError as error:
+            raise Undelivered(f"no CA: {error}") from error
         try:
             connection.request("POST", self._path, gzip.compress(body, 1), headers)
             response = connection.getresponse()
@@ -167,11 +174,23 @@ class Wire:
             raise Undelivered(f"{partial.rejected_data_points} points were refused: {partial.error_message}")
 
 
-def _headers(text: str) -> dict[str, str]:
+def _connect(host: str, port: int, secure: bool, ca_file: Path | None) -> Callable[[], http.client.HTTPConnection]:
+    """Return what begins a connection. A CA file is read for each, so that it can be replaced; it has few lines."""
+    if not secure:
+        return functools.partial(http.client.HTTPConnection, host, port, timeout=TIMEOUT)
+    import ssl  # costs 10 ms, which a push to the own node need not pay
+
+    https = functools.partial(http.client.HTTPSConnection, host, port, timeout=TIMEOUT)
+    if ca_file is not None:
+        return lambda: https(context=ssl.create_default_context(cafile=ca_file))
+    return functools.partial(https, context=ssl.create_default_context())
+
+
+def _headers(text: str, variable: str) -> dict[str, str]:
     """Return `name=value,name=value`, percent-encoded where needed, as OTEL_EXPORTER_OTLP_HEADERS is written."""
     pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
     if not all(name.strip() and equals for name, equals, _ in pairs):
-        raise ValueError("FLOPWATCH_HEADERS: write name=value,name=value; nothing is pushed")
+        raise ValueError(f"{variable}: write name=value,name=value; nothing is pushed")
     return {name.strip(): unquote(value.strip()) for name, _, value in pairs}
 
 

@@ -17,16 +17,16 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from flopwatch.asking import opener
 from flopwatch.catalogue import BY_NAME, COLLECTOR_SUCCESS, FLOPWATCH_INFO, Sample
 from flopwatch.node.diagnosis.memory import copied
 from flopwatch.node.diagnosis.verdict import ACTIONS, BAD, DEGRADED, OK, UNKNOWN, Judgement
 from flopwatch.node.reader import Reader, hardware, simulated_node
 from flopwatch.node.release import Release
-from flopwatch.settings import ExporterSettings, SettingsError
+from flopwatch.settings import ExporterSettings
 
 # The sources that a verdict is made of; who owns a GPU is not part of it.
 SOURCES = ("nvml", "dcgm", "infiniband", "xid")
@@ -65,8 +65,6 @@ def ask(
     url: str, deadline: float, tls: ssl.SSLContext | None = None, user: str = "", password: str = ""
 ) -> list[Sample]:
     """Return what an exporter says within `deadline` seconds. Raises NobodyListens and CannotTell."""
-    # No proxy: it is this node that is asked.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls))
     until = time.monotonic() + deadline
     body = bytearray()
     try:
@@ -74,7 +72,7 @@ def ask(
         if user:
             credentials = base64.b64encode(f"{user}:{password}".encode()).decode()
             request.add_header("Authorization", f"Basic {credentials}")
-        with opener.open(request, timeout=deadline) as response:
+        with opener(tls).open(request, timeout=deadline) as response:
             while chunk := response.read1(1 << 16):
                 body += chunk
                 if time.monotonic() > until:
@@ -203,15 +201,3 @@ def cannot_tell(why: str, form: str) -> tuple[str, int]:
         content = json.dumps({"verdict": UNKNOWN, "gpus": None, "ports": None, "reasons": [], "why": why}, indent=2)
         return content, NAGIOS[UNKNOWN]
     return f"UNKNOWN - {why}" if form == "nagios" else f"unknown: {why}", NAGIOS[UNKNOWN]
-
-
-def client_tls(ca_file: Path | None, cert_file: Path | None, key_file: Path | None) -> ssl.SSLContext:
-    """Return how an exporter behind TLS is asked. Raises SettingsError."""
-    try:
-        context = ssl.create_default_context(cafile=ca_file)
-        if cert_file is not None:
-            context.load_cert_chain(cert_file, key_file)
-    except OSError as error:
-        files = ", ".join(str(file) for file in (ca_file, cert_file, key_file) if file is not None)
-        raise SettingsError(f"cannot use {files}: {error.strerror or error}") from None
-    return context
