@@ -45,11 +45,12 @@ verdict = [
 ranks = [
     d.heatmap(
         "Score by rank", f"How late each rank is, of the {ROWS} that were latest in the time shown, by place in the "
-        "mesh. Bad: one row that stays dark; a host or a stage that does; rows that take turns are an imbalance.",
+        "mesh. Bad: one row, or those of a host or a stage, that stand out and stay; rows that take turns are an "
+        "imbalance.",
         d.Query(latest(f"{r.RANK_SCORE}{{{RUN}}}"), MESH), unit="percentunit", top=0.3, links=TO_NODE,
     ),
     d.heatmap(
-        "Wait by rank", "Share of step time that the same ranks wait for others. Bad: one pale row among dark ones: "
+        "Wait by rank", "Share of step time that the same ranks wait for others. Bad: one row unlike the others: "
         "it is the one that they wait for.",
         d.Query(latest(f"{r.WAIT}{{{RUN}}}"), MESH), unit="percentunit", top=0.6, scheme="Blues", links=TO_NODE,
     ),

@@ -1,0 +1,84 @@
+"""The simulated cluster to look at: its hooks tell what real ones do, of the rank that was made late as well."""
+
+from __future__ import annotations
+
+import pytest
+
+from demo.cluster import FAULTS, HOST, STRAGGLER, Bodies, Cluster, jobs, text
+from demo.stack import fetch
+from flopwatch import catalogue as m
+from flopwatch.ledger.accounting import Ledger
+from flopwatch.simulate.fleet.hooks import Hooks, culprit
+from flopwatch.simulate.fleet.metrics import Line
+from flopwatch.simulate.fleet.nodes import EPOCH, Noise
+from flopwatch.simulate.fleet.topology import Topology
+from flopwatch.simulate.fleet.world import World
+from flopwatch.simulate.node import SimulatedNode
+
+NODES, SEEN = 64, 100.0
+LATE = 8 * STRAGGLER[0] + STRAGGLER[1]
+# A hook tells these only where there is something to tell, or with a source that the simulation has not.
+NOT_TOLD = {
+    m.TRAINING_MFU_UNAVAILABLE, m.TRAINING_STANDSTILL_INFO, m.TRAINING_POSITION_TOKENS, m.TRAINING_SAMPLES,
+    m.TRAINING_CHECKPOINT_BACKGROUND_SECONDS, m.TRAINING_BACKWARDS_WITHOUT_STEP,
+}
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, list[tuple[int, Line]]]:
+    """Return the lines of one scrape, after all faults, by name; with the rank that is late."""
+    hooks, found = Hooks(1), dict[str, list[tuple[int, Line]]]()
+
+    def look(world: World, t: float) -> None:
+        lines = list(hooks(world, t))
+        if t == SEEN:
+            for node, line in lines:
+                found.setdefault(line[0], []).append((node, line))
+            assert culprit(world.topology, world.jobs[0]) == LATE
+
+    World(Topology(NODES), jobs(NODES), FAULTS, SEEN + 10, 1, Ledger().apply,
+          Noise(per_node_day=0.0, missing=0.0, late=0.0), 3.0, look, 2.0).run()
+    return found
+
+
+def of(told: dict[str, list[tuple[int, Line]]], row: m.Metric, run: str) -> dict[int, float]:
+    return {int(labels["rank"]): value for _, (_, labels, value) in told[row.name] if labels["run"] == run}
+
+
+def test_every_rank_tells_what_a_hook_does(told: dict[str, list[tuple[int, Line]]]) -> None:
+    expected = {row.name for row in m.all_metrics() if row.domain == "training" and row not in NOT_TOLD}
+    names = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in told}
+    assert names == expected
+    assert len(of(told, m.TRAINING_RANK_INFO, "llama-70b")) == 8 * NODES // 2
+
+
+def test_the_late_rank_waits_least_and_costs_every_rank_the_same_time(told: dict[str, list[tuple[int, Line]]]) -> None:
+    waits = of(told, m.TRAINING_COLLECTIVE_WAIT, "llama-70b")
+    assert min(waits, key=waits.__getitem__) == LATE
+    steps = of(told, m.TRAINING_MEASURED_STEP_SECONDS, "llama-70b")
+    assert len(set(steps.values())) == 1
+    others = sorted(waits.values())[len(waits) // 2]
+    # From the fault on, each step is 1.3 times as long, and the others wait for what is beyond the usual.
+    assert (others - waits[LATE]) / steps[LATE] == pytest.approx(0.3 / 1.3, rel=0.6)
+
+
+def test_a_run_s_mfu_is_the_one_that_was_asked_for(told: dict[str, list[tuple[int, Line]]]) -> None:
+    model, capacity = (sum(of(told, row, "ablation-4").values())
+                       for row in (m.TRAINING_MODEL_FLOPS, m.TRAINING_CAPACITY_FLOPS))
+    assert model / capacity == pytest.approx(0.31, rel=0.05)
+
+
+def test_a_page_of_a_template_gets_the_names_of_its_node() -> None:
+    with Bodies() as bodies:
+        cluster = Cluster(NODES, 1, bodies, {})
+        page = f'gpu_info{{host="{HOST}",uuid="{SimulatedNode.uuid(3)}"}} 1\n'
+        named = cluster._named(page, STRAGGLER[0])
+        assert named == f'gpu_info{{host="node-0005",uuid="{Topology.gpu(*STRAGGLER)}"}} 1\n'
+        bodies.serve({"/node-0005": named.encode()})
+        assert fetch(f"http://{bodies.address}/node-0005") == named.encode()
+
+
+def test_times_are_moved_to_the_present() -> None:
+    line = ("training_last_step_timestamp_seconds", {"run": "x", "job": "j", "instance": "i"}, EPOCH + 5)
+    assert text(line, 1000.0) == 'training_last_step_timestamp_seconds{run="x"} 1005.0\n'
+    assert text(("up", {}, 1.0), 0.0) == ""
