@@ -112,7 +112,7 @@ def heatmap(
     """Return a row of coloured cells for each series, from 0 to `top`."""
     options = {
         "calculate": False, "cellGap": 1, "cellValues": {"unit": unit},
-        "color": {"mode": "scheme", "scheme": scheme, "fill": "dark-orange", "scale": "exponential", "exponent": 0.5,
+        "color": {"mode": "scheme", "scheme": scheme, "fill": "dark-orange", "scale": "exponential", "exponent": 1,
                   "steps": 64, "reverse": False, "min": 0, "max": top},
         "exemplars": {"color": "rgba(255,0,255,0.7)"}, "filterValues": {"le": 1e-9},
         "legend": {"show": True}, "rowsFrame": {"layout": "auto"}, "showValue": "never",
@@ -336,7 +336,7 @@ def _panel(
 
 def _nothing(description: str) -> Json:
     """Return what the panel shows where a query has no series: what its description says of that."""
-    found = re.search(r"Nothing: ([^.]+\.)", description)
+    found = re.search(r"Nothing: (.+?\.)(?:\s|$)", description)
     return {"noValue": found[1][0].upper() + found[1][1:]} if found else {}
 
 

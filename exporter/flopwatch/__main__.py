@@ -23,13 +23,14 @@ from flopwatch.commands import (
     report,
     run,
     simulate,
+    size,
     stacks,
 )
 from flopwatch.settings import SettingsError
 
 COMMANDS = (
-    exporter, doctor, ledger, maintenance, metrics, check, run, report, boards, flops, peak, stacks, simulate, capture,
-    kmsg,
+    exporter, doctor, ledger, maintenance, metrics, check, run, report, size, boards, flops, peak, stacks, simulate,
+    capture, kmsg,
 )
 
 
