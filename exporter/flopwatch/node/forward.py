@@ -35,7 +35,7 @@ from flopwatch.node.telemetry import AttemptKey, Record, Telemetry
 log = logging.getLogger(__name__)
 
 TICK = 1.0  # an embedded ledger hears at most this often of an attempt
-URL_INTERVAL = 5.0  # a ledger at a URL serves many nodes and hears of a run about this often
+URL_INTERVAL = 15.0  # a ledger at a URL serves thousands of nodes and hears of a run from each about this often
 URL_BACKOFF_MAX = 60.0
 URL_TIMEOUT = 5.0
 STOP_TIMEOUT = 0.5

@@ -1,0 +1,176 @@
+"""How many series a cluster has, and what they cost one Prometheus with our rules, the ledger and the network.
+
+How many series something has is counted on a healthy simulated node of eight H100 with the hooks of eight ranks, which
+tests/test_size.py counts again. What one costs is measured on a real Prometheus 2.53 with the shipped rules
+(bench/size.py, bench/rules.py) and on a real ledger (bench/ledger.py); bench/size.py compares with a new measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+
+from flopwatch import catalogue as m
+from flopwatch.catalogue import Metric
+from flopwatch.catalogue.training import PHASES
+
+# Series of a GPU with its NVLinks, of a port, of what a node has besides, and of a rank and of a run of any hook.
+GPU, PORT, NODE, RANK, RUN = 106, 42, 113, 24, 21
+# Of a rank, PyTorch's hook has beside that, on a GPU:
+TORCH: Mapping[Metric, int] = {
+    m.TRAINING_PHASE_SECONDS: len(PHASES), m.TRAINING_COLLECTIVE_SEQUENCE: 1, m.TRAINING_HARDWARE_FLOPS: 1,
+    m.TRAINING_RECOMPILATIONS: 1, m.TRAINING_ALLOCATOR_RETRIES: 1, m.TRAINING_OUT_OF_MEMORY: 1,
+    m.TRAINING_ALLOCATOR_UNUSED_BYTES: 1,
+}
+LEDGER, LEDGER_OF_RUN = 4, 113
+# up, scrape_duration_seconds, scrape_samples_scraped, scrape_samples_post_metric_relabeling, scrape_series_added
+TARGET = 5
+# What is recorded of a healthy cluster, by the seconds between two evaluations: series of each rank, node, port, GPU
+# with a rail, rail of a run, run, and of the whole. The two ALERTS are the watchdog's.
+RECORDED: Mapping[int, Mapping[str, int]] = {
+    15: {"rank": 3, "node": 1, "run": 27, "whole": 3},
+    30: {"node": 1},
+    60: {"node": 2, "port": 1, "gpu": 1, "rail": 4, "run": 104, "whole": 2},
+    120: {"node": 1, "run": 7, "whole": 4},
+}
+
+RUN_NODES = 64
+
+# Prometheus keeps what it heard in memory until a block of two hours is written an hour later.
+HEAD = 10_800.0  # seconds
+CHUNK = 120  # samples, after which a series' chunk moves from the heap to a mapped file
+# Bytes resident: of the program, of a series, of a sample in its last chunk and of one in its older ones. Go lets the
+# heap grow by three quarters before it collects (Prometheus' GOGC=75), so these are about twice what is in use.
+# bench/size.py: 64, 256 and 512 targets for twelve minutes; --pace 15 --targets 64 for the samples of three hours.
+PROGRAM, SERIES, SAMPLE, OLD_SAMPLE = 54e6, 2850.0, 10.0, 6.0
+# Bytes a sample in blocks, the index included: of what is scraped, 15 s apart to the millisecond (late scrapes make it
+# 3), and of what is recorded, whose values have all their digits. And of the write-ahead log of a head.
+RAW_OF_SAMPLE, RECORD_OF_SAMPLE, LOG_OF_SAMPLE = 1.7, 5.3, 5.6
+SENT_OF_RAW, SENT_OF_RECORD = 16.6, 12.0  # bytes a sample by remote write, labels and all: bench/size.py --store
+CORES_OF_NODE = 1.3e-3  # cores of a Prometheus that scrapes a node every 15 s and evaluates the rules: bench/size.py
+# bench/rules.py: seconds that the group flopwatch-training takes for each node, of 4,096 on two cores.
+TRAINING_GROUP, TRAINING_EVERY = 23.95 / 4096, 15.0
+LEDGER_EVERY = 15.0  # seconds between two reports of a node on a run, on the mean: flopwatch.node.forward
+LEDGER_CPU, LEDGER_DISK = 1.07e-3, 1210.0  # seconds of a core a report, bytes a node: bench/ledger.py
+ZIPPED = 15.4  # bytes of a series on the wire: a page of a node of eight GPUs and ranks, as the exporter compresses it
+ROOM = 1.5  # times the memory, for who looks at boards
+BUSY = 0.8  # of a group's interval, from which on it is too much
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What is watched, and how. Times are in seconds."""
+
+    nodes: int
+    gpus_per_node: int = 8
+    ports_per_node: int = 9
+    ranks_per_node: int = 8
+    run_nodes: int = RUN_NODES
+    scrape_interval: float = 15.0
+    retention: float = 15 * 86_400.0
+    records_retention: float = 400 * 86_400.0
+    restarts: float = 1.0  # of every run within the head's three hours, all of its ranks on other nodes
+    torch: bool = True  # ranks have what PyTorch's hook has on a GPU
+
+    @property
+    def runs(self) -> int:
+        """Return how many runs there are at a time."""
+        return ceil(self.nodes / self.run_nodes)
+
+    @property
+    def ranks(self) -> int:
+        """Return how many ranks all runs have."""
+        return self.nodes * self.ranks_per_node
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What it comes to, in series, samples a second, bytes, seconds and cores."""
+
+    hardware_series: int
+    hook_series: int
+    ledger_series: int
+    target_series: int
+    recorded_series: int
+    restarted_series: int  # of ranks that were elsewhere before, until the head's next block is written
+    scraped_samples_per_second: float
+    recorded_samples_per_second: float
+    memory_bytes: float
+    disk_raw_bytes: float
+    disk_records_bytes: float
+    cores: float
+    training_group_seconds: float
+    scrape_bytes: float
+    scraped_bytes_per_second: float
+    remote_write_raw_bytes_per_second: float
+    remote_write_records_bytes_per_second: float
+    ledger_requests_per_second: float
+    ledger_cores: float
+    ledger_disk_bytes: float
+
+    @property
+    def scraped_series(self) -> int:
+        """Return the series that targets have, with those that Prometheus adds of each target."""
+        return self.hardware_series + self.hook_series + self.ledger_series + self.target_series
+
+    @property
+    def series(self) -> int:
+        """Return the series that have samples now."""
+        return self.scraped_series + self.recorded_series
+
+    @property
+    def samples_per_second(self) -> float:
+        """Return the samples that are written each second."""
+        return self.scraped_samples_per_second + self.recorded_samples_per_second
+
+
+def memory(series: float, seconds: float, scrape_interval: float) -> float:
+    """Return the bytes resident at most of a Prometheus 2.53 whose head has so many series and began so long ago.
+
+    A series has its labels, its place in the index, its chunks and its part of what the rules need to evaluate. Blocks
+    of two hours, chunks of 120 samples: https://prometheus.io/docs/prometheus/latest/storage/
+    """
+    samples = min(seconds, HEAD) / scrape_interval
+    older = samples - samples % CHUNK if samples > CHUNK else 0.0
+    return PROGRAM + series * (SERIES + SAMPLE * min(samples, CHUNK) + OLD_SAMPLE * older)
+
+
+def size(cluster: Cluster, age: float = HEAD) -> Size:
+    """Return what a cluster comes to, memory that of a Prometheus that began `age` seconds ago."""
+    nodes, ranks, runs = cluster.nodes, cluster.ranks, cluster.runs
+    gpus, ports = nodes * cluster.gpus_per_node, nodes * cluster.ports_per_node
+    of_rank = RANK + (sum(TORCH.values()) if cluster.torch else 0)
+    hardware = gpus * GPU + ports * PORT + nodes * NODE
+    hook = ranks * of_rank + runs * RUN
+    ledger, targets = LEDGER + runs * LEDGER_OF_RUN, (nodes + 1) * TARGET
+    rails = min(cluster.gpus_per_node, cluster.ports_per_node)
+    many = {"rank": ranks, "node": nodes, "port": ports, "gpu": nodes * rails, "rail": runs * rails, "run": runs,
+            "whole": 1}
+    recorded = {every: sum(count * many[what] for what, count in each.items()) for every, each in RECORDED.items()}
+    scraped = hardware + hook + ledger + targets
+    restarted = round(cluster.restarts * ranks * of_rank)
+    raw = scraped / cluster.scrape_interval
+    records = sum(count / every for every, count in recorded.items())
+    scrape = (hardware + hook) / nodes * ZIPPED
+    requests = nodes / LEDGER_EVERY
+    return Size(
+        hardware_series=hardware, hook_series=hook, ledger_series=ledger, target_series=targets,
+        recorded_series=sum(recorded.values()), restarted_series=restarted,
+        scraped_samples_per_second=raw, recorded_samples_per_second=records,
+        memory_bytes=memory(scraped + sum(recorded.values()) + restarted, age, cluster.scrape_interval),
+        disk_raw_bytes=(raw * RAW_OF_SAMPLE + records * RECORD_OF_SAMPLE) * cluster.retention
+        + (raw + records) * LOG_OF_SAMPLE * HEAD,
+        disk_records_bytes=records * RECORD_OF_SAMPLE * cluster.records_retention,
+        cores=nodes * CORES_OF_NODE * 15 / cluster.scrape_interval,
+        training_group_seconds=ranks / 8 * TRAINING_GROUP,
+        scrape_bytes=scrape, scraped_bytes_per_second=scrape * nodes / cluster.scrape_interval,
+        remote_write_raw_bytes_per_second=raw * SENT_OF_RAW,
+        remote_write_records_bytes_per_second=records * SENT_OF_RECORD,
+        ledger_requests_per_second=requests, ledger_cores=requests * LEDGER_CPU,
+        ledger_disk_bytes=nodes * LEDGER_DISK)
+
+
+def one_prometheus(cluster: Cluster) -> int:
+    """Return up to how many such nodes one Prometheus evaluates the rules in time, on two cores."""
+    return int(BUSY * TRAINING_EVERY / (TRAINING_GROUP * max(cluster.ranks_per_node, 1) / 8))
