@@ -168,7 +168,9 @@ def _stragglers(settings: AlertSettings) -> tuple[Record, ...]:
     window = settings.at_pace(settings.straggler_window)
     three_windows = settings.at_pace(3 * settings.straggler_window)
     hour, day, week = map(settings.at_pace, (settings.hour, settings.day, settings.week))
-    tokens = f"sum by (run, rank) (rate({m.TRAINING_TOKENS}[{window}]))"
+    # Of a step: by when they are scraped, ranks in the same step differ by one of the few long ones in a window.
+    tokens = (f"(sum by (run, rank) (rate({m.TRAINING_TOKENS}[{window}])) / "
+              f"(sum by (run, rank) (rate({m.TRAINING_STEPS}[{window}])) > 0))")
     # A scrape that fails is not a rank's end, or a verdict would begin anew two and four minutes later, too.
     lately = settings.at_pace(4 * settings.scrape_interval)
     info, known, world = (f"last_over_time({family}[{lately}])" for family in (
@@ -225,7 +227,7 @@ def _stragglers(settings: AlertSettings) -> tuple[Record, ...]:
         """),
         # A restarted rank may be another machine: the windows before say nothing about it.
         record("training", EXCUSED, "1 for a rank that is not to blame if it is late: it restarted within three "
-               "windows, or it has more tokens than the others.", f"""
+               "windows, or its steps have more tokens than the others'.", f"""
             group by (run, rank) (
               sum by (run, rank) (resets({m.TRAINING_MEASURED_STEPS}[{three_windows}])) > 0
                 or
