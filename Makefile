@@ -13,7 +13,7 @@ install = @echo "Installing $(1) into $(VENV) ..."; begin=$$(date +%s); $(PIP) i
 
 # What is made of viewer/, and the same where Node can make it.
 PAGE := viewer/dist/index.html
-NODE := $(shell node -e 'process.exit(process.versions.node.split(".")[0] < 20)' 2>/dev/null && echo $(PAGE))
+NODE := $(shell node -e 'process.exit(process.versions.node.split(".")[0] < 20 ? 1 : 0)' 2>/dev/null && echo $(PAGE))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint generate viewer screenshots audit bench soak fuzz scale simulate mutations versions clean

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +18,13 @@ def until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
     while not condition():
         assert time.monotonic() < end, f"not within {seconds:g} s"
         time.sleep(0.01)
+
+
+def node_builds() -> bool:
+    """Return whether there is a Node here that can build the viewer, as the Makefile asks."""
+    node = shutil.which("node")
+    return node is not None and shutil.which("npm") is not None and int(subprocess.run(
+        [node, "-p", "process.versions.node.split('.')[0]"], capture_output=True, text=True, check=True).stdout) >= 20
 
 
 def shortest(measure: Callable[[], float], enough: float, tries: int = 4) -> float:
