@@ -71,13 +71,13 @@ rails = [
     d.timeseries(
         "Congestion notifications by rail", "A second, RoCE: a switch asked a sender to slow down. Bad: rising on one "
         "rail alone. Nothing: InfiniBand has none.",
-        d.Query(p.most(f"max by (run, rail) ({r.RAIL_NOTIFICATIONS}{RUN}) > 0"), "{{run}} rail {{rail}}"),
+        d.Query(f"topk({p.LINES}, max by (run, rail) ({r.RAIL_NOTIFICATIONS}{RUN}) > 0)", "{{run}} rail {{rail}}"),
         unit="cps", width=12,
     ),
     d.timeseries(
         "Sent again by rail", "Times a second that a port had to repeat. Bad: any that goes on: a lossy path. "
         "Nothing: no port has to.",
-        d.Query(p.most(f"max by (run, rail) ({r.RAIL_RETRANSMISSIONS}{RUN}) > 0"), "{{run}} rail {{rail}}"),
+        d.Query(f"topk({p.LINES}, max by (run, rail) ({r.RAIL_RETRANSMISSIONS}{RUN}) > 0)", "{{run}} rail {{rail}}"),
         unit="cps", width=12,
     ),
 ]

@@ -8,6 +8,7 @@ from flopwatch import catalogue as m
 
 EXPORTERS = f"(up and on (instance) ({m.FLOPWATCH_INFO} or on (instance) last_over_time({m.FLOPWATCH_INFO}[1h])))"
 TO_NODE = [p.to_node(d.LABEL % "host")]
+SLOWEST = 8
 SOURCE = '{collector=~"$source"}'
 
 now = [
@@ -21,8 +22,9 @@ now = [
     d.stat("Runs without MFU", "Runs with a rank whose MFU cannot be told. Bad: any; the table says why.",
            d.Query(f"count(max by (run) ({m.TRAINING_MFU_UNAVAILABLE} == 1)) or vector(0)", instant=True),
            thresholds=p.FEW, width=4),
-    d.stat("Rules that fail", "Evaluations of the last five minutes that failed. Bad: any.",
-           d.Query("sum(increase(prometheus_rule_evaluation_failures_total[5m])) or vector(0)", instant=True),
+    d.stat("Rules that fail", "Evaluations of the last five minutes that failed. Bad: any. Nothing: Prometheus "
+           "does not scrape itself.",
+           d.Query("sum(increase(prometheus_rule_evaluation_failures_total[5m]))", instant=True),
            thresholds=p.ERRORS, width=4),
     d.stat("Watchdog", "The alert that always fires, to prove that alerts arrive. Bad: no.",
            d.Query('count(ALERTS{alertname="FlopwatchWatchdog", alertstate="firing"}) or vector(0)', instant=True),
@@ -30,10 +32,11 @@ now = [
 ]
 
 sources = [
-    d.timeseries("Slowest reads", f"Time the last read of a source took, the {p.LINES} slowest. Bad: near 2.5 s, the "
-                 "longest wait: a driver hangs.",
-                 d.Query(p.with_host(f"({p.most(f'{m.COLLECTOR_DURATION}{SOURCE}')})"), "{{host}} {{collector}}"),
-                 unit="s", links=TO_NODE, width=12),
+    d.bargauge("Slowest reads", f"Time the last read of a source took, the {SLOWEST} slowest. Bad: near 2.5 s, the longest "
+               "wait: a driver hangs.",
+               d.Query(p.with_host(f"topk({SLOWEST}, {m.COLLECTOR_DURATION}{SOURCE})"), "{{host}} {{collector}}",
+                       instant=True),
+               unit="s", thresholds=[(None, "green"), (1, "orange"), (2.4, "red")], links=TO_NODE, width=12),
     d.timeseries("Failed reads", "A second, of all nodes, by source and reason. Bad: any that go on; blind means that "
                  "access was lost, not the hardware. Nothing: none failed.",
                  d.Query(f"sum by (collector, reason) (rate({m.COLLECTOR_FAILURES}{SOURCE}{p.RATE})) > 0",
@@ -68,7 +71,7 @@ flow = [
                  unit="cps"),
     d.timeseries("Errors in hooks", "A second, by run. Bad: any: the hook says once in the job's log what it was. "
                  "Nothing: there are none.",
-                 d.Query(p.most(f"sum by (run) (rate({m.TRAINING_HOOK_ERRORS}{p.RATE})) > 0"), "{{run}}"),
+                 d.Query(f"topk({p.LINES}, sum by (run) (rate({m.TRAINING_HOOK_ERRORS}{p.RATE})) > 0)", "{{run}}"),
                  unit="cps", links=[p.to_run(d.LABEL % "run")], width=12),
     d.timeseries("Kernel log lines lost", "A second, of all nodes. Bad: any: an Xid may be among them. Nothing: "
                  "no exporter reads it.",

@@ -72,10 +72,11 @@ _SELECTOR = re.compile(rf"(?<![\w:$.])(?:{'|'.join(sorted(_NAMES, key=len, rever
 def most(expr: str, take: str = "topk", lines: int = LINES) -> str:
     """Return the series of an expression that are highest (`bottomk`: lowest) at the end of the time shown.
 
-    Without the end, each moment would have its own, and a line for whatever was once among them.
+    Each moment would have its own otherwise, and a line for whatever was once among them; so it is of what is over by
+    then, such as a run. Nothing for an expression of which a series is there only while something is wrong.
     """
     at_end = _SELECTOR.sub(lambda found: f"{found[0]} @ end()", expr)
-    return f"({expr}) and {take}({lines}, {at_end})"
+    return f"({expr}) and ({take}({lines}, {at_end}) or {take}({lines}, {expr}) unless on () ({at_end}))"
 
 
 def with_host(expr: str) -> str:
@@ -103,4 +104,4 @@ def alert_marks(matchers: str) -> d.Json:
 
 def starts(matchers: str) -> d.Json:
     """Return marks for each start of the run with these label matchers."""
-    return d.annotation("Starts", f"max(changes({m.RUN_ATTEMPTS}{{{matchers}}}[1m])) > 0", "start", "blue")
+    return d.annotation("Starts", f"max(changes({m.RUN_ATTEMPTS}{{{matchers}}}{RATE})) > 0", "start", "blue")

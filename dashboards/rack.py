@@ -93,6 +93,6 @@ domain = [
 
 BOARD = d.dashboard(
     p.RACK, "Rack", "The nodes of a rack, and the NVLink domain they share.",
-    [d.variable("rack", "Rack", f"label_values({m.NODE_TOPOLOGY_INFO}, rack)", everything=True)],
+    [d.variable("rack", "Rack", f"label_values({m.NODE_TOPOLOGY_INFO}, rack)")],
     {"Now": now, "Each node": nodes, "Time": time, "NVLink domain": domain},
 )

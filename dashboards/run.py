@@ -205,7 +205,7 @@ errors = [
     d.timeseries(
         "Active ports per host", f"InfiniBand ports in state active, the {LINES} hosts with fewest. Bad: a step down, "
         "which is a link lost.",
-        d.Query(p.most(f"count by (host) ({per_port(f'({m.INFINIBAND_STATE} == 4)')})", "bottomk"), "{{host}}"),
+        d.Query(f"bottomk({LINES}, count by (host) ({per_port(f'({m.INFINIBAND_STATE} == 4)')}))", "{{host}}"),
         unit="none", width=6,
     ),
     d.timeseries(

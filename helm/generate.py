@@ -39,7 +39,7 @@ helm install flopwatch ./helm --namespace flopwatch --set image.repository=regis
 ```
 
 By situation, with the commands: [docs/kubernetes.md](../docs/kubernetes.md). Kubernetes {kubernetes}, Helm 3 or 4.
-Values that fit a situation: {situations}.
+The values that are tested, to take from: {situations}.
 
 ## Values
 

@@ -31,7 +31,9 @@ SHIPPED = Path(__file__).parents[1] / "helm" / "files" / "dashboards"
 class Asked:
     """A Prometheus that answers all questions alike and remembers them."""
 
-    def __init__(self, status: int = 200, body: bytes = b'{"status": "success", "data": []}') -> None:
+    def __init__(
+        self, status: int = 200, body: bytes = b'{"status": "success", "data": []}', location: str = "",
+    ) -> None:
         self.questions: list[tuple[str, str, str, str | None]] = []
         asked = self
 
@@ -41,6 +43,8 @@ class Asked:
                 form = self.rfile.read(size).decode()
                 asked.questions.append((self.command, self.path, form, self.headers.get("Authorization")))
                 self.send_response(status)
+                if location:
+                    self.send_header("Location", location)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
@@ -73,10 +77,10 @@ def page(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def serving_it(page: Path, upstream: Upstream, *, local: bool = True) -> Iterator[str]:
+def serving_it(page: Path, upstream: Upstream, names: tuple[str, ...] = ("localhost", "127.0.0.1")) -> Iterator[str]:
     """Run the viewer's server and return its URL."""
     (port,) = free_ports(1)
-    made = boards_app(dashboards(SHIPPED), page, upstream, scrape_interval=5.0, local=local)
+    made = boards_app(dashboards(SHIPPED), page, upstream, scrape_interval=5.0, names=names)
     server = serving.server(made)
     with serving.listener("--listen", Address("127.0.0.1", port), backlog=8) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
@@ -165,11 +169,45 @@ def test_a_prometheus_that_is_away_is_said_with_the_flag_to_look_at(page: Path) 
     assert "is --prometheus right?" in json.loads(answer)["error"]
 
 
+def test_a_redirect_gets_no_token(page: Path, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret")
+    with Asked() as elsewhere, Asked(302, b"", f"{elsewhere.url}/login") as prometheus, serving_it(
+            page, Upstream(prometheus.url, tmp_path / "token")) as url:
+        status, _, answer = get(f"{url}/api/prometheus/query", b"query=up")
+    assert (status, elsewhere.questions) == (302, [])
+    assert "answers 302" in json.loads(answer)["error"]
+
+
+def test_an_answer_without_end_is_cut(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "MOST_BYTES", 1 << 20)
+    with Asked(200, b"x" * ((1 << 20) + 1)) as prometheus, serving_it(page, Upstream(prometheus.url)) as url:
+        status, _, answer = get(f"{url}/api/prometheus/query", b"query=up")
+    assert (status, json.loads(answer)["error"]) == (502, "the answer has more than 1 MiB; ask for less")
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_another_page_cannot_make_it_ask(page: Path, site: str) -> None:
+    with Asked() as prometheus, serving_it(page, Upstream(prometheus.url)) as url:
+        assert get(f"{url}/api/prometheus/query?query=up", None, **{"Sec-Fetch-Site": site})[0] == 403
+        assert get(f"{url}/api/prometheus/query?query=up", None, **{"Sec-Fetch-Site": "same-origin"})[0] == 200
+        assert get(f"{url}/d/flopwatch-run", None, **{"Sec-Fetch-Site": site})[0] == 200  # a link is followed
+    assert len(prometheus.questions) == 1
+
+
+def test_a_web_configuration_that_asks_for_nobody_opens_nothing_to_others(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(app, "PAGES", (page,))
+    (tmp_path / "web.yml").write_text("")
+    with pytest.raises(SettingsError, match="basic_auth_users"):
+        app.run(BoardsSettings("http://127.0.0.1:9", listen=Address("0.0.0.0", 0), web_config=tmp_path / "web.yml"))
+
+
 def test_a_name_that_somebody_else_points_here_is_turned_away(page: Path) -> None:
     with serving_it(page, Upstream("http://127.0.0.1:9")) as url:
         assert get(f"{url}/api/boards", Host="rebound.example:9452")[0] == 421
         assert get(f"{url}/api/boards", Host="localhost:9452")[0] == 200
-    with serving_it(page, Upstream("http://127.0.0.1:9"), local=False) as url:
+    with serving_it(page, Upstream("http://127.0.0.1:9"), ()) as url:
         assert get(f"{url}/api/boards", Host="boards.example")[0] == 200
 
 

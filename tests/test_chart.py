@@ -428,7 +428,10 @@ def test_exporters_leave_a_node_when_the_gpu_operator_takes_its_label_back() -> 
         return [term["matchExpressions"] for term in node["nodeSelectorTerms"]]
 
     assert terms(only(render("defaults"), "DaemonSet")) == [[here], [absent]]
-    assert terms(only(render("gpu-operator"), "DaemonSet")) == [[pool, here], [pool, absent]]
+    assert terms(only(render("gpu-operator"), "DaemonSet")) == [[here], [absent]]
+    own = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": [pool]}]}}
+    files = files_of({"exporter": {"affinity": {"nodeAffinity": own}}})
+    assert terms(only(objects_of(files), "DaemonSet")) == [[pool, here], [pool, absent]]
     values = {"exporter": {"gpuOperatorLabel": "", "affinity": {"podAffinity": {}}}}
     pod = only(objects_of(files_of(values)), "DaemonSet")["spec"]["template"]["spec"]
     assert pod["affinity"] == {"podAffinity": {}}

@@ -23,6 +23,14 @@ def client_tls(
     return context
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Takes a redirect for the error that it is: the token would go along, to whatever host it names."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
 def opener(tls: ssl.SSLContext | None = None) -> urllib.request.OpenerDirector:
     """Return what asks; a proxy from the environment would only hide who is inside the cluster."""
-    return urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls))
+    return urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls), _NoRedirect())

@@ -370,6 +370,11 @@ class Web:
             self.config, self.context = config, context
             log.info("%s: taken anew", self._name)
 
+    def asks_who(self) -> bool:
+        """Return whether not everybody may come in."""
+        tls = self.config.tls
+        return bool(self.config.users) or (tls is not None and tls.client_auth is ssl.CERT_REQUIRED)
+
     def secure(self, config: uvicorn.Config) -> None:
         """Let a server encrypt its connections, if the file says so."""
         if self.context is None:

@@ -1,12 +1,12 @@
 // One dashboard: its variables, its time and its panels, in rows that can be folded.
 import { rangeUtil, type TimeRange } from '@grafana/data';
 import { Alert, Combobox, Dropdown, Input, Menu, RefreshPicker, TimeRangePicker, ToolbarButton } from '@grafana/ui';
-import { useCallback, useEffect, useMemo, useState } from 'react';
+import { useCallback, useEffect, useMemo, useRef, useState } from 'react';
 import { set } from './address';
 import type { BoardModel, BoardSummary, PanelModel, Settings, VariableModel } from './model';
 import { Panel, type Asking } from './Panel';
 import type { Mark } from './panels/marks';
-import { queryRange } from './prometheus';
+import { busy, queryRange } from './prometheus';
 import { ALL, choices, filled, legend, steps, type Values } from './variables';
 
 const CELL = 30, GAP = 8; // pixels of Grafana's grid
@@ -36,8 +36,24 @@ interface Chosen {
   error?: string;
 }
 
+// What a variable that is no query may be, and is if nobody chose.
+function fixed(model: VariableModel): string[] {
+  const text = typeof model.query === 'string' ? model.query : model.query?.query ?? '';
+  switch (model.type) {
+    case 'datasource':
+      return ['prometheus'];
+    case 'custom':
+    case 'interval':
+      return text.split(',').map((one) => one.trim()).filter(Boolean);
+    default:
+      return [text];
+  }
+}
+
 function useVariables(models: VariableModel[], given: Values, range: TimeRange): Chosen | undefined {
   const [chosen, setChosen] = useState<Chosen>();
+  const last = useRef<Chosen>(undefined);
+  last.current = chosen;
   const asked = JSON.stringify(given);
   useEffect(() => {
     const stop = new AbortController();
@@ -46,31 +62,63 @@ function useVariables(models: VariableModel[], given: Values, range: TimeRange):
       let error: string | undefined;
       for (const model of models) { // in order: one may depend on those before it
         const wanted = given[model.name];
+        let found: string[];
         if (model.type !== 'query') {
-          values[model.name] = wanted ?? (model.type === 'textbox' ? `${model.query}` : 'prometheus');
-          continue;
-        }
-        let found: string[] = [];
-        try {
-          found = await choices(model, models, values, range, stop.signal);
-        } catch (problem) {
-          if (stop.signal.aborted) {
-            throw problem;
+          found = fixed(model);
+        } else {
+          try {
+            found = await choices(model, models, values, range, stop.signal);
+            found = model.includeAll ? [ALL, ...found] : found;
+          } catch (problem) {
+            if (stop.signal.aborted) {
+              throw problem;
+            }
+            error = (problem as Error).message;
+            found = last.current?.options[model.name] ?? [];
           }
-          error = `${(problem as Error).message}`;
         }
-        options[model.name] = model.includeAll ? [ALL, ...found] : found;
-        values[model.name] = wanted || (model.includeAll ? ALL : found[0] ?? '');
+        options[model.name] = found;
+        values[model.name] = wanted || (found[0] ?? '');
       }
       return { values, options, error };
     };
     choose().then(
-      (made) => setChosen((before) => (JSON.stringify(before) === JSON.stringify(made) ? before : made)),
+      (made) => {
+        if (stop.signal.aborted) {
+          return;
+        }
+        setChosen((before) => {
+          const same = before && JSON.stringify(before.values) === JSON.stringify(made.values);
+          return { ...made, values: same ? before.values : made.values };
+        });
+        // What nobody chose stays what it is while the board is open, and is in a link that somebody copies.
+        const taken = models.filter((model) => model.type === 'query' && !given[model.name] && made.values[model.name]);
+        if (taken.length && !made.error) {
+          set(Object.fromEntries(taken.map((model) => [`var-${model.name}`, made.values[model.name]])), true);
+        }
+      },
       () => undefined
     );
     return () => stop.abort();
   }, [models, asked, range]);
   return chosen;
+}
+
+// The variables whose choices are asked for with this one's value: another value may leave none of what they are.
+function dependents(model: VariableModel, models: VariableModel[]): VariableModel[] {
+  const uses = new RegExp(`\\$\\{?${model.name}\\b`);
+  return models.filter((one) => one.type === 'query' && uses.test(
+    typeof one.query === 'string' ? one.query : one.query.query));
+}
+
+// The interval of a refresh in milliseconds; none for what is no interval, or would be a storm.
+function every(refresh: string): number | undefined {
+  try {
+    const milliseconds = rangeUtil.intervalToMs(refresh);
+    return milliseconds >= 1000 ? milliseconds : undefined;
+  } catch {
+    return undefined;
+  }
 }
 
 function useMarks(board: BoardModel, chosen: Chosen | undefined, range: TimeRange, scrape: number): Mark[] {
@@ -107,7 +155,7 @@ function useMarks(board: BoardModel, chosen: Chosen | undefined, range: TimeRang
       }));
       return found.flat();
     };
-    ask().then(setMarks, () => undefined); // without them the panels are still right
+    ask().then((made) => !stop.signal.aborted && setMarks(made), () => undefined); // the panels are right without
     return () => stop.abort();
   }, [board, values, models, range, scrape]);
   return marks;
@@ -152,11 +200,12 @@ export function Board({ board, boards, parameters, settings, theme }: {
   const [tick, setTick] = useState(0);
   const range = useMemo(() => parsed(raw), [raw, tick]);
   useEffect(() => {
-    if (!refresh || !raw.to.includes('now')) {
+    const interval = refresh ? every(refresh) : undefined;
+    if (!interval || !raw.to.includes('now')) {
       return;
     }
-    const timer = setInterval(() => !document.hidden && setTick((before) => before + 1),
-      rangeUtil.intervalToMs(refresh));
+    // Not while the last round is under way: on a slow Prometheus, what is asked last would never be answered.
+    const timer = setInterval(() => !document.hidden && !busy() && setTick((before) => before + 1), interval);
     return () => clearInterval(timer);
   }, [refresh, raw]);
 
@@ -169,9 +218,10 @@ export function Board({ board, boards, parameters, settings, theme }: {
   }
   const chosen = useVariables(models, given, range);
   const marks = useMarks(board, chosen, range, settings.scrape_interval);
-  const asking: Asking | undefined = useMemo(() => chosen && {
-    models, values: chosen.values, range, raw, scrape: settings.scrape_interval, marks,
-  }, [chosen, models, range, raw, settings, marks]);
+  const values = chosen?.values;
+  const asking: Asking | undefined = useMemo(() => values && {
+    models, values, range, raw, scrape: settings.scrape_interval, marks,
+  }, [values, models, range, raw, settings, marks]);
 
   const move = useCallback((by: number, wider = 0) => {
     const span = range.to.valueOf() - range.from.valueOf();
@@ -184,7 +234,7 @@ export function Board({ board, boards, parameters, settings, theme }: {
   const sections: Array<{ heading?: PanelModel; panels: PanelModel[] }> = [];
   for (const panel of board.panels) {
     if (panel.type === 'row') {
-      sections.push({ heading: panel, panels: [] });
+      sections.push({ heading: panel, panels: [...(panel.panels ?? [])] });
     } else {
       (sections.at(-1) ?? sections[sections.push({ panels: [] }) - 1]!).panels.push(panel);
     }
@@ -203,8 +253,8 @@ export function Board({ board, boards, parameters, settings, theme }: {
         <Dropdown overlay={others}>
           <ToolbarButton variant="canvas" icon="apps" isOpen={false}>{board.title}</ToolbarButton>
         </Dropdown>
-        {models.filter((model) => model.type !== 'datasource' && model.hide !== 2).map((model) => (
-          <Variable key={model.name} model={model} chosen={chosen} />
+        {models.filter((model) => !['datasource', 'constant'].includes(model.type) && model.hide !== 2).map((model) => (
+          <Variable key={model.name} model={model} models={models} chosen={chosen} />
         ))}
         <span className="gap" />
         <TimeRangePicker
@@ -227,10 +277,18 @@ export function Board({ board, boards, parameters, settings, theme }: {
   );
 }
 
-function Variable({ model, chosen }: { model: VariableModel; chosen: Chosen | undefined }) {
+function Variable({ model, models, chosen }: {
+  model: VariableModel; models: VariableModel[]; chosen: Chosen | undefined;
+}) {
   const value = chosen?.values[model.name] ?? '';
-  const change = (to: string) => set({ [`var-${model.name}`]: to });
   const [typed, setTyped] = useState<string>();
+  const change = (to: string) => {
+    setTyped(undefined);
+    if (to !== value) {
+      const anew = dependents(model, models).map((one) => [`var-${one.name}`, undefined]);
+      set({ ...Object.fromEntries(anew), [`var-${model.name}`]: to });
+    }
+  };
   return (
     <label className="variable">
       <span>{model.label || model.name}</span>

@@ -27,6 +27,7 @@ interface Answer {
   frames: DataFrame[];
   error?: string;
   done: boolean;
+  asked?: boolean; // once at least
 }
 
 const NO_FIELDS = { defaults: {}, overrides: [] };
@@ -41,7 +42,7 @@ function useAnswer(panel: PanelModel, asking: Asking): Answer {
     const last = Math.floor(end / at.step) * at.step;
     const first = Math.floor(range.from.valueOf() / 1000 / at.step) * at.step;
     const ask = async (): Promise<DataFrame[]> => {
-      const targets = panel.targets ?? [];
+      const targets = (panel.targets ?? []).filter((target) => !target.hide);
       const found = await Promise.all(targets.map((target) => {
         const expr = filled(target.expr, models, values, range, at);
         return target.instant ? query(expr, end, stop.signal) : queryRange(expr, first, last, at.step, stop.signal);
@@ -60,10 +61,14 @@ function useAnswer(panel: PanelModel, asking: Asking): Answer {
     };
     setAnswer((before) => ({ ...before, done: false }));
     ask().then(
-      (frames) => setAnswer({ frames, done: true }),
+      (frames) => {
+        if (!stop.signal.aborted) {
+          setAnswer({ frames, done: true, asked: true });
+        }
+      },
       (error: Error) => {
         if (!stop.signal.aborted) {
-          setAnswer({ frames: [], error: error.message, done: true });
+          setAnswer({ frames: [], error: error.message, done: true, asked: true });
         }
       }
     );
@@ -104,7 +109,7 @@ export function Panel({ panel, asking }: { panel: PanelModel; asking: Asking }) 
           loadingState={answer.done ? LoadingState.Done : LoadingState.Loading} statusMessage={error}
         >
           {(width, height) => {
-            if (error || (empty && answer.done)) {
+            if (error || (empty && answer.asked)) {
               return <p className="nothing">{error ?? nothing ?? 'No data'}</p>;
             }
             if (empty || !Drawn) {

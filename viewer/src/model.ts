@@ -6,6 +6,7 @@ export interface Target {
   expr: string;
   legendFormat?: string;
   instant?: boolean;
+  hide?: boolean;
   format?: 'time_series' | 'table';
 }
 
@@ -20,10 +21,12 @@ export interface PanelModel {
   fieldConfig?: FieldConfigSource<any>;
   transformations?: DataTransformerConfig[];
   maxDataPoints?: number;
+  collapsed?: boolean; // of a row, which then holds its panels
+  panels?: PanelModel[];
 }
 
 export interface VariableModel {
-  type: 'datasource' | 'query' | 'textbox';
+  type: 'datasource' | 'query' | 'textbox' | 'custom' | 'interval' | 'constant';
   name: string;
   label?: string | null;
   query: string | { query: string };

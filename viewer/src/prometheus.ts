@@ -12,6 +12,11 @@ const AT_ONCE = 6;
 let running = 0;
 const waiting: Array<() => void> = [];
 
+// Whether an earlier round of questions is still under way.
+export function busy(): boolean {
+  return running > 0;
+}
+
 async function turn<T>(work: () => Promise<T>): Promise<T> {
   if (running >= AT_ONCE) {
     await new Promise<void>((resolve) => waiting.push(resolve));

@@ -14,7 +14,7 @@ function escaped(value: string): string {
 
 // Of a variable that may be All, the value stands in =~ and =: the special characters of a pattern lose their meaning.
 function asPattern(value: string): string {
-  return value.replace(/\\/g, '\\\\\\\\').replace(/[$^*{}[\]'+?.()|]/g, '\\\\$&');
+  return value.replace(/\\/g, '\\\\\\\\').replace(/[$^*{}[\]'+?.()|]/g, '\\\\$&').replace(/"/g, '\\"');
 }
 
 // How often what is scraped every `scrape` seconds is asked for, and what Grafana calls $__rate_interval.
@@ -26,8 +26,9 @@ export interface Steps {
 export function steps(range: TimeRange, points: number, scrape: number): Steps {
   const wanted = (range.to.valueOf() - range.from.valueOf()) / 1000 / points;
   const nice = [1, 2, 5, 10, 15, 20, 30, 60, 120, 300, 600, 900, 1200, 1800, 3600, 7200, 10800, 21600, 43200, 86400];
-  const step = Math.max(nice.find((one) => one >= wanted * 0.999) ?? Math.ceil(wanted / 86400) * 86400, scrape);
-  return { step, rate: Math.max(step + scrape, 4 * scrape) };
+  const step = Math.ceil(Math.max(
+    nice.find((one) => one >= wanted * 0.999) ?? Math.ceil(wanted / 86400) * 86400, scrape)); // PromQL has no 7.5s
+  return { step, rate: Math.ceil(Math.max(step + scrape, 4 * scrape)) };
 }
 
 // Returns a PromQL query with the variables' values in it.

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from http.client import HTTPException as UpstreamError
 from pathlib import Path
 from typing import Any
 
+import anyio
 from fastapi import FastAPI, HTTPException, Request, Response
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.middleware.gzip import GZipMiddleware
@@ -29,6 +30,8 @@ from flopwatch.asking import client_tls, opener
 from flopwatch.settings import BoardsSettings, SettingsError
 from flopwatch.webconfig import Web
 
+log = logging.getLogger(__name__)
+
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[2]
 # In the wheel; then in a checkout.
@@ -37,6 +40,8 @@ DASHBOARDS = HERE / "dashboards", CHECKOUT / "helm" / "files" / "dashboards"
 
 READS = re.compile(r"query|query_range|query_exemplars|series|labels|label/[A-Za-z_][A-Za-z0-9_]*/values|metadata")
 UPSTREAM_TIMEOUT = 60.0  # seconds
+MOST_BYTES = 32 << 20  # of an answer; a board's are thousands of times smaller
+AT_ONCE = 12  # questions to Prometheus, which answers 20 at a time, ours and others'
 MAX_CONNECTIONS = 256
 # Nothing from elsewhere: what a label says can then reach no other machine, even if it got into the markup.
 POLICY = ("default-src 'self'; img-src 'self' data:; font-src 'self' data:; style-src 'self' 'unsafe-inline'; "
@@ -59,13 +64,17 @@ class Upstream:
             if self._token_file is not None:
                 request.add_header("Authorization", f"Bearer {self._token_file.read_text().strip()}")
             with self._open(request, timeout=UPSTREAM_TIMEOUT) as answer:
-                return answer.status, answer.read()
+                body = answer.read(MOST_BYTES + 1)
+                if len(body) > MOST_BYTES:
+                    return 502, _error(f"the answer has more than {MOST_BYTES >> 20} MiB; ask for less")
+                return answer.status, body
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, _as_json(error.code, error.read(100_000))
         except (OSError, UpstreamError, ValueError) as error:
             reason = getattr(error, "reason", None) or error
-            return 502, _error(f"{self._url} does not answer: {reason}; is --prometheus right?")
+            log.warning("%s does not answer: %s", self._url, reason)
+            return 502, _error(f"Prometheus does not answer: {reason}; is --prometheus right?")
 
 
 def _as_json(status: int, body: bytes) -> bytes:
@@ -109,17 +118,23 @@ def page() -> Path:
 
 
 def boards_app(
-    boards: Mapping[str, dict[str, Any]], built: Path, upstream: Upstream, *, scrape_interval: float, local: bool,
+    boards: Mapping[str, dict[str, Any]], built: Path, upstream: Upstream, *, scrape_interval: float,
+    names: Collection[str] = (),
 ) -> FastAPI:
-    """Return the page, /api/boards and /api/prometheus; `local` answers to this machine's names only."""
+    """Return the page, /api/boards and /api/prometheus; answers to these names only, if there are any."""
+    asking = anyio.CapacityLimiter(AT_ONCE)
     app = FastAPI(title="flopwatch boards", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(GZipMiddleware, minimum_size=2_000, compresslevel=1)
 
     @app.middleware("http")
     async def guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
         # A page elsewhere can have its own name lead here, and would then read what we answer.
-        if local and (request.url.hostname or "") not in ("localhost", "127.0.0.1", "::1"):
-            return PlainTextResponse("ask for this page as localhost or 127.0.0.1\n", 421)
+        if names and (request.url.hostname or "") not in names:
+            return PlainTextResponse(f"ask for this page as {' or '.join(names)}\n", 421)
+        # Nor may it make us ask, though it could not read what comes of it.
+        if request.url.path.startswith("/api/") and request.headers.get("sec-fetch-site", "") in (
+                "cross-site", "same-site"):
+            return PlainTextResponse("ask from the page itself\n", 403)
         response = await answer(request)
         response.headers.update(HEADERS)
         return response
@@ -151,7 +166,7 @@ def boards_app(
             form = await serving.body(request) if request.method == "POST" else None
         except (serving.TooLarge, serving.NotArriving) as error:
             raise HTTPException(400, str(error)) from None
-        status, body = await run_in_threadpool(upstream.ask, path, request.url.query, form)
+        status, body = await anyio.to_thread.run_sync(upstream.ask, path, request.url.query, form, limiter=asking)
         return Response(body, status, media_type="application/json")
 
     @app.get("/healthz")
@@ -177,9 +192,15 @@ def run(settings: BoardsSettings) -> None:
     serving.log_to_stderr()
     serving.check_token("--token-file", settings.token_file)
     web = None if settings.web_config is None else Web(settings.web_config)
+    if web is not None and not settings.listen.loopback and not web.asks_who():
+        raise SettingsError(f"--web-config {settings.web_config}: it lets everybody in, and others than "
+                            f"this machine reach {settings.listen}; add basic_auth_users, or client_auth_type "
+                            "RequireAndVerifyClientCert")
     folder = settings.dashboards or next((one for one in DASHBOARDS if one.is_dir()), DASHBOARDS[0])
-    app = boards_app(dashboards(folder), page(), Upstream(settings.prometheus, settings.token_file, settings.ca_file),
-                     scrape_interval=settings.scrape_interval, local=settings.listen.loopback)
+    app = boards_app(
+        dashboards(folder), page(), Upstream(settings.prometheus, settings.token_file, settings.ca_file),
+        scrape_interval=settings.scrape_interval,
+        names=sorted({"localhost", "127.0.0.1", "::1", settings.listen.host}) if web is None else ())
     server = serving.server(app if web is None else web.protect(app), MAX_CONNECTIONS)
     if web is not None:
         web.secure(server.config)

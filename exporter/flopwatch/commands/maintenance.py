@@ -77,6 +77,7 @@ def _write(options: argparse.Namespace, ends: float) -> int:
             draft = path.with_name(f"{FILE}.{os.getpid()}")
             try:
                 draft.write_text(f"{text}\n")
+                draft.chmod(0o644)  # the exporter is another user, whatever the umask of who is on duty
                 draft.replace(path)
             except OSError as error:
                 with suppress(OSError):
