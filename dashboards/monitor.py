@@ -32,8 +32,8 @@ now = [
 ]
 
 sources = [
-    d.bargauge("Slowest reads", f"Time the last read of a source took, the {SLOWEST} slowest. Bad: near 2.5 s, the longest "
-               "wait: a driver hangs.",
+    d.bargauge("Slowest reads", f"Time the last read of a source took, the {SLOWEST} slowest. Bad: near 2.5 s, the "
+               "longest wait: a driver hangs.",
                d.Query(p.with_host(f"topk({SLOWEST}, {m.COLLECTOR_DURATION}{SOURCE})"), "{{host}} {{collector}}",
                        instant=True),
                unit="s", thresholds=[(None, "green"), (1, "orange"), (2.4, "red")], links=TO_NODE, width=12),
