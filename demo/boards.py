@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -41,7 +42,7 @@ def find(address: str, prometheus: str, folder: Path, interval: float, viewer: S
         "GF_PLUGINS_PREINSTALL_DISABLED": "true",
     }
     link = f"{url}/d/{HOME}?from=now-5m&to=now&refresh=5s"
-    grafana, engine = which("grafana"), which("docker") or which("podman")
+    grafana = which("grafana")
     if grafana is not None:
         own = {"GF_PATHS_DATA": str(folder / "data"), "GF_PATHS_LOGS": str(folder / "log"),
                "GF_PATHS_PLUGINS": str(folder / "plugins"),
@@ -52,6 +53,7 @@ def find(address: str, prometheus: str, folder: Path, interval: float, viewer: S
     if PAGE.is_file():
         return Show("Boards", (*viewer, f"--prometheus={prometheus}", f"--listen={address}",
                                f"--scrape-interval={interval:g}"), {}, f"{url}/healthz", link)
+    engine = next((path for path in map(which, ("docker", "podman")) if path is not None and works(path)), None)
     if engine is not None:
         mounted = Path("/etc/grafana/flopwatch")
         provisioned(folder, prometheus, interval, mounted)
@@ -62,6 +64,14 @@ def find(address: str, prometheus: str, folder: Path, interval: float, viewer: S
             f"{folder / 'provisioning'}:/etc/grafana/provisioning:ro", "--volume", f"{DASHBOARDS}:{mounted}:ro", IMAGE,
         ), {}, f"{url}/api/health", link)
     return None
+
+
+def works(engine: str) -> bool:
+    """Return whether a container engine does, as its client is often there alone."""
+    try:
+        return subprocess.run([engine, "info"], capture_output=True, timeout=20, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 def provisioned(folder: Path, prometheus: str, interval: float, dashboards: Path) -> Path:

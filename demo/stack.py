@@ -193,8 +193,13 @@ class Stack:
             AlertSettings().scrape_interval / self.pace, (sys.executable, "-m", "flopwatch", "boards"))
         if self.show is not None:
             self._launch("boards", *self.show.command, environ=self.show.environ)
-            # An image is fetched first.
-            self._wait_for("boards", self.show.ready, 300.0)
+            try:
+                self._wait_for("boards", self.show.ready, 300.0)  # an image is fetched first
+            except StackError as error:
+                # The demo has the terminal, and goes on.
+                print(f"  no dashboards: {error}", flush=True)
+                self.children.pop("boards").stop(kill=True)
+                self.show = None
 
     def _start_alertmanager(self, settings: AlertSettings) -> None:
         if not self.servers.alertmanager:

@@ -270,6 +270,8 @@ def test_our_own_viewer_comes_before_an_image_that_has_to_be_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(shows, "PAGE", tmp_path / "index.html")
+    assert found(tmp_path, "podman") is None  # nor does a client help that finds no engine
+    monkeypatch.setattr(shows, "works", lambda engine: True)
     engine = found(tmp_path, "podman")
     assert engine is not None
     assert engine.command[:2] == ("/opt/bin/podman", "run")

@@ -547,11 +547,11 @@ def test_a_real_exporter_sends_an_xid_that_came_after_the_crash(tmp_path: Path) 
         def records() -> list[Record]:
             return [record for _, body in received for record in body]
 
-        assert eventually(lambda: bool(of_kind(records(), "pid_gone")), 20), node.log
+        assert eventually(lambda: bool(of_kind(records(), "pid_gone")), 60), node.log
         assert of_kind(records(), "xid") == []
         SimulatedNode(state / "simulated").xid(3, 79)
         node.wait_for(f"gpu_xid_errors_total{{gpu=3,uuid={GPU},xid=79}}", 1)
-        assert eventually(lambda: bool(of_kind(records(), "xid")), 20), node.log
+        assert eventually(lambda: bool(of_kind(records(), "xid")), 60), node.log
         last = records()[-1]
         assert judged(last) == ("gpu", "certain", "node-7", GPU)
         assert re.search("forwarding failed|cannot be kept", node.log) is None
