@@ -15,7 +15,7 @@ DASHBOARDS = "helm/files/dashboards"
 WITHOUT = "FLOPWATCH_WITHOUT_VIEWER"
 
 
-class Hook(BuildHookInterface):  # type: ignore[type-arg]
+class Hook(BuildHookInterface):
     """Adds them, and builds the page where Node is and it is not built."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:

@@ -20,11 +20,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from alerts import AlertSettings, rules_yaml
 from demo.servers import ServersError, find
 from demo.stack import Child, Prometheus, StackError, fetch, free_ports
+from flopwatch.ledger.accounting import Ledger
 from flopwatch.settings import SettingsError
 from flopwatch.simulate.fleet.faults import Fault
 from flopwatch.simulate.fleet.hooks import Hooks
@@ -45,10 +46,11 @@ HOST, RACK, LEAF, DOMAIN = "host-of-template", "rack-of-template", "leaf-of-temp
 
 def jobs(nodes: int) -> tuple[Job, ...]:
     """Return the runs: half of the nodes, a quarter, an eighth; the rest is spare."""
-    usual = {"queue": 8.0, "startup": (3.0, 4.0), "restore": (2.0, 3.0), "checkpoint_every": 30.0, "save_blocks": 1.0,
-             "save_writes": 6.0, "restart_median": 10.0, "replace": (4.0, 8.0)}
+    usual: dict[str, Any] = {
+        "queue": 8.0, "startup": (3.0, 4.0), "restore": (2.0, 3.0), "checkpoint_every": 30.0, "save_blocks": 1.0,
+        "save_writes": 6.0, "restart_median": 10.0, "replace": (4.0, 8.0)}
     return tuple(
-        Job(name, count, team, mesh={"tp": 8, "pp": 4, "dp": count // 4}, step_seconds=seconds, mfu=mfu, **usual)  # type: ignore[arg-type]
+        Job(name, count, team, mesh={"tp": 8, "pp": 4, "dp": count // 4}, step_seconds=seconds, mfu=mfu, **usual)
         for name, team, count, seconds, mfu in (
             ("llama-70b", "language", nodes // 2, 2.0, 0.43), ("video-13b", "vision", nodes // 4, 1.5, 0.37),
             ("ablation-4", "language", nodes // 8, 0.8, 0.31)))
@@ -119,8 +121,6 @@ class Cluster:
 
     def run(self, seconds: float, step: float) -> None:
         """Live through it, a scrape every `step` seconds, until it is over or stopped."""
-        from flopwatch.ledger.accounting import Ledger
-
         ledger, began = Ledger(), time.time()
 
         def look(world: World, t: float) -> None:
@@ -137,7 +137,7 @@ class Cluster:
         except Exception as error:  # another thread is to know
             self.failed = error
 
-    def _publish(self, world: World, ledger: object, t: float, began: float) -> None:
+    def _publish(self, world: World, ledger: Ledger, t: float, began: float) -> None:
         told: dict[int, list[str]] = {}
         for node, one in self._hooks(world, t):
             told.setdefault(node, []).append(text(one, began))
@@ -147,7 +147,7 @@ class Cluster:
         for node in range(self.topology.nodes):
             page = self._named(pages[self._kind(world, node)], node)
             bodies[f"/{self.topology.host(node)}"] = "".join([page, *told.get(node, ())]).encode()
-        lines = (text(one, began) for one in ledger_lines(ledger, t))  # type: ignore[arg-type]
+        lines = (text(one, began) for one in ledger_lines(ledger, t))
         self._bodies.serve(bodies | {"/ledger": "".join(lines).encode()})
 
     def _kind(self, world: World, node: int) -> str:

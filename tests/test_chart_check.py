@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ class Cluster:
             self.children[name] = Child(name, command, environ, folder / f"{name}.log")
         for name, url in {"exporter": f"http://{self.exporter}/healthz", "prometheus": f"http://{self.prometheus}/-/ready",
                           "alertmanager": f"http://{self.alertmanager}/-/ready"}.items():
-            until(lambda name=name, url=url: self.answers(name, url))  # type: ignore[misc]
+            until(partial(self.answers, name, url))
 
     def answers(self, name: str, url: str) -> bool:
         self.children[name].check()

@@ -18,8 +18,10 @@ import pytest
 
 from flopwatch import catalogue as m
 from flopwatch.node.diagnosis import check
+from flopwatch.node.diagnosis.expectations import Expectations, learnt_file, load
 from flopwatch.node.diagnosis.verdict import Judgement, Reason
 from flopwatch.node.exposition import Exposition
+from flopwatch.settings import SettingsError
 from flopwatch.simulate.node import SimulatedNode
 from tests.machine import PATIENCE
 from tests.test_verdict import Series, gpu, h100, port, samples
@@ -146,6 +148,26 @@ def test_the_shape_of_the_node_is_learnt_once_and_missed_from_then_on(tmp_path: 
                 2, "BAD - 7 GPUs where 8 are expected: reboot the node; if the part stays away, reseat it "
                 "| gpus=7 ports=9")
         assert flopwatch("--url", url, "--state", tmp_path)[0] == 0
+
+
+def test_a_shape_that_another_user_learnt_is_not_expected_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:
+    learnt = learnt_file(tmp_path)
+    learnt.write_text('{"gpus": 8}')
+    assert load(None, tmp_path).gpus == 8
+    for failure, told in ((PermissionError(13, "Permission denied", str(learnt)), True),
+                          (OSError(5, "Input/output error", str(learnt)), False)):
+        def fails(*_: object, failure: OSError = failure, **__: object) -> str:
+            raise failure
+
+        monkeypatch.setattr(Path, "read_text", fails)
+        if told:
+            assert load(None, tmp_path) == Expectations()
+            assert "nothing is expected of this node" in caplog.text
+        for file in (tmp_path / "given.json", *(() if told else (None,))):
+            with pytest.raises(SettingsError):
+                load(file, tmp_path)
 
 
 def test_a_bad_or_empty_node_is_not_learnt_unless_forced(tmp_path: Path) -> None:

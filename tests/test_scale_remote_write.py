@@ -22,6 +22,7 @@ from tests.test_versions import prometheus, raw, victoria
 
 SETTINGS = AlertSettings(pace=15)
 NODES = 2
+ENOUGH = 1_500  # samples, so that each series has a few
 RECORDS = '{__name__=~".+:.+"}'
 # The last of them comes when windows of others are full.
 WANTED = ("run:training_mfu:ratio_rate5m", "rank:training_straggler:score", "run:run_goodput:ratio",
@@ -57,11 +58,9 @@ def test_victoria_metrics_has_the_records_with_the_values_that_prometheus_has_an
 
             def arrived() -> bool:
                 fetch(f"{store}/internal/force_flush")
-                return set(WANTED) <= names(store)
+                return set(WANTED) <= names(store) and sum(map(len, raw(store, RECORDS, 900.0).values())) > ENOUGH
 
             until(arrived)
-            time.sleep(2.5)  # so that each has a few
-            fetch(f"{store}/internal/force_flush")
             there, here = raw(store, RECORDS, 900.0), raw(url, RECORDS, 900.0)
             assert [name for name in names(store) if ":" not in name and not name.startswith("ALERTS")] == []
             assert "gpu_energy_joules_total" in names(url)

@@ -122,7 +122,7 @@ def load(file: Path | None, state: Path) -> Expectations:
             return Expectations()
         raise SettingsError(f"--expect {file}: there is no such file; flopwatch check --record makes one") from None
     except OSError as error:
-        if file is None:  # another user's, who asks for a verdict all the same
+        if file is None and isinstance(error, PermissionError):  # root's or the exporter's, and this is another user
             log.warning("%s: %s; nothing is expected of this node", error.filename, error.strerror)
             return Expectations()
         raise SettingsError(f"{error.filename}: {error.strerror}") from None
