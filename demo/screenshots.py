@@ -40,7 +40,7 @@ CHOSEN = {
 }
 DRAWN = """() => {
   const panels = [...document.querySelectorAll('[data-panel]')];
-  return panels.length > 0 && panels.every((one) => one.dataset.state !== 'loading');
+  return panels.length > 0 && panels.every((one) => !['loading', 'unseen'].includes(one.dataset.state));
 }"""
 PANELS = """() => [...document.querySelectorAll('[data-panel]')].map((one) => (
   {title: one.dataset.panel, type: one.dataset.type, state: one.dataset.state, nothing: one.dataset.nothing ?? '',
@@ -60,7 +60,7 @@ class Looked:
         """Return what is wrong, in words."""
         found = [f"{self.board}: {complaint}" for complaint in self.complaints]
         for panel in self.panels:
-            if panel["state"] == "error" or panel["state"] == "loading":
+            if panel["state"] in ("error", "loading", "unseen"):
                 found.append(f"{self.board}, {panel['title']}: {panel['state']}: {panel['text']}")
             elif panel["state"] == "empty" and not panel["nothing"]:
                 found.append(f"{self.board}, {panel['title']}: empty, and does not say why it may be")
@@ -114,12 +114,13 @@ def look(page: Page, board: str, url: str) -> Looked:
     page.on("response", answered)
     page.goto(url)
     try:
+        page.wait_for_selector("[data-panel]", state="attached", timeout=PATIENCE * 1000)
+        # As high as the page, because a panel out of sight waits.
+        width, height = page.evaluate("[innerWidth, document.documentElement.scrollHeight]")
+        page.set_viewport_size({"width": width, "height": height})
         page.wait_for_function(DRAWN, timeout=PATIENCE * 1000)
     except Error as error:
         looked.complaints.append(f"not drawn after {PATIENCE:.0f} s: {error}")
-    # As high as the page, so that nothing waits to be scrolled to.
-    width, height = page.evaluate("[innerWidth, document.documentElement.scrollHeight]")
-    page.set_viewport_size({"width": width, "height": height})
     page.wait_for_timeout(800)  # what is measured is laid out once more
     looked.panels = page.evaluate(PANELS)
     return looked

@@ -11,6 +11,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import helm_python as helm
 import kubernetes_validate
@@ -20,6 +21,7 @@ import yaml
 import flopwatch
 from alerts import AlertSettings, alertmanager_yaml, rules, rules_yaml
 from dashboards.__main__ import BOARDS
+from flopwatch import webconfig
 from flopwatch.__main__ import _parser
 from flopwatch.node.collectors.identity.topology import SERVICE_ACCOUNT
 from flopwatch.settings import KUBELET_SOCKET, Address, BoardsSettings, ExporterSettings, LedgerSettings
@@ -80,6 +82,7 @@ def test_the_defaults_make_these_objects() -> None:
     assert sorted(render("defaults")) == [
         *(("ConfigMap", f"demo-flopwatch-dashboard-{name}") for name in sorted(BOARDS)),
         ("DaemonSet", "demo-flopwatch-exporter"),
+        ("PersistentVolumeClaim", "demo-flopwatch-ledger"),
         ("Pod", "demo-flopwatch-test-series"),
         ("PodMonitor", "demo-flopwatch-exporter"),
         ("PodMonitor", "demo-flopwatch-ledger"),
@@ -162,7 +165,8 @@ def test_the_command_line_accepts_the_flags_and_the_ports_agree(variant: str) ->
     ports = {port["name"]: port for port in container(daemonset)["ports"]}
     assert exporter.listen == Address("0.0.0.0", ports["metrics"]["containerPort"])
     assert exporter.otlp_listen == Address("0.0.0.0", ports["otlp"]["containerPort"])
-    assert ports["otlp"].get("hostPort") == (None if variant == "unprivileged" else 4318)
+    on_node = (9450, 4318) if variant == "slurm" else (None, None)
+    assert (ports["metrics"].get("hostPort"), ports["otlp"].get("hostPort")) == on_node
     mounted = mounts(container(daemonset))
     assert mounted[str(exporter.state)] == ("state", False)
     assert exporter.simulate == ("h100x8" if variant == "simulated" else None)
@@ -170,16 +174,22 @@ def test_the_command_line_accepts_the_flags_and_the_ports_agree(variant: str) ->
         assert mounted[str(exporter.sysfs)] == ("sys", True)
     if variant == "no-ledger":
         assert exporter.ledger == "https://ledger.example.com"
+        assert exporter.ledger_ca_file is not None
+        assert mounted[str(exporter.ledger_ca_file.parent)] == ("ledger-ca", True)
         return
     statefulset = only(objects, "StatefulSet")
     ledger = settings_of(statefulset)
     assert isinstance(ledger, LedgerSettings)
     service = only(objects, "Service", "-ledger")
-    assert exporter.ledger == f"http://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+    scheme = "https" if variant == "hardened" else "http"
+    assert exporter.ledger == f"{scheme}://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
     assert ledger.listen == Address("0.0.0.0", service["spec"]["ports"][0]["port"])
     assert container(statefulset)["ports"] == [{"name": "metrics", "containerPort": ledger.listen.port}]
-    claim = statefulset["spec"]["volumeClaimTemplates"][0]["metadata"]["name"]
-    assert {"name": claim, "mountPath": str(ledger.state)} in container(statefulset)["volumeMounts"]
+    claim = only(objects, "PersistentVolumeClaim")["metadata"]
+    assert claim["annotations"] == {"helm.sh/resource-policy": "keep"}, "no account is lost with the release"
+    assert {"name": "state", "persistentVolumeClaim": {"claimName": claim["name"]}} in (
+        statefulset["spec"]["template"]["spec"]["volumes"])
+    assert mounts(container(statefulset))[str(ledger.state)] == ("state", False)
 
 
 def test_exporter_and_ledger_read_the_same_token_and_the_chart_makes_it_unless_one_is_named() -> None:
@@ -207,6 +217,54 @@ def test_a_ledger_elsewhere_needs_the_secret_it_asks_for() -> None:
     assert settings.ledger_token_file
 
 
+def test_a_ledger_behind_tls_is_asked_by_its_name_and_only_it_has_the_key() -> None:
+    objects = render("hardened")
+    statefulset, daemonset, test = (only(objects, kind) for kind in ("StatefulSet", "DaemonSet", "Pod"))
+    ledger, exporter = settings_of(statefulset), settings_of(daemonset)
+    assert isinstance(ledger, LedgerSettings)
+    assert isinstance(exporter, ExporterSettings)
+    assert ledger.web_config is not None
+    assert exporter.ledger_ca_file is not None
+    folders = mounts(container(statefulset))
+    volumes = {volume["name"]: volume for volume in statefulset["spec"]["template"]["spec"]["volumes"]}
+    web = only(objects, "ConfigMap", "-ledger")
+    assert volumes[folders[str(ledger.web_config.parent)][0]]["configMap"] == {"name": web["metadata"]["name"]}
+    text = web["data"][ledger.web_config.name]
+    (secret,) = [volume["secret"]["secretName"] for name, volume in volumes.items() if name == "tls"]
+    assert secret == "flopwatch-ledger-tls"
+    (folder,) = [path for path, (name, _) in folders.items() if name == "tls"]
+    tls = webconfig.parse(text).tls
+    assert tls is not None
+    assert tls.files == (Path(folder, "tls.crt"), Path(folder, "tls.key")), "as cert-manager names them"
+    for probe in ("livenessProbe", "readinessProbe"):
+        assert container(statefulset)[probe]["httpGet"]["scheme"] == "HTTPS"
+        assert "scheme" not in container(daemonset)[probe]["httpGet"]
+    for pod, file in ((daemonset["spec"]["template"]["spec"], exporter.ledger_ca_file),
+                      (test["spec"], Path("/etc/flopwatch/ledger-ca/ca.crt"))):
+        (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "ledger-ca"]
+        assert volume["secret"] == {"secretName": secret, "items": [{"key": "ca.crt", "path": "ca.crt"}]}
+        (mount,) = [mount for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == "ledger-ca"]
+        assert (mount["mountPath"], mount["readOnly"]) == (str(file.parent), True)
+    (endpoint,) = only(objects, "PodMonitor", "-ledger")["spec"]["podMetricsEndpoints"]
+    assert endpoint["scheme"] == "https"
+    assert endpoint["tlsConfig"] == {"ca": {"secret": {"name": secret, "key": "ca.crt"}},
+                                     "serverName": urlsplit(exporter.ledger).hostname}
+    (plain,) = only(objects, "PodMonitor", "-exporter")["spec"]["podMetricsEndpoints"]
+    assert "scheme" not in plain
+    files = files_of(VARIANTS["hardened"] | {"monitor": {"kind": "annotations"}})
+    annotations = [yaml.safe_load(files[name])["spec"]["template"]["metadata"]["annotations"]
+                   for name in ("ledger-statefulset.yaml", "exporter-daemonset.yaml")]
+    assert [found.get("prometheus.io/scheme") for found in annotations] == ["https", None]
+
+
+def test_cards_can_be_asked_for_by_a_mount() -> None:
+    pod = only(render("hardened"), "DaemonSet")["spec"]["template"]["spec"]
+    exporter = pod["containers"][0]
+    asked = {one["name"]: one.get("value") for one in exporter["env"]}["NVIDIA_VISIBLE_DEVICES"]
+    assert mounts({"volumeMounts": exporter["volumeMounts"]})[f"{asked}/all"] == ("devices", False)
+    assert {"name": "devices", "hostPath": {"path": "/dev/null"}} in pod["volumes"]
+
+
 def test_training_must_show_a_token_only_where_a_secret_is_named() -> None:
     assert "otlp-token" not in str(render("defaults"))
     daemonset = only(render("unprivileged"), "DaemonSet")
@@ -220,6 +278,7 @@ def test_training_must_show_a_token_only_where_a_secret_is_named() -> None:
 HOST_PATHS = {
     "simulated": set[str](),
     "unprivileged": {"/var/lib/flopwatch", "/sys"},
+    "hardened": {"/var/lib/flopwatch", "/sys", "/dev/kmsg", "/var/lib/kubelet/pod-resources", "/dev/null"},
     "slurm": {"/var/lib/flopwatch", "/sys", "/var/lib/k0s/kubelet/pod-resources", "/run/flopwatch-jobs", "/etc/slurm"},
 }
 NODE_PATHS = {"/var/lib/flopwatch", "/sys", "/dev/kmsg", "/var/lib/kubelet/pod-resources"}
@@ -319,11 +378,12 @@ def test_a_simulated_node_takes_nothing_of_the_node_whatever_else_is_asked_for()
 
 
 @pytest.mark.parametrize(("values", "needs"), [
-    ({}, "privileged (the privileged container kmsg, folders of the node, a port of the node)"),
-    ({"exporter": {"kernelLog": False, "hostPID": True}, "otlp": {"hostPort": 0}},
-     "privileged (hostPID, folders of the node)"),
-    ({"exporter": {"simulate": "h100x8", "hostPID": True}}, "privileged (a port of the node)"),
-    ({"exporter": {"simulate": "h100x8"}, "otlp": {"hostPort": 0}}, "restricted"),
+    ({}, "privileged (the privileged container kmsg, folders of the node)"),
+    ({"exporter": {"kernelLog": False, "hostPID": True, "hostPort": 9450}},
+     "privileged (hostPID, folders of the node, a port of the node)"),
+    ({"exporter": {"simulate": "h100x8", "hostPID": True}, "otlp": {"hostPort": 4318}},
+     "privileged (a port of the node)"),
+    ({"exporter": {"simulate": "h100x8"}}, "restricted"),
 ])
 def test_the_notes_say_which_pod_security_level_the_values_need(values: Json, needs: str) -> None:
     notes = files_of(values)["NOTES.txt"]
@@ -386,6 +446,7 @@ def test_boards_ask_for_a_password_and_the_kubelet_does_not_give_one() -> None:
     ({"boards": {"enabled": True, "prometheusUrl": "http://p:9090"}}, "boards.enabled needs boards.webConfigSecret"),
     ({"boards": {"enabled": True, "webConfigSecret": "web"}}, "boards.enabled needs boards.prometheusUrl"),
     ({"openshift": {"scc": "privileged"}, "serviceAccount": {"create": False}}, "openshift.scc needs an account"),
+    ({"ledger": {"enabled": False, "tlsSecret": "tls"}}, "ledger.tlsSecret is for a ledger behind TLS"),
     ({"routing": {"kind": "secret"}}, "routing.kind needs somebody to tell"),
     ({"routing": {"kind": "alertmanagerconfig", "watchdogSecret": "w"}}, "routing.kind needs somebody to tell"),
 ])

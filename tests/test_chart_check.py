@@ -55,6 +55,8 @@ def test_the_pod_is_told_what_the_install_made() -> None:
         '--rules-are=prometheusrule with the labels {"release":"kps"}',
         "--alertmanager=http://kps-kube-prometheus-stack-alertmanager.monitoring:9093", "--receiver=",
         "--namespace=observability", "--seconds=120"]
+    assert arguments("hardened")[1:3] == [
+        "--ledger=https://demo-flopwatch-ledger:9451", "--ledger-ca-file=/etc/flopwatch/ledger-ca/ca.crt"]
     assert "--rules=http://vmalert-gpu.monitoring:8080" in arguments("victoria-metrics")
     assert not [text for text in arguments("no-ledger") if text.startswith(("--ledger", "--rules"))]
 

@@ -106,7 +106,7 @@ def prometheus(name: str, namespace: str, **spec: Any) -> Json:
 
 
 SERVED = {
-    "v1": ["Pod", "Service", "ConfigMap", "Secret", "ServiceAccount"],
+    "v1": ["Pod", "Service", "ConfigMap", "Secret", "ServiceAccount", "PersistentVolumeClaim"],
     "apps/v1": ["DaemonSet", "StatefulSet"],
     "monitoring.coreos.com/v1": ["PodMonitor", "PrometheusRule", "Prometheus", "Alertmanager"],
     "monitoring.coreos.com/v1alpha1": ["AlertmanagerConfig"],

@@ -106,10 +106,11 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
     },
     "install-bare-metal.md": {
         "python3 -m venv /opt/flopwatch": SYSTEMD, "install -d -m 755": SYSTEMD,
-        "install -m 644 contrib/systemd/flopwatch-boards": SYSTEMD,
+        "install -m 644 contrib/systemd/flopwatch-boards": SYSTEMD, "systemctl disable --now": SYSTEMD,
     },
     "install-compose.md": {
-        "docker compose -f contrib/compose/compose.yaml up --build": ENGINE, "LEDGER_ADDRESS=0.0.0.0": ENGINE,
+        "docker compose -f contrib/compose/compose.yaml up --build": ENGINE,
+        "docker compose -f contrib/compose/compose.yaml -f contrib/compose/central.yaml": ENGINE,
         "NODE_NAME=$(hostname)": ENGINE,
     },
     "install-slurm.md": {"install -m 755 contrib/slurm": SYSTEMD, "#SBATCH": Needs("a Slurm cluster")},

@@ -17,6 +17,9 @@ from pathlib import Path
 import pytest
 
 from flopwatch import catalogue as m
+from flopwatch import commands
+from flopwatch.__main__ import main
+from flopwatch.commands.doctor import running
 from flopwatch.node.diagnosis import doctor
 from flopwatch.node.diagnosis.doctor import (
     CARD,
@@ -38,7 +41,7 @@ from flopwatch.node.diagnosis.doctor import (
     examine,
 )
 from flopwatch.node.diagnosis.doctor_page import page, shortened, together
-from flopwatch.settings import Address, ExporterSettings
+from flopwatch.settings import Address, ExporterSettings, SettingsError
 from flopwatch.simulate.node import SimulatedNode
 from tests.kubelet import encoded, kubelet, pod
 from tests.machine import until
@@ -150,6 +153,57 @@ def test_the_command_says_it_in_json_and_in_text_and_by_its_status(node: Simulat
     assert (broken.returncode, broken.stderr) == (1, "")
     assert "One thing is here and cannot be read:\n  - GPU 0: does not answer\n" in broken.stdout
     assert max(map(len, broken.stdout.splitlines())) <= 80
+
+
+def test_it_takes_the_flags_of_the_exporter_that_runs_here(tmp_path: Path) -> None:
+    def process(pid: int, *words: str, mounts: str = "self") -> None:
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "cmdline").write_text("".join(f"{word}\0" for word in words))
+        if mounts:
+            (tmp_path / str(pid) / "ns").mkdir()
+            os.link(namespaces / mounts, tmp_path / str(pid) / "ns" / "mnt")
+
+    namespaces = tmp_path / "namespaces"
+    namespaces.mkdir()
+    for name in ("self", "pod"):
+        (namespaces / name).touch()
+    process(1, "/sbin/init")
+    process(2, mounts="")  # a thread of the kernel
+    process(3, "sh", "-c", "flopwatch exporter")
+    (tmp_path / "self").symlink_to("1")
+    with pytest.raises(SettingsError, match="no exporter runs here; give the flags"):
+        running(tmp_path)
+    process(4, "python", "-m", "flopwatch", "exporter", "--sysfs=/host/sys", mounts="pod")
+    assert running(tmp_path) == ["--sysfs=/host/sys"], "the only one there is"
+    process(5, "python", "-m", "flopwatch", "exporter", mounts="")
+    with pytest.raises(SettingsError, match="2 exporters run here with different flags"):
+        running(tmp_path)
+    for pid in (6, 7):  # it and a child of its own
+        process(pid, "/opt/bin/python", "/opt/bin/flopwatch", "exporter", "--host", "node-7", "--ledger=off")
+    assert running(tmp_path) == ["--host", "node-7", "--ledger=off"], "the one of our container"
+
+
+def test_beside_a_real_exporter_it_looks_where_that_looks(
+    node: SimulatedNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--simulate", "h100x8", "--state", str(node.root.parent), "--listen", "127.0.0.1:0",
+             "--otlp-listen=127.0.0.1:0", "--host", "node-7"]
+    exporter = subprocess.Popen([sys.executable, "-m", "flopwatch", "exporter", *flags], stderr=subprocess.DEVNULL,
+                                env={**os.environ, "PYTHONPATH": str(ROOT / "exporter")})
+    try:
+        proc = tmp_path / "proc"  # without the exporters that this machine may have besides
+        proc.mkdir()
+        for name in ("self", str(exporter.pid)):
+            (proc / name).symlink_to(f"/proc/{name}")
+        until(lambda: b"exporter" in (proc / str(exporter.pid) / "cmdline").read_bytes())
+        assert running(proc) == flags
+        monkeypatch.setattr(commands.doctor, "running", lambda: running(proc))
+        assert main(["doctor", "--running", "--json", "--host", "node-8"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert (len(report["gpus"]), report["host"]) == (8, "node-8"), "a flag that is given wins"
+    finally:
+        exporter.terminate()
+        exporter.wait(30)
 
 
 def test_what_a_tier_goes_without_is_told_and_is_no_failure(node: SimulatedNode, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ import pytest
 import yaml
 
 from demo.servers import find
+from flopwatch import webconfig
 from flopwatch.__main__ import _parser
 from flopwatch.settings import BoardsSettings, ExporterSettings, KmsgSettings, LedgerSettings
 from flopwatch.simulate.node import SimulatedNode
@@ -65,7 +66,7 @@ def settings_of(arguments: list[str]) -> Any:
 
 # The compose file.
 
-@pytest.mark.parametrize("name", ["compose.yaml", "gpu.yaml"])
+@pytest.mark.parametrize("name", ["compose.yaml", "gpu.yaml", "central.yaml"])
 def test_compose_files_are_what_the_specification_says(name: str) -> None:
     schema = json.loads((ROOT / "tests" / "compose" / "compose-spec.json").read_text())
     jsonschema.Draft7Validator(schema).validate(load(name))
@@ -92,6 +93,7 @@ def bind_mounts(services: Json) -> Iterator[tuple[Path, str]]:
 def test_what_is_mounted_exists_and_volumes_are_declared() -> None:
     mounts = dict(bind_mounts(SERVICES))
     assert len(mounts) == 8
+    mounts |= bind_mounts(load("central.yaml")["services"])
     assert [path for path in mounts if not path.exists()] == []
     declared = set(load("compose.yaml")["volumes"]) | set(load("gpu.yaml")["volumes"])
     named = {volume.split(":")[0] for one in (SERVICES, load("gpu.yaml")["services"]) for service in one.values()
@@ -105,7 +107,10 @@ def test_what_is_mounted_exists_and_volumes_are_declared() -> None:
 def test_nothing_listens_beyond_this_machine_unless_asked_to() -> None:
     ports = [port for service in SERVICES.values() for port in service.get("ports", ())]
     assert len(ports) == 6
-    assert [port for port in ports if not re.match(r"(127\.0\.0\.1|\$\{LEDGER_ADDRESS:-127\.0\.0\.1\}):", port)] == []
+    assert [port for port in ports if not port.startswith("127.0.0.1:")] == []
+    central = load("central.yaml")["services"]
+    assert [name for name, service in central.items() if "ports" in service] == ["ledger"]
+    assert settings_of(central["ledger"]["command"]).web_config is not None
 
 
 def test_our_services_are_started_as_our_command_line_wants_it() -> None:
@@ -118,9 +123,28 @@ def test_our_services_are_started_as_our_command_line_wants_it() -> None:
         assert SERVICES["job"]["environment"]["FLOPWATCH_ENDPOINT"] == f"http://node:{exporter.otlp_listen.port}"
     assert str(real.kmsg) == f"unix:{kmsg.listen}"
     scraped = yaml.safe_load((COMPOSE / "prometheus.yml").read_text())["scrape_configs"][0]
-    assert scraped["static_configs"] == [{"targets": [f"node:{node.listen.port}", f"ledger:{ledger.listen.port}"]}]
+    assert scraped["static_configs"] == [{"targets": [f"ledger:{ledger.listen.port}"]}]
+    assert yaml.safe_load((COMPOSE / "nodes" / "nodes.yml").read_text()) == [{"targets": [f"node:{node.listen.port}"]}]
     for service in ("token", "ledger", "node", "job"):
         assert (SERVICES[service]["read_only"], SERVICES[service]["cap_drop"]) == (True, ["ALL"])
+
+
+def test_in_the_middle_of_a_cluster_the_ledger_is_behind_tls_and_all_else_as_it_was() -> None:
+    central, plain = load("central.yaml")["services"], SERVICES["ledger"]["command"]
+    web = settings_of(central["ledger"]["command"]).web_config
+    assert central["ledger"]["command"] == [*plain, f"--web-config={web}"]
+    folder = dict(bind_mounts({"ledger": central["ledger"]}))
+    assert folder == {COMPOSE / "tls": str(web.parent)}
+    tls = webconfig.parse((COMPOSE / "tls" / web.name).read_text()).tls
+    assert tls is not None
+    assert [file.name for file in tls.files] == ["server.crt", "server.key"]
+    before, after = (yaml.safe_load((COMPOSE / f"{name}.yml").read_text())
+                     for name in ("prometheus", "prometheus-central"))
+    (both,), (nodes, ledger) = before.pop("scrape_configs"), after.pop("scrape_configs")
+    assert after == before
+    assert {**both, "static_configs": None} == {**nodes, "static_configs": None}
+    assert ledger == {"job_name": "flopwatch-ledger", "honor_labels": True, "scheme": "https",
+                      "tls_config": {"ca_file": "tls/ca.crt"}, "static_configs": both["static_configs"]}
 
 
 def test_the_job_claims_gpus_that_the_simulated_node_has(tmp_path: Path) -> None:
@@ -208,7 +232,8 @@ def test_the_services_of_the_compose_file_work_together_here(tmp_path: Path) -> 
             **{name: here(text) for name, text in job["environment"].items()}))
         (tmp_path / "flopwatch").mkdir()
         shutil.copy(ROOT / "helm/files/rules.yaml", tmp_path / "flopwatch")
-        shutil.copytree(COMPOSE / "nodes", tmp_path / "nodes")
+        (tmp_path / "nodes").mkdir()
+        (tmp_path / "nodes" / "nodes.yml").write_text(here((COMPOSE / "nodes" / "nodes.yml").read_text()))
         (tmp_path / "prometheus.yml").write_text(
             here((COMPOSE / "prometheus.yml").read_text()).replace("15s", "1s"))
         prometheus = f"127.0.0.1:{held['prometheus']}"

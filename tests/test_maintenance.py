@@ -47,6 +47,25 @@ def test_an_end_is_served_until_a_day_after_it(tmp_path: Path) -> None:
     assert served(NOW) == []
 
 
+def test_a_file_that_says_nothing_is_complained_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    node = Maintenance(tmp_path, "node-7")
+    file = tmp_path / "maintenance"
+    assert (node.samples(), until(tmp_path), caplog.messages) == ([], (None, ""), [])
+    file.write_text("two hours\n")
+    for _ in range(2):
+        assert node.samples() == []
+    said = f"{file} says 'two hours'; write 2h, or the Unix time of the end"
+    assert caplog.messages == [f"{said}: alerts of this node are not held back"]
+    shown = flopwatch_command("maintenance", "list", "--state", tmp_path)
+    assert (shown.returncode, shown.stdout, shown.stderr) == (1, "", f"flopwatch: {said}\n")
+    file.write_text("2h\n")
+    assert len(node.samples()) == 1
+    file.unlink()
+    file.mkdir()
+    assert node.samples() == []
+    assert caplog.messages[1:] == [f"{file} cannot be read: Is a directory: alerts of this node are not held back"]
+
+
 def test_the_exporter_serves_what_the_command_says_and_forgets_nothing_in_a_restart(tmp_path: Path) -> None:
     state = tmp_path / "state"
     series = "node_maintenance_until_timestamp_seconds{host=node-7}"
@@ -101,7 +120,7 @@ def test_hosts_are_told_over_a_shell_and_one_that_does_not_answer_is_named(tmp_p
     assert re.sub(r"until .*", "until T", done.stdout) == "n1: in maintenance until T\nn3: in maintenance until T\n"
     assert done.stderr == "n2: no route to n2\n"
     for host in ("n1", "n3"):
-        ends = until(tmp_path / host / "the state")
+        ends, _ = until(tmp_path / host / "the state")
         assert ends is not None
         assert ends == pytest.approx(before + 5400, abs=30)
         assert os.listdir(tmp_path / host / "the state") == ["maintenance"]

@@ -11,6 +11,7 @@ import argparse
 import json
 import re
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,11 +30,12 @@ class MissingError(Exception):
     """Something is not as it should be; the message says what, and what to do."""
 
 
-def ask(url: str, body: Any = None) -> bytes:
-    """Return what a server answers."""
+def ask(url: str, body: Any = None, ca_file: str = "") -> bytes:
+    """Return what a server answers, whose certificate is of this authority or of one that the system knows."""
     data = None if body is None else json.dumps(body).encode()
     try:
-        with urlopen(Request(url, data, {"Content-Type": "application/json"}), timeout=10) as answer:
+        with urlopen(Request(url, data, {"Content-Type": "application/json"}), timeout=10,
+                     context=ssl.create_default_context(cafile=ca_file or None)) as answer:
             content: bytes = answer.read()
             return content
     except HTTPError as error:
@@ -152,7 +154,7 @@ def run(given: argparse.Namespace) -> None:
     count = exporters(given.exporters)
     print(f"exporters that answer: {count}", flush=True)
     if given.ledger:
-        ask(f"{given.ledger}/healthz")
+        ask(f"{given.ledger}/healthz", ca_file=given.ledger_ca_file)
         print("the ledger answers", flush=True)
     if given.prometheus:
         until(given.seconds, lambda: series(given.prometheus, count, given.namespace, given.monitor))
@@ -172,7 +174,8 @@ def main(arguments: Sequence[str]) -> int:
     """Return the exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--exporters", required=True)
-    for name in ("ledger", "prometheus", "monitor", "rules", "rules-are", "alertmanager", "receiver", "namespace"):
+    for name in ("ledger", "ledger-ca-file", "prometheus", "monitor", "rules", "rules-are", "alertmanager", "receiver",
+                 "namespace"):
         parser.add_argument(f"--{name}", default="")
     parser.add_argument("--seconds", type=float, default=0.0)
     try:

@@ -53,7 +53,9 @@ true
 
 {{- define "flopwatch.ledgerUrl" -}}
 {{- if .Values.ledger.enabled -}}
-http://{{ include "flopwatch.fullname" . }}-ledger:{{ .Values.ledger.port }}
+{{ ternary "https" "http" (ne .Values.ledger.tlsSecret "") }}://{{ include "flopwatch.fullname" . }}-ledger:{{ .Values.ledger.port }}
+{{- else if and .Values.ledger.tlsSecret (not (hasPrefix "https://" .Values.ledger.url)) -}}
+{{- fail "ledger.tlsSecret is for a ledger behind TLS: write ledger.url as https://HOST:PORT" -}}
 {{- else -}}
 {{ .Values.ledger.url }}
 {{- end }}
@@ -69,11 +71,14 @@ seccompProfile:
   type: RuntimeDefault
 {{- end }}
 
-{{- /* Takes the path. */}}
+{{- /* Takes a list: the path, and whether it is behind TLS. */}}
 {{- define "flopwatch.probe" -}}
 httpGet:
-  path: {{ . }}
+  path: {{ index . 0 }}
   port: metrics
+  {{- if index . 1 }}
+  scheme: HTTPS
+  {{- end }}
 timeoutSeconds: 5
 {{- end }}
 
@@ -89,7 +94,7 @@ timeoutSeconds: 5
 {{- end }}
 {{- $why = append $why "folders of the node" }}
 {{- end }}
-{{- if .Values.otlp.hostPort }}
+{{- if or .Values.exporter.hostPort .Values.otlp.hostPort }}
 {{- $why = append $why "a port of the node" }}
 {{- end }}
 {{- toJson (list (ternary "privileged" "restricted" (gt (len $why) 0)) (join ", " $why)) }}
@@ -151,20 +156,23 @@ Takes a list: the root, the labels given, the kind that selects, the field that 
 {{- end }}
 
 {{- /* What a pod is scraped by where Prometheus goes by annotations; takes a list: the root, the annotations given, the
-port. */}}
+port, whether it is behind TLS. */}}
 {{- define "flopwatch.podAnnotations" -}}
 {{- $root := index . 0 }}
 {{- $annotations := index . 1 }}
 {{- if eq $root.Values.monitor.kind "annotations" }}
 {{- $annotations = merge (deepCopy $annotations) (dict "prometheus.io/scrape" "true" "prometheus.io/path" "/metrics" "prometheus.io/port" (toString (index . 2))) }}
+{{- if index . 3 }}
+{{- $_ := set $annotations "prometheus.io/scheme" "https" }}
+{{- end }}
 {{- end }}
 {{- with $annotations }}
 {{- toYaml . }}
 {{- end }}
 {{- end }}
 
-{{- /* The PodMonitor or VMPodScrape of a component: takes a list of the root, the component, and the discovered name that
-becomes the instance. */}}
+{{- /* The PodMonitor or VMPodScrape of a component: takes a list of the root, the component, the discovered names that
+become labels, and the Secret with the CA if it is behind TLS. */}}
 {{- define "flopwatch.podScrape" -}}
 {{- $root := index . 0 }}
 {{- $component := index . 1 }}
@@ -191,6 +199,13 @@ spec:
       scrapeTimeout: {{ $monitor.scrapeTimeout }}
       # A Prometheus that gives its targets a label named host, run or tenant must not rename ours to exported_host.
       honorLabels: true
+      {{- with index . 3 }}
+      scheme: https
+      tlsConfig:
+        ca:
+          secret: {name: {{ . }}, key: ca.crt}
+        serverName: {{ include "flopwatch.fullname" $root }}-{{ $component }}
+      {{- end }}
       {{ ternary "relabelConfigs" "relabelings" $victoria }}:
         {{- range $label := index . 2 }}
         - sourceLabels: [{{ $label.from }}]

@@ -122,6 +122,50 @@ def test_what_nobody_chose_is_in_the_address_all_the_same(running: Running, page
     expect(page).to_have_url(re.compile("var-run=ablation-4"))
 
 
+def test_a_panel_out_of_sight_is_not_asked_about_until_it_is_seen(running: Running, page: Page) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.post_data or ""))
+    page.set_viewport_size({"width": 1600, "height": 400})
+    page.goto(address(running.boards, "node", running.began, "dark"))
+    every = page.locator("[data-panel]")
+    drawn = re.compile("^(ok|empty)$")
+    expect(every.first).to_have_attribute("data-state", drawn, timeout=60_000)
+    expect(every.last).to_have_attribute("data-state", "unseen")
+    before = len(asked)
+    every.last.scroll_into_view_if_needed()
+    expect(every.last).to_have_attribute("data-state", drawn)
+    assert len(asked) > before
+    before = len(asked)
+    page.evaluate("scrollTo(0, 0)")
+    every.last.scroll_into_view_if_needed()
+    page.wait_for_timeout(500)
+    assert len(asked) == before, "what is known is not asked again"
+
+
+def test_a_click_on_the_legend_leaves_one_line_and_another_all(running: Running, page: Page) -> None:
+    look(page, "fleet", address(running.boards, "fleet", running.began, "dark"))
+    panel = page.locator('[data-panel="MFU of the largest runs"]')
+    one, other = (panel.get_by_role("button", name=run, exact=True) for run in ("llama-70b", "video-13b"))
+    shown = one.evaluate("label => getComputedStyle(label).color")
+    one.click()
+    expect(other).not_to_have_css("color", shown)
+    expect(one).to_have_css("color", shown)
+    one.click()
+    expect(other).to_have_css("color", shown)
+    one.click(modifiers=["Control"])
+    expect(one).not_to_have_css("color", shown)
+    expect(other).to_have_css("color", shown)
+
+
+def test_times_are_in_the_zone_of_the_address(running: Running, page: Page) -> None:
+    url = f"{running.boards}/d/{BOARDS['fleet']['uid']}?from=1800000000000&to=1800003600000&refresh=&timezone="
+    for zone, shown in (("utc", "2027-01-15 08:00:00"), ("Asia/Tokyo", "2027-01-15 17:00:00")):
+        page.goto(url + zone)
+        expect(page.locator("header")).to_contain_text(f"{shown} to")
+    page.goto(url + "Nowhere/Land")
+    expect(page.locator("header")).to_contain_text("2027-01-15")
+
+
 class Hostile:
     """A Prometheus all of whose labels are markup."""
 

@@ -16,13 +16,22 @@ export interface Moment {
   to: string;
 }
 
-function parsed(raw: Moment): TimeRange {
+function parsed(raw: Moment, zone: string): TimeRange {
   const one = (text: string) => (/^\d+$/.test(text) ? rangeMoment(Number(text)) : text);
-  return rangeUtil.convertRawToRange({ from: one(raw.from) as string, to: one(raw.to) as string }, 'browser');
+  return rangeUtil.convertRawToRange({ from: one(raw.from) as string, to: one(raw.to) as string }, zone);
 }
 
 function rangeMoment(milliseconds: number): string {
   return new Date(milliseconds).toISOString();
+}
+
+// The time zone of an address or a board; the browser's for what is none.
+function known(zone: string): string {
+  try {
+    return zone === 'utc' ? zone : new Intl.DateTimeFormat('en', { timeZone: zone }).resolvedOptions().timeZone;
+  } catch {
+    return 'browser';
+  }
 }
 
 // Grafana's addresses write times as milliseconds or as now-1h.
@@ -198,7 +207,8 @@ export function Board({ board, boards, parameters, settings, theme }: {
   }), [parameters.get('from'), parameters.get('to'), board]);
   const refresh = parameters.get('refresh') ?? board.refresh ?? '';
   const [tick, setTick] = useState(0);
-  const range = useMemo(() => parsed(raw), [raw, tick]);
+  const zone = known(parameters.get('timezone') ?? board.timezone ?? '');
+  const range = useMemo(() => parsed(raw, zone), [raw, zone, tick]);
   useEffect(() => {
     const interval = refresh ? every(refresh) : undefined;
     if (!interval || !raw.to.includes('now')) {
@@ -220,8 +230,8 @@ export function Board({ board, boards, parameters, settings, theme }: {
   const marks = useMarks(board, chosen, range, settings.scrape_interval);
   const values = chosen?.values;
   const asking: Asking | undefined = useMemo(() => values && {
-    models, values, range, raw, scrape: settings.scrape_interval, marks,
-  }, [values, models, range, raw, settings, marks]);
+    models, values, range, raw, zone, scrape: settings.scrape_interval, marks,
+  }, [values, models, range, raw, zone, settings, marks]);
 
   const move = useCallback((by: number, wider = 0) => {
     const span = range.to.valueOf() - range.from.valueOf();
@@ -250,18 +260,20 @@ export function Board({ board, boards, parameters, settings, theme }: {
   return (
     <>
       <header className="bar">
-        <Dropdown overlay={others}>
-          <ToolbarButton variant="canvas" icon="apps" isOpen={false}>{board.title}</ToolbarButton>
-        </Dropdown>
+        <h1>
+          <Dropdown overlay={others}>
+            <ToolbarButton variant="canvas" icon="apps" isOpen={false}>{board.title}</ToolbarButton>
+          </Dropdown>
+        </h1>
         {models.filter((model) => !['datasource', 'constant'].includes(model.type) && model.hide !== 2).map((model) => (
           <Variable key={model.name} model={model} models={models} chosen={chosen} />
         ))}
         <span className="gap" />
         <TimeRangePicker
-          value={range} timeZone="browser" onChange={(time) => set({
+          value={range} timeZone={zone} onChange={(time) => set({
             from: written(time.raw.from), to: written(time.raw.to) })}
-          onChangeTimeZone={() => undefined} onMoveBackward={() => move(-0.5)} onMoveForward={() => move(0.5)}
-          onZoom={() => move(0, 0.5)} isOnCanvas
+          onChangeTimeZone={(chosen) => set({ timezone: chosen })} onMoveBackward={() => move(-0.5)}
+          onMoveForward={() => move(0.5)} onZoom={() => move(0, 0.5)} isOnCanvas
         />
         <RefreshPicker
           value={refresh} intervals={board.timepicker?.refresh_intervals} isOnCanvas

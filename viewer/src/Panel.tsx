@@ -4,14 +4,14 @@ import {
   type DataFrame, type ScopedVars, type TimeRange,
 } from '@grafana/data';
 import { ErrorBoundaryAlert, Menu, Modal, PanelChrome, useTheme2 } from '@grafana/ui';
-import { useEffect, useMemo, useState } from 'react';
+import { useEffect, useMemo, useRef, useState } from 'react';
 import { lastValueFrom } from 'rxjs';
 import { seriesFrames, tableFrame } from './frames';
 import type { PanelModel, VariableModel } from './model';
 import { PANELS } from './panels';
 import type { Mark } from './panels/marks';
 import { query, queryRange } from './prometheus';
-import { useSize } from './size';
+import { useSeen, useSize } from './size';
 import { filled, linked, steps, type Values } from './variables';
 
 export interface Asking {
@@ -21,6 +21,7 @@ export interface Asking {
   raw: { from: string; to: string };
   scrape: number;
   marks: Mark[];
+  zone: string;
 }
 
 interface Answer {
@@ -32,10 +33,16 @@ interface Answer {
 
 const NO_FIELDS = { defaults: {}, overrides: [] };
 
-function useAnswer(panel: PanelModel, asking: Asking): Answer {
+// A panel out of sight is not asked about: a board has many, and a Prometheus much to do.
+function useAnswer(panel: PanelModel, asking: Asking, seen: boolean): Answer {
   const [answer, setAnswer] = useState<Answer>({ frames: [], done: false });
   const { models, values, range, scrape } = asking;
+  const question = useMemo(() => ({}), [panel, models, values, range, scrape]);
+  const answered = useRef<object>(undefined);
   useEffect(() => {
+    if (!seen || answered.current === question) {
+      return;
+    }
     const stop = new AbortController();
     const at = steps(range, panel.maxDataPoints ?? 500, scrape);
     const end = range.to.valueOf() / 1000;
@@ -63,42 +70,45 @@ function useAnswer(panel: PanelModel, asking: Asking): Answer {
     ask().then(
       (frames) => {
         if (!stop.signal.aborted) {
+          answered.current = question;
           setAnswer({ frames, done: true, asked: true });
         }
       },
       (error: Error) => {
         if (!stop.signal.aborted) {
+          answered.current = question;
           setAnswer({ frames: [], error: error.message, done: true, asked: true });
         }
       }
     );
     return () => stop.abort();
-  }, [panel, models, values, range, scrape]);
+  }, [question, seen]);
   return answer;
 }
 
 export function Panel({ panel, asking }: { panel: PanelModel; asking: Asking }) {
   const theme = useTheme2();
   const [ref, size] = useSize();
-  const answer = useAnswer(panel, asking);
+  const seen = useSeen(ref);
+  const answer = useAnswer(panel, asking, seen);
   const [asked, setAsked] = useState(false);
-  const { raw, values, models, range, scrape } = asking;
+  const { raw, values, models, range, scrape, zone } = asking;
   const replaceVariables = useMemo(
     () => (text: string, scoped?: ScopedVars) => linked(text, values, raw, scoped), [values, raw.from, raw.to]);
   const frames = useMemo(() => {
     const made = applyFieldOverrides({
-      data: answer.frames, fieldConfig: panel.fieldConfig ?? NO_FIELDS, replaceVariables, theme, timeZone: 'browser',
+      data: answer.frames, fieldConfig: panel.fieldConfig ?? NO_FIELDS, replaceVariables, theme, timeZone: zone,
       fieldConfigRegistry: standardFieldConfigEditorRegistry,
     });
     cacheFieldDisplayNames(made);
     return made;
-  }, [answer.frames, panel, replaceVariables, theme]);
+  }, [answer.frames, panel, replaceVariables, theme, zone]);
 
   const Drawn = PANELS[panel.type];
   const empty = !frames.some((frame) => frame.length > 0 && frame.fields.length > 0);
   const error = answer.error ?? (Drawn ? undefined : `no way to draw a panel of type ${panel.type}`);
   const nothing = panel.fieldConfig?.defaults.noValue;
-  const state = error ? 'error' : !answer.done ? 'loading' : empty ? 'empty' : 'ok';
+  const state = error ? 'error' : !answer.done ? (seen ? 'loading' : 'unseen') : empty ? 'empty' : 'ok';
   const menu = <Menu><Menu.Item label="Queries" icon="search" onClick={() => setAsked(true)} /></Menu>;
   return (
     <section ref={ref} className="panel" data-panel={panel.title} data-type={panel.type} data-state={state}
@@ -106,7 +116,7 @@ export function Panel({ panel, asking }: { panel: PanelModel; asking: Asking }) 
       {size.width > 0 && (
         <PanelChrome
           title={panel.title} description={panel.description} width={size.width} height={size.height} menu={menu}
-          loadingState={answer.done ? LoadingState.Done : LoadingState.Loading} statusMessage={error}
+          loadingState={answer.done || !seen ? LoadingState.Done : LoadingState.Loading} statusMessage={error}
         >
           {(width, height) => {
             if (error || (empty && answer.asked)) {
@@ -117,8 +127,8 @@ export function Panel({ panel, asking }: { panel: PanelModel; asking: Asking }) 
             }
             return (
               <ErrorBoundaryAlert dependencies={[frames]}>
-                <Drawn panel={panel} frames={frames} width={width} height={height} range={range} marks={asking.marks}
-                  replaceVariables={replaceVariables} />
+                <Drawn panel={panel} frames={frames} width={width} height={height} range={range} zone={zone}
+                  marks={asking.marks} replaceVariables={replaceVariables} />
               </ErrorBoundaryAlert>
             );
           }}

@@ -1,7 +1,7 @@
 import './public';
 import { createTheme, ThemeContext } from '@grafana/data';
 import { initPluginTranslations } from '@grafana/i18n';
-import { Alert, Card, GlobalStyles, PortalContainer, ToolbarButton } from '@grafana/ui';
+import { Alert, Card, ErrorBoundaryAlert, GlobalStyles, PortalContainer, ToolbarButton } from '@grafana/ui';
 import { useEffect, useMemo, useState } from 'react';
 import { createRoot } from 'react-dom/client';
 import { set, useAddress } from './address';
@@ -84,7 +84,9 @@ function Page() {
           </>
         )}
         {uid && board && settings && (
-          <Board key={uid} board={board} boards={boards} parameters={parameters} settings={settings} theme={change} />
+          <ErrorBoundaryAlert dependencies={[uid]}>
+            <Board key={uid} board={board} boards={boards} parameters={parameters} settings={settings} theme={change} />
+          </ErrorBoundaryAlert>
         )}
       </main>
     </ThemeContext.Provider>

@@ -52,6 +52,7 @@ export interface BoardModel {
   panels: PanelModel[];
   refresh?: string;
   time?: { from: string; to: string };
+  timezone?: string;
   timepicker?: { refresh_intervals?: string[] };
   templating?: { list: VariableModel[] };
   annotations?: { list: AnnotationModel[] };

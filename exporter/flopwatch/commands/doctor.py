@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
+from itertools import pairwise
+from pathlib import Path
 
 from flopwatch.commands import Commands, command, given
 from flopwatch.commands.exporter import flags
-from flopwatch.settings import ExporterSettings
+from flopwatch.settings import ExporterSettings, SettingsError
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the report; 1 if there is hardware that cannot be read, whatever else it goes without."""
-    settings = ExporterSettings(**given(options, ExporterSettings))
+    chosen = given(options, ExporterSettings)
+    if options.running:
+        parser = argparse.ArgumentParser("flopwatch doctor --running", add_help=False)
+        flags(parser)
+        chosen = given(parser.parse_args(running()), ExporterSettings) | chosen
+    settings = ExporterSettings(**chosen)
     from flopwatch.node.diagnosis.doctor import examine, to_json
     from flopwatch.node.diagnosis.doctor_page import page
 
@@ -21,10 +29,40 @@ def run(options: argparse.Namespace) -> int:
     return 1 if report.problems else 0
 
 
+def running(proc: Path = Path("/proc")) -> list[str]:
+    """Return the flags of the exporter that runs here: in our mount namespace, else the only one that can be seen.
+
+    Raises SettingsError where there is none, or several with different flags.
+    """
+    here, elsewhere = set[tuple[str, ...]](), set[tuple[str, ...]]()
+    for process in proc.glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+        except OSError:
+            continue
+        for at, (program, verb) in enumerate(pairwise(words)):
+            if Path(program).name == "flopwatch" and verb == "exporter":
+                (here if _mounts(process) == _mounts(proc / "self") else elsewhere).add(tuple(words[at + 2:]))
+    found = here or elsewhere
+    if len(found) != 1:
+        several = f"{len(found)} exporters run here with different flags" if found else "no exporter runs here"
+        raise SettingsError(f"--running: {several}; give the flags instead")
+    return list(*found)
+
+
+def _mounts(process: Path) -> int:
+    try:
+        return os.stat(process / "ns" / "mnt").st_ino
+    except OSError:  # another user's
+        return 0
+
+
 def add(commands: Commands) -> None:
     """Describe the command."""
     parser = command(
         commands, "doctor", run, "tell what an exporter with these flags reads here, what it cannot read and why"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, with everything that the text shortens")
+    parser.add_argument("--running", action="store_true",
+                        help="take the flags of the exporter that runs here; those given win")
     flags(parser)

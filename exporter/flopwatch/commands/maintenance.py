@@ -55,13 +55,19 @@ def show(options: argparse.Namespace) -> int:
     path = shlex.quote(str(options.state / FILE))
 
     def here() -> float | None:
-        return until(options.state)
+        ends, wrong = until(options.state)
+        if wrong:
+            raise SettingsError(f"{options.state / FILE} {wrong}")
+        return ends
 
     def there(host: str) -> float | None:
         # The time it was written is the node's own, as the exporter sees it.
         text = _ask(options.via, host, f"if test -f {path}; then stat -c %Y {path}; cat {path}; fi")
         lines = text.split()
-        return end(lines[1], float(lines[0])) if len(lines) == 2 else None
+        ends = end(lines[1], float(lines[0])) if len(lines) == 2 else None
+        if lines and ends is None:
+            raise SettingsError(f"{path} is no time; write 2h, or the Unix time of the end")
+        return ends
 
     return _each(options.hosts, lambda host: _said(here() if host is None else there(host)))
 

@@ -7,12 +7,15 @@ when it was written, or the Unix time of the end. While the node is down, Promet
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from flopwatch.catalogue import NODE_MAINTENANCE_UNTIL, Sample
+
+log = logging.getLogger(__name__)
 
 FILE = "maintenance"
 # An end that was is told for as long as the rules look back, so that they do not go on with a later one.
@@ -38,13 +41,17 @@ def end(text: str, written: float) -> float | None:
     return min(float(text), written + LONGEST) if re.fullmatch(r"[0-9]{10}(\.[0-9]+)?", text) else None
 
 
-def until(state: Path) -> float | None:
-    """Return when the maintenance of the node with this state folder ends or ended; None if none is known."""
+def until(state: Path) -> tuple[float | None, str]:
+    """Return when the maintenance of the node with this state folder ends or ended, and what is wrong with the file."""
     path = state / FILE
     try:
-        return end(path.read_text(errors="replace").strip(), path.stat().st_mtime)
-    except OSError:
-        return None
+        text = path.read_text(errors="replace").strip()
+        ends = end(text, path.stat().st_mtime)
+    except FileNotFoundError:
+        return None, ""
+    except OSError as error:
+        return None, f"cannot be read: {error.strerror}"
+    return ends, "" if ends is not None else f"says {text!r:.50}; write 2h, or the Unix time of the end"
 
 
 class Maintenance:
@@ -52,10 +59,14 @@ class Maintenance:
 
     def __init__(self, state: Path, host: str, now: Callable[[], float] = time.time) -> None:
         self._state, self._host, self._now = state, host, now
+        self._wrong = ""
 
     def samples(self) -> list[Sample]:
         """Return the end, up to a day after it; nothing for a node on which nobody works."""
-        ends = until(self._state)
+        ends, wrong = until(self._state)
+        if wrong and wrong != self._wrong:
+            log.warning("%s %s: alerts of this node are not held back", self._state / FILE, wrong)
+        self._wrong = wrong
         if ends is None or self._now() - ends > TOLD_FOR:
             return []
         return [(NODE_MAINTENANCE_UNTIL, (self._host,), ends)]

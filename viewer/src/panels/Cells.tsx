@@ -62,8 +62,8 @@ function rowsOf(frames: DataFrame[], range: TimeRange, merged: boolean): Row[] {
   });
 }
 
-function prepared(rows: Row[], style: Style, range: TimeRange, theme: GrafanaTheme2, height: number) {
-  const builder = new UPlotConfigBuilder('browser');
+function prepared(rows: Row[], style: Style, range: TimeRange, zone: string, theme: GrafanaTheme2, height: number) {
+  const builder = new UPlotConfigBuilder(zone);
   const each = Math.max(1, Math.ceil((rows.length * 14) / Math.max(height - 30, 14))); // labels that do not overlap
   builder.addScale({
     scaleKey: 'x', isTime: true, orientation: ScaleOrientation.Horizontal, direction: ScaleDirection.Right,
@@ -74,7 +74,7 @@ function prepared(rows: Row[], style: Style, range: TimeRange, theme: GrafanaThe
     range: () => [0, rows.length],
   });
   builder.addAxis({
-    scaleKey: 'x', isTime: true, placement: AxisPlacement.Bottom, timeZone: 'browser', theme, grid: { show: false },
+    scaleKey: 'x', isTime: true, placement: AxisPlacement.Bottom, timeZone: zone, theme, grid: { show: false },
   });
   builder.addAxis({
     scaleKey: 'y', placement: AxisPlacement.Left, theme, grid: { show: false }, ticks: { show: false },
@@ -132,11 +132,12 @@ function Cells({ drawing, rows, style, legend }: {
   drawing: Drawing; rows: Row[]; style: Style; legend: React.ReactNode;
 }) {
   const theme = useTheme2();
-  const { width, height, range, marks } = drawing;
+  const { width, height, range, zone, marks } = drawing;
   const plot = useRef<uPlot>(null);
   const [seen, setSeen] = useState<Seen>();
   const room = Math.max(height - 30, 40);
-  const config = useMemo(() => prepared(rows, style, range, theme, room), [rows, style, range, theme, room]);
+  const config = useMemo(
+    () => prepared(rows, style, range, zone, theme, room), [rows, style, range, zone, theme, room]);
   const data = useMemo<uPlot.AlignedData>(
     () => [[range.from.valueOf(), range.to.valueOf()], [null, null]], [range]);
 
@@ -163,8 +164,8 @@ function Cells({ drawing, rows, style, legend }: {
           allowPointerEvents={seen.pinned}>
           <VizTooltipWrapper>
             <VizTooltipHeader isPinned={seen.pinned} item={{
-              label: dateTimeFormat(seen.cell.from), value: seen.cell.to - seen.cell.from > 60_000
-                ? `to ${dateTimeFormat(seen.cell.to)}` : '',
+              label: dateTimeFormat(seen.cell.from, { timeZone: zone }), value: seen.cell.to - seen.cell.from > 60_000
+                ? `to ${dateTimeFormat(seen.cell.to, { timeZone: zone })}` : '',
             }} />
             <VizTooltipContent isPinned={seen.pinned} items={[{
               label: seen.row.name, value: formattedValueToString(seen.cell.display), color: style.color(seen.cell),

@@ -16,6 +16,7 @@ export interface Drawing {
   width: number;
   height: number;
   range: TimeRange;
+  zone: string;
   marks: Mark[];
   replaceVariables: InterpolateFunction;
 }

@@ -26,10 +26,10 @@ export function Values({ drawing, sparkline, orientation, draw, ...layout }: {
   draw: (one: One) => JSX.Element;
 }) {
   const theme = useTheme2();
-  const { panel, frames, width, height, replaceVariables } = drawing;
+  const { panel, frames, width, height, replaceVariables, zone } = drawing;
   const getValues = () => getFieldDisplayValues({
     data: frames, fieldConfig: panel.fieldConfig!, reduceOptions: panel.options.reduceOptions, replaceVariables, theme,
-    sparkline, timeZone: 'browser',
+    sparkline, timeZone: zone,
   });
   return (
     <VizRepeater<FieldDisplay, One['factors']>
