@@ -31,8 +31,8 @@ from flopwatch.node.otlp import JSON, MAX_BYTES, PROTOBUF
 from flopwatch.node.reader import Reading, failure
 from flopwatch.node.scrape import PAGE_SECONDS, Scrape
 from flopwatch.node.telemetry import Telemetry
-from flopwatch.serving import server
-from flopwatch.settings import ExporterSettings
+from flopwatch.serving import listener, server
+from flopwatch.settings import Address, ExporterSettings
 from tests.machine import PATIENCE, until
 from tests.otlp_by_hand import counter, process, request, training
 
@@ -254,6 +254,18 @@ def test_a_client_that_comes_back_or_waits_for_a_slow_answer_is_not_cut_off(monk
             time.sleep(1.8)
         assert connection.sock is kept is not None
         connection.close()
+
+
+@pytest.mark.parametrize("dual", [socket.has_dualstack_ipv6(), False])
+def test_all_addresses_are_both_families_as_far_as_the_machine_has_them(
+    dual: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: dual)
+    with listener("--listen", Address("::", 0), backlog=8) as listening:
+        port = listening.getsockname()[1]
+        for host in ("127.0.0.1", *(["::1"] if dual else [])):
+            with socket.create_connection((host, port), timeout=PATIENCE):
+                listening.accept()[0].close()
 
 
 def test_the_landing_page_escapes_what_it_shows() -> None:

@@ -82,7 +82,6 @@ def test_the_defaults_make_these_objects() -> None:
     assert sorted(render("defaults")) == [
         *(("ConfigMap", f"demo-flopwatch-dashboard-{name}") for name in sorted(BOARDS)),
         ("DaemonSet", "demo-flopwatch-exporter"),
-        ("PersistentVolumeClaim", "demo-flopwatch-ledger"),
         ("Pod", "demo-flopwatch-test-series"),
         ("PodMonitor", "demo-flopwatch-exporter"),
         ("PodMonitor", "demo-flopwatch-ledger"),
@@ -163,8 +162,8 @@ def test_the_command_line_accepts_the_flags_and_the_ports_agree(variant: str) ->
     assert isinstance(exporter, ExporterSettings)
     assert exporter.host == "node-7"
     ports = {port["name"]: port for port in container(daemonset)["ports"]}
-    assert exporter.listen == Address("0.0.0.0", ports["metrics"]["containerPort"])
-    assert exporter.otlp_listen == Address("0.0.0.0", ports["otlp"]["containerPort"])
+    assert exporter.listen == Address("::", ports["metrics"]["containerPort"])
+    assert exporter.otlp_listen == Address("::", ports["otlp"]["containerPort"])
     on_node = (9450, 4318) if variant == "slurm" else (None, None)
     assert (ports["metrics"].get("hostPort"), ports["otlp"].get("hostPort")) == on_node
     mounted = mounts(container(daemonset))
@@ -183,13 +182,15 @@ def test_the_command_line_accepts_the_flags_and_the_ports_agree(variant: str) ->
     service = only(objects, "Service", "-ledger")
     scheme = "https" if variant == "hardened" else "http"
     assert exporter.ledger == f"{scheme}://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
-    assert ledger.listen == Address("0.0.0.0", service["spec"]["ports"][0]["port"])
+    assert ledger.listen == Address("::", service["spec"]["ports"][0]["port"])
     assert container(statefulset)["ports"] == [{"name": "metrics", "containerPort": ledger.listen.port}]
-    claim = only(objects, "PersistentVolumeClaim")["metadata"]
-    assert claim["annotations"] == {"helm.sh/resource-policy": "keep"}, "no account is lost with the release"
-    assert {"name": "state", "persistentVolumeClaim": {"claimName": claim["name"]}} in (
-        statefulset["spec"]["template"]["spec"]["volumes"])
-    assert mounts(container(statefulset))[str(ledger.state)] == ("state", False)
+    claim = statefulset["spec"]["volumeClaimTemplates"][0]["metadata"]["name"]
+    assert mounts(container(statefulset))[str(ledger.state)] == (claim, False)
+    assert statefulset["spec"]["podManagementPolicy"] == "Parallel", "or no rollback mends what never gets ready"
+    for workload in (daemonset, statefulset):
+        volume, read_only = mounts(container(workload))["/tmp"]
+        assert ({"name": volume, "emptyDir": {}} in workload["spec"]["template"]["spec"]["volumes"], read_only) == (
+            True, False), "the root is read-only, and SQLite and `flopwatch doctor` need a place"
 
 
 def test_exporter_and_ledger_read_the_same_token_and_the_chart_makes_it_unless_one_is_named() -> None:
@@ -255,6 +256,8 @@ def test_a_ledger_behind_tls_is_asked_by_its_name_and_only_it_has_the_key() -> N
     annotations = [yaml.safe_load(files[name])["spec"]["template"]["metadata"]["annotations"]
                    for name in ("ledger-statefulset.yaml", "exporter-daemonset.yaml")]
     assert [found.get("prometheus.io/scheme") for found in annotations] == ["https", None]
+    off = settings_of(only(objects_of(files_of({"ledger": {"tlsSecret": None}})), "DaemonSet"))
+    assert (off.ledger.partition(":")[0], off.ledger_ca_file) == ("http", None), "null is how a value is taken away"
 
 
 def test_cards_can_be_asked_for_by_a_mount() -> None:
@@ -428,7 +431,7 @@ def test_boards_ask_for_a_password_and_the_kubelet_does_not_give_one() -> None:
     deployment = only(objects, "Deployment")
     settings, pod = settings_of(deployment), deployment["spec"]["template"]["spec"]
     assert settings == BoardsSettings(
-        prometheus="http://prometheus.monitoring:9090", listen=Address("0.0.0.0", 9452),
+        prometheus="http://prometheus.monitoring:9090", listen=Address("::", 9452),
         web_config=Path("/etc/flopwatch/web/web-config.yml"), token_file=Path("/etc/flopwatch/prometheus/token"))
     mounted = mounts(container(deployment))
     volumes = {volume["name"]: volume for volume in pod["volumes"]}

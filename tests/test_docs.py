@@ -110,8 +110,8 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
     },
     "install-compose.md": {
         "docker compose -f contrib/compose/compose.yaml up --build": ENGINE,
-        "docker compose -f contrib/compose/compose.yaml -f contrib/compose/central.yaml": ENGINE,
-        "NODE_NAME=$(hostname)": ENGINE,
+        "docker compose -f contrib/compose/compose.yaml down --volumes\ndocker": ENGINE,
+        "docker compose -f contrib/compose/compose.yaml down --volumes\nNODE_NAME=$(hostname)": ENGINE,
     },
     "install-slurm.md": {"install -m 755 contrib/slurm": SYSTEMD, "#SBATCH": Needs("a Slurm cluster")},
     "ledger.md": {

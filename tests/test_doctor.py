@@ -421,6 +421,7 @@ def test_a_port_is_free_has_an_exporter_or_something_else_on_it() -> None:
         # Within a second, which a stall of this machine may cost.
         until(lambda: _listener(Address("127.0.0.1", port)) == f"127.0.0.1:{port}: an exporter answers")
         until(lambda: _listener(Address("0.0.0.0", port)) == f"0.0.0.0:{port}: an exporter answers")
+        until(lambda: _listener(Address("::", port)) == f"[::]:{port}: an exporter answers")
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert _listener(Address("127.0.0.1", port)) == f"127.0.0.1:{port}: Address already in use"

@@ -55,9 +55,10 @@ def log_to_stderr() -> None:
 
 def listener(flag: str, address: Address, backlog: int) -> socket.socket:
     """Return a listening socket. Raises SettingsError that says which flag to change."""
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    host, family = address.place()
     try:
-        listening = socket.create_server((address.host, address.port), family=family, backlog=backlog)
+        listening = socket.create_server(
+            (host, address.port), family=family, backlog=backlog, dualstack_ipv6=host == "::")
         # asyncio sets this only on sockets made for TCP by name; without it an answer on a kept connection waits 40 ms
         # for the delayed acknowledgement of its first part.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

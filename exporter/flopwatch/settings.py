@@ -38,6 +38,12 @@ class Address:
         """Return whether only this machine can connect."""
         return _is_loopback(self.host)
 
+    def place(self) -> tuple[str, socket.AddressFamily]:
+        """Return host and family to bind: `::` is IPv4 as well, and IPv4 alone where there is no IPv6."""
+        if self.host == "::" and not socket.has_dualstack_ipv6():
+            return "0.0.0.0", socket.AF_INET
+        return self.host, socket.AF_INET6 if ":" in self.host else socket.AF_INET
+
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 

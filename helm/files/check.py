@@ -64,6 +64,12 @@ def exporters(address: str) -> int:
     return len(found)
 
 
+def ledger(url: str, ca_file: str) -> str:
+    """Return that the ledger is well."""
+    ask(f"{url}/healthz", ca_file=ca_file)
+    return "the ledger answers"
+
+
 def series(prometheus: str, expected: int, namespace: str, monitor: str) -> str:
     """Return what Prometheus has of ours."""
     query = quote("count(group by (instance) (flopwatch_build_info))")
@@ -151,11 +157,16 @@ def until(seconds: float, check: Callable[[], str], pause: float = 2.0) -> None:
 
 def run(given: argparse.Namespace) -> None:
     """Check the chain from its begin. Raises MissingError."""
-    count = exporters(given.exporters)
-    print(f"exporters that answer: {count}", flush=True)
+    count = 0
+
+    def answer() -> str:
+        nonlocal count
+        count = exporters(given.exporters)
+        return f"exporters that answer: {count}"
+
+    until(given.seconds, answer)
     if given.ledger:
-        ask(f"{given.ledger}/healthz", ca_file=given.ledger_ca_file)
-        print("the ledger answers", flush=True)
+        until(given.seconds, lambda: ledger(given.ledger, given.ledger_ca_file))
     if given.prometheus:
         until(given.seconds, lambda: series(given.prometheus, count, given.namespace, given.monitor))
     if given.rules:

@@ -53,7 +53,7 @@ true
 
 {{- define "flopwatch.ledgerUrl" -}}
 {{- if .Values.ledger.enabled -}}
-{{ ternary "https" "http" (ne .Values.ledger.tlsSecret "") }}://{{ include "flopwatch.fullname" . }}-ledger:{{ .Values.ledger.port }}
+{{ ternary "http" "https" (empty .Values.ledger.tlsSecret) }}://{{ include "flopwatch.fullname" . }}-ledger:{{ .Values.ledger.port }}
 {{- else if and .Values.ledger.tlsSecret (not (hasPrefix "https://" .Values.ledger.url)) -}}
 {{- fail "ledger.tlsSecret is for a ledger behind TLS: write ledger.url as https://HOST:PORT" -}}
 {{- else -}}

@@ -8,7 +8,10 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -85,7 +88,7 @@ def test_it_says_what_is_true_of_the_cluster(running: Running, page: Page) -> No
 def test_links_lead_from_a_run_to_its_late_rank_s_card_and_keep_time_and_variables(
     running: Running, page: Page,
 ) -> None:
-    look(page, "run", address(running.boards, "run", running.began, "light"))
+    look(page, "run", address(running.boards, "run", running.began, "light") + "&timezone=utc")
     before = parse_qs(urlsplit(page.url).query)
     card = Topology.gpu(*STRAGGLER)
     page.locator('[data-panel="Ranks and their GPUs"]').get_by_role("link", name=card).click(
@@ -94,7 +97,8 @@ def test_links_lead_from_a_run_to_its_late_rank_s_card_and_keep_time_and_variabl
     after = parse_qs(urlsplit(page.url).query)
     assert after["var-uuid"] == [card]
     assert after["var-host"] == [Topology.host(STRAGGLER[0])]
-    assert (after["from"], after["to"]) == (before["from"], before["to"])
+    for name in ("from", "to", "timezone"):
+        assert after[name] == before[name], name
     expect(page.locator('[data-panel="Card"]')).to_contain_text("NVIDIA H100")
 
 
@@ -130,10 +134,13 @@ def test_a_panel_out_of_sight_is_not_asked_about_until_it_is_seen(running: Runni
     every = page.locator("[data-panel]")
     drawn = re.compile("^(ok|empty)$")
     expect(every.first).to_have_attribute("data-state", drawn, timeout=60_000)
+    loading = page.locator('[data-state="loading"]')
+    expect(loading).to_have_count(0)
     expect(every.last).to_have_attribute("data-state", "unseen")
     before = len(asked)
     every.last.scroll_into_view_if_needed()
     expect(every.last).to_have_attribute("data-state", drawn)
+    expect(loading).to_have_count(0)
     assert len(asked) > before
     before = len(asked)
     page.evaluate("scrollTo(0, 0)")
@@ -198,14 +205,14 @@ class Hostile:
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
 
-@pytest.fixture(scope="module")
-def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@contextmanager
+def boards_over_hostile(folder: Path, *flags: str) -> Iterator[str]:
     prometheus = Hostile()
     threading.Thread(target=prometheus.server.serve_forever, daemon=True).start()
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     child = Child("boards", [sys.executable, "-m", "flopwatch", "boards", f"--prometheus={prometheus.url}",
-                             f"--listen=127.0.0.1:{port}"], os.environ, tmp_path_factory.mktemp("hostile") / "log")
+                             f"--listen=127.0.0.1:{port}", *flags], os.environ, folder / "log")
     try:
         until(lambda: _answers(child, url))
         yield url
@@ -213,6 +220,12 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         child.stop()
         prometheus.server.shutdown()
         prometheus.server.server_close()
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with boards_over_hostile(tmp_path_factory.mktemp("hostile")) as url:
+        yield url
 
 
 def _answers(child: Child, url: str) -> bool:
@@ -232,6 +245,40 @@ def test_markup_in_a_name_is_text(hostile: str, page: Page, board: str) -> None:
     assert page.locator("img[src=x]").count() == 0
     # It is there, as text: the test would see nothing where nothing is shown.
     assert HOSTILE[:8] in page.evaluate("document.body.innerText")
+
+
+def test_a_dashboard_of_somebody_else_shows_what_it_can_and_says_what_it_cannot(tmp_path: Path, page: Page) -> None:
+    shapes: dict[str, dict[str, Any]] = {
+        "Load of $node": {"targets": [{"refId": "A", "expr": "up", "legendFormat": "$node {{kind}}"}]},
+        "Named": {"type": "stat", "targets": [{"refId": "A", "expr": "up"}], "fieldConfig": {
+            "overrides": [], "defaults": {"displayName": "kind is ${__field.labels.kind}"}}},
+        "Reckoned": {"targets": [{"refId": "A", "expr": "up"}, {"refId": "B", "type": "math", "expression": "$A * 2"}]},
+        "Buckets": {"type": "heatmap", "targets": [{"refId": "A", "expr": "up", "format": "heatmap"}]},
+    }
+    options = {"legend": {"showLegend": True, "displayMode": "list", "placement": "bottom", "calcs": []}, "color": {},
+               "reduceOptions": {"calcs": ["lastNotNull"]}, "tooltip": {"mode": "multi"}, "textMode": "value_and_name"}
+    panels = [{"id": i, "type": "timeseries", "title": title, "gridPos": {"x": 6 * i, "y": 0, "w": 6, "h": 8},
+               "options": options, **shape} for i, (title, shape) in enumerate(shapes.items())]
+    (tmp_path / "theirs.json").write_text(json.dumps({
+        "uid": "theirs", "title": "Theirs", "panels": panels, "time": {"from": "now-5m", "to": "now"},
+        "templating": {"list": [{"type": "textbox", "name": "node", "query": "node 7"}]},
+        "annotations": {"list": [
+            {"name": "built in", "iconColor": "red", "target": {"type": "dashboard", "limit": 100}}]}}))
+    with boards_over_hostile(tmp_path, f"--dashboards={tmp_path}") as url:
+        looked = look(page, "theirs", f"{url}/d/theirs")
+        assert {panel["title"]: panel["state"] for panel in looked.panels} == {
+            "Load of $node": "ok", "Named": "ok", "Reckoned": "error", "Buckets": "error"}
+        load, named, reckoned, buckets = (page.locator(f'[data-panel="{title}"]') for title in shapes)
+        expect(load).to_contain_text("Load of node 7")
+        expect(load.locator('[data-testid*="VizLegend series"]')).to_have_text(f"node 7 {HOSTILE}")
+        expect(named).to_contain_text(f"kind is {HOSTILE}")
+        expect(reckoned).to_contain_text("only queries of Prometheus are asked here")
+        expect(buckets).to_contain_text("a heatmap of buckets is not drawn here")
+        assert page.evaluate("window.taken") is None
+        page.goto(f"{url}/d/theirs?from=99999999999999999&to=now")
+        expect(load).to_have_attribute("data-state", "error")
+        page.goto(f"{url}/d/theirs?from=now-5m&to=now")
+        expect(load).to_have_attribute("data-state", "ok")
 
 
 def test_the_page_needs_nothing_from_elsewhere(running: Running, page: Page) -> None:

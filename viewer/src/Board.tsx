@@ -1,5 +1,5 @@
 // One dashboard: its variables, its time and its panels, in rows that can be folded.
-import { rangeUtil, type TimeRange } from '@grafana/data';
+import { getTimeZoneInfo, rangeUtil, type TimeRange } from '@grafana/data';
 import { Alert, Combobox, Dropdown, Input, Menu, RefreshPicker, TimeRangePicker, ToolbarButton } from '@grafana/ui';
 import { useCallback, useEffect, useMemo, useRef, useState } from 'react';
 import { set } from './address';
@@ -14,24 +14,17 @@ const CELL = 30, GAP = 8; // pixels of Grafana's grid
 export interface Moment {
   from: string;
   to: string;
+  timezone?: string; // if the address has one
 }
 
 function parsed(raw: Moment, zone: string): TimeRange {
-  const one = (text: string) => (/^\d+$/.test(text) ? rangeMoment(Number(text)) : text);
-  return rangeUtil.convertRawToRange({ from: one(raw.from) as string, to: one(raw.to) as string }, zone);
-}
-
-function rangeMoment(milliseconds: number): string {
-  return new Date(milliseconds).toISOString();
+  const one = (text: string) => (/^\d{1,15}$/.test(text) ? new Date(Number(text)).toISOString() : text);
+  return rangeUtil.convertRawToRange({ from: one(raw.from), to: one(raw.to) }, zone);
 }
 
 // The time zone of an address or a board; the browser's for what is none.
 function known(zone: string): string {
-  try {
-    return zone === 'utc' ? zone : new Intl.DateTimeFormat('en', { timeZone: zone }).resolvedOptions().timeZone;
-  } catch {
-    return 'browser';
-  }
+  return zone && getTimeZoneInfo(zone, Date.now()) ? zone : 'browser';
 }
 
 // Grafana's addresses write times as milliseconds or as now-1h.
@@ -139,10 +132,10 @@ function useMarks(board: BoardModel, chosen: Chosen | undefined, range: TimeRang
     }
     const stop = new AbortController();
     const ask = async (): Promise<Mark[]> => {
-      const every = (board.annotations?.list ?? []).filter((one) => one.enable !== false && one.target);
-      const found = await Promise.all(every.map(async (one) => {
+      const every = (board.annotations?.list ?? []).filter((one) => one.enable !== false && one.target?.expr);
+      const found = await Promise.allSettled(every.map(async (one) => {
         const at = steps(range, 500, Math.max(scrape, 15));
-        const expr = filled(one.target!.expr, models, values, range, at);
+        const expr = filled(one.target!.expr!, models, values, range, at);
         const last = Math.floor(range.to.valueOf() / 1000 / at.step) * at.step;
         const first = Math.floor(range.from.valueOf() / 1000 / at.step) * at.step;
         const series = await queryRange(expr, first, last, at.step, stop.signal);
@@ -162,7 +155,7 @@ function useMarks(board: BoardModel, chosen: Chosen | undefined, range: TimeRang
           return made;
         });
       }));
-      return found.flat();
+      return found.flatMap((one) => (one.status === 'fulfilled' ? one.value : []));
     };
     ask().then((made) => !stop.signal.aborted && setMarks(made), () => undefined); // the panels are right without
     return () => stop.abort();
@@ -204,10 +197,11 @@ export function Board({ board, boards, parameters, settings, theme }: {
 }) {
   const raw: Moment = useMemo(() => ({
     from: parameters.get('from') ?? board.time?.from ?? 'now-1h', to: parameters.get('to') ?? board.time?.to ?? 'now',
-  }), [parameters.get('from'), parameters.get('to'), board]);
+    ...(parameters.has('timezone') && { timezone: parameters.get('timezone')! }),
+  }), [parameters.get('from'), parameters.get('to'), parameters.get('timezone'), board]);
   const refresh = parameters.get('refresh') ?? board.refresh ?? '';
   const [tick, setTick] = useState(0);
-  const zone = known(parameters.get('timezone') ?? board.timezone ?? '');
+  const zone = known(raw.timezone ?? board.timezone ?? '');
   const range = useMemo(() => parsed(raw, zone), [raw, zone, tick]);
   useEffect(() => {
     const interval = refresh ? every(refresh) : undefined;

@@ -1,11 +1,12 @@
 // One panel: asks its queries, lets Grafana's libraries transform and format what comes, and has it drawn.
 import {
   applyFieldOverrides, cacheFieldDisplayNames, LoadingState, standardFieldConfigEditorRegistry, transformDataFrame,
-  type DataFrame, type ScopedVars, type TimeRange,
+  type DataFrame, type InterpolateFunction, type TimeRange,
 } from '@grafana/data';
 import { ErrorBoundaryAlert, Menu, Modal, PanelChrome, useTheme2 } from '@grafana/ui';
 import { useEffect, useMemo, useRef, useState } from 'react';
 import { lastValueFrom } from 'rxjs';
+import type { Moment } from './Board';
 import { seriesFrames, tableFrame } from './frames';
 import type { PanelModel, VariableModel } from './model';
 import { PANELS } from './panels';
@@ -18,7 +19,7 @@ export interface Asking {
   models: VariableModel[];
   values: Values;
   range: TimeRange;
-  raw: { from: string; to: string };
+  raw: Moment;
   scrape: number;
   marks: Mark[];
   zone: string;
@@ -36,20 +37,28 @@ const NO_FIELDS = { defaults: {}, overrides: [] };
 // A panel out of sight is not asked about: a board has many, and a Prometheus much to do.
 function useAnswer(panel: PanelModel, asking: Asking, seen: boolean): Answer {
   const [answer, setAnswer] = useState<Answer>({ frames: [], done: false });
-  const { models, values, range, scrape } = asking;
+  const { models, values, raw, range, scrape } = asking;
   const question = useMemo(() => ({}), [panel, models, values, range, scrape]);
-  const answered = useRef<object>(undefined);
+  const under = useRef<{ question: object; stop: AbortController }>(undefined);
+  useEffect(() => () => under.current?.stop.abort(), [question]);
   useEffect(() => {
-    if (!seen || answered.current === question) {
-      return;
+    if (!seen || under.current?.question === question) {
+      return; // what went out of sight under way is answered all the same
     }
     const stop = new AbortController();
+    under.current = { question, stop };
     const at = steps(range, panel.maxDataPoints ?? 500, scrape);
     const end = range.to.valueOf() / 1000;
     const last = Math.floor(end / at.step) * at.step;
     const first = Math.floor(range.from.valueOf() / 1000 / at.step) * at.step;
     const ask = async (): Promise<DataFrame[]> => {
       const targets = (panel.targets ?? []).filter((target) => !target.hide);
+      if (targets.some((target) => !target.expr)) {
+        throw new Error('only queries of Prometheus are asked here');
+      }
+      if (targets.some((target) => target.format === 'heatmap')) {
+        throw new Error('a heatmap of buckets is not drawn here');
+      }
       const found = await Promise.all(targets.map((target) => {
         const expr = filled(target.expr, models, values, range, at);
         return target.instant ? query(expr, end, stop.signal) : queryRange(expr, first, last, at.step, stop.signal);
@@ -61,7 +70,7 @@ function useAnswer(panel: PanelModel, asking: Asking, seen: boolean): Answer {
           return [];
         }
         return target.format === 'table' ? [tableFrame(target, series, answered === 1)]
-          : seriesFrames(target, series, at.step);
+          : seriesFrames({ ...target, legendFormat: linked(target.legendFormat ?? '', values, raw) }, series, at.step);
       });
       const changes = panel.transformations ?? [];
       return changes.length ? lastValueFrom(transformDataFrame(changes, frames)) : frames;
@@ -70,18 +79,15 @@ function useAnswer(panel: PanelModel, asking: Asking, seen: boolean): Answer {
     ask().then(
       (frames) => {
         if (!stop.signal.aborted) {
-          answered.current = question;
           setAnswer({ frames, done: true, asked: true });
         }
       },
       (error: Error) => {
         if (!stop.signal.aborted) {
-          answered.current = question;
           setAnswer({ frames: [], error: error.message, done: true, asked: true });
         }
       }
     );
-    return () => stop.abort();
   }, [question, seen]);
   return answer;
 }
@@ -94,7 +100,7 @@ export function Panel({ panel, asking }: { panel: PanelModel; asking: Asking }) 
   const [asked, setAsked] = useState(false);
   const { raw, values, models, range, scrape, zone } = asking;
   const replaceVariables = useMemo(
-    () => (text: string, scoped?: ScopedVars) => linked(text, values, raw, scoped), [values, raw.from, raw.to]);
+    (): InterpolateFunction => (text, scoped, format) => linked(text, values, raw, scoped, format), [values, raw]);
   const frames = useMemo(() => {
     const made = applyFieldOverrides({
       data: answer.frames, fieldConfig: panel.fieldConfig ?? NO_FIELDS, replaceVariables, theme, timeZone: zone,
@@ -115,8 +121,9 @@ export function Panel({ panel, asking }: { panel: PanelModel; asking: Asking }) 
       data-nothing={nothing}>
       {size.width > 0 && (
         <PanelChrome
-          title={panel.title} description={panel.description} width={size.width} height={size.height} menu={menu}
-          loadingState={answer.done || !seen ? LoadingState.Done : LoadingState.Loading} statusMessage={error}
+          title={replaceVariables(panel.title)} description={panel.description} width={size.width} height={size.height}
+          menu={menu} statusMessage={error}
+          loadingState={answer.done || !seen ? LoadingState.Done : LoadingState.Loading}
         >
           {(width, height) => {
             if (error || (empty && answer.asked)) {
@@ -138,7 +145,7 @@ export function Panel({ panel, asking }: { panel: PanelModel; asking: Asking }) 
         <Modal title={panel.title} isOpen onDismiss={() => setAsked(false)}>
           {(panel.targets ?? []).map((target) => (
             <pre key={target.refId}>
-              {filled(target.expr, models, values, range, steps(range, panel.maxDataPoints ?? 500, scrape))}
+              {filled(target.expr ?? '', models, values, range, steps(range, panel.maxDataPoints ?? 500, scrape))}
             </pre>
           ))}
         </Modal>

@@ -84,7 +84,7 @@ function Page() {
           </>
         )}
         {uid && board && settings && (
-          <ErrorBoundaryAlert dependencies={[uid]}>
+          <ErrorBoundaryAlert dependencies={[uid, `${parameters}`]}>
             <Board key={uid} board={board} boards={boards} parameters={parameters} settings={settings} theme={change} />
           </ErrorBoundaryAlert>
         )}

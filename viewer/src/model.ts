@@ -3,11 +3,11 @@ import type { DataTransformerConfig, FieldConfigSource } from '@grafana/data';
 
 export interface Target {
   refId: string;
-  expr: string;
+  expr: string; // none where it is no query of Prometheus
   legendFormat?: string;
   instant?: boolean;
   hide?: boolean;
-  format?: 'time_series' | 'table';
+  format?: 'time_series' | 'table' | 'heatmap';
 }
 
 export interface PanelModel {
@@ -40,7 +40,7 @@ export interface AnnotationModel {
   name: string;
   enable?: boolean;
   iconColor: string;
-  target?: { expr: string; interval?: string };
+  target?: { expr?: string; interval?: string };
   titleFormat?: string;
   textFormat?: string;
 }

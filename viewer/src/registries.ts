@@ -11,17 +11,20 @@ const PROCESSORS: Record<string, FieldConfigPropertyItem['process']> = {
   decimals: numberOverrideProcessor, displayName: displayNameOverrideProcessor, noValue: stringOverrideProcessor,
   thresholds: thresholdsOverrideProcessor, mappings: valueMappingsOverrideProcessor,
   links: dataLinksOverrideProcessor, color: identityOverrideProcessor, filterable: booleanOverrideProcessor,
+  fieldMinMax: booleanOverrideProcessor,
 };
 const CUSTOM = [
   'drawStyle', 'lineWidth', 'fillOpacity', 'showPoints', 'spanNulls', 'stacking', 'thresholdsStyle', 'axisSoftMin',
   'align', 'cellOptions', 'filterable', 'width', 'hideFrom', 'scaleDistribution', 'lineStyle', 'axisPlacement',
+  'transform', 'fillBelowTo', 'axisSoftMax', 'axisCenteredZero', 'axisLabel', 'axisColorMode', 'lineInterpolation',
+  'gradientMode', 'pointSize', 'barAlignment', 'lineColor',
 ];
 
 function option(path: string, process: FieldConfigPropertyItem['process'], isCustom: boolean): FieldConfigPropertyItem {
   const nothing = () => null;
   return {
     id: isCustom ? `custom.${path}` : path, path, name: path, isCustom, process, shouldApply: () => true,
-    editor: nothing, override: nothing, settings: {},
+    editor: nothing, override: nothing, settings: { expandTemplateVars: true },
   };
 }
 

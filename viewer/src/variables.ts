@@ -1,6 +1,8 @@
 // Variables in queries and links, by Grafana's rules: $name, ${name}, ${name:format}, ${__field.labels.x}.
 import type { DataContextScopedVar, ScopedVars, TimeRange } from '@grafana/data';
+import { VariableFormatID } from '@grafana/schema';
 import { labelValues } from './prometheus';
+import type { Moment } from './Board';
 import type { VariableModel } from './model';
 
 export const ALL = '$__all';
@@ -55,22 +57,25 @@ export function filled(expr: string, models: VariableModel[], values: Values, ra
   });
 }
 
-// Returns a link with what was clicked on, the time and the variables in it.
-export function linked(text: string, values: Values, raw: { from: string; to: string }, scoped?: ScopedVars): string {
+// Returns a title, or with a format a link, with what it belongs to, the time and the variables in it.
+export function linked(
+  text: string, values: Values, raw: Moment, scoped?: ScopedVars, format?: string | Function
+): string {
   const context = scoped?.__dataContext as DataContextScopedVar | undefined;
-  return text.replace(PLACE, (whole, plain, braced, path, format) => {
+  const written = (value: string) => (format === VariableFormatID.UriEncode ? encodeURIComponent(value) : value);
+  return text.replace(PLACE, (whole, plain, braced, path, own) => {
     const name = plain ?? braced;
     if (name === '__url_time_range') {
-      return `from=${encodeURIComponent(raw.from)}&to=${encodeURIComponent(raw.to)}`;
+      return `${new URLSearchParams({ ...raw })}`;
     }
     if (name === '__field' || name === '__data') {
-      return encodeURIComponent(clicked(name, path ?? '', context));
+      return written(clicked(name, path ?? '', context));
     }
-    if (format === 'queryparam') {
+    if (own === 'queryparam') {
       return `var-${name}=${encodeURIComponent(values[name] ?? '')}`;
     }
     const value = values[name] ?? scoped?.[name]?.value;
-    return value === undefined ? whole : encodeURIComponent(String(value));
+    return value === undefined ? whole : written(String(value));
   });
 }
 

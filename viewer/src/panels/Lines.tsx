@@ -5,12 +5,10 @@ import {
   TooltipPlugin2, usePanelContext, VizTooltipContent, VizTooltipFooter, VizTooltipHeader, VizTooltipWrapper,
   type PanelContext,
 } from '@grafana/ui';
-import { useCallback, useMemo, useState } from 'react';
+import { useMemo, useState } from 'react';
 import type { Drawing } from '.';
 import { set } from '../address';
 import { at, Marks } from './marks';
-
-type Toggle = NonNullable<PanelContext['onToggleSeriesVisibility']>;
 
 const X_ALL = 1; // TooltipHoverMode.xAll, a const enum that is not exported
 
@@ -18,28 +16,28 @@ const X_ALL = 1; // TooltipHoverMode.xAll, a const enum that is not exported
 function useChoice(frames: DataFrame[]): [DataFrame[], PanelContext] {
   const [chosen, setChosen] = useState<string[]>();
   const around = usePanelContext();
-  const every = useMemo(() => frames.flatMap((frame) => frame.fields.filter((field) => field.type !== FieldType.time)
-    .map((field) => getFieldDisplayName(field, frame, frames))), [frames]);
-  const shown = useMemo(() => {
-    if (!chosen || !every.some((name) => chosen.includes(name))) {
-      return frames;
-    }
-    const hidden = { hideFrom: { viz: true, tooltip: true, legend: false } };
-    return frames.map((frame) => ({ ...frame, fields: frame.fields.map((field) => (
-      field.type === FieldType.time || chosen.includes(getFieldDisplayName(field, frame, frames)) ? field
-        : { ...field, config: { ...field.config, custom: { ...field.config.custom, ...hidden } } })) }));
-  }, [frames, every, chosen]);
-  const toggle = useCallback<Toggle>((label, mode) => setChosen((before) => {
+  const [every, first] = useMemo(() => {
+    const named = frames.flatMap((frame) => frame.fields.filter((field) => field.type !== FieldType.time)
+      .map((field) => ({ name: getFieldDisplayName(field, frame, frames), hidden: field.config.custom?.hideFrom?.viz })));
+    return [named.map((one) => one.name), named.filter((one) => !one.hidden).map((one) => one.name)];
+  }, [frames]);
+  const kept = chosen && every.some((name) => chosen.includes(name)) ? chosen : undefined; // else they are gone
+  const shown = useMemo(() => !kept ? frames : frames.map((frame) => ({ ...frame, fields: frame.fields.map((field) => {
+    const { custom } = field.config, hidden = !kept.includes(getFieldDisplayName(field, frame, frames));
+    return field.type === FieldType.time ? field : { ...field, config: { ...field.config, custom: {
+      ...custom, hideFrom: { ...custom?.hideFrom, viz: hidden, tooltip: hidden } } } };
+  }) })), [frames, kept]);
+  const context = useMemo<PanelContext>(() => ({ ...around, onToggleSeriesVisibility: (label, mode) => {
+    const now = kept ?? first;
     if (typeof label !== 'string') {
-      return label ?? undefined;
+      setChosen(label ?? undefined);
+    } else if (mode === SeriesVisibilityChangeMode.AppendToSelection) {
+      setChosen(every.filter((name) => now.includes(name) !== (name === label)));
+    } else {
+      setChosen(now.length === 1 && now[0] === label ? every : [label]);
     }
-    if (mode !== SeriesVisibilityChangeMode.AppendToSelection) {
-      return before?.length === 1 && before[0] === label ? undefined : [label];
-    }
-    const left = every.filter((name) => (before ?? every).includes(name) !== (name === label));
-    return left.length === every.length ? undefined : left;
-  }), [every]);
-  return [shown, useMemo(() => ({ ...around, onToggleSeriesVisibility: toggle }), [around, toggle])];
+  } }), [around, every, first, kept]);
+  return [shown, context];
 }
 
 export function Lines({ panel, frames, width, height, range, zone, marks }: Drawing) {

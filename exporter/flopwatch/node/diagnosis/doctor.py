@@ -498,10 +498,10 @@ def _user() -> str:
 def _listener(address: Address) -> str:
     """Return whether an address is free, has an exporter on it, or cannot be had."""
     try:
-        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        host, family = address.place()
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((address.host, address.port))
+            probe.bind((host, address.port))
         return f"{address} is free"
     except OSError as error:
         if not _answers(address):
@@ -510,7 +510,7 @@ def _listener(address: Address) -> str:
 
 
 def _answers(address: Address) -> bool:
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address.host, address.host)
+    host = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}.get(address.host, address.host)
     connection = http.client.HTTPConnection(host, address.port, timeout=1)
     try:
         connection.request("GET", "/healthz")
