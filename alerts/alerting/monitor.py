@@ -367,8 +367,8 @@ def _run_on_faulty_host(settings: AlertSettings) -> Alert:
     def named(*names: str) -> str:
         return f'alertname=~"{"|".join(names)}"'
 
-    def news(names: tuple[str, ...]) -> str:
-        began = f'ALERTS_FOR_STATE{{{named(*names)},severity="critical",shadow=""}}'
+    def news(names: tuple[str, ...], known: str = "") -> str:
+        began = f'ALERTS_FOR_STATE{{{named(*names)},severity="critical",shadow=""{known}}}'
         return f"({began} > time() - {settings.seconds_at_pace(settings.xid_window)})"
 
     def was(alert: str) -> str:
@@ -380,13 +380,14 @@ def _run_on_faulty_host(settings: AlertSettings) -> Alert:
     return Alert(
         "monitor", "RunOnFaultyHost", "none", ("host", "run"),
         # Of a GPU's faults pending is enough: they wait longer than a hang, to be told in its place. What goes on by
-        # itself was told, a leaf as LeafDown, and is not over for the run.
+        # itself was told, a leaf as LeafDown, and is not over for the run. A GPU without a uuid is not the GPU of each
+        # rank without one.
         f"""group by (host, run) (
   {ranks} and on (host) ALERTS{{{named(*HOST_CAUSES)},{firing}}}
     or on (host, run)
   {ranks} and on (host) {news(PART_CAUSES)}
     or on (host, run)
-  {ranks} and on (uuid) {news(GPU_CAUSES)}
+  {ranks} and on (uuid) {news(GPU_CAUSES, ',uuid!=""')}
     or on (host, run)
   ALERTS{{alertname="RunOnFaultyHost"}}
     and on (run)
