@@ -223,10 +223,10 @@ def per_sample(data: Path) -> float | None:
 
 
 def measure(targets: int, seconds: float, pace: float = 1.0, suite: str | None = None, store: bool = False,
-            say: Callable[[str], None] = print) -> Measured:
+            say: Callable[[str], None] = print, one: Source | None = None) -> Measured:
     """Scrape so many nodes for this long, and return what it came to. Raises StackError.
 
-    With `store` the records are also sent to a second Prometheus.
+    With `store` the records are also sent to a second Prometheus. `one` is a source that runs already.
     """
     settings = AlertSettings(pace=pace)
     interval = settings.scrape_interval / pace
@@ -236,7 +236,7 @@ def measure(targets: int, seconds: float, pace: float = 1.0, suite: str | None =
     with ExitStack() as stack:
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flopwatch-size-")))
-        one = stack.enter_context(source(folder))
+        one = one or stack.enter_context(source(folder))
         here, there = multiprocessing.Pipe(duplex=False)
         server = multiprocessing.get_context("spawn").Process(
             daemon=True, target=serve, args=(one, targets, min(5.0, max(1.0, interval / 2)), there))

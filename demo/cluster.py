@@ -57,9 +57,9 @@ def jobs(nodes: int) -> tuple[Job, ...]:
 
 
 FAULTS = (
+    Fault(20.0, "slow", "llama-70b", node=STRAGGLER[0], part=STRAGGLER[1], factor=1.3, lasts=FOREVER),
     Fault(30.0, "software", "video-13b"),
-    Fault(45.0, "slow", "llama-70b", node=STRAGGLER[0], part=STRAGGLER[1], factor=1.3, lasts=FOREVER),
-    Fault(60.0, "slow_link", "video-13b", node=BAD_LINK[0], part=BAD_LINK[1], factor=1.1, lasts=FOREVER),
+    Fault(40.0, "slow_link", "video-13b", node=BAD_LINK[0], part=BAD_LINK[1], factor=1.1, lasts=FOREVER),
 )
 
 
@@ -320,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"boards: {running.boards}/d/flopwatch-fleet?from=now-10m&to=now&refresh=5s\n"
                   f"Prometheus: {running.prometheus.url}\n"
                   f"After a minute: rank {8 * STRAGGLER[0] + STRAGGLER[1]} of llama-70b is late, a port of video-13b "
-                  "has errors.", flush=True)
+                  "has errors. After two: alerts.", flush=True)
             end = time.time() + (given.seconds or FOREVER)
             while time.time() < end:
                 running.check()

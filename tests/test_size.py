@@ -23,7 +23,7 @@ from flopwatch import size
 from flopwatch.node.forward import URL_INTERVAL
 from tests.test_alerts import seconds
 
-TARGETS, SECONDS, PACE = 64, 60.0, 4.0
+TARGETS, SECONDS, PACE = 64, 30.0, 8.0
 # Recorded of a week in hours only, or while ranks are new.
 LATE = {training.STRAGGLER_LOST_7D: "run", ledger.STRAGGLER_SECONDS_7D: "run", fleet.FLEET_GOODPUT_7D: "whole"}
 
@@ -70,8 +70,8 @@ def test_what_pytorch_adds_is_of_no_rank_of_the_simulated_job(told: Source) -> N
 
 
 @pytest.fixture(scope="module")
-def measured() -> Measured:
-    return measure(TARGETS, SECONDS, PACE)
+def measured(told: Source) -> Measured:
+    return measure(TARGETS, SECONDS, PACE, one=told)
 
 
 def test_a_real_prometheus_over_64_targets_has_the_series_and_samples_that_are_predicted(measured: Measured) -> None:

@@ -42,16 +42,23 @@ def opened() -> Iterator[Browser]:
         pytest.skip(str(error))
 
 
-@pytest.fixture(scope="module")
-def running(opened: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+@pytest.fixture(scope="module", autouse=True)
+def living(opened: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Return the cluster from its start on; what does not need it is tested until its troubles are told."""
     with Running(tmp_path_factory.mktemp("cluster")) as cluster:
-        def told() -> bool:
-            cluster.check()
-            firing = cluster.prometheus.query('ALERTS{alertstate="firing"}')
-            return {labels["alertname"] for labels, _ in firing} >= ALERTS
-
-        until(told, 400.0)
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def running(living: Running) -> Running:
+    """Return the cluster when its alerts fire."""
+    def told() -> bool:
+        living.check()
+        firing = living.prometheus.query('ALERTS{alertstate="firing"}')
+        return {labels["alertname"] for labels, _ in firing} >= ALERTS
+
+    until(told, 400.0)
+    return living
 
 
 @pytest.fixture
@@ -59,118 +66,6 @@ def page(opened: Browser) -> Iterator[Page]:
     made = opened.new_page(viewport={"width": 1600, "height": 1000})
     yield made
     made.close()
-
-
-@pytest.mark.parametrize("board", BOARDS)
-@pytest.mark.parametrize(("width", "theme"), [(1600, "dark"), (720, "light")])
-def test_every_panel_is_drawn_or_says_why_it_is_empty(
-    running: Running, page: Page, board: str, width: int, theme: str,
-) -> None:
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.post_data or ""))
-    page.set_viewport_size({"width": width, "height": 1000})
-    looked = look(page, board, address(running.boards, board, running.began, theme))
-    assert looked.problems == []
-    assert len(looked.panels) == sum(panel["type"] != "row" for panel in BOARDS[board]["panels"])
-    assert any("query=" in text for text in asked)
-    assert not [text for text in asked if "%24" in text], "a variable has no value"
-
-
-def test_it_says_what_is_true_of_the_cluster(running: Running, page: Page) -> None:
-    look(page, "stragglers", address(running.boards, "stragglers", running.began, "dark"))
-    expect(page.locator('[data-panel="Late rank"]')).to_contain_text(LATE)
-    look(page, "fleet", address(running.boards, "fleet", running.began, "dark"))
-    alerts = page.locator('[data-panel="Firing alerts"]')
-    for said in (*ALERTS, Topology.host(BAD_LINK[0])):
-        expect(alerts).to_contain_text(said)
-
-
-def test_links_lead_from_a_run_to_its_late_rank_s_card_and_keep_time_and_variables(
-    running: Running, page: Page,
-) -> None:
-    look(page, "run", address(running.boards, "run", running.began, "light") + "&timezone=utc")
-    before = parse_qs(urlsplit(page.url).query)
-    card = Topology.gpu(*STRAGGLER)
-    page.locator('[data-panel="Ranks and their GPUs"]').get_by_role("link", name=card).click(
-        position={"x": 8, "y": 8})  # the cell is narrower than its text
-    expect(page).to_have_title(re.compile("GPU"))
-    after = parse_qs(urlsplit(page.url).query)
-    assert after["var-uuid"] == [card]
-    assert after["var-host"] == [Topology.host(STRAGGLER[0])]
-    for name in ("from", "to", "timezone"):
-        assert after[name] == before[name], name
-    expect(page.locator('[data-panel="Card"]')).to_contain_text("NVIDIA H100")
-
-
-def test_a_choice_is_in_the_address_and_asked_for(running: Running, page: Page) -> None:
-    look(page, "run", address(running.boards, "run", running.began, "dark"))
-    page.get_by_label("Run", exact=True).click()
-    page.get_by_role("option", name="ablation-4").click()
-    expect(page).to_have_url(re.compile("var-run=ablation-4"))
-    expect(page.locator('[data-panel="State"]')).to_contain_text("running")
-    page.go_back()
-    expect(page).to_have_url(re.compile(f"var-run={CHOSEN['run']['run']}"))
-
-
-def test_another_node_has_other_cards(running: Running, page: Page) -> None:
-    look(page, "gpu", address(running.boards, "gpu", running.began, "dark"))
-    page.get_by_label("Node", exact=True).click()
-    page.get_by_role("option", name="node-0007").click()
-    expect(page).to_have_url(re.compile("var-host=node-0007"))
-    expect(page).to_have_url(re.compile(f"var-uuid=({'|'.join(Topology.gpu(7, gpu) for gpu in range(8))})"))
-    expect(page.locator('[data-panel="Card"]')).to_contain_text("node-0007")
-
-
-def test_what_nobody_chose_is_in_the_address_all_the_same(running: Running, page: Page) -> None:
-    look(page, "run", f"{running.boards}/d/{BOARDS['run']['uid']}?from=now-2m&to=now&refresh=nonsense")
-    expect(page).to_have_url(re.compile("var-run=ablation-4"))
-
-
-def test_a_panel_out_of_sight_is_not_asked_about_until_it_is_seen(running: Running, page: Page) -> None:
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.post_data or ""))
-    page.set_viewport_size({"width": 1600, "height": 400})
-    page.goto(address(running.boards, "node", running.began, "dark"))
-    every = page.locator("[data-panel]")
-    drawn = re.compile("^(ok|empty)$")
-    expect(every.first).to_have_attribute("data-state", drawn, timeout=60_000)
-    loading = page.locator('[data-state="loading"]')
-    expect(loading).to_have_count(0)
-    expect(every.last).to_have_attribute("data-state", "unseen")
-    before = len(asked)
-    every.last.scroll_into_view_if_needed()
-    expect(every.last).to_have_attribute("data-state", drawn)
-    expect(loading).to_have_count(0)
-    assert len(asked) > before
-    before = len(asked)
-    page.evaluate("scrollTo(0, 0)")
-    every.last.scroll_into_view_if_needed()
-    page.wait_for_timeout(500)
-    assert len(asked) == before, "what is known is not asked again"
-
-
-def test_a_click_on_the_legend_leaves_one_line_and_another_all(running: Running, page: Page) -> None:
-    look(page, "fleet", address(running.boards, "fleet", running.began, "dark"))
-    panel = page.locator('[data-panel="MFU of the largest runs"]')
-    one, other = (panel.locator(f'[data-testid$="{run}"]') for run in ("llama-70b", "video-13b"))
-    shown = one.evaluate("label => getComputedStyle(label).color")
-    one.get_by_role("button").click()
-    expect(other).not_to_have_css("color", shown)
-    expect(one).to_have_css("color", shown)
-    one.get_by_role("button").click()
-    expect(other).to_have_css("color", shown)
-    one.get_by_role("button").click(modifiers=["Control"])
-    expect(one).not_to_have_css("color", shown)
-    expect(other).to_have_css("color", shown)
-
-
-def test_times_are_in_the_zone_of_the_address(running: Running, page: Page) -> None:
-    url = f"{running.boards}/d/{BOARDS['fleet']['uid']}?from=1800000000000&to=1800003600000&refresh=&timezone="
-    for zone, shown in (("utc", "2027-01-15 08:00:00"), ("Asia/Tokyo", "2027-01-15 17:00:00")):
-        page.goto(url + zone)
-        expect(page.locator("header")).to_contain_text(f"{shown} to")
-    page.goto(url + "Nowhere/Land")
-    expect(page.locator("header")).to_contain_text("2027-01-15")
 
 
 class Hostile:
@@ -279,6 +174,118 @@ def test_a_dashboard_of_somebody_else_shows_what_it_can_and_says_what_it_cannot(
         expect(load).to_have_attribute("data-state", "error")
         page.goto(f"{url}/d/theirs?from=now-5m&to=now")
         expect(load).to_have_attribute("data-state", "ok")
+
+
+def test_times_are_in_the_zone_of_the_address(living: Running, page: Page) -> None:
+    url = f"{living.boards}/d/{BOARDS['fleet']['uid']}?from=1800000000000&to=1800003600000&refresh=&timezone="
+    for zone, shown in (("utc", "2027-01-15 08:00:00"), ("Asia/Tokyo", "2027-01-15 17:00:00")):
+        page.goto(url + zone)
+        expect(page.locator("header")).to_contain_text(f"{shown} to")
+    page.goto(url + "Nowhere/Land")
+    expect(page.locator("header")).to_contain_text("2027-01-15")
+
+
+@pytest.mark.parametrize("board", BOARDS)
+@pytest.mark.parametrize(("width", "theme"), [(1600, "dark"), (720, "light")])
+def test_every_panel_is_drawn_or_says_why_it_is_empty(
+    running: Running, page: Page, board: str, width: int, theme: str,
+) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.post_data or ""))
+    page.set_viewport_size({"width": width, "height": 1000})
+    looked = look(page, board, address(running.boards, board, running.began, theme))
+    assert looked.problems == []
+    assert len(looked.panels) == sum(panel["type"] != "row" for panel in BOARDS[board]["panels"])
+    assert any("query=" in text for text in asked)
+    assert not [text for text in asked if "%24" in text], "a variable has no value"
+
+
+def test_it_says_what_is_true_of_the_cluster(running: Running, page: Page) -> None:
+    look(page, "stragglers", address(running.boards, "stragglers", running.began, "dark"))
+    expect(page.locator('[data-panel="Late rank"]')).to_contain_text(LATE)
+    look(page, "fleet", address(running.boards, "fleet", running.began, "dark"))
+    alerts = page.locator('[data-panel="Firing alerts"]')
+    for said in (*ALERTS, Topology.host(BAD_LINK[0])):
+        expect(alerts).to_contain_text(said)
+
+
+def test_links_lead_from_a_run_to_its_late_rank_s_card_and_keep_time_and_variables(
+    running: Running, page: Page,
+) -> None:
+    look(page, "run", address(running.boards, "run", running.began, "light") + "&timezone=utc")
+    before = parse_qs(urlsplit(page.url).query)
+    card = Topology.gpu(*STRAGGLER)
+    page.locator('[data-panel="Ranks and their GPUs"]').get_by_role("link", name=card).click(
+        position={"x": 8, "y": 8})  # the cell is narrower than its text
+    expect(page).to_have_title(re.compile("GPU"))
+    after = parse_qs(urlsplit(page.url).query)
+    assert after["var-uuid"] == [card]
+    assert after["var-host"] == [Topology.host(STRAGGLER[0])]
+    for name in ("from", "to", "timezone"):
+        assert after[name] == before[name], name
+    expect(page.locator('[data-panel="Card"]')).to_contain_text("NVIDIA H100")
+
+
+def test_a_choice_is_in_the_address_and_asked_for(running: Running, page: Page) -> None:
+    look(page, "run", address(running.boards, "run", running.began, "dark"))
+    page.get_by_label("Run", exact=True).click()
+    page.get_by_role("option", name="ablation-4").click()
+    expect(page).to_have_url(re.compile("var-run=ablation-4"))
+    expect(page.locator('[data-panel="State"]')).to_contain_text("running")
+    page.go_back()
+    expect(page).to_have_url(re.compile(f"var-run={CHOSEN['run']['run']}"))
+
+
+def test_another_node_has_other_cards(running: Running, page: Page) -> None:
+    look(page, "gpu", address(running.boards, "gpu", running.began, "dark"))
+    page.get_by_label("Node", exact=True).click()
+    page.get_by_role("option", name="node-0007").click()
+    expect(page).to_have_url(re.compile("var-host=node-0007"))
+    expect(page).to_have_url(re.compile(f"var-uuid=({'|'.join(Topology.gpu(7, gpu) for gpu in range(8))})"))
+    expect(page.locator('[data-panel="Card"]')).to_contain_text("node-0007")
+
+
+def test_what_nobody_chose_is_in_the_address_all_the_same(running: Running, page: Page) -> None:
+    look(page, "run", f"{running.boards}/d/{BOARDS['run']['uid']}?from=now-2m&to=now&refresh=nonsense")
+    expect(page).to_have_url(re.compile("var-run=ablation-4"))
+
+
+def test_a_panel_out_of_sight_is_not_asked_about_until_it_is_seen(running: Running, page: Page) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.post_data or ""))
+    page.set_viewport_size({"width": 1600, "height": 400})
+    page.goto(address(running.boards, "node", running.began, "dark"))
+    every = page.locator("[data-panel]")
+    drawn = re.compile("^(ok|empty)$")
+    expect(every.first).to_have_attribute("data-state", drawn, timeout=60_000)
+    loading = page.locator('[data-state="loading"]')
+    expect(loading).to_have_count(0)
+    expect(every.last).to_have_attribute("data-state", "unseen")
+    before = len(asked)
+    every.last.scroll_into_view_if_needed()
+    expect(every.last).to_have_attribute("data-state", drawn)
+    expect(loading).to_have_count(0)
+    assert len(asked) > before
+    before = len(asked)
+    page.evaluate("scrollTo(0, 0)")
+    every.last.scroll_into_view_if_needed()
+    page.wait_for_timeout(500)
+    assert len(asked) == before, "what is known is not asked again"
+
+
+def test_a_click_on_the_legend_leaves_one_line_and_another_all(running: Running, page: Page) -> None:
+    look(page, "fleet", address(running.boards, "fleet", running.began, "dark"))
+    panel = page.locator('[data-panel="MFU of the largest runs"]')
+    one, other = (panel.locator(f'[data-testid$="{run}"]') for run in ("llama-70b", "video-13b"))
+    shown = one.evaluate("label => getComputedStyle(label).color")
+    one.get_by_role("button").click()
+    expect(other).not_to_have_css("color", shown)
+    expect(one).to_have_css("color", shown)
+    one.get_by_role("button").click()
+    expect(other).to_have_css("color", shown)
+    one.get_by_role("button").click(modifiers=["Control"])
+    expect(one).not_to_have_css("color", shown)
+    expect(other).to_have_css("color", shown)
 
 
 def test_the_page_needs_nothing_from_elsewhere(running: Running, page: Page) -> None:
