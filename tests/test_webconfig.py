@@ -308,8 +308,6 @@ def test_without_tls_only_users_are_asked_for(tmp_path: Path) -> None:
         assert [get(port, None, basic("s3cret", user))[0] for user in ("alice", "bob")] == [401, 200]
         write(file, "basic_auth_users: {bob: broken}")
         assert [get(port, None, basic("s3cret", user))[0] for user in ("alice", "bob")] == [401, 200]
-        write(file, "")
-        assert get(port)[0] == 200
 
 
 @needs_openssl
@@ -379,6 +377,22 @@ def test_tls_does_not_go_away_while_the_process_lives(tmp_path: Path, authority:
     with serving(Web(file)) as port:
         write(file, "")
         assert get(port, client(authority))[0] == 200
+
+
+def test_who_comes_is_asked_on_when_the_file_is_emptied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "web.yml"
+    file.write_text(f"basic_auth_users: {{alice: {HASH}}}")
+    with serving(Web(file)) as port, caplog.at_level(logging.ERROR):
+        for text in ("", "http_server_config: {headers: {X-Frame-Options: deny}}"):
+            write(file, text)
+            assert [get(port)[0] for _ in range(2)] == [401, 401]
+        assert len(caplog.records) == 2
+        write(file, f"basic_auth_users: {{carol: {HASH}}}")
+        assert get(port, authorization=basic("s3cret"))[0] == 401
+        assert get(port, authorization=basic("s3cret", "carol"))[0] == 200
+        write(file, "")
+    with serving(Web(file)) as port:
+        assert get(port)[0] == 200
 
 
 @needs_openssl

@@ -2,7 +2,8 @@
 
 Format: https://github.com/prometheus/exporter-toolkit/blob/master/docs/web-configuration.md. As there, everything the
 file names is taken anew when it changes, for the next connection and the next request; only TLS itself cannot be
-turned on or off in a running process. A change that cannot be used is logged, and what was there before stays.
+turned on or off in a running process, and what asked who comes cannot begin to let everybody in: an editor empties a
+file before it writes it. A change that cannot be used is logged, and what was there before stays.
 
 What Python's `ssl` cannot do is refused by name: client certificates that nobody verifies, client_allowed_sans,
 curve_preferences, TLS below 1.2, certificates inside the file. http2 and prefer_server_cipher_suites change nothing.
@@ -122,6 +123,10 @@ class WebConfig:
     tls: Tls | None = None
     users: Mapping[str, str] = field(default_factory=dict, repr=False)  # bcrypt hashes by user
     headers: tuple[tuple[str, str], ...] = ()
+
+    def asks_who(self) -> bool:
+        """Return whether not everybody may come in."""
+        return bool(self.users) or (self.tls is not None and self.tls.client_auth is ssl.CERT_REQUIRED)
 
 
 def parse(text: str, base: Path = Path()) -> WebConfig:
@@ -367,13 +372,11 @@ class Web:
             if (context is None) != (self.context is None):
                 log.error("%s: TLS is turned on or off by a restart only", self._name)
                 return
+            if self.config.asks_who() and not config.asks_who():
+                log.error("%s: who comes is asked on until a restart; nobody would be any more", self._name)
+                return
             self.config, self.context = config, context
             log.info("%s: taken anew", self._name)
-
-    def asks_who(self) -> bool:
-        """Return whether not everybody may come in."""
-        tls = self.config.tls
-        return bool(self.config.users) or (tls is not None and tls.client_auth is ssl.CERT_REQUIRED)
 
     def secure(self, config: uvicorn.Config) -> None:
         """Let a server encrypt its connections, if the file says so."""

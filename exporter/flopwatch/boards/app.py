@@ -192,7 +192,7 @@ def run(settings: BoardsSettings) -> None:
     serving.log_to_stderr()
     serving.check_token("--token-file", settings.token_file)
     web = None if settings.web_config is None else Web(settings.web_config)
-    if web is not None and not settings.listen.loopback and not web.asks_who():
+    if web is not None and not settings.listen.loopback and not web.config.asks_who():
         raise SettingsError(f"--web-config {settings.web_config}: it lets everybody in, and others than "
                             f"this machine reach {settings.listen}; add basic_auth_users, or client_auth_type "
                             "RequireAndVerifyClientCert")
