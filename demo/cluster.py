@@ -225,12 +225,15 @@ def _wait_for(child: Child, url: str) -> None:
 
 
 class Running(AbstractContextManager["Running"]):
-    """The cluster, Prometheus and the boards, as long as the block lasts; `began` is the Unix time of the start."""
+    """The cluster, Prometheus and the boards, as long as the block lasts; `began` is the Unix time of the start.
+
+    Prometheus sends all it has on to the URLs in `remote_write`.
+    """
 
     def __init__(self, folder: Path, *, nodes: int = 64, seed: int = 1, pace: float = PACE, listen: str = "",
-                 seconds: float = 86_400.0, boards: bool = True) -> None:
+                 seconds: float = 86_400.0, remote_write: Sequence[str] = ()) -> None:
         self.folder, self.nodes, self.seed, self.pace, self.seconds = folder, nodes, seed, pace, seconds
-        self._listen, self._boards = listen, boards
+        self._listen, self._remote_write = listen, remote_write
         self._stack = ExitStack()
         self.children: list[Child] = []
 
@@ -265,12 +268,11 @@ class Running(AbstractContextManager["Running"]):
             *find().prometheus, f"--config.file={self.folder}/prometheus.yml",
             f"--storage.tsdb.path={self.folder}/data", f"--web.listen-address=127.0.0.1:{port}"])
         _wait_for(prometheus, f"{self.prometheus.url}/-/ready")
-        if self._boards:
-            listen = self._listen or f"127.0.0.1:{free_ports(1)[0]}"
-            self.boards = f"http://{listen}"
-            _wait_for(self._child("boards", [
-                sys.executable, "-m", "flopwatch", "boards", f"--prometheus={self.prometheus.url}",
-                f"--listen={listen}", f"--scrape-interval={step:g}"]), f"{self.boards}/healthz")
+        listen = self._listen or f"127.0.0.1:{free_ports(1)[0]}"
+        self.boards = f"http://{listen}"
+        _wait_for(self._child("boards", [
+            sys.executable, "-m", "flopwatch", "boards", f"--prometheus={self.prometheus.url}",
+            f"--listen={listen}", f"--scrape-interval={step:g}"]), f"{self.boards}/healthz")
 
     def _configuration(self, address: str, step: str) -> dict[str, object]:
         hosts = [self.cluster.topology.host(node) for node in range(self.nodes)]
@@ -282,6 +284,7 @@ class Running(AbstractContextManager["Running"]):
         return {
             "global": {"scrape_interval": step, "scrape_timeout": step, "evaluation_interval": step},
             "rule_files": [f"{self.folder}/rules.yaml"],
+            "remote_write": [{"url": url, "queue_config": {"batch_send_deadline": "1s"}} for url in self._remote_write],
             "scrape_configs": [
                 {"job_name": "flopwatch", "honor_labels": True,
                  "static_configs": targets((host, f"{host}:9450") for host in hosts)},

@@ -1,4 +1,7 @@
-"""Every dashboard in a real browser, over a real Prometheus that scrapes a simulated cluster of 64 nodes."""
+"""Every dashboard in a real browser, over a real Prometheus that scrapes a simulated cluster of 64 nodes.
+
+`make versions` opens them over VictoriaMetrics as well, to which that Prometheus sends what it has.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,10 +23,12 @@ from playwright.sync_api import Browser, Page, expect
 from dashboards.__main__ import BOARDS
 from demo.boards import PAGE
 from demo.cluster import BAD_LINK, STRAGGLER, Running
-from demo.screenshots import CHOSEN, address, browser, look
+from demo.screenshots import CHOSEN, Looked, address, browser, look
+from demo.servers import ServersError
 from demo.stack import Child, StackError, fetch, free_ports
 from flopwatch.simulate.fleet.topology import Topology
 from tests.machine import node_builds, until
+from tests.test_versions import VICTORIA, victoria
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600),
               pytest.mark.skipif(not PAGE.is_file() and not node_builds(), reason="no Node 20 for `make viewer`")]
@@ -42,10 +47,24 @@ def opened() -> Iterator[Browser]:
         pytest.skip(str(error))
 
 
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Return the URLs of the oldest and newest VictoriaMetrics there are, by suite, where `make versions` runs this."""
+    folder, found = tmp_path_factory.mktemp("stores"), {}
+    with ExitStack() as stack:
+        for suite in VICTORIA if os.environ.get("FLOPWATCH_VERSIONS") else ():
+            with suppress(ServersError):
+                url, runs = victoria(suite, folder)
+                stack.enter_context(runs)
+                found[suite] = url
+        yield found
+
+
 @pytest.fixture(scope="module", autouse=True)
-def living(opened: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def living(opened: Browser, stores: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Return the cluster from its start on; what does not need it is tested until its troubles are told."""
-    with Running(tmp_path_factory.mktemp("cluster")) as cluster:
+    with Running(tmp_path_factory.mktemp("cluster"),
+                 remote_write=[f"{url}/api/v1/write" for url in stores.values()]) as cluster:
         yield cluster
 
 
@@ -101,18 +120,26 @@ class Hostile:
 
 
 @contextmanager
-def boards_over_hostile(folder: Path, *flags: str) -> Iterator[str]:
-    prometheus = Hostile()
-    threading.Thread(target=prometheus.server.serve_forever, daemon=True).start()
+def boards_over(prometheus: str, folder: Path, *flags: str) -> Iterator[str]:
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
-    child = Child("boards", [sys.executable, "-m", "flopwatch", "boards", f"--prometheus={prometheus.url}",
+    child = Child("boards", [sys.executable, "-m", "flopwatch", "boards", f"--prometheus={prometheus}",
                              f"--listen=127.0.0.1:{port}", *flags], os.environ, folder / "log")
     try:
         until(lambda: _answers(child, url))
         yield url
     finally:
         child.stop()
+
+
+@contextmanager
+def boards_over_hostile(folder: Path, *flags: str) -> Iterator[str]:
+    prometheus = Hostile()
+    threading.Thread(target=prometheus.server.serve_forever, daemon=True).start()
+    try:
+        with boards_over(prometheus.url, folder, *flags) as url:
+            yield url
+    finally:
         prometheus.server.shutdown()
         prometheus.server.server_close()
 
@@ -294,3 +321,25 @@ def test_the_page_needs_nothing_from_elsewhere(running: Running, page: Page) -> 
     look(page, "fleet", address(running.boards, "fleet", running.began, "dark"))
     assert {urlsplit(url).netloc for url in asked if not url.startswith("data:")} == {
         urlsplit(running.boards).netloc}
+
+
+@pytest.mark.skipif(not os.environ.get("FLOPWATCH_VERSIONS"), reason="`make versions` runs it")
+@pytest.mark.parametrize("suite", VICTORIA)
+def test_every_panel_is_drawn_over_victoria_metrics_too(
+    running: Running, stores: dict[str, str], opened: Browser, tmp_path: Path, suite: str,
+) -> None:
+    if suite not in stores:
+        pytest.skip("this version cannot be had here")
+    with boards_over(stores[suite], tmp_path, f"--scrape-interval={15 / running.pace:g}") as url:
+        for board in BOARDS:
+            page = opened.new_page(viewport={"width": 1600, "height": 1000})
+            here, there = (look(page, board, address(boards, board, running.began, "dark"))
+                           for boards in (url, running.boards))
+            page.close()
+            assert here.problems == []
+            # Of a counter that begins above 0 it has an increase where Prometheus has none (docs/compatibility.md).
+            assert empty(here) <= empty(there)
+
+
+def empty(looked: Looked) -> set[str]:
+    return {panel["title"] for panel in looked.panels if panel["state"] == "empty"}
