@@ -373,7 +373,7 @@ class Web:
                 log.error("%s: TLS is turned on or off by a restart only", self._name)
                 return
             if self.config.asks_who() and not config.asks_who():
-                log.error("%s: who comes is asked on until a restart; nobody would be any more", self._name)
+                log.error("%s: it would let everybody in; what was there before stays until a restart", self._name)
                 return
             self.config, self.context = config, context
             log.info("%s: taken anew", self._name)
