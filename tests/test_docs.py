@@ -59,6 +59,7 @@ JOB = ("FLOPWATCH_PUSH_INTERVAL=0.5 python -m flopwatch.simulate.job --out job >
 WAITS = ("until curl -s 127.0.0.1:9450/metrics | grep -Eq 'collective_wait.*\"3\"} [0.]*[1-9]'; do sleep 0.2; done\n"
          "until curl -s 127.0.0.1:9450/v1/runs | grep -q first; do sleep 0.2; done")
 HISTORY = "tests/captures/histories/crash_and_move.jsonl"
+BOOKED = ("until flopwatch ledger show first --url http://127.0.0.1:9450 2>&1 | grep -q productive; do sleep 0.2; done")
 LEDGER = (f"""flopwatch ledger serve --state books >/dev/null 2>&1 &
 until curl -sf 127.0.0.1:9451/healthz >/dev/null; do sleep 0.1; done
 curl -sf -o /dev/null --data-binary @{HISTORY} 127.0.0.1:9451/v1/snapshots""")
@@ -95,7 +96,7 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
             r'training_collective_wait_seconds_total\{run="first",rank="3"\} 0*\.?0*[1-9]',
             # A slow machine needs longer, and a fast one less.
             replace=(("sleep 20", WAITS),)),
-        "flopwatch ledger list": Ran(r"first +running(.|\n)*productive"),
+        "flopwatch ledger list": Ran(r"first +running(.|\n)*productive", before=BOOKED),
     },
     "frameworks.md": {"export FLOPWATCH_RUN": Elsewhere("tests/test_frameworks_docs.py")},
     "goodput.md": {"flopwatch ledger replay": Ran("0.760|76.0")},
