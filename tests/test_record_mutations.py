@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import yaml
 from alerts import AlertSettings, recording, records
 from alerts.recording.fabric import PORT_RAIL, RAIL, RAIL_RETRANSMISSIONS
 from demo.servers import find
+from tests.rule_files import under
 
 SETTINGS = AlertSettings()
 EVERY = {record.name: record for record in records(SETTINGS)}
@@ -147,51 +150,57 @@ def named(record: str, text: str, name: str) -> str:
 
 @pytest.fixture(scope="module")
 def noticed(tmp_path_factory: pytest.TempPathFactory) -> set[int]:
-    """Return which of BROKEN fail a test of theirs: all of them are evaluated beside the right ones, as other names.
-
-    promtool stops at a rule that cannot be evaluated: that one has failed, and the others are run again.
-    """
-    folder = tmp_path_factory.mktemp("mutations")
+    """Return which of BROKEN fail a test of theirs; as many promtools run at once as there are processors."""
     mutants = {}
     for number, (record, old, new) in enumerate(BROKEN):
         expr, old = squeezed(EVERY[record].expr), squeezed(old)
         assert old in expr, (record, old)
         mutants[number] = (record, balanced(expr.replace(old, squeezed(new), 1)))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return set().union(*pool.map(lambda path: failing(tmp_path_factory.mktemp(path.stem), path, mutants), TESTS))
+
+
+def failing(folder: Path, path: Path, mutants: dict[int, tuple[str, str]]) -> set[int]:
+    """Return which of these, each a record and its other expression, fail the rule tests in a file.
+
+    They are evaluated beside the right ones, as other names. promtool stops at a rule that cannot be evaluated: that
+    one has failed, and the others are run again.
+    """
     failed: set[int] = set()
-    for path in TESTS:
-        while True:
-            test = yaml.safe_load(path.read_text())
-            asked: set[int] = set()
-            for group in test["tests"]:
-                cases: list[dict[str, Any]] = []
-                for number, (record, _) in mutants.items():
-                    for case in group["promql_expr_test"]:
-                        name = f"mutant_{number}_"
-                        expr = named(record, case["expr"], name)
-                        if number not in failed and expr != case["expr"]:
-                            asked.add(number)
-                            cases.append({**case, "expr": expr, "exp_samples": [
-                                {**one, "labels": named(record, one["labels"], name)} for one in case["exp_samples"]]})
-                group["promql_expr_test"] = cases
-            groups: dict[str, list[dict[str, object]]] = {}
-            for rule in EVERY.values():
+    while True:
+        test = yaml.safe_load(path.read_text())
+        asked: set[int] = set()
+        for group in test["tests"]:
+            cases: list[dict[str, Any]] = []
+            for number, (record, _) in mutants.items():
+                for case in group["promql_expr_test"]:
+                    name = f"mutant_{number}_"
+                    expr = named(record, case["expr"], name)
+                    if number not in failed and expr != case["expr"]:
+                        asked.add(number)
+                        cases.append({**case, "expr": expr, "exp_samples": [
+                            {**one, "labels": named(record, one["labels"], name)} for one in case["exp_samples"]]})
+            group["promql_expr_test"] = cases
+        below = {rule["record"] for rule in under(text for number in asked for text in mutants[number])[0]}
+        groups: dict[str, list[dict[str, object]]] = {}
+        for rule in EVERY.values():
+            if rule.name in below:
                 rules = groups.setdefault(f"flopwatch-{rule.group}", [])
                 rules.append(rule.rule())
                 rules += [{"record": f"mutant_{number}_", "expr": mutants[number][1]}
                           for number in sorted(asked) if mutants[number][0] == rule.name]
-            (folder / "rules.yaml").write_text(json.dumps(
-                {"groups": [{"name": name, "rules": made} for name, made in groups.items()]}))
-            (folder / "test.yaml").write_text(json.dumps({**test, "rule_files": ["rules.yaml"]}))
-            done = subprocess.run([find().promtool, "test", "rules", "test.yaml"], cwd=folder, capture_output=True,
-                                  text=True, timeout=120, check=False)
-            told = done.stdout + done.stderr
-            assert "could not parse" not in told, told
-            stopped = set(map(int, re.findall(r"rule: mutant_(\d+)_, time: ", told)))
-            failed |= stopped or set(map(int, re.findall(r"\bmutant_(\d+)_", told)))
-            assert done.returncode == 0 or failed, told
-            if not stopped:
-                break
-    return failed
+        (folder / "rules.yaml").write_text(json.dumps(
+            {"groups": [{"name": name, "rules": made} for name, made in groups.items()]}))
+        (folder / "test.yaml").write_text(json.dumps({**test, "rule_files": ["rules.yaml"]}))
+        done = subprocess.run([find().promtool, "test", "rules", "test.yaml"], cwd=folder, capture_output=True,
+                              text=True, timeout=120, check=False)
+        told = done.stdout + done.stderr
+        assert "could not parse" not in told, told
+        stopped = set(map(int, re.findall(r"rule: mutant_(\d+)_, time: ", told)))
+        failed |= stopped or set(map(int, re.findall(r"\bmutant_(\d+)_", told)))
+        assert done.returncode == 0 or failed, told
+        if not stopped:
+            return failed
 
 
 def balanced(expr: str) -> str:
