@@ -9,7 +9,10 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,7 @@ from flopwatch.simulate.fleet.nodes import EPOCH, Noise
 from flopwatch.simulate.fleet.scenarios import SCENARIOS, Scenario
 
 FULL = bool(os.environ.get("FLOPWATCH_REHEARSE"))
+SEEDS = (1, 2, 3) if FULL else (1,)
 pytestmark = pytest.mark.timeout(7200 if FULL else 300)
 LONG = pytest.mark.skipif(not FULL, reason="minutes each, and a part of it is above: make simulate")
 RUN = Job("lm", 8, mesh={"tp": 8, "dp": 8}, step_seconds=5.0)  # 64 GPUs: it pages
@@ -53,14 +57,47 @@ def one_page(found: Rehearsal) -> str:
     return messages[0].title
 
 
-def test_a_dead_leaf_is_one_page_with_its_runs_and_gpus_until_all_is_over() -> None:
+def dead_leaf() -> Rehearsal:
     if FULL:
-        found = rehearse(SCENARIOS["leaf_failure"])
-        behind, run = "32 hosts of leaf leaf-0-0", "Run big of 256 GPUs has 256"
-    else:
-        found = rehearse(replace(ALONE, spares=0, rails=False), faults=[
-            Fault(600.0, "leaf", leaf="leaf-0", lasts=1200.0)], after=1500.0)
-        behind, run = "8 hosts of leaf leaf-0", "Run lm of 64 GPUs has 64"
+        return rehearse(SCENARIOS["leaf_failure"])
+    return rehearse(replace(ALONE, spares=0, rails=False), faults=[
+        Fault(600.0, "leaf", leaf="leaf-0", lasts=1200.0)], after=1500.0)
+
+
+def upgrade() -> Rehearsal:
+    if FULL:
+        return rehearse(SCENARIOS["rolling_maintenance"])
+    return rehearse(replace(ALONE, spares=4), step=30.0, after=600.0, faults=[
+        Fault(600.0 + 1500 * batch, "maintenance", nodes=tuple(range(4 * batch, 4 * batch + 4)), lasts=1600.0)
+        for batch in range(2)])
+
+
+def dead_host() -> Rehearsal:
+    return rehearse(ALONE, faults=[Fault(600.0, "cpu", "lm", node=3, lasts=900.0)], after=900.0)
+
+
+def healthy(seed: int) -> Rehearsal:
+    scenario, noisy = SCENARIOS["healthy"], Noise(per_node_day=5.0 if FULL else 100.0)
+    scenario = replace(scenario, noise=noisy, days=scenario.days if FULL else 0.5 / 24)
+    return rehearse(scenario, seed, step=60.0 if FULL else None)
+
+
+LIVED = {"leaf": dead_leaf, "upgrade": upgrade, "host": dead_host,
+         **{f"seed {seed}": partial(healthy, seed) for seed in SEEDS}}
+
+
+@pytest.fixture(scope="module")
+def lived() -> Iterator[dict[str, Future[Rehearsal]]]:
+    """Give what is lived through, by name. Half of it is waiting for Alertmanager, so they are side by side."""
+    with ThreadPoolExecutor(1 if FULL else 3) as pool:
+        yield {name: pool.submit(rehearsed) for name, rehearsed in LIVED.items()}
+        pool.shutdown(cancel_futures=True)
+
+
+def test_a_dead_leaf_is_one_page_with_its_runs_and_gpus_until_all_is_over(lived: dict[str, Future[Rehearsal]]) -> None:
+    found = lived["leaf"].result()
+    behind, run = (("32 hosts of leaf leaf-0-0", "Run big of 256 GPUs has 256") if FULL else
+                   ("8 hosts of leaf leaf-0", "Run lm of 64 GPUs has 64"))
     assert one_page(found).startswith(
         f"LeafDown: {behind} lost a port, or are gone, within 10m. {run} of its ranks there.")
     assert fired(found, "critical") == {"InfinibandPortDown", "LeafDown", "TrainingDown", "TrainingHang"}
@@ -71,8 +108,8 @@ def test_a_dead_leaf_is_one_page_with_its_runs_and_gpus_until_all_is_over() -> N
     assert of_leaf + 900 / found.step <= of_run <= between
 
 
-def test_a_dead_host_is_one_page_also_where_its_run_goes_on_elsewhere() -> None:
-    found = rehearse(ALONE, faults=[Fault(600.0, "cpu", "lm", node=3, lasts=900.0)], after=900.0)
+def test_a_dead_host_is_one_page_also_where_its_run_goes_on_elsewhere(lived: dict[str, Future[Rehearsal]]) -> None:
+    found = lived["host"].result()
     assert one_page(found) == (
         "NodeLost: Host node-0003 (rack rack-0, leaf leaf-0-0) does not answer. "
         "Run lm of 64 GPUs has 8 of its ranks there.")
@@ -104,13 +141,8 @@ def test_a_job_that_hangs_is_ended_and_stays_down_is_one_page() -> None:
     assert fired(found, "critical") == {"TrainingDown", "TrainingHang"}
 
 
-def test_a_driver_upgrade_in_announced_maintenance_is_no_page() -> None:
-    if FULL:
-        found = rehearse(SCENARIOS["rolling_maintenance"])
-    else:
-        found = rehearse(replace(ALONE, spares=4), step=30.0, after=600.0, faults=[
-            Fault(600.0 + 1500 * batch, "maintenance", nodes=tuple(range(4 * batch, 4 * batch + 4)), lasts=1600.0)
-            for batch in range(2)])
+def test_a_driver_upgrade_in_announced_maintenance_is_no_page(lived: dict[str, Future[Rehearsal]]) -> None:
+    found = lived["upgrade"].result()
     assert found.pages == {}, report(found)
     assert told(found) == {}, report(found)
     # It would have been, and not only once.
@@ -118,12 +150,9 @@ def test_a_driver_upgrade_in_announced_maintenance_is_no_page() -> None:
     assert len(hosts) == (64 if FULL else 8)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3] if FULL else [1])
-def test_a_healthy_cluster_pages_nobody_whatever_its_nodes_see(seed: int) -> None:
-    noisy = Noise(per_node_day=5.0 if FULL else 100.0)
-    healthy = SCENARIOS["healthy"]
-    scenario = replace(healthy, noise=noisy, days=healthy.days if FULL else 0.5 / 24)
-    found = rehearse(scenario, seed, step=60.0 if FULL else None)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_healthy_cluster_pages_nobody_whatever_its_nodes_see(seed: int, lived: dict[str, Future[Rehearsal]]) -> None:
+    found = lived[f"seed {seed}"].result()
     hours = (len(found.firing) - 1) * found.step / 3600
     print(f"seed {seed}: {8 * hours:.0f} node-hours, pages {len(found.pages)}, messages {len(found.messages)}, "
           f"warnings {sorted(fired(found, 'warning'))}")
