@@ -54,14 +54,13 @@ def jobs(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
     environ |= {"PYTHONPATH": str(SCRIPT.parents[2] / "exporter"), "FLOPWATCH_PUSH_INTERVAL": "1",
                 "FLOPWATCH_ENDPOINT": f"http://{stack.otlp_address}", "GLOO_SOCKET_IFNAME": "lo"}
     with (folder / "log").open("wb") as log:
-        processes = [subprocess.Popen([sys.executable, str(SCRIPT), kind, str(folder)], env=environ, stdout=log,
-                                      stderr=log, start_new_session=True) for kind in (*KINDS, *FINE)]
+        process = subprocess.Popen([sys.executable, str(SCRIPT), str(folder), *KINDS, *FINE], env=environ, stdout=log,
+                                   stderr=log, start_new_session=True)
         try:
             yield
         finally:
-            for process in processes:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def hanging(stack: Stack, run: str) -> list[Message]:

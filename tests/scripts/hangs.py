@@ -1,6 +1,6 @@
-"""A training job of four gloo ranks of which one hangs, in one of KINDS: `python hangs.py KIND FOLDER`.
+"""Training jobs of four gloo ranks of which one hangs, each in one of KINDS: `python hangs.py FOLDER KIND...`.
 
-The ranks are forked after torch is imported once, as that takes seconds. Nobody restarts one that is killed, and those
+All ranks are forked after torch is imported once, as that takes seconds. Nobody restarts one that is killed, and those
 that lose it wait, as ranks do in a NCCL collective; gloo would tell them at once.
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
+import torch._dynamo  # which DistributedDataParallel imports, for a second, in each rank
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -86,13 +87,14 @@ def train(kind: str, rank: int, folder: Path) -> None:
 
 def main() -> None:
     """Fork the ranks and wait, whatever becomes of them."""
-    kind, folder = sys.argv[1], Path(sys.argv[2])
-    for rank in range(RANKS):
-        if os.fork() == 0:
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives this process
-            train(kind, rank, folder)
-            os._exit(0)
-    for _ in range(RANKS):
+    folder, kinds = Path(sys.argv[1]), sys.argv[2:]
+    for kind in kinds:
+        for rank in range(RANKS):
+            if os.fork() == 0:
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives this process
+                train(kind, rank, folder)
+                os._exit(0)
+    for _ in range(RANKS * len(kinds)):
         os.wait()
 
 
