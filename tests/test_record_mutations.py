@@ -95,6 +95,11 @@ BROKEN = [
     # A scrape that fails, and a rank that went longer ago than one looks back.
     (recording.GONE, "last_over_time(training_rank_info[1m])", "training_rank_info"),
     (recording.GONE, f"or on (run, rank) last_over_time({recording.GONE}[5m])", ""),
+    # A run that is young, and a rank that was somewhere else.
+    (recording.GONE, "last_over_time(training_rank_info[3m]) or on (run, rank)", ""),
+    (recording.GONE, "last_over_time(training_rank_info[3m])", "last_over_time(training_rank_info[5m])"),
+    (recording.GONE, f"last_over_time({recording.GONE}[5m]) or on (run, rank) training_rank_info offset 5m",
+     f"training_rank_info offset 5m or on (run, rank) last_over_time({recording.GONE}[5m])"),
     # What cards do that wait, where none works; a program's Xid; a port that never was up.
     (recording.SIGN, "group_left () max by (uuid) (gpu_utilization_ratio)) > 0.5",
      "group_left () max by (uuid) (gpu_utilization_ratio)) >= 0"),
@@ -187,8 +192,10 @@ def failing(folder: Path, path: Path, mutants: dict[int, tuple[str, str]]) -> se
             if rule.name in below:
                 rules = groups.setdefault(f"flopwatch-{rule.group}", [])
                 rules.append(rule.rule())
-                rules += [{"record": f"mutant_{number}_", "expr": mutants[number][1]}
-                          for number in sorted(asked) if mutants[number][0] == rule.name]
+                for number in sorted(asked):
+                    if mutants[number][0] == rule.name:  # one that remembers itself remembers the mutant
+                        name = f"mutant_{number}_"
+                        rules.append({"record": name, "expr": named(rule.name, mutants[number][1], name)})
         (folder / "rules.yaml").write_text(json.dumps(
             {"groups": [{"name": name, "rules": made} for name, made in groups.items()]}))
         (folder / "test.yaml").write_text(json.dumps({**test, "rule_files": ["rules.yaml"]}))

@@ -85,7 +85,7 @@ def _verdict(settings: AlertSettings) -> tuple[Record, ...]:
     A sign that points at more than half of the ranks says nothing of any, and casts doubt on the others.
     """
     window, recent = settings.at_pace(settings.hang_window), settings.at_pace(settings.rate_window)
-    before = settings.at_pace(4 * settings.rate_window)
+    lately, before = settings.at_pace(3 * settings.hang_window), settings.at_pace(4 * settings.rate_window)
     info = m.TRAINING_RANK_INFO
     # Joins begin with the ranks of runs that hang: none, nearly always.
     hung, hung_cards = (f"({info}{some} and on (run) {OVERDUE_STEP})" for some in ("", '{uuid!=""}'))
@@ -139,16 +139,19 @@ quantile by (run) (0.5, {cards % m.GPU_UTILIZATION}) > {settings.hang_busy:g}"""
         return f"sum by (run, {by}) ({votes % of}) / on (run) group_left () {all_votes} > {settings.hang_named:g}"
 
     return (
-        # Steps of minutes are overdue later than others: so one looks twice. A scrape that failed is not a node's end.
+        # A run may be young, and steps of minutes are overdue later than others: so one looks at three times. A scrape
+        # that failed is not a node's end.
         record("verdict", GONE, "1 for a rank that was there before the overdue step of its run and is not any more; "
                "none if the run has as many as it says.", f"""
             group by (run, rank, host) (
               (
+                last_over_time({info}[{lately}])
+                  or on (run, rank)
+                last_over_time({GONE}[{recent}])
+                  or on (run, rank)
                 {info} offset {recent}
                   or on (run, rank)
                 {info} offset {before}
-                  or on (run, rank)
-                last_over_time({GONE}[{recent}])
               )
                 unless on (run, rank)
               last_over_time({info}[{window}])
