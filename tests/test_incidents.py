@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -82,7 +82,7 @@ def healthy(seed: int) -> Rehearsal:
     return rehearse(scenario, seed, step=60.0 if FULL else None)
 
 
-LIVED = {"leaf": dead_leaf, "upgrade": upgrade, "host": dead_host,
+LIVED: dict[str, Callable[[], Rehearsal]] = {"leaf": dead_leaf, "upgrade": upgrade, "host": dead_host,
          **{f"seed {seed}": partial(healthy, seed) for seed in SEEDS}}
 
 

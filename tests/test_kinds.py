@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
-from contextlib import redirect_stdout
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from demo.servers import find
 from flopwatch import catalogue
-from flopwatch.__main__ import main
 from flopwatch.simulate.fleet.kinds import HANGS, SCENARIOS, STRAGGLERS, Kind
 from flopwatch.simulate.fleet.ranks import PER_HOST, RANKS, Job, Trouble
 from flopwatch.simulate.fleet.verdicts import evaluate
@@ -38,13 +39,22 @@ def changed(tmp_path: Path, old: str, new: str) -> Path:
     return tmp_path / "rules.yaml"
 
 
+@pytest.fixture(scope="module")
+def judging() -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Give the command that judges each scenario; they run side by side."""
+    with ExitStack() as stack:
+        yield {scenario: stack.enter_context(subprocess.Popen(
+            [sys.executable, "-m", "flopwatch", "simulate", "--scenario", scenario, "--seeds", str(SEEDS), "--json",
+             "--rules", str(RULES), "--promtool", find().promtool], stdout=subprocess.PIPE, text=True))
+            for scenario in SCENARIOS}
+
+
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_who_is_late_is_named_of_every_kind_and_nobody_without_evidence(scenario: str) -> None:
-    printed = io.StringIO()
-    with redirect_stdout(printed):
-        status = main(["simulate", "--scenario", scenario, "--seeds", str(SEEDS), "--json", "--rules", str(RULES),
-                       "--promtool", find().promtool])
-    found = json.loads(printed.getvalue())
+def test_who_is_late_is_named_of_every_kind_and_nobody_without_evidence(
+    scenario: str, judging: dict[str, subprocess.Popen[str]],
+) -> None:
+    printed, _ = judging[scenario].communicate()
+    status, found = judging[scenario].returncode, json.loads(printed)
     assert found["kinds"] == {kind.name: {
         "jobs": SEEDS, "right": SEEDS, "told": SEEDS, "abstained": 0, "silent": 0, "alarms": 0, "wrong": {},
         "named_after_seconds": found["kinds"][kind.name]["named_after_seconds"]} for kind in SCENARIOS[scenario]}
