@@ -82,8 +82,10 @@ def healthy(seed: int) -> Rehearsal:
     return rehearse(scenario, seed, step=60.0 if FULL else None)
 
 
-LIVED: dict[str, Callable[[], Rehearsal]] = {"leaf": dead_leaf, "upgrade": upgrade, "host": dead_host,
-         **{f"seed {seed}": partial(healthy, seed) for seed in SEEDS}}
+LIVED: dict[str, Callable[[], Rehearsal]] = {
+    "leaf": dead_leaf, "upgrade": upgrade, "host": dead_host,
+    **{f"seed {seed}": partial(healthy, seed) for seed in SEEDS},
+}
 
 
 @pytest.fixture(scope="module")
