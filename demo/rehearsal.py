@@ -20,7 +20,6 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -41,6 +40,7 @@ from flopwatch.simulate.fleet.faults import Fault, script
 from flopwatch.simulate.fleet.metrics import Line, series
 from flopwatch.simulate.fleet.nodes import EPOCH
 from flopwatch.simulate.fleet.scenarios import SCENARIOS, Result, Scenario, simulate
+from flopwatch.simulate.promtool import rule_test
 
 BEFORE, AFTER = 900.0, 2400.0  # seconds looked at before the first fault and after the last is over
 PACE = 120.0  # group_wait is three eighths of a second
@@ -118,8 +118,7 @@ def evaluated(scraped: Series, promtool: str, settings: AlertSettings, folder: P
             "interval": f"{scraped.step:g}s", "input_series": scraped.inputs(),
             "alert_rule_test": [{"alertname": name, "eval_time": f"{place * scraped.step:g}s", "exp_alerts": []}
                                 for place in range(scraped.last + 1) for name in sorted(names)]}]}))
-    done = subprocess.run([promtool, "test", "rules", "test.yaml"], cwd=folder, capture_output=True, text=True,
-                          check=False)
+    done = rule_test(promtool, folder / "test.yaml")
     firing: list[Firing] = [{} for _ in range(scraped.last + 1)]
     understood = "SUCCESS" in done.stdout
     for part in re.split(r"^ *alertname: ", done.stdout + done.stderr, flags=re.MULTILINE)[1:]:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -24,10 +23,11 @@ import yaml
 from alerts import Alert
 from alerts.settings import duration
 from demo.servers import find
+from flopwatch.simulate.promtool import rule_test
 from tests.rule_files import ALERTS, SETTINGS, under
 from tests.test_alerts import seconds
 
-ROOT = Path(__file__).parents[1]
+RULES = Path(__file__).parent / "rules"
 NAMES = sorted({alert.name for alert in ALERTS})
 
 # How many mutants of an alert `make test` tries; 0 is all.
@@ -148,10 +148,10 @@ def survivors(folder: Path, name: str, tried: list[tuple[str, list[Alert]]]) -> 
     promtool loads the series once. It goes through the short tests first, and who has failed one is not in the next. It
     stops at a rule that cannot be evaluated: that one is out, and the others are run again.
     """
-    test = yaml.safe_load((ROOT / "tests" / "rules" / f"{name}.yaml").read_text())
+    test = yaml.safe_load((RULES / f"{name}.yaml").read_text())
     # Alerts that it remembers in ALERTS go with it; one that remembers itself is renamed in itself.
-    base, others = under(
-        text for _, variants in tried for alert in variants for text in (alert.expr, alert.description))
+    base, others = under([*(alert.expr for _, variants in tried for alert in variants), *(
+        case["expr"] for group in test["tests"] for case in group.get("promql_expr_test", ()))])
     base += [{key: value for key, value in alert.rule(SETTINGS).items() if key != "annotations"} for alert in others]
     itself = re.compile(rf'(?<=alertname="){name}(?=")')
     left = dict(enumerate([("itself", [alert for alert in ALERTS if alert.name == name]), *tried]))
@@ -164,8 +164,7 @@ def survivors(folder: Path, name: str, tried: list[tuple[str, list[Alert]]]) -> 
         (folder / "rules.yaml").write_text(json.dumps({"groups": [{"name": "one", "rules": rules}]}))
         (folder / "test.yaml").write_text(json.dumps(renamed(
             {**test, "tests": [groups[-1]]}, name, [f"{name}_m{number}" for number in left])))
-        done = subprocess.run([find().promtool, "test", "rules", "test.yaml"], cwd=folder, capture_output=True,
-                              text=True, timeout=1800, check=False)
+        done = rule_test(find().promtool, folder / "test.yaml", timeout=1800)
         told = done.stdout + done.stderr
         broken = {int(number) for number in re.findall(rf"rule: {name}_m(\d+), time: ", told)}
         failed = broken or {int(number) for number in re.findall(rf"\b{name}_m(\d+)\b", told)}
@@ -191,9 +190,10 @@ def tried_of(name: str, sample: bool) -> list[tuple[str, list[Alert]]]:
 @pytest.fixture(scope="module")
 def surviving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[list[str]]]]:
     """Give, for each alert, which of its mutants survive; as many promtools run at once as there are processors."""
+    longest_first = sorted(NAMES, key=lambda name: (RULES / f"{name}.yaml").stat().st_size, reverse=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         yield {name: pool.submit(survivors, tmp_path_factory.mktemp(name), name, tried_of(name, sample=SAMPLE > 0))
-               for name in NAMES}
+               for name in longest_first}
         pool.shutdown(cancel_futures=True)
 
 

@@ -16,6 +16,7 @@ import yaml
 from alerts import AlertSettings, alertmanager_yaml, alerts, rules
 from alerts.__main__ import main
 from demo.servers import Servers, find
+from flopwatch.simulate.promtool import rule_test
 from tests.rule_files import under
 
 SETTINGS = AlertSettings()
@@ -69,8 +70,7 @@ def test_prometheus_records_a_shadowed_alert(servers: Servers, tmp_path: Path) -
                                        'severity="warning",shadow="true",uuid="GPU-1"}', "value": 1}],
         }],
     }]}))
-    done = subprocess.run([servers.promtool, "test", "rules", str(tmp_path / "test.yaml")], capture_output=True,
-                          text=True, timeout=60, check=False)
+    done = rule_test(servers.promtool, tmp_path / "test.yaml", timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -25,6 +25,7 @@ from dashboards import Json, run
 from dashboards.__main__ import BOARDS, text
 from demo.servers import find
 from flopwatch.catalogue import BY_NAME
+from flopwatch.simulate.promtool import rule_test
 
 ROOT = Path(__file__).parent.parent
 RECORDS = {record.name: record.expr for record in records(AlertSettings())}
@@ -384,7 +385,7 @@ def test_a_rank_that_moves_a_shared_card_and_a_replaced_exporter_break_no_panel(
             for panel, expected in SHOWN.items()
         ],
     }]}))
-    done = subprocess.run([find().promtool, "test", "rules", str(tests)], capture_output=True, text=True, timeout=240)
+    done = rule_test(find().promtool, tests, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

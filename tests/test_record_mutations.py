@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import yaml
 from alerts import AlertSettings, recording, records
 from alerts.recording.fabric import PORT_RAIL, RAIL, RAIL_RETRANSMISSIONS
 from demo.servers import find
+from flopwatch.simulate.promtool import rule_test
 from tests.rule_files import under
 
 SETTINGS = AlertSettings()
@@ -199,8 +199,7 @@ def failing(folder: Path, path: Path, mutants: dict[int, tuple[str, str]]) -> se
         (folder / "rules.yaml").write_text(json.dumps(
             {"groups": [{"name": name, "rules": made} for name, made in groups.items()]}))
         (folder / "test.yaml").write_text(json.dumps({**test, "rule_files": ["rules.yaml"]}))
-        done = subprocess.run([find().promtool, "test", "rules", "test.yaml"], cwd=folder, capture_output=True,
-                              text=True, timeout=120, check=False)
+        done = rule_test(find().promtool, folder / "test.yaml", timeout=120)
         told = done.stdout + done.stderr
         assert "could not parse" not in told, told
         stopped = set(map(int, re.findall(r"rule: mutant_(\d+)_, time: ", told)))

@@ -11,7 +11,6 @@ import json
 import random
 import re
 import shutil
-import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 from flopwatch.settings import SettingsError
 from flopwatch.simulate.fleet.kinds import SCENARIOS, Kind, Truth
 from flopwatch.simulate.fleet.ranks import INTERVAL, PER_HOST, Job, Series, Values
+from flopwatch.simulate.promtool import rule_test
 
 BATCH = 60  # jobs that promtool is given at a time: some 25,000 series
 SECONDS = {"stragglers": 780.0, "hangs": 720.0}
@@ -192,7 +192,7 @@ def _ask(scenario: str, jobs: Sequence[Job], groups: list[dict[str, Any]], promt
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "rules.json").write_text(json.dumps({"groups": groups}))
         Path(folder, "test.json").write_text(json.dumps(test))
-        done = subprocess.run([promtool, "test", "rules", "test.json"], cwd=folder, capture_output=True, text=True)
+        done = rule_test(promtool, Path(folder, "test.json"))
     printed = done.stdout + done.stderr
     answers = list(_answers(printed, asked))
     texts = dict(re.findall(r'Labels:\{[^\n]*run="([^"]*)", severity="warning"[^\n]*\n[^\n]*description="(.*?)", \w+="',
