@@ -145,8 +145,8 @@ def test_lines_that_cannot_be_read_are_named_and_left_out(tmp_path: Path) -> Non
     done = command(str(damaged), "--json")
     assert json.loads(done.stdout) == replay(lines)[0]
     assert done.stderr.splitlines() == [
-        f"flopwatch: {damaged}: line 4: Expecting ',' delimiter: line 1 column 24 (char 23)",
-        f"flopwatch: {damaged}: line 6: event: '' is none of submitted, start, snapshot, finish",
+        f"flopwatch: {damaged}: line 4: not JSON: Expecting ',' delimiter at character 24",
+        f"flopwatch: {damaged}: line 6: event: missing",
     ]
     assert done.returncode == 1
 
@@ -245,3 +245,65 @@ def test_a_line_that_python_itself_refuses_is_named_too(line: str) -> None:
     summary, [message] = replay([line])
     assert summary == {"runs": {}}
     assert message.startswith("line 1: ")
+
+
+@pytest.mark.parametrize(("lines", "told"), [
+    ([], ["no run in this history: one begins with a line whose event is submitted, start or snapshot"]),
+    (["}"] * 30 + [told("start", 0)],
+     [f"line {n}: not JSON: Expecting value at character 1" for n in range(1, 21)] + [
+         "10 more lines that cannot be read"]),
+])
+def test_what_keeps_a_history_from_being_replayed_is_told_and_at_most_twenty_times(
+    lines: list[str], told: list[str], tmp_path: Path,
+) -> None:
+    (tmp_path / "h").write_text("\n".join(lines))
+    done = command(str(tmp_path / "h"), "--json")
+    assert done.returncode == 1
+    assert [text.partition(f"{tmp_path / 'h'}: ")[2] for text in done.stderr.splitlines()] == told
+    assert list(json.loads(done.stdout)["runs"]) == (["r"] if lines else [])
+
+
+def crash(*, source_of_b: str = "h") -> list[str]:
+    """A run that crashes after step 20, its last snapshot at 200, and goes on from step 10 at 250."""
+    peak = {"gpus": 2, "peak_flops": 2e12}
+
+    def step(t: float, attempt: str, source: str, made: int, first: int) -> str:
+        seconds = 10 * (made - first)
+        return told("snapshot", t, attempt, source, step=made, activity_seconds={"step": seconds},
+                    model_flops=1e11 * seconds, **peak)
+
+    return [told("start", 0, "a", step=0, **peak), step(100, "a", "h", 10, 0), step(200, "a", "h", 20, 0),
+            told("start", 250, "b", source_of_b, step=10, **peak), step(350, "b", source_of_b, 20, 10),
+            step(450, "b", source_of_b, 30, 10), told("finish", 450, "b", source_of_b, status="completed")]
+
+
+def test_a_line_that_comes_after_those_that_follow_it_is_put_where_it_was() -> None:
+    lines = crash()
+    expected = figures(*lines)
+    assert expected["buckets"] == {"productive": 300, "lost": 100, "down": 50}
+    for number, later in ((2, 3), (2, 4), (2, 6), (5, 6), (4, 5), (1, 3)):
+        moved = lines[:number] + lines[number + 1:later + 1] + [lines[number]] + lines[later + 1:]
+        assert figures(*moved) == expected, (number, later)
+    assert figures(*lines[3:], *lines[:3]) == expected
+    planned = told("finish", 200, "a", status="preempted")
+    assert figures(*lines[:3], planned, *lines[3:]) == figures(*lines[:4], planned, *lines[4:])
+
+
+def test_what_hosts_said_at_the_same_time_may_stand_one_after_the_other() -> None:
+    def host(name: str, until: int) -> list[str]:
+        return [told("start", 0, "a", name, step=0), *(
+            told("snapshot", t, "a", name, step=t // 10 - 10, activity_seconds={"startup": 100, "step": t - 100})
+            for t in range(100, until + 1, 10))]
+
+    together = sorted(host("x", 200) + host("y", 400), key=lambda line: float(json.loads(line)["t"]))
+    assert figures(*host("x", 200), *host("y", 400)) == figures(*together)
+    assert figures(*together)["buckets"] == {"startup": 100, "productive": 300}
+
+
+def test_late_lines_of_one_run_change_nothing_in_the_order_of_another() -> None:
+    # The clock of the second node is behind all the time.
+    skewed = crash()[:3] + [json.dumps(json.loads(line) | {"t": json.loads(line)["t"] - 80}) for line in crash()[3:]]
+    other = [json.dumps(json.loads(line) | {"run": "other"}) for line in crash()]
+    mixed, _ = replay([*skewed, *other[:2], *other[3:], other[2]])
+    assert mixed["runs"]["r"] == replay(skewed)[0]["runs"]["r"]
+    assert mixed["runs"]["other"]["buckets"] == replay(other)[0]["runs"]["other"]["buckets"]

@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import fsum, isfinite
+from math import fsum, inf
 from typing import Any
 
 from flopwatch.ledger.causes import Evidence
@@ -37,6 +37,7 @@ STATUSES = ("completed", "stopped", "preempted", "resized", "failed")
 EVENTS = ("submitted", "start", "snapshot", "finish")
 _RUN_NAME = re.compile(r"[A-Za-z0-9._:/@+-]{1,128}")
 _NAME_LENGTH = 512
+_MOST = 1e30
 MOST_EVIDENCE = 64  # entries of a record
 _MOST_RANKS = 64
 _PLACE_LENGTH = 64
@@ -86,8 +87,10 @@ class Record:
             raise RecordError("t: missing")
         event = _text(line, "event")
         if event not in EVENTS:
-            raise RecordError(f"event: {event!r} is none of {', '.join(EVENTS)}")
+            raise RecordError(f"event: {event!r} is none of {', '.join(EVENTS)}" if event else "event: missing")
         run = _text(line, "run")
+        if not run:
+            raise RecordError("run: missing")
         if not _RUN_NAME.fullmatch(run):
             raise RecordError(f"run: {run!r} does not match {_RUN_NAME.pattern}")
         attempt = _text(line, "attempt")
@@ -153,8 +156,10 @@ def _number(line: Mapping[str, Any], name: str, *, signed: bool = False) -> floa
     value = line.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e30 or not isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -inf < value < inf:
         raise RecordError(f"{name}: {value!r} is not a finite number")
+    if abs(value) > _MOST:
+        raise RecordError(f"{name}: larger than {_MOST:g}")
     if value < 0 and not signed:
         raise RecordError(f"{name}: {value!r} is negative")
     return float(value)
@@ -167,7 +172,10 @@ def _activity(value: object) -> dict[str, float] | None:
         raise RecordError("activity_seconds: not an object of seconds per activity")
     seconds: dict[str, float] = {}
     for name in value:
-        number = _number(value, name)
+        try:
+            number = _number(value, name)
+        except RecordError as error:
+            raise RecordError(f"activity_seconds: {error}") from None
         known = name if name in ACTIVITIES else "other"
         if number is not None:
             seconds[known] = seconds.get(known, 0.0) + number

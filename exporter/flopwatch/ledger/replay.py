@@ -1,7 +1,7 @@
 """`flopwatch ledger replay`: a recorded history, a JSON object a line, to the figures the live ledger would show.
 
-Lines are taken in the order they stand in, as a ledger would have received them, unless some came late: then by their
-stamps. A run that did not finish is accounted for up to its last line.
+Lines are taken in the order they stand in, as a ledger would have received them, unless some of a run came late: then
+by their stamps. A run that did not finish is accounted for up to its last line.
 """
 
 from __future__ import annotations
@@ -9,32 +9,40 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from flopwatch.ledger.accounting import BUCKETS, Ledger
-from flopwatch.ledger.record import EVENTS, Record
+from flopwatch.ledger.record import EVENTS, Key, Record, RecordError
 from flopwatch.settings import SettingsError
 
 _SKEW = 300.0  # seconds by which clocks of hosts may differ
-_LATE = 5.0  # less is no matter, and stamps of several hosts do not tell
+_MOST_NAMED = 20  # lines that cannot be read
+_AGAIN = 5.0  # what was known is told again with a stamp that is less by so much
 
 
 def replay(lines: Iterable[str], silent_after: float = 60.0) -> tuple[dict[str, Any], list[str]]:
     """Return the figures of every run in a history, and a message for each line that cannot be read.
 
-    A history with late lines is read twice, and the second time kept in memory.
+    A history with late lines is read twice, and the runs that have them are kept in memory.
     """
     lines = list(lines) if isinstance(lines, Iterator) else lines
     ledger, order, unreadable = Ledger(silent_after), _Order(), list[str]()
     for record in _records(lines, unreadable):
         order.take(record)
-        if not order.late:
-            ledger.apply(record)
-    if order.late:
+        ledger.apply(record)
+    late, records = order.late(), list[Record]()
+    if late:
         ledger = Ledger(silent_after)
-        for record in sorted(_records(lines, []), key=order.key):
+        for record in _records(lines, []):
+            if record.key in late:
+                records.append(record)
+            else:
+                ledger.apply(record)
+        for record in sorted(records, key=order.key):
             ledger.apply(record)
     return ledger.summary(), unreadable
 
@@ -44,40 +52,81 @@ def _records(lines: Iterable[str], unreadable: list[str]) -> Iterator[Record]:
         if text := line.strip():
             try:
                 record = Record.parse(json.loads(text))
-            except (ValueError, RecursionError) as error:  # the latter for JSON that is too deep
+            except json.JSONDecodeError as error:
+                unreadable.append(f"line {number}: not JSON: {error.msg} at character {error.pos + 1}")
+            except RecordError as error:
                 unreadable.append(f"line {number}: {error}")
+            except (ValueError, RecursionError):
+                unreadable.append(f"line {number}: JSON that is too deep, or a number that is too long")
             else:
                 yield record
 
 
+@dataclass(slots=True)
+class _Process:
+    """What the lines of one source said in one attempt."""
+
+    first: int  # its place among the lines
+    last: int
+    behind: float  # how far behind the run's newest stamp its first one was
+    oldest: float  # stamps
+    t: float
+    age: float  # at that stamp; endless once it has finished
+    grown: float = 0.0  # its age by its snapshots
+    said: set[tuple[float, str]] = field(default_factory=set)
+
+
 class _Order:
-    """Whether lines came late; arrival is better than stamps where the clocks of several hosts differ."""
+    """Which runs have late lines; arrival is better than stamps where the clocks of several hosts differ."""
 
     def __init__(self) -> None:
-        self.late = False
-        self._newest: dict[tuple[str, ...], float] = {}  # stamp of each run
-        self._behind: dict[tuple[str, ...], float] = {}  # of a process: how far behind that its first stamp was
-        self._told: dict[tuple[str, ...], tuple[float, float]] = {}  # of a process: the newest stamp, and its age then
-        self._began: dict[tuple[str, ...], float] = {}  # the oldest stamp of each attempt
+        self._lines = 0
+        self._late: set[Key] = set()
+        self._newest: dict[Key, float] = {}  # stamp of each run
+        self._clocks: dict[tuple[str, ...], float] = {}  # the newest stamp of a source in a run
+        self._attempts: dict[tuple[str, ...], dict[str, _Process]] = {}
 
     def take(self, record: Record) -> None:
         """Look at the next line."""
-        attempt = (*record.key, record.attempt)
-        process, age = (*attempt, record.source), inf if record.event == "finish" else record.age
-        t, older = self._told.get(process, (-inf, -inf))
-        newest = max(record.t, self._newest.get(record.key, record.t))
-        # A clock that is wrong stays as far behind; what comes late does not. An older process that tells of earlier
-        # had its clock set back.
-        drift = newest - record.t - self._behind.setdefault(process, newest - record.t)
-        self.late = self.late or (record.t < t - _LATE and age <= older) or (record.t >= t and abs(drift) > _SKEW)
-        self._told[process] = max((t, older), (record.t, age))
-        self._newest[record.key] = newest
-        self._began[attempt] = min(record.t, self._began.get(attempt, inf))
+        self._lines += 1
+        key, clock = record.key, (*record.key, record.source)
+        age = inf if record.event == "finish" else record.age
+        newest = self._newest[key] = max(record.t, self._newest.get(key, record.t))
+        processes = self._attempts.setdefault((*key, record.attempt), {})
+        process = processes.setdefault(record.source, _Process(
+            self._lines, self._lines, newest - record.t, record.t, -inf, -inf))
+        if (record.t, record.event) in process.said:
+            return
+        # An older process that tells of earlier had its clock set back. A wrong one stays as far behind; what is late
+        # does not.
+        set_back = record.t < process.t and age > process.age
+        news = age > process.grown if process.age < inf else inf > age > process.grown
+        if (
+            (record.t < self._clocks.get(clock, -inf) - (0 if news else _AGAIN) and not set_back)
+            or (record.t == process.t and process.age == inf and news)  # after the end of the process
+            or (record.t >= process.t and abs(newest - record.t - process.behind) > _SKEW)
+        ):
+            self._late.add(key)
+        self._clocks[clock] = record.t if set_back else max(record.t, self._clocks.get(clock, record.t))
+        process.said.add((record.t, record.event))
+        process.last, process.oldest = self._lines, min(process.oldest, record.t)
+        process.grown = max(process.grown, record.age)
+        process.t, process.age = max((process.t, process.age), (record.t, age))
+
+    def late(self) -> set[Key]:
+        """Return the runs to be sorted; also where what sources said at the same time stands one after the other."""
+        for (*key, _), processes in self._attempts.items():
+            in_order = sorted(processes.values(), key=lambda process: process.first)
+            if any(one.last < other.first and other.oldest < (one.oldest + one.t) / 2
+                   for one, other in pairwise(in_order)):
+                self._late.add((key[0], key[1]))
+        return self._late
 
     def key(self, record: Record) -> tuple[float, float, int]:
         """Return what to sort late lines by."""
         # A file that is being written has had more lines the second time.
-        began = self._began.get((*record.key, record.attempt), record.t)
+        attempt = self._attempts.get((*record.key, record.attempt), {})
+        began = min((process.oldest for process in attempt.values()), default=record.t)
         return record.t, began, EVENTS.index(record.event)
 
 
@@ -100,19 +149,21 @@ def main(path: Path, json_output: bool = False) -> int:
         summary, unreadable = replay(lines if path.is_file() else list(lines))  # of a pipe there is no second time
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror}") from error
+    if len(unreadable) > _MOST_NAMED:
+        unreadable[_MOST_NAMED:] = [f"{len(unreadable) - _MOST_NAMED} more lines that cannot be read"]
+    if not summary["runs"]:
+        unreadable.append("no run in this history: one begins with a line whose event is submitted, start or snapshot")
     for message in unreadable:
         print(f"flopwatch: {path}: {message}", file=sys.stderr)
-    print(json.dumps(summary, indent=2) if json_output else _table(summary["runs"]))
-    return 1 if unreadable or not summary["runs"] else 0
-
-
-def _table(runs: dict[str, dict[str, Any]]) -> str:
-    """Return a block per run, for people: its ratios, and buckets with their share of the wall clock."""
-    return "\n\n".join(block(name, run) for name, run in runs.items()) if runs else "no run in this history"
+    if json_output:
+        print(json.dumps(summary, indent=2))
+    elif summary["runs"]:
+        print("\n\n".join(block(name, run) for name, run in summary["runs"].items()))
+    return 1 if unreadable else 0
 
 
 def block(name: str, run: Mapping[str, Any]) -> str:
-    """Return the figures of one run for people."""
+    """Return the figures of one run for people: its ratios, and buckets with their share of the wall clock."""
     wall = run["wall_seconds"]
     ratios = "  ".join(
         f"{title} {'unknown' if run[key] is None else format(run[key], '.3f')}"
