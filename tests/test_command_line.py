@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,13 @@ def flopwatch_command(*arguments: str | Path) -> subprocess.CompletedProcess[str
 class Exporter:
     """A running `flopwatch exporter`."""
 
-    def __init__(self, state: Path, *flags: str | Path) -> None:
+    def __init__(self, state: Path, *flags: str | Path, program: Sequence[str] = ("-m", "flopwatch")) -> None:
         self._log = state.with_suffix(".log")
         with self._log.open("a") as log:
             start = log.tell()
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "flopwatch", "exporter", "--listen", "127.0.0.1:0", "--otlp-listen",
-                 "127.0.0.1:0", "--state", str(state), "--host", "node-7", *map(str, flags)],
+                [sys.executable, *program, "exporter", "--listen", "127.0.0.1:0", "--otlp-listen", "127.0.0.1:0",
+                 "--state", str(state), "--host", "node-7", *map(str, flags)],
                 stderr=log, env=ENVIRONMENT)
         addresses = None
         while addresses is None:
@@ -105,9 +105,9 @@ class Exporter:
 
 
 @contextmanager
-def exporter(state: Path, *flags: str | Path) -> Iterator[Exporter]:
+def exporter(state: Path, *flags: str | Path, program: Sequence[str] = ("-m", "flopwatch")) -> Iterator[Exporter]:
     """Run an exporter on free ports of loopback."""
-    running = Exporter(state, *flags)
+    running = Exporter(state, *flags, program=program)
     try:
         yield running
     finally:

@@ -106,8 +106,11 @@ def told(verdict: Verdict) -> tuple[str, ...]:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Node:
-    return Node(tmp_path)
+def node(tmp_path: Path) -> Iterator[Node]:
+    found = Node(tmp_path)
+    yield found
+    for collector in found.collectors:
+        collector.close()
 
 
 @contextmanager
@@ -533,10 +536,20 @@ def test_only_a_type_and_a_word_are_taken_of_what_a_process_ended_by(said: str, 
     assert pushed().ended_by == ""  # it has not ended
 
 
+# The ledger hears of a run every second, in place of every 15.
+HASTY = """
+import sys
+from flopwatch.__main__ import main
+from flopwatch.node.forward import Remote
+Remote.__init__.__kwdefaults__["interval"] = 1.0
+sys.exit(main())
+"""
+
+
 def test_a_real_exporter_sends_an_xid_that_came_after_the_crash(tmp_path: Path) -> None:
     state = tmp_path / "state"
     with ledger_server() as (url, received), \
-            exporter(state, "--simulate", "h100x8", "--ledger", url) as node, doomed() as pid:
+            exporter(state, "--simulate", "h100x8", "--ledger", url, program=("-c", HASTY)) as node, doomed() as pid:
         node.wait_for(f"gpu_xid_errors_total{{gpu=3,uuid={GPU},xid=79}}", 0)
         now = time.time()
         pushed: ResourceMetrics = training(40, 5.0, now, start_unix=now - 60, **pid)
