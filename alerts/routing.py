@@ -150,7 +150,7 @@ def inhibit_rules(settings: AlertSettings) -> list[dict[str, object]]:
     every = alerts(settings)
     made: list[dict[str, object]] = [{
         "source_matchers": ['severity = "critical"', 'shadow = ""'], "target_matchers": ['severity = "warning"'],
-        "equal": GROUP_BY,
+        "equal": [*GROUP_BY, "device", "port", "uuid"],  # of a host's parts, the same one
     }]
     for one in (*INHIBITIONS, LEDGERS):
         of = {alert.severity for alert in every if re.fullmatch(one.causes, alert.name)}

@@ -37,6 +37,8 @@ SAMPLE = int(os.environ.get("FLOPWATCH_MUTANTS", "8"))
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("FlopwatchWatchdog", "info: vector([1 -> (0)])"): "that there is a series is the alert, not its value",
     ("FlopwatchWatchdog", "info: vector([1 -> 2])"): "that there is a series is the alert, not its value",
+    ("GpuTooFew", "critical: or gpu_readable)) or on (instance) [0 -> (-1)] * max by (instance) (nod"):
+        "it is the value, for the text",
     ("GpuXidRepeated",
      'warning: id) (last_over_time(gpu_xid_last_timestamp_seconds[{xid=~"8|11|13|25|31|32|43|66|67|69|80|137|141"} -> '
      "{}][1d])) > time() - 86400)"): "it is matched by the Xid, which the other side has already chosen",

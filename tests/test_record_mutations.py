@@ -100,6 +100,19 @@ BROKEN = [
     (recording.GONE, "last_over_time(training_rank_info[3m])", "last_over_time(training_rank_info[5m])"),
     (recording.GONE, f"last_over_time({recording.GONE}[5m]) or on (run, rank) training_rank_info offset 5m",
      f"training_rank_info offset 5m or on (run, rank) last_over_time({recording.GONE}[5m])"),
+    # A rank that begins anew where it was.
+    (recording.DECLARED, "offset 5m) >= 0 or", "offset 5m) or"),
+    # What one rank, card or port does of several, and what is not known of each.
+    (recording.STEPPING, '{activity="step"}', ""),
+    (recording.STEPPING, "max by (run) (", "min by (run) ("),
+    (recording.COLLECTIVES, "max by (run) (", "min by (run) ("),
+    (recording.TENSOR_MOST, "max by (run) (", "min by (run) ("),
+    (recording.TENSOR_LEAST, "min by (run) (", "max by (run) ("),
+    (recording.TENSOR_KNOWN, "(group by (run, rank) (training_rank_info))", '(training_rank_info{uuid!=""})'),
+    (recording.POWER_KNOWN, "(group by (run, rank) (training_rank_info))", '(training_rank_info{uuid!=""})'),
+    (recording.POWER_SHARE, "[1h:5m]", "[1m]"),
+    (recording.POWER_SHARE, "avg by (run) (", "min by (run) ("),
+    (recording.SENT, "max by (run) (", "min by (run) ("),
     # What cards do that wait, where none works; a program's Xid; a port that never was up.
     (recording.SIGN, "group_left () max by (uuid) (gpu_utilization_ratio)) > 0.5",
      "group_left () max by (uuid) (gpu_utilization_ratio)) >= 0"),

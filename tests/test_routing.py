@@ -68,7 +68,7 @@ def remembers(cause: Alert, consequence: Alert) -> bool:
     """Return whether a cause that is there goes on as long as its consequence."""
     own = [part for part in re.split(r"\n *or\b.*\n", cause.expr) if f'alertname="{cause.name}"' in part]
     return any(re.fullmatch(names, consequence.name) for part in own
-               for names in re.findall(r'ALERTS\{alertname=~"([^"]*)"', part))
+               for names in re.findall(r'ALERTS(?:_FOR_STATE)?\{alertname=~?"([^"]*)"', part))
 
 
 def delay(alert: Alert) -> float:
@@ -364,7 +364,8 @@ def test_a_page_is_resolved_when_its_alert_ends(told: Told) -> None:
 
 def test_alerts_that_differ_by_run_host_or_leaf_are_never_in_one_message() -> None:
     config = yaml.safe_load(alertmanager_yaml(SETTINGS))
-    assert config["route"]["group_by"] == GROUP_BY == config["inhibit_rules"][0]["equal"]
+    assert config["route"]["group_by"] == GROUP_BY
+    assert config["inhibit_rules"][0]["equal"] == [*GROUP_BY, "device", "port", "uuid"]
     for one in ALERTS:
         assert {"tenant", "run", "host", "leaf"} & set(one.identity) <= set(GROUP_BY)
 

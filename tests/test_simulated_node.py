@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pynvml
@@ -64,8 +64,11 @@ class Node(SimulatedNode):
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Node:
-    return Node(tmp_path)
+def node(tmp_path: Path) -> Iterator[Node]:
+    found = Node(tmp_path)
+    yield found
+    for collector in found.collectors:
+        collector.close()
 
 
 def line(row: Metric, labels: tuple[str, ...], value: float) -> str:

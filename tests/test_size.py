@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from alerts import AlertSettings, rules
-from alerts.recording import fleet, ledger, training
+from alerts.recording import fleet, hang, ledger, training
 from bench.rules import GPUS, PORTS
 from bench.size import MOST_OFF, RUN, Measured, Source, compared, extended, measure, source
 from demo.stack import fetch
@@ -24,8 +24,9 @@ from flopwatch.node.forward import URL_INTERVAL
 from tests.test_alerts import seconds
 
 TARGETS, SECONDS, PACE = 64, 30.0, 8.0
-# Recorded of a week in hours only, or while ranks are new.
-LATE = {training.STRAGGLER_LOST_7D: "run", ledger.STRAGGLER_SECONDS_7D: "run", fleet.FLEET_GOODPUT_7D: "whole"}
+# Recorded of a week in hours only, of an hour in parts of it, or while ranks are new.
+LATE = {training.STRAGGLER_LOST_7D: "run", ledger.STRAGGLER_SECONDS_7D: "run", fleet.FLEET_GOODPUT_7D: "whole",
+        hang.POWER_SHARE: "run"}
 
 
 def lines(page: str) -> list[str]:

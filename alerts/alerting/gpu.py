@@ -15,6 +15,7 @@ from importlib.resources import files
 from textwrap import indent
 from typing import Literal
 
+from alerts import recording
 from alerts.alert import Alert, each, lasts_with
 from alerts.alerting.hardware import GPU, at_host, latest, ranks_of_gpu, runs_on_host
 from alerts.settings import AlertSettings
@@ -320,12 +321,20 @@ def _missing(settings: AlertSettings) -> Alert:
 
 def _too_few(settings: AlertSettings) -> Alert:
     known = f"group by ({GPU}, gpu) ({m.GPU_PRESENT} or {m.GPU_READABLE})"
+    wanted = f'max by (instance) ({m.NODE_EXPECTED}{{kind="gpus"}})'
+    # A node without any, and without a driver, has no series of one; nor has one whose driver cannot be asked.
     problem = f"""\
-count by (instance) ({known})
+(
+  count by (instance) ({known})
+    or on (instance)
+  0 * max by (instance) ({m.NODE_EXPECTED})
+    unless on (instance)
+  ({m.DRIVER_RELEASED} == 1 or {m.COLLECTOR_SUCCESS}{{collector=~"nvml|dcgm"}} == 0)
+)
   < on (instance)
-max by (instance) ({m.NODE_EXPECTED}{{kind="gpus"}})"""
-    expected = each(f'topk(1, max by (instance) ({m.NODE_EXPECTED}{{kind="gpus"}}) and on (instance) '
-                    f"{m.GPU_INFO}{{host=%q}})", "$labels.host", " of the {{ .Value }} that it should have")
+{wanted}"""
+    expected = each(f"topk(1, {wanted} and on (instance) {recording.HOST}{{host=%q}})", "$labels.host",
+                    " of the {{ .Value }} that it should have")
     return Alert(
         "gpu", "GpuTooFew", "critical", ("host",), at_host("max", problem, "host", settings),
         settings.at_pace(settings.missing_for),

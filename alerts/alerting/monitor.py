@@ -24,7 +24,8 @@ GPU_CAUSES = ("GpuXidCritical", "GpuMemoryFailed", "GpuMissing", "GpuRecoveryNee
               "NvlinkFabricUnhealthy")
 # What the two in between hold back: of a host, and of a run in as far as it pages.
 OF_HOST = "NodeLost|Flopwatch.+|Infiniband.+|RailImbalance|EfaErrors|RoceMisconfigured"
-OF_RUN = "TrainingDown|TrainingHang|TrainingRestartStorm|TrainingStalled|TrainingStraggler"
+STANDS_STILL = "TrainingDown|TrainingHang|TrainingRestartStorm|TrainingStalled"
+OF_RUN = f"{STANDS_STILL}|TrainingStraggler"
 
 
 def alerts(settings: AlertSettings) -> tuple[Alert, ...]:
@@ -121,9 +122,20 @@ def _node_lost(settings: AlertSettings) -> tuple[Alert, ...]:
     return alert("critical", f"\n      and on (run)\n    group by (run) ({recording.PAGES})"), alert("warning")
 
 
+def _began_within(matchers: str, seconds: float, settings: AlertSettings) -> str:
+    """Return alerts that began so lately, pending or firing.
+
+    A Prometheus that restarts has them begin anew, a few minutes later: what was there before is not news.
+    """
+    window = settings.at_pace(seconds + settings.bridge_window)
+    first = f"min_over_time(ALERTS_FOR_STATE[{window}]) > time() - {settings.seconds_at_pace(seconds)}"
+    return f"(ALERTS_FOR_STATE{{{matchers}}} and {first})"
+
+
 def _cut_off(settings: AlertSettings) -> str:
-    """Return hosts with a port that is down and was not ten minutes ago, and hosts that are lost, with their leaf; the
-    leaf is empty where no topology is known. Who works on a host takes it down on purpose.
+    """Return hosts with a port that is down and was not ten minutes ago, and hosts lost since, with their leaf.
+
+    It is empty where no topology is known. Who works on a host takes it down on purpose.
     """
     state, window = settings.at_pace(settings.state_window), settings.at_pace(settings.leaf_window)
     port = "instance, device, port"
@@ -132,7 +144,7 @@ def _cut_off(settings: AlertSettings) -> str:
     hosts = f"""(
   group by (host) ({recording.HOST} and on (instance) ({down}))
     or
-  group by (host) (ALERTS{{alertname="NodeLost"}})
+  group by (host) ({_began_within('alertname="NodeLost"', settings.leaf_window, settings)})
 )
   unless on (host)
 ALERTS{{alertname="Maintenance"}}"""
@@ -189,13 +201,15 @@ count by (leaf) (
 def _host_on_faulty_leaf(settings: AlertSettings) -> Alert:
     # Pending is enough: the page about the leaf tells of these hosts as it is sent. What goes on after was told.
     leaf = 'ALERTS{alertname="LeafDown",shadow=""%s}'
+    # Where no topology is known only those are neighbours that are cut off together.
+    together = _began_within('alertname="LeafDown",shadow=""', settings.leaf_window, settings)
     was = leaf % ',alertstate="firing"' + f"[{settings.at_pace(settings.aftermath)}]"
     return Alert(
         "monitor", "HostOnFaultyLeaf", "none", ("host", "leaf"),
         f"""group by (host, leaf) (
 {indent(_cut_off(settings), "  ")}
     and on (leaf)
-  {leaf % ""}
+  ({leaf % ',leaf!=""'} or {together})
     or on (host)
   ALERTS{{alertname="HostOnFaultyLeaf"}}
     and on (leaf)
@@ -242,20 +256,33 @@ def _exporter_blind(settings: AlertSettings) -> Alert:
 
 def _ledger_down(settings: AlertSettings) -> Alert:
     state, memory = settings.at_pace(settings.state_window), 'ALERTS{alertname="FlopwatchLedgerDown"}'
-    # A ledger embedded in an exporter is that exporter's business.
-    was = f"""last_over_time({m.LEDGER_RECEIVED}[{state}])
+    day = settings.at_pace(settings.memory)
+
+    def was(window: str) -> str:
+        """Return ledgers; one embedded in an exporter is that exporter's business."""
+        return f"""last_over_time({m.LEDGER_RECEIVED}[{window}])
       unless on (job, instance)
-    last_over_time({m.COLLECTOR_SUCCESS}[{state}])"""
+    last_over_time({m.COLLECTOR_SUCCESS}[{window}])"""
+
     return Alert(
         "monitor", "FlopwatchLedgerDown", "warning", ("instance", "job"),
+        # A pod that finds no node is no target any more, and so has no `up`; nor has one that is another pod now.
         f"""max by (instance, job) (
   up == 0
     and on (job, instance)
   (
-    {was}
+    {was(state)}
       or
     {memory}
   )
+    or on (job, instance)
+  (
+    {was(day)}
+  )
+    unless on (job, instance)
+  up
+    unless on (job)
+  {m.LEDGER_RECEIVED}
 )""",
         # Exporters keep what they have to say meanwhile, so nothing is lost; but a run that goes down now pages nobody.
         settings.at_pace(settings.ledger_for), "The ledger does not answer.",
@@ -368,8 +395,7 @@ def _run_on_faulty_host(settings: AlertSettings) -> Alert:
         return f'alertname=~"{"|".join(names)}"'
 
     def news(names: tuple[str, ...], known: str = "") -> str:
-        began = f'ALERTS_FOR_STATE{{{named(*names)},severity="critical",shadow=""{known}}}'
-        return f"({began} > time() - {settings.seconds_at_pace(settings.xid_window)})"
+        return _began_within(f'{named(*names)},severity="critical",shadow=""{known}', settings.xid_window, settings)
 
     def was(alert: str) -> str:
         return f"last_over_time(ALERTS{{{alert}}}[{settings.at_pace(settings.aftermath)}])"
@@ -380,8 +406,9 @@ def _run_on_faulty_host(settings: AlertSettings) -> Alert:
     return Alert(
         "monitor", "RunOnFaultyHost", "none", ("host", "run"),
         # Of a GPU's faults pending is enough: they wait longer than a hang, to be told in its place. What goes on by
-        # itself was told, a leaf as LeafDown, and is not over for the run. A GPU without a uuid is not the GPU of each
-        # rank without one.
+        # itself was told, a leaf as LeafDown, and is not over for the run as long as it stands still since then; but
+        # beside a fault that goes on for days a run has other troubles, too. A GPU without a uuid is not the GPU of
+        # each rank without one.
         f"""group by (host, run) (
   {ranks} and on (host) ALERTS{{{named(*HOST_CAUSES)},{firing}}}
     or on (host, run)
@@ -389,9 +416,17 @@ def _run_on_faulty_host(settings: AlertSettings) -> Alert:
     or on (host, run)
   {ranks} and on (uuid) {news(GPU_CAUSES, ',uuid!=""')}
     or on (host, run)
-  ALERTS{{alertname="RunOnFaultyHost"}}
-    and on (run)
-  ALERTS{{alertname=~"{OF_RUN}"}}
+  (
+    ALERTS_FOR_STATE{{alertname="RunOnFaultyHost"}}
+      > on (run) group_left ()
+    (min by (run) (ALERTS_FOR_STATE{{alertname=~"{STANDS_STILL}"}}) - {settings.seconds_at_pace(settings.xid_window)})
+      or on (host, run)
+    ALERTS{{alertname="RunOnFaultyHost"}}
+      and on (run)
+    ALERTS{{alertname=~"{OF_RUN}"}}
+      unless on (host)
+    ALERTS{{{named(*HOST_CAUSES, *PART_CAUSES, *GPU_CAUSES)},{firing}}}
+  )
     and on (host)
   (
     {was(f"{others},{firing}")}

@@ -46,51 +46,31 @@ def _lines() -> str:
 def _hang(settings: AlertSettings) -> tuple[Alert, ...]:
     """First sign: a step's clock runs and no step ends. Second: the run is quiet, in what is known of it."""
     window, memory = settings.at_pace(settings.hang_window), settings.at_pace(settings.hang_memory)
-    activity = m.TRAINING_ACTIVITY_SECONDS
-
-    def of_cards(expr: str) -> str:
-        return f"""(
-  max by (run, uuid) ({m.TRAINING_RANK_INFO} and on (run) {recording.OVERDUE_STEP})
-    * on (uuid) group_left ()
-  max by (uuid) ({expr})
-)"""
-
-    def measured(each_card: str) -> str:
-        # Of each rank that there is: one that was killed is why the others hang.
-        ranks = f"count by (run) (group by (run, rank) ({m.TRAINING_RANK_INFO}))"
-        return f"count by (run) ({each_card}) == on (run) {ranks}"
-
-    cards = of_cards(f"rate({m.GPU_TENSOR_ACTIVE}[{window}])")
-    # Each card beside itself: a run that lost ranks draws less.
-    power = of_cards(f"max_over_time({m.GPU_POWER}[{window}])")
-    usual = of_cards(f"max_over_time({m.GPU_POWER}[{memory}:{settings.at_pace(settings.rate_window)}])")
-    share = f"avg by (run) ({power}) / avg by (run) ({usual})"
-    sent = f"max by (instance, device, port) (rate({m.INFINIBAND_TRANSMIT_DATA}[{window}]))"
+    usual = f"max by (run) (max_over_time({recording.RAIL}[{memory}])) > {settings.rail_least:g}"
     hangs = f"""(
   {recording.OVERDUE_STEP}
     and on (run)
-  max by (run) (sum by (run, rank) (rate({activity}{{activity="step"}}[{window}]))) > 0.5
+  {recording.STEPPING} > 0.5
     and on (run)
   (
-    max by (run) (changes({m.TRAINING_COLLECTIVE_SEQUENCE}[{window}])) == 0
+    {recording.COLLECTIVES} == 0
       or on (run)
-    max by (run) ({cards}) < {settings.hang_idle:g} and on (run) {measured(cards)}
+    {recording.TENSOR_MOST} < {settings.hang_idle:g} and on (run) {recording.TENSOR_KNOWN} == 1
       or on (run)
     (
-      {share} < {settings.hang_power:g} and on (run) {measured(power)}
+      {recording.POWER_SHARE} < {settings.hang_power:g} and on (run) {recording.POWER_KNOWN} == 1
         or on (run)
-      max by (run) ({recording.PORT_RAIL} * on (instance, device, port) group_left () {sent})
-        < {settings.hang_quiet:g} * (max by (run) (max_over_time({recording.RAIL}[{memory}])) > {settings.rail_least:g})
+      {recording.SENT} < {settings.hang_quiet:g} * ({usual})
         unless on (run)
-      ({share})
+      {recording.POWER_SHARE}
     )
       unless on (run)
-    {m.TRAINING_COLLECTIVE_SEQUENCE}
+    {recording.COLLECTIVES}
       unless on (run)
-    ({measured(cards)})
+    {recording.TENSOR_KNOWN} == 1
   )
     unless on (run)
-  min by (run) ({cards}) >= {settings.hang_idle:g}
+  {recording.TENSOR_LEAST} >= {settings.hang_idle:g}
 )"""
     rank, host = (f"{name}{{run=%[1]q}}" for name in (recording.CULPRIT_RANK, recording.CULPRIT_HOST))
     on_host = "{{ with .Labels.host }} on {{ . }}{{ end }}"

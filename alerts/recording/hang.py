@@ -5,7 +5,7 @@ Times of ranks are compared with the clock of Prometheus: FlopwatchClockWrong te
 
 from __future__ import annotations
 
-from alerts.recording.fabric import PORT_WAS_ACTIVE
+from alerts.recording.fabric import PORT_RAIL, PORT_WAS_ACTIVE
 from alerts.recording.record import Record, record
 from alerts.settings import AlertSettings
 from flopwatch import catalogue as m
@@ -13,6 +13,14 @@ from flopwatch import catalogue as m
 DECLARED = "run:training_declared_seconds:delta5m"
 OPEN_STEP = "run:training_open_step_began_seconds:max"
 OVERDUE_STEP = "run:training_overdue_step_began_seconds:max"
+STEPPING = "run:training_step:max_rate1m"
+COLLECTIVES = "run:training_collective_started:bool_1m"
+TENSOR_MOST = "run:gpu_tensor_active:max_rate1m"
+TENSOR_LEAST = "run:gpu_tensor_active:min_rate1m"
+TENSOR_KNOWN = "run:gpu_tensor_active:known"
+POWER_SHARE = "run:gpu_power:share_of_1h"
+POWER_KNOWN = "run:gpu_power:known"
+SENT = "run:infiniband_transmit_bytes:max_rate1m"
 GONE = "rank:training_gone:bool"
 SIGN = "rank:training_hang:sign"
 CULPRIT_RANK = "rank:training_hang:culprit"
@@ -36,17 +44,17 @@ def hang_records(settings: AlertSettings) -> tuple[Record, ...]:
     recent, memory = settings.at_pace(settings.rate_window), settings.at_pace(settings.hang_memory)
     last_step = f"max by (run) ({m.TRAINING_LAST_STEP_TIMESTAMP})"
     others = f'sum by (run, rank) ({m.TRAINING_ACTIVITY_SECONDS}{{activity!~"step|data_stall"}}%s)'
+    now, then = others % "", others % f" offset {recent}"
     buckets = f"sum by (run, le) (increase({m.TRAINING_STEP_DURATION}_bucket[{memory}]))"
     mean = (f"sum by (run) (increase({m.TRAINING_STEP_DURATION}_sum[{memory}]))"
             f" / sum by (run) (increase({m.TRAINING_STEP_DURATION}_count[{memory}]))")
     return (
-        # By two instants and not by increase(): there are seven such activities of each rank. All of a new one's count.
+        # By two instants and not by increase(): there are seven such activities of each rank. All of a new one's count,
+        # and all of one that begins anew.
         record("training", DECLARED, "Seconds of the last five minutes that a rank of the run spent in anything but "
                "steps and waiting for data: the largest of its ranks'.", f"""
             max by (run) (
-              {others % ""}
-                -
-              ({others % f" offset {recent}"} or 0 * max by (run, rank) ({m.TRAINING_LAST_STEP_TIMESTAMP}))
+              {now} - {then} >= 0 or {now}
             )
         """),
         # What was declared lies in the open step for certain if the last step ended within the window, too.
@@ -75,7 +83,46 @@ def hang_records(settings: AlertSettings) -> tuple[Record, ...]:
               {OPEN_STEP} < time() - {settings.seconds_at_pace(settings.hang_memory)}
             )
         """),
+        *_quiet(settings),
         *_verdict(settings),
+    )
+
+
+def _quiet(settings: AlertSettings) -> tuple[Record, ...]:
+    """Return what a run does beside its steps, each on a clock of its own: alerts ask for them more than once."""
+    window, memory = settings.at_pace(settings.hang_window), settings.at_pace(settings.hang_memory)
+    ranks = f"count by (run) (group by (run, rank) ({m.TRAINING_RANK_INFO}))"
+
+    def of_cards(expr: str) -> str:
+        return f"(max by (run, uuid) ({m.TRAINING_RANK_INFO}) * on (uuid) group_left () max by (uuid) ({expr}))"
+
+    # Of each rank that there is: one that was killed is why the others hang.
+    def known(cards: str) -> str:
+        return f"count by (run) {cards} / on (run) {ranks}"
+
+    tensor = of_cards(f"rate({m.GPU_TENSOR_ACTIVE}[{window}])")
+    power = of_cards(f"max_over_time({m.GPU_POWER}[{window}])")
+    usual = of_cards(f"max_over_time({m.GPU_POWER}[{memory}:{settings.at_pace(settings.rate_window)}])")
+    sent = f"max by (instance, device, port) (rate({m.INFINIBAND_TRANSMIT_DATA}[{window}]))"
+    return (
+        record("training", STEPPING, "Share of the last minute that a rank of the run spent in steps: the largest of "
+               "its ranks'.", f"""
+            max by (run) (sum by (run, rank) (rate({m.TRAINING_ACTIVITY_SECONDS}{{activity="step"}}[{window}])))
+        """),
+        record("training", COLLECTIVES, "1 if a rank of the run has started a collective in the last minute, 0 if none "
+               "has, where they are counted.",
+               f"max by (run) (changes({m.TRAINING_COLLECTIVE_SEQUENCE}[{window}]) > bool 0)"),
+        record("training", TENSOR_MOST, "Share of the last minute that tensor cores of the run's cards were active: "
+               "the busiest card's.", f"max by (run) {tensor}"),
+        record("training", TENSOR_LEAST, "The same of the idlest card.", f"min by (run) {tensor}"),
+        record("training", TENSOR_KNOWN, "Share of the run's ranks whose card tells of its tensor cores.",
+               known(tensor)),
+        # Each card beside itself: a run that lost ranks draws less.
+        record("training", POWER_SHARE, "Power of the run's cards in the last minute over that of the last hour, the "
+               "most of each card.", f"avg by (run) {power} / avg by (run) {usual}"),
+        record("training", POWER_KNOWN, "Share of the run's ranks whose card tells of its power.", known(power)),
+        record("training", SENT, "Bytes a second that a port of the run's rails sent in the last minute: the most.",
+               f"max by (run) ({PORT_RAIL} * on (instance, device, port) group_left () {sent})"),
     )
 
 
@@ -100,7 +147,7 @@ def _verdict(settings: AlertSettings) -> tuple[Record, ...]:
     # The node of the rank that tells it may be the one that is gone.
     world = (f"(max by (run) ({m.TRAINING_WORLD_SIZE})"
              f" or on (run) max by (run) (last_over_time({m.TRAINING_WORLD_SIZE}[{before}])))")
-    blocked = f"max by (run, rank) ({m.NODE_PROCESS_BLOCKED}) > {settings.hang_blocked:g}"
+    blocked = f"max by (run, rank) ({m.NODE_PROCESS_BLOCKED}) > {settings.seconds_at_pace(settings.hang_blocked)}"
     signs = {
         "gone": GONE,
         "silent": f"""sum by (run, rank) ({seconds % '=~"step|data_stall"'}) < {settings.hang_silent:g}

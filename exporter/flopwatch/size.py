@@ -29,7 +29,7 @@ TARGET = 5
 # What is recorded of a healthy cluster, by the seconds between two evaluations: series of each rank, node, port, GPU
 # with a rail, rail of a run, run, and of the whole. The two ALERTS are the watchdog's.
 RECORDED: Mapping[int, Mapping[str, int]] = {
-    15: {"rank": 3, "node": 1, "run": 27, "whole": 3},
+    15: {"rank": 3, "node": 1, "run": 35, "whole": 3},
     30: {"node": 1},
     60: {"node": 2, "port": 1, "gpu": 1, "rail": 4, "run": 104, "whole": 2},
     120: {"node": 1, "run": 7, "whole": 4},
@@ -50,7 +50,7 @@ RAW_OF_SAMPLE, RECORD_OF_SAMPLE, LOG_OF_SAMPLE = 1.7, 5.3, 5.6
 SENT_OF_RAW, SENT_OF_RECORD = 16.6, 12.0  # bytes a sample by remote write, labels and all: bench/size.py --store
 CORES_OF_NODE = 1.3e-3  # cores of a Prometheus that scrapes a node every 15 s and evaluates the rules: bench/size.py
 # bench/rules.py: seconds that the group flopwatch-training takes for each node, of 4,096 on two cores.
-TRAINING_GROUP, TRAINING_EVERY = 23.95 / 4096, 15.0
+TRAINING_GROUP, TRAINING_EVERY = 14.64 / 4096, 15.0
 LEDGER_EVERY = 15.0  # seconds between two reports of a node on a run, on the mean: flopwatch.node.forward
 LEDGER_CPU, LEDGER_DISK = 1.07e-3, 1210.0  # seconds of a core a report, bytes a node: bench/ledger.py
 ZIPPED = 15.4  # bytes of a series on the wire: a page of a node of eight GPUs and ranks, as the exporter compresses it

@@ -84,7 +84,7 @@ def test_the_line_at_which_a_rank_stands_and_a_process_that_is_stopped_are_told(
     looping = f'{c.TRAINING_STANDSTILL_INFO}{{run="endless_loop",rank="{CULPRIT}"}}'
     waiting = f'{c.TRAINING_STANDSTILL_INFO}{{run="endless_loop",rank!="{CULPRIT}"}}'
     stopped = f'{recording.SIGN}{{run="stopped",sign="blocked"}}'
-    deadline = time.monotonic() + 300  # a hang of 45 s shows the line, one of 30 s the state
+    deadline = time.monotonic() + 300  # a hang of 15 s shows the line, one of 2 s the state
     while not all(stack.prometheus.query(expr) for expr in (looping, stopped, f"count({waiting}) == 3")):
         assert time.monotonic() < deadline, "no line, or no state"
         stack.check()
