@@ -6,6 +6,7 @@ thread that forwards, to one ledger for two nodes. The scripts' own logs are the
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -15,11 +16,12 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ from flopwatch.ledger.store import Store
 from flopwatch.node.forward import Embedded, Forward, Outcomes
 from flopwatch.node.telemetry import Telemetry
 from flopwatch.settings import ExporterSettings
+from flopwatch.training import Run, pusher
 from tests.hook_server import ROOT, HookServer, Push, python
 from tests.machine import PATIENCE, reserved_port, shortest, until
 
@@ -476,6 +479,43 @@ def test_a_second_signal_that_ends_the_process_amid_finish_leaves_its_last_word(
         last = {push.resource["flopwatch.pid"]: push for push in server.pushes}
     assert {pid: push.resource.get("flopwatch.status") for pid, push in last.items()} == dict.fromkeys(
         (job.pid for job in jobs), "preempted")
+
+
+def test_an_exit_at_any_instruction_of_the_last_push_leaves_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes while a lock is being taken must not leave it taken: the interpreter's end would wait for good."""
+    left, lost = 0, dict[int, object]()
+
+    def exit_in_time(frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
+        nonlocal left
+        if frame.f_globals["__name__"] in (pusher.__name__, "threading", "queue", "contextlib"):
+            frame.f_trace_opcodes = True
+            left -= event == "opcode"
+            if left < 0:
+                sys.settrace(None)
+                raise SystemExit
+        return exit_in_time
+
+    with HookServer() as server:
+        monkeypatch.setenv("FLOPWATCH_ENDPOINT", server.url)
+        for instruction in range(10_000):
+            run = Run(f"run-{instruction}", flops_per_token=10, peak_flops=1e9, replica_ranks=1)
+            pushing, left, before = run._pusher, instruction, sys.gettrace()
+            assert pushing is not None
+            try:
+                sys.settrace(exit_in_time)
+                run.finish("preempted")
+                break
+            except SystemExit:
+                atexit.unregister(pushing._at_exit)
+                at_exit = threading.Thread(target=pushing._at_exit, daemon=True)
+                at_exit.start()
+                at_exit.join(10)
+            finally:
+                sys.settrace(before)
+            if at_exit.is_alive() or (said := last_words(server)[run.name].resource["flopwatch.status"]) != "preempted":
+                lost[instruction] = "never ends" if at_exit.is_alive() else said
+    assert not lost
+    assert 40 < instruction < 10_000
 
 
 def test_a_second_signal_amid_finish_does_not_keep_the_last_word_from_an_exporter_that_restarts(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ notices that its pid is gone.
 A forked child (a DataLoader worker) has no such thread, and Run.finish says nothing in it. No signal handler is
 installed: in Python it would keep alive a rank that is blocked in a collective. A handler of the script's own that
 calls finish() and exits may be called again amid finish(): Slurm signals all processes of a step, torchrun passes that
-on. The exit takes effect, and what finish() was about to say is said at the interpreter's end.
+on. The exit takes effect, and what finish() was about to say is said at the interpreter's end. So the loop's thread
+takes no lock here that is written in Python, as Event's is: one that the exit came amid stays taken for good.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from flopwatch.training.wire import Undelivered, Wire
@@ -49,9 +52,10 @@ class Pusher:
         self._last: Snapshot | None = None
         self._stopping = False
         self._patience_ends = math.inf  # stop()'s
-        self._wake = threading.Event()
+        self._wake: SimpleQueue[None] = SimpleQueue()
         # Not the thread's join(): Python before 3.13, if an exception interrupts that, takes the thread for ended.
-        self._ended = threading.Event()
+        self._done = False
+        self._ended: SimpleQueue[None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="flopwatch", daemon=True)
 
     def start(self) -> None:
@@ -64,9 +68,10 @@ class Pusher:
         if not self._stopping:
             self._patience_ends = time.monotonic() + LAST_PUSH
             self._last, self._stopping = last, True
-        self._wake.set()
-        if self._last is not None:
-            self._ended.wait(max(0.0, self._patience_ends - time.monotonic()))
+        self._wake.put(None)
+        if self._last is not None and not self._done:
+            with suppress(Empty):
+                self._ended.get(timeout=max(0.0, self._patience_ends - time.monotonic()))
         atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
@@ -76,7 +81,8 @@ class Pusher:
         try:
             self._push()
         finally:
-            self._ended.set()
+            self._done = True
+            self._ended.put(None)
 
     def _push(self) -> None:
         delivered, known = True, False
@@ -101,7 +107,8 @@ class Pusher:
                 self._failed(error)
             known = known or delivered
             if not stopping:
-                self._wake.wait(self._interval)
+                with suppress(Empty):
+                    self._wake.get(timeout=self._interval)
             elif delivered or not known or time.monotonic() > deadline:
                 return
             else:
