@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,12 @@ class Series:
     interval: float
     values: tuple[float | None, ...]
 
+    @classmethod
+    def of(cls, series: Mapping[str, str], interval: float) -> Series:
+        """Return one of a rule test's `input_series`."""
+        name, _, labels = series["series"].partition("{")
+        return cls(name, labels.rstrip("}"), interval, tuple(samples(series["values"])))
+
     def at(self, seconds: float) -> float | None:
         """Return its value so many seconds at pace 1 after the beginning: a counter's on a line between samples.
 
@@ -72,13 +78,13 @@ def of(paths: list[Path], longest: float) -> list[Series]:
             if interval > longest:
                 continue
             for one in test["input_series"]:
-                name, _, labels = one["series"].partition("{")
-                if name != "ALERTS":
-                    labels, host = labels.rstrip("}"), re.search(r'\bhost="([^"]*)"', labels)
+                series = Series.of(one, interval)
+                if series.name != "ALERTS":
+                    labels, host = series.labels, re.search(r'\bhost="([^"]*)"', series.labels)
                     if "instance=" not in labels:  # or it would be the target's, the same in all tests
                         labels += f',instance="{host[1] if host else "none"}"'
                     labels = re.sub(rf'\b({"|".join(PLACES)})="(?!")', rf'\g<0>{path.stem}{number}-', labels)
-                    found.append(Series(name, labels.lstrip(","), interval, tuple(samples(one["values"]))))
+                    found.append(replace(series, labels=labels.lstrip(",")))
     return found
 
 
