@@ -25,7 +25,7 @@ from flopwatch.training.hook import Snapshot
 from flopwatch.training.launcher import Process
 from flopwatch.training.timeline import ACTIVITIES, DECLARED
 from tests.hook_server import HookServer, Push
-from tests.machine import PATIENCE, reserved_port
+from tests.machine import PATIENCE, reserved_port, shortest
 
 CAPTURE = Path(__file__).parent / "captures" / "otlp" / "hook_0.1.0.bin"
 
@@ -140,6 +140,28 @@ def trained(url: str, **arguments: Any) -> Run:
         process=Process(pid=_PID, start_ticks=4711, age=30.0, pid_namespace=4026531836), **arguments)
     train(run, clock)
     return run
+
+
+@pytest.mark.parametrize("broken", [
+    pytest.param((threading.Thread, "start"), id="no thread can start"),
+    pytest.param((Run, "snapshot"), id="an exporter that was never there, nor anything to push"),
+])
+def test_finish_waits_for_no_push_that_cannot_be_or_that_nobody_would_hear(
+    broken: tuple[type, str], monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> Any:
+        raise RuntimeError
+
+    def takes() -> float:
+        with monkeypatch.context() as patched:
+            patched.setattr(*broken, fail)
+            run = Run("llama", environ={}, endpoint="http://127.0.0.1:9", push_interval=0.01)
+            time.sleep(0.1)
+        began = time.monotonic()
+        run.finish()
+        return time.monotonic() - began
+
+    assert shortest(takes, 0.5 * pusher.LAST_PUSH) < 0.5 * pusher.LAST_PUSH
 
 
 def test_the_last_push_says_exactly_what_the_loop_did(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,14 +54,19 @@ class Pusher:
         self._patience_ends = math.inf  # stop()'s
         self._wake: SimpleQueue[None] = SimpleQueue()
         # Not the thread's join(): Python before 3.13, if an exception interrupts that, takes the thread for ended.
-        self._done = False
+        self._done = True  # or not begun
         self._ended: SimpleQueue[None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="flopwatch", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
         atexit.register(self._at_exit)
-        self._thread.start()
+        self._done = False
+        try:
+            self._thread.start()
+        except BaseException:
+            self._done = True
+            raise
 
     def stop(self, last: Snapshot | None) -> None:
         """Push `last` if there is one, and no more; takes at most LAST_PUSH seconds, also if it is called again."""
@@ -97,7 +102,7 @@ class Pusher:
                 self._wire.send(self._wire.encode(self._snapshot() if last is None else last))
                 if not delivered:
                     log.warning("pushing to %s works again; nothing counted was lost", self._wire.url)
-                delivered = True
+                delivered = known = True
             except Undelivered as error:
                 if delivered:
                     log.warning("pushing to %s failed: %s (training goes on; it is tried again every %g s)",
@@ -105,7 +110,6 @@ class Pusher:
                 delivered = False
             except Exception as error:
                 self._failed(error)
-            known = known or delivered
             if not stopping:
                 with suppress(Empty):
                     self._wake.get(timeout=self._interval)
