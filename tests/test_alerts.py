@@ -79,10 +79,13 @@ def test_promtool_accepts_the_rules_at_any_pace(servers: Servers, tmp_path: Path
 
 def judged(servers: Servers, folder: Path, path: Path) -> subprocess.CompletedProcess[str]:
     test = yaml.safe_load(path.read_text())
-    (folder / "rules.yaml").write_text(rules_of(path.stem, test))
     assert test["rule_files"] == ["../../helm/files/rules.yaml"]  # so that promtool runs the file as it is, too
-    (folder / path.name).write_text(json.dumps({**test, "rule_files": ["rules.yaml"]}))
-    return rule_test(servers.promtool, folder / path.name, timeout=240)
+    files = []
+    for number, group in enumerate(test["tests"]):
+        (folder / f"rules-{number}.yaml").write_text(rules_of(path.stem, test, group))
+        files.append(folder / f"{number}.yaml")
+        files[-1].write_text(json.dumps({**test, "rule_files": [f"rules-{number}.yaml"], "tests": [group]}))
+    return rule_test(servers.promtool, *files, timeout=240)
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ PANELS = [(name, panel) for name, board in BOARDS.items() for panel in board["pa
 each_panel = pytest.mark.parametrize("panel", [pytest.param(p, id=f"{name}: {p['title']}") for name, p in PANELS])
 
 
-LATCHES: dict[str, set[str]] = {}  # records under way
+RECORDED: dict[str, set[str]] = {}  # of records, known or under way
 
 
 def labels_of(expr: Any) -> set[str]:
@@ -100,14 +100,12 @@ def labels_of(expr: Any) -> set[str]:
 
 def labels_of_record(name: str) -> set[str]:
     """Return the labels of a recording rule; where it refers to itself, a latch, those it groups by."""
-    if name in LATCHES:
-        return LATCHES[name]
+    if name in RECORDED:
+        return RECORDED[name]
     expr: Any = promql.parse(RECORDS[name])
-    LATCHES[name] = set(expr.modifier.labels) if isinstance(expr, promql.AggregateExpr) and expr.modifier else set()
-    try:
-        return labels_of(expr)
-    finally:
-        del LATCHES[name]
+    RECORDED[name] = set(expr.modifier.labels) if isinstance(expr, promql.AggregateExpr) and expr.modifier else set()
+    RECORDED[name] = labels_of(expr)
+    return RECORDED[name]
 
 
 def kept_labels(panel: Json, target: Json) -> set[str]:

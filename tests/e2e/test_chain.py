@@ -34,7 +34,7 @@ PACE = 15.0  # a minute of the shipped rules is four seconds here
 PUSH = 1.0  # seconds between the hook's pushes
 STEPS = 10_000  # more than there is time for: the last test stops the run
 STEP_FLOOR = 0.4  # seconds a rank computes or sleeps in a step, most of it sleep: two busy cores suffice
-CHECKPOINT_EVERY = 200
+CHECKPOINT_EVERY = 230  # after the quiet minute, and not long before the rank is killed
 SLOW_RANK, KILLED_RANK = 2, 1
 SICK_GPU, SICK_PORT = 6, "mlx5_4"
 
@@ -269,7 +269,7 @@ def test_goodput_after_a_killed_rank_is_what_the_jobs_log_says(stack: Stack, rep
     killed_in = log(stack).step + 1
     os.kill(stack.rank_pid(KILLED_RANK), signal.SIGKILL)
     wait_for("the restart", lambda: log(stack).of("restored"), 60, stack)
-    wait_for("new steps", lambda: log(stack).of("step")[-1]["step"] > killed_in + 30, 180, stack)
+    wait_for("new steps", lambda: log(stack).of("step")[-1]["step"] > killed_in + 15, 180, stack)
     stack.control(stop=True)
     wait_for("the end of the run", lambda: log(stack).of("finish"), 30, stack)
     ended = wait_for("the ledger's word that it ended", lambda: stack.prometheus.value(

@@ -108,9 +108,9 @@ def test_a_job_that_saves_or_is_well_is_not_called_hanging(kind: str, stack: Sta
         return stack.prometheus.value(f"{c.TRAINING_ACTIVITY_SECONDS}{{{of}}}") or 0.0
 
     # Both have been as they are for longer than a hang lasts before it is told, and the steps before are out of sight.
-    until(lambda: saving("saving") > 20)
+    until(lambda: saving("saving") > 14)
     assert (saving(kind) > 0) == (kind == "saving")
-    steps = stack.prometheus.value(f'increase({c.TRAINING_STEPS}{{{rank}}}[15s])')
+    steps = stack.prometheus.value(f'increase({c.TRAINING_STEPS}{{{rank}}}[8s])')
     assert steps is not None
     assert (steps > 0) == (kind == "healthy")
     assert hanging(stack, kind) == []

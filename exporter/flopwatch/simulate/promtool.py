@@ -10,11 +10,11 @@ from pathlib import Path
 GOGC = "400"
 
 
-def rule_test(promtool: str, test: Path, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `promtool test rules` on a file and return how it ended, with what it printed.
+def rule_test(promtool: str, *tests: Path, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
+    """Run `promtool test rules` on files of one folder and return how it ended, with what it printed.
 
     Raises OSError where there is no such program, and TimeoutExpired after `timeout` seconds.
     Source: https://prometheus.io/docs/prometheus/latest/configuration/unit_testing_rules/
     """
-    return subprocess.run([promtool, "test", "rules", test.name], cwd=test.parent, env={"GOGC": GOGC, **os.environ},
-                          capture_output=True, text=True, timeout=timeout, check=False)
+    return subprocess.run([promtool, "test", "rules", *(test.name for test in tests)], cwd=tests[0].parent,
+                          env={"GOGC": GOGC, **os.environ}, capture_output=True, text=True, timeout=timeout, check=False)
