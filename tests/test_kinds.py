@@ -19,7 +19,7 @@ from flopwatch.simulate.fleet.ranks import PER_HOST, RANKS, Job, Trouble
 from flopwatch.simulate.fleet.verdicts import evaluate
 
 RULES = Path(__file__).parents[1] / "helm" / "files" / "rules.yaml"
-SEEDS = 2
+SEEDS = 1
 KINDS = pytest.mark.parametrize("kind", [*STRAGGLERS, *HANGS], ids=lambda kind: kind.name)
 
 

@@ -34,7 +34,8 @@ PACE = 15.0  # a minute of the shipped rules is four seconds here
 PUSH = 1.0  # seconds between the hook's pushes
 STEPS = 10_000  # more than there is time for: the last test stops the run
 STEP_FLOOR = 0.4  # seconds a rank computes or sleeps in a step, most of it sleep: two busy cores suffice
-CHECKPOINT_EVERY = 230  # after the quiet minute, and not long before the rank is killed
+CHECKPOINT_EVERY = 200  # after the quiet minute, and not long before the rank is killed
+STALE_AFTER = 15.0  # seconds for which what was read last is served
 SLOW_RANK, KILLED_RANK = 2, 1
 SICK_GPU, SICK_PORT = 6, "mlx5_4"
 
@@ -85,7 +86,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Run the chain with a job of somewhat more than two steps a second."""
     trainer = ("--steps", str(STEPS), "--checkpoint-every", str(CHECKPOINT_EVERY), "--step-floor", str(STEP_FLOOR))
     with Stack(tmp_path_factory.mktemp("e2e"), pace=PACE, push_interval=PUSH, train="torch", trainer=trainer,
-               run=RUN) as running:
+               exporter=("--stale-after", f"{STALE_AFTER:g}"), run=RUN) as running:
         assert running.servers.alertmanager, f"no Alertmanager here: {running.servers.why}"
         yield running
 
@@ -214,13 +215,13 @@ def test_metrics_answer_in_time_while_the_driver_hangs_and_recover(stack: Stack,
     report(f"/metrics with the driver hung: {took:.2f} s")
     assert took < 3
     assert sample(while_hung, nvml_success) == "0.0"
-    assert temperature.search(while_hung), "the last good samples are served for 30 s"
+    assert temperature.search(while_hung), "the last good samples are served for a while"
     assert f"{c.INFINIBAND_STATE}{{" in while_hung
     assert f'{c.TRAINING_POSITION_STEPS}{{run="{RUN}",rank="0"}}' in while_hung
     last_success = sample(while_hung, f'{c.COLLECTOR_LAST_SUCCESS}{{collector="nvml"}}')
     assert last_success is not None
     wait_for("the end of the stale samples", lambda: not temperature.search(metrics()),
-             float(last_success) + 32 - time.time(), stack)
+             float(last_success) + STALE_AFTER + 2 - time.time(), stack)
     stack.node.hang(None)
     wait_for("recovery", lambda: sample(metrics(), nvml_success) == "1.0" and temperature.search(metrics()), 10, stack)
 
