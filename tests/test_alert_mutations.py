@@ -159,10 +159,10 @@ def survivors(folder: Path, name: str, tried: list[tuple[str, list[Alert]]]) -> 
     left = dict(enumerate([("itself", [alert for alert in ALERTS if alert.name == name]), *tried]))
     groups = sorted(test["tests"], key=lambda group: (-lasts(group), len(group["input_series"])))
     while groups and len(left) > 1:
-        rules = alive(base, groups[-1]) + [{"alert": f"{name}_m{number}", "expr": itself.sub(f"{name}_m{number}", alert.expr),
-                         "for": alert.for_, "labels": alert.labels,
-                         **({"keep_firing_for": alert.keep_firing_for} if alert.keep_firing_for else {})}
-                        for number, (_, variants) in left.items() for alert in variants]
+        rules = [*alive(base, groups[-1]), *(
+            {"alert": f"{name}_m{number}", "expr": itself.sub(f"{name}_m{number}", alert.expr), "for": alert.for_,
+             "labels": alert.labels, **({"keep_firing_for": alert.keep_firing_for} if alert.keep_firing_for else {})}
+            for number, (_, variants) in left.items() for alert in variants)]
         (folder / "rules.yaml").write_text(json.dumps({"groups": [{"name": "one", "rules": rules}]}))
         (folder / "test.yaml").write_text(json.dumps(renamed(
             {**test, "tests": [groups[-1]]}, name, [f"{name}_m{number}" for number in left])))
