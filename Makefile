@@ -59,7 +59,7 @@ scale: $(VENV)/.dev  ## every rule over the series of 32,768 GPUs on a real Prom
 mutations: $(VENV)/.dev  ## every mutant of every alert, of which `make test` tries a sample
 	@FLOPWATCH_MUTANTS=0 $(BIN)/python -m pytest --durations=10 tests/test_alert_mutations.py
 
-versions: $(VENV)/.dev $(NODE)  ## rules, pages, reports and boards on the oldest and newest Prometheus, VictoriaMetrics and Alertmanager: 16 minutes
+versions: $(VENV)/.dev $(NODE)  ## rules, pages, reports and boards on the oldest and newest Prometheus, VictoriaMetrics and Alertmanager: 20 minutes
 	@FLOPWATCH_VERSIONS=1 $(BIN)/python -m pytest -rs --durations=10 tests/test_versions.py tests/test_delivery.py tests/e2e/test_boards.py
 
 simulate: $(VENV)/.dev  ## 54 days of 16,384 GPUs, kinds of straggler and hang, who is called: beside the truth; SEED=2 for others

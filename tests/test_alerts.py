@@ -79,7 +79,7 @@ def test_promtool_accepts_the_rules_at_any_pace(servers: Servers, tmp_path: Path
 
 def judged(servers: Servers, folder: Path, path: Path) -> subprocess.CompletedProcess[str]:
     test = yaml.safe_load(path.read_text())
-    assert test["rule_files"] == ["../../helm/files/rules.yaml"]  # so that promtool runs the file as it is, too
+    assert test["rule_files"] == ["../../helm/files/rules.yaml"]  # promtool can be asked by hand, too
     files = []
     for number, group in enumerate(test["tests"]):
         (folder / f"rules-{number}.yaml").write_text(rules_of(path.stem, test, group))
