@@ -43,7 +43,7 @@ from demo.servers import find
 from demo.stack import Child, fetch, free_ports
 from flopwatch import catalogue as m
 from flopwatch.catalogue.infiniband import PortCounter
-from flopwatch.training.books import DURATION_BOUNDS
+from flopwatch.training.totals import DURATION_BOUNDS
 
 GPUS, PORTS, NODES_OF_A_RUN = 8, 9, 64
 ENOUGH = 8  # processors

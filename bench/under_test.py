@@ -41,9 +41,9 @@ def build(factory: str, gpus: str, **arguments: str) -> Collector:
 
 def serve(options: Mapping[str, Any]) -> None:
     """Run the exporter until it is told to stop."""
-    from flopwatch.node import scrape
-    from flopwatch.node import serve as exporter
-    from flopwatch.node.reader import Reader, Spec, hardware
+    from flopwatch.node import server as exporter
+    from flopwatch.node.scrape import scrape
+    from flopwatch.node.scrape.reader import Reader, Spec, hardware
     from flopwatch.settings import Address, ExporterSettings
 
     gpus = options.get("gpus", 0)

@@ -3,7 +3,7 @@
 64 nodes, of which one has a rank that the others wait for, one a bad link, and of whose runs one restarts. Of the cards
 and ports tell real exporters over simulated drivers: one for each run, one for the spare nodes, one with a card that
 gets too hot and one with a cable that goes bad. What they serve is served again for each node, under its name. Of the
-runs tell the simulator's hooks (flopwatch.simulate.fleet) and a real ledger. A real Prometheus scrapes it all and
+runs tell the simulator's hooks (simulator) and a real ledger. A real Prometheus scrapes it all and
 evaluates the shipped rules, at a pace: windows are that many times shorter than in production.
 """
 
@@ -27,14 +27,14 @@ from demo.servers import ServersError, find
 from demo.stack import Child, Prometheus, StackError, fetch, free_ports
 from flopwatch.ledger.accounting import Ledger
 from flopwatch.settings import SettingsError
-from flopwatch.simulate.fleet.faults import Fault
-from flopwatch.simulate.fleet.hooks import Hooks
-from flopwatch.simulate.fleet.jobs import Job
-from flopwatch.simulate.fleet.metrics import Line, ledger_lines, series
-from flopwatch.simulate.fleet.nodes import EPOCH, Noise
-from flopwatch.simulate.fleet.topology import Port, Topology
-from flopwatch.simulate.fleet.world import World
 from flopwatch.simulate.node import DEVICES, SimulatedNode
+from simulator.faults import Fault
+from simulator.hooks import Hooks
+from simulator.jobs import Job
+from simulator.metrics import Line, ledger_lines, series
+from simulator.nodes import EPOCH, Noise
+from simulator.topology import Port, Topology
+from simulator.world import World
 
 PACE = 5.0
 SPARE, HOT, LINK = "spare", "hot", "link"

@@ -36,11 +36,11 @@ from demo.receiver import Message, Receiver
 from demo.servers import Servers, ServersError, find
 from demo.stack import Child, StackError, fetch, free_ports
 from flopwatch.settings import SettingsError
-from flopwatch.simulate.fleet.faults import Fault, script
-from flopwatch.simulate.fleet.metrics import Line, series
-from flopwatch.simulate.fleet.nodes import EPOCH
-from flopwatch.simulate.fleet.scenarios import SCENARIOS, Result, Scenario, simulate
-from flopwatch.simulate.promtool import rule_test
+from simulator.faults import Fault, script
+from simulator.metrics import Line, series
+from simulator.nodes import EPOCH
+from simulator.promtool import rule_test
+from simulator.scenarios import SCENARIOS, Result, Scenario, simulate
 
 BEFORE, AFTER = 900.0, 2400.0  # seconds looked at before the first fault and after the last is over
 PACE = 120.0  # group_wait is three eighths of a second

@@ -24,7 +24,7 @@ from dashboards.__main__ import BOARDS
 from demo.cluster import BAD_LINK, STRAGGLER, Running
 from demo.servers import ServersError
 from demo.stack import StackError
-from flopwatch.simulate.fleet.topology import Topology
+from simulator.topology import Topology
 
 SEEN_AFTER = 270.0  # seconds: by then the alerts fire
 PATIENCE = 60.0  # seconds until all panels of a page are drawn

@@ -29,8 +29,8 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from flopwatch.flops import Transformer  # flopwatch
 from flopwatch.training import Run  # flopwatch
-from flopwatch.training.flops import Transformer  # flopwatch
 
 LAYERS, WIDTH, HEADS, CONTEXT, VOCABULARY, BATCH = 2, 128, 4, 128, 256, 8
 TOKENS_PER_RANK = BATCH * CONTEXT

@@ -27,12 +27,12 @@ from flopwatch.training import Run
 PACKAGE = "flopwatch.training"
 # What the loop calls, and instruments: it makes an object, appends to a deque or sets a field, and calls no more.
 OUTERMOST = {
-    "hook.Run.activity", "hook.Run.batches", "hook.Run.position", "hook.Run.enter", "hook.Run.leave",
-    "hook.Run.end_of_batches", "hook.Run.measures_wait", "hook.Run.waited", "hook.Run.phase",
-    "contexts.Activity.__init__", "contexts.Background.__init__", "contexts.Background.__enter__",
-    "contexts.Background.__exit__", "contexts.Batches.__init__", "contexts.Batches.__iter__",
-    "contexts.Checkpoint.__init__", "contexts.Checkpoint.__enter__", "contexts.Checkpoint.__exit__",
-    "contexts.Wait.__init__", "contexts.Wait.__enter__", "contexts.Wait.__exit__",
+    "run.Run.activity", "run.Run.batches", "run.Run.position", "run.Run.enter", "run.Run.leave",
+    "run.Run.end_of_batches", "run.Run.measures_wait", "run.Run.waited", "run.Run.phase",
+    "context_managers.Activity.__init__", "context_managers.Background.__init__", "context_managers.Background.__enter__",
+    "context_managers.Background.__exit__", "context_managers.Batches.__init__", "context_managers.Batches.__iter__",
+    "context_managers.Checkpoint.__init__", "context_managers.Checkpoint.__enter__", "context_managers.Checkpoint.__exit__",
+    "context_managers.Wait.__init__", "context_managers.Wait.__enter__", "context_managers.Wait.__exit__",
     "torch.phases._Hook.__call__",  # asks torch first whether it compiles, outside of its try
 }
 

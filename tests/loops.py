@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flopwatch.training import Run
-    from flopwatch.training.torch.attach import Attachment
+    from flopwatch.training.autolog.attach import Attachment
 
 ROOT = Path(__file__).parent.parent
 SECONDS = "training_activity_seconds_total"
@@ -39,7 +39,7 @@ def seen_by(script: str, folder: Path) -> dict[str, Seen]:
 def fresh(before: Attachment | None, **settings: Any) -> Attachment:
     """Attach to this process as `flopwatch run` does, with these settings, after what was attached before left."""
     from flopwatch.training import Run
-    from flopwatch.training.torch import attach
+    from flopwatch.training.autolog import attach
 
     if before is not None:
         before.step_back()

@@ -23,7 +23,7 @@ import yaml
 from alerts import Alert
 from alerts.settings import duration
 from demo.servers import find
-from flopwatch.simulate.promtool import rule_test
+from simulator.promtool import rule_test
 from tests.rule_files import ALERTS, SETTINGS, alive, under
 from tests.test_alerts import seconds
 

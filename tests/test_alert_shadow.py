@@ -16,7 +16,7 @@ import yaml
 from alerts import AlertSettings, alertmanager_yaml, alerts, rules
 from alerts.__main__ import main
 from demo.servers import Servers, find
-from flopwatch.simulate.promtool import rule_test
+from simulator.promtool import rule_test
 from tests.rule_files import under
 
 SETTINGS = AlertSettings()

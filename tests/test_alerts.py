@@ -26,7 +26,7 @@ from alerts.settings import duration
 from dashboards.alerts import grafana_rules
 from demo.servers import Servers, find
 from flopwatch.node.collectors import xid
-from flopwatch.simulate.promtool import rule_test
+from simulator.promtool import rule_test
 from tests.rule_files import rules_of
 from tests.test_dashboards import labels_of
 

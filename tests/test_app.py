@@ -26,12 +26,12 @@ from prometheus_client import CollectorRegistry
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
+from flopwatch.http.server import listener, server
 from flopwatch.node.app import metrics_app, otlp_app
-from flopwatch.node.otlp import JSON, MAX_BYTES, PROTOBUF
-from flopwatch.node.reader import Reading, failure
-from flopwatch.node.scrape import PAGE_SECONDS, Scrape
-from flopwatch.node.telemetry import Telemetry
-from flopwatch.serving import listener, server
+from flopwatch.node.scrape.reader import Reading, failure
+from flopwatch.node.scrape.scrape import PAGE_SECONDS, Scrape
+from flopwatch.node.telemetry.otlp import JSON, MAX_BYTES, PROTOBUF
+from flopwatch.node.telemetry.ranks import Telemetry
 from flopwatch.settings import Address, ExporterSettings
 from tests.machine import PATIENCE, until
 from tests.otlp_by_hand import counter, process, request, training
@@ -191,7 +191,7 @@ def test_200_scrapes_at_the_same_time_get_one_answer_that_cost_the_driver_one_re
 def test_a_reader_that_takes_next_to_nothing_is_cut_off_and_delays_nobody(
     bytes_a_second: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flopwatch.serving.TAKING_TIMEOUT", 2.5)
+    monkeypatch.setattr("flopwatch.http.server.TAKING_TIMEOUT", 2.5)
     with running(send_buffer=4096) as node, socket.socket() as slow:
         node.gpus.samples = [(m.GPU_POWER, (str(gpu), "x" * 1000), gpu) for gpu in range(40)]
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -221,7 +221,7 @@ DRIP = b"GET /metrics HTTP/1.1\r\nX-Slow: " + b"y" * 200
 def test_a_client_that_does_not_get_round_to_asking_is_cut_off(
     first: bytes, drip: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flopwatch.serving.HEADERS_TIMEOUT", 1.5)
+    monkeypatch.setattr("flopwatch.http.server.HEADERS_TIMEOUT", 1.5)
     with running() as node, socket.create_connection(("127.0.0.1", node.metrics)) as slow:
         slow.sendall(first)
         received = b""
@@ -243,7 +243,7 @@ def test_a_client_that_does_not_get_round_to_asking_is_cut_off(
 
 
 def test_a_client_that_comes_back_or_waits_for_a_slow_answer_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flopwatch.serving.HEADERS_TIMEOUT", 1.5)
+    monkeypatch.setattr("flopwatch.http.server.HEADERS_TIMEOUT", 1.5)
     with running(deadline=1.8) as node:
         node.gpus.hanging = True
         connection = http.client.HTTPConnection("127.0.0.1", node.metrics, timeout=PATIENCE)

@@ -234,7 +234,7 @@ def test_a_process_that_makes_no_optimizer_tells_nothing(seen: dict[str, Seen]) 
 def test_samples_laid_end_to_end_have_a_length_each() -> None:
     import torch
 
-    from flopwatch.training.torch.attach import Tokens, tokens_of
+    from flopwatch.training.autolog.attach import Tokens, tokens_of
 
     packed = {"input_ids": torch.zeros(1, 9, dtype=torch.long),
               "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2]])}
@@ -252,7 +252,7 @@ def main() -> None:
     from torch.utils.data import DataLoader, Dataset
 
     from flopwatch.training import Run
-    from flopwatch.training.torch import attach
+    from flopwatch.training.autolog import attach
 
     class Samples(Dataset[Any]):
         """Samples of 8 tokens, of which `padding` are none."""

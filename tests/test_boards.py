@@ -18,10 +18,10 @@ import pytest
 from demo import boards as shows
 from demo.boards import WITHOUT, provisioned
 from demo.stack import free_ports
-from flopwatch import serving
 from flopwatch.boards import app
 from flopwatch.boards.app import Upstream, boards_app, dashboards
 from flopwatch.commands import boards as command
+from flopwatch.http import server as http_server
 from flopwatch.settings import Address, BoardsSettings, SettingsError
 from tests.machine import until
 
@@ -81,8 +81,8 @@ def serving_it(page: Path, upstream: Upstream, names: tuple[str, ...] = ("localh
     """Run the viewer's server and return its URL."""
     (port,) = free_ports(1)
     made = boards_app(dashboards(SHIPPED), page, upstream, scrape_interval=5.0, names=names)
-    server = serving.server(made)
-    with serving.listener("--listen", Address("127.0.0.1", port), backlog=8) as listener:
+    server = http_server.server(made)
+    with http_server.listener("--listen", Address("127.0.0.1", port), backlog=8) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         until(lambda: server.started)

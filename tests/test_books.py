@@ -14,9 +14,9 @@ import pytest
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric
+from flopwatch.flops import Transformer
 from flopwatch.training import Run
-from flopwatch.training.books import SPIKE_AFTER, Spikes
-from flopwatch.training.flops import Transformer
+from flopwatch.training.totals import SPIKE_AFTER, Spikes
 from tests.hook_server import HookServer
 from tests.test_hook import Clock, seconds, silent, value
 
@@ -347,7 +347,7 @@ def test_the_position_is_known_to_the_loop_at_once() -> None:
 
 
 def test_a_loop_whose_thread_is_held_up_adds_up_itself_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flopwatch.training.hook.BACKLOG", 4096)
+    monkeypatch.setattr("flopwatch.training.run.BACKLOG", 4096)
     steps, most = 50_000, 0
     with HookServer() as server:
         run = Run("llama", endpoint=server.url, push_interval=1e6, environ={})
@@ -365,7 +365,7 @@ def test_a_loop_whose_thread_is_held_up_adds_up_itself_and_loses_nothing(monkeyp
 def test_a_run_that_pushes_nothing_keeps_no_more_than_others_and_adds_up_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("flopwatch.training.hook.BACKLOG", 4096)
+    monkeypatch.setattr("flopwatch.training.run.BACKLOG", 4096)
     run = silent()
     for _ in range(50_000):
         run.step(tokens=1)

@@ -22,7 +22,7 @@ from flopwatch.node.capture.masking import PID_MAX, Masker
 from flopwatch.node.capture.recorder import Recorder
 from flopwatch.node.collectors.infiniband import Infiniband
 from flopwatch.node.collectors.nvml import Nvml
-from flopwatch.node.exposition import Exposition
+from flopwatch.node.scrape.exposition import Exposition
 from flopwatch.settings import SettingsError
 from flopwatch.simulate import SimulatedNode, replay
 from flopwatch.simulate.pynvml import Simulation

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flopwatch.catalogue import BY_NAME, Metric, all_metrics
-from flopwatch.docs import metrics_markdown
+from flopwatch.catalogue.markdown import metrics_markdown
 
 ROOT = Path(__file__).parent.parent
 ROWS = list(all_metrics())
@@ -87,8 +87,8 @@ def test_the_catalogue_imports_nothing_but_the_standard_library() -> None:
 
 
 @pytest.mark.parametrize(("module", "never"), [
-    ("flopwatch.node.serve", {"alerts", "dashboards", "torch", "flopwatch.training", "flopwatch.simulate"}),
-    ("flopwatch.node.reader", {"fastapi", "uvicorn", "prometheus_client", "alerts", "dashboards", "opentelemetry"}),
+    ("flopwatch.node.server", {"alerts", "dashboards", "torch", "flopwatch.training", "flopwatch.simulate"}),
+    ("flopwatch.node.scrape.reader", {"fastapi", "uvicorn", "prometheus_client", "alerts", "dashboards", "opentelemetry"}),
     ("flopwatch.__main__", {"fastapi", "uvicorn", "prometheus_client", "opentelemetry", "flopwatch.node"}),
 ])
 def test_imports_go_one_way(module: str, never: set[str]) -> None:

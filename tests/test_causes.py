@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flopwatch.ledger.causes import (
+from flopwatch.ledger.attribution import (
     CAUSES,
     CONFIDENCES,
     LEDGER_KINDS,

@@ -21,8 +21,8 @@ import yaml
 import flopwatch
 from alerts import AlertSettings, alertmanager_yaml, rules, rules_yaml
 from dashboards.__main__ import BOARDS
-from flopwatch import webconfig
 from flopwatch.__main__ import _parser
+from flopwatch.http import web_config
 from flopwatch.node.collectors.identity.topology import SERVICE_ACCOUNT
 from flopwatch.settings import KUBELET_SOCKET, Address, BoardsSettings, ExporterSettings, LedgerSettings
 from helm.generate import readme, routing
@@ -234,7 +234,7 @@ def test_a_ledger_behind_tls_is_asked_by_its_name_and_only_it_has_the_key() -> N
     (secret,) = [volume["secret"]["secretName"] for name, volume in volumes.items() if name == "tls"]
     assert secret == "flopwatch-ledger-tls"
     (folder,) = [path for path, (name, _) in folders.items() if name == "tls"]
-    tls = webconfig.parse(text).tls
+    tls = web_config.parse(text).tls
     assert tls is not None
     assert tls.files == (Path(folder, "tls.crt"), Path(folder, "tls.key")), "as cert-manager names them"
     for probe in ("livenessProbe", "readinessProbe"):

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from flopwatch import catalogue as m
-from flopwatch.node.diagnosis import check
-from flopwatch.node.diagnosis.expectations import Expectations, learnt_file, load
-from flopwatch.node.diagnosis.verdict import Judgement, Reason
-from flopwatch.node.exposition import Exposition
+from flopwatch.node.health import check
+from flopwatch.node.health.expectations import Expectations, learnt_file, load
+from flopwatch.node.health.rules import Judgement, Reason
+from flopwatch.node.scrape.exposition import Exposition
 from flopwatch.settings import SettingsError
 from flopwatch.simulate.node import SimulatedNode
 from tests.machine import PATIENCE

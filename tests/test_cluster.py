@@ -8,12 +8,12 @@ from demo.cluster import FAULTS, HOST, STRAGGLER, Bodies, Cluster, jobs, text
 from demo.stack import fetch
 from flopwatch import catalogue as m
 from flopwatch.ledger.accounting import Ledger
-from flopwatch.simulate.fleet.hooks import Hooks, culprit
-from flopwatch.simulate.fleet.metrics import Line
-from flopwatch.simulate.fleet.nodes import EPOCH, Noise
-from flopwatch.simulate.fleet.topology import Topology
-from flopwatch.simulate.fleet.world import World
 from flopwatch.simulate.node import SimulatedNode
+from simulator.hooks import Hooks, culprit
+from simulator.metrics import Line
+from simulator.nodes import EPOCH, Noise
+from simulator.topology import Topology
+from simulator.world import World
 
 NODES, SEEN = 64, 100.0
 LATE = 8 * STRAGGLER[0] + STRAGGLER[1]

@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families as text_fami
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample
 from flopwatch.node.compat import ALIASES, GENERATIONS, Compatibility
-from flopwatch.node.reader import Reading
-from flopwatch.node.scrape import Scrape
+from flopwatch.node.scrape.reader import Reading
+from flopwatch.node.scrape.scrape import Scrape
 from flopwatch.settings import ExporterSettings, SettingsError
 from tests.test_simulated_node import Node
 

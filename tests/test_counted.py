@@ -25,10 +25,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 from flopwatch.catalogue import BY_NAME
+from flopwatch.flops import Transformer
+from flopwatch.flops.configs import from_config
 from flopwatch.training import Run
-from flopwatch.training.flops import Transformer
-from flopwatch.training.flops.configs import from_config
-from flopwatch.training.torch.counted import Uncountable, attach, count
+from flopwatch.training.flop_counter.count import Uncountable, attach, count
 from tests.hook_server import HookServer
 from tests.ranks import answers
 from tests.test_frameworks_accelerate import forget_accelerators
@@ -218,7 +218,7 @@ def test_a_model_of_transformers_counts_as_the_formula(name: str, padded: bool, 
 
 
 def test_masks_too_large_to_look_at_are_what_the_attending_module_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flopwatch.training.torch.counter.KNOWN", 100)
+    monkeypatch.setattr("flopwatch.training.flop_counter.operators.KNOWN", 100)
     for name in ("llama", "mistral"):
         model, dimensions = hugging_face(name)
         batch = {"input_ids": ids(), "attention_mask": torch.ones_like(ids())}
@@ -667,7 +667,7 @@ def test_positions_that_may_mean_packed_samples_are_not_guessed_at() -> None:
 
 
 def test_counting_takes_no_longer_than_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flopwatch.training.torch.counter.DEADLINE", -1.0)
+    monkeypatch.setattr("flopwatch.training.flop_counter.operators.DEADLINE", -1.0)
     with pytest.raises(Uncountable, match="took more than"):
         count(LanguageModel(), (ids(),))
 
@@ -838,7 +838,7 @@ def test_each_micro_batch_counts_by_its_shape(run: Run) -> None:
 
 
 def test_lengths_between_counted_ones_are_not_counted_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flopwatch.training.torch import counted
+    from flopwatch.training.flop_counter import count as counted
 
     shapes: list[tuple[int, ...]] = []
 

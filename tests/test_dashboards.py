@@ -25,7 +25,7 @@ from dashboards import Json, run
 from dashboards.__main__ import BOARDS, text
 from demo.servers import find
 from flopwatch.catalogue import BY_NAME
-from flopwatch.simulate.promtool import rule_test
+from simulator.promtool import rule_test
 
 ROOT = Path(__file__).parent.parent
 RECORDS = {record.name: record.expr for record in records(AlertSettings())}

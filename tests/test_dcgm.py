@@ -14,7 +14,7 @@ import pytest
 from flopwatch.catalogue import GPU_INFO, Sample
 from flopwatch.node.collectors import Unsupported
 from flopwatch.node.collectors.dcgm import Dcgm, HostEngineError, abi, build
-from flopwatch.node.reader import Reader, Spec
+from flopwatch.node.scrape.reader import Reader, Spec
 from tests.fake_dcgm import BINDINGS, compile_library
 
 A100, H100 = "value 1 -1 63 i 0x80000\n", "value 1 -1 63 i 0x90000\n"

@@ -20,8 +20,8 @@ from flopwatch import catalogue as m
 from flopwatch import commands
 from flopwatch.__main__ import main
 from flopwatch.commands.doctor import running
-from flopwatch.node.diagnosis import doctor
-from flopwatch.node.diagnosis.doctor import (
+from flopwatch.node.health import doctor
+from flopwatch.node.health.doctor import (
     CARD,
     DCGM,
     FILE,
@@ -40,7 +40,7 @@ from flopwatch.node.diagnosis.doctor import (
     _why,
     examine,
 )
-from flopwatch.node.diagnosis.doctor_page import page, shortened, together
+from flopwatch.node.health.doctor_text import page, shortened, together
 from flopwatch.settings import Address, ExporterSettings, SettingsError
 from flopwatch.simulate.node import SimulatedNode
 from tests.kubelet import encoded, kubelet, pod

@@ -29,10 +29,11 @@ from prometheus_client import CollectorRegistry
 
 from flopwatch import catalogue as m
 from flopwatch.ledger.store import Store
-from flopwatch.node.forward import Embedded, Forward, Outcomes
-from flopwatch.node.telemetry import Telemetry
+from flopwatch.node.telemetry.ledger_client import Embedded, Forward, Outcomes
+from flopwatch.node.telemetry.ranks import Telemetry
 from flopwatch.settings import ExporterSettings
-from flopwatch.training import Run, pusher
+from flopwatch.training import Run
+from flopwatch.training.push import pusher
 from tests.hook_server import ROOT, HookServer, Push, python
 from tests.machine import PATIENCE, reserved_port, shortest, until
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flopwatch.node.otlp import ENDED_BY
-from flopwatch.training.ending import ended_by
+from flopwatch.node.telemetry.otlp import ENDED_BY
+from flopwatch.training.process.exit_reason import ended_by
 from tests.hook_server import ROOT, HookServer, Push, python
 
 LOOP = """

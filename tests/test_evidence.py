@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flopwatch.training import stacks
+from flopwatch.training.process import stacks
 from tests import ranks
 from tests.hook_server import HookServer, Push
 from tests.machine import PATIENCE, until

@@ -20,12 +20,12 @@ from prometheus_client import CollectorRegistry
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
 from flopwatch.ledger.store import Store
-from flopwatch.node import exits
 from flopwatch.node.collectors import StateFile
-from flopwatch.node.evidence import HOST_PIDS, MOST_OF_NODE, Event, LastWord, Witness, of_ranks
-from flopwatch.node.exits import Watch
-from flopwatch.node.forward import Embedded, Forward, Outcomes, Remote
-from flopwatch.node.telemetry import AttemptKey, Record, Telemetry, own_pid_namespace
+from flopwatch.node.telemetry import process_exit
+from flopwatch.node.telemetry.evidence import HOST_PIDS, MOST_OF_NODE, Event, LastWord, Witness, of_ranks
+from flopwatch.node.telemetry.ledger_client import Embedded, Forward, Outcomes, Remote
+from flopwatch.node.telemetry.process_exit import Watch
+from flopwatch.node.telemetry.ranks import AttemptKey, Record, Telemetry, own_pid_namespace
 from flopwatch.settings import ExporterSettings
 from tests.machine import until
 from tests.otlp_by_hand import START, request, training
@@ -61,7 +61,7 @@ def test_a_zombie_tells_how_it_ended(script: str, expected: tuple[str, str]) -> 
         watch = Watch(process.pid, ticks(process.pid))
         assert watch.ended() == ("", "")
         go(process)
-        until(lambda: not exits.process_alive(process.pid, 0))
+        until(lambda: not process_exit.process_alive(process.pid, 0))
         assert watch.ended() == expected
 
 
@@ -101,15 +101,15 @@ def test_a_process_of_another_namespace_is_found_by_its_pid_there_and_its_start(
     process(4713, 500, "4713\t8")
     process(7, 900, "7")
     (tmp_path / "self").mkdir()
-    assert exits.pids({(7, 500), (8, 1)}, tmp_path) == {(7, 500): 4711}
+    assert process_exit.pids({(7, 500), (8, 1)}, tmp_path) == {(7, 500): 4711}
 
 
 def test_where_proc_tells_no_pids_of_namespaces_nothing_is_found(tmp_path: Path) -> None:
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "stat").write_text(f"7 (python) S {'0 ' * 18}500 {'0 ' * 30}")
     (tmp_path / "7" / "status").write_text("Name:\tpython\nPid:\t7\n")
-    assert exits.pids({(7, 500)}, tmp_path) == {}
-    assert exits.pids({(7, 500)}, tmp_path / "not mounted") == {}
+    assert process_exit.pids({(7, 500)}, tmp_path) == {}
+    assert process_exit.pids({(7, 500)}, tmp_path / "not mounted") == {}
 
 
 def test_a_python_without_pidfds_still_learns_how_a_zombie_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_a_python_without_pidfds_still_learns_how_a_zombie_ended(monkeypatch: py
     with waiting("raise SystemExit(3)") as process:
         watch = Watch(process.pid, ticks(process.pid))
         go(process)
-        until(lambda: not exits.process_alive(process.pid, 0))
+        until(lambda: not process_exit.process_alive(process.pid, 0))
         assert watch.ended() == ("exit", "3")
 
 
@@ -144,7 +144,7 @@ def test_a_rank_in_a_container_that_is_killed_is_gone_at_once_and_tells_by_what(
         node.push(pid=pid, pid_namespace=namespace, pid_start_ticks=start)
         node.telemetry.check()
         assert not node.gone()
-        [outside] = exits.pids({(pid, start)}).values()
+        [outside] = process_exit.pids({(pid, start)}).values()
         os.kill(outside, signal.SIGKILL)
         process.communicate()
     until(node.gone)
@@ -357,7 +357,7 @@ def test_after_five_minutes_nothing_is_left_of_it() -> None:
 def test_the_state_folder_keeps_it_also_when_the_exporter_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("flopwatch.node.forward.KEEP", 0.0)
+    monkeypatch.setattr("flopwatch.node.telemetry.ledger_client.KEEP", 0.0)
     file = tmp_path / "evidence.json"
     now = time.time()
     node = Node(now)

@@ -20,17 +20,17 @@ from prometheus_client import CollectorRegistry
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
-from flopwatch.ledger import causes
-from flopwatch.ledger.causes import Evidence, Loss, Verdict
+from flopwatch.ledger import attribution
+from flopwatch.ledger.attribution import Evidence, Loss, Verdict
 from flopwatch.ledger.store import Store
-from flopwatch.node import evidence, otlp
 from flopwatch.node.collectors.infiniband import Infiniband
 from flopwatch.node.collectors.nvml import Nvml
 from flopwatch.node.collectors.xid import Xid
 from flopwatch.node.collectors.xid.kernel_lines import oom_kills
-from flopwatch.node.evidence import HOST_PIDS, MOST, MOST_OF_NODE, MOST_PLACES, Witness
-from flopwatch.node.forward import Embedded, Outcomes, Remote
-from flopwatch.node.telemetry import AttemptKey, Record, Telemetry, own_pid_namespace
+from flopwatch.node.telemetry import evidence, otlp
+from flopwatch.node.telemetry.evidence import HOST_PIDS, MOST, MOST_OF_NODE, MOST_PLACES, Witness
+from flopwatch.node.telemetry.ledger_client import Embedded, Outcomes, Remote
+from flopwatch.node.telemetry.ranks import AttemptKey, Record, Telemetry, own_pid_namespace
 from flopwatch.settings import ExporterSettings
 from flopwatch.simulate.node import SimulatedNode
 from flopwatch.simulate.pynvml import Simulation
@@ -96,7 +96,7 @@ def judged(record: Record, status: str = "failed", **others: list[dict[str, Any]
     """Return cause, confidence, host, GPU and port that a record's end is given, beside what other hosts say."""
     found = [Evidence(host=host, **entry) for host, entries in {"node-7": record["evidence"], **others}.items()
              for entry in entries]
-    verdict = causes.verdict(Loss("end", record["t"], record["t"] + 20, status, frozenset({"node-7", *others})), found)
+    verdict = attribution.verdict(Loss("end", record["t"], record["t"] + 20, status, frozenset({"node-7", *others})), found)
     return told(verdict)
 
 
@@ -286,7 +286,7 @@ def test_a_hot_gpu_explains_a_slow_stretch(node: Node) -> None:
     [record] = node.records()
     [entry] = record["evidence"]
     assert entry == {"kind": "throttle", "t": node.now, "count": 60, "gpu": GPU, "detail": "hw_thermal_slowdown"}
-    found = causes.verdict(
+    found = attribution.verdict(
         Loss("slow", began, node.now, "", frozenset({"node-7"})), [Evidence(host="node-7", **entry)])
     assert told(found) == ("thermal", "likely", "node-7", GPU)
 
@@ -540,7 +540,7 @@ def test_only_a_type_and_a_word_are_taken_of_what_a_process_ended_by(said: str, 
 HASTY = """
 import sys
 from flopwatch.__main__ import main
-from flopwatch.node.forward import Remote
+from flopwatch.node.telemetry.ledger_client import Remote
 Remote.__init__.__kwdefaults__["interval"] = 1.0
 sys.exit(main())
 """
@@ -623,7 +623,7 @@ def test_the_ledger_settles_on_the_gpu_that_an_xid_after_the_crash_names(node: N
 
 def test_every_kind_that_a_node_tells_of_is_one_that_causes_knows() -> None:
     kinds = {kind for kind, _ in (*evidence._RISES.values(), *evidence._STATES.values())}
-    assert kinds | {"xid", "sxid", "host_oom", "exception", "oom", "pid_gone"} <= set(causes.NODE_KINDS)
+    assert kinds | {"xid", "sxid", "host_oom", "exception", "oom", "pid_gone"} <= set(attribution.NODE_KINDS)
 
 
 def test_a_ledger_that_stops_taking_costs_no_more_than_so_many_ended_attempts(node: Node) -> None:

@@ -27,8 +27,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from demo.servers import find
 from flopwatch import catalogue as m
-from flopwatch.node.otlp import JSON, MAX_BYTES, PROTOBUF
-from flopwatch.node.scrape import SHARED_SECONDS
+from flopwatch.node.scrape.scrape import SHARED_SECONDS
+from flopwatch.node.telemetry.otlp import JSON, MAX_BYTES, PROTOBUF
 from flopwatch.simulate.node import SimulatedNode
 from tests.machine import PATIENCE, until
 from tests.otlp_by_hand import counter, process, request, training

@@ -25,17 +25,17 @@ from demo.servers import find
 from demo.stack import Child, Prometheus, fetch, free_ports
 from flopwatch.__main__ import main
 from flopwatch.ledger.accounting import Ledger
-from flopwatch.ledger.causes import CAUSES
+from flopwatch.ledger.attribution import CAUSES
 from flopwatch.ledger.replay import replay
 from flopwatch.node.collectors.identity import topology
 from flopwatch.settings import SettingsError
-from flopwatch.simulate.fleet.faults import KINDS, Fault, drawn, script
-from flopwatch.simulate.fleet.jobs import Job
-from flopwatch.simulate.fleet.judge import judge
-from flopwatch.simulate.fleet.nodes import Noise
-from flopwatch.simulate.fleet.scenarios import SCENARIOS, Result, Scenario, simulate
-from flopwatch.simulate.fleet.topology import Port, Topology
-from flopwatch.simulate.fleet.world import World
+from simulator.faults import KINDS, Fault, drawn, script
+from simulator.jobs import Job
+from simulator.judge import judge
+from simulator.nodes import Noise
+from simulator.scenarios import SCENARIOS, Result, Scenario, simulate
+from simulator.topology import Port, Topology
+from simulator.world import World
 
 DOCS = Path(__file__).parent.parent / "docs" / "simulate.md"
 

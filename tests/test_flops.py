@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flopwatch.training.flops import Convention, LatentAttention, Transformer
+from flopwatch.flops import Convention, LatentAttention, Transformer
 
 LLAMA_3_8B = Transformer(layers=32, width=4096, heads=32, kv_heads=8, mlp_width=14336, mlp_matrices=3,
                          vocabulary=128256)

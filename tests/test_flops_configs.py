@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flopwatch.training.flops import Transformer, UnknownModel, from_config
-from flopwatch.training.flops.configs import FAMILIES
+from flopwatch.flops import Transformer, UnknownModel, from_config
+from flopwatch.flops.configs import FAMILIES
 
 CONFIGS = Path(__file__).parent / "captures" / "configs"
 

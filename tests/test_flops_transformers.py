@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from flopwatch.training.flops import from_config
-from flopwatch.training.flops.configs import FAMILIES
+from flopwatch.flops import from_config
+from flopwatch.flops.configs import FAMILIES
 
 pytestmark = pytest.mark.torch
 

@@ -16,7 +16,7 @@ import pytest
 from flopwatch.catalogue import Sample
 from flopwatch.node.collectors.infiniband import Infiniband
 from flopwatch.node.collectors.nvml import Nvml
-from flopwatch.node.exposition import Exposition
+from flopwatch.node.scrape.exposition import Exposition
 from flopwatch.simulate import replay
 from tests.captures.convert import SOURCES, convert
 

@@ -9,7 +9,7 @@ import pytest
 # gets; tuples of a length that the interpreter keeps once they are freed, as dataclasses.fields() makes them.
 PROGRAM = """
 import asyncio, gc, sys, weakref
-from flopwatch.node.heap import swept
+from flopwatch.node.memory_tuning import swept
 
 class Node:
     pass

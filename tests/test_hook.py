@@ -17,13 +17,15 @@ from hypothesis import strategies as st
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import BY_NAME
-from flopwatch.node.exits import BLOCKED
-from flopwatch.training import Run, pusher, standstill
-from flopwatch.training.books import DURATION_BOUNDS
-from flopwatch.training.flops import Transformer
-from flopwatch.training.hook import Snapshot
-from flopwatch.training.launcher import Process
+from flopwatch.flops import Transformer
+from flopwatch.node.telemetry.process_exit import BLOCKED
+from flopwatch.training import Run
+from flopwatch.training.process import stuck_frames
+from flopwatch.training.process.launcher import Process
+from flopwatch.training.push import pusher
+from flopwatch.training.run import Snapshot
 from flopwatch.training.timeline import ACTIVITIES, DECLARED
+from flopwatch.training.totals import DURATION_BOUNDS
 from tests.hook_server import HookServer, Push
 from tests.machine import PATIENCE, reserved_port, shortest
 
@@ -241,7 +243,7 @@ def test_a_rank_has_at_most_40_series_and_a_run_30() -> None:
         run.step(tokens=8, samples=1, loss=2.5, grad_norm=1.0)
         run.checkpoint_committed(1)
     for _ in range(2):
-        clock.passes(standstill.AFTER + standstill.LEAST)
+        clock.passes(stuck_frames.AFTER + stuck_frames.LEAST)
         snapshot = run.snapshot()
     series = [(row, labels) for row, points in snapshot.points.items() for labels, _ in points]
     told = {row for row, _ in series}

@@ -393,9 +393,9 @@ def test_settings_that_make_no_sense_change_nothing(plain: Trained, variables: d
 
 
 @pytest.mark.parametrize(("job", "some"), [
-    pytest.param("plain", {"books.Books.step", "hook.Run.finish", "launcher.launch", "pusher.Pusher._push",
-                           "timeline.Timeline._resume", "wire.Wire.send"}, id="plain"),
-    pytest.param("torch", {"books.Books.waited", "hook.Run.watch", "torch.waits.Watch.begins", "wire.Wire.encode"},
+    pytest.param("plain", {"totals.Books.step", "run.Run.finish", "process.launcher.launch", "push.pusher.Pusher._push",
+                           "timeline.Timeline._resume", "push.otlp.Wire.send"}, id="plain"),
+    pytest.param("torch", {"totals.Books.waited", "run.Run.watch", "torch.waits.Watch.begins", "push.otlp.Wire.encode"},
                  id="torch", marks=pytest.mark.torch),
 ])
 def test_no_function_of_the_hook_that_raises_is_felt_by_the_job(job: str, some: set[str]) -> None:

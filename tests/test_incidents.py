@@ -21,11 +21,11 @@ from alerts import AlertSettings
 from demo.rehearsal import Firing, Rehearsal, Series, Timeline, delivered, main, rehearse, report
 from demo.servers import Servers
 from demo.stack import StackError
-from flopwatch.simulate.fleet.faults import Fault
-from flopwatch.simulate.fleet.jobs import Job
-from flopwatch.simulate.fleet.metrics import Line
-from flopwatch.simulate.fleet.nodes import EPOCH, Noise
-from flopwatch.simulate.fleet.scenarios import SCENARIOS, Scenario
+from simulator.faults import Fault
+from simulator.jobs import Job
+from simulator.metrics import Line
+from simulator.nodes import EPOCH, Noise
+from simulator.scenarios import SCENARIOS, Scenario
 
 FULL = bool(os.environ.get("FLOPWATCH_REHEARSE"))
 SEEDS = (1, 2, 3) if FULL else (1,)

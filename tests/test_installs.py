@@ -23,8 +23,8 @@ import pytest
 import yaml
 
 from demo.servers import find
-from flopwatch import webconfig
 from flopwatch.__main__ import _parser
+from flopwatch.http import web_config
 from flopwatch.settings import BoardsSettings, ExporterSettings, KmsgSettings, LedgerSettings
 from flopwatch.simulate.node import SimulatedNode
 from tests.machine import PATIENCE, reserve, until
@@ -135,7 +135,7 @@ def test_in_the_middle_of_a_cluster_the_ledger_is_behind_tls_and_all_else_as_it_
     assert central["ledger"]["command"] == [*plain, f"--web-config={web}"]
     folder = dict(bind_mounts({"ledger": central["ledger"]}))
     assert folder == {COMPOSE / "tls": str(web.parent)}
-    tls = webconfig.parse((COMPOSE / "tls" / web.name).read_text()).tls
+    tls = web_config.parse((COMPOSE / "tls" / web.name).read_text()).tls
     assert tls is not None
     assert [file.name for file in tls.files] == ["server.crt", "server.key"]
     before, after = (yaml.safe_load((COMPOSE / f"{name}.yml").read_text())

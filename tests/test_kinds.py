@@ -14,9 +14,9 @@ import pytest
 
 from demo.servers import find
 from flopwatch import catalogue
-from flopwatch.simulate.fleet.kinds import HANGS, SCENARIOS, STRAGGLERS, Kind
-from flopwatch.simulate.fleet.ranks import PER_HOST, RANKS, Job, Trouble
-from flopwatch.simulate.fleet.verdicts import evaluate
+from simulator.kinds import HANGS, SCENARIOS, STRAGGLERS, Kind
+from simulator.ranks import PER_HOST, RANKS, Job, Trouble
+from simulator.verdicts import evaluate
 
 RULES = Path(__file__).parents[1] / "helm" / "files" / "rules.yaml"
 SEEDS = 1

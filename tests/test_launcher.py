@@ -29,7 +29,7 @@ from typing import Any
 import pytest
 
 from flopwatch.training import Run
-from flopwatch.training.launcher import Launch, Process, Submission, clean, external_id, launch, this_process
+from flopwatch.training.process.launcher import Launch, Process, Submission, clean, external_id, launch, this_process
 from tests.hook_server import ROOT
 from tests.machine import PATIENCE, reserved_port
 
@@ -226,7 +226,7 @@ def test_a_wrapper_script_between_torchrun_and_the_ranks_is_not_the_launcher(tmp
         # A command may hold spaces and parentheses.
         (tmp_path / str(pid) / "stat").write_text(f"{pid} (a) b) S {parent} " + "0 " * 17 + f"{pid * 100} 0\n")
         (tmp_path / str(pid) / "environ").write_text("\0".join(f"{k}={v}" for k, v in environ.items()))
-    from flopwatch.training.launcher import _launcher_pid, _start_ticks
+    from flopwatch.training.process.launcher import _launcher_pid, _start_ticks
 
     assert _launcher_pid(tmp_path, 30) == 10
     assert _launcher_pid(tmp_path, 10) == 10
@@ -239,7 +239,7 @@ def test_the_age_of_a_process_is_what_the_clock_says_it_is() -> None:
     before = time.monotonic()
     said = subprocess.run(
         [sys.executable, "-c", "import time; time.sleep(0.3)\n"
-         "from flopwatch.training.launcher import this_process; print(this_process().age)"],
+         "from flopwatch.training.process.launcher import this_process; print(this_process().age)"],
         env={"PYTHONPATH": str(ROOT / "exporter")}, capture_output=True, text=True, check=True)
     assert 0.3 <= float(said.stdout) <= time.monotonic() - before + 0.02  # the kernel counts in ticks of 10 ms
 

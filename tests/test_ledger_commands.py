@@ -20,9 +20,9 @@ import pytest
 from fastapi import Request
 
 from flopwatch.__main__ import main
+from flopwatch.http.server import Unauthorized
+from flopwatch.ledger.api import of_this_machine
 from flopwatch.ledger.replay import replay
-from flopwatch.ledger.runs import of_this_machine
-from flopwatch.serving import Unauthorized
 from tests.test_ledger_app import EXPORTER, HISTORIES, LOOP, WORKED, Ledger, serving
 
 TWO_NODES = (HISTORIES / "two_nodes_then_one.jsonl").read_text()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from flopwatch import catalogue as m
 from flopwatch.ledger.accounting import Ledger, Run
-from flopwatch.ledger.causes import LOSSES
+from flopwatch.ledger.attribution import LOSSES
 from flopwatch.ledger.client import attempts_csv, run_table
 from flopwatch.ledger.losses import HISTORY
 from tests.test_accounting import Line, check_attempts, mangled, read_back, snapshot_of

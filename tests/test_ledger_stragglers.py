@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from flopwatch import catalogue as m
 from flopwatch.ledger.accounting import Ledger, Run
 from flopwatch.ledger.record import Record, RecordError
-from flopwatch.node.telemetry import Telemetry
+from flopwatch.node.telemetry.ranks import Telemetry
 from flopwatch.settings import ExporterSettings
 from tests.otlp_by_hand import START, counter, gauge, request, training
 from tests.test_accounting import Line, read_back, snapshot_of

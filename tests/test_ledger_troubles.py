@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from flopwatch import catalogue as m
 from flopwatch.ledger import incidents, losses
 from flopwatch.ledger.accounting import Ledger, Run
-from flopwatch.ledger.causes import CAUSES, LOSSES
+from flopwatch.ledger.attribution import CAUSES, LOSSES
 from flopwatch.ledger.client import attempts_csv, run_table
 from flopwatch.ledger.incidents import EvidenceBook
 from flopwatch.ledger.record import MOST_EVIDENCE, Record, RecordError

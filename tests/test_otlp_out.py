@@ -23,9 +23,9 @@ import pytest
 
 from demo.servers import victoria_metrics
 from flopwatch.catalogue import TRAINING_STEP_DURATION, Metric, all_metrics
-from flopwatch.training.books import DURATION_BOUNDS
-from flopwatch.training.hook import Snapshot
-from flopwatch.training.wire import Undelivered, Wire
+from flopwatch.training.push.otlp import Undelivered, Wire
+from flopwatch.training.run import Snapshot
+from flopwatch.training.totals import DURATION_BOUNDS
 from tests.hook_server import python
 from tests.machine import PATIENCE, reserved_port, shortest
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from flopwatch.training.parallel import Parallel, megatron, parallel
+from flopwatch.training.process.parallel import Parallel, megatron, parallel
 from tests.hook_server import ROOT
 
 
@@ -92,7 +92,7 @@ def test_sizes_of_megatron_that_do_not_make_the_job_are_refused() -> None:
 
 
 def test_nothing_is_imported_for_it() -> None:
-    code = ("import sys; from flopwatch.training.parallel import megatron; assert megatron() is None; "
+    code = ("import sys; from flopwatch.training.process.parallel import megatron; assert megatron() is None; "
             "sys.exit('torch' in sys.modules)")
     subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT / "exporter")}, check=True)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flopwatch.__main__ import main
-from flopwatch.training.peaks import DTYPES, Peak, UnknownPeak, override, peak
+from flopwatch.flops.peaks import DTYPES, Peak, UnknownPeak, override, peak
 from tests.hook_server import ROOT
 
 # As they were read from data sheets, names that must be refused included.

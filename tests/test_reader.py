@@ -17,7 +17,7 @@ import pytest
 
 from flopwatch.catalogue import GPU_POWER, GPU_PRESENT
 from flopwatch.node.collectors import infiniband
-from flopwatch.node.reader import RESIDENT_LIMIT, Reader, Reading, Spec, hardware
+from flopwatch.node.scrape.reader import RESIDENT_LIMIT, Reader, Reading, Spec, hardware
 from flopwatch.settings import ExporterSettings
 from flopwatch.simulate import SimulatedNode
 from tests.machine import PATIENCE, shortest, until
@@ -270,7 +270,7 @@ def test_a_child_that_no_signal_has_ended_yet_is_abandoned_and_replaced(
 def parent(spec: str, ready: Path) -> subprocess.Popen[bytes]:
     """Return a process that has a reader, has asked it once, and writes its child's pid."""
     code = (
-        f"import time\nfrom pathlib import Path\nfrom flopwatch.node.reader import Reader, Spec\n"
+        f"import time\nfrom pathlib import Path\nfrom flopwatch.node.scrape.reader import Reader, Spec\n"
         f"reader = Reader('odd', {spec})\n"
         f"answer = reader.ask({LONG})\n"
         f"reader.ask(0.1)\n"
@@ -501,7 +501,7 @@ def lost_kills(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(subprocess.Popen, "terminate", lambda process: None)
         patch.setattr(subprocess.Popen, "kill", lambda process: None)
-        patch.setattr("flopwatch.node.reader.PARTING", 0.0)
+        patch.setattr("flopwatch.node.scrape.reader.PARTING", 0.0)
         yield
 
 

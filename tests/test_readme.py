@@ -15,7 +15,7 @@ import yaml
 from demo.servers import find
 from flopwatch import catalogue as c
 from flopwatch.__main__ import _parser
-from flopwatch.docs import metrics_markdown
+from flopwatch.catalogue.markdown import metrics_markdown
 from flopwatch.training import Run
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,7 +15,7 @@ import yaml
 from alerts import AlertSettings, recording, records
 from alerts.recording.fabric import PORT_RAIL, RAIL, RAIL_RETRANSMISSIONS
 from demo.servers import find
-from flopwatch.simulate.promtool import rule_test
+from simulator.promtool import rule_test
 from tests.rule_files import under
 
 SETTINGS = AlertSettings()

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from flopwatch.catalogue import DRIVER_RELEASED, DRIVER_RELEASED_SECONDS, DRIVER_RELEASED_UNTIL, Sample
-from flopwatch.node import release
-from flopwatch.node.release import LONGEST, Release, duration, end
+from flopwatch.node import driver_release
+from flopwatch.node.driver_release import LONGEST, Release, duration, end
 from tests.machine import PATIENCE, until
 
 NOW = 1_800_000_000.0
@@ -215,13 +215,13 @@ def exporter(state: Path, driver: Driver, ended: threading.Event) -> threading.T
 
 
 def test_who_asks_waits_until_the_exporter_has_done_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(release, "CONFIRMED_WITHIN", PATIENCE)
+    monkeypatch.setattr(driver_release, "CONFIRMED_WITHIN", PATIENCE)
     driver, ended = Driver(), threading.Event()
     running = exporter(tmp_path, driver, ended)
     try:
-        assert release.ask(tmp_path, 600) == ""
+        assert driver_release.ask(tmp_path, 600) == ""
         assert driver.told == ["release"]
-        assert release.ask(tmp_path, 0) == ""
+        assert driver_release.ask(tmp_path, 0) == ""
         assert driver.told == ["release", "resume"]
         until(lambda: list(tmp_path.iterdir()) == [])  # the request goes first
     finally:
@@ -230,11 +230,11 @@ def test_who_asks_waits_until_the_exporter_has_done_it(tmp_path: Path, monkeypat
 
 
 def test_who_asks_where_no_exporter_runs_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(release, "CONFIRMED_WITHIN", 0.1)
-    assert release.ask(tmp_path, 600).startswith("no exporter has said so within 0.1 s")
-    assert release.ask(tmp_path / "not there", 600).startswith("cannot write")
+    monkeypatch.setattr(driver_release, "CONFIRMED_WITHIN", 0.1)
+    assert driver_release.ask(tmp_path, 600).startswith("no exporter has said so within 0.1 s")
+    assert driver_release.ask(tmp_path / "not there", 600).startswith("cannot write")
 
 
 def test_taking_back_a_release_that_nobody_asked_for_leaves_no_file_and_waits_for_nobody(tmp_path: Path) -> None:
-    assert release.ask(tmp_path, 0) == ""
+    assert driver_release.ask(tmp_path, 0) == ""
     assert list(tmp_path.iterdir()) == []

@@ -25,8 +25,8 @@ from alerts import AlertSettings, records
 from demo.servers import find
 from flopwatch import catalogue as m
 from flopwatch.ledger.accounting import Ledger
-from flopwatch.report import gather, page
-from flopwatch.report.gather import Cause, Culprit, Firing, Loss, Report
+from flopwatch.report import collect, page
+from flopwatch.report.collect import Cause, Culprit, Firing, Loss, Report
 from flopwatch.report.statistics import checkpoint_interval, mean_time_between
 from tests.test_ledger_app import serving
 
@@ -156,11 +156,11 @@ def whole_world(base: float) -> World:
                     "instance": f"10.0.0.{rank // 4}:9450"}
             world.add(m.TRAINING_RANK_INFO.name, info, 1, at)
             if rank != 7:
-                world.add(gather.WAIT, {"run": "r", "rank": str(rank)}, 0.1, at)
-        world.add(gather.RUN_MFU, {"run": "r"}, 0.4, at)
-        world.add(gather.RUN_SCORE, {"run": "r"}, 0.2, at)
+                world.add(collect.WAIT, {"run": "r", "rank": str(rank)}, 0.1, at)
+        world.add(collect.RUN_MFU, {"run": "r"}, 0.4, at)
+        world.add(collect.RUN_SCORE, {"run": "r"}, 0.2, at)
         if step % 4 == 0:
-            world.add(gather.LEADER, {"run": "r", "rank": "5"}, 0.2, at)
+            world.add(collect.LEADER, {"run": "r", "rank": "5"}, 0.2, at)
         for node in range(3):
             port = {"device": "mlx5_0", "port": "1", "instance": f"10.0.0.{node}:9450"}
             world.add(m.INFINIBAND_SYMBOL_ERRORS.name, port, node * step, at)
@@ -313,7 +313,7 @@ def test_a_server_that_is_no_prometheus_is_said_to_be_none() -> None:
 
 def test_the_records_it_reads_are_made() -> None:
     made = {record.name for record in records(AlertSettings())}
-    assert {gather.RUN_MFU, gather.RUN_SCORE, gather.LEADER, gather.WAIT} <= made
+    assert {collect.RUN_MFU, collect.RUN_SCORE, collect.LEADER, collect.WAIT} <= made
 
 
 # What it writes.
@@ -338,7 +338,7 @@ class Elements(HTMLParser):
 
 def made(report: dict[str, Any], **changes: Any) -> Report:
     """Return a report from its JSON, with some of it changed."""
-    from flopwatch.report.gather import Checkpoints, Slice
+    from flopwatch.report.collect import Checkpoints, Slice
     from flopwatch.report.statistics import Interval, Mean
 
     interval = report["checkpoints"]["interval"]

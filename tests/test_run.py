@@ -111,8 +111,8 @@ def test_a_script_that_never_imports_torch_costs_nothing(tmp_path: Path) -> None
     with HookServer() as server:
         answer = python("-m", "flopwatch", "run", "script.py", cwd=tmp_path, FLOPWATCH_ENDPOINT=server.url)
     loaded = answer.stdout.split()
-    assert "flopwatch.training.imports" in loaded
-    assert not {"torch", "opentelemetry", "flopwatch.training.pusher", "flopwatch.training.torch"} & set(loaded)
+    assert "flopwatch.training.autolog.imports" in loaded
+    assert not {"torch", "opentelemetry", "flopwatch.training.push.pusher", "flopwatch.training.torch"} & set(loaded)
     assert server.pushes == []
 
 
@@ -194,7 +194,7 @@ def instrumented(script: str) -> str:
 @pytest.mark.torch
 @pytest.mark.parametrize(("how", "status"), [("exit", "failed"), ("raise", "failed"), ("interrupt", "stopped")])
 def test_the_run_ends_as_the_script_does(tmp_path: Path, how: str, status: str) -> None:
-    from flopwatch.training.flops import from_config
+    from flopwatch.flops import from_config
 
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     with HookServer() as server:

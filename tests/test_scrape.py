@@ -20,8 +20,17 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from flopwatch import __version__
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample, all_metrics
-from flopwatch.node.reader import Reading, failure
-from flopwatch.node.scrape import BUDGETS, MIG, Scrape, Source, _owner, scrape_timeout, well_formed, within_budget
+from flopwatch.node.scrape.reader import Reading, failure
+from flopwatch.node.scrape.scrape import (
+    BUDGETS,
+    MIG,
+    Scrape,
+    Source,
+    _owner,
+    scrape_timeout,
+    well_formed,
+    within_budget,
+)
 from flopwatch.settings import ExporterSettings
 from tests.machine import PATIENCE
 

@@ -20,7 +20,7 @@ from bench.size import MOST_OFF, RUN, Measured, Source, compared, extended, meas
 from demo.stack import fetch
 from flopwatch import catalogue as m
 from flopwatch import size
-from flopwatch.node.forward import URL_INTERVAL
+from flopwatch.node.telemetry.ledger_client import URL_INTERVAL
 from tests.test_alerts import seconds
 
 TARGETS, SECONDS, PACE = 64, 30.0, 8.0

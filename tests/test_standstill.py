@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from flopwatch import catalogue as m
-from flopwatch.training import Run, standstill
-from flopwatch.training.launcher import Process
+from flopwatch.training import Run
+from flopwatch.training.process import stuck_frames
+from flopwatch.training.process.launcher import Process
 from tests.machine import until
 
 # `arrived` is told of each line at which the thread waits until it may `go` on, or, if it is told False, ends.
@@ -90,7 +91,7 @@ def watched(told: Callable[[float], str | None], seconds: float) -> str | None:
 
 def test_a_step_that_does_not_end_is_told_with_the_line_that_is_the_job_s_own(tmp_path: Path) -> None:
     with loop(tmp_path, "stuck") as (told, _):
-        assert watched(told, standstill.AFTER + standstill.LEAST) is None
+        assert watched(told, stuck_frames.AFTER + stuck_frames.LEAST) is None
         assert told(5) == "train.py:4 in stuck"
         assert watched(told, 3600) == "train.py:4 in stuck"
 
@@ -101,27 +102,27 @@ def test_a_thread_that_moves_is_where_it_always_is(tmp_path: Path) -> None:
             next_line()
             at = told(5)
         assert at == "train.py in moves"
-        assert watched(told, standstill.MEMORY - standstill.TOGETHER) == "train.py in moves"
-        assert watched(told, 3 * standstill.TOGETHER) in ("train.py:9 in moves", "train.py:13 in deeper")
+        assert watched(told, stuck_frames.MEMORY - stuck_frames.TOGETHER) == "train.py in moves"
+        assert watched(told, 3 * stuck_frames.TOGETHER) in ("train.py:9 in moves", "train.py:13 in deeper")
 
 
 def test_one_look_tells_nothing(tmp_path: Path) -> None:
     with loop(tmp_path, "stuck") as (told, _):
         assert told(1000) is None
-        assert told(standstill.MEMORY + 1) is None  # the one before was too long ago
-        assert told(standstill.LEAST) == "train.py:4 in stuck"
+        assert told(stuck_frames.MEMORY + 1) is None  # the one before was too long ago
+        assert told(stuck_frames.LEAST) == "train.py:4 in stuck"
 
 
 def test_a_step_is_old_after_three_of_its_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standstill, "AFTER_STEPS", 100.0)  # of a second each
+    monkeypatch.setattr(stuck_frames, "AFTER_STEPS", 100.0)  # of a second each
     with loop(tmp_path, "stuck") as (told, _):
-        assert watched(told, 100 + standstill.LEAST) is None
+        assert watched(told, 100 + stuck_frames.LEAST) is None
         assert watched(told, 10) is not None
 
 
 def test_a_start_and_a_checkpoint_may_take_their_time(tmp_path: Path) -> None:
     with loop(tmp_path, "stuck", steps=0) as (told, _):
-        assert watched(told, 120 + standstill.LEAST - 30) is None  # the process was 30 s old
+        assert watched(told, 120 + stuck_frames.LEAST - 30) is None  # the process was 30 s old
         # No step was made, so it is not known which thread makes them: the main one is told.
         assert watched(told, 10) is not None
 
@@ -129,7 +130,7 @@ def test_a_start_and_a_checkpoint_may_take_their_time(tmp_path: Path) -> None:
 def test_what_begins_anew_is_looked_at_anew(tmp_path: Path) -> None:
     with loop(tmp_path, "stuck") as (told, _):
         assert watched(told, 60) is not None
-    at = standstill.Standstill()
+    at = stuck_frames.Standstill()
     assert [at.look(None, "step", 0.0, now, 1.0) for now in (20.0, 51.0)][-1] is not None
     assert at.look(None, "step", 40.0, 56.0, 1.0) is None
     assert at.look(None, "step", 40.0, 85.0, 1.0) is None
@@ -137,7 +138,7 @@ def test_what_begins_anew_is_looked_at_anew(tmp_path: Path) -> None:
 
 
 def test_a_deep_stack_and_many_looks_cost_little() -> None:
-    at = standstill.Standstill()
+    at = stuck_frames.Standstill()
 
     def deep(levels: int) -> None:
         if levels:
@@ -148,7 +149,7 @@ def test_a_deep_stack_and_many_looks_cost_little() -> None:
 
     with recursion(5000):
         deep(4000)
-    assert sum(len(lines) for _, lines in at._looks) <= 8 * standstill.MAX_DEPTH
+    assert sum(len(lines) for _, lines in at._looks) <= 8 * stuck_frames.MAX_DEPTH
 
 
 @contextmanager
@@ -162,14 +163,14 @@ def recursion(limit: int) -> Iterator[None]:
 
 
 def frames(*lines: tuple[str, str, int]) -> str | None:
-    return standstill._text(list(lines))
+    return stuck_frames._text(list(lines))
 
 
 def test_the_line_is_the_innermost_of_the_job_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
     library = f"{Path(threading.__file__)}"
     torch = "/srv/torch/autograd/__init__.py"
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__path__=["/srv/torch"]))
-    ours = str(Path(standstill.__file__).parent / "hook.py")
+    ours = str(Path(stuck_frames.__file__).parents[1] / "run.py")
     assert frames(("/job/train.py", "<module>", 210), ("/job/train.py", "main", 88), (torch, "backward", 5),
                   (library, "wait", 9), (ours, "guarded", 3)) == "train.py:88 in main"
     assert frames(("/job/train.py", "<module>", 210), (library, "wait", 9)) == "train.py:210"
@@ -185,7 +186,7 @@ def test_the_line_is_the_innermost_of_the_job_s_own(monkeypatch: pytest.MonkeyPa
     assert frames((notebook, "<module>", 3), (library, "wait", 9)) == f"{notebook}:3"
     assert frames() is None
     assert frames(("", "f", 3)) is None
-    assert frames(("/job/\n.py", "f" * 300, 1)) == ("?.py:1 in " + "f" * 300)[:standstill.MAX_TEXT]
+    assert frames(("/job/\n.py", "f" * 300, 1)) == ("?.py:1 in " + "f" * 300)[:stuck_frames.MAX_TEXT]
 
 
 def test_what_goes_wrong_costs_the_line_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

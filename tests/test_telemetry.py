@@ -28,13 +28,13 @@ from prometheus_client import CollectorRegistry
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
 from flopwatch.ledger.store import Store
-from flopwatch.node import exits, otlp
-from flopwatch.node import forward as forwarding
 from flopwatch.node.collectors import StateFile
-from flopwatch.node.exposition import Exposition
-from flopwatch.node.forward import Embedded, Forward, Outcomes, Remote
-from flopwatch.node.otlp import JSON, MAX_BYTES, PROTOBUF, Push, Refused
-from flopwatch.node.telemetry import MAX_NAMES, MAX_RANKS, MAX_RUNS, Record, Telemetry, own_pid_namespace
+from flopwatch.node.scrape.exposition import Exposition
+from flopwatch.node.telemetry import ledger_client as forwarding
+from flopwatch.node.telemetry import otlp, process_exit
+from flopwatch.node.telemetry.ledger_client import Embedded, Forward, Outcomes, Remote
+from flopwatch.node.telemetry.otlp import JSON, MAX_BYTES, PROTOBUF, Push, Refused
+from flopwatch.node.telemetry.ranks import MAX_NAMES, MAX_RANKS, MAX_RUNS, Record, Telemetry, own_pid_namespace
 from flopwatch.settings import ExporterSettings
 from tests.machine import PATIENCE, reserved_port, until
 from tests.otlp_by_hand import START, counter, gauge, histogram, process, request, training
@@ -248,7 +248,7 @@ def test_a_rank_is_served_until_its_process_is_gone_and_the_ledger_hears_of_it()
         assert node.steps() == {"0": 10}
         trainer.kill()
         # It stays a zombie, since nobody has waited for it yet.
-        until(lambda: not exits.process_alive(trainer.pid, ticks))
+        until(lambda: not process_exit.process_alive(trainer.pid, ticks))
         node.telemetry.check()
         assert node.steps() == {}
         snapshot, gone = node.records()
@@ -274,14 +274,14 @@ def test_a_process_that_is_stopped_is_told_with_how_long_it_has_been() -> None:
         node.push(training(10, 5, START + 6, **told))
         assert blocked() == {"stopped": 0, "uninterruptible": 0}
         trainer.send_signal(signal.SIGSTOP)
-        until(lambda: exits.process_state(trainer.pid, 0) == "T")
+        until(lambda: process_exit.process_state(trainer.pid, 0) == "T")
         node.time += 5
         assert blocked() == {"stopped": 0, "uninterruptible": 0}  # since when is not known
         node.time += 40
         node.push(training(10, 5, START + 51, **told))  # a push that was on its way
         assert blocked() == {"stopped": 40, "uninterruptible": 0}
         trainer.send_signal(signal.SIGCONT)
-        until(lambda: exits.process_state(trainer.pid, 0) != "T")
+        until(lambda: process_exit.process_state(trainer.pid, 0) != "T")
         assert blocked() == {"stopped": 0, "uninterruptible": 0}
     finally:
         trainer.kill()
@@ -291,7 +291,7 @@ def test_a_process_that_is_stopped_is_told_with_how_long_it_has_been() -> None:
 def test_a_process_that_cannot_be_seen_has_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node()
     node.push(training(10, 5, START + 6, pid=os.getpid(), pid_namespace=own_pid_namespace()))
-    monkeypatch.setattr(exits, "process_state", lambda pid, ticks: "")  # /proc is mounted with hidepid
+    monkeypatch.setattr(process_exit, "process_state", lambda pid, ticks: "")  # /proc is mounted with hidepid
     node.telemetry.check()
     assert [row for row, _, _ in node.samples() if row is m.NODE_PROCESS_BLOCKED] == []
     assert node.steps() == {"0": 10}
@@ -305,8 +305,8 @@ def test_a_process_in_another_pid_namespace_is_not_judged() -> None:
 
 
 def test_a_pid_that_was_given_to_another_process_is_not_the_process() -> None:
-    assert exits.process_alive(os.getpid(), 0)
-    assert not exits.process_alive(os.getpid(), 1)
+    assert process_exit.process_alive(os.getpid(), 0)
+    assert not process_exit.process_alive(os.getpid(), 1)
 
 
 def test_a_node_takes_64_ranks_and_16_runs() -> None:

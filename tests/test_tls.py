@@ -21,7 +21,7 @@ import bcrypt
 import pytest
 
 from flopwatch.settings import ExporterSettings, SettingsError
-from flopwatch.training.wire import Undelivered, Wire
+from flopwatch.training.push.otlp import Undelivered, Wire
 from tests.hook_server import python
 from tests.machine import PATIENCE, until
 from tests.test_webconfig import Authority, basic, client, write

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample
-from flopwatch.node.diagnosis.expectations import Expectations, Ports, learnt_file, load, parse
-from flopwatch.node.diagnosis.verdict import (
+from flopwatch.node.health.expectations import Expectations, Ports, learnt_file, load, parse
+from flopwatch.node.health.rules import (
     ACTIONS,
     BAD,
     DEGRADED,
@@ -28,7 +28,7 @@ from flopwatch.node.diagnosis.verdict import (
     critical_xids,
     learn,
 )
-from flopwatch.node.diagnosis.verdict import document as rules_document
+from flopwatch.node.health.rules import document as rules_document
 from flopwatch.settings import SettingsError
 
 NOW, BOOTED = 1_700_000_000.0, 1_699_900_000.0

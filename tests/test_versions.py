@@ -30,7 +30,7 @@ from alerts import AlertSettings, records, rules, rules_yaml
 from alerts.settings import duration
 from demo.servers import NEWEST, OLDEST, SUITE, ServersError, find, victoria_metrics
 from demo.stack import Child, fetch, free_ports
-from flopwatch.simulate.promtool import rule_test
+from simulator.promtool import rule_test
 from tests.live_series import Series, Target, named, of
 from tests.machine import until
 from tests.rule_files import rules_of

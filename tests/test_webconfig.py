@@ -26,8 +26,8 @@ import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flopwatch.http.web_config import MAX_WAITING, Passwords, Tls, Web, WebConfig, parse
 from flopwatch.settings import SettingsError
-from flopwatch.webconfig import MAX_WAITING, Passwords, Tls, Web, WebConfig, parse
 from tests.machine import PATIENCE, until
 
 HASH = bcrypt.hashpw(b"s3cret", bcrypt.gensalt(4)).decode()

@@ -51,7 +51,7 @@ SENT_OF_RAW, SENT_OF_RECORD = 16.6, 12.0  # bytes a sample by remote write, labe
 CORES_OF_NODE = 1.3e-3  # cores of a Prometheus that scrapes a node every 15 s and evaluates the rules: bench/size.py
 # bench/rules.py: seconds that the group flopwatch-training takes for each node, of 4,096 on two cores.
 TRAINING_GROUP, TRAINING_EVERY = 14.64 / 4096, 15.0
-LEDGER_EVERY = 15.0  # seconds between two reports of a node on a run, on the mean: flopwatch.node.forward
+LEDGER_EVERY = 15.0  # seconds between two reports of a node on a run, on the mean: telemetry.ledger_client
 LEDGER_CPU, LEDGER_DISK = 1.07e-3, 1210.0  # seconds of a core a report, bytes a node: bench/ledger.py
 ZIPPED = 15.4  # bytes of a series on the wire: a page of a node of eight GPUs and ranks, as the exporter compresses it
 ROOM = 1.5  # times the memory, for who looks at boards

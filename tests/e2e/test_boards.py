@@ -26,7 +26,7 @@ from demo.cluster import BAD_LINK, STRAGGLER, Running
 from demo.screenshots import CHOSEN, Looked, address, browser, look
 from demo.servers import ServersError
 from demo.stack import Child, StackError, fetch, free_ports
-from flopwatch.simulate.fleet.topology import Topology
+from simulator.topology import Topology
 from tests.machine import node_builds, until
 from tests.test_versions import VICTORIA, victoria
 

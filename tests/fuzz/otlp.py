@@ -8,10 +8,10 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse
 
-from flopwatch.node import otlp
-from flopwatch.node.exposition import Exposition
-from flopwatch.node.scrape import well_formed
-from flopwatch.node.telemetry import MAX_RANKS, Telemetry
+from flopwatch.node.scrape.exposition import Exposition
+from flopwatch.node.scrape.scrape import well_formed
+from flopwatch.node.telemetry import otlp
+from flopwatch.node.telemetry.ranks import MAX_RANKS, Telemetry
 from flopwatch.settings import ExporterSettings
 
 GPUS = frozenset({"GPU-a", "GPU-b"})

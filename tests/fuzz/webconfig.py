@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from flopwatch.http.web_config import MAX_COST, MIN_COST, WebConfig, parse
 from flopwatch.settings import SettingsError
-from flopwatch.webconfig import MAX_COST, MIN_COST, WebConfig, parse
 
 
 def target(data: bytes) -> None:

@@ -22,12 +22,13 @@ import torch._dynamo  # which DistributedDataParallel imports, for a second, in 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from flopwatch.training import Run, standstill
+from flopwatch.training import Run
+from flopwatch.training.process import stuck_frames
 
 RANKS, CULPRIT = 4, 2
 HEALTHY_STEPS, STEP_SECONDS = 60, 0.1
 # Of the seconds after which a standstill is told, a third: the rules are at a faster pace, too.
-standstill.AFTER, standstill.MEMORY, standstill.LEAST, standstill.TOGETHER = 5.0, 20.0, 10.0, 3.0
+stuck_frames.AFTER, stuck_frames.MEMORY, stuck_frames.LEAST, stuck_frames.TOGETHER = 5.0, 20.0, 10.0, 3.0
 KINDS = ("stopped", "endless_loop", "skipped_collective", "blocked_loader", "gil_held", "killed", "saving", "healthy")
 
 

@@ -25,10 +25,10 @@ from fastapi.responses import FileResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.middleware.gzip import GZipMiddleware
 
-from flopwatch import serving
-from flopwatch.asking import client_tls, opener
+from flopwatch.http import server as http_server
+from flopwatch.http.client import client_tls, opener
+from flopwatch.http.web_config import Web
 from flopwatch.settings import BoardsSettings, SettingsError
-from flopwatch.webconfig import Web
 
 log = logging.getLogger(__name__)
 
@@ -163,8 +163,8 @@ def boards_app(
         if READS.fullmatch(path) is None:
             raise HTTPException(404, f"{path} is not among what the viewer asks")
         try:
-            form = await serving.body(request) if request.method == "POST" else None
-        except (serving.TooLarge, serving.NotArriving) as error:
+            form = await http_server.body(request) if request.method == "POST" else None
+        except (http_server.TooLarge, http_server.NotArriving) as error:
             raise HTTPException(400, str(error)) from None
         status, body = await anyio.to_thread.run_sync(upstream.ask, path, request.url.query, form, limiter=asking)
         return Response(body, status, media_type="application/json")
@@ -189,8 +189,8 @@ def boards_app(
 
 def run(settings: BoardsSettings) -> None:
     """Serve until SIGTERM or Ctrl-C. Raises SettingsError where these settings cannot work on this machine."""
-    serving.log_to_stderr()
-    serving.check_token("--token-file", settings.token_file)
+    http_server.log_to_stderr()
+    http_server.check_token("--token-file", settings.token_file)
     web = None if settings.web_config is None else Web(settings.web_config)
     if web is not None and not settings.listen.loopback and not web.config.asks_who():
         raise SettingsError(f"--web-config {settings.web_config}: it lets everybody in, and others than "
@@ -201,9 +201,9 @@ def run(settings: BoardsSettings) -> None:
         dashboards(folder), page(), Upstream(settings.prometheus, settings.token_file, settings.ca_file),
         scrape_interval=settings.scrape_interval,
         names=sorted({"localhost", "127.0.0.1", "::1", settings.listen.host}) if web is None else ())
-    server = serving.server(app if web is None else web.protect(app), MAX_CONNECTIONS)
+    server = http_server.server(app if web is None else web.protect(app), MAX_CONNECTIONS)
     if web is not None:
         web.secure(server.config)
     scheme = "https" if server.config.is_ssl else "http"
-    with serving.listener("--listen", settings.listen, backlog=128) as listener:
-        asyncio.run(serving.until_stopped(server, listener, f"boards at {scheme}://%s/"))
+    with http_server.listener("--listen", settings.listen, backlog=128) as listener:
+        asyncio.run(http_server.until_stopped(server, listener, f"boards at {scheme}://%s/"))

@@ -7,39 +7,39 @@ FLOPWATCH_INFO = Metric(
 )
 COLLECTOR_SUPPORTED = Metric(
     "flopwatch_collector_supported", "gauge", "0 if the source does not exist on this machine.", ("collector",),
-    "flopwatch.node.scrape",
+    "flopwatch.node.scrape.scrape",
 )
 COLLECTOR_SUCCESS = Metric(
     "flopwatch_collector_success", "gauge", "1 if the last read of this source succeeded within its deadline.",
-    ("collector",), "flopwatch.node.scrape", key=True,
+    ("collector",), "flopwatch.node.scrape.scrape", key=True,
 )
 COLLECTOR_LAST_SUCCESS = Metric(
     "flopwatch_collector_last_success_timestamp_seconds", "gauge",
     "When this source last answered, as Unix time. Its samples are served for --stale-after (30 s) after.",
-    ("collector",), "flopwatch.node.scrape",
+    ("collector",), "flopwatch.node.scrape.scrape",
 )
 COLLECTOR_DURATION = Metric(
     "flopwatch_collector_duration_seconds", "gauge", "How long the last read of this source took.", ("collector",),
-    "flopwatch.node.scrape",
+    "flopwatch.node.scrape.scrape",
 )
 COLLECTOR_FAILURES = Metric(
     "flopwatch_collector_failures_total", "counter",
     "Reads that failed, by reason: deadline, exited (the reading process died), error, blind (it lost its access, "
-    "which says nothing about the hardware).", ("collector", "reason"), "flopwatch.node.scrape",
+    "which says nothing about the hardware).", ("collector", "reason"), "flopwatch.node.scrape.scrape",
 )
 COLLECTOR_RESTARTS = Metric(
     "flopwatch_collector_restarts_total", "counter",
     "Reading processes replaced, by reason: exited (died), hung, memory (above its cap), afresh (only a new process "
-    "can go on, as after a driver upgrade).", ("collector", "reason"), "flopwatch.node.reader",
+    "can go on, as after a driver upgrade).", ("collector", "reason"), "flopwatch.node.scrape.reader",
 )
 SERIES_DROPPED = Metric(
     "flopwatch_series_dropped_total", "counter", "Samples left out to stay within the series budget.", ("budget",),
-    "flopwatch.node.scrape",
+    "flopwatch.node.scrape.scrape",
 )
 SERIES_DUPLICATE = Metric(
     "flopwatch_series_duplicate_total", "counter",
     "Samples of this source left out because the same series was there already: Prometheus would refuse them all.",
-    ("collector",), "flopwatch.node.scrape",
+    ("collector",), "flopwatch.node.scrape.scrape",
 )
 DRIVER_RELEASED = Metric(
     "flopwatch_driver_released", "gauge",
@@ -48,12 +48,12 @@ DRIVER_RELEASED = Metric(
 )
 DRIVER_RELEASED_UNTIL = Metric(
     "flopwatch_driver_released_until_timestamp_seconds", "gauge",
-    "When the driver is opened again, as Unix time. Present while it is released.", (), "flopwatch.node.release",
+    "When the driver is opened again, as Unix time. Present while it is released.", (), "flopwatch.node.driver_release",
 )
 DRIVER_RELEASED_SECONDS = Metric(
     "flopwatch_driver_released_seconds_total", "counter",
     "Time without driver handles on request: the GPUs' series have a gap that is nobody's fault.", (),
-    "flopwatch.node.release",
+    "flopwatch.node.driver_release",
 )
 PROFILING_PAUSED = Metric(
     "flopwatch_profiling_paused", "gauge",
@@ -78,12 +78,12 @@ OTLP_ACCEPTED = Metric(
     "flopwatch_otlp_pushes_total", "counter",
     "Pushes from training processes, by outcome: accepted, partial (some points refused), foreign_gpu (claims a GPU of "
     "another node); refused whole: stale_process, invalid, limit, conflict, malformed, too_large, unauthorized, "
-    "unsupported_type.", ("outcome",), "flopwatch.node.telemetry",
+    "unsupported_type.", ("outcome",), "flopwatch.node.telemetry.ranks",
 )
 LEDGER_SENT = Metric(
     "flopwatch_ledger_records_total", "counter",
     "Snapshots handed to the ledger, by outcome: sent, failed (offered again), refused.", ("outcome",),
-    "flopwatch.node.forward",
+    "flopwatch.node.telemetry.ledger_client",
 )
 LEDGER_RECEIVED = Metric(
     "flopwatch_ledger_received_total", "counter", "Deliveries to this ledger, by outcome: accepted, refused, failed.",

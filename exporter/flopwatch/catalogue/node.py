@@ -9,13 +9,13 @@ NODE_TOPOLOGY_INFO = Metric(
 )
 NODE_VERDICT = Metric(
     "node_verdict_id", "gauge", "Fitness for training: 0 ok, 1 degraded or not to be told, 2 bad.", (),
-    "flopwatch.node.diagnosis.verdict over everything read, against the expected shape",
+    "flopwatch.node.health.rules over everything read, against the expected shape",
 )
 NODE_VERDICT_REASON = Metric(
     "node_verdict_reason", "gauge",
     "1 for each reason why the node is not ok: the part it concerns, its weight (degraded, bad, unknown) and what to "
     "do. Reasons and actions: docs/check.md.",
-    ("reason", "part", "verdict", "action"), "flopwatch.node.diagnosis.verdict",
+    ("reason", "part", "verdict", "action"), "flopwatch.node.health.rules",
 )
 NODE_EXPECTED = Metric(
     "node_expected_parts", "gauge", "Parts this node ought to have: gpus, ports, nvlinks.", ("kind",),

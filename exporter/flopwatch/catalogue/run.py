@@ -55,13 +55,13 @@ RUN_INCIDENTS = Metric(
     "run_incidents_total", "counter",
     "Losses by cause, each counted once, when its evidence is complete. Kinds: end (of an attempt that did not end the "
     "run), slow (a stretch of slow steps), stall (a time without a step that came to an end).",
-    (*RUN, "kind", "cause"), "flopwatch.ledger.causes",
+    (*RUN, "kind", "cause"), "flopwatch.ledger.attribution",
 )
 RUN_BADPUT_GPU_SECONDS = Metric(
     "run_badput_gpu_seconds_total", "counter",
     "GPU time those losses cost. end: cut short, down, startup, restore, executed again until the next new step. slow, "
     "stall: beyond the usual, a part of productive, data_stall and checkpoint_save. No second is in two losses.",
-    (*RUN, "kind", "cause"), "flopwatch.ledger.causes",
+    (*RUN, "kind", "cause"), "flopwatch.ledger.attribution",
 )
 RUN_STRAGGLER_GPU_SECONDS = Metric(
     "run_straggler_gpu_seconds_total", "counter",

@@ -57,7 +57,7 @@ TRAINING_SAMPLES = Metric(
 TRAINING_MODEL_FLOPS = Metric(
     "training_model_flops_total", "counter",
     "FLOPs the model needs for this rank's share of the tokens; recomputation is never counted.", RANK,
-    "tokens x flopwatch.training.flops per token", key=True,
+    "tokens x flopwatch.flops per token", key=True,
 )
 TRAINING_HARDWARE_FLOPS = Metric(
     "training_hardware_flops_total", "counter",
@@ -67,15 +67,15 @@ TRAINING_HARDWARE_FLOPS = Metric(
 TRAINING_CAPACITY_FLOPS = Metric(
     "training_capacity_flops_total", "counter",
     "Dense peak of this rank's card for the declared dtype x seconds in steps, data stall included.", RANK,
-    "flopwatch.training.peaks x step seconds", key=True,
+    "flopwatch.flops.peaks x step seconds", key=True,
 )
 TRAINING_PEAK_FLOPS = Metric(
     "training_peak_flops_per_second", "gauge", "Dense peak FLOP/s of this rank's card for the declared dtype.", RANK,
-    "flopwatch.training.peaks, or declared",
+    "flopwatch.flops.peaks, or declared",
 )
 TRAINING_MFU_UNAVAILABLE = Metric(
     "training_mfu_unavailable", "gauge", "1 with the reason why this rank has no MFU.", (*RANK, "reason"),
-    "flopwatch.training.hook",
+    "flopwatch.training.run",
 )
 TRAINING_ACTIVITY_SECONDS = Metric(
     "training_activity_seconds_total", "counter",
@@ -106,15 +106,15 @@ TRAINING_COLLECTIVE_WAIT = Metric(
 TRAINING_MEASURED_STEP_SECONDS = Metric(
     "training_measured_step_seconds_total", "counter",
     "Step time of the steps in which the wait was measured. A step next to a checkpoint or evaluation is not.", RANK,
-    "flopwatch.training.hook",
+    "flopwatch.training.run",
 )
 TRAINING_MEASURED_STEPS = Metric(
     "training_measured_steps_total", "counter", "Steps in which the wait was measured.", RANK,
-    "flopwatch.training.hook",
+    "flopwatch.training.run",
 )
 TRAINING_MEASURED_EVERY_STEPS = Metric(
     "training_measured_every_steps", "gauge", "Every how many steps phases and waits are measured. From one rank.",
-    _RUN, "flopwatch.training.hook",
+    _RUN, "flopwatch.training.run",
 )
 TRAINING_COLLECTIVE_SEQUENCE = Metric(
     "training_collective_sequence_number", "gauge",
@@ -128,7 +128,7 @@ TRAINING_STANDSTILL_INFO = Metric(
 )
 TRAINING_STEP_DURATION = Metric(
     "training_step_duration_seconds", "histogram", "Duration of optimizer steps. From one rank.", _RUN,
-    "flopwatch.training.hook",
+    "flopwatch.training.run",
 )
 TRAINING_LOSS = Metric(
     "training_loss", "gauge", "Loss last reported. From one rank.", _RUN, "run.step(loss=...)",
@@ -169,5 +169,5 @@ TRAINING_ALLOCATOR_UNUSED_BYTES = Metric(
 )
 TRAINING_HOOK_ERRORS = Metric(
     "training_hook_errors_total", "counter", "Errors the hook swallowed to keep the training loop running.", RANK,
-    "flopwatch.training.hook",
+    "flopwatch.training.run",
 )

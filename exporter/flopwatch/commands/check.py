@@ -15,7 +15,7 @@ from flopwatch.settings import ExporterSettings, SettingsError
 
 if TYPE_CHECKING:
     from flopwatch.catalogue import Sample
-    from flopwatch.node.diagnosis.check import Look
+    from flopwatch.node.health.check import Look
 
 URL = "http://127.0.0.1:9450/metrics"
 FORMATS = ("nagios", "text", "json", "npd")
@@ -24,7 +24,7 @@ UNKNOWN = 3
 
 def run(options: argparse.Namespace) -> int:
     """Print the verdict; whatever keeps us from one is unknown, never bad."""
-    from flopwatch.node.diagnosis.check import CannotTell, NobodyListens, cannot_tell
+    from flopwatch.node.health.check import CannotTell, NobodyListens, cannot_tell
 
     try:
         settings = ExporterSettings(**given(options, ExporterSettings))
@@ -42,8 +42,8 @@ def run(options: argparse.Namespace) -> int:
 @contextmanager
 def _look(options: argparse.Namespace, settings: ExporterSettings) -> Iterator[Look]:
     """Give a function that takes a look: through the exporter if one listens, else at the hardware."""
-    from flopwatch.asking import client_tls
-    from flopwatch.node.diagnosis import check
+    from flopwatch.http.client import client_tls
+    from flopwatch.node.health import check
 
     pointed = options.direct or options.simulate is not None or options.sysfs is not None
     if not pointed or options.url is not None:
@@ -78,10 +78,10 @@ def _password(file: Path | None) -> str:
 
 
 def _judged(options: argparse.Namespace, settings: ExporterSettings, look: Look) -> tuple[str, int]:
-    from flopwatch.node.diagnosis import check
-    from flopwatch.node.diagnosis.expectations import Expectations, load
-    from flopwatch.node.diagnosis.verdict import Verdict
-    from flopwatch.node.reader import gpu_inventory
+    from flopwatch.node.health import check
+    from flopwatch.node.health.expectations import Expectations, load
+    from flopwatch.node.health.rules import Verdict
+    from flopwatch.node.scrape.reader import gpu_inventory
 
     expected = Expectations() if options.record else load(settings.expect, gpu_inventory(settings).parent)
     verdict = Verdict(expected)
@@ -107,10 +107,10 @@ def _judged(options: argparse.Namespace, settings: ExporterSettings, look: Look)
 def _record(options: argparse.Namespace, settings: ExporterSettings, samples: list[Sample]) -> tuple[str, int]:
     """Keep the shape this node has now."""
     from flopwatch.node.collectors import StateFile
-    from flopwatch.node.diagnosis import check
-    from flopwatch.node.diagnosis.expectations import Expectations, learnt_file
-    from flopwatch.node.diagnosis.verdict import BAD, Verdict, learn
-    from flopwatch.node.reader import gpu_inventory
+    from flopwatch.node.health import check
+    from flopwatch.node.health.expectations import Expectations, learnt_file
+    from flopwatch.node.health.rules import BAD, Verdict, learn
+    from flopwatch.node.scrape.reader import gpu_inventory
 
     judgement = Verdict(Expectations()).judge(samples)
     if judgement.verdict in (BAD, "unknown") and not options.force:

@@ -21,8 +21,8 @@ def run(options: argparse.Namespace) -> int:
         flags(parser)
         chosen = given(parser.parse_args(running()), ExporterSettings) | chosen
     settings = ExporterSettings(**chosen)
-    from flopwatch.node.diagnosis.doctor import examine, to_json
-    from flopwatch.node.diagnosis.doctor_page import page
+    from flopwatch.node.health.doctor import examine, to_json
+    from flopwatch.node.health.doctor_text import page
 
     report = examine(settings)
     print(to_json(report) if options.json else page(report, shutil.get_terminal_size().columns), end="")

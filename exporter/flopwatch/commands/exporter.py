@@ -15,14 +15,14 @@ def run(options: argparse.Namespace) -> int:
     settings = ExporterSettings(**given(options, ExporterSettings))
     if options.release is not None:
         return _release(settings.state, options.release)
-    from flopwatch.node.serve import run as serve
+    from flopwatch.node.server import run as serve
 
     serve(settings)
     return 0
 
 
 def _release(state: Path, time: float) -> int:
-    from flopwatch.node.release import ask
+    from flopwatch.node.driver_release import ask
 
     if problem := ask(state, time):
         print(f"flopwatch: {problem}", file=sys.stderr)
@@ -32,7 +32,7 @@ def _release(state: Path, time: float) -> int:
 
 
 def _release_time(text: str) -> float:
-    from flopwatch.node.release import duration
+    from flopwatch.node.driver_release import duration
 
     if (time := duration(text)) is None:
         raise argparse.ArgumentTypeError(f"{text} is no time; write 90s, 10m or 1h, and 0 to end it")

@@ -12,7 +12,7 @@ from flopwatch.commands import Commands, command
 from flopwatch.settings import SettingsError
 
 if TYPE_CHECKING:
-    from flopwatch.training.flops import Transformer
+    from flopwatch.flops import Transformer
 
 FORMULAS = {
     "causal": "6 W + 6 L H e s per token: all matmuls, attention scores below the diagonal",
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _model(options: argparse.Namespace) -> Transformer:
-    from flopwatch.training.flops import from_config
+    from flopwatch.flops import from_config
 
     file = options.config / "config.json" if options.config.is_dir() else options.config
     try:

@@ -9,7 +9,7 @@ from flopwatch.commands import Commands, command
 
 def run(options: argparse.Namespace) -> None:
     """Print the table."""
-    from flopwatch.docs import metrics_markdown
+    from flopwatch.catalogue.markdown import metrics_markdown
 
     print(metrics_markdown(key_only=options.key), end="")
 

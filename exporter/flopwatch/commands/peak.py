@@ -16,7 +16,7 @@ from flopwatch.commands import Commands, command, seconds
 from flopwatch.settings import SettingsError
 
 if TYPE_CHECKING:
-    from flopwatch.training.peaks import Peak
+    from flopwatch.flops.peaks import Peak
 
 SECONDS = 10.0
 
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _table(name: str, dtype: str) -> Peak | str:
     """Return the table's peak, or why there is none."""
-    from flopwatch.training.peaks import UnknownPeak, peak
+    from flopwatch.flops.peaks import UnknownPeak, peak
 
     try:
         return peak(name, dtype)

@@ -21,7 +21,7 @@ def report(options: argparse.Namespace) -> None:
     except ImportError as error:
         raise SettingsError(f"report: {error}; install it with pip install 'flopwatch[report]'") from None
     from flopwatch.ledger.client import Client
-    from flopwatch.report.gather import gather
+    from flopwatch.report.collect import gather
     from flopwatch.report.prometheus import Prometheus
 
     found = gather(

@@ -24,7 +24,7 @@ from flopwatch.commands import Commands, command
 from flopwatch.settings import SettingsError
 
 if TYPE_CHECKING:
-    from flopwatch.training.torch.attach import Attachment
+    from flopwatch.training.autolog.attach import Attachment
 
 
 def run(options: argparse.Namespace) -> int:
@@ -69,7 +69,7 @@ class _Watching:
     """What is to attach once the script has imported torch."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        from flopwatch.training.imports import when_imported
+        from flopwatch.training.autolog.imports import when_imported
 
         self._settings = {
             "name": options.name, "tokens_from": options.tokens_from, "tokens_per_step": options.tokens_per_step,
@@ -80,13 +80,13 @@ class _Watching:
         when_imported("torch", self._attach)
 
     def _attach(self) -> None:
-        from flopwatch.training.torch import attach
+        from flopwatch.training.autolog import attach
 
         self._attachment = attach.to_process(attach.Settings(**self._settings))
 
     def ends(self, status: str, error: BaseException | None = None) -> None:
         """Tell how the script ended; it is said at the interpreter's exit, after threads and before anything else."""
-        from flopwatch.training.ending import ended_by
+        from flopwatch.training.process.exit_reason import ended_by
 
         if self._attachment is not None:
             self._attachment.status, self._attachment.ended_by = status, ended_by(error)
@@ -102,7 +102,7 @@ def _flops(options: argparse.Namespace) -> dict[str, Any]:
         return {"flops_per_token": options.flops_per_token, "convention": options.convention}
     if options.flops_per_token is not None:
         raise SettingsError("run: give --config or --flops-per-token, not both")
-    from flopwatch.training.flops import from_config
+    from flopwatch.flops import from_config
 
     try:
         model = from_config(json.loads(options.config.read_text()))

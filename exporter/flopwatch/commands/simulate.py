@@ -13,15 +13,15 @@ from flopwatch.commands import Commands, command
 from flopwatch.settings import SettingsError
 
 if TYPE_CHECKING:
-    from flopwatch.simulate.fleet.judge import Judgement
-    from flopwatch.simulate.fleet.scenarios import Scenario
+    from simulator.judge import Judgement
+    from simulator.scenarios import Scenario
 
 
 def run(options: argparse.Namespace) -> int:
     """Simulate and compare; 1 if a figure of the ledger is off by more than 1 %, or a verdict of the rules is poor."""
-    from flopwatch.simulate.fleet import kinds
-    from flopwatch.simulate.fleet.faults import script
-    from flopwatch.simulate.fleet.scenarios import SCENARIOS, simulate
+    from simulator import kinds
+    from simulator.faults import script
+    from simulator.scenarios import SCENARIOS, simulate
 
     if options.scenario in kinds.SCENARIOS:
         return _verdicts(options)
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _verdicts(options: argparse.Namespace) -> int:
-    from flopwatch.simulate.fleet import verdicts
+    from simulator import verdicts
 
     given = [f"--{name}" for name in ("days", "gpus", "faults", "every", "history", "metrics")
              if getattr(options, name) is not None]

@@ -15,7 +15,7 @@ ANSWER = 15.0  # seconds; a rank looks for a request before every push
 
 def run(options: argparse.Namespace) -> int:
     """Ask, and print the answer; 1 if there is none."""
-    from flopwatch.training import stacks
+    from flopwatch.training.process import stacks
 
     process = Path("/proc") / str(options.pid)
     if not process.exists():

@@ -22,7 +22,7 @@ where *pending* is step time whose step has not ended. `run_open_seconds` is pen
   again.
 - A run has recovered from an unplanned end (failed, silent) with the first step above its high-water mark. What ends
   before that belongs to the same recovery, so that no second is in two of them.
-- Slow stretches and stalls (`flopwatch.ledger.pace`) are losses too; what they cost is a part of the buckets their
+- Slow stretches and stalls (`flopwatch.ledger.slowdowns`) are losses too; what they cost is a part of the buckets their
   seconds are in. What is charged to the end of an attempt is not looked at again.
 - Two attempts that report at the same time are a conflict: shown, and never merged. The later start is accounted for.
 - Clocks: an attempt's seconds are its processes' own. A host whose stamps fall back while its process grows older was
@@ -43,14 +43,14 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from flopwatch.catalogue import Sample
-from flopwatch.ledger import losses, told
+from flopwatch.ledger import losses, views
 from flopwatch.ledger.attempt import BUCKETS, END_OF_RUN, ENDS, Attempt, Source, order
+from flopwatch.ledger.attribution import LOSSES
 from flopwatch.ledger.booking import Booked
-from flopwatch.ledger.causes import LOSSES
 from flopwatch.ledger.clocks import AHEAD
 from flopwatch.ledger.incidents import Incident
-from flopwatch.ledger.pace import Found, Pace
 from flopwatch.ledger.record import Key, Record
+from flopwatch.ledger.slowdowns import Found, Pace
 from flopwatch.ledger.stragglers import Late, Wait
 
 __all__ = ["BUCKETS", "Ledger", "Run", "Source"]
@@ -380,15 +380,15 @@ class Run(Booked):
 
     def families(self, now: float, *, new: bool = False) -> list[Sample]:
         """Return every sample of the run; one that is new has its counters at 0 and all its wall clock open."""
-        return told.families(self, now, new=new)
+        return views.families(self, now, new=new)
 
     def summary(self, at: float | None = None) -> dict[str, Any]:
         """Return the figures of the run at a time, else as of its last record; a ratio that cannot be told is None."""
-        return told.summary(self, at)
+        return views.summary(self, at)
 
     def figures(self, now: float) -> dict[str, Any]:
         """Return the whole record of the run: its summary, its attempts and its incidents, the oldest first."""
-        return told.figures(self, now)
+        return views.figures(self, now)
 
     def to_json(self) -> dict[str, Any]:
         """Return the state without what is kept apart: there is a source for every node, and ever more history."""

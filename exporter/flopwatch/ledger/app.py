@@ -1,6 +1,6 @@
 """The cluster's ledger: POST /v1/snapshots takes records from the node exporters, /metrics serves the run families.
 
-What people ask of it is in flopwatch.ledger.runs.
+What people ask of it is in flopwatch.ledger.api.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from prometheus_client.registry import Collector
 
 import flopwatch
 from flopwatch import catalogue as m
-from flopwatch import serving
 from flopwatch.catalogue import Metric
+from flopwatch.http import server as http_server
+from flopwatch.http.web_config import Web
+from flopwatch.ledger.api import runs_router
 from flopwatch.ledger.record import RecordError
-from flopwatch.ledger.runs import runs_router
 from flopwatch.ledger.store import Store
 from flopwatch.settings import LedgerSettings
-from flopwatch.webconfig import Web
 
 log = logging.getLogger(__name__)
 
 # 408 and not 400 for a body that does not arrive: the exporter is to send it again.
-_HTTP_STATUS = {RecordError: 400, serving.Unauthorized: 401, serving.NotArriving: 408, serving.TooLarge: 413}
+_HTTP_STATUS = {RecordError: 400, http_server.Unauthorized: 401, http_server.NotArriving: 408, http_server.TooLarge: 413}
 
 
 class Families(Collector):
@@ -72,7 +72,7 @@ def ledger_app(store: Store, token_file: Path | None = None) -> FastAPI:
     registry.register(families)
 
     def authorize(request: Request) -> None:
-        serving.authorize(request, "--token-file", token_file)
+        http_server.authorize(request, "--token-file", token_file)
 
     @app.post("/v1/snapshots")
     async def snapshots(request: Request) -> dict[str, int]:
@@ -80,11 +80,11 @@ def ledger_app(store: Store, token_file: Path | None = None) -> FastAPI:
         outcome = "refused"
         try:
             authorize(request)
-            records = _records(await serving.body(request))
+            records = _records(await http_server.body(request))
             outcome = "failed"
             await run_in_threadpool(store.apply, records)
             outcome = "accepted"
-        except (RecordError, serving.Unauthorized, serving.TooLarge, serving.NotArriving) as error:
+        except (RecordError, http_server.Unauthorized, http_server.TooLarge, http_server.NotArriving) as error:
             outcome = "refused"
             raise HTTPException(_HTTP_STATUS[type(error)], str(error)) from None
         except sqlite3.Error as error:
@@ -123,10 +123,10 @@ def _records(body: bytes) -> list[object]:
 
 def run(settings: LedgerSettings) -> None:
     """Serve until SIGTERM or Ctrl-C. Raises SettingsError where these settings cannot work on this machine."""
-    serving.log_to_stderr()
-    serving.check_token("--token-file", settings.token_file)
+    http_server.log_to_stderr()
+    http_server.check_token("--token-file", settings.token_file)
     web = None if settings.web_config is None else Web(settings.web_config)
-    with serving.listener("--listen", settings.listen, backlog=1024) as listener, contextlib.closing(
+    with http_server.listener("--listen", settings.listen, backlog=1024) as listener, contextlib.closing(
         Store(
             settings.state / "ledger.sqlite", silent_after=settings.silent_after, new_for=settings.new_for,
             abandoned_after=settings.abandoned_after)
@@ -134,7 +134,7 @@ def run(settings: LedgerSettings) -> None:
         # What asks for the token asks for nothing else; without one, users guard everything.
         own = "/v1/" if settings.token_file is not None else None
         app = ledger_app(store, settings.token_file)
-        server = serving.server(app if web is None else web.protect(app, own))
+        server = http_server.server(app if web is None else web.protect(app, own))
         if web is not None:
             web.secure(server.config)
-        asyncio.run(serving.until_stopped(server, listener, "listening ledger=%s"))
+        asyncio.run(http_server.until_stopped(server, listener, "listening ledger=%s"))

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from flopwatch.ledger.pace import Pace
 from flopwatch.ledger.record import STATUSES
+from flopwatch.ledger.slowdowns import Pace
 from flopwatch.ledger.stragglers import Late, Wait
 
 BUCKETS = (

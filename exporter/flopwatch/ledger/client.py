@@ -19,7 +19,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from flopwatch.asking import client_tls, opener
+from flopwatch.http.client import client_tls, opener
 from flopwatch.ledger.accounting import BUCKETS
 from flopwatch.ledger.replay import block
 from flopwatch.settings import SettingsError

@@ -1,7 +1,7 @@
 """What a run's losses were and what was seen around them: bounded, whatever the nodes say.
 
-An incident is the end of an attempt that did not end the run, a slow stretch or a stall (`flopwatch.ledger.pace`). The
-price of an end is what is booked from then until the run makes a new step, or is lost again: what was cut short, down
+An incident is the end of an attempt that did not end the run, a slow stretch or a stall
+(`flopwatch.ledger.slowdowns`). The price of an end is what is booked from then until the run makes a new step, or is lost again: what was cut short, down
 time, startup, steps executed again. Of the others it is what they took beyond the usual. The cause is settled once,
 when no more evidence is to come, and never changes afterwards.
 """
@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field
 from math import inf
 from typing import Any
 
-from flopwatch.ledger import causes
-from flopwatch.ledger.causes import Evidence, Loss
+from flopwatch.ledger import attribution
+from flopwatch.ledger.attribution import Evidence, Loss
 
 # A failure is attributed to a signal from so long before it to so long after: https://arxiv.org/abs/2410.21680.
 BEFORE, AFTER = 600.0, 300.0
@@ -68,7 +68,7 @@ class Incident:
         """Return whether the run is back and nothing seen from now on would explain the loss."""
         return self.back is not None and now >= self.ended + AFTER
 
-    def judge(self, evidence: EvidenceBook) -> causes.Verdict:
+    def judge(self, evidence: EvidenceBook) -> attribution.Verdict:
         """Return the cause, as far as it is known."""
         back = evidence.back(self.number)
         own = [Evidence("node_gone", t, 1, host) for host, t in self.silent.items() if host not in back]
@@ -76,9 +76,9 @@ class Incident:
             own.append(Evidence(_WAITED[self.waited], self.began, 1, self.follows))
         loss = Loss(self.kind, self.began, self.ended, self.status, frozenset(self.hosts))
         # A counter that rose is noticed up to a minute later.
-        latest = inf if self.until is None else max(self.until, self.ended + causes.AT_ONCE)
+        latest = inf if self.until is None else max(self.until, self.ended + attribution.AT_ONCE)
         seen = (item for item in evidence.of(loss.hosts) if item.t <= latest)
-        return causes.verdict(loss, [*seen, *own], BEFORE, AFTER)
+        return attribution.verdict(loss, [*seen, *own], BEFORE, AFTER)
 
     def settle(self, evidence: EvidenceBook) -> None:
         """Decide on the cause, for good."""

@@ -7,10 +7,10 @@ from math import inf
 from typing import Any
 
 from flopwatch.ledger.attempt import UNPLANNED
-from flopwatch.ledger.causes import LOSSES
+from flopwatch.ledger.attribution import LOSSES
 from flopwatch.ledger.clocks import Heard
 from flopwatch.ledger.incidents import EvidenceBook, Incident, horizon
-from flopwatch.ledger.pace import Found
+from flopwatch.ledger.slowdowns import Found
 
 HISTORY = 1000  # ended attempts, and incidents, whose figures are kept
 _UNSETTLED = 100  # incidents that may wait for evidence

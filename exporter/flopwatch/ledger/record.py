@@ -13,7 +13,7 @@ a submission, nor for a finish by hand, which ends the run's current attempt. Un
 `waits` is what each of its ranks has waited for others in the steps in which that was measured, with its place in the
 pipeline, its process's start and its tokens (`flopwatch.ledger.stragglers`); cumulative, and only if all are measured.
 
-`evidence` is what the source's node has seen that may explain a loss (`flopwatch.ledger.causes`): of each kind and
+`evidence` is what the source's node has seen that may explain a loss (`flopwatch.ledger.attribution`): of each kind and
 place how often up to now and when last. Of a kind that is unknown the text is kept, and explains nothing.
 """
 
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from math import fsum, inf
 from typing import Any
 
-from flopwatch.ledger.causes import Evidence
+from flopwatch.ledger.attribution import Evidence
 from flopwatch.ledger.stragglers import Wait
 
 # What a source may say of its time; anything else it says is `other`.

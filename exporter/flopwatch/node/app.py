@@ -12,19 +12,19 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse
 
 import flopwatch
-from flopwatch import serving
-from flopwatch.node import otlp
-from flopwatch.node.exposition import OPENMETRICS, content_type, gzip_accepted
-from flopwatch.node.otlp import Refused
-from flopwatch.node.scrape import Scrape, scrape_timeout
-from flopwatch.node.telemetry import Telemetry
+from flopwatch.http import server as http_server
+from flopwatch.node.scrape.exposition import OPENMETRICS, content_type, gzip_accepted
+from flopwatch.node.scrape.scrape import Scrape, scrape_timeout
+from flopwatch.node.telemetry import otlp
+from flopwatch.node.telemetry.otlp import Refused
+from flopwatch.node.telemetry.ranks import Telemetry
 from flopwatch.settings import ExporterSettings
 
 INTAKE_THREADS = 4
 
 _HTTP_STATUS = {"malformed": 400, "unauthorized": 401, "too_large": 413, "unsupported_type": 415}
 _OUTCOMES: dict[type[Exception], str] = {
-    serving.Unauthorized: "unauthorized", serving.TooLarge: "too_large", serving.NotArriving: "malformed",
+    http_server.Unauthorized: "unauthorized", http_server.TooLarge: "too_large", http_server.NotArriving: "malformed",
 }
 
 _PAGE = """<!doctype html>
@@ -108,15 +108,15 @@ def otlp_app(telemetry: Telemetry, token_file: Path | None) -> FastAPI:
         media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         coding = request.headers.get("content-encoding", "identity").strip().lower()
         try:
-            serving.authorize(request, "--otlp-token-file", token_file)
+            http_server.authorize(request, "--otlp-token-file", token_file)
             if media not in (otlp.PROTOBUF, otlp.JSON) or coding not in ("identity", "gzip"):
                 message = f"send {otlp.PROTOBUF} or {otlp.JSON}, plain or gzip, not {media!r} {coding!r}"
                 raise Refused("unsupported_type", message)
-            body = await serving.body(request)
+            body = await http_server.body(request)
             # A megabyte takes a while to decode: not on the loop that answers Prometheus, nor on all of its threads.
             reply = await anyio.to_thread.run_sync(take, body, media, coding == "gzip", limiter=threads)
             return Response(reply, media_type=media)
-        except (Refused, serving.Unauthorized, serving.TooLarge, serving.NotArriving) as error:
+        except (Refused, http_server.Unauthorized, http_server.TooLarge, http_server.NotArriving) as error:
             outcome = error.outcome if isinstance(error, Refused) else _OUTCOMES[type(error)]
             telemetry.count(outcome)
             answer = otlp.PROTOBUF if media == otlp.PROTOBUF else otlp.JSON

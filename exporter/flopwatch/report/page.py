@@ -14,7 +14,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from flopwatch.report.gather import OPEN, Report
+from flopwatch.report.collect import OPEN, Report
 from flopwatch.report.references import GOODPUT, MFU, Reference
 
 # In the order of the waterfall; colours that people who confuse red and green tell apart.

@@ -27,10 +27,10 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
+from flopwatch.flops import Transformer
+from flopwatch.flops.peaks import peak
 from flopwatch.training import Run
-from flopwatch.training.flops import Transformer
-from flopwatch.training.launcher import this_process
-from flopwatch.training.peaks import peak
+from flopwatch.training.process.launcher import this_process
 
 LLAMA_3_8B = Transformer(layers=32, width=4096, heads=32, kv_heads=8, mlp_width=14336, mlp_matrices=3,
                          vocabulary=128256)

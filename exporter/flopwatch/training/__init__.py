@@ -7,6 +7,6 @@
     run.finish()
 """
 
-from flopwatch.training.hook import Run
+from flopwatch.training.run import Run
 
 __all__ = ["Run"]

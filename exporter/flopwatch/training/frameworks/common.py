@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from flopwatch.training import Run
-from flopwatch.training.samples import lengths
+from flopwatch.training.sequence_lengths import lengths
 
 log = logging.getLogger("flopwatch")
 
@@ -337,7 +337,7 @@ class Trainee:
 
     def count_flops(self, model: Any, *, given: Any, convention: str) -> None:
         """Count FLOPs by the length of each sample: from the `Transformer` given, else from the model's config."""
-        from flopwatch.training import flops
+        from flopwatch import flops
 
         transformer = given if hasattr(given, "flops_of_samples") else None
         config: Any = getattr(model, "config", None)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from flopwatch.training.parallel import DIMENSIONS
+from flopwatch.training.process.parallel import DIMENSIONS
 from flopwatch.training.torch.waits import Unmeasured, _fsdp_groups, watch
 
 __all__ = ["Card", "agreed", "card", "replica_ranks", "watch"]

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flopwatch.training.imports import when_imported
+from flopwatch.training.autolog.imports import when_imported
 
 if TYPE_CHECKING:
-    from flopwatch.training.hook import Run
+    from flopwatch.training.run import Run
 
 # Where a loaded checkpoint has the number of steps completed, unless told otherwise.
 STEP_KEYS = ("step", "global_step", "iteration")

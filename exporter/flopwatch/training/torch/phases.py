@@ -38,8 +38,8 @@ from torch.optim.optimizer import (
 from flopwatch.training.torch.outputs import tensors
 
 if TYPE_CHECKING:
-    from flopwatch.training.books import Mark
-    from flopwatch.training.hook import Run
+    from flopwatch.training.run import Run
+    from flopwatch.training.totals import Mark
 
 _attached: dict[Run, Phases] = {}
 

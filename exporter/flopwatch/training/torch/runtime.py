@@ -29,7 +29,7 @@ from flopwatch.catalogue import (
 )
 
 if TYPE_CHECKING:
-    from flopwatch.training.hook import Run
+    from flopwatch.training.run import Run
 
 
 def cuda_memory() -> list[Mapping[str, Any]]:

@@ -36,8 +36,8 @@ import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
-    from flopwatch.training.books import Mark
-    from flopwatch.training.hook import Run
+    from flopwatch.training.run import Run
+    from flopwatch.training.totals import Mark
 
 log = logging.getLogger("flopwatch")
 

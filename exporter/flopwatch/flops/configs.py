@@ -1,0 +1,416 @@
+"""A Hugging Face `config.json`, or a loaded configuration of transformers, as the dimensions of a `Transformer`.
+
+Each family is one entry of `FAMILIES`, keyed by `model_type`; what a field means, and what a file without it means, is
+in configuration_<model_type>.py and modeling_<model_type>.py of https://github.com/huggingface/transformers (read at
+5.23). Whatever is not known there is refused with an `UnknownModel` that says what is missing: a model type, a
+dimension, a layer of another kind, or a field of another family that would change the count.
+
+Norms, biases and routers are in `other_parameters`, so that `parameters` is what transformers would build. Of gemma3
+with images the language model is counted: the image tower runs per image, not per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from flopwatch.flops.transformer import LatentAttention, Transformer
+
+_REQUIRED = object()
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_MTP = ("num_nextn_predict_layers", "num_mtp_layers")
+
+# Fields that give layers another shape, in models that otherwise look like one of ours.
+_FOREIGN = {
+    "hybrid_override_pattern": "state-space layers", "layers_block_type": "layers of other kinds",
+    "block_configs": "layers of different shapes", "attention_chunk_size": "chunked attention",
+    "index_topk": "sparse attention with an indexer", "linear_attn_config": "linear-attention layers",
+    "linear_num_key_heads": "linear-attention layers", "mamba_num_heads": "state-space layers",
+    "cross_attention_layers": "cross-attention", "add_cross_attention": "cross-attention",
+    "num_kv_shared_layers": "layers that share keys and values", "mlp_layer_types": "its own list of expert layers",
+    "is_encoder_decoder": "an encoder", "use_bidirectional_attention": "attention that is not causal",
+}
+# Why some well-known models are not here.
+_MISSING = {
+    "nemotron_h": "a formula for its Mamba layers", "jamba": "a formula for its Mamba layers",
+    "mamba2": "a formula for its Mamba layers", "nemotron-nas": "a place for its layers of different shapes",
+    "llama4": "a formula for its chunked attention", "llama4_text": "a formula for its chunked attention",
+    "qwen3_next": "a formula for its linear-attention layers", "qwen3_5": "a formula for its linear-attention layers",
+    "deepseek_v32": "a formula for its sparse attention",
+    "gemma3n": "a place for its layers that share keys and values",
+    "t5": "a formula for its encoder", "bert": "a formula for attention that is not causal",
+}
+
+
+class UnknownModel(ValueError):
+    """What the file describes cannot be counted; the message says what is missing."""
+
+
+class _HasDictionary(Protocol):
+    """A loaded configuration of transformers."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+class _Fields:
+    """The fields of one file, with the defaults of its family; each wrong value is refused by name."""
+
+    def __init__(self, given: Mapping[str, Any], kind: str, defaults: Mapping[str, Any]) -> None:
+        self._given, self.kind, self._defaults = given, kind, defaults
+
+    def get(self, *names: str) -> Any:
+        """Return the first of these fields that the file has, else the family's default, else None.
+
+        Where the file says null it is None: no window, no rank.
+        """
+        said = [self._given[name] for name in names if name in self._given]
+        values = said or [self._defaults[name] for name in names if name in self._defaults]
+        return next((value for value in values if value is not None), None)
+
+    def has(self, name: str) -> bool:
+        """Return whether the file has the field, be it null."""
+        return name in self._given
+
+    def number(self, *names: str, default: Any = _REQUIRED, least: int = 1, most: int = 10**9) -> Any:
+        """Return a whole number from `least` to `most`, or the default where the file says nothing or null."""
+        value = self.get(*names)
+        if value is None and default is not _REQUIRED:
+            return default
+        if value is None:
+            raise UnknownModel(f"a {self.kind} needs {' or '.join(names)}, and the file does not say")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise UnknownModel(f"{names[0]} is {value!r}, which is no whole number from {least} to {most}")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return true or false."""
+        value = self.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise UnknownModel(f"{name} is {value!r}, neither true nor false")
+        return value
+
+    def numbers(self, name: str) -> tuple[int, ...]:
+        """Return a list of layers, empty where the file says nothing."""
+        value = self.get(name)
+        value = [] if value is None else value
+        if not isinstance(value, list | tuple) or any(type(item) is not int or item < 0 for item in value):
+            raise UnknownModel(f"{name} is {value!r}, which is no list of layers")
+        return tuple(value)
+
+    def layer_types(self, layers: int) -> list[bool] | None:
+        """Return for each layer whether it has a window, None where the file does not say."""
+        value = self.get("layer_types")
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple):
+            raise UnknownModel(f"layer_types is {value!r}, which is no list")
+        if unknown := sorted({str(kind) for kind in value} - {"full_attention", "sliding_attention"}):
+            raise UnknownModel(f"layer_types has {', '.join(unknown)}: only full_attention and sliding_attention "
+                               "can be counted")
+        if len(value) != layers:
+            raise UnknownModel(f"layer_types names {len(value)} layers of {layers}")
+        return [kind == "sliding_attention" for kind in value]
+
+
+Windows = tuple[int | None, ...] | int | None
+
+
+def _no_windows(f: _Fields, layers: int) -> Windows:
+    if any(f.layer_types(layers) or ()) or f.get("sliding_window") is not None:
+        raise UnknownModel(f"a {f.kind} has no windows in transformers, and this file names some")
+    return None
+
+
+def _one_window(f: _Fields, layers: int) -> Windows:
+    """Return the window of every layer."""
+    window: int | None = f.number("sliding_window", default=None)
+    if (types := f.layer_types(layers)) is not None and set(types) != {window is not None}:
+        raise UnknownModel(f"all layers of a {f.kind} have the same window in transformers, "
+                           "and layer_types says otherwise")
+    return window
+
+
+def _alternating(*pattern: str, every: int) -> Callable[[_Fields, int], Windows]:
+    """Return a rule: layer_types if given, else a window in all layers but each `every`th."""
+
+    def windows(f: _Fields, layers: int) -> Windows:
+        step = f.number(*pattern, default=every) if pattern else every
+        types = f.layer_types(layers)
+        types = [(layer + 1) % step != 0 for layer in range(layers)] if types is None else types
+        return _where(f, types)
+
+    return windows
+
+
+def _where(f: _Fields, types: list[bool]) -> Windows:
+    if not any(types):
+        return None
+    window = f.number("sliding_window")
+    return tuple(window if windowed else None for windowed in types)
+
+
+def _qwen_windows(f: _Fields, layers: int) -> Windows:
+    """Return no windows unless use_sliding_window; then those of layer_types, else from max_window_layers on."""
+    types = f.layer_types(layers)
+    if not f.flag("use_sliding_window", False):
+        if any(types or ()) and f.get("sliding_window"):
+            raise UnknownModel("layer_types has sliding_attention and use_sliding_window is false: which is it?")
+        return None
+    if f.get("sliding_window") is None:
+        return None
+    if types is None:
+        if f.kind.endswith("_moe"):
+            raise UnknownModel(f"releases of transformers put the windows of a {f.kind} into different layers: "
+                               "write layer_types into the file")
+        first_with = f.number("max_window_layers", least=0)
+        types = [layer >= first_with for layer in range(layers)]
+    return _where(f, types)
+
+
+def _all_sparse(f: _Fields, layers: int) -> tuple[int, ...]:
+    return ()
+
+
+def _qwen_dense(f: _Fields, layers: int) -> tuple[int, ...]:
+    """Return the layers with a plain MLP: those of mlp_only_layers, and all but each decoder_sparse_step-th."""
+    step, only = f.number("decoder_sparse_step", default=1), f.numbers("mlp_only_layers")
+    return tuple(layer for layer in range(layers) if layer in only or (layer + 1) % step)
+
+
+def _deepseek_dense(f: _Fields, layers: int) -> tuple[int, ...]:
+    """Return the layers with a plain MLP: the first few, and all but each moe_layer_freq-th."""
+    first = f.number("first_k_dense_replace", least=0)
+    every = f.number("moe_layer_freq", default=1)
+    return tuple(layer for layer in range(layers) if layer < first or layer % every)
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What distinguishes a family; the defaults are Llama's."""
+
+    gated: bool = True
+    norms: int = 2  # of a layer, as wide as the model
+    norm_vectors: int = 1  # 2 with a shift (LayerNorm), 0 without even a scale
+    query_key_norm: Literal["", "head", "all"] = ""  # as wide as one head, or as all heads
+    query_key_bias: bool | str = "attention_bias"  # of query, key and value: always, never, or if that field says so
+    output_bias: bool | str = "attention_bias"
+    mlp_bias: bool | str = False
+    head_bias: bool | str = False
+    tied: bool = False  # where the file does not say
+    grouped: bool = True  # has key-value heads
+    latent: bool = False
+    positions: bool = False  # learned
+    sinks: bool = False
+    expert_width: str = ""  # the field with the width of an expert; without one there are no experts
+    dense: Callable[[_Fields, int], tuple[int, ...]] = _all_sparse
+    router_bias: bool = False
+    shared_gate: bool = False
+    windows: Callable[[_Fields, int], Windows] = _no_windows
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that published files leave out
+
+
+_NO_BIAS: dict[str, Any] = {"query_key_bias": False, "output_bias": False}
+_ALL_BIASES: dict[str, Any] = {"norm_vectors": 2, "query_key_bias": True, "output_bias": True, "mlp_bias": True}
+_GEMMA_2: dict[str, Any] = {"norms": 4, "tied": True}
+
+FAMILIES: dict[str, _Family] = {
+    "llama": _Family(mlp_bias="mlp_bias"),
+    "mistral": _Family(**_NO_BIAS, windows=_one_window, defaults={"sliding_window": 4096}),
+    "mixtral": _Family(**_NO_BIAS, windows=_one_window, expert_width="intermediate_size"),
+    "qwen2": _Family(query_key_bias=True, output_bias=False, windows=_qwen_windows,
+                     defaults={"max_window_layers": 28, "sliding_window": 4096}),
+    "qwen3": _Family(query_key_norm="head", windows=_qwen_windows,
+                     defaults={"head_dim": 128, "max_window_layers": 28, "sliding_window": 4096}),
+    "qwen2_moe": _Family(query_key_bias="qkv_bias", output_bias=False, windows=_qwen_windows, dense=_qwen_dense,
+                         expert_width="moe_intermediate_size", shared_gate=True,
+                         defaults={"qkv_bias": True, "sliding_window": 4096}),
+    "qwen3_moe": _Family(query_key_norm="head", windows=_qwen_windows, dense=_qwen_dense,
+                         expert_width="moe_intermediate_size", defaults={"sliding_window": 4096}),
+    "gemma": _Family(tied=True, defaults={"head_dim": 256}),
+    "gemma2": _Family(**_GEMMA_2, windows=_alternating(every=2), defaults={"head_dim": 256, "sliding_window": 4096}),
+    "gemma3_text": _Family(**_GEMMA_2, query_key_norm="head",
+                           windows=_alternating("sliding_window_pattern", "_sliding_window_pattern", every=6),
+                           # The published 4B file leaves these out.
+                           defaults={"head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
+                                     "vocab_size": 262208, "sliding_window": 4096}),
+    "deepseek_v2": _Family(latent=True, grouped=False, dense=_deepseek_dense, expert_width="moe_intermediate_size"),
+    "deepseek_v3": _Family(latent=True, grouped=False, dense=_deepseek_dense, expert_width="moe_intermediate_size"),
+    "gpt2": _Family(**_ALL_BIASES, gated=False, grouped=False, positions=True, tied=True),
+    "gpt_neox": _Family(gated=False, norm_vectors=2, mlp_bias=True, grouped=False, defaults={"attention_bias": True}),
+    "gpt_oss": _Family(windows=_alternating(every=2), expert_width="intermediate_size", mlp_bias=True, sinks=True,
+                       router_bias=True, defaults={"attention_bias": True, "head_dim": 64, "sliding_window": 128}),
+    "nemotron": _Family(gated=False, norm_vectors=2, mlp_bias="mlp_bias"),
+    "phi": _Family(**_ALL_BIASES, gated=False, norms=1, head_bias=True),
+    "phi3": _Family(**_NO_BIAS, windows=_one_window),
+    "phimoe": _Family(norm_vectors=2, head_bias="lm_head_bias", windows=_one_window,
+                      expert_width="intermediate_size"),
+    "olmo": _Family(norm_vectors=0),
+    "olmo2": _Family(query_key_norm="all"),
+    "olmo3": _Family(query_key_norm="all", windows=_alternating(every=4), defaults={"sliding_window": 4096}),
+    "olmoe": _Family(query_key_norm="all", expert_width="intermediate_size"),
+}
+# Kimi K2 is DeepSeek-V3 under its own name: its `architectures` is DeepseekV3ForCausalLM.
+FAMILIES["kimi_k2"] = FAMILIES["deepseek_v3"]
+
+_QUERY_KEY_VALUE_HEADS_ARE_HEADS = ("llama", "phi", "phi3", "olmo", "olmo2", "olmo3", "olmoe", "nemotron")
+
+
+def from_config(
+        config: Mapping[str, Any] | _HasDictionary, *, mtp: bool | None = None, vocabulary: int | None = None,
+) -> Transformer:
+    """Return the dimensions of the model that a Hugging Face `config.json` describes.
+
+    mtp         False leaves multi-token prediction out; None and True count what num_nextn_predict_layers declares
+    vocabulary  rows of the embedding and of the LM head where they are padded beyond `vocab_size`
+
+    Raises UnknownModel, which is a ValueError, for what cannot be counted.
+    """
+    given = config if isinstance(config, Mapping) else config.to_dict()
+    outer: Mapping[str, Any] = given
+    kind = given.get("model_type")
+    if kind == "gemma3":
+        nested = given.get("text_config")
+        if not isinstance(nested, Mapping):
+            raise UnknownModel("a gemma3 needs text_config, and the file has none")
+        given, kind = nested, "gemma3_text"
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        raise UnknownModel(_why_unknown(given, kind))
+    f = _Fields({**outer, **given} if outer is not given else given, str(kind), family.defaults)
+    _refuse_foreign(f, family)
+    try:
+        return _transformer(f, family, mtp, vocabulary)
+    except UnknownModel:
+        raise
+    except ValueError as error:
+        raise UnknownModel(str(error)) from None
+
+
+def _why_unknown(given: Mapping[str, Any], kind: object) -> str:
+    if kind is None:
+        return "the file has no model_type; is it the config.json of a Hugging Face model?"
+    if not isinstance(kind, str):
+        return f"model_type is {kind!r}, which is no name"
+    if kind in _MISSING:
+        return f"model_type {kind} cannot be counted: what is missing here is {_MISSING[kind]}"
+    nested = given.get("text_config")
+    if isinstance(nested, Mapping) and nested.get("model_type") in FAMILIES:
+        return (f"model_type {kind} is not known; its text_config is a {nested['model_type']}, which can be counted as "
+                "a file of its own, without the rest of the model")
+    return f"model_type {kind} is not known, only {', '.join(sorted([*FAMILIES, 'gemma3']))}"
+
+
+def _refuse_foreign(f: _Fields, family: _Family) -> None:
+    for name, what in _FOREIGN.items():
+        if f.get(name):
+            raise UnknownModel(f"a {f.kind} with {name} has {what}, which cannot be counted")
+    if not family.expert_width and f.get(*_EXPERTS):
+        raise UnknownModel(f"a {f.kind} has no experts in transformers, and this file says {f.get(*_EXPERTS)}")
+    if not family.latent and f.get("kv_lora_rank"):
+        raise UnknownModel(f"a {f.kind} has no latent attention in transformers, and this file has kv_lora_rank")
+    if f.get(*_MTP) and f.kind not in ("deepseek_v3", "kimi_k2"):
+        raise UnknownModel(f"multi-token prediction is known of DeepSeek-V3 only, and this {f.kind} declares it")
+    if family.latent and f.get("mlp_bias"):
+        raise UnknownModel(f"a {f.kind} with biases in its MLP is not known")
+
+
+def _transformer(f: _Fields, family: _Family, mtp: bool | None, vocabulary: int | None) -> Transformer:
+    d = f.number("hidden_size", "n_embd")
+    layers = f.number("num_hidden_layers", "n_layer", most=10**4)
+    heads = f.number("num_attention_heads", "n_head")
+    rows = f.number("vocab_size") if vocabulary is None else vocabulary
+    latent = _latent(f) if family.latent else None
+    kv_heads = _kv_heads(f, heads) if family.grouped else heads
+    e = 0 if latent else _head_dim(f, family, d, heads)
+
+    experts = _experts(f, family)
+    dense = family.dense(f, layers) if experts else tuple(range(layers))
+    sparse = layers - len(dense)
+    implied = 4 * d if f.kind == "gpt2" else _REQUIRED
+    mlp_width = f.number("intermediate_size", "n_inner", default=implied) if dense else 0
+    expert_width = f.number(family.expert_width) if sparse else 0
+
+    def has(bias: bool | str) -> int:
+        return int(f.flag(bias, False) if isinstance(bias, str) else bias)
+
+    # One layer, in all layers alike: norms, biases of the attention.
+    common = family.norms * family.norm_vectors * d
+    if latent is not None:
+        q = latent.query_rank or 0
+        common += q + latent.key_value_rank
+        common += has("attention_bias") * (q + latent.key_value_rank + latent.rope_dim + d)
+    else:
+        common += has(family.query_key_bias) * (heads + 2 * kv_heads) * e + has(family.output_bias) * d
+        common += {"": 0, "head": 2 * e, "all": (heads + kv_heads) * e}[family.query_key_norm]
+        if f.kind == "phi" and f.flag("qk_layernorm", False):
+            common += 2 * family.norm_vectors * e
+        common += heads * family.sinks
+    plain = has(family.mlp_bias) * ((2 if family.gated else 1) * mlp_width + d)
+    routed = experts * (d + family.router_bias) + family.shared_gate * d
+    other = (layers * common + len(dense) * plain + sparse * routed
+             + family.norm_vectors * d + has(family.head_bias) * rows
+             + (f.number("n_positions", "max_position_embeddings", "n_ctx") * d if family.positions else 0))
+
+    modules = 0 if mtp is False else f.number(*_MTP, default=0, least=0, most=100) if family.latent else 0
+    if mtp and not modules:
+        raise UnknownModel("the file declares no multi-token prediction (num_nextn_predict_layers)")
+    if modules and f.number("moe_layer_freq", default=1) != 1:
+        raise UnknownModel("multi-token prediction beside a moe_layer_freq other than 1: is its layer a dense one?")
+    return Transformer(
+        layers=layers, width=d, heads=heads, vocabulary=rows, mlp_width=mlp_width,
+        mlp_matrices=3 if family.gated else 2, latent=latent, kv_heads=None if latent else kv_heads,
+        head_dim=None if latent else e,
+        experts_per_token=f.number("num_experts_per_tok", "experts_per_token") if sparse else 0,
+        experts=experts if sparse else None, expert_width=expert_width,
+        shared_width=_shared_width(f, expert_width) if sparse else 0,
+        dense_layers=len(dense) if dense == tuple(range(len(dense))) else dense, window=family.windows(f, layers),
+        mtp_layers=modules, tied_embeddings=f.flag("tie_word_embeddings", family.tied), other_parameters=other,
+        # Two norms before the projection and one before the head, beside those of the layer.
+        mtp_other_parameters=modules and common + (routed if sparse else plain) + 3 * d,
+        expert_biases=bool(sparse and has(family.mlp_bias)))
+
+
+def _experts(f: _Fields, family: _Family) -> int:
+    """Return the routed experts of a layer; 0 in a family without any, and where Qwen says 0 or DeepSeek null."""
+    if not family.expert_width:
+        return 0
+    optional = family.dense is not _all_sparse and any(f.has(name) for name in _EXPERTS)
+    number: int = f.number(*_EXPERTS, default=0 if optional else _REQUIRED, least=0 if optional else 1)
+    return number
+
+
+def _head_dim(f: _Fields, family: _Family, width: int, heads: int) -> int:
+    """Return the dimension of a head; where every head has its own keys, transformers looks for no head_dim."""
+    given: int | None = f.number("head_dim", "kv_channels", default=None) if family.grouped else None
+    if given is None and width % heads:
+        raise UnknownModel(f"hidden_size {width} is no multiple of {heads} heads, and the file has no head_dim")
+    return width // heads if given is None else given
+
+
+def _kv_heads(f: _Fields, heads: int) -> int:
+    """Return the key-value heads: as many as heads where the family says so or the file says null."""
+    implied = f.kind in _QUERY_KEY_VALUE_HEADS_ARE_HEADS or f.has("num_key_value_heads")
+    number: int = f.number("num_key_value_heads", default=heads if implied else _REQUIRED)
+    return number
+
+
+def _latent(f: _Fields) -> LatentAttention:
+    if not f.has("q_lora_rank"):
+        raise UnknownModel(f"a {f.kind} needs q_lora_rank (null if queries are not compressed), "
+                           "and the file does not say")
+    return LatentAttention(
+        query_rank=f.number("q_lora_rank", default=None), key_value_rank=f.number("kv_lora_rank"),
+        nope_dim=f.number("qk_nope_head_dim"), rope_dim=f.number("qk_rope_head_dim"), value_dim=f.number("v_head_dim"))
+
+
+def _shared_width(f: _Fields, expert_width: int) -> int:
+    """Return the summed width of the shared experts: DeepSeek gives their number, Qwen2 their width."""
+    if f.kind == "qwen2_moe":
+        width: int = f.number("shared_expert_intermediate_size", least=0)
+        return width
+    number: int = f.number("n_shared_experts", default=0, least=0) if f.kind in (
+        "deepseek_v2", "deepseek_v3", "kimi_k2") else 0
+    return number * expert_width

@@ -1,0 +1,1 @@
+"""HTTP client, HTTP server and web configuration shared by every flopwatch process."""

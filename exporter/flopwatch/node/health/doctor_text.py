@@ -1,0 +1,157 @@
+"""The doctor's report as text, wrapped to the terminal."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from flopwatch.node.health.doctor import REASONS, Part, Report
+
+# Names told per reason; all of them are in the JSON.
+NAMES = 8
+NARROWEST, WIDEST = 60, 110
+LABEL = 12
+
+
+def page(report: Report, width: int) -> str:
+    """Return the report for a terminal of so many columns."""
+    width = min(max(width, NARROWEST), WIDEST)
+    lines = list(_lines(report, width))
+    return "\n".join(lines) + "\n"
+
+
+def _lines(report: Report, width: int) -> Iterator[str]:
+    def entry(label: str, *texts: str) -> Iterator[str]:
+        """Yield a label and beside it paragraphs."""
+        beside = " " * (LABEL + 3)
+        if len(label) > LABEL:
+            yield f"  {label}"
+        start = beside if len(label) > LABEL else f"  {label:<{LABEL}} "
+        for text in filter(len, texts):
+            yield from textwrap.wrap(
+                text, width, initial_indent=start, subsequent_indent=beside, break_on_hyphens=False)
+            start = beside
+
+    simulated = " (a simulated node)" if report.simulated else ""
+    yield f"flopwatch {report.version} on {report.host}{simulated}, as {report.user}"
+    yield ""
+    yield from textwrap.wrap(verdict(report), width)
+    for problem in report.problems:
+        yield from textwrap.wrap(problem, width, initial_indent="  - ", subsequent_indent="    ")
+    if report.losses:
+        yield ""
+        yield "It goes without:"
+    for loss in report.losses:
+        yield from textwrap.wrap(loss, width, initial_indent="  - ", subsequent_indent="    ")
+    yield ""
+    yield "Sources"
+    for source in report.sources:
+        text = f"{source.series} series in {1000 * source.seconds:.0f} ms" if source.state == "ok" else source.reason
+        state = {"ok": "ok, ", "failed": "FAILED: ", "absent": "not here: ", "off": "off: "}[source.state]
+        yield from entry(source.name, state + text, *source.says)
+    failed = {source.name for source in report.sources if source.state == "failed"}
+    for title, parts, source_of in (("GPUs", report.gpus, "nvml"), ("Ports", report.ports, "infiniband")):
+        yield ""
+        yield title if parts else f"{title}: {'not known' if source_of in failed else 'none'}"
+        for part in parts:
+            yield from entry(part.name, part.about, _read(part), owners(part) if title == "GPUs" else "")
+        yield from _missing(parts, width)
+    yield ""
+    yield "Place, privileges (docs/privileges.md) and listeners"
+    place = [f"{name} {word}" for name, word in report.place.items() if word and name not in ("host", "source")]
+    yield from entry("place", f"{', '.join(place)} (from {report.place['source']})" if place else
+                     "not known; --topology tells it (docs/identity.md)")
+    for access in report.privileges:
+        yield from entry(access.name, access.state, f"Without it there is not: {access.loses}." if access.loses else "")
+    for flag, state in report.listeners.items():
+        yield from entry(flag.removeprefix("--"), state)
+
+
+def verdict(report: Report) -> str:
+    """Return the one sentence that matters."""
+    if report.problems:
+        count = len(report.problems)
+        return "One thing is here and cannot be read:" if count == 1 else f"{count} things are here and cannot be read:"
+    if not report.gpus and not report.ports:
+        return (
+            "There is no GPU and no InfiniBand, RoCE or EFA port here. On a node without any, "
+            "`flopwatch exporter --simulate h100x8` shows what there would be."
+        )
+    return "All hardware that is here can be read." if report.losses else "Everything that is here can be read."
+
+
+def _read(part: Part) -> str:
+    if not part.present:
+        return "DOES NOT ANSWER"
+    if not part.readable:
+        return "CANNOT BE READ"
+    return "read: " + ", ".join(f"{source} {count} families" if index == 0 else f"{source} {count}"
+                               for index, (source, count) in enumerate(part.families.items()))
+
+
+def owners(part: Part) -> str:
+    """Return who has a GPU, by which source, and when that was told."""
+    if not part.owners:
+        return "owner: not asked for"
+    age = "" if part.owner_age is None else f", {part.owner_age:.0f} s ago"
+    return "owner: " + "; ".join(map(_owner, part.owners)) + age
+
+
+def _owner(owner: Mapping[str, str]) -> str:
+    source = owner.get("source", "")
+    who = {"none": "nobody", "unknown": "cannot be told"}.get(source, "")
+    if "owner_pod" in owner:
+        who = f"pod {owner.get('owner_namespace', '')}/{owner['owner_pod']}, {owner.get('owner_container', '')}"
+    elif "owner_job" in owner:
+        who = f"job {owner['owner_job']}" + (f" of user {owner['owner_user']}" if "owner_user" in owner else "")
+    elif "owner_user" in owner:
+        who = f"user {owner['owner_user']}, outside of any job"
+    instance = f" on {owner['mig_uuid']}" if "mig_uuid" in owner else ""
+    return f"{who}{instance}" + (f" (by {source})" if source not in ("none", "unknown") else "")
+
+
+def _missing(parts: Sequence[Part], width: int) -> Iterator[str]:
+    """Yield what has no series and why, once for all parts of which the same is true."""
+    alike: dict[str, list[Part]] = {}
+    for part in parts:
+        if part.missing:
+            alike.setdefault(repr(part.missing), []).append(part)
+    for some in alike.values():
+        yield from textwrap.wrap(f"No series of {together([part.name for part in some])}:", width,
+                                 initial_indent="  ", subsequent_indent="    ")
+        for reason in REASONS:
+            names = some[0].missing.get(reason)
+            if names:
+                shown = shortened(names)
+                more = f", and {len(shown) - NAMES} more (--json)" if len(shown) > NAMES else ""
+                yield from textwrap.wrap(f"{reason}: {', '.join(shown[:NAMES])}{more}", width,
+                                         initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False)
+
+
+def together(names: Sequence[str]) -> str:
+    """Return names of which neighbours that count up are one range: GPU 0-7."""
+    ranges: list[tuple[str, int, int]] = []
+    words = []
+    for name in names:
+        prefix, _, number = name.rpartition(" ")
+        if not prefix or not number.isdigit():
+            words.append(name)
+        elif ranges and ranges[-1][0] == prefix and ranges[-1][2] + 1 == int(number):
+            ranges[-1] = (prefix, ranges[-1][1], int(number))
+        else:
+            ranges.append((prefix, int(number), int(number)))
+    words += [f"{prefix} {first}" + (f"-{last}" if last > first else "") for prefix, first, last in ranges]
+    return ", ".join(words)
+
+
+def shortened(names: Sequence[str]) -> list[str]:
+    """Return the names, three or more with the same two first words as one: gpu_mig_* (7)."""
+    if len(names) > 2 and all(name.startswith("nvlink_") for name in names):
+        return [f"nvlink_* ({len(names)})"]
+    starts = Counter("_".join(name.split("_")[:2]) for name in names)
+    short: dict[str, None] = {}
+    for name in names:
+        start = "_".join(name.split("_")[:2])
+        short[f"{start}_* ({starts[start]})" if starts[start] > 2 else name] = None
+    return list(short)

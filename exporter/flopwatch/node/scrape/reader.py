@@ -1,0 +1,380 @@
+"""A child process, with a deadline, around anything that calls a driver.
+
+A driver call can hang for ever (https://github.com/NVIDIA/gpu-monitoring-tools/issues/46), and a read of sysfs is a
+firmware command. So each source is read in a child that answers one request at a time: a hung call costs that source,
+and when the hang ends, the child answers again by itself. Killing a reader in the middle of a call has been seen to
+make a sick driver worse (https://github.com/NVIDIA/dcgm-exporter/issues/84), so that comes late, and SIGKILL last.
+
+The child is `flopwatch.node.scrape.child`: a request is a byte on its stdin, the answer one line of JSON on its
+stdout; it ends when its stdin does, which is also when the parent dies.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flopwatch.catalogue import BY_NAME, Metric, Sample
+from flopwatch.node.scrape.child import PARTING
+from flopwatch.settings import KUBELET_SOCKET, ExporterSettings
+
+log = logging.getLogger(__name__)
+
+# Longest pause, in seconds, before a child that died is replaced.
+LONGEST_BACKOFF = 60.0
+# A child above this many resident bytes is replaced, but not more often than once in RECYCLE_AFTER seconds: a driver
+# library that needs as much from the start must not be loaded at every scrape.
+RESIDENT_LIMIT = 192 << 20
+RECYCLE_AFTER = 600.0
+
+# Why a child was replaced.
+RESTARTS = ("exited", "hung", "memory", "afresh")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What one request brought.
+
+    `kind` says why it is not ok: deadline, exited, error, blind, released; `reason` is that or the error's text, and
+    where the source is not supported, why not. A blind one may still have samples. `duration` is the read's, in
+    seconds; `at` the Unix time it ended, `age` the seconds since then. `restarts` are the reasons why children were
+    replaced since the reading before.
+    """
+
+    samples: list[Sample] = field(default_factory=list)
+    ok: bool = True
+    reason: str = ""
+    supported: bool = True
+    duration: float = 0.0
+    at: float = 0.0
+    age: float = 0.0
+    kind: str = ""
+    restarts: tuple[str, ...] = ()
+
+
+def failure(kind: str, reason: str = "", duration: float = 0.0) -> Reading:
+    """Return a reading that is not ok."""
+    return Reading(ok=False, kind=kind, reason=reason or kind, duration=duration)
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """How the child makes its collector: `package.module:function` and the keyword arguments of that function."""
+
+    factory: str
+    arguments: Mapping[str, str]
+
+
+class Reader:
+    """One source, read in a child process.
+
+    `driver` marks a source that holds driver handles; `secondary` one whose samples count only where no source before
+    it has the same row of the same part.
+
+    A child hung for `kill_after` seconds is sent SIGTERM, `grace` seconds later SIGKILL, and if not even that ends it
+    (a call in uninterruptible sleep), it is abandoned and replaced, as long as it is the only abandoned one. A child
+    that died is replaced after `backoff` seconds, twice as many with each death in a row. An answer older than
+    `stale_after` seconds is none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        spec: Spec,
+        kill_after: float = 60.0,
+        grace: float = 5.0,
+        backoff: float = 1.0,
+        *,
+        driver: bool = False,
+        secondary: bool = False,
+        stale_after: float = 30.0,
+        resident_limit: int = RESIDENT_LIMIT,
+    ) -> None:
+        self.name = name
+        self.driver = driver
+        self.secondary = secondary
+        self.spec = spec
+        self._kill_after = kill_after
+        self._grace = grace
+        self._backoff = backoff
+        self._stale_after = stale_after
+        self._resident_limit = resident_limit
+        self._lock = threading.Lock()
+        self._child: _Child | None = None
+        self._leaving: list[_Child] = []  # told to end, and not known to have ended
+        self._deaths = 0
+        self._start_at = 0.0
+        self._recycle_at = 0.0
+        self._released = False
+        self._restarts: list[str] = []
+
+    def ask(self, deadline: float) -> Reading:
+        """Return a reading within `deadline` seconds. Never raises for what the child does; safe in any thread."""
+        started = time.monotonic()
+        if not self._lock.acquire(timeout=deadline):
+            return failure("deadline", duration=time.monotonic() - started)
+        try:
+            reading = self._ask(started, started + deadline)
+        except _Exited as error:
+            self._bury()
+            reading = failure("exited", str(error), time.monotonic() - started)
+        finally:
+            restarts, self._restarts = tuple(self._restarts), []
+            self._lock.release()
+        return replace(reading, restarts=restarts) if restarts else reading
+
+    def _ask(self, started: float, until: float) -> Reading:
+        if self._released:
+            return failure("released")
+        self._reap()
+        if self._child is None:
+            if started < self._start_at or len(self._leaving) > 1:
+                return failure("exited")
+            try:
+                self._child = _Child(self.spec)
+            except OSError as error:  # no memory, no process, or an interpreter that is being replaced
+                raise _Exited(f"no process can be started: {error}") from error
+        child = self._child
+        # The answer to a request that missed its deadline. It may be old by now, so ask again while there is time.
+        late = child.answer(until) if child.asked_at is not None else None
+        fresh = child.answer(until) if child.request() else None
+        answer = fresh if fresh is not None else late
+        if answer is None or answer.reading.age > self._stale_after:
+            if child.asked_at is not None:
+                self._end(child)
+            return failure("deadline", duration=time.monotonic() - started)
+        self._deaths = 0
+        if answer.last:
+            self._dismiss(child, "afresh")
+            self._start_at = time.monotonic() + self._backoff
+        elif answer.resident > self._resident_limit and started >= self._recycle_at and child.asked_at is None:
+            log.info("%s: the child has %d MiB and is replaced", self.name, answer.resident >> 20)
+            self._dismiss(child, "memory")
+            self._recycle_at = started + RECYCLE_AFTER
+        return answer.reading
+
+    def _end(self, child: _Child) -> None:
+        """Get rid of a child that has been hanging for too long."""
+        assert child.asked_at is not None
+        hanging = time.monotonic() - child.asked_at - self._kill_after
+        if hanging >= self._grace:
+            child.process.kill()
+        elif hanging >= 0:
+            child.process.terminate()
+        if hanging >= 0:
+            child.fate = "hung"
+        if hanging >= 2 * self._grace and not self._leaving:
+            self._leaving.append(child)
+            self._child = None
+            self._restarts.append("hung")
+
+    def _dismiss(self, child: _Child, why: str) -> None:
+        """Let a child end that has nothing left to answer, without waiting for it."""
+        child.dismiss()
+        self._leaving.append(child)
+        self._child = None
+        self._restarts.append(why)
+
+    def _reap(self) -> None:
+        """Let go of the children that have ended, and hurry those that were dismissed and have not."""
+        for child in self._leaving:
+            if child.dismissed_at is not None:
+                overdue = time.monotonic() - child.dismissed_at - PARTING
+                if overdue >= self._grace:
+                    child.process.kill()
+                elif overdue >= 0:
+                    child.process.terminate()
+        for child in [child for child in self._leaving if child.process.poll() is not None]:
+            child.close()
+            self._leaving.remove(child)
+
+    def _bury(self) -> None:
+        """Release a child that ended, and decide when the next one starts."""
+        if self._child is not None:
+            self._restarts.append(self._child.fate)
+            self._child.close()
+            self._child = None
+        self._start_at = time.monotonic() + min(self._backoff * 2**self._deaths, LONGEST_BACKOFF)
+        self._deaths += 1
+
+    def release(self) -> bool:
+        """End the children and start none until `resume`; return whether all of them are gone."""
+        with self._lock:
+            self._released = True
+            if self._child is not None:
+                self._leaving.append(self._child)
+                self._child = None
+            self._leaving = [child for child in self._leaving if not child.close()]
+            return not self._leaving
+
+    def resume(self) -> None:
+        """Read again after `release`."""
+        with self._lock:
+            self._released = False
+            self._start_at = 0.0
+
+    def close(self) -> None:
+        """End the children for good; one that no signal ends is left to the kernel."""
+        self.release()
+
+
+class _Exited(Exception):
+    """The child has ended, or answers what nobody understands."""
+
+
+class _Answer(NamedTuple):
+    """A child's answer: the reading, its resident bytes, and whether it ends now."""
+
+    reading: Reading
+    resident: int
+    last: bool
+
+
+class _Child:
+    """The parent's side of one child process, with at most one request outstanding."""
+
+    def __init__(self, spec: Spec) -> None:
+        # The child finds this package, and a test's collectors, where this process found them.
+        search = os.pathsep.join(path for path in sys.path if path)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "flopwatch.node.scrape.child", spec.factory, json.dumps(dict(spec.arguments))],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+            env=dict(os.environ, PYTHONPATH=search, PYTHONSAFEPATH="1", MALLOC_ARENA_MAX="1"),  # as one_heap() says
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._requests, self._answers = self.process.stdin, self.process.stdout
+        self.asked_at: float | None = None
+        self.dismissed_at: float | None = None
+        self.fate = "exited"
+        # Kept, because an allocation of that size at every read tears holes into each thread's heap, and it grows.
+        self._buffer = bytearray(1 << 16)
+        self._filled = 0
+        self._keys: list[tuple[Metric, tuple[str, ...]]] = []
+
+    def request(self) -> bool:
+        """Ask for a read, and return True; False if the last request is still outstanding."""
+        if self.asked_at is not None:
+            return False
+        try:
+            self._requests.write(b"\n")
+        except OSError as error:
+            raise _Exited from error
+        self.asked_at = time.monotonic()
+        return True
+
+    def answer(self, until: float) -> _Answer | None:
+        """Return the answer to the outstanding request, None if it has not come by `until`. Raises _Exited."""
+        answers = self._answers.fileno()
+        ready = select.poll()
+        ready.register(answers, select.POLLIN)
+        while self._buffer[self._filled - 1 : self._filled] != b"\n":
+            if not ready.poll(max(0.0, until - time.monotonic()) * 1000):
+                return None
+            if self._filled == len(self._buffer):
+                self._buffer += bytes(len(self._buffer))
+            with memoryview(self._buffer) as view:
+                read = os.readv(answers, [view[self._filled:]])
+            if not read:
+                raise _Exited
+            self._filled += read
+        line, self._filled = self._buffer[:self._filled], 0
+        self.asked_at = None
+        try:
+            return self._decoded(json.loads(line))
+        except (LookupError, TypeError, ValueError) as error:
+            # Such as the answer of another release's child, installed under this process.
+            raise _Exited(f"the answer is not understood: {type(error).__name__}: {error}") from error
+
+    def _decoded(self, answer: Mapping[str, Any]) -> _Answer:
+        """Return what an answer says. Rows and labels are the objects of the last answer where they are not new."""
+        if "keys" in answer:
+            self._keys = [(BY_NAME[name], tuple(labels)) for name, labels in answer["keys"]]
+        samples: list[Sample] = []
+        if "values" in answer:
+            keyed = zip(self._keys, answer["values"], strict=True)
+            samples = [(row, labels, number) for (row, labels), number in keyed]
+        kind = answer.get("kind", "")
+        supported = kind != "unsupported"
+        reading = Reading(
+            samples, not kind, answer.get("reason", ""), supported, answer["duration"], answer["at"],
+            max(0.0, time.monotonic() - answer["ended"]), kind if supported else "",
+        )
+        return _Answer(reading, answer["resident"], answer.get("last", False))
+
+    def dismiss(self) -> None:
+        """Close the process's stdin, after which it ends by itself."""
+        self.dismissed_at = time.monotonic()
+        self._requests.close()
+
+    def close(self) -> bool:
+        """End the process, by closing its stdin, then with SIGTERM, then with SIGKILL; return whether it is gone."""
+        self._requests.close()
+        for end in (self.process.poll, self.process.terminate, self.process.kill):
+            end()
+            with suppress(subprocess.TimeoutExpired):
+                # Half a second more than the child gives itself: it ends by itself where it can.
+                self.process.wait(PARTING + 0.5)
+                break
+        else:
+            return False
+        self._answers.close()
+        return True
+
+
+def gpu_inventory(settings: ExporterSettings) -> Path:
+    """Return the file in which the NVML source keeps this node's GPUs."""
+    return _state(settings) / "gpus.json"
+
+
+def simulated_node(settings: ExporterSettings) -> Path:
+    """Return the folder of the simulated node that --simulate asks for."""
+    return settings.state.absolute() / "simulated"
+
+
+def _state(settings: ExporterSettings) -> Path:
+    # Simulated parts must not be missed when the same folder serves real hardware later.
+    return settings.state.absolute() if settings.simulate is None else simulated_node(settings)
+
+
+def hardware(settings: ExporterSettings) -> list[Reader]:
+    """Return the readers of this node's hardware, or of the simulated node's; the first one finds the GPUs."""
+    state, gpus = str(_state(settings)), str(gpu_inventory(settings))
+    runtime = f"{state}/gpu_runtime.json"
+    simulated, sysfs, kubelet = "", str(settings.sysfs.absolute()), str(settings.kubelet_socket)
+    kmsg, proc = str(settings.kmsg), "/proc"
+    if settings.simulate is not None:
+        root = simulated_node(settings)
+        simulated, sysfs, kmsg, proc = str(root), str(root / "sys"), str(root / "kmsg"), str(root / "proc")
+        # This machine's kubelet knows nothing of simulated GPUs; one given by a flag is meant.
+        kubelet = "" if settings.kubelet_socket == KUBELET_SOCKET else kubelet
+    if not kmsg.startswith("unix:"):
+        kmsg = str(Path(kmsg).absolute())
+
+    def reader(name: str, driver: bool = False, secondary: bool = False, **arguments: str) -> Reader:
+        spec = Spec(f"flopwatch.node.collectors.{name}:build", arguments)
+        return Reader(name, spec, driver=driver, secondary=secondary, stale_after=settings.stale_after)
+
+    readers = [
+        reader("nvml", driver=True, host=settings.host, inventory=gpus, runtime=runtime, sysfs=sysfs,
+               simulated=simulated),
+        reader("infiniband", host=settings.host, inventory=f"{state}/ports.json", sysfs=sysfs, gpus=gpus,
+               state=f"{state}/port_history.json"),
+        reader("xid", driver=True, kmsg=kmsg, gpus=gpus, state=f"{state}/xid.json", simulated=simulated, nvml="events"),
+        reader("identity", host=settings.host, gpus=gpus, runtime=runtime, kubelet=kubelet,
+               job_mapping=str(settings.job_mapping or ""), proc=proc, topology=settings.topology),
+    ]
+    if settings.dcgm:
+        readers.insert(1, reader("dcgm", driver=True, secondary=True, address=settings.dcgm, gpus=gpus))
+    return readers

@@ -1,0 +1,1 @@
+"""Pushes of the training hook, evidence about ranks and records for the ledger."""

@@ -1,0 +1,288 @@
+"""Hands the merged snapshots of this node's attempts to the run ledger: embedded, or at a URL.
+
+Everything is cumulative, so only the newest records of an attempt matter: what the ledger does not take now is kept,
+for a ledger at a URL also on disk, and offered again. Nothing here can fail a push or a scrape.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import logging
+import os
+import random
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import prometheus_client as prometheus
+
+from flopwatch import catalogue as m
+from flopwatch.http.client import client_tls, opener
+from flopwatch.ledger.record import RecordError
+from flopwatch.ledger.store import Store
+from flopwatch.node.collectors import StateFile
+from flopwatch.node.scrape.reader import Reading
+from flopwatch.node.scrape.scrape import self_counter
+from flopwatch.node.telemetry import evidence
+from flopwatch.node.telemetry.ranks import AttemptKey, Record, Telemetry
+
+log = logging.getLogger(__name__)
+
+TICK = 1.0  # an embedded ledger hears at most this often of an attempt
+URL_INTERVAL = 15.0  # a ledger at a URL serves thousands of nodes and hears of a run from each about this often
+URL_BACKOFF_MAX = 60.0
+URL_TIMEOUT = 5.0
+STOP_TIMEOUT = 0.5
+KEEP = 15.0  # seconds between two writes of what evidence may come of after a restart
+MAX_PENDING = 1000
+
+OUTCOMES = ("sent", "failed", "refused")
+
+
+class Outcomes:
+    """Counts what became of records, and logs when that changes."""
+
+    def __init__(self, registry: prometheus.CollectorRegistry) -> None:
+        self._counter = self_counter(m.LEDGER_SENT, registry)
+        for outcome in OUTCOMES:
+            self._counter.labels(outcome)
+        self.state = "nothing sent yet"
+
+    def add(self, outcome: str, count: int, detail: str = "") -> None:
+        """Count records; the detail is for the log."""
+        self._counter.labels(outcome).inc(count)
+        if outcome != self.state:
+            level = logging.INFO if outcome == "sent" else logging.ERROR
+            log.log(level, "ledger: records %s%s", outcome, detail and f": {detail}")
+            self.state = outcome
+
+
+class Embedded:
+    """The ledger inside this exporter, which is also a source: its families are part of /metrics."""
+
+    name = "ledger"
+
+    def __init__(self, store: Store, outcomes: Outcomes, now: Callable[[], float] = time.time) -> None:
+        self.store = store
+        self._outcomes = outcomes
+        self._now = now
+
+    def take(self, key: AttemptKey, records: list[Record], *, again: bool = False) -> bool:
+        """Return whether the ledger has dealt with the records, told again or not."""
+        try:
+            self.store.apply(records)
+        except RecordError as error:
+            self._outcomes.add("refused", len(records), str(error))
+            return True
+        except Exception as error:
+            # Whatever is wrong with the file or the disk, the records are still here and offered again.
+            self._outcomes.add("failed", len(records), f"{type(error).__name__}: {error}")
+            return False
+        self._outcomes.add("sent", len(records))
+        return True
+
+    def flush(self, *, last: bool = False) -> None:
+        """Do nothing: nothing is kept."""
+
+    def close(self) -> None:
+        """Close the books."""
+        self.store.close()
+
+    def ask(self, deadline: float) -> Reading:
+        """Return the run families as of now."""
+        began, now = time.monotonic(), self._now()
+        samples = self.store.families(now)
+        return Reading(samples, duration=time.monotonic() - began, at=now)
+
+
+class Remote:
+    """A ledger at a URL: about one request per run and `URL_INTERVAL`, spread at random over the nodes."""
+
+    def __init__(
+        self,
+        url: str,
+        token_file: Path | None,
+        spool: Path,
+        outcomes: Outcomes,
+        *,
+        ca_file: Path | None = None,
+        interval: float = URL_INTERVAL,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._url = url.rstrip("/") + "/v1/snapshots"
+        self._token_file = token_file
+        self._spool = spool
+        self._outcomes = outcomes
+        self._interval = interval
+        self._clock = clock
+        self._ca_file = ca_file
+        self._next: dict[tuple[str, str], float] = {}
+        self._backoff = 0.0
+        self._retry_at = 0.0
+        self._pending = self._spooled()
+
+    def take(self, key: AttemptKey, records: list[Record], *, again: bool = False) -> bool:
+        """Keep an attempt's newest records until they are sent: its last ones, and any in an outage, on disk.
+
+        Of those told again, for more evidence, only that is taken where there are newer ones: what a process that was
+        killed had written down for a restart may be older than the last word it left on disk.
+        """
+        *before, last = self._pending.get(key, records)
+        if again and last["t"] >= records[-1]["t"]:
+            told = evidence.joined(last.get("evidence", []), records[-1].get("evidence", []))
+            records = [*before, {**last, "evidence": told}]
+        self._pending[key] = records
+        self._next.setdefault(key[:2], self._clock() + random.uniform(0, self._interval))
+        if self._backoff > 0 or "status" in records[-1] or "gone" in records[-1]:
+            self._write(key)
+        while len(self._pending) > MAX_PENDING:
+            oldest = next(iter(self._pending))
+            self._outcomes.add("refused", len(self._pending[oldest]), "the spool is full, the oldest goes")
+            self._forget(oldest)
+        return True
+
+    def flush(self, *, last: bool = False) -> None:
+        """Send the runs whose turn it is, on the last call all; what fails is on disk afterwards."""
+        clock = self._clock()
+        if clock < self._retry_at and not last:
+            return
+        runs: dict[tuple[str, str], list[AttemptKey]] = {}
+        for key in self._pending:
+            runs.setdefault(key[:2], []).append(key)
+        for run in [run for run in self._next if run not in runs and self._next[run] < clock]:
+            del self._next[run]
+        failed = False
+        for run, keys in runs.items():
+            if last or self._next.get(run, clock) <= clock:
+                failed = failed or not self._send(keys, STOP_TIMEOUT if last else URL_TIMEOUT)
+                self._next[run] = clock + random.uniform(0.5, 1.5) * self._interval
+            if failed:
+                for key in self._pending.keys() & keys:
+                    self._write(key)
+        if failed:
+            self._backoff = min(URL_BACKOFF_MAX, max(self._interval, 2 * self._backoff))
+            self._retry_at = clock + random.uniform(0.5, 1.5) * self._backoff
+
+    def _send(self, keys: list[AttemptKey], timeout: float) -> bool:
+        """Return whether there is an answer that settles these records: taken, or never to be taken."""
+        records = sorted((record for key in keys for record in self._pending[key]), key=lambda record: record["t"])
+        try:
+            headers = {"Content-Type": "application/json"}
+            if self._token_file is not None:
+                headers["Authorization"] = f"Bearer {self._token_file.read_text().strip()}"
+            request = urllib.request.Request(self._url, json.dumps(records).encode(), headers)
+            with self._opener().open(request, timeout=timeout):
+                self._outcomes.add("sent", len(records))
+        except urllib.error.HTTPError as error:
+            with error:
+                detail = f"{self._url} answers {error.code}: {error.read(500).decode(errors='replace')}"
+            if error.code == 413 and len(keys) > 1:
+                half = len(keys) // 2
+                return self._send(keys[:half], timeout) and self._send(keys[half:], timeout)
+            if error.code not in (400, 413, 422):
+                self._outcomes.add("failed", len(records), detail)
+                return False
+            self._outcomes.add("refused", len(records), detail)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self._outcomes.add("failed", len(records), f"{self._url}: {error}")
+            return False
+        self._backoff = 0.0
+        for key in keys:
+            self._forget(key)
+        return True
+
+    def _opener(self) -> urllib.request.OpenerDirector:
+        # With the CA as it is now, so that it can be replaced.
+        return opener(None if self._ca_file is None else client_tls(self._ca_file))
+
+    def close(self) -> None:
+        """Do nothing: no connection is kept."""
+
+    def _spooled(self) -> dict[AttemptKey, list[Record]]:
+        pending: dict[AttemptKey, list[Record]] = {}
+        for path in sorted(self._spool.glob("*.json")):
+            try:
+                records = json.loads(path.read_bytes())
+                pending[records[0]["tenant"], records[0]["run"], records[0]["attempt"]] = records
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                log.error("spool: %s is not readable and is ignored: %s", path, error)
+        return pending
+
+    def _path(self, key: AttemptKey) -> Path:
+        return self._spool / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"
+
+    def _write(self, key: AttemptKey) -> None:
+        path = self._path(key)
+        temporary = path.with_suffix(".tmp")
+        try:
+            self._spool.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(self._pending[key]))
+            os.replace(temporary, path)
+        except OSError as error:
+            with suppress(OSError):
+                temporary.unlink()  # half a file on a full disk
+            self._outcomes.add("failed", 0, f"the spool is not writable: {error}")
+
+    def _forget(self, key: AttemptKey) -> None:
+        self._pending.pop(key, None)
+        try:
+            self._path(key).unlink(missing_ok=True)
+        except OSError as error:
+            log.error("spool: %s", error)
+
+
+class Forward:
+    """A thread that looks after the ranks and, every second, passes on what changed."""
+
+    def __init__(
+        self, telemetry: Telemetry, ledger: Embedded | Remote | None, tick: float = TICK,
+        memory: StateFile | None = None, clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._telemetry = telemetry
+        self._ledger = ledger
+        self._tick = tick
+        self._memory = memory  # of evidence, across a restart
+        self._clock = clock
+        self._kept = clock()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="forward", daemon=True)
+
+    def start(self) -> None:
+        """Start passing on, from where a process before this one was."""
+        if self._memory is not None and (known := self._memory.load()):
+            try:
+                self._telemetry.restore(known)
+            except (LookupError, TypeError, ValueError) as error:
+                log.warning("what was seen before the restart cannot be read: %s: %s", type(error).__name__, error)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Pass on what there is, for a second or two at most, and end."""
+        self._stopping.set()
+        self._thread.join(timeout=2)
+
+    def _loop(self) -> None:
+        while not self._stopping.wait(self._tick):
+            self._pass_on()
+        self._pass_on(last=True)
+
+    def _pass_on(self, *, last: bool = False) -> None:
+        try:
+            self._telemetry.check()
+            for key, (version, records) in self._telemetry.due().items():
+                if self._ledger is None or self._ledger.take(key, records, again=version < 0):
+                    self._telemetry.delivered(key, version)
+            if self._ledger is not None:
+                self._ledger.flush(last=last)
+            if self._memory is not None and (last or self._clock() - self._kept >= KEEP):
+                self._kept = self._clock()
+                self._memory.save(self._telemetry.state())
+        except Exception:
+            # The thread must outlive any mistake of ours; scrapes and pushes do not depend on it.
+            log.exception("forwarding failed")

@@ -1,0 +1,297 @@
+"""OTLP metrics from the training hook to pushes: bytes in, catalogue samples and a process's identity out.
+
+Wire: https://opentelemetry.io/docs/specs/otlp/#otlphttp, ExportMetricsServiceRequest as protobuf or JSON, gzip allowed.
+The sender is not trusted: only training families and their label keys pass, counters are finite, every text is short
+and printable, and nothing inflates beyond MAX_BYTES.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from google.protobuf import json_format
+from google.protobuf.message import DecodeError
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsPartialSuccess,
+    ExportMetricsServiceRequest,
+    ExportMetricsServiceResponse,
+)
+from opentelemetry.proto.common.v1.common_pb2 import KeyValue
+from opentelemetry.proto.metrics.v1.metrics_pb2 import (
+    AGGREGATION_TEMPORALITY_CUMULATIVE,
+    HistogramDataPoint,
+    NumberDataPoint,
+    ResourceMetrics,
+)
+from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric as OtlpMetric
+
+from flopwatch import catalogue as m
+from flopwatch.catalogue import Metric, Sample
+from flopwatch.http import server as http_server
+from flopwatch.node.scrape.exposition import number
+
+PROTOBUF = "application/x-protobuf"
+JSON = "application/json"
+
+SCHEMA = 1
+MAX_BYTES = http_server.MAX_BYTES  # sent, and inflated
+MAX_POINTS = 256  # of one process in one push; the series budgets are 40 of a rank and 30 of a run
+MAX_BUCKETS = 32
+MAX_TEXT = 256
+STATUSES = ("completed", "stopped", "preempted", "resized", "failed")  # best to worst
+NAME = re.compile(r"[A-Za-z0-9._:/@+-]{1,128}")
+# The type of an exception and, of some, a word more: `KeyError`, `OSError ENOSPC`, `SystemExit 3`.
+ENDED_BY = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}( -?[A-Z0-9]{1,15})?")
+
+# A training process may not start in the future; clocks of one host agree, this is for a restored virtual machine.
+_CLOCK_MARGIN = 60.0
+_DATA = {"counter": "sum", "gauge": "gauge", "info": "gauge", "histogram": "histogram"}
+
+
+class Refused(Exception):
+    """A push, or a part of it, that is not taken; `outcome` is how it is counted."""
+
+    def __init__(self, outcome: str, message: str) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """What one training process said about itself, and how many of its points were refused and why."""
+
+    tenant: str
+    run: str
+    attempt: str
+    rank: int
+    started: float  # of the process, Unix time
+    at: float  # of the snapshot, Unix time
+    pid: int = 0
+    pid_namespace: int = 0
+    pid_start_ticks: int = 0
+    submitted: float | None = None
+    restored_step: int | None = None
+    open_step_seconds: float | None = None
+    status: str | None = None
+    ended_by: str = ""
+    samples: tuple[Sample, ...] = field(default=(), repr=False)
+    refused: int = 0
+    reason: str = ""
+    foreign_gpu: bool = False
+
+    @property
+    def process(self) -> tuple[int, int, int]:
+        """Return what tells one process from another, whatever its clock says of its start."""
+        return self.pid_namespace, self.pid, self.pid_start_ticks
+
+
+def inflate(body: bytes) -> bytes:
+    """Return a gzip body's content. Raises Refused for a body that is none, or is larger than MAX_BYTES inside."""
+    inflater = zlib.decompressobj(31)
+    try:
+        content = inflater.decompress(body, MAX_BYTES + 1)
+    except zlib.error as error:
+        raise Refused("malformed", f"the body is not gzip: {error}") from None
+    if len(content) > MAX_BYTES:
+        raise Refused("too_large", f"the body inflates to more than {MAX_BYTES} bytes")
+    if not inflater.eof or inflater.unused_data:
+        raise Refused("malformed", "the gzip body ends too early or too late")
+    return content
+
+
+def decode(body: bytes, media: str) -> ExportMetricsServiceRequest:
+    """Return the request in a body of this media type. Raises Refused."""
+    try:
+        if media == PROTOBUF:
+            return ExportMetricsServiceRequest.FromString(body)
+        if body.lstrip()[:1] != b"{":  # which json_format would look for fields in
+            raise json_format.ParseError("no JSON object")
+        # Ids of exemplars are hex in OTLP/JSON where json_format reads base64; nothing here looks at them.
+        return json_format.Parse(body, ExportMetricsServiceRequest(), ignore_unknown_fields=True)
+    except (DecodeError, json_format.ParseError, UnicodeError, RecursionError) as error:
+        raise Refused("malformed", f"the body is not an OTLP metrics request in {media}: {error}"[:500]) from None
+
+
+def response(media: str, refused: int, message: str) -> bytes:
+    """Return the answer to an accepted request, with a partial success where points were refused."""
+    answer = ExportMetricsServiceResponse()
+    if message:
+        answer.partial_success.rejected_data_points = refused
+        answer.partial_success.error_message = message
+    return answer.SerializeToString() if media == PROTOBUF else json_format.MessageToJson(answer).encode()
+
+
+def status(media: str, message: str) -> bytes:
+    """Return a google.rpc.Status, which OTLP wants as the body of an error."""
+    if media == PROTOBUF:
+        # The same two fields with the same numbers and types (1 integer, 2 text) as google.rpc.Status.
+        return ExportMetricsPartialSuccess(error_message=message).SerializeToString()
+    return json.dumps({"message": message}).encode()
+
+
+def push(resource: ResourceMetrics, *, host: str, gpus: frozenset[str] | None, now: float) -> Push:
+    """Return one process's push. Raises Refused when the process does not say properly who it is.
+
+    `host` is this node's name: a training process in a container does not know it. `gpus` are the UUIDs of this node,
+    or None where it has no NVML to tell.
+    """
+    metrics = [metric for scope in resource.scope_metrics for metric in scope.metrics]
+    # A hook of an older release wrote them as the resource's attributes.
+    said = _Attributes([*resource.resource.attributes, *(item for metric in metrics for item in metric.metadata)])
+    if said.integer("flopwatch.schema") != SCHEMA:
+        raise Refused("invalid", f"flopwatch.schema is not {SCHEMA}: not a push of flopwatch's hook")
+    tenant, run, attempt = said.text("flopwatch.tenant"), said.text("flopwatch.run"), said.text("flopwatch.attempt")
+    if NAME.fullmatch(run) is None or (tenant and NAME.fullmatch(tenant) is None):
+        raise Refused("invalid", f"flopwatch.run and flopwatch.tenant must match {NAME.pattern}")
+    if not attempt or not _printable(attempt):
+        raise Refused("invalid", "flopwatch.attempt is not a short printable text")
+    rank, started = said.integer("flopwatch.rank"), said.real("flopwatch.start_unix")
+    if rank is None or not 0 <= rank < 1 << 24:
+        raise Refused("invalid", "flopwatch.rank is not the rank of a process")
+    if started is None or not 0 < started <= now + _CLOCK_MARGIN:
+        raise Refused("invalid", "flopwatch.start_unix is not a time in the past")
+    ended = said.text("flopwatch.status") or None
+    if ended is not None and ended not in STATUSES:
+        raise Refused("invalid", f"flopwatch.status is none of {', '.join(STATUSES)}")
+    ended_by = said.text("flopwatch.ended_by")
+
+    stamped = {"run": run, "rank": str(rank), "tenant": tenant, "attempt": attempt, "host": host}
+    samples: dict[tuple[str, tuple[str, ...]], Sample] = {}
+    refused, reason, foreign, newest = 0, "", False, 0
+    for metric in metrics:
+        for row, point, wrong in _points(metric):
+            newest = max(newest, point.time_unix_nano)
+            try:
+                if row is None or wrong:
+                    raise Refused("partial", wrong)
+                if len(samples) >= MAX_POINTS:
+                    raise Refused("partial", f"more than {MAX_POINTS} samples of one process")
+                labels = _labels(row, point.attributes, stamped)
+                if gpus is not None and "uuid" in labels and labels["uuid"] not in gpus and labels["uuid"]:
+                    labels["uuid"], foreign = "", True
+                values = tuple(labels.values())
+                for extra, value in _numbers(row, point):
+                    samples[row.name, (*values, *extra)] = row, (*values, *extra), value
+            except Refused as error:
+                refused += 1
+                reason = reason or f"{metric.name[:MAX_TEXT]!r}: {error}"
+    return Push(
+        tenant, run, attempt, rank, started,
+        at=max(started, min(now, newest / 1e9)) if newest > 0 else now,
+        pid=said.integer("flopwatch.pid") or 0,
+        pid_namespace=said.integer("flopwatch.pid_namespace") or 0,
+        pid_start_ticks=said.integer("flopwatch.pid_start_ticks") or 0,
+        submitted=said.real("flopwatch.submitted_unix"),
+        restored_step=said.integer("flopwatch.restored_step"),
+        open_step_seconds=said.real("flopwatch.open_step_seconds"),
+        status=ended,
+        ended_by=ended_by if ended is not None and ENDED_BY.fullmatch(ended_by) is not None else "",
+        samples=tuple(samples.values()),
+        refused=refused, reason=reason, foreign_gpu=foreign,
+    )
+
+
+def points(resource: ResourceMetrics) -> int:
+    """Return how many data points a process sent."""
+    return sum(len(list(_points(metric))) for scope in resource.scope_metrics for metric in scope.metrics)
+
+
+class _Attributes:
+    """Typed access to OTLP attributes; what is absent or of another type is None, or no text."""
+
+    def __init__(self, attributes: Iterable[KeyValue]) -> None:
+        self._values = {item.key: item.value for item in attributes}
+
+    def _get(self, key: str, *kinds: str) -> object:
+        value = self._values.get(key)
+        kind = value.WhichOneof("value") if value is not None else None
+        return getattr(value, kind) if kind in kinds else None
+
+    def text(self, key: str) -> str:
+        value = self._get(key, "string_value")
+        return value if isinstance(value, str) else ""
+
+    def integer(self, key: str) -> int | None:
+        value = self._get(key, "int_value")
+        return value if isinstance(value, int) else None
+
+    def real(self, key: str) -> float | None:
+        value = self._get(key, "double_value", "int_value")
+        return float(value) if isinstance(value, (int, float)) and math.isfinite(value) and value >= 0 else None
+
+
+def _printable(text: str) -> bool:
+    return len(text) <= MAX_TEXT and text.isprintable()
+
+
+def _points(metric: OtlpMetric) -> Iterator[tuple[Metric | None, NumberDataPoint | HistogramDataPoint, str]]:
+    """Yield a metric's points with the catalogue row they belong to, or with what is wrong about all of them."""
+    kind = metric.WhichOneof("data")
+    if kind is None:
+        return
+    row, wrong = m.BY_NAME.get(metric.name), ""
+    data = getattr(metric, kind)
+    if row is None or row.domain != "training":
+        wrong = "not a training family of this release's catalogue"
+    elif kind != _DATA[row.type]:
+        wrong = f"a {row.type} arrives as {_DATA[row.type]}, not as {kind}"
+    elif kind != "gauge" and data.aggregation_temporality != AGGREGATION_TEMPORALITY_CUMULATIVE:
+        wrong = "only cumulative values are taken"
+    elif kind == "sum" and not data.is_monotonic:
+        wrong = "a counter is monotonic"
+    for point in data.data_points:
+        yield row, point, wrong
+
+
+def _labels(row: Metric, attributes: Iterable[KeyValue], stamped: dict[str, str]) -> dict[str, str]:
+    """Return the row's labels in order: ours where we know better, the sender's else. Raises Refused."""
+    said: dict[str, str] = {}
+    for item in attributes:
+        if item.key not in row.labels:
+            raise Refused("partial", f"{item.key[:MAX_TEXT]!r} is not a label of this family")
+        if item.value.WhichOneof("value") != "string_value" or not _printable(item.value.string_value):
+            raise Refused("partial", f"the label {item.key!r} is not a short printable text")
+        if item.key in ("run", "rank") and item.value.string_value != stamped[item.key]:
+            raise Refused("partial", f"the label {item.key!r} is another process's")
+        said[item.key] = item.value.string_value
+    said |= {label: text for label, text in stamped.items() if label in row.labels}
+    # A hook of an older release does not know a label an info row has gained; on other rows it would merge series.
+    if row.type != "info" and len(said) != len(row.labels):
+        raise Refused("partial", f"the labels are not {', '.join(row.labels)}")
+    return {label: said.get(label, "") for label in row.labels}
+
+
+def _numbers(row: Metric, point: NumberDataPoint | HistogramDataPoint) -> list[tuple[tuple[str, ...], float]]:
+    """Return a point's numbers, each with the label values it adds: none, or the parts of a histogram."""
+    if isinstance(point, NumberDataPoint):
+        kind = point.WhichOneof("value")
+        if kind is None:
+            raise Refused("partial", "a point without a value")
+        value = float(getattr(point, kind))
+        # A loss may well be NaN, and that says more than one that is missing. A position may not.
+        if row not in (m.TRAINING_LOSS, m.TRAINING_GRAD_NORM) and not math.isfinite(value):
+            raise Refused("partial", "only training_loss and training_grad_norm may be NaN or infinite")
+        if row.type == "counter" and not 0 <= value < math.inf:
+            raise Refused("partial", "a counter is neither negative nor infinite")
+        if row.type == "info" and value != 1:
+            raise Refused("partial", "an info series is 1")
+        return [((), value)]
+    bounds, counts = list(point.explicit_bounds), list(point.bucket_counts)
+    ascending = all(low < high for low, high in pairwise(bounds))
+    if (
+        len(counts) != len(bounds) + 1 or len(counts) > MAX_BUCKETS or not ascending
+        or not all(map(math.isfinite, [*bounds, point.sum])) or min([point.sum, *bounds]) < 0
+    ):
+        raise Refused("partial", "not a histogram with ascending explicit bounds from 0 on")
+    numbers: list[tuple[tuple[str, ...], float]] = []
+    total = 0
+    for bound, count in zip([*bounds, math.inf], counts, strict=True):
+        total += count
+        numbers.append(((number(bound),), float(total)))
+    return [*numbers, (("count",), float(total)), (("sum",), point.sum)]

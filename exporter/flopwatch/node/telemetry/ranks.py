@@ -1,0 +1,441 @@
+"""The training processes of this node: what their pushes say, for the scrape and, merged per attempt, for the ledger.
+
+Per (tenant, run, rank) only the newest process start counts. A rank is served until it finishes, is replaced, its
+process is gone, or `rank_timeout` passes without a push; its attempt is remembered until the ledger has its last word.
+What comes to light for five minutes after an end that nobody planned goes after it, with the same last word.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import prometheus_client as prometheus
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+
+from flopwatch import catalogue as m
+from flopwatch.catalogue import Metric, Sample
+from flopwatch.ledger.attribution import PLANNED
+from flopwatch.node.scrape.reader import Reading
+from flopwatch.node.scrape.scrape import self_counter
+from flopwatch.node.telemetry import evidence, otlp
+from flopwatch.node.telemetry.evidence import HOST_PIDS, Entry, Event, LastWord, Witness
+from flopwatch.node.telemetry.otlp import Push, Refused
+from flopwatch.node.telemetry.process_exit import BLOCKED, Process, Watch, pids, process_alive
+from flopwatch.settings import ExporterSettings
+
+log = logging.getLogger(__name__)
+
+MAX_RANKS = 64
+MAX_RUNS = 16
+MAX_NAMES = 64  # of runs, in an hour: the ledger keeps what it is told of for a day
+# Ended attempts whose record the ledger has not taken yet; beyond this the oldest is forgotten.
+MAX_UNDELIVERED = 64
+
+OUTCOMES = (
+    "accepted", "partial", "stale_process", "invalid", "limit", "conflict", "foreign_gpu",
+    "malformed", "too_large", "unauthorized", "unsupported_type",
+)
+
+Record = dict[str, Any]
+RankKey = tuple[str, str, int]  # tenant, run, rank
+AttemptKey = tuple[str, str, str]  # tenant, run, attempt
+
+
+@dataclass
+class _Rank:
+    push: Push
+    heard: float  # on the monotonic clock
+    end: str | None = None  # finished, gone, replaced or silent
+    ended_at: float = 0.0  # Unix time
+    refused: Event | None = None  # memory, by CUDA
+    pid: int | None = None  # by which this process knows it; 0 if it does not, None before it has looked
+    watch: Watch | None = None
+    exited: tuple[str, str] = ("", "")
+
+
+@dataclass
+class _Attempt:
+    ranks: dict[int, _Rank] = field(default_factory=dict)
+    changes: int = 0
+    delivered: int = 0
+    gone_at: float | None = None
+    told: list[Entry] = field(default_factory=list)  # with the last record made
+
+    @property
+    def live(self) -> list[_Rank]:
+        return [rank for rank in self.ranks.values() if rank.end is None]
+
+    @property
+    def status(self) -> str | None:
+        """Return how the attempt ended by its ranks' own words; None while not all have said, or could."""
+        statuses = [rank.push.status for rank in self.ranks.values() if rank.push.status is not None]
+        if len(statuses) == len(self.ranks):
+            return max(statuses, key=otlp.STATUSES.index)
+        # What completed is complete, also if another rank's last word was lost.
+        return "completed" if not self.live and "completed" in statuses else None
+
+
+@dataclass
+class _Scene:
+    """Where and when evidence of an attempt is looked for."""
+
+    since: float  # Unix time
+    gpus: list[str] | None  # None: all
+    ranks: list[LastWord]
+
+
+@dataclass
+class _Ended:
+    """An attempt that the ledger has the last word of, for as long as there may be evidence to come."""
+
+    scene: _Scene
+    records: list[Record]  # the last ones
+    until: float  # Unix time
+    told: list[Entry]
+    changes: int = 0
+    delivered: int = 0
+
+
+def own_pid_namespace() -> int:
+    """Return the inode of this process's pid namespace, or 0 where the kernel does not tell."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+class Telemetry:
+    """Takes pushes, serves their samples as the source `training`, and hands out what the ledger is owed."""
+
+    name = "training"
+
+    def __init__(
+        self,
+        settings: ExporterSettings,
+        registry: prometheus.CollectorRegistry,
+        gpus: Callable[[], frozenset[str] | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+        witness: Witness | None = None,
+    ) -> None:
+        self._settings = settings
+        self._witness = witness if witness is not None else Witness(now)
+        self._gpus = gpus
+        self._clock = clock
+        self._now = now
+        self._lock = threading.Lock()
+        self._attempts: dict[AttemptKey, _Attempt] = {}
+        self._ended: dict[AttemptKey, _Ended] = {}
+        self._newest: dict[RankKey, tuple[float, tuple[int, int, int]]] = {}  # start, process
+        self._names: dict[tuple[str, str], float] = {}  # tenant and run, when heard of last; the oldest first
+        self._pid_namespace = own_pid_namespace()
+        self._pushes = self_counter(m.OTLP_ACCEPTED, registry)
+        for outcome in OUTCOMES:
+            self._pushes.labels(outcome)
+
+    def count(self, outcome: str) -> None:
+        """Count a push; the app counts those that never get as far as `receive`."""
+        self._pushes.labels(outcome).inc()
+
+    def receive(self, request: ExportMetricsServiceRequest) -> tuple[int, str]:
+        """Take every process's push in a request; return how many points were refused, and the first reason."""
+        if len(request.resource_metrics) > MAX_RANKS:
+            raise Refused("too_large", f"a request holds the pushes of at most {MAX_RANKS} processes")
+        refused, reason, gpus = 0, "", self._gpus()
+        for resource in request.resource_metrics:
+            try:
+                push = otlp.push(resource, host=self._settings.host, gpus=gpus, now=self._now())
+                with self._lock:
+                    self._take(push)
+            except Refused as error:
+                refused += otlp.points(resource)
+                reason = reason or str(error)
+                self.count(error.outcome)
+                continue
+            refused += push.refused
+            reason = reason or push.reason
+            self.count("partial" if push.refused else "foreign_gpu" if push.foreign_gpu else "accepted")
+        return refused, reason
+
+    def ask(self, deadline: float) -> Reading:
+        """Return the live ranks' samples, and what is seen of their processes."""
+        with self._lock:
+            live = [rank for attempt in self._attempts.values() for rank in attempt.live]
+            clock = self._clock()
+            samples = [sample for rank in live for sample in (*rank.push.samples, *_blocked(rank, clock))]
+        return Reading(samples, at=self._now())
+
+    def check(self) -> None:
+        """End the ranks whose process is gone and those that have not pushed for `rank_timeout`."""
+        self._find_processes()
+        with self._lock:
+            clock = self._clock()
+            for attempt in self._attempts.values():
+                for rank in attempt.live:
+                    if self._gone(rank) if rank.watch is None else not rank.watch.look(clock):
+                        self._end(attempt, rank, "gone")
+                    elif clock - rank.heard > self._settings.rank_timeout:
+                        self._end(attempt, rank, "silent")
+
+    def due(self) -> dict[AttemptKey, tuple[int, list[Record]]]:
+        """Return the version and the records, in order of time, of each attempt that changed since it was delivered.
+
+        The version of one that has ended, and of which there is only more evidence, is negative.
+        """
+        due: dict[AttemptKey, tuple[int, list[Record]]] = {}
+        with self._lock:
+            for key, attempt in self._attempts.items():
+                if attempt.changes > attempt.delivered:
+                    try:
+                        attempt.told = self._told(self._scene(attempt))
+                        due[key] = attempt.changes, self._records(key, attempt, attempt.told)
+                    except Exception:
+                        # Whatever is wrong with one attempt, the ledger hears of the others.
+                        log.exception("run %s: no record can be made of attempt %s", key[1], key[2])
+                        attempt.delivered = attempt.changes
+            for key, ended in list(self._ended.items()):
+                try:
+                    told = self._told(ended.scene, ended.until)
+                    if told != ended.told:
+                        ended.told, ended.changes = told, ended.changes + 1
+                    if ended.changes > ended.delivered:
+                        *before, last = ended.records
+                        due[key] = -ended.changes, [*before, {**last, "evidence": told}]
+                except Exception:
+                    log.exception("run %s: no evidence can be told of attempt %s", key[1], key[2])
+                    del self._ended[key]
+                    continue
+                if self._now() > ended.until and ended.changes == ended.delivered:
+                    del self._ended[key]
+        return due
+
+    def delivered(self, key: AttemptKey, version: int) -> None:
+        """Note that the ledger has this version; an attempt without a live rank is forgotten then."""
+        with self._lock:
+            if version < 0:
+                if key in self._ended:
+                    self._ended[key].delivered = -version
+                return
+            attempt = self._attempts.get(key)
+            if attempt is None:
+                return
+            attempt.delivered = version
+            if attempt.changes == version and not attempt.live:
+                del self._attempts[key]
+                self._wait_for_evidence(key, attempt)
+
+    def state(self) -> dict[str, Any]:
+        """Return what evidence may come of after a restart, as JSON has it: also of attempts that may end meanwhile."""
+        with self._lock:
+            ended = dict(self._ended)
+            for key, attempt in self._attempts.items():
+                with suppress(Exception):  # as in `due`
+                    ended[key] = _Ended(
+                        self._scene(attempt), self._records(key, attempt, []), self._now() + evidence.AFTER, [])
+            return {"witness": self._witness.state(), "attempts": [[key, asdict(one)] for key, one in ended.items()]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take back what `state` gave."""
+        self._witness.restore(state["witness"])
+        with self._lock:
+            for key, values in state["attempts"]:
+                scene = values["scene"]
+                ranks = [LastWord(*word)._replace(refused=word[5] and Event(*word[5]), exited=tuple(word[7]))
+                         for word in scene["ranks"]]
+                ended = _Ended(**{**values, "scene": _Scene(**{**scene, "ranks": ranks})})
+                if ended.until > self._now():
+                    self._ended[tuple(key)] = ended
+
+    def summary(self) -> list[tuple[str, str, int]]:
+        """Return tenant, run and the number of live ranks of each run."""
+        with self._lock:
+            ranks = Counter((tenant, run) for (tenant, run, _), a in self._attempts.items() for _ in a.live)
+        return [(*run, count) for run, count in sorted(ranks.items())]
+
+    def _wait_for_evidence(self, key: AttemptKey, attempt: _Attempt) -> None:
+        if attempt.status in PLANNED:
+            return
+        until = max(rank.ended_at for rank in attempt.ranks.values()) + evidence.AFTER
+        self._ended[key] = _Ended(self._scene(attempt), self._records(key, attempt, []), until, attempt.told)
+        while len(self._ended) > MAX_UNDELIVERED:
+            del self._ended[next(iter(self._ended))]
+
+    def _take(self, push: Push) -> None:
+        key: RankKey = push.tenant, push.run, push.rank
+        newest = self._newest.get(key)
+        if newest is not None and push.started < newest[0] and push.process != newest[1]:
+            raise Refused("stale_process", f"a newer process is rank {push.rank} of run {push.run!r}")
+        live = [(other, rank) for other, attempt in self._attempts.items() for rank in attempt.live]
+        if any((other[1], rank.push.rank) == key[1:] and other[0] != push.tenant for other, rank in live):
+            raise Refused("conflict", f"rank {push.rank} of run {push.run!r} is another tenant's on this node")
+        if not any((*other[:2], rank.push.rank) == key for other, rank in live):
+            runs = {other[:2] for other, _ in live}
+            if len(live) >= MAX_RANKS or (key[:2] not in runs and len(runs) >= MAX_RUNS):
+                raise Refused("limit", f"this node takes at most {MAX_RANKS} ranks of {MAX_RUNS} runs")
+        own: AttemptKey = push.tenant, push.run, push.attempt
+        attempt = self._attempts.get(own, _Attempt())
+        if push.rank not in attempt.ranks and len(attempt.ranks) >= MAX_RANKS:
+            raise Refused("limit", f"this node takes at most {MAX_RANKS} ranks of an attempt, ended ones included")
+        self._attempts[own] = attempt
+        self._ended.pop(own, None)
+        self._remember(key[:2])
+        self._newest.pop(key, None)
+        self._newest[key] = push.started, push.process
+        while len(self._newest) > 4 * MAX_RANKS:
+            del self._newest[next(iter(self._newest))]
+        for other, rank in live:
+            if other[:2] == own[:2] and other != own and rank.push.rank == push.rank:
+                self._end(self._attempts[other], rank, "gone" if self._gone(rank) else "replaced")
+        before = attempt.ranks.get(push.rank)
+        if before is not None and before.push.process != push.process:
+            before = None
+        newcomer = _Rank(push, self._clock(), refused=evidence.out_of_memory(push, before.refused if before else None))
+        if before is not None and before.end is None:  # else it is not watched any more
+            newcomer.pid, newcomer.watch = before.pid, before.watch
+        attempt.ranks[push.rank] = newcomer
+        attempt.changes += 1
+        if push.status is not None:
+            self._end(attempt, newcomer, "finished")
+        ended = [other for other, attempt in self._attempts.items() if not attempt.live]
+        for other in ended[: max(0, len(ended) - MAX_UNDELIVERED)]:
+            del self._attempts[other]
+
+    def _remember(self, run: tuple[str, str]) -> None:
+        """Note that a run was heard of; raise Refused where too many new ones are."""
+        now, known = self._clock(), self._names.pop(run, None)
+        while self._names and now - next(iter(self._names.values())) > 3600:
+            del self._names[next(iter(self._names))]
+        if known is None and len(self._names) >= MAX_NAMES:
+            raise Refused("limit", f"this node takes at most {MAX_NAMES} different runs in an hour")
+        self._names[run] = now
+
+    def _find_processes(self) -> None:
+        """Find out by which pids the processes of new ranks are known here, also those of containers."""
+        with self._lock:
+            new = [rank for attempt in self._attempts.values() for rank in attempt.live if rank.pid is None]
+        inside: dict[Process, list[_Rank]] = {}
+        for rank in new:
+            push = rank.push
+            own = push.pid > 0 and push.pid_namespace not in (0, self._pid_namespace)
+            if own and push.pid_start_ticks > 0:
+                inside.setdefault((push.pid, push.pid_start_ticks), []).append(rank)
+        found = pids(inside.keys()) if inside else {}
+        for rank in new:
+            push = rank.push
+            here = push.pid > 0 and push.pid_namespace != 0 and push.pid_namespace == self._pid_namespace
+            rank.pid = push.pid if here else found.get((push.pid, push.pid_start_ticks), 0)
+            if rank.pid:
+                rank.watch = Watch(rank.pid, push.pid_start_ticks)
+
+    def _gone(self, rank: _Rank) -> bool:
+        push = rank.push
+        here = push.pid > 0 and push.pid_namespace != 0 and push.pid_namespace == self._pid_namespace
+        pid = rank.pid or (push.pid if here else 0)
+        return pid > 0 and not process_alive(pid, push.pid_start_ticks)
+
+    def _end(self, attempt: _Attempt, rank: _Rank, how: str) -> None:
+        rank.end, rank.ended_at = how, self._now()
+        attempt.changes += 1
+        if how == "gone":
+            attempt.gone_at = rank.ended_at
+            rank.exited = rank.watch.ended() if rank.watch is not None else ("", "")
+        rank.watch = None
+        log.info("run %s rank %d: %s", rank.push.run, rank.push.rank, how)
+
+    def _scene(self, attempt: _Attempt) -> _Scene:
+        ranks = [attempt.ranks[number] for number in sorted(attempt.ranks)]
+        pushes = [rank.push for rank in ranks]
+        gpus = evidence.gpus_of(pushes)
+        return _Scene(
+            min(push.started for push in pushes) - evidence.BEFORE, None if gpus is None else sorted(gpus), [
+                LastWord(
+                    rank.push.rank, rank.push.started, rank.push.at, self._host_pid(rank), rank.push.ended_by,
+                    rank.refused, rank.ended_at if rank.end == "gone" else None, rank.exited)
+                for rank in ranks])
+
+    def _host_pid(self, rank: _Rank) -> int:
+        """Return the pid by which the kernel's log would call a rank; 0 if it is not known."""
+        if rank.push.pid_namespace == HOST_PIDS:
+            return rank.push.pid
+        return rank.pid or 0 if self._pid_namespace == HOST_PIDS else 0
+
+    def _told(self, scene: _Scene, until: float = math.inf) -> list[Entry]:
+        """Return what is known up to a time that may explain how an attempt goes, or ended."""
+        found = self._witness.told(None if scene.gpus is None else frozenset(scene.gpus), scene.since, until)
+        return found + evidence.of_ranks(scene.ranks, self._witness.killed)[:evidence.MOST - len(found)]
+
+    def _records(self, key: AttemptKey, attempt: _Attempt, told: list[Entry]) -> list[Record]:
+        """Return the attempt's merged snapshot and, once no rank of it is left and one vanished, that too."""
+        pushes = [attempt.ranks[rank].push for rank in sorted(attempt.ranks)]
+        # Time follows the lowest live rank; at the end the one that lived longest, so that records never go back.
+        live = [push for push in pushes if attempt.ranks[push.rank].end is None]
+        leader = live[0] if live else max(pushes, key=lambda push: push.at)
+        status = attempt.status
+        steps, committed = _values(pushes, m.TRAINING_POSITION_STEPS), _values(pushes, m.TRAINING_COMMITTED_STEPS)
+        flops, peaks = _values(pushes, m.TRAINING_MODEL_FLOPS), _values(pushes, m.TRAINING_PEAK_FLOPS)
+        record: Record = {
+            "t": leader.at,
+            "tenant": key[0], "run": key[1], "attempt": key[2],
+            "source": self._settings.host,
+            "event": "snapshot" if status is None else "finish",
+            "rank": leader.rank,
+            "gpus": len(pushes),
+            "started": leader.started,
+            "submitted": min((push.submitted for push in pushes if push.submitted is not None), default=None),
+            "restored_step": leader.restored_step,
+            "step": int(max(steps)) if steps else None,
+            "committed_step": int(max(committed)) if committed else None,
+            "activity_seconds": {
+                labels[-1]: seconds for row, labels, seconds in leader.samples if row is m.TRAINING_ACTIVITY_SECONDS
+            },
+            "open_step_seconds": leader.open_step_seconds,
+            "model_flops": sum(flops) if flops else None,
+            "peak_flops": sum(peaks) if peaks else None,
+            "status": status,
+            "waits": _waits(live),
+            "evidence": told or None,
+        }
+        record = {name: value for name, value in record.items() if value is not None}
+        if attempt.gone_at is None or attempt.live or status is not None:
+            return [record]
+        # Two records: up to the last push the activities are known, from there to the end only that it ended.
+        until = {name: value for name, value in record.items() if name != "evidence"}
+        return [until, {**record, "t": max(attempt.gone_at, record["t"]), "gone": True}]
+
+
+def _blocked(rank: _Rank, clock: float) -> list[Sample]:
+    """Return for how long a rank's process has been blocked, in each of the ways; nothing if it was not looked at."""
+    if rank.watch is None or not rank.watch.state:
+        return []
+    names = (rank.push.run, str(rank.push.rank))
+    return [(m.NODE_PROCESS_BLOCKED, (*names, way), clock - rank.watch.since if BLOCKED.get(rank.watch.state) == way
+             else 0.0) for way in BLOCKED.values()]
+
+
+def _waits(pushes: list[Push]) -> list[list[object]] | None:
+    """Return what these ranks have waited for others; None unless that is measured on all of them."""
+    rows = (m.TRAINING_MEASURED_STEPS, m.TRAINING_MEASURED_STEP_SECONDS, m.TRAINING_COLLECTIVE_WAIT)
+    pipeline = m.TRAINING_RANK_INFO.labels.index("pp")
+    told: list[list[object]] = []
+    for push in pushes:
+        known = {row.name: value for row, _, value in push.samples}
+        if not all(row.name in known for row in rows):
+            return None
+        place = next((labels[pipeline] for row, labels, _ in push.samples if row is m.TRAINING_RANK_INFO), "")
+        told.append([push.rank, place, push.started, *(round(known[row.name], 3) for row in rows),
+                     known.get(m.TRAINING_TOKENS.name, 0.0)])
+    return told or None
+
+
+def _values(pushes: list[Push], row: Metric) -> list[float]:
+    return [value for push in pushes for other, _, value in push.samples if other is row]
+

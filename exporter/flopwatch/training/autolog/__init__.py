@@ -1,0 +1,1 @@
+"""What `flopwatch run` attaches to a training script that does not call the hook itself."""

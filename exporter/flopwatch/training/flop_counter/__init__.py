@@ -1,0 +1,1 @@
+"""Model FLOPs counted from the operators that a training step runs."""

@@ -1,0 +1,318 @@
+"""FLOPs of a model without a configuration: counted once, on tensors without data.
+
+A twin of the model (twin.py) is built from its modules, with parameters that have a shape and no memory, and its
+forward is run once on the shapes of a batch while a counter (counter.py) looks on. Of the model itself nothing is
+called or changed: no hook, no compiled function, no collective, no random number. What counts, and how, is in
+counter.py. DTensor and FSDP parameters have their global shape, so that a count is of all ranks that share the model;
+if the forward does not run on those, it is run on the rank's part of what tensor parallelism cuts.
+
+No count, but the reason, where the forward depends on data, communicates by itself, or calls a kernel that PyTorch
+can't look into. https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import random
+import sys
+import traceback
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from flopwatch.training.flop_counter.fake_model import Twins, cut_parameters
+from flopwatch.training.flop_counter.operators import Attention, Counted, Counter, Uncountable
+from flopwatch.training.torch.outputs import tensors
+
+if TYPE_CHECKING:
+    from flopwatch.training.run import Run
+
+__all__ = ["Attached", "Counted", "Uncountable", "attach", "count"]
+
+SAMPLE = 16  # parameters that are looked at in each pass: all of a large model would take longer than the rest
+SHAPES = 32  # batch shapes that are counted one by one
+
+
+def count(model: torch.nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Counted:
+    """Return the FLOPs of `model(*args, **kwargs)` and its backward pass; of the batch only shapes matter.
+
+    Raises Uncountable.
+    """
+    try:
+        return _count(model, args, dict(kwargs or {}), {})
+    except _Fails as error:
+        # A model written for tensor parallelism may have its rank's number of heads in its code.
+        if not (parts := cut_parameters(model)):
+            raise error.reason from None
+    try:
+        return _count(model, args, dict(kwargs or {}), parts)
+    except _Fails as error:
+        raise error.reason from None
+
+
+def _count(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], parts: dict[int, tuple[int, int]],
+) -> Counted:
+    """Return the FLOPs, found by running with the rank's parts of these parameters. Raises Uncountable, _Fails."""
+    counter = Counter(FakeTensorMode(allow_non_fake_inputs=True), parts)
+    twins = Twins(counter)
+    failed = None
+    try:
+        with _nothing_changed():
+            tokens = _run(model, twins, counter, args, kwargs)
+    except Uncountable as error:
+        counter.refused = counter.refused or error
+        error.__traceback__ = None  # its frames hold tensors
+    except Exception as error:
+        failed = _Fails(Uncountable(_reason(error)))
+        error.__traceback__ = None
+    twins.clear()
+    counter.clear()
+    if counter.refused is not None:
+        raise counter.refused
+    if failed is not None:
+        raise failed
+    return counter.counted(tokens)
+
+
+class _Fails(Exception):
+    """The forward raises."""
+
+    def __init__(self, reason: Uncountable) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def _reason(error: Exception) -> str:
+    """Return why a forward failed, on one line."""
+    if any(frame.f_globals.get("__name__") == "torch.nn.attention.flex_attention"
+           for frame, _ in traceback.walk_tb(error.__traceback__)):
+        return "only the mask function of flex_attention knows how many scores it leaves"
+    said = str(error).strip().splitlines() or [""]
+    return f"the forward does not run on tensors without data: {type(error).__name__}: {said[0]}"
+
+
+def _run(
+    model: torch.nn.Module, twins: Twins, counter: Counter, args: tuple[Any, ...], kwargs: dict[str, Any],
+) -> int | None:
+    """Run the forward of the model's twin, and return the tokens of the batch, if it tells."""
+    with counter.mode, torch.enable_grad():
+        twin = twins.of(model)
+        arguments = inspect.signature(twin.forward).bind(*args, **kwargs)
+        args, kwargs = counter.inputs(arguments)
+        with _autocast(model), counter, Attention(counter):
+            twin(*args, **kwargs)
+    ids = arguments.arguments.get("input_ids", arguments.arguments.get("kwargs", {}).get("input_ids"))
+    return ids.numel() if isinstance(ids, torch.Tensor) and not ids.dtype.is_floating_point else None
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """What counts the passes of one model; `remove()` ends that."""
+
+    remove: Callable[[], None]
+
+
+def attach(run: Run, model: torch.nn.Module) -> Attached:
+    """Add the FLOPs of this module's training passes to the open step of `run`.
+
+    To be called with the module as the loop calls it, after DDP, FSDP and torch.compile have wrapped it.
+    """
+    if run.has_flops:
+        return Attached(lambda: None)
+    passes = _Passes(run, model)
+    compiled = model.__dict__.get("_compiled_call_impl")
+    if compiled is None:
+        return Attached(model.register_forward_hook(passes, with_kwargs=True).remove)
+
+    # After model.compile() a forward hook would be compiled too, and never run.
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        output = compiled(*args, **kwargs)
+        passes(model, args, kwargs, output)
+        return output
+
+    # Not by themselves: a run that goes on should not keep a model that is gone.
+    watched, ours = weakref.ref(model), weakref.ref(call)
+
+    def remove() -> None:
+        if (known := watched()) is not None and known._compiled_call_impl is ours():
+            known._compiled_call_impl = compiled
+
+    model._compiled_call_impl = call
+    return Attached(remove)
+
+
+class _Passes:
+    """A forward hook. The first time it meets shapes it counts; then it looks up.
+
+    It runs after the forward, not before: what the forward keeps for later, position tables in a cache say, is real
+    by then, and stays so.
+    """
+
+    def __init__(self, run: Run, model: torch.nn.Module) -> None:
+        self._run = run
+        parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+        self._sample = parameters[::max(1, len(parameters) // SAMPLE)]  # to see that weights are frozen for some passes
+        self._counts: dict[Hashable, Counted] = {}
+        self._lengths = _Lengths()
+        self._gave_up = False
+
+    def __call__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        try:
+            if self._gave_up or not torch.is_grad_enabled() or not self._run.alive:
+                return
+            if not (outputs := [tensor for tensor in tensors(output) if tensor.requires_grad]):
+                return
+            counted = self._look_up(model, args, kwargs)
+            if counted is None:
+                return
+            # Generated code can't run a hook that is another object in each step.
+            autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+            if getattr(autograd, "compiled_autograd_enabled", False):
+                self._run.counted(counted.flops)
+                return
+            self._run.counted(counted.forward)
+            backward = [counted.backward]
+
+            def begins(_: torch.Tensor) -> None:
+                if backward:
+                    self._run.counted(backward.pop())
+
+            for tensor in outputs:
+                tensor.register_hook(begins)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            self._run.failed("counted", error)
+
+    def __deepcopy__(self, _: object) -> Callable[..., None]:
+        return _nothing  # of a copy of the model, a moving average say
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _inert, ()  # of a model that is saved whole
+
+    def _look_up(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Counted | None:
+        trainable = sum([(parameter := known()) is not None and parameter.requires_grad for known in self._sample])
+        key = (trainable, _shapes(args), _shapes(kwargs))
+        counted = self._counts.get(key)
+        if counted is None:
+            lengths = _batch_and_length((args, kwargs))
+            counted = self._lengths.predicted(trainable, lengths)
+            if counted is None:
+                try:
+                    counted = self._count(model, args, kwargs)
+                except Uncountable as reason:
+                    self._gave_up = True
+                    self._run.uncountable(str(reason))
+                    return None
+                self._counts[key] = counted
+                self._lengths.add(trainable, lengths, counted)
+        return counted
+
+    def _count(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Counted:
+        if len(self._counts) >= SHAPES:
+            raise Uncountable(f"batches have more than {SHAPES} shapes, and no formula fits them")
+        with self._run.activity("other"):
+            counted = count(model, args, kwargs)
+        if not self._counts:
+            self._run.set_flops(convention="causal", source="counted")
+        return counted
+
+
+class _Lengths:
+    """FLOPs of [batch, length] by batch x (a x length + b x length^2), which two counts tell and all others prove.
+
+    For batches padded to the longest sample, each of another length.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[int, int, int], Counted] = {}
+
+    def add(self, trainable: int, lengths: tuple[int, int] | None, counted: Counted) -> None:
+        """Take a count to fit to."""
+        if lengths is not None:
+            self._counts[(trainable, lengths[0], lengths[1])] = counted
+
+    def predicted(self, trainable: int, lengths: tuple[int, int] | None) -> Counted | None:
+        """Return the FLOPs of a shape if at least three counts, one of them no shorter, agree on the formula."""
+        counts = [(batch, length, counted) for (t, batch, length), counted in self._counts.items() if t == trainable]
+        if lengths is None or len(counts) < 3 or lengths[1] > max(length for _, length, _ in counts):
+            return None
+        shortest, longest = min(counts, key=lambda c: c[1]), max(counts, key=lambda c: c[1])
+        if shortest[1] == longest[1]:
+            return None
+        found = []
+        for part in ("forward", "backward"):
+            (s, f), (t, g) = ((length, Fraction(getattr(counted, part), batch * length))
+                              for batch, length, counted in (shortest, longest))
+            b = (g - f) / (t - s)
+            a = f - b * s
+            if any(batch * length * (a + b * length) != getattr(counted, part) for batch, length, counted in counts):
+                return None
+            found.append(int(lengths[0] * lengths[1] * (a + b * lengths[1])))
+        return Counted(found[0], found[1], None)
+
+
+def _batch_and_length(value: Any) -> tuple[int, int] | None:
+    """Return the shape [batch, length] that all tensors have in common, numbers apart."""
+    shapes = {tuple(leaf.shape) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    shape: Any = shapes.pop() if len(shapes) == 1 else ()
+    return shape if len(shape) == 2 and prod(shape) else None
+
+
+def _shapes(value: Any) -> Hashable:
+    """Return what of some arguments decides how many FLOPs they need."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    if isinstance(value, (list, tuple)):
+        return tuple([_shapes(item) for item in value])
+    if isinstance(value, Mapping):
+        return tuple([(name, _shapes(item)) for name, item in value.items()])
+    return value if isinstance(value, (bool, str)) else None
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def _inert() -> Callable[..., None]:
+    return _nothing
+
+
+@contextlib.contextmanager
+def _nothing_changed() -> Iterator[None]:
+    """Keep random numbers, compiled functions and logs as they are."""
+    numbers, torch_numbers = random.getstate(), torch.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    numpy_numbers = None if numpy is None else numpy.random.get_state()
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # prints a traceback for what has no fake kernel
+    was_silent, log.disabled = log.disabled, True
+    try:
+        # Or torch.compile'd functions inside would be compiled for fake tensors.
+        with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext():
+            yield
+    finally:
+        log.disabled = was_silent
+        random.setstate(numbers)
+        torch.set_rng_state(torch_numbers)
+        if numpy is not None:
+            numpy.random.set_state(numpy_numbers)
+
+
+def _autocast(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Return the autocast that is on where the model is, for the CPU, where its twin is. Its cache keeps no fake."""
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    device = "cpu" if device == "meta" else device
+    return torch.autocast("cpu", torch.get_autocast_dtype(device), torch.is_autocast_enabled(device),
+                          cache_enabled=False)

@@ -1,0 +1,183 @@
+"""A twin of a model: the same modules, parameters without data, no hooks and no wrappers.
+
+What it is made of is the model's own state, so the model can't tell. DDP, FSDP 1, DeepSpeed and torch.compile wrap a
+module in another, which is taken off; FSDP 2 and tensor parallelism work through hooks, which the twin has none of,
+and through DTensor parameters, which tell their global shape.
+https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections import OrderedDict, deque
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from flopwatch.training.flop_counter.operators import Uncountable
+
+if TYPE_CHECKING:
+    from flopwatch.training.flop_counter.operators import Counter
+
+FEW = 10_000  # elements of a list in a module: more are a data set
+
+
+def cut_parameters(model: torch.nn.Module) -> dict[int, tuple[int, int]]:
+    """Return (dimension, parts) of the parameters that tensor parallelism cuts, by id; FSDP's cuts are no matter."""
+    data_parallel = {}
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "_get_fsdp_state"):
+            state = module._get_fsdp_state()
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                for parameter in () if group is None else group.fsdp_params:
+                    data_parallel[id(parameter.sharded_param)] = group.mesh_info.mesh.ndim
+    parts = {}
+    for parameter in model.parameters():
+        mesh: Any = getattr(parameter, "device_mesh", None)
+        for axis in range(data_parallel.get(id(parameter), 0), 0 if mesh is None else mesh.ndim):
+            placement = parameter.placements[axis]  # type: ignore[attr-defined]
+            if placement.is_shard():
+                parts[id(parameter)] = (placement.dim, mesh.size(axis))
+    return parts
+
+
+class Twins:
+    """Makes modules that look like given ones, with fake parameters and buffers, and without hooks and wrappers."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._modules: dict[int, Any] = {}
+        self._configs: dict[int, Any] = {}
+        self._objects: dict[int, Any] = {}
+        self._whole: dict[tuple[int, str], torch.Tensor] = {}  # parameters that FSDP 1 cut up
+
+    def of(self, model: torch.nn.Module) -> Any:
+        """Return the twin of a model."""
+        twin = self._module(model)
+        for module in list(self._modules.values()):
+            state = module.__dict__
+            for name, value in state.items():
+                state[name] = self._attribute(value)
+        return twin
+
+    def clear(self) -> None:
+        """Let go of all tensors."""
+        for twin in self._modules.values():
+            twin.__dict__.clear()
+        self._whole.clear()
+
+    def _module(self, module: torch.nn.Module) -> Any:
+        module = self._unwrapped(module)
+        if id(module) in self._modules:
+            return self._modules[id(module)]
+        if isinstance(module, torch.jit.ScriptModule):
+            raise Uncountable(f"{module.original_name} is TorchScript, which can't be looked into")
+        twin = object.__new__(type(module))
+        self._modules[id(module)] = twin
+        state = dict(module.__dict__)
+        for name, value in state.items():
+            if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(value, dict):
+                state[name] = OrderedDict()
+        state["_compiled_call_impl"] = None
+        # Recomputation in the forward is none: Hugging Face's blocks look here.
+        if state.get("gradient_checkpointing") is True:
+            state["gradient_checkpointing"] = False
+        weights = dict(state["_parameters"])
+        for (owner, name), whole in self._whole.items():
+            if owner == id(module):
+                weights[name] = whole
+                state.pop(name, None)
+        state["_parameters"] = {
+            name: None if weight is None else self._counter.fake(weight, weight=True)
+            for name, weight in weights.items()}
+        state["_buffers"] = {
+            name: None if buffer is None else self._counter.fake(buffer) for name, buffer in state["_buffers"].items()}
+        state["_modules"] = {
+            name: None if child is None else self._module(child) for name, child in state["_modules"].items()}
+        twin.__dict__.update(state)
+        return twin
+
+    def _unwrapped(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Return what is under wrappers whose forward does more than the model's: DDP, FSDP 1, torch.compile."""
+        while True:
+            inner = module.__dict__["_modules"]
+            kinds = {kind.__name__ for kind in type(module).__mro__
+                     if kind.__module__.startswith(("torch.", "deepspeed."))}
+            if "OptimizedModule" in kinds:
+                module = inner["_orig_mod"]
+            elif kinds & {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}:
+                module = inner["module"]
+            elif "FullyShardedDataParallel" in kinds:
+                self._restore(module)
+                module = inner["_fsdp_wrapped_module"]
+            else:
+                return module
+
+    def _restore(self, module: Any) -> None:
+        """Learn the shapes of the parameters that this FSDP 1 module flattened into one and cut up."""
+        flat = None if module._handle is None else module._handle.flat_param
+        if flat is None:
+            return
+        for i, (name, owner, _) in enumerate(flat._param_infos):
+            needs = flat._params[i].requires_grad if flat._params is not None else flat.requires_grad
+            self._whole[id(owner), name] = torch.empty(flat._shapes[i], dtype=flat.dtype, device="meta",
+                                                       requires_grad=needs)
+        for name, owner, _, first, first_owner, _ in flat._shared_param_infos:
+            self._whole[id(owner), name] = self._whole[id(first_owner), first]
+
+    def _attribute(self, value: Any) -> Any:
+        """Return an attribute for the twin: nothing in it leads back to the model, and none of it is shared."""
+        if isinstance(value, FakeTensor):
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._counter.fake(value)
+        if isinstance(value, torch.nn.Module):
+            return self._modules.get(id(value), value)
+        if isinstance(value, types.MethodType):
+            owner = self._modules.get(id(value.__self__))
+            return value if owner is None else types.MethodType(value.__func__, owner)
+        if isinstance(value, functools.partial):
+            return functools.partial(self._attribute(value.func), *map(self._attribute, value.args),
+                                     **{name: self._attribute(item) for name, item in value.keywords.items()})
+        if type(value) in (dict, OrderedDict, list, tuple, deque, set):
+            if len(value) > FEW:
+                return value  # data
+            if isinstance(value, dict):
+                return type(value)((key, self._attribute(item)) for key, item in value.items())
+            return type(value)(map(self._attribute, value))
+        if hasattr(value, "_attn_implementation") and hasattr(value, "_experts_implementation"):
+            return self._config(value)
+        if type(value).__module__ != "builtins" and type(getattr(value, "__dict__", None)) is dict and not (
+                isinstance(value, (type, types.ModuleType, types.FunctionType, Enum))):
+            return self._object(value)
+        return value
+
+    def _object(self, value: Any) -> Any:
+        """Return a plain object with lists, dicts and tensors of its own; what objects it has are the model's."""
+        if id(value) not in self._objects:
+            try:
+                twin = object.__new__(type(value))
+            except TypeError:
+                return value  # one of an extension
+            self._objects[id(value)] = twin
+            twin.__dict__.update({
+                name: self._attribute(item) if isinstance(item, (torch.Tensor, list, dict, set, deque)) else item
+                for name, item in value.__dict__.items()})
+        return self._objects[id(value)]
+
+    def _config(self, config: Any) -> Any:
+        """Return a Hugging Face configuration under which the same matmuls are done by kernels that can be counted."""
+        if id(config) not in self._configs:
+            twin = self._configs[id(config)] = copy.copy(config)
+            if twin._attn_implementation not in (None, "eager", "sdpa"):
+                able = all(getattr(module, "_supports_sdpa", True) for module in self._modules.values())
+                twin._attn_implementation = "sdpa" if able else "eager"
+                self._counter.packs = True
+            if twin._experts_implementation is not None:
+                twin._experts_implementation = "grouped_mm"  # each token through its experts, whichever they are
+        return self._configs[id(config)]

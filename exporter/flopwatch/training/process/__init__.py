@@ -1,0 +1,1 @@
+"""Facts about the training process: launcher, identity, parallelism, exit reason and stacks."""

@@ -1,0 +1,66 @@
+"""Which run, attempt and rank this process is: what the caller says, else torch.distributed, else the launcher.
+
+The launcher's variables are read in launcher.py. Where torch.distributed counts other ranks than they do (processes
+that a script spawned itself), it is right, and they may be on several nodes.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flopwatch.training.process import launcher
+
+log = logging.getLogger("flopwatch")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """This process in its run."""
+
+    name: str  # of the run
+    attempt: str
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+def settle(
+    launch: launcher.Launch, host: str, started: float, *, name: str, attempt: str | None, rank: int | None,
+    world_size: int | None, local_rank: int | None,
+) -> Identity:
+    """Return who this process is, which started at this Unix time; what is given goes first, "" and None are not."""
+    found_rank, found_size, one_node = launch.rank, launch.world_size, launch.one_node
+    # Looked up, not imported: a process that uses torch.distributed has done that.
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and not (distributed.is_available() and distributed.is_initialized()):
+        distributed = None
+    if distributed is not None and distributed.get_world_size() != found_size:
+        found_rank, found_size, one_node = distributed.get_rank(), distributed.get_world_size(), False
+    rank = found_rank if rank is None else int(rank)
+    if attempt is None and one_node:
+        attempt = launch.attempt()
+    elif attempt is None and distributed is not None:
+        from flopwatch.training import torch as torch_hook
+
+        attempt = torch_hook.agreed(launch.attempt(), rank, started)
+    return Identity(
+        _name(launch, host, name),
+        launcher.clean(launch.attempt_without_launcher() if attempt is None else str(attempt)),
+        rank, found_size if world_size is None else int(world_size),
+        launch.local_rank if local_rank is None else int(local_rank))
+
+
+def _name(launch: launcher.Launch, host: str, given: str) -> str:
+    if not given and launch.name is None:
+        place = launch.meeting_point.rpartition(":")[0]
+        place = host if place in ("", "localhost", "127.0.0.1", "::1") else place
+        given = f"{Path(sys.argv[0]).stem or 'python'}@{place}"
+        log.warning("the run has no name and is called %s; pass Run(name) or --name, or set FLOPWATCH_RUN", given)
+    name = launcher.clean(given or launch.name or "")
+    if given and name != given:
+        log.warning("the run %r is called %s; write names with A-Z a-z 0-9 . _ : / @ + - only", given, name)
+    return name

@@ -1,0 +1,1 @@
+"""Push thread of the hook and its OTLP encoding."""

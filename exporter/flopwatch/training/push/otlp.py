@@ -1,0 +1,201 @@
+"""From a snapshot of the hook to the node's exporter: opentelemetry's instruments, OTLP protobuf, one POST over HTTP.
+
+Any other receiver of OTLP takes the same bytes, and names and labels there are those of the exporter: points carry
+`run` and `rank` themselves, no instrument has a unit that a translation would append, and what only the exporter wants
+to know of the process is metadata of a metric, "non-identifying" by OTLP. Databases make labels of resource
+attributes, and a value that changes would begin new series with each push.
+
+Deaf to its surroundings: the provider is never global and is given everything that opentelemetry would look up in
+OTEL_* variables; http.client knows neither proxies nor variables; address and timeouts are set here. Format:
+https://github.com/open-telemetry/opentelemetry-proto/blob/main/opentelemetry/proto/metrics/v1/metrics.proto
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import http.client
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+from google.protobuf.message import DecodeError
+
+try:
+    import opentelemetry.sdk.trace
+except ValueError:  # it reads OTEL_SPAN_..._LIMIT then, and one is no number
+    hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("OTEL_SPAN_")}
+    try:
+        import opentelemetry.sdk.trace  # noqa: F401
+    finally:
+        os.environ.update(hidden)
+from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics
+from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsServiceRequest,
+    ExportMetricsServiceResponse,
+)
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.metrics.v1 import metrics_pb2
+from opentelemetry.sdk.metrics import AlwaysOffExemplarFilter, MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricsData, ResourceMetrics
+from opentelemetry.sdk.resources import Resource
+
+from flopwatch import __version__
+from flopwatch.catalogue import TRAINING_STEP_DURATION, Metric, all_metrics
+
+if TYPE_CHECKING:
+    from flopwatch.training.run import Snapshot
+
+SCOPE = "flopwatch.training"
+# https://opentelemetry.io/docs/specs/semconv/resource/service/: required of everything that sends OTLP
+RESOURCE = Resource({"service.name": "flopwatch"})
+PROTOBUF = "application/x-protobuf"
+TIMEOUT = 2.0  # seconds, for the connection and for each wait of a request
+
+
+class Undelivered(Exception):
+    """A push did not arrive, or was refused; the message says which."""
+
+
+class _Provider(MeterProvider):
+    """A provider that no variable can configure and that does nothing in a forked process."""
+
+    def __init__(self, reader: InMemoryMetricReader) -> None:
+        super().__init__([reader], Resource({}), AlwaysOffExemplarFilter(), shutdown_on_exit=False)
+        self._disabled = False  # whatever OTEL_SDK_DISABLED says
+
+    def _handle_fork(self) -> None:
+        """Do nothing: the SDK would run resource detectors in every DataLoader worker."""
+
+
+class Wire:
+    """Encodes snapshots of one process and posts them to `endpoint`; used by one thread at a time."""
+
+    def __init__(
+        self, endpoint: str, start_unix: float, token_file: Path | None, headers: str = "",
+        headers_file: Path | None = None, ca_file: Path | None = None,
+    ) -> None:
+        parts = urlsplit(endpoint)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"endpoint {endpoint!r}: write http://HOST:PORT, or https://HOST:PORT")
+        secure, host = parts.scheme == "https", parts.hostname
+        port = parts.port or (443 if secure else 4318)
+        if ca_file is not None and not secure:
+            raise ValueError(f"FLOPWATCH_CA_FILE is for https, and the endpoint is {endpoint!r}; nothing is pushed")
+        self._connect = _connect(host, port, secure, ca_file)
+        self._path = parts.path.rstrip("/").removesuffix("/v1/metrics") + "/v1/metrics"
+        self.url = f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port}{self._path}"
+        self._headers = _headers(headers, "FLOPWATCH_HEADERS")
+        if any(name.lower() == "authorization" for name in self._headers):
+            # A job's environment is in core dumps, in the scheduler's records and in what /proc shows.
+            raise ValueError("FLOPWATCH_HEADERS: put Authorization into the file FLOPWATCH_HEADERS_FILE names; nothing "
+                             "is pushed")
+        self._headers_file, self._token_file = headers_file, token_file
+        self._start = int(start_unix * 1e9)
+        self._points: dict[Metric, list[tuple[dict[str, str], float]]] = {}
+        self._whose: dict[str, str] = {}
+        self._reader = InMemoryMetricReader()
+        self._provider = _Provider(self._reader)
+        meter = self._provider.get_meter(SCOPE, __version__)
+        for metric in all_metrics():
+            if metric.domain == "training" and metric.type == "counter":
+                meter.create_observable_counter(metric.name, [self._observe(metric)])
+            elif metric.domain == "training" and metric.type != "histogram":
+                meter.create_observable_gauge(metric.name, [self._observe(metric)])
+
+    def _observe(self, metric: Metric) -> Callable[[CallbackOptions], Iterable[Observation]]:
+        return lambda _: [Observation(value, {**self._labels(metric), **labels})
+                          for labels, value in self._points.get(metric, ())]
+
+    def _labels(self, metric: Metric) -> dict[str, str]:
+        """Return the labels that the exporter would add."""
+        return {label: text for label, text in self._whose.items() if label in metric.labels}
+
+    def encode(self, snapshot: Snapshot) -> bytes:
+        """Return the snapshot as an OTLP ExportMetricsServiceRequest."""
+        self._points = snapshot.points
+        self._whose = {label: str(snapshot.resource[f"flopwatch.{label}"]) for label in ("run", "rank")}
+        data = self._reader.get_metrics_data()
+        scopes = [scope for resource in (data.resource_metrics if data is not None else ())
+                  for scope in resource.scope_metrics if scope.scope.name == SCOPE]
+        request: ExportMetricsServiceRequest = encode_metrics(
+            MetricsData([ResourceMetrics(RESOURCE, scopes, schema_url="")]))
+        metrics = request.resource_metrics[0].scope_metrics[0].metrics
+        if snapshot.step_durations is not None:
+            bounds, counts, total = snapshot.step_durations
+            metrics.add(name=TRAINING_STEP_DURATION.name, histogram=metrics_pb2.Histogram(
+                aggregation_temporality=metrics_pb2.AGGREGATION_TEMPORALITY_CUMULATIVE,
+                data_points=[metrics_pb2.HistogramDataPoint(
+                    attributes=_attributes(self._labels(TRAINING_STEP_DURATION)), count=sum(counts), sum=total,
+                    bucket_counts=counts, explicit_bounds=bounds)]))
+        metrics[0].metadata.extend(_attributes(snapshot.resource))
+        now = time.time_ns()
+        for metric in metrics:
+            for point in getattr(metric, metric.WhichOneof("data") or "gauge").data_points:
+                # Everything counts from the process's start; the SDK would say: from the first push.
+                point.start_time_unix_nano, point.time_unix_nano = self._start, now
+        return bytes(request.SerializeToString())
+
+    def send(self, body: bytes) -> None:
+        """Post one encoded snapshot. Raises Undelivered."""
+        headers = {**self._headers, "Content-Type": PROTOBUF, "Content-Encoding": "gzip"}
+        try:
+            if self._headers_file is not None:
+                headers |= _headers(self._headers_file.read_text().replace("\n", ","), "FLOPWATCH_HEADERS_FILE")
+            if self._token_file is not None:
+                headers["Authorization"] = f"Bearer {self._token_file.read_text().strip()}"
+        except (OSError, ValueError) as error:
+            raise Undelivered(f"no token: {error}") from error
+        try:
+            connection = self._connect()
+        except OSError as error:
+            raise Undelivered(f"no CA: {error}") from error
+        try:
+            connection.request("POST", self._path, gzip.compress(body, 1), headers)
+            response = connection.getresponse()
+            answer = response.read(65536)
+        except (OSError, http.client.HTTPException) as error:
+            raise Undelivered(f"no answer: {error!r}") from error
+        finally:
+            connection.close()
+        if not 200 <= response.status < 300:
+            raise Undelivered(f"the answer is {response.status}: {answer[:200].decode(errors='replace')}")
+        if response.getheader("Content-Type") != PROTOBUF:
+            return  # taken, in words of another kind
+        try:
+            partial = ExportMetricsServiceResponse.FromString(answer).partial_success
+        except DecodeError as error:
+            raise Undelivered(f"the answer is none to OTLP: {error}") from error
+        if partial.rejected_data_points:
+            raise Undelivered(f"{partial.rejected_data_points} points were refused: {partial.error_message}")
+
+
+def _connect(host: str, port: int, secure: bool, ca_file: Path | None) -> Callable[[], http.client.HTTPConnection]:
+    """Return what begins a connection. A CA file is read for each, so that it can be replaced; it has few lines."""
+    if not secure:
+        return functools.partial(http.client.HTTPConnection, host, port, timeout=TIMEOUT)
+    import ssl  # costs 10 ms, which a push to the own node need not pay
+
+    https = functools.partial(http.client.HTTPSConnection, host, port, timeout=TIMEOUT)
+    if ca_file is not None:
+        return lambda: https(context=ssl.create_default_context(cafile=ca_file))
+    return functools.partial(https, context=ssl.create_default_context())
+
+
+def _headers(text: str, variable: str) -> dict[str, str]:
+    """Return `name=value,name=value`, percent-encoded where needed, as OTEL_EXPORTER_OTLP_HEADERS is written."""
+    pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
+    if not all(name.strip() and equals for name, equals, _ in pairs):
+        raise ValueError(f"{variable}: write name=value,name=value; nothing is pushed")
+    return {name.strip(): unquote(value.strip()) for name, _, value in pairs}
+
+
+def _attributes(values: Mapping[str, str | int | float]) -> list[KeyValue]:
+    return [KeyValue(key=key, value=(
+        AnyValue(string_value=value) if isinstance(value, str)
+        else AnyValue(int_value=value) if isinstance(value, int) else AnyValue(double_value=value)
+    )) for key, value in values.items()]

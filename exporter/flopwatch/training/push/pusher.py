@@ -1,0 +1,119 @@
+"""The thread that pushes snapshots to the node's exporter, and its end.
+
+At the interpreter's end without run.finish() it says `stopped` after Ctrl-C, else `failed`: sys.exit(1) cannot be told
+from a plain end, and a failure taken for an end would be told to nobody. A killed process says nothing, and the node
+notices that its pid is gone.
+A forked child (a DataLoader worker) has no such thread, and Run.finish says nothing in it. No signal handler is
+installed: in Python it would keep alive a rank that is blocked in a collective. A handler of the script's own that
+calls finish() and exits may be called again amid finish(): Slurm signals all processes of a step, torchrun passes that
+on. The exit takes effect, and what finish() was about to say is said at the interpreter's end. So the loop's thread
+takes no lock here that is written in Python, as Event's is: one that the exit came amid stays taken for good.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+from flopwatch.training.push.otlp import Undelivered, Wire
+
+if TYPE_CHECKING:
+    from flopwatch.training.run import Snapshot
+
+log = logging.getLogger("flopwatch")
+
+RETRY = 0.1  # seconds between two tries of the last push
+LAST_PUSH = 1.5  # seconds that finish() and the interpreter's exit wait for the last push, at most
+
+
+class Pusher:
+    """Pushes what `snapshot` returns, at once and every `interval` seconds.
+
+    `finish(status)` is called if the interpreter ends before stop() has; `failed` is told what should not happen.
+    """
+
+    def __init__(
+        self, wire: Wire, interval: float, snapshot: Callable[[], Snapshot], finish: Callable[[str], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self._wire = wire
+        self._interval = interval
+        self._snapshot = snapshot
+        self._finish = finish
+        self._failed = failed
+        self._last: Snapshot | None = None
+        self._stopping = False
+        self._patience_ends = math.inf  # stop()'s
+        self._wake: SimpleQueue[None] = SimpleQueue()
+        # Not the thread's join(): Python before 3.13, if an exception interrupts that, takes the thread for ended.
+        self._done = True  # or not begun
+        self._ended: SimpleQueue[None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="flopwatch", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        atexit.register(self._at_exit)
+        self._done = False
+        try:
+            self._thread.start()
+        except BaseException:
+            self._done = True
+            raise
+
+    def stop(self, last: Snapshot | None) -> None:
+        """Push `last` if there is one, and no more; takes at most LAST_PUSH seconds, also if it is called again."""
+        if not self._stopping:
+            self._patience_ends = time.monotonic() + LAST_PUSH
+            self._last, self._stopping = last, True
+        self._wake.put(None)
+        if self._last is not None and not self._done:
+            with suppress(Empty):
+                self._ended.get(timeout=max(0.0, self._patience_ends - time.monotonic()))
+        atexit.unregister(self._at_exit)
+
+    def _at_exit(self) -> None:
+        self._finish("stopped" if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt) else "failed")
+
+    def _run(self) -> None:
+        try:
+            self._push()
+        finally:
+            self._done = True
+            self._ended.put(None)
+
+    def _push(self) -> None:
+        delivered, known = True, False
+        deadline = math.inf
+        while True:
+            stopping, last = self._stopping, self._last
+            if stopping and last is None:
+                return
+            if stopping:
+                deadline = min(deadline, time.monotonic() + LAST_PUSH)
+            try:
+                self._wire.send(self._wire.encode(self._snapshot() if last is None else last))
+                if not delivered:
+                    log.warning("pushing to %s works again; nothing counted was lost", self._wire.url)
+                delivered = known = True
+            except Undelivered as error:
+                if delivered:
+                    log.warning("pushing to %s failed: %s (training goes on; it is tried again every %g s)",
+                                self._wire.url, error, self._interval)
+                delivered = False
+            except Exception as error:
+                self._failed(error)
+            if not stopping:
+                with suppress(Empty):
+                    self._wake.get(timeout=self._interval)
+            elif delivered or not known or time.monotonic() > deadline:
+                return
+            else:
+                time.sleep(RETRY)  # it was there before, so it may be restarting

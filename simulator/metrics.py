@@ -1,0 +1,199 @@
+"""What a Prometheus would have scraped of a simulated cluster: the ledger's families, and a few of each node's.
+
+OpenMetrics with time stamps, for `promtool tsdb create-blocks-from openmetrics`
+(https://prometheus.io/docs/prometheus/latest/storage/#backfilling-from-openmetrics-format). A node that is down is
+`up 0` and tells nothing. Of training there is where each rank runs and how far it is, and of one rank a node its time.
+Somebody who works on a node announces it, unloads the driver a quarter of the time later, and reboots at half time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TextIO
+
+import flopwatch
+from flopwatch import catalogue as m
+from flopwatch.catalogue import Metric
+from flopwatch.ledger.accounting import Ledger
+from flopwatch.training.totals import DURATION_BOUNDS
+from simulator.nodes import EPOCH, Record
+from simulator.topology import Port, Topology
+from simulator.world import Damage, Running, World
+
+LEDGER = "ledger:9452"
+MAX_NODES = 256  # of more, only the ledger is scraped: the text of a day would be gigabytes
+ACTIVE, DOWN = 4.0, 1.0  # infiniband_port_state_id
+BLIP = 10.0  # seconds for which a link is down that comes back by itself
+ERRORS = 3  # symbol errors or NVLink replays when a node sees some
+COLLECTIVES = 100.0  # of a step
+CAPPED = 20.0  # seconds at the power cap when a node sees it throttle
+
+Line = tuple[str, dict[str, str], float]
+
+
+def scrape(world: World, ledger: Ledger, t: float) -> Iterator[Line]:
+    """Yield what all targets say at a virtual time."""
+    yield from ledger_lines(ledger, t)
+    if world.topology.nodes <= MAX_NODES:
+        yield from _nodes(world, t)
+
+
+def write(lines: Iterable[Line], t: float, out: TextIO) -> None:
+    """Write what targets said at a virtual time."""
+    for name, labels, value in lines:
+        out.write(f"{series(name, labels)} {value!r} {EPOCH + t:.3f}\n")
+
+
+def series(name: str, labels: Mapping[str, str]) -> str:
+    """Return a series as it is written."""
+    text = ",".join(f'{key}="{_escaped(label)}"' for key, label in labels.items())
+    return f"{name}{{{text}}}"
+
+
+def ledger_lines(ledger: Ledger, t: float) -> Iterator[Line]:
+    """Yield what the ledger tells."""
+    yield "up", {"job": "flopwatch-ledger", "instance": LEDGER}, 1.0
+    for row, values, value in ledger.families(EPOCH + t):
+        yield line(row, values, value, "flopwatch-ledger", LEDGER)
+
+
+def _nodes(world: World, t: float) -> Iterator[Line]:
+    topology = world.topology
+    broken = [damage for damage in world.broken if damage.since <= t < damage.until]
+    work = {node: damage for damage in broken if damage.announced for node in damage.nodes}
+    dark = {node for damage in broken if damage.dark for node in damage.nodes}
+    dark |= {node for node, damage in work.items() if 0.5 <= _share(damage, t) < 0.75}
+    unloaded = {node for node, damage in work.items() if 0.25 <= _share(damage, t) < 0.5}
+    lost = {place for damage in broken for place in damage.gpus}
+    down = {port for damage in broken for port in damage.ports}
+    running = {
+        node: (job, place) for job in world.jobs if job.attempt is not None and job.attempt.ended is None
+        for place, node in enumerate(job.attempt.nodes)}
+    for node in range(topology.nodes):
+        instance = f"{topology.host(node)}:9450"
+        yield "up", {"job": "flopwatch", "instance": instance}, float(node not in dark)
+        if node in dark:
+            continue
+        if node in work:
+            yield line(m.NODE_MAINTENANCE_UNTIL, (topology.host(node),), EPOCH + work[node].until, "flopwatch",
+                        instance)
+        for row, values, value in _node(world, node, lost, down, node not in unloaded, t):
+            yield line(row, values, value, "flopwatch", instance)
+        if node in running:
+            yield from _ranks(topology, node, *running[node], t)
+
+
+def _share(damage: Damage, t: float) -> float:
+    return (t - damage.since) / (damage.until - damage.since)
+
+
+def _node(
+    world: World, node: int, lost: set[Port], down: set[Port], driver: bool, t: float,
+) -> Iterator[m.Sample]:
+    topology = world.topology
+    host = topology.host(node)
+    yield m.FLOPWATCH_INFO, (flopwatch.__version__,), 1.0
+    for collector in ("infiniband", "nvml"):
+        yield m.COLLECTOR_SUCCESS, (collector,), 1.0
+        yield m.COLLECTOR_LAST_SUCCESS, (collector,), EPOCH + t
+    yield m.NODE_TOPOLOGY_INFO, (
+        host, topology.rack(node), topology.leaf(Port(node, 0)), topology.domain(node), "simulated"), 1.0
+    yield m.GPU_DRIVER_LOADED, (), float(driver)
+    seen = _Seen(world.nodes.seen(node))
+    for index in range(topology.gpus_per_node):
+        uuid, place = topology.gpu(node, index), Port(node, index)
+        gpu = (str(index), uuid)
+        yield info(m.GPU_INFO, gpu=str(index), uuid=uuid, host=host, model="NVIDIA H100 80GB HBM3", source="simulated")
+        yield m.GPU_PRESENT, gpu, float(driver and place not in lost)
+        yield m.GPU_ECC_ERRORS, (*gpu, "uncorrected"), float(seen.count("ecc", gpu=uuid))
+        yield m.NVLINK_ERRORS, (*gpu, "replay"), float(ERRORS * seen.count("nvlink", gpu=uuid))
+        for entry in seen.of("throttle", gpu=uuid):
+            yield m.GPU_CLOCK_EVENT_SECONDS, (*gpu, entry["detail"]), 1e9 * CAPPED * entry["count"]
+        for entry in seen.of("xid", gpu=uuid):
+            yield m.GPU_XID, (*gpu, entry["detail"]), float(entry["count"])
+            yield m.GPU_XID_LAST, (*gpu, entry["detail"]), entry["t"]
+        name = topology.port(index)
+        device, _, number = name.partition(":")
+        port = (device, number)
+        blip = any(EPOCH + t - entry["t"] < BLIP for entry in seen.of("link_down", port=name))
+        yield info(m.INFINIBAND_INFO, device=device, port=number, host=host, link_layer="InfiniBand", role="compute",
+                    rail=str(index))
+        yield m.INFINIBAND_PRESENT, port, 1.0
+        yield m.INFINIBAND_STATE, port, DOWN if place in down or blip else ACTIVE
+        yield m.INFINIBAND_SYMBOL_ERRORS, port, float(ERRORS * seen.count("link_errors", port=name))
+        yield m.INFINIBAND_LINK_DOWNED, port, float(seen.count("link_down", port=name))
+
+
+class _Seen:
+    """What a node has seen, by kind and place."""
+
+    def __init__(self, entries: Iterable[Record]) -> None:
+        self._entries: dict[tuple[str, str], list[Record]] = {}
+        for entry in entries:
+            self._entries.setdefault((entry["kind"], entry.get("gpu") or entry.get("port", "")), []).append(entry)
+
+    def of(self, kind: str, gpu: str = "", port: str = "") -> list[Record]:
+        return self._entries.get((kind, gpu + port), [])
+
+    def count(self, kind: str, gpu: str = "", port: str = "") -> int:
+        return sum(entry["count"] for entry in self.of(kind, gpu, port))
+
+
+def _ranks(topology: Topology, node: int, running: Running, place: int, t: float) -> Iterator[Line]:
+    attempt, job = running.attempt, running.job
+    assert attempt is not None
+    position = attempt.position(t)
+    first, instance = place * topology.gpus_per_node, f"{topology.host(node)}:9450"
+    one = (job.name, str(first))
+    told: list[m.Sample] = []
+    for index in range(topology.gpus_per_node):
+        rank = first + index
+        told.append(info(
+            m.TRAINING_RANK_INFO, run=job.name, rank=str(rank), host=topology.host(node),
+            uuid=topology.gpu(node, index), local_rank=str(index), attempt=attempt.id, **mesh_place(job.mesh, rank)))
+        if position is not None:
+            told.append((m.TRAINING_POSITION_STEPS, (job.name, str(rank)), float(position)))
+    told += [(m.TRAINING_ACTIVITY_SECONDS, (*one, activity), seconds)
+             for activity, seconds in attempt.seconds(t).items()]
+    if position is not None:
+        made = float(position - (attempt.restored or 0))
+        told += [(m.TRAINING_LAST_STEP_TIMESTAMP, one, EPOCH + attempt.last_step(t)), (m.TRAINING_STEPS, one, made),
+                 (m.TRAINING_COLLECTIVE_SEQUENCE, one, COLLECTIVES * made)]
+    if first == 0:
+        told += [info(m.TRAINING_RUN_INFO, run=job.name, tenant=job.tenant, attempt=attempt.id, convention="causal",
+                       dtype="bf16"),
+                 (m.TRAINING_WORLD_SIZE, (job.name,), float(running.gpus))]
+    for row, values, value in told:
+        yield line(row, values, value, "flopwatch", instance)
+    if first == 0 and position is not None:
+        labels = {"job": "flopwatch", "instance": instance, "run": job.name}
+        for bound in (*DURATION_BOUNDS, float("inf")):
+            within = made if bound >= job.step_seconds * (1 + job.step_spread) else 0.0
+            yield (f"{m.TRAINING_STEP_DURATION}_bucket",
+                   {**labels, "le": "+Inf" if bound == float("inf") else str(bound)}, within)
+        yield f"{m.TRAINING_STEP_DURATION}_sum", labels, made * job.step_seconds
+        yield f"{m.TRAINING_STEP_DURATION}_count", labels, made
+
+
+def info(row: Metric, **told: str) -> m.Sample:
+    """Return the sample of an info row with these labels, and the others empty."""
+    return row, tuple(told.get(label, "") for label in row.labels), 1.0
+
+
+def mesh_place(mesh: Mapping[str, int], rank: int) -> dict[str, str]:
+    """Return a rank's place in the mesh, whose first axis is the one that moves first."""
+    found = {}
+    for axis, size in mesh.items():
+        rank, coordinate = divmod(rank, size)
+        found[axis] = str(coordinate)
+    return found
+
+
+def line(row: Metric, values: tuple[str, ...], value: float, job: str, instance: str) -> Line:
+    """Return a sample as a target tells it."""
+    labels = dict(zip(row.labels, values, strict=True))
+    return row.name, {"job": job, "instance": instance, **labels}, value * row.scale
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

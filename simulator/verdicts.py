@@ -1,0 +1,274 @@
+"""What the shipped rules say of simulated jobs, asked of promtool, beside the truth.
+
+The rules are evaluated as Prometheus would, by `promtool test rules`
+(https://prometheus.io/docs/prometheus/latest/configuration/unit_testing_rules/) over the series of many jobs at once.
+It is asked for what the alerts would have told and expects nothing, so that it prints what there is.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from flopwatch.settings import SettingsError
+from simulator.kinds import SCENARIOS, Kind, Truth
+from simulator.promtool import rule_test
+from simulator.ranks import INTERVAL, PER_HOST, Job, Series, Values
+
+BATCH = 60  # jobs that promtool is given at a time: some 25,000 series
+SECONDS = {"stragglers": 780.0, "hangs": 720.0}
+ALERT = {"stragglers": "TrainingStraggler", "hangs": "TrainingHang"}
+RANK = {"stragglers": "rank:training_straggler:culprit", "hangs": "rank:training_hang:culprit"}
+HOST = {"stragglers": "host:training_straggler:leader", "hangs": "host:training_hang:culprit"}
+TOLD_AT = {"stragglers": 780, "hangs": 555}  # when the alerts' texts are read: before a silent rank is given up
+LEAST = 0.95  # share of a kind's jobs that have to be right
+
+
+@dataclass(frozen=True)
+class Said:
+    """What was told of a job: whether the alert fired, and whom it named at any time."""
+
+    fired: bool = False
+    ranks: frozenset[int] = frozenset()
+    hosts: frozenset[int] = frozenset()
+    after: float | None = None  # when that was
+    text: str = ""  # of the alert
+
+
+@dataclass
+class Row:
+    """A kind's jobs by how they were judged; `wrong` is who was named instead."""
+
+    kind: Kind
+    right: int = 0
+    told: int = 0  # of the right ones, those whose text says what there is
+    abstained: int = 0
+    silent: int = 0  # no alert where there had to be one
+    alarms: int = 0  # an alert where there must be none
+    wrong: Counter[str] = field(default_factory=Counter)
+    after: list[float] = field(default_factory=list)
+    names: bool = False  # somebody is to be named
+
+    @property
+    def jobs(self) -> int:
+        """Return how many there were."""
+        return self.right + self.abstained + self.silent + self.alarms + self.wrong.total()
+
+    @property
+    def median(self) -> float | None:
+        """Return the upper median of the seconds until somebody was named."""
+        return sorted(self.after)[len(self.after) // 2] if self.after else None
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """All rows of a scenario."""
+
+    scenario: str
+    rows: tuple[Row, ...]
+
+    @property
+    def precision(self) -> float:
+        """Return the share of names that were right."""
+        right = sum(row.right for row in self.rows if row.names)
+        named = right + sum(row.wrong.total() for row in self.rows)
+        return right / named if named else 1.0
+
+    @property
+    def recall(self) -> float:
+        """Return the share of culprits that were named."""
+        return (sum(row.right for row in self.rows if row.names)
+                / max(1, sum(row.jobs for row in self.rows if row.names)))
+
+    @property
+    def poor(self) -> list[Row]:
+        """Return the rows that are right too seldom or wrong at all."""
+        return [row for row in self.rows if row.told < LEAST * row.jobs or row.wrong]
+
+
+def evaluate(scenario: str, seeds: int, first: int, rules: Path, promtool: str,
+             kinds: Sequence[str] | None = None) -> Verdicts:
+    """Simulate so many jobs of each kind and judge what the rules say of them. Raises SettingsError."""
+    rows: dict[str, Row] = {}
+    chosen = [kind for kind in SCENARIOS[scenario] if kinds is None or kind.name in kinds]
+    shipped, program = _needed(rules, scenario), shutil.which(promtool)
+    if program is None:
+        raise SettingsError(f"--promtool {promtool}: no such program")
+    drawn = [(kind, seed) for kind in chosen for seed in range(first, first + seeds)]
+    for begin in range(0, len(drawn), BATCH):
+        truths: dict[str, tuple[Kind, Truth, float]] = {}
+        jobs = []
+        for kind, seed in drawn[begin:begin + BATCH]:
+            name = f"{kind.name}-{seed}"
+            trouble, truth = kind.make(random.Random(f"{name} trouble"))
+            truths[name] = kind, truth, trouble.at
+            jobs.append(Job(name, f"{name} job", trouble, SECONDS[scenario]))
+        said = _ask(scenario, jobs, shipped, str(Path(program).absolute()))
+        for name, (kind, truth, at) in truths.items():
+            row = rows.setdefault(kind.name, Row(kind))
+            _judge(row, truth, said.get(name, Said()), at)
+    return Verdicts(scenario, tuple(rows.values()))
+
+
+def _judge(row: Row, truth: Truth, said: Said, at: float) -> None:
+    right_ranks = frozenset(() if truth.rank is None else (truth.rank,))
+    right_hosts = frozenset(() if truth.host is None else (truth.host,))
+    row.names |= truth.evident and bool(right_ranks or right_hosts)
+    around = right_hosts if truth.rank is None else frozenset((truth.rank // PER_HOST,))  # true, if not the whole truth
+    others = [f"rank {rank}" for rank in said.ranks - right_ranks] + [f"host {host}" for host in said.hosts - around]
+    if others:
+        row.wrong[", ".join(others)] += 1
+    elif said.fired != truth.alerts:
+        row.silent += truth.alerts
+        row.alarms += not truth.alerts
+    elif not truth.evident or (said.ranks == right_ranks and said.hosts >= right_hosts):
+        row.right += 1
+        row.told += row.kind.tells in said.text
+        if said.after is not None:
+            row.after.append(said.after - at)
+    else:
+        row.abstained += 1
+
+
+def _needed(rules: Path, scenario: str) -> list[dict[str, Any]]:
+    """Return the groups of the shipped rules with what an alert and its names build on, and no more."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise SettingsError("reading the rules needs PyYAML: pip install 'flopwatch[exporter]'") from error
+    try:
+        groups = yaml.safe_load(rules.read_text(encoding="utf-8"))["groups"]
+    except (OSError, yaml.YAMLError, TypeError, KeyError) as error:
+        raise SettingsError(f"--rules {rules}: {getattr(error, 'strerror', None) or 'no file of rules'}") from error
+    every = [rule for group in groups for rule in group["rules"]]
+    wanted: set[str] = set()
+    alert = ALERT[scenario]
+    pending = [RANK[scenario], HOST[scenario], *(_asks(rule) for rule in every if rule.get("alert") == alert)]
+    while pending:
+        expr = pending.pop()
+        for rule in every:
+            name = rule.get("record")
+            if name and name not in wanted and re.search(rf"(?<![\w:]){re.escape(name)}(?![\w:])", expr):
+                wanted.add(name)
+                pending.append(rule["expr"])
+    kept = [{**group, "rules": [rule for rule in group["rules"]
+                                if rule.get("alert") == alert or rule.get("record") in wanted]} for group in groups]
+    return [group for group in kept if group["rules"]]
+
+
+def _asks(rule: dict[str, Any]) -> str:
+    """Return what a rule asks for, its text included."""
+    return f"{rule['expr']} {rule.get('annotations', {}).get('description', '')}"
+
+
+def _ask(scenario: str, jobs: Sequence[Job], groups: list[dict[str, Any]], promtool: str) -> dict[str, Said]:
+    length = f"{SECONDS[scenario]:.0f}s"
+    firing = f'ALERTS{{alertname="{ALERT[scenario]}",alertstate="firing",severity="warning"}}'
+    rank, host = (f"({name} and on (run) {firing})" for name in (RANK[scenario], HOST[scenario]))
+    steps = f"[{length}:{INTERVAL:.0f}s]"
+    asked = (
+        f"max by (run) (max_over_time({firing}[{length}]))",
+        f"max by (run, rank) (max_over_time({rank}{steps}))",
+        f"max by (run, host) (max_over_time({host}{steps}))",
+        f"min by (run) (min_over_time(timestamp({rank} or {host}){steps}))",
+    )
+    read = set(re.findall(r"[A-Za-z_:][A-Za-z0-9_:]*", " ".join(
+        _asks(rule) for group in groups for rule in group["rules"])))
+    series = [{"series": _series(name), "values": _notation(values)}
+              for job in jobs for name, values in job.told() if name[0] in read]
+    test = {"rule_files": ["rules.json"], "evaluation_interval": f"{INTERVAL:.0f}s", "tests": [
+        {"interval": f"{INTERVAL:.0f}s", "input_series": series, "promql_expr_test": [
+            {"expr": expr, "eval_time": length, "exp_samples": []} for expr in asked], "alert_rule_test": [
+            {"alertname": ALERT[scenario], "eval_time": f"{TOLD_AT[scenario]}s", "exp_alerts": []}]}]}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "rules.json").write_text(json.dumps({"groups": groups}))
+        Path(folder, "test.json").write_text(json.dumps(test))
+        done = rule_test(promtool, Path(folder, "test.json"))
+    printed = done.stdout + done.stderr
+    answers = list(_answers(printed, asked))
+    texts = dict(re.findall(r'Labels:\{[^\n]*run="([^"]*)", severity="warning"[^\n]*\n[^\n]*description="(.*?)", \w+="',
+                            printed))
+    fired, ranks, hosts, first = ({} if done.returncode == 0 else answer for answer in answers)
+    said = {}
+    for job in jobs:
+        after = next((value for labels, value in first.items() if ("run", job.name) in labels), None)
+        said[job.name] = Said(
+            any(("run", job.name) in labels for labels in fired), _named(ranks, job.name, "rank"),
+            _named(hosts, job.name, "host"), after, texts.get(job.name, ""))
+    return said
+
+
+Answer = dict[frozenset[tuple[str, str]], float]
+
+
+def _answers(printed: str, asked: Sequence[str]) -> Iterator[Answer]:
+    """Yield the samples that promtool found for each expression, in which it did not expect any."""
+    if "SUCCESS" not in printed and "expr:" not in printed:
+        raise SettingsError(f"promtool: {printed.strip()[-400:]}")
+    found = {}
+    for expr, text in re.findall(r'expr: "(.*?)", time:.*?got:(.*?)(?=\n\s*expr:|\Z)', printed, re.DOTALL):
+        found[expr.replace('\\"', '"')] = {
+            frozenset(re.findall(r'(\w+)=\\?"(.*?)\\?"', labels)): float(value)
+            for labels, value in re.findall(r'\{(.*?)\}"?,? (?:Sample: |Value: )?([-+\d.eE]+)', text)}
+    for expr in asked:
+        yield found.get(expr, {})
+
+
+def _named(answer: Answer, run: str, label: str) -> frozenset[int]:
+    told = (dict(labels) for labels in answer)
+    return frozenset(int(labels[label].rpartition("-")[2]) for labels in told if labels["run"] == run)
+
+
+def _series(series: Series) -> str:
+    name, labels = series
+    inside = ",".join(f'{label}="{value}"' for label, value in labels.items())
+    return f"{name}{{{inside}}}"
+
+
+def _notation(values: Values) -> str:
+    """Return samples as promtool reads them: a value that stays is written once, with how often it comes again."""
+    parts = []
+    for value, times in groupby("_" if value is None else value if isinstance(value, str) else f"{value:.12g}"
+                                for value in values):
+        number = sum(1 for _ in times)
+        if value == "stale":
+            parts += ["stale"] * number
+        elif number == 1:
+            parts.append(value)
+        else:
+            parts.append(f"_x{number}" if value == "_" else f"{value}x{number - 1}")
+    return " ".join(parts)
+
+
+def to_json(verdicts: Verdicts) -> dict[str, object]:
+    """Return the confusion matrix as a JSON object."""
+    return {
+        "scenario": verdicts.scenario, "precision": verdicts.precision, "recall": verdicts.recall, "kinds": {
+            row.kind.name: {
+                "jobs": row.jobs, "right": row.right, "told": row.told, "abstained": row.abstained,
+                "silent": row.silent, "alarms": row.alarms, "wrong": dict(row.wrong), "named_after_seconds": row.median}
+            for row in verdicts.rows}}
+
+
+def table(verdicts: Verdicts, seeds: int, first: int) -> str:
+    """Return the confusion matrix for people."""
+    lines = [f"{verdicts.scenario}: {seeds} jobs of each kind, seeds {first} to {first + seeds - 1}", "",
+             f"{'kind':<18}{'right':>7}{'told':>6}{'abstained':>11}{'silent':>8}{'alarm':>7}{'wrong':>7}"
+             f"{'named after':>13}"]
+    for row in verdicts.rows:
+        told = row.told if row.kind.tells else "-"
+        after = "-" if row.median is None else f"{row.median:.0f} s"
+        lines.append(f"{row.kind.name:<18}{row.right:>7}{told:>6}{row.abstained:>11}{row.silent:>8}{row.alarms:>7}"
+                     f"{row.wrong.total():>7}{after:>13}  {row.kind.text}{' !' if row in verdicts.poor else ''}")
+        lines += [f"  {times} x named {who}" for who, times in row.wrong.most_common()]
+    lines.append(f"\nprecision {verdicts.precision:.1%}, recall {verdicts.recall:.1%}")
+    return "\n".join(lines)
