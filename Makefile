@@ -32,6 +32,7 @@ test: lint $(VENV)/.demo $(VENV)/.torch $(NODE)  ## lint, types, unit tests and 
 
 lint: $(VENV)/.dev  ## ruff and mypy
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
 generate: $(VENV)/.dev  ## write the generated files again

@@ -23,8 +23,11 @@ KNOBS: dict[str, tuple[Callable[[str], Any], str]] = {
     "slack_url_file": (Path, "file with Slack's incoming-webhook URL"),
     "pagerduty_key_file": (Path, "file with PagerDuty's integration key (Events API v2)"),
     "pagerduty_url": (str, "where to send PagerDuty's events, if not to PagerDuty"),
-    "teams": (names, "teams with a Slack channel and PagerDuty service of their own, as a,b: their secrets are in "
-                     "files of the same names with -TEAM behind"),
+    "teams": (
+        names,
+        "teams with a Slack channel and PagerDuty service of their own, as a,b: their secrets are in "
+        "files of the same names with -TEAM behind",
+    ),
     "webhook_url_file": (Path, "file with the URL of a webhook that gets every alert"),
     "email_to": (str, "address that gets every alert"),
     "email_from": (str, "the sender, and the user whose password is given"),

@@ -61,8 +61,14 @@ class Alert:
         # Alertmanager routes by it, where there are teams to route to.
         told = "run" in self.identity and self.severity in ("critical", "warning")
         team = {"team": _team(settings)} if settings.teams and told else {}
-        return {"alert": self.name, "expr": self.expr, "for": self.for_, **keep, "labels": {**self.labels, **team},
-                "annotations": self.annotations(settings)}
+        return {
+            "alert": self.name,
+            "expr": self.expr,
+            "for": self.for_,
+            **keep,
+            "labels": {**self.labels, **team},
+            "annotations": self.annotations(settings),
+        }
 
 
 def each(query: str, arguments: str, text: str, by: str = "") -> str:
@@ -95,8 +101,10 @@ def _team(settings: AlertSettings) -> str:
     memory = settings.at_pace(settings.memory)
     info = f'max by (team) (last_over_time({m.TRAINING_RUN_INFO}{{run=%q,team!=""}}[{memory}]))'
     # Never empty: ALERTS would then have the template itself as a label.
-    return (f"{{{{ with printf `{info}` $labels.run | query }}}}{{{{ . | first | label `team` }}}}"
-            "{{ else }}none{{ end }}")
+    return (
+        f"{{{{ with printf `{info}` $labels.run | query }}}}{{{{ . | first | label `team` }}}}"
+        "{{ else }}none{{ end }}"
+    )
 
 
 def owner(settings: AlertSettings) -> str:

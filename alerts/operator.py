@@ -18,8 +18,14 @@ from alerts.settings import AlertSettings
 
 Json = dict[str, Any]
 # Where camel case alone does not make the operator's name.
-NAMES = {"api_url_file": "apiURL", "routing_key_file": "routingKey", "url_file": "urlSecret",
-         "auth_password_file": "authPassword", "source_matchers": "sourceMatch", "target_matchers": "targetMatch"}
+NAMES = {
+    "api_url_file": "apiURL",
+    "routing_key_file": "routingKey",
+    "url_file": "urlSecret",
+    "auth_password_file": "authPassword",
+    "source_matchers": "sourceMatch",
+    "target_matchers": "targetMatch",
+}
 MATCHER = re.compile(r'(\w+) (=~|!~|!=|=) "(.*)"')
 
 
@@ -48,7 +54,7 @@ def matcher(text: str) -> Json:
     """Return a matcher. Raises ValueError where routing.py writes one in another way."""
     found = MATCHER.fullmatch(text)
     if found is None:
-        raise ValueError(f"matcher {text}: write it as name = \"value\"")
+        raise ValueError(f'matcher {text}: write it as name = "value"')
     name, kind, value = found.groups()
     return {"name": name, "matchType": kind, "value": value}
 

@@ -89,8 +89,9 @@ INHIBITIONS = (
     Inhibition("NvlinkDown", "NvlinkFabricUnhealthy", ("host",)),
     Inhibition("GpuMissing", "GpuRecoveryNeeded|RailImbalance", ("host",)),
     Inhibition("GpuThermalThrottling", "GpuHot", ("host", "uuid")),
-    Inhibition("InfinibandPortDown", "InfinibandRateLow|InfinibandPacketLoss|RailImbalance",
-               ("host", "device", "port")),
+    Inhibition(
+        "InfinibandPortDown", "InfinibandRateLow|InfinibandPacketLoss|RailImbalance", ("host", "device", "port")
+    ),
     Inhibition("InfinibandLinkErrors", "InfinibandErrorRate|RailImbalance", ("host", "device", "port")),
     Inhibition("FlopwatchExporterDown", "Flopwatch(Collector|ExporterBlind|Clock).*", ("host", "instance")),
     # A job that hangs is ended by its watchdog, and then it is down.
@@ -116,15 +117,27 @@ def alertmanager(settings: AlertSettings) -> dict[str, object]:
             "group_interval": settings.at_pace(settings.group_interval),
             "repeat_interval": settings.at_pace(settings.repeat_interval),
             "routes": [
-                {"receiver": "watchdog", "matchers": ['alertname = "FlopwatchWatchdog"'],
-                 "group_wait": "0s", "group_interval": often, "repeat_interval": often},
+                {
+                    "receiver": "watchdog",
+                    "matchers": ['alertname = "FlopwatchWatchdog"'],
+                    "group_wait": "0s",
+                    "group_interval": often,
+                    "repeat_interval": often,
+                },
                 {"receiver": "nobody", "matchers": ['severity =~ "info|none"']},
                 {"receiver": "nobody", "matchers": ['shadow = "true"']},
                 *everything,
-                *({"receiver": f"slack-{team}", "matchers": [f'team = "{team}"'], "routes": [
-                    {"receiver": f"pagerduty-{team}", "matchers": ['severity = "critical"'], "continue": True},
-                    {"receiver": f"slack-{team}"},
-                ]} for team in settings.teams),
+                *(
+                    {
+                        "receiver": f"slack-{team}",
+                        "matchers": [f'team = "{team}"'],
+                        "routes": [
+                            {"receiver": f"pagerduty-{team}", "matchers": ['severity = "critical"'], "continue": True},
+                            {"receiver": f"slack-{team}"},
+                        ],
+                    }
+                    for team in settings.teams
+                ),
                 {"receiver": "pagerduty", "matchers": ['severity = "critical"'], "continue": True},
                 {"receiver": "slack"},
             ],
@@ -133,11 +146,17 @@ def alertmanager(settings: AlertSettings) -> dict[str, object]:
         "receivers": [
             {"name": "slack", "slack_configs": [_slack(settings, settings.slack_url_file)]},
             {"name": "pagerduty", "pagerduty_configs": [_pagerduty(settings, settings.pagerduty_key_file)]},
-            *({"name": f"slack-{team}", "slack_configs": [_slack(settings, _of_team(settings.slack_url_file, team))]}
-              for team in settings.teams),
-            *({"name": f"pagerduty-{team}",
-               "pagerduty_configs": [_pagerduty(settings, _of_team(settings.pagerduty_key_file, team))]}
-              for team in settings.teams),
+            *(
+                {"name": f"slack-{team}", "slack_configs": [_slack(settings, _of_team(settings.slack_url_file, team))]}
+                for team in settings.teams
+            ),
+            *(
+                {
+                    "name": f"pagerduty-{team}",
+                    "pagerduty_configs": [_pagerduty(settings, _of_team(settings.pagerduty_key_file, team))],
+                }
+                for team in settings.teams
+            ),
             *({"name": name, **configs} for name, configs in _everything(settings).items()),
             {"name": "watchdog", "webhook_configs": [_watchdog(settings)]},
             {"name": "nobody"},
@@ -148,20 +167,25 @@ def alertmanager(settings: AlertSettings) -> dict[str, object]:
 def inhibit_rules(settings: AlertSettings) -> list[dict[str, object]]:
     """Return what holds what back. A warning never holds back a page, and what is in shadow mode holds back nothing."""
     every = alerts(settings)
-    made: list[dict[str, object]] = [{
-        "source_matchers": ['severity = "critical"', 'shadow = ""'], "target_matchers": ['severity = "warning"'],
-        "equal": [*GROUP_BY, "device", "port", "uuid"],  # of a host's parts, the same one
-    }]
+    made: list[dict[str, object]] = [
+        {
+            "source_matchers": ['severity = "critical"', 'shadow = ""'],
+            "target_matchers": ['severity = "warning"'],
+            "equal": [*GROUP_BY, "device", "port", "uuid"],  # of a host's parts, the same one
+        }
+    ]
     for one in (*INHIBITIONS, LEDGERS):
         of = {alert.severity for alert in every if re.fullmatch(one.causes, alert.name)}
         for severities, targets in (("critical|none", "critical|warning"), ("warning", "warning")):
             if not of & set(severities.split("|")):
                 continue
-            made.append({
-                "source_matchers": [f'alertname =~ "{one.causes}"', f'severity =~ "{severities}"', 'shadow = ""'],
-                "target_matchers": [f'alertname =~ "{one.consequences}"', f'severity =~ "{targets}"', *one.where],
-                "equal": list(one.equal),
-            })
+            made.append(
+                {
+                    "source_matchers": [f'alertname =~ "{one.causes}"', f'severity =~ "{severities}"', 'shadow = ""'],
+                    "target_matchers": [f'alertname =~ "{one.consequences}"', f'severity =~ "{targets}"', *one.where],
+                    "equal": list(one.equal),
+                }
+            )
     return made
 
 
@@ -176,9 +200,13 @@ def _everything(settings: AlertSettings) -> dict[str, dict[str, object]]:
         found["webhook"] = {"webhook_configs": [{"send_resolved": True, "url_file": str(settings.webhook_url_file)}]}
     if settings.email_to is not None:
         email: dict[str, object] = {
-            "to": settings.email_to, "from": settings.email_from, "smarthost": settings.email_smarthost,
-            "send_resolved": True, "headers": {"Subject": "[{{ .Status | toUpper }}] {{ .CommonLabels.alertname }}: "
-                                                          "{{ .CommonAnnotations.summary }}"},
+            "to": settings.email_to,
+            "from": settings.email_from,
+            "smarthost": settings.email_smarthost,
+            "send_resolved": True,
+            "headers": {
+                "Subject": "[{{ .Status | toUpper }}] {{ .CommonLabels.alertname }}: {{ .CommonAnnotations.summary }}"
+            },
         }
         if settings.email_password_file is not None:
             email |= {"auth_username": settings.email_from, "auth_password_file": str(settings.email_password_file)}
@@ -191,8 +219,12 @@ def _slack(settings: AlertSettings, url_file: Path) -> dict[str, object]:
     if settings.runbook_base_url.startswith("http"):
         runbook = f"<{runbook}|{{{{ .CommonLabels.alertname }}}}>"
     slack: dict[str, object] = {
-        "api_url_file": str(url_file), "send_resolved": True, "color": COLOR,
-        "title": TITLE, "fallback": TITLE, "text": f"{FACTS}Runbook: {runbook}",
+        "api_url_file": str(url_file),
+        "send_resolved": True,
+        "color": COLOR,
+        "title": TITLE,
+        "fallback": TITLE,
+        "text": f"{FACTS}Runbook: {runbook}",
     }
     if settings.dashboard_base_url.startswith("http"):
         slack["title_link"] = dashboard
@@ -201,12 +233,16 @@ def _slack(settings: AlertSettings, url_file: Path) -> dict[str, object]:
 
 def _pagerduty(settings: AlertSettings, key_file: Path) -> dict[str, object]:
     pagerduty: dict[str, Any] = {
-        "routing_key_file": str(key_file), "send_resolved": True,
+        "routing_key_file": str(key_file),
+        "send_resolved": True,
         "severity": "{{ .CommonLabels.severity }}",
         "description": f"{{{{ .CommonLabels.alertname }}}}: {FIRST}{MORE}",
-        "details": {"firing": EACH % "Firing", "resolved": EACH % "Resolved",
-                    "runbook": "{{ .CommonAnnotations.runbook_url }}",
-                    "dashboard": "{{ .CommonAnnotations.dashboard_url }}"},
+        "details": {
+            "firing": EACH % "Firing",
+            "resolved": EACH % "Resolved",
+            "runbook": "{{ .CommonAnnotations.runbook_url }}",
+            "dashboard": "{{ .CommonAnnotations.dashboard_url }}",
+        },
     }
     if settings.pagerduty_url is not None:
         pagerduty["url"] = settings.pagerduty_url

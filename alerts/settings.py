@@ -210,14 +210,34 @@ class AlertSettings:
         for team in self.teams:
             if not re.fullmatch(r"[A-Za-z0-9._-]+", team):
                 raise ValueError(f"team {team!r}: write letters, digits, dots, underscores and dashes; it names files")
-        for name in ("rate_window", "straggler_window", "link_window", "xid_window",
-                     "progress_window", "state_window", "memory",
-                     "hang_window", "leaf_window", "storm_window", "storm_burst", "mfu_drop_window",
-                     "mfu_baseline_window", "goodput_window", "checkpoint_window", "spike_window", "bridge_window",
-                     "aftermath", "refused_window", "ecc_window", "bit_error_window"):
+        for name in (
+            "rate_window",
+            "straggler_window",
+            "link_window",
+            "xid_window",
+            "progress_window",
+            "state_window",
+            "memory",
+            "hang_window",
+            "leaf_window",
+            "storm_window",
+            "storm_burst",
+            "mfu_drop_window",
+            "mfu_baseline_window",
+            "goodput_window",
+            "checkpoint_window",
+            "spike_window",
+            "bridge_window",
+            "aftermath",
+            "refused_window",
+            "ecc_window",
+            "bit_error_window",
+        ):
             if getattr(self, name) < 4 * self.scrape_interval:
-                raise ValueError(f"{name} {getattr(self, name):g} s is less than four scrapes of "
-                                 f"{self.scrape_interval:g} s; make it longer or scrape more often")
+                raise ValueError(
+                    f"{name} {getattr(self, name):g} s is less than four scrapes of "
+                    f"{self.scrape_interval:g} s; make it longer or scrape more often"
+                )
 
     def seconds_at_pace(self, seconds: float) -> str:
         """Return a time of pace 1 at this pace as a number of seconds, to compare with time()."""

@@ -44,15 +44,23 @@ CAPTURE = ROOT / "tests" / "captures" / "infiniband" / "h100_node"
 PUSH = ROOT / "tests" / "captures" / "otlp" / "hook_0.1.0.bin"
 PORTS = ("mlx5_0", "mlx5_1", "mlx5_4", "mlx5_5", "mlx5_6", "mlx5_7", "mlx5_8", "mlx5_9", "mlx5_bond_0")
 BUSY = (
-    "counters/port_xmit_data", "counters/port_rcv_data", "counters/port_xmit_packets", "counters/port_rcv_packets",
-    "counters/unicast_xmit_packets", "counters/unicast_rcv_packets", "counters/port_xmit_wait",
-    "hw_counters/rx_write_requests", "hw_counters/rx_read_requests", "hw_counters/out_of_sequence",
+    "counters/port_xmit_data",
+    "counters/port_rcv_data",
+    "counters/port_xmit_packets",
+    "counters/port_rcv_packets",
+    "counters/unicast_xmit_packets",
+    "counters/unicast_rcv_packets",
+    "counters/port_xmit_wait",
+    "hw_counters/rx_write_requests",
+    "hw_counters/rx_read_requests",
+    "hw_counters/out_of_sequence",
 )
 RANKS, PUSH_SECONDS = 8, 5.0
 TICK = os.sysconf("SC_CLK_TCK")
 ACCEPT = {  # what Prometheus sends
     "Accept": "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.2,*/*;q=0.1",
-    "Accept-Encoding": "gzip", "X-Prometheus-Scrape-Timeout-Seconds": "10",
+    "Accept-Encoding": "gzip",
+    "X-Prometheus-Scrape-Timeout-Seconds": "10",
 }
 
 
@@ -117,7 +125,8 @@ class Side:
         cuts = quantiles(self.seconds, n=100)
         numbers = (self.cpu / len(self.seconds) * 1e3, cuts[49] * 1e3, cuts[98] * 1e3, self.memory / 2**20)
         text = f"{self.name:<34} {self.series:>7} " + " ".join(
-            f"{number:>9.2f} {unit}" for number, unit in zip(numbers, ("ms", "ms", "ms", "MiB"), strict=True))
+            f"{number:>9.2f} {unit}" for number, unit in zip(numbers, ("ms", "ms", "ms", "MiB"), strict=True)
+        )
         if beside is not None:
             text += f"   CPU {beside.cpu / self.cpu:.2f} x less than {beside.name}"
         return text
@@ -156,7 +165,7 @@ class Reads:
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._file, 1 << 16):
                 for offset in range(0, len(data), 16):  # no names: each file has a watch of its own
-                    found.add(self._names[int.from_bytes(data[offset:offset + 4], sys.byteorder)])
+                    found.add(self._names[int.from_bytes(data[offset : offset + 4], sys.byteorder)])
         return found
 
     def close(self) -> None:
@@ -174,7 +183,8 @@ def ports(tree: Path) -> Callable[[], None]:
         shutil.copytree(CAPTURE / source, tree / "class" / "infiniband" / name)
     files = [
         os.open(tree / "class" / "infiniband" / name / "ports" / "1" / file, os.O_WRONLY)
-        for name in PORTS for file in BUSY
+        for name in PORTS
+        for file in BUSY
     ]
     count = 3_000_000_000
 
@@ -195,8 +205,13 @@ def infiniband(scrapes: int, folder: Path) -> None:
     port = free_port()
     # Go's own and the process's metrics off as well: nothing but InfiniBand.
     theirs = [
-        node_exporter(), "--collector.disable-defaults", "--web.disable-exporter-metrics", "--collector.infiniband",
-        f"--path.sysfs={tree}", f"--web.listen-address=127.0.0.1:{port}", "--log.level=error",
+        node_exporter(),
+        "--collector.disable-defaults",
+        "--web.disable-exporter-metrics",
+        "--collector.infiniband",
+        f"--path.sysfs={tree}",
+        f"--web.listen-address=127.0.0.1:{port}",
+        "--log.level=error",
     ]
     with (
         serving("flopwatch, InfiniBand alone", {"sources": ["infiniband"], "sysfs": str(tree)}, folder) as ours,
@@ -216,8 +231,10 @@ def infiniband(scrapes: int, folder: Path) -> None:
         print(peer.row())
         both = len(counted[ours.name] & counted[peer.name])
         only = sorted({path.name for path in counted[peer.name] - counted[ours.name]})
-        print(f"  files read in one scrape: {both} by both; {len(counted[ours.name]) - both} only by flopwatch; "
-              f"{len(counted[peer.name]) - both} only by node_exporter ({', '.join(only)})")
+        print(
+            f"  files read in one scrape: {both} by both; {len(counted[ours.name]) - both} only by flopwatch; "
+            f"{len(counted[peer.name]) - both} only by node_exporter ({', '.join(only)})"
+        )
 
 
 # A whole node.

@@ -40,7 +40,8 @@ def samples(families: list[Metric], turn: int) -> list[Sample]:
     """Return one reading of every series, different at each turn."""
     return [
         (row, (str(gpu), f"GPU-51a70000-0000-4000-8000-{gpu:012d}"), (index * 7919 + gpu * 104729 + turn) % 1_000_000)
-        for index, row in enumerate(families) for gpu in range(GPUS)
+        for index, row in enumerate(families)
+        for gpu in range(GPUS)
     ]
 
 

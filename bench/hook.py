@@ -107,8 +107,10 @@ def lightning() -> Loop:
 def instruments() -> Loop:
     """Return a loop that counts what `Hook.full` counts with one synchronous instrument per family."""
     meter = MeterProvider([InMemoryMetricReader()], Resource({}), shutdown_on_exit=False).get_meter("bench")
-    add = {name: meter.create_counter(name).add for name in (
-        "steps", "tokens", "model_flops", "capacity_flops", "activity_seconds")}
+    add = {
+        name: meter.create_counter(name).add
+        for name in ("steps", "tokens", "model_flops", "capacity_flops", "activity_seconds")
+    }
     set_ = {name: meter.create_gauge(name).set for name in ("position", "tokens_position", "last_step")}
     duration = meter.create_histogram("duration").record
     clock = time.monotonic
@@ -142,7 +144,7 @@ def nothing(steps: int) -> None:
 
 
 def turns(
-    loops: dict[str, Loop], hook: Hook, steps: int, count: int,
+    loops: dict[str, Loop], hook: Hook, steps: int, count: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return the nanoseconds a step took in each loop, and to be added up, turn by turn; a turn is all loops once."""
     for loop in loops.values():
@@ -154,7 +156,7 @@ def turns(
     digested: dict[str, list[float]] = {name: [] for name in loops if name.startswith("flopwatch")}
     order = list(loops.items())
     for turn in range(count):
-        for name, loop in order[turn % len(order):] + order[:turn % len(order)]:
+        for name, loop in order[turn % len(order) :] + order[: turn % len(order)]:
             began = time.perf_counter_ns()
             loop(steps)
             taken[name].append((time.perf_counter_ns() - began) / steps)
@@ -238,12 +240,16 @@ def main() -> None:
     for name, each in taken.items():
         ratio = statistics.median(peer / our for peer, our in zip(each, ours, strict=True))
         low, _, high = statistics.quantiles(each, n=4)
-        print(f"{name:20}{statistics.median(each):8.0f} ns a step   ({low:.0f} to {high:.0f})   "
-              f"{ratio:6.2f} x flopwatch step")
+        print(
+            f"{name:20}{statistics.median(each):8.0f} ns a step   ({low:.0f} to {high:.0f})   "
+            f"{ratio:6.2f} x flopwatch step"
+        )
     for name, each in digested.items():
         print(f"{name:20}{statistics.median(each):8.0f} ns a step to add up, in the other thread")
-    print(f"{'flopwatch push':20}{a_push * 1e6:8.0f} us in the other thread every {INTERVAL:g} s: "
-          f"{a_push / INTERVAL:.4%} of one core")
+    print(
+        f"{'flopwatch push':20}{a_push * 1e6:8.0f} us in the other thread every {INTERVAL:g} s: "
+        f"{a_push / INTERVAL:.4%} of one core"
+    )
 
 
 if __name__ == "__main__":

@@ -45,17 +45,34 @@ TOKEN = "s3cret"
 def record(node: int, runs: int, started: float, t: float) -> bytes:
     """Return the request of a node: what its 8 ranks have done up to a time."""
     age = t - started
-    body = json.dumps([{
-        "t": t, "tenant": "bench", "run": f"run-{node % runs}", "attempt": "slurm-1234.0-0-host-4711-123456-0",
-        "source": f"node-{node}", "event": "snapshot", "rank": 8 * (node // runs), "gpus": 8, "started": started,
-        "step": int((age - 30) // STEP), "committed_step": int((age - 30) // STEP) // 50 * 50,
-        "activity_seconds": {"startup": 30.0, "step": age - 40, "data_stall": 10.0},
-        "open_step_seconds": (age - 30) % STEP, "model_flops": age * 3e15, "peak_flops": 8 * 989.4e12,
-        "evidence": [{"kind": "throttle", "t": started + 60, "count": 3, "gpu": "GPU-0", "detail": "sw_thermal"}],
-    }]).encode()
+    body = json.dumps(
+        [
+            {
+                "t": t,
+                "tenant": "bench",
+                "run": f"run-{node % runs}",
+                "attempt": "slurm-1234.0-0-host-4711-123456-0",
+                "source": f"node-{node}",
+                "event": "snapshot",
+                "rank": 8 * (node // runs),
+                "gpus": 8,
+                "started": started,
+                "step": int((age - 30) // STEP),
+                "committed_step": int((age - 30) // STEP) // 50 * 50,
+                "activity_seconds": {"startup": 30.0, "step": age - 40, "data_stall": 10.0},
+                "open_step_seconds": (age - 30) % STEP,
+                "model_flops": age * 3e15,
+                "peak_flops": 8 * 989.4e12,
+                "evidence": [
+                    {"kind": "throttle", "t": started + 60, "count": 3, "gpu": "GPU-0", "detail": "sw_thermal"}
+                ],
+            }
+        ]
+    ).encode()
     return (
         f"POST /v1/snapshots HTTP/1.1\r\nHost: ledger\r\nAuthorization: Bearer {TOKEN}\r\nConnection: close\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n").encode() + body
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    ).encode() + body
 
 
 async def deliver(port: int, request: bytes) -> float:
@@ -105,8 +122,18 @@ def ledger(folder: Path) -> Iterator[Side]:
     port = free_port()
     (folder / "token").write_text(TOKEN)
     command = [
-        sys.executable, "-m", "flopwatch", "ledger", "--listen", f"127.0.0.1:{port}", "--state", str(folder / "state"),
-        "--token-file", str(folder / "token"), "--new-for", "0.001",
+        sys.executable,
+        "-m",
+        "flopwatch",
+        "ledger",
+        "--listen",
+        f"127.0.0.1:{port}",
+        "--state",
+        str(folder / "state"),
+        "--token-file",
+        str(folder / "token"),
+        "--new-for",
+        "0.001",
     ]
     with running("flopwatch ledger", command, port) as side:
         cores = os.sched_getaffinity(0)
@@ -141,8 +168,10 @@ def measure(nodes: int, runs: int, seconds: float, folder: Path) -> None:
         booked = [float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith("run_seconds_total{")]
         served = sum(line.startswith("run_state{") and line.endswith(" 1.0") for line in text.splitlines())
         wall = sum(booked) / runs
-        print(f"  a scrape of {len(text.splitlines())} lines {1e3 * (time.perf_counter() - began):.0f} ms; "
-              f"{served} runs, {wall:.0f} s booked of {AGE:.0f}")
+        print(
+            f"  a scrape of {len(text.splitlines())} lines {1e3 * (time.perf_counter() - began):.0f} ms; "
+            f"{served} runs, {wall:.0f} s booked of {AGE:.0f}"
+        )
         if served != runs or abs(wall - AGE) > 2 * STEP:
             raise RuntimeError("what the ledger serves is not what it was sent")
 
@@ -150,10 +179,12 @@ def measure(nodes: int, runs: int, seconds: float, folder: Path) -> None:
 def row(name: str, taken: Sequence[float], used: float, seconds: float, side: Side) -> None:
     """Print a line of the table."""
     cuts = quantiles(taken, n=100)
-    print(f"{name:<36} {len(taken):>7} {len(taken) / seconds:>8.0f}/s "
-          f"{cuts[49] * 1e3:>9.2f} ms {cuts[98] * 1e3:>9.2f} ms "
-          f"{used / len(taken) * 1e3:>9.2f} ms {used / seconds:>7.0%} {seconds:>7.1f} s "
-          f"{side.resident() / 2**20:>6.0f} MiB")
+    print(
+        f"{name:<36} {len(taken):>7} {len(taken) / seconds:>8.0f}/s "
+        f"{cuts[49] * 1e3:>9.2f} ms {cuts[98] * 1e3:>9.2f} ms "
+        f"{used / len(taken) * 1e3:>9.2f} ms {used / seconds:>7.0%} {seconds:>7.1f} s "
+        f"{side.resident() / 2**20:>6.0f} MiB"
+    )
 
 
 def main() -> int:
@@ -162,8 +193,10 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=4096, help="that report (default 4096)")
     parser.add_argument("--seconds", type=float, default=45, help="of reports that are measured (default 45)")
     options = parser.parse_args()
-    print(f"{'':<36} {'reports':>7} {'rate':>10} {'p50':>12} {'p99':>12} {'CPU/report':>12} {'core':>7} {'time':>9} "
-          f"{'PSS':>10}")
+    print(
+        f"{'':<36} {'reports':>7} {'rate':>10} {'p50':>12} {'p99':>12} {'CPU/report':>12} {'core':>7} {'time':>9} "
+        f"{'PSS':>10}"
+    )
     for runs in (64, 1):
         with tempfile.TemporaryDirectory() as name:
             measure(options.nodes, runs, max(INTERVAL, options.seconds), Path(name))

@@ -125,12 +125,16 @@ def jobs(model: nn.Module, tokens: int, name: str, endpoint: str, **said: Any) -
     watched = copy.deepcopy(model)
     run = Run(name, model=watched, dtype="fp32", endpoint=endpoint, push_interval=INTERVAL, **said)
     return tuple(  # type: ignore[return-value]
-        Job(one, torch.optim.AdamW(one.parameters(), lr=1e-4), tokens, its) for one, its in (
-            (model, None), (watched, run)))
+        Job(one, torch.optim.AdamW(one.parameters(), lr=1e-4), tokens, its)
+        for one, its in ((model, None), (watched, run))
+    )
 
 
 def paired(
-    plain: Job, hooked: Job, batches: Sequence[Batch], pairs: Iterable[int],
+    plain: Job,
+    hooked: Job,
+    batches: Sequence[Batch],
+    pairs: Iterable[int],
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[tuple[float, float]]:
     """Return the seconds of a step without the hook and with it; in odd pairs the one without comes first."""
@@ -163,8 +167,9 @@ def main() -> None:
     vocabulary = torch.randint(lm.VOCABULARY, (BLOCK, lm.BATCH, lm.CONTEXT + 1))
     text = [(one[:, :-1], one[:, 1:]) for one in vocabulary]
     numbers = [(torch.rand(8), torch.rand(8)) for _ in range(BLOCK)]
-    flops = lm.Transformer(layers=lm.LAYERS, width=lm.WIDTH, heads=lm.HEADS, mlp_width=4 * lm.WIDTH,
-                           vocabulary=lm.VOCABULARY).flops_per_token(lm.CONTEXT)
+    flops = lm.Transformer(
+        layers=lm.LAYERS, width=lm.WIDTH, heads=lm.HEADS, mlp_width=4 * lm.WIDTH, vocabulary=lm.VOCABULARY
+    ).flops_per_token(lm.CONTEXT)
     with receiver() as endpoint:
         plain, hooked = jobs(Tiny(), 1, "tiny", endpoint, flops_per_token=1.0, peak_flops=1e15)
         assert hooked.run is not None
@@ -194,18 +199,23 @@ def main() -> None:
     measured, between = (statistics.median(seconds) for seconds in added.values())
     loop = between + (measured - between) / every
     share = loop / step + cpu / wall
-    print(f"{torch.cuda.get_device_name() if options.device == 'cuda' else 'CPU, one thread'}: "
-          f"{step * 1e3:.2f} ms a step, {len(taken)} pairs of blocks of {BLOCK} steps")
+    print(
+        f"{torch.cuda.get_device_name() if options.device == 'cuda' else 'CPU, one thread'}: "
+        f"{step * 1e3:.2f} ms a step, {len(taken)} pairs of blocks of {BLOCK} steps"
+    )
     low, high = interval(ratios)
     print(f"with / without the hook    {statistics.median(ratios):.4f}   (95 % interval {low:.4f} to {high:.4f})")
     for name, seconds in zip(("in a measured step", "in a step between"), added.values(), strict=True):
         low, high = interval(seconds)
-        print(f"{name:27}{statistics.median(seconds) * 1e6:.1f} us   "
-              f"(95 % interval {low * 1e6:.1f} to {high * 1e6:.1f})")
+        print(
+            f"{name:27}{statistics.median(seconds) * 1e6:.1f} us   (95 % interval {low * 1e6:.1f} to {high * 1e6:.1f})"
+        )
     print(f"{f'with one in {every} measured':27}{loop * 1e6:.1f} us: {loop / step:.4%} of a step")
     print(f"in the thread that pushes  {cpu / wall * step * 1e6:.1f} us of CPU a step: {cpu / wall:.4%} of one core")
-    print(f"together                   {share:.4%} of a step; "
-          f"the goal, {GOAL:.1%}, is {'met' if share < GOAL else 'MISSED'}")
+    print(
+        f"together                   {share:.4%} of a step; "
+        f"the goal, {GOAL:.1%}, is {'met' if share < GOAL else 'MISSED'}"
+    )
 
 
 if __name__ == "__main__":

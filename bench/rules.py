@@ -56,17 +56,46 @@ BEFORE = 1000.0  # seconds that had passed when the bench began, at pace 1
 
 # Families that a healthy node, on InfiniBand, with NVLink and a known step, has no series of.
 ABSENT = {
-    m.GPU_FABRIC_FAULT, m.GPU_RETIRED_PAGES_PENDING, m.GPU_TEMPERATURE_LIMIT, m.GPU_XID_LAST, m.GPU_XID_INFO,
-    m.GPU_XID_NVLINK_ERRORS, m.INFINIBAND_SATURATED, m.NVLINK_LINK_STATE, m.NVLINK_SWITCH_SXID_LAST,
-    m.NVLINK_SWITCH_SXID_INFO, m.TRAINING_MFU_UNAVAILABLE, m.TRAINING_STANDSTILL_INFO,
+    m.GPU_FABRIC_FAULT,
+    m.GPU_RETIRED_PAGES_PENDING,
+    m.GPU_TEMPERATURE_LIMIT,
+    m.GPU_XID_LAST,
+    m.GPU_XID_INFO,
+    m.GPU_XID_NVLINK_ERRORS,
+    m.INFINIBAND_SATURATED,
+    m.NVLINK_LINK_STATE,
+    m.NVLINK_SWITCH_SXID_LAST,
+    m.NVLINK_SWITCH_SXID_INFO,
+    m.TRAINING_MFU_UNAVAILABLE,
+    m.TRAINING_STANDSTILL_INFO,
     m.NODE_MAINTENANCE_UNTIL,
 }
 # Other labels than those of the GPU, port, rank or run, and their values on such a node.
 VALUES: Mapping[str, Sequence[str]] = {
-    "activity": ("startup", "step", "compile", "data_stall", "checkpoint_save", "checkpoint_restore", "evaluation",
-                 "other"),
-    "bucket": ("productive", "lost", "startup", "compile", "data_stall", "checkpoint_save", "checkpoint_restore",
-               "evaluation", "generation", "down", "queue", "other"),
+    "activity": (
+        "startup",
+        "step",
+        "compile",
+        "data_stall",
+        "checkpoint_save",
+        "checkpoint_restore",
+        "evaluation",
+        "other",
+    ),
+    "bucket": (
+        "productive",
+        "lost",
+        "startup",
+        "compile",
+        "data_stall",
+        "checkpoint_save",
+        "checkpoint_restore",
+        "evaluation",
+        "generation",
+        "down",
+        "queue",
+        "other",
+    ),
     "cause": ("gpu", "network", "unknown"),
     "collector": ("nvml", "infiniband", "xid", "identity", "dcgm"),
     "error": ("corrected", "uncorrected"),
@@ -84,21 +113,52 @@ VALUES: Mapping[str, Sequence[str]] = {
 STATES = ("queued", "running", "down", "completed", "stopped")
 # Counters of these stand still unless they are here; gauges are 0 or 1 unless they are here.
 MOVING: Mapping[m.Metric, str] = {
-    m.GPU_ENERGY: "e2", m.GPU_PROFILED_SECONDS: "", m.GPU_SM_ACTIVE: "", m.GPU_TENSOR_ACTIVE: "e-1",
-    m.INFINIBAND_TRANSMIT_DATA: "e9", m.INFINIBAND_RECEIVE_PACKETS: "e6", m.INFINIBAND_TRANSMIT_WAIT: "e3",
-    m.TRAINING_TOKENS: "e3", m.TRAINING_MODEL_FLOPS: "e14", m.TRAINING_HARDWARE_FLOPS: "e14",
-    m.TRAINING_CAPACITY_FLOPS: "e15", m.TRAINING_STEPS: "", m.TRAINING_MEASURED_STEPS: "",
-    m.TRAINING_MEASURED_STEP_SECONDS: "", m.TRAINING_COLLECTIVE_SEQUENCE: "", m.TRAINING_POSITION_STEPS: "",
-    m.RUN_MODEL_FLOPS: "e14", m.RUN_CAPACITY_FLOPS: "e15", m.RUN_POSITION_STEPS: "",
+    m.GPU_ENERGY: "e2",
+    m.GPU_PROFILED_SECONDS: "",
+    m.GPU_SM_ACTIVE: "",
+    m.GPU_TENSOR_ACTIVE: "e-1",
+    m.INFINIBAND_TRANSMIT_DATA: "e9",
+    m.INFINIBAND_RECEIVE_PACKETS: "e6",
+    m.INFINIBAND_TRANSMIT_WAIT: "e3",
+    m.TRAINING_TOKENS: "e3",
+    m.TRAINING_MODEL_FLOPS: "e14",
+    m.TRAINING_HARDWARE_FLOPS: "e14",
+    m.TRAINING_CAPACITY_FLOPS: "e15",
+    m.TRAINING_STEPS: "",
+    m.TRAINING_MEASURED_STEPS: "",
+    m.TRAINING_MEASURED_STEP_SECONDS: "",
+    m.TRAINING_COLLECTIVE_SEQUENCE: "",
+    m.TRAINING_POSITION_STEPS: "",
+    m.RUN_MODEL_FLOPS: "e14",
+    m.RUN_CAPACITY_FLOPS: "e15",
+    m.RUN_POSITION_STEPS: "",
 }
 GAUGES: Mapping[m.Metric, str] = {
-    m.COLLECTOR_LAST_SUCCESS: NOW, m.TRAINING_LAST_STEP_TIMESTAMP: NOW, m.RUN_COMMITTED_TIMESTAMP: NOW,
-    m.GPU_FABRIC_STATE: "3", m.GPU_FABRIC_STATUS: "0", m.GPU_RECOVERY_ACTION: "0", m.GPU_REPAIR_PENDING: "0",
-    m.GPU_ROW_REMAP_FAILURE: "0", m.GPU_ROW_REMAP_PENDING: "0", m.GPU_SRAM_THRESHOLD: "0", m.GPU_TEMPERATURE: "60",
-    m.GPU_TEMPERATURE_MARGIN: "30", m.GPU_POWER: "600", m.GPU_POWER_LIMIT: "700", m.GPU_POWER_LIMIT_DEFAULT: "700",
-    m.INFINIBAND_STATE: "4", m.INFINIBAND_FLAPPING: "0", m.INFINIBAND_TEMPERATURE: "50", m.NODE_EXPECTED: str(GPUS),
-    m.NVLINK_EFFECTIVE_BER: "0", m.TRAINING_PEAK_FLOPS: "1e15", m.RUN_COMMITTED_STEPS: "1000", m.RUN_CONFLICT: "0",
-    m.RUN_OPEN_SECONDS: "1", m.RUN_PROVISIONAL_SECONDS: "1",
+    m.COLLECTOR_LAST_SUCCESS: NOW,
+    m.TRAINING_LAST_STEP_TIMESTAMP: NOW,
+    m.RUN_COMMITTED_TIMESTAMP: NOW,
+    m.GPU_FABRIC_STATE: "3",
+    m.GPU_FABRIC_STATUS: "0",
+    m.GPU_RECOVERY_ACTION: "0",
+    m.GPU_REPAIR_PENDING: "0",
+    m.GPU_ROW_REMAP_FAILURE: "0",
+    m.GPU_ROW_REMAP_PENDING: "0",
+    m.GPU_SRAM_THRESHOLD: "0",
+    m.GPU_TEMPERATURE: "60",
+    m.GPU_TEMPERATURE_MARGIN: "30",
+    m.GPU_POWER: "600",
+    m.GPU_POWER_LIMIT: "700",
+    m.GPU_POWER_LIMIT_DEFAULT: "700",
+    m.INFINIBAND_STATE: "4",
+    m.INFINIBAND_FLAPPING: "0",
+    m.INFINIBAND_TEMPERATURE: "50",
+    m.NODE_EXPECTED: str(GPUS),
+    m.NVLINK_EFFECTIVE_BER: "0",
+    m.TRAINING_PEAK_FLOPS: "1e15",
+    m.RUN_COMMITTED_STEPS: "1000",
+    m.RUN_CONFLICT: "0",
+    m.RUN_OPEN_SECONDS: "1",
+    m.RUN_PROVISIONAL_SECONDS: "1",
 }
 
 
@@ -132,8 +192,11 @@ class Measured:
 def families(rules: str) -> list[m.Metric]:
     """Return the families of the catalogue that a rule file reads, in the catalogue's order."""
     words = set(re.findall(r"[a-z_:0-9]+", rules))
-    return [row for row in m.all_metrics()
-            if words & {row.name, *(f"{row.name}_{part}" for part in ("bucket", "sum", "count"))}]
+    return [
+        row
+        for row in m.all_metrics()
+        if words & {row.name, *(f"{row.name}_{part}" for part in ("bucket", "sum", "count"))}
+    ]
 
 
 def value(row: m.Metric, labels: Mapping[str, str]) -> str:
@@ -182,18 +245,25 @@ def node(rows: Sequence[m.Metric], index: int, nodes: int) -> Iterator[str]:
     host = {"host": f"node-{NODE}", "tenant": "", "run": f"run-{run}"}
     for row in rows:
         labels = set(row.labels)
-        if row.domain == "run" or row is m.LEDGER_RECEIVED or row in ABSENT or (
-                isinstance(row, PortCounter) and (row.quiet or row.files[0].startswith("device/"))):
+        if (
+            row.domain == "run"
+            or row is m.LEDGER_RECEIVED
+            or row in ABSENT
+            or (isinstance(row, PortCounter) and (row.quiet or row.files[0].startswith("device/")))
+        ):
             continue
         if "rank" in labels:
             for local in range(GPUS):
                 rank = str(place * GPUS + local)
-                yield from lines(row, {**host, "rank": rank, "uuid": f"GPU-{NODE}-{local}", "local_rank": str(local),
-                                       "attempt": "1"})
+                yield from lines(
+                    row, {**host, "rank": rank, "uuid": f"GPU-{NODE}-{local}", "local_rank": str(local), "attempt": "1"}
+                )
         elif "run" in labels:
             if place == 0:
-                yield from (line.removesuffix(" 1") + f" {size}" if row is m.TRAINING_WORLD_SIZE else line
-                            for line in lines(row, {**host, "attempt": "1", "page": "default"}))
+                yield from (
+                    line.removesuffix(" 1") + f" {size}" if row is m.TRAINING_WORLD_SIZE else line
+                    for line in lines(row, {**host, "attempt": "1", "page": "default"})
+                )
         elif "device" in labels:
             for port in range(PORTS):
                 rail = {"role": "compute", "rail": str(port)} if port < GPUS else {"role": "storage", "rail": ""}
@@ -231,10 +301,12 @@ def bodies(rows: Sequence[m.Metric], nodes: int, began: float) -> Callable[[str]
         # Nodes differ in their number and in their place in the run, and its first one tells the run's own series.
         template = templates.get(number)
         if template is None:
-            template = templates[number] = "\n".join([*node(rows, int(number), nodes), ""]).replace(
-                NODE, number).encode()
+            template = templates[number] = (
+                "\n".join([*node(rows, int(number), nodes), ""]).replace(NODE, number).encode()
+            )
         return template.replace(SECONDS.encode(), str(int(now - began)).encode()).replace(
-            NOW.encode(), str(int(now)).encode())
+            NOW.encode(), str(int(now)).encode()
+        )
 
     return body
 
@@ -253,8 +325,9 @@ class Server(asyncio.Protocol):
         while b"\r\n\r\n" in self._data:
             request, _, self._data = self._data.partition(b"\r\n\r\n")
             body = self._body(request.split(b" ", 2)[1].decode())
-            head = (b"HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4\r\nContent-Length: %d\r\n\r\n"
-                    % len(body))
+            head = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4\r\nContent-Length: %d\r\n\r\n" % len(
+                body
+            )
             assert isinstance(self._transport, asyncio.WriteTransport)
             self._transport.write(head + body)
 
@@ -281,9 +354,12 @@ def configuration(settings: AlertSettings, nodes: int, port: int) -> dict[str, o
         "global": {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": interval},
         "rule_files": ["rules.yaml"],
         "scrape_configs": [
-            {"job_name": "flopwatch-exporter",
-             "static_configs": [target(f"/n/{index}", f"10.0.{index // 256}.{index % 256}:9450")
-                                for index in range(nodes)]},
+            {
+                "job_name": "flopwatch-exporter",
+                "static_configs": [
+                    target(f"/n/{index}", f"10.0.{index // 256}.{index % 256}:9450") for index in range(nodes)
+                ],
+            },
             {"job_name": "flopwatch-ledger", "static_configs": [target("/ledger", "ledger:9452")]},
         ],
     }
@@ -317,9 +393,7 @@ def peak(pid: int) -> int:
     return int(found[1]) * 1024
 
 
-def measure(
-    gpus: int, seconds: float, settings: AlertSettings, say: Callable[[str], None] = print,
-) -> Measured:
+def measure(gpus: int, seconds: float, settings: AlertSettings, say: Callable[[str], None] = print) -> Measured:
     """Scrape and evaluate for this long, and return the times of the second half."""
     nodes = -(-gpus // GPUS)
     rules = rules_yaml(settings)
@@ -333,16 +407,27 @@ def measure(
         (folder / "rules.yaml").write_text(rules)
         (folder / "prometheus.yml").write_text(json.dumps(configuration(settings, nodes, port)))
         server = multiprocessing.get_context("spawn").Process(
-            daemon=True, target=serve,
-            args=([row.name for row in rows], nodes, time.time() - BEFORE / settings.pace, port))
+            daemon=True,
+            target=serve,
+            args=([row.name for row in rows], nodes, time.time() - BEFORE / settings.pace, port),
+        )
         server.start()
         stack.callback(server.join)
         stack.callback(server.terminate)
-        child = Child("prometheus", [
-            *find(say=say).prometheus, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
-            f"--web.listen-address=127.0.0.1:{web}", "--log.level=warn", "--query.max-samples=100000000",
-            "--query.timeout=5m",
-        ], os.environ, folder / "log")
+        child = Child(
+            "prometheus",
+            [
+                *find(say=say).prometheus,
+                f"--config.file={folder}/prometheus.yml",
+                f"--storage.tsdb.path={folder}/data",
+                f"--web.listen-address=127.0.0.1:{web}",
+                "--log.level=warn",
+                "--query.max-samples=100000000",
+                "--query.timeout=5m",
+            ],
+            os.environ,
+            folder / "log",
+        )
         stack.callback(child.stop)
         say(f"{nodes:,} nodes, {len(rows)} families; warming up for {seconds / 2:.0f} s ...")
         time.sleep(seconds / 2)
@@ -367,25 +452,35 @@ def measure(
         [(_, down)] = ask(url, "count(up == 0) or vector(0)")
         [(_, firing)] = ask(url, 'count(ALERTS{alertname!="FlopwatchWatchdog"}) or vector(0)')
         [(_, scraped)] = ask(url, "sum(scrape_samples_scraped)")
-        failures = [f"{rule['name']}: {rule.get('lastError', rule['health'])}" for group in answer
-                    for rule in group["rules"] if rule["health"] != "ok"]
+        failures = [
+            f"{rule['name']}: {rule.get('lastError', rule['health'])}"
+            for group in answer
+            for rule in group["rules"]
+            if rule["health"] != "ok"
+        ]
         failures += [f"{down:.0f} targets were not scraped"] if down else []
         own = fetch(f"{url}/metrics", PATIENCE).decode()
         head = re.search(r"^prometheus_tsdb_head_series (\S+)$", own, re.MULTILINE)
         assert head is not None
         return Measured(
             groups=tuple(
-                Group(group["name"], len(group["rules"]), group["interval"],
-                      fmean(found.values()), max(found.values()))
-                for group in answer if (found := times[group["name"]])
+                Group(group["name"], len(group["rules"]), group["interval"], fmean(found.values()), max(found.values()))
+                for group in answer
+                if (found := times[group["name"]])
             ),
-            slowest=tuple(sorted(((name, fmean(taken.values())) for (_, _, name), taken in each.items()),
-                                 key=lambda one: -one[1])),
+            slowest=tuple(
+                sorted(((name, fmean(taken.values())) for (_, _, name), taken in each.items()), key=lambda one: -one[1])
+            ),
             failures=tuple(failures),
-            recorded={labels["__name__"]: int(count) for labels, count in
-                      ask(url, 'count by (__name__) ({__name__=~"[a-z]+:.+:.+"})')},
-            firing=int(firing), scraped_series=int(scraped),
-            head_series=int(float(head[1])), memory=peak(child.process.pid), cores=cores,
+            recorded={
+                labels["__name__"]: int(count)
+                for labels, count in ask(url, 'count by (__name__) ({__name__=~"[a-z]+:.+:.+"})')
+            },
+            firing=int(firing),
+            scraped_series=int(scraped),
+            head_series=int(float(head[1])),
+            memory=peak(child.process.pid),
+            cores=cores,
             waited=idle,
         )
 
@@ -395,13 +490,17 @@ def table(measured: Measured, shown: int = 8, pace: float = 1.0) -> str:
     rows = [f"{'group':24} {'rules':>5} {'interval':>8} {'mean':>8} {'worst':>8} {'of interval':>11}"]
     for group in sorted(measured.groups, key=lambda group: -group.worst / group.interval):
         interval = group.interval * pace
-        rows.append(f"{group.name:24} {group.rules:5} {interval:6.0f} s {group.mean:6.2f} s "
-                    f"{group.worst:6.2f} s {group.worst / interval:11.1%}")
+        rows.append(
+            f"{group.name:24} {group.rules:5} {interval:6.0f} s {group.mean:6.2f} s "
+            f"{group.worst:6.2f} s {group.worst / interval:11.1%}"
+        )
     rows += ["", "slowest rules: " + ", ".join(f"{name} {took:.2f} s" for name, took in measured.slowest[:shown])]
-    rows += [f"series scraped {measured.scraped_series:,}, recorded {sum(measured.recorded.values()):,}, "
-             f"in the head {measured.head_series:,}; alerts pending or firing {measured.firing:,}",
-             f"Prometheus: at most {measured.memory / 2**30:.1f} GiB resident, {measured.cores:.2f} cores, and "
-             f"waited for one {measured.waited:.2f} s a second"]
+    rows += [
+        f"series scraped {measured.scraped_series:,}, recorded {sum(measured.recorded.values()):,}, "
+        f"in the head {measured.head_series:,}; alerts pending or firing {measured.firing:,}",
+        f"Prometheus: at most {measured.memory / 2**30:.1f} GiB resident, {measured.cores:.2f} cores, and "
+        f"waited for one {measured.waited:.2f} s a second",
+    ]
     return "\n".join([*rows, *measured.failures])
 
 
@@ -411,8 +510,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=32_768)
     parser.add_argument("--minutes", type=float, default=10.0, help="warming up and measuring, half of it each")
     parser.add_argument("--rules", type=int, default=8, help="how many of the slowest rules to show")
-    parser.add_argument("--interval", type=float, default=15.0 if (os.cpu_count() or 1) >= ENOUGH else 60.0,
-                        help="seconds between scrapes; all rules follow")
+    parser.add_argument(
+        "--interval",
+        type=float,
+        default=15.0 if (os.cpu_count() or 1) >= ENOUGH else 60.0,
+        help="seconds between scrapes; all rules follow",
+    )
     given = parser.parse_args(arguments)
     settings = AlertSettings()
     settings = replace(settings, pace=settings.scrape_interval / given.interval)

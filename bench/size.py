@@ -77,19 +77,37 @@ def source(folder: Path) -> Iterator[Source]:
     with ExitStack() as stack:
         for name, command in (
             ("ledger", ["flopwatch", "ledger", f"--listen={ledger}", f"--state={folder}/ledger", "--new-for=0.001"]),
-            ("exporter", ["flopwatch", "exporter", f"--listen={exporter}", f"--otlp-listen={otlp}",
-                          f"--state={folder}/exporter", f"--host={HOST}", "--simulate=h100x8",
-                          f"--ledger=http://{ledger}"]),
+            (
+                "exporter",
+                [
+                    "flopwatch",
+                    "exporter",
+                    f"--listen={exporter}",
+                    f"--otlp-listen={otlp}",
+                    f"--state={folder}/exporter",
+                    f"--host={HOST}",
+                    "--simulate=h100x8",
+                    f"--ledger=http://{ledger}",
+                ],
+            ),
             ("job", ["flopwatch.simulate.job", f"--ranks={GPUS}", f"--out={folder}/job", f"--gpu-uuids={uuids}"]),
         ):
             (folder / name).mkdir()
-            child = Child(name, [*python, *command], {
-                **os.environ, "FLOPWATCH_ENDPOINT": f"http://{otlp}", "FLOPWATCH_RUN": RUN}, folder / f"{name}.log")
+            child = Child(
+                name,
+                [*python, *command],
+                {**os.environ, "FLOPWATCH_ENDPOINT": f"http://{otlp}", "FLOPWATCH_RUN": RUN},
+                folder / f"{name}.log",
+            )
             stack.callback(child.stop)
             children.append(child)
         found = Source(f"http://{exporter}/metrics", f"http://{ledger}/metrics")
-        wanted = ("training_committed_steps", "gpu_utilization_ratio", "infiniband_info",
-                  "node_process_blocked_seconds")
+        wanted = (
+            "training_committed_steps",
+            "gpu_utilization_ratio",
+            "infiniband_info",
+            "node_process_blocked_seconds",
+        )
         deadline = time.monotonic() + FIRST_WORDS
         while True:
             for child in children:
@@ -97,7 +115,8 @@ def source(folder: Path) -> Iterator[Source]:
             try:
                 page = fetch(found.exporter).decode()
                 if all(f"\n{name}{{" in page for name in wanted) and (
-                        "\nrun_committed_steps{" in fetch(found.ledger).decode()):
+                    "\nrun_committed_steps{" in fetch(found.ledger).decode()
+                ):
                     break
             except OSError:
                 pass
@@ -125,8 +144,11 @@ def pages(node: str, ledger: str, nodes: int) -> Callable[[str], bytes]:
     page = extended(re.sub(r"^#.*\n", "", node, flags=re.MULTILINE))
     first, others = page.encode(), own.sub("", page).encode()
     prefix = SimulatedNode.uuid(0).rpartition("-")[0].encode() + b"-"
-    of_run = [re.sub(r"^(run_gpus{.*}) .*", rf"\1 {NODES_OF_A_RUN * GPUS}", line)
-              for line in ledger.splitlines(keepends=True) if f'run="{RUN}"' in line and line[:1] != "#"]
+    of_run = [
+        re.sub(r"^(run_gpus{.*}) .*", rf"\1 {NODES_OF_A_RUN * GPUS}", line)
+        for line in ledger.splitlines(keepends=True)
+        if f'run="{RUN}"' in line and line[:1] != "#"
+    ]
     of_ledger = [line for line in ledger.splitlines(keepends=True) if f'run="{RUN}"' not in line and line[:1] != "#"]
     runs = -(-nodes // NODES_OF_A_RUN)
     accounts = "".join([*of_ledger, *("".join(of_run).replace(RUN, f"run-{run}") for run in range(runs))]).encode()
@@ -137,8 +159,12 @@ def pages(node: str, ledger: str, nodes: int) -> Callable[[str], bytes]:
             return accounts
         run, place = divmod(int(number), NODES_OF_A_RUN)
         size = min(NODES_OF_A_RUN, nodes - run * NODES_OF_A_RUN) * GPUS
-        text = (first if place == 0 else others).replace(RUN.encode(), b"run-%d" % run).replace(
-            HOST.encode(), b"node-" + number.encode()).replace(prefix, prefix[:-5] + b"%04d-" % int(number))
+        text = (
+            (first if place == 0 else others)
+            .replace(RUN.encode(), b"run-%d" % run)
+            .replace(HOST.encode(), b"node-" + number.encode())
+            .replace(prefix, prefix[:-5] + b"%04d-" % int(number))
+        )
         for rank in range(GPUS if place else 0):
             text = text.replace(b'rank="%d"' % rank, b'rank="%d"' % (place * GPUS + rank))
         if place == 0:
@@ -222,8 +248,15 @@ def per_sample(data: Path) -> float | None:
     return None
 
 
-def measure(targets: int, seconds: float, pace: float = 1.0, suite: str | None = None, store: bool = False,
-            say: Callable[[str], None] = print, one: Source | None = None) -> Measured:
+def measure(
+    targets: int,
+    seconds: float,
+    pace: float = 1.0,
+    suite: str | None = None,
+    store: bool = False,
+    say: Callable[[str], None] = print,
+    one: Source | None = None,
+) -> Measured:
     """Scrape so many nodes for this long, and return what it came to. Raises StackError.
 
     With `store` the records are also sent to a second Prometheus. `one` is a source that runs already.
@@ -239,7 +272,8 @@ def measure(targets: int, seconds: float, pace: float = 1.0, suite: str | None =
         one = one or stack.enter_context(source(folder))
         here, there = multiprocessing.Pipe(duplex=False)
         server = multiprocessing.get_context("spawn").Process(
-            daemon=True, target=serve, args=(one, targets, min(5.0, max(1.0, interval / 2)), there))
+            daemon=True, target=serve, args=(one, targets, min(5.0, max(1.0, interval / 2)), there)
+        )
         server.start()
         stack.callback(server.join)
         stack.callback(server.terminate)
@@ -248,24 +282,47 @@ def measure(targets: int, seconds: float, pace: float = 1.0, suite: str | None =
         (folder / "rules.yaml").write_text(rules_yaml(settings))
         written = configuration(settings, targets, port)
         program = [
-            *find(say=say, suite=suite).prometheus, "--log.level=warn",
+            *find(say=say, suite=suite).prometheus,
+            "--log.level=warn",
             f"--storage.tsdb.min-block-duration={7200 / pace:.0f}s",
-            f"--storage.tsdb.max-block-duration={7200 / pace:.0f}s"]
+            f"--storage.tsdb.max-block-duration={7200 / pace:.0f}s",
+        ]
         if store:
             (second,) = free_ports(1)
             (folder / "store.yml").write_text("{}")
-            receiver = Child("store", [
-                *program, f"--config.file={folder}/store.yml", f"--storage.tsdb.path={folder}/records",
-                f"--web.listen-address=127.0.0.1:{second}", "--web.enable-remote-write-receiver",
-            ], os.environ, folder / "store.log")
+            receiver = Child(
+                "store",
+                [
+                    *program,
+                    f"--config.file={folder}/store.yml",
+                    f"--storage.tsdb.path={folder}/records",
+                    f"--web.listen-address=127.0.0.1:{second}",
+                    "--web.enable-remote-write-receiver",
+                ],
+                os.environ,
+                folder / "store.log",
+            )
             stack.callback(receiver.stop)
-            written["remote_write"] = [{
-                "url": f"http://127.0.0.1:{second}/api/v1/write", "write_relabel_configs": [
-                    {"source_labels": ["__name__"], "regex": RECORDS_AND_ALERTS, "action": "keep"}]}]
+            written["remote_write"] = [
+                {
+                    "url": f"http://127.0.0.1:{second}/api/v1/write",
+                    "write_relabel_configs": [
+                        {"source_labels": ["__name__"], "regex": RECORDS_AND_ALERTS, "action": "keep"}
+                    ],
+                }
+            ]
         (folder / "prometheus.yml").write_text(json.dumps(written))
-        child = Child("prometheus", [
-            *program, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
-            f"--web.listen-address=127.0.0.1:{web}"], os.environ, folder / "log")
+        child = Child(
+            "prometheus",
+            [
+                *program,
+                f"--config.file={folder}/prometheus.yml",
+                f"--storage.tsdb.path={folder}/data",
+                f"--web.listen-address=127.0.0.1:{web}",
+            ],
+            os.environ,
+            folder / "log",
+        )
         stack.callback(child.stop)
         pid, url = child.process.pid, f"http://127.0.0.1:{web}"
         began, memory, heap, file = time.monotonic(), 0, 0, 0
@@ -279,33 +336,47 @@ def measure(targets: int, seconds: float, pace: float = 1.0, suite: str | None =
             resident, inuse = status(pid, "VmRSS"), 0.0
             if resident > memory:
                 memory, file = resident, status(pid, "RssFile")
-            total, inuse = own(url, "prometheus_tsdb_head_samples_appended_total{type=\"float\"}",
-                               "go_memstats_heap_inuse_bytes")
+            total, inuse = own(
+                url, 'prometheus_tsdb_head_samples_appended_total{type="float"}', "go_memstats_heap_inuse_bytes"
+            )
             appended.append((time.monotonic(), total))
             heap = max(heap, int(inuse))
             used.append(processor(pid))
         (head,) = own(url, "prometheus_tsdb_head_series")
-        skipped, evaluated = (totals(url, f"prometheus_rule_group_iterations_{kind}") for kind in (
-            "missed_total", "total"))
-        by_record = {labels["__name__"]: int(count) for labels, count in
-                     ask(url, 'count by (__name__) ({__name__=~".+:.+|ALERTS.*"})')}
+        skipped, evaluated = (
+            totals(url, f"prometheus_rule_group_iterations_{kind}") for kind in ("missed_total", "total")
+        )
+        by_record = {
+            labels["__name__"]: int(count)
+            for labels, count in ask(url, 'count by (__name__) ({__name__=~".+:.+|ALERTS.*"})')
+        }
         [(_, scraped)] = ask(url, "sum(scrape_samples_post_metric_relabeling) + 5 * count(up)")
         [(_, down)] = ask(url, "count(up == 0) or vector(0)")
         if down:
             raise child.failure(f"did not scrape {down:.0f} targets")
-        sent, sent_samples = own(url, "prometheus_remote_storage_bytes_total{.*}",
-                                 "prometheus_remote_storage_samples_total{.*}")
+        sent, sent_samples = own(
+            url, "prometheus_remote_storage_bytes_total{.*}", "prometheus_remote_storage_samples_total{.*}"
+        )
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/n/1") as reply:
             length = len(reply.read())
         lasted = appended[-1][0] - appended[0][0]
         return Measured(
-            scraped=int(scraped), recorded=sum(by_record.values()), head=int(head),
+            scraped=int(scraped),
+            recorded=sum(by_record.values()),
+            head=int(head),
             samples_per_second=(appended[-1][1] - appended[0][1]) / lasted / pace,
-            memory=memory, heap=heap, file=file, block_bytes_per_sample=per_sample(folder / "data"),
+            memory=memory,
+            heap=heap,
+            file=file,
+            block_bytes_per_sample=per_sample(folder / "data"),
             wal=sum(path.stat().st_size for path in (folder / "data" / "wal").rglob("*") if path.is_file()),
-            body=length, by_record=by_record, cores=(used[-1] - used[0]) / lasted / pace, missed=skipped / evaluated,
+            body=length,
+            by_record=by_record,
+            cores=(used[-1] - used[0]) / lasted / pace,
+            missed=skipped / evaluated,
             sent_bytes_per_sample=sent / sent_samples if sent_samples else None,
-            record_bytes_per_sample=per_sample(folder / "records"))
+            record_bytes_per_sample=per_sample(folder / "records"),
+        )
 
 
 # Beside what is predicted.
@@ -315,11 +386,13 @@ def compared(measured: Measured, targets: int, seconds: float, pace: float) -> l
     """Return name, prediction and measurement of what `flopwatch size` tells."""
     cluster = Cluster(targets, GPUS, PORTS, GPUS, min(NODES_OF_A_RUN, targets), restarts=0.0)
     wanted = size(cluster, seconds * pace)
-    return [("series scraped", wanted.scraped_series, measured.scraped),
-            ("series recorded", wanted.recorded_series, measured.recorded),
-            ("series in the head", wanted.series, measured.head),
-            ("samples a second", wanted.samples_per_second, measured.samples_per_second),
-            ("memory, MiB", wanted.memory_bytes / 2**20, measured.memory / 2**20)]
+    return [
+        ("series scraped", wanted.scraped_series, measured.scraped),
+        ("series recorded", wanted.recorded_series, measured.recorded),
+        ("series in the head", wanted.series, measured.head),
+        ("samples a second", wanted.samples_per_second, measured.samples_per_second),
+        ("memory, MiB", wanted.memory_bytes / 2**20, measured.memory / 2**20),
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -334,17 +407,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     off = False
     for targets in given.targets:
         found = measure(targets, 60 * given.minutes, given.pace, given.suite, given.store)
-        print(f"\n{targets} targets, {given.minutes:g} min at a pace of {given.pace:g}"
-              f"\n{'':20} {'predicted':>12} {'measured':>12} {'ratio':>7}")
+        print(
+            f"\n{targets} targets, {given.minutes:g} min at a pace of {given.pace:g}"
+            f"\n{'':20} {'predicted':>12} {'measured':>12} {'ratio':>7}"
+        )
         for name, wanted, got in compared(found, targets, 60 * given.minutes, given.pace):
             wrong = name not in PARTS and abs(wanted / got - 1) > MOST_OFF
             off |= wrong
             print(f"{name:20} {wanted:>12,.0f} {got:>12,.0f} {wanted / got:>7.2f}{' !' if wrong else ''}")
-        print(f"{found.heap / 2**20:,.0f} MiB of heap in use at most, {found.file / 2**20:,.0f} MiB of files; "
-              f"{found.cores:.2f} cores, {found.missed:.0%} of the evaluations skipped for want of more; "
-              f"{found.wal / 2**20:,.0f} MiB of log; {found.body:,} bytes a scrape, uncompressed")
-        for text, figure in (("of a block", found.block_bytes_per_sample), ("sent", found.sent_bytes_per_sample),
-                             ("of a block of records", found.record_bytes_per_sample)):
+        print(
+            f"{found.heap / 2**20:,.0f} MiB of heap in use at most, {found.file / 2**20:,.0f} MiB of files; "
+            f"{found.cores:.2f} cores, {found.missed:.0%} of the evaluations skipped for want of more; "
+            f"{found.wal / 2**20:,.0f} MiB of log; {found.body:,} bytes a scrape, uncompressed"
+        )
+        for text, figure in (
+            ("of a block", found.block_bytes_per_sample),
+            ("sent", found.sent_bytes_per_sample),
+            ("of a block of records", found.record_bytes_per_sample),
+        ):
             if figure is not None:
                 print(f"{figure:.2f} bytes a sample {text}")
         sys.stdout.flush()

@@ -78,16 +78,36 @@ def soak(seconds: int, folder: Path) -> int:
     """Run it, print what came of it, and return the exit status."""
     port, otlp = free_port(), free_port()
     command = [
-        sys.executable, "-m", "flopwatch", "exporter", "--simulate", "h100x8", "--state", str(folder / "state"),
-        "--listen", f"127.0.0.1:{port}", "--otlp-listen", f"127.0.0.1:{otlp}", "--ledger", "embedded",
+        sys.executable,
+        "-m",
+        "flopwatch",
+        "exporter",
+        "--simulate",
+        "h100x8",
+        "--state",
+        str(folder / "state"),
+        "--listen",
+        f"127.0.0.1:{port}",
+        "--otlp-listen",
+        f"127.0.0.1:{otlp}",
+        "--ledger",
+        "embedded",
     ]
     job = [
-        sys.executable, "-m", "flopwatch.simulate.job", "--ranks", str(RANKS), "--out", str(folder / "job"),
-        "--step-seconds", "0.5",
+        sys.executable,
+        "-m",
+        "flopwatch.simulate.job",
+        "--ranks",
+        str(RANKS),
+        "--out",
+        str(folder / "job"),
+        "--step-seconds",
+        "0.5",
     ]
     with running("flopwatch", command, port) as side, (folder / "job.log").open("wb") as log:
         training = subprocess.Popen(
-            job, stdout=log, stderr=log, env=dict(os.environ, FLOPWATCH_ENDPOINT=f"http://127.0.0.1:{otlp}"))
+            job, stdout=log, stderr=log, env=dict(os.environ, FLOPWATCH_ENDPOINT=f"http://127.0.0.1:{otlp}")
+        )
         try:
             _wait_for_ranks(side, training)
             _crowd(port)
@@ -114,8 +134,10 @@ def _crowd(port: int) -> None:
 
     def scrape() -> None:
         while time.monotonic() < end:
-            with contextlib.suppress(OSError), urllib.request.urlopen(
-                    f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
+            with (
+                contextlib.suppress(OSError),
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply,
+            ):
                 reply.read()
 
     crowd = [threading.Thread(target=scrape) for _ in range(CROWD)]
@@ -147,9 +169,11 @@ def _measure(side: Side, seconds: int) -> int:
         time.sleep(max(0.0, began + len(times) - time.monotonic()))
     used = side.used() - used
     latency = sorted(side.seconds)
-    print(f"{len(times)} scrapes of {body.count(chr(10))} lines, {failed} failed; p50 {_cut(latency, 0.5):.1f} ms, "
-          f"p99 {_cut(latency, 0.99):.1f} ms; {used / len(times) * 1e3:.1f} ms of CPU per second, "
-          "the simulation of the node included")
+    print(
+        f"{len(times)} scrapes of {body.count(chr(10))} lines, {failed} failed; p50 {_cut(latency, 0.5):.1f} ms, "
+        f"p99 {_cut(latency, 0.99):.1f} ms; {used / len(times) * 1e3:.1f} ms of CPU per second, "
+        "the simulation of the node included"
+    )
     status = int(failed > 0)
     if replaced := set(before) ^ set(side.processes()):
         print(f"processes came or went: {sorted(replaced)}")
@@ -157,8 +181,10 @@ def _measure(side: Side, seconds: int) -> int:
     warm = int(len(times) * WARM_UP)
     lines = {name: slope(times[warm:], values[warm:]) for name, values in found.items()}
     for name, line in lines.items():
-        print(f"{len(before)} processes: {fmean(found[name][warm:]):6.1f} {name}, slope {line.per_hour:+.2f} "
-              f"± {line.error:.2f} an hour")
+        print(
+            f"{len(before)} processes: {fmean(found[name][warm:]):6.1f} {name}, slope {line.per_hour:+.2f} "
+            f"± {line.error:.2f} an hour"
+        )
     for pid in before if not replaced else ():
         line = slope(times[warm:], own[pid][warm:])
         print(f"  {fmean(own[pid][warm:]):6.1f} {OWN}, slope {line.per_hour:+.2f} ± {line.error:.2f}: {_role(pid)}")

@@ -48,8 +48,11 @@ def serve(options: Mapping[str, Any]) -> None:
 
     gpus = options.get("gpus", 0)
     settings = ExporterSettings(
-        listen=Address("127.0.0.1", options["port"]), otlp_listen=Address("127.0.0.1", options["otlp"]),
-        state=Path(options["state"]), sysfs=Path(options.get("sysfs", "/sys")), host="node1",
+        listen=Address("127.0.0.1", options["port"]),
+        otlp_listen=Address("127.0.0.1", options["otlp"]),
+        state=Path(options["state"]),
+        sysfs=Path(options.get("sysfs", "/sys")),
+        host="node1",
         simulate="h100x8" if gpus else None,
     )
 

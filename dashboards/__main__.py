@@ -9,8 +9,15 @@ from pathlib import Path
 from dashboards import Json, fabric, fleet, goodput, gpu, gpus, monitor, node, rack, run, stragglers
 
 BOARDS: dict[str, Json] = {
-    "fleet": fleet.BOARD, "run": run.BOARD, "stragglers": stragglers.BOARD, "goodput": goodput.BOARD,
-    "gpus": gpus.BOARD, "gpu": gpu.BOARD, "fabric": fabric.BOARD, "node": node.BOARD, "rack": rack.BOARD,
+    "fleet": fleet.BOARD,
+    "run": run.BOARD,
+    "stragglers": stragglers.BOARD,
+    "goodput": goodput.BOARD,
+    "gpus": gpus.BOARD,
+    "gpu": gpu.BOARD,
+    "fabric": fabric.BOARD,
+    "node": node.BOARD,
+    "rack": rack.BOARD,
     "monitor": monitor.BOARD,
 }
 

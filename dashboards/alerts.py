@@ -38,25 +38,40 @@ class Rule(AlertRulev9):  # type: ignore[misc]  # grafanalib has no types
     def to_json_data(self) -> dict[str, Any]:
         data: dict[str, Any] = super().to_json_data()
         rule = data.pop("grafana_alert")
-        return {**data, "title": rule["title"], "condition": rule["condition"], "data": rule["data"],
-                "noDataState": rule["no_data_state"], "execErrState": rule["exec_err_state"],
-                "keepFiringFor": self.keep_firing_for}
+        return {
+            **data,
+            "title": rule["title"],
+            "condition": rule["condition"],
+            "data": rule["data"],
+            "noDataState": rule["no_data_state"],
+            "execErrState": rule["exec_err_state"],
+            "keepFiringFor": self.keep_firing_for,
+        }
 
 
 def _rule(alert: Alert, title: str, settings: AlertSettings, datasource: str) -> Rule:
     labels = ", ".join(f"{label} {{{{ $labels.{label} }}}}" for label in alert.identity)
     rule = Rule(
-        title=title, uid=title.lower().replace(" ", "-"),
+        title=title,
+        uid=title.lower().replace(" ", "-"),
         triggers=[
             Target(refId="A", expr=alert.expr, instant=True, intervalFactor=1, datasource=datasource),
             # The expression gives a series, never 0, exactly where the alert is to fire. Grafana refuses grafanalib's
             # default mode, "strict".
-            AlertExpression(refId="B", expression="A", expressionType=EXP_TYPE_REDUCE,
-                            reduceFunction=EXP_REDUCER_FUNC_LAST, reduceMode=EXP_REDUCER_FUNC_DROP_NN),
+            AlertExpression(
+                refId="B",
+                expression="A",
+                expressionType=EXP_TYPE_REDUCE,
+                reduceFunction=EXP_REDUCER_FUNC_LAST,
+                reduceMode=EXP_REDUCER_FUNC_DROP_NN,
+            ),
         ],
-        condition="B", evaluateFor=alert.for_, labels=alert.labels,
+        condition="B",
+        evaluateFor=alert.for_,
+        labels=alert.labels,
         annotations={**alert.annotations(settings), "description": labels or alert.description},
-        noDataAlertState=ALERTRULE_STATE_DATA_OK, errorAlertState=ALERTRULE_STATE_DATA_ERROR,
+        noDataAlertState=ALERTRULE_STATE_DATA_OK,
+        errorAlertState=ALERTRULE_STATE_DATA_ERROR,
     )
     rule.keep_firing_for = alert.keep_firing_for
     return rule
@@ -71,8 +86,10 @@ def grafana_rules(settings: AlertSettings, datasource: str = "prometheus") -> di
         title = f"{alert.name} {alert.severity}" if alert.name in shared else alert.name
         rules.setdefault(alert.group, []).append(_rule(alert, title, settings, datasource))
     interval = math.ceil(settings.scrape_interval / settings.pace / INTERVAL) * INTERVAL
-    groups = [AlertGroup(name=f"flopwatch-{name}", folder="flopwatch", evaluateInterval=f"{interval}s", rules=made)
-              for name, made in rules.items()]
+    groups = [
+        AlertGroup(name=f"flopwatch-{name}", folder="flopwatch", evaluateInterval=f"{interval}s", rules=made)
+        for name, made in rules.items()
+    ]
     provisioning: dict[str, Any] = AlertFileBasedProvisioning([group.to_json_data() for group in groups]).to_json_data()
     return provisioning
 

@@ -27,7 +27,9 @@ RACK, MONITOR = "flopwatch-rack", "flopwatch-monitor"
 UTILIZATION: list[d.Threshold] = [(None, "red"), (0.2, "orange"), (0.35, "green")]
 SHARE: list[d.Threshold] = [(None, "red"), (0.8, "orange"), (0.9, "green")]
 LATE: list[d.Threshold] = [
-    (None, "green"), (SETTINGS.straggler_warning, "orange"), (SETTINGS.straggler_critical, "red")
+    (None, "green"),
+    (SETTINGS.straggler_warning, "orange"),
+    (SETTINGS.straggler_critical, "red"),
 ]
 HOT: list[d.Threshold] = [(None, "green"), (80, "orange"), (87, "red")]
 HELD_BACK: list[d.Threshold] = [(None, "green"), (0.05, "orange"), (0.2, "red")]
@@ -65,8 +67,10 @@ def to_fabric(value: str) -> d.Json:
 
 # A name of ours in a query, with its matchers and its window.
 _NAMES = {row.name for row in m.all_metrics()} | {record.name for record in r.records(SETTINGS)}
-_SELECTOR = re.compile(rf"(?<![\w:$.])(?:{'|'.join(sorted(_NAMES, key=len, reverse=True))})"
-                       r"(?:_bucket|_sum|_count)?(?![\w:])(?:\{[^{}]*\})?(?:\[[^\]]*\])?")
+_SELECTOR = re.compile(
+    rf"(?<![\w:$.])(?:{'|'.join(sorted(_NAMES, key=len, reverse=True))})"
+    r"(?:_bucket|_sum|_count)?(?![\w:])(?:\{[^{}]*\})?(?:\[[^\]]*\])?"
+)
 
 
 def most(expr: str, take: str = "topk", lines: int = LINES) -> str:
@@ -87,19 +91,38 @@ def with_host(expr: str) -> str:
 def firing(which: str, description: str, *, width: int = d.COLUMNS, height: int = 8) -> d.Json:
     """Return the table of firing alerts that the PromQL selectors in `which`, joined by `or`, choose."""
     return d.label_table(
-        "Firing alerts", f"{description} Nothing: none fires.", which,
-        labels={"alertname": "Alert", "severity": "Severity", "run": "Run", "host": "Node", "uuid": "GPU",
-                "device": "Device", "port": "Port", "xid": "Xid"},
-        links={"Run": [to_run(d.FIELD % "Run")], "Node": [to_node(d.FIELD % "Node")],
-               "GPU": [to_gpu(d.FIELD % "Node", d.FIELD % "GPU")]},
-        width=width, height=height,
+        "Firing alerts",
+        f"{description} Nothing: none fires.",
+        which,
+        labels={
+            "alertname": "Alert",
+            "severity": "Severity",
+            "run": "Run",
+            "host": "Node",
+            "uuid": "GPU",
+            "device": "Device",
+            "port": "Port",
+            "xid": "Xid",
+        },
+        links={
+            "Run": [to_run(d.FIELD % "Run")],
+            "Node": [to_node(d.FIELD % "Node")],
+            "GPU": [to_gpu(d.FIELD % "Node", d.FIELD % "GPU")],
+        },
+        width=width,
+        height=height,
     )
 
 
 def alert_marks(matchers: str) -> d.Json:
     """Return marks for the alerts with these label matchers."""
-    return d.annotation("Alerts", f'ALERTS{{alertstate="firing", alertname!="FlopwatchWatchdog", {matchers}}}',
-                        "{{alertname}}", "red", "{{severity}}")
+    return d.annotation(
+        "Alerts",
+        f'ALERTS{{alertstate="firing", alertname!="FlopwatchWatchdog", {matchers}}}',
+        "{{alertname}}",
+        "red",
+        "{{severity}}",
+    )
 
 
 def starts(matchers: str) -> d.Json:

@@ -19,25 +19,52 @@ def by_host(expr: str, take: str = "max") -> str:
 
 
 now = [
-    d.stat("Nodes", "Nodes of the rack that answer. Bad: fewer than there are.",
-           d.Query(f"count(count by (host) ({HERE}))", instant=True), width=4),
-    d.stat("Nodes not ok", "Bad: any; several at once are the rack's power, cooling or switch.",
-           d.Query(f"count({by_host(str(m.NODE_VERDICT))} > 0) or vector(0)", instant=True), thresholds=p.FEW,
-           width=4),
-    d.stat("GPUs", "Cards that answer. Bad: a step down.",
-           d.Query(f"sum({by_host(f'({m.GPU_PRESENT} == 1)', 'count')})", instant=True), width=4),
-    d.stat("Power", "Of all its cards. Bad: a fall without a reason, or more than the rack's feed has.",
-           d.Query(f"sum({by_host(f'sum by (instance) ({m.GPU_POWER})')})", instant=True), unit="watt", width=4),
-    d.stat("NVLinks not active", "Bad: any under load.",
-           d.Query(f"sum({by_host(NOT_ACTIVE)}) or vector(0)", instant=True), thresholds=p.FEW, width=4),
-    d.stat("Fabric not healthy", "Cards that the fabric manager calls unhealthy or limited. Bad: any. Nothing: no "
-           "NVSwitch fabric.", d.Query(f"sum({by_host(f'count by (instance) ({m.GPU_FABRIC_HEALTH} > 1)')})",
-                                       instant=True), thresholds=p.ERRORS, width=4),
+    d.stat(
+        "Nodes",
+        "Nodes of the rack that answer. Bad: fewer than there are.",
+        d.Query(f"count(count by (host) ({HERE}))", instant=True),
+        width=4,
+    ),
+    d.stat(
+        "Nodes not ok",
+        "Bad: any; several at once are the rack's power, cooling or switch.",
+        d.Query(f"count({by_host(str(m.NODE_VERDICT))} > 0) or vector(0)", instant=True),
+        thresholds=p.FEW,
+        width=4,
+    ),
+    d.stat(
+        "GPUs",
+        "Cards that answer. Bad: a step down.",
+        d.Query(f"sum({by_host(f'({m.GPU_PRESENT} == 1)', 'count')})", instant=True),
+        width=4,
+    ),
+    d.stat(
+        "Power",
+        "Of all its cards. Bad: a fall without a reason, or more than the rack's feed has.",
+        d.Query(f"sum({by_host(f'sum by (instance) ({m.GPU_POWER})')})", instant=True),
+        unit="watt",
+        width=4,
+    ),
+    d.stat(
+        "NVLinks not active",
+        "Bad: any under load.",
+        d.Query(f"sum({by_host(NOT_ACTIVE)}) or vector(0)", instant=True),
+        thresholds=p.FEW,
+        width=4,
+    ),
+    d.stat(
+        "Fabric not healthy",
+        "Cards that the fabric manager calls unhealthy or limited. Bad: any. Nothing: no NVSwitch fabric.",
+        d.Query(f"sum({by_host(f'count by (instance) ({m.GPU_FABRIC_HEALTH} > 1)')})", instant=True),
+        thresholds=p.ERRORS,
+        width=4,
+    ),
 ]
 
 nodes = [
     d.table(
-        "Nodes side by side", "One row for each. Bad: one that differs from its neighbours.",
+        "Nodes side by side",
+        "One row for each. Bad: one that differs from its neighbours.",
         [
             d.Column("Place", f"max by (host, rack, leaf, domain) ({RACK})", unit=None),
             d.Column("Verdict", by_host(str(m.NODE_VERDICT)), mappings=p.VERDICT),
@@ -45,54 +72,90 @@ nodes = [
             d.Column("Power", by_host(f"sum by (instance) ({m.GPU_POWER})"), "watt"),
             d.Column("Hottest GPU", by_host(f"max by (instance) ({m.GPU_TEMPERATURE})"), "celsius", p.HOT),
             d.Column("NVLinks active", by_host(f'sum by (instance) ({m.NVLINK_LINKS}{{state="active"}})')),
-            d.Column("NVLink errors, 1 h", by_host(f"sum by (instance) (increase({m.NVLINK_ERRORS}[1h]))"), "none",
-                     p.FEW),
+            d.Column(
+                "NVLink errors, 1 h", by_host(f"sum by (instance) (increase({m.NVLINK_ERRORS}[1h]))"), "none", p.FEW
+            ),
             d.Column("Lemon score", f"max by (host) ({r.LEMON} and on (host) {RACK})"),
         ],
-        key="host", labels={"host": "Node", "rack": "Rack", "leaf": "Leaf", "domain": "NVLink domain"}, sort="Verdict",
+        key="host",
+        labels={"host": "Node", "rack": "Rack", "leaf": "Leaf", "domain": "NVLink domain"},
+        sort="Verdict",
         links={"Node": [p.to_node(d.FIELD % "Node"), p.to_fabric(d.FIELD % "Node")]},
-    ),
+    )
 ]
 
 time = [
-    d.timeseries("Power by node", f"The {p.LINES} that draw most. Bad: one apart from the rest under the same job.",
-                 d.Query(p.most(by_host(f"sum by (instance) ({m.GPU_POWER})")), "{{host}}"),
-                 unit="watt", links=TO_NODE),
-    d.timeseries("Hottest GPU by node", f"The {p.LINES} hottest. Bad: all rising together: the rack's cooling.",
-                 d.Query(p.most(by_host(f"max by (instance) ({m.GPU_TEMPERATURE})")), "{{host}}"),
-                 unit="celsius", thresholds=p.HOT, links=TO_NODE),
-    d.timeseries("NVLink traffic by node", f"Bytes a second sent, the {p.LINES} that send least. Bad: one below the "
-                 "rest.",
-                 d.Query(p.most(by_host(f"sum by (instance) (rate({m.NVLINK_TRANSMIT}{p.RATE}))"), "bottomk"),
-                         "{{host}}"),
-                 unit="Bps", links=TO_NODE),
+    d.timeseries(
+        "Power by node",
+        f"The {p.LINES} that draw most. Bad: one apart from the rest under the same job.",
+        d.Query(p.most(by_host(f"sum by (instance) ({m.GPU_POWER})")), "{{host}}"),
+        unit="watt",
+        links=TO_NODE,
+    ),
+    d.timeseries(
+        "Hottest GPU by node",
+        f"The {p.LINES} hottest. Bad: all rising together: the rack's cooling.",
+        d.Query(p.most(by_host(f"max by (instance) ({m.GPU_TEMPERATURE})")), "{{host}}"),
+        unit="celsius",
+        thresholds=p.HOT,
+        links=TO_NODE,
+    ),
+    d.timeseries(
+        "NVLink traffic by node",
+        f"Bytes a second sent, the {p.LINES} that send least. Bad: one below the rest.",
+        d.Query(p.most(by_host(f"sum by (instance) (rate({m.NVLINK_TRANSMIT}{p.RATE}))"), "bottomk"), "{{host}}"),
+        unit="Bps",
+        links=TO_NODE,
+    ),
 ]
 
 domain = [
     d.label_table(
-        "Domains and cliques", "The NVLink fabric of each card's node, as the fabric manager registered it. Bad: two "
+        "Domains and cliques",
+        "The NVLink fabric of each card's node, as the fabric manager registered it. Bad: two "
         "cliques in one domain: a switch tray is missing. Nothing: no NVSwitch fabric.",
         f"count by (host, cluster, clique) ({m.GPU_FABRIC_INFO} * on (instance) group_left (host) {HERE})",
         labels={"host": "Node", "cluster": "Cluster", "clique": "Clique"},
-        links={"Node": [p.to_node(d.FIELD % "Node")]}, width=12, height=8,
+        links={"Node": [p.to_node(d.FIELD % "Node")]},
+        width=12,
+        height=8,
     ),
     d.label_table(
-        "Trays", "Where each card is. Nothing: before Blackwell, or without DCGM. Bad: a tray that is missing.",
+        "Trays",
+        "Where each card is. Nothing: before Blackwell, or without DCGM. Bad: a tray that is missing.",
         f"count by (host, chassis_serial, tray, slot) ({m.GPU_CHASSIS_INFO} * on (instance) group_left (host) {HERE})",
-        labels={"chassis_serial": "Chassis", "tray": "Tray", "slot": "Slot", "host": "Node"}, width=12, height=8,
+        labels={"chassis_serial": "Chassis", "tray": "Tray", "slot": "Slot", "host": "Node"},
+        width=12,
+        height=8,
     ),
-    d.timeseries("NVSwitch errors", "A second, by node and switch. Bad: any that go on. Nothing: DCGM is not read, or "
-                 "there are none.",
-                 d.Query(f"max by (host, switch, error) (rate({m.NVLINK_SWITCH_ERRORS}{p.RATE}) * on (instance) "
-                         f"group_left (host) {HERE}) > 0", "{{host}} {{switch}} {{error}}"), unit="cps", width=12),
-    d.timeseries("NVSwitch temperature", f"The {p.LINES} hottest. Bad: rising together. Nothing: DCGM is not read.",
-                 d.Query(p.most(f"max by (host, switch) ({m.NVLINK_SWITCH_TEMPERATURE} * on (instance) group_left "
-                                f"(host) "
-                                f"{HERE})"), "{{host}} {{switch}}"), unit="celsius", thresholds=p.HOT, width=12),
+    d.timeseries(
+        "NVSwitch errors",
+        "A second, by node and switch. Bad: any that go on. Nothing: DCGM is not read, or there are none.",
+        d.Query(
+            f"max by (host, switch, error) (rate({m.NVLINK_SWITCH_ERRORS}{p.RATE}) * on (instance) "
+            f"group_left (host) {HERE}) > 0",
+            "{{host}} {{switch}} {{error}}",
+        ),
+        unit="cps",
+        width=12,
+    ),
+    d.timeseries(
+        "NVSwitch temperature",
+        f"The {p.LINES} hottest. Bad: rising together. Nothing: DCGM is not read.",
+        d.Query(
+            p.most(f"max by (host, switch) ({m.NVLINK_SWITCH_TEMPERATURE} * on (instance) group_left (host) {HERE})"),
+            "{{host}} {{switch}}",
+        ),
+        unit="celsius",
+        thresholds=p.HOT,
+        width=12,
+    ),
 ]
 
 BOARD = d.dashboard(
-    p.RACK, "Rack", "The nodes of a rack, and the NVLink domain they share.",
+    p.RACK,
+    "Rack",
+    "The nodes of a rack, and the NVLink domain they share.",
     [d.variable("rack", "Rack", f"label_values({m.NODE_TOPOLOGY_INFO}, rack)")],
     {"Now": now, "Each node": nodes, "Time": time, "NVLink domain": domain},
 )

@@ -21,8 +21,9 @@ LEDGER = 'tenant=~"$tenant", run="$run"'
 RANK_INFO = f"{m.TRAINING_RANK_INFO}{{{RUN}}}"
 RANKS = f"max by (rank, host, uuid) ({RANK_INFO})"
 ROWS = 64  # of the table of ranks
-SHOWN = (f"and on (rank) topk({ROWS}, max by (rank) ({r.RANK_SCORE}{{{RUN}}}) or on (rank) "
-         f"0 * max by (rank) ({RANK_INFO}))")
+SHOWN = (
+    f"and on (rank) topk({ROWS}, max by (rank) ({r.RANK_SCORE}{{{RUN}}}) or on (rank) 0 * max by (rank) ({RANK_INFO}))"
+)
 
 
 def per_rank(gpu: str, labels: str = "") -> str:
@@ -45,41 +46,60 @@ THROTTLED = f"rate({m.GPU_CLOCK_EVENT_SECONDS}{RATE})"
 
 now = [
     d.stat(
-        "State", "down: nothing of the run is alive. Look at the last attempt's end and at the firing alerts.",
-        d.Query(f"max by (state) ({m.RUN_STATE}{{{LEDGER}}}) == 1", "{{state}}", instant=True), name=True,
+        "State",
+        "down: nothing of the run is alive. Look at the last attempt's end and at the firing alerts.",
+        d.Query(f"max by (state) ({m.RUN_STATE}{{{LEDGER}}}) == 1", "{{state}}", instant=True),
+        name=True,
         colors={"running": "green", "queued": "yellow", "down": "red", "completed": "blue", "stopped": "blue"},
     ),
     d.stat(
-        "MFU", "Model FLOPs over the dense peak of the run's cards, while in steps. Bad: below 20 %, or a fall that "
+        "MFU",
+        "Model FLOPs over the dense peak of the run's cards, while in steps. Bad: below 20 %, or a fall that "
         f"lasts. Nothing: a rank has no peak, and {m.TRAINING_MFU_UNAVAILABLE} says why.",
-        d.Query(f"{r.RUN_MFU}{{{RUN}}}"), unit="percentunit", thresholds=UTILIZATION,
+        d.Query(f"{r.RUN_MFU}{{{RUN}}}"),
+        unit="percentunit",
+        thresholds=UTILIZATION,
     ),
     d.stat(
-        "Effective MFU", "Model FLOPs of steps done once over the peak of all GPUs held, down time included. Bad: far "
+        "Effective MFU",
+        "Model FLOPs of steps done once over the peak of all GPUs held, down time included. Bad: far "
         "below MFU, which means that time is lost outside steps.",
-        d.Query(f"{r.EFFECTIVE_MFU}{{{LEDGER}}}"), unit="percentunit", thresholds=UTILIZATION,
+        d.Query(f"{r.EFFECTIVE_MFU}{{{LEDGER}}}"),
+        unit="percentunit",
+        thresholds=UTILIZATION,
     ),
     d.stat(
-        "Goodput", "Share of the wall clock since the first start that advanced the model. Bad: below 90 %. The split "
+        "Goodput",
+        "Share of the wall clock since the first start that advanced the model. Bad: below 90 %. The split "
         "below says where the rest went.",
-        d.Query(f"{r.GOODPUT}{{{LEDGER}}}"), unit="percentunit", thresholds=SHARE,
+        d.Query(f"{r.GOODPUT}{{{LEDGER}}}"),
+        unit="percentunit",
+        thresholds=SHARE,
         links=[d.link("Goodput ledger", p.GOODPUT, tenant="$tenant", run="$run")],
     ),
     d.stat(
-        "ETTR", "Goodput counted from submission, the queue included. Bad: well below goodput, which means a long "
+        "ETTR",
+        "Goodput counted from submission, the queue included. Bad: well below goodput, which means a long "
         "queue. Nothing: the time of submission is unknown.",
-        d.Query(f"{r.ETTR}{{{LEDGER}}}"), unit="percentunit", thresholds=SHARE,
+        d.Query(f"{r.ETTR}{{{LEDGER}}}"),
+        unit="percentunit",
+        thresholds=SHARE,
     ),
     d.stat(
-        "Step time", "Mean of the last five minutes. Bad: longer than the run's own past at the same batch size.",
-        d.Query(f"{r.STEP_DURATION}{{{RUN}}}"), unit="s",
+        "Step time",
+        "Mean of the last five minutes. Bad: longer than the run's own past at the same batch size.",
+        d.Query(f"{r.STEP_DURATION}{{{RUN}}}"),
+        unit="s",
     ),
     d.stat(
-        "Tokens/s", "Of the whole run, re-executed steps included. Bad: a fall that lasts.",
-        d.Query(f"{r.TOKENS}{{{RUN}}}"), unit="short",
+        "Tokens/s",
+        "Of the whole run, re-executed steps included. Bad: a fall that lasts.",
+        d.Query(f"{r.TOKENS}{{{RUN}}}"),
+        unit="short",
     ),
     d.stat(
-        "Cost", "All GPU time that was held, at the price above; the ledger board says what it went into. Bad: what it "
+        "Cost",
+        "All GPU time that was held, at the price above; the ledger board says what it went into. Bad: what it "
         "bought is not worth it.",
         d.Query(f"sum(max by (tenant, run, bucket) ({m.RUN_GPU_SECONDS}{{{LEDGER}}})) * $price / 3600"),
         unit="currencyUSD",
@@ -88,154 +108,224 @@ now = [
 
 progress = [
     d.timeseries(
-        "MFU and effective MFU", "While in steps, and over all the time GPUs were held. Bad: a step down, or a wider "
-        "gap.",
-        d.Query(f"{r.RUN_MFU}{{{RUN}}}", "MFU"), d.Query(f"{r.EFFECTIVE_MFU}{{{LEDGER}}}", "effective MFU"),
+        "MFU and effective MFU",
+        "While in steps, and over all the time GPUs were held. Bad: a step down, or a wider gap.",
+        d.Query(f"{r.RUN_MFU}{{{RUN}}}", "MFU"),
+        d.Query(f"{r.EFFECTIVE_MFU}{{{LEDGER}}}", "effective MFU"),
         unit="percentunit",
     ),
     d.timeseries(
-        "Goodput and ETTR", "Share of the wall clock that advanced the model, since the first start (goodput) and "
+        "Goodput and ETTR",
+        "Share of the wall clock that advanced the model, since the first start (goodput) and "
         "since submission (ETTR). Bad: falling.",
-        d.Query(f"{r.GOODPUT}{{{LEDGER}}}", "goodput"), d.Query(f"{r.ETTR}{{{LEDGER}}}", "ETTR"),
-        unit="percentunit", top=1,
+        d.Query(f"{r.GOODPUT}{{{LEDGER}}}", "goodput"),
+        d.Query(f"{r.ETTR}{{{LEDGER}}}", "ETTR"),
+        unit="percentunit",
+        top=1,
     ),
     d.timeseries(
-        "Token rate", "Tokens per second of the whole run. Bad: a fall that lasts, or holes.",
-        d.Query(f"{r.TOKENS}{{{RUN}}}", "tokens"), unit="short",
+        "Token rate",
+        "Tokens per second of the whole run. Bad: a fall that lasts, or holes.",
+        d.Query(f"{r.TOKENS}{{{RUN}}}", "tokens"),
+        unit="short",
     ),
     d.bargauge(
-        "Wall clock by bucket", "Where the run's time went since its first start. Bad: anything but productive that is "
+        "Wall clock by bucket",
+        "Where the run's time went since its first start. Bad: anything but productive that is "
         "long; lost is work done twice or thrown away.",
-        d.Query(f"sort_desc(max by (bucket) ({m.RUN_SECONDS}{{{LEDGER}}}) > 0)", "{{bucket}}", instant=True), unit="s",
+        d.Query(f"sort_desc(max by (bucket) ({m.RUN_SECONDS}{{{LEDGER}}}) > 0)", "{{bucket}}", instant=True),
+        unit="s",
     ),
     d.timeseries(
-        "Recent time by bucket", "The same, as shares of each moment. Bad: any colour but productive taking over.",
+        "Recent time by bucket",
+        "The same, as shares of each moment. Bad: any colour but productive taking over.",
         d.Query(f"max by (bucket) (rate({m.RUN_SECONDS}{{{LEDGER}}}{RATE}))", "{{bucket}}"),
-        unit="percentunit", top=1, stacked=True,
+        unit="percentunit",
+        top=1,
+        stacked=True,
     ),
     d.timeseries(
-        "Step time, mean and worst", "Bad: the mean rises, or the 99th percentile is far above it, which is a stall "
-        "now and then.",
+        "Step time, mean and worst",
+        "Bad: the mean rises, or the 99th percentile is far above it, which is a stall now and then.",
         d.Query(f"{r.STEP_DURATION}{{{RUN}}}", "mean"),
-        d.Query(f"histogram_quantile(0.99, sum by (le) (rate({m.TRAINING_STEP_DURATION}_bucket{{{RUN}}}{RATE})))",
-                "99th percentile"), unit="s",
+        d.Query(
+            f"histogram_quantile(0.99, sum by (le) (rate({m.TRAINING_STEP_DURATION}_bucket{{{RUN}}}{RATE})))",
+            "99th percentile",
+        ),
+        unit="s",
     ),
 ]
 
 ranks = [
     d.timeseries(
-        "Straggler score", "Share of every step that the others spend waiting for the latest rank. Bad: above 10 %; "
+        "Straggler score",
+        "Share of every step that the others spend waiting for the latest rank. Bad: above 10 %; "
         "above 20 % it is critical.",
-        d.Query(f"{r.RUN_SCORE}{{{RUN}}}", "latest rank"), unit="percentunit", thresholds=LATE, width=7,
+        d.Query(f"{r.RUN_SCORE}{{{RUN}}}", "latest rank"),
+        unit="percentunit",
+        thresholds=LATE,
+        width=7,
     ),
     d.stat(
-        "Late rank", "The rank the others wait for most. Bad: the same one for minutes with a score above 10 %. Below "
+        "Late rank",
+        "The rank the others wait for most. Bad: the same one for minutes with a score above 10 %. Below "
         "that, some rank is always last.",
-        d.Query(f"topk(1, {RANKS} * on (rank) group_left () max by (rank) ({r.RANK_SCORE}{{{RUN}}}))",
-                "rank {{rank}} on {{host}}", instant=True), name=True, width=3, height=8,
+        d.Query(
+            f"topk(1, {RANKS} * on (rank) group_left () max by (rank) ({r.RANK_SCORE}{{{RUN}}}))",
+            "rank {{rank}} on {{host}}",
+            instant=True,
+        ),
+        name=True,
+        width=3,
+        height=8,
         links=[d.link("Stragglers", p.STRAGGLERS, run="$run")],
     ),
     d.timeseries(
-        "Wait share", f"Share of step time spent waiting for others in collectives, the {LINES} ranks that wait least. "
+        "Wait share",
+        f"Share of step time spent waiting for others in collectives, the {LINES} ranks that wait least. "
         "Bad: one line far below the rest, it is the late rank. All high together: look at the links.",
-        d.Query(p.most(f"{r.WAIT}{{{RUN}}}", "bottomk"), "rank {{rank}}"), unit="percentunit", width=7,
+        d.Query(p.most(f"{r.WAIT}{{{RUN}}}", "bottomk"), "rank {{rank}}"),
+        unit="percentunit",
+        width=7,
     ),
     p.firing(
         f'ALERTS{{alertstate="firing", {RUN}}} or ALERTS{{alertstate="firing", run="", alertname=~"{p.ALERTS}"}}',
         "Alerts of this run and those of nodes and links. Bad: anything but FlopwatchWatchdog, which always fires to "
-        "prove that alerts arrive.", width=7,
+        "prove that alerts arrive.",
+        width=7,
     ),
     d.table(
-        "Ranks and their GPUs", f"One row for each of the {ROWS} latest ranks. Bad: a high score together with a low "
+        "Ranks and their GPUs",
+        f"One row for each of the {ROWS} latest ranks. Bad: a high score together with a low "
         "clock, a high temperature, throttling or an Xid explains a slow rank; without them, look at its host.",
         [
             d.Column("Info", f"{RANKS} {SHOWN}", unit=None),
-            *(d.Column(name, f"max by (rank{', gpu' if unit is None else ''}) ({expr}) {SHOWN}", unit, thresholds)
-              for name, expr, unit, thresholds in (
-                  ("Index", per_rank(str(m.GPU_INFO), "gpu"), None, ()),
-                  ("Straggler score", f"{r.RANK_SCORE}{{{RUN}}}", "percentunit", LATE),
-                  ("Wait share", f"{r.WAIT}{{{RUN}}}", "percentunit", ()),
-                  ("MFU", f"{r.RANK_MFU}{{{RUN}}}", "percentunit", ()),
-                  ("SM clock", per_rank(str(m.GPU_SM_CLOCK)), "hertz", ()),
-                  ("Power", per_rank(POWER), "watt", ()),
-                  ("Temperature", per_rank(str(m.GPU_TEMPERATURE)), "celsius", HOT),
-                  ("Throttled", per_rank(THROTTLED), "percentunit", HELD_BACK),
-                  ("Xid errors", per_rank(f"sum by (uuid) ({m.GPU_XID})"), "none", ERRORS),
-              )),
+            *(
+                d.Column(name, f"max by (rank{', gpu' if unit is None else ''}) ({expr}) {SHOWN}", unit, thresholds)
+                for name, expr, unit, thresholds in (
+                    ("Index", per_rank(str(m.GPU_INFO), "gpu"), None, ()),
+                    ("Straggler score", f"{r.RANK_SCORE}{{{RUN}}}", "percentunit", LATE),
+                    ("Wait share", f"{r.WAIT}{{{RUN}}}", "percentunit", ()),
+                    ("MFU", f"{r.RANK_MFU}{{{RUN}}}", "percentunit", ()),
+                    ("SM clock", per_rank(str(m.GPU_SM_CLOCK)), "hertz", ()),
+                    ("Power", per_rank(POWER), "watt", ()),
+                    ("Temperature", per_rank(str(m.GPU_TEMPERATURE)), "celsius", HOT),
+                    ("Throttled", per_rank(THROTTLED), "percentunit", HELD_BACK),
+                    ("Xid errors", per_rank(f"sum by (uuid) ({m.GPU_XID})"), "none", ERRORS),
+                )
+            ),
         ],
-        key="rank", labels={"rank": "Rank", "host": "Node", "gpu": "GPU", "uuid": "UUID"}, sort="Straggler score",
-        links={"Rank": [d.link("Stragglers", p.STRAGGLERS, run="$run")],
-               "Node": [p.to_node(d.FIELD % "Node"), p.to_fabric(d.FIELD % "Node")],
-               "UUID": [p.to_gpu(d.FIELD % "Node", d.FIELD % "UUID")]},
+        key="rank",
+        labels={"rank": "Rank", "host": "Node", "gpu": "GPU", "uuid": "UUID"},
+        sort="Straggler score",
+        links={
+            "Rank": [d.link("Stragglers", p.STRAGGLERS, run="$run")],
+            "Node": [p.to_node(d.FIELD % "Node"), p.to_fabric(d.FIELD % "Node")],
+            "UUID": [p.to_gpu(d.FIELD % "Node", d.FIELD % "UUID")],
+        },
     ),
 ]
 
 gpus = [
     d.timeseries(
-        "Power per GPU", f"Mean power of the {LINES} GPUs of the run that draw least. Bad: one far below the rest, it "
+        "Power per GPU",
+        f"Mean power of the {LINES} GPUs of the run that draw least. Bad: one far below the rest, it "
         "is idle or held back.",
         d.Query(p.most(per_rank(POWER), "bottomk"), "rank {{rank}} {{host}}"),
-        unit="watt", width=6,
+        unit="watt",
+        width=6,
     ),
     d.timeseries(
-        "SM clock per GPU", f"The {LINES} slowest. Bad: one below the rest under load; look at its throttling.",
-        d.Query(p.most(per_rank(str(m.GPU_SM_CLOCK)), "bottomk"), "rank {{rank}} {{host}}"), unit="hertz", width=6,
+        "SM clock per GPU",
+        f"The {LINES} slowest. Bad: one below the rest under load; look at its throttling.",
+        d.Query(p.most(per_rank(str(m.GPU_SM_CLOCK)), "bottomk"), "rank {{rank}} {{host}}"),
+        unit="hertz",
+        width=6,
     ),
     d.timeseries(
-        "Temperature per GPU", f"The {LINES} hottest. Bad: one well above the rest, or any with thermal throttling "
+        "Temperature per GPU",
+        f"The {LINES} hottest. Bad: one well above the rest, or any with thermal throttling "
         "beside it. The card sets its own limit; the lines are a guide.",
         d.Query(p.most(per_rank(str(m.GPU_TEMPERATURE))), "rank {{rank}} {{host}}"),
-        unit="celsius", thresholds=HOT, width=6,
+        unit="celsius",
+        thresholds=HOT,
+        width=6,
     ),
     d.timeseries(
-        "Time throttled, worst GPU", "Share of time a clock was held back, by reason; the worst GPU of the run. Bad: "
+        "Time throttled, worst GPU",
+        "Share of time a clock was held back, by reason; the worst GPU of the run. Bad: "
         "thermal or hardware reasons above 0. A power cap under full load is normal.",
-        d.Query(f"max by (reason) ({THROTTLED} and on (uuid) {RANK_INFO})", "{{reason}}"), unit="percentunit", width=6,
+        d.Query(f"max by (reason) ({THROTTLED} and on (uuid) {RANK_INFO})", "{{reason}}"),
+        unit="percentunit",
+        width=6,
     ),
 ]
 
 errors = [
     d.timeseries(
-        "InfiniBand throughput per host", f"The {LINES} hosts of the run that send least. Bad: one below the rest.",
-        d.Query(p.most(f"sum by (host) ({per_port(f'rate({m.INFINIBAND_TRANSMIT_DATA}{RATE})')})", "bottomk"),
-                "{{host}} sends"),
-        d.Query(p.most(f"sum by (host) ({per_port(f'rate({m.INFINIBAND_RECEIVE_DATA}{RATE})')})", "bottomk"),
-                "{{host}} receives"), unit="Bps", width=6,
+        "InfiniBand throughput per host",
+        f"The {LINES} hosts of the run that send least. Bad: one below the rest.",
+        d.Query(
+            p.most(f"sum by (host) ({per_port(f'rate({m.INFINIBAND_TRANSMIT_DATA}{RATE})')})", "bottomk"),
+            "{{host}} sends",
+        ),
+        d.Query(
+            p.most(f"sum by (host) ({per_port(f'rate({m.INFINIBAND_RECEIVE_DATA}{RATE})')})", "bottomk"),
+            "{{host}} receives",
+        ),
+        unit="Bps",
+        width=6,
     ),
     d.timeseries(
-        "Active ports per host", f"InfiniBand ports in state active, the {LINES} hosts with fewest. Bad: a step down, "
-        "which is a link lost.",
+        "Active ports per host",
+        f"InfiniBand ports in state active, the {LINES} hosts with fewest. Bad: a step down, which is a link lost.",
         d.Query(f"bottomk({LINES}, count by (host) ({per_port(f'({m.INFINIBAND_STATE} == 4)')}))", "{{host}}"),
-        unit="none", width=6,
+        unit="none",
+        width=6,
     ),
     d.timeseries(
-        "Link errors", "Errors a second on all ports of the run's hosts. Bad: symbol errors that go on, any link down, "
+        "Link errors",
+        "Errors a second on all ports of the run's hosts. Bad: symbol errors that go on, any link down, "
         "any recovery under load.",
         *(
             d.Query(f"sum({per_port(f'rate({family}{RATE})')})", legend)
             for family, legend in (
-                (m.INFINIBAND_SYMBOL_ERRORS, "symbol errors"), (m.INFINIBAND_LINK_RECOVERY, "recoveries"),
-                (m.INFINIBAND_LINK_DOWNED, "links down"), (m.INFINIBAND_RECEIVE_ERRORS, "receive errors"),
+                (m.INFINIBAND_SYMBOL_ERRORS, "symbol errors"),
+                (m.INFINIBAND_LINK_RECOVERY, "recoveries"),
+                (m.INFINIBAND_LINK_DOWNED, "links down"),
+                (m.INFINIBAND_RECEIVE_ERRORS, "receive errors"),
             )
-        ), unit="cps", width=6,
+        ),
+        unit="cps",
+        width=6,
     ),
     d.bargauge(
-        "Symbol errors per port", "The eight worst ports in the time shown. Bad: one that leads for hours; at 120 an "
+        "Symbol errors per port",
+        "The eight worst ports in the time shown. Bad: one that leads for hours; at 120 an "
         "hour, replace the cable or the transceiver.",
-        d.Query(f"topk(8, sum by (host, device, port) ({per_port(SYMBOL_ERRORS)}))", "{{host}} {{device}}/{{port}}",
-                instant=True),
-        unit="none", thresholds=[(None, "green"), (1, "orange"), (120, "red")], width=6,
+        d.Query(
+            f"topk(8, sum by (host, device, port) ({per_port(SYMBOL_ERRORS)}))",
+            "{{host}} {{device}}/{{port}}",
+            instant=True,
+        ),
+        unit="none",
+        thresholds=[(None, "green"), (1, "orange"), (120, "red")],
+        width=6,
     ),
     d.timeseries(
-        "Xid errors on the run's GPUs", "Counts by code since the node was first watched. Bad: a step up; the level is "
-        "history. Meanings: docs/xid.md.",
+        "Xid errors on the run's GPUs",
+        "Counts by code since the node was first watched. Bad: a step up; the level is history. Meanings: docs/xid.md.",
         d.Query(f"sum by (xid) ({m.GPU_XID} and on (uuid) {RANK_INFO})", "Xid {{xid}}"),
-        unit="none", width=24, height=7,
+        unit="none",
+        width=24,
+        height=7,
     ),
 ]
 
 BOARD = d.dashboard(
-    p.RUN, "Training run", "One training run, from the model down to the card and the cable.",
+    p.RUN,
+    "Training run",
+    "One training run, from the model down to the card and the cable.",
     [p.tenant, p.run, p.price],
     {"Now": now, "Progress": progress, "Ranks": ranks, "GPUs of the run": gpus, "Errors": errors},
     [p.alert_marks(RUN), p.starts(LEDGER)],
@@ -243,8 +333,9 @@ BOARD = d.dashboard(
 
 
 def queries(
-    run: str, *, tenant: str = ".*", rate_interval: str = "1m", time_range: str = "1h", price: str = "2.5",
+    run: str, *, tenant: str = ".*", rate_interval: str = "1m", time_range: str = "1h", price: str = "2.5"
 ) -> Iterator[tuple[str, str]]:
     """Yield (panel title, PromQL) for every query of the dashboard, ready for Prometheus."""
-    return d.queries(BOARD, {"run": run, "tenant": tenant, "price": price, "__rate_interval": rate_interval,
-                             "__range": time_range})
+    return d.queries(
+        BOARD, {"run": run, "tenant": tenant, "price": price, "__rate_interval": rate_interval, "__range": time_range}
+    )

@@ -24,91 +24,165 @@ MESH = "pp {{pp}} dp {{dp}} tp {{tp}} rank {{rank}}"
 TO_NODE = [p.to_node(d.LABEL % "host")]
 
 verdict = [
-    d.stat("Lost to stragglers", "Share of every step that is lost to one late rank or host. Bad: above 10 %.",
-           d.Query(f"{r.STRAGGLER_LOST}{{{RUN}}}"), unit="percentunit", thresholds=p.LATE, width=4),
-    d.stat("Late rank", "The rank that was latest in three windows of two minutes in a row, by 10 % of a step. Bad: "
-           "any name. Nothing: nobody is to blame.",
-           d.Query(f"{r.CULPRIT}{{{RUN}}}", "rank {{rank}} on {{host}}", instant=True), name=True, links=TO_NODE,
-           width=5),
-    d.stat("Late host", "The same for a host whose ranks are late together. Bad: any name. Nothing: no host is.",
-           d.Query(f"{r.HOST_LEADER}{{{RUN}}} >= {p.SETTINGS.straggler_warning:g}", "{{host}}", instant=True),
-           name=True, links=TO_NODE, width=5),
-    d.stat("Lost in a day", "What the GPU time cost that the run waited for a late rank, in the last day. Bad: more "
-           "than a visit to the rack. Nothing: the ledger has no such time.",
-           d.Query(f"sum(max by (tenant, run) (increase({m.RUN_STRAGGLER_GPU_SECONDS}{{{RUN}}}[1d]))) * $price / 3600",
-                   instant=True), unit="currencyUSD", width=5),
-    d.stat("Wait share", "Share of step time that ranks wait in collectives, mean over all ranks. Bad: rising while "
-           "nobody is late: that is communication, look at the fabric.",
-           d.Query(f"{r.COMMUNICATION}{{{RUN}}}"), unit="percentunit", links=[d.link("Fabric", p.FABRIC)], width=5),
+    d.stat(
+        "Lost to stragglers",
+        "Share of every step that is lost to one late rank or host. Bad: above 10 %.",
+        d.Query(f"{r.STRAGGLER_LOST}{{{RUN}}}"),
+        unit="percentunit",
+        thresholds=p.LATE,
+        width=4,
+    ),
+    d.stat(
+        "Late rank",
+        "The rank that was latest in three windows of two minutes in a row, by 10 % of a step. Bad: "
+        "any name. Nothing: nobody is to blame.",
+        d.Query(f"{r.CULPRIT}{{{RUN}}}", "rank {{rank}} on {{host}}", instant=True),
+        name=True,
+        links=TO_NODE,
+        width=5,
+    ),
+    d.stat(
+        "Late host",
+        "The same for a host whose ranks are late together. Bad: any name. Nothing: no host is.",
+        d.Query(f"{r.HOST_LEADER}{{{RUN}}} >= {p.SETTINGS.straggler_warning:g}", "{{host}}", instant=True),
+        name=True,
+        links=TO_NODE,
+        width=5,
+    ),
+    d.stat(
+        "Lost in a day",
+        "What the GPU time cost that the run waited for a late rank, in the last day. Bad: more "
+        "than a visit to the rack. Nothing: the ledger has no such time.",
+        d.Query(
+            f"sum(max by (tenant, run) (increase({m.RUN_STRAGGLER_GPU_SECONDS}{{{RUN}}}[1d]))) * $price / 3600",
+            instant=True,
+        ),
+        unit="currencyUSD",
+        width=5,
+    ),
+    d.stat(
+        "Wait share",
+        "Share of step time that ranks wait in collectives, mean over all ranks. Bad: rising while "
+        "nobody is late: that is communication, look at the fabric.",
+        d.Query(f"{r.COMMUNICATION}{{{RUN}}}"),
+        unit="percentunit",
+        links=[d.link("Fabric", p.FABRIC)],
+        width=5,
+    ),
 ]
 
 ranks = [
     d.heatmap(
-        "Score by rank", f"How late each rank is, of the {ROWS} that were latest in the time shown, by place in the "
+        "Score by rank",
+        f"How late each rank is, of the {ROWS} that were latest in the time shown, by place in the "
         "mesh. Bad: one row, or those of a host or a stage, that stand out and stay; rows that take turns are an "
         "imbalance.",
-        d.Query(latest(f"{r.RANK_SCORE}{{{RUN}}}"), MESH), unit="percentunit", top=0.3, links=TO_NODE,
+        d.Query(latest(f"{r.RANK_SCORE}{{{RUN}}}"), MESH),
+        unit="percentunit",
+        top=0.3,
+        links=TO_NODE,
     ),
     d.heatmap(
-        "Wait by rank", "Share of step time that the same ranks wait for others. Bad: one row unlike the others: "
+        "Wait by rank",
+        "Share of step time that the same ranks wait for others. Bad: one row unlike the others: "
         "it is the one that they wait for.",
-        d.Query(latest(f"{r.WAIT}{{{RUN}}}"), MESH), unit="percentunit", top=0.6, scheme="Blues", links=TO_NODE,
+        d.Query(latest(f"{r.WAIT}{{{RUN}}}"), MESH),
+        unit="percentunit",
+        top=0.6,
+        scheme="Blues",
+        links=TO_NODE,
     ),
 ]
 
 parts = [
     d.timeseries(
-        "Score of the latest rank", "Bad: above 10 % for minutes; above 20 % it is critical.",
-        d.Query(f"{r.RUN_SCORE}{{{RUN}}}", "latest rank"), unit="percentunit", thresholds=p.LATE,
+        "Score of the latest rank",
+        "Bad: above 10 % for minutes; above 20 % it is critical.",
+        d.Query(f"{r.RUN_SCORE}{{{RUN}}}", "latest rank"),
+        unit="percentunit",
+        thresholds=p.LATE,
     ),
     d.timeseries(
-        "Score by host", f"Mean of its ranks, the {p.LINES} latest hosts. Bad: one above the rest.",
-        d.Query(p.most(f"{r.HOST_SCORE}{{{RUN}}}"), "{{host}}"), unit="percentunit", links=TO_NODE,
+        "Score by host",
+        f"Mean of its ranks, the {p.LINES} latest hosts. Bad: one above the rest.",
+        d.Query(p.most(f"{r.HOST_SCORE}{{{RUN}}}"), "{{host}}"),
+        unit="percentunit",
+        links=TO_NODE,
     ),
     d.timeseries(
-        "Where the latest ranks' steps go", "Seconds a second of the eight latest ranks in each phase of measured "
+        "Where the latest ranks' steps go",
+        "Seconds a second of the eight latest ranks in each phase of measured "
         "steps. Bad: one rank's phase above the others': forward and backward are its card, host_to_device its PCIe "
         "link, garbage_collection its Python.",
-        d.Query(latest(f"sum by (rank, phase) (rate({m.TRAINING_PHASE_SECONDS}{{{RUN}}}{p.RATE}))", 8),
-                "rank {{rank}} {{phase}}"), unit="percentunit",
+        d.Query(
+            latest(f"sum by (rank, phase) (rate({m.TRAINING_PHASE_SECONDS}{{{RUN}}}{p.RATE}))", 8),
+            "rank {{rank}} {{phase}}",
+        ),
+        unit="percentunit",
     ),
     d.table(
-        "The latest ranks and their cards", f"The {p.LINES} latest. Bad: a low clock, throttling, heat, lost PCIe "
+        "The latest ranks and their cards",
+        f"The {p.LINES} latest. Bad: a low clock, throttling, heat, lost PCIe "
         "lanes or an Xid beside a high score explains it; without them look at the host, and at its rail.",
         [
             d.Column("Score", NOW_LATEST, "percentunit", p.LATE),
-            d.Column("Place", f"max by (rank, host, uuid, dp, tp, pp) ({m.TRAINING_RANK_INFO}{{{RUN}}} {AMONG})",
-                     unit=None),
+            d.Column(
+                "Place", f"max by (rank, host, uuid, dp, tp, pp) ({m.TRAINING_RANK_INFO}{{{RUN}}} {AMONG})", unit=None
+            ),
             d.Column("Wait", f"max by (rank) ({r.WAIT}{{{RUN}}} {AMONG})", "percentunit"),
-            *(d.Column(name, f"max by (rank) (max by (rank, uuid) ({m.TRAINING_RANK_INFO}{{{RUN}}} {AMONG}) "
-                             f"* on (uuid) group_left () max by (uuid) ({expr}))", unit, thresholds)
-              for name, expr, unit, thresholds in (
-                  ("SM clock", str(m.GPU_SM_CLOCK), "hertz", ()),
-                  ("Throttled", f"max by (uuid, instance) (rate({m.GPU_CLOCK_EVENT_SECONDS}"
-                   f"{{{p.HELD}}}[5m]))", "percentunit", p.HELD_BACK),
-                  ("Temperature", str(m.GPU_TEMPERATURE), "celsius", p.HOT),
-                  ("PCIe lanes", str(m.GPU_PCIE_WIDTH), "none", ()),
-                  ("Xids", f"sum by (uuid, instance) ({m.GPU_XID})", "none", p.ERRORS),
-              )),
+            *(
+                d.Column(
+                    name,
+                    f"max by (rank) (max by (rank, uuid) ({m.TRAINING_RANK_INFO}{{{RUN}}} {AMONG}) "
+                    f"* on (uuid) group_left () max by (uuid) ({expr}))",
+                    unit,
+                    thresholds,
+                )
+                for name, expr, unit, thresholds in (
+                    ("SM clock", str(m.GPU_SM_CLOCK), "hertz", ()),
+                    (
+                        "Throttled",
+                        f"max by (uuid, instance) (rate({m.GPU_CLOCK_EVENT_SECONDS}{{{p.HELD}}}[5m]))",
+                        "percentunit",
+                        p.HELD_BACK,
+                    ),
+                    ("Temperature", str(m.GPU_TEMPERATURE), "celsius", p.HOT),
+                    ("PCIe lanes", str(m.GPU_PCIE_WIDTH), "none", ()),
+                    ("Xids", f"sum by (uuid, instance) ({m.GPU_XID})", "none", p.ERRORS),
+                )
+            ),
         ],
-        key="rank", labels={"rank": "Rank", "host": "Node", "uuid": "GPU", "pp": "PP", "dp": "DP", "tp": "TP"},
-        sort="Score", links={"Node": [p.to_node(d.FIELD % "Node"), p.to_fabric(d.FIELD % "Node")],
-                             "GPU": [p.to_gpu(d.FIELD % "Node", d.FIELD % "GPU")]},
+        key="rank",
+        labels={"rank": "Rank", "host": "Node", "uuid": "GPU", "pp": "PP", "dp": "DP", "tp": "TP"},
+        sort="Score",
+        links={
+            "Node": [p.to_node(d.FIELD % "Node"), p.to_fabric(d.FIELD % "Node")],
+            "GPU": [p.to_gpu(d.FIELD % "Node", d.FIELD % "GPU")],
+        },
     ),
     d.timeseries(
-        "Traffic by rail", "Bytes a second that a port of each rail sends, mean over the run's nodes. Bad: one rail "
+        "Traffic by rail",
+        "Bytes a second that a port of each rail sends, mean over the run's nodes. Bad: one rail "
         "below the others: its ports and leaf are slow, and all ranks wait.",
-        d.Query(f"max by (rail) ({r.RAIL}{{{RUN}}})", "rail {{rail}}"), unit="Bps", width=12,
+        d.Query(f"max by (rail) ({r.RAIL}{{{RUN}}})", "rail {{rail}}"),
+        unit="Bps",
+        width=12,
         links=[d.link("Fabric", p.FABRIC)],
     ),
     d.timeseries(
-        "Signs of a hang", "Ranks that each sign points at while a step is overdue. Bad: any. Nothing: no step is "
-        "overdue.",
-        d.Query(f"count by (sign) ({r.SIGN}{{{RUN}}})", "{{sign}}"), unit="none", width=12,
+        "Signs of a hang",
+        "Ranks that each sign points at while a step is overdue. Bad: any. Nothing: no step is overdue.",
+        d.Query(f"count by (sign) ({r.SIGN}{{{RUN}}})", "{{sign}}"),
+        unit="none",
+        width=12,
     ),
 ]
 
 BOARD = d.dashboard(
-    p.STRAGGLERS, "Stragglers", "For which rank the others wait, and why.", [p.run, p.price],
-    {"Verdict": verdict, "Ranks": ranks, "Why": parts}, [p.alert_marks('run="$run"')],
+    p.STRAGGLERS,
+    "Stragglers",
+    "For which rank the others wait, and why.",
+    [p.run, p.price],
+    {"Verdict": verdict, "Ranks": ranks, "Why": parts},
+    [p.alert_marks('run="$run"')],
 )

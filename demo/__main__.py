@@ -61,8 +61,11 @@ class Story:
             self.stack.control()
             self.healed = True
             python, node = (os.path.relpath(path) for path in (sys.executable, self.stack.node.root))
-            self._tell(elapsed, f"Rank {SLOW_RANK} is at full speed again. Now break something else, for example:\n"
-                       f"      {python} -m flopwatch.simulate {node} xid --gpu 3 --code 79")
+            self._tell(
+                elapsed,
+                f"Rank {SLOW_RANK} is at full speed again. Now break something else, for example:\n"
+                f"      {python} -m flopwatch.simulate {node} xid --gpu 3 --code 79",
+            )
 
     def message(self) -> str | None:
         """Return title and text of the newest Slack message."""
@@ -158,8 +161,10 @@ def emptied(state: Path) -> Iterator[None]:
     except OSError as error:
         raise StackError(f"--state {state}: {error.strerror}") from None
     if foreign:
-        raise StackError(f"{state} holds something that is not a demo's, and a demo empties its folder; give --state "
-                         "an empty or a new one")
+        raise StackError(
+            f"{state} holds something that is not a demo's, and a demo empties its folder; give --state "
+            "an empty or a new one"
+        )
     with (state / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -215,8 +220,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
     parser.add_argument("--train", choices=("torch", "simulated"), default="torch", help="the job (default torch)")
     parser.add_argument("--seconds", type=_seconds, help="end this long after the first training step")
-    parser.add_argument("--state", type=Path, default=ROOT / "demo-state", metavar="DIR",
-                        help="logs and data of this demo; emptied first (default demo-state)")
+    parser.add_argument(
+        "--state",
+        type=Path,
+        default=ROOT / "demo-state",
+        metavar="DIR",
+        help="logs and data of this demo; emptied first (default demo-state)",
+    )
     options = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 110)
     try:
@@ -224,8 +234,9 @@ def main() -> int:
             servers = find(say=lambda text: print(text, flush=True))
             if servers.why:
                 print(f"Running without Alertmanager: {servers.why}")
-            stack = Stack(options.state, train=options.train, trainer=TRAINER[options.train], servers=servers,
-                          shows=True)
+            stack = Stack(
+                options.state, train=options.train, trainer=TRAINER[options.train], servers=servers, shows=True
+            )
             run(stack, console, options.seconds)
     except (ServersError, StackError) as error:
         print(f"error: {error}", file=sys.stderr)

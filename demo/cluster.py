@@ -47,13 +47,23 @@ HOST, RACK, LEAF, DOMAIN = "host-of-template", "rack-of-template", "leaf-of-temp
 def jobs(nodes: int) -> tuple[Job, ...]:
     """Return the runs: half of the nodes, a quarter, an eighth; the rest is spare."""
     usual: dict[str, Any] = {
-        "queue": 8.0, "startup": (3.0, 4.0), "restore": (2.0, 3.0), "checkpoint_every": 30.0, "save_blocks": 1.0,
-        "save_writes": 6.0, "restart_median": 10.0, "replace": (4.0, 8.0)}
+        "queue": 8.0,
+        "startup": (3.0, 4.0),
+        "restore": (2.0, 3.0),
+        "checkpoint_every": 30.0,
+        "save_blocks": 1.0,
+        "save_writes": 6.0,
+        "restart_median": 10.0,
+        "replace": (4.0, 8.0),
+    }
     return tuple(
         Job(name, count, team, mesh={"tp": 8, "pp": 4, "dp": count // 4}, step_seconds=seconds, mfu=mfu, **usual)
         for name, team, count, seconds, mfu in (
-            ("llama-70b", "language", nodes // 2, 2.0, 0.43), ("video-13b", "vision", nodes // 4, 1.5, 0.37),
-            ("ablation-4", "language", nodes // 8, 0.8, 0.31)))
+            ("llama-70b", "language", nodes // 2, 2.0, 0.43),
+            ("video-13b", "vision", nodes // 4, 1.5, 0.37),
+            ("ablation-4", "language", nodes // 8, 0.8, 0.31),
+        )
+    )
 
 
 FAULTS = (
@@ -128,8 +138,18 @@ class Cluster:
                 raise StopIteration
             self._publish(world, ledger, t, began)
 
-        world = World(self.topology, jobs(self.topology.nodes), FAULTS, seconds, self._seed, ledger.apply,
-                      Noise(per_node_day=0.0, missing=0.0, late=0.0), step, look, step)
+        world = World(
+            self.topology,
+            jobs(self.topology.nodes),
+            FAULTS,
+            seconds,
+            self._seed,
+            ledger.apply,
+            Noise(per_node_day=0.0, missing=0.0, late=0.0),
+            step,
+            look,
+            step,
+        )
         try:
             world.run()
         except StopIteration:
@@ -157,8 +177,10 @@ class Cluster:
 
     def _move(self, world: World, t: float) -> None:
         """Let the simulated drivers show what is going on."""
-        trains = {one.job.name: one.attempt is not None and one.attempt.activity == "step" and
-                  one.attempt.ended is None for one in world.jobs}
+        trains = {
+            one.job.name: one.attempt is not None and one.attempt.activity == "step" and one.attempt.ended is None
+            for one in world.jobs
+        }
         trains |= {HOT: trains["llama-70b"], LINK: trains["video-13b"], SPARE: False}
         for name, template in self._templates.items():
             load = 0.95 if trains[name] else 0.0
@@ -174,8 +196,12 @@ class Cluster:
 
     def _named(self, page: str, node: int) -> str:
         topology = self.topology
-        names = {HOST: topology.host(node), RACK: topology.rack(node), LEAF: topology.leaf(Port(node, 0)),
-                 DOMAIN: topology.domain(node)}
+        names = {
+            HOST: topology.host(node),
+            RACK: topology.rack(node),
+            LEAF: topology.leaf(Port(node, 0)),
+            DOMAIN: topology.domain(node),
+        }
         names |= {SimulatedNode.uuid(gpu): topology.gpu(node, gpu) for gpu in range(topology.gpus_per_node)}
         for template, name in names.items():
             page = page.replace(template, name)
@@ -203,10 +229,23 @@ def exporters(folder: Path, names: Iterable[str]) -> Iterator[dict[str, Template
         for name in names:
             metrics, otlp = free_ports(2)
             state = folder / name
-            child = Child(name, [
-                sys.executable, "-m", "flopwatch", "exporter", f"--listen=127.0.0.1:{metrics}",
-                f"--otlp-listen=127.0.0.1:{otlp}", f"--state={state}", f"--host={HOST}", "--simulate=h100x8",
-                f"--topology=csv:{topology}"], os.environ, folder / f"{name}.log")
+            child = Child(
+                name,
+                [
+                    sys.executable,
+                    "-m",
+                    "flopwatch",
+                    "exporter",
+                    f"--listen=127.0.0.1:{metrics}",
+                    f"--otlp-listen=127.0.0.1:{otlp}",
+                    f"--state={state}",
+                    f"--host={HOST}",
+                    "--simulate=h100x8",
+                    f"--topology=csv:{topology}",
+                ],
+                os.environ,
+                folder / f"{name}.log",
+            )
             stack.callback(child.stop)
             _wait_for(child, f"http://127.0.0.1:{metrics}/readyz")
             found[name] = Template(f"http://127.0.0.1:{metrics}/metrics", SimulatedNode(state / "simulated"))
@@ -230,8 +269,17 @@ class Running(AbstractContextManager["Running"]):
     Prometheus sends all it has on to the URLs in `remote_write`.
     """
 
-    def __init__(self, folder: Path, *, nodes: int = 64, seed: int = 1, pace: float = PACE, listen: str = "",
-                 seconds: float = 86_400.0, remote_write: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        nodes: int = 64,
+        seed: int = 1,
+        pace: float = PACE,
+        listen: str = "",
+        seconds: float = 86_400.0,
+        remote_write: Sequence[str] = (),
+    ) -> None:
         self.folder, self.nodes, self.seed, self.pace, self.seconds = folder, nodes, seed, pace, seconds
         self._listen, self._remote_write = listen, remote_write
         self._stack = ExitStack()
@@ -264,32 +312,59 @@ class Running(AbstractContextManager["Running"]):
         self.prometheus = Prometheus(f"http://127.0.0.1:{port}")
         (self.folder / "rules.yaml").write_text(rules_yaml(settings))
         (self.folder / "prometheus.yml").write_text(json.dumps(self._configuration(bodies.address, f"{step:g}s")))
-        prometheus = self._child("prometheus", [
-            *find().prometheus, f"--config.file={self.folder}/prometheus.yml",
-            f"--storage.tsdb.path={self.folder}/data", f"--web.listen-address=127.0.0.1:{port}"])
+        prometheus = self._child(
+            "prometheus",
+            [
+                *find().prometheus,
+                f"--config.file={self.folder}/prometheus.yml",
+                f"--storage.tsdb.path={self.folder}/data",
+                f"--web.listen-address=127.0.0.1:{port}",
+            ],
+        )
         _wait_for(prometheus, f"{self.prometheus.url}/-/ready")
         listen = self._listen or f"127.0.0.1:{free_ports(1)[0]}"
         self.boards = f"http://{listen}"
-        _wait_for(self._child("boards", [
-            sys.executable, "-m", "flopwatch", "boards", f"--prometheus={self.prometheus.url}",
-            f"--listen={listen}", f"--scrape-interval={step:g}"]), f"{self.boards}/healthz")
+        _wait_for(
+            self._child(
+                "boards",
+                [
+                    sys.executable,
+                    "-m",
+                    "flopwatch",
+                    "boards",
+                    f"--prometheus={self.prometheus.url}",
+                    f"--listen={listen}",
+                    f"--scrape-interval={step:g}",
+                ],
+            ),
+            f"{self.boards}/healthz",
+        )
 
     def _configuration(self, address: str, step: str) -> dict[str, object]:
         hosts = [self.cluster.topology.host(node) for node in range(self.nodes)]
 
         def targets(paths: Iterable[tuple[str, str]]) -> list[dict[str, object]]:
-            return [{"targets": [address], "labels": {"__metrics_path__": f"/{path}", "instance": instance}}
-                    for path, instance in paths]
+            return [
+                {"targets": [address], "labels": {"__metrics_path__": f"/{path}", "instance": instance}}
+                for path, instance in paths
+            ]
 
         return {
             "global": {"scrape_interval": step, "scrape_timeout": step, "evaluation_interval": step},
             "rule_files": [f"{self.folder}/rules.yaml"],
             "remote_write": [{"url": url, "queue_config": {"batch_send_deadline": "1s"}} for url in self._remote_write],
             "scrape_configs": [
-                {"job_name": "flopwatch", "honor_labels": True,
-                 "static_configs": targets((host, f"{host}:9450") for host in hosts)},
-                {"job_name": "flopwatch-ledger", "honor_labels": True,
-                 "static_configs": targets([("ledger", "ledger:9451")])}],
+                {
+                    "job_name": "flopwatch",
+                    "honor_labels": True,
+                    "static_configs": targets((host, f"{host}:9450") for host in hosts),
+                },
+                {
+                    "job_name": "flopwatch-ledger",
+                    "honor_labels": True,
+                    "static_configs": targets([("ledger", "ledger:9451")]),
+                },
+            ],
         }
 
     def _child(self, name: str, command: Sequence[str]) -> Child:
@@ -308,8 +383,9 @@ class Running(AbstractContextManager["Running"]):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run until Ctrl-C, or for some seconds."""
-    parser = argparse.ArgumentParser(prog="python -m demo.cluster", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m demo.cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nodes", type=int, default=64, help="at least 40 (default 64)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--listen", default="127.0.0.1:9452", metavar="HOST:PORT", help="where the boards are")
@@ -318,12 +394,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.nodes < 40 or given.nodes % 8:
         parser.error(f"--nodes {given.nodes}: write a multiple of 8 from 40 on")
     try:
-        with tempfile.TemporaryDirectory(prefix="flopwatch-cluster-") as folder, Running(
-                Path(folder), nodes=given.nodes, seed=given.seed, listen=given.listen) as running:
-            print(f"boards: {running.boards}/d/flopwatch-fleet?from=now-10m&to=now&refresh=5s\n"
-                  f"Prometheus: {running.prometheus.url}\n"
-                  f"After a minute: rank {8 * STRAGGLER[0] + STRAGGLER[1]} of llama-70b is late, a port of video-13b "
-                  "has errors. After two: alerts.", flush=True)
+        with (
+            tempfile.TemporaryDirectory(prefix="flopwatch-cluster-") as folder,
+            Running(Path(folder), nodes=given.nodes, seed=given.seed, listen=given.listen) as running,
+        ):
+            print(
+                f"boards: {running.boards}/d/flopwatch-fleet?from=now-10m&to=now&refresh=5s\n"
+                f"Prometheus: {running.prometheus.url}\n"
+                f"After a minute: rank {8 * STRAGGLER[0] + STRAGGLER[1]} of llama-70b is late, a port of video-13b "
+                "has errors. After two: alerts.",
+                flush=True,
+            )
             end = time.time() + (given.seconds or FOREVER)
             while time.time() < end:
                 running.check()

@@ -57,25 +57,53 @@ def _fields(value: object, name: str, required: Types, optional: Types = Mapping
     for key, field in value.items():
         _need(key in types, f"{name}.{key} is not a field of it")
         # True is an int to Python and not to JSON.
-        _need(isinstance(field, types[key]) and not (isinstance(field, bool) and types[key] is int),
-              f"{name}.{key} is a {type(field).__name__}")
+        _need(
+            isinstance(field, types[key]) and not (isinstance(field, bool) and types[key] is int),
+            f"{name}.{key} is a {type(field).__name__}",
+        )
     return value
 
 
 def check_slack(payload: object) -> None:
     """Check an incoming-webhook message with attachments. Raises WrongShape."""
-    message = _fields(payload, "message", {"attachments": list},
-                      {"channel": str, "username": str, "text": str, "icon_emoji": str, "icon_url": str,
-                       "link_names": bool, "mrkdwn": bool})
+    message = _fields(
+        payload,
+        "message",
+        {"attachments": list},
+        {
+            "channel": str,
+            "username": str,
+            "text": str,
+            "icon_emoji": str,
+            "icon_url": str,
+            "link_names": bool,
+            "mrkdwn": bool,
+        },
+    )
     _need(0 < len(message["attachments"]) <= 100, "message.attachments must hold 1 to 100 attachments")
     for attachment in message["attachments"]:
-        _fields(attachment, "attachment", {"fallback": str, "title": str, "text": str, "color": str},
-                {"title_link": str, "pretext": str, "footer": str, "callback_id": str, "image_url": str,
-                 "thumb_url": str, "fields": list, "actions": list, "mrkdwn_in": list})
+        _fields(
+            attachment,
+            "attachment",
+            {"fallback": str, "title": str, "text": str, "color": str},
+            {
+                "title_link": str,
+                "pretext": str,
+                "footer": str,
+                "callback_id": str,
+                "image_url": str,
+                "thumb_url": str,
+                "fields": list,
+                "actions": list,
+                "mrkdwn_in": list,
+            },
+        )
         for field in ("fallback", "title", "text"):
             _need(attachment[field].strip(), f"attachment.{field} is empty")
-        _need(re.fullmatch(r"good|warning|danger|#[0-9a-fA-F]{6}", attachment["color"]),
-              f"attachment.color {attachment['color']!r} is not good, warning, danger or #rrggbb")
+        _need(
+            re.fullmatch(r"good|warning|danger|#[0-9a-fA-F]{6}", attachment["color"]),
+            f"attachment.color {attachment['color']!r} is not good, warning, danger or #rrggbb",
+        )
         _need(len(attachment["text"]) <= 8000, "attachment.text is longer than 8000 characters")
         link = attachment.get("title_link", "http://")
         _need(link.startswith(("http://", "https://")), f"attachment.title_link {link!r} is not a link")
@@ -83,22 +111,34 @@ def check_slack(payload: object) -> None:
             _fields(field, "field", {"title": str, "value": str}, {"short": bool})
         _need(len(attachment.get("actions", [])) <= 5, "attachment.actions holds more than 5 actions")
         for action in attachment.get("actions", []):
-            _fields(action, "action", {"type": str, "text": str},
-                    {"url": str, "name": str, "value": str, "style": str, "confirm": dict})
+            _fields(
+                action,
+                "action",
+                {"type": str, "text": str},
+                {"url": str, "name": str, "value": str, "style": str, "confirm": dict},
+            )
         for name in attachment.get("mrkdwn_in", []):
             _need(name in ("pretext", "text", "fields", "fallback", "title"), f"attachment.mrkdwn_in: {name!r}")
 
 
 def check_pagerduty(payload: object) -> None:
     """Check an event of PagerDuty's Events API v2. Raises WrongShape."""
-    event = _fields(payload, "event", {"routing_key": str, "event_action": str, "dedup_key": str},
-                    {"payload": dict, "client": str, "client_url": str, "links": list, "images": list})
+    event = _fields(
+        payload,
+        "event",
+        {"routing_key": str, "event_action": str, "dedup_key": str},
+        {"payload": dict, "client": str, "client_url": str, "links": list, "images": list},
+    )
     _need(re.fullmatch(r"[A-Za-z0-9]{32}", event["routing_key"]), "event.routing_key is not 32 letters and digits")
     _need(event["event_action"] in ("trigger", "acknowledge", "resolve"), "event.event_action is unknown")
     _need(0 < len(event["dedup_key"]) <= 255, "event.dedup_key is not 1 to 255 characters")
     if event["event_action"] == "trigger" or "payload" in event:
-        body = _fields(event.get("payload"), "payload", {"summary": str, "source": str, "severity": str},
-                       {"timestamp": str, "component": str, "group": str, "class": str, "custom_details": dict})
+        body = _fields(
+            event.get("payload"),
+            "payload",
+            {"summary": str, "source": str, "severity": str},
+            {"timestamp": str, "component": str, "group": str, "class": str, "custom_details": dict},
+        )
         _need(0 < len(body["summary"]) <= 1024, "payload.summary is not 1 to 1024 characters")
         _need(body["source"], "payload.source is empty")
         _need(body["severity"] in ("critical", "error", "warning", "info"), "payload.severity is unknown")
@@ -112,14 +152,21 @@ def check_watchdog(payload: object) -> None:
     """Check an Alertmanager webhook of version 4. Raises WrongShape."""
     strings = dict.fromkeys(("version", "groupKey", "receiver", "status", "externalURL"), str)
     maps = dict.fromkeys(("groupLabels", "commonLabels", "commonAnnotations"), dict)
-    message = _fields(payload, "message", {**strings, **maps, "alerts": list, "truncatedAlerts": int},
-                      {"notification_reason": str})
+    message = _fields(
+        payload, "message", {**strings, **maps, "alerts": list, "truncatedAlerts": int}, {"notification_reason": str}
+    )
     _need(message["version"] == "4", "message.version is not 4")
     _need(message["status"] in ("firing", "resolved"), "message.status is unknown")
     _need(message["alerts"], "message.alerts is empty")
     for alert in message["alerts"]:
-        _fields(alert, "alert", {**dict.fromkeys(("labels", "annotations"), dict),
-                                 **dict.fromkeys(("status", "startsAt", "endsAt", "generatorURL", "fingerprint"), str)})
+        _fields(
+            alert,
+            "alert",
+            {
+                **dict.fromkeys(("labels", "annotations"), dict),
+                **dict.fromkeys(("status", "startsAt", "endsAt", "generatorURL", "fingerprint"), str),
+            },
+        )
         _need("alertname" in alert["labels"], "alert.labels has no alertname")
         for key in ("startsAt", "endsAt"):
             try:
@@ -129,15 +176,18 @@ def check_watchdog(payload: object) -> None:
 
 
 CHECKS: dict[Kind, Callable[[object], None]] = {
-    "slack": check_slack, "pagerduty": check_pagerduty, "watchdog": check_watchdog,
+    "slack": check_slack,
+    "pagerduty": check_pagerduty,
+    "watchdog": check_watchdog,
 }
 
 
 class Receiver:
     """An HTTP server in a thread that records what arrives; use it as a context manager."""
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0,
-                 on_message: Callable[[Message], None] | None = None) -> None:
+    def __init__(
+        self, host: str = "127.0.0.1", port: int = 0, on_message: Callable[[Message], None] | None = None
+    ) -> None:
         self.messages: list[Message] = []
         self.errors: list[str] = []
         receiver = self

@@ -113,11 +113,25 @@ def evaluated(scraped: Series, promtool: str, settings: AlertSettings, folder: P
     """Return what fires at each evaluation, asked of promtool by expecting nothing. Raises StackError."""
     names = {alert.name for alert in alerts(settings) if told(alert)}
     (folder / "rules.yaml").write_text(json.dumps(rules(settings)))
-    (folder / "test.yaml").write_text(json.dumps({
-        "rule_files": ["rules.yaml"], "evaluation_interval": f"{scraped.step:g}s", "tests": [{
-            "interval": f"{scraped.step:g}s", "input_series": scraped.inputs(),
-            "alert_rule_test": [{"alertname": name, "eval_time": f"{place * scraped.step:g}s", "exp_alerts": []}
-                                for place in range(scraped.last + 1) for name in sorted(names)]}]}))
+    (folder / "test.yaml").write_text(
+        json.dumps(
+            {
+                "rule_files": ["rules.yaml"],
+                "evaluation_interval": f"{scraped.step:g}s",
+                "tests": [
+                    {
+                        "interval": f"{scraped.step:g}s",
+                        "input_series": scraped.inputs(),
+                        "alert_rule_test": [
+                            {"alertname": name, "eval_time": f"{place * scraped.step:g}s", "exp_alerts": []}
+                            for place in range(scraped.last + 1)
+                            for name in sorted(names)
+                        ],
+                    }
+                ],
+            }
+        )
+    )
     done = rule_test(promtool, folder / "test.yaml")
     firing: list[Firing] = [{} for _ in range(scraped.last + 1)]
     understood = "SUCCESS" in done.stdout
@@ -191,26 +205,32 @@ class Timeline:
         return self._cuts[-1][1]
 
 
-def delivered(firing: Sequence[Firing], step: float, begin: float, servers: Servers, folder: Path,
-              pace: float = PACE) -> list[Told]:
+def delivered(
+    firing: Sequence[Firing], step: float, begin: float, servers: Servers, folder: Path, pace: float = PACE
+) -> list[Told]:
     """Return what a real Alertmanager tells of it, and when in virtual time. Raises StackError."""
     for attempt in range(TRIES):
-        messages, late = _delivered(firing, step, begin, servers, folder / f"alertmanager-{attempt}",
-                                    pace / 2 ** attempt)
+        messages, late = _delivered(firing, step, begin, servers, folder / f"alertmanager-{attempt}", pace / 2**attempt)
         if late <= LATE:
             return messages
-    raise StackError(f"{TRIES} times Alertmanager was told of an alert more than {LATE:.0f} virtual seconds later than "
-                     f"it fired, at last {late:.0f}: this machine is too busy, no page can be counted")
+    raise StackError(
+        f"{TRIES} times Alertmanager was told of an alert more than {LATE:.0f} virtual seconds later than "
+        f"it fired, at last {late:.0f}: this machine is too busy, no page can be counted"
+    )
 
 
-def _delivered(firing: Sequence[Firing], step: float, begin: float, servers: Servers, folder: Path,
-               pace: float) -> tuple[list[Told], float]:
+def _delivered(
+    firing: Sequence[Firing], step: float, begin: float, servers: Servers, folder: Path, pace: float
+) -> tuple[list[Told], float]:
     if not servers.alertmanager:
         raise StackError(f"no Alertmanager here: {servers.why}")
     folder.mkdir()
     settings = AlertSettings(pace=pace)
-    changed = [place for place, now in enumerate(firing)
-               if now.keys() != (firing[place - 1].keys() if place else set[Labels]())]
+    changed = [
+        place
+        for place, now in enumerate(firing)
+        if now.keys() != (firing[place - 1].keys() if place else set[Labels]())
+    ]
     timeline = Timeline([place * step for place in changed], settings, pace)
     (port,) = free_ports(1)
     address = f"http://127.0.0.1:{port}"
@@ -218,12 +238,29 @@ def _delivered(firing: Sequence[Firing], step: float, begin: float, servers: Ser
         receiver = stack.enter_context(Receiver())
         (folder / "slack").write_text(f"{receiver.url}/slack")
         (folder / "key").write_text("0123456789abcdef" * 2)
-        (folder / "alertmanager.yml").write_text(alertmanager_yaml(replace(
-            settings, slack_url_file=folder / "slack", pagerduty_key_file=folder / "key",
-            pagerduty_url=f"{receiver.url}/v2/enqueue", watchdog_url=f"{receiver.url}/watchdog")))
-        child = Child("alertmanager", [
-            *servers.alertmanager, f"--config.file={folder / 'alertmanager.yml'}", f"--storage.path={folder}",
-            f"--web.listen-address=127.0.0.1:{port}", "--cluster.listen-address="], os.environ, folder / "log")
+        (folder / "alertmanager.yml").write_text(
+            alertmanager_yaml(
+                replace(
+                    settings,
+                    slack_url_file=folder / "slack",
+                    pagerduty_key_file=folder / "key",
+                    pagerduty_url=f"{receiver.url}/v2/enqueue",
+                    watchdog_url=f"{receiver.url}/watchdog",
+                )
+            )
+        )
+        child = Child(
+            "alertmanager",
+            [
+                *servers.alertmanager,
+                f"--config.file={folder / 'alertmanager.yml'}",
+                f"--storage.path={folder}",
+                f"--web.listen-address=127.0.0.1:{port}",
+                "--cluster.listen-address=",
+            ],
+            os.environ,
+            folder / "log",
+        )
         stack.callback(child.stop)
         _wait_for(child, f"{address}/-/ready")
         start, late, before = time.time(), 0.0, Firing()
@@ -237,8 +274,9 @@ def _delivered(firing: Sequence[Firing], step: float, begin: float, servers: Ser
         child.check()
         if receiver.errors:
             raise StackError(receiver.errors[0])
-        return [_told(message, begin + timeline.virtual(max(0.0, message.at - start)))
-                for message in receiver.messages], late
+        return [
+            _told(message, begin + timeline.virtual(max(0.0, message.at - start))) for message in receiver.messages
+        ], late
 
 
 def _wait_for(child: Child, url: str) -> None:
@@ -257,15 +295,22 @@ def _wait_for(child: Child, url: str) -> None:
 def _post(address: str, now: Firing, before: Firing) -> None:
     """Send what fires and what is over, as Prometheus does."""
     moment = datetime.now(UTC)
-    body = [{"labels": dict(labels), "annotations": annotations, "startsAt": moment.isoformat(),
-             "endsAt": (moment + timedelta(hours=1 if labels in now else 0)).isoformat()}
-            for labels, annotations in {**before, **now}.items()]
+    body = [
+        {
+            "labels": dict(labels),
+            "annotations": annotations,
+            "startsAt": moment.isoformat(),
+            "endsAt": (moment + timedelta(hours=1 if labels in now else 0)).isoformat(),
+        }
+        for labels, annotations in {**before, **now}.items()
+    ]
     for one, labels in zip(body, {**before, **now}, strict=True):
         if labels in before:
             # Alertmanager joins it to the one it has by overlapping times.
             one["startsAt"] = (moment - timedelta(milliseconds=1)).isoformat()
-    request = urllib.request.Request(f"{address}/api/v2/alerts", json.dumps(body).encode(),
-                                     {"content-type": "application/json"})
+    request = urllib.request.Request(
+        f"{address}/api/v2/alerts", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=30):
         pass
 
@@ -275,11 +320,23 @@ def _told(message: Message, at: float) -> Told:
     if message.kind == "pagerduty":
         resolved = payload["event_action"] == "resolve"
         body = payload.get("payload", {})
-        return Told(at, "pagerduty", payload["dedup_key"], resolved, body.get("summary", ""),
-                    body.get("custom_details", {}).get("firing", ""))
+        return Told(
+            at,
+            "pagerduty",
+            payload["dedup_key"],
+            resolved,
+            body.get("summary", ""),
+            body.get("custom_details", {}).get("firing", ""),
+        )
     attachment = payload["attachments"][0]
-    return Told(at, message.kind, attachment["title"].partition("] ")[2], attachment["color"] == "good",
-                attachment["title"], attachment["text"])
+    return Told(
+        at,
+        message.kind,
+        attachment["title"].partition("] ")[2],
+        attachment["color"] == "good",
+        attachment["title"],
+        attachment["text"],
+    )
 
 
 @dataclass(frozen=True)
@@ -302,9 +359,16 @@ class Rehearsal:
         return found
 
 
-def rehearse(scenario: Scenario, seed: int = 1, faults: Sequence[Fault] | None = None, step: float | None = None,
-             servers: Servers | None = None, pace: float = PACE, after: float = AFTER,
-             change: Callable[[Line], Line | None] = lambda line: line) -> Rehearsal:
+def rehearse(
+    scenario: Scenario,
+    seed: int = 1,
+    faults: Sequence[Fault] | None = None,
+    step: float | None = None,
+    servers: Servers | None = None,
+    pace: float = PACE,
+    after: float = AFTER,
+    change: Callable[[Line], Line | None] = lambda line: line,
+) -> Rehearsal:
     """Live through a scenario, evaluate and tell; `change` may alter or leave out what is scraped."""
     settings = AlertSettings()
     step = settings.scrape_interval if step is None else step
@@ -315,8 +379,13 @@ def rehearse(scenario: Scenario, seed: int = 1, faults: Sequence[Fault] | None =
         end = max(fault.t + (fault.lasts or 0.0) for fault in strikes) + after
         scenario = replace(scenario, days=min(scenario.days, end / 86400))
     scraped = Series(begin, step)
-    result = simulate(scenario, seed, strikes, step=step, scraped=lambda t, lines: scraped(
-        t, (changed for line in lines if (changed := change(line)) is not None)))
+    result = simulate(
+        scenario,
+        seed,
+        strikes,
+        step=step,
+        scraped=lambda t, lines: scraped(t, (changed for line in lines if (changed := change(line)) is not None)),
+    )
     servers = find() if servers is None else servers
     with tempfile.TemporaryDirectory(prefix="flopwatch-rehearsal-") as folder:
         firing = evaluated(scraped, servers.promtool, settings, Path(folder))
@@ -326,9 +395,12 @@ def rehearse(scenario: Scenario, seed: int = 1, faults: Sequence[Fault] | None =
 def report(rehearsal: Rehearsal) -> str:
     """Return the truth beside what was said, for people."""
     lines = ["what happened"]
-    lines += [f"{_clock(loss.at - EPOCH):>9}  {loss.kind}: {truth.run} ({loss.effect}), "
-              f"{loss.gpu_seconds / 3600:.0f} GPU-hours lost" for truth in rehearsal.result.truths
-              for loss in truth.losses] or ["  nothing"]
+    lines += [
+        f"{_clock(loss.at - EPOCH):>9}  {loss.kind}: {truth.run} ({loss.effect}), "
+        f"{loss.gpu_seconds / 3600:.0f} GPU-hours lost"
+        for truth in rehearsal.result.truths
+        for loss in truth.losses
+    ] or ["  nothing"]
     lines += ["", "who was told what"]
     names: dict[str, str] = {}
     for message in sorted(rehearsal.messages, key=lambda message: message.at):
@@ -336,8 +408,11 @@ def report(rehearsal: Rehearsal) -> str:
         what = f"{name} is over" if message.resolved else message.title
         lines.append(f"{_clock(message.at):>9}  {message.to}: {what}")
     fired = {dict(labels)["alertname"] for now in rehearsal.firing for labels in now}
-    lines += ["", f"{len(rehearsal.firing):,} evaluations; fired: {', '.join(sorted(fired)) or 'nothing'}",
-              f"pages: {len(rehearsal.pages)}"]
+    lines += [
+        "",
+        f"{len(rehearsal.firing):,} evaluations; fired: {', '.join(sorted(fired)) or 'nothing'}",
+        f"pages: {len(rehearsal.pages)}",
+    ]
     return "\n".join(lines)
 
 
@@ -348,8 +423,9 @@ def _clock(seconds: float) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Rehearse and print; 1 if there were more or fewer pages than expected."""
-    parser = argparse.ArgumentParser(prog="python -m demo.rehearsal", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m demo.rehearsal", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("scenario", choices=SCENARIOS)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--days", type=float, help="how long (default: the scenario's)")
@@ -358,8 +434,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pages", type=int, help="how many there should be")
     given = parser.parse_args(arguments)
     try:
-        rehearsal = rehearse(SCENARIOS[given.scenario].sized(given.days, None), given.seed,
-                             script(given.faults) if given.faults is not None else None, given.step)
+        rehearsal = rehearse(
+            SCENARIOS[given.scenario].sized(given.days, None),
+            given.seed,
+            script(given.faults) if given.faults is not None else None,
+            given.step,
+        )
     except (SettingsError, ServersError, StackError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

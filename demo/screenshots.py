@@ -33,7 +33,10 @@ THEMES = ("dark", "light")
 # What each board is opened on, where the first choice is not the most interesting one.
 LATE, LINK = {"run": "llama-70b"}, {"run": "video-13b"}
 CHOSEN = {
-    "run": LATE, "stragglers": LATE, "goodput": LINK, "fabric": {"host": Topology.host(BAD_LINK[0])},
+    "run": LATE,
+    "stragglers": LATE,
+    "goodput": LINK,
+    "fabric": {"host": Topology.host(BAD_LINK[0])},
     "node": {"host": Topology.host(STRAGGLER[0])},
     "gpu": {"host": Topology.host(STRAGGLER[0]), "uuid": Topology.gpu(*STRAGGLER)},
     "rack": {"rack": Topology(64).rack(STRAGGLER[0])},
@@ -79,9 +82,18 @@ def chromium() -> str:
 def browser() -> Iterator[Browser]:
     """Run a browser that talks to nobody by itself."""
     with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=chromium(), args=[
-            "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-            "--disable-component-update", "--disable-sync"])
+        started = playwright.chromium.launch(
+            executable_path=chromium(),
+            args=[
+                "--no-sandbox",
+                "--disable-gpu",
+                "--disable-quic",
+                "--no-first-run",
+                "--disable-background-networking",
+                "--disable-component-update",
+                "--disable-sync",
+            ],
+        )
         try:
             yield started
         finally:
@@ -130,8 +142,7 @@ def address(boards: str, board: str, began: float, theme: str) -> str:
     """Return where a board is, on what is worth seeing of it."""
     times = {"from": f"{began * 1000:.0f}", "to": f"{time.time() * 1000:.0f}"}
     variables = {f"var-{name}": value for name, value in CHOSEN.get(board, {}).items()}
-    return f"{boards}/d/{BOARDS[board]['uid']}?" + urlencode(
-        {**times, "refresh": "", "theme": theme, **variables})
+    return f"{boards}/d/{BOARDS[board]['uid']}?" + urlencode({**times, "refresh": "", "theme": theme, **variables})
 
 
 def screenshots(running: Running, folder: Path, chosen: Sequence[str] = tuple(BOARDS)) -> list[Looked]:
@@ -153,8 +164,9 @@ def screenshots(running: Running, folder: Path, chosen: Sequence[str] = tuple(BO
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make them all; 1 if something is wrong with one."""
-    parser = argparse.ArgumentParser(prog="python -m demo.screenshots", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m demo.screenshots", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seconds", type=float, default=SEEN_AFTER, help="to wait before (default %(default)g)")
     parser.add_argument("--board", choices=BOARDS, action="append", help="this one only")

@@ -35,8 +35,10 @@ SUITE = "trixie"
 OLDEST, NEWEST = "bookworm", "sid"
 RELEASES = {"prometheus": "2.53.3", "alertmanager": "0.28.1"}  # what trixie has, so that both ways run the same
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
-BY_HAND = ("Put prometheus, promtool, alertmanager and amtool on PATH "
-           "(Debian: apt-get install prometheus prometheus-alertmanager).")
+BY_HAND = (
+    "Put prometheus, promtool, alertmanager and amtool on PATH "
+    "(Debian: apt-get install prometheus prometheus-alertmanager)."
+)
 Say = Callable[[str], None]
 
 
@@ -75,8 +77,14 @@ def find(environ: Mapping[str, str] = os.environ, say: Say = print, suite: str |
         command, why = with_template(root)
     web = root / "usr" / "share" / "prometheus" / "web"
     assets = (f"--web.local-assets={web}/",) if web.is_dir() else ()
-    return Servers((str(program / "prometheus"), *assets), str(program / "promtool"), command, str(program / "amtool"),
-                   str(root), why)
+    return Servers(
+        (str(program / "prometheus"), *assets),
+        str(program / "promtool"),
+        command,
+        str(program / "amtool"),
+        str(root),
+        why,
+    )
 
 
 def node_exporter(environ: Mapping[str, str] = os.environ, say: Say = print) -> str:
@@ -92,8 +100,9 @@ def victoria_metrics(environ: Mapping[str, str] = os.environ, say: Say = print, 
     return _package("victoria-metrics", ("victoria-metrics", "victoria-metrics-prod"), environ, say, suite)
 
 
-def _package(package: str, programs: Sequence[str], environ: Mapping[str, str], say: Say,
-             suite: str | None = None) -> str:
+def _package(
+    package: str, programs: Sequence[str], environ: Mapping[str, str], say: Say, suite: str | None = None
+) -> str:
     """Return the first of these programs on PATH, else the Debian package's first, unpacked into the cache."""
     for name in programs:
         if suite is None and (program := shutil.which(name, path=environ.get("PATH"))):
@@ -129,9 +138,11 @@ def with_template(root: Path) -> tuple[tuple[str, ...], str]:
                 return command, ""
         except (OSError, subprocess.TimeoutExpired):
             pass
-    return (), ("Debian's unpacked Alertmanager needs a mount namespace to find its template, and none can be made "
-                "here (user namespaces are closed, and this is not root with CAP_SYS_ADMIN). Install "
-                "prometheus-alertmanager, or put alertmanager on PATH.")
+    return (), (
+        "Debian's unpacked Alertmanager needs a mount namespace to find its template, and none can be made "
+        "here (user namespaces are closed, and this is not root with CAP_SYS_ADMIN). Install "
+        "prometheus-alertmanager, or put alertmanager on PATH."
+    )
 
 
 def _fetched(cache: Path, suite: str, say: Say, releases: bool) -> Path:
@@ -237,8 +248,12 @@ def _unpack_debian(mirrors: Sequence[str], suite: str, packages: Sequence[str], 
     tree.mkdir()
     sources = work / "sources.list"
     options = {
-        "Dir::Etc::sourcelist": sources, "Dir::Etc::sourceparts": "-", "Dir::State::status": "/dev/null",
-        "Dir::State::lists": work / "lists", "Dir::Cache": work / "cache", "Acquire::Languages": "none",
+        "Dir::Etc::sourcelist": sources,
+        "Dir::Etc::sourceparts": "-",
+        "Dir::State::status": "/dev/null",
+        "Dir::State::lists": work / "lists",
+        "Dir::Cache": work / "cache",
+        "Acquire::Languages": "none",
         # As root apt would drop to a user who may not enter this folder.
         "APT::Sandbox::User": "root",
     }
@@ -255,8 +270,19 @@ def _unpack_debian(mirrors: Sequence[str], suite: str, packages: Sequence[str], 
         except subprocess.CalledProcessError:
             if mirror == mirrors[-1]:
                 raise
-    depends = run("apt-cache", *flags, "depends", "--recurse", "--no-recommends", "--no-suggests", "--no-conflicts",
-                  "--no-breaks", "--no-replaces", "--no-enhances", *packages)
+    depends = run(
+        "apt-cache",
+        *flags,
+        "depends",
+        "--recurse",
+        "--no-recommends",
+        "--no-suggests",
+        "--no-conflicts",
+        "--no-breaks",
+        "--no-replaces",
+        "--no-enhances",
+        *packages,
+    )
     extra = {name for name in depends.split() if re.fullmatch(r"promtool|(libjs|fonts)-[a-z0-9.+-]+", name)}
     run("apt-get", *flags, "download", *packages, *sorted(extra))
     for package in sorted((work / "debs").glob("*.deb")):
@@ -273,8 +299,9 @@ def unpack_release(base: str, name: str, tree: Path) -> None:
     machine = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "armv7"}.get(platform.machine(), platform.machine())
     archive = f"{name}.linux-{machine}.tar.gz"
     content = _download(f"{base}/{archive}")
-    published = re.search(rf"^([0-9a-f]{{64}})  \*?{re.escape(archive)}$",
-                          _download(f"{base}/sha256sums.txt").decode(), re.MULTILINE)
+    published = re.search(
+        rf"^([0-9a-f]{{64}})  \*?{re.escape(archive)}$", _download(f"{base}/sha256sums.txt").decode(), re.MULTILINE
+    )
     if published is None or published[1] != hashlib.sha256(content).hexdigest():
         raise ServersError(f"{archive} does not have its published SHA-256")
     program = tree / "usr" / "bin"

@@ -93,8 +93,13 @@ class Child:
         """Start the program, again if it has ended; its log is appended to."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", "--", *self.command], cwd=ROOT, env=dict(self.environ),
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                ["setpriv", "--pdeathsig", "KILL", "--", *self.command],
+                cwd=ROOT,
+                env=dict(self.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     def failure(self, what: str) -> StackError:
@@ -130,9 +135,18 @@ class Stack:
     """
 
     def __init__(
-        self, state: Path, *, pace: float = 15.0, push_interval: float = 1.0, train: Train | None = "torch",
-        trainer: Sequence[str] = (), exporter: Sequence[str] = (), run: str = "demo", ranks: int = 4,
-        servers: Servers | None = None, shows: bool = False,
+        self,
+        state: Path,
+        *,
+        pace: float = 15.0,
+        push_interval: float = 1.0,
+        train: Train | None = "torch",
+        trainer: Sequence[str] = (),
+        exporter: Sequence[str] = (),
+        run: str = "demo",
+        ranks: int = 4,
+        servers: Servers | None = None,
+        shows: bool = False,
     ) -> None:
         self.state, self.pace, self.push_interval = state.absolute(), pace, push_interval
         self.train, self.trainer, self.exporter, self.run, self.ranks = train, trainer, exporter, run, ranks
@@ -141,8 +155,13 @@ class Stack:
         self._shows = shows
         self.children: dict[str, Child] = {}
         self.mark = uuid.uuid4().hex
-        (self.prometheus_address, self.alertmanager_address, self.exporter_address, self.otlp_address,
-         self.boards_address) = (f"127.0.0.1:{port}" for port in free_ports(5))
+        (
+            self.prometheus_address,
+            self.alertmanager_address,
+            self.exporter_address,
+            self.otlp_address,
+            self.boards_address,
+        ) = (f"127.0.0.1:{port}" for port in free_ports(5))
         self.prometheus = Prometheus(f"http://{self.prometheus_address}")
         self.node = SimulatedNode(self.state / "exporter" / "simulated")
         self.train_log = self.state / "train.jsonl"
@@ -167,8 +186,11 @@ class Stack:
         (secrets / "slack-url").write_text(f"{self.receiver.url}/slack")
         (secrets / "pagerduty-key").write_text("0123456789abcdef" * 2)
         settings = AlertSettings(
-            pace=self.pace, slack_url_file=secrets / "slack-url", pagerduty_key_file=secrets / "pagerduty-key",
-            pagerduty_url=f"{self.receiver.url}/v2/enqueue", watchdog_url=f"{self.receiver.url}/watchdog",
+            pace=self.pace,
+            slack_url_file=secrets / "slack-url",
+            pagerduty_key_file=secrets / "pagerduty-key",
+            pagerduty_url=f"{self.receiver.url}/v2/enqueue",
+            watchdog_url=f"{self.receiver.url}/watchdog",
         )
         self._start_alertmanager(settings)
         if self.servers.alertmanager:
@@ -176,9 +198,24 @@ class Stack:
             self._wait_for("alertmanager", f"http://{self.alertmanager_address}/-/ready")
         self._start_prometheus(settings)
         self._launch(
-            "exporter", sys.executable, "-m", "flopwatch", "exporter", "--listen", self.exporter_address,
-            "--otlp-listen", self.otlp_address, "--state", str(self.state / "exporter"), "--simulate", "h100x8",
-            "--ledger", "embedded", "--new-for", f"{60 / self.pace:g}", *self.exporter,
+            "exporter",
+            sys.executable,
+            "-m",
+            "flopwatch",
+            "exporter",
+            "--listen",
+            self.exporter_address,
+            "--otlp-listen",
+            self.otlp_address,
+            "--state",
+            str(self.state / "exporter"),
+            "--simulate",
+            "h100x8",
+            "--ledger",
+            "embedded",
+            "--new-for",
+            f"{60 / self.pace:g}",
+            *self.exporter,
         )
         self._wait_for("exporter", f"http://{self.exporter_address}/readyz")
         self._wait_for("prometheus", f"{self.prometheus.url}/-/ready")
@@ -189,8 +226,12 @@ class Stack:
 
     def _start_boards(self) -> None:
         self.show = boards.find(
-            self.boards_address, self.prometheus.url, self.state / "boards",
-            AlertSettings().scrape_interval / self.pace, (sys.executable, "-m", "flopwatch", "boards"))
+            self.boards_address,
+            self.prometheus.url,
+            self.state / "boards",
+            AlertSettings().scrape_interval / self.pace,
+            (sys.executable, "-m", "flopwatch", "boards"),
+        )
         if self.show is not None:
             self._launch("boards", *self.show.command, environ=self.show.environ)
             try:
@@ -208,9 +249,13 @@ class Stack:
         folder.mkdir(exist_ok=True)
         (folder / "alertmanager.yml").write_text(alertmanager_yaml(settings))
         self._launch(
-            "alertmanager", *self.servers.alertmanager, f"--config.file={folder / 'alertmanager.yml'}",
-            f"--storage.path={folder}", f"--web.listen-address={self.alertmanager_address}",
-            f"--web.external-url=http://{self.alertmanager_address}", "--cluster.listen-address=",
+            "alertmanager",
+            *self.servers.alertmanager,
+            f"--config.file={folder / 'alertmanager.yml'}",
+            f"--storage.path={folder}",
+            f"--web.listen-address={self.alertmanager_address}",
+            f"--web.external-url=http://{self.alertmanager_address}",
+            "--cluster.listen-address=",
         )
 
     def _start_prometheus(self, settings: AlertSettings) -> None:
@@ -227,30 +272,66 @@ class Stack:
         }
         (folder / "prometheus.yml").write_text(json.dumps(configuration, indent=2))
         self._launch(
-            "prometheus", *self.servers.prometheus, f"--config.file={folder / 'prometheus.yml'}",
-            f"--storage.tsdb.path={folder / 'data'}", "--storage.tsdb.retention.time=1d",
-            f"--web.listen-address={self.prometheus_address}", f"--web.external-url={self.prometheus.url}",
+            "prometheus",
+            *self.servers.prometheus,
+            f"--config.file={folder / 'prometheus.yml'}",
+            f"--storage.tsdb.path={folder / 'data'}",
+            "--storage.tsdb.retention.time=1d",
+            f"--web.listen-address={self.prometheus_address}",
+            f"--web.external-url={self.prometheus.url}",
         )
 
     def start_training(self, kind: Train, arguments: Sequence[str] = ()) -> None:
         """Start the training job, one rank on each of the first simulated GPUs."""
         uuids = ",".join(self.node.uuid(rank) for rank in range(self.ranks))
-        job = ["--out", str(self.state / "train"), "--log-file", str(self.train_log),
-               "--control", str(self.control_file), "--gpu-uuids", uuids, *arguments]
+        job = [
+            "--out",
+            str(self.state / "train"),
+            "--log-file",
+            str(self.train_log),
+            "--control",
+            str(self.control_file),
+            "--gpu-uuids",
+            uuids,
+            *arguments,
+        ]
         if kind == "torch":
             # torchrun's workers would outlive a torchrun that is killed: each gets its own death signal.
-            command = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-                       "--nproc-per-node", str(self.ranks), "--max-restarts", "3",
-                       "--no-python", "setpriv", "--pdeathsig", "KILL", "--", sys.executable,
-                       "examples/train_lm.py"]
+            command = [
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--local-addr",
+                "127.0.0.1",
+                "--nproc-per-node",
+                str(self.ranks),
+                "--max-restarts",
+                "3",
+                "--no-python",
+                "setpriv",
+                "--pdeathsig",
+                "KILL",
+                "--",
+                sys.executable,
+                "examples/train_lm.py",
+            ]
         else:
             command = ["-m", "flopwatch.simulate.job", "--ranks", str(self.ranks)]
         (self.state / "tmp").mkdir(exist_ok=True)
-        self._launch("training", sys.executable, *command, *job, environ={
-            "OMP_NUM_THREADS": "1", "FLOPWATCH_RUN": self.run, "FLOPWATCH_ENDPOINT": f"http://{self.otlp_address}",
-            "FLOPWATCH_PUSH_INTERVAL": str(self.push_interval), "FLOPWATCH_SUBMITTED_AT": str(time.time()),
-            "TMPDIR": str(self.state / "tmp"),
-        })
+        self._launch(
+            "training",
+            sys.executable,
+            *command,
+            *job,
+            environ={
+                "OMP_NUM_THREADS": "1",
+                "FLOPWATCH_RUN": self.run,
+                "FLOPWATCH_ENDPOINT": f"http://{self.otlp_address}",
+                "FLOPWATCH_PUSH_INTERVAL": str(self.push_interval),
+                "FLOPWATCH_SUBMITTED_AT": str(time.time()),
+                "TMPDIR": str(self.state / "tmp"),
+            },
+        )
 
     def control(self, **wishes: object) -> None:
         """Replace the job's control file, which it reads at each step; for example `control(slow={"2": 0.3})`."""
@@ -285,8 +366,13 @@ class Stack:
             if time.monotonic() > deadline:
                 raise StackError(f"processes {left} do not end")
             time.sleep(0.02)
-        for address in (self.prometheus_address, self.alertmanager_address, self.exporter_address, self.otlp_address,
-                        self.boards_address):
+        for address in (
+            self.prometheus_address,
+            self.alertmanager_address,
+            self.exporter_address,
+            self.otlp_address,
+            self.boards_address,
+        ):
             host, _, port = address.partition(":")
             with socket.socket() as probe:
                 if probe.connect_ex((host, int(port))) == 0:
@@ -315,7 +401,9 @@ class Stack:
         path = os.pathsep.join(filter(None, (str(ROOT / "exporter"), base.get("PYTHONPATH"))))
         (self.state / "logs").mkdir(exist_ok=True)
         self.children[name] = Child(
-            name, command, {**base, "PYTHONPATH": path, MARK: self.mark, **(environ or {})},
+            name,
+            command,
+            {**base, "PYTHONPATH": path, MARK: self.mark, **(environ or {})},
             self.state / "logs" / f"{name}.log",
         )
 

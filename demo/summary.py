@@ -53,13 +53,15 @@ def read(prometheus: Prometheus, run: str) -> Summary:
     this = f'{{run="{run}"}}'
     buckets = {
         labels["bucket"]: seconds
-        for labels, seconds in prometheus.query(f"max by (bucket) ({m.RUN_SECONDS}{this})") if seconds > 0
+        for labels, seconds in prometheus.query(f"max by (bucket) ({m.RUN_SECONDS}{this})")
+        if seconds > 0
     }
     still_open = prometheus.value(f"max({m.RUN_OPEN_SECONDS}{this})")
     if still_open:
         buckets["open"] = still_open
     firing = prometheus.query(
-        'group by (alertname, severity) (ALERTS{alertstate="firing",alertname!="FlopwatchWatchdog"})')
+        'group by (alertname, severity) (ALERTS{alertstate="firing",alertname!="FlopwatchWatchdog"})'
+    )
     return Summary(
         mfu=prometheus.value(f"max({recording.RUN_MFU}{this})"),
         effective_mfu=prometheus.value(f"max({recording.EFFECTIVE_MFU}{this})"),
@@ -103,9 +105,11 @@ def clock(seconds: float) -> str:
 def line(summary: Summary, elapsed: float) -> str:
     """Return one line of progress, for an output that is not a terminal."""
     worst = NOT_YET if summary.worst is None else f"{summary.worst.rank} ({percent(summary.worst.score)})"
-    return (f"{clock(elapsed)}  MFU {percent(summary.mfu)}  goodput {percent(summary.goodput)}  "
-            f"step {number(summary.steps)}  {number(summary.step_seconds, ' ms', 1000)}  worst rank {worst}  "
-            f"firing: {', '.join(summary.firing) or 'nothing'}")
+    return (
+        f"{clock(elapsed)}  MFU {percent(summary.mfu)}  goodput {percent(summary.goodput)}  "
+        f"step {number(summary.steps)}  {number(summary.step_seconds, ' ms', 1000)}  worst rank {worst}  "
+        f"firing: {', '.join(summary.firing) or 'nothing'}"
+    )
 
 
 def rows(summary: Summary) -> list[tuple[str, str, str]]:
@@ -113,7 +117,8 @@ def rows(summary: Summary) -> list[tuple[str, str, str]]:
     total = sum(summary.buckets.values())
     buckets = " · ".join(
         f"{bucket.replace('_', ' ')} {percent(seconds / total)}"
-        for bucket, seconds in summary.buckets.items() if seconds >= 0.001 * total
+        for bucket, seconds in summary.buckets.items()
+        if seconds >= 0.001 * total
     )
     found = [
         ("MFU", percent(summary.mfu), "model FLOPs over peak FLOPs, while in steps"),
@@ -122,9 +127,17 @@ def rows(summary: Summary) -> list[tuple[str, str, str]]:
         ("ETTR", percent(summary.ettr), "the same since submission"),
         ("Steps", number(summary.steps), f"{number(summary.step_seconds, ' ms', 1000)} each"),
         ("Tokens/s", number(summary.tokens_per_second), ""),
-        ("Worst rank", *(("-", "no rank is measured yet") if summary.worst is None else (
-            f"{summary.worst.rank} ({percent(summary.worst.score)})",
-            f"on {summary.worst.host}, GPU {summary.worst.gpu} ({summary.worst.uuid})"))),
+        (
+            "Worst rank",
+            *(
+                ("-", "no rank is measured yet")
+                if summary.worst is None
+                else (
+                    f"{summary.worst.rank} ({percent(summary.worst.score)})",
+                    f"on {summary.worst.host}, GPU {summary.worst.gpu} ({summary.worst.uuid})",
+                )
+            ),
+        ),
         ("Time went to", "", buckets or NOT_YET),
     ]
     return [row for row in found if row[0] != "ETTR" or summary.ettr is not None]
@@ -150,7 +163,10 @@ def screen(
         grid.add_row(Text(name, style="bold"), Text(url, style=f"blue link {url}", overflow="fold"))
     firing = Text(", ".join(summary.firing) or "nothing", style="bold red" if summary.firing else "green")
     parts: list[RenderableType] = [
-        grid, table(summary, plain=False), Text.assemble(("Firing alerts  ", "bold"), firing), Text("\n".join(story)),
+        grid,
+        table(summary, plain=False),
+        Text.assemble(("Firing alerts  ", "bold"), firing),
+        Text("\n".join(story)),
     ]
     if message is not None:
         parts.append(Panel(Text(message), title="Slack", title_align="left", border_style="magenta"))

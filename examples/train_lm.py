@@ -36,8 +36,13 @@ LAYERS, WIDTH, HEADS, CONTEXT, VOCABULARY, BATCH = 2, 128, 4, 128, 256, 8
 TOKENS_PER_RANK = BATCH * CONTEXT
 STEPS_BETWEEN_STOP_CHECKS = 10
 
-FLOPS_PER_TOKEN = Transformer(layers=LAYERS, width=WIDTH, heads=HEADS, mlp_width=4 * WIDTH,  # flopwatch
-                              vocabulary=VOCABULARY).flops_per_token(CONTEXT)
+FLOPS_PER_TOKEN = Transformer(
+    layers=LAYERS,
+    width=WIDTH,
+    heads=HEADS,
+    mlp_width=4 * WIDTH,  # flopwatch
+    vocabulary=VOCABULARY,
+).flops_per_token(CONTEXT)
 
 
 class Block(nn.Module):
@@ -222,11 +227,20 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300, help="steps of the whole run")
     parser.add_argument("--seconds", type=float, help="stop this long after the first step of this attempt")
     parser.add_argument("--checkpoint-every", type=int, default=50, metavar="STEPS")
-    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir(), "flopwatch-train-lm"), metavar="DIR",
-                        help="checkpoint and pids; an existing checkpoint is resumed")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(tempfile.gettempdir(), "flopwatch-train-lm"),
+        metavar="DIR",
+        help="checkpoint and pids; an existing checkpoint is resumed",
+    )
     parser.add_argument("--log-file", type=Path, metavar="FILE", help="append JSON lines of what happened")
-    parser.add_argument("--gpu-uuids", type=lambda text: text.split(","), metavar="UUID,...",
-                        help="declare one GPU for each local rank (else FLOPWATCH_GPU_UUID)")
+    parser.add_argument(
+        "--gpu-uuids",
+        type=lambda text: text.split(","),
+        metavar="UUID,...",
+        help="declare one GPU for each local rank (else FLOPWATCH_GPU_UUID)",
+    )
     parser.add_argument("--slow-rank", type=int)
     parser.add_argument("--slow-by", type=float, default=0.3, help="share of its own compute time")
     parser.add_argument("--die-rank", type=int, default=0)
@@ -268,11 +282,25 @@ def main() -> None:
 
     peak = measured_peak(local_world)
     name = os.environ.get("FLOPWATCH_RUN", "train-lm")
-    run = Run(name, model=model, flops_per_token=FLOPS_PER_TOKEN, dtype="fp32",  # flopwatch
-              peak_flops=peak, peak_source="measured",
-              gpu_uuid=args.gpu_uuids[local_rank] if args.gpu_uuids else None)
-    log.write("start", run=name, pid=os.getpid(), process_started=process_started(), world_size=world,
-              tokens_per_step=world * TOKENS_PER_RANK, flops_per_token=FLOPS_PER_TOKEN, peak_flops_per_second=peak)
+    run = Run(
+        name,
+        model=model,
+        flops_per_token=FLOPS_PER_TOKEN,
+        dtype="fp32",  # flopwatch
+        peak_flops=peak,
+        peak_source="measured",
+        gpu_uuid=args.gpu_uuids[local_rank] if args.gpu_uuids else None,
+    )
+    log.write(
+        "start",
+        run=name,
+        pid=os.getpid(),
+        process_started=process_started(),
+        world_size=world,
+        tokens_per_step=world * TOKENS_PER_RANK,
+        flops_per_token=FLOPS_PER_TOKEN,
+        peak_flops_per_second=peak,
+    )
 
     step = committed = 0
     if checkpoint.path.exists():

@@ -62,54 +62,144 @@ _ECC = Clue("ecc", place="gpu")
 _UNSEEN: tuple[tuple[float, tuple[Clue, ...]], ...] = ((1.0, ()),)
 _LINK_DOWN = Clue("link_down", place="port")
 # A machine that is gone says nothing; its peers hang until NCCL or the launcher notices.
-_MACHINE = Kind("host_maintenance", "host", "node", _UNSEEN, noticed=(30.0, 300.0), dark=True,
-                repair=(1800.0, 14400.0), published=32)
+_MACHINE = Kind(
+    "host_maintenance",
+    "host",
+    "node",
+    _UNSEEN,
+    noticed=(30.0, 300.0),
+    dark=True,
+    repair=(1800.0, 14400.0),
+    published=32,
+)
 # NCCL tries again for half a minute (NCCL_IB_TIMEOUT, NCCL_IB_RETRY_CNT); else PyTorch's watchdog ends it after ten.
 _CABLE = Kind("cable", "network", "port", ((1.0, (_LINK_DOWN,)),), noticed=(30.0, 630.0), published=28)
 
 _ALL = (
-    Kind("faulty_gpu", "gpu", "gpu", published=148, sees=(
-        (0.70, _xid(79, Clue("gpu_missing", after=(5.0, 20.0), place="gpu"))), (0.15, _xid(62)), (0.15, _xid(143)))),
-    Kind("hbm", "gpu", "gpu", published=72, sees=(
-        (0.4, _xid(48, _ECC, Clue("xid", "63", (1.0, 5.0), place="gpu"))), (0.3, _xid(94, _ECC)),
-        (0.3, _xid(95, _ECC)))),
+    Kind(
+        "faulty_gpu",
+        "gpu",
+        "gpu",
+        published=148,
+        sees=(
+            (0.70, _xid(79, Clue("gpu_missing", after=(5.0, 20.0), place="gpu"))),
+            (0.15, _xid(62)),
+            (0.15, _xid(143)),
+        ),
+    ),
+    Kind(
+        "hbm",
+        "gpu",
+        "gpu",
+        published=72,
+        sees=(
+            (0.4, _xid(48, _ECC, Clue("xid", "63", (1.0, 5.0), place="gpu"))),
+            (0.3, _xid(94, _ECC)),
+            (0.3, _xid(95, _ECC)),
+        ),
+    ),
     Kind("sram", "gpu", "gpu", published=19, sees=((0.5, _xid(48, _ECC)), (0.5, _xid(95, _ECC)))),
     Kind("gsp", "gpu", "gpu", published=17, sees=((0.6, _xid(119)), (0.4, _xid(120)))),
     Kind("silent_corruption", "gpu", "gpu", _UNSEEN, published=6, noticed=(1.0, 30.0), rollback=2),
-    Kind("thermal", "thermal", "gpu", published=6, sees=(
-        (1.0, (Clue("throttle", "hw_thermal", (-300.0, -30.0), place="gpu"),)),)),
-    Kind("software", "software", "job", published=54, noticed=(1.0, 30.0), replaced=False, sees=(
-        (0.4, _raises("ValueError")), (0.3, _raises("KeyError")), (0.2, _raises("TypeError")),
-        (0.1, _raises("RuntimeError")))),
-    Kind("dependency", "software", "job", published=2, noticed=(1.0, 30.0), replaced=False,
-         sees=((1.0, _raises("ImportError")),)),
+    Kind(
+        "thermal",
+        "thermal",
+        "gpu",
+        published=6,
+        sees=((1.0, (Clue("throttle", "hw_thermal", (-300.0, -30.0), place="gpu"),)),),
+    ),
+    Kind(
+        "software",
+        "software",
+        "job",
+        published=54,
+        noticed=(1.0, 30.0),
+        replaced=False,
+        sees=(
+            (0.4, _raises("ValueError")),
+            (0.3, _raises("KeyError")),
+            (0.2, _raises("TypeError")),
+            (0.1, _raises("RuntimeError")),
+        ),
+    ),
+    Kind(
+        "dependency",
+        "software",
+        "job",
+        published=2,
+        noticed=(1.0, 30.0),
+        replaced=False,
+        sees=((1.0, _raises("ImportError")),),
+    ),
     # The published 35 are switches or cables; that a fifth of them are switches is our guess.
     _CABLE,
     replace(_CABLE, name="leaf", scope="leaf", published=7, repair=(1800.0, 7200.0)),
-    replace(_CABLE, name="nic", published=7, sees=(
-        (0.6, (Clue("link_errors", after=(-120.0, -10.0), place="port"), _LINK_DOWN)),
-        (0.4, (Clue("nic", "nic_health_compromised"),)))),
+    replace(
+        _CABLE,
+        name="nic",
+        published=7,
+        sees=(
+            (0.6, (Clue("link_errors", after=(-120.0, -10.0), place="port"), _LINK_DOWN)),
+            (0.4, (Clue("nic", "nic_health_compromised"),)),
+        ),
+    ),
     # A collective timed out, and nobody ever found out why.
     Kind("nccl_watchdog", "unknown", "job", _UNSEEN, published=7, noticed=(600.0, 630.0), replaced=False),
     _MACHINE,
     Kind("ssd", "storage", "node", published=3, noticed=(1.0, 30.0), sees=((1.0, _raises("OSError EIO")),)),
-    *(replace(_MACHINE, name=name, published=count, repair=_WORKSHOP) for name, count in (
-        ("power_supply", 3), ("chassis", 2), ("io_board", 2), ("cpu", 2), ("memory", 2))),
+    *(
+        replace(_MACHINE, name=name, published=count, repair=_WORKSHOP)
+        for name, count in (("power_supply", 3), ("chassis", 2), ("io_board", 2), ("cpu", 2), ("memory", 2))
+    ),
     Kind("maintenance", "planned", "node", _UNSEEN, effect="planned", repair=(300.0, 1500.0), published=47),
     # Those below are for scripts.
     Kind("nvlink", "nvlink", "gpu", ((1.0, _xid(74, Clue("nvlink", place="gpu"))),)),
-    Kind("out_of_memory", "out_of_memory", "job", replaced=False, noticed=(1.0, 30.0),
-         sees=((1.0, (Clue("oom", place="gpu"), *_raises("OutOfMemoryError"))),)),
-    Kind("host_out_of_memory", "out_of_memory", "node", replaced=False, noticed=(1.0, 30.0),
-         sees=((1.0, (Clue("host_oom", place="rank"), Clue("signal", "SIGKILL", place="rank"))),)),
-    Kind("slow", "thermal", "gpu", ((1.0, (Clue("throttle", "hw_thermal", place="gpu"),)),), effect="slow",
-         repair=(600.0, 3600.0), replaced=False),
-    Kind("slow_link", "network", "port", ((1.0, (Clue("link_errors", after=(0.0, 60.0), place="port"),)),),
-         effect="slow", repair=(600.0, 3600.0), replaced=False),
+    Kind(
+        "out_of_memory",
+        "out_of_memory",
+        "job",
+        replaced=False,
+        noticed=(1.0, 30.0),
+        sees=((1.0, (Clue("oom", place="gpu"), *_raises("OutOfMemoryError"))),),
+    ),
+    Kind(
+        "host_out_of_memory",
+        "out_of_memory",
+        "node",
+        replaced=False,
+        noticed=(1.0, 30.0),
+        sees=((1.0, (Clue("host_oom", place="rank"), Clue("signal", "SIGKILL", place="rank"))),),
+    ),
+    Kind(
+        "slow",
+        "thermal",
+        "gpu",
+        ((1.0, (Clue("throttle", "hw_thermal", place="gpu"),)),),
+        effect="slow",
+        repair=(600.0, 3600.0),
+        replaced=False,
+    ),
+    Kind(
+        "slow_link",
+        "network",
+        "port",
+        ((1.0, (Clue("link_errors", after=(0.0, 60.0), place="port"),)),),
+        effect="slow",
+        repair=(600.0, 3600.0),
+        replaced=False,
+    ),
     Kind("slow_unseen", "unknown", "job", _UNSEEN, effect="slow", repair=(600.0, 3600.0), replaced=False),
     Kind("data_stall", "data", "job", _UNSEEN, effect="stall", repair=(300.0, 900.0), replaced=False),
-    Kind("storage_stall", "storage", "job", _UNSEEN, effect="stall", repair=(300.0, 900.0), replaced=False,
-         waits="checkpoint_save"),
+    Kind(
+        "storage_stall",
+        "storage",
+        "job",
+        _UNSEEN,
+        effect="stall",
+        repair=(300.0, 900.0),
+        replaced=False,
+        waits="checkpoint_save",
+    ),
 )
 KINDS: Mapping[str, Kind] = {kind.name: kind for kind in _ALL}
 
@@ -134,8 +224,9 @@ class Fault:
             raise SettingsError(f"fault: {self.kind!r} is none of {', '.join(KINDS)}")
 
 
-def drawn(rng: random.Random, days: float, gpus: int, reference_gpus: int = LLAMA_3_GPUS,
-          by_hand: int = 0, run: str = "") -> list[Fault]:
+def drawn(
+    rng: random.Random, days: float, gpus: int, reference_gpus: int = LLAMA_3_GPUS, by_hand: int = 0, run: str = ""
+) -> list[Fault]:
     """Return the published interruptions, as many as befit the GPU-days, at random moments of these days."""
     scale = days * gpus / (LLAMA_3_DAYS * reference_gpus)
     kinds = []
@@ -155,12 +246,15 @@ def drawn(rng: random.Random, days: float, gpus: int, reference_gpus: int = LLAM
 def script(path: Path) -> list[Fault]:
     """Return the faults in a file, YAML or a JSON object a line; raises SettingsError.
 
-        {"t": 7200, "kind": "leaf", "leaf": "leaf-0-3", "lasts": 2400}
+    {"t": 7200, "kind": "leaf", "leaf": "leaf-0-3", "lasts": 2400}
     """
     try:
         text = path.read_text()
-        rows = _yaml(text) if path.suffix in (".yaml", ".yml") else [
-            json.loads(line) for line in text.splitlines() if line.strip()]
+        rows = (
+            _yaml(text)
+            if path.suffix in (".yaml", ".yml")
+            else [json.loads(line) for line in text.splitlines() if line.strip()]
+        )
         return [_fault(row) for row in rows]
     except (OSError, ValueError, TypeError) as error:
         raise SettingsError(f"{path}: {error}") from error

@@ -74,25 +74,39 @@ class Hooks:
                 share = usual + (0.0 if rank == slowest else lost)
                 told.waits[rank] = told.waits.get(rank, 0.0) + share * new * attempt.each
                 samples = [
-                    info(m.TRAINING_RANK_INFO, run=job.name, rank=str(rank), host=topology.host(node),
-                         uuid=topology.gpu(node, index), local_rank=str(index), attempt=attempt.id,
-                         **mesh_place(job.mesh, rank)),
-                    (m.TRAINING_STEPS, own, made), (m.TRAINING_TOKENS, own, TOKENS * made),
-                    (m.TRAINING_MODEL_FLOPS, own, model), (m.TRAINING_HARDWARE_FLOPS, own, 4 / 3 * model),
+                    info(
+                        m.TRAINING_RANK_INFO,
+                        run=job.name,
+                        rank=str(rank),
+                        host=topology.host(node),
+                        uuid=topology.gpu(node, index),
+                        local_rank=str(index),
+                        attempt=attempt.id,
+                        **mesh_place(job.mesh, rank),
+                    ),
+                    (m.TRAINING_STEPS, own, made),
+                    (m.TRAINING_TOKENS, own, TOKENS * made),
+                    (m.TRAINING_MODEL_FLOPS, own, model),
+                    (m.TRAINING_HARDWARE_FLOPS, own, 4 / 3 * model),
                     (m.TRAINING_CAPACITY_FLOPS, own, job.peak_flops * busy),
                     (m.TRAINING_PEAK_FLOPS, own, job.peak_flops),
                     (m.TRAINING_COLLECTIVE_WAIT, own, told.waits[rank]),
-                    (m.TRAINING_MEASURED_STEP_SECONDS, own, told.seconds), (m.TRAINING_MEASURED_STEPS, own, made),
+                    (m.TRAINING_MEASURED_STEP_SECONDS, own, told.seconds),
+                    (m.TRAINING_MEASURED_STEPS, own, made),
                     (m.TRAINING_COLLECTIVE_SEQUENCE, own, COLLECTIVES * made),
-                    (m.TRAINING_RECOMPILATIONS, own, 0.0), (m.TRAINING_ALLOCATOR_RETRIES, own, 0.0),
-                    (m.TRAINING_OUT_OF_MEMORY, own, 0.0), (m.TRAINING_ALLOCATOR_UNUSED_BYTES, own, UNUSED),
+                    (m.TRAINING_RECOMPILATIONS, own, 0.0),
+                    (m.TRAINING_ALLOCATOR_RETRIES, own, 0.0),
+                    (m.TRAINING_OUT_OF_MEMORY, own, 0.0),
+                    (m.TRAINING_ALLOCATOR_UNUSED_BYTES, own, UNUSED),
                     (m.TRAINING_HOOK_ERRORS, own, 0.0),
                     *((m.TRAINING_ACTIVITY_SECONDS, (*own, activity), spent) for activity, spent in seconds.items()),
                     *((m.TRAINING_PHASE_SECONDS, (*own, phase), part * told.seconds) for phase, part in PHASES.items()),
                 ]
                 if position is not None:
-                    samples += [(m.TRAINING_POSITION_STEPS, own, position),
-                                (m.TRAINING_LAST_STEP_TIMESTAMP, own, EPOCH + attempt.last_step(t))]
+                    samples += [
+                        (m.TRAINING_POSITION_STEPS, own, position),
+                        (m.TRAINING_LAST_STEP_TIMESTAMP, own, EPOCH + attempt.last_step(t)),
+                    ]
                 if attempt.committed is not None:
                     samples.append((m.TRAINING_COMMITTED_STEPS, own, attempt.committed))
                 for row, values, value in samples:
@@ -105,10 +119,21 @@ class Hooks:
         job = running.job
         run = (job.name,)
         samples: list[m.Sample] = [
-            info(m.TRAINING_RUN_INFO, run=job.name, tenant=job.tenant, attempt=attempt.id, convention="causal",
-                 dtype="bf16", flops_source="declared", peak_source="catalogue", step_source="hook"),
-            (m.TRAINING_WORLD_SIZE, run, running.gpus), (m.TRAINING_MEASURED_EVERY_STEPS, run, 1.0),
-            (m.TRAINING_NONFINITE, (*run, "loss"), 0.0), (m.TRAINING_NONFINITE, (*run, "grad_norm"), 0.0),
+            info(
+                m.TRAINING_RUN_INFO,
+                run=job.name,
+                tenant=job.tenant,
+                attempt=attempt.id,
+                convention="causal",
+                dtype="bf16",
+                flops_source="declared",
+                peak_source="catalogue",
+                step_source="hook",
+            ),
+            (m.TRAINING_WORLD_SIZE, run, running.gpus),
+            (m.TRAINING_MEASURED_EVERY_STEPS, run, 1.0),
+            (m.TRAINING_NONFINITE, (*run, "loss"), 0.0),
+            (m.TRAINING_NONFINITE, (*run, "grad_norm"), 0.0),
             (m.TRAINING_LOSS_SPIKES, run, 0.0),
         ]
         if position is not None:
@@ -119,8 +144,11 @@ class Hooks:
         below = 0
         for number, bound in enumerate((*DURATION_BOUNDS, math.inf)):
             below += told.durations[number]
-            yield f"{m.TRAINING_STEP_DURATION}_bucket", {
-                "run": job.name, "le": "+Inf" if bound == math.inf else str(bound)}, float(below)
+            yield (
+                f"{m.TRAINING_STEP_DURATION}_bucket",
+                {"run": job.name, "le": "+Inf" if bound == math.inf else str(bound)},
+                float(below),
+            )
         yield f"{m.TRAINING_STEP_DURATION}_sum", {"run": job.name}, told.seconds
         yield f"{m.TRAINING_STEP_DURATION}_count", {"run": job.name}, float(below)
 

@@ -127,7 +127,8 @@ def _is(incident: Incident, loss: Loss) -> bool:
     """Return whether an incident is this loss: the end of its attempt, or a time that overlaps with its own."""
     until = loss.ended if loss.effect == "slow" else loss.recovered
     return incident.attempt == loss.attempt and (
-        incident.kind == "end" or (until is not None and incident.began < until and incident.ended > loss.at))
+        incident.kind == "end" or (until is not None and incident.began < until and incident.ended > loss.at)
+    )
 
 
 def _figures(truth: Truth, run: Run) -> list[Figure]:
@@ -144,17 +145,40 @@ def _figures(truth: Truth, run: Run) -> list[Figure]:
         Figure("unplanned ends", "", len(truth.interruptions), ends),
         Figure("MTTF", "h", None if truth.mttf is None else truth.mttf / HOUR, running / ends / HOUR if ends else None),
         Figure("recoveries", "", len(truth.recoveries), run.recoveries),
-        Figure("MTTR", "min", None if truth.mttr is None else truth.mttr / 60,
-               run.recovery_seconds / run.recoveries / 60 if run.recoveries else None),
+        Figure(
+            "MTTR",
+            "min",
+            None if truth.mttr is None else truth.mttr / 60,
+            run.recovery_seconds / run.recoveries / 60 if run.recoveries else None,
+        ),
         # A stall that the attempt did not survive is a part of its end.
-        Figure("lost to ends", "GPU-h", sum(
-            loss.gpu_seconds for loss in truth.losses
-            if loss.effect in ENDS or (loss.effect == "stall" and loss.recovered is None)) / HOUR,
-               sum(incident.gpu_seconds for incident in run.incidents.values() if incident.kind == "end") / HOUR),
-        Figure("not productive", "GPU-h", (held - truth.gpu_seconds["productive"]) / HOUR,
-               (held_told - told["gpu_seconds"]["productive"]) / HOUR),
+        Figure(
+            "lost to ends",
+            "GPU-h",
+            sum(
+                loss.gpu_seconds
+                for loss in truth.losses
+                if loss.effect in ENDS or (loss.effect == "stall" and loss.recovered is None)
+            )
+            / HOUR,
+            sum(incident.gpu_seconds for incident in run.incidents.values() if incident.kind == "end") / HOUR,
+        ),
+        Figure(
+            "not productive",
+            "GPU-h",
+            (held - truth.gpu_seconds["productive"]) / HOUR,
+            (held_told - told["gpu_seconds"]["productive"]) / HOUR,
+        ),
         # A few seconds of a bucket that holds a minute are no matter: these are shares of all.
-        *(Figure(f"  {bucket}", "GPU-h", truth.gpu_seconds[bucket] / HOUR, told["gpu_seconds"][bucket] / HOUR,
-                 of=held / HOUR)
-          for bucket in BUCKETS if truth.gpu_seconds[bucket] or told["gpu_seconds"][bucket]),
+        *(
+            Figure(
+                f"  {bucket}",
+                "GPU-h",
+                truth.gpu_seconds[bucket] / HOUR,
+                told["gpu_seconds"][bucket] / HOUR,
+                of=held / HOUR,
+            )
+            for bucket in BUCKETS
+            if truth.gpu_seconds[bucket] or told["gpu_seconds"][bucket]
+        ),
     ]

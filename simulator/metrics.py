@@ -67,16 +67,20 @@ def _nodes(world: World, t: float) -> Iterator[Line]:
     lost = {place for damage in broken for place in damage.gpus}
     down = {port for damage in broken for port in damage.ports}
     running = {
-        node: (job, place) for job in world.jobs if job.attempt is not None and job.attempt.ended is None
-        for place, node in enumerate(job.attempt.nodes)}
+        node: (job, place)
+        for job in world.jobs
+        if job.attempt is not None and job.attempt.ended is None
+        for place, node in enumerate(job.attempt.nodes)
+    }
     for node in range(topology.nodes):
         instance = f"{topology.host(node)}:9450"
         yield "up", {"job": "flopwatch", "instance": instance}, float(node not in dark)
         if node in dark:
             continue
         if node in work:
-            yield line(m.NODE_MAINTENANCE_UNTIL, (topology.host(node),), EPOCH + work[node].until, "flopwatch",
-                        instance)
+            yield line(
+                m.NODE_MAINTENANCE_UNTIL, (topology.host(node),), EPOCH + work[node].until, "flopwatch", instance
+            )
         for row, values, value in _node(world, node, lost, down, node not in unloaded, t):
             yield line(row, values, value, "flopwatch", instance)
         if node in running:
@@ -87,17 +91,18 @@ def _share(damage: Damage, t: float) -> float:
     return (t - damage.since) / (damage.until - damage.since)
 
 
-def _node(
-    world: World, node: int, lost: set[Port], down: set[Port], driver: bool, t: float,
-) -> Iterator[m.Sample]:
+def _node(world: World, node: int, lost: set[Port], down: set[Port], driver: bool, t: float) -> Iterator[m.Sample]:
     topology = world.topology
     host = topology.host(node)
     yield m.FLOPWATCH_INFO, (flopwatch.__version__,), 1.0
     for collector in ("infiniband", "nvml"):
         yield m.COLLECTOR_SUCCESS, (collector,), 1.0
         yield m.COLLECTOR_LAST_SUCCESS, (collector,), EPOCH + t
-    yield m.NODE_TOPOLOGY_INFO, (
-        host, topology.rack(node), topology.leaf(Port(node, 0)), topology.domain(node), "simulated"), 1.0
+    yield (
+        m.NODE_TOPOLOGY_INFO,
+        (host, topology.rack(node), topology.leaf(Port(node, 0)), topology.domain(node), "simulated"),
+        1.0,
+    )
     yield m.GPU_DRIVER_LOADED, (), float(driver)
     seen = _Seen(world.nodes.seen(node))
     for index in range(topology.gpus_per_node):
@@ -116,8 +121,15 @@ def _node(
         device, _, number = name.partition(":")
         port = (device, number)
         blip = any(EPOCH + t - entry["t"] < BLIP for entry in seen.of("link_down", port=name))
-        yield info(m.INFINIBAND_INFO, device=device, port=number, host=host, link_layer="InfiniBand", role="compute",
-                    rail=str(index))
+        yield info(
+            m.INFINIBAND_INFO,
+            device=device,
+            port=number,
+            host=host,
+            link_layer="InfiniBand",
+            role="compute",
+            rail=str(index),
+        )
         yield m.INFINIBAND_PRESENT, port, 1.0
         yield m.INFINIBAND_STATE, port, DOWN if place in down or blip else ACTIVE
         yield m.INFINIBAND_SYMBOL_ERRORS, port, float(ERRORS * seen.count("link_errors", port=name))
@@ -148,29 +160,53 @@ def _ranks(topology: Topology, node: int, running: Running, place: int, t: float
     told: list[m.Sample] = []
     for index in range(topology.gpus_per_node):
         rank = first + index
-        told.append(info(
-            m.TRAINING_RANK_INFO, run=job.name, rank=str(rank), host=topology.host(node),
-            uuid=topology.gpu(node, index), local_rank=str(index), attempt=attempt.id, **mesh_place(job.mesh, rank)))
+        told.append(
+            info(
+                m.TRAINING_RANK_INFO,
+                run=job.name,
+                rank=str(rank),
+                host=topology.host(node),
+                uuid=topology.gpu(node, index),
+                local_rank=str(index),
+                attempt=attempt.id,
+                **mesh_place(job.mesh, rank),
+            )
+        )
         if position is not None:
             told.append((m.TRAINING_POSITION_STEPS, (job.name, str(rank)), float(position)))
-    told += [(m.TRAINING_ACTIVITY_SECONDS, (*one, activity), seconds)
-             for activity, seconds in attempt.seconds(t).items()]
+    told += [
+        (m.TRAINING_ACTIVITY_SECONDS, (*one, activity), seconds) for activity, seconds in attempt.seconds(t).items()
+    ]
     if position is not None:
         made = float(position - (attempt.restored or 0))
-        told += [(m.TRAINING_LAST_STEP_TIMESTAMP, one, EPOCH + attempt.last_step(t)), (m.TRAINING_STEPS, one, made),
-                 (m.TRAINING_COLLECTIVE_SEQUENCE, one, COLLECTIVES * made)]
+        told += [
+            (m.TRAINING_LAST_STEP_TIMESTAMP, one, EPOCH + attempt.last_step(t)),
+            (m.TRAINING_STEPS, one, made),
+            (m.TRAINING_COLLECTIVE_SEQUENCE, one, COLLECTIVES * made),
+        ]
     if first == 0:
-        told += [info(m.TRAINING_RUN_INFO, run=job.name, tenant=job.tenant, attempt=attempt.id, convention="causal",
-                       dtype="bf16"),
-                 (m.TRAINING_WORLD_SIZE, (job.name,), float(running.gpus))]
+        told += [
+            info(
+                m.TRAINING_RUN_INFO,
+                run=job.name,
+                tenant=job.tenant,
+                attempt=attempt.id,
+                convention="causal",
+                dtype="bf16",
+            ),
+            (m.TRAINING_WORLD_SIZE, (job.name,), float(running.gpus)),
+        ]
     for row, values, value in told:
         yield line(row, values, value, "flopwatch", instance)
     if first == 0 and position is not None:
         labels = {"job": "flopwatch", "instance": instance, "run": job.name}
         for bound in (*DURATION_BOUNDS, float("inf")):
             within = made if bound >= job.step_seconds * (1 + job.step_spread) else 0.0
-            yield (f"{m.TRAINING_STEP_DURATION}_bucket",
-                   {**labels, "le": "+Inf" if bound == float("inf") else str(bound)}, within)
+            yield (
+                f"{m.TRAINING_STEP_DURATION}_bucket",
+                {**labels, "le": "+Inf" if bound == float("inf") else str(bound)},
+                within,
+            )
         yield f"{m.TRAINING_STEP_DURATION}_sum", labels, made * job.step_seconds
         yield f"{m.TRAINING_STEP_DURATION}_count", labels, made
 

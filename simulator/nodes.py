@@ -150,7 +150,10 @@ class Nodes:
         node = attempt.nodes[place]
         skew = self._skews[node]
         record = {
-            **shared, "t": EPOCH + t + skew, "source": self.hosts[node], "rank": place * self.topology.gpus_per_node,
+            **shared,
+            "t": EPOCH + t + skew,
+            "source": self.hosts[node],
+            "rank": place * self.topology.gpus_per_node,
             "started": EPOCH + attempt.start + skew,
         }
         if seen := self._of(node, attempt.start):
@@ -162,8 +165,14 @@ class Nodes:
         per_node = self.topology.gpus_per_node
         position = attempt.position(t)
         record: Record = {
-            "tenant": job.tenant, "run": job.name, "attempt": attempt.id, "event": "snapshot", "gpus": per_node,
-            "activity_seconds": attempt.seconds(t), "peak_flops": job.peak_flops * per_node, "model_flops": 0.0,
+            "tenant": job.tenant,
+            "run": job.name,
+            "attempt": attempt.id,
+            "event": "snapshot",
+            "gpus": per_node,
+            "activity_seconds": attempt.seconds(t),
+            "peak_flops": job.peak_flops * per_node,
+            "model_flops": 0.0,
             "open_step_seconds": attempt.open_step(t),
         }
         if job.queue > 0:

@@ -16,5 +16,12 @@ def rule_test(promtool: str, *tests: Path, timeout: float | None = None) -> subp
     Raises OSError where there is no such program, and TimeoutExpired after `timeout` seconds.
     Source: https://prometheus.io/docs/prometheus/latest/configuration/unit_testing_rules/
     """
-    return subprocess.run([promtool, "test", "rules", *(test.name for test in tests)], cwd=tests[0].parent, check=False,
-                          env={"GOGC": GOGC, **os.environ}, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        [promtool, "test", "rules", *(test.name for test in tests)],
+        cwd=tests[0].parent,
+        check=False,
+        env={"GOGC": GOGC, **os.environ},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )

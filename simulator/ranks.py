@@ -143,14 +143,22 @@ class Job:
                     checkpoint = t + rng.uniform(120, 300)
                 else:
                     evaluation = t + rng.uniform(200, 900)
-            busy = [self.step_seconds * trouble.stages[rank // per_stage] * trouble.tokens.get(rank, 1.0)
-                    * rng.lognormvariate(0, jitter) for rank in range(RANKS)]
+            busy = [
+                self.step_seconds
+                * trouble.stages[rank // per_stage]
+                * trouble.tokens.get(rank, 1.0)
+                * rng.lognormvariate(0, jitter)
+                for rank in range(RANKS)
+            ]
             if rng.random() < 0.05:  # somebody collects garbage
                 busy[rng.randrange(RANKS)] += rng.uniform(0.05, 0.3)
             late = {}
             if t >= trouble.at:
-                late = {rank: self.step_seconds * share for rank in range(RANKS)
-                        if (share := trouble.slow(rank, step, t)) > 0}
+                late = {
+                    rank: self.step_seconds * share
+                    for rank in range(RANKS)
+                    if (share := trouble.slow(rank, step, t)) > 0
+                }
                 for rank, seconds in late.items():
                     busy[rank] += seconds
             took = network * self.step_seconds * rng.lognormvariate(0, 0.15)
@@ -161,8 +169,13 @@ class Job:
             # As the hook has it: no step beside a checkpoint, and none that took more than twice the mean.
             measured = step % every == 0 and not disturbed and step > 2 and duration <= 2 * mean
             mean += (duration - mean) / min(step + 1, 100)
-            yield Segment(t, t + duration, "step", late, tuple(
-                (duration - seconds) * rng.uniform(0.97, 1.0) for seconds in busy) if measured else None)
+            yield Segment(
+                t,
+                t + duration,
+                "step",
+                late,
+                tuple((duration - seconds) * rng.uniform(0.97, 1.0) for seconds in busy) if measured else None,
+            )
             t, step, disturbed = t + duration, step + 1, False
 
     def told(self) -> Iterator[tuple[Series, Values]]:
@@ -180,8 +193,10 @@ class Job:
 
     def _silence(self, host: int) -> list[bool]:
         dark = host in self.trouble.dark
-        return [failed or (dark and t >= self.trouble.at)
-                for failed, t in zip(self._failed[host], self.scrapes, strict=True)]
+        return [
+            failed or (dark and t >= self.trouble.at)
+            for failed, t in zip(self._failed[host], self.scrapes, strict=True)
+        ]
 
     def _scraped(self, host: int, values: Values) -> Values:
         """Return what comes of a series: a scrape that fails, or that lacks it, makes it stale."""
@@ -219,9 +234,15 @@ class Job:
         found: Found = {}
         per_stage = RANKS // len(trouble.stages)
         told = {
-            "run": self.name, "rank": str(rank), "host": self.host(host),
-            "uuid": self.uuid(rank) if self.has_cards else "", "local_rank": str(local), "attempt": "1",
-            "dp": str(rank % per_stage), "pp": str(rank // per_stage) if len(trouble.stages) > 1 else ""}
+            "run": self.name,
+            "rank": str(rank),
+            "host": self.host(host),
+            "uuid": self.uuid(rank) if self.has_cards else "",
+            "local_rank": str(local),
+            "attempt": "1",
+            "dp": str(rank % per_stage),
+            "pp": str(rank // per_stage) if len(trouble.stages) > 1 else "",
+        }
         info = tuple((label, told[label]) for label in m.TRAINING_RANK_INFO.labels if told.get(label))
         own = (("run", self.name), ("rank", str(rank)))
         seconds = dict.fromkeys(("startup", "step", "data_stall", "checkpoint_save", "evaluation", "compile"), 0.0)
@@ -261,8 +282,11 @@ class Job:
                 opened = {"step": age - stalled, "data_stall": stalled}
             started = steps * COLLECTIVES
             if activity == "step":
-                started += (self._in_flight + (rank not in trouble.behind) if end == inf
-                            else int(COLLECTIVES * age / (end - begin)))
+                started += (
+                    self._in_flight + (rank not in trouble.behind)
+                    if end == inf
+                    else int(COLLECTIVES * age / (end - begin))
+                )
             put(m.TRAINING_RANK_INFO, 1.0, info)
             for name, so_far in seconds.items():
                 put(m.TRAINING_ACTIVITY_SECONDS, so_far + opened.get(name, 0.0), (*own, ("activity", name)))
@@ -319,8 +343,11 @@ class Job:
             for reason in held:
                 share = shown.throttled.get(reason, 0.0) if sick else 0.0
                 held[reason] += INTERVAL * min(1.0, share * rng.uniform(0.8, 1.2))
-            put(m.GPU_INFO, 1.0, (*gpu, ("host", self.host(host)), ("model", "NVIDIA H100 80GB HBM3"),
-                                  ("source", "simulated")))
+            put(
+                m.GPU_INFO,
+                1.0,
+                (*gpu, ("host", self.host(host)), ("model", "NVIDIA H100 80GB HBM3"), ("source", "simulated")),
+            )
             put(m.GPU_PRESENT, 0.0 if lost else 1.0)
             busy = 0.0 if idle or rng.random() < 0.005 else rng.uniform(0.9, 1.0)
             put(m.GPU_UTILIZATION, None if lost else busy)

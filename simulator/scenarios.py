@@ -58,8 +58,10 @@ class Scenario:
         if gpus is None or gpus == sum(job.nodes for job in self.jobs) * 8:
             return changed
         if len(self.jobs) > 1 or gpus < 8 or gpus % 8:
-            raise SettingsError(f"--gpus {gpus}: {self.name} " + (
-                "has jobs of fixed sizes" if len(self.jobs) > 1 else "needs whole nodes of 8 GPUs"))
+            raise SettingsError(
+                f"--gpus {gpus}: {self.name} "
+                + ("has jobs of fixed sizes" if len(self.jobs) > 1 else "needs whole nodes of 8 GPUs")
+            )
         job = self.jobs[0]
         # More GPUs or fewer are more replicas or fewer; where none fits, nobody cares how the job is laid out.
         replica = math.prod(size for axis, size in job.mesh.items() if axis != "dp")
@@ -69,8 +71,9 @@ class Scenario:
 
 
 def _crash_loop() -> Scenario:
-    job = Job("looping", 8, mesh={"tp": 8, "dp": 8}, queue=120, step_seconds=4.0, restart_median=15.0,
-              startup=(20.0, 30.0))
+    job = Job(
+        "looping", 8, mesh={"tp": 8, "dp": 8}, queue=120, step_seconds=4.0, restart_median=15.0, startup=(20.0, 30.0)
+    )
     faults = [Fault(HOUR + 240 * number, "software", "looping", node=3) for number in range(12)]
     return Scenario("crash_loop", "a bug that ends a job twelve times in a row", 0.25, (job,), faults=tuple(faults))
 
@@ -79,36 +82,63 @@ def _rolling_maintenance() -> Scenario:
     jobs = tuple(Job(f"train-{number}", 16, mesh={"tp": 8, "dp": 16}, step_seconds=5.0) for number in range(4))
     faults = tuple(
         Fault(HOUR + 1800 * batch, "maintenance", nodes=tuple(range(8 * batch, 8 * batch + 8)), lasts=2400.0)
-        for batch in range(8))
-    return Scenario("rolling_maintenance", "a driver upgrade, eight of 64 nodes at a time", 0.5, jobs, spares=16,
-                    faults=faults)
+        for batch in range(8)
+    )
+    return Scenario(
+        "rolling_maintenance", "a driver upgrade, eight of 64 nodes at a time", 0.5, jobs, spares=16, faults=faults
+    )
 
 
 def _slowdowns() -> Scenario:
     job = Job("tired", 32, mesh={"tp": 8, "dp": 32}, step_seconds=5.0)
     kinds = ("slow", "data_stall", "slow_link", "storage_stall", "slow_unseen")
     faults = tuple(Fault(2 * HOUR * number, kinds[number % len(kinds)], "tired") for number in range(1, 48))
-    return Scenario("slowdowns", "a job that is slow or stands still 47 times in 4 days, and fails now and then", 4.0,
-                    (job,), spares=8, faults=faults, interruptions=True, reference_gpus=1024, by_hand=0)
+    return Scenario(
+        "slowdowns",
+        "a job that is slow or stands still 47 times in 4 days, and fails now and then",
+        4.0,
+        (job,),
+        spares=8,
+        faults=faults,
+        interruptions=True,
+        reference_gpus=1024,
+        by_hand=0,
+    )
 
 
-SCENARIOS = {scenario.name: scenario for scenario in (
-    Scenario(
-        "llama3", "54 days of Llama 3 405B on 16,384 GPUs with its published interruptions", 54.0,
-        (Job("llama3", 2048, mesh={"tp": 8, "pp": 16, "dp": 128}, queue=1800),), spares=128, interruptions=True),
-    _crash_loop(),
-    Scenario(
-        "leaf_failure", "a leaf switch dies under 64 nodes", 0.25,
-        (Job("big", 32, mesh={"tp": 8, "dp": 32}, step_seconds=5.0),
-         Job("next", 24, mesh={"tp": 8, "dp": 24}, step_seconds=5.0),
-         Job("small", 8, mesh={"tp": 8, "dp": 8}, step_seconds=2.0)),
-        faults=(Fault(2 * HOUR, "leaf", leaf="leaf-0-3", lasts=2400.0),)),
-    _rolling_maintenance(),
-    _slowdowns(),
-    Scenario(
-        "healthy", "8 nodes for 125 hours, and nothing happens", 125 / 24,
-        (Job("quiet", 8, mesh={"tp": 8, "dp": 8}, queue=60),)),
-)}
+SCENARIOS = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario(
+            "llama3",
+            "54 days of Llama 3 405B on 16,384 GPUs with its published interruptions",
+            54.0,
+            (Job("llama3", 2048, mesh={"tp": 8, "pp": 16, "dp": 128}, queue=1800),),
+            spares=128,
+            interruptions=True,
+        ),
+        _crash_loop(),
+        Scenario(
+            "leaf_failure",
+            "a leaf switch dies under 64 nodes",
+            0.25,
+            (
+                Job("big", 32, mesh={"tp": 8, "dp": 32}, step_seconds=5.0),
+                Job("next", 24, mesh={"tp": 8, "dp": 24}, step_seconds=5.0),
+                Job("small", 8, mesh={"tp": 8, "dp": 8}, step_seconds=2.0),
+            ),
+            faults=(Fault(2 * HOUR, "leaf", leaf="leaf-0-3", lasts=2400.0),),
+        ),
+        _rolling_maintenance(),
+        _slowdowns(),
+        Scenario(
+            "healthy",
+            "8 nodes for 125 hours, and nothing happens",
+            125 / 24,
+            (Job("quiet", 8, mesh={"tp": 8, "dp": 8}, queue=60),),
+        ),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -125,9 +155,16 @@ def _write_to(out: TextIO, t: float, lines: Iterable[Line]) -> None:
     write(lines, t, out)
 
 
-def simulate(scenario: Scenario, seed: int, faults: list[Fault] | None = None, every: float | None = None,
-             history: TextIO | None = None, metrics: TextIO | None = None, step: float = 60.0,
-             scraped: Callable[[float, Iterable[Line]], object] | None = None) -> Result:
+def simulate(
+    scenario: Scenario,
+    seed: int,
+    faults: list[Fault] | None = None,
+    every: float | None = None,
+    history: TextIO | None = None,
+    metrics: TextIO | None = None,
+    step: float = 60.0,
+    scraped: Callable[[float, Iterable[Line]], object] | None = None,
+) -> Result:
     """Live through a scenario, with other faults if any are given, and let a ledger listen.
 
     Records go to `history`; to `metrics`, or with its virtual time to `scraped`, goes what a Prometheus would have
@@ -149,8 +186,18 @@ def simulate(scenario: Scenario, seed: int, faults: list[Fault] | None = None, e
         if scraped is not None:
             scraped(t, scrape(world, ledger, t))
 
-    world = World(scenario.topology(), scenario.jobs, faults if faults is not None else scenario.strikes(seed),
-                  scenario.days * 86400, seed, tell, scenario.noise, every, look if scraped is not None else None, step)
+    world = World(
+        scenario.topology(),
+        scenario.jobs,
+        faults if faults is not None else scenario.strikes(seed),
+        scenario.days * 86400,
+        seed,
+        tell,
+        scenario.noise,
+        every,
+        look if scraped is not None else None,
+        step,
+    )
     truths = world.run()
     if scraped is not None:
         look(world, max(truth.end or 0.0 for truth in truths) - EPOCH + step)

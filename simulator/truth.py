@@ -67,8 +67,16 @@ class Truth:
         if self.open is not None and bucket != "productive":
             self.open.gpu_seconds += seconds * gpus
 
-    def made(self, first: int, count: int, each: float, began: float, gpus: float, slow: Loss | None = None,
-             usual: float = 0.0) -> None:
+    def made(
+        self,
+        first: int,
+        count: int,
+        each: float,
+        began: float,
+        gpus: float,
+        slow: Loss | None = None,
+        usual: float = 0.0,
+    ) -> None:
         """Book `count` whole steps after step `first`, of so many seconds each; if they are slow, more than usual."""
         again = min(max(self.steps - first, 0), count)
         self.book("lost", again * each, gpus)

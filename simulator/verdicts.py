@@ -86,8 +86,9 @@ class Verdicts:
     @property
     def recall(self) -> float:
         """Return the share of culprits that were named."""
-        return (sum(row.right for row in self.rows if row.names)
-                / max(1, sum(row.jobs for row in self.rows if row.names)))
+        return sum(row.right for row in self.rows if row.names) / max(
+            1, sum(row.jobs for row in self.rows if row.names)
+        )
 
     @property
     def poor(self) -> list[Row]:
@@ -95,8 +96,9 @@ class Verdicts:
         return [row for row in self.rows if row.told < LEAST * row.jobs or row.wrong]
 
 
-def evaluate(scenario: str, seeds: int, first: int, rules: Path, promtool: str,
-             kinds: Sequence[str] | None = None) -> Verdicts:
+def evaluate(
+    scenario: str, seeds: int, first: int, rules: Path, promtool: str, kinds: Sequence[str] | None = None
+) -> Verdicts:
     """Simulate so many jobs of each kind and judge what the rules say of them. Raises SettingsError."""
     rows: dict[str, Row] = {}
     chosen = [kind for kind in SCENARIOS[scenario] if kinds is None or kind.name in kinds]
@@ -107,7 +109,7 @@ def evaluate(scenario: str, seeds: int, first: int, rules: Path, promtool: str,
     for begin in range(0, len(drawn), BATCH):
         truths: dict[str, tuple[Kind, Truth, float]] = {}
         jobs = []
-        for kind, seed in drawn[begin:begin + BATCH]:
+        for kind, seed in drawn[begin : begin + BATCH]:
             name = f"{kind.name}-{seed}"
             trouble, truth = kind.make(random.Random(f"{name} trouble"))
             truths[name] = kind, truth, trouble.at
@@ -160,8 +162,13 @@ def _needed(rules: Path, scenario: str) -> list[dict[str, Any]]:
             if name and name not in wanted and re.search(rf"(?<![\w:]){re.escape(name)}(?![\w:])", expr):
                 wanted.add(name)
                 pending.append(rule["expr"])
-    kept = [{**group, "rules": [rule for rule in group["rules"]
-                                if rule.get("alert") == alert or rule.get("record") in wanted]} for group in groups]
+    kept = [
+        {
+            **group,
+            "rules": [rule for rule in group["rules"] if rule.get("alert") == alert or rule.get("record") in wanted],
+        }
+        for group in groups
+    ]
     return [group for group in kept if group["rules"]]
 
 
@@ -181,29 +188,49 @@ def _ask(scenario: str, jobs: Sequence[Job], groups: list[dict[str, Any]], promt
         f"max by (run, host) (max_over_time({host}{steps}))",
         f"min by (run) (min_over_time(timestamp({rank} or {host}){steps}))",
     )
-    read = set(re.findall(r"[A-Za-z_:][A-Za-z0-9_:]*", " ".join(
-        _asks(rule) for group in groups for rule in group["rules"])))
-    series = [{"series": _series(name), "values": _notation(values)}
-              for job in jobs for name, values in job.told() if name[0] in read]
-    test = {"rule_files": ["rules.json"], "evaluation_interval": f"{INTERVAL:.0f}s", "tests": [
-        {"interval": f"{INTERVAL:.0f}s", "input_series": series, "promql_expr_test": [
-            {"expr": expr, "eval_time": length, "exp_samples": []} for expr in asked], "alert_rule_test": [
-            {"alertname": ALERT[scenario], "eval_time": f"{TOLD_AT[scenario]}s", "exp_alerts": []}]}]}
+    read = set(
+        re.findall(r"[A-Za-z_:][A-Za-z0-9_:]*", " ".join(_asks(rule) for group in groups for rule in group["rules"]))
+    )
+    series = [
+        {"series": _series(name), "values": _notation(values)}
+        for job in jobs
+        for name, values in job.told()
+        if name[0] in read
+    ]
+    test = {
+        "rule_files": ["rules.json"],
+        "evaluation_interval": f"{INTERVAL:.0f}s",
+        "tests": [
+            {
+                "interval": f"{INTERVAL:.0f}s",
+                "input_series": series,
+                "promql_expr_test": [{"expr": expr, "eval_time": length, "exp_samples": []} for expr in asked],
+                "alert_rule_test": [
+                    {"alertname": ALERT[scenario], "eval_time": f"{TOLD_AT[scenario]}s", "exp_alerts": []}
+                ],
+            }
+        ],
+    }
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "rules.json").write_text(json.dumps({"groups": groups}))
         Path(folder, "test.json").write_text(json.dumps(test))
         done = rule_test(promtool, Path(folder, "test.json"))
     printed = done.stdout + done.stderr
     answers = list(_answers(printed, asked))
-    texts = dict(re.findall(r'Labels:\{[^\n]*run="([^"]*)", severity="warning"[^\n]*\n[^\n]*description="(.*?)", \w+="',
-                            printed))
+    texts = dict(
+        re.findall(r'Labels:\{[^\n]*run="([^"]*)", severity="warning"[^\n]*\n[^\n]*description="(.*?)", \w+="', printed)
+    )
     fired, ranks, hosts, first = ({} if done.returncode == 0 else answer for answer in answers)
     said = {}
     for job in jobs:
         after = next((value for labels, value in first.items() if ("run", job.name) in labels), None)
         said[job.name] = Said(
-            any(("run", job.name) in labels for labels in fired), _named(ranks, job.name, "rank"),
-            _named(hosts, job.name, "host"), after, texts.get(job.name, ""))
+            any(("run", job.name) in labels for labels in fired),
+            _named(ranks, job.name, "rank"),
+            _named(hosts, job.name, "host"),
+            after,
+            texts.get(job.name, ""),
+        )
     return said
 
 
@@ -218,7 +245,8 @@ def _answers(printed: str, asked: Sequence[str]) -> Iterator[Answer]:
     for expr, text in re.findall(r'expr: "(.*?)", time:.*?got:(.*?)(?=\n\s*expr:|\Z)', printed, re.DOTALL):
         found[expr.replace('\\"', '"')] = {
             frozenset(re.findall(r'(\w+)=\\?"(.*?)\\?"', labels)): float(value)
-            for labels, value in re.findall(r'\{(.*?)\}"?,? (?:Sample: |Value: )?([-+\d.eE]+)', text)}
+            for labels, value in re.findall(r'\{(.*?)\}"?,? (?:Sample: |Value: )?([-+\d.eE]+)', text)
+        }
     for expr in asked:
         yield found.get(expr, {})
 
@@ -237,8 +265,9 @@ def _series(series: Series) -> str:
 def _notation(values: Values) -> str:
     """Return samples as promtool reads them: a value that stays is written once, with how often it comes again."""
     parts = []
-    for value, times in groupby("_" if value is None else value if isinstance(value, str) else f"{value:.12g}"
-                                for value in values):
+    for value, times in groupby(
+        "_" if value is None else value if isinstance(value, str) else f"{value:.12g}" for value in values
+    ):
         number = sum(1 for _ in times)
         if value == "stale":
             parts += ["stale"] * number
@@ -252,23 +281,39 @@ def _notation(values: Values) -> str:
 def to_json(verdicts: Verdicts) -> dict[str, object]:
     """Return the confusion matrix as a JSON object."""
     return {
-        "scenario": verdicts.scenario, "precision": verdicts.precision, "recall": verdicts.recall, "kinds": {
+        "scenario": verdicts.scenario,
+        "precision": verdicts.precision,
+        "recall": verdicts.recall,
+        "kinds": {
             row.kind.name: {
-                "jobs": row.jobs, "right": row.right, "told": row.told, "abstained": row.abstained,
-                "silent": row.silent, "alarms": row.alarms, "wrong": dict(row.wrong), "named_after_seconds": row.median}
-            for row in verdicts.rows}}
+                "jobs": row.jobs,
+                "right": row.right,
+                "told": row.told,
+                "abstained": row.abstained,
+                "silent": row.silent,
+                "alarms": row.alarms,
+                "wrong": dict(row.wrong),
+                "named_after_seconds": row.median,
+            }
+            for row in verdicts.rows
+        },
+    }
 
 
 def table(verdicts: Verdicts, seeds: int, first: int) -> str:
     """Return the confusion matrix for people."""
-    lines = [f"{verdicts.scenario}: {seeds} jobs of each kind, seeds {first} to {first + seeds - 1}", "",
-             f"{'kind':<18}{'right':>7}{'told':>6}{'abstained':>11}{'silent':>8}{'alarm':>7}{'wrong':>7}"
-             f"{'named after':>13}"]
+    lines = [
+        f"{verdicts.scenario}: {seeds} jobs of each kind, seeds {first} to {first + seeds - 1}",
+        "",
+        f"{'kind':<18}{'right':>7}{'told':>6}{'abstained':>11}{'silent':>8}{'alarm':>7}{'wrong':>7}{'named after':>13}",
+    ]
     for row in verdicts.rows:
         told = row.told if row.kind.tells else "-"
         after = "-" if row.median is None else f"{row.median:.0f} s"
-        lines.append(f"{row.kind.name:<18}{row.right:>7}{told:>6}{row.abstained:>11}{row.silent:>8}{row.alarms:>7}"
-                     f"{row.wrong.total():>7}{after:>13}  {row.kind.text}{' !' if row in verdicts.poor else ''}")
+        lines.append(
+            f"{row.kind.name:<18}{row.right:>7}{told:>6}{row.abstained:>11}{row.silent:>8}{row.alarms:>7}"
+            f"{row.wrong.total():>7}{after:>13}  {row.kind.text}{' !' if row in verdicts.poor else ''}"
+        )
         lines += [f"  {times} x named {who}" for who, times in row.wrong.most_common()]
     lines.append(f"\nprecision {verdicts.precision:.1%}, recall {verdicts.recall:.1%}")
     return "\n".join(lines)

@@ -64,9 +64,17 @@ class World:
     """A cluster with its jobs and faults; `run` lives through it once and hands every record to `tell`."""
 
     def __init__(
-        self, topology: Topology, jobs: Iterable[Job], faults: Iterable[Fault], seconds: float, seed: int,
-        tell: Callable[[Record], object], noise: Noise | None = None, every: float | None = None,
-        look: Callable[[World, float], object] | None = None, look_every: float = 60.0,
+        self,
+        topology: Topology,
+        jobs: Iterable[Job],
+        faults: Iterable[Fault],
+        seconds: float,
+        seed: int,
+        tell: Callable[[Record], object],
+        noise: Noise | None = None,
+        every: float | None = None,
+        look: Callable[[World, float], object] | None = None,
+        look_every: float = 60.0,
     ) -> None:
         self.topology, self.seconds = topology, seconds
         self._every = every
@@ -82,8 +90,9 @@ class World:
             gpus = job.nodes * topology.gpus_per_node
             if job.mesh and math.prod(job.mesh.values()) != gpus:
                 raise ValueError(f"{job.name}: a mesh of {dict(job.mesh)} is not {gpus} GPUs")
-            truth = Truth(job.name, job.tenant, EPOCH + job.begins - job.queue, job.flops_per_step(gpus),
-                          job.peak_flops)
+            truth = Truth(
+                job.name, job.tenant, EPOCH + job.begins - job.queue, job.flops_per_step(gpus), job.peak_flops
+            )
             self.jobs.append(Running(job, gpus, truth))
         if sum(running.job.nodes for running in self.jobs) > topology.nodes:
             raise ValueError(f"{topology.nodes} nodes are too few for these jobs")
@@ -154,8 +163,11 @@ class World:
             return
         new = [self._spares.pop(0) for _ in range(wanted)]
         # A new node takes the ranks of the one it stands for.
-        running.nodes = kept + new if not running.nodes else [
-            new.pop(0) if node in running.unavailable else node for node in running.nodes]
+        running.nodes = (
+            kept + new
+            if not running.nodes
+            else [new.pop(0) if node in running.unavailable else node for node in running.nodes]
+        )
         running.unavailable = set()
         truth = running.truth
         if truth.start is None:
@@ -166,8 +178,13 @@ class World:
         running.number += 1
         running.booked, running.held, running.live = t, True, True
         attempt = Attempt(
-            f"{running.job.name}.{running.number}", t, list(running.nodes), running.durable[-1] if running.durable else
-            None, committed=running.durable[-1] if running.durable else None, since=t)
+            f"{running.job.name}.{running.number}",
+            t,
+            list(running.nodes),
+            running.durable[-1] if running.durable else None,
+            committed=running.durable[-1] if running.durable else None,
+            since=t,
+        )
         attempt.step = attempt.resumed if attempt.resumed is not None else 0
         running.attempt = attempt
         self._next(running, t + self._rng.uniform(*running.job.startup), self._started)
@@ -259,8 +276,15 @@ class World:
             return
         before = round((running.booked - attempt.since) / attempt.each)
         made = attempt.made(t) - before
-        truth.made(attempt.step + before, made, attempt.each, EPOCH + running.booked, running.gpus, running.charged,
-                   running.usual)
+        truth.made(
+            attempt.step + before,
+            made,
+            attempt.each,
+            EPOCH + running.booked,
+            running.gpus,
+            running.charged,
+            running.usual,
+        )
         running.booked = attempt.since + (before + made) * attempt.each
 
     # Faults.
@@ -275,8 +299,7 @@ class World:
             return
         asked = fault
         fault, ports, nodes = self._place(asked, kind, target)
-        hit = [r for r in self.jobs if r.live and (
-            r is target or not nodes.isdisjoint(_attempt(r).nodes))]
+        hit = [r for r in self.jobs if r.live and (r is target or not nodes.isdisjoint(_attempt(r).nodes))]
         if target is not None and kind.scope == "job":
             hit = [target] if target.live else []
         lasts = fault.lasts if fault.lasts is not None else self._rng.uniform(*kind.repair)
@@ -284,10 +307,17 @@ class World:
             self._withdraw(nodes, t + lasts)
         clues = self._draw(kind)
         kinds = {clue.kind for clue in clues}
-        self.broken.append(Damage(
-            t, t + lasts, frozenset(nodes), kind.dark, frozenset(ports if "gpu_missing" in kinds else ()),
-            frozenset(ports if "link_down" in kinds else ()),
-            announced=kind.effect == "planned" and bool(fault.nodes)))
+        self.broken.append(
+            Damage(
+                t,
+                t + lasts,
+                frozenset(nodes),
+                kind.dark,
+                frozenset(ports if "gpu_missing" in kinds else ()),
+                frozenset(ports if "link_down" in kinds else ()),
+                announced=kind.effect == "planned" and bool(fault.nodes),
+            )
+        )
         for running in hit:
             if kind.effect == "end":
                 self._interrupt(running, fault, kind, nodes, t)
@@ -304,8 +334,9 @@ class World:
 
     def _place(self, fault: Fault, kind: Kind, target: Running | None) -> tuple[Fault, list[Port], set[int]]:
         """Return the fault with its place drawn where it was left open, its ports and its nodes."""
-        inside = _attempt(target).nodes if target is not None and target.attempt is not None else range(
-            self.topology.nodes)
+        inside = (
+            _attempt(target).nodes if target is not None and target.attempt is not None else range(self.topology.nodes)
+        )
         node = fault.node if fault.node is not None else self._rng.choice(inside)
         part = fault.part if fault.part is not None else self._rng.randrange(self.topology.gpus_per_node)
         if kind.scope == "leaf":
@@ -341,7 +372,11 @@ class World:
         mine = sorted(nodes & set(attempt.nodes)) if kind.effect != "planned" else []
         node = fault.node if fault.node is not None else 0
         return Loss(
-            kind.name, kind.cause, kind.effect, attempt.id, EPOCH + t,
+            kind.name,
+            kind.cause,
+            kind.effect,
+            attempt.id,
+            EPOCH + t,
             tuple(self.nodes.hosts[n] for n in mine),
             self.topology.gpu(node, fault.part or 0) if kind.scope == "gpu" else "",
             self.topology.port(fault.part or 0) if kind.scope == "port" else "",
@@ -357,7 +392,7 @@ class World:
             self._account(running, t)
         self._closed(running, t)
         if kind.rollback:
-            del running.durable[max(1, len(running.durable) - kind.rollback):]
+            del running.durable[max(1, len(running.durable) - kind.rollback) :]
         self.nodes.echo(attempt, nodes, t)
         self.nodes.last(job, attempt, t)
         exchanged = bool(running.unavailable)
@@ -394,7 +429,7 @@ class World:
         self._at(t, then)
 
     def _affect(
-        self, running: Running, asked: Fault, fault: Fault, kind: Kind, nodes: set[int], lasts: float, t: float,
+        self, running: Running, asked: Fault, fault: Fault, kind: Kind, nodes: set[int], lasts: float, t: float
     ) -> None:
         """Let something happen that ends nothing, or ends an attempt in order."""
         job = running.job
@@ -417,8 +452,9 @@ class World:
             self._next(running, t + lasts, self._go_on)
         else:
             self._switch(running, "checkpoint_save", t)
-            self._unless(running, t + job.save_blocks + job.save_writes, asked,
-                         partial(self._give_up, running, loss, lasts))
+            self._unless(
+                running, t + job.save_blocks + job.save_writes, asked, partial(self._give_up, running, loss, lasts)
+            )
 
     def _go_on(self, running: Running, t: float) -> None:
         self._train(running, t)
@@ -476,8 +512,14 @@ class World:
         self._at(told, partial(self._report, clue, node, part or 0, seen))
 
     def _report(self, clue: Clue, node: int, part: int, seen: float, t: float) -> None:
-        here = next((r for r in self.jobs if r.attempt is not None and node in r.attempt.nodes and (
-            node not in r.attempt.dark)), None)
+        here = next(
+            (
+                r
+                for r in self.jobs
+                if r.attempt is not None and node in r.attempt.nodes and (node not in r.attempt.dark)
+            ),
+            None,
+        )
         attempt = here.attempt if here is not None else None
         self.nodes.note(clue, node, part, seen, attempt)
         if here is not None and attempt is not None and attempt.ended is None:

@@ -32,8 +32,10 @@ each_variant = pytest.mark.parametrize("variant", VARIANTS)
 def files_of(values: Json) -> dict[str, str]:
     """Return the text of each template, by its name."""
     with helm.Chart.load(CHART) as chart:
-        return {path.removeprefix("flopwatch/templates/"): text
-                for path, text in chart.render(values, name="demo", namespace=NAMESPACE).items()}
+        return {
+            path.removeprefix("flopwatch/templates/"): text
+            for path, text in chart.render(values, name="demo", namespace=NAMESPACE).items()
+        }
 
 
 @cache
@@ -48,8 +50,9 @@ def _objects(variant: str) -> Objects:
 
 def objects_of(files: dict[str, str]) -> Objects:
     """Return what an install makes, by kind and name."""
-    documents = [made for path, text in files.items() if path.endswith(".yaml")
-                 for made in yaml.load_all(text, yaml.CSafeLoader)]
+    documents = [
+        made for path, text in files.items() if path.endswith(".yaml") for made in yaml.load_all(text, yaml.CSafeLoader)
+    ]
     made = [one for one in documents if one]
     found = {(one["kind"], one["metadata"]["name"]): one for one in made}
     assert len(found) == len(made), "two objects of one name"
@@ -87,7 +90,11 @@ def mounts(one: Json) -> dict[str, tuple[str, bool]]:
 def settings_of(workload: Json, name: str = "") -> Any:
     """Return what our own command line makes of a container's arguments."""
     arguments = [text.replace("$(NODE_NAME)", "node-7") for text in container(workload, name)["args"]]
-    kind: Any = {"exporter": ExporterSettings, "ledger": LedgerSettings, "kmsg": KmsgSettings,
-                 "boards": BoardsSettings}[arguments[0]]
+    kind: Any = {
+        "exporter": ExporterSettings,
+        "ledger": LedgerSettings,
+        "kmsg": KmsgSettings,
+        "boards": BoardsSettings,
+    }[arguments[0]]
     given = vars(_parser().parse_args(arguments))
     return kind(**{field.name: given[field.name] for field in fields(kind) if given.get(field.name) is not None})

@@ -27,12 +27,27 @@ from flopwatch.training import Run
 PACKAGE = "flopwatch.training"
 # What the loop calls, and instruments: it makes an object, appends to a deque or sets a field, and calls no more.
 OUTERMOST = {
-    "run.Run.activity", "run.Run.batches", "run.Run.position", "run.Run.enter", "run.Run.leave",
-    "run.Run.end_of_batches", "run.Run.measures_wait", "run.Run.waited", "run.Run.phase",
-    "context_managers.Activity.__init__", "context_managers.Background.__init__", "context_managers.Background.__enter__",
-    "context_managers.Background.__exit__", "context_managers.Batches.__init__", "context_managers.Batches.__iter__",
-    "context_managers.Checkpoint.__init__", "context_managers.Checkpoint.__enter__", "context_managers.Checkpoint.__exit__",
-    "context_managers.Wait.__init__", "context_managers.Wait.__enter__", "context_managers.Wait.__exit__",
+    "run.Run.activity",
+    "run.Run.batches",
+    "run.Run.position",
+    "run.Run.enter",
+    "run.Run.leave",
+    "run.Run.end_of_batches",
+    "run.Run.measures_wait",
+    "run.Run.waited",
+    "run.Run.phase",
+    "context_managers.Activity.__init__",
+    "context_managers.Background.__init__",
+    "context_managers.Background.__enter__",
+    "context_managers.Background.__exit__",
+    "context_managers.Batches.__init__",
+    "context_managers.Batches.__iter__",
+    "context_managers.Checkpoint.__init__",
+    "context_managers.Checkpoint.__enter__",
+    "context_managers.Checkpoint.__exit__",
+    "context_managers.Wait.__init__",
+    "context_managers.Wait.__enter__",
+    "context_managers.Wait.__exit__",
     "torch.phases._Hook.__call__",  # asks torch first whether it compiles, outside of its try
 }
 
@@ -101,8 +116,12 @@ def functions() -> dict[str, tuple[FunctionType, list[tuple[Any, str, Any]]]]:
     found: dict[str, tuple[FunctionType, list[tuple[Any, str, Any]]]] = {}
     modules = [module for name, module in sys.modules.items() if name.startswith(PACKAGE)]
     owners: list[ModuleType | type] = [*modules]
-    owners += {one for module in modules for one in vars(module).values()
-               if isinstance(one, type) and one.__module__.startswith(PACKAGE)}
+    owners += {
+        one
+        for module in modules
+        for one in vars(module).values()
+        if isinstance(one, type) and one.__module__.startswith(PACKAGE)
+    }
     for owner in owners:
         for name, value in list(vars(owner).items()):
             function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
@@ -116,11 +135,20 @@ def stops_errors(function: FunctionType) -> bool:
     """Return whether all that a function calls is inside `try: ... except Exception:`."""
     [definition] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     assert isinstance(definition, ast.FunctionDef)
-    outside = [statement for statement in definition.body if not (isinstance(statement, ast.Try) and any(
-        isinstance(handler.type, ast.Name) and handler.type.id in ("Exception", "BaseException")
-        for handler in statement.handlers))]
+    outside = [
+        statement
+        for statement in definition.body
+        if not (
+            isinstance(statement, ast.Try)
+            and any(
+                isinstance(handler.type, ast.Name) and handler.type.id in ("Exception", "BaseException")
+                for handler in statement.handlers
+            )
+        )
+    ]
     return len(outside) < len(definition.body) and not any(
-        isinstance(node, ast.Call) for statement in outside for node in ast.walk(statement))
+        isinstance(node, ast.Call) for statement in outside for node in ast.walk(statement)
+    )
 
 
 def called(job: Callable[[bool], list[str]]) -> set[CodeType]:
@@ -153,8 +181,11 @@ def broken(function: FunctionType, places: list[tuple[Any, str, Any]], error: ty
     for cell in cells:
         cell.cell_contents = fail
     for owner, name, value in places if not cells else ():
-        made = property(fail) if isinstance(value, property) else (
-            type(value)(fail) if isinstance(value, (staticmethod, classmethod)) else fail)
+        made = (
+            property(fail)
+            if isinstance(value, property)
+            else (type(value)(fail) if isinstance(value, (staticmethod, classmethod)) else fail)
+        )
         setattr(owner, name, made)
     try:
         yield

@@ -35,13 +35,16 @@ class Push:
         (scope,) = resource.scope_metrics
         self.resource = {
             a.key: getattr(a.value, a.value.WhichOneof("value") or "")
-            for a in (*resource.resource.attributes, *scope.metrics[0].metadata) if a.key.startswith("flopwatch.")}
+            for a in (*resource.resource.attributes, *scope.metrics[0].metadata)
+            if a.key.startswith("flopwatch.")
+        }
         self.samples: dict[str, float] = {}
         self.histograms: dict[str, tuple[list[int], float]] = {}
         for metric in scope.metrics:
             for point in getattr(metric, metric.WhichOneof("data") or "").data_points:
                 labels = ",".join(
-                    f"{a.key}={a.value.string_value}" for a in point.attributes if a.key not in ("run", "rank"))
+                    f"{a.key}={a.value.string_value}" for a in point.attributes if a.key not in ("run", "rank")
+                )
                 if metric.HasField("histogram"):
                     self.histograms[metric.name] = list(point.bucket_counts), point.sum
                 else:
@@ -110,5 +113,10 @@ def python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run code in a fresh interpreter that sees this checkout's package, and nothing of flopwatch's environment."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("FLOPWATCH_", "OTEL_"))}
     return subprocess.run(
-        [sys.executable, "-c", code], env={**inherited, "PYTHONPATH": str(ROOT / "exporter"), **environ},
-        capture_output=True, text=True, timeout=120, check=False)
+        [sys.executable, "-c", code],
+        env={**inherited, "PYTHONPATH": str(ROOT / "exporter"), **environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )

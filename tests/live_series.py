@@ -57,8 +57,12 @@ class Series:
         """
         index, part = divmod(seconds / self.interval, 1)
         value, after = (self.values[i] if i < len(self.values) else None for i in (int(index), int(index) + 1))
-        if value is not None and after is not None and after > value and self.name.endswith(
-                ("_total", "_sum", "_count", "_bucket")):
+        if (
+            value is not None
+            and after is not None
+            and after > value
+            and self.name.endswith(("_total", "_sum", "_count", "_bucket"))
+        ):
             return value + part * (after - value)
         return value
 
@@ -83,7 +87,7 @@ def of(paths: list[Path], longest: float) -> list[Series]:
                     labels, host = series.labels, re.search(r'\bhost="([^"]*)"', series.labels)
                     if "instance=" not in labels:  # or it would be the target's, the same in all tests
                         labels += f',instance="{host[1] if host else "none"}"'
-                    labels = re.sub(rf'\b({"|".join(PLACES)})="(?!")', rf'\g<0>{path.stem}{number}-', labels)
+                    labels = re.sub(rf'\b({"|".join(PLACES)})="(?!")', rf"\g<0>{path.stem}{number}-", labels)
                     found.append(replace(series, labels=labels.lstrip(",")))
     return found
 

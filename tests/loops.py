@@ -27,10 +27,21 @@ def seen_by(script: str, folder: Path) -> dict[str, Seen]:
     """Run a script in a folder and return what it printed."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith("FLOPWATCH_")}
     process = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=240, check=False, cwd=folder,
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        cwd=folder,
         # Nobody listens there: the runs are read in their process.
-        env={**environ, "PYTHONPATH": f"{ROOT / 'exporter'}:{ROOT}", "OMP_NUM_THREADS": "1",
-             "FLOPWATCH_ENDPOINT": "http://127.0.0.1:9", "FLOPWATCH_PUSH_INTERVAL": "60"})
+        env={
+            **environ,
+            "PYTHONPATH": f"{ROOT / 'exporter'}:{ROOT}",
+            "OMP_NUM_THREADS": "1",
+            "FLOPWATCH_ENDPOINT": "http://127.0.0.1:9",
+            "FLOPWATCH_PUSH_INTERVAL": "60",
+        },
+    )
     assert process.returncode == 0, process.stderr
     said: dict[str, Seen] = json.loads(process.stdout)
     return said

@@ -23,8 +23,16 @@ def until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
 def node_builds() -> bool:
     """Return whether there is a Node here that can build the viewer, as the Makefile asks."""
     node = shutil.which("node")
-    return node is not None and shutil.which("npm") is not None and int(subprocess.run(
-        [node, "-p", "process.versions.node.split('.')[0]"], capture_output=True, text=True, check=True).stdout) >= 20
+    return (
+        node is not None
+        and shutil.which("npm") is not None
+        and int(
+            subprocess.run(
+                [node, "-p", "process.versions.node.split('.')[0]"], capture_output=True, text=True, check=True
+            ).stdout
+        )
+        >= 20
+    )
 
 
 def shortest(measure: Callable[[], float], enough: float, tries: int = 4) -> float:

@@ -37,8 +37,10 @@ def attributes(values: Mapping[str, Value]) -> list[KeyValue]:
 def counter(name: str, value: float, at: float = START + 10, **labels: str) -> Metric:
     """Return a cumulative monotonic sum with one point."""
     point = NumberDataPoint(as_double=value, time_unix_nano=int(at * 1e9), attributes=attributes(labels))
-    return Metric(name=name, sum=Sum(
-        data_points=[point], is_monotonic=True, aggregation_temporality=AGGREGATION_TEMPORALITY_CUMULATIVE))
+    return Metric(
+        name=name,
+        sum=Sum(data_points=[point], is_monotonic=True, aggregation_temporality=AGGREGATION_TEMPORALITY_CUMULATIVE),
+    )
 
 
 def gauge(name: str, value: float, at: float = START + 10, **labels: str) -> Metric:
@@ -50,17 +52,27 @@ def gauge(name: str, value: float, at: float = START + 10, **labels: str) -> Met
 def histogram(name: str, bounds: Sequence[float], counts: Sequence[int], total: float) -> Metric:
     """Return a cumulative histogram with one point."""
     point = HistogramDataPoint(explicit_bounds=bounds, bucket_counts=counts, count=sum(counts), sum=total)
-    return Metric(name=name, histogram=Histogram(
-        data_points=[point], aggregation_temporality=AGGREGATION_TEMPORALITY_CUMULATIVE))
+    return Metric(
+        name=name, histogram=Histogram(data_points=[point], aggregation_temporality=AGGREGATION_TEMPORALITY_CUMULATIVE)
+    )
 
 
 def process(*metrics: Metric, rank: int = 0, run: str = "lm", **said: Any) -> ResourceMetrics:
     """Return what one training process sends; keyword arguments are resource attributes without `flopwatch.`."""
     identity: dict[str, Value] = {
-        "schema": 1, "run": run, "tenant": "", "attempt": "a1", "rank": rank, "host": "container", "start_unix": START,
+        "schema": 1,
+        "run": run,
+        "tenant": "",
+        "attempt": "a1",
+        "rank": rank,
+        "host": "container",
+        "start_unix": START,
     }
-    resource = ResourceMetrics(resource=Resource(attributes=attributes(
-        {f"flopwatch.{key}": value for key, value in {**identity, **said}.items()})))
+    resource = ResourceMetrics(
+        resource=Resource(
+            attributes=attributes({f"flopwatch.{key}": value for key, value in {**identity, **said}.items()})
+        )
+    )
     resource.scope_metrics.add().metrics.extend(metrics)
     return resource
 
@@ -78,5 +90,6 @@ def training(step: int, step_seconds: float, at: float, *, rank: int = 0, **said
         counter("training_model_flops_total", step * 1e12, at),
         gauge("training_peak_flops_per_second", 1e15, at),
         gauge("training_position_steps", step, at),
-        rank=rank, **said,
+        rank=rank,
+        **said,
     )

@@ -25,12 +25,27 @@ def start(command: Sequence[str], world_size: int, **environ: str) -> list[subpr
         port = held.getsockname()[1]
         return [
             subprocess.Popen(
-                [sys.executable, *command], stdout=subprocess.PIPE, text=True, pass_fds=[held.fileno()],
-                env={**inherited, "PYTHONPATH": f"{ROOT / 'exporter'}:{ROOT}", "RANK": str(rank),
-                     "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size),
-                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
-                     "OMP_NUM_THREADS": "1", "FLOPWATCH_DISABLE": "1", **environ})
-            for rank in range(world_size)]
+                [sys.executable, *command],
+                stdout=subprocess.PIPE,
+                text=True,
+                pass_fds=[held.fileno()],
+                env={
+                    **inherited,
+                    "PYTHONPATH": f"{ROOT / 'exporter'}:{ROOT}",
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(world_size),
+                    "LOCAL_RANK": str(rank),
+                    "LOCAL_WORLD_SIZE": str(world_size),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "GLOO_SOCKET_IFNAME": "lo",
+                    "OMP_NUM_THREADS": "1",
+                    "FLOPWATCH_DISABLE": "1",
+                    **environ,
+                },
+            )
+            for rank in range(world_size)
+        ]
 
 
 def answers(script: str, world_size: int, seconds: float = 280.0) -> list[Any]:

@@ -34,8 +34,10 @@ def under(expressions: Iterable[str]) -> tuple[list[dict[str, object]], list[Ale
                 if alert.name not in alerted and re.fullmatch(remembered, alert.name):
                     alerted.add(alert.name)
                     pending += [one.expr for one in ALERTS if one.name == alert.name]
-    return ([record.rule() for name, record in RECORDS.items() if name in recorded],
-            [alert for alert in ALERTS if alert.name in alerted])
+    return (
+        [record.rule() for name, record in RECORDS.items() if name in recorded],
+        [alert for alert in ALERTS if alert.name in alerted],
+    )
 
 
 def matches(matcher: promql.Matcher, value: str) -> bool:
@@ -49,8 +51,10 @@ def possible(expr: Any, there: set[str], alerting: set[str]) -> bool:
     """Return whether an expression can have a result where there are no series and alerts but those of these names."""
     match expr:
         case promql.VectorSelector(name="ALERTS" | "ALERTS_FOR_STATE"):
-            return any(all(matches(matcher, name) for matcher in expr.matchers.matchers if matcher.name == "alertname")
-                       for name in alerting)
+            return any(
+                all(matches(matcher, name) for matcher in expr.matchers.matchers if matcher.name == "alertname")
+                for name in alerting
+            )
         case promql.VectorSelector():
             return expr.name in there
         case promql.MatrixSelector():
@@ -60,7 +64,8 @@ def possible(expr: Any, there: set[str], alerting: set[str]) -> bool:
             return left or right if str(expr.op) == "or" else left and (right or str(expr.op) == "unless")
         case promql.Call():
             return expr.func.name in ("absent", "absent_over_time", "scalar", "vector") or all(
-                possible(argument, there, alerting) for argument in expr.args)
+                possible(argument, there, alerting) for argument in expr.args
+            )
         case promql.NumberLiteral() | promql.StringLiteral():
             return True
     return possible(expr.expr, there, alerting)
@@ -87,8 +92,9 @@ def rules_of(name: str, test: dict[str, Any], group: dict[str, Any] | None = Non
     Of one of its groups, if it is given, only those that can have a result there.
     """
     asked = [case["expr"] for group in test["tests"] for case in group.get("promql_expr_test", ())]
-    records_below, below = under([*asked, *(
-        text for alert in ALERTS if alert.name == name for text in (alert.expr, alert.description))])
+    records_below, below = under(
+        [*asked, *(text for alert in ALERTS if alert.name == name for text in (alert.expr, alert.description))]
+    )
     kept = {name} | {alert.name for alert in below}
     rules = records_below + [alert.rule(SETTINGS) for alert in ALERTS if alert.name in kept]
     return json.dumps({"groups": [{"name": "one", "rules": rules if group is None else alive(rules, group)}]})

@@ -30,8 +30,9 @@ def start(t: float, attempt: str, step: float = 0, source: str = "h1", **more: A
     return {"t": t, "run": "r", "attempt": attempt, "source": source, "event": "start", "step": step, "gpus": 8, **more}
 
 
-def snapshot(t: float, attempt: str, step: float | None, source: str = "h1", /, *, more: Line | None = None,
-             **activity: float) -> Line:
+def snapshot(
+    t: float, attempt: str, step: float | None, source: str = "h1", /, *, more: Line | None = None, **activity: float
+) -> Line:
     line = {"t": t, "run": "r", "attempt": attempt, "source": source, "event": "snapshot", "step": step, "gpus": 8}
     return line | {"activity_seconds": activity} | (more or {})
 
@@ -77,7 +78,13 @@ A1 = [
 def test_the_worked_history_of_a_crash_and_a_move_has_the_known_figures() -> None:
     run = figures(worked_history())
     assert buckets(worked_history()) == {
-        "productive": 6000, "lost": 195, "startup": 600, "checkpoint_save": 200, "down": 900, "queue": 600}
+        "productive": 6000,
+        "lost": 195,
+        "startup": 600,
+        "checkpoint_save": 200,
+        "down": 900,
+        "queue": 600,
+    }
     assert (round(run["goodput"], 3), round(run["ettr"], 3)) == (0.760, 0.706)
     assert run["wall_seconds"] == 7895
     # 600 steps of 3.2e16 FLOPs, over 8 GPUs of 989.4 TFLOP/s held for the whole wall clock.
@@ -122,7 +129,8 @@ def test_an_exporter_that_was_restarted_and_has_not_heard_from_all_its_ranks_boo
 
 def test_a_crash_loses_the_open_step_and_what_is_executed_again() -> None:
     again = [
-        *A1, snapshot(147, "a1", 3, startup=10, step=37),
+        *A1,
+        snapshot(147, "a1", 3, startup=10, step=37),
         start(200, "a2", step=1),
         snapshot(210, "a2", 1, startup=10, step=0),
         snapshot(250, "a2", 5, startup=10, step=40),
@@ -173,9 +181,10 @@ def test_until_the_process_is_seen_gone_it_is_lost_and_after_that_down() -> None
     assert buckets(later) == {"startup": 20, "productive": 34, "lost": 6, "down": 50}
 
 
-@pytest.mark.parametrize(("status", "rest"), [
-    ("failed", "lost"), ("preempted", "lost"), ("resized", "lost"), ("completed", "other"), ("stopped", "other"),
-])
+@pytest.mark.parametrize(
+    ("status", "rest"),
+    [("failed", "lost"), ("preempted", "lost"), ("resized", "lost"), ("completed", "other"), ("stopped", "other")],
+)
 def test_a_finish_brackets_the_time_since_the_last_snapshot(status: str, rest: str) -> None:
     lines = [*A1, finish(149, "a1", status)]
     assert buckets(lines) == {"startup": 10, "productive": 34, rest: 5}
@@ -199,20 +208,28 @@ def test_down_time_is_held_inside_an_allocation_and_not_between_two() -> None:
 
 def test_a_resize_counts_each_attempts_own_gpus() -> None:
     lines = [
-        *A1[:3], finish(130, "a1", "resized"),
-        start(135, "a2", step=2, gpus=16), snapshot(155, "a2", 3, startup=10, step=10, more={"gpus": 16}),
+        *A1[:3],
+        finish(130, "a1", "resized"),
+        start(135, "a2", step=2, gpus=16),
+        snapshot(155, "a2", 3, startup=10, step=10, more={"gpus": 16}),
     ]
     assert buckets(lines) == {"startup": 20, "productive": 30, "down": 5}
     gpu_seconds = figures(lines)["gpu_seconds"]
     assert (gpu_seconds["startup"], gpu_seconds["productive"], gpu_seconds["down"]) == (
-        8 * 10 + 16 * 10, 8 * 20 + 16 * 10, 8 * 5)
+        8 * 10 + 16 * 10,
+        8 * 20 + 16 * 10,
+        8 * 5,
+    )
 
 
 def test_when_attempts_overlap_the_later_start_owns_the_clock() -> None:
     lines = [
-        *A1, start(150, "a2", step=3),
-        snapshot(160, "a1", 5, startup=10, step=50), snapshot(165, "a2", 3, startup=15),
-        snapshot(170, "a1", 6, startup=10, step=60), snapshot(185, "a2", 5, startup=15, step=20),
+        *A1,
+        start(150, "a2", step=3),
+        snapshot(160, "a1", 5, startup=10, step=50),
+        snapshot(165, "a2", 3, startup=15),
+        snapshot(170, "a1", 6, startup=10, step=60),
+        snapshot(185, "a2", 5, startup=15, step=20),
         finish(186, "a1"),
     ]
     assert buckets(lines) == {"startup": 25, "productive": 54, "down": 6, "open": 1}
@@ -222,7 +239,11 @@ def test_when_attempts_overlap_the_later_start_owns_the_clock() -> None:
 def test_a_start_that_the_ledger_already_booked_past_takes_over_without_booking_twice() -> None:
     # a2's host is 20 s behind: it starts before the last thing known of a1.
     lines = [
-        *A1, start(124, "a2", step=3), snapshot(134, "a2", 3, startup=10), snapshot(164, "a2", 5, startup=20, step=20)]
+        *A1,
+        start(124, "a2", step=3),
+        snapshot(134, "a2", 3, startup=10),
+        snapshot(164, "a2", 5, startup=20, step=20),
+    ]
     run = figures(lines)
     assert run["wall_seconds"] == 64
     assert sum(run["buckets"].values()) == pytest.approx(64)
@@ -234,10 +255,13 @@ def test_several_nodes_add_up_and_time_follows_the_lowest_rank() -> None:
         return snapshot(t, "a1", step, source, more=more, **activity)
 
     lines = [
-        start(100, "a1", source="h2", rank=8, peak_flops=50.0), start(100, "a1", rank=0, peak_flops=50.0),
-        node("h2", 8, 120, 1, startup=10, step=10), node("h1", 0, 120, 1, startup=10, step=10),
+        start(100, "a1", source="h2", rank=8, peak_flops=50.0),
+        start(100, "a1", rank=0, peak_flops=50.0),
+        node("h2", 8, 120, 1, startup=10, step=10),
+        node("h1", 0, 120, 1, startup=10, step=10),
         # Only rank 0 writes the checkpoint; the others wait for it in their next step.
-        node("h2", 8, 140, 2, startup=10, step=30), node("h1", 0, 140, 2, startup=10, step=20, checkpoint_save=10),
+        node("h2", 8, 140, 2, startup=10, step=30),
+        node("h1", 0, 140, 2, startup=10, step=20, checkpoint_save=10),
     ]
     assert buckets(lines) == {"startup": 10, "productive": 20, "checkpoint_save": 10}
     run = figures(lines)
@@ -284,12 +308,18 @@ def test_a_snapshot_without_a_start_shows_when_its_process_started() -> None:
     # Without a word on where it resumed: from the last durable checkpoint.
     committed = [*A1[:2], snapshot(130, "a1", 2, startup=10, step=20, more={"committed_step": 1})]
     assert buckets([*committed, snapshot(250, "a2", 4, startup=10, step=30)]) == {
-        "startup": 20, "productive": 40, "lost": 10, "down": 80}
+        "startup": 20,
+        "productive": 40,
+        "lost": 10,
+        "down": 80,
+    }
 
 
 def test_a_source_that_does_not_know_its_position_has_time_but_no_goodput() -> None:
     lines = [
-        snapshot(130, "a1", None, startup=10, step=20), snapshot(140, "a1", None, startup=10, step=25, evaluation=5)]
+        snapshot(130, "a1", None, startup=10, step=20),
+        snapshot(140, "a1", None, startup=10, step=25, evaluation=5),
+    ]
     assert buckets(lines) == {"startup": 10, "other": 25, "evaluation": 5}
     assert (figures(lines)["goodput"], figures(lines)["ettr"]) == (None, None)
     served = {labels[2] for row, labels, _ in account(lines).families(140) if row is m.RUN_SECONDS}
@@ -372,35 +402,46 @@ def test_every_bucket_and_end_is_served_from_zero() -> None:
     seconds = {labels[2]: value for row, labels, value in samples if row is m.RUN_SECONDS}
     assert seconds == dict.fromkeys(BUCKETS, 0.0) | {"queue": 10.0}
     assert {labels[2]: value for row, labels, value in samples if row is m.RUN_ENDS} == dict.fromkeys(
-        ("completed", "stopped", "preempted", "resized", "failed", "silent"), 0)
+        ("completed", "stopped", "preempted", "resized", "failed", "silent"), 0
+    )
     assert {labels[2]: value for row, labels, value in samples if row is m.RUN_STATE} == {
-        "queued": 0, "running": 1, "down": 0, "completed": 0, "stopped": 0}
+        "queued": 0,
+        "running": 1,
+        "down": 0,
+        "completed": 0,
+        "stopped": 0,
+    }
     assert all(len(labels) == len(row.labels) for row, labels, _ in samples)
     names = [row.name for row, _, _ in samples]
     assert names == sorted(names)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"t": None}, "t: missing"),
-    ({"t": float("nan")}, "t: nan is not a finite number"),
-    ({"t": "12"}, "t: '12' is not a finite number"),
-    ({"t": True}, "t: True is not a finite number"),
-    ({"run": "a b"}, r"run: 'a b' does not match [A-Za-z0-9._:/@+-]{1,128}"),
-    ({"run": None}, "run: missing"),
-    ({"event": None}, "event: missing"),
-    ({"run": ["r"]}, "run: not a string of at most 512 characters"),
-    ({"event": "crash"}, "event: 'crash' is none of submitted, start, snapshot, finish"),
-    ({"attempt": None}, "attempt: missing"),
-    ({"attempt": "a" * 513}, "attempt: not a string of at most 512 characters"),
-    ({"step": -1}, "step: -1 is negative"),
-    ({"model_flops": 10**400}, "model_flops: larger than 1e+30"),
-    ({"activity_seconds": [1]}, "activity_seconds: not an object of seconds per activity"),
-    ({"activity_seconds": {"step": "1"}}, "activity_seconds: step: '1' is not a finite number"),
-    ({"activity_seconds": {"step": -0.5}}, "activity_seconds: step: -0.5 is negative"),
-    ({"gone": 1}, "gone: not true or false"),
-    ({"event": "finish", "status": "cancelled"},
-     "status: 'cancelled' is none of completed, stopped, preempted, resized, failed"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"t": None}, "t: missing"),
+        ({"t": float("nan")}, "t: nan is not a finite number"),
+        ({"t": "12"}, "t: '12' is not a finite number"),
+        ({"t": True}, "t: True is not a finite number"),
+        ({"run": "a b"}, r"run: 'a b' does not match [A-Za-z0-9._:/@+-]{1,128}"),
+        ({"run": None}, "run: missing"),
+        ({"event": None}, "event: missing"),
+        ({"run": ["r"]}, "run: not a string of at most 512 characters"),
+        ({"event": "crash"}, "event: 'crash' is none of submitted, start, snapshot, finish"),
+        ({"attempt": None}, "attempt: missing"),
+        ({"attempt": "a" * 513}, "attempt: not a string of at most 512 characters"),
+        ({"step": -1}, "step: -1 is negative"),
+        ({"model_flops": 10**400}, "model_flops: larger than 1e+30"),
+        ({"activity_seconds": [1]}, "activity_seconds: not an object of seconds per activity"),
+        ({"activity_seconds": {"step": "1"}}, "activity_seconds: step: '1' is not a finite number"),
+        ({"activity_seconds": {"step": -0.5}}, "activity_seconds: step: -0.5 is negative"),
+        ({"gone": 1}, "gone: not true or false"),
+        (
+            {"event": "finish", "status": "cancelled"},
+            "status: 'cancelled' is none of completed, stopped, preempted, resized, failed",
+        ),
+    ],
+)
 def test_a_bad_record_is_refused_with_the_field_and_the_reason(change: Line, message: str) -> None:
     ledger = Ledger()
     with pytest.raises(RecordError) as error:
@@ -435,8 +476,12 @@ class Process:
             left -= spent
             if spent < duration or left <= 0:
                 done = spent == duration
-                return (seconds, step + (name == "step" and done), spent if name == "step" and not done else 0.0,
-                        step if name == "checkpoint_save" and done else committed)
+                return (
+                    seconds,
+                    step + (name == "step" and done),
+                    spent if name == "step" and not done else 0.0,
+                    step if name == "checkpoint_save" and done else committed,
+                )
             step += name == "step"
             committed = step if name == "checkpoint_save" else committed
         return seconds, step, 0.0, committed
@@ -500,14 +545,28 @@ def histories(draw: st.DrawFn, *, clean: bool) -> Generated:
                 ages.append(life)
             for age in ages:
                 activity, step, open_step, committed = process.at(age)
-                lines.append({
-                    **who, "t": now + age + skew, "event": "snapshot", "step": step, "committed_step": committed,
-                    "activity_seconds": activity, "open_step_seconds": open_step,
-                    "model_flops": (step - resumed) * 1e15, "peak_flops": 8e14})
+                lines.append(
+                    {
+                        **who,
+                        "t": now + age + skew,
+                        "event": "snapshot",
+                        "step": step,
+                        "committed_step": committed,
+                        "activity_seconds": activity,
+                        "open_step_seconds": open_step,
+                        "model_flops": (step - resumed) * 1e15,
+                        "peak_flops": 8e14,
+                    }
+                )
                 if draw(whole(0, 9)) == 0:
-                    lines[-1]["evidence"] = [{
-                        "kind": draw(st.sampled_from(["xid", "link_down", "exception", "throttle", "strange"])),
-                        "t": now + skew + draw(whole(0, int(age))), "count": 1, "detail": "79"}]
+                    lines[-1]["evidence"] = [
+                        {
+                            "kind": draw(st.sampled_from(["xid", "link_down", "exception", "throttle", "strange"])),
+                            "t": now + skew + draw(whole(0, int(age))),
+                            "count": 1,
+                            "detail": "79",
+                        }
+                    ]
                 heard = max(heard, age)
             at = {**who, "t": now + life + skew}
             if end == "gone" and ages:
@@ -635,13 +694,17 @@ def check_attempts(run: Run) -> None:
 
 def snapshot_of(run: Run) -> list[Any]:
     """Return all that is written of a run, but for what goes by the newest stamp, which a late record may move too."""
-    state: list[Any] = json.loads(json.dumps([
-        {name: value for name, value in run.to_json().items() if name not in stamps_of(run)},
-        {name: asdict(source) for name, source in run.sources.items()},
-        list(run.history.items()),
-        [(number, asdict(incident)) for number, incident in run.incidents.items()],
-        {host: run.evidence.state(host) for host in run.evidence.hosts()},
-    ]))
+    state: list[Any] = json.loads(
+        json.dumps(
+            [
+                {name: value for name, value in run.to_json().items() if name not in stamps_of(run)},
+                {name: asdict(source) for name, source in run.sources.items()},
+                list(run.history.items()),
+                [(number, asdict(incident)) for number, incident in run.incidents.items()],
+                {host: run.evidence.state(host) for host in run.evidence.hosts()},
+            ]
+        )
+    )
     return state
 
 
@@ -661,9 +724,22 @@ def test_gpus_that_are_heard_of_late_were_held_from_the_start() -> None:
     for age in (120.0, 130.0, 140.0):
         for node in range(4):
             activity = {"startup": min(age, 120.0), "step": max(0.0, age - 120)}
-            ledger.apply({"t": age + node, "run": "r", "attempt": "a", "source": f"n{node}", "event": "snapshot",
-                          "started": float(node), "rank": 8 * node, "gpus": 8, "peak_flops": 8e15,
-                          "step": age / 10 - 12, "model_flops": (age - 120) * 1e15, "activity_seconds": activity})
+            ledger.apply(
+                {
+                    "t": age + node,
+                    "run": "r",
+                    "attempt": "a",
+                    "source": f"n{node}",
+                    "event": "snapshot",
+                    "started": float(node),
+                    "rank": 8 * node,
+                    "gpus": 8,
+                    "peak_flops": 8e15,
+                    "step": age / 10 - 12,
+                    "model_flops": (age - 120) * 1e15,
+                    "activity_seconds": activity,
+                }
+            )
     run = ledger.runs["", "r"]
     assert run.gpu_seconds["startup"] == pytest.approx(4 * 8 * 120)
     assert run.gpu_seconds["productive"] == pytest.approx(4 * 8 * 20)
@@ -673,8 +749,19 @@ def test_gpus_that_are_heard_of_late_were_held_from_the_start() -> None:
 def test_gpus_of_a_node_that_joins_later_are_held_from_then_on() -> None:
     ledger = Ledger()
     for node, born, t in ((0, 0.0, 100.0), (0, 0.0, 200.0), (1, 150.0, 201.0), (0, 0.0, 300.0)):
-        ledger.apply({"t": t, "run": "r", "attempt": "a", "source": f"n{node}", "event": "snapshot", "started": born,
-                      "rank": node, "gpus": 1, "activity_seconds": {"startup": t - born}})
+        ledger.apply(
+            {
+                "t": t,
+                "run": "r",
+                "attempt": "a",
+                "source": f"n{node}",
+                "event": "snapshot",
+                "started": born,
+                "rank": node,
+                "gpus": 1,
+                "activity_seconds": {"startup": t - born},
+            }
+        )
     assert ledger.runs["", "r"].gpu_seconds["startup"] == pytest.approx(300 + 150)
 
 
@@ -684,9 +771,26 @@ def test_what_held_up_a_hang_is_looked_for_before_it_and_not_only_before_its_end
     told = {"run": "r", "attempt": "a", "source": "n0", "rank": 0, "gpus": 8, "started": 0.0, "step": 10}
     ledger.apply({**told, "t": 100.0, "event": "snapshot", "activity_seconds": {"step": 100.0}})
     down = [{"kind": "link_down", "t": 103.0, "count": 1, "port": "mlx5_3:1"}]
-    ledger.apply({**told, "t": 820.0, "event": "snapshot", "activity_seconds": {"step": 820.0},
-                  "open_step_seconds": 720.0, "evidence": down})
-    ledger.apply({**told, "t": 821.0, "event": "finish", "status": "failed", "activity_seconds": {"step": 821.0},
-                  "open_step_seconds": 721.0, "evidence": down})
+    ledger.apply(
+        {
+            **told,
+            "t": 820.0,
+            "event": "snapshot",
+            "activity_seconds": {"step": 820.0},
+            "open_step_seconds": 720.0,
+            "evidence": down,
+        }
+    )
+    ledger.apply(
+        {
+            **told,
+            "t": 821.0,
+            "event": "finish",
+            "status": "failed",
+            "activity_seconds": {"step": 821.0},
+            "open_step_seconds": 721.0,
+            "evidence": down,
+        }
+    )
     (incident,) = ledger.runs["", "r"].figures(1000.0)["incidents"]
     assert (incident["cause"], incident["port"]) == ("network", "mlx5_3:1")

@@ -37,25 +37,43 @@ SAMPLE = int(os.environ.get("FLOPWATCH_MUTANTS", "5"))
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("FlopwatchWatchdog", "info: vector([1 -> (0)])"): "that there is a series is the alert, not its value",
     ("FlopwatchWatchdog", "info: vector([1 -> 2])"): "that there is a series is the alert, not its value",
-    ("GpuTooFew", "critical: or gpu_readable)) or on (instance) [0 -> (-1)] * max by (instance) (nod"):
-        "it is the value, for the text",
-    ("GpuXidRepeated",
-     'warning: id) (last_over_time(gpu_xid_last_timestamp_seconds[{xid=~"8|11|13|25|31|32|43|66|67|69|80|137|141"} -> '
-     "{}][1d])) > time() - 86400)"): "it is matched by the Xid, which the other side has already chosen",
+    (
+        "GpuTooFew",
+        "critical: or gpu_readable)) or on (instance) [0 -> (-1)] * max by (instance) (nod",
+    ): "it is the value, for the text",
+    (
+        "GpuXidRepeated",
+        "warning: id) "
+        '(last_over_time(gpu_xid_last_timestamp_seconds[{xid=~"8|11|13|25|31|32|43|66|67|69|80|137|141"} -> '
+        "{}][1d])) > time() - 86400)",
+    ): "it is matched by the Xid, which the other side has already chosen",
     # The alert is pending for a scrape; if it goes on by itself then, HostOnFaultyLeaf goes on, too. Here that one is
     # evaluated before the mutants, and not, as in its group, after the alert.
-    ("LeafDown", 'critical: tname="NodeLost"} ) ) > 1 and on (leaf) ALERTS[{alertname="LeafDown",alertstate="firing"} '
-     '-> {alertstate="firing"}]'): "the order of evaluation",
-    ("LeafDown", 'critical: tname="NodeLost"} ) ) > 1 and on (leaf) ALERTS[{alertname="LeafDown",alertstate="firing"} '
-     '-> {alertname="LeafDown"}]'): "the order of evaluation",
-    ("TrainingHang", 'critical: bool) or time() - max by (run) (ALERTS_FOR_STATE[{alertname="TrainingHang",'
-     'severity="critical"} -> {severity="critical"}]) and on (run) ALERTS{a'): "it is the value, which the text tells",
-    ("TrainingHang", 'critical: bool) or time() - max by (run) (ALERTS_FOR_STATE[{alertname="TrainingHang",'
-     'severity="critical"} -> {alertname="TrainingHang"}]) and on (run) ALERTS{a'): "it is the value, for the text",
+    (
+        "LeafDown",
+        'critical: tname="NodeLost"} ) ) > 1 and on (leaf) ALERTS[{alertname="LeafDown",alertstate="firing"} '
+        '-> {alertstate="firing"}]',
+    ): "the order of evaluation",
+    (
+        "LeafDown",
+        'critical: tname="NodeLost"} ) ) > 1 and on (leaf) ALERTS[{alertname="LeafDown",alertstate="firing"} '
+        '-> {alertname="LeafDown"}]',
+    ): "the order of evaluation",
+    (
+        "TrainingHang",
+        'critical: bool) or time() - max by (run) (ALERTS_FOR_STATE[{alertname="TrainingHang",'
+        'severity="critical"} -> {severity="critical"}]) and on (run) ALERTS{a',
+    ): "it is the value, which the text tells",
+    (
+        "TrainingHang",
+        'critical: bool) or time() - max by (run) (ALERTS_FOR_STATE[{alertname="TrainingHang",'
+        'severity="critical"} -> {alertname="TrainingHang"}]) and on (run) ALERTS{a',
+    ): "it is the value, for the text",
 }
 
 # One token of PromQL. A range or offset is not a threshold, and a label matcher is one token with its comma.
-TOKEN = re.compile(r"""
+TOKEN = re.compile(
+    r"""
     (?P<text>"(?:[^"\\]|\\.)*")
   | (?P<range>\[[^\]]*\]|\boffset\s+\w+)
   | (?P<parameter>\b(?:topk|bottomk|(?:histogram_)?quantile(?:_over_time)?)\b(?:\s+(?:by|without)\s*\([^)]*\))?
@@ -64,7 +82,9 @@ TOKEN = re.compile(r"""
   | (?P<name>[A-Za-z_:][A-Za-z0-9_:]*)
   | (?P<number>(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?)
   | (?P<comparison>==|!=|<=|>=|<|>)
-""", re.VERBOSE)
+""",
+    re.VERBOSE,
+)
 MATCHER = re.compile(r'\w+(?:=~|!~|!=|=)"(?:[^"\\]|\\.)*"')
 OTHER = {"==": "!=", "!=": "==", "<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
@@ -100,13 +120,13 @@ def changes(expr: str) -> Iterator[tuple[int, int, str]]:
             case "matchers":
                 matchers = MATCHER.findall(text)
                 for left_out in range(len(matchers)):
-                    yield start, end, f"{{{','.join(matchers[:left_out] + matchers[left_out + 1:])}}}"
+                    yield start, end, f"{{{','.join(matchers[:left_out] + matchers[left_out + 1 :])}}}"
 
 
 def mutants(alert: Alert) -> Iterator[Mutant]:
     """Yield every mutant of an alert."""
     for start, end, text in changes(alert.expr):
-        before, after = alert.expr[max(0, start - 50):start], alert.expr[end:end + 25]
+        before, after = alert.expr[max(0, start - 50) : start], alert.expr[end : end + 25]
         name = " ".join(f"{before}[{alert.expr[start:end]} -> {text}]{after}".split())
         yield Mutant(f"{alert.severity}: {name}", replace(alert, expr=alert.expr[:start] + text + alert.expr[end:]))
     if alert.for_ == "0s":
@@ -127,20 +147,31 @@ def renamed(test: dict[str, Any], alert: str, names: list[str]) -> dict[str, Any
     plain = re.compile(rf'(?<=alertname=")(?:{alert})(?=")')
     groups = []
     for group in test["tests"]:
-        cases = [{**case, "alertname": name, "exp_alerts": [{"exp_labels": one["exp_labels"]}
-                                                            for one in case["exp_alerts"]]}
-                 for case in group.get("alert_rule_test", ()) for name in names]
-        queries = [{**case, "expr": plain.sub(name, case["expr"]), "exp_samples": [
-                       {**sample, "labels": plain.sub(name, sample["labels"])} for sample in case["exp_samples"]]}
-                   for case in group.get("promql_expr_test", ()) for name in names]
+        cases = [
+            {**case, "alertname": name, "exp_alerts": [{"exp_labels": one["exp_labels"]} for one in case["exp_alerts"]]}
+            for case in group.get("alert_rule_test", ())
+            for name in names
+        ]
+        queries = [
+            {
+                **case,
+                "expr": plain.sub(name, case["expr"]),
+                "exp_samples": [
+                    {**sample, "labels": plain.sub(name, sample["labels"])} for sample in case["exp_samples"]
+                ],
+            }
+            for case in group.get("promql_expr_test", ())
+            for name in names
+        ]
         groups.append({**group, "alert_rule_test": cases, "promql_expr_test": queries})
     return {**test, "rule_files": ["rules.yaml"], "tests": groups}
 
 
 def lasts(test: dict[str, Any]) -> float:
     """Return at which second a rule test asks last."""
-    return max(seconds(case["eval_time"]) for kind in ("alert_rule_test", "promql_expr_test")
-               for case in test.get(kind, ()))
+    return max(
+        seconds(case["eval_time"]) for kind in ("alert_rule_test", "promql_expr_test") for case in test.get(kind, ())
+    )
 
 
 def survivors(folder: Path, name: str, tried: list[tuple[str, list[Alert]]]) -> list[str]:
@@ -152,20 +183,35 @@ def survivors(folder: Path, name: str, tried: list[tuple[str, list[Alert]]]) -> 
     """
     test = yaml.safe_load((RULES / f"{name}.yaml").read_text())
     # Alerts that it remembers in ALERTS go with it; one that remembers itself is renamed in itself.
-    base, others = under([*(alert.expr for _, variants in tried for alert in variants), *(
-        case["expr"] for group in test["tests"] for case in group.get("promql_expr_test", ()))])
+    base, others = under(
+        [
+            *(alert.expr for _, variants in tried for alert in variants),
+            *(case["expr"] for group in test["tests"] for case in group.get("promql_expr_test", ())),
+        ]
+    )
     base += [{key: value for key, value in alert.rule(SETTINGS).items() if key != "annotations"} for alert in others]
     itself = re.compile(rf'(?<=alertname="){name}(?=")')
     left = dict(enumerate([("itself", [alert for alert in ALERTS if alert.name == name]), *tried]))
     groups = sorted(test["tests"], key=lambda group: (-lasts(group), len(group["input_series"])))
     while groups and len(left) > 1:
-        rules = [*alive(base, groups[-1]), *(
-            {"alert": f"{name}_m{number}", "expr": itself.sub(f"{name}_m{number}", alert.expr), "for": alert.for_,
-             "labels": alert.labels, **({"keep_firing_for": alert.keep_firing_for} if alert.keep_firing_for else {})}
-            for number, (_, variants) in left.items() for alert in variants)]
+        rules = [
+            *alive(base, groups[-1]),
+            *(
+                {
+                    "alert": f"{name}_m{number}",
+                    "expr": itself.sub(f"{name}_m{number}", alert.expr),
+                    "for": alert.for_,
+                    "labels": alert.labels,
+                    **({"keep_firing_for": alert.keep_firing_for} if alert.keep_firing_for else {}),
+                }
+                for number, (_, variants) in left.items()
+                for alert in variants
+            ),
+        ]
         (folder / "rules.yaml").write_text(json.dumps({"groups": [{"name": "one", "rules": rules}]}))
-        (folder / "test.yaml").write_text(json.dumps(renamed(
-            {**test, "tests": [groups[-1]]}, name, [f"{name}_m{number}" for number in left])))
+        (folder / "test.yaml").write_text(
+            json.dumps(renamed({**test, "tests": [groups[-1]]}, name, [f"{name}_m{number}" for number in left]))
+        )
         done = rule_test(find().promtool, folder / "test.yaml", timeout=1800)
         told = done.stdout + done.stderr
         broken = {int(number) for number in re.findall(rf"rule: {name}_m(\d+), time: ", told)}
@@ -194,8 +240,10 @@ def surviving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Fu
     """Give, for each alert, which of its mutants survive; as many promtools run at once as there are processors."""
     longest_first = sorted(NAMES, key=lambda name: (RULES / f"{name}.yaml").stat().st_size, reverse=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield {name: pool.submit(survivors, tmp_path_factory.mktemp(name), name, tried_of(name, sample=SAMPLE > 0))
-               for name in longest_first}
+        yield {
+            name: pool.submit(survivors, tmp_path_factory.mktemp(name), name, tried_of(name, sample=SAMPLE > 0))
+            for name in longest_first
+        }
         pool.shutdown(cancel_futures=True)
 
 
@@ -208,8 +256,12 @@ def test_no_mutant_of_an_alert_passes_its_rule_tests(name: str, surviving: dict[
 def test_what_is_called_equivalent_is_told_from_its_alert_by_no_test(tmp_path: Path) -> None:
     for name in {name for name, _ in EQUIVALENT}:
         variants = [alert for alert in ALERTS if alert.name == name]
-        listed = [(mutant.name, [mutant.alert if one is alert else one for one in variants])
-                  for alert in variants for mutant in mutants(alert) if (name, mutant.name) in EQUIVALENT]
+        listed = [
+            (mutant.name, [mutant.alert if one is alert else one for one in variants])
+            for alert in variants
+            for mutant in mutants(alert)
+            if (name, mutant.name) in EQUIVALENT
+        ]
         assert survivors(tmp_path, name, listed) == [mutant for mutant, _ in listed]
 
 
@@ -227,8 +279,14 @@ def test_what_is_called_equivalent_is_a_mutant_that_exists() -> None:
 def test_the_changes_are_of_thresholds_comparisons_and_matchers_and_of_nothing_else() -> None:
     expr = 'topk by (a) (1, rate(x_5{b="1",c!~"2|3"}[5m] offset 1m)) > 20 and quantile by (a) (0.5, y) >= 3'
     assert [(expr[start:end], text) for start, end, text in changes(expr)] == [
-        ('{b="1",c!~"2|3"}', '{c!~"2|3"}'), ('{b="1",c!~"2|3"}', '{b="1"}'), (">", "<"), ("20", "18"), ("20", "22"),
-        (">=", "<="), ("3", "(2)"), ("3", "4"),
+        ('{b="1",c!~"2|3"}', '{c!~"2|3"}'),
+        ('{b="1",c!~"2|3"}', '{b="1"}'),
+        (">", "<"),
+        ("20", "18"),
+        ("20", "22"),
+        (">=", "<="),
+        ("3", "(2)"),
+        ("3", "4"),
     ]
     assert [text for _, _, text in changes("x > 0")] == ["<", ">=", "(-1)", "1"]
     assert [text for _, _, text in changes("x < 1.5e-12")] == [">", "1.35e-12", "1.65e-12"]

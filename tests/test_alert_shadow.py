@@ -61,15 +61,32 @@ def test_prometheus_records_a_shadowed_alert(servers: Servers, tmp_path: Path) -
         'gpu_temperature_limit_margin_celsius{gpu="1",uuid="GPU-1",limit="slowdown",instance="a"}': "-2x20",
         'gpu_info{gpu="1",uuid="GPU-1",host="node-a",instance="a"}': "1x20",
     }
-    (tmp_path / "test.yaml").write_text(json.dumps({"rule_files": ["rules.yaml"], "tests": [{
-        "interval": "1m",
-        "input_series": [{"series": name, "values": values} for name, values in series.items()],
-        "promql_expr_test": [{
-            "expr": 'ALERTS{alertname="GpuHot",alertstate="firing",shadow="true"}', "eval_time": "10m",
-            "exp_samples": [{"labels": 'ALERTS{alertname="GpuHot",alertstate="firing",host="node-a",'
-                                       'severity="warning",shadow="true",uuid="GPU-1"}', "value": 1}],
-        }],
-    }]}))
+    (tmp_path / "test.yaml").write_text(
+        json.dumps(
+            {
+                "rule_files": ["rules.yaml"],
+                "tests": [
+                    {
+                        "interval": "1m",
+                        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+                        "promql_expr_test": [
+                            {
+                                "expr": 'ALERTS{alertname="GpuHot",alertstate="firing",shadow="true"}',
+                                "eval_time": "10m",
+                                "exp_samples": [
+                                    {
+                                        "labels": 'ALERTS{alertname="GpuHot",alertstate="firing",host="node-a",'
+                                        'severity="warning",shadow="true",uuid="GPU-1"}',
+                                        "value": 1,
+                                    }
+                                ],
+                            }
+                        ],
+                    }
+                ],
+            }
+        )
+    )
     done = rule_test(servers.promtool, tmp_path / "test.yaml", timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -84,9 +101,20 @@ def test_nobody_is_told_of_a_shadowed_alert(
     labels = {"alertname": "GpuHot", "severity": severity, "host": "a", "shadow": "true", **team}
 
     def told(labels: dict[str, str]) -> str:
-        return subprocess.run([servers.amtool, "config", "routes", "test", f"--config.file={config}",
-                               *(f"{name}={value}" for name, value in labels.items())],
-                              capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+        return subprocess.run(
+            [
+                servers.amtool,
+                "config",
+                "routes",
+                "test",
+                f"--config.file={config}",
+                *(f"{name}={value}" for name, value in labels.items()),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout.strip()
 
     assert told(labels) == "nobody"
     assert "nobody" not in told({name: value for name, value in labels.items() if name != "shadow"})
@@ -96,7 +124,8 @@ def test_a_shadowed_alert_holds_back_no_other() -> None:
     config = yaml.safe_load(alertmanager_yaml(SHADOWED))
     assert config["inhibit_rules"]
     operators: dict[str, Callable[[str, str], bool]] = {
-        "=": lambda value, wanted: value == wanted, "!=": lambda value, wanted: value != wanted,
+        "=": lambda value, wanted: value == wanted,
+        "!=": lambda value, wanted: value != wanted,
         "=~": lambda value, wanted: bool(re.fullmatch(wanted, value)),
         "!~": lambda value, wanted: not re.fullmatch(wanted, value),
     }

@@ -36,13 +36,19 @@ SETTINGS = AlertSettings()
 ALERTS = alerts(SETTINGS)
 # By the level a record's name begins with: the labels it may have.
 LEVELS = {
-    "fleet": set[str](), "host": {"host", "run"}, "instance": {"instance", "host", "run"},
-    "port": {"instance", "device", "port", "rail", "run"}, "rail": {"run", "rail"},
-    "rank": {"run", "rank", "host", "uuid", "pp", "sign"}, "run": {"tenant", "run", "bucket"},
+    "fleet": set[str](),
+    "host": {"host", "run"},
+    "instance": {"instance", "host", "run"},
+    "port": {"instance", "device", "port", "rail", "run"},
+    "rail": {"run", "rail"},
+    "rank": {"run", "rank", "host", "uuid", "pp", "sign"},
+    "run": {"tenant", "run", "bucket"},
 }
 EVERY_ALERT = pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: f"{alert.name}-{alert.severity}")
-DURATION = re.compile(r"(?<!from=now-)\b(?:\d+(?:ms|[smhd]))+\b|(?:(?<=time\(\) - )|(?<=blocked_seconds\) > )"
-                      r'|(?<="}\) - ))[\d.]+')
+DURATION = re.compile(
+    r"(?<!from=now-)\b(?:\d+(?:ms|[smhd]))+\b|(?:(?<=time\(\) - )|(?<=blocked_seconds\) > )"
+    r'|(?<="}\) - ))[\d.]+'
+)
 
 
 @pytest.fixture(scope="session")
@@ -62,10 +68,19 @@ def seconds(text: str) -> float:
     return sum(float(number) * sizes[unit] for number, unit in re.findall(r"([\d.]+)(ms|[smhd]|)", text))
 
 
-@pytest.mark.parametrize(("length", "text"), [
-    (0, "0s"), (0.0004, "0s"), (0.75, "750ms"), (15, "15s"), (90, "1m30s"), (300, "5m"), (86_400, "1d"),
-    (93_784.005, "1d2h3m4s5ms"),
-])
+@pytest.mark.parametrize(
+    ("length", "text"),
+    [
+        (0, "0s"),
+        (0.0004, "0s"),
+        (0.75, "750ms"),
+        (15, "15s"),
+        (90, "1m30s"),
+        (300, "5m"),
+        (86_400, "1d"),
+        (93_784.005, "1d2h3m4s5ms"),
+    ],
+)
 def test_durations_are_written_as_prometheus_writes_them(length: float, text: str) -> None:
     assert duration(length) == text
 
@@ -90,7 +105,7 @@ def judged(servers: Servers, folder: Path, path: Path) -> subprocess.CompletedPr
 
 @pytest.fixture(scope="module")
 def judgements(
-    servers: Servers, tmp_path_factory: pytest.TempPathFactory,
+    servers: Servers, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[Path, Future[subprocess.CompletedProcess[str]]]]:
     """Give what promtool says of each rule test; as many run at once as there are processors."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -100,7 +115,7 @@ def judgements(
 
 @pytest.mark.parametrize("path", RULE_TESTS, ids=lambda path: path.stem)
 def test_rules_pass_their_unit_tests(
-    path: Path, judgements: dict[Path, Future[subprocess.CompletedProcess[str]]],
+    path: Path, judgements: dict[Path, Future[subprocess.CompletedProcess[str]]]
 ) -> None:
     done = judgements[path].result()
     assert done.returncode == 0, done.stdout + done.stderr
@@ -136,8 +151,11 @@ def test_every_record_has_a_name_of_its_own_and_a_rule_test_that_asks_for_it() -
     names = [record.name for record in records(SETTINGS)]
     assert len(set(names)) == len(names)
     asked = {
-        name for path in RULE_TESTS for test in yaml.safe_load(path.read_text())["tests"]
-        for case in test.get("promql_expr_test", ()) if case["exp_samples"]
+        name
+        for path in RULE_TESTS
+        for test in yaml.safe_load(path.read_text())["tests"]
+        for case in test.get("promql_expr_test", ())
+        if case["exp_samples"]
         for name in re.findall(r"[a-z]+:\w+:\w+", case["expr"])
     }
     assert set(names) - asked == set()
@@ -147,7 +165,8 @@ def test_the_list_of_records_in_the_docs_is_the_printed_one_and_leaves_none_out(
     page = (ROOT / "docs" / "records.md").read_text()
     assert page == recording_page(SETTINGS)
     assert re.findall(r"^\| `(\S+)` \|", page, flags=re.MULTILINE) == [
-        record.name for group in TITLES for record in records(SETTINGS) if record.group == group]
+        record.name for group in TITLES for record in records(SETTINGS) if record.group == group
+    ]
     assert page.count("| `") == len(records(SETTINGS))
 
 
@@ -164,7 +183,11 @@ def test_a_group_that_is_evaluated_less_often_is_still_there_when_instant_querie
 def test_every_alert_has_a_runbook_with_queries_that_work(alert: Alert) -> None:
     text = (ROOT / "alerts" / "runbooks" / f"{alert.name}.md").read_text()
     assert re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), flags=re.MULTILINE) == [
-        alert.name, "Meaning", "Impact", "Diagnosis", "Mitigation",
+        alert.name,
+        "Meaning",
+        "Impact",
+        "Diagnosis",
+        "Mitigation",
     ]
     queries = re.findall(r"```promql\n(.*?)```", text, flags=re.DOTALL)
     assert queries
@@ -208,17 +231,18 @@ def test_settings_that_cannot_work_are_refused() -> None:
         AlertSettings(pace=0)
 
 
-@pytest.mark.parametrize(("labels", "receivers"), [
-    ({"alertname": "GpuXidCritical", "severity": "critical", "host": "a"}, "pagerduty,slack"),
-    ({"alertname": "TrainingDown", "severity": "critical", "run": "lm"}, "pagerduty,slack"),
-    ({"alertname": "TrainingStraggler", "severity": "warning", "run": "lm"}, "slack"),
-    ({"alertname": "FlopwatchWatchdog", "severity": "info"}, "watchdog"),
-    ({"alertname": "Anything", "severity": "info"}, "nobody"),
-    ({"alertname": "SomebodyElses"}, "slack"),
-])
-def test_amtool_routes_by_severity(
-    servers: Servers, tmp_path: Path, labels: dict[str, str], receivers: str
-) -> None:
+@pytest.mark.parametrize(
+    ("labels", "receivers"),
+    [
+        ({"alertname": "GpuXidCritical", "severity": "critical", "host": "a"}, "pagerduty,slack"),
+        ({"alertname": "TrainingDown", "severity": "critical", "run": "lm"}, "pagerduty,slack"),
+        ({"alertname": "TrainingStraggler", "severity": "warning", "run": "lm"}, "slack"),
+        ({"alertname": "FlopwatchWatchdog", "severity": "info"}, "watchdog"),
+        ({"alertname": "Anything", "severity": "info"}, "nobody"),
+        ({"alertname": "SomebodyElses"}, "slack"),
+    ],
+)
+def test_amtool_routes_by_severity(servers: Servers, tmp_path: Path, labels: dict[str, str], receivers: str) -> None:
     path = tmp_path / "alertmanager.yml"
     # amtool before 0.26 knows no url_file; the shipped file is checked as it is where it is read.
     path.write_text(alertmanager_yaml(replace(SETTINGS, watchdog_url="http://127.0.0.1:1/")))
@@ -244,12 +268,20 @@ def test_secrets_stay_in_files() -> None:
 @pytest.fixture
 def render(servers: Servers, tmp_path: Path) -> Callable[[str], str]:
     """Return a function that renders a template as Alertmanager does, for a group half of which is over."""
+
     def alert(status: str, description: str) -> dict[str, Any]:
-        return {"status": status, "labels": {}, "annotations": {"description": description},
-                "startsAt": "2026-11-21T14:05:09+01:00", "endsAt": "2026-11-21T15:00:00+01:00"}
+        return {
+            "status": status,
+            "labels": {},
+            "annotations": {"description": description},
+            "startsAt": "2026-11-21T14:05:09+01:00",
+            "endsAt": "2026-11-21T15:00:00+01:00",
+        }
 
     data = {
-        "status": "firing", "receiver": "slack", "externalURL": "http://127.0.0.1",
+        "status": "firing",
+        "receiver": "slack",
+        "externalURL": "http://127.0.0.1",
         "commonLabels": {"alertname": "TrainingDown", "severity": "critical"},
         "commonAnnotations": {"summary": "1 < 2 & <b>", "runbook_url": "https://runbooks/x.md"},
         "alerts": [alert("resolved", "Run b>a"), alert("firing", "Run <!channel> & more")],
@@ -257,8 +289,12 @@ def render(servers: Servers, tmp_path: Path) -> Callable[[str], str]:
     (tmp_path / "data.json").write_text(json.dumps(data))
     (tmp_path / "none.tmpl").write_text("")
     return lambda template: run(
-        servers.amtool, "template", "render", f"--template.glob={tmp_path / 'none.tmpl'}",
-        f"--template.data={tmp_path / 'data.json'}", f"--template.text={template}",
+        servers.amtool,
+        "template",
+        "render",
+        f"--template.glob={tmp_path / 'none.tmpl'}",
+        f"--template.data={tmp_path / 'data.json'}",
+        f"--template.text={template}",
     )
 
 
@@ -300,12 +336,21 @@ def test_grafana_managed_rules_are_the_same_alerts_one_to_one() -> None:
     groups: Any = rules(SETTINGS)["groups"]
     prometheus = [
         (group["name"], rule["alert"], rule["expr"], rule["for"], rule["labels"], rule.get("keep_firing_for", ""))
-        for group in groups for rule in group["rules"] if "alert" in rule
+        for group in groups
+        for rule in group["rules"]
+        if "alert" in rule
     ]
     grafana = [
-        (group["name"], rule["title"].partition(" ")[0], rule["data"][0]["model"]["expr"], rule["for"],
-         rule["labels"], rule["keepFiringFor"])
-        for group in provisioning["groups"] for rule in group["rules"]
+        (
+            group["name"],
+            rule["title"].partition(" ")[0],
+            rule["data"][0]["model"]["expr"],
+            rule["for"],
+            rule["labels"],
+            rule["keepFiringFor"],
+        )
+        for group in provisioning["groups"]
+        for rule in group["rules"]
     ]
     assert len(grafana) == len(ALERTS)
     assert grafana == prometheus

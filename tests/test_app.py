@@ -89,7 +89,7 @@ def ask(
 
 @contextmanager
 def running(
-    token_file: Path | None = None, host: str = "node-7", send_buffer: int = 0, deadline: float = PATIENCE,
+    token_file: Path | None = None, host: str = "node-7", send_buffer: int = 0, deadline: float = PATIENCE
 ) -> Iterator[Node]:
     """Run both applications as the exporter does; `send_buffer` is what the kernel keeps of an answer, in bytes."""
     settings = ExporterSettings(host=host, scrape_deadline=deadline)
@@ -107,8 +107,13 @@ def running(
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
     try:
-        yield Node(sockets[0].getsockname()[1], sockets[1].getsockname()[1], gpus, telemetry,
-                   servers[0].server_state.connections)
+        yield Node(
+            sockets[0].getsockname()[1],
+            sockets[1].getsockname()[1],
+            gpus,
+            telemetry,
+            servers[0].server_state.connections,
+        )
     finally:
         gpus.released.set()
         for one in servers:
@@ -301,25 +306,30 @@ def test_refused_points_are_a_partial_success(node: Node) -> None:
     status, _, answer = node.post(body.SerializeToString())
     assert status == 200
     assert ExportMetricsServiceResponse.FromString(answer).partial_success == ExportMetricsPartialSuccess(
-        rejected_data_points=1, error_message=reason)
+        rejected_data_points=1, error_message=reason
+    )
     assert json.loads(node.post(MessageToJson(body).encode(), JSON)[2]) == {
-        "partialSuccess": {"rejectedDataPoints": "1", "errorMessage": reason}}
+        "partialSuccess": {"rejectedDataPoints": "1", "errorMessage": reason}
+    }
 
 
 BODY = request(process(counter("training_tokens_total", 1.0))).SerializeToString()
 
 
-@pytest.mark.parametrize(("body", "media", "coding", "status"), [
-    (b"\xff\xff", PROTOBUF, "identity", 400),
-    (b"{]", JSON, "identity", 400),
-    (BODY, PROTOBUF, "gzip", 400),
-    (BODY, "text/plain", "identity", 415),
-    (BODY, "", "identity", 415),
-    (BODY, PROTOBUF, "br", 415),
-    (bytes(MAX_BYTES + 1), PROTOBUF, "identity", 413),
-    (bytes(20 * MAX_BYTES), PROTOBUF, "identity", 413),
-    (gzip.compress(bytes(50 * MAX_BYTES)), PROTOBUF, "gzip", 413),
-])
+@pytest.mark.parametrize(
+    ("body", "media", "coding", "status"),
+    [
+        (b"\xff\xff", PROTOBUF, "identity", 400),
+        (b"{]", JSON, "identity", 400),
+        (BODY, PROTOBUF, "gzip", 400),
+        (BODY, "text/plain", "identity", 415),
+        (BODY, "", "identity", 415),
+        (BODY, PROTOBUF, "br", 415),
+        (bytes(MAX_BYTES + 1), PROTOBUF, "identity", 413),
+        (bytes(20 * MAX_BYTES), PROTOBUF, "identity", 413),
+        (gzip.compress(bytes(50 * MAX_BYTES)), PROTOBUF, "gzip", 413),
+    ],
+)
 def test_a_request_that_is_no_push_is_refused_with_a_reason(
     body: bytes, media: str, coding: str, status: int, node: Node
 ) -> None:
@@ -339,8 +349,10 @@ def test_a_request_that_is_no_push_is_refused_with_a_reason(
 def test_a_body_that_never_arrives_leaves_the_intake_in_order(node: Node) -> None:
     for _ in range(5):
         with socket.create_connection(("127.0.0.1", node.otlp)) as client:
-            client.sendall(b"POST /v1/metrics HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-protobuf\r\n"
-                           b"Content-Length: 1000\r\n\r\nabc")
+            client.sendall(
+                b"POST /v1/metrics HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-protobuf\r\n"
+                b"Content-Length: 1000\r\n\r\nabc"
+            )
     assert node.post(BODY)[0] == 200
 
 

@@ -44,8 +44,10 @@ def evaluation_agrees(seen: Seen) -> bool:
 
 def disagreeing(both: Seen) -> list[str]:
     """Return the activities that were told to be of another length than they were seen to be."""
-    keys = {name: f"{SECONDS}{{activity={name}}}" for name in (
-        "step", "data_stall", "evaluation", "checkpoint_save", "startup")}
+    keys = {
+        name: f"{SECONDS}{{activity={name}}}"
+        for name in ("step", "data_stall", "evaluation", "checkpoint_save", "startup")
+    }
     return [name for name, key in keys.items() if both[key] != pytest.approx(both["truth"][key], rel=0.02, abs=0.002)]
 
 
@@ -154,8 +156,18 @@ def test_accelerates_loader_that_fetches_ahead_gives_every_step_its_own_tokens(s
 # Activities.
 
 
-@pytest.mark.parametrize("how", ["no_grad_around", "no_grad_inside", "inference_mode", "one_batch", "left_early",
-                                 "new_loader_every_time", "on_the_training_data"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "no_grad_around",
+        "no_grad_inside",
+        "inference_mode",
+        "one_batch",
+        "left_early",
+        "new_loader_every_time",
+        "on_the_training_data",
+    ],
+)
 def test_an_evaluation_inside_training_is_told_from_it(seen: dict[str, Seen], how: str) -> None:
     evaluation = seen[f"evaluation_{how}"]
     assert counted(evaluation) == (12, 12 * 4 * 8, 0)
@@ -200,9 +212,16 @@ def test_steps_of_a_compiled_training_function_are_seen(seen: dict[str, Seen]) -
 # Resuming.
 
 
-@pytest.mark.parametrize(("how", "position"), [
-    ("adam_counts", 7 + 3), ("the_file_says", 70 + 3), ("a_flag_says", 5 + 3), ("only_weights", 3),
-    ("nobody_says", None)])
+@pytest.mark.parametrize(
+    ("how", "position"),
+    [
+        ("adam_counts", 7 + 3),
+        ("the_file_says", 70 + 3),
+        ("a_flag_says", 5 + 3),
+        ("only_weights", 3),
+        ("nobody_says", None),
+    ],
+)
 def test_a_resumed_run_goes_on_where_it_was(seen: dict[str, Seen], how: str, position: int | None) -> None:
     resumed = seen[f"resumed_{how}"]
     assert counted(resumed)[0] == 3
@@ -236,8 +255,10 @@ def test_samples_laid_end_to_end_have_a_length_each() -> None:
 
     from flopwatch.training.autolog.attach import Tokens, tokens_of
 
-    packed = {"input_ids": torch.zeros(1, 9, dtype=torch.long),
-              "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2]])}
+    packed = {
+        "input_ids": torch.zeros(1, 9, dtype=torch.long),
+        "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2]]),
+    }
     assert tokens_of(packed) == Tokens(9, 4**2 + 2**2 + 3**2)
 
 
@@ -271,7 +292,7 @@ def main() -> None:
             if self.form == "floats":
                 return {"input_ids": ids.float()}
             mask = torch.ones(8, dtype=torch.long)
-            mask[8 - self.padding:] = 0
+            mask[8 - self.padding :] = 0
             return {self.form: ids, "attention_mask": mask}
 
     class Model(nn.Module):
@@ -365,6 +386,7 @@ def main() -> None:
         model = Model()
         optimizer: Any = torch.optim.LBFGS(model.parameters(), max_iter=3)
         for batch in loader(3):
+
             def closure(batch: Any = batch) -> Any:
                 optimizer.zero_grad()
                 loss = model(ids(batch))
@@ -432,9 +454,11 @@ def main() -> None:
         from torch.utils.checkpoint import checkpoint
 
         model = Model()
-        train(loader(5), lambda ids: checkpoint(
-            lambda x: model.head(x).square().mean(), model.embedding(ids), use_reentrant=True),
-            torch.optim.SGD(model.parameters(), 0.1))
+        train(
+            loader(5),
+            lambda ids: checkpoint(lambda x: model.head(x).square().mean(), model.embedding(ids), use_reentrant=True),
+            torch.optim.SGD(model.parameters(), 0.1),
+        )
 
     # Batches and tokens.
 
@@ -470,8 +494,16 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             # Eight batches an epoch: steps of 3, 3 and 2.
             arguments = transformers.TrainingArguments(
-                folder, use_cpu=True, per_device_train_batch_size=4, gradient_accumulation_steps=3, num_train_epochs=2,
-                report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True)
+                folder,
+                use_cpu=True,
+                per_device_train_batch_size=4,
+                gradient_accumulation_steps=3,
+                num_train_epochs=2,
+                report_to=[],
+                save_strategy="no",
+                logging_strategy="no",
+                disable_tqdm=True,
+            )
             trains = transformers.Trainer(Tells(), arguments, train_dataset=Samples(32, "input_ids", 0.0, 0))
             trains.remove_callback(transformers.PrinterCallback)
             trains.train()
@@ -505,10 +537,15 @@ def main() -> None:
                 nonlocal spent
                 model.eval()
                 began = time.monotonic()
-                batches = {"new_loader_every_time": lambda: loader(3, pause=0.002 * slower),
-                           "on_the_training_data": lambda: training}.get(how, lambda: kept)()
-                around: Any = {"no_grad_around": torch.no_grad, "inference_mode": torch.inference_mode,
-                               "on_the_training_data": torch.no_grad}.get(how, contextlib.nullcontext)
+                batches = {
+                    "new_loader_every_time": lambda: loader(3, pause=0.002 * slower),
+                    "on_the_training_data": lambda: training,
+                }.get(how, lambda: kept)()
+                around: Any = {
+                    "no_grad_around": torch.no_grad,
+                    "inference_mode": torch.inference_mode,
+                    "on_the_training_data": torch.no_grad,
+                }.get(how, contextlib.nullcontext)
                 with around():
                     for number, batch in enumerate(batches):
                         look(batch)
@@ -658,12 +695,20 @@ def main() -> None:
     def places() -> dict[str, Any]:
         dcp: Any = importlib.import_module("torch.distributed.checkpoint")
         return {
-            "save": torch.save, "load": torch.load, "serialization": torch.serialization.save, "dcp": dcp.save,
-            "async": dcp.async_save, "optimizer": torch.optim.Optimizer.__init__,
-            "zero_grad": torch.optim.Optimizer.zero_grad, "backward": torch.autograd.backward,
-            "next": torch.utils.data.dataloader._BaseDataLoaderIter.__next__, "call": nn.Module.__call__,
-            "hooks": [len(getattr(sys.modules["torch.optim.optimizer"], f"_global_optimizer_{when}_hooks"))
-                      for when in ("pre", "post")],
+            "save": torch.save,
+            "load": torch.load,
+            "serialization": torch.serialization.save,
+            "dcp": dcp.save,
+            "async": dcp.async_save,
+            "optimizer": torch.optim.Optimizer.__init__,
+            "zero_grad": torch.optim.Optimizer.zero_grad,
+            "backward": torch.autograd.backward,
+            "next": torch.utils.data.dataloader._BaseDataLoaderIter.__next__,
+            "call": nn.Module.__call__,
+            "hooks": [
+                len(getattr(sys.modules["torch.optim.optimizer"], f"_global_optimizer_{when}_hooks"))
+                for when in ("pre", "post")
+            ],
         }
 
     def left_behind() -> list[str]:
@@ -707,10 +752,33 @@ def main() -> None:
 
     original = places()
     loops: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-        loop.__name__: (loop, {}) for loop in (
-            accumulation, two_optimizers, gan, optimizer_in_backward, zero, lbfgs, scaler, scheduler, thrown_away,
-            state_made, functional, optimizer_replaced, optimizer_dormant, reentrant, no_loader, skipping,
-            fetched_before, accelerate, trainer, own_run, left_behind, errors, no_optimizer)}
+        loop.__name__: (loop, {})
+        for loop in (
+            accumulation,
+            two_optimizers,
+            gan,
+            optimizer_in_backward,
+            zero,
+            lbfgs,
+            scaler,
+            scheduler,
+            thrown_away,
+            state_made,
+            functional,
+            optimizer_replaced,
+            optimizer_dormant,
+            reentrant,
+            no_loader,
+            skipping,
+            fetched_before,
+            accelerate,
+            trainer,
+            own_run,
+            left_behind,
+            errors,
+            no_optimizer,
+        )
+    }
     loops |= {
         "workers": (lambda: train(loader(10, num_workers=2)), {}),
         "masked": (lambda: train(loader(5, padding=2)), {}),
@@ -721,10 +789,20 @@ def main() -> None:
         "no_integers": (lambda: train(loader(5, form="floats")), {}),
         "evaluation_first": (evaluation("no_grad_around", first=True), {}),
         "both": (both, {"flops_per_token": 6.0}),
-        **{f"evaluation_{how}": (evaluation(how), {}) for how in (
-            "no_grad_around", "no_grad_inside", "inference_mode", "one_batch", "left_early", "new_loader_every_time",
-            "on_the_training_data")},
-        "compiled": (compare(compiled), {}), "compiled_optimizer": (compare(compiled_optimizer), {}),
+        **{
+            f"evaluation_{how}": (evaluation(how), {})
+            for how in (
+                "no_grad_around",
+                "no_grad_inside",
+                "inference_mode",
+                "one_batch",
+                "left_early",
+                "new_loader_every_time",
+                "on_the_training_data",
+            )
+        },
+        "compiled": (compare(compiled), {}),
+        "compiled_optimizer": (compare(compiled_optimizer), {}),
         "compiled_function": (compare(compiled_function), {}),
         "resumed_adam_counts": (resumed(torch.optim.AdamW, step=3), {}),
         "resumed_the_file_says": (resumed(lambda p: torch.optim.SGD(p, 0.1), step=70), {}),
@@ -732,6 +810,7 @@ def main() -> None:
         "resumed_only_weights": (resumed(None, weights=True), {}),
         "resumed_nobody_says": (resumed(lambda p: torch.optim.SGD(p, 0.1)), {}),
     }
+
     def seen_of(loop: Callable[[], Any]) -> Seen:
         again(**current)
         truth = loop()
@@ -748,9 +827,13 @@ def main() -> None:
             slower *= 2
             said[name] = seen_of(loop)
         if name.startswith("compiled"):
-            said[name]["truth"]["without"] = unwatched({
-                "compiled": compiled, "compiled_optimizer": compiled_optimizer,
-                "compiled_function": compiled_function}[name])
+            said[name]["truth"]["without"] = unwatched(
+                {
+                    "compiled": compiled,
+                    "compiled_optimizer": compiled_optimizer,
+                    "compiled_function": compiled_function,
+                }[name]
+            )
     print(json.dumps(said))
 
 

@@ -32,7 +32,7 @@ class Asked:
     """A Prometheus that answers all questions alike and remembers them."""
 
     def __init__(
-        self, status: int = 200, body: bytes = b'{"status": "success", "data": []}', location: str = "",
+        self, status: int = 200, body: bytes = b'{"status": "success", "data": []}', location: str = ""
     ) -> None:
         self.questions: list[tuple[str, str, str, str | None]] = []
         asked = self
@@ -141,20 +141,31 @@ def test_a_question_is_passed_on_with_the_token_which_is_read_anew(page: Path, t
     ]
 
 
-@pytest.mark.parametrize("path", [
-    "admin/tsdb/delete_series", "../../-/quit", "query/../admin/tsdb/snapshot", "status/config", "label/a%2Fb/values",
-    "write", "",
-])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "admin/tsdb/delete_series",
+        "../../-/quit",
+        "query/../admin/tsdb/snapshot",
+        "status/config",
+        "label/a%2Fb/values",
+        "write",
+        "",
+    ],
+)
 def test_nothing_but_reading_is_passed_on(page: Path, path: str) -> None:
     with Asked() as prometheus, serving_it(page, Upstream(prometheus.url)) as url:
         assert get(f"{url}/api/prometheus/{path}", b"match[]=up")[0] in (404, 405)
     assert prometheus.questions == []
 
 
-@pytest.mark.parametrize(("status", "body", "said"), [
-    (400, b'{"status": "error", "errorType": "bad_data", "error": "parse error"}', "parse error"),
-    (503, b"upstream is gone", "Prometheus answers 503: upstream is gone"),
-])
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (400, b'{"status": "error", "errorType": "bad_data", "error": "parse error"}', "parse error"),
+        (503, b"upstream is gone", "Prometheus answers 503: upstream is gone"),
+    ],
+)
 def test_what_prometheus_refuses_is_said_in_its_words(page: Path, status: int, body: bytes, said: str) -> None:
     with Asked(status, body) as prometheus, serving_it(page, Upstream(prometheus.url)) as url:
         code, _, answer = get(f"{url}/api/prometheus/query", b"query=(")
@@ -171,8 +182,11 @@ def test_a_prometheus_that_is_away_is_said_with_the_flag_to_look_at(page: Path) 
 
 def test_a_redirect_gets_no_token(page: Path, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret")
-    with Asked() as elsewhere, Asked(302, b"", f"{elsewhere.url}/login") as prometheus, serving_it(
-            page, Upstream(prometheus.url, tmp_path / "token")) as url:
+    with (
+        Asked() as elsewhere,
+        Asked(302, b"", f"{elsewhere.url}/login") as prometheus,
+        serving_it(page, Upstream(prometheus.url, tmp_path / "token")) as url,
+    ):
         status, _, answer = get(f"{url}/api/prometheus/query", b"query=up")
     assert (status, elsewhere.questions) == (302, [])
     assert "answers 302" in json.loads(answer)["error"]
@@ -195,7 +209,7 @@ def test_another_page_cannot_make_it_ask(page: Path, site: str) -> None:
 
 
 def test_a_web_configuration_that_asks_for_nobody_opens_nothing_to_others(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app, "PAGES", (page,))
     (tmp_path / "web.yml").write_text("")
@@ -211,10 +225,15 @@ def test_a_name_that_somebody_else_points_here_is_turned_away(page: Path) -> Non
         assert get(f"{url}/api/boards", Host="boards.example")[0] == 200
 
 
-@pytest.mark.parametrize(("content", "said"), [
-    (None, "no *.json"), ("{", "is no dashboard"), ('{"title": "x"}', "is no dashboard"), ('{"uid": 1, "title": "x"}',
-                                                                                            "give it one of its own"),
-])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "no *.json"),
+        ("{", "is no dashboard"),
+        ('{"title": "x"}', "is no dashboard"),
+        ('{"uid": 1, "title": "x"}', "give it one of its own"),
+    ],
+)
 def test_a_folder_without_dashboards_is_refused(tmp_path: Path, content: str | None, said: str) -> None:
     if content is not None:
         (tmp_path / "x.json").write_text(content)
@@ -228,10 +247,13 @@ def test_without_the_page_it_says_how_to_make_it(monkeypatch: pytest.MonkeyPatch
         app.page()
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    ({"prometheus": "127.0.0.1:9090"}, "write its URL"),
-    ({"prometheus": "http://x", "listen": Address("0.0.0.0", 9452)}, "--web-config"),
-])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"prometheus": "127.0.0.1:9090"}, "write its URL"),
+        ({"prometheus": "http://x", "listen": Address("0.0.0.0", 9452)}, "--web-config"),
+    ],
+)
 def test_settings_that_cannot_work_are_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         BoardsSettings(**given)
@@ -249,8 +271,14 @@ def test_the_command_takes_all_settings() -> None:
 
 def found(tmp_path: Path, *programs: str) -> shows.Show | None:
     """Return what shows the dashboards where these programs are."""
-    return shows.find("127.0.0.1:3000", "http://127.0.0.1:9090", tmp_path, 1.0, ("python", "boards"),
-                      lambda name: f"/opt/bin/{name}" if name in programs else None)
+    return shows.find(
+        "127.0.0.1:3000",
+        "http://127.0.0.1:9090",
+        tmp_path,
+        1.0,
+        ("python", "boards"),
+        lambda name: f"/opt/bin/{name}" if name in programs else None,
+    )
 
 
 def test_a_grafana_is_given_prometheus_and_the_dashboards(tmp_path: Path) -> None:
@@ -267,7 +295,7 @@ def test_a_grafana_is_given_prometheus_and_the_dashboards(tmp_path: Path) -> Non
 
 
 def test_our_own_viewer_comes_before_an_image_that_has_to_be_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shows, "PAGE", tmp_path / "index.html")
     assert found(tmp_path, "podman") is None  # nor does a client help that finds no engine
@@ -282,11 +310,18 @@ def test_our_own_viewer_comes_before_an_image_that_has_to_be_fetched(
     (tmp_path / "index.html").touch()
     own = found(tmp_path, "podman")
     assert own is not None
-    assert own.command == ("python", "boards", "--prometheus=http://127.0.0.1:9090", "--listen=127.0.0.1:3000",
-                           "--scrape-interval=1")
+    assert own.command == (
+        "python",
+        "boards",
+        "--prometheus=http://127.0.0.1:9090",
+        "--listen=127.0.0.1:3000",
+        "--scrape-interval=1",
+    )
 
 
 def test_provisioning_is_written_where_it_is_asked_for(tmp_path: Path) -> None:
     made = provisioned(tmp_path, "http://p", 15.0, Path("/dashboards"))
     assert sorted(str(path.relative_to(made)) for path in made.rglob("*.yaml")) == [
-        "dashboards/flopwatch.yaml", "datasources/flopwatch.yaml"]
+        "dashboards/flopwatch.yaml",
+        "datasources/flopwatch.yaml",
+    ]

@@ -179,13 +179,16 @@ def test_the_first_losses_are_no_spikes_whatever_they_are() -> None:
     assert spikes.count == 0
 
 
-@pytest.mark.parametrize(("parallel", "tells"), [
-    (None, True),
-    ({"dp": (0, 2), "pp": (0, 2)}, False),  # of a pipeline the last stage has the loss
-    ({"dp": (0, 2), "pp": (1, 2)}, True),
-    ({"dp": (1, 2), "pp": (1, 2)}, False),
-    ({"dp": (0, 4)}, True),
-])
+@pytest.mark.parametrize(
+    ("parallel", "tells"),
+    [
+        (None, True),
+        ({"dp": (0, 2), "pp": (0, 2)}, False),  # of a pipeline the last stage has the loss
+        ({"dp": (0, 2), "pp": (1, 2)}, True),
+        ({"dp": (1, 2), "pp": (1, 2)}, False),
+        ({"dp": (0, 4)}, True),
+    ],
+)
 def test_one_rank_speaks_for_the_runs_loss(parallel: Any, tells: bool) -> None:
     run = silent(world_size=4, parallel=parallel)
     run.step(loss=2.0)
@@ -196,8 +199,9 @@ def test_one_rank_speaks_for_the_runs_loss(parallel: Any, tells: bool) -> None:
 
 
 def test_samples_and_hardware_flops_are_the_ranks_share() -> None:
-    run = silent(world_size=8, parallel={"dp": (0, 2), "tp": (1, 4)}, flops_per_token=10, hardware_flops_per_token=12,
-                 rank=1)
+    run = silent(
+        world_size=8, parallel={"dp": (0, 2), "tp": (1, 4)}, flops_per_token=10, hardware_flops_per_token=12, rank=1
+    )
     for _ in range(2):
         run.step(tokens=80, samples=4)
     snapshot = run.snapshot()
@@ -207,7 +211,12 @@ def test_samples_and_hardware_flops_are_the_ranks_share() -> None:
     assert value(snapshot, "training_hardware_flops_total") == 240
     ((labels, _),) = snapshot.points[m.TRAINING_RANK_INFO]
     assert {name: labels[name] for name in ("dp", "tp", "pp", "cp", "ep")} == {
-        "dp": "0", "tp": "1", "pp": "", "cp": "", "ep": ""}
+        "dp": "0",
+        "tp": "1",
+        "pp": "",
+        "cp": "",
+        "ep": "",
+    }
 
 
 def test_coordinates_that_do_not_fit_are_refused_and_the_run_goes_on() -> None:

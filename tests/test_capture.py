@@ -45,13 +45,21 @@ class Node(SimulatedNode):
 
     def captured(self, library: Any = None, hosts: tuple[str, ...] = ("node1",), **how: Any) -> Capture:
         return capture(
-            library or Simulation(self.root), how.pop("sysfs", self.sysfs), how.pop("kmsg", self.kmsg), hosts,
-            pause=self.pause, clock=lambda: self.now, now=lambda: START, **how)
+            library or Simulation(self.root),
+            how.pop("sysfs", self.sysfs),
+            how.pop("kmsg", self.kmsg),
+            hosts,
+            pause=self.pause,
+            clock=lambda: self.now,
+            now=lambda: START,
+            **how,
+        )
 
     def collector(self, library: Any, folder: Path) -> Nvml:
         folder.mkdir(exist_ok=True)
-        return Nvml(library, "node1", folder / "gpus.json", clock=lambda: self.now, sysfs=self.sysfs,
-                    proc=self.root / "proc")
+        return Nvml(
+            library, "node1", folder / "gpus.json", clock=lambda: self.now, sysfs=self.sysfs, proc=self.root / "proc"
+        )
 
 
 @pytest.fixture
@@ -82,9 +90,7 @@ FAULTS: dict[str, Callable[[SimulatedNode], None]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_recorded_node_is_replayed_to_the_same_series_byte_for_byte(
-    node: Node, tmp_path: Path, fault: str
-) -> None:
+def test_a_recorded_node_is_replayed_to_the_same_series_byte_for_byte(node: Node, tmp_path: Path, fault: str) -> None:
     recorder = Recorder(Simulation(node.root))
     collector = node.collector(recorder, tmp_path / "recorded")
     times, before = [], []
@@ -143,8 +149,9 @@ def test_captured_ports_give_the_same_series_and_a_later_read_holds_only_what_ch
     def series(sysfs: Path, folder: Path) -> str:
         folder.mkdir()
         node.collector(Simulation(node.root), folder).read()
-        collector = Infiniband(sysfs, "node1", folder / "ports.json", routes=folder / "route",
-                               clock=lambda: 0.0, wall=lambda: START)
+        collector = Infiniband(
+            sysfs, "node1", folder / "ports.json", routes=folder / "route", clock=lambda: 0.0, wall=lambda: START
+        )
         samples = collector.read()
         collector.close()
         return Exposition().render(samples)
@@ -171,15 +178,29 @@ hosts = st.from_regex(r"[a-z]{2,8}-?[a-z]{1,4}[0-9]{2,4}(\.[a-z]{5,9}\.internal)
 
 @settings(max_examples=8, deadline=None)
 @given(
-    host=hosts, serial=serials, identities=st.lists(st.uuids(version=4), min_size=8, max_size=8, unique=True),
-    mac=st.binary(min_size=6, max_size=6).filter(any), guid=st.binary(min_size=8, max_size=8).filter(all),
-    address=st.ip_addresses(v=4, network="10.0.0.0/8"), alive=st.booleans(),
+    host=hosts,
+    serial=serials,
+    identities=st.lists(st.uuids(version=4), min_size=8, max_size=8, unique=True),
+    mac=st.binary(min_size=6, max_size=6).filter(any),
+    guid=st.binary(min_size=8, max_size=8).filter(all),
+    address=st.ip_addresses(v=4, network="10.0.0.0/8"),
+    alive=st.booleans(),
     process=st.from_regex(r"[a-z]{2,6}[:_ -]{1,2}[a-z]{2}[0-9]{3}", fullmatch=True),
-    pid=st.integers(20_000, PID_MAX - 1), user=st.from_regex(r"[a-z]{3,9}[0-9]{2}", fullmatch=True),
+    pid=st.integers(20_000, PID_MAX - 1),
+    user=st.from_regex(r"[a-z]{3,9}[0-9]{2}", fullmatch=True),
 )
 def test_nothing_that_names_the_node_is_left_anywhere_in_a_capture(
-    tmp_path_factory: pytest.TempPathFactory, host: str, serial: str, identities: list[uuid.UUID], mac: bytes,
-    guid: bytes, address: object, alive: bool, process: str, pid: int, user: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    host: str,
+    serial: str,
+    identities: list[uuid.UUID],
+    mac: bytes,
+    guid: bytes,
+    address: object,
+    alive: bool,
+    process: str,
+    pid: int,
+    user: str,
 ) -> None:
     folder = tmp_path_factory.mktemp("node")
     node = Node(folder)
@@ -218,14 +239,17 @@ def test_nothing_that_names_the_node_is_left_anywhere_in_a_capture(
 def test_masks_keep_the_shape_and_leave_alone_what_names_nobody() -> None:
     masker = Masker(["node17.cluster.example"], ["acme"])
     assert masker.serial("1650124010003") == "0000000000001"
-    assert [masker.text(text) for text in (
-        "GPU-513536b6-7d19-9063-b049-1e69664bb298 MIG-GPU-513536B6-7d19-9063-b049-1e69664bb298/3/0",
-        "node17.cluster.example node17-ib0 cluster.example node170 ACME-7 1650124010003",
-        "0c42:a103:0012:3456 0x0c42a10300123456 0000:0000:0000:0000",
-        "fe80:0000:0000:0000:0c42:a1ff:fe03:0012 fe80::0c42:1",
-        "0c:42:a1:03:12:34 10.1.2.3:18515 enx0c42a1031234",
-        "PCI:0000:53:00.0 (PCI:0000:53:00): 79 92.00.36.00.02 590.48.01 28.41.1000 12:30:45 G520.0200.00.05",
-    )] == [
+    assert [
+        masker.text(text)
+        for text in (
+            "GPU-513536b6-7d19-9063-b049-1e69664bb298 MIG-GPU-513536B6-7d19-9063-b049-1e69664bb298/3/0",
+            "node17.cluster.example node17-ib0 cluster.example node170 ACME-7 1650124010003",
+            "0c42:a103:0012:3456 0x0c42a10300123456 0000:0000:0000:0000",
+            "fe80:0000:0000:0000:0c42:a1ff:fe03:0012 fe80::0c42:1",
+            "0c:42:a1:03:12:34 10.1.2.3:18515 enx0c42a1031234",
+            "PCI:0000:53:00.0 (PCI:0000:53:00): 79 92.00.36.00.02 590.48.01 28.41.1000 12:30:45 G520.0200.00.05",
+        )
+    ] == [
         "GPU-00000000-0000-0000-0000-000000000001 MIG-GPU-00000000-0000-0000-0000-000000000001/3/0",
         "masked-host-1 masked-host-2-ib0 masked-host-3 node170 masked-1-7 0000000000001",
         "0000:0000:0000:0001 0x0000000000000001 0000:0000:0000:0000",
@@ -235,27 +259,40 @@ def test_masks_keep_the_shape_and_leave_alone_what_names_nobody() -> None:
     ]
 
 
-@pytest.mark.parametrize(("line", "masked"), [
-    ("NVRM: GPU Board Serial Number: 1650124014249", "NVRM: GPU Board Serial Number: 0000000000001"),
-    ("NVRM: Xid (PCI:0000:86:00): 43, pid=1234, name=pt main thr, Ch 00000008",
-     "NVRM: Xid (PCI:0000:86:00): 43, pid=4194305, name=masked-1, Ch 00000008"),
-    ("NVRM: Xid (PCI:0000:86:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.",) * 2,
-    ("CPU: 3 PID: 4711 Comm: ray::train Not tainted 6.8.0 nvidia",
-     "CPU: 3 PID: 4194305 Comm: masked-1 Not tainted 6.8.0 nvidia"),
-    ('apparmor="DENIED" name="/home/alice/.nvidia" pid=12 comm="nvidia-smi"',
-     'apparmor="DENIED" name="masked-1" pid=4194305 comm="masked-2"'),
-    ("Nov  1 10:00:00 gpu-17 kernel: NVRM: gpu-17 said /home/alice/x",
-     "Nov  1 10:00:00 masked-host-1 kernel: NVRM: masked-host-1 said /home/masked-1/x"),
-    ("nvidia-nvswitch0: SXid (PCI:0000:05:00.0): 12028, Non-fatal, Link 32",) * 2,
-])
+@pytest.mark.parametrize(
+    ("line", "masked"),
+    [
+        ("NVRM: GPU Board Serial Number: 1650124014249", "NVRM: GPU Board Serial Number: 0000000000001"),
+        (
+            "NVRM: Xid (PCI:0000:86:00): 43, pid=1234, name=pt main thr, Ch 00000008",
+            "NVRM: Xid (PCI:0000:86:00): 43, pid=4194305, name=masked-1, Ch 00000008",
+        ),
+        ("NVRM: Xid (PCI:0000:86:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.",) * 2,
+        (
+            "CPU: 3 PID: 4711 Comm: ray::train Not tainted 6.8.0 nvidia",
+            "CPU: 3 PID: 4194305 Comm: masked-1 Not tainted 6.8.0 nvidia",
+        ),
+        (
+            'apparmor="DENIED" name="/home/alice/.nvidia" pid=12 comm="nvidia-smi"',
+            'apparmor="DENIED" name="masked-1" pid=4194305 comm="masked-2"',
+        ),
+        (
+            "Nov  1 10:00:00 gpu-17 kernel: NVRM: gpu-17 said /home/alice/x",
+            "Nov  1 10:00:00 masked-host-1 kernel: NVRM: masked-host-1 said /home/masked-1/x",
+        ),
+        ("nvidia-nvswitch0: SXid (PCI:0000:05:00.0): 12028, Non-fatal, Link 32",) * 2,
+    ],
+)
 def test_a_log_says_itself_what_is_a_name(line: str, masked: str) -> None:
     masker = Masker()
     masker.learn(line)
     assert masker.log(line) == masked
 
 
-@given(st.text(alphabet="0123456789abcdefg:.-x% GPU\n", max_size=80), st.sampled_from(
-    ["", "pid=", "name=", "Comm: ", "Serial Number: ", "/home/", "user='"]))
+@given(
+    st.text(alphabet="0123456789abcdefg:.-x% GPU\n", max_size=80),
+    st.sampled_from(["", "pid=", "name=", "Comm: ", "Serial Number: ", "/home/", "user='"]),
+)
 def test_a_masked_text_is_not_masked_again(text: str, introduction: str) -> None:
     masker = Masker()
     once = masker.log(introduction + text)
@@ -299,12 +336,16 @@ def test_a_file_that_cannot_be_read_is_named_and_hides_no_other(
         refusing.bind("symbol_error")  # opening it is ENXIO, for root as well
         Path("link_downed").write_bytes(b"\0\1")
         taken = node.captured(reads=1)
-    captured = {Path(name).name for name in taken.files if "/counters/" in name and str(counters.resolve()).endswith(
-        str(Path(name).parent)[4:])}
+    captured = {
+        Path(name).name
+        for name in taken.files
+        if "/counters/" in name and str(counters.resolve()).endswith(str(Path(name).parent)[4:])
+    }
     assert len(captured) == 18
     assert captured.isdisjoint({"symbol_error", "link_downed", "VL15_dropped"})
     assert [line for line in taken.missing if line.endswith("/mlx5_0/ports/1/counters/symbol_error: ENXIO")] == (
-        taken.missing)
+        taken.missing
+    )
 
 
 def test_a_link_out_of_sysfs_is_not_followed(node: Node, tmp_path: Path) -> None:
@@ -318,16 +359,25 @@ def test_a_link_out_of_sysfs_is_not_followed(node: Node, tmp_path: Path) -> None
 
 def test_an_empty_machine_is_refused_with_the_reasons(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="nothing to capture here: GPUs: no pynvml; InfiniBand ports: none in"):
-        capture(ImportError("no pynvml"), tmp_path / "sys", tmp_path / "kmsg", ["node1"],
-                pause=lambda: None)
+        capture(ImportError("no pynvml"), tmp_path / "sys", tmp_path / "kmsg", ["node1"], pause=lambda: None)
 
 
 def test_the_command_captures_a_node_and_refuses_a_folder_that_is_there(
     node: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = [
-        "capture", str(tmp_path / "capture"), "--simulated", str(node.root), "--sysfs", str(node.sysfs), "--kmsg",
-        str(tmp_path / "none"), "--host", "node1", "--reads", "1",
+        "capture",
+        str(tmp_path / "capture"),
+        "--simulated",
+        str(node.root),
+        "--sysfs",
+        str(node.sysfs),
+        "--kmsg",
+        str(tmp_path / "none"),
+        "--host",
+        "node1",
+        "--reads",
+        "1",
     ]
     assert main(command) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -342,13 +392,15 @@ def test_the_command_captures_a_node_and_refuses_a_folder_that_is_there(
 
 
 def test_a_replayed_node_answers_what_was_not_recorded_as_a_driver_that_lacks_it() -> None:
-    library = Replay({
-        "system": {"calls": {"nvmlDeviceGetHandleByIndex(0)": [{"handle": "gpu0"}]}},
-        "gpu0": {
-            "calls": {"nvmlDeviceGetClockInfo(1)": [345, 1980], "nvmlDeviceGetSerial()": [{"error": 15}]},
-            "fields": {"82": [{"uiVal": 48}, {"error": 3}]},
-        },
-    })
+    library = Replay(
+        {
+            "system": {"calls": {"nvmlDeviceGetHandleByIndex(0)": [{"handle": "gpu0"}]}},
+            "gpu0": {
+                "calls": {"nvmlDeviceGetClockInfo(1)": [345, 1980], "nvmlDeviceGetSerial()": [{"error": 15}]},
+                "fields": {"82": [{"uiVal": 48}, {"error": 3}]},
+            },
+        }
+    )
     gpu = library.nvmlDeviceGetHandleByIndex(0)
     assert [library.nvmlDeviceGetClockInfo(gpu, 1) for _ in range(3)] == [345, 1980, 1980]
     codes = []
@@ -357,7 +409,10 @@ def test_a_replayed_node_answers_what_was_not_recorded_as_a_driver_that_lacks_it
             getattr(library, str(call))(gpu, *arguments)
         codes.append(failure.value.value)
     assert codes == [
-        pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND, pynvml.NVML_ERROR_GPU_IS_LOST]
+        pynvml.NVML_ERROR_NOT_SUPPORTED,
+        pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+        pynvml.NVML_ERROR_GPU_IS_LOST,
+    ]
     values = [library.nvmlDeviceGetFieldValues(gpu, [82, (164, 3)]) for _ in range(2)]
     assert [
         (value.fieldId, value.scopeId, value.nvmlReturn, value.value.uiVal) for batch in values for value in batch

@@ -19,10 +19,45 @@ ROWS = list(all_metrics())
 RESERVED = {"job", "instance", "namespace", "pod", "container", "node", "service", "le", "quantile"}
 # Words for units that are no base units, and short forms of those that are.
 NOT_BASE = {
-    "ns", "us", "ms", "milliseconds", "microseconds", "nanoseconds", "minutes", "hours", "days", "s", "sec",
-    "kb", "mb", "gb", "kib", "mib", "gib", "kilobytes", "megabytes", "gigabytes", "bits", "b", "words",
-    "percent", "pct", "mw", "milliwatts", "kilowatts", "mj", "millijoules", "wh", "mhz", "ghz", "megahertz",
-    "fahrenheit", "kelvin", "c", "gflops", "tflops",
+    "ns",
+    "us",
+    "ms",
+    "milliseconds",
+    "microseconds",
+    "nanoseconds",
+    "minutes",
+    "hours",
+    "days",
+    "s",
+    "sec",
+    "kb",
+    "mb",
+    "gb",
+    "kib",
+    "mib",
+    "gib",
+    "kilobytes",
+    "megabytes",
+    "gigabytes",
+    "bits",
+    "b",
+    "words",
+    "percent",
+    "pct",
+    "mw",
+    "milliwatts",
+    "kilowatts",
+    "mj",
+    "millijoules",
+    "wh",
+    "mhz",
+    "ghz",
+    "megahertz",
+    "fahrenheit",
+    "kelvin",
+    "c",
+    "gflops",
+    "tflops",
 }
 
 
@@ -75,7 +110,11 @@ def imported_by(module: str) -> set[str]:
     """Return what a fresh interpreter has loaded after importing a module."""
     code = f"import sys; before = set(sys.modules); import {module}; print(*set(sys.modules) - before)"
     run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT,
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
         env={"PYTHONPATH": f"{ROOT}:{ROOT / 'exporter'}"},
     )
     return set(run.stdout.split())
@@ -83,13 +122,20 @@ def imported_by(module: str) -> set[str]:
 
 def test_the_catalogue_imports_nothing_but_the_standard_library() -> None:
     assert {name.partition(".")[0] for name in imported_by("flopwatch.catalogue")} - sys.stdlib_module_names == {
-        "flopwatch"}
+        "flopwatch"
+    }
 
 
-@pytest.mark.parametrize(("module", "never"), [
-    ("flopwatch.node.server", {"alerts", "dashboards", "torch", "flopwatch.training", "flopwatch.simulate"}),
-    ("flopwatch.node.scrape.reader", {"fastapi", "uvicorn", "prometheus_client", "alerts", "dashboards", "opentelemetry"}),
-    ("flopwatch.__main__", {"fastapi", "uvicorn", "prometheus_client", "opentelemetry", "flopwatch.node"}),
-])
+@pytest.mark.parametrize(
+    ("module", "never"),
+    [
+        ("flopwatch.node.server", {"alerts", "dashboards", "torch", "flopwatch.training", "flopwatch.simulate"}),
+        (
+            "flopwatch.node.scrape.reader",
+            {"fastapi", "uvicorn", "prometheus_client", "alerts", "dashboards", "opentelemetry"},
+        ),
+        ("flopwatch.__main__", {"fastapi", "uvicorn", "prometheus_client", "opentelemetry", "flopwatch.node"}),
+    ],
+)
 def test_imports_go_one_way(module: str, never: set[str]) -> None:
     assert not never & imported_by(module)

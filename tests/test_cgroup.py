@@ -17,36 +17,48 @@ UNDERSCORES = UID.replace("-", "_")
 ID = "8d1f2e3c4b5a" + "0123456789abcdef" * 3 + "0123"
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("11:devices:/slurm/uid_1000/job_4711/step_0/task_0\n1:name=systemd:/system.slice/slurmd.service\n", "slurm:4711"),
-    ("4:memory:/slurm_node7/uid_1000/job_4711/step_batch/task_0\n", "slurm:4711"),
-    ("0::/system.slice/slurmstepd.scope/job_4711/step_0/user/task_3\n", "slurm:4711"),
-    ("0::/system.slice/node7_slurmstepd.scope/job_4711/step_extern/user/task_special\n", "slurm:4711"),
-    # A slurmd that is itself a pod, and one seen from the namespace of the exporter's own pod.
-    (f"0::/kubepods.slice/kubepods-pod{UNDERSCORES}.slice/cri-containerd-{ID}.scope/system.slice/slurmstepd.scope/"
-     "job_12/step_0/user/task_0\n", "slurm:12"),
-    ("0::/../../../system.slice/slurmstepd.scope/job_12/step_0/user/task_0\n", "slurm:12"),
-    ("0::/system.slice/slurmd.service\n", None),
-    ("0::/system.slice/slurmstepd.scope/system\n", None),
-    ("0::/user.slice/job_7\n", None),
-])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "11:devices:/slurm/uid_1000/job_4711/step_0/task_0\n1:name=systemd:/system.slice/slurmd.service\n",
+            "slurm:4711",
+        ),
+        ("4:memory:/slurm_node7/uid_1000/job_4711/step_batch/task_0\n", "slurm:4711"),
+        ("0::/system.slice/slurmstepd.scope/job_4711/step_0/user/task_3\n", "slurm:4711"),
+        ("0::/system.slice/node7_slurmstepd.scope/job_4711/step_extern/user/task_special\n", "slurm:4711"),
+        # A slurmd that is itself a pod, and one seen from the namespace of the exporter's own pod.
+        (
+            f"0::/kubepods.slice/kubepods-pod{UNDERSCORES}.slice/cri-containerd-{ID}.scope/system.slice/slurmstepd.scope/"
+            "job_12/step_0/user/task_0\n",
+            "slurm:12",
+        ),
+        ("0::/../../../system.slice/slurmstepd.scope/job_12/step_0/user/task_0\n", "slurm:12"),
+        ("0::/system.slice/slurmd.service\n", None),
+        ("0::/system.slice/slurmstepd.scope/system\n", None),
+        ("0::/user.slice/job_7\n", None),
+    ],
+)
 def test_a_slurm_job_is_found_in_both_hierarchies(text: str, expected: str | None) -> None:
     assert parse(text) == expected
 
 
-@pytest.mark.parametrize("path", [
-    f"/kubepods/besteffort/pod{UID}/{ID}",
-    f"/kubepods/burstable/pod{UID}/{ID}",
-    f"/kubepods/pod{UID}/{ID}",
-    f"/kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod{UNDERSCORES}.slice/cri-containerd-{ID}.scope",
-    f"/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{UNDERSCORES}.slice/docker-{ID}.scope",
-    f"/kubepods.slice/kubepods-pod{UNDERSCORES}.slice/crio-{ID}.scope/container",
-    f"/system.slice/containerd.service/kubepods-besteffort-pod{UNDERSCORES}.slice:cri-containerd:{ID}",
-    # kind: the node is a container; and the tail that is left in another cgroup namespace.
-    f"/docker/{ID[::-1]}/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{UNDERSCORES}.slice/"
-    f"cri-containerd-{ID}.scope",
-    f"/../../pod{UID}/{ID}",
-])
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"/kubepods/besteffort/pod{UID}/{ID}",
+        f"/kubepods/burstable/pod{UID}/{ID}",
+        f"/kubepods/pod{UID}/{ID}",
+        f"/kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod{UNDERSCORES}.slice/cri-containerd-{ID}.scope",
+        f"/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{UNDERSCORES}.slice/docker-{ID}.scope",
+        f"/kubepods.slice/kubepods-pod{UNDERSCORES}.slice/crio-{ID}.scope/container",
+        f"/system.slice/containerd.service/kubepods-besteffort-pod{UNDERSCORES}.slice:cri-containerd:{ID}",
+        # kind: the node is a container; and the tail that is left in another cgroup namespace.
+        f"/docker/{ID[::-1]}/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{UNDERSCORES}.slice/"
+        f"cri-containerd-{ID}.scope",
+        f"/../../pod{UID}/{ID}",
+    ],
+)
 def test_a_pod_is_its_uid_with_every_driver(path: str) -> None:
     assert parse(f"0::{path}\n") == f"pod:{UID}"
     assert parse(f"12:cpu,cpuacct:{path}\n0::/\n") == f"pod:{UID}"
@@ -57,18 +69,36 @@ def test_a_static_pod_has_a_uid_without_dashes() -> None:
     assert parse(f"0::/kubepods/burstable/pod{uid}/{ID}\n") == f"pod:{uid}"
 
 
-@pytest.mark.parametrize("path", [
-    f"/docker/{ID}", f"/system.slice/docker-{ID}.scope", f"/machine.slice/libpod-{ID}.scope/container",
-    f"/system.slice/crio-{ID}.scope", f"/default/{ID}", f"/system.slice/nerdctl-{ID}.scope", f"/docker/{ID}/init.scope",
-])
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"/docker/{ID}",
+        f"/system.slice/docker-{ID}.scope",
+        f"/machine.slice/libpod-{ID}.scope/container",
+        f"/system.slice/crio-{ID}.scope",
+        f"/default/{ID}",
+        f"/system.slice/nerdctl-{ID}.scope",
+        f"/docker/{ID}/init.scope",
+    ],
+)
 def test_a_container_is_the_first_twelve_digits_of_its_id(path: str) -> None:
     assert parse(f"0::{path}\n") == "container:8d1f2e3c4b5a"
 
 
-@pytest.mark.parametrize("text", [
-    "0::/\n", "0::/user.slice/user-1000.slice/session-3.scope\n", "0::/init.scope", "", "no colons", "a:b",
-    f"0::/x/{ID}0\n", f"0::/x/{ID[:-1]}\n", "0::/kubepods/podx\n",
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0::/\n",
+        "0::/user.slice/user-1000.slice/session-3.scope\n",
+        "0::/init.scope",
+        "",
+        "no colons",
+        "a:b",
+        f"0::/x/{ID}0\n",
+        f"0::/x/{ID[:-1]}\n",
+        "0::/kubepods/podx\n",
+    ],
+)
 def test_other_groups_name_nobody(text: str) -> None:
     assert parse(text) is None
 

@@ -107,30 +107,36 @@ def test_every_object_has_the_recommended_labels(variant: str) -> None:
         assert "namespace" not in made["metadata"], key
 
 
-@pytest.mark.parametrize(("values", "complaint"), [
-    ({"exporter": {"port": "9450"}}, "at '/exporter/port': got string, want integer"),
-    ({"exporter": {"kernelLog": "yes"}}, "at '/exporter/kernelLog': got string, want boolean"),
-    ({"exporter": {"podResources": True}}, "at '/exporter/podResources': got boolean, want string"),
-    ({"exporter": {"jobMapping": "jobs"}}, "at '/exporter/jobMapping': 'jobs' does not match pattern"),
-    ({"exporter": {"topology": "slurm"}}, "at '/exporter/topology': 'slurm' does not match pattern"),
-    ({"exporter": {"dcgm": "localhost"}}, "at '/exporter/dcgm': 'localhost' does not match pattern"),
-    ({"exporter": {"expose": "dcgm-5"}}, "at '/exporter/expose': value must be one of '', 'dcgm'"),
-    ({"exporter": {"simulate": "b200x8"}}, "at '/exporter/simulate': value must be one of '', 'h100x8'"),
-    ({"exporter": {"ports": 9450}}, "at '/exporter': additional properties 'ports' not allowed"),
-    ({"exporter": {"resources": {"limit": {}}}}, "additional properties 'limit' not allowed"),
-    ({"otlp": {"hostPort": 70000}}, "at '/otlp/hostPort': maximum: got 70,000, want 65,535"),
-    ({"ledger": {"url": "ledger:9451"}}, "at '/ledger/url': 'ledger:9451' does not match pattern"),
-    ({"ledger": {"storage": {"size": 10}}}, "at '/ledger/storage/size': got number, want string"),
-    ({"monitor": {"interval": "15"}}, "at '/monitor/interval': '15' does not match pattern"),
-    ({"rules": {"labels": {"release": True}}}, "at '/rules/labels/release': got boolean, want string"),
-    ({"monitor": {"kind": "servicemonitor"}}, "at '/monitor/kind': value must be one of 'podmonitor', 'vmpodscrape'"),
-    ({"rules": {"alertLabels": {"severity": "info"}}}, "invalid propertyName 'severity'"),
-    ({"routing": {"teams": ["a/b"]}}, "at '/routing/teams/0': 'a/b' does not match pattern"),
-    ({"routing": {"email": {"to": "you"}}}, "at '/routing/email/to': 'you' does not match pattern"),
-    ({"networkPolicy": {"training": []}}, "at '/networkPolicy/training': minItems: got 0, want 1"),
-    ({"tests": {"prometheusUrl": "http://p:9090/"}}, "at '/tests/prometheusUrl': 'http://p:9090/' does not match"),
-    ({"prometheusRule": {}}, "additional properties 'prometheusRule' not allowed"),
-])
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"exporter": {"port": "9450"}}, "at '/exporter/port': got string, want integer"),
+        ({"exporter": {"kernelLog": "yes"}}, "at '/exporter/kernelLog': got string, want boolean"),
+        ({"exporter": {"podResources": True}}, "at '/exporter/podResources': got boolean, want string"),
+        ({"exporter": {"jobMapping": "jobs"}}, "at '/exporter/jobMapping': 'jobs' does not match pattern"),
+        ({"exporter": {"topology": "slurm"}}, "at '/exporter/topology': 'slurm' does not match pattern"),
+        ({"exporter": {"dcgm": "localhost"}}, "at '/exporter/dcgm': 'localhost' does not match pattern"),
+        ({"exporter": {"expose": "dcgm-5"}}, "at '/exporter/expose': value must be one of '', 'dcgm'"),
+        ({"exporter": {"simulate": "b200x8"}}, "at '/exporter/simulate': value must be one of '', 'h100x8'"),
+        ({"exporter": {"ports": 9450}}, "at '/exporter': additional properties 'ports' not allowed"),
+        ({"exporter": {"resources": {"limit": {}}}}, "additional properties 'limit' not allowed"),
+        ({"otlp": {"hostPort": 70000}}, "at '/otlp/hostPort': maximum: got 70,000, want 65,535"),
+        ({"ledger": {"url": "ledger:9451"}}, "at '/ledger/url': 'ledger:9451' does not match pattern"),
+        ({"ledger": {"storage": {"size": 10}}}, "at '/ledger/storage/size': got number, want string"),
+        ({"monitor": {"interval": "15"}}, "at '/monitor/interval': '15' does not match pattern"),
+        ({"rules": {"labels": {"release": True}}}, "at '/rules/labels/release': got boolean, want string"),
+        (
+            {"monitor": {"kind": "servicemonitor"}},
+            "at '/monitor/kind': value must be one of 'podmonitor', 'vmpodscrape'",
+        ),
+        ({"rules": {"alertLabels": {"severity": "info"}}}, "invalid propertyName 'severity'"),
+        ({"routing": {"teams": ["a/b"]}}, "at '/routing/teams/0': 'a/b' does not match pattern"),
+        ({"routing": {"email": {"to": "you"}}}, "at '/routing/email/to': 'you' does not match pattern"),
+        ({"networkPolicy": {"training": []}}, "at '/networkPolicy/training': minItems: got 0, want 1"),
+        ({"tests": {"prometheusUrl": "http://p:9090/"}}, "at '/tests/prometheusUrl': 'http://p:9090/' does not match"),
+        ({"prometheusRule": {}}, "additional properties 'prometheusRule' not allowed"),
+    ],
+)
 def test_the_values_schema_refuses_a_wrong_value_and_names_it(values: Json, complaint: str) -> None:
     with pytest.raises(helm.HelmValuesError, match=re.escape(complaint)):
         helm.Chart.load(CHART).validate_schema(values)
@@ -190,7 +196,9 @@ def test_the_command_line_accepts_the_flags_and_the_ports_agree(variant: str) ->
     for workload in (daemonset, statefulset):
         volume, read_only = mounts(container(workload))["/tmp"]
         assert ({"name": volume, "emptyDir": {}} in workload["spec"]["template"]["spec"]["volumes"], read_only) == (
-            True, False), "the root is read-only, and SQLite and `flopwatch doctor` need a place"
+            True,
+            False,
+        ), "the root is read-only, and SQLite and `flopwatch doctor` need a place"
 
 
 def test_exporter_and_ledger_read_the_same_token_and_the_chart_makes_it_unless_one_is_named() -> None:
@@ -240,21 +248,27 @@ def test_a_ledger_behind_tls_is_asked_by_its_name_and_only_it_has_the_key() -> N
     for probe in ("livenessProbe", "readinessProbe"):
         assert container(statefulset)[probe]["httpGet"]["scheme"] == "HTTPS"
         assert "scheme" not in container(daemonset)[probe]["httpGet"]
-    for pod, file in ((daemonset["spec"]["template"]["spec"], exporter.ledger_ca_file),
-                      (test["spec"], Path("/etc/flopwatch/ledger-ca/ca.crt"))):
+    for pod, file in (
+        (daemonset["spec"]["template"]["spec"], exporter.ledger_ca_file),
+        (test["spec"], Path("/etc/flopwatch/ledger-ca/ca.crt")),
+    ):
         (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "ledger-ca"]
         assert volume["secret"] == {"secretName": secret, "items": [{"key": "ca.crt", "path": "ca.crt"}]}
         (mount,) = [mount for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == "ledger-ca"]
         assert (mount["mountPath"], mount["readOnly"]) == (str(file.parent), True)
     (endpoint,) = only(objects, "PodMonitor", "-ledger")["spec"]["podMetricsEndpoints"]
     assert endpoint["scheme"] == "https"
-    assert endpoint["tlsConfig"] == {"ca": {"secret": {"name": secret, "key": "ca.crt"}},
-                                     "serverName": urlsplit(exporter.ledger).hostname}
+    assert endpoint["tlsConfig"] == {
+        "ca": {"secret": {"name": secret, "key": "ca.crt"}},
+        "serverName": urlsplit(exporter.ledger).hostname,
+    }
     (plain,) = only(objects, "PodMonitor", "-exporter")["spec"]["podMetricsEndpoints"]
     assert "scheme" not in plain
     files = files_of(VARIANTS["hardened"] | {"monitor": {"kind": "annotations"}})
-    annotations = [yaml.safe_load(files[name])["spec"]["template"]["metadata"]["annotations"]
-                   for name in ("ledger-statefulset.yaml", "exporter-daemonset.yaml")]
+    annotations = [
+        yaml.safe_load(files[name])["spec"]["template"]["metadata"]["annotations"]
+        for name in ("ledger-statefulset.yaml", "exporter-daemonset.yaml")
+    ]
     assert [found.get("prometheus.io/scheme") for found in annotations] == ["https", None]
     off = settings_of(only(objects_of(files_of({"ledger": {"tlsSecret": None}})), "DaemonSet"))
     assert (off.ledger.partition(":")[0], off.ledger_ca_file) == ("http", None), "null is how a value is taken away"
@@ -275,7 +289,8 @@ def test_training_must_show_a_token_only_where_a_secret_is_named() -> None:
     assert isinstance(settings, ExporterSettings)
     assert settings.otlp_token_file == Path("/etc/flopwatch/otlp/token")
     assert {"name": "otlp-token", "secret": {"secretName": "flopwatch-otlp"}} in (
-        daemonset["spec"]["template"]["spec"]["volumes"])
+        daemonset["spec"]["template"]["spec"]["volumes"]
+    )
 
 
 HOST_PATHS = {
@@ -296,7 +311,8 @@ def test_only_the_container_that_reads_the_kernel_log_is_privileged_and_no_pod_a
     assert ("runtimeClassName" in pod) is (variant not in ("simulated", "unprivileged"))
     assert ("hostPID" in pod) is (variant == "slurm")
     assert pod.get("nodeSelector") == {
-        "simulated": None, "unprivileged": {"pool": "gpu"},
+        "simulated": None,
+        "unprivileged": {"pool": "gpu"},
         "gpu-operator": {"nvidia.com/gpu.deploy.client": "true"},
     }.get(variant, {"nvidia.com/gpu.present": "true"})
     for key, made in objects.items():
@@ -329,7 +345,9 @@ def test_the_kernel_log_comes_through_a_socket_that_both_containers_share(varian
     kmsg = settings_of(daemonset, "kmsg")
     assert str(exporter.kmsg) == f"unix:{kmsg.listen}"
     assert mounts(container(daemonset, "kmsg")) == {
-        str(kmsg.listen.parent): ("run", False), str(kmsg.kmsg): ("kmsg", True)}
+        str(kmsg.listen.parent): ("run", False),
+        str(kmsg.kmsg): ("kmsg", True),
+    }
     assert mounts(container(daemonset))[str(kmsg.listen.parent)] == ("run", False)
     volumes = {volume["name"]: volume for volume in daemonset["spec"]["template"]["spec"]["volumes"]}
     assert volumes["run"] == {"name": "run", "emptyDir": {}}
@@ -342,7 +360,8 @@ def test_owners_and_place_are_read_where_they_are_mounted() -> None:
     volumes = {volume["name"]: volume for volume in daemonset["spec"]["template"]["spec"]["volumes"]}
     assert exporter.kubelet_socket == KUBELET_SOCKET
     for folder, path in (
-        (KUBELET_SOCKET.parent, "/var/lib/k0s/kubelet/pod-resources"), (exporter.job_mapping, "/run/flopwatch-jobs"),
+        (KUBELET_SOCKET.parent, "/var/lib/k0s/kubelet/pod-resources"),
+        (exporter.job_mapping, "/run/flopwatch-jobs"),
         (Path(exporter.topology.removeprefix("slurm:")).parent, "/etc/slurm"),
     ):
         volume, read_only = mounted[str(folder)]
@@ -358,7 +377,8 @@ def test_the_exporter_alone_may_get_nodes_where_their_labels_tell_the_place() ->
     assert binding["roleRef"]["name"] == role["metadata"]["name"] == "observability-demo-flopwatch-exporter"
     pod = daemonset["spec"]["template"]["spec"]
     assert binding["subjects"] == [
-        {"kind": "ServiceAccount", "name": pod["serviceAccountName"], "namespace": "observability"}]
+        {"kind": "ServiceAccount", "name": pod["serviceAccountName"], "namespace": "observability"}
+    ]
     assert pod["automountServiceAccountToken"] is False
     assert mounts(container(daemonset))[str(SERVICE_ACCOUNT)] == ("account", True)
     assert "account" not in str(container(daemonset, "kmsg"))
@@ -367,7 +387,10 @@ def test_the_exporter_alone_may_get_nodes_where_their_labels_tell_the_place() ->
     assert files == ["token", "ca.crt"], "what collectors/identity/topology.py reads"
     exporter = settings_of(daemonset)
     assert (exporter.topology, exporter.dcgm, exporter.expose) == (
-        "kubernetes", "nvidia-dcgm.gpu-operator:5555", "dcgm")
+        "kubernetes",
+        "nvidia-dcgm.gpu-operator:5555",
+        "dcgm",
+    )
 
 
 def test_a_simulated_node_takes_nothing_of_the_node_whatever_else_is_asked_for() -> None:
@@ -380,14 +403,21 @@ def test_a_simulated_node_takes_nothing_of_the_node_whatever_else_is_asked_for()
     assert files_of(values)["exporter-clusterrole.yaml"].strip() == ""
 
 
-@pytest.mark.parametrize(("values", "needs"), [
-    ({}, "privileged (the privileged container kmsg, folders of the node)"),
-    ({"exporter": {"kernelLog": False, "hostPID": True, "hostPort": 9450}},
-     "privileged (hostPID, folders of the node, a port of the node)"),
-    ({"exporter": {"simulate": "h100x8", "hostPID": True}, "otlp": {"hostPort": 4318}},
-     "privileged (a port of the node)"),
-    ({"exporter": {"simulate": "h100x8"}}, "restricted"),
-])
+@pytest.mark.parametrize(
+    ("values", "needs"),
+    [
+        ({}, "privileged (the privileged container kmsg, folders of the node)"),
+        (
+            {"exporter": {"kernelLog": False, "hostPID": True, "hostPort": 9450}},
+            "privileged (hostPID, folders of the node, a port of the node)",
+        ),
+        (
+            {"exporter": {"simulate": "h100x8", "hostPID": True}, "otlp": {"hostPort": 4318}},
+            "privileged (a port of the node)",
+        ),
+        ({"exporter": {"simulate": "h100x8"}}, "restricted"),
+    ],
+)
 def test_the_notes_say_which_pod_security_level_the_values_need(values: Json, needs: str) -> None:
     notes = files_of(values)["NOTES.txt"]
     assert f"must allow the level {needs}." in notes
@@ -399,7 +429,8 @@ def test_every_selector_finds_the_pods_of_one_workload_and_the_port_it_names(var
     objects = render(variant)
     pods = {
         key: (made["spec"]["template"]["metadata"]["labels"], container(made)["ports"])
-        for key, made in objects.items() if key[0] in ("DaemonSet", "StatefulSet", "Deployment")
+        for key, made in objects.items()
+        if key[0] in ("DaemonSet", "StatefulSet", "Deployment")
     }
     for key, made in objects.items():
         if key[0] == "Service":
@@ -431,8 +462,11 @@ def test_boards_ask_for_a_password_and_the_kubelet_does_not_give_one() -> None:
     deployment = only(objects, "Deployment")
     settings, pod = settings_of(deployment), deployment["spec"]["template"]["spec"]
     assert settings == BoardsSettings(
-        prometheus="http://prometheus.monitoring:9090", listen=Address("::", 9452),
-        web_config=Path("/etc/flopwatch/web/web-config.yml"), token_file=Path("/etc/flopwatch/prometheus/token"))
+        prometheus="http://prometheus.monitoring:9090",
+        listen=Address("::", 9452),
+        web_config=Path("/etc/flopwatch/web/web-config.yml"),
+        token_file=Path("/etc/flopwatch/prometheus/token"),
+    )
     mounted = mounts(container(deployment))
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     for path, secret in ((settings.web_config, "boards-web"), (settings.token_file, "boards-prometheus")):
@@ -440,19 +474,24 @@ def test_boards_ask_for_a_password_and_the_kubelet_does_not_give_one() -> None:
         assert (volumes[name]["secret"], read_only) == ({"secretName": secret}, True)
     for probe in ("livenessProbe", "readinessProbe"):
         assert container(deployment)[probe]["tcpSocket"] == {"port": "web"}
-    assert only(objects, "Service", "-boards")["spec"]["ports"] == [
-        {"name": "web", "port": 9452, "targetPort": "web"}]
+    assert only(objects, "Service", "-boards")["spec"]["ports"] == [{"name": "web", "port": 9452, "targetPort": "web"}]
     assert "port-forward service/demo-flopwatch-boards 9452" in notes("boards")
 
 
-@pytest.mark.parametrize(("values", "complaint"), [
-    ({"boards": {"enabled": True, "prometheusUrl": "http://p:9090"}}, "boards.enabled needs boards.webConfigSecret"),
-    ({"boards": {"enabled": True, "webConfigSecret": "web"}}, "boards.enabled needs boards.prometheusUrl"),
-    ({"openshift": {"scc": "privileged"}, "serviceAccount": {"create": False}}, "openshift.scc needs an account"),
-    ({"ledger": {"enabled": False, "tlsSecret": "tls"}}, "ledger.tlsSecret is for a ledger behind TLS"),
-    ({"routing": {"kind": "secret"}}, "routing.kind needs somebody to tell"),
-    ({"routing": {"kind": "alertmanagerconfig", "watchdogSecret": "w"}}, "routing.kind needs somebody to tell"),
-])
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        (
+            {"boards": {"enabled": True, "prometheusUrl": "http://p:9090"}},
+            "boards.enabled needs boards.webConfigSecret",
+        ),
+        ({"boards": {"enabled": True, "webConfigSecret": "web"}}, "boards.enabled needs boards.prometheusUrl"),
+        ({"openshift": {"scc": "privileged"}, "serviceAccount": {"create": False}}, "openshift.scc needs an account"),
+        ({"ledger": {"enabled": False, "tlsSecret": "tls"}}, "ledger.tlsSecret is for a ledger behind TLS"),
+        ({"routing": {"kind": "secret"}}, "routing.kind needs somebody to tell"),
+        ({"routing": {"kind": "alertmanagerconfig", "watchdogSecret": "w"}}, "routing.kind needs somebody to tell"),
+    ],
+)
 def test_values_that_cannot_work_together_are_refused_with_what_is_missing(values: Json, complaint: str) -> None:
     with pytest.raises(helm.HelmError, match=re.escape(complaint)):
         files_of(values)
@@ -460,17 +499,21 @@ def test_values_that_cannot_work_together_are_refused_with_what_is_missing(value
 
 def test_a_network_policy_lets_in_prometheus_training_exporters_and_the_test_and_nobody_else() -> None:
     objects = render("boards")
-    namespaces = {"monitoring": {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}},
-                  "ingress": {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "ingress"}}},
-                  "all": {"namespaceSelector": {}}}
+    namespaces = {
+        "monitoring": {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}},
+        "ingress": {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "ingress"}}},
+        "all": {"namespaceSelector": {}},
+    }
     ours = {"app.kubernetes.io/name": "flopwatch", "app.kubernetes.io/instance": "demo"}
-    exporter, test = ({"podSelector": {"matchLabels": ours | {"app.kubernetes.io/component": name}}}
-                      for name in ("exporter", "test"))
+    exporter, test = (
+        {"podSelector": {"matchLabels": ours | {"app.kubernetes.io/component": name}}} for name in ("exporter", "test")
+    )
     found = {name: made["spec"] for (kind, name), made in objects.items() if kind == "NetworkPolicy"}
     assert {name: spec["ingress"] for name, spec in found.items()} == {
         "demo-flopwatch-exporter": [
             {"from": [namespaces["monitoring"], test], "ports": [{"port": "metrics"}]},
-            {"from": [namespaces["all"]], "ports": [{"port": "otlp"}]}],
+            {"from": [namespaces["all"]], "ports": [{"port": "otlp"}]},
+        ],
         "demo-flopwatch-ledger": [{"from": [namespaces["monitoring"], exporter, test], "ports": [{"port": "metrics"}]}],
         "demo-flopwatch-boards": [{"from": [namespaces["ingress"]], "ports": [{"port": "web"}]}],
     }
@@ -505,8 +548,11 @@ def test_exporters_leave_a_node_when_the_gpu_operator_takes_its_label_back() -> 
 def test_on_openshift_our_account_alone_gets_the_security_context_constraints() -> None:
     objects = render("openshift")
     binding = only(objects, "RoleBinding")
-    assert binding["roleRef"] == {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole",
-                                  "name": "system:openshift:scc:privileged"}
+    assert binding["roleRef"] == {
+        "apiGroup": "rbac.authorization.k8s.io",
+        "kind": "ClusterRole",
+        "name": "system:openshift:scc:privileged",
+    }
     account = only(objects, "DaemonSet")["spec"]["template"]["spec"]["serviceAccountName"]
     assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account, "namespace": NAMESPACE}]
     assert account == only(objects, "ServiceAccount")["metadata"]["name"] == "demo-flopwatch"
@@ -518,12 +564,15 @@ def test_the_prometheus_rule_is_the_generated_file_with_its_templates_untouched(
     assert "{{ $labels.run }}" in str(made["spec"])
 
 
-@pytest.mark.parametrize(("name", "content"), [
-    ("files/rules.yaml", rules_yaml(AlertSettings())),
-    ("files/alertmanager.yml", alertmanager_yaml(AlertSettings())),
-    ("files/routing.yaml", routing()),
-    ("README.md", readme()),
-])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("files/rules.yaml", rules_yaml(AlertSettings())),
+        ("files/alertmanager.yml", alertmanager_yaml(AlertSettings())),
+        ("files/routing.yaml", routing()),
+        ("README.md", readme()),
+    ],
+)
 def test_the_charts_generated_files_are_what_the_code_writes(name: str, content: str) -> None:
     assert (CHART / name).read_text(encoding="utf-8") == content, "stale: run `make generate`"
 
@@ -551,8 +600,11 @@ def test_what_is_only_of_the_charts_making_is_not_packaged(tmp_path: Path) -> No
 def test_a_release_fits_into_the_secret_that_helm_keeps_it_in() -> None:
     """Helm packs the chart's files and what it made of them, and Kubernetes takes no Secret of more than 1 MiB."""
     with tempfile.TemporaryDirectory() as folder, tarfile.open(helm.package(CHART, destination=folder)) as archive:
-        files = {name: base64.b64encode(file.read()).decode()
-                 for name in archive.getnames() if (file := archive.extractfile(name)) is not None}
+        files = {
+            name: base64.b64encode(file.read()).decode()
+            for name in archive.getnames()
+            if (file := archive.extractfile(name)) is not None
+        }
     release = json.dumps({"chart": files, "manifest": files_of(VARIANTS["routing"])})
     packed = len(base64.b64encode(base64.b64encode(gzip.compress(release.encode()))))
     assert 100_000 < packed < 0.7 * (1 << 20)
@@ -577,8 +629,10 @@ def test_chart_and_package_have_the_same_version() -> None:
 
 
 def test_the_install_pages_use_commands_and_values_that_exist() -> None:
-    page = "".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
-                   for name in ("install", "install-bare-metal", "kubernetes"))
+    page = "".join(
+        (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+        for name in ("install", "install-bare-metal", "kubernetes")
+    )
     commands = re.findall(r"(?:bin/|`)flopwatch ((?:exporter|ledger) [^`\n]*--[^`\n]*)", page)
     assert len(commands) == 3
     for command in commands:

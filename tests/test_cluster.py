@@ -19,8 +19,12 @@ NODES, SEEN = 64, 100.0
 LATE = 8 * STRAGGLER[0] + STRAGGLER[1]
 # A hook tells these only where there is something to tell, or with a source that the simulation has not.
 NOT_TOLD = {
-    m.TRAINING_MFU_UNAVAILABLE, m.TRAINING_STANDSTILL_INFO, m.TRAINING_POSITION_TOKENS, m.TRAINING_SAMPLES,
-    m.TRAINING_CHECKPOINT_BACKGROUND_SECONDS, m.TRAINING_BACKWARDS_WITHOUT_STEP,
+    m.TRAINING_MFU_UNAVAILABLE,
+    m.TRAINING_STANDSTILL_INFO,
+    m.TRAINING_POSITION_TOKENS,
+    m.TRAINING_SAMPLES,
+    m.TRAINING_CHECKPOINT_BACKGROUND_SECONDS,
+    m.TRAINING_BACKWARDS_WITHOUT_STEP,
 }
 
 
@@ -36,8 +40,18 @@ def told() -> dict[str, list[tuple[int, Line]]]:
                 found.setdefault(line[0], []).append((node, line))
             assert culprit(world.topology, world.jobs[0]) == LATE
 
-    World(Topology(NODES), jobs(NODES), FAULTS, SEEN + 10, 1, Ledger().apply,
-          Noise(per_node_day=0.0, missing=0.0, late=0.0), 3.0, look, 2.0).run()
+    World(
+        Topology(NODES),
+        jobs(NODES),
+        FAULTS,
+        SEEN + 10,
+        1,
+        Ledger().apply,
+        Noise(per_node_day=0.0, missing=0.0, late=0.0),
+        3.0,
+        look,
+        2.0,
+    ).run()
     return found
 
 
@@ -63,8 +77,9 @@ def test_the_late_rank_waits_least_and_costs_every_rank_the_same_time(told: dict
 
 
 def test_a_run_s_mfu_is_the_one_that_was_asked_for(told: dict[str, list[tuple[int, Line]]]) -> None:
-    model, capacity = (sum(of(told, row, "ablation-4").values())
-                       for row in (m.TRAINING_MODEL_FLOPS, m.TRAINING_CAPACITY_FLOPS))
+    model, capacity = (
+        sum(of(told, row, "ablation-4").values()) for row in (m.TRAINING_MODEL_FLOPS, m.TRAINING_CAPACITY_FLOPS)
+    )
     assert model / capacity == pytest.approx(0.31, rel=0.05)
 
 

@@ -32,8 +32,13 @@ Series = dict[str, float]
 
 def flopwatch_command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Return a finished `flopwatch` command."""
-    return subprocess.run([sys.executable, "-m", "flopwatch", *map(str, arguments)],
-                          capture_output=True, text=True, env=ENVIRONMENT, timeout=PATIENCE)
+    return subprocess.run(
+        [sys.executable, "-m", "flopwatch", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        timeout=PATIENCE,
+    )
 
 
 class Exporter:
@@ -44,9 +49,23 @@ class Exporter:
         with self._log.open("a") as log:
             start = log.tell()
             self.process = subprocess.Popen(
-                [sys.executable, *program, "exporter", "--listen", "127.0.0.1:0", "--otlp-listen", "127.0.0.1:0",
-                 "--state", str(state), "--host", "node-7", *map(str, flags)],
-                stderr=log, env=ENVIRONMENT)
+                [
+                    sys.executable,
+                    *program,
+                    "exporter",
+                    "--listen",
+                    "127.0.0.1:0",
+                    "--otlp-listen",
+                    "127.0.0.1:0",
+                    "--state",
+                    str(state),
+                    "--host",
+                    "node-7",
+                    *map(str, flags),
+                ],
+                stderr=log,
+                env=ENVIRONMENT,
+            )
         addresses = None
         while addresses is None:
             assert self.process.poll() is None, self.log
@@ -66,7 +85,9 @@ class Exporter:
         """Return every sample of a scrape."""
         return {
             f"{s.name}{{{','.join(f'{k}={v}' for k, v in s.labels.items())}}}": s.value
-            for f in text_string_to_metric_families(self.get("/metrics")) for s in f.samples}
+            for f in text_string_to_metric_families(self.get("/metrics"))
+            for s in f.samples
+        }
 
     def wait_for(self, series: str, value: float) -> Series:
         """Return the first scrape that has this value."""
@@ -82,16 +103,20 @@ class Exporter:
 
     def wait_for_hardware(self) -> Series:
         """Return the first scrape with all that a simulated node has; a slow machine starts a reader after another."""
-        return self.wait_until(lambda found: all(
-            found.get(f"flopwatch_collector_success{{collector={name}}}") == 1
-            for name in ("nvml", "infiniband", "xid", "identity")))
+        return self.wait_until(
+            lambda found: all(
+                found.get(f"flopwatch_collector_success{{collector={name}}}") == 1
+                for name in ("nvml", "infiniband", "xid", "identity")
+            )
+        )
 
     def push(self, *processes: ResourceMetrics) -> None:
         """Push as training processes."""
         body = request(*processes).SerializeToString()
-        urllib.request.urlopen(urllib.request.Request(
-            f"http://{self.otlp}/v1/metrics", body, {"Content-Type": "application/x-protobuf"}),
-            timeout=PATIENCE).close()
+        urllib.request.urlopen(
+            urllib.request.Request(f"http://{self.otlp}/v1/metrics", body, {"Content-Type": "application/x-protobuf"}),
+            timeout=PATIENCE,
+        ).close()
 
     def children(self) -> list[int]:
         """Return the pids of its child processes."""
@@ -132,20 +157,38 @@ def test_the_catalogue_is_printed_as_the_documentation_has_it() -> None:
     assert flopwatch_command("metrics", "--key").stdout.count("\n| `") == 20
 
 
-@pytest.mark.parametrize(("flags", "status", "message"), [
-    (["--listen", "9450"], 2, "'9450' is not an address; write HOST:PORT, for example 127.0.0.1:9450"),
-    (["--rank-timeout", "-1"], 2, "-1 is not a positive number of seconds"),
-    (["--sysfs", "/nowhere", "--listen", "127.0.0.1:0", "--otlp-listen", "127.0.0.1:0"], 1,
-     "--sysfs /nowhere is no folder; give the one where sysfs is mounted"),
-    (["--ledger", "maybe"], 1, "write embedded, off, or the ledger's URL (http://host:port)"),
-    (["--simulate", "b200x8"], 1, "the only simulated node is h100x8"),
-    (["--listen", ":9450", "--otlp-listen", ":9450"], 1, "give them different ports"),
-    (["--state", "/dev/null/state", "--ledger", "embedded", "--listen", "127.0.0.1:0", "--otlp-listen", "127.0.0.1:0"],
-     1, "--state /dev/null/state cannot be written: Not a directory; --ledger embedded needs it: choose another "
-     "--state DIR"),
-    (["--otlp-token-file", "/nonexistent"], 1, "--otlp-token-file /nonexistent: No such file or directory"),
-    (["--ledger-token-file", "/dev/null"], 1, "/dev/null is empty; put the token on its first line"),
-])
+@pytest.mark.parametrize(
+    ("flags", "status", "message"),
+    [
+        (["--listen", "9450"], 2, "'9450' is not an address; write HOST:PORT, for example 127.0.0.1:9450"),
+        (["--rank-timeout", "-1"], 2, "-1 is not a positive number of seconds"),
+        (
+            ["--sysfs", "/nowhere", "--listen", "127.0.0.1:0", "--otlp-listen", "127.0.0.1:0"],
+            1,
+            "--sysfs /nowhere is no folder; give the one where sysfs is mounted",
+        ),
+        (["--ledger", "maybe"], 1, "write embedded, off, or the ledger's URL (http://host:port)"),
+        (["--simulate", "b200x8"], 1, "the only simulated node is h100x8"),
+        (["--listen", ":9450", "--otlp-listen", ":9450"], 1, "give them different ports"),
+        (
+            [
+                "--state",
+                "/dev/null/state",
+                "--ledger",
+                "embedded",
+                "--listen",
+                "127.0.0.1:0",
+                "--otlp-listen",
+                "127.0.0.1:0",
+            ],
+            1,
+            "--state /dev/null/state cannot be written: Not a directory; --ledger embedded needs it: choose another "
+            "--state DIR",
+        ),
+        (["--otlp-token-file", "/nonexistent"], 1, "--otlp-token-file /nonexistent: No such file or directory"),
+        (["--ledger-token-file", "/dev/null"], 1, "/dev/null is empty; put the token on its first line"),
+    ],
+)
 def test_settings_that_cannot_work_are_an_error_at_start_that_says_what_to_change(
     flags: list[str], status: int, message: str
 ) -> None:
@@ -161,7 +204,8 @@ def test_a_port_in_use_is_named_with_the_flag_to_change(tmp_path: Path) -> None:
     assert run.returncode == 1
     assert run.stderr == (
         f"flopwatch: cannot listen on {address}: Address already in use; "
-        "choose another --otlp-listen HOST:PORT, or port 0 for a free one\n")
+        "choose another --otlp-listen HOST:PORT, or port 0 for a free one\n"
+    )
 
 
 def test_a_simulated_node_is_served_whole(tmp_path: Path) -> None:
@@ -171,13 +215,18 @@ def test_a_simulated_node_is_served_whole(tmp_path: Path) -> None:
         found = node.wait_for_hardware()
         names = {series.partition("{")[0] for series in found}
         assert not {row.name for row in m.all_metrics() if row.key and row.domain in ("gpu", "infiniband")} - names
-        assert {series.partition("collector=")[2]: value for series, value in found.items()
-                if series.startswith("flopwatch_collector_success")} == {
-            "nvml}": 1, "infiniband}": 1, "xid}": 1, "identity}": 1, "training}": 1, "ledger}": 1, "verdict}": 1}
+        assert {
+            series.partition("collector=")[2]: value
+            for series, value in found.items()
+            if series.startswith("flopwatch_collector_success")
+        } == {"nvml}": 1, "infiniband}": 1, "xid}": 1, "identity}": 1, "training}": 1, "ledger}": 1, "verdict}": 1}
         assert sum(series.startswith("gpu_present") for series in found) == 8
         assert sum(series.startswith("infiniband_port_present") for series in found) == 9
-        assert all("source=simulated" in series and "host=node-7" in series
-                   for series in found if series.startswith("gpu_info"))
+        assert all(
+            "source=simulated" in series and "host=node-7" in series
+            for series in found
+            if series.startswith("gpu_info")
+        )
         for owner, limit in (("uuid", 120), ("device", 60)):
             per_owner = [re.search(rf"\b{owner}=([^,}}]+)", series) for series in found]
             owners = [match.group(1) for match in per_owner if match is not None]
@@ -190,14 +239,19 @@ def test_a_simulated_node_is_served_whole(tmp_path: Path) -> None:
 def test_a_rank_may_claim_only_a_gpu_of_the_node(tmp_path: Path) -> None:
     with exporter(tmp_path / "state", "--simulate", "h100x8") as node:
         node.wait_for("flopwatch_collector_success{collector=nvml}", 1)
-        node.push(*(process(gauge("training_rank_info", 1, uuid=uuid), rank=rank)
-                    for rank, uuid in enumerate((SimulatedNode.uuid(3), "GPU-of-another-node"))))
+        node.push(
+            *(
+                process(gauge("training_rank_info", 1, uuid=uuid), rank=rank)
+                for rank, uuid in enumerate((SimulatedNode.uuid(3), "GPU-of-another-node"))
+            )
+        )
         found = node.wait_for("flopwatch_otlp_pushes_total{outcome=foreign_gpu}", 1)
         where = {series: value for series, value in found.items() if series.startswith("training_rank_info")}
         assert where == {
             f"training_rank_info{{run=lm,rank={rank},host=node-7,uuid={uuid},local_rank=,attempt=a1,"
             f"dp=,tp=,pp=,cp=,ep=}}": 1
-            for rank, uuid in ((0, SimulatedNode.uuid(3)), (1, ""))}
+            for rank, uuid in ((0, SimulatedNode.uuid(3)), (1, ""))
+        }
 
 
 def test_a_hung_driver_costs_its_own_series_and_they_come_back(tmp_path: Path) -> None:
@@ -297,7 +351,8 @@ def test_an_exporter_that_is_killed_and_started_again_loses_no_second_of_the_led
         after = book(node.wait_for("run_high_water_steps{tenant=,run=lm}", 20))
         moving = ("run_open_seconds{tenant=,run=lm}",)
         assert {k: v for k, v in after.items() if k not in moving} == {
-            k: v for k, v in before.items() if k not in moving}
+            k: v for k, v in before.items() if k not in moving
+        }
         node.push(training(45, 90.0, started + 91, status="completed", **say))
         final = book(node.wait_for("run_state{tenant=,run=lm,state=completed}", 1))
         # What an uninterrupted exporter would have booked: 1 s of startup, 90 s of steps, nothing open.
@@ -315,8 +370,22 @@ def test_a_ledger_at_a_url_is_told_with_the_token_what_a_stopping_exporter_still
     log = tmp_path / "ledger.log"
     with log.open("w") as output:
         ledger = subprocess.Popen(
-            [sys.executable, "-m", "flopwatch", "ledger", "serve", "--listen", "127.0.0.1:0",
-             "--state", tmp_path / "ledger", "--token-file", tmp_path / "token"], stderr=output, env=ENVIRONMENT)
+            [
+                sys.executable,
+                "-m",
+                "flopwatch",
+                "ledger",
+                "serve",
+                "--listen",
+                "127.0.0.1:0",
+                "--state",
+                tmp_path / "ledger",
+                "--token-file",
+                tmp_path / "token",
+            ],
+            stderr=output,
+            env=ENVIRONMENT,
+        )
     try:
         while (address := re.search(r"listening ledger=(\S+)", log.read_text())) is None:
             assert ledger.poll() is None, log.read_text()
@@ -325,8 +394,9 @@ def test_a_ledger_at_a_url_is_told_with_the_token_what_a_stopping_exporter_still
         for number in range(4):
             state, run = tmp_path / f"state{number}", f"lm{number}"
             with exporter(state, "--ledger", url, "--ledger-token-file", tmp_path / "token") as node:
-                node.push(training(45, 90.0, time.time() - 9, run=run, start_unix=time.time() - 100,
-                                   status="completed"))
+                node.push(
+                    training(45, 90.0, time.time() - 9, run=run, start_unix=time.time() - 100, status="completed")
+                )
                 assert node.end() == 0
             with urllib.request.urlopen(f"{url}/metrics", timeout=PATIENCE) as response:
                 told = f'run_state{{run="{run}",state="completed",tenant=""}} 1.0\n' in response.read().decode()
@@ -350,8 +420,9 @@ def test_a_final_push_and_a_stop_at_once_are_both_honoured(tmp_path: Path) -> No
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     command = [sys.executable, "-m", "flopwatch", "metrics"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          env={**os.environ, "PYTHONUNBUFFERED": "1"}) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()

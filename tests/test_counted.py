@@ -69,7 +69,7 @@ def by_overwritten_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block
 
 def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block) -> torch.Tensor:
     scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
-    scores = scores.masked_fill(block.mask[:q.shape[-2], :q.shape[-2]] == 0, float("-inf"))
+    scores = scores.masked_fill(block.mask[: q.shape[-2], : q.shape[-2]] == 0, float("-inf"))
     return F.dropout(torch.softmax(scores, -1), 0.1) @ v
 
 
@@ -164,8 +164,11 @@ def told(run: Run) -> float | None:
 # What is counted.
 
 
-@pytest.mark.parametrize("attend", [by_flag, by_flag_with_dropout, by_mask, by_overwritten_mask, by_hand,
-                                    by_hand_added, by_where], ids=lambda attend: str(attend.__name__))
+@pytest.mark.parametrize(
+    "attend",
+    [by_flag, by_flag_with_dropout, by_mask, by_overwritten_mask, by_hand, by_hand_added, by_where],
+    ids=lambda attend: str(attend.__name__),
+)
 def test_a_causal_decoder_counts_as_the_formula(attend: Callable[..., torch.Tensor]) -> None:
     counted = count(LanguageModel(attend), (ids(),))
     assert counted.flops == flops(SMALL)
@@ -183,10 +186,22 @@ def hugging_face(name: str, **changes: Any) -> tuple[Any, Transformer]:
     """Return a small model of transformers and its dimensions."""
     transformers: Any = importlib.import_module("transformers")
     common: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    llama: dict[str, Any] = {**common, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS,
-             "num_attention_heads": HEADS, "num_key_value_heads": 2}
-    gated: dict[str, Any] = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "kv_heads": 2, "vocabulary": VOCABULARY,
-             "mlp_matrices": 3}
+    llama: dict[str, Any] = {
+        **common,
+        "hidden_size": WIDTH,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": 2,
+    }
+    gated: dict[str, Any] = {
+        "layers": LAYERS,
+        "width": WIDTH,
+        "heads": HEADS,
+        "kv_heads": 2,
+        "vocabulary": VOCABULARY,
+        "mlp_matrices": 3,
+    }
     if name == "gpt2":
         config = transformers.GPT2Config(**common, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_positions=64)
         dimensions = SMALL
@@ -243,16 +258,37 @@ def test_the_count_is_what_the_configuration_says(name: str) -> None:
     transformers: Any = importlib.import_module("transformers")
     config = transformers.AutoConfig.for_model(name)
     small = {
-        "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8,
-        "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "sliding_window": 5, "num_experts": 4,
-        "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-        "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 12, "kv_lora_rank": 10,
-        "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "num_nextn_predict_layers": 0,
-        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "sliding_window": 5,
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "num_nextn_predict_layers": 0,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+    }
     if name == "deepseek_v3":
         small["head_dim"] = small["qk_rope_head_dim"]
     config = transformers.AutoConfig.for_model(
-        name, **{key: value for key, value in small.items() if hasattr(config, key)})
+        name, **{key: value for key, value in small.items() if hasattr(config, key)}
+    )
     model = transformers.AutoModelForCausalLM.from_config(config).train()
     assert count(model, (), {"input_ids": ids()}).flops == flops(from_config(config.to_dict()))
 
@@ -273,8 +309,15 @@ def test_flex_attention_of_transformers_counts_as_scaled_dot_product_attention()
 
 @torch.library.custom_op("flash_attn::_flash_attn_forward", mutates_args=(), device_types="cuda")
 def flash_attention(  # as https://github.com/Dao-AILab/flash-attention declares it
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float, softmax_scale: float, causal: bool,
-    window_size_left: int, window_size_right: int, softcap: float,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
 ) -> torch.Tensor:
     raise NotImplementedError("needs a card")
 
@@ -325,8 +368,11 @@ class Torch(nn.Module):
         super().__init__()
         self.mask, self.is_causal = mask, is_causal
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(
-            WIDTH, HEADS, 4 * WIDTH, dropout=0.1, batch_first=True), LAYERS, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.1, batch_first=True),
+            LAYERS,
+            enable_nested_tensor=False,
+        )
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -348,16 +394,29 @@ def test_a_torch_transformer_takes_its_masks_as_arguments() -> None:
     mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
     per_token = 24 * WIDTH * WIDTH  # 4 d^2 of attention and 8 d^2 of MLP
     scores = 4 * WIDTH
-    forward = BATCH * LAYERS * (
-        10 * per_token + 10 * 10 * scores  # encoder
-        + LENGTH * per_token + LENGTH * LENGTH * scores // 2  # decoder, itself
-        + LENGTH * 4 * WIDTH * WIDTH + 10 * 4 * WIDTH * WIDTH + LENGTH * 10 * scores)  # decoder, cross
+    forward = (
+        BATCH
+        * LAYERS
+        * (
+            10 * per_token
+            + 10 * 10 * scores  # encoder
+            + LENGTH * per_token
+            + LENGTH * LENGTH * scores // 2  # decoder, itself
+            + LENGTH * 4 * WIDTH * WIDTH
+            + 10 * 4 * WIDTH * WIDTH
+            + LENGTH * 10 * scores
+        )
+    )  # decoder, cross
     assert count(model, (source, target), {"tgt_mask": mask}).forward == forward
 
 
 def test_convolutions_count_each_multiply_add() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2, groups=2),
-                          nn.ConvTranspose2d(8, 4, 2, stride=2))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, stride=2, groups=2),
+        nn.ConvTranspose2d(8, 4, 2, stride=2),
+    )
     forward = 2 * (3 * 8 * 9 * 10 * 10 + 4 * 8 * 9 * 4 * 4 + 8 * 4 * 4 * 4 * 4)
     assert count(model, (torch.zeros(1, 3, 10, 10),)).forward == forward
 
@@ -474,8 +533,12 @@ def test_parameters_that_the_older_fsdp_flattens_count_whole(original: bool, ran
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     ranks(2)
-    model = FullyShardedDataParallel(LanguageModel(), auto_wrap_policy=ModuleWrapPolicy({Block}),
-                                     device_id=torch.device("cpu"), use_orig_params=original)
+    model = FullyShardedDataParallel(
+        LanguageModel(),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        device_id=torch.device("cpu"),
+        use_orig_params=original,
+    )
     for _ in range(2):
         assert count(model, (ids(),)).flops == flops(SMALL)
         model(ids()).sum().backward()
@@ -484,7 +547,7 @@ def test_parameters_that_the_older_fsdp_flattens_count_whole(original: bool, ran
 @pytest.mark.parametrize("attend", [by_flag, by_hand])
 @pytest.mark.parametrize("heads", [-1, HEADS // 2])  # in some code each rank knows its number of heads
 def test_parameters_that_tensor_parallelism_shards_count_whole(
-    heads: int, attend: Callable[..., torch.Tensor], ranks: Callable[[int], None],
+    heads: int, attend: Callable[..., torch.Tensor], ranks: Callable[[int], None]
 ) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -497,9 +560,18 @@ def test_parameters_that_tensor_parallelism_shards_count_whole(
     parallelize_module(model, mesh["tp"], {"embedding": RowwiseParallel(), "head": ColwiseParallel()})
     for block in model.blocks:
         block.heads = heads  # type: ignore[assignment]
-        parallelize_module(block, mesh["tp"], {
-            "q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel(),
-            "up": ColwiseParallel(), "down": RowwiseParallel()})
+        parallelize_module(
+            block,
+            mesh["tp"],
+            {
+                "q": ColwiseParallel(),
+                "k": ColwiseParallel(),
+                "v": ColwiseParallel(),
+                "o": RowwiseParallel(),
+                "up": ColwiseParallel(),
+                "down": RowwiseParallel(),
+            },
+        )
     assert count(model, (ids(),)).flops == flops(SMALL)
     for block in model.blocks:
         fully_shard(block, mesh=mesh["dp"])
@@ -520,9 +592,18 @@ def sharded(kind: str) -> nn.Module:
     if kind == "fsdp":
         return fully_shard(model)  # type: ignore[return-value]
     for block in model.blocks:
-        parallelize_module(block, init_device_mesh("cpu", (2,)), {
-            "q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel(),
-            "up": ColwiseParallel(), "down": RowwiseParallel()})
+        parallelize_module(
+            block,
+            init_device_mesh("cpu", (2,)),
+            {
+                "q": ColwiseParallel(),
+                "k": ColwiseParallel(),
+                "v": ColwiseParallel(),
+                "o": RowwiseParallel(),
+                "up": ColwiseParallel(),
+                "down": RowwiseParallel(),
+            },
+        )
     return model
 
 
@@ -599,7 +680,8 @@ def masked(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def masked_by_hand(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     scores = (x[None] @ weight) @ x[None].mT
     return scores.masked_fill(scores > 0.5, -9e9).softmax(-1) @ x[None] + (
-        (x[None] @ weight @ x[None].mT).masked_fill((x @ x.mT) > 0, -9e9).softmax(-1) @ x[None])
+        (x[None] @ weight @ x[None].mT).masked_fill((x @ x.mT) > 0, -9e9).softmax(-1) @ x[None]
+    )
 
 
 @torch.library.custom_op("flopwatch_test::matmul", mutates_args=())
@@ -623,13 +705,21 @@ def attend_in_parts(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return flex_attention(heads, heads, heads)
 
 
-@pytest.mark.parametrize(("function", "reason"), [
-    (routed, "data"), (branching, "value of a tensor"), (swallowed, "value of a tensor"),
-    (masked, "mask whose values"), (masked_by_hand, "mask whose values"),
-    (attend_in_parts, "mask function of flex_attention"),
-    (own_kernel, "flopwatch_test::matmul"), (Square.apply, "Square is an autograd.Function"),
-    (numpy, "without data"),
-], ids=lambda value: getattr(value, "__name__", None))
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (routed, "data"),
+        (branching, "value of a tensor"),
+        (swallowed, "value of a tensor"),
+        (masked, "mask whose values"),
+        (masked_by_hand, "mask whose values"),
+        (attend_in_parts, "mask function of flex_attention"),
+        (own_kernel, "flopwatch_test::matmul"),
+        (Square.apply, "Square is an autograd.Function"),
+        (numpy, "without data"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
 def test_what_only_data_or_kernels_know_is_a_reason(function: Callable[..., Any], reason: str) -> None:
     with pytest.raises(Uncountable, match=reason):
         count(Forward(function), (torch.zeros(16, 8),))
@@ -702,8 +792,10 @@ def test_the_model_and_random_numbers_are_as_before() -> None:
     model.head.register_forward_hook(lambda *_: called.append("after"))
     model(ids()).sum().backward()
     called.clear()
-    before = {name: (tensor, tensor.data_ptr(), tensor._version, tensor.detach().clone())
-              for name, tensor in (*model.named_parameters(), *model.named_buffers(), ("plain", model.plain))}
+    before = {
+        name: (tensor, tensor.data_ptr(), tensor._version, tensor.detach().clone())
+        for name, tensor in (*model.named_parameters(), *model.named_buffers(), ("plain", model.plain))
+    }
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     keys = {name: list(vars(module)) for name, module in model.named_modules()}
     numbers, torch_numbers = random.getstate(), torch.get_rng_state()
@@ -792,6 +884,7 @@ def test_the_loss_is_the_same_to_the_last_bit(run: Run) -> None:
 
 def compiled(graphs: list[int], in_place: bool) -> Callable[[nn.Module], nn.Module]:
     """Return what compiles a model with a compiler that keeps account."""
+
     def backend(graph: Any, inputs: Any) -> Any:
         graphs.append(1)
         return graph.forward

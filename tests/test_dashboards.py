@@ -30,7 +30,8 @@ from simulator.promtool import rule_test
 ROOT = Path(__file__).parent.parent
 RECORDS = {record.name: record.expr for record in records(AlertSettings())}
 ALERT_LABELS = {"alertname", "alertstate", "severity", "shadow"}.union(
-    *(alert.identity for alert in alerts(AlertSettings())))
+    *(alert.identity for alert in alerts(AlertSettings()))
+)
 GRAFANA = json.loads((Path(__file__).parent / "grafana" / "schema.json").read_text())
 PANELS = [(name, panel) for name, board in BOARDS.items() for panel in board["panels"] if panel["type"] != "row"]
 each_panel = pytest.mark.parametrize("panel", [pytest.param(p, id=f"{name}: {p['title']}") for name, p in PANELS])
@@ -51,7 +52,10 @@ def labels_of(expr: Any) -> set[str]:
                 known = {"job", "instance"}
             elif name == "prometheus_rule_evaluation_failures_total":  # Prometheus' own
                 known = {"rule_group", "instance"}
-            elif name in ("ALERTS", "ALERTS_FOR_STATE"):  # https://prometheus.io/docs/prometheus/latest/configuration/alerting_rules/
+            elif name in (
+                "ALERTS",
+                "ALERTS_FOR_STATE",
+            ):  # https://prometheus.io/docs/prometheus/latest/configuration/alerting_rules/
                 known = ALERT_LABELS
             elif suffix in ("bucket", "sum", "count") and family in BY_NAME:
                 assert BY_NAME[family].type == "histogram"
@@ -113,8 +117,17 @@ def kept_labels(panel: Json, target: Json) -> set[str]:
     return labels_of(promql.parse(query))
 
 
-VARIABLES = {"run": "r", "tenant": ".*", "host": "h", "uuid": "u", "rack": "k", "source": "nvml", "price": "2.5",
-             "__rate_interval": "1m", "__range": "1h"}
+VARIABLES = {
+    "run": "r",
+    "tenant": ".*",
+    "host": "h",
+    "uuid": "u",
+    "rack": "k",
+    "source": "nvml",
+    "price": "2.5",
+    "__rate_interval": "1m",
+    "__range": "1h",
+}
 
 
 def links_of(panel: Json) -> Iterator[Json]:
@@ -150,12 +163,15 @@ def test_a_panel_asks_only_for_series_and_labels_that_exist_and_its_legend_shows
             assert names <= shown
 
 
-@pytest.mark.parametrize(("query", "complaint"), [
-    ("gpu_powr_watts", "gpu_powr_watts is neither"),
-    ('gpu_power_watts{rank="1"}', "gpu_power_watts has labels"),
-    ("sum by (host) (gpu_power_watts)", "groups by"),
-    ("gpu_power_watts * on (host) gpu_info", "joins on"),
-])
+@pytest.mark.parametrize(
+    ("query", "complaint"),
+    [
+        ("gpu_powr_watts", "gpu_powr_watts is neither"),
+        ('gpu_power_watts{rank="1"}', "gpu_power_watts has labels"),
+        ("sum by (host) (gpu_power_watts)", "groups by"),
+        ("gpu_power_watts * on (host) gpu_info", "joins on"),
+    ],
+)
 def test_the_check_of_names_finds_a_wrong_name_and_a_wrong_label(query: str, complaint: str) -> None:
     with pytest.raises(AssertionError, match=complaint):
         labels_of(promql.parse(query))
@@ -165,7 +181,15 @@ def test_the_check_of_names_finds_a_wrong_name_and_a_wrong_label(query: str, com
 def test_a_panel_is_of_a_kind_grafana_still_draws_and_says_what_bad_looks_like(panel: Json) -> None:
     # 'graph', 'singlestat' and 'table-old' were Angular and left with Grafana 11.
     assert panel["type"] in {
-        "timeseries", "stat", "gauge", "bargauge", "table", "heatmap", "state-timeline", "status-history"}
+        "timeseries",
+        "stat",
+        "gauge",
+        "bargauge",
+        "table",
+        "heatmap",
+        "state-timeline",
+        "status-history",
+    }
     assert re.search(r"\bBad: |^down: ", panel["description"])
     assert panel["maxDataPoints"] >= (100 if panel["type"] == "status-history" else 300)
     field = panel["fieldConfig"]["defaults"]
@@ -187,14 +211,18 @@ def test_a_panel_is_of_a_kind_grafana_still_draws_and_says_what_bad_looks_like(p
 
 def complaints(kind: str, value: Json) -> list[str]:
     """Return what Grafana's published types say against a part of a dashboard."""
-    return [f"{kind}: {'/'.join(map(str, error.absolute_path))}: {error.message[:200]}"
-            for error in Draft7Validator(GRAFANA["properties"][kind]).iter_errors(value)]
+    return [
+        f"{kind}: {'/'.join(map(str, error.absolute_path))}: {error.message[:200]}"
+        for error in Draft7Validator(GRAFANA["properties"][kind]).iter_errors(value)
+    ]
 
 
 def against_grafanas_types(board: Json) -> list[str]:
     # Of the Prometheus data source's own: https://grafana.com/docs/grafana/latest/datasources/prometheus/annotations/
-    marks = [{key: value for key, value in mark.items() if key not in ("titleFormat", "textFormat")}
-             | {"target": {}} for mark in board["annotations"]["list"]]
+    marks = [
+        {key: value for key, value in mark.items() if key not in ("titleFormat", "textFormat")} | {"target": {}}
+        for mark in board["annotations"]["list"]
+    ]
     found = complaints("dashboard", {**board, "annotations": {"list": marks}, "panels": []})
     for panel in board["panels"]:
         if panel["type"] == "row":
@@ -213,14 +241,17 @@ def test_a_dashboard_has_the_shape_of_grafanas_published_types(board: Json) -> N
     assert against_grafanas_types(board) == []
 
 
-@pytest.mark.parametrize("wrong", [
-    lambda panel: panel["options"].update(fieldOptions={"defaults": {"unit": "s"}}),
-    lambda panel: panel["fieldConfig"]["defaults"].update(unit=5),
-    lambda panel: panel["fieldConfig"]["defaults"].update(custom={"calcs": ["last"]}),
-    lambda panel: panel["options"].update(orientation="sideways"),
-    lambda panel: panel.update(seriesOverrides=[]),
-    lambda panel: panel.update(gridPos={"h": "8", "w": 8, "x": 0, "y": 0}),
-])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda panel: panel["options"].update(fieldOptions={"defaults": {"unit": "s"}}),
+        lambda panel: panel["fieldConfig"]["defaults"].update(unit=5),
+        lambda panel: panel["fieldConfig"]["defaults"].update(custom={"calcs": ["last"]}),
+        lambda panel: panel["options"].update(orientation="sideways"),
+        lambda panel: panel.update(seriesOverrides=[]),
+        lambda panel: panel.update(gridPos={"h": "8", "w": 8, "x": 0, "y": 0}),
+    ],
+)
 def test_the_check_of_shapes_finds_what_grafana_does_not_know(wrong: Callable[[Json], None]) -> None:
     board = copy.deepcopy(BOARDS["fleet"])
     wrong(next(panel for panel in board["panels"] if panel["type"] == "gauge"))
@@ -233,8 +264,12 @@ def test_links_lead_to_dashboards_that_exist_with_variables_they_have_and_keep_t
     for panel in board["panels"]:
         if panel["type"] == "row":
             continue
-        headings = {name for change in panel["transformations"] if change["id"] == "organize"
-                    for name in change["options"]["renameByName"].values()}
+        headings = {
+            name
+            for change in panel["transformations"]
+            if change["id"] == "organize"
+            for name in change["options"]["renameByName"].values()
+        }
         assert {name for kind, name in links_to(panel) if kind == "table"} <= headings, panel["title"]
         for link in links_of(panel):
             found = re.fullmatch(r"/d/([\w-]+)\?(.*)", link["url"])
@@ -251,8 +286,12 @@ def test_every_dashboard_can_be_reached_from_the_fleet_and_from_every_other_one(
     by_uid = {board["uid"]: board for board in BOARDS.values()}
     while ahead:
         reached.add(uid := ahead.pop())
-        links = {link["url"].partition("?")[0].removeprefix("/d/") for panel in by_uid[uid]["panels"]
-                 if panel["type"] != "row" for link in links_of(panel)}
+        links = {
+            link["url"].partition("?")[0].removeprefix("/d/")
+            for panel in by_uid[uid]["panels"]
+            if panel["type"] != "row"
+            for link in links_of(panel)
+        }
         ahead += links - reached
     # What nothing on a board is about is in the list that each has at its top.
     assert by_uid.keys() - reached == {"flopwatch-gpus", "flopwatch-monitor"}
@@ -303,8 +342,10 @@ def test_an_alerts_link_leads_to_a_dashboard_that_exists_with_a_variable_it_has(
     variables = {board["uid"]: {entry["name"] for entry in board["templating"]["list"]} for board in BOARDS.values()}
     led = set()
     for alert in alerts(settings):
-        found = re.fullmatch(r"/d/([\w-]+)\?(?:var-(\w+)=\{\{ \$labels\.(\w+) \| urlquery \}\}&)?from=now-6h&to=now",
-                             alert.annotations(settings)["dashboard_url"])
+        found = re.fullmatch(
+            r"/d/([\w-]+)\?(?:var-(\w+)=\{\{ \$labels\.(\w+) \| urlquery \}\}&)?from=now-6h&to=now",
+            alert.annotations(settings)["dashboard_url"],
+        )
         assert found, alert.name
         uid, variable, label = found.groups()
         assert variable is None or variable in variables[uid]
@@ -319,7 +360,8 @@ def test_queries_come_out_ready_for_prometheus() -> None:
     queries = list(run.queries("llama/8b", rate_interval="5s", time_range="2m"))
     assert ("MFU", 'run:training_mfu:ratio_rate5m{run="llama/8b"}') in queries
     assert (
-        "Recent time by bucket", 'max by (bucket) (rate(run_seconds_total{tenant=~".*", run="llama/8b"}[5s]))',
+        "Recent time by bucket",
+        'max by (bucket) (rate(run_seconds_total{tenant=~".*", run="llama/8b"}[5s]))',
     ) in queries
     assert len(queries) == sum(len(panel["targets"]) for name, panel in PANELS if name == "run")
     assert not [query for _, query in queries if "$" in query]
@@ -355,7 +397,8 @@ MOVING = """
 SHOWN: dict[tuple[str, str], dict[str, float]] = {
     ("Late rank", "A"): {'{rank="1"}': 0.3},
     ("Ranks and their GPUs", "A"): {
-        '{rank="0", host="n1", uuid="A"}': 1, '{rank="1", host="n1", uuid="A"}': 1,
+        '{rank="0", host="n1", uuid="A"}': 1,
+        '{rank="1", host="n1", uuid="A"}': 1,
         '{rank="1", host="n2", uuid="B"}': 1,
     },
     ("Ranks and their GPUs", "B"): {'{rank="0", gpu="0"}': 1, '{rank="1", gpu="0"}': 1, '{rank="1", gpu="5"}': 1},
@@ -366,23 +409,41 @@ SHOWN: dict[tuple[str, str], dict[str, float]] = {
 
 def test_a_rank_that_moves_a_shared_card_and_a_replaced_exporter_break_no_panel(tmp_path: Path) -> None:
     expressions = {
-        (panel["title"], target["refId"]): next(dashboards.queries(
-            {"panels": [panel | {"targets": [target]}]}, VARIABLES | {"run": "lm"}))[1]
-        for name, panel in PANELS if name == "run" for target in panel["targets"]
+        (panel["title"], target["refId"]): next(
+            dashboards.queries({"panels": [panel | {"targets": [target]}]}, VARIABLES | {"run": "lm"})
+        )[1]
+        for name, panel in PANELS
+        if name == "run"
+        for target in panel["targets"]
     }
     # topk may pick either of rank 1's two places.
     expressions["Late rank", "A"] = f"max by (rank) ({expressions['Late rank', 'A']})"
     tests = tmp_path / "moving.yaml"
-    tests.write_text(yaml.safe_dump({"tests": [{
-        "interval": "15s",
-        "input_series": [dict(zip(("series", "values"), line.rsplit(maxsplit=1), strict=True))
-                         for line in MOVING.strip().splitlines()],
-        "promql_expr_test": [
-            {"expr": expressions[panel], "eval_time": "1m",
-             "exp_samples": [{"labels": labels, "value": value} for labels, value in expected.items()]}
-            for panel, expected in SHOWN.items()
-        ],
-    }]}))
+    tests.write_text(
+        yaml.safe_dump(
+            {
+                "tests": [
+                    {
+                        "interval": "15s",
+                        "input_series": [
+                            dict(zip(("series", "values"), line.rsplit(maxsplit=1), strict=True))
+                            for line in MOVING.strip().splitlines()
+                        ],
+                        "promql_expr_test": [
+                            {
+                                "expr": expressions[panel],
+                                "eval_time": "1m",
+                                "exp_samples": [
+                                    {"labels": labels, "value": value} for labels, value in expected.items()
+                                ],
+                            }
+                            for panel, expected in SHOWN.items()
+                        ],
+                    }
+                ]
+            }
+        )
+    )
     done = rule_test(find().promtool, tests, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -395,8 +456,12 @@ def test_the_charts_dashboard_is_what_the_code_writes(name: str) -> None:
 
 def test_python_m_dashboards_writes_each_dashboard(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "dashboards", str(tmp_path / "out")], cwd=ROOT, check=True,
-        env=os.environ | {"PYTHONPATH": "exporter"}, capture_output=True, text=True,
+        [sys.executable, "-m", "dashboards", str(tmp_path / "out")],
+        cwd=ROOT,
+        check=True,
+        env=os.environ | {"PYTHONPATH": "exporter"},
+        capture_output=True,
+        text=True,
     )
     assert done.stdout.split() == [str(tmp_path / "out" / f"{name}.json") for name in BOARDS]
     assert (tmp_path / "out" / "run.json").read_text(encoding="utf-8") == text(run.BOARD)
@@ -406,8 +471,11 @@ def test_only_the_package_itself_and_the_grafana_alerts_import_grafanalib() -> N
     importers = set()
     for path in (*ROOT.glob("dashboards/*.py"), *ROOT.glob("alerts/*.py"), *ROOT.glob("exporter/**/*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else (
-                [alias.name for alias in node.names] if isinstance(node, ast.Import) else [])
+            names = (
+                [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [])
+            )
             if any(name.split(".")[0] == "grafanalib" for name in names):
                 importers.add(str(path.relative_to(ROOT)))
     assert importers <= {"dashboards/__init__.py", "dashboards/alerts.py"}

@@ -43,10 +43,14 @@ class HostEngine:
         self.gpus = folder / "gpus.json"
         self.now = 0.0
         shutil.copy(library, self.library)  # a library of its own for each test
-        self.gpus.write_text(json.dumps({
-            uuid: dict.fromkeys(GPU_INFO.labels, "") | {"gpu": gpu, "uuid": uuid}
-            for gpu, uuid in (("0", "GPU-a"), ("1", "GPU-b"))
-        }))
+        self.gpus.write_text(
+            json.dumps(
+                {
+                    uuid: dict.fromkeys(GPU_INFO.labels, "") | {"gpu": gpu, "uuid": uuid}
+                    for gpu, uuid in (("0", "GPU-a"), ("1", "GPU-b"))
+                }
+            )
+        )
 
     def says(self, text: str) -> None:
         self.script.write_text(text)
@@ -91,13 +95,18 @@ def series(samples: list[Sample]) -> dict[str, float]:
 def test_structures_are_laid_out_as_documented() -> None:
     value = abi.FieldValue
     assert ctypes.sizeof(value) == 4128
-    assert [getattr(value, name).offset for name in (
-        "version", "entityGroupId", "entityId", "fieldId", "fieldType", "status", "ts", "value",
-    )] == [0, 4, 8, 12, 14, 16, 24, 32]
+    assert [
+        getattr(value, name).offset
+        for name in ("version", "entityGroupId", "entityId", "fieldId", "fieldType", "status", "ts", "value")
+    ] == [0, 4, 8, 12, 14, 16, 24, 32]
 
 
 def test_what_a_node_says(engine: HostEngine) -> None:
-    engine.says(GPUS + A100 + SWITCH + """
+    engine.says(
+        GPUS
+        + A100
+        + SWITCH
+        + """
 at 1000
 value 1 1 153 i 41
 value 1 0 153 i 40
@@ -127,7 +136,8 @@ value 6 0x203 787 i 3
 cpus 0
 value 7 0 1130 d 120.5
 value 7 0 1133 d 900
-""")
+"""
+    )
     collector = engine.collector()
     collector.read()
     engine.says(engine.script.read_text().replace("at 1000", "at 1010"))
@@ -194,9 +204,9 @@ def test_a_mean_counts_for_the_time_since_the_sample_before(engine: HostEngine) 
     seconds = []
     for at, mean in ((1010, 0.5), (1010, 0.5), (1030, 0.25), (1500, 1), (1490, 1), (1510, 0)):
         samples = activity(engine, collector, at, f"value 1 0 1002 d {mean}")
-        seconds.append((
-            samples["gpu_profiled_seconds_total{0,GPU-a}"], samples["gpu_sm_active_seconds_total{0,GPU-a}"],
-        ))
+        seconds.append(
+            (samples["gpu_profiled_seconds_total{0,GPU-a}"], samples["gpu_sm_active_seconds_total{0,GPU-a}"])
+        )
     # 470 s without a sample are a gap but for the ten seconds before it; a clock that went back adds nothing.
     assert seconds == [(10, 5), (10, 5), (30, 10), (40, 20), (40, 20), (50, 20)]
 
@@ -211,23 +221,37 @@ def test_paused_profiling_is_a_marked_gap(engine: HostEngine, how: str) -> None:
         for at, text in ((1010, busy), (1020, busy + how), (1030, busy + how), (1040, busy), (1050, busy))
     ]
     assert [
-        [samples[f"{name}{{0,GPU-a}}"] for name in (
-            "flopwatch_profiling_paused", "gpu_profiled_seconds_total", "gpu_sm_active_seconds_total",
-            "gpu_tensor_active_seconds_total",
-        )] for samples in said
+        [
+            samples[f"{name}{{0,GPU-a}}"]
+            for name in (
+                "flopwatch_profiling_paused",
+                "gpu_profiled_seconds_total",
+                "gpu_sm_active_seconds_total",
+                "gpu_tensor_active_seconds_total",
+            )
+        ]
+        for samples in said
     ] == [[0, 10, 5, 2.5], [1, 10, 5, 2.5], [1, 10, 5, 2.5], [0, 10, 5, 2.5], [0, 20, 10, 5]]
 
 
 def test_profiling_that_was_paused_from_the_start_is_said_without_counters(engine: HostEngine) -> None:
     assert activity(engine, engine.collector(), 1000, "value 1 0 1002 d 0\npaused") == {
-        "flopwatch_profiling_paused{0,GPU-a}": 1,
+        "flopwatch_profiling_paused{0,GPU-a}": 1
     }
 
 
-@pytest.mark.parametrize("how", [
-    "value 1 0 1002 d unsupported", "value 1 0 1002 d forbidden", "status 1 0 1002 -6", "status 1 0 1002 -17",
-    "status 1 0 1002 -36", "return dcgmWatchFields:1002 -36", "",
-])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "value 1 0 1002 d unsupported",
+        "value 1 0 1002 d forbidden",
+        "status 1 0 1002 -6",
+        "status 1 0 1002 -17",
+        "status 1 0 1002 -36",
+        "return dcgmWatchFields:1002 -36",
+        "",
+    ],
+)
 def test_profiling_the_card_does_not_have_is_not_paused(engine: HostEngine, how: str) -> None:
     assert activity(engine, engine.collector(), 1000, how) == {}
 
@@ -253,8 +277,10 @@ def test_gpus_whose_activity_nvml_tells_are_not_profiled(engine: HostEngine) -> 
 
 
 def test_a_field_the_host_engine_refuses_does_not_cost_the_others(engine: HostEngine) -> None:
-    engine.says(GPUS + A100 + "return dcgmWatchFields:572 -13\nreturn dcgmWatchFields:1012 -38\nat 1000\n"
-                "value 1 0 153 i 40\nvalue 1 0 1004 d 0.5\nvalue 1 0 1012 i 7\nvalue 1 0 1013 d 0.5")
+    engine.says(
+        GPUS + A100 + "return dcgmWatchFields:572 -13\nreturn dcgmWatchFields:1012 -38\nat 1000\n"
+        "value 1 0 153 i 40\nvalue 1 0 1004 d 0.5\nvalue 1 0 1012 i 7\nvalue 1 0 1013 d 0.5"
+    )
     collector = engine.collector()
     assert series(collector.read()) == {
         "gpu_temperature_margin_celsius{1,GPU-b}": 40,
@@ -264,15 +290,25 @@ def test_a_field_the_host_engine_refuses_does_not_cost_the_others(engine: HostEn
     }
 
 
-@pytest.mark.parametrize("how", [
-    "status 1 0 153 -6", "status 1 0 153 -14", "status 1 0 153 -17", "value 1 0 153 i blank",
-    "value 1 0 153 i unsupported", "value 1 0 153 i forbidden", "value 1 0 153 d blank", "value 1 0 153 d unsupported",
-    "value 1 0 153 s text",
-])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "status 1 0 153 -6",
+        "status 1 0 153 -14",
+        "status 1 0 153 -17",
+        "value 1 0 153 i blank",
+        "value 1 0 153 i unsupported",
+        "value 1 0 153 i forbidden",
+        "value 1 0 153 d blank",
+        "value 1 0 153 d unsupported",
+        "value 1 0 153 s text",
+    ],
+)
 def test_what_is_blank_or_failed_is_absent_and_the_rest_is_there(engine: HostEngine, how: str) -> None:
     engine.says(GPUS + H100 + f"value 1 -1 153 i 40\n{how}\nvalue 1 0 572 s S\nvalue 1 0 573 i blank")
     assert series(engine.collector().read()) == {
-        "gpu_chassis_info{1,GPU-b,S,,,}": 1, "gpu_temperature_margin_celsius{0,GPU-a}": 40,
+        "gpu_chassis_info{1,GPU-b,S,,,}": 1,
+        "gpu_temperature_margin_celsius{0,GPU-a}": 40,
     }
 
 
@@ -303,11 +339,13 @@ def test_switch_counters_only_rise_through_a_reset(engine: HostEngine) -> None:
     for traffic, errors in ((80, "i 5"), (88, "i 6"), (8, "i 1"), (8, "i blank"), (16, "i 2")):
         engine.says(said + f"value 3 0 861 i {traffic}\nvalue 6 -1 785 {errors}")
         samples = series(collector.read())
-        counted.append((
-            samples["nvlink_switch_transmit_bytes_total{0000:05:00.0}"] / (1 << 20),
-            samples["nvlink_switch_errors_total{0000:05:00.0,recovery}"],
-            samples["nvlink_switch_link_errors_total{0000:05:00.0,1,recovery}"],
-        ))
+        counted.append(
+            (
+                samples["nvlink_switch_transmit_bytes_total{0000:05:00.0}"] / (1 << 20),
+                samples["nvlink_switch_errors_total{0000:05:00.0,recovery}"],
+                samples["nvlink_switch_link_errors_total{0000:05:00.0,1,recovery}"],
+            )
+        )
     assert counted == [(10, 5, 5), (11, 6, 6), (12, 7, 7), (12, 7, 7), (13, 8, 8)]
 
 
@@ -317,8 +355,13 @@ def test_switch_traffic_without_a_documented_unit_is_left_out(engine: HostEngine
 
 
 def test_links_with_errors_are_bounded(engine: HostEngine) -> None:
-    engine.says(SWITCH + "links " + " ".join(hex(number << 8 | 3) for number in range(64)) + "\n"
-                + "".join(f"value 6 {hex(number << 8 | 3)} 788 i {number}\n" for number in range(64)))
+    engine.says(
+        SWITCH
+        + "links "
+        + " ".join(hex(number << 8 | 3) for number in range(64))
+        + "\n"
+        + "".join(f"value 6 {hex(number << 8 | 3)} 788 i {number}\n" for number in range(64))
+    )
     samples = series(engine.collector().read())
     links = [name for name in samples if "link_errors" in name]
     assert samples["nvlink_switch_errors_total{0000:05:00.0,ecc}"] == sum(range(64))
@@ -328,7 +371,8 @@ def test_links_with_errors_are_bounded(engine: HostEngine) -> None:
 def test_one_kind_of_entity_that_fails_does_not_cost_the_others(engine: HostEngine) -> None:
     engine.says(GPUS + H100 + "return dcgmGetEntityGroupEntities -33\nvalue 1 -1 153 i 40")
     assert series(engine.collector().read()) == {
-        "gpu_temperature_margin_celsius{1,GPU-b}": 40, "gpu_temperature_margin_celsius{0,GPU-a}": 40,
+        "gpu_temperature_margin_celsius{1,GPU-b}": 40,
+        "gpu_temperature_margin_celsius{0,GPU-a}": 40,
     }
 
 
@@ -390,7 +434,8 @@ def test_a_socket_is_told_from_a_port(engine: HostEngine) -> None:
         engine.says("")
         engine.collector(address).read()
     assert [call for call in engine.calls() if call.startswith("dcgmConnect")] == [
-        "dcgmConnect_v2 unix /tmp/nv-hostengine 1500 ms", "dcgmConnect_v2 unix /tmp/nv-hostengine 1500 ms",
+        "dcgmConnect_v2 unix /tmp/nv-hostengine 1500 ms",
+        "dcgmConnect_v2 unix /tmp/nv-hostengine 1500 ms",
         "dcgmConnect_v2 gpu7:5555 1500 ms",
     ]
 
@@ -406,17 +451,29 @@ def test_closing_gives_everything_back_and_reading_on_connects_again(engine: Hos
     assert engine.calls() == []
     collector.read()
     assert engine.calls()[:4] == [
-        "dcgmConnect_v2 localhost:5555 1500 ms", "dcgmGetAllDevices", "dcgmGetEntityGroupEntities",
+        "dcgmConnect_v2 localhost:5555 1500 ms",
+        "dcgmGetAllDevices",
+        "dcgmGetEntityGroupEntities",
         "dcgmGetEntityGroupEntities",
     ]
 
 
 def test_a_call_that_hangs_costs_this_source_its_deadline(engine: HostEngine) -> None:
     engine.says(GPUS + H100 + "value 1 0 153 i 40\n")
-    reader = Reader("dcgm", Spec("flopwatch.node.collectors.dcgm:build", {
-        "address": "localhost:5555", "gpus": str(engine.gpus), "library": str(engine.library),
-        "bindings": "/nonexistent",
-    }), driver=True, secondary=True)
+    reader = Reader(
+        "dcgm",
+        Spec(
+            "flopwatch.node.collectors.dcgm:build",
+            {
+                "address": "localhost:5555",
+                "gpus": str(engine.gpus),
+                "library": str(engine.library),
+                "bindings": "/nonexistent",
+            },
+        ),
+        driver=True,
+        secondary=True,
+    )
     try:
         assert series(reader.ask(30).samples) == {"gpu_temperature_margin_celsius{1,GPU-b}": 40}
         engine.says("hang dcgmEntitiesGetLatestValues")

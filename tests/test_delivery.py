@@ -30,10 +30,15 @@ QUIET = (SETTINGS.group_wait + 2 * SETTINGS.group_interval) / SETTINGS.pace  # a
 
 # One alert of an instance, and 32 that make one message, with what a label of a user's may hold.
 DOWN = {"alertname": "TrainingDown", "severity": "critical", "tenant": "speech", "run": "lm"}
-PORTS = [{"alertname": "InfinibandPortDown", "severity": "critical", "host": "node-1", "device": f"mlx5_{n}",
-          "port": "1"} for n in range(32)]
-ODD = {"alertname": "TrainingStraggler", "severity": "warning",
-       "run": '<!channel> <@U012AB3CD> &lt;!here&gt; "ü\\{{ 1 }}\n& 日本'}
+PORTS = [
+    {"alertname": "InfinibandPortDown", "severity": "critical", "host": "node-1", "device": f"mlx5_{n}", "port": "1"}
+    for n in range(32)
+]
+ODD = {
+    "alertname": "TrainingStraggler",
+    "severity": "warning",
+    "run": '<!channel> <@U012AB3CD> &lt;!here&gt; "ü\\{{ 1 }}\n& 日本',
+}
 
 
 class Flaky(Receiver):
@@ -60,17 +65,36 @@ class Chain:
         self.url = f"http://127.0.0.1:{self._port}"
         (folder / "slack").write_text(f"{self.receiver.url}/slack")
         (folder / "key").write_text("0123456789abcdef" * 2)
-        (folder / "alertmanager.yml").write_text(alertmanager_yaml(AlertSettings(
-            pace=SETTINGS.pace, slack_url_file=folder / "slack", pagerduty_key_file=folder / "key",
-            pagerduty_url=f"{self.receiver.url}/v2/enqueue", watchdog_url=f"{self.receiver.url}/watchdog",
-            runbook_base_url="https://example.com/runbooks", dashboard_base_url="https://example.com")))
-        self.alertmanager = Child("alertmanager", [
-            *servers.alertmanager, f"--config.file={folder}/alertmanager.yml", f"--storage.path={folder}/data",
-            f"--web.listen-address=127.0.0.1:{self._port}", "--cluster.listen-address="], os.environ, folder / "log")
+        (folder / "alertmanager.yml").write_text(
+            alertmanager_yaml(
+                AlertSettings(
+                    pace=SETTINGS.pace,
+                    slack_url_file=folder / "slack",
+                    pagerduty_key_file=folder / "key",
+                    pagerduty_url=f"{self.receiver.url}/v2/enqueue",
+                    watchdog_url=f"{self.receiver.url}/watchdog",
+                    runbook_base_url="https://example.com/runbooks",
+                    dashboard_base_url="https://example.com",
+                )
+            )
+        )
+        self.alertmanager = Child(
+            "alertmanager",
+            [
+                *servers.alertmanager,
+                f"--config.file={folder}/alertmanager.yml",
+                f"--storage.path={folder}/data",
+                f"--web.listen-address=127.0.0.1:{self._port}",
+                "--cluster.listen-address=",
+            ],
+            os.environ,
+            folder / "log",
+        )
         self.wait()
 
     def wait(self) -> None:
         """Return once Alertmanager answers."""
+
         def ready() -> bool:
             self.alertmanager.check()
             try:
@@ -91,22 +115,39 @@ class Chain:
         """Send alerts as Prometheus does."""
         now = datetime.now(UTC)
         times = {"startsAt": now.isoformat(), "endsAt": (now + timedelta(seconds=0 if ended else 600)).isoformat()}
-        self.api("alerts", [
-            {"labels": one, **times, "annotations": {
-                "summary": "A summary.", "description": f"{' '.join(one.values())}: {description}",
-                "runbook_url": f"https://example.com/runbooks/{one['alertname']}.md",
-                "dashboard_url": "https://example.com/d/flopwatch-run"}} for one in labels])
+        self.api(
+            "alerts",
+            [
+                {
+                    "labels": one,
+                    **times,
+                    "annotations": {
+                        "summary": "A summary.",
+                        "description": f"{' '.join(one.values())}: {description}",
+                        "runbook_url": f"https://example.com/runbooks/{one['alertname']}.md",
+                        "dashboard_url": "https://example.com/d/flopwatch-run",
+                    },
+                }
+                for one in labels
+            ],
+        )
 
     def api(self, path: str, body: object) -> None:
         """Post to Alertmanager's API."""
-        urllib.request.urlopen(urllib.request.Request(
-            f"{self.url}/api/v2/{path}", json.dumps(body).encode(), {"content-type": "application/json"}),
-            timeout=30).close()
+        urllib.request.urlopen(
+            urllib.request.Request(
+                f"{self.url}/api/v2/{path}", json.dumps(body).encode(), {"content-type": "application/json"}
+            ),
+            timeout=30,
+        ).close()
 
     def of(self, kind: Kind, text: str) -> list[dict[str, Any]]:
         """Return the payloads of a service in which a text is."""
-        return [message.payload for message in self.receiver.of(kind)
-                if text in json.dumps(message.payload, ensure_ascii=False)]
+        return [
+            message.payload
+            for message in self.receiver.of(kind)
+            if text in json.dumps(message.payload, ensure_ascii=False)
+        ]
 
     def actions(self, run: str) -> list[str]:
         """Return what PagerDuty was told of a run."""
@@ -152,8 +193,7 @@ def test_every_payload_has_the_shape_its_service_documents_and_ends_with_a_resol
         assert all(event["payload"]["source"] and len(json.dumps(event)) < 512 * 1024 for event in told)
     attachments = [message.payload["attachments"] for message in chain.receiver.of("slack")]
     assert {len(one) for one in attachments} == {1}
-    assert sorted(one[0]["color"] for one in attachments) == [
-        "danger", "danger", "good", "good", "good", "warning"]
+    assert sorted(one[0]["color"] for one in attachments) == ["danger", "danger", "good", "good", "good", "warning"]
     for (one,) in attachments:
         assert one["title"].startswith("[RESOLVED] " if one["color"] == "good" else "[FIRING] ")
         assert one["title_link"] == "https://example.com/d/flopwatch-run"
@@ -167,13 +207,23 @@ def test_every_payload_has_the_shape_its_service_documents_and_ends_with_a_resol
 
 
 def test_a_restart_pages_nobody_twice_and_the_resolve_comes(chain: Chain) -> None:
-    chain.api("silences", {
-        "matchers": [{"name": "run", "value": "silenced", "isRegex": False, "isEqual": True}], "createdBy": "a test",
-        "comment": "kept", "startsAt": datetime.now(UTC).isoformat(),
-        "endsAt": (datetime.now(UTC) + timedelta(hours=1)).isoformat()})
+    chain.api(
+        "silences",
+        {
+            "matchers": [{"name": "run", "value": "silenced", "isRegex": False, "isEqual": True}],
+            "createdBy": "a test",
+            "comment": "kept",
+            "startsAt": datetime.now(UTC).isoformat(),
+            "endsAt": (datetime.now(UTC) + timedelta(hours=1)).isoformat(),
+        },
+    )
     chain.post(run("stays"), run("ends"))
-    until(lambda: len(chain.actions("stays")) == len(chain.actions("ends")) == 1
-          and len(chain.colors("stays")) == len(chain.colors("ends")) == 1)
+    until(
+        lambda: (
+            len(chain.actions("stays")) == len(chain.actions("ends")) == 1
+            and len(chain.colors("stays")) == len(chain.colors("ends")) == 1
+        )
+    )
     time.sleep(QUIET)  # Alertmanager notes what it told when it has the answer
     chain.restart()
     # Prometheus sends what fires again, and what ended meanwhile for 15 minutes.
@@ -219,8 +269,12 @@ def test_what_a_receiver_that_fails_misses_comes_once_when_it_is_back(chain: Cha
         chain.receiver.messages.extend(failing.messages)
     else:
         assert failing.asked >= 4  # Slack and PagerDuty, of two runs
-    until(lambda: len(chain.actions("during")) == len(chain.colors("during")) == 1
-          and len(chain.actions("before")) == len(chain.colors("before")) == 2)
+    until(
+        lambda: (
+            len(chain.actions("during")) == len(chain.colors("during")) == 1
+            and len(chain.actions("before")) == len(chain.colors("before")) == 2
+        )
+    )
     time.sleep(QUIET)
     assert (chain.actions("during"), chain.colors("during")) == (["trigger"], ["danger"])
     assert (chain.actions("before"), chain.colors("before")) == (["trigger", "resolve"], ["danger", "good"])

@@ -23,9 +23,16 @@ from demo.stack import Stack, StackError, free_ports
 from tests.machine import PATIENCE, until
 
 SUMMARY = summary.Summary(
-    mfu=0.4149, effective_mfu=0.3622, goodput=0.9549, ettr=0.9312, step_seconds=0.2982, tokens_per_second=26432.4,
-    steps=101.0, worst=summary.Straggler("2", 0.2264, "node-7", "3", "GPU-51a7"),
-    buckets={"productive": 955.0, "checkpoint_save": 44.9, "data_stall": 0.1}, firing=["TrainingStraggler (warning)"],
+    mfu=0.4149,
+    effective_mfu=0.3622,
+    goodput=0.9549,
+    ettr=0.9312,
+    step_seconds=0.2982,
+    tokens_per_second=26432.4,
+    steps=101.0,
+    worst=summary.Straggler("2", 0.2264, "node-7", "3", "GPU-51a7"),
+    buckets={"productive": 955.0, "checkpoint_save": 44.9, "data_stall": 0.1},
+    firing=["TrainingStraggler (warning)"],
 )
 NOTHING_YET = summary.Summary(None, None, None, None, None, None, None, None, {}, [])
 
@@ -39,9 +46,12 @@ class Demo:
         self.output = state.with_suffix(".out")
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "demo", "--train", "simulated", "--state", str(state), *arguments], cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT / "exporter"), name: value}, stdout=output,
-                stderr=subprocess.STDOUT)
+                [sys.executable, "-m", "demo", "--train", "simulated", "--state", str(state), *arguments],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT / "exporter"), name: value},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
 
     def wait_for(self, text: str, seconds: float = 2 * PATIENCE) -> None:
         deadline = time.monotonic() + seconds
@@ -98,8 +108,12 @@ def test_a_demo_of_some_seconds_ends_by_itself_on_a_table_and_leaves_nothing(sta
     demo = start("--seconds", "10")
     assert demo.process.wait(2 * PATIENCE) == 0
     text = demo.output.read_text()
-    for row in (r"\| MFU +\| +[1-4]\d\.\d % \|", r"\| Goodput +\| +\d\d\.\d % \|", r"\| Steps +\| +\d+ \|",
-                r"\| Worst rank +\| +[0-3] \(\d+\.\d %\) \| on \S+, GPU [0-3] \(GPU-51a70000-\S+\)"):
+    for row in (
+        r"\| MFU +\| +[1-4]\d\.\d % \|",
+        r"\| Goodput +\| +\d\d\.\d % \|",
+        r"\| Steps +\| +\d+ \|",
+        r"\| Worst rank +\| +[0-3] \(\d+\.\d %\) \| on \S+, GPU [0-3] \(GPU-51a70000-\S+\)",
+    ):
         assert re.search(row, text), text
     assert "Rank 2 is now slowed by 30 %" in text
     assert demo.left() == []
@@ -187,8 +201,8 @@ def test_free_ports_are_all_different() -> None:
 
 def test_where_there_is_no_terminal_a_moment_is_a_line() -> None:
     assert summary.line(SUMMARY, 71.9) == (
-        "1:11  MFU 41.5 %  goodput 95.5 %  step 101  298 ms  worst rank 2 (22.6 %)  "
-        "firing: TrainingStraggler (warning)")
+        "1:11  MFU 41.5 %  goodput 95.5 %  step 101  298 ms  worst rank 2 (22.6 %)  firing: TrainingStraggler (warning)"
+    )
     assert summary.line(NOTHING_YET, 0) == "0:00  MFU -  goodput -  step -  -  worst rank -  firing: nothing"
 
 
@@ -208,11 +222,18 @@ def test_the_table_shows_every_fact_and_leaves_out_what_is_unknown() -> None:
 
 
 def test_the_screen_fits_a_terminal_of_100_by_30() -> None:
-    story = ["0:00  The first step.", "0:35  Rank 2 is now slowed by 30 %.", "1:01  The Slack message has arrived.",
-             "2:01  Rank 2 is at full speed again.\n      .venv/bin/python -m flopwatch.simulate " + "d" * 60]
+    story = [
+        "0:00  The first step.",
+        "0:35  Rank 2 is now slowed by 30 %.",
+        "1:01  The Slack message has arrived.",
+        "2:01  Rank 2 is at full speed again.\n      .venv/bin/python -m flopwatch.simulate " + "d" * 60,
+    ]
     message = "[FIRING] TrainingStraggler: One rank makes all the others wait.\n" + "Rank 2 of run demo is late. " * 9
-    urls = [("MFU graph", "http://127.0.0.1:41234/graph?" + "x" * 70), ("Exporter", "http://127.0.0.1:4/metrics"),
-            ("Alertmanager", "http://127.0.0.1:50000")]
+    urls = [
+        ("MFU graph", "http://127.0.0.1:41234/graph?" + "x" * 70),
+        ("Exporter", "http://127.0.0.1:4/metrics"),
+        ("Alertmanager", "http://127.0.0.1:50000"),
+    ]
     console = Console(width=100, height=30, force_terminal=True, color_system=None)
     lines = console.render_lines(summary.screen(SUMMARY, "demo", urls, story, message), pad=False)
     assert len(lines) <= 30

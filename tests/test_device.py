@@ -354,15 +354,16 @@ def test_a_thread_stuck_in_the_driver_does_not_hold_up_another(monkeypatch: pyte
 
 Action = tuple[str, float, int]
 ACTIONS = st.lists(
-    st.tuples(
-        st.sampled_from(["host", "work", "mark", "mark", "ask"]), st.floats(0, 2.0), st.integers(0, 2)),
-    min_size=1, max_size=60)
+    st.tuples(st.sampled_from(["host", "work", "mark", "mark", "ask"]), st.floats(0, 2.0), st.integers(0, 2)),
+    min_size=1,
+    max_size=60,
+)
 
 
 @settings(max_examples=300, deadline=None)
 @given(ACTIONS, st.booleans(), st.randoms(use_true_random=False))
 def test_moments_are_the_devices_own_to_a_microsecond(
-    actions: list[Action], one_stream: bool, chance: random.Random,
+    actions: list[Action], one_stream: bool, chance: random.Random
 ) -> None:
     cuda = SimulatedCuda()
     moments = cuda.moments()
@@ -400,7 +401,7 @@ def test_moments_are_the_devices_own_to_a_microsecond(
 @settings(max_examples=200, deadline=None)
 @given(ACTIONS, st.floats(-1e-3, 1e-3), st.floats(0, 1e-4), st.booleans())
 def test_whatever_the_device_does_no_moment_is_before_it_was_recorded_or_after_it_was_seen(
-    actions: list[Action], drift: float, latency: float, one_stream: bool,
+    actions: list[Action], drift: float, latency: float, one_stream: bool
 ) -> None:
     cuda = SimulatedCuda(drift=drift, latency=latency)
     moments = cuda.moments()

@@ -52,17 +52,23 @@ class Needs:
     what: str
 
 
-EXPORTER = ("flopwatch exporter --simulate h100x8 --listen 127.0.0.1:9450 --state state >/dev/null 2>&1 &\n"
-            "until curl -sf 127.0.0.1:9450/readyz >/dev/null; do sleep 0.1; done")
-JOB = ("FLOPWATCH_PUSH_INTERVAL=0.5 python -m flopwatch.simulate.job --out job >/dev/null 2>&1 &\n"
-       "until curl -s 127.0.0.1:9450/metrics | grep -q '^training_model_flops_total{.*} [1-9]'; do sleep 0.2; done")
-WAITS = ("until curl -s 127.0.0.1:9450/metrics | grep -Eq 'collective_wait.*\"3\"} [0.]*[1-9]'; do sleep 0.2; done\n"
-         "until curl -s 127.0.0.1:9450/v1/runs | grep -q first; do sleep 0.2; done")
+EXPORTER = (
+    "flopwatch exporter --simulate h100x8 --listen 127.0.0.1:9450 --state state >/dev/null 2>&1 &\n"
+    "until curl -sf 127.0.0.1:9450/readyz >/dev/null; do sleep 0.1; done"
+)
+JOB = (
+    "FLOPWATCH_PUSH_INTERVAL=0.5 python -m flopwatch.simulate.job --out job >/dev/null 2>&1 &\n"
+    "until curl -s 127.0.0.1:9450/metrics | grep -q '^training_model_flops_total{.*} [1-9]'; do sleep 0.2; done"
+)
+WAITS = (
+    "until curl -s 127.0.0.1:9450/metrics | grep -Eq 'collective_wait.*\"3\"} [0.]*[1-9]'; do sleep 0.2; done\n"
+    "until curl -s 127.0.0.1:9450/v1/runs | grep -q first; do sleep 0.2; done"
+)
 HISTORY = "tests/captures/histories/crash_and_move.jsonl"
-BOOKED = ("until flopwatch ledger show first --url http://127.0.0.1:9450 2>&1 | grep -q productive; do sleep 0.2; done")
-LEDGER = (f"""flopwatch ledger serve --state books >/dev/null 2>&1 &
+BOOKED = "until flopwatch ledger show first --url http://127.0.0.1:9450 2>&1 | grep -q productive; do sleep 0.2; done"
+LEDGER = f"""flopwatch ledger serve --state books >/dev/null 2>&1 &
 until curl -sf 127.0.0.1:9451/healthz >/dev/null; do sleep 0.1; done
-curl -sf -o /dev/null --data-binary @{HISTORY} 127.0.0.1:9451/v1/snapshots""")
+curl -sf -o /dev/null --data-binary @{HISTORY} 127.0.0.1:9451/v1/snapshots"""
 CLUSTER, ENGINE = Needs("a Kubernetes cluster"), Needs("a container engine")
 PAGE = Elsewhere("tests/test_boards.py")
 SYSTEMD = Needs("root, and systemd as the first process")
@@ -72,8 +78,10 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
     "README.md": {
         "make demo": Elsewhere("tests/test_demo.py"),
         "flopwatch run": Elsewhere("tests/test_run.py"),
-        "flopwatch flops": Ran(r"FLOPs per token(.|\n)*NVIDIA H200 bf16: 989.4", replace=(
-            ("config.json", "tests/captures/configs/llama-3-8b.json"),)),
+        "flopwatch flops": Ran(
+            r"FLOPs per token(.|\n)*NVIDIA H200 bf16: 989.4",
+            replace=(("config.json", "tests/captures/configs/llama-3-8b.json"),),
+        ),
         "flopwatch exporter": Elsewhere("tests/test_command_line.py"),
         "python -m alerts": Elsewhere("tests/test_readme.py"),
         "flopwatch boards": PAGE,
@@ -95,19 +103,25 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
         "flopwatch exporter --simulate": Ran(
             r'training_collective_wait_seconds_total\{run="first",rank="3"\} 0*\.?0*[1-9]',
             # A slow machine needs longer, and a fast one less.
-            replace=(("sleep 20", WAITS),)),
+            replace=(("sleep 20", WAITS),),
+        ),
         "flopwatch ledger list": Ran(r"first +running(.|\n)*productive", before=BOOKED),
     },
     "frameworks.md": {"export FLOPWATCH_RUN": Elsewhere("tests/test_frameworks_docs.py")},
     "goodput.md": {"flopwatch ledger replay": Ran("0.760|76.0")},
     "install.md": {
         "docker build": ENGINE,
-        "flopwatch doctor": Ran(r"\n8\nflopwatch_collector_success\{", before=EXPORTER, replace=(
-            ("flopwatch doctor ", "flopwatch doctor --simulate h100x8 --state other "),)),
+        "flopwatch doctor": Ran(
+            r"\n8\nflopwatch_collector_success\{",
+            before=EXPORTER,
+            replace=(("flopwatch doctor ", "flopwatch doctor --simulate h100x8 --state other "),),
+        ),
     },
     "install-bare-metal.md": {
-        "python3 -m venv /opt/flopwatch": SYSTEMD, "install -d -m 755": SYSTEMD,
-        "install -m 644 contrib/systemd/flopwatch-boards": SYSTEMD, "systemctl disable --now": SYSTEMD,
+        "python3 -m venv /opt/flopwatch": SYSTEMD,
+        "install -d -m 755": SYSTEMD,
+        "install -m 644 contrib/systemd/flopwatch-boards": SYSTEMD,
+        "systemctl disable --now": SYSTEMD,
     },
     "install-compose.md": {
         "docker compose -f contrib/compose/compose.yaml up --build": ENGINE,
@@ -116,18 +130,26 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
     },
     "install-slurm.md": {"install -m 755 contrib/slurm": SYSTEMD, "#SBATCH": Needs("a Slurm cluster")},
     "ledger.md": {
-        "flopwatch ledger list": Ran(r"r +completed(.|\n)*run 'r' has completed already(.|\n)*goodput", before=LEDGER,
-                                     replace=((" RUN", " r"), ("HISTORY.jsonl", HISTORY),
-                                              ("flopwatch ledger close", "! flopwatch ledger close"))),
+        "flopwatch ledger list": Ran(
+            r"r +completed(.|\n)*run 'r' has completed already(.|\n)*goodput",
+            before=LEDGER,
+            replace=(
+                (" RUN", " r"),
+                ("HISTORY.jsonl", HISTORY),
+                ("flopwatch ledger close", "! flopwatch ledger close"),
+            ),
+        )
     },
     "mfu.md": {
         "curl -s 127.0.0.1:9450": Ran(r"training_model_flops_total\{", before=f"{EXPORTER}\n{JOB}"),
         'flopwatch peak "NVIDIA H200"': Ran("NVIDIA H200 bf16: 989.4 TFLOP/s"),
-        "flopwatch flops Llama-3-8B": Ran("8,030,261,248", replace=(
-            ("Llama-3-8B/config.json", "tests/captures/configs/llama-3-8b.json"),)),
+        "flopwatch flops Llama-3-8B": Ran(
+            "8,030,261,248", replace=(("Llama-3-8B/config.json", "tests/captures/configs/llama-3-8b.json"),)
+        ),
     },
     "otlp.md": {
-        "export FLOPWATCH_ENDPOINT": Ran(), "victoria-metrics": Elsewhere("tests/test_otlp_out.py"),
+        "export FLOPWATCH_ENDPOINT": Ran(),
+        "victoria-metrics": Elsewhere("tests/test_otlp_out.py"),
         "curl -s 127.0.0.1:8428": Elsewhere("tests/test_otlp_out.py"),
     },
     "release.md": {"flopwatch exporter --release 10m": Elsewhere("tests/test_release.py")},
@@ -149,7 +171,8 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
     },
     "training.md": {"export FLOPWATCH_SUBMITTED_AT": Needs("a Slurm cluster")},
     "tuning.md": {
-        "python -m alerts OUT": Ran("SUCCESS: [1-9](.|\n)*SUCCESS"), "python - <<'END'": Ran("SUCCESS: [1-9]"),
+        "python -m alerts OUT": Ran("SUCCESS: [1-9](.|\n)*SUCCESS"),
+        "python - <<'END'": Ran("SUCCESS: [1-9]"),
     },
 }
 # All of these pages' blocks, whatever they are.
@@ -160,7 +183,8 @@ def commands(page: Path) -> list[str]:
     """Return the text of each block of commands of a page, without prompts and what is printed."""
     found = []
     for indent, language, text in re.findall(
-            r"^( *)```(\w*)\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.M | re.S):
+        r"^( *)```(\w*)\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.M | re.S
+    ):
         lines = [line.removeprefix(indent) for line in text.splitlines()]
         typed = [line[2:] for line in lines if line.startswith("$ ")]
         if typed:
@@ -216,12 +240,17 @@ APART = ["unshare", "--map-root-user", "--net", sys.executable, "-c", LOOPBACK]
 
 def own_loopback() -> bool:
     """Return whether this machine lets us have a loopback of our own."""
-    return shutil.which("unshare") is not None and subprocess.run(
-        [*APART, "true"], capture_output=True, timeout=PATIENCE).returncode == 0
+    return (
+        shutil.which("unshare") is not None
+        and subprocess.run([*APART, "true"], capture_output=True, timeout=PATIENCE).returncode == 0
+    )
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(
-    isinstance(what, Ran) for what in BLOCKS.get(page.name, {}).values())], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if any(isinstance(what, Ran) for what in BLOCKS.get(page.name, {}).values())],
+    ids=lambda page: page.stem,
+)
 def test_the_blocks_that_can_run_do(page: Path, tmp_path: Path) -> None:
     if not own_loopback():
         pytest.skip("the kernel gives no network namespace (unshare --net), and the default ports may be others'")
@@ -238,11 +267,28 @@ def test_the_blocks_that_can_run_do(page: Path, tmp_path: Path) -> None:
             script += [what.before, f"echo '### {number}'", text]
             wanted.append((number, what.shows))
     servers = find()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "exporter"), "TMPDIR": str(tmp_path), "PATH": ":".join([
-        str(Path(sys.executable).parent), str(Path(servers.promtool).parent), str(Path(servers.amtool).parent),
-        os.environ["PATH"]])}
-    with subprocess.Popen([*APART, "bash", "-c", "\n".join(script)], cwd=tmp_path, env=environment, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True) as shell:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "exporter"),
+        "TMPDIR": str(tmp_path),
+        "PATH": ":".join(
+            [
+                str(Path(sys.executable).parent),
+                str(Path(servers.promtool).parent),
+                str(Path(servers.amtool).parent),
+                os.environ["PATH"],
+            ]
+        ),
+    }
+    with subprocess.Popen(
+        [*APART, "bash", "-c", "\n".join(script)],
+        cwd=tmp_path,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as shell:
         try:
             output, _ = shell.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:

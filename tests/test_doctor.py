@@ -60,8 +60,13 @@ def node(tmp_path: Path) -> SimulatedNode:
 
 def settings(node: SimulatedNode, **others: object) -> ExporterSettings:
     return ExporterSettings(
-        listen=Address("127.0.0.1", 0), otlp_listen=Address("127.0.0.1", 0), state=node.root.parent,
-        simulate="h100x8", host="node-7", **others)  # type: ignore[arg-type]
+        listen=Address("127.0.0.1", 0),
+        otlp_listen=Address("127.0.0.1", 0),
+        state=node.root.parent,
+        simulate="h100x8",
+        host="node-7",
+        **others,
+    )  # type: ignore[arg-type]
 
 
 def test_on_a_healthy_node_everything_is_read_and_owned(node: SimulatedNode) -> None:
@@ -69,7 +74,10 @@ def test_on_a_healthy_node_everything_is_read_and_owned(node: SimulatedNode) -> 
     report = examine(settings(node))
     assert (report.problems, report.losses) == ([], [])
     assert [(source.name, source.state, source.reason) for source in report.sources] == [
-        ("nvml", "ok", ""), ("infiniband", "ok", ""), ("xid", "ok", ""), ("identity", "ok", ""),
+        ("nvml", "ok", ""),
+        ("infiniband", "ok", ""),
+        ("xid", "ok", ""),
+        ("identity", "ok", ""),
         ("dcgm", "off", "--dcgm asks a DCGM host engine"),
     ]
     assert [gpu.name for gpu in report.gpus] == [f"GPU {index}" for index in range(8)]
@@ -94,7 +102,9 @@ def test_a_released_driver_is_not_opened(node: SimulatedNode) -> None:
     report = examine(settings(node))
     why = "the driver is released (docs/release.md); flopwatch exporter --release 0 ends that"
     assert [(source.name, source.state, source.reason) for source in report.sources] == [
-        ("nvml", "off", why), ("infiniband", "ok", ""), ("xid", "off", why),
+        ("nvml", "off", why),
+        ("infiniband", "ok", ""),
+        ("xid", "off", why),
         ("identity", "absent", "there is no GPU that could have an owner, and no --topology"),
         ("dcgm", "off", "--dcgm asks a DCGM host engine"),
     ]
@@ -107,7 +117,9 @@ def test_a_lost_gpu_is_a_problem_whether_or_not_it_was_known_before(node: Simula
     assert examine(settings(node)).problems == ["GPU 3: does not answer"]
     parts = {
         SimulatedNode.uuid(gpu): dict.fromkeys(m.GPU_INFO.labels, "")
-        | {"gpu": str(gpu), "uuid": SimulatedNode.uuid(gpu), "model": "H100"} for gpu in range(8)}
+        | {"gpu": str(gpu), "uuid": SimulatedNode.uuid(gpu), "model": "H100"}
+        for gpu in range(8)
+    }
     (node.root / "gpus.json").write_text(json.dumps(parts))
     report = examine(settings(node))
     assert report.problems == ["GPU 3: does not answer"]
@@ -132,7 +144,8 @@ def test_owners_are_told_with_their_source_and_a_kubelet_that_talks_garbage_is_a
         report = examine(given)
     assert report.problems == []
     assert {"owner_namespace": "ml", "owner_pod": "train-0", "owner_container": "worker", "source": "kubelet"} in (
-        report.gpus[0].owners)
+        report.gpus[0].owners
+    )
     with kubelet(tmp_path / "k.sock", b"<html>"):
         report = examine(given)
     assert (report.problems, report.losses) == ([], ["identity: kubelet: not a list of pods: a field of type 4"])
@@ -140,8 +153,18 @@ def test_owners_are_told_with_their_source_and_a_kubelet_that_talks_garbage_is_a
 
 def test_the_command_says_it_in_json_and_in_text_and_by_its_status(node: SimulatedNode) -> None:
     command = [
-        sys.executable, "-m", "flopwatch", "doctor", "--simulate", "h100x8", "--state", str(node.root.parent),
-        "--listen", "127.0.0.1:0", "--otlp-listen", "127.0.0.1:0",
+        sys.executable,
+        "-m",
+        "flopwatch",
+        "doctor",
+        "--simulate",
+        "h100x8",
+        "--state",
+        str(node.root.parent),
+        "--listen",
+        "127.0.0.1:0",
+        "--otlp-listen",
+        "127.0.0.1:0",
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "exporter"), "COLUMNS": "80"}
     healthy = subprocess.run([*command, "--json"], capture_output=True, text=True, env=environment, timeout=240)
@@ -186,10 +209,22 @@ def test_it_takes_the_flags_of_the_exporter_that_runs_here(tmp_path: Path) -> No
 def test_beside_a_real_exporter_it_looks_where_that_looks(
     node: SimulatedNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--simulate", "h100x8", "--state", str(node.root.parent), "--listen", "127.0.0.1:0",
-             "--otlp-listen=127.0.0.1:0", "--host", "node-7"]
-    exporter = subprocess.Popen([sys.executable, "-m", "flopwatch", "exporter", *flags], stderr=subprocess.DEVNULL,
-                                env={**os.environ, "PYTHONPATH": str(ROOT / "exporter")})
+    flags = [
+        "--simulate",
+        "h100x8",
+        "--state",
+        str(node.root.parent),
+        "--listen",
+        "127.0.0.1:0",
+        "--otlp-listen=127.0.0.1:0",
+        "--host",
+        "node-7",
+    ]
+    exporter = subprocess.Popen(
+        [sys.executable, "-m", "flopwatch", "exporter", *flags],
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "exporter")},
+    )
     try:
         proc = tmp_path / "proc"  # without the exporters that this machine may have besides
         proc.mkdir()
@@ -213,10 +248,27 @@ def test_what_a_tier_goes_without_is_told_and_is_no_failure(node: SimulatedNode,
         node.kmsg.mkdir()  # a kernel log that cannot be read, for root as well
         node.fail("nvmlDeviceGetSramEccErrorStatus", 4)
         done = subprocess.run(
-            [sys.executable, "-m", "flopwatch", "doctor", "--simulate", "h100x8", "--state", str(node.root.parent),
-             "--listen", "127.0.0.1:0", "--otlp-listen", "127.0.0.1:0", "--kubelet-socket", str(tmp_path / "k.sock")],
-            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT / "exporter"), "COLUMNS": "80"},
-            timeout=240)
+            [
+                sys.executable,
+                "-m",
+                "flopwatch",
+                "doctor",
+                "--simulate",
+                "h100x8",
+                "--state",
+                str(node.root.parent),
+                "--listen",
+                "127.0.0.1:0",
+                "--otlp-listen",
+                "127.0.0.1:0",
+                "--kubelet-socket",
+                str(tmp_path / "k.sock"),
+            ],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "exporter"), "COLUMNS": "80"},
+            timeout=240,
+        )
     assert (done.returncode, done.stderr) == (0, "")
     _, verdict, without, *_ = done.stdout.split("\n\n")
     assert verdict == "All hardware that is here can be read."
@@ -260,7 +312,10 @@ def test_a_machine_on_which_no_process_can_be_started_is_told_so(
 
 
 REPORT = Report(
-    version="1.2.3", host="node-7", user="user 1000, without CAP_SYSLOG", simulated=False,
+    version="1.2.3",
+    host="node-7",
+    user="user 1000, without CAP_SYSLOG",
+    simulated=False,
     problems=["GPU 1: does not answer", "infiniband: no answer in time"],
     losses=["xid: Xids from kernel_log: Operation not permitted"],
     sources=[
@@ -270,18 +325,28 @@ REPORT = Report(
         Source("identity", "failed", "no answer in time; the driver or the hardware behind it hangs"),
     ],
     gpus=[
-        Part("GPU 0", "NVIDIA L40S, 00000000:53:00.0, GPU-0a", families={"nvml": 30, "xid": 1},
-             missing={CARD: ["nvlink_links", "nvlink_info", "nvlink_errors_total"],
-                      PERMISSION: ["gpu_sram_error_threshold_exceeded"]},
-             owners=[{"owner_namespace": "ml", "owner_pod": "t-0", "owner_container": "worker", "source": "kubelet"},
-                     {"mig_uuid": "MIG-x", "owner_job": "4711", "owner_user": "1000", "source": "slurm"}],
-             owner_age=2.4),
+        Part(
+            "GPU 0",
+            "NVIDIA L40S, 00000000:53:00.0, GPU-0a",
+            families={"nvml": 30, "xid": 1},
+            missing={
+                CARD: ["nvlink_links", "nvlink_info", "nvlink_errors_total"],
+                PERMISSION: ["gpu_sram_error_threshold_exceeded"],
+            },
+            owners=[
+                {"owner_namespace": "ml", "owner_pod": "t-0", "owner_container": "worker", "source": "kubelet"},
+                {"mig_uuid": "MIG-x", "owner_job": "4711", "owner_user": "1000", "source": "slurm"},
+            ],
+            owner_age=2.4,
+        ),
         Part("GPU 1", "NVIDIA L40S, 00000000:64:00.0, GPU-1b", present=False, owners=[{"source": "unknown"}]),
         Part("GPU 2", "never told its name", readable=False, owners=[{"owner_user": "0", "source": "process"}]),
     ],
     place={"host": "node-7", "rack": "A07", "leaf": "", "domain": "nvl1", "source": "csv"},
-    privileges=[Access("base", "in force"), Access("kernel", "not in force: /dev/kmsg is not readable to this user",
-                                                   "the text of Xids")],
+    privileges=[
+        Access("base", "in force"),
+        Access("kernel", "not in force: /dev/kmsg is not readable to this user", "the text of Xids"),
+    ],
     listeners={"--listen": "0.0.0.0:9450 is free"},
 )
 PAGE = """\
@@ -346,30 +411,35 @@ def test_many_names_are_told_in_few_words() -> None:
     assert together([f"GPU {index}" for index in (0, 1, 2, 5, 7)]) == "GPU 0-2, GPU 5, GPU 7"
     assert together(["mlx5_0/1", "mlx5_1/1"]) == "mlx5_0/1, mlx5_1/1"
     assert shortened(["gpu_mig_info", "gpu_mig_memory_used_bytes", "gpu_energy_joules_total", "gpu_mig_sm"]) == [
-        "gpu_mig_* (3)", "gpu_energy_joules_total"]
+        "gpu_mig_* (3)",
+        "gpu_energy_joules_total",
+    ]
     assert shortened(["nvlink_links", "nvlink_info"]) == ["nvlink_links", "nvlink_info"]
 
 
-@pytest.mark.parametrize(("row", "answers", "reason"), [
-    (m.GPU_MEMORY_TEMPERATURE, {"field 82": [3]}, CARD),
-    (m.GPU_SRAM_THRESHOLD, {"nvmlDeviceGetSramEccErrorStatus": [4]}, PERMISSION),
-    (m.GPU_TEMPERATURE_MARGIN, {"nvmlDeviceGetMarginTemperature": [13]}, OLD),
-    (m.GPU_TEMPERATURE_MARGIN, {}, OLD),  # the library lacks it
-    (m.GPU_TEMPERATURE_MARGIN, {"nvmlDeviceGetMarginTemperature": [3]}, CARD),  # DCGM asks NVML, too
-    (m.GPU_CHASSIS_INFO, {}, DCGM),
-    (m.GPU_TENSOR_ACTIVE, {}, DCGM),
-    (m.GPU_TENSOR_ACTIVE, {"metric 5": [3]}, DCGM),
-    (m.GPU_TENSOR_ACTIVE, {"metric 5": [13]}, OLD),
-    (m.GPU_TENSOR_ACTIVE, {"metric 5": [0]}, QUIET),
-    (m.GPU_PROCESSES, {"nvmlDeviceGetComputeRunningProcesses_v3": [0]}, QUIET),
-    (m.GPU_ECC_LOCATION_ERRORS, {}, QUIET),
-    (m.NVLINK_TRANSMIT_RAW, {"field 91": [0], "field 140": [3]}, DCGM),
-    (m.NVLINK_TRANSMIT_RAW, {"field 91": [3]}, CARD),
-    (m.NVLINK_LINK_ERRORS, {"field 91": [3]}, CARD),
-    (m.NVLINK_LINK_ERRORS, {"field 91": [0]}, QUIET),
-    (m.GPU_MIG_INFO, {}, MIG),
-    (m.GPU_XID_LAST, {}, KERNEL_LOG),
-])
+@pytest.mark.parametrize(
+    ("row", "answers", "reason"),
+    [
+        (m.GPU_MEMORY_TEMPERATURE, {"field 82": [3]}, CARD),
+        (m.GPU_SRAM_THRESHOLD, {"nvmlDeviceGetSramEccErrorStatus": [4]}, PERMISSION),
+        (m.GPU_TEMPERATURE_MARGIN, {"nvmlDeviceGetMarginTemperature": [13]}, OLD),
+        (m.GPU_TEMPERATURE_MARGIN, {}, OLD),  # the library lacks it
+        (m.GPU_TEMPERATURE_MARGIN, {"nvmlDeviceGetMarginTemperature": [3]}, CARD),  # DCGM asks NVML, too
+        (m.GPU_CHASSIS_INFO, {}, DCGM),
+        (m.GPU_TENSOR_ACTIVE, {}, DCGM),
+        (m.GPU_TENSOR_ACTIVE, {"metric 5": [3]}, DCGM),
+        (m.GPU_TENSOR_ACTIVE, {"metric 5": [13]}, OLD),
+        (m.GPU_TENSOR_ACTIVE, {"metric 5": [0]}, QUIET),
+        (m.GPU_PROCESSES, {"nvmlDeviceGetComputeRunningProcesses_v3": [0]}, QUIET),
+        (m.GPU_ECC_LOCATION_ERRORS, {}, QUIET),
+        (m.NVLINK_TRANSMIT_RAW, {"field 91": [0], "field 140": [3]}, DCGM),
+        (m.NVLINK_TRANSMIT_RAW, {"field 91": [3]}, CARD),
+        (m.NVLINK_LINK_ERRORS, {"field 91": [3]}, CARD),
+        (m.NVLINK_LINK_ERRORS, {"field 91": [0]}, QUIET),
+        (m.GPU_MIG_INFO, {}, MIG),
+        (m.GPU_XID_LAST, {}, KERNEL_LOG),
+    ],
+)
 def test_why_a_gpu_has_no_series_is_what_its_driver_answered(
     row: m.Metric, answers: dict[str, list[int]], reason: str
 ) -> None:
@@ -396,6 +466,7 @@ def test_a_privilege_is_in_force_or_says_what_is_in_its_way(tmp_path: Path) -> N
 @contextmanager
 def exporter_answering() -> Iterator[int]:
     """Serve what the doctor asks an exporter for, and give the port."""
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200 if self.path == "/healthz" else 404)

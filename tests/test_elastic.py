@@ -44,9 +44,14 @@ LEAVING = ROOT / "tests" / "scripts" / "elastic_leaving.py"
 FLOPS_PER_TOKEN = 6 * 8 * 8  # of elastic.py
 ACTIVITY = "training_activity_seconds_total"
 ENVIRON = {
-    **{key: text for key, text in os.environ.items()
-       if not key.startswith(("FLOPWATCH_", "TORCHELASTIC_", "SLURM_", "OTEL_"))},
-    "PYTHONPATH": str(ROOT / "exporter"), "OMP_NUM_THREADS": "1", "FLOPWATCH_PUSH_INTERVAL": "0.2",
+    **{
+        key: text
+        for key, text in os.environ.items()
+        if not key.startswith(("FLOPWATCH_", "TORCHELASTIC_", "SLURM_", "OTEL_"))
+    },
+    "PYTHONPATH": str(ROOT / "exporter"),
+    "OMP_NUM_THREADS": "1",
+    "FLOPWATCH_PUSH_INTERVAL": "0.2",
 }
 
 
@@ -87,8 +92,12 @@ class Node:
 
     def counted(self) -> dict[str, float]:
         """Return how many pushes were taken or refused, by outcome."""
-        return {s.labels["outcome"]: s.value for family in self.registry.collect() for s in family.samples
-                if s.name == "flopwatch_otlp_pushes_total" and s.value}
+        return {
+            s.labels["outcome"]: s.value
+            for family in self.registry.collect()
+            for s in family.samples
+            if s.name == "flopwatch_otlp_pushes_total" and s.value
+        }
 
 
 @contextmanager
@@ -122,8 +131,13 @@ def booked(figures: dict[str, Any]) -> float:
 
 def start(command: list[str | Path], **environ: str) -> subprocess.Popen[bytes]:
     """Start Python with this command line, in a session of its own as on a node of its own."""
-    return subprocess.Popen([sys.executable, *command], env={**ENVIRON, **environ}, start_new_session=True,
-                            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    return subprocess.Popen(
+        [sys.executable, *command],
+        env={**ENVIRON, **environ},
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
 
 
 def kill(folder: Path, pids: Iterable[int]) -> None:
@@ -165,9 +179,15 @@ def processes(folder: Path) -> list[Process]:
         if lines:
             steps = [line for line in lines if "step" in line]
             assert [line["step"] for line in steps] == [lines[0]["restored"] + 1 + n for n in range(len(steps))]
-            found.append(Process(
-                int(path.name), **lines[0], tokens=[line["tokens"] for line in steps],
-                saved=[line["saved"] for line in lines if "saved" in line], ended=lines[-1].get("ended")))
+            found.append(
+                Process(
+                    int(path.name),
+                    **lines[0],
+                    tokens=[line["tokens"] for line in steps],
+                    saved=[line["saved"] for line in lines if "saved" in line],
+                    ended=lines[-1].get("ended"),
+                )
+            )
     return sorted(found, key=lambda process: process.started)
 
 
@@ -175,16 +195,45 @@ def agent(node: Node, address: str, port: int, folder: Path, **environ: str) -> 
     """Return torchrun for two ranks of a node; it has been imported, and waits for a line on stdin."""
     first = node.host == "node-a"
     process = subprocess.Popen(
-        [sys.executable, "-c", "import torch.distributed.run as torchrun; print(flush=True); input(); torchrun.main()",
-         "--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3", "--monitor-interval", "0.1",
-         "--rdzv-backend", "c10d", "--rdzv-id", "elastic", "--rdzv-endpoint", f"127.0.0.1:{port}",
-         "--rdzv-conf", f"is_host={first},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5",
-         "--local-addr", address, ELASTIC, folder],
+        [
+            sys.executable,
+            "-c",
+            "import torch.distributed.run as torchrun; print(flush=True); input(); torchrun.main()",
+            "--nnodes",
+            "1:2",
+            "--nproc-per-node",
+            "2",
+            "--max-restarts",
+            "3",
+            "--monitor-interval",
+            "0.1",
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-id",
+            "elastic",
+            "--rdzv-endpoint",
+            f"127.0.0.1:{port}",
+            "--rdzv-conf",
+            f"is_host={first},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5",
+            "--local-addr",
+            address,
+            ELASTIC,
+            folder,
+        ],
         # With a store that outlives a round torchrun does not grow, and its ranks may meet the addresses of dead ones:
         # https://github.com/pytorch/pytorch/issues/135712
-        env={**ENVIRON, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo",
-             "FLOPWATCH_HOST": node.host, "FLOPWATCH_ENDPOINT": node.server.url, **environ},
-        start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        env={
+            **ENVIRON,
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "FLOPWATCH_HOST": node.host,
+            "FLOPWATCH_ENDPOINT": node.server.url,
+            **environ,
+        },
+        start_new_session=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     assert process.stdout is not None
     process.stdout.readline()
     return process
@@ -274,16 +323,22 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> History:
         pushes: dict[int, list[Push]] = {}
         for push in (*a.server.pushes, *b.server.pushes):
             pushes.setdefault(int(push.resource["flopwatch.pid"]), []).append(push)
-        attempts = [sorted((process for process in processes(folder) if process.pid in attempt),
-                           key=lambda process: process.rank) for attempt in pids]
+        attempts = [
+            sorted(
+                (process for process in processes(folder) if process.pid in attempt), key=lambda process: process.rank
+            )
+            for attempt in pids
+        ]
         counted = [a.counted(), b.counted()]
         refused = a.telemetry.receive(pushes[attempts[1][0].pid][-2].request)
     return History(attempts, pushes, told, held, counted, a.served_twice + b.served_twice, refused)
 
 
 def test_every_resize_is_a_new_attempt_that_all_its_ranks_name_alike(history: History) -> None:
-    names = [{push.resource["flopwatch.attempt"] for process in attempt for push in history.pushes[process.pid]}
-             for attempt in history.attempts]
+    names = [
+        {push.resource["flopwatch.attempt"] for process in attempt for push in history.pushes[process.pid]}
+        for attempt in history.attempts
+    ]
     assert [len(those) for those in names] == [1, 1, 1, 1]
     assert len(set().union(*names)) == 4
     assert sorted(history.pushes) == sorted(process.pid for attempt in history.attempts for process in attempt)
@@ -298,8 +353,12 @@ def test_ranks_tell_where_they_are_in_a_world_of_the_right_size(history: History
             local_rank = process.rank % 2
             for push in history.pushes[process.pid]:
                 (info,) = (name for name in push.samples if name.startswith("training_rank_info{"))
-                assert {f"host={process.host}", f"uuid=GPU-{process.host}-{local_rank}", f"local_rank={local_rank}",
-                        f"attempt={push.resource['flopwatch.attempt']}"} <= set(info[19:-1].split(","))
+                assert {
+                    f"host={process.host}",
+                    f"uuid=GPU-{process.host}-{local_rank}",
+                    f"local_rank={local_rank}",
+                    f"attempt={push.resource['flopwatch.attempt']}",
+                } <= set(info[19:-1].split(","))
                 assert push.resource["flopwatch.rank"] == process.rank
                 assert push.samples.get("training_world_size") == (None if process.rank else len(attempt))
 
@@ -322,13 +381,17 @@ def test_what_the_ranks_of_an_attempt_told_adds_up_to_what_the_job_wrote_down(hi
     for attempt in history.attempts:
         told = [process for process in attempt if history.status(process) is not None]
         # A signal may come between the line in the job's log and the step.
-        missing = sum(process.tokens[-1] for process in told
-                      if len(process.tokens) > history.last(process).samples["training_steps_total"])
+        missing = sum(
+            process.tokens[-1]
+            for process in told
+            if len(process.tokens) > history.last(process).samples["training_steps_total"]
+        )
         assert missing == 0 or {history.status(process) for process in told} & {"resized"}
         tokens = sum(sum(process.tokens) for process in told) - missing
         assert sum(history.last(process).samples["training_tokens_total"] for process in told) == tokens
         assert sum(history.last(process).samples["training_model_flops_total"] for process in told) == (
-            tokens * FLOPS_PER_TOKEN)
+            tokens * FLOPS_PER_TOKEN
+        )
         for process in attempt:
             if process not in told:  # it was heard of until shortly before it was killed
                 assert history.last(process).samples["training_steps_total"] > 0
@@ -348,8 +411,12 @@ def test_every_attempt_goes_on_from_the_checkpoint_without_a_hole(history: Histo
 
 def test_how_the_processes_of_each_attempt_ended(history: History) -> None:
     left, resized, died, completed = (
-        {host: {history.status(process) for process in attempt if process.host == host}
-         for host in {process.host for process in attempt}} for attempt in history.attempts)
+        {
+            host: {history.status(process) for process in attempt if process.host == host}
+            for host in {process.host for process in attempt}
+        }
+        for attempt in history.attempts
+    )
     for ended in (left, died):
         # Nobody asked those: torchrun's SIGTERM ends a process at once. The others fail for want of them, or torchrun
         # ends the second as the first has failed.
@@ -375,9 +442,11 @@ def test_the_ledger_follows_a_job_that_changes_its_size(history: History) -> Non
     # A node that left and one that died look alike, as neither's ranks said a word.
     worst = min(str(history.status(process)) for process in history.attempts[1])
     assert {end: count for end, count in run["ends"].items() if count} == (
-        Counter(failed=2, completed=1) + Counter([worst]))
+        Counter(failed=2, completed=1) + Counter([worst])
+    )
     assert run["high_water_step"] == max(
-        history.last(process).samples["training_position_steps"] for process in processes)
+        history.last(process).samples["training_position_steps"] for process in processes
+    )
     assert run["committed_step"] == max(step for process in processes for step in process.saved)
     ended = history.attempts[-1][0].ended
     assert ended is not None
@@ -388,8 +457,10 @@ def test_the_ledger_follows_a_job_that_changes_its_size(history: History) -> Non
 def test_the_ledger_counts_the_gpus_that_each_attempt_held(history: History) -> None:
     def grown(before: dict[str, Any], after: dict[str, Any], *buckets: str) -> tuple[float, float]:
         """Return by how much seconds and GPU seconds have grown, of some buckets or of all."""
-        seconds, gpu_seconds = (sum(after[name][bucket] - before[name][bucket] for bucket in buckets or after[name])
-                                for name in ("buckets", "gpu_seconds"))
+        seconds, gpu_seconds = (
+            sum(after[name][bucket] - before[name][bucket] for bucket in buckets or after[name])
+            for name in ("buckets", "gpu_seconds")
+        )
         assert seconds > 0, buckets
         return seconds, gpu_seconds
 
@@ -434,8 +505,23 @@ def last_words(server: HookServer) -> dict[str, Push]:
 def test_what_ranks_make_of_the_sigterm_that_torchrun_passes_on(tmp_path: Path) -> None:
     words = ("finish", "exit-0", "exit-143", "nothing")
     with cluster(tmp_path) as (node, _, ledger):
-        job = start(["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--max-restarts", "3",
-                     "--nproc-per-node", "4", LEAVING, tmp_path, ",".join(words)], FLOPWATCH_ENDPOINT=node.server.url)
+        job = start(
+            [
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--local-addr",
+                "127.0.0.1",
+                "--max-restarts",
+                "3",
+                "--nproc-per-node",
+                "4",
+                LEAVING,
+                tmp_path,
+                ",".join(words),
+            ],
+            FLOPWATCH_ENDPOINT=node.server.url,
+        )
         pids = []
         try:
             pids = ready(tmp_path, len(words))
@@ -449,7 +535,11 @@ def test_what_ranks_make_of_the_sigterm_that_torchrun_passes_on(tmp_path: Path) 
         last = last_words(node.server)
         # What exits without a word has failed, whatever its exit status; only a killed process has no last word.
         assert {word: last[word].resource.get("flopwatch.status") for word in words} == {
-            "finish": "preempted", "exit-0": "failed", "exit-143": "failed", "nothing": None}
+            "finish": "preempted",
+            "exit-0": "failed",
+            "exit-143": "failed",
+            "nothing": None,
+        }
         for rank, word in enumerate(words):
             push = last[word]
             assert push.resource["flopwatch.rank"] == rank
@@ -458,28 +548,43 @@ def test_what_ranks_make_of_the_sigterm_that_torchrun_passes_on(tmp_path: Path) 
                 assert not saved.exists()
             else:
                 # The checkpoint of the handler, after the last step.
-                assert push.samples["training_committed_steps"] == push.samples["training_position_steps"] == int(
-                    saved.read_text()) > 10
+                assert (
+                    push.samples["training_committed_steps"]
+                    == push.samples["training_position_steps"]
+                    == int(saved.read_text())
+                    > 10
+                )
             assert push.samples["training_hook_errors_total"] == 0
         ends = {word: figures(ledger, word) for word in words}
         assert {word: run["state"] for word, run in ends.items()} == {
-            "finish": "queued", "exit-0": "down", "exit-143": "down", "nothing": "down"}
+            "finish": "queued",
+            "exit-0": "down",
+            "exit-143": "down",
+            "nothing": "down",
+        }
         assert {word: {end for end, times in run["ends"].items() if times} for word, run in ends.items()} == {
-            "finish": {"preempted"}, "exit-0": {"failed"}, "exit-143": {"failed"}, "nothing": {"failed"}}
+            "finish": {"preempted"},
+            "exit-0": {"failed"},
+            "exit-143": {"failed"},
+            "nothing": {"failed"},
+        }
 
 
 def test_a_second_signal_that_ends_the_process_amid_finish_leaves_its_last_word(tmp_path: Path) -> None:
     """Slurm signals all processes of a step, and torchrun among them passes it on: each rank is told twice."""
     with HookServer() as server, ExitStack() as stack:
-        jobs = [stack.enter_context(leaving(
-            tmp_path, "finish", server.url, LEAVE_AGAIN_AFTER=f"{0.00005 * 2**number}")) for number in range(6)]
+        jobs = [
+            stack.enter_context(leaving(tmp_path, "finish", server.url, LEAVE_AGAIN_AFTER=f"{0.00005 * 2**number}"))
+            for number in range(6)
+        ]
         for job in jobs:
             job.terminate()
         for job in jobs:
             job.wait(PATIENCE)
         last = {push.resource["flopwatch.pid"]: push for push in server.pushes}
     assert {pid: push.resource.get("flopwatch.status") for pid, push in last.items()} == dict.fromkeys(
-        (job.pid for job in jobs), "preempted")
+        (job.pid for job in jobs), "preempted"
+    )
 
 
 def test_an_exit_at_any_instruction_of_the_last_push_leaves_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -536,7 +641,7 @@ def test_a_second_signal_amid_finish_does_not_keep_the_last_word_from_an_exporte
 
 @pytest.mark.parametrize("endpoint", ["nobody listens", "nobody answers"])
 def test_leaving_is_delayed_by_at_most_two_seconds_by_an_exporter_that_is_not_there(
-    tmp_path: Path, endpoint: str,
+    tmp_path: Path, endpoint: str
 ) -> None:
     with reserved_port() as unused, socket.create_server(("127.0.0.1", 0)) as deaf:
         port = unused if endpoint == "nobody listens" else deaf.getsockname()[1]
@@ -544,9 +649,15 @@ def test_leaving_is_delayed_by_at_most_two_seconds_by_an_exporter_that_is_not_th
         def longest() -> float:
             """Tell some to leave, at once; return in how many seconds the last of them has ended."""
             with ExitStack() as stack:
-                jobs = [(number, stack.enter_context(leaving(tmp_path, word, f"http://127.0.0.1:{port}")))
-                        for word, number in (("finish", signal.SIGTERM), ("exit-143", signal.SIGTERM),
-                                             ("finish", signal.SIGUSR1), ("nothing", signal.SIGTERM))]
+                jobs = [
+                    (number, stack.enter_context(leaving(tmp_path, word, f"http://127.0.0.1:{port}")))
+                    for word, number in (
+                        ("finish", signal.SIGTERM),
+                        ("exit-143", signal.SIGTERM),
+                        ("finish", signal.SIGUSR1),
+                        ("nothing", signal.SIGTERM),
+                    )
+                ]
                 began = time.monotonic()
                 for number, job in jobs:
                     job.send_signal(number)
@@ -559,15 +670,33 @@ def test_leaving_is_delayed_by_at_most_two_seconds_by_an_exporter_that_is_not_th
 def test_a_job_that_slurm_preempts_warns_and_requeues_is_one_run_of_three_attempts(tmp_path: Path) -> None:
     with cluster(tmp_path) as (*nodes, ledger):
         restored = [0, 0]
-        for count, (number, status, then) in enumerate((
-                (signal.SIGTERM, "preempted", "queued"), (signal.SIGUSR1, "preempted", "queued"),
-                (None, "completed", "completed"))):
+        for count, (number, status, then) in enumerate(
+            (
+                (signal.SIGTERM, "preempted", "queued"),
+                (signal.SIGUSR1, "preempted", "queued"),
+                (None, "completed", "completed"),
+            )
+        ):
             with ExitStack() as stack:
-                tasks = [stack.enter_context(leaving(
-                    tmp_path, "finish", node.server.url, FLOPWATCH_HOST=node.host, SLURM_JOB_ID="4711",
-                    SLURM_JOB_NAME="llama", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="2", SLURM_STEP_NUM_NODES="2",
-                    SLURM_PROCID=str(rank), SLURM_LOCALID="0",
-                    **({"SLURM_RESTART_COUNT": str(count)} if count else {}))) for rank, node in enumerate(nodes)]
+                tasks = [
+                    stack.enter_context(
+                        leaving(
+                            tmp_path,
+                            "finish",
+                            node.server.url,
+                            FLOPWATCH_HOST=node.host,
+                            SLURM_JOB_ID="4711",
+                            SLURM_JOB_NAME="llama",
+                            SLURM_STEP_ID="0",
+                            SLURM_STEP_NUM_TASKS="2",
+                            SLURM_STEP_NUM_NODES="2",
+                            SLURM_PROCID=str(rank),
+                            SLURM_LOCALID="0",
+                            **({"SLURM_RESTART_COUNT": str(count)} if count else {}),
+                        )
+                    )
+                    for rank, node in enumerate(nodes)
+                ]
                 wait_for_state(ledger, "llama-4711", "running")
                 if number is None:
                     (tmp_path / "stop").touch()
@@ -578,10 +707,16 @@ def test_a_job_that_slurm_preempts_warns_and_requeues_is_one_run_of_three_attemp
             for rank, node in enumerate(nodes):
                 last = node.server.pushes[-1]
                 position = int((tmp_path / f"llama-4711-{rank}.checkpoint").read_text())
-                assert {key: last.resource[f"flopwatch.{key}"] for key in (
-                    "run", "attempt", "rank", "restored_step", "status")} == {
-                        "run": "llama-4711", "attempt": f"slurm-4711.0-{count}-0", "rank": rank,
-                        "restored_step": restored[rank], "status": status}
+                assert {
+                    key: last.resource[f"flopwatch.{key}"]
+                    for key in ("run", "attempt", "rank", "restored_step", "status")
+                } == {
+                    "run": "llama-4711",
+                    "attempt": f"slurm-4711.0-{count}-0",
+                    "rank": rank,
+                    "restored_step": restored[rank],
+                    "status": status,
+                }
                 assert last.samples["training_position_steps"] == last.samples["training_committed_steps"] == position
                 assert position == restored[rank] + last.samples["training_steps_total"] > restored[rank]
                 assert last.samples["training_hook_errors_total"] == 0
@@ -589,13 +724,18 @@ def test_a_job_that_slurm_preempts_warns_and_requeues_is_one_run_of_three_attemp
             wait_for_state(ledger, "llama-4711", then)
         run = figures(ledger, "llama-4711")
     assert (run["attempts"], run["ends"]["preempted"], run["ends"]["completed"], sum(run["ends"].values())) == (
-        3, 2, 1, 3)
+        3,
+        2,
+        1,
+        3,
+    )
     # Between two allocations nothing is held.
     assert run["buckets"]["down"] > 0 == run["gpu_seconds"]["down"]
 
 
 def test_no_signal_handler_is_installed_by_run() -> None:
-    answer = python("""
+    answer = python(
+        """
 import signal
 def handlers():
     return {number: repr(signal.getsignal(number)) for number in signal.valid_signals()}, signal.set_wakeup_fd(-1)
@@ -614,7 +754,9 @@ assert handlers() == before
 run.finish()
 assert handlers() == before
 print(before[0][signal.SIGTERM])
-""", FLOPWATCH_ENDPOINT="http://127.0.0.1:9")
+""",
+        FLOPWATCH_ENDPOINT="http://127.0.0.1:9",
+    )
     assert (answer.returncode, answer.stdout) == (0, "<Handlers.SIG_DFL: 0>\n"), answer.stderr
 
 
@@ -644,8 +786,11 @@ for step in range(10_000):
 def test_an_unmodified_script_that_leaves_in_order_has_committed_what_its_handler_saved(tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text(PLAIN)
     with HookServer() as server:
-        job = subprocess.Popen([sys.executable, "-m", "flopwatch", "run", "--name", "plain", "plain.py"], cwd=tmp_path,
-                               env={**ENVIRON, "FLOPWATCH_ENDPOINT": server.url})
+        job = subprocess.Popen(
+            [sys.executable, "-m", "flopwatch", "run", "--name", "plain", "plain.py"],
+            cwd=tmp_path,
+            env={**ENVIRON, "FLOPWATCH_ENDPOINT": server.url},
+        )
         try:
             ready(tmp_path, 1)
             job.terminate()

@@ -30,19 +30,26 @@ def last_word(code: str, run: str = "") -> tuple[Push, subprocess.CompletedProce
         return server.last_word(), answer
 
 
-@pytest.mark.parametrize(("end", "status", "by"), [
-    ("raise KeyError('a secret')", "failed", "KeyError"),
-    ("raise OSError(28, 'a secret')", "failed", "OSError ENOSPC"),
-    ("open('/a/secret')", "failed", "FileNotFoundError ENOENT"),
-    ("class OutOfMemoryError(RuntimeError): pass\nraise OutOfMemoryError('a secret')", "failed", "OutOfMemoryError"),
-    ("raise KeyboardInterrupt", "stopped", "KeyboardInterrupt"),
-    ("try:\n    1 / 0\nexcept ZeroDivisionError:\n    run.finish('failed')", "failed", "ZeroDivisionError"),
-    ("try:\n    1 / 0\nfinally:\n    run.finish('preempted')", "preempted", "ZeroDivisionError"),
-    ("try:\n    1 / 0\nexcept ZeroDivisionError:\n    run.finish()", "completed", None),
-    ("try:\n    1 / 0\nexcept ZeroDivisionError:\n    pass\nrun.finish('failed')", "failed", None),
-    ("import sys; sys.exit(3)", "failed", None),
-    ("", "failed", None),
-])
+@pytest.mark.parametrize(
+    ("end", "status", "by"),
+    [
+        ("raise KeyError('a secret')", "failed", "KeyError"),
+        ("raise OSError(28, 'a secret')", "failed", "OSError ENOSPC"),
+        ("open('/a/secret')", "failed", "FileNotFoundError ENOENT"),
+        (
+            "class OutOfMemoryError(RuntimeError): pass\nraise OutOfMemoryError('a secret')",
+            "failed",
+            "OutOfMemoryError",
+        ),
+        ("raise KeyboardInterrupt", "stopped", "KeyboardInterrupt"),
+        ("try:\n    1 / 0\nexcept ZeroDivisionError:\n    run.finish('failed')", "failed", "ZeroDivisionError"),
+        ("try:\n    1 / 0\nfinally:\n    run.finish('preempted')", "preempted", "ZeroDivisionError"),
+        ("try:\n    1 / 0\nexcept ZeroDivisionError:\n    run.finish()", "completed", None),
+        ("try:\n    1 / 0\nexcept ZeroDivisionError:\n    pass\nrun.finish('failed')", "failed", None),
+        ("import sys; sys.exit(3)", "failed", None),
+        ("", "failed", None),
+    ],
+)
 def test_the_type_of_the_exception_is_said_and_nothing_of_its_message(end: str, status: str, by: str | None) -> None:
     push, _ = last_word(end)
     assert (push.resource["flopwatch.status"], push.resource.get("flopwatch.ended_by")) == (status, by)
@@ -50,13 +57,16 @@ def test_the_type_of_the_exception_is_said_and_nothing_of_its_message(end: str, 
     assert b"secret" not in push.body
 
 
-@pytest.mark.parametrize("hostile", [
-    "class Meta(type):\n    __name__ = property(lambda self: 1 / 0)\nclass E(Exception, metaclass=Meta): pass",
-    "class E(Exception):\n    __bool__ = __len__ = lambda self: 1 / 0",
-    "class E(OSError):\n    errno = property(lambda self: 1 / 0)",
-    "class E(OSError):\n    errno = []",
-    "class E(SystemExit):\n    code = property(lambda self: 1 / 0)\nE = ValueError",
-])
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "class Meta(type):\n    __name__ = property(lambda self: 1 / 0)\nclass E(Exception, metaclass=Meta): pass",
+        "class E(Exception):\n    __bool__ = __len__ = lambda self: 1 / 0",
+        "class E(OSError):\n    errno = property(lambda self: 1 / 0)",
+        "class E(OSError):\n    errno = []",
+        "class E(SystemExit):\n    code = property(lambda self: 1 / 0)\nE = ValueError",
+    ],
+)
 def test_an_exception_that_cannot_be_asked_costs_no_last_word(hostile: str) -> None:
     push, answer = last_word(f"{hostile}\nraise E")
     assert push.resource["flopwatch.status"] == "failed"
@@ -78,27 +88,45 @@ before = sys.excepthook
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(("how", "by"), [
-    ("exit", "SystemExit 3"), ("raise", "ValueError"), ("interrupt", "KeyboardInterrupt"),
-])
+@pytest.mark.parametrize(
+    ("how", "by"), [("exit", "SystemExit 3"), ("raise", "ValueError"), ("interrupt", "KeyboardInterrupt")]
+)
 def test_flopwatch_run_says_it_of_a_script_that_knows_nothing_of_it(tmp_path: Path, how: str, by: str) -> None:
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("FLOPWATCH_")}
     with HookServer() as server:
         subprocess.run(
             [sys.executable, "-m", "flopwatch", "run", str(ROOT / "tests" / "scripts" / "plain.py"), how],
-            env={**inherited, "PYTHONPATH": str(ROOT / "exporter"), "FLOPWATCH_ENDPOINT": server.url,
-                 "CHECKPOINT": str(tmp_path / "x.pt")},
-            cwd=tmp_path, capture_output=True, timeout=120, check=False)
+            env={
+                **inherited,
+                "PYTHONPATH": str(ROOT / "exporter"),
+                "FLOPWATCH_ENDPOINT": server.url,
+                "CHECKPOINT": str(tmp_path / "x.pt"),
+            },
+            cwd=tmp_path,
+            capture_output=True,
+            timeout=120,
+            check=False,
+        )
         assert server.last_word().resource["flopwatch.ended_by"] == by
 
 
-@pytest.mark.parametrize(("error", "text"), [
-    (None, ""), (KeyError("x"), "KeyError"), (SystemExit(), "SystemExit 0"), (SystemExit(7), "SystemExit 7"),
-    (SystemExit(-9), "SystemExit -9"), (SystemExit("a message"), "SystemExit 1"), (SystemExit(1 << 40), "SystemExit"),
-    (ConnectionResetError(104, "x"), "ConnectionResetError ECONNRESET"), (OSError("x"), "OSError"),
-    (OSError(99999, "x"), "OSError"),
-    (type("Größe<b>", (Exception,), {})(), "Gr__e_b_"), (type("E" * 100, (Exception,), {})(), "E" * 64),
-])
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (None, ""),
+        (KeyError("x"), "KeyError"),
+        (SystemExit(), "SystemExit 0"),
+        (SystemExit(7), "SystemExit 7"),
+        (SystemExit(-9), "SystemExit -9"),
+        (SystemExit("a message"), "SystemExit 1"),
+        (SystemExit(1 << 40), "SystemExit"),
+        (ConnectionResetError(104, "x"), "ConnectionResetError ECONNRESET"),
+        (OSError("x"), "OSError"),
+        (OSError(99999, "x"), "OSError"),
+        (type("Größe<b>", (Exception,), {})(), "Gr__e_b_"),
+        (type("E" * 100, (Exception,), {})(), "E" * 64),
+    ],
+)
 def test_what_is_told_of_an_exception_is_short_and_plain(error: BaseException | None, text: str) -> None:
     assert ended_by(error) == text
 

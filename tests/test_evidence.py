@@ -40,8 +40,9 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[HookServ
     """Two ranks, of which one never comes to the fourth all-reduce, and the server that they push to."""
     temporary = str(tmp_path_factory.mktemp("tmp"))
     with HookServer() as server:
-        processes = ranks.start(["-c", HANGING], 2, FLOPWATCH_ENDPOINT=server.url, FLOPWATCH_DISABLE="0",
-                                TMPDIR=temporary)
+        processes = ranks.start(
+            ["-c", HANGING], 2, FLOPWATCH_ENDPOINT=server.url, FLOPWATCH_DISABLE="0", TMPDIR=temporary
+        )
         try:
             yield server, processes
         finally:
@@ -55,9 +56,15 @@ STARTED = "training_collective_sequence_number"
 
 def hang(server: HookServer) -> list[float]:
     """Return how many collectives each rank has started once that changes no more: one waits and the other is stuck."""
+
     def said(rank: int) -> list[Push]:
-        return [push for push in list(server.pushes) if push.resource["flopwatch.rank"] == rank
-                and push.samples.get("training_steps_total") == 3 and STARTED in push.samples]
+        return [
+            push
+            for push in list(server.pushes)
+            if push.resource["flopwatch.rank"] == rank
+            and push.samples.get("training_steps_total") == 3
+            and STARTED in push.samples
+        ]
 
     # The first that says so may have looked at the collectives before the third step.
     until(lambda: len(said(1)) >= 3)
@@ -68,9 +75,13 @@ def hang(server: HookServer) -> list[float]:
 
 def asked(pid: int, *flags: str) -> subprocess.CompletedProcess[str]:
     """Return a finished `flopwatch stacks`."""
-    return subprocess.run([sys.executable, "-m", "flopwatch", "stacks", str(pid), *flags], capture_output=True,
-                          text=True, env={**os.environ, "PYTHONPATH": str(ranks.ROOT / "exporter")},
-                          timeout=PATIENCE)
+    return subprocess.run(
+        [sys.executable, "-m", "flopwatch", "stacks", str(pid), *flags],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ranks.ROOT / "exporter")},
+        timeout=PATIENCE,
+    )
 
 
 def main_thread(said: str) -> str:
@@ -89,7 +100,9 @@ def test_the_rank_that_hangs_has_started_the_fewest_collectives(
     server.wait_for(lambda _: {push.resource["flopwatch.rank"] for push in server.pushes[seen:]} == {0, 1})
     # And so it stays.
     assert {(push.resource["flopwatch.rank"], push.samples[STARTED]) for push in server.pushes[seen:]} == {
-        (0, waiting), (1, stuck)}
+        (0, waiting),
+        (1, stuck),
+    }
 
 
 @pytest.mark.torch
@@ -107,8 +120,9 @@ def test_a_blocked_rank_tells_where_its_threads_are(hanging: tuple[HookServer, l
 
 
 def test_a_process_without_a_hook_does_not_answer(tmp_path: Path) -> None:
-    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"],
-                               env={**os.environ, "TMPDIR": str(tmp_path)})
+    sleeper = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
     try:
         time.sleep(0.1)
         answer = asked(sleeper.pid, "--wait", "0.3")

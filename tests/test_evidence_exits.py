@@ -30,9 +30,13 @@ from flopwatch.settings import ExporterSettings
 from tests.machine import until
 from tests.otlp_by_hand import START, request, training
 
-ENDS = [("import os; os.kill(os.getpid(), 9)", ("signal", "SIGKILL")),
-        ("import os; os.kill(os.getpid(), 11)", ("signal", "SIGSEGV")),
-        ("raise SystemExit(3)", ("exit", "3")), ("import os; os._exit(77)", ("exit", "77")), ("", ("", ""))]
+ENDS = [
+    ("import os; os.kill(os.getpid(), 9)", ("signal", "SIGKILL")),
+    ("import os; os.kill(os.getpid(), 11)", ("signal", "SIGSEGV")),
+    ("raise SystemExit(3)", ("exit", "3")),
+    ("import os; os._exit(77)", ("exit", "77")),
+    ("", ("", "")),
+]
 
 
 def ticks(pid: int) -> int:
@@ -65,11 +69,13 @@ def test_a_zombie_tells_how_it_ended(script: str, expected: tuple[str, str]) -> 
         assert watch.ended() == expected
 
 
-@pytest.mark.skipif(tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (6, 15),
-                    reason="a pidfd tells how a process ended only since Linux 6.15")
+@pytest.mark.skipif(
+    tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (6, 15),
+    reason="a pidfd tells how a process ended only since Linux 6.15",
+)
 @pytest.mark.parametrize(("script", "expected"), ENDS)
 def test_on_a_new_kernel_a_process_that_nobody_waits_for_any_more_does_too(
-    script: str, expected: tuple[str, str],
+    script: str, expected: tuple[str, str]
 ) -> None:
     with waiting(script) as process:
         watch = Watch(process.pid, ticks(process.pid))
@@ -129,12 +135,15 @@ def test_a_pid_that_no_process_can_have_is_gone_and_keeps_no_other_rank_waiting(
     assert node.telemetry.summary() == [("", "lm", 1)]
 
 
-@pytest.mark.skipif(subprocess.run(["unshare", "-Upfr", "true"], capture_output=True).returncode != 0,
-                    reason="no pid namespaces here")
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-Upfr", "true"], capture_output=True).returncode != 0, reason="no pid namespaces here"
+)
 def test_a_rank_in_a_container_that_is_killed_is_gone_at_once_and_tells_by_what() -> None:
     # In its namespace it is 1.
-    script = ("import os\nprint(os.stat('/proc/self/ns/pid').st_ino, "
-              "open('/proc/self/stat').read().rpartition(')')[2].split()[19], os.getpid(), flush=True)\ninput()")
+    script = (
+        "import os\nprint(os.stat('/proc/self/ns/pid').st_ino, "
+        "open('/proc/self/stat').read().rpartition(')')[2].split()[19], os.getpid(), flush=True)\ninput()"
+    )
     node = Node()
     command = ["unshare", "-Upfr", "--kill-child", sys.executable, "-c", script]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -160,12 +169,17 @@ class Node:
         self.now = now
         self.witness = Witness(lambda: self.now)
         self.telemetry = Telemetry(
-            ExporterSettings(host="node-7"), CollectorRegistry(), clock=lambda: self.now, now=lambda: self.now,
-            witness=self.witness)
+            ExporterSettings(host="node-7"),
+            CollectorRegistry(),
+            clock=lambda: self.now,
+            now=lambda: self.now,
+            witness=self.witness,
+        )
 
     def push(self, rank: int = 0, **said: Any) -> None:
-        assert self.telemetry.receive(request(
-            training(40, 5.0, self.now, rank=rank, start_unix=START + 1, **said))) == (0, "")
+        assert self.telemetry.receive(
+            request(training(40, 5.0, self.now, rank=rank, start_unix=START + 1, **said))
+        ) == (0, "")
 
     def gone(self) -> bool:
         self.telemetry.check()
@@ -190,7 +204,9 @@ def test_a_rank_that_dies_tells_the_ledger_by_which_signal_before_it_is_reaped()
         until(node.gone)
     [*_, record] = node.records()
     assert [(entry["kind"], entry.get("detail"), entry["rank"]) for entry in record["evidence"]] == [
-        ("signal", "SIGABRT", 0), ("pid_gone", None, 0)]
+        ("signal", "SIGABRT", 0),
+        ("pid_gone", None, 0),
+    ]
 
 
 def test_a_rank_that_is_heard_of_again_after_a_silence_tells_how_it_ended_too() -> None:
@@ -207,14 +223,25 @@ def test_a_rank_that_is_heard_of_again_after_a_silence_tells_how_it_ended_too() 
         until(node.gone)
     [*_, record] = node.records()
     assert [(entry["kind"], entry.get("detail")) for entry in record["evidence"]] == [
-        ("signal", "SIGABRT"), ("pid_gone", None)]
+        ("signal", "SIGABRT"),
+        ("pid_gone", None),
+    ]
 
 
 def test_what_tells_most_of_a_rank_comes_first() -> None:
-    words = [LastWord(1, 10.0, 90.0, 4711, "DistBackendError", Event(2, 80.0), 95.0, ("exit", "1")),
-             LastWord(0, 10.0, 91.0, 4712, gone_at=93.0, exited=("signal", "SIGKILL"))]
+    words = [
+        LastWord(1, 10.0, 90.0, 4711, "DistBackendError", Event(2, 80.0), 95.0, ("exit", "1")),
+        LastWord(0, 10.0, 91.0, 4712, gone_at=93.0, exited=("signal", "SIGKILL")),
+    ]
     assert [(entry["kind"], entry["rank"]) for entry in of_ranks(words, {4712: 92.0})] == [
-        ("host_oom", 0), ("exception", 1), ("signal", 0), ("exit", 1), ("oom", 1), ("pid_gone", 0), ("pid_gone", 1)]
+        ("host_oom", 0),
+        ("exception", 1),
+        ("signal", 0),
+        ("exit", 1),
+        ("oom", 1),
+        ("pid_gone", 0),
+        ("pid_gone", 1),
+    ]
 
 
 # A restart of the exporter.
@@ -317,12 +344,15 @@ def test_evidence_on_disk_is_bounded_and_the_newest_stays_and_the_last_word(tmp_
     node = Node()
     before = cut_off(node, status="failed", ended_by="KeyError")
     for one, first in ((node, 101), (before, 1)):
-        one.witness.observe([
-            (m.GPU_XID_LAST, ("3", "GPU-a", str(code)), node.now - code) for code in range(first, first + 100)])
+        one.witness.observe(
+            [(m.GPU_XID_LAST, ("3", "GPU-a", str(code)), node.now - code) for code in range(first, first + 100)]
+        )
         passed_on(one, Remote("http://127.0.0.1:1", None, tmp_path, Outcomes(CollectorRegistry())))
     [[record]] = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
     assert [(entry["kind"], entry["detail"]) for entry in record["evidence"]] == [
-        *(("xid", str(code)) for code in range(1, MOST_OF_NODE + 1)), ("exception", "KeyError")]
+        *(("xid", str(code)) for code in range(1, MOST_OF_NODE + 1)),
+        ("exception", "KeyError"),
+    ]
 
 
 def test_a_ledger_that_has_the_last_word_takes_only_evidence_from_what_was_written_down_before_it(
@@ -334,8 +364,11 @@ def test_a_ledger_that_has_the_last_word_takes_only_evidence_from_what_was_writt
         ledger = Embedded(Store(tmp_path / "ledger.sqlite"), Outcomes(CollectorRegistry()), now=lambda: before.now)
         one.witness.observe(link(1, 1))
         passed_on(one, ledger)
-        found = [(row, labels, value) for row, labels, value in ledger.ask(1).samples
-                 if row in (m.RUN_STATE, m.RUN_INCIDENTS) and value]
+        found = [
+            (row, labels, value)
+            for row, labels, value in ledger.ask(1).samples
+            if row in (m.RUN_STATE, m.RUN_INCIDENTS) and value
+        ]
         assert found == [(m.RUN_STATE, ("", "lm", "completed"), 1.0)]
         ledger.close()
 
@@ -355,7 +388,7 @@ def test_after_five_minutes_nothing_is_left_of_it() -> None:
 
 
 def test_the_state_folder_keeps_it_also_when_the_exporter_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flopwatch.node.telemetry.ledger_client.KEEP", 0.0)
     file = tmp_path / "evidence.json"
@@ -375,8 +408,9 @@ def test_the_state_folder_keeps_it_also_when_the_exporter_is_killed(
         one.stop()
 
 
-@pytest.mark.parametrize("text", [
-    "[]", "{}", '{"witness": 3}', '{"witness": {"events": [[1]], "killed": [], "looked": 0}}'])
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", '{"witness": 3}', '{"witness": {"events": [[1]], "killed": [], "looked": 0}}']
+)
 def test_a_file_that_is_not_understood_is_left_out(tmp_path: Path, text: str) -> None:
     (tmp_path / "evidence.json").write_text(text)
     node = Node()

@@ -50,15 +50,27 @@ class Node(SimulatedNode):
         self.now = START
         self.create(self.now)
         self.collectors = (
-            Nvml(Simulation(self.root), "node-7", folder / "gpus.json", "simulated", lambda: self.now,
-                 sysfs=self.sysfs, proc=self.root / "proc", dev=self.root / "dev"),
+            Nvml(
+                Simulation(self.root),
+                "node-7",
+                folder / "gpus.json",
+                "simulated",
+                lambda: self.now,
+                sysfs=self.sysfs,
+                proc=self.root / "proc",
+                dev=self.root / "dev",
+            ),
             Infiniband(self.sysfs, "node-7", folder / "ports.json", clock=lambda: self.now),
             Xid(self.kmsg, folder / "gpus.json", folder / "xid.json", booted=lambda: START, clock=lambda: self.now),
         )
         self.witness = Witness(lambda: self.now)
         self.telemetry = Telemetry(
-            ExporterSettings(host="node-7"), CollectorRegistry(), clock=lambda: self.now, now=lambda: self.now,
-            witness=self.witness)
+            ExporterSettings(host="node-7"),
+            CollectorRegistry(),
+            clock=lambda: self.now,
+            now=lambda: self.now,
+            witness=self.witness,
+        )
         self.scrape(1)
         self.scrape(120)
 
@@ -94,15 +106,19 @@ def of_kind(records: list[Record], kind: str) -> list[dict[str, Any]]:
 
 def judged(record: Record, status: str = "failed", **others: list[dict[str, Any]]) -> tuple[str, ...]:
     """Return cause, confidence, host, GPU and port that a record's end is given, beside what other hosts say."""
-    found = [Evidence(host=host, **entry) for host, entries in {"node-7": record["evidence"], **others}.items()
-             for entry in entries]
-    verdict = attribution.verdict(Loss("end", record["t"], record["t"] + 20, status, frozenset({"node-7", *others})), found)
+    found = [
+        Evidence(host=host, **entry)
+        for host, entries in {"node-7": record["evidence"], **others}.items()
+        for entry in entries
+    ]
+    verdict = attribution.verdict(
+        Loss("end", record["t"], record["t"] + 20, status, frozenset({"node-7", *others})), found
+    )
     return told(verdict)
 
 
 def told(verdict: Verdict) -> tuple[str, ...]:
-    return tuple(text for text in (
-        verdict.cause, verdict.confidence, verdict.host, verdict.gpu, verdict.port) if text)
+    return tuple(text for text in (verdict.cause, verdict.confidence, verdict.host, verdict.gpu, verdict.port) if text)
 
 
 @pytest.fixture
@@ -141,10 +157,12 @@ def test_a_gpu_that_falls_off_the_bus_is_blamed_for_the_rank_that_is_killed(node
     until, record = node.records()
     assert "evidence" not in until
     assert record["gone"]
-    seen = [(entry["kind"], entry["count"], entry.get("gpu"), entry.get("detail")) for entry in record["evidence"]
-            if entry["kind"] != "signal"]  # which newer kernels tell
-    assert seen == [
-        ("gpu_missing", 1, GPU, None), ("xid", 1, GPU, "79"), ("pid_gone", 1, None, None)]
+    seen = [
+        (entry["kind"], entry["count"], entry.get("gpu"), entry.get("detail"))
+        for entry in record["evidence"]
+        if entry["kind"] != "signal"
+    ]  # which newer kernels tell
+    assert seen == [("gpu_missing", 1, GPU, None), ("xid", 1, GPU, "79"), ("pid_gone", 1, None, None)]
     assert judged(record) == ("gpu", "certain", "node-7", GPU)
 
 
@@ -226,21 +244,25 @@ def test_a_flap_between_two_scrapes_is_the_network(node: Node) -> None:
     node.scrape(5)
     [record] = node.records()
     assert [(entry["kind"], entry["count"], entry["port"]) for entry in record["evidence"][:1]] == [
-        ("link_down", 1, "mlx5_3:1")]
+        ("link_down", 1, "mlx5_3:1")
+    ]
     assert judged(record) == ("network", "certain", "node-7", "mlx5_3:1")
     down = [{"kind": "link_down", "t": node.now - 3, "count": 1, "port": "mlx5_3:1"}]
     assert judged(record, n2=down, n3=down) == ("network", "certain")
 
 
-@pytest.mark.parametrize(("fault", "entry", "expected"), [
-    ("ecc", {"kind": "ecc", "count": 1, "gpu": GPU}, ("gpu", "certain", "node-7", GPU)),
-    ("remap", {"kind": "row_remap", "count": 1, "gpu": GPU}, ("gpu", "certain", "node-7", GPU)),
-    ("lose", {"kind": "gpu_missing", "count": 1, "gpu": GPU}, ("gpu", "certain", "node-7", GPU)),
-    ("nvlink", {"kind": "nvlink", "count": 1, "gpu": GPU}, ("nvlink", "possible", "node-7", GPU)),
-    ("recovery", {"kind": "nvlink", "count": 3, "gpu": GPU}, ("nvlink", "possible", "node-7", GPU)),
-    ("link", {"kind": "link_down", "count": 1, "port": "mlx5_5:1"}, ("network", "likely", "node-7", "mlx5_5:1")),
-    ("remove", {"kind": "link_down", "count": 1, "port": "mlx5_5:1"}, ("network", "likely", "node-7", "mlx5_5:1")),
-])
+@pytest.mark.parametrize(
+    ("fault", "entry", "expected"),
+    [
+        ("ecc", {"kind": "ecc", "count": 1, "gpu": GPU}, ("gpu", "certain", "node-7", GPU)),
+        ("remap", {"kind": "row_remap", "count": 1, "gpu": GPU}, ("gpu", "certain", "node-7", GPU)),
+        ("lose", {"kind": "gpu_missing", "count": 1, "gpu": GPU}, ("gpu", "certain", "node-7", GPU)),
+        ("nvlink", {"kind": "nvlink", "count": 1, "gpu": GPU}, ("nvlink", "possible", "node-7", GPU)),
+        ("recovery", {"kind": "nvlink", "count": 3, "gpu": GPU}, ("nvlink", "possible", "node-7", GPU)),
+        ("link", {"kind": "link_down", "count": 1, "port": "mlx5_5:1"}, ("network", "likely", "node-7", "mlx5_5:1")),
+        ("remove", {"kind": "link_down", "count": 1, "port": "mlx5_5:1"}, ("network", "likely", "node-7", "mlx5_5:1")),
+    ],
+)
 def test_each_fault_of_the_simulated_node_is_an_entry(
     node: Node, fault: str, entry: dict[str, Any], expected: tuple[str, ...]
 ) -> None:
@@ -287,7 +309,8 @@ def test_a_hot_gpu_explains_a_slow_stretch(node: Node) -> None:
     [entry] = record["evidence"]
     assert entry == {"kind": "throttle", "t": node.now, "count": 60, "gpu": GPU, "detail": "hw_thermal_slowdown"}
     found = attribution.verdict(
-        Loss("slow", began, node.now, "", frozenset({"node-7"})), [Evidence(host="node-7", **entry)])
+        Loss("slow", began, node.now, "", frozenset({"node-7"})), [Evidence(host="node-7", **entry)]
+    )
     assert told(found) == ("thermal", "likely", "node-7", GPU)
 
 
@@ -319,8 +342,10 @@ def test_cuda_that_refuses_memory_is_told_with_when_it_did_so_last(node: Node) -
     assert judged(record) == ("out_of_memory", "likely")
 
 
-OOM_KILL = ("oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=cri-containerd-3fc2.scope,mems_allowed=0-1,"
-            "oom_memcg=/kubepods.slice,task_memcg=/kubepods.slice/x.scope,task={task},pid={pid},uid=0")
+OOM_KILL = (
+    "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=cri-containerd-3fc2.scope,mems_allowed=0-1,"
+    "oom_memcg=/kubepods.slice,task_memcg=/kubepods.slice/x.scope,task={task},pid={pid},uid=0"
+)
 
 
 def kernel_says(node: Node, text: str) -> None:
@@ -342,10 +367,13 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_named(node: Node) -> None:
     assert judged(record) == ("out_of_memory", "certain", "node-7")
 
 
-@pytest.mark.parametrize(("said", "killed"), [
-    pytest.param({"pid": 4711, "pid_namespace": 4026532000}, 4711, id="a pid of a container"),
-    pytest.param({"pid": 4712, "pid_namespace": HOST_PIDS}, 4711, id="another process"),
-])
+@pytest.mark.parametrize(
+    ("said", "killed"),
+    [
+        pytest.param({"pid": 4711, "pid_namespace": 4026532000}, 4711, id="a pid of a container"),
+        pytest.param({"pid": 4712, "pid_namespace": HOST_PIDS}, 4711, id="another process"),
+    ],
+)
 def test_another_process_that_the_kernel_killed_is_nobodys_cause(node: Node, said: dict[str, Any], killed: int) -> None:
     node.push(status="failed", ended_by="DistBackendError", **said)
     kernel_says(node, OOM_KILL.format(task="python", pid=killed))
@@ -363,15 +391,18 @@ def test_a_process_with_a_pid_that_was_killed_before_it_started_is_another(node:
     assert ["rank" in entry for entry in of_kind(node.records()[-1:], "host_oom")] == [False]
 
 
-@pytest.mark.parametrize(("text", "pids"), [
-    (OOM_KILL.format(task="python", pid=4711), [4711]),
-    (OOM_KILL.format(task="a,pid=1,uid=0", pid=4711), [4711]),
-    (OOM_KILL.format(task="python", pid=1) + "\\x0a" + OOM_KILL.format(task="python", pid=2), [1, 2]),
-    ("oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),", []),
-    ("Memory cgroup out of memory: Killed process 4711 (python) total-vm:1kB", []),
-    ("python invoked oom-killer: gfp_mask=0xcc0,pid=4711,uid=0", []),
-    (OOM_KILL.format(task="python", pid=99999999999), []),
-])
+@pytest.mark.parametrize(
+    ("text", "pids"),
+    [
+        (OOM_KILL.format(task="python", pid=4711), [4711]),
+        (OOM_KILL.format(task="a,pid=1,uid=0", pid=4711), [4711]),
+        (OOM_KILL.format(task="python", pid=1) + "\\x0a" + OOM_KILL.format(task="python", pid=2), [1, 2]),
+        ("oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),", []),
+        ("Memory cgroup out of memory: Killed process 4711 (python) total-vm:1kB", []),
+        ("python invoked oom-killer: gfp_mask=0xcc0,pid=4711,uid=0", []),
+        (OOM_KILL.format(task="python", pid=99999999999), []),
+    ],
+)
 def test_the_pid_is_the_kernels_not_one_in_a_commands_name(text: str, pids: list[int]) -> None:
     assert list(oom_kills(text)) == pids
 
@@ -385,8 +416,9 @@ def test_the_last_eight_victims_are_remembered_across_a_restart(tmp_path: Path) 
         collector.close()
         return found
 
-    kmsg.write_text("".join(
-        f"4,{n},{n * 1_000_000},-;{OOM_KILL.format(task='python', pid=100 + n)}\n" for n in range(10)))
+    kmsg.write_text(
+        "".join(f"4,{n},{n * 1_000_000},-;{OOM_KILL.format(task='python', pid=100 + n)}\n" for n in range(10))
+    )
     expected = {str(100 + n): START + n for n in range(2, 10)}
     assert victims() == expected
     assert victims() == expected
@@ -412,15 +444,21 @@ ACTIVE = port(m.INFINIBAND_STATE, 4)
 
 
 def test_what_was_so_at_the_first_look_is_no_news() -> None:
-    first = [port(m.INFINIBAND_LINK_DOWNED, 7), port(m.INFINIBAND_STATE, 1),
-             (m.GPU_ECC_ERRORS, ("0", "GPU-a", "uncorrected"), 3), (m.GPU_PRESENT, ("0", "GPU-a"), 0),
-             (m.GPU_ROW_REMAP_FAILURE, ("0", "GPU-a"), 1), (m.NVLINK_LINK_STATE, ("0", "GPU-a", "3"), 0)]
+    first = [
+        port(m.INFINIBAND_LINK_DOWNED, 7),
+        port(m.INFINIBAND_STATE, 1),
+        (m.GPU_ECC_ERRORS, ("0", "GPU-a", "uncorrected"), 3),
+        (m.GPU_PRESENT, ("0", "GPU-a"), 0),
+        (m.GPU_ROW_REMAP_FAILURE, ("0", "GPU-a"), 1),
+        (m.NVLINK_LINK_STATE, ("0", "GPU-a", "3"), 0),
+    ]
     assert looks([], first, first) == []
 
 
 def test_a_counter_that_begins_anew_has_risen_by_what_it_says() -> None:
     assert looks([port(m.INFINIBAND_LINK_DOWNED, 7)], [port(m.INFINIBAND_LINK_DOWNED, 2)]) == [
-        {"kind": "link_down", "t": START, "count": 2, "port": "mlx5_0:1"}]
+        {"kind": "link_down", "t": START, "count": 2, "port": "mlx5_0:1"}
+    ]
 
 
 def test_a_link_down_that_three_things_tell_of_is_one() -> None:
@@ -443,8 +481,9 @@ def test_a_counter_that_is_there_from_its_first_event_on_counts_from_0_on_a_know
 
 
 def test_a_management_port_trains_nothing() -> None:
-    labels = tuple({"device": "mlx5_0", "port": "1", "role": "management"}.get(name, "")
-                   for name in m.INFINIBAND_INFO.labels)
+    labels = tuple(
+        {"device": "mlx5_0", "port": "1", "role": "management"}.get(name, "") for name in m.INFINIBAND_INFO.labels
+    )
     info = (m.INFINIBAND_INFO, labels, 1.0)
     assert looks([info, ACTIVE], [info, port(m.INFINIBAND_STATE, 1)]) == []
 
@@ -472,7 +511,8 @@ def test_the_kernel_logs_past_is_no_news_when_it_is_read_late() -> None:
 
     assert looks(events(0), events(4), every=30) == []
     assert looks(events(0), events(4), events(4), events(5), every=30) == [
-        {"kind": "nic", "t": START, "count": 1, "detail": "nic_health_compromised"}]
+        {"kind": "nic", "t": START, "count": 1, "detail": "nic_health_compromised"}
+    ]
 
 
 def test_sxids_of_several_switches_are_one_entry_with_the_latest_time() -> None:
@@ -523,14 +563,28 @@ def test_the_gpus_of_an_attempt_are_known_once_every_rank_has_said_its_own() -> 
 # On the wire.
 
 
-@pytest.mark.parametrize(("said", "taken"), [
-    ("KeyError", "KeyError"), ("OSError ENOSPC", "OSError ENOSPC"), ("SystemExit -3", "SystemExit -3"),
-    ("", ""), ("Key Error of mine", ""), ("<script>", ""), ("E" * 65, ""), ("KeyError\n", ""), ("Fehlerö", ""),
-])
+@pytest.mark.parametrize(
+    ("said", "taken"),
+    [
+        ("KeyError", "KeyError"),
+        ("OSError ENOSPC", "OSError ENOSPC"),
+        ("SystemExit -3", "SystemExit -3"),
+        ("", ""),
+        ("Key Error of mine", ""),
+        ("<script>", ""),
+        ("E" * 65, ""),
+        ("KeyError\n", ""),
+        ("Fehlerö", ""),
+    ],
+)
 def test_only_a_type_and_a_word_are_taken_of_what_a_process_ended_by(said: str, taken: str) -> None:
     def pushed(**status: Any) -> otlp.Push:
-        return otlp.push(process(gauge("training_position_steps", 4), ended_by=said, **status),
-                         host="node-7", gpus=None, now=START + 100)
+        return otlp.push(
+            process(gauge("training_position_steps", 4), ended_by=said, **status),
+            host="node-7",
+            gpus=None,
+            now=START + 100,
+        )
 
     assert pushed(status="failed").ended_by == taken
     assert pushed().ended_by == ""  # it has not ended
@@ -548,8 +602,11 @@ sys.exit(main())
 
 def test_a_real_exporter_sends_an_xid_that_came_after_the_crash(tmp_path: Path) -> None:
     state = tmp_path / "state"
-    with ledger_server() as (url, received), \
-            exporter(state, "--simulate", "h100x8", "--ledger", url, program=("-c", HASTY)) as node, doomed() as pid:
+    with (
+        ledger_server() as (url, received),
+        exporter(state, "--simulate", "h100x8", "--ledger", url, program=("-c", HASTY)) as node,
+        doomed() as pid,
+    ):
         node.wait_for(f"gpu_xid_errors_total{{gpu=3,uuid={GPU},xid=79}}", 0)
         now = time.time()
         pushed: ResourceMetrics = training(40, 5.0, now, start_unix=now - 60, **pid)
@@ -596,7 +653,9 @@ def test_while_the_ledger_is_away_late_evidence_is_kept_on_disk_in_the_place_of_
     [(_, sent)] = received
     assert sent == kept
     assert [(entry["kind"], entry.get("detail")) for entry in sent[-1]["evidence"]] == [
-        ("xid", "48"), ("pid_gone", None)]
+        ("xid", "48"),
+        ("pid_gone", None),
+    ]
 
 
 def test_the_ledger_settles_on_the_gpu_that_an_xid_after_the_crash_names(node: Node, tmp_path: Path) -> None:

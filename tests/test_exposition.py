@@ -29,8 +29,8 @@ from flopwatch.node.scrape.exposition import (
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 # What breaks hand-made exposition: quotes, backslashes, line ends of all kinds, braces, commas, comments.
-NASTY = st.text(st.one_of(
-    st.sampled_from('"\\\n\r\t ,{}=#\x85\u2028\x00é\U0001f525'), st.characters(codec="utf-8")), max_size=12,
+NASTY = st.text(
+    st.one_of(st.sampled_from('"\\\n\r\t ,{}=#\x85\u2028\x00é\U0001f525'), st.characters(codec="utf-8")), max_size=12
 )
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True) | st.integers(-(2**63), 2**63)
 COUNTS = st.floats(0, 1e300) | st.integers(0, 2**63)
@@ -45,14 +45,17 @@ def values_of(row: Metric) -> st.SearchStrategy[list[Sample]]:
     if row.type == "histogram":
         parts = {"0.1": 1, "1.0": 2, "+Inf": 4, "count": 4, "sum": 3.5}
         return st.lists(labels, min_size=1, max_size=2, unique=True).map(
-            lambda owners: [(row, (*own, part), value) for own in owners for part, value in parts.items()])
+            lambda owners: [(row, (*own, part), value) for own in owners for part, value in parts.items()]
+        )
     numbers = st.just(1) if row.type == "info" else COUNTS if row.type == "counter" else NUMBERS
     return st.dictionaries(labels, numbers, min_size=1, max_size=3).map(
-        lambda series: [(row, own, value) for own, value in series.items()])
+        lambda series: [(row, own, value) for own, value in series.items()]
+    )
 
 
 SAMPLES = st.lists(st.sampled_from(list(all_metrics())), min_size=1, max_size=6, unique=True).flatmap(
-    lambda rows: st.tuples(*(values_of(row) for row in rows)).map(lambda parts: [s for part in parts for s in part]))
+    lambda rows: st.tuples(*(values_of(row) for row in rows)).map(lambda parts: [s for part in parts for s in part])
+)
 
 
 def exactly_scaled(raw: float, scale: float) -> float:
@@ -68,7 +71,8 @@ def intended(samples: list[Sample]) -> Series:
         name, names = row.name, row.labels
         if row.type == "histogram":
             name, names = (
-                (f"{row}_{labels[-1]}", row.labels) if labels[-1] in ("sum", "count")
+                (f"{row}_{labels[-1]}", row.labels)
+                if labels[-1] in ("sum", "count")
                 else (f"{row}_bucket", (*row.labels, "le"))
             )
         series[name, frozenset(zip(names, labels, strict=False))] = exactly_scaled(raw, row.scale)
@@ -77,7 +81,8 @@ def intended(samples: list[Sample]) -> Series:
 
 def same(read: Series, meant: Series) -> bool:
     return read.keys() == meant.keys() and all(
-        read[key] == value or (math.isnan(read[key]) and math.isnan(value)) for key, value in meant.items())
+        read[key] == value or (math.isnan(read[key]) and math.isnan(value)) for key, value in meant.items()
+    )
 
 
 @given(SAMPLES)
@@ -90,10 +95,16 @@ def test_both_formats_are_read_back_exactly_by_the_clients_own_parsers(samples: 
         assert same(read, intended(samples))
     rows = list({row.name: row for row, _, _ in samples}.values())
     assert [(f.name, f.type, f.documentation) for f in parse_openmetrics(openmetrics)] == [
-        (family(row), row.type, help_text(row)) for row in rows]
+        (family(row), row.type, help_text(row)) for row in rows
+    ]
     assert [(f.name, f.type, f.documentation) for f in parse_text(text)] == [
-        (row.name.removesuffix("_total") if row.type == "counter" else row.name,
-         "gauge" if row.type == "info" else row.type, help_text(row)) for row in rows]
+        (
+            row.name.removesuffix("_total") if row.type == "counter" else row.name,
+            "gauge" if row.type == "info" else row.type,
+            help_text(row),
+        )
+        for row in rows
+    ]
 
 
 def test_the_text_format_is_this() -> None:
@@ -140,8 +151,7 @@ def test_a_wrong_number_of_labels_is_an_error_and_never_cut_short() -> None:
 
 
 def test_all_series_of_one_family_stand_together_wherever_they_come_from() -> None:
-    samples: list[Sample] = [
-        (row, (index, "u"), 1) for index in "012" for row in (m.GPU_POWER, m.GPU_PRESENT)]
+    samples: list[Sample] = [(row, (index, "u"), 1) for index in "012" for row in (m.GPU_POWER, m.GPU_PRESENT)]
     lines = [line.partition("{")[0] for line in Exposition().render(samples).splitlines() if line[0] != "#"]
     assert lines == ["gpu_power_watts"] * 3 + ["gpu_present"] * 3
 
@@ -153,27 +163,36 @@ def test_series_that_come_and_go_do_not_fill_the_memory() -> None:
     assert sum(len(kept) for kept in renderer._prefixes.values()) <= exposition._KEPT_PREFIXES + 1000
 
 
-@pytest.mark.parametrize(("accept", "answer"), [
-    ("", TEXT),
-    ("*/*", TEXT),
-    ("text/html,*/*;q=0.8", TEXT),
-    ("application/openmetrics-text", OPENMETRICS),
-    ("application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
-     "text/plain;version=0.0.4;q=0.5,*/*;q=0.1", OPENMETRICS),
-    ("application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited;q=0.7,"
-     "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;version=1.0.0;q=0.4,*/*;q=0.1",
-     OPENMETRICS),
-    ("text/plain;version=0.0.4;q=1,application/openmetrics-text;version=1.0.0;q=0.5", TEXT),
-    ("application/openmetrics-text;q=0", TEXT),
-    ("application/openmetrics-text;q=high", TEXT),
-])
+@pytest.mark.parametrize(
+    ("accept", "answer"),
+    [
+        ("", TEXT),
+        ("*/*", TEXT),
+        ("text/html,*/*;q=0.8", TEXT),
+        ("application/openmetrics-text", OPENMETRICS),
+        (
+            "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+            "text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+            OPENMETRICS,
+        ),
+        (
+            "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited;q=0.7,"
+            "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;version=1.0.0;q=0.4,*/*;q=0.1",
+            OPENMETRICS,
+        ),
+        ("text/plain;version=0.0.4;q=1,application/openmetrics-text;version=1.0.0;q=0.5", TEXT),
+        ("application/openmetrics-text;q=0", TEXT),
+        ("application/openmetrics-text;q=high", TEXT),
+    ],
+)
 def test_the_format_is_the_one_the_scraper_prefers(accept: str, answer: str) -> None:
     assert content_type(accept) == answer
 
 
-@pytest.mark.parametrize(("header", "wanted"), [
-    ("", False), ("gzip", True), ("deflate, GZIP;q=0.5", True), ("gzip;q=0", False), ("identity", False),
-])
+@pytest.mark.parametrize(
+    ("header", "wanted"),
+    [("", False), ("gzip", True), ("deflate, GZIP;q=0.5", True), ("gzip;q=0", False), ("identity", False)],
+)
 def test_gzip_is_used_only_when_asked_for(header: str, wanted: bool) -> None:
     assert gzip_accepted(header) is wanted
 

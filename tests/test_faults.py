@@ -51,7 +51,9 @@ def outcomes(found: dict[str, float]) -> dict[str, float]:
     begin, end = 'flopwatch_otlp_pushes_total{outcome="', '"}'
     return {
         series.removeprefix(begin).removesuffix(end): value
-        for series, value in found.items() if series.startswith(begin) and value}
+        for series, value in found.items()
+        if series.startswith(begin) and value
+    }
 
 
 def training_series(found: dict[str, float]) -> dict[str, float]:
@@ -79,8 +81,9 @@ def attributes(count: int) -> bytes:
     resource = process(GOOD)
     # Field 1 of ResourceMetrics is the resource, its field 1 an attribute; a message that is there twice is merged.
     extra = b"\x0a\x00" * count
-    return request(ResourceMetrics.FromString(
-        b"\x0a" + _varint(len(extra)) + extra + resource.SerializeToString())).SerializeToString()
+    return request(
+        ResourceMetrics.FromString(b"\x0a" + _varint(len(extra)) + extra + resource.SerializeToString())
+    ).SerializeToString()
 
 
 def _varint(number: int) -> bytes:
@@ -90,22 +93,27 @@ def _varint(number: int) -> bytes:
     return head + bytes([number])
 
 
-@pytest.mark.parametrize(("body", "media", "coding", "status", "outcome"), [
-    pytest.param(random.Random(7).randbytes(5000), PROTOBUF, "identity", 400, "malformed", id="random"),
-    pytest.param(random.Random(7).randbytes(5000), JSON, "identity", 400, "malformed", id="random as JSON"),
-    pytest.param(random.Random(7).randbytes(5000), PROTOBUF, "gzip", 400, "malformed", id="random as gzip"),
-    pytest.param(BODY[:-1], PROTOBUF, "identity", 400, "malformed", id="truncated"),
-    pytest.param(GZIPPED[:-1], PROTOBUF, "gzip", 400, "malformed", id="truncated gzip"),
-    pytest.param(GZIPPED[:40] + b"\0" + GZIPPED[41:], PROTOBUF, "gzip", 400, "malformed", id="damaged gzip"),
-    pytest.param(b'{"resourceMetrics": [', JSON, "identity", 400, "malformed", id="truncated JSON"),
-    pytest.param(b'{"resourceMetrics": {"0": 1}}', JSON, "identity", 400, "malformed", id="an object for a list"),
-    pytest.param(b'{"resourceMetrics": [7]}', JSON, "identity", 400, "malformed", id="a number for an object"),
-    pytest.param(b'"text"', JSON, "identity", 400, "malformed", id="no object at all"),
-    pytest.param(b"[" * 500_000, JSON, "identity", 400, "malformed", id="nested"),
-    pytest.param(bomb(200), PROTOBUF, "gzip", 413, "too_large", id="gzip bomb"),
-    pytest.param(attributes(1_000_000), PROTOBUF, "identity", 413, "too_large", id="1e6 attributes"),
-    pytest.param(gzip.compress(attributes(1_000_000)), PROTOBUF, "gzip", 413, "too_large", id="1e6 attributes, gzip"),
-])
+@pytest.mark.parametrize(
+    ("body", "media", "coding", "status", "outcome"),
+    [
+        pytest.param(random.Random(7).randbytes(5000), PROTOBUF, "identity", 400, "malformed", id="random"),
+        pytest.param(random.Random(7).randbytes(5000), JSON, "identity", 400, "malformed", id="random as JSON"),
+        pytest.param(random.Random(7).randbytes(5000), PROTOBUF, "gzip", 400, "malformed", id="random as gzip"),
+        pytest.param(BODY[:-1], PROTOBUF, "identity", 400, "malformed", id="truncated"),
+        pytest.param(GZIPPED[:-1], PROTOBUF, "gzip", 400, "malformed", id="truncated gzip"),
+        pytest.param(GZIPPED[:40] + b"\0" + GZIPPED[41:], PROTOBUF, "gzip", 400, "malformed", id="damaged gzip"),
+        pytest.param(b'{"resourceMetrics": [', JSON, "identity", 400, "malformed", id="truncated JSON"),
+        pytest.param(b'{"resourceMetrics": {"0": 1}}', JSON, "identity", 400, "malformed", id="an object for a list"),
+        pytest.param(b'{"resourceMetrics": [7]}', JSON, "identity", 400, "malformed", id="a number for an object"),
+        pytest.param(b'"text"', JSON, "identity", 400, "malformed", id="no object at all"),
+        pytest.param(b"[" * 500_000, JSON, "identity", 400, "malformed", id="nested"),
+        pytest.param(bomb(200), PROTOBUF, "gzip", 413, "too_large", id="gzip bomb"),
+        pytest.param(attributes(1_000_000), PROTOBUF, "identity", 413, "too_large", id="1e6 attributes"),
+        pytest.param(
+            gzip.compress(attributes(1_000_000)), PROTOBUF, "gzip", 413, "too_large", id="1e6 attributes, gzip"
+        ),
+    ],
+)
 def test_a_body_that_is_no_push_is_refused_and_counted_and_costs_no_memory(
     body: bytes, media: str, coding: str, status: int, outcome: str
 ) -> None:
@@ -163,9 +171,9 @@ def test_as_many_attributes_as_fit_are_looked_through_and_left_out() -> None:
         assert training_series(found) == {'training_tokens_total{run="lm",rank="0"}': 8192.0}
 
 
-@pytest.mark.parametrize("said", [
-    {"run": 5}, {"rank": "0"}, {"rank": 0.5}, {"start_unix": "yesterday"}, {"schema": 1.0}, {"attempt": 7},
-])
+@pytest.mark.parametrize(
+    "said", [{"run": 5}, {"rank": "0"}, {"rank": 0.5}, {"start_unix": "yesterday"}, {"schema": 1.0}, {"attempt": 7}]
+)
 def test_an_attribute_of_another_type_is_no_identity(said: dict[str, Any]) -> None:
     with running() as node:
         status, _, answer = node.post(request(process(GOOD, **said)).SerializeToString())
@@ -176,17 +184,45 @@ def test_an_attribute_of_another_type_is_no_identity(said: dict[str, Any]) -> No
 
 
 def test_values_of_another_type_cost_their_points_only() -> None:
-    text = json.dumps({"resourceMetrics": [{
-        "resource": {"attributes": [
-            {"key": f"flopwatch.{key}", "value": value} for key, value in {
-                "schema": {"intValue": 1}, "run": {"stringValue": "lm"}, "attempt": {"stringValue": "a1"},
-                "rank": {"intValue": 0}, "start_unix": {"doubleValue": time.time() - 9}}.items()]},
-        "scopeMetrics": [{"metrics": [
-            {"name": "training_tokens_total", "sum": {"aggregationTemporality": 2, "isMonotonic": True,
-                                                      "dataPoints": [{"asDouble": "NaN"}, {"asInt": "7"}, {}]}},
-            {"name": "training_position_steps", "gauge": {"dataPoints": [{"asDouble": "Infinity"}]}},
-            {"name": "training_loss", "histogram": {"dataPoints": [{"sum": 1}]}},
-        ]}]}]})
+    text = json.dumps(
+        {
+            "resourceMetrics": [
+                {
+                    "resource": {
+                        "attributes": [
+                            {"key": f"flopwatch.{key}", "value": value}
+                            for key, value in {
+                                "schema": {"intValue": 1},
+                                "run": {"stringValue": "lm"},
+                                "attempt": {"stringValue": "a1"},
+                                "rank": {"intValue": 0},
+                                "start_unix": {"doubleValue": time.time() - 9},
+                            }.items()
+                        ]
+                    },
+                    "scopeMetrics": [
+                        {
+                            "metrics": [
+                                {
+                                    "name": "training_tokens_total",
+                                    "sum": {
+                                        "aggregationTemporality": 2,
+                                        "isMonotonic": True,
+                                        "dataPoints": [{"asDouble": "NaN"}, {"asInt": "7"}, {}],
+                                    },
+                                },
+                                {
+                                    "name": "training_position_steps",
+                                    "gauge": {"dataPoints": [{"asDouble": "Infinity"}]},
+                                },
+                                {"name": "training_loss", "histogram": {"dataPoints": [{"sum": 1}]}},
+                            ]
+                        }
+                    ],
+                }
+            ]
+        }
+    )
     with running() as node:
         status, _, answer = node.post(text.encode(), JSON)
         assert (status, json.loads(answer)["partialSuccess"]["rejectedDataPoints"]) == (200, "4")
@@ -209,10 +245,17 @@ def test_two_processes_that_are_the_same_rank_are_one() -> None:
         assert not any(value for series, value in found.items() if series.startswith("flopwatch_series_duplicate"))
 
 
-@pytest.mark.parametrize(("text", "written"), [
-    ('"} 1\\n# EOF', '\\"} 1\\\\n# EOF'), ("{}=,", "{}=,"), ("\\", "\\\\"), ("é\U0001f525", "é\U0001f525"),
-    ("<script>", "<script>"), ("x" * 256, "x" * 256),
-])
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ('"} 1\\n# EOF', '\\"} 1\\\\n# EOF'),
+        ("{}=,", "{}=,"),
+        ("\\", "\\\\"),
+        ("é\U0001f525", "é\U0001f525"),
+        ("<script>", "<script>"),
+        ("x" * 256, "x" * 256),
+    ],
+)
 def test_a_hostile_label_value_stays_inside_its_quotes(text: str, written: str) -> None:
     with running() as node:
         sent = request(process(counter("training_activity_seconds_total", 1.0, activity=text)))
@@ -250,8 +293,13 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exporter]:
 
 
 def test_prometheus_linter_is_silent(simulated: Exporter) -> None:
-    checked = subprocess.run([find().promtool, "check", "metrics"], input=simulated.get("/metrics"),
-                             capture_output=True, text=True, timeout=PATIENCE)
+    checked = subprocess.run(
+        [find().promtool, "check", "metrics"],
+        input=simulated.get("/metrics"),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
 
@@ -281,10 +329,17 @@ def handles(node: Exporter) -> set[str]:
 
 def released(found: Series, before: Series) -> dict[str, float]:
     """Return what is said about the release, but for the times, and which failures there were since before."""
-    return {series: value for series, value in found.items()
-            if series in ("flopwatch_driver_released{}", "flopwatch_collector_success{collector=nvml}",
-                          "flopwatch_collector_success{collector=infiniband}")
-            or (series.startswith("flopwatch_collector_failures") and value != before[series])}
+    return {
+        series: value
+        for series, value in found.items()
+        if series
+        in (
+            "flopwatch_driver_released{}",
+            "flopwatch_collector_success{collector=nvml}",
+            "flopwatch_collector_success{collector=infiniband}",
+        )
+        or (series.startswith("flopwatch_collector_failures") and value != before[series])
+    }
 
 
 def by_command(node: Exporter, state: Path) -> None:
@@ -316,13 +371,16 @@ def test_a_released_driver_has_no_handle_and_its_gap_is_marked(
         time.sleep(SHARED_SECONDS)  # the last read of before is shared as any other
         found = node.wait_for("flopwatch_driver_released{}", 1)
         assert released(found, before) == {
-            "flopwatch_driver_released{}": 1, "flopwatch_collector_success{collector=infiniband}": 1}
+            "flopwatch_driver_released{}": 1,
+            "flopwatch_collector_success{collector=infiniband}": 1,
+        }
         # Neither old numbers nor GPUs that seem to be missing.
         assert not [series for series in found if series.startswith("gpu_present")]
         assert not [series for series in found if series.startswith("gpu_power")]
         assert "infiniband" in domains(found)
         assert [series for series in found if series.startswith("node_verdict_reason")] == [
-            "node_verdict_reason{reason=driver_released,part=driver,verdict=unknown,action=wait}"]
+            "node_verdict_reason{reason=driver_released,part=driver,verdict=unknown,action=wait}"
+        ]
         ends = found["flopwatch_driver_released_until_timestamp_seconds{}"]
         assert began + 599 < ends < time.time() + 601
         assert 0 <= found["flopwatch_driver_released_seconds_total{}"] < time.time() - began + 1
@@ -381,9 +439,10 @@ def test_a_full_disk_costs_only_what_would_be_kept_on_it(tmp_path: Path) -> None
         node.push(training(40, 5, now, start_unix=now - 60))
         node.wait_for(xid, 1)
         found = node.wait_for_hardware()
-        assert (found[xid], found['training_position_steps{run=lm,rank=0}']) == (1, 40)
-        assert {series: value for series, value in found.items() if series.startswith("flopwatch_collector_success")} \
-            == {series: value for series, value in before.items() if series.startswith("flopwatch_collector_success")}
+        assert (found[xid], found["training_position_steps{run=lm,rank=0}"]) == (1, 40)
+        assert {
+            series: value for series, value in found.items() if series.startswith("flopwatch_collector_success")
+        } == {series: value for series, value in before.items() if series.startswith("flopwatch_collector_success")}
         assert domains(found) >= domains(before)
         assert steps not in found
         # Half a file is worse than none.
@@ -406,8 +465,10 @@ def test_the_web_configuration_is_the_metrics_listeners_alone(tmp_path: Path) ->
     with exporter(tmp_path / "state", "--web-config", tmp_path / "web.yaml") as node:
         with pytest.raises(urllib.error.HTTPError, match="401"):
             node.get("/metrics")
-        allowed = urllib.request.Request(f"http://{node.metrics}/metrics", headers={
-            "Authorization": f"Basic {base64.b64encode(b'prometheus:secret').decode()}"})
+        allowed = urllib.request.Request(
+            f"http://{node.metrics}/metrics",
+            headers={"Authorization": f"Basic {base64.b64encode(b'prometheus:secret').decode()}"},
+        )
         with urllib.request.urlopen(allowed, timeout=PATIENCE) as response:
             assert b"flopwatch_build_info" in response.read()
         node.push(process(GOOD))

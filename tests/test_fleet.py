@@ -93,8 +93,9 @@ def test_slow_stretches_and_stalls_are_in_the_ledger_with_their_causes_and_cost(
     for name, cause in causes.items():
         assert cause.right >= 0.8 * cause.said > 0, name
     assert sum(cause.right for cause in causes.values()) >= 0.85 * sum(cause.true for cause in causes.values())
-    cost, said = (sum(getattr(cause, which) for cause in causes.values())
-                  for which in ("true_gpu_seconds", "said_gpu_seconds"))
+    cost, said = (
+        sum(getattr(cause, which) for cause in causes.values()) for which in ("true_gpu_seconds", "said_gpu_seconds")
+    )
     assert 0.8 * cost <= said <= 1.02 * cost
 
 
@@ -140,7 +141,12 @@ def test_every_kind_of_fault_is_found_or_unknown() -> None:
     assert judgement.mistakes == Counter({("silent_corruption", "unknown"): 1})
     assert judgement.not_judged == {}
     assert {name: cause.right for name, cause in judgement.causes.items() if ": " in name} == {
-        "slow: thermal": 1, "slow: network": 1, "slow: unknown": 1, "stall: data": 1, "stall: storage": 1}
+        "slow: thermal": 1,
+        "slow: network": 1,
+        "slow: unknown": 1,
+        "stall: data": 1,
+        "stall: storage": 1,
+    }
     assert truth.seconds["data_stall"] == pytest.approx(900)
 
 
@@ -303,27 +309,37 @@ def test_a_world_calls_its_listener_for_each_record_in_the_order_of_time() -> No
             assert sum(record["activity_seconds"].values()) == pytest.approx(record["t"] - record["started"], abs=1e-3)
 
 
-@pytest.mark.parametrize(("text", "complaint"), [
-    ('{"t": 5, "kind": "gremlin"}', "'gremlin' is none of"),
-    ('{"t": 5, "kind": "leaf", "wher": "leaf-0-3"}', "wher: unknown"),
-    ('{"t": -5, "kind": "leaf"}', "t: -5 is not"),
-    ('{"t": 5, "kind": "hbm", "node": "node-3"}', "node: 'node-3' is no place"),
-    ('{"t": 5, "kind": "hbm", "nodes": 3}', "nodes: 3 is no place"),
-    ('{"t": 5, "kind": "hbm", "run": 3}', "run: 3 is no name"),
-    ('{"t": 5}', "'' is none of"),
-    ('{"kind": "leaf"}', "t: None is not"),
-    ('["leaf"]', "is no fault"),
-    ("{", "Expecting"),
-])
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('{"t": 5, "kind": "gremlin"}', "'gremlin' is none of"),
+        ('{"t": 5, "kind": "leaf", "wher": "leaf-0-3"}', "wher: unknown"),
+        ('{"t": -5, "kind": "leaf"}', "t: -5 is not"),
+        ('{"t": 5, "kind": "hbm", "node": "node-3"}', "node: 'node-3' is no place"),
+        ('{"t": 5, "kind": "hbm", "nodes": 3}', "nodes: 3 is no place"),
+        ('{"t": 5, "kind": "hbm", "run": 3}', "run: 3 is no name"),
+        ('{"t": 5}', "'' is none of"),
+        ('{"kind": "leaf"}', "t: None is not"),
+        ('["leaf"]', "is no fault"),
+        ("{", "Expecting"),
+    ],
+)
 def test_a_script_that_cannot_be_used_is_refused_with_the_reason(tmp_path: Path, text: str, complaint: str) -> None:
     (tmp_path / "faults.jsonl").write_text(text)
     with pytest.raises(SettingsError, match=re.escape(complaint)):
         script(tmp_path / "faults.jsonl")
 
 
-@pytest.mark.parametrize("fault", [
-    Fault(1.0, "hbm", node=64), Fault(1.0, "hbm", part=8), Fault(1.0, "leaf", leaf="leaf-2-0"),
-    Fault(1.0, "hbm", "bigger"), Fault(1.0, "maintenance", nodes=(3, 64))])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(1.0, "hbm", node=64),
+        Fault(1.0, "hbm", part=8),
+        Fault(1.0, "leaf", leaf="leaf-2-0"),
+        Fault(1.0, "hbm", "bigger"),
+        Fault(1.0, "maintenance", nodes=(3, 64)),
+    ],
+)
 def test_a_fault_of_what_there_is_not_is_refused(fault: Fault) -> None:
     with pytest.raises(SettingsError, match="there is no"):
         simulate(SCENARIOS["leaf_failure"], 1, [fault])
@@ -334,7 +350,8 @@ def test_a_script_may_be_yaml_or_a_json_object_a_line(tmp_path: Path) -> None:
     (tmp_path / "faults.yaml").write_text("- {t: 7200.0, kind: leaf, leaf: leaf-0-3, lasts: 2400.0}\n")
     (tmp_path / "faults.jsonl").write_text(
         '{"t": 7200.0, "kind": "leaf", "leaf": "leaf-0-3", "lasts": 2400.0}\n\n{"t": 1, "kind": "maintenance", '
-        '"nodes": [1, 2]}\n')
+        '"nodes": [1, 2]}\n'
+    )
     assert script(tmp_path / "faults.yaml") == [fault]
     assert script(tmp_path / "faults.jsonl") == [fault, Fault(1, "maintenance", nodes=(1, 2))]
 
@@ -346,13 +363,26 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Promethe
     with (folder / "metrics.txt").open("w") as metrics:
         result = simulate(SCENARIOS["leaf_failure"], 1, metrics=metrics, step=240.0)
     servers = find()
-    subprocess.run([servers.promtool, "tsdb", "create-blocks-from", "openmetrics", "--quiet", "metrics.txt", "data"],
-                   cwd=folder, check=True, capture_output=True)
+    subprocess.run(
+        [servers.promtool, "tsdb", "create-blocks-from", "openmetrics", "--quiet", "metrics.txt", "data"],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+    )
     (folder / "prometheus.yml").write_text("global: {}\n")
     (port,) = free_ports(1)
-    child = Child("prometheus", [
-        *servers.prometheus, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
-        "--storage.tsdb.retention.time=100y", f"--web.listen-address=127.0.0.1:{port}"], os.environ, folder / "log")
+    child = Child(
+        "prometheus",
+        [
+            *servers.prometheus,
+            f"--config.file={folder}/prometheus.yml",
+            f"--storage.tsdb.path={folder}/data",
+            "--storage.tsdb.retention.time=100y",
+            f"--web.listen-address=127.0.0.1:{port}",
+        ],
+        os.environ,
+        folder / "log",
+    )
     try:
         deadline = time.monotonic() + 240
         while True:
@@ -373,8 +403,10 @@ def test_the_shipped_records_over_the_scraped_series_agree_with_the_truth(scrape
     end = max(truth.end or 0.0 for truth in result.truths) + 240
     for truth in result.truths:
         for name, true in (
-            (recording.GOODPUT, truth.goodput), (recording.EFFECTIVE_MFU, truth.effective_mfu),
-            (recording.MTTF, truth.mttf), (recording.MTTR, truth.mttr),
+            (recording.GOODPUT, truth.goodput),
+            (recording.EFFECTIVE_MFU, truth.effective_mfu),
+            (recording.MTTF, truth.mttf),
+            (recording.MTTR, truth.mttr),
         ):
             told = {labels["run"]: value for labels, value in prometheus.query(records[name], end)}.get(truth.run)
             assert told == (true if true is None else pytest.approx(true, rel=0.01)), (truth.run, name)
@@ -385,30 +417,38 @@ def test_the_scraped_ports_of_a_dead_leaf_are_down_as_long_as_it_is(scraped: tup
     struck = result.truths[0].losses[0].at
 
     def down(t: float) -> set[str]:
-        return {f'{labels["instance"]} {labels["device"]}' for labels, _ in prometheus.query(
-            "infiniband_port_state_id < 4", t)}
+        return {
+            f"{labels['instance']} {labels['device']}"
+            for labels, _ in prometheus.query("infiniband_port_state_id < 4", t)
+        }
 
     assert down(struck - 1) == set()
     assert down(struck + 600) == {f"node-{node:04d}:9450 mlx5_3" for node in range(32)}
     assert down(struck + 2400 + 241) == set()
     # Where a rank runs is told, and that it does not while it is down.
-    places = 'count by (run) (training_rank_info)'
+    places = "count by (run) (training_rank_info)"
     assert {labels["run"]: value for labels, value in prometheus.query(places, struck - 1)} == {
-        "big": 256, "next": 192, "small": 64}
+        "big": 256,
+        "next": 192,
+        "small": 64,
+    }
     assert "big" not in {labels["run"] for labels, _ in prometheus.query(places, struck + 1500)}
     (rank,) = (labels for labels, _ in prometheus.query('training_rank_info{run="next",rank="19"}', struck))
     assert (rank["host"], rank["local_rank"], rank["tp"], rank["dp"]) == ("node-0034", "3", "3", "2")
 
 
 def test_the_commands_of_the_page_run_and_agree(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = DOCS.read_text()
     monkeypatch.chdir(tmp_path)
     (fault,) = re.findall(r"```json\n(.*?)```", text, re.S)
     (tmp_path / "faults.jsonl").write_text(fault)
-    commands = [shlex.split(line, comments=True)
-                for block in re.findall(r"```sh\n(.*?)```", text, re.S) for line in block.splitlines()]
+    commands = [
+        shlex.split(line, comments=True)
+        for block in re.findall(r"```sh\n(.*?)```", text, re.S)
+        for line in block.splitlines()
+    ]
     assert len(commands) >= 4
     for words in commands:
         if words[0] == "flopwatch":
@@ -422,7 +462,12 @@ def test_the_command_gives_json_and_refuses_what_there_is_not(capsys: pytest.Cap
     told = json.loads(capsys.readouterr().out)
     assert (told["gpus"], told["runs"]["looping"]["unplanned ends"]["truth"]) == (64, 12)
     assert told["causes"]["software"]["recall"] > 0.8
-    for wrong in (["--scenario", "none"], ["--scenario", "leaf_failure", "--gpus", "64"], ["--gpus", "12"],
-                  ["--faults", "/nonexistent"], ["--history", "/nonexistent/h"]):
+    for wrong in (
+        ["--scenario", "none"],
+        ["--scenario", "leaf_failure", "--gpus", "64"],
+        ["--gpus", "12"],
+        ["--faults", "/nonexistent"],
+        ["--history", "/nonexistent/h"],
+    ):
         assert main(["simulate", *wrong]) == 1
         assert capsys.readouterr().err.startswith("flopwatch: ")

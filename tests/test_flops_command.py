@@ -23,7 +23,9 @@ def answer(capsys: pytest.CaptureFixture[str], name: str, *flags: str) -> dict[s
 
 def test_the_page_shows_each_product_and_the_sum(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["flops", str(CONFIGS / "llama-3-8b.json"), "--seq-len", "8192"]) == 0
-    assert capsys.readouterr().out == """\
+    assert (
+        capsys.readouterr().out
+        == """\
 llama, sequences of s = 8192 tokens
 convention causal, 6 W + 6 L H e s per token: all matmuls, attention scores below the diagonal
 
@@ -42,23 +44,43 @@ lm_head              1 x (4096 x 128256) x 6 x 8192                             
 attention_scores     32 x 8192 x 8192 / 2 x 6 x 32 x (128 + 128)                    52,776,558,133,248  12.5%
 sum                                                                                421,645,529,382,912
 """
+    )
 
 
 def test_json_has_exact_integers_whose_terms_sum_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(capsys, "llama-3-8b", "--seq-len", "8192") == {
-        "model_type": "llama", "convention": "causal",
+        "model_type": "llama",
+        "convention": "causal",
         "formula": "6 W + 6 L H e s per token: all matmuls, attention scores below the diagonal",
-        "sequence_length": 8192, "parameters": 8_030_261_248, "active_parameters": 8_030_261_248,
-        "matmul_weights": 7_504_658_432, "flops_per_token": 51_470_401_536, "flops_per_sequence": 421_645_529_382_912,
-        "terms": {"attention_query": 26_388_279_066_624, "attention_key_value": 13_194_139_533_312,
-                  "attention_output": 26_388_279_066_624, "mlp": 277_076_930_199_552, "lm_head": 25_821_343_383_552,
-                  "attention_scores": 52_776_558_133_248}}
+        "sequence_length": 8192,
+        "parameters": 8_030_261_248,
+        "active_parameters": 8_030_261_248,
+        "matmul_weights": 7_504_658_432,
+        "flops_per_token": 51_470_401_536,
+        "flops_per_sequence": 421_645_529_382_912,
+        "terms": {
+            "attention_query": 26_388_279_066_624,
+            "attention_key_value": 13_194_139_533_312,
+            "attention_output": 26_388_279_066_624,
+            "mlp": 277_076_930_199_552,
+            "lm_head": 25_821_343_383_552,
+            "attention_scores": 52_776_558_133_248,
+        },
+    }
 
 
-@pytest.mark.parametrize("flags", [
-    (), ("--convention", "full"), ("--convention", "palm"), ("--no-mtp",), ("--no-mtp", "--lora-rank", "16"),
-    ("--no-mtp", "--frozen", "mlp,experts", "--frozen-layers", "4"), ("--vocabulary", "131072"),
-])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--convention", "full"),
+        ("--convention", "palm"),
+        ("--no-mtp",),
+        ("--no-mtp", "--lora-rank", "16"),
+        ("--no-mtp", "--frozen", "mlp,experts", "--frozen-layers", "4"),
+        ("--vocabulary", "131072"),
+    ],
+)
 @pytest.mark.parametrize("name", ["deepseek-v3", "gemma-3-27b", "gpt-oss-120b"])
 def test_the_terms_of_every_count_sum_up(capsys: pytest.CaptureFixture[str], name: str, flags: tuple[str, ...]) -> None:
     said = answer(capsys, name, "--seq-len", "4095", *flags)
@@ -76,7 +98,8 @@ def test_recomputation_is_told_apart_from_what_the_model_needs(capsys: pytest.Ca
     assert full["hardware_flops_per_sequence"] == (plain["flops_per_sequence"] - head) * 4 // 3 + head
     assert full["hardware_flops_per_token"] * 8192 == full["hardware_flops_per_sequence"]
     assert selective["hardware_flops_per_sequence"] == (
-        plain["flops_per_sequence"] + plain["terms"]["attention_scores"] // 3)
+        plain["flops_per_sequence"] + plain["terms"]["attention_scores"] // 3
+    )
 
 
 def test_multi_token_prediction_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,30 +120,44 @@ def test_a_step_is_its_sequences(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_folder_means_the_config_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copy(CONFIGS / "gpt2.json", tmp_path / "config.json")
-    assert main(["flops", str(tmp_path), "--seq-len", "1024", "--lora-rank", "8",
-                 "--lora-targets", "attention_query"]) == 0
+    assert (
+        main(["flops", str(tmp_path), "--seq-len", "1024", "--lora-rank", "8", "--lora-targets", "attention_query"])
+        == 0
+    )
     page = capsys.readouterr().out
     assert "LoRA of rank 8: 4 FLOPs per frozen weight and token, 6 per weight of an adapter" in page
     assert "12 x (768 x 8 + 8 x 768) x 6 x 1024" in page
 
 
-@pytest.mark.parametrize(("content", "flags", "message"), [
-    (None, (), "No such file or directory; give the config.json of a Hugging Face model"),
-    ("{", (), "is not JSON; give the config.json of a Hugging Face model"),
-    ("[]", (), "holds no JSON object; give the config.json of a Hugging Face model"),
-    ("{}", (), "the file has no model_type; is it the config.json of a Hugging Face model?"),
-    ('{"model_type": "rwkv"}', (), "model_type rwkv is not known, only "),
-    ('{"model_type": "llama", "hidden_size": 4096}', (), "a llama needs num_hidden_layers or n_layer"),
-    ('{"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 8, "vocab_size": 8}',
-     ("--mtp",), "declares no multi-token prediction"),
-    ('{"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 8, "vocab_size": 8}',
-     ("--lora-rank", "2", "--lora-targets", "q_proj"), "no family is called q_proj: choose from attention_query"),
-    ('{"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 8, "vocab_size": 8}',
-     ("--convention", "palm", "--lora-rank", "2"), "take causal or full"),
-])
+@pytest.mark.parametrize(
+    ("content", "flags", "message"),
+    [
+        (None, (), "No such file or directory; give the config.json of a Hugging Face model"),
+        ("{", (), "is not JSON; give the config.json of a Hugging Face model"),
+        ("[]", (), "holds no JSON object; give the config.json of a Hugging Face model"),
+        ("{}", (), "the file has no model_type; is it the config.json of a Hugging Face model?"),
+        ('{"model_type": "rwkv"}', (), "model_type rwkv is not known, only "),
+        ('{"model_type": "llama", "hidden_size": 4096}', (), "a llama needs num_hidden_layers or n_layer"),
+        (
+            '{"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 8, "vocab_size": 8}',
+            ("--mtp",),
+            "declares no multi-token prediction",
+        ),
+        (
+            '{"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 8, "vocab_size": 8}',
+            ("--lora-rank", "2", "--lora-targets", "q_proj"),
+            "no family is called q_proj: choose from attention_query",
+        ),
+        (
+            '{"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 8, "vocab_size": 8}',
+            ("--convention", "palm", "--lora-rank", "2"),
+            "take causal or full",
+        ),
+    ],
+)
 def test_a_file_that_cannot_be_counted_ends_in_one_line_that_says_why(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, flags: tuple[str, ...],
-        message: str) -> None:
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, flags: tuple[str, ...], message: str
+) -> None:
     file = tmp_path / "config.json"
     if content is not None:
         file.write_text(content)
@@ -132,8 +169,9 @@ def test_a_file_that_cannot_be_counted_ends_in_one_line_that_says_why(
     assert said.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("flags", [
-    ("--seq-len", "0"), ("--seq-len", "many"), ("--seq-len", "8", "--lora-rank", "-1"), ()])
+@pytest.mark.parametrize(
+    "flags", [("--seq-len", "0"), ("--seq-len", "many"), ("--seq-len", "8", "--lora-rank", "-1"), ()]
+)
 def test_a_wrong_flag_is_refused(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["flops", str(CONFIGS / "gpt2.json"), *flags])

@@ -46,8 +46,12 @@ def matmul_weights(model: Any, active: float) -> float:
             total += parameter.numel()
         elif parameter.dim() == 3:
             total += parameter.numel() * active
-        elif parameter.dim() == 2 and "embed" not in name and not name.endswith("_bias") and last not in (
-                "wte", "wpe", "gate", "router", "shared_expert_gate"):
+        elif (
+            parameter.dim() == 2
+            and "embed" not in name
+            and not name.endswith("_bias")
+            and last not in ("wte", "wpe", "gate", "router", "shared_expert_gate")
+        ):
             total += parameter.numel()
     return total
 
@@ -88,35 +92,75 @@ def test_parameters_and_matmuls_are_those_of_the_modules(name: str, changes: dic
     assert from_config(module.config, mtp=False) == model
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if any(
-    kind in name for kind in ("gemma-2", "gemma-3", "gpt-oss", "olmo-3", "qwen2.5", "qwen3-8b"))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in NAMES
+        if any(kind in name for kind in ("gemma-2", "gemma-3", "gpt-oss", "olmo-3", "qwen2.5", "qwen3-8b"))
+    ],
+)
 @pytest.mark.parametrize("changes", [{}, {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 9}])
 def test_each_layer_has_the_window_transformers_gives_it(name: str, changes: dict[str, Any]) -> None:
     fields = published(name)
     fields.get("text_config", fields).update(changes)
     model, config = from_config(fields), built(fields, "meta").config
     windows = model.window if isinstance(model.window, tuple) else (model.window,) * model.layers
-    assert windows == tuple(config.sliding_window if kind == "sliding_attention" else None
-                            for kind in config.layer_types)
+    assert windows == tuple(
+        config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types
+    )
 
 
 # Dimensions so small that a forward pass takes milliseconds, all different from each other.
-SMALL = {"hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 4, "num_attention_heads": 6,
-         "vocab_size": 100, "max_position_embeddings": 64, "pad_token_id": 0}
+SMALL = {
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
 GROUPED = {**SMALL, "num_key_value_heads": 2}
-LATENT = {**SMALL, "num_key_value_heads": 6, "kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 4,
-          "v_head_dim": 12, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3, "n_group": 2,
-          "topk_group": 2, "moe_intermediate_size": 36, "first_k_dense_replace": 1}
+LATENT = {
+    **SMALL,
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "n_group": 2,
+    "topk_group": 2,
+    "moe_intermediate_size": 36,
+    "first_k_dense_replace": 1,
+}
 TINY: list[dict[str, Any]] = [
     {"model_type": "llama", **GROUPED, "head_dim": 10},
     {"model_type": "mistral", **GROUPED, "sliding_window": 5},
     {"model_type": "mixtral", **GROUPED, "num_local_experts": 8, "num_experts_per_tok": 3},
     {"model_type": "qwen2", **GROUPED},
     {"model_type": "qwen3", **GROUPED, "head_dim": 10},
-    {"model_type": "qwen2_moe", **GROUPED, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 36,
-     "shared_expert_intermediate_size": 28, "decoder_sparse_step": 2},
-    {"model_type": "qwen3_moe", **GROUPED, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 36,
-     "mlp_only_layers": [2], "head_dim": 10},
+    {
+        "model_type": "qwen2_moe",
+        **GROUPED,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 36,
+        "shared_expert_intermediate_size": 28,
+        "decoder_sparse_step": 2,
+    },
+    {
+        "model_type": "qwen3_moe",
+        **GROUPED,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 36,
+        "mlp_only_layers": [2],
+        "head_dim": 10,
+    },
     {"model_type": "gemma", **GROUPED, "head_dim": 10},
     {"model_type": "gemma2", **GROUPED, "head_dim": 10, "sliding_window": 5},
     {"model_type": "gemma3_text", **GROUPED, "head_dim": 10, "sliding_window": 5},
@@ -124,8 +168,14 @@ TINY: list[dict[str, Any]] = [
     {"model_type": "deepseek_v3", **LATENT, "q_lora_rank": 28},
     {"model_type": "gpt2", "n_embd": 48, "n_layer": 4, "n_head": 6, "n_positions": 64, "vocab_size": 100},
     {"model_type": "gpt_neox", **SMALL},
-    {"model_type": "gpt_oss", **GROUPED, "head_dim": 10, "num_local_experts": 8, "num_experts_per_tok": 3,
-     "sliding_window": 5},
+    {
+        "model_type": "gpt_oss",
+        **GROUPED,
+        "head_dim": 10,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 5,
+    },
     {"model_type": "nemotron", **GROUPED, "head_dim": 10},
     {"model_type": "phi", **SMALL},
     {"model_type": "phi3", **GROUPED},

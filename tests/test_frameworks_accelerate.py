@@ -51,7 +51,11 @@ class Loop:
     """What a script with Accelerate does, on 24 samples, 2 a batch."""
 
     def __init__(
-        self, *, accumulate: int = 1, adam: bool = True, dispatch: bool = False,
+        self,
+        *,
+        accumulate: int = 1,
+        adam: bool = True,
+        dispatch: bool = False,
         fetch: Callable[[], None] = lambda: None,
     ) -> None:
         import torch
@@ -68,10 +72,14 @@ class Loop:
         loader: Any = torch.utils.data.DataLoader
         self.accelerator = accelerate.Accelerator(
             gradient_accumulation_steps=accumulate,
-            dataloader_config=accelerate.utils.DataLoaderConfiguration(dispatch_batches=dispatch))
+            dataloader_config=accelerate.utils.DataLoaderConfiguration(dispatch_batches=dispatch),
+        )
         self.model, self.optimizer, self.train_loader, self.eval_loader = self.accelerator.prepare(
-            model, kind(model.parameters(), 0.1), loader(samples(24), batch_size=2, collate_fn=batches),
-            loader(samples(8), batch_size=2, collate_fn=batches))
+            model,
+            kind(model.parameters(), 0.1),
+            loader(samples(24), batch_size=2, collate_fn=batches),
+            loader(samples(8), batch_size=2, collate_fn=batches),
+        )
         self.losses: list[float] = []
 
     def watch(self, server: HookServer | None, **arguments: Any) -> Any:
@@ -111,7 +119,7 @@ class Loop:
 
 def activities(push: Push) -> dict[str, float]:
     name = "training_activity_seconds_total{activity="
-    return {sample[len(name):-1]: value for sample, value in push.samples.items() if sample.startswith(name)}
+    return {sample[len(name) : -1]: value for sample, value in push.samples.items() if sample.startswith(name)}
 
 
 @pytest.mark.parametrize("dispatch", [False, True])
@@ -150,9 +158,14 @@ def test_accumulation_evaluation_and_saving_are_told_apart(tmp_path: Path) -> No
     assert last.samples["training_tokens_total"] == sum(LENGTHS) * 12
     assert last.samples["training_samples_total"] == 48
     seconds = activities(last)
-    assert {name: seconds[name] for name in ("data_stall", "evaluation", "checkpoint_save", "step")} == pytest.approx({
-        "data_stall": 23 * 0.05,  # of 24 batches: the first ended the startup
-        "evaluation": 2 * 4 * 0.05, "checkpoint_save": 2 * 0.3, "step": 0.0})
+    assert {name: seconds[name] for name in ("data_stall", "evaluation", "checkpoint_save", "step")} == pytest.approx(
+        {
+            "data_stall": 23 * 0.05,  # of 24 batches: the first ended the startup
+            "evaluation": 2 * 4 * 0.05,
+            "checkpoint_save": 2 * 0.3,
+            "step": 0.0,
+        }
+    )
     assert last.samples["training_hook_errors_total"] == 0
 
 
@@ -170,7 +183,7 @@ def test_a_run_that_another_takes_over_from_or_that_ended_sees_no_more_steps() -
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_losses_are_those_of_a_loop_unwatched_whatever_goes_wrong(
-    tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def trained(loop: Loop, out: Path) -> list[float]:
         loop.train()

@@ -24,8 +24,12 @@ pytestmark = [
 ]
 
 DOCS = (ROOT / "docs/frameworks.md").read_text(encoding="utf-8")
-BLOCKS = {title: (kind, code) for title, kind, code in
-          re.findall(r"^## ([^\n]+)\n(?:(?!^## |^```).)*^```(\w+)\n(.*?)^```", DOCS, re.MULTILINE | re.DOTALL)}
+BLOCKS = {
+    title: (kind, code)
+    for title, kind, code in re.findall(
+        r"^## ([^\n]+)\n(?:(?!^## |^```).)*^```(\w+)\n(.*?)^```", DOCS, re.MULTILINE | re.DOTALL
+    )
+}
 
 
 def value(run: Run, name: str) -> float:
@@ -52,11 +56,16 @@ def test_the_hugging_face_block_runs(tmp_path: Path) -> None:
 
     names: dict[str, Any] = {
         "Trainer": transformers.Trainer,
-        "model": transformers.LlamaForCausalLM(transformers.LlamaConfig(
-            hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)),
+        "model": transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
+            )
+        ),
         "args": transformers.TrainingArguments(
-            output_dir=str(tmp_path), max_steps=2, report_to=[], disable_tqdm=True, use_cpu=True, save_strategy="no"),
-        "dataset": [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 16}
+            output_dir=str(tmp_path), max_steps=2, report_to=[], disable_tqdm=True, use_cpu=True, save_strategy="no"
+        ),
+        "dataset": [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 16,
+    }
     exec(BLOCKS["Hugging Face Trainer"][1], names)
     run = next(c.run for c in names["trainer"].callback_handler.callbacks if hasattr(c, "run"))
     assert value(run, "training_steps_total") == 2
@@ -81,9 +90,17 @@ def test_the_lightning_block_runs() -> None:
     loader: Any = torch.utils.data.DataLoader
     names: dict[str, Any] = {
         "Trainer": lambda **arguments: lightning.pytorch.Trainer(
-            accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, max_epochs=1, **arguments),
-        "module": Model(), "loader": loader([{"input_ids": torch.ones(3, dtype=torch.long)}] * 8, batch_size=2)}
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            max_epochs=1,
+            **arguments,
+        ),
+        "module": Model(),
+        "loader": loader([{"input_ids": torch.ones(3, dtype=torch.long)}] * 8, batch_size=2),
+    }
     exec(BLOCKS["Lightning"][1], names)
     run = next(c.run for c in names["trainer"].callbacks if hasattr(c, "run"))
     assert value(run, "training_steps_total") == 4
@@ -104,9 +121,12 @@ def test_the_accelerate_block_runs() -> None:
 
     model, loader = torch.nn.Embedding(32, 8), torch.utils.data.DataLoader
     names: dict[str, Any] = {
-        "accelerator": accelerate.Accelerator(cpu=True), "train": train, "model": model,
+        "accelerator": accelerate.Accelerator(cpu=True),
+        "train": train,
+        "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), 0.1),
-        "loader": loader([{"input_ids": torch.ones(3, dtype=torch.long)}] * 8, batch_size=2)}  # type: ignore[arg-type]
+        "loader": loader([{"input_ids": torch.ones(3, dtype=torch.long)}] * 8, batch_size=2),
+    }  # type: ignore[arg-type]
     exec(BLOCKS["Accelerate"][1], names)
     assert value(names["run"], "training_steps_total") == 4
     assert value(names["run"], "training_tokens_total") == 24
@@ -118,7 +138,10 @@ def test_the_deepspeed_block_runs_on_an_engine_as_documented(monkeypatch: pytest
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 1)
     names: dict[str, Any] = {
         "deepspeed": SimpleNamespace(initialize=lambda **_: (engine(accumulate=1), None, None, None)),
-        "model": None, "config": {}, "train": lambda engine: [engine.step() for _ in range(3)]}
+        "model": None,
+        "config": {},
+        "train": lambda engine: [engine.step() for _ in range(3)],
+    }
     exec(BLOCKS["DeepSpeed"][1], names)
     assert value(names["run"], "training_steps_total") == 3
 
@@ -135,8 +158,7 @@ def test_the_lines_of_megatrons_patch_call_what_there_is() -> None:
     added = [line[1:].strip() for line in BLOCKS["Megatron-LM"][1].splitlines() if re.match(r"\+[^+]", line)]
     assert len(added) == 11
     calls = [ast.parse(line).body[0] for line in added if line.startswith("flopwatch.")]
-    assert {call.value.func.attr for call in calls} == {
-        "begin", "step", "enter", "leave", "committed", "finish"}
+    assert {call.value.func.attr for call in calls} == {"begin", "step", "enter", "leave", "committed", "finish"}
     for call in calls:
         made: Any = call.value
         inspect.signature(getattr(megatron, made.func.attr)).bind(*made.args)
@@ -144,8 +166,9 @@ def test_the_lines_of_megatrons_patch_call_what_there_is() -> None:
 
 def test_megatrons_iterations_are_steps_of_all_replicas() -> None:
     megatron: Any = importlib.import_module("flopwatch.training.frameworks.megatron")
-    args = SimpleNamespace(bf16=True, fp16=False, fp8=None, iteration=10, consumed_train_samples=80, seq_length=16,
-                           data_parallel_size=4)
+    args = SimpleNamespace(
+        bf16=True, fp16=False, fp8=None, iteration=10, consumed_train_samples=80, seq_length=16, data_parallel_size=4
+    )
     megatron.begin(args, name="gpt", world_size=8, rank=0, replica_ranks=2)
     megatron.step(args, 8, 4000.0)
     megatron.step(args, 8, 4000.0, 100.0)

@@ -33,8 +33,13 @@ def samples(count: int) -> list[dict[str, list[int]]]:
         length = LENGTHS[index % len(LENGTHS)]
         ids = [(7 * index + position) % 31 for position in range(length)]
         padding = [0] * (16 - length)
-        answer.append({"input_ids": ids + padding, "labels": ids + [-100] * len(padding),
-                       "attention_mask": [1] * length + padding})
+        answer.append(
+            {
+                "input_ids": ids + padding,
+                "labels": ids + [-100] * len(padding),
+                "attention_mask": [1] * length + padding,
+            }
+        )
     return answer
 
 
@@ -43,24 +48,45 @@ def model() -> Any:
     import transformers
 
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        vocab_size=32, max_position_embeddings=16))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            vocab_size=32,
+            max_position_embeddings=16,
+        )
+    )
 
 
 def train(
-    out: Path, *callbacks: Any, resume: bool = False, count: int = 24, trained: Any = None, **arguments: Any,
+    out: Path, *callbacks: Any, resume: bool = False, count: int = 24, trained: Any = None, **arguments: Any
 ) -> Any:
     """Train on `count` samples, 2 a batch, in order, and return the trainer."""
     import transformers
 
     settings: dict[str, Any] = {
-        "output_dir": str(out), "per_device_train_batch_size": 2, "max_steps": 6, "logging_steps": 1,
-        "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True, "learning_rate": 1e-2,
-        "train_sampling_strategy": "sequential", **arguments}
+        "output_dir": str(out),
+        "per_device_train_batch_size": 2,
+        "max_steps": 6,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "learning_rate": 1e-2,
+        "train_sampling_strategy": "sequential",
+        **arguments,
+    }
     trainer = transformers.Trainer(
-        model=trained or model(), args=transformers.TrainingArguments(**settings), train_dataset=samples(count),
-        eval_dataset=samples(8), callbacks=list(callbacks))
+        model=trained or model(),
+        args=transformers.TrainingArguments(**settings),
+        train_dataset=samples(count),
+        eval_dataset=samples(8),
+        callbacks=list(callbacks),
+    )
     trainer.train(resume_from_checkpoint=True if resume else None)
     return trainer
 
@@ -102,7 +128,7 @@ def test_steps_tokens_samples_loss_and_flops_are_those_trained(tmp_path: Path) -
 
 def activities(push: Push) -> dict[str, float]:
     name = "training_activity_seconds_total{activity="
-    return {sample[len(name):-1]: value for sample, value in push.samples.items() if sample.startswith(name)}
+    return {sample[len(name) : -1]: value for sample, value in push.samples.items() if sample.startswith(name)}
 
 
 def test_accumulation_evaluation_and_saving_are_told_apart(tmp_path: Path) -> None:
@@ -124,26 +150,47 @@ def test_accumulation_evaluation_and_saving_are_told_apart(tmp_path: Path) -> No
     with HookServer() as server:
         told = callback(server, clock=clock)
         trainer = transformers.Trainer(
-            model=Slow(model().config), data_collator=batches, train_dataset=samples(24), eval_dataset=samples(8),
-            callbacks=[told], args=transformers.TrainingArguments(
-                output_dir=str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=3, max_steps=4,
-                per_device_eval_batch_size=2, eval_strategy="steps", eval_steps=2, save_steps=2, report_to=[],
-                disable_tqdm=True, use_cpu=True, train_sampling_strategy="sequential", eval_on_start=True))
+            model=Slow(model().config),
+            data_collator=batches,
+            train_dataset=samples(24),
+            eval_dataset=samples(8),
+            callbacks=[told],
+            args=transformers.TrainingArguments(
+                output_dir=str(tmp_path),
+                per_device_train_batch_size=2,
+                gradient_accumulation_steps=3,
+                max_steps=4,
+                per_device_eval_batch_size=2,
+                eval_strategy="steps",
+                eval_steps=2,
+                save_steps=2,
+                report_to=[],
+                disable_tqdm=True,
+                use_cpu=True,
+                train_sampling_strategy="sequential",
+                eval_on_start=True,
+            ),
+        )
         trainer.train()
         last = server.last_word()
     assert last.samples["training_steps_total"] == last.samples["training_committed_steps"] == 4
     assert last.samples["training_tokens_total"] == sum(LENGTHS) * 6
     assert last.samples["training_samples_total"] == 24
     seconds = activities(last)
-    assert {name: seconds[name] for name in ("data_stall", "evaluation", "checkpoint_save", "step")} == pytest.approx({
-        "data_stall": 11 * 0.05,  # of 12 batches: the first ended the startup
-        "evaluation": 3 * 4 * 0.05, "checkpoint_save": 2 * 0.3, "step": 0.0})
+    assert {name: seconds[name] for name in ("data_stall", "evaluation", "checkpoint_save", "step")} == pytest.approx(
+        {
+            "data_stall": 11 * 0.05,  # of 12 batches: the first ended the startup
+            "evaluation": 3 * 4 * 0.05,
+            "checkpoint_save": 2 * 0.3,
+            "step": 0.0,
+        }
+    )
     assert last.samples["training_hook_errors_total"] == 0
 
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_losses_are_those_without_the_callback_whatever_goes_wrong(
-    tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
     alone = train(tmp_path / "alone", **settings)
@@ -193,12 +240,25 @@ def test_an_evaluation_on_the_data_trained_on_is_no_training(tmp_path: Path) -> 
 
     with HookServer() as server:
         trainer = transformers.Trainer(
-            model=model(), train_dataset=data, eval_dataset=data, callbacks=[callback(server, clock=clock)],
+            model=model(),
+            train_dataset=data,
+            eval_dataset=data,
+            callbacks=[callback(server, clock=clock)],
             data_collator=batches,
             args=transformers.TrainingArguments(
-                output_dir=str(tmp_path), per_device_train_batch_size=2, per_device_eval_batch_size=2, max_steps=18,
-                eval_strategy="steps", eval_steps=3, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True,
-                train_sampling_strategy="sequential"))
+                output_dir=str(tmp_path),
+                per_device_train_batch_size=2,
+                per_device_eval_batch_size=2,
+                max_steps=18,
+                eval_strategy="steps",
+                eval_steps=3,
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+                use_cpu=True,
+                train_sampling_strategy="sequential",
+            ),
+        )
         trainer.train()
         last = server.last_word()
     assert last.samples["training_steps_total"] == 18
@@ -221,10 +281,21 @@ def test_a_batch_size_that_is_too_large_starts_the_training_over(tmp_path: Path)
     with HookServer() as server:
         told = callback(server)
         trainer = Small(
-            model=model(), train_dataset=samples(24), callbacks=[told], args=transformers.TrainingArguments(
-                output_dir=str(tmp_path), per_device_train_batch_size=3, max_steps=6, auto_find_batch_size=True,
-                save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True,
-                train_sampling_strategy="sequential"))
+            model=model(),
+            train_dataset=samples(24),
+            callbacks=[told],
+            args=transformers.TrainingArguments(
+                output_dir=str(tmp_path),
+                per_device_train_batch_size=3,
+                max_steps=6,
+                auto_find_batch_size=True,
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+                use_cpu=True,
+                train_sampling_strategy="sequential",
+            ),
+        )
         trainer.train()
         last = server.last_word()
     first_try = 5 + 9 + 16 + 12 + 5 + 9
@@ -237,8 +308,14 @@ def test_a_batch_size_that_is_too_large_starts_the_training_over(tmp_path: Path)
 
 def test_a_run_that_is_stopped_says_so_and_weights_alone_commit_nothing(tmp_path: Path) -> None:
     with HookServer() as server:
-        train(tmp_path, callback(server, flops_per_token=1000), stop_after(3), save_strategy="steps", save_steps=2,
-              save_only_model=True)
+        train(
+            tmp_path,
+            callback(server, flops_per_token=1000),
+            stop_after(3),
+            save_strategy="steps",
+            save_steps=2,
+            save_only_model=True,
+        )
         last = server.last_word()
     assert last.resource["flopwatch.status"] == "stopped"
     assert last.samples["training_steps_total"] == 3
@@ -251,14 +328,18 @@ def test_samples_laid_end_to_end_count_each_for_itself() -> None:
 
     from flopwatch.training.frameworks.common import Batch, count
 
-    packed = {"input_ids": torch.zeros(1, 9, dtype=torch.long),
-              "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2]])}
+    packed = {
+        "input_ids": torch.zeros(1, 9, dtype=torch.long),
+        "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2]]),
+    }
     assert count(packed) == Batch(samples=1, tokens=9, lengths=[4, 2, 3])
     assert count({"input_ids": torch.zeros(2, 4, dtype=torch.long)}) == Batch(2, 8, [4, 4])
     masked = {"input_ids": torch.zeros(2, 4, dtype=torch.long), "attention_mask": torch.zeros(2, 1, 4, 4)}
     assert count(masked) == Batch(2, None, None)
-    on_a_device = {"input_ids": torch.zeros(2, 4, dtype=torch.long, device="meta"),
-                   "attention_mask": torch.zeros(2, 4, device="meta")}
+    on_a_device = {
+        "input_ids": torch.zeros(2, 4, dtype=torch.long, device="meta"),
+        "attention_mask": torch.zeros(2, 4, device="meta"),
+    }
     assert count(on_a_device) == Batch(2, None, None)
     assert count((torch.zeros(3, 5), torch.zeros(3))) == Batch(3)
     assert count({"input_ids": torch.zeros(2, 4)}) == Batch(2)

@@ -90,8 +90,13 @@ def module(lightning: Any, optimizers: int = 1, judge: Callable[[], None] = noth
 
 
 def fit(
-    name: str, out: Path, *callbacks: Any, model: Any = None, resume: Path | None = None,
-    fetch: Callable[[], None] = nothing, **arguments: Any,
+    name: str,
+    out: Path,
+    *callbacks: Any,
+    model: Any = None,
+    resume: Path | None = None,
+    fetch: Callable[[], None] = nothing,
+    **arguments: Any,
 ) -> Any:
     """Train on 24 samples, 2 a batch, in order, and return the trainer."""
     import torch
@@ -106,9 +111,17 @@ def fit(
         return torch.utils.data.DataLoader(samples(count), batch_size=2, collate_fn=batches)  # type: ignore[arg-type]
 
     settings: dict[str, Any] = {
-        "max_steps": 6, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-        "enable_model_summary": False, "accelerator": "cpu", "default_root_dir": str(out), "log_every_n_steps": 1,
-        "limit_val_batches": 0, **arguments}
+        "max_steps": 6,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+        "default_root_dir": str(out),
+        "log_every_n_steps": 1,
+        "limit_val_batches": 0,
+        **arguments,
+    }
     trainer = lightning.Trainer(callbacks=list(callbacks), **settings)
     trainer.fit(model or module(lightning), loader(24), loader(8), ckpt_path=resume)
     return trainer
@@ -128,15 +141,19 @@ def checkpoints(name: str, out: Path, every: int, **arguments: Any) -> Any:
 
 def activities(push: Push) -> dict[str, float]:
     name = "training_activity_seconds_total{activity="
-    return {sample[len(name):-1]: value for sample, value in push.samples.items() if sample.startswith(name)}
+    return {sample[len(name) : -1]: value for sample, value in push.samples.items() if sample.startswith(name)}
 
 
 @pytest.mark.parametrize("name", ["lightning.pytorch", "pytorch_lightning"])
 def test_steps_tokens_samples_and_loss_are_those_trained(tmp_path: Path, name: str) -> None:
     loggers: Any = importlib.import_module(f"{name}.loggers")
     with HookServer() as server:
-        trainer = fit(name, tmp_path, callback(server, flops_per_token=100),
-                      logger=loggers.CSVLogger(str(tmp_path), flush_logs_every_n_steps=100))
+        trainer = fit(
+            name,
+            tmp_path,
+            callback(server, flops_per_token=100),
+            logger=loggers.CSVLogger(str(tmp_path), flush_logs_every_n_steps=100),
+        )
         last = server.last_word()
     assert last.resource["flopwatch.status"] == "completed"
     assert last.samples["training_steps_total"] == last.samples["training_position_steps"] == trainer.global_step == 6
@@ -164,31 +181,47 @@ def test_accumulation_evaluation_and_saving_are_told_apart(tmp_path: Path) -> No
         clock.passes(0.05)
 
     with HookServer() as server:
-        fit("lightning.pytorch", tmp_path, callback(server, clock=clock),
+        fit(
+            "lightning.pytorch",
+            tmp_path,
+            callback(server, clock=clock),
             checkpoints("lightning.pytorch", tmp_path, every=2),
-            model=module(lightning.pytorch, judge=batch), plugins=[SlowIO()], accumulate_grad_batches=3, max_steps=4,
-            enable_checkpointing=True, limit_val_batches=1.0, val_check_interval=6, num_sanity_val_steps=1, fetch=batch)
+            model=module(lightning.pytorch, judge=batch),
+            plugins=[SlowIO()],
+            accumulate_grad_batches=3,
+            max_steps=4,
+            enable_checkpointing=True,
+            limit_val_batches=1.0,
+            val_check_interval=6,
+            num_sanity_val_steps=1,
+            fetch=batch,
+        )
         last = server.last_word()
     assert last.samples["training_steps_total"] == last.samples["training_committed_steps"] == 4
     assert last.samples["training_tokens_total"] == sum(LENGTHS) * 6
     assert last.samples["training_samples_total"] == 24
     seconds = activities(last)
-    assert {name: seconds[name] for name in ("data_stall", "evaluation", "checkpoint_save", "step")} == pytest.approx({
-        "data_stall": 11 * 0.05,  # of 12 batches: the first ended the startup
-        "evaluation": (1 + 2 * 4) * 2 * 0.05,  # each as slow to load as to judge
-        "checkpoint_save": 2 * 0.3, "step": 0.0})
+    assert {name: seconds[name] for name in ("data_stall", "evaluation", "checkpoint_save", "step")} == pytest.approx(
+        {
+            "data_stall": 11 * 0.05,  # of 12 batches: the first ended the startup
+            "evaluation": (1 + 2 * 4) * 2 * 0.05,  # each as slow to load as to judge
+            "checkpoint_save": 2 * 0.3,
+            "step": 0.0,
+        }
+    )
     assert last.samples["training_hook_errors_total"] == 0
 
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_losses_are_those_without_the_callback_whatever_goes_wrong(
-    tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "lightning.pytorch"
     alone = fit(name, tmp_path / "alone", checkpoints(name, tmp_path / "alone", every=3), enable_checkpointing=True)
     told = callback(None, **break_callback(broken, monkeypatch))
-    watched = fit(name, tmp_path / "watched", told, checkpoints(name, tmp_path / "watched", every=3),
-                  enable_checkpointing=True)
+    watched = fit(
+        name, tmp_path / "watched", told, checkpoints(name, tmp_path / "watched", every=3), enable_checkpointing=True
+    )
     assert watched.model.losses == alone.model.losses
     assert len(watched.model.losses) == 6
     errors = told.run.snapshot().points[BY_NAME["training_hook_errors_total"]][0][1]
@@ -201,8 +234,15 @@ def test_a_resumed_run_goes_on_at_the_step_and_tokens_restored(tmp_path: Path) -
     whole = fit(name, tmp_path, max_steps=12)
     with HookServer() as server:
         for resume in (None, tmp_path / "step=4.ckpt"):
-            last = fit(name, tmp_path, callback(server), checkpoints(name, tmp_path, every=4), resume=resume,
-                       enable_checkpointing=True, max_steps=5 if resume is None else 12)
+            last = fit(
+                name,
+                tmp_path,
+                callback(server),
+                checkpoints(name, tmp_path, every=4),
+                resume=resume,
+                enable_checkpointing=True,
+                max_steps=5 if resume is None else 12,
+            )
         first, second = server.last_words(2)
     assert first.samples["training_committed_steps"] == 4
     assert first.samples["training_position_steps"] == 5
@@ -238,9 +278,15 @@ def test_a_checkpoint_written_in_the_background_is_committed_when_it_is_written(
                 released.set()
 
     with HookServer() as server:
-        fit("lightning.pytorch", tmp_path, callback(server, clock=clock), Release(),
-            checkpoints("lightning.pytorch", tmp_path, every=4), plugins=[AsyncCheckpointIO(Held())],
-            enable_checkpointing=True)
+        fit(
+            "lightning.pytorch",
+            tmp_path,
+            callback(server, clock=clock),
+            Release(),
+            checkpoints("lightning.pytorch", tmp_path, every=4),
+            plugins=[AsyncCheckpointIO(Held())],
+            enable_checkpointing=True,
+        )
         last = server.last_word()
     waiting = [push for push in server.pushes if push.samples.get("training_position_steps") == 5]
     assert waiting
@@ -254,8 +300,9 @@ def test_two_optimizers_in_one_batch_are_one_step(tmp_path: Path) -> None:
     import lightning.pytorch
 
     with HookServer() as server:
-        trainer = fit("lightning.pytorch", tmp_path, callback(server), max_steps=12,
-                      model=module(lightning.pytorch, optimizers=2))
+        trainer = fit(
+            "lightning.pytorch", tmp_path, callback(server), max_steps=12, model=module(lightning.pytorch, optimizers=2)
+        )
         last = server.last_word()
     assert trainer.global_step == 12
     assert last.samples["training_steps_total"] == 6

@@ -31,8 +31,9 @@ def value(run: Run, name: str) -> float | None:
 
 
 def seconds(run: Run, activity: str) -> float:
-    return {labels["activity"]: value
-            for labels, value in run.snapshot().points[BY_NAME["training_activity_seconds_total"]]}[activity]
+    return {
+        labels["activity"]: value for labels, value in run.snapshot().points[BY_NAME["training_activity_seconds_total"]]
+    }[activity]
 
 
 # DeepSpeed. https://deepspeed.readthedocs.io/en/latest/training.html
@@ -111,8 +112,7 @@ def test_deepspeed_steps_at_the_boundary_with_the_batches_since_the_last() -> No
 
     trained = engine(accumulate=2)
     run = watch(trained, "llama", flops_per_token=10, **SILENT)
-    loader: Any = torch.utils.data.DataLoader(
-        [{"input_ids": torch.zeros(7, dtype=torch.long)}] * 12, batch_size=2)  # type: ignore[arg-type]
+    loader: Any = torch.utils.data.DataLoader([{"input_ids": torch.zeros(7, dtype=torch.long)}] * 12, batch_size=2)  # type: ignore[arg-type]
     for _ in loader:
         trained.step()
     trained.save_checkpoint("out")
@@ -200,11 +200,13 @@ class Trainer:
 
         self._log = logger
         self.step, self._loaded = 0, loaded
-        self.config = SimpleNamespace(training=SimpleNamespace(
-            steps=steps, dtype="float32", mixed_precision_param="bfloat16"))
+        self.config = SimpleNamespace(
+            training=SimpleNamespace(steps=steps, dtype="float32", mixed_precision_param="bfloat16")
+        )
         meshes = {"batch": Mesh(rank=0, ranks=1)}
         self.parallel_dims: Any = SimpleNamespace(
-            get_optional_mesh=meshes.get, non_data_parallel_size=1, fsdp_enabled=True)
+            get_optional_mesh=meshes.get, non_data_parallel_size=1, fsdp_enabled=True
+        )
         self.logged: list[tuple[dict[str, float], int]] = []
         outer = self
 
@@ -212,15 +214,23 @@ class Trainer:
             def log(self, metrics: dict[str, float], step: int) -> None:
                 outer.logged.append((metrics, step))
 
-        self.metrics_processor = SimpleNamespace(
-            logger=Logger(), num_flops_per_token=1000, has_quantization=False)
+        self.metrics_processor = SimpleNamespace(logger=Logger(), num_flops_per_token=1000, has_quantization=False)
         self.checkpointer: Any = Checkpointer()
         self.model_parts = [torch.nn.Linear(1, 1)]
 
     def event(self, name: str, event_name: str | None = None, value: float | None = None) -> None:
-        self._log.info(name, extra={
-            "log_type": "event", "log_type_name": name, "event_name": event_name, "value": value,
-            "step": self.step or None, "relative_step": None, "task_name": None})
+        self._log.info(
+            name,
+            extra={
+                "log_type": "event",
+                "log_type_name": name,
+                "event_name": event_name,
+                "value": value,
+                "step": self.step or None,
+                "relative_step": None,
+                "task_name": None,
+            },
+        )
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -250,7 +260,8 @@ class Trainer:
                     if self.step == fails_at:
                         raise ValueError("injected")
                 self.metrics_processor.logger.log(
-                    {"loss_metrics/global_avg_loss": 1 / self.step, "grad_norm": 2.0}, self.step)
+                    {"loss_metrics/global_avg_loss": 1 / self.step, "grad_norm": 2.0}, self.step
+                )
                 self.checkpointer.save(self.step, last_step=self.step == self.config.training.steps)
                 with self.span("eval"):
                     pass
@@ -268,15 +279,13 @@ def register(logger: logging.Logger) -> Any:
     """Do what init_structured_logger does with TITAN_STRUCT_LOGGER_HANDLERS; return the handler."""
     path, _, function = "flopwatch.training.frameworks.torchtitan.register".rpartition(".")
     getattr(importlib.import_module(path), function)(
-        structured_logger=logger, rank=0, source="training", output_dir="outputs",
-        run={"name": "llama", **SILENT})
+        structured_logger=logger, rank=0, source="training", output_dir="outputs", run={"name": "llama", **SILENT}
+    )
     (handler,) = (handler for handler in logger.handlers if type(handler).__module__ == path)  # pytest has its own
     return handler
 
 
-def test_torchtitan_steps_tokens_flops_loss_and_checkpoints_are_the_trainers(
-    structured_logger: logging.Logger,
-) -> None:
+def test_torchtitan_steps_tokens_flops_loss_and_checkpoints_are_the_trainers(structured_logger: logging.Logger) -> None:
     handler = register(structured_logger)
     trainer = Trainer(structured_logger, steps=7, loaded=2)
     trainer.train()
@@ -322,12 +331,18 @@ def test_a_torchtitan_trainer_that_fails_or_is_unlike_this_one_is_not_disturbed(
 # What is not installed.
 
 
-@pytest.mark.parametrize(("module", "packages", "sentence"), [
-    ("huggingface", ["transformers"], "this needs transformers, which is not installed: pip install transformers"),
-    ("accelerate", ["accelerate"], "this needs accelerate, which is not installed: pip install accelerate"),
-    ("lightning", ["lightning", "pytorch_lightning"],
-     "this needs lightning or pytorch_lightning, which is not installed: pip install lightning"),
-])
+@pytest.mark.parametrize(
+    ("module", "packages", "sentence"),
+    [
+        ("huggingface", ["transformers"], "this needs transformers, which is not installed: pip install transformers"),
+        ("accelerate", ["accelerate"], "this needs accelerate, which is not installed: pip install accelerate"),
+        (
+            "lightning",
+            ["lightning", "pytorch_lightning"],
+            "this needs lightning or pytorch_lightning, which is not installed: pip install lightning",
+        ),
+    ],
+)
 def test_a_framework_that_is_not_installed_is_named(module: str, packages: list[str], sentence: str) -> None:
     blocked = (
         "import sys\n"
@@ -336,7 +351,14 @@ def test_a_framework_that_is_not_installed_is_named(module: str, packages: list[
         f"        if name.partition('.')[0] in {packages!r}:\n"
         "            raise ModuleNotFoundError(name, name=name)\n"
         "sys.meta_path.insert(0, Blocked())\n"
-        f"import flopwatch.training.frameworks.{module}")
-    done = subprocess.run([sys.executable, "-c", blocked], env={"PYTHONPATH": str(ROOT / "exporter")},
-                          capture_output=True, text=True, timeout=60, check=False)
+        f"import flopwatch.training.frameworks.{module}"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", blocked],
+        env={"PYTHONPATH": str(ROOT / "exporter")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.stderr.splitlines()[-1] == f"ImportError: {sentence}"

@@ -29,12 +29,27 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
     with reserved_port() as port:
         processes = [
             subprocess.Popen(
-                [sys.executable, __file__, str(out)], stdout=subprocess.PIPE, text=True,
-                env={**environ, "PYTHONPATH": f"{ROOT / 'exporter'}:{ROOT}", "RANK": str(rank), "WORLD_SIZE": "2",
-                     "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                     "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
-                     "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "1", "FLOPWATCH_DISABLE": "1"})
-            for rank in range(2)]
+                [sys.executable, __file__, str(out)],
+                stdout=subprocess.PIPE,
+                text=True,
+                env={
+                    **environ,
+                    "PYTHONPATH": f"{ROOT / 'exporter'}:{ROOT}",
+                    "RANK": str(rank),
+                    "WORLD_SIZE": "2",
+                    "LOCAL_RANK": str(rank),
+                    "LOCAL_WORLD_SIZE": "2",
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "GLOO_SOCKET_IFNAME": "lo",
+                    "OMP_NUM_THREADS": "1",
+                    "HF_HUB_OFFLINE": "1",
+                    "ACCELERATE_USE_CPU": "1",
+                    "FLOPWATCH_DISABLE": "1",
+                },
+            )
+            for rank in range(2)
+        ]
         try:
             return [json.loads(process.communicate(timeout=500)[0].splitlines()[-1]) for process in processes]
         finally:
@@ -76,12 +91,26 @@ def huggingface(out: Path) -> Any:
 
     callback = FlopwatchCallback("llama", flops_per_token=100)
     trainer = transformers.Trainer(
-        model=transformers.LlamaForCausalLM(transformers.LlamaConfig(
-            hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)),
+        model=transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
+            )
+        ),
         args=transformers.TrainingArguments(
-            output_dir=str(out), per_device_train_batch_size=2, max_steps=3, save_steps=3, report_to=[], use_cpu=True,
-            disable_tqdm=True, train_sampling_strategy="sequential", ddp_backend="gloo", logging_strategy="no"),
-        train_dataset=samples(), callbacks=[callback])
+            output_dir=str(out),
+            per_device_train_batch_size=2,
+            max_steps=3,
+            save_steps=3,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            train_sampling_strategy="sequential",
+            ddp_backend="gloo",
+            logging_strategy="no",
+        ),
+        train_dataset=samples(),
+        callbacks=[callback],
+    )
     trainer.train()
     return callback.run
 
@@ -106,9 +135,17 @@ def lightning(out: Path) -> Any:
     callback = FlopwatchCallback("lm", flops_per_token=100)
     checkpoints = lightning.callbacks.ModelCheckpoint(dirpath=out / "lightning", every_n_train_steps=3)
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", max_steps=3, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[callback, checkpoints], default_root_dir=out,
-        use_distributed_sampler=False)
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_steps=3,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[callback, checkpoints],
+        default_root_dir=out,
+        use_distributed_sampler=False,
+    )
     loader: Any = torch.utils.data.DataLoader
     batches = loader(samples(), batch_size=2, sampler=Alternating())
     trainer.fit(Model(), batches)
@@ -134,7 +171,8 @@ def accelerate(out: Path) -> Any:
     embedding = torch.nn.Embedding(32, 8)
     loader: Any = torch.utils.data.DataLoader
     model, optimizer, batches = accelerator.prepare(
-        embedding, torch.optim.SGD(embedding.parameters(), 0.1), loader(samples(), batch_size=2))
+        embedding, torch.optim.SGD(embedding.parameters(), 0.1), loader(samples(), batch_size=2)
+    )
     run = watch(accelerator, "lm", flops_per_token=100)
     for batch in batches:
         accelerator.backward(model(batch["input_ids"]).sum())
@@ -150,7 +188,8 @@ def main(out: Path) -> Told:
     for framework in (huggingface, lightning, accelerate):
         points = framework(out).snapshot(last=True).points
         answer[framework.__name__] = {
-            metric.name: samples[0][1] for metric, samples in points.items() if len(samples) == 1}
+            metric.name: samples[0][1] for metric, samples in points.items() if len(samples) == 1
+        }
     return answer
 
 

@@ -41,7 +41,11 @@ def gpus(capture: Path, folder: Path) -> list[list[Sample]]:
     times = json.loads((capture / "nvml.json").read_text())["reads"]
     now = 1000.0
     collector = Nvml(
-        replay.load(capture), "node1", folder / "gpus.json", clock=lambda: now, sysfs=capture / "sys",
+        replay.load(capture),
+        "node1",
+        folder / "gpus.json",
+        clock=lambda: now,
+        sysfs=capture / "sys",
         proc=folder / "proc",
     )
     reads = []
@@ -53,8 +57,9 @@ def gpus(capture: Path, folder: Path) -> list[list[Sample]]:
 
 def ports(sysfs: Path, folder: Path) -> list[Sample]:
     """Return what the InfiniBand collector says of the ports below a sysfs root."""
-    collector = Infiniband(sysfs, "node1", folder / "ports.json", routes=folder / "route", clock=lambda: 0.0,
-                           wall=lambda: 1_700_000_000.0)
+    collector = Infiniband(
+        sysfs, "node1", folder / "ports.json", routes=folder / "route", clock=lambda: 0.0, wall=lambda: 1_700_000_000.0
+    )
     samples = collector.read()
     collector.close()
     return samples

@@ -78,17 +78,26 @@ def after(driver: Driver, meter: Meter, seconds: float) -> Activity:
 
 def test_metric_numbers_are_those_of_the_vendors_package() -> None:
     assert list(WHOLE_GPU) == [
-        pynvml.NVML_GPM_METRIC_GRAPHICS_UTIL, pynvml.NVML_GPM_METRIC_SM_UTIL, pynvml.NVML_GPM_METRIC_SM_OCCUPANCY,
-        pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL, pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL,
+        pynvml.NVML_GPM_METRIC_GRAPHICS_UTIL,
+        pynvml.NVML_GPM_METRIC_SM_UTIL,
+        pynvml.NVML_GPM_METRIC_SM_OCCUPANCY,
+        pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL,
+        pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL,
     ]
     assert list(PIPES) == [
-        pynvml.NVML_GPM_METRIC_INTEGER_UTIL, pynvml.NVML_GPM_METRIC_FP64_UTIL, pynvml.NVML_GPM_METRIC_FP32_UTIL,
-        pynvml.NVML_GPM_METRIC_FP16_UTIL, pynvml.NVML_GPM_METRIC_HMMA_TENSOR_UTIL,
-        pynvml.NVML_GPM_METRIC_DMMA_TENSOR_UTIL, pynvml.NVML_GPM_METRIC_IMMA_TENSOR_UTIL,
+        pynvml.NVML_GPM_METRIC_INTEGER_UTIL,
+        pynvml.NVML_GPM_METRIC_FP64_UTIL,
+        pynvml.NVML_GPM_METRIC_FP32_UTIL,
+        pynvml.NVML_GPM_METRIC_FP16_UTIL,
+        pynvml.NVML_GPM_METRIC_HMMA_TENSOR_UTIL,
+        pynvml.NVML_GPM_METRIC_DMMA_TENSOR_UTIL,
+        pynvml.NVML_GPM_METRIC_IMMA_TENSOR_UTIL,
     ]
     assert TRAFFIC == (
-        pynvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC, pynvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC,
-        pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC, pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_TX_PER_SEC,
+        pynvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC,
+        pynvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC,
+        pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC,
+        pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_TX_PER_SEC,
     )
 
 
@@ -97,15 +106,23 @@ def test_means_times_intervals_add_up_and_what_every_card_has_starts_at_0() -> N
     meter = Meter(driver, driver.take, METRICS, Activity(), driver.clock)
     meter.advance()
     assert list(whole_gpu(meter.activity)) == [
-        (GPU_PROFILED_SECONDS, (), 0), (GPU_GRAPHICS_ACTIVE, (), 0), (GPU_SM_ACTIVE, (), 0),
-        (GPU_SM_OCCUPANCY, (), 0), (GPU_TENSOR_ACTIVE, (), 0), (GPU_DRAM_ACTIVE, (), 0),
+        (GPU_PROFILED_SECONDS, (), 0),
+        (GPU_GRAPHICS_ACTIVE, (), 0),
+        (GPU_SM_ACTIVE, (), 0),
+        (GPU_SM_OCCUPANCY, (), 0),
+        (GPU_TENSOR_ACTIVE, (), 0),
+        (GPU_DRAM_ACTIVE, (), 0),
     ]
     after(driver, meter, 10)
     driver.means[2] = 40
     activity = after(driver, meter, 5)
     assert list(whole_gpu(activity)) == [
-        (GPU_PROFILED_SECONDS, (), 15), (GPU_GRAPHICS_ACTIVE, (), 15), (GPU_SM_ACTIVE, (), 10),
-        (GPU_SM_OCCUPANCY, (), 3.75), (GPU_TENSOR_ACTIVE, (), 7.5), (GPU_DRAM_ACTIVE, (), 6),
+        (GPU_PROFILED_SECONDS, (), 15),
+        (GPU_GRAPHICS_ACTIVE, (), 15),
+        (GPU_SM_ACTIVE, (), 10),
+        (GPU_SM_OCCUPANCY, (), 3.75),
+        (GPU_TENSOR_ACTIVE, (), 7.5),
+        (GPU_DRAM_ACTIVE, (), 6),
         (GPU_PIPE_ACTIVE, ("fp32",), 1.5),
     ]
     assert activity.bytes == {20: 15 * 2 * 2**20, 61: 15 * 1000 * 2**20}
@@ -116,7 +133,9 @@ def test_what_a_card_does_not_measure_is_absent() -> None:
     meter = Meter(driver, driver.take, METRICS, Activity(), driver.clock)
     meter.advance()
     assert list(whole_gpu(after(driver, meter, 10))) == [
-        (GPU_PROFILED_SECONDS, (), 10), (GPU_SM_ACTIVE, (), 5), (GPU_DRAM_ACTIVE, (), 5),
+        (GPU_PROFILED_SECONDS, (), 10),
+        (GPU_SM_ACTIVE, (), 5),
+        (GPU_DRAM_ACTIVE, (), 5),
     ]
 
 
@@ -180,7 +199,9 @@ def test_a_mig_instance_has_four_counters() -> None:
     meter = Meter(driver, driver.take, tuple(MIG_INSTANCE), Activity(), driver.clock)
     meter.advance()
     assert list(mig_instance(after(driver, meter, 10), "7")) == [
-        (GPU_MIG_PROFILED_SECONDS, ("7",), 10), (GPU_MIG_SM_ACTIVE, ("7",), 5), (GPU_MIG_TENSOR_ACTIVE, ("7",), 2.5),
+        (GPU_MIG_PROFILED_SECONDS, ("7",), 10),
+        (GPU_MIG_SM_ACTIVE, ("7",), 5),
+        (GPU_MIG_TENSOR_ACTIVE, ("7",), 2.5),
         (GPU_MIG_DRAM_ACTIVE, ("7",), 1),
     ]
 
@@ -190,9 +211,7 @@ def test_the_vendors_structure_is_filled_as_the_driver_expects() -> None:
     works = driver.nvmlGpmMetricsGet
 
     def noted(request: Any) -> None:
-        requests.append((
-            request.version, [request.metrics[index].metricId for index in range(request.numMetrics)],
-        ))
+        requests.append((request.version, [request.metrics[index].metricId for index in range(request.numMetrics)]))
         works(request)
 
     driver.nvmlGpmMetricsGet = noted  # type: ignore[method-assign]

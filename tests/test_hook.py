@@ -47,8 +47,13 @@ class Clock:
 
 def silent(clock: Clock | None = None, age: float = 30.0, **arguments: Any) -> Run:
     """Return a run of a process `age` seconds old that pushes nothing."""
-    return Run("llama", environ={"FLOPWATCH_DISABLE": "1"}, clock=clock or Clock(),
-               process=Process(pid=_PID, start_ticks=4711, age=age, pid_namespace=1), **arguments)
+    return Run(
+        "llama",
+        environ={"FLOPWATCH_DISABLE": "1"},
+        clock=clock or Clock(),
+        process=Process(pid=_PID, start_ticks=4711, age=age, pid_namespace=1),
+        **arguments,
+    )
 
 
 _PID = os.getpid()
@@ -136,20 +141,37 @@ def trained(url: str, **arguments: Any) -> Run:
     """Return a run that trained as `train` says and has not finished."""
     clock = Clock()
     run = Run(
-        "llama", tenant="research", attempt="first", flops_per_token=10, dtype="fp8", peak_flops=100,
-        peak_source="measured", gpu_uuid="GPU-1", owner="pretraining", team="llm", page="always", submitted_at=1.5e9,
-        endpoint=url, environ={"FLOPWATCH_HOST": "node-7"}, clock=clock,
-        process=Process(pid=_PID, start_ticks=4711, age=30.0, pid_namespace=4026531836), **arguments)
+        "llama",
+        tenant="research",
+        attempt="first",
+        flops_per_token=10,
+        dtype="fp8",
+        peak_flops=100,
+        peak_source="measured",
+        gpu_uuid="GPU-1",
+        owner="pretraining",
+        team="llm",
+        page="always",
+        submitted_at=1.5e9,
+        endpoint=url,
+        environ={"FLOPWATCH_HOST": "node-7"},
+        clock=clock,
+        process=Process(pid=_PID, start_ticks=4711, age=30.0, pid_namespace=4026531836),
+        **arguments,
+    )
     train(run, clock)
     return run
 
 
-@pytest.mark.parametrize("broken", [
-    pytest.param((threading.Thread, "start"), id="no thread can start"),
-    pytest.param((Run, "snapshot"), id="an exporter that was never there, nor anything to push"),
-])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        pytest.param((threading.Thread, "start"), id="no thread can start"),
+        pytest.param((Run, "snapshot"), id="an exporter that was never there, nor anything to push"),
+    ],
+)
 def test_finish_waits_for_no_push_that_cannot_be_or_that_nobody_would_hear(
-    broken: tuple[type, str], monkeypatch: pytest.MonkeyPatch,
+    broken: tuple[type, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> Any:
         raise RuntimeError
@@ -185,10 +207,19 @@ def test_the_last_push_says_exactly_what_the_loop_did(monkeypatch: pytest.Monkey
     start_unix = push.resource.pop("flopwatch.start_unix")
     assert before - 30 <= start_unix <= after - 30
     assert push.resource == {
-        "flopwatch.schema": 1, "flopwatch.run": "llama", "flopwatch.tenant": "research", "flopwatch.attempt": "first",
-        "flopwatch.rank": 0, "flopwatch.host": "node-7", "flopwatch.pid": _PID,
-        "flopwatch.pid_namespace": 4026531836, "flopwatch.pid_start_ticks": 4711, "flopwatch.submitted_unix": 1.5e9,
-        "flopwatch.restored_step": 100, "flopwatch.open_step_seconds": 0.0, "flopwatch.gpu_uuid": "GPU-1",
+        "flopwatch.schema": 1,
+        "flopwatch.run": "llama",
+        "flopwatch.tenant": "research",
+        "flopwatch.attempt": "first",
+        "flopwatch.rank": 0,
+        "flopwatch.host": "node-7",
+        "flopwatch.pid": _PID,
+        "flopwatch.pid_namespace": 4026531836,
+        "flopwatch.pid_start_ticks": 4711,
+        "flopwatch.submitted_unix": 1.5e9,
+        "flopwatch.restored_step": 100,
+        "flopwatch.open_step_seconds": 0.0,
+        "flopwatch.gpu_uuid": "GPU-1",
         "flopwatch.status": "completed",
     }
 
@@ -231,8 +262,14 @@ def test_a_rank_has_at_most_40_series_and_a_run_30() -> None:
     run.measures_wait()
     with run.background_save():
         pass
-    for row in (m.TRAINING_COLLECTIVE_SEQUENCE, m.TRAINING_RECOMPILATIONS, m.TRAINING_ALLOCATOR_RETRIES,
-                m.TRAINING_OUT_OF_MEMORY, m.TRAINING_ALLOCATOR_UNUSED_BYTES, m.TRAINING_BACKWARDS_WITHOUT_STEP):
+    for row in (
+        m.TRAINING_COLLECTIVE_SEQUENCE,
+        m.TRAINING_RECOMPILATIONS,
+        m.TRAINING_ALLOCATOR_RETRIES,
+        m.TRAINING_OUT_OF_MEMORY,
+        m.TRAINING_ALLOCATOR_UNUSED_BYTES,
+        m.TRAINING_BACKWARDS_WITHOUT_STEP,
+    ):
         run.set(row, 1.0)
     for _ in range(3):
         for phase in m.PHASES:
@@ -290,16 +327,27 @@ def test_the_last_word_reaches_an_exporter_that_restarts_meanwhile(monkeypatch: 
 
 def test_settings_come_from_the_environment_where_arguments_are_silent() -> None:
     with HookServer() as server:
-        Run(environ={
-            "FLOPWATCH_RUN": "mixtral", "FLOPWATCH_TENANT": "t1", "FLOPWATCH_GPU_UUID": "GPU-9",
-            "FLOPWATCH_ENDPOINT": server.url, "FLOPWATCH_PUSH_INTERVAL": "60", "FLOPWATCH_SUBMITTED_AT": "1.5e9",
-            "FLOPWATCH_OWNER": "pretraining", "FLOPWATCH_TEAM": "moe", "FLOPWATCH_PAGE": "always",
-            "FLOPWATCH_HOST": "n1",
-        }).finish()
+        Run(
+            environ={
+                "FLOPWATCH_RUN": "mixtral",
+                "FLOPWATCH_TENANT": "t1",
+                "FLOPWATCH_GPU_UUID": "GPU-9",
+                "FLOPWATCH_ENDPOINT": server.url,
+                "FLOPWATCH_PUSH_INTERVAL": "60",
+                "FLOPWATCH_SUBMITTED_AT": "1.5e9",
+                "FLOPWATCH_OWNER": "pretraining",
+                "FLOPWATCH_TEAM": "moe",
+                "FLOPWATCH_PAGE": "always",
+                "FLOPWATCH_HOST": "n1",
+            }
+        ).finish()
         last = server.last_word()
         resource, samples = last.resource, last.samples
     assert (resource["flopwatch.run"], resource["flopwatch.tenant"], resource["flopwatch.host"]) == (
-        "mixtral", "t1", "n1")
+        "mixtral",
+        "t1",
+        "n1",
+    )
     assert resource["flopwatch.gpu_uuid"] == "GPU-9"
     assert resource["flopwatch.submitted_unix"] == 1.5e9
     (info,) = [name for name in samples if name.startswith("training_run_info")]
@@ -388,10 +436,16 @@ def test_an_activity_on_another_thread_is_not_the_loops_time() -> None:
     assert value(run.snapshot(), "training_hook_errors_total") == 2  # its begin and its end
 
 
-CALLS = st.lists(st.tuples(
-    st.sampled_from(("step", "enter", "leave", "leave_any", "restored", "wait", "batch", "break", "committed", "odd")),
-    st.sampled_from(DECLARED), st.floats(0, 1e5),
-), max_size=60)
+CALLS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ("step", "enter", "leave", "leave_any", "restored", "wait", "batch", "break", "committed", "odd")
+        ),
+        st.sampled_from(DECLARED),
+        st.floats(0, 1e5),
+    ),
+    max_size=60,
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -429,8 +483,10 @@ def test_activities_sum_to_the_process_age_and_never_fall_whatever_is_called(
             run.checkpoint_committed(int(passes))
         elif call == "odd":
             run.activity(passes).__exit__()  # type: ignore[arg-type, call-arg]
-        now = {labels["activity"]: value for labels, value in
-               run.snapshot().points[BY_NAME["training_activity_seconds_total"]]}
+        now = {
+            labels["activity"]: value
+            for labels, value in run.snapshot().points[BY_NAME["training_activity_seconds_total"]]
+        }
         assert set(now) == set(ACTIVITIES)
         assert all(now[activity] >= before[activity] for activity in ACTIVITIES)
         assert sum(now.values()) == pytest.approx(30.0 + clock.now - 1000.0, abs=1e-6)
@@ -479,30 +535,42 @@ def test_a_snapshot_from_another_thread_is_of_one_instant() -> None:
 TINY = Transformer(layers=1, width=4, heads=2, vocabulary=8, mlp_width=8)
 
 
-@pytest.mark.parametrize(("arguments", "step", "expected"), [
-    # world 8 in replicas of 2 ranks
-    ({"flops_per_token": 10, "replica_ranks": 2}, {"tokens": 64}, (32.0, 320.0, 64.0)),
-    ({"flops_per_token": 10, "replica_ranks": 2}, {"global_tokens": 256}, (32.0, 320.0, 64.0)),
-    ({"flops_per_token": 10, "replica_ranks": 2}, {"tokens": 64, "flops": 1000}, (32.0, 500.0, 64.0)),
-    ({"replica_ranks": 2}, {"flops": 1000}, (None, 500.0, None)),
-    # a replica of unknown size still has its share of the global batch
-    ({"flops_per_token": 10}, {"global_tokens": 256}, (32.0, 320.0, None)),
-    ({"flops_per_token": 10}, {"tokens": 64}, (None, None, None)),
-    # one sequence of 8 or two of 4: the same tokens, fewer scores
-    ({"flops_per_token": TINY, "replica_ranks": 2}, {"tokens": 8, "sum_len_squared": 64},
-     (4.0, TINY.flops_per_sequence(8) / 2, 8.0)),
-    ({"flops_per_token": TINY, "replica_ranks": 2}, {"tokens": 8, "sum_len_squared": 32},
-     (4.0, TINY.flops_per_sequence(4), 8.0)),
-])
+@pytest.mark.parametrize(
+    ("arguments", "step", "expected"),
+    [
+        # world 8 in replicas of 2 ranks
+        ({"flops_per_token": 10, "replica_ranks": 2}, {"tokens": 64}, (32.0, 320.0, 64.0)),
+        ({"flops_per_token": 10, "replica_ranks": 2}, {"global_tokens": 256}, (32.0, 320.0, 64.0)),
+        ({"flops_per_token": 10, "replica_ranks": 2}, {"tokens": 64, "flops": 1000}, (32.0, 500.0, 64.0)),
+        ({"replica_ranks": 2}, {"flops": 1000}, (None, 500.0, None)),
+        # a replica of unknown size still has its share of the global batch
+        ({"flops_per_token": 10}, {"global_tokens": 256}, (32.0, 320.0, None)),
+        ({"flops_per_token": 10}, {"tokens": 64}, (None, None, None)),
+        # one sequence of 8 or two of 4: the same tokens, fewer scores
+        (
+            {"flops_per_token": TINY, "replica_ranks": 2},
+            {"tokens": 8, "sum_len_squared": 64},
+            (4.0, TINY.flops_per_sequence(8) / 2, 8.0),
+        ),
+        (
+            {"flops_per_token": TINY, "replica_ranks": 2},
+            {"tokens": 8, "sum_len_squared": 32},
+            (4.0, TINY.flops_per_sequence(4), 8.0),
+        ),
+    ],
+)
 def test_a_rank_counts_its_share_of_the_replicas_tokens_and_flops(
-    arguments: dict[str, Any], step: dict[str, Any], expected: tuple[float | None, ...],
+    arguments: dict[str, Any], step: dict[str, Any], expected: tuple[float | None, ...]
 ) -> None:
     run = silent(rank=1, world_size=8, **arguments)
     for _ in run.batches([0]):
         run.step(**step)
     snapshot = run.snapshot()
-    assert (value(snapshot, "training_tokens_total"), value(snapshot, "training_model_flops_total"),
-            value(snapshot, "training_position_tokens")) == expected
+    assert (
+        value(snapshot, "training_tokens_total"),
+        value(snapshot, "training_model_flops_total"),
+        value(snapshot, "training_position_tokens"),
+    ) == expected
 
 
 def test_a_step_whose_time_was_startup_adds_no_flops_because_it_adds_no_capacity() -> None:
@@ -517,17 +585,20 @@ def test_a_step_whose_time_was_startup_adds_no_flops_because_it_adds_no_capacity
     assert value(snapshot, "training_capacity_flops_total") == 2 * 4 * 100
 
 
-@pytest.mark.parametrize(("arguments", "step", "expected"), [
-    ({"flops_per_token": 10, "peak_flops": 1e12}, {"tokens": 1}, []),
-    ({"flops_per_token": 10}, {"tokens": 1}, ["unknown_peak"]),
-    ({"peak_flops": 1e12}, {"tokens": 1}, ["no_flops_per_token"]),
-    ({"flops_per_token": 10, "peak_flops": 1e12}, {}, ["no_tokens"]),
-    ({"flops_per_token": 10, "peak_flops": 1e12, "world_size": 8}, {"tokens": 1}, ["unknown_replica"]),
-    ({"flops_per_token": TINY, "peak_flops": 1e12}, {"tokens": 1}, ["no_sum_len_squared"]),
-    ({"flops_per_token": -1, "peak_flops": float("nan")}, {"tokens": 1}, ["unknown_peak", "no_flops_per_token"]),
-])
+@pytest.mark.parametrize(
+    ("arguments", "step", "expected"),
+    [
+        ({"flops_per_token": 10, "peak_flops": 1e12}, {"tokens": 1}, []),
+        ({"flops_per_token": 10}, {"tokens": 1}, ["unknown_peak"]),
+        ({"peak_flops": 1e12}, {"tokens": 1}, ["no_flops_per_token"]),
+        ({"flops_per_token": 10, "peak_flops": 1e12}, {}, ["no_tokens"]),
+        ({"flops_per_token": 10, "peak_flops": 1e12, "world_size": 8}, {"tokens": 1}, ["unknown_replica"]),
+        ({"flops_per_token": TINY, "peak_flops": 1e12}, {"tokens": 1}, ["no_sum_len_squared"]),
+        ({"flops_per_token": -1, "peak_flops": float("nan")}, {"tokens": 1}, ["unknown_peak", "no_flops_per_token"]),
+    ],
+)
 def test_where_there_is_no_mfu_a_series_says_why(
-    arguments: dict[str, Any], step: dict[str, Any], expected: list[str],
+    arguments: dict[str, Any], step: dict[str, Any], expected: list[str]
 ) -> None:
     run = silent(**arguments)
     assert reasons(run) == []
@@ -572,16 +643,19 @@ def steps_with_waits(run: Run, clock: Clock, steps: Sequence[tuple[float, float 
         run.step()
 
 
-@pytest.mark.parametrize(("steps", "wait", "measured_seconds", "measured_steps"), [
-    ([(1.0, 0.25, None)] * 3, 0.5, 2.0, 2),  # the first of the three has no mean to be compared with
-    ([(1.0, 0.25, None), (1.0, None, None), (1.0, 0.0, None)], 0.0, 1.0, 1),  # measured 0 is not unmeasured
-    ([(1.0, 0.25, None), (1.0, 0.25, "checkpoint_save"), (1.0, 0.25, None)], 0.25, 1.0, 1),
-    ([(1.0, 0.25, None), (1.0, 0.25, "evaluation"), (1.0, 0.25, "compile")], 0.0, 0.0, 0),
-    ([(1.0, 0.25, None), (1.0, 0.25, "data_stall")], 0.0, 0.0, 0),  # 101 s: an outlier
-    ([(1.0, 0.25, None), (12.0, 11.25, None), (1.0, 0.25, None)], 0.25, 1.0, 1),  # while another rank saved
-])
+@pytest.mark.parametrize(
+    ("steps", "wait", "measured_seconds", "measured_steps"),
+    [
+        ([(1.0, 0.25, None)] * 3, 0.5, 2.0, 2),  # the first of the three has no mean to be compared with
+        ([(1.0, 0.25, None), (1.0, None, None), (1.0, 0.0, None)], 0.0, 1.0, 1),  # measured 0 is not unmeasured
+        ([(1.0, 0.25, None), (1.0, 0.25, "checkpoint_save"), (1.0, 0.25, None)], 0.25, 1.0, 1),
+        ([(1.0, 0.25, None), (1.0, 0.25, "evaluation"), (1.0, 0.25, "compile")], 0.0, 0.0, 0),
+        ([(1.0, 0.25, None), (1.0, 0.25, "data_stall")], 0.0, 0.0, 0),  # 101 s: an outlier
+        ([(1.0, 0.25, None), (12.0, 11.25, None), (1.0, 0.25, None)], 0.25, 1.0, 1),  # while another rank saved
+    ],
+)
 def test_a_wait_counts_only_in_an_ordinary_step(
-    steps: list[tuple[float, float | None, str | None]], wait: float, measured_seconds: float, measured_steps: int,
+    steps: list[tuple[float, float | None, str | None]], wait: float, measured_seconds: float, measured_steps: int
 ) -> None:
     clock = Clock()
     run = silent(clock)
@@ -613,10 +687,17 @@ def test_without_a_measurement_there_is_no_wait_series() -> None:
 def test_wrong_calls_are_counted_and_never_raise() -> None:
     wrong: Any = silent(flops_per_token=10)
     calls: tuple[Callable[[], None], ...] = (
-        lambda: wrong.step(tokns=3), lambda: wrong.step(tokens="64"), lambda: wrong.step(tokens=-1),
-        lambda: wrong.step(tokens=float("nan")), lambda: wrong.step(tokens=object()), lambda: wrong.step(loss=[]),
-        lambda: wrong.step(tokens=1, sum_len_squared=1), lambda: wrong.restored(), lambda: wrong.restored(-3),
-        lambda: wrong.checkpoint_committed(None), lambda: wrong.finish("done"),
+        lambda: wrong.step(tokns=3),
+        lambda: wrong.step(tokens="64"),
+        lambda: wrong.step(tokens=-1),
+        lambda: wrong.step(tokens=float("nan")),
+        lambda: wrong.step(tokens=object()),
+        lambda: wrong.step(loss=[]),
+        lambda: wrong.step(tokens=1, sum_len_squared=1),
+        lambda: wrong.restored(),
+        lambda: wrong.restored(-3),
+        lambda: wrong.checkpoint_committed(None),
+        lambda: wrong.finish("done"),
     )
     for call in calls:
         call()
@@ -628,14 +709,17 @@ def test_wrong_calls_are_counted_and_never_raise() -> None:
     assert value(snapshot, "training_steps_total") == 7
 
 
-@pytest.mark.parametrize(("arguments", "label", "expected"), [
-    ({"convention": "casual", "flops_per_token": 10}, "convention", "unknown"),
-    ({"convention": "casual", "flops_per_token": TINY}, "convention", "unknown"),
-    ({"page": "Always"}, "page", ""),
-    ({"peak_source": "a datasheet"}, "peak_source", ""),
-])
+@pytest.mark.parametrize(
+    ("arguments", "label", "expected"),
+    [
+        ({"convention": "casual", "flops_per_token": 10}, "convention", "unknown"),
+        ({"convention": "casual", "flops_per_token": TINY}, "convention", "unknown"),
+        ({"page": "Always"}, "page", ""),
+        ({"peak_source": "a datasheet"}, "peak_source", ""),
+    ],
+)
 def test_an_argument_that_means_nothing_is_complained_of_and_claims_nothing(
-    arguments: dict[str, Any], label: str, expected: str,
+    arguments: dict[str, Any], label: str, expected: str
 ) -> None:
     run = silent(**arguments)
     run.step(tokens=1)
@@ -652,10 +736,19 @@ def test_replicas_that_do_not_divide_the_ranks_are_no_replicas() -> None:
     assert value(run.snapshot(), "training_hook_errors_total") == 1
 
 
-@pytest.mark.parametrize("arguments", [
-    {"nme": "llama"}, {"rank": "first"}, {"endpoint": "ftp://127.0.0.1:1"}, {"endpoint": 7},
-    {"push_interval": "soon"}, {"process": "me"}, {"environ": None}, {"clock": None},
-])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"nme": "llama"},
+        {"rank": "first"},
+        {"endpoint": "ftp://127.0.0.1:1"},
+        {"endpoint": 7},
+        {"push_interval": "soon"},
+        {"process": "me"},
+        {"environ": None},
+        {"clock": None},
+    ],
+)
 def test_a_run_that_cannot_be_made_leaves_the_loop_alone(arguments: dict[str, Any]) -> None:
     run: Any = Run(**{"environ": {}, "endpoint": "http://127.0.0.1:1", **arguments})
     seen = []
@@ -727,7 +820,8 @@ def test_a_newer_run_in_the_same_process_takes_over() -> None:
         server.last_word()
         assert sum(push.resource["flopwatch.run"] == "llama" for push in server.pushes) == older_pushes
         assert [push.resource["flopwatch.run"] for push in server.pushes if "flopwatch.status" in push.resource] == [
-            "mixtral"]
+            "mixtral"
+        ]
 
 
 # What a release says is what its exporter, and the next release's, must understand.
@@ -739,8 +833,13 @@ def test_the_recorded_push_of_this_release_says_what_its_description_says() -> N
 
 
 def described(push: Push) -> dict[str, Any]:
-    return {"resource": push.resource, "samples": push.samples, "histograms": {
-        name: {"bucket_counts": counts, "sum": total} for name, (counts, total) in push.histograms.items()}}
+    return {
+        "resource": push.resource,
+        "samples": push.samples,
+        "histograms": {
+            name: {"bucket_counts": counts, "sum": total} for name, (counts, total) in push.histograms.items()
+        },
+    }
 
 
 def record() -> None:

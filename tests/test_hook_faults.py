@@ -90,14 +90,24 @@ def train(*arguments: str, stderr: str = "", **environ: str) -> Trained:
     with ExitStack() as stack:
         errors = stack.enter_context(open(stderr, "w")) if stderr else subprocess.PIPE
         done = subprocess.run(
-            [sys.executable, "-c", JOB, *arguments], env={**inherited, "PYTHONPATH": f"{ROOT}/exporter", **environ},
-            stdout=subprocess.PIPE, stderr=errors, text=True, timeout=PATIENCE)
+            [sys.executable, "-c", JOB, *arguments],
+            env={**inherited, "PYTHONPATH": f"{ROOT}/exporter", **environ},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            timeout=PATIENCE,
+        )
         ended = time.monotonic()
     lines = done.stdout.split("\n")
     said = dict(line.split() for line in lines if " " in line)
     assert {"took", "end"} <= said.keys(), done.stderr
-    return Trained([line for line in lines if line and " " not in line], done.returncode, float(said["took"]),
-                   ended - float(said["end"]), done.stderr or "")
+    return Trained(
+        [line for line in lines if line and " " not in line],
+        done.returncode,
+        float(said["took"]),
+        ended - float(said["end"]),
+        done.stderr or "",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +120,7 @@ def plain() -> Trained:
     return trained
 
 
-def unchanged(
-    plain: Trained, *arguments: str, stderr: str = "", healthy: bool = False, **environ: str,
-) -> Trained:
+def unchanged(plain: Trained, *arguments: str, stderr: str = "", healthy: bool = False, **environ: str) -> Trained:
     """Run the job with the hook, check that this changed nothing that matters to it, and return how it went.
 
     Unless its exporter is `healthy`, also with a job that has one, about the same time: on a slow machine the pushes
@@ -131,8 +139,10 @@ def unchanged(
             with HookServer() as server:
                 others.append(train(*arguments, HOOK="1", FLOPWATCH_ENDPOINT=server.url))
         seconds, ending = (max(getattr(other, name) for other in others) for name in ("seconds", "ending"))
-    raise AssertionError(f"the training took {hooked.seconds:.2f} s in place of {seconds:.2f} s, "
-                         f"and its end {hooked.ending:.2f} s in place of {ending:.2f} s")
+    raise AssertionError(
+        f"the training took {hooked.seconds:.2f} s in place of {seconds:.2f} s, "
+        f"and its end {hooked.ending:.2f} s in place of {ending:.2f} s"
+    )
 
 
 @pytest.mark.parametrize("end", ["finish", ""])
@@ -271,12 +281,16 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize(("exporter", "end"), [
-    pytest.param(exporter, end, id=f"{exporter.__name__}, {end or 'no finish'}")
-    for exporter in (closed_port, black_hole, full_backlog) for end in ("finish", "")
-])
+@pytest.mark.parametrize(
+    ("exporter", "end"),
+    [
+        pytest.param(exporter, end, id=f"{exporter.__name__}, {end or 'no finish'}")
+        for exporter in (closed_port, black_hole, full_backlog)
+        for end in ("finish", "")
+    ],
+)
 def test_an_exporter_that_cannot_be_reached_changes_nothing(
-    plain: Trained, exporter: Callable[[], AbstractContextManager[str]], end: str,
+    plain: Trained, exporter: Callable[[], AbstractContextManager[str]], end: str
 ) -> None:
     with exporter() as url:
         unchanged(plain, end, FLOPWATCH_ENDPOINT=url)
@@ -303,10 +317,13 @@ time.time = lambda: unix() + next(jumps)
 time.time_ns = lambda: int(time.time() * 1e9)
 """
 # No Linux does that: "monotonic" is not allowed to fall.
-EVERY_CLOCK_JUMPS = CLOCKS_JUMP + """
+EVERY_CLOCK_JUMPS = (
+    CLOCKS_JUMP
+    + """
 steady, leaps = time.monotonic, itertools.cycle((0, 3600, -3600, float("nan"), 0.5, float("inf")))
 time.monotonic = lambda: steady() + next(leaps)
 """
+)
 DISK_IS_FULL = """
 import builtins, errno, io, os, pathlib, tempfile
 def full(*_, **__):
@@ -336,24 +353,29 @@ socket.gethostname = refuse
 """
 
 
-@pytest.mark.parametrize(("broken", "endpoint"), [
-    pytest.param(DNS_HANGS, "http://exporter.example:4318", id="DNS hangs"),
-    pytest.param(CLOCKS_JUMP, "", id="the wall clock jumps"),
-    pytest.param(EVERY_CLOCK_JUMPS, "", id="every clock jumps"),
-    pytest.param(DISK_IS_FULL, "", id="disk full"),
-    pytest.param(NO_MORE_THREADS, "", id="no more threads"),
-    pytest.param(NOTHING_CAN_BE_READ, "", id="nothing can be read"),
-])
+@pytest.mark.parametrize(
+    ("broken", "endpoint"),
+    [
+        pytest.param(DNS_HANGS, "http://exporter.example:4318", id="DNS hangs"),
+        pytest.param(CLOCKS_JUMP, "", id="the wall clock jumps"),
+        pytest.param(EVERY_CLOCK_JUMPS, "", id="every clock jumps"),
+        pytest.param(DISK_IS_FULL, "", id="disk full"),
+        pytest.param(NO_MORE_THREADS, "", id="no more threads"),
+        pytest.param(NOTHING_CAN_BE_READ, "", id="nothing can be read"),
+    ],
+)
 def test_a_broken_machine_changes_nothing(plain: Trained, tmp_path: Path, broken: str, endpoint: str) -> None:
     (tmp_path / "sitecustomize.py").write_text(broken)
     with HookServer() as server:
         for end in ("finish", ""):
-            unchanged(plain, end, FLOPWATCH_ENDPOINT=endpoint or server.url,
-                      PYTHONPATH=f"{tmp_path}:{ROOT}/exporter")
+            unchanged(plain, end, FLOPWATCH_ENDPOINT=endpoint or server.url, PYTHONPATH=f"{tmp_path}:{ROOT}/exporter")
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\x00", b"two\nlines", b"x" * 1_000_000], ids=[
-    "a folder", "empty", "no text", "two lines", "a megabyte"])
+@pytest.mark.parametrize(
+    "content",
+    [None, b"", b"\xff\xfe\x00", b"two\nlines", b"x" * 1_000_000],
+    ids=["a folder", "empty", "no text", "two lines", "a megabyte"],
+)
 def test_a_token_file_that_is_none_changes_nothing(plain: Trained, tmp_path: Path, content: bytes | None) -> None:
     token = tmp_path / "token"
     if content is None:
@@ -366,8 +388,7 @@ def test_a_token_file_that_is_none_changes_nothing(plain: Trained, tmp_path: Pat
 
 def test_a_full_disk_under_the_log_changes_nothing(plain: Trained) -> None:
     with closed_port() as url:
-        unchanged(plain, "finish", FLOPWATCH_ENDPOINT=url, stderr="/dev/full", TMPDIR="/dev/full",
-                  HOME="/dev/full")
+        unchanged(plain, "finish", FLOPWATCH_ENDPOINT=url, stderr="/dev/full", TMPDIR="/dev/full", HOME="/dev/full")
 
 
 @pytest.mark.parametrize("disabled", [True, False])
@@ -378,12 +399,23 @@ def test_no_variable_changes_anything(plain: Trained, disabled: bool) -> None:
     assert server.pushes[-1].samples["training_steps_total"] == 400
 
 
-@pytest.mark.parametrize("variables", [
-    {"FLOPWATCH_ENDPOINT": "gopher://[::1"}, {"FLOPWATCH_PUSH_INTERVAL": "nan"}, {"FLOPWATCH_PUSH_INTERVAL": "inf"},
-    {"FLOPWATCH_PUSH_INTERVAL": "-1"}, {"FLOPWATCH_HEADERS": "a=b%0d%0aHost: evil"}, {"FLOPWATCH_HEADERS": "ü=ü"},
-    {"FLOPWATCH_SUBMITTED_AT": "nan"}, {"FLOPWATCH_RUN": "\n" * 500}, {"RANK": "one", "WORLD_SIZE": "-2"},
-    {"SLURM_PROCID": "x", "SLURM_JOB_ID": "y", "SLURM_NTASKS": "0"}, {"FLOPWATCH_ENDPOINT": "http://127.0.0.1:99999"},
-], ids=str)
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"FLOPWATCH_ENDPOINT": "gopher://[::1"},
+        {"FLOPWATCH_PUSH_INTERVAL": "nan"},
+        {"FLOPWATCH_PUSH_INTERVAL": "inf"},
+        {"FLOPWATCH_PUSH_INTERVAL": "-1"},
+        {"FLOPWATCH_HEADERS": "a=b%0d%0aHost: evil"},
+        {"FLOPWATCH_HEADERS": "ü=ü"},
+        {"FLOPWATCH_SUBMITTED_AT": "nan"},
+        {"FLOPWATCH_RUN": "\n" * 500},
+        {"RANK": "one", "WORLD_SIZE": "-2"},
+        {"SLURM_PROCID": "x", "SLURM_JOB_ID": "y", "SLURM_NTASKS": "0"},
+        {"FLOPWATCH_ENDPOINT": "http://127.0.0.1:99999"},
+    ],
+    ids=str,
+)
 def test_settings_that_make_no_sense_change_nothing(plain: Trained, variables: dict[str, str]) -> None:
     with closed_port() as url:
         unchanged(plain, "finish", healthy=False, **{"FLOPWATCH_ENDPOINT": url} | variables)
@@ -392,17 +424,39 @@ def test_settings_that_make_no_sense_change_nothing(plain: Trained, variables: d
 # What is wrong inside.
 
 
-@pytest.mark.parametrize(("job", "some"), [
-    pytest.param("plain", {"totals.Books.step", "run.Run.finish", "process.launcher.launch", "push.pusher.Pusher._push",
-                           "timeline.Timeline._resume", "push.otlp.Wire.send"}, id="plain"),
-    pytest.param("torch", {"totals.Books.waited", "run.Run.watch", "torch.waits.Watch.begins", "push.otlp.Wire.encode"},
-                 id="torch", marks=pytest.mark.torch),
-])
+@pytest.mark.parametrize(
+    ("job", "some"),
+    [
+        pytest.param(
+            "plain",
+            {
+                "totals.Books.step",
+                "run.Run.finish",
+                "process.launcher.launch",
+                "push.pusher.Pusher._push",
+                "timeline.Timeline._resume",
+                "push.otlp.Wire.send",
+            },
+            id="plain",
+        ),
+        pytest.param(
+            "torch",
+            {"totals.Books.waited", "run.Run.watch", "torch.waits.Watch.begins", "push.otlp.Wire.encode"},
+            id="torch",
+            marks=pytest.mark.torch,
+        ),
+    ],
+)
 def test_no_function_of_the_hook_that_raises_is_felt_by_the_job(job: str, some: set[str]) -> None:
     with answering(once(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")) as url:
         done = subprocess.run(
-            [sys.executable, "-m", "tests.hook_internals", job], cwd=ROOT, capture_output=True, text=True, timeout=240,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}/exporter", "FLOPWATCH_ENDPOINT": url, "OMP_NUM_THREADS": "1"})
+            [sys.executable, "-m", "tests.hook_internals", job],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}/exporter", "FLOPWATCH_ENDPOINT": url, "OMP_NUM_THREADS": "1"},
+        )
     assert done.returncode == 0, done.stderr[-2000:]
     said = json.loads(done.stdout)
     assert said["felt"] == []

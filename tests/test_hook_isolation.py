@@ -39,14 +39,20 @@ HOSTILE = {
     "OTEL_EXPERIMENTAL_RESOURCE_DETECTORS": "hostile",
     "OTEL_ATTRIBUTE_COUNT_LIMIT": "1",
     "OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT": "1",
-    **{f"OTEL_{name}_COUNT_LIMIT": "hostile" for name in (
-        "SPAN_ATTRIBUTE", "SPAN_EVENT", "SPAN_LINK", "EVENT_ATTRIBUTE", "LINK_ATTRIBUTE")},
+    **{
+        f"OTEL_{name}_COUNT_LIMIT": "hostile"
+        for name in ("SPAN_ATTRIBUTE", "SPAN_EVENT", "SPAN_LINK", "EVENT_ATTRIBUTE", "LINK_ATTRIBUTE")
+    },
     "OTEL_SPAN_ATTRIBUTE_VALUE_LENGTH_LIMIT": "hostile",
     "OTEL_PROPAGATORS": "hostile",
     "OTEL_LOG_LEVEL": "hostile",
-    **{name: "http://127.0.0.1:9" for proxy in ("http_proxy", "https_proxy", "all_proxy")
-       for name in (proxy, proxy.upper())},
-    "no_proxy": "", "NO_PROXY": "",
+    **{
+        name: "http://127.0.0.1:9"
+        for proxy in ("http_proxy", "https_proxy", "all_proxy")
+        for name in (proxy, proxy.upper())
+    },
+    "no_proxy": "",
+    "NO_PROXY": "",
 }
 
 
@@ -79,14 +85,16 @@ def test_pushing_does_not_import_them_either(server: HookServer) -> None:
 
 
 # A disabled SDK would hide what the others do to one that is not.
-@pytest.mark.parametrize("variables", [HOSTILE, {k: v for k, v in HOSTILE.items() if k != "OTEL_SDK_DISABLED"}],
-                         ids=["all", "all but OTEL_SDK_DISABLED"])
-def test_no_variable_of_opentelemetry_and_no_proxy_has_an_effect(
-    server: HookServer, variables: dict[str, str],
-) -> None:
+@pytest.mark.parametrize(
+    "variables",
+    [HOSTILE, {k: v for k, v in HOSTILE.items() if k != "OTEL_SDK_DISABLED"}],
+    ids=["all", "all but OTEL_SDK_DISABLED"],
+)
+def test_no_variable_of_opentelemetry_and_no_proxy_has_an_effect(server: HookServer, variables: dict[str, str]) -> None:
     for environ in ({}, variables):
-        answer = python(LOOP.replace('"llama"', '"llama", attempt="1"') + "run.finish()",
-                        FLOPWATCH_ENDPOINT=server.url, **environ)
+        answer = python(
+            LOOP.replace('"llama"', '"llama", attempt="1"') + "run.finish()", FLOPWATCH_ENDPOINT=server.url, **environ
+        )
         assert answer.returncode == 0
     plain, hostile = [push for push in server.pushes if "flopwatch.status" in push.resource]
     assert "hostile" not in hostile.body.decode(errors="replace")
@@ -98,35 +106,50 @@ def test_no_variable_of_opentelemetry_and_no_proxy_has_an_effect(
     for name in ("training_steps_total", "training_tokens_total", "training_model_flops_total"):
         assert hostile.samples[name] == plain.samples[name] > 0
     # In the order in which the pushes before had them.
-    kinds = [{(metric.name, metric.WhichOneof("data"), metric.sum.aggregation_temporality)
-              for metric in push.request.resource_metrics[0].scope_metrics[0].metrics} for push in (plain, hostile)]
+    kinds = [
+        {
+            (metric.name, metric.WhichOneof("data"), metric.sum.aggregation_temporality)
+            for metric in push.request.resource_metrics[0].scope_metrics[0].metrics
+        }
+        for push in (plain, hostile)
+    ]
     assert kinds[0] == kinds[1]
 
 
 def test_the_users_own_opentelemetry_is_left_as_it_was(server: HookServer) -> None:
-    answer = python("""
+    answer = python(
+        """
 import logging, signal
 from opentelemetry import metrics
 handlers = [signal.getsignal(number) for number in signal.valid_signals()]
 loggers = logging.getLogger().handlers, logging.getLogger().level
-""" + LOOP + """
+"""
+        + LOOP
+        + """
 run.finish()
 assert metrics._internal._METER_PROVIDER is None
 assert handlers == [signal.getsignal(number) for number in signal.valid_signals()]
 assert loggers == (logging.getLogger().handlers, logging.getLogger().level)
-""", FLOPWATCH_ENDPOINT=server.url)
+""",
+        FLOPWATCH_ENDPOINT=server.url,
+    )
     assert answer.returncode == 0, answer.stderr
 
 
 def test_a_broken_protobuf_costs_the_metrics_and_not_the_training(server: HookServer) -> None:
-    answer = python(LOOP + "run.finish(); print('trained')", FLOPWATCH_ENDPOINT=server.url,
-                    PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION="broken")
+    answer = python(
+        LOOP + "run.finish(); print('trained')",
+        FLOPWATCH_ENDPOINT=server.url,
+        PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION="broken",
+    )
     assert (answer.returncode, answer.stdout) == (0, "trained\n")
     assert server.pushes == []
 
 
 def test_a_forked_child_says_nothing(server: HookServer) -> None:
-    answer = python(LOOP + """
+    answer = python(
+        LOOP
+        + """
 import os, sys, time
 time.sleep(0.3)
 if (child := os.fork()) == 0:
@@ -137,15 +160,20 @@ if (child := os.fork()) == 0:
 os.waitpid(child, 0)
 print(os.getpid())
 run.finish()
-""", FLOPWATCH_ENDPOINT=server.url)
+""",
+        FLOPWATCH_ENDPOINT=server.url,
+    )
     assert {push.resource["flopwatch.pid"] for push in server.pushes} == {int(answer.stdout)}
     assert [push.resource.get("flopwatch.status") for push in server.pushes if "flopwatch.status" in push.resource] == [
-        "completed"]
+        "completed"
+    ]
     assert all(push.samples["training_tokens_total"] <= 192 for push in server.pushes)
 
 
 def test_the_sdk_runs_nothing_in_a_forked_child(server: HookServer) -> None:
-    answer = python(LOOP + """
+    answer = python(
+        LOOP
+        + """
 import os, threading
 from opentelemetry.sdk import resources
 def detect(*_):
@@ -157,13 +185,16 @@ if (child := os.fork()) == 0:
     os._exit(threading.active_count() - 1)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 run.finish()
-""", FLOPWATCH_ENDPOINT=server.url)
+""",
+        FLOPWATCH_ENDPOINT=server.url,
+    )
     assert answer.stdout == "0\n"
 
 
 @pytest.mark.torch
 def test_dataloader_workers_say_nothing(server: HookServer) -> None:
-    answer = python("""
+    answer = python(
+        """
 import os
 from torch.utils.data import DataLoader
 from flopwatch.training import Run
@@ -173,22 +204,27 @@ for epoch in range(2):
         run.step(tokens=1)
 print(os.getpid())
 run.finish()
-""", FLOPWATCH_ENDPOINT=server.url)
+""",
+        FLOPWATCH_ENDPOINT=server.url,
+    )
     assert answer.returncode == 0, answer.stderr
     assert {push.resource["flopwatch.pid"] for push in server.pushes} == {int(answer.stdout)}
     assert server.pushes[-1].samples["training_steps_total"] == 16
 
 
-@pytest.mark.parametrize(("end", "status"), [
-    ("run.finish()", "completed"),
-    ("run.finish('preempted'); raise RuntimeError", "preempted"),
-    ("raise RuntimeError", "failed"),
-    ("raise KeyboardInterrupt", "stopped"),
-    ("", "failed"),
-    ("import sys; sys.exit(1)", "failed"),
-    ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", None),
-    ("import os; os._exit(0)", None),
-])
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("run.finish()", "completed"),
+        ("run.finish('preempted'); raise RuntimeError", "preempted"),
+        ("raise RuntimeError", "failed"),
+        ("raise KeyboardInterrupt", "stopped"),
+        ("", "failed"),
+        ("import sys; sys.exit(1)", "failed"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", None),
+        ("import os; os._exit(0)", None),
+    ],
+)
 def test_how_a_process_ends_is_its_last_word(server: HookServer, end: str, status: str | None) -> None:
     python(LOOP + f"import time; time.sleep(0.05)\n{end}", FLOPWATCH_ENDPOINT=server.url)
     said = [push.resource["flopwatch.status"] for push in server.pushes if "flopwatch.status" in push.resource]
@@ -199,7 +235,7 @@ def test_how_a_process_ends_is_its_last_word(server: HookServer, end: str, statu
 
 @pytest.mark.parametrize("end", ["run.finish()", ""])
 def test_an_exporter_that_never_answers_delays_the_exit_by_at_most_two_and_a_half_seconds(
-    black_hole: str, end: str,
+    black_hole: str, end: str
 ) -> None:
     def delay() -> float:
         # 1 s on, so that a push hangs already.
@@ -214,7 +250,9 @@ def test_an_exporter_that_never_answers_delays_the_exit_by_at_most_two_and_a_hal
 
 def test_a_step_does_not_wait_for_an_exporter_that_never_answers(black_hole: str) -> None:
     # A push hangs for 2 s and the next one begins 0.1 s later, so in each of these seconds one does.
-    answer = python(LOOP + """
+    answer = python(
+        LOOP
+        + """
 import time
 for second in range(4):
     began, slowest = time.monotonic(), 0.0
@@ -227,7 +265,9 @@ for second in range(4):
     if slowest < 0.5:
         break  # else it was the push, or a stall of the machine
 run.finish()
-""", FLOPWATCH_ENDPOINT=black_hole)
+""",
+        FLOPWATCH_ENDPOINT=black_hole,
+    )
     assert min(map(float, answer.stdout.split())) < 0.5  # far below the 2 s of a push
 
 

@@ -17,17 +17,23 @@ from tests.machine import reserved_port
 ROOT = Path(__file__).parent.parent
 WORLD_SIZE = 3
 SETUPS: dict[str, dict[str, Any]] = {
-    "plain": {}, "static_graph": {"ddp": {"static_graph": True}},
+    "plain": {},
+    "static_graph": {"ddp": {"static_graph": True}},
     "unused_parameters": {"ddp": {"find_unused_parameters": True}},
     "bucket_view": {"ddp": {"gradient_as_bucket_view": True}},
-    "dict_output": {"output": "dict"}, "nested_output": {"output": "nested"}, "accumulation": {"micro_batches": 3},
+    "dict_output": {"output": "dict"},
+    "nested_output": {"output": "nested"},
+    "accumulation": {"micro_batches": 3},
 }
 SLOW = 0.12  # seconds that the slow rank sleeps in each step: far more than a busy machine keeps a rank waiting for
 STEPS = 8  # of a setup
 SCENARIOS: dict[str, dict[str, Any]] = {
-    "slow": {"slow": 1, "steps": 20}, "saving": {"steps": 25, "saves_from": 10, "pace": 0.02},
-    "watched": {"steps": 10}, "unwatched": {"steps": 10, "watch": False},
-    "no_sync": {"steps": 5, "no_sync": True}, "no_backward": {"steps": 5, "no_backward": True},
+    "slow": {"slow": 1, "steps": 20},
+    "saving": {"steps": 25, "saves_from": 10, "pace": 0.02},
+    "watched": {"steps": 10},
+    "unwatched": {"steps": 10, "watch": False},
+    "no_sync": {"steps": 5, "no_sync": True},
+    "no_backward": {"steps": 5, "no_backward": True},
     **{name: {"slow": 1, "steps": STEPS, **setup} for name, setup in SETUPS.items()},
 }
 
@@ -43,13 +49,27 @@ def answers() -> Answers:
     with reserved_port() as port:
         processes = [
             subprocess.Popen(
-                [sys.executable, __file__], stdout=subprocess.PIPE, text=True,
+                [sys.executable, __file__],
+                stdout=subprocess.PIPE,
+                text=True,
                 # One rank a node, as far as the hook can see.
-                env={**environ, "PYTHONPATH": f"{ROOT / 'exporter'}:{ROOT}", "RANK": str(rank),
-                     "WORLD_SIZE": str(WORLD_SIZE), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-                     "FLOPWATCH_HOST": f"node-{rank}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                     "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "FLOPWATCH_DISABLE": "1"})
-            for rank in range(WORLD_SIZE)]
+                env={
+                    **environ,
+                    "PYTHONPATH": f"{ROOT / 'exporter'}:{ROOT}",
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(WORLD_SIZE),
+                    "LOCAL_RANK": "0",
+                    "LOCAL_WORLD_SIZE": "1",
+                    "FLOPWATCH_HOST": f"node-{rank}",
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "GLOO_SOCKET_IFNAME": "lo",
+                    "OMP_NUM_THREADS": "1",
+                    "FLOPWATCH_DISABLE": "1",
+                },
+            )
+            for rank in range(WORLD_SIZE)
+        ]
         try:
             for process in processes:
                 said.append(json.loads(process.communicate(timeout=500)[0]))
@@ -109,9 +129,19 @@ def test_a_ddp_model_tells_the_ranks_of_a_replica(answers: Answers) -> None:
 
 def test_a_fully_sharded_model_tells_them_too(answers: Answers) -> None:
     for rank in answers["sharded"]:
-        assert rank == {"FSDP": 1, "FSDP2": 1, "FSDP2 on one of three": None, "FSDP2 in blocks": 1, "HSDP": 1,
-                        "FSDP2 and tensor": WORLD_SIZE, "tensor": WORLD_SIZE, "on a mesh for data": None,
-                        "compiled DDP": 1, "compiled FSDP2": 1, "not sharded": None}
+        assert rank == {
+            "FSDP": 1,
+            "FSDP2": 1,
+            "FSDP2 on one of three": None,
+            "FSDP2 in blocks": 1,
+            "HSDP": 1,
+            "FSDP2 and tensor": WORLD_SIZE,
+            "tensor": WORLD_SIZE,
+            "on a mesh for data": None,
+            "compiled DDP": 1,
+            "compiled FSDP2": 1,
+            "not sharded": None,
+        }
 
 
 def test_ranks_of_many_nodes_agree_on_rank_0s_name_of_the_attempt(answers: Answers) -> None:
@@ -134,8 +164,15 @@ def test_a_model_whose_wait_cannot_be_measured_says_so_and_trains_on() -> None:
 
 
 def worker(
-    steps: int, slow: int | None = None, saves_from: int = 1000, pace: float = 0.0, watch: bool = True,
-    output: str = "tensor", micro_batches: int = 1, no_sync: bool = False, no_backward: bool = False,
+    steps: int,
+    slow: int | None = None,
+    saves_from: int = 1000,
+    pace: float = 0.0,
+    watch: bool = True,
+    output: str = "tensor",
+    micro_batches: int = 1,
+    no_sync: bool = False,
+    no_backward: bool = False,
     ddp: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train a small model under DDP for some steps and return what the hook counted."""
@@ -166,16 +203,21 @@ def worker(
     run.measure_every = 1  # not two a second: how many that are depends on the machine
 
     def counted() -> dict[str, float | None]:
-        names = {"wait": "training_collective_wait_seconds_total", "errors": "training_hook_errors_total",
-                 "measured_seconds": "training_measured_step_seconds_total", "tokens": "training_tokens_total",
-                 "measured_steps": "training_measured_steps_total"}
+        names = {
+            "wait": "training_collective_wait_seconds_total",
+            "errors": "training_hook_errors_total",
+            "measured_seconds": "training_measured_step_seconds_total",
+            "tokens": "training_tokens_total",
+            "measured_steps": "training_measured_steps_total",
+        }
         points = run.snapshot().points
         return {key: next((v for _, v in points.get(BY_NAME[name], [])), None) for key, name in names.items()}
 
     def loss_of(step: int) -> torch.Tensor:
         out = model(torch.randn(8, 64, generator=torch.Generator().manual_seed(100 * step + rank)))
-        return torch.mean({"tensor": lambda: out, "dict": lambda: out["logits"], "nested": lambda: out[1][0]}[output]()
-                          ** 2)
+        return torch.mean(
+            {"tensor": lambda: out, "dict": lambda: out["logits"], "nested": lambda: out[1][0]}[output]() ** 2
+        )
 
     losses: list[str] = []
     said: dict[str, Any] = {"losses": losses, "attempt": run.attempt}

@@ -49,8 +49,8 @@ class Node:
         self.proc.mkdir()
         self.jobs.mkdir()
         inventory = {
-            uuid: dict.fromkeys(GPU_INFO.labels, "") | {
-                "gpu": str(index), "uuid": uuid, "pci_bus_id": f"00000000:5{index}:00.0"}
+            uuid: dict.fromkeys(GPU_INFO.labels, "")
+            | {"gpu": str(index), "uuid": uuid, "pci_bus_id": f"00000000:5{index}:00.0"}
             for index, uuid in enumerate(UUIDS)
         }
         self.gpus.write_text(json.dumps(inventory))
@@ -61,8 +61,9 @@ class Node:
 
     def runs(self, pids: dict[str, list[int]], mig: dict[str, list[dict[str, str]]] | None = None) -> None:
         """Say what runs on the GPUs."""
-        self.runtime.write_text(json.dumps({
-            uuid: {"mig": (mig or {}).get(uuid, []), "pids": pids.get(uuid, [])} for uuid in UUIDS}))
+        self.runtime.write_text(
+            json.dumps({uuid: {"mig": (mig or {}).get(uuid, []), "pids": pids.get(uuid, [])} for uuid in UUIDS})
+        )
 
     def process(self, pid: int, cgroup: str, uid: int = 1000, started: int = 77) -> None:
         folder = self.proc / str(pid)
@@ -75,8 +76,7 @@ class Node:
         shutil.rmtree(self.proc / str(pid))
 
     def collector(self, **settings: Any) -> Identity:
-        return Identity(
-            "node-7", self.gpus, self.runtime, proc=self.proc, clock=lambda: NOW, **settings)
+        return Identity("node-7", self.gpus, self.runtime, proc=self.proc, clock=lambda: NOW, **settings)
 
     def build(self, **settings: str) -> Identity:
         return build("node-7", str(self.gpus), str(self.runtime), str(self.socket), proc=str(self.proc), **settings)
@@ -107,37 +107,38 @@ def updated(samples: list[Sample]) -> dict[str, float]:
     return {labels[0]: value for row, labels, value in samples if row is GPU_OWNER_UPDATED}
 
 
-@pytest.mark.parametrize(("resource", "device", "found"), [
-    ("nvidia.com/gpu", "GPU-0a", ("GPU-0a", "")),
-    ("example.com/fast-gpu", "GPU-1b", ("GPU-1b", "")),
-    ("nvidia.com/gpu.shared", "GPU-1b::3", ("GPU-1b", "")),
-    ("nvidia.com/mig-3g.40gb", "MIG-x", ("GPU-0a", "MIG-x")),
-    ("nvidia.com/mig-3g.40gb.shared", "MIG-x::0", ("GPU-0a", "MIG-x")),
-    ("nvidia.com/mig-1g.10gb", "MIG-GPU-0a/2/0", ("GPU-0a", "MIG-y")),
-    # By the number of the device file, which is not NVML's index here.
-    ("nvidia.com/gpu", "nvidia0", ("GPU-1b", "")),
-    ("nvidia.com/gpu", "nvidia1/vgpu2", ("GPU-0a", "")),
-    ("nvidia.com/gpu", "nvidia1/gi3", ("GPU-0a", "MIG-z")),
-    ("nvidia.com/gpu", "nvidia1/gi2/vgpu0", ("GPU-0a", "MIG-y")),
-    ("nvidia.com/gpu", "nvidia1/gi9", ("GPU-0a", "")),
-    ("gpu.nvidia.com", "gpu-0", ("GPU-1b", "")),
-    ("gpu.nvidia.com", "gpu-1-mig-3g40gb-9-0", ("GPU-0a", "MIG-x")),
-    ("gpu.nvidia.com", "gpu-1-mig-1g10gb-19-4", ("GPU-0a", "")),  # one of two alike
-    ("gpu.nvidia.com", "k8s.gpu.nvidia.com/claim=3f1c0a52-9d7e-4b6a-8c11-0e5d2a7b9f04-gpu-0", ("GPU-1b", "")),
-    ("gpu.nvidia.com", "k8s.gpu.nvidia.com/device=gpu-1", ("GPU-0a", "")),
-    ("gpu.nvidia.com", "nvidia.com/gpu=GPU-0a", ("GPU-0a", "")),
-    ("nvidia.com/gpu", "GPU-elsewhere", None),
-    ("nvidia.com/gpu", "nvidia7", None),
-    ("gpu.nvidia.com", "gpu-7", None),
-    ("gpu.nvidia.com", "=", None),
-    ("gpu.intel.com", "gpu-0", None),
-    ("example.com/nic", "nvidia0", None),
-    ("compute-domain.nvidia.com", "channel-0", None),
-    ("", "", None),
-])
-def test_a_device_by_any_name_is_its_gpu(
-    node: Node, resource: str, device: str, found: tuple[str, str] | None
-) -> None:
+@pytest.mark.parametrize(
+    ("resource", "device", "found"),
+    [
+        ("nvidia.com/gpu", "GPU-0a", ("GPU-0a", "")),
+        ("example.com/fast-gpu", "GPU-1b", ("GPU-1b", "")),
+        ("nvidia.com/gpu.shared", "GPU-1b::3", ("GPU-1b", "")),
+        ("nvidia.com/mig-3g.40gb", "MIG-x", ("GPU-0a", "MIG-x")),
+        ("nvidia.com/mig-3g.40gb.shared", "MIG-x::0", ("GPU-0a", "MIG-x")),
+        ("nvidia.com/mig-1g.10gb", "MIG-GPU-0a/2/0", ("GPU-0a", "MIG-y")),
+        # By the number of the device file, which is not NVML's index here.
+        ("nvidia.com/gpu", "nvidia0", ("GPU-1b", "")),
+        ("nvidia.com/gpu", "nvidia1/vgpu2", ("GPU-0a", "")),
+        ("nvidia.com/gpu", "nvidia1/gi3", ("GPU-0a", "MIG-z")),
+        ("nvidia.com/gpu", "nvidia1/gi2/vgpu0", ("GPU-0a", "MIG-y")),
+        ("nvidia.com/gpu", "nvidia1/gi9", ("GPU-0a", "")),
+        ("gpu.nvidia.com", "gpu-0", ("GPU-1b", "")),
+        ("gpu.nvidia.com", "gpu-1-mig-3g40gb-9-0", ("GPU-0a", "MIG-x")),
+        ("gpu.nvidia.com", "gpu-1-mig-1g10gb-19-4", ("GPU-0a", "")),  # one of two alike
+        ("gpu.nvidia.com", "k8s.gpu.nvidia.com/claim=3f1c0a52-9d7e-4b6a-8c11-0e5d2a7b9f04-gpu-0", ("GPU-1b", "")),
+        ("gpu.nvidia.com", "k8s.gpu.nvidia.com/device=gpu-1", ("GPU-0a", "")),
+        ("gpu.nvidia.com", "nvidia.com/gpu=GPU-0a", ("GPU-0a", "")),
+        ("nvidia.com/gpu", "GPU-elsewhere", None),
+        ("nvidia.com/gpu", "nvidia7", None),
+        ("gpu.nvidia.com", "gpu-7", None),
+        ("gpu.nvidia.com", "=", None),
+        ("gpu.intel.com", "gpu-0", None),
+        ("example.com/nic", "nvidia0", None),
+        ("compute-domain.nvidia.com", "channel-0", None),
+        ("", "", None),
+    ],
+)
+def test_a_device_by_any_name_is_its_gpu(node: Node, resource: str, device: str, found: tuple[str, str] | None) -> None:
     gpus = json.loads(node.gpus.read_text())
     assert Devices(gpus, {"GPU-0a": {"mig": MIG, "pids": []}}, node.proc).find(resource, device) == found
 
@@ -172,7 +173,8 @@ def test_processes_tell_the_slurm_job_or_the_user_and_leave_pods_to_the_kubelet(
     node.process(13, POD, 0)
     node.runs({"GPU-0a": [10, 11, 12], "GPU-1b": [13, 12]})
     assert owners(node.collector().read()) == [
-        ("0", "", "", "", "", "4711", "1000", "slurm"), ("1", "", "", "", "", "", "1000", "process"),
+        ("0", "", "", "", "", "4711", "1000", "slurm"),
+        ("1", "", "", "", "", "", "1000", "process"),
     ]
     node.runs({"GPU-1b": [13]})
     assert owners(node.collector().read()) == [("0", *NOBODY, "none"), ("1", *NOBODY, "none")]
@@ -189,7 +191,13 @@ def test_a_gpu_whose_processes_cannot_be_seen_has_an_unknown_owner(node: Node) -
 
 def test_job_mapping_files_name_jobs_of_gpus_and_instances(node: Node) -> None:
     for name, content in {
-        "0": "4711\n4712\n\n", "0.2": " 4713 \r\n", "1": "", "7": "9", "1.x": "9", "readme": "9", "0.3": "x" * 65,
+        "0": "4711\n4712\n\n",
+        "0.2": " 4713 \r\n",
+        "1": "",
+        "7": "9",
+        "1.x": "9",
+        "readme": "9",
+        "0.3": "x" * 65,
     }.items():
         (node.jobs / name).write_text(content)
     (node.jobs / "5").mkdir()
@@ -217,10 +225,16 @@ def test_at_most_eight_owners_share_a_gpu(node: Node) -> None:
     assert [owner[5] for owner in found] == [str(job) for job in range(100, 108)] + [""]
 
 
-@pytest.mark.parametrize(("content", "source"), [
-    ("", "unknown"), ("[]", "unknown"), ("{", "unknown"), ('{"GPU-0a": 3}', "unknown"),
-    ('{"GPU-0a": {"mig": [1], "pids": ["x"]}}', "none"),
-])
+@pytest.mark.parametrize(
+    ("content", "source"),
+    [
+        ("", "unknown"),
+        ("[]", "unknown"),
+        ("{", "unknown"),
+        ('{"GPU-0a": 3}', "unknown"),
+        ('{"GPU-0a": {"mig": [1], "pids": ["x"]}}', "none"),
+    ],
+)
 def test_a_runtime_file_of_another_shape_costs_nothing_but_what_it_would_tell(
     node: Node, content: str, source: str
 ) -> None:
@@ -293,7 +307,8 @@ def test_a_lost_gpu_keeps_the_pod_that_the_kubelet_has_forgotten_and_the_job_wit
     scripted.answer = [*HAS_GPU_0, Assignment("slurm", "slurmd-0", "slurmd", "nvidia.com/gpu", "GPU-1b")]
     collector = node.collector(kubelet=scripted.background())
     both = [
-        ("0", "", "ml", "train-0", "worker", "", "", "kubelet"), ("1", "", "", "", "", "4711", "1000", "slurm"),
+        ("0", "", "ml", "train-0", "worker", "", "", "kubelet"),
+        ("1", "", "", "", "", "4711", "1000", "slurm"),
         ("1", "", "slurm", "slurmd-0", "slurmd", "", "", "kubelet"),
     ]
     assert owners(collector.read()) == both
@@ -317,8 +332,16 @@ def test_the_next_pod_is_the_owner_where_no_process_can_ever_be_seen(node: Node)
     collector.close()
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"GPU-0a": 3}', '{"GPU-0a": {"owners": 3, "at": 1, "processes": {}}}',
-                                     '{"GPU-0a": {"owners": [[1,2,3,4,5,6,7,8]], "at": 1, "processes": {}}}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"GPU-0a": 3}',
+        '{"GPU-0a": {"owners": 3, "at": 1, "processes": {}}}',
+        '{"GPU-0a": {"owners": [[1,2,3,4,5,6,7,8]], "at": 1, "processes": {}}}',
+    ],
+)
 def test_a_file_of_last_owners_of_another_shape_is_as_none(node: Node, tmp_path: Path, content: str) -> None:
     (tmp_path / "last.json").write_text(content)
     node.runs({})
@@ -326,8 +349,10 @@ def test_a_file_of_last_owners_of_another_shape_is_as_none(node: Node, tmp_path:
 
 
 PODS = [
-    pod("ml", "train-0", "worker", "GPU-0a"), pod("ml", "shared-a", "main", "GPU-1b::0", "GPU-1b::1"),
-    pod("dev", "shared-b", "main", "GPU-1b::2"), pod("default", "web", "nginx"),
+    pod("ml", "train-0", "worker", "GPU-0a"),
+    pod("ml", "shared-a", "main", "GPU-1b::0", "GPU-1b::1"),
+    pod("dev", "shared-b", "main", "GPU-1b::2"),
+    pod("default", "web", "nginx"),
     pod("default", "nic", "main", "mlx5_0", resource="example.com/nic"),
 ]
 
@@ -354,7 +379,8 @@ def test_a_slurm_job_within_a_pod_is_an_owner_beside_it(node: Node) -> None:
     with kubelet(node.socket, encoded([pod("slurm", "slurmd-0", "slurmd", "GPU-0a")])):
         collector = node.build()
         assert owners(collector.read())[:2] == [
-            ("0", "", "", "", "", "4711", "1000", "slurm"), ("0", "", "slurm", "slurmd-0", "slurmd", "", "", "kubelet"),
+            ("0", "", "", "", "", "4711", "1000", "slurm"),
+            ("0", "", "slurm", "slurmd-0", "slurmd", "", "", "kubelet"),
         ]
         collector.close()
 
@@ -435,10 +461,14 @@ TRAIN = ("0", "", "ml", "train-0", "worker", "", "", "kubelet")
 HAS_GPU_0 = [Assignment("ml", "train-0", "worker", "nvidia.com/gpu", "GPU-0a")]
 
 
-@pytest.mark.parametrize("fault", [
-    PodResourcesError("no answer within 10 s"), FileNotFoundError(2, "No such file", "kubelet.sock"),
-    PermissionError(13, "Permission denied"),
-])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        PodResourcesError("no answer within 10 s"),
+        FileNotFoundError(2, "No such file", "kubelet.sock"),
+        PermissionError(13, "Permission denied"),
+    ],
+)
 def test_the_last_answer_of_a_failing_kubelet_holds_for_five_minutes_and_shows_its_age(
     node: Node, fault: Exception
 ) -> None:
@@ -466,10 +496,14 @@ def test_the_last_answer_of_a_failing_kubelet_holds_for_five_minutes_and_shows_i
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize(("fault", "said"), [
-    (RuntimeError("wires crossed"), "wires crossed"), (AssertionError(), "AssertionError"),
-    (SystemExit(), "the thread that asks has ended"),
-])
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (RuntimeError("wires crossed"), "wires crossed"),
+        (AssertionError(), "AssertionError"),
+        (SystemExit(), "the thread that asks has ended"),
+    ],
+)
 def test_whatever_ends_a_question_is_an_error_of_its_source_and_the_last_answer_holds_no_longer_than_it_may(
     node: Node, fault: BaseException, said: str
 ) -> None:

@@ -32,8 +32,9 @@ SEEDS = (1, 2, 3) if FULL else (1,)
 pytestmark = pytest.mark.timeout(7200 if FULL else 300)
 LONG = pytest.mark.skipif(not FULL, reason="minutes each, and a part of it is above: make simulate")
 RUN = Job("lm", 8, mesh={"tp": 8, "dp": 8}, step_seconds=5.0)  # 64 GPUs: it pages
-ALONE = Scenario("alone", "a run with a spare node", 1.0, (RUN,), spares=1,
-                 noise=Noise(per_node_day=0.0, missing=0.0, late=0.0))
+ALONE = Scenario(
+    "alone", "a run with a spare node", 1.0, (RUN,), spares=1, noise=Noise(per_node_day=0.0, missing=0.0, late=0.0)
+)
 
 
 def fired(found: Rehearsal, severity: str) -> set[str]:
@@ -49,8 +50,9 @@ def told(found: Rehearsal) -> Counter[tuple[str, bool]]:
 
 def one_page(found: Rehearsal) -> str:
     """Return the text of the only page. It is over at the end; Slack had one message, and one that it is."""
-    assert told(found) == {(to, resolved): 1 for to in ("pagerduty", "slack") for resolved in (False, True)}, (
-        report(found))
+    assert told(found) == {(to, resolved): 1 for to in ("pagerduty", "slack") for resolved in (False, True)}, report(
+        found
+    )
     (messages,) = found.pages.values()
     assert [message.resolved for message in messages] == [False, True]
     assert not any(dict(labels)["severity"] == "critical" for labels in found.firing[-1])
@@ -60,16 +62,23 @@ def one_page(found: Rehearsal) -> str:
 def dead_leaf() -> Rehearsal:
     if FULL:
         return rehearse(SCENARIOS["leaf_failure"])
-    return rehearse(replace(ALONE, spares=0, rails=False), faults=[
-        Fault(600.0, "leaf", leaf="leaf-0", lasts=1200.0)], after=1500.0)
+    return rehearse(
+        replace(ALONE, spares=0, rails=False), faults=[Fault(600.0, "leaf", leaf="leaf-0", lasts=1200.0)], after=1500.0
+    )
 
 
 def upgrade() -> Rehearsal:
     if FULL:
         return rehearse(SCENARIOS["rolling_maintenance"])
-    return rehearse(replace(ALONE, spares=4), step=30.0, after=600.0, faults=[
-        Fault(600.0 + 1500 * batch, "maintenance", nodes=tuple(range(4 * batch, 4 * batch + 4)), lasts=1600.0)
-        for batch in range(2)])
+    return rehearse(
+        replace(ALONE, spares=4),
+        step=30.0,
+        after=600.0,
+        faults=[
+            Fault(600.0 + 1500 * batch, "maintenance", nodes=tuple(range(4 * batch, 4 * batch + 4)), lasts=1600.0)
+            for batch in range(2)
+        ],
+    )
 
 
 def dead_host() -> Rehearsal:
@@ -83,7 +92,9 @@ def healthy(seed: int) -> Rehearsal:
 
 
 LIVED: dict[str, Callable[[], Rehearsal]] = {
-    "leaf": dead_leaf, "upgrade": upgrade, "host": dead_host,
+    "leaf": dead_leaf,
+    "upgrade": upgrade,
+    "host": dead_host,
     **{f"seed {seed}": partial(healthy, seed) for seed in SEEDS},
 }
 
@@ -98,15 +109,20 @@ def lived() -> Iterator[dict[str, Future[Rehearsal]]]:
 
 def test_a_dead_leaf_is_one_page_with_its_runs_and_gpus_until_all_is_over(lived: dict[str, Future[Rehearsal]]) -> None:
     found = lived["leaf"].result()
-    behind, run = (("32 hosts of leaf leaf-0-0", "Run big of 256 GPUs has 256") if FULL else
-                   ("8 hosts of leaf leaf-0", "Run lm of 64 GPUs has 64"))
+    behind, run = (
+        ("32 hosts of leaf leaf-0-0", "Run big of 256 GPUs has 256")
+        if FULL
+        else ("8 hosts of leaf leaf-0", "Run lm of 64 GPUs has 64")
+    )
     assert one_page(found).startswith(
-        f"LeafDown: {behind} lost a port, or are gone, within 10m. {run} of its ranks there.")
+        f"LeafDown: {behind} lost a port, or are gone, within 10m. {run} of its ranks there."
+    )
     assert fired(found, "critical") == {"InfinibandPortDown", "LeafDown", "TrainingDown", "TrainingHang"}
     # The run's pages outlast the leaf's by a quarter of an hour, and are held back as long.
     of_leaf, of_run, between = (
         max(place for place, now in enumerate(found.firing) if any(("alertname", name) in labels for labels in now))
-        for name in ("LeafDown", "TrainingHang", "RunOnFaultyHost"))
+        for name in ("LeafDown", "TrainingHang", "RunOnFaultyHost")
+    )
     assert of_leaf + 900 / found.step <= of_run <= between
 
 
@@ -114,7 +130,8 @@ def test_a_dead_host_is_one_page_also_where_its_run_goes_on_elsewhere(lived: dic
     found = lived["host"].result()
     assert one_page(found) == (
         "NodeLost: Host node-0003 (rack rack-0, leaf leaf-0-0) does not answer. "
-        "Run lm of 64 GPUs has 8 of its ranks there.")
+        "Run lm of 64 GPUs has 8 of its ranks there."
+    )
     assert fired(found, "critical") == {"NodeLost", "TrainingHang"}
 
 
@@ -156,8 +173,10 @@ def test_a_driver_upgrade_in_announced_maintenance_is_no_page(lived: dict[str, F
 def test_a_healthy_cluster_pages_nobody_whatever_its_nodes_see(seed: int, lived: dict[str, Future[Rehearsal]]) -> None:
     found = lived[f"seed {seed}"].result()
     hours = (len(found.firing) - 1) * found.step / 3600
-    print(f"seed {seed}: {8 * hours:.0f} node-hours, pages {len(found.pages)}, messages {len(found.messages)}, "
-          f"warnings {sorted(fired(found, 'warning'))}")
+    print(
+        f"seed {seed}: {8 * hours:.0f} node-hours, pages {len(found.pages)}, messages {len(found.messages)}, "
+        f"warnings {sorted(fired(found, 'warning'))}"
+    )
     assert 8 * hours >= (1000 if FULL else 4)
     assert found.pages == {}, report(found)
     assert fired(found, "critical") == set()
@@ -167,8 +186,8 @@ def test_a_healthy_cluster_pages_nobody_whatever_its_nodes_see(seed: int, lived:
 def test_the_command_prints_what_happened_beside_who_was_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["healthy", "--days", "0.002", "--pages", "1"]) == 1
     assert capsys.readouterr().out == (
-        "healthy, seed 1\n\nwhat happened\n  nothing\n\nwho was told what\n\n"
-        "17 evaluations; fired: nothing\npages: 0\n")
+        "healthy, seed 1\n\nwhat happened\n  nothing\n\nwho was told what\n\n17 evaluations; fired: nothing\npages: 0\n"
+    )
 
 
 # In the place of an Alertmanager: ready at once, and slow to take an alert.
@@ -202,11 +221,13 @@ def test_pages_that_were_told_too_late_are_not_counted(tmp_path: Path) -> None:
 def test_series_are_written_as_promtool_reads_them_from_the_beginning_on() -> None:
     scraped = Series(100.0, 15.0)
     for t, values in (
-            (85.0, {"up": 1.0, "some_timestamp_seconds": 0.0}),
-            (100.0, {"up": 1.0, "some_timestamp_seconds": EPOCH + 90}),
-            (115.0, {"up": 1.0, "some_timestamp_seconds": EPOCH + 110}),
-            (145.0, {"up": 2.5}), (160.0, {"up": 2.5}),
-            (175.0, {"some_timestamp_seconds": EPOCH + 175})):
+        (85.0, {"up": 1.0, "some_timestamp_seconds": 0.0}),
+        (100.0, {"up": 1.0, "some_timestamp_seconds": EPOCH + 90}),
+        (115.0, {"up": 1.0, "some_timestamp_seconds": EPOCH + 110}),
+        (145.0, {"up": 2.5}),
+        (160.0, {"up": 2.5}),
+        (175.0, {"some_timestamp_seconds": EPOCH + 175}),
+    ):
         scraped(t, [(name, {"job": "a"}, value) for name, value in values.items()])
     assert scraped.inputs() == [
         {"series": 'up{job="a"}', "values": "1x1 stale 2.5x1 stale"},

@@ -74,8 +74,14 @@ class Ports(Infiniband):
         self.refused: dict[str, int] = dict(pread or {})
         self.asked = Counter[str]()
         super().__init__(
-            folder / "sys", "node1", folder / "state" / "ports.json", routes=folder / "route",
-            boot_id=boot_id, clock=lambda: self.now, wall=lambda: self.unix, pread=self.pread,
+            folder / "sys",
+            "node1",
+            folder / "state" / "ports.json",
+            routes=folder / "route",
+            boot_id=boot_id,
+            clock=lambda: self.now,
+            wall=lambda: self.unix,
+            pread=self.pread,
         )
 
     def pread(self, file: int, length: int, offset: int) -> bytes:
@@ -97,21 +103,29 @@ def values(samples: list[Sample], device: str = "mlx5_0", port: str = "1") -> di
     """Return one port's series in base units; a third label is behind a colon."""
     return {
         ":".join((row.name.removeprefix("infiniband_"), *labels[2:])): value * row.scale
-        for row, labels, value in samples if labels[:2] == (device, port) and row.type != "info"
+        for row, labels, value in samples
+        if labels[:2] == (device, port) and row.type != "info"
     }
 
 
 def identity(samples: list[Sample], device: str = "mlx5_0") -> dict[str, str]:
     """Return a device's info labels."""
     return next(
-        dict(zip(row.labels, labels, strict=True)) for row, labels, _ in samples
+        dict(zip(row.labels, labels, strict=True))
+        for row, labels, _ in samples
         if row is INFINIBAND_INFO and labels[0] == device
     )
 
 
 LINK_UP = {
-    "port_present": 1, "port_state_id": 4, "port_physical_state_id": 5, "port_rate_bytes_per_second": 50e9,
-    "port_expected_rate_bytes_per_second": 50e9, "link_flaps_total": 0, "link_drops_total": 0, "link_flapping": 0,
+    "port_present": 1,
+    "port_state_id": 4,
+    "port_physical_state_id": 5,
+    "port_rate_bytes_per_second": 50e9,
+    "port_expected_rate_bytes_per_second": 50e9,
+    "link_flaps_total": 0,
+    "link_drops_total": 0,
+    "link_flapping": 0,
     "port_refused_files": 0,
 }
 NDR_VALUES = {
@@ -160,8 +174,16 @@ def test_an_ndr_port_of_the_h100_capture_in_base_units(tmp_path: Path) -> None:
     tree(tmp_path, NDR)
     samples = Ports(tmp_path).read()
     assert identity(samples) == {
-        "device": "mlx5_0", "port": "1", "host": "node1", "board_id": "MT_0000000838", "firmware_version": "28.41.1000",
-        "hca_type": "MT4129", "link_layer": "InfiniBand", "net_device": "", "role": "", "rail": "",
+        "device": "mlx5_0",
+        "port": "1",
+        "host": "node1",
+        "board_id": "MT_0000000838",
+        "firmware_version": "28.41.1000",
+        "hca_type": "MT4129",
+        "link_layer": "InfiniBand",
+        "net_device": "",
+        "role": "",
+        "rail": "",
     }
     assert values(samples) == NDR_VALUES
 
@@ -174,20 +196,23 @@ def test_a_roce_port_has_the_congestion_counters_and_its_net_device(tmp_path: Pa
     samples = Ports(tmp_path).read()
     seen = values(samples, "mlx5_bond_0")
     assert (identity(samples, "mlx5_bond_0")["link_layer"], identity(samples, "mlx5_bond_0")["net_device"]) == (
-        "Ethernet", "bond0")
+        "Ethernet",
+        "bond0",
+    )
     assert seen.pop("congestion_notifications_handled_total") == 0
     assert seen.pop("congestion_notifications_ignored_total") == 1
     assert seen.pop("congestion_marked_packets_total") == 2
     assert seen.pop("congestion_notifications_sent_total") == 3
     assert seen.pop("carrier_changes_total") == 6
-    assert seen == NDR_VALUES | {
-        "port_rate_bytes_per_second": 25e9, "port_expected_rate_bytes_per_second": 25e9}
+    assert seen == NDR_VALUES | {"port_rate_bytes_per_second": 25e9, "port_expected_rate_bytes_per_second": 25e9}
 
 
 def test_counters_that_read_no_pma_are_absent_and_the_state_is_there(tmp_path: Path) -> None:
     tree(tmp_path, CAPTURES / "legacy" / "i40iw0")
     assert values(Ports(tmp_path).read(), "i40iw0") == LINK_UP | {
-        "port_rate_bytes_per_second": 1.25e9, "port_expected_rate_bytes_per_second": 1.25e9}
+        "port_rate_bytes_per_second": 1.25e9,
+        "port_expected_rate_bytes_per_second": 1.25e9,
+    }
 
 
 def test_an_mlx4_device_has_two_ports_and_the_wider_of_two_files_for_a_number(tmp_path: Path) -> None:
@@ -235,27 +260,50 @@ def test_an_efa_port_counts_bytes_and_is_as_active_as_its_net_device(tmp_path: P
     sysfs = tmp_path / "sys"
     device = "class/infiniband/rdmap79s0"
     port = f"{device}/ports/1"
-    write(sysfs, {
-        f"{port}/state": "4: ACTIVE", f"{port}/phys_state": "5: LinkUp", f"{port}/rate": "100 Gb/sec (4X EDR)",
-        f"{port}/link_layer": "Unspecified", f"{port}/hw_counters/tx_bytes": 1000, f"{port}/hw_counters/rx_bytes": 2000,
-        f"{port}/hw_counters/tx_pkts": 10, f"{port}/hw_counters/rx_pkts": 20, f"{port}/hw_counters/rx_drops": 1,
-        f"{port}/hw_counters/send_bytes": 3, f"{port}/hw_counters/rdma_read_resp_bytes": 4,
-        f"{port}/hw_counters/rdma_write_wrs": 5, f"{port}/hw_counters/retrans_timeout_events": 6,
-        f"{port}/hw_counters/lifespan": 12,
-        f"{device}/hw_counters/no_completion_cmds": 7, f"{device}/hw_counters/create_qp_err": 8,
-        f"{device}/hw_counters/mmap_err": 0, f"{device}/device/net/eth1/dev_port": 0,
-        "class/net/eth1/operstate": "up", "class/net/eth1/carrier_changes": 1,
-    })
+    write(
+        sysfs,
+        {
+            f"{port}/state": "4: ACTIVE",
+            f"{port}/phys_state": "5: LinkUp",
+            f"{port}/rate": "100 Gb/sec (4X EDR)",
+            f"{port}/link_layer": "Unspecified",
+            f"{port}/hw_counters/tx_bytes": 1000,
+            f"{port}/hw_counters/rx_bytes": 2000,
+            f"{port}/hw_counters/tx_pkts": 10,
+            f"{port}/hw_counters/rx_pkts": 20,
+            f"{port}/hw_counters/rx_drops": 1,
+            f"{port}/hw_counters/send_bytes": 3,
+            f"{port}/hw_counters/rdma_read_resp_bytes": 4,
+            f"{port}/hw_counters/rdma_write_wrs": 5,
+            f"{port}/hw_counters/retrans_timeout_events": 6,
+            f"{port}/hw_counters/lifespan": 12,
+            f"{device}/hw_counters/no_completion_cmds": 7,
+            f"{device}/hw_counters/create_qp_err": 8,
+            f"{device}/hw_counters/mmap_err": 0,
+            f"{device}/device/net/eth1/dev_port": 0,
+            "class/net/eth1/operstate": "up",
+            "class/net/eth1/carrier_changes": 1,
+        },
+    )
     ports = Ports(tmp_path)
     samples = ports.read()
     assert (identity(samples, "rdmap79s0")["role"], identity(samples, "rdmap79s0")["net_device"]) == ("compute", "eth1")
     assert values(samples, "rdmap79s0") == LINK_UP | {
-        "port_rate_bytes_per_second": 12.5e9, "port_expected_rate_bytes_per_second": 12.5e9,
-        "transmit_data_bytes_total": 1000, "receive_data_bytes_total": 2000,
-        "transmit_packets_total": 10, "receive_packets_total": 20, "receive_discards_total": 1,
-        "efa_sent_bytes_total": 3, "efa_read_response_bytes_total": 4, "efa_write_requests_total": 5,
-        "retransmit_timeouts_total": 6, "commands_lost_total": 7,
-        "operation_errors_total:create_qp": 8, "operation_errors_total:mmap": 0, "carrier_changes_total": 1,
+        "port_rate_bytes_per_second": 12.5e9,
+        "port_expected_rate_bytes_per_second": 12.5e9,
+        "transmit_data_bytes_total": 1000,
+        "receive_data_bytes_total": 2000,
+        "transmit_packets_total": 10,
+        "receive_packets_total": 20,
+        "receive_discards_total": 1,
+        "efa_sent_bytes_total": 3,
+        "efa_read_response_bytes_total": 4,
+        "efa_write_requests_total": 5,
+        "retransmit_timeouts_total": 6,
+        "commands_lost_total": 7,
+        "operation_errors_total:create_qp": 8,
+        "operation_errors_total:mmap": 0,
+        "carrier_changes_total": 1,
     }
     write(sysfs, {"class/net/eth1/operstate": "down"})
     assert values(ports.read(), "rdmap79s0")["port_state_id"] == 1
@@ -264,12 +312,22 @@ def test_an_efa_port_counts_bytes_and_is_as_active_as_its_net_device(tmp_path: P
 def test_what_an_infiniband_port_alone_has(tmp_path: Path) -> None:
     sysfs = tree(tmp_path, NDR)
     hwmon = "class/infiniband/mlx5_0/device/hwmon/hwmon3"
-    write(sysfs, {
-        f"{PORT}/lid": "0x11b", f"{PORT}/sm_lid": "0x1", f"{hwmon}/temp1_input": 61000, f"{hwmon}/temp1_label": "asic",
-        f"{hwmon}/temp2_input": 48500, f"{hwmon}/temp2_label": "Module0", f"{hwmon}/temp2_crit": 75000,
-    })
+    write(
+        sysfs,
+        {
+            f"{PORT}/lid": "0x11b",
+            f"{PORT}/sm_lid": "0x1",
+            f"{hwmon}/temp1_input": 61000,
+            f"{hwmon}/temp1_label": "asic",
+            f"{hwmon}/temp2_input": 48500,
+            f"{hwmon}/temp2_label": "Module0",
+            f"{hwmon}/temp2_crit": 75000,
+        },
+    )
     assert values(Ports(tmp_path).read()) == NDR_VALUES | {
-        "port_lid": 283, "port_subnet_manager_lid": 1, "temperature_celsius:asic": 61.0,
+        "port_lid": 283,
+        "port_subnet_manager_lid": 1,
+        "temperature_celsius:asic": 61.0,
         "temperature_celsius:Module0": 48.5,
     }
 
@@ -292,10 +350,13 @@ def test_every_counter_of_the_catalogue_is_read_from_each_of_its_files(tmp_path:
     for turn in range(max(len(row.files) for row in rows)):
         sysfs = tmp_path / str(turn) / "sys"
         files = {row.files[turn]: row for row in rows if turn < len(row.files)}
-        write(sysfs, {
-            f"{PORT}/link_layer": "InfiniBand",
-            **{f"{PORT}/{file}".replace(f"{PORT}/device/", "class/infiniband/mlx5_0/"): 7 for file in files},
-        })
+        write(
+            sysfs,
+            {
+                f"{PORT}/link_layer": "InfiniBand",
+                **{f"{PORT}/{file}".replace(f"{PORT}/device/", "class/infiniband/mlx5_0/"): 7 for file in files},
+            },
+        )
         assert {row for row, _, _ in Ports(tmp_path / str(turn)).read()} >= set(files.values())
 
 
@@ -307,10 +368,15 @@ def test_a_port_with_everything_a_healthy_one_has_is_within_60_series(
     folder = f"class/infiniband/{device}"
     write(sysfs, {f"{folder}/ports/1/hw_counters/{name}": 1 for name in more})
     write(sysfs, {f"{folder}/device/hwmon/hwmon0/temp{number}_input": 50000 for number in (1, 2)})
-    write(sysfs, {
-        f"{folder}/ports/1/lid": "0x1", f"{folder}/ports/1/sm_lid": "0x1", f"{folder}/device/net/eth0/dev_port": 0,
-        "class/net/eth0/carrier_changes": 1,
-    })
+    write(
+        sysfs,
+        {
+            f"{folder}/ports/1/lid": "0x1",
+            f"{folder}/ports/1/sm_lid": "0x1",
+            f"{folder}/device/net/eth0/dev_port": 0,
+            "class/net/eth0/carrier_changes": 1,
+        },
+    )
     gpus = {f"GPU-{index}": {"gpu": str(index), "uuid": f"GPU-{index}", "pci_bus_id": ""} for index in range(8)}
     write(tmp_path, {"state/gpus.json": json.dumps(gpus)})
     samples = Ports(tmp_path).read()
@@ -324,8 +390,9 @@ def test_a_port_with_everything_a_healthy_one_has_is_within_60_series(
 def test_a_file_that_fails_costs_its_own_series_only(tmp_path: Path, error: int) -> None:
     tree(tmp_path, NDR)
     ports = Ports(tmp_path, {"symbol_error": error, "phys_state": error})
-    without = {key: value for key, value in NDR_VALUES.items() if key not in (
-        "symbol_errors_total", "port_physical_state_id")}
+    without = {
+        key: value for key, value in NDR_VALUES.items() if key not in ("symbol_errors_total", "port_physical_state_id")
+    }
     assert values(ports.read()) == without
     ports.refused.clear()
     assert values(ports.after(300)) == NDR_VALUES
@@ -336,7 +403,8 @@ def test_a_counter_the_firmware_refuses_is_asked_more_and_more_rarely(tmp_path: 
     sysfs = tree(tmp_path, NDR)
     ports = Ports(tmp_path, {"symbol_error": error})
     expected = {key: value for key, value in NDR_VALUES.items() if key != "symbol_errors_total"} | {
-        "port_refused_files": 1}
+        "port_refused_files": 1
+    }
     asked = []
     for minute in range(300):
         before = ports.asked["symbol_error"]
@@ -357,8 +425,9 @@ def test_a_state_that_is_refused_once_is_back_after_a_minute(tmp_path: Path) -> 
     assert values(ports.read()) == NDR_VALUES
     for _ in range(2):  # the wait does not grow where the file answered in between
         ports.refused["state"] = errno.EINVAL
-        assert values(ports.after(1)) == {
-            key: value for key, value in NDR_VALUES.items() if key != "port_state_id"} | {"port_refused_files": 1}
+        assert values(ports.after(1)) == {key: value for key, value in NDR_VALUES.items() if key != "port_state_id"} | {
+            "port_refused_files": 1
+        }
         ports.refused.clear()
         assert "port_state_id" not in values(ports.after(59))
         assert values(ports.after(1)) == NDR_VALUES
@@ -390,7 +459,10 @@ def test_a_port_that_the_fabric_manager_owns_is_left_alone_and_the_next_one_is_r
         if ports.asked["refused"] > before:
             tries[second] = ports.asked["refused"] - before
         assert values(samples) == {
-            "port_present": 1, "link_flaps_total": 0, "link_drops_total": 0, "link_flapping": 0,
+            "port_present": 1,
+            "link_flaps_total": 0,
+            "link_drops_total": 0,
+            "link_flapping": 0,
             "port_refused_files": len(owned) - len({"board_id", "fw_ver", "hca_type", "link_layer"}),
         }
         assert values(samples, "mlx5_1") == NDR_VALUES
@@ -438,7 +510,8 @@ def test_real_files_that_cannot_be_read(tmp_path: Path, unreadable: str) -> None
     file.unlink()
     file.symlink_to(unreadable)  # EIO, ENOENT, EISDIR, ELOOP
     assert values(Ports(tmp_path).read()) == {
-        key: value for key, value in NDR_VALUES.items() if key != "symbol_errors_total"}
+        key: value for key, value in NDR_VALUES.items() if key != "symbol_errors_total"
+    }
 
 
 @contextmanager
@@ -464,7 +537,8 @@ def test_a_file_this_user_may_not_open_hides_no_other() -> None:
             with pytest.raises(PermissionError):
                 (sysfs / PORT / "counters/symbol_error").read_text()
             assert values(Ports(folder).read()) == {
-                key: value for key, value in NDR_VALUES.items() if key != "symbol_errors_total"}
+                key: value for key, value in NDR_VALUES.items() if key != "symbol_errors_total"
+            }
 
 
 def test_a_class_folder_this_user_may_not_list_is_no_missing_port() -> None:
@@ -487,10 +561,11 @@ def test_a_file_that_vanishes_ends_its_series_and_comes_back(tmp_path: Path) -> 
     assert values(ports.read()) == NDR_VALUES | {"symbol_errors_total": 3}
     shutil.rmtree(sysfs / PORT / "hw_counters")
     assert values(ports.read()) == {
-        key: value for key, value in (NDR_VALUES | {"symbol_errors_total": 3}).items()
+        key: value
+        for key, value in (NDR_VALUES | {"symbol_errors_total": 3}).items()
         if f"infiniband_{key}" not in {row.name for file, row in COUNTERS.items() if file.startswith("hw_counters/")}
-        or key in ("transmit_data_bytes_total", "receive_data_bytes_total", "transmit_packets_total",
-                   "receive_packets_total")
+        or key
+        in ("transmit_data_bytes_total", "receive_data_bytes_total", "transmit_packets_total", "receive_packets_total")
     }
 
 
@@ -508,7 +583,8 @@ def test_a_physical_state_that_repeats_the_logical_one_is_absent(tmp_path: Path)
     sysfs = tree(tmp_path, NDR)
     write(sysfs, {f"{PORT}/phys_state": "4: ACTIVE"})
     assert values(Ports(tmp_path).read()) == {
-        key: value for key, value in NDR_VALUES.items() if key != "port_physical_state_id"}
+        key: value for key, value in NDR_VALUES.items() if key != "port_physical_state_id"
+    }
 
 
 @given(st.binary(max_size=200))
@@ -527,8 +603,13 @@ def test_no_content_of_a_file_breaks_the_read(tmp_path_factory: pytest.TempPathF
 @given(st.text())
 def test_parsers_return_a_number_or_nothing(text: str) -> None:
     for parse, highest in (
-        (counter, 2**64 - 1), (state, 99), (physical_state, 99), (rate, 1e6), (local_identifier, 2**32 - 1),
-        (operational_state, 4), (temperature, 10**7),
+        (counter, 2**64 - 1),
+        (state, 99),
+        (physical_state, 99),
+        (rate, 1e6),
+        (local_identifier, 2**32 - 1),
+        (operational_state, 4),
+        (temperature, 10**7),
     ):
         number = parse(text)
         assert number is None or abs(number) <= highest
@@ -537,12 +618,29 @@ def test_parsers_return_a_number_or_nothing(text: str) -> None:
 
 def test_texts_the_kernel_writes() -> None:
     assert [state(text) for text in ("4: ACTIVE", "1: DOWN", "2: INIT", "", "ACTIVE", "9" * 5000)] == [
-        4, 1, 2, None, None, None]
+        4,
+        1,
+        2,
+        None,
+        None,
+        None,
+    ]
     assert [physical_state(text) for text in ("5: LinkUp", "2: Polling", "4: ACTIVE", "")] == [5, 2, None, None]
     assert [rate(text) for text in ("400 Gb/sec (4X NDR)", "2.5 Gb/sec (1X SDR)", "", "fast")] == [400, 2.5, None, None]
-    assert [counter(text) for text in (
-        "0", "18446744073709551615", "18446744073709551616", "9" * 5000, "N/A (no PMA)", "", "-1", "1_000", "\u0664"
-    )] == [0, 18446744073709551615, *[None] * 7]
+    assert [
+        counter(text)
+        for text in (
+            "0",
+            "18446744073709551615",
+            "18446744073709551616",
+            "9" * 5000,
+            "N/A (no PMA)",
+            "",
+            "-1",
+            "1_000",
+            "\u0664",
+        )
+    ] == [0, 18446744073709551615, *[None] * 7]
     assert [local_identifier(text) for text in ("0x11b", "0xffff", "17", "")] == [283, 65535, None, None]
     assert [operational_state(text) for text in ("up", "down", "dormant", "unknown")] == [4, 1, None, None]
     assert [temperature(text) for text in ("61000", "-5000", "N/A")] == [61000, -5000, None]
@@ -555,11 +653,22 @@ def test_texts_the_kernel_writes() -> None:
 
 # Registers that wrap, stick or are cleared.
 
-@pytest.mark.parametrize(("wrap", "last", "number", "rise"), [
-    (2**32, 2**32 - 1, 0, 1), (2**32, 2**32 - 10, 5, 15), (2**32, 100, 100, 0), (2**32, 100, 250, 150),
-    (2**32, 1000, 3, 3),  # cleared
-    (0, 65535, 0, 0), (0, 65535, 7, 7), (0, 3, 65535, 65532), (0, 2**64 - 1, 5, 5), (0, 10**15, 10**15 + 1, 1),
-])
+
+@pytest.mark.parametrize(
+    ("wrap", "last", "number", "rise"),
+    [
+        (2**32, 2**32 - 1, 0, 1),
+        (2**32, 2**32 - 10, 5, 15),
+        (2**32, 100, 100, 0),
+        (2**32, 100, 250, 150),
+        (2**32, 1000, 3, 3),  # cleared
+        (0, 65535, 0, 0),
+        (0, 65535, 7, 7),
+        (0, 3, 65535, 65532),
+        (0, 2**64 - 1, 5, 5),
+        (0, 10**15, 10**15 + 1, 1),
+    ],
+)
 def test_how_far_a_register_rose(wrap: int, last: int, number: int, rise: int) -> None:
     assert risen(last, number, wrap) == rise
 
@@ -590,14 +699,18 @@ def test_a_counter_that_wraps_goes_on(tmp_path: Path) -> None:
     assert seen == [2**32 - 2, 2**32 + 3, 2**32 + 3, 2**32 + 2**31, 2**33 - 1, 2**33]
 
 
-@pytest.mark.parametrize(("file", "highest", "series"), [
-    ("symbol_error", 65535, "symbol_errors_total"), ("link_downed", 255, "link_downed_total"),
-    ("local_link_integrity_errors", 15, "local_link_integrity_errors_total"),
-    ("port_xmit_wait", 2**32 - 1, "transmit_wait_ticks_total"),
-    # Without extended counters these have 32 bits.
-    ("port_xmit_packets", 2**32 - 1, "transmit_packets_total"),
-    ("port_rcv_packets", 2**32 - 1, "receive_packets_total"),
-])
+@pytest.mark.parametrize(
+    ("file", "highest", "series"),
+    [
+        ("symbol_error", 65535, "symbol_errors_total"),
+        ("link_downed", 255, "link_downed_total"),
+        ("local_link_integrity_errors", 15, "local_link_integrity_errors_total"),
+        ("port_xmit_wait", 2**32 - 1, "transmit_wait_ticks_total"),
+        # Without extended counters these have 32 bits.
+        ("port_xmit_packets", 2**32 - 1, "transmit_packets_total"),
+        ("port_rcv_packets", 2**32 - 1, "receive_packets_total"),
+    ],
+)
 def test_a_counter_that_sticks_says_so_until_it_is_cleared(
     tmp_path: Path, file: str, highest: int, series: str
 ) -> None:
@@ -613,8 +726,9 @@ def test_a_counter_that_sticks_says_so_until_it_is_cleared(
     assert values(ports.read()) == others | {series: highest + 2}
 
 
-@pytest.mark.parametrize(("file", "series"), [
-    ("port_xmit_data", "transmit_data_bytes_total"), ("port_rcv_data", "receive_data_bytes_total")])
+@pytest.mark.parametrize(
+    ("file", "series"), [("port_xmit_data", "transmit_data_bytes_total"), ("port_rcv_data", "receive_data_bytes_total")]
+)
 def test_traffic_stuck_in_32_bits_is_saturated_and_a_wider_register_is_not(
     tmp_path: Path, file: str, series: str
 ) -> None:
@@ -649,11 +763,14 @@ def test_no_count_falls_over_a_restart_after_a_wrap_and_a_clear(tmp_path: Path, 
         ports.close()
 
 
-@pytest.mark.parametrize(("boot", "number", "counted"), [
-    ("boot1", 3, 2**32 + 3),  # wrapped while nobody looked
-    ("boot2", 3, 2**32 - 7 + 3),  # began anew
-    ("boot1", 2**32 - 6, 2**32 - 6),
-])
+@pytest.mark.parametrize(
+    ("boot", "number", "counted"),
+    [
+        ("boot1", 3, 2**32 + 3),  # wrapped while nobody looked
+        ("boot2", 3, 2**32 - 7 + 3),  # began anew
+        ("boot1", 2**32 - 6, 2**32 - 6),
+    ],
+)
 def test_a_register_that_is_soon_to_wrap_is_kept(tmp_path: Path, boot: str, number: int, counted: int) -> None:
     sysfs = tree(tmp_path, NDR)
     register = f"{PORT}/hw_counters/out_of_sequence"
@@ -707,11 +824,21 @@ def test_the_counts_of_a_port_that_is_missing_at_the_restart_are_kept(tmp_path: 
     assert (back["symbol_errors_total"], back["out_of_sequence_total"]) == (13, 2**32 - 7 + 3)
 
 
-@pytest.mark.parametrize("kept", [
-    None, [], {"counters/symbol_error": 3}, {"counters/symbol_error": [3]}, {"counters/symbol_error": [3, 4]},
-    {"counters/symbol_error": [3, -1]}, {"counters/symbol_error": [True, True]}, {"counters/symbol_error": [9e9, 1]},
-    {"counters/symbol_error": [2**90, 1]}, {"counters/../../x": [3, 1]},
-])
+@pytest.mark.parametrize(
+    "kept",
+    [
+        None,
+        [],
+        {"counters/symbol_error": 3},
+        {"counters/symbol_error": [3]},
+        {"counters/symbol_error": [3, 4]},
+        {"counters/symbol_error": [3, -1]},
+        {"counters/symbol_error": [True, True]},
+        {"counters/symbol_error": [9e9, 1]},
+        {"counters/symbol_error": [2**90, 1]},
+        {"counters/../../x": [3, 1]},
+    ],
+)
 def test_counts_of_another_shape_are_forgotten(tmp_path: Path, kept: object) -> None:
     tree(tmp_path, NDR)
     Ports(tmp_path).read()
@@ -745,9 +872,7 @@ def test_the_history_is_written_when_it_changed_and_counts_at_most_every_five_mi
 
 
 @given(st.lists(st.one_of(st.integers(0, 2**31 - 1), st.sampled_from(["clear", "restart", "reboot"])), max_size=12))
-def test_no_count_falls_whatever_happens(
-    tmp_path_factory: pytest.TempPathFactory, events: list[int | str]
-) -> None:
+def test_no_count_falls_whatever_happens(tmp_path_factory: pytest.TempPathFactory, events: list[int | str]) -> None:
     root = tmp_path_factory.mktemp("port")
     file = f"{PORT}/hw_counters/out_of_sequence"
     write(root / "sys", {file: 0})
@@ -825,10 +950,16 @@ def function(sysfs: Path, device: str, address: str) -> Path:
 
 
 @pytest.mark.parametrize("restart", [False, True])
-@pytest.mark.parametrize(("what", "present"), [
-    ("moved to a container's network namespace", None), ("given to a virtual machine", None),
-    ("left without a driver", 0), ("given up by its driver", 0), ("gone from the bus", 0),
-])
+@pytest.mark.parametrize(
+    ("what", "present"),
+    [
+        ("moved to a container's network namespace", None),
+        ("given to a virtual machine", None),
+        ("left without a driver", 0),
+        ("given up by its driver", 0),
+        ("gone from the bus", 0),
+    ],
+)
 def test_a_port_that_serves_others_is_not_missing(
     tmp_path: Path, what: str, present: float | None, restart: bool
 ) -> None:
@@ -910,7 +1041,8 @@ def test_of_more_ports_than_a_node_can_have_the_first_are_read(
     for _ in range(2):
         assert sum(row is INFINIBAND_PRESENT for row, _, _ in ports.after(300)) == PORTS
     assert [record.message for record in caplog.records] == [
-        f"70 ports in {tmp_path}/sys/class/infiniband, of which 64 are read"]
+        f"70 ports in {tmp_path}/sys/class/infiniband, of which 64 are read"
+    ]
 
 
 def test_a_port_whose_folder_alone_vanishes_is_gone(tmp_path: Path) -> None:
@@ -940,8 +1072,14 @@ def down(sysfs: Path) -> None:
 
 
 def up(sysfs: Path, gigabits: int = 400) -> None:
-    write(sysfs, {
-        f"{PORT}/state": "4: ACTIVE", f"{PORT}/phys_state": "5: LinkUp", f"{PORT}/rate": f"{gigabits} Gb/sec (4X NDR)"})
+    write(
+        sysfs,
+        {
+            f"{PORT}/state": "4: ACTIVE",
+            f"{PORT}/phys_state": "5: LinkUp",
+            f"{PORT}/rate": f"{gigabits} Gb/sec (4X NDR)",
+        },
+    )
 
 
 def test_a_slower_link_is_seen_against_the_highest_rate_across_a_restart(tmp_path: Path) -> None:
@@ -1016,10 +1154,22 @@ def pci(sysfs: Path, adapters: Mapping[str, str], gpus: Mapping[str, str]) -> No
 
 
 def inventory(folder: Path, gpus: Mapping[str, str]) -> None:
-    write(folder, {"state/gpus.json": json.dumps({
-        uuid: {"gpu": str(index), "uuid": uuid, "pci_bus_id": f"0000{address.upper()}", "module_id": str(9 - index)}
-        for index, (uuid, address) in enumerate(gpus.items())
-    })})
+    write(
+        folder,
+        {
+            "state/gpus.json": json.dumps(
+                {
+                    uuid: {
+                        "gpu": str(index),
+                        "uuid": uuid,
+                        "pci_bus_id": f"0000{address.upper()}",
+                        "module_id": str(9 - index),
+                    }
+                    for index, (uuid, address) in enumerate(gpus.items())
+                }
+            )
+        },
+    )
 
 
 def rails(samples: list[Sample]) -> dict[str, tuple[str, str]]:
@@ -1040,7 +1190,9 @@ def test_rails_come_with_the_gpus_and_follow_their_module_ids(two_rails: Path) -
     samples = ports.read()
     assert rails(samples) == {"mlx5_0": ("compute", "1"), "mlx5_1": ("compute", "0")}
     assert [labels for row, labels, _ in samples if row is INFINIBAND_GPU_AFFINITY] == [
-        ("mlx5_1", "1", "1", "GPU-b", "PIX"), ("mlx5_0", "1", "0", "GPU-a", "PIX")]
+        ("mlx5_1", "1", "1", "GPU-b", "PIX"),
+        ("mlx5_0", "1", "0", "GPU-a", "PIX"),
+    ]
 
 
 @pytest.mark.parametrize("restart", [False, True])
@@ -1068,12 +1220,16 @@ def test_an_adapter_in_the_place_of_a_missing_one_replaces_it(two_rails: Path) -
 
 def test_the_port_below_the_default_route_is_for_management(two_rails: Path) -> None:
     inventory(two_rails, RAILS)
-    write(two_rails, {
-        "route": "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT\n"
-                 "bond0.7 00000000 0100A8C0 0003 0 0 0 00000000 0 0 0",
-        "sys/class/net/bond0.7/lower_bond0": "", "sys/class/net/bond0/lower_eth5": "",
-        "sys/class/infiniband/mlx5_1/device/net/eth5/dev_port": 0,
-    })
+    write(
+        two_rails,
+        {
+            "route": "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT\n"
+            "bond0.7 00000000 0100A8C0 0003 0 0 0 00000000 0 0 0",
+            "sys/class/net/bond0.7/lower_bond0": "",
+            "sys/class/net/bond0/lower_eth5": "",
+            "sys/class/infiniband/mlx5_1/device/net/eth5/dev_port": 0,
+        },
+    )
     assert rails(Ports(two_rails).read()) == {"mlx5_0": ("compute", "0"), "mlx5_1": ("management", "")}
 
 
@@ -1087,7 +1243,8 @@ def test_the_simulated_node_has_eight_rails_a_storage_port_and_keeps_a_removed_o
     whole = {device: ("compute", str(7 - gpu)) for gpu, device in enumerate(DEVICES)} | {"mlx5_bond_0": ("storage", "")}
     assert rails(samples) == whole
     assert [labels for row, labels, _ in samples if row is INFINIBAND_GPU_AFFINITY] == [
-        (DEVICES[gpu], "1", str(gpu), node.uuid(gpu), "PIX") for gpu in reversed(range(8))]
+        (DEVICES[gpu], "1", str(gpu), node.uuid(gpu), "PIX") for gpu in reversed(range(8))
+    ]
     node.remove("mlx5_5")
     node.tick(1_700_000_001)
     samples = ports.read()
@@ -1136,8 +1293,11 @@ def test_the_factory_reads_beside_its_inventory(two_rails: Path) -> None:
     inventory(two_rails, RAILS)
     state_folder = two_rails / "state"
     collector = build(
-        host="node1", inventory=str(state_folder / "ports.json"), sysfs=str(two_rails / "sys"),
-        gpus=str(state_folder / "gpus.json"), state=str(state_folder / "port_history.json"),
+        host="node1",
+        inventory=str(state_folder / "ports.json"),
+        sysfs=str(two_rails / "sys"),
+        gpus=str(state_folder / "gpus.json"),
+        state=str(state_folder / "port_history.json"),
     )
     assert rails(collector.read()) == {"mlx5_0": ("compute", "1"), "mlx5_1": ("compute", "0")}
     assert sorted(path.name for path in state_folder.iterdir()) == ["gpus.json", "port_history.json", "ports.json"]

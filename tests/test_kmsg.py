@@ -47,8 +47,14 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def gpus(tmp_path: Path) -> Path:
     """Return an inventory of one GPU, at 0000:53:00."""
-    (tmp_path / "gpus.json").write_text(json.dumps({"GPU-53": dict.fromkeys(GPU_INFO.labels, "") | {
-        "gpu": "0", "uuid": "GPU-53", "pci_bus_id": "00000000:53:00.0"}}))
+    (tmp_path / "gpus.json").write_text(
+        json.dumps(
+            {
+                "GPU-53": dict.fromkeys(GPU_INFO.labels, "")
+                | {"gpu": "0", "uuid": "GPU-53", "pci_bus_id": "00000000:53:00.0"}
+            }
+        )
+    )
     return tmp_path / "gpus.json"
 
 
@@ -310,9 +316,9 @@ def test_more_xids_than_anybody_fetches_are_lost_and_counted_as_such(
     reader.close()
 
 
-@pytest.mark.parametrize("garbage", [
-    b"\0" * 300_000, b"x" * 200_000 + b"\n", b"4,3,x\n\xff\n4,,1\n", b" caught up\n" * 1000,
-])
+@pytest.mark.parametrize(
+    "garbage", [b"\0" * 300_000, b"x" * 200_000 + b"\n", b"4,3,x\n\xff\n4,,1\n", b" caught up\n" * 1000]
+)
 def test_garbage_on_the_socket_costs_nothing_but_itself(tmp_path: Path, gpus: Path, garbage: bytes) -> None:
     with listen(tmp_path / "sock") as listener:
         reader = collector(tmp_path, gpus)
@@ -343,7 +349,9 @@ def test_the_command_serves_until_sigterm_and_leaves_nothing_behind(tmp_path: Pa
     (tmp_path / "kmsg").write_text(line(5))
     process = subprocess.Popen(
         [sys.executable, "-m", "flopwatch", "kmsg", "--listen", tmp_path / "sock", "--kmsg", tmp_path / "kmsg"],
-        stderr=subprocess.PIPE, text=True, env=dict(os.environ, PYTHONPATH=str(ROOT / "exporter")),
+        stderr=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ, PYTHONPATH=str(ROOT / "exporter")),
     )
     assert process.stderr is not None
     with process, process.stderr:
@@ -360,7 +368,10 @@ def test_the_command_serves_until_sigterm_and_leaves_nothing_behind(tmp_path: Pa
 def test_the_command_says_what_it_needs(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "flopwatch", "kmsg", "--listen", tmp_path / "sock", "--kmsg", tmp_path / "none"],
-        capture_output=True, text=True, check=False, env=dict(os.environ, PYTHONPATH=str(ROOT / "exporter")),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=dict(os.environ, PYTHONPATH=str(ROOT / "exporter")),
     )
     assert run.returncode == 1
     assert run.stderr == (
@@ -372,7 +383,10 @@ def test_the_command_says_what_it_needs(tmp_path: Path) -> None:
 def test_the_process_loads_nothing_but_the_standard_library() -> None:
     code = "import sys; import flopwatch.__main__, flopwatch.node.kmsg; print(*sys.modules)"
     run = subprocess.run(
-        [sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True,
+        [sys.executable, "-S", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
         env={"PYTHONPATH": str(ROOT / "exporter")},
     )
     loaded = {name.partition(".")[0] for name in run.stdout.split()} - sys.stdlib_module_names
@@ -388,7 +402,10 @@ def test_a_group_that_is_none_leaves_no_socket(tmp_path: Path) -> None:
 def test_the_exporters_spelling_of_the_socket_is_taken_and_a_folder_is_no_log(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "flopwatch", "kmsg", "--listen", f"unix:{tmp_path}/kmsg.sock", "--kmsg", tmp_path],
-        capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=PATIENCE,
     )
     assert (run.returncode, run.stderr.partition(";")[0]) == (1, f"flopwatch: --kmsg {tmp_path}: Is a directory")
     assert list(tmp_path.iterdir()) == []

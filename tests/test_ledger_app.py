@@ -56,7 +56,8 @@ class Ledger:
     def seconds(self, run: str) -> dict[str, float]:
         return {
             sample.labels["bucket"]: sample.value
-            for family in parse_text(self.ask("GET", "/metrics")[1]) for sample in family.samples
+            for family in parse_text(self.ask("GET", "/metrics")[1])
+            for sample in family.samples
             if sample.name == m.RUN_SECONDS.name and sample.labels["run"] == run
         }
 
@@ -65,8 +66,11 @@ class Ledger:
 def serving(state: Path, *flags: str) -> Iterator[Ledger]:
     command = [sys.executable, "-m", "flopwatch", "ledger", "serve", "--listen", "127.0.0.1:0", "--state", str(state)]
     process = subprocess.Popen(
-        [*command, "--new-for", "0.001", *flags], stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(EXPORTER)})
+        [*command, "--new-for", "0.001", *flags],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(EXPORTER)},
+    )
     try:
         assert process.stderr is not None
         for line in process.stderr:
@@ -106,10 +110,13 @@ def test_a_list_and_lines_of_records_become_the_figures_of_the_run(form: Callabl
     assert ledger.seconds(run) == expected
 
 
-@pytest.mark.parametrize(("accept", "parse", "media"), [
-    ("text/plain;version=0.0.4", parse_text, "text/plain"),
-    ("application/openmetrics-text;version=1.0.0", parse_openmetrics, "application/openmetrics-text"),
-])
+@pytest.mark.parametrize(
+    ("accept", "parse", "media"),
+    [
+        ("text/plain;version=0.0.4", parse_text, "text/plain"),
+        ("application/openmetrics-text;version=1.0.0", parse_openmetrics, "application/openmetrics-text"),
+    ],
+)
 def test_metrics_are_the_catalogues_families_in_the_format_asked_for(
     accept: str, parse: Any, media: str, ledger: Ledger
 ) -> None:
@@ -134,19 +141,28 @@ def test_metrics_are_the_catalogues_families_in_the_format_asked_for(
     assert (buckets["productive"], buckets["lost"]) == (6000, 195)
 
 
-@pytest.mark.parametrize(("body", "status", "reason"), [
-    (b"", 200, ""),
-    (b"[]", 200, ""),
-    (b'[{"t": 1, "run": "bad", "event": "submitted"}, {"t": 2, "event": "submitted"}]', 400,
-     "record 2: run: missing"),
-    (b'{"t": 1, "run": "bad", "event": "submitted"}\n{"t": NaN, "run": "bad", "event": "submitted"}', 400,
-     "record 2: t: nan is not a finite number"),
-    (b"[7]", 400, "record 1: not a JSON object"),
-    (b"[" * 100_000, 400, "not a JSON list, nor a JSON object a line"),
-    (b'{"t": 1,', 400, "not a JSON list, nor a JSON object a line"),
-    (b"\xff\xfe", 400, "not a JSON list, nor a JSON object a line"),
-    (b" " * (1 << 20) + b"[]", 413, "the body is larger than 1048576 bytes"),
-])
+@pytest.mark.parametrize(
+    ("body", "status", "reason"),
+    [
+        (b"", 200, ""),
+        (b"[]", 200, ""),
+        (
+            b'[{"t": 1, "run": "bad", "event": "submitted"}, {"t": 2, "event": "submitted"}]',
+            400,
+            "record 2: run: missing",
+        ),
+        (
+            b'{"t": 1, "run": "bad", "event": "submitted"}\n{"t": NaN, "run": "bad", "event": "submitted"}',
+            400,
+            "record 2: t: nan is not a finite number",
+        ),
+        (b"[7]", 400, "record 1: not a JSON object"),
+        (b"[" * 100_000, 400, "not a JSON list, nor a JSON object a line"),
+        (b'{"t": 1,', 400, "not a JSON list, nor a JSON object a line"),
+        (b"\xff\xfe", 400, "not a JSON list, nor a JSON object a line"),
+        (b" " * (1 << 20) + b"[]", 413, "the body is larger than 1048576 bytes"),
+    ],
+)
 def test_a_bad_delivery_is_refused_as_a_whole_with_the_reason(
     body: bytes, status: int, reason: str, ledger: Ledger
 ) -> None:
@@ -172,8 +188,12 @@ def test_deliveries_need_the_token_where_there_is_one_and_it_can_be_rotated(tmp_
     token = tmp_path / "token"
     token.write_text("s3cret\n")
     with serving(tmp_path / "state", "--token-file", str(token)) as ledger:
-        for authorization in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"},
-                              {"Authorization": "Bearer s3cret\xe9"}):
+        for authorization in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "s3cret"},
+            {"Authorization": "Bearer s3cret\xe9"},
+        ):
             assert ledger.post(LOOP, **authorization)[0] == 401
         assert ledger.seconds("loop") == {}
         assert ledger.post(LOOP, Authorization="Bearer s3cret")[0] == 200
@@ -221,7 +241,8 @@ def test_a_delivery_that_cannot_be_written_is_to_be_sent_again(tmp_path: Path) -
         resource.prlimit(ledger.process.pid, resource.RLIMIT_FSIZE, limits)
         assert ledger.post("\n".join(lines[1:]))[0] == 200
         assert ledger.seconds("loop") == {
-            name: value for name, value in replay(lines)[0]["runs"]["loop"]["buckets"].items() if name != "queue"}
+            name: value for name, value in replay(lines)[0]["runs"]["loop"]["buckets"].items() if name != "queue"
+        }
 
 
 def test_a_new_run_is_served_from_zero_and_after_a_while_with_all_it_has(tmp_path: Path) -> None:
@@ -246,17 +267,26 @@ def test_a_run_whose_snapshots_stop_is_down_after_a_while(tmp_path: Path) -> Non
         until(lambda: 'run_state{run="r",state="down",tenant=""} 1.0' in ledger.ask("GET", "/metrics")[1])
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    (["--token-file", "{folder}/none"], "flopwatch: --token-file {folder}/none: No such file or directory\n"),
-    (["--token-file", "{folder}/empty"],
-     "flopwatch: --token-file {folder}/empty is empty; put the token on its first line\n"),
-    (["--state", "{folder}/empty"],
-     "flopwatch: the ledger cannot be kept in {folder}/empty/ledger.sqlite: "
-     "[Errno 17] File exists: '{folder}/empty'\n"),
-    (["--listen", "127.0.0.1:{taken}"],
-     "flopwatch: cannot listen on 127.0.0.1:{taken}: Address already in use; choose another --listen "
-         "HOST:PORT, or port 0 for a free one\n"),
-])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--token-file", "{folder}/none"], "flopwatch: --token-file {folder}/none: No such file or directory\n"),
+        (
+            ["--token-file", "{folder}/empty"],
+            "flopwatch: --token-file {folder}/empty is empty; put the token on its first line\n",
+        ),
+        (
+            ["--state", "{folder}/empty"],
+            "flopwatch: the ledger cannot be kept in {folder}/empty/ledger.sqlite: "
+            "[Errno 17] File exists: '{folder}/empty'\n",
+        ),
+        (
+            ["--listen", "127.0.0.1:{taken}"],
+            "flopwatch: cannot listen on 127.0.0.1:{taken}: Address already in use; choose another --listen "
+            "HOST:PORT, or port 0 for a free one\n",
+        ),
+    ],
+)
 def test_what_cannot_work_is_one_line_at_start(flags: list[str], message: str, tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     command = [sys.executable, "-m", "flopwatch", "ledger", "serve", "--listen", "127.0.0.1:0"]
@@ -264,8 +294,8 @@ def test_what_cannot_work_is_one_line_at_start(flags: list[str], message: str, t
         names = {"folder": tmp_path, "taken": other.getsockname()[1]}
         flags = ["--state", str(tmp_path / "state"), *(flag.format(**names) for flag in flags)]
         done = subprocess.run(
-            command + flags, capture_output=True, text=True, timeout=60,
-            env={**os.environ, "PYTHONPATH": str(EXPORTER)})
+            command + flags, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(EXPORTER)}
+        )
     assert (done.returncode, done.stderr) == (1, message.format(**names))
 
 

@@ -62,14 +62,19 @@ def test_list_has_a_line_per_run(ledger: Ledger, capsys: pytest.CaptureFixture[s
     ]
     runs = answer(ledger, capsys, "list", "--json")["runs"]
     assert {(run["tenant"], run["run"]): run["goodput"] for run in runs} == {
-        ("", "loop"): 23 / 152, ("", "r"): 6000 / 7895, ("research", "llm"): pytest.approx(64 / 182)}
+        ("", "loop"): 23 / 152,
+        ("", "r"): 6000 / 7895,
+        ("research", "llm"): pytest.approx(64 / 182),
+    }
     assert [run["run"] for run in answer(ledger, capsys, "list", "--json", "--tenant", "research")["runs"]] == ["llm"]
 
 
 def test_show_says_where_the_time_went_and_how_each_attempt_ended(
     ledger: Ledger, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert asked(ledger, capsys, "show", "llm") == (0, """\
+    assert asked(ledger, capsys, "show", "llm") == (
+        0,
+        """\
 research/llm: completed, 2 attempts, wall 182.0 s
   goodput 0.352  ETTR 0.264  effective MFU 0.111
   productive                    64.0 s   35.2%
@@ -89,7 +94,9 @@ attempt  begin                 lasted   ended      steps    GPUs  nodes  down af
 2 a2     1970-01-01 00:19:32Z  1.2 min  completed  8 to 14  8     1      0 s
 
 attempt 1 failed: unknown, 0.28 GPU-hours lost; nothing was seen that explains it
-""", "")
+""",
+        "",
+    )
 
 
 def test_export_holds_every_attempt_and_they_add_up_to_the_run(
@@ -99,13 +106,21 @@ def test_export_holds_every_attempt_and_they_add_up_to_the_run(
     expected = replay(LOOP.splitlines())[0]["runs"]["loop"]
     assert (record["buckets"], record["gpu_seconds"]) == (expected["buckets"], expected["gpu_seconds"])
     assert {name: record["summary"][name] for name in ("goodput", "wall_seconds", "ends")} == {
-        name: expected[name] for name in ("goodput", "wall_seconds", "ends")}
+        name: expected[name] for name in ("goodput", "wall_seconds", "ends")
+    }
     attempts = record["attempts"]
     assert [(one["attempt"], one["begin"], one["end"], one["status"], one["down_seconds"]) for one in attempts] == [
-        ("a1", 0, 20, "silent", 30), ("a2", 50, 60, "silent", 30), ("a3", 90, 100, "silent", 30),
-        ("a4", 130, 152, "stopped", 0)]
+        ("a1", 0, 20, "silent", 30),
+        ("a2", 50, 60, "silent", 30),
+        ("a3", 90, 100, "silent", 30),
+        ("a4", 130, 152, "stopped", 0),
+    ]
     assert [(one["first_step"], one["last_step"], one["committed_step"]) for one in attempts] == [
-        (0, 15, 10), (10, 15, 10), (10, 15, 10), (10, 23, 20)]
+        (0, 15, 10),
+        (10, 15, 10),
+        (10, 15, 10),
+        (10, 23, 20),
+    ]
     # Of what ends in the middle of a recovery the time is in the first one's: a4's step 16 is the next new one.
     assert [one["recovery_seconds"] for one in attempts] == [143 - 20, None, None, None]
     for kind in ("seconds", "gpu_seconds"):
@@ -117,7 +132,10 @@ def test_export_holds_every_attempt_and_they_add_up_to_the_run(
     assert attempts == answer(ledger, capsys, "show", "loop", "--json")["attempts"]
     # Each loss from one end to the next, the last until step 16.
     assert [(one["attempt_number"], one["seconds"], one["gpu_seconds"]) for one in record["incidents"]] == [
-        (1, 40, 160), (2, 40, 160), (3, 42, 168)]
+        (1, 40, 160),
+        (2, 40, 160),
+        (3, 42, 168),
+    ]
 
 
 def test_export_as_csv_is_a_row_per_attempt(ledger: Ledger, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,11 +144,29 @@ def test_export_as_csv_is_a_row_per_attempt(ledger: Ledger, capsys: pytest.Captu
     assert (status, len(rows)) == (0, 2)
     told = {name: value for name, value in rows[0].items() if value not in ("", "0.0")}
     assert told == {
-        "run": "r", "number": "1", "attempt": "a1", "begin": "600.0", "end": "2955.0", "status": "silent",
-        "last_step": "199.0", "committed_step": "180.0", "gpus": "8.0", "nodes": "1", "productive_seconds": "1990.0",
-        "lost_seconds": "5.0", "startup_seconds": "300.0", "checkpoint_save_seconds": "60.0", "gpu_seconds": "18840.0",
-        "down_seconds": "900.0", "down_gpu_seconds": "7200.0", "recovery_seconds": "1400.0", "incident_cause": "host",
-        "incident_confidence": "possible", "incident_host": "a1-host", "incident_gpu_seconds": "11160.0"}
+        "run": "r",
+        "number": "1",
+        "attempt": "a1",
+        "begin": "600.0",
+        "end": "2955.0",
+        "status": "silent",
+        "last_step": "199.0",
+        "committed_step": "180.0",
+        "gpus": "8.0",
+        "nodes": "1",
+        "productive_seconds": "1990.0",
+        "lost_seconds": "5.0",
+        "startup_seconds": "300.0",
+        "checkpoint_save_seconds": "60.0",
+        "gpu_seconds": "18840.0",
+        "down_seconds": "900.0",
+        "down_gpu_seconds": "7200.0",
+        "recovery_seconds": "1400.0",
+        "incident_cause": "host",
+        "incident_confidence": "possible",
+        "incident_host": "a1-host",
+        "incident_gpu_seconds": "11160.0",
+    }
 
 
 def test_hostile_names_reach_neither_a_terminal_nor_a_spreadsheet(
@@ -139,10 +175,26 @@ def test_hostile_names_reach_neither_a_terminal_nor_a_spreadsheet(
     evil = "=cmd|' /C calc'!A1\x1b[2J\u202e,\n\""
     records = [
         {"t": 10, "tenant": evil, "run": "a/b:c@d", "attempt": evil, "source": evil, "event": "start"},
-        {"t": 20, "tenant": evil, "run": "a/b:c@d", "attempt": evil, "source": evil, "event": "snapshot", "step": 1,
-         "activity_seconds": {"step": 10}, "evidence": [{"kind": "exception", "t": 20, "detail": evil}]},
-        {"t": 21, "tenant": evil, "run": "a/b:c@d", "attempt": evil, "source": evil, "event": "finish",
-         "status": "failed"},
+        {
+            "t": 20,
+            "tenant": evil,
+            "run": "a/b:c@d",
+            "attempt": evil,
+            "source": evil,
+            "event": "snapshot",
+            "step": 1,
+            "activity_seconds": {"step": 10},
+            "evidence": [{"kind": "exception", "t": 20, "detail": evil}],
+        },
+        {
+            "t": 21,
+            "tenant": evil,
+            "run": "a/b:c@d",
+            "attempt": evil,
+            "source": evil,
+            "event": "finish",
+            "status": "failed",
+        },
         {"t": 90, "tenant": evil, "run": "a/b:c@d", "attempt": f"{evil}2", "source": "h", "event": "start"},
     ]
     assert ledger.post(json.dumps(records))[0] == 200
@@ -164,15 +216,25 @@ def test_a_run_of_several_tenants_is_asked_for_with_its_tenant(
     ledger: Ledger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for tenant in ("blue", "red"):
-        assert ledger.post(json.dumps([
-            {"t": 10, "tenant": tenant, "run": "shared", "attempt": tenant, "event": "start"}]))[0] == 200
+        assert (
+            ledger.post(
+                json.dumps([{"t": 10, "tenant": tenant, "run": "shared", "attempt": tenant, "event": "start"}])
+            )[0]
+            == 200
+        )
     for arguments in (["show", "shared"], ["export", "shared"], ["close", "shared"]):
         assert asked(ledger, capsys, *arguments) == (
-            1, "", "flopwatch: run 'shared' is one of several tenants: 'blue', 'red'; say whose with --tenant NAME\n")
+            1,
+            "",
+            "flopwatch: run 'shared' is one of several tenants: 'blue', 'red'; say whose with --tenant NAME\n",
+        )
     assert answer(ledger, capsys, "show", "shared", "--tenant", "red", "--json")["attempts"][0]["attempt"] == "red"
     assert asked(ledger, capsys, "close", "shared", "--tenant", "red")[0] == 0
-    assert {run["tenant"]: run["state"] for run in answer(ledger, capsys, "list", "--json")["runs"]
-            if run["run"] == "shared"} == {"blue": "down", "red": "stopped"}
+    assert {
+        run["tenant"]: run["state"]
+        for run in answer(ledger, capsys, "list", "--json")["runs"]
+        if run["run"] == "shared"
+    } == {"blue": "down", "red": "stopped"}
 
 
 @pytest.mark.parametrize("end", [None, "failed", "preempted"])
@@ -184,13 +246,17 @@ def test_a_run_is_closed_by_hand_however_its_attempt_ended(
     who = {"run": run, "attempt": "a1", "source": "h1", "gpus": 8}
     records: list[dict[str, Any]] = [
         {**who, "t": now - 500, "event": "start", "step": 0},
-        {**who, "t": now - ago, "event": "snapshot", "step": 9, "activity_seconds": {"startup": 10, "step": 490 - ago}}]
+        {**who, "t": now - ago, "event": "snapshot", "step": 9, "activity_seconds": {"startup": 10, "step": 490 - ago}},
+    ]
     if end is not None:
         records.append({**who, "t": now - ago + 10, "event": "finish", "status": end})
     assert ledger.post(json.dumps(records))[0] == 200
     assert asked(ledger, capsys, "close", run, "--status", status) == (
-        0, f"run {run} was {'queued' if end == 'preempted' else 'running' if end is None else 'down'} and is {status}\n"
-        + ("what its attempt goes on to report is not accounted for\n" if end is None else ""), "")
+        0,
+        f"run {run} was {'queued' if end == 'preempted' else 'running' if end is None else 'down'} and is {status}\n"
+        + ("what its attempt goes on to report is not accounted for\n" if end is None else ""),
+        "",
+    )
     record = answer(ledger, capsys, "show", run, "--json")
     assert record["summary"]["state"] == status
     assert record["buckets"]["down"] + record["buckets"]["other"] == pytest.approx(ago, abs=30)
@@ -199,9 +265,7 @@ def test_a_run_is_closed_by_hand_however_its_attempt_ended(
     assert asked(ledger, capsys, "close", run) == (1, "", f"flopwatch: run '{run}' has {status} already\n")
 
 
-def test_a_submission_that_never_started_can_be_closed_too(
-    ledger: Ledger, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_submission_that_never_started_can_be_closed_too(ledger: Ledger, capsys: pytest.CaptureFixture[str]) -> None:
     assert ledger.post('{"t": 10, "run": "waiting", "event": "submitted"}')[0] == 200
     assert asked(ledger, capsys, "close", "waiting")[:2] == (0, "run waiting was queued and is stopped\n")
     assert answer(ledger, capsys, "show", "waiting", "--json")["summary"]["state"] == "stopped"
@@ -216,8 +280,11 @@ def test_a_ledger_that_wants_a_token_says_so(tmp_path: Path, capsys: pytest.Capt
         url = f"http://127.0.0.1:{ledger.port}"
         for arguments in (["list"], ["show", "loop"], ["export", "loop"], ["close", "loop"]):
             assert asked(ledger, capsys, *arguments) == (
-                1, "", f"flopwatch: {url} wants a token: send Authorization: Bearer with the token of --token-file; "
-                "--token-file FILE holds the ledger's\n")
+                1,
+                "",
+                f"flopwatch: {url} wants a token: send Authorization: Bearer with the token of --token-file; "
+                "--token-file FILE holds the ledger's\n",
+            )
             status, _, errors = asked(ledger, capsys, *arguments, "--token-file", str(tmp_path / "wrong"))
             assert (status, errors.startswith(f"flopwatch: {url} does not take the token: ")) == (1, True)
         assert asked(ledger, capsys, "show", "loop", "--token-file", str(tmp_path / "token"))[0] == 0
@@ -227,6 +294,7 @@ def test_a_ledger_that_wants_a_token_says_so(tmp_path: Path, capsys: pytest.Capt
 @contextmanager
 def answering(status: int, body: bytes) -> Iterator[int]:
     """Give the port of a server that answers everything so."""
+
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(status)
@@ -242,12 +310,19 @@ def answering(status: int, body: bytes) -> Iterator[int]:
         server.shutdown()
 
 
-@pytest.mark.parametrize(("status", "body", "complaint"), [
-    (200, b"<html>", "does not answer as a ledger does: Expecting value"),
-    (200, b"[]", "does not answer as a ledger does"),
-    (404, b'{"detail":"Not Found"}', "is no ledger, or one of an older flopwatch; an exporter is one with --ledger"),
-    (500, b"\x1b[2J", "answers 500\n"),
-])
+@pytest.mark.parametrize(
+    ("status", "body", "complaint"),
+    [
+        (200, b"<html>", "does not answer as a ledger does: Expecting value"),
+        (200, b"[]", "does not answer as a ledger does"),
+        (
+            404,
+            b'{"detail":"Not Found"}',
+            "is no ledger, or one of an older flopwatch; an exporter is one with --ledger",
+        ),
+        (500, b"\x1b[2J", "answers 500\n"),
+    ],
+)
 def test_what_is_no_ledger_is_named(
     status: int, body: bytes, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -259,16 +334,27 @@ def test_what_is_no_ledger_is_named(
 
 def test_where_nobody_listens_the_flag_to_change_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert asked(1, capsys, "list") == (
-        1, "", "flopwatch: no ledger answers at http://127.0.0.1:1: [Errno 111] Connection refused; give its address "
-        "with --url http://HOST:PORT (9451 of a ledger of its own, 9450 of an exporter with --ledger embedded)\n")
+        1,
+        "",
+        "flopwatch: no ledger answers at http://127.0.0.1:1: [Errno 111] Connection refused; give its address "
+        "with --url http://HOST:PORT (9451 of a ledger of its own, 9450 of an exporter with --ledger embedded)\n",
+    )
     assert main(["ledger", "list", "--url", "ledger:9451"]) == 1
     assert capsys.readouterr().err == "flopwatch: --url 'ledger:9451': write http://HOST:PORT\n"
 
 
-@pytest.mark.parametrize(("body", "status"), [
-    (b"{", 400), (b"[]", 400), (b'{"run": 7}', 400), (b'{"run": "r", "status": "failed"}', 400),
-    (b'{"run": "r", "tenant": []}', 400), (b'{"run": "nobody"}', 404), (b"[" * 100_000, 400),
-])
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{", 400),
+        (b"[]", 400),
+        (b'{"run": 7}', 400),
+        (b'{"run": "r", "status": "failed"}', 400),
+        (b'{"run": "r", "tenant": []}', 400),
+        (b'{"run": "nobody"}', 404),
+        (b"[" * 100_000, 400),
+    ],
+)
 def test_a_bad_request_to_close_is_refused(body: bytes, status: int, ledger: Ledger) -> None:
     assert ledger.ask("POST", "/v1/runs/close", body)[0] == status
     assert ledger.ask("GET", "/v1/runs/record")[0] == 422
@@ -290,7 +376,10 @@ def test_the_ledger_inside_an_exporter_is_asked_the_same_way(
         assert (status, json.loads(output)["buckets"]["productive"]) == (0, 40)
         assert asked(port, capsys, "list")[0] == 0
         assert asked(port, capsys, "close", "lm") == (
-            0, "run lm was running and is stopped\nwhat its attempt goes on to report is not accounted for\n", "")
+            0,
+            "run lm was running and is stopped\nwhat its attempt goes on to report is not accounted for\n",
+            "",
+        )
         node.wait_for("run_state{tenant=,run=lm,state=stopped}", 1)
 
 
@@ -304,7 +393,10 @@ def test_a_run_inside_an_exporter_is_not_closed_from_elsewhere(host: str | None)
 def test_the_word_serve_may_be_left_out(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "flopwatch", "ledger", "--listen", "127.0.0.1:0", "--state", str(tmp_path)],
-        stderr=subprocess.PIPE, text=True, env={"PYTHONPATH": str(EXPORTER)})
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": str(EXPORTER)},
+    )
     try:
         assert process.stderr is not None
         line = process.stderr.readline()

@@ -42,9 +42,17 @@ def told(phases: Phases, every: float = 15.0, evidence: Iterable[tuple[float, Li
         while (age := (len(lines) + 1) * every) < began + lasts:
             spent = {**seconds, name: seconds.get(name, 0.0) + age - began}
             known = [item for t, item in evidence if t <= age]
-            lines.append({
-                **who, "t": age, "step": step, "committed_step": committed, "activity_seconds": spent,
-                "open_step_seconds": age - began if name == "step" else 0.0, **({"evidence": known} if known else {})})
+            lines.append(
+                {
+                    **who,
+                    "t": age,
+                    "step": step,
+                    "committed_step": committed,
+                    "activity_seconds": spent,
+                    "open_step_seconds": age - began if name == "step" else 0.0,
+                    **({"evidence": known} if known else {}),
+                }
+            )
         began, seconds = began + lasts, {**seconds, name: seconds.get(name, 0.0) + lasts}
         step += name == "step"
         committed = step if name == "checkpoint_save" else committed
@@ -74,8 +82,20 @@ def test_a_loss_that_goes_on_is_kept_however_many_come_after_it() -> None:
     def go(steps: int, activity: str, seconds: float) -> None:
         nonlocal step
         step, spent[activity] = step + steps, spent[activity] + seconds
-        ledger.apply({"run": "r", "attempt": "a", "source": "n0", "rank": 0, "gpus": GPUS, "event": "snapshot",
-                      "started": 0.0, "t": sum(spent.values()), "step": step, "activity_seconds": dict(spent)})
+        ledger.apply(
+            {
+                "run": "r",
+                "attempt": "a",
+                "source": "n0",
+                "rank": 0,
+                "gpus": GPUS,
+                "event": "snapshot",
+                "started": 0.0,
+                "t": sum(spent.values()),
+                "step": step,
+                "activity_seconds": dict(spent),
+            }
+        )
 
     for each in (1.0,) * 100 + (1.5,) * 60:
         go(10, "step", 10 * each)
@@ -92,11 +112,16 @@ def test_a_loss_that_goes_on_is_kept_however_many_come_after_it() -> None:
 HOUR = steps(450)
 
 
-@pytest.mark.parametrize(("activity", "seconds", "cause", "status"), [
-    ("data_stall", 300.0, "data", "data_stall"), ("checkpoint_save", 300.0, "storage", "checkpoint_save"),
-    ("step", 300.0, "unknown", "step")])
+@pytest.mark.parametrize(
+    ("activity", "seconds", "cause", "status"),
+    [
+        ("data_stall", 300.0, "data", "data_stall"),
+        ("checkpoint_save", 300.0, "storage", "checkpoint_save"),
+        ("step", 300.0, "unknown", "step"),
+    ],
+)
 def test_a_stall_is_a_loss_that_costs_what_it_took_beyond_the_usual(
-    activity: str, seconds: float, cause: str, status: str,
+    activity: str, seconds: float, cause: str, status: str
 ) -> None:
     lines = told([*HOUR, (activity, seconds), *steps(75)])
     run = run_of(lines)
@@ -120,7 +145,13 @@ def test_a_slow_stretch_is_a_loss_that_costs_what_its_steps_took_beyond_the_usua
     run = run_of(lines)
     [slow] = run.figures(1e6)["incidents"]
     assert {name: slow[name] for name in ("kind", "cause", "confidence", "host", "gpu", "settled")} == {
-        "kind": "slow", "cause": "thermal", "confidence": "likely", "host": "n0", "gpu": "GPU-5", "settled": True}
+        "kind": "slow",
+        "cause": "thermal",
+        "confidence": "likely",
+        "host": "n0",
+        "gpu": "GPU-5",
+        "settled": True,
+    }
     # 100 steps of 4 s more; up to a minute of it on either side is not told from what is usual.
     assert slow["gpu_seconds"] == pytest.approx(GPUS * 400, rel=0.06)
     assert (slow["began"], slow["ended"]) == pytest.approx((3678, 3678 + 1203), abs=60)
@@ -147,18 +178,23 @@ def test_a_slow_stretch_is_shown_while_it_lasts_and_ends_with_its_attempt() -> N
     assert run.settled["slow"] == {"unknown": 1}
 
 
-@pytest.mark.parametrize("phases", [
-    pytest.param([*HOUR, *steps(20, 1.5 * STEP), *HOUR], id="slow for four minutes"),
-    pytest.param([*HOUR, *steps(450, 1.15 * STEP), *HOUR], id="a little slower"),
-    pytest.param([*HOUR, ("data_stall", 50.0), *HOUR], id="a wait of 50 s"),
-    pytest.param(steps(450, save=200.0), id="checkpoints that always take so long"),
-    pytest.param([*steps(450, save=200.0), ("checkpoint_save", 255.0), *HOUR], id="and one that takes a little more"),
-    pytest.param([*HOUR, ("evaluation", 900.0), *HOUR], id="an evaluation"),
-    pytest.param([*HOUR, ("compile", 300.0), *HOUR], id="a compilation"),
-    pytest.param([("data_stall", 600.0), *HOUR], id="a stall before anything is usual"),
-    pytest.param([*steps(50, 2 * STEP), *HOUR], id="slow at the beginning"),
-    pytest.param(steps(2000, 300.0)[:60], id="steps of five minutes"),
-])
+@pytest.mark.parametrize(
+    "phases",
+    [
+        pytest.param([*HOUR, *steps(20, 1.5 * STEP), *HOUR], id="slow for four minutes"),
+        pytest.param([*HOUR, *steps(450, 1.15 * STEP), *HOUR], id="a little slower"),
+        pytest.param([*HOUR, ("data_stall", 50.0), *HOUR], id="a wait of 50 s"),
+        pytest.param(steps(450, save=200.0), id="checkpoints that always take so long"),
+        pytest.param(
+            [*steps(450, save=200.0), ("checkpoint_save", 255.0), *HOUR], id="and one that takes a little more"
+        ),
+        pytest.param([*HOUR, ("evaluation", 900.0), *HOUR], id="an evaluation"),
+        pytest.param([*HOUR, ("compile", 300.0), *HOUR], id="a compilation"),
+        pytest.param([("data_stall", 600.0), *HOUR], id="a stall before anything is usual"),
+        pytest.param([*steps(50, 2 * STEP), *HOUR], id="slow at the beginning"),
+        pytest.param(steps(2000, 300.0)[:60], id="steps of five minutes"),
+    ],
+)
 @pytest.mark.parametrize("every", [5.0, 15.0, 60.0])
 def test_what_is_usual_or_short_is_no_loss(phases: Phases, every: float) -> None:
     assert losses(told(phases, every)) == []
@@ -214,9 +250,17 @@ def test_what_is_charged_to_an_end_is_charged_to_nothing_else() -> None:
     end = {**first[-1], "t": 3690.0, "event": "finish", "status": "failed"}
     # Back to step 375: 75 steps again, with a stall and slow ones among them, then new ones.
     again = [
-        {**line, "t": line["t"] + 4000, "started": 4000.0, "attempt": "b", "step": line["step"] + 375,
-         "restored_step": 375, "committed_step": 375 + line["committed_step"]}
-        for line in told([*steps(70), ("data_stall", 600.0), *steps(5), *HOUR])]
+        {
+            **line,
+            "t": line["t"] + 4000,
+            "started": 4000.0,
+            "attempt": "b",
+            "step": line["step"] + 375,
+            "restored_step": 375,
+            "committed_step": 375 + line["committed_step"],
+        }
+        for line in told([*steps(70), ("data_stall", 600.0), *steps(5), *HOUR])
+    ]
     run = run_of([*first, end, *again])
     [loss] = run.figures(1e6)["incidents"]
     assert (loss["kind"], run.gpu_seconds["data_stall"]) == ("end", GPUS * 600)
@@ -231,18 +275,23 @@ def test_a_link_that_went_down_at_the_beginning_of_a_long_stall_is_still_known_a
     assert (stall["kind"], stall["cause"], stall["port"]) == ("stall", "network", "mlx5_3:1")
 
 
-phases = st.lists(st.one_of(
-    st.integers(1, 120).map(lambda count: steps(count, spread=0.1)),
-    st.integers(20, 120).map(lambda count: steps(count, 1.6 * STEP)),
-    st.tuples(st.sampled_from(["data_stall", "checkpoint_save", "step", "evaluation"]), st.integers(1, 600)).map(
-        lambda one: [(one[0], float(one[1]))]),
-), min_size=4, max_size=12)
+phases = st.lists(
+    st.one_of(
+        st.integers(1, 120).map(lambda count: steps(count, spread=0.1)),
+        st.integers(20, 120).map(lambda count: steps(count, 1.6 * STEP)),
+        st.tuples(st.sampled_from(["data_stall", "checkpoint_save", "step", "evaluation"]), st.integers(1, 600)).map(
+            lambda one: [(one[0], float(one[1]))]
+        ),
+    ),
+    min_size=4,
+    max_size=12,
+)
 
 
 @given(phases, st.sampled_from([15.0, 60.0]), st.integers(0, 2**32))
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_on_every_history_losses_only_grow_and_are_a_part_of_their_buckets(
-    parts: list[Phases], every: float, seed: int,
+    parts: list[Phases], every: float, seed: int
 ) -> None:
     ledger, live = Ledger(), Ledger()
     before: dict[tuple[str, ...], float] = {}
@@ -252,8 +301,9 @@ def test_on_every_history_losses_only_grow_and_are_a_part_of_their_buckets(
         ledger.apply(line)
         live.apply(line)
         run = ledger.runs["", "r"]
-        counters = {(row.name, *labels): value for row, labels, value in ledger.families(run.last)
-                    if row.type == "counter"}
+        counters = {
+            (row.name, *labels): value for row, labels, value in ledger.families(run.last) if row.type == "counter"
+        }
         assert {name: value for name, value in before.items() if counters[name] < value} == {}
         before = counters
         ledger.runs["", "r"] = read_back(run)
@@ -278,7 +328,8 @@ def check_losses(run: Run, *, settled: bool = False) -> None:
     assert sum(one.gpu_seconds for one in incidents) <= sum(run.gpu_seconds.values()) + 1e-6
     for waited in ("data_stall", "checkpoint_save"):
         assert sum(one.seconds for one in inside if one.kind == "stall" and one.waited == waited) <= (
-            run.seconds[waited] + run.seconds["productive"] + 1e-6)
+            run.seconds[waited] + run.seconds["productive"] + 1e-6
+        )
     # No two at the same time, but that a stall may happen in a slow stretch.
     assert overlapping(one for one in inside if one.kind == "slow") == []
     assert overlapping(one for one in inside if one.kind == "stall") == []
@@ -307,9 +358,12 @@ def test_people_are_shown_when_a_run_was_slow_or_stood_still_and_a_spreadsheet_w
         "attempt 1 stood still for 5.2 min from 1970-01-01 01:01:15Z on: data (likely), 0.67 GPU-hours lost; waiting "
         "for data on n0, 0 s after it began",
         "attempt 1 was slow for 21.3 min from 1970-01-01 02:06:09Z on: thermal (likely) on n0 GPU-5, 0.89 GPU-hours "
-        "lost; clocks throttled (hw_thermal_slowdown) on GPU-5 of n0, 131 s after it began"]
+        "lost; clocks throttled (hw_thermal_slowdown) on GPU-5 of n0, 131 s after it began",
+    ]
     [row] = csv.DictReader(io.StringIO(attempts_csv(record)))
     stall, slow = record["incidents"]
     assert (float(row["stall_gpu_seconds"]), float(row["slow_gpu_seconds"])) == (
-        stall["gpu_seconds"], slow["gpu_seconds"])
+        stall["gpu_seconds"],
+        slow["gpu_seconds"],
+    )
     assert row["incident_cause"] == ""

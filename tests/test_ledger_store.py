@@ -63,7 +63,7 @@ def test_a_ledger_restarted_at_every_turn_gives_the_same_figures(name: str, tmp_
     step = max(1, len(records) // 20)
     for begin in range(0, len(records), step):
         with closing(Store(tmp_path / "ledger.sqlite", clock=lambda: NOW)) as store:
-            store.apply(records[begin:begin + step])
+            store.apply(records[begin : begin + step])
     with closing(Store(tmp_path / "ledger.sqlite", clock=lambda: NOW)) as store:
         assert store.summary() == told(records)
         ledger = Ledger()
@@ -90,7 +90,9 @@ def test_a_ledger_killed_at_any_moment_has_what_it_acknowledged_and_loses_no_sec
         # Its sender starts from the first record each time: what is known already changes nothing.
         child = subprocess.Popen(
             [sys.executable, "-c", CHILD, str(path), str(HISTORIES / "crash_and_move.jsonl")],
-            stdout=subprocess.PIPE, env={"PYTHONPATH": str(EXPORTER)})
+            stdout=subprocess.PIPE,
+            env={"PYTHONPATH": str(EXPORTER)},
+        )
         assert child.stdout is not None
         stop_at = min(len(records) - 1, before + chance.randint(1, 120))
         acknowledged = 0
@@ -146,12 +148,15 @@ def intact(path: Path) -> None:
         store.apply(history("crash_and_move"))
 
 
-@pytest.mark.parametrize("damage", [
-    pytest.param(lambda content: b"not a database, for sure" * 100, id="another file"),
-    pytest.param(lambda content: content[: len(content) // 2], id="cut off"),
-    pytest.param(lambda content: content[:4096] + bytes(len(content) - 4096), id="zeroed pages"),
-    pytest.param(lambda content: content.replace(b'"frontier"', b'"frontear"'), id="another meaning"),
-])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda content: b"not a database, for sure" * 100, id="another file"),
+        pytest.param(lambda content: content[: len(content) // 2], id="cut off"),
+        pytest.param(lambda content: content[:4096] + bytes(len(content) - 4096), id="zeroed pages"),
+        pytest.param(lambda content: content.replace(b'"frontier"', b'"frontear"'), id="another meaning"),
+    ],
+)
 def test_a_damaged_file_is_kept_aside_and_the_accounts_begin_anew(damage: Any, tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     intact(path)
@@ -172,11 +177,15 @@ def test_a_file_of_the_first_format_is_taken_over_with_all_it_holds(tmp_path: Pa
     shutil.copy(CAPTURES / "ledger" / "format_1.sqlite", path)
     records = [*history("crash_and_move")[:300], *history("two_nodes_then_one"), *history("crash_loop")[:7]]
     counted_since = {  # by what the first format did not keep
-        "recoveries", "recovery_seconds", "incidents", "badput_gpu_seconds", "committed_timestamp"}
+        "recoveries",
+        "recovery_seconds",
+        "incidents",
+        "badput_gpu_seconds",
+        "committed_timestamp",
+    }
 
     def known(summary: dict[str, Any]) -> dict[str, Any]:
-        return {name: {k: v for k, v in run.items() if k not in counted_since}
-                for name, run in summary["runs"].items()}
+        return {name: {k: v for k, v in run.items() if k not in counted_since} for name, run in summary["runs"].items()}
 
     with closing(Store(path, new_for=60, clock=lambda: NOW + 10)) as store:
         assert known(store.summary()) == known(told(records))
@@ -234,13 +243,16 @@ def test_a_network_filesystem_is_refused(kind: str, tmp_path: Path) -> None:
     assert not (tmp_path / "state" / "ledger.sqlite").exists()
 
 
-@pytest.mark.parametrize(("path", "kind"), [
-    ("/var/lib/flopwatch/ledger.sqlite", "ext4"),
-    ("/var/library/ledger.sqlite", "overlay"),
-    ("/mnt/fast disk/ledger.sqlite", "xfs"),
-    ("/home/me/ledger.sqlite", "nfs4"),
-    ("/home/local/ledger.sqlite", "tmpfs"),
-])
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/var/lib/flopwatch/ledger.sqlite", "ext4"),
+        ("/var/library/ledger.sqlite", "overlay"),
+        ("/mnt/fast disk/ledger.sqlite", "xfs"),
+        ("/home/me/ledger.sqlite", "nfs4"),
+        ("/home/local/ledger.sqlite", "tmpfs"),
+    ],
+)
 def test_the_filesystem_of_a_path_is_that_of_the_closest_and_newest_mount(path: str, kind: str) -> None:
     mounts = (
         "overlay / overlay rw,relatime 0 0\n/dev/sda1 /var/lib ext3 rw 0 0\n/dev/sda2 /var/lib ext4 rw 0 0\n"
@@ -283,8 +295,9 @@ def test_a_run_that_nobody_ends_is_given_up_and_its_accounts_are_served_for_anot
     clock = [NOW]
 
     def states(store: Store) -> dict[str, str]:
-        return {labels[1]: labels[2] for row, labels, value in store.families(clock[0])
-                if row is m.RUN_STATE and value == 1}
+        return {
+            labels[1]: labels[2] for row, labels, value in store.families(clock[0]) if row is m.RUN_STATE and value == 1
+        }
 
     def opened() -> Store:
         return Store(path, clock=lambda: clock[0], abandoned_after=7 * day)
@@ -334,8 +347,12 @@ def test_a_new_run_is_served_at_0_for_a_minute_once(tmp_path: Path) -> None:
         assert productive(store, NOW + 30) == productive(store, NOW - 3600) == {6000}
         # A new generation is another run.
         clock[0] = NOW + 100
-        store.apply([{**record, "t": record["t"] + 20000, "attempt": f"again-{record.get('attempt')}"}
-                     for record in history("crash_and_move")])
+        store.apply(
+            [
+                {**record, "t": record["t"] + 20000, "attempt": f"again-{record.get('attempt')}"}
+                for record in history("crash_and_move")
+            ]
+        )
         assert productive(store, NOW + 130) == {0, 6000}
         assert productive(store, NOW + 160) == {6000}
 
@@ -350,8 +367,10 @@ def test_the_sources_of_an_ended_attempt_leave_the_file(tmp_path: Path) -> None:
 
 def test_a_new_generation_and_the_old_one_survive_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
-    again = [{**record, "t": record["t"] + 20000, "attempt": f"again-{record.get('attempt')}"}
-             for record in history("crash_and_move")]
+    again = [
+        {**record, "t": record["t"] + 20000, "attempt": f"again-{record.get('attempt')}"}
+        for record in history("crash_and_move")
+    ]
     with closing(Store(path)) as store:
         store.apply([*history("crash_and_move"), *again[:10]])
         before = store.summary()
@@ -399,9 +418,7 @@ def test_the_file_can_be_copied_while_it_is_in_use(tmp_path: Path) -> None:
 
 @given(histories(clean=False), st.integers(0, 2**32))
 @settings(max_examples=25, deadline=None, derandomize=True)
-def test_a_ledger_that_lives_through_restarts_says_what_one_does_that_does_not(
-    generated: Generated, seed: int,
-) -> None:
+def test_a_ledger_that_lives_through_restarts_says_what_one_does_that_does_not(generated: Generated, seed: int) -> None:
     chance, lines = random.Random(seed), list(mangled(generated.lines, seed))
     with tempfile.TemporaryDirectory() as folder:
         path, at = Path(folder) / "ledger.sqlite", 0
@@ -409,7 +426,7 @@ def test_a_ledger_that_lives_through_restarts_says_what_one_does_that_does_not(
             with closing(Store(path, clock=lambda: LATER)) as store:
                 for _ in range(chance.randint(1, 5)):
                     size = chance.randint(1, 20)
-                    store.apply(lines[at:at + size])
+                    store.apply(lines[at : at + size])
                     at += size
         replayed = Ledger()
         for line in lines:

@@ -38,11 +38,23 @@ def lines(shares: Shares, seconds: float = 1200.0, **change: Any) -> list[Line]:
             waited[rank] += EVERY * shares(rank, t)
         for number, host in enumerate(HOSTS):
             ranks = range(number * PER_HOST, (number + 1) * PER_HOST)
-            told.append({
-                "t": t, "run": "r", "attempt": "a", "source": host, "event": "snapshot", "started": 0.0,
-                "rank": ranks[0], "gpus": PER_HOST, "step": int(t), "activity_seconds": {"step": t},
-                "waits": [
-                    [rank, place(rank), started(rank, t), t, t, waited[rank], t * tokens(rank)] for rank in ranks]})
+            told.append(
+                {
+                    "t": t,
+                    "run": "r",
+                    "attempt": "a",
+                    "source": host,
+                    "event": "snapshot",
+                    "started": 0.0,
+                    "rank": ranks[0],
+                    "gpus": PER_HOST,
+                    "step": int(t),
+                    "activity_seconds": {"step": t},
+                    "waits": [
+                        [rank, place(rank), started(rank, t), t, t, waited[rank], t * tokens(rank)] for rank in ranks
+                    ],
+                }
+            )
     return told
 
 
@@ -72,15 +84,18 @@ def test_what_a_late_host_costs_is_counted_too() -> None:
     assert lost(lines(lambda rank, t: 0.1 if rank < PER_HOST else 0.4)) == pytest.approx(GPUS * 0.3 * 960, rel=0.03)
 
 
-@pytest.mark.parametrize(("why", "told"), [
-    ("nobody is late", lines(lambda rank, t: 0.4)),
-    ("nearly nobody is", lines(late(5, 0.08))),
-    ("another one each window", lines(lambda rank, t: 0.1 if rank == int(t / 120) % GPUS else 0.4)),
-    ("two are", lines(lambda rank, t: 0.1 if rank in (1, 6) else 0.4)),
-    ("it has more tokens", lines(late(5, 0.3), tokens=lambda rank: 130.0 if rank == 5 else 100.0)),
-    ("it is at another place in the pipeline", lines(late(5, 0.3), place=lambda rank: str(rank == 5))),
-    ("it starts again and again", lines(late(5, 0.3), started=lambda rank, t: t // 200 if rank == 5 else 0.0)),
-])
+@pytest.mark.parametrize(
+    ("why", "told"),
+    [
+        ("nobody is late", lines(lambda rank, t: 0.4)),
+        ("nearly nobody is", lines(late(5, 0.08))),
+        ("another one each window", lines(lambda rank, t: 0.1 if rank == int(t / 120) % GPUS else 0.4)),
+        ("two are", lines(lambda rank, t: 0.1 if rank in (1, 6) else 0.4)),
+        ("it has more tokens", lines(late(5, 0.3), tokens=lambda rank: 130.0 if rank == 5 else 100.0)),
+        ("it is at another place in the pipeline", lines(late(5, 0.3), place=lambda rank: str(rank == 5))),
+        ("it starts again and again", lines(late(5, 0.3), started=lambda rank, t: t // 200 if rank == 5 else 0.0)),
+    ],
+)
 def test_nothing_is_lost_to_a_straggler_where(why: str, told: list[Line]) -> None:
     assert lost(told) == 0, why
 
@@ -104,13 +119,16 @@ def test_the_counter_is_a_part_of_productive_never_falls_and_survives_being_writ
     assert before > 0
 
 
-@pytest.mark.parametrize(("waits", "message"), [
-    ({}, "waits: not a list of at most 64 ranks"),
-    ([[0, "", 0, 1, 2, 3]], "waits 1: not [rank, place, started, steps, seconds, wait, tokens]"),
-    ([[0, "", 0, 1, 2, -3, 4]], "waits 1: wait: -3 is negative"),
-    ([[0, "", 0, 1, 2, None, 4]], "waits 1: a number is missing"),
-    ([[0, "", 0, 1, 2, 3, 4]] * 2, "waits: a rank is told twice"),
-])
+@pytest.mark.parametrize(
+    ("waits", "message"),
+    [
+        ({}, "waits: not a list of at most 64 ranks"),
+        ([[0, "", 0, 1, 2, 3]], "waits 1: not [rank, place, started, steps, seconds, wait, tokens]"),
+        ([[0, "", 0, 1, 2, -3, 4]], "waits 1: wait: -3 is negative"),
+        ([[0, "", 0, 1, 2, None, 4]], "waits 1: a number is missing"),
+        ([[0, "", 0, 1, 2, 3, 4]] * 2, "waits: a rank is told twice"),
+    ],
+)
 def test_waits_that_cannot_be_are_refused(waits: object, message: str) -> None:
     with pytest.raises(RecordError) as error:
         Record.parse(lines(late(5, 0.3), 15.0)[0] | {"waits": waits})
@@ -125,8 +143,11 @@ def test_a_node_tells_the_waits_of_its_ranks_once_all_are_measured() -> None:
         metrics = pushed.scope_metrics[0].metrics
         metrics.append(gauge("training_rank_info", 1, START + 60, rank=str(rank), pp=str(rank)))
         if wait is not None:
-            for name, value in (("training_measured_steps_total", 10.0), ("training_measured_step_seconds_total", 20.0),
-                                ("training_collective_wait_seconds_total", wait)):
+            for name, value in (
+                ("training_measured_steps_total", 10.0),
+                ("training_measured_step_seconds_total", 20.0),
+                ("training_collective_wait_seconds_total", wait),
+            ):
                 metrics.append(counter(name, value, START + 60, rank=str(rank)))
         assert telemetry.receive(request(pushed)) == (0, "")
 

@@ -49,8 +49,11 @@ def test_only_an_unplanned_end_is_recovered_from(status: str, recoveries: int) -
 
 
 def test_a_crash_loop_is_one_recovery() -> None:
-    loop = [line for k in range(3) for line in (
-        start(200 + 50 * k, f"b{k}", step=1), snapshot(215 + 50 * k, f"b{k}", 1, startup=10, step=5))]
+    loop = [
+        line
+        for k in range(3)
+        for line in (start(200 + 50 * k, f"b{k}", step=1), snapshot(215 + 50 * k, f"b{k}", 1, startup=10, step=5))
+    ]
     run = run_of([*A1, *loop, start(400, "a2", step=1), snapshot(450, "a2", 5, startup=10, step=40)])
     assert (run.recoveries, run.recovery_seconds) == (1, 440 - 144)
     assert run.ends["silent"] == 4
@@ -68,12 +71,15 @@ def test_a_checkpoint_is_known_by_when_it_was_first_heard_of() -> None:
 
 # Two attempts at once.
 
+
 def both(until: int, begin: int = 150) -> list[Line]:
     """Return a1, and b1 of another allocation beside it from some time on, both reporting every ten seconds."""
     lines = [*A1, start(begin, "b1", step=3, source="other")]
     for t in range(begin + 10, until + 1, 10):
-        lines += [snapshot(t, "a1", 3 + (t - 144) // 10, startup=10, step=t - 110.0),
-                  snapshot(t, "b1", 3 + (t - begin) // 20, "other", startup=10, step=t - begin - 10.0)]
+        lines += [
+            snapshot(t, "a1", 3 + (t - 144) // 10, startup=10, step=t - 110.0),
+            snapshot(t, "b1", 3 + (t - begin) // 20, "other", startup=10, step=t - begin - 10.0),
+        ]
     return lines
 
 
@@ -87,12 +93,16 @@ def test_two_live_attempts_are_a_conflict_and_the_later_start_is_accounted_for()
     assert read_back(run).conflict(210)
 
 
-@pytest.mark.parametrize("lines", [
-    [*A1, *A2],
-    both(160),  # one word after the other's start may be late
-    [*both(210), *(snapshot(t, "b1", 9, "other", startup=10, step=t - 160.0) for t in (230, 250, 272))],
-    [*both(210), finish(212, "b1", "completed", "other")],
-], ids=["a restart", "one word", "one fell silent", "one has ended"])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [*A1, *A2],
+        both(160),  # one word after the other's start may be late
+        [*both(210), *(snapshot(t, "b1", 9, "other", startup=10, step=t - 160.0) for t in (230, 250, 272))],
+        [*both(210), finish(212, "b1", "completed", "other")],
+    ],
+    ids=["a restart", "one word", "one fell silent", "one has ended"],
+)
 def test_one_attempt_that_reports_is_no_conflict(lines: list[Line]) -> None:
     run = run_of(lines)
     assert served(run, run.last, m.RUN_CONFLICT) == {(): 0}
@@ -104,12 +114,18 @@ def test_late_and_repeated_words_of_an_old_attempt_are_no_conflict() -> None:
 
 
 def test_a_run_whose_other_attempt_goes_on_is_not_called_down() -> None:
-    run = run_of([*both(210), finish(212, "b1", "failed", "other"), *(
-        snapshot(t, "a1", 3 + (t - 144) // 10, startup=10, step=t - 110.0) for t in range(220, 400, 10))])
+    run = run_of(
+        [
+            *both(210),
+            finish(212, "b1", "failed", "other"),
+            *(snapshot(t, "a1", 3 + (t - 144) // 10, startup=10, step=t - 110.0) for t in range(220, 400, 10)),
+        ]
+    )
     assert (run.state(390), run.conflict(390), run.state(500)) == ("running", False, "down")
 
 
 # Clocks.
+
 
 def hours(t: float, number: float) -> float:
     return t + 3600 * number
@@ -155,8 +171,9 @@ def skewed(until: int, ahead: float) -> list[Line]:
     lines = [start(100, "a1"), start(100 + ahead, "a1", source="h2")]
     for t in range(120, until + 1, 10):
         for source, rank, shift in (("h1", 0, 0.0), ("h2", 8, ahead)):
-            lines.append(snapshot(
-                t + shift, "a1", (t - 110) // 10, source, more={"rank": rank}, startup=10, step=t - 110.0))
+            lines.append(
+                snapshot(t + shift, "a1", (t - 110) // 10, source, more={"rank": rank}, startup=10, step=t - 110.0)
+            )
     return lines
 
 
@@ -166,8 +183,9 @@ def test_nodes_whose_clocks_differ_by_minutes_do_not_end_each_others_attempt(ahe
     # The node with the wrong clock loses its process, and the other carries on.
     lines.append({**lines[-1], "t": 203 + ahead, "gone": True})
     assert figures(lines)["state"] == "running"
-    lines += [snapshot(t, "a1", (t - 110) // 10, more={"rank": 0}, startup=10, step=t - 110.0)
-              for t in range(210, 810, 10)]
+    lines += [
+        snapshot(t, "a1", (t - 110) // 10, more={"rank": 0}, startup=10, step=t - 110.0) for t in range(210, 810, 10)
+    ]
     run = run_of(lines)
     assert (run.attempts, run.ends["failed"], run.high_water) == (1, 0, 69)
     assert run.state() == "running"
@@ -179,6 +197,7 @@ def test_nodes_whose_clocks_differ_by_minutes_do_not_end_each_others_attempt(ahe
 
 
 # Positions.
+
 
 def test_two_rollbacks_to_the_same_step_lose_what_was_executed_again() -> None:
     def at(t: float, step: float, seconds: float) -> Line:
@@ -196,17 +215,36 @@ def test_two_rollbacks_to_the_same_step_lose_what_was_executed_again() -> None:
 
 def beside(until: int, steps: bool = True) -> list[Line]:
     """Return an attempt from 100 on, beside which another runs on another host from 205 to 260 and fails."""
+
     def one(t: int) -> Line:
         done = (t if steps else min(t, 190)) - 110
-        return snapshot(t, "a1", done // 10, startup=10, step=t - 110.0, more={
-            "model_flops": done * 10.0, "peak_flops": 100.0, "open_step_seconds": t - 110.0 - done // 10 * 10})
+        return snapshot(
+            t,
+            "a1",
+            done // 10,
+            startup=10,
+            step=t - 110.0,
+            more={"model_flops": done * 10.0, "peak_flops": 100.0, "open_step_seconds": t - 110.0 - done // 10 * 10},
+        )
 
     def other(t: int) -> Line:
-        return snapshot(t, "b1", (t - 215) // 10, "h9", startup=10, step=t - 215.0, more={
-            "model_flops": (t - 215) * 10.0, "peak_flops": 100.0})
+        return snapshot(
+            t,
+            "b1",
+            (t - 215) // 10,
+            "h9",
+            startup=10,
+            step=t - 215.0,
+            more={"model_flops": (t - 215) * 10.0, "peak_flops": 100.0},
+        )
 
-    lines = [start(100, "a1"), *(one(t) for t in range(120, until + 1, 10)),
-             start(205, "b1", source="h9"), *(other(t) for t in range(225, 256, 10)), finish(260, "b1", "failed", "h9")]
+    lines = [
+        start(100, "a1"),
+        *(one(t) for t in range(120, until + 1, 10)),
+        start(205, "b1", source="h9"),
+        *(other(t) for t in range(225, 256, 10)),
+        finish(260, "b1", "failed", "h9"),
+    ]
     return sorted(lines, key=lambda line: line["t"])
 
 
@@ -218,7 +256,10 @@ def test_after_a_conflict_the_attempt_that_goes_on_is_accounted_for_again() -> N
     assert buckets(lines) == {"startup": 20, "productive": 90 + 440, "down": 5, "lost": 45, "other": 1}
     assert (run.attempts, run.ends["failed"], run.ends["silent"], run.state()) == (3, 1, 1, "completed")
     assert [(one["attempt"], one["begin"], one["end"]) for one in run.figures(701)["attempts"]] == [
-        ("a1", 100, 200), ("b1", 205, 260), ("a1", 260, 701)]
+        ("a1", 100, 200),
+        ("b1", 205, 260),
+        ("a1", 260, 701),
+    ]
     assert run.retained <= (59 + 4) * 100
     # Read back at any moment it is the same.
     for number in range(1, len(lines)):
@@ -230,8 +271,10 @@ def test_after_a_conflict_the_attempt_that_goes_on_is_accounted_for_again() -> N
 
 def test_the_later_attempt_keeps_the_books_however_long_it_starts_up_in_silence() -> None:
     a = [start(0, "a"), *(snapshot(t, "a", t // 10, step=float(t)) for t in range(10, 601, 10))]
-    b = [start(400, "b", step=30, source="h9"),
-         *(snapshot(t, "b", 30 + (t - 700) // 10, "h9", startup=300, step=t - 700.0) for t in range(700, 1001, 10))]
+    b = [
+        start(400, "b", step=30, source="h9"),
+        *(snapshot(t, "b", 30 + (t - 700) // 10, "h9", startup=300, step=t - 700.0) for t in range(700, 1001, 10)),
+    ]
     lines = [*sorted([*a, *b], key=lambda line: line["t"]), finish(1000, "b", source="h9")]
     assert buckets(lines) == {"productive": 400 + 200, "lost": 100, "startup": 300}
     assert run_of(lines).attempts == 2
@@ -251,12 +294,20 @@ def test_a_relaunch_under_the_same_attempts_name_is_another_attempt_wherever_it_
     run = run_of(lines)
     assert (run.attempts, run.ends["silent"]) == (2, 1)
     assert [(one["attempt"], one["begin"], one["end"]) for one in run.figures(245)["attempts"]] == [
-        ("a1", 100, 144), ("a1", 215, None)]
+        ("a1", 100, 144),
+        ("a1", 215, None),
+    ]
 
 
 def test_a_second_ledger_that_heard_less_adds_nothing_to_what_the_first_says() -> None:
-    lines = [*A1, *A2, finish(255, "a2", "failed"), start(300, "a3", step=4),
-             snapshot(340, "a3", 7, startup=10, step=30), finish(341, "a3")]
+    lines = [
+        *A1,
+        *A2,
+        finish(255, "a2", "failed"),
+        start(300, "a3", step=4),
+        snapshot(340, "a3", 7, startup=10, step=30),
+        finish(341, "a3"),
+    ]
     whole = run_of(lines)
     for lost in range(1, len(lines) - 1):
         # The rules take the maximum over the ledgers that tell of a run.
@@ -271,6 +322,7 @@ def test_a_second_ledger_that_heard_less_adds_nothing_to_what_the_first_says() -
 
 
 # Runs that nobody ends.
+
 
 def test_a_run_that_is_given_up_stopped_when_it_was_last_heard_of() -> None:
     run = run_of([*A1, snapshot(147, "a1", 3, startup=10, step=37)])
@@ -307,6 +359,7 @@ def test_a_long_history_keeps_its_last_thousand_attempts(monkeypatch: pytest.Mon
 
 # Losses and their causes.
 
+
 def evidence(kind: str, t: float, **more: Any) -> Line:
     return {"kind": kind, "t": t, "count": 1, **more}
 
@@ -330,9 +383,18 @@ def test_a_loss_is_booked_once_to_its_cause_when_all_evidence_is_in() -> None:
     assert (incident["settled"], incident["cause"], incident["gpu"]) == (False, "gpu", "GPU-7")
     settled = run_of(later(lines, 205 + 300))
     [incident] = settled.figures(505)["incidents"]
-    assert {name: incident[name] for name in ("settled", "cause", "host", "gpu", "began", "ended", "back", "status")} \
-        == {"settled": True, "cause": "gpu", "host": "h1", "gpu": "GPU-7", "began": 144, "ended": 200, "back": 240,
-            "status": "silent"}
+    assert {
+        name: incident[name] for name in ("settled", "cause", "host", "gpu", "began", "ended", "back", "status")
+    } == {
+        "settled": True,
+        "cause": "gpu",
+        "host": "h1",
+        "gpu": "GPU-7",
+        "began": 144,
+        "ended": 200,
+        "back": 240,
+        "status": "silent",
+    }
     # 56 s down, 10 s of startup, steps 2 and 3 again.
     assert (incident["seconds"], incident["gpu_seconds"]) == (86, 8 * 86)
     everything = dict.fromkeys(product(LOSSES, CAUSES), 0.0)
@@ -431,17 +493,20 @@ def test_a_node_that_falls_silent_without_a_word_is_evidence() -> None:
     assert run_of([*lines[:-1], rebooted, lines[-1]]).settled["end"] == {"host": 1}
 
 
-@pytest.mark.parametrize(("given", "message"), [
-    ("xid", f"evidence: not a list of at most {MOST_EVIDENCE} entries"),
-    ([evidence("xid", 1)] * (MOST_EVIDENCE + 1), f"evidence: not a list of at most {MOST_EVIDENCE} entries"),
-    ([7], "evidence 1: not an object"),
-    ([evidence("xid", 1), {"kind": "xid"}], "evidence 2: t: missing"),
-    ([{"t": 1}], "evidence 1: kind: missing"),
-    ([evidence("xid", float("nan"))], "evidence 1: t: nan is not a finite number"),
-    ([evidence("xid", 1, gpu=["GPU"])], "evidence 1: gpu: not a string of at most 512 characters"),
-    ([evidence("xid", 1, rank=-1)], "evidence 1: rank: -1 is negative"),
-    ([evidence("xid", 1, count="2")], "evidence 1: count: '2' is not a finite number"),
-])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("xid", f"evidence: not a list of at most {MOST_EVIDENCE} entries"),
+        ([evidence("xid", 1)] * (MOST_EVIDENCE + 1), f"evidence: not a list of at most {MOST_EVIDENCE} entries"),
+        ([7], "evidence 1: not an object"),
+        ([evidence("xid", 1), {"kind": "xid"}], "evidence 2: t: missing"),
+        ([{"t": 1}], "evidence 1: kind: missing"),
+        ([evidence("xid", float("nan"))], "evidence 1: t: nan is not a finite number"),
+        ([evidence("xid", 1, gpu=["GPU"])], "evidence 1: gpu: not a string of at most 512 characters"),
+        ([evidence("xid", 1, rank=-1)], "evidence 1: rank: -1 is negative"),
+        ([evidence("xid", 1, count="2")], "evidence 1: count: '2' is not a finite number"),
+    ],
+)
 def test_evidence_that_is_none_is_refused_with_the_reason(given: Any, message: str) -> None:
     with pytest.raises(RecordError) as error:
         Record.parse({**A1[1], "evidence": given})
@@ -470,17 +535,38 @@ TEXTS = st.one_of(st.sampled_from(["xid", "79", "oom", "link_down"]), st.text(mi
 
 def records(value: st.SearchStrategy[Any]) -> st.SearchStrategy[Line]:
     """Return records whose fields hold this, where nothing else is to be said of them."""
-    items = st.fixed_dictionaries({"kind": TEXTS, "t": value}, optional={
-        "gpu": TEXTS, "port": TEXTS, "detail": TEXTS, "count": value, "rank": value})
-    numbers = ("step", "committed_step", "restored_step", "rank", "gpus", "started", "submitted", "model_flops",
-               "peak_flops", "open_step_seconds")
-    return st.fixed_dictionaries({
-        "t": PLAIN, "run": st.just("r"), "attempt": st.sampled_from(["a", "b", "c"]),
-        "source": st.sampled_from(["h1", "h2"]), "event": st.sampled_from(["start", "snapshot", "finish", "submitted"]),
-    }, optional={
-        "evidence": st.lists(items, max_size=3), "gone": st.booleans(),
-        "activity_seconds": st.dictionaries(st.sampled_from(["startup", "step", "x"]), value, max_size=3),
-        "status": st.sampled_from(["failed", "stopped", "completed", "preempted"]), **dict.fromkeys(numbers, value)})
+    items = st.fixed_dictionaries(
+        {"kind": TEXTS, "t": value},
+        optional={"gpu": TEXTS, "port": TEXTS, "detail": TEXTS, "count": value, "rank": value},
+    )
+    numbers = (
+        "step",
+        "committed_step",
+        "restored_step",
+        "rank",
+        "gpus",
+        "started",
+        "submitted",
+        "model_flops",
+        "peak_flops",
+        "open_step_seconds",
+    )
+    return st.fixed_dictionaries(
+        {
+            "t": PLAIN,
+            "run": st.just("r"),
+            "attempt": st.sampled_from(["a", "b", "c"]),
+            "source": st.sampled_from(["h1", "h2"]),
+            "event": st.sampled_from(["start", "snapshot", "finish", "submitted"]),
+        },
+        optional={
+            "evidence": st.lists(items, max_size=3),
+            "gone": st.booleans(),
+            "activity_seconds": st.dictionaries(st.sampled_from(["startup", "step", "x"]), value, max_size=3),
+            "status": st.sampled_from(["failed", "stopped", "completed", "preempted"]),
+            **dict.fromkeys(numbers, value),
+        },
+    )
 
 
 @given(st.lists(st.one_of(records(PLAIN), records(PLAIN), records(st.one_of(PLAIN, ODD))), max_size=15))
@@ -526,9 +612,15 @@ def test_what_hosts_say_they_have_seen_is_bounded(monkeypatch: pytest.MonkeyPatc
 
 def test_evidence_survives_being_written_down() -> None:
     book = EvidenceBook()
-    for item in Record.parse({**A1[1], "evidence": [
-            evidence("xid", 100, gpu="GPU-1", detail="79"), evidence("exception", 105, rank=4, detail="ValueError")]}
-            ).evidence:
+    for item in Record.parse(
+        {
+            **A1[1],
+            "evidence": [
+                evidence("xid", 100, gpu="GPU-1", detail="79"),
+                evidence("exception", 105, rank=4, detail="ValueError"),
+            ],
+        }
+    ).evidence:
         book.add(item, 0)
     copy = EvidenceBook()
     copy.restore(json.loads(json.dumps({host: book.state(host) for host in book.hosts()})))

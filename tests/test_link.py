@@ -127,12 +127,27 @@ def test_a_wall_clock_that_stepped_between_two_processes_costs_no_count(unix: fl
     assert not after.flapping
 
 
-@pytest.mark.parametrize("stored", [
-    None, [], "x", {}, {"flaps": 1}, {"flaps": "x", "drops": 0, "recent": [], "down_since": None},
-    {"flaps": 1, "drops": 0, "recent": [float("nan")], "down_since": None, "flapping": True, "was_active": True,
-     "dropped": False},
-    {"flaps": float("inf"), "drops": 0, "recent": [], "down_since": None},
-])
+@pytest.mark.parametrize(
+    "stored",
+    [
+        None,
+        [],
+        "x",
+        {},
+        {"flaps": 1},
+        {"flaps": "x", "drops": 0, "recent": [], "down_since": None},
+        {
+            "flaps": 1,
+            "drops": 0,
+            "recent": [float("nan")],
+            "down_since": None,
+            "flapping": True,
+            "was_active": True,
+            "dropped": False,
+        },
+        {"flaps": float("inf"), "drops": 0, "recent": [], "down_since": None},
+    ],
+)
 def test_what_was_kept_in_another_shape_is_a_new_link(stored: object) -> None:
     link = Link.load(stored, now=0, unix=0)
     assert (link.flaps, link.drops, link.flapping) == (0, 0, False)
@@ -143,7 +158,7 @@ STATES = st.lists(st.tuples(st.floats(0, 7200), st.sampled_from([None, 0, 1, 2, 
 
 @given(STATES)
 def test_counts_only_rise_and_flapping_means_three_flaps_and_one_in_the_last_hour(
-    steps: list[tuple[float, int | None]]
+    steps: list[tuple[float, int | None]],
 ) -> None:
     link, now, counted, flapped = Link(), 0.0, (0, 0), float("-inf")
     for seconds, state in steps:

@@ -9,10 +9,18 @@ import pytest
 from tests.live_series import Series, Target, of, samples
 
 
-@pytest.mark.parametrize(("notation", "values"), [
-    ("1 2.5 -3", [1, 2.5, -3]), ("0+2x3", [0, 2, 4, 6]), ("5-1x2 7", [5, 4, 3, 7]), ("1x2", [1, 1, 1]),
-    ("_ 1 _x2 stale 2", [None, 1, None, None, None, 2]), ("1e-3+1e-3x1", [0.001, 0.002]), ("-2x1", [-2, -2]),
-])
+@pytest.mark.parametrize(
+    ("notation", "values"),
+    [
+        ("1 2.5 -3", [1, 2.5, -3]),
+        ("0+2x3", [0, 2, 4, 6]),
+        ("5-1x2 7", [5, 4, 3, 7]),
+        ("1x2", [1, 1, 1]),
+        ("_ 1 _x2 stale 2", [None, 1, None, None, None, 2]),
+        ("1e-3+1e-3x1", [0.001, 0.002]),
+        ("-2x1", [-2, -2]),
+    ],
+)
 def test_values_are_those_of_a_rule_test(notation: str, values: list[float | None]) -> None:
     assert list(samples(notation)) == pytest.approx(values)
 
@@ -36,7 +44,9 @@ tests:
     with Target(of([tmp_path / "One.yaml"], 60), pace=10) as target:
         assert target.text(1000) == ""
         target.began = 1000
-        begun = ('run_start_timestamp_seconds{run="One0-r",tenant="",instance="One0-none"} 996.0\n'
-                 'up{host="One0-h",job="j",instance="One0-h"} 1.0\n')
+        begun = (
+            'run_start_timestamp_seconds{run="One0-r",tenant="",instance="One0-none"} 996.0\n'
+            'up{host="One0-h",job="j",instance="One0-h"} 1.0\n'
+        )
         assert target.text(1000) == begun
         assert target.text(1006) == begun + 'plain{instance="One1-none"} 2.0\n'

@@ -17,11 +17,25 @@ from tests.test_command_line import exporter, flopwatch_command
 NOW = 1_800_000_000.0
 
 
-@pytest.mark.parametrize(("text", "ends"), [
-    ("2h", NOW + 7200), ("90s", NOW + 90), ("1.5d", NOW + 129_600), ("0s", NOW), ("1800000300", NOW + 300),
-    ("1799999999.5", NOW - 0.5), ("999d", NOW + LONGEST), ("9999999999", NOW + LONGEST),
-    ("", None), ("soon", None), ("7", None), ("2 h", None), ("-2h", None), ("nan", None),
-])
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [
+        ("2h", NOW + 7200),
+        ("90s", NOW + 90),
+        ("1.5d", NOW + 129_600),
+        ("0s", NOW),
+        ("1800000300", NOW + 300),
+        ("1799999999.5", NOW - 0.5),
+        ("999d", NOW + LONGEST),
+        ("9999999999", NOW + LONGEST),
+        ("", None),
+        ("soon", None),
+        ("7", None),
+        ("2 h", None),
+        ("-2h", None),
+        ("nan", None),
+    ],
+)
 def test_a_text_is_a_length_from_when_it_was_written_or_a_unix_time_or_nothing(text: str, ends: float | None) -> None:
     assert end(text, NOW) == ends
 
@@ -83,18 +97,23 @@ def test_the_exporter_serves_what_the_command_says_and_forgets_nothing_in_a_rest
         assert running.wait_until(lambda found: found[series] < before + 3600)[series] <= time.time()
 
 
-@pytest.mark.parametrize(("text", "hosts"), [
-    ("node-7", ["node-7"]), ("n[1-3]", ["n1", "n2", "n3"]), ("n[08-10,2].rack", ["n08.rack", "n09.rack", "n10.rack",
-                                                                               "n2.rack"]),
-    ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]), ("root@10.0.0.1", ["root@10.0.0.1"]),
-])
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("node-7", ["node-7"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[08-10,2].rack", ["n08.rack", "n09.rack", "n10.rack", "n2.rack"]),
+        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
+        ("root@10.0.0.1", ["root@10.0.0.1"]),
+    ],
+)
 def test_hosts_are_written_as_slurm_writes_them(text: str, hosts: list[str]) -> None:
     assert sorted(expand(text)) == sorted(hosts)
 
 
-@pytest.mark.parametrize("text", [
-    "", "-oProxyCommand=x", "a b", "n[1-", "n[3-1]", "n[a-b]", "n[]", "n[1-]", "a;b", "$(x)",
-])
+@pytest.mark.parametrize(
+    "text", ["", "-oProxyCommand=x", "a b", "n[1-", "n[3-1]", "n[a-b]", "n[]", "n[1-]", "a;b", "$(x)"]
+)
 def test_what_is_no_host_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no"):
         expand(text)
@@ -104,8 +123,10 @@ def test_what_is_no_host_is_refused(text: str) -> None:
 def via(tmp_path: Path) -> str:
     """Return a command that runs a shell for a host in a folder of its own, as ssh does; one host does not answer."""
     program = tmp_path / "reach"
-    program.write_text('#!/bin/sh\nif test "$1" = n2; then echo "no route to n2" >&2; exit 255; fi\n'
-                       f'cd "{tmp_path}/$1" && exec sh -c "$2"\n')
+    program.write_text(
+        '#!/bin/sh\nif test "$1" = n2; then echo "no route to n2" >&2; exit 255; fi\n'
+        f'cd "{tmp_path}/$1" && exec sh -c "$2"\n'
+    )
     program.chmod(0o755)
     for host in ("n1", "n3"):
         (tmp_path / host / "the state").mkdir(parents=True)
@@ -131,15 +152,18 @@ def test_hosts_are_told_over_a_shell_and_one_that_does_not_answer_is_named(tmp_p
     assert flopwatch_command("maintenance", "list", "n3", *flags).stdout == "n3: not in maintenance\n"
 
 
-@pytest.mark.parametrize(("arguments", "status", "message"), [
-    (["start"], 2, "--for"),
-    (["start", "--for", "2"], 2, "2 is no time; write 90m, 2h or 3d"),
-    (["start", "--for", "0s"], 2, "0s is no time"),
-    (["start", "n[3-1]", "--for", "2h"], 2, "'3-1' is no range of numbers"),
-    (["list", "n1", "--via", "ssh"], 2, "say where the host's name goes"),
-    (["start", "--for", "2h", "--state", "/nowhere/at/all"], 1, "cannot write /nowhere/at/all/maintenance"),
-    (["list", "n1", "--via", "no-such-program {host}"], 1, "n1: no-such-program: No such file or directory"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["start"], 2, "--for"),
+        (["start", "--for", "2"], 2, "2 is no time; write 90m, 2h or 3d"),
+        (["start", "--for", "0s"], 2, "0s is no time"),
+        (["start", "n[3-1]", "--for", "2h"], 2, "'3-1' is no range of numbers"),
+        (["list", "n1", "--via", "ssh"], 2, "say where the host's name goes"),
+        (["start", "--for", "2h", "--state", "/nowhere/at/all"], 1, "cannot write /nowhere/at/all/maintenance"),
+        (["list", "n1", "--via", "no-such-program {host}"], 1, "n1: no-such-program: No such file or directory"),
+    ],
+)
 def test_what_cannot_be_done_is_said(arguments: list[str], status: int, message: str) -> None:
     done = flopwatch_command("maintenance", *arguments)
     assert done.returncode == status

@@ -91,11 +91,17 @@ from flopwatch.simulate import SimulatedNode
 from flopwatch.simulate.pynvml import Handle, Simulation
 
 # Every error NVML has.
-ERRORS = sorted({
-    value for name, value in vars(pynvml).items() if name.startswith("NVML_ERROR_") and isinstance(value, int)
-})
+ERRORS = sorted(
+    {value for name, value in vars(pynvml).items() if name.startswith("NVML_ERROR_") and isinstance(value, int)}
+)
 NVLINK = {
-    NVLINK_LINKS, NVLINK_INFO, NVLINK_SPEED, NVLINK_ERRORS, NVLINK_TRANSMIT, NVLINK_RECEIVE, NVLINK_TRANSMIT_RAW,
+    NVLINK_LINKS,
+    NVLINK_INFO,
+    NVLINK_SPEED,
+    NVLINK_ERRORS,
+    NVLINK_TRANSMIT,
+    NVLINK_RECEIVE,
+    NVLINK_TRANSMIT_RAW,
     NVLINK_RECEIVE_RAW,
 }
 FABRIC = {GPU_FABRIC_INFO, GPU_FABRIC_STATE, GPU_FABRIC_STATUS, GPU_FABRIC_HEALTH}
@@ -167,8 +173,15 @@ def collector(node: SimulatedNode, tmp_path: Path, clock: Clock) -> Callable[...
 
     def make(library: Any = None) -> Nvml:
         return Nvml(
-            Simulation(node.root) if library is None else library, "node1", tmp_path / "gpus.json", "nvml", clock,
-            runtime=tmp_path / "gpu_runtime.json", sysfs=node.sysfs, proc=node.root / "proc", dev=node.root / "dev",
+            Simulation(node.root) if library is None else library,
+            "node1",
+            tmp_path / "gpus.json",
+            "nvml",
+            clock,
+            runtime=tmp_path / "gpu_runtime.json",
+            sysfs=node.sysfs,
+            proc=node.root / "proc",
+            dev=node.root / "dev",
         )
 
     return make
@@ -200,31 +213,46 @@ ALL = dict.fromkeys("01234567", 1)
 # What is there, what each call brings, and what stands in for it.
 
 
-@pytest.mark.parametrize(("call", "lost"), [
-    ("nvmlDeviceGetFieldValues", {
-        GPU_MEMORY_TEMPERATURE, GPU_CLOCK_EVENT_SECONDS, GPU_ECC_ERRORS, GPU_ECC_LIFETIME_ERRORS, GPU_PCIE_REPLAYS,
-        GPU_PCIE_ERRORS, GPU_TEMPERATURE_LIMIT_MARGIN, GPU_RECOVERY_ACTION, GPU_PCIE_TRANSMIT, GPU_PCIE_RECEIVE,
-    } | NVLINK),
-    ("nvmlDeviceGetMemoryInfo", {GPU_MEMORY_USED, GPU_MEMORY_TOTAL, GPU_MEMORY_RESERVED}),
-    ("nvmlDeviceGetCurrentClocksEventReasons", {GPU_CLOCK_EVENT}),
-    ("nvmlDeviceGetUtilizationRates", {GPU_UTILIZATION, GPU_COPY_UTILIZATION}),
-    ("nvmlDeviceGetEncoderUtilization", {GPU_ENCODER_UTILIZATION}),
-    ("nvmlDeviceGetTemperatureV", set()),
-    ("nvmlDeviceGetTemperature", set()),
-    ("nvmlDeviceGetMarginTemperature", {GPU_TEMPERATURE_MARGIN}),
-    ("nvmlDeviceGetPowerUsage", {GPU_POWER}),
-    ("nvmlDeviceGetEnforcedPowerLimit", {GPU_POWER_LIMIT}),
-    ("nvmlDeviceGetClockInfo", {GPU_GRAPHICS_CLOCK, GPU_SM_CLOCK, GPU_MEMORY_CLOCK, GPU_VIDEO_CLOCK}),
-    ("nvmlDeviceGetMaxClockInfo", {GPU_SM_CLOCK_MAX, GPU_MEMORY_CLOCK_MAX, GPU_VIDEO_CLOCK_MAX}),
-    ("nvmlDeviceGetSramEccErrorStatus", {GPU_SRAM_THRESHOLD}),
-    ("nvmlDeviceGetRowRemapperHistogram", {GPU_ROW_REMAP_BANKS}),
-    ("nvmlDeviceGetRepairStatus", {GPU_REPAIR_PENDING}),
-    ("nvmlDeviceGetGpuFabricInfoV", FABRIC),
-    ("nvmlDeviceGetMigMode", {GPU_MIG_MODE}),
-    ("nvmlDeviceGetEccMode", {GPU_ECC_MODE}),
-    ("nvmlDeviceGetComputeRunningProcesses_v3", {GPU_PROCESSES, GPU_PROCESS_MEMORY}),
-    ("nvmlDeviceGetSerial", set()),
-])
+@pytest.mark.parametrize(
+    ("call", "lost"),
+    [
+        (
+            "nvmlDeviceGetFieldValues",
+            {
+                GPU_MEMORY_TEMPERATURE,
+                GPU_CLOCK_EVENT_SECONDS,
+                GPU_ECC_ERRORS,
+                GPU_ECC_LIFETIME_ERRORS,
+                GPU_PCIE_REPLAYS,
+                GPU_PCIE_ERRORS,
+                GPU_TEMPERATURE_LIMIT_MARGIN,
+                GPU_RECOVERY_ACTION,
+                GPU_PCIE_TRANSMIT,
+                GPU_PCIE_RECEIVE,
+            }
+            | NVLINK,
+        ),
+        ("nvmlDeviceGetMemoryInfo", {GPU_MEMORY_USED, GPU_MEMORY_TOTAL, GPU_MEMORY_RESERVED}),
+        ("nvmlDeviceGetCurrentClocksEventReasons", {GPU_CLOCK_EVENT}),
+        ("nvmlDeviceGetUtilizationRates", {GPU_UTILIZATION, GPU_COPY_UTILIZATION}),
+        ("nvmlDeviceGetEncoderUtilization", {GPU_ENCODER_UTILIZATION}),
+        ("nvmlDeviceGetTemperatureV", set()),
+        ("nvmlDeviceGetTemperature", set()),
+        ("nvmlDeviceGetMarginTemperature", {GPU_TEMPERATURE_MARGIN}),
+        ("nvmlDeviceGetPowerUsage", {GPU_POWER}),
+        ("nvmlDeviceGetEnforcedPowerLimit", {GPU_POWER_LIMIT}),
+        ("nvmlDeviceGetClockInfo", {GPU_GRAPHICS_CLOCK, GPU_SM_CLOCK, GPU_MEMORY_CLOCK, GPU_VIDEO_CLOCK}),
+        ("nvmlDeviceGetMaxClockInfo", {GPU_SM_CLOCK_MAX, GPU_MEMORY_CLOCK_MAX, GPU_VIDEO_CLOCK_MAX}),
+        ("nvmlDeviceGetSramEccErrorStatus", {GPU_SRAM_THRESHOLD}),
+        ("nvmlDeviceGetRowRemapperHistogram", {GPU_ROW_REMAP_BANKS}),
+        ("nvmlDeviceGetRepairStatus", {GPU_REPAIR_PENDING}),
+        ("nvmlDeviceGetGpuFabricInfoV", FABRIC),
+        ("nvmlDeviceGetMigMode", {GPU_MIG_MODE}),
+        ("nvmlDeviceGetEccMode", {GPU_ECC_MODE}),
+        ("nvmlDeviceGetComputeRunningProcesses_v3", {GPU_PROCESSES, GPU_PROCESS_MEMORY}),
+        ("nvmlDeviceGetSerial", set()),
+    ],
+)
 def test_a_call_a_gpu_does_not_support_costs_its_own_values_on_that_gpu_and_nothing_else(
     node: SimulatedNode, collector: Callable[..., Nvml], call: str, lost: set[Metric]
 ) -> None:
@@ -292,13 +320,18 @@ def test_an_older_driver_counts_clock_events_by_other_reasons(
     node: SimulatedNode, collector: Callable[..., Nvml]
 ) -> None:
     library = Fields(
-        node.root, {(75, 0): 5, (77, 0): 6, (78, 0): 7, (79, 0): 8},
+        node.root,
+        {(75, 0): 5, (77, 0): 6, (78, 0): 7, (79, 0): 8},
         dict.fromkeys(((269, 0), (270, 0), (271, 0)), pynvml.NVML_ERROR_INVALID_ARGUMENT),
     )
     driver = collector(library)
     for _ in range(2):
         assert of(driver.read(), GPU_CLOCK_EVENT_SECONDS) == {
-            ("sw_power_cap",): 0, ("sync_boost",): 0, ("thermal",): 5, ("board_limit",): 6, ("low_utilization",): 7,
+            ("sw_power_cap",): 0,
+            ("sync_boost",): 0,
+            ("thermal",): 5,
+            ("board_limit",): 6,
+            ("low_utilization",): 7,
             ("reliability",): 8,
         }
 
@@ -351,19 +384,34 @@ def test_an_nvlink_5_gpu_sums_its_links_and_has_no_more_series_than_the_budget_l
     node.tick(1_700_000_015)
     samples = driver.read()
     links = {
-        ":".join((str(row), *extra)): value for (row, extra), value in series(samples, "0").items()
+        ":".join((str(row), *extra)): value
+        for (row, extra), value in series(samples, "0").items()
         if str(row).startswith("nvlink")
     }
     errors = (
-        "malformed_packet", "buffer_overrun", "receive", "remote", "general", "local_integrity", "transmit_discard",
-        "recovery", "recovery_failed", "effective",
+        "malformed_packet",
+        "buffer_overrun",
+        "receive",
+        "remote",
+        "general",
+        "local_integrity",
+        "transmit_discard",
+        "recovery",
+        "recovery_failed",
+        "effective",
     )
     assert links == {
-        "nvlink_links:active": 18, "nvlink_links:inactive": 0, "nvlink_info:5.0": 1,
-        "nvlink_speed_bytes_per_second": 53125, "nvlink_transmit_bytes_total": 180, "nvlink_receive_bytes_total": 360,
-        **{f"nvlink_errors_total:{error}": 0 for error in errors}, "nvlink_errors_total:symbol": 3,
+        "nvlink_links:active": 18,
+        "nvlink_links:inactive": 0,
+        "nvlink_info:5.0": 1,
+        "nvlink_speed_bytes_per_second": 53125,
+        "nvlink_transmit_bytes_total": 180,
+        "nvlink_receive_bytes_total": 360,
+        **{f"nvlink_errors_total:{error}": 0 for error in errors},
+        "nvlink_errors_total:symbol": 3,
         "nvlink_link_errors_total:4:symbol": 3,
-        "nvlink_effective_bit_error_ratio": 1e-12, "nvlink_symbol_bit_error_ratio": 0,
+        "nvlink_effective_bit_error_ratio": 1e-12,
+        "nvlink_symbol_bit_error_ratio": 0,
     }
     assert len(series(samples, "0")) + 1 <= 100
 
@@ -385,13 +433,18 @@ def test_an_a100_counts_link_errors_per_gpu_and_has_no_activity(
     driver.read()
     samples = driver.read()
     links = {
-        ":".join((str(row), *extra)): value for (row, extra), value in series(samples, "0").items()
+        ":".join((str(row), *extra)): value
+        for (row, extra), value in series(samples, "0").items()
         if str(row).startswith("nvlink")
     }
     assert links == {
-        "nvlink_links:inactive": 1, "nvlink_links:active": 11,
-        "nvlink_speed_bytes_per_second": 25781, "nvlink_errors_total:replay": 3, "nvlink_errors_total:recovery": 4,
-        "nvlink_errors_total:crc": 1, "nvlink_errors_total:crc_data": 2,
+        "nvlink_links:inactive": 1,
+        "nvlink_links:active": 11,
+        "nvlink_speed_bytes_per_second": 25781,
+        "nvlink_errors_total:replay": 3,
+        "nvlink_errors_total:recovery": 4,
+        "nvlink_errors_total:crc": 1,
+        "nvlink_errors_total:crc_data": 2,
     }
     assert not rows(samples, "0") & {GPU_PROFILED_SECONDS, GPU_SM_ACTIVE}
 
@@ -401,8 +454,12 @@ def test_a_release_of_pynvml_without_a_function_or_structure_is_a_driver_without
 ) -> None:
     every = rows(collector().read(), "0")
     old = Without(
-        Simulation(node.root), "nvmlDeviceGetTemperatureV", "nvmlDeviceGetRepairStatus", "c_nvmlGpuFabricInfo_v3_t",
-        "c_nvmlGpuFabricInfo_v2_t", "nvmlDeviceGetModuleId",
+        Simulation(node.root),
+        "nvmlDeviceGetTemperatureV",
+        "nvmlDeviceGetRepairStatus",
+        "c_nvmlGpuFabricInfo_v3_t",
+        "c_nvmlGpuFabricInfo_v2_t",
+        "nvmlDeviceGetModuleId",
     )
     samples = collector(old).read()
     assert rows(samples, "0") == every - {GPU_REPAIR_PENDING} - FABRIC
@@ -427,9 +484,9 @@ def test_the_fabrics_health_is_left_out_by_a_driver_that_has_only_the_older_stru
     assert of(samples, GPU_FABRIC_HEALTH) == {}
 
 
-@pytest.mark.parametrize(("state", "expected"), [
-    (0, set()), (2, {GPU_FABRIC_STATE}), (0xAB03, {*FABRIC, GPU_FABRIC_FAULT}),
-])
+@pytest.mark.parametrize(
+    ("state", "expected"), [(0, set()), (2, {GPU_FABRIC_STATE}), (0xAB03, {*FABRIC, GPU_FABRIC_FAULT})]
+)
 def test_the_fabric_tells_more_once_it_is_completed_and_padding_is_no_state(
     node: SimulatedNode, collector: Callable[..., Nvml], state: int, expected: set[Metric]
 ) -> None:
@@ -462,15 +519,21 @@ def test_processes_are_counted_by_owner_and_the_ninth_owner_is_other(
         (folder / "cgroup").write_text(f"0::/system.slice/slurmstepd.scope/job_{pid % 20}/step_0\n")
     samples = collector(library).read()
     assert of(samples, GPU_PROCESSES) == {
-        ("slurm:1",): 2, **{(f"slurm:{job}",): 1 for job in range(5, 12)}, ("other",): 3,
+        ("slurm:1",): 2,
+        **{(f"slurm:{job}",): 1 for job in range(5, 12)},
+        ("other",): 3,
     }
     assert of(samples, GPU_PROCESS_MEMORY) == {
-        ("slurm:1",): 22000, **{(f"slurm:{job}",): 1000 * job for job in range(5, 12)}, ("other",): 9000,
+        ("slurm:1",): 22000,
+        **{(f"slurm:{job}",): 1000 * job for job in range(5, 12)},
+        ("other",): 9000,
     }
     assert sum(of(samples, GPU_PROCESSES, "1").values()) == 12
     assert of(samples, GPU_PROCESS_MEMORY, "1") == {}
     assert json.loads((tmp_path / "gpu_runtime.json").read_text())[node.uuid(0)] == {
-        "mig": [], "pids": sorted(pid for pid, _ in processes), "links": list(range(18)),
+        "mig": [],
+        "pids": sorted(pid for pid, _ in processes),
+        "links": list(range(18)),
     }
 
 
@@ -501,11 +564,14 @@ def test_the_place_of_memory_errors_is_asked_for_only_once_there_are_any(
 FIELD_ERRORS = [error for error in ERRORS if error not in (*GONE, 1, 18)]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[
-    HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(errors=st.dictionaries(
-    st.sampled_from([field.key for field in (*FAST, *SLOW)]), st.sampled_from(FIELD_ERRORS), max_size=12
-))
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(
+    errors=st.dictionaries(
+        st.sampled_from([field.key for field in (*FAST, *SLOW)]), st.sampled_from(FIELD_ERRORS), max_size=12
+    )
+)
 def test_no_combination_of_field_errors_removes_another_field(
     node: SimulatedNode, collector: Callable[..., Nvml], errors: dict[Key, int]
 ) -> None:
@@ -528,9 +594,7 @@ def test_no_combination_of_field_errors_removes_another_field(
 
 
 @pytest.mark.parametrize("code", ERRORS)
-def test_an_error_in_one_call_about_one_gpu(
-    node: SimulatedNode, collector: Callable[..., Nvml], code: int
-) -> None:
+def test_an_error_in_one_call_about_one_gpu(node: SimulatedNode, collector: Callable[..., Nvml], code: int) -> None:
     driver = collector()
     whole = driver.read()
     node.fail("nvmlDeviceGetPowerUsage", code, 2)
@@ -608,7 +672,9 @@ def test_an_error_when_nvml_is_initialised(
     if code == pynvml.NVML_ERROR_DRIVER_NOT_LOADED and known:
         samples = driver.read()
         assert [sample for sample in samples if sample[0] is not GPU_INFO] == [
-            *((GPU_READABLE, (gpu, node.uuid(int(gpu))), 0) for gpu in ALL), (GPU_DRIVER_LOADED, (), 0)]
+            *((GPU_READABLE, (gpu, node.uuid(int(gpu))), 0) for gpu in ALL),
+            (GPU_DRIVER_LOADED, (), 0),
+        ]
         assert len(samples) == 17
         return
     expected: type[Exception] = Blind
@@ -665,9 +731,7 @@ def test_an_exporter_that_may_look_at_no_gpu_is_blind_and_calls_none_missing(
     assert (present(samples), readable(samples)) == (ALL, ALL)
 
 
-def test_blind_for_some_and_lost_for_others_is_told_apart(
-    node: SimulatedNode, collector: Callable[..., Nvml]
-) -> None:
+def test_blind_for_some_and_lost_for_others_is_told_apart(node: SimulatedNode, collector: Callable[..., Nvml]) -> None:
     driver = collector()
     driver.read()
     node.lose(0)
@@ -698,7 +762,10 @@ def test_a_gpu_whose_device_file_is_kept_from_the_exporter_is_unreadable_and_not
 
 @pytest.mark.parametrize(("withheld", "expected"), [(True, {(GPU_READABLE, ()): 0}), (False, {(GPU_PRESENT, ()): 0})])
 def test_a_gpu_that_nvml_does_not_even_count_is_unreadable_only_without_its_device_file(
-    node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock, withheld: bool,
+    node: SimulatedNode,
+    collector: Callable[..., Nvml],
+    clock: Clock,
+    withheld: bool,
     expected: dict[tuple[Metric, tuple[str, ...]], float],
 ) -> None:
     collector().read()
@@ -771,7 +838,8 @@ def test_a_gpu_that_pynvml_cannot_name_costs_no_other_and_is_not_called_missing(
     library = Simulation(node.root)
     works = library.nvmlDeviceGetUUID
     library.nvmlDeviceGetUUID = (  # type: ignore[method-assign]
-        lambda handle: undecodable() if handle.index == 4 else works(handle))
+        lambda handle: undecodable() if handle.index == 4 else works(handle)
+    )
     samples = collector(library).read()
     assert present(samples) == {gpu: 1 for gpu in ALL if gpu != "4"}
     assert readable(samples) == ALL | {"4": 0}
@@ -813,8 +881,25 @@ def test_a_lost_gpu_is_0_with_its_identity_the_others_go_on_and_it_returns_once_
     samples = driver.read()
     assert present(samples) == ALL | {"3": 0}
     assert [sample for sample in samples if sample[1][:1] == ("3",)] == [
-        (GPU_INFO, ("3", node.uuid(3), "node1", "NVIDIA H100 80GB HBM3", "00000000:86:00.0", "1650124010003",
-                    "692-2G520-0200-000", "4", "0", "590.48.01", "96.00.A5.00.01", "G520.0200.00.05", "nvml"), 1),
+        (
+            GPU_INFO,
+            (
+                "3",
+                node.uuid(3),
+                "node1",
+                "NVIDIA H100 80GB HBM3",
+                "00000000:86:00.0",
+                "1650124010003",
+                "692-2G520-0200-000",
+                "4",
+                "0",
+                "590.48.01",
+                "96.00.A5.00.01",
+                "G520.0200.00.05",
+                "nvml",
+            ),
+            1,
+        ),
         (GPU_PRESENT, ("3", node.uuid(3)), 0),
     ]
     assert all(series(samples, gpu).keys() == series(whole, gpu).keys() for gpu in "0124567")
@@ -944,23 +1029,42 @@ def test_a_mig_toggle_between_two_reads_swaps_the_whole_gpus_series_for_the_inst
     split = series(read(10), "4")
     gone = {str(row) for row, _ in whole.keys() - split.keys()}
     assert gone == {
-        *map(str, FABRIC), "nvlink_links", "nvlink_info", "nvlink_speed_bytes_per_second", "nvlink_errors_total",
-        "gpu_utilization_ratio", "gpu_memory_copy_utilization_ratio", "gpu_encoder_utilization_ratio",
-        "gpu_decoder_utilization_ratio", "gpu_profiled_seconds_total", "gpu_graphics_active_seconds_total",
-        "gpu_sm_active_seconds_total", "gpu_sm_occupancy_seconds_total", "gpu_tensor_active_seconds_total",
-        "gpu_dram_active_seconds_total", "gpu_pipe_active_seconds_total", "gpu_remapped_rows_total",
-        "gpu_row_remap_pending", "gpu_row_remap_failure", "gpu_row_remap_banks",
+        *map(str, FABRIC),
+        "nvlink_links",
+        "nvlink_info",
+        "nvlink_speed_bytes_per_second",
+        "nvlink_errors_total",
+        "gpu_utilization_ratio",
+        "gpu_memory_copy_utilization_ratio",
+        "gpu_encoder_utilization_ratio",
+        "gpu_decoder_utilization_ratio",
+        "gpu_profiled_seconds_total",
+        "gpu_graphics_active_seconds_total",
+        "gpu_sm_active_seconds_total",
+        "gpu_sm_occupancy_seconds_total",
+        "gpu_tensor_active_seconds_total",
+        "gpu_dram_active_seconds_total",
+        "gpu_pipe_active_seconds_total",
+        "gpu_remapped_rows_total",
+        "gpu_row_remap_pending",
+        "gpu_row_remap_failure",
+        "gpu_row_remap_banks",
     }
     instances = [str(instance) for instance in range(7, 14)]
     assert Counter(row for row, _ in split.keys() - whole.keys()) == {
-        GPU_MIG_INFO: 7, GPU_MIG_MEMORY_USED: 7, GPU_MIG_MEMORY_TOTAL: 7, GPU_MIG_PROFILED_SECONDS: 7,
+        GPU_MIG_INFO: 7,
+        GPU_MIG_MEMORY_USED: 7,
+        GPU_MIG_MEMORY_TOTAL: 7,
+        GPU_MIG_PROFILED_SECONDS: 7,
         **dict.fromkeys((row for row, _ in split if "_mig_" in str(row) and "active" in str(row)), 7),
     }
     assert split[GPU_MIG_INFO, ("7", "0", "MIG-51a70000-0000-4000-8004-000000000000", "1g.10gb")] == 1
     runtime = json.loads((tmp_path / "gpu_runtime.json").read_text())[node.uuid(4)]
     assert [entry["gpu_instance"] for entry in runtime["mig"]] == instances
     assert runtime["mig"][0] == {
-        "uuid": "MIG-51a70000-0000-4000-8004-000000000000", "gpu_instance": "7", "compute_instance": "0",
+        "uuid": "MIG-51a70000-0000-4000-8004-000000000000",
+        "gpu_instance": "7",
+        "compute_instance": "0",
         "profile": "1g.10gb",
     }
     assert {key[1]: value for key, value in series(read(10), "4").items() if key[0] is GPU_MIG_PROFILED_SECONDS} == {
@@ -1016,8 +1120,19 @@ def test_a_missing_gpu_of_an_inventory_written_before_labels_were_added_keeps_it
     node.lose(3)
     infos = {labels[0]: labels for row, labels, _ in collector().read() if row is GPU_INFO}
     assert infos["3"] == (
-        "3", node.uuid(3), "node1", "NVIDIA H100 80GB HBM3", "00000000:86:00.0", "1650124010003", "", "", "",
-        "590.48.01", "96.00.A5.00.01", "", "nvml",
+        "3",
+        node.uuid(3),
+        "node1",
+        "NVIDIA H100 80GB HBM3",
+        "00000000:86:00.0",
+        "1650124010003",
+        "",
+        "",
+        "",
+        "590.48.01",
+        "96.00.A5.00.01",
+        "",
+        "nvml",
     )
     assert infos["4"][6:9] == ("692-2G520-0200-000", "5", "1")
 
@@ -1057,14 +1172,19 @@ def test_the_numa_node_is_that_of_the_pci_device(tmp_path: Path, content: str | 
 
 def test_the_simulated_nodes_collector_reads_the_nodes_own_files(node: SimulatedNode, tmp_path: Path) -> None:
     collector = build(
-        host="node1", inventory=str(tmp_path / "gpus.json"), runtime=str(tmp_path / "gpu_runtime.json"),
-        sysfs=str(node.sysfs), simulated=str(node.root),
+        host="node1",
+        inventory=str(tmp_path / "gpus.json"),
+        runtime=str(tmp_path / "gpu_runtime.json"),
+        sysfs=str(node.sysfs),
+        simulated=str(node.root),
     )
     samples = collector.read()
     assert of(samples, GPU_PROCESSES) == {("slurm:4242",): 1}
     assert {labels[-1] for row, labels, _ in samples if row is GPU_INFO} == {"simulated"}
     assert json.loads((tmp_path / "gpu_runtime.json").read_text())[node.uuid(7)] == {
-        "mig": [], "pids": [4718], "links": list(range(18)),
+        "mig": [],
+        "pids": [4718],
+        "links": list(range(18)),
     }
     assert readable(samples) == ALL
 
@@ -1092,9 +1212,9 @@ def test_what_a_lost_gpu_ran_last_stays_told_until_the_inventory_forgets_it(
     assert told() == {uuid: about for uuid, about in before.items() if uuid != node.uuid(3)}
 
 
-@pytest.mark.parametrize("content", [
-    "", "[]", '{"%s": 1}', '{"%s": {"links": 7, "pids": null}}', '{"%s": {"links": [{}]}}',
-])
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"%s": 1}', '{"%s": {"links": 7, "pids": null}}', '{"%s": {"links": [{}]}}']
+)
 def test_an_unreadable_memory_of_what_gpus_ran_is_forgotten(
     node: SimulatedNode, collector: Callable[..., Nvml], tmp_path: Path, content: str
 ) -> None:
@@ -1238,4 +1358,3 @@ def test_before_r535_clock_events_have_another_name(node: SimulatedNode, collect
     assert of(collector(older_package).read(), GPU_CLOCK_EVENT) == events
     node.fail("nvmlDeviceGetCurrentClocksEventReasons", pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
     assert of(collector(library).read(), GPU_CLOCK_EVENT) == events
-

@@ -12,20 +12,31 @@ ADDRESS = "00000000:CA:00.0"
 OTHERS, LISTED, ANOTHER_MINOR, NO_MINOR = "others", "Device Minor: \t 3\n", "Device Minor: \t 5\n", "Model: H100\n"
 
 
-@pytest.mark.parametrize(("list_of_gpus", "seen", "files", "expected"), [
-    (LISTED, None, ["nvidia3"], False),
-    (LISTED, None, ["nvidia5"], True),
-    (ANOTHER_MINOR, 3, ["nvidia3"], True),
-    (NO_MINOR, 3, [], True),
-    (NO_MINOR, None, [], False),
-    (OTHERS, 3, [], False),
-    (None, 3, [], True),
-    (None, 3, ["nvidia3"], False),
-    (None, None, [], False),
-], ids=[
-    "there", "no file", "the driver's number counts", "NVML's number stands in", "no number", "gone from the list",
-    "no list, no file", "no list", "nothing known",
-])
+@pytest.mark.parametrize(
+    ("list_of_gpus", "seen", "files", "expected"),
+    [
+        (LISTED, None, ["nvidia3"], False),
+        (LISTED, None, ["nvidia5"], True),
+        (ANOTHER_MINOR, 3, ["nvidia3"], True),
+        (NO_MINOR, 3, [], True),
+        (NO_MINOR, None, [], False),
+        (OTHERS, 3, [], False),
+        (None, 3, [], True),
+        (None, 3, ["nvidia3"], False),
+        (None, None, [], False),
+    ],
+    ids=[
+        "there",
+        "no file",
+        "the driver's number counts",
+        "NVML's number stands in",
+        "no number",
+        "gone from the list",
+        "no list, no file",
+        "no list",
+        "nothing known",
+    ],
+)
 def test_a_gpu_is_denied_where_it_is_known_to_be_there_and_its_device_file_cannot_be_opened(
     tmp_path: Path, list_of_gpus: str | None, seen: int | None, files: list[str], expected: bool
 ) -> None:
@@ -40,9 +51,10 @@ def test_a_gpu_is_denied_where_it_is_known_to_be_there_and_its_device_file_canno
     assert denied(ADDRESS, seen, proc, dev) is expected
 
 
-@pytest.mark.parametrize(("pci", "expected"), [
-    (ADDRESS, "0000:ca:00.0"), ("00010000:3B:00.0", "10000:3b:00.0"), ("00000008:01:00.0", "0008:01:00.0"),
-])
+@pytest.mark.parametrize(
+    ("pci", "expected"),
+    [(ADDRESS, "0000:ca:00.0"), ("00010000:3B:00.0", "10000:3b:00.0"), ("00000008:01:00.0", "0008:01:00.0")],
+)
 def test_an_address_is_written_as_the_kernel_writes_it(pci: str, expected: str) -> None:
     assert kernel_address(pci) == expected
 

@@ -97,14 +97,41 @@ def eventually(read: Callable[[], Value], expected: Value) -> None:
 def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
     folder = tmp_path_factory.mktemp("otlp")
     agent = Path(sysconfig.get_path("platlib"), "rotel", "rotel-agent")
-    with reserved_port() as database, reserved_port() as collector, reserved_port() as unused, running([
-        victoria_metrics(), f"-httpListenAddr=127.0.0.1:{database}", f"-storageDataPath={folder}/data",
-        "-opentelemetry.usePrometheusNaming", "-search.latencyOffset=0s", "-search.disableCache",
-    ], database, folder / "database.log"), running([
-        str(agent), "start", "--otlp-http-endpoint", f"127.0.0.1:{collector}",
-        "--otlp-grpc-endpoint", f"127.0.0.1:{unused}", "--exporter", "otlp", "--otlp-exporter-protocol", "http",
-        "--otlp-exporter-endpoint", f"http://127.0.0.1:{database}/opentelemetry",
-    ], collector, folder / "collector.log"):
+    with (
+        reserved_port() as database,
+        reserved_port() as collector,
+        reserved_port() as unused,
+        running(
+            [
+                victoria_metrics(),
+                f"-httpListenAddr=127.0.0.1:{database}",
+                f"-storageDataPath={folder}/data",
+                "-opentelemetry.usePrometheusNaming",
+                "-search.latencyOffset=0s",
+                "-search.disableCache",
+            ],
+            database,
+            folder / "database.log",
+        ),
+        running(
+            [
+                str(agent),
+                "start",
+                "--otlp-http-endpoint",
+                f"127.0.0.1:{collector}",
+                "--otlp-grpc-endpoint",
+                f"127.0.0.1:{unused}",
+                "--exporter",
+                "otlp",
+                "--otlp-exporter-protocol",
+                "http",
+                "--otlp-exporter-endpoint",
+                f"http://127.0.0.1:{database}/opentelemetry",
+            ],
+            collector,
+            folder / "collector.log",
+        ),
+    ):
         yield Backend(f"http://127.0.0.1:{database}", f"http://127.0.0.1:{collector}")
 
 
@@ -125,13 +152,22 @@ def test_every_training_family_arrives_under_its_own_name_and_labels(backend: Ba
     said = {row: {key: text[key] for key in row.labels if key not in ("run", "rank")} for row in TRAINING}
     wire = Wire(getattr(backend, way), time.time() - 60, None)
     for at in (1.0, 2.0):  # what changes from push to push begins no series
-        wire.send(wire.encode(Snapshot(
-            {"flopwatch.schema": 1, "flopwatch.run": run, "flopwatch.rank": 3, "flopwatch.open_step_seconds": at},
-            {row: [(labels, at)] for row, labels in said.items() if row.type != "histogram"},
-            (DURATION_BOUNDS, [1] * (len(DURATION_BOUNDS) + 1), 9.5))))
+        wire.send(
+            wire.encode(
+                Snapshot(
+                    {
+                        "flopwatch.schema": 1,
+                        "flopwatch.run": run,
+                        "flopwatch.rank": 3,
+                        "flopwatch.open_step_seconds": at,
+                    },
+                    {row: [(labels, at)] for row, labels in said.items() if row.type != "histogram"},
+                    (DURATION_BOUNDS, [1] * (len(DURATION_BOUNDS) + 1), 9.5),
+                )
+            )
+        )
     whose = {"run": run, "rank": "3"}
-    expected = {one for row in TRAINING for one in exposed(
-        row, {key: {**text, **whose}[key] for key in row.labels})}
+    expected = {one for row in TRAINING for one in exposed(row, {key: {**text, **whose}[key] for key in row.labels})}
     eventually(lambda: backend.series(run), expected)
     # Two cumulative snapshots are one counter, not their sum.
     assert backend.query(f'training_tokens_total{{run="{run}"}}')[0][1] == 2
@@ -140,7 +176,8 @@ def test_every_training_family_arrives_under_its_own_name_and_labels(backend: Ba
 
 
 def test_what_a_training_process_says_is_found_with_promql_behind_a_collector(backend: Backend) -> None:
-    answer = python("""
+    answer = python(
+        """
 import json, time
 from flopwatch.training import Run
 run = Run("llama", flops_per_token=10, peak_flops=1e12, push_interval=0.1)
@@ -151,7 +188,10 @@ for batch in run.batches(range(5)):
 sent = run.snapshot()
 print(json.dumps([[row.name, labels] for row, points in sent.points.items() for labels, _ in points]))
 run.finish()
-""", FLOPWATCH_ENDPOINT=backend.collector, FLOPWATCH_OWNER="ada")
+""",
+        FLOPWATCH_ENDPOINT=backend.collector,
+        FLOPWATCH_OWNER="ada",
+    )
     assert answer.stderr == ""
     rows = {row.name: row for row in TRAINING}
     expected = exposed(TRAINING_STEP_DURATION, {"run": "llama"})
@@ -161,8 +201,10 @@ run.finish()
     eventually(lambda: backend.series("llama"), expected)
     eventually(lambda: [value for _, value in backend.query('training_steps_total{run="llama", rank="0"}')], [5.0])
     assert [value for _, value in backend.query('sum by (run) (training_tokens_total{run="llama"})')] == [320]
-    [(mfu, value)] = backend.query('sum by (run) (training_model_flops_total{run="llama"}) / '
-                                   'sum by (run) (training_capacity_flops_total{run="llama"})')
+    [(mfu, value)] = backend.query(
+        'sum by (run) (training_model_flops_total{run="llama"}) / '
+        'sum by (run) (training_capacity_flops_total{run="llama"})'
+    )
     assert mfu == {"run": "llama"}
     assert 0 < value < 1
     [(info, _)] = backend.query('training_run_info{run="llama"}')
@@ -172,9 +214,31 @@ run.finish()
 @pytest.fixture
 def secure(tmp_path: Path) -> Iterator[tuple[str, Path, list[dict[str, str]]]]:
     """A receiver behind TLS: its URL, its certificate, and the headers of what it was sent."""
-    subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
-                    "-days", "2", "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1",
-                    "-keyout", "key.pem", "-out", "cert.pem"], cwd=tmp_path, check=True, capture_output=True)
+    subprocess.run(
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:P-256",
+            "-nodes",
+            "-days",
+            "2",
+            "-subj",
+            "/CN=127.0.0.1",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+            "-keyout",
+            "key.pem",
+            "-out",
+            "cert.pem",
+        ],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+    )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
     headers: list[dict[str, str]] = []
@@ -216,20 +280,24 @@ run.finish()
 
 
 def test_a_foreign_receiver_behind_tls_gets_headers_of_its_own(
-    secure: tuple[str, Path, list[dict[str, str]]], tmp_path: Path,
+    secure: tuple[str, Path, list[dict[str, str]]], tmp_path: Path
 ) -> None:
     url, certificate, headers = secure
     (tmp_path / "headers").write_text("Authorization=Basic%20dXNlcjprZXk=\n")
-    answer = python(LOOP, FLOPWATCH_ENDPOINT=f"{url}/otlp/", SSL_CERT_FILE=str(certificate),
-                    FLOPWATCH_HEADERS="X-Scope-OrgID=team-1", FLOPWATCH_HEADERS_FILE=str(tmp_path / "headers"))
+    answer = python(
+        LOOP,
+        FLOPWATCH_ENDPOINT=f"{url}/otlp/",
+        SSL_CERT_FILE=str(certificate),
+        FLOPWATCH_HEADERS="X-Scope-OrgID=team-1",
+        FLOPWATCH_HEADERS_FILE=str(tmp_path / "headers"),
+    )
     assert (answer.returncode, answer.stderr) == (0, "")
     assert {(one["path"], one["Authorization"], one["X-Scope-OrgID"]) for one in headers} == {
-        ("/otlp/v1/metrics", "Basic dXNlcjprZXk=", "team-1")}
+        ("/otlp/v1/metrics", "Basic dXNlcjprZXk=", "team-1")
+    }
 
 
-def test_a_certificate_that_nobody_vouches_for_is_not_spoken_to(
-    secure: tuple[str, Path, list[dict[str, str]]],
-) -> None:
+def test_a_certificate_that_nobody_vouches_for_is_not_spoken_to(secure: tuple[str, Path, list[dict[str, str]]]) -> None:
     url, _, headers = secure
     answer = python(LOOP, FLOPWATCH_ENDPOINT=url)
     assert answer.returncode == 0

@@ -32,28 +32,37 @@ def test_a_replica_is_tensor_by_pipeline_by_context_parallel_and_never_expert_pa
     assert parallel({}, 8).replica_ranks == 1
 
 
-@pytest.mark.parametrize(("given", "reason"), [
-    ({"dp": (0, 4), "tp": (0, 4)}, "dp 4 x tp 4 = 16 ranks, and the job has 64"),
-    ({"tp": (0, 8), "cp": (0, 3)}, "tp 8 x cp 3 = 24 ranks of a replica do not divide the job's 64"),
-    ({"pp": (0, 4), "ep": (0, 5)}, "ep 5 does not divide the 16 ranks of a pipeline stage"),
-    ({"tp": (8, 8)}, "parallel['tp'] is (8, 8); a rank is at least 0 and below its group's size"),
-    ({"tp": (-1, 8)}, "parallel['tp'] is (-1, 8); a rank is at least 0 and below its group's size"),
-    ({"tp": (0, 0)}, "parallel['tp'] is (0, 0); a rank is at least 0 and below its group's size"),
-    ({"tp": 8}, "parallel['tp'] takes (rank, size), two whole numbers"),
-    ({"tp": (0, 8, 1)}, "parallel['tp'] takes (rank, size), two whole numbers"),
-    ({"tp": (0.0, 8.0)}, "parallel['tp'] takes (rank, size), two whole numbers"),
-    ({"tensor": (0, 8)}, "parallel has tensor; its groups are dp, tp, pp, cp, ep"),
-    (8, "parallel= takes a mapping such as {'tp': (rank, size)}, a torch DeviceMesh or Megatron's parallel_state, "
-        "not a int"),
-    (SimpleNamespace(mesh_dim_names=None, get_coordinate=lambda: [0]),
-     "the mesh has no mesh_dim_names, so nobody knows what its dimensions are for"),
-])
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"dp": (0, 4), "tp": (0, 4)}, "dp 4 x tp 4 = 16 ranks, and the job has 64"),
+        ({"tp": (0, 8), "cp": (0, 3)}, "tp 8 x cp 3 = 24 ranks of a replica do not divide the job's 64"),
+        ({"pp": (0, 4), "ep": (0, 5)}, "ep 5 does not divide the 16 ranks of a pipeline stage"),
+        ({"tp": (8, 8)}, "parallel['tp'] is (8, 8); a rank is at least 0 and below its group's size"),
+        ({"tp": (-1, 8)}, "parallel['tp'] is (-1, 8); a rank is at least 0 and below its group's size"),
+        ({"tp": (0, 0)}, "parallel['tp'] is (0, 0); a rank is at least 0 and below its group's size"),
+        ({"tp": 8}, "parallel['tp'] takes (rank, size), two whole numbers"),
+        ({"tp": (0, 8, 1)}, "parallel['tp'] takes (rank, size), two whole numbers"),
+        ({"tp": (0.0, 8.0)}, "parallel['tp'] takes (rank, size), two whole numbers"),
+        ({"tensor": (0, 8)}, "parallel has tensor; its groups are dp, tp, pp, cp, ep"),
+        (
+            8,
+            "parallel= takes a mapping such as {'tp': (rank, size)}, a torch DeviceMesh or Megatron's parallel_state, "
+            "not a int",
+        ),
+        (
+            SimpleNamespace(mesh_dim_names=None, get_coordinate=lambda: [0]),
+            "the mesh has no mesh_dim_names, so nobody knows what its dimensions are for",
+        ),
+    ],
+)
 def test_nonsense_is_refused_with_the_reason(given: object, reason: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(reason)}$"):
         parallel(given, 64)
 
 
 # Megatron's functions, as https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/parallel_state.py has them.
+
 
 def state(groups: Mapping[str, tuple[int, int]], initialized: bool = True) -> Any:
     """Return a module with the functions of these groups."""
@@ -65,23 +74,32 @@ def state(groups: Mapping[str, tuple[int, int]], initialized: bool = True) -> An
 
 
 def test_megatrons_state_is_read_once_it_is_set_up() -> None:
-    groups = {"tensor_model_parallel": (3, 8), "pipeline_model_parallel": (1, 4), "context_parallel": (0, 2),
-              "data_parallel": (1, 2), "expert_model_parallel": (5, 8)}
+    groups = {
+        "tensor_model_parallel": (3, 8),
+        "pipeline_model_parallel": (1, 4),
+        "context_parallel": (0, 2),
+        "data_parallel": (1, 2),
+        "expert_model_parallel": (5, 8),
+    }
     modules = {"megatron.core.parallel_state": state(groups)}
     assert parallel(megatron(modules), 128) == Parallel(dp=(1, 2), tp=(3, 8), pp=(1, 4), cp=(0, 2), ep=(5, 8))
     assert megatron({}) is None
     assert megatron({"megatron.core.parallel_state": state(groups, initialized=False)}) is None
 
 
-@pytest.mark.parametrize(("module", "groups", "expected"), [
-    ("megatron.core.mpu", {"tensor_model_parallel": (1, 2), "pipeline_model_parallel": (0, 1),
-                           "data_parallel": (3, 4)}, Parallel(dp=(3, 4), tp=(1, 2), pp=(0, 1))),
-    ("megatron.mpu", {"model_parallel": (1, 2), "data_parallel": (3, 4)}, Parallel(dp=(3, 4), tp=(1, 2))),
-    ("megatron.core.parallel_state", {"data_parallel": (3, 8), "context_parallel": (0, 0)}, Parallel(dp=(3, 8))),
-])
-def test_older_megatrons_have_fewer_groups(
-    module: str, groups: dict[str, tuple[int, int]], expected: Parallel,
-) -> None:
+@pytest.mark.parametrize(
+    ("module", "groups", "expected"),
+    [
+        (
+            "megatron.core.mpu",
+            {"tensor_model_parallel": (1, 2), "pipeline_model_parallel": (0, 1), "data_parallel": (3, 4)},
+            Parallel(dp=(3, 4), tp=(1, 2), pp=(0, 1)),
+        ),
+        ("megatron.mpu", {"model_parallel": (1, 2), "data_parallel": (3, 4)}, Parallel(dp=(3, 4), tp=(1, 2))),
+        ("megatron.core.parallel_state", {"data_parallel": (3, 8), "context_parallel": (0, 0)}, Parallel(dp=(3, 8))),
+    ],
+)
+def test_older_megatrons_have_fewer_groups(module: str, groups: dict[str, tuple[int, int]], expected: Parallel) -> None:
     assert parallel(megatron({module: state(groups)}), 8) == expected
 
 
@@ -92,12 +110,15 @@ def test_sizes_of_megatron_that_do_not_make_the_job_are_refused() -> None:
 
 
 def test_nothing_is_imported_for_it() -> None:
-    code = ("import sys; from flopwatch.training.process.parallel import megatron; assert megatron() is None; "
-            "sys.exit('torch' in sys.modules)")
+    code = (
+        "import sys; from flopwatch.training.process.parallel import megatron; assert megatron() is None; "
+        "sys.exit('torch' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT / "exporter")}, check=True)
 
 
 # Real meshes, of ranks that are not there.
+
 
 @contextmanager
 def job(rank: int, world_size: int) -> Iterator[Any]:
@@ -114,20 +135,27 @@ def job(rank: int, world_size: int) -> Iterator[Any]:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(("names", "shape", "rank", "expected"), [
-    # 41 = 0b101001
-    (("pp", "dp_replicate", "dp_shard", "cp", "tp"), (2, 2, 4, 2, 2), 41,
-     Parallel(pp=(1, 2), dp=(2, 8), cp=(0, 2), tp=(1, 2))),
-    (("dp", "tp"), (8, 8), 41, Parallel(dp=(5, 8), tp=(1, 8))),
-    (("data_parallel", "tensor_parallel"), (8, 8), 41, Parallel(dp=(5, 8), tp=(1, 8))),  # Lightning
-    (("replicate", "shard"), (4, 16), 41, Parallel(dp=(41, 64))),
-    (("fsdp",), (64,), 41, Parallel(dp=(41, 64))),
-    (("dp_shard", "sp", "tp"), (8, 4, 2), 41, Parallel(dp=(5, 8), cp=(0, 4), tp=(1, 2))),  # Accelerate
-    (("dp", "ep", "tp"), (4, 8, 2), 41, Parallel(dp=(20, 32), ep=(4, 8), tp=(1, 2))),
-    (("dp", "spare"), (64, 1), 41, Parallel(dp=(41, 64))),
-])
+@pytest.mark.parametrize(
+    ("names", "shape", "rank", "expected"),
+    [
+        # 41 = 0b101001
+        (
+            ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
+            (2, 2, 4, 2, 2),
+            41,
+            Parallel(pp=(1, 2), dp=(2, 8), cp=(0, 2), tp=(1, 2)),
+        ),
+        (("dp", "tp"), (8, 8), 41, Parallel(dp=(5, 8), tp=(1, 8))),
+        (("data_parallel", "tensor_parallel"), (8, 8), 41, Parallel(dp=(5, 8), tp=(1, 8))),  # Lightning
+        (("replicate", "shard"), (4, 16), 41, Parallel(dp=(41, 64))),
+        (("fsdp",), (64,), 41, Parallel(dp=(41, 64))),
+        (("dp_shard", "sp", "tp"), (8, 4, 2), 41, Parallel(dp=(5, 8), cp=(0, 4), tp=(1, 2))),  # Accelerate
+        (("dp", "ep", "tp"), (4, 8, 2), 41, Parallel(dp=(20, 32), ep=(4, 8), tp=(1, 2))),
+        (("dp", "spare"), (64, 1), 41, Parallel(dp=(41, 64))),
+    ],
+)
 def test_a_device_mesh_is_read_by_the_names_of_its_dimensions(
-    names: tuple[str, ...], shape: tuple[int, ...], rank: int, expected: Parallel,
+    names: tuple[str, ...], shape: tuple[int, ...], rank: int, expected: Parallel
 ) -> None:
     with job(rank, 64) as init_device_mesh:
         assert parallel(init_device_mesh("cpu", shape, mesh_dim_names=names), 64) == expected

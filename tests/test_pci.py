@@ -63,26 +63,37 @@ XE9680_CONNECTX6 = ("1b:00.0", "1b:00.1", "9d:00.0", "9d:00.1")
 
 def test_a_place_is_every_bridge_on_the_way(xe9680: Path) -> None:
     assert found(xe9680, "19:00.0") == Place(
-        ("pci0000:15", "0000:15:01.0", "0000:16:00.0", "0000:17:01.0", "0000:19:00.0"), 0)
+        ("pci0000:15", "0000:15:01.0", "0000:16:00.0", "0000:17:01.0", "0000:19:00.0"), 0
+    )
     assert found(xe9680, "9b:00.0").numa == 1
     assert place(xe9680 / "bus" / "pci" / "devices" / "0000:ff:00.0") is None
     assert place(xe9680 / "bus") is None
 
 
-@pytest.mark.parametrize(("one", "other", "level"), [
-    ("19:00.0", "1a:00.0", "PIX"), ("19:00.0", "1b:00.1", "PIX"), ("19:00.0", "19:00.0", "PIX"),
-    ("19:00.0", "3c:00.0", "NODE"), ("19:00.0", "9c:00.0", "SYS"), ("dc:00.0", "9b:00.0", "NODE"),
-])
+@pytest.mark.parametrize(
+    ("one", "other", "level"),
+    [
+        ("19:00.0", "1a:00.0", "PIX"),
+        ("19:00.0", "1b:00.1", "PIX"),
+        ("19:00.0", "19:00.0", "PIX"),
+        ("19:00.0", "3c:00.0", "NODE"),
+        ("19:00.0", "9c:00.0", "SYS"),
+        ("dc:00.0", "9b:00.0", "NODE"),
+    ],
+)
 def test_affinity_on_an_xe9680(xe9680: Path, one: str, other: str, level: str) -> None:
     assert affinity(found(xe9680, one), found(xe9680, other)) == level
     assert affinity(found(xe9680, other), found(xe9680, one)) == level
 
 
-@pytest.mark.parametrize(("one", "other", "level"), [
-    ("pci0000:00 root switch down gpu", "pci0000:00 root switch down2 up down3 nic", "PXB"),
-    ("pci0000:00 root gpu", "pci0000:00 root2 nic", "PHB"),
-    ("pci0001:00 gpu", "pci0101:00 nic", "NODE"),
-])
+@pytest.mark.parametrize(
+    ("one", "other", "level"),
+    [
+        ("pci0000:00 root switch down gpu", "pci0000:00 root switch down2 up down3 nic", "PXB"),
+        ("pci0000:00 root gpu", "pci0000:00 root2 nic", "PHB"),
+        ("pci0001:00 gpu", "pci0101:00 nic", "NODE"),
+    ],
+)
 def test_levels_that_the_xe9680_does_not_have(one: str, other: str, level: str) -> None:
     assert affinity(Place(tuple(one.split()), 0), Place(tuple(other.split()), 0)) == level
 
@@ -98,10 +109,19 @@ def test_affinity_is_the_same_from_both_ends(one: list[str], other: list[str], n
     assert affinity(here, there) in LEVELS
 
 
-@pytest.mark.parametrize(("text", "sysfs"), [
-    ("00000000:53:00.0", "0000:53:00.0"), ("00000000:CA:00.0", "0000:ca:00.0"), ("0001:00:00.0", "0001:00:00.0"),
-    ("53:00", "0000:53:00.0"), ("000C:00:00.0\n", "000c:00:00.0"), ("", ""), ("N/A", ""), ("0000:53:00.9", ""),
-])
+@pytest.mark.parametrize(
+    ("text", "sysfs"),
+    [
+        ("00000000:53:00.0", "0000:53:00.0"),
+        ("00000000:CA:00.0", "0000:ca:00.0"),
+        ("0001:00:00.0", "0001:00:00.0"),
+        ("53:00", "0000:53:00.0"),
+        ("000C:00:00.0\n", "000c:00:00.0"),
+        ("", ""),
+        ("N/A", ""),
+        ("0000:53:00.9", ""),
+    ],
+)
 def test_an_address_is_written_as_sysfs_does(text: str, sysfs: str) -> None:
     assert address(text) == sysfs
 
@@ -124,8 +144,10 @@ def port(
 def test_an_xe9680_has_eight_rails_and_its_other_ports_are_for_storage(xe9680: Path) -> None:
     # Names in an order that is not the GPUs'.
     compute = [port(f"mlx5_{9 - index}", found(xe9680, f"{bus}:00.0")) for index, bus in enumerate(XE9680_CONNECTX7)]
-    others = [port(f"mlx5_{20 + index}", found(xe9680, address_), "Ethernet", "MT4125")
-              for index, address_ in enumerate(XE9680_CONNECTX6)]
+    others = [
+        port(f"mlx5_{20 + index}", found(xe9680, address_), "Ethernet", "MT4125")
+        for index, address_ in enumerate(XE9680_CONNECTX6)
+    ]
     told = duties([*others, *compute], gpus(xe9680))
     assert [told[one] for one in compute] == [Duty("compute", str(rail)) for rail in range(8)]
     assert [told[one] for one in others] == [Duty("storage", "")] * 4
@@ -169,7 +191,9 @@ def test_each_gpu_has_the_ports_nearest_to_it(xe9680: Path) -> None:
     ports = [port("mlx5_0", found(xe9680, "1a:00.0")), port("mlx5_1", found(xe9680, "3c:00.0")), port("lost", None)]
     assert affinities(ports, gpus(xe9680, ("19", "4c", "9b"))) == [
         ("mlx5_0", "1", "0", "GPU-0", "PIX"),
-        ("mlx5_0", "1", "1", "GPU-1", "NODE"), ("mlx5_1", "1", "1", "GPU-1", "NODE"),
-        ("mlx5_0", "1", "2", "GPU-2", "SYS"), ("mlx5_1", "1", "2", "GPU-2", "SYS"),
+        ("mlx5_0", "1", "1", "GPU-1", "NODE"),
+        ("mlx5_1", "1", "1", "GPU-1", "NODE"),
+        ("mlx5_0", "1", "2", "GPU-2", "SYS"),
+        ("mlx5_1", "1", "2", "GPU-2", "SYS"),
     ]
     assert affinities([], gpus(xe9680)) == []

@@ -17,8 +17,11 @@ from flopwatch.flops.peaks import DTYPES, Peak, UnknownPeak, override, peak
 from tests.hook_server import ROOT
 
 # As they were read from data sheets, names that must be refused included.
-REFERENCE = list(csv.DictReader(
-    (Path(__file__).parent / "captures/peak_flops_reference.csv").read_text(encoding="utf-8").splitlines()))
+REFERENCE = list(
+    csv.DictReader(
+        (Path(__file__).parent / "captures/peak_flops_reference.csv").read_text(encoding="utf-8").splitlines()
+    )
+)
 
 
 def expected(row: dict[str, str], dtype: str) -> float | None:
@@ -41,22 +44,25 @@ def test_every_name_of_the_reference_answers_its_row_or_refuses(row: dict[str, s
     assert answers == pytest.approx({dtype: expected(row, dtype) for dtype in DTYPES})
 
 
-@pytest.mark.parametrize(("name", "dtype", "tflops"), [
-    ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
-    ("NVIDIA H100 80GB HBM3", "fp8", 1978.9),
-    ("NVIDIA H100 80GB HBM3", "tf32", 494.7),
-    ("NVIDIA H100 PCIe", "bf16", 756),
-    ("NVIDIA H200", "bf16", 989.4),
-    ("NVIDIA H20", "bf16", 148),
-    ("NVIDIA GH200 480GB", "bf16", 989.4),
-    ("NVIDIA B200", "fp4", 9000),
-    ("NVIDIA GB200", "bf16", 2500),
-    ("NVIDIA L4", "bf16", 121),
-    ("NVIDIA L40S", "bf16", 362),
-    ("NVIDIA PG509-210", "bf16", 312),
-    ("NVIDIA A100-SXM4-80GB", "int8", 624),
-    ("Tesla V100-SXM2-16GB", "fp16", 125),
-])
+@pytest.mark.parametrize(
+    ("name", "dtype", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA H100 80GB HBM3", "fp8", 1978.9),
+        ("NVIDIA H100 80GB HBM3", "tf32", 494.7),
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA H200", "bf16", 989.4),
+        ("NVIDIA H20", "bf16", 148),
+        ("NVIDIA GH200 480GB", "bf16", 989.4),
+        ("NVIDIA B200", "fp4", 9000),
+        ("NVIDIA GB200", "bf16", 2500),
+        ("NVIDIA L4", "bf16", 121),
+        ("NVIDIA L40S", "bf16", 362),
+        ("NVIDIA PG509-210", "bf16", 312),
+        ("NVIDIA A100-SXM4-80GB", "int8", 624),
+        ("Tesla V100-SXM2-16GB", "fp16", 125),
+    ],
+)
 def test_a_known_card_has_its_dense_peak(name: str, dtype: str, tflops: float) -> None:
     assert peak(name, dtype).flops_per_second == tflops * 1e12
 
@@ -71,49 +77,96 @@ def test_an_override_is_labelled_as_one() -> None:
 
 
 # SMs x FLOP per clock and SM x boost clock of the data sheet.
-@pytest.mark.parametrize(("name", "sms", "flops_per_clock", "gigahertz"), [
-    ("NVIDIA H100 80GB HBM3", 132, 4096, 1.83),
-    ("NVIDIA A100-SXM4-80GB", 108, 2048, 1.41),
-    ("NVIDIA H100 PCIe", 114, 4096, 1.62),
-    ("NVIDIA GeForce RTX 4090", 128, 512, 2.52),
-])
+@pytest.mark.parametrize(
+    ("name", "sms", "flops_per_clock", "gigahertz"),
+    [
+        ("NVIDIA H100 80GB HBM3", 132, 4096, 1.83),
+        ("NVIDIA A100-SXM4-80GB", 108, 2048, 1.41),
+        ("NVIDIA H100 PCIe", 114, 4096, 1.62),
+        ("NVIDIA GeForce RTX 4090", 128, 512, 2.52),
+    ],
+)
 def test_peaks_agree_with_the_silicon(name: str, sms: int, flops_per_clock: int, gigahertz: float) -> None:
     assert peak(name, "bf16").flops_per_second == pytest.approx(sms * flops_per_clock * gigahertz * 1e9, rel=2e-3)
 
 
-@pytest.mark.parametrize(("name", "dtype", "reason"), [
-    ("NVIDIA H100", "bf16", "'NVIDIA H100' is ambiguous: the name does not tell the form factor (SXM or PCIe)"),
-    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16",
-     "'NVIDIA H100 80GB HBM3 MIG 1g.10gb' is a MIG slice, a fraction of a card"),
-    ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "bf16",
-     "'NVIDIA A100-SXM4-80GB MIG 1g.10gb' is a MIG slice, a fraction of a card"),
-    ("NVIDIA A100-SXM4-80GB MIG 1c.3g.40gb", "bf16",
-     "'NVIDIA A100-SXM4-80GB MIG 1c.3g.40gb' is a MIG slice, a fraction of a card"),
-    ("NVIDIA RTX A1000", "bf16",
-     "'NVIDIA RTX A1000' is not in the table of peaks; give the name as nvidia-smi prints it"),
-    ("NVIDIA RTX A4000", "bf16",
-     "'NVIDIA RTX A4000' is not in the table of peaks; give the name as nvidia-smi prints it"),
-    ("NVIDIA H20 NVL16", "bf16",
-     "'NVIDIA H20 NVL16' is not in the table of peaks; give the name as nvidia-smi prints it"),
-    ("NVIDIA GeForce RTX 4090 D", "bf16",
-     "'NVIDIA GeForce RTX 4090 D' is not in the table of peaks; give the name as nvidia-smi prints it"),
-    ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16",
-     "'NVIDIA GeForce RTX 4090 Laptop GPU' is not in the table of peaks; give the name as nvidia-smi prints it"),
-    ("GRID A100D-80C", "bf16", "'GRID A100D-80C' is not in the table of peaks; give the name as nvidia-smi prints it"),
-    ("H100 80GB HBM3", "bf16", "'H100 80GB HBM3' is not in the table of peaks; give the name as nvidia-smi prints it"),
-    ("nvidia h100 pcie", "bf16",
-     "'nvidia h100 pcie' is not in the table of peaks; give the name as nvidia-smi prints it"),
-    ("NVIDIA H200 ", "bf16", "'NVIDIA H200 ' is not in the table of peaks; give the name as nvidia-smi prints it"),
-    ("", "bf16", "'' is not in the table of peaks; give the name as nvidia-smi prints it"),
-    ("Tesla V100-SXM2-16GB", "bf16", "'Tesla V100-SXM2-16GB' has no bf16 peak in the table"),
-    ("NVIDIA A100-SXM4-80GB", "fp8", "'NVIDIA A100-SXM4-80GB' has no fp8 peak in the table"),
-    ("NVIDIA H100 80GB HBM3", "fp32",
-     "no peaks are known for dtype 'fp32', only for fp16, bf16, tf32, fp8, fp4, int8"),
-    ("NVIDIA H100 80GB HBM3", "basis",
-     "no peaks are known for dtype 'basis', only for fp16, bf16, tf32, fp8, fp4, int8"),
-])
+@pytest.mark.parametrize(
+    ("name", "dtype", "reason"),
+    [
+        ("NVIDIA H100", "bf16", "'NVIDIA H100' is ambiguous: the name does not tell the form factor (SXM or PCIe)"),
+        (
+            "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+            "bf16",
+            "'NVIDIA H100 80GB HBM3 MIG 1g.10gb' is a MIG slice, a fraction of a card",
+        ),
+        (
+            "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+            "bf16",
+            "'NVIDIA A100-SXM4-80GB MIG 1g.10gb' is a MIG slice, a fraction of a card",
+        ),
+        (
+            "NVIDIA A100-SXM4-80GB MIG 1c.3g.40gb",
+            "bf16",
+            "'NVIDIA A100-SXM4-80GB MIG 1c.3g.40gb' is a MIG slice, a fraction of a card",
+        ),
+        (
+            "NVIDIA RTX A1000",
+            "bf16",
+            "'NVIDIA RTX A1000' is not in the table of peaks; give the name as nvidia-smi prints it",
+        ),
+        (
+            "NVIDIA RTX A4000",
+            "bf16",
+            "'NVIDIA RTX A4000' is not in the table of peaks; give the name as nvidia-smi prints it",
+        ),
+        (
+            "NVIDIA H20 NVL16",
+            "bf16",
+            "'NVIDIA H20 NVL16' is not in the table of peaks; give the name as nvidia-smi prints it",
+        ),
+        (
+            "NVIDIA GeForce RTX 4090 D",
+            "bf16",
+            "'NVIDIA GeForce RTX 4090 D' is not in the table of peaks; give the name as nvidia-smi prints it",
+        ),
+        (
+            "NVIDIA GeForce RTX 4090 Laptop GPU",
+            "bf16",
+            "'NVIDIA GeForce RTX 4090 Laptop GPU' is not in the table of peaks; give the name as nvidia-smi prints it",
+        ),
+        (
+            "GRID A100D-80C",
+            "bf16",
+            "'GRID A100D-80C' is not in the table of peaks; give the name as nvidia-smi prints it",
+        ),
+        (
+            "H100 80GB HBM3",
+            "bf16",
+            "'H100 80GB HBM3' is not in the table of peaks; give the name as nvidia-smi prints it",
+        ),
+        (
+            "nvidia h100 pcie",
+            "bf16",
+            "'nvidia h100 pcie' is not in the table of peaks; give the name as nvidia-smi prints it",
+        ),
+        ("NVIDIA H200 ", "bf16", "'NVIDIA H200 ' is not in the table of peaks; give the name as nvidia-smi prints it"),
+        ("", "bf16", "'' is not in the table of peaks; give the name as nvidia-smi prints it"),
+        ("Tesla V100-SXM2-16GB", "bf16", "'Tesla V100-SXM2-16GB' has no bf16 peak in the table"),
+        ("NVIDIA A100-SXM4-80GB", "fp8", "'NVIDIA A100-SXM4-80GB' has no fp8 peak in the table"),
+        (
+            "NVIDIA H100 80GB HBM3",
+            "fp32",
+            "no peaks are known for dtype 'fp32', only for fp16, bf16, tf32, fp8, fp4, int8",
+        ),
+        (
+            "NVIDIA H100 80GB HBM3",
+            "basis",
+            "no peaks are known for dtype 'basis', only for fp16, bf16, tf32, fp8, fp4, int8",
+        ),
+    ],
+)
 def test_a_doubtful_card_is_refused_with_the_reason(
-    name: str, dtype: str, reason: str, capsys: pytest.CaptureFixture[str],
+    name: str, dtype: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UnknownPeak) as refusal:
         peak(name, dtype)
@@ -126,12 +179,17 @@ def test_a_doubtful_card_is_refused_with_the_reason(
 def test_the_command_prints_peak_and_source(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["peak", "NVIDIA H200", "--dtype", "bf16"]) == 0
     assert capsys.readouterr().out == (
-        "NVIDIA H200 bf16: 989.4 TFLOP/s, dense (NVIDIA H100 datasheet (halved), architecture paper)\n")
+        "NVIDIA H200 bf16: 989.4 TFLOP/s, dense (NVIDIA H100 datasheet (halved), architecture paper)\n"
+    )
     assert main(["peak", "NVIDIA A100-SXM4-80GB", "--dtype", "int8"]) == 0
     assert capsys.readouterr().out == "NVIDIA A100-SXM4-80GB int8: 624 TOP/s, dense (NVIDIA A100 datasheet)\n"
     assert main(["peak", "NVIDIA L40S", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {
-        "name": "NVIDIA L40S", "dtype": "bf16", "flops_per_second": 362e12, "source": "NVIDIA L40S datasheet"}
+        "name": "NVIDIA L40S",
+        "dtype": "bf16",
+        "flops_per_second": 362e12,
+        "source": "NVIDIA L40S datasheet",
+    }
 
 
 class Driver:
@@ -158,7 +216,7 @@ class Driver:
 
 
 def test_without_a_name_it_is_the_card_at_hand(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", Driver(b"NVIDIA H20"))
     assert main(["peak", "--json"]) == 0
@@ -169,7 +227,7 @@ def test_without_a_name_it_is_the_card_at_hand(
 
 
 def test_without_a_name_and_a_card_it_asks_for_the_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def no_driver(file: str) -> Driver:
         raise OSError(f"{file}: cannot open shared object file")
@@ -183,26 +241,33 @@ def test_without_a_name_and_a_card_it_asks_for_the_name(
         assert capsys.readouterr() == ("", reason)
 
 
-@pytest.mark.parametrize(("arguments", "reason"), [
-    (["NVIDIA H200", "--measure"], "--measure is of the device at hand; leave the name out"),
-    (["NVIDIA H200", "--seconds", "3"], "--seconds is how long --measure takes; give both or neither"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["NVIDIA H200", "--measure"], "--measure is of the device at hand; leave the name out"),
+        (["NVIDIA H200", "--seconds", "3"], "--seconds is how long --measure takes; give both or neither"),
+    ],
+)
 def test_flags_that_do_not_fit_are_refused(
-    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str],
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["peak", *arguments]) == 1
     assert capsys.readouterr().err == f"flopwatch: {reason}\n"
 
 
 def test_measuring_without_torch_says_what_is_missing() -> None:
-    code = ("import sys; sys.modules['torch'] = None; from flopwatch.__main__ import main; "
-            "sys.exit(main(['peak', '--measure']))")
-    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT / "exporter")}, text=True,
-                          capture_output=True)
+    code = (
+        "import sys; sys.modules['torch'] = None; from flopwatch.__main__ import main; "
+        "sys.exit(main(['peak', '--measure']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT / "exporter")}, text=True, capture_output=True
+    )
     assert (done.returncode, done.stderr) == (1, "flopwatch: --measure needs PyTorch, which is not installed here\n")
 
 
 # The sweep, on this CPU.
+
 
 @pytest.mark.torch
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
@@ -246,11 +311,14 @@ def test_seconds_come_from_the_devices_events_and_the_best_shape_wins() -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(("dtype", "reason"), [
-    ("fp4", "'fp4' is not measured, only fp16, bf16, tf32, fp8, int8"),
-    ("fp32", "'fp32' is not measured, only fp16, bf16, tf32, fp8, int8"),
-    ("tf32", "tf32 is of NVIDIA's cards from Ampere on"),
-])
+@pytest.mark.parametrize(
+    ("dtype", "reason"),
+    [
+        ("fp4", "'fp4' is not measured, only fp16, bf16, tf32, fp8, int8"),
+        ("fp32", "'fp32' is not measured, only fp16, bf16, tf32, fp8, int8"),
+        ("tf32", "tf32 is of NVIDIA's cards from Ampere on"),
+    ],
+)
 def test_what_cannot_be_measured_says_why(dtype: str, reason: str) -> None:
     import torch
 

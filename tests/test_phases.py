@@ -56,7 +56,9 @@ class Model(torch.nn.Module):
     """A tiny model with things to do in its passes."""
 
     def __init__(
-        self, forward: Callable[[], None] = lambda: None, backward: Callable[[], None] = lambda: None,
+        self,
+        forward: Callable[[], None] = lambda: None,
+        backward: Callable[[], None] = lambda: None,
         form: str = "tensor",
     ) -> None:
         super().__init__()
@@ -137,9 +139,15 @@ def told(run: Run) -> Seconds:
     points = run.snapshot().points
     return {
         **{labels["phase"]: seconds for labels, seconds in points[BY_NAME["training_phase_seconds_total"]]},
-        **{name: points.get(BY_NAME[family], [({}, 0.0)])[0][1] for name, family in (
-            ("seconds", "training_measured_step_seconds_total"), ("steps", "training_measured_steps_total"),
-            ("errors", "training_hook_errors_total"))}}
+        **{
+            name: points.get(BY_NAME[family], [({}, 0.0)])[0][1]
+            for name, family in (
+                ("seconds", "training_measured_step_seconds_total"),
+                ("steps", "training_measured_steps_total"),
+                ("errors", "training_hook_errors_total"),
+            )
+        },
+    }
 
 
 def each_step(run: Run, step: Callable[[], object], steps: int = 6) -> Seconds:
@@ -167,8 +175,14 @@ def train(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, micro_batc
         for _ in range(micro_batches):
             output = model(torch.ones(2, 4))
             loss: torch.Tensor = (
-                output if isinstance(output, torch.Tensor) else output["loss"] if isinstance(output, dict)
-                else output[1][0] if isinstance(output, tuple) else output.logits).sum()
+                output
+                if isinstance(output, torch.Tensor)
+                else output["loss"]
+                if isinstance(output, dict)
+                else output[1][0]
+                if isinstance(output, tuple)
+                else output.logits
+            ).sum()
             loss.backward()  # type: ignore[no-untyped-call]
         for optimizer in optimizers:
             optimizer.step()
@@ -291,7 +305,8 @@ def test_what_the_engine_waits_for_at_the_end_of_a_pass_is_not_backward(run: Run
     model = sleepy_model()
     phases.attach(run, model)
     model.inner.weight.register_hook(  # type: ignore[no-untyped-call]
-        lambda _: torch.autograd.Variable._execution_engine.queue_callback(sleep(0.05)))
+        lambda _: torch.autograd.Variable._execution_engine.queue_callback(sleep(0.05))
+    )
     found = each_step(run, train(model))
     assert found["backward"] == pytest.approx(BACKWARD)
     assert found["seconds"] == pytest.approx(FORWARD + BACKWARD + 0.05)
@@ -471,8 +486,14 @@ def compiled_training(how: Compile, attach: Callable[[torch.nn.Module], None]) -
         loss.backward()  # type: ignore[no-untyped-call]
         step()
         losses.append(loss.item())
-    return (counters["frames"]["total"], backend.frame_count, backend.op_count, dict(counters["graph_break"]),
-            dict(counters["stats"]), losses)
+    return (
+        counters["frames"]["total"],
+        backend.frame_count,
+        backend.op_count,
+        dict(counters["graph_break"]),
+        dict(counters["stats"]),
+        losses,
+    )
 
 
 @pytest.fixture
@@ -484,11 +505,11 @@ def fresh_dynamo() -> Iterator[None]:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # PyTorch's own
-@pytest.mark.parametrize(("how", "measured"), [
-    (attached_first, True), (attached_after, True), (in_place, True), (the_function_around_it, False)])
-def test_compiled_training_has_no_more_frames_breaks_or_recompilations(
-    run: Run, how: Compile, measured: bool,
-) -> None:
+@pytest.mark.parametrize(
+    ("how", "measured"),
+    [(attached_first, True), (attached_after, True), (in_place, True), (the_function_around_it, False)],
+)
+def test_compiled_training_has_no_more_frames_breaks_or_recompilations(run: Run, how: Compile, measured: bool) -> None:
     compiled_training(how, lambda model: None)  # the first in a process compiles a little more
     attempts_without, *without = compiled_training(how, lambda model: None)
 
@@ -504,7 +525,8 @@ def test_compiled_training_has_no_more_frames_breaks_or_recompilations(
         clock.now += 0.01
         run.step()
     assert {name for name in told(run) if name in ("forward", "backward")} == (
-        {"forward", "backward"} if measured else set())
+        {"forward", "backward"} if measured else set()
+    )
     assert told(run)["errors"] == 0
 
 
@@ -528,7 +550,8 @@ def test_on_a_device_that_is_behind_the_phases_are_its_own() -> None:
     assert found["steps"] == 8  # but the first two, before which there is no mean
     assert found["seconds"] == pytest.approx(8 * 0.65, abs=1e-5)
     assert [found[phase] for phase in ("forward", "backward", "optimizer")] == pytest.approx(
-        [8 * 0.2, 8 * 0.4, 8 * 0.05], abs=1e-5)
+        [8 * 0.2, 8 * 0.4, 8 * 0.05], abs=1e-5
+    )
     assert cuda.errors == []
     attached.remove()
 

@@ -21,13 +21,33 @@ from tests.kubelet import assignments, encoded, kubelet, pod
 from tests.machine import PATIENCE
 
 TRAINING = pod("ml", "train-0", "worker", "GPU-a", "GPU-b")
-CLAIMING = {"name": "claims", "namespace": "ml", "containers": [{"name": "main", "dynamic_resources": [
-    {"claim_name": "one-gpu", "claim_namespace": "ml", "claim_resources": [
-        {"cdi_devices": [{"name": "k8s.gpu.nvidia.com/claim=0d7f-gpu-3"}], "driver_name": "gpu.nvidia.com",
-         "pool_name": "node-7", "device_name": "gpu-3"},
-        {"cdi_devices": [{"name": "k8s.gpu.nvidia.com/claim=0d7f-gpu-4"}], "driver_name": "gpu.nvidia.com"},
-    ]},
-]}]}
+CLAIMING = {
+    "name": "claims",
+    "namespace": "ml",
+    "containers": [
+        {
+            "name": "main",
+            "dynamic_resources": [
+                {
+                    "claim_name": "one-gpu",
+                    "claim_namespace": "ml",
+                    "claim_resources": [
+                        {
+                            "cdi_devices": [{"name": "k8s.gpu.nvidia.com/claim=0d7f-gpu-3"}],
+                            "driver_name": "gpu.nvidia.com",
+                            "pool_name": "node-7",
+                            "device_name": "gpu-3",
+                        },
+                        {
+                            "cdi_devices": [{"name": "k8s.gpu.nvidia.com/claim=0d7f-gpu-4"}],
+                            "driver_name": "gpu.nvidia.com",
+                        },
+                    ],
+                }
+            ],
+        }
+    ],
+}
 
 
 def test_pods_with_devices_and_claims_and_without() -> None:
@@ -41,19 +61,22 @@ def test_pods_with_devices_and_claims_and_without() -> None:
     assert decode(b"") == []
 
 
-@pytest.mark.parametrize(("body", "reason"), [
-    (b"\x0a", "cut off"),
-    (b"\x0a\x05\x0a", "longer than"),
-    (b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x7f", "64 bits"),
-    (b"\x0a" + b"\x80" * 11, "64 bits"),
-    (b"\x0b", "type 3"),
-    (b"\x02\x00", "number 0"),
-    (b"\x0a\x03\x0a\x01\xff", "utf-8"),
-    (b"\x11\x00\x00", "longer than"),
-    (b"<html>not a list of pods</html>", "type"),
-    (b"\x0a\x00" * podresources.MAX_FIELDS + b"\x0a\x00", "fields"),
-    (bytes(podresources.MAX_BYTES + 1), "bytes"),
-])
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"\x0a", "cut off"),
+        (b"\x0a\x05\x0a", "longer than"),
+        (b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x7f", "64 bits"),
+        (b"\x0a" + b"\x80" * 11, "64 bits"),
+        (b"\x0b", "type 3"),
+        (b"\x02\x00", "number 0"),
+        (b"\x0a\x03\x0a\x01\xff", "utf-8"),
+        (b"\x11\x00\x00", "longer than"),
+        (b"<html>not a list of pods</html>", "type"),
+        (b"\x0a\x00" * podresources.MAX_FIELDS + b"\x0a\x00", "fields"),
+        (bytes(podresources.MAX_BYTES + 1), "bytes"),
+    ],
+)
 def test_what_is_no_list_of_pods_is_a_value_error(body: bytes, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         decode(body)
@@ -65,22 +88,40 @@ def test_an_answer_with_more_devices_than_any_node_has_is_refused() -> None:
 
 
 WORDS = st.text(max_size=8)
-DEVICES = st.fixed_dictionaries({}, optional={
-    "resource_name": WORDS, "device_ids": st.lists(WORDS, max_size=3),
-    "topology": st.just({"nodes": [{"ID": -1}]}),
-})
-CLAIMS = st.fixed_dictionaries({}, optional={
-    "cdi_devices": st.lists(st.fixed_dictionaries({"name": WORDS}), max_size=2), "driver_name": WORDS,
-    "pool_name": WORDS, "device_name": WORDS,
-})
-CONTAINERS = st.fixed_dictionaries({}, optional={
-    "name": WORDS, "devices": st.lists(DEVICES, max_size=2), "cpu_ids": st.lists(st.integers(0, 2**63 - 1), max_size=3),
-    "dynamic_resources": st.lists(
-        st.fixed_dictionaries({"claim_name": WORDS, "claim_resources": st.lists(CLAIMS, max_size=2)}), max_size=2),
-})
-PODS = st.lists(st.fixed_dictionaries({}, optional={
-    "name": WORDS, "namespace": WORDS, "containers": st.lists(CONTAINERS, max_size=2),
-}), max_size=3)
+DEVICES = st.fixed_dictionaries(
+    {},
+    optional={
+        "resource_name": WORDS,
+        "device_ids": st.lists(WORDS, max_size=3),
+        "topology": st.just({"nodes": [{"ID": -1}]}),
+    },
+)
+CLAIMS = st.fixed_dictionaries(
+    {},
+    optional={
+        "cdi_devices": st.lists(st.fixed_dictionaries({"name": WORDS}), max_size=2),
+        "driver_name": WORDS,
+        "pool_name": WORDS,
+        "device_name": WORDS,
+    },
+)
+CONTAINERS = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": WORDS,
+        "devices": st.lists(DEVICES, max_size=2),
+        "cpu_ids": st.lists(st.integers(0, 2**63 - 1), max_size=3),
+        "dynamic_resources": st.lists(
+            st.fixed_dictionaries({"claim_name": WORDS, "claim_resources": st.lists(CLAIMS, max_size=2)}), max_size=2
+        ),
+    },
+)
+PODS = st.lists(
+    st.fixed_dictionaries(
+        {}, optional={"name": WORDS, "namespace": WORDS, "containers": st.lists(CONTAINERS, max_size=2)}
+    ),
+    max_size=3,
+)
 
 
 @given(PODS)
@@ -94,7 +135,7 @@ def test_the_decoder_reads_whatever_protobuf_writes(pods: list[dict[str, Any]]) 
 def test_no_bytes_do_anything_but_raise_a_value_error(noise: bytes, pods: list[dict[str, Any]], data: Any) -> None:
     body = encoded(pods)
     at = data.draw(st.integers(0, len(body)))
-    for damaged in (noise, body[:at], body[:at] + noise + body[at:], body[:at] + noise[:1] + body[at + 1:]):
+    for damaged in (noise, body[:at], body[:at] + noise + body[at:], body[:at] + noise[:1] + body[at + 1 :]):
         try:
             found = decode(damaged)
         except ValueError:
@@ -217,16 +258,23 @@ def reset(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-@pytest.mark.parametrize(("serve", "reason"), [
-    (lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"), "closed before the answer"),
-    (lambda connection: connection.sendall(bytes(range(256)) * 8), "no HTTP/2"),
-    (reset, "closed|reset|Broken pipe"),
-    # Settings, then RST_STREAM (CANCEL) and GOAWAY of our stream.
-    (lambda connection: connection.sendall(bytes.fromhex("000000040000000000" "000004030000000001" "00000008")),
-     "refused"),
-    (lambda connection: connection.sendall(bytes.fromhex("000000040000000000" "000008070000000000" + "00" * 8)),
-     "refused"),
-])
+@pytest.mark.parametrize(
+    ("serve", "reason"),
+    [
+        (lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"), "closed before the answer"),
+        (lambda connection: connection.sendall(bytes(range(256)) * 8), "no HTTP/2"),
+        (reset, "closed|reset|Broken pipe"),
+        # Settings, then RST_STREAM (CANCEL) and GOAWAY of our stream.
+        (
+            lambda connection: connection.sendall(bytes.fromhex("00000004000000000000000403000000000100000008")),
+            "refused",
+        ),
+        (
+            lambda connection: connection.sendall(bytes.fromhex("000000040000000000000008070000000000" + "00" * 8)),
+            "refused",
+        ),
+    ],
+)
 def test_garbage_and_resets_are_errors(tmp_path: Path, serve: Callable[[socket.socket], object], reason: str) -> None:
     def after_the_request(connection: socket.socket) -> None:
         connection.recv(4096)
@@ -239,8 +287,12 @@ def test_garbage_and_resets_are_errors(tmp_path: Path, serve: Callable[[socket.s
 
 FRAMES = st.builds(
     lambda kind, flags, stream, payload: (
-        len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload),
-    st.integers(0, 10), st.integers(0, 255), st.sampled_from([0, 1, 2, 3]), st.binary(max_size=40),
+        len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+    ),
+    st.integers(0, 10),
+    st.integers(0, 255),
+    st.sampled_from([0, 1, 2, 3]),
+    st.binary(max_size=40),
 )
 
 

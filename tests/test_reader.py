@@ -25,7 +25,7 @@ from tests.machine import PATIENCE, shortest, until
 LONG = PATIENCE  # seconds; a deadline that only a broken build misses
 
 # Collectors as a third party might write them, in a module of its own that the child imports.
-ODD = '''
+ODD = """
 import os, signal, time
 from pathlib import Path
 from flopwatch.catalogue import GPU_PRESENT
@@ -44,12 +44,13 @@ class Odd:
         return samples
     def close(self):
         exec(self.parting)
-'''
+"""
 UNTIL_THE_FLAG = "while not self.flag.exists(): time.sleep(0.02)"
 FROM_THE_SECOND_UNTIL_THE_FLAG = "while self.reads > 1 and not self.flag.exists(): time.sleep(0.02)"
 # The second read waits for flag2, the third for flag3.
 FROM_THE_SECOND_UNTIL_ITS_FLAG = (
-    "while self.reads > 1 and not Path(f'{self.flag}{self.reads}').exists(): time.sleep(0.02)")
+    "while self.reads > 1 and not Path(f'{self.flag}{self.reads}').exists(): time.sleep(0.02)"
+)
 
 
 @pytest.fixture
@@ -60,12 +61,17 @@ def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     readers: list[Reader] = []
 
     def make(
-        kill_after: float = 60.0, grace: float = 5.0, backoff: float = 0.1, stale_after: float = 30.0,
-        resident_limit: int = RESIDENT_LIMIT, **arguments: str,
+        kill_after: float = 60.0,
+        grace: float = 5.0,
+        backoff: float = 0.1,
+        stale_after: float = 30.0,
+        resident_limit: int = RESIDENT_LIMIT,
+        **arguments: str,
     ) -> Reader:
         spec = Spec("odd:Odd", {"flag": str(tmp_path / "flag"), **arguments})
-        readers.append(Reader(
-            "odd", spec, kill_after, grace, backoff, stale_after=stale_after, resident_limit=resident_limit))
+        readers.append(
+            Reader("odd", spec, kill_after, grace, backoff, stale_after=stale_after, resident_limit=resident_limit)
+        )
         return readers[-1]
 
     yield make
@@ -100,6 +106,7 @@ def pid(reading: Reading) -> int:
 
 def gone(process: int) -> bool:
     """Return whether a process ends soon; one that waits to be reaped has."""
+
     def ended() -> bool:
         with suppress(FileNotFoundError, ProcessLookupError):
             return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -136,7 +143,11 @@ def test_a_child_reads_what_the_collector_reads(node: SimulatedNode, readers: di
 
 def test_every_source_of_the_simulated_node_answers(node: SimulatedNode, readers: dict[str, Reader]) -> None:
     assert [(name, reader.driver, reader.secondary) for name, reader in readers.items()] == [
-        ("nvml", True, False), ("infiniband", False, False), ("xid", True, False), ("identity", False, False)]
+        ("nvml", True, False),
+        ("infiniband", False, False),
+        ("xid", True, False),
+        ("identity", False, False),
+    ]
     for reader in readers.values():
         reading = reader.ask(LONG)
         assert (reading.ok, reading.reason) == (True, "")
@@ -242,9 +253,7 @@ def test_a_child_that_hangs_for_long_is_ended_and_replaced(odd: Callable[..., Re
 
 
 def test_a_hung_child_that_ignores_sigterm_is_killed(odd: Callable[..., Reader], tmp_path: Path) -> None:
-    reader = odd(
-        kill_after=0.2, grace=0.4, before="signal.signal(signal.SIGTERM, signal.SIG_IGN)", read=UNTIL_THE_FLAG
-    )
+    reader = odd(kill_after=0.2, grace=0.4, before="signal.signal(signal.SIGTERM, signal.SIG_IGN)", read=UNTIL_THE_FLAG)
     (tmp_path / "flag").touch()
     first = pid(reader.ask(LONG))
     (tmp_path / "flag").unlink()
@@ -319,9 +328,7 @@ def test_an_error_is_the_reason_and_the_child_goes_on(odd: Callable[..., Reader]
     assert reader.ask(LONG).ok
 
 
-def test_a_collector_that_asks_to_start_afresh_gets_a_new_process(
-    odd: Callable[..., Reader], tmp_path: Path
-) -> None:
+def test_a_collector_that_asks_to_start_afresh_gets_a_new_process(odd: Callable[..., Reader], tmp_path: Path) -> None:
     reader = odd(read="if not self.flag.exists(): raise StartAfresh('the driver was replaced')")
     (tmp_path / "flag").touch()
     first = pid(reader.ask(LONG))
@@ -351,9 +358,9 @@ ENDED = "open(f'{self.flag}.ended', 'a').write('x')"
 
 
 def test_rows_and_labels_are_the_same_objects_until_they_change(odd: Callable[..., Reader]) -> None:
-    reader = odd(read=(
-        "self.value = self.reads\n"
-        "if self.reads > 2: samples.append((GPU_PRESENT, ('3', 'GPU-d'), self.reads))"))
+    reader = odd(
+        read=("self.value = self.reads\nif self.reads > 2: samples.append((GPU_PRESENT, ('3', 'GPU-d'), self.reads))")
+    )
     readings = [reader.ask(LONG).samples for _ in range(4)]
     child = readings[0][0][1][0]
     assert readings == [
@@ -385,18 +392,33 @@ def test_the_child_that_replaces_another_tells_its_labels_anew(odd: Callable[...
     assert pid(second) != first
 
 
-@pytest.mark.parametrize(("read", "kind", "reason"), [
-    ("raise Blind('/dev/nvidiactl')", "blind", "Blind: /dev/nvidiactl"),
-    ("raise OSError('what nobody expected')", "error", "OSError: what nobody expected"),
-    ("samples[:] = [(GPU_PRESENT, ('0', ''), object())]", "error",
-     "no samples: TypeError: Object of type object is not JSON serializable"),
-    ("samples[:] = [(GPU_PRESENT, 1)]", "error",
-     "no samples: ValueError: not enough values to unpack (expected 3, got 2)"),
-    ("os.write(3, b'garbage\\n')", "exited",
-     "the answer is not understood: JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
-    ("os.write(3, b'{\"keys\": [[\"of another release\", []]]}\\n')\ntime.sleep(60)", "exited",
-     "the answer is not understood: KeyError: 'of another release'"),
-])
+@pytest.mark.parametrize(
+    ("read", "kind", "reason"),
+    [
+        ("raise Blind('/dev/nvidiactl')", "blind", "Blind: /dev/nvidiactl"),
+        ("raise OSError('what nobody expected')", "error", "OSError: what nobody expected"),
+        (
+            "samples[:] = [(GPU_PRESENT, ('0', ''), object())]",
+            "error",
+            "no samples: TypeError: Object of type object is not JSON serializable",
+        ),
+        (
+            "samples[:] = [(GPU_PRESENT, 1)]",
+            "error",
+            "no samples: ValueError: not enough values to unpack (expected 3, got 2)",
+        ),
+        (
+            "os.write(3, b'garbage\\n')",
+            "exited",
+            "the answer is not understood: JSONDecodeError: Expecting value: line 1 column 1 (char 0)",
+        ),
+        (
+            'os.write(3, b\'{"keys": [["of another release", []]]}\\n\')\ntime.sleep(60)',
+            "exited",
+            "the answer is not understood: KeyError: 'of another release'",
+        ),
+    ],
+)
 def test_each_kind_of_failure_says_so(odd: Callable[..., Reader], read: str, kind: str, reason: str) -> None:
     reading = odd(read=read).ask(LONG)
     assert (reading.ok, reading.supported, reading.kind, reading.reason) == (False, True, kind, reason)
@@ -540,9 +562,7 @@ def test_no_more_than_one_child_is_abandoned(odd: Callable[..., Reader], tmp_pat
     assert eventually(reader, lambda reading: reading.ok)
 
 
-def test_a_thread_waits_for_another_no_longer_than_its_own_deadline(
-    odd: Callable[..., Reader], tmp_path: Path
-) -> None:
+def test_a_thread_waits_for_another_no_longer_than_its_own_deadline(odd: Callable[..., Reader], tmp_path: Path) -> None:
     reader = odd(read=UNTIL_THE_FLAG)
     (tmp_path / "flag").touch()
     assert reader.ask(LONG).ok
@@ -570,9 +590,12 @@ def test_closing_a_reader_ends_its_child(odd: Callable[..., Reader], tmp_path: P
 
 
 def test_a_child_imports_neither_the_web_server_nor_another_source(odd: Callable[..., Reader]) -> None:
-    reader = odd(read=(
-        "import sys\n"
-        "heavy = {'fastapi', 'uvicorn', 'prometheus_client', 'opentelemetry', 'pynvml', 'torch'} & set(sys.modules)\n"
-        "if heavy: raise ImportError(str(heavy))"
-    ))
+    reader = odd(
+        read=(
+            "import sys\n"
+            "heavy = {'fastapi', 'uvicorn', 'prometheus_client', 'opentelemetry', 'pynvml', 'torch'} & "
+            "set(sys.modules)\n"
+            "if heavy: raise ImportError(str(heavy))"
+        )
+    )
     assert reader.ask(LONG).reason == ""

@@ -41,8 +41,11 @@ def test_the_training_loop_runs_and_counts_what_it_says(monkeypatch: pytest.Monk
     monkeypatch.setenv("FLOPWATCH_DISABLE", "1")
     saved: list[int] = []
     names = {
-        "model": None, "loader": [Batch()] * 501, "train_step": lambda model, batch: None,
-        "save": lambda model, step: saved.append(step), "load": lambda model: 1000,
+        "model": None,
+        "loader": [Batch()] * 501,
+        "train_step": lambda model, batch: None,
+        "save": lambda model, step: saved.append(step),
+        "load": lambda model: 1000,
     }
     exec(compile(blocks("python")[0], "README.md", "exec"), names)
     run = names["run"]
@@ -72,13 +75,19 @@ def test_every_make_target_exists() -> None:
 
 def test_prometheus_accepts_the_configuration_shown_with_the_rules_written_by_the_command_shown(tmp_path: Path) -> None:
     (command,) = (words for words in commands() if words[:3] == ["python", "-m", "alerts"])
-    subprocess.run([sys.executable, *command[1:-1], str(tmp_path / command[-1])], cwd=ROOT, check=True,
-                   env={**os.environ, "PYTHONPATH": str(ROOT / "exporter")}, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, *command[1:-1], str(tmp_path / command[-1])],
+        cwd=ROOT,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "exporter")},
+        stdout=subprocess.DEVNULL,
+    )
     (configuration,) = blocks("yaml")
     assert yaml.safe_load(configuration)["rule_files"] == ["rules/rules.yaml"]
     (tmp_path / "prometheus.yml").write_text(configuration)
-    checked = subprocess.run([find().promtool, "check", "config", tmp_path / "prometheus.yml"], capture_output=True,
-                             text=True)
+    checked = subprocess.run(
+        [find().promtool, "check", "config", tmp_path / "prometheus.yml"], capture_output=True, text=True
+    )
     assert checked.returncode == 0, checked.stderr
 
 
@@ -93,9 +102,18 @@ def test_every_setting_of_the_hook_is_explained_and_no_other() -> None:
     assert set(re.findall(r"FLOPWATCH_[A-Z_]+", page)) == set(re.findall(r'"(FLOPWATCH_[A-Z_]+)"', code))
 
 
-@pytest.mark.parametrize("page", sorted(path.relative_to(ROOT).as_posix() for path in [
-    ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"),
-    *(ROOT / "alerts" / "runbooks").glob("*.md")]))
+@pytest.mark.parametrize(
+    "page",
+    sorted(
+        path.relative_to(ROOT).as_posix()
+        for path in [
+            ROOT / "README.md",
+            ROOT / "CONTRIBUTING.md",
+            *(ROOT / "docs").glob("*.md"),
+            *(ROOT / "alerts" / "runbooks").glob("*.md"),
+        ]
+    ),
+)
 def test_every_link_into_the_repository_leads_somewhere(page: str) -> None:
     links = re.findall(r"\]\((?!https?://|#)([^)#]+)[^)]*\)", (ROOT / page).read_text())
     missing = [link for link in links if not (ROOT / page).parent.joinpath(link).exists()]

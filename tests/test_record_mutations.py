@@ -42,18 +42,27 @@ BROKEN = [
     (recording.RUN_HFU, "and on (run)\n(count by", "unless on (run)\n(count by"),
     (recording.COMMUNICATION, "and on (run)", "unless on (run)"),
     # Two runs on a node, and ports that are not for computing.
-    (PORT_RAIL, "(count by (instance) (instance:training_run:info) == 1)",
-     "(count by (instance) (instance:training_run:info) > 0)"),
+    (
+        PORT_RAIL,
+        "(count by (instance) (instance:training_run:info) == 1)",
+        "(count by (instance) (instance:training_run:info) > 0)",
+    ),
     (PORT_RAIL, '{role="compute",rail!=""}', '{rail!=""}'),
     (RAIL_RETRANSMISSIONS, "+", "or"),
     # A second ledger by mistake.
     (recording.GOODPUT, "min by (tenant, run) (run_open_seconds)", "max by (tenant, run) (run_open_seconds)"),
-    (recording.GOODPUT, "max by (tenant, run, bucket) (run_seconds_total{bucket!=",
-     "sum by (tenant, run, bucket) (run_seconds_total{bucket!="),
+    (
+        recording.GOODPUT,
+        "max by (tenant, run, bucket) (run_seconds_total{bucket!=",
+        "sum by (tenant, run, bucket) (run_seconds_total{bucket!=",
+    ),
     (recording.MTTF, "max by (tenant, run, status)", "sum by (tenant, run, status)"),
     (recording.MTTR, "max by (tenant, run) (run_recoveries_total)", "sum by (tenant, run) (run_recoveries_total)"),
-    ("run:run_books:bool_1h", "min by (tenant, run) (last_over_time(run_start_timestamp_seconds[5m])) ==",
-     "max by (tenant, run) (last_over_time(run_start_timestamp_seconds[5m])) =="),
+    (
+        "run:run_books:bool_1h",
+        "min by (tenant, run) (last_over_time(run_start_timestamp_seconds[5m])) ==",
+        "max by (tenant, run) (last_over_time(run_start_timestamp_seconds[5m])) ==",
+    ),
     # How many ranks a run has, where no ledger tells its size.
     (recording.PAGES, "last_over_time(training_run_info[1d])", "training_run_info"),
     (recording.PAGES, "last_over_time(training_world_size[5m])", "training_world_size"),
@@ -77,10 +86,16 @@ BROKEN = [
     (recording.ETTR_1H, "or\n    (min", "unless\n    (min"),
     (recording.FLEET_GOODPUT_1H, 'unless on (tenant, run) run_state{state="queued"} == 1', ""),
     # A run that ended, and was forgotten, days ago; one that is older than what was recorded of it.
-    (recording.FLEET_GOODPUT_7D, "last_over_time(run:run_productive_gpu_seconds:sum[7d:1h]) -",
-     "run:run_productive_gpu_seconds:sum -"),
-    (recording.FLEET_GOODPUT_7D, "or last_over_time(run:run_productive_gpu_seconds:sum[7d:1h])",
-     "or run:run_productive_gpu_seconds:sum"),
+    (
+        recording.FLEET_GOODPUT_7D,
+        "last_over_time(run:run_productive_gpu_seconds:sum[7d:1h]) -",
+        "run:run_productive_gpu_seconds:sum -",
+    ),
+    (
+        recording.FLEET_GOODPUT_7D,
+        "or last_over_time(run:run_productive_gpu_seconds:sum[7d:1h])",
+        "or run:run_productive_gpu_seconds:sum",
+    ),
     (recording.FLEET_MTTF, "<= time() - 2592000", "> time() - 2592000"),
     # A run without a failure has no time to failure, one without a straggler lost nothing.
     (recording.FLEET_MTTF, "> 0", ">= 0"),
@@ -98,8 +113,11 @@ BROKEN = [
     # A run that is young, and a rank that was somewhere else.
     (recording.GONE, "last_over_time(training_rank_info[3m]) or on (run, rank)", ""),
     (recording.GONE, "last_over_time(training_rank_info[3m])", "last_over_time(training_rank_info[5m])"),
-    (recording.GONE, f"last_over_time({recording.GONE}[5m]) or on (run, rank) training_rank_info offset 5m",
-     f"training_rank_info offset 5m or on (run, rank) last_over_time({recording.GONE}[5m])"),
+    (
+        recording.GONE,
+        f"last_over_time({recording.GONE}[5m]) or on (run, rank) training_rank_info offset 5m",
+        f"training_rank_info offset 5m or on (run, rank) last_over_time({recording.GONE}[5m])",
+    ),
     # A rank that begins anew where it was.
     (recording.DECLARED, "offset 5m) >= 0 or", "offset 5m) or"),
     # What one rank, card or port does of several, and what is not known of each.
@@ -114,33 +132,55 @@ BROKEN = [
     (recording.POWER_SHARE, "avg by (run) (", "min by (run) ("),
     (recording.SENT, "max by (run) (", "min by (run) ("),
     # What cards do that wait, where none works; a program's Xid; a port that never was up.
-    (recording.SIGN, "group_left () max by (uuid) (gpu_utilization_ratio)) > 0.5",
-     "group_left () max by (uuid) (gpu_utilization_ratio)) >= 0"),
+    (
+        recording.SIGN,
+        "group_left () max by (uuid) (gpu_utilization_ratio)) > 0.5",
+        "group_left () max by (uuid) (gpu_utilization_ratio)) >= 0",
+    ),
     (recording.SIGN, 'and on (instance, xid) gpu_xid_info{severity=~"critical|fatal"}', ""),
     (recording.SIGN, "and on (instance, device, port) port:infiniband_was_active:bool", ""),
-    (recording.SIGN, f"max by (run, rank, host) (training_rank_info and on (run) {recording.OVERDUE_STEP})",
-     "max by (run, rank, host) (training_rank_info)"),
+    (
+        recording.SIGN,
+        f"max by (run, rank, host) (training_rank_info and on (run) {recording.OVERDUE_STEP})",
+        "max by (run, rank, host) (training_rank_info)",
+    ),
     # A slow disk, a silence that is explained, cards that all compute, and a card that somebody else uses.
-    (recording.SIGN, "unless on (run, rank) max by (run, rank) (node_process_blocked_seconds) > 30",
-     "unless on (run, rank) max by (run, rank) (node_process_blocked_seconds) > 29"),
-    (recording.SIGN, "label_replace(group by (run, rank) (max by (run, rank) (node_process_blocked_seconds) > 30)",
-     "label_replace(group by (run, rank) (max by (run, rank) (node_process_blocked_seconds) > 29)"),
+    (
+        recording.SIGN,
+        "unless on (run, rank) max by (run, rank) (node_process_blocked_seconds) > 30",
+        "unless on (run, rank) max by (run, rank) (node_process_blocked_seconds) > 29",
+    ),
+    (
+        recording.SIGN,
+        "label_replace(group by (run, rank) (max by (run, rank) (node_process_blocked_seconds) > 30)",
+        "label_replace(group by (run, rank) (max by (run, rank) (node_process_blocked_seconds) > 29)",
+    ),
     (recording.SIGN, "> 0.5 * gpu_power_limit_watts", "> 0.4 * gpu_power_limit_watts"),
     (recording.SIGN, "1.5 * quantile", "0.9 * quantile"),
     (recording.SIGN, "unless on (run, rank) max by (run, rank) (node_process_blocked_seconds) > 30", ""),
-    (recording.SIGN, "unless on (uuid) (count by (uuid) (group by (run, uuid) (training_rank_info and on (uuid) "
-     f"(training_rank_info and on (run) {recording.OVERDUE_STEP}))) > 1)", ""),
+    (
+        recording.SIGN,
+        "unless on (uuid) (count by (uuid) (group by (run, uuid) (training_rank_info and on (uuid) "
+        f"(training_rank_info and on (run) {recording.OVERDUE_STEP}))) > 1)",
+        "",
+    ),
     # A scrape that fails, and a rank that is gone for longer.
     (recording.WAIT, "last_over_time(training_measured_steps_total[1m])", "training_measured_steps_total"),
-    (recording.WAIT, "last_over_time(training_measured_steps_total[1m])",
-     "last_over_time(training_measured_steps_total[2m])"),
+    (
+        recording.WAIT,
+        "last_over_time(training_measured_steps_total[1m])",
+        "last_over_time(training_measured_steps_total[2m])",
+    ),
     (recording.RANK_SCORE, "last_over_time(training_world_size[1m])", "training_world_size"),
     (recording.HOST_SCORE, 'last_over_time(training_rank_info{host!=""}[1m])', 'training_rank_info{host!=""}'),
     # Ranks that wait as long as each other.
     (recording.LEADER, "rank:training_straggler:score > 0.01", "rank:training_straggler:score"),
     (recording.LEADER, "rank:training_straggler:score offset 4m > 0.01", "rank:training_straggler:score offset 4m"),
-    (recording.HOST_LEADER, "host:training_straggler:score offset 4m > 0.01",
-     "host:training_straggler:score offset 4m"),
+    (
+        recording.HOST_LEADER,
+        "host:training_straggler:score offset 4m > 0.01",
+        "host:training_straggler:score offset 4m",
+    ),
     # Two that are as late, stages of a pipeline, and a host whose ranks have more to do.
     (recording.LEADER, "unless on (run) (count by (run)", "and on (run) (count by (run)"),
     (recording.LEADER, "0.75 *", "0.85 *"),
@@ -196,8 +236,15 @@ def failing(folder: Path, path: Path, mutants: dict[int, tuple[str, str]]) -> se
                     expr = named(record, case["expr"], name)
                     if number not in failed and expr != case["expr"]:
                         asked.add(number)
-                        cases.append({**case, "expr": expr, "exp_samples": [
-                            {**one, "labels": named(record, one["labels"], name)} for one in case["exp_samples"]]})
+                        cases.append(
+                            {
+                                **case,
+                                "expr": expr,
+                                "exp_samples": [
+                                    {**one, "labels": named(record, one["labels"], name)} for one in case["exp_samples"]
+                                ],
+                            }
+                        )
             group["promql_expr_test"] = cases
         below = {rule["record"] for rule in under(text for number in asked for text in mutants[number])[0]}
         groups: dict[str, list[dict[str, object]]] = {}
@@ -209,8 +256,9 @@ def failing(folder: Path, path: Path, mutants: dict[int, tuple[str, str]]) -> se
                     if mutants[number][0] == rule.name:  # one that remembers itself remembers the mutant
                         name = f"mutant_{number}_"
                         rules.append({"record": name, "expr": named(rule.name, mutants[number][1], name)})
-        (folder / "rules.yaml").write_text(json.dumps(
-            {"groups": [{"name": name, "rules": made} for name, made in groups.items()]}))
+        (folder / "rules.yaml").write_text(
+            json.dumps({"groups": [{"name": name, "rules": made} for name, made in groups.items()]})
+        )
         (folder / "test.yaml").write_text(json.dumps({**test, "rule_files": ["rules.yaml"]}))
         done = rule_test(find().promtool, folder / "test.yaml", timeout=120)
         told = done.stdout + done.stderr

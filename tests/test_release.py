@@ -65,18 +65,41 @@ def in_use(seconds: float) -> list[Sample]:
     return [(DRIVER_RELEASED, (), 0), (DRIVER_RELEASED_SECONDS, (), seconds)]
 
 
-@pytest.mark.parametrize(("text", "seconds"), [
-    ("90s", 90), ("10m", 600), ("1.5h", 5400), ("0", 0), ("0s", 0),
-    ("10", None), ("", None), ("-5m", None), ("10 m", None), ("1e3s", None), ("soon", None), ("nan", None),
-])
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90s", 90),
+        ("10m", 600),
+        ("1.5h", 5400),
+        ("0", 0),
+        ("0s", 0),
+        ("10", None),
+        ("", None),
+        ("-5m", None),
+        ("10 m", None),
+        ("1e3s", None),
+        ("soon", None),
+        ("nan", None),
+    ],
+)
 def test_a_time_is_a_number_with_a_unit(text: str, seconds: float | None) -> None:
     assert duration(text) == seconds
 
 
-@pytest.mark.parametrize(("text", "until"), [
-    ("10m", NOW + 600), ("1800000600", NOW + 600), ("1800000600.250", NOW + 600.25), ("1700000000", 1_700_000_000),
-    ("0", NOW), ("48h", NOW + LONGEST), ("9999999999", NOW + LONGEST), ("600", None), ("whatever", None),
-])
+@pytest.mark.parametrize(
+    ("text", "until"),
+    [
+        ("10m", NOW + 600),
+        ("1800000600", NOW + 600),
+        ("1800000600.250", NOW + 600.25),
+        ("1700000000", 1_700_000_000),
+        ("0", NOW),
+        ("48h", NOW + LONGEST),
+        ("9999999999", NOW + LONGEST),
+        ("600", None),
+        ("whatever", None),
+    ],
+)
 def test_a_request_is_a_time_or_the_unix_time_of_its_end_a_day_at_most(text: str, until: float | None) -> None:
     assert end(text, NOW) == until
 

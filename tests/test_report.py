@@ -39,15 +39,20 @@ HOSTILE = '<script>alert(1)</script>"&'
 # What it reckons.
 
 
-@pytest.mark.parametrize(("seconds", "count", "expected"), [
-    # Exact limits of a Poisson count, from tables: 3 events 0.6187 to 8.7673, none 0 to 3.6889, 10 4.7954 to 18.3904.
-    (100, 3, (100 / 3, 100 / 8.7673, 100 / 0.6187)), (100, 0, (None, 100 / 3.6889, None)),
-    (1000, 10, (100, 1000 / 18.3904, 1000 / 4.7954)),
-    # Llama 3's 419 unexpected interruptions in 54 days: one per 3.1 hours.
-    (54 * 86_400, 419, (3.0931 * 3600, 2.8106 * 3600, 3.4120 * 3600)),
-])
+@pytest.mark.parametrize(
+    ("seconds", "count", "expected"),
+    [
+        # Exact limits of a Poisson count, from tables: 3 events 0.6187 to 8.7673, none 0 to 3.6889, 10 4.7954 to
+        # 18.3904.
+        (100, 3, (100 / 3, 100 / 8.7673, 100 / 0.6187)),
+        (100, 0, (None, 100 / 3.6889, None)),
+        (1000, 10, (100, 1000 / 18.3904, 1000 / 4.7954)),
+        # Llama 3's 419 unexpected interruptions in 54 days: one per 3.1 hours.
+        (54 * 86_400, 419, (3.0931 * 3600, 2.8106 * 3600, 3.4120 * 3600)),
+    ],
+)
 def test_the_mean_time_to_failure_has_its_exact_interval(
-    seconds: float, count: int, expected: tuple[float | None, ...],
+    seconds: float, count: int, expected: tuple[float | None, ...]
 ) -> None:
     found = mean_time_between(seconds, count)
     assert found.count == count
@@ -115,17 +120,29 @@ def prometheus(world: World, folder: Path, suite: str | None = None) -> Iterator
     """Run a real Prometheus that has these samples, and give its URL."""
     servers = find(suite=suite)
     (folder / "samples.txt").write_text(world.text())
-    subprocess.run([servers.promtool, "tsdb", "create-blocks-from", "openmetrics", "--quiet", "samples.txt", "data"],
-                   cwd=folder, check=True, capture_output=True)
+    subprocess.run(
+        [servers.promtool, "tsdb", "create-blocks-from", "openmetrics", "--quiet", "samples.txt", "data"],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+    )
     (folder / "prometheus.yml").write_text("global: {}\n")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            [*servers.prometheus, "--config.file=prometheus.yml", "--storage.tsdb.path=data",
-             "--storage.tsdb.retention.time=3650d", f"--web.listen-address={address}"],
-            cwd=folder, stdout=log, stderr=log)
+            [
+                *servers.prometheus,
+                "--config.file=prometheus.yml",
+                "--storage.tsdb.path=data",
+                "--storage.tsdb.retention.time=3650d",
+                f"--web.listen-address={address}",
+            ],
+            cwd=folder,
+            stdout=log,
+            stderr=log,
+        )
     try:
         for _ in range(300):
             with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{address}/-/ready", timeout=5):
@@ -152,8 +169,13 @@ def whole_world(base: float) -> World:
     for step in range(600 // 15, 8490 // 15):
         at = base + 15 * step
         for rank in range(8):
-            info = {"run": "r", "rank": str(rank), "host": f"node-{rank // 4}", "uuid": f"GPU-{rank}",
-                    "instance": f"10.0.0.{rank // 4}:9450"}
+            info = {
+                "run": "r",
+                "rank": str(rank),
+                "host": f"node-{rank // 4}",
+                "uuid": f"GPU-{rank}",
+                "instance": f"10.0.0.{rank // 4}:9450",
+            }
             world.add(m.TRAINING_RANK_INFO.name, info, 1, at)
             if rank != 7:
                 world.add(collect.WAIT, {"run": "r", "rank": str(rank)}, 0.1, at)
@@ -166,12 +188,38 @@ def whole_world(base: float) -> World:
             world.add(m.INFINIBAND_SYMBOL_ERRORS.name, port, node * step, at)
             world.add(m.INFINIBAND_INFO.name, {**port, "host": f"node-{node}"}, 1, at)
         if 2700 <= 15 * step < 3300:
-            world.add("ALERTS", {"alertname": "GpuXidCritical", "alertstate": "firing", "severity": "critical",
-                                 "host": "node-1", "uuid": "GPU-5", "xid": "79"}, 1, at)
-            world.add("ALERTS", {"alertname": "GpuXidCritical", "alertstate": "firing", "severity": "critical",
-                                 "host": "node-2", "uuid": "GPU-9", "xid": "79"}, 1, at)
-            world.add("ALERTS", {"alertname": "TrainingDown", "alertstate": "firing", "severity": "warning",
-                                 "run": "r"}, 1, at)
+            world.add(
+                "ALERTS",
+                {
+                    "alertname": "GpuXidCritical",
+                    "alertstate": "firing",
+                    "severity": "critical",
+                    "host": "node-1",
+                    "uuid": "GPU-5",
+                    "xid": "79",
+                },
+                1,
+                at,
+            )
+            world.add(
+                "ALERTS",
+                {
+                    "alertname": "GpuXidCritical",
+                    "alertstate": "firing",
+                    "severity": "critical",
+                    "host": "node-2",
+                    "uuid": "GPU-9",
+                    "xid": "79",
+                },
+                1,
+                at,
+            )
+            world.add(
+                "ALERTS",
+                {"alertname": "TrainingDown", "alertstate": "firing", "severity": "warning", "run": "r"},
+                1,
+                at,
+            )
     return world
 
 
@@ -182,8 +230,13 @@ def url(tmp_path_factory: pytest.TempPathFactory, base: float) -> Iterator[str]:
 
 
 def flopwatch(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "flopwatch", "report", *arguments], capture_output=True, text=True,
-                          timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT / "exporter")})
+    return subprocess.run(
+        [sys.executable, "-m", "flopwatch", "report", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "exporter")},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -193,8 +246,7 @@ def ledger(tmp_path_factory: pytest.TempPathFactory, base: float) -> Iterator[st
     last = [record for record in records if record.get("attempt") == "a1"][-1]
     last["evidence"] = [{"kind": "xid", "t": last["t"] - 1 + base, "count": 1, "gpu": "GPU-5", "detail": "79"}]
     with serving(tmp_path_factory.mktemp("ledger")) as running:
-        assert running.post("\n".join(
-            json.dumps({**record, "t": record["t"] + base}) for record in records))[0] == 200
+        assert running.post("\n".join(json.dumps({**record, "t": record["t"] + base}) for record in records))[0] == 200
         yield f"http://127.0.0.1:{running.port}"
 
 
@@ -213,8 +265,9 @@ def test_the_figures_are_those_worked_out_by_hand(report: dict[str, Any], base: 
     assert report["effective_mfu"] == pytest.approx(600 * 3.2e16 / (7895 * 8 * 989.4e12))
     assert report["mfu"] == pytest.approx(0.4)
     assert (report["began"] - base, report["ended"] - base) == (pytest.approx(600), pytest.approx(600 + 7895))
-    assert {name: seconds for name, seconds in report["buckets"].items() if seconds} == pytest.approx({
-        "productive": 6000, "lost": 195, "startup": 600, "checkpoint_save": 200, "down": 900})
+    assert {name: seconds for name, seconds in report["buckets"].items() if seconds} == pytest.approx(
+        {"productive": 6000, "lost": 195, "startup": 600, "checkpoint_save": 200, "down": 900}
+    )
     assert report["queue_seconds"] == 600
     assert (report["gpus"], report["host_count"]) == (8, 2)
     assert report["mttf"]["count"] == 1
@@ -222,7 +275,7 @@ def test_the_figures_are_those_worked_out_by_hand(report: dict[str, Any], base: 
 
 
 def test_the_timeline_is_the_wall_clock_without_gap_or_overlap_and_shows_the_down_time_where_it_was(
-    report: dict[str, Any], base: float,
+    report: dict[str, Any], base: float
 ) -> None:
     slices = report["timeline"]
     assert slices[0]["begin"] == pytest.approx(report["began"])
@@ -237,10 +290,12 @@ def test_the_timeline_is_the_wall_clock_without_gap_or_overlap_and_shows_the_dow
 
 
 def test_alerts_on_the_run_and_on_its_hosts_are_told_and_those_on_other_hosts_are_not(
-    report: dict[str, Any], base: float,
+    report: dict[str, Any], base: float
 ) -> None:
     assert {(alert["name"], alert["place"]) for alert in report["alerts"]} == {
-        ("GpuXidCritical", "host node-1, uuid GPU-5, xid 79"), ("TrainingDown", "")}
+        ("GpuXidCritical", "host node-1, uuid GPU-5, xid 79"),
+        ("TrainingDown", ""),
+    }
     for alert in report["alerts"]:
         assert alert["began"] - base == pytest.approx(2700, abs=40)
         assert alert["ended"] - base == pytest.approx(3300, abs=75)  # a minute's window
@@ -272,8 +327,14 @@ def test_the_ledger_tells_of_each_loss_with_its_place(url: str, ledger: str, bas
     assert loss.pop("began") - base == pytest.approx(2955, abs=16)
     assert loss.pop("back") - base == pytest.approx(4335, abs=40)
     assert "Xid 79" in loss.pop("why")
-    assert loss == {"what": "silent", "cause": "gpu", "confidence": "certain", "host": "a1-host", "part": "GPU-5",
-                    "settled": True}
+    assert loss == {
+        "what": "silent",
+        "cause": "gpu",
+        "confidence": "certain",
+        "host": "a1-host",
+        "part": "GPU-5",
+        "settled": True,
+    }
     cost = f"{lost * 8 / 3600:.1f} GPU-hours lost to it"
     assert found["hosts"][0] == {"name": "a1-host", "place": "", "finding": cost}
 
@@ -285,18 +346,26 @@ def test_without_a_ledger_the_page_says_how_to_see_each_loss(report: dict[str, A
 
 
 def test_of_many_losses_the_costliest_are_told_in_order_of_time(report: dict[str, Any]) -> None:
-    losses = [Loss(3600.0 * hour, None, "failed", "gpu", "likely", f"node-{hour}", "", "", 3600.0 * (hour % 60), True)
-              for hour in range(60)]
+    losses = [
+        Loss(3600.0 * hour, None, "failed", "gpu", "likely", f"node-{hour}", "", "", 3600.0 * (hour % 60), True)
+        for hour in range(60)
+    ]
     text = page.as_markdown(made(report, losses=losses))
     assert [int(hour) for hour in re.findall(r"gpu, likely node-(\d+)", text)] == list(range(10, 60))
 
 
-@pytest.mark.parametrize(("arguments", "complaint"), [
-    (("r", "--ledger", "127.0.0.1:9451"), "--ledger '127.0.0.1:9451': write http://HOST:PORT"),
-    (("r", "--ledger", "http://127.0.0.1:9"), "give its address with --ledger http://HOST:PORT"),
-    (("nobody",), "no run 'nobody'"), (("shared",), "--tenant one or two"), (("r", "--price", "cheap"), "no price"),
-    (("r", "--lookback", "long"), "seconds"), (("r", "--out", "/nowhere/at/all.html"), "/nowhere/at/all.html"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("r", "--ledger", "127.0.0.1:9451"), "--ledger '127.0.0.1:9451': write http://HOST:PORT"),
+        (("r", "--ledger", "http://127.0.0.1:9"), "give its address with --ledger http://HOST:PORT"),
+        (("nobody",), "no run 'nobody'"),
+        (("shared",), "--tenant one or two"),
+        (("r", "--price", "cheap"), "no price"),
+        (("r", "--lookback", "long"), "seconds"),
+        (("r", "--out", "/nowhere/at/all.html"), "/nowhere/at/all.html"),
+    ],
+)
 def test_what_cannot_be_reported_is_said_in_a_line(url: str, arguments: tuple[str, ...], complaint: str) -> None:
     answer = flopwatch(*arguments, "--prometheus", url)
     assert answer.returncode in (1, 2)
@@ -342,24 +411,36 @@ def made(report: dict[str, Any], **changes: Any) -> Report:
     from flopwatch.report.statistics import Interval, Mean
 
     interval = report["checkpoints"]["interval"]
-    whole = Report(**{
-        **report, "mttf": Mean(**report["mttf"]), "timeline": [Slice(**one) for one in report["timeline"]],
-        "checkpoints": Checkpoints(**{**report["checkpoints"], "interval": interval and Interval(**interval)}),
-        "mfu_over_time": [tuple(point) for point in report["mfu_over_time"]],
-        "losses": report["losses"] and [Loss(**one) for one in report["losses"]],
-        "causes": [Cause(**one) for one in report["causes"]], "alerts": [Firing(**one) for one in report["alerts"]],
-        "ranks": [Culprit(**one) for one in report["ranks"]], "hosts": [Culprit(**one) for one in report["hosts"]],
-        "links": [Culprit(**one) for one in report["links"]]})
+    whole = Report(
+        **{
+            **report,
+            "mttf": Mean(**report["mttf"]),
+            "timeline": [Slice(**one) for one in report["timeline"]],
+            "checkpoints": Checkpoints(**{**report["checkpoints"], "interval": interval and Interval(**interval)}),
+            "mfu_over_time": [tuple(point) for point in report["mfu_over_time"]],
+            "losses": report["losses"] and [Loss(**one) for one in report["losses"]],
+            "causes": [Cause(**one) for one in report["causes"]],
+            "alerts": [Firing(**one) for one in report["alerts"]],
+            "ranks": [Culprit(**one) for one in report["ranks"]],
+            "hosts": [Culprit(**one) for one in report["hosts"]],
+            "links": [Culprit(**one) for one in report["links"]],
+        }
+    )
     return replace(whole, **changes)
 
 
 def test_a_page_fetches_nothing_and_has_no_script_whatever_things_are_called(report: dict[str, Any]) -> None:
     hostile = made(
-        report, run=HOSTILE, tenant=HOSTILE, declared={"owner": HOSTILE}, missed=[HOSTILE],
+        report,
+        run=HOSTILE,
+        tenant=HOSTILE,
+        declared={"owner": HOSTILE},
+        missed=[HOSTILE],
         causes=[Cause(HOSTILE, 1, 3600.0)],
         losses=[Loss(0, None, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, 1.0, False)],
         alerts=[Firing(HOSTILE, HOSTILE, HOSTILE, 0, 1, False)],
-        ranks=[Culprit(HOSTILE, HOSTILE, HOSTILE)])
+        ranks=[Culprit(HOSTILE, HOSTILE, HOSTILE)],
+    )
     elements = Elements()
     elements.feed(page.as_html(hostile))
     assert not {"script", "iframe", "img", "object"} & set(elements.tags)
@@ -376,10 +457,30 @@ def test_markdown_has_the_same_figures(report: dict[str, Any]) -> None:
 
 
 def test_a_run_of_which_next_to_nothing_is_known_has_a_page_too(report: dict[str, Any]) -> None:
-    bare = made(report, goodput=None, mfu=None, ettr=None, effective_mfu=None, gpus=None, host_count=None, buckets={},
-                gpu_seconds={}, wall_seconds=0.0, timeline=[], mfu_over_time=[], causes=[], alerts=[], ranks=[],
-                hosts=[], links=[], missed=[], high_water_step=None, declared={}, price=None,
-                mttf=mean_time_between(0, 0))
+    bare = made(
+        report,
+        goodput=None,
+        mfu=None,
+        ettr=None,
+        effective_mfu=None,
+        gpus=None,
+        host_count=None,
+        buckets={},
+        gpu_seconds={},
+        wall_seconds=0.0,
+        timeline=[],
+        mfu_over_time=[],
+        causes=[],
+        alerts=[],
+        ranks=[],
+        hosts=[],
+        links=[],
+        missed=[],
+        high_water_step=None,
+        declared={},
+        price=None,
+        mttf=mean_time_between(0, 0),
+    )
     elements = Elements()
     elements.feed(page.as_html(bare))
     assert elements.text.count("unknown") >= 4
@@ -392,10 +493,26 @@ def test_a_real_browser_shows_the_page_without_complaint(url: str, tmp_path: Pat
     answer = flopwatch("r", "--prometheus", url, "--lookback", "4h", "--price", "2.5", "--out", str(written))
     assert (answer.returncode, answer.stdout) == (0, "")
     shown = subprocess.run(
-        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync", "--enable-logging=stderr", "--v=0",
-         f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=2000", "--window-size=1100,2200",
-         f"--screenshot={tmp_path / 'report.png'}", written.as_uri()],
-        capture_output=True, text=True, timeout=120)
+        [
+            CHROMIUM,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--no-first-run",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
+            "--enable-logging=stderr",
+            "--v=0",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--virtual-time-budget=2000",
+            "--window-size=1100,2200",
+            f"--screenshot={tmp_path / 'report.png'}",
+            written.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert "CONSOLE" not in shown.stderr, shown.stderr
     assert (tmp_path / "report.png").stat().st_size > 20_000

@@ -31,8 +31,11 @@ EVERY = (*INHIBITIONS, LEDGERS)
 # An alert on an incident is told by these and nobody.
 SILENT = {"Maintenance", "RunOnFaultyHost", "HostOnFaultyLeaf"}
 # Seconds of evidence that these need before they are pending: a minute or half an hour without a step, three windows.
-SEEN_AFTER = {"TrainingHang": SETTINGS.hang_after, "TrainingStalled": SETTINGS.stalled_after,
-              "TrainingStraggler": 3 * SETTINGS.straggler_window}
+SEEN_AFTER = {
+    "TrainingHang": SETTINGS.hang_after,
+    "TrainingStalled": SETTINGS.stalled_after,
+    "TrainingStraggler": 3 * SETTINGS.straggler_window,
+}
 
 
 def seconds(text: str) -> float:
@@ -48,8 +51,11 @@ def pairs(one: Inhibition) -> Iterator[tuple[Alert, Alert]]:
     """Yield each cause with each of its consequences that it may hold back: a warning holds back no page."""
     for cause in named(one.causes):
         for consequence in named(one.consequences):
-            if cause.name != consequence.name and consequence.severity in ("critical", "warning") and not (
-                    cause.severity == "warning" and consequence.severity == "critical"):
+            if (
+                cause.name != consequence.name
+                and consequence.severity in ("critical", "warning")
+                and not (cause.severity == "warning" and consequence.severity == "critical")
+            ):
                 yield cause, consequence
 
 
@@ -67,8 +73,11 @@ def evidence(alert: Alert) -> str:
 def remembers(cause: Alert, consequence: Alert) -> bool:
     """Return whether a cause that is there goes on as long as its consequence."""
     own = [part for part in re.split(r"\n *or\b.*\n", cause.expr) if f'alertname="{cause.name}"' in part]
-    return any(re.fullmatch(names, consequence.name) for part in own
-               for names in re.findall(r'ALERTS(?:_FOR_STATE)?\{alertname=~?"([^"]*)"', part))
+    return any(
+        re.fullmatch(names, consequence.name)
+        for part in own
+        for names in re.findall(r'ALERTS(?:_FOR_STATE)?\{alertname=~?"([^"]*)"', part)
+    )
 
 
 def delay(alert: Alert) -> float:
@@ -78,8 +87,9 @@ def delay(alert: Alert) -> float:
     have been evaluated late itself. What stands behind it is how it remembers itself.
     """
     read = 0.0
-    for names, firing in re.findall(r'ALERTS(?:_FOR_STATE)?\{alertname=~?"([^"]*)"(,alertstate="firing")?',
-                                    evidence(alert)):
+    for names, firing in re.findall(
+        r'ALERTS(?:_FOR_STATE)?\{alertname=~?"([^"]*)"(,alertstate="firing")?', evidence(alert)
+    ):
         for other in named(names):
             memory = other.group == alert.group and ALERTS.index(other) >= ALERTS.index(alert)
             if not memory and other.name != alert.name:
@@ -96,7 +106,8 @@ def test_a_cause_is_told_before_what_it_holds_back_is_sent(one: Inhibition) -> N
     for cause, consequence in pairs(one):
         phases = SETTINGS.scrape_interval + (0 if cause.group == consequence.group else interval(cause.group))
         if delay(cause) + phases >= SEEN_AFTER.get(consequence.name, 0) + seconds(consequence.for_) + (
-                SETTINGS.group_wait):
+            SETTINGS.group_wait
+        ):
             late.append((cause.name, consequence.name))
     assert list(pairs(one))
     assert late == []
@@ -104,8 +115,11 @@ def test_a_cause_is_told_before_what_it_holds_back_is_sent(one: Inhibition) -> N
 
 @pytest.mark.parametrize("one", EVERY, ids=lambda one: one.causes)
 def test_a_cause_waits_no_longer_than_its_consequences(one: Inhibition) -> None:
-    assert [(cause.name, consequence.name) for cause, consequence in pairs(one)
-            if seconds(cause.for_) > seconds(consequence.for_) and seconds(cause.for_) > SETTINGS.node_lost_for] == []
+    assert [
+        (cause.name, consequence.name)
+        for cause, consequence in pairs(one)
+        if seconds(cause.for_) > seconds(consequence.for_) and seconds(cause.for_) > SETTINGS.node_lost_for
+    ] == []
 
 
 @pytest.mark.parametrize("one", EVERY, ids=lambda one: one.causes)
@@ -117,8 +131,11 @@ def test_no_page_outlasts_what_holds_it_back(one: Inhibition) -> None:
     outlasts = []
     for cause, consequence in pairs(one):
         late = 0.0 if cause.group == consequence.group else interval(consequence.group) + SETTINGS.scrape_interval
-        if consequence.severity == "critical" and not remembers(cause, consequence) and (
-                seconds(consequence.keep_firing_for) + late > seconds(cause.keep_firing_for)):
+        if (
+            consequence.severity == "critical"
+            and not remembers(cause, consequence)
+            and (seconds(consequence.keep_firing_for) + late > seconds(cause.keep_firing_for))
+        ):
             outlasts.append((cause.name, consequence.name))
     assert outlasts == []
 
@@ -133,6 +150,7 @@ def test_no_alert_is_its_own_cause_through_others() -> None:
     for one in EVERY:
         for cause, consequence in pairs(one):
             held_back.setdefault(cause.name, set()).add(consequence.name)
+
     # RunOnFaultyHost and HostOnFaultyLeaf exist because of these, whether they are held back or not.
     def reach(name: str, seen: frozenset[str]) -> set[str]:
         return {name}.union(*(reach(after, seen | {name}) for after in held_back.get(name, set()) - seen))
@@ -152,8 +170,13 @@ def test_every_name_is_an_alert_with_the_shared_labels(one: Inhibition) -> None:
 
 
 def test_what_stands_between_a_host_and_its_runs_knows_every_page_about_a_host_that_comes_at_once() -> None:
-    at_once = {alert.name for alert in ALERTS if alert.severity == "critical" and "host" in alert.identity
-               and delay(alert) + interval(alert.group) <= SETTINGS.node_lost_for + SETTINGS.scrape_interval}
+    at_once = {
+        alert.name
+        for alert in ALERTS
+        if alert.severity == "critical"
+        and "host" in alert.identity
+        and delay(alert) + interval(alert.group) <= SETTINGS.node_lost_for + SETTINGS.scrape_interval
+    }
     assert at_once <= {*HOST_CAUSES, *PART_CAUSES, *GPU_CAUSES} <= {alert.name for alert in ALERTS}
     assert all("uuid" in alert.identity for name in GPU_CAUSES for alert in named(name))
 
@@ -163,13 +186,17 @@ def test_an_alert_in_shadow_mode_is_recorded_and_holds_nothing_back() -> None:
     groups = yaml.safe_load(rules_yaml(settings))["groups"]
     shadowed = {rule["alert"] for group in groups for rule in group["rules"] if rule.get("labels", {}).get("shadow")}
     assert shadowed == {"TrainingDown"}
-    assert all('shadow = ""' in rule["source_matchers"]
-               for rule in yaml.safe_load(alertmanager_yaml(settings))["inhibit_rules"])
+    assert all(
+        'shadow = ""' in rule["source_matchers"]
+        for rule in yaml.safe_load(alertmanager_yaml(settings))["inhibit_rules"]
+    )
 
 
 def test_names_that_cannot_work_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for flags, complaint in ((("--shadow", "TraningDown"), "there is no alert TraningDown"),
-                             (("--teams", "a,../b"), "team '../b'")):
+    for flags, complaint in (
+        (("--shadow", "TraningDown"), "there is no alert TraningDown"),
+        (("--teams", "a,../b"), "team '../b'"),
+    ):
         with pytest.raises(SystemExit):
             main([str(tmp_path), *flags])
         assert complaint in capsys.readouterr().err
@@ -181,21 +208,29 @@ def servers() -> Servers:
     return find()
 
 
-@pytest.mark.parametrize(("labels", "receivers"), [
-    ("severity=critical team=speech", "webhook,email,pagerduty-speech,slack-speech"),
-    ("severity=warning team=speech", "webhook,email,slack-speech"),
-    ("severity=critical team=vision", "webhook,email,pagerduty,slack"),
-    ("severity=warning", "webhook,email,slack"),
-    ("severity=critical team=speech shadow=true", "nobody"),
-    ("severity=none team=speech", "nobody"),
-    ("alertname=FlopwatchWatchdog severity=info", "watchdog"),
-])
+@pytest.mark.parametrize(
+    ("labels", "receivers"),
+    [
+        ("severity=critical team=speech", "webhook,email,pagerduty-speech,slack-speech"),
+        ("severity=warning team=speech", "webhook,email,slack-speech"),
+        ("severity=critical team=vision", "webhook,email,pagerduty,slack"),
+        ("severity=warning", "webhook,email,slack"),
+        ("severity=critical team=speech shadow=true", "nobody"),
+        ("severity=none team=speech", "nobody"),
+        ("alertname=FlopwatchWatchdog severity=info", "watchdog"),
+    ],
+)
 def test_amtool_routes_by_team_and_to_webhook_and_email(
     servers: Servers, tmp_path: Path, labels: str, receivers: str
 ) -> None:
     settings = replace(
-        SETTINGS, teams=("speech", "text"), webhook_url_file=Path("/secrets/webhook"), email_to="oncall@example.com",
-        email_password_file=Path("/secrets/password"), watchdog_url="http://127.0.0.1:1/")
+        SETTINGS,
+        teams=("speech", "text"),
+        webhook_url_file=Path("/secrets/webhook"),
+        email_to="oncall@example.com",
+        email_password_file=Path("/secrets/password"),
+        watchdog_url="http://127.0.0.1:1/",
+    )
     path = tmp_path / "alertmanager.yml"
     # amtool before 0.26 knows no url_file of a webhook.
     path.write_text(alertmanager_yaml(settings).replace("url_file: /secrets/webhook", "url: http://127.0.0.1:1/"))
@@ -232,11 +267,22 @@ class Told:
         """Send alerts as Prometheus does."""
         now = datetime.now(UTC)
         times = {"startsAt": now.isoformat(), "endsAt": (now + timedelta(seconds=0 if ended else 300)).isoformat()}
-        body = [{"labels": labels, "annotations": {"description": " ".join(labels.values()), "summary": "A summary.",
-                                                   "runbook_url": "r", "dashboard_url": "d"}, **times}
-                for labels in found]
-        request = urllib.request.Request(f"http://{self.address}/api/v2/alerts", json.dumps(body).encode(),
-                                         {"content-type": "application/json"})
+        body = [
+            {
+                "labels": labels,
+                "annotations": {
+                    "description": " ".join(labels.values()),
+                    "summary": "A summary.",
+                    "runbook_url": "r",
+                    "dashboard_url": "d",
+                },
+                **times,
+            }
+            for labels in found
+        ]
+        request = urllib.request.Request(
+            f"http://{self.address}/api/v2/alerts", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
         urllib.request.urlopen(request, timeout=10).close()
 
     def pages(self) -> list[str]:
@@ -257,13 +303,33 @@ def told(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         (folder / "slack").write_text(f"{receiver.url}/slack")
         (folder / "key").write_text("0123456789abcdef" * 2)
         (folder / "webhook").write_text(f"{receiver.url}/watchdog")
-        (folder / "alertmanager.yml").write_text(alertmanager_yaml(AlertSettings(
-            pace=PACE, group_wait=PACE * WAIT, slack_url_file=folder / "slack", pagerduty_key_file=folder / "key",
-            pagerduty_url=f"{receiver.url}/v2/enqueue", watchdog_url=f"{receiver.url}/watchdog",
-            webhook_url_file=folder / "webhook")))
-        with (folder / "log").open("wb") as log, subprocess.Popen(
-            [*servers.alertmanager, f"--config.file={folder / 'alertmanager.yml'}", f"--storage.path={folder}",
-             f"--web.listen-address={address}", "--cluster.listen-address="], stdout=log, stderr=log) as process:
+        (folder / "alertmanager.yml").write_text(
+            alertmanager_yaml(
+                AlertSettings(
+                    pace=PACE,
+                    group_wait=PACE * WAIT,
+                    slack_url_file=folder / "slack",
+                    pagerduty_key_file=folder / "key",
+                    pagerduty_url=f"{receiver.url}/v2/enqueue",
+                    watchdog_url=f"{receiver.url}/watchdog",
+                    webhook_url_file=folder / "webhook",
+                )
+            )
+        )
+        with (
+            (folder / "log").open("wb") as log,
+            subprocess.Popen(
+                [
+                    *servers.alertmanager,
+                    f"--config.file={folder / 'alertmanager.yml'}",
+                    f"--storage.path={folder}",
+                    f"--web.listen-address={address}",
+                    "--cluster.listen-address=",
+                ],
+                stdout=log,
+                stderr=log,
+            ) as process,
+        ):
             try:
                 for _ in range(300):
                     try:
@@ -284,40 +350,73 @@ def alert(name: str, **labels: str) -> dict[str, str]:
 
 
 def hosts_of_a_leaf() -> list[dict[str, str]]:
-    return [one for host in (f"leaf-{n:02}" for n in range(64)) for one in (
-        alert("InfinibandPortDown", host=host, device="mlx5_0", port="1"), alert("NodeLost", host=host),
-        alert("RailImbalance", host=host, device="mlx5_0", port="1"))]
+    return [
+        one
+        for host in (f"leaf-{n:02}" for n in range(64))
+        for one in (
+            alert("InfinibandPortDown", host=host, device="mlx5_0", port="1"),
+            alert("NodeLost", host=host),
+            alert("RailImbalance", host=host, device="mlx5_0", port="1"),
+        )
+    ]
 
 
 # By incident: what fires at first, a scrape later, and the one page there is to be.
 INCIDENTS: dict[str, tuple[list[dict[str, str]], list[dict[str, str]], str | None]] = {
     "a dead GPU": (
-        [alert("NvlinkDown", host="gpu-1", uuid="B"), alert("TrainingHang", run="gpu"),
-         alert("GpuMissing", host="gpu-1", uuid="A")],
-        [alert("GpuXidCritical", host="gpu-1", uuid="A", xid="79"), alert("RunOnFaultyHost", host="gpu-1", run="gpu"),
-         alert("GpuRecoveryNeeded", host="gpu-1", uuid="A"), alert("TrainingDown", tenant="t", run="gpu"),
-         alert("TrainingRestartStorm", tenant="t", run="gpu")],
-        "GpuXidCritical: GpuXidCritical critical gpu-1 A 79"),
+        [
+            alert("NvlinkDown", host="gpu-1", uuid="B"),
+            alert("TrainingHang", run="gpu"),
+            alert("GpuMissing", host="gpu-1", uuid="A"),
+        ],
+        [
+            alert("GpuXidCritical", host="gpu-1", uuid="A", xid="79"),
+            alert("RunOnFaultyHost", host="gpu-1", run="gpu"),
+            alert("GpuRecoveryNeeded", host="gpu-1", uuid="A"),
+            alert("TrainingDown", tenant="t", run="gpu"),
+            alert("TrainingRestartStorm", tenant="t", run="gpu"),
+        ],
+        "GpuXidCritical: GpuXidCritical critical gpu-1 A 79",
+    ),
     "a dead host": (
         [alert("TrainingHang", run="host"), alert("FlopwatchExporterDown", host="node-1", instance="i", job="j")],
-        [alert("NodeLost", host="node-1"), alert("RunOnFaultyHost", host="node-1", run="host"),
-         alert("TrainingDown", tenant="t", run="host")],
-        "NodeLost: NodeLost critical node-1"),
+        [
+            alert("NodeLost", host="node-1"),
+            alert("RunOnFaultyHost", host="node-1", run="host"),
+            alert("TrainingDown", tenant="t", run="host"),
+        ],
+        "NodeLost: NodeLost critical node-1",
+    ),
     "a dead leaf": (
         [*hosts_of_a_leaf(), alert("TrainingHang", run="leaf")],
-        [alert("LeafDown", leaf="l7"), *(alert("HostOnFaultyLeaf", leaf="l7", host=f"leaf-{n:02}") for n in range(64)),
-         alert("RunOnFaultyHost", host="leaf-00", run="leaf"), alert("TrainingDown", tenant="", run="leaf")],
-        "LeafDown: LeafDown critical l7"),
+        [
+            alert("LeafDown", leaf="l7"),
+            *(alert("HostOnFaultyLeaf", leaf="l7", host=f"leaf-{n:02}") for n in range(64)),
+            alert("RunOnFaultyHost", host="leaf-00", run="leaf"),
+            alert("TrainingDown", tenant="", run="leaf"),
+        ],
+        "LeafDown: LeafDown critical l7",
+    ),
     "a hang that ends as a run that is down": (
         [alert("TrainingHang", run="hangs")],
-        [alert("TrainingDown", tenant="t", run="hangs"), alert("TrainingRestartStorm", tenant="t", run="hangs"),
-         alert("TrainingMfuDrop", run="hangs"), alert("TrainingStraggler", run="hangs")],
-        "TrainingHang: TrainingHang critical hangs"),
+        [
+            alert("TrainingDown", tenant="t", run="hangs"),
+            alert("TrainingRestartStorm", tenant="t", run="hangs"),
+            alert("TrainingMfuDrop", run="hangs"),
+            alert("TrainingStraggler", run="hangs"),
+        ],
+        "TrainingHang: TrainingHang critical hangs",
+    ),
     "a node in maintenance": (
-        [alert("GpuMissing", host="maintained", uuid="A"), alert("NodeLost", host="maintained"),
-         alert("InfinibandPortDown", host="maintained", device="d", port="1"), alert("TrainingDown", run="moved")],
+        [
+            alert("GpuMissing", host="maintained", uuid="A"),
+            alert("NodeLost", host="maintained"),
+            alert("InfinibandPortDown", host="maintained", device="d", port="1"),
+            alert("TrainingDown", run="moved"),
+        ],
         [alert("Maintenance", host="maintained"), alert("RunOnFaultyHost", host="maintained", run="moved")],
-        None),
+        None,
+    ),
     "a small run beside it": ([], [{**alert("TrainingDown", run="small"), "severity": "warning"}], None),
     "another large run": ([alert("TrainingDown", run="other")], [], "TrainingDown: TrainingDown critical other"),
 }
@@ -356,10 +455,18 @@ def test_a_page_is_resolved_when_its_alert_ends(told: Told) -> None:
     told.post(alert("TrainingDown", run="over"))
     until(lambda: any("over" in page for page in told.pages()))
     told.post(alert("TrainingDown", run="over"), ended=True)
-    (key,) = {message.payload["dedup_key"] for message in told.receiver.of("pagerduty")
-              if message.payload["event_action"] == "trigger" and "over" in str(message.payload["payload"])}
-    until(lambda: [message for message in told.receiver.of("pagerduty")
-                   if message.payload["event_action"] == "resolve" and message.payload["dedup_key"] == key])
+    (key,) = {
+        message.payload["dedup_key"]
+        for message in told.receiver.of("pagerduty")
+        if message.payload["event_action"] == "trigger" and "over" in str(message.payload["payload"])
+    }
+    until(
+        lambda: [
+            message
+            for message in told.receiver.of("pagerduty")
+            if message.payload["event_action"] == "resolve" and message.payload["dedup_key"] == key
+        ]
+    )
 
 
 def test_alerts_that_differ_by_run_host_or_leaf_are_never_in_one_message() -> None:
@@ -374,13 +481,28 @@ def test_an_alert_of_a_run_has_its_team_as_a_label_where_teams_have_channels(ser
     (tmp_path / "rules.yaml").write_text(rules_yaml(replace(SETTINGS, teams=("speech",))))
     spikes = [{"series": f'training_loss_spikes_total{{run="{run}"}}', "values": "0 1 2 3x10"} for run in ("lm", "own")]
     info = {"series": 'training_run_info{run="lm",rank="0",team="speech"}', "values": "1x20"}
-    expected = [f'{{alertname="TrainingLossSpikes",alertstate="firing",run="{run}",severity="warning",team="{team}"}}'
-                for run, team in (("lm", "speech"), ("own", "none"))]
-    case = {"expr": 'ALERTS{alertname="TrainingLossSpikes"}', "eval_time": "5m",
-            "exp_samples": [{"labels": f"ALERTS{labels}", "value": 1} for labels in expected]}
-    (tmp_path / "test.yaml").write_text(json.dumps({
-        "rule_files": ["rules.yaml"], "evaluation_interval": "1m",
-        "tests": [{"interval": "1m", "input_series": [*spikes, info], "promql_expr_test": [case]}]}))
+    expected = [
+        f'{{alertname="TrainingLossSpikes",alertstate="firing",run="{run}",severity="warning",team="{team}"}}'
+        for run, team in (("lm", "speech"), ("own", "none"))
+    ]
+    case = {
+        "expr": 'ALERTS{alertname="TrainingLossSpikes"}',
+        "eval_time": "5m",
+        "exp_samples": [{"labels": f"ALERTS{labels}", "value": 1} for labels in expected],
+    }
+    (tmp_path / "test.yaml").write_text(
+        json.dumps(
+            {
+                "rule_files": ["rules.yaml"],
+                "evaluation_interval": "1m",
+                "tests": [{"interval": "1m", "input_series": [*spikes, info], "promql_expr_test": [case]}],
+            }
+        )
+    )
     assert "SUCCESS" in asked(servers.promtool, "test", "rules", str(tmp_path / "test.yaml"))
-    assert not any("team" in rule["labels"] for group in yaml.safe_load(rules_yaml(SETTINGS))["groups"]
-                   for rule in group["rules"] if "alert" in rule)
+    assert not any(
+        "team" in rule["labels"]
+        for group in yaml.safe_load(rules_yaml(SETTINGS))["groups"]
+        for rule in group["rules"]
+        if "alert" in rule
+    )

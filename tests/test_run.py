@@ -17,10 +17,19 @@ ROOT = Path(__file__).parent.parent
 PLAIN = ROOT / "tests" / "scripts" / "plain.py"
 ENVIRON = {
     **{key: value for key, value in os.environ.items() if not key.startswith(("FLOPWATCH_", "TORCHELASTIC_"))},
-    "PYTHONPATH": str(ROOT / "exporter"), "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT / "exporter"),
+    "OMP_NUM_THREADS": "1",
 }
-CONFIG = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-          "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "tie_word_embeddings": False}
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "tie_word_embeddings": False,
+}
 
 SCRIPTS = {
     "globals": """
@@ -76,8 +85,14 @@ SCRIPTS = {
 
 def python(*arguments: str | Path, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *map(str, arguments)], env={**ENVIRON, **environ}, cwd=cwd, capture_output=True, text=True,
-        timeout=120, check=False)
+        [sys.executable, *map(str, arguments)],
+        env={**ENVIRON, **environ},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 def same(first: subprocess.CompletedProcess[str], second: subprocess.CompletedProcess[str]) -> None:
@@ -92,13 +107,23 @@ def test_a_script_runs_as_without_us(tmp_path: Path, name: str) -> None:
     same(python(*arguments, cwd=tmp_path), python("-m", "flopwatch", "run", *arguments, cwd=tmp_path))
 
 
-@pytest.mark.parametrize("arguments", [("-m", "package.module", "-m", "x"), ("-m", "package"), ("-m", "nowhere"),
-                                       ("nowhere.py",), ("package/module.py",), (".",)])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("-m", "package.module", "-m", "x"),
+        ("-m", "package"),
+        ("-m", "nowhere"),
+        ("nowhere.py",),
+        ("package/module.py",),
+        (".",),
+    ],
+)
 def test_a_module_or_what_is_not_there_runs_as_without_us(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
     (tmp_path / "package" / "module.py").write_text(
-        "import sys; print(__name__, __package__, __spec__ and __spec__.name, sys.argv, sys.path[0]); raise OSError(5)")
+        "import sys; print(__name__, __package__, __spec__ and __spec__.name, sys.argv, sys.path[0]); raise OSError(5)"
+    )
     natively, ours = (python(*start, *arguments, cwd=tmp_path) for start in ((), ("-m", "flopwatch", "run")))
     if arguments == (".",):
         assert (ours.returncode, "can't open file" in ours.stderr) == (2, True)  # Python would look for a __main__.py
@@ -116,14 +141,19 @@ def test_a_script_that_never_imports_torch_costs_nothing(tmp_path: Path) -> None
     assert server.pushes == []
 
 
-@pytest.mark.parametrize(("flags", "complaint"), [
-    ((), "name a script"), (("--seq-len", "8", "x.py"), "--seq-len goes with --config"),
-    (("--config", "nowhere.json", "x.py"), "nowhere.json"),
-    (("--config", "config.json", "--flops-per-token", "1", "x.py"), "not both"),
-    (("--config", "config.json", "x.py"), "model_type"), (("--peak-source", "me", "x.py"), "goes with --peak-flops"),
-    (("--epochs", "3", "x.py"), "--epochs; the script's own flags go behind its name"),
-    (("--tokens-per-step", "many", "x.py"), "not a positive"),
-])
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ((), "name a script"),
+        (("--seq-len", "8", "x.py"), "--seq-len goes with --config"),
+        (("--config", "nowhere.json", "x.py"), "nowhere.json"),
+        (("--config", "config.json", "--flops-per-token", "1", "x.py"), "not both"),
+        (("--config", "config.json", "x.py"), "model_type"),
+        (("--peak-source", "me", "x.py"), "goes with --peak-flops"),
+        (("--epochs", "3", "x.py"), "--epochs; the script's own flags go behind its name"),
+        (("--tokens-per-step", "many", "x.py"), "not a positive"),
+    ],
+)
 def test_flags_that_make_no_sense_are_refused(tmp_path: Path, flags: tuple[str, ...], complaint: str) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "x.py").write_text("print('ran')")
@@ -150,8 +180,13 @@ def test_an_unmodified_script_tells_what_an_instrumented_one_does(tmp_path: Path
 
     def samples(pace: int, *arguments: str | Path) -> dict[str, float]:
         with HookServer() as server:
-            answer = python(*arguments, cwd=tmp_path, FLOPWATCH_ENDPOINT=server.url, PACE=str(pace),
-                            CHECKPOINT=str(tmp_path / "x.pt"))
+            answer = python(
+                *arguments,
+                cwd=tmp_path,
+                FLOPWATCH_ENDPOINT=server.url,
+                PACE=str(pace),
+                CHECKPOINT=str(tmp_path / "x.pt"),
+            )
             push = last_push(server)
         assert (answer.returncode, push.resource["flopwatch.status"]) == (0, "completed"), answer.stderr
         return push.samples
@@ -160,13 +195,21 @@ def test_an_unmodified_script_tells_what_an_instrumented_one_does(tmp_path: Path
     for pace in (1, 5, 25):
         seen = samples(pace, "-m", "flopwatch", "run", *flags, PLAIN, "end")
         told = samples(pace, told_script, "end")
-        for name in ("steps_total", "tokens_total", "model_flops_total", "position_steps", "position_tokens",
-                     "committed_steps", "hook_errors_total"):
+        for name in (
+            "steps_total",
+            "tokens_total",
+            "model_flops_total",
+            "position_steps",
+            "position_tokens",
+            "committed_steps",
+            "hook_errors_total",
+        ):
             assert seen[f"training_{name}"] == told[f"training_{name}"], name
         assert (seen["training_steps_total"], seen["training_tokens_total"]) == (24, 48 * 64)
         # Two processes at different times on a machine that does other things too; test_attach.py compares within 2 %.
-        keys = [f"training_activity_seconds_total{{activity={name}}}"
-                for name in ("evaluation", "checkpoint_save", "step")]
+        keys = [
+            f"training_activity_seconds_total{{activity={name}}}" for name in ("evaluation", "checkpoint_save", "step")
+        ]
         expected = pytest.approx([told[key] for key in keys], rel=0.25, abs=0.05)
         if [seen[key] for key in keys] == expected:
             break
@@ -176,12 +219,19 @@ def test_an_unmodified_script_tells_what_an_instrumented_one_does(tmp_path: Path
 def instrumented(script: str) -> str:
     """Return the script with what a loop of its own accord tells a Run."""
     for old, new in (
-        ("    samples: Any", "    from flopwatch.training import Run\n"
-         "    run = Run('told', flops_per_token=6, model=model)\n    samples: Any"),
-        ("enumerate(DataLoader(samples, batch_size=4, **workers), 1)",
-         "enumerate(run.batches(DataLoader(samples, batch_size=4, **workers)), 1)"),
-        ("                optimizer.zero_grad()\n", "                optimizer.zero_grad()\n"
-         "                run.step(tokens=2 * batch['input_ids'].numel())\n"),
+        (
+            "    samples: Any",
+            "    from flopwatch.training import Run\n"
+            "    run = Run('told', flops_per_token=6, model=model)\n    samples: Any",
+        ),
+        (
+            "enumerate(DataLoader(samples, batch_size=4, **workers), 1)",
+            "enumerate(run.batches(DataLoader(samples, batch_size=4, **workers)), 1)",
+        ),
+        (
+            "                optimizer.zero_grad()\n",
+            "                optimizer.zero_grad()\n                run.step(tokens=2 * batch['input_ids'].numel())\n",
+        ),
         ("with torch.no_grad():", "with torch.no_grad(), run.activity('evaluation'):"),
         ("        torch.save(", "        with run.checkpoint(): torch.save("),
         ("    print(", "    run.finish()\n    print("),
@@ -198,8 +248,19 @@ def test_the_run_ends_as_the_script_does(tmp_path: Path, how: str, status: str) 
 
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     with HookServer() as server:
-        answer = python("-m", "flopwatch", "run", "--config", "config.json", PLAIN, how, cwd=tmp_path,
-                        FLOPWATCH_RUN="plain", FLOPWATCH_ENDPOINT=server.url, CHECKPOINT=str(tmp_path / "x.pt"))
+        answer = python(
+            "-m",
+            "flopwatch",
+            "run",
+            "--config",
+            "config.json",
+            PLAIN,
+            how,
+            cwd=tmp_path,
+            FLOPWATCH_RUN="plain",
+            FLOPWATCH_ENDPOINT=server.url,
+            CHECKPOINT=str(tmp_path / "x.pt"),
+        )
         push = last_push(server)
     assert push.resource["flopwatch.run"] == "plain"
     assert answer.returncode == {"exit": 3, "raise": 1, "interrupt": -signal.SIGINT}[how]

@@ -21,8 +21,11 @@ OURS = re.compile(r"^(flopwatch|promtool|amtool) (?=[a-z-])([^|;&#\n]*)", re.MUL
 def help_of(program: str, *words: str) -> tuple[int, str]:
     """Return the status and the help of a program's subcommand."""
     servers = find()
-    command = {"flopwatch": [sys.executable, "-m", "flopwatch"], "promtool": [servers.promtool],
-               "amtool": [servers.amtool]}[program]
+    command = {
+        "flopwatch": [sys.executable, "-m", "flopwatch"],
+        "promtool": [servers.promtool],
+        "amtool": [servers.amtool],
+    }[program]
     done = subprocess.run([*command, *words, "--help"], capture_output=True, text=True, timeout=60, check=False)
     return done.returncode, done.stdout + done.stderr
 
@@ -41,7 +44,7 @@ def assert_commands_exist(*blocks: str) -> None:
         subcommand = next((word for word in words if not word.startswith("-")), "")
         status, told = help_of(program, subcommand)
         assert status == 0, told
-        for word in words[words.index(subcommand) + 1:]:
+        for word in words[words.index(subcommand) + 1 :]:
             if re.fullmatch(r"[a-z]+", word) and f"{word} " in told and help_of(program, subcommand, word)[0] == 0:
                 told += help_of(program, subcommand, word)[1]
             flag = re.match(r"--?[a-z][a-z-]*", word)
@@ -51,5 +54,6 @@ def assert_commands_exist(*blocks: str) -> None:
 @EVERY_RUNBOOK
 def test_our_own_commands_and_their_flags_exist(path: Path) -> None:
     text = path.read_text()
-    assert_commands_exist(*re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL),
-                          *re.findall(r"(?<!`)`([^`]+)`(?!`)", text))
+    assert_commands_exist(
+        *re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL), *re.findall(r"(?<!`)`([^`]+)`(?!`)", text)
+    )

@@ -39,10 +39,17 @@ def slow_backend(graph: Any, _: object) -> Any:
 def told(run: Run) -> dict[str, float]:
     points = run.snapshot().points
     activities = {labels["activity"]: seconds for labels, seconds in points[BY_NAME["training_activity_seconds_total"]]}
-    others = {name: points[BY_NAME[family]][0][1] for name, family in (
-        ("recompilations", "training_recompilations_total"), ("retries", "training_allocator_retries_total"),
-        ("ooms", "training_out_of_memory_total"), ("unused", "training_allocator_unused_bytes"),
-        ("errors", "training_hook_errors_total")) if BY_NAME[family] in points}
+    others = {
+        name: points[BY_NAME[family]][0][1]
+        for name, family in (
+            ("recompilations", "training_recompilations_total"),
+            ("retries", "training_allocator_retries_total"),
+            ("ooms", "training_out_of_memory_total"),
+            ("unused", "training_allocator_unused_bytes"),
+            ("errors", "training_hook_errors_total"),
+        )
+        if BY_NAME[family] in points
+    }
     return {"compile": activities["compile"], "step": activities["step"], **others}
 
 
@@ -162,11 +169,18 @@ def test_nested_compilations_and_those_that_overlap_on_threads_are_one_span(run:
     found.remove()
 
 
-@pytest.mark.parametrize(("arguments", "recompiles"), [
-    (CallbackArgs(CallbackTrigger.DYNAMO, "3/0"), False), (CallbackArgs(CallbackTrigger.DYNAMO, "3/12"), True),
-    (CallbackArgs(CallbackTrigger.DYNAMO, "!0/3/1"), True), (CallbackArgs(CallbackTrigger.DYNAMO, "!0"), False),
-    (CallbackArgs(CallbackTrigger.LAZY_BACKWARD, "3/1"), False), (None, False),
-    (SimpleNamespace(callback_trigger=CallbackTrigger.DYNAMO, compile_id=None), False)])
+@pytest.mark.parametrize(
+    ("arguments", "recompiles"),
+    [
+        (CallbackArgs(CallbackTrigger.DYNAMO, "3/0"), False),
+        (CallbackArgs(CallbackTrigger.DYNAMO, "3/12"), True),
+        (CallbackArgs(CallbackTrigger.DYNAMO, "!0/3/1"), True),
+        (CallbackArgs(CallbackTrigger.DYNAMO, "!0"), False),
+        (CallbackArgs(CallbackTrigger.LAZY_BACKWARD, "3/1"), False),
+        (None, False),
+        (SimpleNamespace(callback_trigger=CallbackTrigger.DYNAMO, compile_id=None), False),
+    ],
+)
 def test_a_frame_compiled_before_is_a_recompilation(arguments: Any, recompiles: bool) -> None:
     assert runtime._recompiles(arguments) is recompiles
 
@@ -185,9 +199,12 @@ def test_a_run_that_fails_breaks_no_compilation(run: Run) -> None:
 def device(retries: int, ooms: int, reserved: int, allocated: int) -> Mapping[str, Any]:
     """Return what torch.cuda.memory_stats_as_nested_dict returns, as far as it is read."""
     return {
-        "num_alloc_retries": retries, "num_ooms": ooms, "num_sync_all_streams": 7,
+        "num_alloc_retries": retries,
+        "num_ooms": ooms,
+        "num_sync_all_streams": 7,
         "reserved_bytes": {"all": {"current": reserved, "peak": 9 << 40}, "small_pool": {"current": 1}},
-        "allocated_bytes": {"all": {"current": allocated, "peak": 9 << 40}, "small_pool": {"current": 1}}}
+        "allocated_bytes": {"all": {"current": allocated, "peak": 9 << 40}, "small_pool": {"current": 1}},
+    }
 
 
 def test_the_allocators_numbers_are_the_sum_over_this_processs_devices(run: Run) -> None:

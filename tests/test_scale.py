@@ -56,10 +56,15 @@ def test_what_is_sent_are_records_and_alerts_and_nothing_else() -> None:
     sending = [yaml.safe_load(text)["remote_write"][0] for text in SNIPPETS if text.startswith("# records")]
     assert len(sending) == 3
     assert [one["write_relabel_configs"] for one in sending] == 3 * [
-        [{"source_labels": ["__name__"], "regex": RECORDS_AND_ALERTS, "action": "keep"}]]
+        [{"source_labels": ["__name__"], "regex": RECORDS_AND_ALERTS, "action": "keep"}]
+    ]
     groups: Any = rules(AlertSettings())["groups"]
-    assert all(re.fullmatch(RECORDS_AND_ALERTS, rule["record"])
-               for group in groups for rule in group["rules"] if "record" in rule)
+    assert all(
+        re.fullmatch(RECORDS_AND_ALERTS, rule["record"])
+        for group in groups
+        for rule in group["rules"]
+        if "record" in rule
+    )
 
 
 def test_the_shards_take_every_target_once() -> None:
@@ -80,7 +85,8 @@ def looks_back(raw: bool) -> float:
     for group in groups:
         for rule in group["rules"]:
             for name, window, offset in re.findall(
-                    r"\b([a-zA-Z_:][\w:]*)(?:\{[^}]*\})?(?:\[(\w+)(?::\w*)?\])?(?:\s+offset\s+(\w+))?", rule["expr"]):
+                r"\b([a-zA-Z_:][\w:]*)(?:\{[^}]*\})?(?:\[(\w+)(?::\w*)?\])?(?:\s+offset\s+(\w+))?", rule["expr"]
+            ):
                 if (":" not in name) == raw and name != "ALERTS":
                     furthest = max(furthest, sum(seconds(text) for text in (window, offset) if text))
     return furthest

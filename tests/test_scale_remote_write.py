@@ -25,8 +25,13 @@ NODES = 2
 ENOUGH = 1_500  # samples, so that each series has a few
 RECORDS = '{__name__=~".+:.+"}'
 # The last of them comes when windows of others are full.
-WANTED = ("run:training_mfu:ratio_rate5m", "rank:training_straggler:score", "run:run_goodput:ratio",
-          "rail:infiniband_transmit_bytes:rate5m", "fleet:gpu_present:count")
+WANTED = (
+    "run:training_mfu:ratio_rate5m",
+    "rank:training_straggler:score",
+    "run:run_goodput:ratio",
+    "rail:infiniband_transmit_bytes:rate5m",
+    "fleet:gpu_present:count",
+)
 
 
 def names(url: str) -> set[str]:
@@ -34,14 +39,13 @@ def names(url: str) -> set[str]:
     return set(json.loads(fetch(f"{url}/api/v1/label/__name__/values"))["data"])
 
 
-def test_victoria_metrics_has_the_records_with_the_values_that_prometheus_has_and_no_raw_series(
-    tmp_path: Path,
-) -> None:
+def test_victoria_metrics_has_the_records_with_the_values_that_prometheus_has_and_no_raw_series(tmp_path: Path) -> None:
     rules = rules_yaml(SETTINGS)
     (tmp_path / "rules.yaml").write_text(rules)
     (port,) = free_ports(1)
     nodes = multiprocessing.get_context("spawn").Process(
-        daemon=True, target=serve, args=([row.name for row in families(rules)], NODES, time.time() - 1000, port))
+        daemon=True, target=serve, args=([row.name for row in families(rules)], NODES, time.time() - 1000, port)
+    )
     nodes.start()
     store, store_runs = victoria(SUITE, tmp_path)
     written: dict[str, Any] = configuration(SETTINGS, NODES, port)

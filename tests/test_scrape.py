@@ -105,28 +105,45 @@ def test_every_source_is_served_with_what_is_to_be_said_about_it() -> None:
         'gpu_temperature_celsius{gpu="0",uuid="GPU-a"}': 41,
         'gpu_power_watts{gpu="0",uuid="GPU-a"}': 310.5,
         'infiniband_port_state_id{device="mlx5_0",port="1"}': 4,
-        **{f'flopwatch_collector_{what}{{collector="{name}"}}': value
-           for name in ("nvml", "infiniband")
-           for what, value in (("supported", 1), ("success", 1), ("duration_seconds", 0.25),
-                               ("last_success_timestamp_seconds", 1_700_000_000.5))},
-        **{f'flopwatch_collector_failures_total{{collector="{name}",reason="{reason}"}}': 0
-           for name in ("nvml", "infiniband") for reason in ("deadline", "exited", "error", "blind")},
-        **{f'flopwatch_collector_restarts_total{{collector="{name}",reason="{reason}"}}': 0
-           for name in ("nvml", "infiniband") for reason in ("exited", "hung", "memory", "afresh")},
+        **{
+            f'flopwatch_collector_{what}{{collector="{name}"}}': value
+            for name in ("nvml", "infiniband")
+            for what, value in (
+                ("supported", 1),
+                ("success", 1),
+                ("duration_seconds", 0.25),
+                ("last_success_timestamp_seconds", 1_700_000_000.5),
+            )
+        },
+        **{
+            f'flopwatch_collector_failures_total{{collector="{name}",reason="{reason}"}}': 0
+            for name in ("nvml", "infiniband")
+            for reason in ("deadline", "exited", "error", "blind")
+        },
+        **{
+            f'flopwatch_collector_restarts_total{{collector="{name}",reason="{reason}"}}': 0
+            for name in ("nvml", "infiniband")
+            for reason in ("exited", "hung", "memory", "afresh")
+        },
         **{f'flopwatch_series_duplicate_total{{collector="{name}"}}': 0 for name in ("nvml", "infiniband")},
-        **{f'flopwatch_series_dropped_total{{budget="{budget}"}}': 0
-           for budget in ("gpu", "mig", "port", "rank", "run")},
+        **{
+            f'flopwatch_series_dropped_total{{budget="{budget}"}}': 0
+            for budget in ("gpu", "mig", "port", "rank", "run")
+        },
         f'flopwatch_build_info{{version="{__version__}"}}': 1,
     }
 
 
-@pytest.mark.parametrize(("answer", "reason", "deadline"), [
-    (failing("exited"), "exited", PATIENCE),
-    (failing("error", "NVMLError_Unknown: 999"), "error", PATIENCE),
-    (failing("blind", "Blind: /dev/nvidiactl"), "blind", PATIENCE),
-    (raising, "error", PATIENCE),
-    (hung, "deadline", 2.0),
-])
+@pytest.mark.parametrize(
+    ("answer", "reason", "deadline"),
+    [
+        (failing("exited"), "exited", PATIENCE),
+        (failing("error", "NVMLError_Unknown: 999"), "error", PATIENCE),
+        (failing("blind", "Blind: /dev/nvidiactl"), "blind", PATIENCE),
+        (raising, "error", PATIENCE),
+        (hung, "deadline", 2.0),
+    ],
+)
 def test_a_failing_source_costs_only_its_own_samples(
     answer: Callable[[float], Reading], reason: str, deadline: float
 ) -> None:
@@ -155,7 +172,8 @@ def test_a_blind_source_serves_what_it_can_still_say_in_place_of_what_it_said_be
         for _ in range(3):
             served = await values(scrape)
             assert {name: value for name, value in served.items() if name.startswith("gpu_")} == {
-                'gpu_readable{gpu="0",uuid="GPU-a"}': 0}
+                'gpu_readable{gpu="0",uuid="GPU-a"}': 0
+            }
             assert served['flopwatch_collector_success{collector="nvml"}'] == 0
             assert served['flopwatch_collector_last_success_timestamp_seconds{collector="nvml"}'] == 1_700_000_000.5
             clock.now += 20
@@ -248,18 +266,17 @@ def test_what_is_in_memory_is_read_for_every_scrape() -> None:
     asyncio.run(story())
 
 
-@pytest.mark.parametrize(("timeout", "deadline"), [
-    (None, 2.5), (10, 2.5), (3, 2.5), (2, 1.5), (1, 0.5), (0.4, 0.2),
-])
+@pytest.mark.parametrize(("timeout", "deadline"), [(None, 2.5), (10, 2.5), (3, 2.5), (2, 1.5), (1, 0.5), (0.4, 0.2)])
 def test_the_deadline_leaves_the_scraper_half_a_second(timeout: float | None, deadline: float) -> None:
     source = Scripted("nvml", good())
     asyncio.run(scraping(source, deadline=2.5).collect(timeout))
     assert source.deadlines == [deadline]
 
 
-@pytest.mark.parametrize(("header", "seconds"), [
-    (None, None), ("10", 10), ("0.5", 0.5), ("0", None), ("-1", None), ("nan", None), ("inf", None), ("soon", None),
-])
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [(None, None), ("10", 10), ("0.5", 0.5), ("0", None), ("-1", None), ("nan", None), ("inf", None), ("soon", None)],
+)
 def test_a_timeout_header_that_is_no_time_is_ignored(header: str | None, seconds: float | None) -> None:
     assert scrape_timeout(header) == seconds
 
@@ -340,7 +357,9 @@ def test_a_secondary_source_fills_gaps_only() -> None:
         return Reading([TEMPERATURE, (m.GPU_ECC_ERRORS, ("0", "GPU-a", "corrected"), 7)])
 
     dcgm = good(
-        (m.GPU_TEMPERATURE, ("0", "GPU-a"), 42), (m.GPU_TEMPERATURE, ("1", "GPU-b"), 43), POWER,
+        (m.GPU_TEMPERATURE, ("0", "GPU-a"), 42),
+        (m.GPU_TEMPERATURE, ("1", "GPU-b"), 43),
+        POWER,
         (m.GPU_ECC_ERRORS, ("0", "GPU-a", "uncorrected"), 9),
     )
     primary = Scripted("nvml", nvml)
@@ -348,8 +367,7 @@ def test_a_secondary_source_fills_gaps_only() -> None:
     async def story() -> None:
         clock = Clock()
         scrape = scraping(primary, Secondary("dcgm", dcgm), clock=clock)
-        assert await scrape.collect() == [
-            *nvml(1).samples, (m.GPU_TEMPERATURE, ("1", "GPU-b"), 43), POWER]
+        assert await scrape.collect() == [*nvml(1).samples, (m.GPU_TEMPERATURE, ("1", "GPU-b"), 43), POWER]
         primary.answer = failing("exited")
         clock.now += 31
         assert await scrape.collect() == dcgm(1).samples
@@ -424,8 +442,14 @@ def test_what_follows_from_the_samples_is_served_with_them() -> None:
         seen.append(samples)
         return [verdict]
 
-    scrape = Scrape([Scripted("nvml", good(TEMPERATURE))], [Scripted("training", good(PORT))], ExporterSettings(),
-                    CollectorRegistry(), also=lambda: [released], derive=derive)
+    scrape = Scrape(
+        [Scripted("nvml", good(TEMPERATURE))],
+        [Scripted("training", good(PORT))],
+        ExporterSettings(),
+        CollectorRegistry(),
+        also=lambda: [released],
+        derive=derive,
+    )
     assert asyncio.run(scrape.collect()) == [TEMPERATURE, PORT, released, verdict]
     told = [(m.COLLECTOR_SUCCESS, (name,), True) for name in ("nvml", "training")]
     assert seen == [[TEMPERATURE, PORT, released, *told]]
@@ -444,7 +468,8 @@ def test_a_mistake_in_what_follows_costs_only_that() -> None:
 
 
 NUMBERS = st.one_of(
-    st.integers(), st.floats(), st.booleans(), st.none(), st.just(10**400), st.just("7"), st.lists(st.integers()))
+    st.integers(), st.floats(), st.booleans(), st.none(), st.just(10**400), st.just("7"), st.lists(st.integers())
+)
 LABELS = st.one_of(st.just(("0", "GPU-a")), st.just(("0",)), st.just((0, "GPU-a")), st.just(("1", "\ud800")))
 
 
@@ -465,16 +490,19 @@ def test_whatever_a_source_answers_the_other_is_served_and_only_what_fits_is_add
     scrape.close()
 
 
-@pytest.mark.parametrize("broken", [
-    (m.GPU_TEMPERATURE, ("0",), 41),
-    (m.GPU_TEMPERATURE, ("0", "GPU-a", "hot"), 41),
-    (m.GPU_ENERGY, ("0", "GPU-a"), float("nan")),
-    (m.GPU_ENERGY, ("0", "GPU-a"), -1),
-    (m.GPU_ENERGY, ("0", "GPU-a"), None),
-    (m.GPU_TEMPERATURE, ("0", "GPU-a"), 10**400),
-    (m.GPU_TEMPERATURE, ("0", "GPU-a"), "41"),
-    (m.GPU_TEMPERATURE, (0, "GPU-a"), 41),
-])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        (m.GPU_TEMPERATURE, ("0",), 41),
+        (m.GPU_TEMPERATURE, ("0", "GPU-a", "hot"), 41),
+        (m.GPU_ENERGY, ("0", "GPU-a"), float("nan")),
+        (m.GPU_ENERGY, ("0", "GPU-a"), -1),
+        (m.GPU_ENERGY, ("0", "GPU-a"), None),
+        (m.GPU_TEMPERATURE, ("0", "GPU-a"), 10**400),
+        (m.GPU_TEMPERATURE, ("0", "GPU-a"), "41"),
+        (m.GPU_TEMPERATURE, (0, "GPU-a"), 41),
+    ],
+)
 def test_a_sample_that_does_not_fit_its_row_is_never_served_and_is_an_error(broken: Any) -> None:
     scrape = scraping(Scripted("nvml", good(POWER, broken)))
     served = asyncio.run(values(scrape))
@@ -487,7 +515,9 @@ def test_a_sample_that_does_not_fit_its_row_is_never_served_and_is_an_error(brok
 def test_series_over_budget_are_dropped_in_the_declared_order_and_counted() -> None:
     per_gpu: list[Sample] = [
         (row, ("0", "GPU-a", *("x" for _ in row.labels[2:])), 1)
-        for row in all_metrics() if row.labels[:2] == m.GPU and row.labels[:3] != MIG]
+        for row in all_metrics()
+        if row.labels[:2] == m.GPU and row.labels[:3] != MIG
+    ]
     many_xids: list[Sample] = [(m.GPU_XID, ("0", "GPU-a", str(code)), 1) for code in range(200)]
     many_times: list[Sample] = [(m.GPU_XID_LAST, ("0", "GPU-a", str(code)), 1) for code in range(60)]
     other_gpu: Sample = (m.GPU_TEMPERATURE, ("1", "GPU-b"), 50)
@@ -502,17 +532,16 @@ def test_series_over_budget_are_dropped_in_the_declared_order_and_counted() -> N
 
 
 def test_a_histogram_over_budget_goes_whole() -> None:
-    infos: list[Sample] = [
-        (m.TRAINING_RUN_INFO, ("lm", str(n), *m.TRAINING_RUN_INFO.labels[2:]), 1) for n in range(28)]
+    infos: list[Sample] = [(m.TRAINING_RUN_INFO, ("lm", str(n), *m.TRAINING_RUN_INFO.labels[2:]), 1) for n in range(28)]
     histogram: list[Sample] = [
-        (m.TRAINING_STEP_DURATION, ("lm", part), 1) for part in (*map(str, range(12)), "+Inf", "count", "sum")]
+        (m.TRAINING_STEP_DURATION, ("lm", part), 1) for part in (*map(str, range(12)), "+Inf", "count", "sum")
+    ]
     kept, dropped = within_budget([*histogram, *infos])
     assert kept == infos
     assert dropped == {"run": len(histogram)}
 
 
-@pytest.mark.parametrize(("owner", "limit"), [
-    (m.GPU, 120), (MIG, 20), (m.PORT, 60), (m.RANK, 40), (("run",), 30)])
+@pytest.mark.parametrize(("owner", "limit"), [(m.GPU, 120), (MIG, 20), (m.PORT, 60), (m.RANK, 40), (("run",), 30)])
 def test_a_budget_that_is_just_kept_drops_nothing(owner: tuple[str, ...], limit: int) -> None:
     row = next(row for row in all_metrics() if _owner(row, row.labels)[0] == owner)
     extra = ("",) * (len(row.labels) - 1)
@@ -526,7 +555,10 @@ def test_each_mig_instance_has_a_budget_of_its_own_which_takes_nothing_from_its_
     crowded: list[Sample] = [(m.GPU_MIG_INFO, ("0", "GPU-a", "7", str(n), f"MIG-{n}", "1c"), 1) for n in range(21)]
     seven: list[Sample] = [
         (row, ("0", "GPU-a", str(instance)), 1)
-        for instance in range(8, 15) for row in all_metrics() if row.labels == MIG]
+        for instance in range(8, 15)
+        for row in all_metrics()
+        if row.labels == MIG
+    ]
     assert within_budget([*whole, *crowded, *seven]) == ([*whole, *crowded[:20], *seven], {"mig": 1})
 
 

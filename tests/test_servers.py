@@ -46,32 +46,53 @@ def apt(folder: Path, files: dict[str, str]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("files", "mirrors"), [
-    pytest.param(
-        {"sources.list": "# deb http://old.example/debian bullseye main\n"
-                         "deb [arch=amd64 signed-by=/k.gpg] http://mirror.example/debian/ bookworm main contrib\n"
-                         "deb http://mirror.example/debian-security bookworm-security main\n"},
-        ["http://mirror.example/debian"], id="one-line"),
-    pytest.param(
-        {"sources.list.d/debian.sources": "Types: deb\n# http://snapshot.example/archive/debian/20250520T000000Z\n"
-                                           "URIs: http://mirror.example/debian\nSuites: bookworm bookworm-updates\n"
-                                           "Components: main\n\nTypes: deb\n"
-                                           "URIs: http://mirror.example/debian-security\nSuites: bookworm-security\n"},
-        ["http://mirror.example/debian"], id="deb822"),
-    pytest.param(
-        {"sources.list.d/debian.sources": "Types: deb\nURIs: mirror+file:///etc/apt/mirrors/debian.list\n",
-         "mirrors/debian.list": "https://mirror.example/debian\n"},
-        ["https://mirror.example/debian"], id="mirror list of a cloud image"),
-    pytest.param(
-        {"sources.list": "deb http://snapshot.example/archive/debian/20250520T000000Z bookworm main\n"},
-        ["http://snapshot.example/archive/debian/20250520T000000Z"], id="snapshot"),
-    pytest.param(
-        {"sources.list.d/a-vendor.list": "deb https://vendor.example/linux/debian bookworm stable\n",
-         "sources.list.d/debian.sources": "Types: deb\nURIs: http://mirror.example/debian\n"},
-        ["http://mirror.example/debian", "https://vendor.example/linux/debian"], id="another vendor is tried last"),
-    pytest.param({"sources.list": "deb http://archive.example/ubuntu noble main\n"}, [], id="Ubuntu"),
-    pytest.param({}, [], id="no apt"),
-])
+@pytest.mark.parametrize(
+    ("files", "mirrors"),
+    [
+        pytest.param(
+            {
+                "sources.list": "# deb http://old.example/debian bullseye main\n"
+                "deb [arch=amd64 signed-by=/k.gpg] http://mirror.example/debian/ bookworm main contrib\n"
+                "deb http://mirror.example/debian-security bookworm-security main\n"
+            },
+            ["http://mirror.example/debian"],
+            id="one-line",
+        ),
+        pytest.param(
+            {
+                "sources.list.d/debian.sources": "Types: deb\n# http://snapshot.example/archive/debian/20250520T000000Z\n"
+                "URIs: http://mirror.example/debian\nSuites: bookworm bookworm-updates\n"
+                "Components: main\n\nTypes: deb\n"
+                "URIs: http://mirror.example/debian-security\nSuites: bookworm-security\n"
+            },
+            ["http://mirror.example/debian"],
+            id="deb822",
+        ),
+        pytest.param(
+            {
+                "sources.list.d/debian.sources": "Types: deb\nURIs: mirror+file:///etc/apt/mirrors/debian.list\n",
+                "mirrors/debian.list": "https://mirror.example/debian\n",
+            },
+            ["https://mirror.example/debian"],
+            id="mirror list of a cloud image",
+        ),
+        pytest.param(
+            {"sources.list": "deb http://snapshot.example/archive/debian/20250520T000000Z bookworm main\n"},
+            ["http://snapshot.example/archive/debian/20250520T000000Z"],
+            id="snapshot",
+        ),
+        pytest.param(
+            {
+                "sources.list.d/a-vendor.list": "deb https://vendor.example/linux/debian bookworm stable\n",
+                "sources.list.d/debian.sources": "Types: deb\nURIs: http://mirror.example/debian\n",
+            },
+            ["http://mirror.example/debian", "https://vendor.example/linux/debian"],
+            id="another vendor is tried last",
+        ),
+        pytest.param({"sources.list": "deb http://archive.example/ubuntu noble main\n"}, [], id="Ubuntu"),
+        pytest.param({}, [], id="no apt"),
+    ],
+)
 def test_the_debian_mirror_is_the_one_apt_uses(tmp_path: Path, files: dict[str, str], mirrors: list[str]) -> None:
     folder = apt(tmp_path, files)
     assert debian_mirrors(folder, folder / "key.gpg") == mirrors

@@ -19,11 +19,18 @@ from tests.machine import PATIENCE, until
 
 @contextmanager
 def started(out: Path, endpoint: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT / "exporter"), "FLOPWATCH_RUN": "simulated-llama",
-               "FLOPWATCH_ENDPOINT": endpoint, "FLOPWATCH_PUSH_INTERVAL": "0.2"}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "exporter"),
+        "FLOPWATCH_RUN": "simulated-llama",
+        "FLOPWATCH_ENDPOINT": endpoint,
+        "FLOPWATCH_PUSH_INTERVAL": "0.2",
+    }
     job = subprocess.Popen(
         [sys.executable, "-m", "flopwatch.simulate.job", "--out", out, "--log-file", out / "log.jsonl", *arguments],
-        env=environ, cwd=ROOT)
+        env=environ,
+        cwd=ROOT,
+    )
     try:
         yield job
     finally:
@@ -48,10 +55,31 @@ class History:
 def history(tmp_path_factory: pytest.TempPathFactory) -> History:
     """A job of 3 ranks with a slow one, in which another dies in step 15 after a checkpoint in step 10."""
     out = tmp_path_factory.mktemp("job")
-    with HookServer() as server, started(
-            out, server.url, "--ranks", "3", "--steps", "30", "--checkpoint-every", "10", "--step-seconds", "0.05",
-            "--gpu-uuids", "GPU-0,GPU-1,GPU-2", "--slow-rank", "2", "--slow-by", "1",
-            "--die-rank", "1", "--die-at-step", "15") as job:
+    with (
+        HookServer() as server,
+        started(
+            out,
+            server.url,
+            "--ranks",
+            "3",
+            "--steps",
+            "30",
+            "--checkpoint-every",
+            "10",
+            "--step-seconds",
+            "0.05",
+            "--gpu-uuids",
+            "GPU-0,GPU-1,GPU-2",
+            "--slow-rank",
+            "2",
+            "--slow-by",
+            "1",
+            "--die-rank",
+            "1",
+            "--die-at-step",
+            "15",
+        ) as job,
+    ):
         assert job.wait(250) == 0
         last = {push.resource["flopwatch.rank"]: push for push in server.pushes}
     return History(out, read_log(out), last)
@@ -62,9 +90,16 @@ def test_a_dead_rank_restarts_all_from_the_last_checkpoint(history: History) -> 
     assert steps == [(0, step) for step in range(1, 15)] + [(1, step) for step in range(11, 31)]
     others = [(line["event"], line["attempt"], line.get("step")) for line in history.log if line["event"] != "step"]
     assert others == [
-        ("start", 0, None), ("checkpoint_begin", 0, 10), ("checkpoint_end", 0, 10),
-        ("start", 1, None), ("restored", 1, 10), ("checkpoint_begin", 1, 20), ("checkpoint_end", 1, 20),
-        ("checkpoint_begin", 1, 30), ("checkpoint_end", 1, 30), ("finish", 1, 30),
+        ("start", 0, None),
+        ("checkpoint_begin", 0, 10),
+        ("checkpoint_end", 0, 10),
+        ("start", 1, None),
+        ("restored", 1, 10),
+        ("checkpoint_begin", 1, 20),
+        ("checkpoint_end", 1, 20),
+        ("checkpoint_begin", 1, 30),
+        ("checkpoint_end", 1, 30),
+        ("finish", 1, 30),
     ]
 
 
@@ -92,8 +127,9 @@ def test_mfu_is_near_0_42_and_halved_by_a_rank_of_half_the_speed(history: Histor
     for rank, push in history.last.items():
         mfu = push.samples["training_model_flops_total"] / push.samples["training_capacity_flops_total"]
         assert mfu < 0.52 * healthy
-        seconds[rank] = sum(push.samples[f"training_activity_seconds_total{{activity={name}}}"]
-                            for name in ("step", "data_stall"))
+        seconds[rank] = sum(
+            push.samples[f"training_activity_seconds_total{{activity={name}}}"] for name in ("step", "data_stall")
+        )
         assert mfu == pytest.approx(20 * 0.05 / seconds[rank] * healthy)
     # How long they took on this machine; the others may have waited in their first for one that came up late.
     steps = [line for line in history.log if line["event"] == "step" and line["attempt"] == 1]
@@ -101,8 +137,11 @@ def test_mfu_is_near_0_42_and_halved_by_a_rank_of_half_the_speed(history: Histor
 
 
 def test_the_slow_rank_waits_least(history: History) -> None:
-    shares = {rank: push.samples["training_collective_wait_seconds_total"]
-              / push.samples["training_measured_step_seconds_total"] for rank, push in history.last.items()}
+    shares = {
+        rank: push.samples["training_collective_wait_seconds_total"]
+        / push.samples["training_measured_step_seconds_total"]
+        for rank, push in history.last.items()
+    }
     assert min(shares, key=shares.__getitem__) == 2
     assert min(shares[0], shares[1]) - shares[2] > 0.2
 
@@ -110,11 +149,17 @@ def test_the_slow_rank_waits_least(history: History) -> None:
 def test_the_control_file_stops_the_job(tmp_path: Path) -> None:
     control = tmp_path / "control.json"
     control.write_text('{"stop": true}')
-    with started(tmp_path, "http://127.0.0.1:9", "--ranks", "2", "--step-seconds", "0.01",
-                 "--control", str(control)) as job:
+    with started(
+        tmp_path, "http://127.0.0.1:9", "--ranks", "2", "--step-seconds", "0.01", "--control", str(control)
+    ) as job:
         assert job.wait(PATIENCE) == 0
     assert [(line["event"], line.get("status")) for line in read_log(tmp_path)] == [
-        ("start", None), ("step", None), ("checkpoint_begin", None), ("checkpoint_end", None), ("finish", "stopped")]
+        ("start", None),
+        ("step", None),
+        ("checkpoint_begin", None),
+        ("checkpoint_end", None),
+        ("finish", "stopped"),
+    ]
 
 
 def test_ending_the_launcher_ends_its_ranks(tmp_path: Path) -> None:

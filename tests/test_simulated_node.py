@@ -40,8 +40,14 @@ class Node(SimulatedNode):
         self.create(self.now)
         self.collectors = (
             Nvml(
-                Simulation(self.root), "node1", folder / "gpus.json", "simulated", lambda: self.now,
-                sysfs=self.sysfs, proc=self.root / "proc", dev=self.root / "dev",
+                Simulation(self.root),
+                "node1",
+                folder / "gpus.json",
+                "simulated",
+                lambda: self.now,
+                sysfs=self.sysfs,
+                proc=self.root / "proc",
+                dev=self.root / "dev",
             ),
             Infiniband(self.sysfs, "node1", folder / "ports.json"),
             Xid(self.kmsg, folder / "gpus.json", folder / "xid.json", booted=lambda: START),
@@ -59,7 +65,8 @@ class Node(SimulatedNode):
         """Return what one GPU or port says, in base units; a third label is behind a colon."""
         return {
             ":".join((row.name, *values[2:])): value * row.scale
-            for row, values, value in self.samples() if values[: len(labels)] == labels and row.type != "info"
+            for row, values, value in self.samples()
+            if values[: len(labels)] == labels and row.type != "info"
         }
 
 
@@ -299,7 +306,8 @@ def test_memory_errors_stay_counted_when_the_faults_end(node: Node) -> None:
     seen = node.values("2")
     assert (seen["gpu_ecc_errors_total:corrected"], seen["gpu_ecc_errors_total:uncorrected"]) == (4, 1)
     assert {name: value for name, value in seen.items() if "location" in name} == {
-        "gpu_ecc_location_errors_total:corrected:dram": 4, "gpu_ecc_location_errors_total:uncorrected:dram": 1,
+        "gpu_ecc_location_errors_total:corrected:dram": 4,
+        "gpu_ecc_location_errors_total:uncorrected:dram": 1,
     }
 
 
@@ -347,10 +355,19 @@ def test_faults_of_a_gpus_links_memory_and_bus_show_and_end(node: Node) -> None:
     node.recovery(1, 2)
     sick, well = node.values("1"), node.values("0")
     names = (
-        "nvlink_links:active", "nvlink_links:inactive", "nvlink_link_state_id:3", "nvlink_errors_total:crc",
-        "nvlink_link_errors_total:4:crc", "gpu_remapped_rows_total:uncorrected", "gpu_row_remap_pending",
-        "gpu_row_remap_failure", "gpu_row_remap_banks:max", "gpu_row_remap_banks:high", "gpu_pcie_width_lanes",
-        "gpu_pcie_generation", "gpu_recovery_action_id",
+        "nvlink_links:active",
+        "nvlink_links:inactive",
+        "nvlink_link_state_id:3",
+        "nvlink_errors_total:crc",
+        "nvlink_link_errors_total:4:crc",
+        "gpu_remapped_rows_total:uncorrected",
+        "gpu_row_remap_pending",
+        "gpu_row_remap_failure",
+        "gpu_row_remap_banks:max",
+        "gpu_row_remap_banks:high",
+        "gpu_pcie_width_lanes",
+        "gpu_pcie_generation",
+        "gpu_recovery_action_id",
     )
     assert [sick[name] for name in names] == [17, 1, 0, 7, 7, 2, 1, 0, 2558, 2, 8, 3, 2]
     assert [well.get(name) for name in names] == [18, 0, None, 0, None, 0, 0, 0, 2560, None, 16, 5, 0]
@@ -369,7 +386,9 @@ def test_xid_79_is_in_the_kernel_log_and_the_gpu_is_lost(node: Node) -> None:
         "4,3,12500000,-;NVRM: GPU 0000:86:00.0: GPU has fallen off the bus.\n"
     )
     assert node.values("3") == {
-        "gpu_present": 0, "gpu_xid_errors_total:79": 1, "gpu_xid_last_timestamp_seconds:79": START + 12.5,
+        "gpu_present": 0,
+        "gpu_xid_errors_total:79": 1,
+        "gpu_xid_last_timestamp_seconds:79": START + 12.5,
         **{f"gpu_xid_errors_total:{code}": 0 for code in (46, 48, 62, 64, 74, 94, 95, 109, 119, 120, 136, 140, 143)},
     }
     node.xid(4, 48)
@@ -392,12 +411,22 @@ def test_a_function_the_simulation_lacks_is_one_the_driver_lacks(node: Node) -> 
 
 def test_faults_that_make_no_sense_are_refused(node: Node) -> None:
     faults: list[Callable[[], None]] = [
-        lambda: node.xid(8, 79), lambda: node.load(0, 1.5), lambda: node.throttle(0, "laziness"),
-        lambda: node.hang("nvmlDeviceGetFortune"), lambda: node.hang("check"), lambda: node.link("mlx5_1", "down"),
-        lambda: node.link("mlx5_0", "sideways"), lambda: node.rate("mlx5_0", 123),
-        lambda: node.fail("nvmlDeviceGetFortune", 3), lambda: node.reset(0, 8), lambda: node.mig(0, "maybe"),
-        lambda: node.nvlink(0, 18, "down"), lambda: node.nvlink(0, 0, "sideways"),
-        lambda: node.nvlink_errors(0, 0, "boredom", 1), lambda: node.pcie(0, width=3), lambda: node.recovery(0, 8),
+        lambda: node.xid(8, 79),
+        lambda: node.load(0, 1.5),
+        lambda: node.throttle(0, "laziness"),
+        lambda: node.hang("nvmlDeviceGetFortune"),
+        lambda: node.hang("check"),
+        lambda: node.link("mlx5_1", "down"),
+        lambda: node.link("mlx5_0", "sideways"),
+        lambda: node.rate("mlx5_0", 123),
+        lambda: node.fail("nvmlDeviceGetFortune", 3),
+        lambda: node.reset(0, 8),
+        lambda: node.mig(0, "maybe"),
+        lambda: node.nvlink(0, 18, "down"),
+        lambda: node.nvlink(0, 0, "sideways"),
+        lambda: node.nvlink_errors(0, 0, "boredom", 1),
+        lambda: node.pcie(0, width=3),
+        lambda: node.recovery(0, 8),
         lambda: node.profiler(0, "maybe"),
     ]
     for fault in faults:
@@ -407,14 +436,31 @@ def test_faults_that_make_no_sense_are_refused(node: Node) -> None:
             fault()
 
 
-@pytest.mark.parametrize("line", [
-    "fail --call nvmlDeviceGetPowerUsage --error 999 --gpu 2", "fail --call nvmlInit --error 9", "blind --gpu 1",
-    "blind --gpu 1 --error 17", "refuse --gpu 1", "reset --gpu 3", "reset --gpu 3 --index 7", "driver --version 595.80",
-    "mig --gpu 0 --mode on", "mig --gpu 0 --mode off --profile 2g.20gb", "nvlink --gpu 0 --link 17 --state up",
-    "nvlink-errors --gpu 0 --link 1 --error replay --count 3", "remap --gpu 0 --uncorrected 1 --pending",
-    "remap --gpu 0 --failure", "pcie --gpu 0 --width 4", "recovery --gpu 0 --action 4", "profiler --gpu 0 --mode off",
-    "hang", "ecc --gpu 0 --corrected 1", "clear",
-])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "fail --call nvmlDeviceGetPowerUsage --error 999 --gpu 2",
+        "fail --call nvmlInit --error 9",
+        "blind --gpu 1",
+        "blind --gpu 1 --error 17",
+        "refuse --gpu 1",
+        "reset --gpu 3",
+        "reset --gpu 3 --index 7",
+        "driver --version 595.80",
+        "mig --gpu 0 --mode on",
+        "mig --gpu 0 --mode off --profile 2g.20gb",
+        "nvlink --gpu 0 --link 17 --state up",
+        "nvlink-errors --gpu 0 --link 1 --error replay --count 3",
+        "remap --gpu 0 --uncorrected 1 --pending",
+        "remap --gpu 0 --failure",
+        "pcie --gpu 0 --width 4",
+        "recovery --gpu 0 --action 4",
+        "profiler --gpu 0 --mode off",
+        "hang",
+        "ecc --gpu 0 --corrected 1",
+        "clear",
+    ],
+)
 def test_each_command_is_a_method_that_takes_its_flags(node: Node, line: str) -> None:
     options = vars(parser().parse_args([str(node.root), *line.split()]))
     assert options.pop("node") == node.root
@@ -424,7 +470,10 @@ def test_each_command_is_a_method_that_takes_its_flags(node: Node, line: str) ->
 def test_the_command_line_breaks_the_node_from_another_process(node: Node, tmp_path: Path) -> None:
     def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "flopwatch.simulate", *arguments], capture_output=True, text=True, check=False,
+            [sys.executable, "-m", "flopwatch.simulate", *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
             env=dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path)),
         )
 

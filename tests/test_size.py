@@ -25,8 +25,12 @@ from tests.test_alerts import seconds
 
 TARGETS, SECONDS, PACE = 64, 30.0, 8.0
 # Recorded of a week in hours only, of an hour in parts of it, or while ranks are new.
-LATE = {training.STRAGGLER_LOST_7D: "run", ledger.STRAGGLER_SECONDS_7D: "run", fleet.FLEET_GOODPUT_7D: "whole",
-        hang.POWER_SHARE: "run"}
+LATE = {
+    training.STRAGGLER_LOST_7D: "run",
+    ledger.STRAGGLER_SECONDS_7D: "run",
+    fleet.FLEET_GOODPUT_7D: "whole",
+    hang.POWER_SHARE: "run",
+}
 
 
 def lines(page: str) -> list[str]:
@@ -89,11 +93,22 @@ def test_a_real_prometheus_over_64_targets_has_the_series_and_samples_that_are_p
 
 def test_as_many_series_are_recorded_of_each_thing_as_the_calculator_counts(measured: Measured) -> None:
     groups: Any = rules(AlertSettings())["groups"]
-    every = {rule["record"]: round(seconds(group["interval"]))
-             for group in groups for rule in group["rules"] if "record" in rule}
+    every = {
+        rule["record"]: round(seconds(group["interval"]))
+        for group in groups
+        for rule in group["rules"]
+        if "record" in rule
+    }
     runs, ranks = 1, TARGETS * GPUS
-    many = {"rank": ranks, "node": TARGETS, "port": TARGETS * PORTS, "gpu": ranks, "rail": runs * GPUS, "run": runs,
-            "whole": 1}
+    many = {
+        "rank": ranks,
+        "node": TARGETS,
+        "port": TARGETS * PORTS,
+        "gpu": ranks,
+        "rail": runs * GPUS,
+        "run": runs,
+        "whole": 1,
+    }
     units = {"host": "node", "instance": "node", "fleet": "whole"}
     found: Counter[tuple[int, str]] = Counter()
     for name, count in measured.by_record.items():
@@ -103,8 +118,9 @@ def test_as_many_series_are_recorded_of_each_thing_as_the_calculator_counts(meas
             found[every.get(name, 15), unit] += count
     for name, unit in LATE.items():
         found[every[name], unit] += many[unit]
-    assert found == {(interval, unit): count * many[unit]
-                     for interval, each in size.RECORDED.items() for unit, count in each.items()}
+    assert found == {
+        (interval, unit): count * many[unit] for interval, each in size.RECORDED.items() for unit, count in each.items()
+    }
 
 
 def test_figures_grow_with_the_cluster_and_in_proportion() -> None:
@@ -131,8 +147,21 @@ def flopwatch(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_prints_the_figures_as_json() -> None:
-    answer = json.loads(flopwatch("--nodes", "100", "--ports-per-node", "1", "--ranks-per-node", "0", "--run-nodes",
-                                  "10", "--retention", "1w", "--json").stdout)
+    answer = json.loads(
+        flopwatch(
+            "--nodes",
+            "100",
+            "--ports-per-node",
+            "1",
+            "--ranks-per-node",
+            "0",
+            "--run-nodes",
+            "10",
+            "--retention",
+            "1w",
+            "--json",
+        ).stdout
+    )
     assert answer["cluster"]["retention"] == 604_800
     assert (answer["runs"], answer["hardware_series"]) == (10, 100 * (8 * 106 + 42 + 113))
     assert answer["series"] == answer["scraped_series"] + answer["recorded_series"]
@@ -145,11 +174,17 @@ def test_the_command_says_how_many_prometheus() -> None:
     assert f"More than {most:,} nodes: 2 Prometheus" in flopwatch("--nodes", str(most + 1)).stdout
 
 
-@pytest.mark.parametrize(("arguments", "text"), [
-    (("--nodes", "0"), "there is at least one"), (("--nodes", "x"), "not a whole number"),
-    (("--nodes", "8", "--run-nodes", "9"), "there are 8 nodes"), (("--nodes", "8", "--retention", "15"), "is no time"),
-    (("--nodes", "8", "--restarts", "-1"), "not a number from 0"), ((), "--nodes"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--nodes", "0"), "there is at least one"),
+        (("--nodes", "x"), "not a whole number"),
+        (("--nodes", "8", "--run-nodes", "9"), "there are 8 nodes"),
+        (("--nodes", "8", "--retention", "15"), "is no time"),
+        (("--nodes", "8", "--restarts", "-1"), "not a number from 0"),
+        ((), "--nodes"),
+    ],
+)
 def test_what_makes_no_sense_is_refused(arguments: tuple[str, ...], text: str) -> None:
     refused = flopwatch(*arguments)
     assert refused.returncode != 0
@@ -161,7 +196,8 @@ def test_a_cluster_smaller_than_a_run_is_one_run() -> None:
 
 
 def test_the_bench_can_be_started() -> None:
-    done = subprocess.run([sys.executable, Path(__file__).parents[1] / "bench" / "size.py", "--help"],
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, Path(__file__).parents[1] / "bench" / "size.py", "--help"], capture_output=True, text=True
+    )
     assert done.returncode == 0
     assert "--targets" in done.stdout

@@ -55,8 +55,12 @@ def loop(folder: Path, what: str, steps: int = 3) -> Iterator[tuple[Callable[[fl
     program: dict[str, Any] = {}
     exec(compile(PROGRAM, str(folder / "train.py"), "exec"), program)
     clock, arrived, go = Clock(), Queue[bool](), Queue[bool]()
-    run = Run("lm", environ={"FLOPWATCH_DISABLE": "1"}, clock=clock,
-              process=Process(pid=os.getpid(), start_ticks=1, age=30.0, pid_namespace=1))
+    run = Run(
+        "lm",
+        environ={"FLOPWATCH_DISABLE": "1"},
+        clock=clock,
+        process=Process(pid=os.getpid(), start_ticks=1, age=30.0, pid_namespace=1),
+    )
 
     def train() -> None:
         for _ in range(steps):
@@ -171,8 +175,16 @@ def test_the_line_is_the_innermost_of_the_job_s_own(monkeypatch: pytest.MonkeyPa
     torch = "/srv/torch/autograd/__init__.py"
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__path__=["/srv/torch"]))
     ours = str(Path(stuck_frames.__file__).parents[1] / "run.py")
-    assert frames(("/job/train.py", "<module>", 210), ("/job/train.py", "main", 88), (torch, "backward", 5),
-                  (library, "wait", 9), (ours, "guarded", 3)) == "train.py:88 in main"
+    assert (
+        frames(
+            ("/job/train.py", "<module>", 210),
+            ("/job/train.py", "main", 88),
+            (torch, "backward", 5),
+            (library, "wait", 9),
+            (ours, "guarded", 3),
+        )
+        == "train.py:88 in main"
+    )
     assert frames(("/job/train.py", "<module>", 210), (library, "wait", 9)) == "train.py:210"
     # A trainer that is a package: its own line, and not torch's.
     packaged = "/venv/lib/python3.11/site-packages/megatron/training.py"
@@ -186,7 +198,7 @@ def test_the_line_is_the_innermost_of_the_job_s_own(monkeypatch: pytest.MonkeyPa
     assert frames((notebook, "<module>", 3), (library, "wait", 9)) == f"{notebook}:3"
     assert frames() is None
     assert frames(("", "f", 3)) is None
-    assert frames(("/job/\n.py", "f" * 300, 1)) == ("?.py:1 in " + "f" * 300)[:stuck_frames.MAX_TEXT]
+    assert frames(("/job/\n.py", "f" * 300, 1)) == ("?.py:1 in " + "f" * 300)[: stuck_frames.MAX_TEXT]
 
 
 def test_what_goes_wrong_costs_the_line_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,8 +38,10 @@ Window = list[float]  # each rank's wait as a share of its measured step time
 def windows() -> dict[str, list[Window]]:
     """The wait shares of each scenario, window by window; one launch for all, because importing torch takes seconds."""
     answers = ranks.answers(__file__, WORLD_SIZE, 800)
-    return {name: [list(window) for window in zip(*(answer[name] for answer in answers), strict=True)]
-            for name in answers[0]}
+    return {
+        name: [list(window) for window in zip(*(answer[name] for answer in answers), strict=True)]
+        for name in answers[0]
+    }
 
 
 def scores(window: Window) -> list[float]:
@@ -63,7 +65,7 @@ def named(three: list[Window], share: float = 1.0) -> int | None:
 
 def ever_named(healthy: list[Window]) -> set[int | None]:
     """Return who is named in any three windows in a row, and None if in some it is nobody."""
-    return {named(healthy[at:at + WINDOWS]) for at in range(len(healthy) - WINDOWS + 1)}
+    return {named(healthy[at : at + WINDOWS]) for at in range(len(healthy) - WINDOWS + 1)}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -91,7 +93,7 @@ def main() -> dict[str, list[float]]:
     rank = dist.get_rank()
 
     def train(
-        model: Any, windows: int, window: int, work: float, extra: float = 0.0, how: str = "",
+        model: Any, windows: int, window: int, work: float, extra: float = 0.0, how: str = ""
     ) -> tuple[list[float], float]:
         """Return the wait shares of the windows, and the mean step time of the last."""
         run = Run("late", model=model)

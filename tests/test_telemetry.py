@@ -47,8 +47,12 @@ class Node:
         self.registry = CollectorRegistry()
         self.time = START + 100
         self.telemetry = Telemetry(
-            ExporterSettings(host="node-7", rank_timeout=300), self.registry, lambda: gpus,
-            clock=lambda: self.time, now=lambda: self.time)
+            ExporterSettings(host="node-7", rank_timeout=300),
+            self.registry,
+            lambda: gpus,
+            clock=lambda: self.time,
+            now=lambda: self.time,
+        )
 
     def push(self, *processes: ResourceMetrics) -> tuple[int, str]:
         return self.telemetry.receive(request(*processes))
@@ -70,7 +74,10 @@ class Node:
     def counted(self) -> dict[str, float]:
         return {
             s.labels["outcome"]: s.value
-            for f in self.registry.collect() for s in f.samples if s.name == "flopwatch_otlp_pushes_total" and s.value}
+            for f in self.registry.collect()
+            for s in f.samples
+            if s.name == "flopwatch_otlp_pushes_total" and s.value
+        }
 
 
 def pushed(*metrics: Any, gpus: frozenset[str] | None = None, **said: Any) -> Push:
@@ -125,31 +132,34 @@ def changed(metric: Any, **values: Any) -> Any:
     return copy
 
 
-@pytest.mark.parametrize("bad", [
-    counter("training_made_up_total", 1),
-    counter("gpu_energy_joules_total", 1, gpu="0", uuid="GPU-a"),
-    gauge("run_state", 1, state="running"),
-    gauge("training_tokens_total", 1),
-    counter("training_position_steps", 1),
-    changed(counter("training_tokens_total", 1), is_monotonic=False),
-    changed(counter("training_tokens_total", 1), aggregation_temporality=1),
-    counter("training_tokens_total", -1),
-    counter("training_tokens_total", float("nan")),
-    counter("training_tokens_total", float("inf")),
-    gauge("training_committed_steps", float("nan")),
-    gauge("training_world_size", float("inf")),
-    gauge("training_rank_info", 2, uuid="GPU-a", local_rank="0"),
-    counter("training_tokens_total", 1, unknown="label"),
-    counter("training_tokens_total", 1, run="another"),
-    counter("training_activity_seconds_total", 1),
-    counter("training_activity_seconds_total", 1, activity="x" * 257),
-    counter("training_activity_seconds_total", 1, activity="line\nend"),
-    histogram("training_step_duration_seconds", [1, 0.1], [3, 2, 1], 4.5),
-    histogram("training_step_duration_seconds", [-1, 1], [3, 2, 1], 4.5),
-    histogram("training_step_duration_seconds", [0.1, 1], [3, 2], 4.5),
-    histogram("training_step_duration_seconds", [0.1, float("nan")], [3, 2, 1], 4.5),
-    histogram("training_step_duration_seconds", range(40), [1] * 41, 4.5),
-])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        counter("training_made_up_total", 1),
+        counter("gpu_energy_joules_total", 1, gpu="0", uuid="GPU-a"),
+        gauge("run_state", 1, state="running"),
+        gauge("training_tokens_total", 1),
+        counter("training_position_steps", 1),
+        changed(counter("training_tokens_total", 1), is_monotonic=False),
+        changed(counter("training_tokens_total", 1), aggregation_temporality=1),
+        counter("training_tokens_total", -1),
+        counter("training_tokens_total", float("nan")),
+        counter("training_tokens_total", float("inf")),
+        gauge("training_committed_steps", float("nan")),
+        gauge("training_world_size", float("inf")),
+        gauge("training_rank_info", 2, uuid="GPU-a", local_rank="0"),
+        counter("training_tokens_total", 1, unknown="label"),
+        counter("training_tokens_total", 1, run="another"),
+        counter("training_activity_seconds_total", 1),
+        counter("training_activity_seconds_total", 1, activity="x" * 257),
+        counter("training_activity_seconds_total", 1, activity="line\nend"),
+        histogram("training_step_duration_seconds", [1, 0.1], [3, 2, 1], 4.5),
+        histogram("training_step_duration_seconds", [-1, 1], [3, 2, 1], 4.5),
+        histogram("training_step_duration_seconds", [0.1, 1], [3, 2], 4.5),
+        histogram("training_step_duration_seconds", [0.1, float("nan")], [3, 2, 1], 4.5),
+        histogram("training_step_duration_seconds", range(40), [1] * 41, 4.5),
+    ],
+)
 def test_a_point_that_is_not_in_the_catalogue_is_refused_alone(bad: Any) -> None:
     node = Node()
     refused, reason = node.push(process(GOOD, bad))
@@ -166,15 +176,32 @@ def test_a_loss_that_is_not_a_number_is_a_fact_worth_serving() -> None:
 
 def test_an_older_hook_may_lack_a_label_that_an_info_row_has_gained() -> None:
     assert pushed(gauge("training_rank_info", 1, uuid="GPU-a")).samples == (
-        (m.TRAINING_RANK_INFO, ("lm", "0", "node-7", "GPU-a", "", "a1", "", "", "", "", ""), 1.0),)
+        (m.TRAINING_RANK_INFO, ("lm", "0", "node-7", "GPU-a", "", "a1", "", "", "", "", ""), 1.0),
+    )
 
 
-@pytest.mark.parametrize("said", [
-    {"schema": 2}, {"schema": "1"}, {"run": ""}, {"run": "no spaces"}, {"run": "x" * 129}, {"run": '<b>"'},
-    {"tenant": "a b"}, {"attempt": ""}, {"attempt": "a\nb"}, {"attempt": "x" * 257},
-    {"rank": -1}, {"rank": "0"}, {"rank": 1 << 24},
-    {"start_unix": 0}, {"start_unix": START + 1000}, {"start_unix": float("nan")}, {"status": "fine"},
-])
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"schema": 2},
+        {"schema": "1"},
+        {"run": ""},
+        {"run": "no spaces"},
+        {"run": "x" * 129},
+        {"run": '<b>"'},
+        {"tenant": "a b"},
+        {"attempt": ""},
+        {"attempt": "a\nb"},
+        {"attempt": "x" * 257},
+        {"rank": -1},
+        {"rank": "0"},
+        {"rank": 1 << 24},
+        {"start_unix": 0},
+        {"start_unix": START + 1000},
+        {"start_unix": float("nan")},
+        {"status": "fine"},
+    ],
+)
 def test_a_process_that_does_not_say_who_it_is_is_refused(said: dict[str, Any]) -> None:
     node = Node()
     refused, reason = node.push(process(GOOD, GOOD, **said))
@@ -203,8 +230,7 @@ def test_the_newest_process_start_of_a_rank_wins() -> None:
     node = Node()
     node.push(training(10, 5, START + 6, attempt="a1", pid=100))
     assert node.push(training(4, 2, START + 60, attempt="a2", pid=200, start_unix=START + 50)) == (0, "")
-    assert node.push(training(11, 6, START + 61, attempt="a1", pid=100)) == (
-        5, "a newer process is rank 0 of run 'lm'")
+    assert node.push(training(11, 6, START + 61, attempt="a1", pid=100)) == (5, "a newer process is rank 0 of run 'lm'")
     assert node.steps() == {"0": 4}
     assert node.counted() == {"accepted": 2, "stale_process": 1}
 
@@ -236,8 +262,9 @@ def test_a_rank_is_served_until_it_has_not_pushed_for_the_timeout() -> None:
 
 
 def test_a_rank_is_served_until_its_process_is_gone_and_the_ledger_hears_of_it() -> None:
-    trainer = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"],
-                               stdout=subprocess.PIPE)
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"], stdout=subprocess.PIPE
+    )
     try:
         assert trainer.stdout is not None
         trainer.stdout.readline()
@@ -268,8 +295,11 @@ def test_a_process_that_is_stopped_is_told_with_how_long_it_has_been() -> None:
 
         def blocked() -> dict[str, float]:
             node.telemetry.check()
-            return {labels[2]: value for row, labels, value in node.samples()
-                    if row is m.NODE_PROCESS_BLOCKED and labels[:2] == ("lm", "0")}
+            return {
+                labels[2]: value
+                for row, labels, value in node.samples()
+                if row is m.NODE_PROCESS_BLOCKED and labels[:2] == ("lm", "0")
+            }
 
         node.push(training(10, 5, START + 6, **told))
         assert blocked() == {"stopped": 0, "uninterruptible": 0}
@@ -372,12 +402,27 @@ def test_the_ranks_of_an_attempt_are_one_record() -> None:
         training(10, 6, START + 7, rank=4, open_step_seconds=0.25, restored_step=3, submitted_unix=START - 60),
         process(gauge("training_committed_steps", 8), rank=6),
     )
-    assert node.records() == [{
-        "t": START + 7, "tenant": "", "run": "lm", "attempt": "a1", "source": "node-7", "event": "snapshot",
-        "rank": 4, "gpus": 3, "started": START, "submitted": START - 60, "restored_step": 3,
-        "step": 11, "committed_step": 8, "activity_seconds": {"startup": 1.0, "step": 6.0}, "open_step_seconds": 0.25,
-        "model_flops": 21e12, "peak_flops": 2e15,
-    }]
+    assert node.records() == [
+        {
+            "t": START + 7,
+            "tenant": "",
+            "run": "lm",
+            "attempt": "a1",
+            "source": "node-7",
+            "event": "snapshot",
+            "rank": 4,
+            "gpus": 3,
+            "started": START,
+            "submitted": START - 60,
+            "restored_step": 3,
+            "step": 11,
+            "committed_step": 8,
+            "activity_seconds": {"startup": 1.0, "step": 6.0},
+            "open_step_seconds": 0.25,
+            "model_flops": 21e12,
+            "peak_flops": 2e15,
+        }
+    ]
 
 
 def test_a_record_is_owed_only_after_a_push_and_until_it_is_delivered() -> None:
@@ -427,31 +472,71 @@ def test_protobuf_and_json_say_the_same(media: str) -> None:
 
 
 def test_json_as_other_senders_write_it_is_understood() -> None:
-    body = json.dumps({"resourceMetrics": [{
-        "resource": {"attributes": [
-            {"key": "flopwatch.schema", "value": {"intValue": "1"}},
-            {"key": "flopwatch.run", "value": {"stringValue": "lm"}},
-            {"key": "flopwatch.attempt", "value": {"stringValue": "a1"}},
-            {"key": "flopwatch.rank", "value": {"intValue": 0}},
-            {"key": "flopwatch.start_unix", "value": {"doubleValue": START}},
-        ]},
-        "scopeMetrics": [{"scope": {"name": "x"}, "metrics": [{"name": "training_tokens_total", "sum": {
-            "aggregationTemporality": 2, "isMonotonic": True, "dataPoints": [{
-                "asInt": "12", "timeUnixNano": "1700000010000000000",
-                "exemplars": [{"asInt": "1", "traceId": "5B8EFFF798038103D269B633813FC60C",
-                               "spanId": "EEE19B7EC3C1B174"}],
-            }]}}]}], "unknownField": 1,
-    }]}).encode()
+    body = json.dumps(
+        {
+            "resourceMetrics": [
+                {
+                    "resource": {
+                        "attributes": [
+                            {"key": "flopwatch.schema", "value": {"intValue": "1"}},
+                            {"key": "flopwatch.run", "value": {"stringValue": "lm"}},
+                            {"key": "flopwatch.attempt", "value": {"stringValue": "a1"}},
+                            {"key": "flopwatch.rank", "value": {"intValue": 0}},
+                            {"key": "flopwatch.start_unix", "value": {"doubleValue": START}},
+                        ]
+                    },
+                    "scopeMetrics": [
+                        {
+                            "scope": {"name": "x"},
+                            "metrics": [
+                                {
+                                    "name": "training_tokens_total",
+                                    "sum": {
+                                        "aggregationTemporality": 2,
+                                        "isMonotonic": True,
+                                        "dataPoints": [
+                                            {
+                                                "asInt": "12",
+                                                "timeUnixNano": "1700000010000000000",
+                                                "exemplars": [
+                                                    {
+                                                        "asInt": "1",
+                                                        "traceId": "5B8EFFF798038103D269B633813FC60C",
+                                                        "spanId": "EEE19B7EC3C1B174",
+                                                    }
+                                                ],
+                                            }
+                                        ],
+                                    },
+                                }
+                            ],
+                        }
+                    ],
+                    "unknownField": 1,
+                }
+            ]
+        }
+    ).encode()
     [resource] = otlp.decode(body, JSON).resource_metrics
     push = otlp.push(resource, host="node-7", gpus=None, now=START + 100)
     assert (push.samples, push.at) == (((m.TRAINING_TOKENS, ("lm", "0"), 12.0),), START + 10)
 
 
-@pytest.mark.parametrize(("body", "media"), [
-    (b"\x0a\xff\xff", PROTOBUF), (b"{}", PROTOBUF), (b"", JSON), (b"not json", JSON), (b'{"resourceMetrics": 1}', JSON),
-    (b"\xff\xfe", JSON), (b"[" * 100_000, JSON), (b'{"a":' * 50_000, JSON), (b"null", JSON),
-    (b'{"resourceMetrics": [{"schemaUrl": "\\ud800"}]}', JSON),
-])
+@pytest.mark.parametrize(
+    ("body", "media"),
+    [
+        (b"\x0a\xff\xff", PROTOBUF),
+        (b"{}", PROTOBUF),
+        (b"", JSON),
+        (b"not json", JSON),
+        (b'{"resourceMetrics": 1}', JSON),
+        (b"\xff\xfe", JSON),
+        (b"[" * 100_000, JSON),
+        (b'{"a":' * 50_000, JSON),
+        (b"null", JSON),
+        (b'{"resourceMetrics": [{"schemaUrl": "\\ud800"}]}', JSON),
+    ],
+)
 def test_a_body_that_is_no_request_is_malformed(body: bytes, media: str) -> None:
     with pytest.raises(Refused) as refused:
         otlp.decode(body, media)
@@ -500,8 +585,12 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sent(registry: CollectorRegistry) -> dict[str, float]:
-    return {s.labels["outcome"]: s.value for f in registry.collect() for s in f.samples
-            if s.name == "flopwatch_ledger_records_total"}
+    return {
+        s.labels["outcome"]: s.value
+        for f in registry.collect()
+        for s in f.samples
+        if s.name == "flopwatch_ledger_records_total"
+    }
 
 
 def run_states(source: Embedded) -> list[str]:
@@ -579,8 +668,9 @@ def test_a_ledger_at_a_url_gets_one_request_per_run_with_the_newest_records_and_
     (tmp_path / "token").write_text("s3cret\n")
     node = Node()
     with ledger_server() as (url, received):
-        remote = Remote(url, tmp_path / "token", tmp_path / "spool", Outcomes(node.registry),
-                        interval=5, clock=lambda: node.time)
+        remote = Remote(
+            url, tmp_path / "token", tmp_path / "spool", Outcomes(node.registry), interval=5, clock=lambda: node.time
+        )
         for step in (1, 2, 3):
             node.push(training(step, step, START + step))
             deliver(node, remote)
@@ -619,9 +709,9 @@ def test_while_the_ledger_is_away_only_the_newest_record_of_an_attempt_is_kept_a
 
 
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize(("answer", "outcome", "kept"), [
-    (200, "sent", 0), (400, "refused", 0), (401, "failed", 1), (503, "failed", 1),
-])
+@pytest.mark.parametrize(
+    ("answer", "outcome", "kept"), [(200, "sent", 0), (400, "refused", 0), (401, "failed", 1), (503, "failed", 1)]
+)
 def test_only_a_record_that_the_ledger_calls_wrong_is_given_up(
     answer: int, outcome: str, kept: int, tmp_path: Path
 ) -> None:

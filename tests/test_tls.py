@@ -80,8 +80,13 @@ class Stack:
 
     def asked(self, *flags: str | Path) -> subprocess.CompletedProcess[str]:
         """Ask the ledger by the command line."""
-        return subprocess.run([*COMMAND, "ledger", "list", "--url", f"https://127.0.0.1:{self.ledger}",
-                               *map(str, flags)], capture_output=True, text=True, env=ENVIRONMENT, timeout=PATIENCE)
+        return subprocess.run(
+            [*COMMAND, "ledger", "list", "--url", f"https://127.0.0.1:{self.ledger}", *map(str, flags)],
+            capture_output=True,
+            text=True,
+            env=ENVIRONMENT,
+            timeout=PATIENCE,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -94,19 +99,55 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     (folder / "tls.yml").write_text(tls)
     (folder / "users.yml").write_text(f"{tls}basic_auth_users: {{prometheus: {hashed}}}\n")
     (folder / "token").write_text(f"{TOKEN}\n")
-    with started(folder / "ledger.log", "ledger", "serve", "--listen", "127.0.0.1:0", "--state", folder / "ledger",
-                 "--token-file", folder / "token", "--web-config", folder / "users.yml") as (ledger,), started(
-            folder / "exporter.log", "exporter", "--simulate", "h100x8", "--state", folder / "exporter",
-            "--listen", "127.0.0.1:0", "--web-config", folder / "users.yml",
-            "--otlp-listen", "127.0.0.1:0", "--otlp-web-config", folder / "tls.yml",
-            "--otlp-token-file", folder / "token", "--ledger", f"https://127.0.0.1:{ledger}",
-            "--ledger-token-file", folder / "token", "--ledger-ca-file", authority.file) as (metrics, otlp):
+    with (
+        started(
+            folder / "ledger.log",
+            "ledger",
+            "serve",
+            "--listen",
+            "127.0.0.1:0",
+            "--state",
+            folder / "ledger",
+            "--token-file",
+            folder / "token",
+            "--web-config",
+            folder / "users.yml",
+        ) as (ledger,),
+        started(
+            folder / "exporter.log",
+            "exporter",
+            "--simulate",
+            "h100x8",
+            "--state",
+            folder / "exporter",
+            "--listen",
+            "127.0.0.1:0",
+            "--web-config",
+            folder / "users.yml",
+            "--otlp-listen",
+            "127.0.0.1:0",
+            "--otlp-web-config",
+            folder / "tls.yml",
+            "--otlp-token-file",
+            folder / "token",
+            "--ledger",
+            f"https://127.0.0.1:{ledger}",
+            "--ledger-token-file",
+            folder / "token",
+            "--ledger-ca-file",
+            authority.file,
+        ) as (metrics, otlp),
+    ):
         yield Stack(folder, authority, ledger, metrics, otlp)
 
 
 def test_a_step_goes_from_the_hook_through_the_exporter_to_the_ledger(stack: Stack) -> None:
-    trained = python(LOOP, FLOPWATCH_ENDPOINT=f"https://127.0.0.1:{stack.otlp}",
-                     FLOPWATCH_CA_FILE=str(stack.ca.file), FLOPWATCH_TOKEN_FILE=str(stack.folder / "token"))
+    trained = python(
+        LOOP,
+        FLOPWATCH_ENDPOINT=f"https://127.0.0.1:{stack.otlp}",
+        FLOPWATCH_CA_FILE=str(stack.ca.file),
+        FLOPWATCH_TOKEN_FILE=str(stack.folder / "token"),
+    )
     assert (trained.returncode, trained.stderr) == (0, "")
     bearer = f"Bearer {TOKEN}"
     until(lambda: "llama-tls" in stack.get(stack.ledger, "/v1/runs", bearer)[1])
@@ -121,21 +162,34 @@ def test_prometheus_shows_its_password_to_the_ledger_and_exporters_their_token(s
     password, wrong = basic(PASSWORD, "prometheus").decode(), basic("wrong", "prometheus").decode()
     for port in (stack.ledger, stack.metrics):
         assert [stack.get(port, "/metrics", given)[0] for given in (password, wrong, "", f"Bearer {TOKEN}")] == [
-            200, 401, 401, 401]
+            200,
+            401,
+            401,
+            401,
+        ]
     assert [stack.get(stack.ledger, "/v1/runs", given)[0] for given in (password, "", f"Bearer {TOKEN}")] == [
-        401, 401, 200]
+        401,
+        401,
+        200,
+    ]
 
 
-@pytest.mark.parametrize(("settings", "problem"), [
-    ({"FLOPWATCH_TOKEN_FILE": "token"}, "CERTIFICATE_VERIFY_FAILED"),
-    ({"FLOPWATCH_TOKEN_FILE": "token", "FLOPWATCH_CA_FILE": "none.crt"}, "no CA"),
-    ({"FLOPWATCH_CA_FILE": "ca/ca.crt"}, "the answer is 401"),
-])
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"FLOPWATCH_TOKEN_FILE": "token"}, "CERTIFICATE_VERIFY_FAILED"),
+        ({"FLOPWATCH_TOKEN_FILE": "token", "FLOPWATCH_CA_FILE": "none.crt"}, "no CA"),
+        ({"FLOPWATCH_CA_FILE": "ca/ca.crt"}, "the answer is 401"),
+    ],
+)
 def test_a_hook_without_the_right_ca_or_token_trains_on_and_says_so(
-    stack: Stack, settings: dict[str, str], problem: str,
+    stack: Stack, settings: dict[str, str], problem: str
 ) -> None:
-    trained = python(LOOP, FLOPWATCH_ENDPOINT=f"https://127.0.0.1:{stack.otlp}",
-                     **{name: str(stack.folder / file) for name, file in settings.items()})
+    trained = python(
+        LOOP,
+        FLOPWATCH_ENDPOINT=f"https://127.0.0.1:{stack.otlp}",
+        **{name: str(stack.folder / file) for name, file in settings.items()},
+    )
     assert trained.returncode == 0
     assert problem in trained.stderr
 
@@ -156,7 +210,9 @@ def test_who_asks_a_ledger_of_an_unknown_authority_is_told_what_to_give(stack: S
     assert refused.stderr.endswith("; --ca-file FILE says who signed its certificate\n")
     missing = stack.asked("--ca-file", tmp_path / "none.crt")
     assert (missing.returncode, missing.stderr) == (
-        1, f"flopwatch: cannot use {tmp_path}/none.crt: No such file or directory\n")
+        1,
+        f"flopwatch: cannot use {tmp_path}/none.crt: No such file or directory\n",
+    )
 
 
 def test_plain_http_has_no_answer_there(stack: Stack) -> None:
@@ -166,18 +222,45 @@ def test_plain_http_has_no_answer_there(stack: Stack) -> None:
 
 
 def test_without_a_token_users_guard_all_of_a_ledger(stack: Stack, tmp_path: Path) -> None:
-    with started(tmp_path / "log", "ledger", "serve", "--listen", "127.0.0.1:0", "--state", tmp_path / "state",
-                 "--web-config", stack.folder / "users.yml") as (port,):
+    with started(
+        tmp_path / "log",
+        "ledger",
+        "serve",
+        "--listen",
+        "127.0.0.1:0",
+        "--state",
+        tmp_path / "state",
+        "--web-config",
+        stack.folder / "users.yml",
+    ) as (port,):
         assert [stack.get(port, path)[0] for path in ("/metrics", "/v1/runs", "/healthz")] == [401, 401, 401]
 
 
 def test_settings_that_cannot_work_are_told_at_the_start(stack: Stack, tmp_path: Path) -> None:
     refused = subprocess.run(
-        [*COMMAND, "exporter", "--simulate", "h100x8", "--state", tmp_path, "--listen", "127.0.0.1:0",
-         "--otlp-listen", "127.0.0.1:0", "--otlp-web-config", stack.folder / "users.yml"],
-        capture_output=True, text=True, env=ENVIRONMENT, timeout=PATIENCE)
+        [
+            *COMMAND,
+            "exporter",
+            "--simulate",
+            "h100x8",
+            "--state",
+            tmp_path,
+            "--listen",
+            "127.0.0.1:0",
+            "--otlp-listen",
+            "127.0.0.1:0",
+            "--otlp-web-config",
+            stack.folder / "users.yml",
+        ],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        timeout=PATIENCE,
+    )
     assert (refused.returncode, refused.stderr.rpartition("; ")[2]) == (
-        1, "leave out basic_auth_users and give --otlp-token-file FILE\n")
+        1,
+        "leave out basic_auth_users and give --otlp-token-file FILE\n",
+    )
     with pytest.raises(SettingsError, match="--ledger-ca-file is for a ledger behind TLS"):
         ExporterSettings(ledger="http://127.0.0.1:9451", ledger_ca_file=Path("ca.crt"))
     with pytest.raises(ValueError, match="FLOPWATCH_CA_FILE is for https"):

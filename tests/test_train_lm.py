@@ -18,13 +18,41 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(700)]
 
 def train(out: Path, endpoint: str, *arguments: str, ranks: int | None = None) -> None:
     """Run the trainer to its end, under torchrun if `ranks` are given."""
-    environ = {**os.environ, "PYTHONPATH": str(ROOT / "exporter"), "OMP_NUM_THREADS": "1",
-               "FLOPWATCH_ENDPOINT": endpoint, "FLOPWATCH_PUSH_INTERVAL": "0.5"}
-    torchrun = [] if ranks is None else [
-        "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--max-restarts", "1",
-        "--nproc-per-node", str(ranks)]
-    job = subprocess.Popen([sys.executable, *torchrun, ROOT / "examples/train_lm.py", "--out", out,
-                            "--log-file", out / "log.jsonl", *arguments], env=environ)
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "exporter"),
+        "OMP_NUM_THREADS": "1",
+        "FLOPWATCH_ENDPOINT": endpoint,
+        "FLOPWATCH_PUSH_INTERVAL": "0.5",
+    }
+    torchrun = (
+        []
+        if ranks is None
+        else [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--local-addr",
+            "127.0.0.1",
+            "--max-restarts",
+            "1",
+            "--nproc-per-node",
+            str(ranks),
+        ]
+    )
+    job = subprocess.Popen(
+        [
+            sys.executable,
+            *torchrun,
+            ROOT / "examples/train_lm.py",
+            "--out",
+            out,
+            "--log-file",
+            out / "log.jsonl",
+            *arguments,
+        ],
+        env=environ,
+    )
     try:
         assert job.wait(500) == 0
     finally:
@@ -52,8 +80,21 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> History:
     control = out / "control.json"
     control.write_text('{"slow": {"1": 0.5}, "die": {"1": 15}}')
     with HookServer() as server:
-        train(out, server.url, "--steps", "30", "--checkpoint-every", "10", "--step-floor", "0.2",
-              "--control", str(control), "--gpu-uuids", "GPU-0,GPU-1", ranks=2)
+        train(
+            out,
+            server.url,
+            "--steps",
+            "30",
+            "--checkpoint-every",
+            "10",
+            "--step-floor",
+            "0.2",
+            "--control",
+            str(control),
+            "--gpu-uuids",
+            "GPU-0,GPU-1",
+            ranks=2,
+        )
         last = {push.resource["flopwatch.rank"]: push for push in server.pushes}
     return History(out, read_log(out), last)
 
@@ -72,9 +113,16 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(history: History) -> N
 def test_the_log_tells_starts_checkpoints_and_the_end(history: History) -> None:
     events = [(line["event"], line["attempt"], line.get("step")) for line in history.log if line["event"] != "step"]
     assert events == [
-        ("start", 0, None), ("checkpoint_begin", 0, 10), ("checkpoint_end", 0, 10),
-        ("start", 1, None), ("restored", 1, 10), ("checkpoint_begin", 1, 20), ("checkpoint_end", 1, 20),
-        ("checkpoint_begin", 1, 30), ("checkpoint_end", 1, 30), ("finish", 1, 30),
+        ("start", 0, None),
+        ("checkpoint_begin", 0, 10),
+        ("checkpoint_end", 0, 10),
+        ("start", 1, None),
+        ("restored", 1, 10),
+        ("checkpoint_begin", 1, 20),
+        ("checkpoint_end", 1, 20),
+        ("checkpoint_begin", 1, 30),
+        ("checkpoint_end", 1, 30),
+        ("finish", 1, 30),
     ]
     times = [line["time"] for line in history.log]
     assert times == sorted(times)
@@ -115,7 +163,9 @@ def test_one_process_trains_without_torchrun_and_without_an_exporter(tmp_path: P
     log = read_log(tmp_path)
     assert [line["step"] for line in log if line["event"] == "step"] == list(range(1, 11))
     assert [(line["step"], line["status"]) for line in log if line["event"] == "finish"] == [
-        (4, "completed"), (10, "stopped")]
+        (4, "completed"),
+        (10, "stopped"),
+    ]
     seconds = sum(line["end"] - line["start"] for line in log if line["event"] == "step")
     mfu = 10 * 8 * 128 * log[0]["flops_per_token"] / (seconds * log[0]["peak_flops_per_second"])
     assert 0.01 < mfu < 1
@@ -151,6 +201,6 @@ def test_batches_depend_on_nothing_but_step_and_rank() -> None:
     resumed = list(train_lm.batches(text, range(3, 5), rank=1))
     assert all(torch.equal(a, b) for a, b in zip(from_start[2], resumed[0], strict=True))
     assert not torch.equal(from_start[2][0], from_start[3][0])
-    (inputs, targets), = train_lm.batches(text, range(3, 4), rank=0)
+    ((inputs, targets),) = train_lm.batches(text, range(3, 4), rank=0)
     assert not torch.equal(inputs, resumed[0][0])
     assert torch.equal(inputs[:, 1:], targets[:, :-1])

@@ -39,8 +39,10 @@ from tests.test_report import flopwatch as report_of
 from tests.test_report import prometheus as prometheus_with
 from tests.test_report import whole_world
 
-pytestmark = [pytest.mark.timeout(900),
-              pytest.mark.skipif(not os.environ.get("FLOPWATCH_VERSIONS"), reason="`make versions` runs it")]
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not os.environ.get("FLOPWATCH_VERSIONS"), reason="`make versions` runs it"),
+]
 
 ROOT = Path(__file__).parents[1]
 RULE_TESTS = sorted((ROOT / "tests" / "rules").glob("*.yaml"))
@@ -60,10 +62,17 @@ PROMETHEUS, VICTORIA = (OLDEST, NEWEST), (SUITE, NEWEST)
 # scrape more or less, 5 % of five minutes. Some means have the beginning of their series in the window all the time.
 # What is read at full hours is here read once, if at all, and what that comes to is a matter of when each server had
 # last evaluated it; it is held against its rule test, which lasts for days.
-FROM_ZERO = {"GpuEccUncorrected", "GpuPcieErrors", "InfinibandLinkErrors", "FlopwatchSeriesDropped", "NvlinkErrors",
-             "TrainingRestartStorm"}
+FROM_ZERO = {
+    "GpuEccUncorrected",
+    "GpuPcieErrors",
+    "InfinibandLinkErrors",
+    "FlopwatchSeriesDropped",
+    "NvlinkErrors",
+    "TrainingRestartStorm",
+}
 NOT_COMPARED = re.compile(
-    r"run:training_declared_seconds:delta5m|run:training_straggler_lost:ratio_\d[hd]|run:run_straggler_lost_seconds:.+")
+    r"run:training_declared_seconds:delta5m|run:training_straggler_lost:ratio_\d[hd]|run:run_straggler_lost_seconds:.+"
+)
 HOURLY = re.compile(rf"\[\w+:{SETTINGS.at_pace(SETTINGS.hour)}\]")
 MOVES = 'run="recording_training0-lm"'
 # A run that is large for two scrapes, six seconds here: who looks at another moment does not see it.
@@ -85,8 +94,11 @@ class Seen:
 
     def fired(self) -> dict[str, tuple[float, float]]:
         """Return when each alert began to fire and how long it did at the longest, by its labels."""
-        return {labels.replace('alertstate="firing",', ""): (samples[0][0], longest(samples))
-                for labels, samples in self.alerts.items() if 'alertstate="firing"' in labels}
+        return {
+            labels.replace('alertstate="firing",', ""): (samples[0][0], longest(samples))
+            for labels, samples in self.alerts.items()
+            if 'alertstate="firing"' in labels
+        }
 
     def pending(self, labels: str) -> float:
         """Return how long an alert was pending at the longest, in seconds, and minus infinity if it was not."""
@@ -126,30 +138,59 @@ def prometheus(suite: str, folder: Path, *flags: str) -> tuple[str, contextlib.A
     """Return the URL of a Prometheus of a suite, and what runs it."""
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
-    return url, server(f"prometheus-{suite}", [
-        *find(suite=suite).prometheus, f"--config.file={folder}/prometheus.yml",
-        f"--web.listen-address=127.0.0.1:{port}", *flags], folder, f"{url}/-/ready")
+    return url, server(
+        f"prometheus-{suite}",
+        [
+            *find(suite=suite).prometheus,
+            f"--config.file={folder}/prometheus.yml",
+            f"--web.listen-address=127.0.0.1:{port}",
+            *flags,
+        ],
+        folder,
+        f"{url}/-/ready",
+    )
 
 
 def victoria(suite: str, folder: Path, *flags: str) -> tuple[str, contextlib.AbstractContextManager[Child]]:
     """Return the URL of a VictoriaMetrics of a suite, and what runs it."""
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
-    return url, server(f"victoria-{suite}", [
-        victoria_metrics(suite=suite), f"-storageDataPath={folder}/victoria-{suite}", "-retentionPeriod=100y",
-        f"-httpListenAddr=127.0.0.1:{port}", "-search.latencyOffset=0s",
-        *flags], folder, f"{url}/health")
+    return url, server(
+        f"victoria-{suite}",
+        [
+            victoria_metrics(suite=suite),
+            f"-storageDataPath={folder}/victoria-{suite}",
+            "-retentionPeriod=100y",
+            f"-httpListenAddr=127.0.0.1:{port}",
+            "-search.latencyOffset=0s",
+            *flags,
+        ],
+        folder,
+        f"{url}/health",
+    )
 
 
 def vmalert(suite: str, folder: Path, database: str) -> tuple[str, contextlib.AbstractContextManager[Child]]:
     """Return the URL of the vmalert of a suite, and what runs it, as docs/compatibility.md says."""
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
-    return url, server(f"vmalert-{suite}", [
-        str(Path(victoria_metrics(suite=suite)).with_name("vmalert")), f"-rule={folder}/rules.yaml",
-        f"-datasource.url={database}", f"-remoteWrite.url={database}", f"-remoteRead.url={database}",
-        "-notifier.blackhole", f"-httpListenAddr=127.0.0.1:{port}", f"-rule.evalDelay={SAMPLE:g}s",
-        "-disableAlertgroupLabel", "-remoteWrite.flushInterval=100ms"], folder, f"{url}/health")
+    return url, server(
+        f"vmalert-{suite}",
+        [
+            str(Path(victoria_metrics(suite=suite)).with_name("vmalert")),
+            f"-rule={folder}/rules.yaml",
+            f"-datasource.url={database}",
+            f"-remoteWrite.url={database}",
+            f"-remoteRead.url={database}",
+            "-notifier.blackhole",
+            f"-httpListenAddr=127.0.0.1:{port}",
+            f"-rule.evalDelay={SAMPLE:g}s",
+            "-disableAlertgroupLabel",
+            "-remoteWrite.flushInterval=100ms",
+        ],
+        folder,
+        f"{url}/health",
+    )
 
 
 def raw(url: str, selector: str, window: float) -> dict[str, Samples]:
@@ -178,8 +219,12 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
     # Twice for each sample of a rule test, and for each evaluation: what is there for one of them, all have seen.
     every = SETTINGS.at_pace(SETTINGS.scrape_interval / 2)
     with contextlib.ExitStack() as stack, Target(of(RULE_TESTS, 60), PACE) as target:
-        scrape = {"global": {"scrape_interval": every, "scrape_timeout": every}, "scrape_configs": [
-            {"job_name": "rules", "honor_labels": True, "static_configs": [{"targets": [target.address]}]}]}
+        scrape = {
+            "global": {"scrape_interval": every, "scrape_timeout": every},
+            "scrape_configs": [
+                {"job_name": "rules", "honor_labels": True, "static_configs": [{"targets": [target.address]}]}
+            ],
+        }
         (folder / "scrape.yml").write_text(json.dumps(scrape))
         (folder / "prometheus.yml").write_text(json.dumps({**scrape, "rule_files": [f"{folder}/rules.yaml"]}))
         urls: dict[str, tuple[str, str]] = {}
@@ -202,8 +247,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
             window = time.time() - target.began
             failures = [f"{rule['name']}: {rule['lastError']}" for rule in every_rule if rule.get("lastError")]
             failures += [line for line in fetch(f"{alerting}/metrics").decode().splitlines() if ERRORS.match(line)]
-            found[name] = Seen(name, raw(url, "ALERTS", window), raw(url, '{__name__=~".+:.+"}', window), failures,
-                               len(every_rule))
+            found[name] = Seen(
+                name, raw(url, "ALERTS", window), raw(url, '{__name__=~".+:.+"}', window), failures, len(every_rule)
+            )
         return found
 
 
@@ -270,8 +316,10 @@ def test_the_same_alerts_fire_within_one_evaluation(seen: dict[str, Seen]) -> No
             pending = missing.pending(labels)
             # What holds as long as its `for`, or shorter than an evaluation, or has only begun, is seen by one of two.
             if fired[0] < end - most and fired[1] > most and pending < max(held[name] - most, 0):
-                wrong.append(f"{other.name}: not at {missing.name}, {pending:.1f} s pending of {held[name]:.1f} s, "
-                             f"fired {fired[1]:.1f} s: {labels}")
+                wrong.append(
+                    f"{other.name}: not at {missing.name}, {pending:.1f} s pending of {held[name]:.1f} s, "
+                    f"fired {fired[1]:.1f} s: {labels}"
+                )
         if not chained:
             assert sum(in_time) >= 0.9 * len(in_time)
     assert not wrong, "\n".join(wrong)
@@ -307,7 +355,8 @@ def test_records_agree_within_two_percent(seen: dict[str, Seen]) -> None:
                 if one is not None and two is not None:
                     compared += 1
                 if (one is not None and there == []) or (
-                        one is not None and two is not None and abs(one - two) > 0.02 * abs(one) + 1e-6):
+                    one is not None and two is not None and abs(one - two) > 0.02 * abs(one) + 1e-6
+                ):
                     wrong.setdefault(f"{other.name} {labels}", []).append(f"{one:g} {two}")
         assert compared > 5000
     assert not wrong, "\n".join(f"{len(values)} {labels}: {values[:3]}" for labels, values in wrong.items())
@@ -316,7 +365,7 @@ def test_records_agree_within_two_percent(seen: dict[str, Seen]) -> None:
 @pytest.mark.parametrize("suite", VICTORIA)
 @pytest.mark.parametrize("path", LONG, ids=lambda path: path.stem)
 def test_what_lasts_for_days_is_on_victoria_metrics_as_the_rule_test_says(
-    path: Path, suite: str, tmp_path: Path,
+    path: Path, suite: str, tmp_path: Path
 ) -> None:
     """A sample a minute, written at once; vmalert replays the rules over them, one after the other."""
     test = yaml.safe_load(path.read_text())
@@ -333,8 +382,11 @@ def test_what_lasts_for_days_is_on_victoria_metrics_as_the_rule_test_says(
             ended = began + max(seconds(case["eval_time"]) for case in cases)
             with Target([Series.of(each, seconds(one["interval"])) for each in one["input_series"]], 1.0) as target:
                 target.began = began
-                text = "\n".join(f"{line} {at}000" for at in range(int(began), int(ended) + 1, 60)
-                                 for line in target.text(at).splitlines())
+                text = "\n".join(
+                    f"{line} {at}000"
+                    for at in range(int(began), int(ended) + 1, 60)
+                    for line in target.text(at).splitlines()
+                )
             urllib.request.urlopen(f"{url}/api/v1/import/prometheus", text.encode(), timeout=60).close()
             for rule in group["rules"]:
                 fetch(f"{url}/internal/force_flush")
@@ -343,8 +395,10 @@ def test_what_lasts_for_days_is_on_victoria_metrics_as_the_rule_test_says(
             for case in cases:
                 query = urllib.parse.urlencode({"query": case["expr"], "time": began + seconds(case["eval_time"])})
                 moved = began if "timestamp_seconds:" in case["expr"] else 0.0
-                found = {told(named(each["metric"])): float(each["value"][1]) - moved
-                         for each in json.loads(fetch(f"{url}/api/v1/query?{query}"))["data"]["result"]}
+                found = {
+                    told(named(each["metric"])): float(each["value"][1]) - moved
+                    for each in json.loads(fetch(f"{url}/api/v1/query?{query}"))["data"]["result"]
+                }
                 wanted = {told(each["labels"]): each["value"] for each in case["exp_samples"]}
                 asked += len(wanted)
                 if found != pytest.approx(wanted, rel=0.02):
@@ -358,12 +412,24 @@ def replay(suite: str, url: str, rule: dict[str, object], began: float, ended: f
     evaluated = {key: value for key, value in rule.items() if key != "annotations"}  # replayed ones ask for nothing
     (folder / "rule.yaml").write_text(json.dumps({"groups": [{"name": "one", "interval": "1m", "rules": [evaluated]}]}))
     first, last = (datetime.fromtimestamp(at, UTC).isoformat() for at in (began, ended))
-    done = subprocess.run([
-        Path(victoria_metrics(suite=suite)).with_name("vmalert"), f"-rule={folder}/rule.yaml",
-        f"-datasource.url={url}", f"-remoteWrite.url={url}", f"-remoteRead.url={url}", f"-replay.timeFrom={first}",
-        f"-replay.timeTo={last}", "-replay.maxDatapointsPerQuery=100000", "-replay.disableProgressBar",
-        "-replay.rulesDelay=0s", "-disableAlertgroupLabel", "-httpListenAddr=127.0.0.1:0"],
-        capture_output=True, text=True)
+    done = subprocess.run(
+        [
+            Path(victoria_metrics(suite=suite)).with_name("vmalert"),
+            f"-rule={folder}/rule.yaml",
+            f"-datasource.url={url}",
+            f"-remoteWrite.url={url}",
+            f"-remoteRead.url={url}",
+            f"-replay.timeFrom={first}",
+            f"-replay.timeTo={last}",
+            "-replay.maxDatapointsPerQuery=100000",
+            "-replay.disableProgressBar",
+            "-replay.rulesDelay=0s",
+            "-disableAlertgroupLabel",
+            "-httpListenAddr=127.0.0.1:0",
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -424,11 +490,18 @@ def test_the_report_of_a_run_is_the_same(tmp_path: Path) -> None:
 def differences(one: Any, other: Any, most: float, place: str = "") -> list[str]:
     """Return where two reports differ, numbers by more than a share of them; they were not made at the same moment."""
     if isinstance(one, dict) and isinstance(other, dict):
-        return [line for key in sorted(one.keys() | other.keys()) if key != "made_at"
-                for line in differences(one.get(key), other.get(key), most, f"{place}.{key}")]
+        return [
+            line
+            for key in sorted(one.keys() | other.keys())
+            if key != "made_at"
+            for line in differences(one.get(key), other.get(key), most, f"{place}.{key}")
+        ]
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return [line for number, (here, there) in enumerate(zip(one, other, strict=True))
-                for line in differences(here, there, most, f"{place}[{number}]")]
+        return [
+            line
+            for number, (here, there) in enumerate(zip(one, other, strict=True))
+            for line in differences(here, there, most, f"{place}[{number}]")
+        ]
     if isinstance(one, str) and isinstance(other, str):
         here, there = ([float(number) for number in re.findall(r"\d+(?:\.\d+)?", text)] for text in (one, other))
         if re.sub(r"[\d.]+", "", one) == re.sub(r"[\d.]+", "", other):

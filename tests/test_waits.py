@@ -21,8 +21,21 @@ LATE = (0.02, 0.1, 0.4)
 
 # Where rank 1 is late and the wait of rank 0 is to be seen.
 LATENESS = (
-    "ddp", "accumulation", "power_sgd", "fp16_compress", "static_graph", "compiled_around", "compiled_inside",
-    "reentrant_checkpoint", "fsdp1", "fsdp2", "by_hand", "asynchronous", "receiving", "zero", "tensor_parallel",
+    "ddp",
+    "accumulation",
+    "power_sgd",
+    "fp16_compress",
+    "static_graph",
+    "compiled_around",
+    "compiled_inside",
+    "reentrant_checkpoint",
+    "fsdp1",
+    "fsdp2",
+    "by_hand",
+    "asynchronous",
+    "receiving",
+    "zero",
+    "tensor_parallel",
 )
 # Where the losses with and without us are compared, to the last bit.
 LOSSES = ("ddp", "power_sgd", "fp16_compress", "compiled_around", "fsdp2", "fsdp2_marked", "failing")
@@ -147,15 +160,25 @@ def main() -> Iterator[tuple[str, Any]]:
 
     def tensor_parallel() -> Any:
         mesh = init_device_mesh("cpu", (2,))
-        return parallelize_module(Plain(), mesh, {"0": ColwiseParallel(), "1": RowwiseParallel(),
-                                                  "2": ColwiseParallel(), "3": RowwiseParallel()})
+        return parallelize_module(
+            Plain(),
+            mesh,
+            {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel(), "3": RowwiseParallel()},
+        )
 
     def nothing() -> None:
         pass
 
     def train(
-        model: Any, *, watched: Any = "the model", run: Run | None = None, after: Callable[[], None] = nothing,
-        optimizer: Any = None, micro_batches: int = 1, sync: bool = True, late: float = LATE[0],
+        model: Any,
+        *,
+        watched: Any = "the model",
+        run: Run | None = None,
+        after: Callable[[], None] = nothing,
+        optimizer: Any = None,
+        micro_batches: int = 1,
+        sync: bool = True,
+        late: float = LATE[0],
     ) -> Answer:
         """Train for some steps, in which rank 1 is late; `after` is called after each backward pass."""
         run = Run("waits") if run is None else run
@@ -185,9 +208,12 @@ def main() -> Iterator[tuple[str, Any]]:
             return next((value for _, value in points.get(metric, [])), None)
 
         return {
-            "losses": losses, "wait": total(catalogue.TRAINING_COLLECTIVE_WAIT),
-            "steps": total(catalogue.TRAINING_MEASURED_STEPS), "errors": total(catalogue.TRAINING_HOOK_ERRORS),
-            "seconds": total(catalogue.TRAINING_MEASURED_STEP_SECONDS), "late": late,
+            "losses": losses,
+            "wait": total(catalogue.TRAINING_COLLECTIVE_WAIT),
+            "steps": total(catalogue.TRAINING_MEASURED_STEPS),
+            "errors": total(catalogue.TRAINING_HOOK_ERRORS),
+            "seconds": total(catalogue.TRAINING_MEASURED_STEP_SECONDS),
+            "late": late,
         }
 
     def train_late(model: Any, **how: Any) -> Answer:
@@ -206,6 +232,7 @@ def main() -> Iterator[tuple[str, Any]]:
         def average() -> None:
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
+
         return average
 
     yield "ddp", train_late(ddp())
@@ -276,8 +303,10 @@ def main() -> Iterator[tuple[str, Any]]:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     both = parallelize_module(Plain(), mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     fully_shard(both, mesh=mesh["dp"])
-    yield "tensor_parallel_groups", [
-        waits._tensor_parallel(group) for model in (fsdp2(), both) for group in list(waits._fsdp_groups(model))[:1]]
+    yield (
+        "tensor_parallel_groups",
+        [waits._tensor_parallel(group) for model in (fsdp2(), both) for group in list(waits._fsdp_groups(model))[:1]],
+    )
 
     # The host as the device: there the marks are its clock, and the streams that are to wait do nothing.
     run, model, brackets = Run("waits"), fsdp2(), []
@@ -291,11 +320,12 @@ def main() -> Iterator[tuple[str, Any]]:
     told = waits.Watch(run)
     for group in waits._fsdp_groups(model):
         waits._watch_group(told, group)
-    yield "fsdp2_marked", train(model, run=run, watched=None, micro_batches=2) | {
-        "brackets": len(brackets)}
+    yield "fsdp2_marked", train(model, run=run, watched=None, micro_batches=2) | {"brackets": len(brackets)}
     told.remove()
-    yield "fsdp2_put_back", not any("timed" in str(value) for group in waits._fsdp_groups(model)
-                                    for value in vars(group).values())
+    yield (
+        "fsdp2_put_back",
+        not any("timed" in str(value) for group in waits._fsdp_groups(model) for value in vars(group).values()),
+    )
     yield "fsdp2_marked unwatched", train(fsdp2(), watched=None, micro_batches=2)
 
     def broken() -> float:
@@ -313,8 +343,13 @@ def main() -> Iterator[tuple[str, Any]]:
     copied(torch.ones(4, 16)).sum().backward()
     yield "saved", not any(parameter._backward_hooks for parameter in copied.parameters())
     watch.remove()
-    yield "put_back", ((dist.Work.wait, functional.wait_tensor) == untouched
-                       and not any(parameter._backward_hooks for parameter in model.parameters()))
+    yield (
+        "put_back",
+        (
+            (dist.Work.wait, functional.wait_tensor) == untouched
+            and not any(parameter._backward_hooks for parameter in model.parameters())
+        ),
+    )
     dist.barrier()
     dist.destroy_process_group()
 

@@ -44,7 +44,8 @@ basic_auth_users:
   alice: {HASH}
 """
     assert parse(text, Path("/etc/flopwatch")) == WebConfig(
-        Tls(Path("/etc/flopwatch/server.crt"), Path("/etc/flopwatch/server.key")), {"alice": HASH})
+        Tls(Path("/etc/flopwatch/server.crt"), Path("/etc/flopwatch/server.key")), {"alice": HASH}
+    )
 
 
 def test_every_option_that_is_supported() -> None:
@@ -66,9 +67,18 @@ http_server_config:
     Content-Security-Policy: ''
 """
     assert parse(text, Path("/base")) == WebConfig(
-        Tls(Path("/a.crt"), Path("/a.key"), ssl.CERT_REQUIRED, Path("/base/ca.crt"), ssl.TLSVersion.TLSv1_3,
-            ssl.TLSVersion.TLSv1_3, "ECDHE-RSA-AES128-GCM-SHA256:ECDHE-ECDSA-CHACHA20-POLY1305"),
-        {}, (("X-Frame-Options", "deny"), ("Strict-Transport-Security", "max-age=31536000")))
+        Tls(
+            Path("/a.crt"),
+            Path("/a.key"),
+            ssl.CERT_REQUIRED,
+            Path("/base/ca.crt"),
+            ssl.TLSVersion.TLSv1_3,
+            ssl.TLSVersion.TLSv1_3,
+            "ECDHE-RSA-AES128-GCM-SHA256:ECDHE-ECDSA-CHACHA20-POLY1305",
+        ),
+        {},
+        (("X-Frame-Options", "deny"), ("Strict-Transport-Security", "max-age=31536000")),
+    )
 
 
 @pytest.mark.parametrize("text", ["", "# nothing", "{}", "tls_server_config:\nbasic_auth_users: {}"])
@@ -83,46 +93,86 @@ def test_a_user_called_no_is_a_user() -> None:
 TLS = "tls_server_config: {cert_file: a, key_file: b, "
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("tls_config: {}", "line 1: tls_config is not known; here may be tls_server_config, http_server_config, "
-                       "basic_auth_users, rate_limit"),
-    ("\n- a\n", "line 2: write the file as keys with values"),
-    ("a: b: c", "line 1 is not YAML: mapping values are not allowed here"),
-    ("a: 1\na: 2", "line 2: a is there twice"),
-    ("[1]: 2", "line 1: a key is not a plain word"),
-    ("rate_limit: {interval: 1s, burst: 20}",
-     "line 1: rate_limit is not supported; a scrape within a second of another shares its answer"),
-    ("tls_server_config: {cert_file: a}", "tls_server_config: key_file is missing"),
-    ("tls_server_config:\n  certfile: a", "line 2: tls_server_config: certfile is not known; here may be cert_file, "
-     "key_file, client_auth_type, client_ca_file, min_version, max_version, cipher_suites, "
-     "prefer_server_cipher_suites, cert, key, client_ca, client_allowed_sans, curve_preferences"),
-    ("tls_server_config:\n  key: |-\n    PEM", "line 2: tls_server_config: key is not supported: put the key into a "
-     "file and name it with key_file"),
-    (TLS + "client_allowed_sans: [a]}", "line 1: tls_server_config: client_allowed_sans is not supported: Python's ssl "
-     "cannot check it; sign client certificates with a CA of their own instead"),
-    (TLS + "client_auth_type: RequireAnyClientCert}", "line 1: tls_server_config: client_auth_type must be one of "
-     "NoClientCert, VerifyClientCertIfGiven, RequireAndVerifyClientCert"),
-    (TLS + "client_auth_type: RequireAndVerifyClientCert}",
-     "line 1: tls_server_config: client_auth_type RequireAndVerifyClientCert needs a client_ca_file to verify with"),
-    (TLS + "client_ca_file: c}", "line 1: tls_server_config: client_ca_file has no effect without client_auth_type: "
-     "RequireAndVerifyClientCert"),
-    (TLS + "min_version: TLS10}", "line 1: tls_server_config: min_version must be one of TLS12, TLS13"),
-    (TLS + "min_version: TLS13, max_version: TLS12}", "line 1: tls_server_config: min_version is above max_version"),
-    (TLS + "cipher_suites: TLS_A}", "line 1: tls_server_config: cipher_suites is not a list of names"),
-    ("http_server_config: {headers: {Server: me}}", "line 1: headers: Server is not known; here may be "
-     "Content-Security-Policy, X-Frame-Options, X-Content-Type-Options, X-XSS-Protection, Strict-Transport-Security"),
-    ("http_server_config: {headers: {X-Frame-Options: allow}}",
-     "line 1: headers: X-Frame-Options must be one of deny, sameorigin"),
-    ('http_server_config: {headers: {X-XSS-Protection: "a\\r\\nSet-Cookie: b"}}',
-     "line 1: headers: X-XSS-Protection is not one line of ASCII"),
-    ("basic_auth_users:\n  alice: s3cret", "line 2: basic_auth_users: alice has no bcrypt hash; make one with: "
-     "htpasswd -nBC 10 USER"),
-    (f"basic_auth_users: {{alice: {HASH.replace('$04$', '$31$')}}}",
-     "line 1: basic_auth_users: alice has a hash of cost 31; make one of cost 4 to 16"),
-    ("basic_auth_users: {alice: [a]}", "line 1: basic_auth_users: alice is not a plain value"),
-    ("basic_auth_users: {alice: *hunter2}", "line 1 is not YAML: found undefined alias"),
-    ("[" * 5000, "this is not a web configuration: it is nested too deeply"),
-])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "tls_config: {}",
+            "line 1: tls_config is not known; here may be tls_server_config, http_server_config, "
+            "basic_auth_users, rate_limit",
+        ),
+        ("\n- a\n", "line 2: write the file as keys with values"),
+        ("a: b: c", "line 1 is not YAML: mapping values are not allowed here"),
+        ("a: 1\na: 2", "line 2: a is there twice"),
+        ("[1]: 2", "line 1: a key is not a plain word"),
+        (
+            "rate_limit: {interval: 1s, burst: 20}",
+            "line 1: rate_limit is not supported; a scrape within a second of another shares its answer",
+        ),
+        ("tls_server_config: {cert_file: a}", "tls_server_config: key_file is missing"),
+        (
+            "tls_server_config:\n  certfile: a",
+            "line 2: tls_server_config: certfile is not known; here may be cert_file, "
+            "key_file, client_auth_type, client_ca_file, min_version, max_version, cipher_suites, "
+            "prefer_server_cipher_suites, cert, key, client_ca, client_allowed_sans, curve_preferences",
+        ),
+        (
+            "tls_server_config:\n  key: |-\n    PEM",
+            "line 2: tls_server_config: key is not supported: put the key into a file and name it with key_file",
+        ),
+        (
+            TLS + "client_allowed_sans: [a]}",
+            "line 1: tls_server_config: client_allowed_sans is not supported: Python's ssl "
+            "cannot check it; sign client certificates with a CA of their own instead",
+        ),
+        (
+            TLS + "client_auth_type: RequireAnyClientCert}",
+            "line 1: tls_server_config: client_auth_type must be one of "
+            "NoClientCert, VerifyClientCertIfGiven, RequireAndVerifyClientCert",
+        ),
+        (
+            TLS + "client_auth_type: RequireAndVerifyClientCert}",
+            "line 1: tls_server_config: client_auth_type RequireAndVerifyClientCert needs a client_ca_file to "
+            "verify with",
+        ),
+        (
+            TLS + "client_ca_file: c}",
+            "line 1: tls_server_config: client_ca_file has no effect without client_auth_type: "
+            "RequireAndVerifyClientCert",
+        ),
+        (TLS + "min_version: TLS10}", "line 1: tls_server_config: min_version must be one of TLS12, TLS13"),
+        (
+            TLS + "min_version: TLS13, max_version: TLS12}",
+            "line 1: tls_server_config: min_version is above max_version",
+        ),
+        (TLS + "cipher_suites: TLS_A}", "line 1: tls_server_config: cipher_suites is not a list of names"),
+        (
+            "http_server_config: {headers: {Server: me}}",
+            "line 1: headers: Server is not known; here may be "
+            "Content-Security-Policy, X-Frame-Options, X-Content-Type-Options, X-XSS-Protection, "
+            "Strict-Transport-Security",
+        ),
+        (
+            "http_server_config: {headers: {X-Frame-Options: allow}}",
+            "line 1: headers: X-Frame-Options must be one of deny, sameorigin",
+        ),
+        (
+            'http_server_config: {headers: {X-XSS-Protection: "a\\r\\nSet-Cookie: b"}}',
+            "line 1: headers: X-XSS-Protection is not one line of ASCII",
+        ),
+        (
+            "basic_auth_users:\n  alice: s3cret",
+            "line 2: basic_auth_users: alice has no bcrypt hash; make one with: htpasswd -nBC 10 USER",
+        ),
+        (
+            f"basic_auth_users: {{alice: {HASH.replace('$04$', '$31$')}}}",
+            "line 1: basic_auth_users: alice has a hash of cost 31; make one of cost 4 to 16",
+        ),
+        ("basic_auth_users: {alice: [a]}", "line 1: basic_auth_users: alice is not a plain value"),
+        ("basic_auth_users: {alice: *hunter2}", "line 1 is not YAML: found undefined alias"),
+        ("[" * 5000, "this is not a web configuration: it is nested too deeply"),
+    ],
+)
 def test_what_is_wrong_is_told_with_its_line(text: str, message: str) -> None:
     with pytest.raises(SettingsError) as told:
         parse(text)
@@ -138,10 +188,18 @@ def test_neither_errors_nor_the_configuration_show_a_secret() -> None:
 
 yaml_like = st.recursive(
     st.text(st.characters(codec="utf-8"), max_size=8) | st.sampled_from(["null", "1e999", "2020-13-45", "*a", "&a b"]),
-    lambda inner: st.lists(inner, max_size=3).map(lambda items: f"[{', '.join(items)}]") | st.dictionaries(
-        st.sampled_from(["tls_server_config", "http_server_config", "headers", "basic_auth_users", "cert_file", "a"]),
-        inner, max_size=3).map(lambda pairs: "{" + ", ".join(f"{key}: {value}" for key, value in pairs.items()) + "}"),
-    max_leaves=8)
+    lambda inner: (
+        st.lists(inner, max_size=3).map(lambda items: f"[{', '.join(items)}]")
+        | st.dictionaries(
+            st.sampled_from(
+                ["tls_server_config", "http_server_config", "headers", "basic_auth_users", "cert_file", "a"]
+            ),
+            inner,
+            max_size=3,
+        ).map(lambda pairs: "{" + ", ".join(f"{key}: {value}" for key, value in pairs.items()) + "}")
+    ),
+    max_leaves=8,
+)
 
 
 @given(st.text(max_size=200) | yaml_like)
@@ -165,8 +223,11 @@ def test_a_password_is_hashed_once_and_then_known(monkeypatch: pytest.MonkeyPatc
         return [
             await passwords.check({user: HASH.replace("$04$", cost)}, basic(word))
             for user, cost, word in (
-                ("alice", "$04$", "s3cret"), ("alice", "$04$", "s3cret"), ("alice", "$04$", "s3cret"),
-                ("alice", "$04$", "wrong"), ("alice", "$04$", "wrong"),  # what is wrong is not remembered
+                ("alice", "$04$", "s3cret"),
+                ("alice", "$04$", "s3cret"),
+                ("alice", "$04$", "s3cret"),
+                ("alice", "$04$", "wrong"),
+                ("alice", "$04$", "wrong"),  # what is wrong is not remembered
                 ("alice", "$05$", "s3cret"),  # another hash, another password
                 ("bob", "$04$", "s3cret"),  # nobody, and hashed all the same
             )
@@ -176,12 +237,22 @@ def test_a_password_is_hashed_once_and_then_known(monkeypatch: pytest.MonkeyPatc
     assert hashed == [b"s3cret", b"wrong", b"wrong", b"s3cret", b"s3cret"]
 
 
-@pytest.mark.parametrize("header", [
-    b"", b"Basic", b"Basic !!!", b"Bearer czNjcmV0", b"Basic " + base64.b64encode(b"alice"),
-    b"Basic " + base64.b64encode(b"alice:"), b"Basic " + base64.b64encode(b"\xff:s3cret"),
-    b"Basic " + base64.b64encode(b"alice:s3cret\0"), b"Basic " + base64.b64encode(b"alice:" + b"x" * 4096),
-    b"Basic " + base64.b64encode(b":"), "Basic ä".encode(),
-])
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"Basic",
+        b"Basic !!!",
+        b"Bearer czNjcmV0",
+        b"Basic " + base64.b64encode(b"alice"),
+        b"Basic " + base64.b64encode(b"alice:"),
+        b"Basic " + base64.b64encode(b"\xff:s3cret"),
+        b"Basic " + base64.b64encode(b"alice:s3cret\0"),
+        b"Basic " + base64.b64encode(b"alice:" + b"x" * 4096),
+        b"Basic " + base64.b64encode(b":"),
+        "Basic ä".encode(),
+    ],
+)
 def test_a_malformed_authorization_is_none(header: bytes) -> None:
     assert asyncio.run(Passwords().check({"alice": HASH}, header)) is False
 
@@ -235,18 +306,65 @@ class Authority:
     def __init__(self, folder: Path, name: str = "ca") -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.name, self.file = folder, name, folder / f"{name}.crt"
-        self._openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
-                      "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.crt",
-                      "-addext", "basicConstraints=critical,CA:TRUE", "-addext", "keyUsage=critical,keyCertSign")
+        self._openssl(
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:P-256",
+            "-nodes",
+            "-days",
+            "2",
+            "-subj",
+            f"/CN={name}",
+            "-keyout",
+            f"{name}.key",
+            "-out",
+            f"{name}.crt",
+            "-addext",
+            "basicConstraints=critical,CA:TRUE",
+            "-addext",
+            "keyUsage=critical,keyCertSign",
+        )
 
     def sign(self, name: str, serial: int) -> tuple[Path, Path]:
         """Return the certificate and the key of 127.0.0.1."""
-        self._openssl("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", f"/CN={name}",
-                      "-keyout", f"{name}.key", "-out", f"{name}.csr")
+        self._openssl(
+            "req",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:P-256",
+            "-nodes",
+            "-subj",
+            f"/CN={name}",
+            "-keyout",
+            f"{name}.key",
+            "-out",
+            f"{name}.csr",
+        )
         (self.folder / "extensions").write_text(
-            "subjectAltName=IP:127.0.0.1\nauthorityKeyIdentifier=keyid\nkeyUsage=digitalSignature\n")
-        self._openssl("x509", "-req", "-in", f"{name}.csr", "-CA", self.file.name, "-CAkey", f"{self.name}.key",
-                      "-set_serial", str(serial), "-days", "1", "-extfile", "extensions", "-out", f"{name}.crt")
+            "subjectAltName=IP:127.0.0.1\nauthorityKeyIdentifier=keyid\nkeyUsage=digitalSignature\n"
+        )
+        self._openssl(
+            "x509",
+            "-req",
+            "-in",
+            f"{name}.csr",
+            "-CA",
+            self.file.name,
+            "-CAkey",
+            f"{self.name}.key",
+            "-set_serial",
+            str(serial),
+            "-days",
+            "1",
+            "-extfile",
+            "extensions",
+            "-out",
+            f"{name}.crt",
+        )
         return self.folder / f"{name}.crt", self.folder / f"{name}.key"
 
     def _openssl(self, *arguments: str) -> None:
@@ -301,9 +419,15 @@ def test_without_tls_only_users_are_asked_for(tmp_path: Path) -> None:
     with serving(Web(file)) as port:
         status, body, headers, _ = get(port)
         assert (status, body, headers["www-authenticate"], headers["x-frame-options"]) == (
-            401, "Unauthorized\n", "Basic", "deny")
-        assert [get(port, None, basic(word, user))[0] for user, word in (
-            ("alice", "s3cret"), ("alice", "wrong"), ("bob", "s3cret"), ("alice", "s3cret"))] == [200, 401, 401, 200]
+            401,
+            "Unauthorized\n",
+            "Basic",
+            "deny",
+        )
+        assert [
+            get(port, None, basic(word, user))[0]
+            for user, word in (("alice", "s3cret"), ("alice", "wrong"), ("bob", "s3cret"), ("alice", "s3cret"))
+        ] == [200, 401, 401, 200]
         write(file, f"basic_auth_users: {{bob: {HASH}}}")
         assert [get(port, None, basic("s3cret", user))[0] for user in ("alice", "bob")] == [401, 200]
         write(file, "basic_auth_users: {bob: broken}")
@@ -316,8 +440,10 @@ def test_a_prometheus_with_the_ca_and_the_password_scrapes_and_nobody_else(
 ) -> None:
     certificate, key = authority.sign("server", 1)
     file = tmp_path / "web.yml"
-    file.write_text(f"tls_server_config: {{cert_file: {certificate}, key_file: {key}, min_version: TLS13}}\n"
-                    f"basic_auth_users: {{alice: {HASH}}}")
+    file.write_text(
+        f"tls_server_config: {{cert_file: {certificate}, key_file: {key}, min_version: TLS13}}\n"
+        f"basic_auth_users: {{alice: {HASH}}}"
+    )
     with serving(Web(file)) as port:
         assert get(port, client(authority), basic("s3cret"))[:2] == (200, "ht")
         assert get(port, client(authority), basic("wrong"))[0] == 401
@@ -337,8 +463,10 @@ def test_a_client_without_a_certificate_of_the_ca_is_refused(tmp_path: Path, aut
     certificate, key = authority.sign("server", 1)
     own, stranger = authority.sign("prometheus", 2), Authority(tmp_path / "other").sign("stranger", 3)
     file = tmp_path / "web.yml"
-    file.write_text(f"tls_server_config: {{cert_file: {certificate}, key_file: {key}, client_ca_file: {authority.file},"
-                    " client_auth_type: RequireAndVerifyClientCert}")
+    file.write_text(
+        f"tls_server_config: {{cert_file: {certificate}, key_file: {key}, client_ca_file: {authority.file},"
+        " client_auth_type: RequireAndVerifyClientCert}"
+    )
     with serving(Web(file)) as port:
         assert get(port, client(authority, own))[0] == 200
         for refused in (None, stranger):
@@ -355,8 +483,10 @@ def test_a_rotated_certificate_and_ca_are_used_by_the_next_connection(tmp_path: 
     for source, target in ((first[0], server), (first[1], key), (authority.file, ca)):
         shutil.copy(source, target)
     file = tmp_path / "web.yml"
-    file.write_text("tls_server_config: {cert_file: server.crt, key_file: server.key, client_ca_file: clients.crt, "
-                    "client_auth_type: RequireAndVerifyClientCert}")
+    file.write_text(
+        "tls_server_config: {cert_file: server.crt, key_file: server.key, client_ca_file: clients.crt, "
+        "client_auth_type: RequireAndVerifyClientCert}"
+    )
     with serving(Web(file)) as port:
         assert get(port, client(authority, ours))[3] == 11
         write(server, second[0].read_text())  # half of the pair: the old one stays in use
@@ -399,8 +529,12 @@ def test_who_comes_is_asked_on_when_the_file_is_emptied(tmp_path: Path, caplog: 
 def test_files_that_cannot_be_used_are_an_error_at_start(tmp_path: Path, authority: Authority) -> None:
     certificate, key = authority.sign("server", 1)
     _, other_key = authority.sign("other", 2)
-    subprocess.run(["openssl", "ec", "-aes128", "-passout", "pass:x", "-in", key, "-out", tmp_path / "locked.key"],
-                   check=True, capture_output=True, timeout=PATIENCE)
+    subprocess.run(
+        ["openssl", "ec", "-aes128", "-passout", "pass:x", "-in", key, "-out", tmp_path / "locked.key"],
+        check=True,
+        capture_output=True,
+        timeout=PATIENCE,
+    )
     (tmp_path / "empty.crt").touch()
     web = tmp_path / "web.yml"
 
@@ -417,7 +551,8 @@ def test_files_that_cannot_be_used_are_an_error_at_start(tmp_path: Path, authori
     assert problem(pair("none.crt", key)) == f"cert_file {tmp_path}/none.crt: No such file or directory"
     assert problem(pair(certificate, "none.key")) == f"key_file {tmp_path}/none.key: No such file or directory"
     assert problem(pair(certificate, other_key)) == (
-        f"cert_file {certificate} and key_file {other_key} cannot be used together: KEY_VALUES_MISMATCH")
+        f"cert_file {certificate} and key_file {other_key} cannot be used together: KEY_VALUES_MISMATCH"
+    )
     assert problem(pair(certificate, tmp_path / "locked.key")).startswith(f"cert_file {certificate} and key_file")
     assert problem(pair(certificate, key, f"{verify}/empty.crt")).startswith(f"client_ca_file {tmp_path}/empty.crt: ")
     assert problem("a: 1").startswith("line 1: a is not known")
@@ -452,15 +587,31 @@ def test_a_file_written_in_place_is_noticed_too(tmp_path: Path) -> None:
 def test_exporter_and_check_speak_through_tls_and_a_password(tmp_path: Path, authority: Authority) -> None:
     certificate, key = authority.sign("server", 1)
     (tmp_path / "web.yml").write_text(
-        f"tls_server_config: {{cert_file: {certificate}, key_file: {key}}}\nbasic_auth_users: {{alice: {HASH}}}")
+        f"tls_server_config: {{cert_file: {certificate}, key_file: {key}}}\nbasic_auth_users: {{alice: {HASH}}}"
+    )
     (tmp_path / "password").write_text("s3cret\n")
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent / "exporter")}
     command = [sys.executable, "-m", "flopwatch"]
     log = tmp_path / "log"
     with log.open("w") as output:
         exporter = subprocess.Popen(
-            [*command, "exporter", "--simulate", "h100x8", "--state", tmp_path / "state", "--listen", "127.0.0.1:0",
-             "--otlp-listen", "127.0.0.1:0", "--web-config", tmp_path / "web.yml"], stderr=output, env=environment)
+            [
+                *command,
+                "exporter",
+                "--simulate",
+                "h100x8",
+                "--state",
+                tmp_path / "state",
+                "--listen",
+                "127.0.0.1:0",
+                "--otlp-listen",
+                "127.0.0.1:0",
+                "--web-config",
+                tmp_path / "web.yml",
+            ],
+            stderr=output,
+            env=environment,
+        )
     try:
         while (address := re.search(r"listening metrics=\S+:(\d+)", log.read_text())) is None:
             assert exporter.poll() is None, log.read_text()
@@ -471,14 +622,28 @@ def test_exporter_and_check_speak_through_tls_and_a_password(tmp_path: Path, aut
         assert get(port, client(authority), basic("s3cret"))[0] == 200
         assert get(port, client(authority))[0] == 401
         check: list[str | Path] = [
-            *command, "check", "--url", f"https://127.0.0.1:{port}/metrics", "--ca-file", authority.file,
-            "--state", tmp_path / "state"]
-        known = subprocess.run([*check, "--user", "alice", "--password-file", tmp_path / "password"],
-                               capture_output=True, text=True, env=environment, timeout=PATIENCE)
+            *command,
+            "check",
+            "--url",
+            f"https://127.0.0.1:{port}/metrics",
+            "--ca-file",
+            authority.file,
+            "--state",
+            tmp_path / "state",
+        ]
+        known = subprocess.run(
+            [*check, "--user", "alice", "--password-file", tmp_path / "password"],
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=PATIENCE,
+        )
         assert (known.returncode, known.stdout) == (0, "OK - 8 GPUs, 9 active ports | gpus=8 ports=9\n")
         unknown = subprocess.run(check, capture_output=True, text=True, env=environment, timeout=PATIENCE)
         assert (unknown.returncode, unknown.stdout.partition("/metrics ")[2]) == (
-            3, "answers 401 Unauthorized; give --user and --password-file\n")
+            3,
+            "answers 401 Unauthorized; give --user and --password-file\n",
+        )
     finally:
         exporter.terminate()
         assert exporter.wait(PATIENCE) == 0

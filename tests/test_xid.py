@@ -57,12 +57,20 @@ ZERO = {("0", str(code)): 0 for code in START} | {("1", str(code)): 0 for code i
 def gpus(tmp_path: Path) -> Path:
     """Return an inventory of two GPUs, at 0000:53:00 and 0000:64:00."""
     inventory = tmp_path / "gpus.json"
-    inventory.write_text(json.dumps({
-        f"GPU-{bus}": dict.fromkeys(GPU_INFO.labels, "") | {
-            "gpu": gpu, "uuid": f"GPU-{bus}", "pci_bus_id": f"00000000:{bus}:00.0", "driver_version": "570.124.06",
-        }
-        for gpu, bus in (("0", "53"), ("1", "64"))
-    }))
+    inventory.write_text(
+        json.dumps(
+            {
+                f"GPU-{bus}": dict.fromkeys(GPU_INFO.labels, "")
+                | {
+                    "gpu": gpu,
+                    "uuid": f"GPU-{bus}",
+                    "pci_bus_id": f"00000000:{bus}:00.0",
+                    "driver_version": "570.124.06",
+                }
+                for gpu, bus in (("0", "53"), ("1", "64"))
+            }
+        )
+    )
     return inventory
 
 
@@ -102,12 +110,19 @@ def test_critical_codes_are_0_on_every_gpu_before_anything_happened(tmp_path: Pa
     assert values(samples, XID_SOURCE_UP) == {("kernel_log",): 1}
 
 
-@pytest.mark.parametrize(("model", "own"), [
-    ("NVIDIA H100 80GB HBM3", (46, 74, 109, 136, 143)), ("NVIDIA L40S", (46, 74, 109, 136, 143)),
-    ("Tesla T4", (46, 74, 109, 136, 143)), ("NVIDIA RTX PRO 6000 Blackwell", (46, 74, 109, 136, 143)),
-    ("", (46, 74, 109, 136, 143)), ("NVIDIA B200", (144, 145, 146, 149, 150)),
-    ("NVIDIA GB200", (144, 145, 146, 149, 150)), ("NVIDIA B300 SXM6 AC", (144, 145, 146, 149, 150)),
-])
+@pytest.mark.parametrize(
+    ("model", "own"),
+    [
+        ("NVIDIA H100 80GB HBM3", (46, 74, 109, 136, 143)),
+        ("NVIDIA L40S", (46, 74, 109, 136, 143)),
+        ("Tesla T4", (46, 74, 109, 136, 143)),
+        ("NVIDIA RTX PRO 6000 Blackwell", (46, 74, 109, 136, 143)),
+        ("", (46, 74, 109, 136, 143)),
+        ("NVIDIA B200", (144, 145, 146, 149, 150)),
+        ("NVIDIA GB200", (144, 145, 146, 149, 150)),
+        ("NVIDIA B300 SXM6 AC", (144, 145, 146, 149, 150)),
+    ],
+)
 def test_the_codes_from_the_start_are_those_of_the_cards_generation(
     tmp_path: Path, gpus: Path, model: str, own: tuple[int, ...]
 ) -> None:
@@ -136,17 +151,20 @@ def test_an_info_series_says_what_the_codes_of_this_node_are(tmp_path: Path, gpu
     assert counts(samples)["1", "4242"] == 1  # a code that NVIDIA has not told us of counts, and has no info
 
 
-def test_the_drivers_second_report_of_a_gpu_that_fell_off_the_bus_is_the_same_event(
-    tmp_path: Path, gpus: Path
-) -> None:
+def test_the_drivers_second_report_of_a_gpu_that_fell_off_the_bus_is_the_same_event(tmp_path: Path, gpus: Path) -> None:
     kmsg = tmp_path / "kmsg"
     kmsg.write_text(xid("53", 79, 0, 10) + line("NVRM: GPU 0000:53:00.0: GPU has fallen off the bus.", 1, 11))
     reader = collector(kmsg, gpus)
     assert counts(reader.read())["0", "79"] == 1
     with kmsg.open("a") as file:
-        file.write(line(
-            "NVRM: The NVIDIA GPU 0000:53:00.0\\x0aNVRM: (PCI ID: 10de:2330) installed in this system has\\x0a"
-            "NVRM: fallen off the bus and is not responding to commands.", 2, 200))
+        file.write(
+            line(
+                "NVRM: The NVIDIA GPU 0000:53:00.0\\x0aNVRM: (PCI ID: 10de:2330) installed in this system has\\x0a"
+                "NVRM: fallen off the bus and is not responding to commands.",
+                2,
+                200,
+            )
+        )
     samples = reader.read()
     assert counts(samples)["0", "79"] == 2
     assert last(samples)["0", "79"] == BOOTED + 200
@@ -167,7 +185,8 @@ def test_a_gpu_that_nobody_names_in_time_is_named_by_its_address_or_by_the_drive
     """The inventory is empty for good where its folder cannot be written, and a GPU lost at boot is never in it."""
     uuid = "GPU-509665ad-b600-ac93-3616-d754b23d636d"
     (tmp_path / "kmsg").write_text(
-        line(f"NVRM: GPU at PCI:0000:9b:00: {uuid}") + xid("9b", 79, 1, 10) + xid("9c", 48, 2, 10) + xid("53", 48, 3))
+        line(f"NVRM: GPU at PCI:0000:9b:00: {uuid}") + xid("9b", 79, 1, 10) + xid("9c", 48, 2, 10) + xid("53", 48, 3)
+    )
     clock = iter([BOOTED, *[BOOTED + STRANGER_SECONDS] * 99])
     samples = collector(tmp_path / "kmsg", gpus, clock=lambda: next(clock)).read()
     strangers = {labels: value for labels, value in values(samples, GPU_XID).items() if labels[0] == "" and value}
@@ -200,21 +219,30 @@ def test_the_errors_of_a_switch_have_their_series_once_there_are_any(tmp_path: P
         samples = collector(tmp_path / "kmsg", gpus).read()
         assert values(samples, NVLINK_SWITCH_SXID) == {("0000:05:00.0", "12028"): 3, ("0000:00:00.0", "20034"): 2}
         assert values(samples, NVLINK_SWITCH_SXID_LAST) == {
-            ("0000:05:00.0", "12028"): BOOTED + 7, ("0000:00:00.0", "20034"): BOOTED + 8}
+            ("0000:05:00.0", "12028"): BOOTED + 7,
+            ("0000:00:00.0", "20034"): BOOTED + 8,
+        }
         assert values(samples, NVLINK_SWITCH_SXID_INFO) == {
             ("12028", "egress nonposted PRIV error", "non-fatal", "warning", "none / watch"): 1,
-            ("20034", "LTSSM Fault Up", "potentially fatal", "critical",
-             "restart the guest VM or reset the GPUs and switches of that port"): 1,
+            (
+                "20034",
+                "LTSSM Fault Up",
+                "potentially fatal",
+                "critical",
+                "restart the guest VM or reset the GPUs and switches of that port",
+            ): 1,
         }
 
 
 def test_other_events_of_the_node_are_counted(tmp_path: Path, gpus: Path) -> None:
-    (tmp_path / "kmsg").write_text((CAPTURES / "kmsg_peermem.log").read_text() + "\n" + line(
-        "mlx5_core 0000:41:00.1: Port module event: module 1, Cable unplugged"))
+    (tmp_path / "kmsg").write_text(
+        (CAPTURES / "kmsg_peermem.log").read_text()
+        + "\n"
+        + line("mlx5_core 0000:41:00.1: Port module event: module 1, Cable unplugged")
+    )
     for _restart in range(2):
         events = values(collector(tmp_path / "kmsg", gpus).read(), NODE_KERNEL_EVENTS)
-        assert {name: value for (name,), value in events.items() if value} == {
-            "peermem_error": 7, "cable_unplugged": 1}
+        assert {name: value for (name,), value in events.items() if value} == {"peermem_error": 7, "cable_unplugged": 1}
 
 
 def test_no_kernel_log_makes_more_series_than_a_node_has_parts(tmp_path: Path, gpus: Path) -> None:
@@ -224,7 +252,9 @@ def test_no_kernel_log_makes_more_series_than_a_node_has_parts(tmp_path: Path, g
         "".join(xid("53", 149, text=link.format(unit, unit % 36)) for unit in range(10, 90))
         + "".join(xid(f"{bus:02x}", 79) for bus in range(256))
         + "".join(
-            line(f"nvidia-nvswitch0: SXid (PCI:0000:05:00.0): {code}, Fatal, Link 1") for code in range(10000, 11000)))
+            line(f"nvidia-nvswitch0: SXid (PCI:0000:05:00.0): {code}, Fatal, Link 1") for code in range(10000, 11000)
+        )
+    )
     clock = iter([BOOTED, *[BOOTED + STRANGER_SECONDS] * 999])
     samples = collector(kmsg, gpus, clock=lambda: next(clock)).read()
     errors = values(samples, GPU_XID_NVLINK_ERRORS)
@@ -243,7 +273,9 @@ def test_a_flood_of_different_codes_makes_few_series_and_hides_no_critical_one(t
     reader = collector(kmsg, gpus, clock=lambda: now)
     samples = reader.read()
     assert counts(samples) == ZERO | {("0", str(code)): 1 for code in range(1000, 1000 + CODES)} | {
-        ("0", "other"): 10_000 - CODES, ("0", "79"): 1}
+        ("0", "other"): 10_000 - CODES,
+        ("0", "79"): 1,
+    }
     assert last(samples)["0", "other"] == BOOTED + 5
     assert "other" not in {labels[0] for labels in values(samples, GPU_XID_INFO)}
     # What is compared with NVML's events is bounded, and forgotten after a while.
@@ -260,8 +292,11 @@ def test_a_flood_of_different_codes_makes_few_series_and_hides_no_critical_one(t
 
 
 def test_a_flood_of_addresses_is_not_remembered(tmp_path: Path, gpus: Path) -> None:
-    (tmp_path / "kmsg").write_text("".join(
-        line(f"NVRM: Xid (PCI:{domain:04x}:{bus:02x}:00): 31, text") for domain in range(64) for bus in range(256)))
+    (tmp_path / "kmsg").write_text(
+        "".join(
+            line(f"NVRM: Xid (PCI:{domain:04x}:{bus:02x}:00): 31, text") for domain in range(64) for bus in range(256)
+        )
+    )
     reader = collector(tmp_path / "kmsg", gpus)
     assert counts(reader.read()) == ZERO | {("0", "31"): 1, ("1", "31"): 1}
     assert len([*reader._reconciler]) == STRANGERS + 2
@@ -400,13 +435,25 @@ def test_the_place_is_kept_at_most_once_a_minute(terminal: tuple[int, Path], gpu
 
 def test_malformed_records_cost_nothing_but_themselves(terminal: tuple[int, Path], gpus: Path) -> None:
     master, device = terminal
-    os.write(master, b"".join([
-        b"no record\n", b" SUBSYSTEM=pci\n", b"4,\n", b"4,x,1,-;NVRM: Xid (PCI:0000:53:00): 79, a\n",
-        b"4,99999999999999999999,1,-;NVRM: Xid (PCI:0000:53:00): 79, a\n", b"\xff\xfe,1,1,-;Xid (\n", b"\n",
-        b"4,1,1,-;NVRM: Xid (PCI:zz:53:00): 79, a\n", b"4,2,1,-;NVRM: Xid (PCI:0000:53:00): , a\n",
-        b"4,3,1,-;NVRM: Xid (PCI:0000:53:00): 79, \xff\xfe a\n", b"4,4,1,-;NVRM: Xid (PCI:0000:53:0\n",
-        xid("64", 48, 5).encode(),
-    ]))
+    os.write(
+        master,
+        b"".join(
+            [
+                b"no record\n",
+                b" SUBSYSTEM=pci\n",
+                b"4,\n",
+                b"4,x,1,-;NVRM: Xid (PCI:0000:53:00): 79, a\n",
+                b"4,99999999999999999999,1,-;NVRM: Xid (PCI:0000:53:00): 79, a\n",
+                b"\xff\xfe,1,1,-;Xid (\n",
+                b"\n",
+                b"4,1,1,-;NVRM: Xid (PCI:zz:53:00): 79, a\n",
+                b"4,2,1,-;NVRM: Xid (PCI:0000:53:00): , a\n",
+                b"4,3,1,-;NVRM: Xid (PCI:0000:53:00): 79, \xff\xfe a\n",
+                b"4,4,1,-;NVRM: Xid (PCI:0000:53:0\n",
+                xid("64", 48, 5).encode(),
+            ]
+        ),
+    )
     samples = collector(device, gpus).read()
     assert counts(samples) == ZERO | {("0", "79"): 1, ("1", "48"): 1}
     assert values(samples, KERNEL_LOG_LOST) == {(): 0}
@@ -472,12 +519,19 @@ def test_a_kernel_log_that_went_away_takes_no_count_with_it(tmp_path: Path, gpus
     assert values(samples, XID_SOURCE_UP) == {("kernel_log",): 1}
 
 
-@pytest.mark.parametrize("content", [
-    "", "[]", '{"next": "x", "counts": 3}', '{"counts": {"GPU-53": {"a": 1}}}',
-    '{"next": -1}',
-    '{"log": 3, "next": -1.5, "since": "x", "told": [[1], 2, ["0000:53:00", 79, "x", []]], "links": {"GPU-53": [[1]]},'
-    ' "notices": [], "recovery": {"GPU-53": "x"}, "switches": [[1]], "node": 1, "introduced": null}',
-])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"next": "x", "counts": 3}',
+        '{"counts": {"GPU-53": {"a": 1}}}',
+        '{"next": -1}',
+        '{"log": 3, "next": -1.5, "since": "x", "told": [[1], 2, ["0000:53:00", 79, "x", []]], "links": '
+        '{"GPU-53": [[1]]},'
+        ' "notices": [], "recovery": {"GPU-53": "x"}, "switches": [[1]], "node": 1, "introduced": null}',
+    ],
+)
 def test_an_unreadable_state_file_is_forgotten(tmp_path: Path, gpus: Path, content: str) -> None:
     (tmp_path / "xid.json").write_text(content)
     (tmp_path / "kmsg").write_text(xid("53", 79))
@@ -497,7 +551,8 @@ def test_a_disk_that_takes_nothing_costs_no_count(tmp_path: Path, gpus: Path) ->
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 5) | st.floats(allow_nan=False) | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3), max_leaves=8,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
 )
 
 
@@ -525,7 +580,8 @@ def test_the_page_about_xids_is_what_the_table_says() -> None:
 def test_critical_are_the_codes_for_which_nvidia_wants_a_reset_a_reboot_or_an_investigation() -> None:
     actions = ("RESET_GPU", "RESTART_BM", "WORKFLOW_")
     assert list(CRITICAL) == [
-        code for code, row in sorted(meanings().items())
+        code
+        for code, row in sorted(meanings().items())
         if row["severity"] in ("critical", "fatal") and row["action"].startswith(actions)
     ]
     for model in ("NVIDIA H100 80GB HBM3", "NVIDIA B200"):

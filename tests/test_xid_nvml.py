@@ -130,17 +130,22 @@ def watch(library: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 @pytest.fixture
 def gpus(tmp_path: Path) -> Path:
     """Return an inventory of the GPUs at 0000:53:00 and 0000:64:00."""
-    (tmp_path / "gpus.json").write_text(json.dumps({
-        f"GPU-{bus}": dict.fromkeys(GPU_INFO.labels, "") | {
-            "gpu": gpu, "uuid": f"GPU-{bus}", "pci_bus_id": f"00000000:{bus}:00.0"}
-        for gpu, bus in (("0", "53"), ("1", "64"))
-    }))
+    (tmp_path / "gpus.json").write_text(
+        json.dumps(
+            {
+                f"GPU-{bus}": dict.fromkeys(GPU_INFO.labels, "")
+                | {"gpu": gpu, "uuid": f"GPU-{bus}", "pci_bus_id": f"00000000:{bus}:00.0"}
+                for gpu, bus in (("0", "53"), ("1", "64"))
+            }
+        )
+    )
     return tmp_path / "gpus.json"
 
 
 def collector(gpus: Path, watcher: Watcher | None, kmsg: str = "kmsg") -> Xid:
     return Xid(
-        gpus.parent / kmsg, gpus, gpus.parent / "xid.json", "boot1", lambda: NOW, watcher=watcher, clock=lambda: NOW)
+        gpus.parent / kmsg, gpus, gpus.parent / "xid.json", "boot1", lambda: NOW, watcher=watcher, clock=lambda: NOW
+    )
 
 
 def line(bus: str, xid: int, second: int = 0) -> str:
@@ -161,12 +166,21 @@ def test_xids_and_notices_are_told_and_clock_events_and_strangers_are_not(
     watcher = watch()
     instance, stranger = event("999", 13), event("777", 13)
     library.tell(
-        event("53", 79), event("53", 0), event("64", 94), instance, stranger, event("53", 0, UNAVAILABLE),
-        event("64", 0, RECOVERY_ACTION), event("64", 0, 0x10),
+        event("53", 79),
+        event("53", 0),
+        event("64", 94),
+        instance,
+        stranger,
+        event("53", 0, UNAVAILABLE),
+        event("64", 0, RECOVERY_ACTION),
+        event("64", 0, 0x10),
     )
     assert watcher.drain() == [
-        Told("0000:53:00", NOW, 79, ""), Told("0000:64:00", NOW, 94, ""), Told("0000:64:00", NOW, 13, ""),
-        Told("0000:53:00", NOW, 0, "unavailable"), Told("0000:64:00", NOW, 0, "recovery_action"),
+        Told("0000:53:00", NOW, 79, ""),
+        Told("0000:64:00", NOW, 94, ""),
+        Told("0000:64:00", NOW, 13, ""),
+        Told("0000:53:00", NOW, 0, "unavailable"),
+        Told("0000:64:00", NOW, 0, "recovery_action"),
     ]
     assert watcher.drain() == []
     assert watcher.error == ""
@@ -225,8 +239,10 @@ def test_without_the_kernel_log_nvml_counts_alone_and_knows_its_gpus_itself(
     assert {labels[:2] for row, labels, _ in samples if row is GPU_XID} == {("0", "GPU-53"), ("1", "GPU-64")}
     assert values(samples, XID_SOURCE_UP) == {("kernel_log",): 0, ("nvml",): 1}
     assert values(samples, GPU_DRIVER_EVENTS) == {
-        ("0", "GPU-53", "unavailable"): 0, ("0", "GPU-53", "recovery_action"): 0,
-        ("1", "GPU-64", "unavailable"): 1, ("1", "GPU-64", "recovery_action"): 0,
+        ("0", "GPU-53", "unavailable"): 0,
+        ("0", "GPU-53", "recovery_action"): 0,
+        ("1", "GPU-64", "unavailable"): 1,
+        ("1", "GPU-64", "recovery_action"): 0,
     }
 
 
@@ -258,9 +274,7 @@ def test_after_a_driver_reload_events_go_on_under_the_new_indices(
     assert values(samples, XID_SOURCE_UP) == {("kernel_log",): 0, ("nvml",): 1}
 
 
-def test_a_lost_gpu_does_not_silence_the_others(
-    library: Library, watch: Callable[[], Watcher], gpus: Path
-) -> None:
+def test_a_lost_gpu_does_not_silence_the_others(library: Library, watch: Callable[[], Watcher], gpus: Path) -> None:
     reader = collector(gpus, watcher := watch())
     library.refused["53"] = pynvml.NVML_ERROR_GPU_IS_LOST
     library.tell(event("53", 79), pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST))
@@ -360,8 +374,13 @@ def test_a_driver_replaced_underneath_asks_for_another_process_but_a_wrong_libra
 def test_an_xid_of_the_simulated_node_is_one_although_its_nvml_tells_of_it_too(tmp_path: Path) -> None:
     node = SimulatedNode(tmp_path / "simulated")
     node.create()
-    arguments = {"kmsg": str(node.kmsg), "gpus": str(tmp_path / "gpus.json"), "state": str(tmp_path / "xid.json"),
-                 "simulated": str(node.root), "nvml": "events"}
+    arguments = {
+        "kmsg": str(node.kmsg),
+        "gpus": str(tmp_path / "gpus.json"),
+        "state": str(tmp_path / "xid.json"),
+        "simulated": str(node.root),
+        "nvml": "events",
+    }
     reader = build(**arguments)
     base = build(**arguments | {"kmsg": str(tmp_path / "none"), "state": str(tmp_path / "base.json")})
     try:

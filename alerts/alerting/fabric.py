@@ -59,20 +59,30 @@ def _link_errors(settings: AlertSettings) -> Alert:
         " It is gone from /sys.",
     )
     found = "".join(
-        each(f"max(({problem}) and on (instance, device, port) {m.INFINIBAND_INFO}{{host=%[3]q}})",
-             "$labels.device $labels.port $labels.host", text)
+        each(
+            f"max(({problem}) and on (instance, device, port) {m.INFINIBAND_INFO}{{host=%[3]q}})",
+            "$labels.device $labels.port $labels.host",
+            text,
+        )
         for problem, text in zip(problems("{device=%[1]q,port=%[2]q}"), texts, strict=True)
     )
     return Alert(
-        "hardware", "InfinibandLinkErrors", "warning", ("host", "device", "port"),
+        "hardware",
+        "InfinibandLinkErrors",
+        "warning",
+        ("host", "device", "port"),
         at_host("group", "\n  or\n".join(problems()), "host, device, port", settings),
-        settings.at_pace(settings.link_for), "An InfiniBand link makes errors, goes down, or is not active.",
-        "Port {{ $labels.port }} of {{ $labels.device }} on {{ $labels.host }}:" + found
-        + each(f"group by (run) ({m.TRAINING_RANK_INFO}{{host=%q}})", "$labels.host",
-               " Run {{ .Labels.run }} has ranks on this node."),
+        settings.at_pace(settings.link_for),
+        "An InfiniBand link makes errors, goes down, or is not active.",
+        "Port {{ $labels.port }} of {{ $labels.device }} on {{ $labels.host }}:"
+        + found
+        + each(
+            f"group by (run) ({m.TRAINING_RANK_INFO}{{host=%q}})",
+            "$labels.host",
+            " Run {{ .Labels.run }} has ranks on this node.",
+        ),
         keep_firing_for=settings.at_pace(settings.link_keep),
     )
-
 
 
 def _matchers(port: str, other: str = "") -> str:
@@ -82,22 +92,35 @@ def _matchers(port: str, other: str = "") -> str:
 
 
 def _of_port(
-    settings: AlertSettings, name: str, problems: tuple[Problem, ...], for_: float, summary: str,
-    severity: Literal["critical", "warning", "info"] = "warning", condition: str = "", keep: float = 0.0,
+    settings: AlertSettings,
+    name: str,
+    problems: tuple[Problem, ...],
+    for_: float,
+    summary: str,
+    severity: Literal["critical", "warning", "info"] = "warning",
+    condition: str = "",
+    keep: float = 0.0,
 ) -> Alert:
     """Return an alert with one series per port that has any of the problems, and the `condition` on its host."""
     told = "".join(
-        each(f"max(({problem('device=%[1]q,port=%[2]q')}) and on ({PORT}) {m.INFINIBAND_INFO}{{host=%[3]q}})",
-             "$labels.device $labels.port $labels.host", words)
+        each(
+            f"max(({problem('device=%[1]q,port=%[2]q')}) and on ({PORT}) {m.INFINIBAND_INFO}{{host=%[3]q}})",
+            "$labels.device $labels.port $labels.host",
+            words,
+        )
         for problem, words in problems
     )
     wrong = f"\n  or on ({PORT})\n".join(
         f"group by ({PORT}) (\n{indent(problem(''), '  ')}\n)" for problem, _ in problems
     )
     return Alert(
-        "fabric", name, severity, ("host", "device", "port"),
+        "fabric",
+        name,
+        severity,
+        ("host", "device", "port"),
         at_host("group", wrong, "host, device, port", settings) + condition,
-        settings.at_pace(for_), summary,
+        settings.at_pace(for_),
+        summary,
         "Port {{ $labels.port }} of {{ $labels.device }} on {{ $labels.host }}:" + told + runs_on_host(settings),
         keep_firing_for=settings.at_pace(keep) if keep else "",
     )
@@ -127,10 +150,16 @@ def _port_down(settings: AlertSettings) -> tuple[Alert, ...]:
 
     def alert(severity: Literal["critical", "warning"], spare: str, condition: str) -> Alert:
         return _of_port(
-            settings, "InfinibandPortDown",
-            ((lambda port: down(port) + spare, " Its state is {{ .Value }} (4 is active)."),
-             (lambda port: gone(port) + spare, " It is gone from /sys.")),
-            settings.port_down_for, "A port that was in use has no link, or is gone.", severity, condition,
+            settings,
+            "InfinibandPortDown",
+            (
+                (lambda port: down(port) + spare, " Its state is {{ .Value }} (4 is active)."),
+                (lambda port: gone(port) + spare, " It is gone from /sys."),
+            ),
+            settings.port_down_for,
+            "A port that was in use has no link, or is gone.",
+            severity,
+            condition,
         )
 
     # Without a storage or management port a job goes on training.
@@ -142,16 +171,21 @@ group by (host) (last_over_time({m.TRAINING_RANK_INFO}[{window}]) and on (run) {
 
 
 def _flapping(settings: AlertSettings) -> Alert:
-    flaps = each(f"max({m.INFINIBAND_FLAPS}{{device=%[1]q,port=%[2]q}} and on ({PORT}) "
-                 f"{m.INFINIBAND_INFO}{{host=%[3]q}})", "$labels.device $labels.port $labels.host",
-                 " {{ .Value }} flaps so far.")
+    flaps = each(
+        f"max({m.INFINIBAND_FLAPS}{{device=%[1]q,port=%[2]q}} and on ({PORT}) {m.INFINIBAND_INFO}{{host=%[3]q}})",
+        "$labels.device $labels.port $labels.host",
+        " {{ .Value }} flaps so far.",
+    )
     return Alert(
-        "fabric", "InfinibandLinkFlapping", "warning", ("host", "device", "port"),
-        at_host("group", f"{latest(m.INFINIBAND_FLAPPING, PORT, settings)} == 1", "host, device, port",
-                settings),
+        "fabric",
+        "InfinibandLinkFlapping",
+        "warning",
+        ("host", "device", "port"),
+        at_host("group", f"{latest(m.INFINIBAND_FLAPPING, PORT, settings)} == 1", "host, device, port", settings),
         "0s",  # the exporter has waited for three flaps, and holds the state for an hour after the last
         "A link goes down and comes back, again and again.",
-        "Port {{ $labels.port }} of {{ $labels.device }} on {{ $labels.host }} goes down and comes back." + flaps
+        "Port {{ $labels.port }} of {{ $labels.device }} on {{ $labels.host }} goes down and comes back."
+        + flaps
         + runs_on_host(settings),
     )
 
@@ -166,12 +200,18 @@ def _slow_port(settings: AlertSettings) -> Alert:
   and on ({PORT})
 {latest(m.INFINIBAND_STATE, PORT, settings)} >= 4"""
 
-    expected = each(f"max(8e-9 * {m.INFINIBAND_EXPECTED_RATE}{{device=%[1]q,port=%[2]q}} and on ({PORT}) "
-                    f"{m.INFINIBAND_INFO}{{host=%[3]q}})", "$labels.device $labels.port $labels.host",
-                    ' of {{ printf "%.0f" .Value }} Gb/s.')
+    expected = each(
+        f"max(8e-9 * {m.INFINIBAND_EXPECTED_RATE}{{device=%[1]q,port=%[2]q}} and on ({PORT}) "
+        f"{m.INFINIBAND_INFO}{{host=%[3]q}})",
+        "$labels.device $labels.port $labels.host",
+        ' of {{ printf "%.0f" .Value }} Gb/s.',
+    )
     return _of_port(
-        settings, "InfinibandRateLow", ((slow, ' It runs at {{ printf "%.0f" .Value }}' + expected),),
-        settings.rate_for, "A link runs slower than it did.",
+        settings,
+        "InfinibandRateLow",
+        ((slow, ' It runs at {{ printf "%.0f" .Value }}' + expected),),
+        settings.rate_for,
+        "A link runs slower than it did.",
     )
 
 
@@ -189,50 +229,64 @@ rate({m.INFINIBAND_SYMBOL_ERRORS}{_matchers(port)}[{window}])
 ALERTS{alertname="InfinibandLinkErrors"}"""
 
     def fact(words: str) -> str:
-        return f" {{{{ printf \"%.1f\" .Value }}}} {words}."
+        return f' {{{{ printf "%.1f" .Value }}}} {words}.'
 
     def rises(words: str) -> str:
-        return f" {{{{ printf \"%.0f\" .Value }}}} {words} in {settings.at_pace(settings.link_window)}."
+        return f' {{{{ printf "%.0f" .Value }}}} {words} in {settings.at_pace(settings.link_window)}.'
 
     return _of_port(
-        settings, "InfinibandErrorRate",
-        ((bits, " {{ printf \"%.2g\" .Value }} symbol errors a second."),
-         (_rate(settings, m.INFINIBAND_LINK_RECOVERY, settings.recoveries, a_minute=True),
-          fact("recoveries of the link a minute")),
-         (_rate(settings, m.INFINIBAND_RECEIVE_ERRORS, settings.receive_errors), fact("broken packets a second")),
-         (_rises(settings, m.INFINIBAND_LINK_INTEGRITY), rises("local link integrity errors")),
-         (_rises(settings, m.INFINIBAND_BUFFER_OVERRUN), rises("buffer overruns")),
-         (_rises(settings, m.INFINIBAND_CORRUPT_PACKETS), rises("packets that were corrupted on their way"))),
+        settings,
+        "InfinibandErrorRate",
+        (
+            (bits, ' {{ printf "%.2g" .Value }} symbol errors a second.'),
+            (
+                _rate(settings, m.INFINIBAND_LINK_RECOVERY, settings.recoveries, a_minute=True),
+                fact("recoveries of the link a minute"),
+            ),
+            (_rate(settings, m.INFINIBAND_RECEIVE_ERRORS, settings.receive_errors), fact("broken packets a second")),
+            (_rises(settings, m.INFINIBAND_LINK_INTEGRITY), rises("local link integrity errors")),
+            (_rises(settings, m.INFINIBAND_BUFFER_OVERRUN), rises("buffer overruns")),
+            (_rises(settings, m.INFINIBAND_CORRUPT_PACKETS), rises("packets that were corrupted on their way")),
+        ),
         settings.error_for,
-        "A link makes more errors than a good one, and corrects or repeats most of them.", condition=told,
+        "A link makes more errors than a good one, and corrects or repeats most of them.",
+        condition=told,
         keep=settings.link_keep,
     )
 
 
 def _packet_loss(settings: AlertSettings) -> Alert:
     def loss(row: m.Metric, more_than: float, words: str) -> Problem:
-        return _rate(settings, row, more_than), f" {{{{ printf \"%.1f\" .Value }}}} {words}."
+        return _rate(settings, row, more_than), f' {{{{ printf "%.1f" .Value }}}} {words}.'
 
     return _of_port(
-        settings, "InfinibandPacketLoss",
-        (loss(m.INFINIBAND_ACK_TIMEOUTS, settings.ack_timeouts, "acknowledgements a second are missing"),
-         loss(m.INFINIBAND_SLOW_RESTARTS, settings.slow_restarts, "slow restarts a second after loss"),
-         loss(m.INFINIBAND_TRANSMIT_DISCARDS, settings.discards, "packets a second are dropped before sending"),
-         loss(m.INFINIBAND_RECEIVE_DISCARDS, settings.discards, "packets a second are dropped on arrival")),
-        settings.loss_for, "Packets to or from a port are lost.", keep=settings.link_keep,
+        settings,
+        "InfinibandPacketLoss",
+        (
+            loss(m.INFINIBAND_ACK_TIMEOUTS, settings.ack_timeouts, "acknowledgements a second are missing"),
+            loss(m.INFINIBAND_SLOW_RESTARTS, settings.slow_restarts, "slow restarts a second after loss"),
+            loss(m.INFINIBAND_TRANSMIT_DISCARDS, settings.discards, "packets a second are dropped before sending"),
+            loss(m.INFINIBAND_RECEIVE_DISCARDS, settings.discards, "packets a second are dropped on arrival"),
+        ),
+        settings.loss_for,
+        "Packets to or from a port are lost.",
+        keep=settings.link_keep,
     )
 
 
 def _compute(settings: AlertSettings, rate: str) -> str:
     """Return a rate of the ports that collectives go over, without those of storage and management."""
-    return (f"({rate} and on ({PORT}) "
-            f'last_over_time({m.INFINIBAND_INFO}{{role="compute"}}[{settings.at_pace(settings.state_window)}]))')
+    return (
+        f"({rate} and on ({PORT}) "
+        f'last_over_time({m.INFINIBAND_INFO}{{role="compute"}}[{settings.at_pace(settings.state_window)}]))'
+    )
 
 
 def _congestion(settings: AlertSettings) -> Alert:
     window = settings.at_pace(settings.link_window)
-    marked, received = (f"rate({row}%s[{window}])" for row in
-                        (m.INFINIBAND_CONGESTION_MARKED, m.INFINIBAND_RECEIVE_PACKETS))
+    marked, received = (
+        f"rate({row}%s[{window}])" for row in (m.INFINIBAND_CONGESTION_MARKED, m.INFINIBAND_RECEIVE_PACKETS)
+    )
 
     def told(port: str) -> str:
         return f"{marked % port} / {received % port} > {settings.marked_share:g}"
@@ -251,12 +305,20 @@ def _congestion(settings: AlertSettings) -> Alert:
 {settings.slow_rail_share:g} * quantile by (instance) (0.5, {_compute(settings, sent)}))"""
 
     return _of_port(
-        settings, "InfinibandCongestion",
-        ((lambda port: told(_matchers(port)),
-          " {{ .Value | humanizePercentage }} of the packets it receives have met a queue."),
-         (lambda port: f"{waits}{_one(port)}",
-          " It waits for credit more than the node's other rails, and sends less.")),
-        settings.congestion_for, "A port sends or receives through queues.",
+        settings,
+        "InfinibandCongestion",
+        (
+            (
+                lambda port: told(_matchers(port)),
+                " {{ .Value | humanizePercentage }} of the packets it receives have met a queue.",
+            ),
+            (
+                lambda port: f"{waits}{_one(port)}",
+                " It waits for credit more than the node's other rails, and sends less.",
+            ),
+        ),
+        settings.congestion_for,
+        "A port sends or receives through queues.",
     )
 
 
@@ -278,9 +340,11 @@ def _rail_imbalance(settings: AlertSettings) -> Alert:
         return share + _one(port)
 
     return _of_port(
-        settings, "RailImbalance",
+        settings,
+        "RailImbalance",
         ((behind, " It sends {{ .Value | humanizePercentage }} of what the node's other rails send."),),
-        settings.rail_for, "One rail of a node carries less than the others.",
+        settings.rail_for,
+        "One rail of a node carries less than the others.",
     )
 
 
@@ -288,22 +352,35 @@ def _roce(settings: AlertSettings) -> Alert:
     window, state = settings.at_pace(settings.link_window), settings.at_pace(settings.state_window)
 
     def silent(port: str) -> str:
-        return (f"rate({m.INFINIBAND_CONGESTION_MARKED}{_matchers(port)}[{window}]) > 0 and on ({PORT}) "
-                f"rate({m.INFINIBAND_CONGESTION_NOTIFICATIONS_SENT}[{window}]) == 0")
+        return (
+            f"rate({m.INFINIBAND_CONGESTION_MARKED}{_matchers(port)}[{window}]) > 0 and on ({PORT}) "
+            f"rate({m.INFINIBAND_CONGESTION_NOTIFICATIONS_SENT}[{window}]) == 0"
+        )
 
     def lossy(port: str) -> str:
-        return (f"rate({m.INFINIBAND_PACKET_SEQUENCE_ERRORS}{_matchers(port)}[{window}]) > "
-                f"{settings.sequence_errors:g} and on ({PORT}) "
-                f'last_over_time({m.INFINIBAND_INFO}{{link_layer="Ethernet"}}[{state}])')
+        return (
+            f"rate({m.INFINIBAND_PACKET_SEQUENCE_ERRORS}{_matchers(port)}[{window}]) > "
+            f"{settings.sequence_errors:g} and on ({PORT}) "
+            f'last_over_time({m.INFINIBAND_INFO}{{link_layer="Ethernet"}}[{state}])'
+        )
 
     return _of_port(
-        settings, "RoceMisconfigured",
-        ((_rises(settings, m.INFINIBAND_CONGESTION_NOTIFICATIONS_IGNORED),
-          " It ignores congestion notifications: DCQCN is off."),
-         (silent, " It receives packets with the congestion mark and tells no sender."),
-         (lossy, ' {{ printf "%.1f" .Value }} packets a second are lost on their way: priority flow control is off, or '
-          "not for this traffic.")),
-        settings.roce_for, "A RoCE port is not set up for a lossless fabric.",
+        settings,
+        "RoceMisconfigured",
+        (
+            (
+                _rises(settings, m.INFINIBAND_CONGESTION_NOTIFICATIONS_IGNORED),
+                " It ignores congestion notifications: DCQCN is off.",
+            ),
+            (silent, " It receives packets with the congestion mark and tells no sender."),
+            (
+                lossy,
+                ' {{ printf "%.1f" .Value }} packets a second are lost on their way: priority flow control is off, or '
+                "not for this traffic.",
+            ),
+        ),
+        settings.roce_for,
+        "A RoCE port is not set up for a lossless fabric.",
     )
 
 
@@ -311,38 +388,66 @@ def _efa(settings: AlertSettings) -> Alert:
     window = settings.at_pace(settings.link_window)
 
     def fact(words: str) -> str:
-        return f" {{{{ printf \"%.1f\" .Value }}}} {words}."
+        return f' {{{{ printf "%.1f" .Value }}}} {words}.'
 
     return _of_port(
-        settings, "EfaErrors",
-        ((_rate(settings, m.INFINIBAND_IMPAIRED_CONNECTIONS, settings.efa_peer_errors),
-          fact("connections a second are impaired")),
-         (_rate(settings, m.INFINIBAND_UNRESPONSIVE_PEERS, settings.efa_peer_errors),
-          fact("times a second a peer does not respond: look at the peer")),
-         (_rate(settings, m.INFINIBAND_COMMAND_ERRORS, settings.efa_command_errors, a_minute=True),
-          fact("commands a minute fail")),
-         (_rises(settings, m.INFINIBAND_COMMANDS_LOST), " The adapter never completed a command."),
-         (lambda port: f"increase({m.INFINIBAND_KEEP_ALIVES}{_matchers(port)}[{window}]) == 0",
-          " The adapter gives no sign of life.")),
+        settings,
+        "EfaErrors",
+        (
+            (
+                _rate(settings, m.INFINIBAND_IMPAIRED_CONNECTIONS, settings.efa_peer_errors),
+                fact("connections a second are impaired"),
+            ),
+            (
+                _rate(settings, m.INFINIBAND_UNRESPONSIVE_PEERS, settings.efa_peer_errors),
+                fact("times a second a peer does not respond: look at the peer"),
+            ),
+            (
+                _rate(settings, m.INFINIBAND_COMMAND_ERRORS, settings.efa_command_errors, a_minute=True),
+                fact("commands a minute fail"),
+            ),
+            (_rises(settings, m.INFINIBAND_COMMANDS_LOST), " The adapter never completed a command."),
+            (
+                lambda port: f"increase({m.INFINIBAND_KEEP_ALIVES}{_matchers(port)}[{window}]) == 0",
+                " The adapter gives no sign of life.",
+            ),
+        ),
         settings.link_for,  # one lost command is in the window for five minutes
-        "An EFA adapter fails, or has peers that do.", keep=settings.link_keep,
+        "An EFA adapter fails, or has peers that do.",
+        keep=settings.link_keep,
     )
 
 
 def _transceiver(settings: AlertSettings) -> Alert:
     return _of_port(
-        settings, "InfinibandTransceiverHot",
-        ((lambda port: latest(m.INFINIBAND_TEMPERATURE, PORT, settings, _matchers(port, 'sensor=~"Module.*"'))
-          + f" > {settings.transceiver_celsius:g}", " Its transceiver has {{ .Value }} degrees Celsius."),),
-        settings.transceiver_for, "A port's transceiver is too hot.",
+        settings,
+        "InfinibandTransceiverHot",
+        (
+            (
+                lambda port: (
+                    latest(m.INFINIBAND_TEMPERATURE, PORT, settings, _matchers(port, 'sensor=~"Module.*"'))
+                    + f" > {settings.transceiver_celsius:g}"
+                ),
+                " Its transceiver has {{ .Value }} degrees Celsius.",
+            ),
+        ),
+        settings.transceiver_for,
+        "A port's transceiver is too hot.",
     )
 
 
 def _stuck(settings: AlertSettings) -> Alert:
     return Alert(
-        "fabric", "InfinibandCounterStuck", "info", ("host", "device", "port", "counter"),
-        at_host("group", f"{latest(m.INFINIBAND_SATURATED, f'{PORT}, counter', settings)} == 1",
-                "host, device, port, counter", settings),
+        "fabric",
+        "InfinibandCounterStuck",
+        "info",
+        ("host", "device", "port", "counter"),
+        at_host(
+            "group",
+            f"{latest(m.INFINIBAND_SATURATED, f'{PORT}, counter', settings)} == 1",
+            "host, device, port, counter",
+            settings,
+        ),
         "0s",  # it does not end by itself
         "An error counter of a port stands at its highest value and counts no more.",
         "Counter {{ $labels.counter }} of port {{ $labels.port }} of {{ $labels.device }} on {{ $labels.host }} counts "

@@ -50,8 +50,12 @@ CRITICAL_XIDS = {
 HARDWARE_CLASSES = ("memory", "nvlink", "pcie", "power", "firmware")
 # nvmlDeviceGpuRecoveryAction_t.
 RECOVERY = {
-    1: "reset the GPU", 2: "reboot the node", 3: "drain the GPUs that exchange data with it",
-    4: "drain the node and reset the GPU", 5: "recover the IMEX domain", 6: "reset the PCIe bus above it",
+    1: "reset the GPU",
+    2: "reboot the node",
+    3: "drain the GPUs that exchange data with it",
+    4: "drain the node and reset the GPU",
+    5: "recover the IMEX domain",
+    6: "reset the PCIe bus above it",
     7: "reboot the whole system",
 }
 OF_GPU = "{uuid=%q}"
@@ -109,41 +113,74 @@ def _xid(settings: AlertSettings) -> Alert:
 )
   unless on (instance, uuid, xid)
 ({links % ""} unless on (instance, uuid, xid) {fatal})"""
-    index = each(f"topk(1, max by (gpu) (last_over_time({m.GPU_INFO}{{uuid=%q}}[{window}])))", "$labels.uuid",
-                 " {{ .Labels.gpu }}")
+    index = each(
+        f"topk(1, max by (gpu) (last_over_time({m.GPU_INFO}{{uuid=%q}}[{window}])))",
+        "$labels.uuid",
+        " {{ .Labels.gpu }}",
+    )
     identity = ("host", "uuid", "xid")
     return Alert(
-        "hardware", "GpuXidCritical", "critical", identity,
-        "\n  or\n".join((
-            at_host("max", recent, ", ".join(identity), settings, settings.xid_window),
-            lasts_with("GpuXidCritical", identity, AFTER_XID, "host"),
-            lasts_with("GpuXidCritical", identity, "GpuMemoryFailed", "host, uuid"))),
+        "hardware",
+        "GpuXidCritical",
+        "critical",
+        identity,
+        "\n  or\n".join(
+            (
+                at_host("max", recent, ", ".join(identity), settings, settings.xid_window),
+                lasts_with("GpuXidCritical", identity, AFTER_XID, "host"),
+                lasts_with("GpuXidCritical", identity, "GpuMemoryFailed", "host, uuid"),
+            )
+        ),
         "0s",  # an Xid is a fact, and the job on the GPU is lost already
         "A GPU reported an error after which it is not fit for work.",
-        "GPU" + index + " ({{ $labels.uuid }}) of {{ $labels.host }} reported Xid {{ $labels.xid }}" + meaning
-        + each(f"group by (run, rank) ({ranks})", "$labels.uuid",
-               " Rank {{ .Labels.rank }} of run {{ .Labels.run }} runs on it."),
+        "GPU"
+        + index
+        + " ({{ $labels.uuid }}) of {{ $labels.host }} reported Xid {{ $labels.xid }}"
+        + meaning
+        + each(
+            f"group by (run, rank) ({ranks})",
+            "$labels.uuid",
+            " Rank {{ .Labels.rank }} of run {{ .Labels.run }} runs on it.",
+        ),
     )
 
 
 def _gpu(settings: AlertSettings) -> str:
     """Return a template that names the GPU `$labels.uuid` and its host."""
     window = settings.at_pace(settings.state_window)
-    index = each(f"topk(1, max by (gpu) (last_over_time({m.GPU_INFO}{{uuid=%q}}[{window}])))", "$labels.uuid",
-                 " {{ .Labels.gpu }}")
+    index = each(
+        f"topk(1, max by (gpu) (last_over_time({m.GPU_INFO}{{uuid=%q}}[{window}])))",
+        "$labels.uuid",
+        " {{ .Labels.gpu }}",
+    )
     return "GPU" + index + "{{ with $labels.uuid }} ({{ . }}){{ end }}{{ with $labels.host }} of {{ . }}{{ end }}"
 
 
 def _of_gpu(
-    settings: AlertSettings, name: str, severity: Literal["critical", "warning"], problem: str, for_: float,
-    summary: str, text: str, by: str = "group", keep: float = 0.0, memory: float | None = None, group: str = "gpu",
+    settings: AlertSettings,
+    name: str,
+    severity: Literal["critical", "warning"],
+    problem: str,
+    for_: float,
+    summary: str,
+    text: str,
+    by: str = "group",
+    keep: float = 0.0,
+    memory: float | None = None,
+    group: str = "gpu",
 ) -> Alert:
     """Return an alert with one series per GPU; `by` is max where the value is told, else group, as 0 is no alert in
     Grafana.
     """
     return Alert(
-        group, name, severity, ("host", "uuid"), at_host(by, problem, "host, uuid", settings, memory),
-        settings.at_pace(for_), summary, _gpu(settings) + text + ranks_of_gpu(settings),
+        group,
+        name,
+        severity,
+        ("host", "uuid"),
+        at_host(by, problem, "host, uuid", settings, memory),
+        settings.at_pace(for_),
+        summary,
+        _gpu(settings) + text + ranks_of_gpu(settings),
         keep_firing_for=settings.at_pace(keep) if keep else "",
     )
 
@@ -180,7 +217,10 @@ def _other_xids(settings: AlertSettings) -> tuple[Alert, ...]:
         # By the time last seen, as GpuXidCritical: the first Xid may be the first sample of its series.
         seen = f'max by ({GPU}, xid) (last_over_time({m.GPU_XID_LAST}{{xid=~"{codes}"}}[{window}])) > time() - {fresh}'
         return Alert(
-            "hardware", name, severity, ("host", "uuid", "xid"),
+            "hardware",
+            name,
+            severity,
+            ("host", "uuid", "xid"),
             at_host("group", seen, "host, uuid, xid", settings, settings.xid_window),
             "0s",  # an Xid is a fact; to wait for a second one is GpuXidRepeated
             summary,
@@ -206,11 +246,15 @@ count_over_time((
   unless on (instance, xid)
 (count by (instance, xid) ({seen % ("last_over_time(", f"[{day}])")} > time() - {today}) > 1)"""
     return Alert(
-        "hardware", "GpuXidRepeated", "warning", ("host", "uuid", "xid"),
+        "hardware",
+        "GpuXidRepeated",
+        "warning",
+        ("host", "uuid", "xid"),
         at_host("max", problem, "host, uuid, xid", settings),
         "0s",  # several hours were asked for already
         "One GPU alone reports an application's error again and again: it is the hardware.",
-        _gpu(settings) + " reported Xid {{ $labels.xid }}"
+        _gpu(settings)
+        + " reported Xid {{ $labels.xid }}"
         + _meanings(row for row in _table() if row["class"] == "application")
         + ' in {{ printf "%.0f" $value }} hours of the last day, and no other GPU of the node did.'
         + ranks_of_gpu(settings),
@@ -223,16 +267,25 @@ def _switch(settings: AlertSettings) -> Alert:
 max by (instance, switch, sxid) (last_over_time({m.NVLINK_SWITCH_SXID_LAST}[{window}])) > time() - {fresh}
   and on (instance, sxid)
 last_over_time({m.NVLINK_SWITCH_SXID_INFO}{{severity="fatal"}}[{window}])"""
-    meaning = each(f"group by (name) (last_over_time({m.NVLINK_SWITCH_SXID_INFO}{{sxid=%q}}[{window}]))",
-                   "$labels.sxid", " ({{ .Labels.name }})")
+    meaning = each(
+        f"group by (name) (last_over_time({m.NVLINK_SWITCH_SXID_INFO}{{sxid=%q}}[{window}]))",
+        "$labels.sxid",
+        " ({{ .Labels.name }})",
+    )
     identity = ("host", "switch", "sxid")
     return Alert(
-        "hardware", "NvswitchSxid", "critical", identity,
+        "hardware",
+        "NvswitchSxid",
+        "critical",
+        identity,
         at_host("group", problem, ", ".join(identity), settings, settings.xid_window)
-        + "\n  or\n" + lasts_with("NvswitchSxid", identity, f"GpuXidCritical|{AFTER_XID}", "host"),
+        + "\n  or\n"
+        + lasts_with("NvswitchSxid", identity, f"GpuXidCritical|{AFTER_XID}", "host"),
         "0s",  # the fabric manager's guide asks for a restart after one
         "An NVSwitch reported an error after which its NVLinks are not fit for work.",
-        "NVSwitch {{ $labels.switch }} of {{ $labels.host }} reported SXid {{ $labels.sxid }}" + meaning + "."
+        "NVSwitch {{ $labels.switch }} of {{ $labels.host }} reported SXid {{ $labels.sxid }}"
+        + meaning
+        + "."
         + runs_on_host(settings),
     )
 
@@ -240,11 +293,14 @@ last_over_time({m.NVLINK_SWITCH_SXID_INFO}{{severity="fatal"}}[{window}])"""
 def _uncorrected(settings: AlertSettings) -> Alert:
     window = settings.at_pace(settings.ecc_window)
     return _of_gpu(
-        settings, "GpuEccUncorrected", "warning",
+        settings,
+        "GpuEccUncorrected",
+        "warning",
         f'max by ({GPU}) (increase({m.GPU_ECC_ERRORS}{{error="uncorrected"}}[{window}])) > 0',
         0,  # one ends the process that reads it
         "A GPU's memory made errors that could not be corrected.",
-        f' made {{{{ printf "%.0f" $value }}}} uncorrectable memory errors in the last {window}.', by="max",
+        f' made {{{{ printf "%.0f" $value }}}} uncorrectable memory errors in the last {window}.',
+        by="max",
         memory=settings.ecc_window,
     )
 
@@ -258,15 +314,22 @@ def _memory_failed(settings: AlertSettings) -> Alert:
   or on ({GPU})
 {rows}"""
     return _of_gpu(
-        settings, "GpuMemoryFailed", "critical", problem,
+        settings,
+        "GpuMemoryFailed",
+        "critical",
+        problem,
         0,  # the board says it of itself, and never takes it back
         "A GPU's memory has used up its repairs: the board is to be replaced.",
         ":"
         + each(f"max({m.GPU_ROW_REMAP_FAILURE}{OF_GPU}) == 1", "$labels.uuid", " a row could not be replaced.")
-        + each(f"max({m.GPU_SRAM_THRESHOLD}{OF_GPU}) == 1", "$labels.uuid",
-               " it had more SRAM errors than it may have.")
-        + each(f'max({m.GPU_REMAPPED_ROWS}{{uuid=%q,error="uncorrected"}})', "$labels.uuid",
-               " {{ .Value }} rows were replaced after uncorrectable errors."),
+        + each(
+            f"max({m.GPU_SRAM_THRESHOLD}{OF_GPU}) == 1", "$labels.uuid", " it had more SRAM errors than it may have."
+        )
+        + each(
+            f'max({m.GPU_REMAPPED_ROWS}{{uuid=%q,error="uncorrected"}})',
+            "$labels.uuid",
+            " {{ .Value }} rows were replaced after uncorrectable errors.",
+        ),
     )
 
 
@@ -278,19 +341,26 @@ def _repair_pending(settings: AlertSettings) -> Alert:
   or on ({GPU})
 {latest(m.GPU_REPAIR_PENDING, GPU, settings)} == 1"""
     return _of_gpu(
-        settings, "GpuRepairPending", "warning", problem, settings.repair_for,
+        settings,
+        "GpuRepairPending",
+        "warning",
+        problem,
+        settings.repair_for,
         "A GPU waits for a reset to put a part of its memory out of use.",
         ":"
         + each(f"max({m.GPU_ROW_REMAP_PENDING}{OF_GPU}) == 1", "$labels.uuid", " rows wait to be replaced.")
         + each(f"max({m.GPU_RETIRED_PAGES_PENDING}{OF_GPU}) == 1", "$labels.uuid", " pages wait to be retired.")
-        + each(f"max by (part) ({m.GPU_REPAIR_PENDING}{OF_GPU}) == 1", "$labels.uuid",
-               " {{ .Labels.part }} waits for repair."),
+        + each(
+            f"max by (part) ({m.GPU_REPAIR_PENDING}{OF_GPU}) == 1",
+            "$labels.uuid",
+            " {{ .Labels.part }} waits for repair.",
+        ),
     )
 
 
 def _recovery(settings: AlertSettings) -> tuple[Alert, ...]:
     action = latest(m.GPU_RECOVERY_ACTION, GPU, settings)
-    words = "".join(f'\n{{{{- if eq $value {number}.0 }}}} {text}{{{{ end }}}}' for number, text in RECOVERY.items())
+    words = "".join(f"\n{{{{- if eq $value {number}.0 }}}} {text}{{{{ end }}}}" for number, text in RECOVERY.items())
 
     def alert(severity: Literal["critical", "warning"], wanted: str) -> Alert:
         problem = f"""\
@@ -298,8 +368,13 @@ def _recovery(settings: AlertSettings) -> tuple[Alert, ...]:
   unless on ({GPU})
 {_paged(settings)}"""
         return _of_gpu(
-            settings, "GpuRecoveryNeeded", severity, problem, settings.repair_for,
-            "The driver asks for a GPU to be reset or its node to be rebooted.", ": the driver asks to" + words + ".",
+            settings,
+            "GpuRecoveryNeeded",
+            severity,
+            problem,
+            settings.repair_for,
+            "The driver asks for a GPU to be reset or its node to be rebooted.",
+            ": the driver asks to" + words + ".",
             by="max",
         )
 
@@ -313,7 +388,11 @@ def _missing(settings: AlertSettings) -> Alert:
   unless on ({GPU})
 {_paged(settings)}"""
     return _of_gpu(
-        settings, "GpuMissing", "critical", problem, settings.missing_for,
+        settings,
+        "GpuMissing",
+        "critical",
+        problem,
+        settings.missing_for,
         "A GPU of the node's inventory does not answer, and no Xid says why.",
         " does not answer, and reported no critical Xid.",
     )
@@ -333,10 +412,17 @@ def _too_few(settings: AlertSettings) -> Alert:
 )
   < on (instance)
 {wanted}"""
-    expected = each(f"topk(1, {wanted} and on (instance) {recording.HOST}{{host=%q}})", "$labels.host",
-                    " of the {{ .Value }} that it should have")
+    expected = each(
+        f"topk(1, {wanted} and on (instance) {recording.HOST}{{host=%q}})",
+        "$labels.host",
+        " of the {{ .Value }} that it should have",
+    )
     return Alert(
-        "gpu", "GpuTooFew", "critical", ("host",), at_host("max", problem, "host", settings),
+        "gpu",
+        "GpuTooFew",
+        "critical",
+        ("host",),
+        at_host("max", problem, "host", settings),
         settings.at_pace(settings.missing_for),
         "A node has fewer GPUs than it should have, and never had the others.",
         "{{ $labels.host }} has {{ $value }} GPUs" + expected + "." + runs_on_host(settings),
@@ -345,16 +431,20 @@ def _too_few(settings: AlertSettings) -> Alert:
 
 def _driver(settings: AlertSettings) -> Alert:
     return Alert(
-        "gpu", "GpuDriverNotLoaded", "warning", ("host",),
+        "gpu",
+        "GpuDriverNotLoaded",
+        "warning",
+        ("host",),
         at_host("group", f"{latest(m.GPU_DRIVER_LOADED, 'instance', settings)} == 0", "host", settings),
-        settings.at_pace(settings.driver_for), "A node with GPUs has no driver loaded.",
+        settings.at_pace(settings.driver_for),
+        "A node with GPUs has no driver loaded.",
         "{{ $labels.host }} has GPUs in its inventory and no NVIDIA driver loaded." + runs_on_host(settings),
     )
 
 
 def _held_back(settings: AlertSettings, reasons: str, matcher: str = "") -> str:
     """Return the share of time for which the clock was held back, the most of several reasons at once."""
-    seconds = f"{m.GPU_CLOCK_EVENT_SECONDS}{{{matcher}reason=~\"{reasons}\"}}[{settings.at_pace(settings.rate_window)}]"
+    seconds = f'{m.GPU_CLOCK_EVENT_SECONDS}{{{matcher}reason=~"{reasons}"}}[{settings.at_pace(settings.rate_window)}]'
     return f"max by ({GPU}) (rate({seconds}))"
 
 
@@ -362,11 +452,16 @@ def _thermal(settings: AlertSettings) -> Alert:
     # The second two are the hardware's own; thermal is what drivers before R535 make of both.
     reasons = "sw_thermal_slowdown|hw_thermal_slowdown|thermal"
     return _of_gpu(
-        settings, "GpuThermalThrottling", "warning", f"{_held_back(settings, reasons)} > {settings.throttle_share:g}",
-        settings.throttle_for, "A GPU is too hot and its clock is held back.",
+        settings,
+        "GpuThermalThrottling",
+        "warning",
+        f"{_held_back(settings, reasons)} > {settings.throttle_share:g}",
+        settings.throttle_for,
+        "A GPU is too hot and its clock is held back.",
         " is held back by heat {{ $value | humanizePercentage }} of the time."
         + each(f"max({m.GPU_TEMPERATURE}{{uuid=%q}})", "$labels.uuid", " It has {{ .Value }} degrees Celsius."),
-        by="max", keep=settings.throttle_for,
+        by="max",
+        keep=settings.throttle_for,
     )
 
 
@@ -380,14 +475,19 @@ def _power(settings: AlertSettings) -> Alert:
 ({limit} < on ({GPU}) {settings.power_limit_share:g} * {default})"""
     brake = _held_back(settings, "hw_power_brake_slowdown", "uuid=%q,")
     return _of_gpu(
-        settings, "GpuPowerThrottling", "warning", problem, settings.throttle_for,
+        settings,
+        "GpuPowerThrottling",
+        "warning",
+        problem,
+        settings.throttle_for,
         "A GPU gets less power than it is made for, and its clock is held back.",
         " is held back {{ $value | humanizePercentage }} of the time"
         + each(f"{brake} > {settings.throttle_share:g}", "$labels.uuid", " by a brake from outside, its power supply")
         + each(f"max({m.GPU_POWER_LIMIT}{{uuid=%q}})", "$labels.uuid", ". Its limit is {{ .Value }} W")
         + each(f"max({m.GPU_POWER_LIMIT_DEFAULT}{{uuid=%q}})", "$labels.uuid", ", the board's own {{ .Value }} W")
         + ".",
-        by="max", keep=settings.throttle_for,
+        by="max",
+        keep=settings.throttle_for,
     )
 
 
@@ -400,7 +500,11 @@ def _hot(settings: AlertSettings) -> Alert:
 {latest(m.GPU_TEMPERATURE_LIMIT, GPU, settings, slowdown)} - on ({GPU})
   {latest(m.GPU_TEMPERATURE, GPU, settings)} < {settings.temperature_margin:g}"""
     return _of_gpu(
-        settings, "GpuHot", "warning", problem, settings.throttle_for,
+        settings,
+        "GpuHot",
+        "warning",
+        problem,
+        settings.throttle_for,
         "A GPU is about to be slowed down by its temperature.",
         f" is within {settings.temperature_margin:g} degrees of slowing down."
         + each(f"max({m.GPU_TEMPERATURE}{{uuid=%q}})", "$labels.uuid", " It has {{ .Value }} degrees Celsius."),
@@ -423,11 +527,18 @@ min by ({GPU}) (min_over_time({m.GPU_UTILIZATION}[{window}])) > {settings.pcie_b
         return each(f"max({metric}{{uuid=%q}})", "$labels.uuid", text)
 
     return _of_gpu(
-        settings, "GpuPcieDegraded", "warning", problem, settings.degraded_for,
+        settings,
+        "GpuPcieDegraded",
+        "warning",
+        problem,
+        settings.degraded_for,
         "A GPU's PCIe link is narrower or slower than it could be.",
-        " has" + fact(m.GPU_PCIE_WIDTH, " {{ .Value }}") + fact(m.GPU_PCIE_WIDTH_MAX, " of {{ .Value }} PCIe lanes")
+        " has"
+        + fact(m.GPU_PCIE_WIDTH, " {{ .Value }}")
+        + fact(m.GPU_PCIE_WIDTH_MAX, " of {{ .Value }} PCIe lanes")
         + fact(m.GPU_PCIE_GENERATION, " at generation {{ .Value }}")
-        + fact(m.GPU_PCIE_GENERATION_MAX, " of {{ .Value }}") + ".",
+        + fact(m.GPU_PCIE_GENERATION_MAX, " of {{ .Value }}")
+        + ".",
     )
 
 
@@ -442,12 +553,19 @@ def _pcie_errors(settings: AlertSettings) -> Alert:
   or on ({GPU})
 max by ({GPU}) (increase({errors % ""})) > 0"""
     return _of_gpu(
-        settings, "GpuPcieErrors", "warning", problem,
+        settings,
+        "GpuPcieErrors",
+        "warning",
+        problem,
         settings.link_for,  # a single error is in the window for five minutes; a reading that is wrong is not
         "A GPU's PCIe link makes errors.",
-        ":" + each(f"60 * {replays % '{uuid=%q}'}", "$labels.uuid", ' {{ printf "%.0f" .Value }} replays a minute.')
-        + each(f"max by (error) (increase({errors % 'uuid=%q,'})) > 0", "$labels.uuid",
-               f' {{{{ printf "%.0f" .Value }}}} {{{{ .Labels.error }}}} errors in {window}.'),
+        ":"
+        + each(f"60 * {replays % '{uuid=%q}'}", "$labels.uuid", ' {{ printf "%.0f" .Value }} replays a minute.')
+        + each(
+            f"max by (error) (increase({errors % 'uuid=%q,'})) > 0",
+            "$labels.uuid",
+            f' {{{{ printf "%.0f" .Value }}}} {{{{ .Labels.error }}}} errors in {window}.',
+        ),
         keep=settings.link_keep,
     )
 
@@ -457,12 +575,17 @@ def _nvlink_down(settings: AlertSettings) -> Alert:
     # 0 is inactive, 3 traffic disabled.
     problem = f"count by ({GPU}) ({state} == 0 or {state} == 3)"
     return _of_gpu(
-        settings, "NvlinkDown", "critical", problem, settings.nvlink_for,
+        settings,
+        "NvlinkDown",
+        "critical",
+        problem,
+        settings.nvlink_for,
         "NVLinks of a GPU that were up are down.",
         " has lost {{ $value }} NVLinks"
         + each(f'sum({m.NVLINK_LINKS}{{uuid=%q,state=~"active|sleep"}})', "$labels.uuid", "; {{ .Value }} are up")
         + ".",
-        by="max", group="nvlink",
+        by="max",
+        group="nvlink",
     )
 
 
@@ -478,16 +601,30 @@ sum by ({GPU}) (rate({crc % ""})) > {settings.nvlink_crc_rate:g}
   or on ({GPU})
 {latest(m.NVLINK_EFFECTIVE_BER, GPU, settings)} > {settings.nvlink_bit_errors:g}"""
     return _of_gpu(
-        settings, "NvlinkErrors", "warning", problem,
+        settings,
+        "NvlinkErrors",
+        "warning",
+        problem,
         0,  # DCGM fails a GPU for one
         "A GPU's NVLinks make errors.",
-        ":" + each(f"max by (error) (increase({hard % 'uuid=%q,'})) > 0", "$labels.uuid",
-                   f' {{{{ printf "%.0f" .Value }}}} {{{{ .Labels.error }}}} errors in {window}.')
-        + each(f"sum(rate({crc % 'uuid=%q,'})) > 0", "$labels.uuid",
-               ' {{ printf "%.0f" .Value }} corrected errors a second.')
-        + each(f"max({m.NVLINK_EFFECTIVE_BER}{{uuid=%q}})", "$labels.uuid",
-               ' Bit error ratio {{ printf "%.1e" .Value }} after correction.'),
-        keep=settings.link_keep, group="nvlink",
+        ":"
+        + each(
+            f"max by (error) (increase({hard % 'uuid=%q,'})) > 0",
+            "$labels.uuid",
+            f' {{{{ printf "%.0f" .Value }}}} {{{{ .Labels.error }}}} errors in {window}.',
+        )
+        + each(
+            f"sum(rate({crc % 'uuid=%q,'})) > 0",
+            "$labels.uuid",
+            ' {{ printf "%.0f" .Value }} corrected errors a second.',
+        )
+        + each(
+            f"max({m.NVLINK_EFFECTIVE_BER}{{uuid=%q}})",
+            "$labels.uuid",
+            ' Bit error ratio {{ printf "%.1e" .Value }} after correction.',
+        ),
+        keep=settings.link_keep,
+        group="nvlink",
     )
 
 
@@ -519,16 +656,21 @@ def _fabric(settings: AlertSettings) -> tuple[Alert, ...]:
         return each(f"max({metric}{{uuid=%q}})", "$labels.uuid", words)
 
     text = (
-        ":" + fact(m.GPU_FABRIC_STATE, {1: "it has not begun to register", 2: "it does not get registered"})
-        + each(f"max({m.GPU_FABRIC_STATUS}{{uuid=%q}}) > 0", "$labels.uuid",
-               " registration failed with nvmlReturn_t {{ .Value }}.")
+        ":"
+        + fact(m.GPU_FABRIC_STATE, {1: "it has not begun to register", 2: "it does not get registered"})
+        + each(
+            f"max({m.GPU_FABRIC_STATUS}{{uuid=%q}}) > 0",
+            "$labels.uuid",
+            " registration failed with nvmlReturn_t {{ .Value }}.",
+        )
         + fact(m.GPU_FABRIC_HEALTH, {2: "the fabric is unhealthy", 3: "the fabric is of limited capacity"})
         + each(f"max by (fault) ({m.GPU_FABRIC_FAULT}{{uuid=%q}}) == 1", "$labels.uuid", " {{ .Labels.fault }}.")
     )
 
     def alert(severity: Literal["critical", "warning"], problem: str, summary: str) -> Alert:
-        return _of_gpu(settings, "NvlinkFabricUnhealthy", severity, problem, settings.fabric_for, summary, text,
-                       group="nvlink")
+        return _of_gpu(
+            settings, "NvlinkFabricUnhealthy", severity, problem, settings.fabric_for, summary, text, group="nvlink"
+        )
 
     return (
         alert("critical", worst, "A GPU has not joined its NVLink fabric, or the fabric fails it."),
@@ -548,9 +690,13 @@ def _idle(settings: AlertSettings) -> Alert:
 )"""
     hosts = f"count by (host) ({ranks % 'run=%q,'} and on (uuid) {' '.join(idle.split())})"
     return Alert(
-        "gpu", "GpuIdleAllocated", "warning", ("run",),
-        f'count by (run) (\n  {ranks % ""}\n    and on (uuid)\n{indent(idle, "  ")}\n)',
-        settings.at_pace(settings.idle_for), "A run holds GPUs on which nothing has run for long.",
+        "gpu",
+        "GpuIdleAllocated",
+        "warning",
+        ("run",),
+        f"count by (run) (\n  {ranks % ''}\n    and on (uuid)\n{indent(idle, '  ')}\n)",
+        settings.at_pace(settings.idle_for),
+        "A run holds GPUs on which nothing has run for long.",
         "Run {{ $labels.run }} has ranks on {{ $value }} GPUs that do nothing, the first of them:\n"
         f'{{{{- range $i, $gpus := printf `{hosts}` $labels.run | query | sortByLabel "host" }}}}'
         "{{ if lt $i 3 }} {{ $gpus.Value }} of {{ $gpus.Labels.host }}{{ end }}{{ end }}.",

@@ -54,5 +54,8 @@ def runs_on_host(settings: AlertSettings) -> str:
     """Return a template that names the runs with ranks on the host `$labels.host`, and how many."""
     window = settings.at_pace(settings.state_window)
     ranks = f'group by (run, rank) (last_over_time({m.TRAINING_RANK_INFO}{{host=%q,host!=""}}[{window}]))'
-    return each(f"count by (run) ({ranks})", "$labels.host",
-                " Run {{ .Labels.run }} has {{ .Value }} of its ranks on this node.")
+    return each(
+        f"count by (run) ({ranks})",
+        "$labels.host",
+        " Run {{ .Labels.run }} has {{ .Value }} of its ranks on this node.",
+    )

@@ -20,8 +20,14 @@ from flopwatch import catalogue as m
 # while they are news: they may fire for days beside a run that is well.
 HOST_CAUSES = ("NodeLost", "HostOnFaultyLeaf", "Maintenance")
 PART_CAUSES = ("NvswitchSxid", "InfinibandPortDown")
-GPU_CAUSES = ("GpuXidCritical", "GpuMemoryFailed", "GpuMissing", "GpuRecoveryNeeded", "NvlinkDown",
-              "NvlinkFabricUnhealthy")
+GPU_CAUSES = (
+    "GpuXidCritical",
+    "GpuMemoryFailed",
+    "GpuMissing",
+    "GpuRecoveryNeeded",
+    "NvlinkDown",
+    "NvlinkFabricUnhealthy",
+)
 # What the two in between hold back: of a host, and of a run in as far as it pages.
 OF_HOST = "NodeLost|Flopwatch.+|Infiniband.+|RailImbalance|EfaErrors|RoceMisconfigured"
 STANDS_STILL = "TrainingDown|TrainingHang|TrainingRestartStorm|TrainingStalled"
@@ -31,10 +37,22 @@ OF_RUN = f"{STANDS_STILL}|TrainingStraggler"
 def alerts(settings: AlertSettings) -> tuple[Alert, ...]:
     """Return the alerts on the monitoring."""
     return (
-        _exporter_down(settings), *_node_lost(settings), _collector_failing(settings), _exporter_blind(settings),
-        _ledger_down(settings), _ledger_unreachable(settings), _ledger_refuses(settings), _push_refused(settings),
-        _series_dropped(settings), _clock_wrong(settings), _rules_failing(settings), _leaf_down(settings),
-        _maintenance(settings), _host_on_faulty_leaf(settings), _run_on_faulty_host(settings), _watchdog(),
+        _exporter_down(settings),
+        *_node_lost(settings),
+        _collector_failing(settings),
+        _exporter_blind(settings),
+        _ledger_down(settings),
+        _ledger_unreachable(settings),
+        _ledger_refuses(settings),
+        _push_refused(settings),
+        _series_dropped(settings),
+        _clock_wrong(settings),
+        _rules_failing(settings),
+        _leaf_down(settings),
+        _maintenance(settings),
+        _host_on_faulty_leaf(settings),
+        _run_on_faulty_host(settings),
+        _watchdog(),
     )
 
 
@@ -54,18 +72,25 @@ def _exporter_down(settings: AlertSettings) -> Alert:
     was = f"last_over_time({m.COLLECTOR_SUCCESS}[{state}])"
     known = f"(up == 0 and on (job, instance) ({was} or {memory}))"
     return Alert(
-        "monitor", "FlopwatchExporterDown", "warning", ("host", "instance", "job"),
+        "monitor",
+        "FlopwatchExporterDown",
+        "warning",
+        ("host", "instance", "job"),
         f"""max by (host, instance, job) (
   {known} + on (instance) group_left (host) topk by (instance) (1, {memory} or on (instance) {recording.HOST})
     or on (job, instance)
   {known}
 )""",
         # A rolling update of the DaemonSet, or a reboot's last minute, is over by then.
-        settings.at_pace(settings.exporter_down_for), "An exporter does not answer.",
+        settings.at_pace(settings.exporter_down_for),
+        "An exporter does not answer.",
         "The exporter at {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} does not answer: nothing is "
         "known of that node's GPUs, ports and ranks."
-        + each(f"group by (run) (last_over_time({m.TRAINING_RANK_INFO}{{host=%q}}[{state}]))", "$labels.host",
-               " Run {{ .Labels.run }} has ranks there."),
+        + each(
+            f"group by (run) (last_over_time({m.TRAINING_RANK_INFO}{{host=%q}}[{state}]))",
+            "$labels.host",
+            " Run {{ .Labels.run }} has ranks there.",
+        ),
     )
 
 
@@ -73,9 +98,12 @@ def _runs(settings: AlertSettings, ranks: str, argument: str) -> str:
     """Return a template that names the runs of `ranks`, how large they are, and how many of their ranks these are."""
     gpus = f"max(last_over_time({m.RUN_GPUS}{{run=%q}}[{settings.at_pace(settings.state_window)}]))"
     return each(
-        f"count by (run) (count by (run, rank) ({ranks}))", argument,
-        " Run {{ .Labels.run }}" + each(gpus, ".Labels.run", ' of {{ printf "%.0f" .Value }} GPUs')
-        + ' has {{ printf "%.0f" .Value }} of its ranks there.')
+        f"count by (run) (count by (run, rank) ({ranks}))",
+        argument,
+        " Run {{ .Labels.run }}"
+        + each(gpus, ".Labels.run", ' of {{ printf "%.0f" .Value }} GPUs')
+        + ' has {{ printf "%.0f" .Value }} of its ranks there.',
+    )
 
 
 def _node_lost(settings: AlertSettings) -> tuple[Alert, ...]:
@@ -98,7 +126,10 @@ def _node_lost(settings: AlertSettings) -> tuple[Alert, ...]:
         paged = ',severity="critical"' if severity == "critical" else ""
         same = f'ALERTS{{alertname="NodeLost",alertstate="firing"{paged}}}'
         return Alert(
-            "monitor", "NodeLost", severity, ("host",),
+            "monitor",
+            "NodeLost",
+            severity,
+            ("host",),
             f"""group by (host) (
   {down}
     and on (host)
@@ -111,11 +142,16 @@ def _node_lost(settings: AlertSettings) -> tuple[Alert, ...]:
   {same} and on (host) {down}
 )""",
             # A minute without a step and two failed scrapes are the evidence. Shorter than a hang's and a down run's.
-            settings.at_pace(settings.node_lost_for), "A node is gone, and a run stands still without it.",
+            settings.at_pace(settings.node_lost_for),
+            "A node is gone, and a run stands still without it.",
             "Host {{ $labels.host }}"
-            + each(place, "$labels.host", " (rack {{ .Labels.rack }}, leaf {{ .Labels.leaf }})") + " does not answer."
-            + _runs(settings, f"last_over_time({m.TRAINING_RANK_INFO}{{host=%q}}"
-                              f"[{settings.at_pace(settings.hang_memory)}])", "$labels.host"),
+            + each(place, "$labels.host", " (rack {{ .Labels.rack }}, leaf {{ .Labels.leaf }})")
+            + " does not answer."
+            + _runs(
+                settings,
+                f"last_over_time({m.TRAINING_RANK_INFO}{{host=%q}}[{settings.at_pace(settings.hang_memory)}])",
+                "$labels.host",
+            ),
             keep_firing_for=settings.at_pace(settings.cause_keep),
         )
 
@@ -139,8 +175,10 @@ def _cut_off(settings: AlertSettings) -> str:
     """
     state, window = settings.at_pace(settings.state_window), settings.at_pace(settings.leaf_window)
     port = "instance, device, port"
-    down = (f"max by ({port}) (last_over_time({m.INFINIBAND_STATE}[{state}])) < 4"
-            f" and on ({port}) max by ({port}) (max_over_time({m.INFINIBAND_STATE}[{window}])) >= 4")
+    down = (
+        f"max by ({port}) (last_over_time({m.INFINIBAND_STATE}[{state}])) < 4"
+        f" and on ({port}) max by ({port}) (max_over_time({m.INFINIBAND_STATE}[{window}])) >= 4"
+    )
     hosts = f"""(
   group by (host) ({recording.HOST} and on (instance) ({down}))
     or
@@ -178,7 +216,10 @@ def _leaf_down(settings: AlertSettings) -> Alert:
     behind = 'ALERTS{alertname="HostOnFaultyLeaf",leaf=%q} and ' + " ".join(_still_cut_off(settings).split())
     ranks = f"last_over_time({m.TRAINING_RANK_INFO}[{settings.at_pace(settings.bridge_window)}])"
     return Alert(
-        "monitor", "LeafDown", "critical", ("leaf",),
+        "monitor",
+        "LeafDown",
+        "critical",
+        ("leaf",),
         f"""count by (leaf) (
 {indent(_cut_off(settings), "  ")}
 ) >= {settings.leaf_hosts}
@@ -189,12 +230,16 @@ count by (leaf) (
   and on (leaf)
 {itself}""",
         # Ports of one leaf go down within a scrape; shorter than what is said of each of its hosts.
-        settings.at_pace(settings.leaf_down_for), "A leaf switch is gone, or what feeds its hosts.",
+        settings.at_pace(settings.leaf_down_for),
+        "A leaf switch is gone, or what feeds its hosts.",
         '{{ printf "%.0f" $value }} hosts{{ with $labels.leaf }} of leaf {{ . }}{{ end }} lost a port, or are gone, '
-        "within " + settings.at_pace(settings.leaf_window) + "."
+        "within "
+        + settings.at_pace(settings.leaf_window)
+        + "."
         + _runs(settings, f"{ranks} and on (host) ({behind})", "$labels.leaf")
         + " Among the hosts are"
-        + each(f"topk(8, group by (host) ({behind}))", "$labels.leaf", " {{ .Labels.host }}", by="host") + ".",
+        + each(f"topk(8, group by (host) ({behind}))", "$labels.leaf", " {{ .Labels.host }}", by="host")
+        + ".",
     )
 
 
@@ -205,7 +250,10 @@ def _host_on_faulty_leaf(settings: AlertSettings) -> Alert:
     together = _began_within('alertname="LeafDown",shadow=""', settings.leaf_window, settings)
     was = leaf % ',alertstate="firing"' + f"[{settings.at_pace(settings.aftermath)}]"
     return Alert(
-        "monitor", "HostOnFaultyLeaf", "none", ("host", "leaf"),
+        "monitor",
+        "HostOnFaultyLeaf",
+        "none",
+        ("host", "leaf"),
         f"""group by (host, leaf) (
 {indent(_cut_off(settings), "  ")}
     and on (leaf)
@@ -218,7 +266,8 @@ def _host_on_faulty_leaf(settings: AlertSettings) -> Alert:
   ALERTS{{alertname=~"{OF_HOST}"}}
 )""",
         # It has to be there before what it inhibits.
-        "0s", "A host is cut off by what its leaf switch does.",
+        "0s",
+        "A host is cut off by what its leaf switch does.",
         "Host {{ $labels.host }}{{ with $labels.leaf }} of leaf {{ . }}{{ end }} is cut off with its neighbours, of "
         "which another alert tells. This one holds back the host's own alerts: they are consequences.",
     )
@@ -227,29 +276,39 @@ def _host_on_faulty_leaf(settings: AlertSettings) -> Alert:
 def _collector_failing(settings: AlertSettings) -> Alert:
     late = settings.seconds_at_pace(settings.collector_for)
     # While a driver is released on request there is an old time, and no word about success.
-    failing = (f"{m.COLLECTOR_SUCCESS} == 0 or {m.COLLECTOR_LAST_SUCCESS} < time() - {late}"
-               f" and {m.COLLECTOR_SUCCESS}")
+    failing = f"{m.COLLECTOR_SUCCESS} == 0 or {m.COLLECTOR_LAST_SUCCESS} < time() - {late} and {m.COLLECTOR_SUCCESS}"
     return Alert(
-        "monitor", "FlopwatchCollectorFailing", "warning", ("host", "instance", "collector"),
+        "monitor",
+        "FlopwatchCollectorFailing",
+        "warning",
+        ("host", "instance", "collector"),
         f"max by (host, instance, collector) ({_host(failing)})",
         # A driver call that hangs may come back within four minutes.
-        settings.at_pace(settings.collector_for), "A source of an exporter fails.",
+        settings.at_pace(settings.collector_for),
+        "A source of an exporter fails.",
         "The source {{ $labels.collector }} of the exporter {{ $labels.instance }}"
         "{{ with $labels.host }} on {{ . }}{{ end }} fails."
-        + each(f"max by (reason) (increase({m.COLLECTOR_FAILURES}{{instance=%q,collector=%q}}"
-               f"[{settings.at_pace(settings.refused_window)}])) >= 0.5", "$labels.instance $labels.collector",
-               ' {{ printf "%.0f" .Value }} times: {{ .Labels.reason }}.'),
+        + each(
+            f"max by (reason) (increase({m.COLLECTOR_FAILURES}{{instance=%q,collector=%q}}"
+            f"[{settings.at_pace(settings.refused_window)}])) >= 0.5",
+            "$labels.instance $labels.collector",
+            ' {{ printf "%.0f" .Value }} times: {{ .Labels.reason }}.',
+        ),
     )
 
 
 def _exporter_blind(settings: AlertSettings) -> Alert:
     blind = f"count by (instance) ({m.GPU_READABLE} == 0)"
     return Alert(
-        "monitor", "FlopwatchExporterBlind", "warning", ("host", "instance"),
+        "monitor",
+        "FlopwatchExporterBlind",
+        "warning",
+        ("host", "instance"),
         f"max by (host, instance) ({_host(blind)})",
         # An exporter that started before the driver, or a container whose devices come late, sees them by then.
-        settings.at_pace(settings.blind_for), "An exporter cannot see GPUs of its node.",
-        'The exporter {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} cannot see '
+        settings.at_pace(settings.blind_for),
+        "An exporter cannot see GPUs of its node.",
+        "The exporter {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} cannot see "
         '{{ printf "%.0f" $value }} GPUs. That says nothing of the GPUs themselves.',
     )
 
@@ -265,7 +324,10 @@ def _ledger_down(settings: AlertSettings) -> Alert:
     last_over_time({m.COLLECTOR_SUCCESS}[{window}])"""
 
     return Alert(
-        "monitor", "FlopwatchLedgerDown", "warning", ("instance", "job"),
+        "monitor",
+        "FlopwatchLedgerDown",
+        "warning",
+        ("instance", "job"),
         # A pod that finds no node is no target any more, and so has no `up`; nor has one that is another pod now.
         f"""max by (instance, job) (
   up == 0
@@ -285,7 +347,8 @@ def _ledger_down(settings: AlertSettings) -> Alert:
   {m.LEDGER_RECEIVED}
 )""",
         # Exporters keep what they have to say meanwhile, so nothing is lost; but a run that goes down now pages nobody.
-        settings.at_pace(settings.ledger_for), "The ledger does not answer.",
+        settings.at_pace(settings.ledger_for),
+        "The ledger does not answer.",
         "The ledger at {{ $labels.instance }} does not answer: goodput stands still, and a run that goes down is not "
         "noticed. Exporters keep their records until it is back.",
     )
@@ -293,13 +356,19 @@ def _ledger_down(settings: AlertSettings) -> Alert:
 
 def _ledger_unreachable(settings: AlertSettings) -> Alert:
     window = settings.at_pace(settings.refused_window)
-    failing = (f'sum by (instance) (increase({m.LEDGER_SENT}{{outcome="failed"}}[{window}])) > 0'
-               f' unless on (instance) sum by (instance) (increase({m.LEDGER_SENT}{{outcome="sent"}}[{window}])) > 0')
+    failing = (
+        f'sum by (instance) (increase({m.LEDGER_SENT}{{outcome="failed"}}[{window}])) > 0'
+        f' unless on (instance) sum by (instance) (increase({m.LEDGER_SENT}{{outcome="sent"}}[{window}])) > 0'
+    )
     return Alert(
-        "monitor", "FlopwatchLedgerUnreachable", "warning", ("host", "instance"),
+        "monitor",
+        "FlopwatchLedgerUnreachable",
+        "warning",
+        ("host", "instance"),
         f"max by (host, instance) ({_host(failing)})",
         # Nothing delivered in ten minutes already; longer than the ledger's own alert, which is then the cause.
-        settings.at_pace(settings.ledger_for + settings.exporter_down_for), "An exporter cannot reach the ledger.",
+        settings.at_pace(settings.ledger_for + settings.exporter_down_for),
+        "An exporter cannot reach the ledger.",
         "The exporter {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} has delivered nothing to the "
         f"ledger in {window}: the ledger will call its runs down.",
     )
@@ -313,10 +382,14 @@ def _ledger_refuses(settings: AlertSettings) -> Alert:
         return f"{refused} / sum by (instance) (increase({metric}[{window}])) > {settings.refused_share:g}"
 
     return Alert(
-        "monitor", "FlopwatchLedgerRefuses", "warning", ("host", "instance"),
+        "monitor",
+        "FlopwatchLedgerRefuses",
+        "warning",
+        ("host", "instance"),
         f"max by (host, instance) ({_host(f'{share(m.LEDGER_SENT)} or {share(m.LEDGER_RECEIVED)}')})",
         # A record that is wrong stays wrong; one release talking to another while both roll out does not.
-        settings.at_pace(settings.refused_for), "The ledger refuses records.",
+        settings.at_pace(settings.refused_for),
+        "The ledger refuses records.",
         "The ledger refused {{ $value | humanizePercentage }} of the records that {{ $labels.instance }}"
         "{{ with $labels.host }} on {{ . }}{{ end }} sent or took: they are in no goodput.",
     )
@@ -325,13 +398,19 @@ def _ledger_refuses(settings: AlertSettings) -> Alert:
 def _push_refused(settings: AlertSettings) -> Alert:
     window = settings.at_pace(settings.refused_window)
     every = f"sum by (instance) (increase({m.OTLP_ACCEPTED}[{window}]))"
-    refused = (f'sum by (instance, outcome) (increase({m.OTLP_ACCEPTED}{{outcome!~"accepted|partial|foreign_gpu"}}'
-               f"[{window}])) / on (instance) group_left () {every} > {settings.refused_share:g}")
+    refused = (
+        f'sum by (instance, outcome) (increase({m.OTLP_ACCEPTED}{{outcome!~"accepted|partial|foreign_gpu"}}'
+        f"[{window}])) / on (instance) group_left () {every} > {settings.refused_share:g}"
+    )
     return Alert(
-        "monitor", "FlopwatchPushRefused", "warning", ("host", "instance", "outcome"),
+        "monitor",
+        "FlopwatchPushRefused",
+        "warning",
+        ("host", "instance", "outcome"),
         f"max by (host, instance, outcome) ({_host(refused)})",
         # A replaced rank's last pushes are refused, too, and stay in the window for ten minutes.
-        settings.at_pace(settings.refused_for), "An exporter refuses what training processes push.",
+        settings.at_pace(settings.refused_for),
+        "An exporter refuses what training processes push.",
         "The exporter {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} refused "
         "{{ $value | humanizePercentage }} of the pushes as {{ $labels.outcome }}: those ranks are not seen.",
     )
@@ -341,10 +420,14 @@ def _series_dropped(settings: AlertSettings) -> Alert:
     window = settings.at_pace(settings.refused_window)
     dropped = f"sum by (instance, budget) (increase({m.SERIES_DROPPED}[{window}])) > 0"
     return Alert(
-        "monitor", "FlopwatchSeriesDropped", "warning", ("host", "instance", "budget"),
+        "monitor",
+        "FlopwatchSeriesDropped",
+        "warning",
+        ("host", "instance", "budget"),
         f"max by (host, instance, budget) ({_host(dropped)})",
         # Two generations of a rank's series overlap for a scrape when it is replaced: longer than the window.
-        settings.at_pace(settings.dropped_for), "An exporter leaves series out to stay within its budget.",
+        settings.at_pace(settings.dropped_for),
+        "An exporter leaves series out to stay within its budget.",
         "The exporter {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} left out "
         '{{ printf "%.0f" $value }} samples in ' + window + " over the budget per {{ $labels.budget }}.",
     )
@@ -356,10 +439,14 @@ def _clock_wrong(settings: AlertSettings) -> Alert:
     wrong = f"{ahead} > {settings.clock_skew:g} or {ahead} < -{settings.clock_skew:g}"
     answers = f"on (instance) max by (instance) ({m.COLLECTOR_SUCCESS}) == 1"
     return Alert(
-        "monitor", "FlopwatchClockWrong", "warning", ("host", "instance"),
+        "monitor",
+        "FlopwatchClockWrong",
+        "warning",
+        ("host", "instance"),
         f"max by (host, instance) ({_host(f'({wrong}) and {answers}')})",
         # A clock is stepped right after a boot.
-        settings.at_pace(settings.clock_for), "A node's clock differs from Prometheus' clock.",
+        settings.at_pace(settings.clock_for),
+        "A node's clock differs from Prometheus' clock.",
         "The clock of {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} differs by "
         '{{ printf "%.0f" $value }} s from that of Prometheus: steps, Xids and records of it are placed wrongly.',
     )
@@ -369,9 +456,14 @@ def _rules_failing(settings: AlertSettings) -> Alert:
     window = settings.at_pace(settings.refused_window)
     failures = f'increase(prometheus_rule_evaluation_failures_total{{rule_group=~".*flopwatch.*"}}[{window}])'
     return Alert(
-        "monitor", "FlopwatchRulesFailing", "warning", ("rule_group",), f"sum by (rule_group) ({failures}) > 0",
+        "monitor",
+        "FlopwatchRulesFailing",
+        "warning",
+        ("rule_group",),
+        f"sum by (rule_group) ({failures}) > 0",
         # Longer than the window, which holds a single failure for ten minutes.
-        settings.at_pace(settings.rules_for), "Prometheus fails to evaluate our rules.",
+        settings.at_pace(settings.rules_for),
+        "Prometheus fails to evaluate our rules.",
         'Rules of {{ $labels.rule_group }} failed {{ printf "%.0f" $value }} times in ' + window + ", and with "
         "them their alerts.",
     )
@@ -380,11 +472,15 @@ def _rules_failing(settings: AlertSettings) -> Alert:
 def _maintenance(settings: AlertSettings) -> Alert:
     memory = settings.at_pace(settings.memory)
     return Alert(
-        "monitor", "Maintenance", "none", ("host",),
+        "monitor",
+        "Maintenance",
+        "none",
+        ("host",),
         # What was said last holds while the node reboots.
         f"max by (host) (last_over_time({m.NODE_MAINTENANCE_UNTIL}[{memory}])) > time()",
         # From the first word on, for its alerts have to be held back before they are sent.
-        "0s", "Somebody works on this node.",
+        "0s",
+        "Somebody works on this node.",
         "Host {{ $labels.host }} is in maintenance until {{ $value | humanizeTimestamp }}: no alert of it is sent.",
         keep_firing_for=settings.at_pace(settings.cause_keep),
     )
@@ -404,7 +500,10 @@ def _run_on_faulty_host(settings: AlertSettings) -> Alert:
     firing = 'alertstate="firing",shadow=""'
     others = named(*(cause for cause in HOST_CAUSES if cause != "HostOnFaultyLeaf"), *PART_CAUSES, *GPU_CAUSES)
     return Alert(
-        "monitor", "RunOnFaultyHost", "none", ("host", "run"),
+        "monitor",
+        "RunOnFaultyHost",
+        "none",
+        ("host", "run"),
         # Of a GPU's faults pending is enough: they wait longer than a hang, to be told in its place. What goes on by
         # itself was told, a leaf as LeafDown, and is not over for the run as long as it stands still since then; but
         # beside a fault that goes on for days a run has other troubles, too. A GPU without a uuid is not the GPU of
@@ -444,7 +543,12 @@ def _run_on_faulty_host(settings: AlertSettings) -> Alert:
 
 def _watchdog() -> Alert:
     return Alert(
-        "watchdog", "FlopwatchWatchdog", "info", (), "vector(1)", "0s",
+        "watchdog",
+        "FlopwatchWatchdog",
+        "info",
+        (),
+        "vector(1)",
+        "0s",
         "Always firing: when it stops arriving, Prometheus or Alertmanager is broken.",
         "Prometheus evaluates rules and Alertmanager delivers. Nobody is paged by this alert, but by its absence.",
     )

@@ -6,10 +6,14 @@ from alerts.recording import EVERY, records
 from alerts.settings import AlertSettings
 
 TITLES = {
-    "place": "Where things are, and what is in use", "training": "Training",
-    "verdict": "Who keeps a run waiting", "detail": "Training in detail, and energy",
-    "ledger": "The ledger: whole runs", "windows": "The last hour, day and seven days",
-    "rails": "Rails", "fleet": "The fleet, and hosts that fail again",
+    "place": "Where things are, and what is in use",
+    "training": "Training",
+    "verdict": "Who keeps a run waiting",
+    "detail": "Training in detail, and energy",
+    "ledger": "The ledger: whole runs",
+    "windows": "The last hour, day and seven days",
+    "rails": "Rails",
+    "fleet": "The fleet, and hosts that fail again",
 }
 HEAD = """\
 # Recorded series

@@ -35,8 +35,9 @@ def fleet_records(settings: AlertSettings) -> tuple[Record, ...]:
 
 def _runs(settings: AlertSettings) -> tuple[Record, ...]:
     def total(name: str, text: str, metric: m.Metric, label: str, matcher: str) -> Record:
-        return record("fleet", name, text,
-                      f"sum by (tenant, run) (max by (tenant, run, {label}) ({metric}{{{matcher}}}))")
+        return record(
+            "fleet", name, text, f"sum by (tenant, run) (max by (tenant, run, {label}) ({metric}{{{matcher}}}))"
+        )
 
     def added(name: str, length: float) -> str:
         """Return what a recorded sum grew by: from the first value of the window on, or all if the run began in it."""
@@ -49,39 +50,67 @@ def _runs(settings: AlertSettings) -> tuple[Record, ...]:
 )"""
 
     return (
-        record("fleet", RUN_BEGAN, "First process start of a run, as Unix time.",
-               f"min by (tenant, run) ({m.RUN_START})"),
+        record(
+            "fleet", RUN_BEGAN, "First process start of a run, as Unix time.", f"min by (tenant, run) ({m.RUN_START})"
+        ),
         total(RUN_DONE, "Productive GPU-seconds of a run.", m.RUN_GPU_SECONDS, "bucket", GOOD),
-        record("fleet", RUN_HELD, "GPU-seconds booked of a run that has a goodput.", f"""
+        record(
+            "fleet",
+            RUN_HELD,
+            "GPU-seconds booked of a run that has a goodput.",
+            f"""
             sum by (tenant, run) (max by (tenant, run, bucket) ({m.RUN_GPU_SECONDS}))
               and
             {RUN_DONE}
-        """),
-        total(RUN_RUNNING, "GPU-seconds in which a run was running.", m.RUN_GPU_SECONDS, "bucket",
-              'bucket!~"down|queue"'),
+        """,
+        ),
+        total(
+            RUN_RUNNING, "GPU-seconds in which a run was running.", m.RUN_GPU_SECONDS, "bucket", 'bucket!~"down|queue"'
+        ),
         total(RUN_FAILURES, "Unplanned ends of a run.", m.RUN_ENDS, "status", 'status=~"failed|silent"'),
-        record("fleet", RUN_RECOVERIES, "Unplanned ends a run came back from.",
-               f"max by (tenant, run) ({m.RUN_RECOVERIES})"),
-        record("fleet", RUN_RECOVERY, "Seconds a run took to come back from its unplanned ends.",
-               f"max by (tenant, run) ({m.RUN_RECOVERY_SECONDS})"),
-        record("fleet", FLEET_GOODPUT_7D, "Productive GPU-seconds over those booked in the last seven days, of all "
-               "runs with a goodput.", f"""
+        record(
+            "fleet",
+            RUN_RECOVERIES,
+            "Unplanned ends a run came back from.",
+            f"max by (tenant, run) ({m.RUN_RECOVERIES})",
+        ),
+        record(
+            "fleet",
+            RUN_RECOVERY,
+            "Seconds a run took to come back from its unplanned ends.",
+            f"max by (tenant, run) ({m.RUN_RECOVERY_SECONDS})",
+        ),
+        record(
+            "fleet",
+            FLEET_GOODPUT_7D,
+            "Productive GPU-seconds over those booked in the last seven days, of all runs with a goodput.",
+            f"""
             {added(RUN_DONE, settings.week)}
               /
             ({added(RUN_HELD, settings.week)} > 0)
-        """),
-        record("fleet", FLEET_MTTF, "GPU-seconds of running for each unplanned end of the last 30 days; over the GPUs "
-               "of a run, its expected time to failure. None without an unplanned end.", f"""
+        """,
+        ),
+        record(
+            "fleet",
+            FLEET_MTTF,
+            "GPU-seconds of running for each unplanned end of the last 30 days; over the GPUs "
+            "of a run, its expected time to failure. None without an unplanned end.",
+            f"""
             {added(RUN_RUNNING, settings.month)}
               /
             ({added(RUN_FAILURES, settings.month)} > 0)
-        """),
-        record("fleet", FLEET_MTTR, "Time from an unplanned end to the first new step, mean of the last 30 days. None "
-               "without one.", f"""
+        """,
+        ),
+        record(
+            "fleet",
+            FLEET_MTTR,
+            "Time from an unplanned end to the first new step, mean of the last 30 days. None without one.",
+            f"""
             {added(RUN_RECOVERY, settings.month)}
               /
             ({added(RUN_RECOVERIES, settings.month)} > 0)
-        """),
+        """,
+        ),
     )
 
 
@@ -99,8 +128,10 @@ def _hosts(settings: AlertSettings) -> tuple[Record, ...]:
     named = f"* on (instance) group_left (host) {HOST}"
 
     def xids(seconds: float) -> str:
-        return (f"max by (instance, uuid, xid) ({m.GPU_XID_LAST} > time() - {settings.seconds_at_pace(seconds)}\n"
-                f'      and on (instance, xid) {m.GPU_XID_INFO}{{severity=~"critical|fatal"}})')
+        return (
+            f"max by (instance, uuid, xid) ({m.GPU_XID_LAST} > time() - {settings.seconds_at_pace(seconds)}\n"
+            f'      and on (instance, xid) {m.GPU_XID_INFO}{{severity=~"critical|fatal"}})'
+        )
 
     def count(text: str) -> str:
         return f"(\n{text}\n    or\n  0 * group by (host) ({HOST})\n)"
@@ -108,8 +139,12 @@ def _hosts(settings: AlertSettings) -> tuple[Record, ...]:
     drops = f"max by (instance, device, port) ({m.INFINIBAND_DROPS}%s)"
     late = f'last_over_time({CULPRIT}{{host!=""}}[{week}])'
     return (
-        record("fleet", HOST_SIGN, "1 for a host with a critical Xid in the last quarter of an hour, a GPU or a port "
-               "that is gone, or an exporter that fell silent.", f"""
+        record(
+            "fleet",
+            HOST_SIGN,
+            "1 for a host with a critical Xid in the last quarter of an hour, a GPU or a port "
+            "that is gone, or an exporter that fell silent.",
+            f"""
             group by (host) (
               {xids(settings.end_window)}
                 {named}
@@ -127,9 +162,14 @@ def _hosts(settings: AlertSettings) -> tuple[Record, ...]:
             )
               or
             group by (host) (last_over_time({HOST}[{end}]) unless on (host) {HOST})
-        """),
-        record("fleet", HOST_ENDS, "Unplanned ends of a run with ranks on a host that gave a sign when the run ended, "
-               "for a quarter of an hour.", f"""
+        """,
+        ),
+        record(
+            "fleet",
+            HOST_ENDS,
+            "Unplanned ends of a run with ranks on a host that gave a sign when the run ended, "
+            "for a quarter of an hour.",
+            f"""
             group by (run, host) (
               last_over_time({NODE_RUN}[{end}]) * on (instance) group_left (host)
                 topk by (instance) (1, last_over_time({HOST}[{end}]))
@@ -142,16 +182,22 @@ def _hosts(settings: AlertSettings) -> tuple[Record, ...]:
             )
               and on (host)
             {HOST_SIGN}
-        """),
-        record("fleet", LEMON, "Signs of the last seven days that a host makes runs fail: unplanned ends it gave a "
-               "sign for, different critical Xids per GPU, ranks of runs that were late on it, ports that dropped.",
-               count(f"  sum by (host) (changes({HOST_ENDS}[{week}]) + 1)")
-               + "\n  +\n"
-               + count(f"  count by (host) (\n    group by (host, uuid, xid) (\n      {xids(settings.week)}\n"
-                       f"        {named}\n    )\n  )")
-               + "\n  +\n"
-               + count(f"  count by (host) (group by (host, run, rank) ({late}))")
-               + "\n  +\n"
-               + count(f"  count by (host) (\n    (({drops % ''} - {drops % f' offset {week}'}) > 0)\n"
-                       f"      {named}\n  )")),
+        """,
+        ),
+        record(
+            "fleet",
+            LEMON,
+            "Signs of the last seven days that a host makes runs fail: unplanned ends it gave a "
+            "sign for, different critical Xids per GPU, ranks of runs that were late on it, ports that dropped.",
+            count(f"  sum by (host) (changes({HOST_ENDS}[{week}]) + 1)")
+            + "\n  +\n"
+            + count(
+                f"  count by (host) (\n    group by (host, uuid, xid) (\n      {xids(settings.week)}\n"
+                f"        {named}\n    )\n  )"
+            )
+            + "\n  +\n"
+            + count(f"  count by (host) (group by (host, run, rank) ({late}))")
+            + "\n  +\n"
+            + count(f"  count by (host) (\n    (({drops % ''} - {drops % f' offset {week}'}) > 0)\n      {named}\n  )"),
+        ),
     )

@@ -22,30 +22,55 @@ def gpu_records(settings: AlertSettings) -> tuple[Record, ...]:
     gpus = f'max by (run, uuid) ({m.TRAINING_RANK_INFO}{{uuid!=""}})'
     energy = f"sum by (uuid) (rate({m.GPU_ENERGY}[{rate}]))"
     present = f"group by (uuid) ({m.GPU_PRESENT} == 1)"
-    held = (f'{m.GPU_OWNER_INFO}{{source!~"none|unknown"}} or on (uuid) {m.TRAINING_RANK_INFO}{{uuid!=""}}')
+    held = f'{m.GPU_OWNER_INFO}{{source!~"none|unknown"}} or on (uuid) {m.TRAINING_RANK_INFO}{{uuid!=""}}'
     return (
-        record("detail", RUN_POWER, "Power of the run's GPUs. None unless every rank's GPU is known and measured; a "
-               "GPU that two runs share counts in both.", f"""
+        record(
+            "detail",
+            RUN_POWER,
+            "Power of the run's GPUs. None unless every rank's GPU is known and measured; a "
+            "GPU that two runs share counts in both.",
+            f"""
             sum by (run) ({gpus} * on (uuid) group_left () {energy})
               unless on (run)
             ({gpus} unless on (uuid) {energy})
               unless on (run)
             {m.TRAINING_RANK_INFO}{{uuid=""}}
-        """),
-        record("detail", TOKEN_ENERGY, "Energy of the run's GPUs for one token.", f"""
+        """,
+        ),
+        record(
+            "detail",
+            TOKEN_ENERGY,
+            "Energy of the run's GPUs for one token.",
+            f"""
             {RUN_POWER} / ({TOKENS} > 0)
-        """),
-        record("fleet", FLEET_GPUS, "GPUs that answer.", f"""
+        """,
+        ),
+        record(
+            "fleet",
+            FLEET_GPUS,
+            "GPUs that answer.",
+            f"""
             count({present})
-        """),
-        record("fleet", FLEET_ALLOCATED, "GPUs of those that a rank, a pod, a job or a user has.", f"""
+        """,
+        ),
+        record(
+            "fleet",
+            FLEET_ALLOCATED,
+            "GPUs of those that a rank, a pod, a job or a user has.",
+            f"""
             count({present} and on (uuid) ({held}))
               or
             0 * {FLEET_GPUS}
-        """),
-        record("fleet", FLEET_IDLE, "GPUs of those that nobody has; one whose owner cannot be told is in neither.", f"""
+        """,
+        ),
+        record(
+            "fleet",
+            FLEET_IDLE,
+            "GPUs of those that nobody has; one whose owner cannot be told is in neither.",
+            f"""
             count({present} unless on (uuid) ({held}) unless on (uuid) {m.GPU_OWNER_INFO}{{source="unknown"}})
               or
             0 * {FLEET_GPUS}
-        """),
+        """,
+        ),
     )

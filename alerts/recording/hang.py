@@ -46,20 +46,31 @@ def hang_records(settings: AlertSettings) -> tuple[Record, ...]:
     others = f'sum by (run, rank) ({m.TRAINING_ACTIVITY_SECONDS}{{activity!~"step|data_stall"}}%s)'
     now, then = others % "", others % f" offset {recent}"
     buckets = f"sum by (run, le) (increase({m.TRAINING_STEP_DURATION}_bucket[{memory}]))"
-    mean = (f"sum by (run) (increase({m.TRAINING_STEP_DURATION}_sum[{memory}]))"
-            f" / sum by (run) (increase({m.TRAINING_STEP_DURATION}_count[{memory}]))")
+    mean = (
+        f"sum by (run) (increase({m.TRAINING_STEP_DURATION}_sum[{memory}]))"
+        f" / sum by (run) (increase({m.TRAINING_STEP_DURATION}_count[{memory}]))"
+    )
     return (
         # By two instants and not by increase(): there are seven such activities of each rank. All of a new one's count,
         # and all of one that begins anew.
-        record("training", DECLARED, "Seconds of the last five minutes that a rank of the run spent in anything but "
-               "steps and waiting for data: the largest of its ranks'.", f"""
+        record(
+            "training",
+            DECLARED,
+            "Seconds of the last five minutes that a rank of the run spent in anything but "
+            "steps and waiting for data: the largest of its ranks'.",
+            f"""
             max by (run) (
               {now} - {then} >= 0 or {now}
             )
-        """),
+        """,
+        ),
         # What was declared lies in the open step for certain if the last step ended within the window, too.
-        record("training", OPEN_STEP, "When the run's open step began, as Unix time: its newest step's end, and later "
-               "by what was declared since, a checkpoint for instance; none while that cannot be told.", f"""
+        record(
+            "training",
+            OPEN_STEP,
+            "When the run's open step began, as Unix time: its newest step's end, and later "
+            "by what was declared since, a checkpoint for instance; none while that cannot be told.",
+            f"""
             (
               {last_step} + on (run) {DECLARED}
             )
@@ -67,10 +78,15 @@ def hang_records(settings: AlertSettings) -> tuple[Record, ...]:
             (
               {DECLARED} > 0.5 and on (run) {last_step} < time() - {settings.seconds_at_pace(settings.rate_window)}
             )
-        """),
+        """,
+        ),
         # The largest bucket ends at 180 s: of longer steps only the mean is known.
-        record("training", OVERDUE_STEP, "The same for a step that is older than 60 s and than three times the p99 of "
-               "the last hour's steps, or, where there was none, than an hour.", f"""
+        record(
+            "training",
+            OVERDUE_STEP,
+            "The same for a step that is older than 60 s and than three times the p99 of "
+            "the last hour's steps, or, where there was none, than an hour.",
+            f"""
             {OPEN_STEP} < time() - {settings.seconds_at_pace(settings.hang_after)}
               and on (run)
             (
@@ -82,7 +98,8 @@ def hang_records(settings: AlertSettings) -> tuple[Record, ...]:
                 or on (run)
               {OPEN_STEP} < time() - {settings.seconds_at_pace(settings.hang_memory)}
             )
-        """),
+        """,
+        ),
         *_quiet(settings),
         *_verdict(settings),
     )
@@ -105,24 +122,45 @@ def _quiet(settings: AlertSettings) -> tuple[Record, ...]:
     usual = of_cards(f"max_over_time({m.GPU_POWER}[{memory}:{settings.at_pace(settings.rate_window)}])")
     sent = f"max by (instance, device, port) (rate({m.INFINIBAND_TRANSMIT_DATA}[{window}]))"
     return (
-        record("training", STEPPING, "Share of the last minute that a rank of the run spent in steps: the largest of "
-               "its ranks'.", f"""
+        record(
+            "training",
+            STEPPING,
+            "Share of the last minute that a rank of the run spent in steps: the largest of its ranks'.",
+            f"""
             max by (run) (sum by (run, rank) (rate({m.TRAINING_ACTIVITY_SECONDS}{{activity="step"}}[{window}])))
-        """),
-        record("training", COLLECTIVES, "1 if a rank of the run has started a collective in the last minute, 0 if none "
-               "has, where they are counted.",
-               f"max by (run) (changes({m.TRAINING_COLLECTIVE_SEQUENCE}[{window}]) > bool 0)"),
-        record("training", TENSOR_MOST, "Share of the last minute that tensor cores of the run's cards were active: "
-               "the busiest card's.", f"max by (run) {tensor}"),
+        """,
+        ),
+        record(
+            "training",
+            COLLECTIVES,
+            "1 if a rank of the run has started a collective in the last minute, 0 if none "
+            "has, where they are counted.",
+            f"max by (run) (changes({m.TRAINING_COLLECTIVE_SEQUENCE}[{window}]) > bool 0)",
+        ),
+        record(
+            "training",
+            TENSOR_MOST,
+            "Share of the last minute that tensor cores of the run's cards were active: the busiest card's.",
+            f"max by (run) {tensor}",
+        ),
         record("training", TENSOR_LEAST, "The same of the idlest card.", f"min by (run) {tensor}"),
-        record("training", TENSOR_KNOWN, "Share of the run's ranks whose card tells of its tensor cores.",
-               known(tensor)),
+        record(
+            "training", TENSOR_KNOWN, "Share of the run's ranks whose card tells of its tensor cores.", known(tensor)
+        ),
         # Each card beside itself: a run that lost ranks draws less.
-        record("training", POWER_SHARE, "Power of the run's cards in the last minute over that of the last hour, the "
-               "most of each card.", f"avg by (run) {power} / avg by (run) {usual}"),
+        record(
+            "training",
+            POWER_SHARE,
+            "Power of the run's cards in the last minute over that of the last hour, the most of each card.",
+            f"avg by (run) {power} / avg by (run) {usual}",
+        ),
         record("training", POWER_KNOWN, "Share of the run's ranks whose card tells of its power.", known(power)),
-        record("training", SENT, "Bytes a second that a port of the run's rails sent in the last minute: the most.",
-               f"max by (run) ({PORT_RAIL} * on (instance, device, port) group_left () {sent})"),
+        record(
+            "training",
+            SENT,
+            "Bytes a second that a port of the run's rails sent in the last minute: the most.",
+            f"max by (run) ({PORT_RAIL} * on (instance, device, port) group_left () {sent})",
+        ),
     )
 
 
@@ -138,15 +176,19 @@ def _verdict(settings: AlertSettings) -> tuple[Record, ...]:
     hung, hung_cards = (f"({info}{some} and on (run) {OVERDUE_STEP})" for some in ("", '{uuid!=""}'))
     seconds = f"rate({m.TRAINING_ACTIVITY_SECONDS}{{activity%s}}[{window}]) and on (run) {OVERDUE_STEP}"
     numbers = f"max by (run, rank) ({m.TRAINING_COLLECTIVE_SEQUENCE} and on (run) {OVERDUE_STEP})"
-    cards = f'max by (run, rank, uuid) {hung_cards} * on (uuid) group_left () max by (uuid) (%s)'
+    cards = f"max by (run, rank, uuid) {hung_cards} * on (uuid) group_left () max by (uuid) (%s)"
     fresh = settings.seconds_at_pace(2 * settings.rate_window)
-    xid = (f"max by (instance, uuid, xid) ({m.GPU_XID_LAST}) > time() - {fresh}"
-           f' and on (instance, xid) {m.GPU_XID_INFO}{{severity=~"critical|fatal"}}')
+    xid = (
+        f"max by (instance, uuid, xid) ({m.GPU_XID_LAST}) > time() - {fresh}"
+        f' and on (instance, xid) {m.GPU_XID_INFO}{{severity=~"critical|fatal"}}'
+    )
     down = f"{m.INFINIBAND_STATE} < 4 and on (instance, device, port) {PORT_WAS_ACTIVE}"
     draws, limit = f"min_over_time({m.GPU_POWER}[{window}])", m.GPU_POWER_LIMIT
     # The node of the rank that tells it may be the one that is gone.
-    world = (f"(max by (run) ({m.TRAINING_WORLD_SIZE})"
-             f" or on (run) max by (run) (last_over_time({m.TRAINING_WORLD_SIZE}[{before}])))")
+    world = (
+        f"(max by (run) ({m.TRAINING_WORLD_SIZE})"
+        f" or on (run) max by (run) (last_over_time({m.TRAINING_WORLD_SIZE}[{before}])))"
+    )
     blocked = f"max by (run, rank) ({m.NODE_PROCESS_BLOCKED}) > {settings.seconds_at_pace(settings.hang_blocked)}"
     signs = {
         "gone": GONE,
@@ -173,7 +215,8 @@ quantile by (run) (0.5, {cards % m.GPU_UTILIZATION}) > {settings.hang_busy:g}"""
         "link": f"""max by (run, rank) ({hung} and on (instance) ({down}))""",
     }
     union = "\n  or\n".join(
-        f'label_replace(group by (run, rank) ({expr}), "sign", "{sign}", "", "")' for sign, expr in signs.items())
+        f'label_replace(group by (run, rank) ({expr}), "sign", "{sign}", "", "")' for sign, expr in signs.items()
+    )
     votes = f"""(
   {SIGN}%s
     / on (run, sign) group_left ()
@@ -188,8 +231,12 @@ quantile by (run) (0.5, {cards % m.GPU_UTILIZATION}) > {settings.hang_busy:g}"""
     return (
         # A run may be young, and steps of minutes are overdue later than others: so one looks at three times. A scrape
         # that failed is not a node's end.
-        record("verdict", GONE, "1 for a rank that was there before the overdue step of its run and is not any more; "
-               "none if the run has as many as it says.", f"""
+        record(
+            "verdict",
+            GONE,
+            "1 for a rank that was there before the overdue step of its run and is not any more; "
+            "none if the run has as many as it says.",
+            f"""
             group by (run, rank, host) (
               (
                 last_over_time({info}[{lately}])
@@ -207,24 +254,38 @@ quantile by (run) (0.5, {cards % m.GPU_UTILIZATION}) > {settings.hang_busy:g}"""
                 and on (run)
               (count by (run) (group by (run, rank) ({info})) < {world})
             )
-        """),
-        record("verdict", SIGN, "1 for each sign that a rank of a run with an overdue step is the one that the others "
-               f"wait for: {', '.join(SIGNS)}.", f"""
+        """,
+        ),
+        record(
+            "verdict",
+            SIGN,
+            "1 for each sign that a rank of a run with an overdue step is the one that the others "
+            f"wait for: {', '.join(SIGNS)}.",
+            f"""
 (
 {union}
 )
   * on (run, rank) group_left (host)
 topk by (run, rank) (1, max by (run, rank, host) {hung} or on (run, rank) {GONE})
-"""),
-        record("verdict", CULPRIT_RANK, "Share of the signs that say it is this rank which the others wait for, if "
-               "most do: each has one vote, split among the ranks it points at, and a fifth of one is doubt.",
-               most("rank, host")),
-        record("verdict", CULPRIT_HOST, "The same for a host of several that a run has, where it is no single rank.",
-               f"""
+""",
+        ),
+        record(
+            "verdict",
+            CULPRIT_RANK,
+            "Share of the signs that say it is this rank which the others wait for, if "
+            "most do: each has one vote, split among the ranks it points at, and a fifth of one is doubt.",
+            most("rank, host"),
+        ),
+        record(
+            "verdict",
+            CULPRIT_HOST,
+            "The same for a host of several that a run has, where it is no single rank.",
+            f"""
 {most("host", '{host!=""}')}
   unless on (run)
 {CULPRIT_RANK}
   and on (run)
 (count by (run) ({hosts}) > 1)
-"""),
+""",
+        ),
     )

@@ -73,40 +73,69 @@ def _whole_run() -> Iterator[Record]:
 
     # Of a run that was just heard of everything is open: its goodput is not 0, but not known.
     booked = f'\n  and on (tenant, run)\n{m.RUN_SECONDS}{{bucket!="queue"}} > 0'
-    yield record("ledger", GOODPUT, "Productive time over wall clock since the first process start; none before "
-                 "anything is booked.", f"{productive}\n  /\n" + wall('{bucket!="queue"}') + booked)
-    yield record("ledger", ETTR, "Productive time over wall clock since submission; none if that is unknown.",
-                 f'{productive}\n  /\n{wall()}\n  and on (tenant, run)\n{m.RUN_SECONDS}{{bucket="queue"}}{booked}')
-    yield record("ledger", EFFECTIVE_MFU, "Model FLOPs of retained steps over the peak of the GPUs held, down time "
-                 "included.", f"""
+    yield record(
+        "ledger",
+        GOODPUT,
+        "Productive time over wall clock since the first process start; none before anything is booked.",
+        f"{productive}\n  /\n" + wall('{bucket!="queue"}') + booked,
+    )
+    yield record(
+        "ledger",
+        ETTR,
+        "Productive time over wall clock since submission; none if that is unknown.",
+        f'{productive}\n  /\n{wall()}\n  and on (tenant, run)\n{m.RUN_SECONDS}{{bucket="queue"}}{booked}',
+    )
+    yield record(
+        "ledger",
+        EFFECTIVE_MFU,
+        "Model FLOPs of retained steps over the peak of the GPUs held, down time included.",
+        f"""
         max by (tenant, run) ({m.RUN_MODEL_FLOPS})
           /
         (max by (tenant, run) ({m.RUN_CAPACITY_FLOPS}) > 0)
-    """)
-    yield record("ledger", BADPUT, "Share of the wall clock since the first process start that went into a bucket "
-                 "which is not productive.",
-                 f'max by (tenant, run, bucket) ({m.RUN_SECONDS}{{bucket!~"productive|generation|queue"}})\n'
-                 "  / on (tenant, run) group_left ()\n" + wall('{bucket!="queue"}'))
-    yield record("ledger", MTTF, "Time a run was running for each of its unplanned ends, the time since the last one "
-                 "included. None before the first.", f"""
+    """,
+    )
+    yield record(
+        "ledger",
+        BADPUT,
+        "Share of the wall clock since the first process start that went into a bucket which is not productive.",
+        f'max by (tenant, run, bucket) ({m.RUN_SECONDS}{{bucket!~"productive|generation|queue"}})\n'
+        "  / on (tenant, run) group_left ()\n" + wall('{bucket!="queue"}'),
+    )
+    yield record(
+        "ledger",
+        MTTF,
+        "Time a run was running for each of its unplanned ends, the time since the last one "
+        "included. None before the first.",
+        f"""
         sum by (tenant, run) (max by (tenant, run, bucket) ({m.RUN_SECONDS}{{bucket!~"down|queue"}}))
           /
         (sum by (tenant, run) (max by (tenant, run, status) ({m.RUN_ENDS}{{status=~"failed|silent"}})) > 0)
-    """)
-    yield record("ledger", MTTR, "Time from an unplanned end to the first new step, mean of those the run came back "
-                 "from. None before the first.", f"""
+    """,
+    )
+    yield record(
+        "ledger",
+        MTTR,
+        "Time from an unplanned end to the first new step, mean of those the run came back "
+        "from. None before the first.",
+        f"""
         max by (tenant, run) ({m.RUN_RECOVERY_SECONDS})
           /
         (max by (tenant, run) ({m.RUN_RECOVERIES}) > 0)
-    """)
-    yield record("ledger", STEPS_AT_RISK, "Steps a run that has not ended would make again if it failed now. None "
-                 "before its first durable checkpoint.", f"""
+    """,
+    )
+    yield record(
+        "ledger",
+        STEPS_AT_RISK,
+        "Steps a run that has not ended would make again if it failed now. None before its first durable checkpoint.",
+        f"""
         clamp_min(
           max by (tenant, run) ({m.RUN_POSITION_STEPS}) - max by (tenant, run) ({m.RUN_COMMITTED_STEPS}), 0
         )
           and on (tenant, run)
         {m.RUN_STATE}{{state=~"running|down"}} == 1
-    """)
+    """,
+    )
 
 
 def _booked(window: str) -> str:
@@ -148,33 +177,65 @@ class _Window:
 
 
 def _window(
-    settings: AlertSettings, name: str, text: str, length: float,
-    goodput: str, ettr: str, effective_mfu: str, badput: str,
+    settings: AlertSettings,
+    name: str,
+    text: str,
+    length: float,
+    goodput: str,
+    ettr: str,
+    effective_mfu: str,
+    badput: str,
 ) -> Iterator[Record]:
     window = _Window(settings, name, length)
     per_run, per_bucket, least = "max by (tenant, run)", "max by (tenant, run, bucket)", "min by (tenant, run)"
     start = window.now(m.RUN_START, least)
-    yield record("windows", window.base, f"1 if a run had the same books before the last {text}, 0 if it began since; "
-                 "none if nobody knows.", f"""
+    yield record(
+        "windows",
+        window.base,
+        f"1 if a run had the same books before the last {text}, 0 if it began since; none if nobody knows.",
+        f"""
         group by (tenant, run) ({start} == {window.then(m.RUN_START, least)})
           or
         0 * ({start} > {window.since})
-    """)
-    yield record("windows", window.seconds, f"Seconds booked in the last {text}, by bucket.",
-                 window.difference(m.RUN_SECONDS, per_bucket))
-    yield record("windows", window.open, f"Seconds of the last {text} that are not booked yet.",
-                 window.difference(m.RUN_OPEN_SECONDS, least))
-    yield record("windows", window.wall, f"Wall clock of the last {text} since the first process start.", f"""
+    """,
+    )
+    yield record(
+        "windows",
+        window.seconds,
+        f"Seconds booked in the last {text}, by bucket.",
+        window.difference(m.RUN_SECONDS, per_bucket),
+    )
+    yield record(
+        "windows",
+        window.open,
+        f"Seconds of the last {text} that are not booked yet.",
+        window.difference(m.RUN_OPEN_SECONDS, least),
+    )
+    yield record(
+        "windows",
+        window.wall,
+        f"Wall clock of the last {text} since the first process start.",
+        f"""
         sum by (tenant, run) ({window.seconds}{{bucket!="queue"}} or {window.open})
-    """)
+    """,
+    )
     productive = f"sum by (tenant, run) ({window.seconds}{{{GOOD}}})"
-    yield record("windows", goodput, f"Goodput of the last {text}, or of a younger or ended run's part of it.", f"""
+    yield record(
+        "windows",
+        goodput,
+        f"Goodput of the last {text}, or of a younger or ended run's part of it.",
+        f"""
         {productive} / ({window.wall} > 0)
-    """)
+    """,
+    )
     # Only what was queued after the window's begin counts: from then to the first start, or less.
     queue = window.now(m.RUN_SECONDS, per_run, '{bucket="queue"}')
     before = f"({start} - {window.begin})"
-    yield record("windows", ettr, f"ETTR of the last {text}; none if the time of submission is unknown.", f"""
+    yield record(
+        "windows",
+        ettr,
+        f"ETTR of the last {text}; none if the time of submission is unknown.",
+        f"""
         {productive}
           /
         (
@@ -188,15 +249,25 @@ def _window(
           )
             > 0
         )
-    """)
+    """,
+    )
     retained, capacity = window.difference(m.RUN_MODEL_FLOPS), window.difference(m.RUN_CAPACITY_FLOPS)
-    yield record("windows", effective_mfu, f"Effective MFU of the last {text}, as far as it is booked.",
-                 f"(\n{retained}\n)\n  /\n((\n{capacity}\n) > 0)")
-    yield record("windows", badput, f"Share of the last {text} that went into a bucket which is not productive.", f"""
+    yield record(
+        "windows",
+        effective_mfu,
+        f"Effective MFU of the last {text}, as far as it is booked.",
+        f"(\n{retained}\n)\n  /\n((\n{capacity}\n) > 0)",
+    )
+    yield record(
+        "windows",
+        badput,
+        f"Share of the last {text} that went into a bucket which is not productive.",
+        f"""
         {window.seconds}{{bucket!~"productive|generation|queue"}}
           / on (tenant, run) group_left ()
         ({window.wall} > 0)
-    """)
+    """,
+    )
 
 
 def _straggler_seconds() -> Iterator[Record]:
@@ -205,21 +276,33 @@ def _straggler_seconds() -> Iterator[Record]:
         (STRAGGLER_SECONDS_1D, STRAGGLER_LOST_1D, "1d", "day"),
         (STRAGGLER_SECONDS_7D, STRAGGLER_LOST_7D, "7d", "seven days"),
     ):
-        yield record("windows", name, f"Productive seconds of the last {text} that a straggler cost.", f"""
+        yield record(
+            "windows",
+            name,
+            f"Productive seconds of the last {text} that a straggler cost.",
+            f"""
             sum by (tenant, run) ({_booked(window)}{{bucket="productive"}})
               * on (run) group_left ()
             {ratio}
-        """)
+        """,
+        )
 
 
 def _fleet(settings: AlertSettings, name: str, text: str, length: float, goodput: str) -> Iterator[Record]:
     """Yield what needs GPU-seconds: they are right while runs grow, shrink and give their GPUs back."""
     window = _Window(settings, name, length)
-    yield record("windows", window.gpu_seconds, f"GPU-seconds booked in the last {text}, by bucket.",
-                 window.difference(m.RUN_GPU_SECONDS, "max by (tenant, run, bucket)"))
+    yield record(
+        "windows",
+        window.gpu_seconds,
+        f"GPU-seconds booked in the last {text}, by bucket.",
+        window.difference(m.RUN_GPU_SECONDS, "max by (tenant, run, bucket)"),
+    )
     known = f'and on (tenant, run) {window.gpu_seconds}{{bucket="productive"}}'
-    yield record("windows", goodput, f"Productive GPU-seconds over those held in the last {text}, of all runs with a "
-                 "goodput.", f"""
+    yield record(
+        "windows",
+        goodput,
+        f"Productive GPU-seconds over those held in the last {text}, of all runs with a goodput.",
+        f"""
         sum({window.gpu_seconds}{{{GOOD}}})
           /
         (
@@ -231,4 +314,5 @@ def _fleet(settings: AlertSettings, name: str, text: str, length: float, goodput
           )
             > 0
         )
-    """)
+    """,
+    )

@@ -9,7 +9,15 @@ from inspect import cleandoc
 # Scrape intervals between two evaluations of a group; others are evaluated at each. What looks back a week need not be
 # asked four times a minute, and nothing may be asked less often than instant queries look back (5 min).
 EVERY: Mapping[str, int] = {
-    "verdict": 2, "place": 4, "windows": 4, "rails": 4, "fleet": 8, "quality": 4, "gpu": 4, "nvlink": 4, "fabric": 4,
+    "verdict": 2,
+    "place": 4,
+    "windows": 4,
+    "rails": 4,
+    "fleet": 8,
+    "quality": 4,
+    "gpu": 4,
+    "nvlink": 4,
+    "fabric": 4,
 }
 
 

@@ -56,7 +56,11 @@ def _places(settings: AlertSettings) -> tuple[Record, ...]:
 
     return (
         # topk, because a node that was renamed has two; two of them would break the joins for the whole cluster.
-        record("place", HOST, "Name of the node an exporter serves.", f"""
+        record(
+            "place",
+            HOST,
+            "Name of the node an exporter serves.",
+            f"""
             group by (instance, host) (
               topk by (instance) (1,
                 {hosts(m.GPU_INFO)}
@@ -66,10 +70,16 @@ def _places(settings: AlertSettings) -> tuple[Record, ...]:
                 {hosts(m.TRAINING_RANK_INFO)}
               )
             )
-        """),
-        record("place", NODE_RUN, "The runs that have ranks on an exporter's node.", f"""
+        """,
+        ),
+        record(
+            "place",
+            NODE_RUN,
+            "The runs that have ranks on an exporter's node.",
+            f"""
             group by (instance, run) ({m.TRAINING_RANK_INFO})
-        """),
+        """,
+        ),
     )
 
 
@@ -81,18 +91,29 @@ def _speed(settings: AlertSettings) -> tuple[Record, ...]:
     world = f"max by (run) (last_over_time({m.TRAINING_WORLD_SIZE}[{progress}]))"
 
     def per_host(counter: m.Metric) -> str:
-        return (f"sum by (run, host) (\n"
-                f"  sum by (instance, run) (rate({counter}[{rate}])) * on (instance) group_left (host) {HOST}\n)")
+        return (
+            f"sum by (run, host) (\n"
+            f"  sum by (instance, run) (rate({counter}[{rate}])) * on (instance) group_left (host) {HOST}\n)"
+        )
 
     def step_quantile(name: str, quantile: float) -> Record:
         # A run without a step in the window gives NaN, which no comparison lets through.
-        return record("detail", name, f"Duration that {100 * quantile:g} % of the optimizer steps do not exceed, as "
-                      "far as the histogram's bounds tell.", f"""
+        return record(
+            "detail",
+            name,
+            f"Duration that {100 * quantile:g} % of the optimizer steps do not exceed, as "
+            "far as the histogram's bounds tell.",
+            f"""
             histogram_quantile({quantile:g}, sum by (run, le) (rate({m.TRAINING_STEP_DURATION}_bucket[{rate}]))) >= 0
-        """)
+        """,
+        )
 
     return (
-        record("training", RUN_MFU, "Model FLOPs over dense peak, in steps. None unless every rank has a peak.", f"""
+        record(
+            "training",
+            RUN_MFU,
+            "Model FLOPs over dense peak, in steps. None unless every rank has a peak.",
+            f"""
             sum by (run) (rate({m.TRAINING_MODEL_FLOPS}[{rate}]))
               /
             (sum by (run) (rate({m.TRAINING_CAPACITY_FLOPS}[{rate}])) > 0)
@@ -104,23 +125,38 @@ def _speed(settings: AlertSettings) -> tuple[Record, ...]:
             )
               unless on (run)
             {m.TRAINING_MFU_UNAVAILABLE} == 1
-        """),
-        record("detail", RANK_MFU, "Model FLOPs over dense peak of one rank, where its run has an MFU.", f"""
+        """,
+        ),
+        record(
+            "detail",
+            RANK_MFU,
+            "Model FLOPs over dense peak of one rank, where its run has an MFU.",
+            f"""
             sum by (run, rank) (rate({m.TRAINING_MODEL_FLOPS}[{rate}]))
               /
             (sum by (run, rank) (rate({m.TRAINING_CAPACITY_FLOPS}[{rate}])) > 0)
               and on (run)
             {RUN_MFU}
-        """),
-        record("detail", HOST_MFU, "Model FLOPs over dense peak of a run's ranks on a host, where it has an MFU.", f"""
+        """,
+        ),
+        record(
+            "detail",
+            HOST_MFU,
+            "Model FLOPs over dense peak of a run's ranks on a host, where it has an MFU.",
+            f"""
             {per_host(m.TRAINING_MODEL_FLOPS)}
               /
             ({per_host(m.TRAINING_CAPACITY_FLOPS)} > 0)
               and on (run)
             {RUN_MFU}
-        """),
-        record("detail", RUN_HFU, "FLOPs executed, recomputation included, over dense peak. None unless every rank "
-               "declared its recomputation and the run has an MFU.", f"""
+        """,
+        ),
+        record(
+            "detail",
+            RUN_HFU,
+            "FLOPs executed, recomputation included, over dense peak. None unless every rank "
+            "declared its recomputation and the run has an MFU.",
+            f"""
             sum by (run) (rate({m.TRAINING_HARDWARE_FLOPS}[{rate}]))
               /
             (sum by (run) (rate({m.TRAINING_CAPACITY_FLOPS}[{rate}])) > 0)
@@ -128,25 +164,45 @@ def _speed(settings: AlertSettings) -> tuple[Record, ...]:
             (count by (run) (sum by (run, rank) (rate({m.TRAINING_HARDWARE_FLOPS}[{rate}])) > 0) == {world})
               and on (run)
             {RUN_MFU}
-        """),
-        record("detail", FLEET_MFU, "MFU of the runs that have one, weighted by their ranks.", f"""
+        """,
+        ),
+        record(
+            "detail",
+            FLEET_MFU,
+            "MFU of the runs that have one, weighted by their ranks.",
+            f"""
             sum({RUN_MFU} * on (run) {world})
               /
             sum({world} and on (run) {RUN_MFU})
-        """),
-        record("training", STEP_DURATION, "Mean duration of an optimizer step.", f"""
+        """,
+        ),
+        record(
+            "training",
+            STEP_DURATION,
+            "Mean duration of an optimizer step.",
+            f"""
             sum by (run) (rate({m.TRAINING_STEP_DURATION}_sum[{rate}]))
               /
             (sum by (run) (rate({m.TRAINING_STEP_DURATION}_count[{rate}])) > 0)
-        """),
+        """,
+        ),
         step_quantile(STEP_P50, 0.5),
         step_quantile(STEP_P90, 0.9),
         step_quantile(STEP_P99, 0.99),
-        record("training", TOKENS, "Tokens per second of the whole run.", f"""
+        record(
+            "training",
+            TOKENS,
+            "Tokens per second of the whole run.",
+            f"""
             sum by (run) (rate({m.TRAINING_TOKENS}[{rate}]))
-        """),
+        """,
+        ),
         # Ranks say how large it is where no ledger does, so that an outage of the ledger makes no page a warning.
-        record("training", PAGES, "1 for a run that may page: it is large, or it asks to.", f"""
+        record(
+            "training",
+            PAGES,
+            "1 for a run that may page: it is large, or it asks to.",
+            f"""
             group by (tenant, run) (
               max by (tenant, run) (last_over_time({m.RUN_GPUS}[{state}])) >= {settings.page_min_gpus}
                 or
@@ -160,7 +216,8 @@ def _speed(settings: AlertSettings) -> tuple[Record, ...]:
                 unless on (tenant, run)
               last_over_time({m.RUN_GPUS}[{state}])
             )
-        """),
+        """,
+        ),
     )
 
 
@@ -169,12 +226,16 @@ def _stragglers(settings: AlertSettings) -> tuple[Record, ...]:
     three_windows = settings.at_pace(3 * settings.straggler_window)
     hour, day, week = map(settings.at_pace, (settings.hour, settings.day, settings.week))
     # Of a step: by when they are scraped, ranks in the same step differ by one of the few long ones in a window.
-    tokens = (f"(sum by (run, rank) (rate({m.TRAINING_TOKENS}[{window}])) / "
-              f"(sum by (run, rank) (rate({m.TRAINING_STEPS}[{window}])) > 0))")
+    tokens = (
+        f"(sum by (run, rank) (rate({m.TRAINING_TOKENS}[{window}])) / "
+        f"(sum by (run, rank) (rate({m.TRAINING_STEPS}[{window}])) > 0))"
+    )
     # A scrape that fails is not a rank's end, or a verdict would begin anew two and four minutes later, too.
     lately = settings.at_pace(4 * settings.scrape_interval)
-    info, known, world = (f"last_over_time({family}[{lately}])" for family in (
-        m.TRAINING_RANK_INFO, f'{m.TRAINING_RANK_INFO}{{host!=""}}', m.TRAINING_WORLD_SIZE))
+    info, known, world = (
+        f"last_over_time({family}[{lately}])"
+        for family in (m.TRAINING_RANK_INFO, f'{m.TRAINING_RANK_INFO}{{host!=""}}', m.TRAINING_WORLD_SIZE)
+    )
     places = f"topk by (run, rank) (1, max by (run, rank, host) ({known}))"
     confirmed = f"{LEADER} >= {settings.straggler_warning:g}"
     most_late = f"max by (run) ({HOST_SCORE})"
@@ -182,8 +243,9 @@ def _stragglers(settings: AlertSettings) -> tuple[Record, ...]:
     def leads(score: str, offset: str = "") -> str:
         # Not RUN_SCORE: vmalert sees a record an evaluation after those it was made of, when they have other values.
         # Equal ones have 0, all of them, and which of them leads is a matter of rounding.
-        return (f"({score}{offset} > {settings.straggler_least:g}"
-                f" == on (run) group_left () max by (run) ({score}{offset}))")
+        return (
+            f"({score}{offset} > {settings.straggler_least:g} == on (run) group_left () max by (run) ({score}{offset}))"
+        )
 
     def rivals(score: str, most: str) -> str:
         """Return the runs in which more than one is as late as the latest, or nearly."""
@@ -191,8 +253,12 @@ def _stragglers(settings: AlertSettings) -> tuple[Record, ...]:
 
     before = (f" offset {window}", f" offset {settings.at_pace(2 * settings.straggler_window)}")
     return (
-        record("training", WAIT, "Share of measured step time a rank waits for others; none for a stale rank. With its "
-               "coordinate in a pipeline, where there is one.", f"""
+        record(
+            "training",
+            WAIT,
+            "Share of measured step time a rank waits for others; none for a stale rank. With its "
+            "coordinate in a pipeline, where there is one.",
+            f"""
             (
               sum by (run, rank) (rate({m.TRAINING_COLLECTIVE_WAIT}[{window}]))
                 /
@@ -208,10 +274,15 @@ def _stragglers(settings: AlertSettings) -> tuple[Record, ...]:
                 or on (run, rank)
               group by (run, rank) (last_over_time({m.TRAINING_MEASURED_STEPS}[{lately}]))
             )
-        """),
+        """,
+        ),
         # The least wait that is not below the median is the upper median, exactly; both passes are linear in ranks.
-        record("training", RANK_SCORE, "Upper median of the waits of the run's ranks at the same place in the pipeline "
-               "minus this rank's: the share of a step it costs. None unless every rank is measured.", f"""
+        record(
+            "training",
+            RANK_SCORE,
+            "Upper median of the waits of the run's ranks at the same place in the pipeline "
+            "minus this rank's: the share of a step it costs. None unless every rank is measured.",
+            f"""
             sum by (run, rank) (
               min by (run, pp) (
                 {WAIT} >= on (run, pp) group_left () quantile by (run, pp) (0.5, {WAIT})
@@ -221,13 +292,23 @@ def _stragglers(settings: AlertSettings) -> tuple[Record, ...]:
             )
               and on (run)
             (count by (run) ({WAIT}) == max by (run) ({world}))
-        """),
-        record("training", RUN_SCORE, "Score of the run's latest rank.", f"""
+        """,
+        ),
+        record(
+            "training",
+            RUN_SCORE,
+            "Score of the run's latest rank.",
+            f"""
             max by (run) ({RANK_SCORE})
-        """),
+        """,
+        ),
         # A restarted rank may be another machine: the windows before say nothing about it.
-        record("training", EXCUSED, "1 for a rank that is not to blame if it is late: it restarted within three "
-               "windows, or its steps have more tokens than the others'.", f"""
+        record(
+            "training",
+            EXCUSED,
+            "1 for a rank that is not to blame if it is late: it restarted within three "
+            "windows, or its steps have more tokens than the others'.",
+            f"""
             group by (run, rank) (
               sum by (run, rank) (resets({m.TRAINING_MEASURED_STEPS}[{three_windows}])) > 0
                 or
@@ -238,9 +319,14 @@ def _stragglers(settings: AlertSettings) -> tuple[Record, ...]:
               on (run) group_left () (avg by (run) ({tokens}) > 0)
                 > {1 + settings.straggler_tokens:g}
             )
-        """),
-        record("training", LEADER, "Score of the rank that was latest in three windows in a row, by more than 1 % "
-               "of a step; none if that changed hands, if another is nearly as late, or if the rank is excused.", f"""
+        """,
+        ),
+        record(
+            "training",
+            LEADER,
+            "Score of the rank that was latest in three windows in a row, by more than 1 % "
+            "of a step; none if that changed hands, if another is nearly as late, or if the rank is excused.",
+            f"""
             {leads(RANK_SCORE)}
               and on (run, rank)
             {leads(RANK_SCORE, before[0])}
@@ -250,14 +336,24 @@ def _stragglers(settings: AlertSettings) -> tuple[Record, ...]:
             {EXCUSED}
               unless on (run)
             {rivals(RANK_SCORE, RUN_SCORE)}
-        """),
-        record("verdict", HOST_SCORE, "Mean score of a run's ranks on a host, where it has several hosts.", f"""
+        """,
+        ),
+        record(
+            "verdict",
+            HOST_SCORE,
+            "Mean score of a run's ranks on a host, where it has several hosts.",
+            f"""
             avg by (run, host) ({RANK_SCORE} * on (run, rank) group_left (host) {places})
               and on (run)
             (count by (run) (count by (run, host) ({info})) > 1)
-        """),
-        record("verdict", HOST_LEADER, "Score of the host whose ranks were the latest in three windows in a row, in a "
-               "run without a single rank to blame; none on the same conditions.", f"""
+        """,
+        ),
+        record(
+            "verdict",
+            HOST_LEADER,
+            "Score of the host whose ranks were the latest in three windows in a row, in a "
+            "run without a single rank to blame; none on the same conditions.",
+            f"""
             {leads(HOST_SCORE)}
               and on (run, host)
             {leads(HOST_SCORE, before[0])}
@@ -269,38 +365,58 @@ def _stragglers(settings: AlertSettings) -> tuple[Record, ...]:
             {rivals(HOST_SCORE, most_late)}
               unless on (run)
             {LEADER}
-        """),
-        record("training", CULPRIT, f"Score of a leader that costs at least {100 * settings.straggler_warning:g} % of "
-               "a step, with its host and GPU where they are known.", f"""
+        """,
+        ),
+        record(
+            "training",
+            CULPRIT,
+            f"Score of a leader that costs at least {100 * settings.straggler_warning:g} % of "
+            "a step, with its host and GPU where they are known.",
+            f"""
             ({confirmed})
               * on (run, rank) group_left (host, uuid)
             topk by (run, rank) (1, max by (run, rank, host, uuid) ({m.TRAINING_RANK_INFO} and on (run, rank) {LEADER}))
               or on (run, rank)
             ({confirmed})
-        """),
+        """,
+        ),
         # A run whose waits are all measured and that has no culprit loses nothing, and that is known.
-        record("training", STRAGGLER_LOST, "Share of each step lost to the culprit; 0 if there is none, none if "
-               "waits are not measured.", f"""
+        record(
+            "training",
+            STRAGGLER_LOST,
+            "Share of each step lost to the culprit; 0 if there is none, none if waits are not measured.",
+            f"""
             max by (run) ({confirmed})
               or
             max by (run) ({HOST_LEADER} >= {settings.straggler_warning:g})
               or
             0 * {RUN_SCORE}
-        """),
+        """,
+        ),
         *(
-            record("windows", name, f"Share of each step lost to a culprit, mean over the time of the last {text} in "
-                   "which waits were measured.",
-                   f"avg_over_time({STRAGGLER_LOST}[{window_}])")
+            record(
+                "windows",
+                name,
+                f"Share of each step lost to a culprit, mean over the time of the last {text} in "
+                "which waits were measured.",
+                f"avg_over_time({STRAGGLER_LOST}[{window_}])",
+            )
             for name, window_, text in (
-                (STRAGGLER_LOST_1H, hour, "hour"), (STRAGGLER_LOST_1D, day, "day"),
+                (STRAGGLER_LOST_1H, hour, "hour"),
+                (STRAGGLER_LOST_1D, day, "day"),
                 # Every tenth minute of a week, which is a thousand.
                 (STRAGGLER_LOST_7D, f"{week}:{settings.at_pace(2 * settings.rate_window)}", "seven days"),
             )
         ),
-        record("detail", COMMUNICATION, "Share of step time that ranks wait in collectives, mean over all ranks: what "
-               "communication and imbalance cost. None unless every rank is measured.", f"""
+        record(
+            "detail",
+            COMMUNICATION,
+            "Share of step time that ranks wait in collectives, mean over all ranks: what "
+            "communication and imbalance cost. None unless every rank is measured.",
+            f"""
             avg by (run) ({WAIT})
               and on (run)
             (count by (run) ({WAIT}) == max by (run) ({world}))
-        """),
+        """,
+        ),
     )

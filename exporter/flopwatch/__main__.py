@@ -29,8 +29,22 @@ from flopwatch.commands import (
 from flopwatch.settings import SettingsError
 
 COMMANDS = (
-    exporter, doctor, ledger, maintenance, metrics, check, run, report, size, boards, flops, peak, stacks, simulate,
-    capture, kmsg,
+    exporter,
+    doctor,
+    ledger,
+    maintenance,
+    metrics,
+    check,
+    run,
+    report,
+    size,
+    boards,
+    flops,
+    peak,
+    stacks,
+    simulate,
+    capture,
+    kmsg,
 )
 
 

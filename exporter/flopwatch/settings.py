@@ -79,15 +79,23 @@ class ExporterSettings:
 
     def __post_init__(self) -> None:
         if self.ledger not in ("embedded", "off") and not self.ledger.startswith(("http://", "https://")):
-            raise SettingsError(f"--ledger {self.ledger!r}: write embedded, off, or the ledger's URL (http://host:port)")
-        if "://" in self.ledger and self.ledger_token_file is None and not _is_loopback(
-            urlsplit(self.ledger).hostname or ""
+            raise SettingsError(
+                f"--ledger {self.ledger!r}: write embedded, off, or the ledger's URL (http://host:port)"
+            )
+        if (
+            "://" in self.ledger
+            and self.ledger_token_file is None
+            and not _is_loopback(urlsplit(self.ledger).hostname or "")
         ):
-            raise SettingsError(f"--ledger {self.ledger}: another machine's ledger takes no records without a token; "
-                                "give the file it is in with --ledger-token-file FILE")
+            raise SettingsError(
+                f"--ledger {self.ledger}: another machine's ledger takes no records without a token; "
+                "give the file it is in with --ledger-token-file FILE"
+            )
         if self.ledger_ca_file is not None and not self.ledger.startswith("https://"):
-            raise SettingsError(f"--ledger-ca-file is for a ledger behind TLS, and --ledger {self.ledger} is none; "
-                                "write https://HOST:PORT")
+            raise SettingsError(
+                f"--ledger-ca-file is for a ledger behind TLS, and --ledger {self.ledger} is none; "
+                "write https://HOST:PORT"
+            )
         if self.listen == self.otlp_listen and self.listen.port != 0:
             raise SettingsError(f"--listen and --otlp-listen are both {self.listen}; give them different ports")
         if self.simulate is not None and self.simulate != "h100x8":
@@ -99,27 +107,35 @@ class ExporterSettings:
         if self.dcgm and self.simulate is not None:
             raise SettingsError("--dcgm reads real GPUs, and --simulate is for a node without any; leave one out")
         if self.expose not in ("", "dcgm", "dcgm-4.8", "dcgm-4.9"):
-            raise SettingsError(f"--expose {self.expose!r}: write dcgm (dcgm-exporter's names before and from 4.9), "
-                                "dcgm-4.8 or dcgm-4.9")
+            raise SettingsError(
+                f"--expose {self.expose!r}: write dcgm (dcgm-exporter's names before and from 4.9), "
+                "dcgm-4.8 or dcgm-4.9"
+            )
 
 
 def _check_dcgm(address: str) -> None:
     if not address.removeprefix("unix:").startswith("/"):
         host, colon, port = address.rpartition(":")
         if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
-            raise SettingsError(f"--dcgm {address!r}: write HOST:PORT of a running nv-hostengine, for example "
-                                "localhost:5555, or the path of its socket (/tmp/nv-hostengine)")
+            raise SettingsError(
+                f"--dcgm {address!r}: write HOST:PORT of a running nv-hostengine, for example "
+                "localhost:5555, or the path of its socket (/tmp/nv-hostengine)"
+            )
 
 
 def _check_topology(topology: str) -> None:
     kind, colon, where = topology.partition(":")
     if kind not in ("slurm", "csv", "kubernetes") or bool(colon) != bool(where) or (kind != "kubernetes" and not where):
-        raise SettingsError(f"--topology {topology!r}: write slurm:FILE (a topology.conf), csv:FILE "
-                            "(host,rack,leaf,domain), or kubernetes")
+        raise SettingsError(
+            f"--topology {topology!r}: write slurm:FILE (a topology.conf), csv:FILE "
+            "(host,rack,leaf,domain), or kubernetes"
+        )
     if kind == "kubernetes" and where:
         url = urlsplit(where)
         if url.scheme != "https" and not (url.scheme == "http" and _is_loopback(url.hostname or "")):
-            raise SettingsError(f"--topology {topology!r}: write the API server's address as kubernetes:https://HOST:PORT")
+            raise SettingsError(
+                f"--topology {topology!r}: write the API server's address as kubernetes:https://HOST:PORT"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +148,9 @@ class KmsgSettings:
 
     def __post_init__(self) -> None:
         if len(str(self.listen)) > 100:
-            raise SettingsError(f"--listen {self.listen}: the path of a unix socket has at most 107 bytes; give a "
-                                "shorter one")
+            raise SettingsError(
+                f"--listen {self.listen}: the path of a unix socket has at most 107 bytes; give a shorter one"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +167,11 @@ class LedgerSettings:
 
     def __post_init__(self) -> None:
         if self.token_file is None and not self.listen.loopback:
-            raise SettingsError(f"--listen {self.listen}: a ledger that other machines reach needs a token, or anybody "
-                                "could write its books; put one into a file and give it with --token-file FILE "
-                                "(exporters: --ledger-token-file FILE)")
+            raise SettingsError(
+                f"--listen {self.listen}: a ledger that other machines reach needs a token, or anybody "
+                "could write its books; put one into a file and give it with --token-file FILE "
+                "(exporters: --ledger-token-file FILE)"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,5 +190,7 @@ class BoardsSettings:
         if not self.prometheus.startswith(("http://", "https://")):
             raise SettingsError(f"--prometheus {self.prometheus!r}: write its URL, for example http://127.0.0.1:9090")
         if self.web_config is None and not self.listen.loopback:
-            raise SettingsError(f"--listen {self.listen}: whoever reaches the page may ask Prometheus anything; say "
-                                "who may with --web-config FILE, or listen on 127.0.0.1")
+            raise SettingsError(
+                f"--listen {self.listen}: whoever reaches the page may ask Prometheus anything; say "
+                "who may with --web-config FILE, or listen on 127.0.0.1"
+            )

@@ -19,8 +19,12 @@ from flopwatch.catalogue.training import PHASES
 GPU, PORT, NODE, RANK, RUN = 106, 42, 113, 24, 21
 # Of a rank, PyTorch's hook has beside that, on a GPU:
 TORCH: Mapping[Metric, int] = {
-    m.TRAINING_PHASE_SECONDS: len(PHASES), m.TRAINING_COLLECTIVE_SEQUENCE: 1, m.TRAINING_HARDWARE_FLOPS: 1,
-    m.TRAINING_RECOMPILATIONS: 1, m.TRAINING_ALLOCATOR_RETRIES: 1, m.TRAINING_OUT_OF_MEMORY: 1,
+    m.TRAINING_PHASE_SECONDS: len(PHASES),
+    m.TRAINING_COLLECTIVE_SEQUENCE: 1,
+    m.TRAINING_HARDWARE_FLOPS: 1,
+    m.TRAINING_RECOMPILATIONS: 1,
+    m.TRAINING_ALLOCATOR_RETRIES: 1,
+    m.TRAINING_OUT_OF_MEMORY: 1,
     m.TRAINING_ALLOCATOR_UNUSED_BYTES: 1,
 }
 LEDGER, LEDGER_OF_RUN = 4, 113
@@ -145,8 +149,15 @@ def size(cluster: Cluster, age: float = HEAD) -> Size:
     hook = ranks * of_rank + runs * RUN
     ledger, targets = LEDGER + runs * LEDGER_OF_RUN, (nodes + 1) * TARGET
     rails = min(cluster.gpus_per_node, cluster.ports_per_node)
-    many = {"rank": ranks, "node": nodes, "port": ports, "gpu": nodes * rails, "rail": runs * rails, "run": runs,
-            "whole": 1}
+    many = {
+        "rank": ranks,
+        "node": nodes,
+        "port": ports,
+        "gpu": nodes * rails,
+        "rail": runs * rails,
+        "run": runs,
+        "whole": 1,
+    }
     recorded = {every: sum(count * many[what] for what, count in each.items()) for every, each in RECORDED.items()}
     scraped = hardware + hook + ledger + targets
     restarted = round(cluster.restarts * ranks * of_rank)
@@ -155,20 +166,28 @@ def size(cluster: Cluster, age: float = HEAD) -> Size:
     scrape = (hardware + hook) / nodes * ZIPPED
     requests = nodes / LEDGER_EVERY
     return Size(
-        hardware_series=hardware, hook_series=hook, ledger_series=ledger, target_series=targets,
-        recorded_series=sum(recorded.values()), restarted_series=restarted,
-        scraped_samples_per_second=raw, recorded_samples_per_second=records,
+        hardware_series=hardware,
+        hook_series=hook,
+        ledger_series=ledger,
+        target_series=targets,
+        recorded_series=sum(recorded.values()),
+        restarted_series=restarted,
+        scraped_samples_per_second=raw,
+        recorded_samples_per_second=records,
         memory_bytes=memory(scraped + sum(recorded.values()) + restarted, age, cluster.scrape_interval),
         disk_raw_bytes=(raw * RAW_OF_SAMPLE + records * RECORD_OF_SAMPLE) * cluster.retention
         + (raw + records) * LOG_OF_SAMPLE * HEAD,
         disk_records_bytes=records * RECORD_OF_SAMPLE * cluster.records_retention,
         cores=nodes * CORES_OF_NODE * 15 / cluster.scrape_interval,
         training_group_seconds=ranks / 8 * TRAINING_GROUP,
-        scrape_bytes=scrape, scraped_bytes_per_second=scrape * nodes / cluster.scrape_interval,
+        scrape_bytes=scrape,
+        scraped_bytes_per_second=scrape * nodes / cluster.scrape_interval,
         remote_write_raw_bytes_per_second=raw * SENT_OF_RAW,
         remote_write_records_bytes_per_second=records * SENT_OF_RECORD,
-        ledger_requests_per_second=requests, ledger_cores=requests * LEDGER_CPU,
-        ledger_disk_bytes=nodes * LEDGER_DISK)
+        ledger_requests_per_second=requests,
+        ledger_cores=requests * LEDGER_CPU,
+        ledger_disk_bytes=nodes * LEDGER_DISK,
+    )
 
 
 def one_prometheus(cluster: Cluster) -> int:

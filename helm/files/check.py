@@ -34,8 +34,11 @@ def ask(url: str, body: Any = None, ca_file: str = "") -> bytes:
     """Return what a server answers, whose certificate is of this authority or of one that the system knows."""
     data = None if body is None else json.dumps(body).encode()
     try:
-        with urlopen(Request(url, data, {"Content-Type": "application/json"}), timeout=10,
-                     context=ssl.create_default_context(cafile=ca_file or None)) as answer:
+        with urlopen(
+            Request(url, data, {"Content-Type": "application/json"}),
+            timeout=10,
+            context=ssl.create_default_context(cafile=ca_file or None),
+        ) as answer:
             content: bytes = answer.read()
             return content
     except HTTPError as error:
@@ -55,8 +58,10 @@ def exporters(address: str) -> int:
     try:
         found = sorted({info[4][0] for info in socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)})
     except OSError as error:
-        raise MissingError(f"no exporter runs: {name} has no address ({error}). Does a node fit exporter.nodeSelector "
-                           "and gpuOperatorLabel? kubectl get daemonset says how many do") from error
+        raise MissingError(
+            f"no exporter runs: {name} has no address ({error}). Does a node fit exporter.nodeSelector "
+            "and gpuOperatorLabel? kubectl get daemonset says how many do"
+        ) from error
     for node in found:
         at = f"[{node}]" if ":" in str(node) else node
         if b"flopwatch_build_info{" not in ask(f"http://{at}:{port}/metrics"):
@@ -77,25 +82,34 @@ def series(prometheus: str, expected: int, namespace: str, monitor: str) -> str:
     count = int(found[0]["value"][1]) if found else 0
     if count >= expected:
         return f"Prometheus has the series of {count} exporters"
-    targets = [target for target in api(f"{prometheus}/api/v1/targets?state=active")["activeTargets"]
-               if target["discoveredLabels"].get("__meta_kubernetes_namespace", namespace) == namespace
-               and "flopwatch" in json.dumps([target.get("scrapePool"), target["labels"]])]
+    targets = [
+        target
+        for target in api(f"{prometheus}/api/v1/targets?state=active")["activeTargets"]
+        if target["discoveredLabels"].get("__meta_kubernetes_namespace", namespace) == namespace
+        and "flopwatch" in json.dumps([target.get("scrapePool"), target["labels"]])
+    ]
     errors = sorted({target["lastError"] for target in targets} - {""})
     if errors:
-        raise MissingError(f"Prometheus has found {len(targets)} targets of ours, and cannot scrape them: "
-                           f"{'; '.join(errors)}. If a NetworkPolicy stands between, see networkPolicy.prometheus")
+        raise MissingError(
+            f"Prometheus has found {len(targets)} targets of ours, and cannot scrape them: "
+            f"{'; '.join(errors)}. If a NetworkPolicy stands between, see networkPolicy.prometheus"
+        )
     if count:
         raise MissingError(f"Prometheus has the series of {count} exporters, and {expected} answer")
-    raise MissingError(f"Prometheus has no series of ours, and {len(targets)} targets. We are a {monitor}: compare "
-                       "that with what it selects (monitor.kind, monitor.labels)")
+    raise MissingError(
+        f"Prometheus has no series of ours, and {len(targets)} targets. We are a {monitor}: compare "
+        "that with what it selects (monitor.kind, monitor.labels)"
+    )
 
 
 def rules(url: str, are: str) -> str:
     """Return what a server evaluates of ours."""
     groups = [group for group in api(f"{url}/api/v1/rules")["groups"] if group["name"].startswith("flopwatch-")]
     if not groups:
-        raise MissingError(f"{url} has none of our rules. They are a {are}: compare that with what it selects "
-                           "(rules.kind, rules.labels)")
+        raise MissingError(
+            f"{url} has none of our rules. They are a {are}: compare that with what it selects "
+            "(rules.kind, rules.labels)"
+        )
     every = [rule for group in groups for rule in group["rules"]]
     for rule in every:
         if rule.get("lastError"):
@@ -112,19 +126,32 @@ def alerts(alertmanager: str, name: str) -> Any:
 def watchdog(alertmanager: str) -> str:
     """Return that an alert of ours has come from Prometheus."""
     if not alerts(alertmanager, WATCHDOG):
-        raise MissingError(f"{WATCHDOG}, which fires always, has not come to Alertmanager: does the Prometheus that "
-                           "has our rules send its alerts there (its page Status, Runtime)?")
+        raise MissingError(
+            f"{WATCHDOG}, which fires always, has not come to Alertmanager: does the Prometheus that "
+            "has our rules send its alerts there (its page Status, Runtime)?"
+        )
     return f"{WATCHDOG} has come from Prometheus to Alertmanager"
 
 
 def send(alertmanager: str, namespace: str, ended: bool) -> None:
     """Send the test alert as Prometheus does, or its end."""
     now = datetime.now(timezone.utc)
-    ask(f"{alertmanager}/api/v2/alerts", [{
-        "labels": {"alertname": ALERT, "severity": "warning", "namespace": namespace},
-        "annotations": {"summary": "A test.", "description": "helm test has sent this; nothing is wrong.",
-                        "runbook_url": "", "dashboard_url": ""},
-        "startsAt": now.isoformat(), "endsAt": (now if ended else now + timedelta(minutes=5)).isoformat()}])
+    ask(
+        f"{alertmanager}/api/v2/alerts",
+        [
+            {
+                "labels": {"alertname": ALERT, "severity": "warning", "namespace": namespace},
+                "annotations": {
+                    "summary": "A test.",
+                    "description": "helm test has sent this; nothing is wrong.",
+                    "runbook_url": "",
+                    "dashboard_url": "",
+                },
+                "startsAt": now.isoformat(),
+                "endsAt": (now if ended else now + timedelta(minutes=5)).isoformat(),
+            }
+        ],
+    )
 
 
 def routed(alertmanager: str, receiver: str) -> str:
@@ -136,9 +163,11 @@ def routed(alertmanager: str, receiver: str) -> str:
     told = [name for name in names if (re.search(receiver, name) if receiver else not NOBODY.fullmatch(name))]
     if not told:
         wanted = f"none matches tests.receiver, {receiver}" if receiver else "that tells nobody"
-        raise MissingError(f"Alertmanager routes the test alert to {', '.join(names)}: {wanted}. Set routing.kind, or "
-                           "add a route to your own configuration; an AlertmanagerConfig is taken where "
-                           "alertmanagerConfigSelector and alertmanagerConfigNamespaceSelector select it")
+        raise MissingError(
+            f"Alertmanager routes the test alert to {', '.join(names)}: {wanted}. Set routing.kind, or "
+            "add a route to your own configuration; an AlertmanagerConfig is taken where "
+            "alertmanagerConfigSelector and alertmanagerConfigNamespaceSelector select it"
+        )
     return f"Alertmanager routes an alert to {', '.join(told)}"
 
 
@@ -185,8 +214,17 @@ def main(arguments: Sequence[str]) -> int:
     """Return the exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--exporters", required=True)
-    for name in ("ledger", "ledger-ca-file", "prometheus", "monitor", "rules", "rules-are", "alertmanager", "receiver",
-                 "namespace"):
+    for name in (
+        "ledger",
+        "ledger-ca-file",
+        "prometheus",
+        "monitor",
+        "rules",
+        "rules-are",
+        "alertmanager",
+        "receiver",
+        "namespace",
+    ):
         parser.add_argument(f"--{name}", default="")
     parser.add_argument("--seconds", type=float, default=0.0)
     try:

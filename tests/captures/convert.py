@@ -33,14 +33,20 @@ from flopwatch.node.capture.recorder import SECTIONS, SYSTEM, Recorded, arranged
 
 HERE = Path(__file__).parent
 SOURCES = {
-    "h100": "h100-80gb-hbm3__590.48.01.txt", "l40s": "l40s__595.80.txt",
-    "rtx4080": "geforce-rtx-4080-super__595.71.05.txt", "a100": "a100-sxm4-v12.xml", "t4": "tesla-t4.xml",
+    "h100": "h100-80gb-hbm3__590.48.01.txt",
+    "l40s": "l40s__595.80.txt",
+    "rtx4080": "geforce-rtx-4080-super__595.71.05.txt",
+    "a100": "a100-sxm4-v12.xml",
+    "t4": "tesla-t4.xml",
 }
 FAILURES = {
-    "N/A": pynvml.NVML_ERROR_NOT_SUPPORTED, "Not Supported": pynvml.NVML_ERROR_NOT_SUPPORTED,
+    "N/A": pynvml.NVML_ERROR_NOT_SUPPORTED,
+    "Not Supported": pynvml.NVML_ERROR_NOT_SUPPORTED,
     "Requested functionality has been deprecated": pynvml.NVML_ERROR_DEPRECATED,
-    "Insufficient Permissions": pynvml.NVML_ERROR_NO_PERMISSION, "Unknown Error": pynvml.NVML_ERROR_UNKNOWN,
-    "GPU is lost": pynvml.NVML_ERROR_GPU_IS_LOST, "GPU requires reset": pynvml.NVML_ERROR_RESET_REQUIRED,
+    "Insufficient Permissions": pynvml.NVML_ERROR_NO_PERMISSION,
+    "Unknown Error": pynvml.NVML_ERROR_UNKNOWN,
+    "GPU is lost": pynvml.NVML_ERROR_GPU_IS_LOST,
+    "GPU requires reset": pynvml.NVML_ERROR_RESET_REQUIRED,
 }
 MEBIBYTE = 1 << 20
 MEMORY_CALL = f"nvmlDeviceGetMemoryInfo({pynvml.nvmlMemory_v2})"
@@ -82,6 +88,7 @@ def from_query(text: str) -> Printed:
 
 def from_xml(text: str) -> Printed:
     """Return what `nvidia-smi -q -x` printed about its first GPU."""
+
     def walk(element: ElementTree.Element, path: str) -> Iterable[tuple[str, str]]:
         for child in element:
             here = f"{path}{child.tag}"
@@ -136,8 +143,10 @@ class Output:
         if not isinstance(found, list):
             return found
         values = {**others, **dict(zip(members, found, strict=True))}
-        return {"struct": name, **{field[0]: values[field[0]] for field in getattr(pynvml, name)._fields_
-                                   if field[0] in values}}
+        return {
+            "struct": name,
+            **{field[0]: values[field[0]] for field in getattr(pynvml, name)._fields_ if field[0] in values},
+        }
 
 
 def _hexadecimal(text: str) -> int:
@@ -173,15 +182,25 @@ CALLS: dict[str, tuple[Convert, tuple[str, ...]]] = {
     "nvmlDeviceGetArchitecture()": (_architecture, ("Product Architecture", "product_architecture")),
     "nvmlDeviceGetPersistenceMode()": (mode, ("Persistence Mode", "persistence_mode")),
     "nvmlDeviceGetCurrPcieLinkGeneration()": (
-        whole, ("PCI/GPU Link Info/PCIe Generation/Current", "pci/pci_gpu_link_info/pcie_gen/current_link_gen")),
+        whole,
+        ("PCI/GPU Link Info/PCIe Generation/Current", "pci/pci_gpu_link_info/pcie_gen/current_link_gen"),
+    ),
     "nvmlDeviceGetMaxPcieLinkGeneration()": (
-        whole, ("PCI/GPU Link Info/PCIe Generation/Max", "pci/pci_gpu_link_info/pcie_gen/max_link_gen")),
+        whole,
+        ("PCI/GPU Link Info/PCIe Generation/Max", "pci/pci_gpu_link_info/pcie_gen/max_link_gen"),
+    ),
     "nvmlDeviceGetGpuMaxPcieLinkGeneration()": (
-        whole, ("PCI/GPU Link Info/PCIe Generation/Device Max", "pci/pci_gpu_link_info/pcie_gen/max_device_link_gen")),
+        whole,
+        ("PCI/GPU Link Info/PCIe Generation/Device Max", "pci/pci_gpu_link_info/pcie_gen/max_device_link_gen"),
+    ),
     "nvmlDeviceGetCurrPcieLinkWidth()": (
-        whole, ("PCI/GPU Link Info/Link Width/Current", "pci/pci_gpu_link_info/link_widths/current_link_width")),
+        whole,
+        ("PCI/GPU Link Info/Link Width/Current", "pci/pci_gpu_link_info/link_widths/current_link_width"),
+    ),
     "nvmlDeviceGetMaxPcieLinkWidth()": (
-        whole, ("PCI/GPU Link Info/Link Width/Max", "pci/pci_gpu_link_info/link_widths/max_link_width")),
+        whole,
+        ("PCI/GPU Link Info/Link Width/Max", "pci/pci_gpu_link_info/link_widths/max_link_width"),
+    ),
     "nvmlDeviceGetPcieReplayCounter()": (whole, ("PCI/Replays Since Reset", "pci/replay_counter")),
     "nvmlDeviceGetEncoderUtilization()": (_with_period, ("Utilization/Encoder", "utilization/encoder_util")),
     "nvmlDeviceGetDecoderUtilization()": (_with_period, ("Utilization/Decoder", "utilization/decoder_util")),
@@ -189,42 +208,63 @@ CALLS: dict[str, tuple[Convert, tuple[str, ...]]] = {
     "nvmlDeviceGetTemperatureV(0)": (whole, ("Temperature/GPU Current Temp",)),
     "nvmlDeviceGetMarginTemperature()": (whole, ("Temperature/GPU T.Limit Temp", "temperature/gpu_temp_tlimit")),
     "nvmlDeviceGetTemperatureThreshold(0)": (
-        whole, ("Temperature/GPU Shutdown Temp", "temperature/gpu_temp_max_threshold")),
+        whole,
+        ("Temperature/GPU Shutdown Temp", "temperature/gpu_temp_max_threshold"),
+    ),
     "nvmlDeviceGetTemperatureThreshold(1)": (
-        whole, ("Temperature/GPU Slowdown Temp", "temperature/gpu_temp_slow_threshold")),
+        whole,
+        ("Temperature/GPU Slowdown Temp", "temperature/gpu_temp_slow_threshold"),
+    ),
     "nvmlDeviceGetTemperatureThreshold(2)": (
-        whole, ("Temperature/Memory Max Operating Temp", "temperature/gpu_temp_max_mem_threshold")),
+        whole,
+        ("Temperature/Memory Max Operating Temp", "temperature/gpu_temp_max_mem_threshold"),
+    ),
     "nvmlDeviceGetTemperatureThreshold(3)": (
-        whole, ("Temperature/GPU Max Operating Temp", "temperature/gpu_temp_max_gpu_threshold")),
+        whole,
+        ("Temperature/GPU Max Operating Temp", "temperature/gpu_temp_max_gpu_threshold"),
+    ),
     "nvmlDeviceGetPowerUsage()": (milliwatts, _power("Average Power Draw", "power_draw")),
     "nvmlDeviceGetEnforcedPowerLimit()": (
-        milliwatts, _power("Current Power Limit", "enforced_power_limit", "current_power_limit")),
+        milliwatts,
+        _power("Current Power Limit", "enforced_power_limit", "current_power_limit"),
+    ),
     "nvmlDeviceGetPowerManagementLimit()": (
-        milliwatts, _power("Requested Power Limit", "requested_power_limit", "power_limit")),
+        milliwatts,
+        _power("Requested Power Limit", "requested_power_limit", "power_limit"),
+    ),
     "nvmlDeviceGetPowerManagementDefaultLimit()": (milliwatts, _power("Default Power Limit", "default_power_limit")),
     **{
         f"nvmlDeviceGet{kind}ClockInfo({number_})": (whole, (f"{kind} Clocks/{line}".strip(), f"{group}/{tag}_clock"))
         for kind, group in (("", "clocks"), ("Max", "max_clocks"))
         for number_, (line, tag) in enumerate(
-            (("Graphics", "graphics"), ("SM", "sm"), ("Memory", "mem"), ("Video", "video")))
+            (("Graphics", "graphics"), ("SM", "sm"), ("Memory", "mem"), ("Video", "video"))
+        )
     },
 }
 # The same for lists of numbers.
 LISTS: dict[str, tuple[tuple[Convert, tuple[str, ...]], ...]] = {
     "nvmlDeviceGetEccMode()": (
-        (mode, ("ECC Mode/Current", "ecc_mode/current_ecc")), (mode, ("ECC Mode/Pending", "ecc_mode/pending_ecc"))),
+        (mode, ("ECC Mode/Current", "ecc_mode/current_ecc")),
+        (mode, ("ECC Mode/Pending", "ecc_mode/pending_ecc")),
+    ),
     "nvmlDeviceGetMigMode()": (
-        (mode, ("MIG Mode/Current", "mig_mode/current_mig")), (mode, ("MIG Mode/Pending", "mig_mode/pending_mig"))),
+        (mode, ("MIG Mode/Current", "mig_mode/current_mig")),
+        (mode, ("MIG Mode/Pending", "mig_mode/pending_mig")),
+    ),
     "nvmlDeviceGetPowerManagementLimitConstraints()": (
         (milliwatts, _power("Min Power Limit", "min_power_limit")),
-        (milliwatts, _power("Max Power Limit", "max_power_limit"))),
+        (milliwatts, _power("Max Power Limit", "max_power_limit")),
+    ),
     "nvmlDeviceGetRemappedRows()": (
         (whole, ("Remapped Rows/Correctable Error", "Remapped Rows", "remapped_rows")),
         (whole, ("Remapped Rows/Uncorrectable Error", "Remapped Rows", "remapped_rows")),
         (flag, ("Remapped Rows/Pending", "Remapped Rows", "remapped_rows")),
-        (flag, ("Remapped Rows/Remapping Failure Occurred", "Remapped Rows", "remapped_rows"))),
+        (flag, ("Remapped Rows/Remapping Failure Occurred", "Remapped Rows", "remapped_rows")),
+    ),
     "nvmlDeviceGetRepairStatus()": (
-        (flag, ("ECC Errors/Channel Repair Pending",)), (flag, ("ECC Errors/TPC Repair Pending",))),
+        (flag, ("ECC Errors/Channel Repair Pending",)),
+        (flag, ("ECC Errors/TPC Repair Pending",)),
+    ),
 }
 Members = dict[str, tuple[Convert, tuple[str, ...]]]
 PCI: Members = {
@@ -261,8 +301,7 @@ SRAM: Members = {
     "volatileCor": (whole, ("ECC Errors/Volatile/SRAM Correctable",)),
     **{
         f"aggregateUncBucket{name}": (whole, (f"ECC Errors/Aggregate Uncorrectable SRAM Sources/SRAM {line}",))
-        for name, line in (
-            ("L2", "L2"), ("Sm", "SM"), ("Pcie", "PCIE"), ("Mcu", "Microcontroller"), ("Other", "Other"))
+        for name, line in (("L2", "L2"), ("Sm", "SM"), ("Pcie", "PCIE"), ("Mcu", "Microcontroller"), ("Other", "Other"))
     },
     "bThresholdExceeded": (flag, ("ECC Errors/Aggregate/SRAM Threshold Exceeded",)),
 }
@@ -279,14 +318,18 @@ def calls(output: Output) -> dict[str, Any]:
         "nvmlDeviceGetBAR1MemoryInfo()": output.struct("c_nvmlBAR1Memory_t", BAR1),
         "nvmlDeviceGetRowRemapperHistogram()": output.struct("c_nvmlRowRemapperHistogramValues", SPARE_ROWS),
         "nvmlDeviceGetSramEccErrorStatus(c_nvmlEccSramErrorStatus_v1_t)": output.struct(
-            "c_nvmlEccSramErrorStatus_v1_t", SRAM, version=pynvml.nvmlEccSramErrorStatus_v1),
+            "c_nvmlEccSramErrorStatus_v1_t", SRAM, version=pynvml.nvmlEccSramErrorStatus_v1
+        ),
         "nvmlDeviceGetComputeRunningProcesses_v3()": _processes(output),
-        **_clock_events(output), **_fabric(output), **_located_errors(output),
+        **_clock_events(output),
+        **_fabric(output),
+        **_located_errors(output),
     }
 
 
 def fields(output: Output) -> dict[str, Any]:
     """Return the answers of nvmlDeviceGetFieldValues, with the member of the value that holds them."""
+
     def of(member: str, convert: Convert, *paths: str) -> Any:
         answer = output.answer(convert, *paths)
         return answer if answer is None or _failed(answer) else {member: answer}
@@ -306,8 +349,9 @@ def fields(output: Output) -> dict[str, Any]:
         "143": of("uiVal", whole, "Remapped Rows/Uncorrectable Error", "Remapped Rows", "remapped_rows"),
         "144": of("uiVal", flag, "Remapped Rows/Pending", "Remapped Rows", "remapped_rows"),
         "145": of("uiVal", flag, "Remapped Rows/Remapping Failure Occurred", "Remapped Rows", "remapped_rows"),
-        "29": of("uiVal", whole, "Retired Pages/Single Bit ECC",
-                 "retired_pages/multiple_single_bit_retirement/retired_count"),
+        "29": of(
+            "uiVal", whole, "Retired Pages/Single Bit ECC", "retired_pages/multiple_single_bit_retirement/retired_count"
+        ),
         "30": of("uiVal", whole, "Retired Pages/Double Bit ECC", "retired_pages/double_bit_retirement/retired_count"),
         "31": of("uiVal", flag, "Retired Pages/Pending Page Blacklist", "retired_pages/pending_retirement"),
         "193": of("siVal", whole, "Temperature/GPU Shutdown T.Limit Temp"),
@@ -318,11 +362,15 @@ def fields(output: Output) -> dict[str, Any]:
         "185": of("uiVal", milliwatts, "GPU Power Readings/Average Power Draw"),
         "186": of("uiVal", milliwatts, "GPU Power Readings/Instantaneous Power Draw"),
         field_key(185, 1): of("uiVal", milliwatts, "Module Power Readings/Average Power Draw"),
-        field_key(186, 1): of("uiVal", milliwatts, "Module Power Readings/Instantaneous Power Draw",
-                              "module_power_readings/power_draw"),
+        field_key(186, 1): of(
+            "uiVal", milliwatts, "Module Power Readings/Instantaneous Power Draw", "module_power_readings/power_draw"
+        ),
     }
     for name, path in {
-        "3": "corrected.volatile", "4": "uncorrected.volatile", "5": "corrected.aggregate", "6": "uncorrected.aggregate"
+        "3": "corrected.volatile",
+        "4": "uncorrected.volatile",
+        "5": "corrected.aggregate",
+        "6": "uncorrected.aggregate",
     }.items():
         found[name] = of("ullVal", whole, f"ecc.errors.{path}.total")
         kind, counter = path.removesuffix("ed").replace("ed.", ".").split(".")
@@ -334,17 +382,37 @@ def fields(output: Output) -> dict[str, Any]:
 
 def _clock_events(output: Output) -> dict[str, Any]:
     """Return the reasons as the mask that the driver of that time has under one of two names."""
-    reasons = ("Idle", "Applications Clocks Setting", "SW Power Cap", "HW Slowdown", "Sync Boost",
-               "SW Thermal Slowdown", "HW Slowdown/HW Thermal Slowdown", "HW Slowdown/HW Power Brake Slowdown",
-               "Display Clock Setting")
-    tags = ("gpu_idle", "applications_clocks_setting", "sw_power_cap", "hw_slowdown", "sync_boost",
-            "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "display_clocks_setting")
+    reasons = (
+        "Idle",
+        "Applications Clocks Setting",
+        "SW Power Cap",
+        "HW Slowdown",
+        "Sync Boost",
+        "SW Thermal Slowdown",
+        "HW Slowdown/HW Thermal Slowdown",
+        "HW Slowdown/HW Power Brake Slowdown",
+        "Display Clock Setting",
+    )
+    tags = (
+        "gpu_idle",
+        "applications_clocks_setting",
+        "sw_power_cap",
+        "hw_slowdown",
+        "sync_boost",
+        "sw_thermal_slowdown",
+        "hw_thermal_slowdown",
+        "hw_power_brake_slowdown",
+        "display_clocks_setting",
+    )
     old = any(path.startswith("clocks_throttle_reasons") for path, _ in output.printed)
     supported = active = 0
     for bit, (line, tag) in enumerate(zip(reasons, tags, strict=True)):
-        state = output.answer(word("Not Active", "Active"), f"Clocks Event Reasons/{line}",
-                              f"clocks_event_reasons/clocks_event_reason_{tag}",
-                              f"clocks_throttle_reasons/clocks_throttle_reason_{tag}")
+        state = output.answer(
+            word("Not Active", "Active"),
+            f"Clocks Event Reasons/{line}",
+            f"clocks_event_reasons/clocks_event_reason_{tag}",
+            f"clocks_throttle_reasons/clocks_throttle_reason_{tag}",
+        )
         if isinstance(state, int):
             supported |= 1 << bit
             active |= state << bit
@@ -358,18 +426,27 @@ def _clock_events(output: Output) -> dict[str, Any]:
 
 def _fabric(output: Output) -> dict[str, Any]:
     """Return the fabric as each version of the structure has it; "N/A" in the health is its "not supported", 0."""
-    state = output.answer(word("Not Supported", "Not Started", "In Progress", "Completed"),
-                          "Fabric/State", "fabric/state")
+    state = output.answer(
+        word("Not Supported", "Not Started", "In Progress", "Completed"), "Fabric/State", "fabric/state"
+    )
     answer = {}
     for version, name in ((2, "c_nvmlGpuFabricInfo_v2_t"), (3, "c_nvmlGpuFabricInfo_v3_t")):
         value = state
         if isinstance(state, int):
             assert output.texts("Fabric/Health/Summary") == ["N/A"]
             number_ = pynvml.nvmlGpuFabricInfo_v2 if version == 2 else pynvml.nvmlGpuFabricInfo_v3
-            value = output.struct(name, {
-                "status": (word("Success"), ("Fabric/Status",)), "cliqueId": (whole, ("Fabric/CliqueId",)),
-                "clusterUuid": (lambda text: {"hex": text.replace("-", "")}, ("Fabric/ClusterUUID",)),
-            }, version=number_, state=state, healthMask=0, **({"healthSummary": 0} if version == 3 else {}))
+            value = output.struct(
+                name,
+                {
+                    "status": (word("Success"), ("Fabric/Status",)),
+                    "cliqueId": (whole, ("Fabric/CliqueId",)),
+                    "clusterUuid": (lambda text: {"hex": text.replace("-", "")}, ("Fabric/ClusterUUID",)),
+                },
+                version=number_,
+                state=state,
+                healthMask=0,
+                **({"healthSummary": 0} if version == 3 else {}),
+            )
         answer[f"nvmlDeviceGetGpuFabricInfoV({name})"] = value
     return answer
 
@@ -379,7 +456,8 @@ def _located_errors(output: Output) -> dict[str, Any]:
     places = {0: "l1_cache", 1: "l2_cache", 2: "dram", 3: "register_file", 4: "texture_memory", 6: "cbu", 7: "sram"}
     return {
         f"nvmlDeviceGetMemoryErrorCounter({error}, {counter}, {place})": output.answer(
-            whole, f"ecc.errors.{kind}ed.{lasting}.{name}", f"ecc_errors/{lasting}/{name}_{kind}able")
+            whole, f"ecc.errors.{kind}ed.{lasting}.{name}", f"ecc_errors/{lasting}/{name}_{kind}able"
+        )
         for error, kind in enumerate(("correct", "uncorrect"))
         for counter, lasting in enumerate(("volatile", "aggregate"))
         for place, name in places.items()
@@ -395,20 +473,34 @@ def _processes(output: Output) -> list[dict[str, Any]]:
     )
     texts = [next((found for found in map(output.texts, paths) if found), []) for paths in columns]
     return [
-        {"object": {"computeInstanceId": 2**32 - 1, "gpuInstanceId": 2**32 - 1, "pid": int(pid),
-                    "usedGpuMemory": bytes_of(used)}}
-        for pid, kind, used in zip(*texts, strict=True) if "C" in kind
+        {
+            "object": {
+                "computeInstanceId": 2**32 - 1,
+                "gpuInstanceId": 2**32 - 1,
+                "pid": int(pid),
+                "usedGpuMemory": bytes_of(used),
+            }
+        }
+        for pid, kind, used in zip(*texts, strict=True)
+        if "C" in kind
     ]
 
 
 def mig_devices(output: Output) -> dict[str, dict[str, Any]]:
     """Return the answers about each MIG device printed."""
     path = "mig_devices/mig_device/"
-    columns = {name: output.texts(f"{path}{name}") for name in (
-        "index", "gpu_instance_id", "compute_instance_id", *(
-            f"fb_memory_usage/{name}" for name in ("total", "reserved", "free", "used")),
-        "device_attributes/shared/multiprocessor_count")}
+    columns = {
+        name: output.texts(f"{path}{name}")
+        for name in (
+            "index",
+            "gpu_instance_id",
+            "compute_instance_id",
+            *(f"fb_memory_usage/{name}" for name in ("total", "reserved", "free", "used")),
+            "device_attributes/shared/multiprocessor_count",
+        )
+    }
     rows = [dict(zip(columns, texts, strict=True)) for texts in zip(*columns.values(), strict=True)]
+
     def size(row: Mapping[str, str]) -> tuple[str, str]:
         return row["device_attributes/shared/multiprocessor_count"], row["fb_memory_usage/total"]
 
@@ -419,8 +511,10 @@ def mig_devices(output: Output) -> dict[str, dict[str, Any]]:
             "nvmlDeviceGetGpuInstanceId()": whole(row["gpu_instance_id"]),
             "nvmlDeviceGetComputeInstanceId()": whole(row["compute_instance_id"]),
             MEMORY_CALL: {
-                "struct": "c_nvmlMemory_v2_t", "version": pynvml.nvmlMemory_v2,
-                **{name: bytes_of(row[f"fb_memory_usage/{name}"]) for name in ("total", "reserved", "free", "used")}},
+                "struct": "c_nvmlMemory_v2_t",
+                "version": pynvml.nvmlMemory_v2,
+                **{name: bytes_of(row[f"fb_memory_usage/{name}"]) for name in ("total", "reserved", "free", "used")},
+            },
         }
         for row in rows
     }
@@ -453,13 +547,18 @@ def convert(name: str) -> str:
         parts = sections(text)
         links = nvlinks(parts["capabilities :: nvlink -s"])
         outputs = [
-            Output([*from_query(parts[f"{state} :: query (-q)"]),
-                    *from_csv(parts[f"{state} :: query-gpu (csv, what the exporter parses)"])])
+            Output(
+                [
+                    *from_query(parts[f"{state} :: query (-q)"]),
+                    *from_csv(parts[f"{state} :: query-gpu (csv, what the exporter parses)"]),
+                ]
+            )
             for state in ("idle", "load")
         ]
     driver = outputs[0].answer(str, "Driver Version", "driver_version")
-    times = [datetime.strptime(output.answer(str, "Timestamp", "timestamp"), "%a %b %d %H:%M:%S %Y")
-             for output in outputs]
+    times = [
+        datetime.strptime(output.answer(str, "Timestamp", "timestamp"), "%a %b %d %H:%M:%S %Y") for output in outputs
+    ]
     about = {"source": f"nvidia_smi/{SOURCES[name]}", "driver": driver, "date": times[0].strftime("%Y-%m-%d")}
     reads = [(time - times[0]).total_seconds() for time in times]
     return dumps({"about": about, "reads": reads, "nvml": _recorded(outputs, links, driver)}) + "\n"
@@ -474,9 +573,15 @@ def _recorded(outputs: list[Output], links: Mapping[str, Any], driver: str) -> R
             if answer is not None:
                 entries.setdefault(question, []).append(answer)
 
-    note(SYSTEM, "calls", {
-        "nvmlDeviceGetCount()": 1, "nvmlDeviceGetHandleByIndex(0)": {"handle": "gpu0"},
-        "nvmlSystemGetDriverVersion()": driver})
+    note(
+        SYSTEM,
+        "calls",
+        {
+            "nvmlDeviceGetCount()": 1,
+            "nvmlDeviceGetHandleByIndex(0)": {"handle": "gpu0"},
+            "nvmlSystemGetDriverVersion()": driver,
+        },
+    )
     notes[SYSTEM]["calls"]["nvmlInit()"] = [None]
     for output in outputs:
         devices = mig_devices(output)

@@ -20,7 +20,10 @@ HERE = Path(__file__).parent
 FOLDER = "example/prometheus-operator-crd/monitoring.coreos.com_"
 SOURCES = {
     ("https://github.com/prometheus-operator/prometheus-operator", "v0.93.0"): (
-        f"{FOLDER}podmonitors.yaml", f"{FOLDER}prometheusrules.yaml", f"{FOLDER}alertmanagerconfigs.yaml"),
+        f"{FOLDER}podmonitors.yaml",
+        f"{FOLDER}prometheusrules.yaml",
+        f"{FOLDER}alertmanagerconfigs.yaml",
+    ),
     ("https://github.com/VictoriaMetrics/operator", "v0.74.1"): ("config/crd/overlay/crd.descriptionless.yaml",),
 }
 KINDS = {"PodMonitor", "PrometheusRule", "AlertmanagerConfig", "VMPodScrape", "VMRule"}
@@ -37,9 +40,22 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a structural schema as JSON Schema has it."""
     if schema.get("x-kubernetes-int-or-string"):
         return {"type": ["integer", "string"]}
-    made: dict[str, Any] = {key: schema[key] for key in (
-        "type", "enum", "pattern", "required", "minimum", "maximum", "minItems", "maxItems", "minLength", "maxLength",
-    ) if key in schema}
+    made: dict[str, Any] = {
+        key: schema[key]
+        for key in (
+            "type",
+            "enum",
+            "pattern",
+            "required",
+            "minimum",
+            "maximum",
+            "minItems",
+            "maxItems",
+            "minLength",
+            "maxLength",
+        )
+        if key in schema
+    }
     if schema.get("nullable"):
         made["type"] = [made["type"], "null"]
     if isinstance(schema.get("properties"), dict):
@@ -76,8 +92,11 @@ def main() -> None:
                         found[f"{crd['spec']['group']}/{served['name']}/{crd['spec']['names']['kind']}"] = schema
             (HERE / "LICENSE").write_text(git("-C", str(clone), "show", f"{version}:LICENSE"), encoding="utf-8")
     sources = ", ".join(f"{url} {version}" for url, version in SOURCES)
-    text = json.dumps({"$comment": f"From {sources}, Apache-2.0 (LICENSE), by generate.py", **found},
-                      separators=(",", ":"), sort_keys=True)
+    text = json.dumps(
+        {"$comment": f"From {sources}, Apache-2.0 (LICENSE), by generate.py", **found},
+        separators=(",", ":"),
+        sort_keys=True,
+    )
     (HERE / "schemas.json").write_text(text.replace('"additionalProperties"', '\n"additionalProperties"') + "\n")
 
 

@@ -30,8 +30,11 @@ from simulator.topology import Topology
 from tests.machine import node_builds, until
 from tests.test_versions import VICTORIA, victoria
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600),
-              pytest.mark.skipif(not PAGE.is_file() and not node_builds(), reason="no Node 20 for `make viewer`")]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not PAGE.is_file() and not node_builds(), reason="no Node 20 for `make viewer`"),
+]
 
 ALERTS = {"TrainingStraggler", "InfinibandLinkErrors", "GpuThermalThrottling"}
 HOSTILE = '<img src=x onerror="window.taken=1"><script>window.taken=1</script>'
@@ -63,14 +66,16 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
 @pytest.fixture(scope="module", autouse=True)
 def living(opened: Browser, stores: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Return the cluster from its start on; what does not need it is tested until its troubles are told."""
-    with Running(tmp_path_factory.mktemp("cluster"),
-                 remote_write=[f"{url}/api/v1/write" for url in stores.values()]) as cluster:
+    with Running(
+        tmp_path_factory.mktemp("cluster"), remote_write=[f"{url}/api/v1/write" for url in stores.values()]
+    ) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
 def running(living: Running) -> Running:
     """Return the cluster when its alerts fire."""
+
     def told() -> bool:
         living.check()
         firing = living.prometheus.query('ALERTS{alertstate="firing"}')
@@ -94,8 +99,27 @@ class Hostile:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
-                names = ("run", "host", "rank", "bucket", "alertname", "severity", "cause", "reason", "instance",
-                         "uuid", "gpu", "device", "port", "model", "state", "rail", "status", "kind", "xid")
+                names = (
+                    "run",
+                    "host",
+                    "rank",
+                    "bucket",
+                    "alertname",
+                    "severity",
+                    "cause",
+                    "reason",
+                    "instance",
+                    "uuid",
+                    "gpu",
+                    "device",
+                    "port",
+                    "model",
+                    "state",
+                    "rail",
+                    "status",
+                    "kind",
+                    "xid",
+                )
                 metric = dict.fromkeys(names, HOSTILE)
                 at = float(form["time" if "time" in form else "end"][0])
                 over = "query_range" in self.path
@@ -123,8 +147,20 @@ class Hostile:
 def boards_over(prometheus: str, folder: Path, *flags: str) -> Iterator[str]:
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
-    child = Child("boards", [sys.executable, "-m", "flopwatch", "boards", f"--prometheus={prometheus}",
-                             f"--listen=127.0.0.1:{port}", *flags], os.environ, folder / "log")
+    child = Child(
+        "boards",
+        [
+            sys.executable,
+            "-m",
+            "flopwatch",
+            "boards",
+            f"--prometheus={prometheus}",
+            f"--listen=127.0.0.1:{port}",
+            *flags,
+        ],
+        os.environ,
+        folder / "log",
+    )
     try:
         until(lambda: _answers(child, url))
         yield url
@@ -172,24 +208,54 @@ def test_markup_in_a_name_is_text(hostile: str, page: Page, board: str) -> None:
 def test_a_dashboard_of_somebody_else_shows_what_it_can_and_says_what_it_cannot(tmp_path: Path, page: Page) -> None:
     shapes: dict[str, dict[str, Any]] = {
         "Load of $node": {"targets": [{"refId": "A", "expr": "up", "legendFormat": "$node {{kind}}"}]},
-        "Named": {"type": "stat", "targets": [{"refId": "A", "expr": "up"}], "fieldConfig": {
-            "overrides": [], "defaults": {"displayName": "kind is ${__field.labels.kind}"}}},
+        "Named": {
+            "type": "stat",
+            "targets": [{"refId": "A", "expr": "up"}],
+            "fieldConfig": {"overrides": [], "defaults": {"displayName": "kind is ${__field.labels.kind}"}},
+        },
         "Reckoned": {"targets": [{"refId": "A", "expr": "up"}, {"refId": "B", "type": "math", "expression": "$A * 2"}]},
         "Buckets": {"type": "heatmap", "targets": [{"refId": "A", "expr": "up", "format": "heatmap"}]},
     }
-    options = {"legend": {"showLegend": True, "displayMode": "list", "placement": "bottom", "calcs": []}, "color": {},
-               "reduceOptions": {"calcs": ["lastNotNull"]}, "tooltip": {"mode": "multi"}, "textMode": "value_and_name"}
-    panels = [{"id": i, "type": "timeseries", "title": title, "gridPos": {"x": 6 * i, "y": 0, "w": 6, "h": 8},
-               "options": options, **shape} for i, (title, shape) in enumerate(shapes.items())]
-    (tmp_path / "theirs.json").write_text(json.dumps({
-        "uid": "theirs", "title": "Theirs", "panels": panels, "time": {"from": "now-5m", "to": "now"},
-        "templating": {"list": [{"type": "textbox", "name": "node", "query": "node 7"}]},
-        "annotations": {"list": [
-            {"name": "built in", "iconColor": "red", "target": {"type": "dashboard", "limit": 100}}]}}))
+    options = {
+        "legend": {"showLegend": True, "displayMode": "list", "placement": "bottom", "calcs": []},
+        "color": {},
+        "reduceOptions": {"calcs": ["lastNotNull"]},
+        "tooltip": {"mode": "multi"},
+        "textMode": "value_and_name",
+    }
+    panels = [
+        {
+            "id": i,
+            "type": "timeseries",
+            "title": title,
+            "gridPos": {"x": 6 * i, "y": 0, "w": 6, "h": 8},
+            "options": options,
+            **shape,
+        }
+        for i, (title, shape) in enumerate(shapes.items())
+    ]
+    (tmp_path / "theirs.json").write_text(
+        json.dumps(
+            {
+                "uid": "theirs",
+                "title": "Theirs",
+                "panels": panels,
+                "time": {"from": "now-5m", "to": "now"},
+                "templating": {"list": [{"type": "textbox", "name": "node", "query": "node 7"}]},
+                "annotations": {
+                    "list": [{"name": "built in", "iconColor": "red", "target": {"type": "dashboard", "limit": 100}}]
+                },
+            }
+        )
+    )
     with boards_over_hostile(tmp_path, f"--dashboards={tmp_path}") as url:
         looked = look(page, "theirs", f"{url}/d/theirs")
         assert {panel["title"]: panel["state"] for panel in looked.panels} == {
-            "Load of $node": "ok", "Named": "ok", "Reckoned": "error", "Buckets": "error"}
+            "Load of $node": "ok",
+            "Named": "ok",
+            "Reckoned": "error",
+            "Buckets": "error",
+        }
         load, named, reckoned, buckets = (page.locator(f'[data-panel="{title}"]') for title in shapes)
         expect(load).to_contain_text("Load of node 7")
         expect(load.locator('[data-testid*="VizLegend series"]')).to_have_text(f"node 7 {HOSTILE}")
@@ -215,7 +281,7 @@ def test_times_are_in_the_zone_of_the_address(living: Running, page: Page) -> No
 @pytest.mark.parametrize("board", BOARDS)
 @pytest.mark.parametrize(("width", "theme"), [(1600, "dark"), (720, "light")])
 def test_every_panel_is_drawn_or_says_why_it_is_empty(
-    running: Running, page: Page, board: str, width: int, theme: str,
+    running: Running, page: Page, board: str, width: int, theme: str
 ) -> None:
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.post_data or ""))
@@ -237,13 +303,14 @@ def test_it_says_what_is_true_of_the_cluster(running: Running, page: Page) -> No
 
 
 def test_links_lead_from_a_run_to_its_late_rank_s_card_and_keep_time_and_variables(
-    running: Running, page: Page,
+    running: Running, page: Page
 ) -> None:
     look(page, "run", address(running.boards, "run", running.began, "light") + "&timezone=utc")
     before = parse_qs(urlsplit(page.url).query)
     card = Topology.gpu(*STRAGGLER)
     page.locator('[data-panel="Ranks and their GPUs"]').get_by_role("link", name=card).click(
-        position={"x": 8, "y": 8})  # the cell is narrower than its text
+        position={"x": 8, "y": 8}
+    )  # the cell is narrower than its text
     expect(page).to_have_title(re.compile("GPU"))
     after = parse_qs(urlsplit(page.url).query)
     assert after["var-uuid"] == [card]
@@ -319,22 +386,22 @@ def test_the_page_needs_nothing_from_elsewhere(running: Running, page: Page) -> 
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     look(page, "fleet", address(running.boards, "fleet", running.began, "dark"))
-    assert {urlsplit(url).netloc for url in asked if not url.startswith("data:")} == {
-        urlsplit(running.boards).netloc}
+    assert {urlsplit(url).netloc for url in asked if not url.startswith("data:")} == {urlsplit(running.boards).netloc}
 
 
 @pytest.mark.skipif(not os.environ.get("FLOPWATCH_VERSIONS"), reason="`make versions` runs it")
 @pytest.mark.parametrize("suite", VICTORIA)
 def test_every_panel_is_drawn_over_victoria_metrics_too(
-    running: Running, stores: dict[str, str], opened: Browser, tmp_path: Path, suite: str,
+    running: Running, stores: dict[str, str], opened: Browser, tmp_path: Path, suite: str
 ) -> None:
     if suite not in stores:
         pytest.skip("this version cannot be had here")
     with boards_over(stores[suite], tmp_path, f"--scrape-interval={15 / running.pace:g}") as url:
         for board in BOARDS:
             page = opened.new_page(viewport={"width": 1600, "height": 1000})
-            here, there = (look(page, board, address(boards, board, running.began, "dark"))
-                           for boards in (url, running.boards))
+            here, there = (
+                look(page, board, address(boards, board, running.began, "dark")) for boards in (url, running.boards)
+            )
             page.close()
             assert here.problems == []
             # Of a counter that begins above 0 it has an increase where Prometheus has none (docs/compatibility.md).

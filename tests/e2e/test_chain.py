@@ -74,8 +74,11 @@ def firing(stack: Stack, kind: str, alert: str) -> list[Message]:
     for message in stack.receiver.messages:
         if message.kind != kind or alert not in alerts_in(message):
             continue
-        resolved = (message.payload.get("event_action") == "resolve" if kind == "pagerduty"
-                    else all(part["color"] == "good" for part in message.payload["attachments"]))
+        resolved = (
+            message.payload.get("event_action") == "resolve"
+            if kind == "pagerduty"
+            else all(part["color"] == "good" for part in message.payload["attachments"])
+        )
         if not resolved:
             found.append(message)
     return found
@@ -85,8 +88,15 @@ def firing(stack: Stack, kind: str, alert: str) -> list[Message]:
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Run the chain with a job of somewhat more than two steps a second."""
     trainer = ("--steps", str(STEPS), "--checkpoint-every", str(CHECKPOINT_EVERY), "--step-floor", str(STEP_FLOOR))
-    with Stack(tmp_path_factory.mktemp("e2e"), pace=PACE, push_interval=PUSH, train="torch", trainer=trainer,
-               exporter=("--stale-after", f"{STALE_AFTER:g}"), run=RUN) as running:
+    with Stack(
+        tmp_path_factory.mktemp("e2e"),
+        pace=PACE,
+        push_interval=PUSH,
+        train="torch",
+        trainer=trainer,
+        exporter=("--stale-after", f"{STALE_AFTER:g}"),
+        run=RUN,
+    ) as running:
         assert running.servers.alertmanager, f"no Alertmanager here: {running.servers.why}"
         yield running
 
@@ -118,7 +128,8 @@ Report = Callable[[str], None]
 
 
 def test_symbol_errors_on_one_port_deliver_one_slack_message_that_names_device_and_port(
-        stack: Stack, quiet_minute: tuple[float, float], report: Report) -> None:
+    stack: Stack, quiet_minute: tuple[float, float], report: Report
+) -> None:
     injected = time.time()
     stack.node.symbol_errors(SICK_PORT, per_second=20)
     message = wait_for("the link alert", lambda: firing(stack, "slack", "InfinibandLinkErrors"), 60, stack)[0]
@@ -128,7 +139,8 @@ def test_symbol_errors_on_one_port_deliver_one_slack_message_that_names_device_a
 
 
 def test_xid_79_on_one_gpu_pages_pagerduty_and_nothing_else_does(
-        stack: Stack, quiet_minute: tuple[float, float], report: Report) -> None:
+    stack: Stack, quiet_minute: tuple[float, float], report: Report
+) -> None:
     injected = time.time()
     stack.node.xid(SICK_GPU, 79)
     page = wait_for("the page", lambda: firing(stack, "pagerduty", "GpuXidCritical"), 60, stack)[0]
@@ -147,7 +159,8 @@ def test_a_lost_gpu_is_a_series_at_zero_and_keeps_its_identity(stack: Stack) -> 
 
 
 def test_live_mfu_is_the_tokens_of_the_jobs_log_times_flops_derived_by_hand(
-        stack: Stack, quiet_minute: tuple[float, float], report: Report) -> None:
+    stack: Stack, quiet_minute: tuple[float, float], report: Report
+) -> None:
     begin, end = quiet_minute
     wait_for("the quiet minute's end", lambda: time.time() > end + 1, 90, stack)
     job = log(stack)
@@ -155,8 +168,10 @@ def test_live_mfu_is_the_tokens_of_the_jobs_log_times_flops_derived_by_hand(
     peak = job.of("start")[0]["peak_flops_per_second"] * stack.ranks
     truth = job.tokens_per_second(begin, end) * FLOPS_PER_TOKEN / peak
     steps = len([line for line in job.of("step") if begin <= line["start"] and line["end"] <= end])
-    work, capacity = (f"sum by (run) (rate({counter}[{end - begin:.0f}s]))"
-                      for counter in (c.TRAINING_MODEL_FLOPS, c.TRAINING_CAPACITY_FLOPS))
+    work, capacity = (
+        f"sum by (run) (rate({counter}[{end - begin:.0f}s]))"
+        for counter in (c.TRAINING_MODEL_FLOPS, c.TRAINING_CAPACITY_FLOPS)
+    )
     live = stack.prometheus.value(f"{work} / {capacity}", at=end)
     assert live is not None
     report(f"MFU: live {live:.4%}, from the job's log {truth:.4%}, difference {live / truth - 1:+.2%}")
@@ -175,8 +190,16 @@ def test_every_panel_query_of_the_dashboard_returns_data(stack: Stack) -> None:
 @pytest.mark.parametrize("name", BOARDS)
 def test_every_query_of_every_dashboard_can_be_answered(stack: Stack, name: str) -> None:
     place = stack.prometheus.query(f'max by (host, uuid) ({c.TRAINING_RANK_INFO}{{rank="0"}})')[0][0]
-    variables = {**place, "run": RUN, "tenant": ".*", "rack": ".*", "source": ".*", "price": "2.5",
-                 "__rate_interval": "5s", "__range": "1m"}
+    variables = {
+        **place,
+        "run": RUN,
+        "tenant": ".*",
+        "rack": ".*",
+        "source": ".*",
+        "price": "2.5",
+        "__rate_interval": "5s",
+        "__range": "1m",
+    }
     board, end = BOARDS[name], time.time()
     for panel in board["panels"]:
         for target in panel.get("targets", ()):
@@ -220,8 +243,12 @@ def test_metrics_answer_in_time_while_the_driver_hangs_and_recover(stack: Stack,
     assert f'{c.TRAINING_POSITION_STEPS}{{run="{RUN}",rank="0"}}' in while_hung
     last_success = sample(while_hung, f'{c.COLLECTOR_LAST_SUCCESS}{{collector="nvml"}}')
     assert last_success is not None
-    wait_for("the end of the stale samples", lambda: not temperature.search(metrics()),
-             float(last_success) + STALE_AFTER + 2 - time.time(), stack)
+    wait_for(
+        "the end of the stale samples",
+        lambda: not temperature.search(metrics()),
+        float(last_success) + STALE_AFTER + 2 - time.time(),
+        stack,
+    )
     stack.node.hang(None)
     wait_for("recovery", lambda: sample(metrics(), nvml_success) == "1.0" and temperature.search(metrics()), 10, stack)
 
@@ -240,7 +267,8 @@ def test_killing_the_exporter_loses_no_ledger_second_and_does_not_disturb_the_jo
     for _ in range(10):  # the page of one scrape may come late; seconds that were lost would be missing from each
         at = wait_for("the ledger after the restart", later, 30, stack)
         books = stack.prometheus.value(
-            f'sum({c.RUN_SECONDS}{{run="{RUN}",bucket!="queue"}}) + sum({c.RUN_OPEN_SECONDS}{{run="{RUN}"}})', at)
+            f'sum({c.RUN_SECONDS}{{run="{RUN}",bucket!="queue"}}) + sum({c.RUN_OPEN_SECONDS}{{run="{RUN}"}})', at
+        )
         assert books is not None
         if books == pytest.approx(at - started, rel=0.005):
             break
@@ -252,7 +280,8 @@ def test_killing_the_exporter_loses_no_ledger_second_and_does_not_disturb_the_jo
 
 
 def test_a_rank_slowed_by_30_percent_delivers_one_slack_message_that_names_run_rank_host_and_gpu(
-        stack: Stack, report: Report) -> None:
+    stack: Stack, report: Report
+) -> None:
     assert firing(stack, "slack", "TrainingStraggler") == [], "a false alarm before the rank was slowed"
     slowed = time.time()
     stack.control(slow={str(SLOW_RANK): 0.3})
@@ -273,10 +302,20 @@ def test_goodput_after_a_killed_rank_is_what_the_jobs_log_says(stack: Stack, rep
     wait_for("new steps", lambda: log(stack).of("step")[-1]["step"] > killed_in + 15, 180, stack)
     stack.control(stop=True)
     wait_for("the end of the run", lambda: log(stack).of("finish"), 30, stack)
-    ended = wait_for("the ledger's word that it ended", lambda: stack.prometheus.value(
-        f'timestamp({c.RUN_STATE}{{run="{RUN}",state="stopped"}} == 1)'), 15, stack)
-    goodput = wait_for("a goodput of the closed books", lambda: stack.prometheus.value(
-        f'run:run_goodput:ratio{{run="{RUN}"}} and timestamp(run:run_goodput:ratio) > {ended}'), 15, stack)
+    ended = wait_for(
+        "the ledger's word that it ended",
+        lambda: stack.prometheus.value(f'timestamp({c.RUN_STATE}{{run="{RUN}",state="stopped"}} == 1)'),
+        15,
+        stack,
+    )
+    goodput = wait_for(
+        "a goodput of the closed books",
+        lambda: stack.prometheus.value(
+            f'run:run_goodput:ratio{{run="{RUN}"}} and timestamp(run:run_goodput:ratio) > {ended}'
+        ),
+        15,
+        stack,
+    )
 
     truth = log(stack).booked()
     seconds = {labels["bucket"]: value for labels, value in stack.prometheus.query(f'{c.RUN_SECONDS}{{run="{RUN}"}}')}
@@ -297,17 +336,26 @@ def test_goodput_after_a_killed_rank_is_what_the_jobs_log_says(stack: Stack, rep
 
 
 def test_in_the_end_each_fault_was_told_once_and_nothing_else_was(stack: Stack) -> None:
-    wait_for("the straggler's all-clear", lambda: any(
-        "TrainingStraggler" in alerts_in(message) and message not in firing(stack, "slack", "TrainingStraggler")
-        for message in stack.receiver.of("slack")), 60, stack)
+    wait_for(
+        "the straggler's all-clear",
+        lambda: any(
+            "TrainingStraggler" in alerts_in(message) and message not in firing(stack, "slack", "TrainingStraggler")
+            for message in stack.receiver.of("slack")
+        ),
+        60,
+        stack,
+    )
     assert stack.receiver.errors == []
     assert len(firing(stack, "slack", "TrainingStraggler")) == 1
     assert len(firing(stack, "slack", "InfinibandLinkErrors")) == 1
     (page,) = firing(stack, "pagerduty", "GpuXidCritical")
     assert {message.payload["dedup_key"] for message in stack.receiver.of("pagerduty")} == {page.payload["dedup_key"]}
     told = {"TrainingStraggler", "InfinibandLinkErrors", "GpuXidCritical"}
-    others = [alerts_in(message) for message in stack.receiver.messages
-              if message.kind != "watchdog" and not any(name in alerts_in(message) for name in told)]
+    others = [
+        alerts_in(message)
+        for message in stack.receiver.messages
+        if message.kind != "watchdog" and not any(name in alerts_in(message) for name in told)
+    ]
     assert others == []
     assert stack.receiver.of("watchdog"), "the dead man's switch was never fed"
 

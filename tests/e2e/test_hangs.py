@@ -52,11 +52,20 @@ def jobs(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
     """Run all jobs until the tests are over."""
     folder = tmp_path_factory.mktemp("jobs")
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("FLOPWATCH_", "TORCHELASTIC_"))}
-    environ |= {"PYTHONPATH": str(SCRIPT.parents[2] / "exporter"), "FLOPWATCH_PUSH_INTERVAL": "1",
-                "FLOPWATCH_ENDPOINT": f"http://{stack.otlp_address}", "GLOO_SOCKET_IFNAME": "lo"}
+    environ |= {
+        "PYTHONPATH": str(SCRIPT.parents[2] / "exporter"),
+        "FLOPWATCH_PUSH_INTERVAL": "1",
+        "FLOPWATCH_ENDPOINT": f"http://{stack.otlp_address}",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([sys.executable, str(SCRIPT), str(folder), *KINDS, *FINE], env=environ, stdout=log,
-                                   stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(folder), *KINDS, *FINE],
+            env=environ,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
         try:
             yield
         finally:
@@ -65,8 +74,11 @@ def jobs(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 
 
 def hanging(stack: Stack, run: str) -> list[Message]:
-    return [message for message in stack.receiver.of("slack")
-            if "TrainingHang" in str(message.payload) and f"Run {run} " in str(message.payload)]
+    return [
+        message
+        for message in stack.receiver.of("slack")
+        if "TrainingHang" in str(message.payload) and f"Run {run} " in str(message.payload)
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,7 +122,7 @@ def test_a_job_that_saves_or_is_well_is_not_called_hanging(kind: str, stack: Sta
     # Both have been as they are for longer than a hang lasts before it is told, and the steps before are out of sight.
     until(lambda: saving("saving") > 14)
     assert (saving(kind) > 0) == (kind == "saving")
-    steps = stack.prometheus.value(f'increase({c.TRAINING_STEPS}{{{rank}}}[8s])')
+    steps = stack.prometheus.value(f"increase({c.TRAINING_STEPS}{{{rank}}}[8s])")
     assert steps is not None
     assert (steps > 0) == (kind == "healthy")
     assert hanging(stack, kind) == []

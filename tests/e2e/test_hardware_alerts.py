@@ -35,30 +35,58 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prome
     """Give a Prometheus with the shipped rules, at a pace, and the faulty one of the two nodes that it scrapes."""
     folder = tmp_path_factory.mktemp("hardware")
     asked, *ports = free_ports(5)
-    nodes = {host: ports[2 * number:2 * number + 2] for number, host in enumerate((FAULTY, WELL))}
+    nodes = {host: ports[2 * number : 2 * number + 2] for number, host in enumerate((FAULTY, WELL))}
     (folder / "rules.yaml").write_text(rules_yaml(SETTINGS))
     interval = SETTINGS.at_pace(SETTINGS.scrape_interval)
-    (folder / "prometheus.yml").write_text(json.dumps({
-        "global": {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": interval},
-        "rule_files": ["rules.yaml"],
-        "scrape_configs": [{"job_name": "flopwatch", "static_configs": [
-            {"targets": [f"127.0.0.1:{scraped}" for scraped, _ in nodes.values()]}]}],
-    }))
-    server = [*find().prometheus, f"--config.file={folder / 'prometheus.yml'}",
-              f"--storage.tsdb.path={folder / 'tsdb'}", f"--web.listen-address=127.0.0.1:{asked}"]
+    (folder / "prometheus.yml").write_text(
+        json.dumps(
+            {
+                "global": {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": interval},
+                "rule_files": ["rules.yaml"],
+                "scrape_configs": [
+                    {
+                        "job_name": "flopwatch",
+                        "static_configs": [{"targets": [f"127.0.0.1:{scraped}" for scraped, _ in nodes.values()]}],
+                    }
+                ],
+            }
+        )
+    )
+    server = [
+        *find().prometheus,
+        f"--config.file={folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={folder / 'tsdb'}",
+        f"--web.listen-address=127.0.0.1:{asked}",
+    ]
 
     def read_all() -> bool:
         with suppress(OSError):
             pages = [fetch(f"http://127.0.0.1:{scraped}/metrics").decode() for scraped, _ in nodes.values()]
-            return all(f'flopwatch_collector_success{{collector="{name}"}} 1.0' in page
-                       for name in ("nvml", "infiniband", "xid", "identity") for page in pages)
+            return all(
+                f'flopwatch_collector_success{{collector="{name}"}} 1.0' in page
+                for name in ("nvml", "infiniband", "xid", "identity")
+                for page in pages
+            )
         return False
 
     with ExitStack() as stack:
         for host, (scraped, pushed) in nodes.items():
-            exporter = [sys.executable, "-m", "flopwatch", "exporter", "--simulate", "h100x8", "--host", host,
-                        "--listen", f"127.0.0.1:{scraped}", "--otlp-listen", f"127.0.0.1:{pushed}",
-                        "--state", str(folder / host)]
+            exporter = [
+                sys.executable,
+                "-m",
+                "flopwatch",
+                "exporter",
+                "--simulate",
+                "h100x8",
+                "--host",
+                host,
+                "--listen",
+                f"127.0.0.1:{scraped}",
+                "--otlp-listen",
+                f"127.0.0.1:{pushed}",
+                "--state",
+                str(folder / host),
+            ]
             stack.callback(Child("exporter", exporter, os.environ, folder / f"{host}.log").stop)
         until(read_all)  # on a slow machine a source misses the first scrapes, which is an alert of its own
         stack.callback(Child("prometheus", server, os.environ, folder / "prometheus.log").stop)
@@ -67,8 +95,9 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prome
         def known() -> bool:
             """Return whether all GPUs are heard of, and all ports are remembered as active; else none is missed."""
             with suppress(StackError, ValueError):  # it is only just starting
-                return (heard.value("count(gpu_present == 1)") == GPUS * len(nodes)
-                        and heard.value(f"count({recording.PORT_WAS_ACTIVE})") == PORTS * len(nodes))
+                return heard.value("count(gpu_present == 1)") == GPUS * len(nodes) and heard.value(
+                    f"count({recording.PORT_WAS_ACTIVE})"
+                ) == PORTS * len(nodes)
             return False
 
         until(known)
@@ -82,8 +111,11 @@ def alerting(prometheus: Prometheus, host: str, state: str = "firing") -> set[tu
     except (StackError, ValueError):
         return set()  # it is only just starting
     assert all(labels["host"] in {FAULTY, WELL} for labels, _ in found)
-    return {(labels["alertname"], labels["severity"], labels.get("uuid", labels.get("device", "")))
-            for labels, _ in found if labels["host"] == host}
+    return {
+        (labels["alertname"], labels["severity"], labels.get("uuid", labels.get("device", "")))
+        for labels, _ in found
+        if labels["host"] == host
+    }
 
 
 def test_each_fault_is_alerted_as_what_it_is(prometheus: tuple[Prometheus, SimulatedNode]) -> None:
@@ -105,14 +137,22 @@ def test_each_fault_is_alerted_as_what_it_is(prometheus: tuple[Prometheus, Simul
     node.symbol_errors("mlx5_5", 0.01 * PACE)
     gpu = [SimulatedNode.uuid(index) for index in range(8)]
     expected = {
-        ("GpuThermalThrottling", "warning", gpu[0]), ("GpuXidApplication", "info", gpu[0]),
-        ("GpuPowerThrottling", "warning", gpu[1]), ("GpuRepairPending", "warning", gpu[2]),
-        ("GpuEccUncorrected", "warning", gpu[2]), ("GpuXidWarning", "warning", gpu[2]),
-        ("GpuMemoryFailed", "critical", gpu[3]), ("GpuMissing", "critical", gpu[4]),
-        ("GpuRecoveryNeeded", "warning", gpu[5]), ("GpuPcieDegraded", "warning", gpu[6]),
-        ("NvlinkDown", "critical", gpu[7]), ("InfinibandLinkErrors", "warning", "mlx5_0"),
-        ("InfinibandPortDown", "warning", "mlx5_0"), ("InfinibandRateLow", "warning", "mlx5_3"),
-        ("InfinibandLinkErrors", "warning", "mlx5_4"), ("InfinibandPortDown", "warning", "mlx5_4"),
+        ("GpuThermalThrottling", "warning", gpu[0]),
+        ("GpuXidApplication", "info", gpu[0]),
+        ("GpuPowerThrottling", "warning", gpu[1]),
+        ("GpuRepairPending", "warning", gpu[2]),
+        ("GpuEccUncorrected", "warning", gpu[2]),
+        ("GpuXidWarning", "warning", gpu[2]),
+        ("GpuMemoryFailed", "critical", gpu[3]),
+        ("GpuMissing", "critical", gpu[4]),
+        ("GpuRecoveryNeeded", "warning", gpu[5]),
+        ("GpuPcieDegraded", "warning", gpu[6]),
+        ("NvlinkDown", "critical", gpu[7]),
+        ("InfinibandLinkErrors", "warning", "mlx5_0"),
+        ("InfinibandPortDown", "warning", "mlx5_0"),
+        ("InfinibandRateLow", "warning", "mlx5_3"),
+        ("InfinibandLinkErrors", "warning", "mlx5_4"),
+        ("InfinibandPortDown", "warning", "mlx5_4"),
         ("InfinibandErrorRate", "warning", "mlx5_5"),
     }
     # A port that is down sends nothing, nor does that of a GPU that is gone: as the others are busy, they fall behind.
@@ -126,7 +166,7 @@ def test_each_fault_is_alerted_as_what_it_is(prometheus: tuple[Prometheus, Simul
 def test_a_healthy_node_beside_it_has_no_alert(prometheus: tuple[Prometheus, SimulatedNode]) -> None:
     server, _ = prometheus
     deadline = time.monotonic() + HEALTHY * SLOWER
-    seen = f'count_over_time(up[1h]) * {SETTINGS.seconds_at_pace(SETTINGS.scrape_interval)} >= {HEALTHY}'
+    seen = f"count_over_time(up[1h]) * {SETTINGS.seconds_at_pace(SETTINGS.scrape_interval)} >= {HEALTHY}"
     while len(server.query(seen)) < 2:
         assert time.monotonic() < deadline, "Prometheus does not scrape both"
         time.sleep(0.2)

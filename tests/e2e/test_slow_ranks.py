@@ -50,7 +50,7 @@ def told(stack: Stack, rank: str) -> bool:
 
 
 def test_a_slow_rank_is_named_and_told_and_none_while_none_is_slow(
-    seed: int, stack: Stack, capsys: pytest.CaptureFixture[str],
+    seed: int, stack: Stack, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slower, slow = str(seed % RANKS), str((seed + 2) % RANKS)
     took: dict[str, float] = {}
@@ -58,8 +58,11 @@ def test_a_slow_rank_is_named_and_told_and_none_while_none_is_slow(
     def wait(what: str, *, until: Callable[[], bool]) -> None:
         began = time.monotonic()
         while not until():
-            assert time.monotonic() < began + PATIENCE, (what, named(stack), [str(one.payload) for one in (
-                stack.receiver.of("slack"))])
+            assert time.monotonic() < began + PATIENCE, (
+                what,
+                named(stack),
+                [str(one.payload) for one in (stack.receiver.of("slack"))],
+            )
             stack.check()
             time.sleep(0.5)
         took[what] = time.monotonic() - began
@@ -77,6 +80,8 @@ def test_a_slow_rank_is_named_and_told_and_none_while_none_is_slow(
     wait("15 % named", until=lambda: named(stack) == {slow})
     assert named(stack, 3600) == {slower, slow}
     with capsys.disabled():
-        print(f"\n    seed {seed}: nobody named in {took['measured for two verdicts']:.0f} s; rank {slower}, 30 % "
-              f"slower, told after {took['30 % told']:.0f} s; rank {slow}, 15 % slower, named after "
-              f"{took['15 % named']:.0f} s")
+        print(
+            f"\n    seed {seed}: nobody named in {took['measured for two verdicts']:.0f} s; rank {slower}, 30 % "
+            f"slower, told after {took['30 % told']:.0f} s; rank {slow}, 15 % slower, named after "
+            f"{took['15 % named']:.0f} s"
+        )

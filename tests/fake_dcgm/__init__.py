@@ -19,8 +19,19 @@ def compile_library(folder: Path) -> Path:
         pytest.fail("no C compiler: the tests of the DCGM backend build a small libdcgm; apt-get install gcc libc6-dev")
     library = folder / "libdcgm.so.4"
     subprocess.run(
-        [compiler, "-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC", "-o", str(library),
-         str(HERE / "fake_dcgm.c")],
+        [
+            compiler,
+            "-std=c11",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-O1",
+            "-shared",
+            "-fPIC",
+            "-o",
+            str(library),
+            str(HERE / "fake_dcgm.c"),
+        ],
         check=True,
     )
     return library

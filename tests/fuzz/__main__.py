@@ -33,9 +33,17 @@ def main() -> None:
     kept = KEPT / options.target
     kept.mkdir(parents=True, exist_ok=True)
     atheris.Setup(
-        [sys.argv[0], f"-max_total_time={options.seconds}", f"-timeout={SLOWEST}", f"-rss_limit_mb={MEMORY}",
-         f"-artifact_prefix={kept}-", "-print_final_stats=1", "-verbosity=1", os.fspath(kept),
-         os.fspath(SEEDS / options.target)],
+        [
+            sys.argv[0],
+            f"-max_total_time={options.seconds}",
+            f"-timeout={SLOWEST}",
+            f"-rss_limit_mb={MEMORY}",
+            f"-artifact_prefix={kept}-",
+            "-print_final_stats=1",
+            "-verbosity=1",
+            os.fspath(kept),
+            os.fspath(SEEDS / options.target),
+        ],
         target,
     )
     atheris.Fuzz()

@@ -42,8 +42,15 @@ def main() -> None:
 
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(WIDTH, WIDTH, bias=False))
-    run = Run("elastic", model=model, flops_per_token=FLOPS_PER_TOKEN, dtype="fp32", peak_flops=1e12,
-              peak_source="made up", gpu_uuid=f"GPU-{os.environ['FLOPWATCH_HOST']}-{os.environ['LOCAL_RANK']}")
+    run = Run(
+        "elastic",
+        model=model,
+        flops_per_token=FLOPS_PER_TOKEN,
+        dtype="fp32",
+        peak_flops=1e12,
+        peak_source="made up",
+        gpu_uuid=f"GPU-{os.environ['FLOPWATCH_HOST']}-{os.environ['LOCAL_RANK']}",
+    )
 
     def resized(number: int, frame: FrameType | None) -> None:
         run.finish("resized")

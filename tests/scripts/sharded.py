@@ -39,8 +39,9 @@ def main() -> None:
         if step == until:
             break
     weights, states = get_state_dict(model, optimizer)
-    saved: Any = async_save({"model": weights, "optimizer": states, "progress": torch.tensor([float(step)])},
-                            checkpoint_id=folder)
+    saved: Any = async_save(
+        {"model": weights, "optimizer": states, "progress": torch.tensor([float(step)])}, checkpoint_id=folder
+    )
     getattr(saved, "upload_completion", saved).result()
     dist.destroy_process_group()
 

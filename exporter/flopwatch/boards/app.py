@@ -44,8 +44,10 @@ MOST_BYTES = 32 << 20  # of an answer; a board's are thousands of times smaller
 AT_ONCE = 12  # questions to Prometheus, which answers 20 at a time, ours and others'
 MAX_CONNECTIONS = 256
 # Nothing from elsewhere: what a label says can then reach no other machine, even if it got into the markup.
-POLICY = ("default-src 'self'; img-src 'self' data:; font-src 'self' data:; style-src 'self' 'unsafe-inline'; "
-          "frame-ancestors 'none'; base-uri 'none'; form-action 'none'; object-src 'none'")
+POLICY = (
+    "default-src 'self'; img-src 'self' data:; font-src 'self' data:; style-src 'self' 'unsafe-inline'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'; object-src 'none'"
+)
 HEADERS = {"content-security-policy": POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
 
 
@@ -98,8 +100,10 @@ def dashboards(folder: Path) -> dict[str, dict[str, Any]]:
             board = json.loads(file.read_text(encoding="utf-8"))
             uid, title = board["uid"], board["title"]
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise SettingsError(f"{file} is no dashboard: {type(error).__name__}: {error}; give --dashboards a folder "
-                                "of dashboards as Grafana exports them") from None
+            raise SettingsError(
+                f"{file} is no dashboard: {type(error).__name__}: {error}; give --dashboards a folder "
+                "of dashboards as Grafana exports them"
+            ) from None
         if not isinstance(uid, str) or not isinstance(title, str) or uid in found:
             raise SettingsError(f"{file}: the uid {uid!r} is another file's too or no text; give it one of its own")
         found[uid] = board
@@ -113,12 +117,17 @@ def page() -> Path:
     for folder in PAGES:
         if (folder / "index.html").is_file():
             return folder
-    raise SettingsError("the page is not built; run make viewer (it needs Node 20 or newer), or install the wheel, "
-                        "which has it")
+    raise SettingsError(
+        "the page is not built; run make viewer (it needs Node 20 or newer), or install the wheel, which has it"
+    )
 
 
 def boards_app(
-    boards: Mapping[str, dict[str, Any]], built: Path, upstream: Upstream, *, scrape_interval: float,
+    boards: Mapping[str, dict[str, Any]],
+    built: Path,
+    upstream: Upstream,
+    *,
+    scrape_interval: float,
     names: Collection[str] = (),
 ) -> FastAPI:
     """Return the page, /api/boards and /api/prometheus; answers to these names only, if there are any."""
@@ -133,7 +142,9 @@ def boards_app(
             return PlainTextResponse(f"ask for this page as {' or '.join(names)}\n", 421)
         # Nor may it make us ask, though it could not read what comes of it.
         if request.url.path.startswith("/api/") and request.headers.get("sec-fetch-site", "") in (
-                "cross-site", "same-site"):
+            "cross-site",
+            "same-site",
+        ):
             return PlainTextResponse("ask from the page itself\n", 403)
         response = await answer(request)
         response.headers.update(HEADERS)
@@ -147,8 +158,10 @@ def boards_app(
     @app.get("/api/boards")
     async def listed() -> list[dict[str, Any]]:
         """Return what there is."""
-        return [{"uid": uid, **{name: board.get(name, "") for name in ("title", "description", "tags")}}
-                for uid, board in boards.items()]
+        return [
+            {"uid": uid, **{name: board.get(name, "") for name in ("title", "description", "tags")}}
+            for uid, board in boards.items()
+        ]
 
     @app.get("/api/boards/{uid}")
     async def board(uid: str) -> dict[str, Any]:
@@ -193,14 +206,19 @@ def run(settings: BoardsSettings) -> None:
     http_server.check_token("--token-file", settings.token_file)
     web = None if settings.web_config is None else Web(settings.web_config)
     if web is not None and not settings.listen.loopback and not web.config.asks_who():
-        raise SettingsError(f"--web-config {settings.web_config}: it lets everybody in, and others than "
-                            f"this machine reach {settings.listen}; add basic_auth_users, or client_auth_type "
-                            "RequireAndVerifyClientCert")
+        raise SettingsError(
+            f"--web-config {settings.web_config}: it lets everybody in, and others than "
+            f"this machine reach {settings.listen}; add basic_auth_users, or client_auth_type "
+            "RequireAndVerifyClientCert"
+        )
     folder = settings.dashboards or next((one for one in DASHBOARDS if one.is_dir()), DASHBOARDS[0])
     app = boards_app(
-        dashboards(folder), page(), Upstream(settings.prometheus, settings.token_file, settings.ca_file),
+        dashboards(folder),
+        page(),
+        Upstream(settings.prometheus, settings.token_file, settings.ca_file),
         scrape_interval=settings.scrape_interval,
-        names=sorted({"localhost", "127.0.0.1", "::1", settings.listen.host}) if web is None else ())
+        names=sorted({"localhost", "127.0.0.1", "::1", settings.listen.host}) if web is None else (),
+    )
     server = http_server.server(app if web is None else web.protect(app), MAX_CONNECTIONS)
     if web is not None:
         web.secure(server.config)

@@ -24,8 +24,13 @@ def run(options: argparse.Namespace) -> None:
     if options.folder.exists():
         raise SettingsError(f"{options.folder} is there already; give a folder that does not exist yet")
     taken = capture(
-        _library(options.simulated), options.sysfs, options.kmsg, [options.host, ExporterSettings().host],
-        [*options.mask, *_people()], options.reads, pause=lambda: time.sleep(options.pause),
+        _library(options.simulated),
+        options.sysfs,
+        options.kmsg,
+        [options.host, ExporterSettings().host],
+        [*options.mask, *_people()],
+        options.reads,
+        pause=lambda: time.sleep(options.pause),
     )
     try:
         taken.write(options.folder)
@@ -72,10 +77,20 @@ def add(commands: Commands) -> None:
     add = parser.add_argument
     add("folder", type=Path, metavar="DIR", help="where to put it; must not exist")
     add("--reads", type=_reads, default=2, metavar="N", help="how often to read everything (default 2)")
-    add("--pause", type=seconds, default=3.0, metavar="SECONDS",
-        help="between the reads, for counters to move (default 3)")
-    add("--mask", action="append", default=[], metavar="WORD", help="another name to mask, a cluster's for example; "
-        "may be given more than once")
+    add(
+        "--pause",
+        type=seconds,
+        default=3.0,
+        metavar="SECONDS",
+        help="between the reads, for counters to move (default 3)",
+    )
+    add(
+        "--mask",
+        action="append",
+        default=[],
+        metavar="WORD",
+        help="another name to mask, a cluster's for example; may be given more than once",
+    )
     add("--sysfs", type=Path, default=node.sysfs, metavar="DIR", help=f"the kernel's sysfs (default {node.sysfs})")
     add("--kmsg", type=Path, default=node.kmsg, metavar="FILE", help=f"the kernel log (default {node.kmsg})")
     add("--host", default=node.host, metavar="NAME", help="this node's name, to be masked (default its host name)")

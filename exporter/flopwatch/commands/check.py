@@ -95,8 +95,10 @@ def _judged(options: argparse.Namespace, settings: ExporterSettings, look: Look)
         time.sleep(options.seconds)
         judgement = verdict.judge_twice(first, look(), time.monotonic() - began)
     if not (judgement.reasons or judgement.gpus or judgement.ports):
-        raise check.CannotTell("there is neither a GPU nor an active port; if there should be, flopwatch doctor says "
-                               "why, and --expect FILE makes their absence bad")
+        raise check.CannotTell(
+            "there is neither a GPU nor an active port; if there should be, flopwatch doctor says "
+            "why, and --expect FILE makes their absence bad"
+        )
     if options.format == "npd":
         return check.npd(judgement, options.fail_on)
     if options.format == "nagios":
@@ -114,8 +116,9 @@ def _record(options: argparse.Namespace, settings: ExporterSettings, samples: li
 
     judgement = Verdict(Expectations()).judge(samples)
     if judgement.verdict in (BAD, "unknown") and not options.force:
-        raise check.CannotTell(f"not recorded, the node is {judgement.verdict}: {check.sentence(judgement)}; "
-                               "--force records it as it is")
+        raise check.CannotTell(
+            f"not recorded, the node is {judgement.verdict}: {check.sentence(judgement)}; --force records it as it is"
+        )
     shape = learn(samples).content()
     file = settings.expect or learnt_file(gpu_inventory(settings).parent)
     if not shape:
@@ -131,14 +134,22 @@ def add(commands: Commands) -> None:
     parser = command(commands, "check", run, "say whether this node is fit for training, and what to do if not")
     _make_wrong_flags_unknown(parser)
     add = parser.add_argument
-    add("--format", choices=FORMATS, default="nagios",
+    add(
+        "--format",
+        choices=FORMATS,
+        default="nagios",
         help="nagios (default; exit status 0 ok, 1 degraded, 2 bad, 3 unknown), text, json, or npd "
-             "(node-problem-detector: 0 ok, 1 problem, 2 unknown)")
+        "(node-problem-detector: 0 ok, 1 problem, 2 unknown)",
+    )
     add("--json", action="store_const", const="json", dest="format", help="the same as --format json")
     add("-v", "--verbose", action="store_true", help="a line for each reason")
     add("--fail-on", choices=("bad", "degraded"), default="bad", help="from when on npd has a problem (default bad)")
-    add("--seconds", type=seconds, metavar="SECONDS",
-        help="look twice: what lasted only a moment is left out, and rising error counters are found")
+    add(
+        "--seconds",
+        type=seconds,
+        metavar="SECONDS",
+        help="look twice: what lasted only a moment is left out, and rising error counters are found",
+    )
     add("--deadline", type=seconds, default=10.0, metavar="SECONDS", help="longest wait for a look (default 10)")
     shape = parser.add_argument_group("what is expected of the node")
     shape.add_argument("--expect", type=Path, metavar="FILE", help="shape of the node (default STATE/expected.json)")

@@ -42,7 +42,7 @@ def running(proc: Path = Path("/proc")) -> list[str]:
             continue
         for at, (program, verb) in enumerate(pairwise(words)):
             if Path(program).name == "flopwatch" and verb == "exporter":
-                (here if _mounts(process) == _mounts(proc / "self") else elsewhere).add(tuple(words[at + 2:]))
+                (here if _mounts(process) == _mounts(proc / "self") else elsewhere).add(tuple(words[at + 2 :]))
     found = here or elsewhere
     if len(found) != 1:
         several = f"{len(found)} exporters run here with different flags" if found else "no exporter runs here"
@@ -63,6 +63,7 @@ def add(commands: Commands) -> None:
         commands, "doctor", run, "tell what an exporter with these flags reads here, what it cannot read and why"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, with everything that the text shortens")
-    parser.add_argument("--running", action="store_true",
-                        help="take the flags of the exporter that runs here; those given win")
+    parser.add_argument(
+        "--running", action="store_true", help="take the flags of the exporter that runs here; those given win"
+    )
     flags(parser)

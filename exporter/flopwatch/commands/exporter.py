@@ -43,9 +43,12 @@ def add(commands: Commands) -> None:
     """Describe the command."""
     parser = command(commands, "exporter", run, "serve this node's GPUs, ports and training ranks to Prometheus")
     parser.add_argument(
-        "--release", type=_release_time, metavar="TIME",
+        "--release",
+        type=_release_time,
+        metavar="TIME",
         help="let the exporter that runs with this --state close every driver handle for so long (10m), so that a GPU "
-             "can be reset or its driver replaced; 0 ends it")
+        "can be reset or its driver replaced; 0 ends it",
+    )
     flags(parser)
 
 
@@ -54,37 +57,76 @@ def flags(parser: argparse.ArgumentParser) -> None:
     node = ExporterSettings()
     add = parser.add_argument
     add("--listen", type=address, metavar="HOST:PORT", help=f"where Prometheus scrapes (default {node.listen})")
-    add("--otlp-listen", type=address, metavar="HOST:PORT",
-        help=f"where training processes push OTLP/HTTP (default {node.otlp_listen})")
+    add(
+        "--otlp-listen",
+        type=address,
+        metavar="HOST:PORT",
+        help=f"where training processes push OTLP/HTTP (default {node.otlp_listen})",
+    )
     add("--sysfs", type=Path, metavar="DIR", help=f"the kernel's sysfs (default {node.sysfs})")
-    add("--kmsg", type=Path, metavar="FILE",
-        help=f"the kernel log, for Xid errors, or unix: and the socket of flopwatch kmsg (default {node.kmsg})")
-    add("--dcgm", metavar="WHERE",
-        help="read a running DCGM host engine too: HOST:PORT or a socket's path (docs/dcgm.md)")
-    add("--expose", metavar="NAMES",
-        help="publish dcgm-exporter's names too: dcgm, dcgm-4.8 or dcgm-4.9 (docs/dcgm.md)")
-    add("--state", type=Path, metavar="DIR",
-        help=f"inventory, Xid counts, embedded ledger, spool (default {node.state})")
+    add(
+        "--kmsg",
+        type=Path,
+        metavar="FILE",
+        help=f"the kernel log, for Xid errors, or unix: and the socket of flopwatch kmsg (default {node.kmsg})",
+    )
+    add(
+        "--dcgm",
+        metavar="WHERE",
+        help="read a running DCGM host engine too: HOST:PORT or a socket's path (docs/dcgm.md)",
+    )
+    add(
+        "--expose", metavar="NAMES", help="publish dcgm-exporter's names too: dcgm, dcgm-4.8 or dcgm-4.9 (docs/dcgm.md)"
+    )
+    add(
+        "--state",
+        type=Path,
+        metavar="DIR",
+        help=f"inventory, Xid counts, embedded ledger, spool (default {node.state})",
+    )
     add("--simulate", metavar="NODE", help="simulate a node instead of reading hardware: h100x8")
     add("--ledger", metavar="WHERE", help=f"run accounting: embedded, a URL, or off (default {node.ledger})")
     add("--otlp-token-file", type=Path, metavar="FILE", help="bearer token that pushes must carry")
     add("--ledger-token-file", type=Path, metavar="FILE", help="bearer token for the ledger at a URL")
-    add("--ledger-ca-file", type=Path, metavar="FILE",
-        help="who signed the certificate of a ledger at an https URL (default the system's authorities)")
-    add("--expect", type=Path, metavar="FILE",
-        help="shape of the node, for its verdict (default what flopwatch check --record wrote to STATE/expected.json)")
-    add("--web-config", type=Path, metavar="FILE",
-        help="TLS and users of --listen: the web configuration file of Prometheus' exporters (docs/tls.md)")
+    add(
+        "--ledger-ca-file",
+        type=Path,
+        metavar="FILE",
+        help="who signed the certificate of a ledger at an https URL (default the system's authorities)",
+    )
+    add(
+        "--expect",
+        type=Path,
+        metavar="FILE",
+        help="shape of the node, for its verdict (default what flopwatch check --record wrote to STATE/expected.json)",
+    )
+    add(
+        "--web-config",
+        type=Path,
+        metavar="FILE",
+        help="TLS and users of --listen: the web configuration file of Prometheus' exporters (docs/tls.md)",
+    )
     add("--otlp-web-config", type=Path, metavar="FILE", help="TLS of --otlp-listen, by the same kind of file")
     add("--host", metavar="NAME", help="this node's name in gpu_info and training_rank_info (default its host name)")
     who = parser.add_argument_group("who has a GPU, and where the node stands (docs/identity.md)")
-    who.add_argument("--kubelet-socket", type=Path, metavar="FILE",
-                     help=f"the kubelet's PodResources, if it is there (default {node.kubelet_socket})")
-    who.add_argument("--job-mapping", type=Path, metavar="DIR",
-                     help="files named by GPU with a job id a line, as a prolog writes them for dcgm-exporter")
-    who.add_argument("--topology", metavar="WHERE",
-                     help="the node's rack, leaf switch and NVLink domain: slurm:FILE (a topology.conf), csv:FILE "
-                          "(host,rack,leaf,domain), kubernetes (topograph's node labels)")
+    who.add_argument(
+        "--kubelet-socket",
+        type=Path,
+        metavar="FILE",
+        help=f"the kubelet's PodResources, if it is there (default {node.kubelet_socket})",
+    )
+    who.add_argument(
+        "--job-mapping",
+        type=Path,
+        metavar="DIR",
+        help="files named by GPU with a job id a line, as a prolog writes them for dcgm-exporter",
+    )
+    who.add_argument(
+        "--topology",
+        metavar="WHERE",
+        help="the node's rack, leaf switch and NVLink domain: slurm:FILE (a topology.conf), csv:FILE "
+        "(host,rack,leaf,domain), kubernetes (topograph's node labels)",
+    )
     pace = parser.add_argument_group("pace, in seconds")
     for flag, text, default in (
         ("--scrape-deadline", "longest wait for a source", node.scrape_deadline),

@@ -63,9 +63,14 @@ def _answer(model: Transformer, options: argparse.Namespace) -> dict[str, Any]:
         terms[term.name] = terms.get(term.name, 0) + term.flops
     total = model.flops_per_sequence(s, convention)
     answer: dict[str, Any] = {
-        "model_type": options.model_type, "convention": convention, "formula": FORMULAS[convention],
-        "sequence_length": s, "parameters": model.parameters, "active_parameters": model.active_parameters,
-        "matmul_weights": model.matmul_weights}
+        "model_type": options.model_type,
+        "convention": convention,
+        "formula": FORMULAS[convention],
+        "sequence_length": s,
+        "parameters": model.parameters,
+        "active_parameters": model.active_parameters,
+        "matmul_weights": model.matmul_weights,
+    }
     if model.mtp_layers:
         answer |= {"mtp_layers": model.mtp_layers, "mtp_parameters": model.mtp_parameters}
     if model.lora_rank:
@@ -75,8 +80,11 @@ def _answer(model: Transformer, options: argparse.Namespace) -> dict[str, Any]:
         answer |= {"flops_per_step": options.sequences * total}
     if options.recompute is not None:
         executed = model.hardware_flops_per_sequence(s, options.recompute, convention)
-        answer |= {"recompute": options.recompute, "hardware_flops_per_token": _per_token(executed, s),
-                   "hardware_flops_per_sequence": executed}
+        answer |= {
+            "recompute": options.recompute,
+            "hardware_flops_per_token": _per_token(executed, s),
+            "hardware_flops_per_sequence": executed,
+        }
     return {**answer, "terms": terms}
 
 
@@ -87,27 +95,43 @@ def _per_token(flops: int, tokens: int) -> int | float:
 def _page(model: Transformer, answer: dict[str, Any], options: argparse.Namespace) -> str:
     total = answer["flops_per_sequence"]
     rows = [("term", "product", "FLOPs per sequence", "share")]
-    rows += [(term.name, term.product, f"{term.flops:,}", f"{term.flops / total:.1%}")
-             for term in model.terms(options.seq_len, options.convention)]
+    rows += [
+        (term.name, term.product, f"{term.flops:,}", f"{term.flops / total:.1%}")
+        for term in model.terms(options.seq_len, options.convention)
+    ]
     rows.append(("sum", "", f"{total:,}", ""))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    table = [f"{name:<{widths[0]}}  {product:<{widths[1]}}  {flops:>{widths[2]}}  {share:>{widths[3]}}".rstrip()
-             for name, product, flops, share in rows]
-    named = [("parameters", "parameters"), ("active parameters, N", "active_parameters"),
-             ("matmul weights of a token, W", "matmul_weights"),
-             ("parameters of multi-token prediction", "mtp_parameters"), ("parameters of adapters", "lora_parameters"),
-             ("FLOPs per token", "flops_per_token"), ("FLOPs per sequence", "flops_per_sequence"),
-             ("FLOPs per step", "flops_per_step"), ("hardware FLOPs per token", "hardware_flops_per_token"),
-             ("hardware FLOPs per sequence", "hardware_flops_per_sequence")]
-    facts = [(text, f"{answer[key]:,}" if isinstance(answer[key], int) else f"{answer[key]:,.1f}")
-             for text, key in named if key in answer]
+    table = [
+        f"{name:<{widths[0]}}  {product:<{widths[1]}}  {flops:>{widths[2]}}  {share:>{widths[3]}}".rstrip()
+        for name, product, flops, share in rows
+    ]
+    named = [
+        ("parameters", "parameters"),
+        ("active parameters, N", "active_parameters"),
+        ("matmul weights of a token, W", "matmul_weights"),
+        ("parameters of multi-token prediction", "mtp_parameters"),
+        ("parameters of adapters", "lora_parameters"),
+        ("FLOPs per token", "flops_per_token"),
+        ("FLOPs per sequence", "flops_per_sequence"),
+        ("FLOPs per step", "flops_per_step"),
+        ("hardware FLOPs per token", "hardware_flops_per_token"),
+        ("hardware FLOPs per sequence", "hardware_flops_per_sequence"),
+    ]
+    facts = [
+        (text, f"{answer[key]:,}" if isinstance(answer[key], int) else f"{answer[key]:,.1f}")
+        for text, key in named
+        if key in answer
+    ]
     left, right = (max(len(fact[column]) for fact in facts) for column in range(2))
-    notes = [f"{options.model_type}, sequences of s = {options.seq_len} tokens",
-             f"convention {options.convention}, {FORMULAS[options.convention]}"]
+    notes = [
+        f"{options.model_type}, sequences of s = {options.seq_len} tokens",
+        f"convention {options.convention}, {FORMULAS[options.convention]}",
+    ]
     if model.mtp_layers:
         modules = "module" if model.mtp_layers == 1 else "modules"
-        notes.append(f"with {model.mtp_layers} multi-token prediction {modules}, as the file declares "
-                     "(without: --no-mtp)")
+        notes.append(
+            f"with {model.mtp_layers} multi-token prediction {modules}, as the file declares (without: --no-mtp)"
+        )
     if model.lora_rank:
         notes.append(f"LoRA of rank {model.lora_rank}: 4 FLOPs per frozen weight and token, 6 per weight of an adapter")
     elif model.frozen or model.frozen_layers:
@@ -138,17 +162,32 @@ def add(commands: Commands) -> None:
     add("config", type=Path, metavar="CONFIG", help="config.json of a Hugging Face model, or a folder that holds one")
     add("--seq-len", type=_positive, required=True, metavar="TOKENS", help="length of a sequence")
     add("--convention", choices=tuple(FORMULAS), default="causal", help="what is counted (default causal)")
-    add("--recompute", choices=("full", "selective"),
-        help="also the hardware FLOPs: all layers once more, or only the attention scores")
+    add(
+        "--recompute",
+        choices=("full", "selective"),
+        help="also the hardware FLOPs: all layers once more, or only the attention scores",
+    )
     add("--sequences", type=_positive, metavar="N", help="sequences of a step, over all ranks: also FLOPs per step")
     add("--json", action="store_true", help="print JSON, with exact integers")
     model = parser.add_argument_group("where training differs from the file")
     model.add_argument("--vocabulary", type=_positive, metavar="N", help="rows of the LM head, padding included")
-    model.add_argument("--mtp", action=argparse.BooleanOptionalAction,
-                       help="with or without multi-token prediction (default: as the file declares)")
+    model.add_argument(
+        "--mtp",
+        action=argparse.BooleanOptionalAction,
+        help="with or without multi-token prediction (default: as the file declares)",
+    )
     model.add_argument("--lora-rank", type=_positive, metavar="R", help="only adapters of this rank train")
-    model.add_argument("--lora-targets", type=_names, metavar="NAMES",
-                       help="terms whose matrices have adapters, with commas (default: all but lm_head)")
+    model.add_argument(
+        "--lora-targets",
+        type=_names,
+        metavar="NAMES",
+        help="terms whose matrices have adapters, with commas (default: all but lm_head)",
+    )
     model.add_argument("--frozen", type=_names, default=(), metavar="NAMES", help="terms whose weights do not train")
-    model.add_argument("--frozen-layers", type=int, default=0, metavar="N",
-                       help="the first N layers and the input embedding do not train")
+    model.add_argument(
+        "--frozen-layers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the first N layers and the input embedding do not train",
+    )

@@ -27,7 +27,11 @@ def add(commands: Commands) -> None:
     defaults = KmsgSettings()
     parser = command(commands, "kmsg", run, "stream the kernel log to an exporter that may not read it")
     add = parser.add_argument
-    add("--listen", type=_socket, metavar="SOCKET",
-        help=f"unix socket; the exporter reads it with --kmsg unix:SOCKET (default {defaults.listen})")
+    add(
+        "--listen",
+        type=_socket,
+        metavar="SOCKET",
+        help=f"unix socket; the exporter reads it with --kmsg unix:SOCKET (default {defaults.listen})",
+    )
     add("--kmsg", type=Path, metavar="FILE", help=f"the kernel log (default {defaults.kmsg})")
     add("--group", metavar="NAME", help="group that may connect, besides this user")

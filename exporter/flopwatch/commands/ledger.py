@@ -78,8 +78,10 @@ def add(commands: Commands) -> None:
     _flags(ledger)
     own = ledger.add_subparsers(metavar="COMMAND")
     # Without defaults: what was given before the word `serve` counts too.
-    _flags(command(own, "serve", serve, "take snapshots from the exporters and serve run_* metrics"),
-           default=argparse.SUPPRESS)
+    _flags(
+        command(own, "serve", serve, "take snapshots from the exporters and serve run_* metrics"),
+        default=argparse.SUPPRESS,
+    )
     parser = command(own, "replay", replay, "account for a recorded history, a JSON object a line")
     parser.add_argument("file", type=Path, metavar="FILE")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -93,19 +95,36 @@ def add(commands: Commands) -> None:
         if name != "list":
             parser.add_argument("run", metavar="RUN")
         if name == "close":
-            parser.add_argument("--status", choices=("completed", "stopped"), default="stopped",
-                                help="what became of it (default stopped)")
+            parser.add_argument(
+                "--status",
+                choices=("completed", "stopped"),
+                default="stopped",
+                help="what became of it (default stopped)",
+            )
         if name == "export":
-            parser.add_argument("--format", choices=("json", "csv"), default="json",
-                                help="the whole record, or a row per attempt (default json)")
+            parser.add_argument(
+                "--format",
+                choices=("json", "csv"),
+                default="json",
+                help="the whole record, or a row per attempt (default json)",
+            )
         else:
             parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-        parser.add_argument("--url", default=f"http://{LedgerSettings().listen}", metavar="URL",
-                            help="the ledger, or an exporter with --ledger embedded (default %(default)s)")
-        parser.add_argument("--token-file", type=Path, metavar="FILE", default=argparse.SUPPRESS,
-                            help="the ledger's bearer token")
-        parser.add_argument("--ca-file", type=Path, metavar="FILE",
-                            help="who signed its certificate, for an https URL (default the system's authorities)")
+        parser.add_argument(
+            "--url",
+            default=f"http://{LedgerSettings().listen}",
+            metavar="URL",
+            help="the ledger, or an exporter with --ledger embedded (default %(default)s)",
+        )
+        parser.add_argument(
+            "--token-file", type=Path, metavar="FILE", default=argparse.SUPPRESS, help="the ledger's bearer token"
+        )
+        parser.add_argument(
+            "--ca-file",
+            type=Path,
+            metavar="FILE",
+            help="who signed its certificate, for an https URL (default the system's authorities)",
+        )
         parser.add_argument("--tenant", metavar="NAME", help="whose run, where several tenants have one of that name")
 
 
@@ -115,14 +134,26 @@ def _flags(parser: argparse.ArgumentParser, **more: Any) -> None:
         ("--listen", address, "HOST:PORT", f"default {defaults.listen}"),
         ("--state", Path, "DIR", f"where the accounts are kept (default {defaults.state})"),
         ("--token-file", Path, "FILE", "bearer token that exporters must carry"),
-        ("--web-config", Path, "FILE", "TLS, and users of /metrics: the web configuration file of Prometheus' "
-         "exporters (docs/tls.md)"),
+        (
+            "--web-config",
+            Path,
+            "FILE",
+            "TLS, and users of /metrics: the web configuration file of Prometheus' exporters (docs/tls.md)",
+        ),
         ("--silent-after", seconds, "SECONDS", f"when a silent run is called down (default {defaults.silent_after:g})"),
-        ("--new-for", seconds, "SECONDS",
-         f"how long a new run's counters are served as 0, so that Prometheus sees them begin (default "
-         f"{defaults.new_for:g})"),
-        ("--abandoned-after", _days, "DAYS",
-         f"when a run that nobody ended is given up (default {defaults.abandoned_after / 86400:g})"),
+        (
+            "--new-for",
+            seconds,
+            "SECONDS",
+            f"how long a new run's counters are served as 0, so that Prometheus sees them begin (default "
+            f"{defaults.new_for:g})",
+        ),
+        (
+            "--abandoned-after",
+            _days,
+            "DAYS",
+            f"when a run that nobody ended is given up (default {defaults.abandoned_after / 86400:g})",
+        ),
     ):
         parser.add_argument(flag, type=kind, metavar=metavar, help=text, **more)
 

@@ -117,8 +117,9 @@ def _ask(via: str, host: str, shell: str) -> str:
     """Return what a shell on the host prints. Raises SettingsError with its complaint."""
     words = [word.replace("{host}", host) for word in shlex.split(via)]
     try:
-        done = subprocess.run([*words, shell], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                              timeout=PATIENCE, check=False)
+        done = subprocess.run(
+            [*words, shell], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE, check=False
+        )
     except subprocess.TimeoutExpired:
         raise SettingsError(f"no answer in {PATIENCE:g} s") from None
     except OSError as error:
@@ -167,16 +168,35 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser("maintenance", help=text, description=f"{text[0].upper()}{text[1:]}.")
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     for name, run, what in (
-        ("start", start, "begin it, or give it another end"), ("stop", stop, "end it now"),
+        ("start", start, "begin it, or give it another end"),
+        ("stop", stop, "end it now"),
         ("list", show, "print until when each host is in maintenance"),
     ):
         action = command(actions, name, run, what)
-        action.add_argument("hosts", nargs="*", type=_hosts, action=_Joined, default=[], metavar="HOSTS",
-                            help="names, also as node[01-64]; none is this node")
+        action.add_argument(
+            "hosts",
+            nargs="*",
+            type=_hosts,
+            action=_Joined,
+            default=[],
+            metavar="HOSTS",
+            help="names, also as node[01-64]; none is this node",
+        )
         if name == "start":
-            action.add_argument("--for", dest="time", type=_time, required=True, metavar="TIME",
-                                help="how long: 90m, 2h, 3d")
-        action.add_argument("--state", type=Path, metavar="DIR", default=ExporterSettings().state,
-                            help="the exporters' state folder (default %(default)s)")
-        action.add_argument("--via", type=_via, metavar="COMMAND", default="ssh -o BatchMode=yes {host}",
-                            help="how to run a shell command on a host (default %(default)s)")
+            action.add_argument(
+                "--for", dest="time", type=_time, required=True, metavar="TIME", help="how long: 90m, 2h, 3d"
+            )
+        action.add_argument(
+            "--state",
+            type=Path,
+            metavar="DIR",
+            default=ExporterSettings().state,
+            help="the exporters' state folder (default %(default)s)",
+        )
+        action.add_argument(
+            "--via",
+            type=_via,
+            metavar="COMMAND",
+            default="ssh -o BatchMode=yes {host}",
+            help="how to run a shell command on a host (default %(default)s)",
+        )

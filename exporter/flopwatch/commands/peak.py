@@ -32,8 +32,16 @@ def run(options: argparse.Namespace) -> int:
     if isinstance(found, str):
         raise SettingsError(found)
     if options.json:
-        print(json.dumps({"name": name, "dtype": options.dtype, "flops_per_second": found.flops_per_second,
-                          "source": found.source}))
+        print(
+            json.dumps(
+                {
+                    "name": name,
+                    "dtype": options.dtype,
+                    "flops_per_second": found.flops_per_second,
+                    "source": found.source,
+                }
+            )
+        )
     else:
         print(f"{name} {options.dtype}: {_per_second(found.flops_per_second, options.dtype)}, dense ({found.source})")
     return 0
@@ -75,8 +83,10 @@ def _measure(options: argparse.Namespace) -> int:
     else:
         share = achieved.flops_per_second / found.flops_per_second
         sheet = {"flops_per_second": found.flops_per_second, "source": found.source, "achieved_ratio": share}
-        lines.append(f"  data sheet  {_per_second(found.flops_per_second, options.dtype)}, dense ({found.source}); "
-                     f"{share:.1%} of it measured")
+        lines.append(
+            f"  data sheet  {_per_second(found.flops_per_second, options.dtype)}, dense ({found.source}); "
+            f"{share:.1%} of it measured"
+        )
     said = {"name": achieved.device, "dtype": options.dtype, **measured, **sheet}
     print(json.dumps(said) if options.json else "\n".join(lines))
     return 0

@@ -25,11 +25,18 @@ def report(options: argparse.Namespace) -> None:
     from flopwatch.report.prometheus import Prometheus
 
     found = gather(
-        Prometheus(options.prometheus, options.token_file), options.run, tenant=options.tenant,
-        at=time.time() if options.at is None else options.at, lookback=options.lookback, price=options.price,
-        ledger=None if options.ledger is None else Client(
-            options.ledger, options.ledger_token_file, ("--ledger", "--ledger-token-file"),
-            options.ledger_ca_file))
+        Prometheus(options.prometheus, options.token_file),
+        options.run,
+        tenant=options.tenant,
+        at=time.time() if options.at is None else options.at,
+        lookback=options.lookback,
+        price=options.price,
+        ledger=None
+        if options.ledger is None
+        else Client(
+            options.ledger, options.ledger_token_file, ("--ledger", "--ledger-token-file"), options.ledger_ca_file
+        ),
+    )
     text = {"html": page.as_html, "markdown": page.as_markdown, "json": page.as_json}[form](found)
     if options.out is None:
         sys.stdout.write(text)

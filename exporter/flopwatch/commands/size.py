@@ -28,10 +28,20 @@ def run(options: argparse.Namespace) -> None:
         raise SettingsError(f"--run-nodes {cluster.run_nodes}: there are {cluster.nodes} nodes")
     found = size.size(cluster)
     if options.json:
-        print(json.dumps({
-            "cluster": asdict(cluster), "runs": cluster.runs, "scraped_series": found.scraped_series,
-            "series": found.series, "samples_per_second": found.samples_per_second, **asdict(found),
-            "one_prometheus_up_to_nodes": size.one_prometheus(cluster)}, indent=2))
+        print(
+            json.dumps(
+                {
+                    "cluster": asdict(cluster),
+                    "runs": cluster.runs,
+                    "scraped_series": found.scraped_series,
+                    "series": found.series,
+                    "samples_per_second": found.samples_per_second,
+                    **asdict(found),
+                    "one_prometheus_up_to_nodes": size.one_prometheus(cluster),
+                },
+                indent=2,
+            )
+        )
     else:
         print(table(cluster, found))
 
@@ -44,40 +54,70 @@ def table(cluster: Cluster, found: Size) -> str:
     one = of.one_prometheus(cluster)
     rows = [
         ("series", "", ""),
-        ("  of the hardware", _count(found.hardware_series),
-         f"{of.GPU} a GPU, {of.PORT} a port, {of.NODE} a node besides"),
+        (
+            "  of the hardware",
+            _count(found.hardware_series),
+            f"{of.GPU} a GPU, {of.PORT} a port, {of.NODE} a node besides",
+        ),
         ("  of the training hook", _count(found.hook_series), f"{rank} a rank, {of.RUN} a run"),
         ("  of the ledger", _count(found.ledger_series), f"{of.LEDGER_OF_RUN} a run"),
         ("  of scraping", _count(found.target_series), f"{of.TARGET} a target"),
         ("  recorded", _count(found.recorded_series), "by our rules, of a healthy cluster"),
         ("  together", _count(found.series), "active"),
-        ("  of ranks before", _count(found.restarted_series),
-         f"{cluster.restarts:g} restart of each run in {of.HEAD / 3600:g} h, on other nodes"),
-        ("samples", f"{_count(round(found.samples_per_second))}/s",
-         f"{_count(round(found.recorded_samples_per_second))}/s of them recorded"),
+        (
+            "  of ranks before",
+            _count(found.restarted_series),
+            f"{cluster.restarts:g} restart of each run in {of.HEAD / 3600:g} h, on other nodes",
+        ),
+        (
+            "samples",
+            f"{_count(round(found.samples_per_second))}/s",
+            f"{_count(round(found.recorded_samples_per_second))}/s of them recorded",
+        ),
         ("memory", _bytes(found.memory_bytes), "most resident, without queries of boards"),
         ("cores", f"{found.cores:.2f}", f"scraping and rules; {1000 * of.CORES_OF_NODE:g} for a thousand nodes"),
-        ("slowest group of rules", f"{found.training_group_seconds:.1f} s of {of.TRAINING_EVERY:g}",
-         f"flopwatch-training, on two cores: in time up to {_count(one)} nodes"),
-        ("disk, all", _bytes(found.disk_raw_bytes),
-         f"for {_time(cluster.retention)}: {of.RAW_OF_SAMPLE:g} bytes a sample, and the log"),
-        ("disk, records", _bytes(found.disk_records_bytes),
-         f"for {_time(cluster.records_retention)}: {of.RECORD_OF_SAMPLE:g} bytes a sample"),
+        (
+            "slowest group of rules",
+            f"{found.training_group_seconds:.1f} s of {of.TRAINING_EVERY:g}",
+            f"flopwatch-training, on two cores: in time up to {_count(one)} nodes",
+        ),
+        (
+            "disk, all",
+            _bytes(found.disk_raw_bytes),
+            f"for {_time(cluster.retention)}: {of.RAW_OF_SAMPLE:g} bytes a sample, and the log",
+        ),
+        (
+            "disk, records",
+            _bytes(found.disk_records_bytes),
+            f"for {_time(cluster.records_retention)}: {of.RECORD_OF_SAMPLE:g} bytes a sample",
+        ),
         ("a scrape of a node", _bytes(found.scrape_bytes), f"{of.ZIPPED:g} bytes a series, compressed"),
         ("network, scrapes", f"{_bytes(found.scraped_bytes_per_second)}/s", "all nodes together"),
-        ("remote write of all", f"{_bytes(found.remote_write_raw_bytes_per_second)}/s",
-         f"{of.SENT_OF_RAW:g} bytes a sample"),
-        ("remote write of records", f"{_bytes(found.remote_write_records_bytes_per_second)}/s",
-         f"{of.SENT_OF_RECORD:g} bytes a sample"),
-        ("ledger", f"{_count(round(found.ledger_requests_per_second))} requests/s",
-         f"each node every {of.LEDGER_EVERY:g} s"),
+        (
+            "remote write of all",
+            f"{_bytes(found.remote_write_raw_bytes_per_second)}/s",
+            f"{of.SENT_OF_RAW:g} bytes a sample",
+        ),
+        (
+            "remote write of records",
+            f"{_bytes(found.remote_write_records_bytes_per_second)}/s",
+            f"{of.SENT_OF_RECORD:g} bytes a sample",
+        ),
+        (
+            "ledger",
+            f"{_count(round(found.ledger_requests_per_second))} requests/s",
+            f"each node every {of.LEDGER_EVERY:g} s",
+        ),
         ("  its cores", f"{found.ledger_cores:.2f}", f"{1000 * of.LEDGER_CPU:g} ms a request; it uses one at most"),
         ("  its disk", _bytes(found.ledger_disk_bytes), f"{of.LEDGER_DISK:,.0f} bytes a node"),
     ]
     names, values = (max(len(row[column]) for row in rows) for column in (0, 1))
-    lines = [f"{cluster.nodes:,} nodes, {cluster.gpus_per_node} GPUs, {cluster.ports_per_node} ports and "
-             f"{cluster.ranks_per_node} ranks each; runs of {cluster.run_nodes}; a scrape every "
-             f"{cluster.scrape_interval:g} s", ""]
+    lines = [
+        f"{cluster.nodes:,} nodes, {cluster.gpus_per_node} GPUs, {cluster.ports_per_node} ports and "
+        f"{cluster.ranks_per_node} ranks each; runs of {cluster.run_nodes}; a scrape every "
+        f"{cluster.scrape_interval:g} s",
+        "",
+    ]
     lines += [f"{name:<{names}}  {value:>{values}}  {basis}".rstrip() for name, value, basis in rows]
     lines += ["", advice(cluster, found)]
     return "\n".join(lines)
@@ -90,8 +130,10 @@ def advice(cluster: Cluster, found: Size) -> str:
     one = of.one_prometheus(cluster)
     if cluster.nodes <= one:
         return f"One Prometheus will do; with {_bytes(of.ROOM * found.memory_bytes)} of memory it has room for boards."
-    return (f"More than {one:,} nodes: {-(-cluster.nodes // one)} Prometheus, each with whole partitions of the "
-            "cluster, or faster cores (docs/scale.md).")
+    return (
+        f"More than {one:,} nodes: {-(-cluster.nodes // one)} Prometheus, each with whole partitions of the "
+        "cluster, or faster cores (docs/scale.md)."
+    )
 
 
 def _count(number: int) -> str:
@@ -148,19 +190,34 @@ def _number(text: str) -> float:
 
 def add(commands: Commands) -> None:
     """Describe the command."""
-    parser = command(commands, "size", run, "tell what a cluster needs: series, samples, memory, disk, network, and "
-                     "whether one Prometheus will do")
+    parser = command(
+        commands,
+        "size",
+        run,
+        "tell what a cluster needs: series, samples, memory, disk, network, and whether one Prometheus will do",
+    )
     add = parser.add_argument
     add("--nodes", type=_some, required=True, metavar="N", help="nodes with an exporter")
-    for flag, what in (("--gpus-per-node", "default 8"), ("--ports-per-node", "InfiniBand, RoCE or EFA (default 9)"),
-                       ("--ranks-per-node", "of training jobs with the hook (default 8)")):
+    for flag, what in (
+        ("--gpus-per-node", "default 8"),
+        ("--ports-per-node", "InfiniBand, RoCE or EFA (default 9)"),
+        ("--ranks-per-node", "of training jobs with the hook (default 8)"),
+    ):
         add(flag, type=_whole, metavar="N", help=what)
     add("--run-nodes", type=_some, metavar="N", help="nodes of a run (default 64, or all of fewer)")
     add("--scrape-interval", type=seconds, metavar="SECONDS", help="default 15; our rules keep their own intervals")
     add("--retention", type=_duration, metavar="TIME", help="how long Prometheus keeps everything (default 15d)")
-    add("--records-retention", type=_duration, metavar="TIME",
-        help="how long records are kept where they are sent to (default 400d)")
-    add("--restarts", type=_number, metavar="N",
+    add(
+        "--records-retention",
+        type=_duration,
+        metavar="TIME",
+        help="how long records are kept where they are sent to (default 400d)",
+    )
+    add(
+        "--restarts",
+        type=_number,
+        metavar="N",
         help="of each run in three hours, with all its ranks on other nodes, whose old series are still in memory "
-        "(default 1)")
+        "(default 1)",
+    )
     add("--json", action="store_true", help="print JSON, in series, bytes and seconds")

@@ -27,11 +27,15 @@ def run(options: argparse.Namespace) -> int:
         user = process.stat().st_uid
         said = stacks.request(options.pid, options.wait, environ=environ, user=user)
     except OSError as error:
-        raise SettingsError(f"cannot ask process {options.pid}: {error}; run this where the process runs, "
-                            "as its user or root") from error
+        raise SettingsError(
+            f"cannot ask process {options.pid}: {error}; run this where the process runs, as its user or root"
+        ) from error
     if said is None:
-        print(f"flopwatch: process {options.pid} did not answer within {options.wait:g} s: it has no running hook, or "
-              f"compiled code holds its interpreter; try py-spy dump --pid {options.pid}", file=sys.stderr)
+        print(
+            f"flopwatch: process {options.pid} did not answer within {options.wait:g} s: it has no running hook, or "
+            f"compiled code holds its interpreter; try py-spy dump --pid {options.pid}",
+            file=sys.stderr,
+        )
         return 1
     print(said, end="")
     return os.EX_OK
@@ -41,5 +45,10 @@ def add(commands: Commands) -> None:
     """Describe the command."""
     parser = command(commands, "stacks", run, "print where the threads of a rank on this node are")
     parser.add_argument("pid", type=int, metavar="PID", help="the rank's process, as seen from its own container")
-    parser.add_argument("--wait", type=seconds, default=ANSWER, metavar="SECONDS",
-                        help=f"how long to wait for the answer (default {ANSWER:g})")
+    parser.add_argument(
+        "--wait",
+        type=seconds,
+        default=ANSWER,
+        metavar="SECONDS",
+        help=f"how long to wait for the answer (default {ANSWER:g})",
+    )

@@ -23,23 +23,35 @@ _MTP = ("num_nextn_predict_layers", "num_mtp_layers")
 
 # Fields that give layers another shape, in models that otherwise look like one of ours.
 _FOREIGN = {
-    "hybrid_override_pattern": "state-space layers", "layers_block_type": "layers of other kinds",
-    "block_configs": "layers of different shapes", "attention_chunk_size": "chunked attention",
-    "index_topk": "sparse attention with an indexer", "linear_attn_config": "linear-attention layers",
-    "linear_num_key_heads": "linear-attention layers", "mamba_num_heads": "state-space layers",
-    "cross_attention_layers": "cross-attention", "add_cross_attention": "cross-attention",
-    "num_kv_shared_layers": "layers that share keys and values", "mlp_layer_types": "its own list of expert layers",
-    "is_encoder_decoder": "an encoder", "use_bidirectional_attention": "attention that is not causal",
+    "hybrid_override_pattern": "state-space layers",
+    "layers_block_type": "layers of other kinds",
+    "block_configs": "layers of different shapes",
+    "attention_chunk_size": "chunked attention",
+    "index_topk": "sparse attention with an indexer",
+    "linear_attn_config": "linear-attention layers",
+    "linear_num_key_heads": "linear-attention layers",
+    "mamba_num_heads": "state-space layers",
+    "cross_attention_layers": "cross-attention",
+    "add_cross_attention": "cross-attention",
+    "num_kv_shared_layers": "layers that share keys and values",
+    "mlp_layer_types": "its own list of expert layers",
+    "is_encoder_decoder": "an encoder",
+    "use_bidirectional_attention": "attention that is not causal",
 }
 # Why some well-known models are not here.
 _MISSING = {
-    "nemotron_h": "a formula for its Mamba layers", "jamba": "a formula for its Mamba layers",
-    "mamba2": "a formula for its Mamba layers", "nemotron-nas": "a place for its layers of different shapes",
-    "llama4": "a formula for its chunked attention", "llama4_text": "a formula for its chunked attention",
-    "qwen3_next": "a formula for its linear-attention layers", "qwen3_5": "a formula for its linear-attention layers",
+    "nemotron_h": "a formula for its Mamba layers",
+    "jamba": "a formula for its Mamba layers",
+    "mamba2": "a formula for its Mamba layers",
+    "nemotron-nas": "a place for its layers of different shapes",
+    "llama4": "a formula for its chunked attention",
+    "llama4_text": "a formula for its chunked attention",
+    "qwen3_next": "a formula for its linear-attention layers",
+    "qwen3_5": "a formula for its linear-attention layers",
     "deepseek_v32": "a formula for its sparse attention",
     "gemma3n": "a place for its layers that share keys and values",
-    "t5": "a formula for its encoder", "bert": "a formula for attention that is not causal",
+    "t5": "a formula for its encoder",
+    "bert": "a formula for attention that is not causal",
 }
 
 
@@ -108,8 +120,9 @@ class _Fields:
         if not isinstance(value, list | tuple):
             raise UnknownModel(f"layer_types is {value!r}, which is no list")
         if unknown := sorted({str(kind) for kind in value} - {"full_attention", "sliding_attention"}):
-            raise UnknownModel(f"layer_types has {', '.join(unknown)}: only full_attention and sliding_attention "
-                               "can be counted")
+            raise UnknownModel(
+                f"layer_types has {', '.join(unknown)}: only full_attention and sliding_attention can be counted"
+            )
         if len(value) != layers:
             raise UnknownModel(f"layer_types names {len(value)} layers of {layers}")
         return [kind == "sliding_attention" for kind in value]
@@ -128,8 +141,9 @@ def _one_window(f: _Fields, layers: int) -> Windows:
     """Return the window of every layer."""
     window: int | None = f.number("sliding_window", default=None)
     if (types := f.layer_types(layers)) is not None and set(types) != {window is not None}:
-        raise UnknownModel(f"all layers of a {f.kind} have the same window in transformers, "
-                           "and layer_types says otherwise")
+        raise UnknownModel(
+            f"all layers of a {f.kind} have the same window in transformers, and layer_types says otherwise"
+        )
     return window
 
 
@@ -163,8 +177,10 @@ def _qwen_windows(f: _Fields, layers: int) -> Windows:
         return None
     if types is None:
         if f.kind.endswith("_moe"):
-            raise UnknownModel(f"releases of transformers put the windows of a {f.kind} into different layers: "
-                               "write layer_types into the file")
+            raise UnknownModel(
+                f"releases of transformers put the windows of a {f.kind} into different layers: "
+                "write layer_types into the file"
+            )
         first_with = f.number("max_window_layers", least=0)
         types = [layer >= first_with for layer in range(layers)]
     return _where(f, types)
@@ -220,33 +236,64 @@ FAMILIES: dict[str, _Family] = {
     "llama": _Family(mlp_bias="mlp_bias"),
     "mistral": _Family(**_NO_BIAS, windows=_one_window, defaults={"sliding_window": 4096}),
     "mixtral": _Family(**_NO_BIAS, windows=_one_window, expert_width="intermediate_size"),
-    "qwen2": _Family(query_key_bias=True, output_bias=False, windows=_qwen_windows,
-                     defaults={"max_window_layers": 28, "sliding_window": 4096}),
-    "qwen3": _Family(query_key_norm="head", windows=_qwen_windows,
-                     defaults={"head_dim": 128, "max_window_layers": 28, "sliding_window": 4096}),
-    "qwen2_moe": _Family(query_key_bias="qkv_bias", output_bias=False, windows=_qwen_windows, dense=_qwen_dense,
-                         expert_width="moe_intermediate_size", shared_gate=True,
-                         defaults={"qkv_bias": True, "sliding_window": 4096}),
-    "qwen3_moe": _Family(query_key_norm="head", windows=_qwen_windows, dense=_qwen_dense,
-                         expert_width="moe_intermediate_size", defaults={"sliding_window": 4096}),
+    "qwen2": _Family(
+        query_key_bias=True,
+        output_bias=False,
+        windows=_qwen_windows,
+        defaults={"max_window_layers": 28, "sliding_window": 4096},
+    ),
+    "qwen3": _Family(
+        query_key_norm="head",
+        windows=_qwen_windows,
+        defaults={"head_dim": 128, "max_window_layers": 28, "sliding_window": 4096},
+    ),
+    "qwen2_moe": _Family(
+        query_key_bias="qkv_bias",
+        output_bias=False,
+        windows=_qwen_windows,
+        dense=_qwen_dense,
+        expert_width="moe_intermediate_size",
+        shared_gate=True,
+        defaults={"qkv_bias": True, "sliding_window": 4096},
+    ),
+    "qwen3_moe": _Family(
+        query_key_norm="head",
+        windows=_qwen_windows,
+        dense=_qwen_dense,
+        expert_width="moe_intermediate_size",
+        defaults={"sliding_window": 4096},
+    ),
     "gemma": _Family(tied=True, defaults={"head_dim": 256}),
     "gemma2": _Family(**_GEMMA_2, windows=_alternating(every=2), defaults={"head_dim": 256, "sliding_window": 4096}),
-    "gemma3_text": _Family(**_GEMMA_2, query_key_norm="head",
-                           windows=_alternating("sliding_window_pattern", "_sliding_window_pattern", every=6),
-                           # The published 4B file leaves these out.
-                           defaults={"head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
-                                     "vocab_size": 262208, "sliding_window": 4096}),
+    "gemma3_text": _Family(
+        **_GEMMA_2,
+        query_key_norm="head",
+        windows=_alternating("sliding_window_pattern", "_sliding_window_pattern", every=6),
+        # The published 4B file leaves these out.
+        defaults={
+            "head_dim": 256,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "vocab_size": 262208,
+            "sliding_window": 4096,
+        },
+    ),
     "deepseek_v2": _Family(latent=True, grouped=False, dense=_deepseek_dense, expert_width="moe_intermediate_size"),
     "deepseek_v3": _Family(latent=True, grouped=False, dense=_deepseek_dense, expert_width="moe_intermediate_size"),
     "gpt2": _Family(**_ALL_BIASES, gated=False, grouped=False, positions=True, tied=True),
     "gpt_neox": _Family(gated=False, norm_vectors=2, mlp_bias=True, grouped=False, defaults={"attention_bias": True}),
-    "gpt_oss": _Family(windows=_alternating(every=2), expert_width="intermediate_size", mlp_bias=True, sinks=True,
-                       router_bias=True, defaults={"attention_bias": True, "head_dim": 64, "sliding_window": 128}),
+    "gpt_oss": _Family(
+        windows=_alternating(every=2),
+        expert_width="intermediate_size",
+        mlp_bias=True,
+        sinks=True,
+        router_bias=True,
+        defaults={"attention_bias": True, "head_dim": 64, "sliding_window": 128},
+    ),
     "nemotron": _Family(gated=False, norm_vectors=2, mlp_bias="mlp_bias"),
     "phi": _Family(**_ALL_BIASES, gated=False, norms=1, head_bias=True),
     "phi3": _Family(**_NO_BIAS, windows=_one_window),
-    "phimoe": _Family(norm_vectors=2, head_bias="lm_head_bias", windows=_one_window,
-                      expert_width="intermediate_size"),
+    "phimoe": _Family(norm_vectors=2, head_bias="lm_head_bias", windows=_one_window, expert_width="intermediate_size"),
     "olmo": _Family(norm_vectors=0),
     "olmo2": _Family(query_key_norm="all"),
     "olmo3": _Family(query_key_norm="all", windows=_alternating(every=4), defaults={"sliding_window": 4096}),
@@ -259,7 +306,7 @@ _QUERY_KEY_VALUE_HEADS_ARE_HEADS = ("llama", "phi", "phi3", "olmo", "olmo2", "ol
 
 
 def from_config(
-        config: Mapping[str, Any] | _HasDictionary, *, mtp: bool | None = None, vocabulary: int | None = None,
+    config: Mapping[str, Any] | _HasDictionary, *, mtp: bool | None = None, vocabulary: int | None = None
 ) -> Transformer:
     """Return the dimensions of the model that a Hugging Face `config.json` describes.
 
@@ -298,8 +345,10 @@ def _why_unknown(given: Mapping[str, Any], kind: object) -> str:
         return f"model_type {kind} cannot be counted: what is missing here is {_MISSING[kind]}"
     nested = given.get("text_config")
     if isinstance(nested, Mapping) and nested.get("model_type") in FAMILIES:
-        return (f"model_type {kind} is not known; its text_config is a {nested['model_type']}, which can be counted as "
-                "a file of its own, without the rest of the model")
+        return (
+            f"model_type {kind} is not known; its text_config is a {nested['model_type']}, which can be counted as "
+            "a file of its own, without the rest of the model"
+        )
     return f"model_type {kind} is not known, only {', '.join(sorted([*FAMILIES, 'gemma3']))}"
 
 
@@ -350,9 +399,14 @@ def _transformer(f: _Fields, family: _Family, mtp: bool | None, vocabulary: int 
         common += heads * family.sinks
     plain = has(family.mlp_bias) * ((2 if family.gated else 1) * mlp_width + d)
     routed = experts * (d + family.router_bias) + family.shared_gate * d
-    other = (layers * common + len(dense) * plain + sparse * routed
-             + family.norm_vectors * d + has(family.head_bias) * rows
-             + (f.number("n_positions", "max_position_embeddings", "n_ctx") * d if family.positions else 0))
+    other = (
+        layers * common
+        + len(dense) * plain
+        + sparse * routed
+        + family.norm_vectors * d
+        + has(family.head_bias) * rows
+        + (f.number("n_positions", "max_position_embeddings", "n_ctx") * d if family.positions else 0)
+    )
 
     modules = 0 if mtp is False else f.number(*_MTP, default=0, least=0, most=100) if family.latent else 0
     if mtp and not modules:
@@ -360,17 +414,28 @@ def _transformer(f: _Fields, family: _Family, mtp: bool | None, vocabulary: int 
     if modules and f.number("moe_layer_freq", default=1) != 1:
         raise UnknownModel("multi-token prediction beside a moe_layer_freq other than 1: is its layer a dense one?")
     return Transformer(
-        layers=layers, width=d, heads=heads, vocabulary=rows, mlp_width=mlp_width,
-        mlp_matrices=3 if family.gated else 2, latent=latent, kv_heads=None if latent else kv_heads,
+        layers=layers,
+        width=d,
+        heads=heads,
+        vocabulary=rows,
+        mlp_width=mlp_width,
+        mlp_matrices=3 if family.gated else 2,
+        latent=latent,
+        kv_heads=None if latent else kv_heads,
         head_dim=None if latent else e,
         experts_per_token=f.number("num_experts_per_tok", "experts_per_token") if sparse else 0,
-        experts=experts if sparse else None, expert_width=expert_width,
+        experts=experts if sparse else None,
+        expert_width=expert_width,
         shared_width=_shared_width(f, expert_width) if sparse else 0,
-        dense_layers=len(dense) if dense == tuple(range(len(dense))) else dense, window=family.windows(f, layers),
-        mtp_layers=modules, tied_embeddings=f.flag("tie_word_embeddings", family.tied), other_parameters=other,
+        dense_layers=len(dense) if dense == tuple(range(len(dense))) else dense,
+        window=family.windows(f, layers),
+        mtp_layers=modules,
+        tied_embeddings=f.flag("tie_word_embeddings", family.tied),
+        other_parameters=other,
         # Two norms before the projection and one before the head, beside those of the layer.
         mtp_other_parameters=modules and common + (routed if sparse else plain) + 3 * d,
-        expert_biases=bool(sparse and has(family.mlp_bias)))
+        expert_biases=bool(sparse and has(family.mlp_bias)),
+    )
 
 
 def _experts(f: _Fields, family: _Family) -> int:
@@ -399,11 +464,16 @@ def _kv_heads(f: _Fields, heads: int) -> int:
 
 def _latent(f: _Fields) -> LatentAttention:
     if not f.has("q_lora_rank"):
-        raise UnknownModel(f"a {f.kind} needs q_lora_rank (null if queries are not compressed), "
-                           "and the file does not say")
+        raise UnknownModel(
+            f"a {f.kind} needs q_lora_rank (null if queries are not compressed), and the file does not say"
+        )
     return LatentAttention(
-        query_rank=f.number("q_lora_rank", default=None), key_value_rank=f.number("kv_lora_rank"),
-        nope_dim=f.number("qk_nope_head_dim"), rope_dim=f.number("qk_rope_head_dim"), value_dim=f.number("v_head_dim"))
+        query_rank=f.number("q_lora_rank", default=None),
+        key_value_rank=f.number("kv_lora_rank"),
+        nope_dim=f.number("qk_nope_head_dim"),
+        rope_dim=f.number("qk_rope_head_dim"),
+        value_dim=f.number("v_head_dim"),
+    )
 
 
 def _shared_width(f: _Fields, expert_width: int) -> int:
@@ -411,6 +481,7 @@ def _shared_width(f: _Fields, expert_width: int) -> int:
     if f.kind == "qwen2_moe":
         width: int = f.number("shared_expert_intermediate_size", least=0)
         return width
-    number: int = f.number("n_shared_experts", default=0, least=0) if f.kind in (
-        "deepseek_v2", "deepseek_v3", "kimi_k2") else 0
+    number: int = (
+        f.number("n_shared_experts", default=0, least=0) if f.kind in ("deepseek_v2", "deepseek_v3", "kimi_k2") else 0
+    )
     return number * expert_width

@@ -159,15 +159,23 @@ class Transformer:
     @property
     def parameters(self) -> int:
         """Return the parameters of the model, without adapters and multi-token prediction (`mtp_parameters`)."""
-        return (_parameters(self._main()) + self.vocabulary * self.width
-                + self.other_parameters + self._expert_biases(self.experts or 0))
+        return (
+            _parameters(self._main())
+            + self.vocabulary * self.width
+            + self.other_parameters
+            + self._expert_biases(self.experts or 0)
+        )
 
     @property
     def active_parameters(self) -> int:
         """Return the parameters one token passes through: all but those of the experts it is not routed to."""
         embedding = 0 if self.tied_embeddings else self.vocabulary * self.width
-        return (sum(matmul.weights for matmul in self._main()) + embedding
-                + self.other_parameters + self._expert_biases(self.experts_per_token))
+        return (
+            sum(matmul.weights for matmul in self._main())
+            + embedding
+            + self.other_parameters
+            + self._expert_biases(self.experts_per_token)
+        )
 
     @property
     def mtp_parameters(self) -> int:
@@ -202,7 +210,8 @@ class Transformer:
         return self.flops_per_sequence(sequence_length, convention) / sequence_length
 
     def hardware_flops_per_sequence(
-            self, sequence_length: int, recompute: Recompute, convention: Convention = "causal") -> int:
+        self, sequence_length: int, recompute: Recompute, convention: Convention = "causal"
+    ) -> int:
         """Return the FLOPs executed for one sequence, recomputation included (https://arxiv.org/abs/2205.05198).
 
         full       every layer runs forward once more; the LM head does not
@@ -210,11 +219,15 @@ class Transformer:
         """
         if recompute not in ("full", "selective"):
             raise ValueError(f"recomputation {recompute!r}: write full or selective")
-        again = sum(self._forward_scores(scores, sequence_length, convention)
-                    for scores in self._scores() if scores.passes > 1)
+        again = sum(
+            self._forward_scores(scores, sequence_length, convention) for scores in self._scores() if scores.passes > 1
+        )
         if recompute == "full":
-            again += sum(2 * matmul.weights * sequence_length for matmul in (*self._matmuls(), *self._adapters())
-                         if matmul.recomputed and matmul.passes > 1)
+            again += sum(
+                2 * matmul.weights * sequence_length
+                for matmul in (*self._matmuls(), *self._adapters())
+                if matmul.recomputed and matmul.passes > 1
+            )
         return self.flops_per_sequence(sequence_length, convention) + again
 
     def terms(self, sequence_length: int, convention: Convention = "causal") -> tuple[Term, ...]:
@@ -224,24 +237,38 @@ class Transformer:
             raise ValueError(f"a sequence of {s} tokens has nothing to count")
         palm = _known(convention) == "palm"
         if palm and (self.lora_rank or self.frozen or self.frozen_layers):
-            raise ValueError("palm counts 6 per parameter, which is not defined for frozen weights: "
-                             "take causal or full")
+            raise ValueError(
+                "palm counts 6 per parameter, which is not defined for frozen weights: take causal or full"
+            )
         terms = []
         for matmul in (*self._matmuls(shared_head=palm), *self._adapters()):
             shapes = " + ".join(f"{rows} x {columns}" for rows, columns in matmul.shapes)
-            terms.append(Term(matmul.name, f"{matmul.uses} x ({shapes}) x {2 * matmul.passes} x {s}",
-                              2 * matmul.passes * matmul.weights * s))
+            terms.append(
+                Term(
+                    matmul.name,
+                    f"{matmul.uses} x ({shapes}) x {2 * matmul.passes} x {s}",
+                    2 * matmul.passes * matmul.weights * s,
+                )
+            )
         if palm:
             embedding = 0 if self.tied_embeddings else self.vocabulary * self.width
-            other = (self.other_parameters + self._expert_biases(self.experts_per_token)
-                     + self.mtp_layers * self.mtp_other_parameters)
+            other = (
+                self.other_parameters
+                + self._expert_biases(self.experts_per_token)
+                + self.mtp_layers * self.mtp_other_parameters
+            )
             if embedding:
                 terms.append(Term("input_embedding", f"{self.vocabulary} x {self.width} x 6 x {s}", 6 * embedding * s))
             if other:
                 terms.append(Term("other_parameters", f"{other} x 6 x {s}", 6 * other * s))
         for scores in self._scores():
-            terms.append(Term(scores.name, self._scores_product(scores, s, convention),
-                              scores.passes * self._forward_scores(scores, s, convention)))
+            terms.append(
+                Term(
+                    scores.name,
+                    self._scores_product(scores, s, convention),
+                    scores.passes * self._forward_scores(scores, s, convention),
+                )
+            )
         return tuple(terms)
 
     def _windows(self) -> tuple[int | None, ...]:
@@ -268,15 +295,22 @@ class Transformer:
         if m is None:
             e = self._head_dim()
             key_or_value = (d, (self.kv_heads or h) * e)
-            return {"attention_query": ((d, h * e),), "attention_key_value": (key_or_value, key_or_value),
-                    "attention_output": ((h * e, d),)}
+            return {
+                "attention_query": ((d, h * e),),
+                "attention_key_value": (key_or_value, key_or_value),
+                "attention_output": ((h * e, d),),
+            }
         queries = h * (m.nope_dim + m.rope_dim)
         return {
-            "attention_query": ((d, queries),) if m.query_rank is None
+            "attention_query": ((d, queries),)
+            if m.query_rank is None
             else ((d, m.query_rank), (m.query_rank, queries)),
-            "attention_key_value": ((d, m.key_value_rank + m.rope_dim),
-                                    (m.key_value_rank, h * (m.nope_dim + m.value_dim))),
-            "attention_output": ((h * m.value_dim, d),)}
+            "attention_key_value": (
+                (d, m.key_value_rank + m.rope_dim),
+                (m.key_value_rank, h * (m.nope_dim + m.value_dim)),
+            ),
+            "attention_output": ((h * m.value_dim, d),),
+        }
 
     def _mlp_shapes(self, width: int) -> tuple[tuple[int, int], ...]:
         return ((self.width, width),) * (self.mlp_matrices - 1) + ((width, self.width),)
@@ -286,22 +320,36 @@ class Transformer:
         sparse = layers - dense
         experts = None if self.experts is None else sparse * self.experts
         families: list[tuple[str, tuple[tuple[int, int], ...], int, int | None]] = [
-            (name, shapes, layers, layers) for name, shapes in self._attention_shapes().items()]
+            (name, shapes, layers, layers) for name, shapes in self._attention_shapes().items()
+        ]
         families += [
             ("mlp", self._mlp_shapes(self.mlp_width), dense, dense),
             ("experts", self._mlp_shapes(self.expert_width), sparse * self.experts_per_token, experts),
-            ("shared_experts", self._mlp_shapes(self.shared_width), sparse, sparse)]
-        return [Matmuls(name, shapes, uses, copies, min(passes, 2) if name in self.frozen else passes)
-                for name, shapes, uses, copies in families if uses and shapes[0][0] * shapes[0][1]]
+            ("shared_experts", self._mlp_shapes(self.shared_width), sparse, sparse),
+        ]
+        return [
+            Matmuls(name, shapes, uses, copies, min(passes, 2) if name in self.frozen else passes)
+            for name, shapes, uses, copies in families
+            if uses and shapes[0][0] * shapes[0][1]
+        ]
 
     def _main(self) -> list[Matmuls]:
         """Return the matmuls of the model without adapters and multi-token prediction."""
         low, trains = self.frozen_layers, 2 if self.lora_rank else 3
         dense = [self._is_dense(layer) for layer in range(self.layers)]
-        head = Matmuls("lm_head", ((self.width, self.vocabulary),), 1, 0 if self.tied_embeddings else 1,
-                       2 if "lm_head" in self.frozen else trains, recomputed=False)
-        return [*self._layer(low, sum(dense[:low]), self._low_passes()),
-                *self._layer(self.layers - low, sum(dense[low:]), trains), head]
+        head = Matmuls(
+            "lm_head",
+            ((self.width, self.vocabulary),),
+            1,
+            0 if self.tied_embeddings else 1,
+            2 if "lm_head" in self.frozen else trains,
+            recomputed=False,
+        )
+        return [
+            *self._layer(low, sum(dense[:low]), self._low_passes()),
+            *self._layer(self.layers - low, sum(dense[low:]), trains),
+            head,
+        ]
 
     def _low_passes(self) -> int:
         """Return the passes of a frozen lowest layer: no gradient goes there unless a tied LM head trains."""
@@ -312,32 +360,44 @@ class Transformer:
         if not self.mtp_layers:
             return []
         layers = self._layer(self.mtp_layers, self.mtp_layers if self._is_dense(self.layers - 1) else 0, 3)
-        return [*(Matmuls(f"mtp_{layer.name}", layer.shapes, layer.uses, layer.copies) for layer in layers),
-                Matmuls("mtp_projection", ((2 * self.width, self.width),), self.mtp_layers, self.mtp_layers)]
+        return [
+            *(Matmuls(f"mtp_{layer.name}", layer.shapes, layer.uses, layer.copies) for layer in layers),
+            Matmuls("mtp_projection", ((2 * self.width, self.width),), self.mtp_layers, self.mtp_layers),
+        ]
 
     def _matmuls(self, shared_head: bool = False) -> list[Matmuls]:
         """Return all matmuls but the adapters'; with `shared_head`, the LM head only once, as a parameter."""
         matmuls = [*self._main(), *self._mtp()]
         if self.mtp_layers and not shared_head:
-            matmuls.append(Matmuls("mtp_lm_head", ((self.width, self.vocabulary),), self.mtp_layers, 0,
-                                   recomputed=False))
+            matmuls.append(
+                Matmuls("mtp_lm_head", ((self.width, self.vocabulary),), self.mtp_layers, 0, recomputed=False)
+            )
         return matmuls
 
     def _adapters(self) -> list[Matmuls]:
         rank = self.lora_rank
-        return [Matmuls("lora_" + matmul.name,
-                        tuple(pair for rows, columns in matmul.shapes for pair in ((rows, rank), (rank, columns))),
-                        matmul.uses, matmul.copies)
-                for matmul in self._main() if rank and matmul.name in self.lora_targets]
+        return [
+            Matmuls(
+                "lora_" + matmul.name,
+                tuple(pair for rows, columns in matmul.shapes for pair in ((rows, rank), (rank, columns))),
+                matmul.uses,
+                matmul.copies,
+            )
+            for matmul in self._main()
+            if rank and matmul.name in self.lora_targets
+        ]
 
     def _scores(self) -> list[_Scores]:
         windows, low = self._windows(), self.frozen_layers
         passes = 1 if self._low_passes() == 1 else 3
         return [
-            *(_Scores("attention_scores" if window is None else "windowed_attention_scores", layers, window, these)
-              for these, part in ((passes, windows[:low]), (3, windows[low:]))
-              for window, layers in Counter(part).items()),
-            *([_Scores("mtp_attention_scores", self.mtp_layers, windows[-1])] if self.mtp_layers else [])]
+            *(
+                _Scores("attention_scores" if window is None else "windowed_attention_scores", layers, window, these)
+                for these, part in ((passes, windows[:low]), (3, windows[low:]))
+                for window, layers in Counter(part).items()
+            ),
+            *([_Scores("mtp_attention_scores", self.mtp_layers, windows[-1])] if self.mtp_layers else []),
+        ]
 
     def _score_dims(self) -> int:
         """Return the FLOPs of one token attending to one key in one layer, QK and PV forward, divided by two."""
@@ -355,8 +415,11 @@ class Transformer:
             pairs = f"{s} x {s} / 2"
         else:
             pairs = f"({s} x {w} - {w} x {w - 1} / 2)"
-        dims = f"({self._head_dim()} + {self._head_dim()})" if m is None else (
-            f"({m.nope_dim + m.rope_dim} + {m.value_dim})")
+        dims = (
+            f"({self._head_dim()} + {self._head_dim()})"
+            if m is None
+            else (f"({m.nope_dim + m.rope_dim} + {m.value_dim})")
+        )
         return f"{scores.layers} x {pairs} x {2 * scores.passes} x {self.heads} x {dims}"
 
 

@@ -9,9 +9,7 @@ from pathlib import Path
 from flopwatch.settings import SettingsError
 
 
-def client_tls(
-    ca_file: Path | None, cert_file: Path | None = None, key_file: Path | None = None
-) -> ssl.SSLContext:
+def client_tls(ca_file: Path | None, cert_file: Path | None = None, key_file: Path | None = None) -> ssl.SSLContext:
     """Return how a server behind TLS is asked; without a CA file the system's authorities. Raises SettingsError."""
     try:
         context = ssl.create_default_context(cafile=ca_file)
@@ -33,4 +31,5 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 def opener(tls: ssl.SSLContext | None = None) -> urllib.request.OpenerDirector:
     """Return what asks; a proxy from the environment would only hide who is inside the cluster."""
     return urllib.request.build_opener(
-        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls), _NoRedirect())
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls), _NoRedirect()
+    )

@@ -47,9 +47,7 @@ class Unauthorized(ValueError):
 
 def log_to_stderr() -> None:
     """Log a line for each change of state, and of uvicorn only what failed."""
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
 
 
@@ -58,7 +56,8 @@ def listener(flag: str, address: Address, backlog: int) -> socket.socket:
     host, family = address.place()
     try:
         listening = socket.create_server(
-            (host, address.port), family=family, backlog=backlog, dualstack_ipv6=host == "::")
+            (host, address.port), family=family, backlog=backlog, dualstack_ipv6=host == "::"
+        )
         # asyncio sets this only on sockets made for TCP by name; without it an answer on a kept connection waits 40 ms
         # for the delayed acknowledgement of its first part.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -195,10 +194,19 @@ class _Protocol(H11Protocol):
 
 def server(app: Callable[..., Awaitable[None]], max_connections: int | None = None) -> uvicorn.Server:
     """Return a server for an application; `serve([socket])` runs it, `should_exit` ends it."""
-    return _Server(uvicorn.Config(
-        app, http=_Protocol, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
-        limit_concurrency=max_connections, timeout_graceful_shutdown=1,
-    ))
+    return _Server(
+        uvicorn.Config(
+            app,
+            http=_Protocol,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            limit_concurrency=max_connections,
+            timeout_graceful_shutdown=1,
+        )
+    )
 
 
 async def until_stopped(server: uvicorn.Server, listening: socket.socket, said: str) -> None:

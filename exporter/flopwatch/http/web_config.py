@@ -46,14 +46,19 @@ _CIPHERS = {
     f"TLS_ECDHE_{key}_WITH_{go}": f"ECDHE-{key}-{openssl}"
     for key in ("RSA", "ECDSA")
     for go, openssl in (
-        ("AES_128_GCM_SHA256", "AES128-GCM-SHA256"), ("AES_256_GCM_SHA384", "AES256-GCM-SHA384"),
-        ("CHACHA20_POLY1305_SHA256", "CHACHA20-POLY1305"), ("AES_128_CBC_SHA", "AES128-SHA"),
+        ("AES_128_GCM_SHA256", "AES128-GCM-SHA256"),
+        ("AES_256_GCM_SHA384", "AES256-GCM-SHA384"),
+        ("CHACHA20_POLY1305_SHA256", "CHACHA20-POLY1305"),
+        ("AES_128_CBC_SHA", "AES128-SHA"),
         ("AES_256_CBC_SHA", "AES256-SHA"),
     )
 }
 _HEADERS: dict[str, tuple[str, ...]] = {
-    "Content-Security-Policy": (), "X-Frame-Options": ("deny", "sameorigin"), "X-Content-Type-Options": ("nosniff",),
-    "X-XSS-Protection": (), "Strict-Transport-Security": (),
+    "Content-Security-Policy": (),
+    "X-Frame-Options": ("deny", "sameorigin"),
+    "X-Content-Type-Options": ("nosniff",),
+    "X-XSS-Protection": (),
+    "Strict-Transport-Security": (),
 }
 _BCRYPT = re.compile(r"\$2[aby]\$([0-9]{2})\$[./A-Za-z0-9]{53}")
 # Twice the time for each more; 10 takes 50 ms.
@@ -138,14 +143,24 @@ def parse(text: str, base: Path = Path()) -> WebConfig:
     http = root.mapping("http_server_config")
     http.only("http2", "headers")
     http.choice("http2", ("true", "false"))
-    return WebConfig(_tls(root.mapping("tls_server_config"), base), _users(root.mapping("basic_auth_users")),
-                     _headers(http.mapping("headers")))
+    return WebConfig(
+        _tls(root.mapping("tls_server_config"), base),
+        _users(root.mapping("basic_auth_users")),
+        _headers(http.mapping("headers")),
+    )
 
 
 def _tls(given: _Mapping, base: Path) -> Tls | None:
     given.only(
-        "cert_file", "key_file", "client_auth_type", "client_ca_file", "min_version", "max_version", "cipher_suites",
-        "prefer_server_cipher_suites", *_UNSUPPORTED,
+        "cert_file",
+        "key_file",
+        "client_auth_type",
+        "client_ca_file",
+        "min_version",
+        "max_version",
+        "cipher_suites",
+        "prefer_server_cipher_suites",
+        *_UNSUPPORTED,
     )
     for key, instead in _UNSUPPORTED.items():
         if key in given:
@@ -167,8 +182,12 @@ def _tls(given: _Mapping, base: Path) -> Tls | None:
     if not files["client_ca_file"] and auth != "NoClientCert":
         raise given.error("client_auth_type", f"{auth} needs a client_ca_file to verify with")
     return Tls(
-        base / files["cert_file"], base / files["key_file"], CLIENT_AUTH[auth],
-        base / files["client_ca_file"] if files["client_ca_file"] else None, lowest, highest,
+        base / files["cert_file"],
+        base / files["key_file"],
+        CLIENT_AUTH[auth],
+        base / files["client_ca_file"] if files["client_ca_file"] else None,
+        lowest,
+        highest,
         ":".join(_CIPHERS[suite] for suite in given.choices("cipher_suites", _CIPHERS)),
     )
 

@@ -58,9 +58,7 @@ __all__ = ["BUCKETS", "Ledger", "Run", "Source"]
 _WAITS = ("preempted", "resized")  # planned: the run waits for GPUs, and nobody is to be paged for it
 
 # Of a run, what is no part of its one state.
-_APART = (
-    "sources", "touched", "attempt", "history", "rewritten", "incidents", "changed", "evidence",
-)
+_APART = ("sources", "touched", "attempt", "history", "rewritten", "incidents", "changed", "evidence")
 _TIMES = ("since", "last", "resubmitted", "clock", "horizon")  # those that may be -inf, which JSON has no word for
 
 _PAST = 100  # ended attempts a run remembers by name; older ones are known by their start
@@ -144,12 +142,17 @@ class Run(Booked):
         if here:
             # Another process under the same attempt: a replaced rank if others carry on, else a restart.
             restarted = (
-                known is not None and born is not None and born > known.t
+                known is not None
+                and born is not None
+                and born > known.t
                 and (record.age < known.age or record.event == "start")
                 and not any(self._lives(x, record.t) for x in self.sources.values() if x is not known)
             ) or (
                 # In its place, but nobody was left to carry on.
-                known is None and born is not None and record.activity is not None and not self._alive(born)
+                known is None
+                and born is not None
+                and record.activity is not None
+                and not self._alive(born)
                 and any(x.rank is not None and x.rank == record.rank and born > x.t for x in self.sources.values())
             )
             return "next" if restarted else "here"
@@ -185,13 +188,23 @@ class Run(Booked):
         self.attempts += 1
         self.ended = None
         # Without a word on where it resumed, it is the last durable checkpoint.
-        resumed = next((s for s in (
-            record.step if carried else None, record.restored_step, self.committed) if s is not None), 0.0)
+        resumed = next(
+            (s for s in (record.step if carried else None, record.restored_step, self.committed) if s is not None), 0.0
+        )
         reported = self.high_water if self.high_water is not None else 0.0
         self.mark = max(self.mark, resumed)  # who has restored a step need not have been heard making it
         self.attempt = Attempt(
-            record.attempt, at, resumed, reported, cursor=resumed, carried=carried, number=self.attempts,
-            begin=self.frontier, newest=at, pace=Pace(at) if self.attempt is None else self.attempt.pace.following(at))
+            record.attempt,
+            at,
+            resumed,
+            reported,
+            cursor=resumed,
+            carried=carried,
+            number=self.attempts,
+            begin=self.frontier,
+            newest=at,
+            pace=Pace(at) if self.attempt is None else self.attempt.pace.following(at),
+        )
         self.rivals.pop(record.attempt, None)
 
     def _archive(self, attempt: Attempt) -> None:
@@ -212,16 +225,23 @@ class Run(Booked):
         name, source = record.source, self.sources.get(record.source)
         if source is None:
             replaced = [
-                other for other, x in self.sources.items()
+                other
+                for other, x in self.sources.items()
                 if x.rank is not None and x.rank == record.rank and record.born > x.t
             ]
             gone = [self.sources.pop(other) for other in replaced]
             self.touched.update(replaced)
             source = Source(
-                record.born, record.t, epoch=attempt.epoch, restored=record.restored_step,
-                flops_step=attempt.resumed, mark=attempt.mark,
+                record.born,
+                record.t,
+                epoch=attempt.epoch,
+                restored=record.restored_step,
+                flops_step=attempt.resumed,
+                mark=attempt.mark,
                 # The GPUs it replaces were counted until now.
-                credited_gpus=fsum(x.credited_gpus for x in gone), credited_peak=fsum(x.credited_peak for x in gone))
+                credited_gpus=fsum(x.credited_gpus for x in gone),
+                credited_peak=fsum(x.credited_peak for x in gone),
+            )
             if attempt.carried and record.born <= attempt.begin:
                 source.base, source.flops = activity, record.model_flops or 0.0
                 source.flops_step = record.step if record.step is not None else attempt.resumed
@@ -277,10 +297,7 @@ class Run(Booked):
                 self._count_flops(source, position, record.model_flops)
 
         leader = self.sources.get(attempt.leader)
-        if (
-            leader is None or leader is source or not self._lives(leader, record.t)
-            or order(source) < order(leader)
-        ):
+        if leader is None or leader is source or not self._lives(leader, record.t) or order(source) < order(leader):
             if attempt.leader != name and source.step is not None:
                 attempt.cursor = min(attempt.cursor, source.step)
             attempt.leader = name
@@ -398,7 +415,9 @@ class Run(Booked):
 
     @classmethod
     def from_json(
-        cls, state: Mapping[str, Any], sources: Mapping[str, Mapping[str, Any]],
+        cls,
+        state: Mapping[str, Any],
+        sources: Mapping[str, Mapping[str, Any]],
         history: Mapping[int, dict[str, Any]] = MappingProxyType({}),
         incidents: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
         evidence: Mapping[str, list[Any]] = MappingProxyType({}),
@@ -414,21 +433,29 @@ class Run(Booked):
             pace = attempt.pop("pace", None)
             values["attempt"] = Attempt(
                 **attempt | {"late": Late(**attempt.get("late", {}))},
-                pace=Pace(attempt["start"]) if pace is None else Pace.from_json(pace))
+                pace=Pace(attempt["start"]) if pace is None else Pace.from_json(pace),
+            )
         if values.get("recovering") is not None:
             values["recovering"] = tuple(values["recovering"])
         run = cls(
             **values,
             sources={name: _source(one) for name, one in sources.items()},
-            history=dict(history), incidents={number: Incident(**one) for number, one in incidents.items()})
+            history=dict(history),
+            incidents={number: Incident(**one) for number, one in incidents.items()},
+        )
         run.evidence.restore(evidence)
         return run
 
 
 def _source(state: Mapping[str, Any]) -> Source:
     """Return a source that was saved, also by format 1."""
-    values = {"heard": state["t"], "met": state["t"], "credited_gpus": state["gpus"] or 0.0,
-              "credited_peak": state["peak"] or 0.0, **state}
+    values = {
+        "heard": state["t"],
+        "met": state["t"],
+        "credited_gpus": state["gpus"] or 0.0,
+        "credited_peak": state["peak"] or 0.0,
+        **state,
+    }
     for name in ("waits", "waited"):
         if values.get(name) is not None:
             values[name] = tuple(Wait(*one) for one in values[name])
@@ -477,6 +504,8 @@ class Ledger:
 
     def summary(self, now: float | None = None) -> dict[str, Any]:
         """Return the figures of every run, up to now or else to its last record."""
-        return {"runs": {
-            f"{tenant}/{name}" if tenant else name: run.summary(now) for (tenant, name), run in self.runs.items()
-        }}
+        return {
+            "runs": {
+                f"{tenant}/{name}" if tenant else name: run.summary(now) for (tenant, name), run in self.runs.items()
+            }
+        }

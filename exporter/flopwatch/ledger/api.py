@@ -20,7 +20,11 @@ from flopwatch.ledger.store import Ended, NoSuchRun, Store
 Authorize = Callable[[Request], None]
 
 _ANSWERS: dict[type[Exception], int] = {
-    http_server.Unauthorized: 401, http_server.NotArriving: 408, http_server.TooLarge: 413, NoSuchRun: 404, Ended: 409,
+    http_server.Unauthorized: 401,
+    http_server.NotArriving: 408,
+    http_server.TooLarge: 413,
+    NoSuchRun: 404,
+    Ended: 409,
 }
 _STATUSES = ("completed", "stopped")
 

@@ -35,7 +35,12 @@ from flopwatch.settings import LedgerSettings
 log = logging.getLogger(__name__)
 
 # 408 and not 400 for a body that does not arrive: the exporter is to send it again.
-_HTTP_STATUS = {RecordError: 400, http_server.Unauthorized: 401, http_server.NotArriving: 408, http_server.TooLarge: 413}
+_HTTP_STATUS = {
+    RecordError: 400,
+    http_server.Unauthorized: 401,
+    http_server.NotArriving: 408,
+    http_server.TooLarge: 413,
+}
 
 
 class Families(Collector):
@@ -126,11 +131,17 @@ def run(settings: LedgerSettings) -> None:
     http_server.log_to_stderr()
     http_server.check_token("--token-file", settings.token_file)
     web = None if settings.web_config is None else Web(settings.web_config)
-    with http_server.listener("--listen", settings.listen, backlog=1024) as listener, contextlib.closing(
-        Store(
-            settings.state / "ledger.sqlite", silent_after=settings.silent_after, new_for=settings.new_for,
-            abandoned_after=settings.abandoned_after)
-    ) as store:
+    with (
+        http_server.listener("--listen", settings.listen, backlog=1024) as listener,
+        contextlib.closing(
+            Store(
+                settings.state / "ledger.sqlite",
+                silent_after=settings.silent_after,
+                new_for=settings.new_for,
+                abandoned_after=settings.abandoned_after,
+            )
+        ) as store,
+    ):
         # What asks for the token asks for nothing else; without one, users guard everything.
         own = "/v1/" if settings.token_file is not None else None
         app = ledger_app(store, settings.token_file)

@@ -11,8 +11,18 @@ from flopwatch.ledger.slowdowns import Pace
 from flopwatch.ledger.stragglers import Late, Wait
 
 BUCKETS = (
-    "productive", "lost", "startup", "compile", "data_stall", "checkpoint_save", "checkpoint_restore", "evaluation",
-    "generation", "down", "queue", "other",
+    "productive",
+    "lost",
+    "startup",
+    "compile",
+    "data_stall",
+    "checkpoint_save",
+    "checkpoint_restore",
+    "evaluation",
+    "generation",
+    "down",
+    "queue",
+    "other",
 )
 ENDS = (*STATUSES, "silent")
 END_OF_RUN = ("completed", "stopped")
@@ -94,9 +104,14 @@ class Attempt:
         """Return what is to be told of it."""
         told = ("number", "begin", "gpus", "nodes", "down_seconds", "down_gpu_seconds", "recovery_seconds")
         return {name: getattr(self, name) for name in told} | {
-            "attempt": self.id, "end": self.over, "status": self.end, "first_step": self.resumed,
-            "last_step": self.step, "committed_step": self.committed,
-            "seconds": dict(self.seconds), "gpu_seconds": dict(self.gpu_seconds),
+            "attempt": self.id,
+            "end": self.over,
+            "status": self.end,
+            "first_step": self.resumed,
+            "last_step": self.step,
+            "committed_step": self.committed,
+            "seconds": dict(self.seconds),
+            "gpu_seconds": dict(self.gpu_seconds),
         }
 
 

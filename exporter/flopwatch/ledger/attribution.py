@@ -18,15 +18,39 @@ from dataclasses import dataclass
 from importlib import resources
 
 CAUSES = (
-    "gpu", "nvlink", "network", "thermal", "host", "out_of_memory", "software", "storage", "data", "planned", "unknown",
+    "gpu",
+    "nvlink",
+    "network",
+    "thermal",
+    "host",
+    "out_of_memory",
+    "software",
+    "storage",
+    "data",
+    "planned",
+    "unknown",
 )
 CONFIDENCES = ("none", "possible", "likely", "certain")
 LOSSES = ("end", "slow", "stall")
 
 # What a node's record may say (`flopwatch.node.telemetry.evidence`), and the three kinds that the ledger itself adds.
 NODE_KINDS = (
-    "xid", "sxid", "ecc", "row_remap", "gpu_missing", "nvlink", "link_down", "link_errors", "nic", "throttle", "oom",
-    "host_oom", "exception", "signal", "exit", "pid_gone",
+    "xid",
+    "sxid",
+    "ecc",
+    "row_remap",
+    "gpu_missing",
+    "nvlink",
+    "link_down",
+    "link_errors",
+    "nic",
+    "throttle",
+    "oom",
+    "host_oom",
+    "exception",
+    "signal",
+    "exit",
+    "pid_gone",
 )
 LEDGER_KINDS = ("node_gone", "checkpoint_wait", "data_stall")
 
@@ -48,13 +72,32 @@ _PLACED = frozenset({"gpu", "nvlink", "network", "thermal", "host"})
 
 # What PyTorch, its launcher and Python raise when a peer or the connection to it is gone, and what PyTorch raises for
 # an error of the device, of which the Xid is the source.
-ECHOES = frozenset({
-    "DistBackendError", "DistError", "DistNetworkError", "DistStoreError", "DistQueueEmptyError", "NCCLError",
-    "ConnectionError", "ConnectionResetError", "ConnectionAbortedError", "ConnectionRefusedError", "BrokenPipeError",
-    "TimeoutError", "EOFError", "ChildFailedError", "SignalException", "ProcessExitedException",
-    "ProcessRaisedException", "RendezvousConnectionError", "RendezvousTimeoutError", "RendezvousClosedError",
-    "RendezvousGracefulExitError", "AcceleratorError",
-})
+ECHOES = frozenset(
+    {
+        "DistBackendError",
+        "DistError",
+        "DistNetworkError",
+        "DistStoreError",
+        "DistQueueEmptyError",
+        "NCCLError",
+        "ConnectionError",
+        "ConnectionResetError",
+        "ConnectionAbortedError",
+        "ConnectionRefusedError",
+        "BrokenPipeError",
+        "TimeoutError",
+        "EOFError",
+        "ChildFailedError",
+        "SignalException",
+        "ProcessExitedException",
+        "ProcessRaisedException",
+        "RendezvousConnectionError",
+        "RendezvousTimeoutError",
+        "RendezvousClosedError",
+        "RendezvousGracefulExitError",
+        "AcceleratorError",
+    }
+)
 _OUT_OF_MEMORY = frozenset({"OutOfMemoryError", "CUDAOutOfMemoryError"})
 # A lost peer is a RuntimeError too where gloo says so, and so is an error of CUDA in PyTorch before 2.8.
 _VAGUE = frozenset({"RuntimeError", "OSError", "Exception", "SystemExit", "CalledProcessError"})
@@ -151,8 +194,7 @@ def _judge(loss: Loss, reasons: Sequence[_Claim], echoes: Sequence[_Claim]) -> V
     """Return the verdict for the strongest claim, which is the first."""
     best = reasons[0]
     sure = 3 if best.weight >= DECISIVE else 2 if best.weight >= STRONG else 1
-    near = [claim for claim in reasons
-            if claim.cause == best.cause and claim.score > best.score / 2]
+    near = [claim for claim in reasons if claim.cause == best.cause and claim.score > best.score / 2]
     together = [claim for claim in near if abs(claim.evidence.t - best.evidence.t) <= AT_ONCE]
     why = f"{best.text}{_at(best.evidence)}, {_when(loss, best.evidence)}"
     if best.score < 0.8 * best.weight:
@@ -178,7 +220,8 @@ def _judge(loss: Loss, reasons: Sequence[_Claim], echoes: Sequence[_Claim]) -> V
     elif len(hosts) > 1:
         why += f"; at once on {len(hosts)} hosts"
     return Verdict(
-        best.cause, _confidence(sure),
+        best.cause,
+        _confidence(sure),
         host=best.evidence.host if len(hosts) == 1 else "",
         gpu=best.evidence.gpu if len(hosts) == len(gpus) == 1 else "",
         port=best.evidence.port if len(ports) == 1 else "",
@@ -222,9 +265,13 @@ def _says(loss: str, evidence: Evidence) -> tuple[str, float, str] | None:
         "nic": ("network", STRONG, "a network card whose driver reports a fault"),
         "throttle": ("thermal", WEAK if end else STRONG, f"clocks throttled ({evidence.detail or 'heat or power'})"),
         "oom": ("out_of_memory", STRONG if end else WEAK, "an allocation that CUDA refused"),
-        "host_oom": ("out_of_memory", WEAK if evidence.rank is None else DECISIVE,
-                     "the kernel killed a process for memory" if evidence.rank is None
-                     else "the kernel killed the rank for memory"),
+        "host_oom": (
+            "out_of_memory",
+            WEAK if evidence.rank is None else DECISIVE,
+            "the kernel killed a process for memory"
+            if evidence.rank is None
+            else "the kernel killed the rank for memory",
+        ),
         "node_gone": ("host", _NODE_GONE, "a node that fell silent while others spoke"),
         "checkpoint_wait": ("storage", WEAK if end else STRONG, "waiting for a checkpoint"),
         "data_stall": ("data", WEAK if end else STRONG, "waiting for data"),
@@ -289,8 +336,15 @@ def _signal_name(kind: str, detail: str) -> str:
 
 @functools.cache
 def _network_errors() -> frozenset[str]:
-    codes = (errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.ENETUNREACH,
-             errno.EHOSTUNREACH, errno.EPIPE)
+    codes = (
+        errno.ETIMEDOUT,
+        errno.ECONNRESET,
+        errno.ECONNREFUSED,
+        errno.ECONNABORTED,
+        errno.ENETUNREACH,
+        errno.EHOSTUNREACH,
+        errno.EPIPE,
+    )
     return frozenset(errno.errorcode[code] for code in codes)
 
 
@@ -304,8 +358,11 @@ def _table(name: str) -> dict[str, dict[str, str]]:
 def _without_strangers(claims: Sequence[_Claim]) -> list[_Claim]:
     """Return the claims without what the OOM killer took on hosts where no rank vanished: some other process."""
     lost = {claim.evidence.host for claim in claims if claim.evidence.kind in ("pid_gone", "signal", "exit")}
-    return [claim for claim in claims
-            if claim.evidence.kind != "host_oom" or claim.evidence.rank is not None or claim.evidence.host in lost]
+    return [
+        claim
+        for claim in claims
+        if claim.evidence.kind != "host_oom" or claim.evidence.rank is not None or claim.evidence.host in lost
+    ]
 
 
 def _without_common_silence(loss: Loss, claims: Sequence[_Claim]) -> list[_Claim]:
@@ -315,12 +372,30 @@ def _without_common_silence(loss: Loss, claims: Sequence[_Claim]) -> list[_Claim
         return list(claims)
     kept = [claim for claim in claims if claim.evidence.kind != "node_gone"]
     if len(loss.hosts) > 1:
-        return [*kept, *(_Claim(claim.evidence, "", 0.0, "all nodes silent at once")
-                         for claim in claims if claim.evidence.kind == "node_gone")]
+        return [
+            *kept,
+            *(
+                _Claim(claim.evidence, "", 0.0, "all nodes silent at once")
+                for claim in claims
+                if claim.evidence.kind == "node_gone"
+            ),
+        ]
     # There are no others to compare the one node with.
-    return [*kept, *(_Claim(claim.evidence, "host", WEAK, "the only node fell silent", claim.distance,
-                            claim.score * WEAK / claim.weight)
-                     for claim in claims if claim.evidence.kind == "node_gone")]
+    return [
+        *kept,
+        *(
+            _Claim(
+                claim.evidence,
+                "host",
+                WEAK,
+                "the only node fell silent",
+                claim.distance,
+                claim.score * WEAK / claim.weight,
+            )
+            for claim in claims
+            if claim.evidence.kind == "node_gone"
+        ),
+    ]
 
 
 def _contradicts(best: _Claim, other: _Claim) -> bool:

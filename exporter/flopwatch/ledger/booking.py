@@ -96,8 +96,10 @@ class Booked(Losing):
         has told of all it had and grows.
         """
         attempt = self._attempt()
-        gpus, peak = (max(0.0, (value or 0.0) - credited) for value, credited in (
-            (source.gpus, source.credited_gpus), (source.peak, source.credited_peak)))
+        gpus, peak = (
+            max(0.0, (value or 0.0) - credited)
+            for value, credited in ((source.gpus, source.credited_gpus), (source.peak, source.credited_peak))
+        )
         source.credited_gpus += gpus
         source.credited_peak += peak
         passed, share = self.frontier - attempt.begin, 1.0
@@ -214,8 +216,10 @@ class Booked(Losing):
             measured = all(x.waits and x.window == late.number for x in live.values())
             found = None
             if measured and sum(len(x.waits or ()) for x in live.values()) == self._sum("gpus"):
-                found = latest({name: x.waited or () for name, x in live.items()},
-                               {name: x.waits or () for name, x in live.items()})
+                found = latest(
+                    {name: x.waited or () for name, x in live.items()},
+                    {name: x.waits or () for name, x in live.items()},
+                )
             lost = late.judge(found, productive - late.productive)
             self.straggler_gpu_seconds = (self.straggler_gpu_seconds or 0.0) + lost
         late.since, late.productive, late.number = self.frontier, productive, late.number + 1

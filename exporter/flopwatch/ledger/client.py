@@ -37,7 +37,10 @@ class Client:
     """A ledger at a URL; `flags` are what the user gave URL and token with."""
 
     def __init__(
-        self, url: str, token_file: Path | None = None, flags: tuple[str, str] = ("--url", "--token-file"),
+        self,
+        url: str,
+        token_file: Path | None = None,
+        flags: tuple[str, str] = ("--url", "--token-file"),
         ca_file: Path | None = None,
     ) -> None:
         self._url_flag, self._token_flag = flags
@@ -72,7 +75,9 @@ class Client:
         try:
             request = urllib.request.Request(
                 f"{self._url}{path}" + (f"?{urllib.parse.urlencode(query)}" if query else ""),
-                None if body is None else json.dumps(body).encode(), headers)
+                None if body is None else json.dumps(body).encode(),
+                headers,
+            )
             with self._opener.open(request, timeout=_TIMEOUT) as response:
                 answer = json.loads(response.read(_LONGEST))
         except urllib.error.HTTPError as error:
@@ -81,11 +86,13 @@ class Client:
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
             if isinstance(reason, ssl.SSLCertVerificationError):
-                raise LedgerError(f"{self._url}: {str(reason).strip()}; {self._ca_flag} FILE says who signed its "
-                                  "certificate") from None
+                raise LedgerError(
+                    f"{self._url}: {str(reason).strip()}; {self._ca_flag} FILE says who signed its certificate"
+                ) from None
             raise LedgerError(
                 f"no ledger answers at {self._url}: {reason}; give its address with {self._url_flag} http://HOST:PORT "
-                "(9451 of a ledger of its own, 9450 of an exporter with --ledger embedded)") from None
+                "(9451 of a ledger of its own, 9450 of an exporter with --ledger embedded)"
+            ) from None
         except ValueError as error:
             raise LedgerError(f"{self._url} does not answer as a ledger does: {error}") from None
         if not isinstance(answer, dict):
@@ -101,8 +108,9 @@ class Client:
             wrong = "does not take the token" if self._token_file is not None else "wants a token"
             return LedgerError(f"{self._url} {wrong}: {plain(detail)}; {self._token_flag} FILE holds the ledger's")
         if code == 404 and detail in ("", "Not Found"):
-            return LedgerError(f"{self._url} is no ledger, or one of an older flopwatch; an exporter is one with "
-                               "--ledger embedded")
+            return LedgerError(
+                f"{self._url} is no ledger, or one of an older flopwatch; an exporter is one with --ledger embedded"
+            )
         if code in (404, 409) and detail:
             return LedgerError(plain(detail).replace("; say whose", "; say whose with --tenant NAME"))
         return LedgerError(f"{self._url} answers {code}{detail and f': {plain(detail)}'}")
@@ -120,11 +128,18 @@ def runs_table(runs: Sequence[Mapping[str, Any]]) -> str:
     several = any(run["tenant"] for run in runs)
     lines = [[*(["tenant"] if several else []), "run", "state", "attempts", "step", "goodput", "wall clock", "heard"]]
     for run in sorted(runs, key=lambda run: (run["tenant"], run["run"])):
-        lines.append([
-            *([plain(run["tenant"])] if several else []), plain(run["run"]),
-            run["state"] + (", two at once" if run["conflict"] else ""), str(run["attempts"]),
-            _number(run["high_water_step"]), _ratio(run["goodput"]), _duration(run["wall_seconds"]),
-            f"{_duration(run['silent_seconds'])} ago"])
+        lines.append(
+            [
+                *([plain(run["tenant"])] if several else []),
+                plain(run["run"]),
+                run["state"] + (", two at once" if run["conflict"] else ""),
+                str(run["attempts"]),
+                _number(run["high_water_step"]),
+                _ratio(run["goodput"]),
+                _duration(run["wall_seconds"]),
+                f"{_duration(run['silent_seconds'])} ago",
+            ]
+        )
     return _columns(lines)
 
 
@@ -133,9 +148,14 @@ def run_table(record: Mapping[str, Any]) -> str:
     name = f"{plain(record['tenant'])}/{record['run']}" if record["tenant"] else record["run"]
     summary = record["summary"]
     parts = [block(plain(name), {**summary, "buckets": record["buckets"]})]
-    facts = [("started", _time(record["start"])), ("step", _number(summary["high_water_step"])),
-             ("last durable checkpoint", f"step {_number(summary['committed_step'])}, heard of "
-              f"{_time(summary['committed_timestamp'])}")]
+    facts = [
+        ("started", _time(record["start"])),
+        ("step", _number(summary["high_water_step"])),
+        (
+            "last durable checkpoint",
+            f"step {_number(summary['committed_step'])}, heard of {_time(summary['committed_timestamp'])}",
+        ),
+    ]
     if summary["recoveries"]:
         mean = summary["recovery_seconds"] / summary["recoveries"]
         facts.append(("mean time to recovery", f"{_duration(mean)}, of {summary['recoveries']}"))
@@ -148,11 +168,19 @@ def run_table(record: Mapping[str, Any]) -> str:
         lines = [["attempt", "begin", "lasted", "ended", "steps", "GPUs", "nodes", "down after", "cause"]]
         for one in attempts[-_SHOWN:]:
             over = one["end"] if one["end"] is not None else record["at"]
-            lines.append([
-                f"{one['number']} {plain(one['attempt'])[:40]}", _time(one["begin"]), _duration(over - one["begin"]),
-                one["status"] or "-", f"{_number(one['first_step'])} to {_number(one['last_step'])}",
-                _number(one["gpus"]), str(one["nodes"]), _duration(one["down_seconds"]),
-                _cause(causes.get(one["number"]))])
+            lines.append(
+                [
+                    f"{one['number']} {plain(one['attempt'])[:40]}",
+                    _time(one["begin"]),
+                    _duration(over - one["begin"]),
+                    one["status"] or "-",
+                    f"{_number(one['first_step'])} to {_number(one['last_step'])}",
+                    _number(one["gpus"]),
+                    str(one["nodes"]),
+                    _duration(one["down_seconds"]),
+                    _cause(causes.get(one["number"])),
+                ]
+            )
         before = len(attempts) + record["attempts_left_out"] - len(lines) + 1
         parts.append(_columns(lines) + (f"\n({before} before these)" if before else ""))
     losses = []
@@ -168,22 +196,55 @@ def attempts_csv(record: Mapping[str, Any]) -> str:
     """Return a row per attempt."""
     buckets = [bucket for bucket in BUCKETS if bucket not in ("down", "queue")]
     facts = (
-        "number", "attempt", "begin", "end", "status", "first_step", "last_step", "committed_step", "gpus", "nodes")
+        "number",
+        "attempt",
+        "begin",
+        "end",
+        "status",
+        "first_step",
+        "last_step",
+        "committed_step",
+        "gpus",
+        "nodes",
+    )
     after = ("down_seconds", "down_gpu_seconds", "recovery_seconds")
     blame = ("cause", "confidence", "host", "gpu", "port")
     output = io.StringIO()
     writer = csv.writer(output, lineterminator="\n")
-    writer.writerow(["tenant", "run", *facts, *(f"{bucket}_seconds" for bucket in buckets), "gpu_seconds", *after,
-                     *(f"incident_{name}" for name in blame), "incident_gpu_seconds",
-                     "slow_gpu_seconds", "stall_gpu_seconds"])
+    writer.writerow(
+        [
+            "tenant",
+            "run",
+            *facts,
+            *(f"{bucket}_seconds" for bucket in buckets),
+            "gpu_seconds",
+            *after,
+            *(f"incident_{name}" for name in blame),
+            "incident_gpu_seconds",
+            "slow_gpu_seconds",
+            "stall_gpu_seconds",
+        ]
+    )
     incidents = {one["attempt_number"]: one for one in record["incidents"] if one["kind"] == "end"}
     for one in record["attempts"]:
         incident = incidents.get(one["number"], {})
-        row = [record["tenant"], record["run"], *(one[name] for name in facts),
-               *(one["seconds"].get(bucket, 0.0) for bucket in buckets), sum(one["gpu_seconds"].values()),
-               *(one[name] for name in after), *(incident.get(name) for name in (*blame, "gpu_seconds")),
-               *(math.fsum(loss["gpu_seconds"] for loss in record["incidents"] if (
-                   loss["kind"], loss["attempt_number"]) == (kind, one["number"])) for kind in ("slow", "stall"))]
+        row = [
+            record["tenant"],
+            record["run"],
+            *(one[name] for name in facts),
+            *(one["seconds"].get(bucket, 0.0) for bucket in buckets),
+            sum(one["gpu_seconds"].values()),
+            *(one[name] for name in after),
+            *(incident.get(name) for name in (*blame, "gpu_seconds")),
+            *(
+                math.fsum(
+                    loss["gpu_seconds"]
+                    for loss in record["incidents"]
+                    if (loss["kind"], loss["attempt_number"]) == (kind, one["number"])
+                )
+                for kind in ("slow", "stall")
+            ),
+        ]
         writer.writerow(map(_cell, row))
     return output.getvalue()
 

@@ -44,8 +44,11 @@ class Heard:
         """Return the record as it would be stamped had nobody set its host's clock back."""
         shift, known = self.set_back.get(record.source, 0.0), self.sources.get(record.source)
         if (
-            known is not None and self.attempt is not None and record.attempt == self.attempt.id
-            and record.age > known.age and not record.gone
+            known is not None
+            and self.attempt is not None
+            and record.attempt == self.attempt.id
+            and record.age > known.age
+            and not record.gone
         ):
             expected = known.t + record.age - known.age
             if shift and abs(record.t - expected) < abs(record.t + shift - expected):
@@ -60,8 +63,11 @@ class Heard:
             return record
         started = record.started
         # A start that is yet to come by this clock was told by the old one.
-        return replace(record, t=record.t + shift, started=started + shift if (
-            started is not None and started <= record.t) else started)
+        return replace(
+            record,
+            t=record.t + shift,
+            started=started + shift if (started is not None and started <= record.t) else started,
+        )
 
     def _note_rival(self, record: Record, heard: float) -> None:
         """Note that another attempt reports too, and goes on to."""
@@ -81,7 +87,8 @@ class Heard:
         """Return whether another attempt reports as well, or one that has ended goes on to."""
         return any(
             last > first and last - self._beside(name) > OVERLAP and self._fresh(now, last, met, heard)
-            for name, (first, met, last, _, heard, *_) in self.rivals.items())
+            for name, (first, met, last, _, heard, *_) in self.rivals.items()
+        )
 
     def _carries_on(self, record: Record) -> bool:
         """Return whether an attempt beside the one accounted for makes steps after that has said it ended."""
@@ -90,8 +97,14 @@ class Heard:
             return False
         first, _, last, age, _, *step = rival
         return (
-            last > first and last - self._beside(record.attempt) > OVERLAP and record.t > last and record.age > age
-            and step != [] and record.step > step[0] and record.t - over > _OUTLIVES)
+            last > first
+            and last - self._beside(record.attempt) > OVERLAP
+            and record.t > last
+            and record.age > age
+            and step != []
+            and record.step > step[0]
+            and record.t - over > _OUTLIVES
+        )
 
     def _fresh(self, now: float, t: float, met: float, heard: float) -> bool:
         """Return whether the last word of somebody is of now, by the ledger's clock.
@@ -116,14 +129,21 @@ class Heard:
             return False
         attempt = self._attempt()
         return t - source.t <= self.silent_after or (
-            attempt.skewed and attempt.elapsed - source.seen <= self.silent_after)
+            attempt.skewed and attempt.elapsed - source.seen <= self.silent_after
+        )
 
     def _alive(self, t: float) -> bool:
         """Return whether the attempt is open and any source of it was heard of lately, as of a stamp."""
-        return self.attempt is not None and self.attempt.end is None and any(
-            self._lives(x, t) for x in self.sources.values())
+        return (
+            self.attempt is not None
+            and self.attempt.end is None
+            and any(self._lives(x, t) for x in self.sources.values())
+        )
 
     def _reports(self, now: float) -> bool:
         """Return whether anything new of the attempt was heard lately, by the ledger's clock."""
-        return self.attempt is not None and self.attempt.end is None and any(
-            x.end is None and self._fresh(now, x.t, x.met, x.heard) for x in self.sources.values())
+        return (
+            self.attempt is not None
+            and self.attempt.end is None
+            and any(x.end is None and self._fresh(now, x.t, x.met, x.heard) for x in self.sources.values())
+        )

@@ -1,8 +1,9 @@
 """What a run's losses were and what was seen around them: bounded, whatever the nodes say.
 
 An incident is the end of an attempt that did not end the run, a slow stretch or a stall
-(`flopwatch.ledger.slowdowns`). The price of an end is what is booked from then until the run makes a new step, or is lost again: what was cut short, down
-time, startup, steps executed again. Of the others it is what they took beyond the usual. The cause is settled once,
+(`flopwatch.ledger.slowdowns`). The price of an end is what is booked from then until the run makes a new step, or is
+lost again: what was cut short, down time, startup, steps executed again. Of the others it is what they took beyond
+the usual. The cause is settled once,
 when no more evidence is to come, and never changes afterwards.
 """
 
@@ -178,7 +179,8 @@ class EvidenceBook:
             if places:
                 self._hosts[host] = {
                     (kind, gpu, port, rank, detail): [(t, count) for t, count in times]
-                    for kind, gpu, port, rank, detail, times in places}
+                    for kind, gpu, port, rank, detail, times in places
+                }
             for incident in back:
                 self._back.setdefault(incident, set()).add(host)
 

@@ -44,14 +44,17 @@ class Losing(Heard):
         """Return the time before which evidence is of no use; what was forgotten once is not taken again."""
         attempt = self.attempt
         going_on = attempt is not None and attempt.end is None and attempt.step is not None
-        self.horizon = max(self.horizon, horizon(
-            self.clock, (self.incidents[number] for number in self.unsettled),
-            attempt.pace.since if attempt is not None and going_on else None))
+        self.horizon = max(
+            self.horizon,
+            horizon(
+                self.clock,
+                (self.incidents[number] for number in self.unsettled),
+                attempt.pace.since if attempt is not None and going_on else None,
+            ),
+        )
         return self.horizon
 
-    def _lose(
-        self, end: str, heard: float, at: float, hung: float = 0.0, stalled: Found | None = None,
-    ) -> None:
+    def _lose(self, end: str, heard: float, at: float, hung: float = 0.0, stalled: Found | None = None) -> None:
         """Begin an incident: an attempt has ended so, was last heard of then, and its end was noticed at that time.
 
         It may have hung before, so many seconds, or stalled: what held it up came before that, and it is a part of the
@@ -62,8 +65,17 @@ class Losing(Heard):
         silent = {name: x.t for name, x in self.sources.items() if x.end is None} if end in UNPLANNED else {}
         noticed = max(heard, min(at, heard + self.silent_after) if end == "silent" else at)
         incident = Incident(
-            0, attempt.number, attempt.id, end, heard - hung, noticed, sorted(self.sources), len(self.sources), silent,
-            follows=attempt.leader)
+            0,
+            attempt.number,
+            attempt.id,
+            end,
+            heard - hung,
+            noticed,
+            sorted(self.sources),
+            len(self.sources),
+            silent,
+            follows=attempt.leader,
+        )
         self.losing = self._incident(incident)
         if stalled is not None:
             incident.waited, incident.began = stalled.waited, min(incident.began, stalled.began)
@@ -75,9 +87,20 @@ class Losing(Heard):
         """Take notice of a stall or a slow stretch, which may have been noticed before."""
         number, attempt = self.slowing if found.kind == "slow" else None, self._attempt()
         if number is None:
-            number = self._incident(Incident(
-                0, attempt.number, attempt.id, "", found.began, found.ended, sorted(self.sources),
-                len(self.sources), kind=found.kind, follows=attempt.leader))
+            number = self._incident(
+                Incident(
+                    0,
+                    attempt.number,
+                    attempt.id,
+                    "",
+                    found.began,
+                    found.ended,
+                    sorted(self.sources),
+                    len(self.sources),
+                    kind=found.kind,
+                    follows=attempt.leader,
+                )
+            )
         incident = self.incidents[number]
         incident.waited, incident.ended = found.waited, found.ended
         incident.seconds, incident.gpu_seconds = found.seconds, found.gpu_seconds

@@ -30,7 +30,14 @@ from flopwatch.ledger.stragglers import Wait
 
 # What a source may say of its time; anything else it says is `other`.
 ACTIVITIES = (
-    "step", "startup", "compile", "data_stall", "checkpoint_save", "checkpoint_restore", "evaluation", "generation",
+    "step",
+    "startup",
+    "compile",
+    "data_stall",
+    "checkpoint_save",
+    "checkpoint_restore",
+    "evaluation",
+    "generation",
     "other",
 )
 STATUSES = ("completed", "stopped", "preempted", "resized", "failed")
@@ -103,15 +110,23 @@ class Record:
         if not isinstance(gone, bool):
             raise RecordError("gone: not true or false")
         return cls(
-            t=stamp, run=run, tenant=_text(line, "tenant"), attempt=attempt, source=_text(line, "source"),
-            event=event, status=status, gone=gone,
+            t=stamp,
+            run=run,
+            tenant=_text(line, "tenant"),
+            attempt=attempt,
+            source=_text(line, "source"),
+            event=event,
+            status=status,
+            gone=gone,
             # A start is the snapshot of a process that has done nothing yet.
             activity={} if event == "start" else _activity(line.get("activity_seconds")),
             started=stamp if event == "start" else _number(line, "started", signed=True),
             submitted=stamp if event == "submitted" else _number(line, "submitted", signed=True),
             restored_step=_number(line, "step" if event == "start" else "restored_step"),
-            **{name: _number(line, name) for name in (
-                "step", "committed_step", "rank", "gpus", "model_flops", "peak_flops", "open_step_seconds")},
+            **{
+                name: _number(line, name)
+                for name in ("step", "committed_step", "rank", "gpus", "model_flops", "peak_flops", "open_step_seconds")
+            },
             waits=_waits(line.get("waits")),
             evidence=_evidence(line.get("evidence"), stamp, _text(line, "source")),
         )
@@ -222,9 +237,15 @@ def _evidence(value: object, stamp: float, host: str) -> tuple[Evidence, ...]:
             raise RecordError(f"evidence {number}: {error}") from None
         if seen is None or not texts["kind"]:
             raise RecordError(f"evidence {number}: {'t' if seen is None else 'kind'}: missing")
-        found.append(Evidence(
-            t=min(seen, stamp + _LATE),  # nobody has seen what is yet to come
-            count=1.0 if count is None else count, host=host, rank=None if rank is None else int(rank), **texts))
+        found.append(
+            Evidence(
+                t=min(seen, stamp + _LATE),  # nobody has seen what is yet to come
+                count=1.0 if count is None else count,
+                host=host,
+                rank=None if rank is None else int(rank),
+                **texts,
+            )
+        )
     return tuple(found)
 
 

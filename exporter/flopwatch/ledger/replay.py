@@ -93,8 +93,9 @@ class _Order:
         age = inf if record.event == "finish" else record.age
         newest = self._newest[key] = max(record.t, self._newest.get(key, record.t))
         processes = self._attempts.setdefault((*key, record.attempt), {})
-        process = processes.setdefault(record.source, _Process(
-            self._lines, self._lines, newest - record.t, record.t, -inf, -inf))
+        process = processes.setdefault(
+            record.source, _Process(self._lines, self._lines, newest - record.t, record.t, -inf, -inf)
+        )
         if (record.t, record.event) in process.said:
             return
         # An older process that tells of earlier had its clock set back. A wrong one stays as far behind; what is late
@@ -117,8 +118,9 @@ class _Order:
         """Return the runs to be sorted; also where what sources said at the same time stands one after the other."""
         for (*key, _), processes in self._attempts.items():
             in_order = sorted(processes.values(), key=lambda process: process.first)
-            if any(one.last < other.first and other.oldest < (one.oldest + one.t) / 2
-                   for one, other in pairwise(in_order)):
+            if any(
+                one.last < other.first and other.oldest < (one.oldest + one.t) / 2 for one, other in pairwise(in_order)
+            ):
                 self._late.add((key[0], key[1]))
         return self._late
 

@@ -226,8 +226,10 @@ class Pace:
         stretch.seconds, stretch.gpu_seconds = stretch.seconds + extra, stretch.gpu_seconds + extra * minute.gpus
         stretch.data += minute.data - minute.steps * stretch.usual_data
         stretch.counts = stretch.counts or (
-            stretch.lasted >= SLOW_FOR and stretch.steps >= SLOW_STEPS
-            and stretch.lasted >= SLOW * stretch.usual * stretch.steps)
+            stretch.lasted >= SLOW_FOR
+            and stretch.steps >= SLOW_STEPS
+            and stretch.lasted >= SLOW * stretch.usual * stretch.steps
+        )
         if not stretch.counts:
             stretch.minutes = [*stretch.minutes, told][-_MINUTES:]
             return

@@ -41,18 +41,39 @@ _VERSION = 3
 # The locks and the shared memory of WAL need one kernel: https://www.sqlite.org/wal.html, "does not work over a
 # network filesystem".
 _NETWORK = (
-    "nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs", "pvfs2", "orangefs",
-    "wekafs", "panfs", "fuse.sshfs", "fuse.ceph", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs", "fuse.gcsfuse",
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "smbfs",
+    "ceph",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "glusterfs",
+    "afs",
+    "pvfs2",
+    "orangefs",
+    "wekafs",
+    "panfs",
+    "fuse.sshfs",
+    "fuse.ceph",
+    "fuse.glusterfs",
+    "fuse.juicefs",
+    "fuse.s3fs",
+    "fuse.gcsfuse",
 )
 # By the format they make of the one before.
-_SCHEMA = ("""
+_SCHEMA = (
+    """
 CREATE TABLE runs (
     tenant TEXT, run TEXT, ended INTEGER, heard REAL, state TEXT, PRIMARY KEY (tenant, run)
 ) WITHOUT ROWID;
 CREATE TABLE sources (
     tenant TEXT, run TEXT, source TEXT, state TEXT, PRIMARY KEY (tenant, run, source)
 ) WITHOUT ROWID;
-""", """
+""",
+    """
 CREATE TABLE attempts (
     tenant TEXT, run TEXT, number INTEGER, state TEXT, PRIMARY KEY (tenant, run, number)
 ) WITHOUT ROWID;
@@ -62,7 +83,9 @@ CREATE TABLE incidents (
 CREATE TABLE evidence (
     tenant TEXT, run TEXT, host TEXT, state TEXT, PRIMARY KEY (tenant, run, host)
 ) WITHOUT ROWID;
-""", "")
+""",
+    "",
+)
 # What of a run is kept a row each, and the column that tells them apart.
 _PARTS = {"sources": "source", "attempts": "number", "incidents": "number", "evidence": "host"}
 
@@ -139,7 +162,8 @@ class Store:
             if kind in _NETWORK:
                 raise SettingsError(
                     f"{path} is on a network filesystem ({kind}), which cannot lock a database; "
-                    "give --state a local disk")
+                    "give --state a local disk"
+                )
             self._guard = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise SettingsError(f"the ledger cannot be kept in {path}: {error}") from error
@@ -205,9 +229,15 @@ class Store:
             rows = []
             for key, run in ledger.runs.items():
                 summary = run.summary(now)
-                rows.append({
-                    "tenant": key[0], "run": key[1], "start": run.start,
-                    "silent_seconds": max(0.0, now - self._heard[key]), **{name: summary[name] for name in told}})
+                rows.append(
+                    {
+                        "tenant": key[0],
+                        "run": key[1],
+                        "start": run.start,
+                        "silent_seconds": max(0.0, now - self._heard[key]),
+                        **{name: summary[name] for name in told},
+                    }
+                )
             return rows
 
     def figures(self, run: str, tenant: str | None = None) -> dict[str, Any]:
@@ -243,8 +273,9 @@ class Store:
         now = self._clock()
         try:
             ledger = self._read()
-            changed = {key for delivery in deliveries for record in delivery.records
-                       for key in ledger.apply(record, now)}
+            changed = {
+                key for delivery in deliveries for record in delivery.records for key in ledger.apply(record, now)
+            }
             self._write(ledger, changed & ledger.runs.keys(), now)
         except sqlite3.Error as error:
             self._ledger = None
@@ -269,10 +300,14 @@ class Store:
 
     def _new(self, ledger: Ledger, now: float) -> set[Key]:
         """Return the runs to be served at 0; one that was served in full never is again, whatever the clock does."""
-        self._known = {key: first for key, first in self._known.items()
-                       if key in ledger.runs and ledger.runs[key].first == first}
-        new = {key for key, run in ledger.runs.items()
-               if key not in self._known and run.first is not None and 0 <= now - run.first < self._new_for}
+        self._known = {
+            key: first for key, first in self._known.items() if key in ledger.runs and ledger.runs[key].first == first
+        }
+        new = {
+            key
+            for key, run in ledger.runs.items()
+            if key not in self._known and run.first is not None and 0 <= now - run.first < self._new_for
+        }
         self._known |= {key: run.first for key, run in ledger.runs.items() if key not in new}
         return new
 
@@ -348,7 +383,8 @@ class Store:
                 run = ledger.runs[key]
                 db.execute(
                     "INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?, ?)",
-                    (*key, run.ended is not None, self._heard[key], json.dumps(run.to_json())))
+                    (*key, run.ended is not None, self._heard[key], json.dumps(run.to_json())),
+                )
                 for table, names, part in (
                     ("sources", run.touched, run.sources.get),
                     ("attempts", run.rewritten, run.history.get),
@@ -368,16 +404,18 @@ class Store:
                 del ledger.runs[key], self._heard[key]
                 self._forgotten.add(key)
             elif run.ended is None and silent > self._abandoned_after and now - self._began > _CATCH_UP:
-                log.warning("ledger: run %s of tenant %r, last heard of %.0f days ago, is given up", key[1], key[0],
-                            silent / 86400)
+                log.warning(
+                    "ledger: run %s of tenant %r, last heard of %.0f days ago, is given up",
+                    key[1],
+                    key[0],
+                    silent / 86400,
+                )
                 run.give_up()
                 self._heard[key] = now
                 self._given_up.add(key)
 
 
-def _write_part(
-    db: sqlite3.Connection, table: str, key: Key, names: Iterable[Any], part: Callable[[Any], Any]
-) -> None:
+def _write_part(db: sqlite3.Connection, table: str, key: Key, names: Iterable[Any], part: Callable[[Any], Any]) -> None:
     """Write what has changed of one of a run's tables."""
     for name in names:
         state = part(name)

@@ -68,8 +68,12 @@ def latest(then: Mapping[str, Sequence[Wait]], now: Mapping[str, Sequence[Wait]]
         before = {wait.rank: wait for wait in then.get(source, ())}
         for wait in waits:
             first = before.get(wait.rank)
-            if first is None or first.started != wait.started or wait.steps - first.steps < _STEPS or (
-                    wait.seconds <= first.seconds):
+            if (
+                first is None
+                or first.started != wait.started
+                or wait.steps - first.steps < _STEPS
+                or (wait.seconds <= first.seconds)
+            ):
                 return None
             share = (wait.wait - first.wait) / (wait.seconds - first.seconds)
             shares[source, wait.rank] = wait.place, share

@@ -26,7 +26,8 @@ def families(run: Run, now: float, *, new: bool = False) -> list[Sample]:
 
     for bucket in BUCKETS:
         unknown = (bucket == "queue" and run.submitted is None) or (
-            bucket in ("productive", "lost", "generation") and not run.positioned and run.high_water is None)
+            bucket in ("productive", "lost", "generation") and not run.positioned and run.high_water is None
+        )
         if unknown and run.seconds[bucket] == 0:
             continue
         add(m.RUN_SECONDS, run.seconds[bucket], bucket)
@@ -100,9 +101,17 @@ def figures(run: Run, now: float) -> dict[str, Any]:
         incidents[run.losing] |= {"seconds": run.losing_seconds, "gpu_seconds": run.losing_gpu_seconds}
     attempts = [*map(dict, run.history.values()), *([] if run.attempt is None else [run.attempt.figures()])]
     return {
-        "tenant": run.tenant, "run": run.name, "generation": run.generation, "at": now,
-        "submitted": run.submitted, "start": run.start, "frontier": run.frontier,
-        "buckets": told.pop("buckets"), "gpu_seconds": told.pop("gpu_seconds"), "summary": told,
-        "attempts": attempts, "attempts_left_out": run.left_out,
+        "tenant": run.tenant,
+        "run": run.name,
+        "generation": run.generation,
+        "at": now,
+        "submitted": run.submitted,
+        "start": run.start,
+        "frontier": run.frontier,
+        "buckets": told.pop("buckets"),
+        "gpu_seconds": told.pop("gpu_seconds"),
+        "summary": told,
+        "attempts": attempts,
+        "attempts_left_out": run.left_out,
         "incidents": list(incidents.values()),
     }

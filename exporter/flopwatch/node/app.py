@@ -24,7 +24,9 @@ INTAKE_THREADS = 4
 
 _HTTP_STATUS = {"malformed": 400, "unauthorized": 401, "too_large": 413, "unsupported_type": 415}
 _OUTCOMES: dict[type[Exception], str] = {
-    http_server.Unauthorized: "unauthorized", http_server.TooLarge: "too_large", http_server.NotArriving: "malformed",
+    http_server.Unauthorized: "unauthorized",
+    http_server.TooLarge: "too_large",
+    http_server.NotArriving: "malformed",
 }
 
 _PAGE = """<!doctype html>

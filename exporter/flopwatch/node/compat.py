@@ -100,17 +100,26 @@ ALIASES = (
     Alias(100, m.GPU_SM_CLOCK, "DCGM_FI_DEV_SM_CLOCK", MEGAHERTZ, "DCGM_FI_DEV_SM_CLOCK_HERTZ", HERTZ),
     Alias(101, m.GPU_MEMORY_CLOCK, "DCGM_FI_DEV_MEM_CLOCK", MEGAHERTZ, "DCGM_FI_DEV_MEMORY_CLOCK_HERTZ", HERTZ),
     Alias(
-        140, m.GPU_MEMORY_TEMPERATURE, "DCGM_FI_DEV_MEMORY_TEMP", CELSIUS, "DCGM_FI_DEV_MEMORY_TEMP_CELSIUS", CELSIUS,
+        140, m.GPU_MEMORY_TEMPERATURE, "DCGM_FI_DEV_MEMORY_TEMP", CELSIUS, "DCGM_FI_DEV_MEMORY_TEMP_CELSIUS", CELSIUS
     ),
     Alias(150, m.GPU_TEMPERATURE, "DCGM_FI_DEV_GPU_TEMP", CELSIUS, "DCGM_FI_DEV_GPU_TEMP_CELSIUS", CELSIUS),
     Alias(155, m.GPU_POWER, "DCGM_FI_DEV_POWER_USAGE", WATTS, "DCGM_FI_DEV_BOARD_POWER_WATTS", WATTS),
     Alias(
-        156, m.GPU_ENERGY, "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION", MILLIJOULES, "DCGM_FI_DEV_GPU_ENERGY_JOULES_TOTAL",
-        JOULES, "counter",
+        156,
+        m.GPU_ENERGY,
+        "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION",
+        MILLIJOULES,
+        "DCGM_FI_DEV_GPU_ENERGY_JOULES_TOTAL",
+        JOULES,
+        "counter",
     ),
     Alias(
-        164, m.GPU_POWER_LIMIT, "DCGM_FI_DEV_ENFORCED_POWER_LIMIT", WATTS,
-        "DCGM_FI_DEV_BOARD_POWER_LIMIT_ENFORCED_WATTS", WATTS,
+        164,
+        m.GPU_POWER_LIMIT,
+        "DCGM_FI_DEV_ENFORCED_POWER_LIMIT",
+        WATTS,
+        "DCGM_FI_DEV_BOARD_POWER_LIMIT_ENFORCED_WATTS",
+        WATTS,
     ),
     _counted(202, m.GPU_PCIE_REPLAYS, "DCGM_FI_DEV_PCIE_REPLAY_COUNTER", "DCGM_FI_DEV_PCIE_REPLAY_TOTAL"),
     Alias(203, m.GPU_UTILIZATION, "DCGM_FI_DEV_GPU_UTIL", PERCENT, "DCGM_FI_DEV_GPU_UTIL_RATIO", RATIO),
@@ -121,25 +130,41 @@ ALIASES = (
     _throttled(240, "DCGM_FI_DEV_POWER_VIOLATION", "DCGM_FI_DEV_GPU_POWER_THROTTLE_SECONDS_TOTAL", "sw_power_cap"),
     _throttled(241, "DCGM_FI_DEV_THERMAL_VIOLATION", "DCGM_FI_DEV_GPU_THERMAL_THROTTLE_SECONDS_TOTAL", "thermal"),
     _throttled(
-        242, "DCGM_FI_DEV_SYNC_BOOST_VIOLATION", "DCGM_FI_DEV_GPU_SYNC_BOOST_THROTTLE_SECONDS_TOTAL", "sync_boost",
+        242, "DCGM_FI_DEV_SYNC_BOOST_VIOLATION", "DCGM_FI_DEV_GPU_SYNC_BOOST_THROTTLE_SECONDS_TOTAL", "sync_boost"
     ),
     _throttled(243, "DCGM_FI_DEV_BOARD_LIMIT_VIOLATION", "DCGM_FI_DEV_GPU_LIMIT_THROTTLE_SECONDS_TOTAL", "board_limit"),
     _throttled(
-        244, "DCGM_FI_DEV_LOW_UTIL_VIOLATION", "DCGM_FI_DEV_GPU_LOW_UTIL_THROTTLE_SECONDS_TOTAL", "low_utilization",
+        244, "DCGM_FI_DEV_LOW_UTIL_VIOLATION", "DCGM_FI_DEV_GPU_LOW_UTIL_THROTTLE_SECONDS_TOTAL", "low_utilization"
     ),
     _throttled(
-        245, "DCGM_FI_DEV_RELIABILITY_VIOLATION", "DCGM_FI_DEV_GPU_RELIABILITY_THROTTLE_SECONDS_TOTAL", "reliability",
+        245, "DCGM_FI_DEV_RELIABILITY_VIOLATION", "DCGM_FI_DEV_GPU_RELIABILITY_THROTTLE_SECONDS_TOTAL", "reliability"
     ),
     Alias(
-        250, m.GPU_MEMORY_TOTAL, "DCGM_FI_DEV_FB_TOTAL", MEBIBYTES, "DCGM_FI_DEV_FB_CAPACITY_BYTES", BYTES,
+        250,
+        m.GPU_MEMORY_TOTAL,
+        "DCGM_FI_DEV_FB_TOTAL",
+        MEBIBYTES,
+        "DCGM_FI_DEV_FB_CAPACITY_BYTES",
+        BYTES,
         mig=m.GPU_MIG_MEMORY_TOTAL,
     ),
     Alias(
-        251, m.GPU_MEMORY_TOTAL, "DCGM_FI_DEV_FB_FREE", MEBIBYTES, "DCGM_FI_DEV_FB_FREE_BYTES", BYTES, how="free",
+        251,
+        m.GPU_MEMORY_TOTAL,
+        "DCGM_FI_DEV_FB_FREE",
+        MEBIBYTES,
+        "DCGM_FI_DEV_FB_FREE_BYTES",
+        BYTES,
+        how="free",
         mig=m.GPU_MIG_MEMORY_TOTAL,
     ),
     Alias(
-        252, m.GPU_MEMORY_USED, "DCGM_FI_DEV_FB_USED", MEBIBYTES, "DCGM_FI_DEV_FB_USED_BYTES", BYTES,
+        252,
+        m.GPU_MEMORY_USED,
+        "DCGM_FI_DEV_FB_USED",
+        MEBIBYTES,
+        "DCGM_FI_DEV_FB_USED_BYTES",
+        BYTES,
         mig=m.GPU_MIG_MEMORY_USED,
     ),
     Alias(253, m.GPU_MEMORY_RESERVED, "DCGM_FI_DEV_FB_RESERVED", MEBIBYTES, "DCGM_FI_DEV_FB_RESERVED_BYTES", BYTES),
@@ -151,36 +176,57 @@ ALIASES = (
     _counted(391, m.GPU_RETIRED_PAGES, "DCGM_FI_DEV_RETIRED_DBE", "DCGM_FI_DEV_PAGE_RETIRED_DBE_TOTAL", "uncorrected"),
     _counted(392, m.GPU_RETIRED_PAGES_PENDING, "DCGM_FI_DEV_RETIRED_PENDING", "DCGM_FI_DEV_PAGE_RETIRED_PENDING"),
     _counted(
-        393, m.GPU_REMAPPED_ROWS, "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS",
-        "DCGM_FI_DEV_ROW_REMAP_UNCORRECTABLE_TOTAL", "uncorrected",
+        393,
+        m.GPU_REMAPPED_ROWS,
+        "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS",
+        "DCGM_FI_DEV_ROW_REMAP_UNCORRECTABLE_TOTAL",
+        "uncorrected",
     ),
     _counted(
-        394, m.GPU_REMAPPED_ROWS, "DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS", "DCGM_FI_DEV_ROW_REMAP_CORRECTABLE_TOTAL",
+        394,
+        m.GPU_REMAPPED_ROWS,
+        "DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS",
+        "DCGM_FI_DEV_ROW_REMAP_CORRECTABLE_TOTAL",
         "corrected",
     ),
     Alias(395, m.GPU_ROW_REMAP_FAILURE, "DCGM_FI_DEV_ROW_REMAP_FAILURE", COUNT, "DCGM_FI_DEV_ROW_REMAP_FAILED", COUNT),
     _same(396, m.GPU_ROW_REMAP_PENDING, "DCGM_FI_DEV_ROW_REMAP_PENDING", COUNT),
     _counted(
-        429, m.NVLINK_ERRORS, "DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL", "DCGM_FI_DEV_NVLINK_REPLAY_ERROR_TOTAL",
+        429,
+        m.NVLINK_ERRORS,
+        "DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL",
+        "DCGM_FI_DEV_NVLINK_REPLAY_ERROR_TOTAL",
         "replay",
     ),
     _counted(
-        439, m.NVLINK_ERRORS, "DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL",
-        "DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_TOTAL", "recovery",
+        439,
+        m.NVLINK_ERRORS,
+        "DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL",
+        "DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_TOTAL",
+        "recovery",
     ),
     Alias(
-        449, m.NVLINK_TRANSMIT, "DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL", MEGABYTES_PER_SECOND,
-        "DCGM_FI_DEV_NVLINK_THROUGHPUT_BYTES_PER_SECOND", BYTES_PER_SECOND, how="rate", also=m.NVLINK_RECEIVE,
+        449,
+        m.NVLINK_TRANSMIT,
+        "DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL",
+        MEGABYTES_PER_SECOND,
+        "DCGM_FI_DEV_NVLINK_THROUGHPUT_BYTES_PER_SECOND",
+        BYTES_PER_SECOND,
+        how="rate",
+        also=m.NVLINK_RECEIVE,
     ),
     _active(1001, m.GPU_GRAPHICS_ACTIVE, "DCGM_FI_PROF_GR_ENGINE_ACTIVE", "DCGM_FI_PROF_GR_ENGINE_UTIL_RATIO"),
     _active(1002, m.GPU_SM_ACTIVE, "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_PROF_SM_UTIL_RATIO", mig=m.GPU_MIG_SM_ACTIVE),
     _active(1003, m.GPU_SM_OCCUPANCY, "DCGM_FI_PROF_SM_OCCUPANCY", "DCGM_FI_PROF_SM_OCCUPANCY_RATIO"),
     _active(
-        1004, m.GPU_TENSOR_ACTIVE, "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE", "DCGM_FI_PROF_TENSOR_UTIL_RATIO",
+        1004,
+        m.GPU_TENSOR_ACTIVE,
+        "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE",
+        "DCGM_FI_PROF_TENSOR_UTIL_RATIO",
         mig=m.GPU_MIG_TENSOR_ACTIVE,
     ),
     _active(
-        1005, m.GPU_DRAM_ACTIVE, "DCGM_FI_PROF_DRAM_ACTIVE", "DCGM_FI_PROF_DRAM_UTIL_RATIO", mig=m.GPU_MIG_DRAM_ACTIVE,
+        1005, m.GPU_DRAM_ACTIVE, "DCGM_FI_PROF_DRAM_ACTIVE", "DCGM_FI_PROF_DRAM_UTIL_RATIO", mig=m.GPU_MIG_DRAM_ACTIVE
     ),
     _active(1006, m.GPU_PIPE_ACTIVE, "DCGM_FI_PROF_PIPE_FP64_ACTIVE", "DCGM_FI_PROF_FP64_UTIL_RATIO", "fp64"),
     _active(1007, m.GPU_PIPE_ACTIVE, "DCGM_FI_PROF_PIPE_FP32_ACTIVE", "DCGM_FI_PROF_FP32_UTIL_RATIO", "fp32"),
@@ -269,12 +315,8 @@ class Compatibility:
 
     def render(self, samples: Sequence[Sample], *, openmetrics: bool = False) -> str:
         """Return the families as lines of either format, without `# EOF`."""
-        self._values = {
-            (row.name, labels): number * row.scale for row, labels, number in samples if row.name in _READ
-        }
-        self._window.advance(
-            self._clock(), {key: value for key, value in self._values.items() if key[0] in _COUNTED}
-        )
+        self._values = {(row.name, labels): number * row.scale for row, labels, number in samples if row.name in _READ}
+        self._window.advance(self._clock(), {key: value for key, value in self._values.items() if key[0] in _COUNTED})
         parts = list(_parts(samples))
         xids = _last_xids(samples)
         lines: list[str] = []
@@ -341,14 +383,19 @@ def _parts(samples: Sequence[Sample]) -> Iterator[Part]:
         elif row is m.GPU_OWNER_INFO:
             owner = dict(zip(row.labels, labels, strict=True))
             names = {
-                "container": owner["owner_container"], "hpc_job": owner["owner_job"],
-                "namespace": owner["owner_namespace"], "pod": owner["owner_pod"],
+                "container": owner["owner_container"],
+                "hpc_job": owner["owner_job"],
+                "namespace": owner["owner_namespace"],
+                "pod": owner["owner_pod"],
             }
             if any(names.values()) and names not in owners[labels[1], owner["mig_uuid"]]:
                 owners[labels[1], owner["mig_uuid"]].append(names)
     for uuid, gpu in gpus.items():
         labels_of_gpu = {
-            "gpu": gpu["gpu"], "UUID": uuid, "pci_bus_id": gpu["pci_bus_id"], "device": f"nvidia{gpu['gpu']}",
+            "gpu": gpu["gpu"],
+            "UUID": uuid,
+            "pci_bus_id": gpu["pci_bus_id"],
+            "device": f"nvidia{gpu['gpu']}",
             "modelName": gpu["model"],
         }
         key = gpu["gpu"], uuid
@@ -356,9 +403,7 @@ def _parts(samples: Sequence[Sample]) -> Iterator[Part]:
             yield Part(key, (), labels_of_gpu, gpu["driver_version"], gpu["host"], owners[uuid, ""])
         for id, instance in instances[uuid].items() if uuid in instances else ():
             named = labels_of_gpu | {"GPU_I_PROFILE": instance["profile"], "GPU_I_ID": id}
-            yield Part(
-                key, (id,), named, gpu["driver_version"], gpu["host"], owners[uuid, instance["mig_uuid"]]
-            )
+            yield Part(key, (id,), named, gpu["driver_version"], gpu["host"], owners[uuid, instance["mig_uuid"]])
 
 
 def _last_xids(samples: Sequence[Sample]) -> dict[str, tuple[str, str]]:
@@ -382,9 +427,7 @@ def _about(alias: Alias, part: Part, xids: dict[str, tuple[str, str]]) -> dict[s
     return {"err_code": code, "err_msg": meaning}
 
 
-def _lines(
-    name: str, generations: tuple[str, ...], part: Part, number: float, about: dict[str, str]
-) -> Iterator[str]:
+def _lines(name: str, generations: tuple[str, ...], part: Part, number: float, about: dict[str, str]) -> Iterator[str]:
     """Yield the sample lines of a part: one, or one for each of several owners."""
     pairs, value = part.pairs(generations), repr(number) if isfinite(number) else "NaN"
     for owner in part.owners or [{}]:

@@ -67,8 +67,13 @@ class Release:
     """
 
     def __init__(
-        self, state: Path, drivers: Sequence[Driver], now: Callable[[], float] = time.time,
-        clock: Callable[[], float] = time.monotonic, *, guest: bool = False,
+        self,
+        state: Path,
+        drivers: Sequence[Driver],
+        now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        guest: bool = False,
     ) -> None:
         self._guest = guest
         self._request = state / REQUEST
@@ -113,9 +118,7 @@ class Release:
         if until is None:
             return [(DRIVER_RELEASED, (), 0), (DRIVER_RELEASED_SECONDS, (), seconds)]
         seconds += max(0.0, self._clock() - self._since)
-        return [
-            (DRIVER_RELEASED, (), 1), (DRIVER_RELEASED_UNTIL, (), until), (DRIVER_RELEASED_SECONDS, (), seconds),
-        ]
+        return [(DRIVER_RELEASED, (), 1), (DRIVER_RELEASED_UNTIL, (), until), (DRIVER_RELEASED_SECONDS, (), seconds)]
 
     def _asked(self) -> float | None:
         """Return the end that is asked for; None where nothing is."""

@@ -76,7 +76,7 @@ class _Client:
             self._progress = now
         if self._pending:
             with suppress(BlockingIOError):
-                self._pending = self._pending[self._connection.send(self._pending):]
+                self._pending = self._pending[self._connection.send(self._pending) :]
                 self._progress = now
         if now - self._progress > STUCK_SECONDS:
             raise _Gone
@@ -212,8 +212,10 @@ def run(settings: KmsgSettings) -> None:
         finally:
             os.close(log)
     except OSError as error:
-        raise SettingsError(f"--kmsg {settings.kmsg}: {error.strerror}; the kernel log needs root or CAP_SYSLOG, and a "
-                            "device that the container may open (docs/privileges.md)") from error
+        raise SettingsError(
+            f"--kmsg {settings.kmsg}: {error.strerror}; the kernel log needs root or CAP_SYSLOG, and a "
+            "device that the container may open (docs/privileges.md)"
+        ) from error
     listener = listen(settings.listen, settings.group)
     inode = settings.listen.stat().st_ino
     signal.signal(signal.SIGTERM, _stop)

@@ -57,8 +57,10 @@ def run(settings: ExporterSettings) -> None:
         web = None if settings.web_config is None else Web(settings.web_config)
         otlp_web = None if settings.otlp_web_config is None else Web(settings.otlp_web_config, "--otlp-web-config")
         if otlp_web is not None and otlp_web.config.users:
-            raise SettingsError(f"--otlp-web-config {settings.otlp_web_config}: training processes show a token and no "
-                                "password; leave out basic_auth_users and give --otlp-token-file FILE")
+            raise SettingsError(
+                f"--otlp-web-config {settings.otlp_web_config}: training processes show a token and no "
+                "password; leave out basic_auth_users and give --otlp-token-file FILE"
+            )
         if settings.ledger_ca_file is not None:
             client_tls(settings.ledger_ca_file)  # a wrong file is told now, not at the first delivery
         if settings.otlp_token_file is None and not settings.otlp_listen.loopback:
@@ -76,7 +78,7 @@ def run(settings: ExporterSettings) -> None:
 
 
 async def _serve(
-    settings: ExporterSettings, listeners: list[socket.socket], web: Web | None, otlp_web: Web | None,
+    settings: ExporterSettings, listeners: list[socket.socket], web: Web | None, otlp_web: Web | None
 ) -> None:
     registry = CollectorRegistry()
     inventory = gpu_inventory(settings)
@@ -94,8 +96,9 @@ async def _serve(
         witness.observe(samples)
         return verdict.derive(samples)
 
-    scrape = Scrape(readers, in_memory, settings, registry, derive=derive,
-                    also=lambda: release.samples() + maintenance.samples())
+    scrape = Scrape(
+        readers, in_memory, settings, registry, derive=derive, also=lambda: release.samples() + maintenance.samples()
+    )
     forward = Forward(telemetry, ledger, memory=StateFile(settings.state / "evidence.json") if ledger else None)
 
     servers: list[uvicorn.Server] = []
@@ -173,8 +176,11 @@ def _state_folder(settings: ExporterSettings) -> Iterator[Path]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 # Not an end: the other one may be stuck in a driver for good, which is when a monitor is needed most.
-                log.warning("another exporter uses --state %s: both count and write what is kept there; end one of "
-                            "them, or give each its own folder", settings.state)
+                log.warning(
+                    "another exporter uses --state %s: both count and write what is kept there; end one of "
+                    "them, or give each its own folder",
+                    settings.state,
+                )
             yield settings.state
 
 
@@ -208,11 +214,11 @@ def _ledger(settings: ExporterSettings, registry: CollectorRegistry) -> Embedded
         return None
     outcomes = Outcomes(registry)
     if settings.ledger == "embedded":
-        store = Store(
-            settings.state / "ledger.sqlite", silent_after=settings.silent_after, new_for=settings.new_for)
+        store = Store(settings.state / "ledger.sqlite", silent_after=settings.silent_after, new_for=settings.new_for)
         return Embedded(store, outcomes)
-    return Remote(settings.ledger, settings.ledger_token_file, settings.state / "spool", outcomes,
-                  ca_file=settings.ledger_ca_file)
+    return Remote(
+        settings.ledger, settings.ledger_token_file, settings.state / "spool", outcomes, ca_file=settings.ledger_ca_file
+    )
 
 
 def _known_gpus(inventory: Path) -> frozenset[str] | None:

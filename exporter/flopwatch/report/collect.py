@@ -141,8 +141,16 @@ class Report:
         return sum(seconds for bucket, seconds in self.gpu_seconds.items() if bucket not in GOOD)
 
 
-def gather(prometheus: Prometheus, run: str, *, tenant: str | None, at: float, lookback: float,
-           price: float | None = None, ledger: Client | None = None) -> Report:
+def gather(
+    prometheus: Prometheus,
+    run: str,
+    *,
+    tenant: str | None,
+    at: float,
+    lookback: float,
+    price: float | None = None,
+    ledger: Client | None = None,
+) -> Report:
     """Return the report of a run as of a moment, looking back so many seconds. Raises SettingsError."""
     asked = _Asked(prometheus, run, tenant, at, lookback)
     began, tenant = asked.start()
@@ -169,25 +177,52 @@ def gather(prometheus: Prometheus, run: str, *, tenant: str | None, at: float, l
     alerts = asked.alerts(tenant)
     causes = asked.causes()
     return Report(
-        run=run, tenant=tenant, made_at=at, state=state, began=began, ended=ended, gpus=asked.one(m.RUN_GPUS),
-        host_count=len(asked.hosts()) or None, wall_seconds=wall, queue_seconds=queue, buckets=buckets,
-        gpu_seconds=gpu_seconds, open_seconds=open_seconds,
-        provisional_seconds=asked.one(m.RUN_PROVISIONAL_SECONDS), mfu=asked.mean(RUN_MFU),
+        run=run,
+        tenant=tenant,
+        made_at=at,
+        state=state,
+        began=began,
+        ended=ended,
+        gpus=asked.one(m.RUN_GPUS),
+        host_count=len(asked.hosts()) or None,
+        wall_seconds=wall,
+        queue_seconds=queue,
+        buckets=buckets,
+        gpu_seconds=gpu_seconds,
+        open_seconds=open_seconds,
+        provisional_seconds=asked.one(m.RUN_PROVISIONAL_SECONDS),
+        mfu=asked.mean(RUN_MFU),
         effective_mfu=flops / capacity if flops is not None and capacity else None,
         goodput=done / wall if done is not None and wall > 0 else None,
         ettr=done / (wall + queue) if done is not None and queue is not None and wall > 0 else None,
-        attempts=round(asked.one(m.RUN_ATTEMPTS) or 0), ends=ends, high_water_step=asked.one(m.RUN_POSITION_STEPS),
-        mttf=mttf, mttr_seconds=mttr, recoveries=round(recoveries or 0),
+        attempts=round(asked.one(m.RUN_ATTEMPTS) or 0),
+        ends=ends,
+        high_water_step=asked.one(m.RUN_POSITION_STEPS),
+        mttf=mttf,
+        mttr_seconds=mttr,
+        recoveries=round(recoveries or 0),
         checkpoints=Checkpoints(
-            commits, asked.one(m.RUN_COMMITTED_STEPS), blocking,
+            commits,
+            asked.one(m.RUN_COMMITTED_STEPS),
+            blocking,
             checkpoint_interval(running / commits, blocking, mttf.seconds, mttr or 0.0)
-            if commits and mttf.seconds is not None else None),
-        declared=asked.declared(), timeline=asked.timeline(began, open_seconds),
-        mfu_over_time=[point for series in asked.over(f"max by (run) ({RUN_MFU}{asked.training})")
-                       for point in series.points],
-        causes=causes, losses=losses, alerts=alerts, ranks=asked.ranks(), hosts=_hosts(alerts, losses or ()),
+            if commits and mttf.seconds is not None
+            else None,
+        ),
+        declared=asked.declared(),
+        timeline=asked.timeline(began, open_seconds),
+        mfu_over_time=[
+            point for series in asked.over(f"max by (run) ({RUN_MFU}{asked.training})") for point in series.points
+        ],
+        causes=causes,
+        losses=losses,
+        alerts=alerts,
+        ranks=asked.ranks(),
+        hosts=_hosts(alerts, losses or ()),
         links=asked.links(),
-        missed=asked.missed(causes), price=price)
+        missed=asked.missed(causes),
+        price=price,
+    )
 
 
 class _Asked:
@@ -206,7 +241,8 @@ class _Asked:
         if not found:
             raise SettingsError(
                 f"there is no run {self._run!r} with series of the ledger ({m.RUN_START}) in the last {self._window}; "
-                "is its name right, and does this Prometheus scrape the ledger? A longer --lookback may find it")
+                "is its name right, and does this Prometheus scrape the ledger? A longer --lookback may find it"
+            )
         tenants = sorted(series.labels.get("tenant", "") for series in found)
         if len(found) > 1:
             raise SettingsError(f"run {self._run!r} is a run of several tenants; write --tenant {' or '.join(tenants)}")
@@ -264,8 +300,10 @@ class _Asked:
         Buckets partition the wall clock up to what is booked, so what was booked between two samples lies between the
         two sums: two hours of down time that are booked at once, at the restart, are shown as the two hours they were.
         """
-        found = {series.labels["bucket"]: dict(series.points) for series in self.over(
-            f'max by (bucket) ({m.RUN_SECONDS}{_selector({}, self.ledger, exclude="queue")})')}
+        found = {
+            series.labels["bucket"]: dict(series.points)
+            for series in self.over(f"max by (bucket) ({m.RUN_SECONDS}{_selector({}, self.ledger, exclude='queue')})")
+        }
         times = sorted({time for points in found.values() for time in points})
         before: dict[str, float] = dict.fromkeys(found, 0.0)
         slices: list[Slice] = []
@@ -296,37 +334,62 @@ class _Asked:
         """Return the alerts that fired on the run, or on a host while it ran there, in order of time."""
         # Over a window, so that none is missed that was over before the next point that is asked for.
         window = max(self._step, 60)
-        on_run = f'last_over_time(ALERTS{_selector({"run": self._run, "alertstate": "firing"})}[{window:.0f}s])'
-        on_host = (f'last_over_time(ALERTS{{alertstate="firing",run="",host!=""}}[{window:.0f}s]) and on (host) '
-                   f"group by (host) (last_over_time({m.TRAINING_RANK_INFO}{self.training}[10m]))")
+        on_run = f"last_over_time(ALERTS{_selector({'run': self._run, 'alertstate': 'firing'})}[{window:.0f}s])"
+        on_host = (
+            f'last_over_time(ALERTS{{alertstate="firing",run="",host!=""}}[{window:.0f}s]) and on (host) '
+            f"group by (host) (last_over_time({m.TRAINING_RANK_INFO}{self.training}[10m]))"
+        )
         found: list[Firing] = []
         for series in (*self.over(on_run), *self.over(on_host)):
             if series.labels.get("tenant", tenant) != tenant:
                 continue
-            place = ", ".join(f"{name} {series.labels[name]}" for name in (
-                "host", "device", "port", "uuid", "xid", "rank") if series.labels.get(name))
+            place = ", ".join(
+                f"{name} {series.labels[name]}"
+                for name in ("host", "device", "port", "uuid", "xid", "rank")
+                if series.labels.get(name)
+            )
             for began, ended in _spells(series.points, 2.5 * window):
-                found.append(Firing(series.labels.get("alertname", ""), series.labels.get("severity", ""), place, began,
-                                    ended, ended > self._at - 2.5 * window))
+                found.append(
+                    Firing(
+                        series.labels.get("alertname", ""),
+                        series.labels.get("severity", ""),
+                        place,
+                        began,
+                        ended,
+                        ended > self._at - 2.5 * window,
+                    )
+                )
         return sorted(found, key=lambda firing: (firing.began, firing.name))
 
     def ranks(self) -> list[Culprit]:
         """Return the ranks that were late most often."""
         late = self._now(f"topk({WORST}, max by (rank) (count_over_time({LEADER}{self.training}[{self._window}])))")
         asked = self._prometheus.value(f"max(count_over_time({RUN_SCORE}{self.training}[{self._window}]))", self._at)
-        cost = {series.labels["rank"]: series.points[0][1] for series in self._now(
-            f"max by (rank) (avg_over_time({LEADER}{self.training}[{self._window}]))")}
+        cost = {
+            series.labels["rank"]: series.points[0][1]
+            for series in self._now(f"max by (rank) (avg_over_time({LEADER}{self.training}[{self._window}]))")
+        }
         places = self._places()
-        return [Culprit(
-            f"rank {(rank := series.labels['rank'])}", places.get(rank, ""),
-            f"was the latest in {series.points[0][1] / asked:.1%} of the run, at {cost.get(rank, 0.0):.1%} of a step")
-            for series in sorted(late, key=lambda one: -one.points[0][1]) if asked]
+        return [
+            Culprit(
+                f"rank {(rank := series.labels['rank'])}",
+                places.get(rank, ""),
+                f"was the latest in {series.points[0][1] / asked:.1%} of the run, at {cost.get(rank, 0.0):.1%} "
+                f"of a step",
+            )
+            for series in sorted(late, key=lambda one: -one.points[0][1])
+            if asked
+        ]
 
     def _places(self) -> dict[str, str]:
         found = self._now(self._last(m.TRAINING_RANK_INFO))
-        return {series.labels["rank"]: ", ".join(
-            text for text in (series.labels.get("host", ""), series.labels.get("uuid", "")) if text)
-            for series in sorted(found, key=lambda one: one.points[0][0]) if "rank" in series.labels}
+        return {
+            series.labels["rank"]: ", ".join(
+                text for text in (series.labels.get("host", ""), series.labels.get("uuid", "")) if text
+            )
+            for series in sorted(found, key=lambda one: one.points[0][0])
+            if "rank" in series.labels
+        }
 
     def links(self) -> list[Culprit]:
         """Return the ports of the run's nodes with the most errors."""
@@ -339,12 +402,22 @@ class _Asked:
                 counts.setdefault(_port(series), {})[what] = series.points[0][1]
         if not counts:
             return []
-        hosts = {_port(series): series.labels.get("host", "") for series in self._now(
-            f"group by (instance, device, port, host) (last_over_time({m.INFINIBAND_INFO}[{self._window}])) "
-            f"and on (instance) {here}")}
+        hosts = {
+            _port(series): series.labels.get("host", "")
+            for series in self._now(
+                f"group by (instance, device, port, host) (last_over_time({m.INFINIBAND_INFO}[{self._window}])) "
+                f"and on (instance) {here}"
+            )
+        }
         worst = sorted(counts.items(), key=lambda item: -sum(item[1].values()))[:WORST]
-        return [Culprit(f"{key[1]} port {key[2]}", hosts.get(key, key[0]), ", ".join(
-            f"{count:,.0f} {what}" for what, count in found.items())) for key, found in worst]
+        return [
+            Culprit(
+                f"{key[1]} port {key[2]}",
+                hosts.get(key, key[0]),
+                ", ".join(f"{count:,.0f} {what}" for what, count in found.items()),
+            )
+            for key, found in worst
+        ]
 
     def missed(self, causes: Iterable[Cause]) -> list[str]:
         """Return what the monitoring did not see of this run, a sentence each."""
@@ -352,26 +425,36 @@ class _Asked:
         seen = sum(len(series.points) for series in self.over(f"max by (run) ({m.RUN_START}{self.ledger})"))
         asked = int((self._end - self._begin) / self._step) + 1
         if seen < asked - 2:
-            found.append(f"For {(asked - seen) * self._step / 3600:.1f} h of the run this Prometheus has no sample of "
-                         "the ledger. Nothing is lost from the accounts, but the timeline is coarser there.")
+            found.append(
+                f"For {(asked - seen) * self._step / 3600:.1f} h of the run this Prometheus has no sample of "
+                "the ledger. Nothing is lost from the accounts, but the timeline is coarser there."
+            )
         reasons = self._now(f"count by (reason) ({self._last(m.TRAINING_MFU_UNAVAILABLE)} == 1)")
-        found += [f"{series.points[0][1]:.0f} ranks had no MFU: {series.labels.get('reason', '')}."
-                  for series in reasons]
+        found += [
+            f"{series.points[0][1]:.0f} ranks had no MFU: {series.labels.get('reason', '')}." for series in reasons
+        ]
         ranks = self._count(f"group by (rank) ({self._last(m.TRAINING_RANK_INFO)})")
         if not ranks:
             found.append("No rank reported to this Prometheus: no MFU, no straggler could be seen.")
         waits = self._count(f"group by (rank) ({self._last(WAIT)})")
         if ranks and waits < ranks:
-            found.append(f"The wait for other ranks was measured on {waits:.0f} of {ranks:.0f} ranks; without all of "
-                         "them no straggler is named (docs/stragglers.md says where it can be measured).")
+            found.append(
+                f"The wait for other ranks was measured on {waits:.0f} of {ranks:.0f} ranks; without all of "
+                "them no straggler is named (docs/stragglers.md says where it can be measured)."
+            )
         errors = self._prometheus.value(
-            f"sum(increase({m.TRAINING_HOOK_ERRORS}{self.training}[{self._window}]))", self._at)
+            f"sum(increase({m.TRAINING_HOOK_ERRORS}{self.training}[{self._window}]))", self._at
+        )
         if errors is not None and errors >= 0.5:
             found.append(f"The training hook swallowed {errors:.0f} errors; the job's log says which.")
-        failing = self._now(f"avg by (collector) (avg_over_time({m.COLLECTOR_SUCCESS}[{self._window}]) "
-                            f"and on (instance) {self._here()}) < 0.999")
-        found += [f"The collector {series.labels.get('collector', '')} failed {1 - series.points[0][1]:.1%} of the "
-                  "time." for series in failing]
+        failing = self._now(
+            f"avg by (collector) (avg_over_time({m.COLLECTOR_SUCCESS}[{self._window}]) "
+            f"and on (instance) {self._here()}) < 0.999"
+        )
+        found += [
+            f"The collector {series.labels.get('collector', '')} failed {1 - series.points[0][1]:.1%} of the time."
+            for series in failing
+        ]
         unknown = next((cause for cause in causes if cause.cause == "unknown"), None)
         if unknown is not None:
             found.append(f"{unknown.incidents} losses have no known cause.")
@@ -394,10 +477,24 @@ class _Asked:
 
 def _losses(record: Mapping[str, Any]) -> list[Loss]:
     """Return the losses of a ledger's record, in order of time."""
-    return sorted((Loss(
-        one["began"], one["back"], one["status"] if one.get("kind", "end") == "end" else one["kind"], one["cause"],
-        one["confidence"], one["host"], " ".join(one[name] for name in ("gpu", "port") if one[name]), one["why"],
-        one["gpu_seconds"], one["settled"]) for one in record["incidents"]), key=lambda loss: loss.began)
+    return sorted(
+        (
+            Loss(
+                one["began"],
+                one["back"],
+                one["status"] if one.get("kind", "end") == "end" else one["kind"],
+                one["cause"],
+                one["confidence"],
+                one["host"],
+                " ".join(one[name] for name in ("gpu", "port") if one[name]),
+                one["why"],
+                one["gpu_seconds"],
+                one["settled"],
+            )
+            for one in record["incidents"]
+        ),
+        key=lambda loss: loss.began,
+    )
 
 
 def _hosts(alerts: Iterable[Firing], losses: Iterable[Loss]) -> list[Culprit]:
@@ -411,11 +508,22 @@ def _hosts(alerts: Iterable[Firing], losses: Iterable[Loss]) -> list[Culprit]:
     for loss in losses:
         if loss.host:
             cost[loss.host] = cost.get(loss.host, 0.0) + loss.gpu_seconds
-    worst = sorted(fired.keys() | cost.keys(), key=lambda host: (
-        -cost.get(host, 0.0), -fired.get(host, Counter()).total(), host))[:WORST]
-    return [Culprit(host, "", ", ".join([
-        *([f"{cost[host] / 3600:,.1f} GPU-hours lost to it"] if host in cost else []),
-        *(f"{count} x {name}" for name, count in sorted(fired.get(host, Counter()).items()))])) for host in worst]
+    worst = sorted(
+        fired.keys() | cost.keys(), key=lambda host: (-cost.get(host, 0.0), -fired.get(host, Counter()).total(), host)
+    )[:WORST]
+    return [
+        Culprit(
+            host,
+            "",
+            ", ".join(
+                [
+                    *([f"{cost[host] / 3600:,.1f} GPU-hours lost to it"] if host in cost else []),
+                    *(f"{count} x {name}" for name, count in sorted(fired.get(host, Counter()).items())),
+                ]
+            ),
+        )
+        for host in worst
+    ]
 
 
 def _port(series: Series) -> tuple[str, str, str]:

@@ -19,11 +19,17 @@ from flopwatch.report.references import GOODPUT, MFU, Reference
 
 # In the order of the waterfall; colours that people who confuse red and green tell apart.
 BUCKETS = {
-    "productive": ("productive", "#1a8f6f"), "generation": ("generation", "#63c2a5"),
-    "data_stall": ("waiting for data", "#e6b94b"), "compile": ("compiling", "#9d7bd0"),
-    "startup": ("starting up", "#5aa9e6"), "checkpoint_restore": ("restoring checkpoints", "#2f6db5"),
-    "checkpoint_save": ("saving checkpoints", "#1f4e8c"), "evaluation": ("evaluating", "#7f8fa6"),
-    "other": ("other", "#b3bac5"), "lost": ("work done again or thrown away", "#e07b39"), "down": ("down", "#b5342c"),
+    "productive": ("productive", "#1a8f6f"),
+    "generation": ("generation", "#63c2a5"),
+    "data_stall": ("waiting for data", "#e6b94b"),
+    "compile": ("compiling", "#9d7bd0"),
+    "startup": ("starting up", "#5aa9e6"),
+    "checkpoint_restore": ("restoring checkpoints", "#2f6db5"),
+    "checkpoint_save": ("saving checkpoints", "#1f4e8c"),
+    "evaluation": ("evaluating", "#7f8fa6"),
+    "other": ("other", "#b3bac5"),
+    "lost": ("work done again or thrown away", "#e07b39"),
+    "down": ("down", "#b5342c"),
     OPEN: ("not yet accounted for", "#d9dee5"),
 }
 SHOWN_ALERTS, SHOWN_LOSSES = 200, 50
@@ -57,8 +63,10 @@ def as_markdown(report: Report) -> str:
     """Return the report as Markdown."""
     view = _view(report)
     lines = [f"# {_md(report.run)}", "", _md(view["lead"]), "", "| Figure | Value | |", "|---|---:|---|"]
-    lines += [f"| {tile['title']} | {tile['value']} | {_md('; '.join(note['text'] for note in tile['notes']))} |"
-              for tile in view["tiles"]]
+    lines += [
+        f"| {tile['title']} | {tile['value']} | {_md('; '.join(note['text'] for note in tile['notes']))} |"
+        for tile in view["tiles"]
+    ]
     lines += ["", "## Where the time went", "", "| | time | share | GPU-hours |", "|---|---:|---:|---:|"]
     lines += [f"| {row['title']} | {row['time']} | {row['share']} | {row['gpu_hours']} |" for row in view["waterfall"]]
     lines += ["", view["lost"], "", "## What it was lost to", ""]
@@ -71,11 +79,16 @@ def as_markdown(report: Report) -> str:
         lines += ["", NO_LEDGER]
     else:
         lines += ["", "## Each loss", ""]
-        lines += [f"- {row['began']}, {row['lasted']}: {_md(row['what'])}, {_md(row['cause'])} {_md(row['place'])}, "
-                  f"{row['gpu_hours']} GPU-hours; {_md(row['why'])}" for row in view["losses"]] or [NO_LOSSES]
+        lines += [
+            f"- {row['began']}, {row['lasted']}: {_md(row['what'])}, {_md(row['cause'])} {_md(row['place'])}, "
+            f"{row['gpu_hours']} GPU-hours; {_md(row['why'])}"
+            for row in view["losses"]
+        ] or [NO_LOSSES]
     lines += ["", "## Alerts on the run and its hosts", ""]
-    lines += [f"- {row['began']}, for {row['lasted']}: {_md(row['name'])} ({_md(row['severity'])}) {_md(row['place'])}"
-              for row in view["alerts"]] or ["None fired that this Prometheus remembers."]
+    lines += [
+        f"- {row['began']}, for {row['lasted']}: {_md(row['name'])} ({_md(row['severity'])}) {_md(row['place'])}"
+        for row in view["alerts"]
+    ] or ["None fired that this Prometheus remembers."]
     for section in view["worst"]:
         lines += ["", f"## {section['title']}", ""]
         lines += [f"- {_md(one.name)} {_md(one.place)}: {_md(one.finding)}" for one in section["culprits"]]
@@ -87,30 +100,51 @@ def as_markdown(report: Report) -> str:
 def _view(report: Report) -> dict[str, Any]:
     """Return what the template shows: texts and coordinates."""
     return {
-        "lead": _lead(report), "tiles": _tiles(report), "waterfall": _waterfall(report), "lost": _lost(report),
-        **_timeline(report), "causes": [
-            {"title": cause.cause.replace("_", " "), "count": cause.incidents,
-             "gpu_hours": _hours(cause.gpu_seconds), "cost": _cost(report, cause.gpu_seconds)}
-            for cause in report.causes],
-        "no_causes": NO_CAUSES, "no_losses": NO_LOSSES, "no_ledger": NO_LEDGER, **_losses(report),
-        "alerts": [{
-            "began": _moment(alert.began),
-            "lasted": "still firing" if alert.ongoing else _time(alert.ended - alert.began),
-            "name": alert.name, "severity": alert.severity, "place": alert.place,
-        } for alert in report.alerts[:SHOWN_ALERTS]],
+        "lead": _lead(report),
+        "tiles": _tiles(report),
+        "waterfall": _waterfall(report),
+        "lost": _lost(report),
+        **_timeline(report),
+        "causes": [
+            {
+                "title": cause.cause.replace("_", " "),
+                "count": cause.incidents,
+                "gpu_hours": _hours(cause.gpu_seconds),
+                "cost": _cost(report, cause.gpu_seconds),
+            }
+            for cause in report.causes
+        ],
+        "no_causes": NO_CAUSES,
+        "no_losses": NO_LOSSES,
+        "no_ledger": NO_LEDGER,
+        **_losses(report),
+        "alerts": [
+            {
+                "began": _moment(alert.began),
+                "lasted": "still firing" if alert.ongoing else _time(alert.ended - alert.began),
+                "name": alert.name,
+                "severity": alert.severity,
+                "place": alert.place,
+            }
+            for alert in report.alerts[:SHOWN_ALERTS]
+        ],
         "more_alerts": f"and {len(report.alerts) - SHOWN_ALERTS} more" if len(report.alerts) > SHOWN_ALERTS else "",
         "worst": [
             {"title": title, "what": what, "culprits": culprits, "places": any(one.place for one in culprits)}
             for title, what, culprits in (
-                ("Latest ranks", "Rank", report.ranks), ("Hosts with alerts", "Host", report.hosts),
-                ("Worst links", "Port", report.links)) if culprits],
-        "checkpoints": _checkpoints(report), "definitions": DEFINITIONS,
+                ("Latest ranks", "Rank", report.ranks),
+                ("Hosts with alerts", "Host", report.hosts),
+                ("Worst links", "Port", report.links),
+            )
+            if culprits
+        ],
+        "checkpoints": _checkpoints(report),
+        "definitions": DEFINITIONS,
     }
 
 
 def _lead(report: Report) -> str:
-    parts = [f"{report.state}, from {_moment(report.began)} to {_moment(report.ended)} UTC",
-             _time(report.wall_seconds)]
+    parts = [f"{report.state}, from {_moment(report.began)} to {_moment(report.ended)} UTC", _time(report.wall_seconds)]
     if report.gpus is not None:
         parts.append(f"{report.gpus:,.0f} GPUs" + _on_hosts(report.host_count))
     parts.append(f"{report.attempts} attempt{'s' * (report.attempts != 1)}")
@@ -127,32 +161,50 @@ def _on_hosts(count: int | None) -> str:
 def _tiles(report: Report) -> list[dict[str, Any]]:
     mttf = report.mttf
     failures = f"{mttf.count} unplanned end{'s' * (mttf.count != 1)}"
-    interval = "" if mttf.low is None else (
-        f"95 % between {_time(mttf.low)} and {_time(mttf.high)}" if mttf.high is not None
-        else f"95 %: at least {_time(mttf.low)}")
+    interval = (
+        ""
+        if mttf.low is None
+        else (
+            f"95 % between {_time(mttf.low)} and {_time(mttf.high)}"
+            if mttf.high is not None
+            else f"95 %: at least {_time(mttf.low)}"
+        )
+    )
     return [
         _ratio("MFU", report.mfu, MFU, "mean of the live series; needs the recording rules"),
         _ratio("Goodput", report.goodput, GOODPUT, "needs steps that say their position"),
         _ratio("ETTR", report.ettr, GOODPUT, "needs the time of submission"),
         _ratio("Effective MFU", report.effective_mfu, (), "needs FLOPs and a peak of every rank"),
-        {"title": "Mean time to failure", "ratio": None, "marks": [],
-         "value": "no failure" if mttf.count == 0 else _time(mttf.seconds),
-         "notes": [{"text": text, "link": ""} for text in (failures, interval) if text]},
-        {"title": "Mean time to recovery", "ratio": None, "marks": [],
-         "value": "unknown" if report.mttr_seconds is None else _time(report.mttr_seconds),
-         "notes": [{"text": f"{report.recoveries} recover{'ies' if report.recoveries != 1 else 'y'}", "link": ""}]},
+        {
+            "title": "Mean time to failure",
+            "ratio": None,
+            "marks": [],
+            "value": "no failure" if mttf.count == 0 else _time(mttf.seconds),
+            "notes": [{"text": text, "link": ""} for text in (failures, interval) if text],
+        },
+        {
+            "title": "Mean time to recovery",
+            "ratio": None,
+            "marks": [],
+            "value": "unknown" if report.mttr_seconds is None else _time(report.mttr_seconds),
+            "notes": [{"text": f"{report.recoveries} recover{'ies' if report.recoveries != 1 else 'y'}", "link": ""}],
+        },
     ]
 
 
 def _ratio(title: str, value: float | None, references: Iterable[Reference], needs: str) -> dict[str, Any]:
     known = value is not None
     return {
-        "title": title, "value": f"{value:.1%}" if known else "unknown",
+        "title": title,
+        "value": f"{value:.1%}" if known else "unknown",
         "ratio": f"{240 * min(1.0, max(0.0, value)):.1f}" if value is not None else None,
-        "marks": [{"x": f"{240 * one.low:.1f}", "width": f"{max(2.0, 240 * (one.high - one.low)):.1f}", "text": one.who}
-                  for one in references],
+        "marks": [
+            {"x": f"{240 * one.low:.1f}", "width": f"{max(2.0, 240 * (one.high - one.low)):.1f}", "text": one.who}
+            for one in references
+        ],
         "notes": [{"text": f"{_range(one)} {one.who}", "link": one.source} for one in references]
-        if known else [{"text": needs, "link": ""}],
+        if known
+        else [{"text": needs, "link": ""}],
     }
 
 
@@ -169,11 +221,18 @@ def _waterfall(report: Report) -> list[dict[str, Any]]:
         if seconds <= 0:
             continue
         held = None if bucket == OPEN else report.gpu_seconds.get(bucket)
-        rows.append({
-            "title": title, "color": color, "x": f"{400 * at / wall:.2f}",
-            "width": f"{max(0.5, 400 * seconds / wall):.2f}",
-            "time": _time(seconds), "share": f"{seconds / wall:.1%}",
-            "gpu_hours": "" if held is None else _hours(held), "cost": "" if held is None else _cost(report, held)})
+        rows.append(
+            {
+                "title": title,
+                "color": color,
+                "x": f"{400 * at / wall:.2f}",
+                "width": f"{max(0.5, 400 * seconds / wall):.2f}",
+                "time": _time(seconds),
+                "share": f"{seconds / wall:.1%}",
+                "gpu_hours": "" if held is None else _hours(held),
+                "cost": "" if held is None else _cost(report, held),
+            }
+        )
         at += seconds
     return rows
 
@@ -193,15 +252,25 @@ def _losses(report: Report) -> dict[str, Any]:
     every = report.losses or []
     worst = sorted(every, key=lambda loss: -loss.gpu_seconds)[:SHOWN_LOSSES]
     return {
-        "losses": [{
-            "began": _moment(loss.began), "lasted": "not over" if loss.back is None else _time(loss.back - loss.began),
-            "what": loss.what.replace("_", " "),
-            "cause": ", ".join([
-                loss.cause.replace("_", " "), *([loss.confidence] if loss.confidence != "none" else []),
-                *([] if loss.settled else ["so far"])]),
-            "place": " ".join(text for text in (loss.host, loss.part) if text), "why": loss.why,
-            "gpu_hours": _hours(loss.gpu_seconds), "cost": _cost(report, loss.gpu_seconds),
-        } for loss in sorted(worst, key=lambda loss: loss.began)],
+        "losses": [
+            {
+                "began": _moment(loss.began),
+                "lasted": "not over" if loss.back is None else _time(loss.back - loss.began),
+                "what": loss.what.replace("_", " "),
+                "cause": ", ".join(
+                    [
+                        loss.cause.replace("_", " "),
+                        *([loss.confidence] if loss.confidence != "none" else []),
+                        *([] if loss.settled else ["so far"]),
+                    ]
+                ),
+                "place": " ".join(text for text in (loss.host, loss.part) if text),
+                "why": loss.why,
+                "gpu_hours": _hours(loss.gpu_seconds),
+                "cost": _cost(report, loss.gpu_seconds),
+            }
+            for loss in sorted(worst, key=lambda loss: loss.began)
+        ],
         "more_losses": f"and {len(every) - len(worst)} that cost less" if len(every) > len(worst) else "",
     }
 
@@ -218,24 +287,42 @@ def _timeline(report: Report) -> dict[str, Any]:
         for bucket, (title, color) in BUCKETS.items():
             if (seconds := part.seconds.get(bucket, 0.0)) > 0:
                 height = 105 * seconds / total
-                bars.append({
-                    "x": f"{x(part.begin):.2f}", "width": f"{max(0.3, x(part.end) - x(part.begin)):.2f}",
-                    "y": f"{y:.2f}", "height": f"{height:.2f}", "color": color,
-                    "text": f"{title}: {_time(seconds)} from {_moment(part.begin)}"})
+                bars.append(
+                    {
+                        "x": f"{x(part.begin):.2f}",
+                        "width": f"{max(0.3, x(part.end) - x(part.begin)):.2f}",
+                        "y": f"{y:.2f}",
+                        "height": f"{height:.2f}",
+                        "color": color,
+                        "text": f"{title}: {_time(seconds)} from {_moment(part.begin)}",
+                    }
+                )
                 y += height
     first, last = x(report.began), x(report.ended)
-    marks = [{"x": f"{x(alert.began):.1f}", "text": f"{alert.name} {alert.place}, {_moment(alert.began)}",
-              "color": "#b5342c" if alert.severity == "critical" else "#e6b94b"}
-             for alert in report.alerts[:SHOWN_ALERTS]]
+    marks = [
+        {
+            "x": f"{x(alert.began):.1f}",
+            "text": f"{alert.name} {alert.place}, {_moment(alert.began)}",
+            "color": "#b5342c" if alert.severity == "critical" else "#e6b94b",
+        }
+        for alert in report.alerts[:SHOWN_ALERTS]
+    ]
     middle = report.began + wall / 2
     return {
-        "timeline": bars, "key": [{"title": title, "color": color} for bucket, (title, color) in BUCKETS.items()
-                                  if any(part.seconds.get(bucket) for part in report.timeline)],
-        "mfu_line": " ".join(f"{x(time):.1f},{105 * (1 - min(1.0, max(0.0, value))):.1f}"
-                             for time, value in report.mfu_over_time),
-        "ticks": [{"x": f"{first:.0f}", "anchor": "start", "text": _moment(report.began)},
-                  {"x": "500", "anchor": "middle", "text": _moment(middle)},
-                  {"x": f"{last:.0f}", "anchor": "end", "text": _moment(report.ended)}],
+        "timeline": bars,
+        "key": [
+            {"title": title, "color": color}
+            for bucket, (title, color) in BUCKETS.items()
+            if any(part.seconds.get(bucket) for part in report.timeline)
+        ],
+        "mfu_line": " ".join(
+            f"{x(time):.1f},{105 * (1 - min(1.0, max(0.0, value))):.1f}" for time, value in report.mfu_over_time
+        ),
+        "ticks": [
+            {"x": f"{first:.0f}", "anchor": "start", "text": _moment(report.began)},
+            {"x": "500", "anchor": "middle", "text": _moment(middle)},
+            {"x": f"{last:.0f}", "anchor": "end", "text": _moment(report.ended)},
+        ],
         "alert_marks": marks,
     }
 
@@ -244,21 +331,28 @@ def _checkpoints(report: Report) -> list[str]:
     saved = report.checkpoints
     if saved.commits == 0:
         return ["No durable checkpoint was seen."]
-    lines = [f"{saved.commits} durable checkpoint{'s' * (saved.commits != 1)}"
-             + (f", the last of step {saved.committed_step:,.0f}" if saved.committed_step is not None else "")
-             + f"; each stopped training for {_time(saved.blocking_seconds)}."]
+    lines = [
+        f"{saved.commits} durable checkpoint{'s' * (saved.commits != 1)}"
+        + (f", the last of step {saved.committed_step:,.0f}" if saved.committed_step is not None else "")
+        + f"; each stopped training for {_time(saved.blocking_seconds)}."
+    ]
     if saved.interval is None:
         lines.append("What interval would be best cannot be told: there was no failure, or saving costs nothing.")
         return lines
     actual, best = saved.interval.actual, saved.interval.optimum
     extra = max(0.0, saved.interval.waste - saved.interval.least_waste)
-    lines.append(f"One every {_time(actual)} of running; at this rate of failures one every {_time(best)} would be "
-                 f"best. Saving, doing work again and restarting then take {saved.interval.least_waste:.1%} of the "
-                 f"time in place of {saved.interval.waste:.1%}.")
+    lines.append(
+        f"One every {_time(actual)} of running; at this rate of failures one every {_time(best)} would be "
+        f"best. Saving, doing work again and restarting then take {saved.interval.least_waste:.1%} of the "
+        f"time in place of {saved.interval.waste:.1%}."
+    )
     if report.gpus and extra > 0:
         lost = extra * report.gpus * report.wall_seconds
-        lines.append(f"Over this run the difference is {_hours(lost)} GPU-hours"
-                     + (f", {_cost(report, lost)}" if report.price is not None else "") + ".")
+        lines.append(
+            f"Over this run the difference is {_hours(lost)} GPU-hours"
+            + (f", {_cost(report, lost)}" if report.price is not None else "")
+            + "."
+        )
     return lines
 
 

@@ -40,8 +40,9 @@ class Prometheus:
         """Return what a query gives from one moment to another, every `step` seconds. Raises SettingsError."""
         step = max(step, (end - start) / MOST_POINTS + 1e-3)
         times = {"start": f"{start:.3f}", "end": f"{end:.3f}", "step": f"{step:.3f}"}
-        return [Series(one["metric"], _points(one["values"])) for one in self._ask("query_range", {
-            "query": query, **times})]
+        return [
+            Series(one["metric"], _points(one["values"])) for one in self._ask("query_range", {"query": query, **times})
+        ]
 
     def value(self, query: str, at: float) -> float | None:
         """Return the only value a query gives at a moment, or None. Raises SettingsError."""
@@ -61,8 +62,9 @@ class Prometheus:
                 detail = error.read(500).decode(errors="replace")
             raise SettingsError(f"{self._url} answers {error.code} to {arguments['query']!r}: {detail}") from None
         except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
-            raise SettingsError(f"{self._url} does not answer as a Prometheus does: {error}; is --prometheus right?"
-                                ) from None
+            raise SettingsError(
+                f"{self._url} does not answer as a Prometheus does: {error}; is --prometheus right?"
+            ) from None
         if not isinstance(result, list):
             raise SettingsError(f"{self._url} answers {arguments['query']!r} with {type(result).__name__}, not series")
         return result

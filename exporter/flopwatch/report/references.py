@@ -14,8 +14,10 @@ class Reference(NamedTuple):
     source: str
 
 
-_COREWEAVE_MFU = ("https://coreweave.com/blog/coreweave-leads-the-charge-in-ai-infrastructure-efficiency-with-up-to-20-"
-                  "higher-gpu-cluster-performance-than-alternative-solutions")
+_COREWEAVE_MFU = (
+    "https://coreweave.com/blog/coreweave-leads-the-charge-in-ai-infrastructure-efficiency-with-up-to-20-"
+    "higher-gpu-cluster-performance-than-alternative-solutions"
+)
 _COREWEAVE_GOODPUT = "https://coreweave.com/blog/achieve-ai-infrastructure-goodput-of-up-to-96-with-3-key-strategies"
 
 MFU = (

@@ -29,8 +29,7 @@ def mean_time_between(seconds: float, count: int, confidence: float = 0.95) -> M
     tail = (1 - confidence) / 2
     most = _root(lambda rate: _poisson(count, rate) - tail)  # so few are as improbable
     fewest = 0.0 if count == 0 else _root(lambda rate: tail - (1 - _poisson(count - 1, rate)))
-    return Mean(
-        seconds / count if count else None, seconds / most, seconds / fewest if fewest > 0 else None, count)
+    return Mean(seconds / count if count else None, seconds / most, seconds / fewest if fewest > 0 else None, count)
 
 
 def _poisson(count: int, rate: float) -> float:

@@ -32,8 +32,9 @@ from flopwatch.flops.peaks import peak
 from flopwatch.training import Run
 from flopwatch.training.process.launcher import this_process
 
-LLAMA_3_8B = Transformer(layers=32, width=4096, heads=32, kv_heads=8, mlp_width=14336, mlp_matrices=3,
-                         vocabulary=128256)
+LLAMA_3_8B = Transformer(
+    layers=32, width=4096, heads=32, kv_heads=8, mlp_width=14336, mlp_matrices=3, vocabulary=128256
+)
 FLOPS_PER_TOKEN = LLAMA_3_8B.flops_per_token(8192)
 CARD, DTYPE = "NVIDIA H100 80GB HBM3", "bf16"
 TOKENS_PER_SECOND = 8100  # of computing, on one such card
@@ -88,20 +89,35 @@ class Rank:
     """One rank of one attempt, in a process of its own."""
 
     def __init__(
-        self, job: Job, launched: int, attempt: int, rank: int, barrier: Barrier, last: Synchronized[int],
+        self, job: Job, launched: int, attempt: int, rank: int, barrier: Barrier, last: Synchronized[int]
     ) -> None:
         self.job, self.attempt, self.rank, self.barrier, self.last = job, attempt, rank, barrier, last
         self.random = random.Random(rank)
         self.log_file = job.log_file.open("a", buffering=1) if job.log_file is not None and rank == 0 else None
         card = peak(CARD, DTYPE)
         self.run = Run(
-            job.name, attempt=f"{launched}-{attempt}", rank=rank, local_rank=rank, world_size=job.ranks,
-            replica_ranks=1, flops_per_token=FLOPS_PER_TOKEN, dtype=DTYPE,
-            peak_flops=card.flops_per_second, peak_source=card.source,
-            gpu_uuid=job.gpu_uuids[rank] if job.gpu_uuids else None)
-        self.log("start", run=job.name, pid=os.getpid(), process_started=time.time() - this_process().age,
-                 world_size=job.ranks, tokens_per_step=job.ranks * job.tokens_per_rank, flops_per_token=FLOPS_PER_TOKEN,
-                 peak_flops_per_second=card.flops_per_second)
+            job.name,
+            attempt=f"{launched}-{attempt}",
+            rank=rank,
+            local_rank=rank,
+            world_size=job.ranks,
+            replica_ranks=1,
+            flops_per_token=FLOPS_PER_TOKEN,
+            dtype=DTYPE,
+            peak_flops=card.flops_per_second,
+            peak_source=card.source,
+            gpu_uuid=job.gpu_uuids[rank] if job.gpu_uuids else None,
+        )
+        self.log(
+            "start",
+            run=job.name,
+            pid=os.getpid(),
+            process_started=time.time() - this_process().age,
+            world_size=job.ranks,
+            tokens_per_step=job.ranks * job.tokens_per_rank,
+            flops_per_token=FLOPS_PER_TOKEN,
+            peak_flops_per_second=card.flops_per_second,
+        )
 
     def log(self, event: str, **fields: Any) -> None:
         """Append one line to the job's own log, which only rank 0 has."""
@@ -135,8 +151,9 @@ class Rank:
                 self.barrier.wait(LONGEST_WAIT)
             loss = 1.9 + 8 / (step + 1) ** 0.5
             run.step(tokens=job.tokens_per_rank, loss=loss)
-            self.log("step", step=step, start=step_start, end=time.time(), tokens=job.ranks * job.tokens_per_rank,
-                     loss=loss)
+            self.log(
+                "step", step=step, start=step_start, end=time.time(), tokens=job.ranks * job.tokens_per_rank, loss=loss
+            )
             if step % job.checkpoint_every == 0:
                 committed = self.save(step)
             step_start = time.time()
@@ -181,8 +198,10 @@ def launch(job: Job) -> int:
     for attempt in range(job.max_restarts + 1):
         # New ones for each attempt: a rank killed inside a barrier leaves it locked.
         barrier, last = context.Barrier(job.ranks), context.Value("q", job.steps)
-        ranks = [context.Process(target=train, args=(job, launched, attempt, rank, barrier, last))
-                 for rank in range(job.ranks)]
+        ranks = [
+            context.Process(target=train, args=(job, launched, attempt, rank, barrier, last))
+            for rank in range(job.ranks)
+        ]
         try:
             for process in ranks:
                 process.start()
@@ -215,8 +234,13 @@ def arguments() -> Job:
     parser.add_argument("--seconds", type=float, help="stop this long after the first step of an attempt")
     parser.add_argument("--step-seconds", type=float, default=Job.step_seconds, help="of computing")
     parser.add_argument("--checkpoint-every", type=int, default=Job.checkpoint_every, metavar="STEPS")
-    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir(), "flopwatch-simulated-job"),
-                        metavar="DIR", help="checkpoint and pids; an existing checkpoint is resumed")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(tempfile.gettempdir(), "flopwatch-simulated-job"),
+        metavar="DIR",
+        help="checkpoint and pids; an existing checkpoint is resumed",
+    )
     parser.add_argument("--log-file", type=Path, metavar="FILE", help="append JSON lines of what happened")
     parser.add_argument("--gpu-uuids", type=lambda text: tuple(text.split(",")), default=(), metavar="UUID,...")
     parser.add_argument("--control", type=Path, metavar="FILE", help="JSON that switches faults while it runs")

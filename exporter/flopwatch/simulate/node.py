@@ -48,8 +48,12 @@ IDLE_CLOCK, MAX_CLOCK, MEMORY_CLOCK = 345, 1980, 2619
 SW_SLOWDOWN_CELSIUS, HW_SLOWDOWN_CELSIUS = 87.0, 89.0
 THERMAL_SECONDS = 5.0  # time constant of the heat sink
 HELD_CLOCK = {
-    "sw_power_cap": 1410, "sync_boost": 1755, "sw_thermal_slowdown": 1200, "hw_thermal_slowdown": 795,
-    "hw_power_brake_slowdown": 795, "hw_slowdown": 795,
+    "sw_power_cap": 1410,
+    "sync_boost": 1755,
+    "sw_thermal_slowdown": 1200,
+    "hw_thermal_slowdown": 795,
+    "hw_power_brake_slowdown": 795,
+    "hw_slowdown": 795,
 }
 DEFAULT_LOAD = 0.95
 IDLE_VIDEO_CLOCK, MAX_VIDEO_CLOCK = 765, 1545
@@ -71,20 +75,55 @@ PCIE_RATE, NVLINK_RATE = LINE_SHARE * 50e9, 0.3 * NVLINKS * NVLINK_SPEED * 1e6
 STICKS_AT = {"counters/symbol_error": 65535, "counters/link_downed": 255, "counters/port_xmit_wait": 2**32 - 1}
 COUNTERS = {
     "counters": (
-        "VL15_dropped", "excessive_buffer_overrun_errors", "link_downed", "link_error_recovery",
-        "local_link_integrity_errors", "multicast_rcv_packets", "multicast_xmit_packets",
-        "port_rcv_constraint_errors", "port_rcv_data", "port_rcv_errors", "port_rcv_packets",
-        "port_rcv_remote_physical_errors", "port_rcv_switch_relay_errors", "port_xmit_constraint_errors",
-        "port_xmit_data", "port_xmit_discards", "port_xmit_packets", "port_xmit_wait", "symbol_error",
-        "unicast_rcv_packets", "unicast_xmit_packets",
+        "VL15_dropped",
+        "excessive_buffer_overrun_errors",
+        "link_downed",
+        "link_error_recovery",
+        "local_link_integrity_errors",
+        "multicast_rcv_packets",
+        "multicast_xmit_packets",
+        "port_rcv_constraint_errors",
+        "port_rcv_data",
+        "port_rcv_errors",
+        "port_rcv_packets",
+        "port_rcv_remote_physical_errors",
+        "port_rcv_switch_relay_errors",
+        "port_xmit_constraint_errors",
+        "port_xmit_data",
+        "port_xmit_discards",
+        "port_xmit_packets",
+        "port_xmit_wait",
+        "symbol_error",
+        "unicast_rcv_packets",
+        "unicast_xmit_packets",
     ),
     "hw_counters": (
-        "duplicate_request", "implied_nak_seq_err", "lifespan", "local_ack_timeout_err", "out_of_buffer",
-        "out_of_sequence", "packet_seq_err", "req_cqe_error", "req_cqe_flush_error", "req_remote_access_errors",
-        "req_remote_invalid_request", "resp_cqe_error", "resp_cqe_flush_error", "resp_local_length_error",
-        "resp_remote_access_errors", "rnr_nak_retry_err", "roce_adp_retrans", "roce_adp_retrans_to",
-        "roce_slow_restart", "roce_slow_restart_cnps", "roce_slow_restart_trans", "rx_atomic_requests",
-        "rx_dct_connect", "rx_icrc_encapsulated", "rx_read_requests", "rx_write_requests",
+        "duplicate_request",
+        "implied_nak_seq_err",
+        "lifespan",
+        "local_ack_timeout_err",
+        "out_of_buffer",
+        "out_of_sequence",
+        "packet_seq_err",
+        "req_cqe_error",
+        "req_cqe_flush_error",
+        "req_remote_access_errors",
+        "req_remote_invalid_request",
+        "resp_cqe_error",
+        "resp_cqe_flush_error",
+        "resp_local_length_error",
+        "resp_remote_access_errors",
+        "rnr_nak_retry_err",
+        "roce_adp_retrans",
+        "roce_adp_retrans_to",
+        "roce_slow_restart",
+        "roce_slow_restart_cnps",
+        "roce_slow_restart_trans",
+        "rx_atomic_requests",
+        "rx_dct_connect",
+        "rx_icrc_encapsulated",
+        "rx_read_requests",
+        "rx_write_requests",
     ),
 }
 
@@ -97,7 +136,7 @@ XID_TEXTS = {
     OFF_THE_BUS: "pid='<unknown>', name=<unknown>, GPU has fallen off the bus.",
     94: "pid=4711, name=python, Contained: SM (0x1). RST: No, D-RST: No",
     119: "pid=4711, name=python, Timeout after 6s of waiting for RPC response from GPU GSP! Expected function 76 "
-         "(GSP_RM_CONTROL) (0x20801813 0x4c).",
+    "(GSP_RM_CONTROL) (0x20801813 0x4c).",
 }
 
 
@@ -132,11 +171,14 @@ class SimulatedNode:
             self._write_devices(faults)
         with self._locked():
             if not (self.root / "node.json").exists():
-                self._save("node.json", {
-                    "time": now - 100 * THERMAL_SECONDS,
-                    "gpus": [_new_gpu(gpu) for gpu in range(GPUS)],
-                    "ports": {device: _new_port(index) for index, device in enumerate((*DEVICES, STORAGE_DEVICE))},
-                })
+                self._save(
+                    "node.json",
+                    {
+                        "time": now - 100 * THERMAL_SECONDS,
+                        "gpus": [_new_gpu(gpu) for gpu in range(GPUS)],
+                        "ports": {device: _new_port(index) for index, device in enumerate((*DEVICES, STORAGE_DEVICE))},
+                    },
+                )
             for device, port in self._load("node.json")["ports"].items():
                 self._write_tree(device, port)
             pci.write(self.sysfs, PCI_BUSES, ADAPTERS)
@@ -159,7 +201,8 @@ class SimulatedNode:
                 if self._plugged(device, port, device not in faults.get("removed", {})):
                     changed |= {
                         f"{self._ports[device]}/{file}": content
-                        for file, content in port["files"].items() if content != before[file]
+                        for file, content in port["files"].items()
+                        if content != before[file]
                     }
             # First what the next tick starts from, so that being killed here lets no counter fall.
             self._save("node.json", node)
@@ -182,9 +225,12 @@ class SimulatedNode:
                 lines.insert(1, f"NVRM: GPU Board Serial Number: {serial(gpu)}")
             microseconds = int(self._uptime() * 1e6)
             with self.kmsg.open("a") as file:
-                file.write("".join(
-                    f"4,{sequence},{microseconds},-;{line}\n" for sequence, line in enumerate(lines, log.count("\n"))
-                ))
+                file.write(
+                    "".join(
+                        f"4,{sequence},{microseconds},-;{line}\n"
+                        for sequence, line in enumerate(lines, log.count("\n"))
+                    )
+                )
         if code == OFF_THE_BUS:
             self.lose(gpu)
 
@@ -256,7 +302,8 @@ class SimulatedNode:
                 faults[kind].pop(key, None)
             ecc = faults["ecc"].get(key, {})
             faults["ecc"][key] = {
-                "corrected": 0, "uncorrected": 0,
+                "corrected": 0,
+                "uncorrected": 0,
                 **{f"{kind}_before": ecc.get(f"{kind}_before", 0) + ecc.get(kind, 0) for kind in ECC_ERRORS},
             }
             if key in faults["remap"]:
@@ -458,11 +505,29 @@ def pid(gpu: int) -> int:
 def no_faults() -> dict[str, Any]:
     """Return the content of faults.json on a healthy node."""
     return {
-        "load": {}, "lost": {}, "ecc": {}, "throttle": {}, "heat": {}, "hang": None, "fail": {}, "blind": {},
+        "load": {},
+        "lost": {},
+        "ecc": {},
+        "throttle": {},
+        "heat": {},
+        "hang": None,
+        "fail": {},
+        "blind": {},
         "withheld": {},
-        "resets": {}, "order": list(range(GPUS)), "driver": DRIVER_VERSION, "mig": {}, "nvlink_down": {},
-        "nvlink_errors": {}, "remap": {}, "pcie": {}, "recovery": {}, "profiler": {},
-        "symbol_errors": {}, "link": {}, "rate": {}, "removed": {},
+        "resets": {},
+        "order": list(range(GPUS)),
+        "driver": DRIVER_VERSION,
+        "mig": {},
+        "nvlink_down": {},
+        "nvlink_errors": {},
+        "remap": {},
+        "pcie": {},
+        "recovery": {},
+        "profiler": {},
+        "symbol_errors": {},
+        "link": {},
+        "rate": {},
+        "removed": {},
     }
 
 
@@ -512,8 +577,10 @@ def _advance_gpu(gpu: dict[str, Any], index: int, faults: Mapping[str, Any], now
         milliwatts=int(power * 1000),
         clock=clock,
         memory_celsius=round(
-            IDLE_MEMORY_CELSIUS + (BUSY_MEMORY_CELSIUS - IDLE_MEMORY_CELSIUS)
-            * (gpu["celsius"] - IDLE_CELSIUS) / (BUSY_CELSIUS - IDLE_CELSIUS)
+            IDLE_MEMORY_CELSIUS
+            + (BUSY_MEMORY_CELSIUS - IDLE_MEMORY_CELSIUS)
+            * (gpu["celsius"] - IDLE_CELSIUS)
+            / (BUSY_CELSIUS - IDLE_CELSIUS)
         ),
         memory_used=MEMORY_BUSY if load > 0 else 0,
         events=sum(bit for bit, name in CLOCK_EVENTS.items() if name in active),
@@ -526,7 +593,10 @@ def _new_port(index: int) -> dict[str, Any]:
         "up": True,
         "counts": {"bytes": 900_000_000_000_000 + 1_000_000_000 * index, "symbol_errors": 0.0, "link_downed": 0},
         "files": {
-            "state": "4: ACTIVE", "phys_state": "5: LinkUp", "rate": "400 Gb/sec (4X NDR)", **files,
+            "state": "4: ACTIVE",
+            "phys_state": "5: LinkUp",
+            "rate": "400 Gb/sec (4X NDR)",
+            **files,
             "hw_counters/lifespan": "12",
         },
     }

@@ -35,8 +35,16 @@ HANG_POLL = 0.02  # seconds after which a hung call looks whether the hang is ov
 FIELD_VALUE = struct.Struct("=IIqqIIQ")
 UNSIGNED_INT, UNSIGNED_LONG_LONG, SIGNED_INT = 1, 3, 5
 FIELD_TYPES = {
-    82: UNSIGNED_INT, 91: UNSIGNED_INT, 164: UNSIGNED_INT, 165: UNSIGNED_INT, 166: UNSIGNED_INT, 230: UNSIGNED_INT,
-    193: SIGNED_INT, 194: SIGNED_INT, 195: SIGNED_INT, 196: SIGNED_INT,
+    82: UNSIGNED_INT,
+    91: UNSIGNED_INT,
+    164: UNSIGNED_INT,
+    165: UNSIGNED_INT,
+    166: UNSIGNED_INT,
+    230: UNSIGNED_INT,
+    193: SIGNED_INT,
+    194: SIGNED_INT,
+    195: SIGNED_INT,
+    196: SIGNED_INT,
 }
 # Share of each activity while the GPU is fully busy, by GPM metric; the tensor cores' fall with the clock.
 ACTIVITIES = {1: 1.0, 2: 0.88, 3: 0.32, 4: 0.12, 10: 0.42, 11: 0.0, 12: 0.09, 13: 0.01, 8: 0.0, 9: 0.0}
@@ -251,7 +259,10 @@ class Simulation:
     def nvmlDeviceGetPciInfo(self, handle: Handle) -> Any:
         bus = node.PCI_BUSES[handle.index]
         return real.nvmlPciInfo_t(
-            busIdLegacy=f"0000:{bus:02X}:00.0".encode(), bus=bus, pciDeviceId=0x233010DE, pciSubSystemId=0x16C110DE,
+            busIdLegacy=f"0000:{bus:02X}:00.0".encode(),
+            bus=bus,
+            pciDeviceId=0x233010DE,
+            pciSubSystemId=0x16C110DE,
             busId=f"00000000:{bus:02X}:00.0".encode(),
         )
 
@@ -301,9 +312,20 @@ class Simulation:
     def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: Handle) -> list[Any]:
         used = self._gpu(handle)["memory_used"]
         none = 0xFFFFFFFF
-        return [] if used == 0 else [real.nvmlFriendlyObject({
-            "pid": node.pid(handle.index), "usedGpuMemory": used, "gpuInstanceId": none, "computeInstanceId": none,
-        })]
+        return (
+            []
+            if used == 0
+            else [
+                real.nvmlFriendlyObject(
+                    {
+                        "pid": node.pid(handle.index),
+                        "usedGpuMemory": used,
+                        "gpuInstanceId": none,
+                        "computeInstanceId": none,
+                    }
+                )
+            ]
+        )
 
     @call
     def nvmlDeviceGetTemperatureV(self, handle: Handle, sensor: int) -> int:
@@ -374,8 +396,10 @@ class Simulation:
         self._whole(handle)
         rows = self._fault("remap", handle, {})
         return (
-            rows.get("corrected", 0), rows.get("uncorrected", 0),
-            int(rows.get("pending", False)), int(rows.get("failure", False)),
+            rows.get("corrected", 0),
+            rows.get("uncorrected", 0),
+            int(rows.get("pending", False)),
+            int(rows.get("failure", False)),
         )
 
     @call
@@ -420,21 +444,36 @@ class Simulation:
         ecc = self._fault("ecc", handle, {})
         corrected, uncorrected = ecc.get("corrected", 0), ecc.get("uncorrected", 0)
         numbers = {
-            (82, 0): gpu["memory_celsius"], (83, 0): gpu["millijoules"],
-            (74, 0): held["sw_power_cap"], (76, 0): held["sync_boost"], (269, 0): held["sw_thermal_slowdown"],
-            (270, 0): held["hw_thermal_slowdown"], (271, 0): held["hw_power_brake_slowdown"],
-            (3, 0): corrected, (4, 0): uncorrected, (5, 0): ecc.get("corrected_before", 0) + corrected,
+            (82, 0): gpu["memory_celsius"],
+            (83, 0): gpu["millijoules"],
+            (74, 0): held["sw_power_cap"],
+            (76, 0): held["sync_boost"],
+            (269, 0): held["sw_thermal_slowdown"],
+            (270, 0): held["hw_thermal_slowdown"],
+            (271, 0): held["hw_power_brake_slowdown"],
+            (3, 0): corrected,
+            (4, 0): uncorrected,
+            (5, 0): ecc.get("corrected_before", 0) + corrected,
             (6, 0): ecc.get("uncorrected_before", 0) + uncorrected,
-            (193, 0): -8, (194, 0): -2, (195, 0): 0, (196, 0): 0,
+            (193, 0): -8,
+            (194, 0): -2,
+            (195, 0): 0,
+            (196, 0): 0,
             (230, 0): self._fault("recovery", handle, 0),
-            (94, 0): 9, (95, 0): 0, (169, 0): 0, **{(field, 0): 0 for field in range(173, 184)},
-            (197, 0): int(busy * node.PCIE_RATE), (198, 0): int(busy * node.PCIE_RATE),
+            (94, 0): 9,
+            (95, 0): 0,
+            (169, 0): 0,
+            **{(field, 0): 0 for field in range(173, 184)},
+            (197, 0): int(busy * node.PCIE_RATE),
+            (198, 0): int(busy * node.PCIE_RATE),
         }
         if not self._profiles(handle):
             remap = self._fault("remap", handle, {})
             numbers |= {
-                (142, 0): remap.get("corrected", 0), (143, 0): remap.get("uncorrected", 0),
-                (144, 0): int(remap.get("pending", False)), (145, 0): int(remap.get("failure", False)),
+                (142, 0): remap.get("corrected", 0),
+                (143, 0): remap.get("uncorrected", 0),
+                (144, 0): int(remap.get("pending", False)),
+                (145, 0): int(remap.get("failure", False)),
             }
         numbers |= self.link_numbers(handle, busy, faults)
         self._numbers[handle.index] = version, numbers
@@ -467,7 +506,13 @@ class Simulation:
             if number is None:
                 number, status = 0, real.NVML_ERROR_NOT_SUPPORTED
             FIELD_VALUE.pack_into(
-                values, position * FIELD_VALUE.size, *key, microseconds, 1, kind, status,
+                values,
+                position * FIELD_VALUE.size,
+                *key,
+                microseconds,
+                1,
+                kind,
+                status,
                 number & (0xFFFFFFFF if kind == SIGNED_INT else 0xFFFFFFFFFFFFFFFF),
             )
         return values
@@ -598,7 +643,6 @@ class Simulation:
     @call
     def nvmlEventSetFree(self, events: EventSet) -> None:
         events.gpus.clear()
-
 
 
 def _address(sample: Any) -> int:

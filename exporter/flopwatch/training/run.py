@@ -182,16 +182,35 @@ class Run:
 
     @_guarded(_nothing)
     def __init__(
-        self, name: str | None = None, *, tenant: str | None = None, attempt: str | None = None,
-        rank: int | None = None, world_size: int | None = None, local_rank: int | None = None,
-        flops_per_token: float | PackedFlops | None = None, convention: str = "causal",
-        hardware_flops_per_token: float | None = None, dtype: str = "bf16",
-        peak_flops: float | None = None, peak_source: str | None = None, replica_ranks: int | None = None,
-        parallel: object = None, model: object = None, gpu_uuid: str | None = None, owner: str | None = None,
-        team: str | None = None, page: str | None = None, submitted_at: float | None = None,
-        endpoint: str | None = None, push_interval: float | None = None, step_source: str = "manual",
-        environ: Mapping[str, str] = os.environ, clock: Callable[[], float] = time.monotonic,
-        process: launcher.Process | None = None, before: Iterable[tuple[str, float, float]] = (),
+        self,
+        name: str | None = None,
+        *,
+        tenant: str | None = None,
+        attempt: str | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        local_rank: int | None = None,
+        flops_per_token: float | PackedFlops | None = None,
+        convention: str = "causal",
+        hardware_flops_per_token: float | None = None,
+        dtype: str = "bf16",
+        peak_flops: float | None = None,
+        peak_source: str | None = None,
+        replica_ranks: int | None = None,
+        parallel: object = None,
+        model: object = None,
+        gpu_uuid: str | None = None,
+        owner: str | None = None,
+        team: str | None = None,
+        page: str | None = None,
+        submitted_at: float | None = None,
+        endpoint: str | None = None,
+        push_interval: float | None = None,
+        step_source: str = "manual",
+        environ: Mapping[str, str] = os.environ,
+        clock: Callable[[], float] = time.monotonic,
+        process: launcher.Process | None = None,
+        before: Iterable[tuple[str, float, float]] = (),
     ) -> None:
         self._process = launcher.this_process() if process is None else process
         start = clock() - self._process.age
@@ -230,16 +249,28 @@ class Run:
         self._owner = launch.owner if owner is None else str(owner)
         self._team = launch.team if team is None else str(team)
         who = identity.settle(
-            launch, self._host, self._start_unix, name=text(name, "FLOPWATCH_RUN"), attempt=attempt, rank=rank,
-            world_size=world_size, local_rank=local_rank)
+            launch,
+            self._host,
+            self._start_unix,
+            name=text(name, "FLOPWATCH_RUN"),
+            attempt=attempt,
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+        )
         self.name, self.attempt = who.name, who.attempt
         self.rank, self.world_size, self.local_rank = who.rank, who.world_size, who.local_rank
         self._submission = launcher.Submission(environ)
         books.world_size = self.world_size
         books.replica_ranks = self._checked(replica_ranks=replica_ranks)
         if books.replica_ranks is not None and self.world_size % books.replica_ranks != 0:
-            self.failed("__init__", ValueError(f"replica_ranks={replica_ranks!r} is ignored: {self.world_size} ranks "
-                                               "are no whole number of replicas of so many"))
+            self.failed(
+                "__init__",
+                ValueError(
+                    f"replica_ranks={replica_ranks!r} is ignored: {self.world_size} ranks "
+                    "are no whole number of replicas of so many"
+                ),
+            )
             books.replica_ranks = None
         self._find_place(parallel)
         if books.replica_ranks is None and self.world_size == 1:
@@ -258,18 +289,27 @@ class Run:
         self._start_pushing(
             text(endpoint, "FLOPWATCH_ENDPOINT") or "http://127.0.0.1:4318",
             text(None, "FLOPWATCH_PUSH_INTERVAL") or "5" if push_interval is None else push_interval,
-            text(None, "FLOPWATCH_HEADERS"), text(None, "FLOPWATCH_DISABLE"),
-            *(text(None, name) for name in ("FLOPWATCH_TOKEN_FILE", "FLOPWATCH_HEADERS_FILE", "FLOPWATCH_CA_FILE")))
+            text(None, "FLOPWATCH_HEADERS"),
+            text(None, "FLOPWATCH_DISABLE"),
+            *(text(None, name) for name in ("FLOPWATCH_TOKEN_FILE", "FLOPWATCH_HEADERS_FILE", "FLOPWATCH_CA_FILE")),
+        )
         if self._pusher is not None:
             self._instrument(None)
 
     # What the training loop calls.
 
     if TYPE_CHECKING:
+
         def step(
-            self, tokens: float | None = None, *, global_tokens: float | None = None,
-            sum_len_squared: float | None = None, flops: float | None = None, samples: float | None = None,
-            loss: float | None = None, grad_norm: float | None = None,
+            self,
+            tokens: float | None = None,
+            *,
+            global_tokens: float | None = None,
+            sum_len_squared: float | None = None,
+            flops: float | None = None,
+            samples: float | None = None,
+            loss: float | None = None,
+            grad_norm: float | None = None,
         ) -> None: ...
 
     else:
@@ -545,8 +585,11 @@ class Run:
     def uncountable(self, reason: str) -> None:
         """Tell why FLOPs cannot be counted; without declared ones there is no MFU then."""
         if not self.has_flops:
-            log.warning("no MFU: FLOPs cannot be counted: %s; pass %s", reason, "--config or --flops-per-token"
-                        if self._step_source == "optimizer" else "Run(flops_per_token=...)")
+            log.warning(
+                "no MFU: FLOPs cannot be counted: %s; pass %s",
+                reason,
+                "--config or --flops-per-token" if self._step_source == "optimizer" else "Run(flops_per_token=...)",
+            )
         self._books.uncountable = True
 
     def set_flops(self, *, convention: str, source: str, per_token: float | PackedFlops | None = None) -> None:
@@ -571,8 +614,9 @@ class Run:
             if said not in logged and len(logged) < DIFFERENT_ERRORS:
                 logged.add(said)
                 usage = isinstance(error, (TypeError, ValueError, RuntimeError))
-                log.warning("run.%s: %s (training goes on; this is logged once)", what, said,
-                            exc_info=None if usage else error)
+                log.warning(
+                    "run.%s: %s (training goes on; this is logged once)", what, said, exc_info=None if usage else error
+                )
         except Exception:
             pass  # a log handler of the job's own that fails; the error is counted
 
@@ -596,8 +640,9 @@ class Run:
             except ValueError as error:
                 self.failed("step", error)
         if "sum_len_squared" in fine and self._books.packed_flops is None:
-            self.failed("step", ValueError(
-                "sum_len_squared= needs Run(flops_per_token=Transformer(...)) in place of a number"))
+            self.failed(
+                "step", ValueError("sum_len_squared= needs Run(flops_per_token=Transformer(...)) in place of a number")
+            )
         return Work(**fine)
 
     def _look_after(self, taken: int, extra: tuple[object, ...]) -> None:
@@ -687,9 +732,14 @@ class Run:
         except peaks.UnknownPeak as error:
             self._no_peak_because = "unknown_peak"
             # Every rank has the series; one line in the job's log will do, and each node may have other cards.
-            log.log(logging.WARNING if self.local_rank == 0 else logging.DEBUG,
-                    "no MFU: %s; pass %s", error, "--peak-flops and --peak-source"
-                    if self._step_source == "optimizer" else "Run(peak_flops=..., peak_source=...)")
+            log.log(
+                logging.WARNING if self.local_rank == 0 else logging.DEBUG,
+                "no MFU: %s; pass %s",
+                error,
+                "--peak-flops and --peak-source"
+                if self._step_source == "optimizer"
+                else "Run(peak_flops=..., peak_source=...)",
+            )
         except Exception as error:
             self._no_peak_because = "unknown_peak" if self._peak is None else None
             self.failed("step", error)
@@ -751,16 +801,19 @@ class Run:
         ((name, value),) = argument.items()
         if value in known:
             return str(value)
-        self.failed("__init__", ValueError(
-            f"{name}={_said(value)!r} is ignored; write {' or '.join(filter(len, known))}"))
+        self.failed(
+            "__init__", ValueError(f"{name}={_said(value)!r} is ignored; write {' or '.join(filter(len, known))}")
+        )
         return None
 
     def _unix_time(self, text: str | None) -> float | None:
         try:
             return float(text) if text else None
         except ValueError:
-            self.failed("__init__", ValueError(
-                f"FLOPWATCH_SUBMITTED_AT={text!r} is ignored; write Unix time, as date +%s prints it"))
+            self.failed(
+                "__init__",
+                ValueError(f"FLOPWATCH_SUBMITTED_AT={text!r} is ignored; write Unix time, as date +%s prints it"),
+            )
             return None
 
     # What is pushed.
@@ -773,9 +826,7 @@ class Run:
             older._end()
             older._pusher.stop(None)
 
-    def _start_pushing(
-        self, endpoint: str, interval: float | str, headers: str, disable: str, *files: str,
-    ) -> None:
+    def _start_pushing(self, endpoint: str, interval: float | str, headers: str, disable: str, *files: str) -> None:
         if disable not in ("", "0"):
             return
         # Imported here, so that a broken opentelemetry or protobuf costs the metrics and not the training.
@@ -812,8 +863,10 @@ class Run:
             if not last and (at := self._stands_still(books, now)) is not None:
                 points[catalogue.TRAINING_STANDSTILL_INFO] = [({"at": at}, 1.0)]
             return Snapshot(
-                self._resource(books.restored_step, open_step_seconds), points,
-                (DURATION_BOUNDS, books.durations.copy(), books.duration_sum) if self.rank == 0 else None)
+                self._resource(books.restored_step, open_step_seconds),
+                points,
+                (DURATION_BOUNDS, books.durations.copy(), books.duration_sum) if self.rank == 0 else None,
+            )
 
     @_guarded(_nowhere)
     def _stands_still(self, books: Books, now: float) -> str | None:
@@ -821,12 +874,20 @@ class Run:
 
     def _resource(self, restored: int | None, open_step_seconds: float) -> dict[str, str | int | float]:
         resource: dict[str, str | int | float | None] = {
-            "flopwatch.schema": 1, "flopwatch.run": self.name, "flopwatch.tenant": self._tenant,
-            "flopwatch.attempt": self.attempt, "flopwatch.rank": self.rank, "flopwatch.host": self._host,
-            "flopwatch.pid": self._process.pid, "flopwatch.pid_namespace": self._process.pid_namespace,
-            "flopwatch.start_unix": self._start_unix, "flopwatch.pid_start_ticks": self._process.start_ticks,
-            "flopwatch.submitted_unix": self._submitted_at, "flopwatch.restored_step": restored,
-            "flopwatch.open_step_seconds": open_step_seconds, "flopwatch.gpu_uuid": self._gpu_uuid,
+            "flopwatch.schema": 1,
+            "flopwatch.run": self.name,
+            "flopwatch.tenant": self._tenant,
+            "flopwatch.attempt": self.attempt,
+            "flopwatch.rank": self.rank,
+            "flopwatch.host": self._host,
+            "flopwatch.pid": self._process.pid,
+            "flopwatch.pid_namespace": self._process.pid_namespace,
+            "flopwatch.start_unix": self._start_unix,
+            "flopwatch.pid_start_ticks": self._process.start_ticks,
+            "flopwatch.submitted_unix": self._submitted_at,
+            "flopwatch.restored_step": restored,
+            "flopwatch.open_step_seconds": open_step_seconds,
+            "flopwatch.gpu_uuid": self._gpu_uuid,
         }
         return {key: value for key, value in resource.items() if value is not None}
 
@@ -839,13 +900,15 @@ class Run:
             c.TRAINING_SAMPLES: books.samples if books.samples_known else None,
             c.TRAINING_MODEL_FLOPS: books.flops if flops_known else None,
             c.TRAINING_HARDWARE_FLOPS: (
-                books.hardware_flops if flops_known and books.hardware_flops_per_token is not None else None),
+                books.hardware_flops if flops_known and books.hardware_flops_per_token is not None else None
+            ),
             c.TRAINING_POSITION_STEPS: books.position,
             c.TRAINING_POSITION_TOKENS: None if books.position is None else books.position_tokens,
             c.TRAINING_COMMITTED_STEPS: books.committed,
             c.TRAINING_CHECKPOINT_BACKGROUND_SECONDS: books.background if books.saves_in_background else None,
             c.TRAINING_LAST_STEP_TIMESTAMP: (
-                None if books.last_step is None else self._start_unix + books.last_step - self._start),
+                None if books.last_step is None else self._start_unix + books.last_step - self._start
+            ),
             c.TRAINING_HOOK_ERRORS: self._errors,
         }
         if self._peak is not None:
@@ -858,15 +921,17 @@ class Run:
             plain[c.TRAINING_MEASURED_STEPS] = books.measured_steps
         if self.rank == 0:
             plain[c.TRAINING_WORLD_SIZE] = self.world_size
-            plain[c.TRAINING_MEASURED_EVERY_STEPS] = (
-                self.measure_every if books.measures_wait or books.phases else None)
+            plain[c.TRAINING_MEASURED_EVERY_STEPS] = self.measure_every if books.measures_wait or books.phases else None
         if self._tells_loss:
             plain[c.TRAINING_LOSS], plain[c.TRAINING_GRAD_NORM] = books.loss, books.grad_norm
             plain[c.TRAINING_LOSS_SPIKES] = None if books.spikes is None else books.spikes.count
         points: dict[Metric, list[tuple[dict[str, str], float]]] = {
-            metric: [({}, float(value))] for metric, value in plain.items() if value is not None}
-        points |= {metric: [(dict(labels), value) for labels, value in samples.items()]
-                   for metric, samples in books.others.items()}
+            metric: [({}, float(value))] for metric, value in plain.items() if value is not None
+        }
+        points |= {
+            metric: [(dict(labels), value) for labels, value in samples.items()]
+            for metric, samples in books.others.items()
+        }
         for (metric, labels), value in tuple(self._set.items()):
             points.setdefault(metric, []).append((dict(labels), value))
         points[c.TRAINING_PHASE_SECONDS] = [({"phase": name}, s) for name, s in books.phases.items()]
@@ -875,21 +940,40 @@ class Run:
         points[c.TRAINING_ACTIVITY_SECONDS] = [({"activity": name}, s) for name, s in seconds.items()]
         reasons = (self._no_peak_because, books.no_flops_because)
         points[c.TRAINING_MFU_UNAVAILABLE] = [({"reason": r}, 1.0) for r in reasons if r is not None]
-        points[c.TRAINING_RANK_INFO] = [({
-            "host": self._host, "uuid": self._gpu_uuid, "local_rank": str(self.local_rank), "attempt": self.attempt,
-            **(self._place or parallel.Parallel()).labels(),
-        }, 1.0)]
+        points[c.TRAINING_RANK_INFO] = [
+            (
+                {
+                    "host": self._host,
+                    "uuid": self._gpu_uuid,
+                    "local_rank": str(self.local_rank),
+                    "attempt": self.attempt,
+                    **(self._place or parallel.Parallel()).labels(),
+                },
+                1.0,
+            )
+        ]
         if self.rank == 0:
             torch = sys.modules.get("torch")
-            points[c.TRAINING_RUN_INFO] = [({
-                "tenant": self._tenant, "attempt": self.attempt, "convention": books.convention, "dtype": self._dtype,
-                "flops_source": self._flops_source, "peak_source": self._peak_source,
-                "step_source": self._step_source,
-                # Another thread may be amid importing it.
-                "framework": f"torch {version}" if (version := getattr(torch, "__version__", "")) else "",
-                "owner": self._owner, "team": self._team, "page": self._page,
-                "external_id": launcher.external_id(self._environ, sys.modules),
-            }, 1.0)]
+            points[c.TRAINING_RUN_INFO] = [
+                (
+                    {
+                        "tenant": self._tenant,
+                        "attempt": self.attempt,
+                        "convention": books.convention,
+                        "dtype": self._dtype,
+                        "flops_source": self._flops_source,
+                        "peak_source": self._peak_source,
+                        "step_source": self._step_source,
+                        # Another thread may be amid importing it.
+                        "framework": f"torch {version}" if (version := getattr(torch, "__version__", "")) else "",
+                        "owner": self._owner,
+                        "team": self._team,
+                        "page": self._page,
+                        "external_id": launcher.external_id(self._environ, sys.modules),
+                    },
+                    1.0,
+                )
+            ]
         return points
 
 

@@ -235,8 +235,11 @@ class Books:
             self.samples += work.samples / replica
             self.samples_known = True
         if self.position_tokens is not None:
-            self.position_tokens = (None if tokens is None or among is None or replica is None
-                                    else self.position_tokens + tokens / among * replica)
+            self.position_tokens = (
+                None
+                if tokens is None or among is None or replica is None
+                else self.position_tokens + tokens / among * replica
+            )
         flops = work.flops if work.flops is not None else found
         self.no_flops_because, amount = None, 0.0
         if flops is not None:
@@ -334,8 +337,7 @@ class Books:
     def _of_the_loop(self, thread: int, what: str) -> bool:
         if self.loop_thread in (None, thread):
             return True
-        self._failed(what, RuntimeError(
-            f"{what}() on another thread is not the training loop's time, and is ignored"))
+        self._failed(what, RuntimeError(f"{what}() on another thread is not the training loop's time, and is ignored"))
         return False
 
 
@@ -354,8 +356,10 @@ def number(name: str, value: object) -> float:
     if isinstance(value, Real):
         return float(value)
     # Not the value itself: a tensor's repr would wait for the device.
-    raise ValueError(f"{name}= takes a Python number, not a {type(value).__name__}; reading a tensor would stop the "
-                     "device, so pass what the CPU knows, such as numel()")
+    raise ValueError(
+        f"{name}= takes a Python number, not a {type(value).__name__}; reading a tensor would stop the "
+        "device, so pass what the CPU knows, such as numel()"
+    )
 
 
 def amount(name: str, value: object) -> float:

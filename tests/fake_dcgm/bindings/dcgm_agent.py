@@ -62,11 +62,22 @@ def dcgmFieldGroupDestroy(dcgm_handle: c_void_p, fieldGroupId: c_void_p) -> None
 
 
 def dcgmWatchFields(
-    dcgm_handle: c_void_p, groupId: c_void_p, fieldGroupId: c_void_p, updateFreq: int, maxKeepAge: float,
+    dcgm_handle: c_void_p,
+    groupId: c_void_p,
+    fieldGroupId: c_void_p,
+    updateFreq: int,
+    maxKeepAge: float,
     maxKeepSamples: int,
 ) -> None:
-    call("dcgmWatchFields", dcgm_handle, groupId, fieldGroupId, c_int64(updateFreq), c_double(maxKeepAge),
-         c_int32(maxKeepSamples))
+    call(
+        "dcgmWatchFields",
+        dcgm_handle,
+        groupId,
+        fieldGroupId,
+        c_int64(updateFreq),
+        c_double(maxKeepAge),
+        c_int32(maxKeepSamples),
+    )
 
 
 def dcgmUnwatchFields(dcgm_handle: c_void_p, groupId: c_void_p, fieldGroupId: c_void_p) -> None:
@@ -81,6 +92,14 @@ def dcgmEntitiesGetLatestValues(dcgmHandle: c_void_p, entities: list[Any], field
     values = (structs.c_dcgmFieldValue_v2 * (len(fieldIds) * len(entities)))()
     pairs = (structs.c_dcgmGroupEntityPair_t * len(entities))(*entities)
     ids = (c_uint16 * len(fieldIds))(*fieldIds)
-    call("dcgmEntitiesGetLatestValues", dcgmHandle, pairs, c_uint(len(entities)), ids, c_uint(len(fieldIds)), flags,
-         values)
+    call(
+        "dcgmEntitiesGetLatestValues",
+        dcgmHandle,
+        pairs,
+        c_uint(len(entities)),
+        ids,
+        c_uint(len(fieldIds)),
+        flags,
+        values,
+    )
     return values

@@ -18,8 +18,9 @@ class DCGMError(Exception):
 
 
 class c_dcgmConnectV2Params_v2(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint) for name in (
-        "version", "persistAfterDisconnect", "timeoutMs", "addressIsUnixSocket")]
+    _fields_ = [
+        (name, ctypes.c_uint) for name in ("version", "persistAfterDisconnect", "timeoutMs", "addressIsUnixSocket")
+    ]
 
 
 class c_dcgmGroupEntityPair_t(ctypes.Structure):
@@ -28,7 +29,10 @@ class c_dcgmGroupEntityPair_t(ctypes.Structure):
 
 class _Union(ctypes.Union):
     _fields_ = [
-        ("i64", ctypes.c_int64), ("dbl", ctypes.c_double), ("str", ctypes.c_char * 256), ("blob", ctypes.c_byte * 4096),
+        ("i64", ctypes.c_int64),
+        ("dbl", ctypes.c_double),
+        ("str", ctypes.c_char * 256),
+        ("blob", ctypes.c_byte * 4096),
     ]
 
     def __getattribute__(self, key: str) -> Any:
@@ -38,9 +42,15 @@ class _Union(ctypes.Union):
 
 class c_dcgmFieldValue_v2(ctypes.Structure):
     _fields_ = [
-        ("version", ctypes.c_uint), ("entityGroupId", ctypes.c_uint), ("entityId", ctypes.c_uint),
-        ("fieldId", ctypes.c_ushort), ("fieldType", ctypes.c_short), ("status", ctypes.c_int),
-        ("unused", ctypes.c_uint), ("ts", ctypes.c_int64), ("value", _Union),
+        ("version", ctypes.c_uint),
+        ("entityGroupId", ctypes.c_uint),
+        ("entityId", ctypes.c_uint),
+        ("fieldId", ctypes.c_ushort),
+        ("fieldType", ctypes.c_short),
+        ("status", ctypes.c_int),
+        ("unused", ctypes.c_uint),
+        ("ts", ctypes.c_int64),
+        ("value", _Union),
     ]
 
 

@@ -35,19 +35,39 @@ from flopwatch.node.collectors.nvml import Nvml
 from flopwatch.settings import SettingsError
 
 PCI_FILES = (
-    "class", "vendor", "device", "subsystem_vendor", "subsystem_device", "numa_node", "local_cpulist",
-    "current_link_speed", "current_link_width", "max_link_speed", "max_link_width",
+    "class",
+    "vendor",
+    "device",
+    "subsystem_vendor",
+    "subsystem_device",
+    "numa_node",
+    "local_cpulist",
+    "current_link_speed",
+    "current_link_width",
+    "max_link_speed",
+    "max_link_width",
 )
 NET_FILES = (
-    "address", "operstate", "carrier", "carrier_changes", "carrier_up_count", "carrier_down_count", "mtu", "speed",
-    "dev_id", "dev_port", "type",
+    "address",
+    "operstate",
+    "carrier",
+    "carrier_changes",
+    "carrier_up_count",
+    "carrier_down_count",
+    "mtu",
+    "speed",
+    "dev_id",
+    "dev_port",
+    "type",
 )
 # Below the sysfs root, as patterns. Left out: gids, pkeys and node_desc, which say who the node is, and binary files.
 PORT_FILES = (
     *(f"class/infiniband/*/{name}" for name in ("board_id", "fw_ver", "hca_type", "hw_rev", "node_type", "node_guid")),
     "class/infiniband/*/hw_counters/*",
-    *(f"class/infiniband/*/ports/*/{name}"
-      for name in ("state", "phys_state", "rate", "link_layer", "lid", "sm_lid", "cap_mask")),
+    *(
+        f"class/infiniband/*/ports/*/{name}"
+        for name in ("state", "phys_state", "rate", "link_layer", "lid", "sm_lid", "cap_mask")
+    ),
     *(f"class/infiniband/*/ports/*/{name}/*" for name in ("counters", "counters_ext", "hw_counters")),
     "class/infiniband/*/ports/*/gid_attrs/ndevs/0",
     *(f"class/infiniband/*/device/{name}" for name in PCI_FILES),
@@ -96,8 +116,12 @@ class Sysfs:
         below = "class/infiniband/*/device/net/*"
         networks = {path.rpartition("/")[2] for path in glob.glob(below, root_dir=self._root)}
         networks |= {content.strip() for path, content in self.files.items() if "/gid_attrs/ndevs/" in path}
-        patterns = (f"class/net/{name}/{lower}{file}"
-                    for name in sorted(networks) for lower in ("", "lower_*/") for file in NET_FILES)
+        patterns = (
+            f"class/net/{name}/{lower}{file}"
+            for name in sorted(networks)
+            for lower in ("", "lower_*/")
+            for file in NET_FILES
+        )
         return changed | self.read(patterns)
 
     def read(self, patterns: Iterable[str]) -> dict[str, str]:
@@ -241,16 +265,26 @@ def gpu_addresses(recorded: Recorded) -> list[str]:
     """Return the PCI addresses of the recorded GPUs as sysfs writes them: 0000:53:00.0."""
     answers = (
         answer
-        for sections in recorded.values() for question, answers in sections.get("calls", {}).items()
-        if question.startswith("nvmlDeviceGetPciInfo") for answer in answers
+        for sections in recorded.values()
+        for question, answers in sections.get("calls", {}).items()
+        if question.startswith("nvmlDeviceGetPciInfo")
+        for answer in answers
     )
     found = {answer["busId"].lower()[-12:] for answer in answers if isinstance(answer, dict) and "busId" in answer}
     return sorted(found)
 
 
 def capture(
-    library: Any, sysfs: Path, kmsg: Path, hosts: Sequence[str], words: Sequence[str] = (), reads: int = 2,
-    *, pause: Callable[[], None], clock: Callable[[], float] = time.monotonic, now: Callable[[], float] = time.time,
+    library: Any,
+    sysfs: Path,
+    kmsg: Path,
+    hosts: Sequence[str],
+    words: Sequence[str] = (),
+    reads: int = 2,
+    *,
+    pause: Callable[[], None],
+    clock: Callable[[], float] = time.monotonic,
+    now: Callable[[], float] = time.time,
 ) -> Capture:
     """Return this node, masked. Raises SettingsError if there is nothing to capture.
 
@@ -278,8 +312,9 @@ def capture(
             next_read()
     recorded = answers.recorded
     result.missing += answers.failures
-    steps[0] |= tree.read(f"bus/pci/devices/{address}/{name}" for address in gpu_addresses(recorded)
-                          for name in PCI_FILES)
+    steps[0] |= tree.read(
+        f"bus/pci/devices/{address}/{name}" for address in gpu_addresses(recorded) for name in PCI_FILES
+    )
     if not any("class/infiniband" in path for path in (*tree.links, *tree.files)):
         result.missing.append(f"InfiniBand ports: none in {sysfs}/class/infiniband")
     result.missing += [f"sys/{path}: {name}" for path, name in sorted(tree.refused.items())]

@@ -33,16 +33,21 @@ _SHAPED = re.compile("|".join(f"{_BEFORE}(?P<{kind}>{shape}){_AFTER}" for kind, 
 
 # What a log says in front of a name, and the name. A process's name may hold blanks, up to the comma behind it.
 _NAME = r"(?!<)[^\s,;:\"'`()]+"
-_INTRODUCED = re.compile("|".join((
-    r"\bserial[ _]?(?:number|no\b|num\b)\s*\.?\s*[:=#]?\s*(?P<serial>\w[\w-]*)",
-    r"\bpid[:= ]\s*['\"]?(?P<pid>\d+)",
-    r"\bcomm: (?P<command>.+?)(?= (?:not )?tainted\b|$)",
-    r"\b(?:name|comm|task|process)[:=]\s*['\"`]?(?P<process>(?!<)(?:[^\s,'\"`][^,'\"`\n]*)?[^\s,'\"`])",
-    r"\b(?:process|task)\s+[`'\"](?P<quoted>[^`'\"\n]+)",
-    rf"\b(?:exe|cwd|user|acct|owner|host|hostname|addr)=['\"]?(?P<name>{_NAME})",
-    r"/(?:home|Users|users)/(?P<home>[^/\s,;:\"']+)",
-    r"^(?:\w{3} +\d+ [\d:]{8}|\d{4}-\d\d-\d\dT\S+) (?P<host>\S+)(?= kernel:)",
-)), re.IGNORECASE | re.MULTILINE)
+_INTRODUCED = re.compile(
+    "|".join(
+        (
+            r"\bserial[ _]?(?:number|no\b|num\b)\s*\.?\s*[:=#]?\s*(?P<serial>\w[\w-]*)",
+            r"\bpid[:= ]\s*['\"]?(?P<pid>\d+)",
+            r"\bcomm: (?P<command>.+?)(?= (?:not )?tainted\b|$)",
+            r"\b(?:name|comm|task|process)[:=]\s*['\"`]?(?P<process>(?!<)(?:[^\s,'\"`][^,'\"`\n]*)?[^\s,'\"`])",
+            r"\b(?:process|task)\s+[`'\"](?P<quoted>[^`'\"\n]+)",
+            rf"\b(?:exe|cwd|user|acct|owner|host|hostname|addr)=['\"]?(?P<name>{_NAME})",
+            r"/(?:home|Users|users)/(?P<home>[^/\s,;:\"']+)",
+            r"^(?:\w{3} +\d+ [\d:]{8}|\d{4}-\d\d-\d\dT\S+) (?P<host>\S+)(?= kernel:)",
+        )
+    ),
+    re.IGNORECASE | re.MULTILINE,
+)
 
 _MASKS: dict[str, Callable[[int], str]] = {
     "uuid": lambda n: f"00000000-0000-0000-0000-{n:012d}",
@@ -102,7 +107,7 @@ class Masker:
 
     def hexadecimal(self, original: str) -> str:
         """Return the mask of an identity that is given as hexadecimal digits."""
-        return self._mask("bytes", original)[-len(original):]
+        return self._mask("bytes", original)[-len(original) :]
 
     def log(self, text: str) -> str:
         """Return lines of a log with everything masked that `text` masks or that the log itself calls a name."""
@@ -122,7 +127,9 @@ class Masker:
         words = "|".join(map(re.escape, sorted(self._words, key=len, reverse=True)))
         return re.sub(
             f"(?<![A-Za-z0-9])(0x)?({words})(?![A-Za-z0-9])",
-            lambda match: (match[1] or "") + self._words[match[2].lower()], text, flags=re.IGNORECASE,
+            lambda match: (match[1] or "") + self._words[match[2].lower()],
+            text,
+            flags=re.IGNORECASE,
         )
 
     def _introduced(self, match: re.Match[str]) -> str:

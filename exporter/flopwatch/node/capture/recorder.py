@@ -217,7 +217,8 @@ def arranged(notes: Mapping[str, Mapping[str, Mapping[str, list[Any]]]]) -> Reco
     return {
         subject: {
             section: {question: _shortened(answers) for question, answers in sorted(entries.items(), key=_natural)}
-            for section, entries in sections.items() if entries
+            for section, entries in sections.items()
+            if entries
         }
         for subject, sections in sorted(notes.items(), key=lambda note: (note[0] != SYSTEM, _natural(note)))
     }

@@ -82,8 +82,11 @@ def ask(
         found = samples(body.decode())
     except urllib.error.HTTPError as error:
         with error:
-            hint = "" if error.code != 401 else (
-                "; the user or the password is wrong" if user else "; give --user and --password-file")
+            hint = (
+                ""
+                if error.code != 401
+                else ("; the user or the password is wrong" if user else "; give --user and --password-file")
+            )
             raise CannotTell(f"{url} answers {error.code} {error.reason}{hint}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
@@ -133,8 +136,9 @@ def _read(readers: Sequence[Reader], deadline: float, pool: ThreadPoolExecutor) 
     seen: set[tuple[str, tuple[str, ...]]] = set()
     for reader, reading in zip(readers, readings, strict=True):
         own = {(row.name, labels[:2]) for row, labels, _ in reading.samples}
-        found += [sample for sample in reading.samples
-                  if not (reader.secondary and (sample[0].name, sample[1][:2]) in seen)]
+        found += [
+            sample for sample in reading.samples if not (reader.secondary and (sample[0].name, sample[1][:2]) in seen)
+        ]
         seen |= own
         if reading.supported:
             found.append((COLLECTOR_SUCCESS, (reader.name,), float(reading.ok)))

@@ -145,10 +145,12 @@ class Noted:
             return self._collector.read()
         finally:
             names = {name for row in m.all_metrics() for name in _asked(row).functions}
-            self._notes.save({
-                "lacks": sorted(name for name in names if not hasattr(self._library, name)),
-                **{part: _codes(sections) for part, sections in self._recorder.recorded().items()},
-            })
+            self._notes.save(
+                {
+                    "lacks": sorted(name for name in names if not hasattr(self._library, name)),
+                    **{part: _codes(sections) for part, sections in self._recorder.recorded().items()},
+                }
+            )
 
 
 def _codes(sections: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, list[int]]:
@@ -158,7 +160,8 @@ def _codes(sections: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, list[in
         for question, answers in sections.get(section, {}).items():
             name = prefix + re.split(r"[( ]", question)[0]
             codes.setdefault(name, set()).update(
-                int(answer["error"]) if isinstance(answer, dict) and "error" in answer else 0 for answer in answers)
+                int(answer["error"]) if isinstance(answer, dict) and "error" in answer else 0 for answer in answers
+            )
     return {name: sorted(some) for name, some in codes.items()}
 
 
@@ -262,8 +265,11 @@ def _readings(settings: ExporterSettings, notes: Path, report: Report) -> dict[s
             "exited": "its process died",
             "released": "the driver is released (docs/release.md); flopwatch exporter --release 0 ends that",
         }.get(reading.reason, reading.reason)
-        report.sources.append(Source(
-            name, state, reason, reading.duration, len(reading.samples), says.get(name, []) if not reason else []))
+        report.sources.append(
+            Source(
+                name, state, reason, reading.duration, len(reading.samples), says.get(name, []) if not reason else []
+            )
+        )
     if "dcgm" not in readers:
         report.sources.append(Source("dcgm", "off", "--dcgm asks a DCGM host engine"))
     return readings
@@ -323,8 +329,10 @@ def _gpu(
     labels = info["gpu"], info["uuid"]
     families = _families(labels, readings, GPU)
     part = Part(
-        f"GPU {info['gpu']}", ", ".join(filter(len, (info["model"], info["pci_bus_id"], info["uuid"]))),
-        _value(m.GPU_PRESENT, labels, samples) != 0, _value(m.GPU_READABLE, labels, samples) != 0,
+        f"GPU {info['gpu']}",
+        ", ".join(filter(len, (info["model"], info["pci_bus_id"], info["uuid"]))),
+        _value(m.GPU_PRESENT, labels, samples) != 0,
+        _value(m.GPU_READABLE, labels, samples) != 0,
         {name: len(rows) for name, rows in families.items()},
     )
     owners = [owner for owner in _info(m.GPU_OWNER_INFO, samples) if owner["uuid"] == info["uuid"]]
@@ -350,7 +358,8 @@ def _unnamed(gpus: Sequence[Mapping[str, str]], samples: Sequence[Sample]) -> li
     known = {gpu["gpu"] for gpu in gpus}
     return [
         Part(f"GPU {labels[0]}", "never told its name", row is not m.GPU_PRESENT, row is not m.GPU_READABLE)
-        for row, labels, up in samples if row in (m.GPU_PRESENT, m.GPU_READABLE) and up == 0 and labels[0] not in known
+        for row, labels, up in samples
+        if row in (m.GPU_PRESENT, m.GPU_READABLE) and up == 0 and labels[0] not in known
     ]
 
 
@@ -362,7 +371,9 @@ def _why(row: Metric, answers: Mapping[str, Sequence[int]], lacks: Sequence[str]
         return MIG
     asked = _asked(row)
     codes = {
-        code for name, some in answers.items() for code in some
+        code
+        for name, some in answers.items()
+        for code in some
         if name in asked.questions or any(name.startswith(function) for function in asked.functions)
     }
     if NOT_PERMITTED in codes:
@@ -383,10 +394,19 @@ def _port(info: Mapping[str, str], samples: Sequence[Sample], readings: Mapping[
     labels = info["device"], info["port"]
     families = _families(labels, readings, PORT)
     state, rate = (_value(row, labels, samples) for row in (m.INFINIBAND_STATE, m.INFINIBAND_RATE))
-    about = [info["link_layer"], "" if state is None else "active" if state == 4 else "not active",
-             "" if rate is None else f"{rate:g} Gb/s", info["role"], f"rail {info['rail']}" if info["rail"] else ""]
-    part = Part("/".join(labels), ", ".join(filter(len, about)), _value(m.INFINIBAND_PRESENT, labels, samples) != 0,
-                families={name: len(rows) for name, rows in families.items()})
+    about = [
+        info["link_layer"],
+        "" if state is None else "active" if state == 4 else "not active",
+        "" if rate is None else f"{rate:g} Gb/s",
+        info["role"],
+        f"rail {info['rail']}" if info["rail"] else "",
+    ]
+    part = Part(
+        "/".join(labels),
+        ", ".join(filter(len, about)),
+        _value(m.INFINIBAND_PRESENT, labels, samples) != 0,
+        families={name: len(rows) for name, rows in families.items()},
+    )
     if not part.present:
         return part
     device = sysfs / "class" / "infiniband" / info["device"]
@@ -395,11 +415,20 @@ def _port(info: Mapping[str, str], samples: Sequence[Sample], readings: Mapping[
         if row.labels[:2] == PORT and row.name not in had:
             reason = QUIET
             if isinstance(row, m.PortCounter):
-                files = [device / file.removeprefix("device/") if file.startswith("device/")
-                         else device / "ports" / info["port"] / file for file in row.files]
+                files = [
+                    device / file.removeprefix("device/")
+                    if file.startswith("device/")
+                    else device / "ports" / info["port"] / file
+                    for file in row.files
+                ]
                 there = [file for file in files if file.exists()]
-                reason = FILE if not there else QUIET if row.quiet else (
-                    REFUSED if any(os.access(file, os.R_OK) for file in there) else PERMISSION)
+                reason = (
+                    FILE
+                    if not there
+                    else QUIET
+                    if row.quiet
+                    else (REFUSED if any(os.access(file, os.R_OK) for file in there) else PERMISSION)
+                )
             part.missing.setdefault(reason, []).append(row.name)
     return part
 
@@ -416,9 +445,15 @@ def _privileges(settings: ExporterSettings, samples: Sequence[Sample]) -> list[A
     return [
         Access("base", "in force"),
         Access("identity", _access(kubelet, up["kubelet"]), "" if up["kubelet"] else "the pods that have a GPU"),
-        Access("kernel", _access(kmsg.removeprefix("unix:"), up["kernel_log"]), "" if up["kernel_log"] else
-               "the text of Xids and what follows from it: NVLink details, SXids, kernel events, and Xids from before "
-               "the exporter started"),
+        Access(
+            "kernel",
+            _access(kmsg.removeprefix("unix:"), up["kernel_log"]),
+            ""
+            if up["kernel_log"]
+            else "the text of Xids and what follows from it: NVLink details, SXids, kernel events, and Xids "
+            "from before "
+            "the exporter started",
+        ),
     ]
 
 
@@ -437,7 +472,8 @@ def _access(path: str, up: bool) -> str:
 def _problems(report: Report, samples: Sequence[Sample], sysfs: Path) -> list[str]:
     """Return which hardware is there and cannot be read."""
     problems = [
-        f"{source.name}: {source.reason}" for source in report.sources
+        f"{source.name}: {source.reason}"
+        for source in report.sources
         if source.name in HARDWARE and source.state == "failed"
     ]
     for source in report.sources:
@@ -470,7 +506,8 @@ def _cards(sysfs: Path) -> int:
 def _losses(report: Report, samples: Sequence[Sample], settings: ExporterSettings) -> list[str]:
     """Return what goes unread that is no hardware: who has a GPU, the kernel log, what only root is told."""
     losses = [
-        f"{source.name}: {source.reason}" for source in report.sources
+        f"{source.name}: {source.reason}"
+        for source in report.sources
         if source.name not in HARDWARE and source.state == "failed"
     ]
     for name in sorted({name for part in (*report.gpus, *report.ports) for name in part.missing.get(PERMISSION, ())}):

@@ -30,7 +30,8 @@ def _lines(report: Report, width: int) -> Iterator[str]:
         start = beside if len(label) > LABEL else f"  {label:<{LABEL}} "
         for text in filter(len, texts):
             yield from textwrap.wrap(
-                text, width, initial_indent=start, subsequent_indent=beside, break_on_hyphens=False)
+                text, width, initial_indent=start, subsequent_indent=beside, break_on_hyphens=False
+            )
             start = beside
 
     simulated = " (a simulated node)" if report.simulated else ""
@@ -60,8 +61,12 @@ def _lines(report: Report, width: int) -> Iterator[str]:
     yield ""
     yield "Place, privileges (docs/privileges.md) and listeners"
     place = [f"{name} {word}" for name, word in report.place.items() if word and name not in ("host", "source")]
-    yield from entry("place", f"{', '.join(place)} (from {report.place['source']})" if place else
-                     "not known; --topology tells it (docs/identity.md)")
+    yield from entry(
+        "place",
+        f"{', '.join(place)} (from {report.place['source']})"
+        if place
+        else "not known; --topology tells it (docs/identity.md)",
+    )
     for access in report.privileges:
         yield from entry(access.name, access.state, f"Without it there is not: {access.loses}." if access.loses else "")
     for flag, state in report.listeners.items():
@@ -86,8 +91,10 @@ def _read(part: Part) -> str:
         return "DOES NOT ANSWER"
     if not part.readable:
         return "CANNOT BE READ"
-    return "read: " + ", ".join(f"{source} {count} families" if index == 0 else f"{source} {count}"
-                               for index, (source, count) in enumerate(part.families.items()))
+    return "read: " + ", ".join(
+        f"{source} {count} families" if index == 0 else f"{source} {count}"
+        for index, (source, count) in enumerate(part.families.items())
+    )
 
 
 def owners(part: Part) -> str:
@@ -118,15 +125,24 @@ def _missing(parts: Sequence[Part], width: int) -> Iterator[str]:
         if part.missing:
             alike.setdefault(repr(part.missing), []).append(part)
     for some in alike.values():
-        yield from textwrap.wrap(f"No series of {together([part.name for part in some])}:", width,
-                                 initial_indent="  ", subsequent_indent="    ")
+        yield from textwrap.wrap(
+            f"No series of {together([part.name for part in some])}:",
+            width,
+            initial_indent="  ",
+            subsequent_indent="    ",
+        )
         for reason in REASONS:
             names = some[0].missing.get(reason)
             if names:
                 shown = shortened(names)
                 more = f", and {len(shown) - NAMES} more (--json)" if len(shown) > NAMES else ""
-                yield from textwrap.wrap(f"{reason}: {', '.join(shown[:NAMES])}{more}", width,
-                                         initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False)
+                yield from textwrap.wrap(
+                    f"{reason}: {', '.join(shown[:NAMES])}{more}",
+                    width,
+                    initial_indent="  - ",
+                    subsequent_indent="    ",
+                    break_on_hyphens=False,
+                )
 
 
 def together(names: Sequence[str]) -> str:

@@ -66,7 +66,8 @@ def parse(text: str, name: str = "--expect") -> Expectations:
     _check_keys(name, content, tuple(one.name for one in fields(Expectations)))
     given: dict[str, Any] = {
         key: _number(name, key, number, whole=True)
-        for key, number in content.items() if key not in ("gpu_model", "ports")
+        for key, number in content.items()
+        if key not in ("gpu_model", "ports")
     }
     if "gpu_model" in content:
         if not isinstance(content["gpu_model"], str):

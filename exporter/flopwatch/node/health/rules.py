@@ -52,7 +52,12 @@ ACTIONS = {
 
 # The driver's own words: nvmlDeviceGpuRecoveryAction_t.
 RECOVERY_ACTIONS = {
-    1: "reset_gpu", 2: "reboot_node", 3: "drain_peers", 4: "drain_and_reset", 5: "recover_imex", 6: "reset_bus",
+    1: "reset_gpu",
+    2: "reboot_node",
+    3: "drain_peers",
+    4: "drain_and_reset",
+    5: "recover_imex",
+    6: "reset_bus",
     7: "reboot_system",
 }
 
@@ -143,9 +148,7 @@ class Facts:
         return f"GPU {labels[0]} ({known})" if known else f"GPU {labels[0]}"
 
     def _gpu_index(self) -> dict[str, dict[str, str]]:
-        return {
-            labels[1]: dict(zip(m.GPU_INFO.labels, labels, strict=True)) for labels in self.of(m.GPU_INFO)
-        }
+        return {labels[1]: dict(zip(m.GPU_INFO.labels, labels, strict=True)) for labels in self.of(m.GPU_INFO)}
 
     def _roles(self) -> dict[Labels, str]:
         role = m.INFINIBAND_INFO.labels.index("role")
@@ -290,7 +293,8 @@ def _lost_nvlinks(facts: Facts) -> Iterator[Found]:
         links[labels[:2]] += int(number) if labels[2] in NVLINK_UP else 0
     # Links that never were up lead nowhere: those of a card without a bridge, or of one with a smaller bridge.
     fallen = Counter(
-        labels[:2] for labels, state in facts.of(m.NVLINK_LINK_STATE).items() if state in NVLINK_DOWN_STATES)
+        labels[:2] for labels, state in facts.of(m.NVLINK_LINK_STATE).items() if state in NVLINK_DOWN_STATES
+    )
     for gpu, up in links.items():
         wanted = facts.expected.nvlinks_per_gpu or up + fallen[gpu]
         if up < wanted:
@@ -303,7 +307,8 @@ def critical_xids() -> Mapping[str, str]:
     """Return the codes that page and those of broken hardware, and NVIDIA's action for each."""
     return {
         str(code): row["action"].partition(" ")[0]
-        for code, row in meanings().items() if code in CRITICAL or row["severity"] == "fatal"
+        for code, row in meanings().items()
+        if code in CRITICAL or row["severity"] == "fatal"
     }
 
 
@@ -327,7 +332,12 @@ def _xids(driver_content: bool, *nvidia: str) -> Callable[[Facts], Iterator[Foun
 
 # NVIDIA's actions, the gravest first; what is not here, or has none, is a reset.
 _NVIDIA_GRAVEST = (
-    "CONTACT_SUPPORT", "CHECK_MECHANICALS", "RESTART_BM", "RESTART_VM", "WORKFLOW_NVLINK_ERR", "WORKFLOW_NVLINK5_ERR",
+    "CONTACT_SUPPORT",
+    "CHECK_MECHANICALS",
+    "RESTART_BM",
+    "RESTART_VM",
+    "WORKFLOW_NVLINK_ERR",
+    "WORKFLOW_NVLINK5_ERR",
 )
 
 
@@ -412,103 +422,344 @@ _RATES = (m.INFINIBAND_RATE, m.INFINIBAND_EXPECTED_RATE, m.INFINIBAND_STATE)
 
 RULES: tuple[Rule, ...] = (
     # GPUs: there?
-    Rule("gpu_missing", BAD, "reboot_then_reseat", "does not answer, and is in the inventory",
-         (m.GPU_PRESENT, m.GPU_READABLE), _missing_gpus),
+    Rule(
+        "gpu_missing",
+        BAD,
+        "reboot_then_reseat",
+        "does not answer, and is in the inventory",
+        (m.GPU_PRESENT, m.GPU_READABLE),
+        _missing_gpus,
+    ),
     Rule("gpus_too_few", BAD, "reboot_then_reseat", "fewer GPUs than expected", (m.GPU_PRESENT,), _too_few_gpus),
-    Rule("gpus_unseen", UNKNOWN, "check_exporter", "no driver, or none that can be asked, where GPUs are expected",
-         (m.GPU_PRESENT,), _unseen_gpus),
+    Rule(
+        "gpus_unseen",
+        UNKNOWN,
+        "check_exporter",
+        "no driver, or none that can be asked, where GPUs are expected",
+        (m.GPU_PRESENT,),
+        _unseen_gpus,
+    ),
     Rule("gpu_other_model", DEGRADED, "check_node", "is not of the expected model", (m.GPU_INFO,), _other_model),
-    Rule("driver_not_loaded", DEGRADED, "load_driver", "no driver is loaded where the inventory has GPUs",
-         (m.GPU_DRIVER_LOADED,), _unloaded_driver),
-    Rule("gpu_unreadable", UNKNOWN, "check_exporter", "cannot be seen by the exporter, which says nothing of the GPU",
-         (m.GPU_READABLE, m.GPU_DRIVER_LOADED), _unreadable_gpus),
+    Rule(
+        "driver_not_loaded",
+        DEGRADED,
+        "load_driver",
+        "no driver is loaded where the inventory has GPUs",
+        (m.GPU_DRIVER_LOADED,),
+        _unloaded_driver,
+    ),
+    Rule(
+        "gpu_unreadable",
+        UNKNOWN,
+        "check_exporter",
+        "cannot be seen by the exporter, which says nothing of the GPU",
+        (m.GPU_READABLE, m.GPU_DRIVER_LOADED),
+        _unreadable_gpus,
+    ),
     # What the driver says.
-    *(_is("recovery_action", BAD, action, "needs recovery, says the driver", m.GPU_RECOVERY_ACTION, number)
-      for number, action in RECOVERY_ACTIONS.items()),
+    *(
+        _is("recovery_action", BAD, action, "needs recovery, says the driver", m.GPU_RECOVERY_ACTION, number)
+        for number, action in RECOVERY_ACTIONS.items()
+    ),
     Rule("xid", BAD, "reset_gpu", "had a critical Xid within the last hour", _XIDS, _xids(False, "RESET_GPU")),
-    Rule("xid", BAD, "reboot_node", "the same, where NVIDIA's action is a restart", _XIDS,
-         _xids(False, "RESTART_BM", "RESTART_VM")),
-    Rule("xid", BAD, "check_nvlink", "the same, where it is an NVLink", _XIDS,
-         _xids(False, "WORKFLOW_NVLINK_ERR", "WORKFLOW_NVLINK5_ERR")),
-    Rule("xid", BAD, "reseat_gpu", "the same, where it is the board's power or seat", _XIDS,
-         _xids(False, "CHECK_MECHANICALS")),
+    Rule(
+        "xid",
+        BAD,
+        "reboot_node",
+        "the same, where NVIDIA's action is a restart",
+        _XIDS,
+        _xids(False, "RESTART_BM", "RESTART_VM"),
+    ),
+    Rule(
+        "xid",
+        BAD,
+        "check_nvlink",
+        "the same, where it is an NVLink",
+        _XIDS,
+        _xids(False, "WORKFLOW_NVLINK_ERR", "WORKFLOW_NVLINK5_ERR"),
+    ),
+    Rule(
+        "xid",
+        BAD,
+        "reseat_gpu",
+        "the same, where it is the board's power or seat",
+        _XIDS,
+        _xids(False, "CHECK_MECHANICALS"),
+    ),
     Rule("xid", BAD, "replace_gpu", "the same, where NVIDIA wants to be asked", _XIDS, _xids(False, "CONTACT_SUPPORT")),
-    Rule("xid_recovered", DEGRADED, "reset_gpu",
-         "had a critical Xid within the last hour, and the driver asks for nothing", _XIDS, _xids(True)),
+    Rule(
+        "xid_recovered",
+        DEGRADED,
+        "reset_gpu",
+        "had a critical Xid within the last hour, and the driver asks for nothing",
+        _XIDS,
+        _xids(True),
+    ),
     # Memory.
-    _is("row_remap_failure", BAD, "replace_gpu", "has a memory row that cannot be replaced",
-        m.GPU_ROW_REMAP_FAILURE, 1),
+    _is(
+        "row_remap_failure", BAD, "replace_gpu", "has a memory row that cannot be replaced", m.GPU_ROW_REMAP_FAILURE, 1
+    ),
     _is("sram_errors", BAD, "replace_gpu", "had more SRAM errors than it may have", m.GPU_SRAM_THRESHOLD, 1),
-    _over("ecc_uncorrected", DEGRADED, "drain_and_reset", "had uncorrected memory errors since the driver was loaded",
-          m.GPU_ECC_ERRORS, last="uncorrected"),
-    _is("row_remap_pending", DEGRADED, "drain_and_reset", "has memory rows to replace at its next reset",
-        m.GPU_ROW_REMAP_PENDING, 1),
-    _is("retired_pages_pending", DEGRADED, "drain_and_reset", "has memory pages to retire at its next reset",
-        m.GPU_RETIRED_PAGES_PENDING, 1),
-    _is("repair_pending", DEGRADED, "drain_and_reset", "has a repair waiting for its next reset",
-        m.GPU_REPAIR_PENDING, 1),
+    _over(
+        "ecc_uncorrected",
+        DEGRADED,
+        "drain_and_reset",
+        "had uncorrected memory errors since the driver was loaded",
+        m.GPU_ECC_ERRORS,
+        last="uncorrected",
+    ),
+    _is(
+        "row_remap_pending",
+        DEGRADED,
+        "drain_and_reset",
+        "has memory rows to replace at its next reset",
+        m.GPU_ROW_REMAP_PENDING,
+        1,
+    ),
+    _is(
+        "retired_pages_pending",
+        DEGRADED,
+        "drain_and_reset",
+        "has memory pages to retire at its next reset",
+        m.GPU_RETIRED_PAGES_PENDING,
+        1,
+    ),
+    _is(
+        "repair_pending",
+        DEGRADED,
+        "drain_and_reset",
+        "has a repair waiting for its next reset",
+        m.GPU_REPAIR_PENDING,
+        1,
+    ),
     # Held back.
-    _is("thermal_slowdown", DEGRADED, "check_cooling", "is too hot, and its hardware holds the clock back",
-        m.GPU_CLOCK_EVENT, 1, last="hw_thermal_slowdown"),
-    _is("power_brake", DEGRADED, "check_power", "is braked from outside, by its power supply",
-        m.GPU_CLOCK_EVENT, 1, last="hw_power_brake_slowdown"),
-    Rule("pcie_width", DEGRADED, "reseat_gpu", "has fewer PCIe lanes than it could, or than expected",
-         (m.GPU_PCIE_WIDTH, m.GPU_PCIE_WIDTH_MAX), _narrow_pcie),
-    Rule("pcie_generation", DEGRADED, "check_node", "cannot have the expected PCIe generation",
-         (m.GPU_PCIE_GENERATION_MAX,), _slow_pcie),
+    _is(
+        "thermal_slowdown",
+        DEGRADED,
+        "check_cooling",
+        "is too hot, and its hardware holds the clock back",
+        m.GPU_CLOCK_EVENT,
+        1,
+        last="hw_thermal_slowdown",
+    ),
+    _is(
+        "power_brake",
+        DEGRADED,
+        "check_power",
+        "is braked from outside, by its power supply",
+        m.GPU_CLOCK_EVENT,
+        1,
+        last="hw_power_brake_slowdown",
+    ),
+    Rule(
+        "pcie_width",
+        DEGRADED,
+        "reseat_gpu",
+        "has fewer PCIe lanes than it could, or than expected",
+        (m.GPU_PCIE_WIDTH, m.GPU_PCIE_WIDTH_MAX),
+        _narrow_pcie,
+    ),
+    Rule(
+        "pcie_generation",
+        DEGRADED,
+        "check_node",
+        "cannot have the expected PCIe generation",
+        (m.GPU_PCIE_GENERATION_MAX,),
+        _slow_pcie,
+    ),
     # NVLink and its fabric.
-    Rule("nvlink_down", BAD, "check_nvlink", "has fewer NVLinks up than expected, or than it had",
-         (m.NVLINK_LINKS, m.NVLINK_LINK_STATE), _lost_nvlinks),
-    _over("nvlink_bit_errors", BAD, "check_nvlink", f"has a bit error ratio above {EFFECTIVE_BER:g} on an NVLink",
-          m.NVLINK_EFFECTIVE_BER, EFFECTIVE_BER),
-    _is("fabric_not_ready", BAD, "restart_fabric_manager", "has not joined its NVLink fabric",
-        m.GPU_FABRIC_STATE, 1, 2),
-    _over("fabric_failed", BAD, "restart_fabric_manager", "failed to join its NVLink fabric, with this nvmlReturn_t",
-          m.GPU_FABRIC_STATUS),
+    Rule(
+        "nvlink_down",
+        BAD,
+        "check_nvlink",
+        "has fewer NVLinks up than expected, or than it had",
+        (m.NVLINK_LINKS, m.NVLINK_LINK_STATE),
+        _lost_nvlinks,
+    ),
+    _over(
+        "nvlink_bit_errors",
+        BAD,
+        "check_nvlink",
+        f"has a bit error ratio above {EFFECTIVE_BER:g} on an NVLink",
+        m.NVLINK_EFFECTIVE_BER,
+        EFFECTIVE_BER,
+    ),
+    _is(
+        "fabric_not_ready", BAD, "restart_fabric_manager", "has not joined its NVLink fabric", m.GPU_FABRIC_STATE, 1, 2
+    ),
+    _over(
+        "fabric_failed",
+        BAD,
+        "restart_fabric_manager",
+        "failed to join its NVLink fabric, with this nvmlReturn_t",
+        m.GPU_FABRIC_STATUS,
+    ),
     _is("fabric_unhealthy", BAD, "check_nvlink", "finds its NVLink fabric unhealthy", m.GPU_FABRIC_HEALTH, 2),
-    _is("fabric_limited", DEGRADED, "check_nvlink", "finds its NVLink fabric of limited capacity",
-        m.GPU_FABRIC_HEALTH, 3),
-    _is("fabric_degraded_bandwidth", DEGRADED, "check_nvlink", "has less NVLink bandwidth than it should",
-        m.GPU_FABRIC_FAULT, 1, last="degraded_bandwidth"),
-    _is("fabric_route_recovery", DEGRADED, "check_nvlink", "waits for its NVLink routes to recover",
-        m.GPU_FABRIC_FAULT, 1, last="route_recovery"),
-    _is("fabric_route_unhealthy", BAD, "check_nvlink", "has an unhealthy NVLink route",
-        m.GPU_FABRIC_FAULT, 1, last="route_unhealthy"),
-    _is("fabric_access_timeout", BAD, "check_nvlink", "had a timeout across its NVLink fabric",
-        m.GPU_FABRIC_FAULT, 1, last="access_timeout"),
-    _is("fabric_configuration", BAD, "restart_fabric_manager", "has a wrong NVLink fabric configuration",
-        m.GPU_FABRIC_FAULT, 1, last="incorrect_configuration"),
-    _is("fabric_no_partition", DEGRADED, "restart_fabric_manager", "is in no partition of its NVLink fabric",
-        m.GPU_FABRIC_FAULT, 1, last="no_partition"),
-    _is("fabric_manager_disconnected", DEGRADED, "restart_fabric_manager", "has lost its fabric manager",
-        m.GPU_FABRIC_FAULT, 1, last="manager_disconnected"),
-    Rule("sxid", BAD, "check_nvlink", "an NVSwitch had a fatal SXid within the last hour",
-         (m.NVLINK_SWITCH_SXID_LAST, m.NVLINK_SWITCH_SXID_INFO), _fatal_sxids),
+    _is(
+        "fabric_limited",
+        DEGRADED,
+        "check_nvlink",
+        "finds its NVLink fabric of limited capacity",
+        m.GPU_FABRIC_HEALTH,
+        3,
+    ),
+    _is(
+        "fabric_degraded_bandwidth",
+        DEGRADED,
+        "check_nvlink",
+        "has less NVLink bandwidth than it should",
+        m.GPU_FABRIC_FAULT,
+        1,
+        last="degraded_bandwidth",
+    ),
+    _is(
+        "fabric_route_recovery",
+        DEGRADED,
+        "check_nvlink",
+        "waits for its NVLink routes to recover",
+        m.GPU_FABRIC_FAULT,
+        1,
+        last="route_recovery",
+    ),
+    _is(
+        "fabric_route_unhealthy",
+        BAD,
+        "check_nvlink",
+        "has an unhealthy NVLink route",
+        m.GPU_FABRIC_FAULT,
+        1,
+        last="route_unhealthy",
+    ),
+    _is(
+        "fabric_access_timeout",
+        BAD,
+        "check_nvlink",
+        "had a timeout across its NVLink fabric",
+        m.GPU_FABRIC_FAULT,
+        1,
+        last="access_timeout",
+    ),
+    _is(
+        "fabric_configuration",
+        BAD,
+        "restart_fabric_manager",
+        "has a wrong NVLink fabric configuration",
+        m.GPU_FABRIC_FAULT,
+        1,
+        last="incorrect_configuration",
+    ),
+    _is(
+        "fabric_no_partition",
+        DEGRADED,
+        "restart_fabric_manager",
+        "is in no partition of its NVLink fabric",
+        m.GPU_FABRIC_FAULT,
+        1,
+        last="no_partition",
+    ),
+    _is(
+        "fabric_manager_disconnected",
+        DEGRADED,
+        "restart_fabric_manager",
+        "has lost its fabric manager",
+        m.GPU_FABRIC_FAULT,
+        1,
+        last="manager_disconnected",
+    ),
+    Rule(
+        "sxid",
+        BAD,
+        "check_nvlink",
+        "an NVSwitch had a fatal SXid within the last hour",
+        (m.NVLINK_SWITCH_SXID_LAST, m.NVLINK_SWITCH_SXID_INFO),
+        _fatal_sxids,
+    ),
     # Ports. One whose role is not known counts as compute.
-    Rule("port_missing", BAD, "reboot_then_reseat", "a compute port is gone from /sys, and is in the inventory",
-         _PORT_STATES, _lost_ports("gone", spare=False)),
-    Rule("port_missing", DEGRADED, "reboot_then_reseat", "the same of a storage or management port",
-         _PORT_STATES, _lost_ports("gone", spare=True)),
-    Rule("port_down", BAD, "check_cable", "a compute port that was active once is not",
-         _PORT_STATES, _lost_ports("down", spare=False)),
-    Rule("port_down", DEGRADED, "check_cable", "the same of a storage or management port",
-         _PORT_STATES, _lost_ports("down", spare=True)),
+    Rule(
+        "port_missing",
+        BAD,
+        "reboot_then_reseat",
+        "a compute port is gone from /sys, and is in the inventory",
+        _PORT_STATES,
+        _lost_ports("gone", spare=False),
+    ),
+    Rule(
+        "port_missing",
+        DEGRADED,
+        "reboot_then_reseat",
+        "the same of a storage or management port",
+        _PORT_STATES,
+        _lost_ports("gone", spare=True),
+    ),
+    Rule(
+        "port_down",
+        BAD,
+        "check_cable",
+        "a compute port that was active once is not",
+        _PORT_STATES,
+        _lost_ports("down", spare=False),
+    ),
+    Rule(
+        "port_down",
+        DEGRADED,
+        "check_cable",
+        "the same of a storage or management port",
+        _PORT_STATES,
+        _lost_ports("down", spare=True),
+    ),
     Rule("ports_too_few", BAD, "check_cable", "fewer active ports than expected", _PORT_STATES, _too_few_ports),
-    Rule("ports_unseen", UNKNOWN, "check_exporter", "no port can be read where some are expected",
-         (m.INFINIBAND_PRESENT,), _unseen_ports),
-    Rule("port_slow", BAD, "check_cable", "a compute port runs below the rate it had, or that is expected",
-         _RATES, _slow_ports(spare=False)),
-    Rule("port_slow", DEGRADED, "check_cable", "the same of a storage or management port",
-         _RATES, _slow_ports(spare=True)),
-    _is("port_flapping", BAD, "check_cable", "went down and came back three times within 12 hours",
-        m.INFINIBAND_FLAPPING, 1),
-    Rule("transceiver_hot", DEGRADED, "check_cooling", f"has a transceiver above {HOT_TRANSCEIVER:g} degrees Celsius",
-         (m.INFINIBAND_TEMPERATURE,), _hot_transceivers),
+    Rule(
+        "ports_unseen",
+        UNKNOWN,
+        "check_exporter",
+        "no port can be read where some are expected",
+        (m.INFINIBAND_PRESENT,),
+        _unseen_ports,
+    ),
+    Rule(
+        "port_slow",
+        BAD,
+        "check_cable",
+        "a compute port runs below the rate it had, or that is expected",
+        _RATES,
+        _slow_ports(spare=False),
+    ),
+    Rule(
+        "port_slow",
+        DEGRADED,
+        "check_cable",
+        "the same of a storage or management port",
+        _RATES,
+        _slow_ports(spare=True),
+    ),
+    _is(
+        "port_flapping",
+        BAD,
+        "check_cable",
+        "went down and came back three times within 12 hours",
+        m.INFINIBAND_FLAPPING,
+        1,
+    ),
+    Rule(
+        "transceiver_hot",
+        DEGRADED,
+        "check_cooling",
+        f"has a transceiver above {HOT_TRANSCEIVER:g} degrees Celsius",
+        (m.INFINIBAND_TEMPERATURE,),
+        _hot_transceivers,
+    ),
     # The exporter.
-    Rule("source_failed", UNKNOWN, "check_exporter", "a source of these numbers cannot be read",
-         (m.COLLECTOR_SUCCESS,), _failed_sources),
-    Rule("driver_released", UNKNOWN, "wait", "the driver is released on request", (m.DRIVER_RELEASED,),
-         _released_driver),
+    Rule(
+        "source_failed",
+        UNKNOWN,
+        "check_exporter",
+        "a source of these numbers cannot be read",
+        (m.COLLECTOR_SUCCESS,),
+        _failed_sources,
+    ),
+    Rule(
+        "driver_released", UNKNOWN, "wait", "the driver is released on request", (m.DRIVER_RELEASED,), _released_driver
+    ),
 )
 
 
@@ -527,13 +778,25 @@ class Rise:
 
 # NVIDIA UFM isolates a port after 3 symbol errors in 12 minutes at NDR: within seconds, one is enough.
 RISES: tuple[Rise, ...] = (
-    Rise("ecc_uncorrected_rising", BAD, "drain_and_reset", "counts uncorrected memory errors", m.GPU_ECC_ERRORS,
-         but=frozenset({"corrected"})),
+    Rise(
+        "ecc_uncorrected_rising",
+        BAD,
+        "drain_and_reset",
+        "counts uncorrected memory errors",
+        m.GPU_ECC_ERRORS,
+        but=frozenset({"corrected"}),
+    ),
     # PCIe 5 x16 may replay 31 packets a minute: DCGM's limit of speed times lanes times 1e-12.
     Rise("pcie_replays", DEGRADED, "reseat_gpu", "replays PCIe packets", m.GPU_PCIE_REPLAYS, 31 / 60),
     # NVLink 4 corrects what its CRC finds; DCGM minds 100 a second.
-    Rise("nvlink_errors_rising", DEGRADED, "check_nvlink", "counts NVLink errors", m.NVLINK_ERRORS,
-         but=frozenset({"crc", "replay"})),
+    Rise(
+        "nvlink_errors_rising",
+        DEGRADED,
+        "check_nvlink",
+        "counts NVLink errors",
+        m.NVLINK_ERRORS,
+        but=frozenset({"crc", "replay"}),
+    ),
     Rise("symbol_errors", DEGRADED, "check_cable", "counts symbol errors", m.INFINIBAND_SYMBOL_ERRORS),
     Rise("link_downed", DEGRADED, "check_cable", "lost its link", m.INFINIBAND_LINK_DOWNED),
 )
@@ -554,10 +817,7 @@ class Verdict:
     """Judges samples against what is expected of the node."""
 
     def __init__(
-        self,
-        expectations: Expectations,
-        clock: Callable[[], float] = time.time,
-        booted: Callable[[], float] = booted,
+        self, expectations: Expectations, clock: Callable[[], float] = time.time, booted: Callable[[], float] = booted
     ) -> None:
         self._expected = expectations
         self._clock = clock
@@ -578,9 +838,7 @@ class Verdict:
         stood = {(reason.reason, reason.part) for reason in _judgement(first, []).reasons}
         judgement = _judgement(second, list(_rises(first, second, seconds)))
         risen = {rise.reason for rise in RISES}
-        reasons = tuple(
-            one for one in judgement.reasons if one.reason in risen or (one.reason, one.part) in stood
-        )
+        reasons = tuple(one for one in judgement.reasons if one.reason in risen or (one.reason, one.part) in stood)
         return Judgement(reasons, judgement.gpus, judgement.ports)
 
     def derive(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -598,7 +856,6 @@ class Verdict:
             "nvlinks": expected.gpus * expected.nvlinks_per_gpu,
         }
         return derived + [(m.NODE_EXPECTED, (kind,), count) for kind, count in parts.items() if count]
-
 
     def _say(self, judgement: Judgement) -> None:
         """Log what is wrong since now, and what no longer is."""
@@ -648,8 +905,12 @@ def learn(samples: Iterable[Sample]) -> Expectations:
     if "any" in ports and len(ports) > 1:
         del ports["any"]  # it would be about the ports of every role
     return Expectations(
-        len(facts.answering), models.pop() if len(models) == 1 else "", _common(up.values()),
-        _common(facts.of(m.GPU_PCIE_WIDTH_MAX).values()), _common(facts.of(m.GPU_PCIE_GENERATION_MAX).values()), ports,
+        len(facts.answering),
+        models.pop() if len(models) == 1 else "",
+        _common(up.values()),
+        _common(facts.of(m.GPU_PCIE_WIDTH_MAX).values()),
+        _common(facts.of(m.GPU_PCIE_GENERATION_MAX).values()),
+        ports,
     )
 
 

@@ -27,8 +27,9 @@ def copied(settings: ExporterSettings) -> Iterator[ExporterSettings]:
     try:
         folder = tempfile.TemporaryDirectory(prefix="flopwatch-")
     except OSError as error:
-        raise SettingsError(f"there is no room for a temporary folder ({error}); set TMPDIR to one that can be "
-                            "written") from error
+        raise SettingsError(
+            f"there is no room for a temporary folder ({error}); set TMPDIR to one that can be written"
+        ) from error
     with folder as path:
         try:
             _copy(settings, Path(path))

@@ -1,8 +1,8 @@
 """The child's side of a reader: a process that makes one collector and answers requests to read it.
 
 `python -m flopwatch.node.scrape.child FACTORY ARGUMENTS`. A request is a byte on stdin, the answer one line of JSON on
-stdout; the process ends when its stdin does, which is also when its parent dies. It imports as little as it can: there is one
-such process for each source, and the memory they do not share is paid for each time.
+stdout; the process ends when its stdin does, which is also when its parent dies. It imports as little as it can: there
+is one such process for each source, and the memory they do not share is paid for each time.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _answer_until_stdin_ends(factory: str, arguments: Mapping[str, str], pipe: i
 
 def _write(pipe: int, data: bytes) -> None:
     while data:
-        data = data[os.write(pipe, data):]
+        data = data[os.write(pipe, data) :]
 
 
 def main() -> None:

@@ -249,7 +249,9 @@ class _Child:
         search = os.pathsep.join(path for path in sys.path if path)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "flopwatch.node.scrape.child", spec.factory, json.dumps(dict(spec.arguments))],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
             env=dict(os.environ, PYTHONPATH=search, PYTHONSAFEPATH="1", MALLOC_ARENA_MAX="1"),  # as one_heap() says
         )
         assert self.process.stdin is not None
@@ -285,11 +287,11 @@ class _Child:
             if self._filled == len(self._buffer):
                 self._buffer += bytes(len(self._buffer))
             with memoryview(self._buffer) as view:
-                read = os.readv(answers, [view[self._filled:]])
+                read = os.readv(answers, [view[self._filled :]])
             if not read:
                 raise _Exited
             self._filled += read
-        line, self._filled = self._buffer[:self._filled], 0
+        line, self._filled = self._buffer[: self._filled], 0
         self.asked_at = None
         try:
             return self._decoded(json.loads(line))
@@ -308,8 +310,14 @@ class _Child:
         kind = answer.get("kind", "")
         supported = kind != "unsupported"
         reading = Reading(
-            samples, not kind, answer.get("reason", ""), supported, answer["duration"], answer["at"],
-            max(0.0, time.monotonic() - answer["ended"]), kind if supported else "",
+            samples,
+            not kind,
+            answer.get("reason", ""),
+            supported,
+            answer["duration"],
+            answer["at"],
+            max(0.0, time.monotonic() - answer["ended"]),
+            kind if supported else "",
         )
         return _Answer(reading, answer["resident"], answer.get("last", False))
 
@@ -367,13 +375,28 @@ def hardware(settings: ExporterSettings) -> list[Reader]:
         return Reader(name, spec, driver=driver, secondary=secondary, stale_after=settings.stale_after)
 
     readers = [
-        reader("nvml", driver=True, host=settings.host, inventory=gpus, runtime=runtime, sysfs=sysfs,
-               simulated=simulated),
-        reader("infiniband", host=settings.host, inventory=f"{state}/ports.json", sysfs=sysfs, gpus=gpus,
-               state=f"{state}/port_history.json"),
+        reader(
+            "nvml", driver=True, host=settings.host, inventory=gpus, runtime=runtime, sysfs=sysfs, simulated=simulated
+        ),
+        reader(
+            "infiniband",
+            host=settings.host,
+            inventory=f"{state}/ports.json",
+            sysfs=sysfs,
+            gpus=gpus,
+            state=f"{state}/port_history.json",
+        ),
         reader("xid", driver=True, kmsg=kmsg, gpus=gpus, state=f"{state}/xid.json", simulated=simulated, nvml="events"),
-        reader("identity", host=settings.host, gpus=gpus, runtime=runtime, kubelet=kubelet,
-               job_mapping=str(settings.job_mapping or ""), proc=proc, topology=settings.topology),
+        reader(
+            "identity",
+            host=settings.host,
+            gpus=gpus,
+            runtime=runtime,
+            kubelet=kubelet,
+            job_mapping=str(settings.job_mapping or ""),
+            proc=proc,
+            topology=settings.topology,
+        ),
     ]
     if settings.dcgm:
         readers.insert(1, reader("dcgm", driver=True, secondary=True, address=settings.dcgm, gpus=gpus))

@@ -48,7 +48,11 @@ FAILURES = ("deadline", "exited", "error", "blind")
 # histogram goes whole.
 MIG = (*m.GPU, "gpu_instance")
 BUDGETS: dict[tuple[str, ...], tuple[str, int]] = {
-    MIG: ("mig", 20), m.GPU: ("gpu", 120), m.PORT: ("port", 60), m.RANK: ("rank", 40), m.RANK[:1]: ("run", 30),
+    MIG: ("mig", 20),
+    m.GPU: ("gpu", 120),
+    m.PORT: ("port", 60),
+    m.RANK: ("rank", 40),
+    m.RANK[:1]: ("run", 30),
 }
 _ROWS = {row.name: row for row in m.all_metrics()}
 _DROP_ORDER = {row.name: (row.key, -position) for position, row in enumerate(m.all_metrics())}
@@ -86,7 +90,8 @@ def own_samples(registry: prometheus.CollectorRegistry) -> list[Sample]:
     """Return what a registry of `self_counter` and `self_gauge` holds; the client's own text costs three times this."""
     return [
         (_ROWS[sample.name], tuple(sample.labels.values()), sample.value)
-        for metric in registry.collect() for sample in metric.samples
+        for metric in registry.collect()
+        for sample in metric.samples
     ]
 
 
@@ -173,7 +178,8 @@ def plain_numbers(raws: Sequence[float], counters: Sequence[bool]) -> bool:
     """Return whether every number is finite and no counter negative; False decides nothing."""
     try:
         return (
-            {int, float}.issuperset(map(type, raws)) and math.isfinite(sum(raws))
+            {int, float}.issuperset(map(type, raws))
+            and math.isfinite(sum(raws))
             and min(compress(raws, counters), default=0) >= 0
         )
     except OverflowError:
@@ -256,9 +262,9 @@ class Scrape:
         self._compatibility = Compatibility(settings.expose, clock) if settings.expose else None
         self._pages: dict[bool, _Page] = {}
         self._pool = ThreadPoolExecutor(len(drivers) + len(in_memory), thread_name_prefix="source")
-        self._states = [
-            _State(source, SHARED_SECONDS, getattr(source, "secondary", False)) for source in drivers
-        ] + [_State(source, 0.0) for source in in_memory]
+        self._states = [_State(source, SHARED_SECONDS, getattr(source, "secondary", False)) for source in drivers] + [
+            _State(source, 0.0) for source in in_memory
+        ]
         self._parts: list[list[Key]] = []
         self._overlap: tuple[set[int], Counter[str]] = set(), Counter()
         self._keys: list[Key] = []
@@ -337,7 +343,8 @@ class Scrape:
             return []
         told: list[Sample] = [
             (m.COLLECTOR_SUCCESS, (state.source.name,), state.success)
-            for state in self._states if state.success is not None
+            for state in self._states
+            if state.success is not None
         ]
         return self._guarded("verdict", lambda: derive(samples + told), [])
 
@@ -365,9 +372,7 @@ class Scrape:
             self._dropped.labels(budget).inc(count)
         return without(samples, left_out)
 
-    async def metrics(
-        self, timeout: float | None = None, *, openmetrics: bool = False, gzipped: bool = False
-    ) -> bytes:
+    async def metrics(self, timeout: float | None = None, *, openmetrics: bool = False, gzipped: bool = False) -> bytes:
         """Return the body of /metrics, which scrapes that come together share."""
         now, deadline = self._clock(), self._deadline(timeout)
         page = self._pages.get(openmetrics)
@@ -479,4 +484,3 @@ def scrape_timeout(header: str | None) -> float | None:
     except ValueError:
         return None
     return seconds if seconds > 0 and math.isfinite(seconds) else None
-

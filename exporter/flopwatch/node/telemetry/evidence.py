@@ -50,21 +50,34 @@ _NOT_FOR_TRAINING = ("management",)
 _RISES: dict[str, tuple[str, frozenset[str] | None]] = {
     m.GPU_ECC_ERRORS.name: ("ecc", frozenset({"uncorrected"})),
     # What a replay or the CRC mends, and single symbols, every link has.
-    m.NVLINK_ERRORS.name: ("nvlink", frozenset({
-        "recovery", "recovery_failed", "malformed_packet", "buffer_overrun", "remote", "general", "local_integrity",
-    })),
-    m.GPU_CLOCK_EVENT_SECONDS.name: ("throttle", frozenset({
-        "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "thermal",
-    })),
+    m.NVLINK_ERRORS.name: (
+        "nvlink",
+        frozenset(
+            {
+                "recovery",
+                "recovery_failed",
+                "malformed_packet",
+                "buffer_overrun",
+                "remote",
+                "general",
+                "local_integrity",
+            }
+        ),
+    ),
+    m.GPU_CLOCK_EVENT_SECONDS.name: (
+        "throttle",
+        frozenset({"sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "thermal"}),
+    ),
     m.INFINIBAND_LINK_DOWNED.name: ("link_down", None),
     m.INFINIBAND_CARRIER_CHANGES.name: ("link_down", None),
     m.INFINIBAND_LINK_RECOVERY.name: ("link_errors", None),
     m.INFINIBAND_LINK_INTEGRITY.name: ("link_errors", None),
     m.INFINIBAND_RECEIVE_ERRORS.name: ("link_errors", None),
     m.INFINIBAND_CORRUPT_PACKETS.name: ("link_errors", None),
-    m.NODE_KERNEL_EVENTS.name: ("nic", frozenset({
-        "cable_unplugged", "nic_health_compromised", "nic_transmit_timeout",
-    })),
+    m.NODE_KERNEL_EVENTS.name: (
+        "nic",
+        frozenset({"cable_unplugged", "nic_health_compromised", "nic_transmit_timeout"}),
+    ),
 }
 _OOM_KILL = "oom_kill"
 # Gauges, and whether a value means that all is well.
@@ -138,12 +151,20 @@ class Witness:
     def told(self, gpus: frozenset[str] | None, since: float, until: float) -> list[Entry]:
         """Return what was last seen in this time, the newest first: of these GPUs, or all, and of the node's ports."""
         with self._lock:
-            found = [(place, event) for place, event in self._events.items() if since <= event.t <= until
-                     and (not place.gpu or gpus is None or place.gpu in gpus or ":" in place.gpu)]
+            found = [
+                (place, event)
+                for place, event in self._events.items()
+                if since <= event.t <= until
+                and (not place.gpu or gpus is None or place.gpu in gpus or ":" in place.gpu)
+            ]
         found.sort(key=lambda one: (-one[1].t, one[0]))
         return [
-            {"kind": place.kind, "t": round(event.t, 3), "count": round(event.number, 3),
-             **{name: text for name, text in place._asdict().items() if text and name != "kind"}}
+            {
+                "kind": place.kind,
+                "t": round(event.t, 3),
+                "count": round(event.number, 3),
+                **{name: text for name, text in place._asdict().items() if text and name != "kind"},
+            }
             for place, event in found[:MOST_OF_NODE]
         ]
 
@@ -151,18 +172,23 @@ class Witness:
         """Return what `restore` takes, as JSON has it."""
         with self._lock:
             return {
-                "looked": self._looked, "killed": list(self._killed.items()),
+                "looked": self._looked,
+                "killed": list(self._killed.items()),
                 "events": [[*place, *event] for place, event in self._events.items()],
-                "before": [[name, labels, value] for (name, labels), value in self._before.items()
-                           if name != m.NODE_KERNEL_EVENTS.name],  # which this process counts itself, from 0 on
+                "before": [
+                    [name, labels, value]
+                    for (name, labels), value in self._before.items()
+                    if name != m.NODE_KERNEL_EVENTS.name
+                ],  # which this process counts itself, from 0 on
             }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take back what `state` gave, of before a restart; what rose in between is news, if that was not long ago."""
         with self._lock:
             now = self._now()
-            self._events = {Place(*place): Event(number, t) for *place, number, t in state["events"]
-                            if t > now - MEMORY}
+            self._events = {
+                Place(*place): Event(number, t) for *place, number, t in state["events"] if t > now - MEMORY
+            }
             self._killed = {int(pid): t for pid, t in state["killed"]}
             if 0 <= now - state["looked"] <= BEFORE:
                 self._looked = state["looked"]
@@ -179,8 +205,9 @@ class Witness:
         if self._first is None:
             self._first = now
         role = m.INFINIBAND_INFO.labels.index("role")
-        idle = {labels[:2] for row, labels, _ in samples
-                if row is m.INFINIBAND_INFO and labels[role] in _NOT_FOR_TRAINING}
+        idle = {
+            labels[:2] for row, labels, _ in samples if row is m.INFINIBAND_INFO and labels[role] in _NOT_FOR_TRAINING
+        }
         news: dict[Place, float] = {}
         known = {labels for name, labels in before if name in (m.GPU_PRESENT.name, m.INFINIBAND_STATE.name)}
         counts = {(row.name, labels): value for row, labels, value in samples if row.name in _COUNTS}
@@ -227,8 +254,9 @@ class Witness:
         else:
             place = Place("sxid", detail=labels[1])
             known = self._events.get(place, Event(0.0, t))
-            self._keep(place, Event(max(known.number, counts.get((m.NVLINK_SWITCH_SXID.name, labels), 1.0)),
-                                    max(known.t, t)))
+            self._keep(
+                place, Event(max(known.number, counts.get((m.NVLINK_SWITCH_SXID.name, labels), 1.0)), max(known.t, t))
+            )
 
     def _risen(self, row: Metric, labels: tuple[str, ...], by: float, now: float) -> tuple[Place, float]:
         """Return what a counter that has risen by so much tells of, and how often that has happened; 0 is never."""
@@ -312,7 +340,7 @@ def joined(before: Iterable[Entry], after: Iterable[Entry]) -> list[Entry]:
             found[place] = entry
     node = [entry for entry in found.values() if "rank" not in entry]
     node = sorted(node, key=lambda entry: -entry["t"])[:MOST_OF_NODE]
-    return node + [entry for entry in found.values() if "rank" in entry][:MOST - len(node)]
+    return node + [entry for entry in found.values() if "rank" in entry][: MOST - len(node)]
 
 
 def gpus_of(pushes: Iterable[Push]) -> frozenset[str] | None:

@@ -241,8 +241,12 @@ class Forward:
     """A thread that looks after the ranks and, every second, passes on what changed."""
 
     def __init__(
-        self, telemetry: Telemetry, ledger: Embedded | Remote | None, tick: float = TICK,
-        memory: StateFile | None = None, clock: Callable[[], float] = time.monotonic,
+        self,
+        telemetry: Telemetry,
+        ledger: Embedded | Remote | None,
+        tick: float = TICK,
+        memory: StateFile | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._telemetry = telemetry
         self._ledger = ledger

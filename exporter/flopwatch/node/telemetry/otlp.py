@@ -182,7 +182,11 @@ def push(resource: ResourceMetrics, *, host: str, gpus: frozenset[str] | None, n
                 refused += 1
                 reason = reason or f"{metric.name[:MAX_TEXT]!r}: {error}"
     return Push(
-        tenant, run, attempt, rank, started,
+        tenant,
+        run,
+        attempt,
+        rank,
+        started,
         at=max(started, min(now, newest / 1e9)) if newest > 0 else now,
         pid=said.integer("flopwatch.pid") or 0,
         pid_namespace=said.integer("flopwatch.pid_namespace") or 0,
@@ -193,7 +197,9 @@ def push(resource: ResourceMetrics, *, host: str, gpus: frozenset[str] | None, n
         status=ended,
         ended_by=ended_by if ended is not None and ENDED_BY.fullmatch(ended_by) is not None else "",
         samples=tuple(samples.values()),
-        refused=refused, reason=reason, foreign_gpu=foreign,
+        refused=refused,
+        reason=reason,
+        foreign_gpu=foreign,
     )
 
 
@@ -285,8 +291,11 @@ def _numbers(row: Metric, point: NumberDataPoint | HistogramDataPoint) -> list[t
     bounds, counts = list(point.explicit_bounds), list(point.bucket_counts)
     ascending = all(low < high for low, high in pairwise(bounds))
     if (
-        len(counts) != len(bounds) + 1 or len(counts) > MAX_BUCKETS or not ascending
-        or not all(map(math.isfinite, [*bounds, point.sum])) or min([point.sum, *bounds]) < 0
+        len(counts) != len(bounds) + 1
+        or len(counts) > MAX_BUCKETS
+        or not ascending
+        or not all(map(math.isfinite, [*bounds, point.sum]))
+        or min([point.sum, *bounds]) < 0
     ):
         raise Refused("partial", "not a histogram with ascending explicit bounds from 0 on")
     numbers: list[tuple[tuple[str, ...], float]] = []

@@ -41,8 +41,17 @@ MAX_NAMES = 64  # of runs, in an hour: the ledger keeps what it is told of for a
 MAX_UNDELIVERED = 64
 
 OUTCOMES = (
-    "accepted", "partial", "stale_process", "invalid", "limit", "conflict", "foreign_gpu",
-    "malformed", "too_large", "unauthorized", "unsupported_type",
+    "accepted",
+    "partial",
+    "stale_process",
+    "invalid",
+    "limit",
+    "conflict",
+    "foreign_gpu",
+    "malformed",
+    "too_large",
+    "unauthorized",
+    "unsupported_type",
 )
 
 Record = dict[str, Any]
@@ -240,7 +249,8 @@ class Telemetry:
             for key, attempt in self._attempts.items():
                 with suppress(Exception):  # as in `due`
                     ended[key] = _Ended(
-                        self._scene(attempt), self._records(key, attempt, []), self._now() + evidence.AFTER, [])
+                        self._scene(attempt), self._records(key, attempt, []), self._now() + evidence.AFTER, []
+                    )
             return {"witness": self._witness.state(), "attempts": [[key, asdict(one)] for key, one in ended.items()]}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -249,8 +259,10 @@ class Telemetry:
         with self._lock:
             for key, values in state["attempts"]:
                 scene = values["scene"]
-                ranks = [LastWord(*word)._replace(refused=word[5] and Event(*word[5]), exited=tuple(word[7]))
-                         for word in scene["ranks"]]
+                ranks = [
+                    LastWord(*word)._replace(refused=word[5] and Event(*word[5]), exited=tuple(word[7]))
+                    for word in scene["ranks"]
+                ]
                 ended = _Ended(**{**values, "scene": _Scene(**{**scene, "ranks": ranks})})
                 if ended.until > self._now():
                     self._ended[tuple(key)] = ended
@@ -356,11 +368,22 @@ class Telemetry:
         pushes = [rank.push for rank in ranks]
         gpus = evidence.gpus_of(pushes)
         return _Scene(
-            min(push.started for push in pushes) - evidence.BEFORE, None if gpus is None else sorted(gpus), [
+            min(push.started for push in pushes) - evidence.BEFORE,
+            None if gpus is None else sorted(gpus),
+            [
                 LastWord(
-                    rank.push.rank, rank.push.started, rank.push.at, self._host_pid(rank), rank.push.ended_by,
-                    rank.refused, rank.ended_at if rank.end == "gone" else None, rank.exited)
-                for rank in ranks])
+                    rank.push.rank,
+                    rank.push.started,
+                    rank.push.at,
+                    self._host_pid(rank),
+                    rank.push.ended_by,
+                    rank.refused,
+                    rank.ended_at if rank.end == "gone" else None,
+                    rank.exited,
+                )
+                for rank in ranks
+            ],
+        )
 
     def _host_pid(self, rank: _Rank) -> int:
         """Return the pid by which the kernel's log would call a rank; 0 if it is not known."""
@@ -371,7 +394,7 @@ class Telemetry:
     def _told(self, scene: _Scene, until: float = math.inf) -> list[Entry]:
         """Return what is known up to a time that may explain how an attempt goes, or ended."""
         found = self._witness.told(None if scene.gpus is None else frozenset(scene.gpus), scene.since, until)
-        return found + evidence.of_ranks(scene.ranks, self._witness.killed)[:evidence.MOST - len(found)]
+        return found + evidence.of_ranks(scene.ranks, self._witness.killed)[: evidence.MOST - len(found)]
 
     def _records(self, key: AttemptKey, attempt: _Attempt, told: list[Entry]) -> list[Record]:
         """Return the attempt's merged snapshot and, once no rank of it is left and one vanished, that too."""
@@ -384,7 +407,9 @@ class Telemetry:
         flops, peaks = _values(pushes, m.TRAINING_MODEL_FLOPS), _values(pushes, m.TRAINING_PEAK_FLOPS)
         record: Record = {
             "t": leader.at,
-            "tenant": key[0], "run": key[1], "attempt": key[2],
+            "tenant": key[0],
+            "run": key[1],
+            "attempt": key[2],
             "source": self._settings.host,
             "event": "snapshot" if status is None else "finish",
             "rank": leader.rank,
@@ -417,8 +442,14 @@ def _blocked(rank: _Rank, clock: float) -> list[Sample]:
     if rank.watch is None or not rank.watch.state:
         return []
     names = (rank.push.run, str(rank.push.rank))
-    return [(m.NODE_PROCESS_BLOCKED, (*names, way), clock - rank.watch.since if BLOCKED.get(rank.watch.state) == way
-             else 0.0) for way in BLOCKED.values()]
+    return [
+        (
+            m.NODE_PROCESS_BLOCKED,
+            (*names, way),
+            clock - rank.watch.since if BLOCKED.get(rank.watch.state) == way else 0.0,
+        )
+        for way in BLOCKED.values()
+    ]
 
 
 def _waits(pushes: list[Push]) -> list[list[object]] | None:
@@ -431,11 +462,17 @@ def _waits(pushes: list[Push]) -> list[list[object]] | None:
         if not all(row.name in known for row in rows):
             return None
         place = next((labels[pipeline] for row, labels, _ in push.samples if row is m.TRAINING_RANK_INFO), "")
-        told.append([push.rank, place, push.started, *(round(known[row.name], 3) for row in rows),
-                     known.get(m.TRAINING_TOKENS.name, 0.0)])
+        told.append(
+            [
+                push.rank,
+                place,
+                push.started,
+                *(round(known[row.name], 3) for row in rows),
+                known.get(m.TRAINING_TOKENS.name, 0.0),
+            ]
+        )
     return told or None
 
 
 def _values(pushes: list[Push], row: Metric) -> list[float]:
     return [value for push in pushes for other, _, value in push.samples if other is row]
-

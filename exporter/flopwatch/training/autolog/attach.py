@@ -206,9 +206,15 @@ class Attachment:
             return None
         self._pid = os.getpid()
         run = Run(
-            self.settings.name, flops_per_token=self.settings.flops_per_token, convention=self.settings.convention,
-            dtype=self.settings.dtype, peak_flops=self.settings.peak_flops, peak_source=self.settings.peak_source,
-            step_source="optimizer", before=self.checkpoints.before)
+            self.settings.name,
+            flops_per_token=self.settings.flops_per_token,
+            convention=self.settings.convention,
+            dtype=self.settings.dtype,
+            peak_flops=self.settings.peak_flops,
+            peak_source=self.settings.peak_source,
+            step_source="optimizer",
+            before=self.checkpoints.before,
+        )
         if not run.alive:
             self.step_back()
             return None
@@ -304,8 +310,10 @@ class Attachment:
         elif not tokens or None in tokens:
             run.step()
             if run.steps_taken == STEPS_TO_SEE_MODELS and run.rank == 0:
-                log.warning("the batches say no tokens; name where they are with --tokens-from, or their number with "
-                            "--tokens-per-step")
+                log.warning(
+                    "the batches say no tokens; name where they are with --tokens-from, or their number with "
+                    "--tokens-per-step"
+                )
         else:
             count = sum(batch.count for batch in tokens if batch is not None)
             if hasattr(self.settings.flops_per_token, "flops"):
@@ -516,8 +524,7 @@ class _Loaders:
         dataset = getattr(iterator, "_dataset", iterator)
         this = id(dataset)
         if self._iterating.get(this, _nothing)() is not iterator:
-            self._iterating[this] = weakref.ref(
-                iterator, lambda _: self._attachment.see(self._dropped, this, None))
+            self._iterating[this] = weakref.ref(iterator, lambda _: self._attachment.see(self._dropped, this, None))
             if this not in self._kinds:
                 with contextlib.suppress(TypeError):  # from a list, say, which leaves no word
                     weakref.finalize(dataset, self._forget, this).atexit = False
@@ -595,9 +602,14 @@ class _Models:
 
     def _called(self, module: torch.nn.Module) -> None:
         attachment = self._attachment
-        if (module in self._known or not module.training or not torch.is_grad_enabled()
-                or attachment.loop not in (None, threading.get_ident()) or (run := attachment.telling()) is None
-                or not any(parameter.requires_grad for parameter in module.parameters())):
+        if (
+            module in self._known
+            or not module.training
+            or not torch.is_grad_enabled()
+            or attachment.loop not in (None, threading.get_ident())
+            or (run := attachment.telling()) is None
+            or not any(parameter.requires_grad for parameter in module.parameters())
+        ):
             return
         attachment.loaders.settle(run)
         parts = set(itertools.chain.from_iterable(known.modules() for known in self._known))
@@ -613,11 +625,18 @@ def tokens_of(batch: Any, place: str | None = None) -> Tokens | None:
     What an `attention_mask` of their shape leaves out is no token; if that is on a device, nobody knows.
     """
     ids = _at(batch, "input_ids" if place is None else place)
-    if not isinstance(ids, torch.Tensor) or ids.dtype.is_floating_point or ids.dtype.is_complex or not ids.dim() \
-            or ids.dtype is torch.bool:
+    if (
+        not isinstance(ids, torch.Tensor)
+        or ids.dtype.is_floating_point
+        or ids.dtype.is_complex
+        or not ids.dim()
+        or ids.dtype is torch.bool
+    ):
         return None
-    mask, positions = (value if isinstance(value, torch.Tensor) and value.shape == ids.shape else None
-                       for value in (_at(batch, "attention_mask"), _at(batch, "position_ids")))
+    mask, positions = (
+        value if isinstance(value, torch.Tensor) and value.shape == ids.shape else None
+        for value in (_at(batch, "attention_mask"), _at(batch, "position_ids"))
+    )
     known = lengths(ids, mask, positions)
     return None if known is None else Tokens(sum(known), sum(length * length for length in known))
 
@@ -654,6 +673,8 @@ def _fetches_ahead(caller: Any) -> int:
 def _uses_flopwatch() -> bool:
     """Return whether a module that is not ours has our Run, and so may be about to make one."""
     return any(
-        name.startswith("flopwatch.training.frameworks.") if name.startswith("flopwatch.")
+        name.startswith("flopwatch.training.frameworks.")
+        if name.startswith("flopwatch.")
         else getattr(module, "__dict__", {}).get("Run") is Run
-        for name, module in list(sys.modules.items()))
+        for name, module in list(sys.modules.items())
+    )

@@ -41,7 +41,7 @@ class _Finder(MetaPathFinder):
         self.waiting: dict[str, list[Callable[[], None]]] = {}
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None,
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the module's spec as the other finders give it; its loader calls who waits."""
         if fullname not in self.waiting:

@@ -61,7 +61,7 @@ def count(model: torch.nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[st
 
 
 def _count(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], parts: dict[int, tuple[int, int]],
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], parts: dict[int, tuple[int, int]]
 ) -> Counted:
     """Return the FLOPs, found by running with the rank's parts of these parameters. Raises Uncountable, _Fails."""
     counter = Counter(FakeTensorMode(allow_non_fake_inputs=True), parts)
@@ -95,15 +95,17 @@ class _Fails(Exception):
 
 def _reason(error: Exception) -> str:
     """Return why a forward failed, on one line."""
-    if any(frame.f_globals.get("__name__") == "torch.nn.attention.flex_attention"
-           for frame, _ in traceback.walk_tb(error.__traceback__)):
+    if any(
+        frame.f_globals.get("__name__") == "torch.nn.attention.flex_attention"
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    ):
         return "only the mask function of flex_attention knows how many scores it leaves"
     said = str(error).strip().splitlines() or [""]
     return f"the forward does not run on tensors without data: {type(error).__name__}: {said[0]}"
 
 
 def _run(
-    model: torch.nn.Module, twins: Twins, counter: Counter, args: tuple[Any, ...], kwargs: dict[str, Any],
+    model: torch.nn.Module, twins: Twins, counter: Counter, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> int | None:
     """Run the forward of the model's twin, and return the tokens of the batch, if it tells."""
     with counter.mode, torch.enable_grad():
@@ -163,7 +165,9 @@ class _Passes:
     def __init__(self, run: Run, model: torch.nn.Module) -> None:
         self._run = run
         parameters = [weakref.ref(parameter) for parameter in model.parameters()]
-        self._sample = parameters[::max(1, len(parameters) // SAMPLE)]  # to see that weights are frozen for some passes
+        self._sample = parameters[
+            :: max(1, len(parameters) // SAMPLE)
+        ]  # to see that weights are frozen for some passes
         self._counts: dict[Hashable, Counted] = {}
         self._lengths = _Lengths()
         self._gave_up = False
@@ -254,8 +258,10 @@ class _Lengths:
             return None
         found = []
         for part in ("forward", "backward"):
-            (s, f), (t, g) = ((length, Fraction(getattr(counted, part), batch * length))
-                              for batch, length, counted in (shortest, longest))
+            (s, f), (t, g) = (
+                (length, Fraction(getattr(counted, part), batch * length))
+                for batch, length, counted in (shortest, longest)
+            )
             b = (g - f) / (t - s)
             a = f - b * s
             if any(batch * length * (a + b * length) != getattr(counted, part) for batch, length, counted in counts):
@@ -314,5 +320,6 @@ def _autocast(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Return the autocast that is on where the model is, for the CPU, where its twin is. Its cache keeps no fake."""
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     device = "cpu" if device == "meta" else device
-    return torch.autocast("cpu", torch.get_autocast_dtype(device), torch.is_autocast_enabled(device),
-                          cache_enabled=False)
+    return torch.autocast(
+        "cpu", torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), cache_enabled=False
+    )

@@ -94,11 +94,14 @@ class Twins:
                 state.pop(name, None)
         state["_parameters"] = {
             name: None if weight is None else self._counter.fake(weight, weight=True)
-            for name, weight in weights.items()}
+            for name, weight in weights.items()
+        }
         state["_buffers"] = {
-            name: None if buffer is None else self._counter.fake(buffer) for name, buffer in state["_buffers"].items()}
+            name: None if buffer is None else self._counter.fake(buffer) for name, buffer in state["_buffers"].items()
+        }
         state["_modules"] = {
-            name: None if child is None else self._module(child) for name, child in state["_modules"].items()}
+            name: None if child is None else self._module(child) for name, child in state["_modules"].items()
+        }
         twin.__dict__.update(state)
         return twin
 
@@ -106,8 +109,9 @@ class Twins:
         """Return what is under wrappers whose forward does more than the model's: DDP, FSDP 1, torch.compile."""
         while True:
             inner = module.__dict__["_modules"]
-            kinds = {kind.__name__ for kind in type(module).__mro__
-                     if kind.__module__.startswith(("torch.", "deepspeed."))}
+            kinds = {
+                kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith(("torch.", "deepspeed."))
+            }
             if "OptimizedModule" in kinds:
                 module = inner["_orig_mod"]
             elif kinds & {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}:
@@ -125,8 +129,9 @@ class Twins:
             return
         for i, (name, owner, _) in enumerate(flat._param_infos):
             needs = flat._params[i].requires_grad if flat._params is not None else flat.requires_grad
-            self._whole[id(owner), name] = torch.empty(flat._shapes[i], dtype=flat.dtype, device="meta",
-                                                       requires_grad=needs)
+            self._whole[id(owner), name] = torch.empty(
+                flat._shapes[i], dtype=flat.dtype, device="meta", requires_grad=needs
+            )
         for name, owner, _, first, first_owner, _ in flat._shared_param_infos:
             self._whole[id(owner), name] = self._whole[id(first_owner), first]
 
@@ -142,8 +147,11 @@ class Twins:
             owner = self._modules.get(id(value.__self__))
             return value if owner is None else types.MethodType(value.__func__, owner)
         if isinstance(value, functools.partial):
-            return functools.partial(self._attribute(value.func), *map(self._attribute, value.args),
-                                     **{name: self._attribute(item) for name, item in value.keywords.items()})
+            return functools.partial(
+                self._attribute(value.func),
+                *map(self._attribute, value.args),
+                **{name: self._attribute(item) for name, item in value.keywords.items()},
+            )
         if type(value) in (dict, OrderedDict, list, tuple, deque, set):
             if len(value) > FEW:
                 return value  # data
@@ -152,8 +160,11 @@ class Twins:
             return type(value)(map(self._attribute, value))
         if hasattr(value, "_attn_implementation") and hasattr(value, "_experts_implementation"):
             return self._config(value)
-        if type(value).__module__ != "builtins" and type(getattr(value, "__dict__", None)) is dict and not (
-                isinstance(value, (type, types.ModuleType, types.FunctionType, Enum))):
+        if (
+            type(value).__module__ != "builtins"
+            and type(getattr(value, "__dict__", None)) is dict
+            and not (isinstance(value, (type, types.ModuleType, types.FunctionType, Enum)))
+        ):
             return self._object(value)
         return value
 
@@ -165,9 +176,12 @@ class Twins:
             except TypeError:
                 return value  # one of an extension
             self._objects[id(value)] = twin
-            twin.__dict__.update({
-                name: self._attribute(item) if isinstance(item, (torch.Tensor, list, dict, set, deque)) else item
-                for name, item in value.__dict__.items()})
+            twin.__dict__.update(
+                {
+                    name: self._attribute(item) if isinstance(item, (torch.Tensor, list, dict, set, deque)) else item
+                    for name, item in value.__dict__.items()
+                }
+            )
         return self._objects[id(value)]
 
     def _config(self, config: Any) -> Any:

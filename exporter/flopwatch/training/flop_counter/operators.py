@@ -47,9 +47,25 @@ NO_PADDING = {"attention_mask": True, "key_padding_mask": False}  # arguments, a
 HIDDEN = -1e4  # what is added to a score that must not count; some write -1e4, most -inf or the least of the dtype
 
 # Operators that multiply matrices: where the first of the two is among the arguments.
-MATMULS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "vdot": 0, "linear": 0, "_int_mm": 0, "_scaled_mm": 0,
-           "_scaled_mm_v2": 0, "_grouped_mm": 0, "_scaled_grouped_mm": 0, "grouped_mm_fallback": 0,
-           "addmm": 1, "_addmm_activation": 1, "baddbmm": 1, "addbmm": 1, "addmv": 1}
+MATMULS = {
+    "mm": 0,
+    "bmm": 0,
+    "mv": 0,
+    "dot": 0,
+    "vdot": 0,
+    "linear": 0,
+    "_int_mm": 0,
+    "_scaled_mm": 0,
+    "_scaled_mm_v2": 0,
+    "_grouped_mm": 0,
+    "_scaled_grouped_mm": 0,
+    "grouped_mm_fallback": 0,
+    "addmm": 1,
+    "_addmm_activation": 1,
+    "baddbmm": 1,
+    "addbmm": 1,
+    "addmv": 1,
+}
 # Of kernels from elsewhere these are known: https://github.com/Dao-AILab/flash-attention, fixed lengths,
 # and what transformers does without a grouped matmul.
 KERNELS = ("flash_attn::_flash_attn_forward", "transformers::grouped_mm_fallback")
@@ -128,9 +144,12 @@ class Counter(TorchDispatchMode):
         by_op: dict[str, int] = {}
         for entry in self._entries:
             by_op[entry.op] = by_op.get(entry.op, 0) + entry.forward
-        return Counted(sum(entry.forward for entry in self._entries),
-                       sum(entry.forward * entry.gradients for entry in self._entries), tokens,
-                       {op: flops for op, flops in by_op.items() if flops})
+        return Counted(
+            sum(entry.forward for entry in self._entries),
+            sum(entry.forward * entry.gradients for entry in self._entries),
+            tokens,
+            {op: flops for op, flops in by_op.items() if flops},
+        )
 
     def clear(self) -> None:
         """Let go of all tensors, and take those that the forward put away out of lists and dicts of the program.
@@ -189,6 +208,7 @@ class Counter(TorchDispatchMode):
 
     def inputs(self, arguments: inspect.BoundArguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with fake tensors. Their values are unknown, but nothing is taken to be padding."""
+
         def one(real: torch.Tensor) -> torch.Tensor:
             fake: Any = self.fake(real)
             square = real.ndim >= 2 and real.shape[-1] == real.shape[-2]
@@ -202,8 +222,12 @@ class Counter(TorchDispatchMode):
             arguments.arguments[name] = fakes = tree_map_only(torch.Tensor, one, value)
             named: dict[str, Any] = {name: fakes, **(fakes if isinstance(fakes, dict) else {})}
             for key, fake in named.items():
-                if isinstance(fake, torch.Tensor) and fake.ndim == 2 and not fake.dtype.is_floating_point and (
-                        key.removeprefix("src_") in NO_PADDING):
+                if (
+                    isinstance(fake, torch.Tensor)
+                    and fake.ndim == 2
+                    and not fake.dtype.is_floating_point
+                    and (key.removeprefix("src_") in NO_PADDING)
+                ):
                     with _disable_current_modes():
                         value = torch.full(fake.shape, NO_PADDING[key.removeprefix("src_")], dtype=fake.dtype)
                     fake._source = value  # type: ignore[attr-defined]
@@ -265,9 +289,12 @@ class Counter(TorchDispatchMode):
         if func is aten._grouped_mm.default and args[0].ndim == 2 and args[1].ndim == 3:
             return torch.empty(args[0].shape[0], args[1].shape[2], dtype=args[0].dtype, device=cpu)  # of any dtype
         values = [self.known(tensor) for tensor in tensors]
-        computable = (not self.paused and all(value is not None for value in values)
-                      and torch.Tag.nondeterministic_seeded not in tags
-                      and not name.startswith(("aten::empty", "aten::new_empty")))
+        computable = (
+            not self.paused
+            and all(value is not None for value in values)
+            and torch.Tag.nondeterministic_seeded not in tags
+            and not name.startswith(("aten::empty", "aten::new_empty"))
+        )
         if torch.Tag.dynamic_output_shape in tags and computable:
             return tree_map_only(torch.Tensor, self._like, self._computed(func, args, kwargs))
         try:
@@ -297,8 +324,9 @@ class Counter(TorchDispatchMode):
         """Mark what comes of nothing but weights, and the scores of attention written by hand."""
         fake: Any
         if any(_is_weight(tensor) for tensor in tensors) and all(
-                _is_weight(tensor) or (not tensor.dtype.is_floating_point and self.known(tensor) is not None)
-                for tensor in tensors):
+            _is_weight(tensor) or (not tensor.dtype.is_floating_point and self.known(tensor) is not None)
+            for tensor in tensors
+        ):
             for fake in made:
                 fake._weight = True
         product = next((tensor for tensor in tensors if hasattr(tensor, "_product")), None)
@@ -324,8 +352,12 @@ class Counter(TorchDispatchMode):
     def _masks(self, op: str, args: Any, scores: _Scores) -> Iterator[torch.Tensor | None]:
         """Return which scores an operator leaves that takes them and masks; None if the values are unknown."""
         for mask in args:
-            if not isinstance(mask, torch.Tensor) or hasattr(mask, "_scores") or _is_weight(mask) or (
-                    mask.shape[-2:] != (scores.queries, scores.keys)):
+            if (
+                not isinstance(mask, torch.Tensor)
+                or hasattr(mask, "_scores")
+                or _is_weight(mask)
+                or (mask.shape[-2:] != (scores.queries, scores.keys))
+            ):
                 continue
             if op in ("where", "masked_fill", "masked_fill_"):
                 if mask.dtype == torch.bool:
@@ -339,7 +371,7 @@ class Counter(TorchDispatchMode):
     def _count(self, func: Any, args: Any, kwargs: Any, made: list[FakeTensor], function: type | None) -> None:
         op = func._opname
         if op in MATMULS:
-            a, b = args[MATMULS[op]:MATMULS[op] + 2]
+            a, b = args[MATMULS[op] : MATMULS[op] + 2]
             self._matmul(op, a, b, args[0] if op == "baddbmm" else None, made[0], function)
         elif op in ("convolution", "_convolution"):
             image, kernel, transposed = args[0], args[1], args[6]
@@ -359,13 +391,26 @@ class Counter(TorchDispatchMode):
                 if (given["window_size_left"], given["window_size_right"]) not in ((-1, -1), (-1, 0)):
                     raise self.refuse("flash_attn with a window is not known here")
                 batch, queries, heads, dim = given["q"].shape
-                self._attention((given["q"], given["k"]), batch * heads, queries, given["k"].shape[1],
-                                dim + given["v"].shape[3], None, bool(given["causal"]), function)
+                self._attention(
+                    (given["q"], given["k"]),
+                    batch * heads,
+                    queries,
+                    given["k"].shape[1],
+                    dim + given["v"].shape[3],
+                    None,
+                    bool(given["causal"]),
+                    function,
+                )
             else:
-                self.attention(given["query"], given["key"], given["value"],
-                               given.get("attn_mask", given.get("attn_bias")), bool(given.get("is_causal")), function)
-        elif not op.startswith("_thnn_fused") and any(
-                word in OPAQUE or word.endswith("mm") for word in op.split("_")):
+                self.attention(
+                    given["query"],
+                    given["key"],
+                    given["value"],
+                    given.get("attn_mask", given.get("attn_bias")),
+                    bool(given.get("is_causal")),
+                    function,
+                )
+        elif not op.startswith("_thnn_fused") and any(word in OPAQUE or word.endswith("mm") for word in op.split("_")):
             raise self.refuse(f"{func.name()} is not known here")
 
     def _add(self, op: str, flops: int, operands: tuple[torch.Tensor, ...], function: type | None) -> _Entry:
@@ -380,8 +425,9 @@ class Counter(TorchDispatchMode):
         self._entries.append(entry := _Entry(op, flops, gradients))
         return entry
 
-    def _matmul(self, op: str, a: torch.Tensor, b: torch.Tensor, added: torch.Tensor | None, out: Any,
-                function: type | None) -> None:
+    def _matmul(
+        self, op: str, a: torch.Tensor, b: torch.Tensor, added: torch.Tensor | None, out: Any, function: type | None
+    ) -> None:
         flops = 2 * a.numel() * (b.shape[0] if op == "linear" else b.shape[-1] if b.ndim > 1 else 1)
         if a.ndim == 3 and b.ndim == 2 and op != "linear":
             flops //= a.shape[0]  # grouped by the columns of b: each meets one matrix of a
@@ -410,14 +456,38 @@ class Counter(TorchDispatchMode):
             if added is not None and added.shape[-2:] == out.shape[-2:]:
                 scores.masks.append(self.visible(added))
 
-    def attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
-                  causal: bool, function: type | None = None) -> None:
+    def attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        causal: bool,
+        function: type | None = None,
+    ) -> None:
         """Count an attention: query [..., heads, s, e], key and value [..., heads or fewer, s, e]."""
-        self._attention((query, key), prod(query.shape[:-2]), query.shape[-2], key.shape[-2],
-                        query.shape[-1] + value.shape[-1], mask, causal, function)
+        self._attention(
+            (query, key),
+            prod(query.shape[:-2]),
+            query.shape[-2],
+            key.shape[-2],
+            query.shape[-1] + value.shape[-1],
+            mask,
+            causal,
+            function,
+        )
 
-    def _attention(self, operands: tuple[torch.Tensor, ...], among: int, queries: int, keys: int, dims: int,
-                   mask: torch.Tensor | None, causal: bool, function: type | None) -> None:
+    def _attention(
+        self,
+        operands: tuple[torch.Tensor, ...],
+        among: int,
+        queries: int,
+        keys: int,
+        dims: int,
+        mask: torch.Tensor | None,
+        causal: bool,
+        function: type | None,
+    ) -> None:
         if self.packs:
             self._refuse_packed()
         if causal:
@@ -487,8 +557,14 @@ class Attention(TorchFunctionMode):
         counter = self._counter
         given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
         tensors = {name: counter.fake(value) for name, value in given.items() if isinstance(value, torch.Tensor)}
-        counter.attention(tensors["query"], tensors["key"], tensors["value"], tensors.get("attn_mask"),
-                          bool(given.get("is_causal")), _autograd_function() if not torch.is_grad_enabled() else None)
+        counter.attention(
+            tensors["query"],
+            tensors["key"],
+            tensors["value"],
+            tensors.get("attn_mask"),
+            bool(given.get("is_causal")),
+            _autograd_function() if not torch.is_grad_enabled() else None,
+        )
         counter.paused += 1
         try:
             return func(*args, **kwargs)

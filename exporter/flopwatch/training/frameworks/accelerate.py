@@ -30,8 +30,12 @@ POSITION = "flopwatch.json"
 
 
 def watch(
-    accelerator: Any, name: str | None = None, *, tokens: Callable[[Any], int | None] | None = None,
-    convention: str = "causal", **run: Any,
+    accelerator: Any,
+    name: str | None = None,
+    *,
+    tokens: Callable[[Any], int | None] | None = None,
+    convention: str = "causal",
+    **run: Any,
 ) -> Run:
     """Return a Run that hears of this accelerator's loop from now on.
 
@@ -60,7 +64,7 @@ class _Loop:
     """One accelerator's loop."""
 
     def __init__(
-        self, accelerator: Any, run: Run, tokens: Callable[[Any], int | None] | None, convention: str, flops: Any,
+        self, accelerator: Any, run: Run, tokens: Callable[[Any], int | None] | None, convention: str, flops: Any
     ) -> None:
         self.run, self._accelerator, self._tokens = run, accelerator, tokens
         if not accelerator._optimizers:
@@ -120,7 +124,8 @@ class _Loop:
     @common.quietly
     def _take(self, loader: Any, batch: Any) -> None:
         self._trainee.consume(
-            *([common.count(batch, self._tokens)] if loader is None else self._trainee.loaders.take(loader)))
+            *([common.count(batch, self._tokens)] if loader is None else self._trainee.loaders.take(loader))
+        )
 
     @common.quietly
     def _ends(self, training: bool) -> None:

@@ -158,7 +158,11 @@ class Loaders:
     """The DataLoaders a trainer iterates: their waits, and what the training ones hold."""
 
     def __init__(
-        self, run: Run, role: Callable[[Any], str], evaluating: Callable[[], None], training: Callable[[], None],
+        self,
+        run: Run,
+        role: Callable[[Any], str],
+        evaluating: Callable[[], None],
+        training: Callable[[], None],
         tokens: Callable[[Any], int | None] | None = None,
     ) -> None:
         """Watch the loaders this thread iterates from now on.
@@ -248,8 +252,11 @@ def same_batches(loader: Any, first: Any) -> bool:
     own, theirs = getattr(loader, "batch_sampler", None), getattr(first, "batch_sampler", None)
     if own is None or theirs is None:
         return getattr(loader, "dataset", loader) is getattr(first, "dataset", first)
-    return (own is theirs or getattr(own, "batch_sampler", None) is theirs
-            or getattr(getattr(loader, "sampler", None), "batch_sampler", None) is first.sampler)
+    return (
+        own is theirs
+        or getattr(own, "batch_sampler", None) is theirs
+        or getattr(getattr(loader, "sampler", None), "batch_sampler", None) is first.sampler
+    )
 
 
 class _Watched(Iterator[Any]):
@@ -307,9 +314,7 @@ def around_iter(kind: Any, around: Callable[[Any, Callable[[Any], Iterator[Any]]
 class Trainee:
     """One training run under a trainer: its Run, what the batches since the last step held, and its open activity."""
 
-    def __init__(
-        self, run: Run, *, role: Callable[[Any], str], tokens: Callable[[Any], int | None] | None,
-    ) -> None:
+    def __init__(self, run: Run, *, role: Callable[[Any], str], tokens: Callable[[Any], int | None] | None) -> None:
         self.run = run
         self.loaders = Loaders(run, role, functools.partial(self.begin, "evaluation"), self.end, tokens)
         self.loaders.__enter__()
@@ -348,12 +353,14 @@ class Trainee:
                 transformer = flops.from_config(config)
                 self.run.set_flops(convention=convention, source="config", per_token=transformer)
             except flops.UnknownModel as error:
-                log.warning("no FLOPs from the model's config: %s; they are counted instead, or pass flops_per_token=",
-                            error)
+                log.warning(
+                    "no FLOPs from the model's config: %s; they are counted instead, or pass flops_per_token=", error
+                )
         if transformer is not None:
             # Most lengths come again; what one costs takes longer to find than the rest of a step's record.
             cost = functools.lru_cache(maxsize=1 << 16)(
-                functools.partial(transformer.flops_per_sequence, convention=convention))
+                functools.partial(transformer.flops_per_sequence, convention=convention)
+            )
             self._flops = lambda lengths: sum(cost(length) for length in lengths if length)
 
     def step(self, tokens: float | None = None) -> float | None:
@@ -367,8 +374,10 @@ class Trainee:
         if self._flops is not None and consumed and all(batch.lengths is not None for batch in consumed):
             flops = sum(self._flops(batch.lengths) for batch in consumed if batch.lengths is not None)
         self.run.step(
-            tokens, flops=flops,
-            samples=sum(n for n in samples if n is not None) if consumed and None not in samples else None)
+            tokens,
+            flops=flops,
+            samples=sum(n for n in samples if n is not None) if consumed and None not in samples else None,
+        )
         return tokens
 
     def finish(self, status: str) -> None:
@@ -434,8 +443,17 @@ def begin(name: str | None, know: Callable[[], dict[str, Any]], given: Mapping[s
 def matmul_dtype(*, precision: str) -> str:
     """Return peaks' name of a precision as trainers name it: bf16-mixed, 16-true, fp16, torch.float32, no ..."""
     name = precision.removeprefix("torch.").partition("-")[0]
-    known = {"bfloat16": "bf16", "bf16": "bf16", "16": "fp16", "float16": "fp16", "fp16": "fp16", "fp8": "fp8",
-             "transformer": "fp8", "64": "fp64", "float64": "fp64"}
+    known = {
+        "bfloat16": "bf16",
+        "bf16": "bf16",
+        "16": "fp16",
+        "float16": "fp16",
+        "fp16": "fp16",
+        "fp8": "fp8",
+        "transformer": "fp8",
+        "64": "fp64",
+        "float64": "fp64",
+    }
     if name in known:
         return known[name]
     return "tf32" if framework("torch").get_float32_matmul_precision() != "highest" else "fp32"

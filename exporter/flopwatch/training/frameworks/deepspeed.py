@@ -25,8 +25,13 @@ from flopwatch.training.frameworks import common
 
 
 def watch(
-    engine: Any, name: str | None = None, *, tokens: Callable[[Any], int | None] | None = None,
-    tokens_per_step: int | None = None, convention: str = "causal", **run: Any,
+    engine: Any,
+    name: str | None = None,
+    *,
+    tokens: Callable[[Any], int | None] | None = None,
+    tokens_per_step: int | None = None,
+    convention: str = "causal",
+    **run: Any,
 ) -> Run:
     """Return a Run that hears of this engine from now on.
 
@@ -39,7 +44,8 @@ def watch(
     try:
         # An engine is a module whose mode says what it does with what is loaded.
         trainee = common.Trainee(
-            told, tokens=tokens, role=lambda _: "training" if engine.module.training else "evaluation")
+            told, tokens=tokens, role=lambda _: "training" if engine.module.training else "evaluation"
+        )
         trainee.count_flops(engine.module, given=run.get("flops_per_token"), convention=convention)
         steps(trainee, engine, tokens_per_step)
         checkpoints(told, engine)
@@ -52,9 +58,11 @@ def watch(
 def _known(engine: Any) -> dict[str, Any]:
     """Return what the engine tells of the run."""
     precision = "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "32"
-    return {"dtype": common.matmul_dtype(precision=precision),
-            "parallel": engine.mpu if hasattr(engine.mpu, "get_data_parallel_rank") else None,
-            "replica_ranks": common.framework("torch.distributed").get_world_size() // engine.dp_world_size}
+    return {
+        "dtype": common.matmul_dtype(precision=precision),
+        "parallel": engine.mpu if hasattr(engine.mpu, "get_data_parallel_rank") else None,
+        "replica_ranks": common.framework("torch.distributed").get_world_size() // engine.dp_world_size,
+    }
 
 
 def steps(trainee: common.Trainee, engine: Any, tokens_per_step: int | None = None) -> None:

@@ -33,8 +33,12 @@ class FlopwatchCallback(common.Tells, _transformers.TrainerCallback):  # type: i
     """
 
     def __init__(
-        self, name: str | None = None, *, tokens: Callable[[Any], int | None] | None = None,
-        convention: str = "causal", **run: Any,
+        self,
+        name: str | None = None,
+        *,
+        tokens: Callable[[Any], int | None] | None = None,
+        convention: str = "causal",
+        **run: Any,
     ) -> None:
         self._name, self._tokens, self._convention, self._arguments = name, tokens, convention, run
         self._counts = True  # whether this rank's loader yields this rank's batches
@@ -45,7 +49,8 @@ class FlopwatchCallback(common.Tells, _transformers.TrainerCallback):  # type: i
         """Make the run, or start over after auto_find_batch_size found a batch too large."""
         if self.run is None or self._trainee is None:
             self.run = common.begin(
-                self._name, lambda: {**_known(args, model), "convention": self._convention}, self._arguments)
+                self._name, lambda: {**_known(args, model), "convention": self._convention}, self._arguments
+            )
         self._begin(self.run, args, model, others.get("train_dataloader"))
         if state.global_step or self.run.position:
             seen = state.num_input_tokens_seen
@@ -63,8 +68,7 @@ class FlopwatchCallback(common.Tells, _transformers.TrainerCallback):  # type: i
         self._counts = type(loader).__name__ != "DataLoaderDispatcher" or args.world_size == 1
         # One process that spreads the model over several cards has a peak of one: no MFU rather than a wrong one.
         if args.n_gpu <= 1 and len(set(getattr(model, "hf_device_map", {}).values())) <= 1:
-            self._trainee.count_flops(
-                model, given=self._arguments.get("flops_per_token"), convention=self._convention)
+            self._trainee.count_flops(model, given=self._arguments.get("flops_per_token"), convention=self._convention)
         common.watch(run, model)
 
     @common.quietly
@@ -95,8 +99,11 @@ class FlopwatchCallback(common.Tells, _transformers.TrainerCallback):  # type: i
     def _before_saving(self, args: Any, control: Any, evaluated: bool = False) -> None:
         """Begin a save where one comes next; after an evaluation it may depend on what that found."""
         by_metric = evaluated and str(getattr(args.save_strategy, "value", args.save_strategy)) == "best"
-        if self._trainee is not None and (control.should_save or by_metric) and (
-                evaluated or not control.should_evaluate):
+        if (
+            self._trainee is not None
+            and (control.should_save or by_metric)
+            and (evaluated or not control.should_evaluate)
+        ):
             self._trainee.begin("checkpoint_save")
 
     @common.quietly

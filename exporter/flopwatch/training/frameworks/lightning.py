@@ -34,8 +34,12 @@ class FlopwatchCallback(common.Tells, _lightning.Callback):  # type: ignore[misc
     """
 
     def __init__(
-        self, name: str | None = None, *, tokens: Callable[[Any], int | None] | None = None,
-        convention: str = "causal", **run: Any,
+        self,
+        name: str | None = None,
+        *,
+        tokens: Callable[[Any], int | None] | None = None,
+        convention: str = "causal",
+        **run: Any,
     ) -> None:
         self._name, self._tokens, self._convention, self._arguments = name, tokens, convention, run
         self._global_step = 0
@@ -48,10 +52,13 @@ class FlopwatchCallback(common.Tells, _lightning.Callback):  # type: ignore[misc
         if stage != "fit" or self._trainee is not None:
             return
         self.run = run = common.begin(
-            self._name, lambda: {**_known(trainer), "convention": self._convention}, self._arguments)
+            self._name, lambda: {**_known(trainer), "convention": self._convention}, self._arguments
+        )
         self._trainee = trainee = common.Trainee(
-            run, tokens=self._tokens,
-            role=lambda _: "training" if trainer.training and not trainer.sanity_checking else "evaluation")
+            run,
+            tokens=self._tokens,
+            role=lambda _: "training" if trainer.training and not trainer.sanity_checking else "evaluation",
+        )
         for model in (pl_module, *pl_module.children()):
             if hasattr(getattr(model, "config", None), "model_type"):
                 trainee.count_flops(model, given=self._arguments.get("flops_per_token"), convention=self._convention)
@@ -91,7 +98,8 @@ class FlopwatchCallback(common.Tells, _lightning.Callback):  # type: ignore[misc
             self._global_step = trainer.global_step
             tokens = trainee.step()
             self._tokens_position = (
-                None if tokens is None or self._tokens_position is None else self._tokens_position + tokens)
+                None if tokens is None or self._tokens_position is None else self._tokens_position + tokens
+            )
 
     @common.quietly
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
@@ -139,8 +147,14 @@ class FlopwatchCallback(common.Tells, _lightning.Callback):  # type: ignore[misc
 
 
 def _save(
-    run: Run, trainer: Any, saved: deque[int], save: Callable[..., Any], filepath: Any, weights_only: Any = None,
-    *args: Any, **kwargs: Any,
+    run: Run,
+    trainer: Any,
+    saved: deque[int],
+    save: Callable[..., Any],
+    filepath: Any,
+    weights_only: Any = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Save with its time told, and the step committed once all is on disk."""
     step, later = run.position, False
@@ -204,5 +218,8 @@ def _known(trainer: Any) -> dict[str, Any]:
         replica = 1
     elif kind == "ModelParallelStrategy":  # a mesh of data_parallel and tensor_parallel
         replica = int(mesh["tensor_parallel"].size())
-    return {"replica_ranks": replica, "dtype": common.matmul_dtype(precision=str(trainer.precision)),
-            "parallel": mesh if getattr(mesh, "mesh_dim_names", None) else None}
+    return {
+        "replica_ranks": replica,
+        "dtype": common.matmul_dtype(precision=str(trainer.precision)),
+        "parallel": mesh if getattr(mesh, "mesh_dim_names", None) else None,
+    }

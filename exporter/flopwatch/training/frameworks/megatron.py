@@ -39,8 +39,11 @@ def step(args: Any, samples: int, flops: float, tokens: float | None = None) -> 
     try:
         if run is not None:
             replicas = args.data_parallel_size
-            run.step(global_tokens=samples * args.seq_length if tokens is None else tokens,
-                     flops=flops / replicas, samples=samples / replicas)
+            run.step(
+                global_tokens=samples * args.seq_length if tokens is None else tokens,
+                flops=flops / replicas,
+                samples=samples / replicas,
+            )
     except Exception as error:
         _failed("step", error)
 

@@ -114,8 +114,11 @@ def _known(trainer: Any) -> dict[str, Any]:
         if (mesh := dims.get_optional_mesh(axis)) is not None:
             groups[name] = (mesh.get_local_rank(), mesh.size())
     precision = training.mixed_precision_param if dims.fsdp_enabled else training.dtype
-    known = {"replica_ranks": dims.non_data_parallel_size, "parallel": groups,
-             "dtype": common.matmul_dtype(precision=precision)}
+    known = {
+        "replica_ranks": dims.non_data_parallel_size,
+        "parallel": groups,
+        "dtype": common.matmul_dtype(precision=precision),
+    }
     if not metrics.has_quantization and metrics.num_flops_per_token > 0:
         known |= {"flops_per_token": metrics.num_flops_per_token, "convention": "full"}
     return known
@@ -130,7 +133,7 @@ def _log(run: Run, log: Callable[..., Any], metrics: Mapping[str, Any], *args: A
 
 
 def _save(
-    run: Run, checkpointer: Any, save: Callable[..., bool], step: int, last_step: bool = False, **kwargs: Any,
+    run: Run, checkpointer: Any, save: Callable[..., bool], step: int, last_step: bool = False, **kwargs: Any
 ) -> bool:
     """Save with the time told; at most steps nothing is saved, and nothing is told."""
     before = getattr(checkpointer, "save_future", None)

@@ -29,8 +29,15 @@ class Identity:
 
 
 def settle(
-    launch: launcher.Launch, host: str, started: float, *, name: str, attempt: str | None, rank: int | None,
-    world_size: int | None, local_rank: int | None,
+    launch: launcher.Launch,
+    host: str,
+    started: float,
+    *,
+    name: str,
+    attempt: str | None,
+    rank: int | None,
+    world_size: int | None,
+    local_rank: int | None,
 ) -> Identity:
     """Return who this process is, which started at this Unix time; what is given goes first, "" and None are not."""
     found_rank, found_size, one_node = launch.rank, launch.world_size, launch.one_node
@@ -50,8 +57,10 @@ def settle(
     return Identity(
         _name(launch, host, name),
         launcher.clean(launch.attempt_without_launcher() if attempt is None else str(attempt)),
-        rank, found_size if world_size is None else int(world_size),
-        launch.local_rank if local_rank is None else int(local_rank))
+        rank,
+        found_size if world_size is None else int(world_size),
+        launch.local_rank if local_rank is None else int(local_rank),
+    )
 
 
 def _name(launch: launcher.Launch, host: str, given: str) -> str:

@@ -128,8 +128,12 @@ def clean(name: str) -> str:
 
 
 def launch(
-    environ: Mapping[str, str], host: str, process: Process, proc: Path = Path("/proc"),
-    modules: Mapping[str, Any] = sys.modules, pod: Path = POD,
+    environ: Mapping[str, str],
+    host: str,
+    process: Process,
+    proc: Path = Path("/proc"),
+    modules: Mapping[str, Any] = sys.modules,
+    pod: Path = POD,
 ) -> Launch:
     """Return this process's place in its job; a process without a launcher is rank 0 of 1."""
     rank, world_size, local_rank, one_node, started_by = _ranks(environ)
@@ -143,7 +147,11 @@ def launch(
     meeting_point = f"{master}:{environ.get('MASTER_PORT', '')}" if master else ""
     account = environ.get("SLURM_JOB_ACCOUNT", "")
     return Launch(
-        rank, world_size, local_rank, one_node, _scheduled_name(environ, modules),
+        rank,
+        world_size,
+        local_rank,
+        one_node,
+        _scheduled_name(environ, modules),
         _job(environ, started_by, meeting_point),
         meeting_point=meeting_point,
         launcher=f"{host}-{starter}-{_start_ticks(proc, starter)}",
@@ -165,8 +173,13 @@ def _ranks(environ: Mapping[str, str]) -> tuple[int, int, int, bool, str]:
         holds_all = "1" if node_key == "SLURM_STEP_NUM_NODES" else str(world_size)
         # DeepSpeed's launcher says LOCAL_SIZE.
         on_node = environ.get(node_key, environ.get("LOCAL_SIZE") if rank_key == "RANK" else None)
-        return int(environ[rank_key]), world_size, _local(environ, local_key), (
-            world_size == 1 or on_node == holds_all), rank_key
+        return (
+            int(environ[rank_key]),
+            world_size,
+            _local(environ, local_key),
+            (world_size == 1 or on_node == holds_all),
+            rank_key,
+        )
     return 0, 1, 0, True, ""
 
 
@@ -221,7 +234,7 @@ def _job_of(host: str) -> str:
     """
     pod, *domain = host.split(".")
     if "svc" in domain:
-        domain = domain[:max(0, domain.index("svc") - 1)]
+        domain = domain[: max(0, domain.index("svc") - 1)]
     return domain[0] if domain else re.sub(r"-[a-z]+(-\d+)+$", "", pod)
 
 
@@ -272,7 +285,7 @@ class Submission:
     """
 
     def __init__(
-        self, environ: Mapping[str, str], squeue: str = "squeue", clock: Callable[[], float] = time.monotonic,
+        self, environ: Mapping[str, str], squeue: str = "squeue", clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._job = environ.get("SLURM_JOB_ID", "") if environ.get("SLURM_RESTART_COUNT", "0") == "0" else ""
         # %s is Unix time, whatever the time zone; a user's SQUEUE_ variables could filter the job out.
@@ -295,8 +308,13 @@ class Submission:
             self._deadline = self._clock() + _PATIENCE
             try:
                 self._asked = subprocess.Popen(
-                    self._command, env=self._environ, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL)
+                    self._command,
+                    env=self._environ,
+                    text=True,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                )
             except OSError:  # no Slurm client here, as in most containers
                 self._job = ""
             return

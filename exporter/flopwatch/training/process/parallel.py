@@ -24,13 +24,28 @@ from typing import Any
 Coordinate = tuple[int, int]  # rank in the group, ranks of the group
 
 DIMENSIONS = {  # names of mesh dimensions: torch's own, torchtitan's, Accelerate's, Lightning's
-    "dp": "dp", "ddp": "dp", "fsdp": "dp", "dp_replicate": "dp", "dp_shard": "dp", "replicate": "dp", "shard": "dp",
-    "data_parallel": "dp", "batch": "dp", "tp": "tp", "tensor_parallel": "tp", "pp": "pp", "cp": "cp", "sp": "cp",
+    "dp": "dp",
+    "ddp": "dp",
+    "fsdp": "dp",
+    "dp_replicate": "dp",
+    "dp_shard": "dp",
+    "replicate": "dp",
+    "shard": "dp",
+    "data_parallel": "dp",
+    "batch": "dp",
+    "tp": "tp",
+    "tensor_parallel": "tp",
+    "pp": "pp",
+    "cp": "cp",
+    "sp": "cp",
     "ep": "ep",
 }
 _MEGATRON = {  # the middle of get_..._rank and get_..._world_size; the second is Megatron's before it had pipelines
-    "dp": ("data_parallel",), "tp": ("tensor_model_parallel", "model_parallel"), "pp": ("pipeline_model_parallel",),
-    "cp": ("context_parallel",), "ep": ("expert_model_parallel",),
+    "dp": ("data_parallel",),
+    "tp": ("tensor_model_parallel", "model_parallel"),
+    "pp": ("pipeline_model_parallel",),
+    "cp": ("context_parallel",),
+    "ep": ("expert_model_parallel",),
 }
 _MODULES = ("megatron.core.parallel_state", "megatron.core.mpu", "megatron.mpu")
 
@@ -67,8 +82,10 @@ def parallel(given: object, world_size: int) -> Parallel:
     elif hasattr(given, "get_data_parallel_rank"):
         groups = _megatron(given)
     else:
-        raise ValueError(f"parallel= takes a mapping such as {{'tp': (rank, size)}}, a torch DeviceMesh or Megatron's "
-                         f"parallel_state, not a {type(given).__name__}")
+        raise ValueError(
+            f"parallel= takes a mapping such as {{'tp': (rank, size)}}, a torch DeviceMesh or Megatron's "
+            f"parallel_state, not a {type(given).__name__}"
+        )
     return _checked(groups, world_size)
 
 
@@ -115,8 +132,10 @@ def _mesh(mesh: Any, world_size: int) -> dict[str, Coordinate]:
     if names is None:
         raise ValueError("the mesh has no mesh_dim_names, so nobody knows what its dimensions are for")
     if mesh.size() != world_size:
-        raise ValueError(f"the mesh {tuple(names)} has {mesh.size()} of the job's {world_size} ranks; pass the whole "
-                         "one that it was cut from")
+        raise ValueError(
+            f"the mesh {tuple(names)} has {mesh.size()} of the job's {world_size} ranks; pass the whole "
+            "one that it was cut from"
+        )
     if coordinates is None:
         raise ValueError("this rank is not in the mesh")
     groups: dict[str, Coordinate] = {}
@@ -125,8 +144,10 @@ def _mesh(mesh: Any, world_size: int) -> dict[str, Coordinate]:
         if kind is None and size == 1:
             continue
         if kind is None:
-            raise ValueError(f"the mesh has a dimension {name!r}, which is none of {', '.join(DIMENSIONS)}; say "
-                             "parallel={'dp': (rank, size), ...} instead")
+            raise ValueError(
+                f"the mesh has a dimension {name!r}, which is none of {', '.join(DIMENSIONS)}; say "
+                "parallel={'dp': (rank, size), ...} instead"
+            )
         # Several dimensions of one kind are one group, in the mesh's order; expert parallel ranks that have a dimension
         # of their own have batches of their own too.
         for into in ("dp", "ep") if kind == "ep" else (kind,):

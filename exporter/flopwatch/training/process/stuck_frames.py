@@ -87,9 +87,16 @@ def _text(lines: list[_Line]) -> str | None:
     torch = (*(f"{folder}/" for folder in getattr(sys.modules.get("torch"), "__path__", ())), _OURS)
     lines = [line for line in lines if line[0] and not line[0].startswith(torch)]
     packages = [line for line in lines if _packaged(line[0])]
-    own = [line for line in lines if not (
-        line[0].startswith(_STANDARD) or _packaged(line[0]) or any(made in line[0] for made in _MADE)
-        or (line[0].startswith("<") and not line[0].startswith("<ipython")))]
+    own = [
+        line
+        for line in lines
+        if not (
+            line[0].startswith(_STANDARD)
+            or _packaged(line[0])
+            or any(made in line[0] for made in _MADE)
+            or (line[0].startswith("<") and not line[0].startswith("<ipython"))
+        )
+    ]
     if not lines:
         return None
     file, function, number = (own or packages or lines)[-1]

@@ -76,8 +76,13 @@ class Wire:
     """Encodes snapshots of one process and posts them to `endpoint`; used by one thread at a time."""
 
     def __init__(
-        self, endpoint: str, start_unix: float, token_file: Path | None, headers: str = "",
-        headers_file: Path | None = None, ca_file: Path | None = None,
+        self,
+        endpoint: str,
+        start_unix: float,
+        token_file: Path | None,
+        headers: str = "",
+        headers_file: Path | None = None,
+        ca_file: Path | None = None,
     ) -> None:
         parts = urlsplit(endpoint)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -92,8 +97,9 @@ class Wire:
         self._headers = _headers(headers, "FLOPWATCH_HEADERS")
         if any(name.lower() == "authorization" for name in self._headers):
             # A job's environment is in core dumps, in the scheduler's records and in what /proc shows.
-            raise ValueError("FLOPWATCH_HEADERS: put Authorization into the file FLOPWATCH_HEADERS_FILE names; nothing "
-                             "is pushed")
+            raise ValueError(
+                "FLOPWATCH_HEADERS: put Authorization into the file FLOPWATCH_HEADERS_FILE names; nothing is pushed"
+            )
         self._headers_file, self._token_file = headers_file, token_file
         self._start = int(start_unix * 1e9)
         self._points: dict[Metric, list[tuple[dict[str, str], float]]] = {}
@@ -108,8 +114,9 @@ class Wire:
                 meter.create_observable_gauge(metric.name, [self._observe(metric)])
 
     def _observe(self, metric: Metric) -> Callable[[CallbackOptions], Iterable[Observation]]:
-        return lambda _: [Observation(value, {**self._labels(metric), **labels})
-                          for labels, value in self._points.get(metric, ())]
+        return lambda _: [
+            Observation(value, {**self._labels(metric), **labels}) for labels, value in self._points.get(metric, ())
+        ]
 
     def _labels(self, metric: Metric) -> dict[str, str]:
         """Return the labels that the exporter would add."""
@@ -120,18 +127,33 @@ class Wire:
         self._points = snapshot.points
         self._whose = {label: str(snapshot.resource[f"flopwatch.{label}"]) for label in ("run", "rank")}
         data = self._reader.get_metrics_data()
-        scopes = [scope for resource in (data.resource_metrics if data is not None else ())
-                  for scope in resource.scope_metrics if scope.scope.name == SCOPE]
+        scopes = [
+            scope
+            for resource in (data.resource_metrics if data is not None else ())
+            for scope in resource.scope_metrics
+            if scope.scope.name == SCOPE
+        ]
         request: ExportMetricsServiceRequest = encode_metrics(
-            MetricsData([ResourceMetrics(RESOURCE, scopes, schema_url="")]))
+            MetricsData([ResourceMetrics(RESOURCE, scopes, schema_url="")])
+        )
         metrics = request.resource_metrics[0].scope_metrics[0].metrics
         if snapshot.step_durations is not None:
             bounds, counts, total = snapshot.step_durations
-            metrics.add(name=TRAINING_STEP_DURATION.name, histogram=metrics_pb2.Histogram(
-                aggregation_temporality=metrics_pb2.AGGREGATION_TEMPORALITY_CUMULATIVE,
-                data_points=[metrics_pb2.HistogramDataPoint(
-                    attributes=_attributes(self._labels(TRAINING_STEP_DURATION)), count=sum(counts), sum=total,
-                    bucket_counts=counts, explicit_bounds=bounds)]))
+            metrics.add(
+                name=TRAINING_STEP_DURATION.name,
+                histogram=metrics_pb2.Histogram(
+                    aggregation_temporality=metrics_pb2.AGGREGATION_TEMPORALITY_CUMULATIVE,
+                    data_points=[
+                        metrics_pb2.HistogramDataPoint(
+                            attributes=_attributes(self._labels(TRAINING_STEP_DURATION)),
+                            count=sum(counts),
+                            sum=total,
+                            bucket_counts=counts,
+                            explicit_bounds=bounds,
+                        )
+                    ],
+                ),
+            )
         metrics[0].metadata.extend(_attributes(snapshot.resource))
         now = time.time_ns()
         for metric in metrics:
@@ -195,7 +217,16 @@ def _headers(text: str, variable: str) -> dict[str, str]:
 
 
 def _attributes(values: Mapping[str, str | int | float]) -> list[KeyValue]:
-    return [KeyValue(key=key, value=(
-        AnyValue(string_value=value) if isinstance(value, str)
-        else AnyValue(int_value=value) if isinstance(value, int) else AnyValue(double_value=value)
-    )) for key, value in values.items()]
+    return [
+        KeyValue(
+            key=key,
+            value=(
+                AnyValue(string_value=value)
+                if isinstance(value, str)
+                else AnyValue(int_value=value)
+                if isinstance(value, int)
+                else AnyValue(double_value=value)
+            ),
+        )
+        for key, value in values.items()
+    ]

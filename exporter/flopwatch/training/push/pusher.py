@@ -41,7 +41,11 @@ class Pusher:
     """
 
     def __init__(
-        self, wire: Wire, interval: float, snapshot: Callable[[], Snapshot], finish: Callable[[str], None],
+        self,
+        wire: Wire,
+        interval: float,
+        snapshot: Callable[[], Snapshot],
+        finish: Callable[[str], None],
         failed: Callable[[Exception], None],
     ) -> None:
         self._wire = wire
@@ -105,8 +109,12 @@ class Pusher:
                 delivered = known = True
             except Undelivered as error:
                 if delivered:
-                    log.warning("pushing to %s failed: %s (training goes on; it is tried again every %g s)",
-                                self._wire.url, error, self._interval)
+                    log.warning(
+                        "pushing to %s failed: %s (training goes on; it is tried again every %g s)",
+                        self._wire.url,
+                        error,
+                        self._interval,
+                    )
                 delivered = False
             except Exception as error:
                 self._failed(error)

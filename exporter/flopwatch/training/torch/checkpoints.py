@@ -61,8 +61,10 @@ class Checkpoints:
         self._replace("load", self._loading, torch, torch.serialization)
         package = "torch.distributed.checkpoint"
         for module, functions in (
-            (_SAVERS, {"save": self._saving_all, "save_state_dict": self._saving_all,
-                       "async_save": self._saving_async}),
+            (
+                _SAVERS,
+                {"save": self._saving_all, "save_state_dict": self._saving_all, "async_save": self._saving_async},
+            ),
             (_LOADERS, {"load": self._loading_all, "load_state_dict": self._loading_all}),
             ("safetensors.torch", {"save_file": self._saving, "load_file": self._loading}),
         ):

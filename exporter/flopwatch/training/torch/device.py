@@ -135,7 +135,10 @@ class Moments:
     """
 
     def __init__(
-        self, cuda: Cuda, clock: Callable[[], float], failed: Callable[[str, Exception], None],
+        self,
+        cuda: Cuda,
+        clock: Callable[[], float],
+        failed: Callable[[str, Exception], None],
         most_events: int = MOST_EVENTS,
     ) -> None:
         self._cuda = cuda
@@ -182,7 +185,8 @@ class Moments:
         with self._making:
             device = self._devices.setdefault(stream.device_index, _Device(self._cuda, stream.device_index))
             return self._lines.setdefault(
-                (stream.device_index, stream.stream_id), _Line(device, self._clock, self.give_up))
+                (stream.device_index, stream.stream_id), _Line(device, self._clock, self.give_up)
+            )
 
     def give_up(self, error: Exception) -> None:
         """Use the host's clock from now on: the device failed, and so will the job."""

@@ -24,8 +24,15 @@ import torch
 Shape = tuple[int, int, int]  # m, n, k
 
 CUDA_SHAPES: tuple[Shape, ...] = (  # squares, and the MLPs of 8B, 70B and 405B models
-    (2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192), (12288, 12288, 12288), (16384, 16384, 16384),
-    (8192, 14336, 4096), (8192, 28672, 8192), (8192, 8192, 28672), (8192, 53248, 16384),
+    (2048, 2048, 2048),
+    (4096, 4096, 4096),
+    (8192, 8192, 8192),
+    (12288, 12288, 12288),
+    (16384, 16384, 16384),
+    (8192, 14336, 4096),
+    (8192, 28672, 8192),
+    (8192, 8192, 28672),
+    (8192, 53248, 16384),
 )
 CPU_SHAPES: tuple[Shape, ...] = ((128, 128, 128), (256, 256, 256), (512, 512, 512), (1024, 1024, 1024))
 MEASURED = ("fp16", "bf16", "tf32", "fp8", "int8")
@@ -88,7 +95,10 @@ class EventTimer:
 
 
 def sweep(
-    dtype: str, seconds: float = 10.0, shapes: Sequence[Shape] | None = None, device: torch.device | None = None,
+    dtype: str,
+    seconds: float = 10.0,
+    shapes: Sequence[Shape] | None = None,
+    device: torch.device | None = None,
     timer: Timer | None = None,
 ) -> Achieved:
     """Return the best mean FLOP/s over the shapes, in about so many seconds. Raises Unmeasurable."""
@@ -117,8 +127,9 @@ def sweep(
                 rate = operations * 2.0 * shape[0] * shape[1] * shape[2] / took
                 best = max(best or (0.0, shape), (rate, shape))
     except (RuntimeError, NotImplementedError, AttributeError) as error:
-        raise Unmeasurable(f"torch {torch.__version__} cannot multiply {dtype} on {device.type}: "
-                           f"{str(error).partition(chr(10))[0]}") from error
+        raise Unmeasurable(
+            f"torch {torch.__version__} cannot multiply {dtype} on {device.type}: {str(error).partition(chr(10))[0]}"
+        ) from error
     finally:
         torch.set_float32_matmul_precision(precision)
     if best is None:

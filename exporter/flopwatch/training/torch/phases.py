@@ -85,8 +85,10 @@ class Phases:
 
     def _attach(self) -> None:
         gc.callbacks.append(self._collected)
-        self._handles += [register_optimizer_step_pre_hook(_Hook(self._run, self._step_begins)),
-                          register_optimizer_step_post_hook(_Hook(self._run, self._step_ends))]
+        self._handles += [
+            register_optimizer_step_pre_hook(_Hook(self._run, self._step_begins)),
+            register_optimizer_step_post_hook(_Hook(self._run, self._step_ends)),
+        ]
         # First, or one that takes the end of step() for that of the training step would come before it.
         _global_optimizer_post_hooks.move_to_end(self._handles[-1].id, last=False)  # type: ignore[attr-defined]
 
@@ -96,7 +98,8 @@ class Phases:
             # First, so that FSDP's hooks are inside and its last wait behind the backward pass.
             self._handles += [
                 model.register_forward_pre_hook(_Hook(self._run, self._forward_begins), prepend=True),
-                model.register_forward_hook(_Hook(self._run, self._forward_ends), prepend=True)]
+                model.register_forward_hook(_Hook(self._run, self._forward_ends), prepend=True),
+            ]
 
     # What the hooks do; `_Hook` guards them.
 

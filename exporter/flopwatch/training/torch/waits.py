@@ -83,14 +83,18 @@ def _watch(told: Watch, model: object) -> None:
     if devices <= {"cpu"}:
         _watch_host(told)
     elif others or any(_tensor_parallel(group) for group in groups):
-        raise Unmeasured(f"on {', '.join(sorted(devices))} the waits in groups beside the data-parallel ones are not "
-                         "seen, and without them another rank of the late one's group would be blamed")
+        raise Unmeasured(
+            f"on {', '.join(sorted(devices))} the waits in groups beside the data-parallel ones are not "
+            "seen, and without them another rank of the late one's group would be blamed"
+        )
     elif groups:
         for group in groups:
             _watch_group(told, group)
     elif not reducers:
-        raise Unmeasured(f"on {', '.join(sorted(devices))} the device waits, not the host, and a "
-                         f"{type(model).__name__} is neither DDP nor FSDP2")
+        raise Unmeasured(
+            f"on {', '.join(sorted(devices))} the device waits, not the host, and a "
+            f"{type(model).__name__} is neither DDP nor FSDP2"
+        )
     for reducer in reducers:
         _watch_reducer(told, reducer)
     if reducers or groups:
@@ -186,7 +190,7 @@ def _watch_reducer(told: Watch, model: DistributedDataParallel) -> None:
     """Bracket what the reducer of this model waits for."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     bracket = _Bracket(told, model)
-    for parameter in parameters[::max(1, len(parameters) // WATCHED_PARAMETERS)]:
+    for parameter in parameters[:: max(1, len(parameters) // WATCHED_PARAMETERS)]:
         told.handles.append(parameter.register_hook(bracket.backward))  # type: ignore[no-untyped-call]
 
 
@@ -324,7 +328,8 @@ def _watch_group(told: Watch, group: Any) -> None:
         _Replaced(group, "wait_for_unshard", timed_wait_for_unshard),
         _Replaced(group, "post_backward", timed_post_backward),
         _Replaced(group, "_wait_for_post_backward", timed_wait_for_post_backward),
-        _Replaced(group, "finalize_backward", timed_finalize_backward)]
+        _Replaced(group, "finalize_backward", timed_finalize_backward),
+    ]
 
 
 # What the host waits for.

@@ -153,7 +153,7 @@ class Dcgm:
     name = "dcgm"
 
     def __init__(
-        self, address: str, gpus: Path, load: Callable[[], Engine], clock: Callable[[], float] = time.monotonic,
+        self, address: str, gpus: Path, load: Callable[[], Engine], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._address = address
         self._gpus = gpus
@@ -191,8 +191,10 @@ class Dcgm:
         if error.code == abi.VERSION_MISMATCH:
             return f"{error} (at {self._address}): install the libdcgm of the host engine's release here"
         if error.code in (abi.CONNECTION_NOT_VALID, abi.TIMEOUT):
-            return (f"no DCGM host engine answers at {self._address}: start one (systemctl start nvidia-dcgm) or "
-                    f"correct --dcgm ({error})")
+            return (
+                f"no DCGM host engine answers at {self._address}: start one (systemctl start nvidia-dcgm) or "
+                f"correct --dcgm ({error})"
+            )
         return f"{error} (host engine at {self._address})"
 
     def _connected(self) -> Session:
@@ -204,8 +206,10 @@ class Dcgm:
             try:
                 self._engine = self._load()
             except OSError as error:
-                raise Unsupported(f"libdcgm.so.4 cannot be loaded ({error}): install datacenter-gpu-manager-4-core, or "
-                                  "leave out --dcgm") from error
+                raise Unsupported(
+                    f"libdcgm.so.4 cannot be loaded ({error}): install datacenter-gpu-manager-4-core, or "
+                    "leave out --dcgm"
+                ) from error
         self._session = Session(self._engine, self._address, CONNECT_TIMEOUT)
         self._watch(self._session)
         self._failures = 0
@@ -215,9 +219,7 @@ class Dcgm:
         """Find the entities, and have the host engine sample their fields."""
         gpus = tuple((abi.GPU, id) for id in session.gpus())
         switches = tuple((abi.SWITCH, id) for id in session.entities(abi.SWITCH))
-        links = tuple(
-            (abi.LINK, id) for id in session.entities(abi.LINK) if id & 0xFF == _LINK_OF_A_SWITCH
-        )
+        links = tuple((abi.LINK, id) for id in session.entities(abi.LINK) if id & 0xFF == _LINK_OF_A_SWITCH)
         cpus = tuple((abi.CPU, id) for id in session.entities(abi.CPU))
         self._ask(session, gpus, (*GPU_IDENTITY, *(each.id for each in GPU_STATE), *CHASSIS))
         self._ask(session, switches, (*SWITCH_PCI, *(each.id for each in SWITCH_STATE)))
@@ -240,7 +242,8 @@ class Dcgm:
             return ()
         capability = {value.entity: value.number for value in session.latest(gpus, (COMPUTE_CAPABILITY,))}
         return tuple(
-            (kind, id) for kind, id in gpus
+            (kind, id)
+            for kind, id in gpus
             if (known := capability.get(id)) is None or int(known) >> 16 < NVML_PROFILES_FROM
         )
 
@@ -249,7 +252,8 @@ class Dcgm:
         answered = not self._watched
         failure: DcgmError | None = None
         for kind, read in (
-            (abi.GPU, self._gpu_samples), (abi.SWITCH, self._switch_samples),
+            (abi.GPU, self._gpu_samples),
+            (abi.SWITCH, self._switch_samples),
             (abi.CPU, self._cpu_samples),
         ):
             try:

@@ -49,6 +49,7 @@ MAX_OWNERS = 8
 # A job id is short; a longer line is no job id.
 MAX_JOB_ID, MAX_MAPPING_BYTES = 64, 1 << 16
 
+
 class Told(NamedTuple):
     """What one source says: the owners as of `at`, what was wrong last time, the GPUs it can say nothing about."""
 
@@ -95,8 +96,7 @@ class Devices:
 
     def _claimed(self, name: str) -> tuple[str, str] | None:
         """Return the same for a device of NVIDIA's DRA driver, gpu-MINOR[-mig-PROFILE-ID-PLACE], or its CDI name."""
-        match = re.fullmatch(
-            r"(?:[^=]*=(?:[0-9a-f-]{36}-)?)?gpu-([0-9]+)(?:-mig-(.+)-[0-9]+-[0-9]+)?", name, re.ASCII)
+        match = re.fullmatch(r"(?:[^=]*=(?:[0-9a-f-]{36}-)?)?gpu-([0-9]+)(?:-mig-(.+)-[0-9]+-[0-9]+)?", name, re.ASCII)
         if match is None:
             inner = name.rpartition("=")[2]
             return self.find("", inner) if inner != name else None
@@ -104,7 +104,8 @@ class Devices:
         if uuid is None:
             return None
         alike = [
-            mig for mig in self._instances.get(uuid, ())
+            mig
+            for mig in self._instances.get(uuid, ())
             if re.sub(r"[^a-z0-9]+", "-", str(mig.get("profile")).replace(".", "")).strip("-") == profile
         ]
         # Which of several alike cannot be told: the driver knows their places, NVML's instances have numbers.
@@ -158,7 +159,8 @@ def from_kubelet(assignments: Iterable[podresources.Assignment], devices: Device
         found = devices.find(one.resource, one.device)
         if found is not None:
             owners.setdefault(found[0], set()).add(
-                Owner(found[1], one.namespace, one.pod, one.container, source="kubelet"))
+                Owner(found[1], one.namespace, one.pod, one.container, source="kubelet")
+            )
     return owners
 
 
@@ -185,8 +187,9 @@ def from_processes(processes: Running, last: Mapping[str, Last], proc: Path, now
     owners: Owners = {}
     unseen, hidden = set(), 0
     for uuid, pids in processes.items():
-        seen = {pid: cgroup.UNKNOWN if started is None else cgroup.owner(int(pid), proc)
-                for pid, started in pids.items()}
+        seen = {
+            pid: cgroup.UNKNOWN if started is None else cgroup.owner(int(pid), proc) for pid, started in pids.items()
+        }
         if seen and set(seen.values()) == {cgroup.UNKNOWN}:
             unseen.add(uuid)
             # Those that could be seen once have ended.
@@ -310,8 +313,7 @@ class Identity:
         speaking = {SPEAKERS[owner.source] for owner in some} or told.keys()
         at = min((told[name].at for name in speaking), default=self._clock())
         silent = processes is None or any(uuid in one.blind for one in told.values())
-        vanished = processes is None or (
-            len(processes) > 0 and all(started is None for started in processes.values()))
+        vanished = processes is None or (len(processes) > 0 and all(started is None for started in processes.values()))
         if vanished:
             some, at = self._last.held(uuid, some, at, processes)
         if some:
@@ -382,9 +384,12 @@ def build(
     """
     ask, read = podresources.ask, place.read
     return Identity(
-        host, Path(gpus), Path(runtime),
+        host,
+        Path(gpus),
+        Path(runtime),
         Background(lambda: ask(Path(kubelet)), KUBELET_INTERVAL, KUBELET_HOLD) if kubelet else None,
-        Path(job_mapping) if job_mapping else None, Path(proc),
+        Path(job_mapping) if job_mapping else None,
+        Path(proc),
         Background(lambda: read(topology, host), TOPOLOGY_INTERVAL, retry=TOPOLOGY_RETRY) if topology else None,
         last=Path(gpus).with_name("gpu_owners.json"),
     )

@@ -81,16 +81,17 @@ class LastOwners:
         had = {owner for owner in last.owners if owner.source in BY_PROCESSES}.difference(owners)
         return sorted({*owners, *had}), min(at, last.at) if had else at
 
-    def keep(
-        self, uuid: str, owners: Iterable[Owner], at: float, processes: Mapping[str, str | None] | None
-    ) -> None:
+    def keep(self, uuid: str, owners: Iterable[Owner], at: float, processes: Mapping[str, str | None] | None) -> None:
         """Remember who has a GPU now."""
         last = self.by_gpu.get(uuid)
         before = {} if last is None else last.processes
         if processes is None:
             processes = before
-        now = Last(tuple(owners), at, {
-            pid: before.get(pid) if started is None else started for pid, started in processes.items()})
+        now = Last(
+            tuple(owners),
+            at,
+            {pid: before.get(pid) if started is None else started for pid, started in processes.items()},
+        )
         # A later time alone is not worth writing.
         self._changed = self._changed or last is None or now[::2] != last[::2]
         self.by_gpu[uuid] = now
@@ -109,8 +110,9 @@ def _last(content: Any) -> Last | None:
     """Return what the file says of one GPU, None if that is of another shape."""
     try:
         owners = tuple(Owner(*map(str, owner)) for owner in content["owners"])
-        processes = {str(pid): None if started is None else str(started)
-                     for pid, started in content["processes"].items()}
+        processes = {
+            str(pid): None if started is None else str(started) for pid, started in content["processes"].items()
+        }
         return Last(owners, float(content["at"]), processes)
     except (AttributeError, LookupError, TypeError, ValueError):
         return None

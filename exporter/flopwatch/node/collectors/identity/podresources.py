@@ -86,7 +86,7 @@ class _Fields:
                 length = 8 if wire == _FIXED64 else 4
             else:
                 raise ValueError(f"a field of type {wire}")
-            content, at = message[at:at + length], at + length
+            content, at = message[at : at + length], at + length
             if at > len(message):
                 raise ValueError("a field longer than what it is in")
             if wire == _LENGTH:
@@ -225,17 +225,26 @@ class Call:
         self._message = ""
         self._http = H2Connection(H2Configuration(client_side=True, header_encoding=None))
         # The whole answer may come at once, so that nothing is left to be said but acknowledgements.
-        self._http.local_settings = Settings(client=True, initial_values={
-            SettingCodes.INITIAL_WINDOW_SIZE: MAX_BYTES + _PREFIX, SettingCodes.ENABLE_PUSH: 0,
-        })
+        self._http.local_settings = Settings(
+            client=True,
+            initial_values={SettingCodes.INITIAL_WINDOW_SIZE: MAX_BYTES + _PREFIX, SettingCodes.ENABLE_PUSH: 0},
+        )
         self._http.initiate_connection()
         self._http.increment_flow_control_window(MAX_BYTES)
         stream = self._http.get_next_available_stream_id()
-        self._http.send_headers(stream, [
-            (":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "localhost"),
-            ("te", "trailers"), ("content-type", "application/grpc"), ("user-agent", "flopwatch"),
-            ("grpc-timeout", f"{max(1, int(timeout * 1000))}m"),
-        ])
+        self._http.send_headers(
+            stream,
+            [
+                (":method", "POST"),
+                (":scheme", "http"),
+                (":path", path),
+                (":authority", "localhost"),
+                ("te", "trailers"),
+                ("content-type", "application/grpc"),
+                ("user-agent", "flopwatch"),
+                ("grpc-timeout", f"{max(1, int(timeout * 1000))}m"),
+            ],
+        )
         self._http.send_data(stream, bytes(_PREFIX), end_stream=True)
 
     def data_to_send(self) -> bytes:

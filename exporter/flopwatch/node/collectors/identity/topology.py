@@ -71,7 +71,7 @@ def _matches(part: list[str], text: str) -> bool:
     rests = {text}  # what can be left of the text after so many pieces
     for index, piece in enumerate(part):
         if index % 2 == 0:
-            rests = {rest[len(piece):] for rest in rests if rest.startswith(piece)}
+            rests = {rest[len(piece) :] for rest in rests if rest.startswith(piece)}
         else:
             ranges = [_range(item) for item in piece.split(",")]
             rests = {
@@ -106,7 +106,8 @@ def slurm(text: str, host: str) -> Place:
     for line in text.replace("\\\n", " ").splitlines():
         words = {
             key.lower(): content
-            for key, equals, content in (word.partition("=") for word in line.partition("#")[0].split()) if equals
+            for key, equals, content in (word.partition("=") for word in line.partition("#")[0].split())
+            if equals
         }
         name = words.get("switchname", words.get("blockname"))
         known = known or name is not None
@@ -179,7 +180,8 @@ def _node_labels(server: str, host: str, account: Path) -> dict[str, str]:
         # Read each time: the kubelet renews it.
         headers["Authorization"] = f"Bearer {(account / 'token').read_text().strip()}"
         connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-            address.netloc, timeout=10, context=context)
+            address.netloc, timeout=10, context=context
+        )
     else:
         connection = http.client.HTTPConnection(address.netloc, timeout=10)
     try:

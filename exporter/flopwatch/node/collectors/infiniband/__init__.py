@@ -43,8 +43,11 @@ def counts(stored: Any) -> dict[str, tuple[int, int]]:
     """Return the counts and registers of a port's counters that were kept; what has another shape is left out."""
     entries = stored.items() if isinstance(stored, dict) else ()
     return {
-        name: (entry[0], entry[1]) for name, entry in entries
-        if name in COUNTERS and isinstance(entry, list) and [*map(type, entry)] == [int, int]
+        name: (entry[0], entry[1])
+        for name, entry in entries
+        if name in COUNTERS
+        and isinstance(entry, list)
+        and [*map(type, entry)] == [int, int]
         and 0 <= entry[1] <= entry[0] < 2**80
     }
 
@@ -170,8 +173,11 @@ class Infiniband:
     def _listed(self, devices: Mapping[str, int]) -> list[tuple[str, str]]:
         """Return device and number of the ports there are, but for those of virtual functions."""
         listed = [
-            (device, number) for device in sorted(devices) if not pci.virtual(Path(self._root, device, "device"))
-            for number in names(f"{self._root}/{device}/ports") if number.isdecimal()
+            (device, number)
+            for device in sorted(devices)
+            if not pci.virtual(Path(self._root, device, "device"))
+            for number in names(f"{self._root}/{device}/ports")
+            if number.isdecimal()
         ]
         too_many = max(0, len(listed) - PORTS)
         if too_many > self._too_many:
@@ -183,7 +189,7 @@ class Infiniband:
         """Keep the inventory within PORTS; of what is missing, the names that were learnt last are forgotten first."""
         parts = self._inventory.parts
         excess = len(parts.keys() | self._ports.keys()) - PORTS
-        for key in [key for key in reversed(parts) if key not in self._ports][:max(0, excess)]:
+        for key in [key for key in reversed(parts) if key not in self._ports][: max(0, excess)]:
             del parts[key]
 
     def _given_away(self, key: str) -> bool:
@@ -218,7 +224,11 @@ class Infiniband:
         known = {**parts, **{key: port.identity for key, port in self._ports.items()}}
         ports = {
             key: rails.Port(
-                part["device"], part["port"], self._places.get(key), part["link_layer"], part["hca_type"],
+                part["device"],
+                part["port"],
+                self._places.get(key),
+                part["link_layer"],
+                part["hca_type"],
                 self._ports[key].uses(interfaces) if key in self._ports else part["role"] == "management",
             )
             for key, part in known.items()
@@ -269,7 +279,8 @@ class Infiniband:
         gigabits, inode = entry.get("gigabits"), entry.get("inode")
         port.recall(
             gigabits if isinstance(gigabits, (int, float)) and 0 < gigabits < 1e6 else None,
-            Link.load(entry.get("link"), now, self._wall()), counts(entry.get("counters")),
+            Link.load(entry.get("link"), now, self._wall()),
+            counts(entry.get("counters")),
             inode if self._stored.get("boot") == self._boot_id and isinstance(inode, int) else None,
         )
 
@@ -304,6 +315,10 @@ class Infiniband:
 def build(host: str, inventory: str, sysfs: str, gpus: str = "", state: str = "") -> Infiniband:
     """Return the collector of the ports below a sysfs folder."""
     return Infiniband(
-        Path(sysfs), host, Path(inventory), Path(gpus) if gpus else None, Path(state) if state else None,
+        Path(sysfs),
+        host,
+        Path(inventory),
+        Path(gpus) if gpus else None,
+        Path(state) if state else None,
         boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
     )

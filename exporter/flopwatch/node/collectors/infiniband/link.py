@@ -61,9 +61,13 @@ class Link:
     def dump(self, now: float, unix: float) -> dict[str, Any]:
         """Return what to keep on disk, with Unix times; `now` and `unix` are the same moment on the two clocks."""
         return {
-            "flaps": self.flaps, "drops": self.drops, "flapping": self.flapping, "was_active": self._was_active,
+            "flaps": self.flaps,
+            "drops": self.drops,
+            "flapping": self.flapping,
+            "was_active": self._was_active,
             "down_since": None if self._down_since is None else unix - (now - self._down_since),
-            "dropped": self._dropped, "recent": [unix - (now - at) for at in self._recent],
+            "dropped": self._dropped,
+            "recent": [unix - (now - at) for at in self._recent],
         }
 
     @classmethod

@@ -46,7 +46,7 @@ def place(link: Path) -> Place | None:
         numa = int((link / "numa_node").read_text())
     except (OSError, ValueError):
         numa = -1
-    return Place(tuple(path[bridges[0]:]), numa)
+    return Place(tuple(path[bridges[0] :]), numa)
 
 
 def virtual(link: Path) -> bool:

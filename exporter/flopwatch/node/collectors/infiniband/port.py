@@ -254,13 +254,16 @@ class Port:
         self._first = port == min(names(f"{self._device}/ports"), default=port)
         self.place = pci.place(Path(self._device, "device"))
         self.identity = {
-            "device": device, "port": port, "host": host,
+            "device": device,
+            "port": port,
+            "host": host,
             "board_id": _text(f"{self._device}/board_id"),
             "firmware_version": _text(f"{self._device}/fw_ver"),
             "hca_type": _text(f"{self._device}/hca_type"),
             "link_layer": layer,
             "net_device": self._net[0] if self._net else "",
-            "role": "", "rail": "",
+            "role": "",
+            "rail": "",
         }
         self.seldom = []
         answers = layer == "InfiniBand" and f"{self._folder}/state" not in self._refused
@@ -379,7 +382,7 @@ class Port:
             except OSError as error:
                 failed.append((file, error.errno))
                 if error.errno in REFUSED and self._hopeless(file, failed):
-                    failed += [(other, error.errno) for other in self._open[self._open.index(file) + 1:]]
+                    failed += [(other, error.errno) for other in self._open[self._open.index(file) + 1 :]]
                     break
                 continue
             if data != file.data:
@@ -405,7 +408,7 @@ class Port:
     def _hopeless(self, file: _File, failures: list[tuple[_File, int | None]]) -> bool:
         """Return whether what was asked of this file's kind was all refused: then so is what comes behind it."""
         counts = isinstance(file, _Counter)
-        asked = self._open[:self._open.index(file) + 1]
+        asked = self._open[: self._open.index(file) + 1]
         asked = [other for other in asked if isinstance(other, _Counter) == counts]
         refused = [other for other, reason in failures if reason in REFUSED and isinstance(other, _Counter) == counts]
         return len(refused) == len(asked) >= (1 if len(self._asking) > FEW else FEW)
@@ -424,8 +427,11 @@ class Port:
         self._ask_at = min((at for at, _ in self._refused.values()), default=0.0)
         if new := self._refused.keys() - self._complained:
             self._complained |= new
-            log.warning("%s: the firmware refuses %s; asked again within the hour", "/".join(self.labels),
-                        ", ".join(sorted(new)) if len(new) <= FEW else f"{len(new)} files")
+            log.warning(
+                "%s: the firmware refuses %s; asked again within the hour",
+                "/".join(self.labels),
+                ", ".join(sorted(new)) if len(new) <= FEW else f"{len(new)} files",
+            )
 
     def recall(
         self, expected: float | None, link: Link, counts: Mapping[str, tuple[int, int]], inode: int | None
@@ -441,7 +447,9 @@ class Port:
         """Return what `recall` is to be told; `now` and `unix` are the same moment on the two clocks."""
         counted = [file for file in self._files.values() if isinstance(file, _Counter)]
         return {
-            "gigabits": self.expected, "link": self.link.dump(now, unix), "inode": self._inode,
+            "gigabits": self.expected,
+            "link": self.link.dump(now, unix),
+            "inode": self._inode,
             "counters": {self._known_as(file.path): count for file in counted if (count := file.dump()) is not None},
         }
 
@@ -461,8 +469,10 @@ class Port:
 
     def _summarize(self) -> list[Sample]:
         numbers: tuple[tuple[Metric, float | None], ...] = (
-            (INFINIBAND_EXPECTED_RATE, self.expected), (INFINIBAND_FLAPS, self.link.flaps),
-            (INFINIBAND_DROPS, self.link.drops), (INFINIBAND_FLAPPING, self.link.flapping),
+            (INFINIBAND_EXPECTED_RATE, self.expected),
+            (INFINIBAND_FLAPS, self.link.flaps),
+            (INFINIBAND_DROPS, self.link.drops),
+            (INFINIBAND_FLAPPING, self.link.flapping),
             (INFINIBAND_REFUSED, len(self._refused)),
         )
         return [(row, self.labels, float(number)) for row, number in numbers if number is not None]

@@ -117,6 +117,7 @@ def _strangers(compute: Sequence[Port], nearest: Mapping[Port, tuple[str, int] |
     if list(kinds.values()).count(most) > 1:
         return []
     return [
-        port for port in compute
+        port
+        for port in compute
         if port.hca_type != usual and (near := nearest[port]) is not None and usual in reached[near[1]]
     ]

@@ -132,9 +132,7 @@ class Nvml:
             raise Blind(f"no GPU talks to this process: {reason}", samples)
         return samples
 
-    def _samples(
-        self, count: int, answers: dict[str, list[Sample]], errors: dict[str, Exception]
-    ) -> list[Sample]:
+    def _samples(self, count: int, answers: dict[str, list[Sample]], errors: dict[str, Exception]) -> list[Sample]:
         samples: list[Sample] = []
         unheard = {str(index) for index in range(count)}
 
@@ -195,7 +193,9 @@ class Nvml:
         for card in self._cards.values():
             if card.identity["uuid"] in answers:
                 self._told[card.identity["uuid"]] = {
-                    "mig": card.mig or [], "pids": card.past.pids, "links": sorted(card.past.links.once_up),
+                    "mig": card.mig or [],
+                    "pids": card.past.pids,
+                    "links": sorted(card.past.links.once_up),
                 }
         self._told = {uuid: self._told[uuid] for uuid in self._inventory.parts if uuid in self._told}
         if self._runtime is not None:

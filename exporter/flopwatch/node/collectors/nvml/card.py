@@ -152,7 +152,13 @@ class Card:
     """One GPU between nvmlInit and nvmlShutdown: what it lacks, and what was read of it when."""
 
     def __init__(
-        self, nvml: Any, handle: Any, identity: dict[str, str], past: Past, clock: Callable[[], float], proc: Path,
+        self,
+        nvml: Any,
+        handle: Any,
+        identity: dict[str, str],
+        past: Past,
+        clock: Callable[[], float],
+        proc: Path,
         report: Callable[[str, Exception], None],
     ) -> None:
         self.nvml = nvml
@@ -161,7 +167,8 @@ class Card:
         self.past = past
         self.proc = proc
         self.lacks: dict[Any, int] = {
-            read: FUNCTION_NOT_FOUND for read in READS
+            read: FUNCTION_NOT_FOUND
+            for read in READS
             if not all(hasattr(nvml, name) for name in (read.name, *read.needs))
         }
         self.latest: dict[Key, float] = {}
@@ -286,8 +293,10 @@ def _batch(card: Card, table: tuple[fields.Field, ...]) -> Values:
     asked: set[Key] = set()
     answered, trouble = False, 0
     while wanted := [
-        field for field in table
-        if field.key not in asked and field.key not in card.lacks
+        field
+        for field in table
+        if field.key not in asked
+        and field.key not in card.lacks
         and (field.instead_of is None or (field.instead_of, 0) in card.lacks)
     ]:
         keys = [field.key for field in wanted]
@@ -529,12 +538,15 @@ def _instances(card: Card) -> Iterator[tuple[dict[str, str], Any]]:
             continue
         compute_instance = of(handle, "nvmlDeviceGetComputeInstanceId")
         profile = MIG_PROFILE.search(of(handle, "nvmlDeviceGetName") or "")
-        yield {
-            "uuid": uuid,
-            "gpu_instance": str(gpu_instance),
-            "compute_instance": "" if compute_instance is None else str(compute_instance),
-            "profile": "" if profile is None else profile[0],
-        }, of(handle, "nvmlDeviceGetMemoryInfo", nvml.nvmlMemory_v2)
+        yield (
+            {
+                "uuid": uuid,
+                "gpu_instance": str(gpu_instance),
+                "compute_instance": "" if compute_instance is None else str(compute_instance),
+                "profile": "" if profile is None else profile[0],
+            },
+            of(handle, "nvmlDeviceGetMemoryInfo", nvml.nvmlMemory_v2),
+        )
     card.incomplete = not failures <= {None, *LACKING, *EMPTY_SLOT}
 
 
@@ -614,8 +626,11 @@ CLOCK_EVENTS = "nvmlDeviceGetCurrentClocksEventReasons"
 OLD_CLOCK_EVENTS = "nvmlDeviceGetCurrentClocksThrottleReasons"  # before R535
 _CLOCK_EVENTS = Read(CLOCK_EVENTS, partial(_clock_events, call=CLOCK_EVENTS))
 _FABRIC = Read(
-    "nvmlDeviceGetGpuFabricInfoV", partial(_fabric, structure="c_nvmlGpuFabricInfo_v3_t"), SELDOM,
-    needs=("c_nvmlGpuFabricInfo_v3_t",), whole=True,
+    "nvmlDeviceGetGpuFabricInfoV",
+    partial(_fabric, structure="c_nvmlGpuFabricInfo_v3_t"),
+    SELDOM,
+    needs=("c_nvmlGpuFabricInfo_v3_t",),
+    whole=True,
 )
 
 # In this order: a change of MIG mode is seen before what depends on it, a lacking field before what stands in for it.
@@ -638,8 +653,14 @@ READS: tuple[Read, ...] = (
     _value(GPU_TEMPERATURE, "nvmlDeviceGetTemperature", 0, instead_of=(_TEMPERATURE,)),
     _value(GPU_TEMPERATURE_MARGIN, "nvmlDeviceGetMarginTemperature"),
     *(
-        _value(GPU_TEMPERATURE_LIMIT, "nvmlDeviceGetTemperatureThreshold", threshold, labels=(limit,), every=ONCE,
-               instead_of=((193, 0), (194, 0)))
+        _value(
+            GPU_TEMPERATURE_LIMIT,
+            "nvmlDeviceGetTemperatureThreshold",
+            threshold,
+            labels=(limit,),
+            every=ONCE,
+            instead_of=((193, 0), (194, 0)),
+        )
         for threshold, limit in THRESHOLDS.items()
     ),
     _value(GPU_POWER, "nvmlDeviceGetPowerUsage"),
@@ -668,7 +689,11 @@ READS: tuple[Read, ...] = (
     _value(GPU_ECC_MODE, "nvmlDeviceGetEccMode", item=0, every=SELDOM),
     _FABRIC,
     Read(
-        "nvmlDeviceGetGpuFabricInfoV", partial(_fabric, structure="c_nvmlGpuFabricInfo_v2_t"), SELDOM,
-        needs=("c_nvmlGpuFabricInfo_v2_t",), instead_of=(_FABRIC,), whole=True,
+        "nvmlDeviceGetGpuFabricInfoV",
+        partial(_fabric, structure="c_nvmlGpuFabricInfo_v2_t"),
+        SELDOM,
+        needs=("c_nvmlGpuFabricInfo_v2_t",),
+        instead_of=(_FABRIC,),
+        whole=True,
     ),
 )

@@ -156,10 +156,20 @@ ACTIVE, SLEEP = 1, 2
 # NVML_NVLINK_VERSION_*.
 LINK_VERSIONS = {1: "1.0", 2: "2.0", 3: "2.2", 4: "3.0", 5: "3.1", 6: "4.0", 7: "5.0", 8: "6.0"}
 LINK_ERRORS = {
-    161: "replay", 162: "recovery", 163: "crc",
-    206: "malformed_packet", 207: "buffer_overrun", 208: "receive", 209: "remote", 210: "general",
-    211: "local_integrity", 212: "transmit_discard", 215: "recovery", 214: "recovery_failed",
-    219: "effective", 221: "symbol",
+    161: "replay",
+    162: "recovery",
+    163: "crc",
+    206: "malformed_packet",
+    207: "buffer_overrun",
+    208: "receive",
+    209: "remote",
+    210: "general",
+    211: "local_integrity",
+    212: "transmit_discard",
+    215: "recovery",
+    214: "recovery_failed",
+    219: "effective",
+    221: "symbol",
 }
 LINK_BYTES = {202: NVLINK_TRANSMIT, 204: NVLINK_RECEIVE}
 # The payload of all links together; where a card has it, it is not added up from the links.
@@ -183,8 +193,12 @@ CLOCK_EVENTS = {
 # NVML_GPU_FABRIC_HEALTH_MASK_*: the first bit of two, in which 0 is not supported, 1 yes, 2 no; and which of these the
 # fault is: the last two tell that there is a partition, and a connection to the fabric manager.
 FABRIC_FAULTS = {
-    0: ("degraded_bandwidth", 1), 2: ("route_recovery", 1), 4: ("route_unhealthy", 1), 6: ("access_timeout", 1),
-    12: ("no_partition", 2), 14: ("manager_disconnected", 2),
+    0: ("degraded_bandwidth", 1),
+    2: ("route_recovery", 1),
+    4: ("route_unhealthy", 1),
+    6: ("access_timeout", 1),
+    12: ("no_partition", 2),
+    14: ("manager_disconnected", 2),
 }
 # Four bits from here on: 0 is not supported, 1 none, all else a kind of wrong configuration.
 FABRIC_CONFIGURATION_SHIFT = 8
@@ -247,7 +261,8 @@ class Links:
             *((row, (), self._sum(field_id, by_id)) for field_id, row in LINK_BYTES.items() if field_id in by_id),
             *(
                 (row, (), max(bit_error_ratio(int(value)) for value in by_id[field_id].values()))
-                for field_id, row in LINK_BERS.items() if field_id in by_id
+                for field_id, row in LINK_BERS.items()
+                if field_id in by_id
             ),
         ]
 

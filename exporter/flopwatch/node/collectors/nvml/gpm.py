@@ -36,12 +36,14 @@ MEBIBYTE = 1 << 20
 
 # nvmlGpmMetricId_t of the activities, in percent.
 WHOLE_GPU: dict[int, Metric] = {
-    1: GPU_GRAPHICS_ACTIVE, 2: GPU_SM_ACTIVE, 3: GPU_SM_OCCUPANCY, 5: GPU_TENSOR_ACTIVE, 10: GPU_DRAM_ACTIVE,
+    1: GPU_GRAPHICS_ACTIVE,
+    2: GPU_SM_ACTIVE,
+    3: GPU_SM_OCCUPANCY,
+    5: GPU_TENSOR_ACTIVE,
+    10: GPU_DRAM_ACTIVE,
 }
 MIG_INSTANCE: dict[int, Metric] = {2: GPU_MIG_SM_ACTIVE, 5: GPU_MIG_TENSOR_ACTIVE, 10: GPU_MIG_DRAM_ACTIVE}
-PIPES = {
-    4: "integer", 11: "fp64", 12: "fp32", 13: "fp16", 7: "tensor_hmma", 8: "tensor_dmma", 9: "tensor_imma",
-}
+PIPES = {4: "integer", 11: "fp64", 12: "fp32", 13: "fp16", 7: "tensor_hmma", 8: "tensor_dmma", 9: "tensor_imma"}
 # The traffic, in MiB/s.
 PCIE_SENT, PCIE_RECEIVED, NVLINK_RECEIVED, NVLINK_SENT = 20, 21, 60, 61
 TRAFFIC = (PCIE_SENT, PCIE_RECEIVED, NVLINK_RECEIVED, NVLINK_SENT)
@@ -71,7 +73,11 @@ class Meter:
     """
 
     def __init__(
-        self, nvml: Any, take: Callable[[Any], object], metrics: tuple[int, ...], activity: Activity,
+        self,
+        nvml: Any,
+        take: Callable[[Any], object],
+        metrics: tuple[int, ...],
+        activity: Activity,
         clock: Callable[[], float],
     ) -> None:
         self.activity = activity
@@ -121,7 +127,8 @@ class Meter:
         self._request.sample1, self._request.sample2 = older, newer
         self._nvml.nvmlGpmMetricsGet(self._request)
         return {
-            metric: mean for metric, answer in self._answers.items()
+            metric: mean
+            for metric, answer in self._answers.items()
             if answer.nvmlReturn == 0 and math.isfinite(mean := answer.value) and mean >= 0
         }
 

@@ -60,7 +60,30 @@ from flopwatch.node.collectors.xid.reconcile import Reconciler
 
 # The GPU needs a reset, a drain or a repair; the job on it is lost: those for which NVIDIA has such an action.
 CRITICAL = (
-    46, 48, 62, 64, 74, 79, 95, 109, 110, 119, 120, 136, 140, 143, 144, 145, 146, 147, 148, 149, 150, 155, 156, 158,
+    46,
+    48,
+    62,
+    64,
+    74,
+    79,
+    95,
+    109,
+    110,
+    119,
+    120,
+    136,
+    140,
+    143,
+    144,
+    145,
+    146,
+    147,
+    148,
+    149,
+    150,
+    155,
+    156,
+    158,
 )
 # Present at 0 from the start, so that the first one is an increase: as many of those as a GPU's 120 series leave room
 # for, and 94, which is contained, a warning. The errors of NVLink 5 that may be fatal are a Blackwell's alone.
@@ -141,7 +164,11 @@ class Xid:
         self._reconciler.restore(_told_before(stored.get("told")))
         numbering, place, since = (stored.get(key) for key in ("log", "next", "since"))
         self._kernel = KernelLog(
-            str(kmsg), RELEVANT, boot_id, booted, clock,
+            str(kmsg),
+            RELEVANT,
+            boot_id,
+            booted,
+            clock,
             numbering=numbering if isinstance(numbering, str) else "",
             place=place if isinstance(place, int) and place >= 0 else 0,
             since=since if isinstance(since, float) else float("-inf"),
@@ -202,8 +229,9 @@ class Xid:
 
     def _parts(self, known: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[str, str]]:
         """Return index and uuid of the GPUs by PCI address: of the inventory, and those that NVML's events name."""
-        parts = {pci_address(part["pci_bus_id"]): (part["gpu"], uuid) for uuid, part in known.items()
-                 if part["pci_bus_id"]}
+        parts = {
+            pci_address(part["pci_bus_id"]): (part["gpu"], uuid) for uuid, part in known.items() if part["pci_bus_id"]
+        }
         # Without a folder for its inventory the NVML source cannot tell.
         for pci, device in list(self._watcher.devices.items()) if self._watcher is not None else ():
             if device.uuid not in known:
@@ -255,12 +283,15 @@ class Xid:
             self._unsaved = True
         if self._unsaved:
             self._saved_place, self._saved_at = self._kernel.place, now
-            self._unsaved = not self._state.save({
-                "log": self._kernel.numbering, "next": self._kernel.place,
-                "since": since if since > float("-inf") else None,
-                "told": [[*key, at, sources] for key, at, sources in self._reconciler],
-                **self._counts.dump(),
-            })
+            self._unsaved = not self._state.save(
+                {
+                    "log": self._kernel.numbering,
+                    "next": self._kernel.place,
+                    "since": since if since > float("-inf") else None,
+                    "told": [[*key, at, sources] for key, at, sources in self._reconciler],
+                    **self._counts.dump(),
+                }
+            )
 
     def _samples(self, parts: Mapping[str, tuple[str, str]], models: Mapping[str, str]) -> Iterator[Sample]:
         named = {uuid: gpu for gpu, uuid in parts.values()}
@@ -315,8 +346,10 @@ class Xid:
 def _told_before(stored: Any) -> Iterator[tuple[tuple[str, int], float, list[str]]]:
     """Yield what another process has counted lately; nothing if that is of another shape."""
     for item in stored if isinstance(stored, list) else ():
-        if isinstance(item, list) and list(map(type, item)) in (_TOLD, _TOLD_WHOLE) and all(
-            isinstance(source, str) for source in item[3]
+        if (
+            isinstance(item, list)
+            and list(map(type, item)) in (_TOLD, _TOLD_WHOLE)
+            and all(isinstance(source, str) for source in item[3])
         ):
             pci, code, at, sources = item
             yield (pci, code), float(at), sources
@@ -367,7 +400,7 @@ def document() -> str:
         "new hardware. After those marked `page` a GPU is not fit for work, and the alert GpuXidCritical says so. Bold",
         f"codes are in `{GPU_XID}` from the start, at 0: on GPUs with NVLink 5 (B200, GB200, B300, GB300)",
         f"not {_listed(BEFORE_NVLINK_5)}, on others not {_listed(WITH_NVLINK_5)}. A GPU with more than",
-        f"{CODES} different ones counts the rest as `xid=\"{OTHER}\"`. Codes listed as unused are left out. On a node,",
+        f'{CODES} different ones counts the rest as `xid="{OTHER}"`. Codes listed as unused are left out. On a node,',
         f"`{GPU_XID_INFO}` says the same of the codes seen there.",
         "",
         "Xids are heard of from the kernel log and from NVML's events; what both tell of is counted once. Which of the",

@@ -120,8 +120,9 @@ class Counts:
         """Return what `load` takes, as JSON has it."""
         return {
             "counts": self.xids,
-            "links": {owner: [[*error, number] for error, number in errors.items()]
-                      for owner, errors in self.links.items()},
+            "links": {
+                owner: [[*error, number] for error, number in errors.items()] for owner, errors in self.links.items()
+            },
             "notices": self.notices,
             "recovery": self.recovery,
             "switches": [[*error, *count] for error, count in self.switches.items()],

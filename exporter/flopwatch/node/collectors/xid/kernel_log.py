@@ -208,7 +208,7 @@ class KernelLog:
             if match.start() >= done:
                 begin, done = data.rfind(b"\n", 0, match.start()) + 1, data.find(b"\n", match.end(), end)
                 done = done if done >= 0 else end
-                self._keep(data[begin:min(done, begin + RECORD_BYTES)])
+                self._keep(data[begin : min(done, begin + RECORD_BYTES)])
 
 
 class _Device:

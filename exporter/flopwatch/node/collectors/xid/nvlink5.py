@@ -22,7 +22,8 @@ SEVERITIES = ("unknown", "non-fatal", "link fatal", "fatal")
 
 _LINK_5 = re.compile(
     r"\b(?P<unit>[A-Z][A-Z0-9_]{2,31}) +(?P<severity>Fatal|Non-?fatal|Link Fatal)\b[^(]{0,64}?"
-    r"\bLink +(?P<link>-?[0-9]{1,3}) +\((?P<words>0x[0-9a-fA-F]{1,8}(?:,? +0x[0-9a-fA-F]{1,8})+)\)", re.IGNORECASE
+    r"\bLink +(?P<link>-?[0-9]{1,3}) +\((?P<words>0x[0-9a-fA-F]{1,8}(?:,? +0x[0-9a-fA-F]{1,8})+)\)",
+    re.IGNORECASE,
 )
 _LINK_4 = re.compile(
     r"\blink +(?P<link>[0-9]{1,3}) *\((?P<words>0x[0-9a-fA-F]{1,8}(?:,? +0x[0-9a-fA-F]{1,8})+)\)", re.IGNORECASE
@@ -90,8 +91,10 @@ def find(
     layouts = (0, 1) if major.isdecimal() and int(major) < LAYOUT_2_SINCE else (1, 0)
     for layout in layouts:
         rows = [
-            row for row in table
-            if row.xid == xid and interrupt & row.layouts[layout][0] == row.layouts[layout][1]
+            row
+            for row in table
+            if row.xid == xid
+            and interrupt & row.layouts[layout][0] == row.layouts[layout][1]
             and any(unit.startswith(name) or name.startswith(unit) for name in row.units)
         ]
         exact = [row for row in rows if row.status == status]
@@ -108,9 +111,13 @@ def table() -> tuple[Row, ...]:
     text = (resources.files("flopwatch") / "data" / "xid_nvlink5.csv").read_text()
     return tuple(
         Row(
-            int(row["xid"]), tuple(row["unit"].split("/")),
+            int(row["xid"]),
+            tuple(row["unit"].split("/")),
             (pattern(row["intrinfo_v1_before_r575"]), pattern(row["intrinfo_v2_from_r575"])),
-            int(row["error_status"], 16), row["severity"].rstrip("?").lower(), row["immediate"], row["investigatory"],
+            int(row["error_status"], 16),
+            row["severity"].rstrip("?").lower(),
+            row["immediate"],
+            row["investigatory"],
         )
         for row in csv.DictReader(text.splitlines())
     )
