@@ -58,16 +58,16 @@ scale: $(VENV)/.dev  ## every rule over the series of 32,768 GPUs on a real Prom
 	@$(BIN)/python bench/rules.py
 
 mutations: $(VENV)/.dev  ## every mutant of every alert, of which `make test` tries a sample
-	@FLOPWATCH_MUTANTS=0 $(BIN)/python -m pytest --durations=10 tests/test_alert_mutations.py
+	@FLOPWATCH_MUTANTS=0 $(BIN)/python -m pytest --durations=10 tests/rules/test_alert_mutations.py
 
 versions: $(VENV)/.dev $(NODE)  ## rules, pages, reports and boards on the oldest and newest Prometheus, VictoriaMetrics and Alertmanager: 20 minutes
-	@FLOPWATCH_VERSIONS=1 $(BIN)/python -m pytest -rs --durations=10 tests/test_versions.py tests/test_delivery.py tests/e2e/test_boards.py
+	@FLOPWATCH_VERSIONS=1 $(BIN)/python -m pytest -rs --durations=10 tests/process/test_versions.py tests/process/test_delivery.py tests/e2e/test_boards.py
 
 simulate: $(VENV)/.dev  ## 54 days of 16,384 GPUs, kinds of straggler and hang, who is called: beside the truth; SEED=2 for others
 	@$(BIN)/flopwatch simulate --scenario llama3 --seed $(or $(SEED),1)
 	@promtool=$$($(BIN)/python -m demo.servers | sed -n 's/^promtool: //p'); for scenario in stragglers hangs; do \
 		$(BIN)/flopwatch simulate --scenario $$scenario --seed $(or $(SEED),1) --promtool "$$promtool" || exit; done
-	@FLOPWATCH_REHEARSE=1 FLOPWATCH_SEEDS=3 $(BIN)/python -m pytest -s tests/test_incidents.py tests/e2e/test_slow_ranks.py
+	@FLOPWATCH_REHEARSE=1 FLOPWATCH_SEEDS=3 $(BIN)/python -m pytest -s tests/rules/test_incidents.py tests/e2e/test_slow_ranks.py
 
 fuzz: $(VENV)/.dev $(VENV)/.fuzz  ## fuzz every parser of what comes from outside, each for 30 s, or SECONDS
 	@for target in kmsg sysfs podresources otlp webconfig; do \

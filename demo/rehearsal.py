@@ -6,8 +6,8 @@ alerts that result, with their texts, to a real Alertmanager with the shipped ro
 The rules are evaluated by `promtool test rules`: it is Prometheus' own code for `for`, `keep_firing_for`, ALERTS and
 templates over a storage of its own, at times of our choice. Blocks can be filled with recording rules only, and a
 running Prometheus has no clock but the real one. Two things are simpler than in production: every group is evaluated at
-every step, also one that is at every fourth there, and all at the same instant; tests/test_routing.py has the worst
-case of both. Records that no alert reads are left out.
+every step, also one that is at every fourth there, and all at the same instant; tests/rules/test_routing.py has the
+worst case of both. Records that no alert reads are left out.
 
 Alertmanager has no virtual clock either: it runs at a `pace`, with stretches cut short in which nothing changes. A
 machine that stalls would tell it of a cause too late, so what was posted late is told again, more slowly; what is

@@ -1,7 +1,7 @@
 """How many series a cluster has, and what they cost one Prometheus with our rules, the ledger and the network.
 
 How many series something has is counted on a healthy simulated node of eight H100 with the hooks of eight ranks, which
-tests/test_size.py counts again. What one costs is measured on a real Prometheus 2.53 with the shipped rules
+tests/process/test_size.py counts again. What one costs is measured on a real Prometheus 2.53 with the shipped rules
 (bench/size.py, bench/rules.py) and on a real ledger (bench/ledger.py); bench/size.py compares with a new measurement.
 """
 

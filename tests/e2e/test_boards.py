@@ -27,8 +27,8 @@ from demo.screenshots import CHOSEN, Looked, address, browser, look
 from demo.servers import ServersError
 from demo.stack import Child, StackError, fetch, free_ports
 from simulator.topology import Topology
-from tests.machine import node_builds, until
-from tests.test_versions import VICTORIA, victoria
+from tests.support.databases import VICTORIA, victoria
+from tests.support.machine import node_builds, until
 
 pytestmark = [
     pytest.mark.e2e,

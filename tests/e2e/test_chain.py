@@ -24,8 +24,8 @@ from dashboards.run import queries
 from demo.receiver import Message
 from demo.stack import Stack
 from flopwatch import catalogue as c
-from tests.e2e.job_log import JobLog
-from tests.machine import PATIENCE, shortest
+from tests.support.job_log import JobLog
+from tests.support.machine import PATIENCE, shortest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.torch, pytest.mark.timeout(1000)]
 

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -21,11 +20,12 @@ from alerts import recording
 from demo.receiver import Message
 from demo.stack import Stack
 from flopwatch import catalogue as c
-from tests.machine import until
+from tests.support import TESTS
+from tests.support.machine import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.torch, pytest.mark.timeout(1000)]
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "hangs.py"
+SCRIPT = TESTS / "scripts" / "hangs.py"
 PACE = 15.0
 CULPRIT = 2
 # What the page says of the culprit, by what its rank does.

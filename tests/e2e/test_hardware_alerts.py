@@ -18,7 +18,7 @@ from alerts import AlertSettings, recording, rules_yaml
 from demo.servers import find
 from demo.stack import Child, Prometheus, StackError, fetch, free_ports
 from flopwatch.simulate.node import SimulatedNode
-from tests.machine import until
+from tests.support.machine import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

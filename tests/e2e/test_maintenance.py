@@ -10,8 +10,8 @@ import pytest
 
 from alerts import AlertSettings
 from demo.stack import Stack
-from tests.machine import PATIENCE
-from tests.test_command_line import flopwatch_command
+from tests.support.exporter_process import flopwatch_command
+from tests.support.machine import PATIENCE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -353,5 +353,6 @@ def _readme(about: Mapping[str, str], result: Capture) -> str:
         f"same mask; look through the files before you publish them.\n\n"
         f"Not captured:\n\n{missing}\n"
         f"As a test case: put this folder into `tests/captures/nodes/`, run "
-        f"`FLOPWATCH_UPDATE_GOLDEN=1 pytest tests/test_goldens.py` and review `tests/golden/` like code.\n"
+        f"`FLOPWATCH_UPDATE_GOLDEN=1 pytest tests/unit/node/collectors/test_goldens.py` "
+        "and review `tests/golden/` like code.\n"
     )

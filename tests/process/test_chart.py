@@ -1,0 +1,659 @@
+"""The chart: it lints and renders under the Helm SDK, Kubernetes' own schemas take what it renders, and its flags,
+ports and secrets are those of the code."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import helm_python as helm
+import kubernetes_validate
+import pytest
+import yaml
+
+import flopwatch
+from alerts import AlertSettings, alertmanager_yaml, rules, rules_yaml
+from dashboards.__main__ import BOARDS
+from flopwatch.__main__ import _parser
+from flopwatch.http import web_config
+from flopwatch.node.collectors.identity.topology import SERVICE_ACCOUNT
+from flopwatch.settings import KUBELET_SOCKET, Address, BoardsSettings, ExporterSettings, LedgerSettings
+from helm.generate import readme, routing
+from tests.support.chart import (
+    CHART,
+    NAMESPACE,
+    ROOT,
+    VARIANTS,
+    Json,
+    container,
+    each_variant,
+    files_of,
+    mounts,
+    notes,
+    objects_of,
+    only,
+    render,
+    settings_of,
+)
+
+# Not Kubernetes' own; tests/process/test_chart_monitoring.py asks the operators' schemas.
+CRDS = {"PodMonitor", "PrometheusRule", "VMPodScrape", "VMRule", "AlertmanagerConfig"}
+
+
+@each_variant
+def test_the_chart_lints_strictly(variant: str) -> None:
+    report = helm.lint(CHART, VARIANTS[variant], strict=True, kube_version="v1.32.0")
+    assert report["errors"] == []
+    assert [(m["severity"], m["error"]) for m in report["messages"]] == [(1, "icon is recommended")]
+
+
+# The oldest the chart takes, and the three newest there are.
+NEWEST = int(kubernetes_validate.latest_version().split(".")[1])
+MINORS = ["1.26", *(f"1.{minor}" for minor in range(NEWEST - 2, NEWEST + 1))]
+
+
+@pytest.mark.parametrize("kubernetes", MINORS)
+def test_kubernetes_accepts_every_object_and_knows_every_field(kubernetes: str) -> None:
+    skipped = set()
+    for text in sorted({json.dumps(made) for variant in VARIANTS for made in render(variant).values()}):
+        made = json.loads(text)
+        try:
+            kubernetes_validate.validate(made, kubernetes, strict=True)
+        except kubernetes_validate.SchemaNotFoundError:
+            skipped.add(made["kind"])
+    assert skipped == CRDS
+
+
+def test_the_check_of_kubernetes_fields_finds_a_misspelt_one() -> None:
+    daemonset = only(render("defaults"), "DaemonSet")
+    daemonset["spec"]["template"]["spec"]["runtimeClass"] = "nvidia"
+    with pytest.raises(kubernetes_validate.ValidationError, match="runtimeClass"):
+        kubernetes_validate.validate(daemonset, "1.32", strict=True)
+
+
+def test_the_defaults_make_these_objects() -> None:
+    assert sorted(render("defaults")) == [
+        *(("ConfigMap", f"demo-flopwatch-dashboard-{name}") for name in sorted(BOARDS)),
+        ("DaemonSet", "demo-flopwatch-exporter"),
+        ("Pod", "demo-flopwatch-test-series"),
+        ("PodMonitor", "demo-flopwatch-exporter"),
+        ("PodMonitor", "demo-flopwatch-ledger"),
+        ("PrometheusRule", "demo-flopwatch"),
+        ("Secret", "demo-flopwatch-ledger"),
+        ("Service", "demo-flopwatch-exporter"),
+        ("Service", "demo-flopwatch-ledger"),
+        ("Service", "demo-flopwatch-otlp"),
+        ("ServiceAccount", "demo-flopwatch"),
+        ("StatefulSet", "demo-flopwatch-ledger"),
+    ]
+
+
+@each_variant
+def test_every_object_has_the_recommended_labels(variant: str) -> None:
+    for key, made in render(variant).items():
+        labels = made["metadata"]["labels"]
+        assert labels["app.kubernetes.io/name"] == "flopwatch", key
+        assert labels["app.kubernetes.io/instance"] == "demo", key
+        assert labels["app.kubernetes.io/managed-by"] == "Helm", key
+        assert labels["app.kubernetes.io/version"] == flopwatch.__version__, key
+        assert labels["helm.sh/chart"] == f"flopwatch-{helm.Chart.load(CHART).version}", key
+        assert "namespace" not in made["metadata"], key
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"exporter": {"port": "9450"}}, "at '/exporter/port': got string, want integer"),
+        ({"exporter": {"kernelLog": "yes"}}, "at '/exporter/kernelLog': got string, want boolean"),
+        ({"exporter": {"podResources": True}}, "at '/exporter/podResources': got boolean, want string"),
+        ({"exporter": {"jobMapping": "jobs"}}, "at '/exporter/jobMapping': 'jobs' does not match pattern"),
+        ({"exporter": {"topology": "slurm"}}, "at '/exporter/topology': 'slurm' does not match pattern"),
+        ({"exporter": {"dcgm": "localhost"}}, "at '/exporter/dcgm': 'localhost' does not match pattern"),
+        ({"exporter": {"expose": "dcgm-5"}}, "at '/exporter/expose': value must be one of '', 'dcgm'"),
+        ({"exporter": {"simulate": "b200x8"}}, "at '/exporter/simulate': value must be one of '', 'h100x8'"),
+        ({"exporter": {"ports": 9450}}, "at '/exporter': additional properties 'ports' not allowed"),
+        ({"exporter": {"resources": {"limit": {}}}}, "additional properties 'limit' not allowed"),
+        ({"otlp": {"hostPort": 70000}}, "at '/otlp/hostPort': maximum: got 70,000, want 65,535"),
+        ({"ledger": {"url": "ledger:9451"}}, "at '/ledger/url': 'ledger:9451' does not match pattern"),
+        ({"ledger": {"storage": {"size": 10}}}, "at '/ledger/storage/size': got number, want string"),
+        ({"monitor": {"interval": "15"}}, "at '/monitor/interval': '15' does not match pattern"),
+        ({"rules": {"labels": {"release": True}}}, "at '/rules/labels/release': got boolean, want string"),
+        (
+            {"monitor": {"kind": "servicemonitor"}},
+            "at '/monitor/kind': value must be one of 'podmonitor', 'vmpodscrape'",
+        ),
+        ({"rules": {"alertLabels": {"severity": "info"}}}, "invalid propertyName 'severity'"),
+        ({"routing": {"teams": ["a/b"]}}, "at '/routing/teams/0': 'a/b' does not match pattern"),
+        ({"routing": {"email": {"to": "you"}}}, "at '/routing/email/to': 'you' does not match pattern"),
+        ({"networkPolicy": {"training": []}}, "at '/networkPolicy/training': minItems: got 0, want 1"),
+        ({"tests": {"prometheusUrl": "http://p:9090/"}}, "at '/tests/prometheusUrl': 'http://p:9090/' does not match"),
+        ({"prometheusRule": {}}, "additional properties 'prometheusRule' not allowed"),
+    ],
+)
+def test_the_values_schema_refuses_a_wrong_value_and_names_it(values: Json, complaint: str) -> None:
+    with pytest.raises(helm.HelmValuesError, match=re.escape(complaint)):
+        helm.Chart.load(CHART).validate_schema(values)
+
+
+def test_every_value_is_in_the_schema_and_has_a_comment_that_begins_with_its_name() -> None:
+    text = (CHART / "values.yaml").read_text(encoding="utf-8")
+    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+
+    def check(values: Json, part: Json, prefix: str) -> None:
+        assert part["additionalProperties"] is False
+        assert part["properties"].keys() - {"global"} == values.keys(), prefix
+        for key, value in values.items():
+            inside = part["properties"][key]
+            if "properties" in inside:
+                check(value, inside, f"{prefix}{key}.")
+            else:
+                comment = rf"^ *# {re.escape(prefix + key)}: (?:.+\n *# )*.+\n *{key}:"
+                assert re.search(comment, text, re.MULTILINE), prefix + key
+
+    check(yaml.safe_load(text), schema, "")
+
+
+@each_variant
+def test_the_command_line_accepts_the_flags_and_the_ports_agree(variant: str) -> None:
+    objects = render(variant)
+    daemonset = only(objects, "DaemonSet")
+    exporter = settings_of(daemonset)
+    assert isinstance(exporter, ExporterSettings)
+    assert exporter.host == "node-7"
+    ports = {port["name"]: port for port in container(daemonset)["ports"]}
+    assert exporter.listen == Address("::", ports["metrics"]["containerPort"])
+    assert exporter.otlp_listen == Address("::", ports["otlp"]["containerPort"])
+    on_node = (9450, 4318) if variant == "slurm" else (None, None)
+    assert (ports["metrics"].get("hostPort"), ports["otlp"].get("hostPort")) == on_node
+    mounted = mounts(container(daemonset))
+    assert mounted[str(exporter.state)] == ("state", False)
+    assert exporter.simulate == ("h100x8" if variant == "simulated" else None)
+    if exporter.simulate is None:
+        assert mounted[str(exporter.sysfs)] == ("sys", True)
+    if variant == "no-ledger":
+        assert exporter.ledger == "https://ledger.example.com"
+        assert exporter.ledger_ca_file is not None
+        assert mounted[str(exporter.ledger_ca_file.parent)] == ("ledger-ca", True)
+        return
+    statefulset = only(objects, "StatefulSet")
+    ledger = settings_of(statefulset)
+    assert isinstance(ledger, LedgerSettings)
+    service = only(objects, "Service", "-ledger")
+    scheme = "https" if variant == "hardened" else "http"
+    assert exporter.ledger == f"{scheme}://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+    assert ledger.listen == Address("::", service["spec"]["ports"][0]["port"])
+    assert container(statefulset)["ports"] == [{"name": "metrics", "containerPort": ledger.listen.port}]
+    claim = statefulset["spec"]["volumeClaimTemplates"][0]["metadata"]["name"]
+    assert mounts(container(statefulset))[str(ledger.state)] == (claim, False)
+    assert statefulset["spec"]["podManagementPolicy"] == "Parallel", "or no rollback mends what never gets ready"
+    for workload in (daemonset, statefulset):
+        volume, read_only = mounts(container(workload))["/tmp"]
+        assert ({"name": volume, "emptyDir": {}} in workload["spec"]["template"]["spec"]["volumes"], read_only) == (
+            True,
+            False,
+        ), "the root is read-only, and SQLite and `flopwatch doctor` need a place"
+
+
+def test_exporter_and_ledger_read_the_same_token_and_the_chart_makes_it_unless_one_is_named() -> None:
+    for variant, secret in (("defaults", "demo-flopwatch-ledger"), ("unprivileged", "flopwatch-ledger")):
+        objects = render(variant)
+        for workload in (only(objects, "DaemonSet"), only(objects, "StatefulSet")):
+            settings = settings_of(workload)
+            path = settings.ledger_token_file if isinstance(settings, ExporterSettings) else settings.token_file
+            assert path is not None
+            assert path.name == "token"
+            (volume,) = [m["name"] for m in container(workload)["volumeMounts"] if m["mountPath"] == str(path.parent)]
+            volumes = {entry["name"]: entry for entry in workload["spec"]["template"]["spec"]["volumes"]}
+            assert volumes[volume] == {"name": volume, "secret": {"secretName": secret}}
+        assert (("Secret", secret) in objects) is (variant == "defaults")
+    first, second = (only(objects_of(files_of({})), "Secret")["data"]["token"] for _ in range(2))
+    assert first != second
+    assert len(first) >= 40
+
+
+def test_a_ledger_elsewhere_needs_the_secret_it_asks_for() -> None:
+    with helm.Chart.load(CHART) as chart, pytest.raises(Exception, match=r"ledger\.url needs ledger\.tokenSecret"):
+        chart.render({"ledger": {"enabled": False, "url": "https://ledger.example.com"}})
+    settings = settings_of(only(render("no-ledger"), "DaemonSet"))
+    assert isinstance(settings, ExporterSettings)
+    assert settings.ledger_token_file
+
+
+def test_a_ledger_behind_tls_is_asked_by_its_name_and_only_it_has_the_key() -> None:
+    objects = render("hardened")
+    statefulset, daemonset, test = (only(objects, kind) for kind in ("StatefulSet", "DaemonSet", "Pod"))
+    ledger, exporter = settings_of(statefulset), settings_of(daemonset)
+    assert isinstance(ledger, LedgerSettings)
+    assert isinstance(exporter, ExporterSettings)
+    assert ledger.web_config is not None
+    assert exporter.ledger_ca_file is not None
+    folders = mounts(container(statefulset))
+    volumes = {volume["name"]: volume for volume in statefulset["spec"]["template"]["spec"]["volumes"]}
+    web = only(objects, "ConfigMap", "-ledger")
+    assert volumes[folders[str(ledger.web_config.parent)][0]]["configMap"] == {"name": web["metadata"]["name"]}
+    text = web["data"][ledger.web_config.name]
+    (secret,) = [volume["secret"]["secretName"] for name, volume in volumes.items() if name == "tls"]
+    assert secret == "flopwatch-ledger-tls"
+    (folder,) = [path for path, (name, _) in folders.items() if name == "tls"]
+    tls = web_config.parse(text).tls
+    assert tls is not None
+    assert tls.files == (Path(folder, "tls.crt"), Path(folder, "tls.key")), "as cert-manager names them"
+    for probe in ("livenessProbe", "readinessProbe"):
+        assert container(statefulset)[probe]["httpGet"]["scheme"] == "HTTPS"
+        assert "scheme" not in container(daemonset)[probe]["httpGet"]
+    for pod, file in (
+        (daemonset["spec"]["template"]["spec"], exporter.ledger_ca_file),
+        (test["spec"], Path("/etc/flopwatch/ledger-ca/ca.crt")),
+    ):
+        (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "ledger-ca"]
+        assert volume["secret"] == {"secretName": secret, "items": [{"key": "ca.crt", "path": "ca.crt"}]}
+        (mount,) = [mount for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == "ledger-ca"]
+        assert (mount["mountPath"], mount["readOnly"]) == (str(file.parent), True)
+    (endpoint,) = only(objects, "PodMonitor", "-ledger")["spec"]["podMetricsEndpoints"]
+    assert endpoint["scheme"] == "https"
+    assert endpoint["tlsConfig"] == {
+        "ca": {"secret": {"name": secret, "key": "ca.crt"}},
+        "serverName": urlsplit(exporter.ledger).hostname,
+    }
+    (plain,) = only(objects, "PodMonitor", "-exporter")["spec"]["podMetricsEndpoints"]
+    assert "scheme" not in plain
+    files = files_of(VARIANTS["hardened"] | {"monitor": {"kind": "annotations"}})
+    annotations = [
+        yaml.safe_load(files[name])["spec"]["template"]["metadata"]["annotations"]
+        for name in ("ledger-statefulset.yaml", "exporter-daemonset.yaml")
+    ]
+    assert [found.get("prometheus.io/scheme") for found in annotations] == ["https", None]
+    off = settings_of(only(objects_of(files_of({"ledger": {"tlsSecret": None}})), "DaemonSet"))
+    assert (off.ledger.partition(":")[0], off.ledger_ca_file) == ("http", None), "null is how a value is taken away"
+
+
+def test_cards_can_be_asked_for_by_a_mount() -> None:
+    pod = only(render("hardened"), "DaemonSet")["spec"]["template"]["spec"]
+    exporter = pod["containers"][0]
+    asked = {one["name"]: one.get("value") for one in exporter["env"]}["NVIDIA_VISIBLE_DEVICES"]
+    assert mounts({"volumeMounts": exporter["volumeMounts"]})[f"{asked}/all"] == ("devices", False)
+    assert {"name": "devices", "hostPath": {"path": "/dev/null"}} in pod["volumes"]
+
+
+def test_training_must_show_a_token_only_where_a_secret_is_named() -> None:
+    assert "otlp-token" not in str(render("defaults"))
+    daemonset = only(render("unprivileged"), "DaemonSet")
+    settings = settings_of(daemonset)
+    assert isinstance(settings, ExporterSettings)
+    assert settings.otlp_token_file == Path("/etc/flopwatch/otlp/token")
+    assert {"name": "otlp-token", "secret": {"secretName": "flopwatch-otlp"}} in (
+        daemonset["spec"]["template"]["spec"]["volumes"]
+    )
+
+
+HOST_PATHS = {
+    "simulated": set[str](),
+    "unprivileged": {"/var/lib/flopwatch", "/sys"},
+    "hardened": {"/var/lib/flopwatch", "/sys", "/dev/kmsg", "/var/lib/kubelet/pod-resources", "/dev/null"},
+    "slurm": {"/var/lib/flopwatch", "/sys", "/var/lib/k0s/kubelet/pod-resources", "/run/flopwatch-jobs", "/etc/slurm"},
+}
+NODE_PATHS = {"/var/lib/flopwatch", "/sys", "/dev/kmsg", "/var/lib/kubelet/pod-resources"}
+
+
+@each_variant
+def test_only_the_container_that_reads_the_kernel_log_is_privileged_and_no_pod_asks_for_a_gpu(variant: str) -> None:
+    objects = render(variant)
+    pod = only(objects, "DaemonSet")["spec"]["template"]["spec"]
+    host_paths = {volume["hostPath"]["path"] for volume in pod["volumes"] if "hostPath" in volume}
+    assert host_paths == HOST_PATHS.get(variant, NODE_PATHS)
+    assert ("runtimeClassName" in pod) is (variant not in ("simulated", "unprivileged"))
+    assert ("hostPID" in pod) is (variant == "slurm")
+    assert pod.get("nodeSelector") == {
+        "simulated": None,
+        "unprivileged": {"pool": "gpu"},
+        "gpu-operator": {"nvidia.com/gpu.deploy.client": "true"},
+    }.get(variant, {"nvidia.com/gpu.present": "true"})
+    for key, made in objects.items():
+        spec = made.get("spec", {}).get("template", {}).get("spec", made.get("spec", {}))
+        for each in spec.get("containers", []):
+            assert not [name for kind in each.get("resources", {}).values() for name in kind if "gpu" in name], key
+            security = spec.get("securityContext", {}) | each["securityContext"]
+            assert security["readOnlyRootFilesystem"] is True, key
+            if each["name"] == "kmsg":
+                assert (security["privileged"], security["runAsUser"]) == (True, 0)
+                continue
+            assert "privileged" not in security, key
+            assert security["allowPrivilegeEscalation"] is False, key
+            assert security["capabilities"] == {"drop": ["ALL"]}, key
+            assert security["seccompProfile"] == {"type": "RuntimeDefault"}, key
+            # Root, without any capability, only where files of the node belong to root.
+            assert (security["runAsUser"] == 0) is (key[0] == "DaemonSet" and variant != "simulated"), key
+        assert key[0] == "DaemonSet" or "hostPath" not in str(spec), key
+
+
+@each_variant
+def test_the_kernel_log_comes_through_a_socket_that_both_containers_share(variant: str) -> None:
+    daemonset = only(render(variant), "DaemonSet")
+    exporter = settings_of(daemonset)
+    names = [one["name"] for one in daemonset["spec"]["template"]["spec"]["containers"]]
+    if variant in ("simulated", "unprivileged", "slurm"):
+        assert (names, exporter.kmsg) == (["exporter"], Path("/dev/kmsg"))
+        return
+    assert names == ["exporter", "kmsg"]
+    kmsg = settings_of(daemonset, "kmsg")
+    assert str(exporter.kmsg) == f"unix:{kmsg.listen}"
+    assert mounts(container(daemonset, "kmsg")) == {
+        str(kmsg.listen.parent): ("run", False),
+        str(kmsg.kmsg): ("kmsg", True),
+    }
+    assert mounts(container(daemonset))[str(kmsg.listen.parent)] == ("run", False)
+    volumes = {volume["name"]: volume for volume in daemonset["spec"]["template"]["spec"]["volumes"]}
+    assert volumes["run"] == {"name": "run", "emptyDir": {}}
+    assert volumes["kmsg"]["hostPath"]["path"] == "/dev/kmsg"
+
+
+def test_owners_and_place_are_read_where_they_are_mounted() -> None:
+    daemonset = only(render("slurm"), "DaemonSet")
+    exporter, mounted = settings_of(daemonset), mounts(container(daemonset))
+    volumes = {volume["name"]: volume for volume in daemonset["spec"]["template"]["spec"]["volumes"]}
+    assert exporter.kubelet_socket == KUBELET_SOCKET
+    for folder, path in (
+        (KUBELET_SOCKET.parent, "/var/lib/k0s/kubelet/pod-resources"),
+        (exporter.job_mapping, "/run/flopwatch-jobs"),
+        (Path(exporter.topology.removeprefix("slurm:")).parent, "/etc/slurm"),
+    ):
+        volume, read_only = mounted[str(folder)]
+        assert (volumes[volume]["hostPath"]["path"], read_only) == (path, True)
+    assert Path(exporter.topology).name == "topology.conf"
+    assert not [kind for kind, _ in render("slurm") if kind.startswith("ClusterRole")]
+
+
+def test_the_exporter_alone_may_get_nodes_where_their_labels_tell_the_place() -> None:
+    objects = render("kubernetes")
+    daemonset, role, binding = (only(objects, kind) for kind in ("DaemonSet", "ClusterRole", "ClusterRoleBinding"))
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]}]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"] == "observability-demo-flopwatch-exporter"
+    pod = daemonset["spec"]["template"]["spec"]
+    assert binding["subjects"] == [
+        {"kind": "ServiceAccount", "name": pod["serviceAccountName"], "namespace": "observability"}
+    ]
+    assert pod["automountServiceAccountToken"] is False
+    assert mounts(container(daemonset))[str(SERVICE_ACCOUNT)] == ("account", True)
+    assert "account" not in str(container(daemonset, "kmsg"))
+    (account,) = [volume["projected"]["sources"] for volume in pod["volumes"] if volume["name"] == "account"]
+    files = [account[0]["serviceAccountToken"]["path"], account[1]["configMap"]["items"][0]["path"]]
+    assert files == ["token", "ca.crt"], "what collectors/identity/topology.py reads"
+    exporter = settings_of(daemonset)
+    assert (exporter.topology, exporter.dcgm, exporter.expose) == (
+        "kubernetes",
+        "nvidia-dcgm.gpu-operator:5555",
+        "dcgm",
+    )
+
+
+def test_a_simulated_node_takes_nothing_of_the_node_whatever_else_is_asked_for() -> None:
+    values = {"exporter": VARIANTS["slurm"]["exporter"] | VARIANTS["kubernetes"]["exporter"] | {"simulate": "h100x8"}}
+    text = files_of(values)["exporter-daemonset.yaml"]
+    pod = yaml.safe_load(text)["spec"]["template"]["spec"]
+    assert "hostPath" not in text
+    assert "hostPID" not in pod
+    assert settings_of(yaml.safe_load(text)).expose == "dcgm"
+    assert files_of(values)["exporter-clusterrole.yaml"].strip() == ""
+
+
+@pytest.mark.parametrize(
+    ("values", "needs"),
+    [
+        ({}, "privileged (the privileged container kmsg, folders of the node)"),
+        (
+            {"exporter": {"kernelLog": False, "hostPID": True, "hostPort": 9450}},
+            "privileged (hostPID, folders of the node, a port of the node)",
+        ),
+        (
+            {"exporter": {"simulate": "h100x8", "hostPID": True}, "otlp": {"hostPort": 4318}},
+            "privileged (a port of the node)",
+        ),
+        ({"exporter": {"simulate": "h100x8"}}, "restricted"),
+    ],
+)
+def test_the_notes_say_which_pod_security_level_the_values_need(values: Json, needs: str) -> None:
+    notes = files_of(values)["NOTES.txt"]
+    assert f"must allow the level {needs}." in notes
+    assert ("enforce=privileged" in notes) is needs.startswith("privileged")
+
+
+@each_variant
+def test_every_selector_finds_the_pods_of_one_workload_and_the_port_it_names(variant: str) -> None:
+    objects = render(variant)
+    pods = {
+        key: (made["spec"]["template"]["metadata"]["labels"], container(made)["ports"])
+        for key, made in objects.items()
+        if key[0] in ("DaemonSet", "StatefulSet", "Deployment")
+    }
+    for key, made in objects.items():
+        if key[0] == "Service":
+            selector, names = made["spec"]["selector"], [port["targetPort"] for port in made["spec"]["ports"]]
+        elif key[0] in ("PodMonitor", "VMPodScrape"):
+            selector = made["spec"]["selector"]["matchLabels"]
+            names = [endpoint["port"] for endpoint in made["spec"]["podMetricsEndpoints"]]
+        elif key[0] == "NetworkPolicy":
+            selector = made["spec"]["podSelector"]["matchLabels"]
+            names = [port["port"] for rule in made["spec"]["ingress"] for port in rule["ports"]]
+        elif key in pods:
+            selector, names = made["spec"]["selector"]["matchLabels"], []
+        else:
+            continue
+        chosen = [ports for labels, ports in pods.values() if selector.items() <= labels.items()]
+        assert len(chosen) == 1, key
+        assert set(names) <= {port["name"] for port in chosen[0]}, key
+        assert key[1].rpartition("-")[2] in (selector["app.kubernetes.io/component"], "otlp")
+
+
+def test_a_training_pod_is_led_to_its_own_node() -> None:
+    objects = render("defaults")
+    assert only(objects, "Service", "-otlp")["spec"]["internalTrafficPolicy"] == "Local"
+    assert only(objects, "Service", "-exporter")["spec"]["clusterIP"] == "None"
+
+
+def test_boards_ask_for_a_password_and_the_kubelet_does_not_give_one() -> None:
+    objects = render("boards")
+    deployment = only(objects, "Deployment")
+    settings, pod = settings_of(deployment), deployment["spec"]["template"]["spec"]
+    assert settings == BoardsSettings(
+        prometheus="http://prometheus.monitoring:9090",
+        listen=Address("::", 9452),
+        web_config=Path("/etc/flopwatch/web/web-config.yml"),
+        token_file=Path("/etc/flopwatch/prometheus/token"),
+    )
+    mounted = mounts(container(deployment))
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    for path, secret in ((settings.web_config, "boards-web"), (settings.token_file, "boards-prometheus")):
+        name, read_only = mounted[str(path.parent)]
+        assert (volumes[name]["secret"], read_only) == ({"secretName": secret}, True)
+    for probe in ("livenessProbe", "readinessProbe"):
+        assert container(deployment)[probe]["tcpSocket"] == {"port": "web"}
+    assert only(objects, "Service", "-boards")["spec"]["ports"] == [{"name": "web", "port": 9452, "targetPort": "web"}]
+    assert "port-forward service/demo-flopwatch-boards 9452" in notes("boards")
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        (
+            {"boards": {"enabled": True, "prometheusUrl": "http://p:9090"}},
+            "boards.enabled needs boards.webConfigSecret",
+        ),
+        ({"boards": {"enabled": True, "webConfigSecret": "web"}}, "boards.enabled needs boards.prometheusUrl"),
+        ({"openshift": {"scc": "privileged"}, "serviceAccount": {"create": False}}, "openshift.scc needs an account"),
+        ({"ledger": {"enabled": False, "tlsSecret": "tls"}}, "ledger.tlsSecret is for a ledger behind TLS"),
+        ({"routing": {"kind": "secret"}}, "routing.kind needs somebody to tell"),
+        ({"routing": {"kind": "alertmanagerconfig", "watchdogSecret": "w"}}, "routing.kind needs somebody to tell"),
+    ],
+)
+def test_values_that_cannot_work_together_are_refused_with_what_is_missing(values: Json, complaint: str) -> None:
+    with pytest.raises(helm.HelmError, match=re.escape(complaint)):
+        files_of(values)
+
+
+def test_a_network_policy_lets_in_prometheus_training_exporters_and_the_test_and_nobody_else() -> None:
+    objects = render("boards")
+    namespaces = {
+        "monitoring": {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}},
+        "ingress": {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "ingress"}}},
+        "all": {"namespaceSelector": {}},
+    }
+    ours = {"app.kubernetes.io/name": "flopwatch", "app.kubernetes.io/instance": "demo"}
+    exporter, test = (
+        {"podSelector": {"matchLabels": ours | {"app.kubernetes.io/component": name}}} for name in ("exporter", "test")
+    )
+    found = {name: made["spec"] for (kind, name), made in objects.items() if kind == "NetworkPolicy"}
+    assert {name: spec["ingress"] for name, spec in found.items()} == {
+        "demo-flopwatch-exporter": [
+            {"from": [namespaces["monitoring"], test], "ports": [{"port": "metrics"}]},
+            {"from": [namespaces["all"]], "ports": [{"port": "otlp"}]},
+        ],
+        "demo-flopwatch-ledger": [{"from": [namespaces["monitoring"], exporter, test], "ports": [{"port": "metrics"}]}],
+        "demo-flopwatch-boards": [{"from": [namespaces["ingress"]], "ports": [{"port": "web"}]}],
+    }
+    assert all(spec["policyTypes"] == ["Ingress"] for spec in found.values())
+    labels = only(objects, "Pod")["metadata"]["labels"]
+    assert test["podSelector"]["matchLabels"].items() <= labels.items()
+    assert not [kind for kind, _ in render("defaults") if kind == "NetworkPolicy"]
+
+
+def test_exporters_leave_a_node_when_the_gpu_operator_takes_its_label_back() -> None:
+    """Kubernetes deletes a DaemonSet's pod where a required term no longer holds; terms are alternatives."""
+    key = "nvidia.com/gpu.deploy.client"
+    here, absent = {"key": key, "operator": "In", "values": ["true"]}, {"key": key, "operator": "DoesNotExist"}
+    pool = {"key": "pool", "operator": "In", "values": ["training"]}
+
+    def terms(made: Json) -> Any:
+        pod = made["spec"]["template"]["spec"]
+        node = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        return [term["matchExpressions"] for term in node["nodeSelectorTerms"]]
+
+    assert terms(only(render("defaults"), "DaemonSet")) == [[here], [absent]]
+    assert terms(only(render("gpu-operator"), "DaemonSet")) == [[here], [absent]]
+    own = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": [pool]}]}}
+    files = files_of({"exporter": {"affinity": {"nodeAffinity": own}}})
+    assert terms(only(objects_of(files), "DaemonSet")) == [[pool, here], [pool, absent]]
+    values = {"exporter": {"gpuOperatorLabel": "", "affinity": {"podAffinity": {}}}}
+    pod = only(objects_of(files_of(values)), "DaemonSet")["spec"]["template"]["spec"]
+    assert pod["affinity"] == {"podAffinity": {}}
+    assert "affinity" not in only(render("simulated"), "DaemonSet")["spec"]["template"]["spec"]
+
+
+def test_on_openshift_our_account_alone_gets_the_security_context_constraints() -> None:
+    objects = render("openshift")
+    binding = only(objects, "RoleBinding")
+    assert binding["roleRef"] == {
+        "apiGroup": "rbac.authorization.k8s.io",
+        "kind": "ClusterRole",
+        "name": "system:openshift:scc:privileged",
+    }
+    account = only(objects, "DaemonSet")["spec"]["template"]["spec"]["serviceAccountName"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account, "namespace": NAMESPACE}]
+    assert account == only(objects, "ServiceAccount")["metadata"]["name"] == "demo-flopwatch"
+
+
+def test_the_prometheus_rule_is_the_generated_file_with_its_templates_untouched() -> None:
+    made = only(render("defaults"), "PrometheusRule")
+    assert made["spec"] == rules(AlertSettings())
+    assert "{{ $labels.run }}" in str(made["spec"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("files/rules.yaml", rules_yaml(AlertSettings())),
+        ("files/alertmanager.yml", alertmanager_yaml(AlertSettings())),
+        ("files/routing.yaml", routing()),
+        ("README.md", readme()),
+    ],
+)
+def test_the_charts_generated_files_are_what_the_code_writes(name: str, content: str) -> None:
+    assert (CHART / name).read_text(encoding="utf-8") == content, "stale: run `make generate`"
+
+
+def test_the_charts_readme_has_every_value_with_its_default_and_no_comment_is_cut() -> None:
+    rows = re.findall(r"^\| `([\w.]+)` \| `(.*?)` \| (.+) \|$", readme(), re.MULTILINE)
+    named = {name: (json.loads(default), text) for name, default, text in rows}
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    for name, (default, _) in named.items():
+        found: Any = values
+        for key in name.split("."):
+            found = found[key]
+        assert found == default, name
+    assert {name.split(".")[0] for name in named} == set(values)
+    assert named["exporter.kernelLog"][1].endswith("(docs/privileges.md).")
+
+
+def test_what_is_only_of_the_charts_making_is_not_packaged(tmp_path: Path) -> None:
+    with tarfile.open(helm.package(CHART, destination=tmp_path)) as archive:
+        names = {name.removeprefix("flopwatch/") for name in archive.getnames()}
+    assert {"Chart.yaml", "README.md", "values.schema.json", "files/routing.yaml", "files/check.py"} <= names
+    assert not [name for name in names if name.startswith("ci/") or name == "generate.py"]
+
+
+def test_a_release_fits_into_the_secret_that_helm_keeps_it_in() -> None:
+    """Helm packs the chart's files and what it made of them, and Kubernetes takes no Secret of more than 1 MiB."""
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(helm.package(CHART, destination=folder)) as archive:
+        files = {
+            name: base64.b64encode(file.read()).decode()
+            for name in archive.getnames()
+            if (file := archive.extractfile(name)) is not None
+        }
+    release = json.dumps({"chart": files, "manifest": files_of(VARIANTS["routing"])})
+    packed = len(base64.b64encode(base64.b64encode(gzip.compress(release.encode()))))
+    assert 100_000 < packed < 0.7 * (1 << 20)
+
+
+def test_grafanas_sidecar_finds_the_dashboards_as_they_were_generated() -> None:
+    boards = {}
+    for config in (made for (kind, _), made in render("unprivileged").items() if kind == "ConfigMap"):
+        assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
+        assert config["metadata"]["annotations"] == {"grafana_folder": "Training"}
+        assert len(json.dumps(config)) < 256 << 10  # what kubectl apply writes into an annotation
+        ((name, text),) = config["data"].items()
+        boards[config["metadata"]["name"]] = (name, json.loads(text))
+    assert boards == {
+        f"watch-dashboard-{path.stem}": (f"flopwatch-{path.name}", json.loads(path.read_text(encoding="utf-8")))
+        for path in CHART.glob("files/dashboards/*.json")
+    }
+
+
+def test_chart_and_package_have_the_same_version() -> None:
+    assert helm.Chart.load(CHART).metadata["appVersion"] == flopwatch.__version__
+
+
+def test_the_install_pages_use_commands_and_values_that_exist() -> None:
+    page = "".join(
+        (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+        for name in ("install", "install-bare-metal", "kubernetes")
+    )
+    commands = re.findall(r"(?:bin/|`)flopwatch ((?:exporter|ledger) [^`\n]*--[^`\n]*)", page)
+    assert len(commands) == 3
+    for command in commands:
+        assert _parser().parse_args(command.split()).command
+    settings = [assignment.partition("=") for assignment in re.findall(r"--set ([^\s`\\]+)", page)]
+    assert len(settings) >= 8
+    with helm.Chart.load(CHART) as chart:
+        for name, _, value in settings:
+            values: Any = yaml.safe_load(value)
+            for key in reversed(name.split(".")):
+                values = {key: values}
+            chart.validate_schema(values)
+    defaults = ExporterSettings()
+    assert f"{defaults.listen.port}: `/metrics`; {defaults.otlp_listen.port}: telemetry" in page
+    assert f"| {LedgerSettings().listen.port}: snapshots" in page
+
+
+@pytest.mark.parametrize("page", ["kubernetes", "privileges", "identity"])
+def test_the_pages_name_values_that_exist(page: str) -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    named = set(re.findall(rf"(?:`|--set )({'|'.join(values)})\.(\w+)", text))
+    assert len(named) >= 3
+    assert [f"{part}.{name}" for part, name in sorted(named) if name not in values[part]] == []

@@ -1,0 +1,291 @@
+"""What `helm test` runs, against a real exporter, Prometheus and Alertmanager: it finds each thing that is missing and
+says so in words, and in the end that all is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import flopwatch
+from alerts import AlertSettings, alertmanager_yaml, rules_yaml
+from demo.servers import find
+from demo.stack import Child, fetch, free_ports
+from tests.support.chart import CHART, ROOT, container, only, render
+from tests.support.machine import until
+
+spec = importlib.util.spec_from_file_location("check", CHART / "files" / "check.py")
+assert spec is not None
+assert spec.loader is not None
+check: Any = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(check)
+
+NOBODY_IS_TOLD = {"route": {"receiver": "null"}, "receivers": [{"name": "null"}]}
+
+
+def arguments(variant: str) -> list[str]:
+    """Return the arguments of the test pod, after the script."""
+    (pod,) = only(render(variant), "Pod")["spec"]["containers"]
+    assert pod["command"] == ["python", "-c"]
+    script, *rest = pod["args"]
+    assert script.strip() == (CHART / "files" / "check.py").read_text(encoding="utf-8").strip()
+    return list(rest)
+
+
+def test_the_pod_is_told_what_the_install_made() -> None:
+    assert arguments("defaults") == [
+        "--exporters=demo-flopwatch-exporter:9450",
+        "--ledger=http://demo-flopwatch-ledger:9451",
+        "--namespace=observability",
+        "--seconds=120",
+    ]
+    assert arguments("kube-prometheus-stack")[2:] == [
+        "--prometheus=http://kps-kube-prometheus-stack-prometheus.monitoring:9090",
+        '--monitor=podmonitor with the labels {"release":"kps"}',
+        "--rules=http://kps-kube-prometheus-stack-prometheus.monitoring:9090",
+        '--rules-are=prometheusrule with the labels {"release":"kps"}',
+        "--alertmanager=http://kps-kube-prometheus-stack-alertmanager.monitoring:9093",
+        "--receiver=",
+        "--namespace=observability",
+        "--seconds=120",
+    ]
+    assert arguments("hardened")[1:3] == [
+        "--ledger=https://demo-flopwatch-ledger:9451",
+        "--ledger-ca-file=/etc/flopwatch/ledger-ca/ca.crt",
+    ]
+    assert "--rules=http://vmalert-gpu.monitoring:8080" in arguments("victoria-metrics")
+    assert not [text for text in arguments("no-ledger") if text.startswith(("--ledger", "--rules"))]
+
+
+def test_what_it_asks_for_is_there_to_be_asked() -> None:
+    text = (CHART / "files" / "check.py").read_text(encoding="utf-8")
+    assert set(re.findall(r"flopwatch_\w+", text)) <= flopwatch.catalogue.BY_NAME.keys()
+    assert check.WATCHDOG in (CHART / "files" / "rules.yaml").read_text(encoding="utf-8")
+
+
+class Cluster:
+    """A real exporter, Prometheus and Alertmanager on loopback, whose configurations change."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        servers = find()
+        assert servers.alertmanager, servers.why
+        ports = free_ports(4)
+        self.exporter, self.prometheus, self.alertmanager, self.nothing = (f"127.0.0.1:{port}" for port in ports)
+        # Ten times as fast, so that the rules are evaluated every 1.5 s.
+        (folder / "rules.yaml").write_text(rules_yaml(AlertSettings(pace=10)))
+        self.prometheus_scrapes(target=None, rules=False, reload=False)
+        self.alertmanager_tells(NOBODY_IS_TOLD, reload=False)
+        environ = os.environ | {"PYTHONPATH": "exporter"}
+        self.children: dict[str, Child] = {}
+        for name, command in {
+            "exporter": [
+                sys.executable,
+                "-m",
+                "flopwatch",
+                "exporter",
+                "--simulate=h100x8",
+                f"--state={folder}/state",
+                f"--listen={self.exporter}",
+                "--otlp-listen=127.0.0.1:0",
+            ],
+            "prometheus": [
+                *servers.prometheus,
+                f"--config.file={folder}/prometheus.yml",
+                f"--storage.tsdb.path={folder}/tsdb",
+                f"--web.listen-address={self.prometheus}",
+                # What fires while a new configuration is taken over is sent again, after a minute else.
+                "--rules.alert.resend-delay=1s",
+            ],
+            "alertmanager": [
+                *servers.alertmanager,
+                f"--config.file={folder}/alertmanager.yml",
+                f"--storage.path={folder}/am",
+                f"--web.listen-address={self.alertmanager}",
+                "--cluster.listen-address=",
+            ],
+        }.items():
+            self.children[name] = Child(name, command, environ, folder / f"{name}.log")
+        for name, url in {
+            "exporter": f"http://{self.exporter}/healthz",
+            "prometheus": f"http://{self.prometheus}/-/ready",
+            "alertmanager": f"http://{self.alertmanager}/-/ready",
+        }.items():
+            until(partial(self.answers, name, url))
+
+    def answers(self, name: str, url: str) -> bool:
+        self.children[name].check()
+        try:
+            fetch(url)
+        except OSError:
+            return False
+        return True
+
+    def prometheus_scrapes(self, target: str | None, rules: bool, reload: bool = True) -> None:
+        """Give Prometheus another configuration."""
+        (self.folder / "prometheus.yml").write_text(
+            yaml.safe_dump(
+                {
+                    "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
+                    "rule_files": [str(self.folder / "rules.yaml")] if rules else [],
+                    "alerting": {"alertmanagers": [{"static_configs": [{"targets": [self.alertmanager]}]}]},
+                    "scrape_configs": [
+                        {
+                            "job_name": "flopwatch",
+                            "honor_labels": True,
+                            "static_configs": [{"targets": [target], "labels": {"instance": "node-7"}}],
+                        }
+                    ]
+                    if target
+                    else [],
+                }
+            )
+        )
+        if reload:
+            self.children["prometheus"].process.send_signal(signal.SIGHUP)
+
+    def alertmanager_tells(self, config: object, reload: bool = True) -> None:
+        """Give Alertmanager another configuration."""
+        text = config if isinstance(config, str) else yaml.safe_dump(config)
+        (self.folder / "alertmanager.yml").write_text(text)
+        if reload:
+            # Debian's is started through a shell in a mount namespace, which a signal would not pass.
+            check.ask(f"http://{self.alertmanager}/-/reload", {})
+
+    def given(self, seconds: float = 0, **other: str) -> list[str]:
+        """Return what the pod of kube-prometheus-stack would be given here."""
+        here = {
+            "exporters": self.exporter,
+            "ledger": f"http://{self.exporter}",
+            "prometheus": f"http://{self.prometheus}",
+            "rules": f"http://{self.prometheus}",
+            "alertmanager": f"http://{self.alertmanager}",
+            "seconds": f"{seconds:g}",
+        } | other
+        names = [text.partition("=")[0].removeprefix("--") for text in arguments("kube-prometheus-stack")]
+        assert here.keys() <= set(names)
+        values = dict(text.removeprefix("--").split("=", 1) for text in arguments("kube-prometheus-stack"))
+        return [f"--{name}={here.get(name, values[name])}" for name in names]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    made = Cluster(tmp_path_factory.mktemp("cluster"))
+    try:
+        yield made
+    finally:
+        for child in made.children.values():
+            child.stop()
+
+
+def says(capsys: pytest.CaptureFixture[str], given: list[str], text: str) -> None:
+    """Wait until the check fails with this reason, and with nothing after it."""
+    last = ""
+
+    def failed() -> bool:
+        nonlocal last
+        capsys.readouterr()
+        status = check.main(given)
+        last = capsys.readouterr().out
+        return status == 1 and text in last.splitlines()[-1]
+
+    try:
+        until(failed)
+    except AssertionError as error:
+        raise AssertionError(f"{text!r} was not said; last: {last}") from error
+    assert last.splitlines()[-1].startswith("failed: ")
+
+
+def test_it_says_in_words_what_is_missing_and_in_the_end_that_nothing_is(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One thing after the other is put right, as by who installs it for the first time."""
+    says(capsys, cluster.given(exporters="no-such-service.invalid:9450"), "no exporter runs: no-such-service.invalid")
+    says(capsys, cluster.given(exporters=cluster.nothing), "/metrics does not answer")
+    says(capsys, cluster.given(exporters=cluster.prometheus), "is no exporter of flopwatch")
+    says(capsys, cluster.given(ledger=f"http://{cluster.prometheus}/no"), "/no/healthz answers 404 Not Found")
+    says(capsys, cluster.given(prometheus=f"http://{cluster.nothing}"), "/api/v1/query does not answer")
+    says(
+        capsys,
+        cluster.given(),
+        "Prometheus has no series of ours, and 0 targets. We are a podmonitor with the "
+        'labels {"release":"kps"}: compare that with what it selects',
+    )
+    with pytest.raises(check.MissingError, match=r"has none of our rules\. They are a vmrule: compare"):
+        check.rules(f"http://{cluster.prometheus}", "vmrule")
+    with pytest.raises(check.MissingError, match="FlopwatchWatchdog, which fires always, has not come to Alertmanager"):
+        check.watchdog(f"http://{cluster.alertmanager}")
+    cluster.prometheus_scrapes(cluster.nothing, rules=False)
+    says(capsys, cluster.given(), "connection refused. If a NetworkPolicy stands between, see networkPolicy.prometheus")
+    cluster.prometheus_scrapes(cluster.exporter, rules=True)
+    says(capsys, cluster.given(), "Alertmanager routes the test alert to null: that tells nobody. Set routing.kind")
+    cluster.alertmanager_tells(alertmanager_yaml(AlertSettings(watchdog_url="http://127.0.0.1:1/")))
+    says(capsys, cluster.given(receiver="pager"), "routes the test alert to slack: none matches tests.receiver, pager")
+    says(capsys, cluster.given(alertmanager=f"http://{cluster.nothing}", rules=""), "does not answer")
+    script = only(render("defaults"), "Pod")["spec"]["containers"][0]["args"][0]
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", script, *cluster.given(seconds=60)],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.fullmatch(
+        r"exporters that answer: 1\nthe ledger answers\nPrometheus has the series of 1 exporters\n"
+        r"our \d{3} rules are evaluated\nFlopwatchWatchdog has come from Prometheus to Alertmanager\n"
+        r"Alertmanager routes an alert to slack\n",
+        done.stdout,
+    )
+    # Nobody was told: every test alert has ended within group_wait.
+    url = f"http://{cluster.alertmanager}/api/v2/alerts?filter=alertname={check.ALERT}"
+    until(lambda: json.loads(fetch(url)) == [])
+    notified = fetch(f"http://{cluster.alertmanager}/metrics").decode()
+    assert (
+        sum(
+            float(count)
+            for count in re.findall(
+                r'^alertmanager_notification_requests_total\{.*integration="slack".*\} (\S+)', notified, re.MULTILINE
+            )
+        )
+        == 0
+    )
+
+
+def test_it_waits_for_what_is_about_to_come(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    """As after an install, when Prometheus has not taken over anything yet."""
+    tried = []
+
+    def comes() -> str:
+        tried.append(time.monotonic())
+        if len(tried) < 3:
+            raise check.MissingError("not yet")
+        return "there"
+
+    check.until(30, comes, pause=0.01)
+    assert (capsys.readouterr().out, len(tried)) == ("there\n", 3)
+    with pytest.raises(check.MissingError, match="never"):
+        check.until(0.05, lambda: exec("raise MissingError('never')", vars(check)), pause=0.01)
+
+
+def test_it_runs_where_the_image_runs() -> None:
+    """The pod has the image's Python, and of its own only what it may write: nothing."""
+    pod = only(render("defaults"), "Pod")["spec"]
+    (one,) = pod["containers"]
+    assert one["image"] == container(only(render("defaults"), "StatefulSet"))["image"]
+    assert one["securityContext"]["readOnlyRootFilesystem"] is True
+    imported = set(re.findall(r"^(?:import|from) (\w+)", one["args"][0], re.MULTILINE))
+    assert imported <= sys.stdlib_module_names

@@ -1,0 +1,242 @@
+"""Who is told of an alert, by the chart's values: as alerts/routing.py says, in both forms, asked of amtool."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import yaml
+
+from alerts import AlertSettings
+from alerts.operator import alertmanagerconfig, matcher
+from alerts.routing import alertmanager
+from demo.servers import Servers, find
+from tests.support.chart import NAMESPACE, VARIANTS, Json, files_of, notes, objects_of, only, render
+
+SECRETS = Path("/etc/alertmanager/secrets")
+EVERYBODY: Json = VARIANTS["routing"]["routing"]
+SETTINGS = AlertSettings(
+    slack_url_file=SECRETS / "flopwatch" / "slack-url",
+    pagerduty_key_file=SECRETS / "flopwatch" / "pagerduty-key",
+    watchdog_url_file=SECRETS / "dead-mans-switch" / "watchdog-url",
+    webhook_url_file=SECRETS / "flopwatch" / "webhook-url",
+    teams=("speech", "vision"),
+    email_to="oncall@example.com",
+    email_from="flopwatch@example.com",
+    email_smarthost="mail.example.com:587",
+    email_password_file=SECRETS / "mail" / "email-password",
+)
+LINKS = {"runbookUrl": "https://example.com/runbooks", "dashboardUrl": "https://grafana.example.com"}
+LINKED = replace(SETTINGS, runbook_base_url=LINKS["runbookUrl"], dashboard_base_url=LINKS["dashboardUrl"])
+OURS = {"name": "namespace", "matchType": "=", "value": NAMESPACE}
+
+
+def made(kind: str, routing: Json, rules: Json | None = None) -> Json:
+    """Return the configuration an install makes: Alertmanager's own, or an AlertmanagerConfig's spec."""
+    objects = objects_of(files_of({"routing": {**routing, "kind": kind}, "rules": rules or {}}))
+    if kind == "alertmanagerconfig":
+        spec: Json = only(objects, "AlertmanagerConfig")["spec"]
+        return spec
+    config: Json = yaml.safe_load(only(objects, "Secret", "-alertmanager")["stringData"]["alertmanager.yaml"])
+    return config
+
+
+@pytest.mark.parametrize(("rules", "settings"), [({}, SETTINGS), (LINKS, LINKED)], ids=["paths", "links"])
+def test_with_everybody_told_the_secret_is_what_the_alerts_package_makes(rules: Json, settings: AlertSettings) -> None:
+    config, expected = made("secret", EVERYBODY, rules), cast(Json, alertmanager(settings))
+    # The routes' order decides; the receivers', the teams' beside each other, does not.
+    for one in (config, expected):
+        one["receivers"] = sorted(one["receivers"], key=lambda receiver: str(receiver["name"]))
+    assert config == expected
+
+
+@pytest.mark.parametrize(("rules", "settings"), [({}, SETTINGS), (LINKS, LINKED)], ids=["paths", "links"])
+def test_with_everybody_told_the_alertmanagerconfig_is_the_same_for_our_namespace(
+    rules: Json, settings: AlertSettings
+) -> None:
+    spec, expected = made("alertmanagerconfig", EVERYBODY, rules), alertmanagerconfig(settings)
+    assert spec["route"].pop("matchers") == [OURS]
+    for rule in spec["inhibitRules"]:
+        assert (rule["sourceMatch"].pop(), rule["targetMatch"].pop()) == (OURS, OURS)
+    for one in (spec, expected):
+        one["receivers"] = sorted(one["receivers"], key=lambda receiver: str(receiver["name"]))
+    assert spec == expected
+
+
+def test_every_alert_carries_the_namespace_and_no_other_rule_changes() -> None:
+    with_label = only(render("routing"), "PrometheusRule")["spec"]["groups"]
+    without = only(render("defaults"), "PrometheusRule")["spec"]["groups"]
+    alerts = 0
+    for group, plain in zip(with_label, without, strict=True):
+        for rule, before in zip(group["rules"], plain["rules"], strict=True):
+            if "alert" in rule:
+                alerts += 1
+                assert rule["labels"].pop("namespace") == NAMESPACE
+            rule.get("annotations", {}).clear()
+            before.get("annotations", {}).clear()
+            assert rule == before
+    assert alerts > 60
+    assert 'namespace="observability", which all of ours carry' in notes("routing")
+
+
+def test_a_matcher_that_the_operator_cannot_have_is_refused() -> None:
+    assert matcher('a =~ "b|c"') == {"name": "a", "matchType": "=~", "value": "b|c"}
+    with pytest.raises(ValueError, match="write it as"):
+        matcher('a="b"')
+
+
+def as_the_operator_makes_it(spec: Json, strategy: str) -> Json:
+    """Return the Alertmanager configuration the Prometheus Operator makes of an AlertmanagerConfig.
+
+    As in pkg/alertmanager/amcfg.go of prometheus-operator 0.93: receivers get the object's name, the route gets
+    `continue` and, but for the strategy None, a matcher of the namespace, as inhibitions do on both sides; whatever
+    else the cluster's own configuration says, here that nobody is told, comes after.
+    """
+    enforced = [] if strategy == "None" else [f'namespace="{NAMESPACE}"']
+
+    def matchers(given: list[Json]) -> list[str]:
+        return [f'{one["name"]}{one["matchType"]}"{one["value"]}"' for one in given]
+
+    def named(name: str) -> str:
+        return f"{NAMESPACE}/flopwatch/{name}"
+
+    def route(given: Json) -> Json:
+        times = {
+            "groupWait": "group_wait",
+            "groupInterval": "group_interval",
+            "repeatInterval": "repeat_interval",
+            "groupBy": "group_by",
+        }
+        return {
+            "receiver": named(given["receiver"]),
+            "continue": given.get("continue", False),
+            "matchers": matchers(given.get("matchers", [])),
+            **{times[key]: given[key] for key in times.keys() & given.keys()},
+            "routes": [route(one) for one in given.get("routes", [])],
+        }
+
+    top = route(spec["route"])
+    top |= {"continue": True, "matchers": top["matchers"] + enforced}
+    configs: dict[str, Any] = {
+        "slackConfigs": ("slack_configs", {"api_url": "http://127.0.0.1:1/slack"}),
+        "pagerdutyConfigs": ("pagerduty_configs", {"routing_key": "0" * 32}),
+        "webhookConfigs": ("webhook_configs", {"url": "http://127.0.0.1:1/"}),
+        "emailConfigs": ("email_configs", {"to": "a@example.com", "from": "b@example.com", "smarthost": "c:25"}),
+    }
+    receivers = [
+        {
+            "name": named(one["name"]),
+            **{configs[key][0]: [configs[key][1] for _ in one[key]] for key in one.keys() & configs.keys()},
+        }
+        for one in spec["receivers"]
+    ]
+    inhibit = [
+        {
+            "source_matchers": matchers(rule["sourceMatch"]) + enforced,
+            "target_matchers": matchers(rule["targetMatch"]) + enforced,
+            "equal": rule["equal"],
+        }
+        for rule in spec["inhibitRules"]
+    ]
+    return {
+        "route": {"receiver": "null", "routes": [top]},
+        "receivers": [{"name": "null"}, *receivers],
+        "inhibit_rules": inhibit,
+    }
+
+
+@pytest.fixture(scope="module")
+def servers() -> Servers:
+    return find()
+
+
+def asked(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
+def told(servers: Servers, folder: Path, config: Json, labels: str) -> list[str]:
+    """Return the receivers amtool finds for an alert."""
+    path = folder / "alertmanager.yml"
+    path.write_text(yaml.safe_dump(config))
+    asked(servers.amtool, "check-config", str(path))
+    return asked(servers.amtool, "config", "routes", "test", f"--config.file={path}", *labels.split()).split(",")
+
+
+LABELS = (
+    "severity=critical",
+    "severity=warning",
+    "severity=info",
+    "severity=critical team=speech",
+    "severity=warning team=vision",
+    "severity=warning team=text",
+    "severity=critical team=speech shadow=true",
+    "alertname=FlopwatchWatchdog severity=none",
+)
+SLACK, PAGERDUTY = {"slackSecret": "s"}, {"pagerdutySecret": "p"}
+# For each set of those who are told: who gets each of the alerts above.
+WHO: dict[str, tuple[Json, list[str]]] = {
+    "everybody": (
+        EVERYBODY,
+        [
+            "webhook,email,pagerduty,slack",
+            "webhook,email,slack",
+            "nobody",
+            "webhook,email,pagerduty-speech,slack-speech",
+            "webhook,email,slack-vision",
+            "webhook,email,slack",
+            "nobody",
+            "watchdog",
+        ],
+    ),
+    "slack": (SLACK, ["slack", "slack", "nobody", "slack", "slack", "slack", "nobody", "nobody"]),
+    "pagerduty": (PAGERDUTY, ["pagerduty", "nobody", "nobody", "pagerduty", "nobody", "nobody", "nobody", "nobody"]),
+    "teams that have pagerduty alone": (
+        PAGERDUTY | {"teams": ["speech", "vision"]},
+        ["pagerduty", "nobody", "nobody", "pagerduty-speech", "nobody", "nobody", "nobody", "nobody"],
+    ),
+    "a webhook": (
+        {"webhookSecret": "w", "watchdogSecret": "d"},
+        ["webhook", "webhook", "nobody", "webhook", "webhook", "webhook", "nobody", "watchdog"],
+    ),
+}
+
+
+@pytest.mark.parametrize("who", WHO)
+def test_amtool_finds_the_receivers_of_every_alert_in_both_forms(servers: Servers, tmp_path: Path, who: str) -> None:
+    values, expected = WHO[who]
+    plain = made("secret", values)
+    for receiver in plain["receivers"]:  # amtool before 0.26 knows no url_file of a webhook
+        for config in receiver.get("webhook_configs", []):
+            config.pop("url_file")
+            config["url"] = "http://127.0.0.1:1/"
+    spec = made("alertmanagerconfig", values)
+    for strategy in ("OnNamespace", "None"):
+        config = as_the_operator_makes_it(spec, strategy)
+        for labels, receivers in zip(LABELS, expected, strict=True):
+            ours = [f"{NAMESPACE}/flopwatch/{name}" for name in receivers.split(",")]
+            found = told(servers, tmp_path, config, f"{labels} namespace={NAMESPACE}")
+            assert found == ours, (strategy, labels)
+        # An alert of somebody else is none of ours, whatever the strategy.
+        assert told(servers, tmp_path, config, "severity=critical namespace=other") == ["null"]
+    for labels, receivers in zip(LABELS, expected, strict=True):
+        assert told(servers, tmp_path, plain, labels) == receivers.split(","), labels
+
+
+def test_without_a_password_e_mail_logs_in_nowhere() -> None:
+    routing = {"email": {"to": "oncall@example.com"}}
+    (email,) = [one for one in made("secret", routing)["receivers"] if one["name"] == "email"]
+    assert email["email_configs"][0].keys() == {"to", "from", "smarthost", "send_resolved", "headers"}
+    (email,) = [one for one in made("alertmanagerconfig", routing)["receivers"] if one["name"] == "email"]
+    assert email["emailConfigs"][0].keys() == {"to", "from", "smarthost", "sendResolved", "headers"}
+    assert [one["name"] for one in made("secret", routing)["receivers"]] == ["email", "nobody"]
+
+
+def test_notes_name_the_secrets_that_alertmanager_has_to_mount() -> None:
+    assert "in the Alertmanager's configSecret, in this namespace, and in its secrets: flopwatch." in (
+        notes("routing-secret")
+    )

@@ -1,0 +1,305 @@
+"""The command as people and the kubelet run it: flags, a whole simulated node, its faults, and its end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flopwatch
+from flopwatch import catalogue as m
+from flopwatch.simulate.node import SimulatedNode
+from tests.support.exporter_process import ENVIRONMENT, ROOT, Series, alive, exporter, flopwatch_command
+from tests.support.machine import PATIENCE, shortest, until
+from tests.support.otlp_by_hand import gauge, process, training
+
+
+def test_the_version_is_the_packages() -> None:
+    assert flopwatch_command("--version").stdout == f"flopwatch {flopwatch.__version__}\n"
+
+
+def test_the_catalogue_is_printed_as_the_documentation_has_it() -> None:
+    assert flopwatch_command("metrics").stdout == (ROOT / "docs" / "metrics.md").read_text()
+    assert flopwatch_command("metrics", "--key").stdout.count("\n| `") == 20
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "message"),
+    [
+        (["--listen", "9450"], 2, "'9450' is not an address; write HOST:PORT, for example 127.0.0.1:9450"),
+        (["--rank-timeout", "-1"], 2, "-1 is not a positive number of seconds"),
+        (
+            ["--sysfs", "/nowhere", "--listen", "127.0.0.1:0", "--otlp-listen", "127.0.0.1:0"],
+            1,
+            "--sysfs /nowhere is no folder; give the one where sysfs is mounted",
+        ),
+        (["--ledger", "maybe"], 1, "write embedded, off, or the ledger's URL (http://host:port)"),
+        (["--simulate", "b200x8"], 1, "the only simulated node is h100x8"),
+        (["--listen", ":9450", "--otlp-listen", ":9450"], 1, "give them different ports"),
+        (
+            [
+                "--state",
+                "/dev/null/state",
+                "--ledger",
+                "embedded",
+                "--listen",
+                "127.0.0.1:0",
+                "--otlp-listen",
+                "127.0.0.1:0",
+            ],
+            1,
+            "--state /dev/null/state cannot be written: Not a directory; --ledger embedded needs it: choose another "
+            "--state DIR",
+        ),
+        (["--otlp-token-file", "/nonexistent"], 1, "--otlp-token-file /nonexistent: No such file or directory"),
+        (["--ledger-token-file", "/dev/null"], 1, "/dev/null is empty; put the token on its first line"),
+    ],
+)
+def test_settings_that_cannot_work_are_an_error_at_start_that_says_what_to_change(
+    flags: list[str], status: int, message: str
+) -> None:
+    run = flopwatch_command("exporter", *flags)
+    assert (run.returncode, run.stderr.strip().splitlines()[-1].endswith(message)) == (status, True), run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_a_port_in_use_is_named_with_the_flag_to_change(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        run = flopwatch_command("exporter", "--listen", "127.0.0.1:0", "--otlp-listen", address, "--state", tmp_path)
+    assert run.returncode == 1
+    assert run.stderr == (
+        f"flopwatch: cannot listen on {address}: Address already in use; "
+        "choose another --otlp-listen HOST:PORT, or port 0 for a free one\n"
+    )
+
+
+def test_a_simulated_node_is_served_whole(tmp_path: Path) -> None:
+    with exporter(tmp_path / "state", "--simulate", "h100x8", "--ledger", "embedded") as node:
+        # The first read of the kernel log may come before the first read of the GPUs it is about.
+        node.wait_for(f"gpu_xid_errors_total{{gpu=7,uuid={SimulatedNode.uuid(7)},xid=79}}", 0)
+        found = node.wait_for_hardware()
+        names = {series.partition("{")[0] for series in found}
+        assert not {row.name for row in m.all_metrics() if row.key and row.domain in ("gpu", "infiniband")} - names
+        assert {
+            series.partition("collector=")[2]: value
+            for series, value in found.items()
+            if series.startswith("flopwatch_collector_success")
+        } == {"nvml}": 1, "infiniband}": 1, "xid}": 1, "identity}": 1, "training}": 1, "ledger}": 1, "verdict}": 1}
+        assert sum(series.startswith("gpu_present") for series in found) == 8
+        assert sum(series.startswith("infiniband_port_present") for series in found) == 9
+        assert all(
+            "source=simulated" in series and "host=node-7" in series
+            for series in found
+            if series.startswith("gpu_info")
+        )
+        for owner, limit in (("uuid", 120), ("device", 60)):
+            per_owner = [re.search(rf"\b{owner}=([^,}}]+)", series) for series in found]
+            owners = [match.group(1) for match in per_owner if match is not None]
+            assert 0 < max(owners.count(one) for one in owners) <= limit
+        assert node.get("/readyz") == "ready\n"
+        assert node.get("/healthz") == "ok\n"
+        assert "<td>nvml</td><td>ok</td>" in node.get("/")
+
+
+def test_a_rank_may_claim_only_a_gpu_of_the_node(tmp_path: Path) -> None:
+    with exporter(tmp_path / "state", "--simulate", "h100x8") as node:
+        node.wait_for("flopwatch_collector_success{collector=nvml}", 1)
+        node.push(
+            *(
+                process(gauge("training_rank_info", 1, uuid=uuid), rank=rank)
+                for rank, uuid in enumerate((SimulatedNode.uuid(3), "GPU-of-another-node"))
+            )
+        )
+        found = node.wait_for("flopwatch_otlp_pushes_total{outcome=foreign_gpu}", 1)
+        where = {series: value for series, value in found.items() if series.startswith("training_rank_info")}
+        assert where == {
+            f"training_rank_info{{run=lm,rank={rank},host=node-7,uuid={uuid},local_rank=,attempt=a1,"
+            f"dp=,tp=,pp=,cp=,ep=}}": 1
+            for rank, uuid in ((0, SimulatedNode.uuid(3)), (1, ""))
+        }
+
+
+def test_a_hung_driver_costs_its_own_series_and_they_come_back(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    with exporter(state, "--simulate", "h100x8", "--stale-after", "10") as node:
+        power = f"gpu_power_watts{{gpu=0,uuid={SimulatedNode.uuid(0)}}}"
+        failures = "flopwatch_collector_failures_total{collector=nvml,reason=deadline}"
+        before = node.wait_for_hardware()
+        assert power in before
+        simulated = SimulatedNode(state / "simulated")
+        simulated.hang("nvmlDeviceGetUtilizationRates")
+        time.sleep(1.1)  # not shared with the last read
+        began = time.monotonic()
+        found = node.series()
+        assert time.monotonic() - began < 6  # the call hangs for ever, and is waited for 2.5 s
+        assert found["flopwatch_collector_success{collector=nvml}"] == 0
+        assert found["flopwatch_collector_success{collector=infiniband}"] == 1
+        assert found[failures] == before[failures] + 1
+        assert power in found  # for as long as --stale-after says
+        while power in found:
+            time.sleep(0.5)
+            found = node.series()
+        assert found["flopwatch_collector_success{collector=infiniband}"] == 1
+        simulated.clear()
+        assert power in node.wait_for("flopwatch_collector_success{collector=nvml}", 1)
+
+
+def test_without_an_nvml_library_it_says_so_once_and_serves_the_rest(tmp_path: Path) -> None:
+    SimulatedNode(tmp_path).create()
+    with exporter(tmp_path / "state", "--sysfs", tmp_path / "sys", "--kmsg", tmp_path / "kmsg") as node:
+        node.wait_for("flopwatch_collector_success{collector=infiniband}", 1)
+        node.wait_for("flopwatch_collector_supported{collector=nvml}", 0)
+        time.sleep(1.1)
+        found = node.series()
+        assert found["flopwatch_collector_supported{collector=nvml}"] == 0
+        assert "flopwatch_collector_success{collector=nvml}" not in found
+        assert found["infiniband_port_state_id{device=mlx5_0,port=1}"] == 4
+        assert sum("source nvml: not supported" in line for line in node.log.splitlines()) == 1, node.log
+
+
+def test_two_exporters_on_one_state_folder_are_told_of_each_other_and_serve(tmp_path: Path) -> None:
+    SimulatedNode(tmp_path).create()
+    flags = ("--sysfs", tmp_path / "sys", "--kmsg", tmp_path / "kmsg")
+    with exporter(tmp_path / "state", *flags) as first, exporter(tmp_path / "state", *flags) as second:
+        first.wait_for("infiniband_port_state_id{device=mlx5_0,port=1}", 4)
+        second.wait_for("infiniband_port_state_id{device=mlx5_0,port=1}", 4)
+        assert second.log.count("another exporter uses --state") == 1  # both write one log here
+
+
+def test_a_state_folder_that_cannot_be_written_costs_only_what_is_kept_there(tmp_path: Path) -> None:
+    SimulatedNode(tmp_path).create()
+    blocked = tmp_path / "state"
+    blocked.write_text("a file where the folder should be")
+    with exporter(blocked, "--sysfs", tmp_path / "sys", "--kmsg", tmp_path / "kmsg") as node:
+        node.wait_for("infiniband_port_state_id{device=mlx5_0,port=1}", 4)
+        assert f"--state {blocked} cannot be written" in node.log
+        assert node.end() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_soon_and_leaves_no_child(number: int, tmp_path: Path) -> None:
+    def ending() -> float:
+        with exporter(tmp_path / "state", "--simulate", "h100x8", "--ledger", "embedded") as node:
+            node.wait_for_hardware()
+            children = node.children()
+            assert len(children) == 4
+            began = time.monotonic()
+            assert node.end(number) == 0
+            took = time.monotonic() - began
+            assert not any(map(alive, children))
+            return took
+
+    assert shortest(ending, 4) < 4  # two, and a machine busy with other tests
+
+
+def test_a_kill_leaves_no_child_either(tmp_path: Path) -> None:
+    with exporter(tmp_path / "state", "--simulate", "h100x8") as node:
+        node.wait_for("flopwatch_collector_success{collector=nvml}", 1)
+        children = node.children()
+        node.end(signal.SIGKILL)
+        until(lambda: not any(map(alive, children)))
+
+
+def test_an_exporter_that_is_killed_and_started_again_loses_no_second_of_the_ledger(tmp_path: Path) -> None:
+    def book(found: Series) -> Series:
+        return {series: value for series, value in found.items() if series.startswith("run_") and value}
+
+    state, started = tmp_path / "state", time.time() - 100
+    say: dict[str, Any] = {"start_unix": started, "attempt": "a1"}
+    with exporter(state, "--ledger", "embedded", "--new-for", "0.001") as node:
+        node.push(training(5, 10.0, started + 11, **say))
+        node.push(training(20, 40.0, started + 41, **say))
+        before = book(node.wait_for("run_high_water_steps{tenant=,run=lm}", 20))
+        assert before["run_seconds_total{tenant=,run=lm,bucket=productive}"] == 40
+        node.end(signal.SIGKILL)
+    with exporter(state, "--ledger", "embedded", "--new-for", "0.001") as node:
+        after = book(node.wait_for("run_high_water_steps{tenant=,run=lm}", 20))
+        moving = ("run_open_seconds{tenant=,run=lm}",)
+        assert {k: v for k, v in after.items() if k not in moving} == {
+            k: v for k, v in before.items() if k not in moving
+        }
+        node.push(training(45, 90.0, started + 91, status="completed", **say))
+        final = book(node.wait_for("run_state{tenant=,run=lm,state=completed}", 1))
+        # What an uninterrupted exporter would have booked: 1 s of startup, 90 s of steps, nothing open.
+        assert {k: v for k, v in final.items() if "_seconds" in k and "gpu" not in k and "timestamp" not in k} == {
+            "run_seconds_total{tenant=,run=lm,bucket=productive}": pytest.approx(90),
+            "run_seconds_total{tenant=,run=lm,bucket=startup}": pytest.approx(1),
+            "run_provisional_seconds{tenant=,run=lm}": pytest.approx(90),
+        }
+        assert final["run_attempts_total{tenant=,run=lm}"] == 1
+        assert node.end() == 0
+
+
+def test_a_ledger_at_a_url_is_told_with_the_token_what_a_stopping_exporter_still_had(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("s3cret")
+    log = tmp_path / "ledger.log"
+    with log.open("w") as output:
+        ledger = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "flopwatch",
+                "ledger",
+                "serve",
+                "--listen",
+                "127.0.0.1:0",
+                "--state",
+                tmp_path / "ledger",
+                "--token-file",
+                tmp_path / "token",
+            ],
+            stderr=output,
+            env=ENVIRONMENT,
+        )
+    try:
+        while (address := re.search(r"listening ledger=(\S+)", log.read_text())) is None:
+            assert ledger.poll() is None, log.read_text()
+            time.sleep(0.02)
+        url = f"http://{address.group(1)}"
+        for number in range(4):
+            state, run = tmp_path / f"state{number}", f"lm{number}"
+            with exporter(state, "--ledger", url, "--ledger-token-file", tmp_path / "token") as node:
+                node.push(
+                    training(45, 90.0, time.time() - 9, run=run, start_unix=time.time() - 100, status="completed")
+                )
+                assert node.end() == 0
+            with urllib.request.urlopen(f"{url}/metrics", timeout=PATIENCE) as response:
+                told = f'run_state{{run="{run}",state="completed",tenant=""}} 1.0\n' in response.read().decode()
+            kept = list((state / "spool").glob("*"))
+            if told and not kept:
+                break  # a ledger that takes longer than half a second is not waited for then
+        assert (told, kept) == (True, [])
+    finally:
+        ledger.terminate()
+        assert ledger.wait(PATIENCE) == 0
+
+
+def test_a_final_push_and_a_stop_at_once_are_both_honoured(tmp_path: Path) -> None:
+    state, started = tmp_path / "state", time.time() - 100
+    with exporter(state, "--ledger", "embedded") as node:
+        node.push(training(45, 90.0, started + 91, start_unix=started, status="stopped"))
+        assert node.end() == 0
+    with exporter(state, "--ledger", "embedded") as node:
+        node.wait_for("run_state{tenant=,run=lm,state=stopped}", 1)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = [sys.executable, "-m", "flopwatch", "metrics"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141

@@ -1,0 +1,330 @@
+"""The commands in docs/ and the README: each block is run here or by another test, or has a reason why it cannot be.
+
+A block without an entry in BLOCKS fails, and so does an entry without its block. Those of a page that run do so one
+after the other in one shell, with a loopback of their own where the kernel allows it, so that the default ports are
+free.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from demo.servers import find
+from flopwatch.catalogue import BY_NAME
+from flopwatch.node.compat import ALIASES
+from tests.support import ROOT
+from tests.support.commands import assert_commands_exist
+from tests.support.machine import PATIENCE
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SHELL = ("sh", "bash", "console")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Runs here; `before` prepares, `replace` puts something in place of a placeholder, the output has `shows`."""
+
+    shows: str = ""
+    before: str = ""
+    replace: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Runs in another test, with what it needs around it."""
+
+    test: str
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Cannot run where the tests do."""
+
+    what: str
+
+
+EXPORTER = (
+    "flopwatch exporter --simulate h100x8 --listen 127.0.0.1:9450 --state state >/dev/null 2>&1 &\n"
+    "until curl -sf 127.0.0.1:9450/readyz >/dev/null; do sleep 0.1; done"
+)
+JOB = (
+    "FLOPWATCH_PUSH_INTERVAL=0.5 python -m flopwatch.simulate.job --out job >/dev/null 2>&1 &\n"
+    "until curl -s 127.0.0.1:9450/metrics | grep -q '^training_model_flops_total{.*} [1-9]'; do sleep 0.2; done"
+)
+WAITS = (
+    "until curl -s 127.0.0.1:9450/metrics | grep -Eq 'collective_wait.*\"3\"} [0.]*[1-9]'; do sleep 0.2; done\n"
+    "until curl -s 127.0.0.1:9450/v1/runs | grep -q first; do sleep 0.2; done"
+)
+HISTORY = "tests/captures/histories/crash_and_move.jsonl"
+BOOKED = "until flopwatch ledger show first --url http://127.0.0.1:9450 2>&1 | grep -q productive; do sleep 0.2; done"
+LEDGER = f"""flopwatch ledger serve --state books >/dev/null 2>&1 &
+until curl -sf 127.0.0.1:9451/healthz >/dev/null; do sleep 0.1; done
+curl -sf -o /dev/null --data-binary @{HISTORY} 127.0.0.1:9451/v1/snapshots"""
+CLUSTER, ENGINE = Needs("a Kubernetes cluster"), Needs("a container engine")
+PAGE = Elsewhere("tests/process/test_boards.py")
+SYSTEMD = Needs("root, and systemd as the first process")
+
+# By page: how the block's first line begins, and what becomes of it.
+BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
+    "README.md": {
+        "make demo": Elsewhere("tests/e2e/test_demo.py"),
+        "flopwatch run": Elsewhere("tests/torch/test_run_command.py"),
+        "flopwatch flops": Ran(
+            r"FLOPs per token(.|\n)*NVIDIA H200 bf16: 989.4",
+            replace=(("config.json", "tests/captures/configs/llama-3-8b.json"),),
+        ),
+        "flopwatch exporter": Elsewhere("tests/process/test_command_line.py"),
+        "python -m alerts": Elsewhere("tests/process/test_readme.py"),
+        "flopwatch boards": PAGE,
+        "flopwatch doctor": Elsewhere("tests/process/test_doctor.py"),
+        "flopwatch report": Elsewhere("tests/process/test_report.py"),
+    },
+    "alerts.md": {
+        "python -m alerts OUT": Ran("OUT/rules.yaml\nOUT/alertmanager.yml\n"),
+        "flopwatch maintenance start node[01-64]": Elsewhere("tests/process/test_maintenance.py"),
+    },
+    "check.md": {
+        "flopwatch check\n": Elsewhere("tests/process/test_check.py"),
+        "flopwatch check --record": Elsewhere("tests/process/test_check.py"),
+    },
+    "compatibility.md": {"victoria-metrics": Elsewhere("tests/process/test_versions.py")},
+    "dashboards.md": {"flopwatch boards": PAGE},
+    "dcgm.md": {"flopwatch exporter --dcgm": Elsewhere("tests/unit/node/collectors/test_dcgm.py")},
+    "first-straggler.md": {
+        "flopwatch exporter --simulate": Ran(
+            r'training_collective_wait_seconds_total\{run="first",rank="3"\} 0*\.?0*[1-9]',
+            # A slow machine needs longer, and a fast one less.
+            replace=(("sleep 20", WAITS),),
+        ),
+        "flopwatch ledger list": Ran(r"first +running(.|\n)*productive", before=BOOKED),
+    },
+    "frameworks.md": {"export FLOPWATCH_RUN": Elsewhere("tests/torch/test_frameworks_docs.py")},
+    "goodput.md": {"flopwatch ledger replay": Ran("0.760|76.0")},
+    "install.md": {
+        "docker build": ENGINE,
+        "flopwatch doctor": Ran(
+            r"\n8\nflopwatch_collector_success\{",
+            before=EXPORTER,
+            replace=(("flopwatch doctor ", "flopwatch doctor --simulate h100x8 --state other "),),
+        ),
+    },
+    "install-bare-metal.md": {
+        "python3 -m venv /opt/flopwatch": SYSTEMD,
+        "install -d -m 755": SYSTEMD,
+        "install -m 644 contrib/systemd/flopwatch-boards": SYSTEMD,
+        "systemctl disable --now": SYSTEMD,
+    },
+    "install-compose.md": {
+        "docker compose -f contrib/compose/compose.yaml up --build": ENGINE,
+        "docker compose -f contrib/compose/compose.yaml down --volumes\ndocker": ENGINE,
+        "docker compose -f contrib/compose/compose.yaml down --volumes\nNODE_NAME=$(hostname)": ENGINE,
+    },
+    "install-slurm.md": {"install -m 755 contrib/slurm": SYSTEMD, "#SBATCH": Needs("a Slurm cluster")},
+    "ledger.md": {
+        "flopwatch ledger list": Ran(
+            r"r +completed(.|\n)*run 'r' has completed already(.|\n)*goodput",
+            before=LEDGER,
+            replace=(
+                (" RUN", " r"),
+                ("HISTORY.jsonl", HISTORY),
+                ("flopwatch ledger close", "! flopwatch ledger close"),
+            ),
+        )
+    },
+    "mfu.md": {
+        "curl -s 127.0.0.1:9450": Ran(r"training_model_flops_total\{", before=f"{EXPORTER}\n{JOB}"),
+        'flopwatch peak "NVIDIA H200"': Ran("NVIDIA H200 bf16: 989.4 TFLOP/s"),
+        "flopwatch flops Llama-3-8B": Ran(
+            "8,030,261,248", replace=(("Llama-3-8B/config.json", "tests/captures/configs/llama-3-8b.json"),)
+        ),
+    },
+    "otlp.md": {
+        "export FLOPWATCH_ENDPOINT": Ran(),
+        "victoria-metrics": Elsewhere("tests/process/test_otlp_out.py"),
+        "curl -s 127.0.0.1:8428": Elsewhere("tests/process/test_otlp_out.py"),
+    },
+    "release.md": {"flopwatch exporter --release 10m": Elsewhere("tests/unit/node/test_driver_release.py")},
+    "report.md": {"pip install": Elsewhere("tests/process/test_report.py")},
+    "run.md": {"flopwatch run train.py": Elsewhere("tests/torch/test_run_command.py")},
+    "simulate.md": {
+        "flopwatch simulate --scenario crash_loop\n": Elsewhere("tests/rules/test_fleet.py"),
+        "flopwatch simulate --scenario healthy": Elsewhere("tests/rules/test_fleet.py"),
+        "flopwatch simulate --scenario crash_loop --history": Ran("history.jsonl|goodput"),
+        "flopwatch simulate --scenario leaf_failure --metrics": Elsewhere("tests/rules/test_fleet.py"),
+        "flopwatch simulate --scenario stragglers": Elsewhere("tests/rules/test_kinds.py"),
+        "python -m demo.rehearsal leaf_failure --pages 1\npython": Elsewhere("tests/rules/test_incidents.py"),
+        "python -m demo.rehearsal leaf_failure --pages 1": Elsewhere("tests/rules/test_incidents.py"),
+    },
+    "stragglers.md": {"flopwatch stacks 4711": Elsewhere("tests/torch/test_collectives.py")},
+    "tls.md": {
+        "flopwatch ledger serve": Elsewhere("tests/process/test_tls.py"),
+        "flopwatch exporter --otlp-listen": Elsewhere("tests/process/test_tls.py"),
+    },
+    "training.md": {"export FLOPWATCH_SUBMITTED_AT": Needs("a Slurm cluster")},
+    "tuning.md": {
+        "python -m alerts OUT": Ran("SUCCESS: [1-9](.|\n)*SUCCESS"),
+        "python - <<'END'": Ran("SUCCESS: [1-9]"),
+    },
+}
+# All of these pages' blocks, whatever they are.
+WHOLE: dict[str, Needs] = {"kubernetes.md": CLUSTER}
+
+
+def commands(page: Path) -> list[str]:
+    """Return the text of each block of commands of a page, without prompts and what is printed."""
+    found = []
+    for indent, language, text in re.findall(
+        r"^( *)```(\w*)\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.M | re.S
+    ):
+        lines = [line.removeprefix(indent) for line in text.splitlines()]
+        typed = [line[2:] for line in lines if line.startswith("$ ")]
+        if typed:
+            found.append("\n".join(line for line in typed if line != "echo $?") + "\n")
+        elif language in SHELL or re.match(r"(flopwatch|python|torchrun|curl|export|kubectl|docker) ", lines[0]):
+            found.append("\n".join(lines) + "\n")
+    return found
+
+
+def classified(page: Path) -> list[tuple[str, Ran | Elsewhere | Needs]]:
+    """Return each block of a page with what becomes of it. Raises AssertionError where that is not said."""
+    entries = BLOCKS.get(page.name, {})
+    found: list[tuple[str, Ran | Elsewhere | Needs]] = []
+    left = set(entries)
+    for text in commands(page):
+        if page.name in WHOLE:
+            found.append((text, WHOLE[page.name]))
+            continue
+        keys = sorted((key for key in left if text.startswith(key)), key=len)
+        assert keys, f"{page.name}: say in BLOCKS what becomes of the block that begins\n{text}"
+        left.remove(keys[-1])
+        found.append((text, entries[keys[-1]]))
+    assert left == set(), f"{page.name} has no such block: {left}"
+    return found
+
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+@each_page
+def test_what_becomes_of_every_block_is_said(page: Path) -> None:
+    for text, what in classified(page):
+        done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=PATIENCE)
+        assert done.returncode == 0, done.stderr
+        assert not isinstance(what, Elsewhere) or (ROOT / what.test).is_file()
+        text = re.sub(r"(flopwatch run (?:\S+ )*?(?:train\.py|-m \S+)).*", r"\1", text)  # the rest is the script's
+        joined = re.sub(r" *\\\n *", " ", re.sub(r"^(?:[A-Z_]+=\S+ )+", "", text, flags=re.M))
+        assert_commands_exist(re.sub(r"(?m)(^|\| )\S*/flopwatch ", r"\1flopwatch ", joined).replace(" #", "\n#"))
+
+
+def test_pages_that_are_listed_exist() -> None:
+    assert {*BLOCKS, *WHOLE} <= {page.name for page in PAGES}
+
+
+LOOPBACK = """
+import fcntl, os, socket, struct, sys
+with socket.socket() as any_:
+    fcntl.ioctl(any_, 0x8914, struct.pack("16sh14x", b"lo", 0x41))  # SIOCSIFFLAGS: up, running; netdevice(7)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+APART = ["unshare", "--map-root-user", "--net", sys.executable, "-c", LOOPBACK]
+
+
+def own_loopback() -> bool:
+    """Return whether this machine lets us have a loopback of our own."""
+    return (
+        shutil.which("unshare") is not None
+        and subprocess.run([*APART, "true"], capture_output=True, timeout=PATIENCE).returncode == 0
+    )
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if any(isinstance(what, Ran) for what in BLOCKS.get(page.name, {}).values())],
+    ids=lambda page: page.stem,
+)
+def test_the_blocks_that_can_run_do(page: Path, tmp_path: Path) -> None:
+    if not own_loopback():
+        pytest.skip("the kernel gives no network namespace (unshare --net), and the default ports may be others'")
+    for entry in ROOT.iterdir():  # so that what is written stays here
+        if not entry.name.startswith("."):
+            (tmp_path / entry.name).symlink_to(entry)
+    # Servers that a block leaves in the background are this shell's, and end with it.
+    script, wanted = ["set -eu", "trap 'jobs=$(jobs -p); test -z \"$jobs\" || kill $jobs; wait' EXIT"], []
+    for number, (text, what) in enumerate(classified(page)):
+        if isinstance(what, Ran):
+            for old, new in what.replace:
+                assert old in text
+                text = text.replace(old, new)
+            script += [what.before, f"echo '### {number}'", text]
+            wanted.append((number, what.shows))
+    servers = find()
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "exporter"),
+        "TMPDIR": str(tmp_path),
+        "PATH": ":".join(
+            [
+                str(Path(sys.executable).parent),
+                str(Path(servers.promtool).parent),
+                str(Path(servers.amtool).parent),
+                os.environ["PATH"],
+            ]
+        ),
+    }
+    with subprocess.Popen(
+        [*APART, "bash", "-c", "\n".join(script)],
+        cwd=tmp_path,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as shell:
+        try:
+            output, _ = shell.communicate(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            os.killpg(shell.pid, signal.SIGKILL)
+            raise
+    assert shell.returncode == 0, output
+    parts = {int(number): rest for number, rest in re.findall(r"^### (\d+)\n(.*?)(?=^### |\Z)", output, re.M | re.S)}
+    for number, shows in wanted:
+        assert re.search(shows, f"\n{parts[number]}"), output
+
+
+@pytest.mark.parametrize("name", ["dcgm", "faq", "first-straggler", "security"])
+def test_every_series_that_is_named_exists(name: str) -> None:
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    series = re.compile(r"(?<![\w./:-])(?:gpu|training|run|infiniband|nvlink|flopwatch)_[a-z_]+(?![\w*/-])")
+    named = {found for quoted in re.findall(r"`([^`\n]+)`", text) for found in series.findall(quoted)}
+    assert named
+    assert {one for one in named if one not in BY_NAME and not one.endswith("_")} == set()
+
+
+def slug(heading: str) -> str:
+    """Return the anchor that GitHub gives a heading."""
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading.strip().lower())
+    return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+
+
+@each_page
+def test_every_link_to_a_section_leads_to_one(page: Path) -> None:
+    for link, anchor in re.findall(r"\]\((?!https?://)([^)#\s]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+        text = ((page.parent / link) if link else page).read_text(encoding="utf-8")
+        headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.S), re.M)
+        assert anchor in map(slug, headings), f"{link}#{anchor}"
+
+
+def test_dcgm_exporters_names_in_the_table_are_names_that_we_know() -> None:
+    text = (ROOT / "docs" / "dcgm.md").read_text(encoding="utf-8").partition("## Moving")[2]
+    named = set(re.findall(r"^\| `(DCGM_[A-Z_]+)`", text, re.M))
+    assert len(named) >= 8
+    assert named <= {name for alias in ALIASES for name in (alias.old, alias.new)}

@@ -1,0 +1,344 @@
+"""The hook pushing to what is not ours: a collector (rotel), a database (VictoriaMetrics), a server behind TLS."""
+
+from __future__ import annotations
+
+import json
+import re
+import ssl
+import subprocess
+import sysconfig
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any, TypeVar
+
+import pytest
+
+from demo.servers import victoria_metrics
+from flopwatch.catalogue import TRAINING_STEP_DURATION, Metric, all_metrics
+from flopwatch.training.push.otlp import Undelivered, Wire
+from flopwatch.training.run import Snapshot
+from flopwatch.training.totals import DURATION_BOUNDS
+from tests.support import ROOT
+from tests.support.hook_server import python
+from tests.support.machine import PATIENCE, reserved_port, shortest
+
+TRAINING = [metric for metric in all_metrics() if metric.domain == "training"]
+Series = frozenset[tuple[str, str]]
+Value = TypeVar("Value")
+
+
+@contextmanager
+def running(command: list[str], port: int, log: Path) -> Iterator[None]:
+    """Run a server until the end of the block; it is up when its port takes connections."""
+    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
+        try:
+            deadline = time.monotonic() + PATIENCE
+            while True:
+                connection = HTTPConnection("127.0.0.1", port, timeout=5)
+                try:
+                    connection.connect()
+                    break
+                except OSError:
+                    assert process.poll() is None, log.read_text()
+                    assert time.monotonic() < deadline, log.read_text()
+                    time.sleep(0.05)
+                finally:
+                    connection.close()
+            yield
+        finally:
+            process.terminate()
+
+
+@dataclass(frozen=True)
+class Backend:
+    """VictoriaMetrics, and a collector that hands on to it."""
+
+    database: str
+    collector: str
+
+    @property
+    def otlp(self) -> str:
+        """Return where VictoriaMetrics takes OTLP: the endpoint, to which the hook adds /v1/metrics."""
+        return f"{self.database}/opentelemetry"
+
+    def _get(self, path: str, **query: str) -> Any:
+        with urllib.request.urlopen(f"{self.database}/api/v1/{path}?{urllib.parse.urlencode(query)}") as answer:
+            return json.load(answer)["data"]
+
+    def query(self, promql: str) -> list[tuple[dict[str, str], float]]:
+        """Return labels and value of each series of an instant query."""
+        # What was taken can be searched within a second or so, or at once after this.
+        urllib.request.urlopen(f"{self.database}/internal/force_flush").close()
+        return [(one["metric"], float(one["value"][1])) for one in self._get("query", query=promql)["result"]]
+
+    def series(self, run: str) -> set[Series]:
+        """Return name and labels of all series of a run."""
+        return {frozenset(labels.items()) for labels, _ in self.query(f'{{__name__=~".+", run="{run}"}}')}
+
+
+def eventually(read: Callable[[], Value], expected: Value) -> None:
+    """Check that what is read becomes what is expected some time, and show the difference if it does not."""
+    deadline = time.monotonic() + PATIENCE / 4  # a second, where the machine has nothing else to do
+    while time.monotonic() < deadline:
+        if read() == expected:
+            return
+        time.sleep(0.1)
+    assert read() == expected
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
+    folder = tmp_path_factory.mktemp("otlp")
+    agent = Path(sysconfig.get_path("platlib"), "rotel", "rotel-agent")
+    with (
+        reserved_port() as database,
+        reserved_port() as collector,
+        reserved_port() as unused,
+        running(
+            [
+                victoria_metrics(),
+                f"-httpListenAddr=127.0.0.1:{database}",
+                f"-storageDataPath={folder}/data",
+                "-opentelemetry.usePrometheusNaming",
+                "-search.latencyOffset=0s",
+                "-search.disableCache",
+            ],
+            database,
+            folder / "database.log",
+        ),
+        running(
+            [
+                str(agent),
+                "start",
+                "--otlp-http-endpoint",
+                f"127.0.0.1:{collector}",
+                "--otlp-grpc-endpoint",
+                f"127.0.0.1:{unused}",
+                "--exporter",
+                "otlp",
+                "--otlp-exporter-protocol",
+                "http",
+                "--otlp-exporter-endpoint",
+                f"http://127.0.0.1:{database}/opentelemetry",
+            ],
+            collector,
+            folder / "collector.log",
+        ),
+    ):
+        yield Backend(f"http://127.0.0.1:{database}", f"http://127.0.0.1:{collector}")
+
+
+def exposed(row: Metric, labels: dict[str, str], bounds: tuple[float, ...] = DURATION_BOUNDS) -> set[Series]:
+    """Return the series as which the exporter would serve a row's point, with what OTLP adds to them."""
+    labels = {key: value for key, value in labels.items() if value} | {"service_name": "flopwatch"}
+    if row.type != "histogram":
+        return {frozenset({"__name__": row.name, **labels}.items())}
+    buckets = [{"__name__": f"{row.name}_bucket", "le": f"{bound:g}", **labels} for bound in bounds]
+    buckets += [{"__name__": f"{row.name}_{part}", **labels} for part in ("count", "sum")]
+    return {frozenset(one.items()) for one in (*buckets, {**buckets[0], "le": "+Inf"})}
+
+
+@pytest.mark.parametrize("way", ["otlp", "collector"])
+def test_every_training_family_arrives_under_its_own_name_and_labels(backend: Backend, way: str) -> None:
+    run = f"all-{way}"
+    text = {label: f"some {label}" for row in TRAINING for label in row.labels}
+    said = {row: {key: text[key] for key in row.labels if key not in ("run", "rank")} for row in TRAINING}
+    wire = Wire(getattr(backend, way), time.time() - 60, None)
+    for at in (1.0, 2.0):  # what changes from push to push begins no series
+        wire.send(
+            wire.encode(
+                Snapshot(
+                    {
+                        "flopwatch.schema": 1,
+                        "flopwatch.run": run,
+                        "flopwatch.rank": 3,
+                        "flopwatch.open_step_seconds": at,
+                    },
+                    {row: [(labels, at)] for row, labels in said.items() if row.type != "histogram"},
+                    (DURATION_BOUNDS, [1] * (len(DURATION_BOUNDS) + 1), 9.5),
+                )
+            )
+        )
+    whose = {"run": run, "rank": "3"}
+    expected = {one for row in TRAINING for one in exposed(row, {key: {**text, **whose}[key] for key in row.labels})}
+    eventually(lambda: backend.series(run), expected)
+    # Two cumulative snapshots are one counter, not their sum.
+    assert backend.query(f'training_tokens_total{{run="{run}"}}')[0][1] == 2
+    count, total = (backend.query(f'{TRAINING_STEP_DURATION}_{part}{{run="{run}"}}')[0][1] for part in ("count", "sum"))
+    assert (count, total) == (len(DURATION_BOUNDS) + 1, 9.5)
+
+
+def test_what_a_training_process_says_is_found_with_promql_behind_a_collector(backend: Backend) -> None:
+    answer = python(
+        """
+import json, time
+from flopwatch.training import Run
+run = Run("llama", flops_per_token=10, peak_flops=1e12, push_interval=0.1)
+for batch in run.batches(range(5)):
+    with run.activity("evaluation"):
+        time.sleep(0.1)
+    run.step(tokens=64, loss=2.5)
+sent = run.snapshot()
+print(json.dumps([[row.name, labels] for row, points in sent.points.items() for labels, _ in points]))
+run.finish()
+""",
+        FLOPWATCH_ENDPOINT=backend.collector,
+        FLOPWATCH_OWNER="ada",
+    )
+    assert answer.stderr == ""
+    rows = {row.name: row for row in TRAINING}
+    expected = exposed(TRAINING_STEP_DURATION, {"run": "llama"})
+    for name, labels in json.loads(answer.stdout):
+        whose = {key: text for key, text in {"run": "llama", "rank": "0"}.items() if key in rows[name].labels}
+        expected |= exposed(rows[name], {**whose, **labels})
+    eventually(lambda: backend.series("llama"), expected)
+    eventually(lambda: [value for _, value in backend.query('training_steps_total{run="llama", rank="0"}')], [5.0])
+    assert [value for _, value in backend.query('sum by (run) (training_tokens_total{run="llama"})')] == [320]
+    [(mfu, value)] = backend.query(
+        'sum by (run) (training_model_flops_total{run="llama"}) / '
+        'sum by (run) (training_capacity_flops_total{run="llama"})'
+    )
+    assert mfu == {"run": "llama"}
+    assert 0 < value < 1
+    [(info, _)] = backend.query('training_run_info{run="llama"}')
+    assert (info["owner"], info["convention"]) == ("ada", "causal")
+
+
+@pytest.fixture
+def secure(tmp_path: Path) -> Iterator[tuple[str, Path, list[dict[str, str]]]]:
+    """A receiver behind TLS: its URL, its certificate, and the headers of what it was sent."""
+    subprocess.run(
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:P-256",
+            "-nodes",
+            "-days",
+            "2",
+            "-subj",
+            "/CN=127.0.0.1",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+            "-keyout",
+            "key.pem",
+            "-out",
+            "cert.pem",
+        ],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    headers: list[dict[str, str]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            headers.append({"path": self.path, **self.headers})
+            self.send_response(202)
+            self.send_header("Content-Type", "text/plain")
+            self.send_header("Content-Length", "5")
+            self.end_headers()
+            self.wfile.write(b"taken")
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    class Server(HTTPServer):
+        def handle_error(self, request: object, client_address: object) -> None:
+            """Say nothing of clients that do not trust the certificate."""
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield f"https://127.0.0.1:{server.server_port}", tmp_path / "cert.pem", headers
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+LOOP = """
+from flopwatch.training import Run
+run = Run("llama", push_interval=60, peak_flops=1e12)
+run.step()
+run.finish()
+"""
+
+
+def test_a_foreign_receiver_behind_tls_gets_headers_of_its_own(
+    secure: tuple[str, Path, list[dict[str, str]]], tmp_path: Path
+) -> None:
+    url, certificate, headers = secure
+    (tmp_path / "headers").write_text("Authorization=Basic%20dXNlcjprZXk=\n")
+    answer = python(
+        LOOP,
+        FLOPWATCH_ENDPOINT=f"{url}/otlp/",
+        SSL_CERT_FILE=str(certificate),
+        FLOPWATCH_HEADERS="X-Scope-OrgID=team-1",
+        FLOPWATCH_HEADERS_FILE=str(tmp_path / "headers"),
+    )
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert {(one["path"], one["Authorization"], one["X-Scope-OrgID"]) for one in headers} == {
+        ("/otlp/v1/metrics", "Basic dXNlcjprZXk=", "team-1")
+    }
+
+
+def test_a_certificate_that_nobody_vouches_for_is_not_spoken_to(secure: tuple[str, Path, list[dict[str, str]]]) -> None:
+    url, _, headers = secure
+    answer = python(LOOP, FLOPWATCH_ENDPOINT=url)
+    assert answer.returncode == 0
+    assert "CERTIFICATE_VERIFY_FAILED" in answer.stderr
+    assert headers == []
+
+
+@pytest.mark.parametrize("text", ["token", "=value", "a=1,b"])
+def test_headers_that_are_none_are_an_error_at_start(text: str) -> None:
+    with pytest.raises(ValueError, match="FLOPWATCH_HEADERS: write name=value"):
+        Wire("http://127.0.0.1:9", 0.0, None, text)
+
+
+def test_a_port_is_optional_and_so_is_the_path_that_otlp_adds() -> None:
+    urls = {
+        "http://node": "http://node:4318/v1/metrics",
+        "http://node:1/v1/metrics/": "http://node:1/v1/metrics",
+        "https://mimir.example/otlp": "https://mimir.example:443/otlp/v1/metrics",
+        "https://user:key@[::1]:1": "https://[::1]:1/v1/metrics",
+    }
+    assert {endpoint: Wire(endpoint, 0.0, None).url for endpoint in urls} == urls
+
+
+def test_no_answer_within_two_seconds_is_no_delivery(secure: tuple[str, Path, list[dict[str, str]]]) -> None:
+    url, _, _ = secure
+
+    def send() -> float:
+        began = time.monotonic()
+        with pytest.raises(Undelivered):
+            Wire(url.replace("https", "http"), 0.0, None).send(b"")  # TLS there, and none here
+        return time.monotonic() - began
+
+    assert shortest(send, 4) < 4
+
+
+def test_the_documentation_starts_the_servers_as_they_are_started_here() -> None:
+    root = ROOT
+    here, there = Path(__file__).read_text(), (root / "docs" / "otlp.md").read_text()
+    commands = re.search(r"```sh\n(victoria-metrics .*?)```", there, re.DOTALL)
+    assert commands is not None
+    flags = re.findall(r"(?<=\s)--?[a-zA-Z.-]{5,}", commands[1].partition("FLOPWATCH_ENDPOINT")[0])
+    assert len(flags) == 9
+    assert [flag for flag in flags if flag not in here] == []

@@ -1,0 +1,376 @@
+"""Rules, routing and runbooks, asked of promtool, amtool and a PromQL parser."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import pytest
+import yaml
+
+from alerts import Alert, AlertSettings, alertmanager_yaml, alerts, records, rules, rules_yaml
+from alerts.__main__ import main
+from alerts.alerting.gpu import CRITICAL_XIDS
+from alerts.recording import EVERY
+from alerts.recording.__main__ import TITLES
+from alerts.recording.__main__ import text as recording_page
+from alerts.settings import duration
+from dashboards.alerts import grafana_rules
+from demo.servers import Servers, find
+from flopwatch.node.collectors import xid
+from simulator.promtool import rule_test
+from tests.support import ROOT
+from tests.support.promql_labels import labels_of
+from tests.support.rule_files import rules_of, seconds
+
+RULE_TESTS = sorted((ROOT / "tests" / "rules").glob("*.yaml"))
+SETTINGS = AlertSettings()
+ALERTS = alerts(SETTINGS)
+# By the level a record's name begins with: the labels it may have.
+LEVELS = {
+    "fleet": set[str](),
+    "host": {"host", "run"},
+    "instance": {"instance", "host", "run"},
+    "port": {"instance", "device", "port", "rail", "run"},
+    "rail": {"run", "rail"},
+    "rank": {"run", "rank", "host", "uuid", "pp", "sign"},
+    "run": {"tenant", "run", "bucket"},
+}
+EVERY_ALERT = pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: f"{alert.name}-{alert.severity}")
+DURATION = re.compile(
+    r"(?<!from=now-)\b(?:\d+(?:ms|[smhd]))+\b|(?:(?<=time\(\) - )|(?<=blocked_seconds\) > )"
+    r'|(?<="}\) - ))[\d.]+'
+)
+
+
+@pytest.fixture(scope="session")
+def servers() -> Servers:
+    return find()
+
+
+def run(*command: str) -> str:
+    """Return what a program printed; its complaint is the test's failure."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("length", "text"),
+    [
+        (0, "0s"),
+        (0.0004, "0s"),
+        (0.75, "750ms"),
+        (15, "15s"),
+        (90, "1m30s"),
+        (300, "5m"),
+        (86_400, "1d"),
+        (93_784.005, "1d2h3m4s5ms"),
+    ],
+)
+def test_durations_are_written_as_prometheus_writes_them(length: float, text: str) -> None:
+    assert duration(length) == text
+
+
+@pytest.mark.parametrize("pace", [1, 15, 40])
+def test_promtool_accepts_the_rules_at_any_pace(servers: Servers, tmp_path: Path, pace: float) -> None:
+    (tmp_path / "rules.yaml").write_text(rules_yaml(AlertSettings(pace=pace)))
+    count = len(records(SETTINGS)) + len(ALERTS)
+    assert f"{count} rules found" in run(servers.promtool, "check", "rules", str(tmp_path / "rules.yaml"))
+
+
+def judged(servers: Servers, folder: Path, path: Path) -> subprocess.CompletedProcess[str]:
+    test = yaml.safe_load(path.read_text())
+    assert test["rule_files"] == ["../../helm/files/rules.yaml"]  # promtool can be asked by hand, too
+    files = []
+    for number, group in enumerate(test["tests"]):
+        (folder / f"rules-{number}.yaml").write_text(rules_of(path.stem, test, group))
+        files.append(folder / f"{number}.yaml")
+        files[-1].write_text(json.dumps({**test, "rule_files": [f"rules-{number}.yaml"], "tests": [group]}))
+    return rule_test(servers.promtool, *files, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def judgements(
+    servers: Servers, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Path, Future[subprocess.CompletedProcess[str]]]]:
+    """Give what promtool says of each rule test; as many run at once as there are processors."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {path: pool.submit(judged, servers, tmp_path_factory.mktemp(path.stem), path) for path in RULE_TESTS}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("path", RULE_TESTS, ids=lambda path: path.stem)
+def test_rules_pass_their_unit_tests(
+    path: Path, judgements: dict[Path, Future[subprocess.CompletedProcess[str]]]
+) -> None:
+    done = judgements[path].result()
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@EVERY_ALERT
+def test_every_alert_has_a_rule_test_in_which_it_fires_and_one_in_which_it_does_not(alert: Alert) -> None:
+    tests = yaml.safe_load((ROOT / "tests" / "rules" / f"{alert.name}.yaml").read_text())["tests"]
+    expected = [case["exp_alerts"] for test in tests for case in test.get("alert_rule_test", ())]
+    assert any(found["exp_labels"]["severity"] == alert.severity for case in expected for found in case)
+    assert [] in expected or alert.name == "FlopwatchWatchdog"
+
+
+@EVERY_ALERT
+def test_every_alert_gives_the_labels_it_says_from_series_that_exist(alert: Alert) -> None:
+    assert labels_of(promql_parser.parse(alert.expr)) == set(alert.identity)
+    for query in re.findall(r"printf `([^`]*)`", alert.description):
+        labels_of(promql_parser.parse(re.sub(r"%(\[\d\])?q", '"x"', query.replace("%f", "1"))))
+
+
+def test_every_record_is_made_of_series_and_labels_that_exist_and_names_its_level() -> None:
+    for record in records(SETTINGS):
+        level, metric, operations = record.name.split(":")
+        assert metric
+        assert operations
+        labels = labels_of(promql_parser.parse(record.expr))
+        assert level in labels or level == "fleet"
+        assert labels <= LEVELS[level], record.name
+        assert record.help.endswith(".")
+
+
+def test_every_record_has_a_name_of_its_own_and_a_rule_test_that_asks_for_it() -> None:
+    names = [record.name for record in records(SETTINGS)]
+    assert len(set(names)) == len(names)
+    asked = {
+        name
+        for path in RULE_TESTS
+        for test in yaml.safe_load(path.read_text())["tests"]
+        for case in test.get("promql_expr_test", ())
+        if case["exp_samples"]
+        for name in re.findall(r"[a-z]+:\w+:\w+", case["expr"])
+    }
+    assert set(names) - asked == set()
+
+
+def test_the_list_of_records_in_the_docs_is_the_printed_one_and_leaves_none_out() -> None:
+    page = (ROOT / "docs" / "records.md").read_text()
+    assert page == recording_page(SETTINGS)
+    assert re.findall(r"^\| `(\S+)` \|", page, flags=re.MULTILINE) == [
+        record.name for group in TITLES for record in records(SETTINGS) if record.group == group
+    ]
+    assert page.count("| `") == len(records(SETTINGS))
+
+
+def test_a_group_that_is_evaluated_less_often_is_still_there_when_instant_queries_look_back() -> None:
+    lookback = 300  # https://prometheus.io/docs/prometheus/latest/querying/basics/#staleness
+    groups: Any = rules(SETTINGS)["groups"]
+    every = {group["name"].removeprefix("flopwatch-"): seconds(group["interval"]) for group in groups}
+    assert EVERY.keys() <= every.keys()
+    for name, interval in every.items():
+        assert interval == EVERY.get(name, 1) * SETTINGS.scrape_interval < lookback / 2
+
+
+@EVERY_ALERT
+def test_every_alert_has_a_runbook_with_queries_that_work(alert: Alert) -> None:
+    text = (ROOT / "alerts" / "runbooks" / f"{alert.name}.md").read_text()
+    assert re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), flags=re.MULTILINE) == [
+        alert.name,
+        "Meaning",
+        "Impact",
+        "Diagnosis",
+        "Mitigation",
+    ]
+    queries = re.findall(r"```promql\n(.*?)```", text, flags=re.DOTALL)
+    assert queries
+    for query in queries:
+        labels_of(promql_parser.parse(query))
+
+
+def test_there_is_a_runbook_and_a_rule_test_for_no_other_alert() -> None:
+    names = {alert.name for alert in ALERTS}
+    assert {path.stem for path in (ROOT / "alerts" / "runbooks").iterdir()} == names
+    assert {path.stem for path in RULE_TESTS if not path.stem.startswith("recording")} == names
+
+
+def test_the_critical_xids_are_those_the_collector_starts_at_zero() -> None:
+    assert [int(code) for code in CRITICAL_XIDS] == list(xid.CRITICAL)
+
+
+@pytest.mark.parametrize("pace", [0.5, 7, 15, 40])
+def test_at_another_pace_nothing_but_the_durations_differs(pace: float) -> None:
+    paced = replace(SETTINGS, pace=pace)
+    for write in (rules_yaml, alertmanager_yaml):
+        usual, other = write(SETTINGS), write(paced)
+        assert DURATION.sub("TIME", usual) == DURATION.sub("TIME", other)
+        times, faster = DURATION.findall(usual), DURATION.findall(other)
+        assert len(times) >= 6
+        assert [seconds(time) * pace for time in faster] == pytest.approx([seconds(time) for time in times], abs=0.02)
+
+
+@pytest.mark.parametrize("pace", [1, 15])
+def test_no_window_is_shorter_than_four_scrapes(pace: float) -> None:
+    settings = AlertSettings(pace=pace)
+    windows = re.findall(r"\[(\w+)\]", re.sub(r"%\[\d\]q", "", rules_yaml(settings)))
+    assert len(windows) > 10
+    assert min(map(seconds, windows)) >= 4 * settings.scrape_interval / pace
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"straggler_window 120 s is less than four scrapes of 40 s"):
+        AlertSettings(scrape_interval=40)
+    with pytest.raises(ValueError, match="pace 0"):
+        AlertSettings(pace=0)
+
+
+@pytest.mark.parametrize(
+    ("labels", "receivers"),
+    [
+        ({"alertname": "GpuXidCritical", "severity": "critical", "host": "a"}, "pagerduty,slack"),
+        ({"alertname": "TrainingDown", "severity": "critical", "run": "lm"}, "pagerduty,slack"),
+        ({"alertname": "TrainingStraggler", "severity": "warning", "run": "lm"}, "slack"),
+        ({"alertname": "FlopwatchWatchdog", "severity": "info"}, "watchdog"),
+        ({"alertname": "Anything", "severity": "info"}, "nobody"),
+        ({"alertname": "SomebodyElses"}, "slack"),
+    ],
+)
+def test_amtool_routes_by_severity(servers: Servers, tmp_path: Path, labels: dict[str, str], receivers: str) -> None:
+    path = tmp_path / "alertmanager.yml"
+    # amtool before 0.26 knows no url_file; the shipped file is checked as it is where it is read.
+    path.write_text(alertmanager_yaml(replace(SETTINGS, watchdog_url="http://127.0.0.1:1/")))
+    run(servers.amtool, "check-config", str(path))
+    pairs = [f"{name}={value}" for name, value in labels.items()]
+    assert run(servers.amtool, "config", "routes", "test", f"--config.file={path}", *pairs).strip() == receivers
+
+
+def test_every_label_that_tells_alerts_apart_across_runs_and_nodes_groups_them() -> None:
+    config = yaml.safe_load(alertmanager_yaml(SETTINGS))
+    assert set(config["route"]["group_by"]) == {"alertname", "tenant", "run", "host", "leaf"}
+    for alert in ALERTS:
+        assert {"run", "host", "leaf"} & set(alert.identity) or alert.name.startswith("Flopwatch")
+
+
+def test_secrets_stay_in_files() -> None:
+    folder = "/etc/alertmanager/secrets/flopwatch"
+    assert receiver("slack")["api_url_file"] == f"{folder}/slack-url"
+    assert receiver("pagerduty")["routing_key_file"] == f"{folder}/pagerduty-key"
+    assert receiver("watchdog", key="webhook") == {"send_resolved": False, "url_file": f"{folder}/watchdog-url"}
+
+
+@pytest.fixture
+def render(servers: Servers, tmp_path: Path) -> Callable[[str], str]:
+    """Return a function that renders a template as Alertmanager does, for a group half of which is over."""
+
+    def alert(status: str, description: str) -> dict[str, Any]:
+        return {
+            "status": status,
+            "labels": {},
+            "annotations": {"description": description},
+            "startsAt": "2026-11-21T14:05:09+01:00",
+            "endsAt": "2026-11-21T15:00:00+01:00",
+        }
+
+    data = {
+        "status": "firing",
+        "receiver": "slack",
+        "externalURL": "http://127.0.0.1",
+        "commonLabels": {"alertname": "TrainingDown", "severity": "critical"},
+        "commonAnnotations": {"summary": "1 < 2 & <b>", "runbook_url": "https://runbooks/x.md"},
+        "alerts": [alert("resolved", "Run b>a"), alert("firing", "Run <!channel> & more")],
+    }
+    (tmp_path / "data.json").write_text(json.dumps(data))
+    (tmp_path / "none.tmpl").write_text("")
+    return lambda template: run(
+        servers.amtool,
+        "template",
+        "render",
+        f"--template.glob={tmp_path / 'none.tmpl'}",
+        f"--template.data={tmp_path / 'data.json'}",
+        f"--template.text={template}",
+    )
+
+
+def receiver(name: str, settings: AlertSettings = SETTINGS, key: str = "") -> dict[str, Any]:
+    config = yaml.safe_load(alertmanager_yaml(settings))
+    found = next(receiver for receiver in config["receivers"] if receiver["name"] == name)
+    return found[f"{key or name}_configs"][0]  # type: ignore[no-any-return]
+
+
+def test_slack_is_told_what_fires_and_what_is_over_in_escaped_text(render: Callable[[str], str]) -> None:
+    slack = receiver("slack", replace(SETTINGS, runbook_base_url="https://runbooks"))
+    assert render(slack["title"]) == "[FIRING] TrainingDown: 1 &lt; 2 &amp; &lt;b&gt;"
+    assert render(slack["color"]) == "danger"
+    assert render(slack["text"]) == (
+        "Run &lt;!channel&gt; &amp; more Alert since 21 Nov 13:05 UTC.\n"
+        "Over: Run b&gt;a Alert from 21 Nov 13:05 UTC to 21 Nov 14:00 UTC.\n"
+        "Runbook: <https://runbooks/x.md|TrainingDown>"
+    )
+    assert receiver("slack")["text"].endswith("Runbook: {{ .CommonAnnotations.runbook_url }}")
+
+
+def test_slack_titles_lead_to_grafana_where_its_address_is_known() -> None:
+    assert "title_link" not in receiver("slack")
+    slack = receiver("slack", replace(SETTINGS, dashboard_base_url="https://grafana"))
+    assert slack["title_link"] == "{{ .CommonAnnotations.dashboard_url }}"
+
+
+def test_pagerduty_is_told_what_fires(render: Callable[[str], str]) -> None:
+    pagerduty = receiver("pagerduty", replace(SETTINGS, pagerduty_url="http://127.0.0.1:1/"))
+    assert pagerduty["url"] == "http://127.0.0.1:1/"
+    assert render(pagerduty["description"]) == "TrainingDown: Run <!channel> & more There are 2 such alerts."
+    assert render(pagerduty["details"]["firing"]) == "Run <!channel> & more\n"
+    assert render(pagerduty["details"]["resolved"]) == "Run b>a\n"
+    assert render(pagerduty["severity"]) == "critical"
+
+
+def test_grafana_managed_rules_are_the_same_alerts_one_to_one() -> None:
+    provisioning = grafana_rules(SETTINGS)
+    groups: Any = rules(SETTINGS)["groups"]
+    prometheus = [
+        (group["name"], rule["alert"], rule["expr"], rule["for"], rule["labels"], rule.get("keep_firing_for", ""))
+        for group in groups
+        for rule in group["rules"]
+        if "alert" in rule
+    ]
+    grafana = [
+        (
+            group["name"],
+            rule["title"].partition(" ")[0],
+            rule["data"][0]["model"]["expr"],
+            rule["for"],
+            rule["labels"],
+            rule["keepFiringFor"],
+        )
+        for group in provisioning["groups"]
+        for rule in group["rules"]
+    ]
+    assert len(grafana) == len(ALERTS)
+    assert grafana == prometheus
+
+
+def test_grafana_managed_rules_have_the_shape_grafana_provisions() -> None:
+    provisioning = grafana_rules(SETTINGS, datasource="mimir")
+    assert provisioning["apiVersion"] == 1
+    every = [rule for group in provisioning["groups"] for rule in group["rules"]]
+    assert len({rule["uid"] for rule in every}) == len({rule["title"] for rule in every}) == len(every)
+    for group in provisioning["groups"]:
+        assert group["folder"] == "flopwatch"
+        assert seconds(group["interval"]) % 10 == 0  # Grafana's scheduler ticks every ten seconds
+    for rule in every:
+        query, reduce = rule["data"]
+        assert (query["datasourceUid"], query["model"]["instant"]) == ("mimir", True)
+        assert (reduce["refId"], reduce["model"]["expression"]) == (rule["condition"], query["refId"])
+        assert reduce["model"]["settings"]["mode"] in ("", "dropNN", "replaceNN")  # all that Grafana accepts
+        assert (rule["noDataState"], rule["execErrState"]) == ("OK", "Error")
+        assert "query" not in rule["annotations"]["description"]
+
+
+def test_the_command_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(tmp_path / "out"), "--pace", "15", "--page-min-gpus", "8", "--watchdog-url", "http://127.0.0.1:1/"])
+    settings = AlertSettings(pace=15, page_min_gpus=8, watchdog_url="http://127.0.0.1:1/")
+    written = tmp_path / "out" / "rules.yaml", tmp_path / "out" / "alertmanager.yml"
+    assert [path.read_text() for path in written] == [rules_yaml(settings), alertmanager_yaml(settings)]
+    assert capsys.readouterr().out.splitlines() == [str(path) for path in written]

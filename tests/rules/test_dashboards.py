@@ -1,0 +1,401 @@
+"""Dashboards: every name comes from the catalogue, every panel is of a kind that Grafana 11 and later draws."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import promql_parser as promql
+import pytest
+import yaml
+from jsonschema import Draft7Validator
+
+import dashboards
+from alerts import AlertSettings, alerts
+from alerts.routing import GROUP_BY
+from dashboards import Json, run
+from dashboards.__main__ import BOARDS, text
+from demo.servers import find
+from simulator.promtool import rule_test
+from tests.support import ROOT, TESTS
+from tests.support.promql_labels import labels_of
+
+GRAFANA = json.loads((TESTS / "grafana" / "schema.json").read_text())
+PANELS = [(name, panel) for name, board in BOARDS.items() for panel in board["panels"] if panel["type"] != "row"]
+each_panel = pytest.mark.parametrize("panel", [pytest.param(p, id=f"{name}: {p['title']}") for name, p in PANELS])
+
+
+def kept_labels(panel: Json, target: Json) -> set[str]:
+    _, query = next(dashboards.queries({"panels": [panel | {"targets": [target]}]}, VARIABLES))
+    return labels_of(promql.parse(query))
+
+
+VARIABLES = {
+    "run": "r",
+    "tenant": ".*",
+    "host": "h",
+    "uuid": "u",
+    "rack": "k",
+    "source": "nvml",
+    "price": "2.5",
+    "__rate_interval": "1m",
+    "__range": "1h",
+}
+
+
+def links_of(panel: Json) -> Iterator[Json]:
+    """Yield the links of a panel's series, or of its table's cells."""
+    yield from panel["fieldConfig"]["defaults"].get("links", ())
+    for override in panel["fieldConfig"]["overrides"]:
+        for change in override["properties"]:
+            if change["id"] == "links":
+                yield from change["value"]
+
+
+def links_to(panel: Json) -> Iterator[tuple[str, str]]:
+    """Yield what the links of a panel take from what was clicked: ("label", name) or ("table", heading)."""
+    for link in links_of(panel):
+        yield from (("label", name) for name in re.findall(r"\$\{__field\.labels\.(\w+)\}", link["url"]))
+        yield from (("table", name) for name in re.findall(r'\$\{__data\.fields\["([^"]+)"\]\}', link["url"]))
+
+
+@each_panel
+def test_a_panel_asks_only_for_series_and_labels_that_exist_and_its_legend_shows_labels_the_query_keeps(
+    panel: Json,
+) -> None:
+    shown: set[str] = set()
+    for target in panel["targets"]:
+        kept = kept_labels(panel, target)
+        assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= kept
+        shown |= kept
+    for field, label in links_to(panel):
+        assert field == "table" or label in shown
+    for change in panel["transformations"]:
+        if change["id"] == "filterFieldsByName":
+            names = {name for name in change["options"]["include"]["names"] if name.partition(" #")[0] != "Value"}
+            assert names <= shown
+
+
+@pytest.mark.parametrize(
+    ("query", "complaint"),
+    [
+        ("gpu_powr_watts", "gpu_powr_watts is neither"),
+        ('gpu_power_watts{rank="1"}', "gpu_power_watts has labels"),
+        ("sum by (host) (gpu_power_watts)", "groups by"),
+        ("gpu_power_watts * on (host) gpu_info", "joins on"),
+    ],
+)
+def test_the_check_of_names_finds_a_wrong_name_and_a_wrong_label(query: str, complaint: str) -> None:
+    with pytest.raises(AssertionError, match=complaint):
+        labels_of(promql.parse(query))
+
+
+@each_panel
+def test_a_panel_is_of_a_kind_grafana_still_draws_and_says_what_bad_looks_like(panel: Json) -> None:
+    # 'graph', 'singlestat' and 'table-old' were Angular and left with Grafana 11.
+    assert panel["type"] in {
+        "timeseries",
+        "stat",
+        "gauge",
+        "bargauge",
+        "table",
+        "heatmap",
+        "state-timeline",
+        "status-history",
+    }
+    assert re.search(r"\bBad: |^down: ", panel["description"])
+    assert panel["maxDataPoints"] >= (100 if panel["type"] == "status-history" else 300)
+    field = panel["fieldConfig"]["defaults"]
+    assert field["unit"]
+    values = [step["value"] for step in field["thresholds"]["steps"]]
+    assert values[0] is None
+    assert values[1:] == sorted(values[1:])
+    assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+    assert [target["refId"] for target in panel["targets"]] == list("ABCDEFGHIJ"[: len(panel["targets"])])
+    for target in panel["targets"]:
+        assert target["datasource"] == panel["datasource"]
+        assert target["instant"] is not target["range"]
+        assert (target["format"] == "table") is (panel["type"] == "table")
+    if panel["type"] in ("stat", "gauge", "bargauge", "table"):
+        assert "legend" not in panel["options"]
+    if panel["type"] in ("stat", "gauge", "bargauge"):
+        assert panel["options"]["reduceOptions"] == {"calcs": ["lastNotNull"], "fields": "", "values": False}
+
+
+def complaints(kind: str, value: Json) -> list[str]:
+    """Return what Grafana's published types say against a part of a dashboard."""
+    return [
+        f"{kind}: {'/'.join(map(str, error.absolute_path))}: {error.message[:200]}"
+        for error in Draft7Validator(GRAFANA["properties"][kind]).iter_errors(value)
+    ]
+
+
+def against_grafanas_types(board: Json) -> list[str]:
+    # Of the Prometheus data source's own: https://grafana.com/docs/grafana/latest/datasources/prometheus/annotations/
+    marks = [
+        {key: value for key, value in mark.items() if key not in ("titleFormat", "textFormat")} | {"target": {}}
+        for mark in board["annotations"]["list"]
+    ]
+    found = complaints("dashboard", {**board, "annotations": {"list": marks}, "panels": []})
+    for panel in board["panels"]:
+        if panel["type"] == "row":
+            continue
+        found += complaints("panel", panel) + complaints(f"{panel['type']} options", panel["options"])
+        custom = panel["fieldConfig"]["defaults"].get("custom", {})
+        if f"{panel['type']} custom" in GRAFANA["properties"]:
+            found += complaints(f"{panel['type']} custom", custom)
+        elif custom:
+            found.append(f"{panel['type']}: {custom}")
+    return found
+
+
+@pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
+def test_a_dashboard_has_the_shape_of_grafanas_published_types(board: Json) -> None:
+    assert against_grafanas_types(board) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda panel: panel["options"].update(fieldOptions={"defaults": {"unit": "s"}}),
+        lambda panel: panel["fieldConfig"]["defaults"].update(unit=5),
+        lambda panel: panel["fieldConfig"]["defaults"].update(custom={"calcs": ["last"]}),
+        lambda panel: panel["options"].update(orientation="sideways"),
+        lambda panel: panel.update(seriesOverrides=[]),
+        lambda panel: panel.update(gridPos={"h": "8", "w": 8, "x": 0, "y": 0}),
+    ],
+)
+def test_the_check_of_shapes_finds_what_grafana_does_not_know(wrong: Callable[[Json], None]) -> None:
+    board = copy.deepcopy(BOARDS["fleet"])
+    wrong(next(panel for panel in board["panels"] if panel["type"] == "gauge"))
+    assert len(against_grafanas_types(board)) == 1
+
+
+@pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
+def test_links_lead_to_dashboards_that_exist_with_variables_they_have_and_keep_the_time(board: Json) -> None:
+    variables = {one["uid"]: {entry["name"] for entry in one["templating"]["list"]} for one in BOARDS.values()}
+    for panel in board["panels"]:
+        if panel["type"] == "row":
+            continue
+        headings = {
+            name
+            for change in panel["transformations"]
+            if change["id"] == "organize"
+            for name in change["options"]["renameByName"].values()
+        }
+        assert {name for kind, name in links_to(panel) if kind == "table"} <= headings, panel["title"]
+        for link in links_of(panel):
+            found = re.fullmatch(r"/d/([\w-]+)\?(.*)", link["url"])
+            assert found, link
+            first, time, *given = found[2].split("&")
+            assert (first, time) == ("${datasource:queryparam}", "${__url_time_range}")
+            assert {one.partition("=")[0].removeprefix("var-") for one in given} <= variables[found[1]], link
+            used = set(re.findall(r"\$(\w+)", re.sub(r"\$\{[^}]*\}", "", link["url"])))
+            assert used <= variables[board["uid"]], link
+
+
+def test_every_dashboard_can_be_reached_from_the_fleet_and_from_every_other_one() -> None:
+    reached, ahead = set(), [BOARDS["fleet"]["uid"]]
+    by_uid = {board["uid"]: board for board in BOARDS.values()}
+    while ahead:
+        reached.add(uid := ahead.pop())
+        links = {
+            link["url"].partition("?")[0].removeprefix("/d/")
+            for panel in by_uid[uid]["panels"]
+            if panel["type"] != "row"
+            for link in links_of(panel)
+        }
+        ahead += links - reached
+    # What nothing on a board is about is in the list that each has at its top.
+    assert by_uid.keys() - reached == {"flopwatch-gpus", "flopwatch-monitor"}
+    for board in BOARDS.values():
+        assert board["tags"] == ["flopwatch"]
+        (menu,) = board["links"]
+        assert (menu["type"], menu["tags"], menu["keepTime"]) == ("dashboards", ["flopwatch"], True)
+
+
+@pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
+def test_marks_and_variables_ask_only_for_what_exists(board: Json) -> None:
+    for mark in board["annotations"]["list"]:
+        kept = labels_of(promql.parse(dashboards.filled(mark["target"]["expr"], VARIABLES)))
+        assert set(re.findall(r"{{(\w+)}}", mark["titleFormat"] + mark["textFormat"])) <= kept
+    names = [entry["name"] for entry in board["templating"]["list"]]
+    assert names[0] == "datasource"
+    assert set(names) - {"datasource"} <= VARIABLES.keys()
+    used = set(re.findall(r"\$(\w+)", json.dumps(board)))
+    assert set(names) - {"datasource"} <= used
+    for entry in board["templating"]["list"]:
+        if entry["type"] == "query":
+            found = re.fullmatch(r"label_values\((.*), (\w+)\)", entry["query"]["query"])
+            assert found
+            for name, value in VARIABLES.items():
+                found_series = found[1].replace(f"${name}", value)
+            if not found_series.startswith("{"):
+                assert found[2] in labels_of(promql.parse(found_series))
+
+
+@pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
+def test_panels_have_their_own_ids_and_cells_and_the_schema_version_needs_no_angular_migration(board: Json) -> None:
+    assert board["schemaVersion"] >= 39
+    assert not {"rows", "style", "hideControls", "__inputs"} & board.keys()
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    taken: set[tuple[int, int]] = set()
+    for panel in board["panels"]:
+        width, height, left, top = (panel["gridPos"][side] for side in "whxy")
+        cells = {(x, y) for x in range(left, left + width) for y in range(top, top + height)}
+        assert left + width <= 24
+        assert not cells & taken
+        taken |= cells
+    titles = [panel["title"] for panel in board["panels"]]
+    assert len(set(titles)) == len(titles)
+
+
+def test_an_alerts_link_leads_to_a_dashboard_that_exists_with_a_variable_it_has() -> None:
+    settings = AlertSettings()
+    variables = {board["uid"]: {entry["name"] for entry in board["templating"]["list"]} for board in BOARDS.values()}
+    led = set()
+    for alert in alerts(settings):
+        found = re.fullmatch(
+            r"/d/([\w-]+)\?(?:var-(\w+)=\{\{ \$labels\.(\w+) \| urlquery \}\}&)?from=now-6h&to=now",
+            alert.annotations(settings)["dashboard_url"],
+        )
+        assert found, alert.name
+        uid, variable, label = found.groups()
+        assert variable is None or variable in variables[uid]
+        assert label is None or label in alert.identity
+        led.add(uid.removeprefix("flopwatch-"))
+        # Alertmanager has a link only if all alerts of a message have the same.
+        assert label is None or label in GROUP_BY
+    assert led == {"run", "node", "fabric", "monitor"}
+
+
+def test_queries_come_out_ready_for_prometheus() -> None:
+    queries = list(run.queries("llama/8b", rate_interval="5s", time_range="2m"))
+    assert ("MFU", 'run:training_mfu:ratio_rate5m{run="llama/8b"}') in queries
+    assert (
+        "Recent time by bucket",
+        'max by (bucket) (rate(run_seconds_total{tenant=~".*", run="llama/8b"}[5s]))',
+    ) in queries
+    assert len(queries) == sum(len(panel["targets"]) for name, panel in PANELS if name == "run")
+    assert not [query for _, query in queries if "$" in query]
+
+
+def test_a_query_with_a_variable_nobody_set_is_an_error() -> None:
+    board = {"panels": [{"title": "Lost", "targets": [{"expr": 'up{run="$run"}'}]}]}
+    with pytest.raises(KeyError, match="run"):
+        list(dashboards.queries(board, {}))
+
+
+# Ranks 0 and 1 share card A, rank 1 was on card B before, both cards are served by the old and the new exporter pod,
+# and card C and port q belong to somebody else.
+MOVING = """
+  training_rank_info{run="lm",rank="0",host="n1",uuid="A",attempt="2"}            1x4
+  training_rank_info{run="lm",rank="1",host="n1",uuid="A",attempt="2"}            1x4
+  training_rank_info{run="lm",rank="1",host="n2",uuid="B",attempt="1"}            1x4
+  rank:training_straggler:score{run="lm",rank="0"}                                0x4
+  rank:training_straggler:score{run="lm",rank="1"}                                0.3x4
+  gpu_info{gpu="0",uuid="A",host="n1",instance="old"}                             1x4
+  gpu_info{gpu="0",uuid="A",host="n1",instance="new"}                             1x4
+  gpu_info{gpu="5",uuid="B",host="n2",instance="n2"}                              1x4
+  gpu_temperature_celsius{gpu="0",uuid="A",instance="old"}                        60x4
+  gpu_temperature_celsius{gpu="0",uuid="A",instance="new"}                        61x4
+  gpu_temperature_celsius{gpu="5",uuid="B",instance="n2"}                         70x4
+  gpu_temperature_celsius{gpu="6",uuid="C",instance="n2"}                         90x4
+  infiniband_info{device="mlx5_0",port="1",host="n1",instance="new",board_id="x"} 1x4
+  infiniband_info{device="mlx5_0",port="1",host="n1",instance="new",board_id="y"} 1x4
+  infiniband_info{device="mlx5_0",port="1",host="n3",instance="n3",board_id="x"}  1x4
+  infiniband_port_state_id{device="mlx5_0",port="1",instance="new"}               4x4
+  infiniband_port_state_id{device="mlx5_0",port="1",instance="n3"}                4x4
+"""
+SHOWN: dict[tuple[str, str], dict[str, float]] = {
+    ("Late rank", "A"): {'{rank="1"}': 0.3},
+    ("Ranks and their GPUs", "A"): {
+        '{rank="0", host="n1", uuid="A"}': 1,
+        '{rank="1", host="n1", uuid="A"}': 1,
+        '{rank="1", host="n2", uuid="B"}': 1,
+    },
+    ("Ranks and their GPUs", "B"): {'{rank="0", gpu="0"}': 1, '{rank="1", gpu="0"}': 1, '{rank="1", gpu="5"}': 1},
+    ("Ranks and their GPUs", "H"): {'{rank="0"}': 61, '{rank="1"}': 70},
+    ("Active ports per host", "A"): {'{host="n1"}': 1},
+}
+
+
+def test_a_rank_that_moves_a_shared_card_and_a_replaced_exporter_break_no_panel(tmp_path: Path) -> None:
+    expressions = {
+        (panel["title"], target["refId"]): next(
+            dashboards.queries({"panels": [panel | {"targets": [target]}]}, VARIABLES | {"run": "lm"})
+        )[1]
+        for name, panel in PANELS
+        if name == "run"
+        for target in panel["targets"]
+    }
+    # topk may pick either of rank 1's two places.
+    expressions["Late rank", "A"] = f"max by (rank) ({expressions['Late rank', 'A']})"
+    tests = tmp_path / "moving.yaml"
+    tests.write_text(
+        yaml.safe_dump(
+            {
+                "tests": [
+                    {
+                        "interval": "15s",
+                        "input_series": [
+                            dict(zip(("series", "values"), line.rsplit(maxsplit=1), strict=True))
+                            for line in MOVING.strip().splitlines()
+                        ],
+                        "promql_expr_test": [
+                            {
+                                "expr": expressions[panel],
+                                "eval_time": "1m",
+                                "exp_samples": [
+                                    {"labels": labels, "value": value} for labels, value in expected.items()
+                                ],
+                            }
+                            for panel, expected in SHOWN.items()
+                        ],
+                    }
+                ]
+            }
+        )
+    )
+    done = rule_test(find().promtool, tests, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_the_charts_dashboard_is_what_the_code_writes(name: str) -> None:
+    committed = ROOT / "helm" / "files" / "dashboards" / f"{name}.json"
+    assert committed.read_text(encoding="utf-8") == text(BOARDS[name]), "stale: run `make generate`"
+
+
+def test_python_m_dashboards_writes_each_dashboard(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "dashboards", str(tmp_path / "out")],
+        cwd=ROOT,
+        check=True,
+        env=os.environ | {"PYTHONPATH": "exporter"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == [str(tmp_path / "out" / f"{name}.json") for name in BOARDS]
+    assert (tmp_path / "out" / "run.json").read_text(encoding="utf-8") == text(run.BOARD)
+
+
+def test_only_the_package_itself_and_the_grafana_alerts_import_grafanalib() -> None:
+    importers = set()
+    for path in (*ROOT.glob("dashboards/*.py"), *ROOT.glob("alerts/*.py"), *ROOT.glob("exporter/**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = (
+                [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [])
+            )
+            if any(name.split(".")[0] == "grafanalib" for name in names):
+                importers.add(str(path.relative_to(ROOT)))
+    assert importers <= {"dashboards/__init__.py", "dashboards/alerts.py"}

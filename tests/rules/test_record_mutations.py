@@ -1,0 +1,284 @@
+"""What keeps the records right in an outage, a move or a restart, taken out one by one: a rule test has to notice."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from alerts import AlertSettings, recording, records
+from alerts.recording.fabric import PORT_RAIL, RAIL, RAIL_RETRANSMISSIONS
+from demo.servers import find
+from simulator.promtool import rule_test
+from tests.support import TESTS
+from tests.support.rule_files import under
+
+SETTINGS = AlertSettings()
+EVERY = {record.name: record for record in records(SETTINGS)}
+RULE_TESTS = sorted((TESTS / "rules").glob("recording*.yaml"))
+
+# A record, what is in its expression, and what would be there instead.
+BROKEN = [
+    # A node that was renamed, or whose driver was updated, has two infos.
+    (recording.HOST, "topk by (instance) (1,", "max by (instance, host) ("),
+    (recording.HOST, "or on (instance)\ncount by (instance, host) (last_over_time(training_rank_info[5m]))", ""),
+    (PORT_RAIL, "max by (instance, device, port, rail) (", "("),
+    (recording.CULPRIT, "topk by (run, rank) (1, max by (run, rank, host, uuid) (", "((("),
+    (recording.HOST_ENDS, "topk by (instance) (1, last_over_time(", "((last_over_time("),
+    # A rank that moved, and an exporter under another address, leave two series.
+    (recording.RANK_MFU, "sum by (run, rank) (rate(training_model", "max by (run, rank) (rate(training_model"),
+    (recording.HOST_MFU, "sum by (instance, run) (rate(training_model", "max by (instance, run) (rate(training_model"),
+    (recording.STEP_P90, "sum by (run, le)", "max by (run, le)"),
+    (recording.RUN_POWER, "sum by (uuid)", "max by (uuid)"),
+    # Who is scraped by two jobs is not twice as fast.
+    (RAIL, "max by (instance, device, port) (", "("),
+    # A figure of some ranks is not one of the run.
+    (recording.RUN_POWER, 'unless on (run)\ntraining_rank_info{uuid=""}', ""),
+    (recording.RUN_HFU, "and on (run)\n(count by", "unless on (run)\n(count by"),
+    (recording.COMMUNICATION, "and on (run)", "unless on (run)"),
+    # Two runs on a node, and ports that are not for computing.
+    (
+        PORT_RAIL,
+        "(count by (instance) (instance:training_run:info) == 1)",
+        "(count by (instance) (instance:training_run:info) > 0)",
+    ),
+    (PORT_RAIL, '{role="compute",rail!=""}', '{rail!=""}'),
+    (RAIL_RETRANSMISSIONS, "+", "or"),
+    # A second ledger by mistake.
+    (recording.GOODPUT, "min by (tenant, run) (run_open_seconds)", "max by (tenant, run) (run_open_seconds)"),
+    (
+        recording.GOODPUT,
+        "max by (tenant, run, bucket) (run_seconds_total{bucket!=",
+        "sum by (tenant, run, bucket) (run_seconds_total{bucket!=",
+    ),
+    (recording.MTTF, "max by (tenant, run, status)", "sum by (tenant, run, status)"),
+    (recording.MTTR, "max by (tenant, run) (run_recoveries_total)", "sum by (tenant, run) (run_recoveries_total)"),
+    (
+        "run:run_books:bool_1h",
+        "min by (tenant, run) (last_over_time(run_start_timestamp_seconds[5m])) ==",
+        "max by (tenant, run) (last_over_time(run_start_timestamp_seconds[5m])) ==",
+    ),
+    # How many ranks a run has, where no ledger tells its size.
+    (recording.PAGES, "last_over_time(training_run_info[1d])", "training_run_info"),
+    (recording.PAGES, "last_over_time(training_world_size[5m])", "training_world_size"),
+    (recording.PAGES, "training_world_size[5m])) >= 64", "training_world_size[5m])) >= 63"),
+    (recording.PAGES, "unless on (tenant, run)\nlast_over_time(run_gpus[5m])", ""),
+    (recording.PAGES, "unless on (tenant, run)\nlast_over_time(run_gpus[5m])", "unless on (tenant, run)\nrun_gpus"),
+    # A run that was just heard of, of which nothing is booked.
+    (recording.GOODPUT, 'and on (tenant, run) run_seconds_total{bucket!="queue"} > 0', ""),
+    (recording.ETTR, 'and on (tenant, run) run_seconds_total{bucket!="queue"} > 0', ""),
+    # A ledger that was away when the window began, and one that is away now.
+    ("run:run_seconds:difference_1h", "[1h] offset 1h", "[5m] offset 1h"),
+    ("run:run_seconds:difference_1h", "last_over_time(run_seconds_total[5m])", "(run_seconds_total)"),
+    # A run that is younger, one that nobody knows from before, one with new books, one whose books were restored.
+    ("run:run_books:bool_1h", "0 * (", "1 + 0 * ("),
+    ("run:run_books:bool_1h", "time() - 3900", "time() - 36000"),
+    ("run:run_books:bool_1h", "time() - 3900", "time() - 3600"),
+    ("run:run_seconds:difference_1h", "run:run_books:bool_1h == 1", "run:run_books:bool_1h"),
+    ("run:run_seconds:difference_1h", "clamp_min(", "clamp_max("),
+    ("run:run_open_seconds:difference_1h", "clamp_min(", "clamp_max("),
+    # What was queued before the window, and GPUs that a queued run has not.
+    (recording.ETTR_1H, "or\n    (min", "unless\n    (min"),
+    (recording.FLEET_GOODPUT_1H, 'unless on (tenant, run) run_state{state="queued"} == 1', ""),
+    # A run that ended, and was forgotten, days ago; one that is older than what was recorded of it.
+    (
+        recording.FLEET_GOODPUT_7D,
+        "last_over_time(run:run_productive_gpu_seconds:sum[7d:1h]) -",
+        "run:run_productive_gpu_seconds:sum -",
+    ),
+    (
+        recording.FLEET_GOODPUT_7D,
+        "or last_over_time(run:run_productive_gpu_seconds:sum[7d:1h])",
+        "or run:run_productive_gpu_seconds:sum",
+    ),
+    (recording.FLEET_MTTF, "<= time() - 2592000", "> time() - 2592000"),
+    # A run without a failure has no time to failure, one without a straggler lost nothing.
+    (recording.FLEET_MTTF, "> 0", ">= 0"),
+    (recording.MTTF, "> 0", ">= 0"),
+    (recording.STRAGGLER_LOST, "0 * run:training_straggler:score", "0 * (run:training_straggler:score > 1)"),
+    # A sign of most of the ranks is one of none, and signs that contradict each other name nobody.
+    (recording.CULPRIT_HOST, "0.5 * (max by (run) (training_world_size)", "1 * (max by (run) (training_world_size)"),
+    (recording.CULPRIT_RANK, "/ on (run, sign) group_left ()", "* on (run, sign) group_left ()"),
+    (recording.CULPRIT_RANK, "> 0.5", "> 0.4"),
+    (recording.CULPRIT_HOST, "> 1)", "> 0)"),
+    (recording.CULPRIT_HOST, f"unless on (run) {recording.CULPRIT_RANK}", ""),
+    # A scrape that fails, and a rank that went longer ago than one looks back.
+    (recording.GONE, "last_over_time(training_rank_info[1m])", "training_rank_info"),
+    (recording.GONE, f"or on (run, rank) last_over_time({recording.GONE}[5m])", ""),
+    # A run that is young, and a rank that was somewhere else.
+    (recording.GONE, "last_over_time(training_rank_info[3m]) or on (run, rank)", ""),
+    (recording.GONE, "last_over_time(training_rank_info[3m])", "last_over_time(training_rank_info[5m])"),
+    (
+        recording.GONE,
+        f"last_over_time({recording.GONE}[5m]) or on (run, rank) training_rank_info offset 5m",
+        f"training_rank_info offset 5m or on (run, rank) last_over_time({recording.GONE}[5m])",
+    ),
+    # A rank that begins anew where it was.
+    (recording.DECLARED, "offset 5m) >= 0 or", "offset 5m) or"),
+    # What one rank, card or port does of several, and what is not known of each.
+    (recording.STEPPING, '{activity="step"}', ""),
+    (recording.STEPPING, "max by (run) (", "min by (run) ("),
+    (recording.COLLECTIVES, "max by (run) (", "min by (run) ("),
+    (recording.TENSOR_MOST, "max by (run) (", "min by (run) ("),
+    (recording.TENSOR_LEAST, "min by (run) (", "max by (run) ("),
+    (recording.TENSOR_KNOWN, "(group by (run, rank) (training_rank_info))", '(training_rank_info{uuid!=""})'),
+    (recording.POWER_KNOWN, "(group by (run, rank) (training_rank_info))", '(training_rank_info{uuid!=""})'),
+    (recording.POWER_SHARE, "[1h:5m]", "[1m]"),
+    (recording.POWER_SHARE, "avg by (run) (", "min by (run) ("),
+    (recording.SENT, "max by (run) (", "min by (run) ("),
+    # What cards do that wait, where none works; a program's Xid; a port that never was up.
+    (
+        recording.SIGN,
+        "group_left () max by (uuid) (gpu_utilization_ratio)) > 0.5",
+        "group_left () max by (uuid) (gpu_utilization_ratio)) >= 0",
+    ),
+    (recording.SIGN, 'and on (instance, xid) gpu_xid_info{severity=~"critical|fatal"}', ""),
+    (recording.SIGN, "and on (instance, device, port) port:infiniband_was_active:bool", ""),
+    (
+        recording.SIGN,
+        f"max by (run, rank, host) (training_rank_info and on (run) {recording.OVERDUE_STEP})",
+        "max by (run, rank, host) (training_rank_info)",
+    ),
+    # A slow disk, a silence that is explained, cards that all compute, and a card that somebody else uses.
+    (
+        recording.SIGN,
+        "unless on (run, rank) max by (run, rank) (node_process_blocked_seconds) > 30",
+        "unless on (run, rank) max by (run, rank) (node_process_blocked_seconds) > 29",
+    ),
+    (
+        recording.SIGN,
+        "label_replace(group by (run, rank) (max by (run, rank) (node_process_blocked_seconds) > 30)",
+        "label_replace(group by (run, rank) (max by (run, rank) (node_process_blocked_seconds) > 29)",
+    ),
+    (recording.SIGN, "> 0.5 * gpu_power_limit_watts", "> 0.4 * gpu_power_limit_watts"),
+    (recording.SIGN, "1.5 * quantile", "0.9 * quantile"),
+    (recording.SIGN, "unless on (run, rank) max by (run, rank) (node_process_blocked_seconds) > 30", ""),
+    (
+        recording.SIGN,
+        "unless on (uuid) (count by (uuid) (group by (run, uuid) (training_rank_info and on (uuid) "
+        f"(training_rank_info and on (run) {recording.OVERDUE_STEP}))) > 1)",
+        "",
+    ),
+    # A scrape that fails, and a rank that is gone for longer.
+    (recording.WAIT, "last_over_time(training_measured_steps_total[1m])", "training_measured_steps_total"),
+    (
+        recording.WAIT,
+        "last_over_time(training_measured_steps_total[1m])",
+        "last_over_time(training_measured_steps_total[2m])",
+    ),
+    (recording.RANK_SCORE, "last_over_time(training_world_size[1m])", "training_world_size"),
+    (recording.HOST_SCORE, 'last_over_time(training_rank_info{host!=""}[1m])', 'training_rank_info{host!=""}'),
+    # Ranks that wait as long as each other.
+    (recording.LEADER, "rank:training_straggler:score > 0.01", "rank:training_straggler:score"),
+    (recording.LEADER, "rank:training_straggler:score offset 4m > 0.01", "rank:training_straggler:score offset 4m"),
+    (
+        recording.HOST_LEADER,
+        "host:training_straggler:score offset 4m > 0.01",
+        "host:training_straggler:score offset 4m",
+    ),
+    # Two that are as late, stages of a pipeline, and a host whose ranks have more to do.
+    (recording.LEADER, "unless on (run) (count by (run)", "and on (run) (count by (run)"),
+    (recording.LEADER, "0.75 *", "0.85 *"),
+    (recording.LEADER, "0.75 *", "0.7 *"),
+    (recording.RANK_SCORE, "quantile by (run, pp)", "quantile by (run)"),
+    (recording.HOST_LEADER, f"({recording.EXCUSED} *", f"({recording.LEADER} *"),
+    (recording.HOST_LEADER, f"unless on (run) {recording.LEADER}", ""),
+    (recording.HOST_SCORE, "> 1)", "> 0)"),
+    (recording.STRAGGLER_LOST, f"max by (run) ({recording.HOST_LEADER} >= 0.1) or", ""),
+    # Applications make Xids, too; ends of runs without a sign are nobody's; a storm of one error is one.
+    (recording.LEMON, '{severity=~"critical|fatal"}', ""),
+    (recording.HOST_ENDS, "and on (host)", "unless on (host)"),
+    (recording.LEMON, "changes(", "count_over_time("),
+]
+
+
+def squeezed(text: str) -> str:
+    """Return PromQL with one space where there are spaces and lines."""
+    return " ".join(text.split())
+
+
+def named(record: str, text: str, name: str) -> str:
+    return re.sub(rf"(?<![\w:]){re.escape(record)}(?![\w:])", name, text)
+
+
+@pytest.fixture(scope="module")
+def noticed(tmp_path_factory: pytest.TempPathFactory) -> set[int]:
+    """Return which of BROKEN fail a test of theirs; as many promtools run at once as there are processors."""
+    mutants = {}
+    for number, (record, old, new) in enumerate(BROKEN):
+        expr, old = squeezed(EVERY[record].expr), squeezed(old)
+        assert old in expr, (record, old)
+        mutants[number] = (record, balanced(expr.replace(old, squeezed(new), 1)))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return set().union(
+            *pool.map(lambda path: failing(tmp_path_factory.mktemp(path.stem), path, mutants), RULE_TESTS)
+        )
+
+
+def failing(folder: Path, path: Path, mutants: dict[int, tuple[str, str]]) -> set[int]:
+    """Return which of these, each a record and its other expression, fail the rule tests in a file.
+
+    They are evaluated beside the right ones, as other names. promtool stops at a rule that cannot be evaluated: that
+    one has failed, and the others are run again.
+    """
+    failed: set[int] = set()
+    while True:
+        test = yaml.safe_load(path.read_text())
+        asked: set[int] = set()
+        for group in test["tests"]:
+            cases: list[dict[str, Any]] = []
+            for number, (record, _) in mutants.items():
+                for case in group["promql_expr_test"]:
+                    name = f"mutant_{number}_"
+                    expr = named(record, case["expr"], name)
+                    if number not in failed and expr != case["expr"]:
+                        asked.add(number)
+                        cases.append(
+                            {
+                                **case,
+                                "expr": expr,
+                                "exp_samples": [
+                                    {**one, "labels": named(record, one["labels"], name)} for one in case["exp_samples"]
+                                ],
+                            }
+                        )
+            group["promql_expr_test"] = cases
+        below = {rule["record"] for rule in under(text for number in asked for text in mutants[number])[0]}
+        groups: dict[str, list[dict[str, object]]] = {}
+        for rule in EVERY.values():
+            if rule.name in below:
+                rules = groups.setdefault(f"flopwatch-{rule.group}", [])
+                rules.append(rule.rule())
+                for number in sorted(asked):
+                    if mutants[number][0] == rule.name:  # one that remembers itself remembers the mutant
+                        name = f"mutant_{number}_"
+                        rules.append({"record": name, "expr": named(rule.name, mutants[number][1], name)})
+        (folder / "rules.yaml").write_text(
+            json.dumps({"groups": [{"name": name, "rules": made} for name, made in groups.items()]})
+        )
+        (folder / "test.yaml").write_text(json.dumps({**test, "rule_files": ["rules.yaml"]}))
+        done = rule_test(find().promtool, folder / "test.yaml", timeout=120)
+        told = done.stdout + done.stderr
+        assert "could not parse" not in told, told
+        stopped = set(map(int, re.findall(r"rule: mutant_(\d+)_, time: ", told)))
+        failed |= stopped or set(map(int, re.findall(r"\bmutant_(\d+)_", told)))
+        assert done.returncode == 0 or failed, told
+        if not stopped:
+            return failed
+
+
+def balanced(expr: str) -> str:
+    """Return an expression from which parentheses were taken, with as many closed as opened, at the end of its part."""
+    missing = expr.count("(") - expr.count(")")
+    return expr + ")" * missing
+
+
+@pytest.mark.parametrize("number", range(len(BROKEN)), ids=lambda number: f"{BROKEN[number][0]} {number}")
+def test_a_record_without_what_keeps_it_right_fails_a_rule_test(noticed: set[int], number: int) -> None:
+    assert number in noticed, BROKEN[number]

@@ -1,0 +1,92 @@
+"""Labels that the result of a PromQL expression has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import promql_parser as promql
+
+from alerts import AlertSettings, alerts, records
+from flopwatch.catalogue import BY_NAME
+
+RECORDS = {record.name: record.expr for record in records(AlertSettings())}
+
+
+ALERT_LABELS = {"alertname", "alertstate", "severity", "shadow"}.union(
+    *(alert.identity for alert in alerts(AlertSettings()))
+)
+
+
+RECORDED: dict[str, set[str]] = {}  # of records, known or under way
+
+
+def labels_of(expr: Any) -> set[str]:
+    """Return the labels that `expr` can give; fail on a series or label that nothing of ours has."""
+    match expr:
+        case promql.VectorSelector():
+            name = expr.name or ""
+            family, _, suffix = name.rpartition("_")
+            if name in RECORDS:
+                known = labels_of_record(name)
+            elif name == "up":  # https://prometheus.io/docs/concepts/jobs_instances/
+                known = {"job", "instance"}
+            elif name == "prometheus_rule_evaluation_failures_total":  # Prometheus' own
+                known = {"rule_group", "instance"}
+            elif name in (
+                "ALERTS",
+                "ALERTS_FOR_STATE",
+            ):  # https://prometheus.io/docs/prometheus/latest/configuration/alerting_rules/
+                known = ALERT_LABELS
+            elif suffix in ("bucket", "sum", "count") and family in BY_NAME:
+                assert BY_NAME[family].type == "histogram"
+                known = {*BY_NAME[family].labels, "instance", *(["le"] if suffix == "bucket" else [])}
+            else:
+                assert name in BY_NAME, f"{name} is neither a catalogue row nor a recording rule"
+                known = {*BY_NAME[name].labels, "instance", "job"}
+            assert {matcher.name for matcher in expr.matchers.matchers} <= known, f"{name} has labels {sorted(known)}"
+            return known
+        case promql.MatrixSelector():
+            return labels_of(expr.vector_selector)
+        case promql.AggregateExpr():
+            known = labels_of(expr.expr)
+            if str(expr.op) in ("topk", "bottomk"):
+                return known
+            if expr.modifier is None:
+                return set()
+            assert expr.modifier.type == promql.AggModifierType.By, expr
+            assert set(expr.modifier.labels) <= known, f"{expr} groups by what is not in {sorted(known)}"
+            return set(expr.modifier.labels)
+        case promql.BinaryExpr():
+            left, right, modifier = labels_of(expr.lhs), labels_of(expr.rhs), expr.modifier
+            if modifier is None or modifier.matching is None:
+                return left | right
+            on = set(modifier.matching.labels)
+            assert on <= left & right, f"{expr} joins on {sorted(on)}, not all of them on both sides"
+            if str(expr.op) in ("and", "unless"):
+                return left
+            if modifier.card == promql.VectorMatchCardinality.ManyToOne:
+                assert set(modifier.group_labels or ()) <= right
+                return left | set(modifier.group_labels or ())
+            if modifier.card == promql.VectorMatchCardinality.OneToMany:
+                return right | set(modifier.group_labels or ())
+            return left | right if str(expr.op) == "or" else on
+        case promql.Call():
+            known = set().union(*(labels_of(argument) for argument in expr.args))
+            if expr.func.name == "label_replace":
+                return known | {expr.args[1].val}
+            return known - {"le"} if expr.func.name == "histogram_quantile" else known
+        case promql.ParenExpr() | promql.SubqueryExpr() | promql.UnaryExpr():
+            return labels_of(expr.expr)
+        case promql.NumberLiteral() | promql.StringLiteral():
+            return set()
+    raise AssertionError(f"{type(expr).__name__} is new to this test")
+
+
+def labels_of_record(name: str) -> set[str]:
+    """Return the labels of a recording rule; where it refers to itself, a latch, those it groups by."""
+    if name in RECORDED:
+        return RECORDED[name]
+    expr: Any = promql.parse(RECORDS[name])
+    RECORDED[name] = set(expr.modifier.labels) if isinstance(expr, promql.AggregateExpr) and expr.modifier else set()
+    RECORDED[name] = labels_of(expr)
+    return RECORDED[name]

@@ -1,0 +1,351 @@
+"""Peaks are looked up by exact card name; anything doubtful is refused with the reason."""
+
+from __future__ import annotations
+
+import csv
+import ctypes
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from flopwatch.__main__ import main
+from flopwatch.flops.peaks import DTYPES, Peak, UnknownPeak, override, peak
+from tests.support import TESTS
+from tests.support.hook_server import ROOT
+
+# As they were read from data sheets, names that must be refused included.
+REFERENCE = list(csv.DictReader((TESTS / "captures/peak_flops_reference.csv").read_text(encoding="utf-8").splitlines()))
+
+
+def expected(row: dict[str, str], dtype: str) -> float | None:
+    """Return the FLOP/s that a row of the reference gives; None if it must be refused."""
+    column = {"fp16": "bf16_tflops", "int8": "int8_tops"}.get(dtype, f"{dtype}_tflops")
+    text = row[column]
+    if text.startswith("fp16 "):  # tensor cores without bf16
+        text = text.removeprefix("fp16 ") if dtype == "fp16" else ""
+    return float(text) * 1e12 if text else None
+
+
+@pytest.mark.parametrize("row", REFERENCE, ids=[row["nvml_name"] for row in REFERENCE])
+def test_every_name_of_the_reference_answers_its_row_or_refuses(row: dict[str, str]) -> None:
+    answers: dict[str, float | None] = {}
+    for dtype in DTYPES:
+        try:
+            answers[dtype] = peak(row["nvml_name"], dtype).flops_per_second
+        except UnknownPeak:
+            answers[dtype] = None
+    assert answers == pytest.approx({dtype: expected(row, dtype) for dtype in DTYPES})
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA H100 80GB HBM3", "fp8", 1978.9),
+        ("NVIDIA H100 80GB HBM3", "tf32", 494.7),
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA H200", "bf16", 989.4),
+        ("NVIDIA H20", "bf16", 148),
+        ("NVIDIA GH200 480GB", "bf16", 989.4),
+        ("NVIDIA B200", "fp4", 9000),
+        ("NVIDIA GB200", "bf16", 2500),
+        ("NVIDIA L4", "bf16", 121),
+        ("NVIDIA L40S", "bf16", 362),
+        ("NVIDIA PG509-210", "bf16", 312),
+        ("NVIDIA A100-SXM4-80GB", "int8", 624),
+        ("Tesla V100-SXM2-16GB", "fp16", 125),
+    ],
+)
+def test_a_known_card_has_its_dense_peak(name: str, dtype: str, tflops: float) -> None:
+    assert peak(name, dtype).flops_per_second == tflops * 1e12
+
+
+def test_a_peak_says_where_it_is_from() -> None:
+    assert peak("NVIDIA B200", "bf16") == Peak(2250e12, "NVIDIA DGX B200 datasheet / 8")
+
+
+def test_an_override_is_labelled_as_one() -> None:
+    assert override(7e14) == Peak(7e14, "override")
+    assert override(7e14, "measured") == Peak(7e14, "override: measured")
+
+
+# SMs x FLOP per clock and SM x boost clock of the data sheet.
+@pytest.mark.parametrize(
+    ("name", "sms", "flops_per_clock", "gigahertz"),
+    [
+        ("NVIDIA H100 80GB HBM3", 132, 4096, 1.83),
+        ("NVIDIA A100-SXM4-80GB", 108, 2048, 1.41),
+        ("NVIDIA H100 PCIe", 114, 4096, 1.62),
+        ("NVIDIA GeForce RTX 4090", 128, 512, 2.52),
+    ],
+)
+def test_peaks_agree_with_the_silicon(name: str, sms: int, flops_per_clock: int, gigahertz: float) -> None:
+    assert peak(name, "bf16").flops_per_second == pytest.approx(sms * flops_per_clock * gigahertz * 1e9, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "reason"),
+    [
+        ("NVIDIA H100", "bf16", "'NVIDIA H100' is ambiguous: the name does not tell the form factor (SXM or PCIe)"),
+        (
+            "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+            "bf16",
+            "'NVIDIA H100 80GB HBM3 MIG 1g.10gb' is a MIG slice, a fraction of a card",
+        ),
+        (
+            "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+            "bf16",
+            "'NVIDIA A100-SXM4-80GB MIG 1g.10gb' is a MIG slice, a fraction of a card",
+        ),
+        (
+            "NVIDIA A100-SXM4-80GB MIG 1c.3g.40gb",
+            "bf16",
+            "'NVIDIA A100-SXM4-80GB MIG 1c.3g.40gb' is a MIG slice, a fraction of a card",
+        ),
+        (
+            "NVIDIA RTX A1000",
+            "bf16",
+            "'NVIDIA RTX A1000' is not in the table of peaks; give the name as nvidia-smi prints it",
+        ),
+        (
+            "NVIDIA RTX A4000",
+            "bf16",
+            "'NVIDIA RTX A4000' is not in the table of peaks; give the name as nvidia-smi prints it",
+        ),
+        (
+            "NVIDIA H20 NVL16",
+            "bf16",
+            "'NVIDIA H20 NVL16' is not in the table of peaks; give the name as nvidia-smi prints it",
+        ),
+        (
+            "NVIDIA GeForce RTX 4090 D",
+            "bf16",
+            "'NVIDIA GeForce RTX 4090 D' is not in the table of peaks; give the name as nvidia-smi prints it",
+        ),
+        (
+            "NVIDIA GeForce RTX 4090 Laptop GPU",
+            "bf16",
+            "'NVIDIA GeForce RTX 4090 Laptop GPU' is not in the table of peaks; give the name as nvidia-smi prints it",
+        ),
+        (
+            "GRID A100D-80C",
+            "bf16",
+            "'GRID A100D-80C' is not in the table of peaks; give the name as nvidia-smi prints it",
+        ),
+        (
+            "H100 80GB HBM3",
+            "bf16",
+            "'H100 80GB HBM3' is not in the table of peaks; give the name as nvidia-smi prints it",
+        ),
+        (
+            "nvidia h100 pcie",
+            "bf16",
+            "'nvidia h100 pcie' is not in the table of peaks; give the name as nvidia-smi prints it",
+        ),
+        ("NVIDIA H200 ", "bf16", "'NVIDIA H200 ' is not in the table of peaks; give the name as nvidia-smi prints it"),
+        ("", "bf16", "'' is not in the table of peaks; give the name as nvidia-smi prints it"),
+        ("Tesla V100-SXM2-16GB", "bf16", "'Tesla V100-SXM2-16GB' has no bf16 peak in the table"),
+        ("NVIDIA A100-SXM4-80GB", "fp8", "'NVIDIA A100-SXM4-80GB' has no fp8 peak in the table"),
+        (
+            "NVIDIA H100 80GB HBM3",
+            "fp32",
+            "no peaks are known for dtype 'fp32', only for fp16, bf16, tf32, fp8, fp4, int8",
+        ),
+        (
+            "NVIDIA H100 80GB HBM3",
+            "basis",
+            "no peaks are known for dtype 'basis', only for fp16, bf16, tf32, fp8, fp4, int8",
+        ),
+    ],
+)
+def test_a_doubtful_card_is_refused_with_the_reason(
+    name: str, dtype: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UnknownPeak) as refusal:
+        peak(name, dtype)
+    assert str(refusal.value) == reason
+    for form in ([], ["--json"]):
+        assert main(["peak", name, "--dtype", dtype, *form]) == 1
+        assert capsys.readouterr() == ("", f"flopwatch: {reason}\n")
+
+
+def test_the_command_prints_peak_and_source(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["peak", "NVIDIA H200", "--dtype", "bf16"]) == 0
+    assert capsys.readouterr().out == (
+        "NVIDIA H200 bf16: 989.4 TFLOP/s, dense (NVIDIA H100 datasheet (halved), architecture paper)\n"
+    )
+    assert main(["peak", "NVIDIA A100-SXM4-80GB", "--dtype", "int8"]) == 0
+    assert capsys.readouterr().out == "NVIDIA A100-SXM4-80GB int8: 624 TOP/s, dense (NVIDIA A100 datasheet)\n"
+    assert main(["peak", "NVIDIA L40S", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "name": "NVIDIA L40S",
+        "dtype": "bf16",
+        "flops_per_second": 362e12,
+        "source": "NVIDIA L40S datasheet",
+    }
+
+
+class Driver:
+    """What CUDA's driver library answers, as ctypes shows it."""
+
+    def __init__(self, name: bytes, devices: int = 1) -> None:
+        self.name, self.devices = name, devices
+
+    def __call__(self, file: str) -> Driver:
+        assert file == "libcuda.so.1"
+        return self
+
+    def cuInit(self, flags: int) -> int:
+        return 0 if self.devices else 100  # CUDA_ERROR_NO_DEVICE
+
+    def cuDeviceGet(self, device: Any, ordinal: int) -> int:
+        device._obj.value = 41 + ordinal
+        return 0
+
+    def cuDeviceGetName(self, name: Any, size: int, device: ctypes.c_int) -> int:
+        assert (size, device.value) == (256, 41)
+        name.value = self.name
+        return 0
+
+
+def test_without_a_name_it_is_the_card_at_hand(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", Driver(b"NVIDIA H20"))
+    assert main(["peak", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["flops_per_second"] == 148e12
+    monkeypatch.setattr(ctypes, "CDLL", Driver(b"NVIDIA A100-SXM4-80GB MIG 1g.10gb"))
+    assert main(["peak"]) == 1
+    assert "is a MIG slice" in capsys.readouterr().err
+
+
+def test_without_a_name_and_a_card_it_asks_for_the_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_driver(file: str) -> Driver:
+        raise OSError(f"{file}: cannot open shared object file")
+
+    for library, reason in (
+        (no_driver, "flopwatch: there is no NVIDIA driver here; give the card's name, as nvidia-smi prints it\n"),
+        (Driver(b"", devices=0), "flopwatch: CUDA's driver shows no card (error 100); give the card's name\n"),
+    ):
+        monkeypatch.setattr(ctypes, "CDLL", library)
+        assert main(["peak"]) == 1
+        assert capsys.readouterr() == ("", reason)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["NVIDIA H200", "--measure"], "--measure is of the device at hand; leave the name out"),
+        (["NVIDIA H200", "--seconds", "3"], "--seconds is how long --measure takes; give both or neither"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["peak", *arguments]) == 1
+    assert capsys.readouterr().err == f"flopwatch: {reason}\n"
+
+
+def test_measuring_without_torch_says_what_is_missing() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; from flopwatch.__main__ import main; "
+        "sys.exit(main(['peak', '--measure']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT / "exporter")}, text=True, capture_output=True
+    )
+    assert (done.returncode, done.stderr) == (1, "flopwatch: --measure needs PyTorch, which is not installed here\n")
+
+
+# The sweep, on this CPU.
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_a_sweep_reports_the_best_shape_and_what_it_reached(dtype: str) -> None:
+    import torch
+
+    from flopwatch.training.torch.peak import sweep
+
+    precision = torch.get_float32_matmul_precision()
+    achieved = sweep(dtype, 0.1, ((32, 64, 32), (64, 64, 64)), torch.device("cpu"))
+    assert achieved.dtype == dtype
+    assert achieved.shape in ((32, 64, 32), (64, 64, 64))
+    assert 1e6 < achieved.flops_per_second < 1e14
+    assert torch.get_float32_matmul_precision() == precision
+
+
+@pytest.mark.torch
+def test_seconds_come_from_the_devices_events_and_the_best_shape_wins() -> None:
+    import torch
+
+    from flopwatch.training.torch.peak import EventTimer, sweep
+
+    class Event:
+        """A CUDA event of a device that takes 1 ms for anything, but 4 ms for the third shape."""
+
+        recorded = 0
+
+        def record(self) -> None:
+            Event.recorded += 1
+            self.number = Event.recorded
+
+        def synchronize(self) -> None:
+            assert self.number == Event.recorded
+
+        def elapsed_time(self, end: Event) -> float:
+            assert end.number == self.number + 1
+            return 4.0 if end.number > 8 else 1.0
+
+    achieved = sweep("fp16", 0.003, ((8, 8, 8), (16, 16, 16), (16, 32, 16)), torch.device("cpu"), EventTimer(Event))
+    assert (achieved.shape, achieved.flops_per_second) == ((16, 16, 16), 2 * 16**3 / 1e-3)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("dtype", "reason"),
+    [
+        ("fp4", "'fp4' is not measured, only fp16, bf16, tf32, fp8, int8"),
+        ("fp32", "'fp32' is not measured, only fp16, bf16, tf32, fp8, int8"),
+        ("tf32", "tf32 is of NVIDIA's cards from Ampere on"),
+    ],
+)
+def test_what_cannot_be_measured_says_why(dtype: str, reason: str) -> None:
+    import torch
+
+    from flopwatch.training.torch.peak import Unmeasurable, sweep
+
+    with pytest.raises(Unmeasurable) as refusal:
+        sweep(dtype, 0.1, device=torch.device("cpu"))
+    assert str(refusal.value) == reason
+
+
+@pytest.mark.torch
+def test_a_device_that_cannot_multiply_says_so_in_one_line() -> None:
+    import torch
+
+    from flopwatch.training.torch.peak import Unmeasurable, sweep
+
+    with pytest.raises(Unmeasurable, match=r"^torch \S+ cannot multiply int8 on cpu: .+$"):
+        sweep("int8", 0.1, ((-1, 8, 8),), torch.device("cpu"))
+
+
+@pytest.mark.torch
+def test_the_command_measures_and_shows_what_the_data_sheet_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["peak", "--measure", "--dtype", "bf16", "--seconds", "0.2"]) == 0
+    first, measured, sheet = capsys.readouterr().out.splitlines()
+    assert first.endswith(" bf16")
+    assert measured.startswith("  measured    ")
+    assert measured.endswith(" (m x n x k)")
+    assert sheet.startswith("  data sheet  ")
+    assert main(["peak", "--measure", "--seconds", "0.2", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["achievable_flops_per_second"] > 1e6
+    assert len(said["shape"]) == 3
+    assert (said["flops_per_second"] is None) == ("refused" in said)
+    assert main(["peak", "--measure", "--dtype", "fp4"]) == 1

@@ -1,0 +1,176 @@
+"""Four ranks, each in turn 15 % slower: the wait names it, by the rule of alerts/recording; healthy ranks never."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from alerts.settings import AlertSettings
+from tests.support import ranks
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
+
+WORLD_SIZE = 4
+WINDOW = 20  # steps
+WARM_UP = 4  # steps: the first has no mean to be compared with
+WINDOWS = 3  # in which the same rank has to lead
+HEALTHY_STEPS = 1000
+HEALTHY_WINDOW = 100
+SLOWER = 0.15
+WORK = 0.02  # seconds of a step in which every rank is busy
+# How many times as long as that, one after the other until it comes out right: other work on the machine costs every
+# step some milliseconds, more than 15 % of a short one and much less of a long one.
+LATE_SCALES, HEALTHY_SCALES = (1, 3, 9), (1, 3, 3)
+VARIANTS = ("sleeping", "burning", "loading", "fsdp2")
+
+# Of the alert's 0.10, because these windows are of 20 steps and not of two minutes, and the processors have other
+# things to do: a rank so late costs 0.13, less what it waits for the others' hiccups.
+NAMED_FROM = 0.75
+
+Window = list[float]  # each rank's wait as a share of its measured step time
+
+
+@pytest.fixture(scope="module")
+def windows() -> dict[str, list[Window]]:
+    """The wait shares of each scenario, window by window; one launch for all, because importing torch takes seconds."""
+    answers = ranks.answers(__file__, WORLD_SIZE, 800)
+    return {
+        name: [list(window) for window in zip(*(answer[name] for answer in answers), strict=True)]
+        for name in answers[0]
+    }
+
+
+def scores(window: Window) -> list[float]:
+    """Return what RANK_SCORE records for this window: the upper median of the waits minus each rank's own."""
+    upper_median = sorted(window)[len(window) // 2]
+    return [upper_median - wait for wait in window]
+
+
+def named(three: list[Window], share: float = 1.0) -> int | None:
+    """Return the rank that led in all three windows, as LEADER records it, if it costs what warns, or a share of it.
+
+    In the last no other may be nearly as late.
+    """
+    settings = AlertSettings()
+    leaders = {max(range(WORLD_SIZE), key=scores(window).__getitem__) for window in three}
+    cost = sum(max(scores(window)) for window in three) / len(three)
+    second, first = sorted(scores(three[-1]))[-2:]
+    alone = second <= settings.straggler_rival * first
+    return leaders.pop() if len(leaders) == 1 and alone and cost > share * settings.straggler_warning else None
+
+
+def ever_named(healthy: list[Window]) -> set[int | None]:
+    """Return who is named in any three windows in a row, and None if in some it is nobody."""
+    return {named(healthy[at : at + WINDOWS]) for at in range(len(healthy) - WINDOWS + 1)}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("slow", range(WORLD_SIZE))
+def test_a_rank_slower_by_15_percent_is_named(windows: dict[str, list[Window]], variant: str, slow: int) -> None:
+    assert named(windows[f"{variant} {slow}"], NAMED_FROM) == slow
+
+
+@pytest.mark.parametrize("model", ["ddp", "fsdp2"])
+def test_nobody_is_named_in_healthy_steps(windows: dict[str, list[Window]], model: str) -> None:
+    assert ever_named(windows[f"healthy {model}"]) == {None}
+
+
+def main() -> dict[str, list[float]]:
+    """Train as one of the ranks; return its wait share of each window of each scenario."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    from flopwatch.catalogue import TRAINING_COLLECTIVE_WAIT, TRAINING_MEASURED_STEP_SECONDS
+    from flopwatch.training import Run
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+
+    def train(
+        model: Any, windows: int, window: int, work: float, extra: float = 0.0, how: str = ""
+    ) -> tuple[list[float], float]:
+        """Return the wait shares of the windows, and the mean step time of the last."""
+        run = Run("late", model=model)
+        run.measure_every = 1  # in windows as short as these; in two minutes two steps a second will do
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def batches() -> Any:
+            while True:
+                time.sleep(extra if how == "loading" else 0)
+                yield torch.ones(4, 32)
+
+        def totals() -> tuple[float, float]:
+            points = run.snapshot().points
+            return points[TRAINING_COLLECTIVE_WAIT][0][1], points[TRAINING_MEASURED_STEP_SECONDS][0][1]
+
+        shares, then, began = [], (0.0, 0.0), 0.0
+        loader = iter(run.batches(batches()))
+        for step in range(WARM_UP + windows * window):
+            batch = next(loader)
+            time.sleep(work + (extra if how in ("sleeping", "fsdp2") else 0))
+            until = time.perf_counter() + (extra if how == "burning" else 0)
+            while time.perf_counter() < until:
+                pass
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step()
+            if step >= WARM_UP - 1 and (step - WARM_UP + 1) % window == 0:
+                now = totals()
+                if step >= WARM_UP:
+                    shares.append((now[0] - then[0]) / (now[1] - then[1]))
+                    duration = (time.perf_counter() - began) / window
+                then, began = now, time.perf_counter()
+        return shares, duration
+
+    def ddp() -> Any:
+        return DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4))))
+
+    def fsdp2() -> Any:
+        model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+        fully_shard(model[0])
+        return fully_shard(model)
+
+    def of_all(mine: list[float]) -> list[Window]:
+        """Return the windows of all ranks, so that they agree on whether to go on."""
+        gathered: list[Any] = [None] * WORLD_SIZE
+        dist.all_gather_object(gathered, mine)
+        return [list(window) for window in zip(*gathered, strict=True)]
+
+    def healthy(make: Callable[[], Any], windows: int, window: int, work: float) -> tuple[list[float], float]:
+        """Return the wait shares, and what a step takes besides the work."""
+        for times in HEALTHY_SCALES:
+            found, step = train(make(), windows, window, times * work)
+            if ever_named(of_all(found)) == {None}:
+                break
+        return found, step - times * work
+
+    def late(make: Callable[[], Any], slow: int, overhead: float, how: str) -> list[float]:
+        for times in LATE_SCALES:
+            work = times * WORK
+            extra = SLOWER * (work + overhead) if rank == slow else 0.0
+            found, _ = train(make(), WINDOWS, WINDOW, work, extra, how)
+            if named(of_all(found), NAMED_FROM) == slow:
+                break
+        return found
+
+    shares: dict[str, list[float]] = {}
+    shares["healthy ddp"], of_ddp = healthy(ddp, HEALTHY_STEPS // HEALTHY_WINDOW, HEALTHY_WINDOW, WORK / 2)
+    shares["healthy fsdp2"], of_fsdp2 = healthy(fsdp2, WINDOWS, WINDOW, WORK)
+    for how in VARIANTS:
+        make, overhead = (fsdp2, of_fsdp2) if how == "fsdp2" else (ddp, of_ddp)
+        for slow in range(WORLD_SIZE):
+            shares[f"{how} {slow}"] = late(make, slow, overhead, how)
+    dist.barrier()
+    dist.destroy_process_group()
+    return shares
+
+
+if __name__ == "__main__":
+    print(json.dumps(main()))

@@ -1,0 +1,140 @@
+"""The catalogue obeys Prometheus' naming, imports nothing, and is what the documentation says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from flopwatch.catalogue import BY_NAME, Metric, all_metrics
+from flopwatch.catalogue.markdown import metrics_markdown
+from tests.support import ROOT
+
+ROWS = list(all_metrics())
+
+# The scrape owns these; a sample that carries one comes out as exported_pod and the like.
+RESERVED = {"job", "instance", "namespace", "pod", "container", "node", "service", "le", "quantile"}
+# Words for units that are no base units, and short forms of those that are.
+NOT_BASE = {
+    "ns",
+    "us",
+    "ms",
+    "milliseconds",
+    "microseconds",
+    "nanoseconds",
+    "minutes",
+    "hours",
+    "days",
+    "s",
+    "sec",
+    "kb",
+    "mb",
+    "gb",
+    "kib",
+    "mib",
+    "gib",
+    "kilobytes",
+    "megabytes",
+    "gigabytes",
+    "bits",
+    "b",
+    "words",
+    "percent",
+    "pct",
+    "mw",
+    "milliwatts",
+    "kilowatts",
+    "mj",
+    "millijoules",
+    "wh",
+    "mhz",
+    "ghz",
+    "megahertz",
+    "fahrenheit",
+    "kelvin",
+    "c",
+    "gflops",
+    "tflops",
+}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_a_row_obeys_prometheus_naming(row: Metric) -> None:
+    words = row.name.split("_")
+    assert re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", row.name)
+    assert row.name.endswith("_total") == (row.type == "counter")
+    assert row.name.endswith("_info") == (row.type == "info")
+    assert not row.name.endswith(("_count", "_sum", "_bucket", "_created"))
+    assert not NOT_BASE & set(words)
+    assert row.domain in ("gpu", "nvlink", "infiniband", "node", "training", "run", "flopwatch")
+    assert row.type == "info" or row.type not in words
+    assert row.name.endswith("_timestamp_seconds") == ("timestamp" in words)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_a_rows_labels_are_its_own(row: Metric) -> None:
+    assert all(re.fullmatch(r"[a-z][a-z0-9_]*", label) for label in row.labels)
+    assert len(set(row.labels)) == len(row.labels)
+    assert not RESERVED & set(row.labels)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_a_row_says_what_it_means_and_where_it_is_born(row: Metric) -> None:
+    assert row.help.endswith(".")
+    assert "\n" not in row.help + row.source
+    assert row.source
+    assert not row.source.endswith(".")
+    assert row.scale > 0
+
+
+def test_every_name_is_one_row() -> None:
+    assert len(BY_NAME) == len(ROWS)
+    # OpenMetrics families drop _total and _info and must still differ.
+    assert len({row.name.removesuffix("_total").removesuffix("_info") for row in ROWS}) == len(ROWS)
+
+
+def test_twenty_rows_matter_most() -> None:
+    assert sum(row.key for row in ROWS) == 20
+    assert metrics_markdown(key_only=True).count("\n| `") == 20
+
+
+def test_the_printed_documentation_is_up_to_date() -> None:
+    """If not: `flopwatch metrics > docs/metrics.md`."""
+    assert (ROOT / "docs" / "metrics.md").read_text() == metrics_markdown()
+
+
+def imported_by(module: str) -> set[str]:
+    """Return what a fresh interpreter has loaded after importing a module."""
+    code = f"import sys; before = set(sys.modules); import {module}; print(*set(sys.modules) - before)"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'exporter'}"},
+    )
+    return set(run.stdout.split())
+
+
+def test_the_catalogue_imports_nothing_but_the_standard_library() -> None:
+    assert {name.partition(".")[0] for name in imported_by("flopwatch.catalogue")} - sys.stdlib_module_names == {
+        "flopwatch"
+    }
+
+
+@pytest.mark.parametrize(
+    ("module", "never"),
+    [
+        ("flopwatch.node.server", {"alerts", "dashboards", "torch", "flopwatch.training", "flopwatch.simulate"}),
+        (
+            "flopwatch.node.scrape.reader",
+            {"fastapi", "uvicorn", "prometheus_client", "alerts", "dashboards", "opentelemetry"},
+        ),
+        ("flopwatch.__main__", {"fastapi", "uvicorn", "prometheus_client", "opentelemetry", "flopwatch.node"}),
+    ],
+)
+def test_imports_go_one_way(module: str, never: set[str]) -> None:
+    assert not never & imported_by(module)

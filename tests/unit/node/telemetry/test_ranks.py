@@ -1,0 +1,744 @@
+"""What a push becomes: samples for the scrape, a record for the ledger, or a refusal with its reason."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.json_format import MessageToJson
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry.proto.metrics.v1.metrics_pb2 import ResourceMetrics
+from prometheus_client import CollectorRegistry
+
+from flopwatch import catalogue as m
+from flopwatch.catalogue import Sample
+from flopwatch.ledger.store import Store
+from flopwatch.node.collectors import StateFile
+from flopwatch.node.scrape.exposition import Exposition
+from flopwatch.node.telemetry import ledger_client as forwarding
+from flopwatch.node.telemetry import otlp, process_exit
+from flopwatch.node.telemetry.ledger_client import Embedded, Forward, Outcomes, Remote
+from flopwatch.node.telemetry.otlp import JSON, MAX_BYTES, PROTOBUF, Push, Refused
+from flopwatch.node.telemetry.ranks import MAX_NAMES, MAX_RANKS, MAX_RUNS, Record, Telemetry, own_pid_namespace
+from flopwatch.settings import ExporterSettings
+from tests.support.ledger_server import eventually, ledger_server
+from tests.support.machine import PATIENCE, reserved_port, until
+from tests.support.otlp_by_hand import START, counter, gauge, histogram, process, request, training
+
+
+class Node:
+    """An exporter's telemetry with clocks the test moves."""
+
+    def __init__(self, gpus: frozenset[str] | None = None) -> None:
+        self.registry = CollectorRegistry()
+        self.time = START + 100
+        self.telemetry = Telemetry(
+            ExporterSettings(host="node-7", rank_timeout=300),
+            self.registry,
+            lambda: gpus,
+            clock=lambda: self.time,
+            now=lambda: self.time,
+        )
+
+    def push(self, *processes: ResourceMetrics) -> tuple[int, str]:
+        return self.telemetry.receive(request(*processes))
+
+    def samples(self) -> list[Sample]:
+        return self.telemetry.ask(1).samples
+
+    def steps(self) -> dict[str, float]:
+        """Return the position of each rank that is served."""
+        return {labels[1]: value for row, labels, value in self.samples() if row is m.TRAINING_POSITION_STEPS}
+
+    def records(self) -> list[Record]:
+        """Return what the ledger is owed, and take it."""
+        due = self.telemetry.due()
+        for key, (version, _) in due.items():
+            self.telemetry.delivered(key, version)
+        return [record for _, records in due.values() for record in records]
+
+    def counted(self) -> dict[str, float]:
+        return {
+            s.labels["outcome"]: s.value
+            for f in self.registry.collect()
+            for s in f.samples
+            if s.name == "flopwatch_otlp_pushes_total" and s.value
+        }
+
+
+def pushed(*metrics: Any, gpus: frozenset[str] | None = None, **said: Any) -> Push:
+    return otlp.push(process(*metrics, **said), host="node-7", gpus=gpus, now=START + 100)
+
+
+def test_every_kind_of_family_arrives_as_its_catalogue_row() -> None:
+    push = pushed(
+        counter("training_tokens_total", 8192.0),
+        counter("training_activity_seconds_total", 12.5, activity="step"),
+        gauge("training_position_steps", 40),
+        gauge("training_rank_info", 1, host="container", uuid="GPU-a", local_rank="3", attempt="made up"),
+        histogram("training_step_duration_seconds", [0.1, 1], [3, 2, 1], 4.5),
+        rank=3,
+    )
+    assert push.samples == (
+        (m.TRAINING_TOKENS, ("lm", "3"), 8192.0),
+        (m.TRAINING_ACTIVITY_SECONDS, ("lm", "3", "step"), 12.5),
+        (m.TRAINING_POSITION_STEPS, ("lm", "3"), 40.0),
+        # The node's name and the attempt are not the container's to choose.
+        (m.TRAINING_RANK_INFO, ("lm", "3", "node-7", "GPU-a", "3", "a1", "", "", "", "", ""), 1.0),
+        (m.TRAINING_STEP_DURATION, ("lm", "0.1"), 3.0),
+        (m.TRAINING_STEP_DURATION, ("lm", "1.0"), 5.0),
+        (m.TRAINING_STEP_DURATION, ("lm", "+Inf"), 6.0),
+        (m.TRAINING_STEP_DURATION, ("lm", "count"), 6.0),
+        (m.TRAINING_STEP_DURATION, ("lm", "sum"), 4.5),
+    )
+    assert (push.refused, push.reason) == (0, "")
+
+
+def test_a_histogram_is_exposed_as_prometheus_expects_it() -> None:
+    push = pushed(histogram("training_step_duration_seconds", [0.1, 1], [3, 2, 1], 4.5))
+    assert Exposition().render(push.samples).splitlines()[1:] == [
+        "# TYPE training_step_duration_seconds histogram",
+        'training_step_duration_seconds_bucket{run="lm",le="0.1"} 3.0',
+        'training_step_duration_seconds_bucket{run="lm",le="1.0"} 5.0',
+        'training_step_duration_seconds_bucket{run="lm",le="+Inf"} 6.0',
+        'training_step_duration_seconds_count{run="lm"} 6.0',
+        'training_step_duration_seconds_sum{run="lm"} 4.5',
+    ]
+
+
+GOOD = gauge("training_position_steps", 40)
+
+
+def changed(metric: Any, **values: Any) -> Any:
+    """Return a copy of a metric whose data have other fields."""
+    copy = type(metric)()
+    copy.CopyFrom(metric)
+    for name, value in values.items():
+        setattr(getattr(copy, copy.WhichOneof("data")), name, value)
+    return copy
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        counter("training_made_up_total", 1),
+        counter("gpu_energy_joules_total", 1, gpu="0", uuid="GPU-a"),
+        gauge("run_state", 1, state="running"),
+        gauge("training_tokens_total", 1),
+        counter("training_position_steps", 1),
+        changed(counter("training_tokens_total", 1), is_monotonic=False),
+        changed(counter("training_tokens_total", 1), aggregation_temporality=1),
+        counter("training_tokens_total", -1),
+        counter("training_tokens_total", float("nan")),
+        counter("training_tokens_total", float("inf")),
+        gauge("training_committed_steps", float("nan")),
+        gauge("training_world_size", float("inf")),
+        gauge("training_rank_info", 2, uuid="GPU-a", local_rank="0"),
+        counter("training_tokens_total", 1, unknown="label"),
+        counter("training_tokens_total", 1, run="another"),
+        counter("training_activity_seconds_total", 1),
+        counter("training_activity_seconds_total", 1, activity="x" * 257),
+        counter("training_activity_seconds_total", 1, activity="line\nend"),
+        histogram("training_step_duration_seconds", [1, 0.1], [3, 2, 1], 4.5),
+        histogram("training_step_duration_seconds", [-1, 1], [3, 2, 1], 4.5),
+        histogram("training_step_duration_seconds", [0.1, 1], [3, 2], 4.5),
+        histogram("training_step_duration_seconds", [0.1, float("nan")], [3, 2, 1], 4.5),
+        histogram("training_step_duration_seconds", range(40), [1] * 41, 4.5),
+    ],
+)
+def test_a_point_that_is_not_in_the_catalogue_is_refused_alone(bad: Any) -> None:
+    node = Node()
+    refused, reason = node.push(process(GOOD, bad))
+    assert refused == 1
+    assert repr(bad.name) in reason
+    assert node.samples() == [(m.TRAINING_POSITION_STEPS, ("lm", "0"), 40.0)]
+    assert node.counted() == {"partial": 1}
+
+
+def test_a_loss_that_is_not_a_number_is_a_fact_worth_serving() -> None:
+    [(_, _, value)] = pushed(gauge("training_loss", float("nan"))).samples
+    assert value != value
+
+
+def test_an_older_hook_may_lack_a_label_that_an_info_row_has_gained() -> None:
+    assert pushed(gauge("training_rank_info", 1, uuid="GPU-a")).samples == (
+        (m.TRAINING_RANK_INFO, ("lm", "0", "node-7", "GPU-a", "", "a1", "", "", "", "", ""), 1.0),
+    )
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"schema": 2},
+        {"schema": "1"},
+        {"run": ""},
+        {"run": "no spaces"},
+        {"run": "x" * 129},
+        {"run": '<b>"'},
+        {"tenant": "a b"},
+        {"attempt": ""},
+        {"attempt": "a\nb"},
+        {"attempt": "x" * 257},
+        {"rank": -1},
+        {"rank": "0"},
+        {"rank": 1 << 24},
+        {"start_unix": 0},
+        {"start_unix": START + 1000},
+        {"start_unix": float("nan")},
+        {"status": "fine"},
+    ],
+)
+def test_a_process_that_does_not_say_who_it_is_is_refused(said: dict[str, Any]) -> None:
+    node = Node()
+    refused, reason = node.push(process(GOOD, GOOD, **said))
+    assert refused == 2
+    assert reason
+    assert node.samples() == []
+    assert node.counted() == {"invalid": 1}
+
+
+def test_a_rank_may_claim_only_a_gpu_of_this_node() -> None:
+    def info(uuid: str) -> ResourceMetrics:
+        return process(gauge("training_rank_info", 1, uuid=uuid, local_rank="0"))
+
+    node = Node(gpus=frozenset({"GPU-a", "GPU-b"}))
+    assert node.push(info("GPU-b")) == (0, "")
+    assert node.samples()[0][1][:6] == ("lm", "0", "node-7", "GPU-b", "0", "a1")
+    assert node.push(info("GPU-of-another-node")) == (0, "")
+    assert node.samples()[0][1][:6] == ("lm", "0", "node-7", "", "0", "a1")
+    assert node.counted() == {"accepted": 1, "foreign_gpu": 1}
+    without_nvml = Node()
+    without_nvml.push(info("GPU-of-another-node"))
+    assert without_nvml.samples()[0][1][:6] == ("lm", "0", "node-7", "GPU-of-another-node", "0", "a1")
+
+
+def test_the_newest_process_start_of_a_rank_wins() -> None:
+    node = Node()
+    node.push(training(10, 5, START + 6, attempt="a1", pid=100))
+    assert node.push(training(4, 2, START + 60, attempt="a2", pid=200, start_unix=START + 50)) == (0, "")
+    assert node.push(training(11, 6, START + 61, attempt="a1", pid=100)) == (5, "a newer process is rank 0 of run 'lm'")
+    assert node.steps() == {"0": 4}
+    assert node.counted() == {"accepted": 2, "stale_process": 1}
+
+
+def test_a_second_run_of_one_process_is_not_an_older_process() -> None:
+    """The start of a process is computed anew from its age, so it differs by milliseconds."""
+    node = Node()
+    node.push(training(10, 5, START + 6, attempt="a1", pid=100, start_unix=START + 0.004, status="completed"))
+    assert node.push(training(1, 1, START + 20, attempt="a2", pid=100, start_unix=START)) == (0, "")
+    assert node.steps() == {"0": 1}
+
+
+def test_a_rank_is_served_until_it_finishes() -> None:
+    node = Node()
+    node.push(training(10, 5, START + 6, rank=0), training(10, 5, START + 6, rank=1))
+    node.push(training(11, 6, START + 7, rank=0, status="completed"))
+    assert node.steps() == {"1": 10}
+
+
+def test_a_rank_is_served_until_it_has_not_pushed_for_the_timeout() -> None:
+    node = Node()
+    node.push(training(10, 5, START + 6))
+    node.time += 300
+    node.telemetry.check()
+    assert node.steps() == {"0": 10}
+    node.time += 1
+    node.telemetry.check()
+    assert node.steps() == {}
+
+
+def test_a_rank_is_served_until_its_process_is_gone_and_the_ledger_hears_of_it() -> None:
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"], stdout=subprocess.PIPE
+    )
+    try:
+        assert trainer.stdout is not None
+        trainer.stdout.readline()
+        ticks = int(Path(f"/proc/{trainer.pid}/stat").read_text().rpartition(")")[2].split()[19])
+        node = Node()
+        node.push(training(10, 5, START + 6, pid=trainer.pid, pid_start_ticks=ticks, pid_namespace=own_pid_namespace()))
+        node.telemetry.check()
+        assert node.steps() == {"0": 10}
+        trainer.kill()
+        # It stays a zombie, since nobody has waited for it yet.
+        until(lambda: not process_exit.process_alive(trainer.pid, ticks))
+        node.telemetry.check()
+        assert node.steps() == {}
+        snapshot, gone = node.records()
+        assert (snapshot["t"], snapshot["step"], "gone" in snapshot) == (START + 6, 10, False)
+        assert (gone["t"], gone["step"], gone["gone"]) == (START + 100, 10, True)
+        assert node.records() == []
+    finally:
+        trainer.kill()
+        trainer.communicate()
+
+
+def test_a_process_that_is_stopped_is_told_with_how_long_it_has_been() -> None:
+    trainer = subprocess.Popen(["sleep", "600"])
+    try:
+        node = Node()
+        told = {"pid": trainer.pid, "pid_namespace": own_pid_namespace()}
+
+        def blocked() -> dict[str, float]:
+            node.telemetry.check()
+            return {
+                labels[2]: value
+                for row, labels, value in node.samples()
+                if row is m.NODE_PROCESS_BLOCKED and labels[:2] == ("lm", "0")
+            }
+
+        node.push(training(10, 5, START + 6, **told))
+        assert blocked() == {"stopped": 0, "uninterruptible": 0}
+        trainer.send_signal(signal.SIGSTOP)
+        until(lambda: process_exit.process_state(trainer.pid, 0) == "T")
+        node.time += 5
+        assert blocked() == {"stopped": 0, "uninterruptible": 0}  # since when is not known
+        node.time += 40
+        node.push(training(10, 5, START + 51, **told))  # a push that was on its way
+        assert blocked() == {"stopped": 40, "uninterruptible": 0}
+        trainer.send_signal(signal.SIGCONT)
+        until(lambda: process_exit.process_state(trainer.pid, 0) != "T")
+        assert blocked() == {"stopped": 0, "uninterruptible": 0}
+    finally:
+        trainer.kill()
+        trainer.communicate()
+
+
+def test_a_process_that_cannot_be_seen_has_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node()
+    node.push(training(10, 5, START + 6, pid=os.getpid(), pid_namespace=own_pid_namespace()))
+    monkeypatch.setattr(process_exit, "process_state", lambda pid, ticks: "")  # /proc is mounted with hidepid
+    node.telemetry.check()
+    assert [row for row, _, _ in node.samples() if row is m.NODE_PROCESS_BLOCKED] == []
+    assert node.steps() == {"0": 10}
+
+
+def test_a_process_in_another_pid_namespace_is_not_judged() -> None:
+    node = Node()
+    node.push(training(10, 5, START + 6, pid=2**22 - 1, pid_namespace=own_pid_namespace() + 1))
+    node.telemetry.check()
+    assert node.steps() == {"0": 10}
+
+
+def test_a_pid_that_was_given_to_another_process_is_not_the_process() -> None:
+    assert process_exit.process_alive(os.getpid(), 0)
+    assert not process_exit.process_alive(os.getpid(), 1)
+
+
+def test_a_node_takes_64_ranks_and_16_runs() -> None:
+    node = Node()
+    ranks = [process(GOOD, rank=rank, run=f"run-{rank % MAX_RUNS}") for rank in range(MAX_RANKS)]
+    assert node.push(*ranks) == (0, "")
+    assert node.push(process(GOOD, rank=MAX_RANKS, run="run-0"))[0] == 1
+    assert node.push(process(GOOD, run="run-new"))[0] == 1
+    assert node.push(*ranks) == (0, "")
+    node.push(process(GOOD, rank=0, run="run-0", status="completed"))
+    assert node.push(process(GOOD, rank=MAX_RANKS, run="run-1")) == (0, "")
+    assert node.counted()["limit"] == 2
+
+
+def test_runs_that_end_at_once_do_not_get_round_the_limit() -> None:
+    node = Node()
+    for number in range(MAX_NAMES):
+        assert node.push(process(GOOD, run=f"run-{number}", status="completed")) == (0, "")
+    assert node.push(process(GOOD, run="one-too-many"))[0] == 1
+    assert node.push(process(GOOD, run="run-5", attempt="a2", start_unix=START + 1)) == (0, "")
+    node.time += 3601
+    assert node.push(process(GOOD, run="one-too-many")) == (0, "")
+
+
+def test_a_small_request_with_many_processes_is_refused_before_any_is_read() -> None:
+    asked: list[None] = []
+
+    def gpus() -> None:
+        asked.append(None)
+
+    telemetry = Telemetry(ExporterSettings(host="node-7"), CollectorRegistry(), gpus)
+    with pytest.raises(Refused, match="at most 64 processes"):
+        telemetry.receive(request(*(ResourceMetrics() for _ in range(MAX_RANKS + 1))))
+    assert asked == []
+    telemetry.receive(request(*(process(GOOD, rank=rank) for rank in range(MAX_RANKS))))
+    assert asked == [None]
+
+
+def test_a_run_that_completed_is_complete_though_one_rank_left_without_a_word() -> None:
+    node = Node()
+    node.push(training(9, 5, START + 6, rank=0), training(9, 5, START + 6, rank=1))
+    node.push(training(10, 6, START + 7, rank=0, status="completed"))
+    node.time += 301
+    node.telemetry.check()
+    [record] = node.records()
+    assert (record["status"], record["event"]) == ("completed", "finish")
+
+
+def test_a_rank_of_another_tenants_run_of_the_same_name_is_refused_while_that_is_live() -> None:
+    """The series carry run and rank only; two tenants would be one."""
+    node = Node()
+    node.push(process(GOOD, tenant="blue"))
+    assert node.push(process(GOOD, tenant="red")) == (1, "rank 0 of run 'lm' is another tenant's on this node")
+    node.push(process(GOOD, tenant="blue", status="stopped"))
+    assert node.push(process(GOOD, tenant="red")) == (0, "")
+    assert node.counted() == {"accepted": 3, "conflict": 1}
+
+
+def test_the_ranks_of_an_attempt_are_one_record() -> None:
+    node = Node()
+    node.push(
+        training(11, 6.5, START + 8, rank=5, start_unix=START + 0.5, open_step_seconds=0.1),
+        training(10, 6, START + 7, rank=4, open_step_seconds=0.25, restored_step=3, submitted_unix=START - 60),
+        process(gauge("training_committed_steps", 8), rank=6),
+    )
+    assert node.records() == [
+        {
+            "t": START + 7,
+            "tenant": "",
+            "run": "lm",
+            "attempt": "a1",
+            "source": "node-7",
+            "event": "snapshot",
+            "rank": 4,
+            "gpus": 3,
+            "started": START,
+            "submitted": START - 60,
+            "restored_step": 3,
+            "step": 11,
+            "committed_step": 8,
+            "activity_seconds": {"startup": 1.0, "step": 6.0},
+            "open_step_seconds": 0.25,
+            "model_flops": 21e12,
+            "peak_flops": 2e15,
+        }
+    ]
+
+
+def test_a_record_is_owed_only_after_a_push_and_until_it_is_delivered() -> None:
+    node = Node()
+    node.push(training(1, 1, START + 2))
+    [(key, (version, _))] = node.telemetry.due().items()
+    node.push(training(2, 2, START + 3))
+    node.telemetry.delivered(key, version)
+    assert [record["step"] for record in node.records()] == [2]
+    assert node.records() == []
+
+
+def test_an_attempt_has_a_status_when_every_rank_of_it_has_and_the_worst_counts() -> None:
+    node = Node()
+    node.push(training(9, 5, START + 6, rank=0), training(9, 5, START + 6, rank=1))
+    node.push(training(10, 6, START + 7, rank=0, status="completed"))
+    [record] = node.records()
+    assert ("status" in record, record["event"], record["rank"]) == (False, "snapshot", 1)
+    node.push(training(10, 6.5, START + 8, rank=1, status="failed"))
+    [record] = node.records()
+    assert (record["status"], record["event"], record["t"], record["step"]) == ("failed", "finish", START + 8, 10)
+    assert node.telemetry.summary() == []
+
+
+def test_a_restart_leaves_the_last_word_on_the_old_attempt_to_the_ledger() -> None:
+    node = Node()
+    node.push(training(10, 5, START + 6, attempt="a1"))
+    node.push(training(8, 1, START + 20, attempt="a2", start_unix=START + 18))
+    assert [(record["attempt"], record["step"]) for record in node.records()] == [("a1", 10), ("a2", 8)]
+    assert node.telemetry.summary() == [("", "lm", 1)]
+
+
+def test_a_stamp_from_the_future_is_now() -> None:
+    node = Node()
+    node.push(training(1, 1, START + 1e6))
+    assert node.records()[0]["t"] == START + 100
+
+
+# The wire.
+
+
+@pytest.mark.parametrize("media", [PROTOBUF, JSON])
+def test_protobuf_and_json_say_the_same(media: str) -> None:
+    sent = request(training(10, 5, START + 6), process(histogram("training_step_duration_seconds", [1], [2, 0], 1.5)))
+    body = sent.SerializeToString() if media == PROTOBUF else MessageToJson(sent).encode()
+    assert otlp.decode(body, media) == sent
+
+
+def test_json_as_other_senders_write_it_is_understood() -> None:
+    body = json.dumps(
+        {
+            "resourceMetrics": [
+                {
+                    "resource": {
+                        "attributes": [
+                            {"key": "flopwatch.schema", "value": {"intValue": "1"}},
+                            {"key": "flopwatch.run", "value": {"stringValue": "lm"}},
+                            {"key": "flopwatch.attempt", "value": {"stringValue": "a1"}},
+                            {"key": "flopwatch.rank", "value": {"intValue": 0}},
+                            {"key": "flopwatch.start_unix", "value": {"doubleValue": START}},
+                        ]
+                    },
+                    "scopeMetrics": [
+                        {
+                            "scope": {"name": "x"},
+                            "metrics": [
+                                {
+                                    "name": "training_tokens_total",
+                                    "sum": {
+                                        "aggregationTemporality": 2,
+                                        "isMonotonic": True,
+                                        "dataPoints": [
+                                            {
+                                                "asInt": "12",
+                                                "timeUnixNano": "1700000010000000000",
+                                                "exemplars": [
+                                                    {
+                                                        "asInt": "1",
+                                                        "traceId": "5B8EFFF798038103D269B633813FC60C",
+                                                        "spanId": "EEE19B7EC3C1B174",
+                                                    }
+                                                ],
+                                            }
+                                        ],
+                                    },
+                                }
+                            ],
+                        }
+                    ],
+                    "unknownField": 1,
+                }
+            ]
+        }
+    ).encode()
+    [resource] = otlp.decode(body, JSON).resource_metrics
+    push = otlp.push(resource, host="node-7", gpus=None, now=START + 100)
+    assert (push.samples, push.at) == (((m.TRAINING_TOKENS, ("lm", "0"), 12.0),), START + 10)
+
+
+@pytest.mark.parametrize(
+    ("body", "media"),
+    [
+        (b"\x0a\xff\xff", PROTOBUF),
+        (b"{}", PROTOBUF),
+        (b"", JSON),
+        (b"not json", JSON),
+        (b'{"resourceMetrics": 1}', JSON),
+        (b"\xff\xfe", JSON),
+        (b"[" * 100_000, JSON),
+        (b'{"a":' * 50_000, JSON),
+        (b"null", JSON),
+        (b'{"resourceMetrics": [{"schemaUrl": "\\ud800"}]}', JSON),
+    ],
+)
+def test_a_body_that_is_no_request_is_malformed(body: bytes, media: str) -> None:
+    with pytest.raises(Refused) as refused:
+        otlp.decode(body, media)
+    assert refused.value.outcome == "malformed"
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_do_more_than_be_refused(body: bytes) -> None:
+    for media in (PROTOBUF, JSON):
+        try:
+            sent = otlp.decode(body, media)
+        except Refused:
+            continue
+        Node().telemetry.receive(sent)
+
+
+def test_a_gzip_body_inflates_to_a_mebibyte_and_no_further() -> None:
+    assert otlp.inflate(gzip.compress(bytes(MAX_BYTES))) == bytes(MAX_BYTES)
+    for body, outcome in (
+        (gzip.compress(bytes(MAX_BYTES + 1)), "too_large"),
+        (gzip.compress(bytes(20 * MAX_BYTES)), "too_large"),
+        (gzip.compress(b"x")[:-1], "malformed"),
+        (gzip.compress(b"x") + b"y", "malformed"),
+        (b"plain", "malformed"),
+        (b"", "malformed"),
+    ):
+        with pytest.raises(Refused) as refused:
+            otlp.inflate(body)
+        assert refused.value.outcome == outcome
+
+
+# The way to the ledger.
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an exporter that stops wait for the ledger's answer, however long a slow machine takes to give it."""
+    monkeypatch.setattr(forwarding, "STOP_TIMEOUT", PATIENCE)
+
+
+def sent(registry: CollectorRegistry) -> dict[str, float]:
+    return {
+        s.labels["outcome"]: s.value
+        for f in registry.collect()
+        for s in f.samples
+        if s.name == "flopwatch_ledger_records_total"
+    }
+
+
+def run_states(source: Embedded) -> list[str]:
+    """Return the states the ledger says runs are in."""
+    return [labels[-1] for row, labels, value in source.ask(1).samples if row is m.RUN_STATE and value == 1]
+
+
+def test_an_embedded_ledger_on_a_full_disk_fails_no_push_and_is_offered_the_record_again(tmp_path: Path) -> None:
+    node = Node()
+    store = Store(tmp_path / "ledger.sqlite")
+    embedded = Embedded(store, Outcomes(node.registry))
+    forward = Forward(node.telemetry, embedded, tick=0.01)
+    [[pages]] = store._db.execute("PRAGMA page_count")
+    store._db.execute(f"PRAGMA max_page_count={pages}")
+    forward.start()
+    try:
+        for rank in range(20):
+            assert node.push(training(1, 1, START + 2, run=f"run-{rank % 16}", attempt="a" * 250)) == (0, "")
+        assert eventually(lambda: sent(node.registry)["failed"] >= 3)
+        store._db.execute("PRAGMA max_page_count=1000000")
+        assert eventually(lambda: len(run_states(embedded)) == 16)
+    finally:
+        forward.stop()
+        store.close()
+
+
+def test_the_last_push_before_a_stop_still_reaches_the_ledger(tmp_path: Path) -> None:
+    node = Node()
+    embedded = Embedded(Store(tmp_path / "ledger.sqlite"), Outcomes(node.registry))
+    forward = Forward(node.telemetry, embedded, tick=60)
+    forward.start()
+    node.push(training(1, 1, START + 2, status="completed"))
+    forward.stop()
+    assert run_states(embedded) == ["completed"]
+    embedded.close()
+
+
+def deliver(node: Node, remote: Remote) -> None:
+    for key, (version, records) in node.telemetry.due().items():
+        assert remote.take(key, records)
+        node.telemetry.delivered(key, version)
+
+
+def test_a_ledger_at_a_url_gets_one_request_per_run_with_the_newest_records_and_the_token(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("s3cret\n")
+    node = Node()
+    with ledger_server() as (url, received):
+        remote = Remote(
+            url, tmp_path / "token", tmp_path / "spool", Outcomes(node.registry), interval=5, clock=lambda: node.time
+        )
+        for step in (1, 2, 3):
+            node.push(training(step, step, START + step))
+            deliver(node, remote)
+        node.push(training(1, 1, START + 9, attempt="a2", start_unix=START + 8))
+        deliver(node, remote)
+        node.time += 5
+        remote.flush()
+        remote.flush()
+    [(authorization, records)] = received
+    assert authorization == "Bearer s3cret"
+    assert [(record["attempt"], record["step"]) for record in records] == [("a1", 3), ("a2", 1)]
+    assert not any((tmp_path / "spool").glob("*"))
+
+
+@pytest.mark.usefixtures("patient")
+def test_while_the_ledger_is_away_only_the_newest_record_of_an_attempt_is_kept_across_restarts(tmp_path: Path) -> None:
+    node = Node()
+    with reserved_port() as port:
+        url = f"http://127.0.0.1:{port}"
+        remote = Remote(url, None, tmp_path, Outcomes(node.registry), interval=0.001, clock=lambda: node.time)
+        for step in (1, 2, 3):
+            node.push(training(step, step, START + step))
+            deliver(node, remote)
+            node.time += 1000
+            remote.flush()
+        assert sent(node.registry) == {"sent": 0, "failed": 3, "refused": 0}
+        [file] = tmp_path.glob("*.json")
+        assert [record["step"] for record in json.loads(file.read_text())] == [3]
+
+        (tmp_path / "torn.json").write_text('[{"run"')
+        with ledger_server(port=port) as (_, received):
+            restarted = Remote(url, None, tmp_path, Outcomes(CollectorRegistry()))
+            restarted.flush(last=True)
+    assert [record["step"] for _, records in received for record in records] == [3]
+    assert [path.name for path in tmp_path.glob("*.json")] == ["torn.json"]
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(
+    ("answer", "outcome", "kept"), [(200, "sent", 0), (400, "refused", 0), (401, "failed", 1), (503, "failed", 1)]
+)
+def test_only_a_record_that_the_ledger_calls_wrong_is_given_up(
+    answer: int, outcome: str, kept: int, tmp_path: Path
+) -> None:
+    node = Node()
+    with ledger_server(answer) as (url, _):
+        remote = Remote(url, None, tmp_path, Outcomes(node.registry))
+        node.push(training(1, 1, START + 2))
+        deliver(node, remote)
+        remote.flush(last=True)
+    assert sent(node.registry)[outcome] == 1
+    assert len(list(tmp_path.glob("*.json"))) == kept
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_delivery_that_is_too_large_is_made_in_halves_and_costs_no_record_that_fits(tmp_path: Path) -> None:
+    node = Node()
+    with ledger_server(most=2) as (url, received):
+        remote = Remote(url, None, tmp_path, Outcomes(node.registry))
+        for attempt in "abcde":
+            node.push(training(1, 1, START + 2, attempt=attempt, pid=ord(attempt), rank=ord(attempt)))
+        deliver(node, remote)
+        remote.flush(last=True)
+    taken = [[record["attempt"] for record in records] for _, records in received if len(records) <= 2]
+    assert taken == [["a", "b"], ["c"], ["d", "e"]]
+    assert sent(node.registry) == {"sent": 5, "failed": 0, "refused": 0}
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Let no file of this process grow, which to it is what a full disk is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_leaves_nothing_behind_in_the_spool(tmp_path: Path) -> None:
+    node = Node()
+    remote = Remote("http://127.0.0.1:1", None, tmp_path, Outcomes(node.registry))
+    node.push(training(1, 1, START + 2, status="completed"))
+    with full_disk():
+        deliver(node, remote)
+    assert list(tmp_path.iterdir()) == []
+    remote.flush(last=True)  # which fails, and keeps it
+    [kept] = tmp_path.iterdir()
+    assert json.loads(kept.read_text())[0]["status"] == "completed"
+
+
+def test_a_full_disk_leaves_the_last_whole_state_file(tmp_path: Path) -> None:
+    file = StateFile(tmp_path / "state.json")
+    assert file.save({"count": 1})
+    with full_disk():
+        assert not file.save({"count": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
+    assert file.load() == {"count": 1}
+    assert file.save({"count": 2})
+    assert file.load() == {"count": 2}
+
+
+def test_an_attempt_that_no_record_can_be_made_of_hides_no_other() -> None:
+    node = Node()
+    node.push(training(10, 5, START + 6, run="good"))
+    broken = Push("", "bad", "a1", 0, START, START + 5, samples=((m.TRAINING_POSITION_STEPS, ("bad", "0"), math.inf),))
+    node.telemetry._take(broken)
+    assert [record["run"] for record in node.records()] == ["good"]
+    node.push(training(11, 6, START + 7, run="good"))
+    assert [record["step"] for record in node.records()] == [11]
