@@ -22,6 +22,7 @@ from demo.servers import find
 from flopwatch.catalogue import BY_NAME
 from flopwatch.node.compat import ALIASES
 from tests.support import ROOT
+from tests.support.cases import for_each
 from tests.support.commands import assert_commands_exist
 from tests.support.machine import PATIENCE
 
@@ -211,10 +212,7 @@ def classified(page: Path) -> list[tuple[str, Ran | Elsewhere | Needs]]:
     return found
 
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-
-
-@each_page
+@for_each(PAGES, lambda page: page.name)
 def test_what_becomes_of_every_block_is_said(page: Path) -> None:
     for text, what in classified(page):
         done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=PATIENCE)
@@ -315,7 +313,7 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
 
 
-@each_page
+@for_each(PAGES, lambda page: page.name)
 def test_every_link_to_a_section_leads_to_one(page: Path) -> None:
     for link, anchor in re.findall(r"\]\((?!https?://)([^)#\s]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
         text = ((page.parent / link) if link else page).read_text(encoding="utf-8")

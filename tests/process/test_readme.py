@@ -18,6 +18,7 @@ from flopwatch.__main__ import _parser
 from flopwatch.catalogue.markdown import metrics_markdown
 from flopwatch.training import Run
 from tests.support import ROOT
+from tests.support.cases import for_each
 
 README = (ROOT / "README.md").read_text()
 
@@ -102,19 +103,16 @@ def test_every_setting_of_the_hook_is_explained_and_no_other() -> None:
     assert set(re.findall(r"FLOPWATCH_[A-Z_]+", page)) == set(re.findall(r'"(FLOPWATCH_[A-Z_]+)"', code))
 
 
-@pytest.mark.parametrize(
-    "page",
-    sorted(
-        path.relative_to(ROOT).as_posix()
-        for path in [
-            ROOT / "README.md",
-            ROOT / "CONTRIBUTING.md",
-            *(ROOT / "docs").glob("*.md"),
-            *(ROOT / "alerts" / "runbooks").glob("*.md"),
-        ]
-    ),
+@for_each(
+    [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "alerts" / "runbooks").glob("*.md")),
+    ],
+    lambda page: page.name,
 )
-def test_every_link_into_the_repository_leads_somewhere(page: str) -> None:
-    links = re.findall(r"\]\((?!https?://|#)([^)#]+)[^)]*\)", (ROOT / page).read_text())
-    missing = [link for link in links if not (ROOT / page).parent.joinpath(link).exists()]
+def test_every_link_into_the_repository_leads_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?://|#)([^)#]+)[^)]*\)", page.read_text())
+    missing = [link for link in links if not page.parent.joinpath(link).exists()]
     assert missing == []

@@ -11,6 +11,7 @@ import pytest
 from flopwatch.catalogue import BY_NAME, Metric, all_metrics
 from flopwatch.catalogue.markdown import metrics_markdown
 from tests.support import ROOT
+from tests.support.cases import for_each
 
 ROWS = list(all_metrics())
 
@@ -60,7 +61,7 @@ NOT_BASE = {
 }
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@for_each(ROWS)
 def test_a_row_obeys_prometheus_naming(row: Metric) -> None:
     words = row.name.split("_")
     assert re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", row.name)
@@ -73,14 +74,14 @@ def test_a_row_obeys_prometheus_naming(row: Metric) -> None:
     assert row.name.endswith("_timestamp_seconds") == ("timestamp" in words)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@for_each(ROWS)
 def test_a_rows_labels_are_its_own(row: Metric) -> None:
     assert all(re.fullmatch(r"[a-z][a-z0-9_]*", label) for label in row.labels)
     assert len(set(row.labels)) == len(row.labels)
     assert not RESERVED & set(row.labels)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@for_each(ROWS)
 def test_a_row_says_what_it_means_and_where_it_is_born(row: Metric) -> None:
     assert row.help.endswith(".")
     assert "\n" not in row.help + row.source
