@@ -17,7 +17,7 @@ NODE := $(shell command -v npm >/dev/null && node -e 'process.exit(process.versi
 	2>/dev/null && echo $(PAGE))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint generate viewer screenshots audit bench soak fuzz scale simulate mutations versions clean
+.PHONY: help demo check test test-all durations lint generate viewer screenshots audit bench soak fuzz scale simulate mutations versions clean
 .NOTPARALLEL:
 
 help:  ## list the targets
@@ -27,13 +27,21 @@ demo: $(VENV)/.demo $(if $(filter torch,$(TRAIN)),$(VENV)/.torch)  ## the whole 
 	@$(if $(NODE),$(MAKE) -s $(NODE) || echo "The viewer cannot be built here; the demo goes on without.")
 	@$(BIN)/python -m demo --train $(TRAIN) $(if $(SECONDS),--seconds $(SECONDS))
 
-test: lint $(VENV)/.demo $(VENV)/.torch $(NODE)  ## lint, types, unit tests and the end-to-end test
-	@$(BIN)/python -m pytest --durations=15
+check: $(VENV)/.dev  ## lint, types and pure tests: a minute and a half
+	@.ci/tier check
 
-lint: $(VENV)/.dev  ## ruff and mypy
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
+test: $(VENV)/.dev $(NODE)  ## check, and the tests with Prometheus, PyTorch and real processes: at most 8 minutes
+	@.ci/tier test
+
+test-all: $(VENV)/.dev $(NODE)  ## every test there is, every mutant and version: before a release, and every night
+	@.ci/tier all
+
+durations: $(VENV)/.dev $(NODE)  ## measure how long each test file takes, for tests/durations.csv: half an hour
+	@$(BIN)/python -m pytest -q --durations=0 --junitxml=.cache/durations.xml; \
+	$(BIN)/python -m tests.support.durations .cache/durations.xml > tests/durations.csv
+
+lint: $(VENV)/.dev  ## ruff, import contracts, spelling, mypy
+	@.ci/tier lint
 
 generate: $(VENV)/.dev  ## write the generated files again
 	@$(BIN)/python -m alerts helm/files
@@ -57,7 +65,7 @@ soak: $(VENV)/.dev  ## scrape a simulated node every second for an hour, or SECO
 scale: $(VENV)/.dev  ## every rule over the series of 32,768 GPUs on a real Prometheus: each group's time beside its interval
 	@$(BIN)/python bench/rules.py
 
-mutations: $(VENV)/.dev  ## every mutant of every alert, of which `make test` tries a sample
+mutations: $(VENV)/.dev  ## every mutant of every alert
 	@FLOPWATCH_MUTANTS=0 $(BIN)/python -m pytest --durations=10 tests/rules/test_alert_mutations.py
 
 versions: $(VENV)/.dev $(NODE)  ## rules, pages, reports and boards on the oldest and newest Prometheus, VictoriaMetrics and Alertmanager: 20 minutes

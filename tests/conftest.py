@@ -1,7 +1,8 @@
-"""What holds for all tests, on a machine that may stall and in a process that runs thousands of them."""
+"""Settings for all tests: patience on slow machines, open files, and the order that keeps every worker busy."""
 
 from __future__ import annotations
 
+import csv
 import gc
 import os
 from datetime import timedelta
@@ -9,19 +10,29 @@ from datetime import timedelta
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support import ROOT, TESTS
+
 # An example is too slow after seconds, not after its default of 0.2.
 settings.register_profile("flopwatch", deadline=timedelta(seconds=20), suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("flopwatch")
 
-MOST_FILES = 500
+MAX_FILES = 500
+# Seconds per file on two idle cores; `make durations` measures them again.
+DURATIONS = TESTS / "durations.csv"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the longest files first, so that no worker ends with a long file while the others are idle."""
+    with DURATIONS.open(newline="") as file:
+        seconds = {row["file"]: float(row["seconds"]) for row in csv.DictReader(file)}
+    items.sort(key=lambda item: -seconds.get(item.path.relative_to(ROOT).as_posix(), 0.0))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
-    """Let go of files that only garbage holds.
+    """Collect garbage that keeps files open.
 
-    A collector keeps hundreds open as long as its process lives, and here there are hundreds of collectors in one. The
-    more a process holds, the more seldom Python looks for garbage by itself.
+    A collector keeps hundreds of files open while it lives, and one test process makes hundreds of collectors.
     """
-    if len(os.listdir("/proc/self/fd")) > MOST_FILES:
+    if len(os.listdir("/proc/self/fd")) > MAX_FILES:
         gc.collect()

@@ -31,6 +31,8 @@ from tests.support.databases import VICTORIA, victoria
 from tests.support.machine import node_builds, until
 
 pytestmark = [
+    pytest.mark.long,
+    pytest.mark.alone,
     pytest.mark.e2e,
     pytest.mark.timeout(600),
     pytest.mark.skipif(not PAGE.is_file() and not node_builds(), reason="no Node 20 for `make viewer`"),

@@ -27,7 +27,7 @@ from flopwatch import catalogue as c
 from tests.support.job_log import JobLog
 from tests.support.machine import PATIENCE, shortest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.torch, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.e2e, pytest.mark.torch, pytest.mark.timeout(1000)]
 
 RUN = "lm-e2e"
 PACE = 15.0  # a minute of the shipped rules is four seconds here

@@ -22,6 +22,8 @@ from demo.servers import ROOT, find
 from demo.stack import Stack, StackError, free_ports
 from tests.support.machine import PATIENCE, until
 
+pytestmark = pytest.mark.long
+
 SUMMARY = summary.Summary(
     mfu=0.4149,
     effective_mfu=0.3622,

@@ -20,7 +20,7 @@ from demo.stack import Child, Prometheus, StackError, fetch, free_ports
 from flopwatch.simulate.node import SimulatedNode
 from tests.support.machine import until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(900)]
 
 PACE = 20.0  # five minutes of the shipped rules are fifteen seconds here
 SETTINGS = AlertSettings(pace=PACE, degraded_for=300.0)  # the only one that takes longer

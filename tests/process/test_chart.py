@@ -26,10 +26,10 @@ from flopwatch.http import web_config
 from flopwatch.node.collectors.identity.topology import SERVICE_ACCOUNT
 from flopwatch.settings import KUBELET_SOCKET, Address, BoardsSettings, ExporterSettings, LedgerSettings
 from helm.generate import readme, routing
+from tests.support import ROOT
 from tests.support.chart import (
     CHART,
     NAMESPACE,
-    ROOT,
     VARIANTS,
     Json,
     container,

@@ -23,7 +23,8 @@ import flopwatch
 from alerts import AlertSettings, alertmanager_yaml, rules_yaml
 from demo.servers import find
 from demo.stack import Child, fetch, free_ports
-from tests.support.chart import CHART, ROOT, container, only, render
+from tests.support import ROOT
+from tests.support.chart import CHART, container, only, render
 from tests.support.machine import until
 
 spec = importlib.util.spec_from_file_location("check", CHART / "files" / "check.py")

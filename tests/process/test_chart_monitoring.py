@@ -30,10 +30,10 @@ import yaml
 import flopwatch
 from alerts import AlertSettings, rules
 from demo.servers import find
+from tests.support import ROOT
 from tests.support.chart import (
     CHART,
     NAMESPACE,
-    ROOT,
     SCHEMAS,
     VARIANTS,
     Json,

@@ -18,7 +18,8 @@ import pytest
 import flopwatch
 from flopwatch import catalogue as m
 from flopwatch.simulate.node import SimulatedNode
-from tests.support.exporter_process import ENVIRONMENT, ROOT, Series, alive, exporter, flopwatch_command
+from tests.support import ROOT
+from tests.support.exporter_process import ENVIRONMENT, Series, alive, exporter, flopwatch_command
 from tests.support.machine import PATIENCE, shortest, until
 from tests.support.otlp_by_hand import gauge, process, training
 

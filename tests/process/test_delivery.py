@@ -22,6 +22,8 @@ from demo.servers import NEWEST, OLDEST, ServersError, find
 from demo.stack import Child, fetch, free_ports
 from tests.support.machine import until
 
+pytestmark = pytest.mark.long
+
 VERSIONS = bool(os.environ.get("FLOPWATCH_VERSIONS"))
 SUITES = (OLDEST, NEWEST) if VERSIONS else (None,)
 OUTAGE = 60.0 if VERSIONS else 3.0

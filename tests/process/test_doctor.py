@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,7 +58,7 @@ def node(tmp_path: Path) -> SimulatedNode:
     return node
 
 
-def settings(node: SimulatedNode, **others: object) -> ExporterSettings:
+def settings(node: SimulatedNode, **others: Any) -> ExporterSettings:
     return ExporterSettings(
         listen=Address("127.0.0.1", 0),
         otlp_listen=Address("127.0.0.1", 0),
@@ -65,7 +66,7 @@ def settings(node: SimulatedNode, **others: object) -> ExporterSettings:
         simulate="h100x8",
         host="node-7",
         **others,
-    )  # type: ignore[arg-type]
+    )
 
 
 def test_on_a_healthy_node_everything_is_read_and_owned(node: SimulatedNode) -> None:

@@ -161,6 +161,7 @@ def test_a_body_without_an_end_is_cut_off() -> None:
         assert outcomes(metrics(node)) == {"too_large": 1}
 
 
+@pytest.mark.long
 def test_as_many_attributes_as_fit_are_looked_through_and_left_out() -> None:
     with running() as node:
         body = attributes((MAX_BYTES - 1000) // 2)

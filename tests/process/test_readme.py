@@ -98,7 +98,7 @@ def test_the_table_is_the_catalogues() -> None:
 
 
 def test_every_setting_of_the_hook_is_explained_and_no_other() -> None:
-    code = "".join(path.read_text() for path in (ROOT / "exporter" / "flopwatch" / "training").glob("*.py"))
+    code = "".join(path.read_text() for path in (ROOT / "exporter" / "flopwatch" / "training").rglob("*.py"))
     page = (ROOT / "docs" / "training.md").read_text()
     assert set(re.findall(r"FLOPWATCH_[A-Z_]+", page)) == set(re.findall(r'"(FLOPWATCH_[A-Z_]+)"', code))
 

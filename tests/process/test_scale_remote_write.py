@@ -20,6 +20,8 @@ from tests.support.databases import prometheus, raw, victoria
 from tests.support.machine import until
 from tests.support.scale_page import snippet
 
+pytestmark = pytest.mark.long
+
 SETTINGS = AlertSettings(pace=15)
 NODES = 2
 ENOUGH = 1_500  # samples, so that each series has a few

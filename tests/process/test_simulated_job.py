@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from flopwatch.simulate.job import FLOPS_PER_TOKEN, TOKENS_PER_SECOND
-from tests.support.hook_server import ROOT, HookServer, Push
+from tests.support import ROOT
+from tests.support.hook_server import HookServer, Push
 from tests.support.machine import PATIENCE, until
 
 

@@ -23,6 +23,8 @@ from flopwatch.node.telemetry.ledger_client import URL_INTERVAL
 from tests.support import ROOT
 from tests.support.rule_files import seconds
 
+pytestmark = pytest.mark.long
+
 TARGETS, SECONDS, PACE = 64, 30.0, 8.0
 # Recorded of a week in hours only, of an hour in parts of it, or while ranks are new.
 LATE = {

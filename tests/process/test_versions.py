@@ -39,6 +39,8 @@ from tests.support.reports import whole_world
 from tests.support.rule_files import rules_of, seconds
 
 pytestmark = [
+    pytest.mark.long,
+    pytest.mark.alone,
     pytest.mark.timeout(900),
     pytest.mark.skipif(not os.environ.get("FLOPWATCH_VERSIONS"), reason="`make versions` runs it"),
 ]

@@ -27,6 +27,8 @@ from simulator.promtool import rule_test
 from tests.support import TESTS
 from tests.support.rule_files import ALERTS, SETTINGS, alive, seconds, under
 
+pytestmark = pytest.mark.long
+
 RULES = TESTS / "rules"
 NAMES = sorted({alert.name for alert in ALERTS})
 

@@ -38,6 +38,8 @@ from simulator.topology import Port, Topology
 from simulator.world import World
 from tests.support import ROOT
 
+pytestmark = pytest.mark.long
+
 DOCS = ROOT / "docs" / "simulate.md"
 
 # 54 days with every published interruption, on as many GPUs as make it quick; more spares, since each node of so few

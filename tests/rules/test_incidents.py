@@ -29,7 +29,7 @@ from simulator.scenarios import SCENARIOS, Scenario
 
 FULL = bool(os.environ.get("FLOPWATCH_REHEARSE"))
 SEEDS = (1, 2, 3) if FULL else (1,)
-pytestmark = pytest.mark.timeout(7200 if FULL else 300)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(7200 if FULL else 300)]
 LONG = pytest.mark.skipif(not FULL, reason="minutes each, and a part of it is above: make simulate")
 RUN = Job("lm", 8, mesh={"tp": 8, "dp": 8}, step_seconds=5.0)  # 64 GPUs: it pages
 ALONE = Scenario(

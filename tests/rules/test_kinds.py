@@ -19,6 +19,8 @@ from simulator.ranks import PER_HOST, RANKS, Job, Trouble
 from simulator.verdicts import evaluate
 from tests.support import ROOT
 
+pytestmark = pytest.mark.long
+
 RULES = ROOT / "helm" / "files" / "rules.yaml"
 SEEDS = 1
 KINDS = pytest.mark.parametrize("kind", [*STRAGGLERS, *HANGS], ids=lambda kind: kind.name)

@@ -19,6 +19,8 @@ from simulator.promtool import rule_test
 from tests.support import TESTS
 from tests.support.rule_files import under
 
+pytestmark = pytest.mark.long
+
 SETTINGS = AlertSettings()
 EVERY = {record.name: record for record in records(SETTINGS)}
 RULE_TESTS = sorted((TESTS / "rules").glob("recording*.yaml"))

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.support import ROOT
 from tests.support.hook_server import HookServer, Push
-from tests.support.loops import ROOT, SECONDS, Seen, Slow, flat, fresh, seen_by
+from tests.support.loops import SECONDS, Seen, Slow, flat, fresh, seen_by
 from tests.support.machine import PATIENCE, reserved_port
 
 BACKGROUND = "training_checkpoint_background_seconds_total"

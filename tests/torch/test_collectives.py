@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flopwatch.training.process import stacks
-from tests.support import ranks
+from tests.support import ROOT, ranks
 from tests.support.hook_server import HookServer, Push
 from tests.support.machine import PATIENCE, until
 
@@ -79,7 +79,7 @@ def asked(pid: int, *flags: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "flopwatch", "stacks", str(pid), *flags],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ranks.ROOT / "exporter")},
+        env={**os.environ, "PYTHONPATH": str(ROOT / "exporter")},
         timeout=PATIENCE,
     )
 

@@ -34,10 +34,11 @@ from flopwatch.node.telemetry.ranks import Telemetry
 from flopwatch.settings import ExporterSettings
 from flopwatch.training import Run
 from flopwatch.training.push import pusher
-from tests.support.hook_server import ROOT, HookServer, Push, python
+from tests.support import ROOT
+from tests.support.hook_server import HookServer, Push, python
 from tests.support.machine import PATIENCE, reserved_port, shortest, until
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.torch, pytest.mark.timeout(600)]
 
 ELASTIC = ROOT / "tests" / "scripts" / "elastic.py"
 LEAVING = ROOT / "tests" / "scripts" / "elastic_leaving.py"

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from flopwatch.node.telemetry.otlp import ENDED_BY
 from flopwatch.training.process.exit_reason import ended_by
-from tests.support.hook_server import ROOT, HookServer, Push, python
+from tests.support import ROOT
+from tests.support.hook_server import HookServer, Push, python
 
 LOOP = """
 from flopwatch.training import Run

@@ -14,8 +14,8 @@ import pytest
 
 from flopwatch.catalogue import BY_NAME
 from flopwatch.training import Run
+from tests.support import ROOT
 from tests.support.frameworks import engine
-from tests.support.hook_server import ROOT
 
 pytestmark = [
     pytest.mark.torch,
@@ -119,14 +119,15 @@ def test_the_accelerate_block_runs() -> None:
             optimizer.zero_grad()
         accelerator.end_training()
 
-    model, loader = torch.nn.Embedding(32, 8), torch.utils.data.DataLoader
+    model = torch.nn.Embedding(32, 8)
+    dataset: Any = [{"input_ids": torch.ones(3, dtype=torch.long)}] * 8
     names: dict[str, Any] = {
         "accelerator": accelerate.Accelerator(cpu=True),
         "train": train,
         "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), 0.1),
-        "loader": loader([{"input_ids": torch.ones(3, dtype=torch.long)}] * 8, batch_size=2),
-    }  # type: ignore[arg-type]
+        "loader": torch.utils.data.DataLoader(dataset, batch_size=2),
+    }
     exec(BLOCKS["Accelerate"][1], names)
     assert value(names["run"], "training_steps_total") == 4
     assert value(names["run"], "training_tokens_total") == 24

@@ -16,8 +16,8 @@ import pytest
 
 from flopwatch.catalogue import BY_NAME
 from flopwatch.training import Run
+from tests.support import ROOT
 from tests.support.frameworks import engine
-from tests.support.hook_server import ROOT
 
 pytestmark = pytest.mark.torch
 

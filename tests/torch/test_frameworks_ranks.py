@@ -17,7 +17,7 @@ from tests.support.machine import reserved_port
 LENGTHS = (5, 9, 16, 12)  # tokens of a sample, in turn; the rest of its 16 is padding
 OF_RANK = {0: (5 + 9, 5 + 9, 5 + 9), 1: (16 + 12, 16 + 12, 16 + 12)}  # batches of 2 go to the ranks in turn
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.torch, pytest.mark.timeout(600)]
 Told = dict[str, dict[str, Any]]
 
 

@@ -20,9 +20,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import ROOT
 from tests.support.environment import HOSTILE
-from tests.support.hook_server import ROOT, HookServer
+from tests.support.hook_server import HookServer
 from tests.support.machine import PATIENCE
+
+pytestmark = pytest.mark.long
 
 # Steps of a few milliseconds, so that several pushes, which are 0.1 s apart, fall into the training.
 JOB = """

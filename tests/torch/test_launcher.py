@@ -30,7 +30,7 @@ import pytest
 
 from flopwatch.training import Run
 from flopwatch.training.process.launcher import Launch, Process, Submission, clean, external_id, launch, this_process
-from tests.support.hook_server import ROOT
+from tests.support import ROOT
 from tests.support.machine import PATIENCE, reserved_port
 
 ME = Process(pid=os.getpid(), start_ticks=4711, age=1.0, pid_namespace=1)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from flopwatch.training.process.parallel import Parallel, megatron, parallel
-from tests.support.hook_server import ROOT
+from tests.support import ROOT
 
 
 def test_a_mapping_is_taken_at_its_word() -> None:

@@ -13,8 +13,7 @@ import pytest
 
 from flopwatch.__main__ import main
 from flopwatch.flops.peaks import DTYPES, Peak, UnknownPeak, override, peak
-from tests.support import TESTS
-from tests.support.hook_server import ROOT
+from tests.support import ROOT, TESTS
 
 # As they were read from data sheets, names that must be refused included.
 REFERENCE = list(csv.DictReader((TESTS / "captures/peak_flops_reference.csv").read_text(encoding="utf-8").splitlines()))

@@ -172,6 +172,7 @@ def last_push(server: HookServer) -> Push:
     return server.pushes[-1]
 
 
+@pytest.mark.long
 @pytest.mark.torch
 def test_an_unmodified_script_tells_what_an_instrumented_one_does(tmp_path: Path) -> None:
     told_script = tmp_path / "told.py"
@@ -265,7 +266,7 @@ def test_the_run_ends_as_the_script_does(tmp_path: Path, how: str, status: str) 
     assert push.resource["flopwatch.run"] == "plain"
     assert answer.returncode == {"exit": 3, "raise": 1, "interrupt": -signal.SIGINT}[how]
     assert push.resource["flopwatch.status"] == status
-    assert "flopwatch" not in answer.stderr.partition("Traceback")[2]
+    assert "exporter/flopwatch" not in answer.stderr.partition("Traceback")[2]
     assert push.samples["training_steps_total"] == 12
     # 8 samples of 16 tokens a step.
     assert push.samples["training_model_flops_total"] == 12 * 8 * from_config(CONFIG).flops_per_sequence(16)

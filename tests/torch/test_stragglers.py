@@ -12,7 +12,7 @@ import pytest
 from alerts.settings import AlertSettings
 from tests.support import ranks
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.torch, pytest.mark.timeout(900)]
 
 WORLD_SIZE = 4
 WINDOW = 20  # steps

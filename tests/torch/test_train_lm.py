@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.hook_server import ROOT, HookServer, Push
+from tests.support import ROOT
+from tests.support.hook_server import HookServer, Push
 from tests.support.machine import PATIENCE
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(700)]

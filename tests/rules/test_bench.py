@@ -9,6 +9,8 @@ import pytest
 from alerts import AlertSettings, records, rules
 from bench.rules import GPUS, PORTS, Group, Measured, measure, table
 
+pytestmark = pytest.mark.long
+
 NODES = 8
 SETTINGS = AlertSettings(pace=15)
 
