@@ -3,19 +3,12 @@ import { getTimeZoneInfo, rangeUtil, type TimeRange } from '@grafana/data';
 import { Alert, Combobox, Dropdown, Input, Menu, RefreshPicker, TimeRangePicker, ToolbarButton } from '@grafana/ui';
 import { useCallback, useEffect, useMemo, useRef, useState } from 'react';
 import { set } from './address';
-import type { BoardModel, BoardSummary, PanelModel, Settings, VariableModel } from './model';
+import type { BoardModel, BoardSummary, Mark, Moment, PanelModel, Settings, VariableModel } from './model';
 import { Panel, type Asking } from './Panel';
-import type { Mark } from './panels/marks';
 import { busy, queryRange } from './prometheus';
 import { ALL, choices, filled, legend, steps, type Values } from './variables';
 
 const CELL = 30, GAP = 8; // pixels of Grafana's grid
-
-export interface Moment {
-  from: string;
-  to: string;
-  timezone?: string; // if the address has one
-}
 
 function parsed(raw: Moment, zone: string): TimeRange {
   const one = (text: string) => (/^\d{1,15}$/.test(text) ? new Date(Number(text)).toISOString() : text);

@@ -6,11 +6,9 @@ import {
 import { ErrorBoundaryAlert, Menu, Modal, PanelChrome, useTheme2 } from '@grafana/ui';
 import { useEffect, useMemo, useRef, useState } from 'react';
 import { lastValueFrom } from 'rxjs';
-import type { Moment } from './Board';
 import { seriesFrames, tableFrame } from './frames';
-import type { PanelModel, VariableModel } from './model';
+import type { Mark, Moment, PanelModel, VariableModel } from './model';
 import { PANELS } from './panels';
-import type { Mark } from './panels/marks';
 import { query, queryRange } from './prometheus';
 import { useSeen, useSize } from './size';
 import { filled, linked, steps, type Values } from './variables';

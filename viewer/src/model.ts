@@ -1,5 +1,7 @@
-// A dashboard as Grafana stores it, as far as the viewer reads it.
-import type { DataTransformerConfig, FieldConfigSource } from '@grafana/data';
+// A dashboard as Grafana stores it, as far as the viewer reads it, and what its parts pass to one another.
+import type {
+  DataFrame, DataTransformerConfig, FieldConfigSource, InterpolateFunction, TimeRange,
+} from '@grafana/data';
 
 export interface Target {
   refId: string;
@@ -67,4 +69,32 @@ export interface BoardSummary {
 
 export interface Settings {
   scrape_interval: number; // seconds
+}
+
+// The time that a dashboard shows, as its address writes it.
+export interface Moment {
+  from: string;
+  to: string;
+  timezone?: string; // if the address has one
+}
+
+// An annotation: a line through a chart and a bar below it.
+export interface Mark {
+  from: number; // milliseconds
+  to: number;
+  color: string;
+  title: string;
+  text: string;
+}
+
+// What a panel is drawn from.
+export interface Drawing {
+  panel: PanelModel;
+  frames: DataFrame[]; // with display processors and links
+  width: number;
+  height: number;
+  range: TimeRange;
+  zone: string;
+  marks: Mark[];
+  replaceVariables: InterpolateFunction;
 }

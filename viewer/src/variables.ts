@@ -2,8 +2,7 @@
 import type { DataContextScopedVar, ScopedVars, TimeRange } from '@grafana/data';
 import { VariableFormatID } from '@grafana/schema';
 import { labelValues } from './prometheus';
-import type { Moment } from './Board';
-import type { VariableModel } from './model';
+import type { Moment, VariableModel } from './model';
 
 export const ALL = '$__all';
 export type Values = Record<string, string>;

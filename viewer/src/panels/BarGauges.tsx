@@ -1,6 +1,6 @@
 import { VizOrientation } from '@grafana/data';
 import { BarGauge, useTheme2 } from '@grafana/ui';
-import type { Drawing } from '.';
+import type { Drawing } from '../model';
 import { Values } from './values';
 
 export function BarGauges(drawing: Drawing) {

@@ -12,7 +12,7 @@ import {
 import * as schemes from 'd3-scale-chromatic';
 import { useMemo, useRef, useState } from 'react';
 import type uPlot from 'uplot';
-import type { Drawing } from '.';
+import type { Drawing } from '../model';
 import { Marks } from './marks';
 
 interface Cell {

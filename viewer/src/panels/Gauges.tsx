@@ -1,6 +1,6 @@
 // A dial, which Grafana's libraries leave to its core: a stand-in of the same options.
 import { useTheme2 } from '@grafana/ui';
-import type { Drawing } from '.';
+import type { Drawing } from '../model';
 import { Values, type One } from './values';
 
 const FROM = -120, TO = 120; // degrees, 0 is up

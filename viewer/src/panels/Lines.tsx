@@ -6,7 +6,7 @@ import {
   type PanelContext,
 } from '@grafana/ui';
 import { useMemo, useState } from 'react';
-import type { Drawing } from '.';
+import type { Drawing } from '../model';
 import { set } from '../address';
 import { at, Marks } from './marks';
 

@@ -1,5 +1,5 @@
 import { BigValue, BigValueGraphMode, BigValueTextMode, useTheme2 } from '@grafana/ui';
-import type { Drawing } from '.';
+import type { Drawing } from '../model';
 import { Values } from './values';
 
 export function Stats(drawing: Drawing) {

@@ -1,6 +1,6 @@
 import { TableCellHeight } from '@grafana/schema';
 import { TableNG } from '@grafana/ui/unstable';
-import type { Drawing } from '.';
+import type { Drawing } from '../model';
 
 export function TablePanel({ panel, frames, width, height, range }: Drawing) {
   const { showHeader, sortBy, cellHeight } = panel.options;

@@ -2,14 +2,7 @@
 import { useTheme2, type UPlotConfigBuilder } from '@grafana/ui';
 import { useLayoutEffect, useRef } from 'react';
 import type uPlot from 'uplot';
-
-export interface Mark {
-  from: number; // milliseconds
-  to: number;
-  color: string;
-  title: string;
-  text: string;
-}
+import type { Mark } from '../model';
 
 export function Marks({ config, marks }: { config: UPlotConfigBuilder; marks: Mark[] }) {
   const theme = useTheme2();

@@ -4,7 +4,7 @@ import {
 } from '@grafana/data';
 import { DataLinksContextMenu, useTheme2, VizRepeater } from '@grafana/ui';
 import type { JSX, MouseEventHandler } from 'react';
-import type { Drawing } from '.';
+import type { Drawing } from '../model';
 
 export interface One {
   value: FieldDisplay;
