@@ -27,7 +27,7 @@ from flopwatch.training.timeline import ACTIVITIES, DECLARED
 from tests.hook_server import HookServer, Push
 from tests.machine import PATIENCE, reserved_port, shortest
 
-CAPTURE = Path(__file__).parent / "captures" / "otlp" / "hook_0.1.0.bin"
+CAPTURE = Path(__file__).parent / "captures" / "otlp" / "hook_0.2.0.bin"
 
 
 class Clock:

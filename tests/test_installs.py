@@ -22,6 +22,7 @@ import jsonschema
 import pytest
 import yaml
 
+import flopwatch
 from demo.servers import find
 from flopwatch import webconfig
 from flopwatch.__main__ import _parser
@@ -37,7 +38,8 @@ DOCKERFILE = (ROOT / "exporter" / "Dockerfile").read_text()
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "exporter")}
 KINDS: dict[str, Any] = {
     "exporter": ExporterSettings, "ledger": LedgerSettings, "kmsg": KmsgSettings, "boards": BoardsSettings}
-PINNED = r"[a-z/]+:v?\d+\.\d+\.\d+(-[a-z-]+)?"
+OWN = f"flopwatch:{flopwatch.__version__}"
+PINNED = r"[a-z/]+:v?\d+\.\d+\.\d+(-[a-z-]+)?@sha256:[0-9a-f]{64}"
 
 
 class Loader(yaml.SafeLoader):
@@ -74,10 +76,11 @@ def test_compose_files_are_what_the_specification_says(name: str) -> None:
         jsonschema.Draft7Validator(schema).validate({"services": {"node": {"image": "x", "volums": []}}})
 
 
-def test_images_are_pinned() -> None:
+def test_images_of_others_are_pinned_by_digest() -> None:
     images = {service["image"] for service in SERVICES.values()}
     assert len(images) == 4
-    for image in images | set(re.findall(r"^FROM (\S+)", DOCKERFILE, re.M)):
+    assert OWN in images
+    for image in images - {OWN} | set(re.findall(r"^FROM (\S+)", DOCKERFILE, re.M)):
         assert re.fullmatch(PINNED, image), image
 
 
