@@ -80,7 +80,7 @@ def test_images_of_others_are_pinned_by_digest() -> None:
     images = {service["image"] for service in SERVICES.values()}
     assert len(images) == 4
     assert OWN in images
-    for image in images - {OWN} | set(re.findall(r"^FROM (\S+)", DOCKERFILE, re.M)):
+    for image in images - {OWN} | set(re.findall(r"^FROM (?:--platform=\S+ )?(\S+)", DOCKERFILE, re.M)):
         assert re.fullmatch(PINNED, image), image
 
 
@@ -352,7 +352,7 @@ def test_prolog_and_epilog_write_down_who_has_which_gpu(tmp_path: Path) -> None:
 
 def copied(stage: str) -> list[tuple[list[str], str]]:
     """Return what a stage of the Dockerfile copies from the checkout, and where to."""
-    (text,) = re.findall(rf"^FROM \S+ AS {stage}\n(.*?)(?=^FROM|\Z)", DOCKERFILE, re.M | re.S)
+    (text,) = re.findall(rf"^FROM [^\n]* AS {stage}\n(.*?)(?=^FROM|\Z)", DOCKERFILE, re.M | re.S)
     return [(words[:-1], words[-1]) for words in (line.split() for line in re.findall(
         r"^COPY (?!--from)(.*)$", text, re.M))]
 
