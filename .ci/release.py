@@ -40,8 +40,9 @@ def check(tag: str, root: Path = ROOT) -> tuple[str, str]:
         "helm/Chart.yaml, appVersion": re.sub(r"-(a|b|rc)\.", r"\1", version),
     }
     actual = {
-        "exporter/flopwatch/__init__.py": find(root / "exporter" / "flopwatch" / "__init__.py",
-                                               r'^__version__ = "(.+)"$'),
+        "exporter/flopwatch/__init__.py": find(
+            root / "exporter" / "flopwatch" / "__init__.py", r'^__version__ = "(.+)"$'
+        ),
         "helm/Chart.yaml, version": find(chart, r"^version: (.+)$"),
         "helm/Chart.yaml, appVersion": find(chart, r'^appVersion: "(.+)"$'),
     }

@@ -30,6 +30,8 @@ PHRASES = {
 }
 # A line may end inside a phrase, and the next one may begin with the mark of a comment.
 GAP = r"(?:[ ]+|[ ]*\n[ ]*(?:#|//)?[ ]*)"
+# "There is none" is a sentence.
+ALLOWED_BEFORE = re.compile(r"\bthere[ ]+$", re.I)
 FINDERS = [(re.compile(r"\b" + phrase.replace(" ", GAP)), instead) for phrase, instead in PHRASES.items()]
 
 
@@ -37,13 +39,16 @@ def findings(text: str) -> Iterator[tuple[int, str, str]]:
     """Yield line, phrase and what to write instead."""
     for finder, instead in FINDERS:
         for found in finder.finditer(text):
-            yield text.count("\n", 0, found.start()) + 1, " ".join(found[0].split()), instead
+            if ALLOWED_BEFORE.search(text[max(0, found.start() - 10) : found.start()]):
+                continue
+            yield text.count("\n", 0, found.start()) + 1, " ".join(re.split(r"[\s#/]+", found[0])), instead
 
 
 def files(given: list[str]) -> Iterator[Path]:
     """Yield the files to read, relative to the repository."""
-    tracked = subprocess.run(["git", "ls-files", "-z", "--", *given], cwd=ROOT, capture_output=True, text=True,
-                             check=True).stdout
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z", "--", *given], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     (skip,) = re.findall(r'^skip = "(.*)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M)
     for name in tracked.split("\0"):
         if name and not any(fnmatch.fnmatch(f"./{name}", pattern) for pattern in skip.split(",")):

@@ -86,6 +86,6 @@ def _outside_code(markdown: str, change: Callable[[str], str]) -> str:
     """Apply `change` to the text between fenced code blocks."""
     parts, begin = [], 0
     for fence in _FENCE.finditer(markdown):
-        parts += [change(markdown[begin:fence.start()]), fence[0]]
+        parts += [change(markdown[begin : fence.start()]), fence[0]]
         begin = fence.end()
     return "".join([*parts, change(markdown[begin:])])
