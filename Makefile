@@ -43,7 +43,7 @@ generate: $(VENV)/.dev  ## write the generated files again
 	@$(BIN)/python -m flopwatch.node.collectors.xid > docs/xid.md
 
 docs: $(VENV)/.docs  ## the documentation as a site in site/, with every link checked
-	@$(BIN)/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "open site/index.html"
 
 viewer: $(PAGE)  ## the page of `flopwatch boards`; needs Node 20 or newer

@@ -2,8 +2,8 @@
 
 GitHub reads the same files, so links are relative to the file they are in, for example `../alerts/runbooks/GpuHot.md`.
 In the site, a link to a file that is a page leads to the page. A link to any other file of the repository leads to
-the repository if `repo_url` is set, and is plain text if not. A link to a missing file is left alone, so that
-`mkdocs build --strict` reports it. API: https://www.mkdocs.org/dev-guide/plugins/#events.
+the repository if FLOPWATCH_REPOSITORY_URL is set, and is plain text if not. A link to a missing file is left alone, so
+that `mkdocs build --strict` reports it. API: https://www.mkdocs.org/dev-guide/plugins/#events.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return markdown
     pages = {Path(file.abs_src_path).resolve(): file.src_uri for file in files if file.abs_src_path}
     pages |= {ROOT / name: page_of for name, page_of in STANDS_FOR.items()}
-    repository = str(config.repo_url or "").rstrip("/")
+    repository = str(config.extra["repository"]).rstrip("/")
 
     def rewrite(link: re.Match[str]) -> str:
         text, target, anchor = link[1], link[2], link[3] or ""
