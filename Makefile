@@ -17,7 +17,7 @@ NODE := $(shell command -v npm >/dev/null && node -e 'process.exit(process.versi
 	2>/dev/null && echo $(PAGE))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-all durations lint generate viewer screenshots audit bench soak fuzz scale simulate mutations versions clean
+.PHONY: help demo check test test-all durations lint generate docs viewer screenshots audit bench soak fuzz scale simulate mutations versions clean
 .NOTPARALLEL:
 
 help:  ## list the targets
@@ -50,6 +50,10 @@ generate: $(VENV)/.dev  ## write the generated files again
 	@$(BIN)/flopwatch metrics > docs/metrics.md
 	@$(BIN)/python -m alerts.recording > docs/records.md
 	@$(BIN)/python -m flopwatch.node.collectors.xid > docs/xid.md
+
+docs: $(VENV)/.docs  ## the documentation as a site in site/, with every link checked
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open site/index.html"
 
 viewer: $(PAGE)  ## the page of `flopwatch boards`; needs Node 20 or newer
 
@@ -85,7 +89,7 @@ audit: $(VENV)/.dev  ## ask the advisories of PyPI and npm about what we depend 
 	@.ci/audit
 
 clean:  ## remove everything the other targets made
-	rm -rf $(VENV) .cache demo-state screenshots viewer/node_modules viewer/dist dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .cache site demo-state screenshots viewer/node_modules viewer/dist dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(PAGE): $(wildcard viewer/*.json viewer/*.ts viewer/*.html viewer/src/* viewer/src/panels/* viewer/icons/*)
 	@echo "Building the viewer of dashboards ..."; begin=$$(date +%s); mkdir -p .cache; \
@@ -110,6 +114,9 @@ $(VENV)/.torch: $(VENV)/.python pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.demo $(VENV)/.torch
 	$(call install,the tools for tests,--group dev --group dashboards)
+
+$(VENV)/.docs: $(VENV)/.python pyproject.toml
+	$(call install,MkDocs,--group docs)
 
 # atheris has wheels for some Pythons only; without it the targets say so and are skipped.
 $(VENV)/.fuzz: pyproject.toml

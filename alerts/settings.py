@@ -105,7 +105,7 @@ class AlertSettings:
 
     # Training.
     down_keep: float = 600.0  # a run that comes back and dies again within this is one message, not two
-    hang_after: float = 60.0  # design.md section 6: max(60 s, 3 x p99 step) of the open step
+    hang_after: float = 60.0  # max(60 s, 3 x p99 step) of the open step: docs/adr/0018
     hang_steps: int = 3
     hang_quantile: float = 0.99
     hang_window: float = 60.0  # collectives and tensor cores stood still for this long: the second sign
@@ -135,10 +135,10 @@ class AlertSettings:
     mfu_baseline_offset: float = 1800.0  # the baseline ends this long ago, or the drop would drag it along
     mfu_drop_for: float = 900.0
     mfu_most: float = 1.0
-    mfu_over_tensor: float = 1.1  # design.md section 4
+    mfu_over_tensor: float = 1.1  # docs/adr/0005
     mfu_impossible_for: float = 600.0
     goodput_window: float = 86_400.0
-    goodput_low: float = 0.80  # 90 % is typical, 96 to 98 % the best of the field (mfu_goodput.md section 3)
+    goodput_low: float = 0.80  # 90 % is typical, 96 to 98 % the best of the field: docs/adr/0006
     goodput_age: float = 21_600.0  # seconds a run has taken before its start-up stops deciding; no time of the rules
     goodput_for: float = 900.0
     stall_share: float = 0.10  # of the step time of the rank that waits most for data

@@ -41,7 +41,7 @@ from demo.servers import ServersError, node_exporter
 
 ROOT = Path(__file__).resolve().parent.parent
 CAPTURE = ROOT / "tests" / "captures" / "infiniband" / "h100_node"
-PUSH = ROOT / "tests" / "captures" / "otlp" / "hook_0.1.0.bin"
+PUSH = ROOT / "tests" / "captures" / "otlp" / "hook_0.2.0.bin"
 PORTS = ("mlx5_0", "mlx5_1", "mlx5_4", "mlx5_5", "mlx5_6", "mlx5_7", "mlx5_8", "mlx5_9", "mlx5_bond_0")
 BUSY = (
     "counters/port_xmit_data",

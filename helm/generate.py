@@ -44,7 +44,8 @@ This page lists the values of flopwatch's Helm chart.
 helm install flopwatch ./helm --namespace flopwatch --set image.repository=registry.example.com/flopwatch
 ```
 
-It needs Kubernetes {kubernetes}, and Helm 3 or 4. [docs/kubernetes.md](../docs/kubernetes.md) explains the installation.
+It needs Kubernetes {kubernetes}, and Helm 3 or 4.
+[docs/kubernetes.md](../docs/kubernetes.md) explains the installation.
 Tested example values: {situations}.
 
 ## Values

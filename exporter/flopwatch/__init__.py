@@ -1,3 +1,3 @@
 """flopwatch: is my training run advancing the model, and if not, what is to blame?"""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -56,7 +56,7 @@ def exporter(*looks: Series, status: int = 200, authorization: str | None = None
             self.send_response(401 if wrong else status)
             self.end_headers()
             page = Exposition().render(samples(left[0] if len(left) == 1 else left.pop(0)))
-            self.wfile.write(f'{page}flopwatch_build_info{{version="0.1.0"}} 1.0\n'.encode())
+            self.wfile.write(f'{page}flopwatch_build_info{{version="0.2.0"}} 1.0\n'.encode())
 
         def log_message(self, *_: object) -> None:
             pass

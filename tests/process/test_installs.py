@@ -22,6 +22,7 @@ import jsonschema
 import pytest
 import yaml
 
+import flopwatch
 from demo.servers import find
 from flopwatch.__main__ import _parser
 from flopwatch.http import web_config
@@ -41,7 +42,8 @@ KINDS: dict[str, Any] = {
     "kmsg": KmsgSettings,
     "boards": BoardsSettings,
 }
-PINNED = r"[a-z/]+:v?\d+\.\d+\.\d+(-[a-z-]+)?"
+OWN = f"flopwatch:{flopwatch.__version__}"
+PINNED = r"[a-z/]+:v?\d+\.\d+\.\d+(-[a-z-]+)?@sha256:[0-9a-f]{64}"
 
 
 class Loader(yaml.SafeLoader):
@@ -79,10 +81,11 @@ def test_compose_files_are_what_the_specification_says(name: str) -> None:
         jsonschema.Draft7Validator(schema).validate({"services": {"node": {"image": "x", "volums": []}}})
 
 
-def test_images_are_pinned() -> None:
+def test_images_of_others_are_pinned_by_digest() -> None:
     images = {service["image"] for service in SERVICES.values()}
     assert len(images) == 4
-    for image in images | set(re.findall(r"^FROM (\S+)", DOCKERFILE, re.M)):
+    assert OWN in images
+    for image in images - {OWN} | set(re.findall(r"^FROM (?:--platform=\S+ )?(\S+)", DOCKERFILE, re.M)):
         assert re.fullmatch(PINNED, image), image
 
 
@@ -451,7 +454,7 @@ def test_prolog_and_epilog_write_down_who_has_which_gpu(tmp_path: Path) -> None:
 
 def copied(stage: str) -> list[tuple[list[str], str]]:
     """Return what a stage of the Dockerfile copies from the checkout, and where to."""
-    (text,) = re.findall(rf"^FROM \S+ AS {stage}\n(.*?)(?=^FROM|\Z)", DOCKERFILE, re.M | re.S)
+    (text,) = re.findall(rf"^FROM [^\n]* AS {stage}\n(.*?)(?=^FROM|\Z)", DOCKERFILE, re.M | re.S)
     return [
         (words[:-1], words[-1]) for words in (line.split() for line in re.findall(r"^COPY (?!--from)(.*)$", text, re.M))
     ]

@@ -29,7 +29,7 @@ from tests.support.hook import _PID, Clock, seconds, silent, value
 from tests.support.hook_server import HookServer, Push
 from tests.support.machine import PATIENCE, reserved_port, shortest
 
-CAPTURE = TESTS / "captures" / "otlp" / "hook_0.1.0.bin"
+CAPTURE = TESTS / "captures" / "otlp" / "hook_0.2.0.bin"
 
 
 def reasons(run: Run) -> list[str]:

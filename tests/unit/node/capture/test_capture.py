@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import flopwatch
 from flopwatch.__main__ import main
 from flopwatch.node.capture import Capture, capture
 from flopwatch.node.capture.masking import PID_MAX, Masker
@@ -116,7 +117,7 @@ def test_a_recorded_node_is_replayed_to_the_same_series_byte_for_byte(node: Node
 def test_a_capture_holds_calls_and_fields_and_replays_with_its_masks(node: Node, tmp_path: Path) -> None:
     node.captured().write(tmp_path / "capture")
     nvml = json.loads((tmp_path / "capture" / "nvml.json").read_text())
-    assert nvml["about"] == {"flopwatch": "0.1.0", "driver": "590.48.01", "date": "2023-11-14"}
+    assert nvml["about"] == {"flopwatch": flopwatch.__version__, "driver": "590.48.01", "date": "2023-11-14"}
     assert nvml["reads"] == [0.0, 10.0]
     assert nvml["nvml"]["system"]["calls"]["nvmlDeviceGetHandleByIndex(7)"] == [{"handle": "gpu7"}]
     calls, fields = nvml["nvml"]["gpu3"]["calls"], nvml["nvml"]["gpu3"]["fields"]
