@@ -226,7 +226,7 @@ def test_a_run_of_several_tenants_is_asked_for_with_its_tenant(
         assert asked(ledger, capsys, *arguments) == (
             1,
             "",
-            "flopwatch: run 'shared' is one of several tenants: 'blue', 'red'; say whose with --tenant NAME\n",
+            "flopwatch: several tenants have a run 'shared': 'blue', 'red'; name the tenant with --tenant NAME\n",
         )
     assert answer(ledger, capsys, "show", "shared", "--tenant", "red", "--json")["attempts"][0]["attempt"] == "red"
     assert asked(ledger, capsys, "close", "shared", "--tenant", "red")[0] == 0
@@ -254,7 +254,7 @@ def test_a_run_is_closed_by_hand_however_its_attempt_ended(
     assert asked(ledger, capsys, "close", run, "--status", status) == (
         0,
         f"run {run} was {'queued' if end == 'preempted' else 'running' if end is None else 'down'} and is {status}\n"
-        + ("what its attempt goes on to report is not accounted for\n" if end is None else ""),
+        + ("records that its attempt still sends are ignored\n" if end is None else ""),
         "",
     )
     record = answer(ledger, capsys, "show", run, "--json")
@@ -282,11 +282,11 @@ def test_a_ledger_that_wants_a_token_says_so(tmp_path: Path, capsys: pytest.Capt
             assert asked(ledger, capsys, *arguments) == (
                 1,
                 "",
-                f"flopwatch: {url} wants a token: send Authorization: Bearer with the token of --token-file; "
-                "--token-file FILE holds the ledger's\n",
+                f"flopwatch: {url} requires a token: send Authorization: Bearer with the token of --token-file; "
+                "set --token-file to the file with its token\n",
             )
             status, _, errors = asked(ledger, capsys, *arguments, "--token-file", str(tmp_path / "wrong"))
-            assert (status, errors.startswith(f"flopwatch: {url} does not take the token: ")) == (1, True)
+            assert (status, errors.startswith(f"flopwatch: {url} rejects the token: ")) == (1, True)
         assert asked(ledger, capsys, "show", "loop", "--token-file", str(tmp_path / "token"))[0] == 0
         assert asked(ledger, capsys, "list", "--token-file", str(tmp_path / "none"))[0] == 1
 
@@ -318,7 +318,7 @@ def answering(status: int, body: bytes) -> Iterator[int]:
         (
             404,
             b'{"detail":"Not Found"}',
-            "is no ledger, or one of an older flopwatch; an exporter is one with --ledger",
+            "is not a ledger, or one of an older flopwatch; an exporter is one with --ledger",
         ),
         (500, b"\x1b[2J", "answers 500\n"),
     ],
@@ -336,8 +336,8 @@ def test_where_nobody_listens_the_flag_to_change_is_named(capsys: pytest.Capture
     assert asked(1, capsys, "list") == (
         1,
         "",
-        "flopwatch: no ledger answers at http://127.0.0.1:1: [Errno 111] Connection refused; give its address "
-        "with --url http://HOST:PORT (9451 of a ledger of its own, 9450 of an exporter with --ledger embedded)\n",
+        "flopwatch: --url: cannot reach a ledger at http://127.0.0.1:1 ([Errno 111] Connection refused); a ledger "
+        "listens on port 9451, an exporter with --ledger embedded on port 9450\n",
     )
     assert main(["ledger", "list", "--url", "ledger:9451"]) == 1
     assert capsys.readouterr().err == "flopwatch: --url 'ledger:9451': write http://HOST:PORT\n"
@@ -377,7 +377,7 @@ def test_the_ledger_inside_an_exporter_is_asked_the_same_way(
         assert asked(port, capsys, "list")[0] == 0
         assert asked(port, capsys, "close", "lm") == (
             0,
-            "run lm was running and is stopped\nwhat its attempt goes on to report is not accounted for\n",
+            "run lm was running and is stopped\nrecords that its attempt still sends are ignored\n",
             "",
         )
         node.wait_for("run_state{tenant=,run=lm,state=stopped}", 1)
@@ -385,7 +385,7 @@ def test_the_ledger_inside_an_exporter_is_asked_the_same_way(
 
 @pytest.mark.parametrize("host", ["10.1.2.3", "::ffff:10.1.2.3", "testclient", None])
 def test_a_run_inside_an_exporter_is_not_closed_from_elsewhere(host: str | None) -> None:
-    with pytest.raises(Unauthorized, match="only processes of this machine"):
+    with pytest.raises(Unauthorized, match="only processes on this machine"):
         of_this_machine(Request({"type": "http", "client": None if host is None else (host, 4711)}))
     of_this_machine(Request({"type": "http", "client": ("127.0.0.1", 4711)}))
 
