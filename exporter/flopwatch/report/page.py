@@ -1,6 +1,6 @@
-"""A report as a page that needs nothing but itself, as Markdown, and as JSON.
+"""A report as a self-contained HTML page, as Markdown and as JSON.
 
-No script, nothing fetched, and every name from outside is escaped: a run may be called anything.
+The page has no script and fetches nothing. All names are escaped, since a run may have any name.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from flopwatch.report.collect import OPEN, Report
+from flopwatch.report.model import OPEN, RunReport
 from flopwatch.report.references import GOODPUT, MFU, Reference
 
-# In the order of the waterfall; colours that people who confuse red and green tell apart.
+# In the order of the waterfall, in colours that are safe for red-green colour blindness.
 BUCKETS = {
     "productive": ("productive", "#1a8f6f"),
     "generation": ("generation", "#63c2a5"),
@@ -32,10 +32,10 @@ BUCKETS = {
     "down": ("down", "#b5342c"),
     OPEN: ("not yet accounted for", "#d9dee5"),
 }
-SHOWN_ALERTS, SHOWN_LOSSES = 200, 50
-NO_CAUSES = "No loss has been settled yet: each is given ten minutes of evidence before and five after."
-NO_LEDGER = "Each loss by itself, with its host, GPU and port, is told by the ledger: add --ledger URL."
-NO_LOSSES = "No attempt has ended before the run did."
+MAX_ALERTS, MAX_LOSSES = 200, 50
+NO_CAUSES = "No loss is settled yet: each waits for evidence from ten minutes before it to five minutes after."
+NO_LEDGER = "The ledger lists each loss with its host, GPU and port: add --ledger URL."
+NO_LOSSES = "No attempt ended before the run did."
 DEFINITIONS = (
     "MFU: FLOPs the model needs over the dense peak of the run's GPUs, while it makes steps; recomputation is never "
     "counted. Effective MFU: only FLOPs of steps that were kept, over the peak of the GPUs held and all wall clock.",
@@ -47,19 +47,19 @@ DEFINITIONS = (
 )
 
 
-def as_json(report: Report) -> str:
+def as_json(report: RunReport) -> str:
     """Return the report as JSON."""
     return json.dumps(asdict(report), indent=2, allow_nan=False)
 
 
-def as_html(report: Report) -> str:
-    """Return the report as a page."""
+def as_html(report: RunReport) -> str:
+    """Return the report as an HTML page."""
     template = files("flopwatch.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     return environment.from_string(template).render(report=report, **_view(report))
 
 
-def as_markdown(report: Report) -> str:
+def as_markdown(report: RunReport) -> str:
     """Return the report as Markdown."""
     view = _view(report)
     lines = [f"# {_md(report.run)}", "", _md(view["lead"]), "", "| Figure | Value | |", "|---|---:|---|"]
@@ -88,17 +88,17 @@ def as_markdown(report: Report) -> str:
     lines += [
         f"- {row['began']}, for {row['lasted']}: {_md(row['name'])} ({_md(row['severity'])}) {_md(row['place'])}"
         for row in view["alerts"]
-    ] or ["None fired that this Prometheus remembers."]
+    ] or ["No alert fired within this Prometheus's retention."]
     for section in view["worst"]:
         lines += ["", f"## {section['title']}", ""]
-        lines += [f"- {_md(one.name)} {_md(one.place)}: {_md(one.finding)}" for one in section["culprits"]]
+        lines += [f"- {_md(one.name)} {_md(one.place)}: {_md(one.finding)}" for one in section["outliers"]]
     lines += ["", "## Checkpoints", "", *view["checkpoints"], "", "## What the monitoring missed", ""]
     lines += [f"- {_md(line)}" for line in report.missed] or ["Nothing that it knows of."]
     return "\n".join(lines) + "\n"
 
 
-def _view(report: Report) -> dict[str, Any]:
-    """Return what the template shows: texts and coordinates."""
+def _view(report: RunReport) -> dict[str, Any]:
+    """Return the template's variables: texts and coordinates."""
     return {
         "lead": _lead(report),
         "tiles": _tiles(report),
@@ -126,24 +126,25 @@ def _view(report: Report) -> dict[str, Any]:
                 "severity": alert.severity,
                 "place": alert.place,
             }
-            for alert in report.alerts[:SHOWN_ALERTS]
+            for alert in report.alerts[:MAX_ALERTS]
         ],
-        "more_alerts": f"and {len(report.alerts) - SHOWN_ALERTS} more" if len(report.alerts) > SHOWN_ALERTS else "",
+        "more_alerts": f"and {len(report.alerts) - MAX_ALERTS} more" if len(report.alerts) > MAX_ALERTS else "",
         "worst": [
-            {"title": title, "what": what, "culprits": culprits, "places": any(one.place for one in culprits)}
-            for title, what, culprits in (
+            {"title": title, "what": what, "outliers": outliers, "places": any(one.place for one in outliers)}
+            for title, what, outliers in (
                 ("Latest ranks", "Rank", report.ranks),
                 ("Hosts with alerts", "Host", report.hosts),
                 ("Worst links", "Port", report.links),
             )
-            if culprits
+            if outliers
         ],
         "checkpoints": _checkpoints(report),
         "definitions": DEFINITIONS,
     }
 
 
-def _lead(report: Report) -> str:
+def _lead(report: RunReport) -> str:
+    """Return the summary line under the title."""
     parts = [f"{report.state}, from {_moment(report.began)} to {_moment(report.ended)} UTC", _time(report.wall_seconds)]
     if report.gpus is not None:
         parts.append(f"{report.gpus:,.0f} GPUs" + _on_hosts(report.host_count))
@@ -158,7 +159,8 @@ def _on_hosts(count: int | None) -> str:
     return "" if count is None else f" on {count:,} host{'s' * (count != 1)}"
 
 
-def _tiles(report: Report) -> list[dict[str, Any]]:
+def _tiles(report: RunReport) -> list[dict[str, Any]]:
+    """Return the tiles with the main figures."""
     mttf = report.mttf
     failures = f"{mttf.count} unplanned end{'s' * (mttf.count != 1)}"
     interval = (
@@ -172,7 +174,7 @@ def _tiles(report: Report) -> list[dict[str, Any]]:
     )
     return [
         _ratio("MFU", report.mfu, MFU, "mean of the live series; needs the recording rules"),
-        _ratio("Goodput", report.goodput, GOODPUT, "needs steps that say their position"),
+        _ratio("Goodput", report.goodput, GOODPUT, "needs steps with a position"),
         _ratio("ETTR", report.ettr, GOODPUT, "needs the time of submission"),
         _ratio("Effective MFU", report.effective_mfu, (), "needs FLOPs and a peak of every rank"),
         {
@@ -193,16 +195,17 @@ def _tiles(report: Report) -> list[dict[str, Any]]:
 
 
 def _ratio(title: str, value: float | None, references: Iterable[Reference], needs: str) -> dict[str, Any]:
+    """Return the tile of a ratio with its references, or with what it `needs` if it is unknown."""
     known = value is not None
     return {
         "title": title,
         "value": f"{value:.1%}" if known else "unknown",
         "ratio": f"{240 * min(1.0, max(0.0, value)):.1f}" if value is not None else None,
         "marks": [
-            {"x": f"{240 * one.low:.1f}", "width": f"{max(2.0, 240 * (one.high - one.low)):.1f}", "text": one.who}
+            {"x": f"{240 * one.low:.1f}", "width": f"{max(2.0, 240 * (one.high - one.low)):.1f}", "text": one.name}
             for one in references
         ],
-        "notes": [{"text": f"{_range(one)} {one.who}", "link": one.source} for one in references]
+        "notes": [{"text": f"{_range(one)} {one.name}", "link": one.source} for one in references]
         if known
         else [{"text": needs, "link": ""}],
     }
@@ -213,8 +216,8 @@ def _range(reference: Reference) -> str:
     return f"{low} %" if low == high else f"{low}-{high} %"
 
 
-def _waterfall(report: Report) -> list[dict[str, Any]]:
-    """Return the buckets, each bar beginning where the one before ended."""
+def _waterfall(report: RunReport) -> list[dict[str, Any]]:
+    """Return the bars of the waterfall, each starting where the one before ends."""
     rows, at, wall = [], 0.0, max(report.wall_seconds, 1e-9)
     for bucket, (title, color) in BUCKETS.items():
         seconds = report.open_seconds if bucket == OPEN else report.buckets.get(bucket, 0.0)
@@ -237,7 +240,8 @@ def _waterfall(report: Report) -> list[dict[str, Any]]:
     return rows
 
 
-def _lost(report: Report) -> str:
+def _lost(report: RunReport) -> str:
+    """Return the sentence about GPU-hours without progress."""
     lost = report.lost_gpu_seconds()
     text = f"{_hours(lost)} GPU-hours made no progress"
     if report.price is not None:
@@ -247,10 +251,10 @@ def _lost(report: Report) -> str:
     return text + "."
 
 
-def _losses(report: Report) -> dict[str, Any]:
-    """Return the costliest losses, in order of time, and how many there are besides."""
-    every = report.losses or []
-    worst = sorted(every, key=lambda loss: -loss.gpu_seconds)[:SHOWN_LOSSES]
+def _losses(report: RunReport) -> dict[str, Any]:
+    """Return the most expensive losses in order of time, and the number of the others."""
+    losses = report.losses or []
+    worst = sorted(losses, key=lambda loss: -loss.gpu_seconds)[:MAX_LOSSES]
     return {
         "losses": [
             {
@@ -271,11 +275,12 @@ def _losses(report: Report) -> dict[str, Any]:
             }
             for loss in sorted(worst, key=lambda loss: loss.began)
         ],
-        "more_losses": f"and {len(every) - len(worst)} that cost less" if len(every) > len(worst) else "",
+        "more_losses": f"and {len(losses) - len(worst)} that cost less" if len(losses) > len(worst) else "",
     }
 
 
-def _timeline(report: Report) -> dict[str, Any]:
+def _timeline(report: RunReport) -> dict[str, Any]:
+    """Return bars, legend, MFU line, ticks and alert marks of the timeline."""
     wall = max(report.wall_seconds, 1e-9)
 
     def x(time: float) -> float:
@@ -305,7 +310,7 @@ def _timeline(report: Report) -> dict[str, Any]:
             "text": f"{alert.name} {alert.place}, {_moment(alert.began)}",
             "color": "#b5342c" if alert.severity == "critical" else "#e6b94b",
         }
-        for alert in report.alerts[:SHOWN_ALERTS]
+        for alert in report.alerts[:MAX_ALERTS]
     ]
     middle = report.began + wall / 2
     return {
@@ -327,7 +332,8 @@ def _timeline(report: Report) -> dict[str, Any]:
     }
 
 
-def _checkpoints(report: Report) -> list[str]:
+def _checkpoints(report: RunReport) -> list[str]:
+    """Return sentences about the checkpoint interval."""
     saved = report.checkpoints
     if saved.commits == 0:
         return ["No durable checkpoint was seen."]
@@ -337,7 +343,7 @@ def _checkpoints(report: Report) -> list[str]:
         + f"; each stopped training for {_time(saved.blocking_seconds)}."
     ]
     if saved.interval is None:
-        lines.append("What interval would be best cannot be told: there was no failure, or saving costs nothing.")
+        lines.append("The best interval is unknown: there was no failure, or saving costs nothing.")
         return lines
     actual, best = saved.interval.actual, saved.interval.optimum
     extra = max(0.0, saved.interval.waste - saved.interval.least_waste)
@@ -357,7 +363,7 @@ def _checkpoints(report: Report) -> list[str]:
 
 
 def _time(seconds: float | None) -> str:
-    """Return seconds as people say them: 42 s, 17 min, 3.1 h, 5.4 d."""
+    """Return seconds as text, such as 42 s, 17.0 min, 3.1 h or 5.4 d."""
     if seconds is None:
         return "unknown"
     for size, unit in ((172_800, "d"), (5400, "h"), (90, "min")):
@@ -371,7 +377,7 @@ def _hours(seconds: float) -> str:
     return f"{hours:,.0f}" if hours >= 100 else f"{hours:,.1f}" if hours >= 1 else f"{hours:.3f}"
 
 
-def _cost(report: Report, gpu_seconds: float) -> str:
+def _cost(report: RunReport, gpu_seconds: float) -> str:
     return "" if report.price is None else f"{gpu_seconds / 3600 * report.price:,.2f}"
 
 
@@ -380,5 +386,5 @@ def _moment(time: float) -> str:
 
 
 def _md(text: str) -> str:
-    """Return a text in which Markdown finds nothing to read as its own."""
+    """Return a text with the special characters of Markdown escaped."""
     return "".join(f"\\{letter}" if letter in "\\`*_{}[]<>()#+!|" else letter for letter in text.replace("\n", " "))
