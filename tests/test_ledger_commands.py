@@ -336,8 +336,8 @@ def test_where_nobody_listens_the_flag_to_change_is_named(capsys: pytest.Capture
     assert asked(1, capsys, "list") == (
         1,
         "",
-        "flopwatch: --url: cannot reach a ledger at http://127.0.0.1:1 ([Errno 111] Connection refused); a ledger "
-        "listens on port 9451, an exporter with --ledger embedded on port 9450\n",
+        "flopwatch: --url: cannot reach a ledger at http://127.0.0.1:1 ([Errno 111] Connection refused); set --url "
+        "to http://HOST:PORT, with port 9451 for a ledger or 9450 for an exporter with --ledger embedded\n",
     )
     assert main(["ledger", "list", "--url", "ledger:9451"]) == 1
     assert capsys.readouterr().err == "flopwatch: --url 'ledger:9451': write http://HOST:PORT\n"

@@ -358,10 +358,10 @@ def test_of_many_losses_the_costliest_are_told_in_order_of_time(report: dict[str
     ("arguments", "complaint"),
     [
         (("r", "--ledger", "127.0.0.1:9451"), "--ledger '127.0.0.1:9451': write http://HOST:PORT"),
-        (("r", "--ledger", "http://127.0.0.1:9"), "give its address with --ledger http://HOST:PORT"),
+        (("r", "--ledger", "http://127.0.0.1:9"), "set --ledger to http://HOST:PORT"),
         (("nobody",), "no run 'nobody'"),
         (("shared",), "--tenant one or two"),
-        (("r", "--price", "cheap"), "no price"),
+        (("r", "--price", "cheap"), "not a price"),
         (("r", "--lookback", "long"), "seconds"),
         (("r", "--out", "/nowhere/at/all.html"), "/nowhere/at/all.html"),
     ],

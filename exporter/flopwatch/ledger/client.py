@@ -85,9 +85,10 @@ class LedgerClient:
             return LedgerError(
                 f"{self._url}: {str(cause).strip()}; set {self._ca_flag} to the CA that signed its certificate"
             )
+        reason = str(error) or type(error).__name__
         return LedgerError(
-            f"{self._url_flag}: cannot reach a ledger at {self._url} ({str(error) or type(error).__name__}); a ledger "
-            "listens on port 9451, an exporter with --ledger embedded on port 9450"
+            f"{self._url_flag}: cannot reach a ledger at {self._url} ({reason}); set {self._url_flag} to "
+            "http://HOST:PORT, with port 9451 for a ledger or 9450 for an exporter with --ledger embedded"
         )
 
     def _refused(self, response: httpx.Response) -> LedgerError:

@@ -118,7 +118,7 @@ def attempts_csv(record: Mapping[str, Any]) -> str:
     writer.writerow(header)
     for one in record["attempts"]:
         losses = [loss for loss in record["incidents"] if loss["attempt_number"] == one["number"]]
-        incident = next((loss for loss in reversed(losses) if loss["kind"] == "end"), {})
+        incident: Mapping[str, Any] = next((loss for loss in reversed(losses) if loss["kind"] == "end"), {})
         row = [record["tenant"], record["run"], *(one[name] for name in facts)]
         row += [one["seconds"].get(bucket, 0.0) for bucket in buckets]
         row += [sum(one["gpu_seconds"].values()), *(one[name] for name in after)]
