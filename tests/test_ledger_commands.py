@@ -54,7 +54,7 @@ def test_list_has_a_line_per_run(ledger: Ledger, capsys: pytest.CaptureFixture[s
     status, output, _ = asked(ledger, capsys, "list")
     lines = [re.split(r" {2,}", line.strip()) for line in output.splitlines()]
     assert status == 0
-    assert lines[0] == ["tenant", "run", "state", "attempts", "step", "goodput", "wall clock", "heard"]
+    assert lines[0] == ["tenant", "run", "state", "attempts", "step", "goodput", "wall clock", "last report"]
     assert [line[:-1] for line in lines[1:]] == [
         ["loop", "stopped", "4", "23", "0.151", "2.5 min"],
         ["r", "completed", "2", "600", "0.760", "2.2 h"],
@@ -86,7 +86,7 @@ research/llm: completed, 2 attempts, wall 182.0 s
   other                          2.0 s    1.1%
   started: 1970-01-01 00:17:40Z
   step: 14
-  last durable checkpoint: step 14, heard of 1970-01-01 00:20:42Z
+  last durable checkpoint: step 14, first reported 1970-01-01 00:20:42Z
   mean time to recovery: 1.6 min, of 1
 
 attempt  begin                 lasted   ended      steps    GPUs  nodes  down after  cause

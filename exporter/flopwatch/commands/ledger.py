@@ -47,7 +47,7 @@ def show(options: argparse.Namespace) -> None:
 
 def close(options: argparse.Namespace) -> None:
     """End a run."""
-    from flopwatch.ledger.tables import printable
+    from flopwatch.ledger.record import printable
 
     before = _client(options).close(options.run, options.tenant, options.status)
     if options.json:

@@ -21,21 +21,17 @@ def report(options: argparse.Namespace) -> None:
         from flopwatch.report import page
         from flopwatch.report.collect import collect
         from flopwatch.report.prometheus import PrometheusClient
+        from flopwatch.report.queries import RunQueries
     except ImportError as error:
         raise SettingsError(f"report: {error}; install it with pip install 'flopwatch[report]'") from None
     ledger = None
     if options.ledger is not None:
         flags = ("--ledger", "--ledger-token-file")
         ledger = LedgerClient(options.ledger, options.ledger_token_file, flags, options.ledger_ca_file)
-    result = collect(
-        PrometheusClient(options.prometheus, options.token_file),
-        options.run,
-        tenant=options.tenant,
-        at=time.time() if options.at is None else options.at,
-        lookback=options.lookback,
-        price=options.price,
-        ledger=ledger,
-    )
+    prometheus = PrometheusClient(options.prometheus, options.token_file)
+    now = time.time() if options.at is None else options.at
+    queries = RunQueries(prometheus, options.run, options.tenant, now, options.lookback)
+    result = collect(queries, options.price, ledger)
     text = {"html": page.as_html, "markdown": page.as_markdown, "json": page.as_json}[form](result)
     if options.out is None:
         sys.stdout.write(text)

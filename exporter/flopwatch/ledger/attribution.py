@@ -9,7 +9,6 @@ data/xid.csv and data/sxid.csv, exceptions by the name of their type. No message
 from __future__ import annotations
 
 import csv
-import errno
 import functools
 import re
 import signal
@@ -17,40 +16,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 
-CAUSES = (
-    "gpu",
-    "nvlink",
-    "network",
-    "thermal",
-    "host",
-    "out_of_memory",
-    "software",
-    "storage",
-    "data",
-    "planned",
-    "unknown",
-)
+# Causes with a place to repair. On one host they do not contradict each other: a failing machine takes its parts along.
+_HARDWARE = ("gpu", "nvlink", "network", "thermal", "host")
+CAUSES = (*_HARDWARE, "out_of_memory", "software", "storage", "data", "planned", "unknown")
 CONFIDENCES = ("none", "possible", "likely", "certain")
 LOSSES = ("end", "slow", "stall")
 
 # Kinds of evidence in a node's record (`flopwatch.node.telemetry.evidence`), and the three that the ledger adds.
+_EXIT_KINDS = ("exception", "signal", "exit", "pid_gone")
 NODE_KINDS = (
-    "xid",
-    "sxid",
-    "ecc",
-    "row_remap",
-    "gpu_missing",
-    "nvlink",
-    "link_down",
-    "link_errors",
-    "nic",
-    "throttle",
-    "oom",
-    "host_oom",
-    "exception",
-    "signal",
-    "exit",
-    "pid_gone",
+    *("xid", "sxid", "ecc", "row_remap", "gpu_missing", "nvlink", "link_down", "link_errors", "nic", "throttle"),
+    *("oom", "host_oom", *_EXIT_KINDS),
 )
 LEDGER_KINDS = ("node_gone", "checkpoint_wait", "data_stall")
 
@@ -65,38 +41,18 @@ _NODE_GONE = 5.0
 AT_ONCE = 60.0
 # Lasting conditions. They explain a slow stretch or a stall only if they were present during it.
 _LASTING = frozenset({"throttle", "checkpoint_wait", "data_stall", "link_errors"})
-# On one host these causes do not contradict each other: a failing machine takes its parts along.
-_OF_A_MACHINE = frozenset({"gpu", "nvlink", "network", "thermal", "host"})
-# Causes with a place to repair. A bug, a full memory or a slow file system belongs to no one part.
-_PLACED = frozenset({"gpu", "nvlink", "network", "thermal", "host"})
 
 # Raised by PyTorch, its launcher and Python when a peer or the connection to it is gone, and by PyTorch for an error of
 # the device, whose source is the Xid.
 ECHOES = frozenset(
-    {
-        "DistBackendError",
-        "DistError",
-        "DistNetworkError",
-        "DistStoreError",
-        "DistQueueEmptyError",
-        "NCCLError",
-        "ConnectionError",
-        "ConnectionResetError",
-        "ConnectionAbortedError",
-        "ConnectionRefusedError",
-        "BrokenPipeError",
-        "TimeoutError",
-        "EOFError",
-        "ChildFailedError",
-        "SignalException",
-        "ProcessExitedException",
-        "ProcessRaisedException",
-        "RendezvousConnectionError",
-        "RendezvousTimeoutError",
-        "RendezvousClosedError",
-        "RendezvousGracefulExitError",
-        "AcceleratorError",
-    }
+    {"DistBackendError", "DistError", "DistNetworkError", "DistStoreError", "DistQueueEmptyError", "NCCLError"}
+    | {"RendezvousConnectionError", "RendezvousTimeoutError", "RendezvousClosedError", "RendezvousGracefulExitError"}
+    | {"ChildFailedError", "SignalException", "ProcessExitedException", "ProcessRaisedException", "AcceleratorError"}
+    | {"ConnectionError", "ConnectionResetError", "ConnectionAbortedError", "ConnectionRefusedError"}
+    | {"BrokenPipeError", "TimeoutError", "EOFError"}
+)
+_LOST_CONNECTION = frozenset(
+    {"ETIMEDOUT", "ECONNRESET", "ECONNREFUSED", "ECONNABORTED", "ENETUNREACH", "EHOSTUNREACH", "EPIPE"}
 )
 _OUT_OF_MEMORY = frozenset({"OutOfMemoryError", "CUDAOutOfMemoryError"})
 # A lost peer is also a RuntimeError with gloo, as is an error of CUDA in PyTorch before 2.8.
@@ -207,7 +163,7 @@ def _judge(loss: LostTime, reasons: Sequence[_Claim], echoes: Sequence[_Claim]) 
         why += f"; against it {against.text}{_at(against.evidence)}"
     elif best.cause in ("network", "host") and any(claim.weight for claim in echoes):
         sure += 1  # the other ranks lost their peer, as expected
-    if best.cause not in _PLACED and best.evidence.kind != "host_oom":
+    if best.cause not in _HARDWARE and best.evidence.kind != "host_oom":
         return IncidentCause(best.cause, _confidence(sure), why=why)
     if len(together) < len(near) and {_place(claim.evidence) for claim in near} != {_place(best.evidence)}:
         # One after the other at several places: name the nearest, with less confidence.
@@ -255,8 +211,11 @@ def _claim(loss: LostTime, evidence: Evidence, before: float, after: float) -> _
 def _interpret(loss: str, evidence: Evidence) -> tuple[str, float, str] | None:
     """Return cause, weight and a description of evidence for a kind of loss; a weight without a cause is an echo."""
     kind, end = evidence.kind, loss == "end"
-    if kind in ("exception", "signal", "exit", "pid_gone"):
+    if kind in _EXIT_KINDS:
         return _process_end(kind, evidence.detail) if end else None
+    killed = (WEAK, "the kernel killed a process for memory")
+    if evidence.rank is not None:
+        killed = (DECISIVE, "the kernel killed the rank for memory")
     readings: dict[str, tuple[str, float, str]] = {
         "ecc": ("gpu", DECISIVE, "an uncorrectable ECC error"),
         "row_remap": ("gpu", DECISIVE, "a failed row remap"),
@@ -267,13 +226,7 @@ def _interpret(loss: str, evidence: Evidence) -> tuple[str, float, str] | None:
         "nic": ("network", STRONG, "a network card whose driver reports a fault"),
         "throttle": ("thermal", WEAK if end else STRONG, f"clocks throttled ({evidence.detail or 'heat or power'})"),
         "oom": ("out_of_memory", STRONG if end else WEAK, "an allocation that CUDA refused"),
-        "host_oom": (
-            "out_of_memory",
-            WEAK if evidence.rank is None else DECISIVE,
-            "the kernel killed a process for memory"
-            if evidence.rank is None
-            else "the kernel killed the rank for memory",
-        ),
+        "host_oom": ("out_of_memory", *killed),
         "node_gone": ("host", _NODE_GONE, "a node that fell silent while others spoke"),
         "checkpoint_wait": ("storage", WEAK if end else STRONG, "waiting for a checkpoint"),
         "data_stall": ("data", WEAK if end else STRONG, "waiting for data"),
@@ -317,7 +270,7 @@ def _process_end(kind: str, detail: str) -> tuple[str, float, str]:
         return "out_of_memory", STRONG, text
     if more in _STORAGE_ERRORS:
         return "storage", STRONG, text
-    if name in ECHOES or more in _network_errors():
+    if name in ECHOES or more in _LOST_CONNECTION:
         return "", WEAK, text
     if name == "KeyboardInterrupt":
         return "planned", STRONG, "Ctrl-C"
@@ -335,21 +288,6 @@ def _signal_name(kind: str, detail: str) -> str:
         return signal.Signals(number).name
     except ValueError:
         return ""
-
-
-@functools.cache
-def _network_errors() -> frozenset[str]:
-    """Return the errno names of a lost connection."""
-    codes = (
-        errno.ETIMEDOUT,
-        errno.ECONNRESET,
-        errno.ECONNREFUSED,
-        errno.ECONNABORTED,
-        errno.ENETUNREACH,
-        errno.EHOSTUNREACH,
-        errno.EPIPE,
-    )
-    return frozenset(errno.errorcode[code] for code in codes)
 
 
 @functools.cache
@@ -392,7 +330,7 @@ def _contradicts(best: _Claim, other: _Claim) -> bool:
     if other.cause == best.cause:
         return False
     same_host = other.evidence.host == best.evidence.host
-    return not (same_host and {best.cause, other.cause} <= _OF_A_MACHINE)
+    return not (same_host and {best.cause, other.cause} <= set(_HARDWARE))
 
 
 def _confidence(sure: int) -> str:

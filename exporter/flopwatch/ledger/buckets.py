@@ -8,24 +8,12 @@ from math import fsum
 
 from flopwatch.ledger.attempt import ReportingNode
 from flopwatch.ledger.incidents import Incidents
-from flopwatch.ledger.record import LedgerRecord
+from flopwatch.ledger.record import ACTIVITIES, LedgerRecord
 from flopwatch.ledger.reporters import Reporters
 from flopwatch.ledger.stragglers import WINDOW, find_straggler
 
-BUCKETS = (
-    "productive",
-    "lost",
-    "startup",
-    "compile",
-    "data_stall",
-    "checkpoint_save",
-    "checkpoint_restore",
-    "evaluation",
-    "generation",
-    "down",
-    "queue",
-    "other",
-)
+# Step time is productive or lost; any other activity has the bucket of its name.
+BUCKETS = ("productive", "lost", *ACTIVITIES[1:-1], "down", "queue", "other")
 RETAINED = ("productive", "generation")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from flopwatch.http.client import client, client_tls
-from flopwatch.ledger.tables import printable
+from flopwatch.ledger.record import printable
 from flopwatch.settings import SettingsError
 
 _TIMEOUT = 30.0

@@ -238,7 +238,7 @@ def _evidence(value: object, stamp: float, host: str) -> tuple[Evidence, ...]:
             raise RecordError(f"evidence {number}: not an object")
         try:
             seen, count, rank = _number(item, "t", signed=True), _number(item, "count"), _number(item, "rank")
-            texts = {name: _printable(_text(item, name))[:most] for name, most in _MAX_TEXT_LENGTHS.items()}
+            texts = {name: printable(_text(item, name))[:most] for name, most in _MAX_TEXT_LENGTHS.items()}
         except RecordError as error:
             raise RecordError(f"evidence {number}: {error}") from None
         if seen is None or not texts["kind"]:
@@ -255,6 +255,6 @@ def _evidence(value: object, stamp: float, host: str) -> tuple[Evidence, ...]:
     return tuple(items)
 
 
-def _printable(text: str) -> str:
-    """Return the text with a question mark for each control character."""
-    return "".join(character if character.isprintable() else "?" for character in text)
+def printable(text: object) -> str:
+    """Return the text with a question mark for each character that a terminal would interpret."""
+    return "".join(character if character.isprintable() else "?" for character in str(text))

@@ -13,35 +13,24 @@ from datetime import datetime, timezone
 from typing import Any
 
 from flopwatch.ledger.buckets import BUCKETS
+from flopwatch.ledger.record import printable
 from flopwatch.ledger.replay import block
 
 _MAX_SHOWN = 10  # of the last attempts and incidents
-
-
-def printable(text: object) -> str:
-    """Return a text with a question mark for each character that a terminal would interpret."""
-    return "".join(character if character.isprintable() else "?" for character in str(text))
 
 
 def runs_table(runs: Sequence[Mapping[str, Any]]) -> str:
     """Return a table with a line per run."""
     if not runs:
         return "no runs"
-    tenants = any(run["tenant"] for run in runs)
-    lines = [[*(["tenant"] if tenants else []), "run", "state", "attempts", "step", "goodput", "wall clock", "heard"]]
+    lines = [["tenant", "run", "state", "attempts", "step", "goodput", "wall clock", "last report"]]
     for run in sorted(runs, key=lambda run: (run["tenant"], run["run"])):
-        lines.append(
-            [
-                *([printable(run["tenant"])] if tenants else []),
-                printable(run["run"]),
-                run["state"] + (", two at once" if run["conflict"] else ""),
-                str(run["attempts"]),
-                _number(run["high_water_step"]),
-                _ratio(run["goodput"]),
-                _duration(run["wall_seconds"]),
-                f"{_duration(run['silent_seconds'])} ago",
-            ]
-        )
+        state = run["state"] + (", two at once" if run["conflict"] else "")
+        line = [printable(run["tenant"]), printable(run["run"]), state, str(run["attempts"])]
+        line += [_number(run["high_water_step"]), _ratio(run["goodput"]), _duration(run["wall_seconds"])]
+        lines.append([*line, f"{_duration(run['silent_seconds'])} ago"])
+    if not any(run["tenant"] for run in runs):
+        lines = [line[1:] for line in lines]
     return _columns(lines)
 
 
@@ -49,42 +38,18 @@ def run_table(record: Mapping[str, Any]) -> str:
     """Return where a run's time went, and its last attempts and incidents, as text."""
     name = f"{printable(record['tenant'])}/{record['run']}" if record["tenant"] else record["run"]
     summary = record["summary"]
-    parts = [block(printable(name), {**summary, "buckets": record["buckets"]})]
-    facts = [
-        ("started", _time(record["start"])),
-        ("step", _number(summary["high_water_step"])),
-        (
-            "last durable checkpoint",
-            f"step {_number(summary['committed_step'])}, heard of {_time(summary['committed_timestamp'])}",
-        ),
-    ]
+    text = block(printable(name), {**summary, "buckets": record["buckets"]})
+    text += f"\n  started: {_time(record['start'])}\n  step: {_number(summary['high_water_step'])}"
+    text += f"\n  last durable checkpoint: step {_number(summary['committed_step'])}"
+    text += f", first reported {_time(summary['committed_timestamp'])}"
     if summary["recoveries"]:
         mean = summary["recovery_seconds"] / summary["recoveries"]
-        facts.append(("mean time to recovery", f"{_duration(mean)}, of {summary['recoveries']}"))
+        text += f"\n  mean time to recovery: {_duration(mean)}, of {summary['recoveries']}"
     if summary["conflict"]:
-        facts.append(("conflict", "two attempts report under this name; the one that started later is accounted for"))
-    parts[0] += "".join(f"\n  {title}: {text}" for title, text in facts)
-    causes = {one["attempt_number"]: one for one in record["incidents"] if one["kind"] == "end"}
-    attempts = record["attempts"]
-    if attempts:
-        lines = [["attempt", "begin", "lasted", "ended", "steps", "GPUs", "nodes", "down after", "cause"]]
-        for one in attempts[-_MAX_SHOWN:]:
-            over = one["end"] if one["end"] is not None else record["at"]
-            lines.append(
-                [
-                    f"{one['number']} {printable(one['attempt'])[:40]}",
-                    _time(one["begin"]),
-                    _duration(over - one["begin"]),
-                    one["status"] or "-",
-                    f"{_number(one['first_step'])} to {_number(one['last_step'])}",
-                    _number(one["gpus"]),
-                    str(one["nodes"]),
-                    _duration(one["down_seconds"]),
-                    _cause(causes.get(one["number"])),
-                ]
-            )
-        before = len(attempts) + record["attempts_left_out"] - len(lines) + 1
-        parts.append(_columns(lines) + (f"\n({before} before these)" if before else ""))
+        text += "\n  conflict: two attempts report under this name; the one that started later is accounted for"
+    parts = [text]
+    if record["attempts"]:
+        parts.append(_attempts_table(record))
     losses = []
     for one in record["incidents"][-_MAX_SHOWN:]:
         lost = f"{one['gpu_seconds'] / 3600:.2f} GPU-hours lost{'' if one['settled'] else ' so far'}"
@@ -92,6 +57,25 @@ def run_table(record: Mapping[str, Any]) -> str:
     if losses:
         parts.append("\n".join(losses))
     return "\n\n".join(parts)
+
+
+def _attempts_table(record: Mapping[str, Any]) -> str:
+    """Return a table with a line for each of the last attempts."""
+    causes = {one["attempt_number"]: one for one in record["incidents"] if one["kind"] == "end"}
+    attempts = record["attempts"]
+    lines = [["attempt", "begin", "lasted", "ended", "steps", "GPUs", "nodes", "down after", "cause"]]
+    for one in attempts[-_MAX_SHOWN:]:
+        over = one["end"] if one["end"] is not None else record["at"]
+        steps = f"{_number(one['first_step'])} to {_number(one['last_step'])}"
+        line = [
+            f"{one['number']} {printable(one['attempt'])[:40]}",
+            _time(one["begin"]),
+            _duration(over - one["begin"]),
+        ]
+        line += [one["status"] or "-", steps, _number(one["gpus"]), str(one["nodes"]), _duration(one["down_seconds"])]
+        lines.append([*line, _cause(causes.get(one["number"]))])
+    before = len(attempts) + record["attempts_left_out"] - len(lines) + 1
+    return _columns(lines) + (f"\n({before} earlier)" if before else "")
 
 
 def attempts_csv(record: Mapping[str, Any]) -> str:

@@ -13,32 +13,20 @@ from typing import Any
 from flopwatch import catalogue as m
 from flopwatch.ledger.client import LedgerClient
 from flopwatch.report.model import GOOD, CheckpointSummary, Firing, Outlier, ReportedLoss, RunReport
-from flopwatch.report.prometheus import PrometheusClient
 from flopwatch.report.queries import MAX_OUTLIERS, RUN_MFU, RunQueries
 from flopwatch.report.statistics import checkpoint_interval, mean_time_between
 
 
-def collect(
-    prometheus: PrometheusClient,
-    run: str,
-    *,
-    tenant: str | None,
-    at: float,
-    lookback: float,
-    price: float | None = None,
-    ledger: LedgerClient | None = None,
-) -> RunReport:
-    """Return the report of a run at a time, looking back `lookback` seconds. Raises SettingsError."""
-    queries = RunQueries(prometheus, run, tenant, at, lookback)
+def collect(queries: RunQueries, price: float | None = None, ledger: LedgerClient | None = None) -> RunReport:
+    """Return the report of a run; `price` is that of a GPU-hour. Raises SettingsError."""
+    run = queries.run
     began, tenant = queries.start()
     losses = None if ledger is None else _losses(ledger.record(run, tenant))
     buckets, gpu_seconds = queries.by("bucket", m.RUN_SECONDS), queries.by("bucket", m.RUN_GPU_SECONDS)
-    states = queries.by("state", m.RUN_STATE)
-    state = next((name for name, on in states.items() if on == 1), "unknown")
+    state = next((name for name, on in queries.by("state", m.RUN_STATE).items() if on == 1), "unknown")
     queue = buckets.pop("queue", None)
     booked = sum(buckets.values())
-    over = state in ("completed", "stopped")
-    open_seconds = 0.0 if over else queries.one(m.RUN_OPEN_SECONDS) or 0.0
+    open_seconds = 0.0 if state in ("completed", "stopped") else queries.one(m.RUN_OPEN_SECONDS) or 0.0
     ended = began + booked + open_seconds
     wall = ended - began
     queries.set_span(began, ended)
@@ -46,17 +34,12 @@ def collect(
     ends = {name: round(count) for name, count in queries.by("status", m.RUN_ENDS).items() if count}
     running = booked - buckets.get("down", 0.0)
     mttf = mean_time_between(running, ends.get("failed", 0) + ends.get("silent", 0))
-    recoveries, recovery = queries.one(m.RUN_RECOVERIES), queries.one(m.RUN_RECOVERY_SECONDS)
-    mttr = recovery / recoveries if recoveries and recovery is not None else None
-    flops, capacity = queries.one(m.RUN_MODEL_FLOPS), queries.one(m.RUN_CAPACITY_FLOPS)
-    commits = round(queries.changes(m.RUN_COMMITTED_STEPS))
-    blocking = buckets.get("checkpoint_save", 0.0) / commits if commits else 0.0
-    alerts = queries.alerts(tenant)
-    causes = queries.causes()
+    mttr = queries.ratio(m.RUN_RECOVERY_SECONDS, m.RUN_RECOVERIES)
+    alerts, causes = queries.alerts(tenant), queries.causes()
     return RunReport(
         run=run,
         tenant=tenant,
-        made_at=at,
+        made_at=queries.at,
         state=state,
         began=began,
         ended=ended,
@@ -69,7 +52,7 @@ def collect(
         open_seconds=open_seconds,
         provisional_seconds=queries.one(m.RUN_PROVISIONAL_SECONDS),
         mfu=queries.mean(RUN_MFU),
-        effective_mfu=flops / capacity if flops is not None and capacity else None,
+        effective_mfu=queries.ratio(m.RUN_MODEL_FLOPS, m.RUN_CAPACITY_FLOPS),
         goodput=done / wall if done is not None and wall > 0 else None,
         ettr=done / (wall + queue) if done is not None and queue is not None and wall > 0 else None,
         attempts=round(queries.one(m.RUN_ATTEMPTS) or 0),
@@ -77,20 +60,11 @@ def collect(
         high_water_step=queries.one(m.RUN_POSITION_STEPS),
         mttf=mttf,
         mttr_seconds=mttr,
-        recoveries=round(recoveries or 0),
-        checkpoints=CheckpointSummary(
-            commits,
-            queries.one(m.RUN_COMMITTED_STEPS),
-            blocking,
-            checkpoint_interval(running / commits, blocking, mttf.seconds, mttr or 0.0)
-            if commits and mttf.seconds is not None
-            else None,
-        ),
+        recoveries=round(queries.one(m.RUN_RECOVERIES) or 0),
+        checkpoints=_checkpoints(queries, running, buckets.get("checkpoint_save", 0.0), mttf.seconds, mttr or 0.0),
         declared=queries.declared(),
         timeline=queries.timeline(began, open_seconds),
-        mfu_over_time=[
-            point for series in queries.over(f"max by (run) ({RUN_MFU}{queries.training})") for point in series.points
-        ],
+        mfu_over_time=queries.mfu_over_time(),
         causes=causes,
         losses=losses,
         alerts=alerts,
@@ -100,6 +74,17 @@ def collect(
         missed=queries.missed(causes),
         price=price,
     )
+
+
+def _checkpoints(
+    queries: RunQueries, running: float, saving: float, mttf: float | None, mttr: float
+) -> CheckpointSummary:
+    """Return a summary of the checkpoints in the seconds that the run was running and saving."""
+    commits = round(queries.changes(m.RUN_COMMITTED_STEPS))
+    blocking, interval = saving / commits if commits else 0.0, None
+    if commits and mttf is not None:
+        interval = checkpoint_interval(running / commits, blocking, mttf, mttr)
+    return CheckpointSummary(commits, queries.one(m.RUN_COMMITTED_STEPS), blocking, interval)
 
 
 def _losses(record: Mapping[str, Any]) -> list[ReportedLoss]:

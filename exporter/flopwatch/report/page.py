@@ -9,12 +9,11 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import datetime, timezone
-from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from flopwatch.report.model import OPEN, RunReport
+from flopwatch.report.model import OPEN, Firing, ReportedLoss, RunReport
 from flopwatch.report.references import GOODPUT, MFU, Reference
 
 # In the order of the waterfall, in colours that are safe for red-green colour blindness.
@@ -33,9 +32,14 @@ BUCKETS = {
     OPEN: ("not yet accounted for", "#d9dee5"),
 }
 MAX_ALERTS, MAX_LOSSES = 200, 50
-NO_CAUSES = "No loss is settled yet: each waits for evidence from ten minutes before it to five minutes after."
-NO_LEDGER = "The ledger lists each loss with its host, GPU and port: add --ledger URL."
-NO_LOSSES = "No attempt ended before the run did."
+# Texts in place of an empty section.
+EMPTY = {
+    "no_causes": "No loss is settled yet: each waits for evidence from ten minutes before it to five minutes after.",
+    "no_ledger": "The ledger lists each loss with its host, GPU and port: add --ledger URL.",
+    "no_losses": "No attempt ended before the run did.",
+    "no_alerts": "No alert fired in the time that this Prometheus keeps.",
+    "nothing_missed": "Nothing that it knows of.",
+}
 DEFINITIONS = (
     "MFU: FLOPs the model needs over the dense peak of the run's GPUs, while it makes steps; recomputation is never "
     "counted. Effective MFU: only FLOPs of steps that were kept, over the peak of the GPUs held and all wall clock.",
@@ -54,92 +58,64 @@ def as_json(report: RunReport) -> str:
 
 def as_html(report: RunReport) -> str:
     """Return the report as an HTML page."""
-    template = files("flopwatch.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    return environment.from_string(template).render(report=report, **_view(report))
+    return _render("page.html.jinja", report)
 
 
 def as_markdown(report: RunReport) -> str:
     """Return the report as Markdown."""
-    view = _view(report)
-    lines = [f"# {_md(report.run)}", "", _md(view["lead"]), "", "| Figure | Value | |", "|---|---:|---|"]
-    lines += [
-        f"| {tile['title']} | {tile['value']} | {_md('; '.join(note['text'] for note in tile['notes']))} |"
-        for tile in view["tiles"]
-    ]
-    lines += ["", "## Where the time went", "", "| | time | share | GPU-hours |", "|---|---:|---:|---:|"]
-    lines += [f"| {row['title']} | {row['time']} | {row['share']} | {row['gpu_hours']} |" for row in view["waterfall"]]
-    lines += ["", view["lost"], "", "## What it was lost to", ""]
-    if view["causes"]:
-        lines += ["| Cause | losses | GPU-hours |", "|---|---:|---:|"]
-        lines += [f"| {_md(row['title'])} | {row['count']} | {row['gpu_hours']} |" for row in view["causes"]]
-    else:
-        lines.append(NO_CAUSES)
-    if report.losses is None:
-        lines += ["", NO_LEDGER]
-    else:
-        lines += ["", "## Each loss", ""]
-        lines += [
-            f"- {row['began']}, {row['lasted']}: {_md(row['what'])}, {_md(row['cause'])} {_md(row['place'])}, "
-            f"{row['gpu_hours']} GPU-hours; {_md(row['why'])}"
-            for row in view["losses"]
-        ] or [NO_LOSSES]
-    lines += ["", "## Alerts on the run and its hosts", ""]
-    lines += [
-        f"- {row['began']}, for {row['lasted']}: {_md(row['name'])} ({_md(row['severity'])}) {_md(row['place'])}"
-        for row in view["alerts"]
-    ] or ["No alert fired within this Prometheus's retention."]
-    for section in view["worst"]:
-        lines += ["", f"## {section['title']}", ""]
-        lines += [f"- {_md(one.name)} {_md(one.place)}: {_md(one.finding)}" for one in section["outliers"]]
-    lines += ["", "## Checkpoints", "", *view["checkpoints"], "", "## What the monitoring missed", ""]
-    lines += [f"- {_md(line)}" for line in report.missed] or ["Nothing that it knows of."]
-    return "\n".join(lines) + "\n"
+    return _render("page.md.jinja", report)
+
+
+def _render(name: str, report: RunReport) -> str:
+    """Return the report rendered with a template of this package."""
+    environment = Environment(
+        loader=PackageLoader("flopwatch.report", ""),
+        autoescape=name.endswith(".html.jinja"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=not name.endswith(".html.jinja"),
+        undefined=StrictUndefined,
+    )
+    environment.filters |= {
+        "moment": _moment,
+        "hours": _hours,
+        "md": _md,
+        "words": _words,
+        "lasted": _lasted,
+        "cause": _cause,
+        "place": lambda loss: " ".join(text for text in (loss.host, loss.part) if text),
+        "cost": lambda gpu_seconds: _cost(report, gpu_seconds),
+    }
+    return environment.get_template(name).render(report=report, **_view(report))
 
 
 def _view(report: RunReport) -> dict[str, Any]:
-    """Return the template's variables: texts and coordinates."""
+    """Return the variables of the templates: texts, rows and coordinates."""
+    losses = sorted(report.losses or [], key=lambda loss: -loss.gpu_seconds)
+    alerts = report.alerts
+    sections = (
+        ("Latest ranks", "Rank", report.ranks),
+        ("Hosts with alerts", "Host", report.hosts),
+        ("Worst links", "Port", report.links),
+    )
     return {
         "lead": _lead(report),
         "tiles": _tiles(report),
         "waterfall": _waterfall(report),
         "lost": _lost(report),
         **_timeline(report),
-        "causes": [
-            {
-                "title": cause.cause.replace("_", " "),
-                "count": cause.incidents,
-                "gpu_hours": _hours(cause.gpu_seconds),
-                "cost": _cost(report, cause.gpu_seconds),
-            }
-            for cause in report.causes
-        ],
-        "no_causes": NO_CAUSES,
-        "no_losses": NO_LOSSES,
-        "no_ledger": NO_LEDGER,
-        **_losses(report),
-        "alerts": [
-            {
-                "began": _moment(alert.began),
-                "lasted": "still firing" if alert.ongoing else _time(alert.ended - alert.began),
-                "name": alert.name,
-                "severity": alert.severity,
-                "place": alert.place,
-            }
-            for alert in report.alerts[:MAX_ALERTS]
-        ],
-        "more_alerts": f"and {len(report.alerts) - MAX_ALERTS} more" if len(report.alerts) > MAX_ALERTS else "",
+        "losses": sorted(losses[:MAX_LOSSES], key=lambda loss: loss.began),
+        "more_losses": f"and {len(losses) - MAX_LOSSES} that cost less" if len(losses) > MAX_LOSSES else "",
+        "alerts": alerts[:MAX_ALERTS],
+        "more_alerts": f"and {len(alerts) - MAX_ALERTS} more" if len(alerts) > MAX_ALERTS else "",
         "worst": [
             {"title": title, "what": what, "outliers": outliers, "places": any(one.place for one in outliers)}
-            for title, what, outliers in (
-                ("Latest ranks", "Rank", report.ranks),
-                ("Hosts with alerts", "Host", report.hosts),
-                ("Worst links", "Port", report.links),
-            )
+            for title, what, outliers in sections
             if outliers
         ],
         "checkpoints": _checkpoints(report),
         "definitions": DEFINITIONS,
+        **EMPTY,
     }
 
 
@@ -251,34 +227,6 @@ def _lost(report: RunReport) -> str:
     return text + "."
 
 
-def _losses(report: RunReport) -> dict[str, Any]:
-    """Return the most expensive losses in order of time, and the number of the others."""
-    losses = report.losses or []
-    worst = sorted(losses, key=lambda loss: -loss.gpu_seconds)[:MAX_LOSSES]
-    return {
-        "losses": [
-            {
-                "began": _moment(loss.began),
-                "lasted": "not over" if loss.back is None else _time(loss.back - loss.began),
-                "what": loss.what.replace("_", " "),
-                "cause": ", ".join(
-                    [
-                        loss.cause.replace("_", " "),
-                        *([loss.confidence] if loss.confidence != "none" else []),
-                        *([] if loss.settled else ["so far"]),
-                    ]
-                ),
-                "place": " ".join(text for text in (loss.host, loss.part) if text),
-                "why": loss.why,
-                "gpu_hours": _hours(loss.gpu_seconds),
-                "cost": _cost(report, loss.gpu_seconds),
-            }
-            for loss in sorted(worst, key=lambda loss: loss.began)
-        ],
-        "more_losses": f"and {len(losses) - len(worst)} that cost less" if len(losses) > len(worst) else "",
-    }
-
-
 def _timeline(report: RunReport) -> dict[str, Any]:
     """Return bars, legend, MFU line, ticks and alert marks of the timeline."""
     wall = max(report.wall_seconds, 1e-9)
@@ -379,6 +327,23 @@ def _hours(seconds: float) -> str:
 
 def _cost(report: RunReport, gpu_seconds: float) -> str:
     return "" if report.price is None else f"{gpu_seconds / 3600 * report.price:,.2f}"
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _lasted(event: Firing | ReportedLoss) -> str:
+    """Return how long an alert or a loss lasted."""
+    if isinstance(event, Firing):
+        return "still firing" if event.ongoing else _time(event.ended - event.began)
+    return "not over" if event.back is None else _time(event.back - event.began)
+
+
+def _cause(loss: ReportedLoss) -> str:
+    """Return the cause of a loss with its confidence."""
+    confidence = [loss.confidence] if loss.confidence != "none" else []
+    return ", ".join([_words(loss.cause), *confidence, *([] if loss.settled else ["so far"])])
 
 
 def _moment(time: float) -> str:

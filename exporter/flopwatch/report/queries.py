@@ -25,7 +25,7 @@ class RunQueries:
     """Queries about one run; `start` and then `set_span` narrow them to its tenant and its time."""
 
     def __init__(self, prometheus: PrometheusClient, run: str, tenant: str | None, at: float, lookback: float) -> None:
-        self._prometheus, self._run, self._at, self._window = prometheus, run, at, f"{max(1, round(lookback))}s"
+        self._prometheus, self.run, self.at, self._window = prometheus, run, at, f"{max(1, round(lookback))}s"
         named = {"run": run} if tenant is None else {"run": run, "tenant": tenant}
         self.ledger, self.training = _selector(named), _selector({"run": run})
         self._begin, self._end, self._step = at - lookback, at, MIN_STEP
@@ -36,24 +36,29 @@ class RunQueries:
         starts = self._now(f"max by (tenant) (last_over_time({m.RUN_START}{self.ledger}[{self._window}]))")
         if not starts:
             raise SettingsError(
-                f"no run {self._run!r} with series of the ledger ({m.RUN_START}) in the last {self._window}; check its "
+                f"no run {self.run!r} with series of the ledger ({m.RUN_START}) in the last {self._window}; check its "
                 "name and that this Prometheus scrapes the ledger, or try a longer --lookback"
             )
         tenants = sorted(series.labels.get("tenant", "") for series in starts)
         if len(starts) > 1:
-            raise SettingsError(f"several tenants have a run {self._run!r}; add --tenant {' or '.join(tenants)}")
-        self.ledger = _selector({"run": self._run, "tenant": tenants[0]})
+            raise SettingsError(f"several tenants have a run {self.run!r}; add --tenant {' or '.join(tenants)}")
+        self.ledger = _selector({"run": self.run, "tenant": tenants[0]})
         return starts[0].points[0][1], tenants[0]
 
     def set_span(self, begin: float, end: float) -> None:
         """Limit later queries to this time."""
-        self._begin, self._end = max(begin, self._begin), max(begin + 1, min(self._at, end + 60))
+        self._begin, self._end = max(begin, self._begin), max(begin + 1, min(self.at, end + 60))
         self._step = max(MIN_STEP, (self._end - self._begin) / MAX_SLICES)
-        self._window = f"{max(60, round(self._at - self._begin))}s"
+        self._window = f"{max(60, round(self.at - self._begin))}s"
 
     def one(self, row: m.Metric) -> float | None:
         """Return the last value of a family of the run that has one series."""
-        return self._prometheus.value(f"max(last_over_time({row}{self.ledger}[{self._window}]))", self._at)
+        return self._prometheus.value(f"max(last_over_time({row}{self.ledger}[{self._window}]))", self.at)
+
+    def ratio(self, numerator: m.Metric, denominator: m.Metric) -> float | None:
+        """Return the quotient of the last values of two families; None if it is unknown."""
+        above, below = self.one(numerator), self.one(denominator)
+        return above / below if above is not None and below else None
 
     def by(self, label: str, row: m.Metric) -> dict[str, float]:
         """Return the last values of a family of the run by one label."""
@@ -61,20 +66,24 @@ class RunQueries:
 
     def mean(self, record: str) -> float | None:
         """Return the mean of a recorded series of the run over its time."""
-        return self._prometheus.value(f"max(avg_over_time({record}{self.training}[{self._window}]))", self._at)
+        return self._prometheus.value(f"max(avg_over_time({record}{self.training}[{self._window}]))", self.at)
 
     def changes(self, row: m.Metric) -> float:
         """Return how often a gauge of the run changed."""
         ranged = f"({row}{self.ledger}[{self._window}])"
         try:
             # changes() of VictoriaMetrics also counts the first sample; Prometheus has no changes_prometheus().
-            return self._prometheus.value(f"max(changes_prometheus{ranged})", self._at) or 0.0
+            return self._prometheus.value(f"max(changes_prometheus{ranged})", self.at) or 0.0
         except SettingsError:
-            return self._prometheus.value(f"max(changes{ranged})", self._at) or 0.0
+            return self._prometheus.value(f"max(changes{ranged})", self.at) or 0.0
 
     def over(self, query: str) -> list[TimeSeries]:
         """Return the result of a query over the run's time."""
         return self._prometheus.query_range(query, self._begin, self._end, self._step)
+
+    def mfu_over_time(self) -> list[tuple[float, float]]:
+        """Return the points of the run's MFU."""
+        return [point for series in self.over(f"max by (run) ({RUN_MFU}{self.training})") for point in series.points]
 
     def declared(self) -> dict[str, str]:
         """Return what the run declared, such as its FLOPs convention, dtype, source of the peak and owner."""
@@ -129,7 +138,7 @@ class RunQueries:
         """Return the alerts that fired on the run, or on a host while it ran there, in order of time."""
         # The window finds alerts that fired between two points of the query.
         window = max(self._step, 60)
-        on_run = f"last_over_time(ALERTS{_selector({'run': self._run, 'alertstate': 'firing'})}[{window:.0f}s])"
+        on_run = f"last_over_time(ALERTS{_selector({'run': self.run, 'alertstate': 'firing'})}[{window:.0f}s])"
         on_host = (
             f'last_over_time(ALERTS{{alertstate="firing",run="",host!=""}}[{window:.0f}s]) and on (host) '
             f"group by (host) (last_over_time({m.TRAINING_RANK_INFO}{self.training}[10m]))"
@@ -145,7 +154,7 @@ class RunQueries:
             )
             name, severity = (series.labels.get(label, "") for label in ("alertname", "severity"))
             for began, ended in _spells(series.points, 2.5 * window):
-                firings.append(Firing(name, severity, place, began, ended, ended > self._at - 2.5 * window))
+                firings.append(Firing(name, severity, place, began, ended, ended > self.at - 2.5 * window))
         return sorted(firings, key=lambda firing: (firing.began, firing.name))
 
     def ranks(self) -> list[Outlier]:
@@ -154,7 +163,7 @@ class RunQueries:
             f"topk({MAX_OUTLIERS}, max by (rank) (count_over_time({LEADER}{self.training}[{self._window}])))"
         )
         all_points = self._prometheus.value(
-            f"max(count_over_time({RUN_SCORE}{self.training}[{self._window}]))", self._at
+            f"max(count_over_time({RUN_SCORE}{self.training}[{self._window}]))", self.at
         )
         cost = self._values("rank", f"max by (rank) (avg_over_time({LEADER}{self.training}[{self._window}]))")
         places = self._places()
@@ -232,7 +241,7 @@ class RunQueries:
                 "them no straggler is named (docs/stragglers.md says where it can be measured)."
             )
         errors = self._prometheus.value(
-            f"sum(increase({m.TRAINING_HOOK_ERRORS}{self.training}[{self._window}]))", self._at
+            f"sum(increase({m.TRAINING_HOOK_ERRORS}{self.training}[{self._window}]))", self.at
         )
         if errors is not None and errors >= 0.5:
             found.append(f"The training hook swallowed {errors:.0f} errors; the job's log says which.")
@@ -263,11 +272,11 @@ class RunQueries:
 
     def _count(self, query: str) -> float:
         """Return the number of series that a query returns."""
-        return self._prometheus.value(f"count({query})", self._at) or 0.0
+        return self._prometheus.value(f"count({query})", self.at) or 0.0
 
     def _now(self, query: str) -> list[TimeSeries]:
         """Return the result of a query at the time of the report."""
-        return [series for series in self._prometheus.query(query, self._at) if series.points]
+        return [series for series in self._prometheus.query(query, self.at) if series.points]
 
 
 def _port(series: TimeSeries) -> tuple[str, str, str]:
