@@ -306,7 +306,7 @@ def test_alerts_on_the_run_and_on_its_hosts_are_told_and_those_on_other_hosts_ar
 def test_the_rank_that_was_late_and_the_link_with_errors_are_named_with_their_place(report: dict[str, Any]) -> None:
     (rank,) = report["ranks"]
     assert (rank["name"], rank["place"]) == ("rank 5", "node-1, GPU-5")
-    found = re.fullmatch(r"was the latest in ([\d.]+)% of the run, at 20\.0% of a step", rank["finding"])
+    found = re.fullmatch(r"was the straggler in ([\d.]+)% of the run, at 20\.0% of a step", rank["finding"])
     assert found is not None
     assert float(found[1]) == pytest.approx(25, abs=0.3)  # of 526 evaluations, one at the window's edge
     (link,) = report["links"]  # node-2's, which has twice as many, does not run this job

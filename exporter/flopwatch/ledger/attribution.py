@@ -334,10 +334,12 @@ def _contradicts(best: _Claim, other: _Claim) -> bool:
 
 
 def _confidence(sure: int) -> str:
+    """Return the name of a level of confidence, at least possible and at most certain."""
     return CONFIDENCES[max(1, min(3, sure))]
 
 
 def _place(evidence: Evidence) -> tuple[str, str, str]:
+    """Return host, GPU and port of evidence."""
     return evidence.host, evidence.gpu, evidence.port
 
 

@@ -18,6 +18,7 @@ RETAINED = ("productive", "generation")
 
 
 def _zeros() -> dict[str, float]:
+    """Return 0 seconds for each bucket."""
     return dict.fromkeys(BUCKETS, 0.0)
 
 
@@ -132,7 +133,7 @@ class Buckets:
         """Count the FLOPs of the node's steps above the high-water mark."""
         self.flops = True
         if flops < node.flops and step >= node.flops_step:
-            # A restarted exporter has not yet heard from all its ranks and will count the same FLOPs again. If the
+            # After its restart an exporter lacks the records of some ranks, and will count the same FLOPs again. If the
             # total stays lower for long, a rank was replaced and began at 0.
             node.fell = node.t if node.fell is None else node.fell
             if node.t - node.fell < self.reporters.silent_after:

@@ -10,7 +10,7 @@ from flopwatch.ledger.attribution import Evidence
 
 MAX_PLACES = 64  # of one host: as many as one record can hold
 MAX_HOSTS = 4096
-MAX_TIMES = 8  # of one place: a count that goes on must not displace what it was at the loss
+MAX_TIMES = 8  # of one place, so that later counts do not displace that of a loss at once
 
 Place = tuple[str, str, str, int | None, str]  # kind, GPU, port, rank, detail
 

@@ -179,14 +179,14 @@ class Reporters:
         attempt, name = self.attempt, record.attempt
         if attempt is None or not name or record.activity is None or record.end is not None:
             return
-        known = self.others.get(name)
         if record.t <= self._expected_until(name):
             return
-        if known is None:
+        last = self.others.get(name)
+        if last is None:
             self.others[name] = OtherAttempt(record.t, received, record.t, record.age, received, record.step)
-        elif record.t > known.last and record.age > known.age:
-            step = record.step if known.first_step is None else known.first_step
-            self.others[name] = OtherAttempt(known.first, known.first_received, record.t, record.age, received, step)
+        elif record.t > last.last and record.age > last.age:
+            step = record.step if last.first_step is None else last.first_step
+            self.others[name] = last._replace(last=record.t, age=record.age, received=received, first_step=step)
         if len(self.others) > _MAX_OTHER_ATTEMPTS:
             del self.others[min(self.others, key=lambda other: self.others[other].received)]
 

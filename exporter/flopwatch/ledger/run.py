@@ -30,7 +30,7 @@ where *pending* is step time whose step has not ended. `run_open_seconds` is pen
   clock was set back, and its stamps are corrected. Where stamps of one attempt disagree by more than `silent_after`, a
   node is silent only once the others have grown older by that much since its last report.
 
-A record is cumulative and used at most once: one that shows less than is known is late or a duplicate and changes
+A record is cumulative and used at most once: one that shows less than earlier ones is late or a duplicate and changes
 nothing. Records of ended attempts are ignored except for their evidence.
 """
 
@@ -132,7 +132,7 @@ class RunLedger:
             return "next" if self._is_restart(record, born, node) else "here"
         if name in past:
             return "late" if born is None else "next"
-        # Without a start, an attempt that is only known to have ended may be an older one.
+        # An attempt without a start may be an older one.
         later, news = born is not None and born > attempt.start, record.t > self.buckets.frontier
         if self.ended is not None:
             return "next" if later and news else "late"
@@ -379,6 +379,7 @@ class RunLedger:
         return "queued" if self.attempt.end in _QUEUES_AGAIN else "down"
 
     def _is_running(self, now: float) -> bool:
+        """Return whether any attempt reports, by the ledger's clock."""
         return self.reporters.is_reporting(now) or self.reporters.has_other(now)
 
     def conflict(self, now: float) -> bool:

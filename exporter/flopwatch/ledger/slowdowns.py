@@ -61,9 +61,11 @@ class _Steps:
 
     @property
     def pace(self) -> float:
+        """Return the mean seconds of a step."""
         return self.seconds / self.steps
 
     def add(self, more: _Steps) -> None:
+        """Append later steps."""
         self.ended, self.gpus, self.steps = more.ended, min(self.gpus, more.gpus), self.steps + more.steps
         self.seconds, self.data = self.seconds + more.seconds, self.data + more.data
 
@@ -85,6 +87,7 @@ class _Stretch:
     counts: bool = False
 
     def slowdown(self, *, over: bool) -> Slowdown:
+        """Return the stretch as a slowdown."""
         waited = "data_stall" if self.data > self.seconds / 2 else ""
         return Slowdown("slow", waited, self.began, self.ended, self.seconds, self.gpu_seconds, over)
 

@@ -18,6 +18,7 @@ from flopwatch.ledger.run import RunLedger
 
 
 def _keys(layout: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str, str]]:
+    """Yield saved key, component of the run and attribute of that component."""
     for component, names in layout:
         for name in names.split():
             key, _, attribute = name.partition("=")
@@ -50,7 +51,7 @@ def to_json(run: RunLedger) -> dict[str, Any]:
     """Return the state of a run to save, without the parts that `changed_rows` yields."""
     state = {key: getattr(getattr(run, part) if part else run, name) for key, part, name in _KEYS}
     state |= {name: None for name in _TIMES if state[name] == -inf}
-    # Without the first step where there is none.
+    # The first step of another attempt is left out if it is unknown.
     state["rivals"] = {name: [x for x in other if x is not None] for name, other in state["rivals"].items()}
     return state | {"attempt": None if run.attempt is None else run.attempt.to_json()}
 

@@ -148,14 +148,17 @@ def _columns(lines: Iterable[Sequence[str]]) -> str:
 
 
 def _number(value: float | None) -> str:
+    """Return a number as text, - if unknown."""
     return "-" if value is None else f"{value:.15g}"
 
 
 def _ratio(value: float | None) -> str:
+    """Return a ratio with three decimals, - if unknown."""
     return "-" if value is None else f"{value:.3f}"
 
 
 def _time(value: float | None) -> str:
+    """Return a Unix time as date and time in UTC, - if unknown."""
     if value is None:
         return "-"
     try:
@@ -165,6 +168,7 @@ def _time(value: float | None) -> str:
 
 
 def _duration(seconds: float) -> str:
+    """Return seconds as text in the largest fitting unit."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"

@@ -27,9 +27,9 @@ BUCKETS = {
     "checkpoint_save": ("saving checkpoints", "#1f4e8c"),
     "evaluation": ("evaluating", "#7f8fa6"),
     "other": ("other", "#b3bac5"),
-    "lost": ("work done again or thrown away", "#e07b39"),
+    "lost": ("work repeated or discarded", "#e07b39"),
     "down": ("down", "#b5342c"),
-    OPEN: ("not yet accounted for", "#d9dee5"),
+    OPEN: ("not yet booked", "#d9dee5"),
 }
 MAX_ALERTS, MAX_LOSSES = 200, 50
 # Texts in place of an empty section.
@@ -38,16 +38,17 @@ EMPTY = {
     "no_ledger": "The ledger lists each loss with its host, GPU and port: add --ledger URL.",
     "no_losses": "No attempt ended before the run did.",
     "no_alerts": "No alert fired in the time that this Prometheus keeps.",
-    "nothing_missed": "Nothing that it knows of.",
+    "nothing_missed": "Nothing that it can detect.",
 }
 DEFINITIONS = (
-    "MFU: FLOPs the model needs over the dense peak of the run's GPUs, while it makes steps; recomputation is never "
-    "counted. Effective MFU: only FLOPs of steps that were kept, over the peak of the GPUs held and all wall clock.",
-    "Goodput: time in steps that were kept, over the wall clock since the first process start. ETTR: the same, over "
-    "the wall clock since submission. Work after the last durable checkpoint counts until it is lost.",
-    "MTTF: time running over the unplanned ends, the time since the last one included, with the exact Poisson "
-    "interval (95 %). MTTR: from the last sign of life to the first step that is new. The best checkpoint interval is "
-    "Daly's (2006, equation 37), of which Young's is the first term; of an asynchronous save only what blocks counts.",
+    "MFU: the FLOPs that the model needs, divided by the dense peak of the run's GPUs while it makes steps. "
+    "Recomputation is not counted. Effective MFU: the FLOPs of retained steps, divided by the peak of GPUs held over "
+    "all wall clock.",
+    "Goodput: time in retained steps, divided by the wall clock since the first process start. ETTR: the same, divided "
+    "by the wall clock since submission. Work after the last durable checkpoint counts until it is lost.",
+    "MTTF: running time divided by the number of unplanned ends, including the time since the last one, with the exact "
+    "Poisson interval (95 %). MTTR: from the last report to the first new step. The best checkpoint interval is Daly's "
+    "(2006, equation 37), whose first term is Young's. Of an asynchronous save, only the blocking part counts.",
 )
 
 
@@ -94,7 +95,7 @@ def _view(report: RunReport) -> dict[str, Any]:
     losses = sorted(report.losses or [], key=lambda loss: -loss.gpu_seconds)
     alerts = report.alerts
     sections = (
-        ("Latest ranks", "Rank", report.ranks),
+        ("Stragglers", "Rank", report.ranks),
         ("Hosts with alerts", "Host", report.hosts),
         ("Worst links", "Port", report.links),
     )
@@ -123,7 +124,9 @@ def _lead(report: RunReport) -> str:
     """Return the summary line under the title."""
     parts = [f"{report.state}, from {_moment(report.began)} to {_moment(report.ended)} UTC", _time(report.wall_seconds)]
     if report.gpus is not None:
-        parts.append(f"{report.gpus:,.0f} GPUs" + _on_hosts(report.host_count))
+        hosts = report.host_count
+        where = "" if hosts is None else f" on {hosts:,} host{'s' * (hosts != 1)}"
+        parts.append(f"{report.gpus:,.0f} GPUs{where}")
     parts.append(f"{report.attempts} attempt{'s' * (report.attempts != 1)}")
     if report.high_water_step is not None:
         parts.append(f"{report.high_water_step:,.0f} steps")
@@ -131,63 +134,47 @@ def _lead(report: RunReport) -> str:
     return ", ".join(parts) + (f"; tenant {report.tenant}" if report.tenant else "")
 
 
-def _on_hosts(count: int | None) -> str:
-    return "" if count is None else f" on {count:,} host{'s' * (count != 1)}"
-
-
 def _tiles(report: RunReport) -> list[dict[str, Any]]:
     """Return the tiles with the main figures."""
-    mttf = report.mttf
-    failures = f"{mttf.count} unplanned end{'s' * (mttf.count != 1)}"
-    interval = (
-        ""
-        if mttf.low is None
-        else (
-            f"95 % between {_time(mttf.low)} and {_time(mttf.high)}"
-            if mttf.high is not None
-            else f"95 %: at least {_time(mttf.low)}"
-        )
-    )
+    mttf, mttr = report.mttf, report.mttr_seconds
+    notes = [f"{mttf.count} unplanned end{'s' * (mttf.count != 1)}"]
+    if mttf.low is not None:
+        bounds = f": at least {_time(mttf.low)}"
+        if mttf.high is not None:
+            bounds = f" between {_time(mttf.low)} and {_time(mttf.high)}"
+        notes.append(f"95 %{bounds}")
+    recoveries = f"{report.recoveries} recover{'ies' if report.recoveries != 1 else 'y'}"
     return [
         _ratio("MFU", report.mfu, MFU, "mean of the live series; needs the recording rules"),
         _ratio("Goodput", report.goodput, GOODPUT, "needs steps with a position"),
         _ratio("ETTR", report.ettr, GOODPUT, "needs the time of submission"),
         _ratio("Effective MFU", report.effective_mfu, (), "needs FLOPs and a peak of every rank"),
-        {
-            "title": "Mean time to failure",
-            "ratio": None,
-            "marks": [],
-            "value": "no failure" if mttf.count == 0 else _time(mttf.seconds),
-            "notes": [{"text": text, "link": ""} for text in (failures, interval) if text],
-        },
-        {
-            "title": "Mean time to recovery",
-            "ratio": None,
-            "marks": [],
-            "value": "unknown" if report.mttr_seconds is None else _time(report.mttr_seconds),
-            "notes": [{"text": f"{report.recoveries} recover{'ies' if report.recoveries != 1 else 'y'}", "link": ""}],
-        },
+        _tile("Mean time to failure", "no failure" if mttf.count == 0 else _time(mttf.seconds), notes),
+        _tile("Mean time to recovery", _time(mttr), [recoveries]),
     ]
+
+
+def _tile(title: str, value: str, notes: Iterable[str]) -> dict[str, Any]:
+    """Return a tile without a scale."""
+    rows = [{"text": text, "link": ""} for text in notes]
+    return {"title": title, "value": value, "ratio": None, "marks": [], "notes": rows}
 
 
 def _ratio(title: str, value: float | None, references: Iterable[Reference], needs: str) -> dict[str, Any]:
     """Return the tile of a ratio with its references, or with what it `needs` if it is unknown."""
-    known = value is not None
-    return {
-        "title": title,
-        "value": f"{value:.1%}" if known else "unknown",
-        "ratio": f"{240 * min(1.0, max(0.0, value)):.1f}" if value is not None else None,
-        "marks": [
-            {"x": f"{240 * one.low:.1f}", "width": f"{max(2.0, 240 * (one.high - one.low)):.1f}", "text": one.name}
-            for one in references
-        ],
-        "notes": [{"text": f"{_range(one)} {one.name}", "link": one.source} for one in references]
-        if known
-        else [{"text": needs, "link": ""}],
-    }
+    marks = [
+        {"x": f"{240 * one.low:.1f}", "width": f"{max(2.0, 240 * (one.high - one.low)):.1f}", "text": one.name}
+        for one in references
+    ]
+    if value is None:
+        return _tile(title, "unknown", [needs]) | {"marks": marks}
+    notes = [{"text": f"{_range(one)} {one.name}", "link": one.source} for one in references]
+    scale = f"{240 * min(1.0, max(0.0, value)):.1f}"
+    return {"title": title, "value": f"{value:.1%}", "ratio": scale, "marks": marks, "notes": notes}
 
 
 def _range(reference: Reference) -> str:
+    """Return the range of a reference in percent."""
     low, high = f"{100 * reference.low:.0f}", f"{100 * reference.high:.0f}"
     return f"{low} %" if low == high else f"{low}-{high} %"
 
@@ -251,7 +238,6 @@ def _timeline(report: RunReport) -> dict[str, Any]:
                     }
                 )
                 y += height
-    first, last = x(report.began), x(report.ended)
     marks = [
         {
             "x": f"{x(alert.began):.1f}",
@@ -260,21 +246,16 @@ def _timeline(report: RunReport) -> dict[str, Any]:
         }
         for alert in report.alerts[:MAX_ALERTS]
     ]
-    middle = report.began + wall / 2
+    used = {bucket for part in report.timeline for bucket, seconds in part.seconds.items() if seconds}
+    points = ((x(time), 105 * (1 - min(1.0, max(0.0, value)))) for time, value in report.mfu_over_time)
+    ticks = ((x(report.began), "start", report.began), (500, "middle", report.began + wall / 2))
     return {
         "timeline": bars,
-        "key": [
-            {"title": title, "color": color}
-            for bucket, (title, color) in BUCKETS.items()
-            if any(part.seconds.get(bucket) for part in report.timeline)
-        ],
-        "mfu_line": " ".join(
-            f"{x(time):.1f},{105 * (1 - min(1.0, max(0.0, value))):.1f}" for time, value in report.mfu_over_time
-        ),
+        "key": [{"title": title, "color": color} for bucket, (title, color) in BUCKETS.items() if bucket in used],
+        "mfu_line": " ".join(f"{across:.1f},{down:.1f}" for across, down in points),
         "ticks": [
-            {"x": f"{first:.0f}", "anchor": "start", "text": _moment(report.began)},
-            {"x": "500", "anchor": "middle", "text": _moment(middle)},
-            {"x": f"{last:.0f}", "anchor": "end", "text": _moment(report.ended)},
+            {"x": f"{across:.0f}", "anchor": anchor, "text": _moment(time)}
+            for across, anchor, time in (*ticks, (x(report.ended), "end", report.ended))
         ],
         "alert_marks": marks,
     }
@@ -284,7 +265,7 @@ def _checkpoints(report: RunReport) -> list[str]:
     """Return sentences about the checkpoint interval."""
     saved = report.checkpoints
     if saved.commits == 0:
-        return ["No durable checkpoint was seen."]
+        return ["No durable checkpoint was reported."]
     lines = [
         f"{saved.commits} durable checkpoint{'s' * (saved.commits != 1)}"
         + (f", the last of step {saved.committed_step:,.0f}" if saved.committed_step is not None else "")
@@ -296,17 +277,14 @@ def _checkpoints(report: RunReport) -> list[str]:
     actual, best = saved.interval.actual, saved.interval.optimum
     extra = max(0.0, saved.interval.waste - saved.interval.least_waste)
     lines.append(
-        f"One every {_time(actual)} of running; at this rate of failures one every {_time(best)} would be "
-        f"best. Saving, doing work again and restarting then take {saved.interval.least_waste:.1%} of the "
-        f"time in place of {saved.interval.waste:.1%}."
+        f"One every {_time(actual)} of running time. At this rate of failures, one every {_time(best)} would be best: "
+        f"saving, repeating work and restarting would take {saved.interval.least_waste:.1%} of the time instead of "
+        f"{saved.interval.waste:.1%}."
     )
     if report.gpus and extra > 0:
         lost = extra * report.gpus * report.wall_seconds
-        lines.append(
-            f"Over this run the difference is {_hours(lost)} GPU-hours"
-            + (f", {_cost(report, lost)}" if report.price is not None else "")
-            + "."
-        )
+        cost = f", {_cost(report, lost)}" if report.price is not None else ""
+        lines.append(f"Over this run the difference is {_hours(lost)} GPU-hours{cost}.")
     return lines
 
 
@@ -321,15 +299,18 @@ def _time(seconds: float | None) -> str:
 
 
 def _hours(seconds: float) -> str:
+    """Return seconds in hours as text."""
     hours = seconds / 3600
     return f"{hours:,.0f}" if hours >= 100 else f"{hours:,.1f}" if hours >= 1 else f"{hours:.3f}"
 
 
 def _cost(report: RunReport, gpu_seconds: float) -> str:
+    """Return the price of GPU-seconds; empty if the report has no price."""
     return "" if report.price is None else f"{gpu_seconds / 3600 * report.price:,.2f}"
 
 
 def _words(name: str) -> str:
+    """Return a name with spaces in place of underscores."""
     return name.replace("_", " ")
 
 
@@ -347,6 +328,7 @@ def _cause(loss: ReportedLoss) -> str:
 
 
 def _moment(time: float) -> str:
+    """Return a Unix time as date and time in UTC."""
     return datetime.fromtimestamp(time, timezone.utc).strftime("%Y-%m-%d %H:%M")
 
 

@@ -171,7 +171,7 @@ class RunQueries:
             Outlier(
                 f"rank {(rank := series.labels['rank'])}",
                 places.get(rank, ""),
-                f"was the latest in {series.points[0][1] / all_points:.1%} of the run, at {cost.get(rank, 0.0):.1%} "
+                f"was the straggler in {series.points[0][1] / all_points:.1%} of the run, at {cost.get(rank, 0.0):.1%} "
                 f"of a step",
             )
             for series in sorted(late, key=lambda one: -one.points[0][1])
@@ -225,7 +225,7 @@ class RunQueries:
         if seen < expected - 2:
             found.append(
                 f"For {(expected - seen) * self._step / 3600:.1f} h of the run this Prometheus has no sample of "
-                "the ledger. Nothing is lost from the accounts, but the timeline is coarser there."
+                "the ledger. The totals are complete, but the timeline is coarser there."
             )
         reasons = self._now(f"count by (reason) ({self._last(m.TRAINING_MFU_UNAVAILABLE)} == 1)")
         found += [
@@ -233,18 +233,18 @@ class RunQueries:
         ]
         ranks = self._count(f"group by (rank) ({self._last(m.TRAINING_RANK_INFO)})")
         if not ranks:
-            found.append("No rank reported to this Prometheus: no MFU, no straggler could be seen.")
+            found.append("This Prometheus has no series of any rank, so MFU and stragglers are unknown.")
         waits = self._count(f"group by (rank) ({self._last(WAIT)})")
         if ranks and waits < ranks:
             found.append(
-                f"The wait for other ranks was measured on {waits:.0f} of {ranks:.0f} ranks; without all of "
-                "them no straggler is named (docs/stragglers.md says where it can be measured)."
+                f"The wait for other ranks was measured on {waits:.0f} of {ranks:.0f} ranks. A straggler is named only "
+                "if all are measured; docs/stragglers.md lists where that is possible."
             )
         errors = self._prometheus.value(
             f"sum(increase({m.TRAINING_HOOK_ERRORS}{self.training}[{self._window}]))", self.at
         )
         if errors is not None and errors >= 0.5:
-            found.append(f"The training hook swallowed {errors:.0f} errors; the job's log says which.")
+            found.append(f"The training hook swallowed {errors:.0f} errors; see the job's log.")
         failing = self._now(
             f"avg by (collector) (avg_over_time({m.COLLECTOR_SUCCESS}[{self._window}]) "
             f"and on (instance) {self._here()}) < 0.999"
