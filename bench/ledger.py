@@ -9,7 +9,7 @@ write at a time.
 
 Then the ledger is killed, and started again ten minutes later by the records' clock. During an outage a node keeps the
 newest record of a run, so each has one to deliver. They are sent 64 at a time, as fast as they are answered, which is
-faster than exporters send them (each after up to 90 s). Then the ledger is scraped, and the result must match the input.
+faster than exporters send them (each after up to 90 s). Then it is scraped, and the result must match what was sent.
 
 CPU is user and system time of the ledger's process, from /proc. p99 is the time from connecting to the answer.
 """

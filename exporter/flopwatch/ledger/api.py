@@ -14,6 +14,7 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from flopwatch.http import server as http_server
+from flopwatch.ledger.attempt import END_OF_RUN
 from flopwatch.ledger.store import AlreadyEnded, NoSuchRun, Store
 
 # Raises Unauthorized for a request without permission.
@@ -26,7 +27,6 @@ _STATUS_CODES: dict[type[Exception], int] = {
     NoSuchRun: 404,
     AlreadyEnded: 409,
 }
-_STATUSES = ("completed", "stopped")
 
 
 def runs_router(store: Store, may_read: Authorize, may_close: Authorize) -> APIRouter:
@@ -78,8 +78,8 @@ def _parse_close(body: bytes) -> tuple[str, str | None, str]:
         run, tenant, status = fields["run"], fields.get("tenant"), fields.get("status", "stopped")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise HTTPException(400, 'not {"run": ..., "tenant": ..., "status": ...}') from None
-    if not isinstance(run, str) or not isinstance(tenant, str | None) or status not in _STATUSES:
-        raise HTTPException(400, f"run and tenant are text, and status is one of {', '.join(_STATUSES)}")
+    if not isinstance(run, str) or not isinstance(tenant, str | None) or status not in END_OF_RUN:
+        raise HTTPException(400, f"run and tenant are text, and status is one of {', '.join(END_OF_RUN)}")
     return run, tenant, status
 
 

@@ -135,7 +135,7 @@ def attribute(
 ) -> IncidentCause:
     """Return the cause of a loss by the evidence from `before` seconds before it to `after` seconds after."""
     if loss.kind == "end" and loss.status in PLANNED:
-        return IncidentCause("planned", "certain", why=f"the run itself said {loss.status}")
+        return IncidentCause("planned", "certain", why=f"the run itself reported {loss.status}")
     claims = [claim for item in evidence if (claim := _claim(loss, item, before, after)) is not None]
     claims = _drop_common_silence(loss, _drop_foreign_kills(claims))
     reasons = sorted(
@@ -227,7 +227,7 @@ def _interpret(loss: str, evidence: Evidence) -> tuple[str, float, str] | None:
         "throttle": ("thermal", WEAK if end else STRONG, f"clocks throttled ({evidence.detail or 'heat or power'})"),
         "oom": ("out_of_memory", STRONG if end else WEAK, "an allocation that CUDA refused"),
         "host_oom": ("out_of_memory", *killed),
-        "node_gone": ("host", _NODE_GONE, "a node that fell silent while others spoke"),
+        "node_gone": ("host", _NODE_GONE, "a node that fell silent while others reported"),
         "checkpoint_wait": ("storage", WEAK if end else STRONG, "waiting for a checkpoint"),
         "data_stall": ("data", WEAK if end else STRONG, "waiting for data"),
     }

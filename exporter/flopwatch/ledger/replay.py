@@ -31,7 +31,7 @@ def replay(lines: Iterable[str], silent_after: float = 60.0) -> tuple[dict[str, 
     A history with late lines is read twice, and the runs with late lines are held in memory.
     """
     lines = list(lines) if isinstance(lines, Iterator) else lines
-    ledger, order, unreadable = Ledger(silent_after), _Order(), list[str]()
+    ledger, order, unreadable = Ledger(silent_after), _LateLines(), list[str]()
     for record in _records(lines, unreadable):
         order.take(record)
         ledger.apply(record)
@@ -78,7 +78,7 @@ class _Process:
     seen: set[tuple[float, str]] = field(default_factory=set)  # stamp and event of each line
 
 
-class _Order:
+class _LateLines:
     """Finds the runs with late lines. Others keep the order of arrival, since the clocks of hosts may differ."""
 
     def __init__(self) -> None:
@@ -162,11 +162,11 @@ def main(path: Path, json_output: bool = False) -> int:
     if json_output:
         print(json.dumps(summary, indent=2))
     elif summary["runs"]:
-        print("\n\n".join(block(name, run) for name, run in summary["runs"].items()))
+        print("\n\n".join(summary_text(name, run) for name, run in summary["runs"].items()))
     return 1 if unreadable else 0
 
 
-def block(name: str, run: Mapping[str, Any]) -> str:
+def summary_text(name: str, run: Mapping[str, Any]) -> str:
     """Return the figures of one run as text: its ratios, and its buckets with their share of the wall clock."""
     wall = run["wall_seconds"]
     ratios = "  ".join(

@@ -14,7 +14,7 @@ from typing import Any
 
 from flopwatch.ledger.buckets import BUCKETS
 from flopwatch.ledger.record import printable
-from flopwatch.ledger.replay import block
+from flopwatch.ledger.replay import summary_text
 
 _MAX_SHOWN = 10  # of the last attempts and incidents
 
@@ -38,7 +38,7 @@ def run_table(record: Mapping[str, Any]) -> str:
     """Return where a run's time went, and its last attempts and incidents, as text."""
     name = f"{printable(record['tenant'])}/{record['run']}" if record["tenant"] else record["run"]
     summary = record["summary"]
-    text = block(printable(name), {**summary, "buckets": record["buckets"]})
+    text = summary_text(printable(name), {**summary, "buckets": record["buckets"]})
     text += f"\n  started: {_time(record['start'])}\n  step: {_number(summary['high_water_step'])}"
     text += f"\n  last durable checkpoint: step {_number(summary['committed_step'])}"
     text += f", first reported {_time(summary['committed_timestamp'])}"
