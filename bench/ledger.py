@@ -1,16 +1,17 @@
-"""The ledger under the reports of 4,096 nodes: latency, CPU, and how long it takes to catch up after an outage.
+"""Load test of the ledger with the reports of 4,096 nodes: latency, CPU, and time to catch up after an outage.
 
     python bench/ledger.py [--nodes 4096] [--seconds 45]
 
-Every node of a simulated cluster reports every 15 s, at a random phase, as an exporter does: a connection, a token, one
-cumulative record of 8 ranks, 200 when it is on disk. The ledger is `flopwatch ledger` as shipped, on one core; who
-reports, on the others. Once as 64 runs, once as one run of all nodes, which has the most to write at a time.
+Every node of a simulated cluster reports every 15 s at a random phase, as an exporter does: a connection, a token, one
+cumulative record of 8 ranks, answered with 200 once it is on disk. The ledger is `flopwatch ledger` as shipped, on one
+core. The nodes run on the others. They report once as 64 runs, and once as one run of all nodes, which has the most to
+write at a time.
 
-Then the ledger is killed, and started again ten minutes later by the records' clock. In an outage a node spools the
-newest record of a run, so each has one to deliver; here they come as fast as they are answered, 64 at a time, which is
-faster than exporters offer them (each after up to 90 s). Then it is scraped, and what it serves must be what was sent.
+Then the ledger is killed, and started again ten minutes later by the records' clock. During an outage a node keeps the
+newest record of a run, so each has one to deliver. They are sent 64 at a time, as fast as they are answered, which is
+faster than exporters send them (each after up to 90 s). Then it is scraped, and the result must match what was sent.
 
-CPU is user and system time of the ledger's process, from /proc. p99 is of the time from connecting to the answer.
+CPU is user and system time of the ledger's process, from /proc. p99 is the time from connecting to the answer.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ TOKEN = "s3cret"
 
 
 def record(node: int, runs: int, started: float, t: float) -> bytes:
-    """Return the request of a node: what its 8 ranks have done up to a time."""
+    """Return the request of a node with the progress of its 8 ranks at a time."""
     age = t - started
     body = json.dumps(
         [
@@ -76,7 +77,7 @@ def record(node: int, runs: int, started: float, t: float) -> bytes:
 
 
 async def deliver(port: int, request: bytes) -> float:
-    """Send a request on a connection of its own, and return the seconds until it was answered."""
+    """Send a request on a new connection, and return the seconds until the answer."""
     began = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(request)
@@ -89,7 +90,7 @@ async def deliver(port: int, request: bytes) -> float:
 
 
 async def steady(port: int, nodes: int, runs: int, started: float, shift: float, seconds: float) -> list[float]:
-    """Report as all nodes do for so long; return what each report took."""
+    """Send the reports of all nodes for some seconds; return the latency of each report."""
     tasks: list[asyncio.Task[float]] = []
     begin = time.monotonic()
     phases = sorted((random.random() * INTERVAL, node) for node in range(nodes))
@@ -102,7 +103,7 @@ async def steady(port: int, nodes: int, runs: int, started: float, shift: float,
 
 
 async def at_once(port: int, nodes: int, runs: int, started: float, t: float) -> tuple[float, list[float]]:
-    """Deliver a record of each node, as fast as they are taken; return the seconds of all, and of each."""
+    """Send a record of each node as fast as they are answered; return the total seconds and each latency."""
     waiting = [record(node, runs, started, t + random.random()) for node in range(nodes)]
     random.shuffle(waiting)
     taken: list[float] = []
@@ -147,11 +148,11 @@ def ledger(folder: Path) -> Iterator[Side]:
 
 
 def measure(nodes: int, runs: int, seconds: float, folder: Path) -> None:
-    """Measure a cluster, and print its lines."""
+    """Measure a cluster, and print its rows."""
     now = time.time()
     started, shift = now - AGE, -OUTAGE - seconds - 120
     with ledger(folder) as side:
-        asyncio.run(at_once(side.port, nodes, runs, started, now + shift - 60))  # the first words of all
+        asyncio.run(at_once(side.port, nodes, runs, started, now + shift - 60))  # the first report of each node
         used = side.used()
         taken = asyncio.run(steady(side.port, nodes, runs, started, shift, seconds))
         used = side.used() - used
@@ -173,11 +174,11 @@ def measure(nodes: int, runs: int, seconds: float, folder: Path) -> None:
             f"{served} runs, {wall:.0f} s booked of {AGE:.0f}"
         )
         if served != runs or abs(wall - AGE) > 2 * STEP:
-            raise RuntimeError("what the ledger serves is not what it was sent")
+            raise RuntimeError("the ledger serves other totals than it was sent")
 
 
 def row(name: str, taken: Sequence[float], used: float, seconds: float, side: Side) -> None:
-    """Print a line of the table."""
+    """Print a row of the table."""
     cuts = quantiles(taken, n=100)
     print(
         f"{name:<36} {len(taken):>7} {len(taken) / seconds:>8.0f}/s "
@@ -190,8 +191,8 @@ def row(name: str, taken: Sequence[float], used: float, seconds: float, side: Si
 def main() -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=4096, help="that report (default 4096)")
-    parser.add_argument("--seconds", type=float, default=45, help="of reports that are measured (default 45)")
+    parser.add_argument("--nodes", type=int, default=4096, help="number of nodes that report (default 4096)")
+    parser.add_argument("--seconds", type=float, default=45, help="seconds of reports to measure (default 45)")
     options = parser.parse_args()
     print(
         f"{'':<36} {'reports':>7} {'rate':>10} {'p50':>12} {'p99':>12} {'CPU/report':>12} {'core':>7} {'time':>9} "

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from alerts import AlertSettings, rules_yaml
 from demo.servers import ServersError, find
 from demo.stack import Child, Prometheus, StackError, fetch, free_ports
-from flopwatch.ledger.accounting import Ledger
+from flopwatch.ledger.ledger import Ledger
 from flopwatch.settings import SettingsError
 from flopwatch.simulate.node import DEVICES, SimulatedNode
 from simulator.faults import Fault

@@ -6,9 +6,12 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from flopwatch.ledger.accounting import BUCKETS, Ledger, Run
+from flopwatch.ledger import views
+from flopwatch.ledger.buckets import BUCKETS
 from flopwatch.ledger.incidents import Incident
-from flopwatch.ledger.slowdowns import SLOW_FOR
+from flopwatch.ledger.ledger import Ledger
+from flopwatch.ledger.run import RunLedger
+from flopwatch.ledger.slowdowns import MIN_SLOW_SECONDS
 from simulator.truth import Loss, Truth
 
 TOLERANCE = 0.01
@@ -86,7 +89,7 @@ def judge(truths: Iterable[Truth], ledger: Ledger) -> Judgement:
     for truth in truths:
         told = ledger.runs[truth.tenant, truth.run]
         judgement.figures[truth.run] = _figures(truth, told)
-        incidents = list(told.incidents.values())
+        incidents = list(told.incidents.by_number.values())
         for loss in truth.losses:
             kind = "end" if loss.effect in ENDS else loss.effect
             if kind != "end" and not _tells(loss):
@@ -101,7 +104,7 @@ def judge(truths: Iterable[Truth], ledger: Ledger) -> Judgement:
                 judgement.missed.append(f"{prefix}{loss.attempt}")
                 continue
             incidents.remove(incident)
-            found = incident.figures(told.evidence)
+            found = incident.figures(told.incidents.evidence)
             said = judgement.cause(prefix + found["cause"])
             said.said += 1
             said.said_gpu_seconds += found["gpu_seconds"]
@@ -119,7 +122,7 @@ def judge(truths: Iterable[Truth], ledger: Ledger) -> Judgement:
 def _tells(loss: Loss) -> bool:
     """Return whether a slow stretch lasted for long enough to be one, or a stall came to an end of its own."""
     if loss.effect == "slow":
-        return loss.ended is not None and loss.ended - loss.at >= SLOW_FOR
+        return loss.ended is not None and loss.ended - loss.at >= MIN_SLOW_SECONDS
     return loss.alone and loss.recovered is not None
 
 
@@ -131,8 +134,8 @@ def _is(incident: Incident, loss: Loss) -> bool:
     )
 
 
-def _figures(truth: Truth, run: Run) -> list[Figure]:
-    told = run.summary(run.last)
+def _figures(truth: Truth, run: RunLedger) -> list[Figure]:
+    told = views.summary(run, run.reporters.last)
     ends = sum(told["ends"][end] for end in _UNPLANNED)
     running = sum(told["buckets"][bucket] for bucket in BUCKETS if bucket not in ("down", "queue"))
     held, held_told = sum(truth.gpu_seconds.values()), sum(told["gpu_seconds"].values())
@@ -144,12 +147,12 @@ def _figures(truth: Truth, run: Run) -> list[Figure]:
         Figure("attempts", "", truth.attempts, told["attempts"]),
         Figure("unplanned ends", "", len(truth.interruptions), ends),
         Figure("MTTF", "h", None if truth.mttf is None else truth.mttf / HOUR, running / ends / HOUR if ends else None),
-        Figure("recoveries", "", len(truth.recoveries), run.recoveries),
+        Figure("recoveries", "", len(truth.recoveries), run.incidents.recoveries),
         Figure(
             "MTTR",
             "min",
             None if truth.mttr is None else truth.mttr / 60,
-            run.recovery_seconds / run.recoveries / 60 if run.recoveries else None,
+            run.incidents.recovery_seconds / run.incidents.recoveries / 60 if run.incidents.recoveries else None,
         ),
         # A stall that the attempt did not survive is a part of its end.
         Figure(
@@ -161,7 +164,7 @@ def _figures(truth: Truth, run: Run) -> list[Figure]:
                 if loss.effect in ENDS or (loss.effect == "stall" and loss.recovered is None)
             )
             / HOUR,
-            sum(incident.gpu_seconds for incident in run.incidents.values() if incident.kind == "end") / HOUR,
+            sum(incident.gpu_seconds for incident in run.incidents.by_number.values() if incident.kind == "end") / HOUR,
         ),
         Figure(
             "not productive",

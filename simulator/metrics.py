@@ -14,7 +14,7 @@ from typing import TextIO
 import flopwatch
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric
-from flopwatch.ledger.accounting import Ledger
+from flopwatch.ledger.ledger import Ledger
 from flopwatch.training.totals import DURATION_BOUNDS
 from simulator.nodes import EPOCH, Record
 from simulator.topology import Port, Topology

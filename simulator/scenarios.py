@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TextIO
 
-from flopwatch.ledger.accounting import Ledger
+from flopwatch.ledger.ledger import Ledger
 from flopwatch.settings import SettingsError
 from simulator.faults import LLAMA_3_GPUS, Fault, drawn
 from simulator.jobs import Job

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flopwatch.ledger.accounting import BUCKETS
+from flopwatch.ledger.buckets import BUCKETS
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ import pytest
 from demo.cluster import FAULTS, HOST, STRAGGLER, Bodies, Cluster, jobs, text
 from demo.stack import fetch
 from flopwatch import catalogue as m
-from flopwatch.ledger.accounting import Ledger
+from flopwatch.ledger.ledger import Ledger
 from flopwatch.simulate.node import SimulatedNode
 from simulator.hooks import Hooks, culprit
 from simulator.metrics import Line

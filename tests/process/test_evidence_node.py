@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
 from flopwatch.ledger import attribution
-from flopwatch.ledger.attribution import Evidence, Loss, Verdict
+from flopwatch.ledger.attribution import Evidence, IncidentCause, LostTime
 from flopwatch.ledger.store import Store
 from flopwatch.node.collectors.infiniband import Infiniband
 from flopwatch.node.collectors.nvml import Nvml
@@ -111,13 +111,13 @@ def judged(record: Record, status: str = "failed", **others: list[dict[str, Any]
         for host, entries in {"node-7": record["evidence"], **others}.items()
         for entry in entries
     ]
-    verdict = attribution.verdict(
-        Loss("end", record["t"], record["t"] + 20, status, frozenset({"node-7", *others})), found
+    verdict = attribution.attribute(
+        LostTime("end", record["t"], record["t"] + 20, status, frozenset({"node-7", *others})), found
     )
     return told(verdict)
 
 
-def told(verdict: Verdict) -> tuple[str, ...]:
+def told(verdict: IncidentCause) -> tuple[str, ...]:
     return tuple(text for text in (verdict.cause, verdict.confidence, verdict.host, verdict.gpu, verdict.port) if text)
 
 
@@ -308,8 +308,8 @@ def test_a_hot_gpu_explains_a_slow_stretch(node: Node) -> None:
     [record] = node.records()
     [entry] = record["evidence"]
     assert entry == {"kind": "throttle", "t": node.now, "count": 60, "gpu": GPU, "detail": "hw_thermal_slowdown"}
-    found = attribution.verdict(
-        Loss("slow", began, node.now, "", frozenset({"node-7"})), [Evidence(host="node-7", **entry)]
+    found = attribution.attribute(
+        LostTime("slow", began, node.now, "", frozenset({"node-7"})), [Evidence(host="node-7", **entry)]
     )
     assert told(found) == ("thermal", "likely", "node-7", GPU)
 

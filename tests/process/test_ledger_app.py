@@ -22,7 +22,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from flopwatch import catalogue as m
-from flopwatch.ledger.accounting import BUCKETS
+from flopwatch.ledger.buckets import BUCKETS
 from flopwatch.ledger.replay import replay
 from tests.support.ledger_process import EXPORTER, LOOP, WORKED, Ledger, serving
 from tests.support.machine import PATIENCE, until
@@ -100,9 +100,9 @@ def test_metrics_are_the_catalogues_families_in_the_format_asked_for(
             "record 2: t: nan is not a finite number",
         ),
         (b"[7]", 400, "record 1: not a JSON object"),
-        (b"[" * 100_000, 400, "not a JSON list, nor a JSON object a line"),
-        (b'{"t": 1,', 400, "not a JSON list, nor a JSON object a line"),
-        (b"\xff\xfe", 400, "not a JSON list, nor a JSON object a line"),
+        (b"[" * 100_000, 400, "not a JSON list, nor one JSON object per line"),
+        (b'{"t": 1,', 400, "not a JSON list, nor one JSON object per line"),
+        (b"\xff\xfe", 400, "not a JSON list, nor one JSON object per line"),
         (b" " * (1 << 20) + b"[]", 413, "the body is larger than 1048576 bytes"),
     ],
 )

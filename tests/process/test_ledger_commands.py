@@ -54,7 +54,7 @@ def test_list_has_a_line_per_run(ledger: Ledger, capsys: pytest.CaptureFixture[s
     status, output, _ = asked(ledger, capsys, "list")
     lines = [re.split(r" {2,}", line.strip()) for line in output.splitlines()]
     assert status == 0
-    assert lines[0] == ["tenant", "run", "state", "attempts", "step", "goodput", "wall clock", "heard"]
+    assert lines[0] == ["tenant", "run", "state", "attempts", "step", "goodput", "wall clock", "last report"]
     assert [line[:-1] for line in lines[1:]] == [
         ["loop", "stopped", "4", "23", "0.151", "2.5 min"],
         ["r", "completed", "2", "600", "0.760", "2.2 h"],
@@ -86,7 +86,7 @@ research/llm: completed, 2 attempts, wall 182.0 s
   other                          2.0 s    1.1%
   started: 1970-01-01 00:17:40Z
   step: 14
-  last durable checkpoint: step 14, heard of 1970-01-01 00:20:42Z
+  last durable checkpoint: step 14, first reported 1970-01-01 00:20:42Z
   mean time to recovery: 1.6 min, of 1
 
 attempt  begin                 lasted   ended      steps    GPUs  nodes  down after  cause
@@ -226,7 +226,7 @@ def test_a_run_of_several_tenants_is_asked_for_with_its_tenant(
         assert asked(ledger, capsys, *arguments) == (
             1,
             "",
-            "flopwatch: run 'shared' is one of several tenants: 'blue', 'red'; say whose with --tenant NAME\n",
+            "flopwatch: several tenants have a run 'shared': 'blue', 'red'; name the tenant with --tenant NAME\n",
         )
     assert answer(ledger, capsys, "show", "shared", "--tenant", "red", "--json")["attempts"][0]["attempt"] == "red"
     assert asked(ledger, capsys, "close", "shared", "--tenant", "red")[0] == 0
@@ -254,7 +254,7 @@ def test_a_run_is_closed_by_hand_however_its_attempt_ended(
     assert asked(ledger, capsys, "close", run, "--status", status) == (
         0,
         f"run {run} was {'queued' if end == 'preempted' else 'running' if end is None else 'down'} and is {status}\n"
-        + ("what its attempt goes on to report is not accounted for\n" if end is None else ""),
+        + ("records that its attempt still sends are ignored\n" if end is None else ""),
         "",
     )
     record = answer(ledger, capsys, "show", run, "--json")
@@ -282,11 +282,11 @@ def test_a_ledger_that_wants_a_token_says_so(tmp_path: Path, capsys: pytest.Capt
             assert asked(ledger, capsys, *arguments) == (
                 1,
                 "",
-                f"flopwatch: {url} wants a token: send Authorization: Bearer with the token of --token-file; "
-                "--token-file FILE holds the ledger's\n",
+                f"flopwatch: {url} requires a token: send Authorization: Bearer with the token of --token-file; "
+                "set --token-file to the file with its token\n",
             )
             status, _, errors = asked(ledger, capsys, *arguments, "--token-file", str(tmp_path / "wrong"))
-            assert (status, errors.startswith(f"flopwatch: {url} does not take the token: ")) == (1, True)
+            assert (status, errors.startswith(f"flopwatch: {url} rejects the token: ")) == (1, True)
         assert asked(ledger, capsys, "show", "loop", "--token-file", str(tmp_path / "token"))[0] == 0
         assert asked(ledger, capsys, "list", "--token-file", str(tmp_path / "none"))[0] == 1
 
@@ -318,7 +318,7 @@ def answering(status: int, body: bytes) -> Iterator[int]:
         (
             404,
             b'{"detail":"Not Found"}',
-            "is no ledger, or one of an older flopwatch; an exporter is one with --ledger",
+            "is not a ledger, or one of an older flopwatch; an exporter is one with --ledger",
         ),
         (500, b"\x1b[2J", "answers 500\n"),
     ],
@@ -336,8 +336,8 @@ def test_where_nobody_listens_the_flag_to_change_is_named(capsys: pytest.Capture
     assert asked(1, capsys, "list") == (
         1,
         "",
-        "flopwatch: no ledger answers at http://127.0.0.1:1: [Errno 111] Connection refused; give its address "
-        "with --url http://HOST:PORT (9451 of a ledger of its own, 9450 of an exporter with --ledger embedded)\n",
+        "flopwatch: --url: cannot reach a ledger at http://127.0.0.1:1 ([Errno 111] Connection refused); set --url "
+        "to http://HOST:PORT, with port 9451 for a ledger or 9450 for an exporter with --ledger embedded\n",
     )
     assert main(["ledger", "list", "--url", "ledger:9451"]) == 1
     assert capsys.readouterr().err == "flopwatch: --url 'ledger:9451': write http://HOST:PORT\n"
@@ -377,7 +377,7 @@ def test_the_ledger_inside_an_exporter_is_asked_the_same_way(
         assert asked(port, capsys, "list")[0] == 0
         assert asked(port, capsys, "close", "lm") == (
             0,
-            "run lm was running and is stopped\nwhat its attempt goes on to report is not accounted for\n",
+            "run lm was running and is stopped\nrecords that its attempt still sends are ignored\n",
             "",
         )
         node.wait_for("run_state{tenant=,run=lm,state=stopped}", 1)
@@ -385,7 +385,7 @@ def test_the_ledger_inside_an_exporter_is_asked_the_same_way(
 
 @pytest.mark.parametrize("host", ["10.1.2.3", "::ffff:10.1.2.3", "testclient", None])
 def test_a_run_inside_an_exporter_is_not_closed_from_elsewhere(host: str | None) -> None:
-    with pytest.raises(Unauthorized, match="only processes of this machine"):
+    with pytest.raises(Unauthorized, match="only processes on this machine"):
         of_this_machine(Request({"type": "http", "client": None if host is None else (host, 4711)}))
     of_this_machine(Request({"type": "http", "client": ("127.0.0.1", 4711)}))
 

@@ -315,7 +315,7 @@ def test_a_line_that_python_itself_refuses_is_named_too(line: str) -> None:
 @pytest.mark.parametrize(
     ("lines", "told"),
     [
-        ([], ["no run in this history: one begins with a line whose event is submitted, start or snapshot"]),
+        ([], ["no run in this history: a run begins with an event submitted, start or snapshot"]),
         (
             ["}"] * 30 + [told("start", 0)],
             [f"line {n}: not JSON: Expecting value at character 1" for n in range(1, 21)]

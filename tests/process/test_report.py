@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from alerts import AlertSettings, records
-from flopwatch.report import collect, page
-from flopwatch.report.collect import Cause, Culprit, Firing, Loss, Report
+from flopwatch.report import page, queries
+from flopwatch.report.model import CauseTotal, Firing, Outlier, ReportedLoss, RunReport
 from flopwatch.report.statistics import checkpoint_interval, mean_time_between
 from tests.support.ledger_process import serving
 from tests.support.reports import HISTORY, flopwatch, prometheus, whole_world
@@ -155,7 +155,7 @@ def test_alerts_on_the_run_and_on_its_hosts_are_told_and_those_on_other_hosts_ar
 def test_the_rank_that_was_late_and_the_link_with_errors_are_named_with_their_place(report: dict[str, Any]) -> None:
     (rank,) = report["ranks"]
     assert (rank["name"], rank["place"]) == ("rank 5", "node-1, GPU-5")
-    found = re.fullmatch(r"was the latest in ([\d.]+)% of the run, at 20\.0% of a step", rank["finding"])
+    found = re.fullmatch(r"was the straggler in ([\d.]+)% of the run, at 20\.0% of a step", rank["finding"])
     assert found is not None
     assert float(found[1]) == pytest.approx(25, abs=0.3)  # of 526 evaluations, one at the window's edge
     (link,) = report["links"]  # node-2's, which has twice as many, does not run this job
@@ -191,12 +191,12 @@ def test_the_ledger_tells_of_each_loss_with_its_place(url: str, ledger: str, bas
 def test_without_a_ledger_the_page_says_how_to_see_each_loss(report: dict[str, Any]) -> None:
     assert report["losses"] is None
     assert "add --ledger URL" in page.as_markdown(made(report))
-    assert "No attempt has ended" in page.as_markdown(made(report, losses=[]))
+    assert "No attempt ended" in page.as_markdown(made(report, losses=[]))
 
 
 def test_of_many_losses_the_costliest_are_told_in_order_of_time(report: dict[str, Any]) -> None:
     losses = [
-        Loss(3600.0 * hour, None, "failed", "gpu", "likely", f"node-{hour}", "", "", 3600.0 * (hour % 60), True)
+        ReportedLoss(3600.0 * hour, None, "failed", "gpu", "likely", f"node-{hour}", "", "", 3600.0 * (hour % 60), True)
         for hour in range(60)
     ]
     text = page.as_markdown(made(report, losses=losses))
@@ -207,10 +207,10 @@ def test_of_many_losses_the_costliest_are_told_in_order_of_time(report: dict[str
     ("arguments", "complaint"),
     [
         (("r", "--ledger", "127.0.0.1:9451"), "--ledger '127.0.0.1:9451': write http://HOST:PORT"),
-        (("r", "--ledger", "http://127.0.0.1:9"), "give its address with --ledger http://HOST:PORT"),
+        (("r", "--ledger", "http://127.0.0.1:9"), "set --ledger to http://HOST:PORT"),
         (("nobody",), "no run 'nobody'"),
         (("shared",), "--tenant one or two"),
-        (("r", "--price", "cheap"), "no price"),
+        (("r", "--price", "cheap"), "not a price"),
         (("r", "--lookback", "long"), "seconds"),
         (("r", "--out", "/nowhere/at/all.html"), "/nowhere/at/all.html"),
     ],
@@ -231,7 +231,7 @@ def test_a_server_that_is_no_prometheus_is_said_to_be_none() -> None:
 
 def test_the_records_it_reads_are_made() -> None:
     made = {record.name for record in records(AlertSettings())}
-    assert {collect.RUN_MFU, collect.RUN_SCORE, collect.LEADER, collect.WAIT} <= made
+    assert {queries.RUN_MFU, queries.RUN_SCORE, queries.LEADER, queries.WAIT} <= made
 
 
 # What it writes.
@@ -254,25 +254,27 @@ class Elements(HTMLParser):
         self.text += data
 
 
-def made(report: dict[str, Any], **changes: Any) -> Report:
+def made(report: dict[str, Any], **changes: Any) -> RunReport:
     """Return a report from its JSON, with some of it changed."""
-    from flopwatch.report.collect import Checkpoints, Slice
-    from flopwatch.report.statistics import Interval, Mean
+    from flopwatch.report.model import CheckpointSummary, Slice
+    from flopwatch.report.statistics import CheckpointInterval, MeanTime
 
     interval = report["checkpoints"]["interval"]
-    whole = Report(
+    whole = RunReport(
         **{
             **report,
-            "mttf": Mean(**report["mttf"]),
+            "mttf": MeanTime(**report["mttf"]),
             "timeline": [Slice(**one) for one in report["timeline"]],
-            "checkpoints": Checkpoints(**{**report["checkpoints"], "interval": interval and Interval(**interval)}),
+            "checkpoints": CheckpointSummary(
+                **{**report["checkpoints"], "interval": interval and CheckpointInterval(**interval)}
+            ),
             "mfu_over_time": [tuple(point) for point in report["mfu_over_time"]],
-            "losses": report["losses"] and [Loss(**one) for one in report["losses"]],
-            "causes": [Cause(**one) for one in report["causes"]],
+            "losses": report["losses"] and [ReportedLoss(**one) for one in report["losses"]],
+            "causes": [CauseTotal(**one) for one in report["causes"]],
             "alerts": [Firing(**one) for one in report["alerts"]],
-            "ranks": [Culprit(**one) for one in report["ranks"]],
-            "hosts": [Culprit(**one) for one in report["hosts"]],
-            "links": [Culprit(**one) for one in report["links"]],
+            "ranks": [Outlier(**one) for one in report["ranks"]],
+            "hosts": [Outlier(**one) for one in report["hosts"]],
+            "links": [Outlier(**one) for one in report["links"]],
         }
     )
     return replace(whole, **changes)
@@ -285,10 +287,10 @@ def test_a_page_fetches_nothing_and_has_no_script_whatever_things_are_called(rep
         tenant=HOSTILE,
         declared={"owner": HOSTILE},
         missed=[HOSTILE],
-        causes=[Cause(HOSTILE, 1, 3600.0)],
-        losses=[Loss(0, None, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, 1.0, False)],
+        causes=[CauseTotal(HOSTILE, 1, 3600.0)],
+        losses=[ReportedLoss(0, None, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, 1.0, False)],
         alerts=[Firing(HOSTILE, HOSTILE, HOSTILE, 0, 1, False)],
-        ranks=[Culprit(HOSTILE, HOSTILE, HOSTILE)],
+        ranks=[Outlier(HOSTILE, HOSTILE, HOSTILE)],
     )
     elements = Elements()
     elements.feed(page.as_html(hostile))

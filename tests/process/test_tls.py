@@ -208,7 +208,7 @@ def test_a_ca_file_is_read_for_each_push(stack: Stack, tmp_path: Path) -> None:
 def test_who_asks_a_ledger_of_an_unknown_authority_is_told_what_to_give(stack: Stack, tmp_path: Path) -> None:
     refused = stack.asked("--token-file", stack.folder / "token")
     assert refused.returncode == 1
-    assert refused.stderr.endswith("; --ca-file FILE says who signed its certificate\n")
+    assert refused.stderr.endswith("; set --ca-file to the CA that signed its certificate\n")
     missing = stack.asked("--ca-file", tmp_path / "none.crt")
     assert (missing.returncode, missing.stderr) == (
         1,

@@ -24,8 +24,8 @@ from alerts import AlertSettings, recording
 from demo.servers import find
 from demo.stack import Child, Prometheus, fetch, free_ports
 from flopwatch.__main__ import main
-from flopwatch.ledger.accounting import Ledger
 from flopwatch.ledger.attribution import CAUSES
+from flopwatch.ledger.ledger import Ledger
 from flopwatch.ledger.replay import replay
 from flopwatch.node.collectors.identity import topology
 from flopwatch.settings import SettingsError

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 
-from flopwatch.ledger.accounting import BUCKETS, Ledger, Run
+from flopwatch.ledger import state, views
+from flopwatch.ledger.buckets import BUCKETS
+from flopwatch.ledger.ledger import Ledger
+from flopwatch.ledger.run import RunLedger
 
 Line = dict[str, Any]
 
@@ -221,9 +224,9 @@ def mangled(lines: list[Line], seed: int) -> Iterator[Line]:
     yield from (kept[place] for place in sorted(range(len(kept)), key=late.__getitem__))
 
 
-def check_attempts(run: Run) -> None:
+def check_attempts(run: RunLedger) -> None:
     """Assert that the attempts and the incidents account for the same seconds and GPU-seconds as the run does."""
-    record = run.figures(run.last)
+    record = views.figures(run, run.reporters.last)
     attempts = record["attempts"]
     for bucket in set(BUCKETS) - {"queue"}:
         if bucket == "down":
@@ -237,36 +240,38 @@ def check_attempts(run: Run) -> None:
         assert other["begin"] == pytest.approx(one["end"] + one["down_seconds"], abs=1e-4)
     for one in attempts:
         assert sum(one["gpu_seconds"].values()) <= one["gpus"] * sum(one["seconds"].values()) * (1 + 1e-9)
-    badput = sum(seconds for bucket, seconds in run.gpu_seconds.items() if bucket not in ("productive", "generation"))
+    badput = sum(
+        seconds for bucket, seconds in run.buckets.gpu_seconds.items() if bucket not in ("productive", "generation")
+    )
     lost = sum(incident["gpu_seconds"] for incident in record["incidents"] if incident["kind"] == "end")
     assert lost <= badput + 1e-3
-    assert run.recovery_seconds <= run.wall(run.last) + 1e-4
-    assert run.recoveries <= run.ends["failed"] + run.ends["silent"]
-    for kind, settled in run.settled.items():
+    assert run.incidents.recovery_seconds <= run.wall(run.reporters.last) + 1e-4
+    assert run.incidents.recoveries <= run.ends["failed"] + run.ends["silent"]
+    for kind, settled in run.incidents.settled.items():
         assert sum(settled.values()) == sum(one["settled"] and one["kind"] == kind for one in record["incidents"])
 
 
-def snapshot_of(run: Run) -> list[Any]:
+def snapshot_of(run: RunLedger) -> list[Any]:
     """Return all that is written of a run, but for what goes by the newest stamp, which a late record may move too."""
-    state: list[Any] = json.loads(
+    saved: list[Any] = json.loads(
         json.dumps(
             [
-                {name: value for name, value in run.to_json().items() if name not in stamps_of(run)},
-                {name: asdict(source) for name, source in run.sources.items()},
+                {name: value for name, value in state.to_json(run).items() if name not in stamps_of(run)},
+                {name: node.to_json() for name, node in run.reporters.nodes.items()},
                 list(run.history.items()),
-                [(number, asdict(incident)) for number, incident in run.incidents.items()],
-                {host: run.evidence.state(host) for host in run.evidence.hosts()},
+                [(number, incident.to_json()) for number, incident in run.incidents.by_number.items()],
+                {host: run.incidents.evidence.to_json(host) for host in run.incidents.evidence.hosts()},
             ]
         )
     )
-    return state
+    return saved
 
 
-def stamps_of(run: Run) -> dict[str, float]:
-    return {"last": run.last, "clock": run.clock, "horizon": run.horizon}
+def stamps_of(run: RunLedger) -> dict[str, float]:
+    return {"last": run.reporters.last, "clock": run.reporters.clock, "horizon": run.incidents.horizon}
 
 
-def read_back(run: Run) -> Run:
+def read_back(run: RunLedger) -> RunLedger:
     """Return the run as it comes back from the disk."""
     books, sources, history, incidents, evidence = snapshot_of(run)
-    return Run.from_json(books | stamps_of(run), sources, dict(history), dict(incidents), evidence)
+    return state.from_json(books | stamps_of(run), sources, dict(history), dict(incidents), evidence)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from demo.servers import find
 from flopwatch import catalogue as m
-from flopwatch.ledger.accounting import Ledger
-from flopwatch.report import collect
+from flopwatch.ledger.ledger import Ledger
+from flopwatch.report import queries
 from tests.support import ROOT
 
 HISTORY = ROOT / "tests" / "captures" / "histories" / "crash_and_move.jsonl"
@@ -110,11 +110,11 @@ def whole_world(base: float) -> World:
             }
             world.add(m.TRAINING_RANK_INFO.name, info, 1, at)
             if rank != 7:
-                world.add(collect.WAIT, {"run": "r", "rank": str(rank)}, 0.1, at)
-        world.add(collect.RUN_MFU, {"run": "r"}, 0.4, at)
-        world.add(collect.RUN_SCORE, {"run": "r"}, 0.2, at)
+                world.add(queries.WAIT, {"run": "r", "rank": str(rank)}, 0.1, at)
+        world.add(queries.RUN_MFU, {"run": "r"}, 0.4, at)
+        world.add(queries.RUN_SCORE, {"run": "r"}, 0.2, at)
         if step % 4 == 0:
-            world.add(collect.LEADER, {"run": "r", "rank": "5"}, 0.2, at)
+            world.add(queries.LEADER, {"run": "r", "rank": "5"}, 0.2, at)
         for node in range(3):
             port = {"device": "mlx5_0", "port": "1", "instance": f"10.0.0.{node}:9450"}
             world.add(m.INFINIBAND_SYMBOL_ERRORS.name, port, node * step, at)

@@ -1,4 +1,4 @@
-"""`flopwatch ledger`: run accounting for a whole cluster, and questions to a ledger that runs."""
+"""`flopwatch ledger`: the accounting of all runs of a cluster, and requests to a ledger that is running."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flopwatch.commands import Commands, address, command, given, seconds
-from flopwatch.settings import LedgerSettings
+from flopwatch.settings import LedgerSettings, SettingsError
 
 if TYPE_CHECKING:
-    from flopwatch.ledger.client import Client
+    from flopwatch.ledger.client import LedgerClient
 
 
 def serve(options: argparse.Namespace) -> None:
@@ -23,23 +23,23 @@ def serve(options: argparse.Namespace) -> None:
 
 
 def replay(options: argparse.Namespace) -> int:
-    """Account for a recorded history."""
+    """Print the figures of a recorded history."""
     from flopwatch.ledger.replay import main
 
     return main(options.file, options.json)
 
 
 def runs(options: argparse.Namespace) -> None:
-    """Print a line per run."""
-    from flopwatch.ledger.client import runs_table
+    """Print a table with a line per run."""
+    from flopwatch.ledger.tables import runs_table
 
-    found = [run for run in _client(options).runs() if options.tenant in (None, run["tenant"])]
-    print(json.dumps({"runs": found}, indent=2) if options.json else runs_table(found))
+    rows = [run for run in _client(options).runs() if options.tenant in (None, run["tenant"])]
+    print(json.dumps({"runs": rows}, indent=2) if options.json else runs_table(rows))
 
 
 def show(options: argparse.Namespace) -> None:
-    """Print a run."""
-    from flopwatch.ledger.client import run_table
+    """Print where a run's time went."""
+    from flopwatch.ledger.tables import run_table
 
     record = _client(options).record(options.run, options.tenant)
     print(json.dumps(record, indent=2) if options.json else run_table(record))
@@ -47,48 +47,52 @@ def show(options: argparse.Namespace) -> None:
 
 def close(options: argparse.Namespace) -> None:
     """End a run."""
-    from flopwatch.ledger.client import plain
+    from flopwatch.ledger.record import printable
 
     before = _client(options).close(options.run, options.tenant, options.status)
     if options.json:
         print(json.dumps({**before, "status": options.status}, indent=2))
         return
-    print(f"run {plain(before['run'])} was {before['state']} and is {options.status}")
+    print(f"run {printable(before['run'])} was {before['state']} and is {options.status}")
     if before["state"] == "running":
-        print("what its attempt goes on to report is not accounted for")
+        print("records that its attempt still sends are ignored")
 
 
 def export(options: argparse.Namespace) -> None:
-    """Print the whole record of a run."""
-    from flopwatch.ledger.client import attempts_csv
+    """Print the whole record of a run as JSON or CSV."""
+    from flopwatch.ledger.tables import attempts_csv
 
     record = _client(options).record(options.run, options.tenant)
     print(json.dumps(record, indent=2) if options.format == "json" else attempts_csv(record).removesuffix("\n"))
 
 
-def _client(options: argparse.Namespace) -> Client:
-    from flopwatch.ledger.client import Client
+def _client(options: argparse.Namespace) -> LedgerClient:
+    """Return a client of the ledger that the flags name. Raises SettingsError."""
+    try:
+        from flopwatch.ledger.client import LedgerClient
+    except ImportError as error:
+        raise SettingsError(f"ledger: {error}; install it with pip install 'flopwatch[ledger]'") from None
 
-    return Client(options.url, options.token_file, ca_file=options.ca_file)
+    return LedgerClient(options.url, options.token_file, ca_file=options.ca_file)
 
 
 def add(commands: Commands) -> None:
-    """Describe the command and its own commands."""
-    ledger = command(commands, "ledger", serve, "run accounting for a whole cluster; alone, the same as serve")
+    """Add the command and its subcommands."""
+    ledger = command(commands, "ledger", serve, "account for the runs of a cluster; alone, the same as serve")
     _flags(ledger)
     own = ledger.add_subparsers(metavar="COMMAND")
-    # Without defaults: what was given before the word `serve` counts too.
+    # SUPPRESS keeps the values of flags before the word `serve`.
     _flags(
-        command(own, "serve", serve, "take snapshots from the exporters and serve run_* metrics"),
+        command(own, "serve", serve, "receive snapshots from the exporters and serve run_* metrics"),
         default=argparse.SUPPRESS,
     )
-    parser = command(own, "replay", replay, "account for a recorded history, a JSON object a line")
+    parser = command(own, "replay", replay, "print the figures of a recorded history, one JSON object per line")
     parser.add_argument("file", type=Path, metavar="FILE")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     for name, run, text in (
-        ("list", runs, "list the runs of a ledger that runs"),
+        ("list", runs, "list the runs of a running ledger"),
         ("show", show, "show where a run's time went, its attempts and incidents"),
-        ("close", close, "end a run that will not come back and cannot say so itself"),
+        ("close", close, "end a run that will not come back and reports no end itself"),
         ("export", export, "print the whole record of a run"),
     ):
         parser = command(own, name, run, text)
@@ -99,14 +103,14 @@ def add(commands: Commands) -> None:
                 "--status",
                 choices=("completed", "stopped"),
                 default="stopped",
-                help="what became of it (default stopped)",
+                help="how the run ended (default stopped)",
             )
         if name == "export":
             parser.add_argument(
                 "--format",
                 choices=("json", "csv"),
                 default="json",
-                help="the whole record, or a row per attempt (default json)",
+                help="the whole record as JSON, or a row per attempt as CSV (default json)",
             )
         else:
             parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -123,41 +127,42 @@ def add(commands: Commands) -> None:
             "--ca-file",
             type=Path,
             metavar="FILE",
-            help="who signed its certificate, for an https URL (default the system's authorities)",
+            help="CA that signed the ledger's certificate, for an https URL (default the system's CAs)",
         )
-        parser.add_argument("--tenant", metavar="NAME", help="whose run, where several tenants have one of that name")
+        parser.add_argument("--tenant", metavar="NAME", help="tenant of the run, if several have a run of that name")
 
 
 def _flags(parser: argparse.ArgumentParser, **more: Any) -> None:
+    """Add the flags of `serve`."""
     defaults = LedgerSettings()
     for flag, kind, metavar, text in (
         ("--listen", address, "HOST:PORT", f"default {defaults.listen}"),
-        ("--state", Path, "DIR", f"where the accounts are kept (default {defaults.state})"),
-        ("--token-file", Path, "FILE", "bearer token that exporters must carry"),
+        ("--state", Path, "DIR", f"directory of the ledger's file (default {defaults.state})"),
+        ("--token-file", Path, "FILE", "bearer token that exporters must send"),
         (
             "--web-config",
             Path,
             "FILE",
-            "TLS, and users of /metrics: the web configuration file of Prometheus' exporters (docs/tls.md)",
+            "TLS, and users of /metrics: a web configuration file of Prometheus exporters (docs/tls.md)",
         ),
-        ("--silent-after", seconds, "SECONDS", f"when a silent run is called down (default {defaults.silent_after:g})"),
+        ("--silent-after", seconds, "SECONDS", f"silence that means down (default {defaults.silent_after:g})"),
         (
             "--new-for",
             seconds,
             "SECONDS",
-            f"how long a new run's counters are served as 0, so that Prometheus sees them begin (default "
+            "time for which a new run's counters are served as 0, so that Prometheus sees them rise (default "
             f"{defaults.new_for:g})",
         ),
         (
             "--abandoned-after",
             _days,
             "DAYS",
-            f"when a run that nobody ended is given up (default {defaults.abandoned_after / 86400:g})",
+            f"silence after which a run without an end is given up (default {defaults.abandoned_after / 86400:g})",
         ),
     ):
         parser.add_argument(flag, type=kind, metavar=metavar, help=text, **more)
 
 
 def _days(text: str) -> float:
-    """Return a positive number of days in seconds, for argparse."""
+    """Parse a positive number of days and return it in seconds, for argparse."""
     return seconds(text) * 86400

@@ -1,4 +1,4 @@
-"""`flopwatch report`: one run's MFU, goodput and losses, on a page of its own."""
+"""`flopwatch report`: a page about one run with its MFU, goodput and losses."""
 
 from __future__ import annotations
 
@@ -14,30 +14,25 @@ FORMATS = {".html": "html", ".md": "markdown", ".json": "json"}
 
 
 def report(options: argparse.Namespace) -> None:
-    """Ask, and write the page. Raises SettingsError."""
+    """Collect the figures of a run and write the page. Raises SettingsError."""
     form = options.format or FORMATS.get(options.out.suffix if options.out is not None else ".html", "html")
     try:
+        from flopwatch.ledger.client import LedgerClient
         from flopwatch.report import page
+        from flopwatch.report.collect import collect
+        from flopwatch.report.prometheus import PrometheusClient
+        from flopwatch.report.queries import RunQueries
     except ImportError as error:
         raise SettingsError(f"report: {error}; install it with pip install 'flopwatch[report]'") from None
-    from flopwatch.ledger.client import Client
-    from flopwatch.report.collect import gather
-    from flopwatch.report.prometheus import Prometheus
-
-    found = gather(
-        Prometheus(options.prometheus, options.token_file),
-        options.run,
-        tenant=options.tenant,
-        at=time.time() if options.at is None else options.at,
-        lookback=options.lookback,
-        price=options.price,
-        ledger=None
-        if options.ledger is None
-        else Client(
-            options.ledger, options.ledger_token_file, ("--ledger", "--ledger-token-file"), options.ledger_ca_file
-        ),
-    )
-    text = {"html": page.as_html, "markdown": page.as_markdown, "json": page.as_json}[form](found)
+    ledger = None
+    if options.ledger is not None:
+        flags = ("--ledger", "--ledger-token-file")
+        ledger = LedgerClient(options.ledger, options.ledger_token_file, flags, options.ledger_ca_file)
+    prometheus = PrometheusClient(options.prometheus, options.token_file)
+    now = time.time() if options.at is None else options.at
+    queries = RunQueries(prometheus, options.run, options.tenant, now, options.lookback)
+    result = collect(queries, options.price, ledger)
+    text = {"html": page.as_html, "markdown": page.as_markdown, "json": page.as_json}[form](result)
     if options.out is None:
         sys.stdout.write(text)
         return
@@ -48,7 +43,8 @@ def report(options: argparse.Namespace) -> None:
     print(f"wrote {options.out}", file=sys.stderr)
 
 
-def _days(text: str) -> float:
+def _duration(text: str) -> float:
+    """Parse a duration such as 90d, 12h or 30m and return its seconds, for argparse."""
     for unit, size in (("d", 86_400.0), ("h", 3600.0), ("m", 60.0)):
         if text.endswith(unit):
             return seconds(text.removesuffix(unit)) * size
@@ -56,28 +52,35 @@ def _days(text: str) -> float:
 
 
 def _price(text: str) -> float:
+    """Parse a price of at least 0, for argparse."""
     try:
         price = float(text)
     except ValueError:
         price = -1.0
     if not 0 <= price < 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is no price of a GPU-hour")
+        raise argparse.ArgumentTypeError(f"{text} is not a price of a GPU-hour")
     return price
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
-    parser = command(commands, "report", report, "write a page on one run: MFU, goodput, what was lost and to what")
+    """Add the command."""
+    parser = command(commands, "report", report, "write a page about one run: MFU, goodput, losses and their causes")
     add = parser.add_argument
     add("run", metavar="RUN")
-    add("--prometheus", required=True, metavar="URL", help="which scrapes the ledger and evaluates the rules")
-    add("--token-file", type=Path, metavar="FILE", help="bearer token for it")
-    add("--ledger", metavar="URL", help="the ledger, to tell of each loss with its cause, host, GPU and port")
-    add("--ledger-token-file", type=Path, metavar="FILE", help="bearer token for that")
-    add("--ledger-ca-file", type=Path, metavar="FILE", help="who signed its certificate, for an https URL")
-    add("--tenant", metavar="TENANT", help="whose run, if several have one of this name")
-    add("--at", type=float, metavar="UNIX_TIME", help="as of then (default now)")
-    add("--lookback", type=_days, default=90 * 86_400.0, metavar="TIME", help="how far back to look (default 90d)")
-    add("--price", type=_price, metavar="X", help="of a GPU-hour, to say losses in money")
-    add("--format", choices=("html", "markdown", "json"), help="default: by the ending of --out, else html")
-    add("--out", type=Path, metavar="FILE", help="where to write (default standard output)")
+    add("--prometheus", required=True, metavar="URL", help="Prometheus that scrapes the ledger and evaluates the rules")
+    add("--token-file", type=Path, metavar="FILE", help="bearer token of the Prometheus")
+    add("--ledger", metavar="URL", help="ledger, to list each loss with its cause, host, GPU and port")
+    add("--ledger-token-file", type=Path, metavar="FILE", help="bearer token of the ledger")
+    add("--ledger-ca-file", type=Path, metavar="FILE", help="CA that signed the ledger's certificate, for an https URL")
+    add("--tenant", metavar="TENANT", help="tenant of the run, if several have a run of that name")
+    add("--at", type=float, metavar="UNIX_TIME", help="time of the report (default now)")
+    add(
+        "--lookback",
+        type=_duration,
+        default=90 * 86_400.0,
+        metavar="TIME",
+        help="how far back the run may have begun (default 90d)",
+    )
+    add("--price", type=_price, metavar="X", help="price of a GPU-hour, to show losses in money")
+    add("--format", choices=("html", "markdown", "json"), help="default: by the suffix of --out, else html")
+    add("--out", type=Path, metavar="FILE", help="file to write (default standard output)")

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import ssl
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flopwatch.settings import SettingsError
+
+if TYPE_CHECKING:
+    import httpx
+
+
+def client(
+    tls: ssl.SSLContext | None = None, *, timeout: float, headers: Mapping[str, str] | None = None
+) -> httpx.Client:
+    """Return an HTTP client that ignores the environment and follows no redirects; `timeout` is in seconds."""
+    import httpx
+
+    return httpx.Client(verify=tls or client_tls(None), trust_env=False, timeout=timeout, headers=headers)
 
 
 def client_tls(ca_file: Path | None, cert_file: Path | None = None, key_file: Path | None = None) -> ssl.SSLContext:

@@ -1,6 +1,6 @@
-"""What people ask a ledger, one of its own or an exporter's: GET /v1/runs, GET /v1/runs/record, POST /v1/runs/close.
+"""API of a ledger, standalone or embedded in an exporter: GET /v1/runs, GET /v1/runs/record, POST /v1/runs/close.
 
-A run is named in the query, since its name may hold any of `/:@+` and a tenant any character at all.
+The run is a query parameter, since its name may contain any of `/:@+` and a tenant's any character.
 """
 
 from __future__ import annotations
@@ -14,50 +14,50 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from flopwatch.http import server as http_server
-from flopwatch.ledger.store import Ended, NoSuchRun, Store
+from flopwatch.ledger.attempt import END_OF_RUN
+from flopwatch.ledger.store import AlreadyEnded, NoSuchRun, Store
 
-# Raises what _ANSWERS has for a request that may not.
+# Raises Unauthorized for a request without permission.
 Authorize = Callable[[Request], None]
 
-_ANSWERS: dict[type[Exception], int] = {
+_STATUS_CODES: dict[type[Exception], int] = {
     http_server.Unauthorized: 401,
     http_server.NotArriving: 408,
     http_server.TooLarge: 413,
     NoSuchRun: 404,
-    Ended: 409,
+    AlreadyEnded: 409,
 }
-_STATUSES = ("completed", "stopped")
 
 
 def runs_router(store: Store, may_read: Authorize, may_close: Authorize) -> APIRouter:
-    """Return the paths over a store."""
+    """Return the API over a store; `may_read` and `may_close` check each request."""
     router = APIRouter()
 
-    def ask(request: Request, what: Callable[[], Any]) -> Response:
+    def read(request: Request, result: Callable[[], Any]) -> Response:
         try:
             may_read(request)
-            return Response(json.dumps(what()), media_type="application/json")
-        except tuple(_ANSWERS) as error:
+            return Response(json.dumps(result()), media_type="application/json")
+        except tuple(_STATUS_CODES) as error:
             raise _refusal(error) from None
 
     @router.get("/v1/runs")
     def runs(request: Request) -> Response:
-        """Return a few figures of every run that is served."""
-        return ask(request, lambda: {"runs": store.listing()})
+        """Return a row of figures for every run that is served."""
+        return read(request, lambda: {"runs": store.listing()})
 
     @router.get("/v1/runs/record")
     def record(request: Request, run: str, tenant: str | None = None) -> Response:
         """Return the whole record of a run."""
-        return ask(request, lambda: store.figures(run, tenant))
+        return read(request, lambda: store.figures(run, tenant))
 
     @router.post("/v1/runs/close")
     async def close(request: Request) -> dict[str, Any]:
-        """End a run, {"run", "tenant", "status"}, and return what it was before."""
+        """End the run in a body {"run", "tenant", "status"}, and return its state before."""
         try:
             may_close(request)
-            asked = _asked(await http_server.body(request))
-            return await run_in_threadpool(store.close_run, *asked)
-        except tuple(_ANSWERS) as error:
+            run, tenant, status = _parse_close(await http_server.body(request))
+            return await run_in_threadpool(store.close_run, run, tenant, status)
+        except tuple(_STATUS_CODES) as error:
             raise _refusal(error) from None
         except sqlite3.Error as error:
             raise HTTPException(503, f"not written, try again: {error}") from None
@@ -66,23 +66,24 @@ def runs_router(store: Store, may_read: Authorize, may_close: Authorize) -> APIR
 
 
 def _refusal(error: Exception) -> HTTPException:
+    """Return the HTTP error for an exception in `_STATUS_CODES`."""
     several = isinstance(error, NoSuchRun) and error.several
-    return HTTPException(409 if several else _ANSWERS[type(error)], str(error))
+    return HTTPException(409 if several else _STATUS_CODES[type(error)], str(error))
 
 
-def _asked(body: bytes) -> tuple[str, str | None, str]:
-    """Return run, tenant and status of a request to close. Raises 400."""
+def _parse_close(body: bytes) -> tuple[str, str | None, str]:
+    """Return run, tenant and status of a request to close. Raises HTTPException 400 if it is malformed."""
     try:
-        asked = json.loads(body)
-        run, tenant, status = asked["run"], asked.get("tenant"), asked.get("status", "stopped")
+        fields = json.loads(body)
+        run, tenant, status = fields["run"], fields.get("tenant"), fields.get("status", "stopped")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise HTTPException(400, 'not {"run": ..., "tenant": ..., "status": ...}') from None
-    if not isinstance(run, str) or not isinstance(tenant, str | None) or status not in _STATUSES:
-        raise HTTPException(400, f"run and tenant are text, and status is one of {', '.join(_STATUSES)}")
+    if not isinstance(run, str) or not isinstance(tenant, str | None) or status not in END_OF_RUN:
+        raise HTTPException(400, f"run and tenant are text, and status is one of {', '.join(END_OF_RUN)}")
     return run, tenant, status
 
 
 def of_this_machine(request: Request) -> None:
-    """Raise Unauthorized unless the request comes from this machine itself."""
+    """Raise Unauthorized unless the request comes from this machine."""
     if request.client is None or request.client.host not in ("127.0.0.1", "::1"):
-        raise http_server.Unauthorized("only processes of this machine may do that")
+        raise http_server.Unauthorized("only processes on this machine may do that")

@@ -1,6 +1,6 @@
-"""The cluster's ledger: POST /v1/snapshots takes records from the node exporters, /metrics serves the run families.
+"""HTTP server of the cluster's ledger: POST /v1/snapshots takes records of exporters, /metrics serves the run families.
 
-What people ask of it is in flopwatch.ledger.api.
+The API for users is in `flopwatch.ledger.api`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from flopwatch.settings import LedgerSettings
 
 log = logging.getLogger(__name__)
 
-# 408 and not 400 for a body that does not arrive: the exporter is to send it again.
+# 408 for a body that does not arrive makes the exporter send it again; 400 would not.
 _HTTP_STATUS = {
     RecordError: 400,
     http_server.Unauthorized: 401,
@@ -43,19 +43,19 @@ _HTTP_STATUS = {
 }
 
 
-class Families(Collector):
-    """What prometheus_client asks at a scrape: the run families as of now, and the ledger's own."""
+class RunFamilies(Collector):
+    """Prometheus collector of the run families and the ledger's own families."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self.deliveries = dict.fromkeys(("accepted", "refused", "failed"), 0)
 
     def describe(self) -> Iterable[core.Metric]:
-        """Return nothing, so that registering reads nothing."""
+        """Return no families, so that registration does not read the store."""
         return []
 
     def collect(self) -> Iterable[core.Metric]:
-        """Return the families."""
+        """Return all families as of now."""
         samples = self._store.families(time.time())
         samples += [(m.LEDGER_RECEIVED, (outcome,), count) for outcome, count in self.deliveries.items()]
         samples.append((m.FLOPWATCH_INFO, (flopwatch.__version__,), 1))
@@ -64,16 +64,16 @@ class Families(Collector):
             if row not in families:
                 name = row.name.removesuffix("_total").removesuffix("_info")
                 families[row] = core.Metric(name, f"{row.help} Source: {row.source}.", row.type)
-            # Not add_metric(), which cuts label lists of different lengths to the shorter one.
+            # add_metric() would cut label lists of different lengths to the shorter one.
             families[row].add_sample(row.name, dict(zip(row.labels, values, strict=True)), number)
         return families.values()
 
 
 def ledger_app(store: Store, token_file: Path | None = None) -> FastAPI:
-    """Return /v1/snapshots, /v1/runs, /metrics and /healthz over a store."""
+    """Return the app that serves /v1/snapshots, /v1/runs, /metrics and /healthz from a store."""
     app = FastAPI(title="flopwatch ledger", docs_url=None, redoc_url=None, openapi_url=None)
     registry = prometheus_client.CollectorRegistry()
-    families = Families(store)
+    families = RunFamilies(store)
     registry.register(families)
 
     def authorize(request: Request) -> None:
@@ -81,7 +81,7 @@ def ledger_app(store: Store, token_file: Path | None = None) -> FastAPI:
 
     @app.post("/v1/snapshots")
     async def snapshots(request: Request) -> dict[str, int]:
-        """Take records, all or none: a JSON list, or a JSON object a line."""
+        """Apply records, all or none: a JSON list, or one JSON object per line."""
         outcome = "refused"
         try:
             authorize(request)
@@ -103,31 +103,31 @@ def ledger_app(store: Store, token_file: Path | None = None) -> FastAPI:
 
     @app.get("/metrics")
     def metrics(request: Request) -> Response:
-        """Return the run families."""
+        """Return the run families in the requested exposition format."""
         encode, media = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(registry), headers={"content-type": media, "vary": "Accept"})
 
     @app.get("/healthz")
     async def healthz() -> PlainTextResponse:
-        """Say that the process is alive."""
+        """Report that the process is alive."""
         return PlainTextResponse("ok\n")
 
     return app
 
 
 def _records(body: bytes) -> list[object]:
-    """Return the decoded JSON objects of a list or of lines. Raises 400."""
+    """Return the decoded JSON objects of a list or of lines. Raises HTTPException 400 if the body is malformed."""
     try:
         text = body.decode()
         if text.lstrip().startswith("["):
             return list(json.loads(text))
         return [json.loads(line) for line in text.splitlines() if line.strip()]
     except (ValueError, RecursionError) as error:
-        raise HTTPException(400, f"not a JSON list, nor a JSON object a line: {error}") from None
+        raise HTTPException(400, f"not a JSON list, nor one JSON object per line: {error}") from None
 
 
 def run(settings: LedgerSettings) -> None:
-    """Serve until SIGTERM or Ctrl-C. Raises SettingsError where these settings cannot work on this machine."""
+    """Serve until SIGTERM or Ctrl-C. Raises SettingsError if the settings do not work on this machine."""
     http_server.log_to_stderr()
     http_server.check_token("--token-file", settings.token_file)
     web = None if settings.web_config is None else Web(settings.web_config)
@@ -142,7 +142,7 @@ def run(settings: LedgerSettings) -> None:
             )
         ) as store,
     ):
-        # What asks for the token asks for nothing else; without one, users guard everything.
+        # Paths that need the token need no user. Without a token, the users of the web configuration guard all paths.
         own = "/v1/" if settings.token_file is not None else None
         app = ledger_app(store, settings.token_file)
         server = http_server.server(app if web is None else web.protect(app, own))

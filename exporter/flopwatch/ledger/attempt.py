@@ -1,109 +1,120 @@
-"""One attempt of a run, and what its nodes said last."""
+"""One attempt of a run and the last report of each of its nodes.
+
+The state of both is saved under the names of their fields, so a renamed field is a new format of the ledger's file.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from math import inf
 from typing import Any
 
 from flopwatch.ledger.record import STATUSES
 from flopwatch.ledger.slowdowns import Pace
-from flopwatch.ledger.stragglers import Late, Wait
+from flopwatch.ledger.stragglers import RankWait, StragglerTally
 
-BUCKETS = (
-    "productive",
-    "lost",
-    "startup",
-    "compile",
-    "data_stall",
-    "checkpoint_save",
-    "checkpoint_restore",
-    "evaluation",
-    "generation",
-    "down",
-    "queue",
-    "other",
-)
 ENDS = (*STATUSES, "silent")
 END_OF_RUN = ("completed", "stopped")
 UNPLANNED = ("failed", "silent")
-RETAINED = ("productive", "generation")
 
 
 @dataclass(slots=True)
-class Source:
-    """What one source (a node) of the current attempt said last."""
+class ReportingNode:
+    """Last report of one node (a record's `source`) in the current attempt."""
 
-    start: float  # of its process, by its own clock
-    t: float
+    start: float  # process start, by the node's own clock
+    t: float  # stamp of the last record
     rank: float | None = None
-    age: float = 0.0
-    heard: float = -inf  # when, by the ledger's clock
-    met: float = -inf  # and for the first time
-    seen: float = 0.0  # the attempt's `elapsed` when it was
+    age: float = 0.0  # seconds the process has lived
+    heard: float = -inf  # ledger time of the last record
+    met: float = -inf  # ledger time of the first record
+    seen: float = 0.0  # the attempt's `elapsed` at the last record
     activity: dict[str, float] = field(default_factory=dict)
     base: dict[str, float] = field(default_factory=dict)  # activity when the frontier last moved
-    epoch: int = 0  # the move of the frontier that base belongs to
+    epoch: int = 0  # the move of the frontier that `base` belongs to
     open_step: float = 0.0
     step: float | None = None
     restored: float | None = None
     gpus: float | None = None
     peak: float | None = None
-    credited_gpus: float = 0.0  # that are counted in what was booked of the attempt before they were heard of
+    credited_gpus: float = 0.0  # GPUs already counted in what the attempt booked before this node reported them
     credited_peak: float = 0.0
-    flops: float = 0.0  # up to flops_step
+    flops: float = 0.0  # model FLOPs up to `flops_step`
     flops_step: float = 0.0
-    fell: float | None = None  # since when it tells fewer FLOPs than before
+    fell: float | None = None  # since when it reports fewer FLOPs than before
     mark: float = 0.0  # steps up to here add no retained FLOPs
     end: str | None = None
-    whole: bool = False  # whether it began with a start, which tells of all its GPUs
-    fewer: float | None = None  # since when it tells fewer GPUs than before
-    waits: tuple[Wait, ...] | None = None
-    waited: tuple[Wait, ...] | None = None  # when the window began, of this number
+    whole: bool = False  # whether it began with a start, which reports all its GPUs
+    fewer: float | None = None  # since when it reports fewer GPUs than before
+    waits: tuple[RankWait, ...] | None = None
+    waited: tuple[RankWait, ...] | None = None  # `waits` at the start of the straggler window with number `window`
     window: int = 0
 
     @property
     def position(self) -> float:
-        """Return how far on the wall clock its activities reach."""
+        """Return the wall-clock time up to which its activities reach."""
         return self.start + self.age
+
+    @property
+    def order(self) -> float:
+        """Return the sort key for choosing the node to follow: the lowest rank first."""
+        return self.rank if self.rank is not None else inf
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the state to save."""
+        return {name: getattr(self, name) for name in _NODE_FIELDS}
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> ReportingNode:
+        """Return a saved node, of format 1 too."""
+        credited = {"credited_gpus": state["gpus"] or 0.0, "credited_peak": state["peak"] or 0.0}
+        values = {"heard": state["t"], "met": state["t"], **credited, **state}
+        for name in ("waits", "waited"):
+            if values.get(name) is not None:
+                values[name] = tuple(RankWait(*one) for one in values[name])
+        return cls(**values)
+
+
+_NODE_FIELDS = tuple(one.name for one in fields(ReportingNode))
 
 
 @dataclass(slots=True)
 class Attempt:
-    """The current or last attempt."""
+    """The current attempt, or the last one."""
 
     id: str
     start: float
     resumed: float  # the step it began from
-    mark: float  # the furthest step reported when it began
-    cursor: float  # the followed source's step up to which time is booked
-    leader: str = ""  # the source that is followed
-    epoch: int = 0
+    mark: float  # the furthest step reported before it began
+    cursor: float  # step of the followed node up to which time is booked
+    leader: str = ""  # the node that is followed
+    epoch: int = 0  # how often its frontier moved
     end: str | None = None
-    carried: bool = False  # it went on beside another that has ended; of what it was before nothing is booked
+    carried: bool = False  # it outlived an overlapping attempt; its time before that is not booked
     number: int = 0
-    begin: float = 0.0  # its part of the run's wall clock: from where the books were, if those were ahead
-    over: float | None = None
+    begin: float = 0.0  # where its part of the run's wall clock begins: the frontier, if that was ahead of `start`
+    over: float | None = None  # where that part ends
     step: float | None = None  # the furthest
     committed: float | None = None
     gpus: float = 0.0  # the most it held
-    nodes: int = 0
+    nodes: int = 0  # the most that reported
     seconds: dict[str, float] = field(default_factory=dict)
     gpu_seconds: dict[str, float] = field(default_factory=dict)
-    priced: float = 0.0  # seconds of it that are in the run's capacity
+    priced: float = 0.0  # its seconds that are in the run's capacity
     down_seconds: float = 0.0  # from its end to the next start
     down_gpu_seconds: float = 0.0
     recovery_seconds: float | None = None  # from its unplanned end to the first new step
-    elapsed: float = 0.0  # what its processes have lived together, by their own clocks
-    newest: float = 0.0  # stamp of theirs
+    elapsed: float = 0.0  # seconds its processes have lived in common, by their own clocks
+    newest: float = 0.0  # newest stamp of its nodes
     skewed: bool = False  # whether their stamps disagree
     pace: Pace = field(default_factory=lambda: Pace(0.0))
-    late: Late = field(default_factory=Late)
+    late: StragglerTally = field(default_factory=StragglerTally)
 
     def figures(self) -> dict[str, Any]:
-        """Return what is to be told of it."""
-        told = ("number", "begin", "gpus", "nodes", "down_seconds", "down_gpu_seconds", "recovery_seconds")
-        return {name: getattr(self, name) for name in told} | {
+        """Return the attempt as the API and exports show it."""
+        shown = ("number", "begin", "gpus", "nodes", "down_seconds", "down_gpu_seconds", "recovery_seconds")
+        return {name: getattr(self, name) for name in shown} | {
             "attempt": self.id,
             "end": self.over,
             "status": self.end,
@@ -114,7 +125,19 @@ class Attempt:
             "gpu_seconds": dict(self.gpu_seconds),
         }
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the state to save."""
+        state = {name: getattr(self, name) for name in _ATTEMPT_FIELDS}
+        return state | {"pace": self.pace.to_json(), "late": asdict(self.late)}
 
-def order(source: Source) -> float:
-    """Return the place in which a source is followed: the lowest rank first."""
-    return source.rank if source.rank is not None else inf
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any], number: int) -> Attempt:
+        """Return a saved attempt, of format 1 or 2 too; `number` applies where none was saved."""
+        values = {"number": number, "begin": state["start"], **state}
+        pace = values.get("pace")
+        values["pace"] = Pace(state["start"]) if pace is None else Pace.from_json(pace)
+        values["late"] = StragglerTally(**values.get("late", {}))
+        return cls(**values)
+
+
+_ATTEMPT_FIELDS = tuple(one.name for one in fields(Attempt))

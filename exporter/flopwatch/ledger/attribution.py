@@ -1,113 +1,69 @@
-"""Why a run lost time: a loss joined to the evidence around it. Pure functions; docs/causes.md says it in prose.
+"""Attribution of lost time to a cause, by the evidence around it. Pure functions; docs/causes.md explains the rules.
 
 A failure is attributed to a signal from ten minutes before it to five minutes after
-(https://arxiv.org/abs/2410.21680). What a distributed job says when a peer is lost (a timeout in a collective, a
-connection closed) is an echo and never a cause; without evidence the cause is `unknown`. Codes are classed by
-data/xid.csv and data/sxid.csv, exceptions by their type's name: nothing here reads a message.
+(https://arxiv.org/abs/2410.21680). What a distributed job reports when a peer is lost (a timeout in a collective, a
+closed connection) is an echo and never a cause. Without evidence the cause is `unknown`. Codes are classified by
+data/xid.csv and data/sxid.csv, exceptions by the name of their type. No message text is interpreted.
 """
 
 from __future__ import annotations
 
 import csv
-import errno
 import functools
 import re
 import signal
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 
-CAUSES = (
-    "gpu",
-    "nvlink",
-    "network",
-    "thermal",
-    "host",
-    "out_of_memory",
-    "software",
-    "storage",
-    "data",
-    "planned",
-    "unknown",
-)
+# Causes with a place to repair. On one host they do not contradict each other: a failing machine takes its parts along.
+_HARDWARE = ("gpu", "nvlink", "network", "thermal", "host")
+CAUSES = (*_HARDWARE, "out_of_memory", "software", "storage", "data", "planned", "unknown")
 CONFIDENCES = ("none", "possible", "likely", "certain")
 LOSSES = ("end", "slow", "stall")
 
-# What a node's record may say (`flopwatch.node.telemetry.evidence`), and the three kinds that the ledger itself adds.
+# Kinds of evidence in a node's record (`flopwatch.node.telemetry.evidence`), and the three that the ledger adds.
+_EXIT_KINDS = ("exception", "signal", "exit", "pid_gone")
 NODE_KINDS = (
-    "xid",
-    "sxid",
-    "ecc",
-    "row_remap",
-    "gpu_missing",
-    "nvlink",
-    "link_down",
-    "link_errors",
-    "nic",
-    "throttle",
-    "oom",
-    "host_oom",
-    "exception",
-    "signal",
-    "exit",
-    "pid_gone",
+    *("xid", "sxid", "ecc", "row_remap", "gpu_missing", "nvlink", "link_down", "link_errors", "nic", "throttle"),
+    *("oom", "host_oom", *_EXIT_KINDS),
 )
 LEDGER_KINDS = ("node_gone", "checkpoint_wait", "data_stall")
 
 PLANNED = ("completed", "stopped", "preempted", "resized")
 
-# Of one piece of evidence: enough by itself, a good reason, a hint. A hardware fault that a node lives through for ten
-# minutes weighs as much as a good reason at the very moment, so each is halved over its window.
+# Weight of one piece of evidence: enough alone, a good reason, a hint. It is halved over its window, so that a hardware
+# fault ten minutes before a loss weighs as much as a good reason at that moment.
 DECISIVE, STRONG, WEAK = 8.0, 4.0, 2.0
-# A silent node outweighs what was seen of its links and loses to a fault of its GPUs.
+# A silent node outweighs errors of its links, and is outweighed by a fault of its GPUs.
 _NODE_GONE = 5.0
-# Evidence of one moment, as far as scrapes a minute apart can tell.
+# Seconds within which evidence counts as simultaneous, since scrapes are up to a minute apart.
 AT_ONCE = 60.0
-# These last; to explain a slow stretch or a stall they must have been there during it.
+# Lasting conditions. They explain a slow stretch or a stall only if they were present during it.
 _LASTING = frozenset({"throttle", "checkpoint_wait", "data_stall", "link_errors"})
-# A machine that fails takes its parts along: of one host these do not contradict each other.
-_OF_A_MACHINE = frozenset({"gpu", "nvlink", "network", "thermal", "host"})
-# Causes that have a place to go to. A bug, a full memory or a slow file system is nobody's card.
-_PLACED = frozenset({"gpu", "nvlink", "network", "thermal", "host"})
 
-# What PyTorch, its launcher and Python raise when a peer or the connection to it is gone, and what PyTorch raises for
-# an error of the device, of which the Xid is the source.
+# Raised by PyTorch, its launcher and Python when a peer or the connection to it is gone, and by PyTorch for an error of
+# the device, whose source is the Xid.
 ECHOES = frozenset(
-    {
-        "DistBackendError",
-        "DistError",
-        "DistNetworkError",
-        "DistStoreError",
-        "DistQueueEmptyError",
-        "NCCLError",
-        "ConnectionError",
-        "ConnectionResetError",
-        "ConnectionAbortedError",
-        "ConnectionRefusedError",
-        "BrokenPipeError",
-        "TimeoutError",
-        "EOFError",
-        "ChildFailedError",
-        "SignalException",
-        "ProcessExitedException",
-        "ProcessRaisedException",
-        "RendezvousConnectionError",
-        "RendezvousTimeoutError",
-        "RendezvousClosedError",
-        "RendezvousGracefulExitError",
-        "AcceleratorError",
-    }
+    {"DistBackendError", "DistError", "DistNetworkError", "DistStoreError", "DistQueueEmptyError", "NCCLError"}
+    | {"RendezvousConnectionError", "RendezvousTimeoutError", "RendezvousClosedError", "RendezvousGracefulExitError"}
+    | {"ChildFailedError", "SignalException", "ProcessExitedException", "ProcessRaisedException", "AcceleratorError"}
+    | {"ConnectionError", "ConnectionResetError", "ConnectionAbortedError", "ConnectionRefusedError"}
+    | {"BrokenPipeError", "TimeoutError", "EOFError"}
+)
+_LOST_CONNECTION = frozenset(
+    {"ETIMEDOUT", "ECONNRESET", "ECONNREFUSED", "ECONNABORTED", "ENETUNREACH", "EHOSTUNREACH", "EPIPE"}
 )
 _OUT_OF_MEMORY = frozenset({"OutOfMemoryError", "CUDAOutOfMemoryError"})
-# A lost peer is a RuntimeError too where gloo says so, and so is an error of CUDA in PyTorch before 2.8.
+# A lost peer is also a RuntimeError with gloo, as is an error of CUDA in PyTorch before 2.8.
 _VAGUE = frozenset({"RuntimeError", "OSError", "Exception", "SystemExit", "CalledProcessError"})
 _STORAGE_ERRORS = frozenset({"ENOSPC", "EDQUOT", "EIO", "ESTALE", "EROFS", "EREMOTEIO", "ENODEV", "EUCLEAN"})
 _CRASHES = frozenset({"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"})
 
-# By class of data/xid.csv: the cause, and the weight where the severity is fatal or critical, error. What is a warning
-# or less stops no job.
+# By class of data/xid.csv: the cause, the weight if the severity is fatal or critical, and the weight if it is error.
+# A warning stops no job.
 _XID: dict[str, tuple[str, float, float]] = {
-    "memory": ("gpu", DECISIVE, DECISIVE),  # an error is 94: contained, at the price of the process
+    "memory": ("gpu", DECISIVE, DECISIVE),  # the error is 94: contained, but it ends the process
     "pcie": ("gpu", DECISIVE, STRONG),
     "firmware": ("gpu", DECISIVE, STRONG),
     "power": ("gpu", DECISIVE, STRONG),
@@ -117,13 +73,13 @@ _XID: dict[str, tuple[str, float, float]] = {
     "nvlink": ("nvlink", STRONG, WEAK),
     "application": ("software", STRONG, STRONG),
 }
-_STOPPED_PROCESSING = 43  # said of the job's channel after any fault of it
+_STOPPED_PROCESSING = 43  # follows any fault of the job's channel
 _SXID = {"always fatal": DECISIVE, "potentially fatal": STRONG}
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Something seen at a place: how often up to now, and the Unix time when last."""
+    """An observation at a place: its count so far, and the Unix time of the last one."""
 
     kind: str
     t: float
@@ -136,11 +92,11 @@ class Evidence:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
-    """Time that a run lost.
+class LostTime:
+    """Time that a run lost, in Unix time.
 
-    Of an end, `began` is the attempt's last sign of progress and `ended` when its end was noticed, not when the run was
-    back; of a slow stretch or a stall, both are its own. `hosts` are the attempt's; empty: not known.
+    For the end of an attempt, `began` is its last sign of progress and `ended` is when the end was noticed. `hosts` are
+    those of the attempt, empty if unknown.
     """
 
     kind: str
@@ -151,8 +107,8 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """The cause of a loss, how sure that is, the place to blame where evidence names one, and why in a sentence."""
+class IncidentCause:
+    """Cause of a loss, its confidence, the place if the evidence names one, and the reason in a sentence."""
 
     cause: str
     confidence: str
@@ -164,7 +120,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """What one piece of evidence says of a loss; without a cause it is an echo or says nothing."""
+    """Cause that one piece of evidence suggests for a loss; an empty cause is an echo or no hint at all."""
 
     evidence: Evidence
     cause: str
@@ -174,24 +130,26 @@ class _Claim:
     score: float = 0.0
 
 
-def verdict(loss: Loss, evidence: Iterable[Evidence], before: float = 600.0, after: float = 300.0) -> Verdict:
-    """Return the cause of a loss; evidence older or younger than the window, in seconds, is left out."""
+def attribute(
+    loss: LostTime, evidence: Iterable[Evidence], before: float = 600.0, after: float = 300.0
+) -> IncidentCause:
+    """Return the cause of a loss by the evidence from `before` seconds before it to `after` seconds after."""
     if loss.kind == "end" and loss.status in PLANNED:
-        return Verdict("planned", "certain", why=f"the run itself said {loss.status}")
+        return IncidentCause("planned", "certain", why=f"the run itself reported {loss.status}")
     claims = [claim for item in evidence if (claim := _claim(loss, item, before, after)) is not None]
-    claims = _without_common_silence(loss, _without_strangers(claims))
+    claims = _drop_common_silence(loss, _drop_foreign_kills(claims))
     reasons = sorted(
         (claim for claim in claims if claim.cause),
         key=lambda claim: (-claim.score, CAUSES.index(claim.cause), claim.evidence.t, _place(claim.evidence)),
     )
     echoes = [claim for claim in claims if not claim.cause]
     if not reasons:
-        return Verdict("unknown", "none", why=_nothing(echoes))
+        return IncidentCause("unknown", "none", why=_no_cause(echoes))
     return _judge(loss, reasons, echoes)
 
 
-def _judge(loss: Loss, reasons: Sequence[_Claim], echoes: Sequence[_Claim]) -> Verdict:
-    """Return the verdict for the strongest claim, which is the first."""
+def _judge(loss: LostTime, reasons: Sequence[_Claim], echoes: Sequence[_Claim]) -> IncidentCause:
+    """Return the cause that the first and strongest claim suggests, with confidence by the other claims."""
     best = reasons[0]
     sure = 3 if best.weight >= DECISIVE else 2 if best.weight >= STRONG else 1
     near = [claim for claim in reasons if claim.cause == best.cause and claim.score > best.score / 2]
@@ -204,11 +162,11 @@ def _judge(loss: Loss, reasons: Sequence[_Claim], echoes: Sequence[_Claim]) -> V
         sure -= 1
         why += f"; against it {against.text}{_at(against.evidence)}"
     elif best.cause in ("network", "host") and any(claim.weight for claim in echoes):
-        sure += 1  # the others lost their peer, as they must have
-    if best.cause not in _PLACED and best.evidence.kind != "host_oom":
-        return Verdict(best.cause, _confidence(sure), why=why)
+        sure += 1  # the other ranks lost their peer, as expected
+    if best.cause not in _HARDWARE and best.evidence.kind != "host_oom":
+        return IncidentCause(best.cause, _confidence(sure), why=why)
     if len(together) < len(near) and {_place(claim.evidence) for claim in near} != {_place(best.evidence)}:
-        # One after the other at several places: the nearest is named, less surely.
+        # One after the other at several places: name the nearest, with less confidence.
         sure -= 1
         together = [best]
     hosts = {claim.evidence.host for claim in together}
@@ -219,7 +177,7 @@ def _judge(loss: Loss, reasons: Sequence[_Claim], echoes: Sequence[_Claim]) -> V
         why = f"{best.text} on {len(ports)} ports of {len(hosts)} hosts at once: a switch, {_when(loss, best.evidence)}"
     elif len(hosts) > 1:
         why += f"; at once on {len(hosts)} hosts"
-    return Verdict(
+    return IncidentCause(
         best.cause,
         _confidence(sure),
         host=best.evidence.host if len(hosts) == 1 else "",
@@ -229,8 +187,8 @@ def _judge(loss: Loss, reasons: Sequence[_Claim], echoes: Sequence[_Claim]) -> V
     )
 
 
-def _claim(loss: Loss, evidence: Evidence, before: float, after: float) -> _Claim | None:
-    """Return what a piece of evidence says of a loss; None if it is of another place or time, or says nothing."""
+def _claim(loss: LostTime, evidence: Evidence, before: float, after: float) -> _Claim | None:
+    """Return the claim of a piece of evidence; None if it is from another place or time, or explains nothing."""
     if loss.hosts and evidence.host not in loss.hosts:
         return None
     if evidence.t < loss.began:
@@ -240,22 +198,25 @@ def _claim(loss: Loss, evidence: Evidence, before: float, after: float) -> _Clai
     if loss.kind != "end" and evidence.kind in _LASTING:
         reach = min(reach, AT_ONCE)
     elif loss.kind != "end" and evidence.t > loss.began + after:
-        return None  # what happens once slows from then on
+        return None  # a single event slows what comes after it
     if distance > reach:
         return None
-    said = _says(loss.kind, evidence)
-    if said is None:
+    reading = _interpret(loss.kind, evidence)
+    if reading is None:
         return None
-    cause, weight, text = said
+    cause, weight, text = reading
     return _Claim(evidence, cause, weight, text, distance, weight * 0.5 ** (distance / reach if distance else 0.0))
 
 
-def _says(loss: str, evidence: Evidence) -> tuple[str, float, str] | None:
-    """Return cause, weight and a few words for evidence of a loss; a weight without a cause is an echo."""
+def _interpret(loss: str, evidence: Evidence) -> tuple[str, float, str] | None:
+    """Return cause, weight and a description of evidence for a kind of loss; a weight without a cause is an echo."""
     kind, end = evidence.kind, loss == "end"
-    if kind in ("exception", "signal", "exit", "pid_gone"):
-        return _last_words(kind, evidence.detail) if end else None
-    found: dict[str, tuple[str, float, str]] = {
+    if kind in _EXIT_KINDS:
+        return _process_end(kind, evidence.detail) if end else None
+    killed = (WEAK, "the kernel killed a process for memory")
+    if evidence.rank is not None:
+        killed = (DECISIVE, "the kernel killed the rank for memory")
+    readings: dict[str, tuple[str, float, str]] = {
         "ecc": ("gpu", DECISIVE, "an uncorrectable ECC error"),
         "row_remap": ("gpu", DECISIVE, "a failed row remap"),
         "gpu_missing": ("gpu", DECISIVE, "a GPU that is missing"),
@@ -265,14 +226,8 @@ def _says(loss: str, evidence: Evidence) -> tuple[str, float, str] | None:
         "nic": ("network", STRONG, "a network card whose driver reports a fault"),
         "throttle": ("thermal", WEAK if end else STRONG, f"clocks throttled ({evidence.detail or 'heat or power'})"),
         "oom": ("out_of_memory", STRONG if end else WEAK, "an allocation that CUDA refused"),
-        "host_oom": (
-            "out_of_memory",
-            WEAK if evidence.rank is None else DECISIVE,
-            "the kernel killed a process for memory"
-            if evidence.rank is None
-            else "the kernel killed the rank for memory",
-        ),
-        "node_gone": ("host", _NODE_GONE, "a node that fell silent while others spoke"),
+        "host_oom": ("out_of_memory", *killed),
+        "node_gone": ("host", _NODE_GONE, "a node that fell silent while others reported"),
         "checkpoint_wait": ("storage", WEAK if end else STRONG, "waiting for a checkpoint"),
         "data_stall": ("data", WEAK if end else STRONG, "waiting for data"),
     }
@@ -284,10 +239,11 @@ def _says(loss: str, evidence: Evidence) -> tuple[str, float, str] | None:
         return None if row is None or weight is None else ("nvlink", weight, f"SXid {evidence.detail} ({row['name']})")
     if kind == "node_gone" and loss == "slow":
         return None
-    return found.get(kind)
+    return readings.get(kind)
 
 
 def _xid(code: str) -> tuple[str, float, str] | None:
+    """Return cause, weight and description of an Xid; None if it stops no job."""
     row = _table("xid").get(code)
     if row is None or row["class"] not in _XID:
         return None
@@ -298,8 +254,8 @@ def _xid(code: str) -> tuple[str, float, str] | None:
     return None if weight is None else (cause, weight, f"Xid {code} ({row['name']})")
 
 
-def _last_words(kind: str, detail: str) -> tuple[str, float, str]:
-    """Return what the way in which a process ended says."""
+def _process_end(kind: str, detail: str) -> tuple[str, float, str]:
+    """Return cause, weight and description of the way in which a process ended."""
     if kind == "pid_gone":
         return "", 0.0, "a process that vanished"
     if kind != "exception":
@@ -314,7 +270,7 @@ def _last_words(kind: str, detail: str) -> tuple[str, float, str]:
         return "out_of_memory", STRONG, text
     if more in _STORAGE_ERRORS:
         return "storage", STRONG, text
-    if name in ECHOES or more in _network_errors():
+    if name in ECHOES or more in _LOST_CONNECTION:
         return "", WEAK, text
     if name == "KeyboardInterrupt":
         return "planned", STRONG, "Ctrl-C"
@@ -322,7 +278,7 @@ def _last_words(kind: str, detail: str) -> tuple[str, float, str]:
 
 
 def _signal_name(kind: str, detail: str) -> str:
-    """Return the name of the signal in `9`, `SIGKILL` or, of an exit status as shells and Python tell it, 137 or -9."""
+    """Return the name of the signal in `9` or `SIGKILL`, or in an exit status of a shell (137) or of Python (-9)."""
     if not re.fullmatch(r"-?[0-9]{1,3}", detail):
         return detail if kind == "signal" else ""
     number = int(detail)
@@ -335,28 +291,14 @@ def _signal_name(kind: str, detail: str) -> str:
 
 
 @functools.cache
-def _network_errors() -> frozenset[str]:
-    codes = (
-        errno.ETIMEDOUT,
-        errno.ECONNRESET,
-        errno.ECONNREFUSED,
-        errno.ECONNABORTED,
-        errno.ENETUNREACH,
-        errno.EHOSTUNREACH,
-        errno.EPIPE,
-    )
-    return frozenset(errno.errorcode[code] for code in codes)
-
-
-@functools.cache
 def _table(name: str) -> dict[str, dict[str, str]]:
     """Return the rows of data/xid.csv or data/sxid.csv by code."""
     text = (resources.files("flopwatch") / "data" / f"{name}.csv").read_text()
     return {row[name]: row for row in csv.DictReader(text.splitlines())}
 
 
-def _without_strangers(claims: Sequence[_Claim]) -> list[_Claim]:
-    """Return the claims without what the OOM killer took on hosts where no rank vanished: some other process."""
+def _drop_foreign_kills(claims: Sequence[_Claim]) -> list[_Claim]:
+    """Drop OOM kills on hosts where no rank vanished, since they hit some other process."""
     lost = {claim.evidence.host for claim in claims if claim.evidence.kind in ("pid_gone", "signal", "exit")}
     return [
         claim
@@ -365,67 +307,58 @@ def _without_strangers(claims: Sequence[_Claim]) -> list[_Claim]:
     ]
 
 
-def _without_common_silence(loss: Loss, claims: Sequence[_Claim]) -> list[_Claim]:
-    """Return the claims without the silence of nodes where all are silent, which no one of them explains."""
+def _drop_common_silence(loss: LostTime, claims: Sequence[_Claim]) -> list[_Claim]:
+    """Drop `node_gone` claims if every node went silent: that is not one node's failure."""
     gone = {claim.evidence.host for claim in claims if claim.evidence.kind == "node_gone"}
     if not gone or not loss.hosts or gone < loss.hosts:
         return list(claims)
     kept = [claim for claim in claims if claim.evidence.kind != "node_gone"]
+    silent = [claim for claim in claims if claim.evidence.kind == "node_gone"]
     if len(loss.hosts) > 1:
-        return [
-            *kept,
-            *(
-                _Claim(claim.evidence, "", 0.0, "all nodes silent at once")
-                for claim in claims
-                if claim.evidence.kind == "node_gone"
-            ),
-        ]
-    # There are no others to compare the one node with.
-    return [
-        *kept,
-        *(
-            _Claim(
-                claim.evidence,
-                "host",
-                WEAK,
-                "the only node fell silent",
-                claim.distance,
-                claim.score * WEAK / claim.weight,
-            )
-            for claim in claims
-            if claim.evidence.kind == "node_gone"
-        ),
+        return [*kept, *(_Claim(claim.evidence, "", 0.0, "all nodes silent at once") for claim in silent)]
+    # A single node cannot be compared with others.
+    text = "the only node fell silent"
+    weaker = [
+        replace(claim, cause="host", weight=WEAK, text=text, score=claim.score * WEAK / claim.weight)
+        for claim in silent
     ]
+    return [*kept, *weaker]
 
 
 def _contradicts(best: _Claim, other: _Claim) -> bool:
+    """Return whether another claim suggests a different cause, not just another part of the same machine."""
     if other.cause == best.cause:
         return False
     same_host = other.evidence.host == best.evidence.host
-    return not (same_host and {best.cause, other.cause} <= _OF_A_MACHINE)
+    return not (same_host and {best.cause, other.cause} <= set(_HARDWARE))
 
 
 def _confidence(sure: int) -> str:
+    """Return the name of a level of confidence, at least possible and at most certain."""
     return CONFIDENCES[max(1, min(3, sure))]
 
 
 def _place(evidence: Evidence) -> tuple[str, str, str]:
+    """Return host, GPU and port of evidence."""
     return evidence.host, evidence.gpu, evidence.port
 
 
 def _at(evidence: Evidence) -> str:
+    """Return the place of evidence as text, such as ` on GPU-7 of node-3`."""
     rank = "" if evidence.rank is None else f" in rank {evidence.rank}"
     part = evidence.gpu or evidence.port
     return f"{rank}{f' on {part}' if part else ''} {'of' if rank or part else 'on'} {evidence.host}"
 
 
-def _when(loss: Loss, evidence: Evidence) -> str:
+def _when(loss: LostTime, evidence: Evidence) -> str:
+    """Return the time of evidence as text, relative to the loss."""
     name = {"end": "the last sign of progress"}.get(loss.kind, "it began")
     if evidence.t < loss.began:
         return f"{loss.began - evidence.t:.0f} s before {name}"
     return f"{evidence.t - loss.began:.0f} s after {name}"
 
 
-def _nothing(echoes: Sequence[_Claim]) -> str:
+def _no_cause(echoes: Sequence[_Claim]) -> str:
+    """Return the reason for an unknown cause, with up to three echoes."""
     texts = sorted({claim.text for claim in echoes})
     return "nothing was seen that explains it" + (f", only {', '.join(texts[:3])}" if texts else "")

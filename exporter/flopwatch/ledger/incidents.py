@@ -1,54 +1,54 @@
-"""What a run's losses were and what was seen around them: bounded, whatever the nodes say.
+"""What a run lost and why: incidents, the recoveries from them, and the evidence kept for them.
 
 An incident is the end of an attempt that did not end the run, a slow stretch or a stall
-(`flopwatch.ledger.slowdowns`). The price of an end is what is booked from then until the run makes a new step, or is
-lost again: what was cut short, down time, startup, steps executed again. Of the others it is what they took beyond
-the usual. The cause is settled once,
-when no more evidence is to come, and never changes afterwards.
+(`flopwatch.ledger.slowdowns`). An end costs what is booked until the run makes a new step or fails again: the step cut
+short, down time, startup and steps executed again. A slow stretch or stall costs what it took beyond the usual.
+The cause is settled once, when no more evidence can arrive, and never changes afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from math import inf
 from typing import Any
 
-from flopwatch.ledger import attribution
-from flopwatch.ledger.attribution import Evidence, Loss
+from flopwatch.ledger.attempt import UNPLANNED
+from flopwatch.ledger.attribution import AT_ONCE, LOSSES, Evidence, IncidentCause, LostTime, attribute
+from flopwatch.ledger.evidence import RunEvidence
+from flopwatch.ledger.record import LedgerRecord
+from flopwatch.ledger.reporters import Reporters
+from flopwatch.ledger.slowdowns import Slowdown
 
-# A failure is attributed to a signal from so long before it to so long after: https://arxiv.org/abs/2410.21680.
+# Seconds before and after a failure in which a signal can explain it: https://arxiv.org/abs/2410.21680.
 BEFORE, AFTER = 600.0, 300.0
 
-MOST_PLACES = 64  # of one host: what one record can hold
-MOST_HOSTS = 4096
-MOST_TIMES = 8  # of one place: a count goes on, and what it was at the loss must not be forgotten
-_KEPT = 3600.0  # seconds: a loss may become known by a late record
-_LONGEST = 86400.0  # an attempt that made no step for so long may still tell why
-# What an attempt waited for is evidence that the ledger itself has.
-_WAITED = {"data_stall": "data_stall", "checkpoint_save": "checkpoint_wait"}
-
-Place = tuple[str, str, str, int | None, str]  # kind, GPU, port, rank, detail
+MAX_HISTORY = 1000  # ended attempts, and incidents, whose figures are kept
+_MAX_UNSETTLED = 100
+_EVIDENCE_AGE = 3600.0  # seconds for which evidence is kept, since a late record may report a loss
+_MAX_STANDSTILL = 86400.0  # seconds without a step for which an attempt's evidence is kept
+# A wait of the attempt itself is evidence that the ledger adds.
+_WAIT_KINDS = {"data_stall": "data_stall", "checkpoint_save": "checkpoint_wait"}
+_CAUSE_FIELDS = ("cause", "confidence", "host", "gpu", "port", "why")
 
 
 @dataclass(slots=True)
 class Incident:
-    """A loss: until it is `settled` what it costs may grow, and its cause is not known."""
+    """A loss. Until it is `settled` its cost may grow and its cause is unknown. Field names are keys of saved state."""
 
     number: int
-    attempt_number: int  # of the attempt that ended with it
+    attempt_number: int  # of the attempt that it ended, or happened in
     attempt: str
-    status: str  # how that ended; nothing of a slow stretch or a stall
-    began: float  # last word of progress
-    ended: float  # when the end was noticed, or of a slow stretch or a stall its own
+    status: str  # how the attempt ended; empty for a slow stretch or a stall
+    began: float  # last sign of progress
+    ended: float  # when the end was noticed; of a slow stretch or a stall, its end
     hosts: list[str]  # until it is settled
-    nodes: int  # how many these were
-    silent: dict[str, float] = field(default_factory=dict)  # hosts whose last word was no farewell, and when it was
+    nodes: int  # number of hosts
+    silent: dict[str, float] = field(default_factory=dict)  # hosts that reported no end, with their last stamp
     kind: str = "end"
-    waited: str = ""  # the activity that most of a stall or a slow stretch was, as far as it is known
-    follows: str = ""  # the source whose seconds tell so
-    until: float | None = None  # when another attempt started: what is seen later is of that
-    back: float | None = None  # when the run made a new step as usual, or was lost again
+    waited: str = ""  # the activity that most of a stall or a slow stretch was, if known
+    follows: str = ""  # the node whose seconds show that
+    until: float | None = None  # start of the next attempt, to which later evidence belongs
+    back: float | None = None  # when the run made a new step again, or failed again
     seconds: float = 0.0
     gpu_seconds: float = 0.0
     settled: bool = False
@@ -59,137 +59,201 @@ class Incident:
     port: str = ""
     why: str = ""
 
-    def disproved(self, host: str, attempt: str, t: float) -> bool:
-        """Return whether a word of a host shows that it had not gone."""
-        since = self.silent.get(host)
-        # Late words of the ended attempt, or of the next one before a machine could have come back from a reboot.
-        return since is not None and t > since and (attempt == self.attempt or t <= since + AFTER)
+    def shows_alive(self, record: LedgerRecord) -> bool:
+        """Return whether a record proves that its host was not gone.
 
-    def ready(self, now: float) -> bool:
-        """Return whether the run is back and nothing seen from now on would explain the loss."""
+        A late record of the same attempt does, and one that arrives before the host could have rebooted.
+        """
+        since = self.silent.get(record.source)
+        return since is not None and record.t > since and (record.attempt == self.attempt or record.t <= since + AFTER)
+
+    def is_ready(self, now: float) -> bool:
+        """Return whether the run is back and evidence from now on can no longer explain the loss."""
         return self.back is not None and now >= self.ended + AFTER
 
-    def judge(self, evidence: EvidenceBook) -> attribution.Verdict:
-        """Return the cause, as far as it is known."""
-        back = evidence.back(self.number)
-        own = [Evidence("node_gone", t, 1, host) for host, t in self.silent.items() if host not in back]
-        if self.waited in _WAITED:
-            own.append(Evidence(_WAITED[self.waited], self.began, 1, self.follows))
-        loss = Loss(self.kind, self.began, self.ended, self.status, frozenset(self.hosts))
+    def find_cause(self, evidence: RunEvidence) -> IncidentCause:
+        """Return the cause by the evidence so far."""
+        alive = evidence.alive(self.number)
+        own = [Evidence("node_gone", t, 1, host) for host, t in self.silent.items() if host not in alive]
+        if self.waited in _WAIT_KINDS:
+            own.append(Evidence(_WAIT_KINDS[self.waited], self.began, 1, self.follows))
+        loss = LostTime(self.kind, self.began, self.ended, self.status, frozenset(self.hosts))
         # A counter that rose is noticed up to a minute later.
-        latest = inf if self.until is None else max(self.until, self.ended + attribution.AT_ONCE)
+        latest = inf if self.until is None else max(self.until, self.ended + AT_ONCE)
         seen = (item for item in evidence.of(loss.hosts) if item.t <= latest)
-        return attribution.verdict(loss, [*seen, *own], BEFORE, AFTER)
+        return attribute(loss, [*seen, *own], BEFORE, AFTER)
 
-    def settle(self, evidence: EvidenceBook) -> None:
-        """Decide on the cause, for good."""
-        found = self.judge(evidence)
-        self.cause, self.confidence, self.why = found.cause, found.confidence, found.why
-        self.host, self.gpu, self.port = found.host, found.gpu, found.port
+    def settle(self, evidence: RunEvidence) -> None:
+        """Fix the cause for good."""
+        found = self.find_cause(evidence)
+        for name in _CAUSE_FIELDS:
+            setattr(self, name, getattr(found, name))
         self.settled, self.hosts, self.silent = True, [], {}
 
-    def figures(self, evidence: EvidenceBook) -> dict[str, Any]:
-        """Return what is to be told of it; the cause of one that is not settled is the one so far."""
-        told = asdict(self)
+    def to_json(self) -> dict[str, Any]:
+        """Return the state to save."""
+        return {name: getattr(self, name) for name in _INCIDENT_FIELDS}
+
+    def figures(self, evidence: RunEvidence) -> dict[str, Any]:
+        """Return the incident as the API and exports show it, with the cause so far if it is not settled."""
+        shown = self.to_json()
         if not self.settled:
-            found = self.judge(evidence)
-            told |= {name: getattr(found, name) for name in ("cause", "confidence", "host", "gpu", "port", "why")}
+            found = self.find_cause(evidence)
+            shown |= {name: getattr(found, name) for name in _CAUSE_FIELDS}
         for name in ("hosts", "silent", "follows", "until"):
-            del told[name]
-        return told
+            del shown[name]
+        return shown
 
 
-class EvidenceBook:
-    """What hosts have seen lately, the newest of each place and kind."""
+_INCIDENT_FIELDS = tuple(one.name for one in fields(Incident))
 
-    def __init__(self) -> None:
-        self._hosts: dict[str, dict[Place, list[tuple[float, float]]]] = {}
-        self._back: dict[int, set[str]] = {}  # by incident: hosts that had not gone; a row each, since there are many
-        self.touched: set[str] = set()  # hosts changed since the state was last saved
 
-    def add(self, item: Evidence, horizon: float) -> None:
-        """Take a piece of evidence, unless it is known, or older than the horizon."""
-        if item.t < horizon:
+@dataclass(slots=True)
+class Incidents:
+    """The incidents of a run, their totals by cause, and the recoveries from unplanned ends."""
+
+    reporters: Reporters
+    by_number: dict[int, Incident] = field(default_factory=dict)
+    changed: set[int] = field(default_factory=set)  # incidents that changed since the state was saved
+    evidence: RunEvidence = field(default_factory=RunEvidence)
+    recoveries: int = 0
+    recovery_seconds: float = 0.0
+    recovering: tuple[int, float] | None = None  # number of the attempt that ended unplanned, and its last report
+    count: int = 0
+    current: int | None = None  # the incident that the seconds booked now are charged to
+    charged_seconds: float = 0.0  # so far
+    charged_gpu_seconds: float = 0.0
+    slow: int | None = None  # the incident of the slow stretch under way
+    settled: dict[str, dict[str, int]] = field(default_factory=lambda: {kind: {} for kind in LOSSES})  # by cause
+    badput: dict[str, dict[str, float]] = field(default_factory=lambda: {kind: {} for kind in LOSSES})  # GPU-seconds
+    horizon: float = -inf  # evidence before this is forgotten
+    unsettled: list[int] = field(default_factory=list)
+
+    def advance_horizon(self) -> float:
+        """Return the time before which evidence is useless. It never goes back: what was forgotten stays forgotten."""
+        attempt, now = self.reporters.attempt, self.reporters.clock
+        began = [self.by_number[number].began - BEFORE for number in self.unsettled]
+        if attempt is not None and attempt.end is None and attempt.step is not None:
+            began.append(max(attempt.pace.since - BEFORE, now - _MAX_STANDSTILL))
+        self.horizon = max(self.horizon, min([now - _EVIDENCE_AGE, *began]))
+        return self.horizon
+
+    def take_evidence(self, record: LedgerRecord) -> None:
+        """Store the evidence in a record."""
+        if record.evidence:
+            horizon = self.advance_horizon()
+            for item in record.evidence:
+                self.evidence.add(item, horizon)
+
+    def take_sign_of_life(self, record: LedgerRecord) -> None:
+        """Note which unsettled incidents the record's host has survived."""
+        for number in self.unsettled:
+            if self.by_number[number].shows_alive(record):
+                self.evidence.mark_alive(record.source, number)
+
+    def open_end(
+        self, status: str, last_report: float, at: float, hung: float = 0.0, stall: Slowdown | None = None
+    ) -> None:
+        """Open an incident for an attempt that ended with `status` after `last_report`, which was noticed at `at`.
+
+        `hung` is how many seconds its last step had been open. A stall that it died in is charged to the incident.
+        """
+        self.close_current(last_report)
+        reporters, attempt = self.reporters, self.reporters.current
+        if status == "silent":
+            at = min(at, last_report + reporters.silent_after)
+        incident = self._new(status, last_report - hung, max(last_report, at))
+        if status in UNPLANNED:
+            incident.silent = {name: x.t for name, x in reporters.nodes.items() if x.end is None}
+            if self.recovering is None:
+                self.recovering = attempt.number, last_report
+        if stall is not None:
+            incident.waited, incident.began = stall.waited, min(incident.began, stall.began)
+            self.charged_seconds, self.charged_gpu_seconds = stall.seconds, stall.gpu_seconds
+        self.current = self._add(incident)
+
+    def take_slowdown(self, slowdown: Slowdown) -> None:
+        """Open an incident for a stall or a slow stretch, or update that of the slow stretch under way."""
+        number = self.slow if slowdown.kind == "slow" else None
+        if number is None:
+            number = self._add(self._new("", slowdown.began, slowdown.ended, slowdown.kind))
+        incident = self.by_number[number]
+        incident.waited, incident.ended = slowdown.waited, slowdown.ended
+        incident.seconds, incident.gpu_seconds = slowdown.seconds, slowdown.gpu_seconds
+        incident.back = slowdown.ended if slowdown.over else None
+        self.changed.add(number)
+        if slowdown.kind == "slow":
+            self.slow = None if slowdown.over else number
+
+    def _new(self, status: str, began: float, ended: float, kind: str = "end") -> Incident:
+        """Return an incident of the current attempt, still without a number."""
+        hosts, one = sorted(self.reporters.nodes), self.reporters.current
+        return Incident(0, one.number, one.id, status, began, ended, hosts, len(hosts), kind=kind, follows=one.leader)
+
+    def _add(self, incident: Incident) -> int:
+        """Number an incident and keep it, in place of the oldest settled one if there are too many."""
+        self.count += 1
+        number = incident.number = self.count
+        self.by_number[number] = incident
+        self.unsettled.append(number)
+        self.changed.add(number)
+        if len(self.unsettled) > _MAX_UNSETTLED:
+            self._settle(self.by_number[self.unsettled[0]])
+        while len(self.by_number) > MAX_HISTORY:
+            oldest = next(number for number, one in self.by_number.items() if one.settled)
+            del self.by_number[oldest]
+            self.changed.add(oldest)
+        return number
+
+    def charge(self, seconds: float, gpu_seconds: float = 0.0) -> None:
+        """Add booked time to the cost of the current incident, if there is one."""
+        if self.current is not None:
+            self.charged_seconds += seconds
+            self.charged_gpu_seconds += gpu_seconds
+
+    def close_current(self, at: float) -> None:
+        """Close the current incident: nothing booked from now on is charged to it."""
+        if self.current is None:
             return
-        places = self._hosts.setdefault(item.host, {})
-        times = places.setdefault((item.kind, item.gpu, item.port, item.rank, item.detail), [])
-        if times and item.t <= times[-1][0]:
-            return
-        times.append((item.t, item.count))
-        del times[:-MOST_TIMES]
-        self.touched.add(item.host)
-        self._forget(item.host, horizon)
-        if len(places) > MOST_PLACES:
-            del places[min(places, key=lambda place: places[place][-1][0])]
-        if len(self._hosts) > MOST_HOSTS:
-            oldest = min(self._hosts, key=self._latest)
-            del self._hosts[oldest]
-            self.touched.add(oldest)
+        incident = self.by_number[self.current]
+        incident.back = max(at, incident.ended)
+        incident.seconds, incident.gpu_seconds = self.charged_seconds, self.charged_gpu_seconds
+        self.changed.add(self.current)
+        self.current, self.charged_seconds, self.charged_gpu_seconds = None, 0.0, 0.0
+        self.reporters.current.pace.charged = True
 
-    def heard_of(self, host: str, incident: int) -> None:
-        """Note that a host had not gone with that incident."""
-        hosts = self._back.setdefault(incident, set())
-        if host not in hosts:
-            hosts.add(host)
-            self.touched.add(host)
+    def recover(self, at: float) -> tuple[int, float] | None:
+        """Complete a recovery under way; return the attempt it is from and its seconds, None if there was none."""
+        if self.recovering is None:
+            return None
+        number, since = self.recovering
+        seconds = max(0.0, at - since)
+        self.recoveries += 1
+        self.recovery_seconds += seconds
+        self.recovering = None
+        return number, seconds
 
-    def back(self, incident: int) -> set[str]:
-        """Return the hosts that had not gone with that incident."""
-        return self._back.get(incident, set())
+    def next_attempt(self, at: float) -> None:
+        """Note that another attempt starts, to which the evidence seen from now on belongs."""
+        for number in self.unsettled:
+            if self.by_number[number].until is None:
+                self.by_number[number].until = at
+                self.changed.add(number)
 
-    def settled(self, incident: int) -> None:
-        """Forget who had not gone with that incident."""
-        self.touched |= self._back.pop(incident, set())
+    def settle_ready(self, *, over: bool) -> None:
+        """Settle the incidents that nothing can explain any better; all of them if the run is over."""
+        for number in list(self.unsettled):
+            if over or self.by_number[number].is_ready(self.reporters.clock):
+                self._settle(self.by_number[number])
 
-    def of(self, hosts: frozenset[str]) -> Iterator[Evidence]:
-        """Yield what these hosts have seen."""
-        for host in hosts & self._hosts.keys():
-            for (kind, gpu, port, rank, detail), times in self._hosts[host].items():
-                for t, count in times:
-                    yield Evidence(kind, t, count, host, gpu, port, rank, detail)
-
-    def forget(self, horizon: float) -> None:
-        """Forget what is older."""
-        for host in list(self._hosts):
-            self._forget(host, horizon)
-
-    def _forget(self, host: str, horizon: float) -> None:
-        places = self._hosts[host]
-        for place, times in list(places.items()):
-            if times[0][0] < horizon:
-                places[place] = [seen for seen in times if seen[0] >= horizon]
-                self.touched.add(host)
-                if not places[place]:
-                    del places[place]
-        if not places:
-            del self._hosts[host]
-
-    def _latest(self, host: str) -> float:
-        return max((times[-1][0] for times in self._hosts[host].values()), default=-inf)
-
-    def state(self, host: str) -> list[Any] | None:
-        """Return what `restore` takes; None if nothing is left of the host."""
-        places = [[*place, times] for place, times in self._hosts.get(host, {}).items()]
-        back = [incident for incident, hosts in self._back.items() if host in hosts]
-        return [places, back] if places or back else None
-
-    def restore(self, hosts: Mapping[str, list[Any]]) -> None:
-        """Take back what `state` gave."""
-        for host, (places, back) in hosts.items():
-            if places:
-                self._hosts[host] = {
-                    (kind, gpu, port, rank, detail): [(t, count) for t, count in times]
-                    for kind, gpu, port, rank, detail, times in places
-                }
-            for incident in back:
-                self._back.setdefault(incident, set()).add(host)
-
-    def hosts(self) -> Iterator[str]:
-        """Yield the hosts of which something is known."""
-        yield from self._hosts.keys() | set().union(*self._back.values())
-
-
-def horizon(now: float, unsettled: Iterator[Incident], progress: float | None = None) -> float:
-    """Return the time before which nothing is of use; `progress` is when an attempt that goes on made its last step."""
-    held_up = now if progress is None else max(progress - BEFORE, now - _LONGEST)
-    return min([now - _KEPT, held_up, *(incident.began - BEFORE for incident in unsettled)])
+    def _settle(self, incident: Incident) -> None:
+        """Fix the cause of an incident and add it to the totals."""
+        if self.slow == incident.number:
+            self.slow = self.reporters.current.pace.stretch = None
+        incident.settle(self.evidence)
+        self.evidence.drop_alive(incident.number)
+        self.unsettled.remove(incident.number)
+        self.changed.add(incident.number)
+        settled, badput, cause = self.settled[incident.kind], self.badput[incident.kind], incident.cause
+        settled[cause], badput[cause] = settled.get(cause, 0) + 1, badput.get(cause, 0.0) + incident.gpu_seconds
+        self.evidence.forget(self.advance_horizon())

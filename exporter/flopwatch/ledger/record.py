@@ -1,4 +1,4 @@
-"""The ledger's one record: a line of a history, a snapshot on the wire. A JSON object, checked here and nowhere else.
+"""The ledger's record: one JSON object, a line of a history or a snapshot on the wire. This is its only parser.
 
     {"t": unix seconds, "run", "tenant", "attempt", "source", "event": "submitted" | "start" | "snapshot" | "finish",
      "activity_seconds": {activity: seconds}, "open_step_seconds", "step", "committed_step", "restored_step",
@@ -6,15 +6,15 @@
      "waits": [[rank, place, started, steps, seconds, wait, tokens]],
      "evidence": [{"kind", "t", "count", "gpu", "port", "rank", "detail"}]}
 
-`activity_seconds` and `model_flops` are cumulative for the process behind the source (its lowest live rank);
-`step` on a start is the last completed step restored. Only t, run, event and attempt are required, the last not for
-a submission, nor for a finish by hand, which ends the run's current attempt. Unknown fields are ignored.
+Required are t, run, event and attempt. A submission needs no attempt, nor does a finish by hand, which ends the run's
+current attempt. Unknown fields are ignored. `activity_seconds` and `model_flops` are cumulative for the process behind
+the source (its lowest live rank). `step` on a start is the last completed step restored.
 
-`waits` is what each of its ranks has waited for others in the steps in which that was measured, with its place in the
-pipeline, its process's start and its tokens (`flopwatch.ledger.stragglers`); cumulative, and only if all are measured.
+`waits` holds what each rank of the source has waited for others in the measured steps, with its place in the pipeline,
+its process start and its tokens (`flopwatch.ledger.stragglers`). It is cumulative, and absent unless all are measured.
 
-`evidence` is what the source's node has seen that may explain a loss (`flopwatch.ledger.attribution`): of each kind and
-place how often up to now and when last. Of a kind that is unknown the text is kept, and explains nothing.
+`evidence` holds what the source's host observed that may explain a loss (`flopwatch.ledger.attribution`): for each kind
+and place the count so far and the time of the last one. Unknown kinds are stored and explain nothing.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from math import fsum, inf
 from typing import Any
 
 from flopwatch.ledger.attribution import Evidence
-from flopwatch.ledger.stragglers import Wait
+from flopwatch.ledger.stragglers import RankWait
 
-# What a source may say of its time; anything else it says is `other`.
+# Activities of a source; any other name counts as `other`.
 ACTIVITIES = (
     "step",
     "startup",
@@ -42,25 +42,27 @@ ACTIVITIES = (
 )
 STATUSES = ("completed", "stopped", "preempted", "resized", "failed")
 EVENTS = ("submitted", "start", "snapshot", "finish")
+MAX_EVIDENCE = 64  # entries of a record
 _RUN_NAME = re.compile(r"[A-Za-z0-9._:/@+-]{1,128}")
-_NAME_LENGTH = 512
-_MOST = 1e30
-MOST_EVIDENCE = 64  # entries of a record
-_MOST_RANKS = 64
-_PLACE_LENGTH = 64
-_LATE = 300.0  # seconds: what is seen after an attempt's last word comes with that
-_EVIDENCE_TEXT = {"kind": 64, "gpu": 128, "port": 128, "detail": 200}  # characters kept
+_NUMBERS = ("step", "committed_step", "rank", "gpus", "model_flops", "peak_flops", "open_step_seconds")
+_WAIT_FIELDS = ("rank", "place", "started", "steps", "seconds", "wait", "tokens")
+_MAX_NAME_LENGTH = 512
+_MAX_NUMBER = 1e30
+_MAX_RANKS = 64
+_MAX_PLACE_LENGTH = 64
+_MAX_DELAY = 300.0  # seconds: evidence after an attempt's last report is sent with that report
+_MAX_TEXT_LENGTHS = {"kind": 64, "gpu": 128, "port": 128, "detail": 200}  # of evidence; longer text is cut
 
-Key = tuple[str, str]  # tenant, run
+RunKey = tuple[str, str]  # tenant, run
 
 
 class RecordError(ValueError):
-    """A record that cannot be used; the message names the field and says why."""
+    """Malformed record. The message names the field and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """One record; what it does not say is None."""
+class LedgerRecord:
+    """One parsed record. An absent field is None."""
 
     t: float
     run: str
@@ -81,12 +83,12 @@ class Record:
     started: float | None
     submitted: float | None
     open_step_seconds: float | None
-    waits: tuple[Wait, ...] | None = None
+    waits: tuple[RankWait, ...] | None = None
     evidence: tuple[Evidence, ...] = ()
 
     @classmethod
-    def parse(cls, line: object) -> Record:
-        """Return the record in a decoded JSON object; unknown fields are ignored. Raises RecordError."""
+    def parse(cls, line: object) -> LedgerRecord:
+        """Return the record in a decoded JSON object. Raises RecordError."""
         if not isinstance(line, Mapping):
             raise RecordError("not a JSON object")
         stamp = _number(line, "t", signed=True)
@@ -94,7 +96,7 @@ class Record:
             raise RecordError("t: missing")
         event = _text(line, "event")
         if event not in EVENTS:
-            raise RecordError(f"event: {event!r} is none of {', '.join(EVENTS)}" if event else "event: missing")
+            raise RecordError(f"event: {event!r} is not one of {', '.join(EVENTS)}" if event else "event: missing")
         run = _text(line, "run")
         if not run:
             raise RecordError("run: missing")
@@ -105,7 +107,7 @@ class Record:
             raise RecordError("attempt: missing")
         status = (_text(line, "status") or "completed") if event == "finish" else None
         if status is not None and status not in STATUSES:
-            raise RecordError(f"status: {status!r} is none of {', '.join(STATUSES)}")
+            raise RecordError(f"status: {status!r} is not one of {', '.join(STATUSES)}")
         gone = line.get("gone", False)
         if not isinstance(gone, bool):
             raise RecordError("gone: not true or false")
@@ -118,69 +120,69 @@ class Record:
             event=event,
             status=status,
             gone=gone,
-            # A start is the snapshot of a process that has done nothing yet.
+            # A start is the snapshot of a new process.
             activity={} if event == "start" else _activity(line.get("activity_seconds")),
             started=stamp if event == "start" else _number(line, "started", signed=True),
             submitted=stamp if event == "submitted" else _number(line, "submitted", signed=True),
             restored_step=_number(line, "step" if event == "start" else "restored_step"),
-            **{
-                name: _number(line, name)
-                for name in ("step", "committed_step", "rank", "gpus", "model_flops", "peak_flops", "open_step_seconds")
-            },
+            **{name: _number(line, name) for name in _NUMBERS},
             waits=_waits(line.get("waits")),
             evidence=_evidence(line.get("evidence"), stamp, _text(line, "source")),
         )
 
     @property
-    def key(self) -> Key:
+    def key(self) -> RunKey:
         """Return the identity of the run."""
         return self.tenant, self.run
 
     @property
     def age(self) -> float:
-        """Return the seconds the process has lived, by its own clock."""
+        """Return the age of the process in seconds, by its own clock."""
         return fsum(self.activity.values()) if self.activity is not None else 0.0
 
     @property
     def born(self) -> float | None:
-        """Return when the process started; None if the record does not show one."""
-        if self.started is not None or self.activity is None or self.gone:  # gone: t is not the process's own
+        """Return the process start in Unix time; None if the record has none."""
+        if self.started is not None or self.activity is None or self.gone:  # of `gone`, t is the exporter's
             return self.started
         return self.t - self.age
 
     @property
     def end(self) -> str | None:
-        """Return how the source ended with this record, if it did."""
+        """Return how the source ended with this record; None if it did not."""
         return self.status if self.status is not None else "gone" if self.gone else None
 
 
 def _text(line: Mapping[str, Any], name: str) -> str:
+    """Return a text field, empty if absent. Raises RecordError."""
     value = line.get(name)
     if value is None:
         return ""
     if isinstance(value, int) and not isinstance(value, bool):
-        value = f"{value:d}" if abs(value) < 1 << 64 else value  # an attempt's number is a name too
-    if not isinstance(value, str) or len(value) > _NAME_LENGTH:
-        raise RecordError(f"{name}: not a string of at most {_NAME_LENGTH} characters")
+        value = f"{value:d}" if abs(value) < 1 << 64 else value  # an attempt may be named by a number
+    if not isinstance(value, str) or len(value) > _MAX_NAME_LENGTH:
+        raise RecordError(f"{name}: not a string of at most {_MAX_NAME_LENGTH} characters")
     if any("\ud800" <= character <= "\udfff" for character in value):
-        raise RecordError(f"{name}: half a character, which neither a database nor Prometheus takes")
+        raise RecordError(f"{name}: half a character (a lone surrogate), which cannot be stored")
     return value
 
 
 def _number(line: Mapping[str, Any], name: str, *, signed: bool = False) -> float | None:
+    """Return a numeric field, None if absent. Raises RecordError."""
     value = line.get(name)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not -inf < value < inf:
         raise RecordError(f"{name}: {value!r} is not a finite number")
-    if abs(value) > _MOST:
-        raise RecordError(f"{name}: larger than {_MOST:g}")
+    if abs(value) > _MAX_NUMBER:
+        raise RecordError(f"{name}: larger than {_MAX_NUMBER:g}")
     if value < 0 and not signed:
         raise RecordError(f"{name}: {value!r} is negative")
     return float(value)
 
 
 def _activity(value: object) -> dict[str, float] | None:
+    """Return seconds per activity. Raises RecordError."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -191,63 +193,68 @@ def _activity(value: object) -> dict[str, float] | None:
             number = _number(value, name)
         except RecordError as error:
             raise RecordError(f"activity_seconds: {error}") from None
-        known = name if name in ACTIVITIES else "other"
+        activity = name if name in ACTIVITIES else "other"
         if number is not None:
-            seconds[known] = seconds.get(known, 0.0) + number
+            seconds[activity] = seconds.get(activity, 0.0) + number
     return seconds
 
 
-def _waits(value: object) -> tuple[Wait, ...] | None:
+def _waits(value: object) -> tuple[RankWait, ...] | None:
+    """Return the waits of each rank. Raises RecordError."""
     if value is None:
         return None
-    if not isinstance(value, list) or len(value) > _MOST_RANKS:
-        raise RecordError(f"waits: not a list of at most {_MOST_RANKS} ranks")
-    names, found = ("rank", "place", "started", "steps", "seconds", "wait", "tokens"), []
+    if not isinstance(value, list) or len(value) > _MAX_RANKS:
+        raise RecordError(f"waits: not a list of at most {_MAX_RANKS} ranks")
+    waits = []
     for number, item in enumerate(value, 1):
-        if not isinstance(item, list) or len(item) != len(names):
-            raise RecordError(f"waits {number}: not [{', '.join(names)}]")
-        told = dict(zip(names, item, strict=True))
+        if not isinstance(item, list) or len(item) != len(_WAIT_FIELDS):
+            raise RecordError(f"waits {number}: not [{', '.join(_WAIT_FIELDS)}]")
+        fields = dict(zip(_WAIT_FIELDS, item, strict=True))
         try:
-            place = _text(told, "place")[:_PLACE_LENGTH]
-            numbers = {name: _number(told, name, signed=name == "started") for name in names if name != "place"}
+            place = _text(fields, "place")[:_MAX_PLACE_LENGTH]
+            numbers = {
+                name: _number(fields, name, signed=name == "started") for name in _WAIT_FIELDS if name != "place"
+            }
         except RecordError as error:
             raise RecordError(f"waits {number}: {error}") from None
-        known = {name: value for name, value in numbers.items() if value is not None}
-        if len(known) < len(numbers):
+        given = {name: value for name, value in numbers.items() if value is not None}
+        if len(given) < len(numbers):
             raise RecordError(f"waits {number}: a number is missing")
-        found.append(Wait(int(known.pop("rank")), place, **known))
-    if len({wait.rank for wait in found}) < len(found):
-        raise RecordError("waits: a rank is told twice")
-    return tuple(found)
+        waits.append(RankWait(int(given.pop("rank")), place, **given))
+    if len({wait.rank for wait in waits}) < len(waits):
+        raise RecordError("waits: a rank is listed twice")
+    return tuple(waits)
 
 
 def _evidence(value: object, stamp: float, host: str) -> tuple[Evidence, ...]:
+    """Return the evidence of a host in a record with this stamp. Raises RecordError."""
     if value is None:
         return ()
-    if not isinstance(value, list) or len(value) > MOST_EVIDENCE:
-        raise RecordError(f"evidence: not a list of at most {MOST_EVIDENCE} entries")
-    found = []
+    if not isinstance(value, list) or len(value) > MAX_EVIDENCE:
+        raise RecordError(f"evidence: not a list of at most {MAX_EVIDENCE} entries")
+    items = []
     for number, item in enumerate(value, 1):
         if not isinstance(item, Mapping):
             raise RecordError(f"evidence {number}: not an object")
         try:
             seen, count, rank = _number(item, "t", signed=True), _number(item, "count"), _number(item, "rank")
-            texts = {name: _printable(_text(item, name))[:most] for name, most in _EVIDENCE_TEXT.items()}
+            texts = {name: printable(_text(item, name))[:most] for name, most in _MAX_TEXT_LENGTHS.items()}
         except RecordError as error:
             raise RecordError(f"evidence {number}: {error}") from None
         if seen is None or not texts["kind"]:
             raise RecordError(f"evidence {number}: {'t' if seen is None else 'kind'}: missing")
-        found.append(
+        items.append(
             Evidence(
-                t=min(seen, stamp + _LATE),  # nobody has seen what is yet to come
+                t=min(seen, stamp + _MAX_DELAY),  # evidence of the future is a wrong clock
                 count=1.0 if count is None else count,
                 host=host,
                 rank=None if rank is None else int(rank),
                 **texts,
             )
         )
-    return tuple(found)
+    return tuple(items)
 
 
-def _printable(text: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in text)
+def printable(text: object) -> str:
+    """Return the text with a question mark for each character that a terminal would interpret."""
+    return "".join(character if character.isprintable() else "?" for character in str(text))

@@ -1,7 +1,7 @@
-"""`flopwatch ledger replay`: a recorded history, a JSON object a line, to the figures the live ledger would show.
+"""`flopwatch ledger replay`: the figures a live ledger would show for a recorded history, one JSON object per line.
 
-Lines are taken in the order they stand in, as a ledger would have received them, unless some of a run came late: then
-by their stamps. A run that did not finish is accounted for up to its last line.
+Lines are applied in file order, as a ledger would have received them. The lines of a run with late ones are sorted by
+their stamps. A run that did not finish is accounted for up to its last line.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from flopwatch.ledger.accounting import BUCKETS, Ledger
-from flopwatch.ledger.record import EVENTS, Key, Record, RecordError
+from flopwatch.ledger.buckets import BUCKETS
+from flopwatch.ledger.ledger import Ledger
+from flopwatch.ledger.record import EVENTS, LedgerRecord, RecordError, RunKey
 from flopwatch.settings import SettingsError
 
-_SKEW = 300.0  # seconds by which clocks of hosts may differ
-_MOST_NAMED = 20  # lines that cannot be read
-_AGAIN = 5.0  # what was known is told again with a stamp that is less by so much
+_MAX_SKEW = 300.0  # seconds by which clocks of hosts may differ
+_MAX_MESSAGES = 20  # lines to name that cannot be read
+_MAX_REPEAT_DELAY = 5.0  # seconds by which the stamp of a repeated record may be lower
 
 
 def replay(lines: Iterable[str], silent_after: float = 60.0) -> tuple[dict[str, Any], list[str]]:
-    """Return the figures of every run in a history, and a message for each line that cannot be read.
+    """Return the summary of every run in a history, and a message for each line that cannot be read.
 
-    A history with late lines is read twice, and the runs that have them are kept in memory.
+    A history with late lines is read twice, and the runs with late lines are held in memory.
     """
     lines = list(lines) if isinstance(lines, Iterator) else lines
-    ledger, order, unreadable = Ledger(silent_after), _Order(), list[str]()
+    ledger, order, unreadable = Ledger(silent_after), _LateLines(), list[str]()
     for record in _records(lines, unreadable):
         order.take(record)
         ledger.apply(record)
-    late, records = order.late(), list[Record]()
+    late, records = order.late(), list[LedgerRecord]()
     if late:
         ledger = Ledger(silent_after)
         for record in _records(lines, []):
@@ -47,11 +48,12 @@ def replay(lines: Iterable[str], silent_after: float = 60.0) -> tuple[dict[str, 
     return ledger.summary(), unreadable
 
 
-def _records(lines: Iterable[str], unreadable: list[str]) -> Iterator[Record]:
+def _records(lines: Iterable[str], unreadable: list[str]) -> Iterator[LedgerRecord]:
+    """Yield the records, and add a message to `unreadable` for each line that is not one."""
     for number, line in enumerate(lines, 1):
         if text := line.strip():
             try:
-                record = Record.parse(json.loads(text))
+                record = LedgerRecord.parse(json.loads(text))
             except json.JSONDecodeError as error:
                 unreadable.append(f"line {number}: not JSON: {error.msg} at character {error.pos + 1}")
             except RecordError as error:
@@ -64,30 +66,30 @@ def _records(lines: Iterable[str], unreadable: list[str]) -> Iterator[Record]:
 
 @dataclass(slots=True)
 class _Process:
-    """What the lines of one source said in one attempt."""
+    """Lines of one source in one attempt."""
 
-    first: int  # its place among the lines
+    first: int  # number of the first line
     last: int
-    behind: float  # how far behind the run's newest stamp its first one was
-    oldest: float  # stamps
-    t: float
-    age: float  # at that stamp; endless once it has finished
-    grown: float = 0.0  # its age by its snapshots
-    said: set[tuple[float, str]] = field(default_factory=set)
+    behind: float  # seconds by which its first stamp was behind the run's newest
+    oldest: float  # stamp
+    t: float  # newest stamp
+    age: float  # at the newest stamp; infinite once it has finished
+    grown: float = 0.0  # its highest age
+    seen: set[tuple[float, str]] = field(default_factory=set)  # stamp and event of each line
 
 
-class _Order:
-    """Which runs have late lines; arrival is better than stamps where the clocks of several hosts differ."""
+class _LateLines:
+    """Finds the runs with late lines. Others keep the order of arrival, since the clocks of hosts may differ."""
 
     def __init__(self) -> None:
         self._lines = 0
-        self._late: set[Key] = set()
-        self._newest: dict[Key, float] = {}  # stamp of each run
+        self._late: set[RunKey] = set()
+        self._newest: dict[RunKey, float] = {}  # stamp of each run
         self._clocks: dict[tuple[str, ...], float] = {}  # the newest stamp of a source in a run
         self._attempts: dict[tuple[str, ...], dict[str, _Process]] = {}
 
-    def take(self, record: Record) -> None:
-        """Look at the next line."""
+    def take(self, record: LedgerRecord) -> None:
+        """Check the next record of the history."""
         self._lines += 1
         key, clock = record.key, (*record.key, record.source)
         age = inf if record.event == "finish" else record.age
@@ -96,26 +98,26 @@ class _Order:
         process = processes.setdefault(
             record.source, _Process(self._lines, self._lines, newest - record.t, record.t, -inf, -inf)
         )
-        if (record.t, record.event) in process.said:
+        if (record.t, record.event) in process.seen:
             return
-        # An older process that tells of earlier had its clock set back. A wrong one stays as far behind; what is late
-        # does not.
+        # A process that grew older with a lower stamp had its clock set back. A wrong clock stays as far behind, a late
+        # line does not.
         set_back = record.t < process.t and age > process.age
         news = age > process.grown if process.age < inf else inf > age > process.grown
         if (
-            (record.t < self._clocks.get(clock, -inf) - (0 if news else _AGAIN) and not set_back)
+            (record.t < self._clocks.get(clock, -inf) - (0 if news else _MAX_REPEAT_DELAY) and not set_back)
             or (record.t == process.t and process.age == inf and news)  # after the end of the process
-            or (record.t >= process.t and abs(newest - record.t - process.behind) > _SKEW)
+            or (record.t >= process.t and abs(newest - record.t - process.behind) > _MAX_SKEW)
         ):
             self._late.add(key)
         self._clocks[clock] = record.t if set_back else max(record.t, self._clocks.get(clock, record.t))
-        process.said.add((record.t, record.event))
+        process.seen.add((record.t, record.event))
         process.last, process.oldest = self._lines, min(process.oldest, record.t)
         process.grown = max(process.grown, record.age)
         process.t, process.age = max((process.t, process.age), (record.t, age))
 
-    def late(self) -> set[Key]:
-        """Return the runs to be sorted; also where what sources said at the same time stands one after the other."""
+    def late(self) -> set[RunKey]:
+        """Return the runs to sort, including those where simultaneous sources follow one another in the file."""
         for (*key, _), processes in self._attempts.items():
             in_order = sorted(processes.values(), key=lambda process: process.first)
             if any(
@@ -124,16 +126,16 @@ class _Order:
                 self._late.add((key[0], key[1]))
         return self._late
 
-    def key(self, record: Record) -> tuple[float, float, int]:
-        """Return what to sort late lines by."""
-        # A file that is being written has had more lines the second time.
+    def key(self, record: LedgerRecord) -> tuple[float, float, int]:
+        """Return the sort key of a late line."""
+        # A file that is still being written may have more lines the second time.
         attempt = self._attempts.get((*record.key, record.attempt), {})
         began = min((process.oldest for process in attempt.values()), default=record.t)
         return record.t, began, EVENTS.index(record.event)
 
 
-class _File:
-    """The lines of a file, or of standard input, as often as they are asked for."""
+class _Lines:
+    """Lines of a file, or of standard input, that can be iterated repeatedly."""
 
     def __init__(self, path: Path) -> None:
         self._source: Path | int = sys.stdin.fileno() if path == Path("-") else path
@@ -145,27 +147,27 @@ class _File:
 
 
 def main(path: Path, json_output: bool = False) -> int:
-    """Print the figures of a history; lines that cannot be read are named on stderr and left out, and make it 1."""
+    """Print the figures of a history; return 1 if lines could not be read, which are named on stderr and skipped."""
     try:
-        lines = _File(path)
-        summary, unreadable = replay(lines if path.is_file() else list(lines))  # of a pipe there is no second time
+        lines = _Lines(path)
+        summary, unreadable = replay(lines if path.is_file() else list(lines))  # a pipe can be read only once
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror}") from error
-    if len(unreadable) > _MOST_NAMED:
-        unreadable[_MOST_NAMED:] = [f"{len(unreadable) - _MOST_NAMED} more lines that cannot be read"]
+    if len(unreadable) > _MAX_MESSAGES:
+        unreadable[_MAX_MESSAGES:] = [f"{len(unreadable) - _MAX_MESSAGES} more lines that cannot be read"]
     if not summary["runs"]:
-        unreadable.append("no run in this history: one begins with a line whose event is submitted, start or snapshot")
+        unreadable.append("no run in this history: a run begins with an event submitted, start or snapshot")
     for message in unreadable:
         print(f"flopwatch: {path}: {message}", file=sys.stderr)
     if json_output:
         print(json.dumps(summary, indent=2))
     elif summary["runs"]:
-        print("\n\n".join(block(name, run) for name, run in summary["runs"].items()))
+        print("\n\n".join(summary_text(name, run) for name, run in summary["runs"].items()))
     return 1 if unreadable else 0
 
 
-def block(name: str, run: Mapping[str, Any]) -> str:
-    """Return the figures of one run for people: its ratios, and buckets with their share of the wall clock."""
+def summary_text(name: str, run: Mapping[str, Any]) -> str:
+    """Return the figures of one run as text: its ratios, and its buckets with their share of the wall clock."""
     wall = run["wall_seconds"]
     ratios = "  ".join(
         f"{title} {'unknown' if run[key] is None else format(run[key], '.3f')}"

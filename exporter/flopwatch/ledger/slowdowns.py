@@ -1,45 +1,45 @@
-"""How fast a run makes steps, by its own measure: stretches of slow steps, and times without one that came to an end.
+"""Slow stretches of a run, and stalls that ended, measured against the run's own pace. Pure functions of its records.
 
-Pure. It sees an attempt as its cumulative snapshots do, every few seconds or once an hour: so many steps, and the
-seconds of them, of waits for data and of checkpoints that passed since the position moved last. What it finds is a part
-of the buckets `productive`, `data_stall` and `checkpoint_save`, never anything beside them.
+An attempt is seen through its cumulative snapshots, every few seconds or once an hour: the steps since the position
+last moved, and the seconds of steps, of waits for data and of checkpoints. The cost of a slowdown is part of the
+buckets `productive`, `data_stall` and `checkpoint_save`.
 
-- What is usual is a median: of the seconds a step took, with its wait for data, in each of the attempt's last 60
-  minutes of steps, and of its last 16 checkpoints. A minute that belongs to a slow stretch is not usual. Before ten
-  minutes of steps, or three checkpoints, nothing is; but a stall is one also by what was usual in the attempt before.
-- A stall is an open step, a wait for data or a checkpoint of a minute and five usual steps (a checkpoint: a minute more
-  than, and three times, the usual), after which a step was made. It costs what it took beyond the usual.
-- A slow stretch begins with a minute whose steps took 20 % longer than usual and ends with one in which they took less
-  than 10 % longer. It counts if it lasted five minutes and twenty steps and took 20 % longer on the whole. After four
-  hours that is how the run is.
-- Steps made again after an end or a rollback are not looked at: what they cost is charged to that.
+- Usual values are medians: the seconds of a step with its wait for data, over each of the attempt's last 60 minutes of
+  steps, and the seconds of its last 16 checkpoints. A minute of a slow stretch does not count. There is no usual value
+  before ten minutes of steps, or three checkpoints, but a stall is also judged by those of the attempt before.
+- A stall is an open step or a wait for data of at least a minute and five usual steps, or a checkpoint of a minute more
+  than and three times the usual, after which a step was made. It costs what it took beyond the usual.
+- A slow stretch begins with a minute whose steps took 20 % longer than usual. It ends with a minute in which they took
+  less than 10 % longer. It counts if it lasted five minutes and twenty steps, and took 20 % longer on the whole. After
+  four hours its pace is the usual one.
+- Steps executed again after an end or a rollback are ignored, since their cost is charged to that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from statistics import median
 from typing import Any
 
 SLOW, FAST_AGAIN = 1.2, 1.1  # times the usual step
-SLOW_FOR, SLOW_STEPS = 300.0, 20
-SLOW_AT_MOST = 4 * 3600.0
-STALL = 60.0
-_STALL_STEPS, _STALL_SAVES = 5, 3  # usual ones
-_KNOWN_AFTER = 600.0
-_MINUTE, _MINUTES = 60.0, 60
-_SAVES = 16
+MIN_SLOW_SECONDS, MIN_SLOW_STEPS = 300.0, 20
+MAX_SLOW_SECONDS = 4 * 3600.0
+MIN_STALL_SECONDS = 60.0
+_STALL_STEPS, _STALL_SAVES = 5, 3  # a stall lasts as long as so many usual ones
+_MIN_KNOWN_SECONDS, _MIN_KNOWN_MINUTES, _MIN_KNOWN_SAVES = 600.0, 3, 3  # before a value is usual
+_MINUTE, _MAX_MINUTES = 60.0, 60
+_MAX_SAVES = 16
 
-WAITS = ("step", "data_stall", "checkpoint_save")  # where an attempt may be held up
+WAITS = ("step", "data_stall", "checkpoint_save")  # activities that may hold an attempt up
 
 
 @dataclass(slots=True)
-class Found:
-    """A slow stretch, a stall, or a stall that ended with its attempt; `waited` is what most of it was, if known."""
+class Slowdown:
+    """A slow stretch, a stall, or a stall that ended with its attempt (kinds `slow`, `stall`, `end`)."""
 
     kind: str
-    waited: str
+    waited: str  # the activity that most of it was, empty if unknown
     began: float
     ended: float
     seconds: float
@@ -49,7 +49,7 @@ class Found:
 
 @dataclass(slots=True)
 class _Steps:
-    """Some steps; seconds are theirs with their waits for data."""
+    """Consecutive steps, and their seconds with waits for data."""
 
     began: float
     ended: float
@@ -61,16 +61,18 @@ class _Steps:
 
     @property
     def pace(self) -> float:
+        """Return the mean seconds of a step."""
         return self.seconds / self.steps
 
     def add(self, more: _Steps) -> None:
+        """Append later steps."""
         self.ended, self.gpus, self.steps = more.ended, min(self.gpus, more.gpus), self.steps + more.steps
         self.seconds, self.data = self.seconds + more.seconds, self.data + more.data
 
 
 @dataclass(slots=True)
 class _Stretch:
-    """Minutes of slow steps, and what they cost so far."""
+    """Consecutive minutes of slow steps, and what they cost so far."""
 
     began: float
     usual: float
@@ -81,32 +83,35 @@ class _Stretch:
     seconds: float = 0.0
     gpu_seconds: float = 0.0
     data: float = 0.0
-    minutes: list[list[float]] = field(default_factory=list)  # as long as it may turn out to be nothing
+    minutes: list[list[float]] = field(default_factory=list)  # kept until the stretch counts, in case it does not
     counts: bool = False
 
-    def found(self, *, over: bool) -> Found:
+    def slowdown(self, *, over: bool) -> Slowdown:
+        """Return the stretch as a slowdown."""
         waited = "data_stall" if self.data > self.seconds / 2 else ""
-        return Found("slow", waited, self.began, self.ended, self.seconds, self.gpu_seconds, over)
+        return Slowdown("slow", waited, self.began, self.ended, self.seconds, self.gpu_seconds, over)
 
 
 @dataclass(slots=True)
 class Pace:
-    """The pace of one attempt."""
+    """Pace of one attempt: its usual step, and the slowdowns that its reports show."""
 
     since: float  # when the last step was made
-    gpus: float | None = None  # the fewest since
-    waits: dict[str, float] = field(default_factory=dict)  # seconds since, per activity
-    still: dict[str, float] = field(default_factory=dict)  # of them, those in which no step was made
-    charged: bool = True  # whether some of them are charged to an end; those before the first step are
-    minutes: list[list[float]] = field(default_factory=list)  # seconds a step took, and waited for data
+    gpus: float | None = None  # the fewest since then
+    waits: dict[str, float] = field(default_factory=dict)  # seconds since then, per activity
+    still: dict[str, float] = field(default_factory=dict)  # those of `waits` in which no step was made
+    charged: bool = True  # whether `waits` are charged to the end of an attempt, or are before the first step
+    minutes: list[list[float]] = field(
+        default_factory=list
+    )  # of each: seconds a step took, seconds it waited for data, all seconds
     saves: list[float] = field(default_factory=list)
-    before: list[float] | None = None  # what was usual in the attempt before
-    last: _Steps | None = None  # those of the last time; the wait at their end may be the beginning of a stall
+    before: list[float] | None = None  # usual values of the attempt before
+    last: _Steps | None = None  # steps of the last report; the wait at their end may be the beginning of a stall
     minute: _Steps | None = None
     stretch: _Stretch | None = None
 
     def passed(self, seconds: Mapping[str, float], gpus: float, *, still: bool) -> None:
-        """Note that so many seconds passed per activity; still: and no step was made."""
+        """Add seconds per activity; `still` if no step was made in them."""
         self.gpus = gpus if self.gpus is None else min(gpus, self.gpus)
         for name in WAITS:
             if name in seconds:
@@ -114,10 +119,10 @@ class Pace:
                 if still:
                     self.still[name] = self.still.get(name, 0.0) + seconds[name]
 
-    def made(self, steps: float, seconds: float, at: float) -> Iterator[Found]:
-        """Note steps made for the first time, that took so long, the last one at that time; yield what comes to light.
+    def made(self, steps: float, seconds: float, at: float) -> Iterator[Slowdown]:
+        """Add `steps` that were new and took `seconds`, the last one at the time `at`; yield the slowdowns they show.
 
-        No steps: the position moved in another way.
+        With no steps the position moved in another way, such as a rollback.
         """
         began, waits, still, charged, gpus = self.since, self.waits, self.still, self.charged, self.gpus or 0.0
         self.since, self.gpus, self.waits, self.still, self.charged = at, None, {}, {}, False
@@ -127,38 +132,38 @@ class Pace:
         data, save = waits.get("data_stall", 0.0), waits.get("checkpoint_save", 0.0)
         lost, last = self._stalled(steps, waits, still), self.last
         if save > 0:
-            self.saves = [*self.saves, round(save, 3)][-_SAVES:]
+            self.saves = [*self.saves, round(save, 3)][-_MAX_SAVES:]
         if lost and last is not None:
-            began, gpus = began - self._begun(lost, last), min(gpus, last.gpus)
+            began, gpus = began - self._move_wait(lost, last), min(gpus, last.gpus)
         if last is not None:
             yield from self._take(last)
         self.last = None if lost else _Steps(began, at, gpus, steps, seconds + data, data, save)
         if lost:
             total = sum(lost.values())
-            yield Found("stall", max(lost, key=lost.__getitem__), began, at, total, total * gpus)
+            yield Slowdown("stall", max(lost, key=lost.__getitem__), began, at, total, total * gpus)
 
     def following(self, since: float) -> Pace:
-        """Return the pace of an attempt that follows this one."""
+        """Return the pace of the next attempt, which inherits the usual values."""
         usual = self._usual()
         return Pace(since, saves=list(self.saves), before=self.before if usual is None else list(usual))
 
-    def close(self) -> Iterator[Found]:
-        """Yield what comes to its end with the attempt, and as an `end` the stall that it died in."""
+    def close(self) -> Iterator[Slowdown]:
+        """Yield the slowdowns that end with the attempt; the stall that it died in has the kind `end`."""
         lost = {} if self.charged else self._stalled(0.0, {**self.waits, "step": 0.0}, self.still)
         if lost:
             began, gpus = self.since, self.gpus or 0.0
             if self.last is not None:
-                began, gpus = began - self._begun(lost, self.last), min(gpus, self.last.gpus)
+                began, gpus = began - self._move_wait(lost, self.last), min(gpus, self.last.gpus)
             total = sum(lost.values())
-            yield Found("end", max(lost, key=lost.__getitem__), began, began + total, total, total * gpus)
+            yield Slowdown("end", max(lost, key=lost.__getitem__), began, began + total, total, total * gpus)
         if self.last is not None:
             yield from self._take(self.last)
         if self.stretch is not None and self.stretch.counts:
-            yield self.stretch.found(over=True)
+            yield self.stretch.slowdown(over=True)
         self.last = self.minute = self.stretch = None
 
-    def _begun(self, lost: dict[str, float], last: _Steps) -> float:
-        """Move what the steps before a stall waited for the same into it, beyond the usual; return the seconds."""
+    def _move_wait(self, lost: dict[str, float], last: _Steps) -> float:
+        """Move the unusual wait of the steps before a stall into the stall's `lost`; return the seconds moved."""
         moved, usual = 0.0, self._usual() or self.before
         if "data_stall" in lost and usual is not None:
             moved = max(0.0, last.data - last.steps * usual[1])
@@ -169,8 +174,8 @@ class Pace:
             moved += last.save
         return moved
 
-    def _take(self, steps: _Steps) -> Iterator[Found]:
-        """Add steps to their minute, and judge it once it is one."""
+    def _take(self, steps: _Steps) -> Iterator[Slowdown]:
+        """Add steps to the current minute; once that is complete, yield the slowdowns it shows."""
         if self.minute is None:
             self.minute = steps
         else:
@@ -180,45 +185,45 @@ class Pace:
             yield from self._judge(minute)
 
     def _usual(self) -> tuple[float, float] | None:
-        """Return the usual seconds of a step, its wait for data included, and of that wait."""
-        if sum(seconds for *_, seconds in self.minutes) < _KNOWN_AFTER or len(self.minutes) < 3:
+        """Return the usual seconds of a step with its wait for data, and of that wait; None if too few are known."""
+        if sum(seconds for *_, seconds in self.minutes) < _MIN_KNOWN_SECONDS or len(self.minutes) < _MIN_KNOWN_MINUTES:
             return None
         return median(pace for pace, *_ in self.minutes), median(data for _, data, _ in self.minutes)
 
     def _stalled(self, steps: float, waits: Mapping[str, float], still: Mapping[str, float]) -> dict[str, float]:
-        """Return what was lost per activity that held the attempt up; nothing if none did."""
+        """Return the seconds beyond the usual, per activity that held the attempt up."""
         usual = self._usual() or self.before
         if usual is None:
             return {}
         pace, data = usual
-        limit = max(STALL, _STALL_STEPS * pace)
+        limit = max(MIN_STALL_SECONDS, _STALL_STEPS * pace)
         bounds = {"step": (steps, (pace - data) * steps, limit), "data_stall": (steps + 1, data * steps, limit)}
-        if len(self.saves) >= 3:
+        if len(self.saves) >= _MIN_KNOWN_SAVES:
             save = median(self.saves)
-            bounds["checkpoint_save"] = steps + 1, save, max(save + STALL, _STALL_SAVES * save)
+            bounds["checkpoint_save"] = steps + 1, save, max(save + MIN_STALL_SECONDS, _STALL_SAVES * save)
         lost = {}
         for name, (gaps, expected, most) in bounds.items():
             seconds = waits.get(name, 0.0)
-            # Of so many gaps between steps one was at least as long as their mean.
+            # At least one of the gaps between steps was as long as their mean.
             if seconds >= most and max(still.get(name, 0.0), seconds / max(gaps, 1.0)) >= most and seconds > expected:
                 lost[name] = seconds - expected
         return lost
 
-    def _judge(self, minute: _Steps) -> Iterator[Found]:
-        """Take a minute of steps for usual, or for a part of a slow stretch."""
-        told = [round(minute.pace, 6), round(minute.data / minute.steps, 6), round(minute.seconds, 1)]
+    def _judge(self, minute: _Steps) -> Iterator[Slowdown]:
+        """Add a minute of steps to the usual ones or to a slow stretch; yield that stretch if it counts."""
+        seconds = [round(minute.pace, 6), round(minute.data / minute.steps, 6), round(minute.seconds, 1)]
         stretch = self.stretch
         if stretch is None:
             usual = self._usual()
             if usual is None or minute.pace <= SLOW * usual[0]:
-                self.minutes = [*self.minutes, told][-_MINUTES:]
+                self.minutes = [*self.minutes, seconds][-_MAX_MINUTES:]
                 return
             stretch = self.stretch = _Stretch(minute.began, *usual, ended=minute.began)
         elif minute.pace <= FAST_AGAIN * stretch.usual:
             if stretch.counts:
-                yield stretch.found(over=True)
+                yield stretch.slowdown(over=True)
             self.stretch = None
-            self.minutes = [*self.minutes, *stretch.minutes, told][-_MINUTES:]
+            self.minutes = [*self.minutes, *stretch.minutes, seconds][-_MAX_MINUTES:]
             return
         extra = minute.seconds - minute.steps * stretch.usual
         stretch.ended = minute.ended
@@ -226,24 +231,34 @@ class Pace:
         stretch.seconds, stretch.gpu_seconds = stretch.seconds + extra, stretch.gpu_seconds + extra * minute.gpus
         stretch.data += minute.data - minute.steps * stretch.usual_data
         stretch.counts = stretch.counts or (
-            stretch.lasted >= SLOW_FOR
-            and stretch.steps >= SLOW_STEPS
+            stretch.lasted >= MIN_SLOW_SECONDS
+            and stretch.steps >= MIN_SLOW_STEPS
             and stretch.lasted >= SLOW * stretch.usual * stretch.steps
         )
         if not stretch.counts:
-            stretch.minutes = [*stretch.minutes, told][-_MINUTES:]
+            stretch.minutes = [*stretch.minutes, seconds][-_MAX_MINUTES:]
             return
-        over = stretch.lasted >= SLOW_AT_MOST
-        yield stretch.found(over=over)
+        over = stretch.lasted >= MAX_SLOW_SECONDS
+        yield stretch.slowdown(over=over)
         stretch.minutes = []
         if over:
-            self.stretch, self.minutes = None, [told]
+            self.stretch, self.minutes = None, [seconds]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the state to save."""
+        state = {name: getattr(self, name) for name in _PACE_FIELDS}
+        parts = {name: state[name] for name in _PARTS}
+        return state | {name: None if part is None else asdict(part) for name, part in parts.items()}
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> Pace:
-        """Return what `asdict` gave."""
+        """Return a saved pace."""
         values = dict(state)
-        for name, kind in (("last", _Steps), ("minute", _Steps), ("stretch", _Stretch)):
+        for name, kind in _PARTS.items():
             if values.get(name) is not None:
                 values[name] = kind(**values[name])
         return cls(**values)
+
+
+_PACE_FIELDS = tuple(one.name for one in fields(Pace))
+_PARTS: dict[str, type[_Steps | _Stretch]] = {"last": _Steps, "minute": _Steps, "stretch": _Stretch}

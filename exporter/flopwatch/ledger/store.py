@@ -1,14 +1,13 @@
-"""The ledger's state on disk: SQLite in WAL mode, one process at a time.
+"""State of the ledger on disk: SQLite in WAL mode, owned by one process at a time.
 
-What `apply` returned from is on disk (synchronous=FULL: even a power cut loses nothing that was acknowledged), and what
-is served is on disk: when a write fails, memory is dropped and read again. The sender keeps its snapshot, which is
-cumulative, so its next one makes up for the one refused. Deliveries that come while another is being written wait for
-it and share the next transaction, and its fsync.
+When `apply` returns, its records are on disk (synchronous=FULL, so a power cut loses nothing that was acknowledged).
+Only what is on disk is served: when a write fails, the state in memory is dropped and read again. The sender keeps its
+cumulative snapshot, so its next one makes up for the refused one. Deliveries that arrive during a write wait for it and
+share the next transaction and its fsync.
 
-A run that has ended is served for a day. One that nobody ended and nobody brought back is given up after
-`abandoned_after`: it stopped when it was last heard of, since a month of silence is no down time that anybody waits for
-to end; the log says so, its vanishing counts as an unplanned end, and its accounts are served for the day like others'.
-A start after that goes on with the same accounts, while they are served.
+A run that ended is served for a day. A run without an end that is silent for `abandoned_after` is given up: it stopped
+when it last reported, since a month of silence is not down time. The log reports it, it counts as an unplanned end, and
+it is served for a day like others. A start within that day continues the same run.
 """
 
 from __future__ import annotations
@@ -17,53 +16,36 @@ import fcntl
 import json
 import logging
 import os
+import re
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from flopwatch.catalogue import Sample
-from flopwatch.ledger.accounting import Ledger, Run, Source
-from flopwatch.ledger.incidents import Incident
-from flopwatch.ledger.record import Key, Record, RecordError
+from flopwatch.ledger import state, views
+from flopwatch.ledger.ledger import Ledger
+from flopwatch.ledger.record import LedgerRecord, RecordError, RunKey
+from flopwatch.ledger.run import RunLedger
 from flopwatch.settings import SettingsError
 
 log = logging.getLogger(__name__)
 
-RETENTION = 24 * 3600.0  # seconds a run is served after its end was heard of
+RETENTION = 24 * 3600.0  # seconds for which a run is served after its end was received
 ABANDONED_AFTER = 30 * 24 * 3600.0
-_CATCH_UP = 600.0  # seconds that senders have to be heard of again after a start, before a run is given up
+_CATCH_UP = 600.0  # seconds after a start in which no run is given up, so that senders can report first
 _VERSION = 3
-# The locks and the shared memory of WAL need one kernel: https://www.sqlite.org/wal.html, "does not work over a
-# network filesystem".
-_NETWORK = (
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "smbfs",
-    "ceph",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "glusterfs",
-    "afs",
-    "pvfs2",
-    "orangefs",
-    "wekafs",
-    "panfs",
-    "fuse.sshfs",
-    "fuse.ceph",
-    "fuse.glusterfs",
-    "fuse.juicefs",
-    "fuse.s3fs",
-    "fuse.gcsfuse",
+# WAL needs locks and memory shared within one kernel: https://www.sqlite.org/wal.html, "does not work over a network
+# filesystem".
+_NETWORK = re.compile(
+    r"nfs4?|cifs|smb3|smbfs|ceph|lustre|gpfs|beegfs|glusterfs|afs|pvfs2|orangefs|wekafs|panfs"
+    r"|fuse\.(sshfs|ceph|glusterfs|juicefs|s3fs|gcsfuse)"
 )
-# By the format they make of the one before.
+# Statements that upgrade each format to the next one.
 _SCHEMA = (
     """
 CREATE TABLE runs (
@@ -86,46 +68,46 @@ CREATE TABLE evidence (
 """,
     "",
 )
-# What of a run is kept a row each, and the column that tells them apart.
+# Tables with a row for each part of a run, and the column that identifies the part.
 _PARTS = {"sources": "source", "attempts": "number", "incidents": "number", "evidence": "host"}
 
 
 class NoSuchRun(Exception):
-    """There is no run of this name, or `several`; the message says which."""
+    """No run has this name, or with `several` more than one tenant's run has it."""
 
     def __init__(self, message: str, several: bool = False) -> None:
         super().__init__(message)
         self.several = several
 
 
-class Ended(ValueError):
-    """The run has ended already."""
+class AlreadyEnded(ValueError):
+    """The run to close has already ended."""
 
 
 @dataclass(slots=True)
 class _Delivery:
-    """Records that are to be taken together."""
+    """Records to apply together, and the outcome."""
 
-    records: list[Record]
+    records: list[LedgerRecord]
     done: bool = False
     error: Exception | None = None
 
 
 def filesystem(path: Path, mounts: str) -> str:
-    """Return the type of the filesystem a path is on, by the text of /proc/mounts."""
+    """Return the type of the filesystem that a path is on, from the text of /proc/mounts."""
     kind, longest = "", -1
     for line in mounts.splitlines():
         _, where, fstype, *_ = line.split(" ")
         for octal, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
             where = where.replace(octal, character)
-        # The last of several mounts on one place is the one in sight.
+        # The last of several mounts on one directory hides the others.
         if path.is_relative_to(where) and len(where) >= longest:
             kind, longest = fstype, len(where)
     return kind
 
 
 class Store:
-    """A ledger that survives its process. Safe to use from several threads."""
+    """Persistent ledger, safe to use from several threads."""
 
     def __init__(
         self,
@@ -137,10 +119,10 @@ class Store:
         clock: Callable[[], float] = time.time,
         mounts: Path = Path("/proc/self/mounts"),
     ) -> None:
-        """Open or create the file. Raises SettingsError if it cannot be kept there or another process has it.
+        """Open or create the file. Raises SettingsError if that fails or another process has it open.
 
-        A run is new for `new_for` seconds, in which its counters are served as 0, and given up when nothing was heard
-        of it for `abandoned_after`.
+        For `new_for` seconds the counters of a new run are served as 0. A run is given up after `abandoned_after`
+        seconds of silence.
         """
         self._path = path
         self._silent_after = silent_after
@@ -152,17 +134,17 @@ class Store:
         self._queue_lock = threading.Lock()
         self._queue: list[_Delivery] = []
         self._ledger: Ledger | None = None
-        self._heard: dict[Key, float] = {}
-        self._forgotten: set[Key] = set()
-        self._given_up: set[Key] = set()
-        self._known: dict[Key, float | None] = {}  # runs that were served in full, and since when they are
+        self._received: dict[RunKey, float] = {}  # time of the last record
+        self._forgotten: set[RunKey] = set()
+        self._given_up: set[RunKey] = set()
+        self._known: dict[RunKey, float | None] = {}  # runs that were served in full, with their `first`
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             kind = filesystem(path.resolve(), mounts.read_text())
-            if kind in _NETWORK:
+            if _NETWORK.fullmatch(kind):
                 raise SettingsError(
                     f"{path} is on a network filesystem ({kind}), which cannot lock a database; "
-                    "give --state a local disk"
+                    "set --state to a local disk"
                 )
             self._guard = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -181,20 +163,20 @@ class Store:
             raise
 
     def close(self) -> None:
-        """Close the file and let another process have it."""
+        """Close the file and release its lock."""
         with self._lock:
             self._db.close()
             os.close(self._guard)
 
     def apply(self, lines: Iterable[object]) -> None:
-        """Take records, all or none, and return once they are on disk.
+        """Apply records, all or none, and return once they are on disk.
 
-        Raises RecordError for the first that is malformed, sqlite3.Error if they could not be written.
+        Raises RecordError for the first malformed record, sqlite3.Error if they could not be written.
         """
         records = []
         for number, line in enumerate(lines, 1):
             try:
-                records.append(Record.parse(line))
+                records.append(LedgerRecord.parse(line))
             except RecordError as error:
                 raise RecordError(f"record {number}: {error}") from None
         delivery = _Delivery(records)
@@ -209,35 +191,28 @@ class Store:
             raise delivery.error
 
     def families(self, now: float) -> list[Sample]:
-        """Return the samples of the runs that are served."""
+        """Return the samples of all runs that are served."""
         with self._lock:
             ledger = self._read()
             self._forget(ledger, now)
             return ledger.families(now, self._new(ledger, now))
 
     def summary(self, now: float | None = None) -> dict[str, Any]:
-        """Return the figures of every run, as `flopwatch ledger replay --json` prints them."""
+        """Return the summary of every run, as `flopwatch ledger replay --json` prints it."""
         with self._lock:
             return self._read().summary(now)
 
     def listing(self) -> list[dict[str, Any]]:
-        """Return a few figures of each run, as of now."""
+        """Return a row of figures for each run, as of now."""
         with self._lock:
             ledger, now = self._read(), self._clock()
             self._forget(ledger, now)
-            told = ("state", "attempts", "goodput", "wall_seconds", "high_water_step", "conflict")
+            shown = ("state", "attempts", "goodput", "wall_seconds", "high_water_step", "conflict")
             rows = []
             for key, run in ledger.runs.items():
-                summary = run.summary(now)
-                rows.append(
-                    {
-                        "tenant": key[0],
-                        "run": key[1],
-                        "start": run.start,
-                        "silent_seconds": max(0.0, now - self._heard[key]),
-                        **{name: summary[name] for name in told},
-                    }
-                )
+                summary, silent = views.summary(run, now), max(0.0, now - self._received[key])
+                row = {"tenant": key[0], "run": key[1], "start": run.start, "silent_seconds": silent}
+                rows.append(row | {name: summary[name] for name in shown})
             return rows
 
     def figures(self, run: str, tenant: str | None = None) -> dict[str, Any]:
@@ -245,31 +220,33 @@ class Store:
         with self._lock:
             ledger, now = self._read(), self._clock()
             self._forget(ledger, now)
-            return self._find(ledger, run, tenant).figures(now)
+            return views.figures(self._find(ledger, run, tenant), now)
 
     def close_run(self, run: str, tenant: str | None = None, status: str = "stopped") -> dict[str, Any]:
-        """End a run by hand, and return what it was before. Raises NoSuchRun, Ended, RecordError, sqlite3.Error."""
+        """End a run by hand and return its state before. Raises NoSuchRun, AlreadyEnded, RecordError, sqlite3.Error."""
         with self._lock:
             ledger, now = self._read(), self._clock()
             self._forget(ledger, now)
             found = self._find(ledger, run, tenant)
             if found.ended is not None:
-                raise Ended(f"run {run!r} has {found.ended} already")
+                raise AlreadyEnded(f"run {run!r} has {found.ended} already")
             before = {"tenant": found.tenant, "run": found.name, "state": found.state(now)}
         self.apply([{"t": now, "run": run, "tenant": before["tenant"], "event": "finish", "status": status}])
         return before
 
     @staticmethod
-    def _find(ledger: Ledger, run: str, tenant: str | None) -> Run:
+    def _find(ledger: Ledger, run: str, tenant: str | None) -> RunLedger:
+        """Return the run of this name. Raises NoSuchRun."""
         tenants = sorted(key[0] for key in ledger.runs if key[1] == run and tenant in (None, key[0]))
         if not tenants:
             raise NoSuchRun(f"no run {run!r}" + (f" of tenant {tenant!r}" if tenant is not None else ""))
         if len(tenants) > 1:
-            raise NoSuchRun(f"run {run!r} is one of several tenants: {', '.join(map(repr, tenants))}; say whose", True)
+            names = ", ".join(map(repr, tenants))
+            raise NoSuchRun(f"several tenants have a run {run!r}: {names}; name the tenant", several=True)
         return ledger.runs[tenants[0], run]
 
     def _take(self, deliveries: list[_Delivery]) -> None:
-        """Take deliveries and write them, in one transaction; each is told what became of it."""
+        """Apply deliveries and write them in one transaction; set `done` and `error` of each."""
         now = self._clock()
         try:
             ledger = self._read()
@@ -284,7 +261,7 @@ class Store:
         except Exception as error:
             self._ledger = None
             if len(deliveries) > 1:
-                # The mistake is in one of them, and the others are not to suffer from it.
+                # One delivery breaks the ledger: apply each alone, so that the others succeed.
                 for delivery in deliveries:
                     self._take([delivery])
             else:
@@ -298,8 +275,8 @@ class Store:
             for delivery in deliveries:
                 delivery.done = True
 
-    def _new(self, ledger: Ledger, now: float) -> set[Key]:
-        """Return the runs to be served at 0; one that was served in full never is again, whatever the clock does."""
+    def _new(self, ledger: Ledger, now: float) -> set[RunKey]:
+        """Return the runs to serve at 0. A run once served in full is never new again, even if the clock goes back."""
         self._known = {
             key: first for key, first in self._known.items() if key in ledger.runs and ledger.runs[key].first == first
         }
@@ -312,19 +289,21 @@ class Store:
         return new
 
     def _open(self) -> sqlite3.Connection:
+        """Return a connection to the file; move a damaged file aside and start with a new one."""
         try:
             return self._connect()
         except SettingsError:
             raise
         except (sqlite3.DatabaseError, ValueError, TypeError, LookupError) as error:
-            # Its subclasses are about the disk, permissions or locks: the file may be good.
+            # A subclass reports the disk, permissions or locks, and the file may be intact.
             if isinstance(error, sqlite3.DatabaseError) and type(error) is not sqlite3.DatabaseError:
                 raise
             kept = self._set_aside()
-            log.error("ledger: %s is damaged (%s), kept as %s; the accounts begin anew", self._path, error, kept)
+            log.error("ledger: %s is damaged (%s): moved to %s, starting with an empty ledger", self._path, error, kept)
             return self._connect()
 
     def _connect(self) -> sqlite3.Connection:
+        """Return a connection to a file that was checked, upgraded and read."""
         db = sqlite3.connect(self._path, timeout=10, check_same_thread=False)
         try:
             db.execute("PRAGMA journal_mode=WAL")
@@ -346,6 +325,7 @@ class Store:
         return db
 
     def _set_aside(self) -> Path:
+        """Rename the files of a damaged database, and return the new name."""
         now = datetime.fromtimestamp(self._clock(), timezone.utc)
         kept = self._path.with_name(f"{self._path.name}.corrupt-{now:%Y%m%dT%H%M%S.%f}Z")
         for suffix in ("", "-wal", "-shm"):
@@ -355,25 +335,26 @@ class Store:
         return kept
 
     def _read(self) -> Ledger:
-        """Return the ledger in memory, read from disk if there is none."""
+        """Return the ledger in memory; read it from disk if memory was dropped."""
         if self._ledger is None:
             ledger = Ledger(self._silent_after)
-            heard: dict[Key, float] = {}
-            parts: dict[str, dict[Key, dict[Any, Any]]] = {table: {} for table in _PARTS}
+            received: dict[RunKey, float] = {}
+            parts: dict[str, dict[RunKey, dict[Any, Any]]] = {table: {} for table in _PARTS}
             for table, column in _PARTS.items():
                 rows = self._db.execute(f"SELECT tenant, run, {column}, state FROM {table} ORDER BY {column}")
-                for tenant, run, name, state in rows:
-                    parts[table].setdefault((tenant, run), {})[name] = json.loads(state)
-            for tenant, run, when, state in self._db.execute("SELECT tenant, run, heard, state FROM runs"):
+                for tenant, run, name, saved in rows:
+                    parts[table].setdefault((tenant, run), {})[name] = json.loads(saved)
+            for tenant, run, when, saved in self._db.execute("SELECT tenant, run, heard, state FROM runs"):
                 key = tenant, run
-                values = json.loads(state) | {"silent_after": self._silent_after}
-                ledger.runs[key] = Run.from_json(values, *(parts[table].get(key, {}) for table in _PARTS))
-                heard[key] = when
-            self._ledger, self._heard, self._forgotten, self._given_up = ledger, heard, set(), set()
+                values = json.loads(saved) | {"silent_after": self._silent_after}
+                ledger.runs[key] = state.from_json(values, *(parts[table].get(key, {}) for table in _PARTS))
+                received[key] = when
+            self._ledger, self._received, self._forgotten, self._given_up = ledger, received, set(), set()
         return self._ledger
 
-    def _write(self, ledger: Ledger, changed: set[Key], now: float) -> None:
-        self._heard |= dict.fromkeys(changed, now)
+    def _write(self, ledger: Ledger, changed: set[RunKey], now: float) -> None:
+        """Write the changed runs, and delete the forgotten ones, in one transaction."""
+        self._received |= dict.fromkeys(changed, now)
         self._forget(ledger, now)
         with self._db as db:
             for key in self._forgotten:
@@ -383,44 +364,28 @@ class Store:
                 run = ledger.runs[key]
                 db.execute(
                     "INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?, ?)",
-                    (*key, run.ended is not None, self._heard[key], json.dumps(run.to_json())),
+                    (*key, run.ended is not None, self._received[key], json.dumps(state.to_json(run))),
                 )
-                for table, names, part in (
-                    ("sources", run.touched, run.sources.get),
-                    ("attempts", run.rewritten, run.history.get),
-                    ("incidents", run.changed, run.incidents.get),
-                    ("evidence", run.evidence.touched, run.evidence.state),
-                ):
-                    _write_part(db, table, key, names, part)
-                    names.clear()
+                for table, name, row in state.changed_rows(run):
+                    if row is None:
+                        where = f"tenant = ? AND run = ? AND {_PARTS[table]} = ?"
+                        db.execute(f"DELETE FROM {table} WHERE {where}", (*key, name))
+                    else:
+                        values = *key, name, json.dumps(row)
+                        db.execute(f"INSERT OR REPLACE INTO {table} VALUES (?, ?, ?, ?)", values)
         self._forgotten.clear()
         self._given_up.clear()
 
     def _forget(self, ledger: Ledger, now: float) -> None:
-        """Stop serving runs that ended long ago, and give up those that nobody ends; the next delivery writes that."""
+        """Stop serving runs that ended long ago and give up abandoned ones. The next delivery writes this to disk."""
         for key, run in list(ledger.runs.items()):
-            silent = now - self._heard[key]
+            silent = now - self._received[key]
             if run.ended is not None and silent > RETENTION:
-                del ledger.runs[key], self._heard[key]
+                del ledger.runs[key], self._received[key]
                 self._forgotten.add(key)
             elif run.ended is None and silent > self._abandoned_after and now - self._began > _CATCH_UP:
-                log.warning(
-                    "ledger: run %s of tenant %r, last heard of %.0f days ago, is given up",
-                    key[1],
-                    key[0],
-                    silent / 86400,
-                )
+                days = silent / 86400
+                log.warning("ledger: run %s of tenant %r given up, last reported %.0f days ago", key[1], key[0], days)
                 run.give_up()
-                self._heard[key] = now
+                self._received[key] = now
                 self._given_up.add(key)
-
-
-def _write_part(db: sqlite3.Connection, table: str, key: Key, names: Iterable[Any], part: Callable[[Any], Any]) -> None:
-    """Write what has changed of one of a run's tables."""
-    for name in names:
-        state = part(name)
-        if state is None:
-            db.execute(f"DELETE FROM {table} WHERE tenant = ? AND run = ? AND {_PARTS[table]} = ?", (*key, name))
-        else:
-            state = asdict(state) if isinstance(state, Source | Incident) else state
-            db.execute(f"INSERT OR REPLACE INTO {table} VALUES (?, ?, ?, ?)", (*key, name, json.dumps(state)))

@@ -1,23 +1,21 @@
-"""What is told of a run: the samples that are served, its figures, its whole record."""
+"""Views of a run: the samples of `/metrics`, its summary, and its whole record."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample
-from flopwatch.ledger.attempt import BUCKETS
 from flopwatch.ledger.attribution import CAUSES, LOSSES
-
-if TYPE_CHECKING:
-    from flopwatch.ledger.accounting import Run
+from flopwatch.ledger.buckets import BUCKETS
+from flopwatch.ledger.run import RunLedger
 
 STATES = ("queued", "running", "down", "completed", "stopped")
 
 
-def families(run: Run, now: float, *, new: bool = False) -> list[Sample]:
-    """Return every sample of the run; one that is new has its counters at 0 and all its wall clock open."""
-    names = (run.tenant, run.name)
+def families(run: RunLedger, now: float, *, new: bool = False) -> list[Sample]:
+    """Return every sample of a run; a new one has its counters at 0 and all its wall clock open."""
+    names, buckets, losses = (run.tenant, run.name), run.buckets, run.incidents
     samples: list[Sample] = []
 
     def add(row: Metric, value: float | None, *label: str) -> None:
@@ -26,79 +24,81 @@ def families(run: Run, now: float, *, new: bool = False) -> list[Sample]:
 
     for bucket in BUCKETS:
         unknown = (bucket == "queue" and run.submitted is None) or (
-            bucket in ("productive", "lost", "generation") and not run.positioned and run.high_water is None
+            bucket in ("productive", "lost", "generation") and not buckets.positioned and buckets.high_water is None
         )
-        if unknown and run.seconds[bucket] == 0:
+        if unknown and buckets.seconds[bucket] == 0:
             continue
-        add(m.RUN_SECONDS, run.seconds[bucket], bucket)
-        add(m.RUN_GPU_SECONDS, run.gpu_seconds[bucket], bucket)
+        add(m.RUN_SECONDS, buckets.seconds[bucket], bucket)
+        add(m.RUN_GPU_SECONDS, buckets.gpu_seconds[bucket], bucket)
     add(m.RUN_OPEN_SECONDS, run.wall(now) if new else run.open(now))
-    add(m.RUN_PROVISIONAL_SECONDS, run.provisional if run.positioned else None)
-    if any(x.gpus is not None for x in run.sources.values()):
-        add(m.RUN_GPUS, run._sum("gpus"))
+    add(m.RUN_PROVISIONAL_SECONDS, buckets.provisional if buckets.positioned else None)
+    if any(x.gpus is not None for x in run.reporters.nodes.values()):
+        add(m.RUN_GPUS, run.reporters.total("gpus"))
     state = run.state(now)
     for other in STATES:
         add(m.RUN_STATE, float(other == state), other)
     add(m.RUN_ATTEMPTS, run.attempts)
     for end, count in run.ends.items():
         add(m.RUN_ENDS, count, end)
-    if run.positioned or run.high_water is not None:
-        add(m.RUN_RECOVERIES, run.recoveries)
-        add(m.RUN_RECOVERY_SECONDS, run.recovery_seconds)
+    if buckets.positioned or buckets.high_water is not None:
+        add(m.RUN_RECOVERIES, losses.recoveries)
+        add(m.RUN_RECOVERY_SECONDS, losses.recovery_seconds)
     for kind in LOSSES:
         for cause in CAUSES:
-            add(m.RUN_INCIDENTS, run.settled[kind].get(cause, 0), kind, cause)
-            add(m.RUN_BADPUT_GPU_SECONDS, run.badput[kind].get(cause, 0.0), kind, cause)
-    add(m.RUN_STRAGGLER_GPU_SECONDS, run.straggler_gpu_seconds)
+            add(m.RUN_INCIDENTS, losses.settled[kind].get(cause, 0), kind, cause)
+            add(m.RUN_BADPUT_GPU_SECONDS, losses.badput[kind].get(cause, 0.0), kind, cause)
+    add(m.RUN_STRAGGLER_GPU_SECONDS, buckets.straggler_gpu_seconds)
     add(m.RUN_CONFLICT, float(run.conflict(now)))
-    add(m.RUN_POSITION_STEPS, run.high_water)
-    add(m.RUN_COMMITTED_STEPS, run.committed)
-    add(m.RUN_COMMITTED_TIMESTAMP, run.committed_at)
-    if run.flops and run.capacity > 0:
-        add(m.RUN_MODEL_FLOPS, run.retained)
-        add(m.RUN_CAPACITY_FLOPS, run.capacity)
+    add(m.RUN_POSITION_STEPS, buckets.high_water)
+    add(m.RUN_COMMITTED_STEPS, buckets.committed)
+    add(m.RUN_COMMITTED_TIMESTAMP, buckets.committed_at)
+    if buckets.flops and buckets.capacity > 0:
+        add(m.RUN_MODEL_FLOPS, buckets.retained)
+        add(m.RUN_CAPACITY_FLOPS, buckets.capacity)
     add(m.RUN_START, run.start)
     return samples
 
 
-def summary(run: Run, at: float | None = None) -> dict[str, Any]:
-    """Return the figures of the run at a time, else as of its last record; a ratio that cannot be told is None."""
-    now = run.last if at is None else at
+def summary(run: RunLedger, at: float | None = None) -> dict[str, Any]:
+    """Return the figures of a run at a time, or else as of its last record; an unknown ratio is None."""
+    buckets, losses = run.buckets, run.incidents
+    now = run.reporters.last if at is None else at
     wall = run.wall(now)
-    done = run.seconds["productive"] + run.seconds["generation"] if run.high_water is not None else None
-    waited = wall + run.seconds["queue"] if run.submitted is not None else 0.0
+    done = buckets.seconds["productive"] + buckets.seconds["generation"] if buckets.high_water is not None else None
+    waited = wall + buckets.seconds["queue"] if run.submitted is not None else 0.0
     return {
         "goodput": done / wall if done is not None and wall > 0 else None,
         "ettr": done / waited if done is not None and waited > 0 else None,
-        "effective_mfu": run.retained / run.capacity if run.flops and run.capacity > 0 else None,
+        "effective_mfu": buckets.retained / buckets.capacity if buckets.flops and buckets.capacity > 0 else None,
         "attempts": run.attempts,
-        "buckets": dict(run.seconds),
-        "gpu_seconds": dict(run.gpu_seconds),
+        "buckets": dict(buckets.seconds),
+        "gpu_seconds": dict(buckets.gpu_seconds),
         "open_seconds": run.open(now),
-        "provisional_seconds": run.provisional,
+        "provisional_seconds": buckets.provisional,
         "wall_seconds": wall,
         "state": run.state(at),
         "conflict": run.conflict(now),
         "ends": dict(run.ends),
-        "recoveries": run.recoveries,
-        "recovery_seconds": run.recovery_seconds,
-        "incidents": {kind: dict(counts) for kind, counts in run.settled.items()},
-        "badput_gpu_seconds": {kind: dict(seconds) for kind, seconds in run.badput.items()},
-        "straggler_gpu_seconds": run.straggler_gpu_seconds,
-        "high_water_step": run.high_water,
-        "committed_step": run.committed,
-        "committed_timestamp": run.committed_at,
-        "retained_flops": run.retained,
-        "capacity_flops": run.capacity,
+        "recoveries": losses.recoveries,
+        "recovery_seconds": losses.recovery_seconds,
+        "incidents": {kind: dict(counts) for kind, counts in losses.settled.items()},
+        "badput_gpu_seconds": {kind: dict(seconds) for kind, seconds in losses.badput.items()},
+        "straggler_gpu_seconds": buckets.straggler_gpu_seconds,
+        "high_water_step": buckets.high_water,
+        "committed_step": buckets.committed,
+        "committed_timestamp": buckets.committed_at,
+        "retained_flops": buckets.retained,
+        "capacity_flops": buckets.capacity,
     }
 
 
-def figures(run: Run, now: float) -> dict[str, Any]:
-    """Return the whole record of the run: its summary, its attempts and its incidents, the oldest first."""
-    told = summary(run, now)
-    incidents = {number: incident.figures(run.evidence) for number, incident in run.incidents.items()}
-    if run.losing is not None:
-        incidents[run.losing] |= {"seconds": run.losing_seconds, "gpu_seconds": run.losing_gpu_seconds}
+def figures(run: RunLedger, now: float) -> dict[str, Any]:
+    """Return the whole record of a run: its summary, attempts and incidents, oldest first."""
+    totals, losses = summary(run, now), run.incidents
+    incidents = {number: incident.figures(losses.evidence) for number, incident in losses.by_number.items()}
+    if losses.current is not None:
+        charged = {"seconds": losses.charged_seconds, "gpu_seconds": losses.charged_gpu_seconds}
+        incidents[losses.current] |= charged
     attempts = [*map(dict, run.history.values()), *([] if run.attempt is None else [run.attempt.figures()])]
     return {
         "tenant": run.tenant,
@@ -107,10 +107,10 @@ def figures(run: Run, now: float) -> dict[str, Any]:
         "at": now,
         "submitted": run.submitted,
         "start": run.start,
-        "frontier": run.frontier,
-        "buckets": told.pop("buckets"),
-        "gpu_seconds": told.pop("gpu_seconds"),
-        "summary": told,
+        "frontier": run.buckets.frontier,
+        "buckets": totals.pop("buckets"),
+        "gpu_seconds": totals.pop("gpu_seconds"),
+        "summary": totals,
         "attempts": attempts,
         "attempts_left_out": run.left_out,
         "incidents": list(incidents.values()),

@@ -1,1 +1,1 @@
-"""One run's report: asked of a Prometheus (gather.py), reckoned (statistics.py), written as HTML, Markdown or JSON."""
+"""Report of one run, queried from Prometheus and the ledger, as HTML, Markdown or JSON."""

@@ -1,6 +1,6 @@
-"""A report as a page that needs nothing but itself, as Markdown, and as JSON.
+"""A report as a self-contained HTML page, as Markdown and as JSON.
 
-No script, nothing fetched, and every name from outside is escaped: a run may be called anything.
+The page has no script and fetches nothing. All names are escaped, since a run may have any name.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import datetime, timezone
-from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from flopwatch.report.collect import OPEN, Report
+from flopwatch.report.model import OPEN, Firing, ReportedLoss, RunReport
 from flopwatch.report.references import GOODPUT, MFU, Reference
 
-# In the order of the waterfall; colours that people who confuse red and green tell apart.
+# In the order of the waterfall, in colours that are safe for red-green colour blindness.
 BUCKETS = {
     "productive": ("productive", "#1a8f6f"),
     "generation": ("generation", "#63c2a5"),
@@ -28,125 +27,106 @@ BUCKETS = {
     "checkpoint_save": ("saving checkpoints", "#1f4e8c"),
     "evaluation": ("evaluating", "#7f8fa6"),
     "other": ("other", "#b3bac5"),
-    "lost": ("work done again or thrown away", "#e07b39"),
+    "lost": ("work repeated or discarded", "#e07b39"),
     "down": ("down", "#b5342c"),
-    OPEN: ("not yet accounted for", "#d9dee5"),
+    OPEN: ("not yet booked", "#d9dee5"),
 }
-SHOWN_ALERTS, SHOWN_LOSSES = 200, 50
-NO_CAUSES = "No loss has been settled yet: each is given ten minutes of evidence before and five after."
-NO_LEDGER = "Each loss by itself, with its host, GPU and port, is told by the ledger: add --ledger URL."
-NO_LOSSES = "No attempt has ended before the run did."
+MAX_ALERTS, MAX_LOSSES = 200, 50
+# Texts in place of an empty section.
+EMPTY = {
+    "no_causes": "No loss is settled yet: each waits for evidence from ten minutes before it to five minutes after.",
+    "no_ledger": "The ledger lists each loss with its host, GPU and port: add --ledger URL.",
+    "no_losses": "No attempt ended before the run did.",
+    "no_alerts": "No alert fired in the time that this Prometheus keeps.",
+    "nothing_missed": "Nothing that it can detect.",
+}
 DEFINITIONS = (
-    "MFU: FLOPs the model needs over the dense peak of the run's GPUs, while it makes steps; recomputation is never "
-    "counted. Effective MFU: only FLOPs of steps that were kept, over the peak of the GPUs held and all wall clock.",
-    "Goodput: time in steps that were kept, over the wall clock since the first process start. ETTR: the same, over "
-    "the wall clock since submission. Work after the last durable checkpoint counts until it is lost.",
-    "MTTF: time running over the unplanned ends, the time since the last one included, with the exact Poisson "
-    "interval (95 %). MTTR: from the last sign of life to the first step that is new. The best checkpoint interval is "
-    "Daly's (2006, equation 37), of which Young's is the first term; of an asynchronous save only what blocks counts.",
+    "MFU: the FLOPs that the model needs, divided by the dense peak of the run's GPUs while it makes steps. "
+    "Recomputation is not counted. Effective MFU: the FLOPs of retained steps, divided by the peak of GPUs held over "
+    "all wall clock.",
+    "Goodput: time in retained steps, divided by the wall clock since the first process start. ETTR: the same, divided "
+    "by the wall clock since submission. Work after the last durable checkpoint counts until it is lost.",
+    "MTTF: running time divided by the number of unplanned ends, including the time since the last one, with the exact "
+    "Poisson interval (95 %). MTTR: from the last report to the first new step. The best checkpoint interval is Daly's "
+    "(2006, equation 37), whose first term is Young's. Of an asynchronous save, only the blocking part counts.",
 )
 
 
-def as_json(report: Report) -> str:
+def as_json(report: RunReport) -> str:
     """Return the report as JSON."""
     return json.dumps(asdict(report), indent=2, allow_nan=False)
 
 
-def as_html(report: Report) -> str:
-    """Return the report as a page."""
-    template = files("flopwatch.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    return environment.from_string(template).render(report=report, **_view(report))
+def as_html(report: RunReport) -> str:
+    """Return the report as an HTML page."""
+    return _render("page.html.jinja", report)
 
 
-def as_markdown(report: Report) -> str:
+def as_markdown(report: RunReport) -> str:
     """Return the report as Markdown."""
-    view = _view(report)
-    lines = [f"# {_md(report.run)}", "", _md(view["lead"]), "", "| Figure | Value | |", "|---|---:|---|"]
-    lines += [
-        f"| {tile['title']} | {tile['value']} | {_md('; '.join(note['text'] for note in tile['notes']))} |"
-        for tile in view["tiles"]
-    ]
-    lines += ["", "## Where the time went", "", "| | time | share | GPU-hours |", "|---|---:|---:|---:|"]
-    lines += [f"| {row['title']} | {row['time']} | {row['share']} | {row['gpu_hours']} |" for row in view["waterfall"]]
-    lines += ["", view["lost"], "", "## What it was lost to", ""]
-    if view["causes"]:
-        lines += ["| Cause | losses | GPU-hours |", "|---|---:|---:|"]
-        lines += [f"| {_md(row['title'])} | {row['count']} | {row['gpu_hours']} |" for row in view["causes"]]
-    else:
-        lines.append(NO_CAUSES)
-    if report.losses is None:
-        lines += ["", NO_LEDGER]
-    else:
-        lines += ["", "## Each loss", ""]
-        lines += [
-            f"- {row['began']}, {row['lasted']}: {_md(row['what'])}, {_md(row['cause'])} {_md(row['place'])}, "
-            f"{row['gpu_hours']} GPU-hours; {_md(row['why'])}"
-            for row in view["losses"]
-        ] or [NO_LOSSES]
-    lines += ["", "## Alerts on the run and its hosts", ""]
-    lines += [
-        f"- {row['began']}, for {row['lasted']}: {_md(row['name'])} ({_md(row['severity'])}) {_md(row['place'])}"
-        for row in view["alerts"]
-    ] or ["None fired that this Prometheus remembers."]
-    for section in view["worst"]:
-        lines += ["", f"## {section['title']}", ""]
-        lines += [f"- {_md(one.name)} {_md(one.place)}: {_md(one.finding)}" for one in section["culprits"]]
-    lines += ["", "## Checkpoints", "", *view["checkpoints"], "", "## What the monitoring missed", ""]
-    lines += [f"- {_md(line)}" for line in report.missed] or ["Nothing that it knows of."]
-    return "\n".join(lines) + "\n"
+    return _render("page.md.jinja", report)
 
 
-def _view(report: Report) -> dict[str, Any]:
-    """Return what the template shows: texts and coordinates."""
+def _render(name: str, report: RunReport) -> str:
+    """Return the report rendered with a template of this package."""
+    environment = Environment(
+        loader=PackageLoader("flopwatch.report", ""),
+        autoescape=name.endswith(".html.jinja"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=not name.endswith(".html.jinja"),
+        undefined=StrictUndefined,
+    )
+    environment.filters |= {
+        "moment": _moment,
+        "hours": _hours,
+        "md": _md,
+        "words": _words,
+        "lasted": _lasted,
+        "cause": _cause,
+        "place": lambda loss: " ".join(text for text in (loss.host, loss.part) if text),
+        "cost": lambda gpu_seconds: _cost(report, gpu_seconds),
+    }
+    return environment.get_template(name).render(report=report, **_view(report))
+
+
+def _view(report: RunReport) -> dict[str, Any]:
+    """Return the variables of the templates: texts, rows and coordinates."""
+    losses = sorted(report.losses or [], key=lambda loss: -loss.gpu_seconds)
+    alerts = report.alerts
+    sections = (
+        ("Stragglers", "Rank", report.ranks),
+        ("Hosts with alerts", "Host", report.hosts),
+        ("Worst links", "Port", report.links),
+    )
     return {
         "lead": _lead(report),
         "tiles": _tiles(report),
         "waterfall": _waterfall(report),
         "lost": _lost(report),
         **_timeline(report),
-        "causes": [
-            {
-                "title": cause.cause.replace("_", " "),
-                "count": cause.incidents,
-                "gpu_hours": _hours(cause.gpu_seconds),
-                "cost": _cost(report, cause.gpu_seconds),
-            }
-            for cause in report.causes
-        ],
-        "no_causes": NO_CAUSES,
-        "no_losses": NO_LOSSES,
-        "no_ledger": NO_LEDGER,
-        **_losses(report),
-        "alerts": [
-            {
-                "began": _moment(alert.began),
-                "lasted": "still firing" if alert.ongoing else _time(alert.ended - alert.began),
-                "name": alert.name,
-                "severity": alert.severity,
-                "place": alert.place,
-            }
-            for alert in report.alerts[:SHOWN_ALERTS]
-        ],
-        "more_alerts": f"and {len(report.alerts) - SHOWN_ALERTS} more" if len(report.alerts) > SHOWN_ALERTS else "",
+        "losses": sorted(losses[:MAX_LOSSES], key=lambda loss: loss.began),
+        "more_losses": f"and {len(losses) - MAX_LOSSES} that cost less" if len(losses) > MAX_LOSSES else "",
+        "alerts": alerts[:MAX_ALERTS],
+        "more_alerts": f"and {len(alerts) - MAX_ALERTS} more" if len(alerts) > MAX_ALERTS else "",
         "worst": [
-            {"title": title, "what": what, "culprits": culprits, "places": any(one.place for one in culprits)}
-            for title, what, culprits in (
-                ("Latest ranks", "Rank", report.ranks),
-                ("Hosts with alerts", "Host", report.hosts),
-                ("Worst links", "Port", report.links),
-            )
-            if culprits
+            {"title": title, "what": what, "outliers": outliers, "places": any(one.place for one in outliers)}
+            for title, what, outliers in sections
+            if outliers
         ],
         "checkpoints": _checkpoints(report),
         "definitions": DEFINITIONS,
+        **EMPTY,
     }
 
 
-def _lead(report: Report) -> str:
+def _lead(report: RunReport) -> str:
+    """Return the summary line under the title."""
     parts = [f"{report.state}, from {_moment(report.began)} to {_moment(report.ended)} UTC", _time(report.wall_seconds)]
     if report.gpus is not None:
-        parts.append(f"{report.gpus:,.0f} GPUs" + _on_hosts(report.host_count))
+        hosts = report.host_count
+        where = "" if hosts is None else f" on {hosts:,} host{'s' * (hosts != 1)}"
+        parts.append(f"{report.gpus:,.0f} GPUs{where}")
     parts.append(f"{report.attempts} attempt{'s' * (report.attempts != 1)}")
     if report.high_water_step is not None:
         parts.append(f"{report.high_water_step:,.0f} steps")
@@ -154,67 +134,53 @@ def _lead(report: Report) -> str:
     return ", ".join(parts) + (f"; tenant {report.tenant}" if report.tenant else "")
 
 
-def _on_hosts(count: int | None) -> str:
-    return "" if count is None else f" on {count:,} host{'s' * (count != 1)}"
-
-
-def _tiles(report: Report) -> list[dict[str, Any]]:
-    mttf = report.mttf
-    failures = f"{mttf.count} unplanned end{'s' * (mttf.count != 1)}"
-    interval = (
-        ""
-        if mttf.low is None
-        else (
-            f"95 % between {_time(mttf.low)} and {_time(mttf.high)}"
-            if mttf.high is not None
-            else f"95 %: at least {_time(mttf.low)}"
-        )
-    )
+def _tiles(report: RunReport) -> list[dict[str, Any]]:
+    """Return the tiles with the main figures."""
+    mttf, mttr = report.mttf, report.mttr_seconds
+    notes = [f"{mttf.count} unplanned end{'s' * (mttf.count != 1)}"]
+    if mttf.low is not None:
+        bounds = f": at least {_time(mttf.low)}"
+        if mttf.high is not None:
+            bounds = f" between {_time(mttf.low)} and {_time(mttf.high)}"
+        notes.append(f"95 %{bounds}")
+    recoveries = f"{report.recoveries} recover{'ies' if report.recoveries != 1 else 'y'}"
     return [
         _ratio("MFU", report.mfu, MFU, "mean of the live series; needs the recording rules"),
-        _ratio("Goodput", report.goodput, GOODPUT, "needs steps that say their position"),
+        _ratio("Goodput", report.goodput, GOODPUT, "needs steps with a position"),
         _ratio("ETTR", report.ettr, GOODPUT, "needs the time of submission"),
         _ratio("Effective MFU", report.effective_mfu, (), "needs FLOPs and a peak of every rank"),
-        {
-            "title": "Mean time to failure",
-            "ratio": None,
-            "marks": [],
-            "value": "no failure" if mttf.count == 0 else _time(mttf.seconds),
-            "notes": [{"text": text, "link": ""} for text in (failures, interval) if text],
-        },
-        {
-            "title": "Mean time to recovery",
-            "ratio": None,
-            "marks": [],
-            "value": "unknown" if report.mttr_seconds is None else _time(report.mttr_seconds),
-            "notes": [{"text": f"{report.recoveries} recover{'ies' if report.recoveries != 1 else 'y'}", "link": ""}],
-        },
+        _tile("Mean time to failure", "no failure" if mttf.count == 0 else _time(mttf.seconds), notes),
+        _tile("Mean time to recovery", _time(mttr), [recoveries]),
     ]
 
 
+def _tile(title: str, value: str, notes: Iterable[str]) -> dict[str, Any]:
+    """Return a tile without a scale."""
+    rows = [{"text": text, "link": ""} for text in notes]
+    return {"title": title, "value": value, "ratio": None, "marks": [], "notes": rows}
+
+
 def _ratio(title: str, value: float | None, references: Iterable[Reference], needs: str) -> dict[str, Any]:
-    known = value is not None
-    return {
-        "title": title,
-        "value": f"{value:.1%}" if known else "unknown",
-        "ratio": f"{240 * min(1.0, max(0.0, value)):.1f}" if value is not None else None,
-        "marks": [
-            {"x": f"{240 * one.low:.1f}", "width": f"{max(2.0, 240 * (one.high - one.low)):.1f}", "text": one.who}
-            for one in references
-        ],
-        "notes": [{"text": f"{_range(one)} {one.who}", "link": one.source} for one in references]
-        if known
-        else [{"text": needs, "link": ""}],
-    }
+    """Return the tile of a ratio with its references, or with what it `needs` if it is unknown."""
+    marks = [
+        {"x": f"{240 * one.low:.1f}", "width": f"{max(2.0, 240 * (one.high - one.low)):.1f}", "text": one.name}
+        for one in references
+    ]
+    if value is None:
+        return _tile(title, "unknown", [needs]) | {"marks": marks}
+    notes = [{"text": f"{_range(one)} {one.name}", "link": one.source} for one in references]
+    scale = f"{240 * min(1.0, max(0.0, value)):.1f}"
+    return {"title": title, "value": f"{value:.1%}", "ratio": scale, "marks": marks, "notes": notes}
 
 
 def _range(reference: Reference) -> str:
+    """Return the range of a reference in percent."""
     low, high = f"{100 * reference.low:.0f}", f"{100 * reference.high:.0f}"
     return f"{low} %" if low == high else f"{low}-{high} %"
 
 
-def _waterfall(report: Report) -> list[dict[str, Any]]:
-    """Return the buckets, each bar beginning where the one before ended."""
+def _waterfall(report: RunReport) -> list[dict[str, Any]]:
+    """Return the bars of the waterfall, each starting where the one before ends."""
     rows, at, wall = [], 0.0, max(report.wall_seconds, 1e-9)
     for bucket, (title, color) in BUCKETS.items():
         seconds = report.open_seconds if bucket == OPEN else report.buckets.get(bucket, 0.0)
@@ -237,7 +203,8 @@ def _waterfall(report: Report) -> list[dict[str, Any]]:
     return rows
 
 
-def _lost(report: Report) -> str:
+def _lost(report: RunReport) -> str:
+    """Return the sentence about GPU-hours without progress."""
     lost = report.lost_gpu_seconds()
     text = f"{_hours(lost)} GPU-hours made no progress"
     if report.price is not None:
@@ -247,35 +214,8 @@ def _lost(report: Report) -> str:
     return text + "."
 
 
-def _losses(report: Report) -> dict[str, Any]:
-    """Return the costliest losses, in order of time, and how many there are besides."""
-    every = report.losses or []
-    worst = sorted(every, key=lambda loss: -loss.gpu_seconds)[:SHOWN_LOSSES]
-    return {
-        "losses": [
-            {
-                "began": _moment(loss.began),
-                "lasted": "not over" if loss.back is None else _time(loss.back - loss.began),
-                "what": loss.what.replace("_", " "),
-                "cause": ", ".join(
-                    [
-                        loss.cause.replace("_", " "),
-                        *([loss.confidence] if loss.confidence != "none" else []),
-                        *([] if loss.settled else ["so far"]),
-                    ]
-                ),
-                "place": " ".join(text for text in (loss.host, loss.part) if text),
-                "why": loss.why,
-                "gpu_hours": _hours(loss.gpu_seconds),
-                "cost": _cost(report, loss.gpu_seconds),
-            }
-            for loss in sorted(worst, key=lambda loss: loss.began)
-        ],
-        "more_losses": f"and {len(every) - len(worst)} that cost less" if len(every) > len(worst) else "",
-    }
-
-
-def _timeline(report: Report) -> dict[str, Any]:
+def _timeline(report: RunReport) -> dict[str, Any]:
+    """Return bars, legend, MFU line, ticks and alert marks of the timeline."""
     wall = max(report.wall_seconds, 1e-9)
 
     def x(time: float) -> float:
@@ -298,66 +238,58 @@ def _timeline(report: Report) -> dict[str, Any]:
                     }
                 )
                 y += height
-    first, last = x(report.began), x(report.ended)
     marks = [
         {
             "x": f"{x(alert.began):.1f}",
             "text": f"{alert.name} {alert.place}, {_moment(alert.began)}",
             "color": "#b5342c" if alert.severity == "critical" else "#e6b94b",
         }
-        for alert in report.alerts[:SHOWN_ALERTS]
+        for alert in report.alerts[:MAX_ALERTS]
     ]
-    middle = report.began + wall / 2
+    used = {bucket for part in report.timeline for bucket, seconds in part.seconds.items() if seconds}
+    points = ((x(time), 105 * (1 - min(1.0, max(0.0, value)))) for time, value in report.mfu_over_time)
+    ticks = ((x(report.began), "start", report.began), (500, "middle", report.began + wall / 2))
     return {
         "timeline": bars,
-        "key": [
-            {"title": title, "color": color}
-            for bucket, (title, color) in BUCKETS.items()
-            if any(part.seconds.get(bucket) for part in report.timeline)
-        ],
-        "mfu_line": " ".join(
-            f"{x(time):.1f},{105 * (1 - min(1.0, max(0.0, value))):.1f}" for time, value in report.mfu_over_time
-        ),
+        "key": [{"title": title, "color": color} for bucket, (title, color) in BUCKETS.items() if bucket in used],
+        "mfu_line": " ".join(f"{across:.1f},{down:.1f}" for across, down in points),
         "ticks": [
-            {"x": f"{first:.0f}", "anchor": "start", "text": _moment(report.began)},
-            {"x": "500", "anchor": "middle", "text": _moment(middle)},
-            {"x": f"{last:.0f}", "anchor": "end", "text": _moment(report.ended)},
+            {"x": f"{across:.0f}", "anchor": anchor, "text": _moment(time)}
+            for across, anchor, time in (*ticks, (x(report.ended), "end", report.ended))
         ],
         "alert_marks": marks,
     }
 
 
-def _checkpoints(report: Report) -> list[str]:
+def _checkpoints(report: RunReport) -> list[str]:
+    """Return sentences about the checkpoint interval."""
     saved = report.checkpoints
     if saved.commits == 0:
-        return ["No durable checkpoint was seen."]
+        return ["No durable checkpoint was reported."]
     lines = [
         f"{saved.commits} durable checkpoint{'s' * (saved.commits != 1)}"
         + (f", the last of step {saved.committed_step:,.0f}" if saved.committed_step is not None else "")
         + f"; each stopped training for {_time(saved.blocking_seconds)}."
     ]
     if saved.interval is None:
-        lines.append("What interval would be best cannot be told: there was no failure, or saving costs nothing.")
+        lines.append("The best interval is unknown: there was no failure, or saving costs nothing.")
         return lines
     actual, best = saved.interval.actual, saved.interval.optimum
     extra = max(0.0, saved.interval.waste - saved.interval.least_waste)
     lines.append(
-        f"One every {_time(actual)} of running; at this rate of failures one every {_time(best)} would be "
-        f"best. Saving, doing work again and restarting then take {saved.interval.least_waste:.1%} of the "
-        f"time in place of {saved.interval.waste:.1%}."
+        f"One every {_time(actual)} of running time. At this rate of failures, one every {_time(best)} would be best: "
+        f"saving, repeating work and restarting would take {saved.interval.least_waste:.1%} of the time instead of "
+        f"{saved.interval.waste:.1%}."
     )
     if report.gpus and extra > 0:
         lost = extra * report.gpus * report.wall_seconds
-        lines.append(
-            f"Over this run the difference is {_hours(lost)} GPU-hours"
-            + (f", {_cost(report, lost)}" if report.price is not None else "")
-            + "."
-        )
+        cost = f", {_cost(report, lost)}" if report.price is not None else ""
+        lines.append(f"Over this run the difference is {_hours(lost)} GPU-hours{cost}.")
     return lines
 
 
 def _time(seconds: float | None) -> str:
-    """Return seconds as people say them: 42 s, 17 min, 3.1 h, 5.4 d."""
+    """Return seconds as text, such as 42 s, 17.0 min, 3.1 h or 5.4 d."""
     if seconds is None:
         return "unknown"
     for size, unit in ((172_800, "d"), (5400, "h"), (90, "min")):
@@ -367,18 +299,39 @@ def _time(seconds: float | None) -> str:
 
 
 def _hours(seconds: float) -> str:
+    """Return seconds in hours as text."""
     hours = seconds / 3600
     return f"{hours:,.0f}" if hours >= 100 else f"{hours:,.1f}" if hours >= 1 else f"{hours:.3f}"
 
 
-def _cost(report: Report, gpu_seconds: float) -> str:
+def _cost(report: RunReport, gpu_seconds: float) -> str:
+    """Return the price of GPU-seconds; empty if the report has no price."""
     return "" if report.price is None else f"{gpu_seconds / 3600 * report.price:,.2f}"
 
 
+def _words(name: str) -> str:
+    """Return a name with spaces in place of underscores."""
+    return name.replace("_", " ")
+
+
+def _lasted(event: Firing | ReportedLoss) -> str:
+    """Return how long an alert or a loss lasted."""
+    if isinstance(event, Firing):
+        return "still firing" if event.ongoing else _time(event.ended - event.began)
+    return "not over" if event.back is None else _time(event.back - event.began)
+
+
+def _cause(loss: ReportedLoss) -> str:
+    """Return the cause of a loss with its confidence."""
+    confidence = [loss.confidence] if loss.confidence != "none" else []
+    return ", ".join([_words(loss.cause), *confidence, *([] if loss.settled else ["so far"])])
+
+
 def _moment(time: float) -> str:
+    """Return a Unix time as date and time in UTC."""
     return datetime.fromtimestamp(time, timezone.utc).strftime("%Y-%m-%d %H:%M")
 
 
 def _md(text: str) -> str:
-    """Return a text in which Markdown finds nothing to read as its own."""
+    """Return a text with the special characters of Markdown escaped."""
     return "".join(f"\\{letter}" if letter in "\\`*_{}[]<>()#+!|" else letter for letter in text.replace("\n", " "))

@@ -1,4 +1,4 @@
-"""What public training runs reach, each with its source: what a report puts a run's figures beside."""
+"""Published MFU and goodput of large training runs, with sources, for comparison in a report."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 
 class Reference(NamedTuple):
-    """A range of a ratio that somebody published."""
+    """Published range of a ratio."""
 
     low: float
     high: float
-    who: str
+    name: str
     source: str
 
 

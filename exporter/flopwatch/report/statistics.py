@@ -1,15 +1,15 @@
-"""What a report reckons: how often a run fails, with how much confidence, and how often it should save."""
+"""Statistics of a report: mean time to failure with its confidence interval, and the best checkpoint interval."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import exp, fsum, inf, lgamma, log, sqrt
+from math import exp, fsum, lgamma, log, sqrt
 
 
 @dataclass(frozen=True, slots=True)
-class Mean:
-    """A mean time over `count` events with its 95 % interval, in seconds; `high` is None where there is no bound."""
+class MeanTime:
+    """Mean time in seconds over `count` events, with its 95 % interval; a bound that does not exist is None."""
 
     seconds: float | None
     low: float | None
@@ -17,30 +17,29 @@ class Mean:
     count: int
 
 
-def mean_time_between(seconds: float, count: int, confidence: float = 0.95) -> Mean:
-    """Return the mean time to failure of `seconds` in which `count` failures came, with its exact Poisson interval.
+def mean_time_between(seconds: float, count: int, confidence: float = 0.95) -> MeanTime:
+    """Return the mean time to failure for `count` failures in `seconds`, with its exact Poisson interval.
 
-    The time since the last failure counts (it is censored, not left out): the maximum-likelihood estimate for
-    exponential gaps is all time over all failures. Interval: Garwood, Biometrika 28 (1936), 437-442. Without a failure
-    there is no mean, and the lower bound is all that can be said.
+    The time since the last failure counts as censored: the maximum-likelihood estimate for exponential gaps is all time
+    over all failures. Interval: Garwood, Biometrika 28 (1936), 437-442. Without a failure there is only a lower bound.
     """
     if seconds <= 0:
-        return Mean(None, None, None, count)
+        return MeanTime(None, None, None, count)
     tail = (1 - confidence) / 2
-    most = _root(lambda rate: _poisson(count, rate) - tail)  # so few are as improbable
+    most = _root(lambda rate: _poisson(count, rate) - tail)
     fewest = 0.0 if count == 0 else _root(lambda rate: tail - (1 - _poisson(count - 1, rate)))
-    return Mean(seconds / count if count else None, seconds / most, seconds / fewest if fewest > 0 else None, count)
+    return MeanTime(seconds / count if count else None, seconds / most, seconds / fewest if fewest > 0 else None, count)
 
 
 def _poisson(count: int, rate: float) -> float:
-    """Return the probability of at most `count` events where `rate` are expected; it falls with the rate."""
+    """Return the probability of at most `count` events if `rate` are expected."""
     if rate == 0:
         return 1.0
     return fsum(exp(k * log(rate) - rate - lgamma(k + 1)) for k in range(count + 1))
 
 
 def _root(falling: Callable[[float], float]) -> float:
-    """Return where a function that falls from above to below zero does so."""
+    """Return the zero of a falling function that is positive at 0."""
     low, high = 0.0, 1.0
     while falling(high) > 0:
         low, high = high, 2 * high
@@ -51,8 +50,8 @@ def _root(falling: Callable[[float], float]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
-    """How often a run saves, how often it should, and what the difference costs as a share of its time."""
+class CheckpointInterval:
+    """Actual and optimal checkpoint interval in seconds, with the share of time that each wastes."""
 
     actual: float
     optimum: float
@@ -60,12 +59,12 @@ class Interval:
     least_waste: float
 
 
-def checkpoint_interval(actual: float, blocking: float, mttf: float, restart: float) -> Interval | None:
-    """Return Daly's optimum beside the actual interval (all in seconds); None where the model says nothing.
+def checkpoint_interval(actual: float, blocking: float, mttf: float, restart: float) -> CheckpointInterval | None:
+    """Compare the actual interval with Daly's optimum, all in seconds; return None where the model does not apply.
 
-    The higher-order optimum of Daly, Future Generation Computer Systems 22 (2006), 303-312, eq. 37; its first term is
-    Young's sqrt(2 d M). `blocking` is what a save stops training for: of an asynchronous one only that part. Waste is
-    the share of time that saving, executing again (half an interval a failure) and restarting take.
+    Daly, Future Generation Computer Systems 22 (2006), 303-312, eq. 37; its first term is Young's sqrt(2 d M).
+    `blocking` is how long a save stops training. Waste is the share of time for saving, for executing steps again (half
+    an interval per failure) and for restarting.
     """
     if min(actual, blocking, mttf) <= 0 or restart < 0:
         return None
@@ -78,9 +77,4 @@ def checkpoint_interval(actual: float, blocking: float, mttf: float, restart: fl
     def waste(interval: float) -> float:
         return min(1.0, blocking / (interval + blocking) + ((interval + blocking) / 2 + restart) / mttf)
 
-    return Interval(actual, optimum, waste(actual), waste(optimum))
-
-
-def finite(value: float | None) -> float | None:
-    """Return a number; None for none and for what is not finite."""
-    return None if value is None or value != value or value in (inf, -inf) else value
+    return CheckpointInterval(actual, optimum, waste(actual), waste(optimum))

@@ -10,8 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flopwatch import catalogue as m
-from flopwatch.ledger.accounting import BUCKETS, Ledger
-from flopwatch.ledger.record import Record, RecordError
+from flopwatch.ledger import views
+from flopwatch.ledger.buckets import BUCKETS
+from flopwatch.ledger.ledger import Ledger
+from flopwatch.ledger.record import LedgerRecord, RecordError
 from tests.support import TESTS
 from tests.support.histories import (
     A1,
@@ -84,10 +86,10 @@ def test_an_exporter_that_was_restarted_and_has_not_heard_from_all_its_ranks_boo
     before = [start(100, "a1"), told(110, 0, 0), told(150, 4, 400)]
     # One of four ranks, then two of them, then all.
     after = [*before, told(160, 5, 125), told(170, 6, 300), told(180, 7, 700)]
-    assert account(after).runs["", "r"].retained == 700
+    assert account(after).runs["", "r"].buckets.retained == 700
     # A rank that was replaced begins at 0 for good.
     replaced = [*before, *(told(160 + 10 * n, 5 + n, 100 + 50 * n) for n in range(12))]
-    assert account(replaced).runs["", "r"].retained == 400 + 5 * 50
+    assert account(replaced).runs["", "r"].buckets.retained == 400 + 5 * 50
 
 
 def test_a_crash_loses_the_open_step_and_what_is_executed_again() -> None:
@@ -390,7 +392,7 @@ def test_every_bucket_and_end_is_served_from_zero() -> None:
         ({"run": None}, "run: missing"),
         ({"event": None}, "event: missing"),
         ({"run": ["r"]}, "run: not a string of at most 512 characters"),
-        ({"event": "crash"}, "event: 'crash' is none of submitted, start, snapshot, finish"),
+        ({"event": "crash"}, "event: 'crash' is not one of submitted, start, snapshot, finish"),
         ({"attempt": None}, "attempt: missing"),
         ({"attempt": "a" * 513}, "attempt: not a string of at most 512 characters"),
         ({"step": -1}, "step: -1 is negative"),
@@ -401,7 +403,7 @@ def test_every_bucket_and_end_is_served_from_zero() -> None:
         ({"gone": 1}, "gone: not true or false"),
         (
             {"event": "finish", "status": "cancelled"},
-            "status: 'cancelled' is none of completed, stopped, preempted, resized, failed",
+            "status: 'cancelled' is not one of completed, stopped, preempted, resized, failed",
         ),
     ],
 )
@@ -415,7 +417,7 @@ def test_a_bad_record_is_refused_with_the_field_and_the_reason(change: Line, mes
 
 def test_a_record_that_is_not_an_object_is_refused() -> None:
     with pytest.raises(RecordError, match=r"^not a JSON object$"):
-        Record.parse(["t", 1])
+        LedgerRecord.parse(["t", 1])
 
 
 # Generated histories: what a cluster did, what its exporters said of it, and what the network made of that.
@@ -434,7 +436,7 @@ def test_nothing_lost_on_the_way_gives_the_true_seconds(generated: Generated) ->
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 def test_on_every_history_the_books_balance_and_never_go_back(generated: Generated, seed: int) -> None:
     chance = random.Random(seed)
-    ledger, state = Ledger(), None
+    ledger, saved = Ledger(), None
     used: list[Line] = []
     told: dict[tuple[str, str], float] = {}  # FLOPs of each process
     before: dict[tuple[str, ...], float] = {}
@@ -447,31 +449,35 @@ def test_on_every_history_the_books_balance_and_never_go_back(generated: Generat
         if not ledger.runs:
             continue
         run = ledger.runs["", "r"]
-        samples = ledger.families(run.last)
+        samples = ledger.families(run.reporters.last)
         counters = {(row.name, *labels): value for row, labels, value in samples if row.type == "counter"}
         if run.generation == generation:  # two nodes' clocks can differ by more than a short run lasts
             assert {series: counters[series] for series, value in before.items() if counters[series] < value} == {}
         before, generation = counters, run.generation
 
         if run.start is not None:
-            booked = sum(seconds for bucket, seconds in run.seconds.items() if bucket != "queue")
-            assert booked + run.open(run.last) == pytest.approx(run.wall(run.last), abs=1e-4)
+            booked = sum(seconds for bucket, seconds in run.buckets.seconds.items() if bucket != "queue")
+            assert booked + run.open(run.reporters.last) == pytest.approx(run.wall(run.reporters.last), abs=1e-4)
             if run.ended is None:
                 # Clocks that disagree can put the books ahead of the newest stamp, by no more than they disagree.
-                ahead = run.wall(run.last) - (run.last - run.start)
+                ahead = run.wall(run.reporters.last) - (run.reporters.last - run.start)
                 assert -1e-4 <= ahead <= 2 * generated.skew + 1e-4
-            assert 0 <= run.summary(run.last)["buckets"]["productive"] <= run.wall(run.last) + 1e-4
+            assert (
+                0
+                <= views.summary(run, run.reporters.last)["buckets"]["productive"]
+                <= run.wall(run.reporters.last) + 1e-4
+            )
             if generated.skew == 0:
-                assert run.retained <= sum(told.values()) + 1
+                assert run.buckets.retained <= sum(told.values()) + 1
             check_attempts(run)
 
         # What was used once changes nothing when it is said again, at once or later; nor does being written down
         # and read back.
-        unused, state = state, snapshot_of(run)
-        used += [line] if state != unused else []
+        unused, saved = saved, snapshot_of(run)
+        used += [line] if saved != unused else []
         ledger.apply(line)
         ledger.apply(chance.choice(used or [line]))
-        assert snapshot_of(run) == state
+        assert snapshot_of(run) == saved
         ledger.runs[run.tenant, run.name] = read_back(run)
 
 
@@ -498,9 +504,9 @@ def test_gpus_that_are_heard_of_late_were_held_from_the_start() -> None:
                 }
             )
     run = ledger.runs["", "r"]
-    assert run.gpu_seconds["startup"] == pytest.approx(4 * 8 * 120)
-    assert run.gpu_seconds["productive"] == pytest.approx(4 * 8 * 20)
-    assert run.capacity == pytest.approx(4 * 8e15 * 140)
+    assert run.buckets.gpu_seconds["startup"] == pytest.approx(4 * 8 * 120)
+    assert run.buckets.gpu_seconds["productive"] == pytest.approx(4 * 8 * 20)
+    assert run.buckets.capacity == pytest.approx(4 * 8e15 * 140)
 
 
 def test_gpus_of_a_node_that_joins_later_are_held_from_then_on() -> None:
@@ -519,7 +525,7 @@ def test_gpus_of_a_node_that_joins_later_are_held_from_then_on() -> None:
                 "activity_seconds": {"startup": t - born},
             }
         )
-    assert ledger.runs["", "r"].gpu_seconds["startup"] == pytest.approx(300 + 150)
+    assert ledger.runs["", "r"].buckets.gpu_seconds["startup"] == pytest.approx(300 + 150)
 
 
 def test_what_held_up_a_hang_is_looked_for_before_it_and_not_only_before_its_end() -> None:
@@ -549,5 +555,5 @@ def test_what_held_up_a_hang_is_looked_for_before_it_and_not_only_before_its_end
             "evidence": down,
         }
     )
-    (incident,) = ledger.runs["", "r"].figures(1000.0)["incidents"]
+    (incident,) = views.figures(ledger.runs["", "r"], 1000.0)["incidents"]
     assert (incident["cause"], incident["port"]) == ("network", "mlx5_3:1")

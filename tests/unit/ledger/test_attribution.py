@@ -16,17 +16,17 @@ from flopwatch.ledger.attribution import (
     LOSSES,
     NODE_KINDS,
     Evidence,
-    Loss,
-    Verdict,
-    verdict,
+    IncidentCause,
+    LostTime,
+    attribute,
 )
 from tests.support import ROOT
 
 T = 1_700_000_000.0
 HOSTS = frozenset({"n1", "n2", "n3", "n4"})
-CRASH = Loss("end", T, T + 20, "failed", HOSTS)
-SLOW = Loss("slow", T, T + 600, "", HOSTS)
-STALL = Loss("stall", T, T + 300, "", HOSTS)
+CRASH = LostTime("end", T, T + 20, "failed", HOSTS)
+SLOW = LostTime("slow", T, T + 600, "", HOSTS)
+STALL = LostTime("stall", T, T + 300, "", HOSTS)
 
 
 def saw(kind: str, after: float = 5, host: str = "n3", detail: str = "", **place: str | int) -> Evidence:
@@ -42,9 +42,9 @@ def raised(name: str, rank: int = 3, after: float = 5, host: str = "n3") -> Evid
     return saw("exception", after, host, name, rank=rank)
 
 
-def said(loss: Loss, *evidence: Evidence) -> tuple[str, ...]:
+def said(loss: LostTime, *evidence: Evidence) -> tuple[str, ...]:
     """Return cause, confidence, host, GPU and port, as far as there are such."""
-    found = verdict(loss, evidence)
+    found = attribute(loss, evidence)
     return tuple(text for text in (found.cause, found.confidence, found.host, found.gpu, found.port) if text)
 
 
@@ -151,7 +151,7 @@ ECHO = [raised("DistBackendError", rank, 8, host) for rank, host in enumerate(("
         ("all nodes fell silent", CRASH, [saw("node_gone", host=host) for host in HOSTS], UNKNOWN),
         (
             "the only node fell silent",
-            Loss("end", T, T + 60, "silent", frozenset({"n3"})),
+            LostTime("end", T, T + 60, "silent", frozenset({"n3"})),
             [saw("node_gone")],
             ("host", "possible", "n3"),
         ),
@@ -212,11 +212,11 @@ ECHO = [raised("DistBackendError", rank, 8, host) for rank, host in enumerate(("
         ("heat when it died", CRASH, [saw("throttle", gpu="GPU-3")], ("thermal", "possible", "n3", "GPU-3")),
         (
             "the run completed although a GPU failed",
-            Loss("end", T, T, "completed", HOSTS),
+            LostTime("end", T, T, "completed", HOSTS),
             [xid(79)],
             ("planned", "certain"),
         ),
-        ("preempted", Loss("end", T, T, "preempted", HOSTS), [], ("planned", "certain")),
+        ("preempted", LostTime("end", T, T, "preempted", HOSTS), [], ("planned", "certain")),
         (
             "slow of heat",
             SLOW,
@@ -257,7 +257,7 @@ ECHO = [raised("DistBackendError", rank, 8, host) for rank, host in enumerate(("
         ("stalled on nothing that was seen", STALL, [], UNKNOWN),
         (
             "where the hosts are not known, any counts",
-            Loss("end", T, T, "failed", frozenset()),
+            LostTime("end", T, T, "failed", frozenset()),
             [xid(79, host="n77")],
             ("gpu", "certain", "n77", "GPU-3"),
         ),
@@ -265,7 +265,7 @@ ECHO = [raised("DistBackendError", rank, 8, host) for rank, host in enumerate(("
     ],
 )
 def test_the_cause_of_each_loss_is_as_sure_as_its_evidence(
-    name: str, loss: Loss, evidence: list[Evidence], expected: tuple[str, ...]
+    name: str, loss: LostTime, evidence: list[Evidence], expected: tuple[str, ...]
 ) -> None:
     assert said(loss, *evidence) == expected
     assert said(loss, *reversed(evidence)) == expected, "whatever the order"
@@ -284,14 +284,14 @@ def test_each_code_of_the_xid_table_is_held_to_be_what_nvidia_holds_it_to_be() -
 
 
 def test_the_sentence_names_what_where_and_when() -> None:
-    assert verdict(CRASH, [xid(79), *ECHO]).why == (
+    assert attribute(CRASH, [xid(79), *ECHO]).why == (
         "Xid 79 (GPU has fallen off the bus) on GPU-3 of n3, 5 s after the last sign of progress"
     )
-    assert verdict(CRASH, [raised("KeyError", after=-4)]).why == (
+    assert attribute(CRASH, [raised("KeyError", after=-4)]).why == (
         "KeyError in rank 3 of n3, 4 s before the last sign of progress"
     )
-    assert verdict(CRASH, ECHO).why == "nothing was seen that explains it, only DistBackendError"
-    assert verdict(CRASH, [saw("link_down", 3, host, port="mlx5_0:1") for host in HOSTS]).why == (
+    assert attribute(CRASH, ECHO).why == "nothing was seen that explains it, only DistBackendError"
+    assert attribute(CRASH, [saw("link_down", 3, host, port="mlx5_0:1") for host in HOSTS]).why == (
         "link down on 4 ports of 4 hosts at once: a switch, 3 s after the last sign of progress"
     )
 
@@ -321,8 +321,8 @@ evidence_of_any_kind = st.builds(
 def test_a_verdict_blames_only_what_some_evidence_within_the_window_names(
     kind: str, status: str, evidence: list[Evidence]
 ) -> None:
-    loss = Loss(kind, T, T + 30, status, HOSTS)
-    found = verdict(loss, evidence)
+    loss = LostTime(kind, T, T + 30, status, HOSTS)
+    found = attribute(loss, evidence)
     assert found.cause in CAUSES
     assert found.confidence in CONFIDENCES
     assert (found.cause == "unknown") == (found.confidence == "none")
@@ -336,14 +336,14 @@ def test_a_verdict_blames_only_what_some_evidence_within_the_window_names(
         assert not found.gpu
         assert not found.port
     if not seen:
-        assert found == Verdict("unknown", "none", why="nothing was seen that explains it")
+        assert found == IncidentCause("unknown", "none", why="nothing was seen that explains it")
 
 
 @given(st.lists(evidence_of_any_kind, max_size=8), st.randoms(use_true_random=False))
 def test_the_order_of_the_evidence_does_not_matter(evidence: list[Evidence], random: object) -> None:
     shuffled = list(evidence)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    first, second = verdict(CRASH, evidence), verdict(CRASH, shuffled)
+    first, second = attribute(CRASH, evidence), attribute(CRASH, shuffled)
     assert (first.cause, first.confidence, first.host, first.gpu, first.port) == (
         second.cause,
         second.confidence,

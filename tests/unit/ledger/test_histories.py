@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flopwatch.ledger.accounting import Ledger
+from flopwatch.ledger.ledger import Ledger
 from flopwatch.ledger.replay import main, replay
 from tests.support import TESTS
 

@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flopwatch import catalogue as m
-from flopwatch.ledger.accounting import Ledger, Run
+from flopwatch.ledger import views
 from flopwatch.ledger.attribution import LOSSES
-from flopwatch.ledger.client import attempts_csv, run_table
-from flopwatch.ledger.losses import HISTORY
+from flopwatch.ledger.incidents import MAX_HISTORY
+from flopwatch.ledger.ledger import Ledger
+from flopwatch.ledger.run import RunLedger
+from flopwatch.ledger.tables import attempts_csv, run_table
 from tests.support.histories import Line, check_attempts, mangled, read_back, snapshot_of
 
 STEP, GPUS = 8.0, 8
@@ -59,7 +61,7 @@ def told(phases: Phases, every: float = 15.0, evidence: Iterable[tuple[float, Li
     return lines
 
 
-def run_of(lines: Iterable[Line]) -> Run:
+def run_of(lines: Iterable[Line]) -> RunLedger:
     ledger = Ledger()
     for line in lines:
         ledger.apply(line)
@@ -68,7 +70,7 @@ def run_of(lines: Iterable[Line]) -> Run:
 
 def losses(lines: Iterable[Line]) -> list[tuple[str, str, str]]:
     """Return kind, what most of it was, and cause."""
-    record = run_of(lines).figures(1e6)
+    record = views.figures(run_of(lines), 1e6)
     return [(one["kind"], one["status"] or one["waited"], one["cause"]) for one in record["incidents"]]
 
 
@@ -99,13 +101,13 @@ def test_a_loss_that_goes_on_is_kept_however_many_come_after_it() -> None:
 
     for each in (1.0,) * 100 + (1.5,) * 60:
         go(10, "step", 10 * each)
-    for _ in range(HISTORY + 20):
+    for _ in range(MAX_HISTORY + 20):
         go(1, "step", 1.5)
         go(1, "step", 1.5)
         go(0, "data_stall", 70.0)
         go(1, "step", 1.5)
-    kinds = [one["kind"] for one in ledger.runs["", "r"].figures(1e6)["incidents"]]
-    assert (kinds.count("slow"), len(kinds)) == (1, HISTORY)
+    kinds = [one["kind"] for one in views.figures(ledger.runs["", "r"], 1e6)["incidents"]]
+    assert (kinds.count("slow"), len(kinds)) == (1, MAX_HISTORY)
 
 
 # An hour of steps takes 60 + 450 * 8 + 6 * 3 = 3678 s.
@@ -125,7 +127,7 @@ def test_a_stall_is_a_loss_that_costs_what_it_took_beyond_the_usual(
 ) -> None:
     lines = told([*HOUR, (activity, seconds), *steps(75)])
     run = run_of(lines)
-    [stall] = run.figures(1e6)["incidents"]
+    [stall] = views.figures(run, 1e6)["incidents"]
     assert (stall["kind"], stall["waited"], stall["cause"], stall["settled"]) == ("stall", status, cause, True)
     # A step of 300 s took 292 s longer than usual; a checkpoint of 300 s comes right after one of 3 s, which is usual.
     extra = {"step": 292.0, "checkpoint_save": 300.0, "data_stall": 300.0}[activity]
@@ -134,16 +136,16 @@ def test_a_stall_is_a_loss_that_costs_what_it_took_beyond_the_usual(
     assert stall["back"] == stall["ended"]
     # It is in its bucket, as it was without being called a loss.
     bucket = "productive" if activity == "step" else activity
-    assert run.gpu_seconds[bucket] >= stall["gpu_seconds"]
-    assert run.badput["stall"] == {cause: stall["gpu_seconds"]}
-    assert run.settled == {"end": {}, "slow": {}, "stall": {cause: 1}}
+    assert run.buckets.gpu_seconds[bucket] >= stall["gpu_seconds"]
+    assert run.incidents.badput["stall"] == {cause: stall["gpu_seconds"]}
+    assert run.incidents.settled == {"end": {}, "slow": {}, "stall": {cause: 1}}
 
 
 def test_a_slow_stretch_is_a_loss_that_costs_what_its_steps_took_beyond_the_usual() -> None:
     throttled = at(3700, "throttle", gpu="GPU-5", detail="hw_thermal_slowdown")
     lines = told([*HOUR, *steps(100, 1.5 * STEP), *steps(75)], evidence=[throttled])
     run = run_of(lines)
-    [slow] = run.figures(1e6)["incidents"]
+    [slow] = views.figures(run, 1e6)["incidents"]
     assert {name: slow[name] for name in ("kind", "cause", "confidence", "host", "gpu", "settled")} == {
         "kind": "slow",
         "cause": "thermal",
@@ -155,7 +157,7 @@ def test_a_slow_stretch_is_a_loss_that_costs_what_its_steps_took_beyond_the_usua
     # 100 steps of 4 s more; up to a minute of it on either side is not told from what is usual.
     assert slow["gpu_seconds"] == pytest.approx(GPUS * 400, rel=0.06)
     assert (slow["began"], slow["ended"]) == pytest.approx((3678, 3678 + 1203), abs=60)
-    assert run.badput["slow"] == {"thermal": slow["gpu_seconds"]}
+    assert run.incidents.badput["slow"] == {"thermal": slow["gpu_seconds"]}
 
 
 def test_steps_that_wait_for_data_are_a_slow_stretch_of_data() -> None:
@@ -165,17 +167,17 @@ def test_steps_that_wait_for_data_are_a_slow_stretch_of_data() -> None:
 
 def test_a_slow_stretch_is_shown_while_it_lasts_and_ends_with_its_attempt() -> None:
     lines = told([*HOUR, *steps(60, 1.5 * STEP)])
-    [slow] = run_of(lines).figures(1e6)["incidents"]
+    [slow] = views.figures(run_of(lines), 1e6)["incidents"]
     assert (slow["kind"], slow["back"], slow["settled"]) == ("slow", None, False)
     assert GPUS * 180 <= slow["gpu_seconds"] <= GPUS * 240
     end = {**lines[-1], "t": lines[-1]["t"] + 1, "event": "finish", "status": "failed"}
-    slow, failed = run_of([*lines, end]).figures(1e6)["incidents"]
+    slow, failed = views.figures(run_of([*lines, end]), 1e6)["incidents"]
     assert (slow["kind"], slow["back"]) == ("slow", slow["ended"])
     assert slow["gpu_seconds"] == pytest.approx(GPUS * 240, rel=0.03)
     assert (failed["kind"], failed["status"]) == ("end", "failed")
     # A run that completes settles it.
     run = run_of([*lines, {**end, "status": "completed"}])
-    assert run.settled["slow"] == {"unknown": 1}
+    assert run.incidents.settled["slow"] == {"unknown": 1}
 
 
 @pytest.mark.parametrize(
@@ -209,21 +211,21 @@ def test_a_steady_noisy_run_of_six_hours_has_no_losses(each: float, spread: floa
 @pytest.mark.parametrize("every", [5.0, 15.0, 60.0])
 def test_losses_do_not_depend_on_how_often_a_node_speaks(every: float) -> None:
     phases = [*HOUR, ("data_stall", 400.0), *HOUR, *steps(225, 1.4 * STEP), *HOUR]
-    stall, slow = run_of(told(phases, every)).figures(1e6)["incidents"]
+    stall, slow = views.figures(run_of(told(phases, every)), 1e6)["incidents"]
     assert (stall["kind"], stall["seconds"]) == ("stall", pytest.approx(400, rel=0.01))
     assert (slow["kind"], slow["seconds"]) == ("slow", pytest.approx(225 * 0.4 * STEP, rel=0.12))
 
 
 def test_a_node_that_speaks_every_ten_minutes_shows_slow_stretches_and_whole_stalls() -> None:
     phases = [*HOUR, *HOUR, *steps(300, 1.5 * STEP), *HOUR, ("data_stall", 3000.0), *HOUR]
-    slow, stall = run_of(told(phases, every=600.0)).figures(1e6)["incidents"]
+    slow, stall = views.figures(run_of(told(phases, every=600.0)), 1e6)["incidents"]
     assert (slow["kind"], slow["seconds"]) == ("slow", pytest.approx(300 * 0.5 * STEP, rel=0.3))
     assert (stall["kind"], stall["seconds"]) == ("stall", pytest.approx(3000, rel=0.01))
 
 
 def test_after_four_slow_hours_that_is_how_the_run_is() -> None:
     lines = told([*HOUR, *steps(2700, 1.5 * STEP)], every=60.0)  # nine hours
-    [slow] = run_of(lines).figures(1e6)["incidents"]
+    [slow] = views.figures(run_of(lines), 1e6)["incidents"]
     assert slow["back"] - slow["began"] == pytest.approx(4 * 3600, rel=0.02)
 
 
@@ -238,11 +240,11 @@ def test_a_wait_that_the_attempt_does_not_survive_is_a_part_of_its_end(activity:
     lines = told([*HOUR, (activity, 900.0)])
     end = {**lines[-1], "t": lines[-1]["t"] + 1, "event": "finish", "status": "failed"}
     run = run_of([*lines, end])
-    [loss] = run.figures(run.last)["incidents"]
+    [loss] = views.figures(run, run.reporters.last)["incidents"]
     assert (loss["kind"], loss["waited"], loss["cause"], loss["confidence"]) == ("end", activity, cause, "possible")
     assert loss["gpu_seconds"] == pytest.approx(GPUS * 900, rel=0.03)
     assert (loss["began"], loss["ended"]) == pytest.approx((3678, 4578), abs=16)
-    assert run.gpu_seconds[activity] >= loss["gpu_seconds"] - GPUS * 1
+    assert run.buckets.gpu_seconds[activity] >= loss["gpu_seconds"] - GPUS * 1
 
 
 def test_what_is_charged_to_an_end_is_charged_to_nothing_else() -> None:
@@ -262,16 +264,16 @@ def test_what_is_charged_to_an_end_is_charged_to_nothing_else() -> None:
         for line in told([*steps(70), ("data_stall", 600.0), *steps(5), *HOUR])
     ]
     run = run_of([*first, end, *again])
-    [loss] = run.figures(1e6)["incidents"]
-    assert (loss["kind"], run.gpu_seconds["data_stall"]) == ("end", GPUS * 600)
-    lost = sum(run.gpu_seconds[name] for name in ("lost", "down", "startup", "data_stall"))
+    [loss] = views.figures(run, 1e6)["incidents"]
+    assert (loss["kind"], run.buckets.gpu_seconds["data_stall"]) == ("end", GPUS * 600)
+    lost = sum(run.buckets.gpu_seconds[name] for name in ("lost", "down", "startup", "data_stall"))
     assert loss["gpu_seconds"] == pytest.approx(lost - GPUS * 60)  # all but the first attempt's startup
 
 
 def test_a_link_that_went_down_at_the_beginning_of_a_long_stall_is_still_known_at_its_end() -> None:
     down = at(3680, "link_down", port="mlx5_3:1")
     lines = told([*HOUR, ("step", 3 * 3600.0), *steps(75)], every=60.0, evidence=[down])
-    [stall] = run_of(lines).figures(1e6)["incidents"]
+    [stall] = views.figures(run_of(lines), 1e6)["incidents"]
     assert (stall["kind"], stall["cause"], stall["port"]) == ("stall", "network", "mlx5_3:1")
 
 
@@ -302,7 +304,9 @@ def test_on_every_history_losses_only_grow_and_are_a_part_of_their_buckets(
         live.apply(line)
         run = ledger.runs["", "r"]
         counters = {
-            (row.name, *labels): value for row, labels, value in ledger.families(run.last) if row.type == "counter"
+            (row.name, *labels): value
+            for row, labels, value in ledger.families(run.reporters.last)
+            if row.type == "counter"
         }
         assert {name: value for name, value in before.items() if counters[name] < value} == {}
         before = counters
@@ -311,24 +315,24 @@ def test_on_every_history_losses_only_grow_and_are_a_part_of_their_buckets(
     assert snapshot_of(run) == snapshot_of(live.runs["", "r"])
     check_attempts(run)
     check_losses(run)
-    ended = {**lines[-1], "t": run.last + 1, "event": "finish", "status": "completed"}
+    ended = {**lines[-1], "t": run.reporters.last + 1, "event": "finish", "status": "completed"}
     ledger.apply(ended)
     check_losses(ledger.runs["", "r"], settled=True)
 
 
-def check_losses(run: Run, *, settled: bool = False) -> None:
+def check_losses(run: RunLedger, *, settled: bool = False) -> None:
     """Assert that each loss is booked once, and that losses are no more than the buckets that they are a part of."""
-    incidents = list(run.incidents.values())
+    incidents = list(run.incidents.by_number.values())
     for kind in LOSSES:
         booked = sum(one.gpu_seconds for one in incidents if one.kind == kind and one.settled)
-        assert sum(run.badput[kind].values()) == pytest.approx(booked)
+        assert sum(run.incidents.badput[kind].values()) == pytest.approx(booked)
     inside = [one for one in incidents if one.kind != "end"]
-    held = sum(run.gpu_seconds[bucket] for bucket in ("productive", "data_stall", "checkpoint_save"))
+    held = sum(run.buckets.gpu_seconds[bucket] for bucket in ("productive", "data_stall", "checkpoint_save"))
     assert sum(one.gpu_seconds for one in inside) <= held + 1e-6
-    assert sum(one.gpu_seconds for one in incidents) <= sum(run.gpu_seconds.values()) + 1e-6
+    assert sum(one.gpu_seconds for one in incidents) <= sum(run.buckets.gpu_seconds.values()) + 1e-6
     for waited in ("data_stall", "checkpoint_save"):
         assert sum(one.seconds for one in inside if one.kind == "stall" and one.waited == waited) <= (
-            run.seconds[waited] + run.seconds["productive"] + 1e-6
+            run.buckets.seconds[waited] + run.buckets.seconds["productive"] + 1e-6
         )
     # No two at the same time, but that a stall may happen in a slow stretch.
     assert overlapping(one for one in inside if one.kind == "slow") == []
@@ -343,16 +347,21 @@ def overlapping(incidents: Iterable[Any]) -> list[tuple[float, float]]:
 
 def test_every_kind_of_loss_is_served_by_kind_and_cause() -> None:
     run = run_of(told([*HOUR, ("data_stall", 300.0), *steps(75)]))
-    served = {labels[2:]: value for row, labels, value in run.families(1e5) if row is m.RUN_INCIDENTS and value}
+    samples = [sample for sample in views.families(run, 1e5) if sample[2]]
+    served = {labels[2:]: value for row, labels, value in samples if row is m.RUN_INCIDENTS}
     assert served == {("stall", "data"): 1}
-    cost = {labels[2:]: value for row, labels, value in run.families(1e5) if row is m.RUN_BADPUT_GPU_SECONDS and value}
+    cost = {
+        labels[2:]: value
+        for row, labels, value in views.families(run, 1e5)
+        if row is m.RUN_BADPUT_GPU_SECONDS and value
+    }
     assert cost == {("stall", "data"): pytest.approx(GPUS * 300, rel=0.001)}
 
 
 def test_people_are_shown_when_a_run_was_slow_or_stood_still_and_a_spreadsheet_what_that_cost() -> None:
     throttled = at(7700, "throttle", gpu="GPU-5", detail="hw_thermal_slowdown")
     lines = told([*HOUR, ("data_stall", 300.0), *HOUR, *steps(100, 1.5 * STEP), *HOUR], evidence=[throttled])
-    record = run_of(lines).figures(1e6)
+    record = views.figures(run_of(lines), 1e6)
     shown = run_table(record).split("\n\n")[-1].splitlines()
     assert shown == [
         "attempt 1 stood still for 5.2 min from 1970-01-01 01:01:15Z on: data (likely), 0.67 GPU-hours lost; waiting "

@@ -9,8 +9,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from flopwatch import catalogue as m
-from flopwatch.ledger.accounting import Ledger, Run
-from flopwatch.ledger.record import Record, RecordError
+from flopwatch.ledger import views
+from flopwatch.ledger.ledger import Ledger
+from flopwatch.ledger.record import LedgerRecord, RecordError
+from flopwatch.ledger.run import RunLedger
 from flopwatch.node.telemetry.ranks import Telemetry
 from flopwatch.settings import ExporterSettings
 from tests.support.histories import Line, read_back, snapshot_of
@@ -58,7 +60,7 @@ def lines(shares: Shares, seconds: float = 1200.0, **change: Any) -> list[Line]:
     return told
 
 
-def run_of(told: list[Line]) -> Run:
+def run_of(told: list[Line]) -> RunLedger:
     ledger = Ledger()
     for line in told:
         ledger.apply(line)
@@ -67,8 +69,8 @@ def run_of(told: list[Line]) -> Run:
 
 def lost(told: list[Line]) -> float | None:
     run = run_of(told)
-    served = {row: value for row, _, value in run.families(run.last)}.get(m.RUN_STRAGGLER_GPU_SECONDS)
-    assert served == run.summary()["straggler_gpu_seconds"]
+    served = {row: value for row, _, value in views.families(run, run.reporters.last)}.get(m.RUN_STRAGGLER_GPU_SECONDS)
+    assert served == views.summary(run)["straggler_gpu_seconds"]
     return served
 
 
@@ -114,8 +116,8 @@ def test_the_counter_is_a_part_of_productive_never_falls_and_survives_being_writ
         run = ledger.runs["", "r"]
         ledger.runs["", "r"] = read_back(run)
         assert snapshot_of(run) == snapshot_of(ledger.runs["", "r"])
-        assert before <= (run.straggler_gpu_seconds or 0.0) <= run.gpu_seconds["productive"]
-        before = run.straggler_gpu_seconds or 0.0
+        assert before <= (run.buckets.straggler_gpu_seconds or 0.0) <= run.buckets.gpu_seconds["productive"]
+        before = run.buckets.straggler_gpu_seconds or 0.0
     assert before > 0
 
 
@@ -126,12 +128,12 @@ def test_the_counter_is_a_part_of_productive_never_falls_and_survives_being_writ
         ([[0, "", 0, 1, 2, 3]], "waits 1: not [rank, place, started, steps, seconds, wait, tokens]"),
         ([[0, "", 0, 1, 2, -3, 4]], "waits 1: wait: -3 is negative"),
         ([[0, "", 0, 1, 2, None, 4]], "waits 1: a number is missing"),
-        ([[0, "", 0, 1, 2, 3, 4]] * 2, "waits: a rank is told twice"),
+        ([[0, "", 0, 1, 2, 3, 4]] * 2, "waits: a rank is listed twice"),
     ],
 )
 def test_waits_that_cannot_be_are_refused(waits: object, message: str) -> None:
     with pytest.raises(RecordError) as error:
-        Record.parse(lines(late(5, 0.3), 15.0)[0] | {"waits": waits})
+        LedgerRecord.parse(lines(late(5, 0.3), 15.0)[0] | {"waits": waits})
     assert str(error.value) == message
 
 
@@ -158,6 +160,6 @@ def test_a_node_tells_the_waits_of_its_ranks_once_all_are_measured() -> None:
     push(1, 2.5)
     [(_, [record])] = telemetry.due().values()
     assert [wait[:2] + wait[3:6] for wait in record["waits"]] == [[0, "0", 10.0, 20.0, 7.5], [1, "1", 10.0, 20.0, 2.5]]
-    parsed = Record.parse(record).waits
+    parsed = LedgerRecord.parse(record).waits
     assert parsed is not None
     assert [(wait.rank, wait.started) for wait in parsed] == [(0, START + 1), (1, START + 1)]

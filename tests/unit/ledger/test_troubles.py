@@ -12,21 +12,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flopwatch import catalogue as m
-from flopwatch.ledger import incidents, losses
-from flopwatch.ledger.accounting import Ledger, Run
+from flopwatch.ledger import evidence as evidence_module
+from flopwatch.ledger import incidents, views
+from flopwatch.ledger import run as run_module
 from flopwatch.ledger.attribution import CAUSES, LOSSES
-from flopwatch.ledger.client import attempts_csv, run_table
-from flopwatch.ledger.incidents import EvidenceBook
-from flopwatch.ledger.record import MOST_EVIDENCE, Record, RecordError
+from flopwatch.ledger.evidence import RunEvidence
+from flopwatch.ledger.ledger import Ledger
+from flopwatch.ledger.record import MAX_EVIDENCE, LedgerRecord, RecordError
+from flopwatch.ledger.run import RunLedger
+from flopwatch.ledger.tables import attempts_csv, run_table
 from tests.support.histories import A1, Line, account, buckets, figures, finish, read_back, snapshot, start, submitted
 
 
-def run_of(lines: Iterable[Line]) -> Run:
+def run_of(lines: Iterable[Line]) -> RunLedger:
     return account(lines).runs["", "r"]
 
 
-def served(run: Run, now: float, row: m.Metric) -> dict[tuple[str, ...], float]:
-    return {labels[2:]: value for other, labels, value in run.families(now) if other is row}
+def served(run: RunLedger, now: float, row: m.Metric) -> dict[tuple[str, ...], float]:
+    return {labels[2:]: value for other, labels, value in views.families(run, now) if other is row}
 
 
 # Recoveries.
@@ -37,15 +40,15 @@ A2 = [start(200, "a2", step=1), snapshot(210, "a2", 1, startup=10, step=0), snap
 def test_a_recovery_lasts_from_the_last_word_to_the_first_new_step() -> None:
     # a1 is last heard of at 144 with step 3; a2 makes steps 2 and 3 again and ends step 4 at 240.
     run = run_of([*A1, *A2])
-    assert (run.recoveries, run.recovery_seconds) == (1, 240 - 144)
+    assert (run.incidents.recoveries, run.incidents.recovery_seconds) == (1, 240 - 144)
     assert (served(run, 250, m.RUN_RECOVERIES), served(run, 250, m.RUN_RECOVERY_SECONDS)) == ({(): 1}, {(): 96})
-    assert (run_of([*A1, *A2[:2]]).recoveries, run_of([*A1, *A2[:2]]).recovery_seconds) == (0, 0)
+    assert (run_of([*A1, *A2[:2]]).incidents.recoveries, run_of([*A1, *A2[:2]]).incidents.recovery_seconds) == (0, 0)
 
 
 @pytest.mark.parametrize(("status", "recoveries"), [("failed", 1), ("preempted", 0), ("resized", 0)])
 def test_only_an_unplanned_end_is_recovered_from(status: str, recoveries: int) -> None:
     run = run_of([*A1, finish(149, "a1", status), *A2])
-    assert (run.recoveries, run.recovery_seconds) == (recoveries, 96 * recoveries)
+    assert (run.incidents.recoveries, run.incidents.recovery_seconds) == (recoveries, 96 * recoveries)
 
 
 def test_a_crash_loop_is_one_recovery() -> None:
@@ -55,7 +58,7 @@ def test_a_crash_loop_is_one_recovery() -> None:
         for line in (start(200 + 50 * k, f"b{k}", step=1), snapshot(215 + 50 * k, f"b{k}", 1, startup=10, step=5))
     ]
     run = run_of([*A1, *loop, start(400, "a2", step=1), snapshot(450, "a2", 5, startup=10, step=40)])
-    assert (run.recoveries, run.recovery_seconds) == (1, 440 - 144)
+    assert (run.incidents.recoveries, run.incidents.recovery_seconds) == (1, 440 - 144)
     assert run.ends["silent"] == 4
 
 
@@ -85,11 +88,15 @@ def both(until: int, begin: int = 150) -> list[Line]:
 
 def test_two_live_attempts_are_a_conflict_and_the_later_start_is_accounted_for() -> None:
     run = run_of(both(210))
-    assert (served(run, 210, m.RUN_CONFLICT), run.summary(210)["conflict"]) == ({(): 1}, True)
+    assert (served(run, 210, m.RUN_CONFLICT), views.summary(run, 210)["conflict"]) == ({(): 1}, True)
     alone = [line for line in both(210) if line["attempt"] == "b1" or line["t"] <= 150]
     expected = run_of(alone)
-    assert (run.seconds, run.gpu_seconds, run.high_water) == (expected.seconds, expected.gpu_seconds, 6)
-    assert [one["attempt"] for one in run.figures(210)["attempts"]] == ["a1", "b1"]
+    assert (run.buckets.seconds, run.buckets.gpu_seconds, run.buckets.high_water) == (
+        expected.buckets.seconds,
+        expected.buckets.gpu_seconds,
+        6,
+    )
+    assert [one["attempt"] for one in views.figures(run, 210)["attempts"]] == ["a1", "b1"]
     assert read_back(run).conflict(210)
 
 
@@ -105,7 +112,7 @@ def test_two_live_attempts_are_a_conflict_and_the_later_start_is_accounted_for()
 )
 def test_one_attempt_that_reports_is_no_conflict(lines: list[Line]) -> None:
     run = run_of(lines)
-    assert served(run, run.last, m.RUN_CONFLICT) == {(): 0}
+    assert served(run, run.reporters.last, m.RUN_CONFLICT) == {(): 0}
 
 
 def test_late_and_repeated_words_of_an_old_attempt_are_no_conflict() -> None:
@@ -137,32 +144,32 @@ def test_a_clock_that_is_set_back_by_hours_costs_nothing() -> None:
 
     lines = [*A1, *told(160, 0), *told(170, 7200), *told(180, 7200)]
     run = run_of(lines)
-    assert run.seconds["productive"] == pytest.approx(70)
-    assert read_back(run).summary() == run.summary()
+    assert run.buckets.seconds["productive"] == pytest.approx(70)
+    assert views.summary(read_back(run)) == views.summary(run)
     # The next attempt starts by the new clock, and down time is what it was.
     lines += [start(230 - 7200, "a2", step=7), snapshot(260 - 7200, "a2", 9, startup=10, step=20)]
     assert buckets(lines) == {"startup": 20, "productive": 90, "down": 50}
     # And so it is when the clock is set right again.
     lines += [snapshot(280, "a2", 11, startup=10, step=40), snapshot(300, "a2", 13, startup=10, step=60)]
     assert buckets(lines) == {"startup": 20, "productive": 130, "down": 50}
-    assert run_of(lines).set_back == {}
+    assert run_of(lines).reporters.clock_offsets == {}
 
 
 def test_a_run_whose_clock_is_hours_off_is_running_by_the_ledgers_clock() -> None:
-    run = Run("", "r", 60.0)
+    run = RunLedger("", "r", 60.0)
     for line in A1:
-        run.apply(Record.parse(line), heard=hours(line["t"], 3))
+        run.apply(LedgerRecord.parse(line), received=hours(line["t"], 3))
     assert run.state(hours(150, 3)) == "running"
     assert run.state(hours(205, 3)) == "down"
     # One that is ahead does not live on for as long as it is ahead.
-    run = Run("", "r", 60.0)
+    run = RunLedger("", "r", 60.0)
     for line in A1:
-        run.apply(Record.parse({**line, "t": hours(line["t"], 3)}), heard=line["t"])
+        run.apply(LedgerRecord.parse({**line, "t": hours(line["t"], 3)}), received=line["t"])
     assert (run.state(150), run.state(205)) == ("running", "down")
     # What was spooled for hours and comes all at once is no sign of life.
-    run = Run("", "r", 60.0)
+    run = RunLedger("", "r", 60.0)
     for line in A1:
-        run.apply(Record.parse(line), heard=hours(144, 3))
+        run.apply(LedgerRecord.parse(line), received=hours(144, 3))
     assert run.state(hours(145, 3)) == "down"
 
 
@@ -187,13 +194,13 @@ def test_nodes_whose_clocks_differ_by_minutes_do_not_end_each_others_attempt(ahe
         snapshot(t, "a1", (t - 110) // 10, more={"rank": 0}, startup=10, step=t - 110.0) for t in range(210, 810, 10)
     ]
     run = run_of(lines)
-    assert (run.attempts, run.ends["failed"], run.high_water) == (1, 0, 69)
+    assert (run.attempts, run.ends["failed"], run.buckets.high_water) == (1, 0, 69)
     assert run.state() == "running"
     # By whichever of the two clocks, all of it was startup and steps.
-    booked = run.seconds["startup"] + run.seconds["productive"] + run.pending
-    assert booked == pytest.approx(run.wall(run.last))
-    assert run.wall(run.last) == pytest.approx(700, abs=300)
-    assert run.seconds["lost"] == run.seconds["down"] == 0
+    booked = run.buckets.seconds["startup"] + run.buckets.seconds["productive"] + run.buckets.pending
+    assert booked == pytest.approx(run.wall(run.reporters.last))
+    assert run.wall(run.reporters.last) == pytest.approx(700, abs=300)
+    assert run.buckets.seconds["lost"] == run.buckets.seconds["down"] == 0
 
 
 # Positions.
@@ -255,18 +262,18 @@ def test_after_a_conflict_the_attempt_that_goes_on_is_accounted_for_again() -> N
     # and fails.
     assert buckets(lines) == {"startup": 20, "productive": 90 + 440, "down": 5, "lost": 45, "other": 1}
     assert (run.attempts, run.ends["failed"], run.ends["silent"], run.state()) == (3, 1, 1, "completed")
-    assert [(one["attempt"], one["begin"], one["end"]) for one in run.figures(701)["attempts"]] == [
+    assert [(one["attempt"], one["begin"], one["end"]) for one in views.figures(run, 701)["attempts"]] == [
         ("a1", 100, 200),
         ("b1", 205, 260),
         ("a1", 260, 701),
     ]
-    assert run.retained <= (59 + 4) * 100
+    assert run.buckets.retained <= (59 + 4) * 100
     # Read back at any moment it is the same.
     for number in range(1, len(lines)):
         again = read_back(run_of(lines[:number]))
         for line in lines[number:]:
-            again.apply(Record.parse(line))
-        assert again.summary() == run.summary()
+            again.apply(LedgerRecord.parse(line))
+        assert views.summary(again) == views.summary(run)
 
 
 def test_the_later_attempt_keeps_the_books_however_long_it_starts_up_in_silence() -> None:
@@ -293,7 +300,7 @@ def test_a_relaunch_under_the_same_attempts_name_is_another_attempt_wherever_it_
     assert buckets(lines) == {"startup": 20, "productive": 54, "down": 71}
     run = run_of(lines)
     assert (run.attempts, run.ends["silent"]) == (2, 1)
-    assert [(one["attempt"], one["begin"], one["end"]) for one in run.figures(245)["attempts"]] == [
+    assert [(one["attempt"], one["begin"], one["end"]) for one in views.figures(run, 245)["attempts"]] == [
         ("a1", 100, 144),
         ("a1", 215, None),
     ]
@@ -312,13 +319,15 @@ def test_a_second_ledger_that_heard_less_adds_nothing_to_what_the_first_says() -
     for lost in range(1, len(lines) - 1):
         # The rules take the maximum over the ledgers that tell of a run.
         other = run_of([line for number, line in enumerate(lines) if number != lost])
-        booked = {bucket: max(seconds, other.seconds[bucket]) for bucket, seconds in whole.seconds.items()}
+        booked = {
+            bucket: max(seconds, other.buckets.seconds[bucket]) for bucket, seconds in whole.buckets.seconds.items()
+        }
         assert other.wall(341) <= whole.wall(341)
         assert booked["productive"] <= whole.wall(341)
         assert all(seconds <= whole.wall(341) for seconds in booked.values())
         assert booked["productive"] / (sum(booked.values())) <= 1
         for ledger in (whole, other):
-            assert sum(ledger.seconds.values()) + ledger.open(341) == pytest.approx(ledger.wall(341))
+            assert sum(ledger.buckets.seconds.values()) + ledger.open(341) == pytest.approx(ledger.wall(341))
 
 
 # Runs that nobody ends.
@@ -328,15 +337,15 @@ def test_a_run_that_is_given_up_stopped_when_it_was_last_heard_of() -> None:
     run = run_of([*A1, snapshot(147, "a1", 3, startup=10, step=37)])
     run.give_up()
     assert run.state(1e7) == "stopped"
-    assert (run.wall(1e7), run.open(1e7), run.seconds["lost"], run.seconds["down"]) == (47, 0, 3, 0)
-    assert (run.ends["silent"], run.ends["stopped"], run.settled["end"]) == (1, 0, {"host": 1})
+    assert (run.wall(1e7), run.open(1e7), run.buckets.seconds["lost"], run.buckets.seconds["down"]) == (47, 0, 3, 0)
+    assert (run.ends["silent"], run.ends["stopped"], run.incidents.settled["end"]) == (1, 0, {"host": 1})
     # It may still come back.
     for line in ({**one, "t": one["t"] + 1e6} for one in A2):
-        run.apply(Record.parse(line))
+        run.apply(LedgerRecord.parse(line))
     assert (run.state(), run.attempts) == ("running", 2)
-    assert (run.seconds["down"], run.gpu_seconds["down"]) == (1e6 + 200 - 147, 0)
-    assert sum(run.seconds.values()) == pytest.approx(run.wall(run.last))
-    assert run.settled["end"] == {"host": 1}
+    assert (run.buckets.seconds["down"], run.buckets.gpu_seconds["down"]) == (1e6 + 200 - 147, 0)
+    assert sum(run.buckets.seconds.values()) == pytest.approx(run.wall(run.reporters.last))
+    assert run.incidents.settled["end"] == {"host": 1}
 
 
 def test_a_run_that_failed_and_is_given_up_keeps_its_end() -> None:
@@ -346,15 +355,16 @@ def test_a_run_that_failed_and_is_given_up_keeps_its_end() -> None:
 
 
 def test_a_long_history_keeps_its_last_thousand_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "HISTORY", 20)
+    for module in (incidents, run_module):
+        monkeypatch.setattr(module, "MAX_HISTORY", 20)
     lines = []
     for k in range(50):
         lines += [start(1000.0 * k, f"a{k}", step=k), snapshot(1000.0 * k + 20, f"a{k}", k + 1, startup=10, step=10)]
     run = run_of(lines)
-    record = run.figures(run.last)
+    record = views.figures(run, run.reporters.last)
     assert [one["attempt"] for one in record["attempts"]] == [f"a{k}" for k in range(30, 50)]
     assert (record["attempts_left_out"], len(record["incidents"]), run.attempts) == (30, 20, 50)
-    assert sum(run.settled["end"].values()) == 49
+    assert sum(run.incidents.settled["end"].values()) == 49
 
 
 # Losses and their causes.
@@ -379,10 +389,10 @@ def test_a_loss_is_booked_once_to_its_cause_when_all_evidence_is_in() -> None:
     lines = seen([*A1, *A2], 3, evidence("xid", 143, gpu="GPU-7", detail="79"))
     waiting = run_of(lines)
     assert set(served(waiting, 250, m.RUN_INCIDENTS).values()) == {0.0}
-    [incident] = waiting.figures(250)["incidents"]
+    [incident] = views.figures(waiting, 250)["incidents"]
     assert (incident["settled"], incident["cause"], incident["gpu"]) == (False, "gpu", "GPU-7")
     settled = run_of(later(lines, 205 + 300))
-    [incident] = settled.figures(505)["incidents"]
+    [incident] = views.figures(settled, 505)["incidents"]
     assert {
         name: incident[name] for name in ("settled", "cause", "host", "gpu", "began", "ended", "back", "status")
     } == {
@@ -409,60 +419,60 @@ def test_a_loss_is_booked_once_to_its_cause_when_all_evidence_is_in() -> None:
 def test_what_is_seen_after_the_next_attempt_has_started_is_of_that_one(t: float, cause: str) -> None:
     # a1 is silent from 144 on, which counts as noticed at 200, when a2 starts; a counter may be read a minute later.
     lines = later(seen([*A1, *A2], 5, evidence("ecc", t, gpu="GPU-7")), 505)
-    assert run_of(lines).settled["end"] == {cause: 1}
+    assert run_of(lines).incidents.settled["end"] == {cause: 1}
 
 
 def test_a_loss_is_not_settled_before_the_run_is_back() -> None:
     down = [*A1, finish(149, "a1", "failed"), start(1000, "a2", step=1)]
-    assert run_of(down).settled["end"] == {}
+    assert run_of(down).incidents.settled["end"] == {}
     # Executed again, but nothing new: still a part of the loss.
     down.append(snapshot(1030, "a2", 3, startup=10, step=20))
-    assert run_of(down).settled["end"] == {}
+    assert run_of(down).incidents.settled["end"] == {}
     down.append(snapshot(1060, "a2", 6, startup=10, step=50))
     run = run_of(down)
-    assert run.settled["end"] == {"unknown": 1}
-    assert run.badput["end"] == {"unknown": 8 * (5 + 851 + 10 + 20)}
+    assert run.incidents.settled["end"] == {"unknown": 1}
+    assert run.incidents.badput["end"] == {"unknown": 8 * (5 + 851 + 10 + 20)}
 
 
 def test_the_end_of_a_run_settles_what_it_lost_before() -> None:
     lines = [*A1, *A2, finish(251, "a2")]
-    assert run_of(lines).settled["end"] == {"unknown": 1}
+    assert run_of(lines).incidents.settled["end"] == {"unknown": 1}
     # The run's own end is no loss; coming back after it makes it one.
     stopped = [*A1, finish(149, "a1", "stopped")]
-    assert run_of(stopped).settled["end"] == {}
-    assert run_of([*stopped, *later(A2, 600)]).settled["end"] == {"planned": 1}
+    assert run_of(stopped).incidents.settled["end"] == {}
+    assert run_of([*stopped, *later(A2, 600)]).incidents.settled["end"] == {"planned": 1}
 
 
 @pytest.mark.parametrize(("status", "cause"), [("preempted", "planned"), ("resized", "planned"), ("failed", "unknown")])
 def test_a_planned_end_costs_too_and_is_called_so(status: str, cause: str) -> None:
     run = run_of(later([*A1, finish(149, "a1", status), *A2], 600))
-    assert run.settled["end"] == {cause: 1}
+    assert run.incidents.settled["end"] == {cause: 1}
     held = 0 if status == "preempted" else 51
-    assert run.badput["end"] == {cause: 8 * (5 + held + 10 + 20)}
+    assert run.incidents.badput["end"] == {cause: 8 * (5 + held + 10 + 20)}
 
 
 def test_evidence_counts_whenever_it_arrives_and_however_often() -> None:
     item = evidence("xid", 143, gpu="GPU-7", detail="79")
     base = later([*A1, *A2], 505)
-    expected = run_of(seen(base, 3, item)).settled["end"]
+    expected = run_of(seen(base, 3, item)).incidents.settled["end"]
     assert expected == {"gpu": 1}
     for number in range(3, len(base) - 1):
-        assert run_of(seen(base, number, item)).settled["end"] == expected
+        assert run_of(seen(base, number, item)).incidents.settled["end"] == expected
         repeated = [{**line, "evidence": [item]} if k >= number else line for k, line in enumerate(base)]
-        assert run_of([*repeated, *repeated]).settled["end"] == expected
-        assert run_of([*base[:6], {**A1[3], "evidence": [item]}, *base[6:]]).settled["end"] == expected
+        assert run_of([*repeated, *repeated]).incidents.settled["end"] == expected
+        assert run_of([*base[:6], {**A1[3], "evidence": [item]}, *base[6:]]).incidents.settled["end"] == expected
 
 
 def test_a_count_that_goes_on_after_the_loss_still_explains_it() -> None:
     lines = seen([*A1, *A2], 3, evidence("xid", 143, gpu="GPU-7", detail="79"))
     lines = seen(lines, 6, evidence("xid", 250, gpu="GPU-7", detail="79", count=2))
-    assert run_of(later(lines, 505)).settled["end"] == {"gpu": 1}
+    assert run_of(later(lines, 505)).incidents.settled["end"] == {"gpu": 1}
 
 
 def test_evidence_of_another_time_explains_nothing() -> None:
     for t in (144 - 601, 200 + 301, 1e12):
         run = run_of(later(seen(later([*A1, *A2], 510), 7, evidence("xid", t, detail="79")), 900))
-        assert run.settled["end"] == {"unknown": 1}, t
+        assert run.incidents.settled["end"] == {"unknown": 1}, t
 
 
 def two_nodes(last: float) -> list[Line]:
@@ -479,25 +489,25 @@ def two_nodes(last: float) -> list[Line]:
 
 def test_a_node_that_falls_silent_without_a_word_is_evidence() -> None:
     run = run_of(two_nodes(160))
-    [incident] = run.figures(600)["incidents"]
-    assert (run.settled["end"], incident["host"]) == ({"host": 1}, "h2")
+    [incident] = views.figures(run, 600)["incidents"]
+    assert (run.incidents.settled["end"], incident["host"]) == ({"host": 1}, "h2")
     # Its last word may be late, or the next attempt's first.
     word = {**snapshot(204, "a1", 9, "h2", startup=10, step=94), "gone": True}
     back = start(260, "a2", step=9, source="h2")
     for line in (word, back):
         lines = two_nodes(160)
-        assert run_of([*lines[:-1], line, lines[-1]]).settled["end"] == {"unknown": 1}
+        assert run_of([*lines[:-1], line, lines[-1]]).incidents.settled["end"] == {"unknown": 1}
     # After a reboot it is back too.
     lines = two_nodes(160)
     rebooted = snapshot(590, "a2", 41, "h2", startup=10, step=320)
-    assert run_of([*lines[:-1], rebooted, lines[-1]]).settled["end"] == {"host": 1}
+    assert run_of([*lines[:-1], rebooted, lines[-1]]).incidents.settled["end"] == {"host": 1}
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("xid", f"evidence: not a list of at most {MOST_EVIDENCE} entries"),
-        ([evidence("xid", 1)] * (MOST_EVIDENCE + 1), f"evidence: not a list of at most {MOST_EVIDENCE} entries"),
+        ("xid", f"evidence: not a list of at most {MAX_EVIDENCE} entries"),
+        ([evidence("xid", 1)] * (MAX_EVIDENCE + 1), f"evidence: not a list of at most {MAX_EVIDENCE} entries"),
         ([7], "evidence 1: not an object"),
         ([evidence("xid", 1), {"kind": "xid"}], "evidence 2: t: missing"),
         ([{"t": 1}], "evidence 1: kind: missing"),
@@ -509,15 +519,15 @@ def test_a_node_that_falls_silent_without_a_word_is_evidence() -> None:
 )
 def test_evidence_that_is_none_is_refused_with_the_reason(given: Any, message: str) -> None:
     with pytest.raises(RecordError) as error:
-        Record.parse({**A1[1], "evidence": given})
+        LedgerRecord.parse({**A1[1], "evidence": given})
     assert str(error.value) == message
 
 
 def test_unknown_kinds_are_kept_as_text_and_explain_nothing() -> None:
     items = [evidence("cosmic_ray", 143, detail="x" * 500, port="a\x1b[2J\nb", rank=3), {"kind": "k" * 100, "t": 143}]
     run = run_of(later(seen([*A1, *A2], 3, *items), 505))
-    assert run.settled["end"] == {"unknown": 1}
-    kept = {item.kind: item for item in run.evidence.of(frozenset({"h1"}))}
+    assert run.incidents.settled["end"] == {"unknown": 1}
+    kept = {item.kind: item for item in run.incidents.evidence.of(frozenset({"h1"}))}
     assert set(kept) == {"cosmic_ray", "k" * 64}
     assert (kept["cosmic_ray"].detail, kept["cosmic_ray"].port, kept["cosmic_ray"].rank) == ("x" * 200, "a?[2J?b", 3)
 
@@ -525,7 +535,7 @@ def test_unknown_kinds_are_kept_as_text_and_explain_nothing() -> None:
 @pytest.mark.parametrize("name", ["tenant", "attempt", "source"])
 def test_half_a_character_is_refused(name: str) -> None:
     with pytest.raises(RecordError, match=rf"^{name}: half a character"):
-        Record.parse({**A1[1], name: json.loads(r'"\ud83d"')})
+        LedgerRecord.parse({**A1[1], name: json.loads(r'"\ud83d"')})
 
 
 PLAIN = st.one_of(st.integers(0, 500), st.sampled_from([0.5, 1e-300, 1e30]))
@@ -580,39 +590,39 @@ def test_whatever_a_record_holds_is_refused_or_accounted_for(lines: list[Line]) 
             continue
         ledger.families(250.0)
         for key, run in list(ledger.runs.items()):
-            record = run.figures(250.0)
+            record = views.figures(run, 250.0)
             assert all(line.isprintable() for line in run_table(record).split("\n"))
             assert attempts_csv(record).count("\n") == 1 + len(record["attempts"])
             ledger.runs[key] = read_back(run)
 
 
-def places_of(run: Run, host: str) -> list[list[Any]]:
-    places: list[list[Any]] = (run.evidence.state(host) or [[]])[0]
+def places_of(run: RunLedger, host: str) -> list[list[Any]]:
+    places: list[list[Any]] = (run.incidents.evidence.to_json(host) or [[]])[0]
     return places
 
 
 def test_what_hosts_say_they_have_seen_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(incidents, "MOST_HOSTS", 8)
+    monkeypatch.setattr(evidence_module, "MAX_HOSTS", 8)
     run = run_of(A1)
     for host in range(20):
         for turn in range(20):
-            items = [evidence("xid", 144 + turn, detail=f"{turn}-{k}") for k in range(MOST_EVIDENCE)]
-            run.apply(Record.parse({**snapshot(200 + turn, "a1", 3, f"h{host}", startup=1.0), "evidence": items}))
-    hosts = list(run.evidence.hosts())
+            items = [evidence("xid", 144 + turn, detail=f"{turn}-{k}") for k in range(MAX_EVIDENCE)]
+            run.apply(LedgerRecord.parse({**snapshot(200 + turn, "a1", 3, f"h{host}", startup=1.0), "evidence": items}))
+    hosts = list(run.incidents.evidence.hosts())
     assert len(hosts) <= 8
-    assert max(len(places_of(run, host)) for host in hosts) == incidents.MOST_PLACES
+    assert max(len(places_of(run, host)) for host in hosts) == evidence_module.MAX_PLACES
     for turn in range(100):
         item = evidence("xid", 300.0 + turn, count=turn)
-        run.apply(Record.parse({**snapshot(400 + turn, "a1", 3, "h0", startup=1.0), "evidence": [item]}))
-    assert [len(times) for *place, times in places_of(run, "h0") if place[4] == ""] == [incidents.MOST_TIMES]
+        run.apply(LedgerRecord.parse({**snapshot(400 + turn, "a1", 3, "h0", startup=1.0), "evidence": [item]}))
+    assert [len(times) for *place, times in places_of(run, "h0") if place[4] == ""] == [evidence_module.MAX_TIMES]
     # And what is a day old is forgotten, though the attempt may have stood still all the time.
-    run.apply(Record.parse({**snapshot(90000, "a1", 3, "h0", startup=1.0), "evidence": [evidence("oom", 90000)]}))
+    run.apply(LedgerRecord.parse({**snapshot(90000, "a1", 3, "h0", startup=1.0), "evidence": [evidence("oom", 90000)]}))
     assert [place[0] for place in places_of(run, "h0")] == ["oom"]
 
 
 def test_evidence_survives_being_written_down() -> None:
-    book = EvidenceBook()
-    for item in Record.parse(
+    book = RunEvidence()
+    for item in LedgerRecord.parse(
         {
             **A1[1],
             "evidence": [
@@ -622,8 +632,8 @@ def test_evidence_survives_being_written_down() -> None:
         }
     ).evidence:
         book.add(item, 0)
-    copy = EvidenceBook()
-    copy.restore(json.loads(json.dumps({host: book.state(host) for host in book.hosts()})))
+    copy = RunEvidence()
+    copy.restore(json.loads(json.dumps({host: book.to_json(host) for host in book.hosts()})))
     assert set(copy.of(frozenset({"h1"}))) == set(book.of(frozenset({"h1"})))
 
 
@@ -631,5 +641,9 @@ def test_a_new_generation_has_incidents_of_its_own() -> None:
     again = [{**line, "t": line["t"] + 1000, "attempt": f"b-{line['attempt']}"} for line in [*A1, *A2]]
     ledger = account([submitted(90), *A1, *A2, finish(251, "a2"), *again])
     old, new = ledger.runs["", "r#1"], ledger.runs["", "r"]
-    assert (old.settled["end"], new.settled["end"], len(new.incidents)) == ({"unknown": 1}, {}, 1)
+    assert (old.incidents.settled["end"], new.incidents.settled["end"], len(new.incidents.by_number)) == (
+        {"unknown": 1},
+        {},
+        1,
+    )
     assert isinstance(ledger, Ledger)

@@ -1,0 +1,238 @@
+"""Seconds of a run per bucket, each booked once, with the GPUs held and the FLOPs made in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import fsum
+
+from flopwatch.ledger.attempt import ReportingNode
+from flopwatch.ledger.incidents import Incidents
+from flopwatch.ledger.record import ACTIVITIES, LedgerRecord
+from flopwatch.ledger.reporters import Reporters
+from flopwatch.ledger.stragglers import WINDOW, find_straggler
+
+# Step time is productive or lost; any other activity has the bucket of its name.
+BUCKETS = ("productive", "lost", *ACTIVITIES[1:-1], "down", "queue", "other")
+RETAINED = ("productive", "generation")
+
+
+def _zeros() -> dict[str, float]:
+    """Return 0 seconds for each bucket."""
+    return dict.fromkeys(BUCKETS, 0.0)
+
+
+@dataclass(slots=True)
+class Buckets:
+    """Totals of a run up to its frontier, the wall-clock time up to which everything is booked."""
+
+    reporters: Reporters
+    incidents: Incidents
+    frontier: float = 0.0
+    pending: float = 0.0  # step time up to the frontier whose step has not ended
+    seconds: dict[str, float] = field(default_factory=_zeros)
+    gpu_seconds: dict[str, float] = field(default_factory=_zeros)
+    mark: float = 0.0  # high-water mark: steps up to here are not productive again
+    high_water: float | None = None  # the furthest step reported
+    committed: float | None = None  # step of the last durable checkpoint
+    committed_at: float | None = None
+    provisional: float = 0.0  # productive seconds not yet in a durable checkpoint
+    provisional_from: float = 0.0  # the step they begin at
+    positioned: bool = True  # False once step time was booked without a position
+    flops: bool = False  # whether FLOPs are reported
+    retained: float = 0.0
+    capacity: float = 0.0
+    unpriced_flops: float = 0.0  # counted once every node has reported its peak
+    unpriced_seconds: float = 0.0
+    straggler_gpu_seconds: float | None = None  # None if waits are not measured
+
+    def advance_to(self, until: float, bucket: str, *, held: bool = True) -> None:
+        """Move the frontier forward and book all the time it passes into one bucket."""
+        if until > self.frontier:
+            self.book(bucket, until - self.frontier, held=held)
+            self.frontier = until
+
+    def book(self, bucket: str, seconds: float, *, held: bool = True) -> None:
+        """Add seconds to a bucket of the run and its attempt; `held` is False for time between two allocations."""
+        self.seconds[bucket] += seconds
+        attempt, charged = self.reporters.current, bucket not in RETAINED
+        if charged:
+            self.incidents.charge(seconds)
+        if bucket == "down":
+            attempt.down_seconds += seconds
+        else:
+            attempt.seconds[bucket] = attempt.seconds.get(bucket, 0.0) + seconds
+        if not held:
+            return
+        gpus = self.reporters.total("gpus")
+        attempt.gpus = max(attempt.gpus, gpus)
+        self.gpu_seconds[bucket] += seconds * gpus
+        if charged:
+            self.incidents.charge(0.0, seconds * gpus)
+        if bucket == "down":
+            attempt.down_gpu_seconds += seconds * gpus
+        else:
+            attempt.gpu_seconds[bucket] = attempt.gpu_seconds.get(bucket, 0.0) + seconds * gpus
+        self.unpriced_seconds += seconds
+        self.price()
+
+    def price(self) -> None:
+        """Add FLOPs and capacity once every node reports a peak: leaving out GPUs without one would flatter the MFU."""
+        nodes = self.reporters.nodes
+        if nodes and all(x.peak is not None for x in nodes.values()):
+            self.retained += self.unpriced_flops
+            self.capacity += self.unpriced_seconds * self.reporters.total("peak")
+            if self.reporters.attempt is not None:
+                self.reporters.attempt.priced += self.unpriced_seconds
+            self.unpriced_flops = self.unpriced_seconds = 0.0
+
+    def take_gpus(self, node: ReportingNode, record: LedgerRecord, received: float) -> None:
+        """Store the GPUs and the peak that a node reports, and credit those that are new."""
+        silent_after = self.reporters.silent_after
+        grows = node.gpus is not None and (node.whole or received - node.met > silent_after)
+        if not self._is_partial(node, record):
+            node.gpus = record.gpus if record.gpus is not None else node.gpus
+            node.peak = record.peak_flops if record.peak_flops is not None else node.peak
+        node.whole = node.whole or (record.event == "start" and record.gpus is not None)
+        self._credit(node, grows)
+
+    def _is_partial(self, node: ReportingNode, record: LedgerRecord) -> bool:
+        """Return whether a record counts only some of a node's GPUs because its exporter restarted."""
+        if node.whole or node.gpus is None or record.gpus is None or record.gpus >= node.gpus:
+            node.fewer = None
+            return False
+        node.fewer = record.t if node.fewer is None else node.fewer
+        return record.t - node.fewer < self.reporters.silent_after
+
+    def _credit(self, node: ReportingNode, grows: bool) -> None:
+        """Count a node's new GPUs in what was booked before it reported them, since nodes push at different times.
+
+        The attempt has held them from its beginning, or from the start of a process that is later than a start-up
+        explains. GPUs that a node gains (`grows`) are not counted back.
+        """
+        attempt = self.reporters.current
+        gpus = max(0.0, (node.gpus or 0.0) - node.credited_gpus)
+        peak = max(0.0, (node.peak or 0.0) - node.credited_peak)
+        node.credited_gpus += gpus
+        node.credited_peak += peak
+        passed, share = self.frontier - attempt.begin, 1.0
+        if passed <= 0 or gpus == peak == 0 or grows:
+            return
+        attempt.gpus = max(attempt.gpus, self.reporters.total("gpus"))
+        if node.start > attempt.start + self.reporters.silent_after:
+            share = min(1.0, max(0.0, self.frontier - node.start) / passed)
+        for bucket, seconds in attempt.seconds.items():
+            held = gpus * share * seconds
+            self.gpu_seconds[bucket] += held
+            attempt.gpu_seconds[bucket] = attempt.gpu_seconds.get(bucket, 0.0) + held
+            if bucket not in RETAINED:
+                self.incidents.charge(0.0, held)
+        self.capacity += peak * share * attempt.priced
+
+    def take_flops(self, node: ReportingNode, step: float, flops: float) -> None:
+        """Count the FLOPs of the node's steps above the high-water mark."""
+        self.flops = True
+        if flops < node.flops and step >= node.flops_step:
+            # After its restart an exporter lacks the records of some ranks, and will count the same FLOPs again. If the
+            # total stays lower for long, a rank was replaced and began at 0.
+            node.fell = node.t if node.fell is None else node.fell
+            if node.t - node.fell < self.reporters.silent_after:
+                return
+        node.fell = None
+        if step != node.flops_step:
+            if step > node.flops_step:
+                grown = max(0.0, flops - node.flops)
+                self.unpriced_flops += grown * _share_above(node.flops_step, step, node.mark)
+                node.mark = max(node.mark, step)
+            node.flops, node.flops_step = flops, step
+
+    def follow(self, node: ReportingNode) -> Mapping[str, float]:
+        """Move the frontier to the node's position; return the seconds booked per activity, step time included.
+
+        The growth of the activities is scaled to the room between the frontier and the position. Step time stays
+        pending until its step ends.
+        """
+        attempt = self.reporters.current
+        grown = {name: now - node.base.get(name, 0.0) for name, now in node.activity.items()}
+        grown = {name: seconds for name, seconds in grown.items() if seconds > 0}
+        total, room = fsum(grown.values()), node.position - self.frontier
+        passed: dict[str, float] = {}
+        if total <= 0:
+            return passed
+        if room > 0:
+            passed = {name: seconds * room / total for name, seconds in grown.items()}
+            for name, seconds in passed.items():
+                if name == "step":
+                    self.pending += seconds
+                else:
+                    self.book(name, seconds)
+            self.frontier = node.position
+        attempt.epoch += 1
+        node.base, node.epoch = node.activity, attempt.epoch
+        return passed
+
+    def settle_steps(self, begin: float, step: float, ended: float) -> float | None:
+        """Book pending seconds of the steps from `begin` to `step`; return when the first new step ended, if any did.
+
+        Seconds are shared evenly among the steps. Those above the high-water mark are productive, the others lost.
+        """
+        productive = ended * _share_above(begin, step, self.mark) if step > begin else 0.0
+        self.book("productive", productive)
+        self.book("lost", ended - productive)
+        self.pending -= ended
+        progress = None
+        if productive > 0:
+            first = max(begin, self.mark)
+            durable = self.committed if self.committed is not None else 0.0
+            if self.provisional == 0:
+                self.provisional_from = max(first, durable)
+            self.provisional += productive * _share_above(first, step, durable)
+            progress = self.frontier - self.pending - max(0.0, step - first - 1) * ended / (step - begin)
+        self.mark = max(self.mark, step)
+        return progress
+
+    def book_pending(self, bucket: str, seconds: float) -> None:
+        """Book pending step time into one bucket."""
+        self.book(bucket, seconds)
+        self.pending -= seconds
+
+    def commit(self, step: float, at: float) -> None:
+        """Take a durable checkpoint of a step, first reported at that time."""
+        attempt = self.reporters.current
+        attempt.committed = step if attempt.committed is None else max(step, attempt.committed)
+        if self.committed is None or step > self.committed:
+            self.committed, self.committed_at = step, at
+            if step > self.provisional_from:
+                self.provisional *= _share_above(self.provisional_from, self.mark, step)
+                self.provisional_from = step
+
+    def take_waits(self, node: ReportingNode, record: LedgerRecord) -> None:
+        """Store what the node's ranks have waited, and what they had at the start of the straggler window."""
+        window = self.reporters.current.late.number
+        if node.window != window:
+            node.waited, node.window = node.waits, window
+        node.waits = record.waits
+        if record.waits and self.straggler_gpu_seconds is None:
+            self.straggler_gpu_seconds = 0.0
+
+    def judge_window(self) -> None:
+        """Look for a straggler at the end of each window of two minutes, and count what it cost."""
+        if self.straggler_gpu_seconds is None:
+            return
+        late, productive = self.reporters.current.late, self.gpu_seconds["productive"]
+        if late.since is not None:
+            if self.frontier - late.since < WINDOW:
+                return
+            live = {name: x for name, x in self.reporters.nodes.items() if x.end is None}
+            measured = all(x.waits and x.window == late.number for x in live.values())
+            found = None
+            if measured and sum(len(x.waits or ()) for x in live.values()) == self.reporters.total("gpus"):
+                before = {name: x.waited or () for name, x in live.items()}
+                found = find_straggler(before, {name: x.waits or () for name, x in live.items()})
+            self.straggler_gpu_seconds += late.judge(found, productive - late.productive)
+        late.since, late.productive, late.number = self.frontier, productive, late.number + 1
+
+
+def _share_above(begin: float, end: float, mark: float) -> float:
+    """Return the share of the steps (begin, end] that lies above the mark."""
+    return (end - min(max(begin, mark), end)) / (end - begin) if end > begin else 0.0

@@ -1,0 +1,72 @@
+"""Accounting of all runs.
+
+A start after `completed` begins a new generation of the run, whose counters restart at 0. The old one is kept as
+`RUN#GENERATION`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+from flopwatch.catalogue import Sample
+from flopwatch.ledger import views
+from flopwatch.ledger.record import LedgerRecord, RunKey
+from flopwatch.ledger.run import RunLedger
+
+
+class Ledger:
+    """The accounts of all runs."""
+
+    def __init__(self, silent_after: float = 60.0) -> None:
+        self._silent_after = silent_after
+        self.runs: dict[RunKey, RunLedger] = {}
+
+    def apply(self, line: Mapping[str, Any] | LedgerRecord, received: float | None = None) -> set[RunKey]:
+        """Take a record, received at that time or else when it was stamped; return the runs that may have changed.
+
+        Raises RecordError and changes nothing if the record is malformed.
+        """
+        record = line if isinstance(line, LedgerRecord) else LedgerRecord.parse(line)
+        key, changed = record.key, {record.key}
+        run = self.runs.get(key)
+        if run is None:
+            run = RunLedger(*key, self._silent_after)
+        elif run.ended == "completed" and record.event != "submitted" and run.place(record) == "next":
+            old, run = run, self._next_generation(run)
+            changed.add((old.tenant, old.name))
+        run.apply(record, received)
+        if run.attempt is not None or run.submitted is not None:  # a late record of a forgotten run is not a new run
+            self.runs[key] = run
+        return changed
+
+    def _next_generation(self, old: RunLedger) -> RunLedger:
+        """Return a run to replace one that completed, and keep that one under another name."""
+        run = RunLedger(
+            *(old.tenant, old.name), self._silent_after, generation=old.generation + 1, since=old.buckets.frontier
+        )
+        old.name = f"{old.name}#{old.generation}"
+        for one in (old, run):  # the rows of the old name are written again under the new one, or deleted
+            one.reporters.changed |= old.reporters.nodes.keys()
+            one.changed_history |= old.history.keys()
+            one.incidents.changed |= old.incidents.by_number.keys()
+            one.incidents.evidence.changed |= old.incidents.evidence.hosts()
+        run.reporters.past = dict(old.reporters.past)
+        self.runs[old.tenant, old.name] = old
+        if old.resubmitted > old.buckets.frontier:
+            run.submitted = run.resubmitted = old.resubmitted
+        return run
+
+    def families(self, now: float, new: Container[RunKey] = ()) -> list[Sample]:
+        """Return the samples of all runs, sorted by family; runs in `new` have their counters at 0."""
+        samples = [sample for key, run in self.runs.items() for sample in views.families(run, now, new=key in new)]
+        return sorted(samples, key=lambda sample: sample[0].name)
+
+    def summary(self, now: float | None = None) -> dict[str, Any]:
+        """Return the summary of every run, as of `now` or else of its last record."""
+        return {
+            "runs": {
+                f"{tenant}/{name}" if tenant else name: views.summary(run, now)
+                for (tenant, name), run in self.runs.items()
+            }
+        }

@@ -1,0 +1,231 @@
+"""Which nodes report for a run: clock skew, silent nodes and overlapping attempts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import fsum, inf
+from typing import NamedTuple
+
+from flopwatch.ledger.attempt import Attempt, ReportingNode
+from flopwatch.ledger.record import LedgerRecord
+
+# Seconds by which clocks may differ and records be late before an old attempt's record counts as a second run.
+MAX_OVERLAP = 10.0
+# Seconds by which the clocks of the ledger and a node may differ. A later stamp moves no deadline.
+MAX_AHEAD = 60.0
+_MAX_CLOCK_OFFSETS = 256
+_MAX_OTHER_ATTEMPTS = 8
+# Seconds for which an overlapping attempt must make steps after the current one ended, to be accounted for instead.
+_TAKEOVER_AFTER = 300.0
+
+
+class OtherAttempt(NamedTuple):
+    """Reports of an attempt that overlaps with the current one: stamps, ledger times and its first step."""
+
+    first: float  # stamp of the first record
+    first_received: float
+    last: float  # stamp of the last record
+    age: float
+    received: float
+    first_step: float | None = None
+
+
+@dataclass(slots=True)
+class Reporters:
+    """The nodes that report for a run, and its current attempt."""
+
+    silent_after: float
+    last: float = -inf  # newest stamp
+    clock: float = -inf  # newest stamp that is possible by the ledger's clock
+    attempt: Attempt | None = None
+    nodes: dict[str, ReportingNode] = field(default_factory=dict)  # by source
+    changed: set[str] = field(default_factory=set)  # nodes that changed since the state was saved
+    past: dict[str, float] = field(default_factory=dict)  # ended attempts, and when each ended
+    clock_offsets: dict[str, float] = field(default_factory=dict)  # seconds by which a host's clock was set back
+    others: dict[str, OtherAttempt] = field(default_factory=dict)
+
+    @property
+    def current(self) -> Attempt:
+        """Return the current attempt; the run must have one."""
+        assert self.attempt is not None
+        return self.attempt
+
+    def note_stamp(self, t: float, received: float) -> None:
+        """Advance the newest stamps."""
+        self.last = max(self.last, t)
+        self.clock = max(self.clock, min(t, received + MAX_AHEAD))
+
+    def realign(self, record: LedgerRecord) -> LedgerRecord:
+        """Return the record with its stamps corrected if the host's clock was set back."""
+        shift, node = self.clock_offsets.get(record.source, 0.0), self.nodes.get(record.source)
+        same = self.attempt is not None and record.attempt == self.attempt.id
+        if node is not None and same and record.age > node.age and not record.gone:
+            expected = node.t + record.age - node.age
+            if shift and abs(record.t - expected) < abs(record.t + shift - expected):
+                shift = 0.0  # the clock was corrected
+                del self.clock_offsets[record.source]
+            if (
+                record.t + shift < node.t - MAX_OVERLAP
+            ):  # an older process with an earlier stamp: only a clock does that
+                shift = expected - record.t
+                self.clock_offsets[record.source] = shift
+                while len(self.clock_offsets) > _MAX_CLOCK_OFFSETS:
+                    del self.clock_offsets[next(iter(self.clock_offsets))]
+        if not shift:
+            return record
+        started = record.started
+        if (
+            started is not None and started <= record.t
+        ):  # a start in the future was stamped before the clock was set back
+            started += shift
+        return replace(record, t=record.t + shift, started=started)
+
+    def observe(self, record: LedgerRecord, received: float) -> ReportingNode | None:
+        """Store a snapshot as its node's last report and return the node; None if the record is no news."""
+        attempt, node, activity = self.current, self.nodes.get(record.source), record.activity
+        if activity is None or record.born is None:
+            return None
+        if node is None:
+            node = self._add(record, record.born, activity)
+        elif record.age < node.age:  # another process on the same node
+            if record.gone or record.t - record.age <= node.t:
+                return None
+            node.start, node.activity, node.base, node.epoch = record.t - record.age, {}, {}, attempt.epoch
+            node.flops, node.fell, node.end = 0.0, None, None
+        elif record.age == node.age or node.end is not None:
+            if node.end is None and record.end is None:  # alive without progress
+                node.t = max(node.t, record.t)
+            return None
+        elif node.epoch != attempt.epoch:
+            node.base, node.epoch = node.activity, attempt.epoch
+        self.changed.add(record.source)
+        attempt.elapsed = max(attempt.elapsed, node.seen + record.age - node.age)
+        attempt.skewed = attempt.skewed or record.t < attempt.newest - self.silent_after
+        attempt.newest = max(attempt.newest, record.t)
+        node.seen, node.heard = attempt.elapsed, received
+        node.met = received if node.met == -inf else node.met
+        if not record.gone:  # the stamp of `gone` is that of the exporter that missed the process
+            node.t = record.t
+        node.age, node.activity = record.age, activity
+        node.open_step = record.open_step_seconds if record.open_step_seconds is not None else 0.0
+        node.rank = record.rank if record.rank is not None else node.rank
+        return node
+
+    def _add(self, record: LedgerRecord, born: float, activity: dict[str, float]) -> ReportingNode:
+        """Add a node, in place of those whose rank it takes over."""
+        attempt, nodes = self.current, self.nodes
+        replaced = [name for name, x in nodes.items() if x.rank is not None and x.rank == record.rank and born > x.t]
+        gone = [nodes.pop(name) for name in replaced]
+        self.changed.update(replaced)
+        node = ReportingNode(
+            born,
+            record.t,
+            epoch=attempt.epoch,
+            restored=record.restored_step,
+            flops_step=attempt.resumed,
+            mark=attempt.mark,
+            # The GPUs of the replaced nodes were counted until now.
+            credited_gpus=fsum(x.credited_gpus for x in gone),
+            credited_peak=fsum(x.credited_peak for x in gone),
+        )
+        if attempt.carried and born <= attempt.begin:
+            node.base, node.flops = activity, record.model_flops or 0.0
+            node.flops_step = record.step if record.step is not None else attempt.resumed
+        nodes[record.source] = node
+        attempt.nodes = max(attempt.nodes, len(nodes))
+        return node
+
+    def should_lead(self, node: ReportingNode, name: str, t: float) -> bool:
+        """Return whether time is to follow this node: it leads, has a lower rank, or the leader is silent at `t`."""
+        leader = self.nodes.get(self.current.leader)
+        return leader is None or leader is node or not self.is_live(leader, t) or node.order < leader.order
+
+    def step_of(self, node: ReportingNode) -> float | None:
+        """Return the step a node is at, else the furthest step of the other nodes."""
+        if node.step is not None:
+            return node.step
+        steps = (x.step if x.step is not None else x.restored for x in self.nodes.values() if x is not node)
+        return max((step for step in steps if step is not None), default=None)
+
+    def total(self, name: str) -> float:
+        """Return the sum of a field, such as `gpus`, over all nodes that report it."""
+        return fsum(value for x in self.nodes.values() if (value := getattr(x, name)) is not None)
+
+    def is_replacement(self, record: LedgerRecord, born: float) -> bool:
+        """Return whether the record's process has the rank of a node that ended before it was born."""
+        return any(x.rank is not None and x.rank == record.rank and born > x.t for x in self.nodes.values())
+
+    def is_live(self, node: ReportingNode, t: float) -> bool:
+        """Return whether a node has not ended and reported recently, judged by the stamp of another node."""
+        if node.end is not None:
+            return False
+        attempt = self.current
+        return t - node.t <= self.silent_after or (attempt.skewed and attempt.elapsed - node.seen <= self.silent_after)
+
+    def any_live(self, t: float, but: ReportingNode | None = None) -> bool:
+        """Return whether the attempt is open and any node, `but` excepted, reported recently as of the stamp `t`."""
+        if self.attempt is None or self.attempt.end is not None:
+            return False
+        return any(self.is_live(x, t) for x in self.nodes.values() if x is not but)
+
+    def is_reporting(self, now: float) -> bool:
+        """Return whether the open attempt sent something new recently, by the ledger's clock."""
+        if self.attempt is None or self.attempt.end is not None:
+            return False
+        return any(x.end is None and self._is_recent(now, x.t, x.met, x.heard) for x in self.nodes.values())
+
+    def note_other(self, record: LedgerRecord, received: float) -> None:
+        """Remember a record of an attempt that overlaps with the current one."""
+        attempt, name = self.attempt, record.attempt
+        if attempt is None or not name or record.activity is None or record.end is not None:
+            return
+        if record.t <= self._expected_until(name):
+            return
+        last = self.others.get(name)
+        if last is None:
+            self.others[name] = OtherAttempt(record.t, received, record.t, record.age, received, record.step)
+        elif record.t > last.last and record.age > last.age:
+            step = record.step if last.first_step is None else last.first_step
+            self.others[name] = last._replace(last=record.t, age=record.age, received=received, first_step=step)
+        if len(self.others) > _MAX_OTHER_ATTEMPTS:
+            del self.others[min(self.others, key=lambda other: self.others[other].received)]
+
+    def has_other(self, now: float) -> bool:
+        """Return whether another attempt reports at the same time, or one that has ended still does."""
+        return any(
+            other.last > other.first
+            and other.last - self._expected_until(name) > MAX_OVERLAP
+            and self._is_recent(now, other.last, other.first_received, other.received)
+            for name, other in self.others.items()
+        )
+
+    def takes_over(self, record: LedgerRecord) -> bool:
+        """Return whether an overlapping attempt still makes steps long after the current one reported its end."""
+        other, over = self.others.get(record.attempt), self.current.over  # a silent attempt has not reported its end
+        if over is None or other is None or record.activity is None or record.end is not None or record.step is None:
+            return False
+        return (
+            other.last > other.first
+            and other.last - self._expected_until(record.attempt) > MAX_OVERLAP
+            and record.t > other.last
+            and record.age > other.age
+            and other.first_step is not None
+            and record.step > other.first_step
+            and record.t - over > _TAKEOVER_AFTER
+        )
+
+    def _is_recent(self, now: float, t: float, first_received: float, received: float) -> bool:
+        """Return whether a last record with stamp `t` is current by the ledger's clock.
+
+        Any other stamp is that of a late record or of a wrong clock. Only the wrong clock's owner keeps reporting.
+        """
+        if now - self.silent_after <= t <= now + MAX_AHEAD:
+            return True
+        return now - received <= self.silent_after and received - first_received > MAX_OVERLAP
+
+    def _expected_until(self, name: str) -> float:
+        """Return the stamp after which no record of an attempt is expected."""
+        attempt = self.current
+        if name == attempt.id and attempt.end is None:
+            return inf
+        return max(attempt.start, self.past.get(name, -inf))

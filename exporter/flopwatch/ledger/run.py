@@ -1,0 +1,399 @@
+"""Accounting of one run: cumulative snapshots in, exclusive seconds per bucket out. No clock and no files.
+
+Everything is booked up to the *frontier*, a time on the wall clock. Whatever moves the frontier books the seconds it
+passes, once. So at every moment and on every history
+
+    sum of the buckets (without queue) + pending = frontier - first process start
+
+where *pending* is step time whose step has not ended. `run_open_seconds` is pending + (now - frontier).
+
+- Inside an attempt the frontier follows one node: its process start plus the sum of its activity seconds, a monotonic
+  clock. Wall-clock stamps only place the begin and the end of an attempt. If the two disagree (clock skew, a snapshot
+  under way, activities that do not add up), the growth of the activities is scaled to the room between them. Nothing
+  is booked twice, and time that no activity explains is `other` when the attempt ends.
+- Pending time becomes productive (steps above the run's high-water mark) or lost (at or below it) when a step ends,
+  shared evenly among the steps. When its attempt ends it is lost, or other if the run completed.
+- The node followed is the live one with the lowest rank. The position is the maximum over nodes; GPUs, peaks and FLOPs
+  are sums. When an attempt ends, the node that got furthest is followed to its last snapshot.
+- An attempt ends when its last live node finishes or vanishes, when any node reports completed or stopped, or when a
+  later attempt starts. Time from its last snapshot to a reported end is lost, or other if the run ended with it. If the
+  attempt just fell silent, that time is down.
+- Down time counts as GPUs held, unless the attempt ended preempted, stopped or completed, or the run was submitted
+  again.
+- A run recovers from an unplanned end (failed, silent) with the first step above its high-water mark. Ends before that
+  belong to the same recovery, so that no second is in two of them.
+- Slow stretches and stalls (`flopwatch.ledger.slowdowns`) are losses too. Their cost stays in the buckets of their
+  seconds. Time charged to the end of an attempt is in no other loss.
+- Two attempts that report at the same time are a conflict, which is shown and never merged. The later start is
+  accounted for.
+- An attempt's seconds are measured by its processes. If a host's stamps fall back while its process grows older, its
+  clock was set back, and its stamps are corrected. Where stamps of one attempt disagree by more than `silent_after`, a
+  node is silent only once the others have grown older by that much since its last report.
+
+A record is cumulative and used at most once: one that shows less than earlier ones is late or a duplicate and changes
+nothing. Records of ended attempts are ignored except for their evidence.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any, Literal
+
+from flopwatch.ledger.attempt import END_OF_RUN, ENDS, Attempt, ReportingNode
+from flopwatch.ledger.buckets import Buckets
+from flopwatch.ledger.incidents import MAX_HISTORY, Incidents
+from flopwatch.ledger.record import LedgerRecord
+from flopwatch.ledger.reporters import Reporters
+from flopwatch.ledger.slowdowns import Pace, Slowdown
+
+_QUEUES_AGAIN = ("preempted", "resized")  # planned ends after which a run waits for GPUs, which pages no one
+_MAX_PAST = 100  # ended attempts that a run remembers by name; older ones are recognised by their start
+
+
+class RunLedger:
+    """State machine of one run, in bounded memory whatever the length of its history."""
+
+    def __init__(
+        self, tenant: str, name: str, silent_after: float, *, generation: int = 1, since: float = -inf
+    ) -> None:
+        self.tenant = tenant
+        self.name = name
+        self.generation = generation
+        self.since = since  # end of the previous generation: nothing before it belongs to this one
+        self.first: float | None = None  # ledger time of the first record
+        self.submitted: float | None = None
+        self.resubmitted = -inf
+        self.start: float | None = None
+        self.ended: str | None = None
+        self.attempts = 0
+        self.ends = dict.fromkeys(ENDS, 0)
+        self.history: dict[int, dict[str, Any]] = {}  # figures of the attempts before the current one
+        self.changed_history: set[int] = set()  # of those, which changed since the state was saved
+        self.left_out = 0  # attempts whose figures are no longer kept
+        self.reporters = Reporters(silent_after)
+        self.incidents = Incidents(self.reporters)
+        self.buckets = Buckets(self.reporters, self.incidents)
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """Return the current attempt, or the last one; None before the first."""
+        return self.reporters.attempt
+
+    def apply(self, record: LedgerRecord, received: float | None = None) -> None:
+        """Take a record of this run; `received` is the ledger's time, in a replay the record's own stamp."""
+        received = record.t if received is None else received
+        self.first = received if self.first is None else self.first
+        record = self.reporters.realign(record)
+        self.reporters.note_stamp(record.t, received)
+        self._submit(record.submitted)
+        if record.event != "submitted":
+            self.incidents.take_evidence(record)
+            self._take(record, received)
+            self.incidents.take_sign_of_life(record)
+        self.incidents.settle_ready(over=self.ended is not None)
+
+    def _submit(self, at: float | None) -> None:
+        """Take a time of submission."""
+        if at is None or at < self.since:
+            return
+        self.resubmitted = max(self.resubmitted, at)
+        if self.start is None:
+            self.submitted = at if self.submitted is None else min(at, self.submitted)
+        elif at <= self.start and (self.submitted is None or at < self.submitted):
+            self.submitted = at
+            self.buckets.seconds["queue"] = self.start - at
+
+    def _take(self, record: LedgerRecord, received: float) -> None:
+        """Apply a record to the attempt it belongs to."""
+        place = self.place(record)
+        if place == "late":
+            self.reporters.note_other(record, received)
+            self._end_by_hand(record)
+            return
+        if place == "next":
+            self._open(record)
+        self._observe(record, received)
+        if record.end is not None:
+            self._finish(record, record.end)
+
+    def place(self, record: LedgerRecord) -> Literal["here", "next", "late"]:
+        """Return whether a record is of the current attempt, starts the next one, or is late and of an old one."""
+        attempt, born, past = self.attempt, record.born, self.reporters.past
+        if attempt is None:
+            return "late" if born is None else "next"
+        name = record.attempt or attempt.id
+        if self.ended is None and self.reporters.takes_over(record) and record.t > self.buckets.frontier:
+            return "next"
+        here = name == attempt.id and attempt.end is None
+        node = self.reporters.nodes.get(record.source) if here else None
+        if node is None and (born if born is not None else record.t) <= past.get(name, -inf):
+            return "late"
+        if here:
+            return "next" if self._is_restart(record, born, node) else "here"
+        if name in past:
+            return "late" if born is None else "next"
+        # An attempt without a start may be an older one.
+        later, news = born is not None and born > attempt.start, record.t > self.buckets.frontier
+        if self.ended is not None:
+            return "next" if later and news else "late"
+        # When attempts overlap, the later start owns the clock for as long as it is live.
+        return "next" if later or (news and not self.reporters.any_live(record.t)) else "late"
+
+    def _is_restart(self, record: LedgerRecord, born: float | None, node: ReportingNode | None) -> bool:
+        """Return whether a record with the current attempt's name is of a restart, and no rank is left to carry on.
+
+        A process that replaces one rank while others carry on belongs to the same attempt.
+        """
+        if born is None:
+            return False
+        if node is None:
+            replaces = record.activity is not None and self.reporters.is_replacement(record, born)
+            return replaces and not self.reporters.any_live(born)
+        newer = born > node.t and (record.age < node.age or record.event == "start")
+        return newer and not self.reporters.any_live(record.t, but=node)
+
+    def _open(self, record: LedgerRecord) -> None:
+        """Start the next attempt with its first record, and close or archive the one before."""
+        at = record.born if record.born is not None else record.t
+        last, buckets = self.attempt, self.buckets
+        carried = last is not None and self.reporters.takes_over(record)
+        if last is None:
+            self.start = buckets.frontier = at
+            if self.submitted is not None:
+                buckets.seconds["queue"] = max(0.0, at - self.submitted)
+        elif last.end is None:
+            self._close(at, "silent", "down")
+        else:
+            if self.ended is not None and self.ended == last.end:  # the run did not end after all
+                self.incidents.open_end(self.ended, buckets.frontier, buckets.frontier)
+            self._advance(at, "down")
+        if last is not None:
+            self._archive(last)
+        self.incidents.next_attempt(at)
+        self.reporters.changed |= self.reporters.nodes.keys()
+        self.reporters.nodes = {}
+        self.attempts += 1
+        self.ended = None
+        # An attempt that does not report where it resumed did so from the last durable checkpoint.
+        steps = (record.step if carried else None, record.restored_step, buckets.committed)
+        resumed = next((step for step in steps if step is not None), 0.0)
+        reported = buckets.high_water if buckets.high_water is not None else 0.0
+        buckets.mark = max(buckets.mark, resumed)  # a restored step was made, even if no report of it arrived
+        self.reporters.attempt = Attempt(
+            record.attempt,
+            at,
+            resumed,
+            reported,
+            cursor=resumed,
+            carried=carried,
+            number=self.attempts,
+            begin=buckets.frontier,
+            newest=at,
+            pace=Pace(at) if last is None else last.pace.following(at),
+        )
+        self.reporters.others.pop(record.attempt, None)
+
+    def _archive(self, attempt: Attempt) -> None:
+        """Keep the figures of an attempt that another one follows."""
+        self.history[attempt.number] = attempt.figures()
+        self.changed_history.add(attempt.number)
+        while len(self.history) >= MAX_HISTORY:
+            oldest = next(iter(self.history))
+            del self.history[oldest]
+            self.changed_history.add(oldest)
+            self.left_out += 1
+
+    def _observe(self, record: LedgerRecord, received: float) -> None:
+        """Store a snapshot in its node and, if that node is followed, move the frontier."""
+        node = self.reporters.observe(record, received)
+        if node is None:
+            return
+        attempt, name = self.reporters.current, record.source
+        self.buckets.take_gpus(node, record, received)
+        self.buckets.take_waits(node, record)
+        self._take_position(node, record)
+        if self.reporters.should_lead(node, name, record.t):
+            if attempt.leader != name and node.step is not None:
+                attempt.cursor = min(attempt.cursor, node.step)
+            attempt.leader = name
+            self._follow(node)
+        if record.committed_step is not None:
+            self.buckets.commit(record.committed_step, record.t)
+
+    def _take_position(self, node: ReportingNode, record: LedgerRecord) -> None:
+        """Store the step and the FLOPs that a node reports."""
+        attempt, buckets, step = self.reporters.current, self.buckets, record.step
+        if record.restored_step is not None and record.restored_step != node.restored:
+            # It moved to another step without executing those in between.
+            node.restored = node.flops_step = record.restored_step
+            if attempt.leader == record.source:
+                attempt.cursor = record.restored_step
+        if step is not None:
+            if record.event != "start":  # a start has a step, but its node need not report steps later
+                node.step = step
+            attempt.step = step if attempt.step is None else max(step, attempt.step)
+            buckets.high_water = max(step, buckets.high_water if buckets.high_water is not None else 0.0)
+        if record.model_flops is not None and attempt.step is not None:
+            position = self.reporters.step_of(node)
+            if position is not None:
+                buckets.take_flops(node, position, record.model_flops)
+
+    def _follow(self, node: ReportingNode) -> None:
+        """Book the node's time up to its position, and settle the steps that have ended."""
+        attempt, buckets = self.reporters.current, self.buckets
+        passed = buckets.follow(node)
+        step = self.reporters.step_of(node)
+        ended = max(0.0, buckets.pending - node.open_step)
+        if step is not None:
+            buckets.positioned = True
+            attempt.pace.passed(passed, self.reporters.total("gpus"), still=step == attempt.cursor)
+            if step != attempt.cursor:
+                self._settle_steps(attempt, step, ended)
+        elif ended > 0:  # without a position there is no lost work and no goodput
+            buckets.positioned = False
+            buckets.book_pending("other", ended)
+            self.incidents.close_current(buckets.frontier)
+            self.incidents.recovering = None
+        buckets.price()
+        buckets.judge_window()
+
+    def _settle_steps(self, attempt: Attempt, step: float, ended: float) -> None:
+        """Book the steps up to a new position, forward or back, and look for slowdowns among them."""
+        begin, buckets = attempt.cursor, self.buckets
+        new = begin >= buckets.mark and self.incidents.current is None
+        progress = buckets.settle_steps(begin, step, ended)
+        if progress is not None:
+            self._recover(progress)
+        attempt.cursor = step
+        for slowdown in attempt.pace.made(step - begin if new else 0.0, ended, buckets.frontier - buckets.pending):
+            self.incidents.take_slowdown(slowdown)
+
+    def _recover(self, at: float) -> None:
+        """Close the current incident and recovery with a step above the high-water mark."""
+        self.incidents.close_current(at)
+        recovered = self.incidents.recover(at)
+        if recovered is not None and recovered[0] in self.history:
+            self.history[recovered[0]]["recovery_seconds"] = recovered[1]
+            self.changed_history.add(recovered[0])
+
+    def _finish(self, record: LedgerRecord, end: str) -> None:
+        """Take the end of a node, and close the attempt if that was its last one."""
+        node = self.reporters.nodes.get(record.source)
+        if node is not None and record.attempt:
+            if record.t < node.t:
+                return
+            node.end = end
+            self.reporters.changed.add(record.source)
+        live = self.reporters.any_live(record.t)
+        for_all = node is None and end != "gone"  # sent by a scheduler, or by hand
+        if live and end not in END_OF_RUN and not for_all:
+            return
+        if for_all and not live:
+            self._close(record.t, end, "down")
+        else:
+            self._close(record.t, end, "other" if end in END_OF_RUN else "lost")
+
+    def _close(self, at: float, end: str, rest: str) -> None:
+        """End the attempt at a time, and book what is left of it; `rest` is the bucket after its last report."""
+        attempt, buckets, nodes = self.reporters.current, self.buckets, self.reporters.nodes
+        last_report, hung = attempt.start, 0.0
+        if nodes:
+            furthest = max(nodes.values(), key=lambda x: x.position)
+            last_report, hung = furthest.t, furthest.open_step
+            self._follow(furthest)
+        stall = self._close_pace(attempt)
+        if end == "silent":
+            reported = {x.end for x in nodes.values()}
+            end = next((status for status in ("failed", "preempted", "resized", "gone") if status in reported), end)
+        end = "failed" if end == "gone" else end
+        if end not in END_OF_RUN:
+            self.incidents.open_end(end, last_report, at, hung, stall)
+        # A run that completed had no step left to cut short.
+        buckets.book_pending("other" if end == "completed" else "lost", buckets.pending)
+        attempt.end = end
+        self.ends[end] += 1
+        self._advance(min(at, last_report), "other")
+        if rest != "down":
+            self._advance(at, rest)
+        attempt.over = buckets.frontier
+        self._advance(at, rest)
+        if end in END_OF_RUN:
+            self._end_run(end)
+        past = self.reporters.past
+        past.pop(attempt.id, None)
+        past[attempt.id] = max(buckets.frontier, *(x.t for x in nodes.values()), attempt.start)
+        while len(past) > _MAX_PAST:
+            del past[next(iter(past))]
+
+    def _close_pace(self, attempt: Attempt) -> Slowdown | None:
+        """Record the slowdowns that end with an attempt; return the stall that it died in, if any."""
+        stall = None
+        for slowdown in attempt.pace.close():
+            if slowdown.kind == "end":
+                stall = slowdown
+            else:
+                self.incidents.take_slowdown(slowdown)
+        return stall
+
+    def _advance(self, until: float, bucket: str) -> None:
+        """Move the frontier, all into one bucket; down time between two allocations holds no GPUs."""
+        attempt = self.reporters.current
+        released = bucket == "down" and (
+            attempt.end in ("preempted", *END_OF_RUN) or self.ended is not None or self.resubmitted > attempt.start
+        )
+        self.buckets.advance_to(until, bucket, held=not released)
+
+    def _end_by_hand(self, record: LedgerRecord) -> None:
+        """End a run whose attempt has already ended, or never started, if the record asks for that."""
+        if record.event != "finish" or record.attempt or record.end not in END_OF_RUN or self.ended is not None:
+            return
+        if self.attempt is not None and self.attempt.end is not None:
+            self._end_run(record.end)
+            self._advance(record.t, "down")
+        elif self.attempt is None and self.submitted is not None:
+            self._end_run(record.end)
+
+    def _end_run(self, end: str) -> None:
+        """End the run with a status."""
+        self.ended = end
+        self.incidents.close_current(self.buckets.frontier)
+        self.incidents.recovering = None
+
+    def give_up(self) -> None:
+        """End an abandoned run: it stopped when it last reported and was not down since then."""
+        if self.attempt is not None and self.attempt.end is None:
+            last = max((x.t for x in self.reporters.nodes.values()), default=self.buckets.frontier)
+            self._close(last, "silent", "down")
+        self._end_run("stopped")
+        self.incidents.settle_ready(over=True)
+
+    def state(self, now: float | None = None) -> str:
+        """Return queued, running, down, completed or stopped; without a time, as of the last record."""
+        if self.ended is not None:
+            return self.ended
+        if self.attempt is None:
+            return "queued"
+        reporters = self.reporters
+        if reporters.any_live(reporters.last) if now is None else self._is_running(now):
+            return "running"
+        return "queued" if self.attempt.end in _QUEUES_AGAIN else "down"
+
+    def _is_running(self, now: float) -> bool:
+        """Return whether any attempt reports, by the ledger's clock."""
+        return self.reporters.is_reporting(now) or self.reporters.has_other(now)
+
+    def conflict(self, now: float) -> bool:
+        """Return whether two attempts report at the same time."""
+        return self.ended is None and self.reporters.is_reporting(now) and self.reporters.has_other(now)
+
+    def wall(self, now: float) -> float:
+        """Return the seconds from the first process start to the end of the run or to now."""
+        if self.start is None:
+            return 0.0
+        frontier = self.buckets.frontier
+        return (frontier if self.ended is not None else max(now, frontier)) - self.start
+
+    def open(self, now: float) -> float:
+        """Return the seconds that are not booked yet, because no later report confirms them."""
+        running = self.start is not None and self.ended is None
+        return self.buckets.pending + (max(0.0, now - self.buckets.frontier) if running else 0.0)

@@ -1,0 +1,105 @@
+"""Saved state of a run: format 3 of the ledger's file, and reading of formats 1 and 2.
+
+A run is one JSON object, without what has a row of its own: its nodes, earlier attempts, incidents and evidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from math import inf
+from types import MappingProxyType
+from typing import Any
+
+from flopwatch.ledger.attempt import Attempt, ReportingNode
+from flopwatch.ledger.attribution import LOSSES
+from flopwatch.ledger.incidents import Incident
+from flopwatch.ledger.reporters import OtherAttempt
+from flopwatch.ledger.run import RunLedger
+
+
+def _keys(layout: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str, str]]:
+    """Yield saved key, component of the run and attribute of that component."""
+    for component, names in layout:
+        for name in names.split():
+            key, _, attribute = name.partition("=")
+            yield key, component, attribute or key
+
+
+# Saved keys in their order, by the part of the run they are in: `key`, or `key=attribute` if the attribute differs.
+_KEYS = tuple(
+    _keys(
+        (
+            ("", "tenant name"),
+            ("reporters", "silent_after last clock past set_back=clock_offsets rivals=others"),
+            ("buckets", "frontier"),
+            ("", "ended"),
+            ("incidents", "recoveries recovery_seconds recovering losses=count losing=current"),
+            ("incidents", "losing_seconds=charged_seconds losing_gpu_seconds=charged_gpu_seconds slowing=slow"),
+            ("incidents", "settled badput horizon unsettled"),
+            ("", "resubmitted"),
+            ("buckets", "pending seconds gpu_seconds mark high_water committed committed_at provisional"),
+            ("buckets", "provisional_from positioned flops retained capacity unpriced_flops unpriced_seconds"),
+            ("buckets", "straggler_gpu_seconds"),
+            ("", "generation first since submitted start attempts ends left_out"),
+        )
+    )
+)
+_TIMES = ("since", "last", "resubmitted", "clock", "horizon")  # may be -inf, which is null in JSON
+
+
+def to_json(run: RunLedger) -> dict[str, Any]:
+    """Return the state of a run to save, without the parts that `changed_rows` yields."""
+    state = {key: getattr(getattr(run, part) if part else run, name) for key, part, name in _KEYS}
+    state |= {name: None for name in _TIMES if state[name] == -inf}
+    # The first step of another attempt is left out if it is unknown.
+    state["rivals"] = {name: [x for x in other if x is not None] for name, other in state["rivals"].items()}
+    return state | {"attempt": None if run.attempt is None else run.attempt.to_json()}
+
+
+def from_json(
+    state: Mapping[str, Any],
+    nodes: Mapping[str, Mapping[str, Any]],
+    history: Mapping[int, dict[str, Any]] = MappingProxyType({}),
+    incidents: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
+    evidence: Mapping[str, list[Any]] = MappingProxyType({}),
+) -> RunLedger:
+    """Return a saved run. Raises ValueError, TypeError or LookupError if the state is damaged."""
+    values = {"first": 0.0} | dict(state)
+    values |= {name: -inf for name in _TIMES if values.get(name) is None}
+    for name in ("settled", "badput"):
+        by_kind = values.get(name, {})
+        if not by_kind.keys() <= set(LOSSES):  # format 2 had one kind
+            by_kind = {"end": by_kind}
+        values[name] = {kind: {} for kind in LOSSES} | by_kind
+    if values.get("recovering") is not None:
+        values["recovering"] = tuple(values["recovering"])
+    values["rivals"] = {name: OtherAttempt(*other) for name, other in values.get("rivals", {}).items()}
+    run = RunLedger(values["tenant"], values["name"], values["silent_after"])
+    attempt = values.pop("attempt")
+    if attempt is not None:
+        run.reporters.attempt = Attempt.from_json(attempt, values["attempts"])
+    for key, part, name in _KEYS:
+        if key in values:
+            setattr(getattr(run, part) if part else run, name, values.pop(key))
+    if values:
+        raise ValueError(f"unknown state: {', '.join(values)}")
+    run.reporters.nodes = {name: ReportingNode.from_json(one) for name, one in nodes.items()}
+    run.history = dict(history)
+    run.incidents.by_number = {number: Incident(**one) for number, one in incidents.items()}
+    run.incidents.evidence.restore(evidence)
+    return run
+
+
+def changed_rows(run: RunLedger) -> Iterator[tuple[str, str | int, Any]]:
+    """Yield table, key and state of each row that changed since this was last called; a state of None is a deletion."""
+    nodes, incidents, evidence = run.reporters.nodes, run.incidents.by_number, run.incidents.evidence
+    for source in run.reporters.changed:
+        yield "sources", source, nodes[source].to_json() if source in nodes else None
+    for number in run.changed_history:
+        yield "attempts", number, run.history.get(number)
+    for number in run.incidents.changed:
+        yield "incidents", number, incidents[number].to_json() if number in incidents else None
+    for host in evidence.changed:
+        yield "evidence", host, evidence.to_json(host)
+    for changed in (run.reporters.changed, run.changed_history, run.incidents.changed, evidence.changed):
+        changed.clear()

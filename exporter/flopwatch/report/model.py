@@ -1,0 +1,120 @@
+"""Figures of a report, as `flopwatch report --format json` prints them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flopwatch.report.statistics import CheckpointInterval, MeanTime
+
+OPEN, GOOD = "open", ("productive", "generation")
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Part of the run's wall clock, in Unix time, and its seconds per bucket."""
+
+    begin: float
+    end: float
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Firing:
+    """Time in which an alert fired on the run or on one of its hosts."""
+
+    name: str
+    severity: str
+    place: str
+    began: float
+    ended: float
+    ongoing: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CauseTotal:
+    """Losses with one cause, as the ledger settled them."""
+
+    cause: str
+    incidents: int
+    gpu_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedLoss:
+    """One loss from the ledger's record. Until it is settled, its cost and its cause may change."""
+
+    began: float
+    back: float | None  # when the run made a new step again
+    what: str  # status of the attempt's end, `slow` or `stall`
+    cause: str
+    confidence: str
+    host: str
+    part: str  # GPU and port
+    why: str
+    gpu_seconds: float
+    settled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Outlier:
+    """A rank, a host or a port that stands out, with its place and the reason."""
+
+    name: str
+    place: str
+    finding: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSummary:
+    """Checkpoints of the run, and how often it saved."""
+
+    commits: int
+    committed_step: float | None
+    blocking_seconds: float  # of one save
+    interval: CheckpointInterval | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """Figures of one run: times in Unix time or seconds, ratios from 0 to 1, None if unknown."""
+
+    run: str
+    tenant: str
+    made_at: float
+    state: str
+    began: float
+    ended: float
+    gpus: float | None
+    host_count: int | None
+    wall_seconds: float
+    queue_seconds: float | None
+    buckets: dict[str, float]
+    gpu_seconds: dict[str, float]
+    open_seconds: float
+    provisional_seconds: float | None
+    mfu: float | None
+    effective_mfu: float | None
+    goodput: float | None
+    ettr: float | None
+    attempts: int
+    ends: dict[str, int]
+    high_water_step: float | None
+    mttf: MeanTime
+    mttr_seconds: float | None
+    recoveries: int
+    checkpoints: CheckpointSummary
+    declared: dict[str, str]
+    timeline: list[Slice]
+    mfu_over_time: list[tuple[float, float]]
+    causes: list[CauseTotal]
+    losses: list[ReportedLoss] | None  # None without a ledger
+    alerts: list[Firing]
+    ranks: list[Outlier]
+    hosts: list[Outlier]
+    links: list[Outlier]
+    missed: list[str]
+    price: float | None = None  # of a GPU-hour
+
+    def lost_gpu_seconds(self) -> float:
+        """Return the GPU-seconds held without progress, as far as they are booked."""
+        return sum(seconds for bucket, seconds in self.gpu_seconds.items() if bucket not in GOOD)

@@ -1,0 +1,304 @@
+"""Queries to Prometheus about one run, over the ledger's series and the recorded ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from flopwatch import catalogue as m
+from flopwatch.report.model import OPEN, CauseTotal, Firing, Outlier, Slice
+from flopwatch.report.prometheus import PrometheusClient, TimeSeries
+from flopwatch.settings import SettingsError
+
+# Recorded by alerts/recording; a test compares the names.
+RUN_MFU = "run:training_mfu:ratio_rate5m"
+RUN_SCORE = "run:training_straggler:score"
+LEADER = "rank:training_straggler:leader"
+WAIT = "rank:training_collective_wait:ratio"
+
+MAX_OUTLIERS = 10  # ranks, hosts or links in a report
+MAX_SLICES = 600  # of the timeline
+MIN_STEP = 1.0  # seconds between two points of a query
+
+
+class RunQueries:
+    """Queries about one run; `start` and then `set_span` narrow them to its tenant and its time."""
+
+    def __init__(self, prometheus: PrometheusClient, run: str, tenant: str | None, at: float, lookback: float) -> None:
+        self._prometheus, self.run, self.at, self._window = prometheus, run, at, f"{max(1, round(lookback))}s"
+        named = {"run": run} if tenant is None else {"run": run, "tenant": tenant}
+        self.ledger, self.training = _selector(named), _selector({"run": run})
+        self._begin, self._end, self._step = at - lookback, at, MIN_STEP
+        self._hosts: list[str] | None = None
+
+    def start(self) -> tuple[float, str]:
+        """Return the start of the run and its tenant, to which later queries are limited. Raises SettingsError."""
+        starts = self._now(f"max by (tenant) (last_over_time({m.RUN_START}{self.ledger}[{self._window}]))")
+        if not starts:
+            raise SettingsError(
+                f"no run {self.run!r} with series of the ledger ({m.RUN_START}) in the last {self._window}; check its "
+                "name and that this Prometheus scrapes the ledger, or try a longer --lookback"
+            )
+        tenants = sorted(series.labels.get("tenant", "") for series in starts)
+        if len(starts) > 1:
+            raise SettingsError(f"several tenants have a run {self.run!r}; add --tenant {' or '.join(tenants)}")
+        self.ledger = _selector({"run": self.run, "tenant": tenants[0]})
+        return starts[0].points[0][1], tenants[0]
+
+    def set_span(self, begin: float, end: float) -> None:
+        """Limit later queries to this time."""
+        self._begin, self._end = max(begin, self._begin), max(begin + 1, min(self.at, end + 60))
+        self._step = max(MIN_STEP, (self._end - self._begin) / MAX_SLICES)
+        self._window = f"{max(60, round(self.at - self._begin))}s"
+
+    def one(self, row: m.Metric) -> float | None:
+        """Return the last value of a family of the run that has one series."""
+        return self._prometheus.value(f"max(last_over_time({row}{self.ledger}[{self._window}]))", self.at)
+
+    def ratio(self, numerator: m.Metric, denominator: m.Metric) -> float | None:
+        """Return the quotient of the last values of two families; None if it is unknown."""
+        above, below = self.one(numerator), self.one(denominator)
+        return above / below if above is not None and below else None
+
+    def by(self, label: str, row: m.Metric) -> dict[str, float]:
+        """Return the last values of a family of the run by one label."""
+        return self._values(label, f"max by ({label}) (last_over_time({row}{self.ledger}[{self._window}]))")
+
+    def mean(self, record: str) -> float | None:
+        """Return the mean of a recorded series of the run over its time."""
+        return self._prometheus.value(f"max(avg_over_time({record}{self.training}[{self._window}]))", self.at)
+
+    def changes(self, row: m.Metric) -> float:
+        """Return how often a gauge of the run changed."""
+        ranged = f"({row}{self.ledger}[{self._window}])"
+        try:
+            # changes() of VictoriaMetrics also counts the first sample; Prometheus has no changes_prometheus().
+            return self._prometheus.value(f"max(changes_prometheus{ranged})", self.at) or 0.0
+        except SettingsError:
+            return self._prometheus.value(f"max(changes{ranged})", self.at) or 0.0
+
+    def over(self, query: str) -> list[TimeSeries]:
+        """Return the result of a query over the run's time."""
+        return self._prometheus.query_range(query, self._begin, self._end, self._step)
+
+    def mfu_over_time(self) -> list[tuple[float, float]]:
+        """Return the points of the run's MFU."""
+        return [point for series in self.over(f"max by (run) ({RUN_MFU}{self.training})") for point in series.points]
+
+    def declared(self) -> dict[str, str]:
+        """Return what the run declared, such as its FLOPs convention, dtype, source of the peak and owner."""
+        info = self._now(f"topk(1, {self._last(m.TRAINING_RUN_INFO)})")
+        shown = ("convention", "dtype", "flops_source", "peak_source", "framework", "owner", "team", "external_id")
+        return {name: info[0].labels[name] for name in shown if info[0].labels.get(name)} if info else {}
+
+    def hosts(self) -> list[str]:
+        """Return the hosts that ran ranks of the run."""
+        if self._hosts is None:
+            ranks = self._now(f"group by (host) ({self._last(m.TRAINING_RANK_INFO)})")
+            self._hosts = sorted(series.labels.get("host", "") for series in ranks)
+        return self._hosts
+
+    def timeline(self, began: float, open_seconds: float) -> list[Slice]:
+        """Return the buckets over time, with a slice for each time the ledger booked something.
+
+        Buckets partition the wall clock up to the frontier, so what was booked between two samples lies between their
+        sums: two hours of down time, booked at once at the restart, are shown as those two hours.
+        """
+        buckets = {
+            series.labels["bucket"]: dict(series.points)
+            for series in self.over(f"max by (bucket) ({m.RUN_SECONDS}{_selector({}, self.ledger, exclude='queue')})")
+        }
+        times = sorted({time for points in buckets.values() for time in points})
+        before: dict[str, float] = dict.fromkeys(buckets, 0.0)
+        slices: list[Slice] = []
+        at = began
+        for time in times:
+            # Never below the last value: a ledger that lost its file started again from 0.
+            now = {bucket: max(points.get(time, before[bucket]), before[bucket]) for bucket, points in buckets.items()}
+            seconds = {bucket: now[bucket] - before[bucket] for bucket in buckets if now[bucket] > before[bucket]}
+            if seconds:
+                slices.append(Slice(at, at + sum(seconds.values()), seconds))
+                at, before = slices[-1].end, now
+        if open_seconds > 0:
+            slices.append(Slice(at, at + open_seconds, {OPEN: open_seconds}))
+        return slices
+
+    def causes(self) -> list[CauseTotal]:
+        """Return the losses by cause, the most expensive first."""
+        counts, seconds = self._by_cause(m.RUN_INCIDENTS), self._by_cause(m.RUN_BADPUT_GPU_SECONDS)
+        totals = [CauseTotal(cause, round(count), seconds.get(cause, 0.0)) for cause, count in counts.items() if count]
+        return sorted(totals, key=lambda cause: -cause.gpu_seconds)
+
+    def _by_cause(self, row: m.Metric) -> dict[str, float]:
+        """Return the last values of a family of losses by cause, summed over all kinds."""
+        each = f"max by (kind, cause) (last_over_time({row}{self.ledger}[{self._window}]))"
+        return self._values("cause", f"sum by (cause) ({each})")
+
+    def alerts(self, tenant: str) -> list[Firing]:
+        """Return the alerts that fired on the run, or on a host while it ran there, in order of time."""
+        # The window finds alerts that fired between two points of the query.
+        window = max(self._step, 60)
+        on_run = f"last_over_time(ALERTS{_selector({'run': self.run, 'alertstate': 'firing'})}[{window:.0f}s])"
+        on_host = (
+            f'last_over_time(ALERTS{{alertstate="firing",run="",host!=""}}[{window:.0f}s]) and on (host) '
+            f"group by (host) (last_over_time({m.TRAINING_RANK_INFO}{self.training}[10m]))"
+        )
+        firings: list[Firing] = []
+        for series in (*self.over(on_run), *self.over(on_host)):
+            if series.labels.get("tenant", tenant) != tenant:
+                continue
+            place = ", ".join(
+                f"{name} {series.labels[name]}"
+                for name in ("host", "device", "port", "uuid", "xid", "rank")
+                if series.labels.get(name)
+            )
+            name, severity = (series.labels.get(label, "") for label in ("alertname", "severity"))
+            for began, ended in _spells(series.points, 2.5 * window):
+                firings.append(Firing(name, severity, place, began, ended, ended > self.at - 2.5 * window))
+        return sorted(firings, key=lambda firing: (firing.began, firing.name))
+
+    def ranks(self) -> list[Outlier]:
+        """Return the ranks that were the straggler most often."""
+        late = self._now(
+            f"topk({MAX_OUTLIERS}, max by (rank) (count_over_time({LEADER}{self.training}[{self._window}])))"
+        )
+        all_points = self._prometheus.value(
+            f"max(count_over_time({RUN_SCORE}{self.training}[{self._window}]))", self.at
+        )
+        cost = self._values("rank", f"max by (rank) (avg_over_time({LEADER}{self.training}[{self._window}]))")
+        places = self._places()
+        return [
+            Outlier(
+                f"rank {(rank := series.labels['rank'])}",
+                places.get(rank, ""),
+                f"was the straggler in {series.points[0][1] / all_points:.1%} of the run, at {cost.get(rank, 0.0):.1%} "
+                f"of a step",
+            )
+            for series in sorted(late, key=lambda one: -one.points[0][1])
+            if all_points
+        ]
+
+    def _places(self) -> dict[str, str]:
+        """Return host and GPU of each rank as text."""
+        ranks = self._now(self._last(m.TRAINING_RANK_INFO))
+        return {
+            series.labels["rank"]: ", ".join(
+                text for text in (series.labels.get("host", ""), series.labels.get("uuid", "")) if text
+            )
+            for series in sorted(ranks, key=lambda one: one.points[0][0])
+            if "rank" in series.labels
+        }
+
+    def links(self) -> list[Outlier]:
+        """Return the ports of the run's hosts with the most errors."""
+        here, port = self._here(), "sum by (instance, device, port)"
+        rows = ((m.INFINIBAND_SYMBOL_ERRORS, "symbol errors"), (m.INFINIBAND_LINK_DOWNED, "times down"))
+        counts: dict[tuple[str, str, str], dict[str, float]] = {}
+        for row, what in rows:
+            query = f"topk({MAX_OUTLIERS}, ({port} (increase({row}[{self._window}])) and on (instance) {here}) >= 0.5)"
+            for series in self._now(query):
+                counts.setdefault(_port(series), {})[what] = series.points[0][1]
+        if not counts:
+            return []
+        hosts = {
+            _port(series): series.labels.get("host", "")
+            for series in self._now(
+                f"group by (instance, device, port, host) (last_over_time({m.INFINIBAND_INFO}[{self._window}])) "
+                f"and on (instance) {here}"
+            )
+        }
+        worst = sorted(counts.items(), key=lambda item: -sum(item[1].values()))[:MAX_OUTLIERS]
+        return [
+            Outlier(
+                f"{key[1]} port {key[2]}",
+                hosts.get(key, key[0]),
+                ", ".join(f"{count:,.0f} {what}" for what, count in of_port.items()),
+            )
+            for key, of_port in worst
+        ]
+
+    def missed(self, causes: Iterable[CauseTotal]) -> list[str]:
+        """Return what the monitoring missed of this run, one sentence each."""
+        found: list[str] = []
+        seen = sum(len(series.points) for series in self.over(f"max by (run) ({m.RUN_START}{self.ledger})"))
+        expected = int((self._end - self._begin) / self._step) + 1
+        if seen < expected - 2:
+            found.append(
+                f"For {(expected - seen) * self._step / 3600:.1f} h of the run this Prometheus has no sample of "
+                "the ledger. The totals are complete, but the timeline is coarser there."
+            )
+        reasons = self._now(f"count by (reason) ({self._last(m.TRAINING_MFU_UNAVAILABLE)} == 1)")
+        found += [
+            f"{series.points[0][1]:.0f} ranks had no MFU: {series.labels.get('reason', '')}." for series in reasons
+        ]
+        ranks = self._count(f"group by (rank) ({self._last(m.TRAINING_RANK_INFO)})")
+        if not ranks:
+            found.append("This Prometheus has no series of any rank, so MFU and stragglers are unknown.")
+        waits = self._count(f"group by (rank) ({self._last(WAIT)})")
+        if ranks and waits < ranks:
+            found.append(
+                f"The wait for other ranks was measured on {waits:.0f} of {ranks:.0f} ranks. A straggler is named only "
+                "if all are measured; docs/stragglers.md lists where that is possible."
+            )
+        errors = self._prometheus.value(
+            f"sum(increase({m.TRAINING_HOOK_ERRORS}{self.training}[{self._window}]))", self.at
+        )
+        if errors is not None and errors >= 0.5:
+            found.append(f"The training hook swallowed {errors:.0f} errors; see the job's log.")
+        failing = self._now(
+            f"avg by (collector) (avg_over_time({m.COLLECTOR_SUCCESS}[{self._window}]) "
+            f"and on (instance) {self._here()}) < 0.999"
+        )
+        found += [
+            f"The collector {series.labels.get('collector', '')} failed {1 - series.points[0][1]:.1%} of the time."
+            for series in failing
+        ]
+        unknown = next((cause for cause in causes if cause.cause == "unknown"), None)
+        if unknown is not None:
+            found.append(f"{unknown.incidents} losses have no known cause.")
+        return found
+
+    def _last(self, family: object) -> str:
+        """Return an expression of the last samples of a family of the run's ranks."""
+        return f"last_over_time({family}{self.training}[{self._window}])"
+
+    def _here(self) -> str:
+        """Return an expression of the run's hosts by `instance`: an exporter serves all ranks and ports of a host."""
+        return f"group by (instance) ({self._last(m.TRAINING_RANK_INFO)})"
+
+    def _values(self, label: str, query: str) -> dict[str, float]:
+        """Return the values of a query by one label."""
+        return {series.labels[label]: series.points[0][1] for series in self._now(query)}
+
+    def _count(self, query: str) -> float:
+        """Return the number of series that a query returns."""
+        return self._prometheus.value(f"count({query})", self.at) or 0.0
+
+    def _now(self, query: str) -> list[TimeSeries]:
+        """Return the result of a query at the time of the report."""
+        return [series for series in self._prometheus.query(query, self.at) if series.points]
+
+
+def _port(series: TimeSeries) -> tuple[str, str, str]:
+    """Return instance, device and port of a series."""
+    return series.labels.get("instance", ""), series.labels.get("device", ""), series.labels.get("port", "")
+
+
+def _spells(points: list[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
+    """Return begin and end of each stretch of points that are less than a gap apart."""
+    spells: list[tuple[float, float]] = []
+    for time, _ in points:
+        if spells and time - spells[-1][1] <= gap:
+            spells[-1] = spells[-1][0], time
+        else:
+            spells.append((time, time))
+    return spells
+
+
+def _selector(labels: dict[str, str], inside: str = "", exclude: str = "") -> str:
+    """Return a selector `{name="value",...}` that includes the selector `inside` and excludes one bucket."""
+    parts = [inside[1:-1]] if inside else []
+    parts += [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in labels.items()]
+    if exclude:
+        parts.append(f'bucket!="{exclude}"')
+    return "{" + ",".join(parts) + "}"
