@@ -96,6 +96,12 @@ def test_every_name_is_one_row() -> None:
     assert len({row.name.removesuffix("_total").removesuffix("_info") for row in ROWS}) == len(ROWS)
 
 
+def test_every_name_is_a_literal_that_grep_finds() -> None:
+    files = (ROOT / "exporter" / "flopwatch" / "catalogue").glob("*.py")
+    literals = set(re.findall(r'"([a-z0-9_]+)"', "".join(file.read_text() for file in files)))
+    assert BY_NAME.keys() <= literals, f"assembled: {sorted(BY_NAME.keys() - literals)}"
+
+
 def test_twenty_rows_matter_most() -> None:
     assert sum(row.key for row in ROWS) == 20
     assert metrics_markdown(key_only=True).count("\n| `") == 20

@@ -33,6 +33,30 @@ class Metric:
         return self.name.partition("_")[0]
 
 
+def counter(
+    name: str, help: str, labels: tuple[str, ...], source: str, *, scale: float = 1.0, key: bool = False
+) -> Metric:
+    """Return the row of a counter."""
+    return Metric(name, "counter", help, labels, source, scale, key)
+
+
+def gauge(
+    name: str, help: str, labels: tuple[str, ...], source: str, *, scale: float = 1.0, key: bool = False
+) -> Metric:
+    """Return the row of a gauge."""
+    return Metric(name, "gauge", help, labels, source, scale, key)
+
+
+def info(name: str, help: str, labels: tuple[str, ...], source: str, *, key: bool = False) -> Metric:
+    """Return the row of an info family: its value is 1, and its labels are the facts."""
+    return Metric(name, "info", help, labels, source, key=key)
+
+
+def histogram(name: str, help: str, labels: tuple[str, ...], source: str) -> Metric:
+    """Return the row of a histogram."""
+    return Metric(name, "histogram", help, labels, source)
+
+
 # One reading: the row, its label values in the row's order, and the source's own number (Scrape multiplies by scale).
 Sample = tuple[Metric, tuple[str, ...], float]
 
