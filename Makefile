@@ -39,9 +39,7 @@ generate: $(VENV)/.dev  ## write the generated files again
 	@$(BIN)/python -m alerts helm/files
 	@$(BIN)/python -m dashboards helm/files/dashboards
 	@$(BIN)/python -m helm.generate
-	@$(BIN)/flopwatch metrics > docs/metrics.md
-	@$(BIN)/python -m alerts.recording > docs/records.md
-	@$(BIN)/python -m flopwatch.node.collectors.xid > docs/xid.md
+	@$(BIN)/python -m docs.generate
 
 viewer: $(PAGE)  ## the page of `flopwatch boards`; needs Node 20 or newer
 

@@ -18,14 +18,11 @@ import yaml
 
 from alerts import Alert, AlertSettings, alertmanager_yaml, alerts, records, rules, rules_yaml
 from alerts.__main__ import main
-from alerts.alerting.gpu import CRITICAL_XIDS
 from alerts.recording import EVERY
-from alerts.recording.__main__ import TITLES
-from alerts.recording.__main__ import text as recording_page
 from alerts.settings import duration
 from dashboards.alerts import grafana_rules
 from demo.servers import Servers, find
-from flopwatch.node.collectors import xid
+from docs.generate import GROUPS, recorded
 from simulator.promtool import rule_test
 from tests.rule_files import rules_of
 from tests.test_dashboards import labels_of
@@ -163,9 +160,9 @@ def test_every_record_has_a_name_of_its_own_and_a_rule_test_that_asks_for_it() -
 
 def test_the_list_of_records_in_the_docs_is_the_printed_one_and_leaves_none_out() -> None:
     page = (ROOT / "docs" / "records.md").read_text()
-    assert page == recording_page(SETTINGS)
+    assert page == recorded()
     assert re.findall(r"^\| `(\S+)` \|", page, flags=re.MULTILINE) == [
-        record.name for group in TITLES for record in records(SETTINGS) if record.group == group
+        record.name for group in GROUPS for record in records(SETTINGS) if record.group == group
     ]
     assert page.count("| `") == len(records(SETTINGS))
 
@@ -199,10 +196,6 @@ def test_there_is_a_runbook_and_a_rule_test_for_no_other_alert() -> None:
     names = {alert.name for alert in ALERTS}
     assert {path.stem for path in (ROOT / "alerts" / "runbooks").iterdir()} == names
     assert {path.stem for path in RULE_TESTS if not path.stem.startswith("recording")} == names
-
-
-def test_the_critical_xids_are_those_the_collector_starts_at_zero() -> None:
-    assert [int(code) for code in CRITICAL_XIDS] == list(xid.CRITICAL)
 
 
 @pytest.mark.parametrize("pace", [0.5, 7, 15, 40])

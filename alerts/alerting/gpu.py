@@ -9,9 +9,7 @@ and nvlink, which are evaluated less often.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable
-from importlib.resources import files
 from textwrap import indent
 from typing import Literal
 
@@ -20,30 +18,7 @@ from alerts.alert import Alert, each, lasts_with
 from alerts.alerting.hardware import GPU, at_host, latest, ranks_of_gpu, runs_on_host
 from alerts.settings import AlertSettings
 from flopwatch import catalogue as m
-
-# The Xids after which a GPU is not fit for work, and NVIDIA's immediate action in words. 64 is the row-remap failure
-# of the memory error management guide: a criterion for replacement. 144 to 150 are of NVLink 5, fatal or not.
-CRITICAL_XIDS = {
-    "46": "Reset the GPU.",
-    "48": "Drain the node and reset the GPU.",
-    "62": "Reset the GPU.",
-    "64": "Drain the node and have the GPU replaced.",
-    "74": "Check the NVLink the kernel log names, then reset the GPU.",
-    "79": "Drain and reboot the node.",
-    "95": "Reset the GPU.",
-    "109": "Reset the GPU.",
-    "110": "Reset the GPU.",
-    "119": "Reset the GPU; if it does not answer, reboot the node.",
-    "120": "Reset the GPU; if it does not answer, reboot the node.",
-    "136": "Reset the GPU.",
-    "140": "Reset the GPU.",
-    "143": "Reset the GPU; if it does not answer, reboot the node.",
-    **dict.fromkeys(map(str, range(144, 151)), "Check the NVLink the kernel log names, then reset the GPU."),
-    "155": "Reset the GPU.",
-    "156": "Drain the node and reset the GPU.",
-    "158": "Reset the GPU; if it does not answer, reboot the node.",
-}
-
+from flopwatch.catalogue.xid import paging_xids, xids
 
 # Xids of broken hardware after which a GPU may go on, down to severity error. 63 is less: it recurs harmlessly, and a
 # remap that waits for a reset is GpuRepairPending.
@@ -90,15 +65,13 @@ def alerts(settings: AlertSettings) -> tuple[Alert, ...]:
 
 
 def _xid(settings: AlertSettings) -> Alert:
-    table = files("flopwatch").joinpath("data/xid.csv").read_text(encoding="utf-8")
-    names = {row["xid"]: row["name"] for row in csv.DictReader(table.splitlines())}
     meaning = "".join(
-        f'\n{{{{- if eq $labels.xid "{xid}" }}}} ({names[xid]}). {action}{{{{ end }}}}'
-        for xid, action in CRITICAL_XIDS.items()
+        f'\n{{{{- if eq $labels.xid "{code}" }}}} ({xids()[code].name}). {xids()[code].page}{{{{ end }}}}'
+        for code in paging_xids()
     )
     ranks = f"last_over_time({m.TRAINING_RANK_INFO}{{uuid=%q}}[{settings.at_pace(settings.rate_window)}])"
     # By the time last seen, not by increase(): the first Xid may be the first sample of its series.
-    codes, window = "|".join(CRITICAL_XIDS), settings.at_pace(settings.xid_window)
+    codes, window = "|".join(map(str, paging_xids())), settings.at_pace(settings.xid_window)
     seen = f'{m.GPU_XID_LAST}{{xid=~"{codes}"}}'
     fresh, kept = settings.seconds_at_pace(settings.xid_window), settings.seconds_at_pace(settings.memory)
     # An Xid of NVLink 5 of which the kernel log says each time that it was not fatal.
@@ -185,35 +158,30 @@ def _of_gpu(
     )
 
 
-def _table() -> list[dict[str, str]]:
-    text = files("flopwatch").joinpath("data/xid.csv").read_text(encoding="utf-8")
-    return list(csv.DictReader(text.splitlines()))
-
-
-def _meanings(rows: Iterable[dict[str, str]]) -> str:
-    return "".join(f'\n{{{{- if eq $labels.xid "{row["xid"]}" }}}} ({row["name"]}){{{{ end }}}}' for row in rows)
+def _meanings(codes: Iterable[int]) -> str:
+    return "".join(f'\n{{{{- if eq $labels.xid "{code}" }}}} ({xids()[code].name}){{{{ end }}}}' for code in codes)
 
 
 def _paged(settings: AlertSettings) -> str:
     """Return the GPUs whose critical Xid has paged, for as long as GpuXidCritical holds of one that is gone."""
-    codes, kept = "|".join(CRITICAL_XIDS), settings.seconds_at_pace(settings.memory)
+    codes, kept = "|".join(map(str, paging_xids())), settings.seconds_at_pace(settings.memory)
     return f'{latest(m.GPU_XID_LAST, GPU, settings, f"""{{xid=~"{codes}"}}""")} > time() - {kept}'
 
 
 def _other_xids(settings: AlertSettings) -> tuple[Alert, ...]:
     """Return the alerts on Xids that do not make a GPU unfit: those of hardware are told, those of jobs recorded."""
     hardware, jobs = [], []
-    for row in _table():
-        if row["xid"] in CRITICAL_XIDS or row["class"] == "unused":
+    for code, row in xids().items():
+        if row.page or row.category == "unused":
             continue
-        if row["class"] in HARDWARE_CLASSES and row["severity"] in ("error", "critical", "fatal"):
-            hardware.append(row)
-        elif row["class"] in ("application", "engine"):
-            jobs.append(row)
+        if row.category in HARDWARE_CLASSES and row.severity in ("error", "critical", "fatal"):
+            hardware.append(code)
+        elif row.category in ("application", "engine"):
+            jobs.append(code)
     window, fresh = settings.at_pace(settings.xid_window), settings.seconds_at_pace(settings.xid_window)
 
-    def alert(name: str, severity: Literal["warning", "info"], rows: list[dict[str, str]], summary: str) -> Alert:
-        codes = "|".join(row["xid"] for row in rows)
+    def alert(name: str, severity: Literal["warning", "info"], xids_: list[int], summary: str) -> Alert:
+        codes = "|".join(map(str, xids_))
         # By the time last seen, as GpuXidCritical: the first Xid may be the first sample of its series.
         seen = f'max by ({GPU}, xid) (last_over_time({m.GPU_XID_LAST}{{xid=~"{codes}"}}[{window}])) > time() - {fresh}'
         return Alert(
@@ -224,7 +192,7 @@ def _other_xids(settings: AlertSettings) -> tuple[Alert, ...]:
             at_host("group", seen, "host, uuid, xid", settings, settings.xid_window),
             "0s",  # an Xid is a fact; to wait for a second one is GpuXidRepeated
             summary,
-            _gpu(settings) + " reported Xid {{ $labels.xid }}" + _meanings(rows) + "." + ranks_of_gpu(settings),
+            _gpu(settings) + " reported Xid {{ $labels.xid }}" + _meanings(xids_) + "." + ranks_of_gpu(settings),
         )
 
     return (
@@ -234,7 +202,8 @@ def _other_xids(settings: AlertSettings) -> tuple[Alert, ...]:
 
 
 def _repeated_xid(settings: AlertSettings) -> Alert:
-    codes = "|".join(row["xid"] for row in _table() if row["class"] == "application")
+    application = [code for code, row in xids().items() if row.category == "application"]
+    codes = "|".join(map(str, application))
     hour, day = settings.at_pace(3600), settings.at_pace(settings.memory)
     past, today = settings.seconds_at_pace(3600), settings.seconds_at_pace(settings.memory)
     seen = f'max by ({GPU}, xid) (%s{m.GPU_XID_LAST}{{xid=~"{codes}"}}%s)'
@@ -255,7 +224,7 @@ count_over_time((
         "One GPU alone reports an application's error again and again: it is the hardware.",
         _gpu(settings)
         + " reported Xid {{ $labels.xid }}"
-        + _meanings(row for row in _table() if row["class"] == "application")
+        + _meanings(application)
         + ' in {{ printf "%.0f" $value }} hours of the last day, and no other GPU of the node did.'
         + ranks_of_gpu(settings),
     )

@@ -2,7 +2,7 @@
 
 `rank:`, `run:`, `host:`, `rail:`, `port:` and `instance:` say what a series is of; of `fleet:` there is one. A name
 keeps the window it has at pace 1. Rates come before sums, and both sides of a ratio are summed before they are divided.
-docs/records.md lists them: `python -m alerts.recording`.
+docs/records.md lists them.
 """
 
 from __future__ import annotations
