@@ -72,6 +72,7 @@ now = [
         unit="percentunit",
         thresholds=[(None, "red"), (0.5, "orange"), (0.9, "green")],
         width=4,
+        no_data="Rails are next to idle.",
     ),
 ]
 
@@ -106,6 +107,7 @@ rails = [
         d.Query(f"topk({p.LINES}, max by (run, rail) ({r.RAIL_NOTIFICATIONS}{RUN}) > 0)", "{{run}} rail {{rail}}"),
         unit="cps",
         width=12,
+        no_data="InfiniBand has none.",
     ),
     d.timeseries(
         "Sent again by rail",
@@ -113,6 +115,7 @@ rails = [
         d.Query(f"topk({p.LINES}, max by (run, rail) ({r.RAIL_RETRANSMISSIONS}{RUN}) > 0)", "{{run}} rail {{rail}}"),
         unit="cps",
         width=12,
+        no_data="No port has to.",
     ),
 ]
 
@@ -125,6 +128,7 @@ ports = [
         unit="none",
         thresholds=[(None, "green"), (1, "orange"), (120, "red")],
         links=TO_NODE,
+        no_data="There were none.",
     ),
     d.bargauge(
         "Links that went down",
@@ -133,6 +137,7 @@ ports = [
         unit="none",
         thresholds=p.FEW,
         links=TO_NODE,
+        no_data="None did.",
     ),
     d.bargauge(
         "Flaps",
@@ -141,6 +146,7 @@ ports = [
         unit="none",
         thresholds=[(None, "green"), (1, "orange"), (3, "red")],
         links=TO_NODE,
+        no_data="There were none.",
     ),
     d.bargauge(
         "Waiting for credit",
@@ -149,6 +155,7 @@ ports = [
         worst(f"max by ({PORT}) (rate({m.INFINIBAND_TRANSMIT_WAIT}[5m])) > 0"),
         unit="none",
         links=TO_NODE,
+        no_data="None waits.",
     ),
     d.bargauge(
         "Broken or dropped packets",
@@ -160,6 +167,7 @@ ports = [
         unit="cps",
         thresholds=p.FEW,
         links=TO_NODE,
+        no_data="There are none.",
     ),
     d.bargauge(
         "Hottest transceivers",
@@ -168,6 +176,7 @@ ports = [
         unit="celsius",
         thresholds=[(None, "green"), (p.SETTINGS.transceiver_celsius, "red")],
         links=TO_NODE,
+        no_data="The driver does not tell.",
     ),
     d.label_table(
         "Ports that are not well",
@@ -189,6 +198,7 @@ ports = [
         },
         links={"Node": [p.to_node(d.FIELD % "Node")]},
         height=8,
+        no_data="All are well.",
     ),
 ]
 
@@ -206,6 +216,7 @@ leaves = [
         unit="none",
         thresholds=p.FEW,
         width=12,
+        no_data="All are up, or nobody told where nodes stand (docs/identity.md).",
     ),
     p.firing(
         f'ALERTS{{alertstate="firing", alertname=~"{p.ALERTS}", device!=""}} or '

@@ -29,6 +29,7 @@ now = [
         unit="percentunit",
         top=1,
         thresholds=p.UTILIZATION,
+        no_data="No run has one.",
     ),
     d.gauge(
         "Goodput, one day",
@@ -168,6 +169,7 @@ losses = [
         ),
         unit="s",
         width=12,
+        no_data="No loss has been explained in that time; it takes five minutes.",
     ),
     d.stat(
         "GPU time to failure",
@@ -177,6 +179,7 @@ losses = [
         unit="s",
         width=6,
         height=8,
+        no_data="None ended so.",
     ),
     d.stat(
         "Time to recovery",
@@ -186,6 +189,7 @@ losses = [
         unit="s",
         width=6,
         height=8,
+        no_data="None had to.",
     ),
 ]
 
@@ -207,6 +211,7 @@ nodes = [
         sort="Score",
         links={"Node": [p.to_node(d.FIELD % "Node")]},
         width=8,
+        no_data="No node has a sign.",
     ),
     d.label_table(
         "Why nodes are not ok",
@@ -217,6 +222,7 @@ nodes = [
         links={"Node": [p.to_node(d.FIELD % "Node")]},
         width=16,
         height=10,
+        no_data="All nodes are ok.",
     ),
     p.firing(
         f'ALERTS{{alertstate="firing", alertname=~"{p.ALERTS}", alertname!="FlopwatchWatchdog"}}',

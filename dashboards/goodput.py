@@ -24,13 +24,19 @@ now = [
         unit="percentunit",
         thresholds=p.SHARE,
         width=4,
+        no_data=no_data,
     )
-    for name, text, series in (
-        ("Goodput", "Share of the wall clock since the first start that advanced the model.", r.GOODPUT),
-        ("Goodput, 1 h", "The same in the last hour.", r.GOODPUT_1H),
-        ("Goodput, 1 d", "The same in the last day.", r.GOODPUT_1D),
-        ("Goodput, 7 d", "The same in the last seven days.", r.GOODPUT_7D),
-        ("ETTR", "Goodput since submission, the queue included. Nothing: that time is unknown.", r.ETTR),
+    for name, text, series, no_data in (
+        ("Goodput", "Share of the wall clock since the first start that advanced the model.", r.GOODPUT, ""),
+        ("Goodput, 1 h", "The same in the last hour.", r.GOODPUT_1H, ""),
+        ("Goodput, 1 d", "The same in the last day.", r.GOODPUT_1D, ""),
+        ("Goodput, 7 d", "The same in the last seven days.", r.GOODPUT_7D, ""),
+        (
+            "ETTR",
+            "Goodput since submission, the queue included. Nothing: that time is unknown.",
+            r.ETTR,
+            "That time is unknown.",
+        ),
     )
 ] + [
     d.stat(
@@ -104,6 +110,7 @@ causes = [
         ),
         unit="s",
         width=8,
+        no_data="None was explained yet; it takes five minutes.",
     ),
     d.bargauge(
         "Losses, by cause",
@@ -111,6 +118,7 @@ causes = [
         d.Query(f"sort_desc(max by (kind, cause) ({m.RUN_INCIDENTS}{ALL}) > 0)", "{{kind}}: {{cause}}", instant=True),
         unit="none",
         width=8,
+        no_data="None was explained yet.",
     ),
     d.bargauge(
         "How attempts ended",
@@ -118,6 +126,7 @@ causes = [
         d.Query(f"sort_desc(max by (status) ({m.RUN_ENDS}{ALL}) > 0)", "{{status}}", instant=True),
         unit="none",
         width=8,
+        no_data="None has.",
     ),
 ]
 
@@ -128,6 +137,7 @@ checkpoints = [
         d.Query(f"max({r.MTTF}{ALL})"),
         unit="s",
         width=4,
+        no_data="There was none.",
     ),
     d.stat(
         "Time to recovery",
@@ -135,6 +145,7 @@ checkpoints = [
         d.Query(f"max({r.MTTR}{ALL})"),
         unit="s",
         width=4,
+        no_data="None had to.",
     ),
     d.stat(
         "Steps at risk",
@@ -142,6 +153,7 @@ checkpoints = [
         "is written. Nothing: none is done yet.",
         d.Query(f"max({r.STEPS_AT_RISK}{ALL})"),
         width=4,
+        no_data="None is done yet.",
     ),
     d.stat(
         "Since the last checkpoint",
@@ -149,6 +161,7 @@ checkpoints = [
         d.Query(f"time() - max({m.RUN_COMMITTED_TIMESTAMP}{ALL})", instant=True),
         unit="s",
         width=4,
+        no_data="There is none.",
     ),
     d.stat(
         "Best interval",
@@ -161,6 +174,7 @@ checkpoints = [
         ),
         unit="s",
         width=4,
+        no_data="There was no failure, or no checkpoint.",
     ),
     d.stat(
         "Starts", "Attempts of the run. Bad: many in a short time.", d.Query(f"max({m.RUN_ATTEMPTS}{ALL})"), width=4

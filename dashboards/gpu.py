@@ -157,6 +157,7 @@ work = [
         d.Query(f"{rate(m.GPU_CLOCK_EVENT_SECONDS, 'reason')} > 0", "{{reason}}"),
         unit="percentunit",
         top=1,
+        no_data="Nothing does.",
     ),
     d.timeseries(
         "Memory",
@@ -203,6 +204,7 @@ links = [
         d.Query(f"{of(m.GPU_XID, 'xid')} > 0", "Xid {{xid}}"),
         unit="none",
         width=12,
+        no_data="It had none.",
     ),
 ]
 

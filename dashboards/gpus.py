@@ -105,6 +105,7 @@ cards = [
         labels=ROW | {"model": "Model"},
         sort="Xids, 1 d",
         links=ROW_LINKS,
+        no_data="No card needs one.",
     )
 ]
 
@@ -127,6 +128,7 @@ tops = [
         thresholds=p.HELD_BACK,
         links=TO_GPU,
         height=10,
+        no_data="No card was.",
     ),
     d.bargauge(
         "Slowest under load",
@@ -135,6 +137,7 @@ tops = [
         unit="hertz",
         links=TO_GPU,
         height=10,
+        no_data="No card works.",
     ),
     d.bargauge(
         "Corrected memory errors, one day",
@@ -144,6 +147,7 @@ tops = [
         thresholds=p.FEW,
         links=TO_GPU,
         height=10,
+        no_data="There were none.",
     ),
     d.bargauge(
         "PCIe replays, one hour",
@@ -153,6 +157,7 @@ tops = [
         thresholds=p.FEW,
         links=TO_GPU,
         height=10,
+        no_data="There were none.",
     ),
     d.bargauge(
         "Allocated and idle",
@@ -169,6 +174,7 @@ tops = [
         thresholds=p.FEW,
         links=[p.to_node(d.LABEL % "host")],
         height=10,
+        no_data="Whoever has a card uses it.",
     ),
 ]
 

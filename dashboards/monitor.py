@@ -45,6 +45,7 @@ now = [
         d.Query("sum(increase(prometheus_rule_evaluation_failures_total[5m]))", instant=True),
         thresholds=p.ERRORS,
         width=4,
+        no_data="Prometheus does not scrape itself.",
     ),
     d.stat(
         "Watchdog",
@@ -77,6 +78,7 @@ sources = [
         ),
         unit="cps",
         width=12,
+        no_data="None failed.",
     ),
     d.label_table(
         "Sources that fail now",
@@ -86,6 +88,7 @@ sources = [
         links={"Node": [p.to_node(d.FIELD % "Node")]},
         width=8,
         height=8,
+        no_data="All succeed.",
     ),
     d.label_table(
         "Why a run has no MFU",
@@ -95,6 +98,7 @@ sources = [
         links={"Run": [p.to_run(d.FIELD % "Run")]},
         width=8,
         height=8,
+        no_data="Each has one.",
     ),
     d.timeseries(
         "Reading processes replaced",
@@ -105,6 +109,7 @@ sources = [
         ),
         unit="cps",
         width=8,
+        no_data="None was.",
     ),
 ]
 
@@ -121,6 +126,7 @@ flow = [
         d.Query(f"sum by (outcome) (rate({m.LEDGER_SENT}{p.RATE}))", "sent: {{outcome}}"),
         d.Query(f"sum by (outcome) (rate({m.LEDGER_RECEIVED}{p.RATE}))", "received: {{outcome}}"),
         unit="cps",
+        no_data="There is no ledger.",
     ),
     d.timeseries(
         "Samples left out",
@@ -128,6 +134,7 @@ flow = [
         d.Query(f"sum by (budget) (rate({m.SERIES_DROPPED}{p.RATE})) > 0", "budget {{budget}}"),
         d.Query(f"sum by (collector) (rate({m.SERIES_DUPLICATE}{p.RATE})) > 0", "twice: {{collector}}"),
         unit="cps",
+        no_data="None was.",
     ),
     d.timeseries(
         "Errors in hooks",
@@ -136,6 +143,7 @@ flow = [
         unit="cps",
         links=[p.to_run(d.LABEL % "run")],
         width=12,
+        no_data="There are none.",
     ),
     d.timeseries(
         "Kernel log lines lost",
@@ -143,6 +151,7 @@ flow = [
         d.Query(f"sum(rate({m.KERNEL_LOG_LOST}{p.RATE}))", "lost"),
         unit="cps",
         width=12,
+        no_data="No exporter reads it.",
     ),
 ]
 
@@ -163,6 +172,7 @@ rest = [
         links={"Node": [p.to_node(d.FIELD % "Node")]},
         width=8,
         height=8,
+        no_data="None is.",
     ),
     p.firing(
         'ALERTS{alertstate="firing", alertname=~"Flopwatch.*", alertname!="FlopwatchWatchdog"}',

@@ -60,6 +60,7 @@ verdict = [
         labels={"verdict": "Verdict", "reason": "Reason", "part": "Part", "action": "What to do"},
         width=9,
         height=5,
+        no_data="It is.",
     ),
     d.label_table(
         "Where it stands",
@@ -69,6 +70,7 @@ verdict = [
         links={"Rack": [d.link("Rack", p.RACK, rack=d.FIELD % "Rack")]},
         width=6,
         height=5,
+        no_data="Nobody has told.",
     ),
 ]
 
@@ -167,6 +169,7 @@ ports = [
         unit="cps",
         width=6,
         links=[p.to_fabric("$host")],
+        no_data="There are none.",
     ),
 ]
 

@@ -111,6 +111,7 @@ def firing(which: str, description: str, *, width: int = d.COLUMNS, height: int 
         },
         width=width,
         height=height,
+        no_data="None fires.",
     )
 
 

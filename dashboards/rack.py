@@ -58,6 +58,7 @@ now = [
         d.Query(f"sum({by_host(f'count by (instance) ({m.GPU_FABRIC_HEALTH} > 1)')})", instant=True),
         thresholds=p.ERRORS,
         width=4,
+        no_data="No NVSwitch fabric.",
     ),
 ]
 
@@ -119,6 +120,7 @@ domain = [
         links={"Node": [p.to_node(d.FIELD % "Node")]},
         width=12,
         height=8,
+        no_data="No NVSwitch fabric.",
     ),
     d.label_table(
         "Trays",
@@ -127,6 +129,7 @@ domain = [
         labels={"chassis_serial": "Chassis", "tray": "Tray", "slot": "Slot", "host": "Node"},
         width=12,
         height=8,
+        no_data="Before Blackwell, or without DCGM.",
     ),
     d.timeseries(
         "NVSwitch errors",
@@ -138,6 +141,7 @@ domain = [
         ),
         unit="cps",
         width=12,
+        no_data="DCGM is not read, or there are none.",
     ),
     d.timeseries(
         "NVSwitch temperature",
@@ -149,6 +153,7 @@ domain = [
         unit="celsius",
         thresholds=p.HOT,
         width=12,
+        no_data="DCGM is not read.",
     ),
 ]
 

@@ -59,6 +59,7 @@ now = [
         d.Query(f"{r.RUN_MFU}{{{RUN}}}"),
         unit="percentunit",
         thresholds=UTILIZATION,
+        no_data=f"A rank has no peak, and {m.TRAINING_MFU_UNAVAILABLE} says why.",
     ),
     d.stat(
         "Effective MFU",
@@ -84,6 +85,7 @@ now = [
         d.Query(f"{r.ETTR}{{{LEDGER}}}"),
         unit="percentunit",
         thresholds=SHARE,
+        no_data="The time of submission is unknown.",
     ),
     d.stat(
         "Step time",

@@ -40,6 +40,7 @@ verdict = [
         name=True,
         links=TO_NODE,
         width=5,
+        no_data="Nobody is to blame.",
     ),
     d.stat(
         "Late host",
@@ -48,6 +49,7 @@ verdict = [
         name=True,
         links=TO_NODE,
         width=5,
+        no_data="No host is.",
     ),
     d.stat(
         "Lost in a day",
@@ -59,6 +61,7 @@ verdict = [
         ),
         unit="currencyUSD",
         width=5,
+        no_data="The ledger has no such time.",
     ),
     d.stat(
         "Wait share",
@@ -175,6 +178,7 @@ parts = [
         d.Query(f"count by (sign) ({r.SIGN}{{{RUN}}})", "{{sign}}"),
         unit="none",
         width=12,
+        no_data="No step is overdue.",
     ),
 ]
 

@@ -20,7 +20,6 @@ from alerts import Alert, AlertSettings, alertmanager_yaml, alerts, records, rul
 from alerts.__main__ import main
 from alerts.recording import EVERY
 from alerts.settings import duration
-from dashboards.alerts import grafana_rules
 from demo.servers import Servers, find
 from docs.generate import GROUPS, recorded
 from simulator.promtool import rule_test
@@ -322,48 +321,6 @@ def test_pagerduty_is_told_what_fires(render: Callable[[str], str]) -> None:
     assert render(pagerduty["details"]["firing"]) == "Run <!channel> & more\n"
     assert render(pagerduty["details"]["resolved"]) == "Run b>a\n"
     assert render(pagerduty["severity"]) == "critical"
-
-
-def test_grafana_managed_rules_are_the_same_alerts_one_to_one() -> None:
-    provisioning = grafana_rules(SETTINGS)
-    groups: Any = rules(SETTINGS)["groups"]
-    prometheus = [
-        (group["name"], rule["alert"], rule["expr"], rule["for"], rule["labels"], rule.get("keep_firing_for", ""))
-        for group in groups
-        for rule in group["rules"]
-        if "alert" in rule
-    ]
-    grafana = [
-        (
-            group["name"],
-            rule["title"].partition(" ")[0],
-            rule["data"][0]["model"]["expr"],
-            rule["for"],
-            rule["labels"],
-            rule["keepFiringFor"],
-        )
-        for group in provisioning["groups"]
-        for rule in group["rules"]
-    ]
-    assert len(grafana) == len(ALERTS)
-    assert grafana == prometheus
-
-
-def test_grafana_managed_rules_have_the_shape_grafana_provisions() -> None:
-    provisioning = grafana_rules(SETTINGS, datasource="mimir")
-    assert provisioning["apiVersion"] == 1
-    every = [rule for group in provisioning["groups"] for rule in group["rules"]]
-    assert len({rule["uid"] for rule in every}) == len({rule["title"] for rule in every}) == len(every)
-    for group in provisioning["groups"]:
-        assert group["folder"] == "flopwatch"
-        assert seconds(group["interval"]) % 10 == 0  # Grafana's scheduler ticks every ten seconds
-    for rule in every:
-        query, reduce = rule["data"]
-        assert (query["datasourceUid"], query["model"]["instant"]) == ("mimir", True)
-        assert (reduce["refId"], reduce["model"]["expression"]) == (rule["condition"], query["refId"])
-        assert reduce["model"]["settings"]["mode"] in ("", "dropNN", "replaceNN")  # all that Grafana accepts
-        assert (rule["noDataState"], rule["execErrState"]) == ("OK", "Error")
-        assert "query" not in rule["annotations"]["description"]
 
 
 def test_the_command_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
