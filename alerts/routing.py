@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from alerts.alerting import alerts
-from alerts.alerting.monitor import OF_HOST, OF_RUN
+from alerts.fragments import OF_HOST, OF_RUN
 from alerts.settings import AlertSettings
 
 # Slack reads <, > and & as markup: <!channel> in a label would ring for everybody.

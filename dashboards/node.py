@@ -192,7 +192,7 @@ ranks = [
                 "Stopped or stuck",
                 f"max by (rank) ({here(str(m.NODE_PROCESS_BLOCKED))})",
                 "s",
-                [(None, "green"), (p.SETTINGS.hang_blocked, "red")],
+                [(None, "green"), (30.0, "red")],
             ),
         ],
         key="rank",

@@ -6,16 +6,17 @@ what is lost is looked up in the description with `query`. An alert on hardware 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from alerts.alert import Alert
-from alerts.alerting import fabric, gpu, monitor, training
+from alerts.alerting import fabric, gpu, incidents, ledger, monitor, nvlink, quality, traffic, training, xid
 from alerts.settings import AlertSettings
+
+# In the order of evaluation within a group.
+DOMAINS = (training, ledger, quality, fabric, traffic, xid, gpu, nvlink, monitor, incidents)
 
 
 def alerts(settings: AlertSettings) -> tuple[Alert, ...]:
     """Return every alert. Raises ValueError if one that is to be in shadow mode does not exist."""
-    every = [alert for domain in (training, fabric, gpu, monitor) for alert in domain.alerts(settings)]
+    every = tuple(alert.at(settings) for domain in DOMAINS for alert in domain.ALERTS)
     if unknown := set(settings.shadow) - {alert.name for alert in every}:
         raise ValueError(f"shadow: there is no alert {', '.join(sorted(unknown))}")
-    return tuple(replace(alert, shadow=alert.name in settings.shadow) for alert in every)
+    return every

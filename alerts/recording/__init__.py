@@ -7,24 +7,21 @@ docs/records.md lists them.
 
 from __future__ import annotations
 
+from alerts.recording import fabric, fleet, gpu, hang, ledger, training
 from alerts.recording.fabric import *  # noqa: F403
-from alerts.recording.fabric import fabric_records
 from alerts.recording.fleet import *  # noqa: F403
-from alerts.recording.fleet import fleet_records
 from alerts.recording.gpu import *  # noqa: F403
-from alerts.recording.gpu import gpu_records
 from alerts.recording.hang import *  # noqa: F403
-from alerts.recording.hang import hang_records
 from alerts.recording.ledger import *  # noqa: F403
-from alerts.recording.ledger import ledger_records
 from alerts.recording.record import EVERY as EVERY
 from alerts.recording.record import Record as Record
 from alerts.recording.training import *  # noqa: F403
-from alerts.recording.training import training_records
 from alerts.settings import AlertSettings
+
+# In the order in which they build on each other.
+DOMAINS = (training, hang, gpu, fabric, ledger, fleet)
 
 
 def records(settings: AlertSettings) -> tuple[Record, ...]:
     """Return every recording rule, in the order in which they build on each other."""
-    domains = (training_records, hang_records, gpu_records, fabric_records, ledger_records, fleet_records)
-    return tuple(made for domain in domains for made in domain(settings))
+    return tuple(record.at(settings) for domain in DOMAINS for record in domain.RECORDS)

@@ -1,0 +1,148 @@
+"""Parts that several alerts share: the host of an exporter, who runs where, and what Xids mean."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from flopwatch.catalogue.xid import XidMeaning, paging_xids, xids
+
+# Xids of broken hardware after which a GPU may go on, down to severity error. 63 is less: it recurs harmlessly, and a
+# remap that waits for a reset is GpuRepairPending.
+HARDWARE_CLASSES = ("memory", "nvlink", "pcie", "power", "firmware")
+
+# Alerts that say why every run with a rank on their host stands still. Those on a switch or port of it, or on a GPU, do
+# while they are news: they may fire for days beside a run that is well.
+HOST_CAUSES = ("NodeLost", "HostOnFaultyLeaf", "Maintenance")
+PART_CAUSES = ("NvswitchSxid", "InfinibandPortDown")
+GPU_CAUSES = (
+    "GpuXidCritical",
+    "GpuMemoryFailed",
+    "GpuMissing",
+    "GpuRecoveryNeeded",
+    "NvlinkDown",
+    "NvlinkFabricUnhealthy",
+)
+# What the two in between hold back: of a host, and of a run in as far as it pages.
+OF_HOST = "NodeLost|Flopwatch.+|Infiniband.+|RailImbalance|EfaErrors|RoceMisconfigured"
+STANDS_STILL = "TrainingDown|TrainingHang|TrainingRestartStorm|TrainingStalled"
+OF_RUN = f"{STANDS_STILL}|TrainingStraggler"
+
+
+def each_series(query: str, arguments: str, text: str, by: str = "") -> str:
+    """Return a Prometheus template that prints `text` for each series of a query whose %q are filled with `arguments`.
+
+    An aggregation has no order: its series are printed by the first label that it keeps, others by the label `by`.
+    """
+    aggregation = re.match(r"(?:max|min|sum|count|group) by \((\w+)", query)
+    order = by or (aggregation.group(1) if aggregation else "")
+    in_order = f' | sortByLabel "{order}"' if order else ""
+    return f"\n{{{{- range printf `{query}` {arguments} | query{in_order} }}}}{text}{{{{ end }}}}"
+
+
+def each_port(problem: str, text: str) -> str:
+    """Return a template that prints `text` if the port of the alert has this problem; %[1]q, %[2]q are its labels."""
+    query = f"max(({problem}) and on (instance, device, port) infiniband_info{{host=%[3]q}})"
+    return each_series(query, "$labels.device $labels.port $labels.host", text)
+
+
+def _xids(chosen: Iterable[int]) -> str:
+    return "|".join(map(str, chosen))
+
+
+def _meaning(chosen: Iterable[int], text: str = " ({0.name})") -> str:
+    return "".join(
+        f'\n{{{{- if eq $labels.xid "{code}" }}}}{text.format(xids()[code])}{{{{ end }}}}' for code in chosen
+    )
+
+
+def _of_hardware(meaning: XidMeaning) -> bool:
+    return meaning.category in HARDWARE_CLASSES and meaning.severity in ("error", "critical", "fatal")
+
+
+_HARDWARE = [code for code, row in xids().items() if not row.page and _of_hardware(row)]
+_JOB = [code for code, row in xids().items() if not row.page and row.category in ("application", "engine")]
+_APPLICATION = [code for code, row in xids().items() if row.category == "application"]
+
+FRAGMENTS: Mapping[str, str] = {
+    # One exporter is one host, so they are joined on `instance`: a GPU that never told its name has a host as well.
+    # What is known now is believed before what was, so that a node that was renamed has its new name at once; a driver
+    # that hangs, or an exporter that restarts, leaves what was known last. An exporter of which no host gets known
+    # makes an alert without one, but not within its first two minutes: the host is recorded once a minute.
+    "host": """\
+topk by (instance) (1,
+  instance:host:info
+    or on (instance)
+  last_over_time(instance:host:info[<duration>])
+    or on (instance)
+  group by (instance) (flopwatch_build_info offset <2m>)
+)""",
+    # Of exporters: the host, or none if it is not known yet.
+    "host_of_exporter": """\
+(
+  instance:host:info
+    or on (instance)
+  group by (instance) (flopwatch_build_info)
+)""",
+    "paging_xids": _xids(paging_xids()),
+    "hardware_xids": _xids(_HARDWARE),
+    "job_xids": _xids(_JOB),
+    "application_xids": _xids(_APPLICATION),
+    "meaning_of_paging_xid": _meaning(paging_xids(), " ({0.name}). {0.page}"),
+    "meaning_of_hardware_xid": _meaning(_HARDWARE),
+    "meaning_of_job_xid": _meaning(_JOB),
+    "meaning_of_application_xid": _meaning(_APPLICATION),
+    # Pages that an Xid explains and that may last longer than it is news.
+    "after_xid": "NodeLost|GpuMissing|GpuTooFew|GpuRecoveryNeeded|NvlinkDown|NvlinkFabricUnhealthy",
+    "host_causes": "|".join(HOST_CAUSES),
+    "part_causes": "|".join(PART_CAUSES),
+    "gpu_causes": "|".join(GPU_CAUSES),
+    "other_causes": "|".join(
+        (*(name for name in HOST_CAUSES if name != "HostOnFaultyLeaf"), *PART_CAUSES, *GPU_CAUSES)
+    ),
+    "host_part_and_gpu_causes": "|".join((*HOST_CAUSES, *PART_CAUSES, *GPU_CAUSES)),
+    "of_host": OF_HOST,
+    "of_run": OF_RUN,
+    "stands_still": STANDS_STILL,
+    "port": "Port {{ $labels.port }} of {{ $labels.device }} on {{ $labels.host }}",
+    "gpu": "GPU"
+    + each_series(
+        "topk(1, max by (gpu) (last_over_time(gpu_info{uuid=%q}[<5m>])))", "$labels.uuid", " {{ .Labels.gpu }}"
+    )
+    + "{{ with $labels.uuid }} ({{ . }}){{ end }}{{ with $labels.host }} of {{ . }}{{ end }}",
+    # A GPU without a uuid has none.
+    "ranks_on_gpu": each_series(
+        'group by (run, rank) (last_over_time(training_rank_info{uuid=%q,uuid!=""}[<5m>]))',
+        "$labels.uuid",
+        " Rank {{ .Labels.rank }} of run {{ .Labels.run }} runs on it.",
+    ),
+    "runs_on_host": each_series(
+        'count by (run) (group by (run, rank) (last_over_time(training_rank_info{host=%q,host!=""}[<5m>])))',
+        "$labels.host",
+        " Run {{ .Labels.run }} has {{ .Value }} of its ranks on this node.",
+    ),
+    # Of the rank .Labels.rank of the run $labels.run, where it is known.
+    "on_host": each_series(
+        'topk(1, max by (host) (training_rank_info{run=%q,rank=%q,host!=""}))',
+        "$labels.run .Labels.rank",
+        " on {{ .Labels.host }}",
+    ),
+    # At which lines ranks of the run $labels.run stand still, and which are alone.
+    "lines": each_series(
+        "sort_desc(topk(2, count by (at) (training_standstill_info{run=%[1]q}) > 2))",
+        "$labels.run",
+        ' Ranks at {{ .Labels.at }}: {{ printf "%.0f" .Value }}.',
+    )
+    + each_series(
+        "topk(3, max by (rank, at) (training_standstill_info{run=%[1]q}) "
+        "and on (at) (count by (at) (training_standstill_info{run=%[1]q}) <= 2))",
+        "$labels.run",
+        " Rank {{ .Labels.rank }} stands at {{ .Labels.at }}.",
+        by="rank",
+    ),
+    "owner": each_series(
+        'max by (owner, team) (last_over_time(training_run_info{run=%q,owner!=""}[<1d>]))',
+        "$labels.run",
+        " Owner: {{ .Labels.owner }}{{ with .Labels.team }} ({{ . }}){{ end }}.",
+    ),
+}
