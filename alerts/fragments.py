@@ -119,7 +119,7 @@ topk by (instance) (1,
     "runs_on_host": each_series(
         'count by (run) (group by (run, rank) (last_over_time(training_rank_info{host=%q,host!=""}[<5m>])))',
         "$labels.host",
-        " Run {{ .Labels.run }} has {{ .Value }} of its ranks on this node.",
+        " Run {{ .Labels.run }} has {{ .Value }} of its ranks on this host.",
     ),
     # Of the rank .Labels.rank of the run $labels.run, where it is known.
     "on_host": each_series(
@@ -137,7 +137,7 @@ topk by (instance) (1,
         "topk(3, max by (rank, at) (training_standstill_info{run=%[1]q}) "
         "and on (at) (count by (at) (training_standstill_info{run=%[1]q}) <= 2))",
         "$labels.run",
-        " Rank {{ .Labels.rank }} stands at {{ .Labels.at }}.",
+        " Rank {{ .Labels.rank }} is at {{ .Labels.at }}.",
         by="rank",
     ),
     "owner": each_series(

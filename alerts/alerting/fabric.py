@@ -48,7 +48,7 @@ ALERTS = (
         """,
         for_="1m",
         keep_firing_for="10m",
-        summary="An InfiniBand link makes errors, goes down, or is not active.",
+        summary="InfiniBand link has errors or is down",
         description=(
             "<port>:"
             + each_port(
@@ -68,7 +68,7 @@ ALERTS = (
             + each_series(
                 "group by (run) (training_rank_info{host=%q})",
                 "$labels.host",
-                " Run {{ .Labels.run }} has ranks on this node.",
+                " Run {{ .Labels.run }} has ranks on this host.",
             )
         ),
     ),
@@ -101,7 +101,7 @@ ALERTS = (
             group by (host) (last_over_time(training_rank_info[<5m>]) and on (run) run:training_page:bool)
         """,
         for_="4m",
-        summary="A port that was in use has no link, or is gone.",
+        summary="Port is down or gone",
         description=_INFINIBAND_PORT_DOWN,
     ),
     Alert(
@@ -125,7 +125,7 @@ ALERTS = (
             )
         """,
         for_="4m",
-        summary="A port that was in use has no link, or is gone.",
+        summary="Port is down or gone",
         description=_INFINIBAND_PORT_DOWN,
     ),
     # The exporter has waited for three flaps, and holds the state for an hour after the last.
@@ -142,7 +142,7 @@ ALERTS = (
             )
         """,
         for_="0s",
-        summary="A link goes down and comes back, again and again.",
+        summary="Link goes down and up repeatedly",
         description=(
             "<port> goes down and comes back."
             + each_series(
@@ -179,7 +179,7 @@ ALERTS = (
             )
         """,
         for_="5m",
-        summary="A link runs slower than it did.",
+        summary="Link runs below its rate",
         description=(
             "<port>:"
             + each_port(
@@ -239,7 +239,7 @@ ALERTS = (
         """,
         for_="2m",
         keep_firing_for="10m",
-        summary="A link makes more errors than a good one, and corrects or repeats most of them.",
+        summary="Link has more errors than normal",
         description=(
             "<port>:"
             + each_port(
@@ -266,7 +266,7 @@ ALERTS = (
             )
             + each_port(
                 "increase(infiniband_invariant_crc_errors_total{device=%[1]q,port=%[2]q}[<5m>]) > 0",
-                ' {{ printf "%.0f" .Value }} packets that were corrupted on their way in <5m>.',
+                ' {{ printf "%.0f" .Value }} packets corrupted in transit in <5m>.',
             )
             + "<runs_on_host>"
         ),

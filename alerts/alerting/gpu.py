@@ -39,7 +39,7 @@ ALERTS = (
             )
         """,
         for_="0s",
-        summary="A GPU's memory made errors that could not be corrected.",
+        summary="GPU had uncorrectable memory errors",
         description=(
             '<gpu> made {{ printf "%.0f" $value }} uncorrectable memory errors in the last ' + "<30m>.<ranks_on_gpu>"
         ),
@@ -63,19 +63,19 @@ ALERTS = (
             )
         """,
         for_="0s",
-        summary="A GPU's memory has used up its repairs: the board is to be replaced.",
+        summary="GPU memory needs replacement",
         description=(
             "<gpu>:"
-            + each_series("max(gpu_row_remap_failure{uuid=%q}) == 1", "$labels.uuid", " a row could not be replaced.")
+            + each_series("max(gpu_row_remap_failure{uuid=%q}) == 1", "$labels.uuid", " a row could not be remapped.")
             + each_series(
                 "max(gpu_sram_error_threshold_exceeded{uuid=%q}) == 1",
                 "$labels.uuid",
-                " it had more SRAM errors than it may have.",
+                " its SRAM errors exceed the limit.",
             )
             + each_series(
                 'max(gpu_remapped_rows_total{uuid=%q,error="uncorrected"})',
                 "$labels.uuid",
-                " {{ .Value }} rows were replaced after uncorrectable errors.",
+                " {{ .Value }} rows were remapped after uncorrectable errors.",
             )
             + "<ranks_on_gpu>"
         ),
@@ -98,10 +98,10 @@ ALERTS = (
             )
         """,
         for_="5m",
-        summary="A GPU waits for a reset to put a part of its memory out of use.",
+        summary="GPU memory repair waits for a reset",
         description=(
             "<gpu>:"
-            + each_series("max(gpu_row_remap_pending{uuid=%q}) == 1", "$labels.uuid", " rows wait to be replaced.")
+            + each_series("max(gpu_row_remap_pending{uuid=%q}) == 1", "$labels.uuid", " rows wait to be remapped.")
             + each_series("max(gpu_retired_pages_pending{uuid=%q}) == 1", "$labels.uuid", " pages wait to be retired.")
             + each_series(
                 "max by (part) (gpu_repair_pending{uuid=%q}) == 1",
@@ -129,7 +129,7 @@ ALERTS = (
             )
         """,
         for_="5m",
-        summary="The driver asks for a GPU to be reset or its node to be rebooted.",
+        summary="GPU needs recovery",
         description=_GPU_RECOVERY_NEEDED,
     ),
     Alert(
@@ -153,7 +153,7 @@ ALERTS = (
             )
         """,
         for_="5m",
-        summary="The driver asks for a GPU to be reset or its node to be rebooted.",
+        summary="GPU needs recovery",
         description=_GPU_RECOVERY_NEEDED,
     ),
     # Next to a dead GPU the exporter initialises NVML at least every 240 s.
@@ -174,7 +174,7 @@ ALERTS = (
             )
         """,
         for_="5m",
-        summary="A GPU of the node's inventory does not answer, and no Xid says why.",
+        summary="GPU does not answer",
         description="<gpu> does not answer, and reported no critical Xid.<ranks_on_gpu>",
     ),
     # A node without any GPU, or without a driver, has no series of one, and so counts 0, unless its driver cannot be
@@ -200,14 +200,14 @@ ALERTS = (
             )
         """,
         for_="5m",
-        summary="A node has fewer GPUs than it should have, and never had the others.",
+        summary="Host has fewer GPUs than expected",
         description=(
             "{{ $labels.host }} has {{ $value }} GPUs"
             + each_series(
                 'topk(1, max by (instance) (node_expected_parts{kind="gpus"}) and on (instance) '
                 + "instance:host:info{host=%q})",
                 "$labels.host",
-                " of the {{ .Value }} that it should have",
+                " of the {{ .Value }} that are expected",
             )
             + ".<runs_on_host>"
         ),
@@ -226,7 +226,7 @@ ALERTS = (
             )
         """,
         for_="10m",
-        summary="A node with GPUs has no driver loaded.",
+        summary="No NVIDIA driver is loaded",
         description="{{ $labels.host }} has GPUs in its inventory and no NVIDIA driver loaded.<runs_on_host>",
     ),
     # Drivers before R535 call both slowdowns `thermal`. 10 % of the time is what TraceML lets a straggler cost before
@@ -249,11 +249,11 @@ ALERTS = (
         """,
         for_="5m",
         keep_firing_for="5m",
-        summary="A GPU is too hot and its clock is held back.",
+        summary="GPU is throttled by heat",
         description=(
-            "<gpu> is held back by heat {{ $value | humanizePercentage }} of the time."
+            "<gpu> was throttled by heat {{ $value | humanizePercentage }} of the time."
             + each_series(
-                "max(gpu_temperature_celsius{uuid=%q})", "$labels.uuid", " It has {{ .Value }} degrees Celsius."
+                "max(gpu_temperature_celsius{uuid=%q})", "$labels.uuid", " It is at {{ .Value }} degrees Celsius."
             )
             + "<ranks_on_gpu>"
         ),
@@ -284,18 +284,18 @@ ALERTS = (
         """,
         for_="5m",
         keep_firing_for="5m",
-        summary="A GPU gets less power than it is made for, and its clock is held back.",
+        summary="GPU is throttled by power",
         description=(
-            "<gpu> is held back {{ $value | humanizePercentage }} of the time"
+            "<gpu> was throttled {{ $value | humanizePercentage }} of the time"
             + each_series(
                 "max by (instance, uuid) "
                 + '(rate(gpu_clock_event_seconds_total{uuid=%q,reason=~"hw_power_brake_slowdown"}[<5m>])) > 0.1',
                 "$labels.uuid",
-                " by a brake from outside, its power supply",
+                " by an external power brake",
             )
             + each_series("max(gpu_power_limit_watts{uuid=%q})", "$labels.uuid", ". Its limit is {{ .Value }} W")
             + each_series(
-                "max(gpu_power_limit_default_watts{uuid=%q})", "$labels.uuid", ", the board's own {{ .Value }} W"
+                "max(gpu_power_limit_default_watts{uuid=%q})", "$labels.uuid", ", the board's default {{ .Value }} W"
             )
             + ".<ranks_on_gpu>"
         ),
@@ -322,11 +322,11 @@ ALERTS = (
             )
         """,
         for_="5m",
-        summary="A GPU is about to be slowed down by its temperature.",
+        summary="GPU is close to thermal throttling",
         description=(
-            "<gpu> is within 3 degrees of slowing down."
+            "<gpu> is within 3 degrees Celsius of thermal slowdown."
             + each_series(
-                "max(gpu_temperature_celsius{uuid=%q})", "$labels.uuid", " It has {{ .Value }} degrees Celsius."
+                "max(gpu_temperature_celsius{uuid=%q})", "$labels.uuid", " It is at {{ .Value }} degrees Celsius."
             )
             + "<ranks_on_gpu>"
         ),
@@ -354,7 +354,7 @@ ALERTS = (
             )
         """,
         for_="10m",
-        summary="A GPU's PCIe link is narrower or slower than it could be.",
+        summary="PCIe link of a GPU is degraded",
         description=(
             "<gpu> has"
             + each_series("max(gpu_pcie_width_lanes{uuid=%q})", "$labels.uuid", " {{ .Value }}")
@@ -387,7 +387,7 @@ ALERTS = (
         """,
         for_="1m",
         keep_firing_for="10m",
-        summary="A GPU's PCIe link makes errors.",
+        summary="PCIe link of a GPU has errors",
         description=(
             "<gpu>:"
             + each_series(
@@ -424,10 +424,10 @@ ALERTS = (
             )
         """,
         for_="30m",
-        summary="A run holds GPUs on which nothing has run for long.",
+        summary="Allocated GPUs are idle",
         description=(
-            "Run {{ $labels.run }} has ranks on {{ $value }} GPUs that do nothing, the first of them:\n{{- "
-            + "range $i, $gpus := printf `count by (host) (group by (run, uuid, host) "
+            "Run {{ $labels.run }} has ranks on {{ $value }} idle GPUs, among them:\n{{- range $i, $gpus := "
+            + "printf `count by (host) (group by (run, uuid, host) "
             + '(last_over_time(training_rank_info{run=%q,uuid!=""}[<5m>])) and on (uuid) ( max by (uuid) '
             + "(rate(gpu_sm_active_seconds_total[<5m>])) / max by (uuid) "
             + "(rate(gpu_profiled_seconds_total[<5m>])) < 0.01 or on (uuid) max by (uuid) "

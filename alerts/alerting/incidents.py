@@ -65,7 +65,7 @@ ALERTS = (
             ALERTS{alertname="LeafDown",alertstate="firing"}
         """,
         for_="15s",
-        summary="A leaf switch is gone, or what feeds its hosts.",
+        summary="Leaf switch is down",
         description=(
             '{{ printf "%.0f" $value }} hosts{{ with $labels.leaf }} of leaf {{ . }}{{ end }} lost a port, '
             + "or are gone, within <10m>."
@@ -105,10 +105,10 @@ ALERTS = (
         expr="max by (host) (last_over_time(node_maintenance_until_timestamp_seconds[<1d>])) > time()",
         for_="0s",
         keep_firing_for="2m",
-        summary="Somebody works on this node.",
+        summary="Host is in maintenance",
         description=(
-            "Host {{ $labels.host }} is in maintenance until {{ $value | humanizeTimestamp }}: no alert of "
-            + "it is sent."
+            "Host {{ $labels.host }} is in maintenance until {{ $value | humanizeTimestamp }}. Its alerts "
+            + "are not sent."
         ),
     ),
     # Only inhibits. A pending LeafDown is enough, since its page names these hosts. Without a known topology, only
@@ -168,11 +168,10 @@ ALERTS = (
             )
         """,
         for_="0s",
-        summary="A host is cut off by what its leaf switch does.",
+        summary="Host is cut off by its leaf",
         description=(
             "Host {{ $labels.host }}{{ with $labels.leaf }} of leaf {{ . }}{{ end }} is cut off with its "
-            + "neighbours, of which another alert tells. This one holds back the host's own alerts: they are "
-            + "consequences."
+            + "neighbours. LeafDown reports them, and this alert inhibits the host's own alerts."
         ),
     ),
     # Only inhibits. Of a GPU's faults pending is enough: they wait longer than a hang and are sent in its place.
@@ -226,10 +225,10 @@ ALERTS = (
             )
         """,
         for_="0s",
-        summary="A host on which a run has, or had, ranks is at fault, or the GPU of one.",
+        summary="Run has ranks on a faulty host",
         description=(
-            "Run {{ $labels.run }} has ranks on {{ $labels.host }}, of which another alert tells what is "
-            + "wrong. This one holds back the run's own alerts: they are consequences."
+            "Run {{ $labels.run }} has ranks on {{ $labels.host }}, and another alert reports what is wrong "
+            + "there. This alert inhibits the run's own alerts."
         ),
     ),
 )

@@ -11,7 +11,7 @@ _TRAINING_DOWN = (
     + each_series(
         "max(run_open_seconds{tenant=%q,run=%q})",
         "$labels.tenant $labels.run",
-        " Nothing was heard of it for {{ .Value | humanizeDuration }}.",
+        " Its last report is {{ .Value | humanizeDuration }} old.",
     )
     + each_series(
         "max by (status) (run_attempt_ends_total{tenant=%q,run=%q}) > 0",
@@ -19,7 +19,7 @@ _TRAINING_DOWN = (
         ' {{ printf "%.0f" .Value }} attempts ended as {{ .Labels.status }}.',
     )
     + each_series(
-        "max(run_gpus{tenant=%q,run=%q})", "$labels.tenant $labels.run", ' {{ printf "%.0f" .Value }} GPUs do nothing.'
+        "max(run_gpus{tenant=%q,run=%q})", "$labels.tenant $labels.run", ' {{ printf "%.0f" .Value }} GPUs are idle.'
     )
     + each_series(
         "max(run_high_water_steps{tenant=%q,run=%q})",
@@ -49,7 +49,7 @@ _TRAINING_RESTART_STORM = (
         "sum(max by (bucket) "
         + '(increase(run_seconds_total{tenant=%q,run=%q,bucket=~"productive|generation"}[<1h>])))',
         "$labels.tenant $labels.run",
-        " New steps took {{ .Value | humanizeDuration }} of it.",
+        " New steps took {{ .Value | humanizeDuration }} of that time.",
     )
     + each_series(
         "max by (status) (increase(run_attempt_ends_total{tenant=%q,run=%q}[<1h>])) >= 0.5",
@@ -109,7 +109,7 @@ ALERTS = (
         """,
         for_="5m",
         keep_firing_for="10m",
-        summary="A training run ended without finishing and has not come back.",
+        summary="Training run ended early and is down",
         description=_TRAINING_DOWN,
     ),
     Alert(
@@ -130,7 +130,7 @@ ALERTS = (
         """,
         for_="5m",
         keep_firing_for="10m",
-        summary="A training run ended without finishing and has not come back.",
+        summary="Training run ended early and is down",
         description=_TRAINING_DOWN,
     ),
     # Three starts in an hour without a second of new progress, or four unplanned ends in half an hour, whatever the
@@ -158,7 +158,7 @@ ALERTS = (
             run:training_page:bool
         """,
         for_="5m",
-        summary="A training run restarts again and again.",
+        summary="Training run restarts again and again",
         description=_TRAINING_RESTART_STORM,
     ),
     Alert(
@@ -184,7 +184,7 @@ ALERTS = (
             run:training_page:bool
         """,
         for_="5m",
-        summary="A training run restarts again and again.",
+        summary="Training run restarts again and again",
         description=_TRAINING_RESTART_STORM,
     ),
     # No step for half an hour, by when a checkpoint or evaluation is over. Processes that have made no step count
@@ -213,7 +213,7 @@ ALERTS = (
             group by (run) (run:training_page:bool)
         """,
         for_="5m",
-        summary="A training run stands still outside a step.",
+        summary="Training run makes no steps",
         description=_TRAINING_STALLED,
     ),
     Alert(
@@ -239,7 +239,7 @@ ALERTS = (
             group by (run) (run:training_page:bool)
         """,
         for_="5m",
-        summary="A training run stands still outside a step.",
+        summary="Training run makes no steps",
         description=_TRAINING_STALLED,
     ),
     # 90 % is typical, 96 to 98 % the best in the field. Before six hours (21,600 s) a run's start-up decides. A day's
@@ -287,10 +287,10 @@ ALERTS = (
             run_state{state=~"completed|stopped"} == 1
         """,
         for_="15m",
-        summary="A training run makes little use of its wall clock.",
+        summary="Goodput of the training run is low",
         description=(
             "{{ $value | humanizePercentage }} of the last <1d> of run {{ $labels.run }} (or since its "
-            + "start) were new steps. Booked since its start:"
+            + "start) were new steps. Time lost since its start:"
             + each_series(
                 "topk(3, max by (bucket) "
                 + '(run_seconds_total{tenant=%q,run=%q,bucket!~"productive|generation|queue"}) > 0)',
@@ -320,7 +320,7 @@ ALERTS = (
             ) > 7200
         """,
         for_="10m",
-        summary="A training run has not saved a checkpoint for long.",
+        summary="Last durable checkpoint is old",
         description=(
             "A crash of run {{ $labels.run }} would lose {{ $value | humanizeDuration }} of steps."
             + each_series(
@@ -364,10 +364,10 @@ ALERTS = (
             run_state{state="running"} == 1
         """,
         for_="10m",
-        summary="Checkpoints take a large share of a training run's time.",
+        summary="Checkpoints take too much time",
         description=(
-            "Run {{ $labels.run }} stood still for checkpoints {{ $value | humanizePercentage }} of the last "
-            + "<6h>.<owner>"
+            "Run {{ $labels.run }} spent {{ $value | humanizePercentage }} of the last <6h> saving "
+            + "checkpoints.<owner>"
         ),
     ),
     # 4,096 GPU-hours are a quarter of an hour of 16,384 GPUs, whose mean time to failure is two to three hours.
@@ -384,7 +384,7 @@ ALERTS = (
             ) * on (tenant, run) max by (tenant, run) (run_gpus) / 3600 > 4096
         """,
         for_="10m",
-        summary="A crash would cost a training run many GPU-hours.",
+        summary="A crash would cost many GPU-hours",
         description=(
             'A crash of run {{ $labels.run }} would lose {{ printf "%.0f" $value }} GPU-hours of steps that '
             + "are in no durable checkpoint.<owner>"

@@ -57,10 +57,10 @@ ALERTS = (
             )
         """,
         for_="3m",
-        summary="An exporter does not answer.",
+        summary="Exporter does not answer",
         description=(
             "The exporter at {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} does not "
-            + "answer: nothing is known of that node's GPUs, ports and ranks."
+            + "answer. The host's GPUs, ports and ranks are not monitored."
             + each_series(
                 "group by (run) (last_over_time(training_rank_info{host=%q}[<5m>]))",
                 "$labels.host",
@@ -104,7 +104,7 @@ ALERTS = (
         """,
         for_="30s",
         keep_firing_for="2m",
-        summary="A node is gone, and a run stands still without it.",
+        summary="Node is gone and stops a run",
         description=_NODE_LOST,
     ),
     Alert(
@@ -137,7 +137,7 @@ ALERTS = (
         """,
         for_="30s",
         keep_firing_for="2m",
-        summary="A node is gone, and a run stands still without it.",
+        summary="Node is gone and stops a run",
         description=_NODE_LOST,
     ),
     # While a driver is released on request, the time of the last success is old and success is absent. A driver call
@@ -159,10 +159,10 @@ ALERTS = (
             )
         """,
         for_="5m",
-        summary="A source of an exporter fails.",
+        summary="Collector of an exporter fails",
         description=(
-            "The source {{ $labels.collector }} of the exporter {{ $labels.instance }}{{ with $labels.host "
-            + "}} on {{ . }}{{ end }} fails."
+            "The collector {{ $labels.collector }} of the exporter {{ $labels.instance }}{{ with "
+            + "$labels.host }} on {{ . }}{{ end }} fails."
             + each_series(
                 "max by (reason) "
                 + "(increase(flopwatch_collector_failures_total{instance=%q,collector=%q}[<10m>])) >= 0.5",
@@ -183,10 +183,10 @@ ALERTS = (
             )
         """,
         for_="5m",
-        summary="An exporter cannot see GPUs of its node.",
+        summary="Exporter cannot see some GPUs",
         description=(
             "The exporter {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} cannot see {{ "
-            + 'printf "%.0f" $value }} GPUs. That says nothing of the GPUs themselves.'
+            + 'printf "%.0f" $value }} GPUs. The GPUs themselves may be fine.'
         ),
     ),
     # A pod that finds no node is no target, and has no `up`; nor has one that was replaced. A ledger within an
@@ -221,10 +221,10 @@ ALERTS = (
             )
         """,
         for_="5m",
-        summary="The ledger does not answer.",
+        summary="Ledger does not answer",
         description=(
-            "The ledger at {{ $labels.instance }} does not answer: goodput stands still, and a run that goes "
-            + "down is not noticed. Exporters keep their records until it is back."
+            "The ledger at {{ $labels.instance }} does not answer. Goodput is not updated, and a run that "
+            + "goes down is not noticed. Exporters keep their records until it is back."
         ),
     ),
     # Nothing was delivered in ten minutes. `for` is longer than that of FlopwatchLedgerDown, which is then the cause.
@@ -243,10 +243,10 @@ ALERTS = (
             )
         """,
         for_="8m",
-        summary="An exporter cannot reach the ledger.",
+        summary="Exporter cannot reach the ledger",
         description=(
             "The exporter {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} has delivered "
-            + "nothing to the ledger in <10m>: the ledger will call its runs down."
+            + "nothing to the ledger in <10m>. The ledger will report its runs as down."
         ),
     ),
     # A wrong record stays wrong. Two releases next to each other during an upgrade do not last as long as `for`,
@@ -270,10 +270,10 @@ ALERTS = (
             )
         """,
         for_="15m",
-        summary="The ledger refuses records.",
+        summary="Ledger refuses records",
         description=(
             "The ledger refused {{ $value | humanizePercentage }} of the records that {{ $labels.instance "
-            + "}}{{ with $labels.host }} on {{ . }}{{ end }} sent or took: they are in no goodput."
+            + "}}{{ with $labels.host }} on {{ . }}{{ end }} sent or received. They are missing from goodput."
         ),
     ),
     # The last pushes of a replaced rank are refused by design, and stay in the window for ten minutes.
@@ -294,10 +294,11 @@ ALERTS = (
             )
         """,
         for_="15m",
-        summary="An exporter refuses what training processes push.",
+        summary="Exporter refuses pushes of training processes",
         description=(
             "The exporter {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} refused {{ "
-            + "$value | humanizePercentage }} of the pushes as {{ $labels.outcome }}: those ranks are not seen."
+            + "$value | humanizePercentage }} of the pushes as {{ $labels.outcome }}. Those ranks are not "
+            + "monitored."
         ),
     ),
     # When a rank is replaced, two generations of its series overlap for a scrape. `for` is longer than the window.
@@ -314,9 +315,9 @@ ALERTS = (
             )
         """,
         for_="15m",
-        summary="An exporter leaves series out to stay within its budget.",
+        summary="Exporter drops series over its budget",
         description=(
-            "The exporter {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} left out {{ "
+            "The exporter {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} dropped {{ "
             + 'printf "%.0f" $value }} samples in <10m> over the budget per {{ $labels.budget }}.'
         ),
     ),
@@ -349,11 +350,11 @@ ALERTS = (
             )
         """,
         for_="5m",
-        summary="A node's clock differs from Prometheus' clock.",
+        summary="Clock of a node is wrong",
         description=(
             "The clock of {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} differs by {{ "
-            + 'printf "%.0f" $value }} s from that of Prometheus: steps, Xids and records of it are placed '
-            + "wrongly."
+            + 'printf "%.0f" $value }} s from the clock of Prometheus. Its steps, Xids and records have wrong '
+            + "times."
         ),
     ),
     # `for` is longer than the window, which holds a single failure for ten minutes, for instance one during a restart
@@ -369,10 +370,10 @@ ALERTS = (
             ) > 0
         """,
         for_="11m",
-        summary="Prometheus fails to evaluate our rules.",
+        summary="Prometheus fails to evaluate rules",
         description=(
-            'Rules of {{ $labels.rule_group }} failed {{ printf "%.0f" $value }} times in <10m>, and with '
-            + "them their alerts."
+            'Rules of {{ $labels.rule_group }} failed {{ printf "%.0f" $value }} times in <10m>. Their '
+            + "alerts may be missing."
         ),
     ),
     Alert(
@@ -382,10 +383,7 @@ ALERTS = (
         identity=(),
         expr="vector(1)",
         for_="0s",
-        summary="Always firing: when it stops arriving, Prometheus or Alertmanager is broken.",
-        description=(
-            "Prometheus evaluates rules and Alertmanager delivers. Nobody is paged by this alert, but by its "
-            + "absence."
-        ),
+        summary="Alerting works: this alert always fires",
+        description=("Prometheus evaluates rules and Alertmanager delivers. This alert pages only by its absence."),
     ),
 )

@@ -10,8 +10,8 @@ _NVLINK_FABRIC_UNHEALTHY = (
     + each_series(
         "max(gpu_fabric_state_id{uuid=%q})",
         "$labels.uuid",
-        "{{ if eq .Value 1.0 }} it has not begun to register.{{ end }}{{ if eq .Value 2.0 }} it does "
-        + "not get registered.{{ end }}",
+        "{{ if eq .Value 1.0 }} its registration has not begun.{{ end }}{{ if eq .Value 2.0 }} its "
+        + "registration does not finish.{{ end }}",
     )
     + each_series(
         "max(gpu_fabric_status_id{uuid=%q}) > 0", "$labels.uuid", " registration failed with nvmlReturn_t {{ .Value }}."
@@ -20,7 +20,7 @@ _NVLINK_FABRIC_UNHEALTHY = (
         "max(gpu_fabric_health_id{uuid=%q})",
         "$labels.uuid",
         "{{ if eq .Value 2.0 }} the fabric is unhealthy.{{ end }}{{ if eq .Value 3.0 }} the fabric "
-        + "is of limited capacity.{{ end }}",
+        + "has limited capacity.{{ end }}",
     )
     + each_series("max by (fault) (gpu_fabric_fault{uuid=%q}) == 1", "$labels.uuid", " {{ .Labels.fault }}.")
     + "<ranks_on_gpu>"
@@ -45,7 +45,7 @@ ALERTS = (
             )
         """,
         for_="2m",
-        summary="NVLinks of a GPU that were up are down.",
+        summary="NVLinks of a GPU are down",
         description=(
             "<gpu> has lost {{ $value }} NVLinks"
             + each_series('sum(nvlink_links{uuid=%q,state=~"active|sleep"})', "$labels.uuid", "; {{ .Value }} are up")
@@ -74,7 +74,7 @@ ALERTS = (
         """,
         for_="0s",
         keep_firing_for="10m",
-        summary="A GPU's NVLinks make errors.",
+        summary="NVLinks of a GPU have errors",
         description=(
             "<gpu>:"
             + each_series(
@@ -123,7 +123,7 @@ ALERTS = (
             )
         """,
         for_="5m",
-        summary="A GPU has not joined its NVLink fabric, or the fabric fails it.",
+        summary="NVLink fabric of a GPU is unhealthy",
         description=_NVLINK_FABRIC_UNHEALTHY,
     ),
     Alert(
@@ -145,7 +145,7 @@ ALERTS = (
             )
         """,
         for_="5m",
-        summary="A GPU's NVLink fabric is of limited capacity.",
+        summary="NVLink fabric of a GPU is degraded",
         description=_NVLINK_FABRIC_UNHEALTHY,
     ),
 )

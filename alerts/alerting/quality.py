@@ -26,7 +26,7 @@ ALERTS = (
             run:training_mfu:ratio_rate5m offset <1h30m>
         """,
         for_="15m",
-        summary="A training run has less MFU than it used to have.",
+        summary="MFU of the training run fell",
         description=(
             "MFU of run {{ $labels.run }} is {{ $value | humanizePercentage }}"
             + each_series(
@@ -69,16 +69,16 @@ ALERTS = (
             )
         """,
         for_="10m",
-        summary="A run claims more FLOPs than its cards can do.",
+        summary="Declared FLOPs exceed what the GPUs can do",
         description=(
-            "Run {{ $labels.run }} claims {{ $value | humanizePercentage }} of its cards' peak"
+            "Run {{ $labels.run }} declares FLOPs of {{ $value | humanizePercentage }} of its GPUs' peak"
             + each_series(
                 "avg((rate(gpu_tensor_active_seconds_total[<5m>]) / rate(gpu_profiled_seconds_total[<5m>])) "
                 + "and on (uuid) training_rank_info{run=%q})",
                 "$labels.run",
                 "; their tensor cores were active {{ .Value | humanizePercentage }} of the time",
             )
-            + ". Its FLOPs per token, tokens, dtype or peak are wrong, and so is every MFU of it."
+            + ". Its declared FLOPs per token, tokens, dtype or peak are wrong, and so is its MFU."
             + each_series(
                 "group by (convention, dtype, flops_source, peak_source) (training_run_info{run=%q})",
                 "$labels.run",
@@ -95,10 +95,10 @@ ALERTS = (
         identity=("run", "reason"),
         expr="count by (run, reason) (training_mfu_unavailable == 1)",
         for_="15m",
-        summary="A training run has no MFU, and says why.",
+        summary="Training run has no MFU",
         description=(
             'Run {{ $labels.run }} has no MFU, because of {{ $labels.reason }} ({{ printf "%.0f" $value }} '
-            + "ranks say so)."
+            + "ranks report it)."
         ),
     ),
     # As long as for a missing MFU, which has this as one of its reasons.
@@ -109,10 +109,10 @@ ALERTS = (
         identity=("run",),
         expr="max by (run) (increase(training_steps_total[<5m>])) > 0 unless on (run) training_tokens_total",
         for_="15m",
-        summary="A training run makes steps and does not say of how many tokens.",
+        summary="Training run reports no tokens",
         description=(
-            "Run {{ $labels.run }} makes steps without tokens: it has no tokens per second, no FLOPs and no "
-            + "MFU. Give tokens= to run.step()."
+            "Run {{ $labels.run }} reports steps without tokens, so it has no tokens per second, FLOPs or "
+            + "MFU. Pass tokens= to run.step()."
         ),
     ),
     # Of the rank that waits most: the others wait for it in a collective and count that as step time. A shuffle
@@ -130,7 +130,7 @@ ALERTS = (
             ) > 0.1
         """,
         for_="10m",
-        summary="A training run waits for its data.",
+        summary="Training run waits for data",
         description=(
             "A rank of run {{ $labels.run }} spends {{ $value | humanizePercentage }} of its step time "
             + "waiting for its next batch:"
@@ -153,7 +153,7 @@ ALERTS = (
         identity=("run",),
         expr="max by (run) (increase(training_loss_spikes_total[<30m>])) >= 3",
         for_="0s",
-        summary="The loss of a training run jumps again and again.",
+        summary="Loss of the training run spikes repeatedly",
         description=(
             'The loss of run {{ $labels.run }} was far above its mean {{ printf "%.0f" $value }} times in '
             + "<30m>."

@@ -27,7 +27,7 @@ ALERTS = (
         """,
         for_="5m",
         keep_firing_for="10m",
-        summary="Packets to or from a port are lost.",
+        summary="Port loses packets",
         description=(
             "<port>:"
             + each_port(
@@ -100,13 +100,13 @@ ALERTS = (
             )
         """,
         for_="15m",
-        summary="A port sends or receives through queues.",
+        summary="Port is congested",
         description=(
             "<port>:"
             + each_port(
                 "rate(infiniband_congestion_marked_packets_total{device=%[1]q,port=%[2]q}[<5m>]) / "
                 + "rate(infiniband_receive_packets_total{device=%[1]q,port=%[2]q}[<5m>]) > 0.05",
-                " {{ .Value | humanizePercentage }} of the packets it receives have met a queue.",
+                " {{ .Value | humanizePercentage }} of the packets that it receives carry a congestion mark.",
             )
             + each_port(
                 "((rate(infiniband_transmit_wait_ticks_total[<5m>]) and on (instance, device, port) "
@@ -118,7 +118,7 @@ ALERTS = (
                 + "(rate(infiniband_transmit_data_bytes_total[<5m>]) and on (instance, device, port) "
                 + 'last_over_time(infiniband_info{role="compute"}[<5m>])))) and '
                 + "infiniband_transmit_data_bytes_total{device=%[1]q,port=%[2]q}",
-                " It waits for credit more than the node's other rails, and sends less.",
+                " It waits for credit longer than the host's other rails, and sends less.",
             )
             + "<runs_on_host>"
         ),
@@ -154,7 +154,7 @@ ALERTS = (
             )
         """,
         for_="10m",
-        summary="One rail of a node carries less than the others.",
+        summary="One rail carries less than the others",
         description=(
             "<port>:"
             + each_port(
@@ -163,7 +163,7 @@ ALERTS = (
                 + "(quantile by (instance) (0.5, (rate(infiniband_transmit_data_bytes_total[<5m>]) and on "
                 + '(instance, device, port) last_over_time(infiniband_info{role="compute"}[<5m>]))) > 1e+08) < '
                 + "0.5 and infiniband_transmit_data_bytes_total{device=%[1]q,port=%[2]q}",
-                " It sends {{ .Value | humanizePercentage }} of what the node's other rails send.",
+                " It sends {{ .Value | humanizePercentage }} of what the host's other rails send.",
             )
             + "<runs_on_host>"
         ),
@@ -196,7 +196,7 @@ ALERTS = (
             )
         """,
         for_="10m",
-        summary="A RoCE port is not set up for a lossless fabric.",
+        summary="RoCE port is not configured as lossless",
         description=(
             "<port>:"
             + each_port(
@@ -206,13 +206,13 @@ ALERTS = (
             + each_port(
                 "rate(infiniband_congestion_marked_packets_total{device=%[1]q,port=%[2]q}[<5m>]) > 0 and on "
                 + "(instance, device, port) rate(infiniband_congestion_notifications_sent_total[<5m>]) == 0",
-                " It receives packets with the congestion mark and tells no sender.",
+                " It receives congestion-marked packets and sends no notification.",
             )
             + each_port(
                 "rate(infiniband_packet_sequence_errors_total{device=%[1]q,port=%[2]q}[<5m>]) > 1 and on "
                 + '(instance, device, port) last_over_time(infiniband_info{link_layer="Ethernet"}[<5m>])',
-                ' {{ printf "%.1f" .Value }} packets a second are lost on their way: priority flow control '
-                + "is off, or not for this traffic.",
+                ' {{ printf "%.1f" .Value }} packets a second are lost: priority flow control is off, or '
+                + "does not cover this traffic.",
             )
             + "<runs_on_host>"
         ),
@@ -241,7 +241,7 @@ ALERTS = (
         """,
         for_="1m",
         keep_firing_for="10m",
-        summary="An EFA adapter fails, or has peers that do.",
+        summary="EFA adapter or its peers fail",
         description=(
             "<port>:"
             + each_port(
@@ -250,7 +250,7 @@ ALERTS = (
             )
             + each_port(
                 "rate(infiniband_unresponsive_peers_total{device=%[1]q,port=%[2]q}[<5m>]) > 1",
-                ' {{ printf "%.1f" .Value }} times a second a peer does not respond: look at the peer.',
+                ' {{ printf "%.1f" .Value }} times a second a peer does not respond. Check the peer.',
             )
             + each_port(
                 "60 * rate(infiniband_command_errors_total{device=%[1]q,port=%[2]q}[<5m>]) > 10",
@@ -262,7 +262,7 @@ ALERTS = (
             )
             + each_port(
                 "increase(infiniband_keep_alives_total{device=%[1]q,port=%[2]q}[<5m>]) == 0",
-                " The adapter gives no sign of life.",
+                " The adapter sends no keep-alives.",
             )
             + "<runs_on_host>"
         ),
@@ -285,14 +285,14 @@ ALERTS = (
             )
         """,
         for_="5m",
-        summary="A port's transceiver is too hot.",
+        summary="Transceiver is too hot",
         description=(
             "<port>:"
             + each_port(
                 "max by (instance, device, port) (last_over_time("
                 + 'infiniband_temperature_celsius{device=%[1]q,port=%[2]q,sensor=~"Module.*"}[<5m>]'
                 + ")) > <transceiver_celsius>",
-                " Its transceiver has {{ .Value }} degrees Celsius.",
+                " Its transceiver is at {{ .Value }} degrees Celsius.",
             )
             + "<runs_on_host>"
         ),
@@ -311,10 +311,10 @@ ALERTS = (
             )
         """,
         for_="0s",
-        summary="An error counter of a port stands at its highest value and counts no more.",
+        summary="Error counter of a port is saturated",
         description=(
             "Counter {{ $labels.counter }} of port {{ $labels.port }} of {{ $labels.device }} on {{ "
-            + "$labels.host }} counts no more: the alerts on it are blind until it is cleared."
+            + "$labels.host }} is saturated: alerts on it cannot fire until it is cleared."
         ),
     ),
 )

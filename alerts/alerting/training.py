@@ -19,7 +19,7 @@ _TRAINING_STRAGGLER = (
         + each_series("max by (gpu) (gpu_info{uuid=%q})", ".", ", GPU {{ .Labels.gpu }}")
         + " ({{ . }}){{ end }}",
     )
-    + " is late. {{ $rank := .Labels.rank }}"
+    + " slows every step. {{ $rank := .Labels.rank }}"
     + each_series(
         'sum(rate(training_activity_seconds_total{run=%[1]q,rank=%[2]q,activity="data_stall"}[<5m>])) / '
         'sum(rate(training_activity_seconds_total{run=%[1]q,rank=%[2]q,activity=~"step|data_stall"}[<5m>])) > 0.1',
@@ -39,18 +39,18 @@ _TRAINING_STRAGGLER = (
         + each_series(
             "max by (reason) " + '(rate(gpu_clock_event_seconds_total{uuid=%[1]q,reason!="gpu_idle"}[<5m>])) > 0.1',
             "$uuid $labels.run",
-            "Its clock was held back {{ .Value | humanizePercentage }} of the time ({{ .Labels.reason }}). ",
+            "Its clock was throttled {{ .Value | humanizePercentage }} of the time ({{ .Labels.reason }}). ",
         )
         + each_series(
             "max(gpu_sm_clock_hertz{uuid=%[1]q}) < 0.95 * quantile(0.5, max by (uuid) "
             + "(gpu_sm_clock_hertz) and on (uuid) training_rank_info{run=%[2]q})",
             "$uuid $labels.run",
-            "Its clock is {{ .Value | humanize }}Hz, below the others'. ",
+            "Its clock is {{ .Value | humanize }}Hz, lower than that of the other GPUs. ",
         )
         + each_series(
             "max(gpu_power_limit_watts{uuid=%[1]q}) < 0.95 * max(gpu_power_limit_default_watts{uuid=%[1]q})",
             "$uuid $labels.run",
-            "Its power limit is {{ .Value }} W, less than it comes with. ",
+            "Its power limit is {{ .Value }} W, below the board's default. ",
         )
         + each_series(
             "max(gpu_pcie_width_lanes{uuid=%[1]q}) < max(gpu_pcie_width_max_lanes{uuid=%[1]q})",
@@ -65,43 +65,43 @@ _TRAINING_STRAGGLER = (
         + each_series(
             'increase(gpu_ecc_errors_total{uuid=%[1]q,error="uncorrected"}[<30m>]) > 0',
             "$uuid $labels.run",
-            "It had memory errors that were not corrected. ",
+            "It had uncorrectable memory errors. ",
         )
         + each_series(
             "max by (device, port) (infiniband_port_rate_bytes_per_second < on (instance, device, "
             + "port) infiniband_port_expected_rate_bytes_per_second and on (instance, device, port) "
             + "infiniband_info{host=%q})",
             "$host",
-            "Port {{ .Labels.port }} of {{ .Labels.device }} is below its rate. ",
+            "Port {{ .Labels.port }} of {{ .Labels.device }} runs below its rate. ",
         )
         + each_series(
             "max by (reason, part) (node_verdict_reason == 1 and on (instance) instance:host:info{host=%q})",
             "$host",
-            "Its node is not well: {{ .Labels.reason }} ({{ .Labels.part }}). ",
+            "Its host is degraded: {{ .Labels.reason }} ({{ .Labels.part }}). ",
         ),
     )
     + each_series(
         "run:infiniband_rail:min_over_median{run=%q} < 0.5",
         "$labels.run",
-        "One rail of the run carries {{ .Value | humanizePercentage }} of what the others do. ",
+        "One rail of the run carries {{ .Value | humanizePercentage }} of what the others carry. ",
     )
     + "{{ end }}"
     + each_series(
         "host:training_straggler:leader{run=%q}",
         "$labels.run",
-        "All ranks of run {{ .Labels.run }} on {{ .Labels.host }} are late. ",
+        "All ranks of run {{ .Labels.run }} on {{ .Labels.host }} slow every step. ",
     )
     + "The others wait {{ $value | humanizePercentage }} of every step for it"
     + each_series(
         "%f * max(training_world_size{run=%q})",
         "$value $labels.run",
-        ', as if {{ printf "%.1f" .Value }} of the run\'s GPUs did nothing',
+        ', as if {{ printf "%.1f" .Value }} of the run\'s GPUs were idle',
     )
     + ".<owner>"
 )
 _TRAINING_HANG = (
-    "Run {{ $labels.run }} has finished no step for {{ $value | humanizeDuration }}; for <1m> no collective was "
-    "started, or its tensor cores, its power or its network went quiet."
+    "Run {{ $labels.run }} has finished no step for {{ $value | humanizeDuration }}. For <1m> it started no "
+    "collective, or its tensor cores, power or network were idle."
     + "".join(
         each_series(
             f'rank:training_hang:sign{{run=%[1]q,sign="{sign}"}} and on (rank) rank:training_hang:culprit{{run=%[1]q}}',
@@ -139,11 +139,13 @@ _TRAINING_HANG = (
         "run:training_overdue_step_began_seconds:max{run=%[1]q} unless on () rank:training_hang:culprit{run=%[1]q} "
         "unless on () host:training_hang:culprit{run=%[1]q}",
         "$labels.run",
-        " Which rank is late is unknown.",
+        " No suspect was found.",
     )
     + "<lines>"
     + each_series(
-        'max(run_state{run=%q,state="down"}) == 1', "$labels.run", " Its processes have ended since, and it is down."
+        'max(run_state{run=%q,state="down"}) == 1',
+        "$labels.run",
+        " Its processes have ended since, and the run is down.",
     )
     + each_series(
         "%f * max(training_world_size{run=%q}) / 3600",
@@ -153,8 +155,8 @@ _TRAINING_HANG = (
     + "<owner>"
 )
 _TRAINING_LOSS_NOT_FINITE = (
-    "{{ $value | humanizePercentage }} of the steps of run {{ $labels.run }} in <5m> had no finite "
-    + "loss or gradient norm."
+    "{{ $value | humanizePercentage }} of the steps of run {{ $labels.run }} in <5m> had a loss or "
+    + "gradient norm that is not finite."
     + each_series(
         "max by (value) (increase(training_nonfinite_total{run=%q}[<5m>])) >= 0.5",
         "$labels.run",
@@ -184,7 +186,7 @@ ALERTS = (
         """,
         for_="1m",
         keep_firing_for="10m",
-        summary="One rank or host of a training run makes all the others wait.",
+        summary="Rank or host slows the training run",
         description=_TRAINING_STRAGGLER,
     ),
     Alert(
@@ -198,7 +200,7 @@ ALERTS = (
         """,
         for_="1m",
         keep_firing_for="10m",
-        summary="One rank or host of a training run makes all the others wait.",
+        summary="Rank or host slows the training run",
         description=_TRAINING_STRAGGLER,
     ),
     # Two signs are needed. First, a step is overdue and no rank finishes one. Second, nothing known of the run moves:
@@ -251,7 +253,7 @@ ALERTS = (
         """,
         for_="1m",
         keep_firing_for="15m",
-        summary="A training run hangs in a step.",
+        summary="Training run hangs in a step",
         description=_TRAINING_HANG,
     ),
     Alert(
@@ -290,7 +292,7 @@ ALERTS = (
         """,
         for_="1m",
         keep_firing_for="15m",
-        summary="A training run hangs in a step.",
+        summary="Training run hangs in a step",
         description=_TRAINING_HANG,
     ),
     # A loss scaler skips fewer than 10 % of the steps. With half of the losses not finite the run does not recover by
@@ -308,7 +310,7 @@ ALERTS = (
             group by (run) (run:training_page:bool)
         """,
         for_="1m",
-        summary="The loss or the gradients of a run are not finite.",
+        summary="Loss or gradients are not finite",
         description=_TRAINING_LOSS_NOT_FINITE,
     ),
     Alert(
@@ -326,7 +328,7 @@ ALERTS = (
             max by (run) (sum by (run, rank) (increase(training_steps_total[<5m>]))) > 0.1
         """,
         for_="1m",
-        summary="The loss or the gradients of a run are not finite.",
+        summary="Loss or gradients are not finite",
         description=_TRAINING_LOSS_NOT_FINITE,
     ),
 )

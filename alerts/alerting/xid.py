@@ -54,7 +54,7 @@ ALERTS = (
             )
         """,
         for_="0s",
-        summary="A GPU reported an error after which it is not fit for work.",
+        summary="GPU is unfit after an Xid",
         description=(
             "GPU"
             + each_series(
@@ -85,7 +85,7 @@ ALERTS = (
             )
         """,
         for_="0s",
-        summary="A GPU reported an error of its hardware that it may go on after.",
+        summary="GPU reported a hardware error",
         description="<gpu> reported Xid {{ $labels.xid }}<meaning_of_hardware_xid>.<ranks_on_gpu>",
     ),
     # By the time last seen, as GpuXidCritical. Only recorded.
@@ -104,7 +104,7 @@ ALERTS = (
             )
         """,
         for_="0s",
-        summary="A GPU reported an error that a job usually is the cause of.",
+        summary="Job caused an error on a GPU",
         description="<gpu> reported Xid {{ $labels.xid }}<meaning_of_job_xid>.<ranks_on_gpu>",
     ),
     # The same application Xid in three hours of a day on one GPU alone is hardware (NVIDIA). A job at fault has it on
@@ -136,10 +136,10 @@ ALERTS = (
             )
         """,
         for_="0s",
-        summary="One GPU alone reports an application's error again and again: it is the hardware.",
+        summary="GPU repeats an application error",
         description=(
             '<gpu> reported Xid {{ $labels.xid }}<meaning_of_application_xid> in {{ printf "%.0f" $value }} '
-            + "hours of the last day, and no other GPU of the node did.<ranks_on_gpu>"
+            + "hours of the last day, and no other GPU of the host did.<ranks_on_gpu>"
         ),
     ),
     # The Fabric Manager guide asks for a restart after one.
@@ -166,7 +166,7 @@ ALERTS = (
             )
         """,
         for_="0s",
-        summary="An NVSwitch reported an error after which its NVLinks are not fit for work.",
+        summary="NVSwitch is unfit after an SXid",
         description=(
             "NVSwitch {{ $labels.switch }} of {{ $labels.host }} reported SXid {{ $labels.sxid }}"
             + each_series(

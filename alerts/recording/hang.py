@@ -26,9 +26,9 @@ CULPRIT_HOST = "host:training_hang:culprit"
 SIGNS = {
     "gone": "gone",
     "silent": "silent: its process is stopped, or holds the interpreter's lock",
-    "blocked": "stopped, or stuck in the kernel, where storage or a driver keeps it",
+    "blocked": "stopped, or stuck in the kernel in storage or a driver",
     "data": "waiting for data",
-    "sequence": "missing in the collective in which the others wait",
+    "sequence": "missing in the collective that the others wait in",
     "gpu": "on a GPU that is lost or reported a critical Xid",
     "idle": "on an idle GPU, while those of the others are busy",
     "computing": "on a GPU that goes on computing, while those of the others wait",
