@@ -92,7 +92,7 @@ def firing(which: str, description: str, *, width: int = d.COLUMNS, height: int 
     """Return the table of firing alerts that the PromQL selectors in `which`, joined by `or`, choose."""
     return d.label_table(
         "Firing alerts",
-        f"{description} Nothing: none fires.",
+        description,
         which,
         labels={
             "alertname": "Alert",
@@ -111,7 +111,7 @@ def firing(which: str, description: str, *, width: int = d.COLUMNS, height: int 
         },
         width=width,
         height=height,
-        no_data="None fires.",
+        no_data="No alert fires.",
     )
 
 

@@ -190,7 +190,7 @@ def test_a_panel_is_of_a_kind_grafana_still_draws_and_says_what_bad_looks_like(p
         "state-timeline",
         "status-history",
     }
-    assert re.search(r"\bBad: |^down: ", panel["description"])
+    assert re.search(r"\bExpected: |^Reasons ", panel["description"])
     assert panel["maxDataPoints"] >= (100 if panel["type"] == "status-history" else 300)
     field = panel["fieldConfig"]["defaults"]
     assert field["unit"]
@@ -395,7 +395,7 @@ MOVING = """
   infiniband_port_state_id{device="mlx5_0",port="1",instance="n3"}                4x4
 """
 SHOWN: dict[tuple[str, str], dict[str, float]] = {
-    ("Late rank", "A"): {'{rank="1"}': 0.3},
+    ("Straggler", "A"): {'{rank="1"}': 0.3},
     ("Ranks and their GPUs", "A"): {
         '{rank="0", host="n1", uuid="A"}': 1,
         '{rank="1", host="n1", uuid="A"}': 1,
@@ -417,7 +417,7 @@ def test_a_rank_that_moves_a_shared_card_and_a_replaced_exporter_break_no_panel(
         for target in panel["targets"]
     }
     # topk may pick either of rank 1's two places.
-    expressions["Late rank", "A"] = f"max by (rank) ({expressions['Late rank', 'A']})"
+    expressions["Straggler", "A"] = f"max by (rank) ({expressions['Straggler', 'A']})"
     tests = tmp_path / "moving.yaml"
     tests.write_text(
         yaml.safe_dump(
