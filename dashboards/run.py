@@ -191,8 +191,8 @@ ranks = [
     ),
     p.firing(
         f'ALERTS{{alertstate="firing", {RUN}}} or ALERTS{{alertstate="firing", run="", alertname=~"{p.ALERTS}"}}',
-        "Firing alerts on this run, on hosts and on links. Expected: only FlopwatchWatchdog, which always fires to prove "
-        "that alerts arrive.",
+        "Firing alerts on this run, on hosts and on links. Expected: only FlopwatchWatchdog, which always fires to "
+        "prove that alerts arrive.",
         width=7,
     ),
     d.table(

@@ -6,7 +6,7 @@ from flopwatch.catalogue.row import GPU, counter, gauge, info
 
 GPU_INFO = info(
     "gpu_info",
-    "Identity of one GPU; source is nvml, or simulated for a GPU that does not exist.",
+    "Identity of one GPU. source is nvml, or simulated for a GPU of a simulated host.",
     (
         *GPU,
         "host",
@@ -27,34 +27,34 @@ GPU_INFO = info(
 )
 GPU_PRESENT = gauge(
     "gpu_present",
-    "1 if the GPU answers, 0 if it is in this node's inventory and does not.",
+    "1 if the GPU answers, 0 if it is in this host's inventory and does not.",
     GPU,
     "nvmlDeviceGetHandleByIndex_v2 against the persisted inventory",
     key=True,
 )
 GPU_READABLE = gauge(
     "gpu_readable",
-    "0 if it is this exporter that cannot see the GPU (no device file, no right to open it, no library, or not one GPU "
-    "answers): that says nothing of the GPU, and there is no gpu_present.",
+    "0 if this exporter cannot see the GPU: no device file, no permission, no library, or no GPU answers. Tells "
+    "nothing about the GPU itself, whose gpu_present is then absent.",
     GPU,
     "nvmlReturn_t of the calls about the GPU, /dev/nvidiaN, /proc/driver/nvidia",
 )
 GPU_DRIVER_LOADED = gauge(
     "gpu_driver_loaded",
-    "1 if the NVIDIA driver answers, 0 if none is loaded on a node that has GPUs in its inventory.",
+    "1 if the NVIDIA driver answers, 0 if none is loaded on a host that has GPUs in its inventory.",
     (),
     "nvmlReturn_t of nvmlInit, /proc/driver/nvidia/version",
 )
 GPU_RECOVERY_ACTION = gauge(
     "gpu_recovery_action_id",
-    "What the driver asks for: 0 nothing, 1 reset the GPU, 2 reboot the node, 3 drain the peers, 4 drain and reset, "
-    "5 recover IMEX, 6 reset the bus, 7 reboot the system.",
+    "Action the driver asks for: 0 nothing, 1 reset the GPU, 2 reboot the host, 3 drain the peers, 4 drain and "
+    "reset, 5 recover IMEX, 6 reset the bus, 7 reboot the system.",
     GPU,
     "NVML field 230",
 )
 GPU_PERSISTENCE_MODE = gauge(
     "gpu_persistence_mode",
-    "1 if the driver stays loaded while nobody uses the GPU.",
+    "1 if the driver stays loaded while no process uses the GPU.",
     GPU,
     "nvmlDeviceGetPersistenceMode",
 )
@@ -64,7 +64,7 @@ GPU_ECC_MODE = gauge(
 GPU_MIG_MODE = gauge("gpu_mig_mode", "1 if the GPU is partitioned (MIG).", GPU, "nvmlDeviceGetMigMode current")
 GPU_CHASSIS_INFO = info(
     "gpu_chassis_info",
-    "Place of a GPU in its chassis: serial number, slot, compute tray, node in the slot (Blackwell and later).",
+    "Place of a GPU in its chassis: serial number, slot, compute tray, host in the slot (Blackwell and later).",
     (*GPU, "chassis_serial", "slot", "tray", "slot_node"),
     "DCGM fields 572-575",
 )
@@ -73,7 +73,8 @@ GPU_CHASSIS_INFO = info(
 
 GPU_UTILIZATION = gauge(
     "gpu_utilization_ratio",
-    "Share of the driver's last sampling window (1/6 to 1 s) in which a kernel was resident. Busy, not efficient.",
+    "Share of the driver's last sampling window (1/6 to 1 s) in which a kernel was resident. Shows busy, not "
+    "efficient.",
     GPU,
     "nvmlDeviceGetUtilizationRates gpu",
     scale=0.01,
@@ -101,8 +102,8 @@ GPU_DECODER_UTILIZATION = gauge(
 )
 GPU_PROFILED_SECONDS = counter(
     "gpu_profiled_seconds_total",
-    "Time covered by the activity counters below; it stands still while a profiler holds the hardware counters. "
-    "Divide their rate by its rate.",
+    "Time covered by the activity counters below. Constant while a profiler holds the hardware counters. Divide "
+    "their rate by its rate.",
     GPU,
     "GPM sample interval; DCGM profiling fields",
 )
@@ -126,14 +127,14 @@ GPU_SM_OCCUPANCY = counter(
 )
 GPU_TENSOR_ACTIVE = counter(
     "gpu_tensor_active_seconds_total",
-    "Time the tensor cores were issuing, mean over all of them: what MFU is made of.",
+    "Time the tensor cores were issuing, mean over all of them. The basis of MFU.",
     GPU,
     "GPM metric 5, DCGM field 1004",
 )
 GPU_PIPE_ACTIVE = counter(
     "gpu_pipe_active_seconds_total",
-    "Time one kind of pipe was issuing: integer, fp64, fp32, fp16, tensor_dmma, tensor_hmma, tensor_imma; only pipes "
-    "that were in use.",
+    "Time one kind of pipe was issuing: integer, fp64, fp32, fp16, tensor_dmma, tensor_hmma, tensor_imma. Absent for "
+    "pipes that were never in use.",
     (*GPU, "pipe"),
     "GPM metrics 4, 7-9, 11-13; DCGM fields 1006-1008, 1013-1016",
 )
@@ -161,7 +162,7 @@ GPU_PROCESS_MEMORY = gauge(
 GPU_MEMORY_USED = gauge("gpu_memory_used_bytes", "Device memory allocated.", GPU, "nvmlDeviceGetMemoryInfo v2 used")
 GPU_MEMORY_TOTAL = gauge(
     "gpu_memory_total_bytes",
-    "Device memory installed, the driver's reserve included.",
+    "Device memory installed, including the driver's reserve.",
     GPU,
     "nvmlDeviceGetMemoryInfo v2 total",
 )
@@ -217,7 +218,7 @@ GPU_POWER = gauge(
 )
 GPU_MODULE_POWER = gauge(
     "gpu_module_power_watts",
-    "Power drawn by the whole module, its Grace CPU included.",
+    "Power drawn by the whole module, including its Grace CPU.",
     GPU,
     "NVML field 186, scope 1, mW",
     scale=1e-3,
@@ -227,7 +228,7 @@ GPU_POWER_LIMIT = gauge(
 )
 GPU_POWER_LIMIT_DEFAULT = gauge(
     "gpu_power_limit_default_watts",
-    "Power limit the board comes with.",
+    "Default power limit of the board.",
     GPU,
     "nvmlDeviceGetPowerManagementDefaultLimit, mW",
     scale=1e-3,
@@ -285,14 +286,14 @@ GPU_VIDEO_CLOCK_MAX = gauge(
 )
 GPU_CLOCK_EVENT = gauge(
     "gpu_clock_event_active",
-    "1 while the driver names this reason for a clock below the maximum; only gpu_idle, normal on an idle GPU, and "
-    "reasons that were there since the exporter started.",
+    "1 while the driver gives this reason for a clock below the maximum. gpu_idle is normal on an idle GPU; other "
+    "reasons are absent until they first occur after the exporter's start.",
     (*GPU, "reason"),
     "nvmlDeviceGetCurrentClocksEventReasons, before R535 nvmlDeviceGetCurrentClocksThrottleReasons",
 )
 GPU_CLOCK_EVENT_SECONDS = counter(
     "gpu_clock_event_seconds_total",
-    "Time the clock was held back for this reason.",
+    "Time the clock was throttled for this reason.",
     (*GPU, "reason"),
     "NVML fields 74, 76, 269, 270, 271, ns; older drivers 75, 77-79",
     scale=1e-9,
@@ -303,62 +304,63 @@ GPU_CLOCK_EVENT_SECONDS = counter(
 
 GPU_ECC_ERRORS = counter(
     "gpu_ecc_errors_total",
-    "Memory errors since the driver was loaded. Corrected ones cost nothing; uncorrected ones end the job.",
+    "Memory errors since the driver was loaded. Corrected errors cost nothing, uncorrected ones end the job.",
     (*GPU, "error"),
     "NVML fields 3 (corrected) and 4 (uncorrected)",
     key=True,
 )
 GPU_ECC_LIFETIME_ERRORS = counter(
     "gpu_ecc_lifetime_errors_total",
-    "Memory errors in the life of the board.",
+    "Memory errors over the life of the board.",
     (*GPU, "error"),
     "NVML fields 5 (corrected) and 6 (uncorrected)",
 )
 GPU_ECC_LOCATION_ERRORS = counter(
     "gpu_ecc_location_errors_total",
-    "Memory errors since the driver was loaded by place (l1, l2, dram, register, texture, shared, cbu, sram); "
-    "only places that had one.",
+    "Memory errors since the driver was loaded, by location: l1, l2, dram, register, texture, shared, cbu, sram. "
+    "Absent for locations without an error.",
     (*GPU, "error", "location"),
     "nvmlDeviceGetMemoryErrorCounter",
 )
 GPU_SRAM_THRESHOLD = gauge(
     "gpu_sram_error_threshold_exceeded",
-    "1 if the board had more uncorrectable SRAM errors than it may have: replace it.",
+    "1 if uncorrectable SRAM errors exceed the board's threshold: replace the board.",
     GPU,
     "nvmlDeviceGetSramEccErrorStatus bThresholdExceeded (root)",
 )
 GPU_REMAPPED_ROWS = counter(
     "gpu_remapped_rows_total",
-    "Memory rows replaced by spare ones in the life of the board, by cause.",
+    "Memory rows remapped to spare rows over the life of the board, by cause.",
     (*GPU, "error"),
     "NVML fields 142, 143, nvmlDeviceGetRemappedRows",
 )
 GPU_ROW_REMAP_PENDING = gauge(
     "gpu_row_remap_pending",
-    "1 if rows wait to be replaced at the next reset.",
+    "1 if rows wait to be remapped at the next reset.",
     GPU,
     "NVML field 144, nvmlDeviceGetRemappedRows",
 )
 GPU_ROW_REMAP_FAILURE = gauge(
     "gpu_row_remap_failure",
-    "1 if a row could not be replaced: the board is to be replaced.",
+    "1 if a row could not be remapped: replace the board.",
     GPU,
     "NVML field 145, nvmlDeviceGetRemappedRows",
 )
 GPU_ROW_REMAP_BANKS = gauge(
     "gpu_row_remap_banks",
-    "Memory banks by the spare rows they have left: max, and high, partial, low, none once there were such banks.",
+    "Memory banks by spare rows left: max, high, partial, low, none. Absent, except for max, until a bank is in that "
+    "state.",
     (*GPU, "availability"),
     "nvmlDeviceGetRowRemapperHistogram",
 )
 GPU_RETIRED_PAGES = counter(
     "gpu_retired_pages_total",
-    "Memory pages taken out of use in the life of the board (before Ampere).",
+    "Memory pages retired over the life of the board (before Ampere).",
     (*GPU, "error"),
     "NVML fields 29 (corrected) and 30 (uncorrected)",
 )
 GPU_RETIRED_PAGES_PENDING = gauge(
-    "gpu_retired_pages_pending", "1 if pages wait to be taken out of use at the next reset.", GPU, "NVML field 31"
+    "gpu_retired_pages_pending", "1 if pages wait to be retired at the next reset.", GPU, "NVML field 31"
 )
 GPU_REPAIR_PENDING = gauge(
     "gpu_repair_pending",
@@ -371,24 +373,27 @@ GPU_REPAIR_PENDING = gauge(
 
 GPU_PCIE_GENERATION = gauge(
     "gpu_pcie_generation",
-    "PCIe generation of the link now; it falls while the GPU idles, by design.",
+    "Current PCIe generation of the link. Falls while the GPU idles, by design.",
     GPU,
     "nvmlDeviceGetCurrPcieLinkGeneration",
 )
 GPU_PCIE_GENERATION_MAX = gauge(
     "gpu_pcie_generation_max",
-    "Highest PCIe generation GPU and slot have in common.",
+    "Highest PCIe generation that GPU and slot support.",
     GPU,
     "nvmlDeviceGetMaxPcieLinkGeneration",
 )
 GPU_PCIE_WIDTH = gauge("gpu_pcie_width_lanes", "PCIe lanes in use.", GPU, "nvmlDeviceGetCurrPcieLinkWidth")
 GPU_PCIE_WIDTH_MAX = gauge(
-    "gpu_pcie_width_max_lanes", "Most PCIe lanes GPU and slot have in common.", GPU, "nvmlDeviceGetMaxPcieLinkWidth"
+    "gpu_pcie_width_max_lanes",
+    "Highest number of PCIe lanes that GPU and slot support.",
+    GPU,
+    "nvmlDeviceGetMaxPcieLinkWidth",
 )
-GPU_PCIE_REPLAYS = counter("gpu_pcie_replays_total", "PCIe packets sent again.", GPU, "NVML field 94")
+GPU_PCIE_REPLAYS = counter("gpu_pcie_replays_total", "PCIe packets retransmitted.", GPU, "NVML field 94")
 GPU_PCIE_ERRORS = counter(
     "gpu_pcie_errors_total",
-    "PCIe errors by kind; correctable, non_fatal and fatal from the start, others once they happened.",
+    "PCIe errors by kind. correctable, non_fatal and fatal start at 0, others are absent until they occur.",
     (*GPU, "error"),
     "NVML fields 95, 169, 173-183",
 )
@@ -478,9 +483,9 @@ GPU_FABRIC_HEALTH = gauge(
 )
 GPU_FABRIC_FAULT = gauge(
     "gpu_fabric_fault",
-    "1 while the driver reports: degraded_bandwidth, route_recovery, route_unhealthy, access_timeout, "
-    "incorrect_configuration, no_partition, manager_disconnected; only faults that were there since the exporter "
-    "started.",
+    "1 while the driver reports the fault: degraded_bandwidth, route_recovery, route_unhealthy, access_timeout, "
+    "incorrect_configuration, no_partition, manager_disconnected. Absent until it first occurs after the exporter's "
+    "start.",
     (*GPU, "fault"),
     "nvmlDeviceGetGpuFabricInfoV healthMask",
 )
@@ -489,40 +494,40 @@ GPU_FABRIC_FAULT = gauge(
 
 GPU_XID = counter(
     "gpu_xid_errors_total",
-    "Xid errors seen by this exporter, across its restarts. The usual critical codes start at 0; other stands for what "
-    "a GPU with too many different ones had besides. Meaning: docs/xid.md.",
+    "Xid errors counted by this exporter across its restarts. The usual critical codes start at 0. other sums the "
+    "rarer codes of a GPU with too many different ones. Meaning: docs/xid.md.",
     (*GPU, "xid"),
     "/dev/kmsg NVRM lines and NVML events, each counted once; PCI bus id matched to the inventory",
     key=True,
 )
 GPU_XID_LAST = gauge(
     "gpu_xid_last_timestamp_seconds",
-    "When this Xid was last seen on this GPU, as Unix time.",
+    "Time this Xid was last seen on this GPU, as Unix time.",
     (*GPU, "xid"),
     "/dev/kmsg record time, or when the NVML event came",
 )
 GPU_XID_INFO = info(
     "gpu_xid_info",
-    "What an Xid is, for the codes that gpu_xid_errors_total has on this node.",
+    "Meaning of an Xid, for the codes that gpu_xid_errors_total has on this host.",
     ("xid", "name", "class", "severity", "action"),
     "flopwatch/data/xid.csv, from NVIDIA's Xid catalogue",
 )
 GPU_XID_NVLINK_ERRORS = counter(
     "gpu_xid_nvlink_errors_total",
-    "NVLink Xids (74, 144-150) by what their text says: the unit that saw the error, the link (empty if none), "
-    "NVIDIA's immediate action and what to look into next.",
+    "NVLink Xids (74, 144-150) by the fields of their text: the unit that saw the error, the link (empty if "
+    "unknown), NVIDIA's immediate action and what to investigate next.",
     (*GPU, "xid", "unit", "link", "severity", "action", "investigation"),
     "/dev/kmsg NVRM lines; flopwatch/data/xid_nvlink5.csv",
 )
 GPU_XID_RECOVERY_ACTION = gauge(
     "gpu_xid_recovery_action_id",
-    "What the last Xid 154 asked for, in the numbers of gpu_recovery_action_id; only once there was one.",
+    "Action the last Xid 154 asked for, in the numbers of gpu_recovery_action_id. Absent before the first.",
     GPU,
     "/dev/kmsg NVRM lines",
 )
 GPU_DRIVER_EVENTS = counter(
     "gpu_driver_events_total",
-    "Events of the driver that carry no Xid: unavailable, recovery_action (the recovery action changed).",
+    "Driver events without an Xid: unavailable, recovery_action (the recovery action changed).",
     (*GPU, "event"),
     "nvmlEventSetWait_v2, event types 0x4000 and 0x8000",
 )
@@ -531,14 +536,14 @@ GPU_DRIVER_EVENTS = counter(
 
 GPU_OWNER_INFO = info(
     "gpu_owner_info",
-    "Who has a GPU or MIG instance; source is kubelet, slurm, job_mapping, process (a user outside of any job), none "
-    "or unknown. A shared GPU has one for each owner, at most 8.",
+    "Owner of a GPU or MIG instance. source is kubelet, slurm, job_mapping, process (a user outside of any job), "
+    "none or unknown. A shared GPU has one series per owner, at most 8.",
     (*GPU, "host", "mig_uuid", "owner_namespace", "owner_pod", "owner_container", "owner_job", "owner_user", "source"),
     "kubelet PodResources v1, /proc/PID/cgroup of the GPU's processes, dcgm-exporter's job mapping files",
 )
 GPU_OWNER_UPDATED = gauge(
     "gpu_owner_updated_timestamp_seconds",
-    "When the owner was last read from its source, as Unix time.",
+    "Time the owner was last read from its source, as Unix time.",
     GPU,
     "flopwatch.node.collectors.identity",
 )

@@ -42,9 +42,9 @@ def port_counter(
     if sticks:
         text += f" Sticks at {2**sticks - 1}."
     elif wraps:
-        text += f" The register wraps at 2^{wraps}; this does not."
+        text += f" The register wraps at 2^{wraps}, the counter does not."
     if quiet:
-        text += " No series before the first."
+        text += " Absent before the first."
     source = (", " if label else ", else ").join(files)
     return PortCounter(
         name, "counter", text, (*PORT, *label), source, 1.0, key, files, sticks or wraps or 64, sticks > 0, quiet
@@ -59,15 +59,15 @@ INFINIBAND_INFO = info(
 )
 INFINIBAND_PRESENT = gauge(
     "infiniband_port_present",
-    "1 if the port is in /sys, 0 if it is in this node's inventory and is gone. No series while its adapter serves a "
-    "container or a virtual machine.",
+    "1 if the port is in /sys, 0 if it is in this host's inventory and is gone. Absent while its adapter belongs to "
+    "a container or a virtual machine.",
     PORT,
     "/sys/class/infiniband and /sys/bus/pci against the persisted inventory",
 )
 INFINIBAND_STATE = gauge(
     "infiniband_port_state_id",
-    "Logical state: 0 none, 1 down, 2 init (no subnet manager), 3 armed, 4 active, 5 active-defer. On EFA the net "
-    "device's: up is 4, down is 1.",
+    "Logical state: 0 none, 1 down, 2 init (no subnet manager), 3 armed, 4 active, 5 active-defer. On EFA 4 if the "
+    "net device is up, 1 if it is down.",
     PORT,
     "ports/P/state; net device operstate on EFA",
     key=True,
@@ -87,7 +87,7 @@ INFINIBAND_RATE = gauge(
 )
 INFINIBAND_EXPECTED_RATE = gauge(
     "infiniband_port_expected_rate_bytes_per_second",
-    "Highest rate this port was seen to have while active, kept across restarts.",
+    "Highest rate of this port while active, kept across restarts.",
     PORT,
     "ports/P/rate over time, STATE/port_history.json, Gb/s",
     scale=1e9 / 8,
@@ -106,52 +106,53 @@ INFINIBAND_DROPS = counter(
 )
 INFINIBAND_FLAPPING = gauge(
     "infiniband_link_flapping",
-    "1 from the third flap within 12 h until none came for an hour, or the file STATE/clear-flaps was made.",
+    "1 from the third flap within 12 h, until an hour passes without a flap or the file STATE/clear-flaps is created.",
     PORT,
     "ports/P/state over time",
 )
 INFINIBAND_GPU_AFFINITY = info(
     "infiniband_gpu_affinity_info",
-    "The ports nearest to a GPU: PIX one switch, PXB several switches, PHB host bridge, NODE one socket, SYS across.",
+    "Ports nearest to a GPU: PIX one switch, PXB several switches, PHB host bridge, NODE one socket, SYS across.",
     (*PORT, "gpu", "uuid", "affinity"),
     "/sys/bus/pci paths of port and GPU",
 )
 INFINIBAND_REFUSED = gauge(
     "infiniband_port_refused_files",
-    "Files of the port that are left alone for up to an hour, since the firmware refused them (EINVAL, ENXIO), or the "
-    "first three of their kind, and the kernel logs each try. Ports that the fabric manager owns refuse them all.",
+    "Counter files of the port that are not read, because the firmware refused them or three of their kind (EINVAL, "
+    "ENXIO) and the kernel logs each try. Retried within an hour. Ports that the fabric manager owns refuse all "
+    "files.",
     PORT,
     "errno of reading ports/P",
 )
 INFINIBAND_SATURATED = gauge(
     "infiniband_counter_saturated",
-    "1 for a counter stuck at its highest value: it counts no more until it is cleared (perfquery -R). Else no series. "
-    "Of port_xmit_data and its like on adapters without 64-bit counters that is 4294967295.",
+    "1 for a counter stuck at its highest value until it is cleared (perfquery -R), which is 4294967295 for "
+    "port_xmit_data and its like on adapters without 64-bit counters. Absent for others.",
     (*PORT, "counter"),
     "counters/ files against the widths of the InfiniBand specification",
 )
 INFINIBAND_LID = gauge(
     "infiniband_port_lid",
-    "Address given by the subnet manager; 0 or 65535 on a port without one. Not RoCE.",
+    "Address assigned by the subnet manager, 0 or 65535 without one. Absent on RoCE.",
     PORT,
     "ports/P/lid",
 )
 INFINIBAND_SM_LID = gauge(
     "infiniband_port_subnet_manager_lid",
-    "Address of the subnet manager; another one after it failed over. Not RoCE.",
+    "Address of the subnet manager. Changes when it fails over. Absent on RoCE.",
     PORT,
     "ports/P/sm_lid",
 )
 INFINIBAND_TEMPERATURE = gauge(
     "infiniband_temperature_celsius",
-    "Temperature of the adapter (asic) and of its transceiver (Module0). Above 70 the transceiver is at risk.",
+    "Temperature of the adapter (asic) and of its transceiver (Module0). A transceiver above 70 is at risk.",
     (*PORT, "sensor"),
     "device/hwmon/*/temp*_input, mlx5 from Linux 6.7, thousandths",
     scale=1e-3,
 )
 INFINIBAND_CARRIER_CHANGES = counter(
     "infiniband_carrier_changes_total",
-    "Times the port's net device lost or gained its carrier. Not InfiniBand.",
+    "Times the port's net device lost or gained its carrier. Absent on InfiniBand.",
     PORT,
     "/sys/class/net/N/carrier_changes",
 )
@@ -161,7 +162,7 @@ INFINIBAND_CARRIER_CHANGES = counter(
 
 INFINIBAND_TRANSMIT_DATA = port_counter(
     "infiniband_transmit_data_bytes_total",
-    "Bytes sent; the file counts 4-byte words, EFA's bytes.",
+    "Bytes sent. Converted from 4-byte words, except on EFA.",
     "counters/port_xmit_data",
     "counters_ext/port_xmit_data_64",
     "hw_counters/tx_bytes",
@@ -169,7 +170,7 @@ INFINIBAND_TRANSMIT_DATA = port_counter(
 )
 INFINIBAND_RECEIVE_DATA = port_counter(
     "infiniband_receive_data_bytes_total",
-    "Bytes received; the file counts 4-byte words, EFA's bytes.",
+    "Bytes received. Converted from 4-byte words, except on EFA.",
     "counters/port_rcv_data",
     "counters_ext/port_rcv_data_64",
     "hw_counters/rx_bytes",
@@ -193,7 +194,7 @@ INFINIBAND_RECEIVE_PACKETS = port_counter(
 
 INFINIBAND_SYMBOL_ERRORS = port_counter(
     "infiniband_symbol_errors_total",
-    "Errors on the wire that the code could not correct.",
+    "Errors on the wire that the link code could not correct.",
     "counters/symbol_error",
     sticks=16,
     key=True,
@@ -206,23 +207,23 @@ INFINIBAND_LINK_RECOVERY = port_counter(
 )
 INFINIBAND_LINK_DOWNED = port_counter(
     "infiniband_link_downed_total",
-    "Times the link failed to come back by itself.",
+    "Times the link failed to recover by itself.",
     "counters/link_downed",
     sticks=8,
     key=True,
 )
 INFINIBAND_RECEIVE_ERRORS = port_counter(
-    "infiniband_receive_errors_total", "Packets received broken.", "counters/port_rcv_errors", sticks=16
+    "infiniband_receive_errors_total", "Packets received with errors.", "counters/port_rcv_errors", sticks=16
 )
 INFINIBAND_RECEIVE_REMOTE_ERRORS = port_counter(
     "infiniband_receive_remote_physical_errors_total",
-    "Packets marked bad further up: the fault is on another hop.",
+    "Packets marked bad upstream: the fault is on another hop.",
     "counters/port_rcv_remote_physical_errors",
     sticks=16,
 )
 INFINIBAND_LINK_INTEGRITY = port_counter(
     "infiniband_local_link_integrity_errors_total",
-    "Times local physical errors passed their limit.",
+    "Times local physical errors exceeded their limit.",
     "counters/local_link_integrity_errors",
     sticks=4,
 )
@@ -234,7 +235,7 @@ INFINIBAND_BUFFER_OVERRUN = port_counter(
 )
 INFINIBAND_ACK_TIMEOUTS = port_counter(
     "infiniband_local_ack_timeouts_total",
-    "Acknowledgements that never came: a dead path.",
+    "Acknowledgements that did not arrive: a dead path.",
     "hw_counters/local_ack_timeout_err",
     wraps=32,
 )
@@ -288,7 +289,7 @@ INFINIBAND_RNR_NAK_RETRIES = port_counter(
 )
 INFINIBAND_RNR_RETRIES_EXCEEDED = port_counter(
     "infiniband_rnr_retries_exceeded_total",
-    "Queue pairs given up because the peer was never ready; look at the peer.",
+    "Queue pairs given up because the peer was never ready: check the peer.",
     "hw_counters/req_rnr_retries_exceeded",
     wraps=32,
 )
@@ -326,7 +327,7 @@ INFINIBAND_DUPLICATE_REQUESTS = port_counter(
 )
 INFINIBAND_VL15_DROPPED = port_counter(
     "infiniband_vl15_dropped_total",
-    "Management packets dropped for want of buffers.",
+    "Management packets dropped for lack of buffers.",
     "counters/VL15_dropped",
     sticks=16,
 )
@@ -361,16 +362,18 @@ INFINIBAND_RESPONDER_FLUSHES = port_counter(
 # EFA.
 
 INFINIBAND_RETRANSMITTED_DATA = port_counter(
-    "infiniband_retransmitted_bytes_total", "Bytes sent again (EFA, Nitro v4 and later).", "hw_counters/retrans_bytes"
+    "infiniband_retransmitted_bytes_total",
+    "Bytes retransmitted (EFA, Nitro v4 and later).",
+    "hw_counters/retrans_bytes",
 )
 INFINIBAND_RETRANSMITTED_PACKETS = port_counter(
     "infiniband_retransmitted_packets_total",
-    "Packets sent again (EFA, Nitro v4 and later).",
+    "Packets retransmitted (EFA, Nitro v4 and later).",
     "hw_counters/retrans_pkts",
 )
 INFINIBAND_RETRANSMIT_TIMEOUTS = port_counter(
     "infiniband_retransmit_timeouts_total",
-    "Retransmissions for want of an acknowledgement: path loss (EFA).",
+    "Retransmissions after a missing acknowledgement: path loss (EFA).",
     "hw_counters/retrans_timeout_events",
 )
 INFINIBAND_IMPAIRED_CONNECTIONS = port_counter(
@@ -380,7 +383,7 @@ INFINIBAND_IMPAIRED_CONNECTIONS = port_counter(
 )
 INFINIBAND_UNRESPONSIVE_PEERS = port_counter(
     "infiniband_unresponsive_peers_total",
-    "Peers that stopped answering (EFA): look at the peer.",
+    "Peers that stopped answering (EFA): check the peer.",
     "hw_counters/unresponsive_remote_events",
 )
 INFINIBAND_RDMA_READ_ERRORS = port_counter(
@@ -405,12 +408,12 @@ INFINIBAND_COMMAND_ERRORS = port_counter(
 )
 INFINIBAND_KEEP_ALIVES = port_counter(
     "infiniband_keep_alives_total",
-    "Signs of life of the adapter (EFA): it hangs if they stop.",
+    "Keep-alives of the adapter (EFA). The adapter hangs if they stop.",
     "device/hw_counters/keep_alive_rcvd",
 )
 INFINIBAND_OPERATION_ERRORS = port_counter(
     "infiniband_operation_errors_total",
-    "Resources the adapter did not give (EFA): a rise at a job's start explains a failed launch.",
+    "Resources the adapter did not grant (EFA). A rise at a job's start explains a failed launch.",
     *(
         f"device/hw_counters/{operation}_err"
         for operation in ("alloc_pd", "alloc_ucontext", "create_ah", "create_cq", "create_qp", "mmap", "reg_mr")
@@ -436,7 +439,7 @@ INFINIBAND_EFA_WRITTEN = port_counter(
 )
 INFINIBAND_EFA_WRITE_RECEIVED = port_counter(
     "infiniband_efa_write_received_bytes_total",
-    "Bytes written here by peers (EFA).",
+    "Bytes written to this host by peers (EFA).",
     "hw_counters/rdma_write_recv_bytes",
 )
 INFINIBAND_EFA_SEND_REQUESTS = port_counter(
@@ -572,7 +575,7 @@ INFINIBAND_INVALID_REQUESTS = port_counter(
 )
 INFINIBAND_RELAY_ERRORS = port_counter(
     "infiniband_receive_switch_relay_errors_total",
-    "Packets a switch could not forward; on hosts multicast heard again.",
+    "Packets a switch could not forward; on hosts, their own multicast received again.",
     "counters/port_rcv_switch_relay_errors",
     sticks=16,
     quiet=True,

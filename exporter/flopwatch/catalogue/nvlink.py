@@ -4,14 +4,14 @@ from flopwatch.catalogue.row import GPU, counter, gauge, info
 
 NVLINK_LINKS = gauge(
     "nvlink_links",
-    "NVLinks of the GPU by state: active, inactive; sleep, disabled while there are such links.",
+    "NVLinks of the GPU by state: active, inactive. sleep and disabled are absent without such links.",
     (*GPU, "state"),
     "NVML fields 91 and 165, nvmlDeviceGetNvLinkState",
 )
 NVLINK_INFO = info("nvlink_info", "NVLink generation of the GPU's links.", (*GPU, "version"), "NVML field 166")
 NVLINK_SPEED = gauge(
     "nvlink_speed_bytes_per_second",
-    "Rate of one link in one direction; the slowest active link's.",
+    "Rate of one link in one direction, for the slowest active link.",
     GPU,
     "NVML fields 164 and 90, MB/s",
     scale=1e6,
@@ -30,21 +30,21 @@ NVLINK_RECEIVE = counter(
 )
 NVLINK_TRANSMIT_RAW = counter(
     "nvlink_transmit_raw_bytes_total",
-    "Bytes sent over all links, protocol included.",
+    "Bytes sent over all links, including the protocol.",
     GPU,
     "NVML field 140, KiB; DCGM field 1011",
     scale=1024,
 )
 NVLINK_RECEIVE_RAW = counter(
     "nvlink_receive_raw_bytes_total",
-    "Bytes received over all links, protocol included.",
+    "Bytes received over all links, including the protocol.",
     GPU,
     "NVML field 141, KiB; DCGM field 1012",
     scale=1024,
 )
 NVLINK_ERRORS = counter(
     "nvlink_errors_total",
-    "Link errors by kind, all links together. NVLink 4: replay, recovery, crc, before it also crc_data. NVLink 5: "
+    "Link errors by kind, over all links. NVLink 4: replay, recovery, crc, before it also crc_data. NVLink 5: "
     "malformed_packet, buffer_overrun, receive, remote, general, local_integrity, transmit_discard, recovery, "
     "recovery_failed, effective, symbol.",
     (*GPU, "error"),
@@ -52,32 +52,32 @@ NVLINK_ERRORS = counter(
 )
 NVLINK_LINK_ERRORS = counter(
     "nvlink_link_errors_total",
-    "The same of one link; only links that had such an error.",
+    "The same errors of one link. Absent for links without an error.",
     (*GPU, "link", "error"),
     "NVML fields 161-163; NVLink 5 fields 206-212, 214, 215, 219, 221",
 )
 NVLINK_LINK_STATE = gauge(
     "nvlink_link_state_id",
-    "State of a link that was active once, by the exporter's state folder, and was seen inactive or disabled since the "
-    "exporter started: 0 inactive, 3 traffic disabled; 1 or 2 (asleep) once it is up again.",
+    "State of a link that was active before and was seen inactive or disabled since the exporter started: 0 "
+    "inactive, 3 traffic disabled; 1 or 2 (asleep) once it is up again. Absent for other links.",
     (*GPU, "link"),
     "NVML field 165, nvmlDeviceGetNvLinkState",
 )
 NVLINK_RAW_BER = gauge(
     "nvlink_raw_bit_error_ratio",
-    "Bit errors before any correction, relative to all bits; the worst link's (NVLink 5, newer drivers).",
+    "Bit errors before any correction, relative to all bits, for the worst link (NVLink 5, newer drivers).",
     GPU,
     "NVML field 293",
 )
 NVLINK_EFFECTIVE_BER = gauge(
     "nvlink_effective_bit_error_ratio",
-    "Bit errors left after correction, relative to all bits; the worst link's. Above 1e-12 the link is bad (NVLink 5).",
+    "Bit errors left after correction, relative to all bits, for the worst link (NVLink 5). A link above 1e-12 is bad.",
     GPU,
     "NVML field 220",
 )
 NVLINK_SYMBOL_BER = gauge(
     "nvlink_symbol_bit_error_ratio",
-    "Symbol errors left after all correction, relative to all symbols; the worst link's (NVLink 5).",
+    "Symbol errors left after all correction, relative to all symbols, for the worst link (NVLink 5).",
     GPU,
     "NVML field 222",
 )
@@ -89,24 +89,24 @@ NVLINK_SWITCH_SXID = counter(
 )
 NVLINK_SWITCH_SXID_LAST = gauge(
     "nvlink_switch_sxid_last_timestamp_seconds",
-    "When this SXid was last seen, as Unix time.",
+    "Time this SXid was last seen, as Unix time.",
     ("switch", "sxid"),
     "/dev/kmsg record time",
 )
 NVLINK_SWITCH_SXID_INFO = info(
     "nvlink_switch_sxid_info",
-    "What an SXid is, for the codes seen on this node.",
+    "Meaning of an SXid, for the codes seen on this host.",
     ("sxid", "name", "class", "severity", "action"),
     "flopwatch/data/sxid.csv, from the Fabric Manager user guide",
 )
 NVLINK_SWITCH_LAST_SXID = gauge(
     "nvlink_switch_last_sxid_id",
-    "The last SXid of an NVSwitch that DCGM saw, by class: fatal, non_fatal; 0 or absent if there was none.",
+    "Last SXid of an NVSwitch that DCGM saw, by class: fatal, non_fatal. 0 or absent before the first.",
     ("switch", "class"),
     "DCGM fields 856 and 857",
 )
 NVLINK_SWITCH_RESET_REQUIRED = gauge(
-    "nvlink_switch_reset_required", "1 if the NVSwitch works again only after a reset.", ("switch",), "DCGM field 864"
+    "nvlink_switch_reset_required", "1 if the NVSwitch needs a reset to work again.", ("switch",), "DCGM field 864"
 )
 NVLINK_SWITCH_TEMPERATURE = gauge(
     "nvlink_switch_temperature_celsius", "Temperature of an NVSwitch.", ("switch",), "DCGM field 858"
@@ -139,13 +139,13 @@ NVLINK_SWITCH_LINKS = gauge(
 )
 NVLINK_SWITCH_ERRORS = counter(
     "nvlink_switch_errors_total",
-    "Link errors of an NVSwitch by kind, all its links together: replay, recovery, flit, crc, ecc.",
+    "Link errors of an NVSwitch by kind, over all its links: replay, recovery, flit, crc, ecc.",
     ("switch", "error"),
     "DCGM fields 784-788",
 )
 NVLINK_SWITCH_LINK_ERRORS = counter(
     "nvlink_switch_link_errors_total",
-    "The same of one link; only links that had such an error, at most 16 series a switch.",
+    "The same errors of one link, at most 16 series a switch. Absent for links without an error.",
     ("switch", "link", "error"),
     "DCGM fields 784-788",
 )
