@@ -32,7 +32,7 @@ RECORDS = (
               last_over_time(infiniband_port_state_id[<30m>])
             )
         """,
-        ("1 for a port that has been active; one that never was is not in use."),
+        "1 for a port that has been active. A port that never was is not in use.",
     ),
     Record(
         "place",
@@ -46,7 +46,7 @@ RECORDS = (
               (count by (instance) (instance:training_run:info) == 1)
             )
         """,
-        ("The rail of a port for computing, and the run on its node if there is just one."),
+        "Rail of a compute port, and the run on its host if there is exactly one.",
     ),
     Record(
         "rails",
@@ -58,7 +58,7 @@ RECORDS = (
               (max by (instance, device, port) (rate(infiniband_transmit_data_bytes_total[<5m>])))
             )
         """,
-        ("Bytes a second that a port of this rail sends, mean over the run's nodes."),
+        "Bytes per second that a port of this rail sends, mean over the run's hosts.",
     ),
     Record(
         "rails",
@@ -70,7 +70,8 @@ RECORDS = (
               and on (run)
             (count by (run) (rail:infiniband_transmit_bytes:rate5m) > 1)
         """,
-        ("Traffic of the run's slowest rail over its median rail: 1 is even. None while rails are next to idle."),
+        "Traffic of the run's slowest rail over its median rail, 1 if they are even. Absent while rails are nearly "
+        "idle.",
     ),
     Record(
         "rails",
@@ -82,10 +83,8 @@ RECORDS = (
               (max by (instance, device, port) (rate(infiniband_transmit_wait_ticks_total[<5m>])))
             )
         """,
-        (
-            "Ticks a second in which a port of this rail had data to send and no credit, mean over the run's nodes. "
-            "The tick is device specific: compare rails."
-        ),
+        "Ticks per second in which a port of this rail had data to send and no credit, mean over the run's hosts. "
+        "The tick is device specific: compare rails.",
     ),
     Record(
         "rails",
@@ -95,10 +94,7 @@ RECORDS = (
               / on (run) group_left ()
             (sum by (run) (rail:infiniband_transmit_wait_ticks:rate5m) > 0)
         """,
-        (
-            "Share of the run's waiting for credit that is this rail's; even is one over the number of rails. None if"
-            " no rail waits."
-        ),
+        "This rail's share of the run's credit wait. Even is one over the number of rails. Absent if no rail waits.",
     ),
     Record(
         "rails",
@@ -110,7 +106,7 @@ RECORDS = (
               (max by (instance, device, port) (rate(infiniband_congestion_notifications_handled_total[<5m>])))
             )
         """,
-        ("Congestion notifications a second that slowed down a sender of this rail, mean over the run's nodes. RoCE."),
+        "Congestion notifications per second that slowed down a sender of this rail, mean over the run's hosts. RoCE.",
     ),
     Record(
         "rails",
@@ -126,9 +122,7 @@ RECORDS = (
               )
             )
         """,
-        (
-            "Times a second that a port of this rail had to send again: negative acknowledgements and "
-            "acknowledgements that never came, mean over the run's nodes."
-        ),
+        "Retransmissions per second of a port of this rail, mean over the run's hosts: negative and missing "
+        "acknowledgements.",
     ),
 )

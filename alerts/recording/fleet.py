@@ -28,7 +28,7 @@ RECORDS = (
         "fleet",
         RUN_BEGAN,
         "min by (tenant, run) (run_start_timestamp_seconds)",
-        ("First process start of a run, as Unix time."),
+        "Time of the first process start of a run, as Unix time.",
     ),
     Record(
         "fleet",
@@ -48,7 +48,7 @@ RECORDS = (
               and
             run:run_productive_gpu_seconds:sum
         """,
-        ("GPU-seconds booked of a run that has a goodput."),
+        "GPU-seconds attributed to buckets, of a run that has a goodput.",
     ),
     Record(
         "fleet",
@@ -67,13 +67,16 @@ RECORDS = (
         ("Unplanned ends of a run."),
     ),
     Record(
-        "fleet", RUN_RECOVERIES, "max by (tenant, run) (run_recoveries_total)", ("Unplanned ends a run came back from.")
+        "fleet",
+        RUN_RECOVERIES,
+        "max by (tenant, run) (run_recoveries_total)",
+        "Unplanned ends that a run recovered from.",
     ),
     Record(
         "fleet",
         RUN_RECOVERY,
         "max by (tenant, run) (run_recovery_seconds_total)",
-        ("Seconds a run took to come back from its unplanned ends."),
+        "Seconds a run took to recover from its unplanned ends.",
     ),
     Record(
         "fleet",
@@ -105,7 +108,7 @@ RECORDS = (
               ) > 0
             )
         """,
-        ("Productive GPU-seconds over those booked in the last seven days, of all runs with a goodput."),
+        "Productive GPU-seconds over all attributed in the last seven days, of all runs with a goodput.",
     ),
     Record(
         "fleet",
@@ -137,10 +140,8 @@ RECORDS = (
               ) > 0
             )
         """,
-        (
-            "GPU-seconds of running for each unplanned end of the last 30 days; over the GPUs of a run, its expected "
-            "time to failure. None without an unplanned end."
-        ),
+        "GPU-seconds of running per unplanned end of the last 30 days. Divided by the GPUs of a run it is its "
+        "expected time to failure. Absent without an unplanned end.",
     ),
     Record(
         "fleet",
@@ -172,7 +173,7 @@ RECORDS = (
               ) > 0
             )
         """,
-        ("Time from an unplanned end to the first new step, mean of the last 30 days. None without one."),
+        "Time from an unplanned end to the first new step, mean of the last 30 days. Absent without one.",
     ),
     Record(
         "fleet",
@@ -198,10 +199,8 @@ RECORDS = (
               or
             group by (host) (last_over_time(instance:host:info[<15m>]) unless on (host) instance:host:info)
         """,
-        (
-            "1 for a host with a critical Xid in the last quarter of an hour, a GPU or a port that is gone, or an "
-            "exporter that fell silent."
-        ),
+        "1 for a host with a critical Xid in the last quarter of an hour, a missing GPU or port, or an exporter that "
+        "does not answer.",
     ),
     Record(
         "fleet",
@@ -221,7 +220,8 @@ RECORDS = (
               and on (host)
             host:sign_of_failure:bool
         """,
-        ("Unplanned ends of a run with ranks on a host that gave a sign when the run ended, for a quarter of an hour."),
+        "Unplanned ends of a run with ranks on a host that had a sign of failure when the run ended, for a quarter "
+        "of an hour.",
     ),
     Record(
         "fleet",
@@ -269,9 +269,7 @@ RECORDS = (
               0 * group by (host) (instance:host:info)
             )
         """,
-        (
-            "Signs of the last seven days that a host makes runs fail: unplanned ends it gave a sign for, different "
-            "critical Xids per GPU, ranks of runs that were late on it, ports that dropped."
-        ),
+        "Signs of the last seven days that a host makes runs fail: unplanned ends with a sign of failure, different "
+        "critical Xids per GPU, straggling ranks, and ports that dropped.",
     ),
 )

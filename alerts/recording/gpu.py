@@ -30,16 +30,14 @@ RECORDS = (
               unless on (run)
             training_rank_info{uuid=""}
         """,
-        (
-            "Power of the run's GPUs. None unless every rank's GPU is known and measured; a GPU that two runs share "
-            "counts in both."
-        ),
+        "Power of the run's GPUs. A GPU that two runs share counts in both. Absent unless every rank's GPU is known "
+        "and measured.",
     ),
     Record(
         "detail",
         TOKEN_ENERGY,
         "run:gpu_energy_joules:rate5m / (run:training_tokens:rate5m > 0)",
-        ("Energy of the run's GPUs for one token."),
+        "Energy of the run's GPUs per token.",
     ),
     Record("fleet", FLEET_GPUS, "count(group by (uuid) (gpu_present == 1))", ("GPUs that answer.")),
     Record(
@@ -54,7 +52,7 @@ RECORDS = (
               or
             0 * fleet:gpu_present:count
         """,
-        ("GPUs of those that a rank, a pod, a job or a user has."),
+        "GPUs that answer and that a rank, a pod, a job or a user has.",
     ),
     Record(
         "fleet",
@@ -70,6 +68,6 @@ RECORDS = (
               or
             0 * fleet:gpu_present:count
         """,
-        ("GPUs of those that nobody has; one whose owner cannot be told is in neither."),
+        "GPUs that answer and have no owner. A GPU whose owner is unknown is in neither count.",
     ),
 )

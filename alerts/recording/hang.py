@@ -49,10 +49,8 @@ RECORDS = (
               sum by (run, rank) (training_activity_seconds_total{activity!~"step|data_stall"})
             )
         """,
-        (
-            "Seconds of the last five minutes that a rank of the run spent in anything but steps and waiting for "
-            "data: the largest of its ranks'."
-        ),
+        "Seconds of the last five minutes that a rank spent in anything but steps and waiting for data, for the rank "
+        "with most.",
     ),
     Record(
         "training",
@@ -70,10 +68,8 @@ RECORDS = (
               max by (run) (training_last_step_timestamp_seconds) < time() - <300_seconds>
             )
         """,
-        (
-            "When the run's open step began, as Unix time: its newest step's end, and later by what was declared "
-            "since, a checkpoint for instance; none while that cannot be told."
-        ),
+        "Start of the run's open step, as Unix time: the end of its newest step, plus the time declared since, for "
+        "instance for a checkpoint. Absent while it is unknown.",
     ),
     Record(
         "training",
@@ -99,22 +95,21 @@ RECORDS = (
               run:training_open_step_began_seconds:max < time() - <3600_seconds>
             )
         """,
-        (
-            "The same for a step that is older than 60 s and than three times the p99 of the last hour's steps, or, "
-            "where there was none, than an hour."
-        ),
+        "The same for a step that is older than 60 s and than three times the p99 of the last hour's steps, or, "
+        "without one, than an hour.",
     ),
     Record(
         "training",
         STEPPING,
         'max by (run) (sum by (run, rank) (rate(training_activity_seconds_total{activity="step"}[<1m>])))',
-        ("Share of the last minute that a rank of the run spent in steps: the largest of its ranks'."),
+        "Share of the last minute that a rank of the run spent in steps, for the rank with most.",
     ),
     Record(
         "training",
         COLLECTIVES,
         "max by (run) (changes(training_collective_sequence_number[<1m>]) > bool 0)",
-        ("1 if a rank of the run has started a collective in the last minute, 0 if none has, where they are counted."),
+        "1 if a rank of the run started a collective in the last minute, 0 if no rank did. Absent where they are not "
+        "counted.",
     ),
     Record(
         "training",
@@ -126,7 +121,7 @@ RECORDS = (
               max by (uuid) (rate(gpu_tensor_active_seconds_total[<1m>]))
             )
         """,
-        ("Share of the last minute that tensor cores of the run's cards were active: the busiest card's."),
+        "Share of the last minute that tensor cores were active, for the run's busiest GPU.",
     ),
     Record(
         "training",
@@ -138,7 +133,7 @@ RECORDS = (
               max by (uuid) (rate(gpu_tensor_active_seconds_total[<1m>]))
             )
         """,
-        ("The same of the idlest card."),
+        "The same for the run's least busy GPU.",
     ),
     Record(
         "training",
@@ -152,7 +147,7 @@ RECORDS = (
               / on (run)
             count by (run) (group by (run, rank) (training_rank_info))
         """,
-        ("Share of the run's ranks whose card tells of its tensor cores."),
+        "Share of the run's ranks whose GPU reports its tensor activity.",
     ),
     Record(
         "training",
@@ -170,7 +165,7 @@ RECORDS = (
               max by (uuid) (max_over_time(gpu_power_watts[<1h>:<5m>]))
             )
         """,
-        ("Power of the run's cards in the last minute over that of the last hour, the most of each card."),
+        "Highest power of the run's GPUs in the last minute over that in the last hour, mean over the GPUs.",
     ),
     Record(
         "training",
@@ -184,7 +179,7 @@ RECORDS = (
               / on (run)
             count by (run) (group by (run, rank) (training_rank_info))
         """,
-        ("Share of the run's ranks whose card tells of its power."),
+        "Share of the run's ranks whose GPU reports its power.",
     ),
     Record(
         "training",
@@ -196,7 +191,7 @@ RECORDS = (
               max by (instance, device, port) (rate(infiniband_transmit_data_bytes_total[<1m>]))
             )
         """,
-        ("Bytes a second that a port of the run's rails sent in the last minute: the most."),
+        "Bytes per second sent in the last minute, for the busiest port of the run's rails.",
     ),
     Record(
         "verdict",
@@ -228,10 +223,8 @@ RECORDS = (
               )
             )
         """,
-        (
-            "1 for a rank that was there before the overdue step of its run and is not any more; none if the run has "
-            "as many as it says."
-        ),
+        "1 for a rank that existed before the overdue step of its run and no longer does. Absent if the run has as "
+        "many ranks as it declares.",
     ),
     Record(
         "verdict",
@@ -385,10 +378,8 @@ RECORDS = (
               rank:training_gone:bool
             )
         """,
-        (
-            "1 for each sign that a rank of a run with an overdue step is the one that the others wait for: gone, "
-            "silent, blocked, data, sequence, gpu, idle, computing, link."
-        ),
+        "1 for each sign that a rank of a run with an overdue step is the one the others wait for: gone, silent, "
+        "blocked, data, sequence, gpu, idle, computing, link.",
     ),
     Record(
         "verdict",
@@ -412,10 +403,8 @@ RECORDS = (
               / on (run) group_left ()
             (count by (run) (count by (run, sign) (rank:training_hang:sign)) + 0.2) > 0.5
         """,
-        (
-            "Share of the signs that say it is this rank which the others wait for, if most do: each has one vote, "
-            "split among the ranks it points at, and a fifth of one is doubt."
-        ),
+        "Share of the signs that point at this rank, if most do. Each sign has one vote, split among the ranks it "
+        "points at, and a fifth of a vote is doubt.",
     ),
     Record(
         "verdict",
@@ -453,6 +442,6 @@ RECORDS = (
               ) > 1
             )
         """,
-        ("The same for a host of several that a run has, where it is no single rank."),
+        "The same for one of several hosts of a run, if no single rank stands out.",
     ),
 )

@@ -64,7 +64,7 @@ _WHOLE_RUN = (
               and on (tenant, run)
             run_seconds_total{bucket!="queue"} > 0
         """,
-        ("Productive time over wall clock since the first process start; none before anything is booked."),
+        "Productive time over wall clock since the first process start. Absent before any time is attributed.",
     ),
     Record(
         "ledger",
@@ -84,7 +84,7 @@ _WHOLE_RUN = (
               and on (tenant, run)
             run_seconds_total{bucket!="queue"} > 0
         """,
-        ("Productive time over wall clock since submission; none if that is unknown."),
+        "Productive time over wall clock since submission. Absent if the submission is unknown.",
     ),
     Record(
         "ledger",
@@ -94,7 +94,7 @@ _WHOLE_RUN = (
               /
             (max by (tenant, run) (run_capacity_flops_total) > 0)
         """,
-        ("Model FLOPs of retained steps over the peak of the GPUs held, down time included."),
+        "Model FLOPs of retained steps over the peak of the GPUs held, including down time.",
     ),
     Record(
         "ledger",
@@ -110,7 +110,7 @@ _WHOLE_RUN = (
               ) > 0
             )
         """,
-        ("Share of the wall clock since the first process start that went into a bucket which is not productive."),
+        "Share of the wall clock since the first process start in each bucket that is not productive.",
     ),
     Record(
         "ledger",
@@ -124,10 +124,7 @@ _WHOLE_RUN = (
               ) > 0
             )
         """,
-        (
-            "Time a run was running for each of its unplanned ends, the time since the last one included. None before"
-            " the first."
-        ),
+        "Running time per unplanned end, including the time since the last one. Absent before the first.",
     ),
     Record(
         "ledger",
@@ -137,10 +134,7 @@ _WHOLE_RUN = (
               /
             (max by (tenant, run) (run_recoveries_total) > 0)
         """,
-        (
-            "Time from an unplanned end to the first new step, mean of those the run came back from. None before the "
-            "first."
-        ),
+        "Time from an unplanned end to the first new step, mean over the recoveries. Absent before the first.",
     ),
     Record(
         "ledger",
@@ -153,7 +147,7 @@ _WHOLE_RUN = (
               and on (tenant, run)
             run_state{state=~"running|down"} == 1
         """,
-        ("Steps a run that has not ended would make again if it failed now. None before its first durable checkpoint."),
+        "Steps that a run would repeat if it failed now. Absent before its first durable checkpoint and after its end.",
     ),
 )
 
@@ -170,7 +164,8 @@ _WINDOW = (
               or
             0 * (min by (tenant, run) (last_over_time(run_start_timestamp_seconds[<5m>])) > time() - <SINCE>)
         """,
-        ("1 if a run had the same books before the last PERIOD, 0 if it began since; none if nobody knows."),
+        "1 if the same generation of the run was reported before the last PERIOD, 0 if it began since. Absent if "
+        "that is unknown.",
     ),
     Record(
         "windows",
@@ -191,7 +186,7 @@ _WINDOW = (
               and on (tenant, run)
             run:run_books:bool_WINDOW
         """,
-        ("Seconds booked in the last PERIOD, by bucket."),
+        "Seconds attributed to each bucket in the last PERIOD.",
     ),
     Record(
         "windows",
@@ -212,7 +207,7 @@ _WINDOW = (
               and on (tenant, run)
             run:run_books:bool_WINDOW
         """,
-        ("Seconds of the last PERIOD that are not booked yet."),
+        "Seconds of the last PERIOD that are not attributed yet.",
     ),
     Record(
         "windows",
@@ -232,7 +227,7 @@ _WINDOW = (
               /
             (run:run_wall_seconds:difference_WINDOW > 0)
         """,
-        ("Goodput of the last PERIOD, or of a younger or ended run's part of it."),
+        "Goodput of the last PERIOD, or of the part of it in which the run existed.",
     ),
     Record(
         "windows",
@@ -255,7 +250,7 @@ _WINDOW = (
               ) > 0
             )
         """,
-        ("ETTR of the last PERIOD; none if the time of submission is unknown."),
+        "ETTR of the last PERIOD. Absent if the submission is unknown.",
     ),
     Record(
         "windows",
@@ -297,7 +292,7 @@ _WINDOW = (
               ) > 0
             )
         """,
-        ("Effective MFU of the last PERIOD, as far as it is booked."),
+        "Effective MFU of the last PERIOD, as far as its time is attributed.",
     ),
     Record(
         "windows",
@@ -307,7 +302,7 @@ _WINDOW = (
               / on (tenant, run) group_left ()
             (run:run_wall_seconds:difference_WINDOW > 0)
         """,
-        ("Share of the last PERIOD that went into a bucket which is not productive."),
+        "Share of the last PERIOD in each bucket that is not productive.",
     ),
 )
 
@@ -344,7 +339,7 @@ _FLEET = (
               and on (tenant, run)
             run:run_books:bool_WINDOW
         """,
-        ("GPU-seconds booked in the last PERIOD, by bucket."),
+        "GPU-seconds attributed to each bucket in the last PERIOD.",
     ),
     Record(
         "windows",

@@ -52,13 +52,13 @@ RECORDS = (
               )
             )
         """,
-        ("Name of the node an exporter serves."),
+        "Name of the host an exporter serves.",
     ),
     Record(
         "place",
         NODE_RUN,
         "group by (instance, run) (training_rank_info)",
-        ("The runs that have ranks on an exporter's node."),
+        "Runs that have ranks on an exporter's host.",
     ),
     Record(
         "training",
@@ -76,7 +76,7 @@ RECORDS = (
               unless on (run)
             training_mfu_unavailable == 1
         """,
-        ("Model FLOPs over dense peak, in steps. None unless every rank has a peak."),
+        "Model FLOPs over dense peak, in steps. Absent unless every rank has a peak.",
     ),
     Record(
         "detail",
@@ -128,10 +128,8 @@ RECORDS = (
               and on (run)
             run:training_mfu:ratio_rate5m
         """,
-        (
-            "FLOPs executed, recomputation included, over dense peak. None unless every rank declared its "
-            "recomputation and the run has an MFU."
-        ),
+        "FLOPs executed, including recomputation, over dense peak. Absent unless every rank declared its "
+        "recomputation and the run has an MFU.",
     ),
     Record(
         "detail",
@@ -194,7 +192,7 @@ RECORDS = (
               last_over_time(run_gpus[<5m>])
             )
         """,
-        ("1 for a run that may page: it is large, or it asks to."),
+        "1 for a run that may page, because it is large or asks to.",
     ),
     Record(
         "training",
@@ -216,10 +214,8 @@ RECORDS = (
               group by (run, rank) (last_over_time(training_measured_steps_total[<4_scrapes>]))
             )
         """,
-        (
-            "Share of measured step time a rank waits for others; none for a stale rank. With its coordinate in a "
-            "pipeline, where there is one."
-        ),
+        "Share of measured step time a rank waits for others, with its pipeline coordinate if known. Absent for a "
+        "stale rank.",
     ),
     Record(
         "training",
@@ -239,10 +235,8 @@ RECORDS = (
               max by (run) (last_over_time(training_world_size[<4_scrapes>]))
             )
         """,
-        (
-            "Upper median of the waits of the run's ranks at the same place in the pipeline minus this rank's: the "
-            "share of a step it costs. None unless every rank is measured."
-        ),
+        "Share of a step a rank costs: the upper median of the waits of the ranks at the same place in the pipeline, "
+        "minus its own. Absent unless every rank is measured.",
     ),
     Record("training", RUN_SCORE, "max by (run) (rank:training_straggler:score)", ("Score of the run's latest rank.")),
     Record(
@@ -271,10 +265,8 @@ RECORDS = (
               ) > 1.05
             )
         """,
-        (
-            "1 for a rank that is not to blame if it is late: it restarted within three windows, or its steps have "
-            "more tokens than the others'."
-        ),
+        "1 for a rank that is not a straggler even if it is late: it restarted within three windows, or its steps "
+        "have more tokens than the others'.",
     ),
     Record(
         "training",
@@ -306,10 +298,8 @@ RECORDS = (
               ) > 1
             )
         """,
-        (
-            "Score of the rank that was latest in three windows in a row, by more than 1 % of a step; none if that "
-            "changed hands, if another is nearly as late, or if the rank is excused."
-        ),
+        "Score of the rank that was latest in three windows in a row, by more than 1 % of a step. Absent if the "
+        "latest rank changed, another is nearly as late, or the rank is excused.",
     ),
     Record(
         "verdict",
@@ -325,7 +315,7 @@ RECORDS = (
               and on (run)
             (count by (run) (count by (run, host) (last_over_time(training_rank_info[<4_scrapes>]))) > 1)
         """,
-        ("Mean score of a run's ranks on a host, where it has several hosts."),
+        "Mean score of a run's ranks on a host, for runs on several hosts.",
     ),
     Record(
         "verdict",
@@ -367,10 +357,8 @@ RECORDS = (
               unless on (run)
             rank:training_straggler:leader
         """,
-        (
-            "Score of the host whose ranks were the latest in three windows in a row, in a run without a single rank "
-            "to blame; none on the same conditions."
-        ),
+        "Score of the host whose ranks were latest in three windows in a row, in a run without a single straggling "
+        "rank. Absent under the same conditions.",
     ),
     Record(
         "training",
@@ -386,7 +374,7 @@ RECORDS = (
               or on (run, rank)
             (rank:training_straggler:leader >= <straggler_warning>)
         """,
-        ("Score of a leader that costs at least 10 % of a step, with its host and GPU where they are known."),
+        "Score of such a rank that costs at least 10 % of a step, with its host and GPU where they are known.",
     ),
     Record(
         "training",
@@ -398,28 +386,25 @@ RECORDS = (
               or
             0 * run:training_straggler:score
         """,
-        ("Share of each step lost to the culprit; 0 if there is none, none if waits are not measured."),
+        "Share of each step lost to a straggler, 0 without one. Absent if waits are not measured.",
     ),
     Record(
         "windows",
         STRAGGLER_LOST_1H,
         "avg_over_time(run:training_straggler_lost:ratio[<1h>])",
-        ("Share of each step lost to a culprit, mean over the time of the last hour in which waits were measured."),
+        "Share of each step lost to a straggler, mean over the measured time of the last hour.",
     ),
     Record(
         "windows",
         STRAGGLER_LOST_1D,
         "avg_over_time(run:training_straggler_lost:ratio[<1d>])",
-        ("Share of each step lost to a culprit, mean over the time of the last day in which waits were measured."),
+        "Share of each step lost to a straggler, mean over the measured time of the last day.",
     ),
     Record(
         "windows",
         STRAGGLER_LOST_7D,
         "avg_over_time(run:training_straggler_lost:ratio[<7d>:<10m>])",
-        (
-            "Share of each step lost to a culprit, mean over the time of the last seven days in which waits were "
-            "measured."
-        ),
+        "Share of each step lost to a straggler, mean over the measured time of the last seven days.",
     ),
     Record(
         "detail",
@@ -433,9 +418,7 @@ RECORDS = (
               max by (run) (last_over_time(training_world_size[<4_scrapes>]))
             )
         """,
-        (
-            "Share of step time that ranks wait in collectives, mean over all ranks: what communication and imbalance"
-            " cost. None unless every rank is measured."
-        ),
+        "Share of step time that ranks wait in collectives, mean over all ranks: the cost of communication and "
+        "imbalance. Absent unless every rank is measured.",
     ),
 )
