@@ -10,8 +10,7 @@ from alerts.settings import AlertSettings
 from alerts.template import fill
 
 RANGE = "from=now-6h&to=now"
-# The dashboard for what an alert is of, and the variable it has for it. One message may tell of several cards or ports,
-# and has one link.
+# By label: the dashboard that shows it, and its variable. A message about several GPUs or ports has one link.
 BOARDS = {"run": ("run", "run"), "device": ("fabric", "host"), "leaf": ("fabric", "host"), "host": ("node", "host")}
 
 
@@ -47,11 +46,11 @@ class Alert:
 
     @property
     def labels(self) -> dict[str, str]:
-        """Return the labels the rule adds."""
+        """Return the labels that the rule adds to those of the expression."""
         return {"severity": self.severity, **({"shadow": "true"} if self.shadow else {})}
 
     def annotations(self, settings: AlertSettings) -> dict[str, str]:
-        """Return summary, description and the two links."""
+        """Return summary, description and the links to runbook and dashboard."""
         return {
             "summary": self.summary,
             "description": self.description,
@@ -67,11 +66,11 @@ class Alert:
         return f"/d/flopwatch-{board}?{chosen}{RANGE}"
 
     def rule(self, settings: AlertSettings) -> dict[str, object]:
-        """Return the rule as Prometheus reads it."""
+        """Return the rule as an entry of a rule file."""
         keep = {"keep_firing_for": self.keep_firing_for} if self.keep_firing_for else {}
         # Alertmanager routes by it, where there are teams to route to.
-        told = "run" in self.identity and self.severity in ("critical", "warning")
-        team = {"team": _team(settings)} if settings.teams and told else {}
+        routed = "run" in self.identity and self.severity in ("critical", "warning")
+        team = {"team": _team(settings)} if settings.teams and routed else {}
         return {
             "alert": self.name,
             "expr": self.expr,

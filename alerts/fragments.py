@@ -11,8 +11,8 @@ from flopwatch.catalogue.xid import XidMeaning, paging_xids, xids
 # remap that waits for a reset is GpuRepairPending.
 HARDWARE_CLASSES = ("memory", "nvlink", "pcie", "power", "firmware")
 
-# Alerts that say why every run with a rank on their host stands still. Those on a switch or port of it, or on a GPU, do
-# while they are news: they may fire for days beside a run that is well.
+# Alerts that explain why every run with a rank on their host stands still. Those on a switch, port or GPU explain it
+# only while they are news: they may fire for days next to a healthy run.
 HOST_CAUSES = ("NodeLost", "HostOnFaultyLeaf", "Maintenance")
 PART_CAUSES = ("NvswitchSxid", "InfinibandPortDown")
 GPU_CAUSES = (
@@ -23,7 +23,7 @@ GPU_CAUSES = (
     "NvlinkDown",
     "NvlinkFabricUnhealthy",
 )
-# What the two in between hold back: of a host, and of a run in as far as it pages.
+# Alerts that HostOnFaultyLeaf and RunOnFaultyHost inhibit: of a host, and those of a run that page.
 OF_HOST = "NodeLost|Flopwatch.+|Infiniband.+|RailImbalance|EfaErrors|RoceMisconfigured"
 STANDS_STILL = "TrainingDown|TrainingHang|TrainingRestartStorm|TrainingStalled"
 OF_RUN = f"{STANDS_STILL}|TrainingStraggler"
@@ -65,10 +65,9 @@ _JOB = [code for code, row in xids().items() if not row.page and row.category in
 _APPLICATION = [code for code, row in xids().items() if row.category == "application"]
 
 FRAGMENTS: Mapping[str, str] = {
-    # One exporter is one host, so they are joined on `instance`: a GPU that never told its name has a host as well.
-    # What is known now is believed before what was, so that a node that was renamed has its new name at once; a driver
-    # that hangs, or an exporter that restarts, leaves what was known last. An exporter of which no host gets known
-    # makes an alert without one, but not within its first two minutes: the host is recorded once a minute.
+    # Host of an exporter, joined on `instance`, so that a GPU without a name has a host as well. The current host comes
+    # before the last known one, so that a renamed host has its new name at once. An exporter without a known host gives
+    # an alert without one, but not in its first two minutes, since the host is recorded once a minute.
     "host": """\
 topk by (instance) (1,
   instance:host:info
@@ -77,7 +76,7 @@ topk by (instance) (1,
     or on (instance)
   group by (instance) (flopwatch_build_info offset <2m>)
 )""",
-    # Of exporters: the host, or none if it is not known yet.
+    # The host of an exporter, or none if it is not known yet.
     "host_of_exporter": """\
 (
   instance:host:info
@@ -92,7 +91,7 @@ topk by (instance) (1,
     "meaning_of_hardware_xid": _meaning(_HARDWARE),
     "meaning_of_job_xid": _meaning(_JOB),
     "meaning_of_application_xid": _meaning(_APPLICATION),
-    # Pages that an Xid explains and that may last longer than it is news.
+    # Pages that an Xid explains and that may outlast it.
     "after_xid": "NodeLost|GpuMissing|GpuTooFew|GpuRecoveryNeeded|NvlinkDown|NvlinkFabricUnhealthy",
     "host_causes": "|".join(HOST_CAUSES),
     "part_causes": "|".join(PART_CAUSES),
@@ -110,7 +109,7 @@ topk by (instance) (1,
         "topk(1, max by (gpu) (last_over_time(gpu_info{uuid=%q}[<5m>])))", "$labels.uuid", " {{ .Labels.gpu }}"
     )
     + "{{ with $labels.uuid }} ({{ . }}){{ end }}{{ with $labels.host }} of {{ . }}{{ end }}",
-    # A GPU without a uuid has none.
+    # Ranks of the GPU $labels.uuid. A GPU without a uuid has none.
     "ranks_on_gpu": each_series(
         'group by (run, rank) (last_over_time(training_rank_info{uuid=%q,uuid!=""}[<5m>]))',
         "$labels.uuid",
@@ -121,13 +120,13 @@ topk by (instance) (1,
         "$labels.host",
         " Run {{ .Labels.run }} has {{ .Value }} of its ranks on this host.",
     ),
-    # Of the rank .Labels.rank of the run $labels.run, where it is known.
+    # Host of the rank .Labels.rank of the run $labels.run, if it is known.
     "on_host": each_series(
         'topk(1, max by (host) (training_rank_info{run=%q,rank=%q,host!=""}))',
         "$labels.run .Labels.rank",
         " on {{ .Labels.host }}",
     ),
-    # At which lines ranks of the run $labels.run stand still, and which are alone.
+    # Source lines at which ranks of the run $labels.run are stuck, and ranks that are alone at one.
     "lines": each_series(
         "sort_desc(topk(2, count by (at) (training_standstill_info{run=%[1]q}) > 2))",
         "$labels.run",

@@ -28,13 +28,13 @@ def variable(name: str, label: str, query: str, *, everything: bool = False) -> 
 
 
 def textbox(name: str, label: str, default: str) -> Json:
-    """Return a variable that is typed in."""
+    """Return a variable with a text box, for instance a price."""
     template = core.Template(name=name, label=label, type="textbox", query=default)
     return clean(template.to_json_data()) | {"current": {"text": default, "value": default}}
 
 
 def annotation(name: str, expr: str, title: str, color: str, text: str = "") -> Json:
-    """Return marks on the time axis where a query has a series, whose labels texts name as {{label}}."""
+    """Return marks on the time axis wherever a query has a series. Texts name its labels as {{label}}."""
     return {
         "name": name,
         "datasource": DATASOURCE,
@@ -55,7 +55,7 @@ def dashboard(
     rows: Mapping[str, Sequence[Json]],
     annotations: Sequence[Json] = (),
 ) -> Json:
-    """Return the dashboard as Grafana stores it; `uid` is part of its address and never changes."""
+    """Return a dashboard as Grafana stores it, with panels placed row by row. `uid`, part of its address, is fixed."""
     datasource = core.Template(name="datasource", label="Data source", query="prometheus", type="datasource")
     panels: list[Json] = []
     y = 0
@@ -112,12 +112,12 @@ def dashboard(
 
 
 def queries(board: Json, variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield (panel title, PromQL) for every query of a panel, with variables replaced; KeyError if one is missing."""
+    """Yield (panel title, PromQL) for every query, with variables replaced. Raises KeyError if one is missing."""
     for panel in board["panels"]:
         for target in panel.get("targets", ()):
             yield panel["title"], filled(target["expr"], variables)
 
 
 def filled(expr: str, variables: Mapping[str, str]) -> str:
-    """Return a query with `$name` and `${name}` replaced; KeyError if one is missing."""
+    """Return a query with `$name` and `${name}` replaced. Raises KeyError if one is missing."""
     return re.sub(r"\$\{?(\w+)\}?", lambda found: variables[found[1]], expr)

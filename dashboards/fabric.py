@@ -1,4 +1,4 @@
-"""Fabric: is a slow or broken link, rail or leaf switch holding runs back, and which cable is it?"""
+"""Fabric dashboard: does a slow or broken link, rail or leaf switch slow runs down, and which cable is it?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RUN = '{run=~"$run"}'
 
 
 def worst(per_port: str) -> d.Query:
-    """Return the ports of the chosen nodes with the highest value of an expression by port, with their places."""
+    """Return the ports of the chosen hosts with the highest value of an expression by port, with their places."""
     return d.Query(
         f"topk({WORST}, {per_port} and on ({PORT}) {HERE}) * on ({PORT}) group_left (host, role, rail) {PLACE}",
         NAME,
@@ -26,7 +26,7 @@ def worst(per_port: str) -> d.Query:
 
 
 def chosen(per_port: str) -> str:
-    """Return an expression by port, of the chosen nodes."""
+    """Return an expression by port, of the chosen hosts."""
     return f"({per_port} and on ({PORT}) {HERE})"
 
 

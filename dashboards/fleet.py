@@ -1,4 +1,4 @@
-"""Fleet: how much of the GPUs' time and money becomes progress, and which runs and nodes cost the rest."""
+"""Fleet dashboard: how much GPU time and money becomes progress, and which runs and hosts cost the rest."""
 
 from __future__ import annotations
 

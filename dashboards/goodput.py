@@ -1,4 +1,4 @@
-"""Goodput ledger: where a run's wall clock and its GPUs' time went, what each loss cost and what caused it."""
+"""Goodput dashboard: where a run's wall clock and GPU time went, what each loss cost and what caused it."""
 
 from __future__ import annotations
 

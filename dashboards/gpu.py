@@ -1,4 +1,4 @@
-"""GPU: one card, its clocks, heat, power, memory, links and errors, and who has it."""
+"""GPU dashboard: clocks, heat, power, memory, links and errors of one GPU, and its owner."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ ONE = f"{{{CARD}}}"
 
 
 def of(metric: object, labels: str = "") -> str:
-    """Return a family of this card: two exporters may serve it for a moment."""
+    """Return a family of this GPU: two exporters may serve it for a moment."""
     return f"max by (uuid{labels and ', ' + labels}) ({metric}{ONE})"
 
 
 def rate(metric: object, labels: str = "") -> str:
-    """Return the rate of a counter of this card."""
+    """Return the rate of a counter of this GPU."""
     return f"max by (uuid{labels and ', ' + labels}) (rate({metric}{ONE}{p.RATE}))"
 
 

@@ -1,4 +1,4 @@
-"""GPU fleet: which of thousands of cards is hot, slow, throttled, faulty or idle, by the newest values."""
+"""GPU fleet dashboard: which of thousands of GPUs is hot, slow, throttled, faulty or idle, by the newest values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROW_LINKS = {"Node": [p.to_node(d.FIELD % "Node")], "UUID": [p.to_gpu(d.FIELD % 
 
 
 def worst(per_card: str, take: str = "topk") -> d.Query:
-    """Return the LINES cards with the highest value of an expression by uuid, with the card's place."""
+    """Return the LINES GPUs with the highest value of an expression by uuid, with the GPU's place."""
     return d.Query(
         f"{take}({p.LINES}, max by (uuid) ({per_card})) * on (uuid) group_left (host, gpu) topk by (uuid) (1, {INFO})",
         NAME,

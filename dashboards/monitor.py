@@ -1,4 +1,4 @@
-"""Monitor: do exporters, hooks, ledger and rules do their work, or is what the others show old or missing?"""
+"""Monitor dashboard: do exporters, hooks, ledger and rules work, or is what other dashboards show old or missing?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Node: one host, its verdict, its cards and ports side by side, and the ranks it has."""
+"""Node dashboard: one host, its verdict, its GPUs and ports side by side, and its ranks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ HERE = f"{r.HOST}{{{NODE}}}"
 
 
 def here(expr: str) -> str:
-    """Return an expression that has `instance`, of this node."""
+    """Return an expression that has `instance`, of this host."""
     return f"({expr} and on (instance) {HERE})"
 
 
 def card(expr: str) -> str:
-    """Return an expression by card of this node, one series for each."""
+    """Return an expression by GPU of this host, one series for each."""
     return f"max by (gpu) {here(expr)}"
 
 
 def port(expr: str) -> str:
-    """Return an expression by port of this node."""
+    """Return an expression by port of this host."""
     return f"max by (device, port) {here(expr)}"
 
 

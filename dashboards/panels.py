@@ -1,8 +1,8 @@
 """Panels in the shape that Grafana 11 and later store.
 
-grafanalib 0.7.1 gives the frame: dashboard, rows, variables, grid. Its stat, table and bar gauge still write options
-that Grafana has removed, so field config and options are written here, in the names of
-https://grafana.com/docs/grafana/latest/panels-visualizations/, and what it leaves over from older releases is dropped.
+grafanalib 0.7.1 provides the frame: dashboard, rows, variables, grid. Its stat, table and bar gauge write options that
+Grafana has removed, so field config and options are written here, with the names of
+https://grafana.com/docs/grafana/latest/panels-visualizations/, and leftovers of older releases are dropped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Query:
 def link(title: str, uid: str, **variables: str) -> Json:
     """Return a link to the dashboard `uid` that keeps data source and time, with these variables set.
 
-    A value is taken from what was clicked: LABEL of a series, FIELD of a table's row, or is a variable here.
+    A value is LABEL of the clicked series, FIELD of the clicked table row, or a variable of this dashboard.
     """
     given = "".join(f"&var-{name}={value}" for name, value in variables.items())
     return {"title": title, "url": f"/d/{uid}?${{datasource:queryparam}}&${{__url_time_range}}{given}"}
@@ -60,7 +60,7 @@ def timeseries(
     height: int = 8,
     no_data: str = "",
 ) -> Json:
-    """Return lines over time; thresholds are drawn as dashed lines, `top` fixes the axis to 0..top."""
+    """Return a panel of lines over time. Thresholds are dashed lines, `top` fixes the axis to 0..top."""
     custom = {
         "drawStyle": "line",
         "lineWidth": 1,
@@ -106,7 +106,7 @@ def stat(
     height: int = 4,
     no_data: str = "",
 ) -> Json:
-    """Return one big value; with `name` the legend is shown in its place, coloured by `colors`."""
+    """Return a panel with one big value. With `name` it shows the legend instead, coloured by `colors`."""
     options = {
         "colorMode": "value",
         "graphMode": "none" if name else "area",
@@ -244,7 +244,7 @@ def status_history(
     height: int = 6,
     no_data: str = "",
 ) -> Json:
-    """Return the same as a cell for each moment: for values that are looked at now and then."""
+    """Return a row of cells for each series along time, for values that are read rarely."""
     options = {
         "showValue": "never",
         "rowHeight": 0.9,

@@ -1,4 +1,4 @@
-"""Rack: the nodes of a rack, and the NVLink domain of an NVL72: cards, links, switches and trays."""
+"""Rack dashboard: the hosts of a rack, and the NVLink domain of an NVL72 with its GPUs, links, switches and trays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TO_NODE = [p.to_node(d.LABEL % "host")]
 
 
 def by_host(expr: str, take: str = "max") -> str:
-    """Return an expression that has `instance`, by node of the rack."""
+    """Return an expression that has `instance`, by host of the rack."""
     return f"{take} by (host) ({expr} * on (instance) group_left (host) {HERE})"
 
 

@@ -27,7 +27,7 @@ SHOWN = (
 
 
 def per_rank(gpu: str, labels: str = "") -> str:
-    """Return `gpu`, an expression per uuid, on the ranks that hold the cards, with `labels` of its own added."""
+    """Return `gpu`, an expression per uuid, on the ranks that hold the GPUs, with `labels` of its own added."""
     one = f"max by (uuid{labels and ', ' + labels}) ({gpu})"
     if labels:  # a card that was moved has two places, and two would break the join
         one = f"topk by (uuid) (1, {one})"

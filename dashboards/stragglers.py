@@ -1,4 +1,4 @@
-"""Stragglers: for which rank the others wait, where it is in the mesh, and what its card, host and rail say."""
+"""Straggler dashboard: the rank the others wait for, its place in the mesh, and the state of its GPU, host and rail."""
 
 from __future__ import annotations
 

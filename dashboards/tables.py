@@ -10,7 +10,7 @@ from dashboards.panels import COLUMNS, Json, Mappings, Query, Threshold, mapped,
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A table column: the query whose value it shows, or only its labels when `unit` is None."""
+    """Column of a table: the query whose value it shows, or only its labels if `unit` is None."""
 
     name: str
     query: str
@@ -33,7 +33,7 @@ def table(
     height: int = 10,
     no_data: str = "",
 ) -> Json:
-    """Return rows joined on the label `key`; `labels` maps labels to their headings, `links` headings to links."""
+    """Return a table of rows joined on the label `key`. `labels` maps labels to headings, `links` headings to links."""
     queries = [Query(column.query, instant=True, table=True) for column in columns]
     values = {f"Value #{ref(i)}": column.name for i, column in enumerate(columns) if column.unit is not None}
     if len(columns) == 1:  # Grafana numbers the values of several queries only
@@ -84,7 +84,7 @@ def label_table(
     height: int = 6,
     no_data: str = "",
 ) -> Json:
-    """Return the labels of each series of one query, in the order of `labels`."""
+    """Return a table with the labels of each series of one query, in the order of `labels`."""
     return panel(
         "table",
         title,

@@ -1,7 +1,7 @@
-"""The alerts, a file per domain: each is one literal there, a runbook in `runbooks/`, a rule test in `tests/rules/`.
+"""Alerts, a tuple of literals per domain, each with a runbook in `runbooks/` and a rule test in `tests/rules/`.
 
-An alert on a run has one series per run, so that a flickering culprit does not restart it; who it is, where it runs and
-what is lost is looked up in the description with `query`. An alert on hardware has one series per GPU and Xid, or port.
+An alert on a run has one series per run, so that a straggler that changes does not restart it. Its description queries
+which rank it is, where it runs and what is lost. An alert on hardware has one series per GPU and Xid, or per port.
 """
 
 from __future__ import annotations

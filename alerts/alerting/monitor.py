@@ -1,9 +1,9 @@
 """Alerts on the monitoring itself, and on nodes that are gone.
 
-`up` and `prometheus_rule_evaluation_failures_total` are Prometheus' own. Which targets are exporters is not told by
-their job, which every scrape configuration names as it likes, but by what they served while they were up; which host an
-exporter is on, by the GPUs it served. Both are remembered in the pending alert itself (ALERTS), so that an outage
-longer than any window goes on being the same alert.
+`up` and `prometheus_rule_evaluation_failures_total` are Prometheus' own. A target is an
+exporter if it served an exporter's series while it was up, since scrape configurations name jobs freely. Its host is
+known from the GPUs it served. Both are remembered in the pending alert itself (ALERTS), so that an outage longer than
+any window stays the same alert.
 """
 
 from __future__ import annotations

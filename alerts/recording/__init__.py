@@ -1,8 +1,8 @@
-"""Recording rules, a file per domain: each is one literal there, its name a constant at the top, and a promtool test.
+"""Recording rules, a table per domain. Each is one literal with a name, an expression, its meaning and a rule test.
 
-`rank:`, `run:`, `host:`, `rail:`, `port:` and `instance:` say what a series is of; of `fleet:` there is one. A name
-keeps the window it has at pace 1. Rates come before sums, and both sides of a ratio are summed before they are divided.
-docs/records.md lists them.
+`rank:`, `run:`, `host:`, `rail:`, `port:` and `instance:` name what a series is of; a `fleet:` record is one series.
+A name keeps the window it has at pace 1. Rates come before sums, and both sides of a ratio are summed before they are
+divided. docs/records.md lists them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""From the nodes' ports: which are in use, and what each rail of a run carries, waits and sends again.
+"""Records on ports: which are in use, and what each rail of a run sends, waits and retransmits.
 
-A rail is compared within one run: a collective gives every rail the same share, so that one below the others is a leaf
-switch or a cable, and all of them low is the run. Nodes that several runs share are left out, since nobody can tell
-whose bytes went through their ports.
+Rails are compared within one run, since a collective gives each rail the same share. One rail below the others is a
+leaf switch or a cable; all of them low is the run. Hosts that several runs share are left out, because the traffic of
+their ports cannot be attributed to a run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,14 @@
-"""What needs a long memory: goodput of a week, time to failure and to recovery of a month, and hosts that fail again.
+"""Records with a long memory: goodput of a week, times to failure and recovery of a month, and failing hosts.
 
-The ledger forgets a run a day after its end, so sums over runs that ended earlier are of what was recorded of them,
-looked at once an hour. Until this much was recorded, it is of the time since.
+The ledger forgets a run a day after its end, so sums over earlier runs use what was recorded of them, sampled once an
+hour. A sum grew from the first value of its window, or from 0 if the run began in it. Until a window is recorded in
+full, it covers the time since recording began.
+
+Meta found the hosts that fail jobs again and again by what each did in 28 days: different Xids, jobs of one or more
+hosts that it failed, times out of service, and repair tickets (arXiv:2410.21680, section IV). The first two are series
+here, the other two belong to a scheduler. Ports that dropped and straggling ranks are added, because they slow runs
+down without ending them. Each sign counts once, so that a storm of one error is one sign. An error that ended a run
+counts twice, as the error and as the end.
 """
 
 from __future__ import annotations

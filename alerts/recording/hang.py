@@ -1,6 +1,14 @@
-"""From the training hook: the step a run is in, whether it should long have ended, and for whom the others wait.
+"""Records on hangs: the step a run is in, whether it is overdue, and which rank the others wait for.
 
-Times of ranks are compared with the clock of Prometheus: FlopwatchClockWrong tells where the two differ.
+Times of ranks are compared with the clock of Prometheus; FlopwatchClockWrong fires where the two differ.
+
+A difference of two instants takes the place of increase(), because each rank has seven declared activities; a new
+series counts in full. Declared time is in the open step for certain only if the last step ended within the window. The
+largest bucket of step durations ends at 180 s, so longer steps are judged by their mean. GPU activity is compared with
+the same GPU's past, since a run that lost ranks draws less power.
+
+Each sign has one vote, split among the ranks it points at. A sign that points at more than half of the ranks counts for
+none of them and casts doubt on the others. Joins begin with the ranks of runs that hang, which is nearly always none.
 """
 
 from __future__ import annotations

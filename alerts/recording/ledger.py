@@ -1,13 +1,15 @@
-"""From the ledger: goodput, ETTR, effective MFU and badput, of whole runs and of the last hour, day and seven days.
+"""Records from the ledger: goodput, ETTR, effective MFU and badput, of whole runs and of the last hour, day and week.
 
-The ledger's values are absolute, so a window is the difference of two of them, never `increase()`. Counters are read as
-`max by` and what is still open as `min by`, so that of two ledgers by mistake the one counts that knows more.
+The ledger's values are absolute, so a window is the difference of two of them, never increase(). Counters are read with
+`max by` and the unattributed time with `min by`, so that of two ledgers the one that knows more counts.
 
-What a window begins with is the run's value of then, the last word of up to `outage_window` before if the ledger was
-away, if the run began at the same moment then and now; 0 if it began within the window; and else nothing is said: the
-run is older than what Prometheus remembers. A run that starts again under its name has new books and another beginning.
-What was open for long and is booked now would make a window longer than it is: differences below 0 count as 0, so that
-productive time is never more than the whole.
+A window starts with the run's value at that time, or with the last value of the hour before it if the ledger was away,
+provided that the run's first start is the same then and now. It starts with 0 if the run began within the window. In
+all other cases the record is absent, because the run is older than what Prometheus remembers. A run that starts again
+under its name begins a new generation. Attributing time that was open for long could make a window longer than it is,
+so negative differences count as 0 and productive time is never more than the whole.
+
+A run that was just reported first has all its time unattributed; its goodput is absent, not 0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a recording rule is, and how often each group of them is evaluated."""
+"""A recording rule, and how often each group is evaluated."""
 
 from __future__ import annotations
 

@@ -1,8 +1,13 @@
-"""From the training hook: MFU, step time, tokens, waits, stragglers.
+"""Records on training: MFU, step time, tokens, waits and stragglers.
 
-A rank that moved, or an exporter that restarted, leaves two series of one rank for a window: rates come before sums,
+A rank that moved, or an exporter that restarted, leaves two series of one rank for a window. So rates come before sums,
 both sides of a ratio are summed over the same series before they are divided, and a join has the host on its one side,
-where it is unique whatever overlaps.
+where topk keeps it unique. An exporter serves one host, so a join on `instance` is as wide as there are hosts.
+
+Scores use the least wait that is not below the median, which is the upper median exactly, in passes that are linear in
+the ranks. A restarted rank may be on another host, so the windows before do not count. Tokens are compared per step,
+because ranks in the same step are scraped at different times. A failed scrape is not the end of a rank: labels are read
+from the last four scrapes. vmalert sees a record one evaluation late, so records that rank others do not read them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""InfiniBand, RoCE and EFA ports: sysfs.
+"""InfiniBand, RoCE and EFA ports, read from sysfs.
 
-A counter's row names the files it is read from and how wide the register behind them is: PortCounters of the
-InfiniBand specification stick at their highest value, the 32-bit ones in hw_counters/ wrap (mlx5 driver, `counters.c`).
-Over budget the last rows of this file are left out first.
+The row of a counter names its files and the width of its register. PortCounters of the InfiniBand specification stick
+at their highest value, the 32-bit ones in hw_counters/ wrap (mlx5 driver, `counters.c`). Over budget, the last rows of
+this file are dropped first.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from flopwatch.catalogue.row import PORT, Metric, counter, gauge, info
 
 @dataclass(frozen=True, slots=True)
 class PortCounter(Metric):
-    """A counter of a port, below its folder in sysfs, or below its device's for files that begin with `device/`.
+    """Counter of a port in sysfs, below the port's folder, or the device's for files that begin with `device/`.
 
-    `files` are different drivers' names for one number; with a third label, each is a series of its own. A register of
-    `bits` bits `sticks` at its highest value or wraps. A `quiet` one has no series before the first event, so that a
-    healthy port stays within its budget.
+    `files` are the names that different drivers use; with a third label each file is a series. A register of `bits`
+    bits `sticks` at its highest value or wraps. A `quiet` counter has no series before its first event, so that a healthy
+    port stays within its budget.
     """
 
     files: tuple[str, ...] = ()
@@ -35,9 +35,10 @@ def port_counter(
     key: bool = False,
     label: tuple[str, ...] = (),
 ) -> PortCounter:
-    """Return the row of a counter whose register of so many bits `sticks` at its highest value or `wraps`.
+    """Return the row of a port's counter.
 
-    HELP gets a sentence about the width and `quiet`, the source is the list of files.
+    Its register has `sticks` bits and sticks at its highest value, or has `wraps` bits and wraps, or has 64. HELP gets
+    a sentence about that and about `quiet`. The source is the list of files.
     """
     if sticks:
         text += f" Sticks at {2**sticks - 1}."

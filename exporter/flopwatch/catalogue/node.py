@@ -1,4 +1,4 @@
-"""The node as a whole: its place and its verdict."""
+"""The host as a whole: its place, its verdict and its kernel log."""
 
 from flopwatch.catalogue.row import RANK, counter, gauge, info
 

@@ -1,4 +1,4 @@
-"""What a row of the catalogue is, and the labels that tell one GPU, port, rank or run from another."""
+"""A row of the catalogue, and the labels that identify one GPU, port, rank or run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Type = Literal["counter", "gauge", "histogram", "info"]
 class Metric:
     """One metric family.
 
-    `source` is where the number is born and ends up in HELP; a source value times `scale` is in the unit of the name.
-    `key` marks the rows the README shows.
+    `source` is where the number comes from, and is printed in HELP. A value of the source times `scale` has the unit of
+    the name. `key` marks the rows that README lists.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Metric:
 
     @property
     def domain(self) -> str:
-        """Return the first word of the name, after which the files of this package are called."""
+        """Return the first word of the name, which is also the name of a file in this package."""
         return self.name.partition("_")[0]
 
 

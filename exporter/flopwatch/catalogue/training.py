@@ -1,7 +1,6 @@
-"""Training processes: the hook, over OTLP.
+"""Training processes: series of the hook, received over OTLP.
 
-What one rank says for the whole run has no label `rank` and a budget of its own; it comes from the lowest rank that
-knows it.
+Series about the whole run have no label `rank` and a budget of their own. They come from the lowest rank that has them.
 """
 
 from flopwatch.catalogue.row import RANK, counter, gauge, histogram, info
