@@ -2,8 +2,8 @@
 
 The path leads from the fleet to a run, its ranks, a host, a GPU and a port, and each link keeps the time range. Every
 name in a query is a catalogue row or a recording rule. A series with `instance` gets its `host` from a record. Panels
-show only the worst LINES lines, since a fleet may have thousands of hosts. Rankings are tables of the newest value only; a
-line over time reads a record or belongs to one run, one host or one GPU.
+show only the worst LINES lines, since a fleet may have thousands of hosts. Rankings are tables of the newest value
+only. A line over time reads a record or belongs to one run, one host or one GPU.
 """
 
 from __future__ import annotations

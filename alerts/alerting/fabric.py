@@ -25,7 +25,7 @@ _INFINIBAND_PORT_DOWN = (
     + "<runs_on_host>"
 )
 
-ALERTS = (
+ALERTS: tuple[Alert, ...] = (
     # Ten symbol errors in five minutes are 120 an hour, the rate at which a link is to be replaced. Port state 4 is
     # active, 5 active-defer.
     Alert(

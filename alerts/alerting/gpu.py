@@ -24,7 +24,7 @@ _GPU_RECOVERY_NEEDED = (
     + ".<ranks_on_gpu>"
 )
 
-ALERTS = (
+ALERTS: tuple[Alert, ...] = (
     # One error ends the process that reads it, and is news for half an hour, whatever the counter does after.
     Alert(
         name="GpuEccUncorrected",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from alerts.alert import Alert
 from alerts.fragments import each_series
 
-ALERTS = (
+ALERTS: tuple[Alert, ...] = (
     # Ports of one leaf go down within a scrape, and four hosts at once are neither cables nor nodes. `for` is shorter
     # than that of the alerts on each host. The alert remembers itself while more than one host is still cut off.
     Alert(

@@ -81,7 +81,7 @@ _TRAINING_STALLED = (
     + "<owner>"
 )
 
-ALERTS = (
+ALERTS: tuple[Alert, ...] = (
     # The ledger reports it, unless another ledger does not, or the ranks themselves count steps. A restart by the
     # launcher takes less than `for`. A run that comes back and dies again within `keep_firing_for` is one message,
     # and one that restarts without a new step has not come back.

@@ -30,7 +30,7 @@ _NODE_LOST = (
     )
 )
 
-ALERTS = (
+ALERTS: tuple[Alert, ...] = (
     # A rolling update of the DaemonSet, or the last minute of a reboot, takes less.
     Alert(
         name="FlopwatchExporterDown",

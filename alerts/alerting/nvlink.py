@@ -26,7 +26,7 @@ _NVLINK_FABRIC_UNHEALTHY = (
     + "<ranks_on_gpu>"
 )
 
-ALERTS = (
+ALERTS: tuple[Alert, ...] = (
     # State 0 is inactive, 3 traffic disabled. A GPU reset takes its links down for less.
     Alert(
         name="NvlinkDown",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from alerts.alert import Alert
 from alerts.fragments import each_series
 
-ALERTS = (
+ALERTS: tuple[Alert, ...] = (
     # 85 % of the run's own median: a straggler warns from 10 % on and names the rank. The baseline ends half an hour
     # ago, or the drop would lower it. The run was in steps for the whole window, so that no start-up is in it.
     # Evaluation, checkpoints and compiling are not in MFU. `for` outlasts a slow file system and a noisy neighbour.

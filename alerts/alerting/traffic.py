@@ -5,7 +5,7 @@ from __future__ import annotations
 from alerts.alert import Alert
 from alerts.fragments import each_port
 
-ALERTS = (
+ALERTS: tuple[Alert, ...] = (
     # NVSentinel's limits, a second. A job that ends, or loses a peer, makes such errors for seconds.
     Alert(
         name="InfinibandPacketLoss",

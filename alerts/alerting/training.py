@@ -170,7 +170,7 @@ _TRAINING_LOSS_NOT_FINITE = (
     + "<owner>"
 )
 
-ALERTS = (
+ALERTS: tuple[Alert, ...] = (
     # The records have seen three windows. Kept for longer than a restart and three windows, so that one straggler is
     # one message.
     Alert(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from alerts.alert import Alert
 from alerts.fragments import each_series
 
-ALERTS = (
+ALERTS: tuple[Alert, ...] = (
     # By the time last seen, not by increase(): the first Xid may be the first sample of its series. An Xid is news
     # for half an hour, of a GPU that is gone for a day. Left out are NVLink 5 Xids that the kernel log calls
     # non-fatal each time. The alert goes on while a page that it holds back does. No `for`: an Xid is a fact, and the

@@ -19,7 +19,7 @@ RAIL_NOTIFICATIONS = "rail:infiniband_congestion_notifications:rate5m"
 RAIL_RETRANSMISSIONS = "rail:infiniband_retransmissions:rate5m"
 
 
-RECORDS = (
+RECORDS: tuple[Record, ...] = (
     Record(
         "place",
         PORT_WAS_ACTIVE,

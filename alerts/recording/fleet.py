@@ -30,7 +30,7 @@ HOST_ENDS = "host:run_unplanned_ends:sum"
 LEMON = "host:lemon:score"
 
 
-RECORDS = (
+RECORDS: tuple[Record, ...] = (
     Record(
         "fleet",
         RUN_BEGAN,

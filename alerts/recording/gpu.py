@@ -16,7 +16,7 @@ FLEET_ALLOCATED = "fleet:gpu_allocated:count"
 FLEET_IDLE = "fleet:gpu_idle:count"
 
 
-RECORDS = (
+RECORDS: tuple[Record, ...] = (
     Record(
         "detail",
         RUN_POWER,

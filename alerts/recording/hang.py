@@ -44,7 +44,7 @@ SIGNS = {
 }
 
 
-RECORDS = (
+RECORDS: tuple[Record, ...] = (
     Record(
         "training",
         DECLARED,

@@ -386,7 +386,7 @@ def _of_window(record: Record, window: str, period: str) -> Record:
 
 
 _WINDOWS = (("1h", "hour"), ("1d", "day"), ("7d", "seven days"))
-RECORDS = (
+RECORDS: tuple[Record, ...] = (
     *_WHOLE_RUN,
     *(_of_window(record, *window) for window in _WINDOWS for record in _WINDOW),
     *(_of_window(record, *window) for window in _WINDOWS for record in _STRAGGLER),

@@ -42,7 +42,7 @@ STRAGGLER_LOST_1D = "run:training_straggler_lost:ratio_1d"
 STRAGGLER_LOST_7D = "run:training_straggler_lost:ratio_7d"
 
 
-RECORDS = (
+RECORDS: tuple[Record, ...] = (
     Record(
         "place",
         HOST,

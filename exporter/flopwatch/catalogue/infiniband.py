@@ -15,8 +15,8 @@ class PortCounter(Metric):
     """Counter of a port in sysfs, below the port's folder, or the device's for files that begin with `device/`.
 
     `files` are the names that different drivers use; with a third label each file is a series. A register of `bits`
-    bits `sticks` at its highest value or wraps. A `quiet` counter has no series before its first event, so that a healthy
-    port stays within its budget.
+    bits `sticks` at its highest value or wraps. A `quiet` counter has no series before its first event, so that a
+    healthy port stays within its budget.
     """
 
     files: tuple[str, ...] = ()
