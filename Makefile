@@ -47,9 +47,7 @@ generate: $(VENV)/.dev  ## write the generated files again
 	@$(BIN)/python -m alerts helm/files
 	@$(BIN)/python -m dashboards helm/files/dashboards
 	@$(BIN)/python -m helm.generate
-	@$(BIN)/flopwatch metrics > docs/metrics.md
-	@$(BIN)/python -m alerts.recording > docs/records.md
-	@$(BIN)/python -m flopwatch.node.collectors.xid > docs/xid.md
+	@$(BIN)/python -m docs.generate
 
 docs: $(VENV)/.docs  ## the documentation as a site in site/, with every link checked
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

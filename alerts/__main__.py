@@ -1,4 +1,4 @@
-"""`python -m alerts OUT`: write OUT/rules.yaml for Prometheus and OUT/alertmanager.yml for Alertmanager."""
+"""Write OUT/rules.yaml for Prometheus and OUT/alertmanager.yml for Alertmanager: `python -m alerts OUT`."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from alerts import AlertSettings, alertmanager_yaml, alerts, rules_yaml
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Return the names of a list with commas."""
+    """Return the names in a comma-separated list."""
     return tuple(name for name in text.split(",") if name)
 
 
 KNOBS: dict[str, tuple[Callable[[str], Any], str]] = {
     "pace": (float, "how many times faster than production everything runs"),
     "scrape_interval": (float, "seconds between scrapes at pace 1"),
-    "group_wait": (float, "seconds at pace 1 that a cause has to be told before its consequence"),
-    "page_min_gpus": (int, "GPUs from which on a run pages"),
+    "group_wait": (float, "seconds at pace 1 in which a cause must be sent before its consequence"),
+    "page_min_gpus": (int, "number of GPUs from which on a run pages"),
     "slack_url_file": (Path, "file with Slack's incoming-webhook URL"),
     "pagerduty_key_file": (Path, "file with PagerDuty's integration key (Events API v2)"),
     "pagerduty_url": (str, "where to send PagerDuty's events, if not to PagerDuty"),
     "teams": (
         names,
-        "teams with a Slack channel and PagerDuty service of their own, as a,b: their secrets are in "
-        "files of the same names with -TEAM behind",
+        "teams with their own Slack channel and PagerDuty service, as a,b: their secrets are in "
+        "files of the same names with the suffix -TEAM",
     ),
-    "webhook_url_file": (Path, "file with the URL of a webhook that gets every alert"),
-    "email_to": (str, "address that gets every alert"),
+    "webhook_url_file": (Path, "file with the URL of a webhook that receives every alert"),
+    "email_to": (str, "address that receives every alert"),
     "email_from": (str, "the sender, and the user whose password is given"),
     "email_smarthost": (str, "mail server, as HOST:PORT"),
     "email_password_file": (Path, "file with the sender's password"),
-    "shadow": (names, "alerts that are recorded and told to nobody, as A,B"),
+    "shadow": (names, "alerts that are recorded but sent to no receiver, as A,B"),
     "watchdog_url_file": (Path, "file with the URL the watchdog reports to"),
     "watchdog_url": (str, "that URL itself, for Alertmanager before 0.26"),
     "runbook_base_url": (str, "where alerts/runbooks is published"),

@@ -1,30 +1,29 @@
-"""What an alert is, and what their expressions and texts are made with."""
+"""An alert, and the rule and annotations that it becomes."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from alerts.fragments import FRAGMENTS
 from alerts.settings import AlertSettings
-from flopwatch import catalogue as m
+from alerts.template import fill
 
 RANGE = "from=now-6h&to=now"
-# The dashboard for what an alert is of, and the variable it has for it. One message may tell of several cards or ports,
-# and has one link.
+# By label: the dashboard that shows it, and its variable. A message about several GPUs or ports has one link.
 BOARDS = {"run": ("run", "run"), "device": ("fabric", "host"), "leaf": ("fabric", "host"), "host": ("node", "host")}
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One alerting rule. `identity` are the labels its expression gives; with the name and severity they are the alert.
+    """One alerting rule, with placeholders (alerts/template.py) until `at` fills them in.
 
-    `summary` is a static sentence; `description` names run, rank, host, GPU or port and the value. Texts are Prometheus
-    templates.
+    `identity` are the labels its expression gives; with the name and severity they are the alert. `summary` is a static
+    sentence; `description` names run, rank, host, GPU or port and the value. Texts are Prometheus templates.
     """
 
-    group: str
     name: str
+    group: str
     severity: Literal["critical", "warning", "info", "none"]
     identity: tuple[str, ...]
     expr: str
@@ -32,15 +31,26 @@ class Alert:
     summary: str
     description: str
     keep_firing_for: str = ""
-    shadow: bool = False  # recorded, and told to nobody
+    shadow: bool = False  # evaluated and recorded, but sent to no receiver
+
+    def at(self, settings: AlertSettings) -> Alert:
+        """Return the alert as Prometheus reads it."""
+        return replace(
+            self,
+            expr=fill(self.expr, settings, FRAGMENTS),
+            for_=fill(f"<{self.for_}>", settings, FRAGMENTS),
+            description=fill(self.description, settings, FRAGMENTS),
+            keep_firing_for=fill(f"<{self.keep_firing_for}>", settings, FRAGMENTS) if self.keep_firing_for else "",
+            shadow=self.name in settings.shadow,
+        )
 
     @property
     def labels(self) -> dict[str, str]:
-        """Return the labels the rule adds."""
+        """Return the labels that the rule adds to those of the expression."""
         return {"severity": self.severity, **({"shadow": "true"} if self.shadow else {})}
 
     def annotations(self, settings: AlertSettings) -> dict[str, str]:
-        """Return summary, description and the two links."""
+        """Return summary, description and the links to runbook and dashboard."""
         return {
             "summary": self.summary,
             "description": self.description,
@@ -56,11 +66,11 @@ class Alert:
         return f"/d/flopwatch-{board}?{chosen}{RANGE}"
 
     def rule(self, settings: AlertSettings) -> dict[str, object]:
-        """Return the rule as Prometheus reads it."""
+        """Return the rule as an entry of a rule file."""
         keep = {"keep_firing_for": self.keep_firing_for} if self.keep_firing_for else {}
         # Alertmanager routes by it, where there are teams to route to.
-        told = "run" in self.identity and self.severity in ("critical", "warning")
-        team = {"team": _team(settings)} if settings.teams and told else {}
+        routed = "run" in self.identity and self.severity in ("critical", "warning")
+        team = {"team": _team(settings)} if settings.teams and routed else {}
         return {
             "alert": self.name,
             "expr": self.expr,
@@ -71,44 +81,8 @@ class Alert:
         }
 
 
-def each(query: str, arguments: str, text: str, by: str = "") -> str:
-    """Return a template that prints `text` for each series `query` gives; its %q are filled with `arguments`.
-
-    An aggregation has no order: its series are printed by the first label that it keeps, others by the label `by`.
-    """
-    aggregation = re.match(r"(?:max|min|sum|count|group) by \((\w+)", query)
-    order = by or (aggregation.group(1) if aggregation else "")
-    in_order = f' | sortByLabel "{order}"' if order else ""
-    return f"\n{{{{- range printf `{query}` {arguments} | query{in_order} }}}}{text}{{{{ end }}}}"
-
-
-def lasts_with(name: str, identity: tuple[str, ...], consequences: str, on: str, state: str = "") -> str:
-    """Return what makes a cause go on as long as a page that it holds back would: else that is sent when it ends.
-
-    `state` are further matchers of the cause, where there are a warning and a page of that name.
-    """
-    return f"""group by ({", ".join(identity)}) (
-  ALERTS{{alertname="{name}"{state}}}
-    and on ({on})
-  ALERTS{{alertname=~"{consequences}",severity="critical",shadow=""}}
-)"""
-
-
-PAGED = ',alertstate="firing",severity="critical"'
-
-
 def _team(settings: AlertSettings) -> str:
-    memory = settings.at_pace(settings.memory)
-    info = f'max by (team) (last_over_time({m.TRAINING_RUN_INFO}{{run=%q,team!=""}}[{memory}]))'
     # Never empty: ALERTS would then have the template itself as a label.
-    return (
-        f"{{{{ with printf `{info}` $labels.run | query }}}}{{{{ . | first | label `team` }}}}"
-        "{{ else }}none{{ end }}"
-    )
-
-
-def owner(settings: AlertSettings) -> str:
-    """Return a template that names the owner and the team of the run `$labels.run`, where they are known."""
-    memory = settings.at_pace(settings.memory)
-    info = f'max by (owner, team) (last_over_time({m.TRAINING_RUN_INFO}{{run=%q,owner!=""}}[{memory}]))'
-    return each(info, "$labels.run", " Owner: {{ .Labels.owner }}{{ with .Labels.team }} ({{ . }}){{ end }}.")
+    query = 'max by (team) (last_over_time(training_run_info{run=%q,team!=""}[<1d>]))'
+    team = "{{ with printf `" + query + "` $labels.run | query }}{{ . | first | label `team` }}{{ else }}none{{ end }}"
+    return fill(team, settings, FRAGMENTS)

@@ -1,8 +1,8 @@
-"""Alertmanager's configuration as the Prometheus Operator's AlertmanagerConfig writes it: the same, in other words.
+"""Alertmanager's configuration as the Prometheus Operator's AlertmanagerConfig.
 
-`alertmanagerconfig` translates what alerts/routing.py makes, so that routes, messages and inhibitions are written once.
-Secrets are named by the files they would be mounted as: /etc/alertmanager/secrets/NAME/KEY, where the operator puts
-them for a whole configuration, is `{name: NAME, key: KEY}` here.
+`alertmanagerconfig` translates the output of alerts/routing.py, so that routes, messages and inhibitions are written
+once. A secret that routing.py names by its mounted file, /etc/alertmanager/secrets/NAME/KEY, becomes
+`{name: NAME, key: KEY}` here.
 https://prometheus-operator.dev/docs/api-reference/api/#monitoring.coreos.com/v1alpha1.AlertmanagerConfig
 """
 
@@ -30,12 +30,12 @@ MATCHER = re.compile(r'(\w+) (=~|!~|!=|=) "(.*)"')
 
 
 def alertmanagerconfig(settings: AlertSettings) -> Json:
-    """Return the spec of an AlertmanagerConfig that means what alertmanager.yml does."""
+    """Return the spec of an AlertmanagerConfig equivalent to alertmanager.yml."""
     return {camel(key): translated(key, value) for key, value in alertmanager(settings).items()}
 
 
 def translated(key: str, value: Any) -> Any:
-    """Return a value as the operator's field of this name takes it."""
+    """Return a value of Alertmanager's configuration in the shape of the operator's field."""
     if key.endswith("_file"):
         path = Path(value)
         return {"name": path.parent.name, "key": path.name}
@@ -51,7 +51,7 @@ def translated(key: str, value: Any) -> Any:
 
 
 def matcher(text: str) -> Json:
-    """Return a matcher. Raises ValueError where routing.py writes one in another way."""
+    """Parse a matcher. Raises ValueError unless it has the form name = "value"."""
     found = MATCHER.fullmatch(text)
     if found is None:
         raise ValueError(f'matcher {text}: write it as name = "value"')

@@ -1,15 +1,15 @@
-"""Alertmanager's configuration: who is told of an alert, and which alerts are consequences of another.
+"""Alertmanager's configuration: receivers of each severity, and which alerts are consequences of others.
 
-Critical goes to PagerDuty and Slack, warning to Slack, info and none to nobody; a team that is given in the settings
-has a Slack channel and a PagerDuty service of its own, for the alerts that carry its label. Whether an alert of a run
-is critical depends on the run's size (recording.PAGES). A webhook and an e-mail address get all of them, if given.
+Critical alerts go to PagerDuty and Slack, warnings to Slack, info and none to no receiver. A team in the settings has
+its own Slack channel and PagerDuty service, for alerts that carry its label. Whether an alert of a run is critical
+depends on the run's size (run:training_page:bool). A webhook and an e-mail address get all alerts if they are set.
 
-One incident is one page because consequences are held back (INHIBITIONS). A cause is told no later than its
-consequence, and `group_wait` is longer than the evaluations that lie between the two; it ends no earlier than a page
-that it holds back. Between a host and a run, or a leaf and its hosts, which share no label, stand RunOnFaultyHost and
-HostOnFaultyLeaf, which nobody is told.
+One incident is one page, because consequences are inhibited (INHIBITIONS). A cause is sent no later than its
+consequence, and `group_wait` is longer than the evaluations between the two. A cause ends no earlier than a page that
+it inhibits. A host and a run share no label, and neither do a leaf and its hosts: RunOnFaultyHost and HostOnFaultyLeaf
+connect them, and are sent to no receiver.
 
-Secrets are read from files; `api_url_file` and `routing_key_file` need Alertmanager 0.25, a webhook's `url_file` 0.26.
+Secrets are read from files. `api_url_file` and `routing_key_file` need Alertmanager 0.25, a webhook's `url_file` 0.26.
 https://prometheus.io/docs/alerting/latest/configuration/
 """
 
@@ -21,21 +21,21 @@ from pathlib import Path
 from typing import Any
 
 from alerts.alerting import alerts
-from alerts.alerting.monitor import OF_HOST, OF_RUN
+from alerts.fragments import OF_HOST, OF_RUN
 from alerts.settings import AlertSettings
 
-# Slack reads <, > and & as markup: <!channel> in a label would ring for everybody.
+# Slack reads <, > and & as markup: <!channel> in a label would notify the whole channel.
 ESCAPE = ' | reReplaceAll "&" "&amp;" | reReplaceAll "<" "&lt;" | reReplaceAll ">" "&gt;"'
 TITLE = f"[{{{{ .Status | toUpper }}}}] {{{{ .CommonLabels.alertname }}}}: {{{{ .CommonAnnotations.summary{ESCAPE} }}}}"
 SINCE = '{{ .StartsAt.UTC.Format "2 Jan 15:04 UTC" }}'
-MOST = 10  # alerts told one by one: Slack cuts a text at 8000 characters, and the runbook comes last
+MAX_LISTED = 10  # alerts in one message: Slack cuts a text at 8000 characters, and the runbook is last
 FACTS = (
-    f"{{{{ range $i, $one := .Alerts.Firing }}}}{{{{ if lt $i {MOST} }}}}"
+    f"{{{{ range $i, $one := .Alerts.Firing }}}}{{{{ if lt $i {MAX_LISTED} }}}}"
     f"{{{{ $one.Annotations.description{ESCAPE} }}}} Alert since {SINCE}.\n{{{{ end }}}}{{{{ end }}}}"
-    f"{{{{ range $i, $one := .Alerts.Resolved }}}}{{{{ if lt $i {MOST} }}}}"
+    f"{{{{ range $i, $one := .Alerts.Resolved }}}}{{{{ if lt $i {MAX_LISTED} }}}}"
     f"Over: {{{{ $one.Annotations.description{ESCAPE} }}}} Alert from {SINCE} to "
     '{{ .EndsAt.UTC.Format "2 Jan 15:04 UTC" }}.\n{{ end }}{{ end }}'
-    f"{{{{ if gt (len .Alerts) {MOST} }}}}There are {{{{ len .Alerts }}}} such alerts.\n{{{{ end }}}}"
+    f"{{{{ if gt (len .Alerts) {MAX_LISTED} }}}}There are {{{{ len .Alerts }}}} such alerts.\n{{{{ end }}}}"
 )
 EACH = "{{ range .Alerts.%s }}{{ .Annotations.description }}\n{{ end }}"
 COLOR = (
@@ -48,14 +48,14 @@ FIRST = (
     "{{ else }}{{ (index .Alerts 0).Annotations.description }}{{ end }}"
 )
 MORE = "{{ if gt (len .Alerts) 1 }} There are {{ len .Alerts }} such alerts.{{ end }}"
-# Of what is grouped into one message: alerts on runs carry tenant and run, on hardware the host, on a leaf the leaf; a
-# missing label groups as empty.
+# Labels that group alerts into one message: tenant and run of runs, host of hardware, leaf of a leaf. A missing label
+# counts as empty.
 GROUP_BY = ["alertname", "tenant", "run", "host", "leaf"]
 
 
 @dataclass(frozen=True, slots=True)
 class Inhibition:
-    """While one of `causes` fires, alerts of `consequences` with the same `equal` labels are held back.
+    """An inhibition: while one of `causes` fires, `consequences` with the same `equal` labels are not sent.
 
     Both are regular expressions of alert names, anchored; `where` are further matchers of the consequence.
     """
@@ -71,17 +71,17 @@ GPU_GONE = "GpuMissing|GpuTooFew|GpuRecoveryNeeded|GpuDriverNotLoaded|NvlinkFabr
 GPU_ERRORS = "GpuRepairPending|GpuEccUncorrected|GpuXidWarning|GpuPcie.+|NvlinkDown|NvlinkErrors"
 FABRIC = "Infiniband.+|RailImbalance|EfaErrors|RoceMisconfigured"
 SLOW = "TrainingMfuDrop|TrainingDataStall|GpuIdleAllocated"
-RECKONED = "TrainingGoodputLow|TrainingCheckpoint.+|TrainingWorkAtRisk"
+ACCOUNTING = "TrainingGoodputLow|TrainingCheckpoint.+|TrainingWorkAtRisk"
 
-# From the cause that explains most to the one that explains least. No alert may be, through others, its own cause: then
-# all of them would be held back.
+# From the cause that explains most to the one that explains least. Inhibitions must be acyclic, or all alerts of a
+# cycle would be inhibited.
 INHIBITIONS = (
     Inhibition("Maintenance", "Gpu.+|Nv.+|NodeLost|Flopwatch.+|" + FABRIC, ("host",)),
     Inhibition("HostOnFaultyLeaf", OF_HOST, ("host",)),
-    Inhibition("RunOnFaultyHost", f"{OF_RUN}|{SLOW}|{RECKONED}", ("run",)),
+    Inhibition("RunOnFaultyHost", f"{OF_RUN}|{SLOW}|{ACCOUNTING}", ("run",)),
     # An NVLink's Xid follows from what its switch reports.
     Inhibition("NvswitchSxid", "GpuXidCritical", ("host",), ('xid =~ "74|14[4-9]|150"',)),
-    # A node that goes after one of these went because of it: one that is gone tells no Xid any more.
+    # A node that is lost after one of these is lost because of it: a lost node reports no Xid.
     Inhibition("NvswitchSxid|GpuXidCritical", f"NodeLost|{EXPORTER}|{GPU_GONE}|{GPU_ERRORS}|RailImbalance", ("host",)),
     Inhibition("GpuMemoryFailed", "GpuRecoveryNeeded|GpuRepairPending|GpuEccUncorrected", ("host", "uuid")),
     Inhibition("GpuXidCritical", "GpuMemoryFailed", ("host", "uuid")),
@@ -95,9 +95,9 @@ INHIBITIONS = (
     Inhibition("InfinibandLinkErrors", "InfinibandErrorRate|RailImbalance", ("host", "device", "port")),
     Inhibition("FlopwatchExporterDown", "Flopwatch(Collector|ExporterBlind|Clock).*", ("host", "instance")),
     # A job that hangs is ended by its watchdog, and then it is down.
-    Inhibition("TrainingHang", f"TrainingDown|TrainingStalled|TrainingStraggler|{SLOW}|{RECKONED}", ("run",)),
-    Inhibition("TrainingDown", f"TrainingRestartStorm|TrainingStalled|{SLOW}|{RECKONED}", ("run",)),
-    Inhibition("TrainingRestartStorm", f"TrainingStalled|{SLOW}|{RECKONED}", ("run",)),
+    Inhibition("TrainingHang", f"TrainingDown|TrainingStalled|TrainingStraggler|{SLOW}|{ACCOUNTING}", ("run",)),
+    Inhibition("TrainingDown", f"TrainingRestartStorm|TrainingStalled|{SLOW}|{ACCOUNTING}", ("run",)),
+    Inhibition("TrainingRestartStorm", f"TrainingStalled|{SLOW}|{ACCOUNTING}", ("run",)),
     Inhibition("TrainingStraggler", "TrainingMfuDrop", ("run",)),
     Inhibition("TrainingDataStall", "TrainingMfuDrop", ("run",)),
     Inhibition("TrainingCheckpointStale", "TrainingWorkAtRisk", ("tenant", "run")),
@@ -165,7 +165,7 @@ def alertmanager(settings: AlertSettings) -> dict[str, object]:
 
 
 def inhibit_rules(settings: AlertSettings) -> list[dict[str, object]]:
-    """Return what holds what back. A warning never holds back a page, and what is in shadow mode holds back nothing."""
+    """Return the inhibit rules. A warning never inhibits a page, and an alert in shadow mode inhibits nothing."""
     every = alerts(settings)
     made: list[dict[str, object]] = [
         {

@@ -23,7 +23,7 @@ BOARDS: dict[str, Json] = {
 
 
 def text(board: Json) -> str:
-    """Return the dashboard's file, the same bytes for the same dashboard."""
+    """Return the JSON text of a dashboard, with sorted keys."""
     return json.dumps(board, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 

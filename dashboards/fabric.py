@@ -1,4 +1,4 @@
-"""Fabric: is a slow or broken link, rail or leaf switch holding runs back, and which cable is it?"""
+"""Fabric dashboard: does a slow or broken link, rail or leaf switch slow runs down, and which cable is it?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RUN = '{run=~"$run"}'
 
 
 def worst(per_port: str) -> d.Query:
-    """Return the ports of the chosen nodes with the highest value of an expression by port, with their places."""
+    """Return the ports of the chosen hosts with the highest value of an expression by port, with their places."""
     return d.Query(
         f"topk({WORST}, {per_port} and on ({PORT}) {HERE}) * on ({PORT}) group_left (host, role, rail) {PLACE}",
         NAME,
@@ -26,7 +26,7 @@ def worst(per_port: str) -> d.Query:
 
 
 def chosen(per_port: str) -> str:
-    """Return an expression by port, of the chosen nodes."""
+    """Return an expression by port, of the chosen hosts."""
     return f"({per_port} and on ({PORT}) {HERE})"
 
 
@@ -35,65 +35,71 @@ DOWN = f"({m.INFINIBAND_STATE} < 4 and on ({PORT}) {r.PORT_WAS_ACTIVE})"
 RATE_LOW = f"{m.INFINIBAND_RATE} / {m.INFINIBAND_EXPECTED_RATE}"
 
 now = [
-    d.stat("Ports", "Ports of the chosen nodes. Bad: a step down.", d.Query(f"count({PORTS})", instant=True), width=4),
     d.stat(
-        "Not active",
-        "Ports that were active once and are not. Bad: any.",
+        "Ports",
+        "Ports of the chosen hosts. Expected: a constant number.",
+        d.Query(f"count({PORTS})", instant=True),
+        width=4,
+    ),
+    d.stat(
+        "Inactive ports",
+        "Ports that were active and no longer are. Expected: 0.",
         d.Query(f"count({PORTS} < 4 and on (instance, device, port) {r.PORT_WAS_ACTIVE}) or vector(0)", instant=True),
         thresholds=p.ERRORS,
         width=4,
     ),
     d.stat(
-        "Gone",
-        "Ports that vanished from their node. Bad: any.",
+        "Missing ports",
+        "Ports that vanished from their host. Expected: 0.",
         d.Query(f"count({chosen(f'{m.INFINIBAND_PRESENT} == 0')}) or vector(0)", instant=True),
         thresholds=p.ERRORS,
         width=4,
     ),
     d.stat(
-        "Flapping",
-        "Ports that went down and came back three times within twelve hours. Bad: any.",
+        "Flapping ports",
+        "Ports that went down and came back three times within twelve hours. Expected: 0.",
         d.Query(f"count({chosen(f'{m.INFINIBAND_FLAPPING} == 1')}) or vector(0)", instant=True),
         thresholds=p.FEW,
         width=4,
     ),
     d.stat(
-        "Slower than expected",
-        "Ports whose link trained below the rate they had. Bad: any.",
+        "Slow ports",
+        "Ports whose link runs below the rate it had before. Expected: 0.",
         d.Query(f"count({chosen(f'{RATE_LOW} < {p.SETTINGS.rate_share:g}')}) or vector(0)", instant=True),
         thresholds=p.FEW,
         width=4,
     ),
     d.stat(
         "Slowest rail",
-        "Traffic of the slowest rail of a run over its median rail, the worst run. Bad: below a "
-        "half. Nothing: rails are next to idle.",
+        "Traffic of a run's slowest rail over its median rail, for the worst run. Expected: above 90 %. Below 50 % a "
+        "leaf or cable is slow.",
         d.Query(f"min({r.RAIL_IMBALANCE}{RUN})", instant=True),
         unit="percentunit",
         thresholds=[(None, "red"), (0.5, "orange"), (0.9, "green")],
         width=4,
+        no_data="All rails are nearly idle.",
     ),
 ]
 
 rails = [
     d.timeseries(
         "Traffic by rail",
-        f"Bytes a second that a port of each rail sends, mean over a run's nodes; the {p.LINES} "
-        "that send least. Bad: one below the others.",
+        f"Bytes per second that a port of each rail sends, mean over the run's hosts, for the {p.LINES} lowest. "
+        "Expected: equal rails.",
         d.Query(p.most(f"max by (run, rail) ({r.RAIL}{RUN})", "bottomk"), "{{run}} rail {{rail}}"),
         unit="Bps",
     ),
     d.timeseries(
-        "Waiting for credit by rail",
-        "Share of a run's waiting that is this rail's. Bad: one far above one over the "
-        "number of rails: that rail's leaf is congested, or one of its receivers is slow.",
+        "Credit wait by rail",
+        "Each rail's share of the time that a run's ports wait for credit. Expected: one over the number of rails. A "
+        "higher share means a congested leaf or a slow receiver.",
         d.Query(p.most(f"max by (run, rail) ({r.RAIL_WAIT_SHARE}{RUN})"), "{{run}} rail {{rail}}"),
         unit="percentunit",
         top=1,
     ),
     d.timeseries(
-        "Slowest rail over the median",
-        "Of each run. Bad: far below 1.",
+        "Slowest rail by run",
+        "Traffic of each run's slowest rail over its median rail. Expected: near 1.",
         d.Query(p.most(f"max by (run) ({r.RAIL_IMBALANCE}{RUN})", "bottomk"), "{{run}}"),
         unit="percentunit",
         top=1,
@@ -101,58 +107,64 @@ rails = [
     ),
     d.timeseries(
         "Congestion notifications by rail",
-        "A second, RoCE: a switch asked a sender to slow down. Bad: rising on one "
-        "rail alone. Nothing: InfiniBand has none.",
+        "Notifications per second with which a switch slowed a sender down (RoCE). Expected: few, and equal on all "
+        "rails.",
         d.Query(f"topk({p.LINES}, max by (run, rail) ({r.RAIL_NOTIFICATIONS}{RUN}) > 0)", "{{run}} rail {{rail}}"),
         unit="cps",
         width=12,
+        no_data="No congestion notifications. InfiniBand has none.",
     ),
     d.timeseries(
-        "Sent again by rail",
-        "Times a second that a port had to repeat. Bad: any that goes on: a lossy path. Nothing: no port has to.",
+        "Retransmissions by rail",
+        "Retransmissions per second of a port of each rail. Expected: none that last. They mean a lossy path.",
         d.Query(f"topk({p.LINES}, max by (run, rail) ({r.RAIL_RETRANSMISSIONS}{RUN}) > 0)", "{{run}} rail {{rail}}"),
         unit="cps",
         width=12,
+        no_data="No port retransmits.",
     ),
 ]
 
 ports = [
     d.bargauge(
         "Symbol errors",
-        f"The {WORST} ports with most in the time shown. Bad: 120 an hour: replace cable or "
-        "transceiver. Nothing: there were none.",
+        f"Symbol errors in the time shown, for the {WORST} worst ports. Expected: none. At 120 an hour, replace the "
+        "cable or transceiver.",
         worst(f"sum by ({PORT}) (increase({m.INFINIBAND_SYMBOL_ERRORS}[$__range])) > 0"),
         unit="none",
         thresholds=[(None, "green"), (1, "orange"), (120, "red")],
         links=TO_NODE,
+        no_data="No symbol errors.",
     ),
     d.bargauge(
-        "Links that went down",
-        f"The {WORST} ports with most in the time shown. Bad: any under load. Nothing: none did.",
+        "Link downs",
+        f"Times a link went down in the time shown, for the {WORST} worst ports. Expected: none under load.",
         worst(f"sum by ({PORT}) (increase({m.INFINIBAND_LINK_DOWNED}[$__range])) > 0"),
         unit="none",
         thresholds=p.FEW,
         links=TO_NODE,
+        no_data="No link went down.",
     ),
     d.bargauge(
         "Flaps",
-        f"The {WORST} ports with most in the time shown. Bad: three in twelve hours. Nothing: there were none.",
+        f"Flaps in the time shown, for the {WORST} worst ports. Expected: fewer than three in twelve hours.",
         worst(f"sum by ({PORT}) (increase({m.INFINIBAND_FLAPS}[$__range])) > 0"),
         unit="none",
         thresholds=[(None, "green"), (1, "orange"), (3, "red")],
         links=TO_NODE,
+        no_data="No port flapped.",
     ),
     d.bargauge(
-        "Waiting for credit",
-        f"Ticks a second, the {WORST} ports with most. Bad: one far above the rest of its rail. "
-        "The tick differs between devices. Nothing: none waits.",
+        "Credit wait",
+        f"Ticks per second that a port waits for credit, for the {WORST} worst. Expected: ports of a rail alike. The "
+        "length of a tick differs between devices.",
         worst(f"max by ({PORT}) (rate({m.INFINIBAND_TRANSMIT_WAIT}[5m])) > 0"),
         unit="none",
         links=TO_NODE,
+        no_data="No port waits for credit.",
     ),
     d.bargauge(
         "Broken or dropped packets",
-        f"A second, the {WORST} ports with most. Bad: any that go on. Nothing: there are none.",
+        f"Packets per second, for the {WORST} worst ports. Expected: none that last.",
         worst(
             f"max by ({PORT}) (rate({m.INFINIBAND_RECEIVE_ERRORS}[5m])) + on ({PORT}) "
             f"max by ({PORT}) (rate({m.INFINIBAND_TRANSMIT_DISCARDS}[5m])) > 0"
@@ -160,18 +172,21 @@ ports = [
         unit="cps",
         thresholds=p.FEW,
         links=TO_NODE,
+        no_data="No packet was broken or dropped.",
     ),
     d.bargauge(
         "Hottest transceivers",
-        f"Bad: above {p.SETTINGS.transceiver_celsius:g} degrees. Nothing: the driver does not tell.",
+        f"Transceiver temperature of the {WORST} hottest ports. Expected: below {p.SETTINGS.transceiver_celsius:g} "
+        "degrees Celsius.",
         worst(f"max by ({PORT}) ({m.INFINIBAND_TEMPERATURE})"),
         unit="celsius",
         thresholds=[(None, "green"), (p.SETTINGS.transceiver_celsius, "red")],
         links=TO_NODE,
+        no_data="The driver reports no temperature.",
     ),
     d.label_table(
-        "Ports that are not well",
-        "Not active, gone, flapping or slow. Bad: any row. Nothing: all are well.",
+        "Ports with problems",
+        "Ports that are inactive, missing, flapping or slow. Expected: no row.",
         chosen(
             f"{m.INFINIBAND_INFO} and on ({PORT}) ("
             f"{DOWN} or ({m.INFINIBAND_PRESENT} == 0) or "
@@ -189,14 +204,14 @@ ports = [
         },
         links={"Node": [p.to_node(d.FIELD % "Node")]},
         height=8,
+        no_data="No port has a problem.",
     ),
 ]
 
 leaves = [
     d.bargauge(
         "Ports down by leaf",
-        "Ports that were active once and are not, by their node's leaf switch. Bad: one leaf "
-        "with many. Nothing: all are up, or nobody told where nodes stand (docs/identity.md).",
+        "Ports that were active and no longer are, by leaf switch. Expected: none. Many on one leaf point to the leaf.",
         d.Query(
             f"topk({p.LINES}, sum by (leaf) (count by (host) ({p.with_host(DOWN)}) * on (host) group_left (leaf) "
             f"topk by (host) (1, max by (host, leaf) ({m.NODE_TOPOLOGY_INFO}))))",
@@ -206,11 +221,12 @@ leaves = [
         unit="none",
         thresholds=p.FEW,
         width=12,
+        no_data="All ports are up, or the topology is unknown (docs/identity.md).",
     ),
     p.firing(
         f'ALERTS{{alertstate="firing", alertname=~"{p.ALERTS}", device!=""}} or '
         'ALERTS{alertstate="firing", alertname=~".*(Leaf|Rail|Roce).*"}',
-        "Of ports, rails and leaves. Bad: any.",
+        "Firing alerts on ports, rails and leaves. Expected: none.",
         width=12,
     ),
 ]

@@ -1,4 +1,4 @@
-"""Fleet: how much of the GPUs' time and money becomes progress, and which runs and nodes cost the rest."""
+"""Fleet dashboard: how much GPU time and money becomes progress, and which runs and hosts cost the rest."""
 
 from __future__ import annotations
 
@@ -23,27 +23,26 @@ def of_runs(expr: str) -> str:
 now = [
     d.gauge(
         "MFU",
-        "Model FLOPs over the dense peak of all ranks whose run has an MFU. Bad: below 20 %; 35 to 45 % is "
-        "typical of large runs. Nothing: no run has one.",
+        "Model FLOPs over the dense peak of all ranks whose run has an MFU. Expected: 35 to 45 % for large runs; "
+        "look into values below 20 %.",
         d.Query(r.FLEET_MFU),
         unit="percentunit",
         top=1,
         thresholds=p.UTILIZATION,
+        no_data="No run has an MFU.",
     ),
     d.gauge(
         "Goodput, one day",
-        "GPU time that advanced a model over GPU time held. Bad: below 80 %; 90 % is typical, 96 % and more the best.",
+        "GPU time that advanced a model over GPU time held. Expected: 90 % or more; 96 % is the best in the field.",
         d.Query(r.FLEET_GOODPUT_1D),
         unit="percentunit",
         top=1,
         thresholds=p.SHARE,
     ),
-    d.stat(
-        "GPUs", "Those that answer. Bad: a step down that nobody planned.", d.Query(r.FLEET_GPUS), width=3, height=6
-    ),
+    d.stat("GPUs", "GPUs that answer. Expected: no unplanned step down.", d.Query(r.FLEET_GPUS), width=3, height=6),
     d.stat(
         "Allocated",
-        "Share of them that a rank, a pod, a job or a user has. Bad: falling while runs wait.",
+        "Share of the GPUs that a rank, a pod, a job or a user has. Expected: high while runs wait.",
         d.Query(f"{r.FLEET_ALLOCATED} / {r.FLEET_GPUS}"),
         unit="percentunit",
         width=3,
@@ -51,7 +50,7 @@ now = [
     ),
     d.stat(
         "Runs down",
-        "Runs of which nothing is alive and which nobody ended. Bad: any.",
+        "Runs that are neither alive nor closed. Expected: 0.",
         d.Query(
             f'count(max by (tenant, run) ({m.RUN_STATE}{{{TENANT}, state="down"}}) == 1) or vector(0)', instant=True
         ),
@@ -60,8 +59,8 @@ now = [
         height=6,
     ),
     d.stat(
-        "Nodes not ok",
-        "Nodes whose own verdict is degraded or bad. Bad: any; the table below says why.",
+        "Unhealthy hosts",
+        "Hosts whose own verdict is degraded or bad. Expected: 0. The table below has the reasons.",
         d.Query(f"count({m.NODE_VERDICT} > 0) or vector(0)", instant=True),
         thresholds=p.FEW,
         links=[d.link("Nodes", p.NODE)],
@@ -70,8 +69,7 @@ now = [
     ),
     d.stat(
         "Lost in a day",
-        "What the GPU time of the last day cost that advanced no model. Bad: more than a tenth of "
-        "what the GPUs cost; goodput says the share.",
+        "Cost of the last day's GPU time that advanced no model. Expected: less than a tenth of the cost of all GPUs.",
         d.Query(f"sum(max by (tenant, run, bucket) ({HELD_1D}{{{TENANT}, {LOST}}})) * {COST}", instant=True),
         unit="currencyUSD",
         width=4,
@@ -82,8 +80,8 @@ now = [
 runs = [
     d.table(
         "Runs",
-        "One row for each run, the largest first. Bad: goodput below 90 %, a straggler above 10 %, money lost; "
-        "open the run.",
+        "One row per run, the largest first. Expected: goodput above 90 % and straggler below 10 %. Open the run "
+        "otherwise.",
         [
             d.Column("GPUs", f"max by (run) ({m.RUN_GPUS}{LEDGER})"),
             d.Column("MFU", f"max by (run) ({r.RUN_MFU})", "percentunit", p.UTILIZATION),
@@ -114,8 +112,8 @@ runs = [
 
 time = [
     d.timeseries(
-        "GPUs by what their time becomes",
-        "GPUs' worth of each bucket, of all runs. Bad: any colour but productive that grows.",
+        "GPU time by bucket",
+        "GPUs in each bucket, over all runs. Expected: mostly productive.",
         d.Query(
             f"sum by (bucket) (max by (tenant, run, bucket) (rate({m.RUN_GPU_SECONDS}{LEDGER}{p.RATE})))", "{{bucket}}"
         ),
@@ -124,14 +122,14 @@ time = [
     ),
     d.timeseries(
         "MFU of the largest runs",
-        f"The {p.LINES} with most GPUs. Bad: one that falls and stays; a hole is a run that makes no steps.",
+        f"MFU of the {p.LINES} runs with most GPUs. Expected: steady. A gap is a run that makes no steps.",
         d.Query(of_runs(f"max by (run) ({r.RUN_MFU})"), "{{run}}"),
         unit="percentunit",
         links=[p.to_run(d.LABEL % "run")],
     ),
     d.timeseries(
         "GPUs allocated and idle",
-        "Of those that answer. Bad: idle ones while runs are queued.",
+        "GPUs that answer, with and without an owner. Expected: no idle GPUs while runs are queued.",
         d.Query(r.FLEET_ALLOCATED, "allocated"),
         d.Query(r.FLEET_IDLE, "idle"),
         unit="none",
@@ -139,7 +137,7 @@ time = [
     ),
     d.state_timeline(
         "Runs over time",
-        f"The state of the {p.LINES} runs with most GPUs. Bad: red, and orange for long.",
+        f"State of the {p.LINES} runs with most GPUs. Expected: green. Red is down, orange is queued.",
         d.Query(
             of_runs(
                 f'max by (run) ({m.RUN_STATE}{{{TENANT}, state="running"}} + on (tenant, run) 2 * '
@@ -157,9 +155,8 @@ time = [
 losses = [
     d.bargauge(
         "GPU time lost, by cause",
-        "In the time shown: what ends, slow stretches and stalls cost, by what is to blame. "
-        "Bad: one cause that leads; unknown means that nothing was seen beside the loss. Nothing: no loss has been "
-        "explained in that time; it takes five minutes.",
+        "Cost in GPU time of ended attempts, slow stretches and stalls in the time shown, by cause. Expected: no "
+        "cause that dominates. `unknown` means that no evidence was found.",
         d.Query(
             "sort_desc(sum by (cause) (max by (tenant, run, kind, cause) "
             f"(increase({m.RUN_BADPUT_GPU_SECONDS}{LEDGER}[$__range]))) > 0)",
@@ -168,32 +165,35 @@ losses = [
         ),
         unit="s",
         width=12,
+        no_data="No loss was explained in this time; it takes five minutes.",
     ),
     d.stat(
         "GPU time to failure",
-        "GPU time of running for each unplanned end of the last 30 days: over a run's GPUs, "
-        "its expected time to failure. Bad: falling. Nothing: none ended so.",
+        "GPU time of running per unplanned end, over the last 30 days. Divided by a run's GPUs it is its expected "
+        "time to failure. Expected: not falling.",
         d.Query(r.FLEET_MTTF),
         unit="s",
         width=6,
         height=8,
+        no_data="No attempt ended unplanned.",
     ),
     d.stat(
         "Time to recovery",
-        "From an unplanned end to the first new step, mean of 30 days. Bad: above some "
-        "minutes; look at scheduling, start-up and restore. Nothing: none had to.",
+        "Time from an unplanned end to the first new step, mean of 30 days. Expected: a few minutes. Otherwise look "
+        "at scheduling, start-up and restore.",
         d.Query(r.FLEET_MTTR),
         unit="s",
         width=6,
         height=8,
+        no_data="No run had to recover.",
     ),
 ]
 
 nodes = [
     d.table(
         "Lemons",
-        "Nodes that make runs fail, by the signs of the last seven days. Bad: 3 and more; take it out and "
-        "test it. Nothing: no node has a sign.",
+        "Hosts that make runs fail, by the signs of the last seven days. Expected: below 3. Take others out and test "
+        "them.",
         [
             d.Column(
                 "Score",
@@ -207,20 +207,21 @@ nodes = [
         sort="Score",
         links={"Node": [p.to_node(d.FIELD % "Node")]},
         width=8,
+        no_data="No host has a sign.",
     ),
     d.label_table(
-        "Why nodes are not ok",
-        "The reasons of each node's own verdict, and what to do: docs/check.md. Bad: any row. "
-        "Nothing: all nodes are ok.",
+        "Health problems",
+        "Reasons of each unhealthy host, and what to do (docs/check.md). Expected: no row.",
         p.with_host(NOT_OK),
         labels={"host": "Node", "verdict": "Verdict", "reason": "Reason", "part": "Part", "action": "What to do"},
         links={"Node": [p.to_node(d.FIELD % "Node")]},
         width=16,
         height=10,
+        no_data="All hosts are healthy.",
     ),
     p.firing(
         f'ALERTS{{alertstate="firing", alertname=~"{p.ALERTS}", alertname!="FlopwatchWatchdog"}}',
-        "Of all runs and nodes. Bad: critical ones.",
+        "Firing alerts on all runs and hosts. Expected: none that is critical.",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""Goodput ledger: where a run's wall clock and its GPUs' time went, what each loss cost and what caused it."""
+"""Goodput dashboard: where a run's wall clock and GPU time went, what each loss cost and what caused it."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ def state(name: str) -> str:
 now = [
     d.stat(
         name,
-        f"{text} Bad: below 90 %.",
+        f"{text} Expected: above 90 %.",
         d.Query(f"max({series}{ALL})"),
         unit="percentunit",
         thresholds=p.SHARE,
         width=4,
+        no_data=no_data,
     )
-    for name, text, series in (
-        ("Goodput", "Share of the wall clock since the first start that advanced the model.", r.GOODPUT),
-        ("Goodput, 1 h", "The same in the last hour.", r.GOODPUT_1H),
-        ("Goodput, 1 d", "The same in the last day.", r.GOODPUT_1D),
-        ("Goodput, 7 d", "The same in the last seven days.", r.GOODPUT_7D),
-        ("ETTR", "Goodput since submission, the queue included. Nothing: that time is unknown.", r.ETTR),
+    for name, text, series, no_data in (
+        ("Goodput", "Share of the wall clock since the first start that advanced the model.", r.GOODPUT, ""),
+        ("Goodput, 1 h", "The same in the last hour.", r.GOODPUT_1H, ""),
+        ("Goodput, 1 d", "The same in the last day.", r.GOODPUT_1D, ""),
+        ("Goodput, 7 d", "The same in the last seven days.", r.GOODPUT_7D, ""),
+        ("ETTR", "Goodput since submission, with the time in the queue.", r.ETTR, "The time of submission is unknown."),
     )
 ] + [
     d.stat(
         "Effective MFU",
-        "Model FLOPs of steps done once over the peak of all GPUs held. Bad: far below the run's "
-        "MFU: time is lost outside of steps.",
+        "Model FLOPs of retained steps over the peak of all GPUs held. Expected: near the run's MFU. Lower means "
+        "time lost outside steps.",
         d.Query(f"max({r.EFFECTIVE_MFU}{ALL})"),
         unit="percentunit",
         thresholds=p.UTILIZATION,
@@ -47,14 +48,14 @@ now = [
 spent = [
     d.state_timeline(
         "Attempts",
-        "What the run did. Bad: red; green in short pieces is a crash loop.",
+        "State of the run over time. Expected: green. Short green pieces are a crash loop.",
         d.Query(f"{state('running')} + 2 * {state('queued')} + 3 * {state('down')}", "state"),
         mappings={0: ("ended", "blue"), 1: ("running", "green"), 2: ("queued", "orange"), 3: ("down", "red")},
         height=4,
     ),
     d.bargauge(
         "Wall clock by bucket",
-        "Since the first start. Bad: anything but productive that is long.",
+        "Time since the first start, by bucket. Expected: mostly productive.",
         d.Query(f"sort_desc(max by (bucket) ({m.RUN_SECONDS}{ALL}) > 0)", "{{bucket}}", instant=True),
         unit="s",
         width=12,
@@ -62,7 +63,7 @@ spent = [
     ),
     d.bargauge(
         "Money by bucket",
-        "The GPU time held, at the price above. Bad: the same.",
+        "Cost of the GPU time held, by bucket, at the price above. Expected: mostly productive.",
         d.Query(
             f"sort_desc(max by (bucket) ({m.RUN_GPU_SECONDS}{ALL}) * $price / 3600 > 0)", "{{bucket}}", instant=True
         ),
@@ -71,8 +72,8 @@ spent = [
         height=9,
     ),
     d.timeseries(
-        "Shares of each moment",
-        "Bad: any colour but productive that takes over; a hole is open: not booked yet.",
+        "Buckets over time",
+        "Share of each bucket over time. Expected: mostly productive. A gap is time that is not attributed yet.",
         d.Query(f"max by (bucket) (rate({m.RUN_SECONDS}{ALL}{p.RATE}))", "{{bucket}}"),
         unit="percentunit",
         top=1,
@@ -81,7 +82,8 @@ spent = [
     ),
     d.timeseries(
         "Goodput over windows",
-        "Bad: the hour far below the day: something is wrong now.",
+        "Goodput of the last hour, day, seven days and the whole run. Expected: the hour near the day. Lower means a "
+        "problem now.",
         d.Query(f"max({r.GOODPUT_1H}{ALL})", "1 h"),
         d.Query(f"max({r.GOODPUT_1D}{ALL})", "1 d"),
         d.Query(f"max({r.GOODPUT_7D}{ALL})", "7 d"),
@@ -95,8 +97,7 @@ spent = [
 causes = [
     d.bargauge(
         "GPU time lost, by cause",
-        "Of all losses: ends, slow stretches and stalls. Bad: one that leads. Nothing: "
-        "none was explained yet; it takes five minutes.",
+        "Cost in GPU time of ended attempts, slow stretches and stalls, by cause. Expected: no cause that dominates.",
         d.Query(
             f"sort_desc(sum by (cause) (max by (kind, cause) ({m.RUN_BADPUT_GPU_SECONDS}{ALL})) > 0)",
             "{{cause}}",
@@ -104,56 +105,62 @@ causes = [
         ),
         unit="s",
         width=8,
+        no_data="No loss was explained yet; it takes five minutes.",
     ),
     d.bargauge(
         "Losses, by cause",
-        "How many. Bad: one cause again and again. Nothing: none was explained yet.",
+        "Number of losses by kind and cause. Expected: no cause that repeats.",
         d.Query(f"sort_desc(max by (kind, cause) ({m.RUN_INCIDENTS}{ALL}) > 0)", "{{kind}}: {{cause}}", instant=True),
         unit="none",
         width=8,
+        no_data="No loss was explained yet.",
     ),
     d.bargauge(
-        "How attempts ended",
-        "Bad: failed and silent, which nobody planned. Nothing: none has.",
+        "Ends of attempts",
+        "Attempts by how they ended. Expected: no `failed` or `silent`, which are unplanned.",
         d.Query(f"sort_desc(max by (status) ({m.RUN_ENDS}{ALL}) > 0)", "{{status}}", instant=True),
         unit="none",
         width=8,
+        no_data="No attempt has ended.",
     ),
 ]
 
 checkpoints = [
     d.stat(
         "Time to failure",
-        "Time of running for each unplanned end. Bad: shorter than some checkpoint intervals. Nothing: there was none.",
+        "Time of running per unplanned end. Expected: many checkpoint intervals.",
         d.Query(f"max({r.MTTF}{ALL})"),
         unit="s",
         width=4,
+        no_data="No attempt ended unplanned.",
     ),
     d.stat(
         "Time to recovery",
-        "From an unplanned end to the first new step. Bad: above some minutes. Nothing: none had to.",
+        "Time from an unplanned end to the first new step. Expected: a few minutes.",
         d.Query(f"max({r.MTTR}{ALL})"),
         unit="s",
         width=4,
+        no_data="The run had no recovery.",
     ),
     d.stat(
         "Steps at risk",
-        "Steps the run would make again if it failed now. Bad: rising without end: no checkpoint "
-        "is written. Nothing: none is done yet.",
+        "Steps the run would repeat if it failed now. Expected: falls with each checkpoint.",
         d.Query(f"max({r.STEPS_AT_RISK}{ALL})"),
         width=4,
+        no_data="No durable checkpoint yet.",
     ),
     d.stat(
         "Since the last checkpoint",
-        "Age of the newest durable one. Bad: several times the usual interval. Nothing: there is none.",
+        "Age of the newest durable checkpoint. Expected: about the usual interval.",
         d.Query(f"time() - max({m.RUN_COMMITTED_TIMESTAMP}{ALL})", instant=True),
         unit="s",
         width=4,
+        no_data="No durable checkpoint yet.",
     ),
     d.stat(
         "Best interval",
-        "Young's and Daly's optimum: the square root of twice the time to failure times what a "
-        "checkpoint costs. Bad: far from the interval the run has. Nothing: there was no failure, or no checkpoint.",
+        "Young and Daly's optimum: the square root of twice the time to failure times the cost of a checkpoint. "
+        "Expected: near the interval that the run has.",
         d.Query(
             f'sqrt(2 * max({r.MTTF}{ALL}) * max(increase({m.RUN_SECONDS}{{{LEDGER}, bucket="checkpoint_save"}}'
             f"[$__range])) / (max(changes({m.RUN_COMMITTED_STEPS}{ALL}[$__range])) > 0))",
@@ -161,14 +168,15 @@ checkpoints = [
         ),
         unit="s",
         width=4,
+        no_data="No failure or no checkpoint yet.",
     ),
     d.stat(
-        "Starts", "Attempts of the run. Bad: many in a short time.", d.Query(f"max({m.RUN_ATTEMPTS}{ALL})"), width=4
+        "Starts", "Attempts of the run. Expected: few in a short time.", d.Query(f"max({m.RUN_ATTEMPTS}{ALL})"), width=4
     ),
     d.timeseries(
-        "Steps done and steps safe",
-        "The highest step, and that of the newest durable checkpoint. Bad: a widening "
-        "gap; a flat line is a run that does not advance.",
+        "Completed and committed steps",
+        "Highest step, and step of the newest durable checkpoint. Expected: a constant gap. A flat line is a run "
+        "that does not advance.",
         d.Query(f"max({m.RUN_POSITION_STEPS}{ALL})", "done"),
         d.Query(f"max({m.RUN_COMMITTED_STEPS}{ALL})", "safe"),
         unit="none",

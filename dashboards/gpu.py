@@ -1,4 +1,4 @@
-"""GPU: one card, its clocks, heat, power, memory, links and errors, and who has it."""
+"""GPU dashboard: clocks, heat, power, memory, links and errors of one GPU, and its owner."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ ONE = f"{{{CARD}}}"
 
 
 def of(metric: object, labels: str = "") -> str:
-    """Return a family of this card: two exporters may serve it for a moment."""
+    """Return a family of this GPU: two exporters may serve it for a moment."""
     return f"max by (uuid{labels and ', ' + labels}) ({metric}{ONE})"
 
 
 def rate(metric: object, labels: str = "") -> str:
-    """Return the rate of a counter of this card."""
+    """Return the rate of a counter of this GPU."""
     return f"max by (uuid{labels and ', ' + labels}) (rate({metric}{ONE}{p.RATE}))"
 
 
 who = [
     d.label_table(
-        "Card",
-        "What it is. Bad: a driver or firmware that differs from its neighbours'.",
+        "GPU",
+        "Model, address and versions of the GPU. Expected: the same driver and firmware as its neighbours.",
         f"{m.GPU_INFO}{ONE}",
         labels={
             "host": "Node",
@@ -40,22 +40,22 @@ who = [
         height=5,
     ),
     d.label_table(
-        "Who has it",
-        "Bad: nobody while a run waits; somebody whose job is over.",
+        "Owner",
+        "Pod, job or user that has the GPU. Expected: an owner while runs wait, and none whose job is over.",
         f"{m.GPU_OWNER_INFO}{ONE}",
         labels={
             "owner_namespace": "Namespace",
             "owner_pod": "Pod",
             "owner_job": "Job",
             "owner_user": "User",
-            "source": "Told by",
+            "source": "Source",
         },
         width=6,
         height=5,
     ),
     d.label_table(
-        "Ranks on it",
-        "Bad: two runs on one card that were to have it alone.",
+        "Ranks",
+        "Ranks that run on the GPU. Expected: one run.",
         f"{m.TRAINING_RANK_INFO}{ONE}",
         labels={"run": "Run", "rank": "Rank"},
         links={"Run": [p.to_run(d.FIELD % "Run")]},
@@ -64,21 +64,21 @@ who = [
     ),
     d.stat(
         "Answers",
-        "Bad: no: it fell off the bus, or its driver hangs.",
+        "Whether the GPU answers. Expected: yes. Otherwise it fell off the bus, or its driver hangs.",
         d.Query(of(m.GPU_PRESENT)),
         mappings={0: ("no", "red"), 1: ("yes", "green")},
         width=4,
     ),
     d.stat(
         "Rows to remap",
-        "Bad: yes: reset the card.",
+        "Whether memory rows wait to be remapped. Expected: no. Otherwise reset the GPU.",
         d.Query(of(m.GPU_ROW_REMAP_PENDING)),
         mappings=p.ONE_IS_BAD,
         width=4,
     ),
     d.stat(
-        "Driver asks for",
-        "Bad: anything but nothing.",
+        "Recovery action",
+        "What the driver asks for. Expected: nothing.",
         d.Query(of(m.GPU_RECOVERY_ACTION)),
         mappings={
             0: ("nothing", "green"),
@@ -94,14 +94,14 @@ who = [
     ),
     d.stat(
         "Uncorrected errors",
-        "Since the driver was loaded. Bad: any.",
+        "Uncorrectable memory errors since the driver was loaded. Expected: 0.",
         d.Query(f'max(max by (instance) ({m.GPU_ECC_ERRORS}{{{CARD}, error="uncorrected"}}))'),
         thresholds=p.ERRORS,
         width=4,
     ),
     d.stat(
         "PCIe lanes",
-        "Bad: fewer than the card has: reseat it.",
+        "PCIe lanes in use over those possible. Expected: 100 %. Otherwise reseat the GPU.",
         d.Query(f"{of(m.GPU_PCIE_WIDTH)} / {of(m.GPU_PCIE_WIDTH_MAX)}"),
         unit="percentunit",
         thresholds=[(None, "red"), (1, "green")],
@@ -109,7 +109,7 @@ who = [
     ),
     d.stat(
         "NVLinks active",
-        "Bad: fewer than its neighbours have.",
+        "Active NVLinks of the GPU. Expected: as many as its neighbours have.",
         d.Query(f'max(max by (instance) ({m.NVLINK_LINKS}{{{CARD}, state="active"}}))'),
         width=4,
     ),
@@ -118,8 +118,8 @@ who = [
 work = [
     d.timeseries(
         "Activity",
-        "Share of time in which each part worked. Bad: utilisation at 100 % with tensor cores near 0: a "
-        "kernel that waits, in a collective for instance. Nothing but utilisation: the card is older than Hopper.",
+        "Share of time in which each part worked. Expected: tensor cores well above 0. With 100 % utilisation and "
+        "idle tensor cores a kernel waits, for instance in a collective. GPUs before Hopper have only utilisation.",
         d.Query(of(m.GPU_UTILIZATION), "utilisation"),
         d.Query(rate(m.GPU_SM_ACTIVE), "SMs"),
         d.Query(rate(m.GPU_TENSOR_ACTIVE), "tensor cores"),
@@ -129,7 +129,7 @@ work = [
     ),
     d.timeseries(
         "Clocks",
-        "Bad: below the maximum under load without a reason below.",
+        "Clock frequencies. Expected: the maximum under load, unless a reason is shown below.",
         d.Query(of(m.GPU_SM_CLOCK), "SM"),
         d.Query(of(m.GPU_SM_CLOCK_MAX), "SM, maximum"),
         d.Query(of(m.GPU_MEMORY_CLOCK), "memory"),
@@ -137,7 +137,7 @@ work = [
     ),
     d.timeseries(
         "Power",
-        "Bad: far below its neighbours under the same load, or a limit that somebody lowered.",
+        "Power drawn, and its limits. Expected: like its neighbours under the same load, with the default limit.",
         d.Query(of(m.GPU_POWER), "drawn"),
         d.Query(of(m.GPU_POWER_LIMIT), "limit"),
         d.Query(of(m.GPU_POWER_LIMIT_DEFAULT), "limit of the model"),
@@ -145,22 +145,23 @@ work = [
     ),
     d.timeseries(
         "Temperature",
-        "Bad: close to where the card slows down.",
+        "Temperature, and where limits act. Expected: well below the slowdown limit.",
         d.Query(of(m.GPU_TEMPERATURE), "GPU"),
         d.Query(of(m.GPU_MEMORY_TEMPERATURE), "memory"),
         d.Query(of(m.GPU_TEMPERATURE_LIMIT, "limit"), "{{limit}}"),
         unit="celsius",
     ),
     d.timeseries(
-        "Why its clock is held back",
-        "Share of time for each reason. Bad: anything but a power cap under full load. Nothing: nothing does.",
+        "Throttling by reason",
+        "Share of time the clock was throttled, by reason. Expected: none, except sw_power_cap at full load.",
         d.Query(f"{rate(m.GPU_CLOCK_EVENT_SECONDS, 'reason')} > 0", "{{reason}}"),
         unit="percentunit",
         top=1,
+        no_data="The GPU was not throttled.",
     ),
     d.timeseries(
         "Memory",
-        "Bad: at the total: the next allocation fails.",
+        "Device memory in use. Expected: below the total, or the next allocation fails.",
         d.Query(of(m.GPU_MEMORY_USED), "used"),
         d.Query(of(m.GPU_MEMORY_TOTAL), "total"),
         unit="bytes",
@@ -170,28 +171,28 @@ work = [
 links = [
     d.timeseries(
         "NVLink traffic",
-        "Bad: far below its neighbours in the same job.",
+        "Bytes per second over NVLink. Expected: like its neighbours in the same job.",
         d.Query(rate(m.NVLINK_TRANSMIT), "sends"),
         d.Query(rate(m.NVLINK_RECEIVE), "receives"),
         unit="Bps",
     ),
     d.timeseries(
         "PCIe traffic",
-        "Bad: high all the time where the data should go over NVLink.",
+        "Bytes per second over PCIe. Expected: low where data should go over NVLink.",
         d.Query(rate(m.GPU_PCIE_TRANSMIT), "sends"),
         d.Query(rate(m.GPU_PCIE_RECEIVE), "receives"),
         unit="Bps",
     ),
     d.timeseries(
         "Link errors",
-        "Errors a second. Bad: any that go on.",
+        "NVLink errors and PCIe replays per second. Expected: none that last.",
         d.Query(rate(m.NVLINK_ERRORS, "error"), "NVLink {{error}}"),
         d.Query(rate(m.GPU_PCIE_REPLAYS), "PCIe replays"),
         unit="cps",
     ),
     d.timeseries(
         "Memory errors",
-        "Counts since the driver was loaded. Bad: a step up of uncorrected ones; corrected ones that go on.",
+        "Memory errors since the driver was loaded. Expected: flat. A step in uncorrected errors ends a job.",
         d.Query(of(m.GPU_ECC_ERRORS, "error"), "{{error}}"),
         d.Query(of(m.GPU_REMAPPED_ROWS, "error"), "rows remapped: {{error}}"),
         unit="none",
@@ -199,10 +200,11 @@ links = [
     ),
     d.timeseries(
         "Xids",
-        "Counts by code. Bad: a step up; the level is history. Meanings: docs/xid.md. Nothing: it had none.",
+        "Xid errors by code. Expected: flat; the level is history. Meanings: docs/xid.md.",
         d.Query(f"{of(m.GPU_XID, 'xid')} > 0", "Xid {{xid}}"),
         unit="none",
         width=12,
+        no_data="The GPU had no Xid.",
     ),
 ]
 

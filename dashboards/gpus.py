@@ -1,4 +1,4 @@
-"""GPU fleet: which of thousands of cards is hot, slow, throttled, faulty or idle, by the newest values."""
+"""GPU fleet dashboard: which of thousands of GPUs is hot, slow, throttled, faulty or idle, by the newest values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROW_LINKS = {"Node": [p.to_node(d.FIELD % "Node")], "UUID": [p.to_gpu(d.FIELD % 
 
 
 def worst(per_card: str, take: str = "topk") -> d.Query:
-    """Return the LINES cards with the highest value of an expression by uuid, with the card's place."""
+    """Return the LINES GPUs with the highest value of an expression by uuid, with the GPU's place."""
     return d.Query(
         f"{take}({p.LINES}, max by (uuid) ({per_card})) * on (uuid) group_left (host, gpu) topk by (uuid) (1, {INFO})",
         NAME,
@@ -26,32 +26,32 @@ def worst(per_card: str, take: str = "topk") -> d.Query:
 
 
 now = [
-    d.stat("GPUs that answer", "Bad: a step down that nobody planned.", d.Query(r.FLEET_GPUS), width=4),
+    d.stat("GPUs that answer", "GPUs that answer. Expected: no unplanned step down.", d.Query(r.FLEET_GPUS), width=4),
     d.stat(
-        "GPUs that are gone",
-        "Known cards that do not answer. Bad: any.",
+        "Missing GPUs",
+        "Known GPUs that do not answer. Expected: 0.",
         d.Query(f"count({m.GPU_PRESENT} == 0) or vector(0)", instant=True),
         thresholds=p.ERRORS,
         width=4,
     ),
-    d.stat("Idle GPUs", "Cards that nobody has. Bad: many while runs are queued.", d.Query(r.FLEET_IDLE), width=4),
+    d.stat("Idle GPUs", "GPUs without an owner. Expected: few while runs are queued.", d.Query(r.FLEET_IDLE), width=4),
     d.stat(
-        "Waiting for a reset",
-        "Cards whose driver asks for a reset, a reboot or a drain. Bad: any.",
+        "Recovery needed",
+        "GPUs whose driver asks for a reset, a reboot or a drain. Expected: 0.",
         d.Query(f"count({m.GPU_RECOVERY_ACTION} > 0) or vector(0)", instant=True),
         thresholds=p.FEW,
         width=4,
     ),
     d.stat(
         "Power",
-        "Of all cards. Bad: a fall without a reason is work that stopped.",
+        "Power of all GPUs. Expected: no unexplained fall, which is work that stopped.",
         d.Query(f"sum(max by (uuid) ({m.GPU_POWER}))", instant=True),
         unit="watt",
         width=4,
     ),
     d.stat(
         "Critical Xids, one hour",
-        "Cards with a critical or fatal Xid in the last hour. Bad: any.",
+        "GPUs with a critical or fatal Xid in the last hour. Expected: 0.",
         d.Query(
             "count(count by (uuid) (time() - max by (uuid, xid, instance) "
             f"({m.GPU_XID_LAST}) < 3600 and on (instance, xid) {m.GPU_XID_INFO}"
@@ -65,9 +65,9 @@ now = [
 
 cards = [
     d.table(
-        "Cards that need a look",
-        "Gone, waiting for a reset, with uncorrected errors, rows to remap or Xids. Bad: any "
-        "row; what to do is in docs/check.md. Nothing: no card needs one.",
+        "GPUs that need attention",
+        "GPUs that are missing or need recovery, or had uncorrected errors, rows to remap or Xids. Expected: no row. "
+        "What to do: docs/check.md.",
         [
             d.Column(
                 "Card",
@@ -79,7 +79,7 @@ cards = [
             ),
             d.Column("Answers", f"min by (uuid) ({m.GPU_PRESENT} == 0)", mappings={0: ("no", "red")}),
             d.Column(
-                "Driver asks for",
+                "Recovery action",
                 f"max by (uuid) ({m.GPU_RECOVERY_ACTION} > 0)",
                 mappings={
                     1: ("reset", "orange"),
@@ -105,13 +105,14 @@ cards = [
         labels=ROW | {"model": "Model"},
         sort="Xids, 1 d",
         links=ROW_LINKS,
+        no_data="No GPU needs attention.",
     )
 ]
 
 tops = [
     d.bargauge(
         "Hottest",
-        f"The {p.LINES} hottest cards. Bad: one well above the rest; its own limit decides.",
+        f"Temperature of the {p.LINES} hottest GPUs. Expected: no outlier. Each GPU has its own limit.",
         worst(str(m.GPU_TEMPERATURE)),
         unit="celsius",
         thresholds=p.HOT,
@@ -119,45 +120,50 @@ tops = [
         height=10,
     ),
     d.bargauge(
-        "Held back",
-        "Share of the last five minutes in which a clock was held back, but by its power cap. Bad: any; "
-        "thermal and hardware reasons are a fan, a heat sink or a power supply. Nothing: no card was.",
+        "Throttled",
+        "Share of the last five minutes in which the clock was throttled by anything but a power cap, for the "
+        f"{p.LINES} worst GPUs. Expected: none. Thermal and hardware reasons point to a fan, a heat sink or a power "
+        "supply.",
         worst(f"max by (uuid, instance) (rate({m.GPU_CLOCK_EVENT_SECONDS}{{{p.HELD}}}[5m])) > 0"),
         unit="percentunit",
         thresholds=p.HELD_BACK,
         links=TO_GPU,
         height=10,
+        no_data="No GPU was throttled.",
     ),
     d.bargauge(
         "Slowest under load",
-        "Clock of the slowest cards that work. Bad: one below the others of its model. Nothing: no card works.",
+        f"SM clock of the {p.LINES} slowest busy GPUs. Expected: no outlier of its model.",
         worst(f"{m.GPU_SM_CLOCK} and on (instance, uuid) {m.GPU_UTILIZATION} > 0.5", "bottomk"),
         unit="hertz",
         links=TO_GPU,
         height=10,
+        no_data="No GPU is busy.",
     ),
     d.bargauge(
         "Corrected memory errors, one day",
-        "Bad: one card with thousands: rows will be remapped, or fail. Nothing: there were none.",
+        f"Corrected memory errors of the {p.LINES} worst GPUs. Expected: few. Thousands lead to remapped rows or "
+        "failure.",
         worst(f'increase({m.GPU_ECC_ERRORS}{{error="corrected"}}[1d]) > 0'),
         unit="none",
         thresholds=p.FEW,
         links=TO_GPU,
         height=10,
+        no_data="No corrected memory errors.",
     ),
     d.bargauge(
         "PCIe replays, one hour",
-        "Bad: one card with many: its slot, riser or cable. Nothing: there were none.",
+        f"PCIe replays of the {p.LINES} worst GPUs. Expected: few. Otherwise check slot, riser or cable.",
         worst(f"increase({m.GPU_PCIE_REPLAYS}[1h]) > 0"),
         unit="none",
         thresholds=p.FEW,
         links=TO_GPU,
         height=10,
+        no_data="No PCIe replays.",
     ),
     d.bargauge(
         "Allocated and idle",
-        "Cards that somebody has and that did nothing for half an hour, by owner. Bad: any row "
-        "that is there for hours. Nothing: whoever has a card uses it.",
+        "GPUs with an owner that were idle for half an hour, by owner. Expected: no row that lasts for hours.",
         d.Query(
             f"topk({p.LINES}, count by (host, owner_namespace, owner_pod, owner_job, owner_user) ("
             f'{m.GPU_OWNER_INFO}{{source!~"none|unknown"}} and on (uuid) '
@@ -169,20 +175,21 @@ tops = [
         thresholds=p.FEW,
         links=[p.to_node(d.LABEL % "host")],
         height=10,
+        no_data="All allocated GPUs are in use.",
     ),
 ]
 
 kinds = [
     d.bargauge(
         "Models",
-        "Cards by model. Bad: a model that does not belong here.",
+        "GPUs by model. Expected: only models that belong here.",
         d.Query(f"sort_desc(count by (model) (max by (uuid, model) ({m.GPU_INFO})))", "{{model}}", instant=True),
         unit="none",
         width=8,
     ),
     d.bargauge(
         "Driver versions",
-        "Cards by driver. Bad: one among many that differs: an upgrade that stopped half way.",
+        "GPUs by driver version. Expected: one version. Several are an upgrade that stopped half way.",
         d.Query(
             f"sort_desc(count by (driver_version) (max by (uuid, driver_version) ({m.GPU_INFO})))",
             "{{driver_version}}",
@@ -193,7 +200,7 @@ kinds = [
     ),
     d.bargauge(
         "Firmware versions",
-        "Cards by VBIOS. Bad: a few that differ from the others of their model.",
+        "GPUs by model and VBIOS version. Expected: one version per model.",
         d.Query(
             f"topk({p.LINES}, count by (model, vbios_version) (max by (uuid, model, vbios_version) ({m.GPU_INFO})))",
             "{{model}} {{vbios_version}}",

@@ -1,4 +1,4 @@
-"""Monitor: do exporters, hooks, ledger and rules do their work, or is what the others show old or missing?"""
+"""Monitor dashboard: do exporters, hooks, ledger and rules work, or is what other dashboards show old or missing?"""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ SOURCE = '{collector=~"$source"}'
 
 now = [
     d.stat(
-        "Exporters that answer", "Bad: fewer than nodes.", d.Query(f"count({EXPORTERS} == 1)", instant=True), width=4
+        "Exporters up",
+        "Exporters that answer. Expected: one per host.",
+        d.Query(f"count({EXPORTERS} == 1)", instant=True),
+        width=4,
     ),
     d.stat(
-        "Exporters that do not",
-        "Seen within the last hour. Bad: any.",
+        "Exporters down",
+        "Exporters of the last hour that do not answer. Expected: 0.",
         d.Query(f"count({EXPORTERS} == 0) or vector(0)", instant=True),
         thresholds=p.ERRORS,
         width=4,
     ),
     d.stat(
-        "Sources that fail",
-        "Of all exporters: their last read did not succeed. Bad: any.",
+        "Failing collectors",
+        "Collectors of all exporters whose last read failed. Expected: 0.",
         d.Query(
             f"count({m.COLLECTOR_SUCCESS} == 0 and on (instance, collector) {m.COLLECTOR_SUPPORTED} == 1) or vector(0)",
             instant=True,
@@ -34,21 +37,22 @@ now = [
     ),
     d.stat(
         "Runs without MFU",
-        "Runs with a rank whose MFU cannot be told. Bad: any; the table says why.",
+        "Runs with a rank whose MFU is unknown. Expected: 0. The table has the reasons.",
         d.Query(f"count(max by (run) ({m.TRAINING_MFU_UNAVAILABLE} == 1)) or vector(0)", instant=True),
         thresholds=p.FEW,
         width=4,
     ),
     d.stat(
-        "Rules that fail",
-        "Evaluations of the last five minutes that failed. Bad: any. Nothing: Prometheus does not scrape itself.",
+        "Failing rules",
+        "Rule evaluations that failed in the last five minutes. Expected: 0.",
         d.Query("sum(increase(prometheus_rule_evaluation_failures_total[5m]))", instant=True),
         thresholds=p.ERRORS,
         width=4,
+        no_data="Prometheus does not scrape itself.",
     ),
     d.stat(
         "Watchdog",
-        "The alert that always fires, to prove that alerts arrive. Bad: no.",
+        "The alert that always fires, to prove that alerts arrive. Expected: fires.",
         d.Query('count(ALERTS{alertname="FlopwatchWatchdog", alertstate="firing"}) or vector(0)', instant=True),
         mappings={0: ("no", "red"), 1: ("fires", "green")},
         width=4,
@@ -58,8 +62,8 @@ now = [
 sources = [
     d.bargauge(
         "Slowest reads",
-        f"Time the last read of a source took, the {SLOWEST} slowest. Bad: near 2.5 s, the "
-        "longest wait: a driver hangs.",
+        f"Duration of the last read, for the {SLOWEST} slowest collectors. Expected: well below 2.5 s, the deadline. "
+        "Near it a driver hangs.",
         d.Query(
             p.with_host(f"topk({SLOWEST}, {m.COLLECTOR_DURATION}{SOURCE})"), "{{host}} {{collector}}", instant=True
         ),
@@ -70,103 +74,114 @@ sources = [
     ),
     d.timeseries(
         "Failed reads",
-        "A second, of all nodes, by source and reason. Bad: any that go on; blind means that "
-        "access was lost, not the hardware. Nothing: none failed.",
+        "Failed reads per second on all hosts, by collector and reason. Expected: none that last. `blind` is lost "
+        "access, not broken hardware.",
         d.Query(
             f"sum by (collector, reason) (rate({m.COLLECTOR_FAILURES}{SOURCE}{p.RATE})) > 0", "{{collector}} {{reason}}"
         ),
         unit="cps",
         width=12,
+        no_data="No read failed.",
     ),
     d.label_table(
-        "Sources that fail now",
-        "Bad: any row. Nothing: all succeed.",
+        "Collectors that fail now",
+        "Host and collector of each failing read. Expected: no row.",
         p.with_host(f"({m.COLLECTOR_SUCCESS}{SOURCE} == 0 and on (instance, collector) {m.COLLECTOR_SUPPORTED} == 1)"),
         labels={"host": "Node", "collector": "Source"},
         links={"Node": [p.to_node(d.FIELD % "Node")]},
         width=8,
         height=8,
+        no_data="All collectors succeed.",
     ),
     d.label_table(
-        "Why a run has no MFU",
-        "Reasons: docs/metrics.md. Bad: any row. Nothing: each has one.",
+        "Runs without MFU, by reason",
+        "Reasons are explained in docs/metrics.md. Expected: no row.",
         f"count by (run, reason) ({m.TRAINING_MFU_UNAVAILABLE} == 1)",
         labels={"run": "Run", "reason": "Reason"},
         links={"Run": [p.to_run(d.FIELD % "Run")]},
         width=8,
         height=8,
+        no_data="Each run has an MFU.",
     ),
     d.timeseries(
-        "Reading processes replaced",
-        "A second, by reason. Bad: any that go on: memory is a leak in a "
-        "driver, hung a driver that does not answer. Nothing: none was.",
+        "Reader restarts",
+        "Reader processes replaced per second, by reason. Expected: none that last. `memory` is a leak in a driver, "
+        "`hung` a driver that does not answer.",
         d.Query(
             f"sum by (collector, reason) (rate({m.COLLECTOR_RESTARTS}{SOURCE}{p.RATE})) > 0", "{{collector}} {{reason}}"
         ),
         unit="cps",
         width=8,
+        no_data="No reader was replaced.",
     ),
 ]
 
 flow = [
     d.timeseries(
         "Pushes by outcome",
-        "A second, from training processes. Bad: anything but accepted; docs/metrics.md says what each means.",
+        "Pushes per second from training processes, by outcome. Expected: accepted only. Outcomes are explained in "
+        "docs/metrics.md.",
         d.Query(f"sum by (outcome) (rate({m.OTLP_ACCEPTED}{p.RATE}))", "{{outcome}}"),
         unit="cps",
     ),
     d.timeseries(
         "Records to the ledger",
-        "A second, by outcome. Bad: failed, which are offered again; refused. Nothing: there is no ledger.",
+        "Records per second, by outcome. Expected: sent and accepted. Failed records are sent again, refused ones "
+        "are lost.",
         d.Query(f"sum by (outcome) (rate({m.LEDGER_SENT}{p.RATE}))", "sent: {{outcome}}"),
         d.Query(f"sum by (outcome) (rate({m.LEDGER_RECEIVED}{p.RATE}))", "received: {{outcome}}"),
         unit="cps",
+        no_data="There is no ledger.",
     ),
     d.timeseries(
-        "Samples left out",
-        "A second, for the series budget, or because two sources tell the same. Bad: any. Nothing: none was.",
+        "Dropped samples",
+        "Samples per second dropped for the series budget, or as duplicates of another collector. Expected: none.",
         d.Query(f"sum by (budget) (rate({m.SERIES_DROPPED}{p.RATE})) > 0", "budget {{budget}}"),
         d.Query(f"sum by (collector) (rate({m.SERIES_DUPLICATE}{p.RATE})) > 0", "twice: {{collector}}"),
         unit="cps",
+        no_data="No sample was dropped.",
     ),
     d.timeseries(
         "Errors in hooks",
-        "A second, by run. Bad: any: the hook says once in the job's log what it was. Nothing: there are none.",
+        "Errors per second in training hooks, by run. Expected: none. The hook logs each kind once in the job's log.",
         d.Query(f"topk({p.LINES}, sum by (run) (rate({m.TRAINING_HOOK_ERRORS}{p.RATE})) > 0)", "{{run}}"),
         unit="cps",
         links=[p.to_run(d.LABEL % "run")],
         width=12,
+        no_data="No hook had an error.",
     ),
     d.timeseries(
         "Kernel log lines lost",
-        "A second, of all nodes. Bad: any: an Xid may be among them. Nothing: no exporter reads it.",
+        "Kernel log records per second that were overwritten unread, on all hosts. Expected: none. An Xid may be "
+        "among them.",
         d.Query(f"sum(rate({m.KERNEL_LOG_LOST}{p.RATE}))", "lost"),
         unit="cps",
         width=12,
+        no_data="No exporter reads the kernel log.",
     ),
 ]
 
 rest = [
     d.bargauge(
         "Versions",
-        "Exporters by version. Bad: an upgrade that stopped half way.",
+        "Exporters by version. Expected: one version. Several are an upgrade that stopped half way.",
         d.Query(f"sort_desc(count by (version) ({m.FLOPWATCH_INFO}))", "{{version}}", instant=True),
         unit="none",
         width=8,
     ),
     d.label_table(
-        "Drivers that are let go",
-        "Nodes whose exporter does not use the driver, as somebody asked. Bad: "
-        "a row whose work is done. Nothing: none is.",
+        "Released drivers",
+        "Hosts whose exporter released the driver on request. Expected: no row after the work is done.",
         p.with_host(f"({m.DRIVER_RELEASED} == 1)"),
         labels={"host": "Node"},
         links={"Node": [p.to_node(d.FIELD % "Node")]},
         width=8,
         height=8,
+        no_data="No driver is released.",
     ),
     p.firing(
         'ALERTS{alertstate="firing", alertname=~"Flopwatch.*", alertname!="FlopwatchWatchdog"}',
-        "Of the monitor itself. Bad: any.",
+        "Firing alerts on the monitoring itself. Expected: none.",
         width=8,
     ),
 ]

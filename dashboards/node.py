@@ -1,4 +1,4 @@
-"""Node: one host, its verdict, its cards and ports side by side, and the ranks it has."""
+"""Node dashboard: one host, its verdict, its GPUs and ports side by side, and its ranks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ HERE = f"{r.HOST}{{{NODE}}}"
 
 
 def here(expr: str) -> str:
-    """Return an expression that has `instance`, of this node."""
+    """Return an expression that has `instance`, of this host."""
     return f"({expr} and on (instance) {HERE})"
 
 
 def card(expr: str) -> str:
-    """Return an expression by card of this node, one series for each."""
+    """Return an expression by GPU of this host, one series for each."""
     return f"max by (gpu) {here(expr)}"
 
 
 def port(expr: str) -> str:
-    """Return an expression by port of this node."""
+    """Return an expression by port of this host."""
     return f"max by (device, port) {here(expr)}"
 
 
@@ -31,7 +31,7 @@ TO_GPU = [d.link("GPU", p.GPU, host="$host")]
 verdict = [
     d.stat(
         "Verdict",
-        "The node's own: may it train? Bad: degraded or bad; the reasons are beside.",
+        "The host's own verdict: is it fit for training? Expected: ok. Reasons are in the table next to it.",
         d.Query(f"max({here(str(m.NODE_VERDICT))})"),
         mappings=p.VERDICT,
         width=3,
@@ -39,7 +39,7 @@ verdict = [
     ),
     d.stat(
         "Lemon score",
-        "Signs of the last seven days that it makes runs fail. Bad: 3 and more.",
+        "Signs of the last seven days that the host makes runs fail. Expected: below 3.",
         d.Query(f"max({r.LEMON}{{{NODE}}}) or vector(0)", instant=True),
         thresholds=[(None, "green"), (1, "orange"), (3, "red")],
         width=3,
@@ -47,35 +47,37 @@ verdict = [
     ),
     d.stat(
         "Maintenance",
-        "Time until its alerts are told again. Bad: still here when the work is done.",
+        "Time until the host's alerts are sent again. Expected: 0 after the work is done.",
         d.Query(f"max({m.NODE_MAINTENANCE_UNTIL}{{{NODE}}} - time()) > 0 or vector(0)", instant=True),
         unit="s",
         width=3,
         height=5,
     ),
     d.label_table(
-        "Why it is not ok",
-        "Reasons, and what to do: docs/check.md. Bad: any row. Nothing: it is.",
+        "Health problems",
+        "Why the host is not ok, and what to do (docs/check.md). Expected: no row.",
         here(str(m.NODE_VERDICT_REASON)),
         labels={"verdict": "Verdict", "reason": "Reason", "part": "Part", "action": "What to do"},
         width=9,
         height=5,
+        no_data="The host is healthy.",
     ),
     d.label_table(
-        "Where it stands",
-        "For whoever is sent there. Bad: nothing here. Nothing: nobody has told.",
+        "Location",
+        "Rack, leaf switch and NVLink domain of the host. Expected: a row.",
         f"{m.NODE_TOPOLOGY_INFO}{{{NODE}}}",
         labels={"rack": "Rack", "leaf": "Leaf", "domain": "NVLink domain"},
         links={"Rack": [d.link("Rack", p.RACK, rack=d.FIELD % "Rack")]},
         width=6,
         height=5,
+        no_data="The topology of the host is unknown.",
     ),
 ]
 
 cards = [
     d.table(
-        "Cards",
-        "Bad: one that differs from its neighbours.",
+        "GPUs",
+        "One row per GPU. Expected: no outlier.",
         [
             d.Column("Card", f"max by (gpu, uuid, model) ({m.GPU_INFO}{{{NODE}}})", unit=None),
             d.Column("Answers", card(str(m.GPU_PRESENT)), mappings={0: ("no", "red"), 1: ("yes", "green")}),
@@ -85,7 +87,7 @@ cards = [
             d.Column("Power", card(str(m.GPU_POWER)), "watt"),
             d.Column("Temperature", card(str(m.GPU_TEMPERATURE)), "celsius", p.HOT),
             d.Column(
-                "Held back",
+                "Throttled",
                 card(f"max by (gpu, instance) (rate({m.GPU_CLOCK_EVENT_SECONDS}{{{p.HELD}}}[5m]))"),
                 "percentunit",
                 p.HELD_BACK,
@@ -102,7 +104,7 @@ cards = [
     ),
     d.timeseries(
         "Utilisation",
-        "Bad: one card below the others of the same job.",
+        "Share of time in which the GPU was busy. Expected: GPUs of the same job alike.",
         d.Query(card(str(m.GPU_UTILIZATION)), "GPU {{gpu}}"),
         unit="percentunit",
         top=1,
@@ -111,7 +113,7 @@ cards = [
     ),
     d.timeseries(
         "Power",
-        "Bad: one card below the others under load.",
+        "Power by GPU. Expected: GPUs alike under load.",
         d.Query(card(str(m.GPU_POWER)), "GPU {{gpu}}"),
         unit="watt",
         links=TO_GPU,
@@ -119,7 +121,7 @@ cards = [
     ),
     d.timeseries(
         "Temperature",
-        "Bad: one well above the others: its air or its heat sink.",
+        "Temperature by GPU. Expected: no outlier. Otherwise check air flow and heat sink.",
         d.Query(card(str(m.GPU_TEMPERATURE)), "GPU {{gpu}}"),
         unit="celsius",
         thresholds=p.HOT,
@@ -128,7 +130,7 @@ cards = [
     ),
     d.timeseries(
         "Clock",
-        "Bad: one below the others under load.",
+        "SM clock by GPU. Expected: GPUs alike under load.",
         d.Query(card(str(m.GPU_SM_CLOCK)), "GPU {{gpu}}"),
         unit="hertz",
         links=TO_GPU,
@@ -139,7 +141,7 @@ cards = [
 ports = [
     d.status_history(
         "Port states",
-        "Bad: anything but active on a port that is in use.",
+        "State of each port over time. Expected: active, if the port is in use.",
         d.Query(port(str(m.INFINIBAND_STATE)), "{{device}}/{{port}}"),
         mappings={
             1: ("down", "red"),
@@ -153,7 +155,7 @@ ports = [
     ),
     d.timeseries(
         "Port traffic",
-        "Bytes a second sent. Bad: one port below the others in a collective.",
+        "Bytes per second sent by each port. Expected: ports alike in a collective.",
         d.Query(port(f"rate({m.INFINIBAND_TRANSMIT_DATA}{p.RATE})"), "{{device}}/{{port}}"),
         unit="Bps",
         width=6,
@@ -161,19 +163,20 @@ ports = [
     ),
     d.timeseries(
         "Port errors",
-        "Symbol errors and recoveries a second. Bad: any that go on. Nothing: there are none.",
+        "Symbol errors and link recoveries per second. Expected: none that last.",
         d.Query(f"{port(f'rate({m.INFINIBAND_SYMBOL_ERRORS}{p.RATE})')} > 0", "{{device}}/{{port}} symbols"),
         d.Query(f"{port(f'rate({m.INFINIBAND_LINK_RECOVERY}{p.RATE})')} > 0", "{{device}}/{{port}} recoveries"),
         unit="cps",
         width=6,
         links=[p.to_fabric("$host")],
+        no_data="No port has errors.",
     ),
 ]
 
 ranks = [
     d.table(
         "Ranks",
-        "The ranks on this node. Bad: a straggler score above 10 %, or all of them late: it is the node.",
+        "Ranks on this host. Expected: straggler scores below 10 %. If all ranks are slow, the host is.",
         [
             d.Column("Rank", f"max by (rank, run, uuid) ({m.TRAINING_RANK_INFO}{{{NODE}}})", unit=None),
             d.Column(
@@ -189,7 +192,7 @@ ranks = [
                 "Stopped or stuck",
                 f"max by (rank) ({here(str(m.NODE_PROCESS_BLOCKED))})",
                 "s",
-                [(None, "green"), (p.SETTINGS.hang_blocked, "red")],
+                [(None, "green"), (30.0, "red")],
             ),
         ],
         key="rank",
@@ -202,7 +205,9 @@ ranks = [
             "GPU": [p.to_gpu("$host", d.FIELD % "GPU")],
         },
     ),
-    p.firing(f'ALERTS{{alertstate="firing", {NODE}}}', "Of this node. Bad: any.", width=12, height=9),
+    p.firing(
+        f'ALERTS{{alertstate="firing", {NODE}}}', "Firing alerts on this host. Expected: none.", width=12, height=9
+    ),
 ]
 
 BOARD = d.dashboard(

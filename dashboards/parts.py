@@ -1,9 +1,9 @@
-"""What several dashboards have in common: limits, variables, links along the drill path, and a table of alerts.
+"""Parts that several dashboards share: thresholds, variables, links along the drill path, and a table of alerts.
 
-The path leads from the fleet to a run, its ranks, a node, a GPU and a port; each link keeps the time that is shown.
-Every name in a query is a catalogue row or a recording rule. What has an `instance` gets its `host` from a record, and
-lines are limited to the worst LINES: a fleet may have thousands of nodes. Ranking is by tables, which ask for the
-newest value only; a line over time reads a record or belongs to one run, one node or one card.
+The path leads from the fleet to a run, its ranks, a host, a GPU and a port, and each link keeps the time range. Every
+name in a query is a catalogue row or a recording rule. A series with `instance` gets its `host` from a record. Panels
+show only the worst LINES lines, since a fleet may have thousands of hosts. Rankings are tables of the newest value
+only. A line over time reads a record or belongs to one run, one host or one GPU.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ def to_run(value: str) -> d.Json:
 
 
 def to_node(value: str) -> d.Json:
-    """Return a link to a node."""
+    """Return a link to a host."""
     return d.link("Node", NODE, host=value)
 
 
 def to_gpu(on: str, uuid: str) -> d.Json:
-    """Return a link to a card of a node."""
+    """Return a link to a GPU of a host."""
     return d.link("GPU", GPU, host=on, uuid=uuid)
 
 
 def to_fabric(value: str) -> d.Json:
-    """Return a link to the ports of a node."""
+    """Return a link to the ports of a host."""
     return d.link("Ports", FABRIC, host=value)
 
 
@@ -76,15 +76,16 @@ _SELECTOR = re.compile(
 def most(expr: str, take: str = "topk", lines: int = LINES) -> str:
     """Return the series of an expression that are highest (`bottomk`: lowest) at the end of the time shown.
 
-    Each moment would have its own otherwise, and a line for whatever was once among them; so it is of what is over by
-    then, such as a run. Nothing for an expression of which a series is there only while something is wrong.
+    Otherwise each moment would choose its own series, with a line for each that was ever chosen. If the expression has
+    no series at the end, each moment does choose its own, as for a run that is over. Do not use it for an expression
+    whose series exist only while something is wrong.
     """
     at_end = _SELECTOR.sub(lambda found: f"{found[0]} @ end()", expr)
     return f"({expr}) and ({take}({lines}, {at_end}) or {take}({lines}, {expr}) unless on () ({at_end}))"
 
 
 def with_host(expr: str) -> str:
-    """Return an expression that has `instance` with the node's name added as `host`."""
+    """Return an expression that has `instance` with the host's name added as `host`."""
     return f"{expr} * on (instance) group_left (host) {r.HOST}"
 
 
@@ -92,7 +93,7 @@ def firing(which: str, description: str, *, width: int = d.COLUMNS, height: int 
     """Return the table of firing alerts that the PromQL selectors in `which`, joined by `or`, choose."""
     return d.label_table(
         "Firing alerts",
-        f"{description} Nothing: none fires.",
+        description,
         which,
         labels={
             "alertname": "Alert",
@@ -111,6 +112,7 @@ def firing(which: str, description: str, *, width: int = d.COLUMNS, height: int 
         },
         width=width,
         height=height,
+        no_data="No alert fires.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Rack: the nodes of a rack, and the NVLink domain of an NVL72: cards, links, switches and trays."""
+"""Rack dashboard: the hosts of a rack, and the NVLink domain of an NVL72 with its GPUs, links, switches and trays."""
 
 from __future__ import annotations
 
@@ -14,57 +14,59 @@ TO_NODE = [p.to_node(d.LABEL % "host")]
 
 
 def by_host(expr: str, take: str = "max") -> str:
-    """Return an expression that has `instance`, by node of the rack."""
+    """Return an expression that has `instance`, by host of the rack."""
     return f"{take} by (host) ({expr} * on (instance) group_left (host) {HERE})"
 
 
 now = [
     d.stat(
-        "Nodes",
-        "Nodes of the rack that answer. Bad: fewer than there are.",
+        "Hosts",
+        "Hosts of the rack that answer. Expected: all of them.",
         d.Query(f"count(count by (host) ({HERE}))", instant=True),
         width=4,
     ),
     d.stat(
-        "Nodes not ok",
-        "Bad: any; several at once are the rack's power, cooling or switch.",
+        "Unhealthy hosts",
+        "Hosts of the rack whose verdict is degraded or bad. Expected: 0. Several at once point to power, cooling or "
+        "a switch.",
         d.Query(f"count({by_host(str(m.NODE_VERDICT))} > 0) or vector(0)", instant=True),
         thresholds=p.FEW,
         width=4,
     ),
     d.stat(
         "GPUs",
-        "Cards that answer. Bad: a step down.",
+        "GPUs of the rack that answer. Expected: no step down.",
         d.Query(f"sum({by_host(f'({m.GPU_PRESENT} == 1)', 'count')})", instant=True),
         width=4,
     ),
     d.stat(
         "Power",
-        "Of all its cards. Bad: a fall without a reason, or more than the rack's feed has.",
+        "Power of all GPUs of the rack. Expected: below the rack's feed, without an unexplained fall.",
         d.Query(f"sum({by_host(f'sum by (instance) ({m.GPU_POWER})')})", instant=True),
         unit="watt",
         width=4,
     ),
     d.stat(
-        "NVLinks not active",
-        "Bad: any under load.",
+        "Inactive NVLinks",
+        "NVLinks of the rack that are not active. Expected: 0 under load.",
         d.Query(f"sum({by_host(NOT_ACTIVE)}) or vector(0)", instant=True),
         thresholds=p.FEW,
         width=4,
     ),
     d.stat(
-        "Fabric not healthy",
-        "Cards that the fabric manager calls unhealthy or limited. Bad: any. Nothing: no NVSwitch fabric.",
+        "Fabric problems",
+        "GPUs whose fabric is unhealthy or has limited capacity. Expected: 0.",
         d.Query(f"sum({by_host(f'count by (instance) ({m.GPU_FABRIC_HEALTH} > 1)')})", instant=True),
         thresholds=p.ERRORS,
         width=4,
+        no_data="The rack has no NVSwitch fabric.",
     ),
 ]
 
 nodes = [
     d.table(
-        "Nodes side by side",
-        "One row for each. Bad: one that differs from its neighbours.",
+        "Hosts side by side",
+        "One row per host. Expected: no outlier.",
         [
             d.Column("Place", f"max by (host, rack, leaf, domain) ({RACK})", unit=None),
             d.Column("Verdict", by_host(str(m.NODE_VERDICT)), mappings=p.VERDICT),
@@ -86,23 +88,24 @@ nodes = [
 
 time = [
     d.timeseries(
-        "Power by node",
-        f"The {p.LINES} that draw most. Bad: one apart from the rest under the same job.",
+        "Power by host",
+        f"Power of the {p.LINES} hosts that draw most. Expected: hosts of the same job alike.",
         d.Query(p.most(by_host(f"sum by (instance) ({m.GPU_POWER})")), "{{host}}"),
         unit="watt",
         links=TO_NODE,
     ),
     d.timeseries(
-        "Hottest GPU by node",
-        f"The {p.LINES} hottest. Bad: all rising together: the rack's cooling.",
+        "Hottest GPU by host",
+        f"Temperature of the hottest GPU of the {p.LINES} hottest hosts. Expected: steady. If all rise together, "
+        "check the rack's cooling.",
         d.Query(p.most(by_host(f"max by (instance) ({m.GPU_TEMPERATURE})")), "{{host}}"),
         unit="celsius",
         thresholds=p.HOT,
         links=TO_NODE,
     ),
     d.timeseries(
-        "NVLink traffic by node",
-        f"Bytes a second sent, the {p.LINES} that send least. Bad: one below the rest.",
+        "NVLink traffic by host",
+        f"Bytes per second sent, for the {p.LINES} hosts that send least. Expected: hosts alike.",
         d.Query(p.most(by_host(f"sum by (instance) (rate({m.NVLINK_TRANSMIT}{p.RATE}))"), "bottomk"), "{{host}}"),
         unit="Bps",
         links=TO_NODE,
@@ -112,25 +115,27 @@ time = [
 domain = [
     d.label_table(
         "Domains and cliques",
-        "The NVLink fabric of each card's node, as the fabric manager registered it. Bad: two "
-        "cliques in one domain: a switch tray is missing. Nothing: no NVSwitch fabric.",
+        "NVLink fabric of each host, as the fabric manager registered it. Expected: one clique per domain. Two mean "
+        "a missing switch tray.",
         f"count by (host, cluster, clique) ({m.GPU_FABRIC_INFO} * on (instance) group_left (host) {HERE})",
         labels={"host": "Node", "cluster": "Cluster", "clique": "Clique"},
         links={"Node": [p.to_node(d.FIELD % "Node")]},
         width=12,
         height=8,
+        no_data="The rack has no NVSwitch fabric.",
     ),
     d.label_table(
         "Trays",
-        "Where each card is. Nothing: before Blackwell, or without DCGM. Bad: a tray that is missing.",
+        "Chassis slot and tray of each GPU. Expected: all trays.",
         f"count by (host, chassis_serial, tray, slot) ({m.GPU_CHASSIS_INFO} * on (instance) group_left (host) {HERE})",
         labels={"chassis_serial": "Chassis", "tray": "Tray", "slot": "Slot", "host": "Node"},
         width=12,
         height=8,
+        no_data="GPUs before Blackwell, or DCGM is not read.",
     ),
     d.timeseries(
         "NVSwitch errors",
-        "A second, by node and switch. Bad: any that go on. Nothing: DCGM is not read, or there are none.",
+        "NVSwitch errors per second, by host and switch. Expected: none that last.",
         d.Query(
             f"max by (host, switch, error) (rate({m.NVLINK_SWITCH_ERRORS}{p.RATE}) * on (instance) "
             f"group_left (host) {HERE}) > 0",
@@ -138,10 +143,11 @@ domain = [
         ),
         unit="cps",
         width=12,
+        no_data="No NVSwitch errors, or DCGM is not read.",
     ),
     d.timeseries(
         "NVSwitch temperature",
-        f"The {p.LINES} hottest. Bad: rising together. Nothing: DCGM is not read.",
+        f"Temperature of the {p.LINES} hottest switches. Expected: steady.",
         d.Query(
             p.most(f"max by (host, switch) ({m.NVLINK_SWITCH_TEMPERATURE} * on (instance) group_left (host) {HERE})"),
             "{{host}} {{switch}}",
@@ -149,6 +155,7 @@ domain = [
         unit="celsius",
         thresholds=p.HOT,
         width=12,
+        no_data="DCGM is not read.",
     ),
 ]
 

@@ -27,7 +27,7 @@ SHOWN = (
 
 
 def per_rank(gpu: str, labels: str = "") -> str:
-    """Return `gpu`, an expression per uuid, on the ranks that hold the cards, with `labels` of its own added."""
+    """Return `gpu`, an expression per uuid, on the ranks that hold the GPUs, with `labels` of its own added."""
     one = f"max by (uuid{labels and ', ' + labels}) ({gpu})"
     if labels:  # a card that was moved has two places, and two would break the join
         one = f"topk by (uuid) (1, {one})"
@@ -47,31 +47,33 @@ THROTTLED = f"rate({m.GPU_CLOCK_EVENT_SECONDS}{RATE})"
 now = [
     d.stat(
         "State",
-        "down: nothing of the run is alive. Look at the last attempt's end and at the firing alerts.",
+        "State of the run. Expected: running. When it is down, look at the end of the last attempt and at the firing "
+        "alerts.",
         d.Query(f"max by (state) ({m.RUN_STATE}{{{LEDGER}}}) == 1", "{{state}}", instant=True),
         name=True,
         colors={"running": "green", "queued": "yellow", "down": "red", "completed": "blue", "stopped": "blue"},
     ),
     d.stat(
         "MFU",
-        "Model FLOPs over the dense peak of the run's cards, while in steps. Bad: below 20 %, or a fall that "
-        f"lasts. Nothing: a rank has no peak, and {m.TRAINING_MFU_UNAVAILABLE} says why.",
+        "Model FLOPs over the dense peak of the run's GPUs, while in steps. Expected: 35 to 45 % for large runs, "
+        "steady.",
         d.Query(f"{r.RUN_MFU}{{{RUN}}}"),
         unit="percentunit",
         thresholds=UTILIZATION,
+        no_data=f"A rank has no peak; {m.TRAINING_MFU_UNAVAILABLE} has the reason.",
     ),
     d.stat(
         "Effective MFU",
-        "Model FLOPs of steps done once over the peak of all GPUs held, down time included. Bad: far "
-        "below MFU, which means that time is lost outside steps.",
+        "Model FLOPs of retained steps over the peak of all GPUs held, down time included. Expected: near MFU. Lower "
+        "means time lost outside steps.",
         d.Query(f"{r.EFFECTIVE_MFU}{{{LEDGER}}}"),
         unit="percentunit",
         thresholds=UTILIZATION,
     ),
     d.stat(
         "Goodput",
-        "Share of the wall clock since the first start that advanced the model. Bad: below 90 %. The split "
-        "below says where the rest went.",
+        "Share of the wall clock since the first start that advanced the model. Expected: above 90 %. The buckets "
+        "below show the rest.",
         d.Query(f"{r.GOODPUT}{{{LEDGER}}}"),
         unit="percentunit",
         thresholds=SHARE,
@@ -79,28 +81,28 @@ now = [
     ),
     d.stat(
         "ETTR",
-        "Goodput counted from submission, the queue included. Bad: well below goodput, which means a long "
-        "queue. Nothing: the time of submission is unknown.",
+        "Goodput since submission, with the time in the queue. Expected: near goodput. Lower means a long queue.",
         d.Query(f"{r.ETTR}{{{LEDGER}}}"),
         unit="percentunit",
         thresholds=SHARE,
+        no_data="The time of submission is unknown.",
     ),
     d.stat(
         "Step time",
-        "Mean of the last five minutes. Bad: longer than the run's own past at the same batch size.",
+        "Mean step time of the last five minutes. Expected: constant at the same batch size.",
         d.Query(f"{r.STEP_DURATION}{{{RUN}}}"),
         unit="s",
     ),
     d.stat(
         "Tokens/s",
-        "Of the whole run, re-executed steps included. Bad: a fall that lasts.",
+        "Tokens per second of the whole run, re-executed steps included. Expected: steady.",
         d.Query(f"{r.TOKENS}{{{RUN}}}"),
         unit="short",
     ),
     d.stat(
         "Cost",
-        "All GPU time that was held, at the price above; the ledger board says what it went into. Bad: what it "
-        "bought is not worth it.",
+        "Cost of all GPU time held, at the price above. Expected: worth what it bought. The goodput ledger shows "
+        "where it went.",
         d.Query(f"sum(max by (tenant, run, bucket) ({m.RUN_GPU_SECONDS}{{{LEDGER}}})) * $price / 3600"),
         unit="currencyUSD",
     ),
@@ -109,15 +111,15 @@ now = [
 progress = [
     d.timeseries(
         "MFU and effective MFU",
-        "While in steps, and over all the time GPUs were held. Bad: a step down, or a wider gap.",
+        "MFU while in steps, and over all the time GPUs were held. Expected: steady, with a constant gap.",
         d.Query(f"{r.RUN_MFU}{{{RUN}}}", "MFU"),
         d.Query(f"{r.EFFECTIVE_MFU}{{{LEDGER}}}", "effective MFU"),
         unit="percentunit",
     ),
     d.timeseries(
         "Goodput and ETTR",
-        "Share of the wall clock that advanced the model, since the first start (goodput) and "
-        "since submission (ETTR). Bad: falling.",
+        "Share of the wall clock that advanced the model, since the first start (goodput) and since submission "
+        "(ETTR). Expected: not falling.",
         d.Query(f"{r.GOODPUT}{{{LEDGER}}}", "goodput"),
         d.Query(f"{r.ETTR}{{{LEDGER}}}", "ETTR"),
         unit="percentunit",
@@ -125,20 +127,19 @@ progress = [
     ),
     d.timeseries(
         "Token rate",
-        "Tokens per second of the whole run. Bad: a fall that lasts, or holes.",
+        "Tokens per second of the whole run. Expected: steady, without gaps.",
         d.Query(f"{r.TOKENS}{{{RUN}}}", "tokens"),
         unit="short",
     ),
     d.bargauge(
         "Wall clock by bucket",
-        "Where the run's time went since its first start. Bad: anything but productive that is "
-        "long; lost is work done twice or thrown away.",
+        "Time since the first start, by bucket. Expected: mostly productive. `lost` is work done twice or thrown away.",
         d.Query(f"sort_desc(max by (bucket) ({m.RUN_SECONDS}{{{LEDGER}}}) > 0)", "{{bucket}}", instant=True),
         unit="s",
     ),
     d.timeseries(
         "Recent time by bucket",
-        "The same, as shares of each moment. Bad: any colour but productive taking over.",
+        "Share of each bucket over time. Expected: mostly productive.",
         d.Query(f"max by (bucket) (rate({m.RUN_SECONDS}{{{LEDGER}}}{RATE}))", "{{bucket}}"),
         unit="percentunit",
         top=1,
@@ -146,7 +147,8 @@ progress = [
     ),
     d.timeseries(
         "Step time, mean and worst",
-        "Bad: the mean rises, or the 99th percentile is far above it, which is a stall now and then.",
+        "Mean and 99th percentile of the step time. Expected: constant and close together. A far 99th percentile is "
+        "an occasional stall.",
         d.Query(f"{r.STEP_DURATION}{{{RUN}}}", "mean"),
         d.Query(
             f"histogram_quantile(0.99, sum by (le) (rate({m.TRAINING_STEP_DURATION}_bucket{{{RUN}}}{RATE})))",
@@ -159,17 +161,16 @@ progress = [
 ranks = [
     d.timeseries(
         "Straggler score",
-        "Share of every step that the others spend waiting for the latest rank. Bad: above 10 %; "
-        "above 20 % it is critical.",
+        "Share of every step that the others wait for the latest rank. Expected: below 10 %; 20 % is critical.",
         d.Query(f"{r.RUN_SCORE}{{{RUN}}}", "latest rank"),
         unit="percentunit",
         thresholds=LATE,
         width=7,
     ),
     d.stat(
-        "Late rank",
-        "The rank the others wait for most. Bad: the same one for minutes with a score above 10 %. Below "
-        "that, some rank is always last.",
+        "Straggler",
+        "The rank the others wait for most. Expected: a score below 10 %, or a rank that changes; some rank is "
+        "always last.",
         d.Query(
             f"topk(1, {RANKS} * on (rank) group_left () max by (rank) ({r.RANK_SCORE}{{{RUN}}}))",
             "rank {{rank}} on {{host}}",
@@ -182,22 +183,22 @@ ranks = [
     ),
     d.timeseries(
         "Wait share",
-        f"Share of step time spent waiting for others in collectives, the {LINES} ranks that wait least. "
-        "Bad: one line far below the rest, it is the late rank. All high together: look at the links.",
+        f"Share of step time spent waiting in collectives, for the {LINES} ranks that wait least. Expected: ranks "
+        "alike. One far below the rest is the straggler; if all are high, look at the links.",
         d.Query(p.most(f"{r.WAIT}{{{RUN}}}", "bottomk"), "rank {{rank}}"),
         unit="percentunit",
         width=7,
     ),
     p.firing(
         f'ALERTS{{alertstate="firing", {RUN}}} or ALERTS{{alertstate="firing", run="", alertname=~"{p.ALERTS}"}}',
-        "Alerts of this run and those of nodes and links. Bad: anything but FlopwatchWatchdog, which always fires to "
+        "Firing alerts on this run, on hosts and on links. Expected: only FlopwatchWatchdog, which always fires to "
         "prove that alerts arrive.",
         width=7,
     ),
     d.table(
         "Ranks and their GPUs",
-        f"One row for each of the {ROWS} latest ranks. Bad: a high score together with a low "
-        "clock, a high temperature, throttling or an Xid explains a slow rank; without them, look at its host.",
+        f"One row for each of the {ROWS} latest ranks. Expected: low scores. Next to a high score, a low clock, heat, "
+        "throttling or an Xid explains it; otherwise look at the host.",
         [
             d.Column("Info", f"{RANKS} {SHOWN}", unit=None),
             *(
@@ -229,23 +230,23 @@ ranks = [
 gpus = [
     d.timeseries(
         "Power per GPU",
-        f"Mean power of the {LINES} GPUs of the run that draw least. Bad: one far below the rest, it "
-        "is idle or held back.",
+        f"Mean power of the {LINES} GPUs of the run that draw least. Expected: GPUs alike. One far below the rest is "
+        "idle or throttled.",
         d.Query(p.most(per_rank(POWER), "bottomk"), "rank {{rank}} {{host}}"),
         unit="watt",
         width=6,
     ),
     d.timeseries(
         "SM clock per GPU",
-        f"The {LINES} slowest. Bad: one below the rest under load; look at its throttling.",
+        f"SM clock of the {LINES} slowest GPUs. Expected: GPUs alike under load. Otherwise look at throttling.",
         d.Query(p.most(per_rank(str(m.GPU_SM_CLOCK)), "bottomk"), "rank {{rank}} {{host}}"),
         unit="hertz",
         width=6,
     ),
     d.timeseries(
         "Temperature per GPU",
-        f"The {LINES} hottest. Bad: one well above the rest, or any with thermal throttling "
-        "beside it. The card sets its own limit; the lines are a guide.",
+        f"Temperature of the {LINES} hottest GPUs. Expected: no outlier, and no thermal throttling. Each GPU has its "
+        "own limit; the lines are a guide.",
         d.Query(p.most(per_rank(str(m.GPU_TEMPERATURE))), "rank {{rank}} {{host}}"),
         unit="celsius",
         thresholds=HOT,
@@ -253,8 +254,8 @@ gpus = [
     ),
     d.timeseries(
         "Time throttled, worst GPU",
-        "Share of time a clock was held back, by reason; the worst GPU of the run. Bad: "
-        "thermal or hardware reasons above 0. A power cap under full load is normal.",
+        "Share of time the clock was throttled, by reason, on the worst GPU of the run. Expected: none, except "
+        "sw_power_cap at full load.",
         d.Query(f"max by (reason) ({THROTTLED} and on (uuid) {RANK_INFO})", "{{reason}}"),
         unit="percentunit",
         width=6,
@@ -264,7 +265,7 @@ gpus = [
 errors = [
     d.timeseries(
         "InfiniBand throughput per host",
-        f"The {LINES} hosts of the run that send least. Bad: one below the rest.",
+        f"Bytes per second of the {LINES} hosts of the run that send least. Expected: hosts alike.",
         d.Query(
             p.most(f"sum by (host) ({per_port(f'rate({m.INFINIBAND_TRANSMIT_DATA}{RATE})')})", "bottomk"),
             "{{host}} sends",
@@ -278,15 +279,15 @@ errors = [
     ),
     d.timeseries(
         "Active ports per host",
-        f"InfiniBand ports in state active, the {LINES} hosts with fewest. Bad: a step down, which is a link lost.",
+        f"Active InfiniBand ports of the {LINES} hosts with fewest. Expected: constant. A step down is a lost link.",
         d.Query(f"bottomk({LINES}, count by (host) ({per_port(f'({m.INFINIBAND_STATE} == 4)')}))", "{{host}}"),
         unit="none",
         width=6,
     ),
     d.timeseries(
         "Link errors",
-        "Errors a second on all ports of the run's hosts. Bad: symbol errors that go on, any link down, "
-        "any recovery under load.",
+        "Errors per second on all ports of the run's hosts. Expected: no symbol errors that last, no link down, no "
+        "recovery under load.",
         *(
             d.Query(f"sum({per_port(f'rate({family}{RATE})')})", legend)
             for family, legend in (
@@ -301,8 +302,8 @@ errors = [
     ),
     d.bargauge(
         "Symbol errors per port",
-        "The eight worst ports in the time shown. Bad: one that leads for hours; at 120 an "
-        "hour, replace the cable or the transceiver.",
+        "Symbol errors of the eight worst ports in the time shown. Expected: none. At 120 an hour, replace the cable "
+        "or transceiver.",
         d.Query(
             f"topk(8, sum by (host, device, port) ({per_port(SYMBOL_ERRORS)}))",
             "{{host}} {{device}}/{{port}}",
@@ -314,7 +315,8 @@ errors = [
     ),
     d.timeseries(
         "Xid errors on the run's GPUs",
-        "Counts by code since the node was first watched. Bad: a step up; the level is history. Meanings: docs/xid.md.",
+        "Xid errors by code since the host was first monitored. Expected: flat; the level is history. Meanings: "
+        "docs/xid.md.",
         d.Query(f"sum by (xid) ({m.GPU_XID} and on (uuid) {RANK_INFO})", "Xid {{xid}}"),
         unit="none",
         width=24,

@@ -1,4 +1,4 @@
-"""Stragglers: for which rank the others wait, where it is in the mesh, and what its card, host and rail say."""
+"""Straggler dashboard: the rank the others wait for, its place in the mesh, and the state of its GPU, host and rail."""
 
 from __future__ import annotations
 
@@ -26,44 +26,46 @@ TO_NODE = [p.to_node(d.LABEL % "host")]
 verdict = [
     d.stat(
         "Lost to stragglers",
-        "Share of every step that is lost to one late rank or host. Bad: above 10 %.",
+        "Share of every step that one late rank or host costs. Expected: below 10 %.",
         d.Query(f"{r.STRAGGLER_LOST}{{{RUN}}}"),
         unit="percentunit",
         thresholds=p.LATE,
         width=4,
     ),
     d.stat(
-        "Late rank",
-        "The rank that was latest in three windows of two minutes in a row, by 10 % of a step. Bad: "
-        "any name. Nothing: nobody is to blame.",
+        "Straggler",
+        "The rank that was latest in three windows of two minutes in a row, by 10 % of a step. Expected: none.",
         d.Query(f"{r.CULPRIT}{{{RUN}}}", "rank {{rank}} on {{host}}", instant=True),
         name=True,
         links=TO_NODE,
         width=5,
+        no_data="No rank is a straggler.",
     ),
     d.stat(
-        "Late host",
-        "The same for a host whose ranks are late together. Bad: any name. Nothing: no host is.",
+        "Straggling host",
+        "The host whose ranks are late together, by the same rule. Expected: none.",
         d.Query(f"{r.HOST_LEADER}{{{RUN}}} >= {p.SETTINGS.straggler_warning:g}", "{{host}}", instant=True),
         name=True,
         links=TO_NODE,
         width=5,
+        no_data="No host is a straggler.",
     ),
     d.stat(
         "Lost in a day",
-        "What the GPU time cost that the run waited for a late rank, in the last day. Bad: more "
-        "than a visit to the rack. Nothing: the ledger has no such time.",
+        "Cost of the GPU time that the run waited for a straggler in the last day. Expected: less than a visit to "
+        "the rack.",
         d.Query(
             f"sum(max by (tenant, run) (increase({m.RUN_STRAGGLER_GPU_SECONDS}{{{RUN}}}[1d]))) * $price / 3600",
             instant=True,
         ),
         unit="currencyUSD",
         width=5,
+        no_data="The ledger has no such time.",
     ),
     d.stat(
         "Wait share",
-        "Share of step time that ranks wait in collectives, mean over all ranks. Bad: rising while "
-        "nobody is late: that is communication, look at the fabric.",
+        "Share of step time that ranks wait in collectives, mean over all ranks. Expected: steady. If it rises "
+        "without a straggler, look at the fabric.",
         d.Query(f"{r.COMMUNICATION}{{{RUN}}}"),
         unit="percentunit",
         links=[d.link("Fabric", p.FABRIC)],
@@ -74,9 +76,8 @@ verdict = [
 ranks = [
     d.heatmap(
         "Score by rank",
-        f"How late each rank is, of the {ROWS} that were latest in the time shown, by place in the "
-        "mesh. Bad: one row, or those of a host or a stage, that stand out and stay; rows that take turns are an "
-        "imbalance.",
+        f"Straggler score of the {ROWS} ranks that were latest in the time shown, by place in the mesh. Expected: no "
+        "row that stands out and stays. Rows that take turns are an imbalance.",
         d.Query(latest(f"{r.RANK_SCORE}{{{RUN}}}"), MESH),
         unit="percentunit",
         top=0.3,
@@ -84,8 +85,8 @@ ranks = [
     ),
     d.heatmap(
         "Wait by rank",
-        "Share of step time that the same ranks wait for others. Bad: one row unlike the others: "
-        "it is the one that they wait for.",
+        "Share of step time that the same ranks wait for others. Expected: rows alike. A row that waits less is the "
+        "one that the others wait for.",
         d.Query(latest(f"{r.WAIT}{{{RUN}}}"), MESH),
         unit="percentunit",
         top=0.6,
@@ -97,23 +98,22 @@ ranks = [
 parts = [
     d.timeseries(
         "Score of the latest rank",
-        "Bad: above 10 % for minutes; above 20 % it is critical.",
+        "Straggler score of the latest rank. Expected: below 10 %; 20 % is critical.",
         d.Query(f"{r.RUN_SCORE}{{{RUN}}}", "latest rank"),
         unit="percentunit",
         thresholds=p.LATE,
     ),
     d.timeseries(
         "Score by host",
-        f"Mean of its ranks, the {p.LINES} latest hosts. Bad: one above the rest.",
+        f"Mean score of a host's ranks, for the {p.LINES} latest hosts. Expected: no outlier.",
         d.Query(p.most(f"{r.HOST_SCORE}{{{RUN}}}"), "{{host}}"),
         unit="percentunit",
         links=TO_NODE,
     ),
     d.timeseries(
-        "Where the latest ranks' steps go",
-        "Seconds a second of the eight latest ranks in each phase of measured "
-        "steps. Bad: one rank's phase above the others': forward and backward are its card, host_to_device its PCIe "
-        "link, garbage_collection its Python.",
+        "Step phases of the latest ranks",
+        "Share of time of the eight latest ranks in each phase of measured steps. Expected: ranks alike. Forward and "
+        "backward depend on the GPU, host_to_device on its PCIe link, garbage_collection on Python.",
         d.Query(
             latest(f"sum by (rank, phase) (rate({m.TRAINING_PHASE_SECONDS}{{{RUN}}}{p.RATE}))", 8),
             "rank {{rank}} {{phase}}",
@@ -121,9 +121,9 @@ parts = [
         unit="percentunit",
     ),
     d.table(
-        "The latest ranks and their cards",
-        f"The {p.LINES} latest. Bad: a low clock, throttling, heat, lost PCIe "
-        "lanes or an Xid beside a high score explains it; without them look at the host, and at its rail.",
+        "The latest ranks and their GPUs",
+        f"One row for each of the {p.LINES} latest ranks. Expected: low scores. A low clock, throttling, heat, lost "
+        "PCIe lanes or an Xid explains a high one; otherwise look at the host and its rail.",
         [
             d.Column("Score", NOW_LATEST, "percentunit", p.LATE),
             d.Column(
@@ -162,8 +162,8 @@ parts = [
     ),
     d.timeseries(
         "Traffic by rail",
-        "Bytes a second that a port of each rail sends, mean over the run's nodes. Bad: one rail "
-        "below the others: its ports and leaf are slow, and all ranks wait.",
+        "Bytes per second that a port of each rail sends, mean over the run's hosts. Expected: rails alike. On a "
+        "slow rail all ranks wait for its ports and leaf.",
         d.Query(f"max by (rail) ({r.RAIL}{{{RUN}}})", "rail {{rail}}"),
         unit="Bps",
         width=12,
@@ -171,10 +171,11 @@ parts = [
     ),
     d.timeseries(
         "Signs of a hang",
-        "Ranks that each sign points at while a step is overdue. Bad: any. Nothing: no step is overdue.",
+        "Ranks that each sign points at while a step is overdue. Expected: none.",
         d.Query(f"count by (sign) ({r.SIGN}{{{RUN}}})", "{{sign}}"),
         unit="none",
         width=12,
+        no_data="No step is overdue.",
     ),
 ]
 

@@ -255,7 +255,7 @@ HANGS: tuple[Kind, ...] = (
         lambda rng: _blocked(rng, silent=True, state="stopped"),
         "is stopped, or stuck in the kernel",
     ),
-    Kind("endless_loop", "a rank loops", _blocked, " stands at train.py:88 in train."),
+    Kind("endless_loop", "a rank loops", _blocked, " is at train.py:88 in train."),
     Kind("endless_kernel", "a rank's card computes on", _endless_kernel, "on a GPU that goes on computing"),
     Kind(
         "dead_storage",
@@ -299,7 +299,7 @@ HANGS: tuple[Kind, ...] = (
     ),
     Kind("link_down", "a host's port is down", _link_down, "behind a port that is down"),
     Kind("in_its_group", "a rank is missing in its tensor parallel group", _in_its_group, "on an idle GPU"),
-    Kind("mismatch", "a rank called another collective", _mismatch, " stands at train.py:88 in train."),
+    Kind("mismatch", "a rank called another collective", _mismatch, " is at train.py:88 in train."),
     Kind("no_evidence", "nothing shows who is late", _nobody),
     Kind("halves", "half of the ranks wait in one collective, half in another", _halves),
     Kind("contradiction", "a rank is missing, and another host is gone", _contradicted),

@@ -1,55 +1,15 @@
-"""Alerts on GPUs: NVML, DCGM and the kernel log.
+"""Alerts on the state of GPUs: NVML and DCGM.
 
 `critical` is a GPU on which no job can run, or a node without it; what a job survives is a `warning`. A GPU whose Xid
-has paged is not told of again because it also is gone, or asks for a reset.
-
-What is news at once is of few series, in the group hardware; what asks for states of every GPU of the cluster is in gpu
-and nvlink, which are evaluated less often.
+has paged is not reported again because it also is gone, or asks for a reset.
 """
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterable
-from importlib.resources import files
-from textwrap import indent
-from typing import Literal
+from alerts.alert import Alert
+from alerts.fragments import each_series
 
-from alerts import recording
-from alerts.alert import Alert, each, lasts_with
-from alerts.alerting.hardware import GPU, at_host, latest, ranks_of_gpu, runs_on_host
-from alerts.settings import AlertSettings
-from flopwatch import catalogue as m
-
-# The Xids after which a GPU is not fit for work, and NVIDIA's immediate action in words. 64 is the row-remap failure
-# of the memory error management guide: a criterion for replacement. 144 to 150 are of NVLink 5, fatal or not.
-CRITICAL_XIDS = {
-    "46": "Reset the GPU.",
-    "48": "Drain the node and reset the GPU.",
-    "62": "Reset the GPU.",
-    "64": "Drain the node and have the GPU replaced.",
-    "74": "Check the NVLink the kernel log names, then reset the GPU.",
-    "79": "Drain and reboot the node.",
-    "95": "Reset the GPU.",
-    "109": "Reset the GPU.",
-    "110": "Reset the GPU.",
-    "119": "Reset the GPU; if it does not answer, reboot the node.",
-    "120": "Reset the GPU; if it does not answer, reboot the node.",
-    "136": "Reset the GPU.",
-    "140": "Reset the GPU.",
-    "143": "Reset the GPU; if it does not answer, reboot the node.",
-    **dict.fromkeys(map(str, range(144, 151)), "Check the NVLink the kernel log names, then reset the GPU."),
-    "155": "Reset the GPU.",
-    "156": "Drain the node and reset the GPU.",
-    "158": "Reset the GPU; if it does not answer, reboot the node.",
-}
-
-
-# Xids of broken hardware after which a GPU may go on, down to severity error. 63 is less: it recurs harmlessly, and a
-# remap that waits for a reset is GpuRepairPending.
-HARDWARE_CLASSES = ("memory", "nvlink", "pcie", "power", "firmware")
-# nvmlDeviceGpuRecoveryAction_t.
-RECOVERY = {
+_RECOVERY = {  # nvmlDeviceGpuRecoveryAction_t
     1: "reset the GPU",
     2: "reboot the node",
     3: "drain the GPUs that exchange data with it",
@@ -58,646 +18,421 @@ RECOVERY = {
     6: "reset the PCIe bus above it",
     7: "reboot the whole system",
 }
-OF_GPU = "{uuid=%q}"
-# Pages that an Xid explains and that may last longer than it is news.
-AFTER_XID = "NodeLost|GpuMissing|GpuTooFew|GpuRecoveryNeeded|NvlinkDown|NvlinkFabricUnhealthy"
-
-
-def alerts(settings: AlertSettings) -> tuple[Alert, ...]:
-    """Return the alerts on GPUs."""
-    return (
-        _xid(settings),
-        *_other_xids(settings),
-        _repeated_xid(settings),
-        _switch(settings),
-        _uncorrected(settings),
-        _memory_failed(settings),
-        _repair_pending(settings),
-        *_recovery(settings),
-        _missing(settings),
-        _too_few(settings),
-        _driver(settings),
-        _thermal(settings),
-        _power(settings),
-        _hot(settings),
-        _pcie_degraded(settings),
-        _pcie_errors(settings),
-        _nvlink_down(settings),
-        _nvlink_errors(settings),
-        *_fabric(settings),
-        _idle(settings),
-    )
-
-
-def _xid(settings: AlertSettings) -> Alert:
-    table = files("flopwatch").joinpath("data/xid.csv").read_text(encoding="utf-8")
-    names = {row["xid"]: row["name"] for row in csv.DictReader(table.splitlines())}
-    meaning = "".join(
-        f'\n{{{{- if eq $labels.xid "{xid}" }}}} ({names[xid]}). {action}{{{{ end }}}}'
-        for xid, action in CRITICAL_XIDS.items()
-    )
-    ranks = f"last_over_time({m.TRAINING_RANK_INFO}{{uuid=%q}}[{settings.at_pace(settings.rate_window)}])"
-    # By the time last seen, not by increase(): the first Xid may be the first sample of its series.
-    codes, window = "|".join(CRITICAL_XIDS), settings.at_pace(settings.xid_window)
-    seen = f'{m.GPU_XID_LAST}{{xid=~"{codes}"}}'
-    fresh, kept = settings.seconds_at_pace(settings.xid_window), settings.seconds_at_pace(settings.memory)
-    # An Xid of NVLink 5 of which the kernel log says each time that it was not fatal.
-    links = f"last_over_time({m.GPU_XID_NVLINK_ERRORS}%s[{window}])"
-    fatal = links % '{severity!="non-fatal"}'
-    recent = f"""\
-(
-  max by (instance, uuid, xid) (last_over_time({seen}[{window}])) > time() - {fresh}
-    or
-  max by (instance, uuid, xid) ({seen}) > time() - {kept}
-    and on (instance, uuid) {m.GPU_PRESENT} == 0
+_GPU_RECOVERY_NEEDED = (
+    "<gpu>: the driver asks to"
+    + "".join("\n{{- if eq $value " + f"{action}.0" + " }} " + text + "{{ end }}" for action, text in _RECOVERY.items())
+    + ".<ranks_on_gpu>"
 )
-  unless on (instance, uuid, xid)
-({links % ""} unless on (instance, uuid, xid) {fatal})"""
-    index = each(
-        f"topk(1, max by (gpu) (last_over_time({m.GPU_INFO}{{uuid=%q}}[{window}])))",
-        "$labels.uuid",
-        " {{ .Labels.gpu }}",
-    )
-    identity = ("host", "uuid", "xid")
-    return Alert(
-        "hardware",
-        "GpuXidCritical",
-        "critical",
-        identity,
-        "\n  or\n".join(
-            (
-                at_host("max", recent, ", ".join(identity), settings, settings.xid_window),
-                lasts_with("GpuXidCritical", identity, AFTER_XID, "host"),
-                lasts_with("GpuXidCritical", identity, "GpuMemoryFailed", "host, uuid"),
+
+ALERTS: tuple[Alert, ...] = (
+    # One error ends the process that reads it, and is news for half an hour, whatever the counter does after.
+    Alert(
+        name="GpuEccUncorrected",
+        group="gpu",
+        severity="warning",
+        identity=("host", "uuid"),
+        expr="""
+            max by (host, uuid) (
+              (max by (instance, uuid) (increase(gpu_ecc_errors_total{error="uncorrected"}[<30m>])) > 0)
+                * on (instance) group_left (host)
+              <host:30m>
             )
+        """,
+        for_="0s",
+        summary="GPU had uncorrectable memory errors",
+        description=(
+            '<gpu> made {{ printf "%.0f" $value }} uncorrectable memory errors in the last ' + "<30m>.<ranks_on_gpu>"
         ),
-        "0s",  # an Xid is a fact, and the job on the GPU is lost already
-        "A GPU reported an error after which it is not fit for work.",
-        "GPU"
-        + index
-        + " ({{ $labels.uuid }}) of {{ $labels.host }} reported Xid {{ $labels.xid }}"
-        + meaning
-        + each(
-            f"group by (run, rank) ({ranks})",
-            "$labels.uuid",
-            " Rank {{ .Labels.rank }} of run {{ .Labels.run }} runs on it.",
+    ),
+    # The board reports it of itself and never takes it back. DCGM fails a board with 512 rows remapped for
+    # uncorrectable errors.
+    Alert(
+        name="GpuMemoryFailed",
+        group="gpu",
+        severity="critical",
+        identity=("host", "uuid"),
+        expr="""
+            group by (host, uuid) (
+              (
+                max by (instance, uuid) (last_over_time(gpu_row_remap_failure[<5m>])) == 1
+                  or on (instance, uuid)
+                max by (instance, uuid) (last_over_time(gpu_sram_error_threshold_exceeded[<5m>])) == 1
+                  or on (instance, uuid)
+                max by (instance, uuid) (last_over_time(gpu_remapped_rows_total{error="uncorrected"}[<5m>])) >= 512
+              ) * on (instance) group_left (host) <host>
+            )
+        """,
+        for_="0s",
+        summary="GPU memory needs replacement",
+        description=(
+            "<gpu>:"
+            + each_series("max(gpu_row_remap_failure{uuid=%q}) == 1", "$labels.uuid", " a row could not be remapped.")
+            + each_series(
+                "max(gpu_sram_error_threshold_exceeded{uuid=%q}) == 1",
+                "$labels.uuid",
+                " its SRAM errors exceed the limit.",
+            )
+            + each_series(
+                'max(gpu_remapped_rows_total{uuid=%q,error="uncorrected"})',
+                "$labels.uuid",
+                " {{ .Value }} rows were remapped after uncorrectable errors.",
+            )
+            + "<ranks_on_gpu>"
         ),
-    )
-
-
-def _gpu(settings: AlertSettings) -> str:
-    """Return a template that names the GPU `$labels.uuid` and its host."""
-    window = settings.at_pace(settings.state_window)
-    index = each(
-        f"topk(1, max by (gpu) (last_over_time({m.GPU_INFO}{{uuid=%q}}[{window}])))",
-        "$labels.uuid",
-        " {{ .Labels.gpu }}",
-    )
-    return "GPU" + index + "{{ with $labels.uuid }} ({{ . }}){{ end }}{{ with $labels.host }} of {{ . }}{{ end }}"
-
-
-def _of_gpu(
-    settings: AlertSettings,
-    name: str,
-    severity: Literal["critical", "warning"],
-    problem: str,
-    for_: float,
-    summary: str,
-    text: str,
-    by: str = "group",
-    keep: float = 0.0,
-    memory: float | None = None,
-    group: str = "gpu",
-) -> Alert:
-    """Return an alert with one series per GPU; `by` is max where the value is told, else group, as 0 is no alert in
-    Grafana.
-    """
-    return Alert(
-        group,
-        name,
-        severity,
-        ("host", "uuid"),
-        at_host(by, problem, "host, uuid", settings, memory),
-        settings.at_pace(for_),
-        summary,
-        _gpu(settings) + text + ranks_of_gpu(settings),
-        keep_firing_for=settings.at_pace(keep) if keep else "",
-    )
-
-
-def _table() -> list[dict[str, str]]:
-    text = files("flopwatch").joinpath("data/xid.csv").read_text(encoding="utf-8")
-    return list(csv.DictReader(text.splitlines()))
-
-
-def _meanings(rows: Iterable[dict[str, str]]) -> str:
-    return "".join(f'\n{{{{- if eq $labels.xid "{row["xid"]}" }}}} ({row["name"]}){{{{ end }}}}' for row in rows)
-
-
-def _paged(settings: AlertSettings) -> str:
-    """Return the GPUs whose critical Xid has paged, for as long as GpuXidCritical holds of one that is gone."""
-    codes, kept = "|".join(CRITICAL_XIDS), settings.seconds_at_pace(settings.memory)
-    return f'{latest(m.GPU_XID_LAST, GPU, settings, f"""{{xid=~"{codes}"}}""")} > time() - {kept}'
-
-
-def _other_xids(settings: AlertSettings) -> tuple[Alert, ...]:
-    """Return the alerts on Xids that do not make a GPU unfit: those of hardware are told, those of jobs recorded."""
-    hardware, jobs = [], []
-    for row in _table():
-        if row["xid"] in CRITICAL_XIDS or row["class"] == "unused":
-            continue
-        if row["class"] in HARDWARE_CLASSES and row["severity"] in ("error", "critical", "fatal"):
-            hardware.append(row)
-        elif row["class"] in ("application", "engine"):
-            jobs.append(row)
-    window, fresh = settings.at_pace(settings.xid_window), settings.seconds_at_pace(settings.xid_window)
-
-    def alert(name: str, severity: Literal["warning", "info"], rows: list[dict[str, str]], summary: str) -> Alert:
-        codes = "|".join(row["xid"] for row in rows)
-        # By the time last seen, as GpuXidCritical: the first Xid may be the first sample of its series.
-        seen = f'max by ({GPU}, xid) (last_over_time({m.GPU_XID_LAST}{{xid=~"{codes}"}}[{window}])) > time() - {fresh}'
-        return Alert(
-            "hardware",
-            name,
-            severity,
-            ("host", "uuid", "xid"),
-            at_host("group", seen, "host, uuid, xid", settings, settings.xid_window),
-            "0s",  # an Xid is a fact; to wait for a second one is GpuXidRepeated
-            summary,
-            _gpu(settings) + " reported Xid {{ $labels.xid }}" + _meanings(rows) + "." + ranks_of_gpu(settings),
-        )
-
-    return (
-        alert("GpuXidWarning", "warning", hardware, "A GPU reported an error of its hardware that it may go on after."),
-        alert("GpuXidApplication", "info", jobs, "A GPU reported an error that a job usually is the cause of."),
-    )
-
-
-def _repeated_xid(settings: AlertSettings) -> Alert:
-    codes = "|".join(row["xid"] for row in _table() if row["class"] == "application")
-    hour, day = settings.at_pace(3600), settings.at_pace(settings.memory)
-    past, today = settings.seconds_at_pace(3600), settings.seconds_at_pace(settings.memory)
-    seen = f'max by ({GPU}, xid) (%s{m.GPU_XID_LAST}{{xid=~"{codes}"}}%s)'
-    # A job that is at fault has the same Xid on several of the node's GPUs.
-    problem = f"""\
-count_over_time((
-  {seen % ("", "")} > time() - {past}
-)[{day}:{hour}]) >= {settings.xid_hours}
-  unless on (instance, xid)
-(count by (instance, xid) ({seen % ("last_over_time(", f"[{day}])")} > time() - {today}) > 1)"""
-    return Alert(
-        "hardware",
-        "GpuXidRepeated",
-        "warning",
-        ("host", "uuid", "xid"),
-        at_host("max", problem, "host, uuid, xid", settings),
-        "0s",  # several hours were asked for already
-        "One GPU alone reports an application's error again and again: it is the hardware.",
-        _gpu(settings)
-        + " reported Xid {{ $labels.xid }}"
-        + _meanings(row for row in _table() if row["class"] == "application")
-        + ' in {{ printf "%.0f" $value }} hours of the last day, and no other GPU of the node did.'
-        + ranks_of_gpu(settings),
-    )
-
-
-def _switch(settings: AlertSettings) -> Alert:
-    window, fresh = settings.at_pace(settings.xid_window), settings.seconds_at_pace(settings.xid_window)
-    problem = f"""\
-max by (instance, switch, sxid) (last_over_time({m.NVLINK_SWITCH_SXID_LAST}[{window}])) > time() - {fresh}
-  and on (instance, sxid)
-last_over_time({m.NVLINK_SWITCH_SXID_INFO}{{severity="fatal"}}[{window}])"""
-    meaning = each(
-        f"group by (name) (last_over_time({m.NVLINK_SWITCH_SXID_INFO}{{sxid=%q}}[{window}]))",
-        "$labels.sxid",
-        " ({{ .Labels.name }})",
-    )
-    identity = ("host", "switch", "sxid")
-    return Alert(
-        "hardware",
-        "NvswitchSxid",
-        "critical",
-        identity,
-        at_host("group", problem, ", ".join(identity), settings, settings.xid_window)
-        + "\n  or\n"
-        + lasts_with("NvswitchSxid", identity, f"GpuXidCritical|{AFTER_XID}", "host"),
-        "0s",  # the fabric manager's guide asks for a restart after one
-        "An NVSwitch reported an error after which its NVLinks are not fit for work.",
-        "NVSwitch {{ $labels.switch }} of {{ $labels.host }} reported SXid {{ $labels.sxid }}"
-        + meaning
-        + "."
-        + runs_on_host(settings),
-    )
-
-
-def _uncorrected(settings: AlertSettings) -> Alert:
-    window = settings.at_pace(settings.ecc_window)
-    return _of_gpu(
-        settings,
-        "GpuEccUncorrected",
-        "warning",
-        f'max by ({GPU}) (increase({m.GPU_ECC_ERRORS}{{error="uncorrected"}}[{window}])) > 0',
-        0,  # one ends the process that reads it
-        "A GPU's memory made errors that could not be corrected.",
-        f' made {{{{ printf "%.0f" $value }}}} uncorrectable memory errors in the last {window}.',
-        by="max",
-        memory=settings.ecc_window,
-    )
-
-
-def _memory_failed(settings: AlertSettings) -> Alert:
-    rows = f'{latest(m.GPU_REMAPPED_ROWS, GPU, settings, """{error="uncorrected"}""")} >= {settings.remapped_rows}'
-    problem = f"""\
-{latest(m.GPU_ROW_REMAP_FAILURE, GPU, settings)} == 1
-  or on ({GPU})
-{latest(m.GPU_SRAM_THRESHOLD, GPU, settings)} == 1
-  or on ({GPU})
-{rows}"""
-    return _of_gpu(
-        settings,
-        "GpuMemoryFailed",
-        "critical",
-        problem,
-        0,  # the board says it of itself, and never takes it back
-        "A GPU's memory has used up its repairs: the board is to be replaced.",
-        ":"
-        + each(f"max({m.GPU_ROW_REMAP_FAILURE}{OF_GPU}) == 1", "$labels.uuid", " a row could not be replaced.")
-        + each(
-            f"max({m.GPU_SRAM_THRESHOLD}{OF_GPU}) == 1", "$labels.uuid", " it had more SRAM errors than it may have."
-        )
-        + each(
-            f'max({m.GPU_REMAPPED_ROWS}{{uuid=%q,error="uncorrected"}})',
-            "$labels.uuid",
-            " {{ .Value }} rows were replaced after uncorrectable errors.",
+    ),
+    # What waits for a reset may get it at once, between two jobs.
+    Alert(
+        name="GpuRepairPending",
+        group="gpu",
+        severity="warning",
+        identity=("host", "uuid"),
+        expr="""
+            group by (host, uuid) (
+              (
+                max by (instance, uuid) (last_over_time(gpu_row_remap_pending[<5m>])) == 1
+                  or on (instance, uuid)
+                max by (instance, uuid) (last_over_time(gpu_retired_pages_pending[<5m>])) == 1
+                  or on (instance, uuid)
+                max by (instance, uuid) (last_over_time(gpu_repair_pending[<5m>])) == 1
+              ) * on (instance) group_left (host) <host>
+            )
+        """,
+        for_="5m",
+        summary="GPU memory repair waits for a reset",
+        description=(
+            "<gpu>:"
+            + each_series("max(gpu_row_remap_pending{uuid=%q}) == 1", "$labels.uuid", " rows wait to be remapped.")
+            + each_series("max(gpu_retired_pages_pending{uuid=%q}) == 1", "$labels.uuid", " pages wait to be retired.")
+            + each_series(
+                "max by (part) (gpu_repair_pending{uuid=%q}) == 1",
+                "$labels.uuid",
+                " {{ .Labels.part }} waits for repair.",
+            )
+            + "<ranks_on_gpu>"
         ),
-    )
-
-
-def _repair_pending(settings: AlertSettings) -> Alert:
-    problem = f"""\
-{latest(m.GPU_ROW_REMAP_PENDING, GPU, settings)} == 1
-  or on ({GPU})
-{latest(m.GPU_RETIRED_PAGES_PENDING, GPU, settings)} == 1
-  or on ({GPU})
-{latest(m.GPU_REPAIR_PENDING, GPU, settings)} == 1"""
-    return _of_gpu(
-        settings,
-        "GpuRepairPending",
-        "warning",
-        problem,
-        settings.repair_for,
-        "A GPU waits for a reset to put a part of its memory out of use.",
-        ":"
-        + each(f"max({m.GPU_ROW_REMAP_PENDING}{OF_GPU}) == 1", "$labels.uuid", " rows wait to be replaced.")
-        + each(f"max({m.GPU_RETIRED_PAGES_PENDING}{OF_GPU}) == 1", "$labels.uuid", " pages wait to be retired.")
-        + each(
-            f"max by (part) ({m.GPU_REPAIR_PENDING}{OF_GPU}) == 1",
-            "$labels.uuid",
-            " {{ .Labels.part }} waits for repair.",
+    ),
+    # Actions 3 and 4 drain: the job may end first. What waits for a reset may get it at once, between two jobs.
+    Alert(
+        name="GpuRecoveryNeeded",
+        group="gpu",
+        severity="critical",
+        identity=("host", "uuid"),
+        expr="""
+            max by (host, uuid) (
+              (
+                (max by (instance, uuid) (last_over_time(gpu_recovery_action_id[<5m>])) > 0 != 3 != 4)
+                  unless on (instance, uuid)
+                max by (instance, uuid) (
+                  last_over_time(gpu_xid_last_timestamp_seconds{xid=~"<paging_xids>"}[<5m>])
+                ) > time() - <86400_seconds>
+              ) * on (instance) group_left (host) <host>
+            )
+        """,
+        for_="5m",
+        summary="GPU needs recovery",
+        description=_GPU_RECOVERY_NEEDED,
+    ),
+    Alert(
+        name="GpuRecoveryNeeded",
+        group="gpu",
+        severity="warning",
+        identity=("host", "uuid"),
+        expr="""
+            max by (host, uuid) (
+              (
+                (
+                  max by (instance, uuid) (last_over_time(gpu_recovery_action_id[<5m>])) == 3
+                    or
+                  max by (instance, uuid) (last_over_time(gpu_recovery_action_id[<5m>])) == 4
+                )
+                  unless on (instance, uuid)
+                max by (instance, uuid) (
+                  last_over_time(gpu_xid_last_timestamp_seconds{xid=~"<paging_xids>"}[<5m>])
+                ) > time() - <86400_seconds>
+              ) * on (instance) group_left (host) <host>
+            )
+        """,
+        for_="5m",
+        summary="GPU needs recovery",
+        description=_GPU_RECOVERY_NEEDED,
+    ),
+    # Next to a dead GPU the exporter initialises NVML at least every 240 s.
+    Alert(
+        name="GpuMissing",
+        group="gpu",
+        severity="critical",
+        identity=("host", "uuid"),
+        expr="""
+            group by (host, uuid) (
+              (
+                max by (instance, uuid) (last_over_time(gpu_present[<5m>])) == 0
+                  unless on (instance, uuid)
+                max by (instance, uuid) (
+                  last_over_time(gpu_xid_last_timestamp_seconds{xid=~"<paging_xids>"}[<5m>])
+                ) > time() - <86400_seconds>
+              ) * on (instance) group_left (host) <host>
+            )
+        """,
+        for_="5m",
+        summary="GPU does not answer",
+        description="<gpu> does not answer, and reported no critical Xid.<ranks_on_gpu>",
+    ),
+    # A node without any GPU, or without a driver, has no series of one, and so counts 0, unless its driver cannot be
+    # asked. Next to a dead GPU the exporter initialises NVML at least every 240 s.
+    Alert(
+        name="GpuTooFew",
+        group="gpu",
+        severity="critical",
+        identity=("host",),
+        expr="""
+            max by (host) (
+              (
+                (
+                  count by (instance) (group by (instance, uuid, gpu) (gpu_present or gpu_readable))
+                    or on (instance)
+                  0 * max by (instance) (node_expected_parts)
+                    unless on (instance)
+                  (flopwatch_driver_released == 1 or flopwatch_collector_success{collector=~"nvml|dcgm"} == 0)
+                )
+                  < on (instance)
+                max by (instance) (node_expected_parts{kind="gpus"})
+              ) * on (instance) group_left (host) <host>
+            )
+        """,
+        for_="5m",
+        summary="Host has fewer GPUs than expected",
+        description=(
+            "{{ $labels.host }} has {{ $value }} GPUs"
+            + each_series(
+                'topk(1, max by (instance) (node_expected_parts{kind="gpus"}) and on (instance) '
+                + "instance:host:info{host=%q})",
+                "$labels.host",
+                " of the {{ .Value }} that are expected",
+            )
+            + ".<runs_on_host>"
         ),
-    )
-
-
-def _recovery(settings: AlertSettings) -> tuple[Alert, ...]:
-    action = latest(m.GPU_RECOVERY_ACTION, GPU, settings)
-    words = "".join(f"\n{{{{- if eq $value {number}.0 }}}} {text}{{{{ end }}}}" for number, text in RECOVERY.items())
-
-    def alert(severity: Literal["critical", "warning"], wanted: str) -> Alert:
-        problem = f"""\
-({wanted})
-  unless on ({GPU})
-{_paged(settings)}"""
-        return _of_gpu(
-            settings,
-            "GpuRecoveryNeeded",
-            severity,
-            problem,
-            settings.repair_for,
-            "The driver asks for a GPU to be reset or its node to be rebooted.",
-            ": the driver asks to" + words + ".",
-            by="max",
-        )
-
-    # To drain is to let the job end first.
-    return (alert("critical", f"{action} > 0 != 3 != 4"), alert("warning", f"{action} == 3 or {action} == 4"))
-
-
-def _missing(settings: AlertSettings) -> Alert:
-    problem = f"""\
-{latest(m.GPU_PRESENT, GPU, settings)} == 0
-  unless on ({GPU})
-{_paged(settings)}"""
-    return _of_gpu(
-        settings,
-        "GpuMissing",
-        "critical",
-        problem,
-        settings.missing_for,
-        "A GPU of the node's inventory does not answer, and no Xid says why.",
-        " does not answer, and reported no critical Xid.",
-    )
-
-
-def _too_few(settings: AlertSettings) -> Alert:
-    known = f"group by ({GPU}, gpu) ({m.GPU_PRESENT} or {m.GPU_READABLE})"
-    wanted = f'max by (instance) ({m.NODE_EXPECTED}{{kind="gpus"}})'
-    # A node without any, and without a driver, has no series of one; nor has one whose driver cannot be asked.
-    problem = f"""\
-(
-  count by (instance) ({known})
-    or on (instance)
-  0 * max by (instance) ({m.NODE_EXPECTED})
-    unless on (instance)
-  ({m.DRIVER_RELEASED} == 1 or {m.COLLECTOR_SUCCESS}{{collector=~"nvml|dcgm"}} == 0)
+    ),
+    # An update of the driver takes less.
+    Alert(
+        name="GpuDriverNotLoaded",
+        group="gpu",
+        severity="warning",
+        identity=("host",),
+        expr="""
+            group by (host) (
+              (max by (instance) (last_over_time(gpu_driver_loaded[<5m>])) == 0)
+                * on (instance) group_left (host)
+              <host>
+            )
+        """,
+        for_="10m",
+        summary="No NVIDIA driver is loaded",
+        description="{{ $labels.host }} has GPUs in its inventory and no NVIDIA driver loaded.<runs_on_host>",
+    ),
+    # Drivers before R535 call both slowdowns `thermal`. 10 % of the time is what TraceML lets a straggler cost before
+    # it warns. Window and `for` are ten minutes; fail-slow lasts from tens of seconds on (FALCON).
+    Alert(
+        name="GpuThermalThrottling",
+        group="gpu",
+        severity="warning",
+        identity=("host", "uuid"),
+        expr="""
+            max by (host, uuid) (
+              (
+                max by (instance, uuid) (
+                  rate(
+                    gpu_clock_event_seconds_total{reason=~"sw_thermal_slowdown|hw_thermal_slowdown|thermal"}[<5m>]
+                  )
+                ) > 0.1
+              ) * on (instance) group_left (host) <host>
+            )
+        """,
+        for_="5m",
+        keep_firing_for="5m",
+        summary="GPU is throttled by heat",
+        description=(
+            "<gpu> was throttled by heat {{ $value | humanizePercentage }} of the time."
+            + each_series(
+                "max(gpu_temperature_celsius{uuid=%q})", "$labels.uuid", " It is at {{ .Value }} degrees Celsius."
+            )
+            + "<ranks_on_gpu>"
+        ),
+    ),
+    # At the board's own limit a power cap is normal. With a limit below 95 % of the default, which somebody set, half
+    # the time is too much.
+    Alert(
+        name="GpuPowerThrottling",
+        group="gpu",
+        severity="warning",
+        identity=("host", "uuid"),
+        expr="""
+            max by (host, uuid) (
+              (
+                max by (instance, uuid) (
+                  rate(gpu_clock_event_seconds_total{reason=~"hw_power_brake_slowdown"}[<5m>])
+                ) > 0.1
+                  or on (instance, uuid)
+                max by (instance, uuid) (rate(gpu_clock_event_seconds_total{reason=~"sw_power_cap"}[<5m>])) > 0.5
+                  and on (instance, uuid)
+                (
+                  max by (instance, uuid) (last_over_time(gpu_power_limit_watts[<5m>]))
+                    < on (instance, uuid)
+                  0.95 * max by (instance, uuid) (last_over_time(gpu_power_limit_default_watts[<5m>]))
+                )
+              ) * on (instance) group_left (host) <host>
+            )
+        """,
+        for_="5m",
+        keep_firing_for="5m",
+        summary="GPU is throttled by power",
+        description=(
+            "<gpu> was throttled {{ $value | humanizePercentage }} of the time"
+            + each_series(
+                "max by (instance, uuid) "
+                + '(rate(gpu_clock_event_seconds_total{uuid=%q,reason=~"hw_power_brake_slowdown"}[<5m>])) > 0.1',
+                "$labels.uuid",
+                " by an external power brake",
+            )
+            + each_series("max(gpu_power_limit_watts{uuid=%q})", "$labels.uuid", ". Its limit is {{ .Value }} W")
+            + each_series(
+                "max(gpu_power_limit_default_watts{uuid=%q})", "$labels.uuid", ", the board's default {{ .Value }} W"
+            )
+            + ".<ranks_on_gpu>"
+        ),
+    ),
+    # A healthy H100 at full load keeps 15 degrees and more.
+    Alert(
+        name="GpuHot",
+        group="gpu",
+        severity="warning",
+        identity=("host", "uuid"),
+        expr="""
+            group by (host, uuid) (
+              (
+                max by (instance, uuid) (last_over_time(gpu_temperature_margin_celsius[<5m>]))
+                  - on (instance, uuid)
+                max by (instance, uuid) (
+                  last_over_time(gpu_temperature_limit_margin_celsius{limit="slowdown"}[<5m>])
+                ) < 3
+                  or on (instance, uuid)
+                max by (instance, uuid) (last_over_time(gpu_temperature_limit_celsius{limit="slowdown"}[<5m>]))
+                  - on (instance, uuid)
+                max by (instance, uuid) (last_over_time(gpu_temperature_celsius[<5m>])) < 3
+              ) * on (instance) group_left (host) <host>
+            )
+        """,
+        for_="5m",
+        summary="GPU is close to thermal throttling",
+        description=(
+            "<gpu> is within 3 degrees Celsius of thermal slowdown."
+            + each_series(
+                "max(gpu_temperature_celsius{uuid=%q})", "$labels.uuid", " It is at {{ .Value }} degrees Celsius."
+            )
+            + "<ranks_on_gpu>"
+        ),
+    ),
+    # The generation falls while a GPU idles, by design; the width does not. A link that trains narrow may be put
+    # right at once.
+    Alert(
+        name="GpuPcieDegraded",
+        group="gpu",
+        severity="warning",
+        identity=("host", "uuid"),
+        expr="""
+            group by (host, uuid) (
+              (
+                max by (instance, uuid) (last_over_time(gpu_pcie_width_lanes[<5m>]))
+                  < on (instance, uuid)
+                max by (instance, uuid) (last_over_time(gpu_pcie_width_max_lanes[<5m>]))
+                  or on (instance, uuid)
+                max by (instance, uuid) (max_over_time(gpu_pcie_generation[<5m>]))
+                  < on (instance, uuid)
+                max by (instance, uuid) (last_over_time(gpu_pcie_generation_max[<5m>]))
+                  and on (instance, uuid)
+                min by (instance, uuid) (min_over_time(gpu_utilization_ratio[<5m>])) > 0.5
+              ) * on (instance) group_left (host) <host>
+            )
+        """,
+        for_="10m",
+        summary="PCIe link of a GPU is degraded",
+        description=(
+            "<gpu> has"
+            + each_series("max(gpu_pcie_width_lanes{uuid=%q})", "$labels.uuid", " {{ .Value }}")
+            + each_series("max(gpu_pcie_width_max_lanes{uuid=%q})", "$labels.uuid", " of {{ .Value }} PCIe lanes")
+            + each_series("max(gpu_pcie_generation{uuid=%q})", "$labels.uuid", " at generation {{ .Value }}")
+            + each_series("max(gpu_pcie_generation_max{uuid=%q})", "$labels.uuid", " of {{ .Value }}")
+            + ".<ranks_on_gpu>"
+        ),
+    ),
+    # 1e-12 replays a bit are DCGM's limit, 31 a minute at generation 5 with 16 lanes. A lane of generation 3 carries
+    # 8 Gb/s, and each generation twice that. A single error stays in the window for five minutes, a wrong reading
+    # does not.
+    Alert(
+        name="GpuPcieErrors",
+        group="gpu",
+        severity="warning",
+        identity=("host", "uuid"),
+        expr="""
+            group by (host, uuid) (
+              (
+                max by (instance, uuid) (rate(gpu_pcie_replays_total[<5m>]))
+                  > on (instance, uuid)
+                0.001 * 2 ^ max by (instance, uuid) (last_over_time(gpu_pcie_generation_max[<5m>]))
+                  * on (instance, uuid)
+                max by (instance, uuid) (last_over_time(gpu_pcie_width_max_lanes[<5m>]))
+                  or on (instance, uuid)
+                max by (instance, uuid) (increase(gpu_pcie_errors_total{error=~"fatal|non_fatal"}[<5m>])) > 0
+              ) * on (instance) group_left (host) <host>
+            )
+        """,
+        for_="1m",
+        keep_firing_for="10m",
+        summary="PCIe link of a GPU has errors",
+        description=(
+            "<gpu>:"
+            + each_series(
+                "60 * max by (instance, uuid) (rate(gpu_pcie_replays_total{uuid=%q}[<5m>]))",
+                "$labels.uuid",
+                ' {{ printf "%.0f" .Value }} replays a minute.',
+            )
+            + each_series(
+                'max by (error) (increase(gpu_pcie_errors_total{uuid=%q,error=~"fatal|non_fatal"}[<5m>])) > 0',
+                "$labels.uuid",
+                ' {{ printf "%.0f" .Value }} {{ .Labels.error }} errors in <5m>.',
+            )
+            + "<ranks_on_gpu>"
+        ),
+    ),
+    # Where a GPU's activity is not measured, utilisation shows whether anything ran at all. Loading, compiling and a
+    # slow file system are over within `for`.
+    Alert(
+        name="GpuIdleAllocated",
+        group="gpu",
+        severity="warning",
+        identity=("run",),
+        expr="""
+            count by (run) (
+              group by (run, uuid, host) (last_over_time(training_rank_info{uuid!=""}[<5m>]))
+                and on (uuid)
+              (
+                max by (uuid) (rate(gpu_sm_active_seconds_total[<5m>]))
+                  /
+                max by (uuid) (rate(gpu_profiled_seconds_total[<5m>])) < 0.01
+                  or on (uuid)
+                max by (uuid) (max_over_time(gpu_utilization_ratio[<5m>])) < 0.01
+              )
+            )
+        """,
+        for_="30m",
+        summary="Allocated GPUs are idle",
+        description=(
+            "Run {{ $labels.run }} has ranks on {{ $value }} idle GPUs, among them:\n{{- range $i, $gpus := "
+            + "printf `count by (host) (group by (run, uuid, host) "
+            + '(last_over_time(training_rank_info{run=%q,uuid!=""}[<5m>])) and on (uuid) ( max by (uuid) '
+            + "(rate(gpu_sm_active_seconds_total[<5m>])) / max by (uuid) "
+            + "(rate(gpu_profiled_seconds_total[<5m>])) < 0.01 or on (uuid) max by (uuid) "
+            + "(max_over_time(gpu_utilization_ratio[<5m>])) < 0.01 ))` $labels.run | query | sortByLabel "
+            + '"host" }}{{ if lt $i 3 }} {{ $gpus.Value }} of {{ $gpus.Labels.host }}{{ end }}{{ end }}.'
+        ),
+    ),
 )
-  < on (instance)
-{wanted}"""
-    expected = each(
-        f"topk(1, {wanted} and on (instance) {recording.HOST}{{host=%q}})",
-        "$labels.host",
-        " of the {{ .Value }} that it should have",
-    )
-    return Alert(
-        "gpu",
-        "GpuTooFew",
-        "critical",
-        ("host",),
-        at_host("max", problem, "host", settings),
-        settings.at_pace(settings.missing_for),
-        "A node has fewer GPUs than it should have, and never had the others.",
-        "{{ $labels.host }} has {{ $value }} GPUs" + expected + "." + runs_on_host(settings),
-    )
-
-
-def _driver(settings: AlertSettings) -> Alert:
-    return Alert(
-        "gpu",
-        "GpuDriverNotLoaded",
-        "warning",
-        ("host",),
-        at_host("group", f"{latest(m.GPU_DRIVER_LOADED, 'instance', settings)} == 0", "host", settings),
-        settings.at_pace(settings.driver_for),
-        "A node with GPUs has no driver loaded.",
-        "{{ $labels.host }} has GPUs in its inventory and no NVIDIA driver loaded." + runs_on_host(settings),
-    )
-
-
-def _held_back(settings: AlertSettings, reasons: str, matcher: str = "") -> str:
-    """Return the share of time for which the clock was held back, the most of several reasons at once."""
-    seconds = f'{m.GPU_CLOCK_EVENT_SECONDS}{{{matcher}reason=~"{reasons}"}}[{settings.at_pace(settings.rate_window)}]'
-    return f"max by ({GPU}) (rate({seconds}))"
-
-
-def _thermal(settings: AlertSettings) -> Alert:
-    # The second two are the hardware's own; thermal is what drivers before R535 make of both.
-    reasons = "sw_thermal_slowdown|hw_thermal_slowdown|thermal"
-    return _of_gpu(
-        settings,
-        "GpuThermalThrottling",
-        "warning",
-        f"{_held_back(settings, reasons)} > {settings.throttle_share:g}",
-        settings.throttle_for,
-        "A GPU is too hot and its clock is held back.",
-        " is held back by heat {{ $value | humanizePercentage }} of the time."
-        + each(f"max({m.GPU_TEMPERATURE}{{uuid=%q}})", "$labels.uuid", " It has {{ .Value }} degrees Celsius."),
-        by="max",
-        keep=settings.throttle_for,
-    )
-
-
-def _power(settings: AlertSettings) -> Alert:
-    limit, default = latest(m.GPU_POWER_LIMIT, GPU, settings), latest(m.GPU_POWER_LIMIT_DEFAULT, GPU, settings)
-    problem = f"""\
-{_held_back(settings, "hw_power_brake_slowdown")} > {settings.throttle_share:g}
-  or on ({GPU})
-{_held_back(settings, "sw_power_cap")} > {settings.power_cap_share:g}
-  and on ({GPU})
-({limit} < on ({GPU}) {settings.power_limit_share:g} * {default})"""
-    brake = _held_back(settings, "hw_power_brake_slowdown", "uuid=%q,")
-    return _of_gpu(
-        settings,
-        "GpuPowerThrottling",
-        "warning",
-        problem,
-        settings.throttle_for,
-        "A GPU gets less power than it is made for, and its clock is held back.",
-        " is held back {{ $value | humanizePercentage }} of the time"
-        + each(f"{brake} > {settings.throttle_share:g}", "$labels.uuid", " by a brake from outside, its power supply")
-        + each(f"max({m.GPU_POWER_LIMIT}{{uuid=%q}})", "$labels.uuid", ". Its limit is {{ .Value }} W")
-        + each(f"max({m.GPU_POWER_LIMIT_DEFAULT}{{uuid=%q}})", "$labels.uuid", ", the board's own {{ .Value }} W")
-        + ".",
-        by="max",
-        keep=settings.throttle_for,
-    )
-
-
-def _hot(settings: AlertSettings) -> Alert:
-    slowdown = '{limit="slowdown"}'
-    problem = f"""\
-{latest(m.GPU_TEMPERATURE_MARGIN, GPU, settings)} - on ({GPU})
-  {latest(m.GPU_TEMPERATURE_LIMIT_MARGIN, GPU, settings, slowdown)} < {settings.temperature_margin:g}
-  or on ({GPU})
-{latest(m.GPU_TEMPERATURE_LIMIT, GPU, settings, slowdown)} - on ({GPU})
-  {latest(m.GPU_TEMPERATURE, GPU, settings)} < {settings.temperature_margin:g}"""
-    return _of_gpu(
-        settings,
-        "GpuHot",
-        "warning",
-        problem,
-        settings.throttle_for,
-        "A GPU is about to be slowed down by its temperature.",
-        f" is within {settings.temperature_margin:g} degrees of slowing down."
-        + each(f"max({m.GPU_TEMPERATURE}{{uuid=%q}})", "$labels.uuid", " It has {{ .Value }} degrees Celsius."),
-    )
-
-
-def _pcie_degraded(settings: AlertSettings) -> Alert:
-    window = settings.at_pace(settings.state_window)
-    width, most = latest(m.GPU_PCIE_WIDTH, GPU, settings), latest(m.GPU_PCIE_WIDTH_MAX, GPU, settings)
-    newest = latest(m.GPU_PCIE_GENERATION_MAX, GPU, settings)
-    # The generation falls while a GPU idles, by design; the width does not.
-    problem = f"""\
-{width} < on ({GPU}) {most}
-  or on ({GPU})
-max by ({GPU}) (max_over_time({m.GPU_PCIE_GENERATION}[{window}])) < on ({GPU}) {newest}
-  and on ({GPU})
-min by ({GPU}) (min_over_time({m.GPU_UTILIZATION}[{window}])) > {settings.pcie_busy:g}"""
-
-    def fact(metric: m.Metric, text: str) -> str:
-        return each(f"max({metric}{{uuid=%q}})", "$labels.uuid", text)
-
-    return _of_gpu(
-        settings,
-        "GpuPcieDegraded",
-        "warning",
-        problem,
-        settings.degraded_for,
-        "A GPU's PCIe link is narrower or slower than it could be.",
-        " has"
-        + fact(m.GPU_PCIE_WIDTH, " {{ .Value }}")
-        + fact(m.GPU_PCIE_WIDTH_MAX, " of {{ .Value }} PCIe lanes")
-        + fact(m.GPU_PCIE_GENERATION, " at generation {{ .Value }}")
-        + fact(m.GPU_PCIE_GENERATION_MAX, " of {{ .Value }}")
-        + ".",
-    )
-
-
-def _pcie_errors(settings: AlertSettings) -> Alert:
-    window = settings.at_pace(settings.rate_window)
-    generation, width = latest(m.GPU_PCIE_GENERATION_MAX, GPU, settings), latest(m.GPU_PCIE_WIDTH_MAX, GPU, settings)
-    replays = f"max by ({GPU}) (rate({m.GPU_PCIE_REPLAYS}%s[{window}]))"
-    errors = f'{m.GPU_PCIE_ERRORS}{{%serror=~"fatal|non_fatal"}}[{window}]'
-    # A lane of generation 3 carries 8 Gb/s, and each generation twice that.
-    problem = f"""\
-{replays % ""} > on ({GPU}) {settings.pcie_bit_errors * 1e9:g} * 2 ^ {generation} * on ({GPU}) {width}
-  or on ({GPU})
-max by ({GPU}) (increase({errors % ""})) > 0"""
-    return _of_gpu(
-        settings,
-        "GpuPcieErrors",
-        "warning",
-        problem,
-        settings.link_for,  # a single error is in the window for five minutes; a reading that is wrong is not
-        "A GPU's PCIe link makes errors.",
-        ":"
-        + each(f"60 * {replays % '{uuid=%q}'}", "$labels.uuid", ' {{ printf "%.0f" .Value }} replays a minute.')
-        + each(
-            f"max by (error) (increase({errors % 'uuid=%q,'})) > 0",
-            "$labels.uuid",
-            f' {{{{ printf "%.0f" .Value }}}} {{{{ .Labels.error }}}} errors in {window}.',
-        ),
-        keep=settings.link_keep,
-    )
-
-
-def _nvlink_down(settings: AlertSettings) -> Alert:
-    state = latest(m.NVLINK_LINK_STATE, f"{GPU}, link", settings)
-    # 0 is inactive, 3 traffic disabled.
-    problem = f"count by ({GPU}) ({state} == 0 or {state} == 3)"
-    return _of_gpu(
-        settings,
-        "NvlinkDown",
-        "critical",
-        problem,
-        settings.nvlink_for,
-        "NVLinks of a GPU that were up are down.",
-        " has lost {{ $value }} NVLinks"
-        + each(f'sum({m.NVLINK_LINKS}{{uuid=%q,state=~"active|sleep"}})', "$labels.uuid", "; {{ .Value }} are up")
-        + ".",
-        by="max",
-        group="nvlink",
-    )
-
-
-def _nvlink_errors(settings: AlertSettings) -> Alert:
-    window = settings.at_pace(settings.link_window)
-    # Replayed, or corrected, is not lost; effective and symbol errors have their ratio, which has a limit.
-    hard = f'{m.NVLINK_ERRORS}{{%serror!~"crc|crc_data|effective|replay|symbol"}}[{window}]'
-    crc = f'{m.NVLINK_ERRORS}{{%serror=~"crc|crc_data"}}[{window}]'
-    problem = f"""\
-max by ({GPU}) (increase({hard % ""})) > 0
-  or on ({GPU})
-sum by ({GPU}) (rate({crc % ""})) > {settings.nvlink_crc_rate:g}
-  or on ({GPU})
-{latest(m.NVLINK_EFFECTIVE_BER, GPU, settings)} > {settings.nvlink_bit_errors:g}"""
-    return _of_gpu(
-        settings,
-        "NvlinkErrors",
-        "warning",
-        problem,
-        0,  # DCGM fails a GPU for one
-        "A GPU's NVLinks make errors.",
-        ":"
-        + each(
-            f"max by (error) (increase({hard % 'uuid=%q,'})) > 0",
-            "$labels.uuid",
-            f' {{{{ printf "%.0f" .Value }}}} {{{{ .Labels.error }}}} errors in {window}.',
-        )
-        + each(
-            f"sum(rate({crc % 'uuid=%q,'})) > 0",
-            "$labels.uuid",
-            ' {{ printf "%.0f" .Value }} corrected errors a second.',
-        )
-        + each(
-            f"max({m.NVLINK_EFFECTIVE_BER}{{uuid=%q}})",
-            "$labels.uuid",
-            ' Bit error ratio {{ printf "%.1e" .Value }} after correction.',
-        ),
-        keep=settings.link_keep,
-        group="nvlink",
-    )
-
-
-def _fabric(settings: AlertSettings) -> tuple[Alert, ...]:
-    state = latest(m.GPU_FABRIC_STATE, GPU, settings)
-    health = latest(m.GPU_FABRIC_HEALTH, GPU, settings)
-
-    def faults(names: str) -> str:
-        return latest(m.GPU_FABRIC_FAULT, GPU, settings, f'{{fault=~"{names}"}}') + " == 1"
-
-    # State 3 is completed; 1 and 2 are on the way there. Health 2 is unhealthy, 3 of limited capacity.
-    worst = f"""\
-{state} == 1
-  or on ({GPU})
-{state} == 2
-  or on ({GPU})
-{latest(m.GPU_FABRIC_STATUS, GPU, settings)} > 0
-  or on ({GPU})
-{health} == 2
-  or on ({GPU})
-{faults("access_timeout|incorrect_configuration|route_unhealthy")}"""
-    degraded = f"""\
-{health} == 3
-  or on ({GPU})
-{faults("degraded_bandwidth|manager_disconnected|no_partition|route_recovery")}"""
-
-    def fact(metric: m.Metric, values: dict[int, str]) -> str:
-        words = "".join(f"{{{{ if eq .Value {number}.0 }}}} {text}.{{{{ end }}}}" for number, text in values.items())
-        return each(f"max({metric}{{uuid=%q}})", "$labels.uuid", words)
-
-    text = (
-        ":"
-        + fact(m.GPU_FABRIC_STATE, {1: "it has not begun to register", 2: "it does not get registered"})
-        + each(
-            f"max({m.GPU_FABRIC_STATUS}{{uuid=%q}}) > 0",
-            "$labels.uuid",
-            " registration failed with nvmlReturn_t {{ .Value }}.",
-        )
-        + fact(m.GPU_FABRIC_HEALTH, {2: "the fabric is unhealthy", 3: "the fabric is of limited capacity"})
-        + each(f"max by (fault) ({m.GPU_FABRIC_FAULT}{{uuid=%q}}) == 1", "$labels.uuid", " {{ .Labels.fault }}.")
-    )
-
-    def alert(severity: Literal["critical", "warning"], problem: str, summary: str) -> Alert:
-        return _of_gpu(
-            settings, "NvlinkFabricUnhealthy", severity, problem, settings.fabric_for, summary, text, group="nvlink"
-        )
-
-    return (
-        alert("critical", worst, "A GPU has not joined its NVLink fabric, or the fabric fails it."),
-        alert("warning", degraded, "A GPU's NVLink fabric is of limited capacity."),
-    )
-
-
-def _idle(settings: AlertSettings) -> Alert:
-    rate, window = settings.at_pace(settings.rate_window), settings.at_pace(settings.state_window)
-    active = f"max by (uuid) (rate({m.GPU_SM_ACTIVE}[{rate}])) / max by (uuid) (rate({m.GPU_PROFILED_SECONDS}[{rate}]))"
-    ranks = f'group by (run, uuid, host) (last_over_time({m.TRAINING_RANK_INFO}{{%suuid!=""}}[{window}]))'
-    # Where a GPU's activity is not measured, utilisation says whether anything ran at all.
-    idle = f"""(
-  {active} < {settings.idle_share:g}
-    or on (uuid)
-  max by (uuid) (max_over_time({m.GPU_UTILIZATION}[{rate}])) < {settings.idle_share:g}
-)"""
-    hosts = f"count by (host) ({ranks % 'run=%q,'} and on (uuid) {' '.join(idle.split())})"
-    return Alert(
-        "gpu",
-        "GpuIdleAllocated",
-        "warning",
-        ("run",),
-        f"count by (run) (\n  {ranks % ''}\n    and on (uuid)\n{indent(idle, '  ')}\n)",
-        settings.at_pace(settings.idle_for),
-        "A run holds GPUs on which nothing has run for long.",
-        "Run {{ $labels.run }} has ranks on {{ $value }} GPUs that do nothing, the first of them:\n"
-        f'{{{{- range $i, $gpus := printf `{hosts}` $labels.run | query | sortByLabel "host" }}}}'
-        "{{ if lt $i 3 }} {{ $gpus.Value }} of {{ $gpus.Labels.host }}{{ end }}{{ end }}.",
-    )

@@ -1,11 +1,13 @@
-"""From the nodes' GPUs: power and energy of a run, and which GPUs work."""
+"""Records on GPUs: power and energy of a run, and which GPUs are in use.
+
+In joins the ranks are the many side, so that two runs on one GPU, or a rank on two GPUs for the minutes after it moved,
+break nothing. Energy is summed over exporters as tokens are, so that a restarted or a second exporter affects both
+sides of joules per token.
+"""
 
 from __future__ import annotations
 
-from alerts.recording.record import Record, record
-from alerts.recording.training import TOKENS
-from alerts.settings import AlertSettings
-from flopwatch import catalogue as m
+from alerts.recording.record import Record
 
 RUN_POWER = "run:gpu_energy_joules:rate5m"
 TOKEN_ENERGY = "run:gpu_energy_joules_per_token:ratio_rate5m"
@@ -14,63 +16,63 @@ FLEET_ALLOCATED = "fleet:gpu_allocated:count"
 FLEET_IDLE = "fleet:gpu_idle:count"
 
 
-def gpu_records(settings: AlertSettings) -> tuple[Record, ...]:
-    """Return the records on GPUs."""
-    rate = settings.at_pace(settings.rate_window)
-    # The ranks are the many side: two runs on one GPU, or a rank on two for the minutes after it moved, break nothing.
-    # Summed over exporters as tokens are, so that a restarted or a second one weighs on both sides of joules per token.
-    gpus = f'max by (run, uuid) ({m.TRAINING_RANK_INFO}{{uuid!=""}})'
-    energy = f"sum by (uuid) (rate({m.GPU_ENERGY}[{rate}]))"
-    present = f"group by (uuid) ({m.GPU_PRESENT} == 1)"
-    held = f'{m.GPU_OWNER_INFO}{{source!~"none|unknown"}} or on (uuid) {m.TRAINING_RANK_INFO}{{uuid!=""}}'
-    return (
-        record(
-            "detail",
-            RUN_POWER,
-            "Power of the run's GPUs. None unless every rank's GPU is known and measured; a "
-            "GPU that two runs share counts in both.",
-            f"""
-            sum by (run) ({gpus} * on (uuid) group_left () {energy})
+RECORDS: tuple[Record, ...] = (
+    Record(
+        "detail",
+        RUN_POWER,
+        """
+            sum by (run) (
+              max by (run, uuid) (training_rank_info{uuid!=""})
+                * on (uuid) group_left ()
+              sum by (uuid) (rate(gpu_energy_joules_total[<5m>]))
+            )
               unless on (run)
-            ({gpus} unless on (uuid) {energy})
+            (
+              max by (run, uuid) (training_rank_info{uuid!=""})
+                unless on (uuid)
+              sum by (uuid) (rate(gpu_energy_joules_total[<5m>]))
+            )
               unless on (run)
-            {m.TRAINING_RANK_INFO}{{uuid=""}}
+            training_rank_info{uuid=""}
         """,
-        ),
-        record(
-            "detail",
-            TOKEN_ENERGY,
-            "Energy of the run's GPUs for one token.",
-            f"""
-            {RUN_POWER} / ({TOKENS} > 0)
-        """,
-        ),
-        record(
-            "fleet",
-            FLEET_GPUS,
-            "GPUs that answer.",
-            f"""
-            count({present})
-        """,
-        ),
-        record(
-            "fleet",
-            FLEET_ALLOCATED,
-            "GPUs of those that a rank, a pod, a job or a user has.",
-            f"""
-            count({present} and on (uuid) ({held}))
+        "Power of the run's GPUs. A GPU that two runs share counts in both. Absent unless every rank's GPU is known "
+        "and measured.",
+    ),
+    Record(
+        "detail",
+        TOKEN_ENERGY,
+        "run:gpu_energy_joules:rate5m / (run:training_tokens:rate5m > 0)",
+        "Energy of the run's GPUs per token.",
+    ),
+    Record("fleet", FLEET_GPUS, "count(group by (uuid) (gpu_present == 1))", ("GPUs that answer.")),
+    Record(
+        "fleet",
+        FLEET_ALLOCATED,
+        """
+            count (
+              group by (uuid) (gpu_present == 1)
+                and on (uuid)
+              (gpu_owner_info{source!~"none|unknown"} or on (uuid) training_rank_info{uuid!=""})
+            )
               or
-            0 * {FLEET_GPUS}
+            0 * fleet:gpu_present:count
         """,
-        ),
-        record(
-            "fleet",
-            FLEET_IDLE,
-            "GPUs of those that nobody has; one whose owner cannot be told is in neither.",
-            f"""
-            count({present} unless on (uuid) ({held}) unless on (uuid) {m.GPU_OWNER_INFO}{{source="unknown"}})
+        "GPUs that answer and that a rank, a pod, a job or a user has.",
+    ),
+    Record(
+        "fleet",
+        FLEET_IDLE,
+        """
+            count (
+              group by (uuid) (gpu_present == 1)
+                unless on (uuid)
+              (gpu_owner_info{source!~"none|unknown"} or on (uuid) training_rank_info{uuid!=""})
+                unless on (uuid)
+              gpu_owner_info{source="unknown"}
+            )
               or
-            0 * {FLEET_GPUS}
+            0 * fleet:gpu_present:count
         """,
-        ),
-    )
+        "GPUs that answer and have no owner. A GPU whose owner is unknown is in neither count.",
+    ),
+)

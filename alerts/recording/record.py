@@ -1,10 +1,12 @@
-"""What a recording rule is, and how often each group of them is evaluated."""
+"""A recording rule, and how often each group is evaluated."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from inspect import cleandoc
+from dataclasses import dataclass, replace
+
+from alerts.settings import AlertSettings
+from alerts.template import fill
 
 # Scrape intervals between two evaluations of a group; others are evaluated at each. What looks back a week need not be
 # asked four times a minute, and nothing may be asked less often than instant queries look back (5 min).
@@ -23,7 +25,10 @@ EVERY: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One recording rule; `str()` is the name of the series it makes."""
+    """One recording rule, with placeholders (alerts/template.py) until `at` fills them in.
+
+    `str()` is the name of the series it makes.
+    """
 
     group: str
     name: str
@@ -33,11 +38,10 @@ class Record:
     def __str__(self) -> str:
         return self.name
 
-    def rule(self) -> dict[str, object]:
+    def at(self, settings: AlertSettings) -> Record:
         """Return the rule as Prometheus reads it."""
+        return replace(self, expr=fill(self.expr, settings, {}))
+
+    def rule(self) -> dict[str, object]:
+        """Return the rule as an entry of a rule file."""
         return {"record": self.name, "expr": self.expr}
-
-
-def record(group: str, name: str, help_text: str, expr: str) -> Record:
-    """Return the rule of an expression that is indented as the code around it."""
-    return Record(group, name, cleandoc(expr), help_text)

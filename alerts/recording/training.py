@@ -1,15 +1,18 @@
-"""From the training hook: MFU, step time, tokens, waits, stragglers.
+"""Records on training: MFU, step time, tokens, waits and stragglers.
 
-A rank that moved, or an exporter that restarted, leaves two series of one rank for a window: rates come before sums,
+A rank that moved, or an exporter that restarted, leaves two series of one rank for a window. So rates come before sums,
 both sides of a ratio are summed over the same series before they are divided, and a join has the host on its one side,
-where it is unique whatever overlaps.
+where topk keeps it unique. An exporter serves one host, so a join on `instance` is as wide as there are hosts.
+
+Scores use the least wait that is not below the median, which is the upper median exactly, in passes that are linear in
+the ranks. A restarted rank may be on another host, so the windows before do not count. Tokens are compared per step,
+because ranks in the same step are scraped at different times. A failed scrape is not the end of a rank: labels are read
+from the last four scrapes. vmalert sees a record one evaluation late, so records that rank others do not read them.
 """
 
 from __future__ import annotations
 
-from alerts.recording.record import Record, record
-from alerts.settings import AlertSettings
-from flopwatch import catalogue as m
+from alerts.recording.record import Record
 
 HOST = "instance:host:info"
 NODE_RUN = "instance:training_run:info"
@@ -39,384 +42,388 @@ STRAGGLER_LOST_1D = "run:training_straggler_lost:ratio_1d"
 STRAGGLER_LOST_7D = "run:training_straggler_lost:ratio_7d"
 
 
-def training_records(settings: AlertSettings) -> tuple[Record, ...]:
-    """Return the records on runs and ranks, in the order in which they build on each other."""
-    return (*_places(settings), *_speed(settings), *_stragglers(settings))
-
-
-def _places(settings: AlertSettings) -> tuple[Record, ...]:
-    """Return where things are: an exporter serves one node, so that a join on `instance` is as wide as there are nodes.
-
-    Asked from the last `state_window`, as rates still have what an exporter counted that is no more.
-    """
-    state = settings.at_pace(settings.state_window)
-
-    def hosts(info: m.Metric) -> str:
-        return f"count by (instance, host) (last_over_time({info}[{state}]))"
-
-    return (
-        # topk, because a node that was renamed has two; two of them would break the joins for the whole cluster.
-        record(
-            "place",
-            HOST,
-            "Name of the node an exporter serves.",
-            f"""
+RECORDS: tuple[Record, ...] = (
+    Record(
+        "place",
+        HOST,
+        """
             group by (instance, host) (
               topk by (instance) (1,
-                {hosts(m.GPU_INFO)}
+                count by (instance, host) (last_over_time(gpu_info[<5m>]))
                   or on (instance)
-                {hosts(m.INFINIBAND_INFO)}
+                count by (instance, host) (last_over_time(infiniband_info[<5m>]))
                   or on (instance)
-                {hosts(m.TRAINING_RANK_INFO)}
+                count by (instance, host) (last_over_time(training_rank_info[<5m>]))
               )
             )
         """,
-        ),
-        record(
-            "place",
-            NODE_RUN,
-            "The runs that have ranks on an exporter's node.",
-            f"""
-            group by (instance, run) ({m.TRAINING_RANK_INFO})
-        """,
-        ),
-    )
-
-
-def _speed(settings: AlertSettings) -> tuple[Record, ...]:
-    rate = settings.at_pace(settings.rate_window)
-    progress = settings.at_pace(settings.progress_window)
-    state = settings.at_pace(settings.state_window)
-    memory = settings.at_pace(settings.memory)
-    world = f"max by (run) (last_over_time({m.TRAINING_WORLD_SIZE}[{progress}]))"
-
-    def per_host(counter: m.Metric) -> str:
-        return (
-            f"sum by (run, host) (\n"
-            f"  sum by (instance, run) (rate({counter}[{rate}])) * on (instance) group_left (host) {HOST}\n)"
-        )
-
-    def step_quantile(name: str, quantile: float) -> Record:
-        # A run without a step in the window gives NaN, which no comparison lets through.
-        return record(
-            "detail",
-            name,
-            f"Duration that {100 * quantile:g} % of the optimizer steps do not exceed, as "
-            "far as the histogram's bounds tell.",
-            f"""
-            histogram_quantile({quantile:g}, sum by (run, le) (rate({m.TRAINING_STEP_DURATION}_bucket[{rate}]))) >= 0
-        """,
-        )
-
-    return (
-        record(
-            "training",
-            RUN_MFU,
-            "Model FLOPs over dense peak, in steps. None unless every rank has a peak.",
-            f"""
-            sum by (run) (rate({m.TRAINING_MODEL_FLOPS}[{rate}]))
+        "Name of the host an exporter serves.",
+    ),
+    Record(
+        "place",
+        NODE_RUN,
+        "group by (instance, run) (training_rank_info)",
+        "Runs that have ranks on an exporter's host.",
+    ),
+    Record(
+        "training",
+        RUN_MFU,
+        """
+            sum by (run) (rate(training_model_flops_total[<5m>]))
               /
-            (sum by (run) (rate({m.TRAINING_CAPACITY_FLOPS}[{rate}])) > 0)
+            (sum by (run) (rate(training_capacity_flops_total[<5m>])) > 0)
               and on (run)
             (
-              count by (run) (sum by (run, rank) (rate({m.TRAINING_CAPACITY_FLOPS}[{rate}])) > 0)
+              count by (run) (sum by (run, rank) (rate(training_capacity_flops_total[<5m>])) > 0)
                 ==
-              {world}
+              max by (run) (last_over_time(training_world_size[<2m>]))
             )
               unless on (run)
-            {m.TRAINING_MFU_UNAVAILABLE} == 1
+            training_mfu_unavailable == 1
         """,
-        ),
-        record(
-            "detail",
-            RANK_MFU,
-            "Model FLOPs over dense peak of one rank, where its run has an MFU.",
-            f"""
-            sum by (run, rank) (rate({m.TRAINING_MODEL_FLOPS}[{rate}]))
+        "Model FLOPs over dense peak, in steps. Absent unless every rank has a peak.",
+    ),
+    Record(
+        "detail",
+        RANK_MFU,
+        """
+            sum by (run, rank) (rate(training_model_flops_total[<5m>]))
               /
-            (sum by (run, rank) (rate({m.TRAINING_CAPACITY_FLOPS}[{rate}])) > 0)
+            (sum by (run, rank) (rate(training_capacity_flops_total[<5m>])) > 0)
               and on (run)
-            {RUN_MFU}
+            run:training_mfu:ratio_rate5m
         """,
-        ),
-        record(
-            "detail",
-            HOST_MFU,
-            "Model FLOPs over dense peak of a run's ranks on a host, where it has an MFU.",
-            f"""
-            {per_host(m.TRAINING_MODEL_FLOPS)}
+        ("Model FLOPs over dense peak of one rank, where its run has an MFU."),
+    ),
+    Record(
+        "detail",
+        HOST_MFU,
+        """
+            sum by (run, host) (
+              sum by (instance, run) (rate(training_model_flops_total[<5m>]))
+                * on (instance) group_left (host)
+              instance:host:info
+            )
               /
-            ({per_host(m.TRAINING_CAPACITY_FLOPS)} > 0)
+            (
+              sum by (run, host) (
+                sum by (instance, run) (rate(training_capacity_flops_total[<5m>]))
+                  * on (instance) group_left (host)
+                instance:host:info
+              ) > 0
+            )
               and on (run)
-            {RUN_MFU}
+            run:training_mfu:ratio_rate5m
         """,
-        ),
-        record(
-            "detail",
-            RUN_HFU,
-            "FLOPs executed, recomputation included, over dense peak. None unless every rank "
-            "declared its recomputation and the run has an MFU.",
-            f"""
-            sum by (run) (rate({m.TRAINING_HARDWARE_FLOPS}[{rate}]))
+        ("Model FLOPs over dense peak of a run's ranks on a host, where it has an MFU."),
+    ),
+    Record(
+        "detail",
+        RUN_HFU,
+        """
+            sum by (run) (rate(training_hardware_flops_total[<5m>]))
               /
-            (sum by (run) (rate({m.TRAINING_CAPACITY_FLOPS}[{rate}])) > 0)
+            (sum by (run) (rate(training_capacity_flops_total[<5m>])) > 0)
               and on (run)
-            (count by (run) (sum by (run, rank) (rate({m.TRAINING_HARDWARE_FLOPS}[{rate}])) > 0) == {world})
+            (
+              count by (run) (sum by (run, rank) (rate(training_hardware_flops_total[<5m>])) > 0)
+                ==
+              max by (run) (last_over_time(training_world_size[<2m>]))
+            )
               and on (run)
-            {RUN_MFU}
+            run:training_mfu:ratio_rate5m
         """,
-        ),
-        record(
-            "detail",
-            FLEET_MFU,
-            "MFU of the runs that have one, weighted by their ranks.",
-            f"""
-            sum({RUN_MFU} * on (run) {world})
+        "FLOPs executed, including recomputation, over dense peak. Absent unless every rank declared its "
+        "recomputation and the run has an MFU.",
+    ),
+    Record(
+        "detail",
+        FLEET_MFU,
+        """
+            sum(run:training_mfu:ratio_rate5m * on (run) max by (run) (last_over_time(training_world_size[<2m>])))
               /
-            sum({world} and on (run) {RUN_MFU})
-        """,
-        ),
-        record(
-            "training",
-            STEP_DURATION,
-            "Mean duration of an optimizer step.",
-            f"""
-            sum by (run) (rate({m.TRAINING_STEP_DURATION}_sum[{rate}]))
-              /
-            (sum by (run) (rate({m.TRAINING_STEP_DURATION}_count[{rate}])) > 0)
-        """,
-        ),
-        step_quantile(STEP_P50, 0.5),
-        step_quantile(STEP_P90, 0.9),
-        step_quantile(STEP_P99, 0.99),
-        record(
-            "training",
-            TOKENS,
-            "Tokens per second of the whole run.",
-            f"""
-            sum by (run) (rate({m.TRAINING_TOKENS}[{rate}]))
-        """,
-        ),
-        # Ranks say how large it is where no ledger does, so that an outage of the ledger makes no page a warning.
-        record(
-            "training",
-            PAGES,
-            "1 for a run that may page: it is large, or it asks to.",
-            f"""
-            group by (tenant, run) (
-              max by (tenant, run) (last_over_time({m.RUN_GPUS}[{state}])) >= {settings.page_min_gpus}
-                or
-              max by (tenant, run) (last_over_time({m.TRAINING_RUN_INFO}{{page="always"}}[{memory}]))
-                or
-              {PAGES} and on (tenant, run) last_over_time({m.RUN_STATE}{{state="down"}}[{state}]) == 1
-                or
-              max by (tenant, run) (last_over_time({m.TRAINING_RUN_INFO}[{memory}]))
-                and on (run)
-              max by (run) (last_over_time({m.TRAINING_WORLD_SIZE}[{state}])) >= {settings.page_min_gpus}
-                unless on (tenant, run)
-              last_over_time({m.RUN_GPUS}[{state}])
+            sum (
+              max by (run) (last_over_time(training_world_size[<2m>])) and on (run) run:training_mfu:ratio_rate5m
             )
         """,
-        ),
-    )
-
-
-def _stragglers(settings: AlertSettings) -> tuple[Record, ...]:
-    window = settings.at_pace(settings.straggler_window)
-    three_windows = settings.at_pace(3 * settings.straggler_window)
-    hour, day, week = map(settings.at_pace, (settings.hour, settings.day, settings.week))
-    # Of a step: by when they are scraped, ranks in the same step differ by one of the few long ones in a window.
-    tokens = (
-        f"(sum by (run, rank) (rate({m.TRAINING_TOKENS}[{window}])) / "
-        f"(sum by (run, rank) (rate({m.TRAINING_STEPS}[{window}])) > 0))"
-    )
-    # A scrape that fails is not a rank's end, or a verdict would begin anew two and four minutes later, too.
-    lately = settings.at_pace(4 * settings.scrape_interval)
-    info, known, world = (
-        f"last_over_time({family}[{lately}])"
-        for family in (m.TRAINING_RANK_INFO, f'{m.TRAINING_RANK_INFO}{{host!=""}}', m.TRAINING_WORLD_SIZE)
-    )
-    places = f"topk by (run, rank) (1, max by (run, rank, host) ({known}))"
-    confirmed = f"{LEADER} >= {settings.straggler_warning:g}"
-    most_late = f"max by (run) ({HOST_SCORE})"
-
-    def leads(score: str, offset: str = "") -> str:
-        # Not RUN_SCORE: vmalert sees a record an evaluation after those it was made of, when they have other values.
-        # Equal ones have 0, all of them, and which of them leads is a matter of rounding.
-        return (
-            f"({score}{offset} > {settings.straggler_least:g} == on (run) group_left () max by (run) ({score}{offset}))"
-        )
-
-    def rivals(score: str, most: str) -> str:
-        """Return the runs in which more than one is as late as the latest, or nearly."""
-        return f"(count by (run) ({score} > on (run) group_left () {settings.straggler_rival:g} * {most}) > 1)"
-
-    before = (f" offset {window}", f" offset {settings.at_pace(2 * settings.straggler_window)}")
-    return (
-        record(
-            "training",
-            WAIT,
-            "Share of measured step time a rank waits for others; none for a stale rank. With its "
-            "coordinate in a pipeline, where there is one.",
-            f"""
+        ("MFU of the runs that have one, weighted by their ranks."),
+    ),
+    Record(
+        "training",
+        STEP_DURATION,
+        """
+            sum by (run) (rate(training_step_duration_seconds_sum[<5m>]))
+              /
+            (sum by (run) (rate(training_step_duration_seconds_count[<5m>])) > 0)
+        """,
+        ("Mean duration of an optimizer step."),
+    ),
+    Record(
+        "detail",
+        STEP_P50,
+        "histogram_quantile(0.5, sum by (run, le) (rate(training_step_duration_seconds_bucket[<5m>]))) >= 0",
+        ("Duration that 50 % of the optimizer steps do not exceed, as far as the histogram's bounds tell."),
+    ),
+    Record(
+        "detail",
+        STEP_P90,
+        "histogram_quantile(0.9, sum by (run, le) (rate(training_step_duration_seconds_bucket[<5m>]))) >= 0",
+        ("Duration that 90 % of the optimizer steps do not exceed, as far as the histogram's bounds tell."),
+    ),
+    Record(
+        "detail",
+        STEP_P99,
+        "histogram_quantile(0.99, sum by (run, le) (rate(training_step_duration_seconds_bucket[<5m>]))) >= 0",
+        ("Duration that 99 % of the optimizer steps do not exceed, as far as the histogram's bounds tell."),
+    ),
+    Record(
+        "training", TOKENS, "sum by (run) (rate(training_tokens_total[<5m>]))", ("Tokens per second of the whole run.")
+    ),
+    Record(
+        "training",
+        PAGES,
+        """
+            group by (tenant, run) (
+              max by (tenant, run) (last_over_time(run_gpus[<5m>])) >= <page_min_gpus>
+                or
+              max by (tenant, run) (last_over_time(training_run_info{page="always"}[<1d>]))
+                or
+              run:training_page:bool and on (tenant, run) last_over_time(run_state{state="down"}[<5m>]) == 1
+                or
+              max by (tenant, run) (last_over_time(training_run_info[<1d>]))
+                and on (run)
+              max by (run) (last_over_time(training_world_size[<5m>])) >= <page_min_gpus>
+                unless on (tenant, run)
+              last_over_time(run_gpus[<5m>])
+            )
+        """,
+        "1 for a run that may page, because it is large or asks to.",
+    ),
+    Record(
+        "training",
+        WAIT,
+        """
             (
-              sum by (run, rank) (rate({m.TRAINING_COLLECTIVE_WAIT}[{window}]))
+              sum by (run, rank) (rate(training_collective_wait_seconds_total[<2m>]))
                 /
               (
-                sum by (run, rank) (rate({m.TRAINING_MEASURED_STEP_SECONDS}[{window}]))
+                sum by (run, rank) (rate(training_measured_step_seconds_total[<2m>]))
                   and
-                sum by (run, rank) (increase({m.TRAINING_MEASURED_STEPS}[{window}])) >= {settings.straggler_steps}
+                sum by (run, rank) (increase(training_measured_steps_total[<2m>])) >= 5
               )
             )
               * on (run, rank) group_left (pp)
             (
-              topk by (run, rank) (1, max by (run, rank, pp) ({info}))
+              topk by (run, rank) (1, max by (run, rank, pp) (last_over_time(training_rank_info[<4_scrapes>])))
                 or on (run, rank)
-              group by (run, rank) (last_over_time({m.TRAINING_MEASURED_STEPS}[{lately}]))
+              group by (run, rank) (last_over_time(training_measured_steps_total[<4_scrapes>]))
             )
         """,
-        ),
-        # The least wait that is not below the median is the upper median, exactly; both passes are linear in ranks.
-        record(
-            "training",
-            RANK_SCORE,
-            "Upper median of the waits of the run's ranks at the same place in the pipeline "
-            "minus this rank's: the share of a step it costs. None unless every rank is measured.",
-            f"""
+        "Share of measured step time a rank waits for others, with its pipeline coordinate if known. Absent for a "
+        "stale rank.",
+    ),
+    Record(
+        "training",
+        RANK_SCORE,
+        """
             sum by (run, rank) (
               min by (run, pp) (
-                {WAIT} >= on (run, pp) group_left () quantile by (run, pp) (0.5, {WAIT})
-              )
-                - on (run, pp) group_right ()
-              {WAIT}
+                rank:training_collective_wait:ratio
+                  >= on (run, pp) group_left ()
+                quantile by (run, pp) (0.5, rank:training_collective_wait:ratio)
+              ) - on (run, pp) group_right () rank:training_collective_wait:ratio
             )
               and on (run)
-            (count by (run) ({WAIT}) == max by (run) ({world}))
+            (
+              count by (run) (rank:training_collective_wait:ratio)
+                ==
+              max by (run) (last_over_time(training_world_size[<4_scrapes>]))
+            )
         """,
-        ),
-        record(
-            "training",
-            RUN_SCORE,
-            "Score of the run's latest rank.",
-            f"""
-            max by (run) ({RANK_SCORE})
-        """,
-        ),
-        # A restarted rank may be another machine: the windows before say nothing about it.
-        record(
-            "training",
-            EXCUSED,
-            "1 for a rank that is not to blame if it is late: it restarted within three "
-            "windows, or its steps have more tokens than the others'.",
-            f"""
+        "Share of a step a rank costs: the upper median of the waits of the ranks at the same place in the pipeline, "
+        "minus its own. Absent unless every rank is measured.",
+    ),
+    Record("training", RUN_SCORE, "max by (run) (rank:training_straggler:score)", ("Score of the run's latest rank.")),
+    Record(
+        "training",
+        EXCUSED,
+        """
             group by (run, rank) (
-              sum by (run, rank) (resets({m.TRAINING_MEASURED_STEPS}[{three_windows}])) > 0
+              sum by (run, rank) (resets(training_measured_steps_total[<6m>])) > 0
                 or
-              count by (run, rank) (last_over_time({m.TRAINING_MEASURED_STEPS}[{three_windows}])) > 1
+              count by (run, rank) (last_over_time(training_measured_steps_total[<6m>])) > 1
                 or
-              {tokens}
-                /
-              on (run) group_left () (avg by (run) ({tokens}) > 0)
-                > {1 + settings.straggler_tokens:g}
+              (
+                sum by (run, rank) (rate(training_tokens_total[<2m>]))
+                  /
+                (sum by (run, rank) (rate(training_steps_total[<2m>])) > 0)
+              )
+                / on (run) group_left ()
+              (
+                avg by (run) (
+                  (
+                    sum by (run, rank) (rate(training_tokens_total[<2m>]))
+                      /
+                    (sum by (run, rank) (rate(training_steps_total[<2m>])) > 0)
+                  )
+                ) > 0
+              ) > 1.05
             )
         """,
-        ),
-        record(
-            "training",
-            LEADER,
-            "Score of the rank that was latest in three windows in a row, by more than 1 % "
-            "of a step; none if that changed hands, if another is nearly as late, or if the rank is excused.",
-            f"""
-            {leads(RANK_SCORE)}
+        "1 for a rank that is not a straggler even if it is late: it restarted within three windows, or its steps "
+        "have more tokens than the others'.",
+    ),
+    Record(
+        "training",
+        LEADER,
+        """
+            (
+              rank:training_straggler:score > 0.01
+                == on (run) group_left ()
+              max by (run) (rank:training_straggler:score)
+            )
               and on (run, rank)
-            {leads(RANK_SCORE, before[0])}
+            (
+              rank:training_straggler:score offset <2m> > 0.01
+                == on (run) group_left ()
+              max by (run) (rank:training_straggler:score offset <2m>)
+            )
               and on (run, rank)
-            {leads(RANK_SCORE, before[1])}
+            (
+              rank:training_straggler:score offset <4m> > 0.01
+                == on (run) group_left ()
+              max by (run) (rank:training_straggler:score offset <4m>)
+            )
               unless on (run, rank)
-            {EXCUSED}
+            rank:training_straggler:excused
               unless on (run)
-            {rivals(RANK_SCORE, RUN_SCORE)}
+            (
+              count by (run) (
+                rank:training_straggler:score > on (run) group_left () 0.75 * run:training_straggler:score
+              ) > 1
+            )
         """,
-        ),
-        record(
-            "verdict",
-            HOST_SCORE,
-            "Mean score of a run's ranks on a host, where it has several hosts.",
-            f"""
-            avg by (run, host) ({RANK_SCORE} * on (run, rank) group_left (host) {places})
+        "Score of the rank that was latest in three windows in a row, by more than 1 % of a step. Absent if the "
+        "latest rank changed, another is nearly as late, or the rank is excused.",
+    ),
+    Record(
+        "verdict",
+        HOST_SCORE,
+        """
+            avg by (run, host) (
+              rank:training_straggler:score
+                * on (run, rank) group_left (host)
+              topk by (run, rank) (1,
+                max by (run, rank, host) (last_over_time(training_rank_info{host!=""}[<4_scrapes>]))
+              )
+            )
               and on (run)
-            (count by (run) (count by (run, host) ({info})) > 1)
+            (count by (run) (count by (run, host) (last_over_time(training_rank_info[<4_scrapes>]))) > 1)
         """,
-        ),
-        record(
-            "verdict",
-            HOST_LEADER,
-            "Score of the host whose ranks were the latest in three windows in a row, in a "
-            "run without a single rank to blame; none on the same conditions.",
-            f"""
-            {leads(HOST_SCORE)}
+        "Mean score of a run's ranks on a host, for runs on several hosts.",
+    ),
+    Record(
+        "verdict",
+        HOST_LEADER,
+        """
+            (
+              host:training_straggler:score > 0.01
+                == on (run) group_left ()
+              max by (run) (host:training_straggler:score)
+            )
               and on (run, host)
-            {leads(HOST_SCORE, before[0])}
+            (
+              host:training_straggler:score offset <2m> > 0.01
+                == on (run) group_left ()
+              max by (run) (host:training_straggler:score offset <2m>)
+            )
               and on (run, host)
-            {leads(HOST_SCORE, before[1])}
+            (
+              host:training_straggler:score offset <4m> > 0.01
+                == on (run) group_left ()
+              max by (run) (host:training_straggler:score offset <4m>)
+            )
               unless on (run, host)
-            ({EXCUSED} * on (run, rank) group_left (host) {places})
+            (
+              rank:training_straggler:excused
+                * on (run, rank) group_left (host)
+              topk by (run, rank) (1,
+                max by (run, rank, host) (last_over_time(training_rank_info{host!=""}[<4_scrapes>]))
+              )
+            )
               unless on (run)
-            {rivals(HOST_SCORE, most_late)}
+            (
+              count by (run) (
+                host:training_straggler:score
+                  > on (run) group_left ()
+                0.75 * max by (run) (host:training_straggler:score)
+              ) > 1
+            )
               unless on (run)
-            {LEADER}
+            rank:training_straggler:leader
         """,
-        ),
-        record(
-            "training",
-            CULPRIT,
-            f"Score of a leader that costs at least {100 * settings.straggler_warning:g} % of "
-            "a step, with its host and GPU where they are known.",
-            f"""
-            ({confirmed})
+        "Score of the host whose ranks were latest in three windows in a row, in a run without a single straggling "
+        "rank. Absent under the same conditions.",
+    ),
+    Record(
+        "training",
+        CULPRIT,
+        """
+            (rank:training_straggler:leader >= <straggler_warning>)
               * on (run, rank) group_left (host, uuid)
-            topk by (run, rank) (1, max by (run, rank, host, uuid) ({m.TRAINING_RANK_INFO} and on (run, rank) {LEADER}))
+            topk by (run, rank) (1,
+              max by (run, rank, host, uuid) (
+                training_rank_info and on (run, rank) rank:training_straggler:leader
+              )
+            )
               or on (run, rank)
-            ({confirmed})
+            (rank:training_straggler:leader >= <straggler_warning>)
         """,
-        ),
-        # A run whose waits are all measured and that has no culprit loses nothing, and that is known.
-        record(
-            "training",
-            STRAGGLER_LOST,
-            "Share of each step lost to the culprit; 0 if there is none, none if waits are not measured.",
-            f"""
-            max by (run) ({confirmed})
+        "Score of such a rank that costs at least 10 % of a step, with its host and GPU where they are known.",
+    ),
+    Record(
+        "training",
+        STRAGGLER_LOST,
+        """
+            max by (run) (rank:training_straggler:leader >= <straggler_warning>)
               or
-            max by (run) ({HOST_LEADER} >= {settings.straggler_warning:g})
+            max by (run) (host:training_straggler:leader >= <straggler_warning>)
               or
-            0 * {RUN_SCORE}
+            0 * run:training_straggler:score
         """,
-        ),
-        *(
-            record(
-                "windows",
-                name,
-                f"Share of each step lost to a culprit, mean over the time of the last {text} in "
-                "which waits were measured.",
-                f"avg_over_time({STRAGGLER_LOST}[{window_}])",
-            )
-            for name, window_, text in (
-                (STRAGGLER_LOST_1H, hour, "hour"),
-                (STRAGGLER_LOST_1D, day, "day"),
-                # Every tenth minute of a week, which is a thousand.
-                (STRAGGLER_LOST_7D, f"{week}:{settings.at_pace(2 * settings.rate_window)}", "seven days"),
-            )
-        ),
-        record(
-            "detail",
-            COMMUNICATION,
-            "Share of step time that ranks wait in collectives, mean over all ranks: what "
-            "communication and imbalance cost. None unless every rank is measured.",
-            f"""
-            avg by (run) ({WAIT})
+        "Share of each step lost to a straggler, 0 without one. Absent if waits are not measured.",
+    ),
+    Record(
+        "windows",
+        STRAGGLER_LOST_1H,
+        "avg_over_time(run:training_straggler_lost:ratio[<1h>])",
+        "Share of each step lost to a straggler, mean over the measured time of the last hour.",
+    ),
+    Record(
+        "windows",
+        STRAGGLER_LOST_1D,
+        "avg_over_time(run:training_straggler_lost:ratio[<1d>])",
+        "Share of each step lost to a straggler, mean over the measured time of the last day.",
+    ),
+    Record(
+        "windows",
+        STRAGGLER_LOST_7D,
+        "avg_over_time(run:training_straggler_lost:ratio[<7d>:<10m>])",
+        "Share of each step lost to a straggler, mean over the measured time of the last seven days.",
+    ),
+    Record(
+        "detail",
+        COMMUNICATION,
+        """
+            avg by (run) (rank:training_collective_wait:ratio)
               and on (run)
-            (count by (run) ({WAIT}) == max by (run) ({world}))
+            (
+              count by (run) (rank:training_collective_wait:ratio)
+                ==
+              max by (run) (last_over_time(training_world_size[<4_scrapes>]))
+            )
         """,
-        ),
-    )
+        "Share of step time that ranks wait in collectives, mean over all ranks: the cost of communication and "
+        "imbalance. Absent unless every rank is measured.",
+    ),
+)

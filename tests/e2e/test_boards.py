@@ -297,7 +297,7 @@ def test_every_panel_is_drawn_or_says_why_it_is_empty(
 
 def test_it_says_what_is_true_of_the_cluster(running: Running, page: Page) -> None:
     look(page, "stragglers", address(running.boards, "stragglers", running.began, "dark"))
-    expect(page.locator('[data-panel="Late rank"]')).to_contain_text(LATE)
+    expect(page.locator('[data-panel="Straggler"]')).to_contain_text(LATE)
     look(page, "fleet", address(running.boards, "fleet", running.began, "dark"))
     alerts = page.locator('[data-panel="Firing alerts"]')
     for said in (*ALERTS, Topology.host(BAD_LINK[0])):

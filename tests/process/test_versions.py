@@ -71,7 +71,7 @@ FROM_ZERO = {
 NOT_COMPARED = re.compile(
     r"run:training_declared_seconds:delta5m|run:training_straggler_lost:ratio_\d[hd]|run:run_straggler_lost_seconds:.+"
 )
-HOURLY = re.compile(rf"\[\w+:{SETTINGS.at_pace(SETTINGS.hour)}\]")
+HOURLY = re.compile(rf"\[\w+:{SETTINGS.at_pace(3600)}\]")
 MOVES = 'run="recording_training0-lm"'
 # A run that is large for two scrapes, six seconds here: who looks at another moment does not see it.
 BRIEF = 'run="TrainingHang6-grown"'

@@ -45,9 +45,8 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "it is the value, for the text",
     (
         "GpuXidRepeated",
-        "warning: id) "
-        '(last_over_time(gpu_xid_last_timestamp_seconds[{xid=~"8|11|13|25|31|32|43|66|67|69|80|137|141"} -> '
-        "{}][1d])) > time() - 86400)",
+        "warning: last_over_time(gpu_xid_last_timestamp_seconds"
+        '[{xid=~"8|11|13|25|31|32|43|66|67|69|80|137|141"} -> {}][1d]) ) > time()',
     ): "it is matched by the Xid, which the other side has already chosen",
     # The alert is pending for a scrape; if it goes on by itself then, HostOnFaultyLeaf goes on, too. Here that one is
     # evaluated before the mutants, and not, as in its group, after the alert.

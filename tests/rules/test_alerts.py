@@ -18,14 +18,10 @@ import yaml
 
 from alerts import Alert, AlertSettings, alertmanager_yaml, alerts, records, rules, rules_yaml
 from alerts.__main__ import main
-from alerts.alerting.gpu import CRITICAL_XIDS
 from alerts.recording import EVERY
-from alerts.recording.__main__ import TITLES
-from alerts.recording.__main__ import text as recording_page
 from alerts.settings import duration
-from dashboards.alerts import grafana_rules
 from demo.servers import Servers, find
-from flopwatch.node.collectors import xid
+from docs.generate import GROUPS, recorded
 from simulator.promtool import rule_test
 from tests.support import ROOT
 from tests.support.promql_labels import labels_of
@@ -158,9 +154,9 @@ def test_every_record_has_a_name_of_its_own_and_a_rule_test_that_asks_for_it() -
 
 def test_the_list_of_records_in_the_docs_is_the_printed_one_and_leaves_none_out() -> None:
     page = (ROOT / "docs" / "records.md").read_text()
-    assert page == recording_page(SETTINGS)
+    assert page == recorded()
     assert re.findall(r"^\| `(\S+)` \|", page, flags=re.MULTILINE) == [
-        record.name for group in TITLES for record in records(SETTINGS) if record.group == group
+        record.name for group in GROUPS for record in records(SETTINGS) if record.group == group
     ]
     assert page.count("| `") == len(records(SETTINGS))
 
@@ -196,10 +192,6 @@ def test_there_is_a_runbook_and_a_rule_test_for_no_other_alert() -> None:
     assert {path.stem for path in RULE_TESTS if not path.stem.startswith("recording")} == names
 
 
-def test_the_critical_xids_are_those_the_collector_starts_at_zero() -> None:
-    assert [int(code) for code in CRITICAL_XIDS] == list(xid.CRITICAL)
-
-
 @pytest.mark.parametrize("pace", [0.5, 7, 15, 40])
 def test_at_another_pace_nothing_but_the_durations_differs(pace: float) -> None:
     paced = replace(SETTINGS, pace=pace)
@@ -220,7 +212,7 @@ def test_no_window_is_shorter_than_four_scrapes(pace: float) -> None:
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"straggler_window 120 s is less than four scrapes of 40 s"):
+    with pytest.raises(ValueError, match="scrape_interval 40 s: write 15 or less; the shortest window"):
         AlertSettings(scrape_interval=40)
     with pytest.raises(ValueError, match="pace 0"):
         AlertSettings(pace=0)
@@ -324,48 +316,6 @@ def test_pagerduty_is_told_what_fires(render: Callable[[str], str]) -> None:
     assert render(pagerduty["details"]["firing"]) == "Run <!channel> & more\n"
     assert render(pagerduty["details"]["resolved"]) == "Run b>a\n"
     assert render(pagerduty["severity"]) == "critical"
-
-
-def test_grafana_managed_rules_are_the_same_alerts_one_to_one() -> None:
-    provisioning = grafana_rules(SETTINGS)
-    groups: Any = rules(SETTINGS)["groups"]
-    prometheus = [
-        (group["name"], rule["alert"], rule["expr"], rule["for"], rule["labels"], rule.get("keep_firing_for", ""))
-        for group in groups
-        for rule in group["rules"]
-        if "alert" in rule
-    ]
-    grafana = [
-        (
-            group["name"],
-            rule["title"].partition(" ")[0],
-            rule["data"][0]["model"]["expr"],
-            rule["for"],
-            rule["labels"],
-            rule["keepFiringFor"],
-        )
-        for group in provisioning["groups"]
-        for rule in group["rules"]
-    ]
-    assert len(grafana) == len(ALERTS)
-    assert grafana == prometheus
-
-
-def test_grafana_managed_rules_have_the_shape_grafana_provisions() -> None:
-    provisioning = grafana_rules(SETTINGS, datasource="mimir")
-    assert provisioning["apiVersion"] == 1
-    every = [rule for group in provisioning["groups"] for rule in group["rules"]]
-    assert len({rule["uid"] for rule in every}) == len({rule["title"] for rule in every}) == len(every)
-    for group in provisioning["groups"]:
-        assert group["folder"] == "flopwatch"
-        assert seconds(group["interval"]) % 10 == 0  # Grafana's scheduler ticks every ten seconds
-    for rule in every:
-        query, reduce = rule["data"]
-        assert (query["datasourceUid"], query["model"]["instant"]) == ("mimir", True)
-        assert (reduce["refId"], reduce["model"]["expression"]) == (rule["condition"], query["refId"])
-        assert reduce["model"]["settings"]["mode"] in ("", "dropNN", "replaceNN")  # all that Grafana accepts
-        assert (rule["noDataState"], rule["execErrState"]) == ("OK", "Error")
-        assert "query" not in rule["annotations"]["description"]
 
 
 def test_the_command_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,7 +50,7 @@ BROKEN = [
         "(count by (instance) (instance:training_run:info) == 1)",
         "(count by (instance) (instance:training_run:info) > 0)",
     ),
-    (PORT_RAIL, '{role="compute",rail!=""}', '{rail!=""}'),
+    (PORT_RAIL, '{rail!="",role="compute"}', '{rail!=""}'),
     (RAIL_RETRANSMISSIONS, "+", "or"),
     # A second ledger by mistake.
     (recording.GOODPUT, "min by (tenant, run) (run_open_seconds)", "max by (tenant, run) (run_open_seconds)"),
@@ -201,8 +201,8 @@ BROKEN = [
 
 
 def squeezed(text: str) -> str:
-    """Return PromQL with one space where there are spaces and lines."""
-    return " ".join(text.split())
+    """Return PromQL with one space where there are spaces and lines, and none within parentheses."""
+    return re.sub(r"(?<=\() | (?=\))", "", " ".join(text.split()))
 
 
 def named(record: str, text: str, name: str) -> str:

@@ -18,7 +18,7 @@ import yaml
 
 from alerts import Alert, AlertSettings, alertmanager_yaml, alerts, rules_yaml
 from alerts.__main__ import main
-from alerts.alerting.monitor import GPU_CAUSES, HOST_CAUSES, OF_HOST, OF_RUN, PART_CAUSES
+from alerts.fragments import GPU_CAUSES, HOST_CAUSES, OF_HOST, OF_RUN, PART_CAUSES
 from alerts.recording import EVERY as EVERY_GROUP
 from alerts.routing import GROUP_BY, INHIBITIONS, LEDGERS, Inhibition
 from demo.receiver import Message, Receiver
@@ -31,16 +31,16 @@ EVERY = (*INHIBITIONS, LEDGERS)
 # An alert on an incident is told by these and nobody.
 SILENT = {"Maintenance", "RunOnFaultyHost", "HostOnFaultyLeaf"}
 # Seconds of evidence that these need before they are pending: a minute or half an hour without a step, three windows.
-SEEN_AFTER = {
-    "TrainingHang": SETTINGS.hang_after,
-    "TrainingStalled": SETTINGS.stalled_after,
-    "TrainingStraggler": 3 * SETTINGS.straggler_window,
-}
+SEEN_AFTER = {"TrainingHang": 60, "TrainingStalled": 1800, "TrainingStraggler": 3 * 120}
 
 
 def seconds(text: str) -> float:
     sizes = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
     return sum(float(number) * sizes[unit] for number, unit in re.findall(r"([\d.]+)(ms|[smhd])", text))
+
+
+LOST_AFTER = next(seconds(alert.for_) for alert in ALERTS if alert.name == "NodeLost")
+REMEMBERED = 1200.0  # how long RunOnFaultyHost remembers a cause: [20m]
 
 
 def named(pattern: str) -> list[Alert]:
@@ -118,7 +118,7 @@ def test_a_cause_waits_no_longer_than_its_consequences(one: Inhibition) -> None:
     assert [
         (cause.name, consequence.name)
         for cause, consequence in pairs(one)
-        if seconds(cause.for_) > seconds(consequence.for_) and seconds(cause.for_) > SETTINGS.node_lost_for
+        if seconds(cause.for_) > seconds(consequence.for_) and seconds(cause.for_) > LOST_AFTER
     ] == []
 
 
@@ -142,7 +142,7 @@ def test_no_page_outlasts_what_holds_it_back(one: Inhibition) -> None:
 
 def test_what_is_kept_after_a_cause_and_a_restart_are_over_before_the_cause_is_forgotten() -> None:
     kept = max(seconds(alert.keep_firing_for) for alert in ALERTS if re.fullmatch(f"{OF_HOST}|{OF_RUN}", alert.name))
-    assert kept + SETTINGS.down_for <= SETTINGS.aftermath
+    assert kept + seconds(named("TrainingDown")[0].for_) <= REMEMBERED
 
 
 def test_no_alert_is_its_own_cause_through_others() -> None:
@@ -175,7 +175,7 @@ def test_what_stands_between_a_host_and_its_runs_knows_every_page_about_a_host_t
         for alert in ALERTS
         if alert.severity == "critical"
         and "host" in alert.identity
-        and delay(alert) + interval(alert.group) <= SETTINGS.node_lost_for + SETTINGS.scrape_interval
+        and delay(alert) + interval(alert.group) <= LOST_AFTER + SETTINGS.scrape_interval
     }
     assert at_once <= {*HOST_CAUSES, *PART_CAUSES, *GPU_CAUSES} <= {alert.name for alert in ALERTS}
     assert all("uuid" in alert.identity for name in GPU_CAUSES for alert in named(name))

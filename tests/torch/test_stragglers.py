@@ -59,7 +59,7 @@ def named(three: list[Window], share: float = 1.0) -> int | None:
     leaders = {max(range(WORLD_SIZE), key=scores(window).__getitem__) for window in three}
     cost = sum(max(scores(window)) for window in three) / len(three)
     second, first = sorted(scores(three[-1]))[-2:]
-    alone = second <= settings.straggler_rival * first
+    alone = second <= 0.75 * first
     return leaders.pop() if len(leaders) == 1 and alone and cost > share * settings.straggler_warning else None
 
 

@@ -1,141 +1,121 @@
 """The exporter and the ledger themselves."""
 
-from flopwatch.catalogue.row import GPU, Metric
+from flopwatch.catalogue.row import GPU, counter, gauge, info
 
-FLOPWATCH_INFO = Metric(
-    "flopwatch_build_info", "info", "Version of this exporter.", ("version",), "flopwatch.__version__"
-)
-COLLECTOR_SUPPORTED = Metric(
+FLOPWATCH_INFO = info("flopwatch_build_info", "Version of this exporter.", ("version",), "flopwatch.__version__")
+COLLECTOR_SUPPORTED = gauge(
     "flopwatch_collector_supported",
-    "gauge",
-    "0 if the source does not exist on this machine.",
+    "0 if the source does not exist on this host.",
     ("collector",),
     "flopwatch.node.scrape.scrape",
 )
-COLLECTOR_SUCCESS = Metric(
+COLLECTOR_SUCCESS = gauge(
     "flopwatch_collector_success",
-    "gauge",
     "1 if the last read of this source succeeded within its deadline.",
     ("collector",),
     "flopwatch.node.scrape.scrape",
     key=True,
 )
-COLLECTOR_LAST_SUCCESS = Metric(
+COLLECTOR_LAST_SUCCESS = gauge(
     "flopwatch_collector_last_success_timestamp_seconds",
-    "gauge",
-    "When this source last answered, as Unix time. Its samples are served for --stale-after (30 s) after.",
+    "Time this source last answered, as Unix time. Its samples are served for --stale-after (30 s) longer.",
     ("collector",),
     "flopwatch.node.scrape.scrape",
 )
-COLLECTOR_DURATION = Metric(
+COLLECTOR_DURATION = gauge(
     "flopwatch_collector_duration_seconds",
-    "gauge",
-    "How long the last read of this source took.",
+    "Duration of the last read of this source.",
     ("collector",),
     "flopwatch.node.scrape.scrape",
 )
-COLLECTOR_FAILURES = Metric(
+COLLECTOR_FAILURES = counter(
     "flopwatch_collector_failures_total",
-    "counter",
-    "Reads that failed, by reason: deadline, exited (the reading process died), error, blind (it lost its access, "
-    "which says nothing about the hardware).",
+    "Failed reads by reason: deadline, exited (the reader process died), error, blind (lost access, which tells "
+    "nothing about the hardware).",
     ("collector", "reason"),
     "flopwatch.node.scrape.scrape",
 )
-COLLECTOR_RESTARTS = Metric(
+COLLECTOR_RESTARTS = counter(
     "flopwatch_collector_restarts_total",
-    "counter",
-    "Reading processes replaced, by reason: exited (died), hung, memory (above its cap), afresh (only a new process "
-    "can go on, as after a driver upgrade).",
+    "Reader processes replaced, by reason: exited (died), hung, memory (above its cap), afresh (only a new process "
+    "can go on, for instance after a driver upgrade).",
     ("collector", "reason"),
     "flopwatch.node.scrape.reader",
 )
-SERIES_DROPPED = Metric(
+SERIES_DROPPED = counter(
     "flopwatch_series_dropped_total",
-    "counter",
-    "Samples left out to stay within the series budget.",
+    "Samples dropped to stay within the series budget.",
     ("budget",),
     "flopwatch.node.scrape.scrape",
 )
-SERIES_DUPLICATE = Metric(
+SERIES_DUPLICATE = counter(
     "flopwatch_series_duplicate_total",
-    "counter",
-    "Samples of this source left out because the same series was there already: Prometheus would refuse them all.",
+    "Samples of this source dropped because the same series existed already: Prometheus would refuse the whole scrape.",
     ("collector",),
     "flopwatch.node.scrape.scrape",
 )
-DRIVER_RELEASED = Metric(
+DRIVER_RELEASED = gauge(
     "flopwatch_driver_released",
-    "gauge",
     "1 while every driver handle is closed on request, so that a GPU can be reset or its driver replaced.",
     (),
     "flopwatch exporter --release, SIGUSR1, or the file release in the state folder",
 )
-DRIVER_RELEASED_UNTIL = Metric(
+DRIVER_RELEASED_UNTIL = gauge(
     "flopwatch_driver_released_until_timestamp_seconds",
-    "gauge",
-    "When the driver is opened again, as Unix time. Present while it is released.",
+    "Time at which the driver is opened again, as Unix time. Absent while it is not released.",
     (),
     "flopwatch.node.driver_release",
 )
-DRIVER_RELEASED_SECONDS = Metric(
+DRIVER_RELEASED_SECONDS = counter(
     "flopwatch_driver_released_seconds_total",
-    "counter",
-    "Time without driver handles on request: the GPUs' series have a gap that is nobody's fault.",
+    "Time without driver handles on request. The GPUs' series have a planned gap.",
     (),
     "flopwatch.node.driver_release",
 )
-PROFILING_PAUSED = Metric(
+PROFILING_PAUSED = gauge(
     "flopwatch_profiling_paused",
-    "gauge",
-    "1 while DCGM gives no activity of the GPU because somebody paused profiling (Nsight, dcgmi profile --pause): "
-    "gpu_profiled_seconds_total stands still meanwhile.",
+    "1 while DCGM reports no activity of the GPU because profiling is paused (Nsight, dcgmi profile --pause). "
+    "gpu_profiled_seconds_total is constant meanwhile.",
     GPU,
     "DCGM fields 1001-1016: status -54, or blank",
 )
-XID_SOURCE_UP = Metric(
+XID_SOURCE_UP = gauge(
     "flopwatch_xid_source_up",
-    "gauge",
-    "1 while Xids are heard of from this source: kernel_log, nvml. With kernel_log 0 there is no text: no NVLink "
-    "details, no SXid, no node_kernel_events_total.",
+    "1 while this source reports Xids: kernel_log, nvml. Without kernel_log there is no text: no NVLink details, no "
+    "SXid, no node_kernel_events_total.",
     ("source",),
     "flopwatch.node.collectors.xid",
 )
-IDENTITY_SOURCE_UP = Metric(
+IDENTITY_SOURCE_UP = gauge(
     "flopwatch_identity_source_up",
-    "gauge",
-    "1 while this source of owners or of the node's place answers: kubelet, processes, job_mapping, topology; only "
+    "1 while this source of owners or of the host's place answers: kubelet, processes, job_mapping, topology. Only "
     "those in use.",
     ("source",),
     "flopwatch.node.collectors.identity",
 )
-KERNEL_LOG_LOST = Metric(
+KERNEL_LOG_LOST = counter(
     "flopwatch_kernel_log_lost_total",
-    "counter",
     "Kernel log records that were overwritten before they were read.",
     (),
     "gaps in the /dev/kmsg record numbers",
 )
-OTLP_ACCEPTED = Metric(
+OTLP_ACCEPTED = counter(
     "flopwatch_otlp_pushes_total",
-    "counter",
-    "Pushes from training processes, by outcome: accepted, partial (some points refused), foreign_gpu (claims a GPU of "
-    "another node); refused whole: stale_process, invalid, limit, conflict, malformed, too_large, unauthorized, "
-    "unsupported_type.",
+    "Pushes from training processes, by outcome: accepted, partial (some points refused), foreign_gpu (claims a GPU "
+    "of another host). Refused as a whole: stale_process, invalid, limit, conflict, malformed, too_large, "
+    "unauthorized, unsupported_type.",
     ("outcome",),
     "flopwatch.node.telemetry.ranks",
 )
-LEDGER_SENT = Metric(
+LEDGER_SENT = counter(
     "flopwatch_ledger_records_total",
-    "counter",
-    "Snapshots handed to the ledger, by outcome: sent, failed (offered again), refused.",
+    "Records sent to the ledger, by outcome: sent, failed (sent again), refused.",
     ("outcome",),
     "flopwatch.node.telemetry.ledger_client",
 )
-LEDGER_RECEIVED = Metric(
+LEDGER_RECEIVED = counter(
     "flopwatch_ledger_received_total",
-    "counter",
-    "Deliveries to this ledger, by outcome: accepted, refused, failed.",
+    "Requests to this ledger, by outcome: accepted, refused, failed.",
     ("outcome",),
     "flopwatch.ledger.app",
 )

@@ -1,179 +1,151 @@
 """NVLink and NVSwitch: NVML, DCGM and the kernel log."""
 
-from flopwatch.catalogue.row import GPU, Metric
+from flopwatch.catalogue.row import GPU, counter, gauge, info
 
-NVLINK_LINKS = Metric(
+NVLINK_LINKS = gauge(
     "nvlink_links",
-    "gauge",
-    "NVLinks of the GPU by state: active, inactive; sleep, disabled while there are such links.",
+    "NVLinks of the GPU by state: active, inactive. sleep and disabled are absent without such links.",
     (*GPU, "state"),
     "NVML fields 91 and 165, nvmlDeviceGetNvLinkState",
 )
-NVLINK_INFO = Metric(
-    "nvlink_info", "info", "NVLink generation of the GPU's links.", (*GPU, "version"), "NVML field 166"
-)
-NVLINK_SPEED = Metric(
+NVLINK_INFO = info("nvlink_info", "NVLink generation of the GPU's links.", (*GPU, "version"), "NVML field 166")
+NVLINK_SPEED = gauge(
     "nvlink_speed_bytes_per_second",
-    "gauge",
-    "Rate of one link in one direction; the slowest active link's.",
+    "Rate of one link in one direction, for the slowest active link.",
     GPU,
     "NVML fields 164 and 90, MB/s",
     scale=1e6,
 )
-NVLINK_TRANSMIT = Metric(
+NVLINK_TRANSMIT = counter(
     "nvlink_transmit_bytes_total",
-    "counter",
     "Payload sent over all links.",
     GPU,
     "NVML field 138, KiB; NVLink 5 where there is none field 202; GPM metric 61",
 )
-NVLINK_RECEIVE = Metric(
+NVLINK_RECEIVE = counter(
     "nvlink_receive_bytes_total",
-    "counter",
     "Payload received over all links.",
     GPU,
     "NVML field 139, KiB; NVLink 5 where there is none field 204; GPM metric 60",
 )
-NVLINK_TRANSMIT_RAW = Metric(
+NVLINK_TRANSMIT_RAW = counter(
     "nvlink_transmit_raw_bytes_total",
-    "counter",
-    "Bytes sent over all links, protocol included.",
+    "Bytes sent over all links, including the protocol.",
     GPU,
     "NVML field 140, KiB; DCGM field 1011",
     scale=1024,
 )
-NVLINK_RECEIVE_RAW = Metric(
+NVLINK_RECEIVE_RAW = counter(
     "nvlink_receive_raw_bytes_total",
-    "counter",
-    "Bytes received over all links, protocol included.",
+    "Bytes received over all links, including the protocol.",
     GPU,
     "NVML field 141, KiB; DCGM field 1012",
     scale=1024,
 )
-NVLINK_ERRORS = Metric(
+NVLINK_ERRORS = counter(
     "nvlink_errors_total",
-    "counter",
-    "Link errors by kind, all links together. NVLink 4: replay, recovery, crc, before it also crc_data. NVLink 5: "
+    "Link errors by kind, over all links. NVLink 4: replay, recovery, crc, before it also crc_data. NVLink 5: "
     "malformed_packet, buffer_overrun, receive, remote, general, local_integrity, transmit_discard, recovery, "
     "recovery_failed, effective, symbol.",
     (*GPU, "error"),
     "NVML fields 161-163; NVLink 5 fields 206-212, 214, 215, 219, 221; before NVLink 4 fields 38, 45, 52, 59",
 )
-NVLINK_LINK_ERRORS = Metric(
+NVLINK_LINK_ERRORS = counter(
     "nvlink_link_errors_total",
-    "counter",
-    "The same of one link; only links that had such an error.",
+    "The same errors of one link. Absent for links without an error.",
     (*GPU, "link", "error"),
     "NVML fields 161-163; NVLink 5 fields 206-212, 214, 215, 219, 221",
 )
-NVLINK_LINK_STATE = Metric(
+NVLINK_LINK_STATE = gauge(
     "nvlink_link_state_id",
-    "gauge",
-    "State of a link that was active once, by the exporter's state folder, and was seen inactive or disabled since the "
-    "exporter started: 0 inactive, 3 traffic disabled; 1 or 2 (asleep) once it is up again.",
+    "State of a link that was active before and was seen inactive or disabled since the exporter started: 0 "
+    "inactive, 3 traffic disabled; 1 or 2 (asleep) once it is up again. Absent for other links.",
     (*GPU, "link"),
     "NVML field 165, nvmlDeviceGetNvLinkState",
 )
-NVLINK_RAW_BER = Metric(
+NVLINK_RAW_BER = gauge(
     "nvlink_raw_bit_error_ratio",
-    "gauge",
-    "Bit errors before any correction, relative to all bits; the worst link's (NVLink 5, newer drivers).",
+    "Bit errors before any correction, relative to all bits, for the worst link (NVLink 5, newer drivers).",
     GPU,
     "NVML field 293",
 )
-NVLINK_EFFECTIVE_BER = Metric(
+NVLINK_EFFECTIVE_BER = gauge(
     "nvlink_effective_bit_error_ratio",
-    "gauge",
-    "Bit errors left after correction, relative to all bits; the worst link's. Above 1e-12 the link is bad (NVLink 5).",
+    "Bit errors left after correction, relative to all bits, for the worst link (NVLink 5). A link above 1e-12 is bad.",
     GPU,
     "NVML field 220",
 )
-NVLINK_SYMBOL_BER = Metric(
+NVLINK_SYMBOL_BER = gauge(
     "nvlink_symbol_bit_error_ratio",
-    "gauge",
-    "Symbol errors left after all correction, relative to all symbols; the worst link's (NVLink 5).",
+    "Symbol errors left after all correction, relative to all symbols, for the worst link (NVLink 5).",
     GPU,
     "NVML field 222",
 )
-NVLINK_SWITCH_SXID = Metric(
+NVLINK_SWITCH_SXID = counter(
     "nvlink_switch_sxid_errors_total",
-    "counter",
     "SXid errors of an NVSwitch, named by its PCI address. Meaning: docs/xid.md.",
     ("switch", "sxid"),
     "/dev/kmsg nvidia-nvswitch lines",
 )
-NVLINK_SWITCH_SXID_LAST = Metric(
+NVLINK_SWITCH_SXID_LAST = gauge(
     "nvlink_switch_sxid_last_timestamp_seconds",
-    "gauge",
-    "When this SXid was last seen, as Unix time.",
+    "Time this SXid was last seen, as Unix time.",
     ("switch", "sxid"),
     "/dev/kmsg record time",
 )
-NVLINK_SWITCH_SXID_INFO = Metric(
+NVLINK_SWITCH_SXID_INFO = info(
     "nvlink_switch_sxid_info",
-    "info",
-    "What an SXid is, for the codes seen on this node.",
+    "Meaning of an SXid, for the codes seen on this host.",
     ("sxid", "name", "class", "severity", "action"),
     "flopwatch/data/sxid.csv, from the Fabric Manager user guide",
 )
-NVLINK_SWITCH_LAST_SXID = Metric(
+NVLINK_SWITCH_LAST_SXID = gauge(
     "nvlink_switch_last_sxid_id",
-    "gauge",
-    "The last SXid of an NVSwitch that DCGM saw, by class: fatal, non_fatal; 0 or absent if there was none.",
+    "Last SXid of an NVSwitch that DCGM saw, by class: fatal, non_fatal. 0 or absent before the first.",
     ("switch", "class"),
     "DCGM fields 856 and 857",
 )
-NVLINK_SWITCH_RESET_REQUIRED = Metric(
-    "nvlink_switch_reset_required",
-    "gauge",
-    "1 if the NVSwitch works again only after a reset.",
-    ("switch",),
-    "DCGM field 864",
+NVLINK_SWITCH_RESET_REQUIRED = gauge(
+    "nvlink_switch_reset_required", "1 if the NVSwitch needs a reset to work again.", ("switch",), "DCGM field 864"
 )
-NVLINK_SWITCH_TEMPERATURE = Metric(
-    "nvlink_switch_temperature_celsius", "gauge", "Temperature of an NVSwitch.", ("switch",), "DCGM field 858"
+NVLINK_SWITCH_TEMPERATURE = gauge(
+    "nvlink_switch_temperature_celsius", "Temperature of an NVSwitch.", ("switch",), "DCGM field 858"
 )
-NVLINK_SWITCH_TEMPERATURE_LIMIT = Metric(
+NVLINK_SWITCH_TEMPERATURE_LIMIT = gauge(
     "nvlink_switch_temperature_limit_celsius",
-    "gauge",
     "Temperature of an NVSwitch at which a limit acts: slowdown, shutdown.",
     ("switch", "limit"),
     "DCGM fields 859 and 860",
 )
-NVLINK_SWITCH_TRANSMIT = Metric(
+NVLINK_SWITCH_TRANSMIT = counter(
     "nvlink_switch_transmit_bytes_total",
-    "counter",
     "Payload sent over all links of an NVSwitch (Ampere and Hopper; DCGM documents no unit for later ones).",
     ("switch",),
     "DCGM field 861, Mibit",
     scale=131072,
 )
-NVLINK_SWITCH_RECEIVE = Metric(
+NVLINK_SWITCH_RECEIVE = counter(
     "nvlink_switch_receive_bytes_total",
-    "counter",
     "Payload received over all links of an NVSwitch (Ampere and Hopper).",
     ("switch",),
     "DCGM field 862, Mibit",
     scale=131072,
 )
-NVLINK_SWITCH_LINKS = Metric(
+NVLINK_SWITCH_LINKS = gauge(
     "nvlink_switch_links",
-    "gauge",
     "Links of an NVSwitch by state: off, safe, active, error.",
     ("switch", "state"),
     "DCGM field 870",
 )
-NVLINK_SWITCH_ERRORS = Metric(
+NVLINK_SWITCH_ERRORS = counter(
     "nvlink_switch_errors_total",
-    "counter",
-    "Link errors of an NVSwitch by kind, all its links together: replay, recovery, flit, crc, ecc.",
+    "Link errors of an NVSwitch by kind, over all its links: replay, recovery, flit, crc, ecc.",
     ("switch", "error"),
     "DCGM fields 784-788",
 )
-NVLINK_SWITCH_LINK_ERRORS = Metric(
+NVLINK_SWITCH_LINK_ERRORS = counter(
     "nvlink_switch_link_errors_total",
-    "counter",
-    "The same of one link; only links that had such an error, at most 16 series a switch.",
+    "The same errors of one link, at most 16 series a switch. Absent for links without an error.",
     ("switch", "link", "error"),
     "DCGM fields 784-788",
 )

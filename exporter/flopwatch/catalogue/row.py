@@ -1,4 +1,4 @@
-"""What a row of the catalogue is, and the labels that tell one GPU, port, rank or run from another."""
+"""A row of the catalogue, and the labels that identify one GPU, port, rank or run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Type = Literal["counter", "gauge", "histogram", "info"]
 class Metric:
     """One metric family.
 
-    `source` is where the number is born and ends up in HELP; a source value times `scale` is in the unit of the name.
-    `key` marks the rows the README shows.
+    `source` is where the number comes from, and is printed in HELP. A value of the source times `scale` has the unit of
+    the name. `key` marks the rows that README lists.
     """
 
     name: str
@@ -29,8 +29,32 @@ class Metric:
 
     @property
     def domain(self) -> str:
-        """Return the first word of the name, after which the files of this package are called."""
+        """Return the first word of the name, which is also the name of a file in this package."""
         return self.name.partition("_")[0]
+
+
+def counter(
+    name: str, help: str, labels: tuple[str, ...], source: str, *, scale: float = 1.0, key: bool = False
+) -> Metric:
+    """Return the row of a counter."""
+    return Metric(name, "counter", help, labels, source, scale, key)
+
+
+def gauge(
+    name: str, help: str, labels: tuple[str, ...], source: str, *, scale: float = 1.0, key: bool = False
+) -> Metric:
+    """Return the row of a gauge."""
+    return Metric(name, "gauge", help, labels, source, scale, key)
+
+
+def info(name: str, help: str, labels: tuple[str, ...], source: str, *, key: bool = False) -> Metric:
+    """Return the row of an info family: its value is 1, and its labels are the facts."""
+    return Metric(name, "info", help, labels, source, key=key)
+
+
+def histogram(name: str, help: str, labels: tuple[str, ...], source: str) -> Metric:
+    """Return the row of a histogram."""
+    return Metric(name, "histogram", help, labels, source)
 
 
 # One reading: the row, its label values in the row's order, and the source's own number (Scrape multiplies by scale).

@@ -1,146 +1,124 @@
 """Run accounting: the ledger."""
 
-from flopwatch.catalogue.row import RUN, Metric
+from flopwatch.catalogue.row import RUN, counter, gauge
 
-RUN_SECONDS = Metric(
+RUN_SECONDS = counter(
     "run_seconds_total",
-    "counter",
     "Wall clock of the run by bucket: productive, lost, startup, compile, data_stall, checkpoint_save, "
-    "checkpoint_restore, evaluation, generation, down, queue, other. Exclusive; nothing is ever reclassified.",
+    "checkpoint_restore, evaluation, generation, down, queue, other. Buckets are exclusive and never reclassified.",
     (*RUN, "bucket"),
     "flopwatch.ledger.accounting",
     key=True,
 )
-RUN_GPU_SECONDS = Metric(
+RUN_GPU_SECONDS = counter(
     "run_gpu_seconds_total",
-    "counter",
-    "The same, times the GPUs held.",
+    "The same time multiplied by the GPUs held.",
     (*RUN, "bucket"),
     "flopwatch.ledger.accounting",
 )
-RUN_OPEN_SECONDS = Metric(
+RUN_OPEN_SECONDS = gauge(
     "run_open_seconds",
-    "gauge",
-    "Wall clock not yet booked, because no evidence brackets it. Buckets (queue apart) + open = wall clock.",
+    "Wall clock not yet attributed to a bucket, because no evidence brackets it. All buckets but queue, plus this, "
+    "are the wall clock.",
     RUN,
     "flopwatch.ledger.accounting",
     key=True,
 )
-RUN_PROVISIONAL_SECONDS = Metric(
+RUN_PROVISIONAL_SECONDS = gauge(
     "run_provisional_seconds",
-    "gauge",
     "Productive time not yet covered by a durable checkpoint.",
     RUN,
     "flopwatch.ledger.accounting",
 )
-RUN_GPUS = Metric(
-    "run_gpus",
-    "gauge",
-    "GPUs the run holds (its last attempt's, while it is down).",
-    RUN,
-    "flopwatch.ledger.accounting",
+RUN_GPUS = gauge(
+    "run_gpus", "GPUs the run holds. Those of its last attempt while it is down.", RUN, "flopwatch.ledger.accounting"
 )
-RUN_STATE = Metric(
+RUN_STATE = gauge(
     "run_state",
-    "gauge",
-    "1 for the state the run is in: queued (also after a preemption), running, down, completed, stopped.",
+    "1 for the state of the run: queued (also after a preemption), running, down, completed, stopped.",
     (*RUN, "state"),
     "flopwatch.ledger.accounting",
     key=True,
 )
-RUN_ATTEMPTS = Metric(
-    "run_attempts_total",
-    "counter",
-    "Attempts started: first start, restarts, moves, resizes.",
-    RUN,
-    "flopwatch.ledger.accounting",
+RUN_ATTEMPTS = counter(
+    "run_attempts_total", "Attempts started: first start, restarts, moves, resizes.", RUN, "flopwatch.ledger.accounting"
 )
-RUN_ENDS = Metric(
+RUN_ENDS = counter(
     "run_attempt_ends_total",
-    "counter",
-    "Attempts that ended, by how: completed, stopped, preempted, resized, failed, silent. "
-    "failed and silent are unplanned.",
+    "Attempts that ended, by status: completed, stopped, preempted, resized, failed, silent. failed and silent are "
+    "unplanned.",
     (*RUN, "status"),
     "flopwatch.ledger.accounting",
 )
-RUN_RECOVERIES = Metric(
+RUN_RECOVERIES = counter(
     "run_recoveries_total",
-    "counter",
-    "Recoveries from unplanned ends: a step above the high-water mark was made again. What ends before that belongs to "
-    "the same recovery.",
+    "Recoveries from unplanned ends: the run completed a step above its high-water mark again. Further ends before "
+    "that belong to the same recovery.",
     RUN,
     "flopwatch.ledger.accounting",
 )
-RUN_RECOVERY_SECONDS = Metric(
+RUN_RECOVERY_SECONDS = counter(
     "run_recovery_seconds_total",
-    "counter",
-    "Wall clock of those recoveries: last word of the attempt that ended to the new step, with down time, startup, "
-    "restore and steps executed again. Mean time to recovery = this / run_recoveries_total.",
+    "Wall clock of those recoveries, from the last report of the ended attempt to the new step, with down time, "
+    "startup, restore and re-executed steps. Divided by run_recoveries_total it is the mean time to recovery.",
     RUN,
     "flopwatch.ledger.accounting",
 )
-RUN_INCIDENTS = Metric(
+RUN_INCIDENTS = counter(
     "run_incidents_total",
-    "counter",
-    "Losses by cause, each counted once, when its evidence is complete. Kinds: end (of an attempt that did not end the "
+    "Incidents by kind and cause, counted when their evidence is complete. Kinds: end (of an attempt, not of the "
     "run), slow (a stretch of slow steps), stall (a time without a step that came to an end).",
     (*RUN, "kind", "cause"),
     "flopwatch.ledger.attribution",
 )
-RUN_BADPUT_GPU_SECONDS = Metric(
+RUN_BADPUT_GPU_SECONDS = counter(
     "run_badput_gpu_seconds_total",
-    "counter",
-    "GPU time those losses cost. end: cut short, down, startup, restore, executed again until the next new step. slow, "
-    "stall: beyond the usual, a part of productive, data_stall and checkpoint_save. No second is in two losses.",
+    "GPU time these incidents cost. end: the open step, down, startup, restore and re-execution until the next new "
+    "step. slow, stall: time above the usual, a part of productive, data_stall and checkpoint_save. No second is in "
+    "two incidents.",
     (*RUN, "kind", "cause"),
     "flopwatch.ledger.attribution",
 )
-RUN_STRAGGLER_GPU_SECONDS = Metric(
+RUN_STRAGGLER_GPU_SECONDS = counter(
     "run_straggler_gpu_seconds_total",
-    "counter",
     "GPU time that the run waited for one late rank or host, a part of productive. Counted once it was the latest in "
-    "three windows of two minutes in a row; absent where waits are not measured.",
+    "three windows of two minutes in a row. Absent where waits are not measured.",
     RUN,
     "flopwatch.ledger.stragglers",
 )
-RUN_CONFLICT = Metric(
+RUN_CONFLICT = gauge(
     "run_conflict",
-    "gauge",
-    "1 while two attempts report under the name of this run; the one that started later is accounted for.",
+    "1 while two attempts report under the name of this run. The later start counts.",
     RUN,
     "flopwatch.ledger.accounting",
 )
-RUN_POSITION_STEPS = Metric(
-    "run_high_water_steps", "gauge", "The furthest step the run ever completed.", RUN, "flopwatch.ledger.accounting"
+RUN_POSITION_STEPS = gauge(
+    "run_high_water_steps", "Highest step the run ever completed.", RUN, "flopwatch.ledger.accounting"
 )
-RUN_COMMITTED_STEPS = Metric(
-    "run_committed_steps", "gauge", "Step of the run's last durable checkpoint.", RUN, "flopwatch.ledger.accounting"
+RUN_COMMITTED_STEPS = gauge(
+    "run_committed_steps", "Step of the run's last durable checkpoint.", RUN, "flopwatch.ledger.accounting"
 )
-RUN_COMMITTED_TIMESTAMP = Metric(
+RUN_COMMITTED_TIMESTAMP = gauge(
     "run_committed_timestamp_seconds",
-    "gauge",
-    "When the run's last durable checkpoint was first heard of, as Unix time.",
+    "Time the run's last durable checkpoint was first reported, as Unix time.",
     RUN,
     "flopwatch.ledger.accounting",
 )
-RUN_MODEL_FLOPS = Metric(
+RUN_MODEL_FLOPS = counter(
     "run_retained_flops_total",
-    "counter",
-    "Model FLOPs above the high-water mark: work done once. Re-executed steps add nothing.",
+    "Model FLOPs above the high-water mark. Re-executed steps add nothing.",
     RUN,
     "flopwatch.ledger.accounting",
 )
-RUN_CAPACITY_FLOPS = Metric(
+RUN_CAPACITY_FLOPS = counter(
     "run_capacity_flops_total",
-    "counter",
-    "Peak FLOP/s of the allocated GPUs x seconds held.",
+    "Peak FLOP/s of the allocated GPUs times the seconds held.",
     RUN,
     "flopwatch.ledger.accounting",
 )
-RUN_START = Metric(
+RUN_START = gauge(
     "run_start_timestamp_seconds",
-    "gauge",
-    "First process start of the run, as Unix time.",
+    "Time of the first process start of the run, as Unix time.",
     RUN,
     "flopwatch.ledger.accounting",
 )

@@ -1,19 +1,17 @@
-"""Training processes: the hook, over OTLP.
+"""Training processes: series of the hook, received over OTLP.
 
-What one rank says for the whole run has no label `rank` and a budget of its own; it comes from the lowest rank that
-knows it.
+Series about the whole run have no label `rank` and a budget of their own. They come from the lowest rank that has them.
 """
 
-from flopwatch.catalogue.row import RANK, Metric
+from flopwatch.catalogue.row import RANK, counter, gauge, histogram, info
 
 _RUN = ("run",)
 PHASES = ("host_to_device", "forward", "backward", "optimizer", "garbage_collection")
 
-TRAINING_RUN_INFO = Metric(
+TRAINING_RUN_INFO = info(
     "training_run_info",
-    "info",
-    "What the run declared: FLOP convention, matmul dtype, where the peak comes from, owner, team and page policy. "
-    "From one rank.",
+    "Declarations of the run: FLOP convention, matmul dtype, source of the peak, owner, team and page policy. From "
+    "one rank.",
     (
         *_RUN,
         "tenant",
@@ -31,231 +29,185 @@ TRAINING_RUN_INFO = Metric(
     ),
     "flopwatch.training.Run arguments",
 )
-TRAINING_RANK_INFO = Metric(
+TRAINING_RANK_INFO = info(
     "training_rank_info",
-    "info",
-    "Where one rank runs, its host and the GPU it declared, and its coordinates in the data, tensor, pipeline, context "
-    "and expert parallel groups.",
+    "Host of one rank, the GPU it declared, and its coordinates in the data, tensor, pipeline, context and expert "
+    "parallel groups.",
     (*RANK, "host", "uuid", "local_rank", "attempt", "dp", "tp", "pp", "cp", "ep"),
     "flopwatch.training.Run, launcher environment, device mesh",
     key=True,
 )
-TRAINING_WORLD_SIZE = Metric(
-    "training_world_size", "gauge", "Ranks in the run. From one rank.", _RUN, "launcher environment"
-)
-TRAINING_POSITION_STEPS = Metric(
+TRAINING_WORLD_SIZE = gauge("training_world_size", "Ranks in the run. From one rank.", _RUN, "launcher environment")
+TRAINING_POSITION_STEPS = gauge(
     "training_position_steps",
-    "gauge",
-    "Optimizer steps of the run completed, restored ones included. A position: never put it under rate().",
+    "Completed optimizer steps of the run, including restored ones. A position: never use it under rate().",
     RANK,
     "run.restored, run.step",
     key=True,
 )
-TRAINING_POSITION_TOKENS = Metric(
+TRAINING_POSITION_TOKENS = gauge(
     "training_position_tokens",
-    "gauge",
-    "Tokens of the run consumed by this rank's replica, restored ones included. A position.",
+    "Tokens of the run consumed by this rank's replica, including restored ones. A position.",
     RANK,
     "run.restored, run.step",
 )
-TRAINING_COMMITTED_STEPS = Metric(
-    "training_committed_steps", "gauge", "Step of the last durable checkpoint.", RANK, "run.checkpoint_committed"
+TRAINING_COMMITTED_STEPS = gauge(
+    "training_committed_steps", "Step of the last durable checkpoint.", RANK, "run.checkpoint_committed"
 )
-TRAINING_STEPS = Metric(
-    "training_steps_total",
-    "counter",
-    "Optimizer steps since the process started, re-executed ones included.",
-    RANK,
-    "run.step",
+TRAINING_STEPS = counter(
+    "training_steps_total", "Optimizer steps since the process started, including re-executed ones.", RANK, "run.step"
 )
-TRAINING_TOKENS = Metric(
+TRAINING_TOKENS = counter(
     "training_tokens_total",
-    "counter",
     "This rank's share of the tokens since the process started (replica tokens / ranks per replica).",
     RANK,
     "run.step(tokens=...)",
     key=True,
 )
-TRAINING_SAMPLES = Metric(
+TRAINING_SAMPLES = counter(
     "training_samples_total",
-    "counter",
     "This rank's share of the samples since the process started (replica samples / ranks per replica).",
     RANK,
     "run.step(samples=...)",
 )
-TRAINING_MODEL_FLOPS = Metric(
+TRAINING_MODEL_FLOPS = counter(
     "training_model_flops_total",
-    "counter",
     "FLOPs the model needs for this rank's share of the tokens; recomputation is never counted.",
     RANK,
     "tokens x flopwatch.flops per token",
     key=True,
 )
-TRAINING_HARDWARE_FLOPS = Metric(
+TRAINING_HARDWARE_FLOPS = counter(
     "training_hardware_flops_total",
-    "counter",
-    "FLOPs executed for this rank's share of the tokens, recomputation included, by the declared policy.",
+    "FLOPs executed for this rank's share of the tokens, including recomputation, by the declared policy.",
     RANK,
     "tokens x Run(hardware_flops_per_token=...)",
 )
-TRAINING_CAPACITY_FLOPS = Metric(
+TRAINING_CAPACITY_FLOPS = counter(
     "training_capacity_flops_total",
-    "counter",
-    "Dense peak of this rank's card for the declared dtype x seconds in steps, data stall included.",
+    "Dense peak of this rank's GPU for the declared dtype times seconds in steps, data stall included.",
     RANK,
     "flopwatch.flops.peaks x step seconds",
     key=True,
 )
-TRAINING_PEAK_FLOPS = Metric(
+TRAINING_PEAK_FLOPS = gauge(
     "training_peak_flops_per_second",
-    "gauge",
-    "Dense peak FLOP/s of this rank's card for the declared dtype.",
+    "Dense peak FLOP/s of this rank's GPU for the declared dtype.",
     RANK,
     "flopwatch.flops.peaks, or declared",
 )
-TRAINING_MFU_UNAVAILABLE = Metric(
+TRAINING_MFU_UNAVAILABLE = gauge(
     "training_mfu_unavailable",
-    "gauge",
     "1 with the reason why this rank has no MFU.",
     (*RANK, "reason"),
     "flopwatch.training.run",
 )
-TRAINING_ACTIVITY_SECONDS = Metric(
+TRAINING_ACTIVITY_SECONDS = counter(
     "training_activity_seconds_total",
-    "counter",
     "Wall clock of this process by activity: startup, step, compile, data_stall, checkpoint_save, "
-    "checkpoint_restore, evaluation, other. Exclusive, and they sum to the process's age.",
+    "checkpoint_restore, evaluation, other. Activities are exclusive and sum to the process's age.",
     (*RANK, "activity"),
     "monotonic clock of the training process",
 )
-TRAINING_CHECKPOINT_BACKGROUND_SECONDS = Metric(
+TRAINING_CHECKPOINT_BACKGROUND_SECONDS = counter(
     "training_checkpoint_background_seconds_total",
-    "counter",
-    "Time checkpoints were being written while training went on; no part of the wall clock's activities.",
+    "Time checkpoints were written while training went on. Not part of the wall clock's activities.",
     RANK,
     "run.background_save, distributed checkpoint's future",
 )
-TRAINING_LAST_STEP_TIMESTAMP = Metric(
+TRAINING_LAST_STEP_TIMESTAMP = gauge(
     "training_last_step_timestamp_seconds",
-    "gauge",
-    "When this rank's last optimizer step ended, as Unix time.",
+    "Time this rank's last optimizer step ended, as Unix time.",
     RANK,
     "run.step",
 )
-TRAINING_PHASE_SECONDS = Metric(
+TRAINING_PHASE_SECONDS = counter(
     "training_phase_seconds_total",
-    "counter",
     "Time in a phase of the measured steps: host_to_device, forward, backward, optimizer, garbage_collection. Phases "
-    "may overlap; one that cannot be measured is absent.",
+    "may overlap. Absent for a phase that cannot be measured.",
     (*RANK, "phase"),
     "flopwatch.training.torch.phases",
 )
-TRAINING_COLLECTIVE_WAIT = Metric(
+TRAINING_COLLECTIVE_WAIT = counter(
     "training_collective_wait_seconds_total",
-    "counter",
-    "Time this rank waited for others in collectives, in measured steps. The late rank waits least.",
+    "Time this rank waited for others in collectives, in measured steps. The straggler waits least.",
     RANK,
     "flopwatch.training.torch.waits",
 )
-TRAINING_MEASURED_STEP_SECONDS = Metric(
+TRAINING_MEASURED_STEP_SECONDS = counter(
     "training_measured_step_seconds_total",
-    "counter",
-    "Step time of the steps in which the wait was measured. A step next to a checkpoint or evaluation is not.",
+    "Duration of the steps in which the wait was measured. Steps next to a checkpoint or evaluation are left out.",
     RANK,
     "flopwatch.training.run",
 )
-TRAINING_MEASURED_STEPS = Metric(
-    "training_measured_steps_total", "counter", "Steps in which the wait was measured.", RANK, "flopwatch.training.run"
+TRAINING_MEASURED_STEPS = counter(
+    "training_measured_steps_total", "Steps in which the wait was measured.", RANK, "flopwatch.training.run"
 )
-TRAINING_MEASURED_EVERY_STEPS = Metric(
+TRAINING_MEASURED_EVERY_STEPS = gauge(
     "training_measured_every_steps",
-    "gauge",
-    "Every how many steps phases and waits are measured. From one rank.",
+    "Number of steps between two in which phases and waits are measured. From one rank.",
     _RUN,
     "flopwatch.training.run",
 )
-TRAINING_COLLECTIVE_SEQUENCE = Metric(
+TRAINING_COLLECTIVE_SEQUENCE = gauge(
     "training_collective_sequence_number",
-    "gauge",
-    "Number of the last collective this rank started in the default process group; in a hang the lowest is late.",
+    "Sequence number of the last collective this rank started in the default process group. In a hang the lowest is "
+    "late.",
     RANK,
     "torch.distributed's default process group",
 )
-TRAINING_STANDSTILL_INFO = Metric(
+TRAINING_STANDSTILL_INFO = info(
     "training_standstill_info",
-    "info",
-    "At which line of the job's own code this rank's loop stands still; none unless its step is old.",
+    "Line of the job's own code at which this rank's loop is stuck. Absent unless its step is old.",
     (*RANK, "at"),
     "Python's frames, in the thread that pushes",
 )
-TRAINING_STEP_DURATION = Metric(
-    "training_step_duration_seconds",
-    "histogram",
-    "Duration of optimizer steps. From one rank.",
-    _RUN,
-    "flopwatch.training.run",
+TRAINING_STEP_DURATION = histogram(
+    "training_step_duration_seconds", "Duration of optimizer steps. From one rank.", _RUN, "flopwatch.training.run"
 )
-TRAINING_LOSS = Metric("training_loss", "gauge", "Loss last reported. From one rank.", _RUN, "run.step(loss=...)")
-TRAINING_GRAD_NORM = Metric(
-    "training_grad_norm",
-    "gauge",
-    "Norm of the gradients last reported. From one rank.",
-    _RUN,
-    "run.step(grad_norm=...)",
+TRAINING_LOSS = gauge("training_loss", "Loss last reported. From one rank.", _RUN, "run.step(loss=...)")
+TRAINING_GRAD_NORM = gauge(
+    "training_grad_norm", "Norm of the gradients last reported. From one rank.", _RUN, "run.step(grad_norm=...)"
 )
-TRAINING_NONFINITE = Metric(
+TRAINING_NONFINITE = counter(
     "training_nonfinite_total",
-    "counter",
     "Steps whose loss or grad_norm was NaN or infinite. From one rank.",
     (*_RUN, "value"),
     "run.step(loss=..., grad_norm=...)",
 )
-TRAINING_LOSS_SPIKES = Metric(
+TRAINING_LOSS_SPIKES = counter(
     "training_loss_spikes_total",
-    "counter",
-    "Steps whose loss was far above the steps before, by their mean and spread. From one rank.",
+    "Steps whose loss was far above the mean and spread of the steps before. From one rank.",
     _RUN,
     "run.step(loss=...)",
 )
-TRAINING_BACKWARDS_WITHOUT_STEP = Metric(
+TRAINING_BACKWARDS_WITHOUT_STEP = counter(
     "training_backwards_without_step_total",
-    "counter",
-    "Backward passes that no optimizer step followed before the process went on to something else. From one rank.",
+    "Backward passes without an optimizer step before the process started something else. From one rank.",
     _RUN,
     "flopwatch run",
 )
-TRAINING_RECOMPILATIONS = Metric(
-    "training_recompilations_total",
-    "counter",
-    "Times torch.compile compiled a frame again.",
-    RANK,
-    "Dynamo's callbacks",
+TRAINING_RECOMPILATIONS = counter(
+    "training_recompilations_total", "Times torch.compile recompiled a frame.", RANK, "Dynamo's callbacks"
 )
-TRAINING_ALLOCATOR_RETRIES = Metric(
+TRAINING_ALLOCATOR_RETRIES = counter(
     "training_allocator_retries_total",
-    "counter",
     "Times PyTorch's CUDA allocator had to free its cache and try again.",
     RANK,
     "torch.cuda.memory_stats",
 )
-TRAINING_OUT_OF_MEMORY = Metric(
-    "training_out_of_memory_total",
-    "counter",
-    "Times PyTorch's CUDA allocator found no memory.",
-    RANK,
-    "torch.cuda.memory_stats",
+TRAINING_OUT_OF_MEMORY = counter(
+    "training_out_of_memory_total", "Times PyTorch's CUDA allocator found no memory.", RANK, "torch.cuda.memory_stats"
 )
-TRAINING_ALLOCATOR_UNUSED_BYTES = Metric(
+TRAINING_ALLOCATOR_UNUSED_BYTES = gauge(
     "training_allocator_unused_bytes",
-    "gauge",
-    "GPU memory PyTorch's allocator reserved and does not use.",
+    "GPU memory that PyTorch's allocator reserved but does not use.",
     RANK,
     "torch.cuda.memory_stats, reserved less allocated",
 )
-TRAINING_HOOK_ERRORS = Metric(
+TRAINING_HOOK_ERRORS = counter(
     "training_hook_errors_total",
-    "counter",
-    "Errors the hook swallowed to keep the training loop running.",
+    "Errors the hook caught to keep the training loop running.",
     RANK,
     "flopwatch.training.run",
 )

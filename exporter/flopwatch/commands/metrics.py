@@ -1,4 +1,4 @@
-"""`flopwatch metrics`: the catalogue as Markdown."""
+"""`flopwatch metrics`: list the series of the catalogue."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from flopwatch.commands import Commands, command
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the table."""
-    from flopwatch.catalogue.markdown import metrics_markdown
+    """Print each series with its labels and type, and below it what it means and where it comes from."""
+    from flopwatch.catalogue import all_metrics
 
-    print(metrics_markdown(key_only=options.key), end="")
+    for row in all_metrics():
+        if row.key or not options.key:
+            print(f"{row}{{{','.join(row.labels)}}} {row.type}\n    {row.help} Source: {row.source}.")
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
-    parser = command(commands, "metrics", run, "print the catalogue of metrics as Markdown (docs/metrics.md)")
+    """Add the command and its flags."""
+    parser = command(commands, "metrics", run, "list every series with its labels, type, meaning and source")
     parser.add_argument("--key", action="store_true", help="only the twenty that matter most")

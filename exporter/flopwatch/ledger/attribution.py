@@ -8,13 +8,12 @@ data/xid.csv and data/sxid.csv, exceptions by the name of their type. No message
 
 from __future__ import annotations
 
-import csv
-import functools
 import re
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from importlib import resources
+
+from flopwatch.catalogue.xid import sxids, xids
 
 # Causes with a place to repair. On one host they do not contradict each other: a failing machine takes its parts along.
 _HARDWARE = ("gpu", "nvlink", "network", "thermal", "host")
@@ -234,9 +233,9 @@ def _interpret(loss: str, evidence: Evidence) -> tuple[str, float, str] | None:
     if kind == "xid":
         return _xid(evidence.detail)
     if kind == "sxid":
-        row = _table("sxid").get(evidence.detail)
-        weight = _SXID.get(row["fabric_manager_guide_class"]) if row is not None else None
-        return None if row is None or weight is None else ("nvlink", weight, f"SXid {evidence.detail} ({row['name']})")
+        row = sxids().get(evidence.detail)
+        weight = _SXID.get(row.category) if row is not None else None
+        return None if row is None or weight is None else ("nvlink", weight, f"SXid {evidence.detail} ({row.name})")
     if kind == "node_gone" and loss == "slow":
         return None
     return readings.get(kind)
@@ -244,14 +243,14 @@ def _interpret(loss: str, evidence: Evidence) -> tuple[str, float, str] | None:
 
 def _xid(code: str) -> tuple[str, float, str] | None:
     """Return cause, weight and description of an Xid; None if it stops no job."""
-    row = _table("xid").get(code)
-    if row is None or row["class"] not in _XID:
+    row = xids().get(int(code)) if code.isdecimal() else None
+    if row is None or row.category not in _XID:
         return None
-    cause, grave, error = _XID[row["class"]]
-    weight = {"fatal": grave, "critical": grave, "error": error}.get(row["severity"])
+    cause, grave, error = _XID[row.category]
+    weight = {"fatal": grave, "critical": grave, "error": error}.get(row.severity)
     if code == str(_STOPPED_PROCESSING):
         weight = WEAK
-    return None if weight is None else (cause, weight, f"Xid {code} ({row['name']})")
+    return None if weight is None else (cause, weight, f"Xid {code} ({row.name})")
 
 
 def _process_end(kind: str, detail: str) -> tuple[str, float, str]:
@@ -288,13 +287,6 @@ def _signal_name(kind: str, detail: str) -> str:
         return signal.Signals(number).name
     except ValueError:
         return ""
-
-
-@functools.cache
-def _table(name: str) -> dict[str, dict[str, str]]:
-    """Return the rows of data/xid.csv or data/sxid.csv by code."""
-    text = (resources.files("flopwatch") / "data" / f"{name}.csv").read_text()
-    return {row[name]: row for row in csv.DictReader(text.splitlines())}
 
 
 def _drop_foreign_kills(claims: Sequence[_Claim]) -> list[_Claim]:

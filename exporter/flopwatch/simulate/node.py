@@ -26,8 +26,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from flopwatch.catalogue.xid import xids
 from flopwatch.node.collectors.nvml.fields import CLOCK_EVENTS
-from flopwatch.node.collectors.xid import OFF_THE_BUS, meanings
+from flopwatch.node.collectors.xid import OFF_THE_BUS
 from flopwatch.simulate import pci
 
 GPUS = 8
@@ -214,7 +215,8 @@ class SimulatedNode:
     def xid(self, gpu: int, code: int) -> None:
         """Write an Xid into the kernel log; with 79 the GPU is lost as well."""
         bus = f"0000:{PCI_BUSES[_gpu(gpu)]:02x}:00"
-        text = XID_TEXTS.get(code) or f"pid=4711, name=python, {meanings().get(code, {}).get('name', 'unknown')}"
+        name = xids()[code].name if code in xids() else "unknown"
+        text = XID_TEXTS.get(code) or f"pid=4711, name=python, {name}"
         lines = [f"NVRM: Xid (PCI:{bus}): {code}, {text}"]
         if code == OFF_THE_BUS:
             lines += [f"NVRM: GPU {bus}.0: GPU has fallen off the bus."]

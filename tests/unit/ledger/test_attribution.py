@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-from importlib import resources
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flopwatch.catalogue.xid import xids
 from flopwatch.ledger.attribution import (
     CAUSES,
     CONFIDENCES,
@@ -272,10 +270,9 @@ def test_the_cause_of_each_loss_is_as_sure_as_its_evidence(
 
 
 def test_each_code_of_the_xid_table_is_held_to_be_what_nvidia_holds_it_to_be() -> None:
-    rows = csv.DictReader((resources.files("flopwatch") / "data" / "xid.csv").read_text().splitlines())
     causes: dict[str, set[int]] = {}
-    for row in rows:
-        causes.setdefault(said(CRASH, xid(int(row["xid"])))[0], set()).add(int(row["xid"]))
+    for code in xids():
+        causes.setdefault(said(CRASH, xid(code))[0], set()).add(code)
     assert causes["software"] == {8, 11, 13, 25, 31, 32, 43, 69, 80}
     assert causes["nvlink"] == {74, 136, 144, 145, 146, 147, 148, 149, 150, 155, 166, 173}
     assert {46, 48, 54, 62, 64, 79, 94, 95, 109, 110, 119, 120, 140, 143, 156, 157, 158, 167} <= causes["gpu"]

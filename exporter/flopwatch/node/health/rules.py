@@ -1,7 +1,7 @@
 """Is this node fit for training? A verdict with reasons and what to do, from the samples of one look.
 
-Each row of RULES is one thing that can be wrong; docs/check.md has them as a table, printed by
-`python -m flopwatch.node.health.rules`. What to do follows the driver's own recovery action (NVML field 230) where
+Each row of RULES is one thing that can be wrong; docs/check.md has them as a
+table. What to do follows the driver's own recovery action (NVML field 230) where
 there is one, else NVIDIA's GPU debug guidelines (https://docs.nvidia.com/deploy/gpu-debug-guidelines/) and Xid
 catalogue (https://docs.nvidia.com/deploy/xid-errors/). Ports are judged as leptonai/gpud and NVIDIA/NVSentinel do.
 """
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample
-from flopwatch.node.collectors.xid import CRITICAL, meanings
+from flopwatch.catalogue.xid import xids
 from flopwatch.node.health.expectations import Expectations, Ports
 
 log = logging.getLogger(__name__)
@@ -306,9 +306,7 @@ def _lost_nvlinks(facts: Facts) -> Iterator[Found]:
 def critical_xids() -> Mapping[str, str]:
     """Return the codes that page and those of broken hardware, and NVIDIA's action for each."""
     return {
-        str(code): row["action"].partition(" ")[0]
-        for code, row in meanings().items()
-        if code in CRITICAL or row["severity"] == "fatal"
+        str(code): row.action.partition(" ")[0] for code, row in xids().items() if row.page or row.severity == "fatal"
     }
 
 
@@ -918,21 +916,3 @@ def _common(numbers: Iterable[float]) -> int:
     """Return the number they all are, 0 if they differ."""
     different = {*numbers}
     return int(different.pop()) if len(different) == 1 else 0
-
-
-def document() -> str:
-    """Return the rules as Markdown tables, for docs/check.md."""
-    header = ["| reason | verdict | when | what to do | from |", "|---|---|---|---|---|"]
-    lines = header.copy()
-    for rule in RULES:
-        rows = ", ".join(f"`{row}`" for row in rule.rows)
-        lines.append(f"| `{rule.reason}` | {rule.verdict} | {rule.text} | {ACTIONS[rule.action]} | {rows} |")
-    lines += ["", "Between the two looks of `--seconds`:", "", *header]
-    for rise in RISES:
-        text = f"{rise.text}, more than {rise.per_second * 60:g} a minute" if rise.per_second else rise.text
-        lines.append(f"| `{rise.reason}` | {rise.verdict} | {text} | {ACTIONS[rise.action]} | `{rise.row}` |")
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(document(), end="")

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from docs.generate import xid_page
 from flopwatch.catalogue import (
     GPU,
     GPU_INFO,
@@ -30,19 +31,9 @@ from flopwatch.catalogue import (
     Metric,
     Sample,
 )
+from flopwatch.catalogue.xid import SXID_SEVERITIES, paging_xids, sxids, xids
 from flopwatch.node.collectors import Unsupported
-from flopwatch.node.collectors.xid import (
-    CRITICAL,
-    PLACE_SECONDS,
-    STRANGER_SECONDS,
-    SXID_SEVERITIES,
-    Xid,
-    document,
-    from_the_start,
-    meanings,
-    nvlink5,
-    switch_meanings,
-)
+from flopwatch.node.collectors.xid import PLACE_SECONDS, STRANGER_SECONDS, Xid, from_the_start, nvlink5
 from flopwatch.node.collectors.xid.counts import CODES, LINK_ERRORS, STRANGERS, SWITCH_ERRORS, Counts
 from flopwatch.node.collectors.xid.kernel_lines import NODE_EVENTS
 from flopwatch.node.collectors.xid.reconcile import HANDED_ON
@@ -573,19 +564,19 @@ def test_counts_of_any_shape_load_and_go_on(stored: Mapping[str, Any]) -> None:
 
 
 def test_the_page_about_xids_is_what_the_table_says() -> None:
-    assert (ROOT / "docs" / "xid.md").read_text() == document()
-    assert meanings()[94]["severity"] == "error"
-    assert {row["fabric_manager_guide_class"] for row in switch_meanings().values()} == SXID_SEVERITIES.keys()
+    assert (ROOT / "docs" / "xid.md").read_text() == xid_page()
+    assert xids()[94].severity == "error"
+    assert {row.category for row in sxids().values()} == SXID_SEVERITIES.keys()
 
 
 def test_critical_are_the_codes_for_which_nvidia_wants_a_reset_a_reboot_or_an_investigation() -> None:
     actions = ("RESET_GPU", "RESTART_BM", "WORKFLOW_")
-    assert list(CRITICAL) == [
+    assert list(paging_xids()) == [
         code
-        for code, row in sorted(meanings().items())
-        if row["severity"] in ("critical", "fatal") and row["action"].startswith(actions)
+        for code, row in sorted(xids().items())
+        if row.severity in ("critical", "fatal") and row.action.startswith(actions)
     ]
     for model in ("NVIDIA H100 80GB HBM3", "NVIDIA B200"):
-        assert {*from_the_start(model)} - {*CRITICAL} == {94}
+        assert {*from_the_start(model)} - {*paging_xids()} == {94}
     fatal = {row.xid for row in nvlink5.table() if row.severity in ("fatal", "link fatal")}
     assert fatal == {*from_the_start("NVIDIA B200")} & {*nvlink5.CODES}

@@ -121,7 +121,7 @@ def test_the_text_format_is_this() -> None:
         'gpu_energy_joules_total{gpu="0",uuid="GPU-6f1"} 123.456\n'
         'gpu_energy_joules_total{gpu="1",uuid="say \\"hi\\"\\\\\\n"} 0.0\n'
         "# HELP gpu_utilization_ratio Share of the driver's last sampling window (1/6 to 1 s) in which a kernel was "
-        "resident. Busy, not efficient. Source: nvmlDeviceGetUtilizationRates gpu.\n"
+        "resident. Shows busy, not efficient. Source: nvmlDeviceGetUtilizationRates gpu.\n"
         "# TYPE gpu_utilization_ratio gauge\n"
         'gpu_utilization_ratio{gpu="0",uuid="GPU-6f1"} 0.97\n'
         "# HELP flopwatch_build_info Version of this exporter. Source: flopwatch.__version__.\n"

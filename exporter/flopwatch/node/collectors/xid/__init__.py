@@ -1,20 +1,16 @@
 """Xid errors of the GPUs and SXid errors of the NVSwitches, from the kernel log and from NVML's event set.
 
-Xid codes and what to do: https://docs.nvidia.com/deploy/xid-errors/, in short `data/xid.csv`, `data/sxid.csv`,
-`data/xid_nvlink5.csv` and docs/xid.md (printed by `python -m flopwatch.node.collectors.xid`). The kernel log has the
+Xid codes and what to do: https://docs.nvidia.com/deploy/xid-errors/, in short docs/xid.md. The kernel log has the
 text and what came before this process, and needs root, CAP_SYSLOG or `flopwatch kmsg`; NVML's events need neither and
 have neither. What both tell of is counted once (`reconcile.py`). NVML knows no SXid.
 """
 
 from __future__ import annotations
 
-import csv
-import functools
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib import resources
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +31,10 @@ from flopwatch.catalogue import (
     XID_SOURCE_UP,
     Sample,
 )
+from flopwatch.catalogue.xid import paging_xids, sxids, xids
 from flopwatch.node.collectors import StartAfresh, StateFile, Unsupported, read_inventory
 from flopwatch.node.collectors.xid import nvlink5 as nvlink5
-from flopwatch.node.collectors.xid.counts import CODES, OTHER, OTHER_XID, Counts
+from flopwatch.node.collectors.xid.counts import OTHER, OTHER_XID, Counts
 from flopwatch.node.collectors.xid.kernel_lines import (
     NODE_EVENTS,
     RECOVERY_ACTION,
@@ -58,42 +55,12 @@ from flopwatch.node.collectors.xid.kernel_log import Entry, KernelLog
 from flopwatch.node.collectors.xid.nvml_events import UNKNOWN_XID, Told, Watcher
 from flopwatch.node.collectors.xid.reconcile import Reconciler
 
-# The GPU needs a reset, a drain or a repair; the job on it is lost: those for which NVIDIA has such an action.
-CRITICAL = (
-    46,
-    48,
-    62,
-    64,
-    74,
-    79,
-    95,
-    109,
-    110,
-    119,
-    120,
-    136,
-    140,
-    143,
-    144,
-    145,
-    146,
-    147,
-    148,
-    149,
-    150,
-    155,
-    156,
-    158,
-)
 # Present at 0 from the start, so that the first one is an increase: as many of those as a GPU's 120 series leave room
 # for, and 94, which is contained, a warning. The errors of NVLink 5 that may be fatal are a Blackwell's alone.
 ON_EVERY_GPU = (48, 62, 64, 79, 94, 95, 119, 120, 140)
 BEFORE_NVLINK_5 = (46, 74, 109, 136, 143)
 WITH_NVLINK_5 = (144, 145, 146, 149, 150)
 _NVLINK_5 = re.compile(r"\bG?B[0-9]00\b")  # in the model: NVIDIA B200, NVIDIA GB300
-
-# In the words of data/xid.csv, by class of the Fabric Manager user guide.
-SXID_SEVERITIES = {"always fatal": "fatal", "potentially fatal": "critical", "non-fatal": "warning"}
 
 # Within this time the kernel log and NVML tell of the same event, and so do the driver's reports of a GPU that fell off
 # the bus: once with a number and again without.
@@ -108,26 +75,9 @@ NVML_PATIENCE = 0.5
 log = logging.getLogger(__name__)
 
 
-@functools.cache
-def meanings() -> dict[int, dict[str, str]]:
-    """Return the rows of data/xid.csv by code: name, class, severity, action, source."""
-    return {int(row["xid"]): row for row in _table("xid.csv")}
-
-
-@functools.cache
-def switch_meanings() -> dict[str, dict[str, str]]:
-    """Return the rows of data/sxid.csv by code: name, fabric_manager_guide_class, action and gpud's severity."""
-    return {row["sxid"]: row for row in _table("sxid.csv")}
-
-
 def from_the_start(model: str) -> tuple[int, ...]:
     """Return the codes that a GPU of this model has series of from the start."""
     return (*ON_EVERY_GPU, *(WITH_NVLINK_5 if _NVLINK_5.search(model) else BEFORE_NVLINK_5))
-
-
-def _table(name: str) -> list[dict[str, str]]:
-    text = (resources.files("flopwatch") / "data" / name).read_text()
-    return list(csv.DictReader(text.splitlines()))
 
 
 class Xid:
@@ -158,7 +108,7 @@ class Xid:
         self._started = clock()
         self._state = StateFile(state)
         stored = self._state.load()
-        self._counts = Counts(always=CRITICAL)
+        self._counts = Counts(always=paging_xids())
         self._counts.load(stored)
         self._reconciler = Reconciler[tuple[str, int]](SAME_EVENT_SECONDS)
         self._reconciler.restore(_told_before(stored.get("told")))
@@ -304,9 +254,9 @@ class Xid:
             start[pci] = from_the_start("")
             yield from self._gpu(pci, ("", self._counts.introduced.get(pci, pci)), start[pci])
         for code in sorted({code for owner in start for code in (*start[owner], *self._counts.xids.get(owner, ()))}):
-            if code in meanings():
-                row = meanings()[code]
-                yield GPU_XID_INFO, (str(code), row["name"], row["class"], row["severity"], row["action"]), 1
+            if code in xids():
+                row = xids()[code]
+                yield GPU_XID_INFO, (str(code), row.name, row.category, row.severity, row.action), 1
         yield from self._node()
 
     def _gpu(self, owner: str, labels: tuple[str, str], start: Iterable[int]) -> Iterator[Sample]:
@@ -328,10 +278,10 @@ class Xid:
         for (switch, sxid), count in self._counts.switches.items():
             yield NVLINK_SWITCH_SXID, (switch, sxid), count.number
             yield NVLINK_SWITCH_SXID_LAST, (switch, sxid), count.last
-        for sxid in sorted({sxid for _, sxid in self._counts.switches} & switch_meanings().keys()):
-            row = switch_meanings()[sxid]
-            told = row["fabric_manager_guide_class"]
-            yield NVLINK_SWITCH_SXID_INFO, (sxid, row["name"], told, SXID_SEVERITIES[told], row["action"]), 1
+        for sxid in sorted({sxid for _, sxid in self._counts.switches} & sxids().keys()):
+            meaning = sxids()[sxid]
+            labels = (sxid, meaning.name, meaning.category, meaning.severity, meaning.action)
+            yield NVLINK_SWITCH_SXID_INFO, labels, 1
         if self._had_kernel_log:
             for name in NODE_EVENTS:
                 yield NODE_KERNEL_EVENTS, (name,), self._counts.node.get(name, 0)
@@ -381,71 +331,3 @@ def _watcher(simulated: str) -> Watcher | None:
         log.warning("no Xids from NVML: %s; install flopwatch[exporter]", error)
         return None
     return Watcher(pynvml)
-
-
-def _listed(codes: Sequence[int]) -> str:
-    *first, last = codes
-    return f"{', '.join(map(str, first))} and {last}"
-
-
-def document() -> str:
-    """Return docs/xid.md."""
-    bold = {*ON_EVERY_GPU, *BEFORE_NVLINK_5, *WITH_NVLINK_5}
-    lines = [
-        "# Xid errors",
-        "",
-        "Printed by `python -m flopwatch.node.collectors.xid`; do not edit. Codes and actions are from NVIDIA's",
-        "[Xid catalogue](https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html), the severity is ours:",
-        "`error` ends the job and leaves the GPU fine, `critical` needs a reset or a drain, `fatal` a reboot or",
-        "new hardware. After those marked `page` a GPU is not fit for work, and the alert GpuXidCritical says so. Bold",
-        f"codes are in `{GPU_XID}` from the start, at 0: on GPUs with NVLink 5 (B200, GB200, B300, GB300)",
-        f"not {_listed(BEFORE_NVLINK_5)}, on others not {_listed(WITH_NVLINK_5)}. A GPU with more than",
-        f'{CODES} different ones counts the rest as `xid="{OTHER}"`. Codes listed as unused are left out. On a node,',
-        f"`{GPU_XID_INFO}` says the same of the codes seen there.",
-        "",
-        "Xids are heard of from the kernel log and from NVML's events; what both tell of is counted once. Which of the",
-        f"two answers is in `{XID_SOURCE_UP}`, and what the lack of one costs in [privileges.md](privileges.md).",
-        "",
-        "| Xid | what | class | severity | NVIDIA's action |",
-        "|---|---|---|---|---|",
-    ]
-    for xid, row in sorted(meanings().items()):
-        if row["class"] != "unused":
-            code = f"**{xid}**" if xid in bold else str(xid)
-            severity = f"{row['severity']}, page" if xid in CRITICAL else row["severity"]
-            lines.append(f"| {code} | {row['name']} | {row['class']} | {severity} | {row['action']} |")
-    lines += [
-        "",
-        "999 is what NVML calls an Xid that it does not know; it is counted only where there is no kernel log.",
-        "",
-        "## NVLink: 144 to 150, and 74",
-        "",
-        f"The text of these names the link, by which `{GPU_XID_NVLINK_ERRORS}` counts them. From",
-        "two words of NVLink 5's text (B200, GB200 and later), read in the bit layout of the driver release, follow",
-        "severity, NVIDIA's action and what to look into next. For `NETIR_LINK_EVT` bits 20 to 25 of the first word",
-        "decide: 21, and 32 to 37, put the blame on the peer of the link. The unit of a 74 is what its registers say:",
-        "`SIGNAL_INTEGRITY` (reseat, then field diagnostics), `ECC_OR_PARITY` (again on the same link: hardware),",
-        "`SECONDARY` or `OTHER`.",
-        "",
-        "| Xid | unit | severity | NVIDIA's action | look into |",
-        "|---|---|---|---|---|",
-    ]
-    decoded = {
-        (row.xid, "/".join(row.units), row.severity, row.action, row.investigation): None for row in nvlink5.table()
-    }
-    lines += [f"| {' | '.join(map(str, row))} |" for row in decoded]
-    lines += [
-        "",
-        "## SXid: NVSwitch",
-        "",
-        f"`{NVLINK_SWITCH_SXID}` counts them by the switch's PCI address. Class and action are the",
-        "[Fabric Manager user guide](https://docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide/)'s.",
-        "",
-        "| SXid | what | class | action |",
-        "|---|---|---|---|",
-    ]
-    switch: dict[tuple[str, str, str], list[str]] = {}
-    for sxid, row in switch_meanings().items():
-        switch.setdefault((row["name"], row["fabric_manager_guide_class"], row["action"]), []).append(sxid)
-    lines += [f"| {', '.join(codes)} | {' | '.join(what)} |" for what, codes in switch.items()]
-    return "\n".join(lines) + "\n"

@@ -9,12 +9,12 @@ https://github.com/NVIDIA/NVSentinel/pull/1526. Missing: what no row of the tabl
 
 from __future__ import annotations
 
-import csv
 import functools
 import re
 from collections.abc import Sequence
-from importlib import resources
 from typing import NamedTuple
+
+from flopwatch.catalogue.xid import read_table
 
 CODES = range(144, 151)
 LAYOUT_2_SINCE = 575
@@ -108,7 +108,6 @@ def find(
 @functools.cache
 def table() -> tuple[Row, ...]:
     """Return data/xid_nvlink5.csv."""
-    text = (resources.files("flopwatch") / "data" / "xid_nvlink5.csv").read_text()
     return tuple(
         Row(
             int(row["xid"]),
@@ -119,7 +118,7 @@ def table() -> tuple[Row, ...]:
             row["immediate"],
             row["investigatory"],
         )
-        for row in csv.DictReader(text.splitlines())
+        for row in read_table("xid_nvlink5.csv")
     )
 
 

@@ -1,0 +1,234 @@
+"""Alerts that join others: a leaf switch that is gone, maintenance, and two that only inhibit others."""
+
+from __future__ import annotations
+
+from alerts.alert import Alert
+from alerts.fragments import each_series
+
+ALERTS: tuple[Alert, ...] = (
+    # Ports of one leaf go down within a scrape, and four hosts at once are neither cables nor nodes. `for` is shorter
+    # than that of the alerts on each host. The alert remembers itself while more than one host is still cut off.
+    Alert(
+        name="LeafDown",
+        group="monitor",
+        severity="critical",
+        identity=("leaf",),
+        expr="""
+            count by (leaf) (
+              (
+                (
+                  group by (host) (
+                    instance:host:info
+                      and on (instance)
+                    (
+                      max by (instance, device, port) (last_over_time(infiniband_port_state_id[<5m>])) < 4
+                        and on (instance, device, port)
+                      max by (instance, device, port) (max_over_time(infiniband_port_state_id[<10m>])) >= 4
+                    )
+                  )
+                    or
+                  group by (host) (
+                    (
+                      ALERTS_FOR_STATE{alertname="NodeLost"}
+                        and
+                      min_over_time(ALERTS_FOR_STATE[<20m>]) > time() - <600_seconds>
+                    )
+                  )
+                )
+                  unless on (host)
+                ALERTS{alertname="Maintenance"}
+              )
+                * on (host) group_left (leaf)
+              (
+                topk by (host) (1, group by (host, leaf) (last_over_time(node_topology_info[<10m>])))
+                  or on (host)
+                group by (host) (last_over_time(instance:host:info[<10m>]))
+              )
+            ) >= 4
+              or on (leaf)
+            count by (leaf) (
+              ALERTS{alertname="HostOnFaultyLeaf"}
+                and on (host)
+              (
+                instance:host:info
+                  and on (instance)
+                (
+                  max by (instance, device, port) (last_over_time(infiniband_port_state_id[<5m>])) < 4
+                    and on (instance, device, port)
+                  port:infiniband_was_active:bool
+                )
+                  or
+                ALERTS{alertname="NodeLost"}
+              )
+            ) > 1
+              and on (leaf)
+            ALERTS{alertname="LeafDown",alertstate="firing"}
+        """,
+        for_="15s",
+        summary="Leaf switch is down",
+        description=(
+            '{{ printf "%.0f" $value }} hosts{{ with $labels.leaf }} of leaf {{ . }}{{ end }} lost a port, '
+            + "or are gone, within <10m>."
+            + each_series(
+                "count by (run) (count by (run, rank) (last_over_time(training_rank_info[<10m>]) and on "
+                + '(host) (ALERTS{alertname="HostOnFaultyLeaf",leaf=%q} and on (host) ( instance:host:info and '
+                + "on (instance) ( max by (instance, device, port) "
+                + "(last_over_time(infiniband_port_state_id[<5m>])) < 4 and on (instance, device, port) "
+                + 'port:infiniband_was_active:bool ) or ALERTS{alertname="NodeLost"} ))))',
+                "$labels.leaf",
+                " Run {{ .Labels.run }}"
+                + each_series(
+                    "max(last_over_time(run_gpus{run=%q}[<5m>]))", ".Labels.run", ' of {{ printf "%.0f" .Value }} GPUs'
+                )
+                + ' has {{ printf "%.0f" .Value }} of its ranks there.',
+            )
+            + " Among the hosts are"
+            + each_series(
+                'topk(8, group by (host) (ALERTS{alertname="HostOnFaultyLeaf",leaf=%q} and on (host) ( '
+                + "instance:host:info and on (instance) ( max by (instance, device, port) "
+                + "(last_over_time(infiniband_port_state_id[<5m>])) < 4 and on (instance, device, port) "
+                + 'port:infiniband_was_active:bool ) or ALERTS{alertname="NodeLost"} )))',
+                "$labels.leaf",
+                " {{ .Labels.host }}",
+                by="host",
+            )
+            + "."
+        ),
+    ),
+    # The last end that was set holds while the node reboots. Fires at once, before the alerts that it holds back are
+    # sent.
+    Alert(
+        name="Maintenance",
+        group="monitor",
+        severity="none",
+        identity=("host",),
+        expr="max by (host) (last_over_time(node_maintenance_until_timestamp_seconds[<1d>])) > time()",
+        for_="0s",
+        keep_firing_for="2m",
+        summary="Host is in maintenance",
+        description=(
+            "Host {{ $labels.host }} is in maintenance until {{ $value | humanizeTimestamp }}. Its alerts "
+            + "are not sent."
+        ),
+    ),
+    # Only inhibits. A pending LeafDown is enough, since its page names these hosts. Without a known topology, only
+    # hosts that are cut off together are neighbours. No `for`: it has to exist before what it inhibits.
+    Alert(
+        name="HostOnFaultyLeaf",
+        group="monitor",
+        severity="none",
+        identity=("host", "leaf"),
+        expr="""
+            group by (host, leaf) (
+              (
+                (
+                  group by (host) (
+                    instance:host:info
+                      and on (instance)
+                    (
+                      max by (instance, device, port) (last_over_time(infiniband_port_state_id[<5m>])) < 4
+                        and on (instance, device, port)
+                      max by (instance, device, port) (max_over_time(infiniband_port_state_id[<10m>])) >= 4
+                    )
+                  )
+                    or
+                  group by (host) (
+                    (
+                      ALERTS_FOR_STATE{alertname="NodeLost"}
+                        and
+                      min_over_time(ALERTS_FOR_STATE[<20m>]) > time() - <600_seconds>
+                    )
+                  )
+                )
+                  unless on (host)
+                ALERTS{alertname="Maintenance"}
+              )
+                * on (host) group_left (leaf)
+              (
+                topk by (host) (1, group by (host, leaf) (last_over_time(node_topology_info[<10m>])))
+                  or on (host)
+                group by (host) (last_over_time(instance:host:info[<10m>]))
+              )
+                and on (leaf)
+              (
+                ALERTS{alertname="LeafDown",leaf!="",shadow=""}
+                  or
+                (
+                  ALERTS_FOR_STATE{alertname="LeafDown",shadow=""}
+                    and
+                  min_over_time(ALERTS_FOR_STATE[<20m>]) > time() - <600_seconds>
+                )
+              )
+                or on (host)
+              ALERTS{alertname="HostOnFaultyLeaf"}
+                and on (leaf)
+              last_over_time(ALERTS{alertname="LeafDown",alertstate="firing",shadow=""}[<20m>])
+                and on (host)
+              ALERTS{alertname=~"<of_host>"}
+            )
+        """,
+        for_="0s",
+        summary="Host is cut off by its leaf",
+        description=(
+            "Host {{ $labels.host }}{{ with $labels.leaf }} of leaf {{ . }}{{ end }} is cut off with its "
+            + "neighbours. LeafDown reports them, and this alert inhibits the host's own alerts."
+        ),
+    ),
+    # Only inhibits. Of a GPU's faults pending is enough: they wait longer than a hang and are sent in its place.
+    # Faults count as news for half an hour, since a run has other troubles next to a fault of days; but while the run
+    # stands still since then, its cause is remembered for twenty minutes after its end. A rank without a uuid is on
+    # no GPU in particular. No `for`: it has to exist before what it inhibits.
+    Alert(
+        name="RunOnFaultyHost",
+        group="monitor",
+        severity="none",
+        identity=("host", "run"),
+        expr="""
+            group by (host, run) (
+              last_over_time(training_rank_info[<10m>])
+                and on (host)
+              ALERTS{alertname=~"<host_causes>",alertstate="firing",shadow=""}
+                or on (host, run)
+              last_over_time(training_rank_info[<10m>])
+                and on (host)
+              (
+                ALERTS_FOR_STATE{alertname=~"<part_causes>",severity="critical",shadow=""}
+                  and
+                min_over_time(ALERTS_FOR_STATE[<40m>]) > time() - <1800_seconds>
+              )
+                or on (host, run)
+              last_over_time(training_rank_info[<10m>])
+                and on (uuid)
+              (
+                ALERTS_FOR_STATE{alertname=~"<gpu_causes>",severity="critical",shadow="",uuid!=""}
+                  and
+                min_over_time(ALERTS_FOR_STATE[<40m>]) > time() - <1800_seconds>
+              )
+                or on (host, run)
+              (
+                ALERTS_FOR_STATE{alertname="RunOnFaultyHost"}
+                  > on (run) group_left ()
+                (min by (run) (ALERTS_FOR_STATE{alertname=~"<stands_still>"}) - <1800_seconds>)
+                  or on (host, run)
+                ALERTS{alertname="RunOnFaultyHost"} and on (run) ALERTS{alertname=~"<of_run>"}
+                  unless on (host)
+                ALERTS{alertname=~"<host_part_and_gpu_causes>",alertstate="firing",shadow=""}
+              )
+                and on (host)
+              (
+                last_over_time(ALERTS{alertname=~"<other_causes>",alertstate="firing",shadow=""}[<20m>])
+                  or on (host)
+                last_over_time(ALERTS{alertname="HostOnFaultyLeaf"}[<20m>])
+                  and on (leaf)
+                last_over_time(ALERTS{alertname="LeafDown",alertstate="firing",shadow=""}[<20m>])
+              )
+            )
+        """,
+        for_="0s",
+        summary="Run has ranks on a faulty host",
+        description=(
+            "Run {{ $labels.run }} has ranks on {{ $labels.host }}, and another alert reports what is wrong "
+            + "there. This alert inhibits the run's own alerts."
+        ),
+    ),
+)

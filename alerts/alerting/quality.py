@@ -1,0 +1,164 @@
+"""Alerts on how well a run trains: MFU, tokens, data and loss."""
+
+from __future__ import annotations
+
+from alerts.alert import Alert
+from alerts.fragments import each_series
+
+ALERTS: tuple[Alert, ...] = (
+    # 85 % of the run's own median: a straggler warns from 10 % on and names the rank. The baseline ends half an hour
+    # ago, or the drop would lower it. The run was in steps for the whole window, so that no start-up is in it.
+    # Evaluation, checkpoints and compiling are not in MFU. `for` outlasts a slow file system and a noisy neighbour.
+    Alert(
+        name="TrainingMfuDrop",
+        group="quality",
+        severity="warning",
+        identity=("run",),
+        expr="""
+            avg_over_time(run:training_mfu:ratio_rate5m[<10m>])
+              <
+            0.85 * quantile_over_time(0.5, run:training_mfu:ratio_rate5m[<3h>] offset <30m>)
+              and on (run)
+            run:training_mfu:ratio_rate5m
+              and on (run)
+            run:training_mfu:ratio_rate5m offset <10m>
+              and on (run)
+            run:training_mfu:ratio_rate5m offset <1h30m>
+        """,
+        for_="15m",
+        summary="MFU of the training run fell",
+        description=(
+            "MFU of run {{ $labels.run }} is {{ $value | humanizePercentage }}"
+            + each_series(
+                "quantile_over_time(0.5, run:training_mfu:ratio_rate5m{run=%q}[<3h>] offset <30m>)",
+                "$labels.run",
+                ", its median before was {{ .Value | humanizePercentage }}",
+            )
+            + ".<owner>"
+        ),
+    ),
+    # MFU above 1, or 10 % above the tensor activity of the cards themselves, by the wall clock as the cards count.
+    # Tensor activity is NaN while a profiler holds the counters, and no comparison lets NaN through. `for` is two
+    # windows of MFU.
+    Alert(
+        name="TrainingMfuImpossible",
+        group="quality",
+        severity="warning",
+        identity=("run",),
+        expr="""
+            max by (run) (rank:training_mfu:ratio_rate5m) > 1
+              or on (run)
+            (
+              sum by (run) (rate(training_model_flops_total[<5m>]))
+                / on (run)
+              sum by (run) (max by (run, rank) (training_peak_flops_per_second))
+                > on (run)
+              1.1 * avg by (run) (
+                max by (run, uuid) (training_rank_info)
+                  * on (uuid) group_left ()
+                max by (uuid) (rate(gpu_tensor_active_seconds_total[<5m>]) / rate(gpu_profiled_seconds_total[<5m>]))
+              )
+                and on (run)
+              count by (run) (
+                max by (run, uuid) (training_rank_info)
+                  * on (uuid) group_left ()
+                max by (uuid) (rate(gpu_tensor_active_seconds_total[<5m>]) / rate(gpu_profiled_seconds_total[<5m>]))
+              ) == on (run) max by (run) (training_world_size)
+                unless on (run)
+              training_run_info{peak_source=~"override.*"}
+            )
+        """,
+        for_="10m",
+        summary="Declared FLOPs exceed what the GPUs can do",
+        description=(
+            "Run {{ $labels.run }} declares FLOPs of {{ $value | humanizePercentage }} of its GPUs' peak"
+            + each_series(
+                "avg((rate(gpu_tensor_active_seconds_total[<5m>]) / rate(gpu_profiled_seconds_total[<5m>])) "
+                + "and on (uuid) training_rank_info{run=%q})",
+                "$labels.run",
+                "; their tensor cores were active {{ .Value | humanizePercentage }} of the time",
+            )
+            + ". Its declared FLOPs per token, tokens, dtype or peak are wrong, and so is its MFU."
+            + each_series(
+                "group by (convention, dtype, flops_source, peak_source) (training_run_info{run=%q})",
+                "$labels.run",
+                " Declared: convention {{ .Labels.convention }}, dtype {{ .Labels.dtype }}, FLOPs from {{ "
+                + ".Labels.flops_source }}, peak from {{ .Labels.peak_source }}.",
+            )
+        ),
+    ),
+    # A framework may learn the size of the model late.
+    Alert(
+        name="TrainingMfuUnavailable",
+        group="quality",
+        severity="info",
+        identity=("run", "reason"),
+        expr="count by (run, reason) (training_mfu_unavailable == 1)",
+        for_="15m",
+        summary="Training run has no MFU",
+        description=(
+            'Run {{ $labels.run }} has no MFU, because of {{ $labels.reason }} ({{ printf "%.0f" $value }} '
+            + "ranks report it)."
+        ),
+    ),
+    # As long as for a missing MFU, which has this as one of its reasons.
+    Alert(
+        name="TrainingTokensAbsent",
+        group="quality",
+        severity="info",
+        identity=("run",),
+        expr="max by (run) (increase(training_steps_total[<5m>])) > 0 unless on (run) training_tokens_total",
+        for_="15m",
+        summary="Training run reports no tokens",
+        description=(
+            "Run {{ $labels.run }} reports steps without tokens, so it has no tokens per second, FLOPs or "
+            + "MFU. Pass tokens= to run.step()."
+        ),
+    ),
+    # Of the rank that waits most: the others wait for it in a collective and count that as step time. A shuffle
+    # buffer that fills at the start of an epoch, or a cold cache, takes a few minutes.
+    Alert(
+        name="TrainingDataStall",
+        group="quality",
+        severity="warning",
+        identity=("run",),
+        expr="""
+            max by (run) (
+              sum by (run, rank) (rate(training_activity_seconds_total{activity="data_stall"}[<5m>]))
+                /
+              sum by (run, rank) (rate(training_activity_seconds_total{activity=~"step|data_stall"}[<5m>]))
+            ) > 0.1
+        """,
+        for_="10m",
+        summary="Training run waits for data",
+        description=(
+            "A rank of run {{ $labels.run }} spends {{ $value | humanizePercentage }} of its step time "
+            + "waiting for its next batch:"
+            + each_series(
+                "topk(3, sum by (run, rank) "
+                + '(rate(training_activity_seconds_total{run=%[1]q,activity="data_stall"}[<5m>])) / sum by '
+                + "(run, rank) "
+                + '(rate(training_activity_seconds_total{run=%[1]q,activity=~"step|data_stall"}[<5m>])) > 0.1)',
+                "$labels.run",
+                " rank {{ .Labels.rank }}<on_host> {{ .Value | humanizePercentage }}.",
+            )
+            + "<owner>"
+        ),
+    ),
+    # One spike is what a bad batch makes.
+    Alert(
+        name="TrainingLossSpikes",
+        group="quality",
+        severity="warning",
+        identity=("run",),
+        expr="max by (run) (increase(training_loss_spikes_total[<30m>])) >= 3",
+        for_="0s",
+        summary="Loss of the training run spikes repeatedly",
+        description=(
+            'The loss of run {{ $labels.run }} was far above its mean {{ printf "%.0f" $value }} times in '
+            + "<30m>."
+            + each_series("max(training_loss{run=%q})", "$labels.run", ' It is {{ printf "%.4g" .Value }} now.')
+            + "<owner>"
+        ),
+    ),
+)

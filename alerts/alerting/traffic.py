@@ -1,0 +1,320 @@
+"""Alerts on the traffic of InfiniBand, RoCE and EFA ports: loss, congestion, rails and configuration."""
+
+from __future__ import annotations
+
+from alerts.alert import Alert
+from alerts.fragments import each_port
+
+ALERTS: tuple[Alert, ...] = (
+    # NVSentinel's limits, a second. A job that ends, or loses a peer, makes such errors for seconds.
+    Alert(
+        name="InfinibandPacketLoss",
+        group="fabric",
+        severity="warning",
+        identity=("host", "device", "port"),
+        expr="""
+            group by (host, device, port) (
+              (
+                group by (instance, device, port) (rate(infiniband_local_ack_timeouts_total[<5m>]) > 1)
+                  or on (instance, device, port)
+                group by (instance, device, port) (rate(infiniband_slow_restarts_total[<5m>]) > 10)
+                  or on (instance, device, port)
+                group by (instance, device, port) (rate(infiniband_transmit_discards_total[<5m>]) > 100)
+                  or on (instance, device, port)
+                group by (instance, device, port) (rate(infiniband_receive_discards_total[<5m>]) > 100)
+              ) * on (instance) group_left (host) <host>
+            )
+        """,
+        for_="5m",
+        keep_firing_for="10m",
+        summary="Port loses packets",
+        description=(
+            "<port>:"
+            + each_port(
+                "rate(infiniband_local_ack_timeouts_total{device=%[1]q,port=%[2]q}[<5m>]) > 1",
+                ' {{ printf "%.1f" .Value }} acknowledgements a second are missing.',
+            )
+            + each_port(
+                "rate(infiniband_slow_restarts_total{device=%[1]q,port=%[2]q}[<5m>]) > 10",
+                ' {{ printf "%.1f" .Value }} slow restarts a second after loss.',
+            )
+            + each_port(
+                "rate(infiniband_transmit_discards_total{device=%[1]q,port=%[2]q}[<5m>]) > 100",
+                ' {{ printf "%.1f" .Value }} packets a second are dropped before sending.',
+            )
+            + each_port(
+                "rate(infiniband_receive_discards_total{device=%[1]q,port=%[2]q}[<5m>]) > 100",
+                ' {{ printf "%.1f" .Value }} packets a second are dropped on arrival.',
+            )
+            + "<runs_on_host>"
+        ),
+    ),
+    # Queues that mark one packet in twenty are there all the time. Ticks of waiting have no unit and cost nothing by
+    # themselves: they are compared with the median of the node's compute ports (4 times), and count only where the
+    # port also sends less than they do (90 %). An incast at a checkpoint or at the start of a job takes less than
+    # `for`.
+    Alert(
+        name="InfinibandCongestion",
+        group="fabric",
+        severity="warning",
+        identity=("host", "device", "port"),
+        expr="""
+            group by (host, device, port) (
+              (
+                group by (instance, device, port) (
+                  rate(infiniband_congestion_marked_packets_total[<5m>])
+                    /
+                  rate(infiniband_receive_packets_total[<5m>]) > 0.05
+                )
+                  or on (instance, device, port)
+                group by (instance, device, port) (
+                  (
+                    (
+                      rate(infiniband_transmit_wait_ticks_total[<5m>])
+                        and on (instance, device, port)
+                      last_over_time(infiniband_info{role="compute"}[<5m>])
+                    )
+                      > on (instance) group_left ()
+                    4 * quantile by (instance) (0.5,
+                      (
+                        rate(infiniband_transmit_wait_ticks_total[<5m>])
+                          and on (instance, device, port)
+                        last_over_time(infiniband_info{role="compute"}[<5m>])
+                      )
+                    )
+                  )
+                    and on (instance, device, port)
+                  (
+                    rate(infiniband_transmit_data_bytes_total[<5m>])
+                      < on (instance) group_left ()
+                    0.9 * quantile by (instance) (0.5,
+                      (
+                        rate(infiniband_transmit_data_bytes_total[<5m>])
+                          and on (instance, device, port)
+                        last_over_time(infiniband_info{role="compute"}[<5m>])
+                      )
+                    )
+                  )
+                )
+              ) * on (instance) group_left (host) <host>
+            )
+        """,
+        for_="15m",
+        summary="Port is congested",
+        description=(
+            "<port>:"
+            + each_port(
+                "rate(infiniband_congestion_marked_packets_total{device=%[1]q,port=%[2]q}[<5m>]) / "
+                + "rate(infiniband_receive_packets_total{device=%[1]q,port=%[2]q}[<5m>]) > 0.05",
+                " {{ .Value | humanizePercentage }} of the packets that it receives carry a congestion mark.",
+            )
+            + each_port(
+                "((rate(infiniband_transmit_wait_ticks_total[<5m>]) and on (instance, device, port) "
+                + 'last_over_time(infiniband_info{role="compute"}[<5m>])) > on (instance) group_left () 4 * '
+                + "quantile by (instance) (0.5, (rate(infiniband_transmit_wait_ticks_total[<5m>]) and on "
+                + '(instance, device, port) last_over_time(infiniband_info{role="compute"}[<5m>])))) and on '
+                + "(instance, device, port) (rate(infiniband_transmit_data_bytes_total[<5m>]) < on (instance) "
+                + "group_left () 0.9 * quantile by (instance) (0.5, "
+                + "(rate(infiniband_transmit_data_bytes_total[<5m>]) and on (instance, device, port) "
+                + 'last_over_time(infiniband_info{role="compute"}[<5m>])))) and '
+                + "infiniband_transmit_data_bytes_total{device=%[1]q,port=%[2]q}",
+                " It waits for credit longer than the host's other rails, and sends less.",
+            )
+            + "<runs_on_host>"
+        ),
+    ),
+    # Rails carry equal shares in a collective; below 100 MB/s they are not in one. A checkpoint goes over some rails
+    # only.
+    Alert(
+        name="RailImbalance",
+        group="fabric",
+        severity="warning",
+        identity=("host", "device", "port"),
+        expr="""
+            group by (host, device, port) (
+              (
+                group by (instance, device, port) (
+                  (
+                    rate(infiniband_transmit_data_bytes_total[<5m>])
+                      and on (instance, device, port)
+                    last_over_time(infiniband_info{role="compute"}[<5m>])
+                  )
+                    / on (instance) group_left ()
+                  (
+                    quantile by (instance) (0.5,
+                      (
+                        rate(infiniband_transmit_data_bytes_total[<5m>])
+                          and on (instance, device, port)
+                        last_over_time(infiniband_info{role="compute"}[<5m>])
+                      )
+                    ) > 100000000
+                  ) < 0.5
+                )
+              ) * on (instance) group_left (host) <host>
+            )
+        """,
+        for_="10m",
+        summary="One rail carries less than the others",
+        description=(
+            "<port>:"
+            + each_port(
+                "(rate(infiniband_transmit_data_bytes_total[<5m>]) and on (instance, device, port) "
+                + 'last_over_time(infiniband_info{role="compute"}[<5m>])) / on (instance) group_left () '
+                + "(quantile by (instance) (0.5, (rate(infiniband_transmit_data_bytes_total[<5m>]) and on "
+                + '(instance, device, port) last_over_time(infiniband_info{role="compute"}[<5m>]))) > 1e+08) < '
+                + "0.5 and infiniband_transmit_data_bytes_total{device=%[1]q,port=%[2]q}",
+                " It sends {{ .Value | humanizePercentage }} of what the host's other rails send.",
+            )
+            + "<runs_on_host>"
+        ),
+    ),
+    # On a lossless fabric no packets arrive out of sequence. A wrong configuration stays.
+    Alert(
+        name="RoceMisconfigured",
+        group="fabric",
+        severity="warning",
+        identity=("host", "device", "port"),
+        expr="""
+            group by (host, device, port) (
+              (
+                group by (instance, device, port) (
+                  increase(infiniband_congestion_notifications_ignored_total[<5m>]) > 0
+                )
+                  or on (instance, device, port)
+                group by (instance, device, port) (
+                  rate(infiniband_congestion_marked_packets_total[<5m>]) > 0
+                    and on (instance, device, port)
+                  rate(infiniband_congestion_notifications_sent_total[<5m>]) == 0
+                )
+                  or on (instance, device, port)
+                group by (instance, device, port) (
+                  rate(infiniband_packet_sequence_errors_total[<5m>]) > 1
+                    and on (instance, device, port)
+                  last_over_time(infiniband_info{link_layer="Ethernet"}[<5m>])
+                )
+              ) * on (instance) group_left (host) <host>
+            )
+        """,
+        for_="10m",
+        summary="RoCE port is not configured as lossless",
+        description=(
+            "<port>:"
+            + each_port(
+                "increase(infiniband_congestion_notifications_ignored_total{device=%[1]q,port=%[2]q}[<5m>]) > 0",
+                " It ignores congestion notifications: DCQCN is off.",
+            )
+            + each_port(
+                "rate(infiniband_congestion_marked_packets_total{device=%[1]q,port=%[2]q}[<5m>]) > 0 and on "
+                + "(instance, device, port) rate(infiniband_congestion_notifications_sent_total[<5m>]) == 0",
+                " It receives congestion-marked packets and sends no notification.",
+            )
+            + each_port(
+                "rate(infiniband_packet_sequence_errors_total{device=%[1]q,port=%[2]q}[<5m>]) > 1 and on "
+                + '(instance, device, port) last_over_time(infiniband_info{link_layer="Ethernet"}[<5m>])',
+                ' {{ printf "%.1f" .Value }} packets a second are lost: priority flow control is off, or '
+                + "does not cover this traffic.",
+            )
+            + "<runs_on_host>"
+        ),
+    ),
+    # Connections impaired and peers that do not respond a second, failed commands a minute. One lost command stays in
+    # the window for five minutes.
+    Alert(
+        name="EfaErrors",
+        group="fabric",
+        severity="warning",
+        identity=("host", "device", "port"),
+        expr="""
+            group by (host, device, port) (
+              (
+                group by (instance, device, port) (rate(infiniband_impaired_connections_total[<5m>]) > 1)
+                  or on (instance, device, port)
+                group by (instance, device, port) (rate(infiniband_unresponsive_peers_total[<5m>]) > 1)
+                  or on (instance, device, port)
+                group by (instance, device, port) (60 * rate(infiniband_command_errors_total[<5m>]) > 10)
+                  or on (instance, device, port)
+                group by (instance, device, port) (increase(infiniband_commands_lost_total[<5m>]) > 0)
+                  or on (instance, device, port)
+                group by (instance, device, port) (increase(infiniband_keep_alives_total[<5m>]) == 0)
+              ) * on (instance) group_left (host) <host>
+            )
+        """,
+        for_="1m",
+        keep_firing_for="10m",
+        summary="EFA adapter or its peers fail",
+        description=(
+            "<port>:"
+            + each_port(
+                "rate(infiniband_impaired_connections_total{device=%[1]q,port=%[2]q}[<5m>]) > 1",
+                ' {{ printf "%.1f" .Value }} connections a second are impaired.',
+            )
+            + each_port(
+                "rate(infiniband_unresponsive_peers_total{device=%[1]q,port=%[2]q}[<5m>]) > 1",
+                ' {{ printf "%.1f" .Value }} times a second a peer does not respond. Check the peer.',
+            )
+            + each_port(
+                "60 * rate(infiniband_command_errors_total{device=%[1]q,port=%[2]q}[<5m>]) > 10",
+                ' {{ printf "%.1f" .Value }} commands a minute fail.',
+            )
+            + each_port(
+                "increase(infiniband_commands_lost_total{device=%[1]q,port=%[2]q}[<5m>]) > 0",
+                " The adapter never completed a command.",
+            )
+            + each_port(
+                "increase(infiniband_keep_alives_total{device=%[1]q,port=%[2]q}[<5m>]) == 0",
+                " The adapter sends no keep-alives.",
+            )
+            + "<runs_on_host>"
+        ),
+    ),
+    # NVIDIA UFM's limit. The sensor follows slowly; a shorter excess is a single reading.
+    Alert(
+        name="InfinibandTransceiverHot",
+        group="fabric",
+        severity="warning",
+        identity=("host", "device", "port"),
+        expr="""
+            group by (host, device, port) (
+              (
+                group by (instance, device, port) (
+                  max by (instance, device, port) (
+                    last_over_time(infiniband_temperature_celsius{sensor=~"Module.*"}[<5m>])
+                  ) > <transceiver_celsius>
+                )
+              ) * on (instance) group_left (host) <host>
+            )
+        """,
+        for_="5m",
+        summary="Transceiver is too hot",
+        description=(
+            "<port>:"
+            + each_port(
+                "max by (instance, device, port) (last_over_time("
+                + 'infiniband_temperature_celsius{device=%[1]q,port=%[2]q,sensor=~"Module.*"}[<5m>]'
+                + ")) > <transceiver_celsius>",
+                " Its transceiver is at {{ .Value }} degrees Celsius.",
+            )
+            + "<runs_on_host>"
+        ),
+    ),
+    # It does not end by itself.
+    Alert(
+        name="InfinibandCounterStuck",
+        group="fabric",
+        severity="info",
+        identity=("host", "device", "port", "counter"),
+        expr="""
+            group by (host, device, port, counter) (
+              (max by (instance, device, port, counter) (last_over_time(infiniband_counter_saturated[<5m>])) == 1)
+                * on (instance) group_left (host)
+              <host>
+            )
+        """,
+        for_="0s",
+        summary="Error counter of a port is saturated",
+        description=(
+            "Counter {{ $labels.counter }} of port {{ $labels.port }} of {{ $labels.device }} on {{ "
+            + "$labels.host }} is saturated: alerts on it cannot fire until it is cleared."
+        ),
+    ),
+)

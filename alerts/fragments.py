@@ -1,0 +1,147 @@
+"""Parts that several alerts share: the host of an exporter, who runs where, and what Xids mean."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from flopwatch.catalogue.xid import XidMeaning, paging_xids, xids
+
+# Xids of broken hardware after which a GPU may go on, down to severity error. 63 is less: it recurs harmlessly, and a
+# remap that waits for a reset is GpuRepairPending.
+HARDWARE_CLASSES = ("memory", "nvlink", "pcie", "power", "firmware")
+
+# Alerts that explain why every run with a rank on their host stands still. Those on a switch, port or GPU explain it
+# only while they are news: they may fire for days next to a healthy run.
+HOST_CAUSES = ("NodeLost", "HostOnFaultyLeaf", "Maintenance")
+PART_CAUSES = ("NvswitchSxid", "InfinibandPortDown")
+GPU_CAUSES = (
+    "GpuXidCritical",
+    "GpuMemoryFailed",
+    "GpuMissing",
+    "GpuRecoveryNeeded",
+    "NvlinkDown",
+    "NvlinkFabricUnhealthy",
+)
+# Alerts that HostOnFaultyLeaf and RunOnFaultyHost inhibit: of a host, and those of a run that page.
+OF_HOST = "NodeLost|Flopwatch.+|Infiniband.+|RailImbalance|EfaErrors|RoceMisconfigured"
+STANDS_STILL = "TrainingDown|TrainingHang|TrainingRestartStorm|TrainingStalled"
+OF_RUN = f"{STANDS_STILL}|TrainingStraggler"
+
+
+def each_series(query: str, arguments: str, text: str, by: str = "") -> str:
+    """Return a Prometheus template that prints `text` for each series of a query whose %q are filled with `arguments`.
+
+    An aggregation has no order: its series are printed by the first label that it keeps, others by the label `by`.
+    """
+    aggregation = re.match(r"(?:max|min|sum|count|group) by \((\w+)", query)
+    order = by or (aggregation.group(1) if aggregation else "")
+    in_order = f' | sortByLabel "{order}"' if order else ""
+    return f"\n{{{{- range printf `{query}` {arguments} | query{in_order} }}}}{text}{{{{ end }}}}"
+
+
+def each_port(problem: str, text: str) -> str:
+    """Return a template that prints `text` if the port of the alert has this problem; %[1]q, %[2]q are its labels."""
+    query = f"max(({problem}) and on (instance, device, port) infiniband_info{{host=%[3]q}})"
+    return each_series(query, "$labels.device $labels.port $labels.host", text)
+
+
+def _xids(chosen: Iterable[int]) -> str:
+    return "|".join(map(str, chosen))
+
+
+def _meaning(chosen: Iterable[int], text: str = " ({0.name})") -> str:
+    return "".join(
+        f'\n{{{{- if eq $labels.xid "{code}" }}}}{text.format(xids()[code])}{{{{ end }}}}' for code in chosen
+    )
+
+
+def _of_hardware(meaning: XidMeaning) -> bool:
+    return meaning.category in HARDWARE_CLASSES and meaning.severity in ("error", "critical", "fatal")
+
+
+_HARDWARE = [code for code, row in xids().items() if not row.page and _of_hardware(row)]
+_JOB = [code for code, row in xids().items() if not row.page and row.category in ("application", "engine")]
+_APPLICATION = [code for code, row in xids().items() if row.category == "application"]
+
+FRAGMENTS: Mapping[str, str] = {
+    # Host of an exporter, joined on `instance`, so that a GPU without a name has a host as well. The current host comes
+    # before the last known one, so that a renamed host has its new name at once. An exporter without a known host gives
+    # an alert without one, but not in its first two minutes, since the host is recorded once a minute.
+    "host": """\
+topk by (instance) (1,
+  instance:host:info
+    or on (instance)
+  last_over_time(instance:host:info[<duration>])
+    or on (instance)
+  group by (instance) (flopwatch_build_info offset <2m>)
+)""",
+    # The host of an exporter, or none if it is not known yet.
+    "host_of_exporter": """\
+(
+  instance:host:info
+    or on (instance)
+  group by (instance) (flopwatch_build_info)
+)""",
+    "paging_xids": _xids(paging_xids()),
+    "hardware_xids": _xids(_HARDWARE),
+    "job_xids": _xids(_JOB),
+    "application_xids": _xids(_APPLICATION),
+    "meaning_of_paging_xid": _meaning(paging_xids(), " ({0.name}). {0.page}"),
+    "meaning_of_hardware_xid": _meaning(_HARDWARE),
+    "meaning_of_job_xid": _meaning(_JOB),
+    "meaning_of_application_xid": _meaning(_APPLICATION),
+    # Pages that an Xid explains and that may outlast it.
+    "after_xid": "NodeLost|GpuMissing|GpuTooFew|GpuRecoveryNeeded|NvlinkDown|NvlinkFabricUnhealthy",
+    "host_causes": "|".join(HOST_CAUSES),
+    "part_causes": "|".join(PART_CAUSES),
+    "gpu_causes": "|".join(GPU_CAUSES),
+    "other_causes": "|".join(
+        (*(name for name in HOST_CAUSES if name != "HostOnFaultyLeaf"), *PART_CAUSES, *GPU_CAUSES)
+    ),
+    "host_part_and_gpu_causes": "|".join((*HOST_CAUSES, *PART_CAUSES, *GPU_CAUSES)),
+    "of_host": OF_HOST,
+    "of_run": OF_RUN,
+    "stands_still": STANDS_STILL,
+    "port": "Port {{ $labels.port }} of {{ $labels.device }} on {{ $labels.host }}",
+    "gpu": "GPU"
+    + each_series(
+        "topk(1, max by (gpu) (last_over_time(gpu_info{uuid=%q}[<5m>])))", "$labels.uuid", " {{ .Labels.gpu }}"
+    )
+    + "{{ with $labels.uuid }} ({{ . }}){{ end }}{{ with $labels.host }} of {{ . }}{{ end }}",
+    # Ranks of the GPU $labels.uuid. A GPU without a uuid has none.
+    "ranks_on_gpu": each_series(
+        'group by (run, rank) (last_over_time(training_rank_info{uuid=%q,uuid!=""}[<5m>]))',
+        "$labels.uuid",
+        " Rank {{ .Labels.rank }} of run {{ .Labels.run }} runs on it.",
+    ),
+    "runs_on_host": each_series(
+        'count by (run) (group by (run, rank) (last_over_time(training_rank_info{host=%q,host!=""}[<5m>])))',
+        "$labels.host",
+        " Run {{ .Labels.run }} has {{ .Value }} of its ranks on this host.",
+    ),
+    # Host of the rank .Labels.rank of the run $labels.run, if it is known.
+    "on_host": each_series(
+        'topk(1, max by (host) (training_rank_info{run=%q,rank=%q,host!=""}))',
+        "$labels.run .Labels.rank",
+        " on {{ .Labels.host }}",
+    ),
+    # Source lines at which ranks of the run $labels.run are stuck, and ranks that are alone at one.
+    "lines": each_series(
+        "sort_desc(topk(2, count by (at) (training_standstill_info{run=%[1]q}) > 2))",
+        "$labels.run",
+        ' Ranks at {{ .Labels.at }}: {{ printf "%.0f" .Value }}.',
+    )
+    + each_series(
+        "topk(3, max by (rank, at) (training_standstill_info{run=%[1]q}) "
+        "and on (at) (count by (at) (training_standstill_info{run=%[1]q}) <= 2))",
+        "$labels.run",
+        " Rank {{ .Labels.rank }} is at {{ .Labels.at }}.",
+        by="rank",
+    ),
+    "owner": each_series(
+        'max by (owner, team) (last_over_time(training_run_info{run=%q,owner!=""}[<1d>]))',
+        "$labels.run",
+        " Owner: {{ .Labels.owner }}{{ with .Labels.team }} ({{ . }}){{ end }}.",
+    ),
+}

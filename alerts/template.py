@@ -1,0 +1,49 @@
+"""Placeholders in the expressions and texts of rules: `<5m>` is five minutes at pace 1.
+
+- `<5m>` is a duration and `<300_seconds>` a number of seconds; both are divided by the pace.
+- `<4_scrapes>` is a duration in scrape intervals.
+- `<straggler_warning>` is a field of AlertSettings.
+- any other `<name>` is a fragment of PromQL or of a Prometheus template, `<name:30m>` one with a duration in it.
+
+PromQL has a space after each `<`, so that a comparison is never mistaken for a placeholder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from textwrap import dedent
+
+from alerts.settings import AlertSettings, seconds
+
+PLACEHOLDER = re.compile(r"<([a-z0-9][a-z0-9_.]*)(?::(\w+))?>")
+DURATION = re.compile(r"(\d+(?:ms|[wdhms]))+")
+
+
+def fill(text: str, settings: AlertSettings, fragments: Mapping[str, str]) -> str:
+    """Return an indented expression or text as Prometheus reads it.
+
+    A fragment of several lines is indented like the line it is in. A name that is neither a field nor a fragment
+    raises KeyError.
+    """
+    lines = [_fill_line(line, settings, fragments) for line in dedent(text).strip().split("\n")]
+    return "\n".join(lines)
+
+
+def _fill_line(line: str, settings: AlertSettings, fragments: Mapping[str, str]) -> str:
+    indent = line[: len(line) - len(line.lstrip())]
+
+    def value(match: re.Match[str]) -> str:
+        name, argument = match[1], match[2]
+        if DURATION.fullmatch(name):
+            return settings.at_pace(seconds(name))
+        if name.endswith("_seconds"):
+            return settings.seconds_at_pace(float(name.removesuffix("_seconds")))
+        if name.endswith("_scrapes"):
+            return settings.at_pace(float(name.removesuffix("_scrapes")) * settings.scrape_interval)
+        if name in fragments:
+            text = fragments[name].replace("<duration>", f"<{argument or '5m'}>")
+            return PLACEHOLDER.sub(value, text).replace("\n", f"\n{indent}")
+        return f"{getattr(settings, name):g}"
+
+    return PLACEHOLDER.sub(value, line)

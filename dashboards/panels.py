@@ -1,0 +1,395 @@
+"""Panels in the shape that Grafana 11 and later store.
+
+grafanalib 0.7.1 provides the frame: dashboard, rows, variables, grid. Its stat, table and bar gauge write options that
+Grafana has removed, so field config and options are written here, with the names of
+https://grafana.com/docs/grafana/latest/panels-visualizations/, and leftovers of older releases are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grafanalib import core
+
+Json = dict[str, Any]
+Mappings = Mapping[float, tuple[str, str]]  # of a value: the text and the colour it is shown with
+Threshold = tuple[float | None, str]  # (from this value on, colour); None is minus infinity
+
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+RATE_INTERVAL = "$__rate_interval"  # Grafana's: at least four scrapes, and no less than the step
+COLUMNS = 24  # of Grafana's grid
+CELLS = 120  # of a status history along its width
+LABEL, FIELD = "${__field.labels.%s}", '${__data.fields["%s"]}'  # in a link: of the series, or of the table's row
+
+# Keys of grafanalib that no Grafana since 8 reads, or that repeat a default.
+LEFTOVERS = {"__inputs", "auto", "auto_count", "auto_min", "editable", "error", "hideControls", "hideTimeOverride"}
+LEFTOVERS |= {"rows", "sharedCrosshair", "style", "useTags"}
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One PromQL query and the legend of its series; `instant` asks for the newest value only."""
+
+    expr: str
+    legend: str = ""
+    instant: bool = False
+    table: bool = False
+
+
+def link(title: str, uid: str, **variables: str) -> Json:
+    """Return a link to the dashboard `uid` that keeps data source and time, with these variables set.
+
+    A value is LABEL of the clicked series, FIELD of the clicked table row, or a variable of this dashboard.
+    """
+    given = "".join(f"&var-{name}={value}" for name, value in variables.items())
+    return {"title": title, "url": f"/d/{uid}?${{datasource:queryparam}}&${{__url_time_range}}{given}"}
+
+
+def timeseries(
+    title: str,
+    description: str,
+    *queries: Query,
+    unit: str,
+    thresholds: Sequence[Threshold] = (),
+    top: float | None = None,
+    stacked: bool = False,
+    links: Sequence[Json] = (),
+    width: int = 8,
+    height: int = 8,
+    no_data: str = "",
+) -> Json:
+    """Return a panel of lines over time. Thresholds are dashed lines, `top` fixes the axis to 0..top."""
+    custom = {
+        "drawStyle": "line",
+        "lineWidth": 1,
+        "fillOpacity": 60 if stacked else 8,
+        "showPoints": "auto",
+        "spanNulls": False,
+        "stacking": {"mode": "normal" if stacked else "none", "group": "A"},
+        "thresholdsStyle": {"mode": "dashed" if thresholds else "off"},
+        "axisSoftMin": 0,
+    }
+    defaults: Json = {"unit": unit, "color": {"mode": "palette-classic"}, "custom": custom}
+    if top is not None:
+        defaults |= {"min": 0, "max": top}
+    options = {
+        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []},
+        "tooltip": {"mode": "multi", "sort": "desc"},
+    }
+    return panel(
+        "timeseries",
+        title,
+        description,
+        queries,
+        thresholds,
+        defaults | _links(links),
+        options,
+        (width, height),
+        no_data,
+    )
+
+
+def stat(
+    title: str,
+    description: str,
+    query: Query,
+    *,
+    unit: str = "none",
+    thresholds: Sequence[Threshold] = (),
+    name: bool = False,
+    colors: Mapping[str, str] | None = None,
+    mappings: Mappings | None = None,
+    links: Sequence[Json] = (),
+    width: int = 3,
+    height: int = 4,
+    no_data: str = "",
+) -> Json:
+    """Return a panel with one big value. With `name` it shows the legend instead, coloured by `colors`."""
+    options = {
+        "colorMode": "value",
+        "graphMode": "none" if name else "area",
+        "justifyMode": "auto",
+        "orientation": "auto",
+        "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+        "textMode": "name" if name else "value",
+    }
+    overrides = [
+        override(text, {"id": "color", "value": {"mode": "fixed", "fixedColor": color}})
+        for text, color in (colors or {}).items()
+    ]
+    defaults = {"unit": unit, "color": {"mode": "thresholds"}} | mapped(mappings) | _links(links)
+    return panel(
+        "stat",
+        title,
+        description,
+        [query],
+        thresholds,
+        defaults,
+        options,
+        (width, height),
+        no_data,
+        overrides=overrides,
+    )
+
+
+def gauge(
+    title: str,
+    description: str,
+    query: Query,
+    *,
+    unit: str,
+    top: float,
+    thresholds: Sequence[Threshold] = (),
+    width: int = 4,
+    height: int = 6,
+    no_data: str = "",
+) -> Json:
+    """Return a dial from 0 to `top` for each series, with the thresholds along its edge."""
+    options = {
+        "orientation": "auto",
+        "showThresholdLabels": False,
+        "showThresholdMarkers": True,
+        "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+    }
+    defaults = {"unit": unit, "min": 0, "max": top, "color": {"mode": "thresholds"}}
+    return panel("gauge", title, description, [query], thresholds, defaults, options, (width, height), no_data)
+
+
+def heatmap(
+    title: str,
+    description: str,
+    query: Query,
+    *,
+    unit: str,
+    top: float,
+    scheme: str = "Oranges",
+    links: Sequence[Json] = (),
+    width: int = COLUMNS,
+    height: int = 12,
+    no_data: str = "",
+) -> Json:
+    """Return a row of coloured cells for each series, from 0 to `top`."""
+    options = {
+        "calculate": False,
+        "cellGap": 1,
+        "cellValues": {"unit": unit},
+        "color": {
+            "mode": "scheme",
+            "scheme": scheme,
+            "fill": "dark-orange",
+            "scale": "exponential",
+            "exponent": 1,
+            "steps": 64,
+            "reverse": False,
+            "min": 0,
+            "max": top,
+        },
+        "exemplars": {"color": "rgba(255,0,255,0.7)"},
+        "filterValues": {"le": 1e-9},
+        "legend": {"show": True},
+        "rowsFrame": {"layout": "auto"},
+        "showValue": "never",
+        "tooltip": {"mode": "single", "yHistogram": False, "showColorScale": True},
+        "yAxis": {"axisPlacement": "left", "reverse": False},
+    }
+    custom = {"hideFrom": {"legend": False, "tooltip": False, "viz": False}, "scaleDistribution": {"type": "linear"}}
+    return panel(
+        "heatmap",
+        title,
+        description,
+        [query],
+        (),
+        {"unit": unit, "custom": custom} | _links(links),
+        options,
+        (width, height),
+        no_data,
+    )
+
+
+def state_timeline(
+    title: str,
+    description: str,
+    *queries: Query,
+    mappings: Mappings,
+    unit: str = "none",
+    links: Sequence[Json] = (),
+    width: int = COLUMNS,
+    height: int = 6,
+    no_data: str = "",
+) -> Json:
+    """Return a bar for each series along time, in the colour and with the text that `mappings` gives its value."""
+    options = {
+        "mergeValues": True,
+        "showValue": "auto",
+        "alignValue": "left",
+        "rowHeight": 0.9,
+        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
+        "tooltip": {"mode": "single", "sort": "none"},
+    }
+    return _states(
+        "state-timeline", title, description, queries, mappings, unit, links, options, (width, height), no_data
+    )
+
+
+def status_history(
+    title: str,
+    description: str,
+    *queries: Query,
+    mappings: Mappings,
+    unit: str = "none",
+    links: Sequence[Json] = (),
+    width: int = COLUMNS,
+    height: int = 6,
+    no_data: str = "",
+) -> Json:
+    """Return a row of cells for each series along time, for values that are read rarely."""
+    options = {
+        "showValue": "never",
+        "rowHeight": 0.9,
+        "colWidth": 0.9,
+        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
+        "tooltip": {"mode": "single", "sort": "none"},
+    }
+    # One cell a pixel would be no cell.
+    return _states(
+        "status-history", title, description, queries, mappings, unit, links, options, (width, height), no_data
+    ) | {"maxDataPoints": CELLS}
+
+
+def bargauge(
+    title: str,
+    description: str,
+    query: Query,
+    *,
+    unit: str,
+    thresholds: Sequence[Threshold] = (),
+    links: Sequence[Json] = (),
+    width: int = 8,
+    height: int = 8,
+    no_data: str = "",
+) -> Json:
+    """Return one bar per series, from the newest value."""
+    options = {
+        "displayMode": "basic",
+        "orientation": "horizontal",
+        "valueMode": "color",
+        "showUnfilled": True,
+        "sizing": "manual",
+        "minVizWidth": 8,
+        "minVizHeight": 16,
+        "maxVizHeight": 28,
+        "namePlacement": "left",
+        "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+    }
+    defaults = {"unit": unit, "min": 0, "color": {"mode": "thresholds"}} | _links(links)
+    return panel("bargauge", title, description, [query], thresholds, defaults, options, (width, height), no_data)
+
+
+def _states(
+    kind: str,
+    title: str,
+    description: str,
+    members: Sequence[Query],
+    mappings: Mappings,
+    unit: str,
+    links: Sequence[Json],
+    options: Json,
+    size: tuple[int, int],
+    no_data: str,
+) -> Json:
+    defaults: Json = {"unit": unit, "color": {"mode": "thresholds"}, "custom": {"lineWidth": 0, "fillOpacity": 80}}
+    defaults |= mapped(mappings) | _links(links)
+    return panel(kind, title, description, members, (), defaults, options, size, no_data)
+
+
+def _links(links: Sequence[Json]) -> Json:
+    return {"links": list(links)} if links else {}
+
+
+def mapped(mappings: Mappings | None) -> Json:
+    if mappings is None:
+        return {}
+    return {
+        "mappings": [
+            {
+                "type": "value",
+                "options": {
+                    f"{value:g}": {"text": text, "color": color, "index": place}
+                    for place, (value, (text, color)) in enumerate(mappings.items())
+                },
+            }
+        ]
+    }
+
+
+def panel(
+    kind: str,
+    title: str,
+    description: str,
+    members: Sequence[Query],
+    thresholds: Sequence[Threshold],
+    defaults: Json,
+    options: Json,
+    size: tuple[int, int],
+    no_data: str,
+    *,
+    overrides: Sequence[Json] = (),
+    transformations: Sequence[Json] = (),
+) -> Json:
+    targets = [
+        {
+            "refId": ref(i),
+            "datasource": DATASOURCE,
+            "editorMode": "code",
+            "expr": query.expr,
+            "legendFormat": query.legend or "__auto",
+            "format": "table" if query.table else "time_series",
+            "instant": query.instant,
+            "range": not query.instant,
+        }
+        for i, query in enumerate(members)
+    ]
+    if no_data and kind == "table":  # or each empty cell would say so too
+        overrides = [
+            {"matcher": {"id": "byRegexp", "options": "/.*/"}, "properties": [{"id": "noValue", "value": ""}]},
+            *overrides,
+        ]
+    # maxDataPoints bounds what a query of a thousand-GPU run costs; grafanalib's 100 is too coarse to see a stall.
+    frame = core.Panel(
+        title=title,
+        description=description,
+        dataSource=DATASOURCE,
+        targets=targets,
+        maxDataPoints=500,
+        gridPos={"h": size[1], "w": size[0], "x": 0, "y": 0},
+        transformations=list(transformations),
+    ).panel_json(
+        {
+            "type": kind,
+            "options": options,
+            "fieldConfig": {
+                "defaults": defaults | {"thresholds": steps(thresholds)} | ({"noValue": no_data} if no_data else {}),
+                "overrides": list(overrides),
+            },
+        }
+    )
+    return clean(frame)
+
+
+def steps(thresholds: Sequence[Threshold]) -> Json:
+    chosen = thresholds or [(None, "blue")]
+    return {"mode": "absolute", "steps": [{"value": value, "color": color} for value, color in chosen]}
+
+
+def override(name: str, *properties: Json) -> Json:
+    return {"matcher": {"id": "byName", "options": name}, "properties": list(properties)}
+
+
+def ref(index: int) -> str:
+    return "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[index]
+
+
+def clean(frame: Json) -> Json:
+    return {key: value for key, value in frame.items() if value is not None and key not in LEFTOVERS}

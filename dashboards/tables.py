@@ -1,0 +1,116 @@
+"""Table panels in the shape that Grafana 11 and later store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dashboards.panels import COLUMNS, Json, Mappings, Query, Threshold, mapped, override, panel, ref, steps
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Column of a table: the query whose value it shows, or only its labels if `unit` is None."""
+
+    name: str
+    query: str
+    unit: str | None = "none"
+    thresholds: Sequence[Threshold] = ()
+    mappings: Mappings | None = None
+
+
+def table(
+    title: str,
+    description: str,
+    columns: Sequence[Column],
+    *,
+    key: str,
+    labels: Mapping[str, str],
+    sort: str,
+    ascending: bool = False,
+    links: Mapping[str, Sequence[Json]] | None = None,
+    width: int = COLUMNS,
+    height: int = 10,
+    no_data: str = "",
+) -> Json:
+    """Return a table of rows joined on the label `key`. `labels` maps labels to headings, `links` headings to links."""
+    queries = [Query(column.query, instant=True, table=True) for column in columns]
+    values = {f"Value #{ref(i)}": column.name for i, column in enumerate(columns) if column.unit is not None}
+    if len(columns) == 1:  # Grafana numbers the values of several queries only
+        values |= dict.fromkeys(("Value",) if values else (), columns[0].name)
+    names = dict(labels) | values
+    overrides = [
+        override(
+            column.name,
+            {"id": "unit", "value": column.unit},
+            *([{"id": "thresholds", "value": steps(column.thresholds)}] if column.thresholds else []),
+            *([{"id": "mappings", "value": mapped(column.mappings)["mappings"]}] if column.mappings else []),
+            *(
+                [{"id": "custom.cellOptions", "value": {"type": "color-text"}}]
+                if column.thresholds or column.mappings
+                else []
+            ),
+        )
+        for column in columns
+        if column.unit is not None
+    ] + _linked(links)
+    keep, order = _columns(names)
+    join = {"id": "joinByField", "options": {"byField": key, "mode": "outer"}}
+    defaults = {"unit": "none", "color": {"mode": "thresholds"}, "custom": {"align": "auto", "filterable": True}}
+    options = {"showHeader": True, "cellHeight": "sm", "sortBy": [{"displayName": sort, "desc": not ascending}]}
+    return panel(
+        "table",
+        title,
+        description,
+        queries,
+        (),
+        defaults,
+        options,
+        (width, height),
+        no_data,
+        overrides=overrides,
+        transformations=[keep, join, order],
+    )
+
+
+def label_table(
+    title: str,
+    description: str,
+    query: str,
+    *,
+    labels: Mapping[str, str],
+    links: Mapping[str, Sequence[Json]] | None = None,
+    width: int = COLUMNS,
+    height: int = 6,
+    no_data: str = "",
+) -> Json:
+    """Return a table with the labels of each series of one query, in the order of `labels`."""
+    return panel(
+        "table",
+        title,
+        description,
+        [Query(query, instant=True, table=True)],
+        (),
+        {"unit": "none", "custom": {"align": "auto", "filterable": True}},
+        {"showHeader": True, "cellHeight": "sm"},
+        (width, height),
+        no_data,
+        overrides=_linked(links),
+        transformations=_columns(labels),
+    )
+
+
+def _linked(links: Mapping[str, Sequence[Json]] | None) -> list[Json]:
+    return [override(name, {"id": "links", "value": list(given)}) for name, given in (links or {}).items()]
+
+
+def _columns(names: Mapping[str, str]) -> tuple[Json, Json]:
+    """Return the transformations that keep the fields in `names`, and that put them in order and give them headings."""
+    return {"id": "filterFieldsByName", "options": {"include": {"names": list(names)}}}, {
+        "id": "organize",
+        "options": {
+            "excludeByName": {},
+            "indexByName": {field: place for place, field in enumerate(names)},
+            "renameByName": dict(names),
+        },
+    }

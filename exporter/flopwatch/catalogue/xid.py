@@ -1,0 +1,76 @@
+"""What Xid and SXid codes mean: the tables in data/, which only this module reads.
+
+`xid.csv` is NVIDIA's Xid catalogue (https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html) with a
+severity of ours: `error` ends the job and leaves the GPU fine, `critical` needs a reset or a drain, `fatal` a reboot or
+new hardware. `sxid.csv` is from the Fabric Manager user guide
+(https://docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide/).
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+SXID_SEVERITIES = {"always fatal": "fatal", "potentially fatal": "critical", "non-fatal": "warning"}  # by class
+
+
+@dataclass(frozen=True, slots=True)
+class XidMeaning:
+    """Meaning of an Xid: NVIDIA's name, class and action, our severity, and `page`.
+
+    `page` is what to do, in words, about a GPU that is not fit for work after this Xid. It is empty for other codes.
+    """
+
+    name: str
+    category: str
+    severity: str
+    action: str
+    page: str
+
+
+@dataclass(frozen=True, slots=True)
+class SxidMeaning:
+    """Meaning of an SXid: the Fabric Manager guide's name, class and action, and our severity for that class."""
+
+    name: str
+    category: str
+    severity: str
+    action: str
+
+
+@cache
+def xids() -> Mapping[int, XidMeaning]:
+    """Return the meaning of each Xid, by code."""
+    return {
+        int(row["xid"]): XidMeaning(row["name"], row["class"], row["severity"], row["action"], row["page"])
+        for row in read_table("xid.csv")
+    }
+
+
+@cache
+def paging_xids() -> tuple[int, ...]:
+    """Return the Xids after which a GPU is not fit for work, in ascending order."""
+    return tuple(sorted(code for code, meaning in xids().items() if meaning.page))
+
+
+@cache
+def sxids() -> Mapping[str, SxidMeaning]:
+    """Return the meaning of each SXid, by code."""
+    return {
+        row["sxid"]: SxidMeaning(
+            row["name"],
+            row["fabric_manager_guide_class"],
+            SXID_SEVERITIES[row["fabric_manager_guide_class"]],
+            row["action"],
+        )
+        for row in read_table("sxid.csv")
+    }
+
+
+def read_table(name: str) -> list[dict[str, str]]:
+    """Return the rows of a CSV file in data/ by their headings."""
+    text = (resources.files("flopwatch") / "data" / name).read_text(encoding="utf-8")
+    return list(csv.DictReader(text.splitlines()))
