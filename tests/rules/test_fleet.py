@@ -205,7 +205,7 @@ def test_a_dead_leaf_ends_the_job_below_it_and_no_other() -> None:
     assert [loss.kind for loss in big.losses] == ["leaf"]
     assert len(big.losses[0].hosts) == 32
     assert following.losses == little.losses == []
-    (incident,) = result.ledger.runs["", "big"].incidents.values()
+    (incident,) = result.ledger.runs["", "big"].incidents.by_number.values()
     assert incident.cause == "network"
     assert "32 hosts at once: a switch" in incident.why
     # Its nodes are not to be had before the switch is back.
