@@ -23,7 +23,7 @@ from flopwatch.node.collectors.nvml import Nvml
 from flopwatch.node.collectors.xid import Xid
 from flopwatch.simulate import SimulatedNode
 from flopwatch.simulate.__main__ import parser
-from flopwatch.simulate.node import DEVICES
+from flopwatch.simulate.h100 import DEVICES
 from flopwatch.simulate.pynvml import Simulation
 
 HERE = Path(__file__).parent

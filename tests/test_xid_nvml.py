@@ -14,7 +14,7 @@ import pynvml
 import pytest
 
 from flopwatch.catalogue import GPU_DRIVER_EVENTS, GPU_INFO, GPU_XID, XID_SOURCE_UP, Metric, Sample
-from flopwatch.node.collectors import StartAfresh, Unsupported
+from flopwatch.node.collectors import RestartReader, Unsupported
 from flopwatch.node.collectors.xid import Xid, build, nvml_events
 from flopwatch.node.collectors.xid.counts import CODES
 from flopwatch.node.collectors.xid.nvml_events import Told, Watcher
@@ -365,7 +365,7 @@ def test_a_driver_replaced_underneath_asks_for_another_process_but_a_wrong_libra
     library.happens.put(event("64", 48))
     library.happens.put(pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH))
     until(lambda: watcher.replaced)
-    with pytest.raises(StartAfresh, match="replaced under this process"):
+    with pytest.raises(RestartReader, match="replaced under this process"):
         reader.read()
     # The new process, should it find the same library still: the kernel log goes on.
     assert counted(collector(gpus, watch()).read()) == {("GPU-53", "79"): 1, ("GPU-64", "48"): 1}

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flopwatch.settings import Address, SettingsError
+from flopwatch.settings import Address, ExporterSettings, SettingsError
+
+if TYPE_CHECKING:
+    from flopwatch.node.scrape.reader import SourcesFactory
 
 # What argparse gives for adding a command to; its class has no public name.
 Commands = Any
@@ -24,6 +27,17 @@ def given(options: argparse.Namespace, settings: type[Any]) -> dict[str, Any]:
     """Return the flags that were given; the defaults of the rest stay in the settings."""
     names = {field.name for field in fields(settings)}
     return {name: value for name, value in vars(options).items() if name in names and value is not None}
+
+
+def sources(settings: ExporterSettings) -> SourcesFactory:
+    """Return the factory of the sources that the readers read: the simulated node if --simulate is set."""
+    if settings.simulate is not None:
+        from flopwatch.simulate.sources import create
+
+        return create
+    from flopwatch.node.scrape.reader import host_sources
+
+    return host_sources
 
 
 def address(text: str) -> Address:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from flopwatch.commands import Commands, address, command, given, seconds
+from flopwatch.commands import Commands, address, command, given, seconds, sources
 from flopwatch.settings import ExporterSettings
 
 
@@ -17,7 +17,7 @@ def run(options: argparse.Namespace) -> int:
         return _release(settings.state, options.release)
     from flopwatch.node.server import run as serve
 
-    serve(settings)
+    serve(settings, sources(settings))
     return 0
 
 

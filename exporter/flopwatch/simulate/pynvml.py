@@ -26,7 +26,7 @@ import pynvml as real
 
 from flopwatch.node.collectors import xid
 from flopwatch.node.collectors.nvml.fields import ALL_LINKS, Key
-from flopwatch.simulate import node
+from flopwatch.simulate import h100
 
 VBIOS_VERSION = "96.00.A5.00.01"
 HANG_POLL = 0.02  # seconds after which a hung call looks whether the hang is over
@@ -78,7 +78,7 @@ def call(function: Callable[Concatenate[Simulation, P], T]) -> Callable[Concaten
             raise real.NVMLError(real.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
         target = args[0] if args else None
         gpu = target.index if isinstance(target, Handle) else None
-        if name == "nvmlDeviceGetHandleByIndex" and isinstance(target, int) and target in range(node.GPUS):
+        if name == "nvmlDeviceGetHandleByIndex" and isinstance(target, int) and target in range(h100.GPUS):
             gpu = library.order[target]
         for whom in ("*", str(gpu)) if name in faults["fail"] else ():
             if whom in faults["fail"][name]:
@@ -135,7 +135,7 @@ class _Faults(_JsonFile):
         version = self.version
         value = super().read()
         if self.version != version:
-            self._value = value = node.no_faults() | value
+            self._value = value = h100.no_faults() | value
         return value
 
 
@@ -150,7 +150,7 @@ class Simulation:
         self.initialized = False
         self.calls = 0
         self.driver: str = self.faults.read()["driver"]
-        self.order = list(range(node.GPUS))
+        self.order = list(range(h100.GPUS))
         self.gpm_samples: dict[int, tuple[float, float, float]] = {}
         self._node = _JsonFile(root / "node.json")
         self._kmsg = root / "kmsg"
@@ -210,11 +210,11 @@ class Simulation:
 
     @call
     def nvmlDeviceGetCount(self) -> int:
-        return node.GPUS
+        return h100.GPUS
 
     @call
     def nvmlDeviceGetHandleByIndex(self, index: int) -> Handle:
-        if index not in range(node.GPUS):
+        if index not in range(h100.GPUS):
             raise real.NVMLError(real.NVML_ERROR_INVALID_ARGUMENT)
         return Handle(self.order[index])
 
@@ -224,7 +224,7 @@ class Simulation:
     def nvmlDeviceGetUUID(self, handle: Handle) -> str:
         if handle.slot is not None:
             return f"MIG-51a70000-0000-4000-8{handle.index:03d}-{handle.slot:012d}"
-        return node.SimulatedNode.uuid(handle.index)
+        return h100.uuid(handle.index)
 
     @call
     def nvmlDeviceGetName(self, handle: Handle) -> str:
@@ -233,7 +233,7 @@ class Simulation:
 
     @call
     def nvmlDeviceGetSerial(self, handle: Handle) -> str:
-        return node.serial(handle.index)
+        return h100.serial(handle.index)
 
     @call
     def nvmlDeviceGetBoardPartNumber(self, handle: Handle) -> str:
@@ -257,7 +257,7 @@ class Simulation:
 
     @call
     def nvmlDeviceGetPciInfo(self, handle: Handle) -> Any:
-        bus = node.PCI_BUSES[handle.index]
+        bus = h100.PCI_BUSES[handle.index]
         return real.nvmlPciInfo_t(
             busIdLegacy=f"0000:{bus:02X}:00.0".encode(),
             bus=bus,
@@ -294,7 +294,7 @@ class Simulation:
 
     @call
     def nvmlDeviceGetMemoryInfo(self, handle: Handle, version: int | None = None) -> Any:
-        total, used, reserved = node.MEMORY_TOTAL, self._gpu(handle)["memory_used"], node.MEMORY_RESERVED
+        total, used, reserved = h100.MEMORY_TOTAL, self._gpu(handle)["memory_used"], h100.MEMORY_RESERVED
         if handle.slot is not None:
             total, used, reserved = total // 8, used // 8, reserved // 8
         if version is None:
@@ -305,7 +305,7 @@ class Simulation:
 
     @call
     def nvmlDeviceGetBAR1MemoryInfo(self, handle: Handle) -> Any:
-        total, used = 131072 * node.MEBIBYTE, node.MEBIBYTE
+        total, used = 131072 * h100.MEBIBYTE, h100.MEBIBYTE
         return real.c_nvmlBAR1Memory_t(bar1Total=total, bar1Free=total - used, bar1Used=used)
 
     @call
@@ -318,7 +318,7 @@ class Simulation:
             else [
                 real.nvmlFriendlyObject(
                     {
-                        "pid": node.pid(handle.index),
+                        "pid": h100.pid(handle.index),
                         "usedGpuMemory": used,
                         "gpuInstanceId": none,
                         "computeInstanceId": none,
@@ -337,7 +337,7 @@ class Simulation:
 
     @call
     def nvmlDeviceGetMarginTemperature(self, handle: Handle) -> int:
-        return round(node.SW_SLOWDOWN_CELSIUS - float(self._gpu(handle)["celsius"]))
+        return round(h100.SW_SLOWDOWN_CELSIUS - float(self._gpu(handle)["celsius"]))
 
     @call
     def nvmlDeviceGetPowerUsage(self, handle: Handle) -> int:
@@ -349,28 +349,28 @@ class Simulation:
 
     @call
     def nvmlDeviceGetEnforcedPowerLimit(self, handle: Handle) -> int:
-        return int(node.POWER_LIMIT * 1000)
+        return int(h100.POWER_LIMIT * 1000)
 
     @call
     def nvmlDeviceGetPowerManagementDefaultLimit(self, handle: Handle) -> int:
-        return int(node.POWER_LIMIT * 1000)
+        return int(h100.POWER_LIMIT * 1000)
 
     @call
     def nvmlDeviceGetPowerManagementLimitConstraints(self, handle: Handle) -> list[int]:
-        return [200_000, int(node.POWER_LIMIT * 1000)]
+        return [200_000, int(h100.POWER_LIMIT * 1000)]
 
     @call
     def nvmlDeviceGetClockInfo(self, handle: Handle, clock: int) -> int:
         sm = int(self._gpu(handle)["clock"])
         if clock == real.NVML_CLOCK_VIDEO:
-            return node.IDLE_VIDEO_CLOCK if sm == node.IDLE_CLOCK else node.MAX_VIDEO_CLOCK
-        return node.MEMORY_CLOCK if clock == real.NVML_CLOCK_MEM else sm
+            return h100.IDLE_VIDEO_CLOCK if sm == h100.IDLE_CLOCK else h100.MAX_VIDEO_CLOCK
+        return h100.MEMORY_CLOCK if clock == real.NVML_CLOCK_MEM else sm
 
     @call
     def nvmlDeviceGetMaxClockInfo(self, handle: Handle, clock: int) -> int:
         if clock == real.NVML_CLOCK_VIDEO:
-            return node.MAX_VIDEO_CLOCK
-        return node.MEMORY_CLOCK if clock == real.NVML_CLOCK_MEM else node.MAX_CLOCK
+            return h100.MAX_VIDEO_CLOCK
+        return h100.MEMORY_CLOCK if clock == real.NVML_CLOCK_MEM else h100.MAX_CLOCK
 
     @call
     def nvmlDeviceGetCurrentClocksEventReasons(self, handle: Handle) -> int:
@@ -416,21 +416,21 @@ class Simulation:
 
     @call
     def nvmlDeviceGetCurrPcieLinkGeneration(self, handle: Handle) -> int:
-        generation: int = self._fault("pcie", handle, {}).get("generation", node.PCIE_GENERATION)
+        generation: int = self._fault("pcie", handle, {}).get("generation", h100.PCIE_GENERATION)
         return generation
 
     @call
     def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: Handle) -> int:
-        return node.PCIE_GENERATION
+        return h100.PCIE_GENERATION
 
     @call
     def nvmlDeviceGetCurrPcieLinkWidth(self, handle: Handle) -> int:
-        width: int = self._fault("pcie", handle, {}).get("width", node.PCIE_LANES)
+        width: int = self._fault("pcie", handle, {}).get("width", h100.PCIE_LANES)
         return width
 
     @call
     def nvmlDeviceGetMaxPcieLinkWidth(self, handle: Handle) -> int:
-        return node.PCIE_LANES
+        return h100.PCIE_LANES
 
     # Fields.
 
@@ -464,8 +464,8 @@ class Simulation:
             (95, 0): 0,
             (169, 0): 0,
             **{(field, 0): 0 for field in range(173, 184)},
-            (197, 0): int(busy * node.PCIE_RATE),
-            (198, 0): int(busy * node.PCIE_RATE),
+            (197, 0): int(busy * h100.PCIE_RATE),
+            (198, 0): int(busy * h100.PCIE_RATE),
         }
         if not self._profiles(handle):
             remap = self._fault("remap", handle, {})
@@ -483,15 +483,15 @@ class Simulation:
         """Return the fields of the NVLinks and of all of them together."""
         down = faults["nvlink_down"].get(str(handle.index), [])
         errors = faults["nvlink_errors"].get(str(handle.index), {})
-        kibibytes = int(busy * node.NVLINK_RATE / 1024)
-        numbers = {(91, 0): node.NVLINKS, (138, ALL_LINKS): kibibytes, (139, ALL_LINKS): kibibytes}
+        kibibytes = int(busy * h100.NVLINK_RATE / 1024)
+        numbers = {(91, 0): h100.NVLINKS, (138, ALL_LINKS): kibibytes, (139, ALL_LINKS): kibibytes}
         numbers |= {(field, ALL_LINKS): kibibytes * 17 // 16 for field in (140, 141)}  # a header per 256 bytes
-        for link in range(node.NVLINKS):
+        for link in range(h100.NVLINKS):
             up = link not in down
             numbers[165, link], numbers[166, link] = int(up), real.NVML_NVLINK_VERSION_4_0
-            numbers[164, link] = node.NVLINK_SPEED if up else 0
+            numbers[164, link] = h100.NVLINK_SPEED if up else 0
             counts = errors.get(str(link), {})
-            for field, kind in node.NVLINK_ERRORS.items():
+            for field, kind in h100.NVLINK_ERRORS.items():
                 numbers[field, link] = counts.get(kind, 0)
         return numbers
 
@@ -596,8 +596,8 @@ class Simulation:
         busy, tensor = ((after[part] - before[part]) / seconds if seconds > 0 else 0.0 for part in (1, 2))
         means = {metric: 100 * share * busy for metric, share in ACTIVITIES.items()}
         means |= {metric: 100 * share * tensor for metric, share in TENSOR_ACTIVITIES.items()}
-        means |= dict.fromkeys((20, 21), busy * node.PCIE_RATE / node.MEBIBYTE)
-        means |= dict.fromkeys((60, 61), busy * node.NVLINK_RATE / node.MEBIBYTE)
+        means |= dict.fromkeys((20, 21), busy * h100.PCIE_RATE / h100.MEBIBYTE)
+        means |= dict.fromkeys((60, 61), busy * h100.NVLINK_RATE / h100.MEBIBYTE)
         for index in range(request.numMetrics):
             metric = request.metrics[index]
             metric.nvmlReturn = real.NVML_SUCCESS if metric.metricId in means else real.NVML_ERROR_NOT_SUPPORTED
@@ -630,7 +630,7 @@ class Simulation:
             if line.endswith(b"\n"):
                 events.place += len(line)
                 for event in xid.events(line.decode()):
-                    index = node.PCI_BUSES.index(int(event.pci.split(":")[1], 16))
+                    index = h100.PCI_BUSES.index(int(event.pci.split(":")[1], 16))
                     if event.numbered and index in events.gpus:
                         return EventData(Handle(index), real.nvmlEventTypeXidCriticalError, event.xid)
                 continue

@@ -30,7 +30,7 @@ from typing import Any
 import flopwatch
 from flopwatch.node.capture.masking import Masker
 from flopwatch.node.capture.recorder import SYSTEM, Recorded, Recorder, dumps
-from flopwatch.node.collectors import Blind, StartAfresh, Unsupported
+from flopwatch.node.collectors import AccessLost, RestartReader, Unsupported
 from flopwatch.node.collectors.nvml import Nvml
 from flopwatch.settings import SettingsError
 
@@ -210,7 +210,7 @@ def nvml_answers(
             times.append(clock())
             try:
                 collector.read()
-            except (Blind, StartAfresh, library.NVMLError) as error:
+            except (AccessLost, RestartReader, library.NVMLError) as error:
                 failures.append(f"GPUs, read {read + 1}: {error}")
     return Answers(recorder.recorded(), [round(at - times[0], 3) for at in times], failures)
 

@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from flopwatch.catalogue import Metric, Sample
-from flopwatch.node.collectors import Blind, Collector, StartAfresh, Unsupported
+from flopwatch.node.collectors import AccessLost, Collector, RestartReader, Unsupported
 
 # Seconds a read gets to end after stdin was closed.
 PARTING = 1.0
@@ -83,12 +83,12 @@ def _answer_until_stdin_ends(factory: str, arguments: Mapping[str, str], pipe: i
             samples = collector.read()
         except Unsupported as error:
             kind, reason = "unsupported", str(error)
-        except Blind as error:
+        except AccessLost as error:
             kind, reason, samples = "blind", f"{type(error).__name__}: {error}", error.samples
         except Exception as error:
             # The edge of the process: Scrape, on the other side, gets the text and this log the traceback.
             kind, reason = "error", f"{type(error).__name__}: {error}"
-            last = isinstance(error, StartAfresh)
+            last = isinstance(error, RestartReader)
             if reason != last_reason:
                 log.exception("read failed")
         ended = time.monotonic()

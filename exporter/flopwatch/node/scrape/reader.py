@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from flopwatch.catalogue import BY_NAME, Metric, Sample
 from flopwatch.node.scrape.child import PARTING
-from flopwatch.settings import KUBELET_SOCKET, ExporterSettings
+from flopwatch.settings import ExporterSettings
 
 log = logging.getLogger(__name__)
 
@@ -342,42 +342,62 @@ class _Child:
 
 
 def gpu_inventory(settings: ExporterSettings) -> Path:
-    """Return the file in which the NVML source keeps this node's GPUs."""
+    """Return the file in which the NVML source keeps the GPUs of this host."""
     return _state(settings) / "gpus.json"
 
 
 def simulated_node(settings: ExporterSettings) -> Path:
-    """Return the folder of the simulated node that --simulate asks for."""
+    """Return the folder of the simulated node that --simulate names."""
     return settings.state.absolute() / "simulated"
 
 
 def _state(settings: ExporterSettings) -> Path:
-    # Simulated parts must not be missed when the same folder serves real hardware later.
+    # A separate folder: simulated GPUs must not be reported missing when the state later serves real hardware.
     return settings.state.absolute() if settings.simulate is None else simulated_node(settings)
 
 
-def hardware(settings: ExporterSettings) -> list[Reader]:
-    """Return the readers of this node's hardware, or of the simulated node's; the first one finds the GPUs."""
-    state, gpus = str(_state(settings)), str(gpu_inventory(settings))
-    runtime = f"{state}/gpu_runtime.json"
-    simulated, sysfs, kubelet = "", str(settings.sysfs.absolute()), str(settings.kubelet_socket)
-    kmsg, proc = str(settings.kmsg), "/proc"
-    if settings.simulate is not None:
-        root = simulated_node(settings)
-        simulated, sysfs, kmsg, proc = str(root), str(root / "sys"), str(root / "kmsg"), str(root / "proc")
-        # This machine's kubelet knows nothing of simulated GPUs; one given by a flag is meant.
-        kubelet = "" if settings.kubelet_socket == KUBELET_SOCKET else kubelet
-    if not kmsg.startswith("unix:"):
-        kmsg = str(Path(kmsg).absolute())
+@dataclass(frozen=True, slots=True)
+class HostSources:
+    """Where the readers of a host read: paths, and the specs of the two sources that call NVML.
 
-    def reader(name: str, driver: bool = False, secondary: bool = False, **arguments: str) -> Reader:
-        spec = Spec(f"flopwatch.node.collectors.{name}:build", arguments)
+    `state` keeps inventories and counts; `kmsg` is a file, or `unix:` and a socket; `kubelet` may be empty. `tick`,
+    if set, advances a simulated host to the Unix time that it is called with, once a second.
+    """
+
+    state: Path
+    sysfs: Path
+    kmsg: str
+    kubelet: str
+    proc: Path = Path("/proc")
+    nvml: Spec = Spec("flopwatch.node.collectors.nvml:build", {})
+    xid: Spec = Spec("flopwatch.node.collectors.xid:build", {})
+    tick: Callable[[float], None] | None = None
+
+
+SourcesFactory = Callable[[ExporterSettings], HostSources]
+
+
+def host_sources(settings: ExporterSettings) -> HostSources:
+    """Return the sources of the hardware of this host."""
+    kmsg = str(settings.kmsg)
+    kmsg = kmsg if kmsg.startswith("unix:") else str(Path(kmsg).absolute())
+    return HostSources(_state(settings), settings.sysfs.absolute(), kmsg, str(settings.kubelet_socket))
+
+
+def hardware(settings: ExporterSettings, sources: HostSources) -> list[Reader]:
+    """Return one reader per source; the first one finds the GPUs."""
+    state, sysfs = str(sources.state), str(sources.sysfs)
+    gpus, runtime = f"{state}/gpus.json", f"{state}/gpu_runtime.json"
+
+    def reader(
+        name: str, spec: Spec | None = None, driver: bool = False, secondary: bool = False, **more: str
+    ) -> Reader:
+        spec = Spec(f"flopwatch.node.collectors.{name}:build", {}) if spec is None else spec
+        spec = replace(spec, arguments={**more, **spec.arguments})
         return Reader(name, spec, driver=driver, secondary=secondary, stale_after=settings.stale_after)
 
     readers = [
-        reader(
-            "nvml", driver=True, host=settings.host, inventory=gpus, runtime=runtime, sysfs=sysfs, simulated=simulated
-        ),
+        reader("nvml", sources.nvml, True, host=settings.host, inventory=gpus, runtime=runtime, sysfs=sysfs),
         reader(
             "infiniband",
             host=settings.host,
@@ -386,15 +406,15 @@ def hardware(settings: ExporterSettings) -> list[Reader]:
             gpus=gpus,
             state=f"{state}/port_history.json",
         ),
-        reader("xid", driver=True, kmsg=kmsg, gpus=gpus, state=f"{state}/xid.json", simulated=simulated, nvml="events"),
+        reader("xid", sources.xid, True, kmsg=sources.kmsg, gpus=gpus, state=f"{state}/xid.json", nvml="events"),
         reader(
             "identity",
             host=settings.host,
             gpus=gpus,
             runtime=runtime,
-            kubelet=kubelet,
+            kubelet=sources.kubelet,
             job_mapping=str(settings.job_mapping or ""),
-            proc=proc,
+            proc=str(sources.proc),
             topology=settings.topology,
         ),
     ]

@@ -122,7 +122,7 @@ class LastWord(NamedTuple):
     exited: tuple[str, str] = ("", "")  # signal or exit, and which
 
 
-class Witness:
+class EvidenceLog:
     """Remembers what the samples of all scrapes have shown."""
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
@@ -148,7 +148,7 @@ class Witness:
         else:
             self._failing = False
 
-    def told(self, gpus: frozenset[str] | None, since: float, until: float) -> list[Entry]:
+    def entries(self, gpus: frozenset[str] | None, since: float, until: float) -> list[Entry]:
         """Return what was last seen in this time, the newest first: of these GPUs, or all, and of the node's ports."""
         with self._lock:
             found = [

@@ -27,7 +27,7 @@ from flopwatch.ledger.attribution import PLANNED
 from flopwatch.node.scrape.reader import Reading
 from flopwatch.node.scrape.scrape import self_counter
 from flopwatch.node.telemetry import evidence, otlp
-from flopwatch.node.telemetry.evidence import HOST_PIDS, Entry, Event, LastWord, Witness
+from flopwatch.node.telemetry.evidence import HOST_PIDS, Entry, Event, EvidenceLog, LastWord
 from flopwatch.node.telemetry.otlp import Push, Refused
 from flopwatch.node.telemetry.process_exit import BLOCKED, Process, Watch, pids, process_alive
 from flopwatch.settings import ExporterSettings
@@ -134,10 +134,10 @@ class Telemetry:
         gpus: Callable[[], frozenset[str] | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
-        witness: Witness | None = None,
+        evidence_log: EvidenceLog | None = None,
     ) -> None:
         self._settings = settings
-        self._witness = witness if witness is not None else Witness(now)
+        self._evidence_log = evidence_log if evidence_log is not None else EvidenceLog(now)
         self._gpus = gpus
         self._clock = clock
         self._now = now
@@ -251,11 +251,14 @@ class Telemetry:
                     ended[key] = _Ended(
                         self._scene(attempt), self._records(key, attempt, []), self._now() + evidence.AFTER, []
                     )
-            return {"witness": self._witness.state(), "attempts": [[key, asdict(one)] for key, one in ended.items()]}
+            return {
+                "witness": self._evidence_log.state(),
+                "attempts": [[key, asdict(one)] for key, one in ended.items()],
+            }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take back what `state` gave."""
-        self._witness.restore(state["witness"])
+        self._evidence_log.restore(state["witness"])
         with self._lock:
             for key, values in state["attempts"]:
                 scene = values["scene"]
@@ -393,8 +396,8 @@ class Telemetry:
 
     def _told(self, scene: _Scene, until: float = math.inf) -> list[Entry]:
         """Return what is known up to a time that may explain how an attempt goes, or ended."""
-        found = self._witness.told(None if scene.gpus is None else frozenset(scene.gpus), scene.since, until)
-        return found + evidence.of_ranks(scene.ranks, self._witness.killed)[: evidence.MOST - len(found)]
+        found = self._evidence_log.entries(None if scene.gpus is None else frozenset(scene.gpus), scene.since, until)
+        return found + evidence.of_ranks(scene.ranks, self._evidence_log.killed)[: evidence.MOST - len(found)]
 
     def _records(self, key: AttemptKey, attempt: _Attempt, told: list[Entry]) -> list[Record]:
         """Return the attempt's merged snapshot and, once no rank of it is left and one vanished, that too."""

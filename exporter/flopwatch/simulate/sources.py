@@ -1,0 +1,48 @@
+"""The simulated node as a source of the readers: what `--simulate` reads in place of the hardware."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flopwatch.node.collectors import xid as kernel
+from flopwatch.node.collectors.nvml import Nvml
+from flopwatch.node.collectors.xid import Xid
+from flopwatch.node.scrape.reader import HostSources, Spec, simulated_node
+from flopwatch.settings import KUBELET_SOCKET, ExporterSettings
+from flopwatch.simulate.node import SimulatedNode
+from flopwatch.simulate.pynvml import load
+
+
+def nvml(root: str, host: str, inventory: str, runtime: str, sysfs: str) -> Nvml:
+    """Return the NVML collector of the simulated node in the folder `root`."""
+    node, file = Path(root), Path(runtime)
+    paths = {"sysfs": Path(sysfs), "proc": node / "proc", "dev": node / "dev"}
+    return Nvml(load(node), host, Path(inventory), "simulated", runtime=file, **paths)
+
+
+def xid(root: str, kmsg: str, gpus: str, state: str, nvml: str) -> Xid:
+    """Return the Xid collector of the simulated node in the folder `root`."""
+    return kernel.build(kmsg, gpus, state, nvml, library=load(Path(root)))
+
+
+def host_sources(settings: ExporterSettings) -> HostSources:
+    """Return the sources of the simulated node that `--simulate` names, which may not exist yet."""
+    root = simulated_node(settings)
+    # The kubelet of this machine knows nothing of simulated GPUs, so its default socket is ignored.
+    kubelet = "" if settings.kubelet_socket == KUBELET_SOCKET else str(settings.kubelet_socket)
+    return HostSources(
+        state=root,
+        sysfs=root / "sys",
+        kmsg=str(root / "kmsg"),
+        kubelet=kubelet,
+        proc=root / "proc",
+        nvml=Spec("flopwatch.simulate.sources:nvml", {"root": str(root)}),
+        xid=Spec("flopwatch.simulate.sources:xid", {"root": str(root)}),
+        tick=SimulatedNode(root).tick,
+    )
+
+
+def create(settings: ExporterSettings) -> HostSources:
+    """Create the simulated node that `--simulate` names, or continue an existing one, and return its sources."""
+    SimulatedNode(simulated_node(settings)).create()
+    return host_sources(settings)
