@@ -112,6 +112,35 @@ class NodeFolder:
             write_in_place(folder / file, content)
 
 
+class JsonFile:
+    """JSON file that another process replaces; `version` changes with its content."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+        self.version: tuple[int, int] | None = None
+        self._value: dict[str, Any] = {}
+
+    def read(self) -> dict[str, Any]:
+        """Return the current content of the file."""
+        status = os.stat(self._path)
+        version = (status.st_ino, status.st_mtime_ns)
+        if version != self.version:
+            self._value, self.version = self.loaded(json.loads(Path(self._path).read_bytes())), version
+        return self._value
+
+    def loaded(self, value: dict[str, Any]) -> dict[str, Any]:
+        """Return the content to serve for what the file holds."""
+        return value
+
+
+class FaultsFile(JsonFile):
+    """The faults of a node; a fault that an older release did not write is not set."""
+
+    def loaded(self, value: dict[str, Any]) -> dict[str, Any]:
+        """Return the content completed with the defaults."""
+        return h100.no_faults() | value
+
+
 def write_in_place(path: str | Path, content: str) -> None:
     """Write a line into a file as sysfs does: the inode stays, so that an open descriptor sees the whole new line."""
     line = f"{content}\n".encode()

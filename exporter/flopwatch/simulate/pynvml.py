@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import json
 import math
-import os
-import struct
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -25,31 +22,18 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import pynvml as real
 
 from flopwatch.node.collectors import xid
-from flopwatch.node.collectors.nvml.fields import ALL_LINKS, Key
-from flopwatch.simulate import h100
+from flopwatch.node.collectors.nvml.fields import Key
+from flopwatch.simulate import h100, nvml_fields
+from flopwatch.simulate.folder import FaultsFile, JsonFile
 
 VBIOS_VERSION = "96.00.A5.00.01"
 HANG_POLL = 0.02  # seconds after which a hung call looks whether the hang is over
 
-# nvmlFieldValue_t: id, scope, timestamp, latency, type, return, value.
-FIELD_VALUE = struct.Struct("=IIqqIIQ")
-UNSIGNED_INT, UNSIGNED_LONG_LONG, SIGNED_INT = 1, 3, 5
-FIELD_TYPES = {
-    82: UNSIGNED_INT,
-    91: UNSIGNED_INT,
-    164: UNSIGNED_INT,
-    165: UNSIGNED_INT,
-    166: UNSIGNED_INT,
-    230: UNSIGNED_INT,
-    193: SIGNED_INT,
-    194: SIGNED_INT,
-    195: SIGNED_INT,
-    196: SIGNED_INT,
-}
 # Share of each activity while the GPU is fully busy, by GPM metric; the tensor cores' fall with the clock.
 ACTIVITIES = {1: 1.0, 2: 0.88, 3: 0.32, 4: 0.12, 10: 0.42, 11: 0.0, 12: 0.09, 13: 0.01, 8: 0.0, 9: 0.0}
 TENSOR_ACTIVITIES = {5: 0.55, 7: 0.55}
 MIG_SLOTS = 7
+BAR1 = 131072 * h100.MEBIBYTE
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -111,34 +95,6 @@ class EventData:
     computeInstanceId: int = 0xFFFFFFFF
 
 
-class _JsonFile:
-    """A JSON file that another process replaces now and then; `version` changes with it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = str(path)
-        self.version: tuple[int, int] | None = None
-        self._value: dict[str, Any] = {}
-
-    def read(self) -> dict[str, Any]:
-        """Return what is in the file now."""
-        status = os.stat(self._path)
-        version = (status.st_ino, status.st_mtime_ns)
-        if version != self.version:
-            self._value, self.version = json.loads(Path(self._path).read_bytes()), version
-        return self._value
-
-
-class _Faults(_JsonFile):
-    """The node's faults; what an older release did not know of is no fault."""
-
-    def read(self) -> dict[str, Any]:
-        version = self.version
-        value = super().read()
-        if self.version != version:
-            self._value = value = h100.no_faults() | value
-        return value
-
-
 class Simulation:
     """The functions of pynvml that the collector may call, under their own names; `calls` counts them.
 
@@ -146,13 +102,13 @@ class Simulation:
     """
 
     def __init__(self, root: Path) -> None:
-        self.faults: _JsonFile = _Faults(root / "faults.json")
+        self.faults: JsonFile = FaultsFile(root / "faults.json")
         self.initialized = False
         self.calls = 0
         self.driver: str = self.faults.read()["driver"]
         self.order = list(range(h100.GPUS))
         self.gpm_samples: dict[int, tuple[float, float, float]] = {}
-        self._node = _JsonFile(root / "node.json")
+        self._node = JsonFile(root / "node.json")
         self._kmsg = root / "kmsg"
         self._lost: set[int] = set()
         self._resets: dict[str, int] = {}
@@ -173,7 +129,8 @@ class Simulation:
         if key in faults["blind"]:
             raise real.NVMLError(faults["blind"][key])
 
-    def _gpu(self, handle: Handle) -> dict[str, Any]:
+    def gpu(self, handle: Handle) -> dict[str, Any]:
+        """Return the state of a GPU."""
         gpu: dict[str, Any] = self._node.read()["gpus"][handle.index]
         return gpu
 
@@ -231,55 +188,12 @@ class Simulation:
         model = "NVIDIA H100 80GB HBM3"
         return model if handle.slot is None else f"{model} MIG {self._profiles(handle)[handle.slot]}"
 
-    @call
-    def nvmlDeviceGetSerial(self, handle: Handle) -> str:
-        return h100.serial(handle.index)
-
-    @call
-    def nvmlDeviceGetBoardPartNumber(self, handle: Handle) -> str:
-        return "692-2G520-0200-000"
-
-    @call
-    def nvmlDeviceGetModuleId(self, handle: Handle) -> int:
-        return handle.index + 1
-
-    @call
-    def nvmlDeviceGetMinorNumber(self, handle: Handle) -> int:
-        return handle.index
-
-    @call
-    def nvmlDeviceGetVbiosVersion(self, handle: Handle) -> str:
-        return VBIOS_VERSION
-
-    @call
-    def nvmlDeviceGetInforomImageVersion(self, handle: Handle) -> str:
-        return "G520.0200.00.05"
-
-    @call
-    def nvmlDeviceGetPciInfo(self, handle: Handle) -> Any:
-        bus = h100.PCI_BUSES[handle.index]
-        return real.nvmlPciInfo_t(
-            busIdLegacy=f"0000:{bus:02X}:00.0".encode(),
-            bus=bus,
-            pciDeviceId=0x233010DE,
-            pciSubSystemId=0x16C110DE,
-            busId=f"00000000:{bus:02X}:00.0".encode(),
-        )
-
-    @call
-    def nvmlDeviceGetPersistenceMode(self, handle: Handle) -> int:
-        return 1
-
-    @call
-    def nvmlDeviceGetEccMode(self, handle: Handle) -> list[int]:
-        return [1, 1]
-
     # Load, memory, temperature, power, clocks.
 
     @call
     def nvmlDeviceGetUtilizationRates(self, handle: Handle) -> Any:
         self._whole(handle)
-        utilization = self._gpu(handle)["utilization"]
+        utilization = self.gpu(handle)["utilization"]
         return real.c_nvmlUtilization_t(gpu=utilization, memory=utilization // 3)
 
     @call
@@ -294,7 +208,7 @@ class Simulation:
 
     @call
     def nvmlDeviceGetMemoryInfo(self, handle: Handle, version: int | None = None) -> Any:
-        total, used, reserved = h100.MEMORY_TOTAL, self._gpu(handle)["memory_used"], h100.MEMORY_RESERVED
+        total, used, reserved = h100.MEMORY_TOTAL, self.gpu(handle)["memory_used"], h100.MEMORY_RESERVED
         if handle.slot is not None:
             total, used, reserved = total // 8, used // 8, reserved // 8
         if version is None:
@@ -304,64 +218,23 @@ class Simulation:
         )
 
     @call
-    def nvmlDeviceGetBAR1MemoryInfo(self, handle: Handle) -> Any:
-        total, used = 131072 * h100.MEBIBYTE, h100.MEBIBYTE
-        return real.c_nvmlBAR1Memory_t(bar1Total=total, bar1Free=total - used, bar1Used=used)
-
-    @call
     def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: Handle) -> list[Any]:
-        used = self._gpu(handle)["memory_used"]
-        none = 0xFFFFFFFF
-        return (
-            []
-            if used == 0
-            else [
-                real.nvmlFriendlyObject(
-                    {
-                        "pid": h100.pid(handle.index),
-                        "usedGpuMemory": used,
-                        "gpuInstanceId": none,
-                        "computeInstanceId": none,
-                    }
-                )
-            ]
-        )
+        used = self.gpu(handle)["memory_used"]
+        process = {"pid": h100.pid(handle.index), "usedGpuMemory": used}
+        process |= dict.fromkeys(("gpuInstanceId", "computeInstanceId"), 0xFFFFFFFF)
+        return [] if used == 0 else [real.nvmlFriendlyObject(process)]
 
     @call
     def nvmlDeviceGetTemperatureV(self, handle: Handle, sensor: int) -> int:
-        return round(float(self._gpu(handle)["celsius"]))
+        return round(float(self.gpu(handle)["celsius"]))
 
     @call
     def nvmlDeviceGetTemperature(self, handle: Handle, sensor: int) -> int:
-        return round(float(self._gpu(handle)["celsius"]))
-
-    @call
-    def nvmlDeviceGetMarginTemperature(self, handle: Handle) -> int:
-        return round(h100.SW_SLOWDOWN_CELSIUS - float(self._gpu(handle)["celsius"]))
-
-    @call
-    def nvmlDeviceGetPowerUsage(self, handle: Handle) -> int:
-        return int(self._gpu(handle)["milliwatts"])
-
-    @call
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: Handle) -> int:
-        return int(self._gpu(handle)["millijoules"])
-
-    @call
-    def nvmlDeviceGetEnforcedPowerLimit(self, handle: Handle) -> int:
-        return int(h100.POWER_LIMIT * 1000)
-
-    @call
-    def nvmlDeviceGetPowerManagementDefaultLimit(self, handle: Handle) -> int:
-        return int(h100.POWER_LIMIT * 1000)
-
-    @call
-    def nvmlDeviceGetPowerManagementLimitConstraints(self, handle: Handle) -> list[int]:
-        return [200_000, int(h100.POWER_LIMIT * 1000)]
+        return round(float(self.gpu(handle)["celsius"]))
 
     @call
     def nvmlDeviceGetClockInfo(self, handle: Handle, clock: int) -> int:
-        sm = int(self._gpu(handle)["clock"])
+        sm = int(self.gpu(handle)["clock"])
         if clock == real.NVML_CLOCK_VIDEO:
             return h100.IDLE_VIDEO_CLOCK if sm == h100.IDLE_CLOCK else h100.MAX_VIDEO_CLOCK
         return h100.MEMORY_CLOCK if clock == real.NVML_CLOCK_MEM else sm
@@ -371,10 +244,6 @@ class Simulation:
         if clock == real.NVML_CLOCK_VIDEO:
             return h100.MAX_VIDEO_CLOCK
         return h100.MEMORY_CLOCK if clock == real.NVML_CLOCK_MEM else h100.MAX_CLOCK
-
-    @call
-    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: Handle) -> int:
-        return int(self._gpu(handle)["events"])
 
     # Memory errors and PCIe.
 
@@ -411,109 +280,47 @@ class Simulation:
         return real.c_nvmlRowRemapperHistogramValues(max=2560 - used - none, high=used, partial=0, low=0, none=none)
 
     @call
-    def nvmlDeviceGetRepairStatus(self, handle: Handle) -> list[int]:
-        return [0, 0]
-
-    @call
     def nvmlDeviceGetCurrPcieLinkGeneration(self, handle: Handle) -> int:
         generation: int = self._fault("pcie", handle, {}).get("generation", h100.PCIE_GENERATION)
         return generation
-
-    @call
-    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: Handle) -> int:
-        return h100.PCIE_GENERATION
 
     @call
     def nvmlDeviceGetCurrPcieLinkWidth(self, handle: Handle) -> int:
         width: int = self._fault("pcie", handle, {}).get("width", h100.PCIE_LANES)
         return width
 
-    @call
-    def nvmlDeviceGetMaxPcieLinkWidth(self, handle: Handle) -> int:
-        return h100.PCIE_LANES
-
     # Fields.
 
-    def field_numbers(self, handle: Handle) -> dict[Key, int]:
-        """Return the fields this GPU has, by id and scope."""
-        gpu, faults = self._gpu(handle), self.faults.read()
+    def _field_numbers(self, handle: Handle) -> dict[Key, int]:
+        gpu, faults = self.gpu(handle), self.faults.read()
         version = self._node.version, self.faults.version
-        if handle.index in self._numbers and self._numbers[handle.index][0] == version:
-            return self._numbers[handle.index][1]
-        held, busy = gpu["event_nanoseconds"], gpu.get("busy_seconds", 0.0)
-        ecc = self._fault("ecc", handle, {})
-        corrected, uncorrected = ecc.get("corrected", 0), ecc.get("uncorrected", 0)
-        numbers = {
-            (82, 0): gpu["memory_celsius"],
-            (83, 0): gpu["millijoules"],
-            (74, 0): held["sw_power_cap"],
-            (76, 0): held["sync_boost"],
-            (269, 0): held["sw_thermal_slowdown"],
-            (270, 0): held["hw_thermal_slowdown"],
-            (271, 0): held["hw_power_brake_slowdown"],
-            (3, 0): corrected,
-            (4, 0): uncorrected,
-            (5, 0): ecc.get("corrected_before", 0) + corrected,
-            (6, 0): ecc.get("uncorrected_before", 0) + uncorrected,
-            (193, 0): -8,
-            (194, 0): -2,
-            (195, 0): 0,
-            (196, 0): 0,
-            (230, 0): self._fault("recovery", handle, 0),
-            (94, 0): 9,
-            (95, 0): 0,
-            (169, 0): 0,
-            **{(field, 0): 0 for field in range(173, 184)},
-            (197, 0): int(busy * h100.PCIE_RATE),
-            (198, 0): int(busy * h100.PCIE_RATE),
-        }
-        if not self._profiles(handle):
-            remap = self._fault("remap", handle, {})
-            numbers |= {
-                (142, 0): remap.get("corrected", 0),
-                (143, 0): remap.get("uncorrected", 0),
-                (144, 0): int(remap.get("pending", False)),
-                (145, 0): int(remap.get("failure", False)),
-            }
-        numbers |= self.link_numbers(handle, busy, faults)
-        self._numbers[handle.index] = version, numbers
-        return numbers
-
-    def link_numbers(self, handle: Handle, busy: float, faults: Mapping[str, Any]) -> dict[Key, int]:
-        """Return the fields of the NVLinks and of all of them together."""
-        down = faults["nvlink_down"].get(str(handle.index), [])
-        errors = faults["nvlink_errors"].get(str(handle.index), {})
-        kibibytes = int(busy * h100.NVLINK_RATE / 1024)
-        numbers = {(91, 0): h100.NVLINKS, (138, ALL_LINKS): kibibytes, (139, ALL_LINKS): kibibytes}
-        numbers |= {(field, ALL_LINKS): kibibytes * 17 // 16 for field in (140, 141)}  # a header per 256 bytes
-        for link in range(h100.NVLINKS):
-            up = link not in down
-            numbers[165, link], numbers[166, link] = int(up), real.NVML_NVLINK_VERSION_4_0
-            numbers[164, link] = h100.NVLINK_SPEED if up else 0
-            counts = errors.get(str(link), {})
-            for field, kind in h100.NVLINK_ERRORS.items():
-                numbers[field, link] = counts.get(kind, 0)
-        return numbers
+        if handle.index not in self._numbers or self._numbers[handle.index][0] != version:
+            self._numbers[handle.index] = version, nvml_fields.numbers(handle.index, gpu, faults)
+        return self._numbers[handle.index][1]
 
     @call
     def nvmlDeviceGetFieldValues(self, handle: Handle, field_ids: Sequence[int | Key]) -> Any:
-        numbers = self.field_numbers(handle)
+        numbers = self._field_numbers(handle)
         values = (real.c_nvmlFieldValue_t * len(field_ids))()
         microseconds = time.time_ns() // 1000
         for position, field in enumerate(field_ids):
             key = (field, 0) if isinstance(field, int) else field
-            number, kind, status = numbers.get(key), FIELD_TYPES.get(key[0], UNSIGNED_LONG_LONG), real.NVML_SUCCESS
+            number, kind, status = (
+                numbers.get(key),
+                nvml_fields.TYPES.get(key[0], nvml_fields.UNSIGNED_LONG_LONG),
+                real.NVML_SUCCESS,
+            )
             if number is None:
                 number, status = 0, real.NVML_ERROR_NOT_SUPPORTED
-            FIELD_VALUE.pack_into(
+            nvml_fields.VALUE.pack_into(
                 values,
-                position * FIELD_VALUE.size,
+                position * nvml_fields.VALUE.size,
                 *key,
                 microseconds,
                 1,
                 kind,
                 status,
-                number & (0xFFFFFFFF if kind == SIGNED_INT else 0xFFFFFFFFFFFFFFFF),
+                number & (0xFFFFFFFF if kind == nvml_fields.SIGNED_INT else 0xFFFFFFFFFFFFFFFF),
             )
         return values
 
@@ -536,29 +343,12 @@ class Simulation:
         return [mode, mode]
 
     @call
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Handle) -> int:
-        return MIG_SLOTS
-
-    @call
     def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Handle, index: int) -> Handle:
         if index >= len(self._profiles(handle)):
             raise real.NVMLError(real.NVML_ERROR_NOT_FOUND)
         return Handle(handle.index, index)
 
-    @call
-    def nvmlDeviceGetGpuInstanceId(self, handle: Handle) -> int:
-        assert handle.slot is not None
-        return 7 + handle.slot
-
-    @call
-    def nvmlDeviceGetComputeInstanceId(self, handle: Handle) -> int:
-        return 0
-
     # Activity.
-
-    @call
-    def nvmlGpmQueryDeviceSupport(self, handle: Handle) -> Any:
-        return real.c_nvmlGpmSupport_t(version=real.NVML_GPM_SUPPORT_VERSION, isSupportedDevice=1)
 
     @call
     def nvmlGpmSampleAlloc(self) -> Any:
@@ -582,7 +372,7 @@ class Simulation:
         return self._sample(handle, sample)
 
     def _sample(self, handle: Handle, sample: Any) -> Any:
-        gpu = self._gpu(handle)
+        gpu = self.gpu(handle)
         busy, tensor = gpu.get("busy_seconds", 0.0), gpu.get("tensor_seconds", 0.0)
         if self._fault("profiler", handle, False):
             busy = tensor = math.nan
@@ -609,10 +399,6 @@ class Simulation:
     @call
     def nvmlEventSetCreate(self) -> EventSet:
         return EventSet(self._kmsg.stat().st_size, set())
-
-    @call
-    def nvmlDeviceGetSupportedEventTypes(self, handle: Handle) -> int:
-        return int(real.nvmlEventTypeXidCriticalError)
 
     @call
     def nvmlDeviceRegisterEvents(self, handle: Handle, types: int, events: EventSet) -> None:
@@ -643,6 +429,68 @@ class Simulation:
     @call
     def nvmlEventSetFree(self, events: EventSet) -> None:
         events.gpus.clear()
+
+
+# Answers that depend on neither load nor faults.
+CONSTANTS: Mapping[str, Callable[[Handle], Any]] = {
+    "nvmlDeviceGetSerial": lambda handle: h100.serial(handle.index),
+    "nvmlDeviceGetBoardPartNumber": lambda handle: "692-2G520-0200-000",
+    "nvmlDeviceGetModuleId": lambda handle: handle.index + 1,
+    "nvmlDeviceGetMinorNumber": lambda handle: handle.index,
+    "nvmlDeviceGetVbiosVersion": lambda handle: VBIOS_VERSION,
+    "nvmlDeviceGetInforomImageVersion": lambda handle: "G520.0200.00.05",
+    "nvmlDeviceGetBAR1MemoryInfo": lambda handle: real.c_nvmlBAR1Memory_t(
+        bar1Total=BAR1, bar1Free=BAR1 - h100.MEBIBYTE, bar1Used=h100.MEBIBYTE
+    ),
+    "nvmlDeviceGetGpuInstanceId": lambda handle: 7 + (handle.slot or 0),
+    "nvmlDeviceGetPciInfo": lambda handle: _pci_info(handle),
+    "nvmlDeviceGetPersistenceMode": lambda handle: 1,
+    "nvmlDeviceGetEccMode": lambda handle: [1, 1],
+    "nvmlDeviceGetEnforcedPowerLimit": lambda handle: int(h100.POWER_LIMIT * 1000),
+    "nvmlDeviceGetPowerManagementDefaultLimit": lambda handle: int(h100.POWER_LIMIT * 1000),
+    "nvmlDeviceGetPowerManagementLimitConstraints": lambda handle: [200_000, int(h100.POWER_LIMIT * 1000)],
+    "nvmlDeviceGetRepairStatus": lambda handle: [0, 0],
+    "nvmlDeviceGetMaxPcieLinkGeneration": lambda handle: h100.PCIE_GENERATION,
+    "nvmlDeviceGetMaxPcieLinkWidth": lambda handle: h100.PCIE_LANES,
+    "nvmlDeviceGetMaxMigDeviceCount": lambda handle: MIG_SLOTS,
+    "nvmlDeviceGetComputeInstanceId": lambda handle: 0,
+    "nvmlDeviceGetSupportedEventTypes": lambda handle: int(real.nvmlEventTypeXidCriticalError),
+    "nvmlGpmQueryDeviceSupport": lambda handle: real.c_nvmlGpmSupport_t(
+        version=real.NVML_GPM_SUPPORT_VERSION, isSupportedDevice=1
+    ),
+}
+# Answers that are a number of the GPU's state in node.json.
+READINGS: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
+    "nvmlDeviceGetPowerUsage": lambda gpu: int(gpu["milliwatts"]),
+    "nvmlDeviceGetTotalEnergyConsumption": lambda gpu: int(gpu["millijoules"]),
+    "nvmlDeviceGetCurrentClocksEventReasons": lambda gpu: int(gpu["events"]),
+    "nvmlDeviceGetMarginTemperature": lambda gpu: round(h100.SW_SLOWDOWN_CELSIUS - float(gpu["celsius"])),
+}
+
+
+def _answering(name: str, answer: Callable[[Simulation, Handle], Any]) -> Callable[[Simulation, Handle], Any]:
+    def function(library: Simulation, handle: Handle) -> Any:
+        return answer(library, handle)
+
+    function.__name__ = name
+    return call(function)
+
+
+for _name, _constant in CONSTANTS.items():
+    setattr(Simulation, _name, _answering(_name, lambda _, handle, answer=_constant: answer(handle)))
+for _name, _reading in READINGS.items():
+    setattr(Simulation, _name, _answering(_name, lambda library, handle, answer=_reading: answer(library.gpu(handle))))
+
+
+def _pci_info(handle: Handle) -> Any:
+    bus = h100.PCI_BUSES[handle.index]
+    return real.nvmlPciInfo_t(
+        busIdLegacy=f"0000:{bus:02X}:00.0".encode(),
+        bus=bus,
+        pciDeviceId=0x233010DE,
+        pciSubSystemId=0x16C110DE,
+        busId=f"00000000:{bus:02X}:00.0".encode(),
+    )
 
 
 def _address(sample: Any) -> int:
