@@ -11,22 +11,19 @@ import asyncio
 import json
 import logging
 import re
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from http.client import HTTPException as UpstreamError
 from pathlib import Path
 from typing import Any
 
 import anyio
+import httpx
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import FileResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.middleware.gzip import GZipMiddleware
 
 from flopwatch.http import server as http_server
-from flopwatch.http.client import client_tls, opener
+from flopwatch.http.client import client, read, reason, url_tls
 from flopwatch.http.web_config import Web
 from flopwatch.settings import BoardsSettings, SettingsError
 
@@ -40,7 +37,7 @@ DASHBOARDS = HERE / "dashboards", CHECKOUT / "helm" / "files" / "dashboards"
 
 READS = re.compile(r"query|query_range|query_exemplars|series|labels|label/[A-Za-z_][A-Za-z0-9_]*/values|metadata")
 UPSTREAM_TIMEOUT = 60.0  # seconds
-MOST_BYTES = 32 << 20  # of an answer; a board's are thousands of times smaller
+MAX_BYTES = 32 << 20  # of an answer; a board's are thousands of times smaller
 AT_ONCE = 12  # questions to Prometheus, which answers 20 at a time, ours and others'
 MAX_CONNECTIONS = 256
 # Nothing from elsewhere: what a label says can then reach no other machine, even if it got into the markup.
@@ -56,27 +53,30 @@ class Upstream:
 
     def __init__(self, url: str, token_file: Path | None = None, ca_file: Path | None = None) -> None:
         self._url, self._token_file = url.rstrip("/"), token_file
-        self._open = opener(client_tls(ca_file)).open
+        self._tls = url_tls(url, ca_file)
 
     def ask(self, path: str, query: str, form: bytes | None) -> tuple[int, bytes]:
         """Return the status and the JSON that it answers with; a Prometheus that is away is 502, and JSON too."""
         url = f"{self._url}/api/v1/{path}" + (f"?{query}" if query else "")
-        request = urllib.request.Request(url, form)
+        method = "GET" if form is None else "POST"
+        headers = {} if form is None else {"Content-Type": "application/x-www-form-urlencoded"}
         try:
             if self._token_file is not None:
-                request.add_header("Authorization", f"Bearer {self._token_file.read_text().strip()}")
-            with self._open(request, timeout=UPSTREAM_TIMEOUT) as answer:
-                body = answer.read(MOST_BYTES + 1)
-                if len(body) > MOST_BYTES:
-                    return 502, _error(f"the answer has more than {MOST_BYTES >> 20} MiB; ask for less")
-                return answer.status, body
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, _as_json(error.code, error.read(100_000))
-        except (OSError, UpstreamError, ValueError) as error:
-            reason = getattr(error, "reason", None) or error
-            log.warning("%s does not answer: %s", self._url, reason)
-            return 502, _error(f"Prometheus does not answer: {reason}; is --prometheus right?")
+                headers["Authorization"] = f"Bearer {self._token_file.read_text().strip()}"
+            with (
+                client(self._tls, timeout=UPSTREAM_TIMEOUT, headers=headers) as http,
+                http.stream(method, url, content=form) as response,
+            ):
+                body, status = read(response, MAX_BYTES + 1), response.status_code
+        except (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL) as error:
+            cause = reason(error)
+            log.warning("%s does not answer: %s", self._url, cause)
+            return 502, _error(f"Prometheus does not answer: {cause}; is --prometheus right?")
+        if not response.is_success:
+            return status, _as_json(status, body[:100_000])
+        if len(body) > MAX_BYTES:
+            return 502, _error(f"the answer has more than {MAX_BYTES >> 20} MiB; ask for less")
+        return status, body
 
 
 def _as_json(status: int, body: bytes) -> bytes:
@@ -205,7 +205,7 @@ def run(settings: BoardsSettings) -> None:
     http_server.log_to_stderr()
     http_server.check_token("--token-file", settings.token_file)
     web = None if settings.web_config is None else Web(settings.web_config)
-    if web is not None and not settings.listen.loopback and not web.config.asks_who():
+    if web is not None and not settings.listen.loopback and not web.config.requires_auth():
         raise SettingsError(
             f"--web-config {settings.web_config}: it lets everybody in, and others than "
             f"this machine reach {settings.listen}; add basic_auth_users, or client_auth_type "

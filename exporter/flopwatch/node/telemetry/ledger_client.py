@@ -7,15 +7,12 @@ for a ledger at a URL also on disk, and offered again. Nothing here can fail a p
 from __future__ import annotations
 
 import hashlib
-import http.client
 import json
 import logging
 import os
 import random
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +20,7 @@ from pathlib import Path
 import prometheus_client as prometheus
 
 from flopwatch import catalogue as m
-from flopwatch.http.client import client_tls, opener
+from flopwatch.http.client import client, read, reason, url_tls
 from flopwatch.ledger.record import RecordError
 from flopwatch.ledger.store import Store
 from flopwatch.node.collectors import StateFile
@@ -173,33 +170,42 @@ class Remote:
         """Return whether there is an answer that settles these records: taken, or never to be taken."""
         records = sorted((record for key in keys for record in self._pending[key]), key=lambda record: record["t"])
         try:
-            headers = {"Content-Type": "application/json"}
-            if self._token_file is not None:
-                headers["Authorization"] = f"Bearer {self._token_file.read_text().strip()}"
-            request = urllib.request.Request(self._url, json.dumps(records).encode(), headers)
-            with self._opener().open(request, timeout=timeout):
-                self._outcomes.add("sent", len(records))
-        except urllib.error.HTTPError as error:
-            with error:
-                detail = f"{self._url} answers {error.code}: {error.read(500).decode(errors='replace')}"
-            if error.code == 413 and len(keys) > 1:
-                half = len(keys) // 2
-                return self._send(keys[:half], timeout) and self._send(keys[half:], timeout)
-            if error.code not in (400, 413, 422):
-                self._outcomes.add("failed", len(records), detail)
-                return False
-            self._outcomes.add("refused", len(records), detail)
-        except (OSError, http.client.HTTPException, ValueError) as error:
+            status, body = self._post(json.dumps(records).encode(), timeout)
+        except (OSError, ValueError) as error:
             self._outcomes.add("failed", len(records), f"{self._url}: {error}")
+            return False
+        detail = f"{self._url} answers {status}: {body}"
+        if status == 413 and len(keys) > 1:
+            half = len(keys) // 2
+            return self._send(keys[:half], timeout) and self._send(keys[half:], timeout)
+        if 200 <= status < 300:
+            self._outcomes.add("sent", len(records))
+        elif status in (400, 413, 422):
+            self._outcomes.add("refused", len(records), detail)
+        else:
+            self._outcomes.add("failed", len(records), detail)
             return False
         self._backoff = 0.0
         for key in keys:
             self._forget(key)
         return True
 
-    def _opener(self) -> urllib.request.OpenerDirector:
-        # With the CA as it is now, so that it can be replaced.
-        return opener(None if self._ca_file is None else client_tls(self._ca_file))
+    def _post(self, body: bytes, timeout: float) -> tuple[int, str]:
+        """Return status and the beginning of the response. Raises OSError or ValueError if there is none."""
+        import httpx
+
+        headers = {"Content-Type": "application/json"}
+        if self._token_file is not None:
+            headers["Authorization"] = f"Bearer {self._token_file.read_text().strip()}"
+        try:
+            # With the CA file as it is now, so that it can be replaced.
+            with (
+                client(url_tls(self._url, self._ca_file), timeout=timeout, headers=headers) as http,
+                http.stream("POST", self._url, content=body) as response,
+            ):
+                return response.status_code, read(response, 500).decode(errors="replace")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise OSError(str(reason(error))) from error
 
     def close(self) -> None:
         """Do nothing: no connection is kept."""
