@@ -21,7 +21,7 @@ TYPES = {**dict.fromkeys((82, 91, 164, 165, 166, 230), UNSIGNED_INT), **dict.fro
 
 
 def numbers(index: int, gpu: Mapping[str, Any], faults: Mapping[str, Any]) -> dict[Key, int]:
-    """Return the fields that a GPU has, from its state and the injected faults."""
+    """Return the fields of a GPU apart from its NVLinks, from its state and the injected faults."""
     key = str(index)
     held, busy = gpu["event_nanoseconds"], gpu.get("busy_seconds", 0.0)
     ecc, remap = faults["ecc"].get(key, {}), faults["remap"].get(key, {})
@@ -53,10 +53,12 @@ def numbers(index: int, gpu: Mapping[str, Any], faults: Mapping[str, Any]) -> di
     if not faults["mig"].get(key):
         values |= {142: remap.get("corrected", 0), 143: remap.get("uncorrected", 0)}
         values |= {144: int(remap.get("pending", False)), 145: int(remap.get("failure", False))}
-    return {(field, 0): value for field, value in values.items()} | _of_links(key, busy, faults)
+    return {(field, 0): value for field, value in values.items()}
 
 
-def _of_links(key: str, busy: float, faults: Mapping[str, Any]) -> dict[Key, int]:
+def of_links(index: int, busy: float, faults: Mapping[str, Any]) -> dict[Key, int]:
+    """Return the fields of the NVLinks of a GPU that was busy for so many seconds."""
+    key = str(index)
     down, errors = faults["nvlink_down"].get(key, []), faults["nvlink_errors"].get(key, {})
     kibibytes = int(busy * h100.NVLINK_RATE / 1024)
     found = {(91, 0): h100.NVLINKS, (138, ALL_LINKS): kibibytes, (139, ALL_LINKS): kibibytes}

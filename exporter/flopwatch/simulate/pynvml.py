@@ -291,16 +291,23 @@ class Simulation:
 
     # Fields.
 
-    def _field_numbers(self, handle: Handle) -> dict[Key, int]:
+    def field_numbers(self, handle: Handle) -> dict[Key, int]:
+        """Return the fields that a GPU has, by id and scope."""
         gpu, faults = self.gpu(handle), self.faults.read()
         version = self._node.version, self.faults.version
         if handle.index not in self._numbers or self._numbers[handle.index][0] != version:
-            self._numbers[handle.index] = version, nvml_fields.numbers(handle.index, gpu, faults)
+            numbers = nvml_fields.numbers(handle.index, gpu, faults)
+            links = self.link_numbers(handle, gpu.get("busy_seconds", 0.0), faults)
+            self._numbers[handle.index] = version, numbers | links
         return self._numbers[handle.index][1]
+
+    def link_numbers(self, handle: Handle, busy: float, faults: Mapping[str, Any]) -> dict[Key, int]:
+        """Return the fields of the NVLinks of a GPU that was busy for so many seconds."""
+        return nvml_fields.of_links(handle.index, busy, faults)
 
     @call
     def nvmlDeviceGetFieldValues(self, handle: Handle, field_ids: Sequence[int | Key]) -> Any:
-        numbers = self._field_numbers(handle)
+        numbers = self.field_numbers(handle)
         values = (real.c_nvmlFieldValue_t * len(field_ids))()
         microseconds = time.time_ns() // 1000
         for position, field in enumerate(field_ids):
