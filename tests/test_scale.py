@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from alerts import AlertSettings, rules
+from bench import sizing as size
 from bench.size import RECORDS_AND_ALERTS
+from bench.sizing import table
 from demo.servers import find
-from flopwatch import size
-from flopwatch.commands.size import table
 from tests.test_alerts import seconds
 
 PAGE = (Path(__file__).parents[1] / "docs" / "scale.md").read_text()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import flopwatch
 from flopwatch.settings import Address, ExporterSettings, SettingsError
 
 if TYPE_CHECKING:
@@ -38,6 +41,18 @@ def sources(settings: ExporterSettings) -> SourcesFactory:
     from flopwatch.node.scrape.reader import host_sources
 
     return host_sources
+
+
+def need_checkout(name: str, package: str) -> None:
+    """Make a package of the checkout importable. Raises SettingsError in an installed wheel, which has none of them."""
+    root = Path(flopwatch.__file__).resolve().parents[2]
+    if not (root / package).is_dir():
+        raise SettingsError(
+            f"{name} needs {package}/ of the source tree, which the installed package does not contain. "
+            f'Run it from a checkout: "python -m flopwatch {name}"'
+        )
+    if str(root) not in sys.path:
+        sys.path.append(str(root))
 
 
 def address(text: str) -> Address:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from flopwatch.commands import Commands, command
+from flopwatch.commands import Commands, command, need_checkout
 from flopwatch.settings import SettingsError
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 def run(options: argparse.Namespace) -> int:
     """Simulate and compare; 1 if a figure of the ledger is off by more than 1 %, or a verdict of the rules is poor."""
+    need_checkout("simulate", "simulator")
     from simulator import kinds
     from simulator.faults import script
     from simulator.scenarios import SCENARIOS, simulate
