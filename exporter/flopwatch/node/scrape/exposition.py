@@ -12,7 +12,7 @@ A histogram's sample carries one more label value than its row: the bucket's upp
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import isfinite
 
 from flopwatch.catalogue import Metric, Sample
@@ -151,8 +151,13 @@ def _prefix(row: Metric, values: tuple[str, ...]) -> str:
             name, values = f"{name}_{part}", tuple(own)
         else:
             name, labels = f"{name}_bucket", (*labels, "le")
-    pairs = ",".join(f'{label}="{_escaped(value)}"' for label, value in zip(labels, values, strict=True))
+    pairs = label_pairs(zip(labels, values, strict=True))
     return f"{name}{{{pairs}}} " if pairs else f"{name} "
+
+
+def label_pairs(labels: Iterable[tuple[str, str]]) -> str:
+    """Return labels as both formats write them between braces."""
+    return ",".join(f'{label}="{_escaped(value)}"' for label, value in labels)
 
 
 def _escaped(value: str) -> str:
