@@ -26,6 +26,11 @@ def command(commands: Commands, name: str, run: Callable[[argparse.Namespace], i
     return parser
 
 
+def flag(parser: Any, name: str, metavar: str, text: str, type: Callable[[str], Any] = str, **more: Any) -> None:
+    """Add a flag with a value to an argparse parser."""
+    parser.add_argument(name, metavar=metavar, help=text, type=type, **more)
+
+
 def given(options: argparse.Namespace, settings: type[Any]) -> dict[str, Any]:
     """Return the flags that were given; the defaults of the rest stay in the settings."""
     names = {field.name for field in fields(settings)}

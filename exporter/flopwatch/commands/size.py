@@ -6,8 +6,9 @@ import argparse
 import json
 import re
 from dataclasses import asdict
+from functools import partial
 
-from flopwatch.commands import Commands, command, given, need_checkout, seconds
+from flopwatch.commands import Commands, command, flag, given, need_checkout, seconds
 from flopwatch.settings import SettingsError
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800, "y": 31_536_000}
@@ -71,34 +72,18 @@ def _number(text: str) -> float:
 
 def add(commands: Commands) -> None:
     """Describe the command."""
-    parser = command(
-        commands,
-        "size",
-        run,
-        "tell what a cluster needs: series, samples, memory, disk, network, and whether one Prometheus will do",
-    )
-    add = parser.add_argument
-    add("--nodes", type=_some, required=True, metavar="N", help="nodes with an exporter")
-    for flag, what in (
-        ("--gpus-per-node", "default 8"),
-        ("--ports-per-node", "InfiniBand, RoCE or EFA (default 9)"),
-        ("--ranks-per-node", "of training jobs with the hook (default 8)"),
-    ):
-        add(flag, type=_whole, metavar="N", help=what)
-    add("--run-nodes", type=_some, metavar="N", help="nodes of a run (default 64, or all of fewer)")
-    add("--scrape-interval", type=seconds, metavar="SECONDS", help="default 15; our rules keep their own intervals")
-    add("--retention", type=_duration, metavar="TIME", help="how long Prometheus keeps everything (default 15d)")
-    add(
-        "--records-retention",
-        type=_duration,
-        metavar="TIME",
-        help="how long records are kept where they are sent to (default 400d)",
-    )
-    add(
-        "--restarts",
-        type=_number,
-        metavar="N",
-        help="of each run in three hours, with all its ranks on other nodes, whose old series are still in memory "
-        "(default 1)",
-    )
-    add("--json", action="store_true", help="print JSON, in series, bytes and seconds")
+    text = "estimate what a cluster needs: series, samples, memory, disk, network, and whether one Prometheus will do"
+    parser = command(commands, "size", run, text)
+    add = partial(flag, parser)
+    add("--nodes", "N", "nodes with an exporter", _some, required=True)
+    add("--gpus-per-node", "N", "default 8", _whole)
+    add("--ports-per-node", "N", "InfiniBand, RoCE or EFA (default 9)", _whole)
+    add("--ranks-per-node", "N", "of training jobs with the hook (default 8)", _whole)
+    add("--run-nodes", "N", "nodes of a run (default 64, or all of fewer)", _some)
+    add("--scrape-interval", "SECONDS", "default 15; our rules keep their own intervals", seconds)
+    add("--retention", "TIME", "how long Prometheus keeps everything (default 15d)", _duration)
+    text = "how long records are kept where they are sent to (default 400d)"
+    add("--records-retention", "TIME", text, _duration)
+    text = "of each run in three hours, with all its ranks on other nodes, whose old series are still in memory "
+    add("--restarts", "N", text + "(default 1)", _number)
+    parser.add_argument("--json", action="store_true", help="print JSON, in series, bytes and seconds")
