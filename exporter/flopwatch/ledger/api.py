@@ -21,8 +21,8 @@ Authorize = Callable[[Request], None]
 
 _ANSWERS: dict[type[Exception], int] = {
     http_server.Unauthorized: 401,
-    http_server.NotArriving: 408,
-    http_server.TooLarge: 413,
+    http_server.BodyTimeout: 408,
+    http_server.BodyTooLarge: 413,
     NoSuchRun: 404,
     Ended: 409,
 }
@@ -55,7 +55,7 @@ def runs_router(store: Store, may_read: Authorize, may_close: Authorize) -> APIR
         """End a run, {"run", "tenant", "status"}, and return what it was before."""
         try:
             may_close(request)
-            asked = _asked(await http_server.body(request))
+            asked = _asked(await http_server.read_body(request))
             return await run_in_threadpool(store.close_run, *asked)
         except tuple(_ANSWERS) as error:
             raise _refusal(error) from None

@@ -25,8 +25,8 @@ INTAKE_THREADS = 4
 _HTTP_STATUS = {"malformed": 400, "unauthorized": 401, "too_large": 413, "unsupported_type": 415}
 _OUTCOMES: dict[type[Exception], str] = {
     http_server.Unauthorized: "unauthorized",
-    http_server.TooLarge: "too_large",
-    http_server.NotArriving: "malformed",
+    http_server.BodyTooLarge: "too_large",
+    http_server.BodyTimeout: "malformed",
 }
 
 _PAGE = """<!doctype html>
@@ -114,11 +114,11 @@ def otlp_app(telemetry: Telemetry, token_file: Path | None) -> FastAPI:
             if media not in (otlp.PROTOBUF, otlp.JSON) or coding not in ("identity", "gzip"):
                 message = f"send {otlp.PROTOBUF} or {otlp.JSON}, plain or gzip, not {media!r} {coding!r}"
                 raise Refused("unsupported_type", message)
-            body = await http_server.body(request)
+            body = await http_server.read_body(request)
             # A megabyte takes a while to decode: not on the loop that answers Prometheus, nor on all of its threads.
             reply = await anyio.to_thread.run_sync(take, body, media, coding == "gzip", limiter=threads)
             return Response(reply, media_type=media)
-        except (Refused, http_server.Unauthorized, http_server.TooLarge, http_server.NotArriving) as error:
+        except (Refused, http_server.Unauthorized, http_server.BodyTooLarge, http_server.BodyTimeout) as error:
             outcome = error.outcome if isinstance(error, Refused) else _OUTCOMES[type(error)]
             telemetry.count(outcome)
             answer = otlp.PROTOBUF if media == otlp.PROTOBUF else otlp.JSON
