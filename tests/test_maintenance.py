@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flopwatch.catalogue import NODE_MAINTENANCE_UNTIL
-from flopwatch.node.maintenance import LONGEST, Maintenance, duration, end, until
+from flopwatch.node.maintenance import MAX_DURATION, Maintenance, duration, end, until
 from tests.test_command_line import exporter, flopwatch_command
 
 NOW = 1_800_000_000.0
@@ -25,8 +25,8 @@ NOW = 1_800_000_000.0
         ("0s", NOW),
         ("1800000300", NOW + 300),
         ("1799999999.5", NOW - 0.5),
-        ("999d", NOW + LONGEST),
-        ("9999999999", NOW + LONGEST),
+        ("999d", NOW + MAX_DURATION),
+        ("9999999999", NOW + MAX_DURATION),
         ("", None),
         ("soon", None),
         ("7", None),
@@ -67,7 +67,7 @@ def test_a_file_that_says_nothing_is_complained_of_once(tmp_path: Path, caplog: 
     file.write_text("two hours\n")
     for _ in range(2):
         assert node.samples() == []
-    said = f"{file} says 'two hours'; write 2h, or the Unix time of the end"
+    said = f"{file} contains 'two hours'; write 2h, or the Unix time of the end"
     assert caplog.messages == [f"{said}: alerts of this node are not held back"]
     shown = flopwatch_command("maintenance", "list", "--state", tmp_path)
     assert (shown.returncode, shown.stdout, shown.stderr) == (1, "", f"flopwatch: {said}\n")

@@ -411,12 +411,12 @@ def test_the_child_that_replaces_another_tells_its_labels_anew(odd: Callable[...
         (
             "os.write(3, b'garbage\\n')",
             "exited",
-            "the answer is not understood: JSONDecodeError: Expecting value: line 1 column 1 (char 0)",
+            "the answer cannot be decoded: JSONDecodeError: Expecting value: line 1 column 1 (char 0)",
         ),
         (
             'os.write(3, b\'{"keys": [["of another release", []]]}\\n\')\ntime.sleep(60)',
             "exited",
-            "the answer is not understood: KeyError: 'of another release'",
+            "the answer cannot be decoded: KeyError: 'of another release'",
         ),
     ],
 )
@@ -524,7 +524,7 @@ def lost_kills(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(subprocess.Popen, "terminate", lambda process: None)
         patch.setattr(subprocess.Popen, "kill", lambda process: None)
-        patch.setattr("flopwatch.node.scrape.reader.PARTING", 0.0)
+        patch.setattr("flopwatch.node.scrape.reader.EXIT_GRACE", 0.0)
         yield
 
 

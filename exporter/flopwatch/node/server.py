@@ -1,4 +1,4 @@
-"""The node exporter as a process: its sources, both listeners, and a clean end."""
+"""The exporter process: readers, telemetry, ledger, both listeners, and a clean shutdown."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from flopwatch.settings import Address, ExporterSettings, SettingsError
 
 log = logging.getLogger(__name__)
 
-# More connections than 64 ranks and a few scrapers need; the rest is somebody's mistake.
+# Far more than 64 ranks and a few scrapers need.
 MAX_CONNECTIONS = 512
 SIMULATION_TICK = 1.0
 RELEASE_TICK = 0.5
@@ -58,7 +58,7 @@ def run(settings: ExporterSettings, sources: SourcesFactory = host_sources) -> N
             stack.enter_context(http_server.listener("--otlp-listen", settings.otlp_listen, backlog=128)),
         ]
         if settings.simulate is None and not settings.sysfs.is_dir():
-            raise SettingsError(f"--sysfs {settings.sysfs} is no folder; give the one where sysfs is mounted")
+            raise SettingsError(f"--sysfs {settings.sysfs}: not a folder. Give the one where sysfs is mounted")
         settings = replace(settings, state=stack.enter_context(_state_folder(settings)))
         host = sources(settings)
         if host.tick is not None:
@@ -74,13 +74,15 @@ def _checked(settings: ExporterSettings) -> tuple[Web | None, Web | None]:
     otlp_web = None if settings.otlp_web_config is None else Web(settings.otlp_web_config, "--otlp-web-config")
     if otlp_web is not None and otlp_web.config.users:
         raise SettingsError(
-            f"--otlp-web-config {settings.otlp_web_config}: training processes show a token and no "
+            f"--otlp-web-config {settings.otlp_web_config}: training processes send a token and no "
             "password; leave out basic_auth_users and give --otlp-token-file FILE"
         )
     if settings.ledger_ca_file is not None:
         client_tls(settings.ledger_ca_file)  # fails now instead of at the first delivery
     if settings.otlp_token_file is None and not settings.otlp_listen.loopback:
-        log.warning("whoever reaches %s can push; --otlp-token-file would stop that", settings.otlp_listen)
+        log.warning(
+            "OTLP listener %s accepts pushes without authentication; set --otlp-token-file", settings.otlp_listen
+        )
     return web, otlp_web
 
 
@@ -177,7 +179,7 @@ async def _release_when_asked(release: Release) -> None:
 
 @contextlib.contextmanager
 def _state_folder(settings: ExporterSettings) -> Iterator[Path]:
-    """Give a folder that can be written; a temporary one where --state cannot, which an embedded ledger refuses."""
+    """Yield --state if it can be written, else a temporary folder. Raises SettingsError if a ledger is to be in it."""
     try:
         settings.state.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=settings.state) as probe:
@@ -187,7 +189,7 @@ def _state_folder(settings: ExporterSettings) -> Iterator[Path]:
         problem = f"--state {settings.state} cannot be written: {error.strerror}"
         if settings.ledger == "embedded":
             raise SettingsError(f"{problem}; --ledger embedded needs it: choose another --state DIR") from None
-        log.warning("%s; going on without: inventory and Xid counts will not survive a restart", problem)
+        log.warning("%s: inventory and Xid counts will not survive a restart", problem)
         with tempfile.TemporaryDirectory(prefix="flopwatch-") as folder:
             yield Path(folder)
     else:
@@ -195,12 +197,8 @@ def _state_folder(settings: ExporterSettings) -> Iterator[Path]:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                # Not an end: the other one may be stuck in a driver for good, which is when a monitor is needed most.
-                log.warning(
-                    "another exporter uses --state %s: both count and write what is kept there; end one of "
-                    "them, or give each its own folder",
-                    settings.state,
-                )
+                # No error: the other one may be stuck in a driver for good, and then this one is needed most.
+                log.warning("another exporter uses --state %s: end it, or give each its own folder", settings.state)
             yield settings.state
 
 
@@ -214,7 +212,7 @@ def _ticking(tick: Callable[[float], None]) -> Iterator[None]:
             try:
                 tick(time.time())
             except (OSError, ValueError):
-                log.exception("the simulated node stands still")
+                log.exception("the simulated node did not advance")
 
     thread = threading.Thread(target=loop, name="simulation", daemon=True)
     thread.start()
@@ -238,5 +236,5 @@ def _ledger(settings: ExporterSettings, registry: CollectorRegistry) -> Embedded
 
 
 def _known_gpus(inventory: Path) -> frozenset[str] | None:
-    """Return the UUIDs of this node's GPUs, missing ones included; None where none was ever seen."""
+    """Return the UUIDs of the GPUs of this host, missing ones included, None if it never had a GPU."""
     return frozenset(part["uuid"] for part in read_inventory(inventory, m.GPU_INFO).values()) or None
