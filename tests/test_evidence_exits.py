@@ -22,7 +22,7 @@ from flopwatch.catalogue import Sample
 from flopwatch.ledger.store import Store
 from flopwatch.node.collectors import StateFile
 from flopwatch.node.telemetry import process_exit
-from flopwatch.node.telemetry.evidence import HOST_PIDS, MOST_OF_NODE, Event, EvidenceLog, LastWord, of_ranks
+from flopwatch.node.telemetry.evidence import HOST_PIDS, MAX_HOST_ENTRIES, Event, EvidenceLog, RankEnd, of_ranks
 from flopwatch.node.telemetry.ledger_client import Embedded, Forward, Outcomes, Remote
 from flopwatch.node.telemetry.process_exit import Watch
 from flopwatch.node.telemetry.ranks import AttemptKey, Record, Telemetry, own_pid_namespace
@@ -230,8 +230,8 @@ def test_a_rank_that_is_heard_of_again_after_a_silence_tells_how_it_ended_too() 
 
 def test_what_tells_most_of_a_rank_comes_first() -> None:
     words = [
-        LastWord(1, 10.0, 90.0, 4711, "DistBackendError", Event(2, 80.0), 95.0, ("exit", "1")),
-        LastWord(0, 10.0, 91.0, 4712, gone_at=93.0, exited=("signal", "SIGKILL")),
+        RankEnd(1, 10.0, 90.0, 4711, "DistBackendError", Event(2, 80.0), 95.0, ("exit", "1")),
+        RankEnd(0, 10.0, 91.0, 4712, gone_at=93.0, exited=("signal", "SIGKILL")),
     ]
     assert [(entry["kind"], entry["rank"]) for entry in of_ranks(words, {4712: 92.0})] == [
         ("host_oom", 0),
@@ -350,7 +350,7 @@ def test_evidence_on_disk_is_bounded_and_the_newest_stays_and_the_last_word(tmp_
         passed_on(one, Remote("http://127.0.0.1:1", None, tmp_path, Outcomes(CollectorRegistry())))
     [[record]] = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
     assert [(entry["kind"], entry["detail"]) for entry in record["evidence"]] == [
-        *(("xid", str(code)) for code in range(1, MOST_OF_NODE + 1)),
+        *(("xid", str(code)) for code in range(1, MAX_HOST_ENTRIES + 1)),
         ("exception", "KeyError"),
     ]
 
@@ -390,7 +390,7 @@ def test_after_five_minutes_nothing_is_left_of_it() -> None:
 def test_the_state_folder_keeps_it_also_when_the_exporter_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flopwatch.node.telemetry.ledger_client.KEEP", 0.0)
+    monkeypatch.setattr("flopwatch.node.telemetry.ledger_client.SAVE_INTERVAL", 0.0)
     file = tmp_path / "evidence.json"
     now = time.time()
     node = Node(now)

@@ -28,7 +28,7 @@ from flopwatch.node.collectors.nvml import Nvml
 from flopwatch.node.collectors.xid import Xid
 from flopwatch.node.collectors.xid.kernel_lines import oom_kills
 from flopwatch.node.telemetry import evidence, otlp
-from flopwatch.node.telemetry.evidence import HOST_PIDS, MOST, MOST_OF_NODE, MOST_PLACES, EvidenceLog
+from flopwatch.node.telemetry.evidence import HOST_PIDS, MAX_ENTRIES, MAX_HOST_ENTRIES, MAX_PLACES, EvidenceLog
 from flopwatch.node.telemetry.ledger_client import Embedded, Outcomes, Remote
 from flopwatch.node.telemetry.ranks import AttemptKey, Record, Telemetry, own_pid_namespace
 from flopwatch.settings import ExporterSettings
@@ -538,10 +538,10 @@ def test_samples_of_any_kind_cost_neither_the_scrape_nor_what_is_known() -> None
 
 def test_what_is_remembered_and_what_is_sent_are_bounded_and_the_newest_stays() -> None:
     evidence_log = EvidenceLog(lambda: START)
-    evidence_log.observe([(m.GPU_XID_LAST, ("0", "GPU-a", str(code)), START + code) for code in range(2 * MOST_PLACES)])
-    assert len(evidence_log._events) == MOST_PLACES
+    evidence_log.observe([(m.GPU_XID_LAST, ("0", "GPU-a", str(code)), START + code) for code in range(2 * MAX_PLACES)])
+    assert len(evidence_log._events) == MAX_PLACES
     found = evidence_log.entries(None, 0, START * 2)
-    assert [entry["detail"] for entry in found] == [str(2 * MOST_PLACES - 1 - n) for n in range(MOST_OF_NODE)]
+    assert [entry["detail"] for entry in found] == [str(2 * MAX_PLACES - 1 - n) for n in range(MAX_HOST_ENTRIES)]
 
 
 def test_a_record_has_room_for_the_ranks_whatever_the_node_has_seen(node: Node) -> None:
@@ -550,7 +550,12 @@ def test_a_record_has_room_for_the_ranks_whatever_the_node_has_seen(node: Node) 
         node.push(rank=rank, status="failed", ended_by="KeyError")
     [record] = node.records()
     kinds = [entry["kind"] for entry in record["evidence"]]
-    assert (len(kinds), kinds.count("xid"), kinds.count("exception")) == (MOST, MOST_OF_NODE, MOST - MOST_OF_NODE)
+    found = len(kinds), kinds.count("xid"), kinds.count("exception")
+    assert found == (MAX_ENTRIES, MAX_HOST_ENTRIES, MAX_ENTRIES - MAX_HOST_ENTRIES)
+        MAX_ENTRIES,
+        MAX_HOST_ENTRIES,
+        MAX_ENTRIES - MAX_HOST_ENTRIES,
+    )
 
 
 def test_the_gpus_of_an_attempt_are_known_once_every_rank_has_said_its_own() -> None:
