@@ -552,10 +552,6 @@ def test_a_record_has_room_for_the_ranks_whatever_the_node_has_seen(node: Node) 
     kinds = [entry["kind"] for entry in record["evidence"]]
     found = len(kinds), kinds.count("xid"), kinds.count("exception")
     assert found == (MAX_ENTRIES, MAX_HOST_ENTRIES, MAX_ENTRIES - MAX_HOST_ENTRIES)
-        MAX_ENTRIES,
-        MAX_HOST_ENTRIES,
-        MAX_ENTRIES - MAX_HOST_ENTRIES,
-    )
 
 
 def test_the_gpus_of_an_attempt_are_known_once_every_rank_has_said_its_own() -> None:
