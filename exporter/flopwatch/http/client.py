@@ -1,6 +1,6 @@
 """HTTP client between flopwatch processes: ignores proxy settings, follows no redirect, verifies server certificates.
 
-httpx is imported by the first request: an exporter without a remote ledger needs none, and its memory is a MiB budget.
+httpx is imported by the first request, since it costs an exporter without a remote ledger 3 MiB for nothing.
 """
 
 from __future__ import annotations

@@ -10,39 +10,39 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-# Passwords that wait to be hashed; one is hashed at a time, and more than this are turned away.
+# Passwords that wait for their hash, which are computed one at a time. More are turned away.
 MAX_WAITING = 8
 
 
 class Passwords:
-    """Compares passwords with bcrypt hashes, which takes 50 ms and more each; what was right once is remembered.
+    """Check of passwords against bcrypt hashes, with a cache, since one hash takes 50 ms or more.
 
-    What is remembered is a keyed digest of user, hash and password, one for each user, in memory only. A user that
-    does not exist takes as long as one that does.
+    The cache has a keyed digest of user, hash and password of the last correct password of each user, in memory only.
+    The check of an unknown user takes as long as that of a known one.
     """
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
-        self._right: dict[str, bytes] = {}
+        self._correct: dict[str, bytes] = {}
         self._limiter: Any = None
         self._waiting = 0
 
     async def check(self, users: Mapping[str, str], authorization: bytes) -> bool | None:
-        """Return whether the header carries a user's password; None if too many passwords wait to be checked."""
+        """Return whether a header has the password of a user, or None if too many passwords wait for the check."""
         credentials = _credentials(authorization)
         if credentials is None:
             return False
         user, password = credentials
         stored = users.get(user)
         digest = self._digest(user, stored or "", password)
-        if stored is not None and hmac.compare_digest(self._right.get(user, b""), digest):
+        if stored is not None and hmac.compare_digest(self._correct.get(user, b""), digest):
             return True
         if self._waiting >= MAX_WAITING:
             return None
         right = await self._hash(password, stored if stored is not None else _like(users))
         if stored is None or not right:
             return False
-        self._right = {known: kept for known, kept in self._right.items() if known in users} | {user: digest}
+        self._correct = {name: cached for name, cached in self._correct.items() if name in users} | {user: digest}
         return True
 
     async def _hash(self, password: bytes, stored: str) -> bool:
@@ -66,19 +66,19 @@ def _same(password: bytes, stored: str) -> bool:
     import bcrypt
 
     try:
-        # bcrypt has no more than 72 bytes of a password; this package refuses longer ones where others cut them.
+        # bcrypt uses 72 bytes of a password. This package refuses longer ones, others truncate them.
         return bcrypt.checkpw(password[:72], stored.encode())
     except ValueError:
         return False
 
 
 def _like(users: Mapping[str, str]) -> str:
-    """Return a hash of nobody's password that takes as long to compare as those of the users."""
+    """Return a hash that no password has, of the cost of the first user's."""
     return f"{next(iter(users.values()))[:7]}{'.' * 53}"
 
 
 def _credentials(header: bytes) -> tuple[str, bytes] | None:
-    """Return the user and the password in a Basic authorization: RFC 7617."""
+    """Return user and password of a Basic authorization, None if it is malformed: RFC 7617."""
     scheme, _, encoded = header.partition(b" ")
     if scheme.lower() != b"basic":
         return None

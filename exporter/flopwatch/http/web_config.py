@@ -1,12 +1,12 @@
-"""TLS and users of a listener: the web configuration file of Prometheus' exporters.
+"""TLS and authentication of a listener: the web configuration file of Prometheus' exporters.
 
-Format: https://github.com/prometheus/exporter-toolkit/blob/master/docs/web-configuration.md. As there, everything the
-file names is taken anew when it changes, for the next connection and the next request; only TLS itself cannot be
-turned on or off in a running process, and what asked who comes cannot begin to let everybody in: an editor empties a
-file before it writes it. A change that cannot be used is logged, and what was there before stays.
+Format: https://github.com/prometheus/exporter-toolkit/blob/master/docs/web-configuration.md. As there, the file and the
+files that it names are reloaded when they change, for the next connection and the next request. A restart is needed to
+turn TLS on or off. A reload never turns authentication off, since editors truncate a file before writing it. A change
+that cannot be used is logged, and the previous configuration stays.
 
-What Python's `ssl` cannot do is refused by name: client certificates that nobody verifies, client_allowed_sans,
-curve_preferences, TLS below 1.2, certificates inside the file. http2 and prefer_server_cipher_suites change nothing.
+Options that Python's `ssl` does not have are errors: client certificates without verification, client_allowed_sans,
+curve_preferences, TLS below 1.2, certificates inside the file. http2 and prefer_server_cipher_suites have no effect.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CLIENT_AUTH = {
     "RequireAndVerifyClientCert": ssl.CERT_REQUIRED,
 }
 VERSIONS = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}
-# Go's names of the suites below TLS 1.3 that it calls secure, and OpenSSL's; those of TLS 1.3 are not configurable.
+# Go's names of its secure suites below TLS 1.3 by those of OpenSSL. Suites of TLS 1.3 are not configurable.
 _CIPHERS = {
     f"TLS_ECDHE_{key}_WITH_{go}": f"ECDHE-{key}-{openssl}"
     for key in ("RSA", "ECDSA")
@@ -65,14 +65,14 @@ _HEADERS: dict[str, tuple[str, ...]] = {
     "Strict-Transport-Security": (),
 }
 _BCRYPT = re.compile(r"\$2[aby]\$([0-9]{2})\$[./A-Za-z0-9]{53}")
-# Twice the time for each more; 10 takes 50 ms.
+# Each step doubles the time; 10 takes 50 ms.
 MIN_COST, MAX_COST = 4, 16
 MAX_DEPTH = 3  # of keys and indices
 
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """How connections are encrypted, and whether clients show certificates."""
+    """TLS settings of a listener, with the verification of client certificates."""
 
     cert_file: Path
     key_file: Path
@@ -84,12 +84,12 @@ class Tls:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Return the files that it is made of."""
+        """Files with certificates and keys."""
         files = (self.cert_file, self.key_file, self.client_ca_file)
         return tuple(file for file in files if file is not None)
 
     def context(self) -> ssl.SSLContext:
-        """Return what connections are made with. Raises SettingsError where the files are not what they should be."""
+        """Return the TLS context. Raises SettingsError if a file cannot be used."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version, context.maximum_version = self.min_version, self.max_version
         for key, file in (("cert_file", self.cert_file), ("key_file", self.key_file)):
@@ -117,14 +117,14 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class WebConfig:
-    """What a web configuration file says."""
+    """Content of a web configuration file."""
 
     tls: Tls | None = None
     users: Mapping[str, str] = field(default_factory=dict, repr=False)  # bcrypt hashes by user
     headers: tuple[tuple[str, str], ...] = ()
 
     def requires_auth(self) -> bool:
-        """Return whether not everybody may come in."""
+        """Return whether clients need a password or a certificate."""
         return bool(self.users) or (self.tls is not None and self.tls.client_auth is ssl.CERT_REQUIRED)
 
 
@@ -328,7 +328,7 @@ Signature = tuple[tuple[int, int, int] | None, ...]
 
 
 def _signature(files: tuple[Path, ...]) -> Signature:
-    """Return what changes when one of the files is replaced or written."""
+    """Return a value that changes when one of the files is replaced or written."""
     return tuple(_stat(file) for file in files)
 
 
@@ -341,9 +341,9 @@ def _stat(file: Path) -> tuple[int, int, int] | None:
 
 
 class Web:
-    """A web configuration file in use: `protect` an application, `secure` its server.
+    """Web configuration file in use: `protect` wraps an application, `secure` adds TLS to its server.
 
-    Raises SettingsError, with what to change, for a file that cannot be used.
+    Raises SettingsError for a file that cannot be used.
     """
 
     def __init__(self, file: Path, flag: str = "--web-config") -> None:
@@ -354,14 +354,14 @@ class Web:
         self.config, self.context = self._read()
 
     def _read(self) -> tuple[WebConfig, ssl.SSLContext | None]:
-        # What the files look like is noted before each is read, so that a change in between is not missed; and where
-        # they cannot be used as well, so that this is said once.
+        # The state of the files is taken before they are read, so that no change is missed, and also if they cannot be
+        # used, so that the error is logged once.
         self._files: tuple[Path, ...] = (self._file,)
         self._seen = _signature(self._files)
         try:
             config = parse(self._file.read_text(errors="replace"), self._file.parent)
             if config.users:
-                importlib.import_module("bcrypt")  # missing, it is missed at the start and not at the first password
+                importlib.import_module("bcrypt")  # if it is missing, fail now instead of at the first password
             if config.tls is None:
                 return config, None
             self._files += config.tls.files
@@ -375,26 +375,26 @@ class Web:
             raise SettingsError(f"{self._name}: {error}") from None
 
     def refresh(self) -> None:
-        """Take what changed in the files; safe in any thread."""
+        """Reload the files if they changed. Thread-safe."""
         with self._lock:
             if _signature(self._files) == self._seen:
                 return
             try:
                 config, context = self._read()
             except SettingsError as error:
-                log.error("%s; what was there before stays in use", error)
+                log.error("reload ignored: %s", error)
                 return
             if (context is None) != (self.context is None):
-                log.error("%s: TLS is turned on or off by a restart only", self._name)
+                log.error("reload ignored: %s would turn TLS on or off, which needs a restart", self._name)
                 return
             if self.config.requires_auth() and not config.requires_auth():
-                log.error("%s: it would let everybody in; what was there before stays until a restart", self._name)
+                log.error("reload ignored: %s would disable authentication; restart to apply", self._name)
                 return
             self.config, self.context = config, context
-            log.info("%s: taken anew", self._name)
+            log.info("reloaded %s", self._name)
 
     def secure(self, config: uvicorn.Config) -> None:
-        """Let a server encrypt its connections, if the file says so."""
+        """Add TLS to a server if it is configured."""
         if self.context is None:
             return
         if not config.loaded:
@@ -402,9 +402,9 @@ class Web:
         config.ssl = ReloadingSSLContext(self)
 
     def protect(self, app: ASGIApp, own: str | None = None) -> ASGIApp:
-        """Return the application behind its users, with the headers added to its answers.
+        """Return an application that requires a password and adds the configured headers to responses.
 
-        Below the path `own` it asks for a token itself, and a request has only one Authorization header.
+        Paths below `own` need no password: the application requires a token there, and both use the same header.
         """
 
         async def protected(scope: Scope, receive: Receive, send: Send) -> None:
@@ -429,10 +429,7 @@ class Web:
 
 
 class ReloadingSSLContext(ssl.SSLContext):
-    """A context whose every new connection is made with the newest certificates.
-
-    asyncio asks the context it was given for each connection's `wrap_bio`.
-    """
+    """TLS context that uses the current certificates for each new connection: asyncio calls `wrap_bio` for each."""
 
     _web: Web
 
@@ -443,7 +440,7 @@ class ReloadingSSLContext(ssl.SSLContext):
         self._web = web
 
     def wrap_bio(self, *arguments: Any, **keywords: Any) -> ssl.SSLObject:
-        """Begin a connection."""
+        """Return the TLS object of a new connection."""
         self._web.refresh()
         assert self._web.context is not None
         return self._web.context.wrap_bio(*arguments, **keywords)

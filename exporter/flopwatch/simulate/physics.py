@@ -11,11 +11,12 @@ from flopwatch.simulate import h100
 
 
 def _wave(now: float, period: float, phase: float) -> float:
-    """Return a number between -1 and 1 that depends on nothing but its arguments."""
+    """Return a deterministic oscillation between -1 and 1."""
     return math.sin(2 * math.pi * now / period + phase)
 
 
 def new_gpu(index: int) -> dict[str, Any]:
+    """Return the state of an idle GPU."""
     return {
         "celsius": h100.IDLE_CELSIUS,
         "millijoules": 500_000_000_000 + 1_000_000_000 * index,
@@ -24,13 +25,14 @@ def new_gpu(index: int) -> dict[str, Any]:
 
 
 def advance_gpu(gpu: dict[str, Any], index: int, faults: Mapping[str, Any], now: float, seconds: float) -> None:
+    """Advance the state of a GPU by `seconds` to the Unix time `now`."""
     key = str(index)
     load = faults["load"].get(key, h100.DEFAULT_LOAD)
     busy = load * (1 + 0.03 * _wave(now, 13, index))
     forced = faults["throttle"].get(key)
     heat = faults["heat"].get(key)
 
-    # The events come from the temperature reached so far, the clock from the events, the power from the clock.
+    # The temperature causes throttling, throttling lowers the clock, and the clock determines the power.
     events = {forced} if forced is not None else set()
     if gpu["celsius"] >= h100.SW_SLOWDOWN_CELSIUS:
         events.add("sw_thermal_slowdown")
@@ -47,7 +49,7 @@ def advance_gpu(gpu: dict[str, Any], index: int, faults: Mapping[str, Any], now:
     for event in events:
         gpu["event_nanoseconds"][event] += int(seconds * 1e9)
     gpu["millijoules"] += int(power * 1000 * seconds)
-    # A node of an older release has no such counters yet.
+    # The node may be from an older release without these counters.
     gpu["busy_seconds"] = gpu.get("busy_seconds", 0.0) + min(1.0, busy) * seconds
     gpu["tensor_seconds"] = gpu.get("tensor_seconds", 0.0) + min(1.0, busy) * clock / h100.MAX_CLOCK * seconds
     active = events if load > 0 else events | {"gpu_idle"}
@@ -67,6 +69,7 @@ def advance_gpu(gpu: dict[str, Any], index: int, faults: Mapping[str, Any], now:
 
 
 def new_port(index: int) -> dict[str, Any]:
+    """Return the state of an active port."""
     files = {f"{folder}/{name}": "0" for folder, names in h100.COUNTERS.items() for name in names}
     return {
         "up": True,
@@ -84,6 +87,7 @@ def new_port(index: int) -> dict[str, Any]:
 def advance_port(
     port: dict[str, Any], index: int, device: str, faults: Mapping[str, Any], now: float, seconds: float
 ) -> None:
+    """Advance the state of a port by `seconds` to the Unix time `now`."""
     counts, files = port["counts"], port["files"]
     storage = device == h100.STORAGE_DEVICE
     gigabits = faults["rate"].get(device, h100.STORAGE_RATE if storage else h100.FULL_RATE)
@@ -91,7 +95,7 @@ def advance_port(
     counts["link_downed"] += int(port["up"] and not up)
     port["up"] = up
     if up:
-        # The rail of GPU `index`: as busy as the GPU, unless that is lost.
+        # The rail of GPU `index` is as busy as the GPU, unless that is lost.
         load = 0 if str(index) in faults["lost"] else faults["load"].get(str(index), h100.DEFAULT_LOAD)
         load = h100.STORAGE_LOAD if storage else load
         share = h100.LINE_SHARE * load * (1 + 0.05 * _wave(now, 11, index))
@@ -99,7 +103,7 @@ def advance_port(
         counts["symbol_errors"] += faults["symbol_errors"].get(device, 0) * seconds
     packets = counts["bytes"] // h100.PACKET_BYTES
     numbers = {
-        # Data counters count 4-byte words. As much comes in as goes out, less what is in flight.
+        # Data counters count 4-byte words. Received and sent data differ by the data in flight.
         "counters/port_xmit_data": counts["bytes"] // 4,
         "counters/port_rcv_data": counts["bytes"] // 4 - 1_000_000,
         "counters/port_xmit_packets": packets,

@@ -1,9 +1,9 @@
-"""NVML of the simulated node: an object to be used in place of the `pynvml` module.
+"""NVML of the simulated node: a replacement of the `pynvml` module.
 
-Constants, structures and exceptions are the real package's; a function that is not simulated raises
-NVMLError_FunctionNotFound, as on a driver that does not have it. Values come from the node's files, read again when
-they change, so that faults show at once, whichever process set them. What an H100 answers is that of a captured one
-(tests/captures/SOURCES.md); activity, traffic and processes follow the load.
+Constants, structures and exceptions are those of the real package. A function that is not simulated raises
+NVMLError_FunctionNotFound, as on a driver without it. Values are read from the files of the node when they change, so
+that faults of any process show at once. Answers are those of a captured H100 (tests/captures/SOURCES.md), and activity,
+traffic and processes follow the load.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flopwatch.simulate import h100, nvml_fields
 from flopwatch.simulate.folder import FaultsFile, JsonFile
 
 VBIOS_VERSION = "96.00.A5.00.01"
-HANG_POLL = 0.02  # seconds after which a hung call looks whether the hang is over
+HANG_POLL = 0.02  # seconds between two checks of a hung call
 
 # Share of each activity while the GPU is fully busy, by GPM metric; the tensor cores' fall with the clock.
 ACTIVITIES = {1: 1.0, 2: 0.88, 3: 0.32, 4: 0.12, 10: 0.42, 11: 0.0, 12: 0.09, 13: 0.01, 8: 0.0, 9: 0.0}
@@ -41,14 +41,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """What stands for an nvmlDevice_t: a GPU by its place on the board, or one of its MIG instances."""
+    """Replacement of an nvmlDevice_t: a GPU by its place on the board, or one of its MIG instances."""
 
     index: int
     slot: int | None = None
 
 
 def call(function: Callable[Concatenate[Simulation, P], T]) -> Callable[Concatenate[Simulation, P], T]:
-    """Make a method an NVML call, which can hang or fail, needs nvmlInit, and fails for a GPU that is lost."""
+    """Make a method an NVML call, which needs nvmlInit, fails for a lost GPU, and can be made to hang or fail."""
     name = function.__name__
 
     @functools.wraps(function)
@@ -78,7 +78,7 @@ def call(function: Callable[Concatenate[Simulation, P], T]) -> Callable[Concaten
 
 @dataclass(slots=True)
 class EventSet:
-    """What stands for an nvmlEventSet_t: the GPUs registered, and the end of the kernel log read so far."""
+    """Replacement of an nvmlEventSet_t: the registered GPUs, and the position in the kernel log."""
 
     place: int
     gpus: set[int]
@@ -86,7 +86,7 @@ class EventSet:
 
 @dataclass(frozen=True, slots=True)
 class EventData:
-    """What stands for an nvmlEventData_t, whose device would have to be a pointer."""
+    """Replacement of an nvmlEventData_t, whose device would have to be a pointer."""
 
     device: Handle
     eventType: int
@@ -96,9 +96,9 @@ class EventData:
 
 
 class Simulation:
-    """The functions of pynvml that the collector may call, under their own names; `calls` counts them.
+    """Replacement of pynvml with the functions that the collectors call.
 
-    `order` is the GPUs by NVML index, as of the last nvmlInit.
+    `calls` counts calls, and `order` has the GPUs by NVML index as of the last nvmlInit.
     """
 
     def __init__(self, root: Path) -> None:
@@ -120,7 +120,7 @@ class Simulation:
         return _function_not_found if isinstance(value, types.FunctionType) else value
 
     def check(self, gpu: int, faults: Mapping[str, Any]) -> None:
-        """Raise if the GPU is lost; once lost or reset it stays so until the next nvmlInit, as on the real driver."""
+        """Raise NVMLError for a lost or reset GPU, until the next nvmlInit as with the real driver."""
         key = str(gpu)
         if faults["lost"].get(key) or faults["resets"].get(key, 0) != self._resets.get(key, 0):
             self._lost.add(gpu)
@@ -138,12 +138,12 @@ class Simulation:
         return self.faults.read()[kind].get(str(handle.index), default)
 
     def _profiles(self, handle: Handle) -> list[str]:
-        """Return the profiles of a GPU's MIG instances; empty if it is not partitioned."""
+        """Return the profiles of the MIG instances of a GPU, none if it is not partitioned."""
         profiles: list[str] = self._fault("mig", handle, [])
         return profiles
 
     def _whole(self, handle: Handle) -> None:
-        """Raise if the GPU is partitioned."""
+        """Raise NVMLError if the GPU is partitioned."""
         if self._profiles(handle):
             raise real.NVMLError(real.NVML_ERROR_NOT_SUPPORTED)
 
@@ -413,11 +413,11 @@ class Simulation:
 
     @call
     def nvmlEventSetWait_v2(self, events: EventSet, milliseconds: int) -> EventData:
-        """Return the next Xid that was written into the kernel log, as the driver tells both of it."""
+        """Return the next Xid in the kernel log, which the driver reports there and as an event."""
         until = time.monotonic() + milliseconds / 1000
         while True:
             line = b""
-            with suppress(OSError), self._kmsg.open("rb") as log:  # a log nobody can read stops no driver
+            with suppress(OSError), self._kmsg.open("rb") as log:  # the driver does not depend on the log
                 log.seek(events.place)
                 line = log.readline()
             if line.endswith(b"\n"):
@@ -511,5 +511,5 @@ def _function_not_found(*_args: object, **_kwargs: object) -> None:
 
 
 def load(root: Path) -> Simulation:
-    """Return what stands for the pynvml module on the simulated node in `root`."""
+    """Return a replacement of the pynvml module for the simulated node in `root`."""
     return Simulation(root)
