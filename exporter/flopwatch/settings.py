@@ -167,8 +167,8 @@ class LedgerSettings:
     def __post_init__(self) -> None:
         if self.token_file is None and not self.listen.loopback:
             raise SettingsError(
-                f"--listen {self.listen}: a ledger that other hosts can reach needs a token, or anyone can write records; "
-                "put one into a file and give it with --token-file FILE (exporters: --ledger-token-file FILE)"
+                f"--listen {self.listen}: a ledger that other hosts can reach needs a token, or anyone can write "
+                "records; put one into a file and give it with --token-file FILE (exporters: --ledger-token-file FILE)"
             )
 
 

@@ -1,12 +1,13 @@
-"""NVML field values of the simulated GPUs, by field id and scope.
+"""Structures of the simulated NVML: field values by id and scope, PCI identity and event sets.
 
-Ids: NVML_FI_* in nvml.h, https://docs.nvidia.com/deploy/nvml-api/group__nvmlFieldValueEnums.html
+Field ids: NVML_FI_* in nvml.h, https://docs.nvidia.com/deploy/nvml-api/group__nvmlFieldValueEnums.html
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pynvml as real
@@ -71,3 +72,23 @@ def of_links(index: int, busy: float, faults: Mapping[str, Any]) -> dict[Key, in
         for field, kind in h100.NVLINK_ERRORS.items():
             found[field, link] = counts.get(kind, 0)
     return found
+
+
+@dataclass(slots=True)
+class EventSet:
+    """Replacement of an nvmlEventSet_t: the registered GPUs, and the position in the kernel log."""
+
+    place: int
+    gpus: set[int]
+
+
+def pci_info(index: int) -> Any:
+    """Return the nvmlPciInfo_t of a GPU."""
+    bus = h100.PCI_BUSES[index]
+    return real.nvmlPciInfo_t(
+        busIdLegacy=f"0000:{bus:02X}:00.0".encode(),
+        bus=bus,
+        pciDeviceId=0x233010DE,
+        pciSubSystemId=0x16C110DE,
+        busId=f"00000000:{bus:02X}:00.0".encode(),
+    )

@@ -76,12 +76,10 @@ def call(function: Callable[Concatenate[Simulation, P], T]) -> Callable[Concaten
     return wrapper
 
 
-@dataclass(slots=True)
-class EventSet:
-    """Replacement of an nvmlEventSet_t: the registered GPUs, and the position in the kernel log."""
-
-    place: int
-    gpus: set[int]
+def _answer(name: str, function: Callable[[Simulation, Handle], T]) -> Callable[[Simulation, Handle], T]:
+    """Return the NVML call `name` about a handle, whose answer is that of `function`."""
+    function.__name__ = name
+    return call(function)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +144,61 @@ class Simulation:
         """Raise NVMLError if the GPU is partitioned."""
         if self._profiles(handle):
             raise real.NVMLError(real.NVML_ERROR_NOT_SUPPORTED)
+
+    # Answers that depend on neither load nor faults, and numbers of the state of a GPU in node.json.
+
+    nvmlDeviceGetSerial = _answer("nvmlDeviceGetSerial", lambda _, handle: h100.serial(handle.index))
+    nvmlDeviceGetBoardPartNumber = _answer("nvmlDeviceGetBoardPartNumber", lambda _, handle: "692-2G520-0200-000")
+    nvmlDeviceGetModuleId = _answer("nvmlDeviceGetModuleId", lambda _, handle: handle.index + 1)
+    nvmlDeviceGetMinorNumber = _answer("nvmlDeviceGetMinorNumber", lambda _, handle: handle.index)
+    nvmlDeviceGetVbiosVersion = _answer("nvmlDeviceGetVbiosVersion", lambda _, handle: VBIOS_VERSION)
+    nvmlDeviceGetInforomImageVersion = _answer("nvmlDeviceGetInforomImageVersion", lambda _, handle: "G520.0200.00.05")
+    nvmlDeviceGetBAR1MemoryInfo = _answer(
+        "nvmlDeviceGetBAR1MemoryInfo",
+        lambda _, handle: real.c_nvmlBAR1Memory_t(
+            bar1Total=BAR1, bar1Free=BAR1 - h100.MEBIBYTE, bar1Used=h100.MEBIBYTE
+        ),
+    )
+    nvmlDeviceGetGpuInstanceId = _answer("nvmlDeviceGetGpuInstanceId", lambda _, handle: 7 + (handle.slot or 0))
+    nvmlDeviceGetPciInfo = _answer("nvmlDeviceGetPciInfo", lambda _, handle: nvml_fields.pci_info(handle.index))
+    nvmlDeviceGetPersistenceMode = _answer("nvmlDeviceGetPersistenceMode", lambda _, handle: 1)
+    nvmlDeviceGetEccMode = _answer("nvmlDeviceGetEccMode", lambda _, handle: [1, 1])
+    nvmlDeviceGetEnforcedPowerLimit = _answer(
+        "nvmlDeviceGetEnforcedPowerLimit", lambda _, handle: int(h100.POWER_LIMIT * 1000)
+    )
+    nvmlDeviceGetPowerManagementDefaultLimit = _answer(
+        "nvmlDeviceGetPowerManagementDefaultLimit", lambda _, handle: int(h100.POWER_LIMIT * 1000)
+    )
+    nvmlDeviceGetPowerManagementLimitConstraints = _answer(
+        "nvmlDeviceGetPowerManagementLimitConstraints", lambda _, handle: [200_000, int(h100.POWER_LIMIT * 1000)]
+    )
+    nvmlDeviceGetRepairStatus = _answer("nvmlDeviceGetRepairStatus", lambda _, handle: [0, 0])
+    nvmlDeviceGetMaxPcieLinkGeneration = _answer(
+        "nvmlDeviceGetMaxPcieLinkGeneration", lambda _, handle: h100.PCIE_GENERATION
+    )
+    nvmlDeviceGetMaxPcieLinkWidth = _answer("nvmlDeviceGetMaxPcieLinkWidth", lambda _, handle: h100.PCIE_LANES)
+    nvmlDeviceGetMaxMigDeviceCount = _answer("nvmlDeviceGetMaxMigDeviceCount", lambda _, handle: MIG_SLOTS)
+    nvmlDeviceGetComputeInstanceId = _answer("nvmlDeviceGetComputeInstanceId", lambda _, handle: 0)
+    nvmlDeviceGetSupportedEventTypes = _answer(
+        "nvmlDeviceGetSupportedEventTypes", lambda _, handle: int(real.nvmlEventTypeXidCriticalError)
+    )
+    nvmlGpmQueryDeviceSupport = _answer(
+        "nvmlGpmQueryDeviceSupport",
+        lambda _, handle: real.c_nvmlGpmSupport_t(version=real.NVML_GPM_SUPPORT_VERSION, isSupportedDevice=1),
+    )
+    nvmlDeviceGetPowerUsage = _answer(
+        "nvmlDeviceGetPowerUsage", lambda nvml, handle: int(nvml.gpu(handle)["milliwatts"])
+    )
+    nvmlDeviceGetTotalEnergyConsumption = _answer(
+        "nvmlDeviceGetTotalEnergyConsumption", lambda nvml, handle: int(nvml.gpu(handle)["millijoules"])
+    )
+    nvmlDeviceGetCurrentClocksEventReasons = _answer(
+        "nvmlDeviceGetCurrentClocksEventReasons", lambda nvml, handle: int(nvml.gpu(handle)["events"])
+    )
+    nvmlDeviceGetMarginTemperature = _answer(
+        "nvmlDeviceGetMarginTemperature",
+        lambda nvml, handle: round(h100.SW_SLOWDOWN_CELSIUS - float(nvml.gpu(handle)["celsius"])),
+    )
 
     # The session.
 
@@ -404,15 +457,15 @@ class Simulation:
     # Events.
 
     @call
-    def nvmlEventSetCreate(self) -> EventSet:
-        return EventSet(self._kmsg.stat().st_size, set())
+    def nvmlEventSetCreate(self) -> nvml_fields.EventSet:
+        return nvml_fields.EventSet(self._kmsg.stat().st_size, set())
 
     @call
-    def nvmlDeviceRegisterEvents(self, handle: Handle, types: int, events: EventSet) -> None:
+    def nvmlDeviceRegisterEvents(self, handle: Handle, types: int, events: nvml_fields.EventSet) -> None:
         events.gpus.add(handle.index)
 
     @call
-    def nvmlEventSetWait_v2(self, events: EventSet, milliseconds: int) -> EventData:
+    def nvmlEventSetWait_v2(self, events: nvml_fields.EventSet, milliseconds: int) -> EventData:
         """Return the next Xid in the kernel log, which the driver reports there and as an event."""
         until = time.monotonic() + milliseconds / 1000
         while True:
@@ -434,70 +487,8 @@ class Simulation:
             time.sleep(HANG_POLL)
 
     @call
-    def nvmlEventSetFree(self, events: EventSet) -> None:
+    def nvmlEventSetFree(self, events: nvml_fields.EventSet) -> None:
         events.gpus.clear()
-
-
-# Answers that depend on neither load nor faults.
-CONSTANTS: Mapping[str, Callable[[Handle], Any]] = {
-    "nvmlDeviceGetSerial": lambda handle: h100.serial(handle.index),
-    "nvmlDeviceGetBoardPartNumber": lambda handle: "692-2G520-0200-000",
-    "nvmlDeviceGetModuleId": lambda handle: handle.index + 1,
-    "nvmlDeviceGetMinorNumber": lambda handle: handle.index,
-    "nvmlDeviceGetVbiosVersion": lambda handle: VBIOS_VERSION,
-    "nvmlDeviceGetInforomImageVersion": lambda handle: "G520.0200.00.05",
-    "nvmlDeviceGetBAR1MemoryInfo": lambda handle: real.c_nvmlBAR1Memory_t(
-        bar1Total=BAR1, bar1Free=BAR1 - h100.MEBIBYTE, bar1Used=h100.MEBIBYTE
-    ),
-    "nvmlDeviceGetGpuInstanceId": lambda handle: 7 + (handle.slot or 0),
-    "nvmlDeviceGetPciInfo": lambda handle: _pci_info(handle),
-    "nvmlDeviceGetPersistenceMode": lambda handle: 1,
-    "nvmlDeviceGetEccMode": lambda handle: [1, 1],
-    "nvmlDeviceGetEnforcedPowerLimit": lambda handle: int(h100.POWER_LIMIT * 1000),
-    "nvmlDeviceGetPowerManagementDefaultLimit": lambda handle: int(h100.POWER_LIMIT * 1000),
-    "nvmlDeviceGetPowerManagementLimitConstraints": lambda handle: [200_000, int(h100.POWER_LIMIT * 1000)],
-    "nvmlDeviceGetRepairStatus": lambda handle: [0, 0],
-    "nvmlDeviceGetMaxPcieLinkGeneration": lambda handle: h100.PCIE_GENERATION,
-    "nvmlDeviceGetMaxPcieLinkWidth": lambda handle: h100.PCIE_LANES,
-    "nvmlDeviceGetMaxMigDeviceCount": lambda handle: MIG_SLOTS,
-    "nvmlDeviceGetComputeInstanceId": lambda handle: 0,
-    "nvmlDeviceGetSupportedEventTypes": lambda handle: int(real.nvmlEventTypeXidCriticalError),
-    "nvmlGpmQueryDeviceSupport": lambda handle: real.c_nvmlGpmSupport_t(
-        version=real.NVML_GPM_SUPPORT_VERSION, isSupportedDevice=1
-    ),
-}
-# Answers that are a number of the GPU's state in node.json.
-READINGS: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
-    "nvmlDeviceGetPowerUsage": lambda gpu: int(gpu["milliwatts"]),
-    "nvmlDeviceGetTotalEnergyConsumption": lambda gpu: int(gpu["millijoules"]),
-    "nvmlDeviceGetCurrentClocksEventReasons": lambda gpu: int(gpu["events"]),
-    "nvmlDeviceGetMarginTemperature": lambda gpu: round(h100.SW_SLOWDOWN_CELSIUS - float(gpu["celsius"])),
-}
-
-
-def _answering(name: str, answer: Callable[[Simulation, Handle], Any]) -> Callable[[Simulation, Handle], Any]:
-    def function(library: Simulation, handle: Handle) -> Any:
-        return answer(library, handle)
-
-    function.__name__ = name
-    return call(function)
-
-
-for _name, _constant in CONSTANTS.items():
-    setattr(Simulation, _name, _answering(_name, lambda _, handle, answer=_constant: answer(handle)))
-for _name, _reading in READINGS.items():
-    setattr(Simulation, _name, _answering(_name, lambda library, handle, answer=_reading: answer(library.gpu(handle))))
-
-
-def _pci_info(handle: Handle) -> Any:
-    bus = h100.PCI_BUSES[handle.index]
-    return real.nvmlPciInfo_t(
-        busIdLegacy=f"0000:{bus:02X}:00.0".encode(),
-        bus=bus,
-        pciDeviceId=0x233010DE,
-        pciSubSystemId=0x16C110DE,
-        busId=f"00000000:{bus:02X}:00.0".encode(),
-    )
 
 
 def _address(sample: Any) -> int:

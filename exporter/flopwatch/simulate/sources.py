@@ -15,9 +15,9 @@ from flopwatch.simulate.pynvml import load
 
 def nvml(root: str, host: str, inventory: str, runtime: str, sysfs: str) -> Nvml:
     """Return the NVML collector of the simulated node in the folder `root`."""
-    node, file = Path(root), Path(runtime)
-    paths = {"sysfs": Path(sysfs), "proc": node / "proc", "dev": node / "dev"}
-    return Nvml(load(node), host, Path(inventory), "simulated", runtime=file, **paths)
+    node, file, own = Path(root), Path(inventory), Path(runtime)
+    proc, dev = node / "proc", node / "dev"
+    return Nvml(load(node), host, file, "simulated", runtime=own, sysfs=Path(sysfs), proc=proc, dev=dev)
 
 
 def xid(root: str, kmsg: str, gpus: str, state: str, nvml: str) -> Xid:
