@@ -1,4 +1,4 @@
-"""The command line, one file a command: `add` describes it to argparse, and only running it imports what it needs."""
+"""Commands of the command line, one per module: `add` registers it, and only running it imports what it needs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from flopwatch.settings import Address, ExporterSettings, SettingsError
 if TYPE_CHECKING:
     from flopwatch.node.scrape.reader import SourcesFactory
 
-# What argparse gives for adding a command to; its class has no public name.
+# The result of add_subparsers(), whose class is private.
 Commands = Any
 
 
 def command(commands: Commands, name: str, run: Callable[[argparse.Namespace], int | None], text: str) -> Any:
-    """Add a command and return its parser; `run` gets the flags, and what it returns is the exit status."""
+    """Register a command and return its parser. `run` receives the flags and returns the exit status."""
     parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
     parser.set_defaults(command=run)
     return parser
@@ -32,7 +32,7 @@ def flag(parser: Any, name: str, metavar: str, text: str, type: Callable[[str], 
 
 
 def given(options: argparse.Namespace, settings: type[Any]) -> dict[str, Any]:
-    """Return the flags that were given; the defaults of the rest stay in the settings."""
+    """Return the flags that are set and are fields of `settings`, whose defaults apply to the rest."""
     names = {field.name for field in fields(settings)}
     return {name: value for name, value in vars(options).items() if name in names and value is not None}
 
@@ -61,7 +61,7 @@ def need_checkout(name: str, package: str) -> None:
 
 
 def address(text: str) -> Address:
-    """Return an address to listen on, for argparse."""
+    """Parse an address to listen on, for argparse."""
     try:
         return Address.parse(text)
     except SettingsError as error:
@@ -69,7 +69,7 @@ def address(text: str) -> Address:
 
 
 def seconds(text: str) -> float:
-    """Return a positive number of seconds, for argparse."""
+    """Parse a positive number of seconds, for argparse."""
     try:
         number = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""`flopwatch boards`: the dashboards in a browser, without Grafana."""
+"""`flopwatch boards`: show the dashboards in a browser, without Grafana."""
 
 from __future__ import annotations
 

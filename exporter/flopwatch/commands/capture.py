@@ -1,4 +1,4 @@
-"""`flopwatch capture`: this node as a test case."""
+"""`flopwatch capture`: record this host as a test case."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 from flopwatch.commands import Commands, command, flag, seconds
 from flopwatch.settings import ExporterSettings, SettingsError
 
-FIRST_USER = 1000  # below are the system's own (login.defs(5), UID_MIN)
+FIRST_USER = 1000  # lower uids are system accounts (login.defs(5), UID_MIN)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Capture the node, and say what is in the capture."""
+    """Capture the host, and print what the capture contains. Raises SettingsError."""
     import time
 
     from flopwatch.node.capture import capture
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _library(simulated: Path | None) -> Any:
-    """Return the pynvml module, that of a simulated node, or the error that says why there is none."""
+    """Return the pynvml module or that of a simulated node, or the error of the import."""
     if simulated is not None:
         from flopwatch.simulate import pynvml as simulation
 
@@ -56,7 +56,7 @@ def _library(simulated: Path | None) -> Any:
 
 
 def _people() -> list[str]:
-    """Return the names of the user and of who became root with sudo, unless they are the system's own."""
+    """Return the names of the user and of the user behind sudo, except system accounts."""
     users = [os.getuid(), *(int(user) for user in [os.environ.get("SUDO_UID", "")] if user.isdigit())]
     names = []
     for user in users:

@@ -12,7 +12,7 @@ from flopwatch.settings import ExporterSettings
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until stopped; with --release, ask the exporter that runs."""
+    """Serve until stopped, or with --release request a release from the running exporter."""
     settings = ExporterSettings(**given(options, ExporterSettings))
     if options.release is not None:
         return _release(settings.state, options.release)

@@ -1,4 +1,4 @@
-"""`flopwatch kmsg`: the kernel log for an exporter without privileges."""
+"""`flopwatch kmsg`: stream the kernel log to an exporter without privileges."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _socket(text: str) -> Path:
-    """Return the path of a socket, which the exporter's --kmsg writes with `unix:` before it."""
+    """Parse the path of a socket, with or without the prefix `unix:` of the exporter's --kmsg."""
     return Path(text.removeprefix("unix:"))
 
 

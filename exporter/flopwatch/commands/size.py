@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _duration(text: str) -> float:
-    """Return a time as Prometheus writes one, 15d or 6h or 400d12h, in seconds, for argparse."""
+    """Parse a duration of Prometheus, such as 15d, 6h or 400d12h, into seconds, for argparse."""
     if not re.fullmatch(r"(\d+[smhdwy])+", text):
         raise argparse.ArgumentTypeError(f"{text} is no time; write 15d, 36h or 1y")
     return float(sum(int(number) * UNITS[unit] for number, unit in re.findall(r"(\d+)([smhdwy])", text)))

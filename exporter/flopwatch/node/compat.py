@@ -103,7 +103,7 @@ class Window:
         self._readings: deque[tuple[float, dict[Key, float]]] = deque()
 
     def advance(self, now: float, counters: dict[Key, float]) -> None:
-        """Take the counters as they are now."""
+        """Add the current counters, and drop those outside the window."""
         self._readings.append((now, counters))
         while len(self._readings) > 1 and self._readings[1][0] <= now - MIN_WINDOW:
             self._readings.popleft()
@@ -111,24 +111,24 @@ class Window:
             self._readings.popleft()
 
     def rise(self, key: Key) -> float | None:
-        """Return by how much a counter rose; None if it was not there then, or started again."""
+        """Return the increase of a counter over the window, None if it is new or was reset."""
         first, last = self._readings[0][1].get(key), self._readings[-1][1].get(key)
         return None if first is None or last is None or last < first else last - first
 
     def rate(self, key: Key) -> float | None:
-        """Return the mean rise per second."""
+        """Return the mean increase per second, None if it is unknown."""
         seconds, rise = self._readings[-1][0] - self._readings[0][0], self.rise(key)
         return None if rise is None or seconds < 1 else rise / seconds
 
     def share(self, key: Key, whole: Key) -> float | None:
-        """Return the mean of an activity over the profiled time."""
+        """Return the share of the profiled time in which an activity was on, None if it is unknown."""
         rise, seconds = self.rise(key), self.rise(whole)
         return None if rise is None or not seconds else rise / seconds
 
 
 @dataclass
 class Part:
-    """A GPU or an instance of it: how its rows are labelled, its own labels here, and its owners' labels."""
+    """GPU or MIG instance: label values in our rows, its labels in the format of dcgm-exporter, and its owners."""
 
     gpu: tuple[str, str]
     instance: tuple[str, ...]
@@ -139,7 +139,7 @@ class Part:
     written: dict[tuple[str, ...], str] = field(default_factory=dict)
 
     def pairs(self, generations: tuple[str, ...]) -> str:
-        """Return the labels that all its series have in these generations, as they are written."""
+        """Return the rendered labels of all series of this part in these generations."""
         if generations not in self.written:
             labels = dict(self.labels)
             for generation in generations:
@@ -151,7 +151,7 @@ class Part:
 
 
 class Compatibility:
-    """Writes samples as dcgm-exporter of the chosen generation would: dcgm-4.8, dcgm-4.9, or dcgm for both."""
+    """Renderer of samples under the names of dcgm-exporter: dcgm-4.8, dcgm-4.9, or dcgm for both."""
 
     def __init__(self, generation: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._generations = GENERATIONS[generation]
@@ -178,7 +178,7 @@ class Compatibility:
         return "\n".join([*lines, ""])
 
     def _names(self, alias: Alias) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-        """Yield the names of a field, its unit and the generations that have it by this name."""
+        """Yield each name of a field, with its unit and the generations that have this name."""
         if alias.old == alias.new:
             yield alias.old, alias.unit, self._generations
             return
@@ -188,7 +188,7 @@ class Compatibility:
             yield alias.new, alias.new_unit, ("4.9",)
 
     def _number(self, alias: Alias, part: Part, xids: dict[str, tuple[str, str]]) -> float | None:
-        """Return what a part has of a field, in our base unit."""
+        """Return the value of a field of a part in our base unit, None without one."""
         labels: tuple[str, ...] = (*part.gpu, *alias.labels)
         key: Key = alias.row.name, labels
         whole: Key = m.GPU_PROFILED_SECONDS.name, part.gpu
@@ -218,7 +218,7 @@ class Compatibility:
 
 
 def _parts(samples: Sequence[Sample]) -> Iterator[Part]:
-    """Yield every GPU, in its place its MIG instances if it has any, as dcgm-exporter does."""
+    """Yield every GPU, or its MIG instances if it has any, as dcgm-exporter does."""
     gpus = {labels[1]: dict(zip(row.labels, labels, strict=True)) for row, labels, _ in samples if row is m.GPU_INFO}
     instances: defaultdict[str, dict[str, dict[str, str]]] = defaultdict(dict)
     owners: defaultdict[tuple[str, str], list[dict[str, str]]] = defaultdict(list)
@@ -253,7 +253,7 @@ def _parts(samples: Sequence[Sample]) -> Iterator[Part]:
 
 
 def _last_xids(samples: Sequence[Sample]) -> dict[str, tuple[str, str]]:
-    """Return code and meaning of each GPU's last Xid by uuid; 0 for a GPU that had none and whose Xids are counted."""
+    """Return code and meaning of the last Xid by uuid, code 0 for a GPU without Xids whose Xids are counted."""
     last: dict[str, tuple[float, str]] = {}
     names: dict[str, str] = {"0": "No Error"}
     for row, labels, number in samples:
@@ -274,7 +274,7 @@ def _about(alias: Alias, part: Part, xids: dict[str, tuple[str, str]]) -> dict[s
 
 
 def _lines(name: str, generations: tuple[str, ...], part: Part, number: float, about: dict[str, str]) -> Iterator[str]:
-    """Yield the sample lines of a part: one, or one for each of several owners."""
+    """Yield the sample lines of a part, one per owner."""
     pairs, value = part.pairs(generations), repr(number) if isfinite(number) else "NaN"
     for owner in part.owners or [{}]:
         attributes = about | {label: text for label, text in owner.items() if text}

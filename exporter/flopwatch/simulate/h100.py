@@ -12,7 +12,7 @@ from flopwatch.simulate import pci
 
 GPUS = 8
 PCI_BUSES = (0x53, 0x64, 0x75, 0x86, 0x97, 0xA8, 0xB9, 0xCA)
-# The numbers have gaps, as on real nodes, where storage and management ports sit between the compute ports.
+# The numbers have gaps as on real nodes, where storage and management ports are between the compute ports.
 DEVICES = ("mlx5_0", "mlx5_3", "mlx5_4", "mlx5_5", "mlx5_6", "mlx5_9", "mlx5_10", "mlx5_11")
 STORAGE_DEVICE = "mlx5_bond_0"  # RoCE
 
@@ -24,7 +24,7 @@ IDLE_POWER, BUSY_POWER = 69.85, 629.45
 IDLE_CELSIUS, BUSY_CELSIUS = 41.0, 59.0
 IDLE_MEMORY_CELSIUS, BUSY_MEMORY_CELSIUS = 48.0, 55.0
 IDLE_CLOCK, MAX_CLOCK, MEMORY_CLOCK = 345, 1980, 2619
-# 87 = 41 C and the 46 C that the idle capture has left; the slowdown offset of an H100 is 2 C above it.
+# 87 C is the 41 C of the idle capture plus its margin of 46 C. The hardware slows down at 2 C more.
 SW_SLOWDOWN_CELSIUS, HW_SLOWDOWN_CELSIUS = 87.0, 89.0
 THERMAL_SECONDS = 5.0  # time constant of the heat sink
 HELD_CLOCK = {
@@ -46,7 +46,7 @@ PCIE_GENERATION, PCIE_LANES, PCIE_WIDTHS = 5, 16, (1, 2, 4, 8, 16)
 NVLINKS, NVLINK_SPEED = 18, 26562
 NVLINK_ERRORS = {161: "replay", 162: "recovery", 163: "crc"}
 
-# Share of the line a training job with this load would fill, and the size of its packets.
+# Share of the line rate that a training job uses at full load, and the size of its packets.
 LINE_SHARE, PACKET_BYTES = 0.35, 4096
 FULL_RATE, STORAGE_RATE, STORAGE_LOAD = 400, 200, 0.05
 LINK_RATES = {400: "4X NDR", 200: "2X NDR", 100: "1X NDR", 50: "1X HDR", 25: "1X EDR", 10: "4X SDR"}
@@ -121,7 +121,7 @@ XID_TEXTS = {
 
 
 ECC_ERRORS = ("corrected", "uncorrected")
-# What `clear` leaves as it is: how the node is used and set up, and what was counted.
+# Not reset by `clear`: load, configuration and counters.
 NOT_CLEARED = ("load", "ecc", "resets", "order", "driver", "mig", "nvlink_errors")
 
 
@@ -136,7 +136,7 @@ def serial(gpu: int) -> str:
 
 
 def pid(gpu: int) -> int:
-    """Return the process that keeps a GPU busy."""
+    """Return the pid of the process that keeps a GPU busy."""
     return FIRST_PID + gpu
 
 

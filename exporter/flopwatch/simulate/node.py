@@ -16,7 +16,7 @@ from flopwatch.simulate.folder import NodeFolder, write_in_place
 
 
 class SimulatedNode:
-    """One simulated node, kept in the folder `root`; any number of objects and processes may share it."""
+    """One simulated node in the folder `root`, which any number of objects and processes can share."""
 
     def __init__(self, root: Path, uptime: Callable[[], float] = time.monotonic) -> None:
         self.root = root
@@ -28,7 +28,7 @@ class SimulatedNode:
     uuid = staticmethod(h100.uuid)
 
     def create(self, now: float | None = None) -> None:
-        """Make the node, with its GPUs warm; one that is there already goes on with its counters and faults."""
+        """Create the node with warm GPUs, or continue an existing one with its counters and faults."""
         now = time.time() if now is None else now
         self.root.mkdir(parents=True, exist_ok=True)
         self.kmsg.touch()
@@ -55,7 +55,7 @@ class SimulatedNode:
         self.tick(now)
 
     def tick(self, now: float) -> None:
-        """Advance everything to the Unix time `now`; a time already reached changes nothing."""
+        """Advance the node to the Unix time `now`. A time in the past changes nothing."""
         with self._folder.locked():
             node, faults = self._folder.load("node.json"), self._folder.load("faults.json")
             seconds = now - node["time"]
@@ -64,7 +64,8 @@ class SimulatedNode:
             node["time"] = now
             for index, gpu in enumerate(node["gpus"]):
                 physics.advance_gpu(gpu, index, faults, now, seconds)
-            changed: dict[str, str] = {}  # texts: what pathlib interns fills the interpreter's table in half an hour
+            # Strings as keys: pathlib interns the parts of paths, and the table of the interpreter would grow.
+            changed: dict[str, str] = {}
             for index, (device, port) in enumerate(node["ports"].items()):
                 before = port["files"].copy()
                 physics.advance_port(port, index, device, faults, now, seconds)
@@ -74,15 +75,15 @@ class SimulatedNode:
                         for file, content in port["files"].items()
                         if content != before[file]
                     }
-            # First what the next tick starts from, so that being killed here lets no counter fall.
+            # The state is saved first, so that no counter falls if the process is killed here.
             self._folder.save("node.json", node)
             for path, content in changed.items():
                 write_in_place(path, content)
 
-    # Faults, from any process. `clear` ends them all; what was counted stays counted.
+    # Faults, from any process. `clear` ends them all, but counters keep their values.
 
     def xid(self, gpu: int, code: int) -> None:
-        """Write an Xid into the kernel log; with 79 the GPU is lost as well."""
+        """Write an Xid into the kernel log. Code 79 also loses the GPU."""
         bus = f"0000:{h100.PCI_BUSES[_gpu(gpu)]:02x}:00"
         text = h100.XID_TEXTS.get(code) or f"pid=4711, name=python, {meanings().get(code, {}).get('name', 'unknown')}"
         lines = [f"NVRM: Xid (PCI:{bus}): {code}, {text}"]
@@ -122,7 +123,7 @@ class SimulatedNode:
         self._set("throttle", _gpu(gpu), reason)
 
     def heat(self, gpu: int, celsius: float | None) -> None:
-        """Let the GPU warm up to this temperature; from 87 C on it slows down. None lets it cool."""
+        """Warm the GPU up to a temperature; from 87 C on it slows down. None lets it cool."""
         self._set("heat", _gpu(gpu), celsius)
 
     def load(self, gpu: int, utilization: float) -> None:
@@ -132,7 +133,7 @@ class SimulatedNode:
         self._set("load", _gpu(gpu), utilization)
 
     def hang(self, call: str | None) -> None:
-        """Let every call of this NVML function block until the hang is cleared with None."""
+        """Block every call of an NVML function until the hang is cleared with None."""
         from flopwatch.simulate.pynvml import Simulation  # loads the NVML bindings
 
         if call is not None and not (call.startswith("nvml") and hasattr(Simulation, call)):
@@ -141,7 +142,7 @@ class SimulatedNode:
             faults["hang"] = call
 
     def fail(self, call: str, error: int, gpu: int | None = None) -> None:
-        """Let an NVML function fail with this nvmlReturn_t, for one GPU or for all; 0 lets it work again."""
+        """Make an NVML function fail with an nvmlReturn_t, for one GPU or for all; 0 ends it."""
         from flopwatch.simulate.pynvml import Simulation  # loads the NVML bindings
 
         if not (call.startswith("nvml") and hasattr(Simulation, call)):
@@ -149,20 +150,20 @@ class SimulatedNode:
         with self._folder.faults() as faults:
             errors = faults["fail"].setdefault(call, {})
             errors["*" if gpu is None else str(_gpu(gpu))] = error
-            faults["fail"][call] = {whom: error for whom, error in errors.items() if error != 0}
+            faults["fail"][call] = {target: code for target, code in errors.items() if code != 0}
 
     def blind(self, gpu: int, error: int = 999) -> None:
-        """Take the GPU's device file from the exporter's process; every call about the GPU fails, as it then does."""
+        """Remove the device file of a GPU from the exporter's process, so that every call about the GPU fails."""
         with self._folder.faults() as faults:
             faults["blind"][str(_gpu(gpu))] = faults["withheld"][str(gpu)] = error
             self._folder.write_devices(faults)
 
     def refuse(self, gpu: int, error: int = 999) -> None:
-        """Let every call about this GPU fail, with its device file there: what a GPU that is dead may do."""
+        """Make every call about a GPU fail although its device file exists, as a dead GPU may do."""
         self._set("blind", _gpu(gpu), error)
 
     def reset(self, gpu: int, index: int | None = None) -> None:
-        """Reset a GPU: it is gone until NVML is initialised again, with its counters at 0, perhaps at another index."""
+        """Reset a GPU: it is lost until the next nvmlInit, and returns with counters at 0, perhaps at another index."""
         key = str(_gpu(gpu))
         if index is not None and index not in range(h100.GPUS):
             raise ValueError(f"there is no index {index}; they are 0 to {h100.GPUS - 1}")
@@ -183,12 +184,12 @@ class SimulatedNode:
                 faults["order"].insert(index, gpu)
 
     def driver(self, version: str) -> None:
-        """Replace the driver: processes that have the old one's library open are refused from now on."""
+        """Replace the driver, which from now on refuses processes with the old library."""
         with self._folder.faults() as faults:
             faults["driver"] = version
 
     def mig(self, gpu: int, mode: str, profile: str = h100.MIG_PROFILE) -> None:
-        """Partition a GPU into as many instances as there can be of the smallest profile, or make it whole again."""
+        """Partition a GPU into MIG_INSTANCES instances of a profile, or make it whole again."""
         if mode not in ("on", "off"):
             raise ValueError(f"{mode!r} is neither on nor off")
         self._set("mig", _gpu(gpu), [profile] * h100.MIG_INSTANCES if mode == "on" else [])
@@ -213,7 +214,7 @@ class SimulatedNode:
     def remap(
         self, gpu: int, corrected: int = 0, uncorrected: int = 0, pending: bool = False, failure: bool = False
     ) -> None:
-        """Replace memory rows; pending until the GPU is reset, or a failure, which no reset mends."""
+        """Remap memory rows; `pending` lasts until a reset of the GPU, `failure` for ever."""
         with self._folder.faults() as faults:
             rows = faults["remap"].setdefault(str(_gpu(gpu)), {"corrected": 0, "uncorrected": 0})
             rows["corrected"] += corrected
@@ -221,7 +222,7 @@ class SimulatedNode:
             rows |= {"pending": pending, "failure": failure}
 
     def pcie(self, gpu: int, width: int = h100.PCIE_LANES, generation: int = h100.PCIE_GENERATION) -> None:
-        """Let the PCIe link train to fewer lanes or a lower generation."""
+        """Train the PCIe link to fewer lanes or a lower generation."""
         if width not in h100.PCIE_WIDTHS or generation not in range(1, h100.PCIE_GENERATION + 1):
             raise ValueError(f"there is no generation {generation} link of {width} lanes")
         self._set("pcie", _gpu(gpu), {"width": width, "generation": generation})
@@ -233,33 +234,33 @@ class SimulatedNode:
         self._set("recovery", _gpu(gpu), action)
 
     def profiler(self, gpu: int, mode: str) -> None:
-        """Let a profiler take the hardware counters of a GPU, or give them back."""
+        """Give the hardware counters of a GPU to a profiler, or take them back."""
         if mode not in ("on", "off"):
             raise ValueError(f"{mode!r} is neither on nor off")
         self._set("profiler", _gpu(gpu), mode == "on")
 
     def symbol_errors(self, device: str, per_second: float) -> None:
-        """Let symbol errors rise on a port."""
+        """Set the rate of symbol errors of a port."""
         self._set("symbol_errors", _device(device), per_second)
 
     def link(self, device: str, state: str) -> None:
-        """Take a port's link down, or up again."""
+        """Take the link of a port down, or up again."""
         if state not in ("down", "up"):
             raise ValueError(f"{state!r} is neither down nor up")
         self._set("link", _device(device), state)
 
     def rate(self, device: str, gigabits: int) -> None:
-        """Let a port train to another rate; 400 is the full one."""
+        """Train a port to another rate; 400 is the full one."""
         if gigabits not in h100.LINK_RATES:
             raise ValueError(f"{gigabits} Gb/s is not one of {', '.join(map(str, h100.LINK_RATES))}")
         self._set("rate", _device(device), gigabits)
 
     def remove(self, device: str) -> None:
-        """Take an adapter off the bus; `clear` brings it back."""
+        """Remove an adapter from the bus until `clear`."""
         self._set("removed", _device(device), True)
 
     def clear(self) -> None:
-        """End every fault; the load stays."""
+        """End every fault, but keep the load."""
         with self._folder.faults() as faults:
             rows = {gpu: rows | {"pending": False, "failure": False} for gpu, rows in faults["remap"].items()}
             faults.update(h100.no_faults() | {kind: faults[kind] for kind in h100.NOT_CLEARED} | {"remap": rows})

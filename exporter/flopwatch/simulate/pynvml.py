@@ -1,9 +1,8 @@
 """NVML of the simulated node: a replacement of the `pynvml` module.
 
 Constants, structures and exceptions are those of the real package. A function that is not simulated raises
-NVMLError_FunctionNotFound, as on a driver without it. Values are read from the files of the node when they change, so
-that faults of any process show at once. Answers are those of a captured H100 (tests/captures/SOURCES.md), and activity,
-traffic and processes follow the load.
+NVMLError_FunctionNotFound, as on a driver without it. Values are read from the files of the node when they change.
+Answers are those of a captured H100 (tests/captures/SOURCES.md), and activity, traffic and processes follow the load.
 """
 
 from __future__ import annotations
@@ -28,12 +27,10 @@ from flopwatch.simulate.folder import FaultsFile, JsonFile
 
 VBIOS_VERSION = "96.00.A5.00.01"
 HANG_POLL = 0.02  # seconds between two checks of a hung call
-
 # Share of each activity while the GPU is fully busy, by GPM metric; the tensor cores' fall with the clock.
 ACTIVITIES = {1: 1.0, 2: 0.88, 3: 0.32, 4: 0.12, 10: 0.42, 11: 0.0, 12: 0.09, 13: 0.01, 8: 0.0, 9: 0.0}
 TENSOR_ACTIVITIES = {5: 0.55, 7: 0.55}
-MIG_SLOTS = 7
-BAR1 = 131072 * h100.MEBIBYTE
+MIG_SLOTS, BAR1 = 7, 131072 * h100.MEBIBYTE
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -80,6 +77,11 @@ def _answer(name: str, function: Callable[[Simulation, Handle], T]) -> Callable[
     """Return the NVML call `name` about a handle, whose answer is that of `function`."""
     function.__name__ = name
     return call(function)
+
+
+def _idle_video(nvml: Simulation, handle: Handle) -> list[int]:
+    nvml.require_whole(handle)
+    return [0, 167_000]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +142,15 @@ class Simulation:
         profiles: list[str] = self._fault("mig", handle, [])
         return profiles
 
-    def _whole(self, handle: Handle) -> None:
+    def require_whole(self, handle: Handle) -> None:
         """Raise NVMLError if the GPU is partitioned."""
         if self._profiles(handle):
             raise real.NVMLError(real.NVML_ERROR_NOT_SUPPORTED)
 
     # Answers that depend on neither load nor faults, and numbers of the state of a GPU in node.json.
 
+    nvmlDeviceGetEncoderUtilization = _answer("nvmlDeviceGetEncoderUtilization", _idle_video)
+    nvmlDeviceGetDecoderUtilization = _answer("nvmlDeviceGetDecoderUtilization", _idle_video)
     nvmlDeviceGetSerial = _answer("nvmlDeviceGetSerial", lambda _, handle: h100.serial(handle.index))
     nvmlDeviceGetBoardPartNumber = _answer("nvmlDeviceGetBoardPartNumber", lambda _, handle: "692-2G520-0200-000")
     nvmlDeviceGetModuleId = _answer("nvmlDeviceGetModuleId", lambda _, handle: handle.index + 1)
@@ -245,19 +249,9 @@ class Simulation:
 
     @call
     def nvmlDeviceGetUtilizationRates(self, handle: Handle) -> Any:
-        self._whole(handle)
+        self.require_whole(handle)
         utilization = self.gpu(handle)["utilization"]
         return real.c_nvmlUtilization_t(gpu=utilization, memory=utilization // 3)
-
-    @call
-    def nvmlDeviceGetEncoderUtilization(self, handle: Handle) -> list[int]:
-        self._whole(handle)
-        return [0, 167_000]
-
-    @call
-    def nvmlDeviceGetDecoderUtilization(self, handle: Handle) -> list[int]:
-        self._whole(handle)
-        return [0, 167_000]
 
     @call
     def nvmlDeviceGetMemoryInfo(self, handle: Handle, version: int | None = None) -> Any:
@@ -315,7 +309,7 @@ class Simulation:
 
     @call
     def nvmlDeviceGetRemappedRows(self, handle: Handle) -> tuple[int, int, int, int]:
-        self._whole(handle)
+        self.require_whole(handle)
         rows = self._fault("remap", handle, {})
         return (
             rows.get("corrected", 0),
@@ -326,7 +320,7 @@ class Simulation:
 
     @call
     def nvmlDeviceGetRowRemapperHistogram(self, handle: Handle) -> Any:
-        self._whole(handle)
+        self.require_whole(handle)
         remap = self._fault("remap", handle, {})
         used = remap.get("corrected", 0) + remap.get("uncorrected", 0)
         none = int(remap.get("failure", False))
@@ -422,7 +416,7 @@ class Simulation:
 
     @call
     def nvmlGpmSampleGet(self, handle: Handle, sample: Any) -> Any:
-        self._whole(handle)
+        self.require_whole(handle)
         return self._sample(handle, sample)
 
     @call
