@@ -447,8 +447,8 @@ class ReloadingSSLContext(ssl.SSLContext):
 
 
 def _authorization(scope: Scope) -> bytes:
-    found = [bytes(value) for name, value in scope["headers"] if name == b"authorization"]
-    return found[0] if len(found) == 1 else b""
+    values = [bytes(value) for name, value in scope["headers"] if name == b"authorization"]
+    return values[0] if len(values) == 1 else b""
 
 
 def _with_headers(send: Send, headers: tuple[tuple[str, str], ...]) -> Send:

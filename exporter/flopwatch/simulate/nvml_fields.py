@@ -62,16 +62,16 @@ def of_links(index: int, busy: float, faults: Mapping[str, Any]) -> dict[Key, in
     key = str(index)
     down, errors = faults["nvlink_down"].get(key, []), faults["nvlink_errors"].get(key, {})
     kibibytes = int(busy * h100.NVLINK_RATE / 1024)
-    found = {(91, 0): h100.NVLINKS, (138, ALL_LINKS): kibibytes, (139, ALL_LINKS): kibibytes}
-    found |= {(field, ALL_LINKS): kibibytes * 17 // 16 for field in (140, 141)}  # a header per 256 bytes
+    fields = {(91, 0): h100.NVLINKS, (138, ALL_LINKS): kibibytes, (139, ALL_LINKS): kibibytes}
+    fields |= {(field, ALL_LINKS): kibibytes * 17 // 16 for field in (140, 141)}  # a header per 256 bytes
     for link in range(h100.NVLINKS):
         up = link not in down
-        found[165, link], found[166, link] = int(up), real.NVML_NVLINK_VERSION_4_0
-        found[164, link] = h100.NVLINK_SPEED if up else 0
+        fields[165, link], fields[166, link] = int(up), real.NVML_NVLINK_VERSION_4_0
+        fields[164, link] = h100.NVLINK_SPEED if up else 0
         counts = errors.get(str(link), {})
         for field, kind in h100.NVLINK_ERRORS.items():
-            found[field, link] = counts.get(kind, 0)
-    return found
+            fields[field, link] = counts.get(kind, 0)
+    return fields
 
 
 @dataclass(slots=True)

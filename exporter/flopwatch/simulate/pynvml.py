@@ -61,9 +61,9 @@ def call(function: Callable[Concatenate[Simulation, P], T]) -> Callable[Concaten
         gpu = target.index if isinstance(target, Handle) else None
         if name == "nvmlDeviceGetHandleByIndex" and isinstance(target, int) and target in range(h100.GPUS):
             gpu = library.order[target]
-        for whom in ("*", str(gpu)) if name in faults["fail"] else ():
-            if whom in faults["fail"][name]:
-                raise real.NVMLError(faults["fail"][name][whom])
+        for scope in ("*", str(gpu)) if name in faults["fail"] else ():
+            if scope in faults["fail"][name]:
+                raise real.NVMLError(faults["fail"][name][scope])
         if not library.initialized and name != "nvmlInit":
             raise real.NVMLError(real.NVML_ERROR_UNINITIALIZED)
         if gpu is not None:

@@ -77,8 +77,8 @@ class Replay:
         self._handles.give(handle, name)
         return handle
 
-    def _result(self, answer: Any, given: ctypes.Structure | None = None) -> Any:
-        """Decode a recorded answer: return its value, raise its error, or fill the structure `given`."""
+    def _result(self, answer: Any, target: ctypes.Structure | None = None) -> Any:
+        """Decode a recorded answer: return its value, raise its error, or fill the structure `target`."""
         if isinstance(answer, list):
             return [self._result(item) for item in answer]
         if not isinstance(answer, dict):
@@ -86,21 +86,21 @@ class Replay:
         if "error" in answer:
             raise real.NVMLError(answer["error"])
         if "struct" in answer:
-            filled = getattr(real, answer["struct"])() if given is None else given
+            filled = getattr(real, answer["struct"])() if target is None else target
             ctypes.memset(ctypes.addressof(filled), 0, ctypes.sizeof(filled))
             fill(filled, {name: value for name, value in answer.items() if name != "struct"})
-            return filled if given is None else real.NVML_SUCCESS
+            return filled if target is None else real.NVML_SUCCESS
         if "object" in answer:
             return real.nvmlFriendlyObject({name: self._result(value) for name, value in answer["object"].items()})
         if "ctype" in answer:
             return getattr(ctypes, answer["ctype"])(answer["value"])
         return self._handle(answer["handle"]) if "handle" in answer else answer["bytes"].encode("latin-1")
 
-    def _fields(self, subject: str, question: str, asked: Any) -> Any:
+    def _fields(self, subject: str, question: str, fields: Any) -> Any:
         self._result(self._answer(subject, "calls", question, None))
-        values = (real.c_nvmlFieldValue_t * len(asked))()
-        for value, one in zip(values, asked, strict=True):
-            value.fieldId, value.scopeId = one if isinstance(one, (tuple, list)) else (one, 0)
+        values = (real.c_nvmlFieldValue_t * len(fields))()
+        for value, field in zip(values, fields, strict=True):
+            value.fieldId, value.scopeId = field if isinstance(field, (tuple, list)) else (field, 0)
             unknown = {"error": real.NVML_ERROR_NOT_SUPPORTED}
             answer = self._answer(subject, "fields", field_key(value.fieldId, value.scopeId), unknown)
             for member, number in answer.items():

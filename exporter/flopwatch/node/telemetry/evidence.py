@@ -151,13 +151,13 @@ class EvidenceLog:
     def entries(self, gpus: frozenset[str] | None, since: float, until: float) -> list[Entry]:
         """Return the entries in a time range, newest first: of these GPUs, or of all, and of everything else here."""
         with self._lock:
-            found = [
+            recent = [
                 (place, event)
                 for place, event in self._events.items()
                 if since <= event.t <= until
                 and (not place.gpu or gpus is None or place.gpu in gpus or ":" in place.gpu)
             ]
-        found.sort(key=lambda one: (-one[1].t, one[0]))
+        recent.sort(key=lambda one: (-one[1].t, one[0]))
         return [
             {
                 "kind": place.kind,
@@ -165,7 +165,7 @@ class EvidenceLog:
                 "count": round(event.number, 3),
                 **{name: text for name, text in place._asdict().items() if text and name != "kind"},
             }
-            for place, event in found[:MAX_HOST_ENTRIES]
+            for place, event in recent[:MAX_HOST_ENTRIES]
         ]
 
     def state(self) -> dict[str, Any]:
@@ -209,7 +209,7 @@ class EvidenceLog:
             labels[:2] for row, labels, _ in samples if row is m.INFINIBAND_INFO and labels[role] in _NOT_FOR_TRAINING
         }
         news: dict[Place, float] = {}
-        known = {labels for name, labels in before if name in (m.GPU_PRESENT.name, m.INFINIBAND_STATE.name)}
+        present = {labels for name, labels in before if name in (m.GPU_PRESENT.name, m.INFINIBAND_STATE.name)}
         counts = {(row.name, labels): value for row, labels, value in samples if row.name in _COUNTS}
         for row, labels, raw in samples:
             name, value = row.name, raw * row.scale
@@ -222,7 +222,7 @@ class EvidenceLog:
             key = name, owner + labels[2:]
             last = before.get(key)
             before[key] = value
-            if last is None and owner in known and _silent_until_the_first(row):
+            if last is None and owner in present and _silent_until_the_first(row):
                 last = 0.0 if name in _RISES else 1.0
             if last is None:
                 continue
@@ -253,9 +253,9 @@ class EvidenceLog:
             self._keep(place, Event(counts.get((m.GPU_XID.name, labels), 1.0), t))
         else:
             place = Place("sxid", detail=labels[1])
-            known = self._events.get(place, Event(0.0, t))
+            last = self._events.get(place, Event(0.0, t))
             self._keep(
-                place, Event(max(known.number, counts.get((m.NVLINK_SWITCH_SXID.name, labels), 1.0)), max(known.t, t))
+                place, Event(max(last.number, counts.get((m.NVLINK_SWITCH_SXID.name, labels), 1.0)), max(last.t, t))
             )
 
     def _risen(self, row: Metric, labels: tuple[str, ...], by: float, now: float) -> tuple[Place, float]:
@@ -314,44 +314,44 @@ def of_ranks(ranks: Iterable[RankEnd], killed: Mapping[int, float]) -> list[Entr
 
     They are ordered by how much the kind explains, then by time: ranks that end later often end because of the first.
     """
-    found: list[Entry] = []
+    entries: list[Entry] = []
     for one in ranks:
         killed_at = killed.get(one.pid)
         if killed_at is not None and killed_at >= one.started:
-            found.append({"kind": "host_oom", "t": killed_at, "count": 1, "rank": one.rank})
+            entries.append({"kind": "host_oom", "t": killed_at, "count": 1, "rank": one.rank})
         if one.ended_by:
-            found.append({"kind": "exception", "t": one.at, "count": 1, "rank": one.rank, "detail": one.ended_by})
+            entries.append({"kind": "exception", "t": one.at, "count": 1, "rank": one.rank, "detail": one.ended_by})
         if one.refused is not None:
-            found.append({"kind": "oom", "t": one.refused[1], "count": one.refused[0], "rank": one.rank})
+            entries.append({"kind": "oom", "t": one.refused[1], "count": one.refused[0], "rank": one.rank})
         if one.gone_at is not None:
             kind, detail = one.exited
             if kind:
-                found.append({"kind": kind, "t": one.gone_at, "count": 1, "rank": one.rank, "detail": detail})
-            found.append({"kind": "pid_gone", "t": one.gone_at, "count": 1, "rank": one.rank})
+                entries.append({"kind": kind, "t": one.gone_at, "count": 1, "rank": one.rank, "detail": detail})
+            entries.append({"kind": "pid_gone", "t": one.gone_at, "count": 1, "rank": one.rank})
     kinds = ("host_oom", "exception", "signal", "exit", "oom", "pid_gone")
-    found.sort(key=lambda entry: (kinds.index(entry["kind"]), entry["t"], entry["rank"]))
-    return found
+    entries.sort(key=lambda entry: (kinds.index(entry["kind"]), entry["t"], entry["rank"]))
+    return entries
 
 
 def joined(before: Iterable[Entry], after: Iterable[Entry]) -> list[Entry]:
     """Return the entries of two records of an attempt, of each kind and place the newest."""
-    found: dict[tuple[Any, ...], Entry] = {}
+    newest: dict[tuple[Any, ...], Entry] = {}
     for entry in (*before, *after):
         place = tuple(entry.get(name) for name in ("kind", "gpu", "port", "rank", "detail"))
-        if place not in found or entry["t"] >= found[place]["t"]:
-            found[place] = entry
-    node = [entry for entry in found.values() if "rank" not in entry]
+        if place not in newest or entry["t"] >= newest[place]["t"]:
+            newest[place] = entry
+    node = [entry for entry in newest.values() if "rank" not in entry]
     node = sorted(node, key=lambda entry: -entry["t"])[:MAX_HOST_ENTRIES]
-    return node + [entry for entry in found.values() if "rank" in entry][: MAX_ENTRIES - len(node)]
+    return node + [entry for entry in newest.values() if "rank" in entry][: MAX_ENTRIES - len(node)]
 
 
 def gpus_of(pushes: Iterable[Push]) -> frozenset[str] | None:
     """Return the GPUs that ranks declared, None if a rank declared none or a MIG instance."""
     uuid = m.TRAINING_RANK_INFO.labels.index("uuid")
-    found: set[str] = set()
+    gpus: set[str] = set()
     for push in pushes:
         own = {labels[uuid] for row, labels, _ in push.samples if row is m.TRAINING_RANK_INFO} - {""}
         if not own or not all(text.startswith("GPU-") for text in own):  # the UUID of a MIG instance is not its GPU's
             return None
-        found |= own
-    return frozenset(found)
+        gpus |= own
+    return frozenset(gpus)

@@ -192,7 +192,7 @@ class Remote:
         return True
 
     def _post(self, body: bytes, timeout: float) -> tuple[int, str]:
-        """Return status and the beginning of the response. Raises OSError or ValueError if there is none."""
+        """Return status and the beginning of the response. Raises OSError or ValueError if no response arrives."""
         import httpx
 
         headers = {"Content-Type": "application/json"}

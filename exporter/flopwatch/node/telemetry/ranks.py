@@ -326,10 +326,10 @@ class Telemetry:
 
     def _remember(self, run: tuple[str, str]) -> None:
         """Record that a run pushed. Raises Refused if there are too many different runs."""
-        now, known = self._clock(), self._names.pop(run, None)
+        now, last = self._clock(), self._names.pop(run, None)
         while self._names and now - next(iter(self._names.values())) > 3600:
             del self._names[next(iter(self._names))]
-        if known is None and len(self._names) >= MAX_NAMES:
+        if last is None and len(self._names) >= MAX_NAMES:
             raise Refused("limit", f"this node takes at most {MAX_NAMES} different runs in an hour")
         self._names[run] = now
 
@@ -343,11 +343,11 @@ class Telemetry:
             own = push.pid > 0 and push.pid_namespace not in (0, self._pid_namespace)
             if own and push.pid_start_ticks > 0:
                 inside.setdefault((push.pid, push.pid_start_ticks), []).append(rank)
-        found = pids(inside.keys()) if inside else {}
+        outer = pids(inside.keys()) if inside else {}
         for rank in new:
             push = rank.push
             here = push.pid > 0 and push.pid_namespace != 0 and push.pid_namespace == self._pid_namespace
-            rank.pid = push.pid if here else found.get((push.pid, push.pid_start_ticks), 0)
+            rank.pid = push.pid if here else outer.get((push.pid, push.pid_start_ticks), 0)
             if rank.pid:
                 rank.watch = Watch(rank.pid, push.pid_start_ticks)
 
