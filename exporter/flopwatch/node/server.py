@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 from prometheus_client import CollectorRegistry
@@ -22,7 +23,6 @@ from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
 from flopwatch.http import server as http_server
 from flopwatch.http.client import client_tls
-from flopwatch.http.web_config import Web
 from flopwatch.ledger.api import of_this_machine, runs_router
 from flopwatch.ledger.store import Store
 from flopwatch.node.app import metrics_app, otlp_app
@@ -38,6 +38,9 @@ from flopwatch.node.telemetry.evidence import EvidenceLog
 from flopwatch.node.telemetry.ledger_client import Embedded, Forward, Outcomes, Remote
 from flopwatch.node.telemetry.ranks import Telemetry
 from flopwatch.settings import Address, ExporterSettings, SettingsError
+
+if TYPE_CHECKING:
+    from flopwatch.http.web_config import Web
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +73,7 @@ def _checked(settings: ExporterSettings) -> tuple[Web | None, Web | None]:
     """Return the web configurations of the two listeners. Raises SettingsError if a file that a flag names is wrong."""
     http_server.check_token("--otlp-token-file", settings.otlp_token_file)
     http_server.check_token("--ledger-token-file", settings.ledger_token_file)
-    web = None if settings.web_config is None else Web(settings.web_config)
-    otlp_web = None if settings.otlp_web_config is None else Web(settings.otlp_web_config, "--otlp-web-config")
+    web, otlp_web = _web("--web-config", settings.web_config), _web("--otlp-web-config", settings.otlp_web_config)
     if otlp_web is not None and otlp_web.config.users:
         raise SettingsError(
             f"--otlp-web-config {settings.otlp_web_config}: training processes send a token and no "
@@ -84,6 +86,14 @@ def _checked(settings: ExporterSettings) -> tuple[Web | None, Web | None]:
             "OTLP listener %s accepts pushes without authentication; set --otlp-token-file", settings.otlp_listen
         )
     return web, otlp_web
+
+
+def _web(flag: str, file: Path | None) -> Web | None:
+    if file is None:
+        return None
+    from flopwatch.http.web_config import Web  # its models are memory that an exporter without such a file can save
+
+    return Web(file, flag)
 
 
 class _Exporter:

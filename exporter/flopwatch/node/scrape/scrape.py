@@ -18,17 +18,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import prometheus_client as prometheus
 
 import flopwatch
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample
-from flopwatch.node.compat import Compatibility
 from flopwatch.node.scrape.exposition import Exposition, arity, family, gzip, help_text
 from flopwatch.node.scrape.reader import RESTARTS, Reading
 from flopwatch.settings import ExporterSettings
+
+if TYPE_CHECKING:
+    from flopwatch.node.compat import Compatibility
 
 log = logging.getLogger(__name__)
 
@@ -259,7 +261,7 @@ class Scrape:
         self._derive = derive
         self._failing: set[str] = set()
         self._exposition, self._own = Exposition(), Exposition()
-        self._compatibility = Compatibility(settings.expose, clock) if settings.expose else None
+        self._compatibility = _compatibility(settings.expose, clock) if settings.expose else None
         self._pages: dict[bool, _Page] = {}
         self._pool = ThreadPoolExecutor(len(drivers) + len(in_memory), thread_name_prefix="source")
         self._states = [_State(source, SHARED_SECONDS, getattr(source, "secondary", False)) for source in drivers] + [
@@ -475,6 +477,12 @@ class Scrape:
             level = logging.WARNING if kind.startswith("failed") else logging.INFO
             log.log(level, "source=%s state=%r", state.source.name, state.status)
             state.kind = kind
+
+
+def _compatibility(generation: str, clock: Callable[[], float]) -> Compatibility:
+    from flopwatch.node.compat import Compatibility  # its table is memory that an exporter without --expose can save
+
+    return Compatibility(generation, clock)
 
 
 def scrape_timeout(header: str | None) -> float | None:
