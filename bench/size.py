@@ -39,12 +39,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "exporter"))
 
 from alerts import AlertSettings, rules_yaml
 from bench.rules import GPUS, NODES_OF_A_RUN, PATIENCE, PORTS, Server, ask, configuration, processor
+from bench.sizing import TORCH, Cluster, size
 from demo.servers import find
 from demo.stack import Child, fetch, free_ports
 from flopwatch import catalogue as m
 from flopwatch.catalogue.training import PHASES
 from flopwatch.simulate.node import SimulatedNode
-from flopwatch.size import TORCH, Cluster, size
 
 RUN, HOST = "run-of-template", "host-of-template"
 RECORDS_AND_ALERTS = ".+:.+|ALERTS.*"  # names

@@ -8,11 +8,11 @@ exporter would share between scrapers less than a second apart, and the simulate
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,11 @@ from flopwatch.node.collectors import Collector
 
 def more_gpus(gpus: int) -> None:
     """Let the simulated node have up to 16 GPUs: one more between each two."""
-    from flopwatch.simulate import node
+    from flopwatch.simulate import h100
 
-    if gpus > node.GPUS:
-        buses = (*node.PCI_BUSES, *(bus + 8 for bus in node.PCI_BUSES))
-        vars(node).update(GPUS=gpus, PCI_BUSES=buses[:gpus])
+    if gpus > h100.GPUS:
+        buses = (*h100.PCI_BUSES, *(bus + 8 for bus in h100.PCI_BUSES))
+        vars(h100).update(GPUS=gpus, PCI_BUSES=buses[:gpus])
 
 
 def build(factory: str, gpus: str, **arguments: str) -> Collector:
@@ -43,7 +43,7 @@ def serve(options: Mapping[str, Any]) -> None:
     """Run the exporter until it is told to stop."""
     from flopwatch.node import server as exporter
     from flopwatch.node.scrape import scrape
-    from flopwatch.node.scrape.reader import Reader, Spec, hardware
+    from flopwatch.node.scrape.reader import HostSources, Reader, Spec, hardware, host_sources
     from flopwatch.settings import Address, ExporterSettings
 
     gpus = options.get("gpus", 0)
@@ -56,16 +56,21 @@ def serve(options: Mapping[str, Any]) -> None:
         simulate="h100x8" if gpus else None,
     )
 
-    def readers(settings: ExporterSettings) -> list[Reader]:
-        chosen = [one for one in hardware(settings) if one.name in options.get("sources", [one.name])]
+    def simulated(settings: ExporterSettings) -> HostSources:
+        from flopwatch.simulate.sources import host_sources as simulation
+
+        return replace(simulation(settings), tick=None)
+
+    def readers(settings: ExporterSettings, sources: HostSources) -> list[Reader]:
+        chosen = [one for one in hardware(settings, sources) if one.name in options.get("sources", [one.name])]
         for one in chosen if gpus > 8 else ():
             more = {"factory": one.spec.factory, "gpus": str(gpus)}
             one.spec = Spec("bench.under_test:build", {**one.spec.arguments, **more})
         return chosen
 
     vars(scrape).update(SHARED_SECONDS=0.0, PAGE_SECONDS=0.0)
-    vars(exporter).update(hardware=readers, _simulation=lambda settings: contextlib.nullcontext())
-    exporter.run(settings)
+    vars(exporter).update(hardware=readers)
+    exporter.run(settings, simulated if gpus else host_sources)
 
 
 if __name__ == "__main__" and len(sys.argv) > 1:

@@ -27,7 +27,8 @@ from demo.servers import ServersError, find
 from demo.stack import Child, Prometheus, StackError, fetch, free_ports
 from flopwatch.ledger.ledger import Ledger
 from flopwatch.settings import SettingsError
-from flopwatch.simulate.node import DEVICES, SimulatedNode
+from flopwatch.simulate.h100 import DEVICES
+from flopwatch.simulate.node import SimulatedNode
 from simulator.faults import Fault
 from simulator.hooks import Hooks
 from simulator.jobs import Job

@@ -1,4 +1,4 @@
-"""The command line. Flags become one settings object; each command imports what it needs when it is run."""
+"""Command line of flopwatch. Each command imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ COMMANDS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit status; 2 for a wrong flag, 1 for what keeps a command from running."""
+    """Run a command and return its exit status: 2 for a wrong flag, 1 for a SettingsError."""
     parser = _parser()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        hint = "; the script's own flags go behind its name" if options.command is run.run else ""
+        hint = "; flags of the script go after its name" if options.command is run.run else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if options.command is run.run:
-        return int(run.run(options))  # whatever a training script raises is not for us
+        return int(run.run(options))  # exceptions of a training script must pass
     try:
         status = int(options.command(options) or 0)
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # Who reads us has seen enough, as in `flopwatch metrics | head`; and what is left must not fail at exit.
+        # The reader closed the pipe, as in `flopwatch metrics | head`. The flush at exit must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except SettingsError as error:

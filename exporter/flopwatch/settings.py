@@ -1,4 +1,4 @@
-"""One frozen settings object per role, made in `__main__` and passed down; nothing else reads flags or environment."""
+"""Settings: one frozen object per process, made from the flags of a command and checked when it is created."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KUBELET_SOCKET = Path("/var/lib/kubelet/pod-resources/kubelet.sock")
 
 
 class SettingsError(ValueError):
-    """A combination of settings that cannot work; the message says what to change."""
+    """Settings that cannot work; the message names the flag and what to change."""
 
 
 def _is_loopback(host: str) -> bool:
@@ -20,14 +20,14 @@ def _is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A host and a port to listen on; port 0 asks the kernel for a free one."""
+    """Host and port to listen on; port 0 lets the kernel choose a free one."""
 
     host: str
     port: int
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Return the address in `HOST:PORT`, `[V6]:PORT` or `:PORT` (all interfaces). Raises SettingsError."""
+        """Parse `HOST:PORT`, `[V6]:PORT` or `:PORT` (all interfaces). Raises SettingsError."""
         host, colon, port = text.rpartition(":")
         if not colon or not port.isdigit() or int(port) > 65535:
             raise SettingsError(f"{text!r} is not an address; write HOST:PORT, for example 127.0.0.1:9450")
@@ -35,11 +35,11 @@ class Address:
 
     @property
     def loopback(self) -> bool:
-        """Return whether only this machine can connect."""
+        """Whether only this host can connect."""
         return _is_loopback(self.host)
 
     def place(self) -> tuple[str, socket.AddressFamily]:
-        """Return host and family to bind: `::` is IPv4 as well, and IPv4 alone where there is no IPv6."""
+        """Return host and address family to bind: `::` includes IPv4, and is IPv4 only on a host without IPv6."""
         if self.host == "::" and not socket.has_dualstack_ipv6():
             return "0.0.0.0", socket.AF_INET
         return self.host, socket.AF_INET6 if ":" in self.host else socket.AF_INET
@@ -50,32 +50,32 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class ExporterSettings:
-    """Settings of the node exporter."""
+    """Settings of the exporter."""
 
     listen: Address = Address("0.0.0.0", 9450)
     otlp_listen: Address = Address("127.0.0.1", 4318)
     sysfs: Path = Path("/sys")
     kmsg: Path = Path("/dev/kmsg")
-    dcgm: str = ""  # a running host engine: HOST:PORT, or the path of its socket; nothing to do without
+    dcgm: str = ""  # a running host engine: HOST:PORT, or the path of its socket; empty: none
     expose: str = ""  # foreign names to publish too: "dcgm", "dcgm-4.8" or "dcgm-4.9"
     state: Path = Path("/var/lib/flopwatch")
     simulate: str | None = None
     ledger: str = "off"  # "embedded", "off", or the URL of a ledger
     otlp_token_file: Path | None = None
     ledger_token_file: Path | None = None
-    ledger_ca_file: Path | None = None  # who signed the certificate of a ledger at an https URL; else the system's
-    expect: Path | None = None  # shape of the node; else what `flopwatch check --record` learnt
+    ledger_ca_file: Path | None = None  # CA of a ledger at an https URL; else the system's
+    expect: Path | None = None  # shape of the node; else what `flopwatch check --record` wrote
     web_config: Path | None = None  # TLS and users of the metrics listener
-    otlp_web_config: Path | None = None  # TLS of the one for training processes, who show a token
+    otlp_web_config: Path | None = None  # TLS of the OTLP listener, whose clients send a token
     host: str = field(default_factory=socket.gethostname)
     kubelet_socket: Path = KUBELET_SOCKET
     job_mapping: Path | None = None
     topology: str = ""  # "slurm:FILE", "csv:FILE", "kubernetes", "kubernetes:URL", or nothing
-    scrape_deadline: float = 2.5  # seconds; the scraper's own timeout less 0.5 s is used if it is shorter
-    stale_after: float = 30.0  # seconds a source's last good samples are served after it stopped answering
+    scrape_deadline: float = 2.5  # seconds; less if the timeout of the scraper requires it
+    stale_after: float = 30.0  # seconds for which the last good samples of a failed source are served
     rank_timeout: float = 300.0  # seconds without a push after which a rank's series end
     silent_after: float = 60.0  # seconds without a snapshot after which the ledger calls a run down
-    new_for: float = 60.0  # seconds a run is served with its counters at 0, so that scrapers see them begin
+    new_for: float = 60.0  # seconds for which a new run is served with counters at 0, so that rate() sees them start
 
     def __post_init__(self) -> None:
         if self.ledger not in ("embedded", "off") and not self.ledger.startswith(("http://", "https://")):
@@ -88,13 +88,12 @@ class ExporterSettings:
             and not _is_loopback(urlsplit(self.ledger).hostname or "")
         ):
             raise SettingsError(
-                f"--ledger {self.ledger}: another machine's ledger takes no records without a token; "
-                "give the file it is in with --ledger-token-file FILE"
+                f"--ledger {self.ledger}: a ledger on another host accepts no records without a token; "
+                "give its file with --ledger-token-file FILE"
             )
         if self.ledger_ca_file is not None and not self.ledger.startswith("https://"):
             raise SettingsError(
-                f"--ledger-ca-file is for a ledger behind TLS, and --ledger {self.ledger} is none; "
-                "write https://HOST:PORT"
+                f"--ledger-ca-file needs a ledger with TLS, but --ledger is {self.ledger}; write https://HOST:PORT"
             )
         if self.listen == self.otlp_listen and self.listen.port != 0:
             raise SettingsError(f"--listen and --otlp-listen are both {self.listen}; give them different ports")
@@ -105,7 +104,7 @@ class ExporterSettings:
         if self.dcgm:
             _check_dcgm(self.dcgm)
         if self.dcgm and self.simulate is not None:
-            raise SettingsError("--dcgm reads real GPUs, and --simulate is for a node without any; leave one out")
+            raise SettingsError("--dcgm: it reads real GPUs, and --simulate replaces them; leave one out")
         if self.expose not in ("", "dcgm", "dcgm-4.8", "dcgm-4.9"):
             raise SettingsError(
                 f"--expose {self.expose!r}: write dcgm (dcgm-exporter's names before and from 4.9), "
@@ -140,7 +139,7 @@ def _check_topology(topology: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KmsgSettings:
-    """Settings of the process that streams the kernel log."""
+    """Settings of `flopwatch kmsg`, which streams the kernel log."""
 
     listen: Path = Path("/run/flopwatch/kmsg.sock")
     kmsg: Path = Path("/dev/kmsg")
@@ -155,7 +154,7 @@ class KmsgSettings:
 
 @dataclass(frozen=True, slots=True)
 class LedgerSettings:
-    """Settings of the cluster's ledger."""
+    """Settings of the ledger server."""
 
     listen: Address = Address("127.0.0.1", 9451)
     state: Path = Path("/var/lib/flopwatch-ledger")
@@ -163,20 +162,19 @@ class LedgerSettings:
     web_config: Path | None = None
     silent_after: float = 60.0
     new_for: float = 60.0
-    abandoned_after: float = 30 * 24 * 3600.0  # seconds after which a run that nobody ended is given up
+    abandoned_after: float = 30 * 24 * 3600.0  # seconds after which a silent run is closed
 
     def __post_init__(self) -> None:
         if self.token_file is None and not self.listen.loopback:
             raise SettingsError(
-                f"--listen {self.listen}: a ledger that other machines reach needs a token, or anybody "
-                "could write its books; put one into a file and give it with --token-file FILE "
-                "(exporters: --ledger-token-file FILE)"
+                f"--listen {self.listen}: a ledger that other hosts can reach needs a token, or anyone can write "
+                "records; put one into a file and give it with --token-file FILE (exporters: --ledger-token-file FILE)"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class BoardsSettings:
-    """Settings of the viewer of dashboards."""
+    """Settings of `flopwatch boards`, the viewer of dashboards."""
 
     prometheus: str
     token_file: Path | None = None
@@ -191,6 +189,6 @@ class BoardsSettings:
             raise SettingsError(f"--prometheus {self.prometheus!r}: write its URL, for example http://127.0.0.1:9090")
         if self.web_config is None and not self.listen.loopback:
             raise SettingsError(
-                f"--listen {self.listen}: whoever reaches the page may ask Prometheus anything; say "
-                "who may with --web-config FILE, or listen on 127.0.0.1"
+                f"--listen {self.listen}: every client of the page can query Prometheus; require authentication with "
+                "--web-config FILE, or listen on 127.0.0.1"
             )

@@ -104,7 +104,7 @@ def test_200_scrapes_at_the_same_time_get_one_answer_that_cost_the_driver_one_re
 def test_a_reader_that_takes_next_to_nothing_is_cut_off_and_delays_nobody(
     bytes_a_second: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flopwatch.http.server.TAKING_TIMEOUT", 2.5)
+    monkeypatch.setattr("flopwatch.http.server.RESPONSE_TIMEOUT", 2.5)
     with running(send_buffer=4096) as node, socket.socket() as slow:
         node.gpus.samples = [(m.GPU_POWER, (str(gpu), "x" * 1000), gpu) for gpu in range(40)]
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

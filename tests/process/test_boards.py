@@ -194,7 +194,7 @@ def test_a_redirect_gets_no_token(page: Path, tmp_path: Path) -> None:
 
 
 def test_an_answer_without_end_is_cut(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(app, "MAX_BYTES", 1 << 20)
     with Asked(200, b"x" * ((1 << 20) + 1)) as prometheus, serving_it(page, Upstream(prometheus.url)) as url:
         status, _, answer = get(f"{url}/api/prometheus/query", b"query=up")
     assert (status, json.loads(answer)["error"]) == (502, "the answer has more than 1 MiB; ask for less")

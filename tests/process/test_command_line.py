@@ -40,7 +40,7 @@ def test_the_catalogue_is_printed_as_the_documentation_has_it() -> None:
         (
             ["--sysfs", "/nowhere", "--listen", "127.0.0.1:0", "--otlp-listen", "127.0.0.1:0"],
             1,
-            "--sysfs /nowhere is no folder; give the one where sysfs is mounted",
+            "--sysfs /nowhere: not a folder. Give the one where sysfs is mounted",
         ),
         (["--ledger", "maybe"], 1, "write embedded, off, or the ledger's URL (http://host:port)"),
         (["--simulate", "b200x8"], 1, "the only simulated node is h100x8"),

@@ -44,6 +44,7 @@ from flopwatch.node.health.doctor import (
 from flopwatch.node.health.doctor_text import page, shortened, together
 from flopwatch.settings import Address, ExporterSettings, SettingsError
 from flopwatch.simulate.node import SimulatedNode
+from flopwatch.simulate.sources import create
 from tests.support import ROOT
 from tests.support.kubelet import encoded, kubelet, pod
 from tests.support.machine import until
@@ -71,7 +72,7 @@ def settings(node: SimulatedNode, **others: Any) -> ExporterSettings:
 
 def test_on_a_healthy_node_everything_is_read_and_owned(node: SimulatedNode) -> None:
     before = {path: path.stat().st_mtime_ns for path in node.root.parent.rglob("*")}
-    report = examine(settings(node))
+    report = examine(settings(node), create)
     assert (report.problems, report.losses) == ([], [])
     assert [(source.name, source.state, source.reason) for source in report.sources] == [
         ("nvml", "ok", ""),
@@ -99,7 +100,7 @@ def test_on_a_healthy_node_everything_is_read_and_owned(node: SimulatedNode) -> 
 
 def test_a_released_driver_is_not_opened(node: SimulatedNode) -> None:
     (node.root.parent / "release").write_text("10m\n")
-    report = examine(settings(node))
+    report = examine(settings(node), create)
     why = "the driver is released (docs/release.md); flopwatch exporter --release 0 ends that"
     assert [(source.name, source.state, source.reason) for source in report.sources] == [
         ("nvml", "off", why),
@@ -114,14 +115,14 @@ def test_a_released_driver_is_not_opened(node: SimulatedNode) -> None:
 
 def test_a_lost_gpu_is_a_problem_whether_or_not_it_was_known_before(node: SimulatedNode) -> None:
     node.lose(3)
-    assert examine(settings(node)).problems == ["GPU 3: does not answer"]
+    assert examine(settings(node), create).problems == ["GPU 3: does not answer"]
     parts = {
         SimulatedNode.uuid(gpu): dict.fromkeys(m.GPU_INFO.labels, "")
         | {"gpu": str(gpu), "uuid": SimulatedNode.uuid(gpu), "model": "H100"}
         for gpu in range(8)
     }
     (node.root / "gpus.json").write_text(json.dumps(parts))
-    report = examine(settings(node))
+    report = examine(settings(node), create)
     assert report.problems == ["GPU 3: does not answer"]
     assert (report.gpus[3].about, report.gpus[3].present) == (f"H100, {SimulatedNode.uuid(3)}", False)
 
@@ -129,7 +130,7 @@ def test_a_lost_gpu_is_a_problem_whether_or_not_it_was_known_before(node: Simula
 def test_a_hung_driver_costs_its_own_lines(node: SimulatedNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "DRIVER_DEADLINE", 1.0)
     node.hang("nvmlDeviceGetPowerUsage")
-    report = examine(settings(node))
+    report = examine(settings(node), create)
     assert report.problems == ["nvml: no answer in time; the driver or the hardware behind it hangs"]
     assert report.gpus == []
     assert len(report.ports) == 9
@@ -141,13 +142,13 @@ def test_owners_are_told_with_their_source_and_a_kubelet_that_talks_garbage_is_a
 ) -> None:
     given = settings(node, kubelet_socket=tmp_path / "k.sock")
     with kubelet(tmp_path / "k.sock", encoded([pod("ml", "train-0", "worker", SimulatedNode.uuid(0))])):
-        report = examine(given)
+        report = examine(given, create)
     assert report.problems == []
     assert {"owner_namespace": "ml", "owner_pod": "train-0", "owner_container": "worker", "source": "kubelet"} in (
         report.gpus[0].owners
     )
     with kubelet(tmp_path / "k.sock", b"<html>"):
-        report = examine(given)
+        report = examine(given, create)
     assert (report.problems, report.losses) == ([], ["identity: kubelet: not a list of pods: a field of type 4"])
 
 
@@ -284,19 +285,21 @@ def test_what_a_tier_goes_without_is_told_and_is_no_failure(node: SimulatedNode,
 
 def test_cards_without_a_driver_are_a_problem(node: SimulatedNode) -> None:
     node.fail("nvmlInit", 12)
-    assert examine(settings(node)).problems == []
+    assert examine(settings(node), create).problems == []
     for address, kind in (("0000:53:00.0", "0x030200"), ("0000:64:00.0", "0x030000"), ("0000:75:00.0", "0x068000")):
         device = node.sysfs / "bus" / "pci" / "devices" / address
         (device / "vendor").write_text("0x10de\n")
         (device / "class").write_text(f"{kind}\n")
-    assert examine(settings(node)).problems == ["nvml: NVML Shared Library Not Found, and 2 GPUs are on the PCI bus"]
+    assert examine(settings(node), create).problems == [
+        "nvml: NVML Shared Library Not Found, and 2 GPUs are on the PCI bus"
+    ]
 
 
 def test_gpus_that_were_there_before_the_driver_went_are_one_problem(node: SimulatedNode) -> None:
     parts = {SimulatedNode.uuid(0): dict.fromkeys(m.GPU_INFO.labels, "") | {"gpu": "0", "uuid": SimulatedNode.uuid(0)}}
     (node.root / "gpus.json").write_text(json.dumps(parts))
     node.fail("nvmlInit", 9)
-    assert examine(settings(node)).problems == ["nvml: no driver is loaded"]
+    assert examine(settings(node), create).problems == ["nvml: no driver is loaded"]
 
 
 def test_a_machine_on_which_no_process_can_be_started_is_told_so(
@@ -304,7 +307,7 @@ def test_a_machine_on_which_no_process_can_be_started_is_told_so(
 ) -> None:
     (tmp_path / "python").write_text("#!/bin/sh\n")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    report = examine(settings(node))
+    report = examine(settings(node), create)
     assert len(report.problems) == 2
     assert report.problems[0].startswith("nvml: ")
     assert "Permission denied" in report.problems[0]

@@ -22,7 +22,7 @@ from flopwatch.catalogue import Sample
 from flopwatch.ledger.store import Store
 from flopwatch.node.collectors import StateFile
 from flopwatch.node.telemetry import process_exit
-from flopwatch.node.telemetry.evidence import HOST_PIDS, MOST_OF_NODE, Event, LastWord, Witness, of_ranks
+from flopwatch.node.telemetry.evidence import HOST_PIDS, MAX_HOST_ENTRIES, Event, EvidenceLog, RankEnd, of_ranks
 from flopwatch.node.telemetry.ledger_client import Embedded, Forward, Outcomes, Remote
 from flopwatch.node.telemetry.process_exit import Watch
 from flopwatch.node.telemetry.ranks import AttemptKey, Record, Telemetry, own_pid_namespace
@@ -167,13 +167,13 @@ class Node:
 
     def __init__(self, now: float = START + 60) -> None:
         self.now = now
-        self.witness = Witness(lambda: self.now)
+        self.evidence_log = EvidenceLog(lambda: self.now)
         self.telemetry = Telemetry(
             ExporterSettings(host="node-7"),
             CollectorRegistry(),
             clock=lambda: self.now,
             now=lambda: self.now,
-            witness=self.witness,
+            evidence_log=self.evidence_log,
         )
 
     def push(self, rank: int = 0, **said: Any) -> None:
@@ -230,8 +230,8 @@ def test_a_rank_that_is_heard_of_again_after_a_silence_tells_how_it_ended_too() 
 
 def test_what_tells_most_of_a_rank_comes_first() -> None:
     words = [
-        LastWord(1, 10.0, 90.0, 4711, "DistBackendError", Event(2, 80.0), 95.0, ("exit", "1")),
-        LastWord(0, 10.0, 91.0, 4712, gone_at=93.0, exited=("signal", "SIGKILL")),
+        RankEnd(1, 10.0, 90.0, 4711, "DistBackendError", Event(2, 80.0), 95.0, ("exit", "1")),
+        RankEnd(0, 10.0, 91.0, 4712, gone_at=93.0, exited=("signal", "SIGKILL")),
     ]
     assert [(entry["kind"], entry["rank"]) for entry in of_ranks(words, {4712: 92.0})] == [
         ("host_oom", 0),
@@ -265,12 +265,12 @@ def told(records: list[Record]) -> list[tuple[str, str]]:
 
 def test_what_was_seen_before_a_restart_is_told_after_it() -> None:
     node = Node()
-    node.witness.observe(link(4, 0))
+    node.evidence_log.observe(link(4, 0))
     node.push(pid=4711, pid_namespace=HOST_PIDS)
     node.push(pid=4711, pid_namespace=HOST_PIDS, status="failed", ended_by="DistBackendError")
     node.records()
     node.now += 15
-    node.witness.observe(link(1, 1))  # and before that is told, it restarts
+    node.evidence_log.observe(link(1, 1))  # and before that is told, it restarts
     node = restarted(node)
     [record] = node.records()
     assert told([record]) == [("link_down", "mlx5_0:1"), ("exception", "")]
@@ -280,11 +280,11 @@ def test_what_was_seen_before_a_restart_is_told_after_it() -> None:
 
 def test_what_happens_while_the_exporter_is_away_is_told_after_it() -> None:
     node = Node()
-    node.witness.observe(link(4, 0))
+    node.evidence_log.observe(link(4, 0))
     node.push()
     node.records()
     node = restarted(node)
-    node.witness.observe(link(1, 1))
+    node.evidence_log.observe(link(1, 1))
     # The rank does not come back to say so.
     assert told(node.records()) == [("link_down", "mlx5_0:1")]
     # In another life of the attempt's ranks, their records say it.
@@ -294,7 +294,7 @@ def test_what_happens_while_the_exporter_is_away_is_told_after_it() -> None:
 
 def cut_off(node: Node, **last_word: Any) -> Node:
     """Return the node after a power cut: what it wrote down is older than the last word of its rank."""
-    node.witness.observe(link(4, 0))
+    node.evidence_log.observe(link(4, 0))
     node.push()
     node.records()
     other = restarted(node)
@@ -328,7 +328,7 @@ def test_a_last_word_on_disk_outlives_what_was_written_down_before_it_and_gains_
     node = before
     ledger = remote()
     for state, downed in ((1, 1), (4, 1), (1, 2)):
-        node.witness.observe(link(state, downed))
+        node.evidence_log.observe(link(state, downed))
         passed_on(node, ledger)
         down = {"kind": "link_down", "t": node.now, "count": downed, "port": "mlx5_0:1"}
         assert kept() == {**last_word, "evidence": [{**down, "t": node.now - 15 * (state == 4)}, exception]}
@@ -344,13 +344,13 @@ def test_evidence_on_disk_is_bounded_and_the_newest_stays_and_the_last_word(tmp_
     node = Node()
     before = cut_off(node, status="failed", ended_by="KeyError")
     for one, first in ((node, 101), (before, 1)):
-        one.witness.observe(
+        one.evidence_log.observe(
             [(m.GPU_XID_LAST, ("3", "GPU-a", str(code)), node.now - code) for code in range(first, first + 100)]
         )
         passed_on(one, Remote("http://127.0.0.1:1", None, tmp_path, Outcomes(CollectorRegistry())))
     [[record]] = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
     assert [(entry["kind"], entry["detail"]) for entry in record["evidence"]] == [
-        *(("xid", str(code)) for code in range(1, MOST_OF_NODE + 1)),
+        *(("xid", str(code)) for code in range(1, MAX_HOST_ENTRIES + 1)),
         ("exception", "KeyError"),
     ]
 
@@ -362,7 +362,7 @@ def test_a_ledger_that_has_the_last_word_takes_only_evidence_from_what_was_writt
     before = cut_off(node, status="completed")
     for one in (node, before):
         ledger = Embedded(Store(tmp_path / "ledger.sqlite"), Outcomes(CollectorRegistry()), now=lambda: before.now)
-        one.witness.observe(link(1, 1))
+        one.evidence_log.observe(link(1, 1))
         passed_on(one, ledger)
         found = [
             (row, labels, value)
@@ -375,26 +375,26 @@ def test_a_ledger_that_has_the_last_word_takes_only_evidence_from_what_was_writt
 
 def test_after_five_minutes_nothing_is_left_of_it() -> None:
     node = Node()
-    node.witness.observe(link(4, 0))
+    node.evidence_log.observe(link(4, 0))
     node.push()
     node.records()
     node = restarted(node, later=301)
-    node.witness.observe(link(1, 1))
+    node.evidence_log.observe(link(1, 1))
     assert node.records() == []
     # Nor is a counter of long ago compared with one of now.
     node = restarted(node, later=4000)
-    node.witness.observe(link(4, 9))
-    assert node.witness.told(None, 0, node.now) == []
+    node.evidence_log.observe(link(4, 9))
+    assert node.evidence_log.entries(None, 0, node.now) == []
 
 
 def test_the_state_folder_keeps_it_also_when_the_exporter_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flopwatch.node.telemetry.ledger_client.KEEP", 0.0)
+    monkeypatch.setattr("flopwatch.node.telemetry.ledger_client.SAVE_INTERVAL", 0.0)
     file = tmp_path / "evidence.json"
     now = time.time()
     node = Node(now)
-    node.witness.observe(link(4, 0))
+    node.evidence_log.observe(link(4, 0))
     node.push()
     forward = Forward(node.telemetry, None, tick=0.01, memory=StateFile(file))
     forward.start()
@@ -402,7 +402,7 @@ def test_the_state_folder_keeps_it_also_when_the_exporter_is_killed(
     again = Node(now + 5)
     other = Forward(again.telemetry, None, tick=3600, memory=StateFile(file))
     other.start()
-    again.witness.observe(link(1, 1))
+    again.evidence_log.observe(link(1, 1))
     assert told(again.records()) == [("link_down", "mlx5_0:1")]
     for one in (forward, other):
         one.stop()

@@ -28,7 +28,7 @@ from flopwatch.node.collectors.nvml import Nvml
 from flopwatch.node.collectors.xid import Xid
 from flopwatch.node.collectors.xid.kernel_lines import oom_kills
 from flopwatch.node.telemetry import evidence, otlp
-from flopwatch.node.telemetry.evidence import HOST_PIDS, MOST, MOST_OF_NODE, MOST_PLACES, Witness
+from flopwatch.node.telemetry.evidence import HOST_PIDS, MAX_ENTRIES, MAX_HOST_ENTRIES, MAX_PLACES, EvidenceLog
 from flopwatch.node.telemetry.ledger_client import Embedded, Outcomes, Remote
 from flopwatch.node.telemetry.ranks import AttemptKey, Record, Telemetry, own_pid_namespace
 from flopwatch.settings import ExporterSettings
@@ -63,13 +63,13 @@ class Node(SimulatedNode):
             Infiniband(self.sysfs, "node-7", folder / "ports.json", clock=lambda: self.now),
             Xid(self.kmsg, folder / "gpus.json", folder / "xid.json", booted=lambda: START, clock=lambda: self.now),
         )
-        self.witness = Witness(lambda: self.now)
+        self.evidence_log = EvidenceLog(lambda: self.now)
         self.telemetry = Telemetry(
             ExporterSettings(host="node-7"),
             CollectorRegistry(),
             clock=lambda: self.now,
             now=lambda: self.now,
-            witness=self.witness,
+            evidence_log=self.evidence_log,
         )
         self.scrape(1)
         self.scrape(120)
@@ -78,7 +78,7 @@ class Node(SimulatedNode):
         """Let time pass, and look at everything, as Prometheus does."""
         self.now += seconds
         self.tick(self.now)
-        self.witness.observe([sample for collector in self.collectors for sample in collector.read()])
+        self.evidence_log.observe([sample for collector in self.collectors for sample in collector.read()])
 
     def push(self, rank: int = 0, gpu: str = GPU, step: int = 40, **said: Any) -> None:
         """Push as a rank that has been there since the node was made."""
@@ -427,13 +427,13 @@ def test_the_last_eight_victims_are_remembered_across_a_restart(tmp_path: Path) 
 # What is seen of samples, and remembered.
 
 
-def looks(*of: list[Sample], every: float = 15.0, witness: Witness | None = None) -> list[dict[str, Any]]:
-    """Return what a witness tells after these scrapes, the last of them now, which is START."""
+def looks(*of: list[Sample], every: float = 15.0, evidence_log: EvidenceLog | None = None) -> list[dict[str, Any]]:
+    """Return what a evidence_log tells after these scrapes, the last of them now, which is START."""
     times = iter([START - every * n for n in reversed(range(len(of)))])
-    witness = Witness(lambda: next(times)) if witness is None else witness
+    evidence_log = EvidenceLog(lambda: next(times)) if evidence_log is None else evidence_log
     for samples in of:
-        witness.observe(samples)
-    return witness.told(None, 0, START * 2)
+        evidence_log.observe(samples)
+    return evidence_log.entries(None, 0, START * 2)
 
 
 def port(row: m.Metric, value: float) -> Sample:
@@ -524,31 +524,34 @@ def test_sxids_of_several_switches_are_one_entry_with_the_latest_time() -> None:
 
 
 def test_samples_of_any_kind_cost_neither_the_scrape_nor_what_is_known() -> None:
-    witness = Witness(lambda: START)
-    witness.observe([(m.GPU_XID_LAST, ("0", "GPU-a", "79"), START)])
-    witness.observe([(m.GPU_XID_LAST, (), START)])
-    witness.observe([(m.NODE_OOM_KILLED, ("not a pid",), START)])
-    witness.observe([(m.GPU_PRESENT, ("0", "GPU-a"), None)])  # type: ignore[list-item]
-    witness.observe([(m.GPU_XID_LAST, ("0", "GPU-a", "48"), math.nan)])
-    witness.observe([(m.GPU_XID_LAST, ("0", "GPU-a", "94"), START), (m.GPU_XID, ("0", "GPU-a", "94"), math.inf)])
-    assert witness.told(None, 0, START) == [{"kind": "xid", "t": START, "count": 1, "gpu": "GPU-a", "detail": "79"}]
+    evidence_log = EvidenceLog(lambda: START)
+    evidence_log.observe([(m.GPU_XID_LAST, ("0", "GPU-a", "79"), START)])
+    evidence_log.observe([(m.GPU_XID_LAST, (), START)])
+    evidence_log.observe([(m.NODE_OOM_KILLED, ("not a pid",), START)])
+    evidence_log.observe([(m.GPU_PRESENT, ("0", "GPU-a"), None)])  # type: ignore[list-item]
+    evidence_log.observe([(m.GPU_XID_LAST, ("0", "GPU-a", "48"), math.nan)])
+    evidence_log.observe([(m.GPU_XID_LAST, ("0", "GPU-a", "94"), START), (m.GPU_XID, ("0", "GPU-a", "94"), math.inf)])
+    assert evidence_log.entries(None, 0, START) == [
+        {"kind": "xid", "t": START, "count": 1, "gpu": "GPU-a", "detail": "79"}
+    ]
 
 
 def test_what_is_remembered_and_what_is_sent_are_bounded_and_the_newest_stays() -> None:
-    witness = Witness(lambda: START)
-    witness.observe([(m.GPU_XID_LAST, ("0", "GPU-a", str(code)), START + code) for code in range(2 * MOST_PLACES)])
-    assert len(witness._events) == MOST_PLACES
-    found = witness.told(None, 0, START * 2)
-    assert [entry["detail"] for entry in found] == [str(2 * MOST_PLACES - 1 - n) for n in range(MOST_OF_NODE)]
+    evidence_log = EvidenceLog(lambda: START)
+    evidence_log.observe([(m.GPU_XID_LAST, ("0", "GPU-a", str(code)), START + code) for code in range(2 * MAX_PLACES)])
+    assert len(evidence_log._events) == MAX_PLACES
+    found = evidence_log.entries(None, 0, START * 2)
+    assert [entry["detail"] for entry in found] == [str(2 * MAX_PLACES - 1 - n) for n in range(MAX_HOST_ENTRIES)]
 
 
 def test_a_record_has_room_for_the_ranks_whatever_the_node_has_seen(node: Node) -> None:
-    node.witness.observe([(m.GPU_XID_LAST, ("3", GPU, str(code)), node.now - code) for code in range(100)])
+    node.evidence_log.observe([(m.GPU_XID_LAST, ("3", GPU, str(code)), node.now - code) for code in range(100)])
     for rank in range(40):
         node.push(rank=rank, status="failed", ended_by="KeyError")
     [record] = node.records()
     kinds = [entry["kind"] for entry in record["evidence"]]
-    assert (len(kinds), kinds.count("xid"), kinds.count("exception")) == (MOST, MOST_OF_NODE, MOST - MOST_OF_NODE)
+    found = len(kinds), kinds.count("xid"), kinds.count("exception")
+    assert found == (MAX_ENTRIES, MAX_HOST_ENTRIES, MAX_ENTRIES - MAX_HOST_ENTRIES)
 
 
 def test_the_gpus_of_an_attempt_are_known_once_every_rank_has_said_its_own() -> None:

@@ -210,10 +210,10 @@ def test_only_the_user_and_the_group_may_connect(tmp_path: Path) -> None:
 
 def test_the_socket_of_a_dead_process_is_replaced_and_nothing_else_is(tmp_path: Path) -> None:
     listen(tmp_path / "sock").close()  # as a killed process leaves it
-    with listen(tmp_path / "sock"), pytest.raises(SettingsError, match="another process serves it"):
+    with listen(tmp_path / "sock"), pytest.raises(SettingsError, match="another process listens there"):
         listen(tmp_path / "sock")
     (tmp_path / "file").write_text("precious")
-    with pytest.raises(SettingsError, match="no socket"):
+    with pytest.raises(SettingsError, match="not a socket"):
         listen(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "precious"
     with pytest.raises(SettingsError, match="no-such-group"):

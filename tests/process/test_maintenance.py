@@ -1,4 +1,4 @@
-"""A node's maintenance: what the file says, what the exporter serves of it, and the command, here and over a shell."""
+"""A node's maintenance: what the file says, what the exporter serves of it, and the command."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from flopwatch.catalogue import NODE_MAINTENANCE_UNTIL
-from flopwatch.commands.maintenance import expand
-from flopwatch.node.maintenance import LONGEST, Maintenance, duration, end, until
+from flopwatch.node.maintenance import MAX_DURATION, Maintenance, duration, end, until
 from tests.support.exporter_process import exporter, flopwatch_command
 
 NOW = 1_800_000_000.0
@@ -26,8 +25,8 @@ NOW = 1_800_000_000.0
         ("0s", NOW),
         ("1800000300", NOW + 300),
         ("1799999999.5", NOW - 0.5),
-        ("999d", NOW + LONGEST),
-        ("9999999999", NOW + LONGEST),
+        ("999d", NOW + MAX_DURATION),
+        ("9999999999", NOW + MAX_DURATION),
         ("", None),
         ("soon", None),
         ("7", None),
@@ -68,7 +67,7 @@ def test_a_file_that_says_nothing_is_complained_of_once(tmp_path: Path, caplog: 
     file.write_text("two hours\n")
     for _ in range(2):
         assert node.samples() == []
-    said = f"{file} says 'two hours'; write 2h, or the Unix time of the end"
+    said = f"{file} contains 'two hours'; write 2h, or the Unix time of the end"
     assert caplog.messages == [f"{said}: alerts of this node are not held back"]
     shown = flopwatch_command("maintenance", "list", "--state", tmp_path)
     assert (shown.returncode, shown.stdout, shown.stderr) == (1, "", f"flopwatch: {said}\n")
@@ -98,70 +97,13 @@ def test_the_exporter_serves_what_the_command_says_and_forgets_nothing_in_a_rest
 
 
 @pytest.mark.parametrize(
-    ("text", "hosts"),
-    [
-        ("node-7", ["node-7"]),
-        ("n[1-3]", ["n1", "n2", "n3"]),
-        ("n[08-10,2].rack", ["n08.rack", "n09.rack", "n10.rack", "n2.rack"]),
-        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
-        ("root@10.0.0.1", ["root@10.0.0.1"]),
-    ],
-)
-def test_hosts_are_written_as_slurm_writes_them(text: str, hosts: list[str]) -> None:
-    assert sorted(expand(text)) == sorted(hosts)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "-oProxyCommand=x", "a b", "n[1-", "n[3-1]", "n[a-b]", "n[]", "n[1-]", "a;b", "$(x)"]
-)
-def test_what_is_no_host_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no"):
-        expand(text)
-
-
-@pytest.fixture
-def via(tmp_path: Path) -> str:
-    """Return a command that runs a shell for a host in a folder of its own, as ssh does; one host does not answer."""
-    program = tmp_path / "reach"
-    program.write_text(
-        '#!/bin/sh\nif test "$1" = n2; then echo "no route to n2" >&2; exit 255; fi\n'
-        f'cd "{tmp_path}/$1" && exec sh -c "$2"\n'
-    )
-    program.chmod(0o755)
-    for host in ("n1", "n3"):
-        (tmp_path / host / "the state").mkdir(parents=True)
-    return f"{program} {{host}}"
-
-
-def test_hosts_are_told_over_a_shell_and_one_that_does_not_answer_is_named(tmp_path: Path, via: str) -> None:
-    flags = ("--state", "the state", "--via", via)
-    before = time.time()
-    done = flopwatch_command("maintenance", "start", "n[1-3]", "--for", "90m", *flags)
-    assert done.returncode == 1
-    assert re.sub(r"until .*", "until T", done.stdout) == "n1: in maintenance until T\nn3: in maintenance until T\n"
-    assert done.stderr == "n2: no route to n2\n"
-    for host in ("n1", "n3"):
-        ends, _ = until(tmp_path / host / "the state")
-        assert ends is not None
-        assert ends == pytest.approx(before + 5400, abs=30)
-        assert os.listdir(tmp_path / host / "the state") == ["maintenance"]
-    assert flopwatch_command("maintenance", "stop", "n1", *flags).stdout == "n1: not in maintenance\n"
-    listed = flopwatch_command("maintenance", "list", "n1", "n3", *flags)
-    assert re.sub(r"until .*", "until T", listed.stdout) == "n1: not in maintenance\nn3: in maintenance until T\n"
-    (tmp_path / "n3" / "the state" / "maintenance").unlink()
-    assert flopwatch_command("maintenance", "list", "n3", *flags).stdout == "n3: not in maintenance\n"
-
-
-@pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
         (["start"], 2, "--for"),
         (["start", "--for", "2"], 2, "2 is no time; write 90m, 2h or 3d"),
         (["start", "--for", "0s"], 2, "0s is no time"),
-        (["start", "n[3-1]", "--for", "2h"], 2, "'3-1' is no range of numbers"),
-        (["list", "n1", "--via", "ssh"], 2, "say where the host's name goes"),
+        (["start", "n7", "--for", "2h"], 2, "unrecognized arguments: n7"),
         (["start", "--for", "2h", "--state", "/nowhere/at/all"], 1, "cannot write /nowhere/at/all/maintenance"),
-        (["list", "n1", "--via", "no-such-program {host}"], 1, "n1: no-such-program: No such file or directory"),
     ],
 )
 def test_what_cannot_be_done_is_said(arguments: list[str], status: int, message: str) -> None:

@@ -17,9 +17,10 @@ import pytest
 
 from flopwatch.catalogue import GPU_POWER, GPU_PRESENT
 from flopwatch.node.collectors import infiniband
-from flopwatch.node.scrape.reader import RESIDENT_LIMIT, Reader, Reading, Spec, hardware
+from flopwatch.node.scrape.reader import RESIDENT_LIMIT, Reader, Reading, Spec, hardware, host_sources
 from flopwatch.settings import ExporterSettings
 from flopwatch.simulate import SimulatedNode
+from flopwatch.simulate.sources import host_sources as simulated
 from tests.support.machine import PATIENCE, shortest, until
 
 LONG = PATIENCE  # seconds; a deadline that only a broken build misses
@@ -29,7 +30,7 @@ ODD = """
 import os, signal, time
 from pathlib import Path
 from flopwatch.catalogue import GPU_PRESENT
-from flopwatch.node.collectors import Blind, StartAfresh, Unsupported
+from flopwatch.node.collectors import AccessLost, RestartReader, Unsupported
 
 class Odd:
     name = "odd"
@@ -93,7 +94,7 @@ def settings(tmp_path: Path) -> ExporterSettings:
 
 @pytest.fixture
 def readers(settings: ExporterSettings) -> Iterator[dict[str, Reader]]:
-    made = {reader.name: reader for reader in hardware(settings)}
+    made = {reader.name: reader for reader in hardware(settings, simulated(settings))}
     yield made
     for reader in made.values():
         reader.close()
@@ -310,7 +311,7 @@ def test_the_child_ends_when_its_parent_is_killed(odd: Callable[..., Reader], tm
 def test_a_source_that_does_not_exist_says_why(tmp_path: Path) -> None:
     settings = ExporterSettings(state=tmp_path, sysfs=tmp_path / "sys", kmsg=tmp_path / "kmsg")
     reasons = {}
-    for reader in hardware(settings)[1:]:
+    for reader in hardware(settings, host_sources(settings))[1:]:
         reading = reader.ask(LONG)
         reader.close()
         assert (reading.ok, reading.supported, reading.samples) == (False, False, [])
@@ -329,11 +330,11 @@ def test_an_error_is_the_reason_and_the_child_goes_on(odd: Callable[..., Reader]
 
 
 def test_a_collector_that_asks_to_start_afresh_gets_a_new_process(odd: Callable[..., Reader], tmp_path: Path) -> None:
-    reader = odd(read="if not self.flag.exists(): raise StartAfresh('the driver was replaced')")
+    reader = odd(read="if not self.flag.exists(): raise RestartReader('the driver was replaced')")
     (tmp_path / "flag").touch()
     first = pid(reader.ask(LONG))
     (tmp_path / "flag").unlink()
-    assert reader.ask(LONG).reason == "StartAfresh: the driver was replaced"
+    assert reader.ask(LONG).reason == "RestartReader: the driver was replaced"
     assert gone(first)
     (tmp_path / "flag").touch()
     assert pid(eventually(reader, lambda reading: reading.ok)) != first
@@ -395,7 +396,7 @@ def test_the_child_that_replaces_another_tells_its_labels_anew(odd: Callable[...
 @pytest.mark.parametrize(
     ("read", "kind", "reason"),
     [
-        ("raise Blind('/dev/nvidiactl')", "blind", "Blind: /dev/nvidiactl"),
+        ("raise AccessLost('/dev/nvidiactl')", "blind", "AccessLost: /dev/nvidiactl"),
         ("raise OSError('what nobody expected')", "error", "OSError: what nobody expected"),
         (
             "samples[:] = [(GPU_PRESENT, ('0', ''), object())]",
@@ -410,12 +411,12 @@ def test_the_child_that_replaces_another_tells_its_labels_anew(odd: Callable[...
         (
             "os.write(3, b'garbage\\n')",
             "exited",
-            "the answer is not understood: JSONDecodeError: Expecting value: line 1 column 1 (char 0)",
+            "the answer cannot be decoded: JSONDecodeError: Expecting value: line 1 column 1 (char 0)",
         ),
         (
             'os.write(3, b\'{"keys": [["of another release", []]]}\\n\')\ntime.sleep(60)',
             "exited",
-            "the answer is not understood: KeyError: 'of another release'",
+            "the answer cannot be decoded: KeyError: 'of another release'",
         ),
     ],
 )
@@ -425,10 +426,10 @@ def test_each_kind_of_failure_says_so(odd: Callable[..., Reader], read: str, kin
 
 
 def test_a_blind_source_has_the_samples_it_can_still_give(odd: Callable[..., Reader]) -> None:
-    reader = odd(read="raise Blind('/dev/nvidia3', [(GPU_PRESENT, ('3', ''), 0)])")
+    reader = odd(read="raise AccessLost('/dev/nvidia3', [(GPU_PRESENT, ('3', ''), 0)])")
     for _ in range(2):
         reading = reader.ask(LONG)
-        assert (reading.kind, reading.reason) == ("blind", "Blind: /dev/nvidia3")
+        assert (reading.kind, reading.reason) == ("blind", "AccessLost: /dev/nvidia3")
         assert reading.samples == [(GPU_PRESENT, ("3", ""), 0)]
 
 
@@ -488,7 +489,7 @@ def test_a_collector_is_closed_when_its_reader_is(odd: Callable[..., Reader], tm
 
 
 def test_a_collector_is_closed_before_it_starts_afresh(odd: Callable[..., Reader], tmp_path: Path) -> None:
-    reader = odd(read="raise StartAfresh('the driver was replaced')", close=ENDED)
+    reader = odd(read="raise RestartReader('the driver was replaced')", close=ENDED)
     reading = reader.ask(LONG)
     assert (reading.kind, reading.restarts) == ("error", ("afresh",))
     until((tmp_path / "flag.ended").exists)
@@ -523,7 +524,7 @@ def lost_kills(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(subprocess.Popen, "terminate", lambda process: None)
         patch.setattr(subprocess.Popen, "kill", lambda process: None)
-        patch.setattr("flopwatch.node.scrape.reader.PARTING", 0.0)
+        patch.setattr("flopwatch.node.scrape.reader.EXIT_GRACE", 0.0)
         yield
 
 

@@ -20,7 +20,7 @@ import pytest
 from flopwatch.catalogue import GPU, PORT, Metric
 from flopwatch.simulate import SimulatedNode
 from flopwatch.simulate.__main__ import parser
-from flopwatch.simulate.node import DEVICES
+from flopwatch.simulate.h100 import DEVICES
 from flopwatch.simulate.pynvml import Simulation
 from tests.support import TESTS
 from tests.support.simulated_host import START, Node

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
-import re
+import os
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import flopwatch as package
 from alerts import AlertSettings, rules
 from alerts.recording import fleet, hang, ledger, training
+from bench import sizing as size
 from bench.rules import GPUS, PORTS
 from bench.size import MOST_OFF, RUN, Measured, Source, compared, extended, measure, source
 from demo.stack import fetch
 from flopwatch import catalogue as m
-from flopwatch import size
+from flopwatch.commands import need_checkout
 from flopwatch.node.telemetry.ledger_client import URL_INTERVAL
+from flopwatch.settings import SettingsError
 from tests.support import ROOT
 from tests.support.rule_files import seconds
 
@@ -39,35 +43,29 @@ def lines(page: str) -> list[str]:
     return [line for line in page.splitlines() if line[:1] not in ("#", "")]
 
 
-def owner(line: str) -> str:
-    """Return what a series of an exporter is counted for."""
-    found = re.match(r"\w+", line)
-    assert found
-    name = found[0]
-    row = m.BY_NAME.get(name) or m.BY_NAME[re.sub("_(bucket|sum|count)$", "", name)]
-    if row.labels[:1] == ("run",):
-        return "rank" if row.labels[:2] == m.RANK else "run"
-    if row.labels[:2] == m.PORT:
-        return "port"
-    return "gpu" if "uuid" in row.labels else "node"
-
-
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
     with source(tmp_path_factory.mktemp("source")) as one:
         yield one
 
 
-def test_a_healthy_node_has_as_many_series_as_the_calculator_counts(told: Source) -> None:
-    found = Counter(owner(line) for line in lines(fetch(told.exporter).decode()))
-    # Bonded ports have a few more than others, or fewer.
-    assert found.pop("port") == pytest.approx(size.PORT * PORTS, abs=PORTS)
-    assert found == {"gpu": size.GPU * GPUS, "node": size.NODE, "rank": size.RANK * GPUS, "run": size.RUN}
+def test_a_healthy_node_and_its_ledger_have_the_series_of_the_golden_file(told: Source) -> None:
+    pages = {"exporter": fetch(told.exporter).decode(), "ledger": fetch(told.ledger).decode()}
+    found = {"gpus": GPUS, "ports": PORTS, **{name: size.families(page) for name, page in pages.items()}}
+    if "FLOPWATCH_UPDATE_GOLDEN" in os.environ:
+        size.GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
+    assert found == json.loads(size.GOLDEN.read_text())
 
 
-def test_the_ledger_has_as_many_series_of_a_run_as_the_calculator_counts(told: Source) -> None:
+def test_every_count_of_the_calculator_is_of_the_golden_file(told: Source) -> None:
     found = Counter(f'run="{RUN}"' in line for line in lines(fetch(told.ledger).decode()))
-    assert found == {True: size.LEDGER_OF_RUN, False: size.LEDGER}
+    of = size.counts()
+    assert found == {True: of.ledger_of_run, False: of.ledger}
+    assert all(
+        count % GPUS == 0
+        for name, count in size.families(fetch(told.exporter).decode()).items()
+        if size.owner(name) == "rank"
+    )
 
 
 def test_what_pytorch_adds_is_of_no_rank_of_the_simulated_job(told: Source) -> None:
@@ -126,15 +124,16 @@ def test_as_many_series_are_recorded_of_each_thing_as_the_calculator_counts(meas
 
 
 def test_figures_grow_with_the_cluster_and_in_proportion() -> None:
+    of = size.counts()
     one, two = size.size(size.Cluster(64)), size.size(size.Cluster(4096))
-    assert two.hardware_series == 64 * one.hardware_series == 4096 * (8 * size.GPU + 9 * size.PORT + size.NODE)
-    assert two.hook_series == 4096 * 8 * 35 + 64 * size.RUN
+    assert two.hardware_series == 64 * one.hardware_series == 4096 * (8 * of.gpu + 9 * of.port + of.node)
+    assert two.hook_series == 4096 * 8 * 35 + 64 * of.run
     assert two.scraped_samples_per_second == two.scraped_series / 15
     assert two.memory_bytes / one.memory_bytes == pytest.approx(64, rel=0.15)  # but for what one without series takes
     assert size.size(size.Cluster(64, retention=30 * 86_400.0)).disk_raw_bytes > 1.9 * one.disk_raw_bytes
     assert size.size(size.Cluster(64, scrape_interval=30.0)).scraped_samples_per_second == one.scraped_series / 30
     assert size.size(size.Cluster(64, restarts=0.0)).memory_bytes < one.memory_bytes
-    assert size.size(size.Cluster(64, run_nodes=1)).ledger_series == 64 * size.LEDGER_OF_RUN + size.LEDGER
+    assert size.size(size.Cluster(64, run_nodes=1)).ledger_series == 64 * of.ledger_of_run + of.ledger
     assert size.LEDGER_EVERY == URL_INTERVAL
 
 
@@ -201,3 +200,9 @@ def test_the_bench_can_be_started() -> None:
     done = subprocess.run([sys.executable, ROOT / "bench" / "size.py", "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     assert "--targets" in done.stdout
+
+
+def test_an_installed_package_says_to_run_it_from_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(package, "__file__", str(tmp_path / "site-packages" / "flopwatch" / "__init__.py"))
+    with pytest.raises(SettingsError, match='Run it from a checkout: "python -m flopwatch simulate"'):
+        need_checkout("simulate", "simulator")

@@ -262,7 +262,7 @@ def test_settings_that_cannot_work_are_told_at_the_start(stack: Stack, tmp_path:
         1,
         "leave out basic_auth_users and give --otlp-token-file FILE\n",
     )
-    with pytest.raises(SettingsError, match="--ledger-ca-file is for a ledger behind TLS"):
+    with pytest.raises(SettingsError, match="--ledger-ca-file needs a ledger with TLS"):
         ExporterSettings(ledger="http://127.0.0.1:9451", ledger_ca_file=Path("ca.crt"))
     with pytest.raises(ValueError, match="FLOPWATCH_CA_FILE is for https"):
         Wire("http://127.0.0.1:4318", 0.0, None, ca_file=Path("ca.crt"))

@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from alerts import AlertSettings, rules
+from bench import sizing as size
 from bench.size import RECORDS_AND_ALERTS
+from bench.sizing import table
 from demo.servers import find
-from flopwatch import size
-from flopwatch.commands.size import table
 from tests.support.rule_files import seconds
 from tests.support.scale_page import PAGE, SNIPPETS, snippet
 

@@ -150,7 +150,7 @@ def test_a_script_that_never_imports_torch_costs_nothing(tmp_path: Path) -> None
         (("--config", "config.json", "--flops-per-token", "1", "x.py"), "not both"),
         (("--config", "config.json", "x.py"), "model_type"),
         (("--peak-source", "me", "x.py"), "goes with --peak-flops"),
-        (("--epochs", "3", "x.py"), "--epochs; the script's own flags go behind its name"),
+        (("--epochs", "3", "x.py"), "--epochs; flags of the script go after its name"),
         (("--tokens-per-step", "many", "x.py"), "not a positive"),
     ],
 )

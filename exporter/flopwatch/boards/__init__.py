@@ -1,1 +1,1 @@
-"""The dashboards in a browser, without Grafana: `viewer/` draws them, this package serves it and asks Prometheus."""
+"""The dashboards in a browser without Grafana: `viewer/` draws them, this package serves them."""

@@ -1,8 +1,8 @@
-"""Serves the viewer's page, the dashboards as Grafana stores them, and a Prometheus to ask.
+"""Server of the viewer: its page, the dashboards as Grafana stores them, and a proxy to Prometheus.
 
-The page is built from `viewer/` and shipped in the wheel; a checkout has it after `make viewer`. Prometheus is asked
-from here, not by the browser, so that neither its address nor its token has to leave this machine; only what reads is
-passed on: https://prometheus.io/docs/prometheus/latest/querying/api/.
+The page is built from `viewer/` and shipped in the wheel; a checkout has it after `make viewer`. The browser sends its
+queries here, so that neither the address nor the token of Prometheus leaves this host. Only reads are passed on:
+https://prometheus.io/docs/prometheus/latest/querying/api/.
 """
 
 from __future__ import annotations
@@ -11,22 +11,19 @@ import asyncio
 import json
 import logging
 import re
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from http.client import HTTPException as UpstreamError
 from pathlib import Path
 from typing import Any
 
 import anyio
-from fastapi import FastAPI, HTTPException, Request, Response
+import httpx
+from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
 from fastapi.responses import FileResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.middleware.gzip import GZipMiddleware
 
 from flopwatch.http import server as http_server
-from flopwatch.http.client import client_tls, opener
+from flopwatch.http.client import client, read, reason, url_tls
 from flopwatch.http.web_config import Web
 from flopwatch.settings import BoardsSettings, SettingsError
 
@@ -40,10 +37,10 @@ DASHBOARDS = HERE / "dashboards", CHECKOUT / "helm" / "files" / "dashboards"
 
 READS = re.compile(r"query|query_range|query_exemplars|series|labels|label/[A-Za-z_][A-Za-z0-9_]*/values|metadata")
 UPSTREAM_TIMEOUT = 60.0  # seconds
-MOST_BYTES = 32 << 20  # of an answer; a board's are thousands of times smaller
-AT_ONCE = 12  # questions to Prometheus, which answers 20 at a time, ours and others'
+MAX_BYTES = 32 << 20  # of an answer; a board's are thousands of times smaller
+MAX_QUERIES = 12  # at a time: Prometheus answers 20, those of others included
 MAX_CONNECTIONS = 256
-# Nothing from elsewhere: what a label says can then reach no other machine, even if it got into the markup.
+# Nothing is loaded from elsewhere, so that label values cannot reach another host even if they get into the markup.
 POLICY = (
     "default-src 'self'; img-src 'self' data:; font-src 'self' data:; style-src 'self' 'unsafe-inline'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'; object-src 'none'"
@@ -52,35 +49,38 @@ HEADERS = {"content-security-policy": POLICY, "x-content-type-options": "nosniff
 
 
 class Upstream:
-    """The Prometheus that is asked."""
+    """HTTP API of a Prometheus."""
 
     def __init__(self, url: str, token_file: Path | None = None, ca_file: Path | None = None) -> None:
         self._url, self._token_file = url.rstrip("/"), token_file
-        self._open = opener(client_tls(ca_file)).open
+        self._tls = url_tls(url, ca_file)
 
     def ask(self, path: str, query: str, form: bytes | None) -> tuple[int, bytes]:
-        """Return the status and the JSON that it answers with; a Prometheus that is away is 502, and JSON too."""
+        """Return status and JSON of a response, and status 502 without one. A `form` is sent as POST."""
         url = f"{self._url}/api/v1/{path}" + (f"?{query}" if query else "")
-        request = urllib.request.Request(url, form)
+        method = "GET" if form is None else "POST"
+        headers = {} if form is None else {"Content-Type": "application/x-www-form-urlencoded"}
         try:
             if self._token_file is not None:
-                request.add_header("Authorization", f"Bearer {self._token_file.read_text().strip()}")
-            with self._open(request, timeout=UPSTREAM_TIMEOUT) as answer:
-                body = answer.read(MOST_BYTES + 1)
-                if len(body) > MOST_BYTES:
-                    return 502, _error(f"the answer has more than {MOST_BYTES >> 20} MiB; ask for less")
-                return answer.status, body
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, _as_json(error.code, error.read(100_000))
-        except (OSError, UpstreamError, ValueError) as error:
-            reason = getattr(error, "reason", None) or error
-            log.warning("%s does not answer: %s", self._url, reason)
-            return 502, _error(f"Prometheus does not answer: {reason}; is --prometheus right?")
+                headers["Authorization"] = f"Bearer {self._token_file.read_text().strip()}"
+            with (
+                client(self._tls, timeout=UPSTREAM_TIMEOUT, headers=headers) as http,
+                http.stream(method, url, content=form) as response,
+            ):
+                body, status = read(response, MAX_BYTES + 1), response.status_code
+        except (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL) as error:
+            cause = reason(error)
+            log.warning("Prometheus does not answer, url=%s error=%r", self._url, str(cause))
+            return 502, _error(f"Prometheus does not answer: {cause}; is --prometheus right?")
+        if not response.is_success:
+            return status, _as_json(status, body[:100_000])
+        if len(body) > MAX_BYTES:
+            return 502, _error(f"the answer has more than {MAX_BYTES >> 20} MiB; ask for less")
+        return status, body
 
 
 def _as_json(status: int, body: bytes) -> bytes:
-    """Return an answer of Prometheus, or what a proxy before it says, as Prometheus says it."""
+    """Return an error response of Prometheus as it is, and that of a proxy in the same format."""
     try:
         json.loads(body)
     except ValueError:
@@ -94,7 +94,7 @@ def _error(text: str) -> bytes:
 
 def dashboards(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the dashboards of a folder by uid. Raises SettingsError."""
-    found: dict[str, dict[str, Any]] = {}
+    boards: dict[str, dict[str, Any]] = {}
     for file in sorted(folder.glob("*.json")):
         try:
             board = json.loads(file.read_text(encoding="utf-8"))
@@ -104,12 +104,12 @@ def dashboards(folder: Path) -> dict[str, dict[str, Any]]:
                 f"{file} is no dashboard: {type(error).__name__}: {error}; give --dashboards a folder "
                 "of dashboards as Grafana exports them"
             ) from None
-        if not isinstance(uid, str) or not isinstance(title, str) or uid in found:
+        if not isinstance(uid, str) or not isinstance(title, str) or uid in boards:
             raise SettingsError(f"{file}: the uid {uid!r} is another file's too or no text; give it one of its own")
-        found[uid] = board
-    if not found:
+        boards[uid] = board
+    if not boards:
         raise SettingsError(f"--dashboards {folder}: no *.json there")
-    return found
+    return boards
 
 
 def page() -> Path:
@@ -130,63 +130,29 @@ def boards_app(
     scrape_interval: float,
     names: Collection[str] = (),
 ) -> FastAPI:
-    """Return the page, /api/boards and /api/prometheus; answers to these names only, if there are any."""
-    asking = anyio.CapacityLimiter(AT_ONCE)
+    """Return the page, /api/boards and /api/prometheus. `names` are the host names to answer to, all if empty."""
     app = FastAPI(title="flopwatch boards", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(GZipMiddleware, minimum_size=2_000, compresslevel=1)
 
     @app.middleware("http")
     async def guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
-        # A page elsewhere can have its own name lead here, and would then read what we answer.
+        # DNS rebinding: a page elsewhere can point its own name here, and would then read the responses.
         if names and (request.url.hostname or "") not in names:
             return PlainTextResponse(f"ask for this page as {' or '.join(names)}\n", 421)
-        # Nor may it make us ask, though it could not read what comes of it.
-        if request.url.path.startswith("/api/") and request.headers.get("sec-fetch-site", "") in (
-            "cross-site",
-            "same-site",
-        ):
+        # A page elsewhere may not send requests either, although it could not read the responses.
+        site = request.headers.get("sec-fetch-site", "")
+        if request.url.path.startswith("/api/") and site in ("cross-site", "same-site"):
             return PlainTextResponse("ask from the page itself\n", 403)
         response = await answer(request)
         response.headers.update(HEADERS)
         return response
 
-    @app.get("/api/settings")
-    async def settings() -> dict[str, float]:
-        """Return what the page cannot know: how far apart samples are, in seconds."""
-        return {"scrape_interval": scrape_interval}
-
-    @app.get("/api/boards")
-    async def listed() -> list[dict[str, Any]]:
-        """Return what there is."""
-        return [
-            {"uid": uid, **{name: board.get(name, "") for name in ("title", "description", "tags")}}
-            for uid, board in boards.items()
-        ]
-
-    @app.get("/api/boards/{uid}")
-    async def board(uid: str) -> dict[str, Any]:
-        """Return one dashboard, as Grafana stores it."""
-        if uid not in boards:
-            raise HTTPException(404, f"no dashboard {uid}")
-        return boards[uid]
-
-    @app.api_route("/api/prometheus/{path:path}", methods=["GET", "POST"])
-    async def prometheus(path: str, request: Request) -> Response:
-        """Pass a question on."""
-        if READS.fullmatch(path) is None:
-            raise HTTPException(404, f"{path} is not among what the viewer asks")
-        try:
-            form = await http_server.body(request) if request.method == "POST" else None
-        except (http_server.TooLarge, http_server.NotArriving) as error:
-            raise HTTPException(400, str(error)) from None
-        status, body = await anyio.to_thread.run_sync(upstream.ask, path, request.url.query, form, limiter=asking)
-        return Response(body, status, media_type="application/json")
-
     @app.get("/healthz")
     async def healthz() -> PlainTextResponse:
-        """Say that the process is alive."""
+        """Return ok while the process runs."""
         return PlainTextResponse("ok\n")
 
+    app.include_router(_api(boards, upstream, scrape_interval))
     for folder in ("assets", "public"):
         app.mount(f"/{folder}", StaticFiles(directory=built / folder))
 
@@ -194,24 +160,61 @@ def boards_app(
     @app.get("/d/{uid}")
     @app.get("/d/{uid}/{slug}")
     async def index() -> FileResponse:
-        """Return the page, whose script looks at the address."""
+        """Return the page, whose script reads the address."""
         return FileResponse(built / "index.html", headers={"cache-control": "no-cache"})
 
     return app
 
 
+def _api(boards: Mapping[str, dict[str, Any]], upstream: Upstream, scrape_interval: float) -> APIRouter:
+    router, limiter = APIRouter(prefix="/api"), anyio.CapacityLimiter(MAX_QUERIES)
+
+    @router.get("/settings")
+    async def settings() -> dict[str, float]:
+        """Return what the page cannot find out: the time between samples, in seconds."""
+        return {"scrape_interval": scrape_interval}
+
+    @router.get("/boards")
+    async def listed() -> list[dict[str, Any]]:
+        """Return uid, title, description and tags of every dashboard."""
+        return [
+            {"uid": uid, **{name: board.get(name, "") for name in ("title", "description", "tags")}}
+            for uid, board in boards.items()
+        ]
+
+    @router.get("/boards/{uid}")
+    async def board(uid: str) -> dict[str, Any]:
+        """Return one dashboard as Grafana stores it."""
+        if uid not in boards:
+            raise HTTPException(404, f"no dashboard {uid}")
+        return boards[uid]
+
+    @router.api_route("/prometheus/{path:path}", methods=["GET", "POST"])
+    async def prometheus(path: str, request: Request) -> Response:
+        """Pass a query on to Prometheus."""
+        if READS.fullmatch(path) is None:
+            raise HTTPException(404, f"{path} is not among what the viewer asks")
+        try:
+            form = await http_server.read_body(request) if request.method == "POST" else None
+        except (http_server.BodyTooLarge, http_server.BodyTimeout) as error:
+            raise HTTPException(400, str(error)) from None
+        status, body = await anyio.to_thread.run_sync(upstream.ask, path, request.url.query, form, limiter=limiter)
+        return Response(body, status, media_type="application/json")
+
+    return router
+
+
 def run(settings: BoardsSettings) -> None:
-    """Serve until SIGTERM or Ctrl-C. Raises SettingsError where these settings cannot work on this machine."""
+    """Serve until SIGTERM or Ctrl-C. Raises SettingsError if these settings cannot work on this host."""
     http_server.log_to_stderr()
     http_server.check_token("--token-file", settings.token_file)
     web = None if settings.web_config is None else Web(settings.web_config)
-    if web is not None and not settings.listen.loopback and not web.config.asks_who():
+    if web is not None and not settings.listen.loopback and not web.config.requires_auth():
         raise SettingsError(
-            f"--web-config {settings.web_config}: it lets everybody in, and others than "
-            f"this machine reach {settings.listen}; add basic_auth_users, or client_auth_type "
-            "RequireAndVerifyClientCert"
+            f"--web-config {settings.web_config} requires no authentication, but {settings.listen} can be reached from "
+            "other hosts; add basic_auth_users, or client_auth_type RequireAndVerifyClientCert"
         )
-    folder = settings.dashboards or next((one for one in DASHBOARDS if one.is_dir()), DASHBOARDS[0])
+    folder = settings.dashboards or next((path for path in DASHBOARDS if path.is_dir()), DASHBOARDS[0])
     app = boards_app(
         dashboards(folder),
         page(),

@@ -1,33 +1,67 @@
-"""The command line, one file a command: `add` describes it to argparse, and only running it imports what it needs."""
+"""Commands of the command line, one per module: `add` registers it, and only running it imports what it needs."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from flopwatch.settings import Address, SettingsError
+import flopwatch
+from flopwatch.settings import Address, ExporterSettings, SettingsError
 
-# What argparse gives for adding a command to; its class has no public name.
+if TYPE_CHECKING:
+    from flopwatch.node.scrape.reader import SourcesFactory
+
+# The result of add_subparsers(), whose class is private.
 Commands = Any
 
 
 def command(commands: Commands, name: str, run: Callable[[argparse.Namespace], int | None], text: str) -> Any:
-    """Add a command and return its parser; `run` gets the flags, and what it returns is the exit status."""
+    """Register a command and return its parser. `run` receives the flags and returns the exit status."""
     parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
     parser.set_defaults(command=run)
     return parser
 
 
+def flag(parser: Any, name: str, metavar: str, text: str, type: Callable[[str], Any] = str, **more: Any) -> None:
+    """Add a flag with a value to an argparse parser."""
+    parser.add_argument(name, metavar=metavar, help=text, type=type, **more)
+
+
 def given(options: argparse.Namespace, settings: type[Any]) -> dict[str, Any]:
-    """Return the flags that were given; the defaults of the rest stay in the settings."""
+    """Return the flags that are set and are fields of `settings`, whose defaults apply to the rest."""
     names = {field.name for field in fields(settings)}
     return {name: value for name, value in vars(options).items() if name in names and value is not None}
 
 
+def sources(settings: ExporterSettings) -> SourcesFactory:
+    """Return the factory of the sources that the readers read: the simulated node if --simulate is set."""
+    if settings.simulate is not None:
+        from flopwatch.simulate.sources import create
+
+        return create
+    from flopwatch.node.scrape.reader import host_sources
+
+    return host_sources
+
+
+def need_checkout(name: str, package: str) -> None:
+    """Make a package of the checkout importable. Raises SettingsError in an installed wheel, which has none of them."""
+    root = Path(flopwatch.__file__).resolve().parents[2]
+    if not (root / package).is_dir():
+        raise SettingsError(
+            f"{name} needs {package}/ of the source tree, which the installed package does not contain. "
+            f'Run it from a checkout: "python -m flopwatch {name}"'
+        )
+    if str(root) not in sys.path:
+        sys.path.append(str(root))
+
+
 def address(text: str) -> Address:
-    """Return an address to listen on, for argparse."""
+    """Parse an address to listen on, for argparse."""
     try:
         return Address.parse(text)
     except SettingsError as error:
@@ -35,7 +69,7 @@ def address(text: str) -> Address:
 
 
 def seconds(text: str) -> float:
-    """Return a positive number of seconds, for argparse."""
+    """Parse a positive number of seconds, for argparse."""
     try:
         number = float(text)
     except ValueError:

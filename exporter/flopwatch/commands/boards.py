@@ -1,11 +1,12 @@
-"""`flopwatch boards`: the dashboards in a browser, without Grafana."""
+"""`flopwatch boards`: show the dashboards in a browser, without Grafana."""
 
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
-from flopwatch.commands import Commands, address, command, given, seconds
+from flopwatch.commands import Commands, address, command, flag, given, seconds
 from flopwatch.settings import BoardsSettings, SettingsError
 
 
@@ -22,11 +23,11 @@ def boards(options: argparse.Namespace) -> None:
 def add(commands: Commands) -> None:
     """Describe the command."""
     parser = command(commands, "boards", boards, "show the dashboards in a browser, without Grafana")
-    add = parser.add_argument
-    add("--prometheus", required=True, metavar="URL", help="which evaluates the recording rules")
-    add("--token-file", type=Path, metavar="FILE", help="bearer token for it")
-    add("--ca-file", type=Path, metavar="FILE", help="who signed its certificate, if not one of the system's")
-    add("--listen", type=address, metavar="HOST:PORT", help="where to serve (default 127.0.0.1:9452)")
-    add("--web-config", type=Path, metavar="FILE", help="TLS and users, as Prometheus' exporters take them")
-    add("--scrape-interval", type=seconds, metavar="SECONDS", help="of that Prometheus (default 15)")
-    add("--dashboards", type=Path, metavar="FOLDER", help="other dashboards than flopwatch's own")
+    add = partial(flag, parser)
+    add("--prometheus", "URL", "Prometheus that evaluates the recording rules", required=True)
+    add("--token-file", "FILE", "bearer token for it", Path)
+    add("--ca-file", "FILE", "CA that signed its certificate (default the system's authorities)", Path)
+    add("--listen", "HOST:PORT", "where to serve (default 127.0.0.1:9452)", address)
+    add("--web-config", "FILE", "TLS and users, in the format of Prometheus' exporters", Path)
+    add("--scrape-interval", "SECONDS", "scrape interval of that Prometheus (default 15)", seconds)
+    add("--dashboards", "FOLDER", "other dashboards than flopwatch's own", Path)

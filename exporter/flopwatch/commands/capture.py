@@ -1,4 +1,4 @@
-"""`flopwatch capture`: this node as a test case."""
+"""`flopwatch capture`: record this host as a test case."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import argparse
 import os
 import pwd
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flopwatch.commands import Commands, command, seconds
+from flopwatch.commands import Commands, command, flag, seconds
 from flopwatch.settings import ExporterSettings, SettingsError
 
-FIRST_USER = 1000  # below are the system's own (login.defs(5), UID_MIN)
+FIRST_USER = 1000  # lower uids are system accounts (login.defs(5), UID_MIN)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Capture the node, and say what is in the capture."""
+    """Capture the host, and print what the capture contains. Raises SettingsError."""
     import time
 
     from flopwatch.node.capture import capture
@@ -42,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _library(simulated: Path | None) -> Any:
-    """Return the pynvml module, that of a simulated node, or the error that says why there is none."""
+    """Return the pynvml module or that of a simulated node, or the error of the import."""
     if simulated is not None:
         from flopwatch.simulate import pynvml as simulation
 
@@ -55,7 +56,7 @@ def _library(simulated: Path | None) -> Any:
 
 
 def _people() -> list[str]:
-    """Return the names of the user and of who became root with sudo, unless they are the system's own."""
+    """Return the names of the user and of the user behind sudo, except system accounts."""
     users = [os.getuid(), *(int(user) for user in [os.environ.get("SUDO_UID", "")] if user.isdigit())]
     names = []
     for user in users:
@@ -74,24 +75,13 @@ def add(commands: Commands) -> None:
     """Describe the command."""
     node = ExporterSettings()
     parser = command(commands, "capture", run, "record this node's GPUs and ports, identities masked, as a test case")
-    add = parser.add_argument
-    add("folder", type=Path, metavar="DIR", help="where to put it; must not exist")
-    add("--reads", type=_reads, default=2, metavar="N", help="how often to read everything (default 2)")
-    add(
-        "--pause",
-        type=seconds,
-        default=3.0,
-        metavar="SECONDS",
-        help="between the reads, for counters to move (default 3)",
-    )
-    add(
-        "--mask",
-        action="append",
-        default=[],
-        metavar="WORD",
-        help="another name to mask, a cluster's for example; may be given more than once",
-    )
-    add("--sysfs", type=Path, default=node.sysfs, metavar="DIR", help=f"the kernel's sysfs (default {node.sysfs})")
-    add("--kmsg", type=Path, default=node.kmsg, metavar="FILE", help=f"the kernel log (default {node.kmsg})")
-    add("--host", default=node.host, metavar="NAME", help="this node's name, to be masked (default its host name)")
-    add("--simulated", type=Path, metavar="NODE_DIR", help=argparse.SUPPRESS)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where to put it; must not exist")
+    add = partial(flag, parser)
+    add("--reads", "N", "how often to read everything (default 2)", _reads, default=2)
+    add("--pause", "SECONDS", "between the reads, for counters to move (default 3)", seconds, default=3.0)
+    text = "another name to mask, a cluster's for example; may be given more than once"
+    add("--mask", "WORD", text, action="append", default=[])
+    add("--sysfs", "DIR", f"the kernel's sysfs (default {node.sysfs})", Path, default=node.sysfs)
+    add("--kmsg", "FILE", f"the kernel log (default {node.kmsg})", Path, default=node.kmsg)
+    add("--host", "NAME", "name of this node, to be masked (default its host name)", default=node.host)
+    add("--simulated", "NODE_DIR", argparse.SUPPRESS, Path)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from flopwatch.commands import Commands, command, given, seconds
+from flopwatch.commands import Commands, command, given, seconds, sources
 from flopwatch.settings import ExporterSettings, SettingsError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _look(options: argparse.Namespace, settings: ExporterSettings) -> Iterator[L
         else:
             yield lambda: first.pop() if first else look()
             return
-    with check.here(settings, options.deadline) as look_here:
+    with check.here(settings, options.deadline, sources(settings)) as look_here:
         yield look_here
 
 

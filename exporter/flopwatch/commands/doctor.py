@@ -8,7 +8,7 @@ import shutil
 from itertools import pairwise
 from pathlib import Path
 
-from flopwatch.commands import Commands, command, given
+from flopwatch.commands import Commands, command, given, sources
 from flopwatch.commands.exporter import flags
 from flopwatch.settings import ExporterSettings, SettingsError
 
@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
     from flopwatch.node.health.doctor import examine, to_json
     from flopwatch.node.health.doctor_text import page
 
-    report = examine(settings)
+    report = examine(settings, sources(settings))
     print(to_json(report) if options.json else page(report, shutil.get_terminal_size().columns), end="")
     return 1 if report.problems else 0
 

@@ -1,11 +1,11 @@
-"""`flopwatch kmsg`: the kernel log for an exporter without privileges."""
+"""`flopwatch kmsg`: stream the kernel log to an exporter without privileges."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from flopwatch.commands import Commands, command, given
+from flopwatch.commands import Commands, command, flag, given
 from flopwatch.settings import KmsgSettings
 
 
@@ -18,7 +18,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _socket(text: str) -> Path:
-    """Return the path of a socket, which the exporter's --kmsg writes with `unix:` before it."""
+    """Parse the path of a socket, with or without the prefix `unix:` of the exporter's --kmsg."""
     return Path(text.removeprefix("unix:"))
 
 
@@ -26,12 +26,7 @@ def add(commands: Commands) -> None:
     """Describe the command."""
     defaults = KmsgSettings()
     parser = command(commands, "kmsg", run, "stream the kernel log to an exporter that may not read it")
-    add = parser.add_argument
-    add(
-        "--listen",
-        type=_socket,
-        metavar="SOCKET",
-        help=f"unix socket; the exporter reads it with --kmsg unix:SOCKET (default {defaults.listen})",
-    )
-    add("--kmsg", type=Path, metavar="FILE", help=f"the kernel log (default {defaults.kmsg})")
-    add("--group", metavar="NAME", help="group that may connect, besides this user")
+    text = f"unix socket; the exporter reads it with --kmsg unix:SOCKET (default {defaults.listen})"
+    flag(parser, "--listen", "SOCKET", text, _socket)
+    flag(parser, "--kmsg", "FILE", f"the kernel log (default {defaults.kmsg})", Path)
+    flag(parser, "--group", "NAME", "group that may connect, in addition to this user")

@@ -22,8 +22,8 @@ Authorize = Callable[[Request], None]
 
 _STATUS_CODES: dict[type[Exception], int] = {
     http_server.Unauthorized: 401,
-    http_server.NotArriving: 408,
-    http_server.TooLarge: 413,
+    http_server.BodyTimeout: 408,
+    http_server.BodyTooLarge: 413,
     NoSuchRun: 404,
     AlreadyEnded: 409,
 }
@@ -55,7 +55,7 @@ def runs_router(store: Store, may_read: Authorize, may_close: Authorize) -> APIR
         """End the run in a body {"run", "tenant", "status"}, and return its state before."""
         try:
             may_close(request)
-            run, tenant, status = _parse_close(await http_server.body(request))
+            run, tenant, status = _parse_close(await http_server.read_body(request))
             return await run_in_threadpool(store.close_run, run, tenant, status)
         except tuple(_STATUS_CODES) as error:
             raise _refusal(error) from None

@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 _HTTP_STATUS = {
     RecordError: 400,
     http_server.Unauthorized: 401,
-    http_server.NotArriving: 408,
-    http_server.TooLarge: 413,
+    http_server.BodyTimeout: 408,
+    http_server.BodyTooLarge: 413,
 }
 
 
@@ -85,11 +85,11 @@ def ledger_app(store: Store, token_file: Path | None = None) -> FastAPI:
         outcome = "refused"
         try:
             authorize(request)
-            records = _records(await http_server.body(request))
+            records = _records(await http_server.read_body(request))
             outcome = "failed"
             await run_in_threadpool(store.apply, records)
             outcome = "accepted"
-        except (RecordError, http_server.Unauthorized, http_server.TooLarge, http_server.NotArriving) as error:
+        except (RecordError, http_server.Unauthorized, http_server.BodyTooLarge, http_server.BodyTimeout) as error:
             outcome = "refused"
             raise HTTPException(_HTTP_STATUS[type(error)], str(error)) from None
         except sqlite3.Error as error:

@@ -1,4 +1,4 @@
-"""The two HTTP applications of a node: what Prometheus reads, and on its own listener what training processes send."""
+"""The two HTTP applications of the exporter: /metrics for Prometheus, and the OTLP intake for training processes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ INTAKE_THREADS = 4
 _HTTP_STATUS = {"malformed": 400, "unauthorized": 401, "too_large": 413, "unsupported_type": 415}
 _OUTCOMES: dict[type[Exception], str] = {
     http_server.Unauthorized: "unauthorized",
-    http_server.TooLarge: "too_large",
-    http_server.NotArriving: "malformed",
+    http_server.BodyTooLarge: "too_large",
+    http_server.BodyTimeout: "malformed",
 }
 
 _PAGE = """<!doctype html>
@@ -47,7 +47,7 @@ def metrics_app(
     app = FastAPI(title="flopwatch", docs_url=None, redoc_url=None, openapi_url=None)
 
     async def metrics(request: Request) -> Response:
-        """Return what every source says now."""
+        """Return the samples of all sources."""
         media = content_type(request.headers.get("accept", ""))
         timeout = scrape_timeout(request.headers.get("x-prometheus-scrape-timeout-seconds"))
         gzipped = gzip_accepted(request.headers.get("accept-encoding", ""))
@@ -57,17 +57,17 @@ def metrics_app(
             headers["content-encoding"] = "gzip"
         return Response(body, headers=headers)
 
-    # Not through FastAPI, whose way of calling an endpoint costs a twentieth of a scrape.
+    # A plain Starlette route: FastAPI's way of calling an endpoint costs a twentieth of a scrape.
     app.add_route("/metrics", metrics)
 
     @app.get("/healthz")
     async def healthz() -> PlainTextResponse:
-        """Say that the process is alive, whatever the hardware is doing."""
+        """Return ok while the process runs, in whatever state the hardware is."""
         return PlainTextResponse("ok\n")
 
     @app.get("/readyz")
     async def readyz() -> PlainTextResponse:
-        """Say whether every source has been read once, with whatever result, and both listeners are up."""
+        """Return ready once both listeners are up and every source has been read once, successfully or not."""
         waiting = [name for name, status in scrape.statuses().items() if status == "not read yet"]
         if not listening():
             waiting.append("listeners")
@@ -77,7 +77,7 @@ def metrics_app(
 
     @app.get("/")
     async def landing() -> HTMLResponse:
-        """Return a page for people."""
+        """Return a page with the state of sources and runs."""
         return HTMLResponse(
             _PAGE.format(
                 host=escape(settings.host),
@@ -106,7 +106,7 @@ def otlp_app(telemetry: Telemetry, token_file: Path | None) -> FastAPI:
 
     @app.post("/v1/metrics")
     async def receive(request: Request) -> Response:
-        """Take an OTLP metrics request."""
+        """Accept an OTLP metrics request."""
         media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         coding = request.headers.get("content-encoding", "identity").strip().lower()
         try:
@@ -114,11 +114,11 @@ def otlp_app(telemetry: Telemetry, token_file: Path | None) -> FastAPI:
             if media not in (otlp.PROTOBUF, otlp.JSON) or coding not in ("identity", "gzip"):
                 message = f"send {otlp.PROTOBUF} or {otlp.JSON}, plain or gzip, not {media!r} {coding!r}"
                 raise Refused("unsupported_type", message)
-            body = await http_server.body(request)
-            # A megabyte takes a while to decode: not on the loop that answers Prometheus, nor on all of its threads.
+            body = await http_server.read_body(request)
+            # Decoding a megabyte takes long: it must block neither the event loop of /metrics nor all threads.
             reply = await anyio.to_thread.run_sync(take, body, media, coding == "gzip", limiter=threads)
             return Response(reply, media_type=media)
-        except (Refused, http_server.Unauthorized, http_server.TooLarge, http_server.NotArriving) as error:
+        except (Refused, http_server.Unauthorized, http_server.BodyTooLarge, http_server.BodyTimeout) as error:
             outcome = error.outcome if isinstance(error, Refused) else _OUTCOMES[type(error)]
             telemetry.count(outcome)
             answer = otlp.PROTOBUF if media == otlp.PROTOBUF else otlp.JSON

@@ -1,9 +1,10 @@
-"""Driver handles closed on request, so that a GPU can be reset, MIG switched or the driver replaced.
+"""Release of the driver: handles are closed on request, so that a GPU can be reset or the driver be replaced.
 
-A reset or an unloaded module needs every process to have closed its handles. Whoever wants that writes the file
-`release` into the state folder: a time such as `10m` (counted from when the file was written), or the Unix time of the
-end; 0 ends it early. The exporter closes the handles and writes the same end into `released`; both files go when the
-time is over, so a restart in between changes nothing. `flopwatch exporter --release 10m` does it and waits for it.
+A reset, a switch of MIG and an unload of the module fail while any process has handles open. A request is the file
+`release` in the state folder: a duration such as `10m` (from when the file was written), or the Unix time of the
+end; 0 ends the release early. The exporter closes its handles and confirms with the same end in `released`. It deletes
+both files at the end, so that a release survives a restart. `flopwatch exporter --release 10m` writes the request and
+waits for the confirmation.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ from flopwatch.catalogue import DRIVER_RELEASED, DRIVER_RELEASED_SECONDS, DRIVER
 log = logging.getLogger(__name__)
 
 REQUEST, CONFIRMATION = "release", "released"
-# What a signal asks for, and the longest that is granted: a node must not stay blind because somebody forgot.
+# Seconds of a release that a signal requests, and of the longest one: a forgotten release must not last for ever.
 BY_SIGNAL = 600.0
-LONGEST = 86400.0
-# How long an exporter may take to close its handles, one of them hung, before whoever asked is told that it has not.
-CONFIRMED_WITHIN = 15.0
+MAX_DURATION = 86400.0
+# Seconds to wait for the confirmation, in which an exporter can close its handles although one of them hangs.
+CONFIRMATION_TIMEOUT = 15.0
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smh])")
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class Driver(Protocol):
-    """A reader that holds driver handles."""
+    """Reader with open driver handles."""
 
     def release(self) -> bool:
-        """Close them, and return whether they are closed."""
+        """Close the handles, and return whether all are closed."""
 
     def resume(self) -> None:
-        """Open them again when they are needed next."""
+        """Allow the handles to be opened again by the next read."""
 
 
 def duration(text: str) -> float | None:
-    """Return the seconds in `90s`, `10m`, `1.5h` or `0`; None for anything else."""
+    """Return the seconds in `90s`, `10m`, `1.5h` or `0`; None for other texts."""
     match = _DURATION.fullmatch(text)
     if match is None:
         return 0.0 if text == "0" else None
@@ -52,18 +53,18 @@ def duration(text: str) -> float | None:
 
 
 def end(text: str, written: float) -> float | None:
-    """Return the Unix time that a request written then asks for, at most LONGEST later; None if it is no request."""
+    """Return the end that a request asks for, at most MAX_DURATION after `written`, None if its text is wrong."""
     seconds = duration(text)
     if seconds is None:
-        # Unix times of this century, to tell them from a number of whatever somebody had in mind.
+        # Ten digits: a Unix time of this century, not any number.
         seconds = float(text) - written if re.fullmatch(r"[0-9]{10}(\.[0-9]+)?", text) else None
-    return None if seconds is None else written + min(seconds, LONGEST)
+    return None if seconds is None else written + min(seconds, MAX_DURATION)
 
 
 class Release:
-    """Closes the drivers' handles for as long as the state folder asks for it; `check` looks.
+    """Release of driver handles while the state folder requests it; call `check` to act on the request.
 
-    A `guest` beside the exporter does the same with its own handles, and leaves the files to the exporter.
+    With `guest` the handles are those of another process than the exporter, which leaves the files alone.
     """
 
     def __init__(
@@ -83,21 +84,21 @@ class Release:
         self._clock = clock
         self._lock = threading.Lock()
         self._until: float | None = None
-        self._unwritten: float | None = None  # the end of a release that the disk has no room to note
+        self._unwritten: float | None = None  # end of a release that could not be written to disk
         self._since = 0.0
         self._seconds = 0.0
         self._pending: list[Driver] = []
-        self._complaint = ""
+        self._logged = ""
 
     def request(self, seconds: float) -> None:
-        """Ask for a release from now on, as a signal does."""
+        """Request a release that starts now, as a signal does."""
         until = self._now() + seconds
         if not _write(self._request, f"{until:.3f}\n"):
-            log.warning("cannot write %s: a restarted exporter will not know of the release", self._request)
+            log.warning("cannot write %s: the release ends with a restart", self._request)
             self._unwritten = until
 
     def check(self) -> None:
-        """Begin or end what is asked for; waits for children that take their time to end."""
+        """Start or end a release if the files request it. Blocks while reader processes end."""
         with self._lock:
             until = self._asked()
             if until is not None and until > self._now():
@@ -109,11 +110,11 @@ class Release:
             if self._pending:
                 self._pending = [driver for driver in self._pending if not driver.release()]
                 if not self._pending and not self._guest:
-                    log.info("the driver is released until %s", time.ctime(self._until))
+                    log.info("driver released until=%s", time.ctime(self._until))
                     _write(self._confirmation, f"{self._until:.3f}\n")
 
     def samples(self) -> list[Sample]:
-        """Return whether the drivers are released, until when, and for how long they have been altogether."""
+        """Return whether the driver is released, the end, and the total time of all releases in seconds."""
         until, seconds = self._until, self._seconds
         if until is None:
             return [(DRIVER_RELEASED, (), 0), (DRIVER_RELEASED_SECONDS, (), seconds)]
@@ -121,7 +122,7 @@ class Release:
         return [(DRIVER_RELEASED, (), 1), (DRIVER_RELEASED_UNTIL, (), until), (DRIVER_RELEASED_SECONDS, (), seconds)]
 
     def _asked(self) -> float | None:
-        """Return the end that is asked for; None where nothing is."""
+        """Return the end that is requested, None without a request."""
         try:
             text, written = self._request.read_text(errors="replace").strip(), self._request.stat().st_mtime
         except FileNotFoundError:
@@ -131,9 +132,9 @@ class Release:
         until = end(text, written)
         if until is not None:
             return until
-        if text not in ("", self._complaint):
-            log.warning("%s says %.50r; write 10m, the Unix time of the end, or 0", self._request, text)
-            self._complaint = text
+        if text not in ("", self._logged):
+            log.warning("%s contains %.50r: write 10m, the Unix time of the end, or 0", self._request, text)
+            self._logged = text
         return self._until
 
     def _begin(self, until: float) -> None:
@@ -149,7 +150,7 @@ class Release:
         for driver in self._drivers:
             driver.resume()
         self._forget()
-        log.info("the driver is in use again")
+        log.info("driver in use again")
 
     def _forget(self) -> None:
         if self._guest:
@@ -160,20 +161,20 @@ class Release:
 
 
 def ask(state: Path, seconds: float, now: Callable[[], float] = time.time) -> str:
-    """Ask the exporter of this state folder for a release; return why it is not done, or no text if it is."""
+    """Request a release from the exporter of a state folder, and wait. Return the reason if it fails, else no text."""
     if seconds == 0 and not any((state / name).exists() for name in (REQUEST, CONFIRMATION)):
         return ""
-    until = f"{now() + min(seconds, LONGEST - 1):.3f}\n" if seconds > 0 else "0\n"
+    until = f"{now() + min(seconds, MAX_DURATION - 1):.3f}\n" if seconds > 0 else "0\n"
     if not _write(state / REQUEST, until):
         return f"cannot write {state / REQUEST}; is --state the exporter's, and may this user write there?"
-    patience = time.monotonic() + CONFIRMED_WITHIN
-    while time.monotonic() < patience:
+    deadline = time.monotonic() + CONFIRMATION_TIMEOUT
+    while time.monotonic() < deadline:
         if _text(state / (CONFIRMATION if seconds > 0 else REQUEST)) == (until if seconds > 0 else None):
             return ""
         time.sleep(0.05)
     return (
-        f"no exporter has said so within {CONFIRMED_WITHIN:g} s: none runs with --state {state}, or a driver call "
-        f"hangs. {state / REQUEST} stays and still asks for it; --release 0 takes it back"
+        f"no exporter confirmed within {CONFIRMATION_TIMEOUT:g} s: none runs with --state {state}, or a driver call "
+        f"hangs. The request stays in {state / REQUEST}; --release 0 withdraws it"
     )
 
 

@@ -1,11 +1,11 @@
-"""The kernel tier: a small process that may read /dev/kmsg streams it to who may not, over a unix socket.
+"""Privileged process that streams /dev/kmsg to an unprivileged exporter over a unix socket.
 
-Standard library only, and nothing but the records: https://www.kernel.org/doc/Documentation/ABI/testing/dev-kmsg.
+It uses the standard library only: https://www.kernel.org/doc/Documentation/ABI/testing/dev-kmsg.
 
-A client sends one line, the number of the first record it wants (0: all that the kernel still has), and gets the
-records as the device gives them, each a line followed by lines that begin with a space. The line ` caught up` comes
-once, when the client has what there was. The device is open once for each client, so the kernel's own ring is the only
-buffer: who reads too slowly finds a gap in the record numbers, and who does not read at all is dropped.
+A client sends one line, the number of the first record that it wants (0 for all that the kernel still has). It receives
+the records as the device returns them: a line each, with continuation lines that begin with a space. The line
+` caught up` is sent once, after the last record that existed. The device is opened once per client, so the kernel's
+ring is the only buffer: a slow client finds a gap in the record numbers, and a client that stops reading is dropped.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ TICK = 0.25  # seconds between looks at a log that cannot be waited for: a regul
 
 
 class _Gone(Exception):
-    """The client has left, or is to be left."""
+    """The client disconnected, or is to be disconnected."""
 
 
 class _Client:
-    """One connection, with the log open for it alone."""
+    """One connection with its own descriptor of the kernel log."""
 
     def __init__(self, connection: socket.socket, kmsg: Path, now: float) -> None:
         self._connection = connection
@@ -58,14 +58,14 @@ class _Client:
         if self._waits and self._first is not None and not self._pending:
             ready.register(self._log, select.POLLIN)
 
-    def patience(self) -> float:
-        """Return after how many seconds to look at this client although nothing has happened."""
+    def timeout(self) -> float:
+        """Return the seconds after which this client needs a turn even without an event."""
         if self._first is None or self._pending:
             return REQUEST_SECONDS
         return STUCK_SECONDS if self._waits else TICK if self._caught_up else 0.0
 
     def turn(self, now: float) -> None:
-        """Do what can be done without waiting. Raises _Gone or OSError when this client is done with."""
+        """Read and send what does not block. Raises _Gone or OSError when the connection is over."""
         self._listen()
         if self._first is None:
             if now - self._progress > REQUEST_SECONDS:
@@ -97,7 +97,7 @@ class _Client:
                 self._first = int(number)
 
     def _read(self) -> None:
-        """Take what is in the log, as much as goes in one piece."""
+        """Read from the log, up to CHUNK_BYTES."""
         while len(self._pending) < CHUNK_BYTES:
             try:
                 data = os.read(self._log, RECORD_BYTES)
@@ -123,7 +123,7 @@ def _number(data: bytes) -> int:
 
 
 class Server:
-    """Streams the log to every client of a listening socket."""
+    """Server that streams the kernel log to every client of a listening socket."""
 
     def __init__(self, listener: socket.socket, kmsg: Path) -> None:
         self._listener = listener
@@ -132,12 +132,12 @@ class Server:
         self._clients: list[_Client] = []
 
     def turn(self, seconds: float) -> None:
-        """Wait at most so long for something to do, and do it."""
+        """Wait for events for at most `seconds`, and handle them."""
         ready = select.poll()
         ready.register(self._listener, select.POLLIN)
         for client in self._clients:
             client.register(ready)
-        ready.poll(min([seconds, *(client.patience() for client in self._clients)]) * 1000)
+        ready.poll(min([seconds, *(client.timeout() for client in self._clients)]) * 1000)
         now = time.monotonic()
         with suppress(BlockingIOError):
             self._accept(self._listener.accept()[0], now)
@@ -156,14 +156,14 @@ class Server:
         connection.close()
 
     def close(self) -> None:
-        """Let go of the clients."""
+        """Disconnect all clients."""
         for client in self._clients:
             client.close()
         self._clients.clear()
 
 
 def listen(path: Path, group: str = "") -> socket.socket:
-    """Return a socket at `path` that only this user and the group may connect to. Raises SettingsError."""
+    """Return a listening socket at `path` for this user and the group only. Raises SettingsError."""
     try:
         owner = -1 if not group else int(group) if group.isdigit() else grp.getgrnam(group).gr_gid
     except KeyError:
@@ -187,10 +187,10 @@ def listen(path: Path, group: str = "") -> socket.socket:
 
 
 def _clear(path: Path) -> None:
-    """Remove the socket of a process that is no more; raises OSError for anything else at this path."""
+    """Remove a socket without a listening process. Raises OSError for anything else at this path."""
     if not path.is_socket():
         if path.exists():
-            raise OSError("there is something that is no socket")
+            raise OSError("the path exists and is not a socket")
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1)
@@ -199,11 +199,11 @@ def _clear(path: Path) -> None:
         except ConnectionRefusedError:
             path.unlink()
             return
-    raise OSError("another process serves it")
+    raise OSError("another process listens there")
 
 
 def run(settings: KmsgSettings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises SettingsError where that is impossible."""
+    """Serve until SIGTERM or SIGINT. Raises SettingsError if log or socket cannot be used."""
     try:
         log = os.open(settings.kmsg, os.O_RDONLY | os.O_NONBLOCK)
         try:
@@ -227,7 +227,7 @@ def run(settings: KmsgSettings) -> None:
     finally:
         server.close()
         listener.close()
-        # Unless a successor has put its own there.
+        # A successor may have created its own socket at this path.
         with suppress(OSError):
             if settings.listen.stat().st_ino == inode:
                 settings.listen.unlink()

@@ -1,4 +1,4 @@
-"""A GPU node that does not exist, for the demo and the tests: only the outside is simulated, never our own code."""
+"""Simulated GPU node for the demo and the tests: drivers, sysfs and kernel log, but none of flopwatch's own code."""
 
 from flopwatch.simulate.node import SimulatedNode
 

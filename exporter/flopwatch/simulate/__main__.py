@@ -1,95 +1,90 @@
-"""Break the simulated node while it runs: `python -m flopwatch.simulate NODE_DIR xid --gpu 3 --code 79`."""
+"""Inject faults into a running simulated node: `python -m flopwatch.simulate NODE_DIR xid --gpu 3 --code 79`."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
-from flopwatch.simulate.node import (
-    ADAPTERS,
-    GPUS,
-    HELD_CLOCK,
-    LINK_RATES,
-    MIG_PROFILE,
-    NVLINK_ERRORS,
-    NVLINKS,
-    PCIE_GENERATION,
-    PCIE_LANES,
-    PCIE_WIDTHS,
-    SimulatedNode,
-)
+from flopwatch.simulate import h100
+from flopwatch.simulate.node import SimulatedNode
+
+Flag = tuple[str, dict[str, Any]]
+
+
+def flag(name: str, type: Any = int, **more: Any) -> Flag:
+    """Return one flag of a command."""
+    return name, {"type": type, **more}
+
+
+def one_of(name: str, choices: Any, **more: Any) -> Flag:
+    """Return one flag of a command whose value is one of the choices, of the type of the first."""
+    return flag(name, type(next(iter(choices))), choices=choices, **more)
+
+
+GPU = one_of("--gpu", range(h100.GPUS), required=True)
+DEVICE = one_of("--device", h100.ADAPTERS, required=True)
+LINK = one_of("--link", range(h100.NVLINKS), required=True)
+UP = one_of("--state", ("down", "up"), required=True)
+ON = one_of("--mode", ("on", "off"), required=True)
+CALL = flag("--call", str, metavar="nvmlFunction", required=True)
+CODE = flag("--error", metavar="nvmlReturn_t", required=True)
+NVLINK_ERROR = one_of("--error", tuple(h100.NVLINK_ERRORS.values()), required=True)
+PENDING: Flag = ("--pending", {"action": "store_true", "help": "at the next reset"})
+FAILURE: Flag = ("--failure", {"action": "store_true", "help": "there was no spare row"})
+WIDTH = one_of("--width", h100.PCIE_WIDTHS, default=h100.PCIE_LANES)
+GENERATION = one_of("--generation", range(1, h100.PCIE_GENERATION + 1), default=h100.PCIE_GENERATION)
+
+# A method of SimulatedNode each: its name with hyphens, what it does, and its arguments as flags.
+COMMANDS: dict[str, tuple[str, tuple[Flag, ...]]] = {
+    "xid": ("write an Xid into the kernel log; 79 loses the GPU", (GPU, flag("--code", required=True))),
+    "lose": ('let every call about the GPU fail with "GPU is lost"', (GPU,)),
+    "ecc": ("count memory errors", (GPU, flag("--uncorrected", default=0), flag("--corrected", default=0))),
+    "throttle": ("hold the clock back", (GPU, one_of("--reason", h100.HELD_CLOCK))),
+    "heat": ("warm the GPU up to this temperature", (GPU, flag("--celsius", float))),
+    "load": ("set how busy the GPU is, 0 to 1", (GPU, flag("--utilization", float, required=True))),
+    "hang": ("let an NVML function block; without --call, release it", (flag("--call", str, metavar="nvmlFunction"),)),
+    "fail": (
+        "let an NVML function fail; --error 0 lets it work again",
+        (CALL, CODE, one_of("--gpu", range(h100.GPUS))),
+    ),
+    "blind": ("hide the GPU from the exporter's process", (GPU, flag("--error", default=999))),
+    "refuse": ("let every call about the GPU fail, as after it fell off the bus", (GPU, flag("--error", default=999))),
+    "reset": (
+        "reset the GPU; it is back once NVML is initialised again",
+        (GPU, one_of("--index", range(h100.GPUS), help="NVML index it is back at")),
+    ),
+    "driver": ("replace the driver under the processes that use it", (flag("--version", str, required=True),)),
+    "mig": ("partition the GPU, or make it whole again", (GPU, ON, flag("--profile", str, default=h100.MIG_PROFILE))),
+    "nvlink": ("take an NVLink down or up", (GPU, LINK, UP)),
+    "nvlink-errors": ("count errors of an NVLink", (GPU, LINK, NVLINK_ERROR, flag("--count", default=1))),
+    "remap": (
+        "replace memory rows",
+        (GPU, flag("--corrected", default=0), flag("--uncorrected", default=0), PENDING, FAILURE),
+    ),
+    "pcie": ("let the PCIe link train to less", (GPU, WIDTH, GENERATION)),
+    "recovery": ("let the driver ask for a recovery action", (GPU, one_of("--action", range(8), required=True))),
+    "profiler": ("let a profiler hold the hardware counters", (GPU, ON)),
+    "symbol-errors": ("let symbol errors rise", (DEVICE, flag("--per-second", float, required=True))),
+    "link": ("take a link down or up", (DEVICE, UP)),
+    "rate": (
+        "let a port train to another rate, in Gb/s",
+        (DEVICE, one_of("--gigabits", h100.LINK_RATES, required=True)),
+    ),
+    "remove": ("take an adapter off the bus", (DEVICE,)),
+    "clear": ("end every fault", ()),
+}
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line: one command per method of SimulatedNode, its flags the method's arguments."""
+    """Return the command line, with one command per method of SimulatedNode that injects a fault."""
     result = argparse.ArgumentParser(prog="python -m flopwatch.simulate", description=__doc__)
     result.add_argument("node", type=Path, metavar="NODE_DIR", help="folder of the node (STATE/simulated)")
     commands = result.add_subparsers(dest="command", required=True)
-
-    def command(name: str, text: str, gpu: bool = False, device: bool = False) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=text, description=text)
-        if gpu:
-            added.add_argument("--gpu", type=int, choices=range(GPUS), required=True)
-        if device:
-            added.add_argument("--device", choices=ADAPTERS, required=True)
-        return added
-
-    xid = command("xid", "write an Xid into the kernel log; 79 loses the GPU", gpu=True)
-    xid.add_argument("--code", type=int, required=True)
-    command("lose", "let the GPU fall silent", gpu=True)
-    ecc = command("ecc", "count memory errors", gpu=True)
-    ecc.add_argument("--uncorrected", type=int, default=0)
-    ecc.add_argument("--corrected", type=int, default=0)
-    throttle = command("throttle", "hold the clock back", gpu=True)
-    throttle.add_argument("--reason", choices=HELD_CLOCK)
-    heat = command("heat", "warm the GPU up to this temperature", gpu=True)
-    heat.add_argument("--celsius", type=float)
-    load = command("load", "set how busy the GPU is, 0 to 1", gpu=True)
-    load.add_argument("--utilization", type=float, required=True)
-    hang = command("hang", "let an NVML function block; without --call, let it go on")
-    hang.add_argument("--call", metavar="nvmlFunction")
-    fail = command("fail", "let an NVML function fail; --error 0 lets it work again")
-    fail.add_argument("--call", metavar="nvmlFunction", required=True)
-    fail.add_argument("--error", type=int, metavar="nvmlReturn_t", required=True)
-    fail.add_argument("--gpu", type=int, choices=range(GPUS))
-    blind = command("blind", "hide the GPU from the exporter's process", gpu=True)
-    blind.add_argument("--error", type=int, default=999)
-    refuse = command("refuse", "let every call about the GPU fail, as one that fell off the bus may", gpu=True)
-    refuse.add_argument("--error", type=int, default=999)
-    reset = command("reset", "reset the GPU; it comes back once NVML is initialised again", gpu=True)
-    reset.add_argument("--index", type=int, choices=range(GPUS), help="NVML index it comes back at")
-    driver = command("driver", "replace the driver under the processes that use it")
-    driver.add_argument("--version", required=True)
-    mig = command("mig", "partition the GPU, or make it whole again", gpu=True)
-    mig.add_argument("--mode", choices=("on", "off"), required=True)
-    mig.add_argument("--profile", default=MIG_PROFILE)
-    nvlink = command("nvlink", "take an NVLink down or up", gpu=True)
-    nvlink.add_argument("--link", type=int, choices=range(NVLINKS), required=True)
-    nvlink.add_argument("--state", choices=("down", "up"), required=True)
-    nvlink_errors = command("nvlink-errors", "count errors of an NVLink", gpu=True)
-    nvlink_errors.add_argument("--link", type=int, choices=range(NVLINKS), required=True)
-    nvlink_errors.add_argument("--error", choices=tuple(NVLINK_ERRORS.values()), required=True)
-    nvlink_errors.add_argument("--count", type=int, default=1)
-    remap = command("remap", "replace memory rows", gpu=True)
-    remap.add_argument("--corrected", type=int, default=0)
-    remap.add_argument("--uncorrected", type=int, default=0)
-    remap.add_argument("--pending", action="store_true", help="at the next reset")
-    remap.add_argument("--failure", action="store_true", help="there was no spare row")
-    pcie = command("pcie", "let the PCIe link train to less", gpu=True)
-    pcie.add_argument("--width", type=int, choices=PCIE_WIDTHS, default=PCIE_LANES)
-    pcie.add_argument("--generation", type=int, choices=range(1, PCIE_GENERATION + 1), default=PCIE_GENERATION)
-    recovery = command("recovery", "let the driver ask for a recovery action", gpu=True)
-    recovery.add_argument("--action", type=int, choices=range(8), required=True)
-    profiler = command("profiler", "let a profiler hold the hardware counters", gpu=True)
-    profiler.add_argument("--mode", choices=("on", "off"), required=True)
-    symbols = command("symbol-errors", "let symbol errors rise", device=True)
-    symbols.add_argument("--per-second", type=float, required=True)
-    link = command("link", "take a link down or up", device=True)
-    link.add_argument("--state", choices=("down", "up"), required=True)
-    rate = command("rate", "let a port train to another rate, in Gb/s", device=True)
-    rate.add_argument("--gigabits", type=int, choices=LINK_RATES, required=True)
-    command("remove", "take an adapter off the bus", device=True)
-    command("clear", "end every fault")
+    for name, (text, flags) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        for option, settings in flags:
+            command.add_argument(option, **settings)
     return result
 
 

@@ -1,4 +1,4 @@
-"""A training job without PyTorch: real processes, real barriers and the real hook; only the computing is sleep.
+"""Training job without PyTorch: real processes, barriers and hook, in which only the computation is a sleep.
 
     python -m flopwatch.simulate.job --ranks 4 --out DIR
 
@@ -39,7 +39,7 @@ FLOPS_PER_TOKEN = LLAMA_3_8B.flops_per_token(8192)
 CARD, DTYPE = "NVIDIA H100 80GB HBM3", "bf16"
 TOKENS_PER_SECOND = 8100  # of computing, on one such card
 CHECKPOINT_SECONDS = 0.2
-LONGEST_WAIT = 60.0  # seconds after which a rank gives up on the others
+MAX_WAIT = 60.0  # seconds after which a rank stops waiting for the others
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Job:
         return self.out / "checkpoint.json"
 
     def faults(self) -> dict[str, Any]:
-        """Return the faults wanted now: those of the flags, whose keys the control file replaces."""
+        """Return the current faults: those of the flags, with the keys of the control file in place of theirs."""
         wanted: dict[str, Any] = {
             "slow": {str(self.slow_rank): self.slow_by},
             "die": {} if self.die_at_step is None else {str(self.die_rank): self.die_at_step},
@@ -120,7 +120,7 @@ class Rank:
         )
 
     def log(self, event: str, **fields: Any) -> None:
-        """Append one line to the job's own log, which only rank 0 has."""
+        """Append a line to the log of the job, which only rank 0 has."""
         if self.log_file is not None:
             line = {"event": event, "time": time.time(), "attempt": self.attempt, **fields}
             self.log_file.write(json.dumps(line) + "\n")
@@ -148,7 +148,7 @@ class Rank:
             if self.rank == 0 and (late or wanted["stop"]):
                 self.last.value = step  # before the barrier, so that no rank goes on alone into the next one
             with run.collective_wait():
-                self.barrier.wait(LONGEST_WAIT)
+                self.barrier.wait(MAX_WAIT)
             loss = 1.9 + 8 / (step + 1) ** 0.5
             run.step(tokens=job.tokens_per_rank, loss=loss)
             self.log(
@@ -164,7 +164,7 @@ class Rank:
         run.finish(status)
 
     def steps_after(self, step: int) -> Iterator[int]:
-        """Yield the steps to come, as a loader yields batches."""
+        """Yield the steps after `step`, as a loader yields batches."""
         while step < self.last.value:
             step += 1
             yield step
@@ -178,20 +178,20 @@ class Rank:
                 draft = self.job.checkpoint.with_suffix(".part")
                 draft.write_text(json.dumps({"step": step}))
                 draft.replace(self.job.checkpoint)
-            self.barrier.wait(LONGEST_WAIT)
+            self.barrier.wait(MAX_WAIT)
         self.log("checkpoint_end", step=step)
         return step
 
 
 def train(job: Job, launched: int, attempt: int, rank: int, barrier: Barrier, last: Synchronized[int]) -> None:
-    """Be one rank: what a process of the job runs."""
+    """Run one rank; the main function of a process of the job."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the launcher ends its ranks
     (job.out / "pids" / str(rank)).write_text(str(os.getpid()))
     Rank(job, launched, attempt, rank, barrier, last).train()
 
 
 def launch(job: Job) -> int:
-    """Run all ranks, and all again when one dies, as torchrun does; return the exit status."""
+    """Run all ranks, restart all when one dies, as torchrun does, and return the exit status."""
     (job.out / "pids").mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
     launched = int(time.time())
@@ -215,7 +215,7 @@ def launch(job: Job) -> int:
 
 
 def all_completed(ranks: list[SpawnProcess]) -> bool:
-    """Wait until all ranks have ended well, or the first has not, and return which."""
+    """Wait until all ranks completed or the first one failed, and return whether all completed."""
     running = ranks
     while running:
         wait([process.sentinel for process in running])
@@ -227,7 +227,7 @@ def all_completed(ranks: list[SpawnProcess]) -> bool:
 
 
 def arguments() -> Job:
-    """Return the job that the command line describes."""
+    """Return the job of the command line."""
     parser = argparse.ArgumentParser(prog="python -m flopwatch.simulate.job", description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=Job.steps, help="steps of the whole run")

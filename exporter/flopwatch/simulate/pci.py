@@ -1,7 +1,7 @@
-"""Where the parts of the simulated node sit on PCI: sysfs links as the kernel makes them.
+"""PCI topology of the simulated node, as sysfs links like those of the kernel.
 
-As on a Dell XE9680 (tests/captures/pci): below each root port a switch, below each switch one GPU and one adapter; four
-switches a socket. The storage adapter has a root port of its own on the first socket.
+As on a Dell XE9680 (tests/captures/pci), each root port has a switch with one GPU and one adapter, and each socket four
+switches. The storage adapter has a root port of its own on the first socket.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ STORAGE_PATH = ("pci0000:00", "0000:00:0e.0", "0000:02:00.0")
 
 
 def gpu_path(bus: int) -> tuple[str, ...]:
-    """Return the way from the host bridge to the GPU on this bus."""
+    """Return the PCI path from the host bridge to the GPU on a bus."""
     return (*_switch(bus), f"0000:{bus - 2:02x}:01.0", f"0000:{bus:02x}:00.0")
 
 
 def adapter_path(bus: int) -> tuple[str, ...]:
-    """Return the way to the adapter beside the GPU on this bus."""
+    """Return the PCI path to the adapter next to the GPU on a bus."""
     return (*_switch(bus), f"0000:{bus - 2:02x}:02.0", f"0000:{bus + 1:02x}:00.0")
 
 
@@ -28,7 +28,7 @@ def _switch(bus: int) -> tuple[str, ...]:
 
 
 def write(sysfs: Path, buses: Sequence[int], adapters: Mapping[str, tuple[str, ...]]) -> None:
-    """Make the PCI devices and the adapters' net devices; `adapters` are paths by RDMA device."""
+    """Write the PCI devices of GPUs and adapters, and the net devices. `adapters` has PCI paths by RDMA device."""
     for index, bus in enumerate(buses):
         _device(sysfs, gpu_path(bus), int(index >= len(buses) // 2))
     for index, (name, path) in enumerate(adapters.items()):

@@ -1,8 +1,8 @@
-"""NVML of a captured node: an object to be used in place of the `pynvml` module, answering from an `nvml.json`.
+"""NVML of a captured host: a replacement of the `pynvml` module that answers from an `nvml.json`.
 
-Constants, structures and exceptions are the real package's. A call is answered with what was recorded for it, one
-answer after the other, the last one for ever. What was not recorded: NVML_ERROR_NOT_SUPPORTED if the function was asked
-about something else, NVML_ERROR_FUNCTION_NOT_FOUND if it was never asked. `node/recorder.py` has the format.
+Constants, structures and exceptions are those of the real package. A call returns its recorded answers in order, and
+the last one for ever. A call that was not recorded fails with NVML_ERROR_NOT_SUPPORTED if the function was called with
+other arguments, else with NVML_ERROR_FUNCTION_NOT_FOUND. `node/capture/recorder.py` documents the format.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import pynvml as real
 from flopwatch.node.capture.recorder import PURE, SAMPLE_CALLS, Handles, field_key, structures
 from flopwatch.node.collectors.nvml.fields import VALUE_MEMBERS
 
-# These say nothing about a node, and a capture need not hold them.
+# Calls that need no recorded answer.
 ALWAYS = {"nvmlShutdown": None, "nvmlGpmSampleFree": None}
 
 
 class Replay:
-    """The functions of pynvml, as the captured node answered them."""
+    """Replacement of pynvml whose functions return the recorded answers."""
 
     def __init__(self, recorded: Mapping[str, Mapping[str, Mapping[str, list[Any]]]]) -> None:
         self._recorded = recorded
@@ -62,7 +62,7 @@ class Replay:
         return result
 
     def _answer(self, subject: str, section: str, question: str, default: Any) -> Any:
-        """Return the next answer to a question; the last one stays."""
+        """Return the next recorded answer of a call; the last one is repeated."""
         answers = self._recorded.get(subject, {}).get(section, {}).get(question)
         if answers is None:
             return default
@@ -71,14 +71,14 @@ class Replay:
         return answers[min(self._asked[key], len(answers)) - 1]
 
     def _handle(self, name: str, sample: bool = False) -> Any:
-        """Return the pointer that stands for a handle; nobody looks behind it."""
+        """Return a pointer for a handle, which is never dereferenced."""
         address = self._addresses.setdefault(name, 0x1000 * (len(self._addresses) + 1))
         handle = ctypes.cast(ctypes.c_void_p(address), real.c_nvmlGpmSample_t if sample else real.c_nvmlDevice_t)
         self._handles.give(handle, name)
         return handle
 
-    def _result(self, answer: Any, given: ctypes.Structure | None = None) -> Any:
-        """Return what a recorded answer stands for; raises what it tells; fills the structure that was given."""
+    def _result(self, answer: Any, target: ctypes.Structure | None = None) -> Any:
+        """Decode a recorded answer: return its value, raise its error, or fill the structure `target`."""
         if isinstance(answer, list):
             return [self._result(item) for item in answer]
         if not isinstance(answer, dict):
@@ -86,21 +86,21 @@ class Replay:
         if "error" in answer:
             raise real.NVMLError(answer["error"])
         if "struct" in answer:
-            filled = getattr(real, answer["struct"])() if given is None else given
+            filled = getattr(real, answer["struct"])() if target is None else target
             ctypes.memset(ctypes.addressof(filled), 0, ctypes.sizeof(filled))
             fill(filled, {name: value for name, value in answer.items() if name != "struct"})
-            return filled if given is None else real.NVML_SUCCESS
+            return filled if target is None else real.NVML_SUCCESS
         if "object" in answer:
             return real.nvmlFriendlyObject({name: self._result(value) for name, value in answer["object"].items()})
         if "ctype" in answer:
             return getattr(ctypes, answer["ctype"])(answer["value"])
         return self._handle(answer["handle"]) if "handle" in answer else answer["bytes"].encode("latin-1")
 
-    def _fields(self, subject: str, question: str, asked: Any) -> Any:
+    def _fields(self, subject: str, question: str, fields: Any) -> Any:
         self._result(self._answer(subject, "calls", question, None))
-        values = (real.c_nvmlFieldValue_t * len(asked))()
-        for value, one in zip(values, asked, strict=True):
-            value.fieldId, value.scopeId = one if isinstance(one, (tuple, list)) else (one, 0)
+        values = (real.c_nvmlFieldValue_t * len(fields))()
+        for value, field in zip(values, fields, strict=True):
+            value.fieldId, value.scopeId = field if isinstance(field, (tuple, list)) else (field, 0)
             unknown = {"error": real.NVML_ERROR_NOT_SUPPORTED}
             answer = self._answer(subject, "fields", field_key(value.fieldId, value.scopeId), unknown)
             for member, number in answer.items():
@@ -122,7 +122,7 @@ class Replay:
 
 
 def fill(struct: Any, members: Mapping[str, Any]) -> None:
-    """Set the members of a structure to what was recorded of them."""
+    """Set the members of a structure to their recorded values."""
     for name, value in members.items():
         if isinstance(value, dict) and set(value) == {"hex"}:
             raw = bytes.fromhex(value["hex"])
@@ -137,5 +137,5 @@ def fill(struct: Any, members: Mapping[str, Any]) -> None:
 
 
 def load(folder: Path) -> Replay:
-    """Return what stands for the pynvml module on the node captured in `folder`."""
+    """Return a replacement of the pynvml module for the host captured in `folder`."""
     return Replay(json.loads((folder / "nvml.json").read_bytes())["nvml"])

@@ -26,7 +26,8 @@ import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flopwatch.http.web_config import MAX_WAITING, Passwords, Tls, Web, WebConfig, parse
+from flopwatch.http.passwords import MAX_WAITING, Passwords
+from flopwatch.http.web_config import Tls, Web, WebConfig, parse
 from flopwatch.settings import SettingsError
 from tests.support import ROOT
 from tests.support.machine import PATIENCE, until

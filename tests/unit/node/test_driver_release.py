@@ -10,7 +10,7 @@ import pytest
 
 from flopwatch.catalogue import DRIVER_RELEASED, DRIVER_RELEASED_SECONDS, DRIVER_RELEASED_UNTIL, Sample
 from flopwatch.node import driver_release
-from flopwatch.node.driver_release import LONGEST, Release, duration, end
+from flopwatch.node.driver_release import MAX_DURATION, Release, duration, end
 from tests.support.machine import PATIENCE, until
 
 NOW = 1_800_000_000.0
@@ -94,8 +94,8 @@ def test_a_time_is_a_number_with_a_unit(text: str, seconds: float | None) -> Non
         ("1800000600.250", NOW + 600.25),
         ("1700000000", 1_700_000_000),
         ("0", NOW),
-        ("48h", NOW + LONGEST),
-        ("9999999999", NOW + LONGEST),
+        ("48h", NOW + MAX_DURATION),
+        ("9999999999", NOW + MAX_DURATION),
         ("600", None),
         ("whatever", None),
     ],
@@ -238,7 +238,7 @@ def exporter(state: Path, driver: Driver, ended: threading.Event) -> threading.T
 
 
 def test_who_asks_waits_until_the_exporter_has_done_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver_release, "CONFIRMED_WITHIN", PATIENCE)
+    monkeypatch.setattr(driver_release, "CONFIRMATION_TIMEOUT", PATIENCE)
     driver, ended = Driver(), threading.Event()
     running = exporter(tmp_path, driver, ended)
     try:
@@ -253,8 +253,8 @@ def test_who_asks_waits_until_the_exporter_has_done_it(tmp_path: Path, monkeypat
 
 
 def test_who_asks_where_no_exporter_runs_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver_release, "CONFIRMED_WITHIN", 0.1)
-    assert driver_release.ask(tmp_path, 600).startswith("no exporter has said so within 0.1 s")
+    monkeypatch.setattr(driver_release, "CONFIRMATION_TIMEOUT", 0.1)
+    assert driver_release.ask(tmp_path, 600).startswith("no exporter confirmed within 0.1 s")
     assert driver_release.ask(tmp_path / "not there", 600).startswith("cannot write")
 
 

@@ -1,15 +1,15 @@
-"""Records this node as a test case: what NVML answers the collector, the ports in sysfs, the driver's kernel log lines.
+"""Recording of a host as a test case: answers of NVML, ports in sysfs, and the driver's lines in the kernel log.
 
 A capture is a folder:
 
-    nvml.json    every NVML call and its answers (`node/recorder.py`), replayed by `simulate/replay.py`
-    sys/         class/infiniband and the PCI devices of ports and GPUs, with their links; sys.2, sys.3 ... hold the
-                 files that had changed at the next reads
-    kmsg         the kernel log's records about GPUs, NVSwitches and ports
-    README.md    where and when, and what could not be read
+    nvml.json    every NVML call and its answers (`capture/recorder.py`), replayed by `simulate/replay.py`
+    sys/         class/infiniband and the PCI devices of ports and GPUs, with their links; sys.2, sys.3 ... contain the
+                 files that changed until the next reads
+    kmsg         the records of the kernel log about GPUs, NVSwitches and ports
+    README.md    versions and date, and what could not be read
 
-Everything is kept in memory until serials, UUIDs, GUIDs, addresses, processes, users and host names are masked. An
-attribute that the kernel refuses (EINVAL, EACCES) is listed in the README, for a folder of files cannot hold a refusal.
+Everything stays in memory until serials, UUIDs, GUIDs, addresses, processes, users and host names are masked. Files
+that the kernel refuses to read (EINVAL, EACCES) are listed in the README.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 import flopwatch
 from flopwatch.node.capture.masking import Masker
 from flopwatch.node.capture.recorder import SYSTEM, Recorded, Recorder, dumps
-from flopwatch.node.collectors import Blind, StartAfresh, Unsupported
+from flopwatch.node.collectors import AccessLost, RestartReader, Unsupported
 from flopwatch.node.collectors.nvml import Nvml
 from flopwatch.settings import SettingsError
 
@@ -60,7 +60,7 @@ NET_FILES = (
     "dev_port",
     "type",
 )
-# Below the sysfs root, as patterns. Left out: gids, pkeys and node_desc, which say who the node is, and binary files.
+# Patterns below the sysfs root. Left out: gids, pkeys and node_desc, which identify the host, and binary files.
 PORT_FILES = (
     *(f"class/infiniband/*/{name}" for name in ("board_id", "fw_ver", "hca_type", "hw_rev", "node_type", "node_guid")),
     "class/infiniband/*/hw_counters/*",
@@ -75,16 +75,16 @@ PORT_FILES = (
     *(f"class/infiniband/*/device/net/*/{name}" for name in NET_FILES),
 )
 WANTED_IN_KMSG = re.compile(r"NVRM|nvidia|SXid|mlx[45]_|infiniband|\bib_|pcieport .*AER")
-KMSG_RECORDS = 5000  # the newest, where there are more
-KMSG_RECORD_BYTES = 8192  # the longest record of /dev/kmsg
+MAX_KMSG_RECORDS = 5000  # the newest are kept
+MAX_KMSG_RECORD_BYTES = 8192  # of /dev/kmsg
 
-# Members of NVML's structures that tell one machine from another.
+# Members of NVML's structures that identify a host or a GPU.
 IDENTITIES = {"clusterUuid", "ibGuid", "chassisSerialNumber", "uuid", "serial", "hostname", "pdi"}
 
 
 @dataclass
 class Capture:
-    """A node in memory, masked: the files to write, and a line for each thing that could not be read."""
+    """Masked capture in memory: files to write, links, and a line for each item that could not be read."""
 
     files: dict[str, str] = field(default_factory=dict)
     links: dict[str, str] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class Capture:
 
 
 class Sysfs:
-    """Files below a sysfs root as they are now, under their real paths, and the links that led to them."""
+    """Files below a sysfs root by their real paths, and the links that led to them."""
 
     def __init__(self, root: Path) -> None:
         self._root = os.path.realpath(root)
@@ -111,7 +111,7 @@ class Sysfs:
         self.refused: dict[str, str] = {}
 
     def ports(self) -> dict[str, str]:
-        """Read the files of the RDMA ports and of their net devices, as `read` does."""
+        """Read the files of RDMA ports and of their net devices, and return those that changed."""
         changed = self.read(PORT_FILES)
         below = "class/infiniband/*/device/net/*"
         networks = {path.rpartition("/")[2] for path in glob.glob(below, root_dir=self._root)}
@@ -125,7 +125,7 @@ class Sysfs:
         return changed | self.read(patterns)
 
     def read(self, patterns: Iterable[str]) -> dict[str, str]:
-        """Read the files that match, and return those that are not as they were at the last read."""
+        """Read the files that match the patterns, and return those that changed since the last read."""
         changed: dict[str, str] = {}
         for pattern in patterns:
             for path in sorted(glob.glob(pattern, root_dir=self._root)):
@@ -136,7 +136,7 @@ class Sysfs:
         return changed
 
     def _follow(self, path: str) -> str | None:
-        """Return the path without links, after noting them; None if one leads out of the root."""
+        """Resolve the links of a path and record them. Return None if one leads out of the root."""
         done = ""
         for part in path.split("/"):
             step = os.path.normpath(os.path.join(done, part))
@@ -150,7 +150,7 @@ class Sysfs:
         return done
 
     def _content(self, path: str) -> str | None:
-        """Return what a file holds, None for a folder and for a file that is no text or cannot be read."""
+        """Return the text of a file, None for a folder, a binary file and one that cannot be read."""
         if os.path.isdir(f"{self._root}/{path}"):
             return None
         try:
@@ -162,26 +162,26 @@ class Sysfs:
 
 
 def kernel_log(path: Path) -> list[str]:
-    """Return the records in a kernel log, /dev/kmsg or a file, that are about what we watch. Raises OSError."""
+    """Return the records about GPUs, NVSwitches and ports in a kernel log, /dev/kmsg or a file. Raises OSError."""
     records: list[str] = []
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb", buffering=0) as log:
         while True:
             try:
-                data = log.read(KMSG_RECORD_BYTES)
-            except BrokenPipeError:  # records were overwritten before they were read: go on with the oldest left
+                data = log.read(MAX_KMSG_RECORD_BYTES)
+            except BrokenPipeError:  # records were overwritten before they were read: continue with the oldest
                 continue
-            if not data:  # the end of a file, or of what the kernel has so far
+            if not data:  # the end of the file or of the log so far
                 break
             records.append(data.decode("utf-8", "replace"))
-    # A device gives one record a read, a file as many bytes as were asked for.
+    # A device returns one record per read, a file as many bytes as requested.
     lines = "".join(records).splitlines()
-    return [line for line in lines if WANTED_IN_KMSG.search(line)][-KMSG_RECORDS:]
+    return [line for line in lines if WANTED_IN_KMSG.search(line)][-MAX_KMSG_RECORDS:]
 
 
 @dataclass
 class Answers:
-    """What NVML said, when it was asked (seconds after the first read), and what went wrong."""
+    """Answers of NVML, the times of the reads in seconds after the first, and failures."""
 
     recorded: Recorded = field(default_factory=dict)
     times: list[float] = field(default_factory=lambda: [0.0])
@@ -191,14 +191,14 @@ class Answers:
 def nvml_answers(
     library: Any, host: str, reads: int, pause: Callable[[], None], clock: Callable[[], float] = time.monotonic
 ) -> Answers:
-    """Return what NVML answers the collector in some reads; a driver that fails is worth a capture as well.
+    """Record the answers of NVML to the collector in `reads` reads. Failures of the driver are recorded too.
 
-    Raises Unsupported if there is no GPU. `pause` is called between the reads.
+    `pause` is called between the reads. Raises Unsupported if there is no GPU.
     """
     recorder = Recorder(library)
     times: list[float] = []
     failures: list[str] = []
-    # The collector keeps its inventory in a file; this one is not to be kept, and where possible never on a disk.
+    # The inventory of the collector is not masked, so it must not reach a disk if possible.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with (
         tempfile.TemporaryDirectory(dir=memory) as state,
@@ -210,13 +210,13 @@ def nvml_answers(
             times.append(clock())
             try:
                 collector.read()
-            except (Blind, StartAfresh, library.NVMLError) as error:
+            except (AccessLost, RestartReader, library.NVMLError) as error:
                 failures.append(f"GPUs, read {read + 1}: {error}")
     return Answers(recorder.recorded(), [round(at - times[0], 3) for at in times], failures)
 
 
 def masked_nvml(recorded: Recorded, masker: Masker) -> Recorded:
-    """Return a recording without serials, UUIDs, names and processes; other numbers and the names of handles stay."""
+    """Mask serials, UUIDs, names and processes of a recording, but no other numbers and no names of handles."""
     for sections in recorded.values():
         for serial in sections.get("calls", {}).get("nvmlDeviceGetSerial()", []):
             if isinstance(serial, str):
@@ -234,7 +234,7 @@ def masked_nvml(recorded: Recorded, masker: Masker) -> Recorded:
 
 
 def _masked_answer(answer: Any, name: str, masker: Masker) -> Any:
-    """Return an answer masked; `name` is the question's or the structure member's, which may say that it is a name."""
+    """Return an answer masked. `name` is that of its call or structure member, which may mark it as an identity."""
     if isinstance(answer, str):
         if name.startswith("nvmlDeviceGetSerial("):
             return masker.serial(answer)
@@ -256,7 +256,7 @@ def _masked_answer(answer: Any, name: str, masker: Masker) -> Any:
 
 
 def driver_version(recorded: Mapping[str, Any]) -> str:
-    """Return the driver's version as recorded, empty if it was not."""
+    """Return the recorded version of the driver, empty without one."""
     answers = recorded.get(SYSTEM, {}).get("calls", {}).get("nvmlSystemGetDriverVersion()", [""])
     return answers[-1] if isinstance(answers[-1], str) else ""
 
@@ -286,22 +286,19 @@ def capture(
     clock: Callable[[], float] = time.monotonic,
     now: Callable[[], float] = time.time,
 ) -> Capture:
-    """Return this node, masked. Raises SettingsError if there is nothing to capture.
+    """Return a capture of this host, masked. Raises SettingsError if there is nothing to capture.
 
-    `library` is the pynvml module, or the error of its import; `hosts` are this node's names and
-    `words` further ones to mask.
+    `library` is the pynvml module, or the error of its import. `hosts` are the names of this host, and `words` further
+    ones to mask.
     """
-    masker = Masker(hosts, words)
-    result = Capture()
-    tree = Sysfs(sysfs)
-    steps: list[dict[str, str]] = []
+    masker, tree, result = Masker(hosts, words), Sysfs(sysfs), Capture()
+    steps = [tree.ports()]
 
     def next_read() -> None:
         pause()
         steps.append(tree.ports())
 
     answers = Answers()
-    steps.append(tree.ports())
     try:
         if isinstance(library, ImportError):
             raise Unsupported(str(library)) from library
@@ -311,10 +308,9 @@ def capture(
         while len(steps) < reads and tree.files:
             next_read()
     recorded = answers.recorded
+    addresses = gpu_addresses(recorded)
+    steps[0] |= tree.read(f"bus/pci/devices/{address}/{name}" for address in addresses for name in PCI_FILES)
     result.missing += answers.failures
-    steps[0] |= tree.read(
-        f"bus/pci/devices/{address}/{name}" for address in gpu_addresses(recorded) for name in PCI_FILES
-    )
     if not any("class/infiniband" in path for path in (*tree.links, *tree.files)):
         result.missing.append(f"InfiniBand ports: none in {sysfs}/class/infiniband")
     result.missing += [f"sys/{path}: {name}" for path, name in sorted(tree.refused.items())]
@@ -325,23 +321,29 @@ def capture(
         result.missing.append(f"kernel log {kmsg}: {error.strerror}; as root it can be read")
     if not recorded and not tree.files and not log:
         raise SettingsError("nothing to capture here: " + "; ".join(result.missing))
-
     date = datetime.fromtimestamp(now(), timezone.utc).strftime("%Y-%m-%d")
     about = {"flopwatch": flopwatch.__version__, "driver": driver_version(recorded), "date": date}
     if recorded:
         nvml = {"about": about, "reads": answers.times, "nvml": masked_nvml(recorded, masker)}
         result.files["nvml.json"] = dumps(nvml) + "\n"
-    # A driver that answers nothing has still written its serials there.
+    _add_masked(result, masker, tree.links, steps, log)
+    result.files["README.md"] = _readme(about, result)
+    return result
+
+
+def _add_masked(
+    result: Capture, masker: Masker, links: Mapping[str, str], steps: Iterable[Mapping[str, str]], log: Sequence[str]
+) -> None:
+    """Add the files of each read, their links and the kernel log to a capture."""
+    # The log has the serials even if the driver answers nothing.
     masker.learn("\n".join(log))
-    result.links = {f"sys/{masker.text(path)}": masker.text(target) for path, target in sorted(tree.links.items())}
+    result.links = {f"sys/{masker.text(path)}": masker.text(target) for path, target in sorted(links.items())}
     for number, files in enumerate(steps, 1):
         folder = "sys" if number == 1 else f"sys.{number}"
         result.files |= {f"{folder}/{masker.text(path)}": masker.text(text) for path, text in sorted(files.items())}
     if log:
         result.files["kmsg"] = "".join(f"{masker.log(line)}\n" for line in log)
     result.missing = [masker.text(line) for line in result.missing]
-    result.files["README.md"] = _readme(about, result)
-    return result
 
 
 def _readme(about: Mapping[str, str], result: Capture) -> str:

@@ -1,10 +1,10 @@
-"""Masks for what names a machine or who works on it.
+"""Masks for names and identities of hosts, hardware, processes and users.
 
-UUIDs, GUIDs, MAC and IP addresses are found by their shape; serials, processes, users and home folders by what stands
-before them in a log; host names, and every serial once seen, by word.
+UUIDs, GUIDs, MAC and IP addresses are found by their shape. Serials, processes, users and home folders are found by the
+text before them in a log, host names and every known serial as words.
 
-The same original always gets the same mask, so that what was joined by it still is. Masks keep the shape of what they
-stand for. All zeros stands for "none" and stays.
+Equal originals have equal masks of the same shape, so that joins still work. An identity of all zeros means "none" and
+stays.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
-# A shorter word may be part of anything; it is masked where it is known to be a name, not where it is found.
-SHORTEST_WORD = 4
+# A shorter word may occur anywhere. It is masked only where it is known to be a name.
+MIN_WORD = 4
 
 PID_MAX = 1 << 22  # no process has a higher number (proc(5), pid_max)
 
@@ -26,12 +26,12 @@ _SHAPES: dict[str, str] = {
     "ipv4": r"\d{1,3}(?:\.\d{1,3}){3}",
     "interface": rf"enx{_HEX}{{12}}",
 }
-# Not in the middle of a word or a number, nor behind the first parts of something longer of the same kind.
+# Not within a word or a number, nor within a longer identity of the same kind.
 _BEFORE = rf"(?<![\w.])(?<![\W:]{_HEX}{{2}}:)(?<![\W:]{_HEX}{{4}}:)"
 _AFTER = r"(?!\w|\.\w)"
 _SHAPED = re.compile("|".join(f"{_BEFORE}(?P<{kind}>{shape}){_AFTER}" for kind, shape in _SHAPES.items()))
 
-# What a log says in front of a name, and the name. A process's name may hold blanks, up to the comma behind it.
+# The text before a name in a log, and the name. The name of a process may contain blanks, up to a comma.
 _NAME = r"(?!<)[^\s,;:\"'`()]+"
 _INTRODUCED = re.compile(
     "|".join(
@@ -54,7 +54,7 @@ _MASKS: dict[str, Callable[[int], str]] = {
     "ipv6": lambda n: f"2001:0db8:0000:0000:0000:0000:{n >> 16:04x}:{n & 0xFFFF:04x}",
     "guid": lambda n: f"0000:0000:{n >> 16:04x}:{n & 0xFFFF:04x}",
     "mac": lambda n: f"02:00:00:00:{n >> 8 & 0xFF:02x}:{n & 0xFF:02x}",
-    "ipv4": lambda n: f"198.18.{n >> 8 & 0xFF}.{n & 0xFF}",  # RFC 2544: nobody's
+    "ipv4": lambda n: f"198.18.{n >> 8 & 0xFF}.{n & 0xFF}",  # RFC 2544: not routed
     "interface": lambda n: f"enx02000000{n & 0xFFFF:04x}",
     "host": lambda n: f"masked-host-{n}",
     "serial": lambda n: f"{n:013d}",
@@ -65,7 +65,7 @@ _MASKS: dict[str, Callable[[int], str]] = {
 
 
 class Masker:
-    """Replaces originals by masks, and remembers which stands for which; it is never written anywhere."""
+    """Replacement of originals by masks. The assignment stays in memory."""
 
     def __init__(self, hosts: Iterable[str] = (), words: Iterable[str] = ()) -> None:
         self._masks: dict[tuple[str, str], str] = {}
@@ -79,7 +79,7 @@ class Masker:
             self._word("name", word)
 
     def _mask(self, kind: str, original: str) -> str:
-        """Return what stands for an original of this kind; a mask stands for itself."""
+        """Return the mask of an original of this kind; a mask is returned as it is."""
         if not original.strip("0:.-") or original in self._masks.values():
             return original
         key = (kind, original.lower())
@@ -89,38 +89,38 @@ class Masker:
 
     def _word(self, kind: str, original: str) -> str:
         mask = self._mask(kind, original)
-        if len(original) >= SHORTEST_WORD and mask != original:
+        if len(original) >= MIN_WORD and mask != original:
             self._words[original.lower()] = mask
         return mask
 
     def serial(self, original: str) -> str:
-        """Return the mask of a serial number, which from now on is masked in every text."""
+        """Return the mask of a serial number, and mask it in every later text."""
         return self._word("serial", original)
 
     def name(self, original: str) -> str:
-        """Return the mask of another name that says whose machine this is."""
+        """Return the mask of a name, and mask it in every later text."""
         return self._word("name", original)
 
     def pid(self, original: int) -> int:
-        """Return the mask of a process's number."""
+        """Return the mask of a pid."""
         return int(self._mask("pid", str(original)))
 
     def hexadecimal(self, original: str) -> str:
-        """Return the mask of an identity that is given as hexadecimal digits."""
+        """Return the mask of an identity in hexadecimal digits."""
         return self._mask("bytes", original)[-len(original) :]
 
     def log(self, text: str) -> str:
-        """Return lines of a log with everything masked that `text` masks or that the log itself calls a name."""
+        """Mask lines of a log: everything that `text` masks, and names that the log introduces as such."""
         return self.text(_INTRODUCED.sub(self._introduced, text))
 
     def learn(self, log: str) -> None:
-        """Take note of the serials and hosts in a log, so that they are masked in every text from now on."""
+        """Find the serials and hosts in a log, and mask them in every later text."""
         for match in _INTRODUCED.finditer(log):
             if match.lastgroup in ("serial", "host"):
                 self._word(match.lastgroup, match[match.lastgroup])
 
     def text(self, text: str) -> str:
-        """Return a text with everything in it masked that has the shape of a name or is a known one."""
+        """Mask everything in a text that has the shape of an identity or is a known name."""
         text = _SHAPED.sub(self._shaped, text)
         if not self._words:
             return text
@@ -143,6 +143,6 @@ class Masker:
         kind = match.lastgroup
         assert kind is not None
         if kind == "guid":
-            # Elsewhere the same GUID is written without colons.
+            # Other files have the same GUID without colons.
             self._words[match[0].replace(":", "").lower()] = self._mask(kind, match[0]).replace(":", "")
         return self._mask(kind, match[0])

@@ -1,15 +1,15 @@
-"""A recorder around the `pynvml` module: every call, its arguments, and what came back, as JSON.
+"""Recorder around the `pynvml` module: every call, its arguments and its answer, as JSON.
 
-What it makes is read by `simulate/replay.py`, which answers in the library's place. For each subject (the system,
-`gpu0`, `gpu0/mig1`) there are:
+`simulate/replay.py` replays a recording in place of the module. For each subject (the system, `gpu0`, `gpu0/mig1`)
+there are:
 
-    calls     {"nvmlDeviceGetPowerUsage()": [69850, 631950]}    one answer for each time it was asked
+    calls     {"nvmlDeviceGetPowerUsage()": [69850, 631950]}    one answer per call
     fields    {"82": [{"uiVal": 48}], "164 scope 3": ...}       values of nvmlDeviceGetFieldValues, by field and scope
     metrics   {"2": [88.0, "nan"]}                              values of nvmlGpmMetricsGet, by metric
 
-An answer is a number, a text, {"error": nvmlReturn_t}, {"handle": subject}, {"struct": its type, its members} or a
-list of these; the last one holds from then on. Fields and metrics stand alone, so that a collector that asks for other
-ones, or for more of them at once, gets what this node would have answered.
+An answer is a number, a text, {"error": nvmlReturn_t}, {"handle": subject}, {"struct": its type, its members} or a list
+of these. The last answer is repeated by a replay. Fields and metrics are recorded one by one, so that a collector can
+later request other combinations of them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Any
 
 from flopwatch.node.collectors.nvml.fields import VALUE_MEMBERS
 
-# Helpers of the package that ask nobody, and its classes' factories.
+# Helpers of the package that call no driver.
 PURE = {"nvmlStructToFriendlyObject", "nvmlFriendlyObjectToStruct", "nvmlExceptionClass"}
 
-# What these return, or fill, is no answer of the node.
+# Their results are handles and samples, which a replay creates itself.
 SAMPLE_CALLS = {"nvmlGpmSampleAlloc", "nvmlGpmSampleFree", "nvmlGpmSampleGet", "nvmlGpmMigSampleGet"}
 
 SYSTEM = "system"
@@ -37,7 +37,7 @@ Recorded = dict[str, dict[str, dict[str, list[Any]]]]
 
 
 class Handles:
-    """The names of the handles seen: of a GPU by its index, of a MIG device by its GPU's name and its index."""
+    """Names of handles: `gpu0` of a GPU by its index, `gpu0/mig1` of a MIG device."""
 
     def __init__(self) -> None:
         self._names: dict[Any, str] = {}
@@ -52,7 +52,7 @@ class Handles:
         self._names[_identity(handle)] = name
 
     def learn(self, function: str, arguments: tuple[Any, ...], result: Any) -> None:
-        """Name the handle that a call returned, or note whose activity the sample holds that it filled."""
+        """Name the handle that a call returned, or record the subject of the sample that it filled."""
         if function in ("nvmlGpmSampleGet", "nvmlGpmMigSampleGet"):
             self._sampled[_identity(arguments[-1])], _ = self.question(function, arguments)
         elif not is_handle(result):
@@ -63,10 +63,10 @@ class Handles:
             self.give(result, f"{self.name(arguments[0])}/mig{arguments[1]}")
 
     def question(self, function: str, arguments: Iterable[Any]) -> tuple[str, str]:
-        """Return whom a call is about, and the call without it: ("gpu0", "nvmlDeviceGetClockInfo(1)")."""
+        """Return the subject of a call and the rest of the call: ("gpu0", "nvmlDeviceGetClockInfo(1)")."""
         given = list(arguments)
         if function == "nvmlGpmMetricsGet":
-            # The second sample says whose activity it is; which metrics are asked for is noted one by one.
+            # The second sample has the subject. The metrics are recorded one by one.
             return self._sampled.get(_identity(given[0].sample2), SYSTEM), f"{function}()"
         subject = SYSTEM
         if given and is_handle(given[0]) and not _is_sample(given[0]):
@@ -88,7 +88,7 @@ class Handles:
 
 
 def is_handle(value: Any) -> bool:
-    """Tell whether a value is one of NVML's opaque handles, or what stands for one in a simulation."""
+    """Return whether a value is an opaque handle of NVML or of a simulation."""
     if isinstance(value, ctypes._Pointer):
         return True
     plain = (type(None), bool, int, float, str, bytes, list, tuple, ctypes.Structure, ctypes.Array, ctypes._SimpleCData)
@@ -104,12 +104,12 @@ def _identity(handle: Any) -> Any:
 
 
 def structure(value: Any) -> Any:
-    """Return what a byref() points at, and anything else as it is."""
+    """Return the object behind a byref(), and any other value as it is."""
     return getattr(value, "_obj", value) if type(value).__name__ == "CArgObject" else value
 
 
 def structures(arguments: Iterable[Any]) -> Iterator[Any]:
-    """Return the structures among the arguments of a call: it fills them."""
+    """Return the structures among the arguments of a call, which it fills."""
     return (structure(argument) for argument in arguments if isinstance(structure(argument), ctypes.Structure))
 
 
@@ -129,12 +129,12 @@ def encode(value: Any, handles: Handles) -> Any:
 
 
 def _members(struct: ctypes.Structure) -> dict[str, Any]:
-    """Return the members of a structure that can be told: numbers, texts, arrays and structures of these."""
+    """Return the members of a structure as JSON: numbers, texts, arrays and structures of these."""
     members: dict[str, Any] = {}
     for name, kind in ((field[0], field[1]) for field in struct._fields_):
         member = getattr(type(struct), name)
         raw = ctypes.string_at(ctypes.addressof(struct) + member.offset, ctypes.sizeof(kind))
-        value = member.__get__(struct)  # pynvml's own access decodes what is no text
+        value = member.__get__(struct)  # pynvml's own access would decode bytes that are no text
         if isinstance(value, (int, float)):
             members[name] = value
         elif not any(raw) or isinstance(value, ctypes._Pointer):
@@ -152,7 +152,7 @@ def _members(struct: ctypes.Structure) -> dict[str, Any]:
 
 
 class Recorder:
-    """Stands for the pynvml module in front of a collector; calls go through, and are noted."""
+    """Proxy of the pynvml module that records every call."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -203,17 +203,17 @@ class Recorder:
         sections[section].setdefault(question, []).append(answer)
 
     def recorded(self) -> Recorded:
-        """Return what was asked and answered so far, in an order that depends on the questions alone."""
+        """Return the calls and answers so far, in an order that depends on the calls alone."""
         return arranged(self._notes)
 
 
 def field_key(field: int, scope: int) -> str:
-    """Return how a field value is called in a capture."""
+    """Return the name of a field value in a capture."""
     return f"{field} scope {scope}" if scope else str(field)
 
 
 def arranged(notes: Mapping[str, Mapping[str, Mapping[str, list[Any]]]]) -> Recorded:
-    """Return notes in their order, without empty sections and without answers that only repeat the one before."""
+    """Return a recording sorted, without empty sections and without repeated answers at the end."""
     return {
         subject: {
             section: {question: _shortened(answers) for question, answers in sorted(entries.items(), key=_natural)}
@@ -236,7 +236,7 @@ def _shortened(answers: list[Any]) -> list[Any]:
 
 
 def dumps(value: Any, depth: int = 4, indent: str = "") -> str:
-    """Return JSON with a line for each entry down to `depth` levels, to be read and compared."""
+    """Return JSON with a line per entry down to `depth` levels, for review and diffs."""
     if depth == 0 or not isinstance(value, dict) or not value:
         return json.dumps(value)
     inner = indent + " "

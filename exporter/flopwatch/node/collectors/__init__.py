@@ -23,7 +23,7 @@ class Unsupported(Exception):
     """The source does not exist on this machine; the text says why."""
 
 
-class Blind(Exception):
+class AccessLost(Exception):
     """This process lost its access to the source (a device file, a cgroup); that says nothing about the hardware.
 
     `samples` are served all the same: which parts there are, and that they cannot be read.
@@ -34,7 +34,7 @@ class Blind(Exception):
         self.samples = list(samples)
 
 
-class StartAfresh(Exception):
+class RestartReader(Exception):
     """Only a new process can read this source again; the text says why."""
 
 

@@ -25,7 +25,7 @@ from flopwatch.http.client import opener
 from flopwatch.node.driver_release import Release
 from flopwatch.node.health.rules import ACTIONS, BAD, DEGRADED, OK, UNKNOWN, Judgement
 from flopwatch.node.health.state_copy import copied
-from flopwatch.node.scrape.reader import Reader, hardware, simulated_node
+from flopwatch.node.scrape.reader import Reader, SourcesFactory, hardware, host_sources
 from flopwatch.settings import ExporterSettings
 
 # The sources that a verdict is made of; who owns a GPU is not part of it.
@@ -111,14 +111,11 @@ def _hint(reason: object) -> str:
 
 
 @contextmanager
-def here(settings: ExporterSettings, deadline: float) -> Iterator[Look]:
+def here(settings: ExporterSettings, deadline: float, sources: SourcesFactory = host_sources) -> Iterator[Look]:
     """Give a function that reads the hardware itself, each source within `deadline` seconds; it writes no state."""
-    if settings.simulate is not None:
-        from flopwatch.simulate.node import SimulatedNode
-
-        SimulatedNode(simulated_node(settings)).create()
+    sources(settings)  # creates the simulated node, which is then copied
     with copied(settings) as beside:
-        readers = [reader for reader in hardware(beside) if reader.name in SOURCES]
+        readers = [reader for reader in hardware(beside, sources(beside)) if reader.name in SOURCES]
         release = Release(settings.state, [reader for reader in readers if reader.driver], guest=True)
         release.check()
         with ThreadPoolExecutor(len(readers)) as pool:

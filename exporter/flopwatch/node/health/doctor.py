@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import http.client
+import importlib
 import json
 import os
 import re
@@ -33,7 +34,16 @@ from flopwatch.catalogue import GPU, PORT, Metric, Sample
 from flopwatch.node.collectors import Collector, StateFile, read_inventory
 from flopwatch.node.driver_release import Release
 from flopwatch.node.health.state_copy import copied
-from flopwatch.node.scrape.reader import Reader, Reading, Spec, gpu_inventory, hardware, simulated_node
+from flopwatch.node.scrape.reader import (
+    HostSources,
+    Reader,
+    Reading,
+    SourcesFactory,
+    Spec,
+    gpu_inventory,
+    hardware,
+    host_sources,
+)
 from flopwatch.settings import Address, ExporterSettings
 
 # Seconds the driver gets for its first answer: without persistence mode it wakes every GPU. And the other sources.
@@ -165,11 +175,10 @@ def _codes(sections: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, list[in
     return {name: sorted(some) for name, some in codes.items()}
 
 
-def nvml(notes: str, **arguments: str) -> Noted:
-    """Return the NVML collector with a recorder in it."""
-    from flopwatch.node.collectors.nvml import build
-
-    return Noted(build(**arguments), StateFile(Path(notes)))
+def nvml(factory: str, notes: str, **arguments: str) -> Noted:
+    """Return the NVML collector of a factory (`package.module:function`) with a recorder in it."""
+    module, _, function = factory.partition(":")
+    return Noted(getattr(importlib.import_module(module), function)(**arguments), StateFile(Path(notes)))
 
 
 @dataclass
@@ -202,28 +211,26 @@ def _asked(row: Metric) -> Asked:
 # Reading.
 
 
-def examine(settings: ExporterSettings) -> Report:
+def examine(settings: ExporterSettings, sources: SourcesFactory = host_sources) -> Report:
     """Return what can be read on this node now."""
     report = Report(flopwatch.__version__, settings.host, _user(), settings.simulate is not None)
     report.listeners = {"--listen": _listener(settings.listen), "--otlp-listen": _listener(settings.otlp_listen)}
     with copied(settings) as beside:
-        if beside.simulate is not None:
-            _simulate(beside)
-        _look(beside, report)
+        _look(beside, sources(beside), report)
     return report
 
 
-def _look(settings: ExporterSettings, report: Report) -> None:
+def _look(settings: ExporterSettings, sources: HostSources, report: Report) -> None:
     """Put what can be read now into the report; the state folder is written."""
     notes = settings.state / "nvml_notes.json"
-    readings = _readings(settings, notes, report)
+    readings = _readings(settings, sources, notes, report)
     answers = StateFile(notes).load()
     remembered = read_inventory(gpu_inventory(settings), m.GPU_INFO)
     samples = [sample for reading in readings.values() for sample in reading.samples]
     # A driver that does not answer leaves what it said before.
     gpus = sorted(_info(m.GPU_INFO, samples) or remembered.values(), key=lambda gpu: _natural(gpu["gpu"]))
     report.gpus = [_gpu(row, samples, readings, answers) for row in gpus] + _unnamed(gpus, samples)
-    sysfs = settings.sysfs if settings.simulate is None else simulated_node(settings) / "sys"
+    sysfs = sources.sysfs
     ports = sorted(_info(m.INFINIBAND_INFO, samples), key=lambda port: _natural(port["device"] + "/" + port["port"]))
     report.ports = [_port(row, samples, readings, sysfs) for row in ports]
     report.place = next(iter(_info(m.NODE_TOPOLOGY_INFO, samples)), {})
@@ -232,18 +239,13 @@ def _look(settings: ExporterSettings, report: Report) -> None:
     report.losses = _losses(report, samples, settings)
 
 
-def _simulate(settings: ExporterSettings) -> None:
-    from flopwatch.simulate.node import SimulatedNode
-
-    SimulatedNode(simulated_node(settings)).create()
-
-
-def _readings(settings: ExporterSettings, notes: Path, report: Report) -> dict[str, Reading]:
+def _readings(settings: ExporterSettings, sources: HostSources, notes: Path, report: Report) -> dict[str, Reading]:
     """Ask every source, NVML first: it names the GPUs for the others."""
     readings: dict[str, Reading] = {}
-    readers = {reader.name: reader for reader in hardware(settings)}
+    readers = {reader.name: reader for reader in hardware(settings, sources)}
     if "nvml" in readers:
-        arguments = {**readers["nvml"].spec.arguments, "notes": str(notes)}
+        spec = readers["nvml"].spec
+        arguments = {**spec.arguments, "factory": spec.factory, "notes": str(notes)}
         readers["nvml"] = Reader("nvml", Spec("flopwatch.node.health.doctor:nvml", arguments), driver=True)
     Release(settings.state, [reader for reader in readers.values() if reader.driver], guest=True).check()
     with _messages() as says, ThreadPoolExecutor(len(readers)) as pool:

@@ -1,1 +1,1 @@
-"""One answer of `/metrics`: reader processes, the merge of their samples and the text format."""
+"""One answer of `/metrics`: reader processes, the merge of their samples, and the text format."""

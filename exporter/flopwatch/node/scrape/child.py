@@ -1,8 +1,8 @@
-"""The child's side of a reader: a process that makes one collector and answers requests to read it.
+"""Reader process: makes one collector and answers requests to read it.
 
 `python -m flopwatch.node.scrape.child FACTORY ARGUMENTS`. A request is a byte on stdin, the answer one line of JSON on
-stdout; the process ends when its stdin does, which is also when its parent dies. It imports as little as it can: there
-is one such process for each source, and the memory they do not share is paid for each time.
+stdout. The process ends when its stdin is closed, also by the death of its parent. There is one such process per
+source, so it imports as little as possible.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from queue import SimpleQueue
 from typing import Any
 
 from flopwatch.catalogue import Metric, Sample
-from flopwatch.node.collectors import Blind, Collector, StartAfresh, Unsupported
+from flopwatch.node.collectors import AccessLost, Collector, RestartReader, Unsupported
 
-# Seconds a read gets to end after stdin was closed.
-PARTING = 1.0
+# Seconds that a read may still take after stdin was closed.
+EXIT_GRACE = 1.0
 
 log = logging.getLogger(__name__)
 
 
 class Answers:
-    """Turns samples into answers; rows and labels go over the pipe only when they are not those of the last answer."""
+    """Encoder of samples that sends rows and labels only if they differ from those of the last answer."""
 
     def __init__(self) -> None:
         self._keys: list[tuple[Metric, tuple[str, ...]]] | None = None
 
-    def encode(self, samples: list[Sample], about: Mapping[str, Any]) -> str:
-        """Return the line that answers a read with samples. Raises TypeError or ValueError for what is no sample."""
+    def encode(self, samples: list[Sample], header: Mapping[str, Any]) -> str:
+        """Return the line that answers a read. Raises TypeError or ValueError for a malformed sample."""
         keys = [(row, labels) for row, labels, _ in samples]
-        answer = {**about, "values": [number for _, _, number in samples]}
+        answer = {**header, "values": [number for _, _, number in samples]}
         if keys != self._keys:
             answer["keys"] = [(row.name, labels) for row, labels in keys]
         line = json.dumps(answer)
@@ -46,17 +46,17 @@ class Answers:
 
 
 def resident(statm: int, page: int = os.sysconf("SC_PAGE_SIZE")) -> int:
-    """Return the bytes of memory this process has resident, from its open /proc/self/statm: proc(5)."""
+    """Return the resident memory of this process in bytes, from an open /proc/self/statm: proc(5)."""
     return int(os.pread(statm, 100, 0).split()[1]) * page
 
 
 def _listen(requests: SimpleQueue[bool]) -> None:
-    """Pass requests on; when stdin ends, end this process, whatever the main thread hangs in."""
+    """Queue requests, and end this process when stdin is closed, even if the main thread hangs."""
     while data := os.read(0, 4096):
         for _ in data:
             requests.put(True)
     requests.put(False)
-    time.sleep(PARTING)
+    time.sleep(EXIT_GRACE)
     os._exit(0)
 
 
@@ -66,7 +66,7 @@ def _build(factory: str, arguments: Mapping[str, str]) -> Collector:
     return collector
 
 
-def _answer_until_stdin_ends(factory: str, arguments: Mapping[str, str], pipe: int) -> None:
+def _answer_requests(factory: str, arguments: Mapping[str, str], pipe: int) -> None:
     requests: SimpleQueue[bool] = SimpleQueue()
     threading.Thread(target=_listen, args=(requests,), daemon=True).start()
     statm = os.open("/proc/self/statm", os.O_RDONLY)
@@ -83,26 +83,26 @@ def _answer_until_stdin_ends(factory: str, arguments: Mapping[str, str], pipe: i
             samples = collector.read()
         except Unsupported as error:
             kind, reason = "unsupported", str(error)
-        except Blind as error:
+        except AccessLost as error:
             kind, reason, samples = "blind", f"{type(error).__name__}: {error}", error.samples
         except Exception as error:
-            # The edge of the process: Scrape, on the other side, gets the text and this log the traceback.
+            # The boundary of the process: the text goes to Scrape in the parent, the traceback into the log.
             kind, reason = "error", f"{type(error).__name__}: {error}"
-            last = isinstance(error, StartAfresh)
+            last = isinstance(error, RestartReader)
             if reason != last_reason:
                 log.exception("read failed")
         ended = time.monotonic()
-        about = {"duration": ended - started, "ended": ended, "at": time.time(), "resident": resident(statm)}
+        header = {"duration": ended - started, "ended": ended, "at": time.time(), "resident": resident(statm)}
         failed = {"kind": kind, "reason": reason, "last": last} if kind else {}
         if samples or not kind:
             try:
-                line = answers.encode(samples, about | failed)
+                line = answers.encode(samples, header | failed)
             except (TypeError, ValueError) as error:
                 reason = f"no samples: {type(error).__name__}: {error}"
                 failed = {"kind": "error", "reason": reason, "last": last}
         last_reason = reason
         if not line:
-            line = json.dumps(about | failed)
+            line = json.dumps(header | failed)
         _write(pipe, f"{line}\n".encode())
         if last:
             break
@@ -117,15 +117,15 @@ def _write(pipe: int, data: bytes) -> None:
 
 
 def main() -> None:
-    """Answer requests until stdin ends."""
+    """Answer requests until stdin is closed."""
     for number in (signal.SIGINT, signal.SIGUSR1):  # Ctrl-C and --release are the parent's to handle
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # What a driver library prints on stdout must not end up among the answers.
+    # A driver library may print on stdout, which must not mix with the answers.
     pipe = os.dup(1)
     os.dup2(2, 1)
-    _answer_until_stdin_ends(sys.argv[1], json.loads(sys.argv[2]), pipe)
+    _answer_requests(sys.argv[1], json.loads(sys.argv[2]), pipe)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""Samples to the Prometheus text format 0.0.4 or OpenMetrics 1.0, from prefixes made once per series.
+"""Samples in the Prometheus text format 0.0.4 or OpenMetrics 1.0, with a cached prefix per series.
 
 Formats: https://prometheus.io/docs/instrumenting/exposition_formats/ and
 https://prometheus.io/docs/specs/om/open_metrics_spec/. The sample lines of a family are the same in both; only the
-headers and the closing `# EOF` differ. Joining kept prefixes costs a tenth of client objects (`bench/exposition.py`),
-and the result is checked against `prometheus_client`'s own parsers.
+headers and the closing `# EOF` differ. Joining cached prefixes takes a tenth of the time of prometheus_client's objects
+(`bench/exposition.py`), and tests parse the result with prometheus_client.
 
-A histogram's sample carries one more label value than its row: the bucket's upper bound as written in `le`, or
-`sum`, or `count`; the samples of one label set follow one another in that order.
+The sample of a histogram has one label value more than its row: the upper bound of the bucket as written in `le`, or
+`sum`, or `count`. The samples of one label set follow one another in that order.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import isfinite
 
 from flopwatch.catalogue import Metric, Sample
@@ -20,24 +20,24 @@ from flopwatch.catalogue import Metric, Sample
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
-# Series come and go with runs; a cache this many entries long starts again from nothing.
-_KEPT_PREFIXES = 50_000
+# Series appear and disappear with runs. A cache with more entries is cleared.
+_MAX_PREFIXES = 50_000
 
 
 def content_type(accept: str) -> str:
-    """Return TEXT or OPENMETRICS, whichever an `Accept` header prefers; TEXT when it names neither."""
+    """Return TEXT or OPENMETRICS, which an `Accept` header prefers, and TEXT if it names neither."""
     quality = _qualities(accept)
     openmetrics = quality.get("application/openmetrics-text", 0)
     return OPENMETRICS if openmetrics > 0 and openmetrics >= quality.get("text/plain", 0) else TEXT
 
 
 def gzip_accepted(accept_encoding: str) -> bool:
-    """Return whether an `Accept-Encoding` header asks for gzip."""
+    """Return whether an `Accept-Encoding` header accepts gzip."""
     return _qualities(accept_encoding).get("gzip", 0) > 0
 
 
 def _qualities(header: str) -> dict[str, float]:
-    """Return the highest q of each item in an Accept-like header; an unreadable q is 0."""
+    """Return the highest q of each item in an Accept header; a q that is not a number counts as 0."""
     qualities: dict[str, float] = {}
     for part in header.lower().split(","):
         item, *parameters = (piece.strip() for piece in part.split(";"))
@@ -53,7 +53,7 @@ def _qualities(header: str) -> dict[str, float]:
 
 
 def gzip(body: bytes) -> bytes:
-    """Return the body as one gzip member at the fastest level: a tenth of the bytes for a millisecond."""
+    """Return the body as gzip at the fastest level, which makes it ten times smaller in a millisecond."""
     compressor = zlib.compressobj(1, zlib.DEFLATED, 31)
     return compressor.compress(body) + compressor.flush()
 
@@ -73,28 +73,28 @@ def family(row: Metric) -> str:
 
 
 def help_text(row: Metric) -> str:
-    """Return HELP: what the number says and where it is born."""
+    """Return the HELP text of a row: its meaning and its source."""
     return f"{row.help} Source: {row.source}."
 
 
 def arity(row: Metric) -> int:
-    """Return how many label values a sample of this row carries."""
+    """Return the number of label values of a sample of this row."""
     return len(row.labels) + (row.type == "histogram")
 
 
 class Exposition:
-    """Renders samples, keeping every series' `name{labels} `, and the order of all, from one scrape to the next."""
+    """Renderer that caches the `name{labels} ` of every series, and their order, between scrapes."""
 
     def __init__(self) -> None:
         self._prefixes: dict[str, dict[tuple[str, ...], str]] = {}
         self._keys: list[tuple[Metric, tuple[str, ...]]] = []
         self._order: list[int] = []
         self._scales: list[tuple[float, float]] = []
-        # What stands before each number, in order: the family's header too, where it is the first of its family.
+        # The text before each number, in order, which includes the header at the first sample of a family.
         self._leads: dict[bool, list[str]] = {False: [], True: []}
 
     def render(self, samples: Sequence[Sample], *, openmetrics: bool = False) -> str:
-        """Return the families in the order they first appear, without `# EOF`, each sample times its row's scale."""
+        """Return the families in order of appearance, without `# EOF`; each sample is multiplied by its row's scale."""
         keys = [(row, labels) for row, labels, _ in samples]
         if keys != self._keys:
             self._arrange(keys)
@@ -106,9 +106,9 @@ class Exposition:
         return "\n".join(lines)
 
     def _arrange(self, keys: list[tuple[Metric, tuple[str, ...]]]) -> None:
-        """Decide the order of these series, the families together, and make the prefixes that are new."""
-        self._keys = []  # should a sample not fit its row, nothing is kept
-        if sum(map(len, self._prefixes.values())) > _KEPT_PREFIXES:
+        """Group these series by family, and create the prefixes of new ones."""
+        self._keys = []  # nothing stays cached if a sample does not fit its row
+        if sum(map(len, self._prefixes.values())) > _MAX_PREFIXES:
             self._prefixes.clear()
         families: dict[str, list[int]] = {}
         for index, (row, _) in enumerate(keys):
@@ -130,7 +130,7 @@ class Exposition:
 
 
 def _scale(scale: float) -> tuple[float, float]:
-    """Return what to multiply and what to divide by: 110240 mW / 1000 is 110.24 W, and times 0.001 it is not quite."""
+    """Return factor and divisor of a scale: 110240 mW / 1000 is exactly 110.24 W, times 0.001 it is not."""
     divisor = round(1 / scale)
     return (1.0, divisor) if divisor > 1 and scale == 1 / divisor else (scale, 1.0)
 
@@ -151,8 +151,13 @@ def _prefix(row: Metric, values: tuple[str, ...]) -> str:
             name, values = f"{name}_{part}", tuple(own)
         else:
             name, labels = f"{name}_bucket", (*labels, "le")
-    pairs = ",".join(f'{label}="{_escaped(value)}"' for label, value in zip(labels, values, strict=True))
+    pairs = label_pairs(zip(labels, values, strict=True))
     return f"{name}{{{pairs}}} " if pairs else f"{name} "
+
+
+def label_pairs(labels: Iterable[tuple[str, str]]) -> str:
+    """Return labels as both formats write them between braces."""
+    return ",".join(f'{label}="{_escaped(value)}"' for label, value in labels)
 
 
 def _escaped(value: str) -> str:

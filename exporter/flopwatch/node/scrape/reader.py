@@ -1,12 +1,11 @@
-"""A child process, with a deadline, around anything that calls a driver.
+"""Reader processes with a deadline around blocking driver calls.
 
 A driver call can hang for ever (https://github.com/NVIDIA/gpu-monitoring-tools/issues/46), and a read of sysfs is a
-firmware command. So each source is read in a child that answers one request at a time: a hung call costs that source,
-and when the hang ends, the child answers again by itself. Killing a reader in the middle of a call has been seen to
-make a sick driver worse (https://github.com/NVIDIA/dcgm-exporter/issues/84), so that comes late, and SIGKILL last.
+firmware command. Therefore each source is read in a child process that answers one request at a time. A hung call costs
+that source only, and the child answers again when the hang ends. Killing a reader within a call can make a failing
+driver worse (https://github.com/NVIDIA/dcgm-exporter/issues/84), so signals are sent late, and SIGKILL last.
 
-The child is `flopwatch.node.scrape.child`: a request is a byte on its stdin, the answer one line of JSON on its
-stdout; it ends when its stdin does, which is also when the parent dies.
+`flopwatch.node.scrape.child` is the other side of the pipe.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flopwatch.catalogue import BY_NAME, Metric, Sample
-from flopwatch.node.scrape.child import PARTING
-from flopwatch.settings import KUBELET_SOCKET, ExporterSettings
+from flopwatch.node.scrape.child import EXIT_GRACE
+from flopwatch.settings import ExporterSettings
 
 log = logging.getLogger(__name__)
 
 # Longest pause, in seconds, before a child that died is replaced.
-LONGEST_BACKOFF = 60.0
-# A child above this many resident bytes is replaced, but not more often than once in RECYCLE_AFTER seconds: a driver
-# library that needs as much from the start must not be loaded at every scrape.
+MAX_BACKOFF = 60.0
+# A child with more resident bytes is replaced, at most once in RECYCLE_AFTER seconds: a driver library may need that
+# much from the start, and must not be loaded again at every scrape.
 RESIDENT_LIMIT = 192 << 20
 RECYCLE_AFTER = 600.0
 
@@ -44,12 +43,12 @@ RESTARTS = ("exited", "hung", "memory", "afresh")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one request brought.
+    """Result of one read of a source.
 
-    `kind` says why it is not ok: deadline, exited, error, blind, released; `reason` is that or the error's text, and
-    where the source is not supported, why not. A blind one may still have samples. `duration` is the read's, in
-    seconds; `at` the Unix time it ended, `age` the seconds since then. `restarts` are the reasons why children were
-    replaced since the reading before.
+    A reading that is not ok has a `kind`: deadline, exited, error, blind (which may have samples) or released. `reason`
+    is the kind, the text of the error, or why the source is not supported. `duration` is that of the read in seconds,
+    `at` the Unix time of its end, `age` the seconds since then. `restarts` has the reason of every replacement of a
+    child since the last reading.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -70,7 +69,7 @@ def failure(kind: str, reason: str = "", duration: float = 0.0) -> Reading:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """How the child makes its collector: `package.module:function` and the keyword arguments of that function."""
+    """Factory of a collector, `package.module:function`, and its keyword arguments."""
 
     factory: str
     arguments: Mapping[str, str]
@@ -79,13 +78,13 @@ class Spec:
 class Reader:
     """One source, read in a child process.
 
-    `driver` marks a source that holds driver handles; `secondary` one whose samples count only where no source before
-    it has the same row of the same part.
+    `driver` marks a source with open driver handles, `secondary` a source whose samples are used only where no source
+    before it has the same row of the same GPU or port.
 
-    A child hung for `kill_after` seconds is sent SIGTERM, `grace` seconds later SIGKILL, and if not even that ends it
-    (a call in uninterruptible sleep), it is abandoned and replaced, as long as it is the only abandoned one. A child
-    that died is replaced after `backoff` seconds, twice as many with each death in a row. An answer older than
-    `stale_after` seconds is none.
+    A child that hangs for `kill_after` seconds is sent SIGTERM, and SIGKILL `grace` seconds later. If it survives that
+    (a call in uninterruptible sleep), it is abandoned and replaced, unless another one is abandoned already. A child
+    that died is replaced after `backoff` seconds, which double with each death in a row. An answer older than
+    `stale_after` seconds is ignored.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class Reader:
         self._resident_limit = resident_limit
         self._lock = threading.Lock()
         self._child: _Child | None = None
-        self._leaving: list[_Child] = []  # told to end, and not known to have ended
+        self._leaving: list[_Child] = []  # asked to end, still running
         self._deaths = 0
         self._start_at = 0.0
         self._recycle_at = 0.0
@@ -120,7 +119,7 @@ class Reader:
         self._restarts: list[str] = []
 
     def ask(self, deadline: float) -> Reading:
-        """Return a reading within `deadline` seconds. Never raises for what the child does; safe in any thread."""
+        """Return a reading within `deadline` seconds, whatever the child does. Thread-safe."""
         started = time.monotonic()
         if not self._lock.acquire(timeout=deadline):
             return failure("deadline", duration=time.monotonic() - started)
@@ -143,10 +142,10 @@ class Reader:
                 return failure("exited")
             try:
                 self._child = _Child(self.spec)
-            except OSError as error:  # no memory, no process, or an interpreter that is being replaced
+            except OSError as error:  # out of memory or processes, or the interpreter is being replaced
                 raise _Exited(f"no process can be started: {error}") from error
         child = self._child
-        # The answer to a request that missed its deadline. It may be old by now, so ask again while there is time.
+        # The answer to an earlier request, which missed its deadline. It may be old, so ask again while there is time.
         late = child.answer(until) if child.asked_at is not None else None
         fresh = child.answer(until) if child.request() else None
         answer = fresh if fresh is not None else late
@@ -159,13 +158,13 @@ class Reader:
             self._dismiss(child, "afresh")
             self._start_at = time.monotonic() + self._backoff
         elif answer.resident > self._resident_limit and started >= self._recycle_at and child.asked_at is None:
-            log.info("%s: the child has %d MiB and is replaced", self.name, answer.resident >> 20)
+            log.info("reader replaced source=%s reason=memory mib=%d", self.name, answer.resident >> 20)
             self._dismiss(child, "memory")
             self._recycle_at = started + RECYCLE_AFTER
         return answer.reading
 
     def _end(self, child: _Child) -> None:
-        """Get rid of a child that has been hanging for too long."""
+        """Signal a child that hangs for too long, or abandon it."""
         assert child.asked_at is not None
         hanging = time.monotonic() - child.asked_at - self._kill_after
         if hanging >= self._grace:
@@ -180,17 +179,17 @@ class Reader:
             self._restarts.append("hung")
 
     def _dismiss(self, child: _Child, why: str) -> None:
-        """Let a child end that has nothing left to answer, without waiting for it."""
+        """Ask a child without an open request to end, and do not wait for it."""
         child.dismiss()
         self._leaving.append(child)
         self._child = None
         self._restarts.append(why)
 
     def _reap(self) -> None:
-        """Let go of the children that have ended, and hurry those that were dismissed and have not."""
+        """Release children that have ended, and signal dismissed ones that have not."""
         for child in self._leaving:
             if child.dismissed_at is not None:
-                overdue = time.monotonic() - child.dismissed_at - PARTING
+                overdue = time.monotonic() - child.dismissed_at - EXIT_GRACE
                 if overdue >= self._grace:
                     child.process.kill()
                 elif overdue >= 0:
@@ -200,16 +199,16 @@ class Reader:
             self._leaving.remove(child)
 
     def _bury(self) -> None:
-        """Release a child that ended, and decide when the next one starts."""
+        """Release the child that ended, and set the start of the next one."""
         if self._child is not None:
             self._restarts.append(self._child.fate)
             self._child.close()
             self._child = None
-        self._start_at = time.monotonic() + min(self._backoff * 2**self._deaths, LONGEST_BACKOFF)
+        self._start_at = time.monotonic() + min(self._backoff * 2**self._deaths, MAX_BACKOFF)
         self._deaths += 1
 
     def release(self) -> bool:
-        """End the children and start none until `resume`; return whether all of them are gone."""
+        """End all children, start none until `resume`, and return whether all have ended."""
         with self._lock:
             self._released = True
             if self._child is not None:
@@ -219,22 +218,22 @@ class Reader:
             return not self._leaving
 
     def resume(self) -> None:
-        """Read again after `release`."""
+        """Allow reads again after `release`."""
         with self._lock:
             self._released = False
             self._start_at = 0.0
 
     def close(self) -> None:
-        """End the children for good; one that no signal ends is left to the kernel."""
+        """End all children. One that survives SIGKILL is left to the kernel."""
         self.release()
 
 
 class _Exited(Exception):
-    """The child has ended, or answers what nobody understands."""
+    """The child has ended, or its answer cannot be decoded."""
 
 
 class _Answer(NamedTuple):
-    """A child's answer: the reading, its resident bytes, and whether it ends now."""
+    """Answer of a child: the reading, its resident bytes, and whether it ends now."""
 
     reading: Reading
     resident: int
@@ -242,10 +241,10 @@ class _Answer(NamedTuple):
 
 
 class _Child:
-    """The parent's side of one child process, with at most one request outstanding."""
+    """Parent's side of one child process, with at most one open request."""
 
     def __init__(self, spec: Spec) -> None:
-        # The child finds this package, and a test's collectors, where this process found them.
+        # The child imports from where this process did, which includes the collectors of tests.
         search = os.pathsep.join(path for path in sys.path if path)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "flopwatch.node.scrape.child", spec.factory, json.dumps(dict(spec.arguments))],
@@ -260,13 +259,13 @@ class _Child:
         self.asked_at: float | None = None
         self.dismissed_at: float | None = None
         self.fate = "exited"
-        # Kept, because an allocation of that size at every read tears holes into each thread's heap, and it grows.
+        # Reused: an allocation of this size at every read would fragment the heap, which would grow.
         self._buffer = bytearray(1 << 16)
         self._filled = 0
         self._keys: list[tuple[Metric, tuple[str, ...]]] = []
 
     def request(self) -> bool:
-        """Ask for a read, and return True; False if the last request is still outstanding."""
+        """Send a request, and return True, or return False while the last one is open."""
         if self.asked_at is not None:
             return False
         try:
@@ -277,7 +276,7 @@ class _Child:
         return True
 
     def answer(self, until: float) -> _Answer | None:
-        """Return the answer to the outstanding request, None if it has not come by `until`. Raises _Exited."""
+        """Return the answer to the open request, None if it does not arrive by `until`. Raises _Exited."""
         answers = self._answers.fileno()
         ready = select.poll()
         ready.register(answers, select.POLLIN)
@@ -296,11 +295,11 @@ class _Child:
         try:
             return self._decoded(json.loads(line))
         except (LookupError, TypeError, ValueError) as error:
-            # Such as the answer of another release's child, installed under this process.
-            raise _Exited(f"the answer is not understood: {type(error).__name__}: {error}") from error
+            # For example the child of another release that was installed under this process.
+            raise _Exited(f"the answer cannot be decoded: {type(error).__name__}: {error}") from error
 
     def _decoded(self, answer: Mapping[str, Any]) -> _Answer:
-        """Return what an answer says. Rows and labels are the objects of the last answer where they are not new."""
+        """Return an answer with its samples. Rows and labels are those of the last answer unless it has new ones."""
         if "keys" in answer:
             self._keys = [(BY_NAME[name], tuple(labels)) for name, labels in answer["keys"]]
         samples: list[Sample] = []
@@ -322,18 +321,18 @@ class _Child:
         return _Answer(reading, answer["resident"], answer.get("last", False))
 
     def dismiss(self) -> None:
-        """Close the process's stdin, after which it ends by itself."""
+        """Close stdin, after which the process ends."""
         self.dismissed_at = time.monotonic()
         self._requests.close()
 
     def close(self) -> bool:
-        """End the process, by closing its stdin, then with SIGTERM, then with SIGKILL; return whether it is gone."""
+        """End the process by closing stdin, then SIGTERM, then SIGKILL, and return whether it has ended."""
         self._requests.close()
         for end in (self.process.poll, self.process.terminate, self.process.kill):
             end()
             with suppress(subprocess.TimeoutExpired):
-                # Half a second more than the child gives itself: it ends by itself where it can.
-                self.process.wait(PARTING + 0.5)
+                # Half a second more than the child takes at most, so that it can end without a signal.
+                self.process.wait(EXIT_GRACE + 0.5)
                 break
         else:
             return False
@@ -342,42 +341,62 @@ class _Child:
 
 
 def gpu_inventory(settings: ExporterSettings) -> Path:
-    """Return the file in which the NVML source keeps this node's GPUs."""
+    """Return the file in which the NVML source keeps the GPUs of this host."""
     return _state(settings) / "gpus.json"
 
 
 def simulated_node(settings: ExporterSettings) -> Path:
-    """Return the folder of the simulated node that --simulate asks for."""
+    """Return the folder of the simulated node that --simulate names."""
     return settings.state.absolute() / "simulated"
 
 
 def _state(settings: ExporterSettings) -> Path:
-    # Simulated parts must not be missed when the same folder serves real hardware later.
+    # A separate folder: simulated GPUs must not be reported missing when the state later serves real hardware.
     return settings.state.absolute() if settings.simulate is None else simulated_node(settings)
 
 
-def hardware(settings: ExporterSettings) -> list[Reader]:
-    """Return the readers of this node's hardware, or of the simulated node's; the first one finds the GPUs."""
-    state, gpus = str(_state(settings)), str(gpu_inventory(settings))
-    runtime = f"{state}/gpu_runtime.json"
-    simulated, sysfs, kubelet = "", str(settings.sysfs.absolute()), str(settings.kubelet_socket)
-    kmsg, proc = str(settings.kmsg), "/proc"
-    if settings.simulate is not None:
-        root = simulated_node(settings)
-        simulated, sysfs, kmsg, proc = str(root), str(root / "sys"), str(root / "kmsg"), str(root / "proc")
-        # This machine's kubelet knows nothing of simulated GPUs; one given by a flag is meant.
-        kubelet = "" if settings.kubelet_socket == KUBELET_SOCKET else kubelet
-    if not kmsg.startswith("unix:"):
-        kmsg = str(Path(kmsg).absolute())
+@dataclass(frozen=True, slots=True)
+class HostSources:
+    """Where the readers of a host read: paths, and the specs of the two sources that call NVML.
 
-    def reader(name: str, driver: bool = False, secondary: bool = False, **arguments: str) -> Reader:
-        spec = Spec(f"flopwatch.node.collectors.{name}:build", arguments)
+    `state` keeps inventories and counts; `kmsg` is a file, or `unix:` and a socket; `kubelet` may be empty. `tick`,
+    if set, advances a simulated host to the Unix time that it is called with, once a second.
+    """
+
+    state: Path
+    sysfs: Path
+    kmsg: str
+    kubelet: str
+    proc: Path = Path("/proc")
+    nvml: Spec = Spec("flopwatch.node.collectors.nvml:build", {})
+    xid: Spec = Spec("flopwatch.node.collectors.xid:build", {})
+    tick: Callable[[float], None] | None = None
+
+
+SourcesFactory = Callable[[ExporterSettings], HostSources]
+
+
+def host_sources(settings: ExporterSettings) -> HostSources:
+    """Return the sources of the hardware of this host."""
+    kmsg = str(settings.kmsg)
+    kmsg = kmsg if kmsg.startswith("unix:") else str(Path(kmsg).absolute())
+    return HostSources(_state(settings), settings.sysfs.absolute(), kmsg, str(settings.kubelet_socket))
+
+
+def hardware(settings: ExporterSettings, sources: HostSources) -> list[Reader]:
+    """Return one reader per source; the first one finds the GPUs."""
+    state, sysfs = str(sources.state), str(sources.sysfs)
+    gpus, runtime = f"{state}/gpus.json", f"{state}/gpu_runtime.json"
+
+    def reader(
+        name: str, spec: Spec | None = None, driver: bool = False, secondary: bool = False, **more: str
+    ) -> Reader:
+        spec = Spec(f"flopwatch.node.collectors.{name}:build", {}) if spec is None else spec
+        spec = replace(spec, arguments={**more, **spec.arguments})
         return Reader(name, spec, driver=driver, secondary=secondary, stale_after=settings.stale_after)
 
     readers = [
-        reader(
-            "nvml", driver=True, host=settings.host, inventory=gpus, runtime=runtime, sysfs=sysfs, simulated=simulated
-        ),
+        reader("nvml", sources.nvml, True, host=settings.host, inventory=gpus, runtime=runtime, sysfs=sysfs),
         reader(
             "infiniband",
             host=settings.host,
@@ -386,15 +405,15 @@ def hardware(settings: ExporterSettings) -> list[Reader]:
             gpus=gpus,
             state=f"{state}/port_history.json",
         ),
-        reader("xid", driver=True, kmsg=kmsg, gpus=gpus, state=f"{state}/xid.json", simulated=simulated, nvml="events"),
+        reader("xid", sources.xid, True, kmsg=sources.kmsg, gpus=gpus, state=f"{state}/xid.json", nvml="events"),
         reader(
             "identity",
             host=settings.host,
             gpus=gpus,
             runtime=runtime,
-            kubelet=kubelet,
+            kubelet=sources.kubelet,
             job_mapping=str(settings.job_mapping or ""),
-            proc=proc,
+            proc=str(sources.proc),
             topology=settings.topology,
         ),
     ]

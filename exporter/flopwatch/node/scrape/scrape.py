@@ -1,10 +1,10 @@
-"""One scrape: asks every source at once, isolates and times each, keeps the series budgets.
+"""One scrape: reads all sources at once, isolates and times each, and enforces the series budgets.
 
-A source that fails or misses its deadline costs its own samples only: its last good ones are served for
-`stale_after` seconds, then none. Everything here runs on one event loop; only `Source.ask` runs in a thread.
+A source that fails or misses its deadline loses its own samples only. Its last good samples are served for
+`stale_after` seconds, then none. Everything runs on one event loop except `Source.ask`, which runs in a thread.
 
-Sources mostly answer with the series they had before, so whatever depends only on which series there are (do they fit
-their rows, which are twice, which are over budget, in which order they are written) is decided when that changes.
+Sources mostly return the same series as before. Results that depend on the set of series alone (validity of labels,
+duplicates, budgets, order) are cached until the set changes.
 """
 
 from __future__ import annotations
@@ -18,34 +18,36 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import prometheus_client as prometheus
 
 import flopwatch
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample
-from flopwatch.node.compat import Compatibility
 from flopwatch.node.scrape.exposition import Exposition, arity, family, gzip, help_text
 from flopwatch.node.scrape.reader import RESTARTS, Reading
 from flopwatch.settings import ExporterSettings
 
+if TYPE_CHECKING:
+    from flopwatch.node.compat import Compatibility
+
 log = logging.getLogger(__name__)
 
-# A page begun less than this ago is shared, and so is a read of a driver: two Prometheus servers cost it one read.
+# Seconds for which a read of a driver is shared, so that two Prometheus servers cause one read.
 SHARED_SECONDS = 1.0
-# A page is shared for less: what training processes sent is fresh on every page, and only a crowd asks this often.
+# Seconds for which a whole page is shared. It is shorter, so that pushes of training processes show at once.
 PAGE_SECONDS = 0.25
-# What the scraper needs besides our wait: connection, rendering, transfer.
+# Seconds of the scraper's timeout that are left for connection, rendering and transfer.
 TIMEOUT_MARGIN = 0.5
-# How much longer than its deadline an answer is waited for, so that "deadline" itself is an answer.
+# Seconds after its deadline that an answer is awaited, since "deadline" is an answer too.
 ANSWER_MARGIN = 0.2
 
 FAILURES = ("deadline", "exited", "error", "blind")
 
-# Series allowed per MIG instance, (gpu, uuid), (device, port), (run, rank), and per run for what one rank says for all.
-# Over budget, rows that are not `key` go first, the catalogue's last row first, then `key` rows in the same order; a
-# histogram goes whole.
+# Series allowed per MIG instance, (gpu, uuid), (device, port), (run, rank), and per run for families of one rank only.
+# Over budget, rows that are not `key` are dropped first, from the end of the catalogue, then `key` rows in the same
+# order. A histogram is dropped as a whole.
 MIG = (*m.GPU, "gpu_instance")
 BUDGETS: dict[tuple[str, ...], tuple[str, int]] = {
     MIG: ("mig", 20),
@@ -58,36 +60,36 @@ _ROWS = {row.name: row for row in m.all_metrics()}
 _DROP_ORDER = {row.name: (row.key, -position) for position, row in enumerate(m.all_metrics())}
 
 
-Key = tuple[Metric, tuple[str, ...]]  # what makes a series
-Made = TypeVar("Made")
+Key = tuple[Metric, tuple[str, ...]]  # row and label values of a series
+Result = TypeVar("Result")
 
 
 class Source(Protocol):
-    """Something that can be read: a collector's child process, the training telemetry, the embedded ledger.
+    """Source of samples: a reader process, the training telemetry or the embedded ledger.
 
-    One with an attribute `secondary` that is true fills gaps: of a part that a source before it has a row of, its own
-    samples of that row are left out.
+    A source with a true attribute `secondary` fills gaps: its samples of a row are dropped for each GPU or port of
+    which an earlier source has this row.
     """
 
     @property
     def name(self) -> str: ...
 
     def ask(self, deadline: float) -> Reading:
-        """Return a reading within this many seconds; called in a thread, never twice at a time."""
+        """Return a reading within `deadline` seconds. Called in a thread, once at a time."""
 
 
 def self_counter(row: Metric, registry: prometheus.CollectorRegistry) -> prometheus.Counter:
-    """Return a client counter made from a catalogue row."""
+    """Register a prometheus_client counter for a row, and return it."""
     return prometheus.Counter(family(row), help_text(row), row.labels, registry=registry)
 
 
 def self_gauge(row: Metric, registry: prometheus.CollectorRegistry) -> prometheus.Gauge:
-    """Return a client gauge made from a catalogue row."""
+    """Register a prometheus_client gauge for a row, and return it."""
     return prometheus.Gauge(row.name, help_text(row), row.labels, registry=registry)
 
 
 def own_samples(registry: prometheus.CollectorRegistry) -> list[Sample]:
-    """Return what a registry of `self_counter` and `self_gauge` holds; the client's own text costs three times this."""
+    """Return the samples of a registry, in a third of the time of prometheus_client's own rendering."""
     return [
         (_ROWS[sample.name], tuple(sample.labels.values()), sample.value)
         for metric in registry.collect()
@@ -96,13 +98,13 @@ def own_samples(registry: prometheus.CollectorRegistry) -> list[Sample]:
 
 
 def _owner(row: Metric, labels: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the labels and their values of whatever a series counts against the budget of."""
+    """Return names and values of the labels whose budget a series counts against."""
     names = next((names for names in BUDGETS if row.labels[: len(names)] == names), ())  # the longest comes first
     return names, labels[: len(names)]
 
 
 def over_budget(keys: Sequence[Key]) -> tuple[set[int], Counter[str]]:
-    """Return the positions of the series that do not fit the series budgets, and how many each budget left out."""
+    """Return the positions of series over budget, and their number for each budget."""
     owners = (_owner(row, labels) for row, labels in keys)
     counts = Counter(owner for owner in owners if owner[0] in BUDGETS)
     excess = {key: count - BUDGETS[key[0]][1] for key, count in counts.items() if count > BUDGETS[key[0]][1]}
@@ -125,15 +127,15 @@ def over_budget(keys: Sequence[Key]) -> tuple[set[int], Counter[str]]:
 
 
 def within_budget(samples: list[Sample]) -> tuple[list[Sample], Counter[str]]:
-    """Return the samples that fit the series budgets, and how many of each budget were left out."""
+    """Return the samples within the budgets, and the number of dropped ones for each budget."""
     left_out, dropped = over_budget([(row, labels) for row, labels, _ in samples])
     return without(samples, left_out), dropped
 
 
 def overlap(parts: Sequence[tuple[str, bool, list[Key]]]) -> tuple[set[int], Counter[str]]:
-    """Return the positions, over all parts, of series to leave out, and how many of each part are there twice.
+    """Return the positions of series to drop, counted over all parts, and the number of duplicates of each source.
 
-    A part is a source's name, whether it is secondary, and its series.
+    A part is the name of a source, whether it is secondary, and its series.
     """
     left_out: set[int] = set()
     twice: Counter[str] = Counter()
@@ -157,12 +159,12 @@ def overlap(parts: Sequence[tuple[str, bool, list[Key]]]) -> tuple[set[int], Cou
 
 
 def without(samples: list[Sample], left_out: set[int]) -> list[Sample]:
-    """Return the samples but for those at some positions."""
+    """Return the samples except those at the given positions."""
     return [sample for index, sample in enumerate(samples) if index not in left_out] if left_out else samples
 
 
 def well_formed(sample: Sample) -> bool:
-    """Return whether a sample has its row's number of labels, all text, and a number its type allows."""
+    """Return whether a sample has the labels of its row, all of them text, and a number that its type allows."""
     row, labels, raw = sample
     if len(labels) != arity(row) or not all(isinstance(label, str) for label in labels):
         return False
@@ -175,7 +177,7 @@ def well_formed(sample: Sample) -> bool:
 
 
 def plain_numbers(raws: Sequence[float], counters: Sequence[bool]) -> bool:
-    """Return whether every number is finite and no counter negative; False decides nothing."""
+    """Return True if all numbers are finite and no counter is negative. False means that each must be checked."""
     try:
         return (
             {int, float}.issuperset(map(type, raws))
@@ -205,7 +207,7 @@ class _State:
     counters: list[bool] = field(default_factory=list)
 
     def take(self, samples: list[Sample]) -> Sample | None:
-        """Keep the well-formed samples; return one that is not."""
+        """Keep the well-formed samples, and return the first malformed one or None."""
         keys = [(row, labels) for row, labels, _ in samples]
         if keys != self.keys:
             self.keys = keys
@@ -224,7 +226,7 @@ class _State:
 
 @dataclass
 class _Page:
-    """A body of /metrics, being made or made."""
+    """One body of /metrics, complete or in progress."""
 
     began: float  # on the scrape's clock
     until: float  # when the sources' deadline ends
@@ -233,10 +235,10 @@ class _Page:
 
 
 class Scrape:
-    """Asks the sources and renders what they said together with what is to be said about them.
+    """Reads the sources and renders their samples together with the metrics about the exporter.
 
-    `drivers` are worth sparing a read; what is `in_memory` is asked for every page. `also` gives samples of our own,
-    and `derive` what follows from all samples together.
+    Reads of `drivers` are shared between scrapes, sources `in_memory` are read for every page. `also` returns further
+    samples, and `derive` computes samples from all others.
     """
 
     def __init__(
@@ -250,7 +252,7 @@ class Scrape:
         also: Callable[[], list[Sample]] = list,
         derive: Callable[[Sequence[Sample]], list[Sample]] | None = None,
     ) -> None:
-        # Creation stamps would double the families of self-metrics; nobody asked for them.
+        # Creation timestamps would double the families of self-metrics.
         prometheus.disable_created_metrics()  # type: ignore[no-untyped-call]
         self._settings = settings
         self._clock = clock
@@ -259,7 +261,7 @@ class Scrape:
         self._derive = derive
         self._failing: set[str] = set()
         self._exposition, self._own = Exposition(), Exposition()
-        self._compatibility = Compatibility(settings.expose, clock) if settings.expose else None
+        self._compatibility = _compatibility(settings.expose, clock) if settings.expose else None
         self._pages: dict[bool, _Page] = {}
         self._pool = ThreadPoolExecutor(len(drivers) + len(in_memory), thread_name_prefix="source")
         self._states = [_State(source, SHARED_SECONDS, getattr(source, "secondary", False)) for source in drivers] + [
@@ -292,24 +294,24 @@ class Scrape:
 
     @property
     def attempted(self) -> bool:
-        """Return whether every source has been read once, with whatever result."""
+        """Whether every source has been read at least once, successfully or not."""
         return all(state.finished for state in self._states)
 
     def statuses(self) -> dict[str, str]:
-        """Return each source's name and state in words."""
+        """Return the state of each source by name, as text."""
         return {state.source.name: state.status for state in self._states}
 
     def close(self) -> None:
-        """Let go of the threads; a read still in flight ends with its source."""
+        """Stop the thread pool. A read in progress ends with its source."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _deadline(self, timeout: float | None) -> float:
-        """Return the shorter of our deadline and the scraper's timeout less what it needs itself, in seconds."""
+        """Return the seconds for a read: the configured deadline, or less if the scraper's timeout requires it."""
         deadline = self._settings.scrape_deadline
         return deadline if timeout is None else min(deadline, max(timeout - TIMEOUT_MARGIN, timeout / 2))
 
     async def collect(self, timeout: float | None = None) -> list[Sample]:
-        """Return what the sources say now, within the shorter of our deadline and the scraper's timeout in seconds."""
+        """Read all sources and return their samples. `timeout` is that of the scraper in seconds."""
         deadline = self._deadline(timeout)
         tasks = [task for state in self._states if (task := self._reading(state, deadline)) is not None]
         if tasks:
@@ -326,7 +328,7 @@ class Scrape:
         return self._within_budget(self._merged(parts, samples))
 
     def _merged(self, parts: list[tuple[str, bool, list[Key]]], samples: list[Sample]) -> list[Sample]:
-        """Return the samples of all parts, each series once, with our own and what is derived from them."""
+        """Return the samples of all parts, each series once, with further and derived samples."""
         keys = [keys for _, _, keys in parts]
         if len(keys) != len(self._parts) or any(a is not b for a, b in zip(keys, self._parts, strict=True)):
             self._parts, self._overlap = keys, overlap(parts)
@@ -337,31 +339,31 @@ class Scrape:
         return samples + self._derived(samples)
 
     def _derived(self, samples: list[Sample]) -> list[Sample]:
-        """Return what follows from the samples and from the sources' success."""
+        """Return the samples that `derive` computes from the samples and the success of each source."""
         derive = self._derive
         if derive is None:
             return []
-        told: list[Sample] = [
+        success: list[Sample] = [
             (m.COLLECTOR_SUCCESS, (state.source.name,), state.success)
             for state in self._states
             if state.success is not None
         ]
-        return self._guarded("verdict", lambda: derive(samples + told), [])
+        return self._guarded("verdict", lambda: derive(samples + success), [])
 
-    def _guarded(self, name: str, make: Callable[[], Made], instead: Made) -> Made:
-        """Return what is made of the samples; a mistake in there costs no more than that."""
+    def _guarded(self, name: str, make: Callable[[], Result], fallback: Result) -> Result:
+        """Return the result of `make`, or `fallback` if it raises, which is counted as a failure of source `name`."""
         try:
-            made = make()
+            result = make()
         except Exception:
             if name not in self._failing:
-                log.exception("no %s can be made of the samples", name)
+                log.exception("failed source=%s", name)
             self._failing.add(name)
             self._success.labels(name).set(0)
             self._failures.labels(name, "error").inc()
-            return instead
+            return fallback
         self._failing.discard(name)
         self._success.labels(name).set(1)
-        return made
+        return result
 
     def _within_budget(self, samples: list[Sample]) -> list[Sample]:
         keys = [(row, labels) for row, labels, _ in samples]
@@ -373,14 +375,14 @@ class Scrape:
         return without(samples, left_out)
 
     async def metrics(self, timeout: float | None = None, *, openmetrics: bool = False, gzipped: bool = False) -> bytes:
-        """Return the body of /metrics, which scrapes that come together share."""
+        """Return the body of /metrics, which is shared by simultaneous scrapes."""
         now, deadline = self._clock(), self._deadline(timeout)
         page = self._pages.get(openmetrics)
         if page is None or now - page.began >= PAGE_SECONDS or (not page.task.done() and page.until > now + deadline):
             task = asyncio.get_running_loop().create_task(self._body(timeout, openmetrics))
             page = self._pages[openmetrics] = _Page(now, now + deadline, task)
         try:
-            # One scraper that goes away must not end the page for the others.
+            # The page must continue for other scrapers if one disconnects.
             body = await asyncio.shield(page.task)
         except Exception:
             if self._pages.get(openmetrics) is page:
@@ -400,11 +402,11 @@ class Scrape:
         body += self._own.render(own_samples(self._registry), openmetrics=openmetrics)
         if openmetrics:
             body += "# EOF\n"
-        # Readers decode bytes with replacement; a lone surrogate can still come in through JSON.
+        # JSON may contain a lone surrogate, although readers decode bytes with replacement.
         return body.encode(errors="replace")
 
     def _reading(self, state: _State, deadline: float) -> asyncio.Task[None] | None:
-        """Return the read in flight, a new one, or None where the last one is young enough to share."""
+        """Return the read in progress or a new one, or None if the last one can be shared."""
         now = self._clock()
         if state.task is None and now - state.began >= state.shared:
             state.began, state.deadline = now, now + deadline
@@ -417,7 +419,7 @@ class Scrape:
             reading = await loop.run_in_executor(self._pool, state.source.ask, deadline)
             self._settle(state, reading)
         except Exception as error:
-            # The one place that catches everything: whatever a source does, the others are served.
+            # The only place that catches everything: no source may affect the others.
             log.debug("source %s", state.source.name, exc_info=True)
             self._failed(state, "error", f"{type(error).__name__}: {error}")
         finally:
@@ -429,7 +431,7 @@ class Scrape:
         for reason in reading.restarts:
             self._restarts.labels(name, reason).inc()
         if reading.kind == "released":
-            # Neither a success nor a failure. What was true before a reset need not be true now.
+            # Neither success nor failure. Samples from before a reset may be wrong now.
             self._forget(state)
             self._change(state, "released")
             return
@@ -441,7 +443,7 @@ class Scrape:
             self._change(state, "not supported", reading.reason)
             return
         if not reading.ok:
-            if reading.samples:  # which parts there are, and that they cannot be read
+            if reading.samples:  # the inventory, and that its parts cannot be read
                 state.take(reading.samples)
                 state.succeeded = self._clock() - reading.age
             self._failed(state, reading.kind if reading.kind in FAILURES else "error", reading.reason)
@@ -458,7 +460,7 @@ class Scrape:
         self._change(state, "ok")
 
     def _forget(self, state: _State) -> None:
-        """Serve nothing more of a source, and no word about its success."""
+        """Drop the samples of a source and its series of success."""
         state.samples, state.succeeded, state.success = [], -math.inf, None
         self._success.remove(state.source.name)
 
@@ -469,16 +471,22 @@ class Scrape:
         self._change(state, f"failed, {kind}", "" if reason == kind else reason)
 
     def _change(self, state: _State, kind: str, detail: str = "") -> None:
-        """Note the source's state, and log it if it is another one than before."""
+        """Set the state of a source, and log it if it changed."""
         state.status = f"{kind}: {detail}" if detail else kind
         if kind != state.kind:
             level = logging.WARNING if kind.startswith("failed") else logging.INFO
-            log.log(level, "source %s: %s", state.source.name, state.status)
+            log.log(level, "source=%s state=%r", state.source.name, state.status)
             state.kind = kind
 
 
+def _compatibility(generation: str, clock: Callable[[], float]) -> Compatibility:
+    from flopwatch.node.compat import Compatibility  # its table is memory that an exporter without --expose can save
+
+    return Compatibility(generation, clock)
+
+
 def scrape_timeout(header: str | None) -> float | None:
-    """Return the seconds in an X-Prometheus-Scrape-Timeout-Seconds header; None if absent or no positive number."""
+    """Return the seconds in an X-Prometheus-Scrape-Timeout-Seconds header, None unless they are a positive number."""
     try:
         seconds = float(header) if header is not None else math.nan
     except ValueError:

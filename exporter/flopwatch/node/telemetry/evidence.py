@@ -1,13 +1,13 @@
-"""What this node has seen that may explain why a run lost time, for the records that go to the ledger.
+"""Evidence for the records to the ledger: events on this host that may explain lost time of a run.
 
-Nothing is read for it: the samples of a scrape are looked at on their way (no scrape, no news), and what a rank said of
-itself comes from its pushes. An entry is a place and a kind of event, how often up to now and when last, so that to
-lose or repeat a record changes nothing; what an entry is held to explain is `flopwatch.ledger.attribution`'s to say.
+Events are found in the samples of each scrape and in the pushes of ranks, so that no extra read is needed. An entry has
+a kind, a place, the number of events so far and the time of the last one. Losing or repeating a record therefore
+changes nothing. `flopwatch.ledger.attribution` decides what an entry explains.
 
     {"kind": "xid", "t": 1700000000.5, "count": 2, "gpu": "GPU-...", "detail": "79"}
 
-Of Xids, SXids and the OOM killer's victims the time is the kernel's own; of the rest, when a scrape found a counter
-risen or a part gone. What was so when this process first looked is no news.
+The time of Xids, SXids and kills by the OOM killer is the kernel's. For other kinds it is that of the scrape which
+found a counter increased or a part missing. The state at the first scrape of this process is no event.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ log = logging.getLogger(__name__)
 
 Entry = dict[str, Any]
 
-MOST = 64  # entries of a record
-MOST_OF_NODE = 40  # of them the node's own; ranks have the rest
-MOST_PLACES = 512  # that are remembered; the longest without an event is forgotten first
+MAX_ENTRIES = 64  # of a record
+MAX_HOST_ENTRIES = 40  # of them about the host; the rest is for ranks
+MAX_PLACES = 512  # the one whose last event is oldest is dropped first
 
-# The ledger attributes a failure to what was seen from so long before it to so long after, in seconds.
+# Seconds before and after a failure in which the ledger looks for its cause.
 BEFORE, AFTER = 600.0, 300.0
-MEMORY = 3600.0  # seconds that an event is of use after a restart
+MEMORY = 3600.0  # seconds for which an event is kept over a restart
 
-# Share of the time between two looks in which a clock must have been held back; less slows no step that one sees.
+# Minimum share of the time between two scrapes in which a clock was throttled; less does not slow a step visibly.
 THROTTLED = 0.1
-# How long after the first look the kernel log's counters may still be catching up with what is long past, in seconds.
+# Seconds after the first scrape in which counters of the kernel log may still include events long past.
 CATCHING_UP = 60.0
-# The pid namespace of the host, in whose numbers the kernel's log speaks: PROC_PID_INIT_INO in linux/proc_ns.h.
+# Inode of the host's pid namespace, whose pids are in the kernel log: PROC_PID_INIT_INO in linux/proc_ns.h.
 HOST_PIDS = 0xEFFFFFFC
 
 _ACTIVE = (4, 5)  # InfiniBand port states
@@ -49,7 +49,7 @@ _NOT_FOR_TRAINING = ("management",)
 # Counters by kind of evidence, and the values of the last label that count; None: all.
 _RISES: dict[str, tuple[str, frozenset[str] | None]] = {
     m.GPU_ECC_ERRORS.name: ("ecc", frozenset({"uncorrected"})),
-    # What a replay or the CRC mends, and single symbols, every link has.
+    # Every link has replays, CRC errors and single symbol errors.
     m.NVLINK_ERRORS.name: (
         "nvlink",
         frozenset(
@@ -80,7 +80,7 @@ _RISES: dict[str, tuple[str, frozenset[str] | None]] = {
     ),
 }
 _OOM_KILL = "oom_kill"
-# Gauges, and whether a value means that all is well.
+# Gauges by kind of evidence, and whether a value is healthy.
 _STATES: dict[str, tuple[str, Callable[[float], bool]]] = {
     m.GPU_PRESENT.name: ("gpu_missing", lambda value: value == 1),
     m.GPU_ROW_REMAP_FAILURE.name: ("row_remap", lambda value: value == 0),
@@ -94,7 +94,7 @@ _LOOKED_AT = frozenset({*_RISES, *_STATES, *_LAST, *_COUNTS, m.INFINIBAND_INFO.n
 
 
 class Place(NamedTuple):
-    """What an entry is about, but for the rank."""
+    """Kind and place of an entry that is not about a rank."""
 
     kind: str
     gpu: str = ""
@@ -103,27 +103,27 @@ class Place(NamedTuple):
 
 
 class Event(NamedTuple):
-    """How often up to now, and the Unix time when last."""
+    """Number of events so far, and the Unix time of the last one."""
 
     number: float
     t: float
 
 
-class LastWord(NamedTuple):
-    """What is known of a rank that may have ended; JSON takes it and gives it back as a list."""
+class RankEnd(NamedTuple):
+    """Last state of a rank, which may have ended. JSON stores it as a list."""
 
     rank: int
     started: float
     at: float  # of its last push
-    pid: int = 0  # as the kernel's log has it; 0 is not known
+    pid: int = 0  # as in the kernel log, 0 if unknown
     ended_by: str = ""
-    refused: Event | None = None  # memory, by CUDA
-    gone_at: float | None = None  # the process was found gone
+    refused: Event | None = None  # allocations, by CUDA
+    gone_at: float | None = None  # when the process was found to have ended
     exited: tuple[str, str] = ("", "")  # signal or exit, and which
 
 
-class Witness:
-    """Remembers what the samples of all scrapes have shown."""
+class EvidenceLog:
+    """Log of the events that the samples of all scrapes showed."""
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self._now = now
@@ -136,28 +136,28 @@ class Witness:
         self._failing = False
 
     def observe(self, samples: Iterable[Sample]) -> None:
-        """Look at the samples of a scrape; never raises."""
+        """Extract events from the samples of a scrape, without ever raising."""
         try:
             with self._lock:
                 self._observe([sample for sample in samples if sample[0].name in _LOOKED_AT])
         except Exception:
-            # A scrape must not fail for what only a ledger asks for.
+            # A scrape must not fail because of evidence, which only a ledger uses.
             if not self._failing:
-                log.exception("the samples of a scrape cannot be kept as evidence")
+                log.exception("no evidence from this scrape")
             self._failing = True
         else:
             self._failing = False
 
-    def told(self, gpus: frozenset[str] | None, since: float, until: float) -> list[Entry]:
-        """Return what was last seen in this time, the newest first: of these GPUs, or all, and of the node's ports."""
+    def entries(self, gpus: frozenset[str] | None, since: float, until: float) -> list[Entry]:
+        """Return the entries in a time range, newest first: of these GPUs, or of all, and of everything else here."""
         with self._lock:
-            found = [
+            recent = [
                 (place, event)
                 for place, event in self._events.items()
                 if since <= event.t <= until
                 and (not place.gpu or gpus is None or place.gpu in gpus or ":" in place.gpu)
             ]
-        found.sort(key=lambda one: (-one[1].t, one[0]))
+        recent.sort(key=lambda one: (-one[1].t, one[0]))
         return [
             {
                 "kind": place.kind,
@@ -165,11 +165,11 @@ class Witness:
                 "count": round(event.number, 3),
                 **{name: text for name, text in place._asdict().items() if text and name != "kind"},
             }
-            for place, event in found[:MOST_OF_NODE]
+            for place, event in recent[:MAX_HOST_ENTRIES]
         ]
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` takes, as JSON has it."""
+        """Return the JSON state for `restore`."""
         with self._lock:
             return {
                 "looked": self._looked,
@@ -179,11 +179,11 @@ class Witness:
                     [name, labels, value]
                     for (name, labels), value in self._before.items()
                     if name != m.NODE_KERNEL_EVENTS.name
-                ],  # which this process counts itself, from 0 on
+                ],  # that counter starts at 0 with this process
             }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` gave, of before a restart; what rose in between is news, if that was not long ago."""
+        """Restore the state of a previous process. After a short restart, counters that rose since are events."""
         with self._lock:
             now = self._now()
             self._events = {
@@ -196,7 +196,7 @@ class Witness:
 
     @property
     def killed(self) -> Mapping[int, float]:
-        """Return when the kernel's OOM killer took a process, by its pid on the host."""
+        """Unix times of kills by the kernel's OOM killer, by pid on the host."""
         with self._lock:
             return dict(self._killed)
 
@@ -209,7 +209,7 @@ class Witness:
             labels[:2] for row, labels, _ in samples if row is m.INFINIBAND_INFO and labels[role] in _NOT_FOR_TRAINING
         }
         news: dict[Place, float] = {}
-        known = {labels for name, labels in before if name in (m.GPU_PRESENT.name, m.INFINIBAND_STATE.name)}
+        present = {labels for name, labels in before if name in (m.GPU_PRESENT.name, m.INFINIBAND_STATE.name)}
         counts = {(row.name, labels): value for row, labels, value in samples if row.name in _COUNTS}
         for row, labels, raw in samples:
             name, value = row.name, raw * row.scale
@@ -222,7 +222,7 @@ class Witness:
             key = name, owner + labels[2:]
             last = before.get(key)
             before[key] = value
-            if last is None and owner in known and _silent_until_the_first(row):
+            if last is None and owner in present and _silent_until_the_first(row):
                 last = 0.0 if name in _RISES else 1.0
             if last is None:
                 continue
@@ -231,35 +231,35 @@ class Witness:
                 place, count = _place(kind, row, labels), float(well(last) and not well(value))
             else:
                 place, count = self._risen(row, labels, value - last if value >= last else value, now)
-            # What several counters tell of, as of a link that went down, happened once.
+            # Several counters report one event, for example a link that went down.
             news[place] = max(count, news.get(place, 0.0))
         for place, count in news.items():
             if count > 0:
                 before_that = self._events.get(place)
                 self._keep(place, Event(count + (before_that.number if before_that is not None else 0.0), now))
         self._looked = now
-        # What is not there any more, as after a change of cards, is not kept for ever.
-        while len(before) > 8 * MOST_PLACES:
+        # Series that no longer exist, as after a change of cards, are dropped.
+        while len(before) > 8 * MAX_PLACES:
             del before[next(iter(before))]
 
     def _dated(self, row: Metric, labels: tuple[str, ...], t: float, counts: Mapping[Any, float]) -> None:
-        """Keep an event of which the source itself tells when it was last, and how often."""
+        """Record an event whose time and number the source itself reports."""
         if row is m.NODE_OOM_KILLED:
             self._killed[int(labels[0])] = t
-            while len(self._killed) > MOST:
+            while len(self._killed) > MAX_ENTRIES:
                 del self._killed[min(self._killed, key=self._killed.__getitem__)]
         elif row is m.GPU_XID_LAST:
             place = Place("xid", gpu=labels[1], detail=labels[2])
             self._keep(place, Event(counts.get((m.GPU_XID.name, labels), 1.0), t))
         else:
             place = Place("sxid", detail=labels[1])
-            known = self._events.get(place, Event(0.0, t))
+            last = self._events.get(place, Event(0.0, t))
             self._keep(
-                place, Event(max(known.number, counts.get((m.NVLINK_SWITCH_SXID.name, labels), 1.0)), max(known.t, t))
+                place, Event(max(last.number, counts.get((m.NVLINK_SWITCH_SXID.name, labels), 1.0)), max(last.t, t))
             )
 
     def _risen(self, row: Metric, labels: tuple[str, ...], by: float, now: float) -> tuple[Place, float]:
-        """Return what a counter that has risen by so much tells of, and how often that has happened; 0 is never."""
+        """Return place and number of the events of a counter that rose by `by`; the number is 0 for no event."""
         kind, wanted = _RISES[row.name]
         if row is m.NODE_KERNEL_EVENTS and labels[-1] == _OOM_KILL:
             kind = "host_oom"
@@ -268,26 +268,28 @@ class Witness:
         unwanted = wanted is not None and kind != "host_oom" and labels[-1] not in wanted
         too_little = (
             (kind == "throttle" and by < THROTTLED * (now - self._looked))
-            or (row is m.INFINIBAND_CARRIER_CHANGES and by < 2)  # it may have come back: its loss was one of the two
+            or (
+                row is m.INFINIBAND_CARRIER_CHANGES and by < 2
+            )  # one of two changes is a loss: the link may be up again
         )
         return place, 0.0 if catching_up or unwanted or too_little else by
 
     def _keep(self, place: Place, event: Event) -> None:
         if not (math.isfinite(event.number) and math.isfinite(event.t)):
-            return  # JSON has no such number, and the ledger would refuse the whole record
+            return  # JSON cannot store it, and the ledger would refuse the whole record
         self._events.pop(place, None)
         self._events[place] = event
-        while len(self._events) > MOST_PLACES:
+        while len(self._events) > MAX_PLACES:
             del self._events[min(self._events, key=lambda one: self._events[one].t)]
 
 
 def _owner(row: Metric, labels: tuple[str, ...]) -> tuple[str, ...]:
-    """Return what tells one GPU or port from another; the index of a GPU moves."""
+    """Return the identity of a GPU or port, without the index of a GPU, which can change."""
     return labels[1:2] if row.labels[:2] == m.GPU else labels[:2]
 
 
 def _silent_until_the_first(row: Metric) -> bool:
-    """Return whether a series of this row is there only once something has happened."""
+    """Return whether a series of this row exists only after an event."""
     return row is m.NVLINK_LINK_STATE or getattr(row, "quiet", False)
 
 
@@ -300,56 +302,56 @@ def _place(kind: str, row: Metric, labels: tuple[str, ...]) -> Place:
 
 
 def out_of_memory(push: Push, before: Event | None) -> Event | None:
-    """Return how often CUDA has refused this process memory and when it was heard last, None if it never has."""
+    """Return number and time of refused CUDA allocations of a process, None if there were none."""
     count = next((value for row, _, value in push.samples if row is m.TRAINING_OUT_OF_MEMORY), 0.0)
     if count <= 0:
         return None
     return before if before is not None and before.number == count else Event(count, push.at)
 
 
-def of_ranks(ranks: Iterable[LastWord], killed: Mapping[int, float]) -> list[Entry]:
-    """Return what is known of the ends of ranks, and whom the kernel killed for memory.
+def of_ranks(ranks: Iterable[RankEnd], killed: Mapping[int, float]) -> list[Entry]:
+    """Return entries about the ends of ranks, `killed` being the kills of the OOM killer by pid.
 
-    What tells most comes first, then what came first, as the first to end is not the others' echo.
+    They are ordered by how much the kind explains, then by time: ranks that end later often end because of the first.
     """
-    found: list[Entry] = []
+    entries: list[Entry] = []
     for one in ranks:
         killed_at = killed.get(one.pid)
         if killed_at is not None and killed_at >= one.started:
-            found.append({"kind": "host_oom", "t": killed_at, "count": 1, "rank": one.rank})
+            entries.append({"kind": "host_oom", "t": killed_at, "count": 1, "rank": one.rank})
         if one.ended_by:
-            found.append({"kind": "exception", "t": one.at, "count": 1, "rank": one.rank, "detail": one.ended_by})
+            entries.append({"kind": "exception", "t": one.at, "count": 1, "rank": one.rank, "detail": one.ended_by})
         if one.refused is not None:
-            found.append({"kind": "oom", "t": one.refused[1], "count": one.refused[0], "rank": one.rank})
+            entries.append({"kind": "oom", "t": one.refused[1], "count": one.refused[0], "rank": one.rank})
         if one.gone_at is not None:
             kind, detail = one.exited
             if kind:
-                found.append({"kind": kind, "t": one.gone_at, "count": 1, "rank": one.rank, "detail": detail})
-            found.append({"kind": "pid_gone", "t": one.gone_at, "count": 1, "rank": one.rank})
+                entries.append({"kind": kind, "t": one.gone_at, "count": 1, "rank": one.rank, "detail": detail})
+            entries.append({"kind": "pid_gone", "t": one.gone_at, "count": 1, "rank": one.rank})
     kinds = ("host_oom", "exception", "signal", "exit", "oom", "pid_gone")
-    found.sort(key=lambda entry: (kinds.index(entry["kind"]), entry["t"], entry["rank"]))
-    return found
+    entries.sort(key=lambda entry: (kinds.index(entry["kind"]), entry["t"], entry["rank"]))
+    return entries
 
 
 def joined(before: Iterable[Entry], after: Iterable[Entry]) -> list[Entry]:
-    """Return what two records of an attempt tell, of each place and kind the newest."""
-    found: dict[tuple[Any, ...], Entry] = {}
+    """Return the entries of two records of an attempt, of each kind and place the newest."""
+    newest: dict[tuple[Any, ...], Entry] = {}
     for entry in (*before, *after):
         place = tuple(entry.get(name) for name in ("kind", "gpu", "port", "rank", "detail"))
-        if place not in found or entry["t"] >= found[place]["t"]:
-            found[place] = entry
-    node = [entry for entry in found.values() if "rank" not in entry]
-    node = sorted(node, key=lambda entry: -entry["t"])[:MOST_OF_NODE]
-    return node + [entry for entry in found.values() if "rank" in entry][: MOST - len(node)]
+        if place not in newest or entry["t"] >= newest[place]["t"]:
+            newest[place] = entry
+    node = [entry for entry in newest.values() if "rank" not in entry]
+    node = sorted(node, key=lambda entry: -entry["t"])[:MAX_HOST_ENTRIES]
+    return node + [entry for entry in newest.values() if "rank" in entry][: MAX_ENTRIES - len(node)]
 
 
 def gpus_of(pushes: Iterable[Push]) -> frozenset[str] | None:
-    """Return the GPUs that ranks have declared; None if one of them has declared none."""
+    """Return the GPUs that ranks declared, None if a rank declared none or a MIG instance."""
     uuid = m.TRAINING_RANK_INFO.labels.index("uuid")
-    found: set[str] = set()
+    gpus: set[str] = set()
     for push in pushes:
         own = {labels[uuid] for row, labels, _ in push.samples if row is m.TRAINING_RANK_INFO} - {""}
-        if not own or not all(text.startswith("GPU-") for text in own):  # a MIG instance's is not its GPU's
+        if not own or not all(text.startswith("GPU-") for text in own):  # the UUID of a MIG instance is not its GPU's
             return None
-        found |= own
-    return frozenset(found)
+        gpus |= own
+    return frozenset(gpus)

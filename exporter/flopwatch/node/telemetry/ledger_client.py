@@ -1,21 +1,18 @@
-"""Hands the merged snapshots of this node's attempts to the run ledger: embedded, or at a URL.
+"""Client of the run ledger: sends the merged records of this host's attempts to an embedded or a remote ledger.
 
-Everything is cumulative, so only the newest records of an attempt matter: what the ledger does not take now is kept,
-for a ledger at a URL also on disk, and offered again. Nothing here can fail a push or a scrape.
+Records are cumulative, so only the newest of an attempt matter. Records that the ledger does not accept are kept and
+sent again, those for a remote ledger also on disk. No error here affects a push or a scrape.
 """
 
 from __future__ import annotations
 
 import hashlib
-import http.client
 import json
 import logging
 import os
 import random
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +20,7 @@ from pathlib import Path
 import prometheus_client as prometheus
 
 from flopwatch import catalogue as m
-from flopwatch.http.client import client_tls, opener
+from flopwatch.http.client import client, read, reason, url_tls
 from flopwatch.ledger.record import RecordError
 from flopwatch.ledger.store import Store
 from flopwatch.node.collectors import StateFile
@@ -34,19 +31,19 @@ from flopwatch.node.telemetry.ranks import AttemptKey, Record, Telemetry
 
 log = logging.getLogger(__name__)
 
-TICK = 1.0  # an embedded ledger hears at most this often of an attempt
-URL_INTERVAL = 15.0  # a ledger at a URL serves thousands of nodes and hears of a run from each about this often
+TICK = 1.0  # seconds between two records of an attempt for an embedded ledger
+URL_INTERVAL = 15.0  # the same for a remote ledger, on the mean: it serves thousands of hosts
 URL_BACKOFF_MAX = 60.0
 URL_TIMEOUT = 5.0
 STOP_TIMEOUT = 0.5
-KEEP = 15.0  # seconds between two writes of what evidence may come of after a restart
+SAVE_INTERVAL = 15.0  # seconds between two writes of the state from which evidence continues after a restart
 MAX_PENDING = 1000
 
 OUTCOMES = ("sent", "failed", "refused")
 
 
 class Outcomes:
-    """Counts what became of records, and logs when that changes."""
+    """Counter of records by outcome, which logs each change of the outcome."""
 
     def __init__(self, registry: prometheus.CollectorRegistry) -> None:
         self._counter = self_counter(m.LEDGER_SENT, registry)
@@ -55,16 +52,16 @@ class Outcomes:
         self.state = "nothing sent yet"
 
     def add(self, outcome: str, count: int, detail: str = "") -> None:
-        """Count records; the detail is for the log."""
+        """Count records; `detail` is for the log."""
         self._counter.labels(outcome).inc(count)
         if outcome != self.state:
             level = logging.INFO if outcome == "sent" else logging.ERROR
-            log.log(level, "ledger: records %s%s", outcome, detail and f": {detail}")
+            log.log(level, "ledger records %s%s", outcome, detail and f": {detail}")
             self.state = outcome
 
 
 class Embedded:
-    """The ledger inside this exporter, which is also a source: its families are part of /metrics."""
+    """Ledger inside this exporter. It is a source too: its families are part of /metrics."""
 
     name = "ledger"
 
@@ -74,35 +71,35 @@ class Embedded:
         self._now = now
 
     def take(self, key: AttemptKey, records: list[Record], *, again: bool = False) -> bool:
-        """Return whether the ledger has dealt with the records, told again or not."""
+        """Apply records, and return whether the ledger settled them, by accepting or refusing."""
         try:
             self.store.apply(records)
         except RecordError as error:
             self._outcomes.add("refused", len(records), str(error))
             return True
         except Exception as error:
-            # Whatever is wrong with the file or the disk, the records are still here and offered again.
+            # Whatever is wrong with file or disk, the records are kept and sent again.
             self._outcomes.add("failed", len(records), f"{type(error).__name__}: {error}")
             return False
         self._outcomes.add("sent", len(records))
         return True
 
     def flush(self, *, last: bool = False) -> None:
-        """Do nothing: nothing is kept."""
+        """Do nothing: no record is pending."""
 
     def close(self) -> None:
-        """Close the books."""
+        """Close the store."""
         self.store.close()
 
     def ask(self, deadline: float) -> Reading:
-        """Return the run families as of now."""
+        """Return the current run families."""
         began, now = time.monotonic(), self._now()
         samples = self.store.families(now)
         return Reading(samples, duration=time.monotonic() - began, at=now)
 
 
 class Remote:
-    """A ledger at a URL: about one request per run and `URL_INTERVAL`, spread at random over the nodes."""
+    """Remote ledger: about one request per run and `URL_INTERVAL`, at random times that differ between hosts."""
 
     def __init__(
         self,
@@ -128,27 +125,28 @@ class Remote:
         self._pending = self._spooled()
 
     def take(self, key: AttemptKey, records: list[Record], *, again: bool = False) -> bool:
-        """Keep an attempt's newest records until they are sent: its last ones, and any in an outage, on disk.
+        """Keep the newest records of an attempt until they are sent, and return True.
 
-        Of those told again, for more evidence, only that is taken where there are newer ones: what a process that was
-        killed had written down for a restart may be older than the last word it left on disk.
+        They are also written to disk if they are the last ones, or while the ledger is unreachable. With `again`,
+        records are sent once more with further evidence. If newer records are pending, only this evidence is added:
+        after a kill, the saved state may be older than the spool.
         """
         *before, last = self._pending.get(key, records)
         if again and last["t"] >= records[-1]["t"]:
-            told = evidence.joined(last.get("evidence", []), records[-1].get("evidence", []))
-            records = [*before, {**last, "evidence": told}]
+            entries = evidence.joined(last.get("evidence", []), records[-1].get("evidence", []))
+            records = [*before, {**last, "evidence": entries}]
         self._pending[key] = records
         self._next.setdefault(key[:2], self._clock() + random.uniform(0, self._interval))
         if self._backoff > 0 or "status" in records[-1] or "gone" in records[-1]:
             self._write(key)
         while len(self._pending) > MAX_PENDING:
             oldest = next(iter(self._pending))
-            self._outcomes.add("refused", len(self._pending[oldest]), "the spool is full, the oldest goes")
+            self._outcomes.add("refused", len(self._pending[oldest]), "the spool is full, the oldest is dropped")
             self._forget(oldest)
         return True
 
     def flush(self, *, last: bool = False) -> None:
-        """Send the runs whose turn it is, on the last call all; what fails is on disk afterwards."""
+        """Send the runs that are due, with `last` all runs. Records that could not be sent are on disk afterwards."""
         clock = self._clock()
         if clock < self._retry_at and not last:
             return
@@ -170,39 +168,48 @@ class Remote:
             self._retry_at = clock + random.uniform(0.5, 1.5) * self._backoff
 
     def _send(self, keys: list[AttemptKey], timeout: float) -> bool:
-        """Return whether there is an answer that settles these records: taken, or never to be taken."""
+        """Send records, and return whether the response settles them: accepted, or refused for good."""
         records = sorted((record for key in keys for record in self._pending[key]), key=lambda record: record["t"])
         try:
-            headers = {"Content-Type": "application/json"}
-            if self._token_file is not None:
-                headers["Authorization"] = f"Bearer {self._token_file.read_text().strip()}"
-            request = urllib.request.Request(self._url, json.dumps(records).encode(), headers)
-            with self._opener().open(request, timeout=timeout):
-                self._outcomes.add("sent", len(records))
-        except urllib.error.HTTPError as error:
-            with error:
-                detail = f"{self._url} answers {error.code}: {error.read(500).decode(errors='replace')}"
-            if error.code == 413 and len(keys) > 1:
-                half = len(keys) // 2
-                return self._send(keys[:half], timeout) and self._send(keys[half:], timeout)
-            if error.code not in (400, 413, 422):
-                self._outcomes.add("failed", len(records), detail)
-                return False
-            self._outcomes.add("refused", len(records), detail)
-        except (OSError, http.client.HTTPException, ValueError) as error:
+            status, body = self._post(json.dumps(records).encode(), timeout)
+        except (OSError, ValueError) as error:
             self._outcomes.add("failed", len(records), f"{self._url}: {error}")
+            return False
+        detail = f"{self._url} answers {status}: {body}"
+        if status == 413 and len(keys) > 1:
+            half = len(keys) // 2
+            return self._send(keys[:half], timeout) and self._send(keys[half:], timeout)
+        if 200 <= status < 300:
+            self._outcomes.add("sent", len(records))
+        elif status in (400, 413, 422):
+            self._outcomes.add("refused", len(records), detail)
+        else:
+            self._outcomes.add("failed", len(records), detail)
             return False
         self._backoff = 0.0
         for key in keys:
             self._forget(key)
         return True
 
-    def _opener(self) -> urllib.request.OpenerDirector:
-        # With the CA as it is now, so that it can be replaced.
-        return opener(None if self._ca_file is None else client_tls(self._ca_file))
+    def _post(self, body: bytes, timeout: float) -> tuple[int, str]:
+        """Return status and the beginning of the response. Raises OSError or ValueError if no response arrives."""
+        import httpx
+
+        headers = {"Content-Type": "application/json"}
+        if self._token_file is not None:
+            headers["Authorization"] = f"Bearer {self._token_file.read_text().strip()}"
+        try:
+            # With the CA file as it is now, so that it can be replaced.
+            with (
+                client(url_tls(self._url, self._ca_file), timeout=timeout, headers=headers) as http,
+                http.stream("POST", self._url, content=body) as response,
+            ):
+                return response.status_code, read(response, 500).decode(errors="replace")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise OSError(str(reason(error))) from error
 
     def close(self) -> None:
-        """Do nothing: no connection is kept."""
+        """Do nothing: each request has its own connection."""
 
     def _spooled(self) -> dict[AttemptKey, list[Record]]:
         pending: dict[AttemptKey, list[Record]] = {}
@@ -211,7 +218,7 @@ class Remote:
                 records = json.loads(path.read_bytes())
                 pending[records[0]["tenant"], records[0]["run"], records[0]["attempt"]] = records
             except (OSError, ValueError, LookupError, TypeError) as error:
-                log.error("spool: %s is not readable and is ignored: %s", path, error)
+                log.error("spool file ignored path=%s error=%r", path, str(error))
         return pending
 
     def _path(self, key: AttemptKey) -> Path:
@@ -234,11 +241,11 @@ class Remote:
         try:
             self._path(key).unlink(missing_ok=True)
         except OSError as error:
-            log.error("spool: %s", error)
+            log.error("spool file not deleted error=%r", str(error))
 
 
 class Forward:
-    """A thread that looks after the ranks and, every second, passes on what changed."""
+    """Thread that checks the ranks every second and sends the records of changed attempts to the ledger."""
 
     def __init__(
         self,
@@ -253,30 +260,30 @@ class Forward:
         self._tick = tick
         self._memory = memory  # of evidence, across a restart
         self._clock = clock
-        self._kept = clock()
+        self._saved = clock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="forward", daemon=True)
 
     def start(self) -> None:
-        """Start passing on, from where a process before this one was."""
-        if self._memory is not None and (known := self._memory.load()):
+        """Start the thread, after the state of a previous process was restored."""
+        if self._memory is not None and (state := self._memory.load()):
             try:
-                self._telemetry.restore(known)
+                self._telemetry.restore(state)
             except (LookupError, TypeError, ValueError) as error:
-                log.warning("what was seen before the restart cannot be read: %s: %s", type(error).__name__, error)
+                log.warning("saved evidence ignored error=%r", f"{type(error).__name__}: {error}")
         self._thread.start()
 
     def stop(self) -> None:
-        """Pass on what there is, for a second or two at most, and end."""
+        """Send pending records, for two seconds at most, and stop the thread."""
         self._stopping.set()
         self._thread.join(timeout=2)
 
     def _loop(self) -> None:
         while not self._stopping.wait(self._tick):
-            self._pass_on()
-        self._pass_on(last=True)
+            self._send_changes()
+        self._send_changes(last=True)
 
-    def _pass_on(self, *, last: bool = False) -> None:
+    def _send_changes(self, *, last: bool = False) -> None:
         try:
             self._telemetry.check()
             for key, (version, records) in self._telemetry.due().items():
@@ -284,9 +291,9 @@ class Forward:
                     self._telemetry.delivered(key, version)
             if self._ledger is not None:
                 self._ledger.flush(last=last)
-            if self._memory is not None and (last or self._clock() - self._kept >= KEEP):
-                self._kept = self._clock()
+            if self._memory is not None and (last or self._clock() - self._saved >= SAVE_INTERVAL):
+                self._saved = self._clock()
                 self._memory.save(self._telemetry.state())
         except Exception:
-            # The thread must outlive any mistake of ours; scrapes and pushes do not depend on it.
+            # The thread must survive any bug. Scrapes and pushes do not depend on it.
             log.exception("forwarding failed")

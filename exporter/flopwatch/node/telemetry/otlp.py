@@ -1,8 +1,8 @@
-"""OTLP metrics from the training hook to pushes: bytes in, catalogue samples and a process's identity out.
+"""Decoder of OTLP metrics from the training hook into pushes: the identity of a process and its samples.
 
 Wire: https://opentelemetry.io/docs/specs/otlp/#otlphttp, ExportMetricsServiceRequest as protobuf or JSON, gzip allowed.
-The sender is not trusted: only training families and their label keys pass, counters are finite, every text is short
-and printable, and nothing inflates beyond MAX_BYTES.
+The sender is not trusted: only training families and their label keys pass, counters must be finite, texts short and
+printable, and a body must not inflate beyond MAX_BYTES.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ MAX_BUCKETS = 32
 MAX_TEXT = 256
 STATUSES = ("completed", "stopped", "preempted", "resized", "failed")  # best to worst
 NAME = re.compile(r"[A-Za-z0-9._:/@+-]{1,128}")
-# The type of an exception and, of some, a word more: `KeyError`, `OSError ENOSPC`, `SystemExit 3`.
+# The type of an exception, for some with a detail: `KeyError`, `OSError ENOSPC`, `SystemExit 3`.
 ENDED_BY = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}( -?[A-Z0-9]{1,15})?")
 
-# A training process may not start in the future; clocks of one host agree, this is for a restored virtual machine.
+# A process must not start in the future. The margin, in seconds, is for a restored virtual machine.
 _CLOCK_MARGIN = 60.0
 _DATA = {"counter": "sum", "gauge": "gauge", "info": "gauge", "histogram": "histogram"}
 
 
 class Refused(Exception):
-    """A push, or a part of it, that is not taken; `outcome` is how it is counted."""
+    """A push, or a part of it, that is refused; `outcome` is the label with which it is counted."""
 
     def __init__(self, outcome: str, message: str) -> None:
         super().__init__(message)
@@ -64,7 +64,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """What one training process said about itself, and how many of its points were refused and why."""
+    """State of one training process, with the number of refused points and the first reason."""
 
     tenant: str
     run: str
@@ -87,12 +87,12 @@ class Push:
 
     @property
     def process(self) -> tuple[int, int, int]:
-        """Return what tells one process from another, whatever its clock says of its start."""
+        """Identity of the process, which does not depend on its clock."""
         return self.pid_namespace, self.pid, self.pid_start_ticks
 
 
 def inflate(body: bytes) -> bytes:
-    """Return a gzip body's content. Raises Refused for a body that is none, or is larger than MAX_BYTES inside."""
+    """Return the content of a gzip body. Raises Refused if it is not gzip, or inflates beyond MAX_BYTES."""
     inflater = zlib.decompressobj(31)
     try:
         content = inflater.decompress(body, MAX_BYTES + 1)
@@ -110,16 +110,16 @@ def decode(body: bytes, media: str) -> ExportMetricsServiceRequest:
     try:
         if media == PROTOBUF:
             return ExportMetricsServiceRequest.FromString(body)
-        if body.lstrip()[:1] != b"{":  # which json_format would look for fields in
+        if body.lstrip()[:1] != b"{":  # json_format would look for fields in it
             raise json_format.ParseError("no JSON object")
-        # Ids of exemplars are hex in OTLP/JSON where json_format reads base64; nothing here looks at them.
+        # Ids of exemplars are hexadecimal in OTLP/JSON, and json_format reads base64. They are not used here.
         return json_format.Parse(body, ExportMetricsServiceRequest(), ignore_unknown_fields=True)
     except (DecodeError, json_format.ParseError, UnicodeError, RecursionError) as error:
         raise Refused("malformed", f"the body is not an OTLP metrics request in {media}: {error}"[:500]) from None
 
 
 def response(media: str, refused: int, message: str) -> bytes:
-    """Return the answer to an accepted request, with a partial success where points were refused."""
+    """Return the response to an accepted request, with a partial success if points were refused."""
     answer = ExportMetricsServiceResponse()
     if message:
         answer.partial_success.rejected_data_points = refused
@@ -128,7 +128,7 @@ def response(media: str, refused: int, message: str) -> bytes:
 
 
 def status(media: str, message: str) -> bytes:
-    """Return a google.rpc.Status, which OTLP wants as the body of an error."""
+    """Return a google.rpc.Status, the body of an OTLP error."""
     if media == PROTOBUF:
         # The same two fields with the same numbers and types (1 integer, 2 text) as google.rpc.Status.
         return ExportMetricsPartialSuccess(error_message=message).SerializeToString()
@@ -136,40 +136,25 @@ def status(media: str, message: str) -> bytes:
 
 
 def push(resource: ResourceMetrics, *, host: str, gpus: frozenset[str] | None, now: float) -> Push:
-    """Return one process's push. Raises Refused when the process does not say properly who it is.
+    """Return the push of one process. Raises Refused if its identity is missing or malformed.
 
-    `host` is this node's name: a training process in a container does not know it. `gpus` are the UUIDs of this node,
-    or None where it has no NVML to tell.
+    `host` is the name of this host, which a process in a container does not know. `gpus` are the UUIDs of its GPUs,
+    None if they are unknown.
     """
     metrics = [metric for scope in resource.scope_metrics for metric in scope.metrics]
-    # A hook of an older release wrote them as the resource's attributes.
-    said = _Attributes([*resource.resource.attributes, *(item for metric in metrics for item in metric.metadata)])
-    if said.integer("flopwatch.schema") != SCHEMA:
-        raise Refused("invalid", f"flopwatch.schema is not {SCHEMA}: not a push of flopwatch's hook")
-    tenant, run, attempt = said.text("flopwatch.tenant"), said.text("flopwatch.run"), said.text("flopwatch.attempt")
-    if NAME.fullmatch(run) is None or (tenant and NAME.fullmatch(tenant) is None):
-        raise Refused("invalid", f"flopwatch.run and flopwatch.tenant must match {NAME.pattern}")
-    if not attempt or not _printable(attempt):
-        raise Refused("invalid", "flopwatch.attempt is not a short printable text")
-    rank, started = said.integer("flopwatch.rank"), said.real("flopwatch.start_unix")
-    if rank is None or not 0 <= rank < 1 << 24:
-        raise Refused("invalid", "flopwatch.rank is not the rank of a process")
-    if started is None or not 0 < started <= now + _CLOCK_MARGIN:
-        raise Refused("invalid", "flopwatch.start_unix is not a time in the past")
-    ended = said.text("flopwatch.status") or None
-    if ended is not None and ended not in STATUSES:
-        raise Refused("invalid", f"flopwatch.status is none of {', '.join(STATUSES)}")
-    ended_by = said.text("flopwatch.ended_by")
-
+    # A hook of an older release sends the identity as attributes of the resource.
+    identity = _Attributes([*resource.resource.attributes, *(item for metric in metrics for item in metric.metadata)])
+    tenant, run, attempt, rank, started, status = _identity(identity, now)
+    ended_by = identity.text("flopwatch.ended_by")
     stamped = {"run": run, "rank": str(rank), "tenant": tenant, "attempt": attempt, "host": host}
     samples: dict[tuple[str, tuple[str, ...]], Sample] = {}
     refused, reason, foreign, newest = 0, "", False, 0
     for metric in metrics:
-        for row, point, wrong in _points(metric):
+        for row, point, problem in _points(metric):
             newest = max(newest, point.time_unix_nano)
             try:
-                if row is None or wrong:
-                    raise Refused("partial", wrong)
+                if row is None or problem:
+                    raise Refused("partial", problem)
                 if len(samples) >= MAX_POINTS:
                     raise Refused("partial", f"more than {MAX_POINTS} samples of one process")
                 labels = _labels(row, point.attributes, stamped)
@@ -188,14 +173,14 @@ def push(resource: ResourceMetrics, *, host: str, gpus: frozenset[str] | None, n
         rank,
         started,
         at=max(started, min(now, newest / 1e9)) if newest > 0 else now,
-        pid=said.integer("flopwatch.pid") or 0,
-        pid_namespace=said.integer("flopwatch.pid_namespace") or 0,
-        pid_start_ticks=said.integer("flopwatch.pid_start_ticks") or 0,
-        submitted=said.real("flopwatch.submitted_unix"),
-        restored_step=said.integer("flopwatch.restored_step"),
-        open_step_seconds=said.real("flopwatch.open_step_seconds"),
-        status=ended,
-        ended_by=ended_by if ended is not None and ENDED_BY.fullmatch(ended_by) is not None else "",
+        pid=identity.integer("flopwatch.pid") or 0,
+        pid_namespace=identity.integer("flopwatch.pid_namespace") or 0,
+        pid_start_ticks=identity.integer("flopwatch.pid_start_ticks") or 0,
+        submitted=identity.real("flopwatch.submitted_unix"),
+        restored_step=identity.integer("flopwatch.restored_step"),
+        open_step_seconds=identity.real("flopwatch.open_step_seconds"),
+        status=status,
+        ended_by=ended_by if status is not None and ENDED_BY.fullmatch(ended_by) is not None else "",
         samples=tuple(samples.values()),
         refused=refused,
         reason=reason,
@@ -203,13 +188,33 @@ def push(resource: ResourceMetrics, *, host: str, gpus: frozenset[str] | None, n
     )
 
 
+def _identity(sent: _Attributes, now: float) -> tuple[str, str, str, int, float, str | None]:
+    """Return tenant, run, attempt, rank, start and status of a process. Raises Refused."""
+    if sent.integer("flopwatch.schema") != SCHEMA:
+        raise Refused("invalid", f"flopwatch.schema is not {SCHEMA}: not a push of flopwatch's hook")
+    tenant, run, attempt = sent.text("flopwatch.tenant"), sent.text("flopwatch.run"), sent.text("flopwatch.attempt")
+    if NAME.fullmatch(run) is None or (tenant and NAME.fullmatch(tenant) is None):
+        raise Refused("invalid", f"flopwatch.run and flopwatch.tenant must match {NAME.pattern}")
+    if not attempt or not _printable(attempt):
+        raise Refused("invalid", "flopwatch.attempt is not a short printable text")
+    rank, started = sent.integer("flopwatch.rank"), sent.real("flopwatch.start_unix")
+    if rank is None or not 0 <= rank < 1 << 24:
+        raise Refused("invalid", "flopwatch.rank is not the rank of a process")
+    if started is None or not 0 < started <= now + _CLOCK_MARGIN:
+        raise Refused("invalid", "flopwatch.start_unix is not a time in the past")
+    status = sent.text("flopwatch.status") or None
+    if status is not None and status not in STATUSES:
+        raise Refused("invalid", f"flopwatch.status must be one of {', '.join(STATUSES)}")
+    return tenant, run, attempt, rank, started, status
+
+
 def points(resource: ResourceMetrics) -> int:
-    """Return how many data points a process sent."""
+    """Return the number of data points of one process."""
     return sum(len(list(_points(metric))) for scope in resource.scope_metrics for metric in scope.metrics)
 
 
 class _Attributes:
-    """Typed access to OTLP attributes; what is absent or of another type is None, or no text."""
+    """Typed access to OTLP attributes. An attribute that is absent or of another type is None, or an empty text."""
 
     def __init__(self, attributes: Iterable[KeyValue]) -> None:
         self._values = {item.key: item.value for item in attributes}
@@ -237,27 +242,27 @@ def _printable(text: str) -> bool:
 
 
 def _points(metric: OtlpMetric) -> Iterator[tuple[Metric | None, NumberDataPoint | HistogramDataPoint, str]]:
-    """Yield a metric's points with the catalogue row they belong to, or with what is wrong about all of them."""
+    """Yield the points of a metric with their catalogue row, and the reason to refuse them or an empty text."""
     kind = metric.WhichOneof("data")
     if kind is None:
         return
-    row, wrong = m.BY_NAME.get(metric.name), ""
+    row, problem = m.BY_NAME.get(metric.name), ""
     data = getattr(metric, kind)
     if row is None or row.domain != "training":
-        wrong = "not a training family of this release's catalogue"
+        problem = "not a training family of this release's catalogue"
     elif kind != _DATA[row.type]:
-        wrong = f"a {row.type} arrives as {_DATA[row.type]}, not as {kind}"
+        problem = f"a {row.type} arrives as {_DATA[row.type]}, not as {kind}"
     elif kind != "gauge" and data.aggregation_temporality != AGGREGATION_TEMPORALITY_CUMULATIVE:
-        wrong = "only cumulative values are taken"
+        problem = "only cumulative values are taken"
     elif kind == "sum" and not data.is_monotonic:
-        wrong = "a counter is monotonic"
+        problem = "a counter is monotonic"
     for point in data.data_points:
-        yield row, point, wrong
+        yield row, point, problem
 
 
 def _labels(row: Metric, attributes: Iterable[KeyValue], stamped: dict[str, str]) -> dict[str, str]:
-    """Return the row's labels in order: ours where we know better, the sender's else. Raises Refused."""
-    said: dict[str, str] = {}
+    """Return the labels of a row in order, with those in `stamped` in place of the sender's. Raises Refused."""
+    sent: dict[str, str] = {}
     for item in attributes:
         if item.key not in row.labels:
             raise Refused("partial", f"{item.key[:MAX_TEXT]!r} is not a label of this family")
@@ -265,22 +270,22 @@ def _labels(row: Metric, attributes: Iterable[KeyValue], stamped: dict[str, str]
             raise Refused("partial", f"the label {item.key!r} is not a short printable text")
         if item.key in ("run", "rank") and item.value.string_value != stamped[item.key]:
             raise Refused("partial", f"the label {item.key!r} is another process's")
-        said[item.key] = item.value.string_value
-    said |= {label: text for label, text in stamped.items() if label in row.labels}
-    # A hook of an older release does not know a label an info row has gained; on other rows it would merge series.
-    if row.type != "info" and len(said) != len(row.labels):
+        sent[item.key] = item.value.string_value
+    sent |= {label: text for label, text in stamped.items() if label in row.labels}
+    # A hook of an older release may lack a new label of an info row. On other rows, series would be merged.
+    if row.type != "info" and len(sent) != len(row.labels):
         raise Refused("partial", f"the labels are not {', '.join(row.labels)}")
-    return {label: said.get(label, "") for label in row.labels}
+    return {label: sent.get(label, "") for label in row.labels}
 
 
 def _numbers(row: Metric, point: NumberDataPoint | HistogramDataPoint) -> list[tuple[tuple[str, ...], float]]:
-    """Return a point's numbers, each with the label values it adds: none, or the parts of a histogram."""
+    """Return the numbers of a point, each with the label values that it adds: none, or the part of a histogram."""
     if isinstance(point, NumberDataPoint):
         kind = point.WhichOneof("value")
         if kind is None:
             raise Refused("partial", "a point without a value")
         value = float(getattr(point, kind))
-        # A loss may well be NaN, and that says more than one that is missing. A position may not.
+        # A NaN loss is information. A position cannot be NaN.
         if row not in (m.TRAINING_LOSS, m.TRAINING_GRAD_NORM) and not math.isfinite(value):
             raise Refused("partial", "only training_loss and training_grad_norm may be NaN or infinite")
         if row.type == "counter" and not 0 <= value < math.inf:

@@ -1,8 +1,8 @@
-"""Processes of this node that are not ours: whether they live, by which pid the host knows them, and how they ended.
+"""Training processes of this host: whether they live, their pid on the host, and how they ended.
 
-Who is not the parent is told how a process ended by `/proc/PID/stat` while it is a zombie (proc(5), field 52, which
-needs the right to trace it), and after that by a pidfd that was opened while it lived, on Linux 6.15 or newer
-(PIDFD_INFO_EXIT in linux/pidfd.h). Else nobody tells.
+Only the parent receives an exit status. Others can read it from `/proc/PID/stat` while the process is a zombie
+(proc(5), field 52, which needs the right to trace it). After that, on Linux 6.15 or newer, a pidfd that was opened
+while the process lived returns it (PIDFD_INFO_EXIT in linux/pidfd.h).
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _EXIT = 1 << 3
 Process = tuple[int, int]  # pid in the innermost namespace, start in clock ticks since boot
 
 
-# States of proc(5) in which a process does nothing by itself. Not t: a debugger looks at it.
+# States of proc(5) in which a process cannot run. Not t: a debugger stopped it on purpose.
 BLOCKED = {"T": "stopped", "D": "uninterruptible"}
 
 
 def process_alive(pid: int, start_ticks: int) -> bool:
-    """Return whether this process still runs: the same one, not a later process with its id, and not a zombie."""
+    """Return whether this process runs, and is neither a zombie nor a later process with the same pid."""
     return process_state(pid, start_ticks) not in ("Z", "X")
 
 
 def process_state(pid: int, start_ticks: int) -> str:
-    """Return its state as proc(5) has it: X if it is gone or another's, nothing if it is hidden from us."""
+    """Return the state of a process as in proc(5), X if it has ended, and an empty text if it is hidden."""
     try:
         os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):  # the latter: no process has such a pid, whatever was pushed
+    except (ProcessLookupError, OverflowError):  # the latter for a pushed pid that no process can have
         return "X"
     except PermissionError:
         pass
@@ -44,20 +44,21 @@ def process_state(pid: int, start_ticks: int) -> str:
     except ProcessLookupError:
         return "X"
     except OSError:
-        return ""  # hidden from us (hidepid), but kill() found it
+        return ""  # hidden (hidepid), but kill() found it
     return fields[0] if start_ticks in (0, int(fields[19])) else "X"
 
 
 def _stat(process: str | Path) -> list[str]:
-    """Return the fields of proc(5)'s stat from the third on, the state; the command name before may hold anything."""
+    """Return the fields of /proc/PID/stat from the state on. The command name before it may contain anything."""
     with open(f"{process}/stat", "rb") as file:
         return file.read().decode(errors="replace").rpartition(")")[2].split()
 
 
 class Watch:
-    """A process that lives now and is to tell how it ended; a file descriptor, closed with this object.
+    """Observation of one process by a pidfd, which can return how the process ended.
 
-    `state` is its state when it was looked at, and `since` when it was first found in it, on the caller's clock.
+    `state` is that of the last `look`, and `since` the time of the first look with this kind of state, on the caller's
+    clock.
     """
 
     state, since = "", 0.0
@@ -67,11 +68,11 @@ class Watch:
         if hasattr(os, "pidfd_open"):  # Python may have been built without
             with suppress(OSError, OverflowError):
                 self._fd = os.pidfd_open(pid)
-        if not process_alive(pid, start_ticks):  # and now it is somebody else's
+        if not process_alive(pid, start_ticks):  # the pidfd may be that of a later process
             self.close()
 
     def look(self, now: float) -> bool:
-        """Look at its state; return whether it is still there."""
+        """Read the state of the process, and return whether it lives."""
         state = process_state(self._pid, self._start_ticks)
         if BLOCKED.get(state) != BLOCKED.get(self.state):
             self.since = now
@@ -79,7 +80,7 @@ class Watch:
         return state not in ("Z", "X")
 
     def ended(self) -> tuple[str, str]:
-        """Return `signal` and its name, or `exit` and the status; two empty texts if that is not known."""
+        """Return `signal` and its name, or `exit` and the status, or two empty texts if that is unknown."""
         code = self._of_zombie() or self._of_reaped()
         if code & 0x7F:
             try:
@@ -98,8 +99,8 @@ class Watch:
     def _of_reaped(self) -> int:
         if self._fd >= 0:
             with suppress(OSError):
-                told = fcntl.ioctl(self._fd, _GET_INFO, _INFO.pack(_EXIT, *[0] * 12, 0))
-                mask, *_, code = _INFO.unpack(told)
+                answer = fcntl.ioctl(self._fd, _GET_INFO, _INFO.pack(_EXIT, *[0] * 12, 0))
+                mask, *_, code = _INFO.unpack(answer)
                 return int(code) if mask & _EXIT else 0
         return 0
 
@@ -115,11 +116,11 @@ class Watch:
 
 
 def pids(wanted: Collection[Process], proc: Path = Path("/proc")) -> dict[Process, int]:
-    """Return by which pid this process knows others, of containers, that know themselves by another.
+    """Return the pids, in this namespace, of processes known by pid and start in the namespace of their container.
 
-    A start, in ticks since boot, is the same in every namespace; with the pid in the innermost it is one process's.
+    The start in ticks since boot is the same in every namespace. Together with the innermost pid it is unique.
     """
-    found: dict[Process, int] = {}
+    outer: dict[Process, int] = {}
     starts = {start for _, start in wanted}
     processes: list[Path] = []
     with suppress(OSError):  # no /proc here
@@ -133,5 +134,5 @@ def pids(wanted: Collection[Process], proc: Path = Path("/proc")) -> dict[Proces
                 status = (process / "status").read_text(errors="replace")
                 inner = next((line for line in status.splitlines() if line.startswith("NSpid:")), "").split()[-1]
                 if (int(inner), start) in wanted:
-                    found[int(inner), start] = int(process.name)
-    return found
+                    outer[int(inner), start] = int(process.name)
+    return outer

@@ -1,8 +1,8 @@
-"""The training processes of this node: what their pushes say, for the scrape and, merged per attempt, for the ledger.
+"""Training processes of this host: their pushes, for the scrape and, merged per attempt, for the ledger.
 
 Per (tenant, run, rank) only the newest process start counts. A rank is served until it finishes, is replaced, its
-process is gone, or `rank_timeout` passes without a push; its attempt is remembered until the ledger has its last word.
-What comes to light for five minutes after an end that nobody planned goes after it, with the same last word.
+process ends, or `rank_timeout` passes without a push. Its attempt is kept until the ledger has the last record.
+Evidence that appears within five minutes of an unplanned end is sent with a copy of that record.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flopwatch.ledger.attribution import PLANNED
 from flopwatch.node.scrape.reader import Reading
 from flopwatch.node.scrape.scrape import self_counter
 from flopwatch.node.telemetry import evidence, otlp
-from flopwatch.node.telemetry.evidence import HOST_PIDS, Entry, Event, LastWord, Witness
+from flopwatch.node.telemetry.evidence import HOST_PIDS, Entry, Event, EvidenceLog, RankEnd
 from flopwatch.node.telemetry.otlp import Push, Refused
 from flopwatch.node.telemetry.process_exit import BLOCKED, Process, Watch, pids, process_alive
 from flopwatch.settings import ExporterSettings
@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 
 MAX_RANKS = 64
 MAX_RUNS = 16
-MAX_NAMES = 64  # of runs, in an hour: the ledger keeps what it is told of for a day
-# Ended attempts whose record the ledger has not taken yet; beyond this the oldest is forgotten.
+MAX_NAMES = 64  # of runs in an hour, since the ledger keeps each run for a day
+# Ended attempts whose record the ledger has not accepted. Beyond this the oldest is dropped.
 MAX_UNDELIVERED = 64
 
 OUTCOMES = (
@@ -62,11 +62,11 @@ AttemptKey = tuple[str, str, str]  # tenant, run, attempt
 @dataclass
 class _Rank:
     push: Push
-    heard: float  # on the monotonic clock
+    received: float  # on the monotonic clock
     end: str | None = None  # finished, gone, replaced or silent
     ended_at: float = 0.0  # Unix time
-    refused: Event | None = None  # memory, by CUDA
-    pid: int | None = None  # by which this process knows it; 0 if it does not, None before it has looked
+    refused: Event | None = None  # allocations, by CUDA
+    pid: int | None = None  # in the namespace of the exporter; 0 if unknown, None before the search
     watch: Watch | None = None
     exited: tuple[str, str] = ("", "")
 
@@ -77,7 +77,7 @@ class _Attempt:
     changes: int = 0
     delivered: int = 0
     gone_at: float | None = None
-    told: list[Entry] = field(default_factory=list)  # with the last record made
+    entries: list[Entry] = field(default_factory=list)  # evidence in the last record
 
     @property
     def live(self) -> list[_Rank]:
@@ -85,37 +85,37 @@ class _Attempt:
 
     @property
     def status(self) -> str | None:
-        """Return how the attempt ended by its ranks' own words; None while not all have said, or could."""
+        """How the attempt ended as reported by its ranks, None until all of them have reported."""
         statuses = [rank.push.status for rank in self.ranks.values() if rank.push.status is not None]
         if len(statuses) == len(self.ranks):
             return max(statuses, key=otlp.STATUSES.index)
-        # What completed is complete, also if another rank's last word was lost.
+        # One completed rank is enough if the last push of another was lost.
         return "completed" if not self.live and "completed" in statuses else None
 
 
 @dataclass
-class _Scene:
-    """Where and when evidence of an attempt is looked for."""
+class EvidenceScope:
+    """Time and GPUs of which evidence belongs to an attempt, with the last state of its ranks."""
 
     since: float  # Unix time
     gpus: list[str] | None  # None: all
-    ranks: list[LastWord]
+    ranks: list[RankEnd]
 
 
 @dataclass
 class _Ended:
-    """An attempt that the ledger has the last word of, for as long as there may be evidence to come."""
+    """Attempt whose last record was delivered, while further evidence may appear."""
 
-    scene: _Scene
+    scene: EvidenceScope
     records: list[Record]  # the last ones
     until: float  # Unix time
-    told: list[Entry]
+    told: list[Entry]  # evidence in the last record; the name is that in saved state
     changes: int = 0
     delivered: int = 0
 
 
 def own_pid_namespace() -> int:
-    """Return the inode of this process's pid namespace, or 0 where the kernel does not tell."""
+    """Return the inode of the pid namespace of this process, 0 if it cannot be read."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -123,7 +123,7 @@ def own_pid_namespace() -> int:
 
 
 class Telemetry:
-    """Takes pushes, serves their samples as the source `training`, and hands out what the ledger is owed."""
+    """Store of pushes: serves their samples as the source `training`, and returns the records due to the ledger."""
 
     name = "training"
 
@@ -134,10 +134,10 @@ class Telemetry:
         gpus: Callable[[], frozenset[str] | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
-        witness: Witness | None = None,
+        evidence_log: EvidenceLog | None = None,
     ) -> None:
         self._settings = settings
-        self._witness = witness if witness is not None else Witness(now)
+        self._evidence_log = evidence_log if evidence_log is not None else EvidenceLog(now)
         self._gpus = gpus
         self._clock = clock
         self._now = now
@@ -145,18 +145,18 @@ class Telemetry:
         self._attempts: dict[AttemptKey, _Attempt] = {}
         self._ended: dict[AttemptKey, _Ended] = {}
         self._newest: dict[RankKey, tuple[float, tuple[int, int, int]]] = {}  # start, process
-        self._names: dict[tuple[str, str], float] = {}  # tenant and run, when heard of last; the oldest first
+        self._names: dict[tuple[str, str], float] = {}  # last push of each tenant and run, the oldest first
         self._pid_namespace = own_pid_namespace()
         self._pushes = self_counter(m.OTLP_ACCEPTED, registry)
         for outcome in OUTCOMES:
             self._pushes.labels(outcome)
 
     def count(self, outcome: str) -> None:
-        """Count a push; the app counts those that never get as far as `receive`."""
+        """Count a push by outcome. The application calls it for pushes that do not reach `receive`."""
         self._pushes.labels(outcome).inc()
 
     def receive(self, request: ExportMetricsServiceRequest) -> tuple[int, str]:
-        """Take every process's push in a request; return how many points were refused, and the first reason."""
+        """Store the push of every process in a request. Return the number of refused points and the first reason."""
         if len(request.resource_metrics) > MAX_RANKS:
             raise Refused("too_large", f"a request holds the pushes of at most {MAX_RANKS} processes")
         refused, reason, gpus = 0, "", self._gpus()
@@ -176,7 +176,7 @@ class Telemetry:
         return refused, reason
 
     def ask(self, deadline: float) -> Reading:
-        """Return the live ranks' samples, and what is seen of their processes."""
+        """Return the samples of live ranks and of the states of their processes."""
         with self._lock:
             live = [rank for attempt in self._attempts.values() for rank in attempt.live]
             clock = self._clock()
@@ -184,7 +184,7 @@ class Telemetry:
         return Reading(samples, at=self._now())
 
     def check(self) -> None:
-        """End the ranks whose process is gone and those that have not pushed for `rank_timeout`."""
+        """End ranks whose process has ended or that have not pushed for `rank_timeout`."""
         self._find_processes()
         with self._lock:
             clock = self._clock()
@@ -192,35 +192,35 @@ class Telemetry:
                 for rank in attempt.live:
                     if self._gone(rank) if rank.watch is None else not rank.watch.look(clock):
                         self._end(attempt, rank, "gone")
-                    elif clock - rank.heard > self._settings.rank_timeout:
+                    elif clock - rank.received > self._settings.rank_timeout:
                         self._end(attempt, rank, "silent")
 
     def due(self) -> dict[AttemptKey, tuple[int, list[Record]]]:
-        """Return the version and the records, in order of time, of each attempt that changed since it was delivered.
+        """Return version and records, in order of time, of each attempt that changed since the last delivery.
 
-        The version of one that has ended, and of which there is only more evidence, is negative.
+        A negative version marks an ended attempt with nothing new but evidence.
         """
         due: dict[AttemptKey, tuple[int, list[Record]]] = {}
         with self._lock:
             for key, attempt in self._attempts.items():
                 if attempt.changes > attempt.delivered:
                     try:
-                        attempt.told = self._told(self._scene(attempt))
-                        due[key] = attempt.changes, self._records(key, attempt, attempt.told)
+                        attempt.entries = self._evidence(self._scene(attempt))
+                        due[key] = attempt.changes, self._records(key, attempt, attempt.entries)
                     except Exception:
-                        # Whatever is wrong with one attempt, the ledger hears of the others.
-                        log.exception("run %s: no record can be made of attempt %s", key[1], key[2])
+                        # The records of other attempts must still be sent.
+                        log.exception("no record run=%s attempt=%s", key[1], key[2])
                         attempt.delivered = attempt.changes
             for key, ended in list(self._ended.items()):
                 try:
-                    told = self._told(ended.scene, ended.until)
-                    if told != ended.told:
-                        ended.told, ended.changes = told, ended.changes + 1
+                    entries = self._evidence(ended.scene, ended.until)
+                    if entries != ended.told:
+                        ended.told, ended.changes = entries, ended.changes + 1
                     if ended.changes > ended.delivered:
                         *before, last = ended.records
-                        due[key] = -ended.changes, [*before, {**last, "evidence": told}]
+                        due[key] = -ended.changes, [*before, {**last, "evidence": entries}]
                 except Exception:
-                    log.exception("run %s: no evidence can be told of attempt %s", key[1], key[2])
+                    log.exception("no evidence run=%s attempt=%s", key[1], key[2])
                     del self._ended[key]
                     continue
                 if self._now() > ended.until and ended.changes == ended.delivered:
@@ -228,7 +228,7 @@ class Telemetry:
         return due
 
     def delivered(self, key: AttemptKey, version: int) -> None:
-        """Note that the ledger has this version; an attempt without a live rank is forgotten then."""
+        """Record that the ledger has this version. An attempt without a live rank is dropped then."""
         with self._lock:
             if version < 0:
                 if key in self._ended:
@@ -243,7 +243,7 @@ class Telemetry:
                 self._wait_for_evidence(key, attempt)
 
     def state(self) -> dict[str, Any]:
-        """Return what evidence may come of after a restart, as JSON has it: also of attempts that may end meanwhile."""
+        """Return the JSON state from which evidence continues after a restart, which live attempts may not survive."""
         with self._lock:
             ended = dict(self._ended)
             for key, attempt in self._attempts.items():
@@ -251,24 +251,27 @@ class Telemetry:
                     ended[key] = _Ended(
                         self._scene(attempt), self._records(key, attempt, []), self._now() + evidence.AFTER, []
                     )
-            return {"witness": self._witness.state(), "attempts": [[key, asdict(one)] for key, one in ended.items()]}
+            return {
+                "witness": self._evidence_log.state(),
+                "attempts": [[key, asdict(one)] for key, one in ended.items()],
+            }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take back what `state` gave."""
-        self._witness.restore(state["witness"])
+        """Restore the result of `state` of a previous process."""
+        self._evidence_log.restore(state["witness"])
         with self._lock:
             for key, values in state["attempts"]:
                 scene = values["scene"]
                 ranks = [
-                    LastWord(*word)._replace(refused=word[5] and Event(*word[5]), exited=tuple(word[7]))
+                    RankEnd(*word)._replace(refused=word[5] and Event(*word[5]), exited=tuple(word[7]))
                     for word in scene["ranks"]
                 ]
-                ended = _Ended(**{**values, "scene": _Scene(**{**scene, "ranks": ranks})})
+                ended = _Ended(**{**values, "scene": EvidenceScope(**{**scene, "ranks": ranks})})
                 if ended.until > self._now():
                     self._ended[tuple(key)] = ended
 
     def summary(self) -> list[tuple[str, str, int]]:
-        """Return tenant, run and the number of live ranks of each run."""
+        """Return tenant, name and number of live ranks of each run."""
         with self._lock:
             ranks = Counter((tenant, run) for (tenant, run, _), a in self._attempts.items() for _ in a.live)
         return [(*run, count) for run, count in sorted(ranks.items())]
@@ -277,7 +280,7 @@ class Telemetry:
         if attempt.status in PLANNED:
             return
         until = max(rank.ended_at for rank in attempt.ranks.values()) + evidence.AFTER
-        self._ended[key] = _Ended(self._scene(attempt), self._records(key, attempt, []), until, attempt.told)
+        self._ended[key] = _Ended(self._scene(attempt), self._records(key, attempt, []), until, attempt.entries)
         while len(self._ended) > MAX_UNDELIVERED:
             del self._ended[next(iter(self._ended))]
 
@@ -322,16 +325,16 @@ class Telemetry:
             del self._attempts[other]
 
     def _remember(self, run: tuple[str, str]) -> None:
-        """Note that a run was heard of; raise Refused where too many new ones are."""
-        now, known = self._clock(), self._names.pop(run, None)
+        """Record that a run pushed. Raises Refused if there are too many different runs."""
+        now, last = self._clock(), self._names.pop(run, None)
         while self._names and now - next(iter(self._names.values())) > 3600:
             del self._names[next(iter(self._names))]
-        if known is None and len(self._names) >= MAX_NAMES:
+        if last is None and len(self._names) >= MAX_NAMES:
             raise Refused("limit", f"this node takes at most {MAX_NAMES} different runs in an hour")
         self._names[run] = now
 
     def _find_processes(self) -> None:
-        """Find out by which pids the processes of new ranks are known here, also those of containers."""
+        """Find the pids of new ranks in this namespace, also of those in containers."""
         with self._lock:
             new = [rank for attempt in self._attempts.values() for rank in attempt.live if rank.pid is None]
         inside: dict[Process, list[_Rank]] = {}
@@ -340,11 +343,11 @@ class Telemetry:
             own = push.pid > 0 and push.pid_namespace not in (0, self._pid_namespace)
             if own and push.pid_start_ticks > 0:
                 inside.setdefault((push.pid, push.pid_start_ticks), []).append(rank)
-        found = pids(inside.keys()) if inside else {}
+        outer = pids(inside.keys()) if inside else {}
         for rank in new:
             push = rank.push
             here = push.pid > 0 and push.pid_namespace != 0 and push.pid_namespace == self._pid_namespace
-            rank.pid = push.pid if here else found.get((push.pid, push.pid_start_ticks), 0)
+            rank.pid = push.pid if here else outer.get((push.pid, push.pid_start_ticks), 0)
             if rank.pid:
                 rank.watch = Watch(rank.pid, push.pid_start_ticks)
 
@@ -361,17 +364,17 @@ class Telemetry:
             attempt.gone_at = rank.ended_at
             rank.exited = rank.watch.ended() if rank.watch is not None else ("", "")
         rank.watch = None
-        log.info("run %s rank %d: %s", rank.push.run, rank.push.rank, how)
+        log.info("rank ended run=%s rank=%d reason=%s", rank.push.run, rank.push.rank, how)
 
-    def _scene(self, attempt: _Attempt) -> _Scene:
+    def _scene(self, attempt: _Attempt) -> EvidenceScope:
         ranks = [attempt.ranks[number] for number in sorted(attempt.ranks)]
         pushes = [rank.push for rank in ranks]
         gpus = evidence.gpus_of(pushes)
-        return _Scene(
+        return EvidenceScope(
             min(push.started for push in pushes) - evidence.BEFORE,
             None if gpus is None else sorted(gpus),
             [
-                LastWord(
+                RankEnd(
                     rank.push.rank,
                     rank.push.started,
                     rank.push.at,
@@ -386,20 +389,20 @@ class Telemetry:
         )
 
     def _host_pid(self, rank: _Rank) -> int:
-        """Return the pid by which the kernel's log would call a rank; 0 if it is not known."""
+        """Return the pid of a rank as in the kernel log, 0 if it is unknown."""
         if rank.push.pid_namespace == HOST_PIDS:
             return rank.push.pid
         return rank.pid or 0 if self._pid_namespace == HOST_PIDS else 0
 
-    def _told(self, scene: _Scene, until: float = math.inf) -> list[Entry]:
-        """Return what is known up to a time that may explain how an attempt goes, or ended."""
-        found = self._witness.told(None if scene.gpus is None else frozenset(scene.gpus), scene.since, until)
-        return found + evidence.of_ranks(scene.ranks, self._witness.killed)[: evidence.MOST - len(found)]
+    def _evidence(self, scene: EvidenceScope, until: float = math.inf) -> list[Entry]:
+        """Return the evidence up to a time that may explain the state or the end of an attempt."""
+        node = self._evidence_log.entries(None if scene.gpus is None else frozenset(scene.gpus), scene.since, until)
+        return node + evidence.of_ranks(scene.ranks, self._evidence_log.killed)[: evidence.MAX_ENTRIES - len(node)]
 
-    def _records(self, key: AttemptKey, attempt: _Attempt, told: list[Entry]) -> list[Record]:
-        """Return the attempt's merged snapshot and, once no rank of it is left and one vanished, that too."""
+    def _records(self, key: AttemptKey, attempt: _Attempt, entries: list[Entry]) -> list[Record]:
+        """Return the merged record of an attempt, and a second one once it ended without a status."""
         pushes = [attempt.ranks[rank].push for rank in sorted(attempt.ranks)]
-        # Time follows the lowest live rank; at the end the one that lived longest, so that records never go back.
+        # Time is that of the lowest live rank, and at the end that of the newest push, so that records never go back.
         live = [push for push in pushes if attempt.ranks[push.rank].end is None]
         leader = live[0] if live else max(pushes, key=lambda push: push.at)
         status = attempt.status
@@ -427,18 +430,18 @@ class Telemetry:
             "peak_flops": sum(peaks) if peaks else None,
             "status": status,
             "waits": _waits(live),
-            "evidence": told or None,
+            "evidence": entries or None,
         }
         record = {name: value for name, value in record.items() if value is not None}
         if attempt.gone_at is None or attempt.live or status is not None:
             return [record]
-        # Two records: up to the last push the activities are known, from there to the end only that it ended.
+        # The first record ends with the last push. From there to the end no activity is known.
         until = {name: value for name, value in record.items() if name != "evidence"}
         return [until, {**record, "t": max(attempt.gone_at, record["t"]), "gone": True}]
 
 
 def _blocked(rank: _Rank, clock: float) -> list[Sample]:
-    """Return for how long a rank's process has been blocked, in each of the ways; nothing if it was not looked at."""
+    """Return the seconds for which the process of a rank has been blocked, by kind; no sample if it is not observed."""
     if rank.watch is None or not rank.watch.state:
         return []
     names = (rank.push.run, str(rank.push.rank))
@@ -453,25 +456,25 @@ def _blocked(rank: _Rank, clock: float) -> list[Sample]:
 
 
 def _waits(pushes: list[Push]) -> list[list[object]] | None:
-    """Return what these ranks have waited for others; None unless that is measured on all of them."""
+    """Return the collective wait of these ranks, None unless all of them measure it."""
     rows = (m.TRAINING_MEASURED_STEPS, m.TRAINING_MEASURED_STEP_SECONDS, m.TRAINING_COLLECTIVE_WAIT)
     pipeline = m.TRAINING_RANK_INFO.labels.index("pp")
-    told: list[list[object]] = []
+    waits: list[list[object]] = []
     for push in pushes:
-        known = {row.name: value for row, _, value in push.samples}
-        if not all(row.name in known for row in rows):
+        values = {row.name: value for row, _, value in push.samples}
+        if not all(row.name in values for row in rows):
             return None
         place = next((labels[pipeline] for row, labels, _ in push.samples if row is m.TRAINING_RANK_INFO), "")
-        told.append(
+        waits.append(
             [
                 push.rank,
                 place,
                 push.started,
-                *(round(known[row.name], 3) for row in rows),
-                known.get(m.TRAINING_TOKENS.name, 0.0),
+                *(round(values[row.name], 3) for row in rows),
+                values.get(m.TRAINING_TOKENS.name, 0.0),
             ]
         )
-    return told or None
+    return waits or None
 
 
 def _values(pushes: list[Push], row: Metric) -> list[float]:

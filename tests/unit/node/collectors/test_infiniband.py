@@ -39,7 +39,8 @@ from flopwatch.node.collectors.infiniband import (
     state,
 )
 from flopwatch.node.collectors.infiniband.port import COUNTERS, local_identifier, operational_state, risen, temperature
-from flopwatch.simulate.node import DEVICES, PCI_BUSES, SimulatedNode
+from flopwatch.simulate.h100 import DEVICES, PCI_BUSES
+from flopwatch.simulate.node import SimulatedNode
 from tests.support import TESTS
 
 CAPTURES = TESTS / "captures" / "infiniband"

@@ -83,12 +83,13 @@ from flopwatch.catalogue import (
     Sample,
 )
 from flopwatch.catalogue.gpu import GPU_COPY_UTILIZATION
-from flopwatch.node.collectors import Blind, StartAfresh, Unsupported
-from flopwatch.node.collectors.nvml import Nvml, build, numa_node
+from flopwatch.node.collectors import AccessLost, RestartReader, Unsupported
+from flopwatch.node.collectors.nvml import Nvml, numa_node
 from flopwatch.node.collectors.nvml.card import BLIND, GONE, LACKING
 from flopwatch.node.collectors.nvml.fields import ALL_LINKS, FAST, SLOW, Key
 from flopwatch.simulate import SimulatedNode
 from flopwatch.simulate.pynvml import Handle, Simulation
+from flopwatch.simulate.sources import nvml as simulated
 
 # Every error NVML has.
 ERRORS = sorted(
@@ -599,7 +600,7 @@ def test_an_error_in_one_call_about_one_gpu(node: SimulatedNode, collector: Call
     whole = driver.read()
     node.fail("nvmlDeviceGetPowerUsage", code, 2)
     if code == pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH:
-        with pytest.raises(StartAfresh):
+        with pytest.raises(RestartReader):
             driver.read()
         return
     if code == pynvml.NVML_ERROR_UNINITIALIZED:
@@ -627,7 +628,7 @@ def test_an_error_in_every_call_about_one_gpu(
     node.fail("nvmlDeviceGetHandleByIndex", code, 2)
     driver = collector()
     if code in (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, pynvml.NVML_ERROR_UNINITIALIZED):
-        with pytest.raises((StartAfresh, pynvml.NVMLError)):
+        with pytest.raises((RestartReader, pynvml.NVMLError)):
             driver.read()
         return
     samples = driver.read()
@@ -647,7 +648,7 @@ def test_a_gpu_with_an_error_in_every_call_is_missed_while_others_answer(
     driver.read()
     node.refuse(2, code)
     if code in (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, pynvml.NVML_ERROR_UNINITIALIZED):
-        with pytest.raises((StartAfresh, pynvml.NVMLError)):
+        with pytest.raises((RestartReader, pynvml.NVMLError)):
             driver.read()
         return
     for _ in range(4):
@@ -677,16 +678,16 @@ def test_an_error_when_nvml_is_initialised(
         ]
         assert len(samples) == 17
         return
-    expected: type[Exception] = Blind
+    expected: type[Exception] = AccessLost
     if code in (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_LIBRARY_NOT_FOUND) and not known:
         expected = Unsupported
     elif code == pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH:
-        expected = StartAfresh
+        expected = RestartReader
     elif code == pynvml.NVML_ERROR_UNINITIALIZED:
         expected = pynvml.NVMLError
     with pytest.raises(expected) as raised:
         driver.read()
-    if isinstance(raised.value, Blind):
+    if isinstance(raised.value, AccessLost):
         samples = raised.value.samples
         assert readable(samples) == (dict.fromkeys(ALL, 0) if known else {})
         assert {row for row, _, _ in samples} == ({GPU_INFO, GPU_READABLE} if known else set())
@@ -702,7 +703,7 @@ def test_a_driver_that_the_kernel_has_and_nvml_misses_is_withheld_from_this_proc
         collector().read()
     (node.root / "proc/driver/nvidia/version").write_text("NVRM version: NVIDIA UNIX x86_64  590.48.01\n")
     node.fail("nvmlInit", code)
-    with pytest.raises(Blind) as raised:
+    with pytest.raises(AccessLost) as raised:
         collector().read()
     assert readable(raised.value.samples) == (dict.fromkeys(ALL, 0) if known else {})
     assert GPU_DRIVER_LOADED not in {row for row, _, _ in raised.value.samples}
@@ -719,7 +720,7 @@ def test_an_exporter_that_may_look_at_no_gpu_is_blind_and_calls_none_missing(
     for gpu in range(8):
         node.refuse(gpu, code)
     for _ in range(5):
-        with pytest.raises(Blind) as raised:
+        with pytest.raises(AccessLost) as raised:
             driver.read()
         samples = raised.value.samples
         assert (present(samples), readable(samples)) == ({}, dict.fromkeys(ALL, 0))
@@ -791,7 +792,7 @@ def test_a_node_whose_gpus_have_all_lost_their_device_files_is_blind(
     library.nvmlDeviceGetCount = lambda: 0  # type: ignore[method-assign]
     for gpu in range(8):
         node.blind(gpu)
-    with pytest.raises(Blind, match="no GPU's device file can be opened") as raised:
+    with pytest.raises(AccessLost, match="no GPU's device file can be opened") as raised:
         collector(library).read()
     assert readable(raised.value.samples) == dict.fromkeys(ALL, 0)
 
@@ -992,7 +993,7 @@ def test_a_driver_replaced_under_the_process_asks_for_a_new_process_which_reads_
     driver = collector()
     before = driver.read()
     node.driver("595.80")
-    with pytest.raises(StartAfresh):
+    with pytest.raises(RestartReader):
         driver.read()
     driver.close()
     after = collector().read()
@@ -1171,12 +1172,12 @@ def test_the_numa_node_is_that_of_the_pci_device(tmp_path: Path, content: str | 
 
 
 def test_the_simulated_nodes_collector_reads_the_nodes_own_files(node: SimulatedNode, tmp_path: Path) -> None:
-    collector = build(
+    collector = simulated(
+        root=str(node.root),
         host="node1",
         inventory=str(tmp_path / "gpus.json"),
         runtime=str(tmp_path / "gpu_runtime.json"),
         sysfs=str(node.sysfs),
-        simulated=str(node.root),
     )
     samples = collector.read()
     assert of(samples, GPU_PROCESSES) == {("slurm:4242",): 1}

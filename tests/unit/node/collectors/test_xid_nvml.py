@@ -14,11 +14,12 @@ import pynvml
 import pytest
 
 from flopwatch.catalogue import GPU_DRIVER_EVENTS, GPU_INFO, GPU_XID, XID_SOURCE_UP, Metric, Sample
-from flopwatch.node.collectors import StartAfresh, Unsupported
-from flopwatch.node.collectors.xid import Xid, build, nvml_events
+from flopwatch.node.collectors import RestartReader, Unsupported
+from flopwatch.node.collectors.xid import Xid, nvml_events
 from flopwatch.node.collectors.xid.counts import CODES
 from flopwatch.node.collectors.xid.nvml_events import Told, Watcher
 from flopwatch.simulate import SimulatedNode
+from flopwatch.simulate.sources import xid as simulated
 from tests.support.machine import PATIENCE, until
 
 NOW = 1_700_000_000.0
@@ -365,7 +366,7 @@ def test_a_driver_replaced_underneath_asks_for_another_process_but_a_wrong_libra
     library.happens.put(event("64", 48))
     library.happens.put(pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH))
     until(lambda: watcher.replaced)
-    with pytest.raises(StartAfresh, match="replaced under this process"):
+    with pytest.raises(RestartReader, match="replaced under this process"):
         reader.read()
     # The new process, should it find the same library still: the kernel log goes on.
     assert counted(collector(gpus, watch()).read()) == {("GPU-53", "79"): 1, ("GPU-64", "48"): 1}
@@ -378,11 +379,11 @@ def test_an_xid_of_the_simulated_node_is_one_although_its_nvml_tells_of_it_too(t
         "kmsg": str(node.kmsg),
         "gpus": str(tmp_path / "gpus.json"),
         "state": str(tmp_path / "xid.json"),
-        "simulated": str(node.root),
+        "root": str(node.root),
         "nvml": "events",
     }
-    reader = build(**arguments)
-    base = build(**arguments | {"kmsg": str(tmp_path / "none"), "state": str(tmp_path / "base.json")})
+    reader = simulated(**arguments)
+    base = simulated(**arguments | {"kmsg": str(tmp_path / "none"), "state": str(tmp_path / "base.json")})
     try:
         assert counted(reader.read()) == counted(base.read()) == {}
         until(lambda: values(base.read(), XID_SOURCE_UP) == {("kernel_log",): 0, ("nvml",): 1})

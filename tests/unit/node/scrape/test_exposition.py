@@ -158,9 +158,9 @@ def test_all_series_of_one_family_stand_together_wherever_they_come_from() -> No
 
 def test_series_that_come_and_go_do_not_fill_the_memory() -> None:
     renderer = Exposition()
-    for index in range(exposition._KEPT_PREFIXES // 1000 + 5):
+    for index in range(exposition._MAX_PREFIXES // 1000 + 5):
         renderer.render([(m.GPU_PRESENT, (str(index), str(n)), 1) for n in range(1000)])
-    assert sum(len(kept) for kept in renderer._prefixes.values()) <= exposition._KEPT_PREFIXES + 1000
+    assert sum(len(kept) for kept in renderer._prefixes.values()) <= exposition._MAX_PREFIXES + 1000
 
 
 @pytest.mark.parametrize(

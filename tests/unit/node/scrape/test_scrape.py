@@ -139,7 +139,7 @@ def test_every_source_is_served_with_what_is_to_be_said_about_it() -> None:
     [
         (failing("exited"), "exited", PATIENCE),
         (failing("error", "NVMLError_Unknown: 999"), "error", PATIENCE),
-        (failing("blind", "Blind: /dev/nvidiactl"), "blind", PATIENCE),
+        (failing("blind", "AccessLost: /dev/nvidiactl"), "blind", PATIENCE),
         (raising, "error", PATIENCE),
         (hung, "deadline", 2.0),
     ],
@@ -160,7 +160,7 @@ def test_a_blind_source_serves_what_it_can_still_say_in_place_of_what_it_said_be
     readable: Sample = (m.GPU_READABLE, ("0", "GPU-a"), 0)
 
     def blind(deadline: float) -> Reading:
-        return replace(failure("blind", "Blind: /dev/nvidiactl"), samples=[readable])
+        return replace(failure("blind", "AccessLost: /dev/nvidiactl"), samples=[readable])
 
     async def story() -> None:
         clock = Clock()

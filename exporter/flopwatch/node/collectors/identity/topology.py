@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 # No cluster's file comes near, and a line longer than this names no node.
 MAX_BYTES = 16 << 20
@@ -170,34 +170,32 @@ def read(topology: str, host: str, account: Path = SERVICE_ACCOUNT) -> Place:
 
 def _node_labels(server: str, host: str, account: Path) -> dict[str, str]:
     """Return the labels of this Kubernetes node, asked for as the pod's service account."""
-    import http.client
-    import ssl
+    import httpx
 
-    address = urlsplit(server)
+    from flopwatch.http.client import client, reason, url_tls
+    from flopwatch.http.client import read as read_body
+
     headers = {"Accept": "application/json"}
-    if address.scheme == "https":
-        context = ssl.create_default_context(cafile=str(account / "ca.crt"))
+    if server.startswith("https:"):
         # Read each time: the kubelet renews it.
         headers["Authorization"] = f"Bearer {(account / 'token').read_text().strip()}"
-        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-            address.netloc, timeout=10, context=context
-        )
-    else:
-        connection = http.client.HTTPConnection(address.netloc, timeout=10)
+    url = f"{server.rstrip('/')}/api/v1/nodes/{quote(host, safe='')}"
     try:
-        connection.request("GET", f"{address.path.rstrip('/')}/api/v1/nodes/{quote(host, safe='')}", headers=headers)
-        answer = connection.getresponse()
-        content = answer.read(MAX_BYTES)
-        if answer.status != 200:
-            raise ValueError(f"HTTP status {answer.status} for the node {host}{_HINTS.get(answer.status, '')}")
+        with (
+            client(url_tls(server, account / "ca.crt"), timeout=10, headers=headers) as http,
+            http.stream("GET", url) as answer,
+        ):
+            status, content = answer.status_code, read_body(answer, MAX_BYTES)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        cause = reason(error)
+        raise (cause if isinstance(cause, OSError) else ValueError(f"no HTTP: {error!r}")) from error
+    if status != 200:
+        raise ValueError(f"HTTP status {status} for the node {host}{_HINTS.get(status, '')}")
+    try:
         labels = json.loads(content)["metadata"]["labels"]
         return {name: label for name, label in labels.items() if isinstance(label, str)}
-    except http.client.HTTPException as error:
-        raise ValueError(f"no HTTP: {error!r}") from error
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError("the answer is not a Kubernetes node") from error
-    finally:
-        connection.close()
 
 
 _HINTS = {

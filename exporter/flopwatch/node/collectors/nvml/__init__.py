@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.catalogue import GPU_DRIVER_LOADED, GPU_INFO, GPU_PRESENT, GPU_READABLE, Sample
-from flopwatch.node.collectors import Blind, Inventory, StartAfresh, StateFile, Unsupported
+from flopwatch.node.collectors import AccessLost, Inventory, RestartReader, StateFile, Unsupported
 from flopwatch.node.collectors.nvml import access
 from flopwatch.node.collectors.nvml.card import GONE, LACKING, OVER, REPLACED, UNINITIALIZED, Card, Past, code_of
 
@@ -85,10 +85,10 @@ class Nvml:
         except self._nvml.NVMLError as error:
             self._suspect = True
             if error.value == REPLACED:
-                raise StartAfresh(f"the driver was replaced under this process: {error}") from error
+                raise RestartReader(f"the driver was replaced under this process: {error}") from error
             if error.value == UNINITIALIZED:
                 raise
-            raise Blind(f"the driver does not talk to this process: {error}", self._unreadable()) from error
+            raise AccessLost(f"the driver does not talk to this process: {error}", self._unreadable()) from error
 
     def close(self) -> None:
         """Give every handle and buffer back to the driver."""
@@ -129,7 +129,7 @@ class Nvml:
         samples = [*self._inventory.info(), (GPU_DRIVER_LOADED, (), 1), *self._samples(count, answers, errors)]
         if not any(row is GPU_PRESENT for row, _, _ in samples):
             reason = next(iter(errors.values()), "no GPU's device file can be opened")
-            raise Blind(f"no GPU talks to this process: {reason}", samples)
+            raise AccessLost(f"no GPU talks to this process: {reason}", samples)
         return samples
 
     def _samples(self, count: int, answers: dict[str, list[Sample]], errors: dict[str, Exception]) -> list[Sample]:
@@ -304,20 +304,10 @@ def last_told(file: Path) -> dict[str, dict[str, list[Any]]]:
     }
 
 
-def build(host: str, inventory: str, runtime: str = "", sysfs: str = "/sys", simulated: str = "") -> Nvml:
-    """Return the collector of this machine's GPUs, or of the simulated node's in the folder `simulated`."""
-    library: Any
-    source, proc, dev = "nvml", Path("/proc"), Path("/dev")
-    if simulated:
-        from flopwatch.simulate import pynvml as simulation
-
-        root = Path(simulated)
-        library, source, proc, dev = simulation.load(root), "simulated", root / "proc", root / "dev"
-    else:
-        try:
-            import pynvml
-        except ImportError as error:
-            raise Unsupported(f"{error}; install flopwatch[exporter]") from error
-        library = pynvml
-    file = Path(runtime) if runtime else None
-    return Nvml(library, host, Path(inventory), source, runtime=file, sysfs=Path(sysfs), proc=proc, dev=dev)
+def build(host: str, inventory: str, runtime: str = "", sysfs: str = "/sys") -> Nvml:
+    """Return the collector of this machine's GPUs."""
+    try:
+        import pynvml
+    except ImportError as error:
+        raise Unsupported(f"{error}; install flopwatch[exporter]") from error
+    return Nvml(pynvml, host, Path(inventory), runtime=Path(runtime) if runtime else None, sysfs=Path(sysfs))

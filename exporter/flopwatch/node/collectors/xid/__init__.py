@@ -32,7 +32,7 @@ from flopwatch.catalogue import (
     Sample,
 )
 from flopwatch.catalogue.xid import paging_xids, sxids, xids
-from flopwatch.node.collectors import StartAfresh, StateFile, Unsupported, read_inventory
+from flopwatch.node.collectors import RestartReader, StateFile, Unsupported, read_inventory
 from flopwatch.node.collectors.xid import nvlink5 as nvlink5
 from flopwatch.node.collectors.xid.counts import OTHER, OTHER_XID, Counts
 from flopwatch.node.collectors.xid.kernel_lines import (
@@ -149,7 +149,7 @@ class Xid:
             self._take_event(told, owners)
         self._save()
         if self._watcher is not None and self._watcher.replaced:
-            raise StartAfresh(f"the driver was replaced under this process: {self._watcher.error}")
+            raise RestartReader(f"the driver was replaced under this process: {self._watcher.error}")
         models = {uuid: part["model"] for uuid, part in known.items()}
         return list(self._samples(parts, models))
 
@@ -308,23 +308,21 @@ def _told_before(stored: Any) -> Iterator[tuple[tuple[str, int], float, list[str
 _TOLD, _TOLD_WHOLE = [str, int, float, list], [str, int, int, list]
 
 
-def build(kmsg: str, gpus: str, state: str, simulated: str = "", nvml: str = "") -> Xid:
+def build(kmsg: str, gpus: str, state: str, nvml: str = "", library: Any = None) -> Xid:
     """Return the collector of this boot's kernel log and, unless `nvml` is empty, of NVML's events.
 
-    `simulated` is the folder of the simulated node whose events are to be read instead.
+    `library` is the pynvml module, imported if None.
     """
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    watcher = _watcher(simulated) if nvml else None
+    watcher = _watcher(library) if nvml else None
     if watcher is not None:
         watcher.start(NVML_PATIENCE)
     return Xid(kmsg, Path(gpus), Path(state), boot_id, watcher=watcher, follow=True)
 
 
-def _watcher(simulated: str) -> Watcher | None:
-    if simulated:
-        from flopwatch.simulate import pynvml as simulation
-
-        return Watcher(simulation.load(Path(simulated)))
+def _watcher(library: Any) -> Watcher | None:
+    if library is not None:
+        return Watcher(library)
     try:
         import pynvml
     except ImportError as error:

@@ -1,23 +1,26 @@
-"""How many series a cluster has, and what they cost one Prometheus with our rules, the ledger and the network.
+"""Estimate of the series of a cluster, and of what they cost one Prometheus, the ledger and the network.
 
-How many series something has is counted on a healthy simulated node of eight H100 with the hooks of eight ranks, which
-tests/process/test_size.py counts again. What one costs is measured on a real Prometheus 2.53 with the shipped rules
-(bench/size.py, bench/rules.py) and on a real ledger (bench/ledger.py); bench/size.py compares with a new measurement.
+The series of a healthy node are counted in tests/golden/series_of_a_node.json: families of a simulated node of eight
+H100 with eight ranks, and of a ledger with one run. tests/process/test_size.py writes it. Costs are measured on a real
+Prometheus 2.53 with the shipped rules (bench/size.py, bench/rules.py) and on a real ledger (bench/ledger.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil
+from pathlib import Path
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric
 from flopwatch.catalogue.training import PHASES
 
-# Series of a GPU with its NVLinks, of a port, of what a node has besides, and of a rank and of a run of any hook.
-GPU, PORT, NODE, RANK, RUN = 106, 42, 113, 24, 21
-# Of a rank, PyTorch's hook has beside that, on a GPU:
+GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden" / "series_of_a_node.json"
+# Families that the hook adds on a GPU with PyTorch; the simulated job has none of them.
 TORCH: Mapping[Metric, int] = {
     m.TRAINING_PHASE_SECONDS: len(PHASES),
     m.TRAINING_COLLECTIVE_SEQUENCE: 1,
@@ -27,11 +30,11 @@ TORCH: Mapping[Metric, int] = {
     m.TRAINING_OUT_OF_MEMORY: 1,
     m.TRAINING_ALLOCATOR_UNUSED_BYTES: 1,
 }
-LEDGER, LEDGER_OF_RUN = 4, 113
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800, "y": 31_536_000}
 # up, scrape_duration_seconds, scrape_samples_scraped, scrape_samples_post_metric_relabeling, scrape_series_added
 TARGET = 5
-# What is recorded of a healthy cluster, by the seconds between two evaluations: series of each rank, node, port, GPU
-# with a rail, rail of a run, run, and of the whole. The two ALERTS are the watchdog's.
+# Records of a healthy cluster, by evaluation interval in seconds: series per rank, node, port, GPU with a rail, rail of
+# a run, run, and cluster. The two ALERTS are the watchdog's.
 RECORDED: Mapping[int, Mapping[str, int]] = {
     15: {"rank": 3, "node": 1, "run": 35, "whole": 3},
     30: {"node": 1},
@@ -60,6 +63,55 @@ LEDGER_CPU, LEDGER_DISK = 1.07e-3, 1210.0  # seconds of a core a report, bytes a
 ZIPPED = 15.4  # bytes of a series on the wire: a page of a node of eight GPUs and ranks, as the exporter compresses it
 ROOM = 1.5  # times the memory, for who looks at boards
 BUSY = 0.8  # of a group's interval, from which on it is too much
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Series of a GPU with its NVLinks, of a port, of the rest of a node, and of a rank and a run of any hook."""
+
+    gpu: int
+    port: int
+    node: int
+    rank: int
+    run: int
+    ledger: int  # without runs
+    ledger_of_run: int
+
+
+@functools.cache
+def counts() -> Counts:
+    """Return the series of a healthy node and of its ledger, counted in the golden file."""
+    golden = json.loads(GOLDEN.read_text())
+    owners: Counter[str] = Counter()
+    for name, count in golden["exporter"].items():
+        owners[owner(name)] += count
+    of_run = sum(count for name, count in golden["ledger"].items() if owner(name) in ("rank", "run"))
+    return Counts(
+        gpu=owners["gpu"] // golden["gpus"],
+        port=round(owners["port"] / golden["ports"]),  # bonded ports have a few more than others, or fewer
+        node=owners["node"],
+        rank=owners["rank"] // golden["gpus"],
+        run=owners["run"],
+        ledger=sum(golden["ledger"].values()) - of_run,
+        ledger_of_run=of_run,
+    )
+
+
+def owner(name: str) -> str:
+    """Return what a series of this name is counted for: gpu, port, rank, run or node."""
+    bare = name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count")
+    row = m.BY_NAME[name if name in m.BY_NAME else bare]
+    if "run" in row.labels:
+        return "rank" if row.labels[:2] == m.RANK else "run"
+    if row.labels[:2] == m.PORT:
+        return "port"
+    return "gpu" if "uuid" in row.labels else "node"
+
+
+def families(page: str) -> dict[str, int]:
+    """Return the number of series of each family on a page of /metrics."""
+    lines: Iterable[str] = (line for line in page.splitlines() if line[:1] not in ("#", ""))
+    return dict(sorted(Counter(line.partition("{")[0].partition(" ")[0] for line in lines).items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +196,11 @@ def size(cluster: Cluster, age: float = HEAD) -> Size:
     """Return what a cluster comes to, memory that of a Prometheus that began `age` seconds ago."""
     nodes, ranks, runs = cluster.nodes, cluster.ranks, cluster.runs
     gpus, ports = nodes * cluster.gpus_per_node, nodes * cluster.ports_per_node
-    of_rank = RANK + (sum(TORCH.values()) if cluster.torch else 0)
-    hardware = gpus * GPU + ports * PORT + nodes * NODE
-    hook = ranks * of_rank + runs * RUN
-    ledger, targets = LEDGER + runs * LEDGER_OF_RUN, (nodes + 1) * TARGET
+    of = counts()
+    of_rank = of.rank + (sum(TORCH.values()) if cluster.torch else 0)
+    hardware = gpus * of.gpu + ports * of.port + nodes * of.node
+    hook = ranks * of_rank + runs * of.run
+    ledger, targets = of.ledger + runs * of.ledger_of_run, (nodes + 1) * TARGET
     rails = min(cluster.gpus_per_node, cluster.ports_per_node)
     many = {
         "rank": ranks,
@@ -193,3 +246,109 @@ def size(cluster: Cluster, age: float = HEAD) -> Size:
 def one_prometheus(cluster: Cluster) -> int:
     """Return up to how many such nodes one Prometheus evaluates the rules in time, on two cores."""
     return int(BUSY * TRAINING_EVERY / (TRAINING_GROUP * max(cluster.ranks_per_node, 1) / 8))
+
+
+def table(cluster: Cluster, found: Size) -> str:
+    """Return what a cluster comes to as text: what, how much, and what that is reckoned from."""
+    of = counts()
+    rank = of.rank + (sum(TORCH.values()) if cluster.torch else 0)
+    one = one_prometheus(cluster)
+    rows = [
+        ("series", "", ""),
+        (
+            "  of the hardware",
+            _count(found.hardware_series),
+            f"{of.gpu} a GPU, {of.port} a port, {of.node} a node besides",
+        ),
+        ("  of the training hook", _count(found.hook_series), f"{rank} a rank, {of.run} a run"),
+        ("  of the ledger", _count(found.ledger_series), f"{of.ledger_of_run} a run"),
+        ("  of scraping", _count(found.target_series), f"{TARGET} a target"),
+        ("  recorded", _count(found.recorded_series), "by our rules, of a healthy cluster"),
+        ("  together", _count(found.series), "active"),
+        (
+            "  of ranks before",
+            _count(found.restarted_series),
+            f"{cluster.restarts:g} restart of each run in {HEAD / 3600:g} h, on other nodes",
+        ),
+        (
+            "samples",
+            f"{_count(round(found.samples_per_second))}/s",
+            f"{_count(round(found.recorded_samples_per_second))}/s of them recorded",
+        ),
+        ("memory", _bytes(found.memory_bytes), "most resident, without queries of boards"),
+        ("cores", f"{found.cores:.2f}", f"scraping and rules; {1000 * CORES_OF_NODE:g} for a thousand nodes"),
+        (
+            "slowest group of rules",
+            f"{found.training_group_seconds:.1f} s of {TRAINING_EVERY:g}",
+            f"flopwatch-training, on two cores: in time up to {_count(one)} nodes",
+        ),
+        (
+            "disk, all",
+            _bytes(found.disk_raw_bytes),
+            f"for {_time(cluster.retention)}: {RAW_OF_SAMPLE:g} bytes a sample, and the log",
+        ),
+        (
+            "disk, records",
+            _bytes(found.disk_records_bytes),
+            f"for {_time(cluster.records_retention)}: {RECORD_OF_SAMPLE:g} bytes a sample",
+        ),
+        ("a scrape of a node", _bytes(found.scrape_bytes), f"{ZIPPED:g} bytes a series, compressed"),
+        ("network, scrapes", f"{_bytes(found.scraped_bytes_per_second)}/s", "all nodes together"),
+        (
+            "remote write of all",
+            f"{_bytes(found.remote_write_raw_bytes_per_second)}/s",
+            f"{SENT_OF_RAW:g} bytes a sample",
+        ),
+        (
+            "remote write of records",
+            f"{_bytes(found.remote_write_records_bytes_per_second)}/s",
+            f"{SENT_OF_RECORD:g} bytes a sample",
+        ),
+        (
+            "ledger",
+            f"{_count(round(found.ledger_requests_per_second))} requests/s",
+            f"each node every {LEDGER_EVERY:g} s",
+        ),
+        ("  its cores", f"{found.ledger_cores:.2f}", f"{1000 * LEDGER_CPU:g} ms a request; it uses one at most"),
+        ("  its disk", _bytes(found.ledger_disk_bytes), f"{LEDGER_DISK:,.0f} bytes a node"),
+    ]
+    names, values = (max(len(row[column]) for row in rows) for column in (0, 1))
+    lines = [
+        f"{cluster.nodes:,} nodes, {cluster.gpus_per_node} GPUs, {cluster.ports_per_node} ports and "
+        f"{cluster.ranks_per_node} ranks each; runs of {cluster.run_nodes}; a scrape every "
+        f"{cluster.scrape_interval:g} s",
+        "",
+    ]
+    lines += [f"{name:<{names}}  {value:>{values}}  {basis}".rstrip() for name, value, basis in rows]
+    lines += ["", advice(cluster, found)]
+    return "\n".join(lines)
+
+
+def advice(cluster: Cluster, found: Size) -> str:
+    """Return how many Prometheus to have."""
+    one = one_prometheus(cluster)
+    if cluster.nodes <= one:
+        return f"One Prometheus will do; with {_bytes(ROOM * found.memory_bytes)} of memory it has room for boards."
+    return (
+        f"More than {one:,} nodes: {-(-cluster.nodes // one)} Prometheus, each with whole partitions of the "
+        "cluster, or faster cores (docs/scale.md)."
+    )
+
+
+def _count(number: int) -> str:
+    return f"{number:,}"
+
+
+def _bytes(number: float) -> str:
+    """Return bytes in the largest binary unit of which there is one."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.3g} {unit}" if number < 999.5 else f"{number:.0f} {unit}"
+        number /= 1024
+    return f"{number:.3g} TiB"
+
+
+def _time(number: float) -> str:
+    """Return a time as it is given: 15d."""
+    unit = next((name for name in ("d", "h", "m", "s") if number % UNITS[name] == 0), "s")
+    return f"{number / UNITS[unit]:g}{unit}"

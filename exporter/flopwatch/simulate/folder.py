@@ -1,0 +1,152 @@
+"""The folder of a simulated node: its state files, sysfs, proc and dev trees.
+
+sys/class/infiniband/   the ports, written in place; sys/devices, sys/bus/pci: the PCI tree of ports and GPUs
+kmsg                    kernel log records
+proc/                   the control groups of the processes that keep the GPUs busy; proc/driver: the list of GPUs
+dev/                    stand-ins for the device files of the GPUs
+node.json               the state that `SimulatedNode.tick` advances; `simulate/pynvml.py` answers from it
+faults.json             the injected faults and the load of each GPU
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flopwatch.simulate import h100, pci
+
+
+class NodeFolder:
+    """Files of one simulated node, shared by any number of processes under one lock."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.sysfs = root / "sys"
+        self.ports = {device: self.sysfs / "class" / "infiniband" / device / "ports" / "1" for device in h100.ADAPTERS}
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock of the folder."""
+        with open(f"{self.root}/lock", "wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    @contextmanager
+    def faults(self) -> Iterator[dict[str, Any]]:
+        """Yield the faults for changing and save them afterwards."""
+        with self.locked():
+            faults = h100.no_faults() | self.load("faults.json")
+            yield faults
+            self.save("faults.json", faults)
+
+    def load(self, name: str) -> dict[str, Any]:
+        """Return the JSON object in a file, or an empty one if the file does not exist."""
+        try:
+            with open(f"{self.root}/{name}", "rb") as file:
+                value: dict[str, Any] = json.load(file)
+        except FileNotFoundError:
+            return {}
+        return value
+
+    def save(self, name: str, value: Mapping[str, Any]) -> None:
+        """Replace a file by a JSON object."""
+        with open(f"{self.root}/{name}.new", "wb") as file:
+            file.write(json.dumps(value).encode())
+        os.replace(f"{self.root}/{name}.new", f"{self.root}/{name}")
+
+    def plug(self, device: str, port: Mapping[str, Any], plugged: bool) -> bool:
+        """Add an adapter to the sysfs tree or remove it, and return `plugged`."""
+        folder = self.ports[device]
+        if plugged and not folder.is_dir():
+            self.write_port(device, port)
+            pci.link_adapter(self.sysfs, device, h100.ADAPTERS[device])
+        elif not plugged and folder.is_dir():
+            shutil.rmtree(folder.parents[1])
+        return plugged
+
+    def write_driver(self) -> None:
+        """Write the list of GPUs that the driver keeps in /proc."""
+        for gpu, bus in enumerate(h100.PCI_BUSES):
+            folder = self.root / "proc" / "driver" / "nvidia" / "gpus" / f"0000:{bus:02x}:00.0"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "information").write_text(f"Model: \t\t NVIDIA H100 80GB HBM3\nDevice Minor: \t {gpu}\n")
+
+    def write_devices(self, faults: Mapping[str, Any]) -> None:
+        """Write the device files of the GPUs, without those that a fault withholds."""
+        (self.root / "dev").mkdir(exist_ok=True)
+        for gpu in range(h100.GPUS):
+            file = self.root / "dev" / f"nvidia{gpu}"
+            if str(gpu) in faults["withheld"]:
+                file.unlink(missing_ok=True)
+            else:
+                file.touch()
+
+    def write_processes(self) -> None:
+        """Write /proc of the processes that keep the GPUs busy."""
+        for gpu in range(h100.GPUS):
+            folder = self.root / "proc" / str(h100.pid(gpu))
+            folder.mkdir(parents=True, exist_ok=True)
+            cgroup = f"/system.slice/slurmstepd.scope/job_{h100.SLURM_JOB}/step_0/user/task_{gpu}"
+            (folder / "cgroup").write_text(f"0::{cgroup}\n")
+            (folder / "status").write_text("Name:\tpython\nUid:\t1000\t1000\t1000\t1000\n")
+            (folder / "stat").write_text(f"{h100.pid(gpu)} (python) R {'0 ' * 18}4242 0\n")
+
+    def write_port(self, device: str, port: Mapping[str, Any]) -> None:
+        """Write the sysfs files of an adapter and its port."""
+        folder = self.ports[device]
+        for name in h100.COUNTERS:
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        storage = device == h100.STORAGE_DEVICE
+        identity = {"board_id": "MT_0000000838", "fw_ver": "28.41.1000", "hca_type": "MT4129"}
+        if storage:
+            identity = {"board_id": "MT_0000000884", "fw_ver": "32.38.3056", "hca_type": "MT41692"}
+        for file, content in identity.items():
+            write_in_place(folder.parents[1] / file, content)
+        for file, content in {"link_layer": "Ethernet" if storage else "InfiniBand", **port["files"]}.items():
+            write_in_place(folder / file, content)
+
+
+class JsonFile:
+    """JSON file that another process replaces; `version` changes with its content."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+        self.version: tuple[int, int] | None = None
+        self._value: dict[str, Any] = {}
+
+    def read(self) -> dict[str, Any]:
+        """Return the current content of the file."""
+        status = os.stat(self._path)
+        version = (status.st_ino, status.st_mtime_ns)
+        if version != self.version:
+            self._value, self.version = self.loaded(json.loads(Path(self._path).read_bytes())), version
+        return self._value
+
+    def loaded(self, value: dict[str, Any]) -> dict[str, Any]:
+        """Return the content to serve for what the file holds."""
+        return value
+
+
+class FaultsFile(JsonFile):
+    """The faults of a node; a fault that an older release did not write is not set."""
+
+    def loaded(self, value: dict[str, Any]) -> dict[str, Any]:
+        """Return the content completed with the defaults."""
+        return h100.no_faults() | value
+
+
+def write_in_place(path: str | Path, content: str) -> None:
+    """Write a line into a file as sysfs does: the inode stays, so that an open descriptor sees the whole new line."""
+    line = f"{content}\n".encode()
+    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    try:
+        os.pwrite(file, line, 0)
+        os.ftruncate(file, len(line))
+    finally:
+        os.close(file)

@@ -1,0 +1,169 @@
+"""Constants of the simulated node: eight H100, eight NDR ports and one for storage.
+
+Layout, identities, idle and full-load values are those of captured H100 nodes (tests/captures/SOURCES.md).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flopwatch.node.collectors.xid import OFF_THE_BUS
+from flopwatch.simulate import pci
+
+GPUS = 8
+PCI_BUSES = (0x53, 0x64, 0x75, 0x86, 0x97, 0xA8, 0xB9, 0xCA)
+# The numbers have gaps as on real nodes, where storage and management ports are between the compute ports.
+DEVICES = ("mlx5_0", "mlx5_3", "mlx5_4", "mlx5_5", "mlx5_6", "mlx5_9", "mlx5_10", "mlx5_11")
+STORAGE_DEVICE = "mlx5_bond_0"  # RoCE
+
+MEBIBYTE = 1 << 20
+MEMORY_TOTAL, MEMORY_RESERVED = 81559 * MEBIBYTE, 479 * MEBIBYTE
+MEMORY_BUSY = 68_000 * MEBIBYTE
+POWER_LIMIT = 700.0
+IDLE_POWER, BUSY_POWER = 69.85, 629.45
+IDLE_CELSIUS, BUSY_CELSIUS = 41.0, 59.0
+IDLE_MEMORY_CELSIUS, BUSY_MEMORY_CELSIUS = 48.0, 55.0
+IDLE_CLOCK, MAX_CLOCK, MEMORY_CLOCK = 345, 1980, 2619
+# 87 C is the 41 C of the idle capture plus its margin of 46 C. The hardware slows down at 2 C more.
+SW_SLOWDOWN_CELSIUS, HW_SLOWDOWN_CELSIUS = 87.0, 89.0
+THERMAL_SECONDS = 5.0  # time constant of the heat sink
+HELD_CLOCK = {
+    "sw_power_cap": 1410,
+    "sync_boost": 1755,
+    "sw_thermal_slowdown": 1200,
+    "hw_thermal_slowdown": 795,
+    "hw_power_brake_slowdown": 795,
+    "hw_slowdown": 795,
+}
+DEFAULT_LOAD = 0.95
+IDLE_VIDEO_CLOCK, MAX_VIDEO_CLOCK = 765, 1545
+DRIVER_VERSION = "590.48.01"
+FIRST_PID, SLURM_JOB = 4711, 4242
+MIG_PROFILE, MIG_INSTANCES = "1g.10gb", 7
+PCIE_GENERATION, PCIE_LANES, PCIE_WIDTHS = 5, 16, (1, 2, 4, 8, 16)
+
+# NVLink 4: links, MB/s of one in one direction, and the errors of a link by NVML field.
+NVLINKS, NVLINK_SPEED = 18, 26562
+NVLINK_ERRORS = {161: "replay", 162: "recovery", 163: "crc"}
+
+# Share of the line rate that a training job uses at full load, and the size of its packets.
+LINE_SHARE, PACKET_BYTES = 0.35, 4096
+FULL_RATE, STORAGE_RATE, STORAGE_LOAD = 400, 200, 0.05
+LINK_RATES = {400: "4X NDR", 200: "2X NDR", 100: "1X NDR", 50: "1X HDR", 25: "1X EDR", 10: "4X SDR"}
+# Bytes a fully busy GPU sends per second, through PCIe to its rail and through its NVLinks to its peers.
+PCIE_RATE, NVLINK_RATE = LINE_SHARE * 50e9, 0.3 * NVLINKS * NVLINK_SPEED * 1e6
+STICKS_AT = {"counters/symbol_error": 65535, "counters/link_downed": 255, "counters/port_xmit_wait": 2**32 - 1}
+COUNTERS = {
+    "counters": (
+        "VL15_dropped",
+        "excessive_buffer_overrun_errors",
+        "link_downed",
+        "link_error_recovery",
+        "local_link_integrity_errors",
+        "multicast_rcv_packets",
+        "multicast_xmit_packets",
+        "port_rcv_constraint_errors",
+        "port_rcv_data",
+        "port_rcv_errors",
+        "port_rcv_packets",
+        "port_rcv_remote_physical_errors",
+        "port_rcv_switch_relay_errors",
+        "port_xmit_constraint_errors",
+        "port_xmit_data",
+        "port_xmit_discards",
+        "port_xmit_packets",
+        "port_xmit_wait",
+        "symbol_error",
+        "unicast_rcv_packets",
+        "unicast_xmit_packets",
+    ),
+    "hw_counters": (
+        "duplicate_request",
+        "implied_nak_seq_err",
+        "lifespan",
+        "local_ack_timeout_err",
+        "out_of_buffer",
+        "out_of_sequence",
+        "packet_seq_err",
+        "req_cqe_error",
+        "req_cqe_flush_error",
+        "req_remote_access_errors",
+        "req_remote_invalid_request",
+        "resp_cqe_error",
+        "resp_cqe_flush_error",
+        "resp_local_length_error",
+        "resp_remote_access_errors",
+        "rnr_nak_retry_err",
+        "roce_adp_retrans",
+        "roce_adp_retrans_to",
+        "roce_slow_restart",
+        "roce_slow_restart_cnps",
+        "roce_slow_restart_trans",
+        "rx_atomic_requests",
+        "rx_dct_connect",
+        "rx_icrc_encapsulated",
+        "rx_read_requests",
+        "rx_write_requests",
+    ),
+}
+
+ADAPTERS = {
+    **{device: pci.adapter_path(bus) for device, bus in zip(DEVICES, PCI_BUSES, strict=True)},
+    STORAGE_DEVICE: pci.STORAGE_PATH,
+}
+
+XID_TEXTS = {
+    OFF_THE_BUS: "pid='<unknown>', name=<unknown>, GPU has fallen off the bus.",
+    94: "pid=4711, name=python, Contained: SM (0x1). RST: No, D-RST: No",
+    119: "pid=4711, name=python, Timeout after 6s of waiting for RPC response from GPU GSP! Expected function 76 "
+    "(GSP_RM_CONTROL) (0x20801813 0x4c).",
+}
+
+
+ECC_ERRORS = ("corrected", "uncorrected")
+# Not reset by `clear`: load, configuration and counters.
+NOT_CLEARED = ("load", "ecc", "resets", "order", "driver", "mig", "nvlink_errors")
+
+
+def uuid(gpu: int) -> str:
+    """Return the UUID of a GPU."""
+    return f"GPU-51a70000-0000-4000-8000-{gpu:012d}"
+
+
+def serial(gpu: int) -> str:
+    """Return the board serial number of a GPU."""
+    return f"165012401{gpu:04d}"
+
+
+def pid(gpu: int) -> int:
+    """Return the pid of the process that keeps a GPU busy."""
+    return FIRST_PID + gpu
+
+
+def no_faults() -> dict[str, Any]:
+    """Return the content of faults.json on a healthy node."""
+    return {
+        "load": {},
+        "lost": {},
+        "ecc": {},
+        "throttle": {},
+        "heat": {},
+        "hang": None,
+        "fail": {},
+        "blind": {},
+        "withheld": {},
+        "resets": {},
+        "order": list(range(GPUS)),
+        "driver": DRIVER_VERSION,
+        "mig": {},
+        "nvlink_down": {},
+        "nvlink_errors": {},
+        "remap": {},
+        "pcie": {},
+        "recovery": {},
+        "profiler": {},
+        "symbol_errors": {},
+        "link": {},
+        "rate": {},
+        "removed": {},
+    }

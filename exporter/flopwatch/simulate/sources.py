@@ -1,0 +1,62 @@
+"""The simulated node as a source of the readers: what `--simulate` reads in place of the hardware.
+
+A reader process imports this module for one factory only, so each function imports what it needs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flopwatch.settings import KUBELET_SOCKET, ExporterSettings
+from flopwatch.simulate.pynvml import load
+
+if TYPE_CHECKING:
+    from flopwatch.node.collectors.nvml import Nvml
+    from flopwatch.node.collectors.xid import Xid
+    from flopwatch.node.scrape.reader import HostSources
+
+
+def nvml(root: str, host: str, inventory: str, runtime: str, sysfs: str) -> Nvml:
+    """Return the NVML collector of the simulated node in the folder `root`."""
+    from flopwatch.node.collectors.nvml import Nvml
+
+    node, file, own = Path(root), Path(inventory), Path(runtime)
+    proc, dev = node / "proc", node / "dev"
+    return Nvml(load(node), host, file, "simulated", runtime=own, sysfs=Path(sysfs), proc=proc, dev=dev)
+
+
+def xid(root: str, kmsg: str, gpus: str, state: str, nvml: str) -> Xid:
+    """Return the Xid collector of the simulated node in the folder `root`."""
+    from flopwatch.node.collectors.xid import build
+
+    return build(kmsg, gpus, state, nvml, library=load(Path(root)))
+
+
+def host_sources(settings: ExporterSettings) -> HostSources:
+    """Return the sources of the simulated node that `--simulate` names, which may not exist yet."""
+    from flopwatch.node.scrape.reader import HostSources, Spec, simulated_node
+    from flopwatch.simulate.node import SimulatedNode
+
+    root = simulated_node(settings)
+    # The kubelet of this machine knows nothing of simulated GPUs, so its default socket is ignored.
+    kubelet = "" if settings.kubelet_socket == KUBELET_SOCKET else str(settings.kubelet_socket)
+    return HostSources(
+        state=root,
+        sysfs=root / "sys",
+        kmsg=str(root / "kmsg"),
+        kubelet=kubelet,
+        proc=root / "proc",
+        nvml=Spec("flopwatch.simulate.sources:nvml", {"root": str(root)}),
+        xid=Spec("flopwatch.simulate.sources:xid", {"root": str(root)}),
+        tick=SimulatedNode(root).tick,
+    )
+
+
+def create(settings: ExporterSettings) -> HostSources:
+    """Create the simulated node that `--simulate` names, or continue an existing one, and return its sources."""
+    from flopwatch.node.scrape.reader import simulated_node
+    from flopwatch.simulate.node import SimulatedNode
+
+    SimulatedNode(simulated_node(settings)).create()
+    return host_sources(settings)

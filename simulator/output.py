@@ -1,0 +1,101 @@
+"""The result of a simulation as JSON and as a table."""
+
+from __future__ import annotations
+
+from simulator.judge import Judgement
+from simulator.scenarios import Scenario
+
+
+def to_json(scenario: Scenario, seed: int, judgement: Judgement, records: int) -> dict[str, object]:
+    """Return the comparison as a JSON object."""
+    return {
+        "scenario": scenario.name,
+        "seed": seed,
+        "days": scenario.days,
+        "records": records,
+        "gpus": sum(job.nodes for job in scenario.jobs) * scenario.topology().gpus_per_node,
+        "runs": {
+            name: {
+                figure.name.strip(): {
+                    "unit": figure.unit,
+                    "truth": figure.truth,
+                    "ledger": figure.told,
+                    "off": figure.off,
+                }
+                for figure in figures
+            }
+            for name, figures in judgement.figures.items()
+        },
+        "causes": {
+            name: {
+                "true": cause.true,
+                "said": cause.said,
+                "right": cause.right,
+                "precision": cause.precision,
+                "recall": cause.recall,
+                "lost_gpu_hours": cause.true_gpu_seconds / 3600,
+                "said_lost_gpu_hours": cause.said_gpu_seconds / 3600,
+                "named_hosts": cause.placed,
+                "right_hosts": cause.place_right,
+            }
+            for name, cause in sorted(judgement.causes.items())
+        },
+        "mistakes": [
+            {"fault": kind, "said": said, "times": times} for (kind, said), times in judgement.mistakes.most_common()
+        ],
+        "missed_attempts": judgement.missed,
+        "invented_attempts": judgement.invented,
+        "not_judged": dict(judgement.not_judged),
+    }
+
+
+def table(scenario: Scenario, seed: int, judgement: Judgement, records: int) -> str:
+    """Return the comparison for people."""
+    gpus = sum(job.nodes for job in scenario.jobs) * scenario.topology().gpus_per_node
+    lines = [
+        f"{scenario.name}: {scenario.text}",
+        f"{scenario.days:g} days, {gpus:,} GPUs, seed {seed}, {records:,} records",
+    ]
+    off = [figure for _, figure in judgement.off]
+    for name, figures in judgement.figures.items():
+        lines += ["", f"{name:<22}{'truth':>19}{'ledger':>19}{'off':>9}"]
+        for figure in figures:
+            lines.append(
+                f"{figure.name:<22}{_number(figure.truth, figure.unit):>19}"
+                f"{_number(figure.told, figure.unit):>19}{figure.off:>9.2%}{' !' if figure in off else ''}"
+            )
+    if judgement.causes:
+        lines += [
+            "",
+            f"{'cause':<20}{'true':>6}{'said':>6}{'right':>6}{'precision':>11}{'recall':>8}"
+            f"{'lost GPU-h':>13}{'said':>12}{'host right':>12}",
+        ]
+    for name, cause in sorted(judgement.causes.items(), key=lambda item: (": " in item[0], -item[1].true)):
+        host = f"{cause.place_right}/{cause.placed}" if cause.placed else "-"
+        lines.append(
+            f"{name:<20}{cause.true:>6}{cause.said:>6}{cause.right:>6}{_share(cause.precision):>11}"
+            f"{_share(cause.recall):>8}{cause.true_gpu_seconds / 3600:>13,.0f}{cause.said_gpu_seconds / 3600:>12,.0f}"
+            f"{host:>12}"
+        )
+    lines += [f"  {times} x {kind}: said {said}" for (kind, said), times in judgement.mistakes.most_common()]
+    lines += [
+        f"  {times} x {kind}: over too soon, or a part of another loss, and not judged"
+        for kind, times in judgement.not_judged.items()
+    ]
+    lines += [f"  not in the ledger: {loss}" for loss in judgement.missed]
+    lines += [f"  did not happen: {loss}" for loss in judgement.invented]
+    return "\n".join(lines)
+
+
+def _number(value: float | None, unit: str) -> str:
+    if value is None:
+        return "-"
+    return (
+        f"{value:,.0f} {unit}".rstrip()
+        if value == round(value) or abs(value) >= 1000
+        else (f"{value:.4g} {unit}".rstrip())
+    )
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
