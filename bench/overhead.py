@@ -177,7 +177,7 @@ def main() -> None:
         added: dict[int, list[float]] = {1: [], NEVER: []}
         for pair in range(10 * options.pairs):
             for every, seconds in added.items():
-                hooked.run.measure_every = every
+                hooked.run.recorder.measure_every = every
                 [(before, after)] = paired(plain, hooked, numbers, (pair,), clock)
                 seconds.append(after - before)
         hooked.run.finish()
@@ -191,7 +191,7 @@ def main() -> None:
         while (wall := time.perf_counter() - began) < PUSHES * INTERVAL:
             steps.append(hooked.block(text, clock))
         cpu += thread()
-        every = hooked.run.measure_every
+        every = hooked.run.recorder.measure_every
         hooked.run.finish()
 
     step = statistics.median(steps)

@@ -134,7 +134,7 @@ def test_a_start_and_a_checkpoint_may_take_their_time(tmp_path: Path) -> None:
 def test_what_begins_anew_is_looked_at_anew(tmp_path: Path) -> None:
     with loop(tmp_path, "stuck") as (told, _):
         assert watched(told, 60) is not None
-    at = stuck_frames.Standstill()
+    at = stuck_frames.StuckFrames()
     assert [at.look(None, "step", 0.0, now, 1.0) for now in (20.0, 51.0)][-1] is not None
     assert at.look(None, "step", 40.0, 56.0, 1.0) is None
     assert at.look(None, "step", 40.0, 85.0, 1.0) is None
@@ -142,7 +142,7 @@ def test_what_begins_anew_is_looked_at_anew(tmp_path: Path) -> None:
 
 
 def test_a_deep_stack_and_many_looks_cost_little() -> None:
-    at = stuck_frames.Standstill()
+    at = stuck_frames.StuckFrames()
 
     def deep(levels: int) -> None:
         if levels:

@@ -69,7 +69,7 @@ class _Watching:
     """What is to attach once the script has imported torch."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        from flopwatch.training.autolog.imports import when_imported
+        from flopwatch.training.import_hook import when_imported
 
         self._settings = {
             "name": options.name,

@@ -24,18 +24,19 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from flopwatch.training.flop_counter.fake_model import Twins, cut_parameters
-from flopwatch.training.flop_counter.operators import Attention, Counted, Counter, Uncountable
+from flopwatch.training.context_managers import Activity
+from flopwatch.training.flop_counter.attention import Attention
+from flopwatch.training.flop_counter.fake_model import FakeModels, cut_parameters
+from flopwatch.training.flop_counter.operators import Counter
+from flopwatch.training.flop_counter.results import Counted, Uncountable
+from flopwatch.training.recorder import Recorder
 from flopwatch.training.torch.outputs import tensors
-
-if TYPE_CHECKING:
-    from flopwatch.training.run import Run
 
 __all__ = ["Attached", "Counted", "Uncountable", "attach", "count"]
 
@@ -65,7 +66,7 @@ def _count(
 ) -> Counted:
     """Return the FLOPs, found by running with the rank's parts of these parameters. Raises Uncountable, _Fails."""
     counter = Counter(FakeTensorMode(allow_non_fake_inputs=True), parts)
-    twins = Twins(counter)
+    twins = FakeModels(counter)
     failed = None
     try:
         with _nothing_changed():
@@ -105,7 +106,7 @@ def _reason(error: Exception) -> str:
 
 
 def _run(
-    model: torch.nn.Module, twins: Twins, counter: Counter, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: torch.nn.Module, twins: FakeModels, counter: Counter, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> int | None:
     """Run the forward of the model's twin, and return the tokens of the batch, if it tells."""
     with counter.mode, torch.enable_grad():
@@ -125,14 +126,14 @@ class Attached:
     remove: Callable[[], None]
 
 
-def attach(run: Run, model: torch.nn.Module) -> Attached:
+def attach(recorder: Recorder, model: torch.nn.Module) -> Attached:
     """Add the FLOPs of this module's training passes to the open step of `run`.
 
     To be called with the module as the loop calls it, after DDP, FSDP and torch.compile have wrapped it.
     """
-    if run.has_flops:
+    if recorder.has_flops:
         return Attached(lambda: None)
-    passes = _Passes(run, model)
+    passes = _Passes(recorder, model)
     compiled = model.__dict__.get("_compiled_call_impl")
     if compiled is None:
         return Attached(model.register_forward_hook(passes, with_kwargs=True).remove)
@@ -162,8 +163,8 @@ class _Passes:
     by then, and stays so.
     """
 
-    def __init__(self, run: Run, model: torch.nn.Module) -> None:
-        self._run = run
+    def __init__(self, recorder: Recorder, model: torch.nn.Module) -> None:
+        self._recorder = recorder
         parameters = [weakref.ref(parameter) for parameter in model.parameters()]
         self._sample = parameters[
             :: max(1, len(parameters) // SAMPLE)
@@ -176,7 +177,7 @@ class _Passes:
         if torch.compiler.is_compiling():
             return
         try:
-            if self._gave_up or not torch.is_grad_enabled() or not self._run.alive:
+            if self._gave_up or not torch.is_grad_enabled() or not self._recorder.alive:
                 return
             if not (outputs := [tensor for tensor in tensors(output) if tensor.requires_grad]):
                 return
@@ -186,19 +187,19 @@ class _Passes:
             # Generated code can't run a hook that is another object in each step.
             autograd = sys.modules.get("torch._dynamo.compiled_autograd")
             if getattr(autograd, "compiled_autograd_enabled", False):
-                self._run.counted(counted.flops)
+                self._recorder.counted(counted.flops)
                 return
-            self._run.counted(counted.forward)
+            self._recorder.counted(counted.forward)
             backward = [counted.backward]
 
             def begins(_: torch.Tensor) -> None:
                 if backward:
-                    self._run.counted(backward.pop())
+                    self._recorder.counted(backward.pop())
 
             for tensor in outputs:
                 tensor.register_hook(begins)  # type: ignore[no-untyped-call]
         except Exception as error:
-            self._run.failed("counted", error)
+            self._recorder.failed("counted", error)
 
     def __deepcopy__(self, _: object) -> Callable[..., None]:
         return _nothing  # of a copy of the model, a moving average say
@@ -218,7 +219,7 @@ class _Passes:
                     counted = self._count(model, args, kwargs)
                 except Uncountable as reason:
                     self._gave_up = True
-                    self._run.uncountable(str(reason))
+                    self._recorder.uncountable(str(reason))
                     return None
                 self._counts[key] = counted
                 self._lengths.add(trainable, lengths, counted)
@@ -227,10 +228,10 @@ class _Passes:
     def _count(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Counted:
         if len(self._counts) >= SHAPES:
             raise Uncountable(f"batches have more than {SHAPES} shapes, and no formula fits them")
-        with self._run.activity("other"):
+        with Activity(self._recorder, "other"):
             counted = count(model, args, kwargs)
         if not self._counts:
-            self._run.set_flops(convention="causal", source="counted")
+            self._recorder.set_flops(convention="causal", source="counted")
         return counted
 
 

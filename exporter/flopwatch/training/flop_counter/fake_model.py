@@ -13,17 +13,15 @@ import functools
 import types
 from collections import OrderedDict, deque
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flopwatch.training.flop_counter.operators import Uncountable
+from flopwatch.training.flop_counter.operators import Counter
+from flopwatch.training.flop_counter.results import Uncountable
 
-if TYPE_CHECKING:
-    from flopwatch.training.flop_counter.operators import Counter
-
-FEW = 10_000  # elements of a list in a module: more are a data set
+MAX_ITEMS = 10_000  # elements of a list in a module: more are a data set
 
 
 def cut_parameters(model: torch.nn.Module) -> dict[int, tuple[int, int]]:
@@ -46,7 +44,7 @@ def cut_parameters(model: torch.nn.Module) -> dict[int, tuple[int, int]]:
     return parts
 
 
-class Twins:
+class FakeModels:
     """Makes modules that look like given ones, with fake parameters and buffers, and without hooks and wrappers."""
 
     def __init__(self, counter: Counter) -> None:
@@ -153,7 +151,7 @@ class Twins:
                 **{name: self._attribute(item) for name, item in value.keywords.items()},
             )
         if type(value) in (dict, OrderedDict, list, tuple, deque, set):
-            if len(value) > FEW:
+            if len(value) > MAX_ITEMS:
                 return value  # data
             if isinstance(value, dict):
                 return type(value)((key, self._attribute(item)) for key, item in value.items())

@@ -20,13 +20,10 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import sys
 import time
-import types
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -37,12 +34,22 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from flopwatch.training.flop_counter.frames import attention_window, autograd_function, modules_at_work
+from flopwatch.training.flop_counter.results import (
+    Counted,
+    Entry,
+    Scores,
+    Uncountable,
+    is_weight,
+    needs_gradient,
+    parts_of,
+)
+
 DEADLINE = 10.0  # seconds; a model of 128 layers takes two or three
-KNOWN = 1 << 24  # elements: larger values, of masks say, are not computed
+MAX_COMPUTED = 1 << 24  # elements: larger values, of masks say, are not computed
 NO_PADDING = {"attention_mask": True, "key_padding_mask": False}  # arguments, and what in them says no padding
 HIDDEN = -1e4  # what is added to a score that must not count; some write -1e4, most -inf or the least of the dtype
 
@@ -76,43 +83,6 @@ aten = torch.ops.aten
 cpu = torch.device("cpu")
 
 
-class Uncountable(Exception):
-    """The FLOPs of this model can't be counted; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """FLOPs of one forward pass and of its backward pass, on all ranks that share the model."""
-
-    forward: int
-    backward: int
-    tokens: int | None  # elements of `input_ids`; None where the batch has none
-    by_op: dict[str, int] = field(default_factory=dict)  # forward
-
-    @property
-    def flops(self) -> int:
-        """Return the FLOPs of forward and backward."""
-        return self.forward + self.backward
-
-
-@dataclass(slots=True)
-class _Entry:
-    op: str
-    forward: int
-    gradients: int  # operands that get one
-
-
-@dataclass(slots=True)
-class _Scores:
-    """Scores of an attention written by hand, on their way from the matmul that made them to the next."""
-
-    entry: _Entry
-    queries: int
-    keys: int
-    masks: list[torch.Tensor | None] = field(default_factory=list)  # True or above HIDDEN: counts; None: values unknown
-    softmaxed: bool = False
-
-
 class Counter(TorchDispatchMode):
     """Counts what is dispatched, on fake tensors, all of which pretend to be on the CPU.
 
@@ -129,7 +99,7 @@ class Counter(TorchDispatchMode):
         self.packs = False  # attention of the model's own would find packed samples by their positions
         self.mode = mode
         self._parts = parts
-        self._entries: list[_Entry] = []
+        self._entries: list[Entry] = []
         self._fakes: dict[int, tuple[torch.Tensor, FakeTensor]] = {}  # with the real ones, so that no id is used twice
         self._may_be_packed = False
         self._stale: set[int] = set()  # storages whose values were overwritten with unknown ones
@@ -201,7 +171,7 @@ class Counter(TorchDispatchMode):
         fake._weight = weight or isinstance(real, torch.nn.Parameter)
         if parts > 1:
             fake._parts = parts
-        if not fake._weight and type(real) is torch.Tensor and real.device == cpu and real.numel() <= KNOWN:
+        if not fake._weight and type(real) is torch.Tensor and real.device == cpu and real.numel() <= MAX_COMPUTED:
             fake._source = real
         self._fakes[id(real)] = (real, fake)
         return fake  # type: ignore[no-any-return]
@@ -266,19 +236,19 @@ class Counter(TorchDispatchMode):
                 raise self.refuse("the forward depends on the value of a tensor")
             with _disable_current_modes():
                 return value.item()
-        function = _autograd_function() if tensors and not torch.is_grad_enabled() else None
+        function = autograd_function() if tensors and not torch.is_grad_enabled() else None
         out = self._run(func, args, kwargs, tensors)
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
         self._made.extend(map(weakref.ref, made))
         if self._parts and (self.paused or func._opname not in MATMULS):
             # A part of a table of embeddings makes whole ones: what matters is what the weights are applied to.
-            parts = max(map(_parts_of, [tensor for tensor in tensors if not _is_weight(tensor)] or tensors), default=1)
+            parts = max(map(parts_of, [tensor for tensor in tensors if not is_weight(tensor)] or tensors), default=1)
             for fake in made:
                 fake._parts = parts  # type: ignore[attr-defined]
         if not self.paused:
             self._count(func, args, kwargs, made, function)
             self._follow(func, args, tensors, made)
-        if function is not None and any(map(_needs_gradient, tensors)):
+        if function is not None and any(map(needs_gradient, tensors)):
             for fake in made:
                 fake._needs_gradient = True  # type: ignore[attr-defined]
         return out
@@ -302,7 +272,7 @@ class Counter(TorchDispatchMode):
         except (DynamicOutputShapeException, DataDependentOutputException):
             raise self.refuse(f"the forward depends on data: only they tell what {name} makes") from None
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
-        if computable and made and all(fake.numel() <= KNOWN for fake in made):
+        if computable and made and all(fake.numel() <= MAX_COMPUTED for fake in made):
             real = [leaf for leaf in tree_leaves(self._computed(func, args, kwargs)) if isinstance(leaf, torch.Tensor)]
             for fake, value in zip(made, real, strict=True):
                 fake._known = value  # type: ignore[attr-defined]
@@ -323,8 +293,8 @@ class Counter(TorchDispatchMode):
     def _follow(self, func: Any, args: Any, tensors: list[torch.Tensor], made: list[FakeTensor]) -> None:
         """Mark what comes of nothing but weights, and the scores of attention written by hand."""
         fake: Any
-        if any(_is_weight(tensor) for tensor in tensors) and all(
-            _is_weight(tensor) or (not tensor.dtype.is_floating_point and self.known(tensor) is not None)
+        if any(is_weight(tensor) for tensor in tensors) and all(
+            is_weight(tensor) or (not tensor.dtype.is_floating_point and self.known(tensor) is not None)
             for tensor in tensors
         ):
             for fake in made:
@@ -333,12 +303,12 @@ class Counter(TorchDispatchMode):
         if product is not None and made and made[0].numel() == product.numel():
             fake = made[0]
             fake._product = product._product
-        elif product is not None and func is aten.topk.default and len(list(_modules_at_work())) > 1:
+        elif product is not None and func is aten.topk.default and len(list(modules_at_work())) > 1:
             product._product.forward = 0
         before = next((tensor for tensor in tensors if hasattr(tensor, "_scores")), None)
         if before is None or not made or hasattr(made[0], "_scores"):
             return
-        scores: _Scores = before._scores
+        scores: Scores = before._scores
         fake = made[0]
         # Sinks are put behind the scores before the softmax and cut off after it.
         if fake.numel() != before.numel() and func._opname not in ("cat", "slice"):
@@ -349,13 +319,13 @@ class Counter(TorchDispatchMode):
         elif not scores.softmaxed:
             scores.masks.extend(self._masks(func._opname, args, scores))
 
-    def _masks(self, op: str, args: Any, scores: _Scores) -> Iterator[torch.Tensor | None]:
+    def _masks(self, op: str, args: Any, scores: Scores) -> Iterator[torch.Tensor | None]:
         """Return which scores an operator leaves that takes them and masks; None if the values are unknown."""
         for mask in args:
             if (
                 not isinstance(mask, torch.Tensor)
                 or hasattr(mask, "_scores")
-                or _is_weight(mask)
+                or is_weight(mask)
                 or (mask.shape[-2:] != (scores.queries, scores.keys))
             ):
                 continue
@@ -413,16 +383,16 @@ class Counter(TorchDispatchMode):
         elif not op.startswith("_thnn_fused") and any(word in OPAQUE or word.endswith("mm") for word in op.split("_")):
             raise self.refuse(f"{func.name()} is not known here")
 
-    def _add(self, op: str, flops: int, operands: tuple[torch.Tensor, ...], function: type | None) -> _Entry:
-        flops *= max(map(_parts_of, operands))  # each of so many ranks does a part
+    def _add(self, op: str, flops: int, operands: tuple[torch.Tensor, ...], function: type | None) -> Entry:
+        flops *= max(map(parts_of, operands))  # each of so many ranks does a part
         gradients = 0
-        if (torch.is_grad_enabled() or function is not None) and any(map(_needs_gradient, operands)):
+        if (torch.is_grad_enabled() or function is not None) and any(map(needs_gradient, operands)):
             if function is not None and not function.__module__.startswith(("torch.", "flash_attn.")):
                 raise self.refuse(f"{function.__qualname__} is an autograd.Function: its backward can be anything")
             # By convention also of the batch, the input of the first layer; not of frozen weights.
-            frozen = sum(_is_weight(operand) and not _needs_gradient(operand) for operand in operands)
+            frozen = sum(is_weight(operand) and not needs_gradient(operand) for operand in operands)
             gradients = 2 - frozen
-        self._entries.append(entry := _Entry(op, flops, gradients))
+        self._entries.append(entry := Entry(op, flops, gradients))
         return entry
 
     def _matmul(
@@ -431,16 +401,16 @@ class Counter(TorchDispatchMode):
         flops = 2 * a.numel() * (b.shape[0] if op == "linear" else b.shape[-1] if b.ndim > 1 else 1)
         if a.ndim == 3 and b.ndim == 2 and op != "linear":
             flops //= a.shape[0]  # grouped by the columns of b: each meets one matrix of a
-        if a.shape[-1] == 1 and not _is_weight(a) and not _is_weight(b):
+        if a.shape[-1] == 1 and not is_weight(a) and not is_weight(b):
             return  # an outer product, of positions and frequencies say: nothing is added up
         entry = self._add(op, flops, (a, b), function)
-        if _is_weight(a) != _is_weight(b):
+        if is_weight(a) != is_weight(b):
             out._product = entry
-        parts = _parts_of(a), _parts_of(b)
+        parts = parts_of(a), parts_of(b)
         # Cut along what is summed over, both: hooks that the twin lacks add up the parts.
-        if max(parts) > 1 and (min(parts) == 1 or not (_is_weight(a) or _is_weight(b))):
+        if max(parts) > 1 and (min(parts) == 1 or not (is_weight(a) or is_weight(b))):
             out._parts = max(parts)
-        scores: _Scores | None = getattr(a, "_scores", None)
+        scores: Scores | None = getattr(a, "_scores", None)
         if scores is not None and scores.softmaxed and a.shape[-2:] == (scores.queries, scores.keys):
             pairs = prod(a.shape[:-2]) * scores.queries * scores.keys
             twice = 2 * pairs
@@ -451,8 +421,8 @@ class Counter(TorchDispatchMode):
                 twice = self._twice_pairs(prod(a.shape[:-2]), scores.queries, scores.keys, mask)
             for part in (scores.entry, entry):
                 part.op, part.forward = "attention", part.forward * twice // (2 * pairs)
-        elif op in ("bmm", "baddbmm") and not _is_weight(a) and not _is_weight(b):
-            out._scores = scores = _Scores(entry, out.shape[-2], out.shape[-1])
+        elif op in ("bmm", "baddbmm") and not is_weight(a) and not is_weight(b):
+            out._scores = scores = Scores(entry, out.shape[-2], out.shape[-1])
             if added is not None and added.shape[-2:] == out.shape[-2:]:
                 scores.masks.append(self.visible(added))
 
@@ -493,7 +463,7 @@ class Counter(TorchDispatchMode):
         if causal:
             # As scaled_dot_product_attention aligns it: query i sees keys 0 ... i.
             twice = among * (queries * keys if queries == keys else 2 * sum(min(i + 1, keys) for i in range(queries)))
-        elif mask is None or _is_weight(mask):
+        elif mask is None or is_weight(mask):
             twice = 2 * among * queries * keys
         else:
             twice = self._twice_pairs(among, queries, keys, self.visible(mask))
@@ -517,10 +487,10 @@ class Counter(TorchDispatchMode):
     def _twice_pairs_of_module(self, queries: int, keys: int) -> int:
         """Return the same for one head, where the module that attends says what its mask is."""
         self._refuse_packed()  # transformers looks for samples in the positions, and makes a mask of them
-        for module in _modules_at_work():
+        for module in modules_at_work():
             causal = getattr(module, "is_causal", None)
             if isinstance(causal, bool) and queries == keys:
-                window = _window(module)
+                window = attention_window(module)
                 if not causal and window is None:
                     return 2 * queries * keys
                 if causal:
@@ -541,72 +511,3 @@ class Counter(TorchDispatchMode):
                 visible = value > HIDDEN if value.dtype != torch.bool else ~value if hides else value
             self._visible[which] = (value, visible)
         return self._visible[which][1]
-
-
-class Attention(TorchFunctionMode):
-    """Tells the counter of scaled_dot_product_attention before PyTorch chooses a kernel, which may be no matmul."""
-
-    def __init__(self, counter: Counter) -> None:
-        super().__init__()
-        self._counter = counter
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.nn.functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        counter = self._counter
-        given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
-        tensors = {name: counter.fake(value) for name, value in given.items() if isinstance(value, torch.Tensor)}
-        counter.attention(
-            tensors["query"],
-            tensors["key"],
-            tensors["value"],
-            tensors.get("attn_mask"),
-            bool(given.get("is_causal")),
-            _autograd_function() if not torch.is_grad_enabled() else None,
-        )
-        counter.paused += 1
-        try:
-            return func(*args, **kwargs)
-        finally:
-            counter.paused -= 1
-
-
-def _parts_of(tensor: torch.Tensor) -> int:
-    return getattr(tensor, "_parts", 1)
-
-
-def _is_weight(tensor: torch.Tensor) -> bool:
-    return getattr(tensor, "_weight", False)
-
-
-def _needs_gradient(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad or getattr(tensor, "_needs_gradient", False)
-
-
-def _frames() -> Iterator[types.FrameType]:
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != f"{__package__}.counted":
-        yield frame
-        frame = frame.f_back
-
-
-def _autograd_function() -> type | None:
-    """Return the autograd.Function whose forward this is in."""
-    apply = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-    return next((frame.f_locals["cls"] for frame in _frames() if frame.f_code is apply), None)
-
-
-def _window(module: Any) -> int | None:
-    """Return how many keys an attention module of transformers lets a query see, itself included."""
-    config = getattr(module, "config", None)
-    window: int | None = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
-    if not hasattr(module, "sliding_window") and getattr(config, "layer_types", None):
-        return window if config.layer_types[module.layer_idx] == "sliding_attention" else None  # type: ignore[union-attr]
-    return window
-
-
-def _modules_at_work() -> Iterator[torch.nn.Module]:
-    """Yield the modules whose forward this is in, the innermost first."""
-    call = torch.nn.Module._call_impl.__code__
-    return (frame.f_locals["self"] for frame in _frames() if frame.f_code is call)

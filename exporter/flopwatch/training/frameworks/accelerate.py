@@ -43,15 +43,15 @@ def watch(
     tokens         tokens of a batch as the loader yields it, where it has no `input_ids`
     convention     how FLOPs are counted from the config of a Hugging Face model, unless flops_per_token is given
     """
-    told = common.begin(name, lambda: {**_known(accelerator), "convention": convention}, run)
+    told = common.begin(name, lambda: {**_facts(accelerator), "convention": convention}, run)
     try:
         _Loop(accelerator, told, tokens, convention, run.get("flops_per_token"))
     except Exception as error:
-        told.failed("watch", error)
+        told.recorder.failed("watch", error)
     return told
 
 
-def _known(accelerator: Any) -> dict[str, Any]:
+def _facts(accelerator: Any) -> dict[str, Any]:
     """Return what the accelerator tells of the run."""
     replica, mesh = common.accelerate_replica()
     precision = str(accelerator.mixed_precision)
@@ -69,10 +69,10 @@ class _Loop:
         self.run, self._accelerator, self._tokens = run, accelerator, tokens
         if not accelerator._optimizers:
             raise RuntimeError("nothing was prepared yet; call watch() after accelerator.prepare()")
-        self._trainee = common.Trainee(run, role=self._role, tokens=tokens)
+        self._session = common.TrainingSession(run, role=self._role, tokens=tokens)
         self._hook: Any = None
         model = accelerator.unwrap_model(accelerator._models[0]) if accelerator._models else None
-        self._trainee.count_flops(model, given=flops, convention=convention)
+        self._session.count_flops(model, given=flops, convention=convention)
         _wrap_loaders(self)
         engine = getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "engine", None)
         if engine is None:
@@ -80,25 +80,25 @@ class _Loop:
         else:  # it steps by itself, inside accelerator.backward
             from flopwatch.training.frameworks import deepspeed
 
-            deepspeed.steps(self._trainee, engine)
+            deepspeed.steps(self._session, engine)
         for method in ("save_state", "load_state", "log", "end_training"):
-            common.Around(accelerator, method, getattr(self, f"_{method}"))
+            common.MethodWrapper(accelerator, method, getattr(self, f"_{method}"))
         for model in accelerator._models[:1]:
             common.watch(run, model)
 
     def failed(self, what: str, error: Exception) -> None:
         """Count an error of ours."""
-        self.run.failed(what, error)
+        self.run.recorder.failed(what, error)
 
     def _role(self, loader: Any) -> str:
         prepared, models = self._accelerator._dataloaders, self._accelerator._models
         first = bool(prepared) and common.same_batches(loader, prepared[0])
         return "training" if first or any(model.training for model in models) else "evaluation"
 
-    @common.quietly
+    @common.guarded
     def _step(self, *_: Any) -> None:
-        self._trainee.end()
-        self._trainee.step()
+        self._session.end()
+        self._session.step()
 
     def batches(self, loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield a prepared loader's batches, and take those that are trained on."""
@@ -121,18 +121,18 @@ class _Loop:
             self.failed("batches", error)
             return False
 
-    @common.quietly
+    @common.guarded
     def _take(self, loader: Any, batch: Any) -> None:
-        self._trainee.consume(
-            *([common.count(batch, self._tokens)] if loader is None else self._trainee.loaders.take(loader))
+        self._session.consume(
+            *([common.count(batch, self._tokens)] if loader is None else self._session.loaders.take(loader))
         )
 
-    @common.quietly
+    @common.guarded
     def _ends(self, training: bool) -> None:
         if training:
             self.run.end_of_batches()
         else:
-            self._trainee.end("evaluation")
+            self._session.end("evaluation")
 
     def _save_state(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         position = self.run.position
@@ -144,7 +144,7 @@ class _Loop:
             self.run.checkpoint_committed(position)
         return where
 
-    @common.quietly
+    @common.guarded
     def _write(self, where: Any, position: int) -> None:
         if where is not None:
             (Path(where) / POSITION).write_text(json.dumps({"step": position}))
@@ -155,7 +155,7 @@ class _Loop:
             self._restored(args[0] if args else kwargs.get("input_dir"))
         return answer
 
-    @common.quietly
+    @common.guarded
     def _restored(self, where: Any) -> None:
         file = None if where is None else Path(where) / POSITION
         if file is not None and file.exists():
@@ -172,22 +172,22 @@ class _Loop:
         self._logged(args[0] if args else kwargs.get("values"))
         return log(*args, **kwargs)
 
-    @common.quietly
+    @common.guarded
     def _logged(self, values: Any) -> None:
         if values is not None:
-            common.tell_logged(self.run, values)
+            common.report_logged(self.run, values)
 
     def _end_training(self, end: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         answer = end(*args, **kwargs)
         self._finish()
         return answer
 
-    @common.quietly
+    @common.guarded
     def _finish(self) -> None:
         global _watching
         _watching = None
         self.take_off()
-        self._trainee.finish("completed")
+        self._session.finish("completed")
 
     def take_off(self) -> None:
         """See no more steps: the run ends, or another takes over."""

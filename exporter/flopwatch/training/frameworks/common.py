@@ -49,7 +49,7 @@ def framework(*modules: str) -> Any:
     raise ImportError(f"this needs {' or '.join(names)}, which is not installed: pip install {names[0]}")
 
 
-def quietly(method: _Method) -> _Method:
+def guarded(method: _Method) -> _Method:
     """Let no error of a callback's method reach the trainer; `self.failed(what, error)` is told."""
 
     @functools.wraps(method)
@@ -100,7 +100,7 @@ def _samples(batch: Any) -> int | None:
     return shape[0] if len(shape) else None
 
 
-def tell_logged(run: Run, values: Mapping[str, Any]) -> None:
+def report_logged(run: Run, values: Mapping[str, Any]) -> None:
     """Tell the loss and grad_norm of the last step, where what the trainer logs of it has them as plain numbers."""
     loss, grad_norm = _plain(values, LOSSES), _plain(values, GRAD_NORMS)
     if loss is not None or grad_norm is not None:
@@ -113,25 +113,25 @@ def _plain(values: Mapping[str, Any], names: Sequence[str]) -> float | None:
     return next((float(value) for value in found if isinstance(value, (int, float))), None)
 
 
-class Tells:
+class ReporterMixin:
     """What the callbacks share: whom errors of theirs are told, and that a copy of one begins anew."""
 
     run: Run | None = None
-    _trainee: Trainee | None = None
+    _session: TrainingSession | None = None
 
     def failed(self, what: str, error: Exception) -> None:
         """Count an error of ours; log it if there is no run to count it."""
         if self.run is not None:
-            self.run.failed(what, error)
+            self.run.recorder.failed(what, error)
         else:
             log.warning("%s: %s (training goes on)", what, error)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what can be sent to another process, as trainers do that start their ranks; a run cannot."""
-        return {name: value for name, value in vars(self).items() if name not in ("run", "_trainee")}
+        return {name: value for name, value in vars(self).items() if name not in ("run", "_session")}
 
 
-class Around:
+class MethodWrapper:
     """`call(method, *args, **kwargs)` in place of a method of one object; a copy of the object has the method itself.
 
     What an older run put there is replaced, so that a trainer used twice has one around each method.
@@ -139,7 +139,7 @@ class Around:
 
     def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
         method = getattr(owner, name)
-        self.method: Callable[..., Any] = method.method if isinstance(method, Around) else method
+        self.method: Callable[..., Any] = method.method if isinstance(method, MethodWrapper) else method
         self._call = call
         functools.update_wrapper(self, self.method)
         setattr(owner, name, self)
@@ -154,7 +154,7 @@ class Around:
         return getattr, (method.__self__, method.__name__)
 
 
-class Loaders:
+class LoaderWatch:
     """The DataLoaders a trainer iterates: their waits, and what the training ones hold."""
 
     def __init__(
@@ -177,7 +177,7 @@ class Loaders:
         self._tokens = tokens
         self._thread = threading.get_ident()
 
-    def __enter__(self) -> Loaders:
+    def __enter__(self) -> LoaderWatch:
         global _watching
         _wrap_loaders()
         _watching = self
@@ -204,7 +204,7 @@ class Loaders:
             self.run.waiting_for_batch()
             return fetched
         except Exception as error:
-            self.run.failed("loaders", error)
+            self.run.recorder.failed("loaders", error)
             return None
 
     def asks(self) -> None:
@@ -213,7 +213,7 @@ class Loaders:
             self._training()
             self.run.waiting_for_batch()
         except Exception as error:
-            self.run.failed("loaders", error)
+            self.run.recorder.failed("loaders", error)
 
     def got(self, fetched: deque[Batch], *batch: Any) -> None:
         """Note that the batch, or the end of the loader, is there."""
@@ -223,7 +223,7 @@ class Loaders:
                 fetched.append(count(one, self._tokens))
         except Exception as error:
             fetched.append(Batch())
-            self.run.failed("loaders", error)
+            self.run.recorder.failed("loaders", error)
 
     def take(self, loader: Any = None) -> list[Batch]:
         """Return the oldest batch not taken yet, of this loader or of each; one that is not there is unknown."""
@@ -235,7 +235,7 @@ class Loaders:
         return [queue.popleft() for queue in self._fetched.values() for _ in range(len(queue))]
 
 
-_watching: Loaders | None = None
+_watching: LoaderWatch | None = None
 
 
 def _data(loader: Any) -> int:
@@ -259,10 +259,10 @@ def same_batches(loader: Any, first: Any) -> bool:
     )
 
 
-class _Watched(Iterator[Any]):
+class _WatchedIterator(Iterator[Any]):
     """A loader's iterator, with the waits for its batches told."""
 
-    def __init__(self, iterator: Iterator[Any], loaders: Loaders, fetched: deque[Batch]) -> None:
+    def __init__(self, iterator: Iterator[Any], loaders: LoaderWatch, fetched: deque[Batch]) -> None:
         self._iterator, self._loaders, self._fetched = iterator, loaders, fetched
 
     def __next__(self) -> Any:
@@ -293,7 +293,7 @@ def _begin(loader: Any, original: Callable[[Any], Iterator[Any]]) -> Iterator[An
     loaders = _watching
     fetched = None if loaders is None else loaders.begins(loader)
     iterator = original(loader)
-    return iterator if loaders is None or fetched is None else _Watched(iterator, loaders, fetched)
+    return iterator if loaders is None or fetched is None else _WatchedIterator(iterator, loaders, fetched)
 
 
 def around_iter(kind: Any, around: Callable[[Any, Callable[[Any], Iterator[Any]]], Iterator[Any]]) -> None:
@@ -311,12 +311,12 @@ def around_iter(kind: Any, around: Callable[[Any, Callable[[Any], Iterator[Any]]
     kind.__iter__ = iterate
 
 
-class Trainee:
+class TrainingSession:
     """One training run under a trainer: its Run, what the batches since the last step held, and its open activity."""
 
     def __init__(self, run: Run, *, role: Callable[[Any], str], tokens: Callable[[Any], int | None] | None) -> None:
         self.run = run
-        self.loaders = Loaders(run, role, functools.partial(self.begin, "evaluation"), self.end, tokens)
+        self.loaders = LoaderWatch(run, role, functools.partial(self.begin, "evaluation"), self.end, tokens)
         self.loaders.__enter__()
         self._flops: Callable[[Sequence[int]], int] | None = None
         self._consumed: list[Batch] = []
@@ -327,14 +327,14 @@ class Trainee:
         if self._activity != activity:
             self.end()
             self._activity = activity
-            self.run.enter(activity)
+            self.run.recorder.enter(activity)
 
     def end(self, *activities: str) -> None:
         """End the open activity, if it is one of these; whatever it is, if none is named."""
         activity = self._activity
         if activity is not None and (not activities or activity in activities):
             self._activity = None
-            self.run.leave(activity)
+            self.run.recorder.leave(activity)
 
     def consume(self, *batches: Batch) -> None:
         """Count batches towards the open step."""
@@ -351,7 +351,7 @@ class Trainee:
                 if not all(parameter.requires_grad for parameter in model.parameters()):
                     raise flops.UnknownModel("part of the model is frozen, which its config does not say")
                 transformer = flops.from_config(config)
-                self.run.set_flops(convention=convention, source="config", per_token=transformer)
+                self.run.recorder.set_flops(convention=convention, source="config", per_token=transformer)
             except flops.UnknownModel as error:
                 log.warning(
                     "no FLOPs from the model's config: %s; they are counted instead, or pass flops_per_token=", error
@@ -405,7 +405,7 @@ def watch(run: Run, model: Any) -> None:
             around = getattr(ddp, "_get_active_ddp_module", lambda: None)()
             run.watch(model if around is None else around)
         except Exception as error:
-            run.failed("watch", error)
+            run.recorder.failed("watch", error)
 
     handle = model.register_forward_pre_hook(first_forward)
 
@@ -430,10 +430,10 @@ def accelerate_replica() -> tuple[int | None, Any]:
     return ranks, mesh
 
 
-def begin(name: str | None, know: Callable[[], dict[str, Any]], given: Mapping[str, Any]) -> Run:
+def begin(name: str | None, facts: Callable[[], dict[str, Any]], given: Mapping[str, Any]) -> Run:
     """Return a Run with what is given, else with what the framework knows, else without."""
     try:
-        known = know()
+        known = facts()
     except Exception as error:
         log.warning("what the framework knows of the run is not as expected: %r (training goes on)", error)
         known = {}

@@ -40,22 +40,22 @@ def watch(
     tokens_per_step  in their place: those of all ranks in one update
     convention       how FLOPs are counted from the config of a Hugging Face model, unless flops_per_token is given
     """
-    told = common.begin(name, lambda: {**_known(engine), "convention": convention}, run)
+    told = common.begin(name, lambda: {**_facts(engine), "convention": convention}, run)
     try:
         # An engine is a module whose mode says what it does with what is loaded.
-        trainee = common.Trainee(
+        session = common.TrainingSession(
             told, tokens=tokens, role=lambda _: "training" if engine.module.training else "evaluation"
         )
-        trainee.count_flops(engine.module, given=run.get("flops_per_token"), convention=convention)
-        steps(trainee, engine, tokens_per_step)
+        session.count_flops(engine.module, given=run.get("flops_per_token"), convention=convention)
+        steps(session, engine, tokens_per_step)
         checkpoints(told, engine)
         told.watch(engine.module)
     except Exception as error:
-        told.failed("watch", error)
+        told.recorder.failed("watch", error)
     return told
 
 
-def _known(engine: Any) -> dict[str, Any]:
+def _facts(engine: Any) -> dict[str, Any]:
     """Return what the engine tells of the run."""
     precision = "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "32"
     return {
@@ -65,9 +65,9 @@ def _known(engine: Any) -> dict[str, Any]:
     }
 
 
-def steps(trainee: common.Trainee, engine: Any, tokens_per_step: int | None = None) -> None:
+def steps(session: common.TrainingSession, engine: Any, tokens_per_step: int | None = None) -> None:
     """Count the engine's updates, with the batches fetched since the last."""
-    run, boundary = trainee.run, _Boundary(trainee, engine, tokens_per_step)
+    run, boundary = session.run, _Boundary(session, engine, tokens_per_step)
 
     def step(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         answer = method(*args, **kwargs)
@@ -80,36 +80,36 @@ def steps(trainee: common.Trainee, engine: Any, tokens_per_step: int | None = No
 
     for name, around in (("step", step), ("train_batch", step), ("eval_batch", evaluate)):
         if hasattr(type(engine), name):  # the last two are the pipeline engine's
-            common.Around(engine, name, around)
+            common.MethodWrapper(engine, name, around)
 
 
 class _Boundary:
     """Sees whether the engine updated the model since it last looked."""
 
-    def __init__(self, trainee: common.Trainee, engine: Any, tokens_per_step: int | None) -> None:
-        self._trainee, self._engine, self._tokens = trainee, engine, tokens_per_step
+    def __init__(self, session: common.TrainingSession, engine: Any, tokens_per_step: int | None) -> None:
+        self._session, self._engine, self._tokens = session, engine, tokens_per_step
         self._steps: int = engine.global_steps
 
     def failed(self, what: str, error: Exception) -> None:
         """Count an error of ours."""
-        self._trainee.run.failed(what, error)
+        self._session.run.recorder.failed(what, error)
 
-    @common.quietly
+    @common.guarded
     def look(self) -> None:
         """Count a step if the model was updated."""
         steps, self._steps = self._steps, self._engine.global_steps
         if self._steps <= steps:
             return
-        fetched = self._trainee.loaders.take_all()
+        fetched = self._session.loaders.take_all()
         if self._tokens is None:
-            self._trainee.end()
-            self._trainee.consume(*fetched)
-            self._trainee.step()
+            self._session.end()
+            self._session.consume(*fetched)
+            self._session.step()
         else:
-            self._trainee.run.step(global_tokens=self._tokens)
+            self._session.run.step(global_tokens=self._tokens)
         norm = self._engine.get_global_grad_norm()
         if isinstance(norm, (int, float)):
-            self._trainee.run.logged(grad_norm=norm)
+            self._session.run.logged(grad_norm=norm)
 
 
 def checkpoints(run: Run, engine: Any) -> None:
@@ -143,7 +143,7 @@ def checkpoints(run: Run, engine: Any) -> None:
     saved: list[int] = []
     writer = getattr(engine, "checkpoint_engine", None)
     decoupled = bool(getattr(writer, "is_decoupled", bool)())
-    common.Around(engine, "save_checkpoint", save)
-    common.Around(engine, "load_checkpoint", load)
+    common.MethodWrapper(engine, "save_checkpoint", save)
+    common.MethodWrapper(engine, "load_checkpoint", load)
     if decoupled:
-        common.Around(writer, "commit", commit)
+        common.MethodWrapper(writer, "commit", commit)

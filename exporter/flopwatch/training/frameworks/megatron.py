@@ -51,13 +51,13 @@ def step(args: Any, samples: int, flops: float, tokens: float | None = None) -> 
 def enter(activity: str) -> None:
     """Begin an activity: evaluation or checkpoint_save."""
     if run is not None:
-        run.enter(activity)
+        run.recorder.enter(activity)
 
 
 def leave(activity: str) -> None:
     """End an activity."""
     if run is not None:
-        run.leave(activity)
+        run.recorder.leave(activity)
 
 
 def committed(iteration: int) -> None:
@@ -74,6 +74,6 @@ def finish(status: str = "completed") -> None:
 
 def _failed(what: str, error: Exception) -> None:
     if run is not None:
-        run.failed(what, error)
+        run.recorder.failed(what, error)
     else:
         common.log.warning("%s: %s (training goes on)", what, error)

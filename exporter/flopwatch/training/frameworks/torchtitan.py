@@ -32,8 +32,8 @@ def register(*, structured_logger: logging.Logger, run: Mapping[str, Any] | None
     structured_logger.addHandler(Handler(run or {}))
 
 
-class Handler(common.Tells, logging.Handler):
-    """Tells a Run of a trainer's events, and raises nothing into it."""
+class Handler(common.ReporterMixin, logging.Handler):
+    """ReporterMixin a Run of a trainer's events, and raises nothing into it."""
 
     def __init__(self, run: Mapping[str, Any]) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Handler(common.Tells, logging.Handler):
         self._failed_update = False
         self._located = False  # whether the step at which training began was told
 
-    @common.quietly
+    @common.guarded
     def emit(self, record: logging.LogRecord) -> None:
         """Take one event of the training loop's thread."""
         event = getattr(record, "log_type_name", None)
@@ -71,13 +71,13 @@ class Handler(common.Tells, logging.Handler):
         elif event == "optim_end" and not self._failed_update:
             run.step(self._tokens)
         elif event == "eval_start":
-            run.enter("evaluation")
+            run.recorder.enter("evaluation")
         elif event == "eval_end":
-            run.leave("evaluation")
+            run.recorder.leave("evaluation")
         elif event == "checkpoint_load_start":
-            run.enter("checkpoint_restore")
+            run.recorder.enter("checkpoint_restore")
         elif event == "checkpoint_load_end":
-            run.leave("checkpoint_restore")
+            run.recorder.leave("checkpoint_restore")
         elif event == "torch_distributed_teardown_start":
             trainer = self._trainer
             whole = trainer is None or trainer.step >= trainer.config.training.steps
@@ -85,12 +85,12 @@ class Handler(common.Tells, logging.Handler):
 
     def _begin(self) -> None:
         trainer = self._trainer = _trainer()
-        self.run = run = common.begin(None, lambda: {} if trainer is None else _known(trainer), self._arguments)
+        self.run = run = common.begin(None, lambda: {} if trainer is None else _facts(trainer), self._arguments)
         if trainer is None:
             return
-        common.Around(trainer.metrics_processor.logger, "log", functools.partial(_log, run))
+        common.MethodWrapper(trainer.metrics_processor.logger, "log", functools.partial(_log, run))
         if getattr(trainer.checkpointer, "enable", False):
-            common.Around(trainer.checkpointer, "save", functools.partial(_save, run, trainer.checkpointer))
+            common.MethodWrapper(trainer.checkpointer, "save", functools.partial(_save, run, trainer.checkpointer))
         for model in trainer.model_parts[:1]:
             run.watch(model)
 
@@ -106,7 +106,7 @@ def _trainer() -> Any:
     return None
 
 
-def _known(trainer: Any) -> dict[str, Any]:
+def _facts(trainer: Any) -> dict[str, Any]:
     """Return what a trainer knows of the run; no FLOPs with quantized matmuls, whose dtype is a mixture."""
     dims, metrics, training = trainer.parallel_dims, trainer.metrics_processor, trainer.config.training
     groups = {}
@@ -126,9 +126,9 @@ def _known(trainer: Any) -> dict[str, Any]:
 
 def _log(run: Run, log: Callable[..., Any], metrics: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
     try:
-        common.tell_logged(run, metrics)
+        common.report_logged(run, metrics)
     except Exception as error:
-        run.failed("log", error)
+        run.recorder.failed("log", error)
     return log(metrics, *args, **kwargs)
 
 
@@ -140,7 +140,7 @@ def _save(
     try:
         saves = bool(checkpointer._should_save(step, last_step))
     except Exception as error:
-        run.failed("checkpoint", error)
+        run.recorder.failed("checkpoint", error)
         saves = False
     if not saves:
         return save(step, last_step, **kwargs)
@@ -154,5 +154,5 @@ def _save(
             else:
                 run.checkpoint_goes_on(future, step)
     except Exception as error:
-        run.failed("checkpoint", error)
+        run.recorder.failed("checkpoint", error)
     return saved

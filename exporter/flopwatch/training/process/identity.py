@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,18 @@ def settle(
     launch: launcher.Launch,
     host: str,
     started: float,
-    *,
+    agree: Callable[[str, int, float], str | None],
     name: str,
     attempt: str | None,
     rank: int | None,
     world_size: int | None,
     local_rank: int | None,
 ) -> Identity:
-    """Return who this process is, which started at this Unix time; what is given goes first, "" and None are not."""
+    """Return the identity of this process, which started at this Unix time; values that are given take precedence.
+
+    An empty name and None count as not given. `agree(attempt, rank, started)` returns the attempt's name that all
+    ranks share, through the job's store, or None.
+    """
     found_rank, found_size, one_node = launch.rank, launch.world_size, launch.one_node
     # Looked up, not imported: a process that uses torch.distributed has done that.
     distributed: Any = sys.modules.get("torch.distributed")
@@ -51,9 +56,7 @@ def settle(
     if attempt is None and one_node:
         attempt = launch.attempt()
     elif attempt is None and distributed is not None:
-        from flopwatch.training import torch as torch_hook
-
-        attempt = torch_hook.agreed(launch.attempt(), rank, started)
+        attempt = agree(launch.attempt(), rank, started)
     return Identity(
         _name(launch, host, name),
         launcher.clean(launch.attempt_without_launcher() if attempt is None else str(attempt)),

@@ -29,7 +29,7 @@ _OURS = f"{Path(__file__).parents[2]}/"
 _MADE = ("/torchinductor_", "/.triton/", "/triton/cache/")
 
 
-class Standstill:
+class StuckFrames:
     """Where a thread has been at every look of the last minute."""
 
     def __init__(self) -> None:

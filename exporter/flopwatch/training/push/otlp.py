@@ -19,7 +19,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from google.protobuf.message import DecodeError
@@ -46,9 +45,7 @@ from opentelemetry.sdk.resources import Resource
 
 from flopwatch import __version__
 from flopwatch.catalogue import TRAINING_STEP_DURATION, Metric, all_metrics
-
-if TYPE_CHECKING:
-    from flopwatch.training.run import Snapshot
+from flopwatch.training.recorder import Snapshot
 
 SCOPE = "flopwatch.training"
 # https://opentelemetry.io/docs/specs/semconv/resource/service/: required of everything that sends OTLP

@@ -21,12 +21,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
 
 from flopwatch.training.push.otlp import Undelivered, Wire
-
-if TYPE_CHECKING:
-    from flopwatch.training.run import Snapshot
+from flopwatch.training.recorder import Snapshot
 
 log = logging.getLogger("flopwatch")
 

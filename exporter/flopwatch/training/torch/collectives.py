@@ -9,14 +9,12 @@ https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html tells 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed
 
 from flopwatch import catalogue
-
-if TYPE_CHECKING:
-    from flopwatch.training.run import Run
+from flopwatch.training.recorder import Recorder
 
 
 def collectives() -> int | None:
@@ -27,11 +25,11 @@ def collectives() -> int | None:
     return int(group._get_sequence_number_for_group())
 
 
-def watch(run: Run) -> None:
+def watch(recorder: Recorder) -> None:
     """Tell the run of that number before each push."""
 
     def poll() -> None:
         if (number := collectives()) is not None:
-            run.set(catalogue.TRAINING_COLLECTIVE_SEQUENCE, float(number))
+            recorder.set(catalogue.TRAINING_COLLECTIVE_SEQUENCE, float(number))
 
-    run.poll(poll)
+    recorder.poll(poll)

@@ -25,7 +25,7 @@ import gc
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -35,37 +35,35 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from flopwatch.training.recorder import Recorder
 from flopwatch.training.torch.outputs import tensors
+from flopwatch.training.totals import Mark
 
-if TYPE_CHECKING:
-    from flopwatch.training.run import Run
-    from flopwatch.training.totals import Mark
-
-_attached: dict[Run, Phases] = {}
+_attached: dict[Recorder, Phases] = {}
 
 
-def attach(run: Run, model: object = None) -> Phases:
+def attach(recorder: Recorder, model: object = None) -> Phases:
     """Measure the phases of a model, as the loop calls it, and of all optimizers; once more adds another model.
 
     Without a model there is no forward and backward.
     """
-    phases = _attached.get(run)
+    phases = _attached.get(recorder)
     try:
         if phases is None:
-            phases = _attached[run] = Phases(run)
+            phases = _attached[recorder] = Phases(recorder)
             phases._attach()
         if isinstance(model, torch.nn.Module):
             phases._attach_model(model)
     except Exception as error:
-        run.failed("phases", error)
-    return Phases(run) if phases is None else phases
+        recorder.failed("phases", error)
+    return Phases(recorder) if phases is None else phases
 
 
 class Phases:
     """The hooks of one run; `remove()` takes them off."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._handles: list[Any] = []
         self._models: list[Callable[[], torch.nn.Module | None]] = []
         self._forward: tuple[int, Mark] | None = None  # the module whose forward is open, and since when
@@ -80,14 +78,14 @@ class Phases:
             self._handles.pop().remove()
         if self._collected in gc.callbacks:
             gc.callbacks.remove(self._collected)
-        if _attached.get(self._run) is self:
-            del _attached[self._run]
+        if _attached.get(self._recorder) is self:
+            del _attached[self._recorder]
 
     def _attach(self) -> None:
         gc.callbacks.append(self._collected)
         self._handles += [
-            register_optimizer_step_pre_hook(_Hook(self._run, self._step_begins)),
-            register_optimizer_step_post_hook(_Hook(self._run, self._step_ends)),
+            register_optimizer_step_pre_hook(_Hook(self._recorder, self._step_begins)),
+            register_optimizer_step_post_hook(_Hook(self._recorder, self._step_ends)),
         ]
         # First, or one that takes the end of step() for that of the training step would come before it.
         _global_optimizer_post_hooks.move_to_end(self._handles[-1].id, last=False)  # type: ignore[attr-defined]
@@ -97,8 +95,8 @@ class Phases:
             self._models.append(weakref.ref(model))
             # First, so that FSDP's hooks are inside and its last wait behind the backward pass.
             self._handles += [
-                model.register_forward_pre_hook(_Hook(self._run, self._forward_begins), prepend=True),
-                model.register_forward_hook(_Hook(self._run, self._forward_ends), prepend=True),
+                model.register_forward_pre_hook(_Hook(self._recorder, self._forward_begins), prepend=True),
+                model.register_forward_hook(_Hook(self._recorder, self._forward_ends), prepend=True),
             ]
 
     # What the hooks do; `_Hook` guards them.
@@ -108,14 +106,14 @@ class Phases:
         self._steps.clear()
         inside_another = self._forward is not None and self._forward[0] != id(module)
         if not inside_another and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            self._forward = (id(module), self._run.mark())
+            self._forward = (id(module), self._recorder.mark())
 
     def _forward_ends(self, module: torch.nn.Module, _: object, output: object) -> None:
         if self._forward is None or self._forward[0] != id(module):
             return
-        self._run.phase("forward", self._forward[1], self._run.mark())
+        self._recorder.phase("forward", self._forward[1], self._recorder.mark())
         self._forward = None
-        hook = _Hook(self._run, self._gradient)
+        hook = _Hook(self._recorder, self._gradient)
         for tensor in tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -125,24 +123,24 @@ class Phases:
         if this != self._backward:
             self._backward = this
             queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(functools.partial(self._backward_ends, self._run.mark()))
+            queue(functools.partial(self._backward_ends, self._recorder.mark()))
 
     def _backward_ends(self, backward_began: Mark) -> None:
         try:
-            self._run.phase("backward", backward_began, self._run.mark())
+            self._recorder.phase("backward", backward_began, self._recorder.mark())
         except Exception as error:
-            self._run.failed("phases", error)
+            self._recorder.failed("phases", error)
 
     def _step_begins(self, optimizer: object, given: tuple[object, ...], named: Mapping[str, object]) -> None:
         # A closure runs the model and its backward pass within step(), as Lightning's does and LBFGS needs.
         if named.get("closure") is not None or any(argument is not None for argument in given[1:]):
             return
-        position = self._run.position
+        position = self._recorder.position
         if position != self._position:
             # What is open since an earlier step was left by an exception.
             self._position, self._forward = position, None
             self._steps.clear()
-        self._steps.append((id(optimizer), self._run.mark()))
+        self._steps.append((id(optimizer), self._recorder.mark()))
 
     def _step_ends(self, optimizer: object, *_: object) -> None:
         for number in reversed(range(len(self._steps))):
@@ -150,24 +148,24 @@ class Phases:
             if which == id(optimizer):
                 del self._steps[number:]
                 if number == 0:
-                    self._run.phase("optimizer", step_began, self._run.mark())
+                    self._recorder.phase("optimizer", step_began, self._recorder.mark())
                 break
 
     def _collected(self, phase: str, _: Mapping[str, int]) -> None:
         try:
             if phase == "start":
-                self._collection_began = self._run.clock() if self._run.measuring else None
+                self._collection_began = self._recorder.clock() if self._recorder.measuring else None
             elif self._collection_began is not None:
-                self._run.phase("garbage_collection", self._collection_began, self._run.clock())
+                self._recorder.phase("garbage_collection", self._collection_began, self._recorder.clock())
         except Exception as error:
-            self._run.failed("phases", error)
+            self._recorder.failed("phases", error)
 
 
 class _Hook:
     """A hook that does something in measured steps, raises nothing, and is left behind when its module is copied."""
 
-    def __init__(self, run: Run, does: Callable[..., None]) -> None:
-        self._run = run
+    def __init__(self, recorder: Recorder, does: Callable[..., None]) -> None:
+        self._recorder = recorder
         self._does = torch._dynamo.disable(does)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: object) -> None:
@@ -175,10 +173,10 @@ class _Hook:
         if torch.compiler.is_compiling():
             return
         try:
-            if self._run.measuring:
+            if self._recorder.measuring:
                 self._does(*args)
         except Exception as error:
-            self._run.failed("phases", error)
+            self._recorder.failed("phases", error)
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         # A copy or a pickle of the module gets a hook that does nothing, with any arguments and without flopwatch.

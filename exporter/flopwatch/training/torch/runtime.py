@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch._dynamo.callback
@@ -27,9 +27,7 @@ from flopwatch.catalogue import (
     TRAINING_OUT_OF_MEMORY,
     TRAINING_RECOMPILATIONS,
 )
-
-if TYPE_CHECKING:
-    from flopwatch.training.run import Run
+from flopwatch.training.recorder import Recorder
 
 
 def cuda_memory() -> list[Mapping[str, Any]]:
@@ -39,22 +37,22 @@ def cuda_memory() -> list[Mapping[str, Any]]:
     return [torch.cuda.memory_stats_as_nested_dict(index) for index in range(torch.cuda.device_count())]
 
 
-def attach(run: Run, memory: Callable[[], list[Mapping[str, Any]]] = cuda_memory) -> Runtime:
+def attach(recorder: Recorder, memory: Callable[[], list[Mapping[str, Any]]] = cuda_memory) -> Runtime:
     """Tell the run of compilations and of the allocator; call it on the training loop's thread."""
-    runtime = Runtime(run, memory)
+    runtime = Runtime(recorder, memory)
     try:
         runtime.listen()
-        run.poll(runtime.poll)
+        recorder.poll(runtime.poll)
     except Exception as error:
-        run.failed("runtime", error)
+        recorder.failed("runtime", error)
     return runtime
 
 
 class Runtime:
     """The callbacks of one run; `remove()` takes them off."""
 
-    def __init__(self, run: Run, memory: Callable[[], list[Mapping[str, Any]]]) -> None:
-        self._run = run
+    def __init__(self, recorder: Recorder, memory: Callable[[], list[Mapping[str, Any]]]) -> None:
+        self._recorder = recorder
         self._memory = memory
         self._loop_thread = threading.get_ident()
         self._removed = False
@@ -91,26 +89,26 @@ class Runtime:
         ):
             known = [number for number in numbers if number is not None]
             if known:
-                self._run.set(metric, sum(known))
+                self._recorder.set(metric, sum(known))
 
     def _begins(self, arguments: Any = None) -> None:
         try:
-            self._run.add(TRAINING_RECOMPILATIONS, _recompiles(arguments))
+            self._recorder.add(TRAINING_RECOMPILATIONS, _recompiles(arguments))
             in_backward = torch._C._current_graph_task_id() != -1
             if in_backward or threading.get_ident() == self._loop_thread:
                 self._compiling = True
-                self._run.enter("compile", self._loop_thread)
+                self._recorder.enter("compile", self._loop_thread)
         except Exception as error:
-            self._run.failed("runtime", error)
+            self._recorder.failed("runtime", error)
 
     def _ends(self, _: Any = None) -> None:
         try:
             # Where compilations overlap another thread may end what the loop's thread began.
             if self._compiling:
                 self._compiling = False
-                self._run.leave("compile", self._loop_thread)
+                self._recorder.leave("compile", self._loop_thread)
         except Exception as error:
-            self._run.failed("runtime", error)
+            self._recorder.failed("runtime", error)
 
 
 def _recompiles(arguments: Any) -> bool:

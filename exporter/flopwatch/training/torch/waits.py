@@ -29,15 +29,14 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 
-if TYPE_CHECKING:
-    from flopwatch.training.run import Run
-    from flopwatch.training.totals import Mark
+from flopwatch.training.recorder import Recorder
+from flopwatch.training.totals import Mark
 
 log = logging.getLogger("flopwatch")
 
@@ -52,12 +51,12 @@ class Unmeasured(Exception):
     """The wait for other ranks can't be measured; the message says why."""
 
 
-def watch(run: Run, model: object = None) -> Watch:
+def watch(recorder: Recorder, model: object = None) -> Watch:
     """Tell the run of this model's waits for other ranks and of those of the host; log why where it can't be done.
 
     To be called in the loop's thread, after the model was wrapped. The wait counts as measured once one was seen.
     """
-    told = Watch(run)
+    told = Watch(recorder)
     try:
         _watch(told, model)
     except Unmeasured as reason:
@@ -68,7 +67,7 @@ def watch(run: Run, model: object = None) -> Watch:
 def _watch(told: Watch, model: object) -> None:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return  # one rank waits for nobody
-    if "pp" in (others := _others(told.run)):
+    if "pp" in (others := _others(told.recorder)):
         raise Unmeasured("a pipeline's stages wait for one another whether a rank is late or not")
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     if not isinstance(model, torch.nn.Module):
@@ -98,12 +97,12 @@ def _watch(told: Watch, model: object) -> None:
     for reducer in reducers:
         _watch_reducer(told, reducer)
     if reducers or groups:
-        told.run.poll(told.check)
+        told.recorder.poll(told.check)
 
 
-def _others(run: Run) -> set[str]:
+def _others(recorder: Recorder) -> set[str]:
     """Return in which groups of several ranks, data parallelism's aside, this rank is known to be."""
-    place = run.place
+    place = recorder.parallel
     groups = {} if place is None else {"tp": place.tp, "pp": place.pp, "cp": place.cp, "ep": place.ep}
     return {name for name, group in groups.items() if group is not None and group[1] > 1}
 
@@ -114,10 +113,10 @@ def _tensor_parallel(group: Any) -> bool:
 
 
 class Watch:
-    """What a run is told of its waits; `remove()` ends that."""
+    """What a recorder is told of its waits; `remove()` ends that."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
         self._seen = False
         self._first_position: int | None = None
         self.handles: list[Any] = []  # of hooks, and of what was replaced
@@ -130,30 +129,30 @@ class Watch:
 
     def begins(self) -> Mark | None:
         """Return now; None if this step is not measured, or inside another wait, or amid a CUDA graph's capture."""
-        run = self.run
-        if not run.measuring or run.in_wait:
+        recorder = self.recorder
+        if not recorder.measuring or recorder.in_wait:
             return None
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             return None
-        run.in_wait = True
-        return run.mark()
+        recorder.in_wait = True
+        return recorder.mark()
 
     def ends(self, began: Mark) -> None:
         """Tell of a wait that ends now."""
-        run = self.run
-        run.in_wait = False
+        recorder = self.recorder
+        recorder.in_wait = False
         if not self._seen:
             self._seen = True
-            run.measures_wait()
-        run.waited(began, run.mark())
+            recorder.measures_wait()
+        recorder.waited(began, recorder.mark())
 
     def failed(self, error: Exception) -> None:
         """Tell of an error that the model must not see."""
-        self.run.failed("watch", error)
+        self.recorder.failed("watch", error)
 
     def check(self) -> None:
         """Say once if steps are made and no wait is seen in them; called before each push."""
-        position = self.run.position
+        position = self.recorder.position
         if self._seen or position is None:
             return
         if self._first_position is None:
@@ -210,7 +209,7 @@ class _Bracket:
             if torch.compiler.is_compiling():
                 return  # compiled autograd runs no callbacks of ours
             this = torch._C._current_graph_task_id()
-            self._told.run.in_wait = False  # an exception may have ended the last pass inside one
+            self._told.recorder.in_wait = False  # an exception may have ended the last pass inside one
             if this not in self._passes and self._model.require_backward_grad_sync:
                 self._passes.add(this)
                 _queue(functools.partial(self._before_reducer, this))
@@ -306,7 +305,7 @@ def _watch_group(told: Watch, group: Any) -> None:
             post_backward(*unused)
         finally:
             if in_post_backward is not None:  # there was nothing to reduce
-                in_post_backward, told.run.in_wait = None, False
+                in_post_backward, told.recorder.in_wait = None, False
 
     def timed_wait_for_post_backward() -> None:
         # Between the beginning of post_backward and here the stream waits for an earlier reduce-scatter.
