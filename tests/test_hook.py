@@ -280,7 +280,7 @@ def test_a_rank_has_at_most_40_series_and_a_run_30() -> None:
         run.step(tokens=8, samples=1, loss=2.5, grad_norm=1.0)
         run.checkpoint_committed(1)
     for _ in range(2):
-        clock.passes(stuck_frames.AFTER + stuck_frames.LEAST)
+        clock.passes(stuck_frames.AFTER + stuck_frames.MIN_COVERED)
         snapshot = run.snapshot()
     series = [(row, labels) for row, points in snapshot.points.items() for labels, _ in points]
     told = {row for row, _ in series}

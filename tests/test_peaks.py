@@ -316,7 +316,7 @@ def test_seconds_come_from_the_devices_events_and_the_best_shape_wins() -> None:
     [
         ("fp4", "'fp4' is not measured, only fp16, bf16, tf32, fp8, int8"),
         ("fp32", "'fp32' is not measured, only fp16, bf16, tf32, fp8, int8"),
-        ("tf32", "tf32 is of NVIDIA's cards from Ampere on"),
+        ("tf32", "tf32 needs an NVIDIA card of the Ampere generation or newer"),
     ],
 )
 def test_what_cannot_be_measured_says_why(dtype: str, reason: str) -> None:

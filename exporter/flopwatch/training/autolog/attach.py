@@ -51,10 +51,10 @@ def to_process(settings: Settings) -> Attachment:
 
 
 class Attachment:
-    """The hooks in this process, and what they have seen so far."""
+    """Hooks on the optimizers and backward passes of this process, and the state of the open step."""
 
     def __init__(self, settings: Settings, checkpoints: Checkpoints) -> None:
-        self.status = "failed"  # what the run is told at the interpreter's exit, unless the launcher knows better
+        self.status = "failed"  # reported at the interpreter's exit, unless `flopwatch run` sets another
         self.ended_by = ""
         self._loop = loop = LoopState(settings, checkpoints, self.step_back)
         self._armed = False
@@ -86,9 +86,9 @@ class Attachment:
         self._replaced.append((owner, name, original, ours))
 
     def _arm(self) -> None:
-        """Take all the places; not before the first optimizer is made, whose making imports torch._dynamo.
+        """Install all hooks. Called when the first optimizer is made, which imports torch._dynamo.
 
-        Dynamo skips what torch.compiler.disable marks; without `recursive` it still compiles what is called inside.
+        Dynamo skips functions that torch.compiler.disable marks; with recursive=False it still compiles their callees.
         """
         self._armed = True
         disable: Any = torch.compiler.disable
@@ -110,7 +110,7 @@ class Attachment:
         self._models.look()
 
     def step_back(self) -> None:
-        """Leave the process as it was found, where nobody else took the places meanwhile."""
+        """Remove all hooks, except where other code has replaced the same function since."""
         self._loop.over = True
         self._models.look_no_more()
         for owner, name, original, ours in self._replaced:
@@ -119,19 +119,17 @@ class Attachment:
         for handle in self._handles:
             handle.remove()
         checkpoints, run = self._loop.checkpoints, self._loop.run
-        if checkpoints.recorder in (
-            None,
-            None if run is None else run.recorder,
-        ):  # else a run of the script's own uses them
+        # Else a run of the script's own uses them.
+        if checkpoints.recorder in (None, None if run is None else run.recorder):
             checkpoints.uninstall()
 
     def _begin(self, surely: bool) -> Run | None:
-        """Return the run; make it if this process trains, once its place among the ranks can be known."""
+        """Return the run; make it once this process is known to train and its rank can be known."""
         loop = self._loop
         if loop.run is not None or loop.over:
             return loop.active_run()
         if Run._newest is not None:
-            log.info("the script has a Run of its own, and `flopwatch run` leaves it to that")
+            log.info("the script has a Run of its own; `flopwatch run` removes its hooks")
             self.step_back()
             return None
         distributed: Any = torch.distributed
@@ -165,7 +163,7 @@ class Attachment:
         run = self._loop.active_run()
         if run is None or os.getpid() != self._loop.pid:
             return
-        if self.status in ("completed", "preempted"):  # Ctrl-C may have come between two files
+        if self.status in ("completed", "preempted"):  # Ctrl-C may have interrupted between two files
             commit_pending(run.recorder, self.status)
         self._give_up_gradients(run)
         run.ended_by = self.ended_by
@@ -206,7 +204,7 @@ class Attachment:
                 return
             self._blind_steps += 1
             if self._blind_steps == 1:
-                return  # of torch.distributed.checkpoint's making, which wants the state that a first step makes
+                return  # torch.distributed.checkpoint makes a first step to create the optimizer's state
         if optimizer is not self._first():
             turns = self._turns[id(optimizer)] = self._turns.get(id(optimizer), 0) + 1
             if turns < TURNS:
@@ -234,10 +232,7 @@ class Attachment:
         elif not tokens or None in tokens:
             run.step()
             if run.recorder.steps_taken == STEPS_TO_SEE_MODELS and run.rank == 0:
-                log.warning(
-                    "the batches say no tokens; name where they are with --tokens-from, or their number with "
-                    "--tokens-per-step"
-                )
+                log.warning("no token count found in the batches; pass --tokens-from KEY or --tokens-per-step N")
         else:
             count = sum(batch.count for batch in tokens if batch is not None)
             if hasattr(self._loop.settings.flops_per_token, "flops"):
@@ -248,7 +243,7 @@ class Attachment:
             self._models.look_no_more()
 
     def _find_position(self, run: Run, optimizer: torch.optim.Optimizer | None) -> None:
-        """Tell at which step the run was resumed, if it was: if the optimizer was given a state."""
+        """Report the step from which the run was resumed, if the optimizer's state was loaded."""
         if optimizer is None or optimizer not in self._loaded:
             return
         step = self._loop.checkpoints.loaded_step
@@ -292,7 +287,7 @@ class Attachment:
         return backward
 
     def _backward_begins(self) -> bool:
-        """See a backward pass begin; return whether it is one of the loop, and not inside another."""
+        """Record the begin of a backward pass; return whether it is the loop's own and not nested."""
         if self._loop.over or self._in_backward or not self._loop.on_this_thread():
             return False
         if (run := self._begin(surely=True)) is None:
@@ -316,7 +311,7 @@ def _skipped(disable: Any, around: Callable[[Any], Any], original: Any) -> Any:
 
 
 def _uses_flopwatch() -> bool:
-    """Return whether a module that is not ours has our Run, and so may be about to make one."""
+    """Return whether a module outside flopwatch has imported Run, and so may be about to make one."""
     return any(
         name.startswith("flopwatch.training.frameworks.")
         if name.startswith("flopwatch.")

@@ -48,16 +48,16 @@ class Loaders:
         self._made: tuple[int, Mark] | None = None  # the iterator made last, by its id, and when that began
         self._kinds: dict[int, str] = {}  # by the dataset's id
         self._always_training: set[int] = set()  # also under no_grad
-        self._newest: int | None = None  # whose batch came last
-        self._held: tuple[int, Mark, Mark] | None = None  # a batch whose purpose is not known yet: whose, begin, end
-        self._evaluated: int | None = None  # what is being evaluated
+        self._newest: int | None = None  # dataset of the last batch
+        self._held: tuple[int, Mark, Mark] | None = None  # a batch of unknown purpose: dataset, begin and end of wait
+        self._evaluated: int | None = None  # dataset of the open evaluation
         self._evaluated_batches = 0
         self._batches: dict[int, deque[Tokens | None]] = {}  # fetched and not yet trained on
         self._passed: dict[int, list[Tokens | None]] = {}  # older ones, until the loop fetches again
         self._iterating: dict[int, weakref.ref[Any]] = {}
 
     def around_iter(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return what takes the place of DataLoader.__iter__: starting workers is part of the wait for a batch."""
+        """Return a replacement of DataLoader.__iter__ that notes when it began: starting workers is part of a wait."""
         call = self._loop.call
 
         def __iter__(loader: Any) -> Any:
@@ -71,7 +71,7 @@ class Loaders:
         return __iter__
 
     def around_next(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return what takes the place of the iterators' __next__."""
+        """Return a replacement of the iterators' __next__ that records the wait and the batch."""
         call = self._loop.call
 
         def __next__(iterator: Any) -> Any:
@@ -127,7 +127,7 @@ class Loaders:
             self._held = dataset, began, ended
 
     def _ends(self, iterator: Any, recorder: Recorder, began: Mark) -> None:
-        """See that an iterator has no more batches."""
+        """Record that an iterator has no more batches."""
         dataset = self._dataset(iterator)
         if self._held is not None and self._held[0] == dataset and self._loop.seen_backward:
             self._kinds[dataset] = EVALUATION
@@ -149,13 +149,13 @@ class Loaders:
             recorder.leave("evaluation", at=now)
 
     def settle(self, recorder: Recorder) -> None:
-        """See that the newest batch is for training."""
+        """Record the newest batch as one for training."""
         newest = self._newest
         if newest is None:
             return
         if self._evaluated is not None:
             if self._evaluated == newest and self._evaluated_batches == 1:
-                self._always_training.add(newest)  # whoever fetches it does so under no_grad
+                self._always_training.add(newest)  # its batches are fetched under no_grad
                 self._kinds[newest] = TRAINING
             self._leave_evaluation(recorder, recorder.mark())
         if self._held is not None:
@@ -164,7 +164,7 @@ class Loaders:
             recorder.waited_for_batch(began, ended)
 
     def training(self, recorder: Recorder) -> list[Tokens | None]:
-        """See a backward pass begin; return the tokens it is the first to use."""
+        """Record the newest batch as one for training; return the tokens of the batches this backward pass is for."""
         self.settle(recorder)
         tokens = [unused.popleft() for unused in self._batches.values() if unused]
         if not tokens:
@@ -172,13 +172,13 @@ class Loaders:
         return tokens
 
     def _dataset(self, iterator: Any) -> int:
-        """Return whose batch this is, and see the loop over it end when the iterator is dropped."""
+        """Return the id of an iterator's dataset, and record the end of the loop when the iterator is deleted."""
         dataset = getattr(iterator, "_dataset", iterator)
         this = id(dataset)
         if self._iterating.get(this, _nothing)() is not iterator:
             self._iterating[this] = weakref.ref(iterator, lambda _: self._loop.call(self._dropped, this, None))
             if this not in self._kinds:
-                with contextlib.suppress(TypeError):  # from a list, say, which leaves no word
+                with contextlib.suppress(TypeError):  # a list, for example, allows no finalizer
                     weakref.finalize(dataset, self._forget, this).atexit = False
         return this
 
@@ -188,7 +188,7 @@ class Loaders:
         self._always_training.discard(dataset)
 
     def _dropped(self, dataset: int, at: Mark | None) -> None:
-        """See that a loop over batches was left, as it ended or by `break`."""
+        """Record that a loop over batches ended, by itself or by `break`."""
         self._iterating.pop(dataset, None)
         recorder = self._loop.active_recorder()
         if recorder is None or not self._loop.on_this_thread():
@@ -197,7 +197,7 @@ class Loaders:
             self._leave_evaluation(recorder, recorder.mark())
         elif self._kinds.get(dataset) == TRAINING and self._newest == dataset:
             if at is not None:
-                recorder.waited_for_batch(at, recorder.mark())  # it waited to hear that there is none
+                recorder.waited_for_batch(at, recorder.mark())  # it waited to learn that there is no more
             recorder.note("batches", Totals.end_of_batches, threading.get_ident())
 
 
@@ -206,9 +206,9 @@ def _nothing() -> None:
 
 
 def tokens_of(batch: Any, place: str | None = None) -> Tokens | None:
-    """Return the tokens of a batch of integers at this place, by default `input_ids`; None if there are none.
+    """Return the tokens of a batch: integers at `place`, by default `input_ids`; None if unknown.
 
-    What an `attention_mask` of their shape leaves out is no token; if that is on a device, nobody knows.
+    An `attention_mask` of the same shape excludes padding. The number is unknown if that mask is on a device.
     """
     ids = _at(batch, "input_ids" if place is None else place)
     if (
@@ -236,9 +236,9 @@ def _at(batch: Any, place: str) -> Any:
 
 
 def _fetches_ahead(caller: Any) -> int:
-    """Return how many batches the loop that fetches them is behind.
+    """Return how many batches the fetching code is ahead of the training loop.
 
-    Accelerate's loaders are one ahead of theirs, and transformers' Trainer fetches those of a step before it trains.
+    Accelerate's loaders are one batch ahead, and transformers' Trainer fetches all batches of a step before it trains.
     """
     ahead = 0
     for _ in range(MAX_FRAMES):

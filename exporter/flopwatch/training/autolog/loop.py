@@ -22,10 +22,10 @@ log = logging.getLogger("flopwatch")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the flags of `flopwatch run` say."""
+    """Flags of `flopwatch run`."""
 
     name: str | None = None
-    tokens_from: str | None = None  # a key, an attribute or a place in the batch
+    tokens_from: str | None = None  # a key, an attribute or an index in the batch
     tokens_per_step: float | None = None
     step_from: str | None = None  # a key of a loaded checkpoint, with dots for mappings in mappings
     flops_per_token: float | PackedFlops | None = None
@@ -39,13 +39,13 @@ class LoopState:
     """The run of this process and what is known of its training loop."""
 
     def __init__(self, settings: Settings, checkpoints: Checkpoints, detach: Callable[[], None]) -> None:
-        """Take what removes all hooks again, should the run end or be made by the script itself."""
+        """Call `detach` when the run has ended: it removes all hooks."""
         self.settings = settings
         self.checkpoints = checkpoints
         self.run: Run | None = None
         self.over = False
         self.pid = os.getpid()
-        self.thread: int | None = None  # that runs the loop, once it is known
+        self.thread: int | None = None  # of the loop; None while unknown
         self.seen_backward = False
         self._detach = detach
 

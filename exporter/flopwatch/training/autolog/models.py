@@ -15,14 +15,14 @@ from flopwatch.training.recorder import Recorder
 
 
 class ModelFinder:
-    """Finds the models: what is called outside any other module, with gradients, in the first steps.
+    """Finder of models: modules that are called outside any other module, with gradients, in the first steps.
 
-    By taking the place of nn.Module.__call__, which is put back while such a call lasts: Dynamo, which compares it with
-    the one it knows, never sees ours inside a model it compiles. A global forward hook would have it warn.
+    It replaces nn.Module.__call__, and restores it while such a call lasts: Dynamo compares the method with the one it
+    knows, so it must never meet the replacement inside a model it compiles. A global forward hook makes Dynamo warn.
     """
 
     def __init__(self, loop: LoopState, settle: Callable[[Recorder], None]) -> None:
-        """Take what records, as a model is found, that the newest batch is for training."""
+        """Call `settle` when a model is found: the newest batch is then one for training."""
         self._settle = settle
         self._loop = loop
         self._original: Any = None
@@ -30,7 +30,7 @@ class ModelFinder:
         self._known: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     def look(self) -> None:
-        """Begin to look."""
+        """Replace nn.Module.__call__."""
         self._original = original = torch.nn.Module.__call__
 
         @functools.wraps(original)
@@ -49,12 +49,12 @@ class ModelFinder:
         self._put(__call__)
 
     def _put(self, function: Any) -> None:
-        # Somebody else who took the place keeps it.
+        # Other code that has replaced it since keeps its place.
         if torch.nn.Module.__call__ in (self._ours, self._original):
             torch.nn.Module.__call__ = function  # type: ignore[method-assign]
 
     def look_no_more(self) -> None:
-        """Put back what was there."""
+        """Restore nn.Module.__call__."""
         if self._ours is not None:
             self._put(self._original)
             self._ours = None

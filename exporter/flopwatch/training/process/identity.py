@@ -1,7 +1,7 @@
-"""Which run, attempt and rank this process is: what the caller says, else torch.distributed, else the launcher.
+"""Identity of this process: run, attempt and rank from the caller, else torch.distributed, else the launcher.
 
-The launcher's variables are read in launcher.py. Where torch.distributed counts other ranks than they do (processes
-that a script spawned itself), it is right, and they may be on several nodes.
+The launcher's variables are read in launcher.py. If torch.distributed has another number of ranks (a script that
+spawned processes itself), it is right, and the ranks may be on several nodes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger("flopwatch")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """This process in its run."""
+    """Run, attempt and rank of a process."""
 
     name: str  # of the run
     attempt: str
@@ -46,7 +46,7 @@ def settle(
     ranks share, through the job's store, or None.
     """
     found_rank, found_size, one_node = launch.rank, launch.world_size, launch.one_node
-    # Looked up, not imported: a process that uses torch.distributed has done that.
+    # Looked up, not imported: a process that uses torch.distributed has imported it.
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and not (distributed.is_available() and distributed.is_initialized()):
         distributed = None

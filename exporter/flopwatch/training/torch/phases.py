@@ -1,19 +1,18 @@
-"""Where the time of a step goes: forward, backward, optimizer and garbage collection, each bracketed by two marks.
+"""Phases of a step: forward, backward, optimizer and garbage collection, each between two marks.
 
 forward             the model's own call, by module hooks, with gradients enabled and outside a backward pass
                     (recomputed activations are part of backward)
 backward            from the first gradient of the model's output until the autograd engine is done with the pass,
-                    before it waits for other ranks' gradients, which is a wait and no work
-optimizer           every optimizer's step(), by its hooks; one inside another counts once
+                    before the wait for other ranks' gradients
+optimizer           every optimizer's step(), by its hooks; nested ones count once
 garbage_collection  Python's, by gc.callbacks; the host's time on a GPU too
 
-Marks are CUDA events where the device does the work, else the host's clock (device.py). Phases of several micro-batches
-and optimizers add up. They are measured in some steps only (Run.measuring).
+Marks are CUDA events if the device does the work, else the host's clock (device.py). Phases of several micro-batches
+and optimizers add up. Only some steps are measured (Recorder.measuring).
 
-torch.compile: the hooks never enter a graph and break none. Where Dynamo calls the model they run beside it; where a
-larger function around the model is compiled there is nothing between which to measure, and forward and backward are
-absent. Absent are also a backward pass under compiled autograd, a phase inside a replayed CUDA graph, and pipeline
-bubbles. docs/phases.md says more.
+torch.compile: the hooks never enter a graph and break none. If Dynamo calls the model, they run next to it. If a larger
+function around the model is compiled, forward and backward cannot be measured and are absent. Also absent: a backward
+pass under compiled autograd, a phase inside a replayed CUDA graph, and pipeline bubbles. See docs/phases.md.
 https://docs.pytorch.org/docs/stable/notes/modules.html#module-hooks
 https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.register_step_pre_hook.html
 """
@@ -43,9 +42,9 @@ _attached: dict[Recorder, Phases] = {}
 
 
 def attach(recorder: Recorder, model: object = None) -> Phases:
-    """Measure the phases of a model, as the loop calls it, and of all optimizers; once more adds another model.
+    """Measure the phases of all optimizers and of a model as the loop calls it; further calls add further models.
 
-    Without a model there is no forward and backward.
+    Without a model, forward and backward are not measured.
     """
     phases = _attached.get(recorder)
     try:
@@ -60,7 +59,7 @@ def attach(recorder: Recorder, model: object = None) -> Phases:
 
 
 class Phases:
-    """The hooks of one run; `remove()` takes them off."""
+    """Hooks of one run that measure phases."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -73,7 +72,7 @@ class Phases:
         self._collection_began: float | None = None
 
     def remove(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         while self._handles:
             self._handles.pop().remove()
         if self._collected in gc.callbacks:
@@ -87,22 +86,22 @@ class Phases:
             register_optimizer_step_pre_hook(_Hook(self._recorder, self._step_begins)),
             register_optimizer_step_post_hook(_Hook(self._recorder, self._step_ends)),
         ]
-        # First, or one that takes the end of step() for that of the training step would come before it.
+        # First, or a hook that records the training step at the end of step() would run before it.
         _global_optimizer_post_hooks.move_to_end(self._handles[-1].id, last=False)  # type: ignore[attr-defined]
 
     def _attach_model(self, model: torch.nn.Module) -> None:
         if not any(known() is model for known in self._models):
             self._models.append(weakref.ref(model))
-            # First, so that FSDP's hooks are inside and its last wait behind the backward pass.
+            # First, so that FSDP's hooks are inside and its last wait is after the backward pass.
             self._handles += [
                 model.register_forward_pre_hook(_Hook(self._recorder, self._forward_begins), prepend=True),
                 model.register_forward_hook(_Hook(self._recorder, self._forward_ends), prepend=True),
             ]
 
-    # What the hooks do; `_Hook` guards them.
+    # Bodies of the hooks, whose errors `_Hook` catches.
 
     def _forward_begins(self, module: torch.nn.Module, _: object) -> None:
-        # A step() that calls the model, as that of LBFGS does, is no optimizer's work alone; or an exception left it.
+        # A step() that calls the model, as that of LBFGS does, is not the optimizer's work; or an exception left it.
         self._steps.clear()
         inside_another = self._forward is not None and self._forward[0] != id(module)
         if not inside_another and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
@@ -137,7 +136,7 @@ class Phases:
             return
         position = self._recorder.position
         if position != self._position:
-            # What is open since an earlier step was left by an exception.
+            # Phases still open since an earlier step were left by an exception.
             self._position, self._forward = position, None
             self._steps.clear()
         self._steps.append((id(optimizer), self._recorder.mark()))
@@ -162,14 +161,14 @@ class Phases:
 
 
 class _Hook:
-    """A hook that does something in measured steps, raises nothing, and is left behind when its module is copied."""
+    """Hook that runs in measured steps only, never raises, and is replaced by a no-op when its module is copied."""
 
     def __init__(self, recorder: Recorder, does: Callable[..., None]) -> None:
         self._recorder = recorder
         self._does = torch._dynamo.disable(does)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: object) -> None:
-        # First, as Dynamo traces this where it compiles what calls the module: no guard and no graph break comes of it.
+        # First, as Dynamo traces this when it compiles the module's caller; it causes no guard and no graph break.
         if torch.compiler.is_compiling():
             return
         try:
@@ -179,11 +178,11 @@ class _Hook:
             self._recorder.failed("phases", error)
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        # A copy or a pickle of the module gets a hook that does nothing, with any arguments and without flopwatch.
+        # A copy or a pickle of the module gets a hook that does nothing and needs no flopwatch.
         return getattr, (nullcontext(), "__exit__")
 
 
-# Where Dynamo has Python call the model's hooks, it would compile each as a function of its own, and in that
-# is_compiling() is true. Private to PyTorch: without it a model compiled after it was attached has no forward phase.
+# If Dynamo lets Python call the model's hooks, it would compile each as a function of its own, in which is_compiling()
+# is true. Private to PyTorch: without it a model that is compiled after attaching has no forward phase.
 if (skip_code := getattr(torch._dynamo.decorators, "skip_code", None)) is not None:
     skip_code(_Hook.__call__.__code__)
