@@ -669,7 +669,7 @@ def main() -> None:
     def own_run() -> dict[str, Any]:
         def told(run: Run) -> list[Any]:
             samples = flat(run)
-            return [samples["training_steps_total"], samples.get("training_hook_errors_total"), attachment._over]
+            return [samples["training_steps_total"], samples.get("training_hook_errors_total"), attachment._loop.over]
 
         def loop(run: Run, optimizer: Any, model: Any) -> None:
             for batch in run.batches(loader(5)):
@@ -723,7 +723,7 @@ def main() -> None:
         def broken(*_: Any) -> Any:
             raise RuntimeError("of ours")
 
-        attachment.loaders._came = broken
+        attachment._loaders._came = broken
         attachment._find_position = broken
         attachment._zeroed = attachment._backward_ends = broken
         steps = 0

@@ -18,13 +18,13 @@ def _frames() -> Iterator[types.FrameType]:
 
 
 def autograd_function() -> type | None:
-    """Return the autograd.Function whose forward this is in."""
+    """Return the autograd.Function whose forward is running, else None."""
     apply = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
     return next((frame.f_locals["cls"] for frame in _frames() if frame.f_code is apply), None)
 
 
 def attention_window(module: Any) -> int | None:
-    """Return how many keys an attention module of transformers lets a query see, itself included."""
+    """Return how many keys a query sees in an attention module of transformers, itself included; None for all."""
     config = getattr(module, "config", None)
     window: int | None = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
     if not hasattr(module, "sliding_window") and getattr(config, "layer_types", None):
@@ -33,6 +33,6 @@ def attention_window(module: Any) -> int | None:
 
 
 def modules_at_work() -> Iterator[torch.nn.Module]:
-    """Yield the modules whose forward this is in, the innermost first."""
+    """Return an iterator of the modules whose forward is running, the innermost first."""
     call = torch.nn.Module._call_impl.__code__
     return (frame.f_locals["self"] for frame in _frames() if frame.f_code is call)

@@ -1,18 +1,17 @@
-"""Counts the FLOPs of what is dispatched on tensors without data, in the convention `causal` of training/flops.
+"""FLOPs of operators that are dispatched on tensors without data, in the convention `causal` of flops/.
 
 matrix multiplications, convolutions   2 FLOP per multiply-add
-scaled_dot_product_attention           both its matmuls: half of the square under a causal mask, else what a mask leaves
+scaled_dot_product_attention           both matmuls: half of the square under a causal mask, else the visible scores
 softmax between two matmuls            the same, for attention written by hand
 everything else                        0: embedding, norms, activations, recomputation
 
-Backward: as much again for the input and for the weight; a frozen weight has no gradient, and where nothing before
-needs one there is no backward. Left out as by that convention is the router of a mixture of experts: a product with a
-weight that a module inside the model hands to topk.
+Backward: the same again for the input and for the weight. A frozen weight has no gradient, and without a gradient in
+front of it there is no backward. The convention excludes the router of a mixture of experts: a product with a weight
+that a module inside the model passes to topk.
 
-A mask has values that are computed for real, on the host, where they follow from constants, and from buffers that are
-there. Of others the attending module is asked what it says of itself, as those of transformers do (`is_causal`,
-`sliding_window`). PyTorch's own FlopCounterMode does not know masks, and on the CPU no attention at all.
-https://github.com/pytorch/pytorch/blob/main/torch/utils/flop_counter.py
+A mask's values are computed on the host if they follow from constants and real buffers. For other masks the attending
+module's attributes decide (`is_causal`, `sliding_window` of transformers). PyTorch's own FlopCounterMode has no masks,
+and no attention on the CPU. https://github.com/pytorch/pytorch/blob/main/torch/utils/flop_counter.py
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ from flopwatch.training.flop_counter.results import (
 )
 
 DEADLINE = 10.0  # seconds; a model of 128 layers takes two or three
-MAX_COMPUTED = 1 << 24  # elements: larger values, of masks say, are not computed
-NO_PADDING = {"attention_mask": True, "key_padding_mask": False}  # arguments, and what in them says no padding
-HIDDEN = -1e4  # what is added to a score that must not count; some write -1e4, most -inf or the least of the dtype
+MAX_COMPUTED = 1 << 24  # elements: larger values, for example of masks, are not computed
+NO_PADDING = {"attention_mask": True, "key_padding_mask": False}  # arguments, and their value for "no padding"
+HIDDEN = -1e4  # added to a score that must not count: some write -1e4, most -inf or the minimum of the dtype
 
-# Operators that multiply matrices: where the first of the two is among the arguments.
+# Operators that multiply matrices, with the index of the first matrix among the arguments.
 MATMULS = {
     "mm": 0,
     "bmm": 0,
@@ -73,10 +72,10 @@ MATMULS = {
     "addbmm": 1,
     "addmv": 1,
 }
-# Of kernels from elsewhere these are known: https://github.com/Dao-AILab/flash-attention, fixed lengths,
-# and what transformers does without a grouped matmul.
+# Known kernels outside PyTorch: https://github.com/Dao-AILab/flash-attention with fixed lengths, and the fallback of
+# transformers without a grouped matmul.
 KERNELS = ("flash_attn::_flash_attn_forward", "transformers::grouped_mm_fallback")
-# In the name of a PyTorch operator: it multiplies matrices, in a way not counted here.
+# Words in the names of PyTorch operators that multiply matrices in a way not counted here.
 OPAQUE = {"matmul", "attention", "conv", "convolution", "rnn", "lstm", "gru", "trilinear"}
 
 aten = torch.ops.aten
@@ -84,10 +83,9 @@ cpu = torch.device("cpu")
 
 
 class Counter(TorchDispatchMode):
-    """Counts what is dispatched, on fake tensors, all of which pretend to be on the CPU.
+    """Dispatch mode that counts operators on fake tensors, all of which pretend to be on the CPU.
 
-    Values are computed beside the fake ones where they follow from nothing but the host's constants and buffers:
-    masks are made of those.
+    Values that follow from the host's constants and buffers alone, such as masks, are computed as well.
     """
 
     supports_higher_order_operators = True
@@ -96,21 +94,21 @@ class Counter(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.refused: Uncountable | None = None
         self.paused = 0
-        self.packs = False  # attention of the model's own would find packed samples by their positions
+        self.packs = False  # the model's own attention would find packed samples by their positions
         self.mode = mode
         self._parts = parts
         self._entries: list[Entry] = []
-        self._fakes: dict[int, tuple[torch.Tensor, FakeTensor]] = {}  # with the real ones, so that no id is used twice
+        self._fakes: dict[int, tuple[torch.Tensor, FakeTensor]] = {}  # with the real ones, so that no id is reused
         self._may_be_packed = False
         self._stale: set[int] = set()  # storages whose values were overwritten with unknown ones
-        # Masks already looked at, with the tensors that own the addresses.
+        # Masks seen so far, with the tensors that own the addresses.
         self._visible: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         self._pairs: dict[int, tuple[torch.Tensor, int, int]] = {}
         self._made: list[weakref.ref[torch.Tensor]] = []
         self._until = time.monotonic() + DEADLINE
 
     def counted(self, tokens: int | None) -> Counted:
-        """Return the sum."""
+        """Return the total FLOPs, for a batch of `tokens`."""
         by_op: dict[str, int] = {}
         for entry in self._entries:
             by_op[entry.op] = by_op.get(entry.op, 0) + entry.forward
@@ -122,9 +120,9 @@ class Counter(TorchDispatchMode):
         )
 
     def clear(self) -> None:
-        """Let go of all tensors, and take those that the forward put away out of lists and dicts of the program.
+        """Release all tensors, and remove fake tensors that the forward left in the program's lists, dicts and sets.
 
-        There, a loss that layers add up say, the training loop would come upon them.
+        The training loop would find them there, for example in a loss that layers add up.
         """
         self._fakes.clear()
         self._visible.clear()
@@ -146,15 +144,15 @@ class Counter(TorchDispatchMode):
                     holder.discard(fake)
 
     def refuse(self, reason: str) -> Uncountable:
-        """Return the reason to raise; kept, should the model catch it."""
+        """Return an Uncountable to raise, and keep the first one in case the model catches it."""
         if self.refused is None:
             self.refused = Uncountable(reason)
         return self.refused
 
-    # Fake tensors, and what is known of them.
+    # Fake tensors and their known values.
 
     def fake(self, real: torch.Tensor, *, weight: bool = False) -> torch.Tensor:
-        """Return a tensor of this shape (of all ranks, if it is distributed), without data and on the CPU."""
+        """Return a CPU tensor without data of the real one's shape (of all ranks, if it is distributed)."""
         if isinstance(real, FakeTensor) and real.fake_mode is self.mode:
             return real
         if id(real) in self._fakes:
@@ -177,13 +175,13 @@ class Counter(TorchDispatchMode):
         return fake  # type: ignore[no-any-return]
 
     def inputs(self, arguments: inspect.BoundArguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with fake tensors. Their values are unknown, but nothing is taken to be padding."""
+        """Return the arguments with fake tensors of unknown values, and padding masks without padding."""
 
         def one(real: torch.Tensor) -> torch.Tensor:
             fake: Any = self.fake(real)
             square = real.ndim >= 2 and real.shape[-1] == real.shape[-2]
             if not square or not (real.dtype == torch.bool or (real.ndim == 2 and real.dtype.is_floating_point)):
-                fake._source = None  # no mask: another batch of this shape has other values
+                fake._source = None  # not a mask: another batch of this shape has other values
             return fake  # type: ignore[no-any-return]
 
         given = {**arguments.arguments, **arguments.arguments.get("kwargs", {})}
@@ -204,7 +202,7 @@ class Counter(TorchDispatchMode):
         return arguments.args, arguments.kwargs
 
     def known(self, fake: Any) -> torch.Tensor | None:
-        """Return the values of a fake tensor, if they are known."""
+        """Return the values of a fake tensor, None if unknown."""
         value: torch.Tensor | None = getattr(fake, "_known", None)
         if value is None and (source := getattr(fake, "_source", None)) is not None:
             fake._source = None
@@ -241,7 +239,7 @@ class Counter(TorchDispatchMode):
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
         self._made.extend(map(weakref.ref, made))
         if self._parts and (self.paused or func._opname not in MATMULS):
-            # A part of a table of embeddings makes whole ones: what matters is what the weights are applied to.
+            # A part of an embedding table yields whole embeddings, so the operands other than weights decide.
             parts = max(map(parts_of, [tensor for tensor in tensors if not is_weight(tensor)] or tensors), default=1)
             for fake in made:
                 fake._parts = parts  # type: ignore[attr-defined]
@@ -254,7 +252,7 @@ class Counter(TorchDispatchMode):
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
-        """Return what the operator makes of fake tensors; of known ones also the values."""
+        """Return the operator's fake result, with values if all inputs are known."""
         name, tags = func.name(), func.tags
         if func is aten._grouped_mm.default and args[0].ndim == 2 and args[1].ndim == 3:
             return torch.empty(args[0].shape[0], args[1].shape[2], dtype=args[0].dtype, device=cpu)  # of any dtype
@@ -270,7 +268,7 @@ class Counter(TorchDispatchMode):
         try:
             out = func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
-            raise self.refuse(f"the forward depends on data: only they tell what {name} makes") from None
+            raise self.refuse(f"the forward depends on data: they decide the result's shape of {name}") from None
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
         if computable and made and all(fake.numel() <= MAX_COMPUTED for fake in made):
             real = [leaf for leaf in tree_leaves(self._computed(func, args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -291,7 +289,7 @@ class Counter(TorchDispatchMode):
         return fake
 
     def _follow(self, func: Any, args: Any, tensors: list[torch.Tensor], made: list[FakeTensor]) -> None:
-        """Mark what comes of nothing but weights, and the scores of attention written by hand."""
+        """Mark results that depend on weights alone, and the scores of attention written by hand."""
         fake: Any
         if any(is_weight(tensor) for tensor in tensors) and all(
             is_weight(tensor) or (not tensor.dtype.is_floating_point and self.known(tensor) is not None)
@@ -310,7 +308,7 @@ class Counter(TorchDispatchMode):
             return
         scores: Scores = before._scores
         fake = made[0]
-        # Sinks are put behind the scores before the softmax and cut off after it.
+        # Sinks are appended to the scores before the softmax and removed after it.
         if fake.numel() != before.numel() and func._opname not in ("cat", "slice"):
             return
         fake._scores = scores
@@ -320,7 +318,7 @@ class Counter(TorchDispatchMode):
             scores.masks.extend(self._masks(func._opname, args, scores))
 
     def _masks(self, op: str, args: Any, scores: Scores) -> Iterator[torch.Tensor | None]:
-        """Return which scores an operator leaves that takes them and masks; None if the values are unknown."""
+        """Yield the visible scores under each mask that an operator applies; None if the values are unknown."""
         for mask in args:
             if (
                 not isinstance(mask, torch.Tensor)
@@ -336,7 +334,7 @@ class Counter(TorchDispatchMode):
             else:
                 yield self.visible(mask) if op in ("add", "add_", "sub") else None
 
-    # What counts.
+    # Counting.
 
     def _count(self, func: Any, args: Any, kwargs: Any, made: list[FakeTensor], function: type | None) -> None:
         op = func._opname
@@ -345,7 +343,7 @@ class Counter(TorchDispatchMode):
             self._matmul(op, a, b, args[0] if op == "baddbmm" else None, made[0], function)
         elif op in ("convolution", "_convolution"):
             image, kernel, transposed = args[0], args[1], args[6]
-            # Each element of the kernel meets each place of what is smaller: of the input if transposed.
+            # Each element of the kernel meets each place of the smaller tensor: the input if transposed.
             places = (image if transposed else made[0]).shape
             self._add(op, 2 * kernel.numel() * prod(places) // places[1], (image, kernel), function)
         elif op == "mkldnn_rnn_layer":  # of an LSTM
@@ -384,12 +382,12 @@ class Counter(TorchDispatchMode):
             raise self.refuse(f"{func.name()} is not known here")
 
     def _add(self, op: str, flops: int, operands: tuple[torch.Tensor, ...], function: type | None) -> Entry:
-        flops *= max(map(parts_of, operands))  # each of so many ranks does a part
+        flops *= max(map(parts_of, operands))  # one part on each of these ranks
         gradients = 0
         if (torch.is_grad_enabled() or function is not None) and any(map(needs_gradient, operands)):
             if function is not None and not function.__module__.startswith(("torch.", "flash_attn.")):
                 raise self.refuse(f"{function.__qualname__} is an autograd.Function: its backward can be anything")
-            # By convention also of the batch, the input of the first layer; not of frozen weights.
+            # By convention the batch, the input of the first layer, has a gradient; frozen weights have none.
             frozen = sum(is_weight(operand) and not needs_gradient(operand) for operand in operands)
             gradients = 2 - frozen
         self._entries.append(entry := Entry(op, flops, gradients))
@@ -402,12 +400,12 @@ class Counter(TorchDispatchMode):
         if a.ndim == 3 and b.ndim == 2 and op != "linear":
             flops //= a.shape[0]  # grouped by the columns of b: each meets one matrix of a
         if a.shape[-1] == 1 and not is_weight(a) and not is_weight(b):
-            return  # an outer product, of positions and frequencies say: nothing is added up
+            return  # an outer product, for example of positions and frequencies: no sum
         entry = self._add(op, flops, (a, b), function)
         if is_weight(a) != is_weight(b):
             out._product = entry
         parts = parts_of(a), parts_of(b)
-        # Cut along what is summed over, both: hooks that the twin lacks add up the parts.
+        # Both are cut along the summed dimension: hooks that the fake copy lacks add up the parts.
         if max(parts) > 1 and (min(parts) == 1 or not (is_weight(a) or is_weight(b))):
             out._parts = max(parts)
         scores: Scores | None = getattr(a, "_scores", None)
@@ -427,13 +425,7 @@ class Counter(TorchDispatchMode):
                 scores.masks.append(self.visible(added))
 
     def attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        causal: bool,
-        function: type | None = None,
+        self, query: Any, key: Any, value: Any, mask: torch.Tensor | None, causal: bool, function: type | None = None
     ) -> None:
         """Count an attention: query [..., heads, s, e], key and value [..., heads or fewer, s, e]."""
         self._attention(
@@ -470,7 +462,7 @@ class Counter(TorchDispatchMode):
         self._add("attention", dims * twice, operands, function)
 
     def _twice_pairs(self, among: int, queries: int, keys: int, visible: torch.Tensor | None) -> int:
-        """Return twice the number of scores that a mask leaves, over so many heads and samples."""
+        """Return twice the number of visible scores under a mask, for `among` heads and samples."""
         if visible is None:
             return among * self._twice_pairs_of_module(queries, keys)
         if id(visible) not in self._pairs:
@@ -485,8 +477,8 @@ class Counter(TorchDispatchMode):
         return twice * among // heads
 
     def _twice_pairs_of_module(self, queries: int, keys: int) -> int:
-        """Return the same for one head, where the module that attends says what its mask is."""
-        self._refuse_packed()  # transformers looks for samples in the positions, and makes a mask of them
+        """Return twice the number of visible scores of one head, from the attending module's attributes."""
+        self._refuse_packed()  # transformers finds samples by their positions and builds a mask from them
         for module in modules_at_work():
             causal = getattr(module, "is_causal", None)
             if isinstance(causal, bool) and queries == keys:
@@ -499,10 +491,10 @@ class Counter(TorchDispatchMode):
 
     def _refuse_packed(self) -> None:
         if self._may_be_packed:
-            raise self.refuse("position_ids without attention_mask: only data tell whether samples are packed")
+            raise self.refuse("position_ids without attention_mask: whether samples are packed depends on data")
 
     def visible(self, mask: torch.Tensor, *, hides: bool = False) -> torch.Tensor | None:
-        """Return which scores a mask leaves; None if its values are unknown."""
+        """Return the visible scores of a mask as booleans; None if its values are unknown."""
         if (value := self.known(mask)) is None:
             return None
         which = (value.data_ptr(), value._version, value.shape, value.stride(), hides)  # each layer cuts its own view

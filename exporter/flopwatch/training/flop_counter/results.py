@@ -8,12 +8,12 @@ import torch
 
 
 class Uncountable(Exception):
-    """The FLOPs of this model can't be counted; the message says why."""
+    """The FLOPs of a model can't be counted; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """FLOPs of one forward pass and of its backward pass, on all ranks that share the model."""
+    """FLOPs of a forward pass and its backward pass, on all ranks that share the model."""
 
     forward: int
     backward: int
@@ -35,7 +35,7 @@ class Entry:
 
 @dataclass(slots=True)
 class Scores:
-    """Scores of an attention written by hand, on their way from the matmul that made them to the next."""
+    """Scores of an attention written by hand, between the matmul that made them and the next one."""
 
     entry: Entry
     queries: int
