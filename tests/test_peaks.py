@@ -244,7 +244,7 @@ def test_without_a_name_and_a_card_it_asks_for_the_name(
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["NVIDIA H200", "--measure"], "--measure is of the device at hand; leave the name out"),
+        (["NVIDIA H200", "--measure"], "--measure is for the device of this machine; leave the name out"),
         (["NVIDIA H200", "--seconds", "3"], "--seconds is how long --measure takes; give both or neither"),
     ],
 )
