@@ -85,9 +85,10 @@ class _Watching:
         when_imported("torch", self._attach)
 
     def _attach(self) -> None:
-        from flopwatch.training.autolog import attach
+        from flopwatch.training.autolog.attach import to_process
+        from flopwatch.training.autolog.loop import Settings
 
-        self._attachment = attach.to_process(attach.Settings(**self._settings))
+        self._attachment = to_process(Settings(**self._settings))
 
     def ends(self, status: str, error: BaseException | None = None) -> None:
         """Set the status that is reported at the interpreter's exit."""

@@ -382,29 +382,15 @@ def _transformer(f: _Fields, family: _Family, mtp: bool | None, vocabulary: int 
     mlp_width = f.number("intermediate_size", "n_inner", default=implied) if dense else 0
     expert_width = f.number(family.expert_width) if sparse else 0
 
-    def has(bias: bool | str) -> int:
-        return int(f.flag(bias, False) if isinstance(bias, str) else bias)
-
-    # One layer, in all layers alike: norms, biases of the attention.
-    common = family.norms * family.norm_vectors * d
-    if latent is not None:
-        q = latent.query_rank or 0
-        common += q + latent.key_value_rank
-        common += has("attention_bias") * (q + latent.key_value_rank + latent.rope_dim + d)
-    else:
-        common += has(family.query_key_bias) * (heads + 2 * kv_heads) * e + has(family.output_bias) * d
-        common += {"": 0, "head": 2 * e, "all": (heads + kv_heads) * e}[family.query_key_norm]
-        if f.kind == "phi" and f.flag("qk_layernorm", False):
-            common += 2 * family.norm_vectors * e
-        common += heads * family.sinks
-    plain = has(family.mlp_bias) * ((2 if family.gated else 1) * mlp_width + d)
+    common = _norms_and_biases(f, family, d, heads, kv_heads, e, latent)
+    plain = _has(f, family.mlp_bias) * ((2 if family.gated else 1) * mlp_width + d)
     routed = experts * (d + family.router_bias) + family.shared_gate * d
     other = (
         layers * common
         + len(dense) * plain
         + sparse * routed
         + family.norm_vectors * d
-        + has(family.head_bias) * rows
+        + _has(f, family.head_bias) * rows
         + (f.number("n_positions", "max_position_embeddings", "n_ctx") * d if family.positions else 0)
     )
 
@@ -434,8 +420,32 @@ def _transformer(f: _Fields, family: _Family, mtp: bool | None, vocabulary: int 
         other_parameters=other,
         # Two norms before the projection and one before the head, beside those of the layer.
         mtp_other_parameters=modules and common + (routed if sparse else plain) + 3 * d,
-        expert_biases=bool(sparse and has(family.mlp_bias)),
+        expert_biases=bool(sparse and _has(f, family.mlp_bias)),
     )
+
+
+def _has(f: _Fields, bias: bool | str) -> int:
+    """Return 1 if the family has this bias, or the field of that name is true, else 0."""
+    return int(f.flag(bias, False) if isinstance(bias, str) else bias)
+
+
+def _norms_and_biases(
+    f: _Fields, family: _Family, d: int, heads: int, kv_heads: int, e: int, latent: LatentAttention | None
+) -> int:
+    """Return the parameters of a layer's norms and of its attention's biases, the same in all layers."""
+    common = family.norms * family.norm_vectors * d
+    if latent is not None:
+        q = latent.query_rank or 0
+        return (
+            common
+            + (q + latent.key_value_rank)
+            + _has(f, "attention_bias") * (q + latent.key_value_rank + latent.rope_dim + d)
+        )
+    common += _has(f, family.query_key_bias) * (heads + 2 * kv_heads) * e + _has(f, family.output_bias) * d
+    common += {"": 0, "head": 2 * e, "all": (heads + kv_heads) * e}[family.query_key_norm]
+    if f.kind == "phi" and f.flag("qk_layernorm", False):
+        common += 2 * family.norm_vectors * e
+    return common + heads * family.sinks
 
 
 def _experts(f: _Fields, family: _Family) -> int:

@@ -25,7 +25,7 @@ from flopwatch.training.instruments import Instruments
 from flopwatch.training.process import exit_reason, identity, launcher
 from flopwatch.training.push.snapshot import Snapshots
 from flopwatch.training.recorder import STEP, Recorder, Snapshot, ignore, silence, text_of
-from flopwatch.training.run_info import Arguments, declare, declare_peak
+from flopwatch.training.run_info import Arguments, declare, declare_flops, declare_peak
 from flopwatch.training.timeline import DECLARED
 from flopwatch.training.totals import PackedFlops, Totals, Work, amount, number
 
@@ -153,21 +153,12 @@ class Run:
         start = time.time() - process.age
         self._info = declare(given, process, start, **facts, dtype=dtype, submitted_at=submitted_at)
         declare_peak(given, self._info, peak_flops, peak_source)
-        self._declare_flops(flops_per_token, convention, hardware_flops_per_token)
+        declare_flops(given, recorder.totals, flops_per_token, convention, hardware_flops_per_token)
         self._identify(given.text(name, "FLOPWATCH_RUN"), attempt, rank, world_size, local_rank)
         self._begin(parallel, replica_ranks, before)
         if model is not None:
             self.watch(model)
         self._start_pushing(endpoint, push_interval)
-
-    def _declare_flops(self, per_token: float | PackedFlops | None, convention: str, hardware: float | None) -> None:
-        given, totals = self._arguments, self.recorder.totals
-        totals.convention = given.choice(("causal", "full", "palm"), convention=convention) or "unknown"
-        if not hasattr(per_token, "flops"):
-            totals.flops_per_token = given.number(flops_per_token=per_token)
-        elif totals.convention != "unknown":  # by an unknown convention they cannot be counted
-            totals.packed_flops = per_token
-        totals.hardware_flops_per_token = given.number(hardware_flops_per_token=hardware)
 
     def _identify(
         self, name: str, attempt: str | None, rank: int | None, world_size: int | None, local_rank: int | None

@@ -13,7 +13,7 @@ from flopwatch.flops import peaks
 from flopwatch.training.process import launcher
 from flopwatch.training.process.identity import Identity
 from flopwatch.training.recorder import text_of
-from flopwatch.training.totals import positive
+from flopwatch.training.totals import PackedFlops, Totals, positive
 
 
 class Arguments:
@@ -115,6 +115,22 @@ def declare(
         dtype,
         arguments.number(submitted_at=submitted_at),
     )
+
+
+def declare_flops(
+    arguments: Arguments,
+    totals: Totals,
+    per_token: float | PackedFlops | None,
+    convention: str,
+    hardware_per_token: float | None,
+) -> None:
+    """Set the FLOPs of a token and their convention."""
+    totals.convention = arguments.choice(("causal", "full", "palm"), convention=convention) or "unknown"
+    if not hasattr(per_token, "flops"):
+        totals.flops_per_token = arguments.number(flops_per_token=per_token)
+    elif totals.convention != "unknown":  # by an unknown convention they cannot be counted
+        totals.packed_flops = per_token
+    totals.hardware_flops_per_token = arguments.number(hardware_flops_per_token=hardware_per_token)
 
 
 def declare_peak(arguments: Arguments, info: RunInfo, peak_flops: float | None, peak_source: str | None) -> None:

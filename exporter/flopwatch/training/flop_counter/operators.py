@@ -37,15 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flopwatch.training.flop_counter.frames import attention_window, autograd_function, modules_at_work
-from flopwatch.training.flop_counter.results import (
-    Counted,
-    Entry,
-    Scores,
-    Uncountable,
-    is_weight,
-    needs_gradient,
-    parts_of,
-)
+from flopwatch.training.flop_counter.results import Counted, Entry, Scores, Uncountable, is_weight, needs_grad, parts_of
 
 DEADLINE = 10.0  # seconds; a model of 128 layers takes two or three
 MAX_COMPUTED = 1 << 24  # elements: larger values, for example of masks, are not computed
@@ -246,7 +238,7 @@ class Counter(TorchDispatchMode):
         if not self.paused:
             self._count(func, args, kwargs, made, function)
             self._follow(func, args, tensors, made)
-        if function is not None and any(map(needs_gradient, tensors)):
+        if function is not None and any(map(needs_grad, tensors)):
             for fake in made:
                 fake._needs_gradient = True  # type: ignore[attr-defined]
         return out
@@ -384,11 +376,11 @@ class Counter(TorchDispatchMode):
     def _add(self, op: str, flops: int, operands: tuple[torch.Tensor, ...], function: type | None) -> Entry:
         flops *= max(map(parts_of, operands))  # one part on each of these ranks
         gradients = 0
-        if (torch.is_grad_enabled() or function is not None) and any(map(needs_gradient, operands)):
+        if (torch.is_grad_enabled() or function is not None) and any(map(needs_grad, operands)):
             if function is not None and not function.__module__.startswith(("torch.", "flash_attn.")):
                 raise self.refuse(f"{function.__qualname__} is an autograd.Function: its backward can be anything")
             # By convention the batch, the input of the first layer, has a gradient; frozen weights have none.
-            frozen = sum(is_weight(operand) and not needs_gradient(operand) for operand in operands)
+            frozen = sum(is_weight(operand) and not needs_grad(operand) for operand in operands)
             gradients = 2 - frozen
         self._entries.append(entry := Entry(op, flops, gradients))
         return entry

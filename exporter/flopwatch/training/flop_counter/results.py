@@ -52,5 +52,5 @@ def is_weight(tensor: torch.Tensor) -> bool:
     return getattr(tensor, "_weight", False)
 
 
-def needs_gradient(tensor: torch.Tensor) -> bool:
+def needs_grad(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad or getattr(tensor, "_needs_gradient", False)

@@ -162,6 +162,24 @@ class Watch:
             log.warning("the wait for other ranks is not measured: no wait was seen in the model's first steps")
 
 
+def _begins(watched: Watch) -> Mark | None:
+    """Return `watched.begins()`, and None if that raises."""
+    try:
+        return watched.begins()
+    except Exception as error:
+        watched.failed(error)
+        return None
+
+
+def _ends(watched: Watch, began: Mark | None) -> None:
+    """Record the end of a wait, if one began; report exceptions."""
+    try:
+        if began is not None:
+            watched.ends(began)
+    except Exception as error:
+        watched.failed(error)
+
+
 class _Replaced:
     """Replaced method; `remove()` restores it, unless other code has replaced it since."""
 
@@ -269,20 +287,6 @@ def _watch_group(watched: Watch, group: Any) -> None:
         raise Unmeasured(f"this PyTorch's FSDP2 is not as expected: {error}") from error
     in_post_backward: Mark | None = None
 
-    def begins() -> Mark | None:
-        try:
-            return watched.begins()
-        except Exception as error:
-            watched.failed(error)
-            return None
-
-    def ends(began: Mark | None) -> None:
-        try:
-            if began is not None:
-                watched.ends(began)
-        except Exception as error:
-            watched.failed(error)
-
     def timed_wait_for_unshard() -> None:
         # The same wait as at the beginning of the method, so that the copy after it does not count.
         began = None
@@ -295,12 +299,12 @@ def _watch_group(watched: Watch, group: Any) -> None:
                     result.all_gather_work.wait()
         except Exception as error:
             watched.failed(error)
-        ends(began)
+        _ends(watched, began)
         wait_for_unshard()
 
     def timed_post_backward(*unused: object) -> None:
         nonlocal in_post_backward
-        in_post_backward = begins()
+        in_post_backward = _begins(watched)
         try:
             post_backward(*unused)
         finally:
@@ -312,16 +316,16 @@ def _watch_group(watched: Watch, group: Any) -> None:
         nonlocal in_post_backward
         wait_for_post_backward()
         began, in_post_backward = in_post_backward, None
-        ends(began)
+        _ends(watched, began)
 
     def timed_finalize_backward() -> None:
         # Since torch 2.11 the first group's waits for all of them.
         pending = getattr(group.comm_ctx, "_last_post_reduce_events", True)
-        began = begins() if pending else None
+        began = _begins(watched) if pending else None
         try:
             finalize_backward()
         finally:
-            ends(began)
+            _ends(watched, began)
 
     watched.handles += [
         _Replaced(group, "wait_for_unshard", timed_wait_for_unshard),
@@ -354,18 +358,10 @@ def _timed(watched: Watch, original: Callable[..., Any]) -> Callable[..., Any]:
         # Other threads save checkpoints or gather metrics while the loop runs.
         if torch.compiler.is_compiling() or threading.get_ident() != thread:
             return original(*args, **kwargs)
-        began = None
-        try:
-            began = watched.begins()
-        except Exception as error:
-            watched.failed(error)
+        began = _begins(watched)
         try:
             return original(*args, **kwargs)
         finally:
-            try:
-                if began is not None:
-                    watched.ends(began)
-            except Exception as error:
-                watched.failed(error)
+            _ends(watched, began)
 
     return timed
