@@ -90,9 +90,9 @@ class _Fields:
         if value is None and default is not _REQUIRED:
             return default
         if value is None:
-            raise UnknownModel(f"a {self.kind} needs {' or '.join(names)}, and the file does not say")
+            raise UnknownModel(f"a {self.kind} needs {' or '.join(names)}, which the file lacks")
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise UnknownModel(f"{names[0]} is {value!r}, which is no whole number from {least} to {most}")
+            raise UnknownModel(f"{names[0]} is {value!r}, not a whole number from {least} to {most}")
         return value
 
     def flag(self, name: str, default: bool) -> bool:
@@ -109,7 +109,7 @@ class _Fields:
         value = self.get(name)
         value = [] if value is None else value
         if not isinstance(value, list | tuple) or any(type(item) is not int or item < 0 for item in value):
-            raise UnknownModel(f"{name} is {value!r}, which is no list of layers")
+            raise UnknownModel(f"{name} is {value!r}, not a list of layers")
         return tuple(value)
 
     def layer_types(self, layers: int) -> list[bool] | None:
@@ -118,7 +118,7 @@ class _Fields:
         if value is None:
             return None
         if not isinstance(value, list | tuple):
-            raise UnknownModel(f"layer_types is {value!r}, which is no list")
+            raise UnknownModel(f"layer_types is {value!r}, not a list")
         if unknown := sorted({str(kind) for kind in value} - {"full_attention", "sliding_attention"}):
             raise UnknownModel(
                 f"layer_types has {', '.join(unknown)}: only full_attention and sliding_attention can be counted"
@@ -340,7 +340,7 @@ def _why_unknown(given: Mapping[str, Any], kind: object) -> str:
     if kind is None:
         return "the file has no model_type; is it the config.json of a Hugging Face model?"
     if not isinstance(kind, str):
-        return f"model_type is {kind!r}, which is no name"
+        return f"model_type is {kind!r}, not a name"
     if kind in _MISSING:
         return f"model_type {kind} cannot be counted: what is missing here is {_MISSING[kind]}"
     nested = given.get("text_config")
@@ -398,7 +398,7 @@ def _transformer(f: _Fields, family: _Family, mtp: bool | None, vocabulary: int 
     if mtp and not modules:
         raise UnknownModel("the file declares no multi-token prediction (num_nextn_predict_layers)")
     if modules and f.number("moe_layer_freq", default=1) != 1:
-        raise UnknownModel("multi-token prediction beside a moe_layer_freq other than 1: is its layer a dense one?")
+        raise UnknownModel("multi-token prediction with a moe_layer_freq other than 1: is its layer a dense one?")
     return Transformer(
         layers=layers,
         width=d,
@@ -418,7 +418,7 @@ def _transformer(f: _Fields, family: _Family, mtp: bool | None, vocabulary: int 
         mtp_layers=modules,
         tied_embeddings=f.flag("tie_word_embeddings", family.tied),
         other_parameters=other,
-        # Two norms before the projection and one before the head, beside those of the layer.
+        # Two norms before the projection and one before the head, next to those of the layer.
         mtp_other_parameters=modules and common + (routed if sparse else plain) + 3 * d,
         expert_biases=bool(sparse and _has(f, family.mlp_bias)),
     )
@@ -461,7 +461,7 @@ def _head_dim(f: _Fields, family: _Family, width: int, heads: int) -> int:
     """Return the dimension of a head; transformers ignores head_dim if every head has its own keys."""
     given: int | None = f.number("head_dim", "kv_channels", default=None) if family.grouped else None
     if given is None and width % heads:
-        raise UnknownModel(f"hidden_size {width} is no multiple of {heads} heads, and the file has no head_dim")
+        raise UnknownModel(f"hidden_size {width} is not a multiple of {heads} heads, and the file has no head_dim")
     return width // heads if given is None else given
 
 
@@ -474,9 +474,7 @@ def _kv_heads(f: _Fields, heads: int) -> int:
 
 def _latent(f: _Fields) -> LatentAttention:
     if not f.has("q_lora_rank"):
-        raise UnknownModel(
-            f"a {f.kind} needs q_lora_rank (null if queries are not compressed), and the file does not say"
-        )
+        raise UnknownModel(f"a {f.kind} needs q_lora_rank (null if queries are not compressed), which the file lacks")
     return LatentAttention(
         query_rank=f.number("q_lora_rank", default=None),
         key_value_rank=f.number("kv_lora_rank"),

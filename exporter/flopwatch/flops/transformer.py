@@ -131,7 +131,7 @@ class Transformer:
         if min(self.layers, self.width, self.heads, self.vocabulary) < 1:
             raise ValueError("layers, width, heads and vocabulary must be at least 1")
         if self.head_dim is None and self.latent is None and self.width % self.heads:
-            raise ValueError(f"width {self.width} is no multiple of {self.heads} heads; give head_dim")
+            raise ValueError(f"width {self.width} is not a multiple of {self.heads} heads; give head_dim")
         if self.heads % (self.kv_heads or self.heads):
             raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} key-value heads evenly")
         if isinstance(self.window, tuple) and len(self.window) != self.layers:

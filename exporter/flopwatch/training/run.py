@@ -166,12 +166,12 @@ class Run:
         """Find out the run, the attempt and the rank of this process."""
         info, recorder = self._info, self.recorder
         start = info.start_unix
-        who = identity.settle(info.launch, info.host, start, _agree, name, attempt, rank, world_size, local_rank)
-        info.identity = who
-        self.name, self.attempt = who.name, who.attempt
-        self.rank, self.world_size, self.local_rank = who.rank, who.world_size, who.local_rank
-        recorder.rank, recorder.world_size = who.rank, who.world_size
-        recorder.totals.world_size = who.world_size
+        own = identity.settle(info.launch, info.host, start, _agree, name, attempt, rank, world_size, local_rank)
+        info.identity = own
+        self.name, self.attempt = own.name, own.attempt
+        self.rank, self.world_size, self.local_rank = own.rank, own.world_size, own.local_rank
+        recorder.rank, recorder.world_size = own.rank, own.world_size
+        recorder.totals.world_size = own.world_size
 
     def _begin(self, parallel: object, replica_ranks: float | None, before: Iterable[tuple[str, float, float]]) -> None:
         """Start recording, and take over from an older run of this process."""

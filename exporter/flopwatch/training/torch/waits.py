@@ -3,7 +3,7 @@
 DDP. The reducer starts an all-reduce once a bucket's gradients are complete, and queues a callback on the autograd
 engine that waits for all of them after the last gradient. Two more callbacks bracket it. The first is queued from a
 hook on a parameter, so before the reducer's; when it runs, it queues the second, so after the reducer's. The time
-between is the wait after this rank's own gradients were done. A DDP communication hook is no option: only one can be
+between is the wait after this rank's own gradients were done. A DDP communication hook cannot be used: only one can be
 registered, and it changes the order of additions and so the loss. Hooks on parameters, unlike those on modules, also
 run when the forward pass is compiled.
 https://docs.pytorch.org/docs/stable/notes/ddp.html#internal-design
