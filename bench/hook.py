@@ -1,4 +1,4 @@
-"""What a training step pays for being counted: the hook beside Lightning's, Google's and opentelemetry's, in one run.
+"""Cost of recording one training step: the hook compared with Lightning, Google's ml-goodput and opentelemetry.
 
     python bench/hook.py [--steps N] [--turns N]
 
@@ -9,10 +9,10 @@ ml-goodput step         https://github.com/AI-Hypercomputer/ml-goodput-measureme
 Lightning update        lightning.fabric.utilities.throughput.Throughput.update with what it requires: no tokens, FLOPs
 opentelemetry           synchronous instruments that count what `flopwatch full` counts
 
-All take turns in one process, so the ratios hold on a noisy machine; a turn is short, and medians leave out those in
-which something else ran. The garbage collector is on, with all that is older than the benchmark frozen: everyone pays
-for its own garbage. The hook adds up in another thread what the loop recorded, so what that costs is measured too: the
-CPU time of the digest per step, and of a push by the real thread to a real server in another process.
+All take turns in one process, so the ratios hold on a noisy machine. Turns are short, and medians exclude turns that
+other programs disturbed. The garbage collector is on, and older objects are frozen, so each loop pays for its own
+garbage. The hook adds its events up in another thread, whose cost is measured too: CPU time of adding up per step, and
+of a push by the real thread to a real server in another process.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ Loop = Callable[[int], object]
 
 
 class Hook:
-    """A run that does not push, and the CPU time of adding up what its loops recorded."""
+    """Run that does not push, and the CPU time of adding up the events of its loops."""
 
     def __init__(self) -> None:
         self.run = Run("bench", flops_per_token=FLOPS_PER_TOKEN, peak_flops=PEAK, environ={"FLOPWATCH_DISABLE": "1"})
 
     def step(self, steps: int) -> None:
-        """Count steps and nothing else."""
+        """Record steps and nothing else."""
         run = self.run
         for _ in range(steps):
             run.step(tokens=TOKENS)
 
     def full(self, steps: int) -> None:
-        """Count steps, the waits for their batches, and an activity in each of them."""
+        """Record steps, the waits for their batches, and an activity in each step."""
         run = self.run
         for _ in run.batches(range(steps)):
             with run.activity("other"):
@@ -64,7 +64,7 @@ class Hook:
             run.step(tokens=TOKENS)
 
     def digest(self) -> float:
-        """Add up as the thread that pushes does; return the CPU seconds."""
+        """Add up the events like the push thread; return the CPU seconds."""
         began = time.thread_time()
         self.run.snapshot()
         return time.thread_time() - began
@@ -138,7 +138,7 @@ def instruments() -> Loop:
 
 
 def nothing(steps: int) -> None:
-    """Do what all loops do."""
+    """Loop without recording anything."""
     for _ in range(steps):
         pass
 
@@ -168,7 +168,7 @@ def turns(
 
 
 def take_pushes(ready: Connection) -> None:
-    """Answer the hook as its exporter does; in a process of its own."""
+    """Serve pushes as the exporter does, in a process of its own; send the port to `ready`."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -200,7 +200,7 @@ def receiver() -> Iterator[str]:
 
 
 def pusher_clock() -> Callable[[], float]:
-    """Return what reads the CPU seconds of the hook's thread."""
+    """Return a function that reads the CPU seconds of the hook's thread."""
     [thread] = [thread for thread in threading.enumerate() if thread.name == "flopwatch"]
     assert thread.ident is not None
     clock = time.pthread_getcpuclockid(thread.ident)
@@ -208,7 +208,7 @@ def pusher_clock() -> Callable[[], float]:
 
 
 def push_seconds(endpoint: str, pushes: int) -> float:
-    """Return the CPU seconds of one push of a run that has all that a plain loop says."""
+    """Return the CPU seconds of one push of a run with the events of a plain loop."""
     run = Run("bench", flops_per_token=FLOPS_PER_TOKEN, peak_flops=PEAK, endpoint=endpoint, push_interval=0.1)
     run.step(tokens=TOKENS, loss=1.0)
     cpu = pusher_clock()

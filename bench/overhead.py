@@ -2,15 +2,14 @@
 
     python bench/overhead.py [--pairs N] [--device cpu|cuda]
 
-Blocks of 20 steps with and without the hook take turns inside one process, as two runs would differ by more than what
-is looked for. Both train a model of their own, of the same weights, on the same batches; the one with the hook is
-watched as in examples/train_lm.py. Printed are the median of the pairs' ratios and its 95 % interval (bootstrap).
+Blocks of 20 steps with and without the hook take turns inside one process, because two processes would differ by more
+than the hook costs. Both train a model of their own, with the same weights, on the same batches; the one with the hook
+is watched as in examples/train_lm.py. The median of the pairs' ratios and its 95 % interval (bootstrap) are printed.
 
-That interval is wide next to the goal, a share of 0.1 %. So the share is also added up of its parts: what the hook adds
-to the steps of a model so small that little else happens in them, by the same pairs, for steps whose phases are
-measured and for those between; and the CPU time of the hook's own thread, as if it took that from the training. On CPU,
-where a step has one thread, the first is CPU time too, which other processes do not disturb, as is the step it is
-compared with; on a GPU both are time.
+That interval is wide next to the goal, a share of 0.1 %. So the share is also computed from its parts. One is the time
+that the hook adds to the steps of a tiny model, by the same pairs, for measured steps and for those between. The other
+is the CPU time of the hook's own thread, as if it were taken from the training. On CPU, where a step has one thread,
+the first part and the step are CPU time, which other processes do not disturb; on a GPU both are wall-clock time.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ Batch = tuple[Tensor, Tensor]
 
 @contextlib.contextmanager
 def without_global_hooks() -> Iterator[None]:
-    """Take off the hooks that stand for all optimizers of the process."""
+    """Remove the hooks on all optimizers of the process inside the context."""
     taken: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for hooks in (optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks):
         taken.append((hooks, dict(hooks)))
@@ -97,7 +96,7 @@ class Job:
 
 
 class Tiny(nn.Module):
-    """As much of a model as can be trained."""
+    """Smallest model that can be trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,10 +119,10 @@ def example(device: str) -> ModuleType:
     return module
 
 
-def jobs(model: nn.Module, tokens: int, name: str, endpoint: str, **said: Any) -> tuple[Job, Job]:
+def jobs(model: nn.Module, tokens: int, name: str, endpoint: str, **arguments: Any) -> tuple[Job, Job]:
     """Return the same training without the hook and with it."""
     watched = copy.deepcopy(model)
-    run = Run(name, model=watched, dtype="fp32", endpoint=endpoint, push_interval=INTERVAL, **said)
+    run = Run(name, model=watched, dtype="fp32", endpoint=endpoint, push_interval=INTERVAL, **arguments)
     return tuple(  # type: ignore[return-value]
         Job(one, torch.optim.AdamW(one.parameters(), lr=1e-4), tokens, its)
         for one, its in ((model, None), (watched, run))
@@ -177,7 +176,7 @@ def main() -> None:
         added: dict[int, list[float]] = {1: [], NEVER: []}
         for pair in range(10 * options.pairs):
             for every, seconds in added.items():
-                hooked.run.measure_every = every
+                hooked.run.recorder.measure_every = every
                 [(before, after)] = paired(plain, hooked, numbers, (pair,), clock)
                 seconds.append(after - before)
         hooked.run.finish()
@@ -191,7 +190,7 @@ def main() -> None:
         while (wall := time.perf_counter() - began) < PUSHES * INTERVAL:
             steps.append(hooked.block(text, clock))
         cpu += thread()
-        every = hooked.run.measure_every
+        every = hooked.run.recorder.measure_every
         hooked.run.finish()
 
     step = statistics.median(steps)

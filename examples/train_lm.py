@@ -2,9 +2,9 @@
 
     torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 4 --max-restarts 3 examples/train_lm.py --out /tmp/lm
 
-The text is the source of the interpreter's own standard library, so nothing is downloaded. What is there for
-flopwatch is marked `# flopwatch`. The rest is an ordinary DistributedDataParallel loop with checkpoints and resume, and
-the means to disturb it for tests and demos: a slow rank, a rank that dies, an independent log of what happened.
+The text is the source of the interpreter's own standard library, so nothing is downloaded. Lines for flopwatch are
+marked `# flopwatch`. The rest is an ordinary DistributedDataParallel loop with checkpoints and resume, and with
+disturbances for tests and demos: a slow rank, a rank that dies, and an independent log of events.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ class LanguageModel(nn.Module):
 
 
 def store(rank: int, attempt: int) -> Store:
-    """Return where the ranks find each other: torchrun's store, or one of its own for a single process.
+    """Return the store through which ranks find each other: torchrun's, or a local one for a single process.
 
-    torchrun keeps its store over its restarts, and in it the addresses of dead ranks: a new rank that is quick finds
-    those and fails (https://github.com/pytorch/pytorch/issues/135712). So each attempt has keys of its own.
+    torchrun keeps its store over restarts, with the addresses of dead ranks. A new rank that is quick finds those and
+    fails (https://github.com/pytorch/pytorch/issues/135712), so each attempt has keys of its own.
     """
     if "MASTER_ADDR" not in os.environ:
         return HashStore()
@@ -104,7 +104,7 @@ def standard_library() -> Tensor:
 
 
 def batches(text: Tensor, steps: range, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each step's inputs and targets, which depend on step and rank alone: a resumed run goes on exactly."""
+    """Yield each step's inputs and targets; they depend on step and rank alone, so a resumed run continues exactly."""
     for step in steps:
         generator = torch.Generator().manual_seed(step << 16 | rank)
         starts = torch.randint(len(text) - CONTEXT, (BATCH, 1), generator=generator)
@@ -113,7 +113,7 @@ def batches(text: Tensor, steps: range, rank: int) -> Iterator[tuple[Tensor, Ten
 
 
 def measured_peak(local_ranks: int) -> float:
-    """Return the FLOP/s one rank can have: the best matmul of one thread, times the cores there are for each rank.
+    """Return the FLOP/s available to one rank: the best matmul of one thread, times the cores per rank (at most 1).
 
     Only rank 0 measures while the others wait, so that its thread has a core to itself. With 4 ranks on 2 cores each
     rank has half a core; without that factor the ranks' peaks would add up to twice the machine.
@@ -134,14 +134,14 @@ def measured_peak(local_ranks: int) -> float:
 
 
 def agreed(decision: str | None) -> str | None:
-    """Return rank 0's decision on every rank, or one of them would go on alone into a collective."""
+    """Return rank 0's decision on every rank, so that no rank enters a collective alone."""
     decisions = [decision]
     dist.broadcast_object_list(decisions, 0)
     return decisions[0]
 
 
 class Checkpoint:
-    """The last state of model and optimizer, in one file that is replaced atomically."""
+    """Last state of model and optimizer, in one file that is replaced atomically."""
 
     def __init__(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.path, self.model, self.optimizer = path, model, optimizer
@@ -163,7 +163,7 @@ class Checkpoint:
 
 
 class Log:
-    """JSON lines of what happened, from rank 0: the job's own truth, which owes nothing to flopwatch."""
+    """JSON lines of events, from rank 0: the job's own record, independent of flopwatch."""
 
     def __init__(self, path: Path | None, attempt: int) -> None:
         self.file = None if path is None else path.open("a", buffering=1)
@@ -176,7 +176,7 @@ class Log:
 
 
 class Faults:
-    """Disturbances asked for by flags, or at run time by the control file, whose keys replace the flags'.
+    """Disturbances set by flags, or at run time by the control file, whose keys replace the flags'.
 
     {"slow": {"2": 0.3}, "die": {"1": 500}, "stop": true}: rank 2 computes 30 % longer, rank 1 is killed in step 500
     of a first attempt, the run stops.
@@ -206,11 +206,11 @@ class Faults:
 
     @property
     def slow(self) -> float:
-        """Return by which share of its own compute time this rank is to be slower."""
+        """Return the share of its own compute time by which this rank is slowed."""
         return float(self.wanted["slow"].get(self.rank, 0.0))
 
     def dies_in(self, step: int, first_step: int) -> bool:
-        """Return whether this rank is to die in `step`, given the first step of its process."""
+        """Return whether this rank dies in `step`, given the first step of its process."""
         at = self.wanted["die"].get(self.rank)
         return at is not None and first_step <= at <= step
 

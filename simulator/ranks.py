@@ -18,7 +18,7 @@ from typing import NamedTuple
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric
 from flopwatch.node.telemetry.process_exit import BLOCKED
-from flopwatch.training.process.stuck_frames import AFTER, AFTER_STEPS, LEAST
+from flopwatch.training.process.stuck_frames import AFTER, AFTER_STEPS, MIN_COVERED
 from flopwatch.training.totals import DURATION_BOUNDS
 
 INTERVAL = 15.0  # seconds between two scrapes
@@ -294,7 +294,7 @@ class Job:
             put(m.TRAINING_TOKENS, steps * TOKENS * trouble.tokens.get(rank, 1.0))
             if not trouble.uncounted:
                 put(m.TRAINING_COLLECTIVE_SEQUENCE, float(started))
-            if end == inf and age > max(AFTER, AFTER_STEPS * self.step_seconds) + LEAST:
+            if end == inf and age > max(AFTER, AFTER_STEPS * self.step_seconds) + MIN_COVERED:
                 line = 88 if rank in trouble.elsewhere else 120 + rank // per_stage
                 put(m.TRAINING_STANDSTILL_INFO, 1.0, (*own, ("at", f"train.py:{line} in train")))
             for state in BLOCKED.values():

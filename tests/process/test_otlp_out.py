@@ -24,7 +24,7 @@ import pytest
 from demo.servers import victoria_metrics
 from flopwatch.catalogue import TRAINING_STEP_DURATION, Metric, all_metrics
 from flopwatch.training.push.otlp import Undelivered, Wire
-from flopwatch.training.run import Snapshot
+from flopwatch.training.recorder import Snapshot
 from flopwatch.training.totals import DURATION_BOUNDS
 from tests.support import ROOT
 from tests.support.hook_server import python

@@ -28,7 +28,7 @@ from flopwatch.training.process import stuck_frames
 RANKS, CULPRIT = 4, 2
 HEALTHY_STEPS, STEP_SECONDS = 60, 0.1
 # Of the seconds after which a standstill is told, a third: the rules are at a faster pace, too.
-stuck_frames.AFTER, stuck_frames.MEMORY, stuck_frames.LEAST, stuck_frames.TOGETHER = 5.0, 20.0, 10.0, 3.0
+stuck_frames.AFTER, stuck_frames.MEMORY, stuck_frames.MIN_COVERED, stuck_frames.TOGETHER = 5.0, 20.0, 10.0, 3.0
 KINDS = ("stopped", "endless_loop", "skipped_collective", "blocked_loader", "gil_held", "killed", "saving", "healthy")
 
 

@@ -34,9 +34,9 @@ def break_callback(broken: str, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     from flopwatch.training.frameworks import common
 
     if broken == "no method that works":
-        patch.setattr(common, "tell_logged", wrong)
+        patch.setattr(common, "report_logged", wrong)
         for name in ("begin", "end", "consume", "step", "finish"):
-            patch.setattr(common.Trainee, name, wrong)
+            patch.setattr(common.TrainingSession, name, wrong)
     return {"tokens": wrong if broken == "tokens that raise" else None}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from flopwatch.catalogue import BY_NAME
 from flopwatch.training import Run
 from flopwatch.training.process.launcher import Process
-from flopwatch.training.run import Snapshot
+from flopwatch.training.recorder import Snapshot
 
 
 class Clock:

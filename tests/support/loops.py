@@ -51,13 +51,14 @@ def fresh(before: Attachment | None, **settings: Any) -> Attachment:
     """Attach to this process as `flopwatch run` does, with these settings, after what was attached before left."""
     from flopwatch.training import Run
     from flopwatch.training.autolog import attach
+    from flopwatch.training.autolog.loop import Settings
 
     if before is not None:
         before.step_back()
         if before.run is not None and before.run.alive:
             before.run.finish()
     Run._newest = None
-    return attach.to_process(attach.Settings(name="loop", **settings))
+    return attach.to_process(Settings(name="loop", **settings))
 
 
 def flat(run: Run | None) -> dict[str, float]:

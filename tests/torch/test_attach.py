@@ -253,7 +253,7 @@ def test_a_process_that_makes_no_optimizer_tells_nothing(seen: dict[str, Seen]) 
 def test_samples_laid_end_to_end_have_a_length_each() -> None:
     import torch
 
-    from flopwatch.training.autolog.attach import Tokens, tokens_of
+    from flopwatch.training.autolog.batches import Tokens, tokens_of
 
     packed = {
         "input_ids": torch.zeros(1, 9, dtype=torch.long),
@@ -273,7 +273,7 @@ def main() -> None:
     from torch.utils.data import DataLoader, Dataset
 
     from flopwatch.training import Run
-    from flopwatch.training.autolog import attach
+    from flopwatch.training.torch.checkpoints import commit_pending
 
     class Samples(Dataset[Any]):
         """Samples of 8 tokens, of which `padding` are none."""
@@ -591,7 +591,7 @@ def main() -> None:
                             time.sleep(0.02 * slower)
             with told.checkpoint():
                 torch.save({"model": model.state_dict(), "slow": Slow()}, "both.pt")
-        attach.last_words(attachment.run, "completed")
+        commit_pending(attachment.run.recorder, "completed")
         return flat(told)
 
     # torch.compile.
@@ -669,7 +669,7 @@ def main() -> None:
     def own_run() -> dict[str, Any]:
         def told(run: Run) -> list[Any]:
             samples = flat(run)
-            return [samples["training_steps_total"], samples.get("training_hook_errors_total"), attachment._over]
+            return [samples["training_steps_total"], samples.get("training_hook_errors_total"), attachment._loop.over]
 
         def loop(run: Run, optimizer: Any, model: Any) -> None:
             for batch in run.batches(loader(5)):
@@ -723,7 +723,7 @@ def main() -> None:
         def broken(*_: Any) -> Any:
             raise RuntimeError("of ours")
 
-        attachment.loaders._came = broken
+        attachment._loaders._came = broken
         attachment._find_position = broken
         attachment._zeroed = attachment._backward_ends = broken
         steps = 0

@@ -235,7 +235,7 @@ def main() -> None:
                 self.step()
 
         def committed(self) -> float | None:
-            for poll in () if self.own is None else self.own._polls:
+            for poll in () if self.own is None else self.own.recorder.polls:
                 poll()  # as the pushing thread does
             return flat(self.run).get("training_committed_steps")
 

@@ -127,7 +127,7 @@ def test_a_device_clock_that_drifts_is_held_to_the_hosts_though_the_device_is_ne
 
 def test_a_device_that_hangs_blocks_nothing_and_takes_no_more_memory() -> None:
     cuda = SimulatedCuda(hangs=True)
-    moments = cuda.moments(most_events=10)
+    moments = cuda.moments(max_events=10)
     marks = []
     for _ in range(1000):
         cuda.now += 1.0
@@ -207,7 +207,7 @@ def test_two_devices_keep_their_events_apart() -> None:
 
 
 def test_threads_that_mark_and_ask_at_once_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "LONGEST_WAIT", PATIENCE)  # one that waits no longer is told None
+    monkeypatch.setattr(device, "MAX_WAIT", PATIENCE)  # a thread that waits no longer gets None
     cuda = SimulatedCuda()
     moments = cuda.moments()
     moments.mark()
@@ -228,7 +228,7 @@ def test_threads_that_mark_and_ask_at_once_lose_nothing(monkeypatch: pytest.Monk
 
 
 def test_a_thread_stuck_in_the_driver_does_not_hold_up_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "LONGEST_WAIT", 0.01)
+    monkeypatch.setattr(device, "MAX_WAIT", 0.01)
     cuda = SimulatedCuda()
     mark = moment(cuda.moments().mark())
     stuck, go_on = threading.Event(), threading.Event()

@@ -816,7 +816,7 @@ restarted = time.time()
 threading.Timer(0.5, hook.agreed, ("this one", 0, restarted)).start()
 print(hook.agreed("mine", 1, restarted))
 # Of a rank 0 whose clock is behind it is believed, but not at once.
-hook.RANK_0_COMES, began = 1.0, time.monotonic()
+hook.RANK_0_RENAMES, began = 1.0, time.monotonic()
 print(hook.agreed("mine", 1, time.time() + hook.CLOCKS_DIFFER / 2))
 print(time.monotonic() - began > 1)
 dist.destroy_process_group()

@@ -233,7 +233,7 @@ def test_a_model_of_transformers_counts_as_the_formula(name: str, padded: bool, 
 
 
 def test_masks_too_large_to_look_at_are_what_the_attending_module_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flopwatch.training.flop_counter.operators.KNOWN", 100)
+    monkeypatch.setattr("flopwatch.training.flop_counter.operators.MAX_COMPUTED", 100)
     for name in ("llama", "mistral"):
         model, dimensions = hugging_face(name)
         batch = {"input_ids": ids(), "attention_mask": torch.ones_like(ids())}
@@ -611,7 +611,7 @@ def train_sharded(kind: str, run: Run | None) -> list[float]:
     """Return the losses of a few steps."""
     model = sharded(kind)
     if run is not None:
-        attach(run, model)
+        attach(run.recorder, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     said = []
     for _ in range(3):
@@ -857,10 +857,10 @@ def losses(wrap: Callable[[nn.Module], Any], run: Run | None, attach_last: bool 
     torch.manual_seed(0)
     model: nn.Module = LanguageModel(by_flag_with_dropout)
     if run is not None and not attach_last:
-        attach(run, model)
+        attach(run.recorder, model)
     model = wrap(model)
     if run is not None and attach_last:
-        attach(run, model)
+        attach(run.recorder, model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     said = []
     for _ in range(4):
@@ -923,7 +923,7 @@ def test_a_hook_that_is_compiled_does_nothing(run: Run) -> None:
 
 def test_each_micro_batch_counts_by_its_shape(run: Run) -> None:
     model = LanguageModel()
-    attach(run, model)
+    attach(run.recorder, model)
     for length, batch in ((16, 3), (8, 1), (16, 3)):
         model(ids(length, batch)).sum().backward()
     run.step()
@@ -941,7 +941,7 @@ def test_lengths_between_counted_ones_are_not_counted_again(run: Run, monkeypatc
 
     monkeypatch.setattr(counted, "count", counting)
     model = LanguageModel()
-    attach(run, model)
+    attach(run.recorder, model)
     wanted = 0
     for length, batch in ((20, 2), (10, 2), (30, 1), (25, 3), (11, 7), (31, 1), (13, 2)):
         model(ids(length, batch)).sum().backward()
@@ -953,7 +953,7 @@ def test_lengths_between_counted_ones_are_not_counted_again(run: Run, monkeypatc
 
 def test_a_pass_without_backward_counts_a_third_and_without_gradients_nothing(run: Run) -> None:
     model = LanguageModel()
-    attach(run, model)
+    attach(run.recorder, model)
     model(ids()).detach().sum()
     with torch.no_grad():
         model(ids())
@@ -963,7 +963,7 @@ def test_a_pass_without_backward_counts_a_third_and_without_gradients_nothing(ru
 
 def test_weights_frozen_for_a_pass_are_counted_as_frozen(run: Run) -> None:
     judge = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    attach(run, judge)
+    attach(run.recorder, judge)
     made = torch.zeros(4, 8, requires_grad=True)
     judge(made).sum().backward()
     run.step()
@@ -976,7 +976,7 @@ def test_weights_frozen_for_a_pass_are_counted_as_frozen(run: Run) -> None:
 
 def test_what_cannot_be_counted_is_said_once_and_training_goes_on(run: Run) -> None:
     model = Forward(routed)
-    attach(run, model)
+    attach(run.recorder, model)
     for _ in range(2):
         model(torch.ones(16, 8)).sum().backward()
         run.step(tokens=16)
@@ -989,7 +989,7 @@ def test_a_run_that_knows_its_flops_counts_nothing() -> None:
     with HookServer() as server:
         run = Run("knows", endpoint=server.url, flops_per_token=6e9, environ={})
         model = LanguageModel()
-        attach(run, model)
+        attach(run.recorder, model)
         assert not model._forward_hooks
         run.finish()
 
@@ -1009,7 +1009,7 @@ def test_a_model_watched_twice_counts_once_and_the_end_of_the_run_leaves_nothing
 
 def test_copies_and_saved_models_do_without_the_hook(run: Run) -> None:
     model = nn.Linear(8, 8)
-    attached = attach(run, model)
+    attached = attach(run.recorder, model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         other(torch.zeros(4, 8)).sum().backward()
     run.step()

@@ -290,7 +290,7 @@ def test_each_term_is_the_product_it_shows(name: str, convention: Convention, le
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"head_dim": None, "width": 65}, "width 65 is no multiple of 8 heads; give head_dim"),
+        ({"head_dim": None, "width": 65}, "width 65 is not a multiple of 8 heads; give head_dim"),
         ({"kv_heads": 3}, "8 heads cannot share 3 key-value heads evenly"),
         ({"window": 0}, "a window of 0 keys sees nothing"),
         ({"layers": 0}, "must be at least 1"),

@@ -316,7 +316,7 @@ def test_the_callback_and_what_it_wrapped_can_be_sent_to_another_process(tmp_pat
     fit("lightning.pytorch", tmp_path, told, logger=logger)
     assert told.run is not None
     assert "run" not in told.__getstate__()
-    assert type(logger.log_metrics).__name__ == "Around"
+    assert type(logger.log_metrics).__name__ == "MethodWrapper"
     sent = pickle.loads(pickle.dumps(logger))
     assert sent.log_metrics.__self__ is sent
 

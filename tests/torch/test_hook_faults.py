@@ -433,7 +433,7 @@ def test_settings_that_make_no_sense_change_nothing(plain: Trained, variables: d
         pytest.param(
             "plain",
             {
-                "totals.Books.step",
+                "totals.Totals.step",
                 "run.Run.finish",
                 "process.launcher.launch",
                 "push.pusher.Pusher._push",
@@ -444,7 +444,7 @@ def test_settings_that_make_no_sense_change_nothing(plain: Trained, variables: d
         ),
         pytest.param(
             "torch",
-            {"totals.Books.waited", "run.Run.watch", "torch.waits.Watch.begins", "push.otlp.Wire.encode"},
+            {"totals.Totals.waited", "run.Run.watch", "torch.waits.Watch.begins", "push.otlp.Wire.encode"},
             id="torch",
             marks=pytest.mark.torch,
         ),

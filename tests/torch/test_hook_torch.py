@@ -199,7 +199,7 @@ def worker(
     model = DistributedDataParallel(Model(), **(ddp or {}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = Run("tiny", model=model if watch else None, flops_per_token=6.0, peak_flops=1e9)
-    run.measure_every = 1  # not two a second: how many that are depends on the machine
+    run.recorder.measure_every = 1  # not two a second: how many that are depends on the machine
 
     def counted() -> dict[str, float | None]:
         names = {

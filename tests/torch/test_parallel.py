@@ -52,7 +52,7 @@ def test_a_replica_is_tensor_by_pipeline_by_context_parallel_and_never_expert_pa
         ),
         (
             SimpleNamespace(mesh_dim_names=None, get_coordinate=lambda: [0]),
-            "the mesh has no mesh_dim_names, so nobody knows what its dimensions are for",
+            "the mesh has no mesh_dim_names, so the purpose of its dimensions is unknown",
         ),
     ],
 )
@@ -165,9 +165,9 @@ def test_a_device_mesh_is_read_by_the_names_of_its_dimensions(
 def test_a_mesh_that_does_not_say_all_is_refused() -> None:
     with job(3, 8) as init_device_mesh:
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
-        with pytest.raises(ValueError, match=r"^the mesh \('tp',\) has 4 of the job's 8 ranks; pass the whole one"):
+        with pytest.raises(ValueError, match=r"^the mesh \('tp',\) has 4 of the job's 8 ranks; pass the whole mesh"):
             parallel(mesh["tp"], 8)
-        with pytest.raises(ValueError, match=r"^the mesh has a dimension 'dp_cp', which is none of dp, ddp, "):
+        with pytest.raises(ValueError, match=r"^the mesh has a dimension 'dp_cp', not one of dp, ddp, "):
             parallel(init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp_cp", "tp")), 8)
         with pytest.raises(ValueError, match=r"^the mesh has no mesh_dim_names"):
             parallel(init_device_mesh("cpu", (8,)), 8)

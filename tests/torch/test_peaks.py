@@ -239,7 +239,7 @@ def test_without_a_name_and_a_card_it_asks_for_the_name(
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["NVIDIA H200", "--measure"], "--measure is of the device at hand; leave the name out"),
+        (["NVIDIA H200", "--measure"], "--measure is for the device of this machine; leave the name out"),
         (["NVIDIA H200", "--seconds", "3"], "--seconds is how long --measure takes; give both or neither"),
     ],
 )
@@ -311,7 +311,7 @@ def test_seconds_come_from_the_devices_events_and_the_best_shape_wins() -> None:
     [
         ("fp4", "'fp4' is not measured, only fp16, bf16, tf32, fp8, int8"),
         ("fp32", "'fp32' is not measured, only fp16, bf16, tf32, fp8, int8"),
-        ("tf32", "tf32 is of NVIDIA's cards from Ampere on"),
+        ("tf32", "tf32 needs an NVIDIA card of the Ampere generation or newer"),
     ],
 )
 def test_what_cannot_be_measured_says_why(dtype: str, reason: str) -> None:

@@ -129,9 +129,9 @@ def sleepy_optimizer(model: torch.nn.Module) -> Sgd:
 @pytest.fixture
 def run() -> Iterator[Run]:
     made = Run("tiny", clock=clock, environ={"FLOPWATCH_DISABLE": "1"})
-    made.measure_every = 1
+    made.recorder.measure_every = 1
     yield made
-    phases.attach(made).remove()
+    phases.attach(made.recorder).remove()
 
 
 def told(run: Run) -> Seconds:
@@ -194,7 +194,7 @@ def train(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, micro_batc
 @pytest.mark.parametrize("form", ["tensor", "dict", "nested", "dataclass"])
 def test_what_was_planted_in_a_phase_is_found_in_it(run: Run, form: str) -> None:
     model = sleepy_model(form)
-    phases.attach(run, model)
+    phases.attach(run.recorder, model)
     found = each_step(run, train(model, sleepy_optimizer(model)))
     assert found["forward"] == pytest.approx(FORWARD)
     assert found["backward"] == pytest.approx(BACKWARD)
@@ -205,11 +205,11 @@ def test_what_was_planted_in_a_phase_is_found_in_it(run: Run, form: str) -> None
 
 def test_by_a_real_clock_phases_are_as_long_as_what_is_in_them_and_together_no_longer_than_the_step() -> None:
     real = Run("tiny", environ={"FLOPWATCH_DISABLE": "1"})
-    real.measure_every = 1
+    real.recorder.measure_every = 1
     model = Model(lambda: time.sleep(FORWARD), lambda: time.sleep(BACKWARD))
     optimizer = Sgd(model.parameters(), lr=0.1)
     optimizer.does = lambda: time.sleep(OPTIMIZER)
-    attached = phases.attach(real, model)
+    attached = phases.attach(real.recorder, model)
     found = measured_steps(real, train(model, optimizer), steps=8)
     attached.remove()
     assert len(found) >= 3  # those that the machine made twice as long as the others are left out
@@ -222,7 +222,7 @@ def test_by_a_real_clock_phases_are_as_long_as_what_is_in_them_and_together_no_l
 
 def test_micro_batches_add_up(run: Run) -> None:
     model = sleepy_model()
-    phases.attach(run, model)
+    phases.attach(run.recorder, model)
     found = each_step(run, train(model, sleepy_optimizer(model), micro_batches=3))
     assert found["forward"] == pytest.approx(3 * FORWARD)
     assert found["backward"] == pytest.approx(3 * BACKWARD)
@@ -234,15 +234,15 @@ def test_two_optimizers_add_up_and_one_inside_another_counts_once(run: Run) -> N
     first, second = sleepy_optimizer(model), sleepy_optimizer(model)
     inner = sleepy_optimizer(model)
     second.does = inner.step
-    phases.attach(run, model)
+    phases.attach(run.recorder, model)
     assert each_step(run, train(model, first, second))["optimizer"] == pytest.approx(2 * OPTIMIZER)
 
 
 def test_an_optimizer_whose_step_ends_the_training_step_is_in_that_step(run: Run) -> None:
     model = sleepy_model()
     ends = register_optimizer_step_post_hook(lambda *_: run.step())
-    run.measure_every = 2
-    phases.attach(run, model)
+    run.recorder.measure_every = 2
+    phases.attach(run.recorder, model)
     step = train(model, sleepy_optimizer(model))
     for _ in range(9):
         step()
@@ -254,7 +254,7 @@ def test_an_optimizer_whose_step_ends_the_training_step_is_in_that_step(run: Run
 
 def test_a_step_that_is_given_a_closure_is_no_optimizers_work_alone(run: Run) -> None:
     model = sleepy_model()
-    phases.attach(run)
+    phases.attach(run.recorder)
     optimizer = sleepy_optimizer(model)
 
     def closure() -> torch.Tensor:
@@ -272,10 +272,10 @@ def test_a_step_that_is_given_a_closure_is_no_optimizers_work_alone(run: Run) ->
 
 def test_two_models_are_measured_as_one_inside_the_other_is_not(run: Run) -> None:
     generator, critic = sleepy_model(), sleepy_model()
-    phases.attach(run, generator)
-    phases.attach(run, critic)
-    phases.attach(run, critic)
-    phases.attach(run, critic.inner)
+    phases.attach(run.recorder, generator)
+    phases.attach(run.recorder, critic)
+    phases.attach(run.recorder, critic)
+    phases.attach(run.recorder, critic.inner)
 
     def step() -> None:
         critic(generator(torch.ones(2, 4))).sum().backward()
@@ -287,7 +287,7 @@ def test_two_models_are_measured_as_one_inside_the_other_is_not(run: Run) -> Non
 
 def test_a_pass_without_gradients_and_a_recomputed_one_are_no_forward_phase(run: Run) -> None:
     model = sleepy_model()
-    phases.attach(run, model)
+    phases.attach(run.recorder, model)
 
     def step() -> None:
         with torch.no_grad():
@@ -303,7 +303,7 @@ def test_a_pass_without_gradients_and_a_recomputed_one_are_no_forward_phase(run:
 def test_what_the_engine_waits_for_at_the_end_of_a_pass_is_not_backward(run: Run) -> None:
     """As DDP's reducer and FSDP2 wait for other ranks: in a callback queued from a hook on a parameter."""
     model = sleepy_model()
-    phases.attach(run, model)
+    phases.attach(run.recorder, model)
     model.inner.weight.register_hook(  # type: ignore[no-untyped-call]
         lambda _: torch.autograd.Variable._execution_engine.queue_callback(sleep(0.05))
     )
@@ -318,7 +318,7 @@ def test_an_exception_in_any_phase_leaves_the_next_step_whole(run: Run) -> None:
 
     model = sleepy_model()
     optimizer, other = sleepy_optimizer(model), sleepy_optimizer(model)
-    phases.attach(run, model)
+    phases.attach(run.recorder, model)
     fine = model.does
     for broken in ((fails, fine[1]), (fine[0], fails)):
         model.does = broken
@@ -333,7 +333,7 @@ def test_an_exception_in_any_phase_leaves_the_next_step_whole(run: Run) -> None:
 
 def test_a_step_that_calls_the_model_is_not_counted_twice(run: Run) -> None:
     model = sleepy_model()
-    phases.attach(run, model)
+    phases.attach(run.recorder, model)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
 
     def closure() -> float:
@@ -359,14 +359,14 @@ def test_what_a_collection_of_garbage_takes_is_a_phase(run: Run) -> None:
         Slow()
         gc.collect(0)
 
-    phases.attach(run)
+    phases.attach(run.recorder)
     assert each_step(run, step)["garbage_collection"] == pytest.approx(0.02)
 
 
 def test_only_every_kth_step_is_measured(run: Run) -> None:
     model = Model(sleep(0.005))
-    run.measure_every = 3
-    phases.attach(run, model)
+    run.recorder.measure_every = 3
+    phases.attach(run.recorder, model)
     for _ in range(12):
         train(model)()
         gc.collect(0)
@@ -382,7 +382,7 @@ def test_no_bit_of_the_training_changes(run: Run) -> None:
         torch.manual_seed(0)
         model = Model()
         if attached:
-            phases.attach(run, model)
+            phases.attach(run.recorder, model)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         for _ in range(5):
             optimizer.zero_grad()
@@ -401,8 +401,8 @@ def test_marks_that_fail_stop_no_training(run: Run) -> None:
         raise OSError("broken")
 
     model = Model()
-    phases.attach(run, model)
-    run.mark = fails
+    phases.attach(run.recorder, model)
+    run.recorder.mark = fails
     before = model.inner.weight.clone()
     train(model, torch.optim.SGD(model.parameters(), lr=0.1))()
     assert not torch.equal(before, model.inner.weight)
@@ -412,7 +412,7 @@ def test_marks_that_fail_stop_no_training(run: Run) -> None:
 def test_removed_hooks_measure_nothing(run: Run) -> None:
     model = sleepy_model()
     callbacks = len(gc.callbacks)
-    phases.attach(run, model).remove()
+    phases.attach(run.recorder, model).remove()
     assert each_step(run, train(model, sleepy_optimizer(model)), steps=3) == {}
     assert len(gc.callbacks) == callbacks
     assert (len(model._forward_hooks), len(model._forward_pre_hooks)) == (0, 0)
@@ -420,7 +420,7 @@ def test_removed_hooks_measure_nothing(run: Run) -> None:
 
 def test_a_copy_of_the_model_is_not_measured_and_a_pickle_needs_no_flopwatch(run: Run) -> None:
     model = torch.nn.Linear(4, 4)
-    phases.attach(run, model)
+    phases.attach(run.recorder, model)
     pickled = pickle.dumps(model)
     assert b"flopwatch" not in pickled
     slow = sleepy_optimizer(model)
@@ -514,7 +514,7 @@ def test_compiled_training_has_no_more_frames_breaks_or_recompilations(run: Run,
     attempts_without, *without = compiled_training(how, lambda model: None)
 
     def attach(model: torch.nn.Module) -> None:
-        phases.attach(run, model)
+        phases.attach(run.recorder, model)
 
     attempts, *found = compiled_training(how, attach)
     assert found == without
@@ -533,12 +533,12 @@ def test_compiled_training_has_no_more_frames_breaks_or_recompilations(run: Run,
 def test_on_a_device_that_is_behind_the_phases_are_its_own() -> None:
     cuda = SimulatedCuda()
     run = Run("tiny", clock=lambda: cuda.now, environ={"FLOPWATCH_DISABLE": "1"})
-    run.measure_every = 1
-    run.mark = cuda.moments().mark
+    run.recorder.measure_every = 1
+    run.recorder.mark = cuda.moments().mark
     model = Model(lambda: cuda.current.work(0.1), lambda: cuda.current.work(0.2))
     optimizer = Sgd(model.parameters(), lr=0.1)
     optimizer.does = lambda: cuda.current.work(0.05)
-    attached = phases.attach(run, model)
+    attached = phases.attach(run.recorder, model)
     step = train(model, optimizer, micro_batches=2)
     for _ in range(10):
         step()
@@ -559,9 +559,9 @@ def test_on_a_device_that_is_behind_the_phases_are_its_own() -> None:
 def test_a_pause_of_the_host_is_as_long_though_the_device_is_behind() -> None:
     cuda = SimulatedCuda()
     run = Run("tiny", clock=lambda: cuda.now, environ={"FLOPWATCH_DISABLE": "1"})
-    run.measure_every = 1
-    run.mark = cuda.moments().mark
-    found = phases.attach(run)
+    run.recorder.measure_every = 1
+    run.recorder.mark = cuda.moments().mark
+    found = phases.attach(run.recorder)
     for _ in range(4):
         cuda.current.work(0.5)
         with run.host_to_device():
@@ -579,8 +579,8 @@ def test_a_pause_of_the_host_is_as_long_though_the_device_is_behind() -> None:
 
 
 def test_a_copy_to_the_device_is_a_phase_of_measured_steps_only(run: Run) -> None:
-    run.measure_every = 2
-    phases.attach(run)
+    run.recorder.measure_every = 2
+    phases.attach(run.recorder)
 
     def step() -> None:
         with run.host_to_device():

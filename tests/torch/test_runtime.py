@@ -54,7 +54,7 @@ def told(run: Run) -> dict[str, float]:
 
 
 def test_compilations_are_timed_and_recompilations_counted(run: Run) -> None:
-    found = runtime.attach(run)
+    found = runtime.attach(run.recorder)
     assert "recompilations" not in told(run)
     compiled = torch.compile(lambda x: x * 2, backend=slow_backend, dynamic=False)
     began = time.monotonic()
@@ -80,7 +80,7 @@ def test_compilations_are_timed_and_recompilations_counted(run: Run) -> None:
 
 
 def test_the_backward_pass_of_a_recompiled_model_is_no_second_recompilation(run: Run) -> None:
-    found = runtime.attach(run)
+    found = runtime.attach(run.recorder)
     compiled = torch.compile(torch.nn.Linear(2, 2), backend="aot_eager", dynamic=False)
     for size in (1, 2, 3):
         compiled(torch.ones(size, 2)).sum().backward()
@@ -89,7 +89,7 @@ def test_the_backward_pass_of_a_recompiled_model_is_no_second_recompilation(run:
 
 
 def test_after_a_reset_of_dynamo_the_next_push_listens_again(run: Run) -> None:
-    found = runtime.attach(run)
+    found = runtime.attach(run.recorder)
     torch._dynamo.reset()
     assert callback_handler.start_callbacks == []
     told(run)
@@ -102,7 +102,7 @@ def test_after_a_reset_of_dynamo_the_next_push_listens_again(run: Run) -> None:
 
 
 def test_a_compilation_on_another_thread_is_not_the_loops_time(run: Run) -> None:
-    found = runtime.attach(run)
+    found = runtime.attach(run.recorder)
 
     def compiles() -> None:
         with callback_handler.install_callbacks(CallbackTrigger.DYNAMO, "0/1"):
@@ -119,7 +119,7 @@ def test_a_compilation_on_another_thread_is_not_the_loops_time(run: Run) -> None
 
 def test_a_backward_pass_compiled_on_the_engines_thread_is_the_loops_time(run: Run) -> None:
     """As on CUDA, where the autograd engine has a thread for each device and the loop waits for it."""
-    found = runtime.attach(run)
+    found = runtime.attach(run.recorder)
 
     class Compiles(torch.autograd.Function):
         @staticmethod
@@ -145,7 +145,7 @@ def test_a_backward_pass_compiled_on_the_engines_thread_is_the_loops_time(run: R
 
 
 def test_nested_compilations_and_those_that_overlap_on_threads_are_one_span(run: Run) -> None:
-    found = runtime.attach(run)
+    found = runtime.attach(run.recorder)
     go_on, ended = threading.Event(), threading.Event()
 
     def overlaps() -> None:
@@ -189,8 +189,8 @@ def test_a_run_that_fails_breaks_no_compilation(run: Run) -> None:
     def fails(*_: object) -> None:
         raise OSError("broken")
 
-    found = runtime.attach(run)
-    run.enter = run.leave = run.add = fails  # type: ignore[method-assign, assignment]
+    found = runtime.attach(run.recorder)
+    run.recorder.enter = run.recorder.leave = run.recorder.add = fails  # type: ignore[method-assign, assignment]
     assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item() == 2
     assert told(run)["errors"] == 1
     found.remove()
@@ -209,7 +209,7 @@ def device(retries: int, ooms: int, reserved: int, allocated: int) -> Mapping[st
 
 def test_the_allocators_numbers_are_the_sum_over_this_processs_devices(run: Run) -> None:
     devices: list[Mapping[str, Any]] = []
-    found = runtime.attach(run, lambda: devices)
+    found = runtime.attach(run.recorder, lambda: devices)
     assert "retries" not in told(run)  # CUDA is not in use yet
     devices += [device(2, 1, 50 << 30, 42 << 30), device(0, 0, 0, 0), device(1, 0, 5, 1)]
     after = told(run)
@@ -222,14 +222,14 @@ def test_the_allocators_numbers_are_the_sum_over_this_processs_devices(run: Run)
 
 @pytest.mark.parametrize("odd", [{}, {"num_ooms": None, "reserved_bytes": 5}, {"reserved_bytes": {"all": {}}}])
 def test_an_allocator_that_does_not_tell_is_absent(run: Run, odd: Mapping[str, Any]) -> None:
-    found = runtime.attach(run, lambda: [odd])
+    found = runtime.attach(run.recorder, lambda: [odd])
     assert set(told(run)) == {"compile", "step", "errors"}
     assert told(run)["errors"] == 0
     found.remove()
 
 
 def test_without_cuda_the_allocator_is_absent_and_nothing_is_initialised(run: Run) -> None:
-    found = runtime.attach(run)
+    found = runtime.attach(run.recorder)
     assert "unused" not in told(run)
     assert runtime.cuda_memory() == []
     assert not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

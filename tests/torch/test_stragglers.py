@@ -97,7 +97,7 @@ def main() -> dict[str, list[float]]:
     ) -> tuple[list[float], float]:
         """Return the wait shares of the windows, and the mean step time of the last."""
         run = Run("late", model=model)
-        run.measure_every = 1  # in windows as short as these; in two minutes two steps a second will do
+        run.recorder.measure_every = 1  # in windows as short as these; in two minutes two steps a second will do
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
         def batches() -> Any:

@@ -182,7 +182,7 @@ def main() -> Iterator[tuple[str, Any]]:
     ) -> Answer:
         """Train for some steps, in which rank 1 is late; `after` is called after each backward pass."""
         run = Run("waits") if run is None else run
-        watch = None if watched is None else waits.watch(run, model if watched == "the model" else None)
+        watch = None if watched is None else waits.watch(run.recorder, model if watched == "the model" else None)
         optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
         losses = []
         for step in range(STEPS):
@@ -290,11 +290,11 @@ def main() -> Iterator[tuple[str, Any]]:
     yield "on_another_thread", train(Plain(), after=aside)
 
     run = Run("waits")
-    run.measuring, run.measure_every = False, 1 << 20
+    run.recorder.measuring, run.recorder.measure_every = False, 1 << 20
     yield "not_this_step", train(ddp(), run=run, after=gathered)
 
     run = Run("waits")
-    waits.watch(run).remove()
+    waits.watch(run.recorder).remove()
     yield "unwatched_host", train(Plain(), run=run, watched=None, after=gathered)
 
     run = Run("waits", parallel={"pp": (rank, 2)})
@@ -310,14 +310,14 @@ def main() -> Iterator[tuple[str, Any]]:
 
     # The host as the device: there the marks are its clock, and the streams that are to wait do nothing.
     run, model, brackets = Run("waits"), fsdp2(), []
-    waited = run.waited
+    waited = run.recorder.waited
 
     def count(began: Any, ended: Any) -> None:
         brackets.append(ended)
         waited(began, ended)
 
-    run.waited = count  # type: ignore[method-assign]
-    told = waits.Watch(run)
+    run.recorder.waited = count  # type: ignore[method-assign]
+    told = waits.Watch(run.recorder)
     for group in waits._fsdp_groups(model):
         waits._watch_group(told, group)
     yield "fsdp2_marked", train(model, run=run, watched=None, micro_batches=2) | {"brackets": len(brackets)}
@@ -332,12 +332,12 @@ def main() -> Iterator[tuple[str, Any]]:
         raise OSError("no clock")
 
     run = Run("waits")
-    run.mark = broken
+    run.recorder.mark = broken
     yield "failing", train(ddp(), run=run, after=gathered)
     yield "failing unwatched", train(ddp(), watched=None, after=gathered)
 
     model = ddp(torch.nn.Linear(16, 16))
-    watch = waits.watch(Run("waits"), model)
+    watch = waits.watch(Run("waits").recorder, model)
     torch.save(model.module, io.BytesIO())
     copied = copy.deepcopy(model.module)
     copied(torch.ones(4, 16)).sum().backward()

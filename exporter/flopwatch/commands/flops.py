@@ -1,4 +1,4 @@
-"""`flopwatch flops`: the FLOPs that a model needs, from its config.json, term by term."""
+"""`flopwatch flops`: print the FLOPs of a model from its config.json, term by term."""
 
 from __future__ import annotations
 

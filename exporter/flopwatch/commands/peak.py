@@ -1,7 +1,7 @@
-"""`flopwatch peak`: the dense peak of a card, from the table by its exact NVML name, and what the card reaches.
+"""`flopwatch peak`: print the dense peak of a card, from the table by its exact NVML name, or measure it.
 
-Without a name, the first card that CUDA's driver shows: https://docs.nvidia.com/cuda/cuda-driver-api/index.html. It
-knows of CUDA_VISIBLE_DEVICES and of MIG slices, whose name NVML would give as the whole card's.
+Without a name it is the first card of CUDA's driver: https://docs.nvidia.com/cuda/cuda-driver-api/index.html. Unlike
+NVML, the driver respects CUDA_VISIBLE_DEVICES and has names of MIG slices.
 """
 
 from __future__ import annotations
@@ -22,33 +22,28 @@ SECONDS = 10.0
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the peak; 1 and the reason where there is none."""
+    """Print the peak. Raises SettingsError with the reason if it is unknown."""
     if options.measure:
         return _measure(options)
     if options.seconds is not None:
         raise SettingsError("--seconds is how long --measure takes; give both or neither")
     name = present_card() if options.name is None else options.name
-    found = _table(name, options.dtype)
-    if isinstance(found, str):
-        raise SettingsError(found)
+    peak = _table(name, options.dtype)
+    if isinstance(peak, str):
+        raise SettingsError(peak)
     if options.json:
         print(
             json.dumps(
-                {
-                    "name": name,
-                    "dtype": options.dtype,
-                    "flops_per_second": found.flops_per_second,
-                    "source": found.source,
-                }
+                {"name": name, "dtype": options.dtype, "flops_per_second": peak.flops_per_second, "source": peak.source}
             )
         )
     else:
-        print(f"{name} {options.dtype}: {_per_second(found.flops_per_second, options.dtype)}, dense ({found.source})")
+        print(f"{name} {options.dtype}: {_per_second(peak.flops_per_second, options.dtype)}, dense ({peak.source})")
     return 0
 
 
 def _table(name: str, dtype: str) -> Peak | str:
-    """Return the table's peak, or why there is none."""
+    """Return the table's peak, or the reason why it has none."""
     from flopwatch.flops.peaks import UnknownPeak, peak
 
     try:
@@ -59,7 +54,7 @@ def _table(name: str, dtype: str) -> Peak | str:
 
 def _measure(options: argparse.Namespace) -> int:
     if options.name is not None:
-        raise SettingsError("--measure is of the device at hand; leave the name out")
+        raise SettingsError("--measure is for the device of this machine; leave the name out")
     try:
         from flopwatch.training.torch.peak import Unmeasurable, sweep
     except ModuleNotFoundError as error:
@@ -87,8 +82,8 @@ def _measure(options: argparse.Namespace) -> int:
             f"  data sheet  {_per_second(found.flops_per_second, options.dtype)}, dense ({found.source}); "
             f"{share:.1%} of it measured"
         )
-    said = {"name": achieved.device, "dtype": options.dtype, **measured, **sheet}
-    print(json.dumps(said) if options.json else "\n".join(lines))
+    answer = {"name": achieved.device, "dtype": options.dtype, **measured, **sheet}
+    print(json.dumps(answer) if options.json else "\n".join(lines))
     return 0
 
 
@@ -98,7 +93,7 @@ def _per_second(flops: float, dtype: str) -> str:
 
 
 def present_card(library: Callable[[str], Any] | None = None) -> str:
-    """Return the name of the first card CUDA's driver shows. Raises SettingsError."""
+    """Return the name of the first card of CUDA's driver. Raises SettingsError without one."""
     try:
         cuda: Any = (library or ctypes.CDLL)("libcuda.so.1")
     except OSError:
@@ -116,7 +111,7 @@ def add(commands: Commands) -> None:
     parser = command(commands, "peak", run, "print the dense peak FLOP/s of a card, or measure what one reaches")
     add = parser.add_argument
     add("name", nargs="?", metavar="NAME", help="exact NVML name, as nvidia-smi -L prints it (default: the card here)")
-    # No choices: a dtype we do not know is refused like a card we do not know, with the reason and status 1.
+    # No choices: an unknown dtype is refused like an unknown card, with the reason and status 1.
     add("--dtype", default="bf16", help="of the matrix multiplications: fp16, bf16 (default), tf32, fp8, fp4 or int8")
     add("--json", action="store_true", help="print JSON")
     add("--measure", action="store_true", help="multiply matrices here, on the card or else the CPU; needs PyTorch")

@@ -1,8 +1,8 @@
-"""`flopwatch run`: a training script as it is, watched through PyTorch's own hooks.
+"""`flopwatch run`: run an unchanged training script and watch it through PyTorch's hooks.
 
 The script runs in this process as Python would run it (https://docs.python.org/3/using/cmdline.html): it is __main__,
-sys.argv and sys.path[0] are its own, and its exit status, its exceptions and Ctrl-C take their usual way. Nothing of
-PyTorch is imported here; what attaches (training/torch/attach.py) does so when the script has imported torch.
+sys.argv and sys.path[0] are its own, and exit status, exceptions and Ctrl-C work as usual. PyTorch is not imported
+here; the hooks (training/autolog) are attached once the script has imported torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the script or module and return the exit status; raises whatever the script raises."""
+    """Run the script or module and return the exit status. Raises the script's exceptions."""
     try:
         if not options.script:
             raise SettingsError("run: name a script, or a module after -m")
@@ -52,9 +52,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _asked_to_leave(trace: TracebackType | None) -> str | None:
-    """Return how the attempt ends if the script exits in a signal's handler: a scheduler told it to, or Ctrl-C did.
+    """Return the status of an exit from a signal handler: stopped after Ctrl-C, else preempted; None for other exits.
 
-    Such a script has saved what it could and comes back, whatever its exit status.
+    Such a script has saved what it could and will be restarted, whatever its exit status.
     """
     handlers = {getattr(signal.getsignal(number), "__code__", None): number for number in signal.valid_signals()}
     while trace is not None:
@@ -66,10 +66,10 @@ def _asked_to_leave(trace: TracebackType | None) -> str | None:
 
 
 class _Watching:
-    """What is to attach once the script has imported torch."""
+    """Hooks that are attached once the script has imported torch."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        from flopwatch.training.autolog.imports import when_imported
+        from flopwatch.training.import_hook import when_imported
 
         self._settings = {
             "name": options.name,
@@ -85,12 +85,13 @@ class _Watching:
         when_imported("torch", self._attach)
 
     def _attach(self) -> None:
-        from flopwatch.training.autolog import attach
+        from flopwatch.training.autolog.attach import to_process
+        from flopwatch.training.autolog.loop import Settings
 
-        self._attachment = attach.to_process(attach.Settings(**self._settings))
+        self._attachment = to_process(Settings(**self._settings))
 
     def ends(self, status: str, error: BaseException | None = None) -> None:
-        """Tell how the script ended; it is said at the interpreter's exit, after threads and before anything else."""
+        """Set the status that is reported at the interpreter's exit."""
         from flopwatch.training.process.exit_reason import ended_by
 
         if self._attachment is not None:
@@ -98,7 +99,7 @@ class _Watching:
 
 
 def _flops(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the FLOPs of a token as the flags tell them. Raises SettingsError."""
+    """Return the arguments for the FLOPs of a token from the flags. Raises SettingsError."""
     if options.peak_source is not None and options.peak_flops is None:
         raise SettingsError("run: --peak-source goes with --peak-flops")
     if options.config is None:
@@ -123,7 +124,7 @@ def _run_script(name: str, arguments: list[str]) -> int:
         with io.open_code(path) as file:
             source = file.read()
     except OSError as error:
-        # As Python says it, with the same status.
+        # The same message and status as Python's.
         print(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
         return 2
     main = _new_main(os.path.dirname(os.path.realpath(path)), [name, *arguments])
@@ -135,16 +136,16 @@ def _run_script(name: str, arguments: list[str]) -> int:
 
 def _run_module(name: str, arguments: list[str]) -> int:
     _new_main(os.getcwd(), ["-m", *arguments])
-    # What `python -m` itself calls; the public run_module() would take its __main__ away again at the end.
+    # `python -m` calls this too; the public run_module() would remove its __main__ at the end.
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
     return 0
 
 
 def _new_main(folder: str, argv: list[str]) -> ModuleType:
-    """Put a new __main__ in place of ours, and what the script sees of the command line."""
+    """Replace __main__, sys.argv and sys.path[0] by those of the script; return the new __main__."""
     ours, main = sys.modules["__main__"], ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
-    # What else the interpreter puts into it depends on its release.
+    # Further names depend on the release of Python.
     main.__dict__.update(
         {name: value for name, value in (("__cached__", None), ("__annotations__", {})) if name in ours.__dict__}
     )
@@ -157,7 +158,7 @@ def _new_main(folder: str, argv: list[str]) -> ModuleType:
 
 
 def _show_without_us(error: BaseException) -> None:
-    """Let the interpreter show this error, about to reach it, without the calls that are ours and not the script's."""
+    """Make the interpreter print this exception without the frames of flopwatch."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -193,10 +194,10 @@ def add(commands: Commands) -> None:
     add(
         "--tokens-from",
         metavar="KEY",
-        help="where a batch has its tokens: a key, an attribute or a place (default input_ids)",
+        help="where a batch has its tokens: a key, an attribute or an index (default input_ids)",
     )
     add("--tokens-per-step", type=_positive, metavar="N", help="tokens of an optimizer step, of one model replica")
-    add("--step-from", metavar="KEY", help="where a loaded checkpoint has the number of its step")
+    add("--step-from", metavar="KEY", help="key of the step number in a loaded checkpoint")
     add("--flops-per-token", type=_positive, metavar="X", help="forward and backward pass (else they are counted)")
     add("--config", type=Path, metavar="FILE", help="count FLOPs from a Hugging Face config.json")
     add("--seq-len", type=int, metavar="N", help="with --config: length of the samples (else from the batches)")

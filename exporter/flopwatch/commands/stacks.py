@@ -1,4 +1,4 @@
-"""`flopwatch stacks`: where a hanging rank's threads are."""
+"""`flopwatch stacks`: print the stacks of a hanging rank's threads."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ ANSWER = 15.0  # seconds; a rank looks for a request before every push
 
 
 def run(options: argparse.Namespace) -> int:
-    """Ask, and print the answer; 1 if there is none."""
+    """Request the stacks and print them; return 1 without an answer."""
     from flopwatch.training.process import stacks
 
     process = Path("/proc") / str(options.pid)
     if not process.exists():
         raise SettingsError(f"there is no process {options.pid} here; give its number in this container")
     try:
-        # As it was at the process's start, which is when its launcher had set what matters here.
+        # The environment at the process's start, which has the launcher's variables.
         pairs = (process / "environ").read_bytes().decode(errors="surrogateescape").split("\0")
         environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
         user = process.stat().st_uid
-        said = stacks.request(options.pid, options.wait, environ=environ, user=user)
+        answer = stacks.request(options.pid, options.wait, environ=environ, user=user)
     except OSError as error:
         raise SettingsError(
             f"cannot ask process {options.pid}: {error}; run this where the process runs, as its user or root"
         ) from error
-    if said is None:
+    if answer is None:
         print(
             f"flopwatch: process {options.pid} did not answer within {options.wait:g} s: it has no running hook, or "
             f"compiled code holds its interpreter; try py-spy dump --pid {options.pid}",
             file=sys.stderr,
         )
         return 1
-    print(said, end="")
+    print(answer, end="")
     return os.EX_OK
 
 

@@ -1,4 +1,4 @@
-"""FLOPs a model needs: from its dimensions (transformer.py) and from its `config.json` (configs.py)."""
+"""FLOPs of a model from its dimensions (transformer.py) or its `config.json` (configs.py), and peaks of cards."""
 
 from flopwatch.flops.configs import UnknownModel, from_config
 from flopwatch.flops.transformer import Convention, LatentAttention, Recompute, Term, Transformer

@@ -1,12 +1,12 @@
-"""A Hugging Face `config.json`, or a loaded configuration of transformers, as the dimensions of a `Transformer`.
+"""Dimensions of a `Transformer` from a Hugging Face `config.json` or a loaded configuration of transformers.
 
-Each family is one entry of `FAMILIES`, keyed by `model_type`; what a field means, and what a file without it means, is
-in configuration_<model_type>.py and modeling_<model_type>.py of https://github.com/huggingface/transformers (read at
-5.23). Whatever is not known there is refused with an `UnknownModel` that says what is missing: a model type, a
-dimension, a layer of another kind, or a field of another family that would change the count.
+Each family is one entry of `FAMILIES`, keyed by `model_type`. The meaning and default of each field are defined in
+configuration_<model_type>.py and modeling_<model_type>.py of https://github.com/huggingface/transformers (read at
+5.23). Anything else raises an `UnknownModel` that names what is missing or unknown: a model type, a dimension, a layer
+of another kind, or a field of another family that would change the count.
 
-Norms, biases and routers are in `other_parameters`, so that `parameters` is what transformers would build. Of gemma3
-with images the language model is counted: the image tower runs per image, not per token.
+Norms, biases and routers are in `other_parameters`, so that `parameters` equals the model that transformers builds. Of
+gemma3 with images only the language model is counted: the image tower runs per image, not per token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _REQUIRED = object()
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _MTP = ("num_nextn_predict_layers", "num_mtp_layers")
 
-# Fields that give layers another shape, in models that otherwise look like one of ours.
+# Fields that give layers another shape, in models that otherwise look like a known family.
 _FOREIGN = {
     "hybrid_override_pattern": "state-space layers",
     "layers_block_type": "layers of other kinds",
@@ -38,7 +38,7 @@ _FOREIGN = {
     "is_encoder_decoder": "an encoder",
     "use_bidirectional_attention": "attention that is not causal",
 }
-# Why some well-known models are not here.
+# What some well-known models would need.
 _MISSING = {
     "nemotron_h": "a formula for its Mamba layers",
     "jamba": "a formula for its Mamba layers",
@@ -56,17 +56,17 @@ _MISSING = {
 
 
 class UnknownModel(ValueError):
-    """What the file describes cannot be counted; the message says what is missing."""
+    """The model in a file cannot be counted; the message names what is missing."""
 
 
 class _HasDictionary(Protocol):
-    """A loaded configuration of transformers."""
+    """Loaded configuration of transformers."""
 
     def to_dict(self) -> dict[str, Any]: ...
 
 
 class _Fields:
-    """The fields of one file, with the defaults of its family; each wrong value is refused by name."""
+    """Fields of one file with the defaults of its family; a wrong value raises UnknownModel with the field's name."""
 
     def __init__(self, given: Mapping[str, Any], kind: str, defaults: Mapping[str, Any]) -> None:
         self._given, self.kind, self._defaults = given, kind, defaults
@@ -74,29 +74,29 @@ class _Fields:
     def get(self, *names: str) -> Any:
         """Return the first of these fields that the file has, else the family's default, else None.
 
-        Where the file says null it is None: no window, no rank.
+        A null in the file is None: no window, no rank.
         """
-        said = [self._given[name] for name in names if name in self._given]
-        values = said or [self._defaults[name] for name in names if name in self._defaults]
+        given = [self._given[name] for name in names if name in self._given]
+        values = given or [self._defaults[name] for name in names if name in self._defaults]
         return next((value for value in values if value is not None), None)
 
     def has(self, name: str) -> bool:
-        """Return whether the file has the field, be it null."""
+        """Return whether the file has the field, even as null."""
         return name in self._given
 
     def number(self, *names: str, default: Any = _REQUIRED, least: int = 1, most: int = 10**9) -> Any:
-        """Return a whole number from `least` to `most`, or the default where the file says nothing or null."""
+        """Return a whole number from `least` to `most`, or the default if the field is missing or null."""
         value = self.get(*names)
         if value is None and default is not _REQUIRED:
             return default
         if value is None:
-            raise UnknownModel(f"a {self.kind} needs {' or '.join(names)}, and the file does not say")
+            raise UnknownModel(f"a {self.kind} needs {' or '.join(names)}, which the file lacks")
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise UnknownModel(f"{names[0]} is {value!r}, which is no whole number from {least} to {most}")
+            raise UnknownModel(f"{names[0]} is {value!r}, not a whole number from {least} to {most}")
         return value
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return true or false."""
+        """Return a boolean field, or the default if it is missing."""
         value = self.get(name)
         if value is None:
             return default
@@ -105,20 +105,20 @@ class _Fields:
         return value
 
     def numbers(self, name: str) -> tuple[int, ...]:
-        """Return a list of layers, empty where the file says nothing."""
+        """Return a field with a list of layers, empty if it is missing."""
         value = self.get(name)
         value = [] if value is None else value
         if not isinstance(value, list | tuple) or any(type(item) is not int or item < 0 for item in value):
-            raise UnknownModel(f"{name} is {value!r}, which is no list of layers")
+            raise UnknownModel(f"{name} is {value!r}, not a list of layers")
         return tuple(value)
 
     def layer_types(self, layers: int) -> list[bool] | None:
-        """Return for each layer whether it has a window, None where the file does not say."""
+        """Return for each layer whether it has a window; None if layer_types is missing."""
         value = self.get("layer_types")
         if value is None:
             return None
         if not isinstance(value, list | tuple):
-            raise UnknownModel(f"layer_types is {value!r}, which is no list")
+            raise UnknownModel(f"layer_types is {value!r}, not a list")
         if unknown := sorted({str(kind) for kind in value} - {"full_attention", "sliding_attention"}):
             raise UnknownModel(
                 f"layer_types has {', '.join(unknown)}: only full_attention and sliding_attention can be counted"
@@ -138,7 +138,7 @@ def _no_windows(f: _Fields, layers: int) -> Windows:
 
 
 def _one_window(f: _Fields, layers: int) -> Windows:
-    """Return the window of every layer."""
+    """Return the window that all layers share, None without one."""
     window: int | None = f.number("sliding_window", default=None)
     if (types := f.layer_types(layers)) is not None and set(types) != {window is not None}:
         raise UnknownModel(
@@ -148,7 +148,7 @@ def _one_window(f: _Fields, layers: int) -> Windows:
 
 
 def _alternating(*pattern: str, every: int) -> Callable[[_Fields, int], Windows]:
-    """Return a rule: layer_types if given, else a window in all layers but each `every`th."""
+    """Return a rule for windows: layer_types if given, else a window in all layers but each `every`th."""
 
     def windows(f: _Fields, layers: int) -> Windows:
         step = f.number(*pattern, default=every) if pattern else every
@@ -167,7 +167,7 @@ def _where(f: _Fields, types: list[bool]) -> Windows:
 
 
 def _qwen_windows(f: _Fields, layers: int) -> Windows:
-    """Return no windows unless use_sliding_window; then those of layer_types, else from max_window_layers on."""
+    """Return the windows of layer_types, else of layers from max_window_layers on; None without use_sliding_window."""
     types = f.layer_types(layers)
     if not f.flag("use_sliding_window", False):
         if any(types or ()) and f.get("sliding_window"):
@@ -205,7 +205,7 @@ def _deepseek_dense(f: _Fields, layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What distinguishes a family; the defaults are Llama's."""
+    """Differences of a model family from Llama."""
 
     gated: bool = True
     norms: int = 2  # of a layer, as wide as the model
@@ -215,7 +215,7 @@ class _Family:
     output_bias: bool | str = "attention_bias"
     mlp_bias: bool | str = False
     head_bias: bool | str = False
-    tied: bool = False  # where the file does not say
+    tied: bool = False  # default of tie_word_embeddings
     grouped: bool = True  # has key-value heads
     latent: bool = False
     positions: bool = False  # learned
@@ -340,7 +340,7 @@ def _why_unknown(given: Mapping[str, Any], kind: object) -> str:
     if kind is None:
         return "the file has no model_type; is it the config.json of a Hugging Face model?"
     if not isinstance(kind, str):
-        return f"model_type is {kind!r}, which is no name"
+        return f"model_type is {kind!r}, not a name"
     if kind in _MISSING:
         return f"model_type {kind} cannot be counted: what is missing here is {_MISSING[kind]}"
     nested = given.get("text_config")
@@ -382,29 +382,15 @@ def _transformer(f: _Fields, family: _Family, mtp: bool | None, vocabulary: int 
     mlp_width = f.number("intermediate_size", "n_inner", default=implied) if dense else 0
     expert_width = f.number(family.expert_width) if sparse else 0
 
-    def has(bias: bool | str) -> int:
-        return int(f.flag(bias, False) if isinstance(bias, str) else bias)
-
-    # One layer, in all layers alike: norms, biases of the attention.
-    common = family.norms * family.norm_vectors * d
-    if latent is not None:
-        q = latent.query_rank or 0
-        common += q + latent.key_value_rank
-        common += has("attention_bias") * (q + latent.key_value_rank + latent.rope_dim + d)
-    else:
-        common += has(family.query_key_bias) * (heads + 2 * kv_heads) * e + has(family.output_bias) * d
-        common += {"": 0, "head": 2 * e, "all": (heads + kv_heads) * e}[family.query_key_norm]
-        if f.kind == "phi" and f.flag("qk_layernorm", False):
-            common += 2 * family.norm_vectors * e
-        common += heads * family.sinks
-    plain = has(family.mlp_bias) * ((2 if family.gated else 1) * mlp_width + d)
+    common = _norms_and_biases(f, family, d, heads, kv_heads, e, latent)
+    plain = _has(f, family.mlp_bias) * ((2 if family.gated else 1) * mlp_width + d)
     routed = experts * (d + family.router_bias) + family.shared_gate * d
     other = (
         layers * common
         + len(dense) * plain
         + sparse * routed
         + family.norm_vectors * d
-        + has(family.head_bias) * rows
+        + _has(f, family.head_bias) * rows
         + (f.number("n_positions", "max_position_embeddings", "n_ctx") * d if family.positions else 0)
     )
 
@@ -412,7 +398,7 @@ def _transformer(f: _Fields, family: _Family, mtp: bool | None, vocabulary: int 
     if mtp and not modules:
         raise UnknownModel("the file declares no multi-token prediction (num_nextn_predict_layers)")
     if modules and f.number("moe_layer_freq", default=1) != 1:
-        raise UnknownModel("multi-token prediction beside a moe_layer_freq other than 1: is its layer a dense one?")
+        raise UnknownModel("multi-token prediction with a moe_layer_freq other than 1: is its layer a dense one?")
     return Transformer(
         layers=layers,
         width=d,
@@ -432,14 +418,38 @@ def _transformer(f: _Fields, family: _Family, mtp: bool | None, vocabulary: int 
         mtp_layers=modules,
         tied_embeddings=f.flag("tie_word_embeddings", family.tied),
         other_parameters=other,
-        # Two norms before the projection and one before the head, beside those of the layer.
+        # Two norms before the projection and one before the head, next to those of the layer.
         mtp_other_parameters=modules and common + (routed if sparse else plain) + 3 * d,
-        expert_biases=bool(sparse and has(family.mlp_bias)),
+        expert_biases=bool(sparse and _has(f, family.mlp_bias)),
     )
 
 
+def _has(f: _Fields, bias: bool | str) -> int:
+    """Return 1 if the family has this bias, or the field of that name is true, else 0."""
+    return int(f.flag(bias, False) if isinstance(bias, str) else bias)
+
+
+def _norms_and_biases(
+    f: _Fields, family: _Family, d: int, heads: int, kv_heads: int, e: int, latent: LatentAttention | None
+) -> int:
+    """Return the parameters of a layer's norms and of its attention's biases, the same in all layers."""
+    common = family.norms * family.norm_vectors * d
+    if latent is not None:
+        q = latent.query_rank or 0
+        return (
+            common
+            + (q + latent.key_value_rank)
+            + _has(f, "attention_bias") * (q + latent.key_value_rank + latent.rope_dim + d)
+        )
+    common += _has(f, family.query_key_bias) * (heads + 2 * kv_heads) * e + _has(f, family.output_bias) * d
+    common += {"": 0, "head": 2 * e, "all": (heads + kv_heads) * e}[family.query_key_norm]
+    if f.kind == "phi" and f.flag("qk_layernorm", False):
+        common += 2 * family.norm_vectors * e
+    return common + heads * family.sinks
+
+
 def _experts(f: _Fields, family: _Family) -> int:
-    """Return the routed experts of a layer; 0 in a family without any, and where Qwen says 0 or DeepSeek null."""
+    """Return the routed experts of a layer; 0 in a family without experts, or for 0 (Qwen) or null (DeepSeek)."""
     if not family.expert_width:
         return 0
     optional = family.dense is not _all_sparse and any(f.has(name) for name in _EXPERTS)
@@ -448,15 +458,15 @@ def _experts(f: _Fields, family: _Family) -> int:
 
 
 def _head_dim(f: _Fields, family: _Family, width: int, heads: int) -> int:
-    """Return the dimension of a head; where every head has its own keys, transformers looks for no head_dim."""
+    """Return the dimension of a head; transformers ignores head_dim if every head has its own keys."""
     given: int | None = f.number("head_dim", "kv_channels", default=None) if family.grouped else None
     if given is None and width % heads:
-        raise UnknownModel(f"hidden_size {width} is no multiple of {heads} heads, and the file has no head_dim")
+        raise UnknownModel(f"hidden_size {width} is not a multiple of {heads} heads, and the file has no head_dim")
     return width // heads if given is None else given
 
 
 def _kv_heads(f: _Fields, heads: int) -> int:
-    """Return the key-value heads: as many as heads where the family says so or the file says null."""
+    """Return the number of key-value heads, by default the heads if the family allows it or the file has null."""
     implied = f.kind in _QUERY_KEY_VALUE_HEADS_ARE_HEADS or f.has("num_key_value_heads")
     number: int = f.number("num_key_value_heads", default=heads if implied else _REQUIRED)
     return number
@@ -464,9 +474,7 @@ def _kv_heads(f: _Fields, heads: int) -> int:
 
 def _latent(f: _Fields) -> LatentAttention:
     if not f.has("q_lora_rank"):
-        raise UnknownModel(
-            f"a {f.kind} needs q_lora_rank (null if queries are not compressed), and the file does not say"
-        )
+        raise UnknownModel(f"a {f.kind} needs q_lora_rank (null if queries are not compressed), which the file lacks")
     return LatentAttention(
         query_rank=f.number("q_lora_rank", default=None),
         key_value_rank=f.number("kv_lora_rank"),

@@ -1,6 +1,6 @@
 """Dense peak FLOP/s of a card, by its exact NVML name and matmul dtype: the denominator of MFU.
 
-The table is `flopwatch/data/peak_flops.csv`, in TFLOP/s (int8: TOP/s); its `basis` column says where each row is from.
+The table is `flopwatch/data/peak_flops.csv`, in TFLOP/s (int8: TOP/s); its `basis` column has each row's source.
 Figures that data sheets print "with sparsity" are halved. Names are compared whole, because "H20" is in "NVIDIA H200"
 and "A100" in "NVIDIA RTX A1000", and no peak comes from a clock: the boost behind a data sheet is not NVML's maximum.
 """
@@ -18,12 +18,12 @@ DTYPES = ("fp16", "bf16", "tf32", "fp8", "fp4", "int8")
 
 
 class UnknownPeak(LookupError):
-    """No peak can be given for this card and dtype; the message says why."""
+    """No peak is known for this card and dtype; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Dense peak of one card for one matmul dtype, and where the figure is from."""
+    """Dense peak of one card for one matmul dtype, with the source of the figure."""
 
     flops_per_second: float
     source: str
@@ -52,5 +52,5 @@ def peak(nvml_name: str, dtype: str) -> Peak:
 
 
 def override(flops_per_second: float, source: str = "") -> Peak:
-    """Return the peak somebody gives in place of the table's; its source says so."""
+    """Return a peak that replaces the table's; its source begins with "override"."""
     return Peak(flops_per_second, f"override: {source}" if source else "override")

@@ -1,4 +1,4 @@
-"""FLOPs a transformer needs, from its dimensions: the numerator of MFU. Pure functions, exact integers.
+"""FLOPs of a transformer from its dimensions: the numerator of MFU. Pure functions, exact integers.
 
 Counted are the matrix multiplications, forward and backward: 2 FLOP per weight forward and twice that backward, so
 6 per weight and token, and the attention scores. Left out are recomputation, the input embedding (a look-up), norms,
@@ -57,7 +57,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class Matmuls:
-    """One family of matrices: the shapes of one set, how many sets a token passes through, how many there are."""
+    """One family of matrices: shapes of one set, sets that a token passes through (uses), and all sets (copies)."""
 
     name: str
     shapes: tuple[tuple[int, int], ...]
@@ -81,7 +81,7 @@ class Matmuls:
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """The attention scores of some layers."""
+    """Attention scores of layers with the same window."""
 
     name: str
     layers: int
@@ -91,7 +91,7 @@ class _Scores:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One line of a count: FLOPs of a sequence, and the product that they are, to be checked by hand."""
+    """One line of a count: FLOPs of a sequence, and the same as a written product."""
 
     name: str
     product: str
@@ -131,7 +131,7 @@ class Transformer:
         if min(self.layers, self.width, self.heads, self.vocabulary) < 1:
             raise ValueError("layers, width, heads and vocabulary must be at least 1")
         if self.head_dim is None and self.latent is None and self.width % self.heads:
-            raise ValueError(f"width {self.width} is no multiple of {self.heads} heads; give head_dim")
+            raise ValueError(f"width {self.width} is not a multiple of {self.heads} heads; give head_dim")
         if self.heads % (self.kv_heads or self.heads):
             raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} key-value heads evenly")
         if isinstance(self.window, tuple) and len(self.window) != self.layers:
@@ -153,7 +153,7 @@ class Transformer:
 
     @property
     def matmul_weights(self) -> int:
-        """Return W, the weights of all matmuls one token passes through; adapters are apart."""
+        """Return W, the weights of all matmuls one token passes through, without adapters."""
         return sum(matmul.weights for matmul in self._matmuls())
 
     @property
@@ -198,7 +198,7 @@ class Transformer:
         return per_token * tokens + per_square * sum_len_squared
 
     def flops_of_samples(self, lengths: Iterable[int], convention: Convention = "causal") -> int:
-        """Return the FLOPs of samples of these lengths, packed or not, exact under windows too; of a step's, a step."""
+        """Return the FLOPs of samples of these lengths, packed or not; exact also with windows."""
         return sum(count * self.flops_per_sequence(length, convention) for length, count in Counter(lengths).items())
 
     def flops_per_sequence(self, sequence_length: int, convention: Convention = "causal") -> int:
@@ -231,7 +231,7 @@ class Transformer:
         return self.flops_per_sequence(sequence_length, convention) + again
 
     def terms(self, sequence_length: int, convention: Convention = "causal") -> tuple[Term, ...]:
-        """Return what `flops_per_sequence` is the sum of, one term per family of matmuls."""
+        """Return the terms whose sum is `flops_per_sequence`, one per family of matmuls."""
         s = sequence_length
         if s < 1:
             raise ValueError(f"a sequence of {s} tokens has nothing to count")
@@ -284,7 +284,7 @@ class Transformer:
         return self.width // self.heads if self.head_dim is None else self.head_dim
 
     def _expert_biases(self, experts: int) -> int:
-        """Return the biases in so many experts of each layer."""
+        """Return the number of biases in `experts` experts of every sparse layer."""
         if not self.expert_biases:
             return 0
         sparse = sum(not self._is_dense(layer) for layer in range(self.layers))
@@ -316,7 +316,7 @@ class Transformer:
         return ((self.width, width),) * (self.mlp_matrices - 1) + ((width, self.width),)
 
     def _layer(self, layers: int, dense: int, passes: int) -> list[Matmuls]:
-        """Return the matmuls of so many layers, `dense` of them with a plain MLP."""
+        """Return the matmuls of `layers` layers, `dense` of them with a plain MLP."""
         sparse = layers - dense
         experts = None if self.experts is None else sparse * self.experts
         families: list[tuple[str, tuple[tuple[int, int], ...], int, int | None]] = [
@@ -352,11 +352,11 @@ class Transformer:
         ]
 
     def _low_passes(self) -> int:
-        """Return the passes of a frozen lowest layer: no gradient goes there unless a tied LM head trains."""
+        """Return the passes of a frozen lowest layer, which gets no gradient unless a tied LM head trains."""
         return 2 if self.tied_embeddings and "lm_head" not in self.frozen else 1
 
     def _mtp(self) -> list[Matmuls]:
-        """Return the matmuls of multi-token prediction, without the LM head that it shares."""
+        """Return the matmuls of multi-token prediction, without the shared LM head."""
         if not self.mtp_layers:
             return []
         layers = self._layer(self.mtp_layers, self.mtp_layers if self._is_dense(self.layers - 1) else 0, 3)
@@ -366,7 +366,7 @@ class Transformer:
         ]
 
     def _matmuls(self, shared_head: bool = False) -> list[Matmuls]:
-        """Return all matmuls but the adapters'; with `shared_head`, the LM head only once, as a parameter."""
+        """Return all matmuls except the adapters'; `shared_head` counts the LM head once, as a parameter."""
         matmuls = [*self._main(), *self._mtp()]
         if self.mtp_layers and not shared_head:
             matmuls.append(
@@ -434,7 +434,7 @@ def _known(convention: Convention) -> Convention:
 
 
 def _pairs_twice(s: int, window: int | None, convention: Convention) -> int:
-    """Return twice the number of keys that the tokens of a sequence see together, which is a whole number."""
+    """Return twice the number of (token, visible key) pairs in a sequence, which is a whole number."""
     if convention != "causal":
         return 2 * s * s
     # A window shorter than the sequence shows w keys to all tokens but the first, which see 1, 2 ... w - 1.

@@ -1,4 +1,4 @@
-"""What a training process imports: `Run`. Nothing but the standard library and opentelemetry, and torch only if used.
+"""Training hook: `Run`. Imports only the standard library and opentelemetry, and torch only if the job uses it.
 
 run = Run("llama-8b", model=model, flops_per_token=Transformer(...).flops_per_token(8192))
 for batch in run.batches(loader):

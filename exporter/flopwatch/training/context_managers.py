@@ -1,144 +1,155 @@
-"""What a training loop enters and leaves: `with run.activity(...)` and its like, and `for batch in run.batches(...)`.
+"""Context managers and iterators around a training loop: `with run.activity(...)`, `for batch in run.batches(...)`.
 
-Each of them reads the clock and records; none raises, and none holds an exception of the loop back.
+Each reads the clock and records an event. None raises, and none suppresses an exception of the loop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from threading import get_ident
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from flopwatch.training.totals import Books
-
-if TYPE_CHECKING:
-    from flopwatch.training.run import Run
-
-CHECK_BACKLOG = 1 << 10  # steps or batches after which the loop looks whether too much waits to be added up
+from flopwatch.training.recorder import CHECK_BACKLOG, Recorder
+from flopwatch.training.totals import Totals
 
 _T = TypeVar("_T")
 
-# Looked up once: this is what a step pays for.
-_WAITS, _GOT, _ENTER, _LEAVE = Books.waits_for_batch, Books.got_batch, Books.enter, Books.leave
+# Looked up once: every step pays for it.
+_WAITS, _GOT, _ENTER, _LEAVE = Totals.waits_for_batch, Totals.got_batch, Totals.enter, Totals.leave
 
 
 class Activity:
-    """`with run.activity(name):`; one object serves all uses of a name."""
+    """Context manager whose time counts as the activity `name`; one object serves all uses of a name."""
 
-    __slots__ = ("_name", "_run")
+    __slots__ = ("_name", "_recorder")
 
-    def __init__(self, run: Run, name: str) -> None:
-        self._run, self._name = run, name
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self._recorder, self._name = recorder, name
 
     def __enter__(self) -> None:
-        run = self._run
+        recorder = self._recorder
         try:
-            run._record((_ENTER, run.mark(), self._name, get_ident()))
+            recorder.record((_ENTER, recorder.mark(), self._name, get_ident()))
         except Exception as error:
-            run.failed("activity", error)
+            recorder.failed("activity", error)
 
     def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
-        run = self._run
+        recorder = self._recorder
         try:
-            run._record((_LEAVE, run.mark(), self._name, get_ident()))
+            recorder.record((_LEAVE, recorder.mark(), self._name, get_ident()))
         except Exception as failure:
-            run.failed("activity", failure)
+            recorder.failed("activity", failure)
 
 
 class Checkpoint:
-    """`with run.checkpoint(step):`"""
+    """Context manager around a blocking checkpoint save; the checkpoint counts as durable if no exception leaves it."""
 
-    def __init__(self, run: Run, step: int | None) -> None:
-        self._run, self._step = run, step
+    def __init__(self, recorder: Recorder, step: int | None) -> None:
+        self._recorder, self._step = recorder, step
 
     def __enter__(self) -> None:
-        self._run.enter("checkpoint_save")
+        self._recorder.enter("checkpoint_save")
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
-        self._run.leave("checkpoint_save")
+        self._recorder.leave("checkpoint_save")
         if kind is None:
-            self._run._note("checkpoint", Books.commit, self._step)
+            self._recorder.note("checkpoint", Totals.commit, self._step)
 
 
 class Wait:
-    """`with run.collective_wait():`"""
+    """Context manager around a wait for other ranks."""
 
-    __slots__ = ("_began", "_run")
+    __slots__ = ("_began", "_recorder")
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
 
     def __enter__(self) -> None:
-        self._run.measures_wait()
-        self._run.in_wait = True
-        self._began = self._run.mark()
+        self._recorder.measures_wait()
+        self._recorder.in_wait = True
+        self._began = self._recorder.mark()
 
     def __exit__(self, *_: object) -> None:
-        self._run.waited(self._began, self._run.mark())
-        self._run.in_wait = False
+        self._recorder.waited(self._began, self._recorder.mark())
+        self._recorder.in_wait = False
 
 
 class Background:
-    """`with run.background_save():`"""
+    """Context manager around a checkpoint save that runs while training goes on; for any thread."""
 
-    __slots__ = ("_began", "_run")
+    __slots__ = ("_began", "_recorder")
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
 
     def __enter__(self) -> None:
-        self._began = self._run.clock()
+        self._began = self._recorder.clock()
 
     def __exit__(self, *_: object) -> None:
-        self._run._note("background_save", Books.saved_in_background, self._run.clock() - self._began)
+        recorder = self._recorder
+        recorder.note("background_save", Totals.saved_in_background, recorder.clock() - self._began)
+
+
+def commit_when_done(recorder: Recorder, future: Future[Any], step: int | None) -> None:
+    """Record a background save until `future` is done, and a durable checkpoint of `step` if it has no error."""
+    background = Background(recorder)
+
+    def done(future: Future[Any]) -> None:
+        background.__exit__(None, None, None)
+        if not future.cancelled() and future.exception() is None and step is not None:
+            recorder.committed(step)
+
+    background.__enter__()
+    future.add_done_callback(done)
 
 
 class Copy:
-    """`with run.host_to_device():`"""
+    """Context manager around a copy from host to device, recorded as a phase of a measured step."""
 
-    __slots__ = ("_began", "_run")
+    __slots__ = ("_began", "_recorder")
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
 
     def __enter__(self) -> None:
-        self._began = self._run.mark() if self._run.measuring else None
+        self._began = self._recorder.mark() if self._recorder.measuring else None
 
     def __exit__(self, *_: object) -> None:
         if self._began is not None:
-            self._run.phase("host_to_device", self._began, self._run.mark())
+            self._recorder.phase("host_to_device", self._began, self._recorder.mark())
 
 
 class Batches(Generic[_T]):
-    """`run.batches(loader)`: the loader itself, timed; as often iterable as the loader is."""
+    """A loader whose waits for batches are recorded; can be iterated as often as the loader itself."""
 
-    def __init__(self, run: Run, loader: Iterable[_T]) -> None:
-        self._run = run
+    def __init__(self, recorder: Recorder, loader: Iterable[_T]) -> None:
+        self._recorder = recorder
         self._loader = loader
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]  # a TypeError, as from the loader itself
 
     def __iter__(self) -> Iterator[_T]:
-        run, thread, iterator, count = self._run, get_ident(), None, 0
+        recorder, thread, iterator, count = self._recorder, get_ident(), None, 0
         try:
             while True:
                 try:
-                    run._record((_WAITS, run.mark(), thread))
+                    recorder.record((_WAITS, recorder.mark(), thread))
                 except Exception as error:
-                    run.failed("batches", error)
+                    recorder.failed("batches", error)
                 iterator = iter(self._loader) if iterator is None else iterator
                 try:
                     batch = next(iterator)
                 except StopIteration:
                     return
                 try:
-                    run._record((_GOT, run.mark(), thread))
+                    recorder.record((_GOT, recorder.mark(), thread))
                 except Exception as error:
-                    run.failed("batches", error)
+                    recorder.failed("batches", error)
                 yield batch
                 count += 1
                 if not count % CHECK_BACKLOG:
-                    run._check_backlog()
+                    recorder.check_backlog()
         finally:
-            run.end_of_batches()
+            recorder.note("batches", Totals.end_of_batches, get_ident())

@@ -1,7 +1,7 @@
-"""How long the samples in a batch are, as far as the CPU knows: what is on a device would have to be waited for.
+"""Lengths of the samples in a batch, from tensors on the CPU: reading a device's memory would wait for the device.
 
-Padding is what an attention mask of the batch's own shape leaves out. Samples laid end to end, as transformers'
-DataCollatorWithFlattening does, show where their `position_ids` begin at 0 again.
+An attention mask of the batch's own shape excludes padding. Samples laid end to end, as by transformers'
+DataCollatorWithFlattening, begin where their `position_ids` are 0.
 https://huggingface.co/docs/transformers/main_classes/data_collator
 """
 
@@ -12,15 +12,15 @@ from typing import Any
 
 
 def lengths(ids: Any, mask: Any = None, positions: Any = None) -> Sequence[int] | None:
-    """Return the lengths of the samples in a tensor of tokens, padding left out; None if only a device knows.
+    """Return the lengths of the samples in a tensor of tokens, without padding; None if the mask is on a device.
 
-    The mask has the tokens' shape; positions that have another are no positions of these tokens.
+    The mask must have the tokens' shape. Positions of another shape are ignored.
     """
     if mask is not None:
         if mask.device.type != "cpu":
             return None
-        found: list[int] = mask.ne(0).sum(-1).flatten().tolist()
-        return found
+        unpadded: list[int] = mask.ne(0).sum(-1).flatten().tolist()
+        return unpadded
     tokens, columns = ids.numel(), ids.shape[-1]
     if positions is not None and positions.device.type == "cpu" and positions.shape == ids.shape:
         starts: list[int] = positions.flatten().eq(0).nonzero().flatten().tolist()

@@ -1,4 +1,4 @@
-"""The activities' clock: at any moment exactly one is open, whatever is called in whatever order.
+"""Seconds per activity: exactly one activity is open at any moment, whatever the order of the calls.
 
 startup      from the process's start (as the kernel knows it) until run.batches() delivers its first batch; without
              run.batches(), until the first run.step() returns: a first step that compiles and connects is startup
@@ -7,7 +7,7 @@ the others   inside `with run.activity(...)`, which may be nested: the innermost
 step         the rest: the next step begins as run.step() returns
 other        `with run.activity("other")`, and from the end of a run.batches() loop to its next batch or run.step()
 
-So they sum to the process's age. A step's duration is its step and data_stall seconds.
+So the activities sum to the process's age. A step's duration is its step and data_stall seconds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Timeline:
         self.disturbed = True  # something but step and data_stall happened since the last step's end
 
     def _resume(self, now: float) -> None:
-        """Book the open activity up to `now` and open the one that the other fields say."""
+        """Close the open activity at `now` and open the one that follows from the other fields."""
         self._seconds[self._open] += now - self._since
         self._since = now
         if self._declared:
@@ -52,14 +52,14 @@ class Timeline:
             self.disturbed = True
 
     def enter(self, activity: str, now: float) -> None:
-        """Open a declared activity inside whatever is open."""
+        """Open a declared activity inside the open one."""
         if activity not in DECLARED:
-            raise ValueError(f"{activity!r} is no activity; there are {', '.join(DECLARED)}")
+            raise ValueError(f"{activity!r} is not an activity; write one of {', '.join(DECLARED)}")
         self._declared.append(activity)
         self._resume(now)
 
     def leave(self, activity: str, now: float) -> None:
-        """Close the innermost activity of this name and all that was opened inside it; nothing if none is open."""
+        """Close the innermost activity of this name and everything inside it, if it is open."""
         for index in reversed(range(len(self._declared))):
             if self._declared[index] == activity:
                 del self._declared[index:]
@@ -67,7 +67,7 @@ class Timeline:
                 return
 
     def wait_for_batch(self, now: float) -> None:
-        """Begin to wait for a batch; inside a declared activity, an evaluation's loop, nothing."""
+        """Begin to wait for a batch; ignored inside a declared activity, such as an evaluation's loop."""
         if not self._declared:
             self._waiting = True
             self._resume(now)
@@ -79,7 +79,7 @@ class Timeline:
             self._resume(now)
 
     def end_of_batches(self, now: float) -> None:
-        """Leave the loop over batches, in whatever way."""
+        """End the loop over batches."""
         if not self._declared:
             self._waiting = False
             if self._base == "step":
@@ -87,7 +87,7 @@ class Timeline:
             self._resume(now)
 
     def step(self, now: float) -> tuple[float, bool] | None:
-        """End a step; return its duration and whether something else happened in it, or None if it was startup."""
+        """End a step; return its duration and whether another activity interrupted it, None if it was startup."""
         was_startup = self._base == "startup"
         self._base = "step"
         self._resume(now)
@@ -104,7 +104,7 @@ class Timeline:
 
     @property
     def open(self) -> tuple[str, float]:
-        """Return the activity that is open, and when it began."""
+        """Return the open activity and when it began."""
         return self._open, self._since
 
     def open_step_seconds(self, now: float) -> float:

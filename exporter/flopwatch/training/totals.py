@@ -1,13 +1,12 @@
-"""What the loop recorded, added up: the hook's counters, positions and activities.
+"""Totals of one training process: counters, positions and activities added up from recorded events.
 
-The loop appends entries (what happened, when, with what) to a deque; `Books.take` adds them up in order, in the thread
-that pushes. "When" is a Mark: seconds on the run's clock or, where a device does the work and the host runs ahead of
-it, a Moment, which is known once the device got there. An entry whose moment is not known yet holds back those behind
-it, so the books follow the device, and each of them is of one instant.
+The loop appends events (kind, mark, arguments) to a deque, and `Totals.take` adds them up in order in the push thread.
+A mark is seconds on the run's clock or, where a device runs behind the host, a Moment, whose time is known once the
+device gets there. An event with an unknown time holds back the events behind it, so all totals are of one instant.
 
-The wait for other ranks and the phases count as measured in a step only if nothing but the step happened in it and it
-took at most twice the running mean: when one rank stops for a checkpoint of its own the others wait for it in the next
-all-reduce, and it must not be blamed for that. All ranks see that long step, and all leave it out.
+Waits and phases of a step count only if nothing else happened in it and it took at most twice the running mean. When
+one rank stops for a checkpoint of its own, the others wait for it in the next all-reduce, and it must not be blamed for
+that. All ranks see that long step, and all leave it out.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from flopwatch.training.timeline import Timeline
 
 DURATION_BOUNDS = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 180.0)  # seconds
 
-# How long, in seconds, a device may be behind until the open activity's age goes on without it: a hang is to be seen.
-LONGEST_LAG = 10.0
+# Seconds a device may lag until the open activity's age goes on without it, so that a hang becomes visible.
+MAX_LAG = 10.0
 
 # A loss is a spike if it is this many standard deviations and this share of the mean above the mean of those before.
 SPIKE_DEVIATIONS = 6.0
@@ -38,29 +37,29 @@ SPIKE_MEMORY = 64  # losses whose mean and spread count, about
 
 
 class Moment(Protocol):
-    """When a device gets somewhere."""
+    """A point in a device's work, whose time is known once the device gets there."""
 
-    recorded: float  # on the run's clock: when the host asked for it, so it is not before that
+    recorded: float  # seconds on the run's clock when the host recorded it, which is not later than the moment
 
     def at(self) -> float | None:
-        """Return when on the run's clock that was; None if the device is not there yet."""
+        """Return the moment in seconds on the run's clock; None if the device is not there yet."""
 
 
 Mark = float | Moment
 Labels = tuple[tuple[str, str], ...]
-Entry = tuple[Any, ...]  # a method of Books, a Mark, and the method's other arguments
+Event = tuple[Any, ...]  # a method of Totals, a Mark, and the method's other arguments
 
 
 class PackedFlops(Protocol):
-    """What `flops_per_token` must be for packed samples: `flopwatch.flops.Transformer` is one."""
+    """FLOPs of packed samples, as `flopwatch.flops.Transformer` counts them."""
 
     def flops(self, tokens: int, sum_len_squared: int, convention: Any) -> float:
-        """Return the FLOPs of samples with so many tokens and such a sum of squared lengths."""
+        """Return the FLOPs of samples from their number of tokens and the sum of their squared lengths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one step consumed and found, of this rank's model replica."""
+    """Inputs and results of one step of this rank's model replica."""
 
     tokens: float | None = None
     global_tokens: float | None = None  # of all ranks
@@ -72,7 +71,7 @@ class Work:
 
 
 class Spikes:
-    """Losses far above those before them."""
+    """Counter of losses far above the running mean."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -80,7 +79,7 @@ class Spikes:
         self._mean = self._variance = 0.0
 
     def see(self, loss: float) -> None:
-        """Take a finite loss; one that is a spike moves mean and spread no further than the limit."""
+        """Add a finite loss; a spike moves mean and spread only as far as the limit."""
         limit = self._mean + max(SPIKE_DEVIATIONS * math.sqrt(self._variance), SPIKE_SHARE * abs(self._mean))
         if self._seen >= SPIKE_AFTER and loss > limit:
             self.count += 1
@@ -92,24 +91,24 @@ class Spikes:
         self._variance = (1 - weight) * (self._variance + weight * change * change)
 
 
-class Books:
-    """The totals since the process started, and the positions; used by one thread at a time."""
+class Totals:
+    """Totals since the process started, and positions; used by one thread at a time."""
 
     def __init__(self, start: float, failed: Callable[[str, Exception], None]) -> None:
-        """Open the books at `start` on the run's clock; `failed` is told what was wrong with an entry."""
+        """Start at `start` on the run's clock; `failed(what, error)` is called for a wrong event."""
         self.timeline = Timeline(start)
-        self.entries: deque[Entry] = deque()
+        self.events: deque[Event] = deque()
         self._failed = failed
         self._now = start
         self.loop_thread: int | None = None
-        # What is known of the run; set from outside whenever it becomes known.
+        # Facts of the run, set from outside when they become known.
         self.world_size = 1
         self.replica_ranks: float | None = None
         self.convention = "causal"
         self.flops_per_token: float | None = None
         self.packed_flops: PackedFlops | None = None
         self.hardware_flops_per_token: float | None = None
-        self.uncountable = False  # the FLOPs, by counting
+        self.uncountable = False  # FLOPs cannot be counted
         self.measures_wait = False
         # The totals.
         self.steps = 0
@@ -117,7 +116,7 @@ class Books:
         self.tokens_known, self.samples_known = True, False
         self.no_flops_because: str | None = None
         self.position: int | None = None  # None until it is known
-        self.lost = False  # it never will be
+        self.lost = False  # a checkpoint without a step was restored
         self.restored_step: int | None = None
         self.position_tokens: float | None = 0.0
         self.committed: int | None = None
@@ -138,16 +137,16 @@ class Books:
         # The open step's.
         self._wait: float | None = None  # None: not measured
         self._phases: dict[str, float] = {}
-        self._found_flops: float | None = None
-        self._refused = False  # by packed_flops
+        self._counted_flops: float | None = None
+        self._refused = False  # packed_flops raised
         self.step_seconds = 0.0  # of one step, the running mean
 
-    def take(self, *, all_of_them: bool = False, most: int = sys.maxsize) -> None:
-        """Add up what was recorded, up to the first moment not known yet or, with `all_of_them`, beyond it."""
-        entries = self.entries
-        for _ in range(min(len(entries), most)):  # no more than there are: a loop may record faster than this
-            entry = entries[0]
-            what, mark = entry[0], entry[1]
+    def take(self, *, all_of_them: bool = False, limit: int = sys.maxsize) -> None:
+        """Add up at most `limit` events: to the first unknown moment or, with `all_of_them`, beyond it."""
+        events = self.events
+        for _ in range(min(len(events), limit)):  # not those recorded meanwhile: a loop may record faster than this
+            event = events[0]
+            what, mark = event[0], event[1]
             try:
                 now = mark if isinstance(mark, (int, float)) else mark.at()
                 if now is None:
@@ -155,27 +154,27 @@ class Books:
                         return
                     now = mark.recorded
                 now = max(now, self._now)
-                # What lasted until `now` moves nothing: what is told late, of a moment before, still finds its place.
-                if what is not Books.phase and what is not Books.waited:
+                # What lasted until `now` moves nothing: an earlier moment that arrives late still counts.
+                if what is not Totals.phase and what is not Totals.waited:
                     self._now = now
-                what(self, now, *entry[2:])
+                what(self, now, *event[2:])
             except Exception as error:
                 self._failed(getattr(what, "__name__", "digest"), error)
-            entries.popleft()
+            events.popleft()
 
     def instant(self, now: float) -> float:
-        """Return which instant the books are of if the run's clock says `now`, and hold later entries to it."""
-        if self.entries:
-            # The next entry is not before it was recorded. A device that is far behind hangs, and time goes on.
-            mark = self.entries[0][1]
-            now = min(now, max(mark if isinstance(mark, (int, float)) else mark.recorded, now - LONGEST_LAG))
+        """Return the instant the totals are of when the run's clock shows `now`; later events count from it."""
+        if self.events:
+            # The next event is not earlier than its recording. A device that lags too far hangs, and time goes on.
+            mark = self.events[0][1]
+            now = min(now, max(mark if isinstance(mark, (int, float)) else mark.recorded, now - MAX_LAG))
         self._now = max(self._now, now)
         return self._now
 
-    # What can be recorded: called with the instant, which never falls, and the entry's arguments.
+    # Kinds of events: called with the instant, which never falls, and the event's arguments.
 
     def step(self, now: float, work: int | Work) -> None:
-        """An optimizer step ended; a bare number is its tokens."""
+        """Count an optimizer step; a bare number is its tokens."""
         if isinstance(work, int):
             work = Work(work)
         self.steps += 1
@@ -189,12 +188,12 @@ class Books:
             self._time(*timed)
         self._wait = None
         self._phases.clear()
-        found, self._found_flops = self._found_flops, None
-        self._work(work, found, capacity=timed is not None)
+        counted, self._counted_flops = self._counted_flops, None
+        self._work(work, counted, capacity=timed is not None)
         self.logged(now, work)
 
     def logged(self, _: float, work: Work) -> None:
-        """The loss and grad_norm of the last step became known."""
+        """Set the loss and grad_norm of the last step."""
         if work.loss is not None:
             self.loss = self._checked("loss", work.loss)
             if self.spikes is None:
@@ -222,8 +221,8 @@ class Books:
         # An outlier moves the mean a little, so that it follows when steps become longer for good.
         self.step_seconds += (min(duration, 2 * mean) - mean) / 8 if mean else duration
 
-    def _work(self, work: Work, found: float | None, *, capacity: bool) -> None:
-        """Count tokens, samples and, where the step's time is capacity, FLOPs: else they would flatter the MFU."""
+    def _work(self, work: Work, counted: float | None, *, capacity: bool) -> None:
+        """Count tokens, samples and, if the step's time is `capacity`, FLOPs: otherwise MFU would be too high."""
         tokens, replica = work.tokens, self.replica_ranks
         among: float | None = replica
         if work.global_tokens is not None:
@@ -240,7 +239,7 @@ class Books:
                 if tokens is None or among is None or replica is None
                 else self.position_tokens + tokens / among * replica
             )
-        flops = work.flops if work.flops is not None else found
+        flops = work.flops if work.flops is not None else counted
         self.no_flops_because, amount = None, 0.0
         if flops is not None:
             if replica is None:
@@ -272,37 +271,37 @@ class Books:
                 self.hardware_flops += tokens * self.hardware_flops_per_token / among
 
     def restored(self, _: float, step: int | None, tokens: float | None) -> None:
-        """A checkpoint of this step, and of so many tokens of the replica, was restored; None if that is unknown."""
+        """Set the position to a restored step and the replica's tokens; None if unknown."""
         self.position = self.restored_step = step
         self.lost = step is None
         self.position_tokens = 0.0 if step == 0 and tokens is None else tokens
 
     def commit(self, _: float, step: int | None) -> None:
-        """A checkpoint of this step, or of the last one, is durable."""
+        """Set the last durable checkpoint: of this step, or of the last one if None."""
         step = self.position if step is None else step
         if step is not None:
             self.committed = step
 
     def saved_in_background(self, _: float, seconds: float) -> None:
-        """A checkpoint was being written so long while training went on."""
+        """Add the seconds of a checkpoint save that ran while training went on."""
         self.saves_in_background = True
         self.background += max(0.0, seconds)
 
     def waited(self, _: float, began: Mark, ended: Mark) -> None:
-        """This rank waited for others between two marks; the open step is thereby measured."""
+        """Add a wait for other ranks between two marks; it makes the open step a measured one."""
         if (seconds := _between(began, ended)) is not None:
             self._wait = (self._wait or 0.0) + seconds
 
     def phase(self, _: float, name: str, began: Mark, ended: Mark) -> None:
-        """A phase of the open step lasted from one mark to another."""
+        """Add to a phase of the open step the time between two marks."""
         if name not in catalogue.PHASES:
-            raise ValueError(f"{name!r} is no phase; the catalogue has {', '.join(catalogue.PHASES)}")
+            raise ValueError(f"{name!r} is not a phase; the catalogue has {', '.join(catalogue.PHASES)}")
         if (seconds := _between(began, ended)) is not None:
             self._phases[name] = self._phases.get(name, 0.0) + seconds
 
-    def found_flops(self, _: float, flops: float) -> None:
-        """A forward pass of the open step needs, with its backward pass, so many FLOPs of the whole replica."""
-        self._found_flops = (self._found_flops or 0.0) + flops
+    def counted_flops(self, _: float, flops: float) -> None:
+        """Add counted FLOPs of the whole replica to the open step."""
+        self._counted_flops = (self._counted_flops or 0.0) + flops
 
     def add(self, _: float, row: Metric, labels: Labels, amount: float) -> None:
         """Add to a counter."""
@@ -310,27 +309,27 @@ class Books:
         samples[labels] = samples.get(labels, 0.0) + amount
 
     def enter(self, now: float, name: str, thread: int) -> None:
-        """A declared activity begins, on a thread."""
+        """Begin a declared activity if `thread` is the training loop's."""
         if self._of_the_loop(thread, "activity"):
             self.timeline.enter(name, now)
 
     def leave(self, now: float, name: str, thread: int) -> None:
-        """A declared activity ends, on a thread."""
+        """End a declared activity if `thread` is the training loop's."""
         if self._of_the_loop(thread, "activity"):
             self.timeline.leave(name, now)
 
     def waits_for_batch(self, now: float, thread: int) -> None:
-        """The loop asks for a batch."""
+        """Begin to wait for a batch."""
         if self._of_the_loop(thread, "batches"):
             self.timeline.wait_for_batch(now)
 
     def got_batch(self, now: float, thread: int) -> None:
-        """The loop has its batch."""
+        """End the wait for a batch."""
         if self._of_the_loop(thread, "batches"):
             self.timeline.got_batch(now)
 
     def end_of_batches(self, now: float, thread: int) -> None:
-        """The loop over batches is left."""
+        """End the loop over batches."""
         if self._of_the_loop(thread, "batches"):
             self.timeline.end_of_batches(now)
 
@@ -344,7 +343,7 @@ class Books:
 def _between(began: Mark, ended: Mark) -> float | None:
     """Return the seconds from one mark to another, None if the device is not there yet.
 
-    By the marks' own times: among those of a device that is behind, one of the host's clock is earlier than the books.
+    The marks' own times count: a mark of the host's clock may be earlier than the instant of the totals.
     """
     since = began if isinstance(began, (int, float)) else began.at()
     until = ended if isinstance(ended, (int, float)) else ended.at()
@@ -352,7 +351,7 @@ def _between(began: Mark, ended: Mark) -> float | None:
 
 
 def number(name: str, value: object) -> float:
-    """Return a plain number as a float. Raises ValueError."""
+    """Return a Python number as a float. Raises ValueError for other types, such as tensors."""
     if isinstance(value, Real):
         return float(value)
     # Not the value itself: a tensor's repr would wait for the device.
@@ -363,8 +362,15 @@ def number(name: str, value: object) -> float:
 
 
 def amount(name: str, value: object) -> float:
-    """Return a finite number of at least 0 as a float. Raises ValueError."""
+    """Return a finite number of at least 0 as a float. Raises ValueError for others."""
     checked = number(name, value)
     if not 0 <= checked < math.inf:
         raise ValueError(f"{name}={checked!r}: counters only rise; pass a finite number of at least 0")
+    return checked
+
+
+def positive(name: str, value: object) -> float:
+    """Return a finite number above 0 as a float. Raises ValueError for others."""
+    if not (checked := amount(name, value)):
+        raise ValueError(f"{name}=0 is ignored; leave it out if it is unknown")
     return checked

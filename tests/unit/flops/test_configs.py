@@ -481,7 +481,7 @@ def test_a_padded_vocabulary_lengthens_the_head_and_the_embedding() -> None:
     [
         ("llama-3-8b", {"model_type": "rwkv"}, "model_type rwkv is not known, only deepseek_v2, deepseek_v3, gemma,"),
         ("llama-3-8b", {"model_type": None}, "no model_type; is it the config.json of a Hugging Face model?"),
-        ("llama-3-8b", {"model_type": ["llama"]}, r"model_type is \['llama'\], which is no name"),
+        ("llama-3-8b", {"model_type": ["llama"]}, r"model_type is \['llama'\], not a name"),
         ("llama-3-8b", {"model_type": "nemotron_h"}, "what is missing here is a formula for its Mamba layers"),
         (
             "llama-3-8b",
@@ -489,11 +489,11 @@ def test_a_padded_vocabulary_lengthens_the_head_and_the_embedding() -> None:
             "its text_config is a llama, which can be counted as a file of its own",
         ),
         ("gemma-3-4b", {"text_config": None}, "a gemma3 needs text_config"),
-        ("llama-3-8b", {"hidden_size": None}, "a llama needs hidden_size or n_embd, and the file does not say"),
-        ("llama-3-8b", {"hidden_size": "4096"}, "hidden_size is '4096', which is no whole number from 1 to 1000000000"),
+        ("llama-3-8b", {"hidden_size": None}, "a llama needs hidden_size or n_embd, which the file lacks"),
+        ("llama-3-8b", {"hidden_size": "4096"}, "hidden_size is '4096', not a whole number from 1 to 1000000000"),
         ("llama-3-8b", {"num_hidden_layers": True}, "num_hidden_layers is True"),
         ("llama-3-8b", {"intermediate_size": 14336.0}, "intermediate_size is 14336.0"),
-        ("llama-3-8b", {"num_hidden_layers": 0}, "num_hidden_layers is 0, which is no whole number from 1 to 10000"),
+        ("llama-3-8b", {"num_hidden_layers": 0}, "num_hidden_layers is 0, not a whole number from 1 to 10000"),
         ("llama-3-8b", {"num_key_value_heads": 5}, "32 heads cannot share 5 key-value heads evenly"),
         ("llama-3-8b", {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', neither true nor false"),
         ("llama-3-8b", {"num_local_experts": 8}, "a llama has no experts in transformers, and this file says 8"),
@@ -508,23 +508,23 @@ def test_a_padded_vocabulary_lengthens_the_head_and_the_embedding() -> None:
         ("gpt2", {"n_positions": None, "n_ctx": None}, "a gpt2 needs n_positions"),
         ("deepseek-v3", {"index_topk": 2048}, "has sparse attention with an indexer"),
         ("deepseek-v3", {"moe_layer_freq": [0, 1]}, r"moe_layer_freq is \[0, 1\]"),
-        ("deepseek-v3", {"moe_layer_freq": 2}, "multi-token prediction beside a moe_layer_freq other than 1"),
+        ("deepseek-v3", {"moe_layer_freq": 2}, "multi-token prediction with a moe_layer_freq other than 1"),
         ("deepseek-v3", {"first_k_dense_replace": None}, "a deepseek_v3 needs first_k_dense_replace"),
         ("deepseek-v3", {"kv_lora_rank": None}, "a deepseek_v3 needs kv_lora_rank"),
         ("deepseek-v3", {"mlp_bias": True}, "a deepseek_v3 with biases in its MLP is not known"),
         ("deepseek-v3", {"num_experts_per_tok": 300}, "a token cannot pass through 300 of 256 experts"),
-        ("qwen3-30b-a3b", {"mlp_only_layers": "all"}, "mlp_only_layers is 'all', which is no list of layers"),
+        ("qwen3-30b-a3b", {"mlp_only_layers": "all"}, "mlp_only_layers is 'all', not a list of layers"),
         ("qwen3-30b-a3b", {"mlp_layer_types": ["sparse"] * 48}, "has its own list of expert layers"),
         ("qwen3-30b-a3b", {"use_sliding_window": True, "sliding_window": 512}, "write layer_types into the file"),
         ("qwen2.5-7b", {"layer_types": ["sliding_attention"] * 28}, "use_sliding_window is false: which is it"),
         ("gemma-2-9b", {"layer_types": ["full_attention"]}, "layer_types names 1 layers of 42"),
-        ("gemma-2-9b", {"layer_types": "full_attention"}, "layer_types is 'full_attention', which is no list"),
+        ("gemma-2-9b", {"layer_types": "full_attention"}, "layer_types is 'full_attention', not a list"),
         ("gemma-2-9b", {"layer_types": ["chunked_attention"] * 42}, "layer_types has chunked_attention: only"),
         ("gemma-2-9b", {"sliding_window": None}, "a gemma2 needs sliding_window"),
-        ("gemma-2-9b", {"sliding_window": -1}, "sliding_window is -1, which is no whole number from 1 to 1000000000"),
+        ("gemma-2-9b", {"sliding_window": -1}, "sliding_window is -1, not a whole number from 1 to 1000000000"),
         ("mistral-7b-v0.1", {"layer_types": ["full_attention"] * 32}, "all layers of a mistral have the same window"),
-        ("mixtral-8x7b", {"num_local_experts": 0}, "num_experts is 0, which is no whole number from 1 to 1000000000"),
-        ("qwen2.5-7b", {"hidden_size": 3585}, "hidden_size 3585 is no multiple of 28 heads"),
+        ("mixtral-8x7b", {"num_local_experts": 0}, "num_experts is 0, not a whole number from 1 to 1000000000"),
+        ("qwen2.5-7b", {"hidden_size": 3585}, "hidden_size 3585 is not a multiple of 28 heads"),
     ],
 )
 def test_what_is_not_known_is_refused_with_what_is_missing(name: str, change: dict[str, Any], message: str) -> None:
@@ -561,7 +561,7 @@ def test_what_is_not_known_is_refused_with_what_is_missing(name: str, change: di
 def test_a_dimension_that_is_not_there_is_never_guessed(name: str, field: str) -> None:
     fields = config(name)
     del fields[field]
-    with pytest.raises(UnknownModel, match=r"needs .* and the file does not say"):
+    with pytest.raises(UnknownModel, match=r"needs .*, which the file lacks"):
         from_config(fields)
 
 

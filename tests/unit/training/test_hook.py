@@ -219,7 +219,7 @@ def test_a_rank_has_at_most_40_series_and_a_run_30() -> None:
     """A rank that measures everything there is, on a GPU, and has all reasons to complain."""
     clock = Clock()
     run = silent(clock, flops_per_token=10, hardware_flops_per_token=12, peak_flops=100, parallel={"dp": (0, 1)})
-    run.measures_wait()
+    run.recorder.measures_wait()
     with run.background_save():
         pass
     for row in (
@@ -230,17 +230,17 @@ def test_a_rank_has_at_most_40_series_and_a_run_30() -> None:
         m.TRAINING_ALLOCATOR_UNUSED_BYTES,
         m.TRAINING_BACKWARDS_WITHOUT_STEP,
     ):
-        run.set(row, 1.0)
+        run.recorder.set(row, 1.0)
     for _ in range(3):
         for phase in m.PHASES:
-            run.phase(phase, clock.now, clock.now + 1)
+            run.recorder.phase(phase, clock.now, clock.now + 1)
         clock.passes(5)
         with run.collective_wait():
             pass
         run.step(tokens=8, samples=1, loss=2.5, grad_norm=1.0)
         run.checkpoint_committed(1)
     for _ in range(2):
-        clock.passes(stuck_frames.AFTER + stuck_frames.LEAST)
+        clock.passes(stuck_frames.AFTER + stuck_frames.MIN_COVERED)
         snapshot = run.snapshot()
     series = [(row, labels) for row, points in snapshot.points.items() for labels, _ in points]
     told = {row for row, _ in series}
@@ -456,7 +456,7 @@ def test_activities_sum_to_the_process_age_and_never_fall_whatever_is_called(
 def test_a_snapshot_from_another_thread_is_of_one_instant() -> None:
     run = Run("llama", environ={"FLOPWATCH_DISABLE": "1"}, flops_per_token=10.0, peak_flops=1.0)
     stop = threading.Event()
-    told = start = run._start
+    told = start = run.recorder.start
 
     def loop() -> None:
         nonlocal told
@@ -720,7 +720,7 @@ def test_a_run_that_cannot_be_made_leaves_the_loop_alone(arguments: dict[str, An
     run.checkpoint_committed(1)
     run.finish()
     assert seen == [1, 2]
-    assert run._errors >= 1
+    assert run.recorder.errors >= 1
 
 
 def test_the_loops_own_errors_pass_through() -> None:

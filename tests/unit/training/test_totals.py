@@ -48,7 +48,7 @@ def on_a_device() -> tuple[Run, Clock, Device]:
     clock = Clock()
     run = silent(clock, flops_per_token=10, peak_flops=100)
     device = Device(clock)
-    run.mark = device.mark
+    run.recorder.mark = device.mark
     return run, clock, device
 
 
@@ -95,7 +95,7 @@ def test_what_is_behind_a_moment_not_known_yet_waits_for_it() -> None:
     run, clock, device = on_a_device()
     run.step(tokens=8)
     run.checkpoint_committed(1)
-    run.add(m.TRAINING_RECOMPILATIONS)
+    run.recorder.add(m.TRAINING_RECOMPILATIONS)
     assert total(run, m.TRAINING_COMMITTED_STEPS) is None
     device.moments[0].when = clock.now
     assert total(run, m.TRAINING_COMMITTED_STEPS) == 1
@@ -135,8 +135,8 @@ def test_a_moment_that_fails_costs_itself() -> None:
 
     run.step(tokens=8)
     device.moments[0].when = clock.now
-    run.phase("forward", 1.0, Broken(clock.now))
-    run.mark = clock
+    run.recorder.phase("forward", 1.0, Broken(clock.now))
+    run.recorder.mark = clock
     run.step(tokens=8)
     assert total(run, m.TRAINING_STEPS) == 2
     assert total(run, m.TRAINING_HOOK_ERRORS) == 1
@@ -229,14 +229,14 @@ def test_coordinates_that_do_not_fit_are_refused_and_the_run_goes_on() -> None:
 def test_flops_that_were_counted_stand_in_for_declared_ones() -> None:
     run = silent(peak_flops=1e12)
     for _ in range(2):
-        run.counted(30.0)
-        run.counted(12.0)
+        run.recorder.counted(30.0)
+        run.recorder.counted(12.0)
         run.step()
     snapshot = run.snapshot()
     assert value(snapshot, "training_model_flops_total") == 42
     ((info, _),) = snapshot.points[m.TRAINING_RUN_INFO]
     assert (info["flops_source"], info["convention"]) == ("counted", "causal")
-    run.uncountable("a custom kernel")
+    run.recorder.uncountable("a custom kernel")
     run.step(tokens=1)
     assert [labels["reason"] for labels, _ in run.snapshot().points[m.TRAINING_MFU_UNAVAILABLE]] == ["uncountable"]
 
@@ -257,11 +257,11 @@ def test_a_phase_counts_in_measured_steps_and_none_is_made_up() -> None:
     run = silent(clock)
     run.step()
     for _ in range(3):
-        run.phase("forward", clock.now, clock.now + 1)
-        run.phase("forward", clock.now + 1, clock.now + 1.5)  # a second micro-batch
+        run.recorder.phase("forward", clock.now, clock.now + 1)
+        run.recorder.phase("forward", clock.now + 1, clock.now + 1.5)  # a second micro-batch
         clock.passes(4)
         run.step()
-    run.phase("daydreaming", 1, 2)
+    run.recorder.phase("daydreaming", 1, 2)
     snapshot = run.snapshot()
     assert snapshot.points[m.TRAINING_PHASE_SECONDS] == [({"phase": "forward"}, 3.0)]
     assert value(snapshot, "training_measured_step_seconds_total") == 8
@@ -270,11 +270,11 @@ def test_a_phase_counts_in_measured_steps_and_none_is_made_up() -> None:
 
 def test_every_kth_step_is_to_be_measured_if_that_is_wanted() -> None:
     run = silent()
-    run.measure_every = 3
+    run.recorder.measure_every = 3
     asked = []
     for _ in range(9):
         run.step()
-        asked.append(run.measuring)
+        asked.append(run.recorder.measuring)
     assert asked == [False, False, True] * 3
 
 
@@ -287,10 +287,10 @@ def test_about_two_steps_a_second_are_measured(seconds: float, every: int) -> No
         clock.passes(seconds)
         run.step()
     run.snapshot()
-    assert run.measure_every == every
-    run.measure_every = 5
+    assert run.recorder.measure_every == every
+    run.recorder.measure_every = 5
     run.snapshot()
-    assert run.measure_every == 5
+    assert run.recorder.measure_every == 5
 
 
 # Checkpoints.
@@ -356,14 +356,14 @@ def test_the_position_is_known_to_the_loop_at_once() -> None:
 
 
 def test_a_loop_whose_thread_is_held_up_adds_up_itself_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flopwatch.training.run.BACKLOG", 4096)
+    monkeypatch.setattr("flopwatch.training.recorder.MAX_BACKLOG", 4096)
     steps, most = 50_000, 0
     with HookServer() as server:
         run = Run("llama", endpoint=server.url, push_interval=1e6, environ={})
         server.wait_for(lambda push: True)
         for _ in run.batches(range(steps)):
             run.step(tokens=1)
-            most = max(most, len(run._books.entries))
+            most = max(most, len(run.recorder.totals.events))
         run.finish()
         last = server.last_word()
     # What comes until it looks again: 1,024 steps or batches of three entries each.
@@ -374,12 +374,12 @@ def test_a_loop_whose_thread_is_held_up_adds_up_itself_and_loses_nothing(monkeyp
 def test_a_run_that_pushes_nothing_keeps_no_more_than_others_and_adds_up_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("flopwatch.training.run.BACKLOG", 4096)
+    monkeypatch.setattr("flopwatch.training.recorder.MAX_BACKLOG", 4096)
     run = silent()
     for _ in range(50_000):
         run.step(tokens=1)
-        assert len(run._books.entries) < 4096 + 2048
-    assert run._books.steps == 0
+        assert len(run.recorder.totals.events) < 4096 + 2048
+    assert run.recorder.totals.steps == 0
 
 
 def test_a_forked_child_records_nothing() -> None:
@@ -394,10 +394,10 @@ def test_a_forked_child_records_nothing() -> None:
 
 
 def _steps_in_a_child(run: Run) -> None:
-    before = len(run._books.entries)  # of the parent's, such as a collection of garbage
+    before = len(run.recorder.totals.events)  # of the parent's, such as a collection of garbage
     for _ in run.batches(range(3)):
         run.step(tokens=1)
-    sys.exit(len(run._books.entries) - before + run.alive)
+    sys.exit(len(run.recorder.totals.events) - before + run.alive)
 
 
 def test_an_error_that_cannot_even_be_printed_is_counted() -> None:
@@ -406,7 +406,7 @@ def test_an_error_that_cannot_even_be_printed_is_counted() -> None:
             raise SystemError
 
     run = silent()
-    run.failed("step", Unspeakable())
+    run.recorder.failed("step", Unspeakable())
     assert total(run, m.TRAINING_HOOK_ERRORS) == 1
 
 
@@ -417,9 +417,9 @@ def test_what_polls_may_fail_and_the_rest_is_told(monkeypatch: pytest.MonkeyPatc
     def fails() -> None:
         raise OSError("no such device")
 
-    run.poll(fails)
-    run.poll(lambda: polled.append(1))
-    run.poll(lambda: run.set(m.TRAINING_OUT_OF_MEMORY, 3))
+    run.recorder.poll(fails)
+    run.recorder.poll(lambda: polled.append(1))
+    run.recorder.poll(lambda: run.recorder.set(m.TRAINING_OUT_OF_MEMORY, 3))
     snapshot = run.snapshot()
     assert polled == [1]
     assert value(snapshot, "training_out_of_memory_total") == 3

@@ -1,1 +1,1 @@
-"""What `flopwatch run` attaches to a training script that does not call the hook itself."""
+"""Hooks that `flopwatch run` attaches to a training script that does not call flopwatch itself."""

@@ -1,12 +1,12 @@
-"""FLOPs of a model without a configuration: counted once, on tensors without data.
+"""FLOPs of a model without a configuration, counted once on tensors without data.
 
-A twin of the model (twin.py) is built from its modules, with parameters that have a shape and no memory, and its
-forward is run once on the shapes of a batch while a counter (counter.py) looks on. Of the model itself nothing is
-called or changed: no hook, no compiled function, no collective, no random number. What counts, and how, is in
-counter.py. DTensor and FSDP parameters have their global shape, so that a count is of all ranks that share the model;
-if the forward does not run on those, it is run on the rank's part of what tensor parallelism cuts.
+A copy of the model (fake_model.py) has parameters with a shape and no memory, and its forward runs once on the shapes
+of a batch under a counter (operators.py, which defines what counts). Nothing of the model itself is called or changed:
+no hook, no compiled function, no collective, no random number. DTensor and FSDP parameters have their global shape, so
+that a count covers all ranks that share the model. If the forward does not run on those shapes, it runs on the rank's
+part of the parameters that tensor parallelism cuts.
 
-No count, but the reason, where the forward depends on data, communicates by itself, or calls a kernel that PyTorch
+Models are refused with a reason if the forward depends on data, communicates by itself, or calls a kernel that PyTorch
 can't look into. https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html
 """
 
@@ -24,34 +24,35 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from flopwatch.training.flop_counter.fake_model import Twins, cut_parameters
-from flopwatch.training.flop_counter.operators import Attention, Counted, Counter, Uncountable
+from flopwatch.training.context_managers import Activity
+from flopwatch.training.flop_counter.attention import Attention
+from flopwatch.training.flop_counter.fake_model import FakeModels, cut_parameters
+from flopwatch.training.flop_counter.operators import Counter
+from flopwatch.training.flop_counter.results import Counted, Uncountable
+from flopwatch.training.recorder import Recorder
 from flopwatch.training.torch.outputs import tensors
-
-if TYPE_CHECKING:
-    from flopwatch.training.run import Run
 
 __all__ = ["Attached", "Counted", "Uncountable", "attach", "count"]
 
-SAMPLE = 16  # parameters that are looked at in each pass: all of a large model would take longer than the rest
-SHAPES = 32  # batch shapes that are counted one by one
+SAMPLE = 16  # parameters inspected in each pass: all of a large model would take longer than the rest
+MAX_SHAPES = 32  # batch shapes that are counted one by one
 
 
 def count(model: torch.nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Counted:
-    """Return the FLOPs of `model(*args, **kwargs)` and its backward pass; of the batch only shapes matter.
+    """Return the FLOPs of `model(*args, **kwargs)` and its backward pass, from the shapes of the batch.
 
-    Raises Uncountable.
+    Raises Uncountable with the reason.
     """
     try:
         return _count(model, args, dict(kwargs or {}), {})
     except _Fails as error:
-        # A model written for tensor parallelism may have its rank's number of heads in its code.
+        # The code of a model written for tensor parallelism may contain its rank's number of heads.
         if not (parts := cut_parameters(model)):
             raise error.reason from None
     try:
@@ -63,9 +64,9 @@ def count(model: torch.nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[st
 def _count(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], parts: dict[int, tuple[int, int]]
 ) -> Counted:
-    """Return the FLOPs, found by running with the rank's parts of these parameters. Raises Uncountable, _Fails."""
+    """Return the FLOPs of a run in which these parameters are cut into parts. Raises Uncountable, _Fails."""
     counter = Counter(FakeTensorMode(allow_non_fake_inputs=True), parts)
-    twins = Twins(counter)
+    twins = FakeModels(counter)
     failed = None
     try:
         with _nothing_changed():
@@ -86,7 +87,7 @@ def _count(
 
 
 class _Fails(Exception):
-    """The forward raises."""
+    """The model's forward raised."""
 
     def __init__(self, reason: Uncountable) -> None:
         super().__init__(reason)
@@ -99,15 +100,15 @@ def _reason(error: Exception) -> str:
         frame.f_globals.get("__name__") == "torch.nn.attention.flex_attention"
         for frame, _ in traceback.walk_tb(error.__traceback__)
     ):
-        return "only the mask function of flex_attention knows how many scores it leaves"
-    said = str(error).strip().splitlines() or [""]
-    return f"the forward does not run on tensors without data: {type(error).__name__}: {said[0]}"
+        return "the number of scores under a mask function of flex_attention is unknown"
+    lines = str(error).strip().splitlines() or [""]
+    return f"the forward does not run on tensors without data: {type(error).__name__}: {lines[0]}"
 
 
 def _run(
-    model: torch.nn.Module, twins: Twins, counter: Counter, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: torch.nn.Module, twins: FakeModels, counter: Counter, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> int | None:
-    """Run the forward of the model's twin, and return the tokens of the batch, if it tells."""
+    """Run the forward of the model's fake copy; return the tokens of the batch, None if unknown."""
     with counter.mode, torch.enable_grad():
         twin = twins.of(model)
         arguments = inspect.signature(twin.forward).bind(*args, **kwargs)
@@ -120,19 +121,19 @@ def _run(
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """What counts the passes of one model; `remove()` ends that."""
+    """Counting of one model's passes, until `remove()`."""
 
     remove: Callable[[], None]
 
 
-def attach(run: Run, model: torch.nn.Module) -> Attached:
-    """Add the FLOPs of this module's training passes to the open step of `run`.
+def attach(recorder: Recorder, model: torch.nn.Module) -> Attached:
+    """Add the FLOPs of this module's training passes to the open step.
 
-    To be called with the module as the loop calls it, after DDP, FSDP and torch.compile have wrapped it.
+    Pass the module as the loop calls it, after DDP, FSDP and torch.compile have wrapped it.
     """
-    if run.has_flops:
+    if recorder.has_flops:
         return Attached(lambda: None)
-    passes = _Passes(run, model)
+    passes = _Passes(recorder, model)
     compiled = model.__dict__.get("_compiled_call_impl")
     if compiled is None:
         return Attached(model.register_forward_hook(passes, with_kwargs=True).remove)
@@ -144,7 +145,7 @@ def attach(run: Run, model: torch.nn.Module) -> Attached:
         passes(model, args, kwargs, output)
         return output
 
-    # Not by themselves: a run that goes on should not keep a model that is gone.
+    # Weak references, so that the run does not keep a deleted model alive.
     watched, ours = weakref.ref(model), weakref.ref(call)
 
     def remove() -> None:
@@ -156,14 +157,13 @@ def attach(run: Run, model: torch.nn.Module) -> Attached:
 
 
 class _Passes:
-    """A forward hook. The first time it meets shapes it counts; then it looks up.
+    """Forward hook that counts the FLOPs of each new batch shape once, and looks up known shapes.
 
-    It runs after the forward, not before: what the forward keeps for later, position tables in a cache say, is real
-    by then, and stays so.
+    It runs after the forward, so that values the forward caches, such as position tables, are real and stay real.
     """
 
-    def __init__(self, run: Run, model: torch.nn.Module) -> None:
-        self._run = run
+    def __init__(self, recorder: Recorder, model: torch.nn.Module) -> None:
+        self._recorder = recorder
         parameters = [weakref.ref(parameter) for parameter in model.parameters()]
         self._sample = parameters[
             :: max(1, len(parameters) // SAMPLE)
@@ -176,7 +176,7 @@ class _Passes:
         if torch.compiler.is_compiling():
             return
         try:
-            if self._gave_up or not torch.is_grad_enabled() or not self._run.alive:
+            if self._gave_up or not torch.is_grad_enabled() or not self._recorder.alive:
                 return
             if not (outputs := [tensor for tensor in tensors(output) if tensor.requires_grad]):
                 return
@@ -186,25 +186,25 @@ class _Passes:
             # Generated code can't run a hook that is another object in each step.
             autograd = sys.modules.get("torch._dynamo.compiled_autograd")
             if getattr(autograd, "compiled_autograd_enabled", False):
-                self._run.counted(counted.flops)
+                self._recorder.counted(counted.flops)
                 return
-            self._run.counted(counted.forward)
+            self._recorder.counted(counted.forward)
             backward = [counted.backward]
 
             def begins(_: torch.Tensor) -> None:
                 if backward:
-                    self._run.counted(backward.pop())
+                    self._recorder.counted(backward.pop())
 
             for tensor in outputs:
                 tensor.register_hook(begins)  # type: ignore[no-untyped-call]
         except Exception as error:
-            self._run.failed("counted", error)
+            self._recorder.failed("count", error)
 
     def __deepcopy__(self, _: object) -> Callable[..., None]:
-        return _nothing  # of a copy of the model, a moving average say
+        return _nothing  # in a copy of the model, such as a moving average
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _inert, ()  # of a model that is saved whole
+        return _inert, ()  # in a model that is saved whole
 
     def _look_up(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Counted | None:
         trainable = sum([(parameter := known()) is not None and parameter.requires_grad for known in self._sample])
@@ -218,38 +218,38 @@ class _Passes:
                     counted = self._count(model, args, kwargs)
                 except Uncountable as reason:
                     self._gave_up = True
-                    self._run.uncountable(str(reason))
+                    self._recorder.uncountable(str(reason))
                     return None
                 self._counts[key] = counted
                 self._lengths.add(trainable, lengths, counted)
         return counted
 
     def _count(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Counted:
-        if len(self._counts) >= SHAPES:
-            raise Uncountable(f"batches have more than {SHAPES} shapes, and no formula fits them")
-        with self._run.activity("other"):
+        if len(self._counts) >= MAX_SHAPES:
+            raise Uncountable(f"batches have more than {MAX_SHAPES} shapes, and no formula fits them")
+        with Activity(self._recorder, "other"):
             counted = count(model, args, kwargs)
         if not self._counts:
-            self._run.set_flops(convention="causal", source="counted")
+            self._recorder.set_flops(convention="causal", source="counted")
         return counted
 
 
 class _Lengths:
-    """FLOPs of [batch, length] by batch x (a x length + b x length^2), which two counts tell and all others prove.
+    """Formula batch x (a x length + b x length^2) of the FLOPs of [batch, length], fitted to two counts.
 
-    For batches padded to the longest sample, each of another length.
+    It serves batches that are padded to their longest sample, so that each has another length.
     """
 
     def __init__(self) -> None:
         self._counts: dict[tuple[int, int, int], Counted] = {}
 
     def add(self, trainable: int, lengths: tuple[int, int] | None, counted: Counted) -> None:
-        """Take a count to fit to."""
+        """Add a count to fit the formula to."""
         if lengths is not None:
             self._counts[(trainable, lengths[0], lengths[1])] = counted
 
     def predicted(self, trainable: int, lengths: tuple[int, int] | None) -> Counted | None:
-        """Return the FLOPs of a shape if at least three counts, one of them no shorter, agree on the formula."""
+        """Return a shape's FLOPs if three counts or more fit the formula and one is as long, else None."""
         counts = [(batch, length, counted) for (t, batch, length), counted in self._counts.items() if t == trainable]
         if lengths is None or len(counts) < 3 or lengths[1] > max(length for _, length, _ in counts):
             return None
@@ -271,14 +271,14 @@ class _Lengths:
 
 
 def _batch_and_length(value: Any) -> tuple[int, int] | None:
-    """Return the shape [batch, length] that all tensors have in common, numbers apart."""
+    """Return the shape [batch, length] that all tensors share, apart from scalars; None if they share none."""
     shapes = {tuple(leaf.shape) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.ndim}
     shape: Any = shapes.pop() if len(shapes) == 1 else ()
     return shape if len(shape) == 2 and prod(shape) else None
 
 
 def _shapes(value: Any) -> Hashable:
-    """Return what of some arguments decides how many FLOPs they need."""
+    """Return the part of some arguments that decides their FLOPs: shapes, booleans and strings."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape)
     if isinstance(value, (list, tuple)):
@@ -298,7 +298,7 @@ def _inert() -> Callable[..., None]:
 
 @contextlib.contextmanager
 def _nothing_changed() -> Iterator[None]:
-    """Keep random numbers, compiled functions and logs as they are."""
+    """Return a context manager that restores the random state and keeps compiled functions and logs unchanged."""
     numbers, torch_numbers = random.getstate(), torch.get_rng_state()
     numpy = sys.modules.get("numpy")
     numpy_numbers = None if numpy is None else numpy.random.get_state()
@@ -317,7 +317,7 @@ def _nothing_changed() -> Iterator[None]:
 
 
 def _autocast(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Return the autocast that is on where the model is, for the CPU, where its twin is. Its cache keeps no fake."""
+    """Return the model's autocast for the CPU, where the fake copy is, without a cache that would keep fakes."""
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     device = "cpu" if device == "meta" else device
     return torch.autocast(

@@ -1,8 +1,8 @@
-"""A twin of a model: the same modules, parameters without data, no hooks and no wrappers.
+"""Fake copy of a model: the same modules with parameters without data, no hooks and no wrappers.
 
-What it is made of is the model's own state, so the model can't tell. DDP, FSDP 1, DeepSpeed and torch.compile wrap a
-module in another, which is taken off; FSDP 2 and tensor parallelism work through hooks, which the twin has none of,
-and through DTensor parameters, which tell their global shape.
+It is built from the model's own state without calling the model. DDP, FSDP 1, DeepSpeed and torch.compile wrap a module
+in another, which is removed. FSDP 2 and tensor parallelism work through hooks, which the copy lacks, and through
+DTensor parameters, which have their global shape.
 https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
@@ -13,21 +13,19 @@ import functools
 import types
 from collections import OrderedDict, deque
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flopwatch.training.flop_counter.operators import Uncountable
+from flopwatch.training.flop_counter.operators import Counter
+from flopwatch.training.flop_counter.results import Uncountable
 
-if TYPE_CHECKING:
-    from flopwatch.training.flop_counter.operators import Counter
-
-FEW = 10_000  # elements of a list in a module: more are a data set
+MAX_ITEMS = 10_000  # elements of a list in a module: more are a data set
 
 
 def cut_parameters(model: torch.nn.Module) -> dict[int, tuple[int, int]]:
-    """Return (dimension, parts) of the parameters that tensor parallelism cuts, by id; FSDP's cuts are no matter."""
+    """Return (dimension, parts) of the parameters that tensor parallelism cuts, by id; cuts by FSDP don't count."""
     data_parallel = {}
     module: Any
     for module in model.modules():
@@ -46,8 +44,8 @@ def cut_parameters(model: torch.nn.Module) -> dict[int, tuple[int, int]]:
     return parts
 
 
-class Twins:
-    """Makes modules that look like given ones, with fake parameters and buffers, and without hooks and wrappers."""
+class FakeModels:
+    """Copies of modules with fake parameters and buffers, and without hooks and wrappers."""
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
@@ -57,7 +55,7 @@ class Twins:
         self._whole: dict[tuple[int, str], torch.Tensor] = {}  # parameters that FSDP 1 cut up
 
     def of(self, model: torch.nn.Module) -> Any:
-        """Return the twin of a model."""
+        """Return the fake copy of a model."""
         twin = self._module(model)
         for module in list(self._modules.values()):
             state = module.__dict__
@@ -66,7 +64,7 @@ class Twins:
         return twin
 
     def clear(self) -> None:
-        """Let go of all tensors."""
+        """Release all tensors."""
         for twin in self._modules.values():
             twin.__dict__.clear()
         self._whole.clear()
@@ -84,7 +82,7 @@ class Twins:
             if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(value, dict):
                 state[name] = OrderedDict()
         state["_compiled_call_impl"] = None
-        # Recomputation in the forward is none: Hugging Face's blocks look here.
+        # No recomputation in the forward: Hugging Face's blocks read this attribute.
         if state.get("gradient_checkpointing") is True:
             state["gradient_checkpointing"] = False
         weights = dict(state["_parameters"])
@@ -106,7 +104,7 @@ class Twins:
         return twin
 
     def _unwrapped(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Return what is under wrappers whose forward does more than the model's: DDP, FSDP 1, torch.compile."""
+        """Return the module inside wrappers whose forward does more than the model's: DDP, FSDP 1, torch.compile."""
         while True:
             inner = module.__dict__["_modules"]
             kinds = {
@@ -123,7 +121,7 @@ class Twins:
                 return module
 
     def _restore(self, module: Any) -> None:
-        """Learn the shapes of the parameters that this FSDP 1 module flattened into one and cut up."""
+        """Restore the shapes of the parameters that this FSDP 1 module flattened and cut."""
         flat = None if module._handle is None else module._handle.flat_param
         if flat is None:
             return
@@ -136,7 +134,7 @@ class Twins:
             self._whole[id(owner), name] = self._whole[id(first_owner), first]
 
     def _attribute(self, value: Any) -> Any:
-        """Return an attribute for the twin: nothing in it leads back to the model, and none of it is shared."""
+        """Return an attribute for the fake copy that shares nothing with the model."""
         if isinstance(value, FakeTensor):
             return value
         if isinstance(value, torch.Tensor):
@@ -153,7 +151,7 @@ class Twins:
                 **{name: self._attribute(item) for name, item in value.keywords.items()},
             )
         if type(value) in (dict, OrderedDict, list, tuple, deque, set):
-            if len(value) > FEW:
+            if len(value) > MAX_ITEMS:
                 return value  # data
             if isinstance(value, dict):
                 return type(value)((key, self._attribute(item)) for key, item in value.items())
@@ -169,12 +167,12 @@ class Twins:
         return value
 
     def _object(self, value: Any) -> Any:
-        """Return a plain object with lists, dicts and tensors of its own; what objects it has are the model's."""
+        """Return a copy of an object with lists, dicts and tensors of its own; objects inside it are the model's."""
         if id(value) not in self._objects:
             try:
                 twin = object.__new__(type(value))
             except TypeError:
-                return value  # one of an extension
+                return value  # an extension type
             self._objects[id(value)] = twin
             twin.__dict__.update(
                 {
@@ -185,7 +183,7 @@ class Twins:
         return self._objects[id(value)]
 
     def _config(self, config: Any) -> Any:
-        """Return a Hugging Face configuration under which the same matmuls are done by kernels that can be counted."""
+        """Return a copy of a Hugging Face configuration that selects kernels whose matmuls can be counted."""
         if id(config) not in self._configs:
             twin = self._configs[id(config)] = copy.copy(config)
             if twin._attn_implementation not in (None, "eager", "sdpa"):
@@ -193,5 +191,5 @@ class Twins:
                 twin._attn_implementation = "sdpa" if able else "eager"
                 self._counter.packs = True
             if twin._experts_implementation is not None:
-                twin._experts_implementation = "grouped_mm"  # each token through its experts, whichever they are
+                twin._experts_implementation = "grouped_mm"  # each token passes through its own experts
         return self._configs[id(config)]

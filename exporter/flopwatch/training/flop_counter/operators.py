@@ -1,18 +1,17 @@
-"""Counts the FLOPs of what is dispatched on tensors without data, in the convention `causal` of training/flops.
+"""FLOPs of operators that are dispatched on tensors without data, in the convention `causal` of flops/.
 
 matrix multiplications, convolutions   2 FLOP per multiply-add
-scaled_dot_product_attention           both its matmuls: half of the square under a causal mask, else what a mask leaves
+scaled_dot_product_attention           both matmuls: half of the square under a causal mask, else the visible scores
 softmax between two matmuls            the same, for attention written by hand
 everything else                        0: embedding, norms, activations, recomputation
 
-Backward: as much again for the input and for the weight; a frozen weight has no gradient, and where nothing before
-needs one there is no backward. Left out as by that convention is the router of a mixture of experts: a product with a
-weight that a module inside the model hands to topk.
+Backward: the same again for the input and for the weight. A frozen weight has no gradient, and without a gradient in
+front of it there is no backward. The convention excludes the router of a mixture of experts: a product with a weight
+that a module inside the model passes to topk.
 
-A mask has values that are computed for real, on the host, where they follow from constants, and from buffers that are
-there. Of others the attending module is asked what it says of itself, as those of transformers do (`is_causal`,
-`sliding_window`). PyTorch's own FlopCounterMode does not know masks, and on the CPU no attention at all.
-https://github.com/pytorch/pytorch/blob/main/torch/utils/flop_counter.py
+A mask's values are computed on the host if they follow from constants and real buffers. For other masks the attending
+module's attributes decide (`is_causal`, `sliding_window` of transformers). PyTorch's own FlopCounterMode has no masks,
+and no attention on the CPU. https://github.com/pytorch/pytorch/blob/main/torch/utils/flop_counter.py
 """
 
 from __future__ import annotations
@@ -20,13 +19,10 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import sys
 import time
-import types
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -37,16 +33,18 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-DEADLINE = 10.0  # seconds; a model of 128 layers takes two or three
-KNOWN = 1 << 24  # elements: larger values, of masks say, are not computed
-NO_PADDING = {"attention_mask": True, "key_padding_mask": False}  # arguments, and what in them says no padding
-HIDDEN = -1e4  # what is added to a score that must not count; some write -1e4, most -inf or the least of the dtype
+from flopwatch.training.flop_counter.frames import attention_window, autograd_function, modules_at_work
+from flopwatch.training.flop_counter.results import Counted, Entry, Scores, Uncountable, is_weight, needs_grad, parts_of
 
-# Operators that multiply matrices: where the first of the two is among the arguments.
+DEADLINE = 10.0  # seconds; a model of 128 layers takes two or three
+MAX_COMPUTED = 1 << 24  # elements: larger values, for example of masks, are not computed
+NO_PADDING = {"attention_mask": True, "key_padding_mask": False}  # arguments, and their value for "no padding"
+HIDDEN = -1e4  # added to a score that must not count: some write -1e4, most -inf or the minimum of the dtype
+
+# Operators that multiply matrices, with the index of the first matrix among the arguments.
 MATMULS = {
     "mm": 0,
     "bmm": 0,
@@ -66,58 +64,20 @@ MATMULS = {
     "addbmm": 1,
     "addmv": 1,
 }
-# Of kernels from elsewhere these are known: https://github.com/Dao-AILab/flash-attention, fixed lengths,
-# and what transformers does without a grouped matmul.
+# Known kernels outside PyTorch: https://github.com/Dao-AILab/flash-attention with fixed lengths, and the fallback of
+# transformers without a grouped matmul.
 KERNELS = ("flash_attn::_flash_attn_forward", "transformers::grouped_mm_fallback")
-# In the name of a PyTorch operator: it multiplies matrices, in a way not counted here.
+# Words in the names of PyTorch operators that multiply matrices in a way not counted here.
 OPAQUE = {"matmul", "attention", "conv", "convolution", "rnn", "lstm", "gru", "trilinear"}
 
 aten = torch.ops.aten
 cpu = torch.device("cpu")
 
 
-class Uncountable(Exception):
-    """The FLOPs of this model can't be counted; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """FLOPs of one forward pass and of its backward pass, on all ranks that share the model."""
-
-    forward: int
-    backward: int
-    tokens: int | None  # elements of `input_ids`; None where the batch has none
-    by_op: dict[str, int] = field(default_factory=dict)  # forward
-
-    @property
-    def flops(self) -> int:
-        """Return the FLOPs of forward and backward."""
-        return self.forward + self.backward
-
-
-@dataclass(slots=True)
-class _Entry:
-    op: str
-    forward: int
-    gradients: int  # operands that get one
-
-
-@dataclass(slots=True)
-class _Scores:
-    """Scores of an attention written by hand, on their way from the matmul that made them to the next."""
-
-    entry: _Entry
-    queries: int
-    keys: int
-    masks: list[torch.Tensor | None] = field(default_factory=list)  # True or above HIDDEN: counts; None: values unknown
-    softmaxed: bool = False
-
-
 class Counter(TorchDispatchMode):
-    """Counts what is dispatched, on fake tensors, all of which pretend to be on the CPU.
+    """Dispatch mode that counts operators on fake tensors, all of which pretend to be on the CPU.
 
-    Values are computed beside the fake ones where they follow from nothing but the host's constants and buffers:
-    masks are made of those.
+    Values that follow from the host's constants and buffers alone, such as masks, are computed as well.
     """
 
     supports_higher_order_operators = True
@@ -126,21 +86,21 @@ class Counter(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.refused: Uncountable | None = None
         self.paused = 0
-        self.packs = False  # attention of the model's own would find packed samples by their positions
+        self.packs = False  # the model's own attention would find packed samples by their positions
         self.mode = mode
         self._parts = parts
-        self._entries: list[_Entry] = []
-        self._fakes: dict[int, tuple[torch.Tensor, FakeTensor]] = {}  # with the real ones, so that no id is used twice
+        self._entries: list[Entry] = []
+        self._fakes: dict[int, tuple[torch.Tensor, FakeTensor]] = {}  # with the real ones, so that no id is reused
         self._may_be_packed = False
         self._stale: set[int] = set()  # storages whose values were overwritten with unknown ones
-        # Masks already looked at, with the tensors that own the addresses.
+        # Masks seen so far, with the tensors that own the addresses.
         self._visible: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         self._pairs: dict[int, tuple[torch.Tensor, int, int]] = {}
         self._made: list[weakref.ref[torch.Tensor]] = []
         self._until = time.monotonic() + DEADLINE
 
     def counted(self, tokens: int | None) -> Counted:
-        """Return the sum."""
+        """Return the total FLOPs, for a batch of `tokens`."""
         by_op: dict[str, int] = {}
         for entry in self._entries:
             by_op[entry.op] = by_op.get(entry.op, 0) + entry.forward
@@ -152,9 +112,9 @@ class Counter(TorchDispatchMode):
         )
 
     def clear(self) -> None:
-        """Let go of all tensors, and take those that the forward put away out of lists and dicts of the program.
+        """Release all tensors, and remove fake tensors that the forward left in the program's lists, dicts and sets.
 
-        There, a loss that layers add up say, the training loop would come upon them.
+        The training loop would find them there, for example in a loss that layers add up.
         """
         self._fakes.clear()
         self._visible.clear()
@@ -176,15 +136,15 @@ class Counter(TorchDispatchMode):
                     holder.discard(fake)
 
     def refuse(self, reason: str) -> Uncountable:
-        """Return the reason to raise; kept, should the model catch it."""
+        """Return an Uncountable to raise, and keep the first one in case the model catches it."""
         if self.refused is None:
             self.refused = Uncountable(reason)
         return self.refused
 
-    # Fake tensors, and what is known of them.
+    # Fake tensors and their known values.
 
     def fake(self, real: torch.Tensor, *, weight: bool = False) -> torch.Tensor:
-        """Return a tensor of this shape (of all ranks, if it is distributed), without data and on the CPU."""
+        """Return a CPU tensor without data of the real one's shape (of all ranks, if it is distributed)."""
         if isinstance(real, FakeTensor) and real.fake_mode is self.mode:
             return real
         if id(real) in self._fakes:
@@ -201,19 +161,19 @@ class Counter(TorchDispatchMode):
         fake._weight = weight or isinstance(real, torch.nn.Parameter)
         if parts > 1:
             fake._parts = parts
-        if not fake._weight and type(real) is torch.Tensor and real.device == cpu and real.numel() <= KNOWN:
+        if not fake._weight and type(real) is torch.Tensor and real.device == cpu and real.numel() <= MAX_COMPUTED:
             fake._source = real
         self._fakes[id(real)] = (real, fake)
         return fake  # type: ignore[no-any-return]
 
     def inputs(self, arguments: inspect.BoundArguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with fake tensors. Their values are unknown, but nothing is taken to be padding."""
+        """Return the arguments with fake tensors of unknown values, and padding masks without padding."""
 
         def one(real: torch.Tensor) -> torch.Tensor:
             fake: Any = self.fake(real)
             square = real.ndim >= 2 and real.shape[-1] == real.shape[-2]
             if not square or not (real.dtype == torch.bool or (real.ndim == 2 and real.dtype.is_floating_point)):
-                fake._source = None  # no mask: another batch of this shape has other values
+                fake._source = None  # not a mask: another batch of this shape has other values
             return fake  # type: ignore[no-any-return]
 
         given = {**arguments.arguments, **arguments.arguments.get("kwargs", {})}
@@ -234,7 +194,7 @@ class Counter(TorchDispatchMode):
         return arguments.args, arguments.kwargs
 
     def known(self, fake: Any) -> torch.Tensor | None:
-        """Return the values of a fake tensor, if they are known."""
+        """Return the values of a fake tensor, None if unknown."""
         value: torch.Tensor | None = getattr(fake, "_known", None)
         if value is None and (source := getattr(fake, "_source", None)) is not None:
             fake._source = None
@@ -266,25 +226,25 @@ class Counter(TorchDispatchMode):
                 raise self.refuse("the forward depends on the value of a tensor")
             with _disable_current_modes():
                 return value.item()
-        function = _autograd_function() if tensors and not torch.is_grad_enabled() else None
+        function = autograd_function() if tensors and not torch.is_grad_enabled() else None
         out = self._run(func, args, kwargs, tensors)
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
         self._made.extend(map(weakref.ref, made))
         if self._parts and (self.paused or func._opname not in MATMULS):
-            # A part of a table of embeddings makes whole ones: what matters is what the weights are applied to.
-            parts = max(map(_parts_of, [tensor for tensor in tensors if not _is_weight(tensor)] or tensors), default=1)
+            # A part of an embedding table yields whole embeddings, so the operands other than weights decide.
+            parts = max(map(parts_of, [tensor for tensor in tensors if not is_weight(tensor)] or tensors), default=1)
             for fake in made:
                 fake._parts = parts  # type: ignore[attr-defined]
         if not self.paused:
             self._count(func, args, kwargs, made, function)
             self._follow(func, args, tensors, made)
-        if function is not None and any(map(_needs_gradient, tensors)):
+        if function is not None and any(map(needs_grad, tensors)):
             for fake in made:
                 fake._needs_gradient = True  # type: ignore[attr-defined]
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
-        """Return what the operator makes of fake tensors; of known ones also the values."""
+        """Return the operator's fake result, with values if all inputs are known."""
         name, tags = func.name(), func.tags
         if func is aten._grouped_mm.default and args[0].ndim == 2 and args[1].ndim == 3:
             return torch.empty(args[0].shape[0], args[1].shape[2], dtype=args[0].dtype, device=cpu)  # of any dtype
@@ -300,9 +260,9 @@ class Counter(TorchDispatchMode):
         try:
             out = func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
-            raise self.refuse(f"the forward depends on data: only they tell what {name} makes") from None
+            raise self.refuse(f"the forward depends on data: they decide the result's shape of {name}") from None
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
-        if computable and made and all(fake.numel() <= KNOWN for fake in made):
+        if computable and made and all(fake.numel() <= MAX_COMPUTED for fake in made):
             real = [leaf for leaf in tree_leaves(self._computed(func, args, kwargs)) if isinstance(leaf, torch.Tensor)]
             for fake, value in zip(made, real, strict=True):
                 fake._known = value  # type: ignore[attr-defined]
@@ -321,10 +281,10 @@ class Counter(TorchDispatchMode):
         return fake
 
     def _follow(self, func: Any, args: Any, tensors: list[torch.Tensor], made: list[FakeTensor]) -> None:
-        """Mark what comes of nothing but weights, and the scores of attention written by hand."""
+        """Mark results that depend on weights alone, and the scores of attention written by hand."""
         fake: Any
-        if any(_is_weight(tensor) for tensor in tensors) and all(
-            _is_weight(tensor) or (not tensor.dtype.is_floating_point and self.known(tensor) is not None)
+        if any(is_weight(tensor) for tensor in tensors) and all(
+            is_weight(tensor) or (not tensor.dtype.is_floating_point and self.known(tensor) is not None)
             for tensor in tensors
         ):
             for fake in made:
@@ -333,14 +293,14 @@ class Counter(TorchDispatchMode):
         if product is not None and made and made[0].numel() == product.numel():
             fake = made[0]
             fake._product = product._product
-        elif product is not None and func is aten.topk.default and len(list(_modules_at_work())) > 1:
+        elif product is not None and func is aten.topk.default and len(list(modules_at_work())) > 1:
             product._product.forward = 0
         before = next((tensor for tensor in tensors if hasattr(tensor, "_scores")), None)
         if before is None or not made or hasattr(made[0], "_scores"):
             return
-        scores: _Scores = before._scores
+        scores: Scores = before._scores
         fake = made[0]
-        # Sinks are put behind the scores before the softmax and cut off after it.
+        # Sinks are appended to the scores before the softmax and removed after it.
         if fake.numel() != before.numel() and func._opname not in ("cat", "slice"):
             return
         fake._scores = scores
@@ -349,13 +309,13 @@ class Counter(TorchDispatchMode):
         elif not scores.softmaxed:
             scores.masks.extend(self._masks(func._opname, args, scores))
 
-    def _masks(self, op: str, args: Any, scores: _Scores) -> Iterator[torch.Tensor | None]:
-        """Return which scores an operator leaves that takes them and masks; None if the values are unknown."""
+    def _masks(self, op: str, args: Any, scores: Scores) -> Iterator[torch.Tensor | None]:
+        """Yield the visible scores under each mask that an operator applies; None if the values are unknown."""
         for mask in args:
             if (
                 not isinstance(mask, torch.Tensor)
                 or hasattr(mask, "_scores")
-                or _is_weight(mask)
+                or is_weight(mask)
                 or (mask.shape[-2:] != (scores.queries, scores.keys))
             ):
                 continue
@@ -366,7 +326,7 @@ class Counter(TorchDispatchMode):
             else:
                 yield self.visible(mask) if op in ("add", "add_", "sub") else None
 
-    # What counts.
+    # Counting.
 
     def _count(self, func: Any, args: Any, kwargs: Any, made: list[FakeTensor], function: type | None) -> None:
         op = func._opname
@@ -375,7 +335,7 @@ class Counter(TorchDispatchMode):
             self._matmul(op, a, b, args[0] if op == "baddbmm" else None, made[0], function)
         elif op in ("convolution", "_convolution"):
             image, kernel, transposed = args[0], args[1], args[6]
-            # Each element of the kernel meets each place of what is smaller: of the input if transposed.
+            # Each element of the kernel meets each place of the smaller tensor: the input if transposed.
             places = (image if transposed else made[0]).shape
             self._add(op, 2 * kernel.numel() * prod(places) // places[1], (image, kernel), function)
         elif op == "mkldnn_rnn_layer":  # of an LSTM
@@ -413,16 +373,16 @@ class Counter(TorchDispatchMode):
         elif not op.startswith("_thnn_fused") and any(word in OPAQUE or word.endswith("mm") for word in op.split("_")):
             raise self.refuse(f"{func.name()} is not known here")
 
-    def _add(self, op: str, flops: int, operands: tuple[torch.Tensor, ...], function: type | None) -> _Entry:
-        flops *= max(map(_parts_of, operands))  # each of so many ranks does a part
+    def _add(self, op: str, flops: int, operands: tuple[torch.Tensor, ...], function: type | None) -> Entry:
+        flops *= max(map(parts_of, operands))  # one part on each of these ranks
         gradients = 0
-        if (torch.is_grad_enabled() or function is not None) and any(map(_needs_gradient, operands)):
+        if (torch.is_grad_enabled() or function is not None) and any(map(needs_grad, operands)):
             if function is not None and not function.__module__.startswith(("torch.", "flash_attn.")):
                 raise self.refuse(f"{function.__qualname__} is an autograd.Function: its backward can be anything")
-            # By convention also of the batch, the input of the first layer; not of frozen weights.
-            frozen = sum(_is_weight(operand) and not _needs_gradient(operand) for operand in operands)
+            # By convention the batch, the input of the first layer, has a gradient; frozen weights have none.
+            frozen = sum(is_weight(operand) and not needs_grad(operand) for operand in operands)
             gradients = 2 - frozen
-        self._entries.append(entry := _Entry(op, flops, gradients))
+        self._entries.append(entry := Entry(op, flops, gradients))
         return entry
 
     def _matmul(
@@ -431,16 +391,16 @@ class Counter(TorchDispatchMode):
         flops = 2 * a.numel() * (b.shape[0] if op == "linear" else b.shape[-1] if b.ndim > 1 else 1)
         if a.ndim == 3 and b.ndim == 2 and op != "linear":
             flops //= a.shape[0]  # grouped by the columns of b: each meets one matrix of a
-        if a.shape[-1] == 1 and not _is_weight(a) and not _is_weight(b):
-            return  # an outer product, of positions and frequencies say: nothing is added up
+        if a.shape[-1] == 1 and not is_weight(a) and not is_weight(b):
+            return  # an outer product, for example of positions and frequencies: no sum
         entry = self._add(op, flops, (a, b), function)
-        if _is_weight(a) != _is_weight(b):
+        if is_weight(a) != is_weight(b):
             out._product = entry
-        parts = _parts_of(a), _parts_of(b)
-        # Cut along what is summed over, both: hooks that the twin lacks add up the parts.
-        if max(parts) > 1 and (min(parts) == 1 or not (_is_weight(a) or _is_weight(b))):
+        parts = parts_of(a), parts_of(b)
+        # Both are cut along the summed dimension: hooks that the fake copy lacks add up the parts.
+        if max(parts) > 1 and (min(parts) == 1 or not (is_weight(a) or is_weight(b))):
             out._parts = max(parts)
-        scores: _Scores | None = getattr(a, "_scores", None)
+        scores: Scores | None = getattr(a, "_scores", None)
         if scores is not None and scores.softmaxed and a.shape[-2:] == (scores.queries, scores.keys):
             pairs = prod(a.shape[:-2]) * scores.queries * scores.keys
             twice = 2 * pairs
@@ -451,19 +411,13 @@ class Counter(TorchDispatchMode):
                 twice = self._twice_pairs(prod(a.shape[:-2]), scores.queries, scores.keys, mask)
             for part in (scores.entry, entry):
                 part.op, part.forward = "attention", part.forward * twice // (2 * pairs)
-        elif op in ("bmm", "baddbmm") and not _is_weight(a) and not _is_weight(b):
-            out._scores = scores = _Scores(entry, out.shape[-2], out.shape[-1])
+        elif op in ("bmm", "baddbmm") and not is_weight(a) and not is_weight(b):
+            out._scores = scores = Scores(entry, out.shape[-2], out.shape[-1])
             if added is not None and added.shape[-2:] == out.shape[-2:]:
                 scores.masks.append(self.visible(added))
 
     def attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        causal: bool,
-        function: type | None = None,
+        self, query: Any, key: Any, value: Any, mask: torch.Tensor | None, causal: bool, function: type | None = None
     ) -> None:
         """Count an attention: query [..., heads, s, e], key and value [..., heads or fewer, s, e]."""
         self._attention(
@@ -493,14 +447,14 @@ class Counter(TorchDispatchMode):
         if causal:
             # As scaled_dot_product_attention aligns it: query i sees keys 0 ... i.
             twice = among * (queries * keys if queries == keys else 2 * sum(min(i + 1, keys) for i in range(queries)))
-        elif mask is None or _is_weight(mask):
+        elif mask is None or is_weight(mask):
             twice = 2 * among * queries * keys
         else:
             twice = self._twice_pairs(among, queries, keys, self.visible(mask))
         self._add("attention", dims * twice, operands, function)
 
     def _twice_pairs(self, among: int, queries: int, keys: int, visible: torch.Tensor | None) -> int:
-        """Return twice the number of scores that a mask leaves, over so many heads and samples."""
+        """Return twice the number of visible scores under a mask, for `among` heads and samples."""
         if visible is None:
             return among * self._twice_pairs_of_module(queries, keys)
         if id(visible) not in self._pairs:
@@ -515,12 +469,12 @@ class Counter(TorchDispatchMode):
         return twice * among // heads
 
     def _twice_pairs_of_module(self, queries: int, keys: int) -> int:
-        """Return the same for one head, where the module that attends says what its mask is."""
-        self._refuse_packed()  # transformers looks for samples in the positions, and makes a mask of them
-        for module in _modules_at_work():
+        """Return twice the number of visible scores of one head, from the attending module's attributes."""
+        self._refuse_packed()  # transformers finds samples by their positions and builds a mask from them
+        for module in modules_at_work():
             causal = getattr(module, "is_causal", None)
             if isinstance(causal, bool) and queries == keys:
-                window = _window(module)
+                window = attention_window(module)
                 if not causal and window is None:
                     return 2 * queries * keys
                 if causal:
@@ -529,10 +483,10 @@ class Counter(TorchDispatchMode):
 
     def _refuse_packed(self) -> None:
         if self._may_be_packed:
-            raise self.refuse("position_ids without attention_mask: only data tell whether samples are packed")
+            raise self.refuse("position_ids without attention_mask: whether samples are packed depends on data")
 
     def visible(self, mask: torch.Tensor, *, hides: bool = False) -> torch.Tensor | None:
-        """Return which scores a mask leaves; None if its values are unknown."""
+        """Return the visible scores of a mask as booleans; None if its values are unknown."""
         if (value := self.known(mask)) is None:
             return None
         which = (value.data_ptr(), value._version, value.shape, value.stride(), hides)  # each layer cuts its own view
@@ -541,72 +495,3 @@ class Counter(TorchDispatchMode):
                 visible = value > HIDDEN if value.dtype != torch.bool else ~value if hides else value
             self._visible[which] = (value, visible)
         return self._visible[which][1]
-
-
-class Attention(TorchFunctionMode):
-    """Tells the counter of scaled_dot_product_attention before PyTorch chooses a kernel, which may be no matmul."""
-
-    def __init__(self, counter: Counter) -> None:
-        super().__init__()
-        self._counter = counter
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.nn.functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        counter = self._counter
-        given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
-        tensors = {name: counter.fake(value) for name, value in given.items() if isinstance(value, torch.Tensor)}
-        counter.attention(
-            tensors["query"],
-            tensors["key"],
-            tensors["value"],
-            tensors.get("attn_mask"),
-            bool(given.get("is_causal")),
-            _autograd_function() if not torch.is_grad_enabled() else None,
-        )
-        counter.paused += 1
-        try:
-            return func(*args, **kwargs)
-        finally:
-            counter.paused -= 1
-
-
-def _parts_of(tensor: torch.Tensor) -> int:
-    return getattr(tensor, "_parts", 1)
-
-
-def _is_weight(tensor: torch.Tensor) -> bool:
-    return getattr(tensor, "_weight", False)
-
-
-def _needs_gradient(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad or getattr(tensor, "_needs_gradient", False)
-
-
-def _frames() -> Iterator[types.FrameType]:
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != f"{__package__}.counted":
-        yield frame
-        frame = frame.f_back
-
-
-def _autograd_function() -> type | None:
-    """Return the autograd.Function whose forward this is in."""
-    apply = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-    return next((frame.f_locals["cls"] for frame in _frames() if frame.f_code is apply), None)
-
-
-def _window(module: Any) -> int | None:
-    """Return how many keys an attention module of transformers lets a query see, itself included."""
-    config = getattr(module, "config", None)
-    window: int | None = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
-    if not hasattr(module, "sliding_window") and getattr(config, "layer_types", None):
-        return window if config.layer_types[module.layer_idx] == "sliding_attention" else None  # type: ignore[union-attr]
-    return window
-
-
-def _modules_at_work() -> Iterator[torch.nn.Module]:
-    """Yield the modules whose forward this is in, the innermost first."""
-    call = torch.nn.Module._call_impl.__code__
-    return (frame.f_locals["self"] for frame in _frames() if frame.f_code is call)

@@ -1,1 +1,1 @@
-"""Trainers that tell a Run what their loop does: a module per framework, imported by whoever uses it."""
+"""Callbacks for training frameworks: one module per framework, imported by the training script."""

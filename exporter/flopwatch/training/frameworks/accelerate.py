@@ -1,13 +1,13 @@
-"""Accelerate: `watch(accelerator)`, after `accelerator.prepare(...)`, tells a Run what the loop does.
+"""Callback for Accelerate: call `watch(accelerator)` after `accelerator.prepare(...)`.
 
     run = watch(accelerator, "llama-8b")
 
-A step ends as the first prepared optimizer's own step does: PyTorch's hook on it fires where gradients were
-synchronized, so accumulation counts once and a step that a loss scaler skipped not at all. Batches are taken as the
-prepared loaders hand them out. A loader is evaluated if it is not the first one prepared and the model is in eval mode.
-`save_state`, `load_state`, `log` and `end_training` are wrapped on this accelerator: Accelerate has hooks before them
-and none after. Beside what `save_state` wrote lies `flopwatch.json` with the position, since Accelerate keeps none; of
-a checkpoint without it, the position is the step count of the optimizer's state.
+A step ends with the first prepared optimizer's own step. PyTorch's hook on it fires where gradients were synchronized,
+so accumulation counts once, and a step that a loss scaler skipped does not count. Batches are counted as the prepared
+loaders yield them. A loader is one of evaluation if it is not the first one prepared and the model is in eval mode.
+`save_state`, `load_state`, `log` and `end_training` are wrapped on this accelerator, because Accelerate has only hooks
+before them. Accelerate stores no position, so `flopwatch.json` with the position is written next to the files
+of `save_state`. Without that file, the position is the step count of the optimizer's state.
 https://huggingface.co/docs/accelerate/package_reference/accelerator. Tried with Accelerate 1.15.
 
 Absent: loss and grad_norm that are not passed to `accelerator.log` as plain numbers; under Megatron-LM everything;
@@ -37,22 +37,22 @@ def watch(
     convention: str = "causal",
     **run: Any,
 ) -> Run:
-    """Return a Run that hears of this accelerator's loop from now on.
+    """Return a Run that records this accelerator's loop from now on.
 
-    name           the run, as for `Run`; further arguments are Run's, where what Accelerate knows is not right
-    tokens         tokens of a batch as the loader yields it, where it has no `input_ids`
+    name           the run, as for `Run`; further arguments are Run's, and override Accelerate's settings
+    tokens         returns the tokens of a batch as the loader yields it, where it has no `input_ids`
     convention     how FLOPs are counted from the config of a Hugging Face model, unless flops_per_token is given
     """
-    told = common.begin(name, lambda: {**_known(accelerator), "convention": convention}, run)
+    watched = common.begin(name, lambda: {**_facts(accelerator), "convention": convention}, run)
     try:
-        _Loop(accelerator, told, tokens, convention, run.get("flops_per_token"))
+        _Loop(accelerator, watched, tokens, convention, run.get("flops_per_token"))
     except Exception as error:
-        told.failed("watch", error)
-    return told
+        watched.recorder.failed("watch", error)
+    return watched
 
 
-def _known(accelerator: Any) -> dict[str, Any]:
-    """Return what the accelerator tells of the run."""
+def _facts(accelerator: Any) -> dict[str, Any]:
+    """Return arguments of Run from the accelerator's settings."""
     replica, mesh = common.accelerate_replica()
     precision = str(accelerator.mixed_precision)
     if precision == "no":
@@ -61,7 +61,7 @@ def _known(accelerator: Any) -> dict[str, Any]:
 
 
 class _Loop:
-    """One accelerator's loop."""
+    """Training loop of one accelerator."""
 
     def __init__(
         self, accelerator: Any, run: Run, tokens: Callable[[Any], int | None] | None, convention: str, flops: Any
@@ -69,10 +69,10 @@ class _Loop:
         self.run, self._accelerator, self._tokens = run, accelerator, tokens
         if not accelerator._optimizers:
             raise RuntimeError("nothing was prepared yet; call watch() after accelerator.prepare()")
-        self._trainee = common.Trainee(run, role=self._role, tokens=tokens)
+        self._session = common.TrainingSession(run, role=self._role, tokens=tokens)
         self._hook: Any = None
         model = accelerator.unwrap_model(accelerator._models[0]) if accelerator._models else None
-        self._trainee.count_flops(model, given=flops, convention=convention)
+        self._session.count_flops(model, given=flops, convention=convention)
         _wrap_loaders(self)
         engine = getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "engine", None)
         if engine is None:
@@ -80,31 +80,31 @@ class _Loop:
         else:  # it steps by itself, inside accelerator.backward
             from flopwatch.training.frameworks import deepspeed
 
-            deepspeed.steps(self._trainee, engine)
+            deepspeed.steps(self._session, engine)
         for method in ("save_state", "load_state", "log", "end_training"):
-            common.Around(accelerator, method, getattr(self, f"_{method}"))
+            common.MethodWrapper(accelerator, method, getattr(self, f"_{method}"))
         for model in accelerator._models[:1]:
             common.watch(run, model)
 
     def failed(self, what: str, error: Exception) -> None:
-        """Count an error of ours."""
-        self.run.failed(what, error)
+        """Count an error on the run."""
+        self.run.recorder.failed(what, error)
 
     def _role(self, loader: Any) -> str:
         prepared, models = self._accelerator._dataloaders, self._accelerator._models
         first = bool(prepared) and common.same_batches(loader, prepared[0])
         return "training" if first or any(model.training for model in models) else "evaluation"
 
-    @common.quietly
+    @common.guarded
     def _step(self, *_: Any) -> None:
-        self._trainee.end()
-        self._trainee.step()
+        self._session.end()
+        self._session.step()
 
     def batches(self, loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Yield a prepared loader's batches, and take those that are trained on."""
+        """Yield a prepared loader's batches, and count those for training."""
         training = self._begins(loader)
-        # The dispatcher's main process fetches for all ranks, so what it fetched is not what this rank trains on. The
-        # type itself is asked: accelerate's loaders say they are of the class they wrap.
+        # The dispatcher's main process fetches for all ranks, so its batches are not those of this rank. The type is
+        # compared by name, because accelerate's loaders claim to be of the class they wrap.
         own = self.run.world_size == 1 or type(loader).__name__ != "DataLoaderDispatcher"
         try:
             for batch in iterator:
@@ -121,18 +121,18 @@ class _Loop:
             self.failed("batches", error)
             return False
 
-    @common.quietly
+    @common.guarded
     def _take(self, loader: Any, batch: Any) -> None:
-        self._trainee.consume(
-            *([common.count(batch, self._tokens)] if loader is None else self._trainee.loaders.take(loader))
+        self._session.consume(
+            *([common.count(batch, self._tokens)] if loader is None else self._session.loaders.take(loader))
         )
 
-    @common.quietly
+    @common.guarded
     def _ends(self, training: bool) -> None:
         if training:
             self.run.end_of_batches()
         else:
-            self._trainee.end("evaluation")
+            self._session.end("evaluation")
 
     def _save_state(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         position = self.run.position
@@ -144,7 +144,7 @@ class _Loop:
             self.run.checkpoint_committed(position)
         return where
 
-    @common.quietly
+    @common.guarded
     def _write(self, where: Any, position: int) -> None:
         if where is not None:
             (Path(where) / POSITION).write_text(json.dumps({"step": position}))
@@ -155,42 +155,42 @@ class _Loop:
             self._restored(args[0] if args else kwargs.get("input_dir"))
         return answer
 
-    @common.quietly
+    @common.guarded
     def _restored(self, where: Any) -> None:
         file = None if where is None else Path(where) / POSITION
         if file is not None and file.exists():
             position = int(json.loads(file.read_text())["step"])
         else:
             states = self._accelerator._optimizers[0].state.values()
-            # On a device this waits for it, once and outside the loop.
+            # This waits for the device, once and outside the loop.
             position = max((int(state["step"]) for state in states if "step" in state), default=0)
         self.run.restored(position or None)
         if not position:
-            raise RuntimeError("the checkpoint does not tell its step; call run.restored(step=...)")
+            raise RuntimeError("the checkpoint has no step; call run.restored(step=...)")
 
     def _log(self, log: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._logged(args[0] if args else kwargs.get("values"))
         return log(*args, **kwargs)
 
-    @common.quietly
+    @common.guarded
     def _logged(self, values: Any) -> None:
         if values is not None:
-            common.tell_logged(self.run, values)
+            common.report_logged(self.run, values)
 
     def _end_training(self, end: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         answer = end(*args, **kwargs)
         self._finish()
         return answer
 
-    @common.quietly
+    @common.guarded
     def _finish(self) -> None:
         global _watching
         _watching = None
-        self.take_off()
-        self._trainee.finish("completed")
+        self.detach()
+        self._session.finish("completed")
 
-    def take_off(self) -> None:
-        """See no more steps: the run ends, or another takes over."""
+    def detach(self) -> None:
+        """Stop recording steps."""
         if self._hook is not None:
             self._hook.remove()
 
@@ -199,10 +199,10 @@ _watching: _Loop | None = None
 
 
 def _wrap_loaders(loop: _Loop) -> None:
-    """Let the batches of all prepared loaders go by whoever watches; `skip_first_batches` makes new loaders."""
+    """Patch Accelerate's loader classes so that this loop sees the batches, also of loaders that are made later."""
     global _watching
     if _watching is not None:
-        _watching.take_off()
+        _watching.detach()
     _watching = loop
     module = common.framework("accelerate.data_loader")
     for kind in (module.DataLoaderShard, module.DataLoaderDispatcher):

@@ -1,14 +1,14 @@
-"""What the framework callbacks share: the batches a trainer takes, what is in them, and FLOPs from the model's config.
+"""Shared parts of the framework callbacks: batches and their contents, and FLOPs from the model's config.
 
-The batches. Trainers iterate `torch.utils.data.DataLoader`s, some one batch ahead of the one they train on, some a new
-one that skips what a checkpoint consumed, and tell callbacks of a batch only once it is on the device, where counting
-what an attention mask leaves would stop the host. So the loader's `__iter__` is wrapped, once per process, and hands
-its iterator to the run that watches: the wait for a batch is then the loader's and nothing else's, and what is in the
-batch is counted while it is on the CPU. An epoch of a loader nobody watches costs one comparison.
+Trainers iterate `torch.utils.data.DataLoader`s, sometimes one batch ahead, sometimes a new one that skips batches
+consumed before a checkpoint. Callbacks see a batch only on the device, where counting the tokens under an attention
+mask would stop the host. So the loader's `__iter__` is wrapped once per process and hands its iterator to the watching
+run. The wait for a batch is then the loader's alone, and the batch is counted while it is on the CPU. An epoch of a
+loader that is not watched costs one comparison.
 https://docs.pytorch.org/docs/stable/data.html
 
-Absent: the tokens of a batch without an integer `input_ids` (pass `tokens=`), or whose attention mask is on a device;
-waits for batches that come from something else than a DataLoader.
+Absent: the tokens of a batch without an integer `input_ids` (pass `tokens=`), or whose attention mask is on a device,
+and waits for batches from other sources than a DataLoader.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GRAD_NORMS = ("grad_norm", "train/grad_norm", "grad_2.0_norm_total", "total_norm
 
 
 def framework(*modules: str) -> Any:
-    """Return the first of these modules that is imported, or else can be. Raises ImportError."""
+    """Return the first of these modules that is already imported, else the first that can be. Raises ImportError."""
     for module in modules:
         if module in sys.modules:
             return sys.modules[module]
@@ -44,27 +44,27 @@ def framework(*modules: str) -> Any:
             return importlib.import_module(module)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-                raise  # it is there, and something it needs is not
+                raise  # it is installed, and something it needs is not
     names = [module.partition(".")[0] for module in modules]
     raise ImportError(f"this needs {' or '.join(names)}, which is not installed: pip install {names[0]}")
 
 
-def quietly(method: _Method) -> _Method:
-    """Let no error of a callback's method reach the trainer; `self.failed(what, error)` is told."""
+def guarded(method: _Method) -> _Method:
+    """Catch every exception of a callback's method and pass it to `self.failed(name, error)`."""
 
     @functools.wraps(method)
-    def quiet(self: Any, *args: Any, **kwargs: Any) -> None:
+    def guard(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             method(self, *args, **kwargs)
         except Exception as error:
             self.failed(method.__name__, error)
 
-    return cast(_Method, quiet)
+    return cast(_Method, guard)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one batch holds; None is unknown."""
+    """Contents of one batch; None if unknown."""
 
     samples: int | None = None
     tokens: int | None = None
@@ -72,7 +72,7 @@ class Batch:
 
 
 def count(batch: Any, tokens: Callable[[Any], int | None] | None = None) -> Batch:
-    """Return what is in a batch, as far as the CPU knows; `tokens` counts them where the batch does not say."""
+    """Return the contents of a batch, from tensors on the CPU; `tokens(batch)` replaces counting `input_ids`."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     samples = _samples(batch if ids is None else ids)
     if tokens is not None:
@@ -86,7 +86,7 @@ def count(batch: Any, tokens: Callable[[Any], int | None] | None = None) -> Batc
 def _lengths(ids: Any, batch: Mapping[str, Any]) -> Sequence[int] | None:
     mask = batch.get("attention_mask")
     if mask is not None and mask.shape != ids.shape:
-        return None  # one of four dimensions says who sees whom, not what is padding
+        return None  # a mask of four dimensions is about visible keys, not padding
     return lengths(ids, mask, batch.get("position_ids"))
 
 
@@ -100,46 +100,46 @@ def _samples(batch: Any) -> int | None:
     return shape[0] if len(shape) else None
 
 
-def tell_logged(run: Run, values: Mapping[str, Any]) -> None:
-    """Tell the loss and grad_norm of the last step, where what the trainer logs of it has them as plain numbers."""
+def report_logged(run: Run, values: Mapping[str, Any]) -> None:
+    """Report the last step's loss and grad_norm from a trainer's log, if they are plain numbers."""
     loss, grad_norm = _plain(values, LOSSES), _plain(values, GRAD_NORMS)
     if loss is not None or grad_norm is not None:
         run.logged(loss=loss, grad_norm=grad_norm)
 
 
 def _plain(values: Mapping[str, Any], names: Sequence[str]) -> float | None:
-    """Return the first of these values that is a plain number."""
-    found = (values.get(name) for name in names)
-    return next((float(value) for value in found if isinstance(value, (int, float))), None)
+    """Return the first of the named values that is a plain number."""
+    candidates = (values.get(name) for name in names)
+    return next((float(value) for value in candidates if isinstance(value, (int, float))), None)
 
 
-class Tells:
-    """What the callbacks share: whom errors of theirs are told, and that a copy of one begins anew."""
+class ReporterMixin:
+    """Mixin of the callbacks: reports their errors, and drops the run from copies."""
 
     run: Run | None = None
-    _trainee: Trainee | None = None
+    _session: TrainingSession | None = None
 
     def failed(self, what: str, error: Exception) -> None:
-        """Count an error of ours; log it if there is no run to count it."""
+        """Count an error on the run; log it if there is no run."""
         if self.run is not None:
-            self.run.failed(what, error)
+            self.run.recorder.failed(what, error)
         else:
             log.warning("%s: %s (training goes on)", what, error)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what can be sent to another process, as trainers do that start their ranks; a run cannot."""
-        return {name: value for name, value in vars(self).items() if name not in ("run", "_trainee")}
+        """Return the state without the run, which cannot be pickled, for trainers that start their ranks."""
+        return {name: value for name, value in vars(self).items() if name not in ("run", "_session")}
 
 
-class Around:
-    """`call(method, *args, **kwargs)` in place of a method of one object; a copy of the object has the method itself.
+class MethodWrapper:
+    """Wrapper of one object's method that calls `call(method, *args, **kwargs)`; copies get the original method.
 
-    What an older run put there is replaced, so that a trainer used twice has one around each method.
+    It replaces an older run's wrapper, so that a trainer used twice has one wrapper per method.
     """
 
     def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
         method = getattr(owner, name)
-        self.method: Callable[..., Any] = method.method if isinstance(method, Around) else method
+        self.method: Callable[..., Any] = method.method if isinstance(method, MethodWrapper) else method
         self._call = call
         functools.update_wrapper(self, self.method)
         setattr(owner, name, self)
@@ -148,14 +148,14 @@ class Around:
         return self._call(self.method, *args, **kwargs)
 
     def __reduce__(self) -> Any:
-        # A run has a thread and cannot be pickled, and what is pickled or copied may hold this: a trainer, a logger.
-        # As a method is pickled; the object has nothing of its own under that name while it is put together.
+        # A run has a thread and cannot be pickled, but the trainer or logger that holds this may be.
+        # Pickled like a bound method: while the object is unpickled, it has no attribute of its own under that name.
         method: Any = self.method
         return getattr, (method.__self__, method.__name__)
 
 
-class Loaders:
-    """The DataLoaders a trainer iterates: their waits, and what the training ones hold."""
+class LoaderWatch:
+    """DataLoaders that a trainer iterates: waits for their batches, and the contents of training batches."""
 
     def __init__(
         self,
@@ -165,19 +165,19 @@ class Loaders:
         training: Callable[[], None],
         tokens: Callable[[Any], int | None] | None = None,
     ) -> None:
-        """Watch the loaders this thread iterates from now on.
+        """Watch the loaders that this thread iterates.
 
-        role        what a loader's batches are for: "training", "evaluation" or anything else
-        evaluating  called as an evaluation loader's iteration begins
-        training    called before a batch of a training loader is asked for
+        role        purpose of a loader's batches: "training", "evaluation" or anything else
+        evaluating  called when an evaluation loader's iteration begins
+        training    called before a batch of a training loader is requested
         """
         self.run = run
-        self._fetched: dict[int, deque[Batch]] = {}  # of each data set, the batches that no step has taken yet
+        self._fetched: dict[int, deque[Batch]] = {}  # by data set, the batches that no step has taken yet
         self._role, self._evaluating, self._training = role, evaluating, training
         self._tokens = tokens
         self._thread = threading.get_ident()
 
-    def __enter__(self) -> Loaders:
+    def __enter__(self) -> LoaderWatch:
         global _watching
         _wrap_loaders()
         _watching = self
@@ -189,7 +189,7 @@ class Loaders:
             _watching = None
 
     def begins(self, loader: Any) -> deque[Batch] | None:
-        """Note that a loader's iteration begins; return where its batches go, None if they are not trained on."""
+        """Handle the begin of a loader's iteration; return the queue for its batches, None if not for training."""
         try:
             if threading.get_ident() != self._thread:
                 return None
@@ -199,55 +199,55 @@ class Loaders:
             if role != "training":
                 return None
             self._training()
-            # What an epoch before fetched ahead and did not use is gone.
+            # Batches that the last epoch fetched ahead and did not use are dropped.
             fetched = self._fetched[_data(loader)] = deque()
             self.run.waiting_for_batch()
             return fetched
         except Exception as error:
-            self.run.failed("loaders", error)
+            self.run.recorder.failed("loaders", error)
             return None
 
     def asks(self) -> None:
-        """Note that a training batch is asked for."""
+        """Record the request for a training batch."""
         try:
             self._training()
             self.run.waiting_for_batch()
         except Exception as error:
-            self.run.failed("loaders", error)
+            self.run.recorder.failed("loaders", error)
 
     def got(self, fetched: deque[Batch], *batch: Any) -> None:
-        """Note that the batch, or the end of the loader, is there."""
+        """Record the arrival of a batch, or of the loader's end."""
         try:
             self.run.got_batch()
             for one in batch:
                 fetched.append(count(one, self._tokens))
         except Exception as error:
             fetched.append(Batch())
-            self.run.failed("loaders", error)
+            self.run.recorder.failed("loaders", error)
 
     def take(self, loader: Any = None) -> list[Batch]:
-        """Return the oldest batch not taken yet, of this loader or of each; one that is not there is unknown."""
+        """Take the oldest batch of this loader, or of each loader; one unknown batch if there is none."""
         queues = self._fetched.values() if loader is None else [self._fetched.get(_data(loader), deque())]
         return [queue.popleft() for queue in queues if queue] or [Batch()]
 
     def take_all(self) -> list[Batch]:
-        """Return all batches not taken yet."""
+        """Take all batches."""
         return [queue.popleft() for queue in self._fetched.values() for _ in range(len(queue))]
 
 
-_watching: Loaders | None = None
+_watching: LoaderWatch | None = None
 
 
 def _data(loader: Any) -> int:
-    """Return what tells a loader from one of other data, and not from one that skips the data's first batches."""
+    """Return a key of a loader's data set, the same for a loader that skips the first batches."""
     return id(getattr(loader, "dataset", loader))
 
 
 def same_batches(loader: Any, first: Any) -> bool:
-    """Return whether a loader yields what `first` does, perhaps without the first batches.
+    """Return whether a loader yields the batches of `first`, perhaps without the first ones.
 
-    Accelerate's skip_first_batches makes a loader whose batch sampler has the other's inside; an iterable data set has
-    no sampler. The data set alone does not tell: an evaluation may be on that of the training.
+    Accelerate's skip_first_batches makes a loader whose batch sampler contains the other's. An iterable data set has no
+    sampler. The data set alone is not enough, because an evaluation may use that of the training.
     """
     own, theirs = getattr(loader, "batch_sampler", None), getattr(first, "batch_sampler", None)
     if own is None or theirs is None:
@@ -259,10 +259,10 @@ def same_batches(loader: Any, first: Any) -> bool:
     )
 
 
-class _Watched(Iterator[Any]):
-    """A loader's iterator, with the waits for its batches told."""
+class _WatchedIterator(Iterator[Any]):
+    """Iterator of a loader that records the waits for its batches."""
 
-    def __init__(self, iterator: Iterator[Any], loaders: Loaders, fetched: deque[Batch]) -> None:
+    def __init__(self, iterator: Iterator[Any], loaders: LoaderWatch, fetched: deque[Batch]) -> None:
         self._iterator, self._loaders, self._fetched = iterator, loaders, fetched
 
     def __next__(self) -> Any:
@@ -281,7 +281,7 @@ class _Watched(Iterator[Any]):
 
 
 def _wrap_loaders() -> None:
-    """Let the iterators of all DataLoaders go by whoever watches."""
+    """Patch `DataLoader.__iter__` so that the active callback sees every batch."""
     kinds = [framework("torch.utils.data").DataLoader]
     if "torchdata.stateful_dataloader" in sys.modules:  # which has an __iter__ of its own
         kinds.append(sys.modules["torchdata.stateful_dataloader"].StatefulDataLoader)
@@ -293,11 +293,11 @@ def _begin(loader: Any, original: Callable[[Any], Iterator[Any]]) -> Iterator[An
     loaders = _watching
     fetched = None if loaders is None else loaders.begins(loader)
     iterator = original(loader)
-    return iterator if loaders is None or fetched is None else _Watched(iterator, loaders, fetched)
+    return iterator if loaders is None or fetched is None else _WatchedIterator(iterator, loaders, fetched)
 
 
 def around_iter(kind: Any, around: Callable[[Any, Callable[[Any], Iterator[Any]]], Iterator[Any]]) -> None:
-    """Have `around(loader, original)` stand in for a class's __iter__, unless it does already."""
+    """Replace a class's __iter__ by `around(loader, original)`, unless it is replaced already."""
     original = kind.__iter__
     if hasattr(original, "flopwatch"):
         return
@@ -306,42 +306,42 @@ def around_iter(kind: Any, around: Callable[[Any, Callable[[Any], Iterator[Any]]
     def iterate(loader: Any) -> Iterator[Any]:
         return around(loader, original)
 
-    # On the function, where whoever wraps it with functools.wraps keeps it.
+    # On the function, so that functools.wraps copies it to later wrappers.
     vars(iterate)["flopwatch"] = True
     kind.__iter__ = iterate
 
 
-class Trainee:
-    """One training run under a trainer: its Run, what the batches since the last step held, and its open activity."""
+class TrainingSession:
+    """A run under a trainer: its Run, the batches since the last step, and the open activity."""
 
     def __init__(self, run: Run, *, role: Callable[[Any], str], tokens: Callable[[Any], int | None] | None) -> None:
         self.run = run
-        self.loaders = Loaders(run, role, functools.partial(self.begin, "evaluation"), self.end, tokens)
+        self.loaders = LoaderWatch(run, role, functools.partial(self.begin, "evaluation"), self.end, tokens)
         self.loaders.__enter__()
         self._flops: Callable[[Sequence[int]], int] | None = None
         self._consumed: list[Batch] = []
-        self._activity: str | None = None  # that is open
+        self._activity: str | None = None  # the open one
 
     def begin(self, activity: str) -> None:
-        """Begin an activity, unless that one is open; it ends with `end`, or as another begins."""
+        """Begin an activity, unless it is open; it ends with `end`, or when another one begins."""
         if self._activity != activity:
             self.end()
             self._activity = activity
-            self.run.enter(activity)
+            self.run.recorder.enter(activity)
 
     def end(self, *activities: str) -> None:
-        """End the open activity, if it is one of these; whatever it is, if none is named."""
+        """End the open activity if it is one of these; without arguments, end any activity."""
         activity = self._activity
         if activity is not None and (not activities or activity in activities):
             self._activity = None
-            self.run.leave(activity)
+            self.run.recorder.leave(activity)
 
     def consume(self, *batches: Batch) -> None:
-        """Count batches towards the open step."""
+        """Add batches to the open step."""
         self._consumed += batches
 
     def count_flops(self, model: Any, *, given: Any, convention: str) -> None:
-        """Count FLOPs by the length of each sample: from the `Transformer` given, else from the model's config."""
+        """Count FLOPs from each sample's length, by the `Transformer` given, else by the model's config."""
         from flopwatch import flops
 
         transformer = given if hasattr(given, "flops_of_samples") else None
@@ -351,20 +351,20 @@ class Trainee:
                 if not all(parameter.requires_grad for parameter in model.parameters()):
                     raise flops.UnknownModel("part of the model is frozen, which its config does not say")
                 transformer = flops.from_config(config)
-                self.run.set_flops(convention=convention, source="config", per_token=transformer)
+                self.run.recorder.set_flops(convention=convention, source="config", per_token=transformer)
             except flops.UnknownModel as error:
                 log.warning(
                     "no FLOPs from the model's config: %s; they are counted instead, or pass flops_per_token=", error
                 )
         if transformer is not None:
-            # Most lengths come again; what one costs takes longer to find than the rest of a step's record.
+            # Most lengths repeat, and computing a length's FLOPs takes longer than the rest of a step's recording.
             cost = functools.lru_cache(maxsize=1 << 16)(
                 functools.partial(transformer.flops_per_sequence, convention=convention)
             )
             self._flops = lambda lengths: sum(cost(length) for length in lengths if length)
 
     def step(self, tokens: float | None = None) -> float | None:
-        """Count the step that consumed what was told since the last, and return its tokens, given or told."""
+        """Record a step with the consumed batches; return its tokens, `tokens` if the batches' are unknown."""
         consumed, self._consumed = self._consumed, []
         counts = [batch.tokens for batch in consumed]
         samples = [batch.samples for batch in consumed]
@@ -381,14 +381,14 @@ class Trainee:
         return tokens
 
     def finish(self, status: str) -> None:
-        """End the run and stop watching."""
+        """Finish the run and stop watching the loaders."""
         self.end()
         self.loaders.__exit__()
         self.run.finish(status)
 
 
 def watch(run: Run, model: Any) -> None:
-    """Have the run measure a model's waits: those of the DDP model around it, which the first forward pass shows."""
+    """Watch a model, or the DDP model around it, which the first forward pass reveals."""
     distributed = framework("torch.distributed")
     if not (distributed.is_available() and distributed.is_initialized()):
         run.watch(model)
@@ -398,20 +398,20 @@ def watch(run: Run, model: Any) -> None:
 
     def first_forward(*_: Any) -> None:
         if compiler.is_compiling():
-            return  # a hook that does nothing costs a compiled model nothing; its waits stay unmeasured
+            return  # an empty hook costs a compiled model nothing; its waits stay unmeasured
         try:
             handle.remove()
-            # Of PyTorch since 1.12, for its compiler, which has to find the same from inside.
+            # In PyTorch since 1.12, for its compiler, which must find the DDP model from inside.
             around = getattr(ddp, "_get_active_ddp_module", lambda: None)()
             run.watch(model if around is None else around)
         except Exception as error:
-            run.failed("watch", error)
+            run.recorder.failed("watch", error)
 
     handle = model.register_forward_pre_hook(first_forward)
 
 
 def accelerate_replica() -> tuple[int | None, Any]:
-    """Return how many ranks share a model replica under Accelerate, None if unknown, and its device mesh if it has one.
+    """Return how many ranks share a replica under Accelerate, None if unknown, and its device mesh, None without one.
 
     https://huggingface.co/docs/accelerate/concept_guides/parallelism
     """
@@ -423,25 +423,25 @@ def accelerate_replica() -> tuple[int | None, Any]:
     mesh = getattr(state, "device_mesh", None)
     parallelism = getattr(state, "parallelism_config", None)
     if kind == "MEGATRON_LM":
-        return None, mesh  # Megatron's own state knows
+        return None, mesh  # Megatron's own state has them
     ranks = 1
     for size in ("tp_size", "cp_size", "sp_size"):
         ranks *= int(getattr(parallelism, size, 1) or 1)
     return ranks, mesh
 
 
-def begin(name: str | None, know: Callable[[], dict[str, Any]], given: Mapping[str, Any]) -> Run:
-    """Return a Run with what is given, else with what the framework knows, else without."""
+def begin(name: str | None, facts: Callable[[], dict[str, Any]], given: Mapping[str, Any]) -> Run:
+    """Return a Run with the given arguments, completed by the framework's `facts()`."""
     try:
-        known = know()
+        known = facts()
     except Exception as error:
-        log.warning("what the framework knows of the run is not as expected: %r (training goes on)", error)
+        log.warning("the framework's settings are not as expected: %r (training goes on)", error)
         known = {}
     return Run(**{"name": name, "step_source": "trainer", **known, **given})
 
 
 def matmul_dtype(*, precision: str) -> str:
-    """Return peaks' name of a precision as trainers name it: bf16-mixed, 16-true, fp16, torch.float32, no ..."""
+    """Return the dtype of peaks.py for a trainer's precision: bf16-mixed, 16-true, fp16, torch.float32, no, ..."""
     name = precision.removeprefix("torch.").partition("-")[0]
     known = {
         "bfloat16": "bf16",

@@ -1,16 +1,16 @@
-"""DeepSpeed: `watch(engine)`, after `deepspeed.initialize(...)`, tells a Run what the engine does.
+"""Callback for DeepSpeed: call `watch(engine)` after `deepspeed.initialize(...)`.
 
     run = watch(engine, "llama-8b")
 
 The engine has no callbacks, so `step`, `train_batch`, `eval_batch`, `save_checkpoint` and `load_checkpoint` are wrapped
-on this engine; of its state `global_steps` and `global_samples` are read, which rise at the boundary of gradient
-accumulation and are kept in the checkpoint. `global_steps` counts updates that an overflow skipped, and so do we: the
-position must be the checkpoint's. A checkpoint counts as committed when `save_checkpoint` returns; with a decoupled
-checkpoint engine, when its `commit` does. https://deepspeed.readthedocs.io/en/latest/training.html and
-https://deepspeed.readthedocs.io/en/latest/model-checkpointing.html; read at 0.19.6. Not tried on the real thing: tested
-against an engine that behaves as documented.
+on this engine. Its `global_steps` rises at the boundary of gradient accumulation and is stored in the checkpoint. It
+also counts updates that an overflow skipped, and so does the run, whose position must be the checkpoint's. A checkpoint
+counts as committed when `save_checkpoint` returns; with a decoupled checkpoint engine, when its `commit` returns.
+https://deepspeed.readthedocs.io/en/latest/training.html and
+https://deepspeed.readthedocs.io/en/latest/model-checkpointing.html; read at 0.19.6. Not tried with DeepSpeed itself:
+tested against an engine that behaves as documented.
 
-Absent: loss, which the engine keeps on the device; grad_norm, where it is not a plain number; data waits and tokens of
+Absent: loss, which the engine keeps on the device; grad_norm, if it is not a plain number; data waits and tokens of
 batches that do not come from a DataLoader. Under pipeline parallelism only the first and last stage load batches: pass
 tokens_per_step.
 """
@@ -33,30 +33,30 @@ def watch(
     convention: str = "causal",
     **run: Any,
 ) -> Run:
-    """Return a Run that hears of this engine from now on.
+    """Return a Run that records this engine's loop from now on.
 
-    name             the run, as for `Run`; further arguments are Run's, where what the engine knows is not right
-    tokens           tokens of a batch as the loader yields it, where it has no `input_ids`
+    name             the run, as for `Run`; further arguments are Run's, and override the engine's settings
+    tokens           returns the tokens of a batch as the loader yields it, where it has no `input_ids`
     tokens_per_step  in their place: those of all ranks in one update
     convention       how FLOPs are counted from the config of a Hugging Face model, unless flops_per_token is given
     """
-    told = common.begin(name, lambda: {**_known(engine), "convention": convention}, run)
+    watched = common.begin(name, lambda: {**_facts(engine), "convention": convention}, run)
     try:
-        # An engine is a module whose mode says what it does with what is loaded.
-        trainee = common.Trainee(
-            told, tokens=tokens, role=lambda _: "training" if engine.module.training else "evaluation"
+        # An engine is a module, whose mode shows the purpose of the loaded batches.
+        session = common.TrainingSession(
+            watched, tokens=tokens, role=lambda _: "training" if engine.module.training else "evaluation"
         )
-        trainee.count_flops(engine.module, given=run.get("flops_per_token"), convention=convention)
-        steps(trainee, engine, tokens_per_step)
-        checkpoints(told, engine)
-        told.watch(engine.module)
+        session.count_flops(engine.module, given=run.get("flops_per_token"), convention=convention)
+        steps(session, engine, tokens_per_step)
+        checkpoints(watched, engine)
+        watched.watch(engine.module)
     except Exception as error:
-        told.failed("watch", error)
-    return told
+        watched.recorder.failed("watch", error)
+    return watched
 
 
-def _known(engine: Any) -> dict[str, Any]:
-    """Return what the engine tells of the run."""
+def _facts(engine: Any) -> dict[str, Any]:
+    """Return arguments of Run from the engine's settings."""
     precision = "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "32"
     return {
         "dtype": common.matmul_dtype(precision=precision),
@@ -65,9 +65,9 @@ def _known(engine: Any) -> dict[str, Any]:
     }
 
 
-def steps(trainee: common.Trainee, engine: Any, tokens_per_step: int | None = None) -> None:
-    """Count the engine's updates, with the batches fetched since the last."""
-    run, boundary = trainee.run, _Boundary(trainee, engine, tokens_per_step)
+def steps(session: common.TrainingSession, engine: Any, tokens_per_step: int | None = None) -> None:
+    """Record the engine's updates as steps, with the batches fetched since the last update."""
+    run, boundary = session.run, _Boundary(session, engine, tokens_per_step)
 
     def step(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         answer = method(*args, **kwargs)
@@ -80,40 +80,40 @@ def steps(trainee: common.Trainee, engine: Any, tokens_per_step: int | None = No
 
     for name, around in (("step", step), ("train_batch", step), ("eval_batch", evaluate)):
         if hasattr(type(engine), name):  # the last two are the pipeline engine's
-            common.Around(engine, name, around)
+            common.MethodWrapper(engine, name, around)
 
 
 class _Boundary:
-    """Sees whether the engine updated the model since it last looked."""
+    """Detector of the engine's updates."""
 
-    def __init__(self, trainee: common.Trainee, engine: Any, tokens_per_step: int | None) -> None:
-        self._trainee, self._engine, self._tokens = trainee, engine, tokens_per_step
+    def __init__(self, session: common.TrainingSession, engine: Any, tokens_per_step: int | None) -> None:
+        self._session, self._engine, self._tokens = session, engine, tokens_per_step
         self._steps: int = engine.global_steps
 
     def failed(self, what: str, error: Exception) -> None:
-        """Count an error of ours."""
-        self._trainee.run.failed(what, error)
+        """Count an error on the run."""
+        self._session.run.recorder.failed(what, error)
 
-    @common.quietly
+    @common.guarded
     def look(self) -> None:
-        """Count a step if the model was updated."""
+        """Record a step if the model was updated since the last call."""
         steps, self._steps = self._steps, self._engine.global_steps
         if self._steps <= steps:
             return
-        fetched = self._trainee.loaders.take_all()
+        fetched = self._session.loaders.take_all()
         if self._tokens is None:
-            self._trainee.end()
-            self._trainee.consume(*fetched)
-            self._trainee.step()
+            self._session.end()
+            self._session.consume(*fetched)
+            self._session.step()
         else:
-            self._trainee.run.step(global_tokens=self._tokens)
+            self._session.run.step(global_tokens=self._tokens)
         norm = self._engine.get_global_grad_norm()
         if isinstance(norm, (int, float)):
-            self._trainee.run.logged(grad_norm=norm)
+            self._session.run.logged(grad_norm=norm)
 
 
 def checkpoints(run: Run, engine: Any) -> None:
-    """Tell of checkpoints the engine saves and restores."""
+    """Record checkpoints that the engine saves and restores."""
 
     def save(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         step = engine.global_steps
@@ -143,7 +143,7 @@ def checkpoints(run: Run, engine: Any) -> None:
     saved: list[int] = []
     writer = getattr(engine, "checkpoint_engine", None)
     decoupled = bool(getattr(writer, "is_decoupled", bool)())
-    common.Around(engine, "save_checkpoint", save)
-    common.Around(engine, "load_checkpoint", load)
+    common.MethodWrapper(engine, "save_checkpoint", save)
+    common.MethodWrapper(engine, "load_checkpoint", load)
     if decoupled:
-        common.Around(writer, "commit", commit)
+        common.MethodWrapper(writer, "commit", commit)

@@ -1,16 +1,16 @@
-"""Hugging Face Trainer: a TrainerCallback that tells a Run what the trainer does.
+"""Callback for the Hugging Face Trainer.
 
     trainer = Trainer(..., callbacks=[FlopwatchCallback("llama-8b")])
 
-Read are the callback's events and the trainer's own state, https://huggingface.co/docs/transformers/main_classes/callback
+It uses the callback's events and the trainer's state, https://huggingface.co/docs/transformers/main_classes/callback
 and the batches as the DataLoader yields them (common.py). Tried with transformers 5.23; written for 4.46 and newer,
 which fetch all micro-batches of an update before its first.
 
-No event says that an evaluation or a save begins, so: an evaluation begins as its loader is first asked, a save begins
-where the trainer's control says it will. What is loaded to resume happens before the first event, and is startup.
-Absent: loss and grad_norm but at logging steps; how a run ended that an exception ended, which the process's end tells;
-tokens under `dispatch_batches` on several ranks (streamed datasets), where the main process fetches for all: set
-include_num_input_tokens_seen, which is then read.
+No event marks the begin of an evaluation or a save. An evaluation begins with the first batch of its loader, and a save
+begins where the trainer's control announces it. Loading a checkpoint precedes the first event and is startup.
+Absent: loss and grad_norm except at logging steps; the end of a run by an exception, which the process's end reports;
+tokens under `dispatch_batches` on several ranks (streamed datasets), where the main process fetches for all ranks: set
+include_num_input_tokens_seen, which is then used.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from flopwatch.training.frameworks import common
 _transformers = common.framework("transformers")
 
 
-class FlopwatchCallback(common.Tells, _transformers.TrainerCallback):  # type: ignore[misc,name-defined]  # known at run time
-    """Tells a Run what the trainer does, and raises nothing into it.
+class FlopwatchCallback(common.ReporterMixin, _transformers.TrainerCallback):  # type: ignore[misc,name-defined]  # known at run time
+    """Callback that records a trainer's steps in a Run and never raises.
 
-    name           the run, as for `Run`; further arguments are Run's, where what the trainer knows is not right
-    tokens         tokens of a batch as the loader yields it, where it has no `input_ids`
+    name           the run, as for `Run`; further arguments are Run's, and override the trainer's settings
+    tokens         returns the tokens of a batch as the loader yields it, where it has no `input_ids`
     convention     how FLOPs are counted from the model's config, unless flops_per_token is given
     """
 
@@ -44,12 +44,12 @@ class FlopwatchCallback(common.Tells, _transformers.TrainerCallback):  # type: i
         self._counts = True  # whether this rank's loader yields this rank's batches
         self._tokens_seen = 0
 
-    @common.quietly
+    @common.guarded
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-        """Make the run, or start over after auto_find_batch_size found a batch too large."""
-        if self.run is None or self._trainee is None:
+        """Make the run, or begin again after auto_find_batch_size reduced the batch."""
+        if self.run is None or self._session is None:
             self.run = common.begin(
-                self._name, lambda: {**_known(args, model), "convention": self._convention}, self._arguments
+                self._name, lambda: {**_facts(args, model), "convention": self._convention}, self._arguments
             )
         self._begin(self.run, args, model, others.get("train_dataloader"))
         if state.global_step or self.run.position:
@@ -63,101 +63,101 @@ class FlopwatchCallback(common.Tells, _transformers.TrainerCallback):  # type: i
                 return "training"
             return "other" if model.training else "evaluation"
 
-        self._trainee = common.Trainee(run, role=role, tokens=self._tokens)
-        # The type itself: accelerate's loaders say they are of the class they wrap.
+        self._session = common.TrainingSession(run, role=role, tokens=self._tokens)
+        # By the type's name: accelerate's loaders claim to be of the class they wrap.
         self._counts = type(loader).__name__ != "DataLoaderDispatcher" or args.world_size == 1
-        # One process that spreads the model over several cards has a peak of one: no MFU rather than a wrong one.
+        # A process that spreads the model over several cards has one card's peak: no MFU rather than a wrong one.
         if args.n_gpu <= 1 and len(set(getattr(model, "hf_device_map", {}).values())) <= 1:
-            self._trainee.count_flops(model, given=self._arguments.get("flops_per_token"), convention=self._convention)
+            self._session.count_flops(model, given=self._arguments.get("flops_per_token"), convention=self._convention)
         common.watch(run, model)
 
-    @common.quietly
+    @common.guarded
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End what was still open: the step's batches are there."""
-        if self._trainee is not None:
-            self._trainee.end()
+        """End the open activity, since the step's batches have arrived."""
+        if self._session is not None:
+            self._session.end()
 
-    @common.quietly
+    @common.guarded
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take a micro-batch that only accumulated."""
-        if self._trainee is not None:
-            self._trainee.consume(*self._trainee.loaders.take())
+        """Count a micro-batch without an update."""
+        if self._session is not None:
+            self._session.consume(*self._session.loaders.take())
 
-    @common.quietly
+    @common.guarded
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Count the update."""
-        trainee = self._trainee
-        if trainee is None:
+        """Record a step."""
+        session = self._session
+        if session is None:
             return
-        batches = trainee.loaders.take()
-        trainee.consume(*(batches if self._counts else [common.Batch()]))
-        # Of all ranks, gathered by the trainer; ranks of one replica each count the same tokens.
+        batches = session.loaders.take()
+        session.consume(*(batches if self._counts else [common.Batch()]))
+        # The trainer gathers it from all ranks, and ranks of one replica each count the same tokens.
         seen, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen
-        trainee.step(seen / args.world_size if seen > 0 else None)
+        session.step(seen / args.world_size if seen > 0 else None)
         self._before_saving(args, control)
 
     def _before_saving(self, args: Any, control: Any, evaluated: bool = False) -> None:
-        """Begin a save where one comes next; after an evaluation it may depend on what that found."""
+        """Begin a save if one is next; after an evaluation it may depend on the metric."""
         by_metric = evaluated and str(getattr(args.save_strategy, "value", args.save_strategy)) == "best"
         if (
-            self._trainee is not None
+            self._session is not None
             and (control.should_save or by_metric)
             and (evaluated or not control.should_evaluate)
         ):
-            self._trainee.begin("checkpoint_save")
+            self._session.begin("checkpoint_save")
 
-    @common.quietly
+    @common.guarded
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
-        """Take what was logged."""
-        if self._trainee is not None and logs is not None:
-            common.tell_logged(self._trainee.run, {n: logs[n] for n in ("loss", "grad_norm") if n in logs})
+        """Report loss and grad_norm."""
+        if self._session is not None and logs is not None:
+            common.report_logged(self._session.run, {n: logs[n] for n in ("loss", "grad_norm") if n in logs})
 
-    @common.quietly
+    @common.guarded
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin an evaluation whose loader was not seen."""
-        if self._trainee is not None:
-            self._trainee.begin("evaluation")
+        """Begin an evaluation if its loader was not seen."""
+        if self._session is not None:
+            self._session.begin("evaluation")
 
-    @common.quietly
+    @common.guarded
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End an evaluation."""
-        if self._trainee is not None:
-            self._trainee.end("evaluation")
+        if self._session is not None:
+            self._session.end("evaluation")
             self._before_saving(args, control, evaluated=True)
 
-    @common.quietly
+    @common.guarded
     def on_predict(self, args: Any, state: Any, control: Any, *_: Any, **__: Any) -> None:
         """End a prediction."""
-        if self._trainee is not None:
-            self._trainee.end("evaluation")
+        if self._session is not None:
+            self._session.end("evaluation")
 
-    @common.quietly
+    @common.guarded
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Count the checkpoint as committed: all of it is written when this event comes, on the main process last."""
-        if self._trainee is None or self.run is None:
+        """Record the checkpoint as committed: it is complete at this event, on the main process last."""
+        if self._session is None or self.run is None:
             return
-        self._trainee.end("checkpoint_save")
+        self._session.end("checkpoint_save")
         if state.is_world_process_zero and not getattr(args, "save_only_model", False):
             self.run.checkpoint_committed(state.global_step)
 
-    @common.quietly
+    @common.guarded
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Leave the loop over batches; an evaluation or a save of the epoch may follow."""
-        if self._trainee is not None:
-            self._trainee.end()
-            self._trainee.run.end_of_batches()
+        """End the loop over batches; an evaluation or a save of the epoch may follow."""
+        if self._session is not None:
+            self._session.end()
+            self._session.run.end_of_batches()
             self._before_saving(args, control)
 
-    @common.quietly
+    @common.guarded
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Finish: completed if all steps were made, stopped if something stopped it before."""
-        trainee, self._trainee = self._trainee, None
-        if trainee is not None:
-            trainee.finish("completed" if state.global_step >= state.max_steps else "stopped")
+        """Finish the run: completed if all steps were taken, else stopped."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.finish("completed" if state.global_step >= state.max_steps else "stopped")
 
 
-def _known(args: Any, model: Any) -> dict[str, Any]:
-    """Return what the trainer's arguments tell of the run."""
+def _facts(args: Any, model: Any) -> dict[str, Any]:
+    """Return arguments of Run from the trainer's arguments."""
     replica, mesh = common.accelerate_replica()
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else str(getattr(model, "dtype", "32"))
     return {"replica_ranks": replica, "parallel": mesh, "dtype": common.matmul_dtype(precision=precision)}

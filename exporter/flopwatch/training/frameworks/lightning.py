@@ -1,15 +1,15 @@
-"""Lightning: a Callback that tells a Run what the trainer does; of `lightning` and of `pytorch_lightning`.
+"""Callback for Lightning, of `lightning` and of `pytorch_lightning`.
 
     trainer = Trainer(..., callbacks=[FlopwatchCallback("llama-8b")])
 
-Read are the callback's hooks, https://lightning.ai/docs/pytorch/stable/extensions/callbacks.html, and the batches as
+It uses the callback's hooks, https://lightning.ai/docs/pytorch/stable/extensions/callbacks.html, and the batches as
 the DataLoader yields them (common.py). A step is a batch in which `trainer.global_step` rose, so accumulation and
-manual optimization with several optimizers count once. The position is kept in the checkpoint as the callback's state.
+manual optimization with several optimizers count once. The checkpoint stores the position as the callback's state.
 Tried with Lightning 2.6; written for 2.0 and newer.
 
-No hook says when a checkpoint is durable, so `trainer.save_checkpoint` is wrapped on the trainer itself, and so are
+No hook is called when a checkpoint is durable, so `trainer.save_checkpoint` is wrapped on the trainer. Also wrapped are
 `strategy.load_checkpoint` and the first logger's `log_metrics`, where loss and grad_norm are plain numbers already.
-Absent: loss without a logger, or under a name that common.LOSSES does not have.
+Absent: loss without a logger, or under a name that is not in common.LOSSES.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from flopwatch.training.frameworks import common
 _lightning = common.framework("lightning.pytorch", "pytorch_lightning")
 
 
-class FlopwatchCallback(common.Tells, _lightning.Callback):  # type: ignore[misc,name-defined]  # known at run time
-    """Tells a Run what the trainer does, and raises nothing into it.
+class FlopwatchCallback(common.ReporterMixin, _lightning.Callback):  # type: ignore[misc,name-defined]  # known at run time
+    """Callback that records a trainer's steps in a Run and never raises.
 
-    name           the run, as for `Run`; further arguments are Run's, where what the trainer knows is not right
-    tokens         tokens of a batch as the loader yields it, where it has no `input_ids`
+    name           the run, as for `Run`; further arguments are Run's, and override the trainer's settings
+    tokens         returns the tokens of a batch as the loader yields it, where it has no `input_ids`
     convention     how FLOPs are counted from the config of a Hugging Face model inside, unless flops_per_token is given
     """
 
@@ -46,38 +46,38 @@ class FlopwatchCallback(common.Tells, _lightning.Callback):  # type: ignore[misc
         self._tokens_position: float | None = 0
         self._restored: dict[str, Any] | None = None
 
-    @common.quietly
+    @common.guarded
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Make the run; the strategy's process group is there."""
-        if stage != "fit" or self._trainee is not None:
+        """Make the run; the strategy's process group exists at this point."""
+        if stage != "fit" or self._session is not None:
             return
         self.run = run = common.begin(
-            self._name, lambda: {**_known(trainer), "convention": self._convention}, self._arguments
+            self._name, lambda: {**_facts(trainer), "convention": self._convention}, self._arguments
         )
-        self._trainee = trainee = common.Trainee(
+        self._session = session = common.TrainingSession(
             run,
             tokens=self._tokens,
             role=lambda _: "training" if trainer.training and not trainer.sanity_checking else "evaluation",
         )
         for model in (pl_module, *pl_module.children()):
             if hasattr(getattr(model, "config", None), "model_type"):
-                trainee.count_flops(model, given=self._arguments.get("flops_per_token"), convention=self._convention)
+                session.count_flops(model, given=self._arguments.get("flops_per_token"), convention=self._convention)
                 break
         else:
-            trainee.count_flops(None, given=self._arguments.get("flops_per_token"), convention=self._convention)
+            session.count_flops(None, given=self._arguments.get("flops_per_token"), convention=self._convention)
         saved = deque[int]()
-        common.Around(trainer, "save_checkpoint", functools.partial(_save, run, trainer, saved))
-        common.Around(trainer.strategy, "load_checkpoint", functools.partial(_load, run))
+        common.MethodWrapper(trainer, "save_checkpoint", functools.partial(_save, run, trainer, saved))
+        common.MethodWrapper(trainer.strategy, "load_checkpoint", functools.partial(_load, run))
         for logger in trainer.loggers[:1]:
-            common.Around(logger, "log_metrics", functools.partial(_log, run))
+            common.MethodWrapper(logger, "log_metrics", functools.partial(_log, run))
 
-    @common.quietly
+    @common.guarded
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Tell the position a checkpoint restored."""
+        """Report the position that a checkpoint restored."""
         self._global_step = trainer.global_step
-        if self.run is None or self._trainee is None:
+        if self.run is None or self._session is None:
             return
-        self._trainee.end()
+        self._session.end()
         restored, self._restored = self._restored, None
         if restored is not None:
             self.run.restored(restored["step"], restored["tokens"])
@@ -87,62 +87,62 @@ class FlopwatchCallback(common.Tells, _lightning.Callback):  # type: ignore[misc
             self._tokens_position = None
         self.run.watch(trainer.strategy.model)
 
-    @common.quietly
+    @common.guarded
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Take the batch, and count a step if it ended with one."""
-        trainee = self._trainee
-        if trainee is None:
+        """Count the batch, and record a step if it ended with one."""
+        session = self._session
+        if session is None:
             return
-        trainee.consume(*trainee.loaders.take())
+        session.consume(*session.loaders.take())
         if trainer.global_step > self._global_step:
             self._global_step = trainer.global_step
-            tokens = trainee.step()
+            tokens = session.step()
             self._tokens_position = (
                 None if tokens is None or self._tokens_position is None else self._tokens_position + tokens
             )
 
-    @common.quietly
+    @common.guarded
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin an evaluation, which its loader's iteration may have begun."""
-        if self._trainee is not None:
-            self._trainee.begin("evaluation")
+        """Begin an evaluation, unless its loader's iteration has begun it."""
+        if self._session is not None:
+            self._session.begin("evaluation")
 
-    @common.quietly
+    @common.guarded
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """End an evaluation."""
-        if self._trainee is not None:
-            self._trainee.end("evaluation")
+        if self._session is not None:
+            self._session.end("evaluation")
 
-    @common.quietly
+    @common.guarded
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Leave the loop over batches."""
-        if self._trainee is not None:
-            self._trainee.run.end_of_batches()
+        """End the loop over batches."""
+        if self._session is not None:
+            self._session.run.end_of_batches()
 
-    @common.quietly
+    @common.guarded
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Finish: stopped by Ctrl-C, preempted by a SIGTERM that Lightning caught, else failed."""
+        """Finish the run: stopped by Ctrl-C, preempted by a SIGTERM that Lightning caught, else failed."""
         kind = type(exception).__name__
         self._finish({"KeyboardInterrupt": "stopped", "SIGTERMException": "preempted"}.get(kind, "failed"))
 
-    @common.quietly
+    @common.guarded
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Finish: completed if all steps were made, stopped if something asked to stop before."""
+        """Finish the run: completed if all steps were taken, stopped if a stop was requested before."""
         self._finish("stopped" if trainer.should_stop else "completed")
 
     def _finish(self, status: str) -> None:
-        trainee, self._trainee = self._trainee, None
-        if trainee is not None:
-            trainee.finish(status)
+        session, self._session = self._session, None
+        if session is not None:
+            session.finish(status)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, for the checkpoint."""
+        """Return the position, to be stored in the checkpoint."""
         position = None if self.run is None else self.run.position
         return {} if position is None else {"step": position, "tokens": self._tokens_position}
 
-    @common.quietly
+    @common.guarded
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the position from a checkpoint."""
+        """Read the position from a checkpoint."""
         self._restored = {"step": int(state_dict["step"]), "tokens": state_dict["tokens"]}
 
 
@@ -156,23 +156,23 @@ def _save(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Save with its time told, and the step committed once all is on disk."""
+    """Save a checkpoint, record its time, and commit the step once the checkpoint is on disk."""
     step, later = run.position, False
     try:
         later = _writes_in_background(run, trainer, saved)
     except Exception as error:
-        run.failed("save_checkpoint", error)
+        run.recorder.failed("save_checkpoint", error)
     with run.activity("checkpoint_save"):
         if later and trainer.is_global_zero and step is not None:
             saved.append(-1 if weights_only else step)
         answer = save(filepath, weights_only, *args, **kwargs)
-    if not later and not weights_only and step is not None:  # weights alone are nothing to resume from
+    if not later and not weights_only and step is not None:  # a run cannot resume from weights alone
         run.checkpoint_committed(step)
     return answer
 
 
 def _writes_in_background(run: Run, trainer: Any, saved: deque[int]) -> bool:
-    """Return whether AsyncCheckpointIO's thread writes the checkpoints, and have it tell of the steps in `saved`.
+    """Return whether AsyncCheckpointIO's thread writes checkpoints, and have it commit the steps in `saved`.
 
     https://lightning.ai/docs/pytorch/stable/common/checkpointing_expert.html
     """
@@ -190,7 +190,7 @@ def _writes_in_background(run: Run, trainer: Any, saved: deque[int]) -> bool:
             if step >= 0:
                 run.checkpoint_committed(step)
 
-        common.Around(io.checkpoint_io, "save_checkpoint", write)
+        common.MethodWrapper(io.checkpoint_io, "save_checkpoint", write)
     return True
 
 
@@ -201,14 +201,14 @@ def _load(run: Run, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _log(run: Run, log: Callable[..., Any], metrics: Any, *args: Any, **kwargs: Any) -> Any:
     try:
-        common.tell_logged(run, metrics)
+        common.report_logged(run, metrics)
     except Exception as error:
-        run.failed("log_metrics", error)
+        run.recorder.failed("log_metrics", error)
     return log(metrics, *args, **kwargs)
 
 
-def _known(trainer: Any) -> dict[str, Any]:
-    """Return what the trainer's strategy tells of the run.
+def _facts(trainer: Any) -> dict[str, Any]:
+    """Return arguments of Run from the trainer's strategy.
 
     https://lightning.ai/docs/pytorch/stable/extensions/strategy.html
     """

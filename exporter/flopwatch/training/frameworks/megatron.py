@@ -1,10 +1,10 @@
-"""Megatron-LM: what the lines call that docs/frameworks.md adds to megatron/training/training.py and checkpointing.py.
+"""Functions for Megatron-LM, called by lines that docs/frameworks.md adds to its training.py and checkpointing.py.
 
-Megatron has no callbacks. Read are its arguments and what its loop computes anyway: the FLOPs of a batch (convention
-`causal`, https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/training/training.py), its samples, and with packed
-sequences its real tokens. The parallel coordinates are Megatron's own state, which Run finds. A checkpoint counts as
-committed when Megatron writes its number to the tracker file. Read at d98e8a6 (22 August 2026) and not run: Megatron
-needs a GPU.
+Megatron has no callbacks. The functions use its arguments and what its loop computes anyway: the FLOPs of a batch
+(convention `causal`, https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/training/training.py), its samples, and
+with packed sequences its real tokens. Run finds the parallel coordinates in Megatron's own state. A checkpoint counts
+as committed when Megatron writes its number to the tracker file. Read at d98e8a6 (22 August 2026) and not run, because
+Megatron needs a GPU.
 
 Absent: loss, which stays on the device; data stall, since the batch is fetched inside the forward pass.
 """
@@ -20,7 +20,7 @@ run: Run | None = None
 
 
 def begin(args: Any, **arguments: Any) -> None:
-    """Begin to tell of the run that Megatron's arguments describe; call it as training begins."""
+    """Make the run that Megatron's arguments describe; call it when training begins."""
     global run
     try:
         # Its fp8 runs have matmuls of two dtypes; the faster one's peak never flatters.
@@ -35,7 +35,7 @@ def begin(args: Any, **arguments: Any) -> None:
 
 
 def step(args: Any, samples: int, flops: float, tokens: float | None = None) -> None:
-    """Count an iteration of so many samples, FLOPs and, where samples are packed, tokens; those of all ranks."""
+    """Record an iteration with the samples, FLOPs and, if samples are packed, tokens of all ranks."""
     try:
         if run is not None:
             replicas = args.data_parallel_size
@@ -51,29 +51,29 @@ def step(args: Any, samples: int, flops: float, tokens: float | None = None) -> 
 def enter(activity: str) -> None:
     """Begin an activity: evaluation or checkpoint_save."""
     if run is not None:
-        run.enter(activity)
+        run.recorder.enter(activity)
 
 
 def leave(activity: str) -> None:
     """End an activity."""
     if run is not None:
-        run.leave(activity)
+        run.recorder.leave(activity)
 
 
 def committed(iteration: int) -> None:
-    """Tell that the checkpoint of this iteration is on disk."""
+    """Record that the checkpoint of this iteration is on disk."""
     if run is not None:
         run.checkpoint_committed(iteration)
 
 
 def finish(status: str = "completed") -> None:
-    """Finish; `preempted` where Megatron exits before its last iteration."""
+    """Finish the run; pass `preempted` where Megatron exits before its last iteration."""
     if run is not None:
         run.finish(status)
 
 
 def _failed(what: str, error: Exception) -> None:
     if run is not None:
-        run.failed(what, error)
+        run.recorder.failed(what, error)
     else:
         common.log.warning("%s: %s (training goes on)", what, error)

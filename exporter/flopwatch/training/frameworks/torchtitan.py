@@ -1,16 +1,16 @@
-"""torchtitan: a handler of its structured logger, named in the environment, tells a Run what the trainer does.
+"""Handler for torchtitan's structured logger, named in the environment.
 
     export TITAN_STRUCT_LOGGER_HANDLERS=flopwatch.training.frameworks.torchtitan.register
 
-Read are the events of the main branch since b2cd149f (4 May 2026; release 0.2.2 has no structured logger), at b5bcd76:
+It uses the events of the main branch since b2cd149f (4 May 2026; release 0.2.2 has no structured logger), at b5bcd76:
 https://github.com/pytorch/torchtitan/blob/main/torchtitan/observability/structured_logger/README.md. A step ends with
-the span `optim`; the wait for data is the span `fetching_batch`; `local_valid_tokens` are the tokens of one data
-parallel rank, those no loss is taken of left out. The trainer itself, which events do not carry, is looked up in the
-frames that lead to `training_start`: FLOPs per token (convention `full`), parallel degrees and model are its own, and
-its logger and checkpointer are wrapped. Where it is not found those are absent, and nothing else is.
+the span `optim`, and the wait for data is the span `fetching_batch`. `local_valid_tokens` are the tokens of one data
+parallel rank that count towards the loss. Events do not contain the trainer, so it is looked up in the frames that lead
+to `training_start`. It provides FLOPs per token (convention `full`), parallel degrees and the model, and its logger and
+checkpointer are wrapped. Only those are absent if it is not found.
 
 Not tried on the real trainer, which needs a GPU: tested with the events above. The variable replaces torchtitan's own
-handler; name both, with a comma between, to keep its files.
+handler; name both, separated by a comma, to keep its files.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from flopwatch.training.frameworks import common
 
 
 def register(*, structured_logger: logging.Logger, run: Mapping[str, Any] | None = None, **_: Any) -> None:
-    """Attach the handler, as torchtitan calls it; `run` are arguments of Run, for a factory of one's own."""
+    """Attach the handler; torchtitan calls this. `run` has arguments of Run, for factories that call it."""
     structured_logger.addHandler(Handler(run or {}))
 
 
-class Handler(common.Tells, logging.Handler):
-    """Tells a Run of a trainer's events, and raises nothing into it."""
+class Handler(common.ReporterMixin, logging.Handler):
+    """Logging handler that records a trainer's events in a Run and never raises."""
 
     def __init__(self, run: Mapping[str, Any]) -> None:
         super().__init__()
@@ -42,11 +42,11 @@ class Handler(common.Tells, logging.Handler):
         self._trainer: Any = None
         self._tokens: int | None = None
         self._failed_update = False
-        self._located = False  # whether the step at which training began was told
+        self._located = False  # whether the first step was seen
 
-    @common.quietly
+    @common.guarded
     def emit(self, record: logging.LogRecord) -> None:
-        """Take one event of the training loop's thread."""
+        """Record one event of the training loop's thread."""
         event = getattr(record, "log_type_name", None)
         if record.thread != self._thread or event is None:
             return
@@ -71,13 +71,13 @@ class Handler(common.Tells, logging.Handler):
         elif event == "optim_end" and not self._failed_update:
             run.step(self._tokens)
         elif event == "eval_start":
-            run.enter("evaluation")
+            run.recorder.enter("evaluation")
         elif event == "eval_end":
-            run.leave("evaluation")
+            run.recorder.leave("evaluation")
         elif event == "checkpoint_load_start":
-            run.enter("checkpoint_restore")
+            run.recorder.enter("checkpoint_restore")
         elif event == "checkpoint_load_end":
-            run.leave("checkpoint_restore")
+            run.recorder.leave("checkpoint_restore")
         elif event == "torch_distributed_teardown_start":
             trainer = self._trainer
             whole = trainer is None or trainer.step >= trainer.config.training.steps
@@ -85,18 +85,18 @@ class Handler(common.Tells, logging.Handler):
 
     def _begin(self) -> None:
         trainer = self._trainer = _trainer()
-        self.run = run = common.begin(None, lambda: {} if trainer is None else _known(trainer), self._arguments)
+        self.run = run = common.begin(None, lambda: {} if trainer is None else _facts(trainer), self._arguments)
         if trainer is None:
             return
-        common.Around(trainer.metrics_processor.logger, "log", functools.partial(_log, run))
+        common.MethodWrapper(trainer.metrics_processor.logger, "log", functools.partial(_log, run))
         if getattr(trainer.checkpointer, "enable", False):
-            common.Around(trainer.checkpointer, "save", functools.partial(_save, run, trainer.checkpointer))
+            common.MethodWrapper(trainer.checkpointer, "save", functools.partial(_save, run, trainer.checkpointer))
         for model in trainer.model_parts[:1]:
             run.watch(model)
 
 
 def _trainer() -> Any:
-    """Return the trainer whose method is being run, None if there is none."""
+    """Return the trainer among the callers' `self`, None if there is none."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -106,8 +106,8 @@ def _trainer() -> Any:
     return None
 
 
-def _known(trainer: Any) -> dict[str, Any]:
-    """Return what a trainer knows of the run; no FLOPs with quantized matmuls, whose dtype is a mixture."""
+def _facts(trainer: Any) -> dict[str, Any]:
+    """Return arguments of Run from a trainer; without FLOPs if matmuls are quantized, as their dtypes then differ."""
     dims, metrics, training = trainer.parallel_dims, trainer.metrics_processor, trainer.config.training
     groups = {}
     for name, axis in (("dp", "batch"), ("tp", "tp"), ("pp", "pp"), ("cp", "cp"), ("ep", "ep")):
@@ -126,33 +126,33 @@ def _known(trainer: Any) -> dict[str, Any]:
 
 def _log(run: Run, log: Callable[..., Any], metrics: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
     try:
-        common.tell_logged(run, metrics)
+        common.report_logged(run, metrics)
     except Exception as error:
-        run.failed("log", error)
+        run.recorder.failed("log", error)
     return log(metrics, *args, **kwargs)
 
 
 def _save(
     run: Run, checkpointer: Any, save: Callable[..., bool], step: int, last_step: bool = False, **kwargs: Any
 ) -> bool:
-    """Save with the time told; at most steps nothing is saved, and nothing is told."""
+    """Save a checkpoint and record it; does nothing else at steps without a save."""
     before = getattr(checkpointer, "save_future", None)
     try:
         saves = bool(checkpointer._should_save(step, last_step))
     except Exception as error:
-        run.failed("checkpoint", error)
+        run.recorder.failed("checkpoint", error)
         saves = False
     if not saves:
         return save(step, last_step, **kwargs)
     with run.activity("checkpoint_save"):
         saved = save(step, last_step, **kwargs)
     try:
-        if saved and not (last_step and checkpointer.last_save_model_only):  # weights alone are nothing to resume from
+        if saved and not (last_step and checkpointer.last_save_model_only):  # a run cannot resume from weights alone
             future = checkpointer.save_future
             if future is None or future is before:
                 run.checkpoint_committed(step)
             else:
                 run.checkpoint_goes_on(future, step)
     except Exception as error:
-        run.failed("checkpoint", error)
+        run.recorder.failed("checkpoint", error)
     return saved

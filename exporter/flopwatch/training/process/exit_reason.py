@@ -1,6 +1,6 @@
-"""What a process ended by, in a few letters: the type of an exception, and of some a word more.
+"""Reason why a process ends, as a short label: `KeyError`, `OSError ENOSPC`, `SystemExit 3`.
 
-`KeyError`, `OSError ENOSPC`, `SystemExit 3`. Never a message, which may hold anything.
+Never an exception's message, which may contain anything.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _STRANGE = re.compile(r"[^A-Za-z0-9_]")
 
 
 def ended_by(error: BaseException | None) -> str:
-    """Return what is told of an exception; nothing of none, nor of one that cannot be asked."""
+    """Return the label of an exception; "" for None, and for an exception that raises when it is inspected."""
     try:
         if error is None:
             return ""
@@ -31,10 +31,10 @@ def ended_by(error: BaseException | None) -> str:
 
 
 def now() -> str:
-    """Return what this process is ending by, as far as Python tells.
+    """Return the label of the exception that ends this process; "" if Python does not know one.
 
-    That is the exception being handled, else the one that reached the interpreter, which keeps it before it calls
-    sys.excepthook; of sys.exit() it keeps nothing.
+    It is the exception being handled, else the one that reached the interpreter, which stores it before it calls
+    sys.excepthook. After sys.exit() none is stored.
     https://docs.python.org/3/library/sys.html#sys.last_value
     """
     handled = sys.exc_info()[1]

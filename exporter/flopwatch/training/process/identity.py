@@ -1,13 +1,14 @@
-"""Which run, attempt and rank this process is: what the caller says, else torch.distributed, else the launcher.
+"""Identity of this process: run, attempt and rank from the caller, else torch.distributed, else the launcher.
 
-The launcher's variables are read in launcher.py. Where torch.distributed counts other ranks than they do (processes
-that a script spawned itself), it is right, and they may be on several nodes.
+The launcher's variables are read in launcher.py. If torch.distributed has another number of ranks (a script that
+spawned processes itself), it is right, and the ranks may be on several nodes.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ log = logging.getLogger("flopwatch")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """This process in its run."""
+    """Run, attempt and rank of a process."""
 
     name: str  # of the run
     attempt: str
@@ -32,16 +33,20 @@ def settle(
     launch: launcher.Launch,
     host: str,
     started: float,
-    *,
+    agree: Callable[[str, int, float], str | None],
     name: str,
     attempt: str | None,
     rank: int | None,
     world_size: int | None,
     local_rank: int | None,
 ) -> Identity:
-    """Return who this process is, which started at this Unix time; what is given goes first, "" and None are not."""
+    """Return the identity of this process, which started at this Unix time; values that are given take precedence.
+
+    An empty name and None count as not given. `agree(attempt, rank, started)` returns the attempt's name that all
+    ranks share, through the job's store, or None.
+    """
     found_rank, found_size, one_node = launch.rank, launch.world_size, launch.one_node
-    # Looked up, not imported: a process that uses torch.distributed has done that.
+    # Looked up, not imported: a process that uses torch.distributed has imported it.
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and not (distributed.is_available() and distributed.is_initialized()):
         distributed = None
@@ -51,9 +56,7 @@ def settle(
     if attempt is None and one_node:
         attempt = launch.attempt()
     elif attempt is None and distributed is not None:
-        from flopwatch.training import torch as torch_hook
-
-        attempt = torch_hook.agreed(launch.attempt(), rank, started)
+        attempt = agree(launch.attempt(), rank, started)
     return Identity(
         _name(launch, host, name),
         launcher.clean(launch.attempt_without_launcher() if attempt is None else str(attempt)),

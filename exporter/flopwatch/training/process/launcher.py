@@ -1,6 +1,6 @@
-"""Who this process is in its job: rank, ranks, name of the run, attempt, tenant and owner, from what launchers leave.
+"""Place of this process in its job: rank, world size, run name, attempt, tenant and owner, from the launcher.
 
-Read:
+Sources:
 
 torchrun     https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
 Slurm        https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES, for array tasks and components
@@ -8,18 +8,18 @@ Slurm        https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARI
 Open MPI     https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html; MPICH and Intel MPI (Hydra), MVAPICH
 Ray Train    the same variables as torchrun's, set by https://docs.ray.io/en/latest/train/train.html; the job's id
 Kubernetes   the addresses that JobSet, Kubeflow (PyTorchJob, TrainJob) and Volcano give to pods, and the namespace
-             beside the pod's service account token
+             next to the pod's service account token
 
-and /proc. Kubernetes tells a pod nothing about restarts and nothing about when it was submitted: docs/training.md shows
-how the downward API passes labels and annotations as FLOPWATCH_ATTEMPT and FLOPWATCH_SUBMITTED_AT.
+and /proc. A pod cannot see its restarts or its time of submission: docs/training.md shows how the downward API passes
+labels and annotations as FLOPWATCH_ATTEMPT and FLOPWATCH_SUBMITTED_AT.
 
-An attempt is one launch of all ranks. All of them must name it alike, and no two launches may share a name:
+An attempt is one launch of all ranks. All ranks must use the same name for it, and no two launches may share one:
 
 one node     scheduler's job and restart count, launcher's pid and start time, torchrun's restart count
-many nodes   what rank 0 says, its own pid and start time in place of the launcher's, agreed through torch's store when
-             torch.distributed is initialised before Run(); torchrun's count is no name there, since a node that joins
-             or leaves restarts all ranks and counts nothing. Else, without talking, neither pid nor start time, and
-             MASTER_ADDR:MASTER_PORT in place of an unknown job
+many nodes   rank 0's name, with its own pid and start time in place of the launcher's, shared through torch's store if
+             torch.distributed is initialised before Run(). torchrun's count alone is not enough: a node that joins or
+             leaves restarts all ranks and does not raise it. Without a store, the name has no pid and no start time,
+             and MASTER_ADDR:MASTER_PORT in place of an unknown job
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _RANKS = (  # rank, ranks, rank on this node, and what shows that one node holds
     # Not SLURM_NTASKS: an sbatch script has it too, and what that starts without srun is one process.
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES"),
 )
-_PATIENCE = 30.0  # seconds after which Slurm's answer is given up
+MAX_SECONDS = 30.0  # for squeue to answer
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """What the kernel knows: pid, start in clock ticks after boot, age in seconds, inode of its pid namespace."""
+    """A process as the kernel sees it: pid, start in clock ticks after boot, age in seconds, pid namespace's inode."""
 
     pid: int
     start_ticks: int
@@ -60,13 +60,13 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """This process's place in its job. `name` is what the scheduler calls the run, None if it does not say."""
+    """Place of a process in its job."""
 
     rank: int
     world_size: int
     local_rank: int
     one_node: bool
-    name: str | None
+    name: str | None  # of the run, from the scheduler
     job: str  # scheduler's job and restart count, "" if there is no scheduler
     meeting_point: str  # MASTER_ADDR:MASTER_PORT, "" if there is none
     launcher: str  # host, pid and start of the process that started all ranks, if it is on this node, else of this one
@@ -76,16 +76,16 @@ class Launch:
     team: str = ""  # Slurm's account
 
     def attempt(self) -> str:
-        """Return the attempt's name as this rank sees it; rank 0's is right for all, see the module."""
+        """Return the attempt's name as this rank sees it; with many nodes, rank 0's name is the one to use."""
         return "-".join(part for part in (self.job, self.launcher, self.restarts) if part)
 
     def attempt_without_launcher(self) -> str:
-        """Return a name on which the ranks of many nodes agree without talking to each other."""
+        """Return a name that the ranks of many nodes derive alike without communication."""
         return "-".join((self.job or self.meeting_point or "job", self.restarts))
 
 
 def this_process(proc: Path = Path("/proc")) -> Process:
-    """Return what the kernel knows of this process; the age is 0 where /proc does not tell."""
+    """Return this process as the kernel sees it; the age is 0 if /proc is unreadable."""
     pid = os.getpid()
     try:
         namespace = os.stat(proc / "self/ns/pid").st_ino
@@ -111,7 +111,7 @@ def _start_ticks(proc: Path, pid: int) -> int:
 
 
 def _launcher_pid(proc: Path, pid: int) -> int:
-    """Return the nearest ancestor that torchrun did not start: torchrun itself, past any wrapper script."""
+    """Return the pid of the nearest ancestor that torchrun did not start: torchrun itself, above wrapper scripts."""
     while pid > 1:
         try:
             if b"TORCHELASTIC_RUN_ID=" not in (proc / str(pid) / "environ").read_bytes():
@@ -123,7 +123,7 @@ def _launcher_pid(proc: Path, pid: int) -> int:
 
 
 def clean(name: str) -> str:
-    """Return the name in the characters and length that a run's name may have."""
+    """Return the name cut to 128 characters, with "-" for each character that a run's name may not contain."""
     return re.sub(r"[^A-Za-z0-9._:/@+-]", "-", name)[:128]
 
 
@@ -139,8 +139,8 @@ def launch(
     rank, world_size, local_rank, one_node, started_by = _ranks(environ)
     # Ray's daemon starts the ranks of every attempt on its node, so it stands for none of them.
     one_node = one_node and (world_size == 1 or "RAY_JOB_ID" not in environ)
-    # A single process may have a shell for a parent, which starts the next attempt too; and the first process of a
-    # container has no parent that it can see.
+    # A single process may have a shell as its parent, which starts the next attempt too. The first process of a
+    # container sees no parent.
     launched = one_node and os.getppid() > 0 and ("TORCHELASTIC_RUN_ID" in environ or world_size > 1)
     starter = _launcher_pid(proc, os.getppid()) if launched else process.pid
     master = environ.get("MASTER_ADDR", "")
@@ -163,7 +163,7 @@ def launch(
 
 
 def _ranks(environ: Mapping[str, str]) -> tuple[int, int, int, bool, str]:
-    """Return rank, ranks, rank on this node, whether one node holds all ranks, and the variable that told the rank."""
+    """Return rank, world size, local rank, whether one node holds all ranks, and the variable with the rank."""
     for rank_key, world_key, local_key, node_key in _RANKS:
         if not (environ.get(rank_key, "").isdigit() and environ.get(world_key, "").isdigit()):
             continue
@@ -171,7 +171,7 @@ def _ranks(environ: Mapping[str, str]) -> tuple[int, int, int, bool, str]:
             continue  # of Slurm's own PMI, which leaves the rest to Slurm's variables
         world_size = int(environ[world_key])
         holds_all = "1" if node_key == "SLURM_STEP_NUM_NODES" else str(world_size)
-        # DeepSpeed's launcher says LOCAL_SIZE.
+        # DeepSpeed's launcher sets LOCAL_SIZE.
         on_node = environ.get(node_key, environ.get("LOCAL_SIZE") if rank_key == "RANK" else None)
         return (
             int(environ[rank_key]),
@@ -189,9 +189,9 @@ def _local(environ: Mapping[str, str], key: str) -> int:
 
 
 def _job(environ: Mapping[str, str], started_by: str, meeting_point: str) -> str:
-    """Return the scheduler's job and its restart count, alike on all ranks; "" if there is no scheduler."""
-    if told := environ.get("FLOPWATCH_ATTEMPT", ""):
-        return told
+    """Return the scheduler's job and its restart count, the same on all ranks; "" if there is no scheduler."""
+    if attempt := environ.get("FLOPWATCH_ATTEMPT", ""):
+        return attempt
     parts = []
     slurm = environ.get("SLURM_JOB_ID", "")
     restart = environ.get("SLURM_RESTART_COUNT", "0")
@@ -227,10 +227,10 @@ def _scheduled_name(environ: Mapping[str, str], modules: Mapping[str, Any]) -> s
 
 
 def _job_of(host: str) -> str:
-    """Return the job that gave a pod this address.
+    """Return the name of the Kubernetes job that gave a pod this host name.
 
     JobSet, TrainJob: NAME-node-0-0.NAME, the domain being the job. Volcano: NAME-master-0.NAME. PyTorchJob:
-    NAME-master-0. Each may have NAMESPACE.svc.cluster.local behind it.
+    NAME-master-0. Each may be followed by NAMESPACE.svc.cluster.local.
     """
     pod, *domain = host.split(".")
     if "svc" in domain:
@@ -247,8 +247,8 @@ def _is_address(host: str) -> bool:
 
 
 def _experiment(modules: Mapping[str, Any]) -> str:
-    """Return the name of Ray Train's experiment, which its restarts share; "" outside of one."""
-    # Looked up, not imported: a worker of Ray Train has done that.
+    """Return the name of Ray Train's experiment, which its restarts share; "" outside an experiment."""
+    # Looked up, not imported: a worker of Ray Train has imported it.
     train = modules.get("ray.train")
     try:
         return str(train.get_context().get_experiment_name() or "") if train is not None else ""
@@ -268,7 +268,7 @@ def _namespace(environ: Mapping[str, str], pod: Path) -> str:
 def external_id(environ: Mapping[str, str], modules: Mapping[str, Any]) -> str:
     """Return the id of this process's Weights & Biases run; "" if there is none.
 
-    To be asked late: wandb.init() may come after Run(). https://docs.wandb.ai/models/ref/python/experiments/run
+    Call it late, because wandb.init() may follow Run(). https://docs.wandb.ai/models/ref/python/experiments/run
     """
     # Looked up, not imported.
     run = getattr(modules.get("wandb"), "run", None)
@@ -278,10 +278,10 @@ def external_id(environ: Mapping[str, str], modules: Mapping[str, Any]) -> str:
 
 
 class Submission:
-    """When Slurm's job was submitted, asked once with `squeue` and without waiting for the answer.
+    """Time at which the Slurm job was submitted, read once with `squeue` in the background.
 
-    Call it from time to time, on one rank of the run: it returns Unix time once that is known. Slurm puts the time of
-    the requeue in its place, so a restarted job is not asked about. https://slurm.schedmd.com/squeue.html
+    Call it repeatedly on one rank of the run: it returns the Unix time once it is known. After a requeue Slurm only has
+    the time of the requeue, so a restarted job has no submission time. https://slurm.schedmd.com/squeue.html
     """
 
     def __init__(
@@ -298,14 +298,14 @@ class Submission:
         self._answer: float | None = None
 
     def __call__(self) -> float | None:
-        """Return when the job was submitted; None if it is not known, or not yet."""
+        """Return the job's submission as Unix time; None if unknown, or not known yet."""
         if self._job:
             self._ask()
         return self._answer
 
     def _ask(self) -> None:
         if self._asked is None:
-            self._deadline = self._clock() + _PATIENCE
+            self._deadline = self._clock() + MAX_SECONDS
             try:
                 self._asked = subprocess.Popen(
                     self._command,

@@ -1,15 +1,15 @@
-"""Where a rank stands in its job: coordinates in the data, tensor, pipeline, context and expert parallel groups.
+"""Coordinates of a rank in the data, tensor, pipeline, context and expert parallel groups of its job.
 
-Read: what the caller says, or a torch DeviceMesh by its `mesh_dim_names`
+Sources: a mapping from the caller, a torch DeviceMesh by its `mesh_dim_names`
 (https://docs.pytorch.org/docs/stable/distributed.html#devicemesh), or Megatron's parallel_state
-(https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/parallel_state.py) and what has its methods, such as the
-`mpu` of DeepSpeed. Nothing is imported for that.
+(https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/parallel_state.py) and objects with its methods, such as
+the `mpu` of DeepSpeed. Nothing is imported for that.
 
-The ranks that share one model replica are tensor x pipeline x context parallel; what is not named counts as 1.
-Expert parallel ranks are data parallel for everything but the experts, so they don't count.
+The ranks that share one model replica are tensor x pipeline x context parallel; a missing group counts as 1. Expert
+parallel ranks are data parallel for everything but the experts, so they don't count.
 
-What does not fit is refused, since a wrong size makes a wrong MFU. Not told apart: a mesh dimension `fsdp` that holds
-context parallel ranks too, as in torchtitan; say `{"dp": ..., "cp": ...}` there.
+Inconsistent sizes are refused, since a wrong size makes a wrong MFU. A mesh dimension `fsdp` that includes context
+parallel ranks, as in torchtitan, cannot be recognised: pass `{"dp": ..., "cp": ...}` there.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MODULES = ("megatron.core.parallel_state", "megatron.core.mpu", "megatron.mpu")
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """One rank's coordinates: (rank, size) of each kind of group, None where it is not known."""
+    """Coordinates of one rank: (rank, size) in each kind of group, None if unknown."""
 
     dp: Coordinate | None = None
     tp: Coordinate | None = None
@@ -66,13 +66,13 @@ class Parallel:
         return math.prod(group[1] for group in (self.tp, self.pp, self.cp) if group is not None)
 
     def labels(self) -> dict[str, str]:
-        """Return the rank in each group, "" where it is not known."""
+        """Return the rank in each group as labels, "" if unknown."""
         groups = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: "" if group is None else str(group[0]) for name, group in groups.items()}
 
 
 def parallel(given: object, world_size: int) -> Parallel:
-    """Return the coordinates that a mapping, a DeviceMesh or Megatron's state gives. Raises ValueError."""
+    """Return the coordinates from a mapping, a DeviceMesh or Megatron's state. Raises ValueError if they don't fit."""
     if isinstance(given, Parallel):
         groups: Mapping[str, Any] = {field.name: getattr(given, field.name) for field in fields(given)}
     elif isinstance(given, Mapping):
@@ -90,7 +90,7 @@ def parallel(given: object, world_size: int) -> Parallel:
 
 
 def megatron(modules: Mapping[str, Any] = sys.modules) -> object | None:
-    """Return Megatron's parallel state if this process uses it and has set it up, for `parallel`."""
+    """Return Megatron's parallel state once this process has set it up, else None."""
     for name in _MODULES:
         state = modules.get(name)
         if state is not None and state.model_parallel_is_initialized():
@@ -102,18 +102,18 @@ def _checked(groups: Mapping[str, Any], world_size: int) -> Parallel:
     known = [field.name for field in fields(Parallel)]
     if unknown := [str(name) for name in groups if name not in known]:
         raise ValueError(f"parallel has {', '.join(unknown)}; its groups are {', '.join(known)}")
-    found = Parallel(**{name: _coordinate(name, group) for name, group in groups.items() if group is not None})
-    sizes = {name: group[1] for name in ("dp", "tp", "pp", "cp") if (group := getattr(found, name)) is not None}
+    place = Parallel(**{name: _coordinate(name, group) for name, group in groups.items() if group is not None})
+    sizes = {name: group[1] for name in ("dp", "tp", "pp", "cp") if (group := getattr(place, name)) is not None}
     product = math.prod(sizes.values())
-    said = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    text = " x ".join(f"{name} {size}" for name, size in sizes.items())
     if "dp" in sizes and product != world_size:
-        raise ValueError(f"{said} = {product} ranks, and the job has {world_size}")
+        raise ValueError(f"{text} = {product} ranks, and the job has {world_size}")
     if world_size % product:
-        raise ValueError(f"{said} = {product} ranks of a replica do not divide the job's {world_size}")
+        raise ValueError(f"{text} = {product} ranks of a replica do not divide the job's {world_size}")
     stage = world_size // sizes.get("pp", 1)
-    if found.ep is not None and stage % found.ep[1]:
-        raise ValueError(f"ep {found.ep[1]} does not divide the {stage} ranks of a pipeline stage")
-    return found
+    if place.ep is not None and stage % place.ep[1]:
+        raise ValueError(f"ep {place.ep[1]} does not divide the {stage} ranks of a pipeline stage")
+    return place
 
 
 def _coordinate(name: str, group: Any) -> Coordinate:
@@ -130,11 +130,10 @@ def _coordinate(name: str, group: Any) -> Coordinate:
 def _mesh(mesh: Any, world_size: int) -> dict[str, Coordinate]:
     names, coordinates = mesh.mesh_dim_names, mesh.get_coordinate()
     if names is None:
-        raise ValueError("the mesh has no mesh_dim_names, so nobody knows what its dimensions are for")
+        raise ValueError("the mesh has no mesh_dim_names, so the purpose of its dimensions is unknown")
     if mesh.size() != world_size:
         raise ValueError(
-            f"the mesh {tuple(names)} has {mesh.size()} of the job's {world_size} ranks; pass the whole "
-            "one that it was cut from"
+            f"the mesh {tuple(names)} has {mesh.size()} of the job's {world_size} ranks; pass the whole mesh"
         )
     if coordinates is None:
         raise ValueError("this rank is not in the mesh")
@@ -145,11 +144,11 @@ def _mesh(mesh: Any, world_size: int) -> dict[str, Coordinate]:
             continue
         if kind is None:
             raise ValueError(
-                f"the mesh has a dimension {name!r}, which is none of {', '.join(DIMENSIONS)}; say "
+                f"the mesh has a dimension {name!r}, not one of {', '.join(DIMENSIONS)}; pass "
                 "parallel={'dp': (rank, size), ...} instead"
             )
-        # Several dimensions of one kind are one group, in the mesh's order; expert parallel ranks that have a dimension
-        # of their own have batches of their own too.
+        # Several dimensions of one kind are one group, in the mesh's order. Expert parallel ranks with a dimension of
+        # their own have batches of their own too.
         for into in ("dp", "ep") if kind == "ep" else (kind,):
             outer, among = groups.get(into, (0, 1))
             groups[into] = outer * size + rank, among * size
@@ -162,7 +161,7 @@ def _megatron(state: Any) -> dict[str, Coordinate]:
         for name in names:
             rank, size = (getattr(state, f"get_{name}_{what}", None) for what in ("rank", "world_size"))
             if rank is not None and size is not None:
-                # Megatron says 0 ranks of a group that was not made.
+                # Megatron returns 0 ranks for a group that was not made.
                 if (ranks := int(size())) > 0:
                     groups[kind] = int(rank()), ranks
                 break

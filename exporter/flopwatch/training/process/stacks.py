@@ -1,12 +1,12 @@
-"""Where a rank's threads are, on demand: `flopwatch stacks PID` asks, and the thread that pushes answers.
+"""Stacks of a rank's threads on demand: `flopwatch stacks PID` requests them, and the push thread answers.
 
-The request is an empty file, `<host>-<pid>.request`, in a folder that both sides work out; the answer is a file beside
-it. No signal is sent and none is handled, so a rank can be asked that is blocked in a collective: that releases the
-interpreter's lock, and the pushing thread goes on. A rank whose lock is held by compiled code cannot answer; py-spy
-reads its memory from outside (https://github.com/benfred/py-spy). Python frames only, of all of Python's threads.
+The request is an empty file `<host>-<pid>.request` in a folder known to both sides, and the answer is a file next to
+it. No signals are used. A rank blocked in a collective can answer, because the collective releases the interpreter's
+lock and the push thread goes on. If compiled code holds the lock, the rank cannot answer; py-spy reads its memory from
+outside (https://github.com/benfred/py-spy). Only Python frames are shown, of all of Python's threads.
 
-The folder is FLOPWATCH_STACK_DIR or, in the temporary folder, one of the user's own: nobody else may be able to say
-where a rank writes.
+The folder is FLOPWATCH_STACK_DIR or a private one in the temporary folder, so that no other user decides where a rank
+writes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ log = logging.getLogger("flopwatch")
 
 
 def folder(environ: Mapping[str, str], user: int) -> Path:
-    """Return where requests to a process of this user, with this environment, and their answers are."""
+    """Return the folder of requests and answers for a process of this user with this environment."""
     if named := environ.get("FLOPWATCH_STACK_DIR"):
         return Path(named)
     return Path(environ.get("TMPDIR") or "/tmp") / f"flopwatch-{user}"
 
 
 def request(pid: int, seconds: float, *, environ: Mapping[str, str], user: int) -> str | None:
-    """Ask a process for its stacks; return them, or None if it does not answer in time. Raises OSError."""
+    """Request the stacks of a process and return them; None without an answer in `seconds`. Raises OSError."""
     place = folder(environ, user)
     asking, answer = _files(place, pid)
     if not os.path.lexists(place):
@@ -56,7 +56,7 @@ def request(pid: int, seconds: float, *, environ: Mapping[str, str], user: int) 
 
 
 class Stacks:
-    """Answers requests to this process; `title` says whose stacks they are."""
+    """Responder to requests for this process's stacks; `title()` is the first line of each answer."""
 
     def __init__(self, title: Callable[[], str], environ: Mapping[str, str] = os.environ) -> None:
         self._title = title
@@ -65,7 +65,7 @@ class Stacks:
         self._asking, self._answer = _files(self._folder, os.getpid())
 
     def poll(self) -> None:
-        """Answer if there is a request; one system call if there is none. Raises OSError."""
+        """Answer a pending request; without one it costs one system call. Raises OSError."""
         if not self._asking.exists():
             return
         _trust(self._folder, self._environ, os.geteuid())
@@ -77,7 +77,7 @@ class Stacks:
 
 
 def _trust(place: Path, environ: Mapping[str, str], user: int) -> None:
-    """Raise PermissionError if others than this user can write to a folder that was not named."""
+    """Raise PermissionError if other users can write to a folder that FLOPWATCH_STACK_DIR does not name."""
     owned = os.lstat(place)
     private = stat.S_ISDIR(owned.st_mode) and owned.st_uid == user and not owned.st_mode & 0o022
     if not private and not environ.get("FLOPWATCH_STACK_DIR"):
@@ -92,13 +92,13 @@ def _files(place: Path, pid: int) -> tuple[Path, Path]:
 
 def _write(path: Path, text: str) -> None:
     path.unlink(missing_ok=True)
-    # A new file, not what a link that somebody put there points to.
+    # A new file, and never the target of a link that another user put there.
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
 
 
 def _stacks() -> Iterator[str]:
-    """Yield a line per thread and frame, the innermost last; without the sources, whose disk may be what hangs."""
+    """Yield a line per thread and frame, the innermost last; without source lines, as their disk may hang."""
     threads = {thread.ident: thread for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         thread = threads.get(ident)

@@ -1,8 +1,7 @@
-"""At which line of the job's own code the loop stands still, told without being asked, once no step ends any more.
+"""Line of the job's own code at which the training loop is stuck, found once steps stop ending.
 
-In a hang most ranks wait at one line, and the one they wait for is often at another. A rank that loops moves: what is
-told is the innermost line that it has not left at any look of the last half to whole minute, so that its series goes on
-being the same.
+In a hang most ranks wait at one line, and the rank they wait for is often at another. A rank that loops still moves.
+The line is therefore the innermost one that it did not leave during the last 30 to 60 s, so that its series is stable.
 """
 
 from __future__ import annotations
@@ -14,32 +13,32 @@ from collections import deque
 from pathlib import Path
 from types import FrameType
 
-# What lasts this many seconds, and this many mean steps, is looked at: of a step or a wait for a batch, and of the
-# rest, a start or a checkpoint, which may take its time.
+# Seconds that a step or a wait for a batch, or another activity such as a checkpoint, may last before it is looked at;
+# and mean steps that any of them may last.
 AFTER, AFTER_OTHERS, AFTER_STEPS = 15.0, 120.0, 3.0
-MEMORY, LEAST = 60.0, 30.0  # seconds: looks that count, and that they have to cover
-TOGETHER = 10.0  # looks of so many seconds are kept as one
+MEMORY, MIN_COVERED = 60.0, 30.0  # seconds: age of the looks that count, and time that they must cover
+TOGETHER = 10.0  # seconds whose looks are merged into one
 MAX_DEPTH = 200  # lines, the outermost
 MAX_TEXT = 128  # characters
 
 _Line = tuple[str, str, int]  # file, function and line; 0 for one that changes
 _STANDARD = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
 _OURS = f"{Path(__file__).parents[2]}/"
-# Code that was made at run time: under names that say nothing, and that no two ranks share.
+# Code that was generated at run time, under meaningless names that differ between ranks.
 _MADE = ("/torchinductor_", "/.triton/", "/triton/cache/")
 
 
-class Standstill:
-    """Where a thread has been at every look of the last minute."""
+class StuckFrames:
+    """Frames of a thread that all looks of the last minute share."""
 
     def __init__(self) -> None:
         self._since = 0.0
-        self._looks: deque[tuple[float, list[_Line]]] = deque()  # when the first of some was, and what they share
+        self._looks: deque[tuple[float, list[_Line]]] = deque()  # time of the first merged look, and shared lines
 
     def look(self, thread: int | None, activity: str, since: float, now: float, step_seconds: float) -> str | None:
-        """Return where the thread, or the main thread, stands still; None if its activity began lately.
+        """Return the line at which the thread, or the main thread, is stuck; None if its activity began recently.
 
-        `since` and `now` are seconds on one clock, `step_seconds` what a step takes in the mean.
+        `since` and `now` are seconds on one clock, and `step_seconds` is the mean duration of a step.
         """
         after = AFTER if activity in ("step", "data_stall") else AFTER_OTHERS
         frame = None
@@ -57,11 +56,11 @@ class Standstill:
             self._looks.append((begin, _shared(before, _lines(frame))))
         else:
             self._looks.append((now, _lines(frame)))
-        return _text(_shared(*(lines for _, lines in self._looks))) if now - self._looks[0][0] >= LEAST else None
+        return _text(_shared(*(lines for _, lines in self._looks))) if now - self._looks[0][0] >= MIN_COVERED else None
 
 
 def _shared(*looks: list[_Line]) -> list[_Line]:
-    """Return the outermost lines that all have in common, and the function in which they part."""
+    """Return the outermost lines that all looks have in common, and the function in which they differ."""
     shared: list[_Line] = []
     for lines in zip(*looks, strict=False):
         if len(set(lines)) > 1:
@@ -73,7 +72,7 @@ def _shared(*looks: list[_Line]) -> list[_Line]:
 
 
 def _lines(frame: FrameType) -> list[_Line]:
-    """Return a frame and those that called it, the outermost first."""
+    """Return the lines of a frame and its callers, the outermost first."""
     frames: deque[FrameType] = deque(maxlen=MAX_DEPTH)
     at: FrameType | None = frame
     while at is not None:
@@ -83,7 +82,7 @@ def _lines(frame: FrameType) -> list[_Line]:
 
 
 def _text(lines: list[_Line]) -> str | None:
-    """Return the innermost line of the job's own code; where there is none, of a package's, and not torch's."""
+    """Return the innermost line of the job's own code, else of an installed package other than torch; as a label."""
     torch = (*(f"{folder}/" for folder in getattr(sys.modules.get("torch"), "__path__", ())), _OURS)
     lines = [line for line in lines if line[0] and not line[0].startswith(torch)]
     packages = [line for line in lines if _packaged(line[0])]

@@ -1,12 +1,12 @@
-"""From a snapshot of the hook to the node's exporter: opentelemetry's instruments, OTLP protobuf, one POST over HTTP.
+"""OTLP encoding of snapshots, and their delivery to the node's exporter: one HTTP POST each.
 
-Any other receiver of OTLP takes the same bytes, and names and labels there are those of the exporter: points carry
-`run` and `rank` themselves, no instrument has a unit that a translation would append, and what only the exporter wants
-to know of the process is metadata of a metric, "non-identifying" by OTLP. Databases make labels of resource
-attributes, and a value that changes would begin new series with each push.
+Any other OTLP receiver takes the same bytes and gets the exporter's names and labels. Points carry `run` and `rank`
+themselves, and no instrument has a unit that a translation would append. Facts that only the exporter needs are
+metadata of a metric, "non-identifying" in OTLP: databases turn resource attributes into labels, and a changing value
+would begin new series with each push.
 
-Deaf to its surroundings: the provider is never global and is given everything that opentelemetry would look up in
-OTEL_* variables; http.client knows neither proxies nor variables; address and timeouts are set here. Format:
+Nothing in the environment has an effect: the provider is never global and gets every setting that opentelemetry would
+read from OTEL_* variables, http.client ignores proxies and variables, and address and timeouts are set here. Format:
 https://github.com/open-telemetry/opentelemetry-proto/blob/main/opentelemetry/proto/metrics/v1/metrics.proto
 """
 
@@ -19,14 +19,13 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from google.protobuf.message import DecodeError
 
 try:
     import opentelemetry.sdk.trace
-except ValueError:  # it reads OTEL_SPAN_..._LIMIT then, and one is no number
+except ValueError:  # importing it reads OTEL_SPAN_..._LIMIT, and one is not a number
     hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("OTEL_SPAN_")}
     try:
         import opentelemetry.sdk.trace  # noqa: F401
@@ -46,34 +45,32 @@ from opentelemetry.sdk.resources import Resource
 
 from flopwatch import __version__
 from flopwatch.catalogue import TRAINING_STEP_DURATION, Metric, all_metrics
-
-if TYPE_CHECKING:
-    from flopwatch.training.run import Snapshot
+from flopwatch.training.recorder import Snapshot
 
 SCOPE = "flopwatch.training"
-# https://opentelemetry.io/docs/specs/semconv/resource/service/: required of everything that sends OTLP
+# Required of every sender of OTLP: https://opentelemetry.io/docs/specs/semconv/resource/service/
 RESOURCE = Resource({"service.name": "flopwatch"})
 PROTOBUF = "application/x-protobuf"
-TIMEOUT = 2.0  # seconds, for the connection and for each wait of a request
+TIMEOUT = 2.0  # seconds, for the connection and for each read or write
 
 
 class Undelivered(Exception):
-    """A push did not arrive, or was refused; the message says which."""
+    """A push did not arrive or was refused; the message has the reason."""
 
 
 class _Provider(MeterProvider):
-    """A provider that no variable can configure and that does nothing in a forked process."""
+    """Meter provider that ignores environment variables and does nothing in a forked process."""
 
     def __init__(self, reader: InMemoryMetricReader) -> None:
         super().__init__([reader], Resource({}), AlwaysOffExemplarFilter(), shutdown_on_exit=False)
-        self._disabled = False  # whatever OTEL_SDK_DISABLED says
+        self._disabled = False  # OTEL_SDK_DISABLED has no effect
 
     def _handle_fork(self) -> None:
         """Do nothing: the SDK would run resource detectors in every DataLoader worker."""
 
 
 class Wire:
-    """Encodes snapshots of one process and posts them to `endpoint`; used by one thread at a time."""
+    """Encoder of one process's snapshots that posts them to `endpoint`; used by one thread at a time."""
 
     def __init__(
         self,
@@ -103,7 +100,7 @@ class Wire:
         self._headers_file, self._token_file = headers_file, token_file
         self._start = int(start_unix * 1e9)
         self._points: dict[Metric, list[tuple[dict[str, str], float]]] = {}
-        self._whose: dict[str, str] = {}
+        self._identity: dict[str, str] = {}
         self._reader = InMemoryMetricReader()
         self._provider = _Provider(self._reader)
         meter = self._provider.get_meter(SCOPE, __version__)
@@ -119,13 +116,13 @@ class Wire:
         ]
 
     def _labels(self, metric: Metric) -> dict[str, str]:
-        """Return the labels that the exporter would add."""
-        return {label: text for label, text in self._whose.items() if label in metric.labels}
+        """Return the run and rank labels that this family has."""
+        return {label: text for label, text in self._identity.items() if label in metric.labels}
 
     def encode(self, snapshot: Snapshot) -> bytes:
         """Return the snapshot as an OTLP ExportMetricsServiceRequest."""
         self._points = snapshot.points
-        self._whose = {label: str(snapshot.resource[f"flopwatch.{label}"]) for label in ("run", "rank")}
+        self._identity = {label: str(snapshot.resource[f"flopwatch.{label}"]) for label in ("run", "rank")}
         data = self._reader.get_metrics_data()
         scopes = [
             scope
@@ -158,7 +155,7 @@ class Wire:
         now = time.time_ns()
         for metric in metrics:
             for point in getattr(metric, metric.WhichOneof("data") or "gauge").data_points:
-                # Everything counts from the process's start; the SDK would say: from the first push.
+                # Counters begin at the process's start; the SDK would set the time of the first push.
                 point.start_time_unix_nano, point.time_unix_nano = self._start, now
         return bytes(request.SerializeToString())
 
@@ -187,20 +184,20 @@ class Wire:
         if not 200 <= response.status < 300:
             raise Undelivered(f"the answer is {response.status}: {answer[:200].decode(errors='replace')}")
         if response.getheader("Content-Type") != PROTOBUF:
-            return  # taken, in words of another kind
+            return  # accepted, with a response that is not protobuf
         try:
             partial = ExportMetricsServiceResponse.FromString(answer).partial_success
         except DecodeError as error:
-            raise Undelivered(f"the answer is none to OTLP: {error}") from error
+            raise Undelivered(f"the answer is not an OTLP response: {error}") from error
         if partial.rejected_data_points:
             raise Undelivered(f"{partial.rejected_data_points} points were refused: {partial.error_message}")
 
 
 def _connect(host: str, port: int, secure: bool, ca_file: Path | None) -> Callable[[], http.client.HTTPConnection]:
-    """Return what begins a connection. A CA file is read for each, so that it can be replaced; it has few lines."""
+    """Return a function that opens a connection. It reads the CA file each time, so that the file can be replaced."""
     if not secure:
         return functools.partial(http.client.HTTPConnection, host, port, timeout=TIMEOUT)
-    import ssl  # costs 10 ms, which a push to the own node need not pay
+    import ssl  # takes 10 ms, which a push to the own node need not pay
 
     https = functools.partial(http.client.HTTPSConnection, host, port, timeout=TIMEOUT)
     if ca_file is not None:
@@ -209,7 +206,7 @@ def _connect(host: str, port: int, secure: bool, ca_file: Path | None) -> Callab
 
 
 def _headers(text: str, variable: str) -> dict[str, str]:
-    """Return `name=value,name=value`, percent-encoded where needed, as OTEL_EXPORTER_OTLP_HEADERS is written."""
+    """Parse headers in the format of OTEL_EXPORTER_OTLP_HEADERS: `name=value,name=value`, values percent-encoded."""
     pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
     if not all(name.strip() and equals for name, equals, _ in pairs):
         raise ValueError(f"{variable}: write name=value,name=value; nothing is pushed")

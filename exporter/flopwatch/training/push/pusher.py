@@ -1,13 +1,14 @@
-"""The thread that pushes snapshots to the node's exporter, and its end.
+"""Thread that pushes snapshots to the node's exporter, and its shutdown.
 
-At the interpreter's end without run.finish() it says `stopped` after Ctrl-C, else `failed`: sys.exit(1) cannot be told
-from a plain end, and a failure taken for an end would be told to nobody. A killed process says nothing, and the node
-notices that its pid is gone.
-A forked child (a DataLoader worker) has no such thread, and Run.finish says nothing in it. No signal handler is
-installed: in Python it would keep alive a rank that is blocked in a collective. A handler of the script's own that
-calls finish() and exits may be called again amid finish(): Slurm signals all processes of a step, torchrun passes that
-on. The exit takes effect, and what finish() was about to say is said at the interpreter's end. So the loop's thread
-takes no lock here that is written in Python, as Event's is: one that the exit came amid stays taken for good.
+If the interpreter ends without run.finish(), the status is `stopped` after Ctrl-C, else `failed`: sys.exit(1) looks
+like a plain end, and a failure mistaken for an end would never be reported. A killed process pushes nothing, and the
+node notices that its pid is gone. A forked child (a DataLoader worker) has no push thread, and Run.finish does nothing
+there.
+
+No signal handler is installed: in Python it would keep alive a rank that is blocked in a collective. A script's own
+handler that calls finish() and exits may run again during finish(): Slurm signals all processes of a step, and torchrun
+passes signals on. The exit takes effect, and the last push is sent at the interpreter's end. So the loop's thread takes
+no lock written in Python, such as Event's: an exit during its acquisition would leave it locked forever.
 """
 
 from __future__ import annotations
@@ -21,12 +22,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
 
 from flopwatch.training.push.otlp import Undelivered, Wire
-
-if TYPE_CHECKING:
-    from flopwatch.training.run import Snapshot
+from flopwatch.training.recorder import Snapshot
 
 log = logging.getLogger("flopwatch")
 
@@ -35,9 +33,9 @@ LAST_PUSH = 1.5  # seconds that finish() and the interpreter's exit wait for the
 
 
 class Pusher:
-    """Pushes what `snapshot` returns, at once and every `interval` seconds.
+    """Thread that pushes the result of `snapshot()` at once and every `interval` seconds.
 
-    `finish(status)` is called if the interpreter ends before stop() has; `failed` is told what should not happen.
+    It calls `finish(status)` if the interpreter ends before stop(), and `failed(error)` for unexpected errors.
     """
 
     def __init__(
@@ -55,10 +53,10 @@ class Pusher:
         self._failed = failed
         self._last: Snapshot | None = None
         self._stopping = False
-        self._patience_ends = math.inf  # stop()'s
+        self._stop_deadline = math.inf
         self._wake: SimpleQueue[None] = SimpleQueue()
-        # Not the thread's join(): Python before 3.13, if an exception interrupts that, takes the thread for ended.
-        self._done = True  # or not begun
+        # Not the thread's join(): if an exception interrupts it, Python before 3.13 considers the thread ended.
+        self._done = True  # or not started
         self._ended: SimpleQueue[None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="flopwatch", daemon=True)
 
@@ -73,14 +71,14 @@ class Pusher:
             raise
 
     def stop(self, last: Snapshot | None) -> None:
-        """Push `last` if there is one, and no more; takes at most LAST_PUSH seconds, also if it is called again."""
+        """Push `last`, if given, and stop; all calls together take at most LAST_PUSH seconds."""
         if not self._stopping:
-            self._patience_ends = time.monotonic() + LAST_PUSH
+            self._stop_deadline = time.monotonic() + LAST_PUSH
             self._last, self._stopping = last, True
         self._wake.put(None)
         if self._last is not None and not self._done:
             with suppress(Empty):
-                self._ended.get(timeout=max(0.0, self._patience_ends - time.monotonic()))
+                self._ended.get(timeout=max(0.0, self._stop_deadline - time.monotonic()))
         atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
@@ -124,4 +122,4 @@ class Pusher:
             elif delivered or not known or time.monotonic() > deadline:
                 return
             else:
-                time.sleep(RETRY)  # it was there before, so it may be restarting
+                time.sleep(RETRY)  # the exporter was there before, so it may be restarting

@@ -1,4 +1,4 @@
-"""What the hook learns from PyTorch: here the card and the ranks of a replica; the rest is in modules of its own."""
+"""Facts that PyTorch knows about this rank: its card, the attempt's name and the ranks of a model replica."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["Card", "agreed", "card", "replica_ranks", "watch"]
 
 AGREEMENT = 30.0  # seconds to wait for rank 0 to name the attempt
 CLOCKS_DIFFER = 10.0  # seconds that two nodes' clocks may differ by
-RANK_0_COMES = 5.0  # seconds in which it names the attempt anew, if a name may be of an attempt that crashed at once
+RANK_0_RENAMES = 5.0  # seconds in which rank 0 replaces a name that an attempt that crashed at once may have left
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A CUDA device: NVML's name and UUID."""
+    """CUDA device with NVML's name and UUID."""
 
     name: str
     uuid: str
@@ -39,12 +39,12 @@ def card() -> Card | None:
 
 
 def agreed(attempt: str, rank: int, started: float) -> str | None:
-    """Return rank 0's name of the attempt through the job's store; None if rank 0 does not tell.
+    """Return rank 0's name of the attempt through the job's store; None if rank 0 does not set it.
 
-    `started` is when this process did, as Unix time. An agent's store outlives torchrun's restarts, and nodes count
-    those differently, so a name is known to be of this attempt by when it was told: after this process started, since
-    rank 0 cannot have met the others before. One that seems a little older is of a rank 0 whose clock is behind, or of
-    an attempt that has just crashed; then it is about to be replaced.
+    `started` is the start of this process, as Unix time. An agent's store outlives torchrun's restarts, and nodes count
+    those differently. So a name belongs to this attempt if it was set after this process started, since rank 0 cannot
+    have met the others before. A slightly older name is of a rank 0 whose clock is behind, or of an attempt that has
+    just crashed, and is then about to be replaced.
     """
     store, key = torch.distributed.distributed_c10d._get_default_store(), "flopwatch/attempt"
     if rank == 0:
@@ -54,8 +54,8 @@ def agreed(attempt: str, rank: int, started: float) -> str | None:
     while (waited := time.monotonic() - began) < AGREEMENT:
         try:
             if store.check([key]):
-                told, _, name = bytes(store.get(key)).decode().partition(" ")
-                if float(told) > started - (CLOCKS_DIFFER if waited > RANK_0_COMES else 0.0):
+                set_at, _, name = bytes(store.get(key)).decode().partition(" ")
+                if float(set_at) > started - (CLOCKS_DIFFER if waited > RANK_0_RENAMES else 0.0):
                     return name
         except RuntimeError:
             return None
@@ -64,10 +64,10 @@ def agreed(attempt: str, rank: int, started: float) -> str | None:
 
 
 def replica_ranks(model: object) -> int | None:
-    """Return how many ranks share one replica of this model: 1 under plain DDP or FSDP, None if that can't be seen.
+    """Return how many ranks share one replica of this model: 1 under plain DDP or FSDP, None if unknown.
 
-    Ranks that DDP or FSDP runs over have batches of their own, and all others share one with some of those. Where
-    there is neither, and weights are cut over all ranks, that is tensor parallelism, unless their mesh names another.
+    Ranks in a DDP or FSDP group have batches of their own; all other ranks share a batch with one of them. Weights that
+    are cut over all ranks without DDP or FSDP mean tensor parallelism, unless their mesh has another name.
     """
     if not torch.distributed.is_initialized():
         return None
@@ -75,7 +75,7 @@ def replica_ranks(model: object) -> int | None:
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     if not isinstance(model, torch.nn.Module):
         return None
-    # Looked up, not imported: a model that is sharded has done that.
+    # Looked up, not imported: a sharded model has imported it.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
@@ -90,7 +90,7 @@ def replica_ranks(model: object) -> int | None:
         return None
     if group is not None:
         sharded_over: int = group.mesh_info.mesh.size()  # and replicated
-        # With tensor parallelism beside it, the weights that both cut are on a mesh of both.
+        # With tensor parallelism too, the weights that both cut are on a mesh of both.
         return world_size // sharded_over if sharded_over == world_size or over_all else None
     if not over_all or over_all[0].ndim != 1:
         return None

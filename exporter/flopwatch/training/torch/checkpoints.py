@@ -1,16 +1,16 @@
-"""Checkpoints, as PyTorch's own functions save and load them.
+"""Checkpoints that PyTorch's own functions save and load.
 
-torch.save, and safetensors' save_file    a checkpoint, if a module or a mapping goes to a file; to a buffer it is none
+torch.save, and safetensors' save_file    a checkpoint, if a module or a mapping is saved to a file and not to a buffer
 torch.distributed.checkpoint.save         a checkpoint
-torch.distributed.checkpoint.async_save   a checkpoint; what it blocks the loop for and the rest are told apart
+torch.distributed.checkpoint.async_save   a checkpoint: a blocking part and a part in the background
 torch.load, load_file, ...checkpoint.load before the first step: checkpoint_restore
 
-It belongs to the step the run was at when the saving began. It is committed only when a restart could begin from it:
-one of files once training goes on, since a checkpoint may be several files, each renamed at its end; a distributed one
-when `save` returns, or its future is done without an error, because then every rank has written.
+A checkpoint belongs to the step at which saving began. It is committed once a restart could begin from it. Files are
+committed when training goes on, since a checkpoint may be several files that are renamed at the end. A distributed one
+is committed when `save` returns or its future is done without an error, because then every rank has written.
 https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 
-Not seen: what is written in other ways, from a buffer by fsspec say (Lightning does that), or by another process.
+Not seen: checkpoints written in other ways, such as from a buffer by fsspec (Lightning), or by another process.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import functools
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from flopwatch.training.autolog.imports import when_imported
+from flopwatch.training.context_managers import Activity, Background, commit_when_done
+from flopwatch.training.import_hook import when_imported
+from flopwatch.training.recorder import Recorder
 
-if TYPE_CHECKING:
-    from flopwatch.training.run import Run
-
-# Where a loaded checkpoint has the number of steps completed, unless told otherwise.
+# Keys of a loaded checkpoint that may hold the number of completed steps.
 STEP_KEYS = ("step", "global_step", "iteration")
 
 _SAVERS = "torch.distributed.checkpoint.state_dict_saver"
@@ -37,26 +37,26 @@ _LOADERS = "torch.distributed.checkpoint.state_dict_loader"
 
 
 class Checkpoints:
-    """What this process saves and loads, told to a run once there is one."""
+    """Checkpoints that this process saves and loads, recorded once there is a run."""
 
     def __init__(self, clock: Callable[[], float], step_from: str | None = None) -> None:
-        self._clock = clock
+        self.clock = clock
         self._step_from = step_from
-        self._run: Run | None = None
+        self.recorder: Recorder | None = None
         self._inside = threading.local()
         self._replaced: list[tuple[Any, str, Any, Any]] = []
-        self._installed = False
-        self._pending: int | None = None  # the step of files that may not be all of them
-        self._settling = threading.Lock()  # of that
-        self._polled: Run | None = None
-        # What was restored before there was a run: activity, begin and end on the clock.
+        self.installed = False
+        self._pending: int | None = None  # the step of files that may not be complete
+        self._committing = threading.Lock()  # of that
+        self._polled: Recorder | None = None
+        # Restores before there was a run: activity, begin and end on the clock.
         self.before: list[tuple[str, float, float]] = []
         self.loaded_step: int | None = None
-        self.fetching = False  # a batch: files that are loaded then are data
+        self.fetching = False  # a batch is being fetched: files that are loaded then are data
 
     def install(self) -> None:
-        """Take the place of the functions that save and load; those of modules not imported yet once they are."""
-        self._installed = True
+        """Replace the functions that save and load, also in modules that are imported later."""
+        self.installed = True
         self._replace("save", self._saving, torch, torch.serialization)
         self._replace("load", self._loading, torch, torch.serialization)
         package = "torch.distributed.checkpoint"
@@ -72,59 +72,49 @@ class Checkpoints:
                 when_imported(module, functools.partial(self._replace_in, name, around, (module, package)))
 
     def uninstall(self) -> None:
-        """Put back what was there, where nobody else took our place."""
+        """Restore the replaced functions, except those that other code has replaced since."""
         for owner, name, original, ours in self._replaced:
             if getattr(owner, name, None) is ours:
                 setattr(owner, name, original)
         self._replaced.clear()
-        self._installed, self._run = False, None
+        self.installed, self.recorder = False, None
 
-    def tell(self, run: Run) -> None:
-        """Tell this run from now on."""
-        self._run, self._pending = run, None
-        if self._polled is not run:
-            self._polled = run
-            run.poll(self._look)
-
-    @property
-    def installed(self) -> bool:
-        """Return whether it has taken the place of those functions."""
-        return self._installed
-
-    @property
-    def run(self) -> Run | None:
-        """Return which run is told."""
-        return self._run
+    def report_to(self, recorder: Recorder) -> None:
+        """Record checkpoints of this run from now on."""
+        self.recorder, self._pending = recorder, None
+        if self._polled is not recorder:
+            self._polled = recorder
+            recorder.poll(self._look)
 
     def training_goes_on(self) -> None:
-        """Commit the files saved last: no more are to be expected."""
+        """Commit the files saved last, since no more files of that checkpoint will follow."""
         if self._pending is not None:
             self._commit()
 
     def _look(self) -> None:
-        # In the pushing thread. For loops that do not call training_goes_on: a step was made since.
-        run = self._run
-        if run is not None and self._pending is not None and (position := run.position) is not None:
+        # In the push thread, for loops that do not call training_goes_on: a step was taken since.
+        recorder = self.recorder
+        if recorder is not None and self._pending is not None and (position := recorder.position) is not None:
             self._commit(unless=position)
 
     def _commit(self, unless: int | None = None) -> None:
-        with self._settling:
+        with self._committing:
             step = self._pending
             if step is None or step == unless:
                 return
             self._pending = None
-        if self._run is not None:
-            self._run.checkpoint_committed(step)
+        if self.recorder is not None:
+            self.recorder.committed(step)
 
-    # Taking the place of functions.
+    # Replacing functions.
 
     def _replace_in(self, name: str, around: Callable[[Any], Any], modules: tuple[str, ...]) -> None:
         self._replace(name, around, *(sys.modules[module] for module in modules if module in sys.modules))
 
     def _replace(self, name: str, around: Callable[[Any], Any], *owners: Any) -> None:
         original = getattr(owners[0], name, None)
-        if original is None or not self._installed:
-            return  # this release has none, or it was imported too late
+        if original is None or not self.installed:
+            return  # this release lacks it, or it was imported too late
         ours = functools.wraps(original)(around(original))
         for owner in owners:
             if getattr(owner, name, None) is original:
@@ -172,28 +162,28 @@ class Checkpoints:
 
         return load
 
-    # What those have in common.
+    # Shared by the replacements.
 
-    def _told(self) -> Run | None:
-        """Return the run to be told of what begins now on this thread; None inside another save or load."""
-        run = self._run
-        return run if run is not None and run.alive and not self.inside_another() else None
+    def _active_recorder(self) -> Recorder | None:
+        """Return the recorder of a save or load that begins on this thread; None inside another one."""
+        recorder = self.recorder
+        return recorder if recorder is not None and recorder.alive and not self.inside_another() else None
 
     def inside_another(self) -> bool:
-        """Return whether this thread is inside a save or load already."""
+        """Return whether this thread is already inside a save or load."""
         return bool(getattr(self._inside, "depth", None))
 
     def _is_loop(self) -> bool:
-        """Return whether this is the thread that trains, as far as that is known."""
-        loop = None if self._run is None else self._run.loop_thread
+        """Return whether this thread runs the training loop, or that thread is unknown."""
+        loop = None if self.recorder is None else self.recorder.loop_thread
         return loop in (None, threading.get_ident())
 
     def _failed(self, error: Exception) -> None:
-        if self._run is not None:
-            self._run.failed("checkpoint", error)
+        if self.recorder is not None:
+            self.recorder.failed("checkpoint", error)
 
     def step_of(self, state: object) -> int | None:
-        """Return the step that a checkpoint says it is of; None if it does not say."""
+        """Return the step stored in a checkpoint; None if it has none."""
         if not isinstance(state, Mapping):
             return None
         if self._step_from is not None:
@@ -205,7 +195,7 @@ class Checkpoints:
 
 
 class _Around:
-    """A context around one call, which sees no error of ours; calls inside it are part of it."""
+    """Context manager around one call; its own errors are reported and not raised, and nested calls are part of it."""
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
@@ -227,81 +217,85 @@ class _Around:
             self._checkpoints._failed(error)
 
     def _begin(self) -> None:
-        """See the call begin."""
+        """Handle the begin of the call."""
 
     def _end(self, fine: bool) -> None:
-        """See the call end, with or without an exception."""
+        """Handle the end of the call; `fine` is False after an exception."""
 
 
 class _Saving(_Around):
-    """Around what saves an object to a file."""
+    """Context manager around a call that saves an object to a file."""
 
     def __init__(self, checkpoints: Checkpoints, obj: object, file: object) -> None:
         super().__init__(checkpoints)
         self._obj = obj
         self._file = file
-        self._run: Run | None = None
+        self._recorder: Recorder | None = None
         self._context: Any = None
 
     def _begin(self) -> None:
-        c = self._checkpoints
+        checkpoints = self._checkpoints
         state = self._obj
-        if not isinstance(state, (Mapping, torch.nn.Module)) or not _is_file(self._file) or (run := c._told()) is None:
+        if (
+            not isinstance(state, (Mapping, torch.nn.Module))
+            or not _is_file(self._file)
+            or (recorder := checkpoints._active_recorder()) is None
+        ):
             return
-        self._run = run
-        if c._is_loop():
-            # Where the file is complete only behind this call, as behind a rename, it is not committed before that.
-            self._step, self._context = run.position, run.activity("checkpoint_save")
+        self._recorder = recorder
+        if checkpoints._is_loop():
+            # The file may be complete only after this call, for example after a rename, so it is committed later.
+            self._step, self._context = recorder.position, Activity(recorder, "checkpoint_save")
         else:
-            # The loop went on since the state was copied: only what is in it tells of which step it is.
-            self._step, self._context = c.step_of(state), run.background_save()
-        self._later = c._is_loop()
+            # The loop went on since the state was copied, so only the state itself has the step.
+            self._step, self._context = checkpoints.step_of(state), Background(recorder)
+        self._later = checkpoints._is_loop()
         self._context.__enter__()
 
     def _end(self, fine: bool) -> None:
-        run = self._run
-        if run is None:
+        recorder = self._recorder
+        if recorder is None:
             return
         self._context.__exit__(None, None, None)
         if fine and self._step is not None:
             if self._later:
-                with self._checkpoints._settling:
+                with self._checkpoints._committing:
                     self._checkpoints._pending = self._step
             else:
-                run.checkpoint_committed(self._step)
+                recorder.committed(self._step)
 
 
 class _SavingAll(_Around):
-    """Around what saves a distributed checkpoint, of which there is more `later`, or not."""
+    """Context manager around a save of a distributed checkpoint, which may complete `later` in the background."""
 
     def __init__(self, checkpoints: Checkpoints, later: bool = False) -> None:
         super().__init__(checkpoints)
-        self._run: Run | None = None
+        self._recorder: Recorder | None = None
         self._later = later
 
     def _begin(self) -> None:
-        c = self._checkpoints
-        # On another thread it is the rest of an async_save, which its future tells of.
-        if c._is_loop() and (run := c._told()) is not None:
-            self._run, self._step = run, run.position
-            self._activity = run.activity("checkpoint_save")
+        checkpoints = self._checkpoints
+        # On another thread it is the rest of an async_save, whose end its future reports.
+        if checkpoints._is_loop() and (recorder := checkpoints._active_recorder()) is not None:
+            self._recorder, self._step = recorder, recorder.position
+            self._activity = Activity(recorder, "checkpoint_save")
             self._activity.__enter__()
 
     def _end(self, fine: bool) -> None:
-        if self._run is None:
+        if self._recorder is None:
             return
         self._activity.__exit__(None, None, None)
         if fine and not self._later and self._step is not None:
-            self._run.checkpoint_committed(self._step)
+            self._recorder.committed(self._step)
 
     def goes_on(self, response: Any) -> None:
-        """See what async_save returned: a future or, with its own stager, one of two."""
-        if self._run is not None:
-            self._run.checkpoint_goes_on(getattr(response, "upload_completion", response), self._step)
+        """Follow what async_save returned: a future or, with its own stager, an object with two futures."""
+        if self._recorder is not None:
+            commit_when_done(self._recorder, getattr(response, "upload_completion", response), self._step)
 
 
 class _Loading(_Around):
-    """Around what loads, and may restore, a checkpoint."""
+    """Context manager around a call that loads a file and may restore a checkpoint."""
 
     def __init__(self, checkpoints: Checkpoints, is_file: bool) -> None:
         super().__init__(checkpoints)
@@ -311,24 +305,24 @@ class _Loading(_Around):
         self._began = 0.0
 
     def _begin(self) -> None:
-        c, run = self._checkpoints, self._checkpoints._run
-        if not self._is_file or c.fetching or c.inside_another() or not c._is_loop():
+        checkpoints, recorder = self._checkpoints, self._checkpoints.recorder
+        if not self._is_file or checkpoints.fetching or checkpoints.inside_another() or not checkpoints._is_loop():
             return
-        if run is not None and (run.steps_taken or not run.alive):
+        if recorder is not None and (recorder.steps_taken or not recorder.alive):
             return
-        self._restores, self._began = True, c._clock()
-        if run is not None:
-            self._activity = run.activity("checkpoint_restore")
+        self._restores, self._began = True, checkpoints.clock()
+        if recorder is not None:
+            self._activity = Activity(recorder, "checkpoint_restore")
             self._activity.__enter__()
 
     def _end(self, fine: bool) -> None:
         if self._activity is not None:
             self._activity.__exit__(None, None, None)
         elif self._restores:
-            self._checkpoints.before.append(("checkpoint_restore", self._began, self._checkpoints._clock()))
+            self._checkpoints.before.append(("checkpoint_restore", self._began, self._checkpoints.clock()))
 
     def see(self, loaded: object) -> None:
-        """Look for the step in what was loaded."""
+        """Look for the step in a loaded object."""
         try:
             if self._restores and (step := self._checkpoints.step_of(loaded)) is not None:
                 self._checkpoints.loaded_step = step
@@ -336,15 +330,39 @@ class _Loading(_Around):
             self._checkpoints._failed(error)
 
 
+_checkpoints: Checkpoints | None = None
+
+
+def install(step_from: str | None = None) -> Checkpoints:
+    """Replace PyTorch's functions that save and load; return what detects checkpoints from now on."""
+    global _checkpoints
+    _checkpoints = Checkpoints(time.monotonic, step_from)
+    _checkpoints.install()
+    return _checkpoints
+
+
+def attach(recorder: Recorder) -> None:
+    """Record the checkpoints that PyTorch saves and loads, for a run made by the script itself."""
+    if recorder.alive:
+        checkpoints = _checkpoints if _checkpoints is not None and _checkpoints.installed else install()
+        checkpoints.report_to(recorder)
+
+
+def commit_pending(recorder: Recorder, status: str) -> None:
+    """Commit the files saved last before the run finishes with `status`, unless it failed."""
+    if _checkpoints is not None and _checkpoints.recorder is recorder and status != "failed":
+        _checkpoints.training_goes_on()
+
+
 def _is_file(place: object) -> bool:
-    """Return whether that is a path or an open file, not a buffer in memory."""
+    """Return whether `place` is a path or an open file, and not a buffer in memory."""
     if isinstance(place, (str, os.PathLike)):
         return True
     return isinstance(getattr(place, "name", None), (str, bytes, int))
 
 
 def whole(value: object) -> int | None:
-    """Return a whole number of at least 0, also from a tensor the CPU holds; None for anything else."""
+    """Return `value` as a whole number of at least 0, also from a tensor on the CPU; None for anything else."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.device.type != "cpu" or value.is_complex():
             return None  # reading it would stop the device

@@ -1,22 +1,20 @@
-"""Evidence for hangs: how many collectives this rank has started in the default process group.
+"""Sequence number of the collectives this rank has started in the default process group, as evidence for hangs.
 
-The number is the group's own count, kept on the host by gloo and NCCL alike; it rises as a collective is started, so
-of ranks that hang the one with the lowest has not come to the collective that the others wait in. Reading it takes no
-collective and asks no device. Groups of tensor or pipeline parallelism count for themselves and are not read.
-With NCCL the host runs ahead: ranks whose devices hang, and not their hosts, may have the same number.
-https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html tells what each one was.
+Gloo and NCCL keep the number on the host and raise it as a collective starts. In a hang, the rank with the lowest
+number has not reached the collective that the others wait in. Reading it needs no collective and no device. Groups of
+tensor or pipeline parallelism have numbers of their own, which are not read. With NCCL the host runs ahead: ranks whose
+devices hang, and not their hosts, may have the same number.
+https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed
 
 from flopwatch import catalogue
-
-if TYPE_CHECKING:
-    from flopwatch.training.run import Run
+from flopwatch.training.recorder import Recorder
 
 
 def collectives() -> int | None:
@@ -27,11 +25,11 @@ def collectives() -> int | None:
     return int(group._get_sequence_number_for_group())
 
 
-def watch(run: Run) -> None:
-    """Tell the run of that number before each push."""
+def watch(recorder: Recorder) -> None:
+    """Record the sequence number before each push."""
 
     def poll() -> None:
         if (number := collectives()) is not None:
-            run.set(catalogue.TRAINING_COLLECTIVE_SEQUENCE, float(number))
+            recorder.set(catalogue.TRAINING_COLLECTIVE_SEQUENCE, float(number))
 
-    run.poll(poll)
+    recorder.poll(poll)

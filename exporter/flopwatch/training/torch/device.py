@@ -1,19 +1,19 @@
-"""When a CUDA device gets somewhere, on the host's clock, without ever waiting for it.
+"""Times of a CUDA device's progress on the host's clock, read without ever waiting for the device.
 
-The host runs ahead of the device, so "now" there is a pooled CUDA event on the current stream, asked for much later,
-in the thread that pushes: `Moments.mark()` records one, `Moment.at()` says when the device got there, or None.
+The host runs ahead of the device, so "now" on the device is a pooled CUDA event on the current stream. `Moments.mark()`
+records one, and the push thread asks later with `Moment.at()` when the device reached it.
 
-CUDA tells only the time between two events. They are chained: a moment is the one known last plus the time between
-the two, but never before the host recorded it or last found it not reached, nor after it was first found reached. So
-where the device was idle the chain is set right to the launch latency, some microseconds, and a drift of the device's
-clock is bounded by how often it is asked. The gap between two moments is the device's own, to about a microsecond
-(events resolve half of one, and elapsed_time is a 32-bit float of milliseconds: 1 us after 10 s, 8 us after 100 s).
+CUDA only reports the time between two events, so they are chained: a moment is the last known one plus the time between
+the two. It is never before the host recorded it or last found it not reached, and never after it was first found
+reached. So each idle period of the device corrects the chain to the launch latency, some microseconds, and the interval
+of the queries bounds a drift of the device's clock. The gap between two moments is exact to about a microsecond (events
+resolve 0.5 us, and elapsed_time is a 32-bit float of milliseconds: 1 us after 10 s, 8 us after 100 s).
 https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__EVENT.html
 
-What asks must not disturb. While a thread captures a CUDA graph in the default mode, another thread's event query
-invalidates the capture (https://github.com/pytorch/pytorch/pull/104487), so the asking thread steps out of that rule
-first, by cuThreadExchangeStreamCaptureMode; and it takes the event's device, or it would create a context on GPU 0.
-While the current stream is captured, "now" is the host's clock: nothing runs on the device then.
+While a thread captures a CUDA graph in the default mode, another thread's event query invalidates the capture
+(https://github.com/pytorch/pytorch/pull/104487). So the querying thread first leaves that mode by
+cuThreadExchangeStreamCaptureMode. It also selects the event's device, or it would create a context on GPU 0. While the
+current stream is captured, nothing runs on the device, and "now" is the host's clock.
 
 Not on ROCm, where a query breaks a capture in any mode (https://github.com/pytorch/pytorch/pull/176251).
 """
@@ -29,37 +29,37 @@ from typing import Any, Protocol
 
 import torch
 
-# Events in use at most; beyond that, in a hang say, "now" is the host's clock. Some hundred bytes each.
-MOST_EVENTS = 4096
+# Events in use, some hundred bytes each; beyond that, for example in a hang, "now" is the host's clock.
+MAX_EVENTS = 4096
 
-# Seconds to wait for another thread that asks the device.
-LONGEST_WAIT = 0.1
+# Seconds to wait for another thread that queries the device.
+MAX_WAIT = 0.1
 
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 class Event(Protocol):
-    """What is used of torch.cuda.Event."""
+    """Methods of torch.cuda.Event that are used here."""
 
     def record(self, stream: Any) -> None:
-        """Be reached once all that was asked of the stream so far is done."""
+        """Place the event behind the work queued on the stream so far."""
 
     def query(self) -> bool:
-        """Return whether it is reached."""
+        """Return whether the device has reached the event."""
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Return the milliseconds from this event to the other, both reached."""
+        """Return the milliseconds from this event to `end_event`, both reached."""
 
 
 class Stream(Protocol):
-    """What is used of torch.cuda.Stream."""
+    """Attributes of torch.cuda.Stream that are used here."""
 
     device_index: int
     stream_id: int
 
 
 class Cuda(Protocol):
-    """What is used of CUDA: torch's, or a simulated device."""
+    """CUDA functions that are used here, of torch or of a simulated device."""
 
     def capturing(self) -> bool:
         """Return whether this thread's current stream is being captured into a graph."""
@@ -71,14 +71,14 @@ class Cuda(Protocol):
         """Return whether this process has a context on that device."""
 
     def event(self) -> Event:
-        """Return a new event that can be timed."""
+        """Return a new event with timing enabled."""
 
     def asking(self, device_index: int) -> AbstractContextManager[None]:
-        """Return a context in which this thread may ask for events of that device, whatever other threads do."""
+        """Return a context manager in which this thread may query events of a device during any graph capture."""
 
 
 class TorchCuda:
-    """CUDA as torch has it; `driver` is libcuda. Raises OSError or AttributeError where that is missing or too old."""
+    """CUDA through torch and `driver`, libcuda. Raises OSError or AttributeError if that is missing or too old."""
 
     def __init__(self, driver: Any = None) -> None:
         self._exchange = (ctypes.CDLL("libcuda.so.1") if driver is None else driver).cuThreadExchangeStreamCaptureMode
@@ -91,12 +91,12 @@ class TorchCuda:
         return bool(core._cuda_hasPrimaryContext(device_index))
 
     def event(self) -> Event:
-        """Return a new event that can be timed."""
+        """Return a new event with timing enabled."""
         return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def asking(self, device_index: int) -> Iterator[None]:
-        """Return a context in which this thread may ask for events of that device, whatever other threads capture."""
+        """Return a context manager in which this thread may query events of a device during any graph capture."""
         with torch.cuda.device(device_index):
             # It swaps this thread's mode with the one given.
             mode = ctypes.c_int(_THREAD_LOCAL)
@@ -109,7 +109,7 @@ class TorchCuda:
 
 
 class Moment:
-    """When a device gets where it was told to as this was made."""
+    """The time at which a device reaches an event that was recorded when this was made."""
 
     __slots__ = ("_at", "_event", "_line", "_not_before", "recorded")
 
@@ -121,17 +121,17 @@ class Moment:
         self._at: float | None = None
 
     def at(self) -> float | None:
-        """Return when that was in seconds of the host's clock; None if the device is not there yet."""
+        """Return the time in seconds of the host's clock; None if the device is not there yet."""
         if self._at is None:
             self._line.ask()
         return self._at
 
 
 class Moments:
-    """Makes moments, on any thread, of the host's `clock`.
+    """Source of moments for any thread, in seconds of the host's `clock`.
 
-    If CUDA fails, `failed` is told once, and "now" is the host's clock from then on. `short_of_events` counts the marks
-    that were the host's clock because `most_events` were in use.
+    If CUDA fails, `failed` is called once, and "now" is the host's clock from then on. `short_of_events` counts the
+    marks that were the host's clock because `max_events` were in use.
     """
 
     def __init__(
@@ -139,12 +139,12 @@ class Moments:
         cuda: Cuda,
         clock: Callable[[], float],
         failed: Callable[[str, Exception], None],
-        most_events: int = MOST_EVENTS,
+        max_events: int = MAX_EVENTS,
     ) -> None:
         self._cuda = cuda
         self._clock = clock
         self._failed = failed
-        self._most_events = most_events
+        self._max_events = max_events
         self._devices: dict[int, _Device] = {}
         self._lines: dict[tuple[int, int], _Line] = {}
         self._making = threading.Lock()
@@ -152,7 +152,7 @@ class Moments:
         self.broken = False
 
     def mark(self) -> float | Moment:
-        """Return "now" on this thread's current stream; seconds of the host's clock where that is all there is."""
+        """Return "now" on this thread's current stream as a moment, else as seconds of the host's clock."""
         now = self._clock()
         try:
             if self.broken or self._cuda.capturing():
@@ -165,7 +165,7 @@ class Moments:
             try:
                 event = device.free.pop()
             except IndexError:
-                if device.events >= self._most_events:
+                if device.events >= self._max_events:
                     self.short_of_events += 1
                     return now
                 device.events += 1
@@ -179,7 +179,7 @@ class Moments:
             return now
 
     def _new_line(self, stream: Stream) -> _Line | None:
-        # A thread that never chose a device is on GPU 0, on which an event would make a context of hundreds of MB.
+        # A thread that never chose a device is on GPU 0, where an event would create a context of hundreds of MB.
         if not self._cuda.in_use(stream.device_index):
             return None
         with self._making:
@@ -189,14 +189,14 @@ class Moments:
             )
 
     def give_up(self, error: Exception) -> None:
-        """Use the host's clock from now on: the device failed, and so will the job."""
+        """Use the host's clock from now on, because the device failed."""
         if not self.broken:
             self.broken = True
             self._failed("mark", error)
 
 
 class _Device:
-    """Events of one device: time between those of different devices is not defined."""
+    """Events of one device; the time between events of different devices is undefined."""
 
     def __init__(self, cuda: Cuda, index: int) -> None:
         self.cuda = cuda
@@ -204,11 +204,11 @@ class _Device:
         self.free: deque[Event] = deque()
         self.events = 0  # made so far
         self.asked = threading.Lock()
-        self.reference: tuple[Event, float] | None = None  # the moment known last, which others are measured from
+        self.reference: tuple[Event, float] | None = None  # the last known moment, from which others are measured
 
 
 class _Line:
-    """The moments of one stream, which are reached in the order they were recorded in."""
+    """Moments of one stream, which are reached in the order of recording."""
 
     def __init__(self, device: _Device, clock: Callable[[], float], give_up: Callable[[Exception], None]) -> None:
         self.device = device
@@ -218,9 +218,9 @@ class _Line:
         self._last = float("-inf")  # no moment is before the one before
 
     def ask(self) -> None:
-        """Settle every moment the device has reached."""
-        # Not for long: a thread that asks a wedged driver never comes back.
-        if not self.device.asked.acquire(timeout=LONGEST_WAIT):
+        """Set the time of every moment the device has reached."""
+        # With a timeout: a thread that queries a wedged driver never returns.
+        if not self.device.asked.acquire(timeout=MAX_WAIT):
             return
         try:
             if self.pending:
@@ -250,13 +250,13 @@ class _Line:
             if device.reference is not None:
                 device.free.append(device.reference[0])
             device.reference = (moment._event, at)
-        else:  # another stream was further
+        else:  # another stream was ahead
             device.free.append(moment._event)
         return True
 
 
 def moments(clock: Callable[[], float], failed: Callable[[str, Exception], None]) -> Moments | None:
-    """Return what makes moments on this process's CUDA devices; None if CUDA is not in use. Initialises nothing."""
+    """Return the source of moments for this process's CUDA devices; None if CUDA is not in use. Initialises nothing."""
     if torch.version.hip is not None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     try:

@@ -1,4 +1,4 @@
-"""What a model returns."""
+"""Tensors in a model's output."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""What a device really reaches: a short sweep of matrix multiplications, to read beside the data sheet's peak.
+"""Measured peak of a device: a short sweep of matrix multiplications, to compare with the data sheet's peak.
 
-Each shape runs back to back for its share of the time, so that a card meets its power limit as it does in training;
-the best shape's mean is the answer. A matrix multiplication of (m, k) by (k, n) is 2·m·n·k operations. Random numbers,
-because zeros draw less power and so clock higher.
+Each shape runs back to back for its share of the time, so that a card meets its power limit as in training. The result
+is the mean rate of the best shape. A matrix multiplication of (m, k) by (k, n) is 2·m·n·k operations. Matrices are
+random, because zeros draw less power and let the clock rise.
 
 On CUDA time comes from events (https://docs.pytorch.org/docs/stable/generated/torch.cuda.Event.html), else from the
-host's clock. fp8 and int8 go through torch's own `_scaled_mm` and `_int_mm`, which not every device and release has;
-fp4 is not measured. Written for one device: the current CUDA device, else the CPU. The CUDA part has run with stand-ins
-for the events only, not on a card.
+host's clock. fp8 and int8 use torch's `_scaled_mm` and `_int_mm`, which some devices and releases lack. fp4 is not
+measured. One device is measured: the current CUDA device, else the CPU. The CUDA part has only run with simulated
+events, not on a card.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class Unmeasurable(Exception):
 
 
 class Timer(Protocol):
-    """Measures what the device did between two calls."""
+    """Timer of a device's work between two calls."""
 
     def start(self) -> None:
         """Begin."""
 
     def stop(self) -> float:
-        """Return the seconds since start(), once the device is done."""
+        """Wait for the device and return its seconds since start()."""
 
 
 @dataclass(frozen=True, slots=True)
 class Achieved:
-    """The best of a sweep: mean FLOP/s of the device at one shape."""
+    """Best result of a sweep: mean FLOP/s of a device at one shape."""
 
     device: str
     dtype: str
@@ -64,7 +64,7 @@ class Achieved:
 
 
 class HostTimer:
-    """The host's clock, for devices that finish before they return."""
+    """Timer by the host's clock, for devices that compute synchronously."""
 
     def start(self) -> None:
         """Begin."""
@@ -76,7 +76,7 @@ class HostTimer:
 
 
 class EventTimer:
-    """CUDA events; `event()` gives one that takes time."""
+    """Timer by CUDA events; `event()` returns a new one with timing enabled."""
 
     def __init__(self, event: Callable[[], Any]) -> None:
         self._event = event
@@ -87,7 +87,7 @@ class EventTimer:
         self._began.record()
 
     def stop(self) -> float:
-        """Return the device's seconds since start(), after waiting for it."""
+        """Wait for the device and return its seconds since start()."""
         ended = self._event()
         ended.record()
         ended.synchronize()
@@ -101,14 +101,14 @@ def sweep(
     device: torch.device | None = None,
     timer: Timer | None = None,
 ) -> Achieved:
-    """Return the best mean FLOP/s over the shapes, in about so many seconds. Raises Unmeasurable."""
+    """Return the best mean FLOP/s over the shapes, measured in about `seconds`. Raises Unmeasurable."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_cuda = device.type == "cuda"
     timer = timer or (EventTimer(partial(torch.cuda.Event, enable_timing=True)) if on_cuda else HostTimer())
     if dtype not in MEASURED:
         raise Unmeasurable(f"{dtype!r} is not measured, only {', '.join(MEASURED)}")
     if dtype == "tf32" and not (on_cuda and torch.cuda.get_device_capability(device) >= (8, 0)):
-        raise Unmeasurable("tf32 is of NVIDIA's cards from Ampere on")
+        raise Unmeasurable("tf32 needs an NVIDIA card of the Ampere generation or newer")
     shapes = shapes or (CUDA_SHAPES if on_cuda else CPU_SHAPES)
     precision = torch.get_float32_matmul_precision()
     best: tuple[float, Shape] | None = None
@@ -138,7 +138,7 @@ def sweep(
 
 
 def _run(multiply: Callable[[], object], seconds: float, timer: Timer) -> tuple[int, float]:
-    """Return how many multiplications ran back to back, and their seconds: about those given, at least one."""
+    """Multiply back to back for about `seconds`; return the number of multiplications and the seconds they took."""
     multiply()  # chooses a kernel
     timer.start()
     multiply()
@@ -167,7 +167,7 @@ def _multiplication(dtype: str, shape: Shape, device: torch.device) -> Callable[
 
 
 def _name(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return NVML's name of a card, or what the kernel calls the CPU."""
+    """Return NVML's name of a card, or the kernel's name of the CPU."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).name)
     try:

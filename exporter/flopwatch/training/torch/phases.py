@@ -1,19 +1,18 @@
-"""Where the time of a step goes: forward, backward, optimizer and garbage collection, each bracketed by two marks.
+"""Phases of a step: forward, backward, optimizer and garbage collection, each between two marks.
 
 forward             the model's own call, by module hooks, with gradients enabled and outside a backward pass
                     (recomputed activations are part of backward)
 backward            from the first gradient of the model's output until the autograd engine is done with the pass,
-                    before it waits for other ranks' gradients, which is a wait and no work
-optimizer           every optimizer's step(), by its hooks; one inside another counts once
+                    before the wait for other ranks' gradients
+optimizer           every optimizer's step(), by its hooks; nested ones count once
 garbage_collection  Python's, by gc.callbacks; the host's time on a GPU too
 
-Marks are CUDA events where the device does the work, else the host's clock (device.py). Phases of several micro-batches
-and optimizers add up. They are measured in some steps only (Run.measuring).
+Marks are CUDA events if the device does the work, else the host's clock (device.py). Phases of several micro-batches
+and optimizers add up. Only some steps are measured (Recorder.measuring).
 
-torch.compile: the hooks never enter a graph and break none. Where Dynamo calls the model they run beside it; where a
-larger function around the model is compiled there is nothing between which to measure, and forward and backward are
-absent. Absent are also a backward pass under compiled autograd, a phase inside a replayed CUDA graph, and pipeline
-bubbles. docs/phases.md says more.
+torch.compile: the hooks never enter a graph and break none. If Dynamo calls the model, they run next to it. If a larger
+function around the model is compiled, forward and backward cannot be measured and are absent. Also absent: a backward
+pass under compiled autograd, a phase inside a replayed CUDA graph, and pipeline bubbles. See docs/phases.md.
 https://docs.pytorch.org/docs/stable/notes/modules.html#module-hooks
 https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.register_step_pre_hook.html
 """
@@ -25,7 +24,7 @@ import gc
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -35,37 +34,35 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from flopwatch.training.recorder import Recorder
 from flopwatch.training.torch.outputs import tensors
+from flopwatch.training.totals import Mark
 
-if TYPE_CHECKING:
-    from flopwatch.training.run import Run
-    from flopwatch.training.totals import Mark
-
-_attached: dict[Run, Phases] = {}
+_attached: dict[Recorder, Phases] = {}
 
 
-def attach(run: Run, model: object = None) -> Phases:
-    """Measure the phases of a model, as the loop calls it, and of all optimizers; once more adds another model.
+def attach(recorder: Recorder, model: object = None) -> Phases:
+    """Measure the phases of all optimizers and of a model as the loop calls it; further calls add further models.
 
-    Without a model there is no forward and backward.
+    Without a model, forward and backward are not measured.
     """
-    phases = _attached.get(run)
+    phases = _attached.get(recorder)
     try:
         if phases is None:
-            phases = _attached[run] = Phases(run)
+            phases = _attached[recorder] = Phases(recorder)
             phases._attach()
         if isinstance(model, torch.nn.Module):
             phases._attach_model(model)
     except Exception as error:
-        run.failed("phases", error)
-    return Phases(run) if phases is None else phases
+        recorder.failed("phases", error)
+    return Phases(recorder) if phases is None else phases
 
 
 class Phases:
-    """The hooks of one run; `remove()` takes them off."""
+    """Hooks of one run that measure phases."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._handles: list[Any] = []
         self._models: list[Callable[[], torch.nn.Module | None]] = []
         self._forward: tuple[int, Mark] | None = None  # the module whose forward is open, and since when
@@ -75,47 +72,47 @@ class Phases:
         self._collection_began: float | None = None
 
     def remove(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         while self._handles:
             self._handles.pop().remove()
         if self._collected in gc.callbacks:
             gc.callbacks.remove(self._collected)
-        if _attached.get(self._run) is self:
-            del _attached[self._run]
+        if _attached.get(self._recorder) is self:
+            del _attached[self._recorder]
 
     def _attach(self) -> None:
         gc.callbacks.append(self._collected)
         self._handles += [
-            register_optimizer_step_pre_hook(_Hook(self._run, self._step_begins)),
-            register_optimizer_step_post_hook(_Hook(self._run, self._step_ends)),
+            register_optimizer_step_pre_hook(_Hook(self._recorder, self._step_begins)),
+            register_optimizer_step_post_hook(_Hook(self._recorder, self._step_ends)),
         ]
-        # First, or one that takes the end of step() for that of the training step would come before it.
+        # First, or a hook that records the training step at the end of step() would run before it.
         _global_optimizer_post_hooks.move_to_end(self._handles[-1].id, last=False)  # type: ignore[attr-defined]
 
     def _attach_model(self, model: torch.nn.Module) -> None:
         if not any(known() is model for known in self._models):
             self._models.append(weakref.ref(model))
-            # First, so that FSDP's hooks are inside and its last wait behind the backward pass.
+            # First, so that FSDP's hooks are inside and its last wait is after the backward pass.
             self._handles += [
-                model.register_forward_pre_hook(_Hook(self._run, self._forward_begins), prepend=True),
-                model.register_forward_hook(_Hook(self._run, self._forward_ends), prepend=True),
+                model.register_forward_pre_hook(_Hook(self._recorder, self._forward_begins), prepend=True),
+                model.register_forward_hook(_Hook(self._recorder, self._forward_ends), prepend=True),
             ]
 
-    # What the hooks do; `_Hook` guards them.
+    # Bodies of the hooks, whose errors `_Hook` catches.
 
     def _forward_begins(self, module: torch.nn.Module, _: object) -> None:
-        # A step() that calls the model, as that of LBFGS does, is no optimizer's work alone; or an exception left it.
+        # A step() that calls the model, as that of LBFGS does, is not the optimizer's work; or an exception left it.
         self._steps.clear()
         inside_another = self._forward is not None and self._forward[0] != id(module)
         if not inside_another and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            self._forward = (id(module), self._run.mark())
+            self._forward = (id(module), self._recorder.mark())
 
     def _forward_ends(self, module: torch.nn.Module, _: object, output: object) -> None:
         if self._forward is None or self._forward[0] != id(module):
             return
-        self._run.phase("forward", self._forward[1], self._run.mark())
+        self._recorder.phase("forward", self._forward[1], self._recorder.mark())
         self._forward = None
-        hook = _Hook(self._run, self._gradient)
+        hook = _Hook(self._recorder, self._gradient)
         for tensor in tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -125,24 +122,24 @@ class Phases:
         if this != self._backward:
             self._backward = this
             queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(functools.partial(self._backward_ends, self._run.mark()))
+            queue(functools.partial(self._backward_ends, self._recorder.mark()))
 
     def _backward_ends(self, backward_began: Mark) -> None:
         try:
-            self._run.phase("backward", backward_began, self._run.mark())
+            self._recorder.phase("backward", backward_began, self._recorder.mark())
         except Exception as error:
-            self._run.failed("phases", error)
+            self._recorder.failed("phases", error)
 
     def _step_begins(self, optimizer: object, given: tuple[object, ...], named: Mapping[str, object]) -> None:
         # A closure runs the model and its backward pass within step(), as Lightning's does and LBFGS needs.
         if named.get("closure") is not None or any(argument is not None for argument in given[1:]):
             return
-        position = self._run.position
+        position = self._recorder.position
         if position != self._position:
-            # What is open since an earlier step was left by an exception.
+            # Phases still open since an earlier step were left by an exception.
             self._position, self._forward = position, None
             self._steps.clear()
-        self._steps.append((id(optimizer), self._run.mark()))
+        self._steps.append((id(optimizer), self._recorder.mark()))
 
     def _step_ends(self, optimizer: object, *_: object) -> None:
         for number in reversed(range(len(self._steps))):
@@ -150,42 +147,42 @@ class Phases:
             if which == id(optimizer):
                 del self._steps[number:]
                 if number == 0:
-                    self._run.phase("optimizer", step_began, self._run.mark())
+                    self._recorder.phase("optimizer", step_began, self._recorder.mark())
                 break
 
     def _collected(self, phase: str, _: Mapping[str, int]) -> None:
         try:
             if phase == "start":
-                self._collection_began = self._run.clock() if self._run.measuring else None
+                self._collection_began = self._recorder.clock() if self._recorder.measuring else None
             elif self._collection_began is not None:
-                self._run.phase("garbage_collection", self._collection_began, self._run.clock())
+                self._recorder.phase("garbage_collection", self._collection_began, self._recorder.clock())
         except Exception as error:
-            self._run.failed("phases", error)
+            self._recorder.failed("phases", error)
 
 
 class _Hook:
-    """A hook that does something in measured steps, raises nothing, and is left behind when its module is copied."""
+    """Hook that runs in measured steps only, never raises, and is replaced by a no-op when its module is copied."""
 
-    def __init__(self, run: Run, does: Callable[..., None]) -> None:
-        self._run = run
+    def __init__(self, recorder: Recorder, does: Callable[..., None]) -> None:
+        self._recorder = recorder
         self._does = torch._dynamo.disable(does)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: object) -> None:
-        # First, as Dynamo traces this where it compiles what calls the module: no guard and no graph break comes of it.
+        # First, as Dynamo traces this when it compiles the module's caller; it causes no guard and no graph break.
         if torch.compiler.is_compiling():
             return
         try:
-            if self._run.measuring:
+            if self._recorder.measuring:
                 self._does(*args)
         except Exception as error:
-            self._run.failed("phases", error)
+            self._recorder.failed("phases", error)
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        # A copy or a pickle of the module gets a hook that does nothing, with any arguments and without flopwatch.
+        # A copy or a pickle of the module gets a hook that does nothing and needs no flopwatch.
         return getattr, (nullcontext(), "__exit__")
 
 
-# Where Dynamo has Python call the model's hooks, it would compile each as a function of its own, and in that
-# is_compiling() is true. Private to PyTorch: without it a model compiled after it was attached has no forward phase.
+# If Dynamo lets Python call the model's hooks, it would compile each as a function of its own, in which is_compiling()
+# is true. Private to PyTorch: without it a model that is compiled after attaching has no forward phase.
 if (skip_code := getattr(torch._dynamo.decorators, "skip_code", None)) is not None:
     skip_code(_Hook.__call__.__code__)

@@ -1,13 +1,13 @@
-"""What PyTorch's own machinery costs: compilation by torch.compile, and the CUDA memory allocator.
+"""Overheads of PyTorch itself: compilation by torch.compile, and the CUDA memory allocator.
 
-Compilation. Dynamo calls back as the first of its compilations begins and as the last of those then open ends, in
-whatever threads: that time is the activity `compile`. A callback on another thread than the training loop's counts
-while the autograd engine runs it for a backward pass, whose compilation is put off until the pass; else it is not the
-loop's time. A frame that was compiled before (its number in the compile id is above 0) is a recompilation. Triton's
-autotuning at run time has no callback and stays step time; before PyTorch 2.6 there is no compile id, and no count.
+Compilation. Dynamo calls back when the first compilation begins and when the last open one ends, on any thread: that
+time is the activity `compile`. A callback on another thread than the loop's counts if the autograd engine runs it for a
+backward pass, whose compilation is deferred until the pass; other threads are not the loop's time. A frame that was
+compiled before (its number in the compile id is above 0) is a recompilation. Triton's autotuning at run time has no
+callback and remains step time. Before PyTorch 2.6 there is no compile id, and no count.
 https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html#dealing-with-recompilations
 
-Allocator. Read before each push, of all devices this process uses; plain numbers on the host, the device is not asked.
+Allocator. Statistics of all devices this process uses are read before each push, on the host, without device access.
 With the backend cudaMallocAsync PyTorch reports some of them as 0.
 https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch._dynamo.callback
@@ -27,59 +27,57 @@ from flopwatch.catalogue import (
     TRAINING_OUT_OF_MEMORY,
     TRAINING_RECOMPILATIONS,
 )
-
-if TYPE_CHECKING:
-    from flopwatch.training.run import Run
+from flopwatch.training.recorder import Recorder
 
 
 def cuda_memory() -> list[Mapping[str, Any]]:
-    """Return the allocator's numbers for each CUDA device; nothing if CUDA is not in use. Initialises nothing."""
+    """Return the allocator's statistics for each CUDA device; an empty list if CUDA is not in use."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return []
     return [torch.cuda.memory_stats_as_nested_dict(index) for index in range(torch.cuda.device_count())]
 
 
-def attach(run: Run, memory: Callable[[], list[Mapping[str, Any]]] = cuda_memory) -> Runtime:
-    """Tell the run of compilations and of the allocator; call it on the training loop's thread."""
-    runtime = Runtime(run, memory)
+def attach(recorder: Recorder, memory: Callable[[], list[Mapping[str, Any]]] = cuda_memory) -> Runtime:
+    """Record compilations and the allocator's statistics; call it on the training loop's thread."""
+    runtime = Runtime(recorder, memory)
     try:
         runtime.listen()
-        run.poll(runtime.poll)
+        recorder.poll(runtime.poll)
     except Exception as error:
-        run.failed("runtime", error)
+        recorder.failed("runtime", error)
     return runtime
 
 
 class Runtime:
-    """The callbacks of one run; `remove()` takes them off."""
+    """Callbacks of one run for Dynamo and the allocator."""
 
-    def __init__(self, run: Run, memory: Callable[[], list[Mapping[str, Any]]]) -> None:
-        self._run = run
+    def __init__(self, recorder: Recorder, memory: Callable[[], list[Mapping[str, Any]]]) -> None:
+        self._recorder = recorder
         self._memory = memory
         self._loop_thread = threading.get_ident()
         self._removed = False
         self._compiling = False
 
     def listen(self) -> None:
-        """Register with Dynamo, unless that is done already."""
+        """Register the callbacks with Dynamo, unless they are registered."""
         for callbacks, ours in self._callbacks():
             if ours not in callbacks:
                 callbacks.append(ours)
 
     def remove(self) -> None:
-        """Take the callbacks off."""
+        """Remove the callbacks."""
         self._removed = True
         for callbacks, ours in self._callbacks():
             if ours in callbacks:
                 callbacks.remove(ours)
 
     def _callbacks(self) -> tuple[tuple[list[Any], Callable[[Any], None]], ...]:
-        """Return Dynamo's lists of callbacks, and which of them are ours."""
+        """Return pairs of Dynamo's list of callbacks and this object's callback in it."""
         handler = torch._dynamo.callback.callback_handler
         return (handler.start_callbacks, self._begins), (handler.end_callbacks, self._ends)
 
     def poll(self) -> None:
-        """Look at the allocator, and register anew if torch._dynamo.reset() took the callbacks off."""
+        """Record the allocator's statistics, and register again if torch._dynamo.reset() removed the callbacks."""
         if self._removed:
             return
         self.listen()
@@ -91,30 +89,30 @@ class Runtime:
         ):
             known = [number for number in numbers if number is not None]
             if known:
-                self._run.set(metric, sum(known))
+                self._recorder.set(metric, sum(known))
 
     def _begins(self, arguments: Any = None) -> None:
         try:
-            self._run.add(TRAINING_RECOMPILATIONS, _recompiles(arguments))
+            self._recorder.add(TRAINING_RECOMPILATIONS, _recompiles(arguments))
             in_backward = torch._C._current_graph_task_id() != -1
             if in_backward or threading.get_ident() == self._loop_thread:
                 self._compiling = True
-                self._run.enter("compile", self._loop_thread)
+                self._recorder.enter("compile", self._loop_thread)
         except Exception as error:
-            self._run.failed("runtime", error)
+            self._recorder.failed("runtime", error)
 
     def _ends(self, _: Any = None) -> None:
         try:
-            # Where compilations overlap another thread may end what the loop's thread began.
+            # If compilations overlap, another thread may end what the loop's thread began.
             if self._compiling:
                 self._compiling = False
-                self._run.leave("compile", self._loop_thread)
+                self._recorder.leave("compile", self._loop_thread)
         except Exception as error:
-            self._run.failed("runtime", error)
+            self._recorder.failed("runtime", error)
 
 
 def _recompiles(arguments: Any) -> bool:
-    """Return whether this compilation is one of a frame that was compiled before."""
+    """Return whether the compiled frame was compiled before."""
     trigger = getattr(arguments, "callback_trigger", None)
     if getattr(trigger, "name", None) != "DYNAMO":
         return False  # a backward pass is compiled after its forward pass, with the same id

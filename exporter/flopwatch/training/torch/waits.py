@@ -1,24 +1,24 @@
-"""How long this rank waits for others: in DDP's reducer, in FSDP2's gathers and reductions, in what the host waits for.
+"""Waits of this rank for other ranks: in DDP's reducer, in FSDP2's gathers and reductions, and on the host.
 
-DDP. The reducer starts an all-reduce as soon as a bucket's gradients are there, and queues a callback on the autograd
-engine that waits for all of them once the last one is. Two callbacks of ours bracket it: the first is queued from a
-hook on a parameter, so before that gradient, and with it the last one, is the reducer's; when it runs it queues the
-second, so behind the reducer's. The time between is what this rank waited after its own gradients were done. Never a
-DDP communication hook: only one can be registered, and it changes the order of additions and so the loss. Hooks on
-parameters, not on modules, because they run however the forward pass was compiled.
+DDP. The reducer starts an all-reduce once a bucket's gradients are complete, and queues a callback on the autograd
+engine that waits for all of them after the last gradient. Two more callbacks bracket it. The first is queued from a
+hook on a parameter, so before the reducer's; when it runs, it queues the second, so after the reducer's. The time
+between is the wait after this rank's own gradients were done. A DDP communication hook cannot be used: only one can be
+registered, and it changes the order of additions and so the loss. Hooks on parameters, unlike those on modules, also
+run when the forward pass is compiled.
 https://docs.pytorch.org/docs/stable/notes/ddp.html#internal-design
 
-The host. On CPU (gloo) a rank waits in `Work.wait()`, which every collective called from Python ends in: those of FSDP
+The host. On CPU (gloo) a rank waits in `Work.wait()`, in which every collective called from Python ends: those of FSDP
 and ZeRO, a pipeline's receives, a loop's own all_reduce. That method is replaced by one that reads the clock before and
-after. The functional collectives of DTensor end in `wait_tensor`, which is treated alike.
+after. The functional collectives of DTensor end in `wait_tensor`, which is replaced too.
 https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.Work
 
-FSDP2 on CUDA. The host does not wait there; the compute stream does: for the all-gather before a module's parameters
-are used, for a reduce-scatter before its buffer is reused, and for the last one. Marks on that stream bracket each.
-These are private parts of PyTorch: where one is missing the wait is unmeasured, and the log says so.
+FSDP2 on CUDA. The compute stream waits, and not the host: for the all-gather before a module's parameters are used, for
+a reduce-scatter before its buffer is reused, and for the last one. Marks on that stream bracket each wait. These are
+private parts of PyTorch: if one is missing, the wait is not measured, and a warning is logged.
 
-Absent with NCCL: FSDP1, and the groups of tensor, pipeline, context and expert parallelism; docs/stragglers.md says
-why. A step under no_sync() has no wait, and is not measured. Nothing is marked while a CUDA graph is captured.
+Absent with NCCL: FSDP1, and the groups of tensor, pipeline, context and expert parallelism; see docs/stragglers.md. A
+step under no_sync() has no wait and is not measured. Nothing is marked while a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -29,22 +29,21 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 
-if TYPE_CHECKING:
-    from flopwatch.training.run import Run
-    from flopwatch.training.totals import Mark
+from flopwatch.training.recorder import Recorder
+from flopwatch.training.totals import Mark
 
 log = logging.getLogger("flopwatch")
 
-# How many parameters tell of a backward pass, about: one alone may be in a part that a step leaves out.
+# About how many parameters have a hook: a single one may be in a part of the model that a step leaves out.
 WATCHED_PARAMETERS = 4
 
-# After so many steps without a wait the log says that there is none.
+# Steps without a wait after which a warning is logged.
 STEPS_TO_BE_SURE = 2
 
 
@@ -52,128 +51,146 @@ class Unmeasured(Exception):
     """The wait for other ranks can't be measured; the message says why."""
 
 
-def watch(run: Run, model: object = None) -> Watch:
-    """Tell the run of this model's waits for other ranks and of those of the host; log why where it can't be done.
+def watch(recorder: Recorder, model: object = None) -> Watch:
+    """Record this model's waits for other ranks and those of the host; log the reason if that is impossible.
 
-    To be called in the loop's thread, after the model was wrapped. The wait counts as measured once one was seen.
+    Call it in the loop's thread, after the model was wrapped. The wait counts as measured once one was seen.
     """
-    told = Watch(run)
+    watched = Watch(recorder)
     try:
-        _watch(told, model)
+        _watch(watched, model)
     except Unmeasured as reason:
         log.warning("the wait for other ranks is not measured: %s", reason)
-    return told
+    return watched
 
 
-def _watch(told: Watch, model: object) -> None:
+def _watch(watched: Watch, model: object) -> None:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return  # one rank waits for nobody
-    if "pp" in (others := _others(told.run)):
+        return  # a single rank never waits
+    if "pp" in (others := _others(watched.recorder)):
         raise Unmeasured("a pipeline's stages wait for one another whether a rank is late or not")
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     if not isinstance(model, torch.nn.Module):
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             raise Unmeasured("on cuda the device waits, not the host; pass Run(model=...)")
-        _watch_host(told)
+        _watch_host(watched)
         return
     reducers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     groups = list(_fsdp_groups(model))
     # Not the parameters' alone: FSDP2 may keep its shards on the host and compute elsewhere.
     devices = {group.device.type for group in groups} or {parameter.device.type for parameter in model.parameters()}
     if devices <= {"cpu"}:
-        _watch_host(told)
+        _watch_host(watched)
     elif others or any(_tensor_parallel(group) for group in groups):
         raise Unmeasured(
-            f"on {', '.join(sorted(devices))} the waits in groups beside the data-parallel ones are not "
-            "seen, and without them another rank of the late one's group would be blamed"
+            f"on {', '.join(sorted(devices))} the waits in other groups than the data-parallel ones are not "
+            "seen, and without them another rank of the straggler's group would be blamed"
         )
     elif groups:
         for group in groups:
-            _watch_group(told, group)
+            _watch_group(watched, group)
     elif not reducers:
         raise Unmeasured(
             f"on {', '.join(sorted(devices))} the device waits, not the host, and a "
             f"{type(model).__name__} is neither DDP nor FSDP2"
         )
     for reducer in reducers:
-        _watch_reducer(told, reducer)
+        _watch_reducer(watched, reducer)
     if reducers or groups:
-        told.run.poll(told.check)
+        watched.recorder.poll(watched.check)
 
 
-def _others(run: Run) -> set[str]:
-    """Return in which groups of several ranks, data parallelism's aside, this rank is known to be."""
-    place = run.place
+def _others(recorder: Recorder) -> set[str]:
+    """Return the names of the groups of several ranks that this rank is in, apart from data parallelism."""
+    place = recorder.parallel
     groups = {} if place is None else {"tp": place.tp, "pp": place.pp, "cp": place.cp, "ep": place.ep}
     return {name for name, group in groups.items() if group is not None and group[1] > 1}
 
 
 def _tensor_parallel(group: Any) -> bool:
-    """Return whether the parameters of one of FSDP2's groups are sharded along more than FSDP2's own dimensions."""
+    """Return whether the parameters of an FSDP2 group are sharded along more than FSDP2's own dimensions."""
     return any(parameter.sharded_param.device_mesh.ndim > group.mesh_info.mesh.ndim for parameter in group.fsdp_params)
 
 
 class Watch:
-    """What a run is told of its waits; `remove()` ends that."""
+    """Hooks of one run that measure waits; `remove()` removes them."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
         self._seen = False
         self._first_position: int | None = None
         self.handles: list[Any] = []  # of hooks, and of what was replaced
 
     def remove(self) -> None:
-        """Take all of it off."""
-        self._seen = True  # and nothing more to say
+        """Remove all hooks."""
+        self._seen = True  # no warning from now on
         while self.handles:
             self.handles.pop().remove()
 
     def begins(self) -> Mark | None:
-        """Return now; None if this step is not measured, or inside another wait, or amid a CUDA graph's capture."""
-        run = self.run
-        if not run.measuring or run.in_wait:
+        """Return the begin of a wait; None in a step that is not measured, in another wait or in a graph's capture."""
+        recorder = self.recorder
+        if not recorder.measuring or recorder.in_wait:
             return None
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             return None
-        run.in_wait = True
-        return run.mark()
+        recorder.in_wait = True
+        return recorder.mark()
 
     def ends(self, began: Mark) -> None:
-        """Tell of a wait that ends now."""
-        run = self.run
-        run.in_wait = False
+        """Record a wait that ends now."""
+        recorder = self.recorder
+        recorder.in_wait = False
         if not self._seen:
             self._seen = True
-            run.measures_wait()
-        run.waited(began, run.mark())
+            recorder.measures_wait()
+        recorder.waited(began, recorder.mark())
 
     def failed(self, error: Exception) -> None:
-        """Tell of an error that the model must not see."""
-        self.run.failed("watch", error)
+        """Report an error that must not reach the model."""
+        self.recorder.failed("watch", error)
 
     def check(self) -> None:
-        """Say once if steps are made and no wait is seen in them; called before each push."""
-        position = self.run.position
+        """Log once if steps were taken without a wait; called before each push."""
+        position = self.recorder.position
         if self._seen or position is None:
             return
         if self._first_position is None:
             self._first_position = position
         elif position >= self._first_position + STEPS_TO_BE_SURE:
             self._seen = True
-            log.warning("the wait for other ranks is not measured: the model made steps and none was seen in them")
+            log.warning("the wait for other ranks is not measured: no wait was seen in the model's first steps")
+
+
+def _begins(watched: Watch) -> Mark | None:
+    """Return `watched.begins()`, and None if that raises."""
+    try:
+        return watched.begins()
+    except Exception as error:
+        watched.failed(error)
+        return None
+
+
+def _ends(watched: Watch, began: Mark | None) -> None:
+    """Record the end of a wait, if one began; report exceptions."""
+    try:
+        if began is not None:
+            watched.ends(began)
+    except Exception as error:
+        watched.failed(error)
 
 
 class _Replaced:
-    """A method in whose place ours is; `remove()` puts it back, unless somebody else took the place meanwhile."""
+    """Replaced method; `remove()` restores it, unless other code has replaced it since."""
 
     def __init__(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
-        # Not the owner itself: a run that goes on should not keep a model that is gone.
+        # A weak reference, so that the run does not keep a deleted model alive.
         self._owner, self._name, self._ours = weakref.ref(owner), name, weakref.ref(ours)
         self._original = vars(owner).get(name)  # None: it is the class's
         setattr(owner, name, ours)
 
     def remove(self) -> None:
-        """Put back what was there."""
+        """Restore the original method."""
         owner, ours = self._owner(), self._ours()
         if owner is None or ours is None or vars(owner).get(self._name) is not ours:
             return
@@ -186,50 +203,50 @@ class _Replaced:
 # DDP.
 
 
-def _watch_reducer(told: Watch, model: DistributedDataParallel) -> None:
-    """Bracket what the reducer of this model waits for."""
+def _watch_reducer(watched: Watch, model: DistributedDataParallel) -> None:
+    """Bracket the waits of this model's reducer."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    bracket = _Bracket(told, model)
+    bracket = _Bracket(watched, model)
     for parameter in parameters[:: max(1, len(parameters) // WATCHED_PARAMETERS)]:
-        told.handles.append(parameter.register_hook(bracket.backward))  # type: ignore[no-untyped-call]
+        watched.handles.append(parameter.register_hook(bracket.backward))  # type: ignore[no-untyped-call]
 
 
 class _Bracket:
-    """Brackets the reducer's wait in every backward pass of a DDP model that has one."""
+    """Callbacks around the reducer's wait in every backward pass of a DDP model."""
 
-    def __init__(self, told: Watch, model: DistributedDataParallel) -> None:
-        self._told = told
+    def __init__(self, watched: Watch, model: DistributedDataParallel) -> None:
+        self._watch = watched
         self._model = model
         # Checkpointed segments may have passes of their own inside the outer one.
         self._passes: set[int] = set()
 
     @torch.utils.hooks.unserializable_hook  # type: ignore[untyped-decorator]
     def backward(self, _: torch.Tensor) -> None:
-        """Queue the first callback, once a pass; a hook on a parameter, called before its gradient is accumulated."""
+        """Queue the first callback once per backward pass; a parameter's hook, called before its gradient is added."""
         try:
             if torch.compiler.is_compiling():
-                return  # compiled autograd runs no callbacks of ours
+                return  # compiled autograd does not run these callbacks
             this = torch._C._current_graph_task_id()
-            self._told.run.in_wait = False  # an exception may have ended the last pass inside one
+            self._watch.recorder.in_wait = False  # an exception may have ended the last pass inside one
             if this not in self._passes and self._model.require_backward_grad_sync:
                 self._passes.add(this)
                 _queue(functools.partial(self._before_reducer, this))
         except Exception as error:
-            self._told.failed(error)
+            self._watch.failed(error)
 
     def _before_reducer(self, this: int) -> None:
         try:
             self._passes.discard(this)
-            if (began := self._told.begins()) is not None:
+            if (began := self._watch.begins()) is not None:
                 _queue(functools.partial(self._behind_reducer, began))
         except Exception as error:
-            self._told.failed(error)
+            self._watch.failed(error)
 
     def _behind_reducer(self, began: Mark) -> None:
         try:
-            self._told.ends(began)
+            self._watch.ends(began)
         except Exception as error:
-            self._told.failed(error)
+            self._watch.failed(error)
 
 
 def _queue(callback: Callable[[], None]) -> None:
@@ -240,8 +257,8 @@ def _queue(callback: Callable[[], None]) -> None:
 
 
 def _fsdp_groups(model: torch.nn.Module) -> Iterator[Any]:
-    """Yield FSDP2's parameter groups of this model. Raises Unmeasured."""
-    # Looked up, not imported: a model that is sharded has done that.
+    """Yield FSDP2's parameter groups of this model. Raises Unmeasured for an unknown release of PyTorch."""
+    # Looked up, not imported: a sharded model has imported it.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     module_type = getattr(fsdp, "FSDPModule", None)
     if module_type is None:
@@ -261,8 +278,8 @@ def _fsdp_groups(model: torch.nn.Module) -> Iterator[Any]:
                     yield group
 
 
-def _watch_group(told: Watch, group: Any) -> None:
-    """Bracket what the compute stream waits for on behalf of one of FSDP2's parameter groups. Raises Unmeasured."""
+def _watch_group(watched: Watch, group: Any) -> None:
+    """Bracket the compute stream's waits for one FSDP2 parameter group. Raises Unmeasured."""
     try:
         wait_for_unshard, post_backward = group.wait_for_unshard, group.post_backward
         wait_for_post_backward, finalize_backward = group._wait_for_post_backward, group.finalize_backward
@@ -270,61 +287,47 @@ def _watch_group(told: Watch, group: Any) -> None:
         raise Unmeasured(f"this PyTorch's FSDP2 is not as expected: {error}") from error
     in_post_backward: Mark | None = None
 
-    def begins() -> Mark | None:
-        try:
-            return told.begins()
-        except Exception as error:
-            told.failed(error)
-            return None
-
-    def ends(began: Mark | None) -> None:
-        try:
-            if began is not None:
-                told.ends(began)
-        except Exception as error:
-            told.failed(error)
-
     def timed_wait_for_unshard() -> None:
-        # The same wait as at the beginning of the method, so that its copying is not taken for waiting.
+        # The same wait as at the beginning of the method, so that the copy after it does not count.
         began = None
         try:
             result = group._all_gather_result
-            if result is not None and (began := told.begins()) is not None:
+            if result is not None and (began := watched.begins()) is not None:
                 if result.all_gather_event is not None:
                     group.device_handle.current_stream().wait_event(result.all_gather_event)
                 if result.all_gather_work is not None:
                     result.all_gather_work.wait()
         except Exception as error:
-            told.failed(error)
-        ends(began)
+            watched.failed(error)
+        _ends(watched, began)
         wait_for_unshard()
 
     def timed_post_backward(*unused: object) -> None:
         nonlocal in_post_backward
-        in_post_backward = begins()
+        in_post_backward = _begins(watched)
         try:
             post_backward(*unused)
         finally:
             if in_post_backward is not None:  # there was nothing to reduce
-                in_post_backward, told.run.in_wait = None, False
+                in_post_backward, watched.recorder.in_wait = None, False
 
     def timed_wait_for_post_backward() -> None:
         # Between the beginning of post_backward and here the stream waits for an earlier reduce-scatter.
         nonlocal in_post_backward
         wait_for_post_backward()
         began, in_post_backward = in_post_backward, None
-        ends(began)
+        _ends(watched, began)
 
     def timed_finalize_backward() -> None:
         # Since torch 2.11 the first group's waits for all of them.
         pending = getattr(group.comm_ctx, "_last_post_reduce_events", True)
-        began = begins() if pending else None
+        began = _begins(watched) if pending else None
         try:
             finalize_backward()
         finally:
-            ends(began)
+            _ends(watched, began)
 
-    told.handles += [
+    watched.handles += [
         _Replaced(group, "wait_for_unshard", timed_wait_for_unshard),
         _Replaced(group, "post_backward", timed_post_backward),
         _Replaced(group, "_wait_for_post_backward", timed_wait_for_post_backward),
@@ -332,41 +335,33 @@ def _watch_group(told: Watch, group: Any) -> None:
     ]
 
 
-# What the host waits for.
+# Waits of the host.
 
 
 _replaced: list[_Replaced] = []
 
 
-def _watch_host(told: Watch) -> None:
-    """Tell the run of what this thread waits for in collectives called from Python, in place of the watch before."""
+def _watch_host(watched: Watch) -> None:
+    """Record this thread's waits in collectives called from Python; replaces the previous watch."""
     while _replaced:
         _replaced.pop().remove()
     for owner, name in ((torch.distributed.Work, "wait"), (torch.distributed._functional_collectives, "wait_tensor")):
-        _replaced.append(_Replaced(owner, name, _timed(told, getattr(owner, name))))
-    told.handles += _replaced
+        _replaced.append(_Replaced(owner, name, _timed(watched, getattr(owner, name))))
+    watched.handles += _replaced
 
 
-def _timed(told: Watch, original: Callable[..., Any]) -> Callable[..., Any]:
+def _timed(watched: Watch, original: Callable[..., Any]) -> Callable[..., Any]:
     thread = threading.get_ident()
 
     @functools.wraps(original)
     def timed(*args: Any, **kwargs: Any) -> Any:
-        # Other threads save checkpoints or gather metrics beside the loop.
+        # Other threads save checkpoints or gather metrics while the loop runs.
         if torch.compiler.is_compiling() or threading.get_ident() != thread:
             return original(*args, **kwargs)
-        began = None
-        try:
-            began = told.begins()
-        except Exception as error:
-            told.failed(error)
+        began = _begins(watched)
         try:
             return original(*args, **kwargs)
         finally:
-            try:
-                if began is not None:
-                    told.ends(began)
-            except Exception as error:
-                told.failed(error)
+            _ends(watched, began)
 
     return timed

@@ -95,7 +95,7 @@ def watched(told: Callable[[float], str | None], seconds: float) -> str | None:
 
 def test_a_step_that_does_not_end_is_told_with_the_line_that_is_the_job_s_own(tmp_path: Path) -> None:
     with loop(tmp_path, "stuck") as (told, _):
-        assert watched(told, stuck_frames.AFTER + stuck_frames.LEAST) is None
+        assert watched(told, stuck_frames.AFTER + stuck_frames.MIN_COVERED) is None
         assert told(5) == "train.py:4 in stuck"
         assert watched(told, 3600) == "train.py:4 in stuck"
 
@@ -114,19 +114,19 @@ def test_one_look_tells_nothing(tmp_path: Path) -> None:
     with loop(tmp_path, "stuck") as (told, _):
         assert told(1000) is None
         assert told(stuck_frames.MEMORY + 1) is None  # the one before was too long ago
-        assert told(stuck_frames.LEAST) == "train.py:4 in stuck"
+        assert told(stuck_frames.MIN_COVERED) == "train.py:4 in stuck"
 
 
 def test_a_step_is_old_after_three_of_its_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stuck_frames, "AFTER_STEPS", 100.0)  # of a second each
     with loop(tmp_path, "stuck") as (told, _):
-        assert watched(told, 100 + stuck_frames.LEAST) is None
+        assert watched(told, 100 + stuck_frames.MIN_COVERED) is None
         assert watched(told, 10) is not None
 
 
 def test_a_start_and_a_checkpoint_may_take_their_time(tmp_path: Path) -> None:
     with loop(tmp_path, "stuck", steps=0) as (told, _):
-        assert watched(told, 120 + stuck_frames.LEAST - 30) is None  # the process was 30 s old
+        assert watched(told, 120 + stuck_frames.MIN_COVERED - 30) is None  # the process was 30 s old
         # No step was made, so it is not known which thread makes them: the main one is told.
         assert watched(told, 10) is not None
 
@@ -134,7 +134,7 @@ def test_a_start_and_a_checkpoint_may_take_their_time(tmp_path: Path) -> None:
 def test_what_begins_anew_is_looked_at_anew(tmp_path: Path) -> None:
     with loop(tmp_path, "stuck") as (told, _):
         assert watched(told, 60) is not None
-    at = stuck_frames.Standstill()
+    at = stuck_frames.StuckFrames()
     assert [at.look(None, "step", 0.0, now, 1.0) for now in (20.0, 51.0)][-1] is not None
     assert at.look(None, "step", 40.0, 56.0, 1.0) is None
     assert at.look(None, "step", 40.0, 85.0, 1.0) is None
@@ -142,7 +142,7 @@ def test_what_begins_anew_is_looked_at_anew(tmp_path: Path) -> None:
 
 
 def test_a_deep_stack_and_many_looks_cost_little() -> None:
-    at = stuck_frames.Standstill()
+    at = stuck_frames.StuckFrames()
 
     def deep(levels: int) -> None:
         if levels:

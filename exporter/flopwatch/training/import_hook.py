@@ -1,7 +1,7 @@
-"""Calls something once a module was imported, by whoever imports it, and imports nothing itself.
+"""Callbacks that run once a module has been imported by other code.
 
-`flopwatch run` attaches to PyTorch that way: a script that imports torch late, or never, does so as without us.
-A finder in sys.meta_path lets the others find the module and adds a call behind its loader's exec_module.
+`flopwatch run` attaches to PyTorch this way, so that a script still imports torch late, or never.
+A finder in sys.meta_path lets the other finders find the module, and adds a call after its loader's exec_module.
 https://docs.python.org/3/reference/import.html#the-meta-path
 """
 
@@ -18,7 +18,7 @@ log = logging.getLogger("flopwatch")
 
 
 def when_imported(name: str, then: Callable[[], None]) -> None:
-    """Call `then` as soon as the module has been imported, now if it has been; what it raises is logged."""
+    """Call `then` once the module has been imported, now if it already is; log its exceptions."""
     if name in sys.modules:
         _call(then)
         return
@@ -35,7 +35,7 @@ def _call(then: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules that are waited for, through the other finders."""
+    """Finder that adds callbacks to the modules that are waited for."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[Callable[[], None]]] = {}
@@ -43,20 +43,20 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the module's spec as the other finders give it; its loader calls who waits."""
+        """Return the module's spec from the other finders, with a loader that runs the callbacks."""
         if fullname not in self.waiting:
             return None
         for finder in sys.meta_path:
             find = None if finder is self else getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = None if find is None else find(fullname, path, target)
             if spec is not None:
-                self._tell(fullname, spec)
+                self._add_callbacks(fullname, spec)
                 return spec
         return None
 
-    def _tell(self, name: str, spec: ModuleSpec) -> None:
-        # On the instance, so that the loader is of the type that others expect. Whoever only asks whether there is
-        # such a module (importlib.util.find_spec) has a loader of his own that is never run.
+    def _add_callbacks(self, name: str, spec: ModuleSpec) -> None:
+        # On the instance, so that the loader keeps its type. importlib.util.find_spec, which only looks a module up,
+        # gets a loader of its own that is never run.
         loader = spec.loader
         original = getattr(loader, "exec_module", None)
         if loader is None or original is None or not hasattr(loader, "__dict__"):

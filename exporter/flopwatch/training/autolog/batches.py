@@ -1,0 +1,256 @@
+"""Batches of a training loop: time spent waiting for them, and the tokens in them.
+
+A data loader feeds training if a backward pass follows its batch. It feeds evaluation if its next batch is fetched
+without one, or under no_grad or inference_mode. That is decided once per dataset, and its time is recorded from then
+on. Hooks: DataLoader.__iter__ and its iterators' __next__. Other iterables are not seen.
+
+Tokens are a batch's integer `input_ids`, less those that its attention_mask masks if the CPU holds the mask, and belong
+to the backward pass that follows. Without them, and without a flag that replaces them, there is no token count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flopwatch.training.autolog.loop import LoopState
+from flopwatch.training.recorder import Recorder
+from flopwatch.training.sequence_lengths import lengths
+from flopwatch.training.totals import Mark, Totals
+
+MAX_FRAMES = 20  # looked at to learn what fetches a batch
+
+TRAINING, EVALUATION = "training", "evaluation"
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Tokens of one batch: their number, and the sum of the squared lengths of its samples."""
+
+    count: int
+    sum_len_squared: int
+
+
+class Loaders:
+    """DataLoader iterations, classified as training or evaluation by what follows each batch."""
+
+    def __init__(self, loop: LoopState) -> None:
+        self._loop = loop
+        self._fetching = False
+        self._made: tuple[int, Mark] | None = None  # the iterator made last, by its id, and when that began
+        self._kinds: dict[int, str] = {}  # by the dataset's id
+        self._always_training: set[int] = set()  # also under no_grad
+        self._newest: int | None = None  # dataset of the last batch
+        self._held: tuple[int, Mark, Mark] | None = None  # a batch of unknown purpose: dataset, begin and end of wait
+        self._evaluated: int | None = None  # dataset of the open evaluation
+        self._evaluated_batches = 0
+        self._batches: dict[int, deque[Tokens | None]] = {}  # fetched and not yet trained on
+        self._passed: dict[int, list[Tokens | None]] = {}  # older ones, until the loop fetches again
+        self._iterating: dict[int, weakref.ref[Any]] = {}
+
+    def around_iter(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a replacement of DataLoader.__iter__ that notes when it began: starting workers is part of a wait."""
+        call = self._loop.call
+
+        def __iter__(loader: Any) -> Any:
+            recorder = call(self._loop.active_recorder)
+            began = None if recorder is None else call(recorder.mark)
+            iterator = original(loader)
+            if began is not None:
+                self._made = id(iterator), began
+            return iterator
+
+        return __iter__
+
+    def around_next(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a replacement of the iterators' __next__ that records the wait and the batch."""
+        call = self._loop.call
+
+        def __next__(iterator: Any) -> Any:
+            begun = call(self._begins, iterator)
+            if begun is None:
+                return original(iterator)
+            try:
+                batch = original(iterator)
+            except StopIteration:
+                call(self._ends, iterator, *begun)
+                raise
+            finally:
+                self._fetching = self._loop.checkpoints.fetching = False
+            call(self._came, iterator, batch, *begun)
+            return batch
+
+        return __next__
+
+    def _begins(self, iterator: Any) -> tuple[Recorder, Mark] | None:
+        recorder = self._loop.active_recorder()
+        if recorder is None or self._fetching or not self._loop.on_this_thread():
+            return None
+        self._fetching = self._loop.checkpoints.fetching = True
+        self._loop.checkpoints.training_goes_on()
+        made, self._made = self._made, None
+        return recorder, recorder.mark() if made is None or made[0] != id(iterator) else made[1]
+
+    def _came(self, iterator: Any, batch: Any, recorder: Recorder, began: Mark) -> None:
+        ended = recorder.mark()
+        dataset = self._newest = self._dataset(iterator)
+        kind = self._kinds.get(dataset)
+        if dataset not in self._always_training and (kind == EVALUATION or not torch.is_grad_enabled()):
+            self._evaluate(recorder, dataset, began)
+            return
+        unused = self._batches.get(dataset)
+        if unused is None:
+            unused = self._batches[dataset] = deque(maxlen=1 + _fetches_ahead(sys._getframe(1)))
+        if not unused:
+            self._passed.pop(dataset, None)
+        elif len(unused) == unused.maxlen:
+            # Skipped by a loop that resumes, or the first of some that are fetched before any is trained on.
+            self._passed.setdefault(dataset, []).append(unused[0])
+        unused.append(None)  # should what follows fail
+        unused[-1] = tokens_of(batch, self._loop.settings.tokens_from)
+        if kind == TRAINING:
+            self._leave_evaluation(recorder, began)
+            recorder.waited_for_batch(began, ended)
+        elif self._loop.seen_backward and self._held is not None and self._held[0] == dataset:
+            # Two in a row, and no backward pass between them.
+            self._kinds[dataset] = EVALUATION
+            self._evaluate(recorder, dataset, self._held[1])
+        else:
+            self._held = dataset, began, ended
+
+    def _ends(self, iterator: Any, recorder: Recorder, began: Mark) -> None:
+        """Record that an iterator has no more batches."""
+        dataset = self._dataset(iterator)
+        if self._held is not None and self._held[0] == dataset and self._loop.seen_backward:
+            self._kinds[dataset] = EVALUATION
+            self._evaluate(recorder, dataset, self._held[1])
+        self._dropped(dataset, began)
+
+    def _evaluate(self, recorder: Recorder, dataset: int, since: Mark) -> None:
+        if self._evaluated is None:
+            recorder.enter("evaluation", at=since)
+            self._evaluated_batches = 0
+        self._evaluated, self._held = dataset, None
+        self._evaluated_batches += 1
+        self._batches.pop(dataset, None)
+        self._passed.pop(dataset, None)
+
+    def _leave_evaluation(self, recorder: Recorder, now: Mark) -> None:
+        if self._evaluated is not None:
+            self._evaluated = None
+            recorder.leave("evaluation", at=now)
+
+    def settle(self, recorder: Recorder) -> None:
+        """Record the newest batch as one for training."""
+        newest = self._newest
+        if newest is None:
+            return
+        if self._evaluated is not None:
+            if self._evaluated == newest and self._evaluated_batches == 1:
+                self._always_training.add(newest)  # its batches are fetched under no_grad
+                self._kinds[newest] = TRAINING
+            self._leave_evaluation(recorder, recorder.mark())
+        if self._held is not None:
+            dataset, began, ended = self._held
+            self._kinds[dataset], self._held = TRAINING, None
+            recorder.waited_for_batch(began, ended)
+
+    def training(self, recorder: Recorder) -> list[Tokens | None]:
+        """Record the newest batch as one for training; return the tokens of the batches this backward pass is for."""
+        self.settle(recorder)
+        tokens = [unused.popleft() for unused in self._batches.values() if unused]
+        if not tokens:
+            tokens = [passed.pop() for passed in self._passed.values() if passed]
+        return tokens
+
+    def _dataset(self, iterator: Any) -> int:
+        """Return the id of an iterator's dataset, and record the end of the loop when the iterator is deleted."""
+        dataset = getattr(iterator, "_dataset", iterator)
+        this = id(dataset)
+        if self._iterating.get(this, _nothing)() is not iterator:
+            self._iterating[this] = weakref.ref(iterator, lambda _: self._loop.call(self._dropped, this, None))
+            if this not in self._kinds:
+                with contextlib.suppress(TypeError):  # a list, for example, allows no finalizer
+                    weakref.finalize(dataset, self._forget, this).atexit = False
+        return this
+
+    def _forget(self, dataset: int) -> None:
+        for known in (self._kinds, self._batches, self._passed, self._iterating):
+            known.pop(dataset, None)
+        self._always_training.discard(dataset)
+
+    def _dropped(self, dataset: int, at: Mark | None) -> None:
+        """Record that a loop over batches ended, by itself or by `break`."""
+        self._iterating.pop(dataset, None)
+        recorder = self._loop.active_recorder()
+        if recorder is None or not self._loop.on_this_thread():
+            return
+        if self._evaluated == dataset:
+            self._leave_evaluation(recorder, recorder.mark())
+        elif self._kinds.get(dataset) == TRAINING and self._newest == dataset:
+            if at is not None:
+                recorder.waited_for_batch(at, recorder.mark())  # it waited to learn that there is no more
+            recorder.note("batches", Totals.end_of_batches, threading.get_ident())
+
+
+def _nothing() -> None:
+    return None
+
+
+def tokens_of(batch: Any, place: str | None = None) -> Tokens | None:
+    """Return the tokens of a batch: integers at `place`, by default `input_ids`; None if unknown.
+
+    An `attention_mask` of the same shape excludes padding. The number is unknown if that mask is on a device.
+    """
+    ids = _at(batch, "input_ids" if place is None else place)
+    if (
+        not isinstance(ids, torch.Tensor)
+        or ids.dtype.is_floating_point
+        or ids.dtype.is_complex
+        or not ids.dim()
+        or ids.dtype is torch.bool
+    ):
+        return None
+    mask, positions = (
+        value if isinstance(value, torch.Tensor) and value.shape == ids.shape else None
+        for value in (_at(batch, "attention_mask"), _at(batch, "position_ids"))
+    )
+    known = lengths(ids, mask, positions)
+    return None if known is None else Tokens(sum(known), sum(length * length for length in known))
+
+
+def _at(batch: Any, place: str) -> Any:
+    if isinstance(batch, Mapping):
+        return batch.get(place)
+    if isinstance(batch, Sequence) and not isinstance(batch, str) and place.lstrip("-").isdigit():
+        return batch[int(place)] if -len(batch) <= int(place) < len(batch) else None
+    return getattr(batch, place, None)
+
+
+def _fetches_ahead(caller: Any) -> int:
+    """Return how many batches the fetching code is ahead of the training loop.
+
+    Accelerate's loaders are one batch ahead, and transformers' Trainer fetches all batches of a step before it trains.
+    """
+    ahead = 0
+    for _ in range(MAX_FRAMES):
+        if caller is None:
+            break
+        name = caller.f_globals.get("__name__", "")
+        if name == "accelerate.data_loader":
+            ahead = 1
+        elif name == "transformers.trainer" and caller.f_code.co_name == "get_batch_samples":
+            several = caller.f_locals.get("num_batches")
+            return ahead + (several - 1 if isinstance(several, int) and several > 0 else 0)
+        elif not name.startswith(("flopwatch.", "torch.")):
+            break
+        caller = caller.f_back
+    return ahead

@@ -1,0 +1,78 @@
+"""Models of a training loop, found as the loop calls them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flopwatch.training.autolog.loop import LoopState
+from flopwatch.training.recorder import Recorder
+
+
+class ModelFinder:
+    """Finder of models: modules that are called outside any other module, with gradients, in the first steps.
+
+    It replaces nn.Module.__call__, and restores it while such a call lasts: Dynamo compares the method with the one it
+    knows, so it must never meet the replacement inside a model it compiles. A global forward hook makes Dynamo warn.
+    """
+
+    def __init__(self, loop: LoopState, settle: Callable[[Recorder], None]) -> None:
+        """Call `settle` when a model is found: the newest batch is then one for training."""
+        self._settle = settle
+        self._loop = loop
+        self._original: Any = None
+        self._ours: Any = None
+        self._known: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    def look(self) -> None:
+        """Replace nn.Module.__call__."""
+        self._original = original = torch.nn.Module.__call__
+
+        @functools.wraps(original)
+        def __call__(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or self._ours is None:
+                return original(module, *args, **kwargs)
+            self._put(original)
+            try:
+                self._loop.call(self._called, module)
+                return original(module, *args, **kwargs)
+            finally:
+                if self._ours is not None:
+                    self._put(__call__)
+
+        self._ours = __call__
+        self._put(__call__)
+
+    def _put(self, function: Any) -> None:
+        # Other code that has replaced it since keeps its place.
+        if torch.nn.Module.__call__ in (self._ours, self._original):
+            torch.nn.Module.__call__ = function  # type: ignore[method-assign]
+
+    def look_no_more(self) -> None:
+        """Restore nn.Module.__call__."""
+        if self._ours is not None:
+            self._put(self._original)
+            self._ours = None
+
+    def _called(self, module: torch.nn.Module) -> None:
+        loop = self._loop
+        if (
+            module in self._known
+            or not module.training
+            or not torch.is_grad_enabled()
+            or not loop.on_this_thread()
+            or (run := loop.active_run()) is None
+            or not any(parameter.requires_grad for parameter in module.parameters())
+        ):
+            return
+        self._settle(run.recorder)
+        parts = set(itertools.chain.from_iterable(known.modules() for known in self._known))
+        self._known.add(module)
+        if module in parts:
+            return
+        run.watch(module)

@@ -1,0 +1,40 @@
+"""scaled_dot_product_attention, counted before PyTorch chooses a kernel, which may multiply no matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from flopwatch.training.flop_counter.frames import autograd_function
+from flopwatch.training.flop_counter.operators import Counter
+
+
+class Attention(TorchFunctionMode):
+    """Mode that reports each call of scaled_dot_product_attention to the counter."""
+
+    def __init__(self, counter: Counter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        counter = self._counter
+        given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+        tensors = {name: counter.fake(value) for name, value in given.items() if isinstance(value, torch.Tensor)}
+        counter.attention(
+            tensors["query"],
+            tensors["key"],
+            tensors["value"],
+            tensors.get("attn_mask"),
+            bool(given.get("is_causal")),
+            autograd_function() if not torch.is_grad_enabled() else None,
+        )
+        counter.paused += 1
+        try:
+            return func(*args, **kwargs)
+        finally:
+            counter.paused -= 1

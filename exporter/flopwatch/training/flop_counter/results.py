@@ -1,0 +1,56 @@
+"""Results of counting FLOPs, and marks on the tensors that are counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+class Uncountable(Exception):
+    """The FLOPs of a model can't be counted; the message has the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """FLOPs of a forward pass and its backward pass, on all ranks that share the model."""
+
+    forward: int
+    backward: int
+    tokens: int | None  # elements of `input_ids`; None where the batch has none
+    by_op: dict[str, int] = field(default_factory=dict)  # forward
+
+    @property
+    def flops(self) -> int:
+        """Return the FLOPs of forward and backward."""
+        return self.forward + self.backward
+
+
+@dataclass(slots=True)
+class Entry:
+    op: str
+    forward: int
+    gradients: int  # operands that get one
+
+
+@dataclass(slots=True)
+class Scores:
+    """Scores of an attention written by hand, between the matmul that made them and the next one."""
+
+    entry: Entry
+    queries: int
+    keys: int
+    masks: list[torch.Tensor | None] = field(default_factory=list)  # True or above HIDDEN: counts; None: values unknown
+    softmaxed: bool = False
+
+
+def parts_of(tensor: torch.Tensor) -> int:
+    return getattr(tensor, "_parts", 1)
+
+
+def is_weight(tensor: torch.Tensor) -> bool:
+    return getattr(tensor, "_weight", False)
+
+
+def needs_grad(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad or getattr(tensor, "_needs_gradient", False)

@@ -1,0 +1,175 @@
+"""Snapshots of a run: totals, gauges and declared facts as of one instant, ready for the OTLP encoder."""
+
+from __future__ import annotations
+
+import sys
+
+from flopwatch import catalogue as m
+from flopwatch.catalogue import Metric
+from flopwatch.training.process import launcher
+from flopwatch.training.process.parallel import Parallel
+from flopwatch.training.process.stuck_frames import StuckFrames
+from flopwatch.training.recorder import Recorder, Snapshot
+from flopwatch.training.run_info import RunInfo
+from flopwatch.training.totals import DURATION_BOUNDS, Totals
+
+Points = dict[Metric, list[tuple[dict[str, str], float]]]
+
+
+class Snapshots:
+    """Source of a run's snapshots."""
+
+    def __init__(self, recorder: Recorder, info: RunInfo) -> None:
+        self._recorder, self._info = recorder, info
+        self._stuck = StuckFrames()
+        self._submission = launcher.Submission(info.environ)
+
+    def take(self, *, last: bool = False) -> Snapshot:
+        """Return the totals up to now; the `last` snapshot polls nothing and does not wait for the device."""
+        recorder, info = self._recorder, self._info
+        for callback in () if last else tuple(recorder.polls):
+            try:
+                callback()
+            except Exception as error:
+                recorder.failed("poll", error)
+        if info.submitted_at is None and recorder.rank == 0 and not last:
+            info.submitted_at = self._submission()
+        with recorder.lock:
+            totals = recorder.totals
+            totals.take(all_of_them=last)
+            recorder.choose_steps(totals.step_seconds)
+            now = totals.instant(recorder.clock())
+            points = self._points(totals, totals.timeline.seconds(now))
+            if not last and (frame := self._stuck_frame(totals, now)) is not None:
+                points[m.TRAINING_STANDSTILL_INFO] = [({"at": frame}, 1.0)]
+            return Snapshot(
+                self._resource(totals, now),
+                points,
+                (DURATION_BOUNDS, totals.durations.copy(), totals.duration_sum) if recorder.rank == 0 else None,
+            )
+
+    def _stuck_frame(self, totals: Totals, now: float) -> str | None:
+        try:
+            return self._stuck.look(totals.loop_thread, *totals.timeline.open, now, totals.step_seconds)
+        except Exception as error:
+            self._recorder.failed("snapshot", error)
+            return None
+
+    def _resource(self, totals: Totals, now: float) -> dict[str, str | int | float]:
+        info = self._info
+        resource: dict[str, str | int | float | None] = {
+            "flopwatch.schema": 1,
+            "flopwatch.run": info.identity.name,
+            "flopwatch.tenant": info.tenant,
+            "flopwatch.attempt": info.identity.attempt,
+            "flopwatch.rank": info.identity.rank,
+            "flopwatch.host": info.host,
+            "flopwatch.pid": info.process.pid,
+            "flopwatch.pid_namespace": info.process.pid_namespace,
+            "flopwatch.start_unix": info.start_unix,
+            "flopwatch.pid_start_ticks": info.process.start_ticks,
+            "flopwatch.submitted_unix": info.submitted_at,
+            "flopwatch.restored_step": totals.restored_step,
+            "flopwatch.open_step_seconds": totals.timeline.open_step_seconds(now),
+            "flopwatch.gpu_uuid": info.gpu_uuid,
+        }
+        return {key: value for key, value in resource.items() if value is not None}
+
+    def _points(self, totals: Totals, seconds: dict[str, float]) -> Points:
+        recorder, info = self._recorder, self._info
+        points: Points = {
+            metric: [({}, float(value))]
+            for metric, value in self._unlabelled(totals, seconds).items()
+            if value is not None
+        }
+        points |= {
+            metric: [(dict(labels), value) for labels, value in samples.items()]
+            for metric, samples in totals.others.items()
+        }
+        for (metric, labels), value in tuple(recorder.gauges.items()):
+            points.setdefault(metric, []).append((dict(labels), value))
+        points[m.TRAINING_PHASE_SECONDS] = [({"phase": name}, s) for name, s in totals.phases.items()]
+        if self._reports_loss():
+            points[m.TRAINING_NONFINITE] = [({"value": name}, float(n)) for name, n in totals.nonfinite.items()]
+        points[m.TRAINING_ACTIVITY_SECONDS] = [({"activity": name}, s) for name, s in seconds.items()]
+        reasons = (info.no_peak_because, totals.no_flops_because)
+        points[m.TRAINING_MFU_UNAVAILABLE] = [({"reason": r}, 1.0) for r in reasons if r is not None]
+        points[m.TRAINING_RANK_INFO] = [(self._rank_labels(), 1.0)]
+        if recorder.rank == 0:
+            points[m.TRAINING_RUN_INFO] = [(self._run_labels(totals.convention), 1.0)]
+        return points
+
+    def _unlabelled(self, totals: Totals, seconds: dict[str, float]) -> dict[Metric, float | None]:
+        """Return the values of the families without labels of their own; None where there is no sample."""
+        recorder, info = self._recorder, self._info
+        flops_known = totals.no_flops_because is None
+        has_hardware_flops = flops_known and totals.hardware_flops_per_token is not None
+        values: dict[Metric, float | None] = {
+            m.TRAINING_STEPS: totals.steps,
+            m.TRAINING_TOKENS: totals.tokens if totals.tokens_known else None,
+            m.TRAINING_SAMPLES: totals.samples if totals.samples_known else None,
+            m.TRAINING_MODEL_FLOPS: totals.flops if flops_known else None,
+            m.TRAINING_HARDWARE_FLOPS: totals.hardware_flops if has_hardware_flops else None,
+            m.TRAINING_POSITION_STEPS: totals.position,
+            m.TRAINING_POSITION_TOKENS: None if totals.position is None else totals.position_tokens,
+            m.TRAINING_COMMITTED_STEPS: totals.committed,
+            m.TRAINING_CHECKPOINT_BACKGROUND_SECONDS: totals.background if totals.saves_in_background else None,
+            m.TRAINING_LAST_STEP_TIMESTAMP: (
+                None if totals.last_step is None else info.start_unix + totals.last_step - recorder.start
+            ),
+            m.TRAINING_HOOK_ERRORS: recorder.errors,
+        }
+        if info.peak is not None:
+            values[m.TRAINING_PEAK_FLOPS] = info.peak
+            values[m.TRAINING_CAPACITY_FLOPS] = info.peak * (seconds["step"] + seconds["data_stall"])
+        if totals.measures_wait:
+            values[m.TRAINING_COLLECTIVE_WAIT] = totals.wait
+        measures = totals.measures_wait or bool(totals.phases)
+        if measures:
+            values[m.TRAINING_MEASURED_STEP_SECONDS] = totals.measured_seconds
+            values[m.TRAINING_MEASURED_STEPS] = totals.measured_steps
+        if recorder.rank == 0:
+            values[m.TRAINING_WORLD_SIZE] = recorder.world_size
+            values[m.TRAINING_MEASURED_EVERY_STEPS] = recorder.measure_every if measures else None
+        if self._reports_loss():
+            values[m.TRAINING_LOSS], values[m.TRAINING_GRAD_NORM] = totals.loss, totals.grad_norm
+            values[m.TRAINING_LOSS_SPIKES] = None if totals.spikes is None else totals.spikes.count
+        return values
+
+    def _reports_loss(self) -> bool:
+        """Return whether this rank reports the run's loss: rank 0, or the first rank of a pipeline's last stage."""
+        place = self._recorder.parallel
+        if place is None or place.pp is None or place.pp[1] == 1:
+            return self._recorder.rank == 0
+        return place.pp[0] == place.pp[1] - 1 and not any(
+            group and group[0] for group in (place.dp, place.tp, place.cp)
+        )
+
+    def _rank_labels(self) -> dict[str, str]:
+        info, place = self._info, self._recorder.parallel or Parallel()
+        return {
+            "host": info.host,
+            "uuid": info.gpu_uuid,
+            "local_rank": str(info.identity.local_rank),
+            "attempt": info.identity.attempt,
+            **place.labels(),
+        }
+
+    def _run_labels(self, convention: str) -> dict[str, str]:
+        info, recorder = self._info, self._recorder
+        # Absent while another thread is importing torch.
+        version = getattr(sys.modules.get("torch"), "__version__", "")
+        return {
+            "tenant": info.tenant,
+            "attempt": info.identity.attempt,
+            "convention": convention,
+            "dtype": info.dtype,
+            "flops_source": recorder.flops_source,
+            "peak_source": info.peak_source,
+            "step_source": recorder.step_source,
+            "framework": f"torch {version}" if version else "",
+            "owner": info.owner,
+            "team": info.team,
+            "page": info.page,
+            "external_id": launcher.external_id(info.environ, sys.modules),
+        }

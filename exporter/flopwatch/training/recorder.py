@@ -1,0 +1,283 @@
+"""Recorder of one training process: the loop and the instruments append events, the push thread adds them up.
+
+Recording an event reads a clock and appends to a deque: no lock, no device synchronisation, no system call. `totals.py`
+adds the events up in the push thread. Errors are counted in training_hook_errors_total, and the first few are logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import get_ident
+
+from flopwatch.catalogue import Metric
+from flopwatch.training.process.parallel import Parallel
+from flopwatch.training.totals import Event, Mark, PackedFlops, Totals, positive
+
+log = logging.getLogger("flopwatch")
+
+
+def _add_prefix(record: logging.LogRecord) -> bool:
+    """Prefix the message with "flopwatch:" if the job has set up no logging, because messages are then printed bare."""
+    if not logging.getLogger().handlers and not log.handlers:
+        record.msg = f"flopwatch: {record.msg}"
+    return True
+
+
+log.addFilter(_add_prefix)
+
+# Events that may wait for the push thread before the loop adds them up itself.
+MAX_BACKLOG = 1 << 20  # some 100 MB, after hours without the push thread
+SLICE = 1 << 13  # events the loop then adds up at a time, some 15 ms: more than it records between two checks
+CHECK_BACKLOG = 1 << 10  # steps or batches between two checks of the backlog
+
+# Seconds between two measured steps: hooks add some 50 us to a measured step, so 0.01 % of the time.
+MEASURED_EVERY = 0.5
+
+STEP = Totals.step  # looked up once: every step pays for it
+MAX_LOGGED_ERRORS = 5  # different messages per method and type of error
+_logged: dict[tuple[str, type[BaseException]], set[str]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Content of one push: OTLP resource attributes, points by family, and (bounds, counts, sum) of step durations."""
+
+    resource: dict[str, str | int | float]
+    points: dict[Metric, list[tuple[dict[str, str], float]]]
+    step_durations: tuple[tuple[float, ...], list[int], float] | None
+
+
+def ignore(_: Event) -> None:
+    """Drop an event."""
+
+
+def text_of(value: object) -> str:
+    """Return `str(value)`, or the name of its type if that raises."""
+    try:
+        return str(value)
+    except BaseException:
+        return type(value).__name__
+
+
+class Recorder:
+    """Events and gauges of one training process; records nothing until `begin()`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, start: float = 0.0) -> None:
+        """Take the run's clock in seconds, and the process's start on that clock."""
+        self.clock = clock
+        self.mark: Callable[[], Mark] = clock  # a CUDA event's time once CUDA is in use
+        self.record: Callable[[Event], None] = ignore
+        self.totals = Totals(start, self.failed)
+        self.start = start
+        self.lock = threading.Lock()  # of the totals; the loop never waits for it
+        self.errors = 0
+        self.rank, self.world_size = 0, 1
+        self.parallel: Parallel | None = None  # this rank's coordinates
+        self.step_source, self.flops_source = "manual", "declared"
+        self.pushing = self.finished = False
+        self.watched = False  # a model's phases are measured, so step durations are needed even without pushes
+        self.steps_taken = 0  # since the process started
+        self.check_at = 1  # the next step at which the loop calls `schedule`
+        self.measuring = True  # phases and waits of the open step
+        self.in_wait = False  # in the loop's thread, so that a wait inside another one counts once
+        self.polls: list[Callable[[], None]] = []
+        self.gauges: dict[tuple[Metric, tuple[tuple[str, str], ...]], float] = {}
+        self._origin: tuple[int | None, int] | None = None  # step restored, and steps taken before that
+        self._measure_every = 1
+        self._measures_by_time = True
+
+    def begin(self) -> None:
+        """Start recording."""
+        self.record = self.totals.events.append
+
+    def end(self) -> None:
+        """Stop recording, and report steps that are taken after this."""
+        self.finished = True
+
+        def late(event: Event) -> None:
+            if event[0] is STEP:
+                self.failed("step", RuntimeError("a step after finish() is not counted; call finish() last"))
+
+        self.record, self.measuring = late, False
+
+    @property
+    def alive(self) -> bool:
+        """Return whether recorded events will still be pushed."""
+        return self.pushing and not self.finished
+
+    def failed(self, what: str, error: BaseException) -> None:
+        """Count an error of the method `what`, and log the first few messages that differ; never raises."""
+        self.errors += 1
+        try:
+            text, logged = text_of(error), _logged.setdefault((what, type(error)), set())
+            if text not in logged and len(logged) < MAX_LOGGED_ERRORS:
+                logged.add(text)
+                usage = isinstance(error, (TypeError, ValueError, RuntimeError))
+                log.warning(
+                    "run.%s: %s (training goes on; this is logged once)", what, text, exc_info=None if usage else error
+                )
+        except Exception:
+            pass  # a log handler of the job fails; the error is counted
+
+    def note(self, what: str, kind: Callable[..., None], *arguments: object, at: Mark | None = None) -> None:
+        """Record an event of this kind, now or `at` a mark; an error counts as one of the method `what`."""
+        try:
+            self.record((kind, self.mark() if at is None else at, *arguments))
+        except Exception as error:
+            self.failed(what, error)
+
+    # Steps and positions.
+
+    @property
+    def position(self) -> int | None:
+        """Return the completed steps of the run, restored ones included; None before the first step, or if unknown."""
+        if self._origin is None:
+            return self.steps_taken or None
+        restored, taken_before = self._origin
+        return None if restored is None else restored + self.steps_taken - taken_before
+
+    def restored(self, step: int | None, tokens: float | None) -> None:
+        """Record the restored step and the replica's tokens; None if unknown."""
+        self._origin = step, self.steps_taken
+        self.record((Totals.restored, 0.0, step, tokens))
+
+    def committed(self, step: int) -> None:
+        """Record that the checkpoint of this step is durable."""
+        self.note("checkpoint", Totals.commit, step, at=0.0)
+
+    @property
+    def loop_thread(self) -> int | None:
+        """Return the id of the thread that takes the steps; None before the first step."""
+        return self.totals.loop_thread
+
+    @property
+    def measure_every(self) -> int:
+        """Return N, where phases and waits are measured in every N-th step.
+
+        N is a power of 2 with about two measured steps a second. Steps take equally long on all ranks, so all ranks
+        choose the same N and the same steps. Setting it fixes N.
+        """
+        return self._measure_every
+
+    @measure_every.setter
+    def measure_every(self, steps: int) -> None:
+        self._measure_every, self.check_at = max(1, steps), 0
+        self._measures_by_time = False
+
+    def choose_steps(self, step_seconds: float) -> None:
+        """Choose N of `measure_every` from the mean duration of a step."""
+        every = 1
+        while step_seconds > 0 and 2 * every * step_seconds <= MEASURED_EVERY:
+            every *= 2
+        if self._measures_by_time and every != self._measure_every:
+            self._measure_every, self.check_at = every, 0
+
+    def schedule(self, taken: int) -> None:
+        """Decide after step number `taken` whether the open step is measured, and when to call this again."""
+        every = self._measure_every
+        self.measuring = taken % every == 0 and not self.finished
+        until = CHECK_BACKLOG
+        if every > 1:
+            until = 1 if self.measuring else every - taken % every
+        self.check_at = taken + min(until, CHECK_BACKLOG)
+
+    def check_backlog(self) -> None:
+        """Add up a slice of the events in the loop's thread if the push thread is too far behind."""
+        # Without pushes totals are not needed, except the step duration, which decides what steps are measured.
+        keep = self.pushing or self.watched
+        if len(self.totals.events) <= (MAX_BACKLOG if self.pushing or not self.watched else CHECK_BACKLOG):
+            return
+        if self.lock.acquire(blocking=False):
+            try:
+                if keep:
+                    self.totals.take(all_of_them=True, limit=SLICE)
+                    self.choose_steps(self.totals.step_seconds)
+                else:
+                    self.totals.events.clear()
+            finally:
+                self.lock.release()
+
+    # What instruments call, from any thread.
+
+    def phase(self, name: str, began: Mark, ended: Mark) -> None:
+        """Record a phase of the open step, one of catalogue.PHASES."""
+        self.record((Totals.phase, ended, name, began, ended))
+
+    def waited(self, began: Mark, ended: Mark) -> None:
+        """Record that this rank waited for other ranks in the open step, which makes it a measured step."""
+        self.record((Totals.waited, ended, began, ended))
+
+    def measures_wait(self) -> None:
+        """Declare that `waited` is called in every measured step; a step without it then counts as not measured."""
+        self.totals.measures_wait = True
+
+    def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
+        """Add to a counter of the catalogue."""
+        self.record((Totals.add, 0.0, metric, tuple(labels.items()), float(amount)))
+
+    def set(self, metric: Metric, value: float, **labels: str) -> None:
+        """Set a gauge, or a counter to its total. Takes effect at once: in a hang it is the evidence."""
+        self.gauges[metric, tuple(labels.items())] = float(value)
+
+    def poll(self, callback: Callable[[], None]) -> None:
+        """Call `callback` in the push thread before every snapshot except the last."""
+        self.polls.append(callback)
+
+    def enter(self, name: str, thread: int | None = None, at: Mark | None = None) -> None:
+        """Begin an activity, one of timeline.DECLARED, on this or another thread, now or `at` a mark."""
+        self.note("activity", Totals.enter, name, get_ident() if thread is None else thread, at=at)
+
+    def leave(self, name: str, thread: int | None = None, at: Mark | None = None) -> None:
+        """End the innermost activity of this name, and every activity begun inside it."""
+        self.note("activity", Totals.leave, name, get_ident() if thread is None else thread, at=at)
+
+    def waited_for_batch(self, began: Mark, ended: Mark) -> None:
+        """Record that this thread waited for a training batch between two marks."""
+        self.note("batches", Totals.waits_for_batch, get_ident(), at=began)
+        self.note("batches", Totals.got_batch, get_ident(), at=ended)
+
+    # FLOPs that are found while the run goes on.
+
+    @property
+    def has_flops(self) -> bool:
+        """Return whether the FLOPs of a token are declared."""
+        return self.totals.flops_per_token is not None or self.totals.packed_flops is not None
+
+    def counted(self, flops: float) -> None:
+        """Record FLOPs counted in the open step on this rank's pipeline stage; they replace declared ones.
+
+        The other stages are assumed to need as many, which is right in the sum over all stages.
+        """
+        self.flops_source = "counted"
+        stages = self.parallel.pp[1] if self.parallel is not None and self.parallel.pp is not None else 1
+        self.record((Totals.counted_flops, 0.0, flops * stages))
+
+    def uncountable(self, reason: str) -> None:
+        """Log why FLOPs cannot be counted; the run then has no MFU unless FLOPs are declared."""
+        if not self.has_flops:
+            log.warning(
+                "no MFU: FLOPs cannot be counted: %s; pass %s",
+                reason,
+                "--config or --flops-per-token" if self.step_source == "optimizer" else "Run(flops_per_token=...)",
+            )
+        self.totals.uncountable = True
+
+    def set_flops(self, *, convention: str, source: str, per_token: float | PackedFlops | None = None) -> None:
+        """Set the FLOPs per token that were found after the start, with their convention and source."""
+        self.totals.convention, self.flops_source = convention, source
+        if hasattr(per_token, "flops"):
+            self.totals.packed_flops = per_token
+        elif per_token is not None:
+            try:
+                self.totals.flops_per_token = positive("flops_per_token", per_token)
+            except ValueError as error:
+                self.failed("set_flops", error)
+
+
+def silence(recorder: Recorder) -> None:
+    """Record nothing more, and report nothing."""
+    recorder.finished, recorder.record = True, ignore

@@ -1,0 +1,142 @@
+"""Facts that a run declares about itself: labels and resource attributes of every push.
+
+They come from the arguments of `Run`, then from FLOPWATCH_* variables, then from the launcher (process/launcher.py).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from flopwatch.flops import peaks
+from flopwatch.training.process import launcher
+from flopwatch.training.process.identity import Identity
+from flopwatch.training.recorder import text_of
+from flopwatch.training.totals import PackedFlops, Totals, positive
+
+
+class Arguments:
+    """Arguments and environment variables of a run; a wrong one is reported to `failed` and ignored."""
+
+    def __init__(self, environ: Mapping[str, str], failed: Callable[[str, Exception], None]) -> None:
+        self.environ = environ
+        self._failed = failed
+
+    def refuse(self, reason: str) -> None:
+        """Report a wrong argument."""
+        self._failed("__init__", ValueError(reason))
+
+    def text(self, argument: str | None, variable: str) -> str:
+        """Return the argument or, if it is None, the environment variable, "" without it."""
+        return self.environ.get(variable, "") if argument is None else str(argument)
+
+    def number(self, **argument: object) -> float | None:
+        """Return the one argument as a number above 0; None if it is None or wrong."""
+        ((name, value),) = argument.items()
+        try:
+            return None if value is None else positive(name, value)
+        except ValueError as error:
+            self._failed("__init__", error)
+            return None
+
+    def choice(self, choices: tuple[str, ...], **argument: object) -> str | None:
+        """Return the one argument if it is one of the choices, else None."""
+        ((name, value),) = argument.items()
+        if value in choices:
+            return str(value)
+        self.refuse(f"{name}={text_of(value)!r} is ignored; write {' or '.join(filter(len, choices))}")
+        return None
+
+    def unix_time(self, variable: str) -> float | None:
+        """Return an environment variable as Unix time; None if it is missing or wrong."""
+        text = self.environ.get(variable)
+        try:
+            return float(text) if text else None
+        except ValueError:
+            self.refuse(f"{variable}={text!r} is ignored; write Unix time, as date +%s prints it")
+            return None
+
+
+_UNKNOWN = Identity("", "", 0, 1, 0)  # until the launcher has been asked
+
+
+@dataclass(slots=True)
+class RunInfo:
+    """Declared facts of one rank of a run."""
+
+    environ: Mapping[str, str]
+    process: launcher.Process
+    start_unix: float  # of the process
+    launch: launcher.Launch
+    host: str
+    gpu_uuid: str
+    tenant: str
+    owner: str
+    team: str
+    page: str
+    dtype: str  # of the matrix multiplications
+    submitted_at: float | None  # Unix time
+    peak: float | None = None  # FLOP/s of the rank's card
+    peak_source: str = ""
+    no_peak_because: str | None = None
+    identity: Identity = _UNKNOWN
+
+
+def declare(
+    arguments: Arguments,
+    process: launcher.Process,
+    start_unix: float,
+    *,
+    tenant: str | None,
+    gpu_uuid: str | None,
+    owner: str | None,
+    team: str | None,
+    page: str | None,
+    dtype: str,
+    submitted_at: float | None,
+) -> RunInfo:
+    """Return what the run declares, apart from its identity and peak."""
+    host = arguments.text(None, "FLOPWATCH_HOST") or socket.gethostname()
+    launch = launcher.launch(arguments.environ, host, process)
+    if submitted_at is None:
+        submitted_at = arguments.unix_time("FLOPWATCH_SUBMITTED_AT")
+    return RunInfo(
+        arguments.environ,
+        process,
+        start_unix,
+        launch,
+        host,
+        arguments.text(gpu_uuid, "FLOPWATCH_GPU_UUID"),
+        launcher.clean(launch.tenant if tenant is None else str(tenant)),
+        launch.owner if owner is None else str(owner),
+        launch.team if team is None else str(team),
+        arguments.choice(("always", ""), page=arguments.text(page, "FLOPWATCH_PAGE")) or "",
+        dtype,
+        arguments.number(submitted_at=submitted_at),
+    )
+
+
+def declare_flops(
+    arguments: Arguments,
+    totals: Totals,
+    per_token: float | PackedFlops | None,
+    convention: str,
+    hardware_per_token: float | None,
+) -> None:
+    """Set the FLOPs of a token and their convention."""
+    totals.convention = arguments.choice(("causal", "full", "palm"), convention=convention) or "unknown"
+    if not hasattr(per_token, "flops"):
+        totals.flops_per_token = arguments.number(flops_per_token=per_token)
+    elif totals.convention != "unknown":  # by an unknown convention they cannot be counted
+        totals.packed_flops = per_token
+    totals.hardware_flops_per_token = arguments.number(hardware_flops_per_token=hardware_per_token)
+
+
+def declare_peak(arguments: Arguments, info: RunInfo, peak_flops: float | None, peak_source: str | None) -> None:
+    """Set the peak that is given in place of the table's."""
+    info.peak = arguments.number(peak_flops=peak_flops)
+    if info.peak is not None:
+        info.peak_source = peaks.override(info.peak, peak_source or "").source
+    if peak_source is not None and peak_flops is None:
+        arguments.refuse("peak_source= is ignored: it goes with peak_flops=")
