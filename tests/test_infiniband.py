@@ -1308,7 +1308,7 @@ def test_rows_with_a_width_say_what_happens_at_its_end() -> None:
         return row.help.partition("Sticks" if "Sticks" in row.help else "The register")[2]
 
     assert end(COUNTERS["counters/symbol_error"]) == " at 65535."
-    assert end(COUNTERS["hw_counters/rx_write_requests"]) == " wraps at 2^32; this does not."
+    assert end(COUNTERS["hw_counters/rx_write_requests"]) == " wraps at 2^32, the counter does not."
     assert end(COUNTERS["counters/port_xmit_data"]) == ""
     assert {row.bits for row in COUNTERS.values()} == {4, 8, 16, 32, 64}
     assert INFINIBAND_SATURATED.labels == ("device", "port", "counter")
