@@ -135,7 +135,7 @@ STRAGGLERS: tuple[Kind, ...] = (
         "low_clock",
         "a GPU's clock is low, and nobody says why",
         lambda rng: _late(rng, Card(clock=0.6)),
-        "below the others'",
+        "lower than that of the other GPUs",
     ),
     Kind("narrow_pcie", "a GPU's PCIe link has four lanes", _transfers, "has only 4 lanes"),
     Kind("slow_memory", "a GPU does its work more slowly, and shows nothing", _late),
