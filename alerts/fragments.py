@@ -128,13 +128,13 @@ topk by (instance) (1,
     ),
     # Source lines at which ranks of the run $labels.run are stuck, and ranks that are alone at one.
     "lines": each_series(
-        "sort_desc(topk(2, count by (at) (training_standstill_info{run=%[1]q}) > 2))",
+        "sort_desc(topk(2, count by (at) (training_stuck_frame_info{run=%[1]q}) > 2))",
         "$labels.run",
         ' Ranks at {{ .Labels.at }}: {{ printf "%.0f" .Value }}.',
     )
     + each_series(
-        "topk(3, max by (rank, at) (training_standstill_info{run=%[1]q}) "
-        "and on (at) (count by (at) (training_standstill_info{run=%[1]q}) <= 2))",
+        "topk(3, max by (rank, at) (training_stuck_frame_info{run=%[1]q}) "
+        "and on (at) (count by (at) (training_stuck_frame_info{run=%[1]q}) <= 2))",
         "$labels.run",
         " Rank {{ .Labels.rank }} is at {{ .Labels.at }}.",
         by="rank",

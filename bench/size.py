@@ -106,7 +106,7 @@ def source(folder: Path) -> Iterator[Source]:
             "training_committed_steps",
             "gpu_utilization_ratio",
             "infiniband_info",
-            "node_process_blocked_seconds",
+            "host_process_blocked_seconds",
         )
         deadline = time.monotonic() + FIRST_WORDS
         while True:

@@ -34,7 +34,7 @@ DOMAINS = {
     "gpu": "GPU",
     "nvlink": "NVLink and NVSwitch",
     "infiniband": "InfiniBand, RoCE and EFA",
-    "node": "The node",
+    "host": "The host",
     "training": "Training processes",
     "run": "Run accounting",
     "flopwatch": "The exporter itself",

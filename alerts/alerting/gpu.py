@@ -190,12 +190,12 @@ ALERTS: tuple[Alert, ...] = (
                 (
                   count by (instance) (group by (instance, uuid, gpu) (gpu_present or gpu_readable))
                     or on (instance)
-                  0 * max by (instance) (node_expected_parts)
+                  0 * max by (instance) (host_expected_parts)
                     unless on (instance)
                   (flopwatch_driver_released == 1 or flopwatch_collector_success{collector=~"nvml|dcgm"} == 0)
                 )
                   < on (instance)
-                max by (instance) (node_expected_parts{kind="gpus"})
+                max by (instance) (host_expected_parts{kind="gpus"})
               ) * on (instance) group_left (host) <host>
             )
         """,
@@ -204,7 +204,7 @@ ALERTS: tuple[Alert, ...] = (
         description=(
             "{{ $labels.host }} has {{ $value }} GPUs"
             + each_series(
-                'topk(1, max by (instance) (node_expected_parts{kind="gpus"}) and on (instance) '
+                'topk(1, max by (instance) (host_expected_parts{kind="gpus"}) and on (instance) '
                 + "instance:host:info{host=%q})",
                 "$labels.host",
                 " of the {{ .Value }} that are expected",

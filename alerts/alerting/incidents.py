@@ -40,7 +40,7 @@ ALERTS: tuple[Alert, ...] = (
               )
                 * on (host) group_left (leaf)
               (
-                topk by (host) (1, group by (host, leaf) (last_over_time(node_topology_info[<10m>])))
+                topk by (host) (1, group by (host, leaf) (last_over_time(host_topology_info[<10m>])))
                   or on (host)
                 group by (host) (last_over_time(instance:host:info[<10m>]))
               )
@@ -102,7 +102,7 @@ ALERTS: tuple[Alert, ...] = (
         group="monitor",
         severity="none",
         identity=("host",),
-        expr="max by (host) (last_over_time(node_maintenance_until_timestamp_seconds[<1d>])) > time()",
+        expr="max by (host) (last_over_time(host_maintenance_until_timestamp_seconds[<1d>])) > time()",
         for_="0s",
         keep_firing_for="2m",
         summary="Host is in maintenance",
@@ -145,7 +145,7 @@ ALERTS: tuple[Alert, ...] = (
               )
                 * on (host) group_left (leaf)
               (
-                topk by (host) (1, group by (host, leaf) (last_over_time(node_topology_info[<10m>])))
+                topk by (host) (1, group by (host, leaf) (last_over_time(host_topology_info[<10m>])))
                   or on (host)
                 group by (host) (last_over_time(instance:host:info[<10m>]))
               )

@@ -14,7 +14,7 @@ from alerts.fragments import each_series
 _NODE_LOST = (
     "Host {{ $labels.host }}"
     + each_series(
-        "group by (rack, leaf) (last_over_time(node_topology_info{host=%q}[<5m>]))",
+        "group by (rack, leaf) (last_over_time(host_topology_info{host=%q}[<5m>]))",
         "$labels.host",
         " (rack {{ .Labels.rack }}, leaf {{ .Labels.leaf }})",
     )
@@ -202,7 +202,7 @@ ALERTS: tuple[Alert, ...] = (
               up == 0
                 and on (job, instance)
               (
-                last_over_time(flopwatch_ledger_received_total[<5m>])
+                last_over_time(flopwatch_ledger_requests_total[<5m>])
                   unless on (job, instance)
                 last_over_time(flopwatch_collector_success[<5m>])
                   or
@@ -210,14 +210,14 @@ ALERTS: tuple[Alert, ...] = (
               )
                 or on (job, instance)
               (
-                last_over_time(flopwatch_ledger_received_total[<1d>])
+                last_over_time(flopwatch_ledger_requests_total[<1d>])
                   unless on (job, instance)
                 last_over_time(flopwatch_collector_success[<1d>])
               )
                 unless on (job, instance)
               up
                 unless on (job)
-              flopwatch_ledger_received_total
+              flopwatch_ledger_requests_total
             )
         """,
         for_="5m",
@@ -236,9 +236,9 @@ ALERTS: tuple[Alert, ...] = (
         expr="""
             max by (host, instance) (
               (
-                sum by (instance) (increase(flopwatch_ledger_records_total{outcome="failed"}[<10m>])) > 0
+                sum by (instance) (increase(flopwatch_ledger_records_sent_total{outcome="failed"}[<10m>])) > 0
                   unless on (instance)
-                sum by (instance) (increase(flopwatch_ledger_records_total{outcome="sent"}[<10m>])) > 0
+                sum by (instance) (increase(flopwatch_ledger_records_sent_total{outcome="sent"}[<10m>])) > 0
               ) * on (instance) group_left (host) <host_of_exporter>
             )
         """,
@@ -259,13 +259,13 @@ ALERTS: tuple[Alert, ...] = (
         expr="""
             max by (host, instance) (
               (
-                sum by (instance) (increase(flopwatch_ledger_records_total{outcome="refused"}[<10m>]))
+                sum by (instance) (increase(flopwatch_ledger_records_sent_total{outcome="refused"}[<10m>]))
                   /
-                sum by (instance) (increase(flopwatch_ledger_records_total[<10m>])) > 0.01
+                sum by (instance) (increase(flopwatch_ledger_records_sent_total[<10m>])) > 0.01
                   or
-                sum by (instance) (increase(flopwatch_ledger_received_total{outcome="refused"}[<10m>]))
+                sum by (instance) (increase(flopwatch_ledger_requests_total{outcome="refused"}[<10m>]))
                   /
-                sum by (instance) (increase(flopwatch_ledger_received_total[<10m>])) > 0.01
+                sum by (instance) (increase(flopwatch_ledger_requests_total[<10m>])) > 0.01
               ) * on (instance) group_left (host) <host_of_exporter>
             )
         """,

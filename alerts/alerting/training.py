@@ -75,7 +75,7 @@ _TRAINING_STRAGGLER = (
             "Port {{ .Labels.port }} of {{ .Labels.device }} runs below its rate. ",
         )
         + each_series(
-            "max by (reason, part) (node_verdict_reason == 1 and on (instance) instance:host:info{host=%q})",
+            "max by (reason, part) (host_verdict_reason == 1 and on (instance) instance:host:info{host=%q})",
             "$host",
             "Its host is degraded: {{ .Labels.reason }} ({{ .Labels.part }}). ",
         ),

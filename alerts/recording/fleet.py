@@ -266,9 +266,9 @@ RECORDS: tuple[Record, ...] = (
               count by (host) (
                 (
                   (
-                    max by (instance, device, port) (infiniband_link_drops_total)
+                    max by (instance, device, port) (infiniband_link_outages_total)
                       -
-                    max by (instance, device, port) (infiniband_link_drops_total offset <7d>)
+                    max by (instance, device, port) (infiniband_link_outages_total offset <7d>)
                   ) > 0
                 ) * on (instance) group_left (host) instance:host:info
               )

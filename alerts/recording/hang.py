@@ -249,7 +249,7 @@ RECORDS: tuple[Record, ...] = (
                     run:training_overdue_step_began_seconds:max
                   ) < 0.1
                     unless on (run, rank)
-                  max by (run, rank) (node_process_blocked_seconds) > <30_seconds>
+                  max by (run, rank) (host_process_blocked_seconds) > <30_seconds>
                 ),
                 "sign", "silent", "", ""
               )
@@ -293,7 +293,7 @@ RECORDS: tuple[Record, ...] = (
               )
                 or
               label_replace(
-                group by (run, rank) (max by (run, rank) (node_process_blocked_seconds) > <30_seconds>),
+                group by (run, rank) (max by (run, rank) (host_process_blocked_seconds) > <30_seconds>),
                 "sign", "blocked", "", ""
               )
                 or

@@ -379,8 +379,8 @@ def test_a_released_driver_has_no_handle_and_its_gap_is_marked(
         assert not [series for series in found if series.startswith("gpu_present")]
         assert not [series for series in found if series.startswith("gpu_power")]
         assert "infiniband" in domains(found)
-        assert [series for series in found if series.startswith("node_verdict_reason")] == [
-            "node_verdict_reason{reason=driver_released,part=driver,verdict=unknown,action=wait}"
+        assert [series for series in found if series.startswith("host_verdict_reason")] == [
+            "host_verdict_reason{reason=driver_released,part=driver,verdict=unknown,action=wait}"
         ]
         ends = found["flopwatch_driver_released_until_timestamp_seconds{}"]
         assert began + 599 < ends < time.time() + 601
@@ -482,5 +482,5 @@ def test_every_family_of_the_exporter_itself_is_served(simulated: Exporter) -> N
         "flopwatch_driver_released_until_timestamp_seconds",  # only while it is released
         "flopwatch_kernel_log_lost_total",  # of a device
         "flopwatch_profiling_paused",  # with DCGM
-        "flopwatch_ledger_received_total",  # of a ledger of its own
+        "flopwatch_ledger_requests_total",  # of a ledger of its own
     }

@@ -145,7 +145,7 @@ def test_deliveries_need_the_token_where_there_is_one_and_it_can_be_rotated(tmp_
         assert ledger.post(LOOP, Authorization="Bearer n3w")[0] == 200
         # What Prometheus reads is not secret.
         assert ledger.seconds("loop")["productive"] == 23
-        assert 'flopwatch_ledger_received_total{outcome="refused"} 5.0' in ledger.ask("GET", "/metrics")[1]
+        assert 'flopwatch_ledger_requests_total{outcome="refused"} 5.0' in ledger.ask("GET", "/metrics")[1]
 
 
 def test_it_stops_cleanly_and_serves_the_same_after_a_restart_or_a_kill(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_delivery_that_cannot_be_written_is_to_be_sent_again(tmp_path: Path) -
         assert status == 503
         assert json.loads(reason)["detail"].startswith("not written, send again: ")
         assert ledger.seconds("loop") == before
-        assert 'flopwatch_ledger_received_total{outcome="failed"} 1.0' in ledger.ask("GET", "/metrics")[1]
+        assert 'flopwatch_ledger_requests_total{outcome="failed"} 1.0' in ledger.ask("GET", "/metrics")[1]
         resource.prlimit(ledger.process.pid, resource.RLIMIT_FSIZE, limits)
         assert ledger.post("\n".join(lines[1:]))[0] == 200
         assert ledger.seconds("loop") == {

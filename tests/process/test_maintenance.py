@@ -81,7 +81,7 @@ def test_a_file_that_says_nothing_is_complained_of_once(tmp_path: Path, caplog: 
 
 def test_the_exporter_serves_what_the_command_says_and_forgets_nothing_in_a_restart(tmp_path: Path) -> None:
     state = tmp_path / "state"
-    series = "node_maintenance_until_timestamp_seconds{host=node-7}"
+    series = "host_maintenance_until_timestamp_seconds{host=node-7}"
     with exporter(state, "--simulate", "h100x8") as running:
         assert series not in running.series()
         before = time.time()

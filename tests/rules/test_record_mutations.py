@@ -150,17 +150,17 @@ BROKEN = [
     # A slow disk, a silence that is explained, cards that all compute, and a card that somebody else uses.
     (
         recording.SIGN,
-        "unless on (run, rank) max by (run, rank) (node_process_blocked_seconds) > 30",
-        "unless on (run, rank) max by (run, rank) (node_process_blocked_seconds) > 29",
+        "unless on (run, rank) max by (run, rank) (host_process_blocked_seconds) > 30",
+        "unless on (run, rank) max by (run, rank) (host_process_blocked_seconds) > 29",
     ),
     (
         recording.SIGN,
-        "label_replace(group by (run, rank) (max by (run, rank) (node_process_blocked_seconds) > 30)",
-        "label_replace(group by (run, rank) (max by (run, rank) (node_process_blocked_seconds) > 29)",
+        "label_replace(group by (run, rank) (max by (run, rank) (host_process_blocked_seconds) > 30)",
+        "label_replace(group by (run, rank) (max by (run, rank) (host_process_blocked_seconds) > 29)",
     ),
     (recording.SIGN, "> 0.5 * gpu_power_limit_watts", "> 0.4 * gpu_power_limit_watts"),
     (recording.SIGN, "1.5 * quantile", "0.9 * quantile"),
-    (recording.SIGN, "unless on (run, rank) max by (run, rank) (node_process_blocked_seconds) > 30", ""),
+    (recording.SIGN, "unless on (run, rank) max by (run, rank) (host_process_blocked_seconds) > 30", ""),
     (
         recording.SIGN,
         "unless on (uuid) (count by (uuid) (group by (run, uuid) (training_rank_info and on (uuid) "

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.loops import SECONDS, Seen, Slow, flat, fresh, seen_by
 
-WITHOUT_STEP = "training_backwards_without_step_total"
+WITHOUT_STEP = "training_discarded_backward_total"
 
 pytestmark = pytest.mark.torch
 

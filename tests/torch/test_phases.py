@@ -373,7 +373,7 @@ def test_only_every_kth_step_is_measured(run: Run) -> None:
         run.step()
     assert told(run)["steps"] in (3, 4)  # of 12; the first has no mean to be compared with
     points = run.snapshot().points
-    assert points[BY_NAME["training_measured_every_steps"]] == [({}, 3.0)]
+    assert points[BY_NAME["training_sampled_every_steps"]] == [({}, 3.0)]
 
 
 def test_no_bit_of_the_training_changes(run: Run) -> None:

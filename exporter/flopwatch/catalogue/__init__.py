@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flopwatch.catalogue import exporter, gpu, infiniband, node, nvlink, run, training
+from flopwatch.catalogue import exporter, gpu, host, infiniband, nvlink, run, training
 from flopwatch.catalogue.exporter import *
 from flopwatch.catalogue.gpu import *
+from flopwatch.catalogue.host import *
 from flopwatch.catalogue.infiniband import *
-from flopwatch.catalogue.node import *
 from flopwatch.catalogue.nvlink import *
 from flopwatch.catalogue.row import GPU as GPU
 from flopwatch.catalogue.row import PORT as PORT
@@ -28,7 +28,7 @@ from flopwatch.catalogue.run import *
 from flopwatch.catalogue.training import *
 
 # The order of docs/metrics.md, and the reverse of the order in which rows are left out over budget.
-DOMAINS = (gpu, nvlink, infiniband, node, training, run, exporter)
+DOMAINS = (gpu, nvlink, infiniband, host, training, run, exporter)
 
 
 def all_metrics() -> Iterator[Metric]:

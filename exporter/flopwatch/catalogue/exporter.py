@@ -82,7 +82,7 @@ PROFILING_PAUSED = gauge(
 XID_SOURCE_UP = gauge(
     "flopwatch_xid_source_up",
     "1 while this source reports Xids: kernel_log, nvml. Without kernel_log there is no text: no NVLink details, no "
-    "SXid, no node_kernel_events_total.",
+    "SXid, no host_kernel_events_total.",
     ("source",),
     "flopwatch.node.collectors.xid",
 )
@@ -108,13 +108,13 @@ OTLP_ACCEPTED = counter(
     "flopwatch.node.telemetry.ranks",
 )
 LEDGER_SENT = counter(
-    "flopwatch_ledger_records_total",
+    "flopwatch_ledger_records_sent_total",
     "Records sent to the ledger, by outcome: sent, failed (sent again), refused.",
     ("outcome",),
     "flopwatch.node.telemetry.ledger_client",
 )
 LEDGER_RECEIVED = counter(
-    "flopwatch_ledger_received_total",
+    "flopwatch_ledger_requests_total",
     "Requests to this ledger, by outcome: accepted, refused, failed.",
     ("outcome",),
     "flopwatch.ledger.app",

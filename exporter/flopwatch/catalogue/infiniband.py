@@ -100,7 +100,7 @@ INFINIBAND_FLAPS = counter(
     "ports/P/state over time",
 )
 INFINIBAND_DROPS = counter(
-    "infiniband_link_drops_total",
+    "infiniband_link_outages_total",
     "Times the link, active before, stayed down for 4 minutes.",
     PORT,
     "ports/P/state over time",
@@ -118,7 +118,7 @@ INFINIBAND_GPU_AFFINITY = info(
     "/sys/bus/pci paths of port and GPU",
 )
 INFINIBAND_REFUSED = gauge(
-    "infiniband_port_refused_files",
+    "infiniband_port_unread_files",
     "Counter files of the port that are not read, because the firmware refused them or three of their kind (EINVAL, "
     "ENXIO) and the kernel logs each try. Retried within an hour. Ports that the fabric manager owns refuse all "
     "files.",

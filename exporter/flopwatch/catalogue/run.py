@@ -87,7 +87,7 @@ RUN_STRAGGLER_GPU_SECONDS = counter(
     "flopwatch.ledger.stragglers",
 )
 RUN_CONFLICT = gauge(
-    "run_conflict",
+    "run_attempt_conflict",
     "1 while two attempts report under the name of this run. The later start counts.",
     RUN,
     "flopwatch.ledger.accounting",

@@ -144,7 +144,7 @@ TRAINING_MEASURED_STEPS = counter(
     "training_measured_steps_total", "Steps in which the wait was measured.", RANK, "flopwatch.training.run"
 )
 TRAINING_MEASURED_EVERY_STEPS = gauge(
-    "training_measured_every_steps",
+    "training_sampled_every_steps",
     "Number of steps between two in which phases and waits are measured. From one rank.",
     _RUN,
     "flopwatch.training.run",
@@ -157,7 +157,7 @@ TRAINING_COLLECTIVE_SEQUENCE = gauge(
     "torch.distributed's default process group",
 )
 TRAINING_STANDSTILL_INFO = info(
-    "training_standstill_info",
+    "training_stuck_frame_info",
     "Line of the job's own code at which this rank's loop is stuck. Absent unless its step is old.",
     (*RANK, "at"),
     "Python's frames, in the thread that pushes",
@@ -182,7 +182,7 @@ TRAINING_LOSS_SPIKES = counter(
     "run.step(loss=...)",
 )
 TRAINING_BACKWARDS_WITHOUT_STEP = counter(
-    "training_backwards_without_step_total",
+    "training_discarded_backward_total",
     "Backward passes without an optimizer step before the process started something else. From one rank.",
     _RUN,
     "flopwatch run",

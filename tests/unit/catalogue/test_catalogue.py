@@ -70,7 +70,7 @@ def test_a_row_obeys_prometheus_naming(row: Metric) -> None:
     assert row.name.endswith("_info") == (row.type == "info")
     assert not row.name.endswith(("_count", "_sum", "_bucket", "_created"))
     assert not NOT_BASE & set(words)
-    assert row.domain in ("gpu", "nvlink", "infiniband", "node", "training", "run", "flopwatch")
+    assert row.domain in ("gpu", "nvlink", "infiniband", "host", "training", "run", "flopwatch")
     assert row.type == "info" or row.type not in words
     assert row.name.endswith("_timestamp_seconds") == ("timestamp" in words)
 

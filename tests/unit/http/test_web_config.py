@@ -533,7 +533,7 @@ def test_exporter_and_check_speak_through_tls_and_a_password(tmp_path: Path, aut
             time.sleep(0.02)
         port = int(address[1])
         # On a slow machine the first pages are without the sources that have not started yet.
-        until(lambda: "node_verdict_id 0.0\n" in get(port, client(authority), basic("s3cret"))[1])
+        until(lambda: "host_verdict_id 0.0\n" in get(port, client(authority), basic("s3cret"))[1])
         assert get(port, client(authority), basic("s3cret"))[0] == 200
         assert get(port, client(authority))[0] == 401
         check: list[str | Path] = [

@@ -78,7 +78,7 @@ EXPECTED_SAMPLES = {
     "training_collective_wait_seconds_total": 0.0,  # the first step has no mean yet, the second held an evaluation
     "training_measured_step_seconds_total": 0.0,
     "training_measured_steps_total": 0.0,
-    "training_measured_every_steps": 1.0,
+    "training_sampled_every_steps": 1.0,
     "training_nonfinite_total{value=loss}": 0.0,
     "training_loss_spikes_total": 0.0,
     "training_hook_errors_total": 0.0,

@@ -165,8 +165,8 @@ value 7 0 1133 d 900
         "nvlink_switch_errors_total{0000:05:00.0,replay}": 0,
         "nvlink_switch_errors_total{0000:05:00.0,crc}": 3,
         "nvlink_switch_link_errors_total{0000:05:00.0,2,crc}": 3,
-        "node_cpu_power_watts{0}": 120.5,
-        "node_module_power_watts{0}": 900,
+        "host_cpu_power_watts{0}": 120.5,
+        "host_module_power_watts{0}": 900,
     }
 
 

@@ -126,9 +126,9 @@ LINK_UP = {
     "port_rate_bytes_per_second": 50e9,
     "port_expected_rate_bytes_per_second": 50e9,
     "link_flaps_total": 0,
-    "link_drops_total": 0,
+    "link_outages_total": 0,
     "link_flapping": 0,
-    "port_refused_files": 0,
+    "port_unread_files": 0,
 }
 NDR_VALUES = {
     **LINK_UP,
@@ -405,7 +405,7 @@ def test_a_counter_the_firmware_refuses_is_asked_more_and_more_rarely(tmp_path: 
     sysfs = tree(tmp_path, NDR)
     ports = Ports(tmp_path, {"symbol_error": error})
     expected = {key: value for key, value in NDR_VALUES.items() if key != "symbol_errors_total"} | {
-        "port_refused_files": 1
+        "port_unread_files": 1
     }
     asked = []
     for minute in range(300):
@@ -428,7 +428,7 @@ def test_a_state_that_is_refused_once_is_back_after_a_minute(tmp_path: Path) -> 
     for _ in range(2):  # the wait does not grow where the file answered in between
         ports.refused["state"] = errno.EINVAL
         assert values(ports.after(1)) == {key: value for key, value in NDR_VALUES.items() if key != "port_state_id"} | {
-            "port_refused_files": 1
+            "port_unread_files": 1
         }
         ports.refused.clear()
         assert "port_state_id" not in values(ports.after(59))
@@ -463,9 +463,9 @@ def test_a_port_that_the_fabric_manager_owns_is_left_alone_and_the_next_one_is_r
         assert values(samples) == {
             "port_present": 1,
             "link_flaps_total": 0,
-            "link_drops_total": 0,
+            "link_outages_total": 0,
             "link_flapping": 0,
-            "port_refused_files": len(owned) - len({"board_id", "fw_ver", "hca_type", "link_layer"}),
+            "port_unread_files": len(owned) - len({"board_id", "fw_ver", "hca_type", "link_layer"}),
         }
         assert values(samples, "mlx5_1") == NDR_VALUES
     assert tries == {0: 3, 60: 1, 180: 1, 420: 1}, "three files speak for 49, later one does"
@@ -478,7 +478,7 @@ def test_of_a_port_whose_counters_alone_are_refused_three_are_asked(tmp_path: Pa
     ports = Owned(tmp_path)
     ports.below = "counters/"
     ports.refused = dict.fromkeys((path.name for path in NDR.glob("ports/1/hw_counters/*")), errno.EINVAL)
-    assert values(ports.read()) == LINK_UP | {"port_refused_files": 46}
+    assert values(ports.read()) == LINK_UP | {"port_unread_files": 46}
     assert ports.asked["refused"] == 3
     ports.after(60)
     assert ports.asked["refused"] == 4
@@ -489,7 +489,7 @@ def test_a_few_counters_that_the_firmware_does_not_have_hide_no_other(tmp_path: 
     lacking = ("symbol_error", "link_downed", "port_rcv_errors", "out_of_buffer")
     series = ("symbol_errors_total", "link_downed_total", "receive_errors_total", "out_of_buffer_total")
     ports = Ports(tmp_path, dict.fromkeys(lacking, errno.EINVAL))
-    expected = {key: value for key, value in NDR_VALUES.items() if key not in series} | {"port_refused_files": 4}
+    expected = {key: value for key, value in NDR_VALUES.items() if key not in series} | {"port_unread_files": 4}
     assert values(ports.read()) == expected
     assert values(ports.after(60)) == expected
 
@@ -1133,8 +1133,8 @@ def test_a_link_down_for_four_minutes_is_a_drop(tmp_path: Path) -> None:
     ports = Ports(tmp_path)
     ports.read()
     down(sysfs)
-    assert values(ports.read())["link_drops_total"] == 0
-    assert values(ports.after(240))["link_drops_total"] == 1
+    assert values(ports.read())["link_outages_total"] == 0
+    assert values(ports.after(240))["link_outages_total"] == 1
 
 
 # The place among the GPUs.

@@ -580,7 +580,7 @@ def sent(registry: CollectorRegistry) -> dict[str, float]:
         s.labels["outcome"]: s.value
         for f in registry.collect()
         for s in f.samples
-        if s.name == "flopwatch_ledger_records_total"
+        if s.name == "flopwatch_ledger_records_sent_total"
     }
 
 

@@ -35,7 +35,7 @@ _SXID = re.compile(
     rf"nvidia-nvswitch[0-9]*: SXid \(PCI:{_PCI}(?P<function>\.[0-9a-fA-F])?\): (?P<sxid>[0-9]{{5}}), (?:Non-f|F)atal\b"
 )
 
-# Pattern of each event in node_kernel_events_total.
+# Pattern of each event in host_kernel_events_total.
 NODE_EVENTS = {
     "pcie_slot_power": re.compile(r"mlx5_core .*insufficient power on the PCIe slot"),
     "module_high_temperature": re.compile(r"mlx5_core .*\b[Hh]igh [Tt]emperature"),
