@@ -58,17 +58,17 @@ BEFORE = 1000.0  # seconds that had passed when the bench began, at pace 1
 ABSENT = {
     m.GPU_FABRIC_FAULT,
     m.GPU_RETIRED_PAGES_PENDING,
-    m.GPU_TEMPERATURE_LIMIT,
-    m.GPU_XID_LAST,
+    m.GPU_TEMPERATURE_LIMIT_CELSIUS,
+    m.GPU_XID_LAST_TIMESTAMP_SECONDS,
     m.GPU_XID_INFO,
-    m.GPU_XID_NVLINK_ERRORS,
-    m.INFINIBAND_SATURATED,
-    m.NVLINK_LINK_STATE,
-    m.NVLINK_SWITCH_SXID_LAST,
+    m.GPU_XID_NVLINK_ERRORS_TOTAL,
+    m.INFINIBAND_COUNTER_SATURATED,
+    m.NVLINK_LINK_STATE_ID,
+    m.NVLINK_SWITCH_SXID_LAST_TIMESTAMP_SECONDS,
     m.NVLINK_SWITCH_SXID_INFO,
     m.TRAINING_MFU_UNAVAILABLE,
-    m.TRAINING_STANDSTILL_INFO,
-    m.NODE_MAINTENANCE_UNTIL,
+    m.TRAINING_STUCK_FRAME_INFO,
+    m.HOST_MAINTENANCE_UNTIL_TIMESTAMP_SECONDS,
 }
 # Other labels than those of the GPU, port, rank or run, and their values on such a node.
 VALUES: Mapping[str, Sequence[str]] = {
@@ -113,50 +113,50 @@ VALUES: Mapping[str, Sequence[str]] = {
 STATES = ("queued", "running", "down", "completed", "stopped")
 # Counters of these stand still unless they are here; gauges are 0 or 1 unless they are here.
 MOVING: Mapping[m.Metric, str] = {
-    m.GPU_ENERGY: "e2",
-    m.GPU_PROFILED_SECONDS: "",
-    m.GPU_SM_ACTIVE: "",
-    m.GPU_TENSOR_ACTIVE: "e-1",
-    m.INFINIBAND_TRANSMIT_DATA: "e9",
-    m.INFINIBAND_RECEIVE_PACKETS: "e6",
-    m.INFINIBAND_TRANSMIT_WAIT: "e3",
-    m.TRAINING_TOKENS: "e3",
-    m.TRAINING_MODEL_FLOPS: "e14",
-    m.TRAINING_HARDWARE_FLOPS: "e14",
-    m.TRAINING_CAPACITY_FLOPS: "e15",
-    m.TRAINING_STEPS: "",
-    m.TRAINING_MEASURED_STEPS: "",
-    m.TRAINING_MEASURED_STEP_SECONDS: "",
-    m.TRAINING_COLLECTIVE_SEQUENCE: "",
+    m.GPU_ENERGY_JOULES_TOTAL: "e2",
+    m.GPU_PROFILED_SECONDS_TOTAL: "",
+    m.GPU_SM_ACTIVE_SECONDS_TOTAL: "",
+    m.GPU_TENSOR_ACTIVE_SECONDS_TOTAL: "e-1",
+    m.INFINIBAND_TRANSMIT_DATA_BYTES_TOTAL: "e9",
+    m.INFINIBAND_RECEIVE_PACKETS_TOTAL: "e6",
+    m.INFINIBAND_TRANSMIT_WAIT_TICKS_TOTAL: "e3",
+    m.TRAINING_TOKENS_TOTAL: "e3",
+    m.TRAINING_MODEL_FLOPS_TOTAL: "e14",
+    m.TRAINING_HARDWARE_FLOPS_TOTAL: "e14",
+    m.TRAINING_CAPACITY_FLOPS_TOTAL: "e15",
+    m.TRAINING_STEPS_TOTAL: "",
+    m.TRAINING_MEASURED_STEPS_TOTAL: "",
+    m.TRAINING_MEASURED_STEP_SECONDS_TOTAL: "",
+    m.TRAINING_COLLECTIVE_SEQUENCE_NUMBER: "",
     m.TRAINING_POSITION_STEPS: "",
-    m.RUN_MODEL_FLOPS: "e14",
-    m.RUN_CAPACITY_FLOPS: "e15",
-    m.RUN_POSITION_STEPS: "",
+    m.RUN_RETAINED_FLOPS_TOTAL: "e14",
+    m.RUN_CAPACITY_FLOPS_TOTAL: "e15",
+    m.RUN_HIGH_WATER_STEPS: "",
 }
 GAUGES: Mapping[m.Metric, str] = {
-    m.COLLECTOR_LAST_SUCCESS: NOW,
-    m.TRAINING_LAST_STEP_TIMESTAMP: NOW,
-    m.RUN_COMMITTED_TIMESTAMP: NOW,
-    m.GPU_FABRIC_STATE: "3",
-    m.GPU_FABRIC_STATUS: "0",
-    m.GPU_RECOVERY_ACTION: "0",
+    m.FLOPWATCH_COLLECTOR_LAST_SUCCESS_TIMESTAMP_SECONDS: NOW,
+    m.TRAINING_LAST_STEP_TIMESTAMP_SECONDS: NOW,
+    m.RUN_COMMITTED_TIMESTAMP_SECONDS: NOW,
+    m.GPU_FABRIC_STATE_ID: "3",
+    m.GPU_FABRIC_STATUS_ID: "0",
+    m.GPU_RECOVERY_ACTION_ID: "0",
     m.GPU_REPAIR_PENDING: "0",
     m.GPU_ROW_REMAP_FAILURE: "0",
     m.GPU_ROW_REMAP_PENDING: "0",
-    m.GPU_SRAM_THRESHOLD: "0",
-    m.GPU_TEMPERATURE: "60",
-    m.GPU_TEMPERATURE_MARGIN: "30",
-    m.GPU_POWER: "600",
-    m.GPU_POWER_LIMIT: "700",
-    m.GPU_POWER_LIMIT_DEFAULT: "700",
-    m.INFINIBAND_STATE: "4",
-    m.INFINIBAND_FLAPPING: "0",
-    m.INFINIBAND_TEMPERATURE: "50",
-    m.NODE_EXPECTED: str(GPUS),
-    m.NVLINK_EFFECTIVE_BER: "0",
-    m.TRAINING_PEAK_FLOPS: "1e15",
+    m.GPU_SRAM_ERROR_THRESHOLD_EXCEEDED: "0",
+    m.GPU_TEMPERATURE_CELSIUS: "60",
+    m.GPU_TEMPERATURE_MARGIN_CELSIUS: "30",
+    m.GPU_POWER_WATTS: "600",
+    m.GPU_POWER_LIMIT_WATTS: "700",
+    m.GPU_POWER_LIMIT_DEFAULT_WATTS: "700",
+    m.INFINIBAND_PORT_STATE_ID: "4",
+    m.INFINIBAND_LINK_FLAPPING: "0",
+    m.INFINIBAND_TEMPERATURE_CELSIUS: "50",
+    m.HOST_EXPECTED_PARTS: str(GPUS),
+    m.NVLINK_EFFECTIVE_BIT_ERROR_RATIO: "0",
+    m.TRAINING_PEAK_FLOPS_PER_SECOND: "1e15",
     m.RUN_COMMITTED_STEPS: "1000",
-    m.RUN_CONFLICT: "0",
+    m.RUN_ATTEMPT_CONFLICT: "0",
     m.RUN_OPEN_SECONDS: "1",
     m.RUN_PROVISIONAL_SECONDS: "1",
 }
@@ -201,9 +201,15 @@ def families(rules: str) -> list[m.Metric]:
 
 def value(row: m.Metric, labels: Mapping[str, str]) -> str:
     """Return the value of a series as it stands in a body."""
-    if row is m.TRAINING_COLLECTIVE_WAIT:
+    if row is m.TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL:
         return SECONDS + ("e-1" if labels["rank"] == str(LATE) else "")
-    if row in (m.RUN_SECONDS, m.RUN_GPU_SECONDS, m.TRAINING_ACTIVITY_SECONDS, m.OTLP_ACCEPTED, m.LEDGER_RECEIVED):
+    if row in (
+        m.RUN_SECONDS_TOTAL,
+        m.RUN_GPU_SECONDS_TOTAL,
+        m.TRAINING_ACTIVITY_SECONDS_TOTAL,
+        m.FLOPWATCH_OTLP_PUSHES_TOTAL,
+        m.FLOPWATCH_LEDGER_REQUESTS_TOTAL,
+    ):
         return SECONDS if {"productive", "step", "accepted"} & set(labels.values()) else "0"
     if row is m.RUN_STATE:
         return str(int(labels["state"] == "running"))
@@ -247,7 +253,7 @@ def node(rows: Sequence[m.Metric], index: int, nodes: int) -> Iterator[str]:
         labels = set(row.labels)
         if (
             row.domain == "run"
-            or row is m.LEDGER_RECEIVED
+            or row is m.FLOPWATCH_LEDGER_REQUESTS_TOTAL
             or row in ABSENT
             or (isinstance(row, PortCounter) and (row.quiet or row.files[0].startswith("device/")))
         ):
@@ -280,14 +286,14 @@ def ledger(rows: Sequence[m.Metric], nodes: int, began: float) -> Iterator[str]:
     for run in range(-(-nodes // NODES_OF_A_RUN)):
         labels = {"tenant": "", "run": f"run-{run}"}
         for row in rows:
-            if row is m.RUN_START:
+            if row is m.RUN_START_TIMESTAMP_SECONDS:
                 yield f'{row}{{tenant="",run="run-{run}"}} {began:.0f}'
             elif row is m.RUN_GPUS:
                 yield f'{row}{{tenant="",run="run-{run}"}} {NODES_OF_A_RUN * GPUS}'
             elif row.domain == "run":
                 yield from lines(row, labels)
     for row in rows:
-        if row is m.LEDGER_RECEIVED:
+        if row is m.FLOPWATCH_LEDGER_REQUESTS_TOTAL:
             yield from lines(row, {})
 
 

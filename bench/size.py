@@ -133,7 +133,7 @@ def extended(page: str) -> str:
     for row, series in TORCH.items():
         for rank in ranks:
             for which in range(series):
-                phase = f',phase="{PHASES[which]}"' if row is m.TRAINING_PHASE_SECONDS else ""
+                phase = f',phase="{PHASES[which]}"' if row is m.TRAINING_PHASE_SECONDS_TOTAL else ""
                 lines.append(f'{row}{{run="{RUN}",rank="{rank}"{phase}}} {time.time() - 1.7e9 + which:.3f}\n')
     return page + "".join(lines)
 

@@ -22,12 +22,12 @@ from flopwatch.catalogue.training import PHASES
 GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden" / "series_of_a_node.json"
 # Families that the hook adds on a GPU with PyTorch; the simulated job has none of them.
 TORCH: Mapping[Metric, int] = {
-    m.TRAINING_PHASE_SECONDS: len(PHASES),
-    m.TRAINING_COLLECTIVE_SEQUENCE: 1,
-    m.TRAINING_HARDWARE_FLOPS: 1,
-    m.TRAINING_RECOMPILATIONS: 1,
-    m.TRAINING_ALLOCATOR_RETRIES: 1,
-    m.TRAINING_OUT_OF_MEMORY: 1,
+    m.TRAINING_PHASE_SECONDS_TOTAL: len(PHASES),
+    m.TRAINING_COLLECTIVE_SEQUENCE_NUMBER: 1,
+    m.TRAINING_HARDWARE_FLOPS_TOTAL: 1,
+    m.TRAINING_RECOMPILATIONS_TOTAL: 1,
+    m.TRAINING_ALLOCATOR_RETRIES_TOTAL: 1,
+    m.TRAINING_OUT_OF_MEMORY_TOTAL: 1,
     m.TRAINING_ALLOCATOR_UNUSED_BYTES: 1,
 }
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800, "y": 31_536_000}

@@ -30,9 +30,9 @@ def chosen(per_port: str) -> str:
     return f"({per_port} and on ({PORT}) {HERE})"
 
 
-PORTS = chosen(f"max by ({PORT}) ({m.INFINIBAND_STATE})")
-DOWN = f"({m.INFINIBAND_STATE} < 4 and on ({PORT}) {r.PORT_WAS_ACTIVE})"
-RATE_LOW = f"{m.INFINIBAND_RATE} / {m.INFINIBAND_EXPECTED_RATE}"
+PORTS = chosen(f"max by ({PORT}) ({m.INFINIBAND_PORT_STATE_ID})")
+DOWN = f"({m.INFINIBAND_PORT_STATE_ID} < 4 and on ({PORT}) {r.PORT_WAS_ACTIVE})"
+RATE_LOW = f"{m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND} / {m.INFINIBAND_PORT_EXPECTED_RATE_BYTES_PER_SECOND}"
 
 now = [
     d.stat(
@@ -51,14 +51,14 @@ now = [
     d.stat(
         "Missing ports",
         "Ports that vanished from their host. Expected: 0.",
-        d.Query(f"count({chosen(f'{m.INFINIBAND_PRESENT} == 0')}) or vector(0)", instant=True),
+        d.Query(f"count({chosen(f'{m.INFINIBAND_PORT_PRESENT} == 0')}) or vector(0)", instant=True),
         thresholds=p.ERRORS,
         width=4,
     ),
     d.stat(
         "Flapping ports",
         "Ports that went down and came back three times within twelve hours. Expected: 0.",
-        d.Query(f"count({chosen(f'{m.INFINIBAND_FLAPPING} == 1')}) or vector(0)", instant=True),
+        d.Query(f"count({chosen(f'{m.INFINIBAND_LINK_FLAPPING} == 1')}) or vector(0)", instant=True),
         thresholds=p.FEW,
         width=4,
     ),
@@ -129,7 +129,7 @@ ports = [
         "Symbol errors",
         f"Symbol errors in the time shown, for the {WORST} worst ports. Expected: none. At 120 an hour, replace the "
         "cable or transceiver.",
-        worst(f"sum by ({PORT}) (increase({m.INFINIBAND_SYMBOL_ERRORS}[$__range])) > 0"),
+        worst(f"sum by ({PORT}) (increase({m.INFINIBAND_SYMBOL_ERRORS_TOTAL}[$__range])) > 0"),
         unit="none",
         thresholds=[(None, "green"), (1, "orange"), (120, "red")],
         links=TO_NODE,
@@ -138,7 +138,7 @@ ports = [
     d.bargauge(
         "Link downs",
         f"Times a link went down in the time shown, for the {WORST} worst ports. Expected: none under load.",
-        worst(f"sum by ({PORT}) (increase({m.INFINIBAND_LINK_DOWNED}[$__range])) > 0"),
+        worst(f"sum by ({PORT}) (increase({m.INFINIBAND_LINK_DOWNED_TOTAL}[$__range])) > 0"),
         unit="none",
         thresholds=p.FEW,
         links=TO_NODE,
@@ -147,7 +147,7 @@ ports = [
     d.bargauge(
         "Flaps",
         f"Flaps in the time shown, for the {WORST} worst ports. Expected: fewer than three in twelve hours.",
-        worst(f"sum by ({PORT}) (increase({m.INFINIBAND_FLAPS}[$__range])) > 0"),
+        worst(f"sum by ({PORT}) (increase({m.INFINIBAND_LINK_FLAPS_TOTAL}[$__range])) > 0"),
         unit="none",
         thresholds=[(None, "green"), (1, "orange"), (3, "red")],
         links=TO_NODE,
@@ -157,7 +157,7 @@ ports = [
         "Credit wait",
         f"Ticks per second that a port waits for credit, for the {WORST} worst. Expected: ports of a rail alike. The "
         "length of a tick differs between devices.",
-        worst(f"max by ({PORT}) (rate({m.INFINIBAND_TRANSMIT_WAIT}[5m])) > 0"),
+        worst(f"max by ({PORT}) (rate({m.INFINIBAND_TRANSMIT_WAIT_TICKS_TOTAL}[5m])) > 0"),
         unit="none",
         links=TO_NODE,
         no_data="No port waits for credit.",
@@ -166,8 +166,8 @@ ports = [
         "Broken or dropped packets",
         f"Packets per second, for the {WORST} worst ports. Expected: none that last.",
         worst(
-            f"max by ({PORT}) (rate({m.INFINIBAND_RECEIVE_ERRORS}[5m])) + on ({PORT}) "
-            f"max by ({PORT}) (rate({m.INFINIBAND_TRANSMIT_DISCARDS}[5m])) > 0"
+            f"max by ({PORT}) (rate({m.INFINIBAND_RECEIVE_ERRORS_TOTAL}[5m])) + on ({PORT}) "
+            f"max by ({PORT}) (rate({m.INFINIBAND_TRANSMIT_DISCARDS_TOTAL}[5m])) > 0"
         ),
         unit="cps",
         thresholds=p.FEW,
@@ -178,7 +178,7 @@ ports = [
         "Hottest transceivers",
         f"Transceiver temperature of the {WORST} hottest ports. Expected: below {p.SETTINGS.transceiver_celsius:g} "
         "degrees Celsius.",
-        worst(f"max by ({PORT}) ({m.INFINIBAND_TEMPERATURE})"),
+        worst(f"max by ({PORT}) ({m.INFINIBAND_TEMPERATURE_CELSIUS})"),
         unit="celsius",
         thresholds=[(None, "green"), (p.SETTINGS.transceiver_celsius, "red")],
         links=TO_NODE,
@@ -189,8 +189,8 @@ ports = [
         "Ports that are inactive, missing, flapping or slow. Expected: no row.",
         chosen(
             f"{m.INFINIBAND_INFO} and on ({PORT}) ("
-            f"{DOWN} or ({m.INFINIBAND_PRESENT} == 0) or "
-            f"({m.INFINIBAND_FLAPPING} == 1) or ({RATE_LOW} < {p.SETTINGS.rate_share:g}))"
+            f"{DOWN} or ({m.INFINIBAND_PORT_PRESENT} == 0) or "
+            f"({m.INFINIBAND_LINK_FLAPPING} == 1) or ({RATE_LOW} < {p.SETTINGS.rate_share:g}))"
         ),
         labels={
             "host": "Node",
@@ -214,7 +214,7 @@ leaves = [
         "Ports that were active and no longer are, by leaf switch. Expected: none. Many on one leaf point to the leaf.",
         d.Query(
             f"topk({p.LINES}, sum by (leaf) (count by (host) ({p.with_host(DOWN)}) * on (host) group_left (leaf) "
-            f"topk by (host) (1, max by (host, leaf) ({m.NODE_TOPOLOGY_INFO}))))",
+            f"topk by (host) (1, max by (host, leaf) ({m.HOST_TOPOLOGY_INFO}))))",
             "{{leaf}}",
             instant=True,
         ),

@@ -12,7 +12,7 @@ LEDGER = f"{{{TENANT}}}"
 LOST = 'bucket!~"productive|generation|queue"'
 HELD_1D = "run:run_gpu_seconds:difference_1d"
 COST = "$price / 3600"
-NOT_OK = f"{m.NODE_VERDICT_REASON}"
+NOT_OK = f"{m.HOST_VERDICT_REASON}"
 
 
 def of_runs(expr: str) -> str:
@@ -61,7 +61,7 @@ now = [
     d.stat(
         "Unhealthy hosts",
         "Hosts whose own verdict is degraded or bad. Expected: 0. The table below has the reasons.",
-        d.Query(f"count({m.NODE_VERDICT} > 0) or vector(0)", instant=True),
+        d.Query(f"count({m.HOST_VERDICT_ID} > 0) or vector(0)", instant=True),
         thresholds=p.FEW,
         links=[d.link("Nodes", p.NODE)],
         width=3,
@@ -115,7 +115,8 @@ time = [
         "GPU time by bucket",
         "GPUs in each bucket, over all runs. Expected: mostly productive.",
         d.Query(
-            f"sum by (bucket) (max by (tenant, run, bucket) (rate({m.RUN_GPU_SECONDS}{LEDGER}{p.RATE})))", "{{bucket}}"
+            f"sum by (bucket) (max by (tenant, run, bucket) (rate({m.RUN_GPU_SECONDS_TOTAL}{LEDGER}{p.RATE})))",
+            "{{bucket}}",
         ),
         unit="none",
         stacked=True,
@@ -159,7 +160,7 @@ losses = [
         "cause that dominates. `unknown` means that no evidence was found.",
         d.Query(
             "sort_desc(sum by (cause) (max by (tenant, run, kind, cause) "
-            f"(increase({m.RUN_BADPUT_GPU_SECONDS}{LEDGER}[$__range]))) > 0)",
+            f"(increase({m.RUN_BADPUT_GPU_SECONDS_TOTAL}{LEDGER}[$__range]))) > 0)",
             "{{cause}}",
             instant=True,
         ),

@@ -56,7 +56,7 @@ spent = [
     d.bargauge(
         "Wall clock by bucket",
         "Time since the first start, by bucket. Expected: mostly productive.",
-        d.Query(f"sort_desc(max by (bucket) ({m.RUN_SECONDS}{ALL}) > 0)", "{{bucket}}", instant=True),
+        d.Query(f"sort_desc(max by (bucket) ({m.RUN_SECONDS_TOTAL}{ALL}) > 0)", "{{bucket}}", instant=True),
         unit="s",
         width=12,
         height=9,
@@ -65,7 +65,9 @@ spent = [
         "Money by bucket",
         "Cost of the GPU time held, by bucket, at the price above. Expected: mostly productive.",
         d.Query(
-            f"sort_desc(max by (bucket) ({m.RUN_GPU_SECONDS}{ALL}) * $price / 3600 > 0)", "{{bucket}}", instant=True
+            f"sort_desc(max by (bucket) ({m.RUN_GPU_SECONDS_TOTAL}{ALL}) * $price / 3600 > 0)",
+            "{{bucket}}",
+            instant=True,
         ),
         unit="currencyUSD",
         width=12,
@@ -74,7 +76,7 @@ spent = [
     d.timeseries(
         "Buckets over time",
         "Share of each bucket over time. Expected: mostly productive. A gap is time that is not attributed yet.",
-        d.Query(f"max by (bucket) (rate({m.RUN_SECONDS}{ALL}{p.RATE}))", "{{bucket}}"),
+        d.Query(f"max by (bucket) (rate({m.RUN_SECONDS_TOTAL}{ALL}{p.RATE}))", "{{bucket}}"),
         unit="percentunit",
         top=1,
         stacked=True,
@@ -99,7 +101,7 @@ causes = [
         "GPU time lost, by cause",
         "Cost in GPU time of ended attempts, slow stretches and stalls, by cause. Expected: no cause that dominates.",
         d.Query(
-            f"sort_desc(sum by (cause) (max by (kind, cause) ({m.RUN_BADPUT_GPU_SECONDS}{ALL})) > 0)",
+            f"sort_desc(sum by (cause) (max by (kind, cause) ({m.RUN_BADPUT_GPU_SECONDS_TOTAL}{ALL})) > 0)",
             "{{cause}}",
             instant=True,
         ),
@@ -110,7 +112,9 @@ causes = [
     d.bargauge(
         "Losses, by cause",
         "Number of losses by kind and cause. Expected: no cause that repeats.",
-        d.Query(f"sort_desc(max by (kind, cause) ({m.RUN_INCIDENTS}{ALL}) > 0)", "{{kind}}: {{cause}}", instant=True),
+        d.Query(
+            f"sort_desc(max by (kind, cause) ({m.RUN_INCIDENTS_TOTAL}{ALL}) > 0)", "{{kind}}: {{cause}}", instant=True
+        ),
         unit="none",
         width=8,
         no_data="No loss was explained yet.",
@@ -118,7 +122,7 @@ causes = [
     d.bargauge(
         "Ends of attempts",
         "Attempts by how they ended. Expected: no `failed` or `silent`, which are unplanned.",
-        d.Query(f"sort_desc(max by (status) ({m.RUN_ENDS}{ALL}) > 0)", "{{status}}", instant=True),
+        d.Query(f"sort_desc(max by (status) ({m.RUN_ATTEMPT_ENDS_TOTAL}{ALL}) > 0)", "{{status}}", instant=True),
         unit="none",
         width=8,
         no_data="No attempt has ended.",
@@ -152,7 +156,7 @@ checkpoints = [
     d.stat(
         "Since the last checkpoint",
         "Age of the newest durable checkpoint. Expected: about the usual interval.",
-        d.Query(f"time() - max({m.RUN_COMMITTED_TIMESTAMP}{ALL})", instant=True),
+        d.Query(f"time() - max({m.RUN_COMMITTED_TIMESTAMP_SECONDS}{ALL})", instant=True),
         unit="s",
         width=4,
         no_data="No durable checkpoint yet.",
@@ -162,7 +166,7 @@ checkpoints = [
         "Young and Daly's optimum: the square root of twice the time to failure times the cost of a checkpoint. "
         "Expected: near the interval that the run has.",
         d.Query(
-            f'sqrt(2 * max({r.MTTF}{ALL}) * max(increase({m.RUN_SECONDS}{{{LEDGER}, bucket="checkpoint_save"}}'
+            f'sqrt(2 * max({r.MTTF}{ALL}) * max(increase({m.RUN_SECONDS_TOTAL}{{{LEDGER}, bucket="checkpoint_save"}}'
             f"[$__range])) / (max(changes({m.RUN_COMMITTED_STEPS}{ALL}[$__range])) > 0))",
             instant=True,
         ),
@@ -171,13 +175,16 @@ checkpoints = [
         no_data="No failure or no checkpoint yet.",
     ),
     d.stat(
-        "Starts", "Attempts of the run. Expected: few in a short time.", d.Query(f"max({m.RUN_ATTEMPTS}{ALL})"), width=4
+        "Starts",
+        "Attempts of the run. Expected: few in a short time.",
+        d.Query(f"max({m.RUN_ATTEMPTS_TOTAL}{ALL})"),
+        width=4,
     ),
     d.timeseries(
         "Completed and committed steps",
         "Highest step, and step of the newest durable checkpoint. Expected: a constant gap. A flat line is a run "
         "that does not advance.",
-        d.Query(f"max({m.RUN_POSITION_STEPS}{ALL})", "done"),
+        d.Query(f"max({m.RUN_HIGH_WATER_STEPS}{ALL})", "done"),
         d.Query(f"max({m.RUN_COMMITTED_STEPS}{ALL})", "safe"),
         unit="none",
         width=24,

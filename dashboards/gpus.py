@@ -38,14 +38,14 @@ now = [
     d.stat(
         "Recovery needed",
         "GPUs whose driver asks for a reset, a reboot or a drain. Expected: 0.",
-        d.Query(f"count({m.GPU_RECOVERY_ACTION} > 0) or vector(0)", instant=True),
+        d.Query(f"count({m.GPU_RECOVERY_ACTION_ID} > 0) or vector(0)", instant=True),
         thresholds=p.FEW,
         width=4,
     ),
     d.stat(
         "Power",
         "Power of all GPUs. Expected: no unexplained fall, which is work that stopped.",
-        d.Query(f"sum(max by (uuid) ({m.GPU_POWER}))", instant=True),
+        d.Query(f"sum(max by (uuid) ({m.GPU_POWER_WATTS}))", instant=True),
         unit="watt",
         width=4,
     ),
@@ -54,7 +54,7 @@ now = [
         "GPUs with a critical or fatal Xid in the last hour. Expected: 0.",
         d.Query(
             "count(count by (uuid) (time() - max by (uuid, xid, instance) "
-            f"({m.GPU_XID_LAST}) < 3600 and on (instance, xid) {m.GPU_XID_INFO}"
+            f"({m.GPU_XID_LAST_TIMESTAMP_SECONDS}) < 3600 and on (instance, xid) {m.GPU_XID_INFO}"
             '{severity=~"critical|fatal"})) or vector(0)',
             instant=True,
         ),
@@ -71,16 +71,16 @@ cards = [
         [
             d.Column(
                 "Card",
-                f"{INFO} and on (uuid) (({m.GPU_PRESENT} == 0) or ({m.GPU_RECOVERY_ACTION} > 0) or "
+                f"{INFO} and on (uuid) (({m.GPU_PRESENT} == 0) or ({m.GPU_RECOVERY_ACTION_ID} > 0) or "
                 f"({m.GPU_ROW_REMAP_PENDING} > 0) or ({m.GPU_ROW_REMAP_FAILURE} > 0) or "
-                f'(increase({m.GPU_ECC_ERRORS}{{error="uncorrected"}}[1d]) > 0) or '
-                f"(sum by (uuid) (increase({m.GPU_XID}[1d])) > 0))",
+                f'(increase({m.GPU_ECC_ERRORS_TOTAL}{{error="uncorrected"}}[1d]) > 0) or '
+                f"(sum by (uuid) (increase({m.GPU_XID_ERRORS_TOTAL}[1d])) > 0))",
                 unit=None,
             ),
             d.Column("Answers", f"min by (uuid) ({m.GPU_PRESENT} == 0)", mappings={0: ("no", "red")}),
             d.Column(
                 "Recovery action",
-                f"max by (uuid) ({m.GPU_RECOVERY_ACTION} > 0)",
+                f"max by (uuid) ({m.GPU_RECOVERY_ACTION_ID} > 0)",
                 mappings={
                     1: ("reset", "orange"),
                     2: ("reboot", "red"),
@@ -93,13 +93,13 @@ cards = [
             ),
             d.Column(
                 "Uncorrected, 1 d",
-                f'max by (uuid) (increase({m.GPU_ECC_ERRORS}{{error="uncorrected"}}[1d]) > 0)',
+                f'max by (uuid) (increase({m.GPU_ECC_ERRORS_TOTAL}{{error="uncorrected"}}[1d]) > 0)',
                 "none",
                 p.ERRORS,
             ),
             d.Column("Rows to remap", f"max by (uuid) ({m.GPU_ROW_REMAP_PENDING} > 0)", mappings=p.ONE_IS_BAD),
             d.Column("Remap failed", f"max by (uuid) ({m.GPU_ROW_REMAP_FAILURE} > 0)", mappings=p.ONE_IS_BAD),
-            d.Column("Xids, 1 d", f"sum by (uuid) (increase({m.GPU_XID}[1d])) > 0", "none", p.ERRORS),
+            d.Column("Xids, 1 d", f"sum by (uuid) (increase({m.GPU_XID_ERRORS_TOTAL}[1d])) > 0", "none", p.ERRORS),
         ],
         key="uuid",
         labels=ROW | {"model": "Model"},
@@ -113,7 +113,7 @@ tops = [
     d.bargauge(
         "Hottest",
         f"Temperature of the {p.LINES} hottest GPUs. Expected: no outlier. Each GPU has its own limit.",
-        worst(str(m.GPU_TEMPERATURE)),
+        worst(str(m.GPU_TEMPERATURE_CELSIUS)),
         unit="celsius",
         thresholds=p.HOT,
         links=TO_GPU,
@@ -124,7 +124,7 @@ tops = [
         "Share of the last five minutes in which the clock was throttled by anything but a power cap, for the "
         f"{p.LINES} worst GPUs. Expected: none. Thermal and hardware reasons point to a fan, a heat sink or a power "
         "supply.",
-        worst(f"max by (uuid, instance) (rate({m.GPU_CLOCK_EVENT_SECONDS}{{{p.HELD}}}[5m])) > 0"),
+        worst(f"max by (uuid, instance) (rate({m.GPU_CLOCK_EVENT_SECONDS_TOTAL}{{{p.HELD}}}[5m])) > 0"),
         unit="percentunit",
         thresholds=p.HELD_BACK,
         links=TO_GPU,
@@ -134,7 +134,7 @@ tops = [
     d.bargauge(
         "Slowest under load",
         f"SM clock of the {p.LINES} slowest busy GPUs. Expected: no outlier of its model.",
-        worst(f"{m.GPU_SM_CLOCK} and on (instance, uuid) {m.GPU_UTILIZATION} > 0.5", "bottomk"),
+        worst(f"{m.GPU_SM_CLOCK_HERTZ} and on (instance, uuid) {m.GPU_UTILIZATION_RATIO} > 0.5", "bottomk"),
         unit="hertz",
         links=TO_GPU,
         height=10,
@@ -144,7 +144,7 @@ tops = [
         "Corrected memory errors, one day",
         f"Corrected memory errors of the {p.LINES} worst GPUs. Expected: few. Thousands lead to remapped rows or "
         "failure.",
-        worst(f'increase({m.GPU_ECC_ERRORS}{{error="corrected"}}[1d]) > 0'),
+        worst(f'increase({m.GPU_ECC_ERRORS_TOTAL}{{error="corrected"}}[1d]) > 0'),
         unit="none",
         thresholds=p.FEW,
         links=TO_GPU,
@@ -154,7 +154,7 @@ tops = [
     d.bargauge(
         "PCIe replays, one hour",
         f"PCIe replays of the {p.LINES} worst GPUs. Expected: few. Otherwise check slot, riser or cable.",
-        worst(f"increase({m.GPU_PCIE_REPLAYS}[1h]) > 0"),
+        worst(f"increase({m.GPU_PCIE_REPLAYS_TOTAL}[1h]) > 0"),
         unit="none",
         thresholds=p.FEW,
         links=TO_GPU,
@@ -167,7 +167,7 @@ tops = [
         d.Query(
             f"topk({p.LINES}, count by (host, owner_namespace, owner_pod, owner_job, owner_user) ("
             f'{m.GPU_OWNER_INFO}{{source!~"none|unknown"}} and on (uuid) '
-            f"max_over_time({m.GPU_UTILIZATION}[30m]) < {IDLE}))",
+            f"max_over_time({m.GPU_UTILIZATION_RATIO}[30m]) < {IDLE}))",
             "{{host}} {{owner_namespace}} {{owner_pod}} {{owner_job}} {{owner_user}}",
             instant=True,
         ),

@@ -6,7 +6,9 @@ import dashboards as d
 from dashboards import parts as p
 from flopwatch import catalogue as m
 
-EXPORTERS = f"(up and on (instance) ({m.FLOPWATCH_INFO} or on (instance) last_over_time({m.FLOPWATCH_INFO}[1h])))"
+EXPORTERS = (
+    f"(up and on (instance) ({m.FLOPWATCH_BUILD_INFO} or on (instance) last_over_time({m.FLOPWATCH_BUILD_INFO}[1h])))"
+)
 TO_NODE = [p.to_node(d.LABEL % "host")]
 SLOWEST = 8
 SOURCE = '{collector=~"$source"}'
@@ -29,7 +31,8 @@ now = [
         "Failing collectors",
         "Collectors of all exporters whose last read failed. Expected: 0.",
         d.Query(
-            f"count({m.COLLECTOR_SUCCESS} == 0 and on (instance, collector) {m.COLLECTOR_SUPPORTED} == 1) or vector(0)",
+            f"count({m.FLOPWATCH_COLLECTOR_SUCCESS} == 0 and on (instance, collector) "
+            f"{m.FLOPWATCH_COLLECTOR_SUPPORTED} == 1) or vector(0)",
             instant=True,
         ),
         thresholds=p.ERRORS,
@@ -65,7 +68,9 @@ sources = [
         f"Duration of the last read, for the {SLOWEST} slowest collectors. Expected: well below 2.5 s, the deadline. "
         "Near it a driver hangs.",
         d.Query(
-            p.with_host(f"topk({SLOWEST}, {m.COLLECTOR_DURATION}{SOURCE})"), "{{host}} {{collector}}", instant=True
+            p.with_host(f"topk({SLOWEST}, {m.FLOPWATCH_COLLECTOR_DURATION_SECONDS}{SOURCE})"),
+            "{{host}} {{collector}}",
+            instant=True,
         ),
         unit="s",
         thresholds=[(None, "green"), (1, "orange"), (2.4, "red")],
@@ -77,7 +82,8 @@ sources = [
         "Failed reads per second on all hosts, by collector and reason. Expected: none that last. `blind` is lost "
         "access, not broken hardware.",
         d.Query(
-            f"sum by (collector, reason) (rate({m.COLLECTOR_FAILURES}{SOURCE}{p.RATE})) > 0", "{{collector}} {{reason}}"
+            f"sum by (collector, reason) (rate({m.FLOPWATCH_COLLECTOR_FAILURES_TOTAL}{SOURCE}{p.RATE})) > 0",
+            "{{collector}} {{reason}}",
         ),
         unit="cps",
         width=12,
@@ -86,7 +92,10 @@ sources = [
     d.label_table(
         "Collectors that fail now",
         "Host and collector of each failing read. Expected: no row.",
-        p.with_host(f"({m.COLLECTOR_SUCCESS}{SOURCE} == 0 and on (instance, collector) {m.COLLECTOR_SUPPORTED} == 1)"),
+        p.with_host(
+            f"({m.FLOPWATCH_COLLECTOR_SUCCESS}{SOURCE} == 0 and on (instance, collector) "
+            f"{m.FLOPWATCH_COLLECTOR_SUPPORTED} == 1)"
+        ),
         labels={"host": "Node", "collector": "Source"},
         links={"Node": [p.to_node(d.FIELD % "Node")]},
         width=8,
@@ -108,7 +117,8 @@ sources = [
         "Reader processes replaced per second, by reason. Expected: none that last. `memory` is a leak in a driver, "
         "`hung` a driver that does not answer.",
         d.Query(
-            f"sum by (collector, reason) (rate({m.COLLECTOR_RESTARTS}{SOURCE}{p.RATE})) > 0", "{{collector}} {{reason}}"
+            f"sum by (collector, reason) (rate({m.FLOPWATCH_COLLECTOR_RESTARTS_TOTAL}{SOURCE}{p.RATE})) > 0",
+            "{{collector}} {{reason}}",
         ),
         unit="cps",
         width=8,
@@ -121,30 +131,30 @@ flow = [
         "Pushes by outcome",
         "Pushes per second from training processes, by outcome. Expected: accepted only. Outcomes are explained in "
         "docs/metrics.md.",
-        d.Query(f"sum by (outcome) (rate({m.OTLP_ACCEPTED}{p.RATE}))", "{{outcome}}"),
+        d.Query(f"sum by (outcome) (rate({m.FLOPWATCH_OTLP_PUSHES_TOTAL}{p.RATE}))", "{{outcome}}"),
         unit="cps",
     ),
     d.timeseries(
         "Records to the ledger",
         "Records per second, by outcome. Expected: sent and accepted. Failed records are sent again, refused ones "
         "are lost.",
-        d.Query(f"sum by (outcome) (rate({m.LEDGER_SENT}{p.RATE}))", "sent: {{outcome}}"),
-        d.Query(f"sum by (outcome) (rate({m.LEDGER_RECEIVED}{p.RATE}))", "received: {{outcome}}"),
+        d.Query(f"sum by (outcome) (rate({m.FLOPWATCH_LEDGER_RECORDS_SENT_TOTAL}{p.RATE}))", "sent: {{outcome}}"),
+        d.Query(f"sum by (outcome) (rate({m.FLOPWATCH_LEDGER_REQUESTS_TOTAL}{p.RATE}))", "received: {{outcome}}"),
         unit="cps",
         no_data="There is no ledger.",
     ),
     d.timeseries(
         "Dropped samples",
         "Samples per second dropped for the series budget, or as duplicates of another collector. Expected: none.",
-        d.Query(f"sum by (budget) (rate({m.SERIES_DROPPED}{p.RATE})) > 0", "budget {{budget}}"),
-        d.Query(f"sum by (collector) (rate({m.SERIES_DUPLICATE}{p.RATE})) > 0", "twice: {{collector}}"),
+        d.Query(f"sum by (budget) (rate({m.FLOPWATCH_SERIES_DROPPED_TOTAL}{p.RATE})) > 0", "budget {{budget}}"),
+        d.Query(f"sum by (collector) (rate({m.FLOPWATCH_SERIES_DUPLICATE_TOTAL}{p.RATE})) > 0", "twice: {{collector}}"),
         unit="cps",
         no_data="No sample was dropped.",
     ),
     d.timeseries(
         "Errors in hooks",
         "Errors per second in training hooks, by run. Expected: none. The hook logs each kind once in the job's log.",
-        d.Query(f"topk({p.LINES}, sum by (run) (rate({m.TRAINING_HOOK_ERRORS}{p.RATE})) > 0)", "{{run}}"),
+        d.Query(f"topk({p.LINES}, sum by (run) (rate({m.TRAINING_HOOK_ERRORS_TOTAL}{p.RATE})) > 0)", "{{run}}"),
         unit="cps",
         links=[p.to_run(d.LABEL % "run")],
         width=12,
@@ -154,7 +164,7 @@ flow = [
         "Kernel log lines lost",
         "Kernel log records per second that were overwritten unread, on all hosts. Expected: none. An Xid may be "
         "among them.",
-        d.Query(f"sum(rate({m.KERNEL_LOG_LOST}{p.RATE}))", "lost"),
+        d.Query(f"sum(rate({m.FLOPWATCH_KERNEL_LOG_LOST_TOTAL}{p.RATE}))", "lost"),
         unit="cps",
         width=12,
         no_data="No exporter reads the kernel log.",
@@ -165,14 +175,14 @@ rest = [
     d.bargauge(
         "Versions",
         "Exporters by version. Expected: one version. Several are an upgrade that stopped half way.",
-        d.Query(f"sort_desc(count by (version) ({m.FLOPWATCH_INFO}))", "{{version}}", instant=True),
+        d.Query(f"sort_desc(count by (version) ({m.FLOPWATCH_BUILD_INFO}))", "{{version}}", instant=True),
         unit="none",
         width=8,
     ),
     d.label_table(
         "Released drivers",
         "Hosts whose exporter released the driver on request. Expected: no row after the work is done.",
-        p.with_host(f"({m.DRIVER_RELEASED} == 1)"),
+        p.with_host(f"({m.FLOPWATCH_DRIVER_RELEASED} == 1)"),
         labels={"host": "Node"},
         links={"Node": [p.to_node(d.FIELD % "Node")]},
         width=8,
@@ -190,6 +200,6 @@ BOARD = d.dashboard(
     p.MONITOR,
     "Monitor itself",
     "Is what the other dashboards show true and new?",
-    [d.variable("source", "Source", f"label_values({m.COLLECTOR_SUCCESS}, collector)", everything=True)],
+    [d.variable("source", "Source", f"label_values({m.FLOPWATCH_COLLECTOR_SUCCESS}, collector)", everything=True)],
     {"Now": now, "Sources": sources, "Flow": flow, "The rest": rest},
 )

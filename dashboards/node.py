@@ -32,7 +32,7 @@ verdict = [
     d.stat(
         "Verdict",
         "The host's own verdict: is it fit for training? Expected: ok. Reasons are in the table next to it.",
-        d.Query(f"max({here(str(m.NODE_VERDICT))})"),
+        d.Query(f"max({here(str(m.HOST_VERDICT_ID))})"),
         mappings=p.VERDICT,
         width=3,
         height=5,
@@ -48,7 +48,7 @@ verdict = [
     d.stat(
         "Maintenance",
         "Time until the host's alerts are sent again. Expected: 0 after the work is done.",
-        d.Query(f"max({m.NODE_MAINTENANCE_UNTIL}{{{NODE}}} - time()) > 0 or vector(0)", instant=True),
+        d.Query(f"max({m.HOST_MAINTENANCE_UNTIL_TIMESTAMP_SECONDS}{{{NODE}}} - time()) > 0 or vector(0)", instant=True),
         unit="s",
         width=3,
         height=5,
@@ -56,7 +56,7 @@ verdict = [
     d.label_table(
         "Health problems",
         "Why the host is not ok, and what to do (docs/check.md). Expected: no row.",
-        here(str(m.NODE_VERDICT_REASON)),
+        here(str(m.HOST_VERDICT_REASON)),
         labels={"verdict": "Verdict", "reason": "Reason", "part": "Part", "action": "What to do"},
         width=9,
         height=5,
@@ -65,7 +65,7 @@ verdict = [
     d.label_table(
         "Location",
         "Rack, leaf switch and NVLink domain of the host. Expected: a row.",
-        f"{m.NODE_TOPOLOGY_INFO}{{{NODE}}}",
+        f"{m.HOST_TOPOLOGY_INFO}{{{NODE}}}",
         labels={"rack": "Rack", "leaf": "Leaf", "domain": "NVLink domain"},
         links={"Rack": [d.link("Rack", p.RACK, rack=d.FIELD % "Rack")]},
         width=6,
@@ -81,19 +81,21 @@ cards = [
         [
             d.Column("Card", f"max by (gpu, uuid, model) ({m.GPU_INFO}{{{NODE}}})", unit=None),
             d.Column("Answers", card(str(m.GPU_PRESENT)), mappings={0: ("no", "red"), 1: ("yes", "green")}),
-            d.Column("Utilisation", card(str(m.GPU_UTILIZATION)), "percentunit"),
-            d.Column("Tensor cores", card(f"rate({m.GPU_TENSOR_ACTIVE}[5m])"), "percentunit"),
-            d.Column("Clock", card(str(m.GPU_SM_CLOCK)), "hertz"),
-            d.Column("Power", card(str(m.GPU_POWER)), "watt"),
-            d.Column("Temperature", card(str(m.GPU_TEMPERATURE)), "celsius", p.HOT),
+            d.Column("Utilisation", card(str(m.GPU_UTILIZATION_RATIO)), "percentunit"),
+            d.Column("Tensor cores", card(f"rate({m.GPU_TENSOR_ACTIVE_SECONDS_TOTAL}[5m])"), "percentunit"),
+            d.Column("Clock", card(str(m.GPU_SM_CLOCK_HERTZ)), "hertz"),
+            d.Column("Power", card(str(m.GPU_POWER_WATTS)), "watt"),
+            d.Column("Temperature", card(str(m.GPU_TEMPERATURE_CELSIUS)), "celsius", p.HOT),
             d.Column(
                 "Throttled",
-                card(f"max by (gpu, instance) (rate({m.GPU_CLOCK_EVENT_SECONDS}{{{p.HELD}}}[5m]))"),
+                card(f"max by (gpu, instance) (rate({m.GPU_CLOCK_EVENT_SECONDS_TOTAL}{{{p.HELD}}}[5m]))"),
                 "percentunit",
                 p.HELD_BACK,
             ),
-            d.Column("Memory", card(f"{m.GPU_MEMORY_USED} / {m.GPU_MEMORY_TOTAL}"), "percentunit"),
-            d.Column("Xids, 1 d", card(f"sum by (gpu, instance) (increase({m.GPU_XID}[1d]))"), "none", p.ERRORS),
+            d.Column("Memory", card(f"{m.GPU_MEMORY_USED_BYTES} / {m.GPU_MEMORY_TOTAL_BYTES}"), "percentunit"),
+            d.Column(
+                "Xids, 1 d", card(f"sum by (gpu, instance) (increase({m.GPU_XID_ERRORS_TOTAL}[1d]))"), "none", p.ERRORS
+            ),
         ],
         key="gpu",
         labels={"gpu": "GPU", "uuid": "UUID", "model": "Model"},
@@ -105,7 +107,7 @@ cards = [
     d.timeseries(
         "Utilisation",
         "Share of time in which the GPU was busy. Expected: GPUs of the same job alike.",
-        d.Query(card(str(m.GPU_UTILIZATION)), "GPU {{gpu}}"),
+        d.Query(card(str(m.GPU_UTILIZATION_RATIO)), "GPU {{gpu}}"),
         unit="percentunit",
         top=1,
         links=TO_GPU,
@@ -114,7 +116,7 @@ cards = [
     d.timeseries(
         "Power",
         "Power by GPU. Expected: GPUs alike under load.",
-        d.Query(card(str(m.GPU_POWER)), "GPU {{gpu}}"),
+        d.Query(card(str(m.GPU_POWER_WATTS)), "GPU {{gpu}}"),
         unit="watt",
         links=TO_GPU,
         width=6,
@@ -122,7 +124,7 @@ cards = [
     d.timeseries(
         "Temperature",
         "Temperature by GPU. Expected: no outlier. Otherwise check air flow and heat sink.",
-        d.Query(card(str(m.GPU_TEMPERATURE)), "GPU {{gpu}}"),
+        d.Query(card(str(m.GPU_TEMPERATURE_CELSIUS)), "GPU {{gpu}}"),
         unit="celsius",
         thresholds=p.HOT,
         links=TO_GPU,
@@ -131,7 +133,7 @@ cards = [
     d.timeseries(
         "Clock",
         "SM clock by GPU. Expected: GPUs alike under load.",
-        d.Query(card(str(m.GPU_SM_CLOCK)), "GPU {{gpu}}"),
+        d.Query(card(str(m.GPU_SM_CLOCK_HERTZ)), "GPU {{gpu}}"),
         unit="hertz",
         links=TO_GPU,
         width=6,
@@ -142,7 +144,7 @@ ports = [
     d.status_history(
         "Port states",
         "State of each port over time. Expected: active, if the port is in use.",
-        d.Query(port(str(m.INFINIBAND_STATE)), "{{device}}/{{port}}"),
+        d.Query(port(str(m.INFINIBAND_PORT_STATE_ID)), "{{device}}/{{port}}"),
         mappings={
             1: ("down", "red"),
             2: ("initialising", "orange"),
@@ -156,7 +158,7 @@ ports = [
     d.timeseries(
         "Port traffic",
         "Bytes per second sent by each port. Expected: ports alike in a collective.",
-        d.Query(port(f"rate({m.INFINIBAND_TRANSMIT_DATA}{p.RATE})"), "{{device}}/{{port}}"),
+        d.Query(port(f"rate({m.INFINIBAND_TRANSMIT_DATA_BYTES_TOTAL}{p.RATE})"), "{{device}}/{{port}}"),
         unit="Bps",
         width=6,
         links=[p.to_fabric("$host")],
@@ -164,8 +166,10 @@ ports = [
     d.timeseries(
         "Port errors",
         "Symbol errors and link recoveries per second. Expected: none that last.",
-        d.Query(f"{port(f'rate({m.INFINIBAND_SYMBOL_ERRORS}{p.RATE})')} > 0", "{{device}}/{{port}} symbols"),
-        d.Query(f"{port(f'rate({m.INFINIBAND_LINK_RECOVERY}{p.RATE})')} > 0", "{{device}}/{{port}} recoveries"),
+        d.Query(f"{port(f'rate({m.INFINIBAND_SYMBOL_ERRORS_TOTAL}{p.RATE})')} > 0", "{{device}}/{{port}} symbols"),
+        d.Query(
+            f"{port(f'rate({m.INFINIBAND_LINK_ERROR_RECOVERY_TOTAL}{p.RATE})')} > 0", "{{device}}/{{port}} recoveries"
+        ),
         unit="cps",
         width=6,
         links=[p.to_fabric("$host")],
@@ -190,7 +194,7 @@ ranks = [
             ),
             d.Column(
                 "Stopped or stuck",
-                f"max by (rank) ({here(str(m.NODE_PROCESS_BLOCKED))})",
+                f"max by (rank) ({here(str(m.HOST_PROCESS_BLOCKED_SECONDS))})",
                 "s",
                 [(None, "green"), (30.0, "red")],
             ),

@@ -129,4 +129,4 @@ def alert_marks(matchers: str) -> d.Json:
 
 def starts(matchers: str) -> d.Json:
     """Return marks for each start of the run with these label matchers."""
-    return d.annotation("Starts", f"max(changes({m.RUN_ATTEMPTS}{{{matchers}}}{RATE})) > 0", "start", "blue")
+    return d.annotation("Starts", f"max(changes({m.RUN_ATTEMPTS_TOTAL}{{{matchers}}}{RATE})) > 0", "start", "blue")

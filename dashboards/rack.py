@@ -7,7 +7,7 @@ from alerts import recording as r
 from dashboards import parts as p
 from flopwatch import catalogue as m
 
-RACK = f'{m.NODE_TOPOLOGY_INFO}{{rack=~"$rack"}}'
+RACK = f'{m.HOST_TOPOLOGY_INFO}{{rack=~"$rack"}}'
 HERE = f"({r.HOST} and on (host) {RACK})"
 NOT_ACTIVE = f'sum by (instance) ({m.NVLINK_LINKS}{{state!="active"}})'
 TO_NODE = [p.to_node(d.LABEL % "host")]
@@ -29,7 +29,7 @@ now = [
         "Unhealthy hosts",
         "Hosts of the rack whose verdict is degraded or bad. Expected: 0. Several at once point to power, cooling or "
         "a switch.",
-        d.Query(f"count({by_host(str(m.NODE_VERDICT))} > 0) or vector(0)", instant=True),
+        d.Query(f"count({by_host(str(m.HOST_VERDICT_ID))} > 0) or vector(0)", instant=True),
         thresholds=p.FEW,
         width=4,
     ),
@@ -42,7 +42,7 @@ now = [
     d.stat(
         "Power",
         "Power of all GPUs of the rack. Expected: below the rack's feed, without an unexplained fall.",
-        d.Query(f"sum({by_host(f'sum by (instance) ({m.GPU_POWER})')})", instant=True),
+        d.Query(f"sum({by_host(f'sum by (instance) ({m.GPU_POWER_WATTS})')})", instant=True),
         unit="watt",
         width=4,
     ),
@@ -56,7 +56,7 @@ now = [
     d.stat(
         "Fabric problems",
         "GPUs whose fabric is unhealthy or has limited capacity. Expected: 0.",
-        d.Query(f"sum({by_host(f'count by (instance) ({m.GPU_FABRIC_HEALTH} > 1)')})", instant=True),
+        d.Query(f"sum({by_host(f'count by (instance) ({m.GPU_FABRIC_HEALTH_ID} > 1)')})", instant=True),
         thresholds=p.ERRORS,
         width=4,
         no_data="The rack has no NVSwitch fabric.",
@@ -69,13 +69,16 @@ nodes = [
         "One row per host. Expected: no outlier.",
         [
             d.Column("Place", f"max by (host, rack, leaf, domain) ({RACK})", unit=None),
-            d.Column("Verdict", by_host(str(m.NODE_VERDICT)), mappings=p.VERDICT),
+            d.Column("Verdict", by_host(str(m.HOST_VERDICT_ID)), mappings=p.VERDICT),
             d.Column("GPUs", by_host(f"count by (instance) ({m.GPU_PRESENT} == 1)")),
-            d.Column("Power", by_host(f"sum by (instance) ({m.GPU_POWER})"), "watt"),
-            d.Column("Hottest GPU", by_host(f"max by (instance) ({m.GPU_TEMPERATURE})"), "celsius", p.HOT),
+            d.Column("Power", by_host(f"sum by (instance) ({m.GPU_POWER_WATTS})"), "watt"),
+            d.Column("Hottest GPU", by_host(f"max by (instance) ({m.GPU_TEMPERATURE_CELSIUS})"), "celsius", p.HOT),
             d.Column("NVLinks active", by_host(f'sum by (instance) ({m.NVLINK_LINKS}{{state="active"}})')),
             d.Column(
-                "NVLink errors, 1 h", by_host(f"sum by (instance) (increase({m.NVLINK_ERRORS}[1h]))"), "none", p.FEW
+                "NVLink errors, 1 h",
+                by_host(f"sum by (instance) (increase({m.NVLINK_ERRORS_TOTAL}[1h]))"),
+                "none",
+                p.FEW,
             ),
             d.Column("Lemon score", f"max by (host) ({r.LEMON} and on (host) {RACK})"),
         ],
@@ -90,7 +93,7 @@ time = [
     d.timeseries(
         "Power by host",
         f"Power of the {p.LINES} hosts that draw most. Expected: hosts of the same job alike.",
-        d.Query(p.most(by_host(f"sum by (instance) ({m.GPU_POWER})")), "{{host}}"),
+        d.Query(p.most(by_host(f"sum by (instance) ({m.GPU_POWER_WATTS})")), "{{host}}"),
         unit="watt",
         links=TO_NODE,
     ),
@@ -98,7 +101,7 @@ time = [
         "Hottest GPU by host",
         f"Temperature of the hottest GPU of the {p.LINES} hottest hosts. Expected: steady. If all rise together, "
         "check the rack's cooling.",
-        d.Query(p.most(by_host(f"max by (instance) ({m.GPU_TEMPERATURE})")), "{{host}}"),
+        d.Query(p.most(by_host(f"max by (instance) ({m.GPU_TEMPERATURE_CELSIUS})")), "{{host}}"),
         unit="celsius",
         thresholds=p.HOT,
         links=TO_NODE,
@@ -106,7 +109,9 @@ time = [
     d.timeseries(
         "NVLink traffic by host",
         f"Bytes per second sent, for the {p.LINES} hosts that send least. Expected: hosts alike.",
-        d.Query(p.most(by_host(f"sum by (instance) (rate({m.NVLINK_TRANSMIT}{p.RATE}))"), "bottomk"), "{{host}}"),
+        d.Query(
+            p.most(by_host(f"sum by (instance) (rate({m.NVLINK_TRANSMIT_BYTES_TOTAL}{p.RATE}))"), "bottomk"), "{{host}}"
+        ),
         unit="Bps",
         links=TO_NODE,
     ),
@@ -137,7 +142,7 @@ domain = [
         "NVSwitch errors",
         "NVSwitch errors per second, by host and switch. Expected: none that last.",
         d.Query(
-            f"max by (host, switch, error) (rate({m.NVLINK_SWITCH_ERRORS}{p.RATE}) * on (instance) "
+            f"max by (host, switch, error) (rate({m.NVLINK_SWITCH_ERRORS_TOTAL}{p.RATE}) * on (instance) "
             f"group_left (host) {HERE}) > 0",
             "{{host}} {{switch}} {{error}}",
         ),
@@ -149,7 +154,10 @@ domain = [
         "NVSwitch temperature",
         f"Temperature of the {p.LINES} hottest switches. Expected: steady.",
         d.Query(
-            p.most(f"max by (host, switch) ({m.NVLINK_SWITCH_TEMPERATURE} * on (instance) group_left (host) {HERE})"),
+            p.most(
+                f"max by (host, switch) ({m.NVLINK_SWITCH_TEMPERATURE_CELSIUS} * on (instance) group_left (host) "
+                f"{HERE})"
+            ),
             "{{host}} {{switch}}",
         ),
         unit="celsius",
@@ -163,6 +171,6 @@ BOARD = d.dashboard(
     p.RACK,
     "Rack",
     "The nodes of a rack, and the NVLink domain they share.",
-    [d.variable("rack", "Rack", f"label_values({m.NODE_TOPOLOGY_INFO}, rack)")],
+    [d.variable("rack", "Rack", f"label_values({m.HOST_TOPOLOGY_INFO}, rack)")],
     {"Now": now, "Each node": nodes, "Time": time, "NVLink domain": domain},
 )

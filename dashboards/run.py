@@ -40,9 +40,9 @@ def per_port(port: str) -> str:
     return f"({port} * on (instance, device, port) group_left (host) {identity}) and on (host) {RANK_INFO}"
 
 
-POWER = f"rate({m.GPU_ENERGY}{RATE})"
-SYMBOL_ERRORS = f"increase({m.INFINIBAND_SYMBOL_ERRORS}[$__range])"
-THROTTLED = f"rate({m.GPU_CLOCK_EVENT_SECONDS}{RATE})"
+POWER = f"rate({m.GPU_ENERGY_JOULES_TOTAL}{RATE})"
+SYMBOL_ERRORS = f"increase({m.INFINIBAND_SYMBOL_ERRORS_TOTAL}[$__range])"
+THROTTLED = f"rate({m.GPU_CLOCK_EVENT_SECONDS_TOTAL}{RATE})"
 
 now = [
     d.stat(
@@ -103,7 +103,7 @@ now = [
         "Cost",
         "Cost of all GPU time held, at the price above. Expected: worth what it bought. The goodput ledger shows "
         "where it went.",
-        d.Query(f"sum(max by (tenant, run, bucket) ({m.RUN_GPU_SECONDS}{{{LEDGER}}})) * $price / 3600"),
+        d.Query(f"sum(max by (tenant, run, bucket) ({m.RUN_GPU_SECONDS_TOTAL}{{{LEDGER}}})) * $price / 3600"),
         unit="currencyUSD",
     ),
 ]
@@ -134,13 +134,13 @@ progress = [
     d.bargauge(
         "Wall clock by bucket",
         "Time since the first start, by bucket. Expected: mostly productive. `lost` is work done twice or thrown away.",
-        d.Query(f"sort_desc(max by (bucket) ({m.RUN_SECONDS}{{{LEDGER}}}) > 0)", "{{bucket}}", instant=True),
+        d.Query(f"sort_desc(max by (bucket) ({m.RUN_SECONDS_TOTAL}{{{LEDGER}}}) > 0)", "{{bucket}}", instant=True),
         unit="s",
     ),
     d.timeseries(
         "Recent time by bucket",
         "Share of each bucket over time. Expected: mostly productive.",
-        d.Query(f"max by (bucket) (rate({m.RUN_SECONDS}{{{LEDGER}}}{RATE}))", "{{bucket}}"),
+        d.Query(f"max by (bucket) (rate({m.RUN_SECONDS_TOTAL}{{{LEDGER}}}{RATE}))", "{{bucket}}"),
         unit="percentunit",
         top=1,
         stacked=True,
@@ -151,7 +151,7 @@ progress = [
         "an occasional stall.",
         d.Query(f"{r.STEP_DURATION}{{{RUN}}}", "mean"),
         d.Query(
-            f"histogram_quantile(0.99, sum by (le) (rate({m.TRAINING_STEP_DURATION}_bucket{{{RUN}}}{RATE})))",
+            f"histogram_quantile(0.99, sum by (le) (rate({m.TRAINING_STEP_DURATION_SECONDS}_bucket{{{RUN}}}{RATE})))",
             "99th percentile",
         ),
         unit="s",
@@ -208,11 +208,11 @@ ranks = [
                     ("Straggler score", f"{r.RANK_SCORE}{{{RUN}}}", "percentunit", LATE),
                     ("Wait share", f"{r.WAIT}{{{RUN}}}", "percentunit", ()),
                     ("MFU", f"{r.RANK_MFU}{{{RUN}}}", "percentunit", ()),
-                    ("SM clock", per_rank(str(m.GPU_SM_CLOCK)), "hertz", ()),
+                    ("SM clock", per_rank(str(m.GPU_SM_CLOCK_HERTZ)), "hertz", ()),
                     ("Power", per_rank(POWER), "watt", ()),
-                    ("Temperature", per_rank(str(m.GPU_TEMPERATURE)), "celsius", HOT),
+                    ("Temperature", per_rank(str(m.GPU_TEMPERATURE_CELSIUS)), "celsius", HOT),
                     ("Throttled", per_rank(THROTTLED), "percentunit", HELD_BACK),
-                    ("Xid errors", per_rank(f"sum by (uuid) ({m.GPU_XID})"), "none", ERRORS),
+                    ("Xid errors", per_rank(f"sum by (uuid) ({m.GPU_XID_ERRORS_TOTAL})"), "none", ERRORS),
                 )
             ),
         ],
@@ -239,7 +239,7 @@ gpus = [
     d.timeseries(
         "SM clock per GPU",
         f"SM clock of the {LINES} slowest GPUs. Expected: GPUs alike under load. Otherwise look at throttling.",
-        d.Query(p.most(per_rank(str(m.GPU_SM_CLOCK)), "bottomk"), "rank {{rank}} {{host}}"),
+        d.Query(p.most(per_rank(str(m.GPU_SM_CLOCK_HERTZ)), "bottomk"), "rank {{rank}} {{host}}"),
         unit="hertz",
         width=6,
     ),
@@ -247,7 +247,7 @@ gpus = [
         "Temperature per GPU",
         f"Temperature of the {LINES} hottest GPUs. Expected: no outlier, and no thermal throttling. Each GPU has its "
         "own limit; the lines are a guide.",
-        d.Query(p.most(per_rank(str(m.GPU_TEMPERATURE))), "rank {{rank}} {{host}}"),
+        d.Query(p.most(per_rank(str(m.GPU_TEMPERATURE_CELSIUS))), "rank {{rank}} {{host}}"),
         unit="celsius",
         thresholds=HOT,
         width=6,
@@ -267,11 +267,11 @@ errors = [
         "InfiniBand throughput per host",
         f"Bytes per second of the {LINES} hosts of the run that send least. Expected: hosts alike.",
         d.Query(
-            p.most(f"sum by (host) ({per_port(f'rate({m.INFINIBAND_TRANSMIT_DATA}{RATE})')})", "bottomk"),
+            p.most(f"sum by (host) ({per_port(f'rate({m.INFINIBAND_TRANSMIT_DATA_BYTES_TOTAL}{RATE})')})", "bottomk"),
             "{{host}} sends",
         ),
         d.Query(
-            p.most(f"sum by (host) ({per_port(f'rate({m.INFINIBAND_RECEIVE_DATA}{RATE})')})", "bottomk"),
+            p.most(f"sum by (host) ({per_port(f'rate({m.INFINIBAND_RECEIVE_DATA_BYTES_TOTAL}{RATE})')})", "bottomk"),
             "{{host}} receives",
         ),
         unit="Bps",
@@ -280,7 +280,7 @@ errors = [
     d.timeseries(
         "Active ports per host",
         f"Active InfiniBand ports of the {LINES} hosts with fewest. Expected: constant. A step down is a lost link.",
-        d.Query(f"bottomk({LINES}, count by (host) ({per_port(f'({m.INFINIBAND_STATE} == 4)')}))", "{{host}}"),
+        d.Query(f"bottomk({LINES}, count by (host) ({per_port(f'({m.INFINIBAND_PORT_STATE_ID} == 4)')}))", "{{host}}"),
         unit="none",
         width=6,
     ),
@@ -291,10 +291,10 @@ errors = [
         *(
             d.Query(f"sum({per_port(f'rate({family}{RATE})')})", legend)
             for family, legend in (
-                (m.INFINIBAND_SYMBOL_ERRORS, "symbol errors"),
-                (m.INFINIBAND_LINK_RECOVERY, "recoveries"),
-                (m.INFINIBAND_LINK_DOWNED, "links down"),
-                (m.INFINIBAND_RECEIVE_ERRORS, "receive errors"),
+                (m.INFINIBAND_SYMBOL_ERRORS_TOTAL, "symbol errors"),
+                (m.INFINIBAND_LINK_ERROR_RECOVERY_TOTAL, "recoveries"),
+                (m.INFINIBAND_LINK_DOWNED_TOTAL, "links down"),
+                (m.INFINIBAND_RECEIVE_ERRORS_TOTAL, "receive errors"),
             )
         ),
         unit="cps",
@@ -317,7 +317,7 @@ errors = [
         "Xid errors on the run's GPUs",
         "Xid errors by code since the host was first monitored. Expected: flat; the level is history. Meanings: "
         "docs/xid.md.",
-        d.Query(f"sum by (xid) ({m.GPU_XID} and on (uuid) {RANK_INFO})", "Xid {{xid}}"),
+        d.Query(f"sum by (xid) ({m.GPU_XID_ERRORS_TOTAL} and on (uuid) {RANK_INFO})", "Xid {{xid}}"),
         unit="none",
         width=24,
         height=7,

@@ -55,7 +55,7 @@ verdict = [
         "Cost of the GPU time that the run waited for a straggler in the last day. Expected: less than a visit to "
         "the rack.",
         d.Query(
-            f"sum(max by (tenant, run) (increase({m.RUN_STRAGGLER_GPU_SECONDS}{{{RUN}}}[1d]))) * $price / 3600",
+            f"sum(max by (tenant, run) (increase({m.RUN_STRAGGLER_GPU_SECONDS_TOTAL}{{{RUN}}}[1d]))) * $price / 3600",
             instant=True,
         ),
         unit="currencyUSD",
@@ -115,7 +115,7 @@ parts = [
         "Share of time of the eight latest ranks in each phase of measured steps. Expected: ranks alike. Forward and "
         "backward depend on the GPU, host_to_device on its PCIe link, garbage_collection on Python.",
         d.Query(
-            latest(f"sum by (rank, phase) (rate({m.TRAINING_PHASE_SECONDS}{{{RUN}}}{p.RATE}))", 8),
+            latest(f"sum by (rank, phase) (rate({m.TRAINING_PHASE_SECONDS_TOTAL}{{{RUN}}}{p.RATE}))", 8),
             "rank {{rank}} {{phase}}",
         ),
         unit="percentunit",
@@ -139,16 +139,16 @@ parts = [
                     thresholds,
                 )
                 for name, expr, unit, thresholds in (
-                    ("SM clock", str(m.GPU_SM_CLOCK), "hertz", ()),
+                    ("SM clock", str(m.GPU_SM_CLOCK_HERTZ), "hertz", ()),
                     (
                         "Throttled",
-                        f"max by (uuid, instance) (rate({m.GPU_CLOCK_EVENT_SECONDS}{{{p.HELD}}}[5m]))",
+                        f"max by (uuid, instance) (rate({m.GPU_CLOCK_EVENT_SECONDS_TOTAL}{{{p.HELD}}}[5m]))",
                         "percentunit",
                         p.HELD_BACK,
                     ),
-                    ("Temperature", str(m.GPU_TEMPERATURE), "celsius", p.HOT),
-                    ("PCIe lanes", str(m.GPU_PCIE_WIDTH), "none", ()),
-                    ("Xids", f"sum by (uuid, instance) ({m.GPU_XID})", "none", p.ERRORS),
+                    ("Temperature", str(m.GPU_TEMPERATURE_CELSIUS), "celsius", p.HOT),
+                    ("PCIe lanes", str(m.GPU_PCIE_WIDTH_LANES), "none", ()),
+                    ("Xids", f"sum by (uuid, instance) ({m.GPU_XID_ERRORS_TOTAL})", "none", p.ERRORS),
                 )
             ),
         ],

@@ -53,7 +53,7 @@ def read(prometheus: Prometheus, run: str) -> Summary:
     this = f'{{run="{run}"}}'
     buckets = {
         labels["bucket"]: seconds
-        for labels, seconds in prometheus.query(f"max by (bucket) ({m.RUN_SECONDS}{this})")
+        for labels, seconds in prometheus.query(f"max by (bucket) ({m.RUN_SECONDS_TOTAL}{this})")
         if seconds > 0
     }
     still_open = prometheus.value(f"max({m.RUN_OPEN_SECONDS}{this})")

@@ -13,11 +13,11 @@ from pathlib import Path
 from alerts import AlertSettings
 from alerts.recording import EVERY, records
 from flopwatch.catalogue import (
-    GPU_XID,
+    FLOPWATCH_XID_SOURCE_UP,
+    GPU_XID_ERRORS_TOTAL,
     GPU_XID_INFO,
-    GPU_XID_NVLINK_ERRORS,
-    NVLINK_SWITCH_SXID,
-    XID_SOURCE_UP,
+    GPU_XID_NVLINK_ERRORS_TOTAL,
+    NVLINK_SWITCH_SXID_ERRORS_TOTAL,
     Metric,
     all_metrics,
 )
@@ -87,20 +87,20 @@ Codes and actions are from NVIDIA's
 [Xid catalogue](https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html), the severity is ours:
 `error` ends the job and leaves the GPU fine, `critical` needs a reset or a drain, `fatal` a reboot or
 new hardware. After those marked `page` a GPU is not fit for work, and the alert GpuXidCritical says so. Bold
-codes are in `{GPU_XID}` from the start, at 0: on GPUs with NVLink 5 (B200, GB200, B300, GB300)
+codes are in `{GPU_XID_ERRORS_TOTAL}` from the start, at 0: on GPUs with NVLink 5 (B200, GB200, B300, GB300)
 not {join_codes(BEFORE_NVLINK_5)}, on others not {join_codes(WITH_NVLINK_5)}. A GPU with more than
 {CODES} different ones counts the rest as `xid="{OTHER}"`. Codes listed as unused are left out. On a node,
 `{GPU_XID_INFO}` says the same of the codes seen there.
 
 Xids are heard of from the kernel log and from NVML's events; what both tell of is counted once. Which of the
-two answers is in `{XID_SOURCE_UP}`, and what the lack of one costs in [privileges.md](privileges.md).
+two answers is in `{FLOPWATCH_XID_SOURCE_UP}`, and what the lack of one costs in [privileges.md](privileges.md).
 """
 NVLINK_XIDS = f"""\
 999 is what NVML calls an Xid that it does not know; it is counted only where there is no kernel log.
 
 ## NVLink: 144 to 150, and 74
 
-The text of these names the link, by which `{GPU_XID_NVLINK_ERRORS}` counts them. From
+The text of these names the link, by which `{GPU_XID_NVLINK_ERRORS_TOTAL}` counts them. From
 two words of NVLink 5's text (B200, GB200 and later), read in the bit layout of the driver release, follow
 severity, NVIDIA's action and what to look into next. For `NETIR_LINK_EVT` bits 20 to 25 of the first word
 decide: 21, and 32 to 37, put the blame on the peer of the link. The unit of a 74 is what its registers say:
@@ -110,7 +110,7 @@ decide: 21, and 32 to 37, put the blame on the peer of the link. The unit of a 7
 SXIDS = f"""\
 ## SXid: NVSwitch
 
-`{NVLINK_SWITCH_SXID}` counts them by the switch's PCI address. Class and action are the
+`{NVLINK_SWITCH_SXID_ERRORS_TOTAL}` counts them by the switch's PCI address. Class and action are the
 [Fabric Manager user guide](https://docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide/)'s.
 """
 

@@ -84,28 +84,34 @@ class Hooks:
                         attempt=attempt.id,
                         **mesh_place(job.mesh, rank),
                     ),
-                    (m.TRAINING_STEPS, own, made),
-                    (m.TRAINING_TOKENS, own, TOKENS * made),
-                    (m.TRAINING_MODEL_FLOPS, own, model),
-                    (m.TRAINING_HARDWARE_FLOPS, own, 4 / 3 * model),
-                    (m.TRAINING_CAPACITY_FLOPS, own, job.peak_flops * busy),
-                    (m.TRAINING_PEAK_FLOPS, own, job.peak_flops),
-                    (m.TRAINING_COLLECTIVE_WAIT, own, told.waits[rank]),
-                    (m.TRAINING_MEASURED_STEP_SECONDS, own, told.seconds),
-                    (m.TRAINING_MEASURED_STEPS, own, made),
-                    (m.TRAINING_COLLECTIVE_SEQUENCE, own, COLLECTIVES * made),
-                    (m.TRAINING_RECOMPILATIONS, own, 0.0),
-                    (m.TRAINING_ALLOCATOR_RETRIES, own, 0.0),
-                    (m.TRAINING_OUT_OF_MEMORY, own, 0.0),
+                    (m.TRAINING_STEPS_TOTAL, own, made),
+                    (m.TRAINING_TOKENS_TOTAL, own, TOKENS * made),
+                    (m.TRAINING_MODEL_FLOPS_TOTAL, own, model),
+                    (m.TRAINING_HARDWARE_FLOPS_TOTAL, own, 4 / 3 * model),
+                    (m.TRAINING_CAPACITY_FLOPS_TOTAL, own, job.peak_flops * busy),
+                    (m.TRAINING_PEAK_FLOPS_PER_SECOND, own, job.peak_flops),
+                    (m.TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL, own, told.waits[rank]),
+                    (m.TRAINING_MEASURED_STEP_SECONDS_TOTAL, own, told.seconds),
+                    (m.TRAINING_MEASURED_STEPS_TOTAL, own, made),
+                    (m.TRAINING_COLLECTIVE_SEQUENCE_NUMBER, own, COLLECTIVES * made),
+                    (m.TRAINING_RECOMPILATIONS_TOTAL, own, 0.0),
+                    (m.TRAINING_ALLOCATOR_RETRIES_TOTAL, own, 0.0),
+                    (m.TRAINING_OUT_OF_MEMORY_TOTAL, own, 0.0),
                     (m.TRAINING_ALLOCATOR_UNUSED_BYTES, own, UNUSED),
-                    (m.TRAINING_HOOK_ERRORS, own, 0.0),
-                    *((m.TRAINING_ACTIVITY_SECONDS, (*own, activity), spent) for activity, spent in seconds.items()),
-                    *((m.TRAINING_PHASE_SECONDS, (*own, phase), part * told.seconds) for phase, part in PHASES.items()),
+                    (m.TRAINING_HOOK_ERRORS_TOTAL, own, 0.0),
+                    *(
+                        (m.TRAINING_ACTIVITY_SECONDS_TOTAL, (*own, activity), spent)
+                        for activity, spent in seconds.items()
+                    ),
+                    *(
+                        (m.TRAINING_PHASE_SECONDS_TOTAL, (*own, phase), part * told.seconds)
+                        for phase, part in PHASES.items()
+                    ),
                 ]
                 if position is not None:
                     samples += [
                         (m.TRAINING_POSITION_STEPS, own, position),
-                        (m.TRAINING_LAST_STEP_TIMESTAMP, own, EPOCH + attempt.last_step(t)),
+                        (m.TRAINING_LAST_STEP_TIMESTAMP_SECONDS, own, EPOCH + attempt.last_step(t)),
                     ]
                 if attempt.committed is not None:
                     samples.append((m.TRAINING_COMMITTED_STEPS, own, attempt.committed))
@@ -131,10 +137,10 @@ class Hooks:
                 step_source="hook",
             ),
             (m.TRAINING_WORLD_SIZE, run, running.gpus),
-            (m.TRAINING_MEASURED_EVERY_STEPS, run, 1.0),
-            (m.TRAINING_NONFINITE, (*run, "loss"), 0.0),
-            (m.TRAINING_NONFINITE, (*run, "grad_norm"), 0.0),
-            (m.TRAINING_LOSS_SPIKES, run, 0.0),
+            (m.TRAINING_SAMPLED_EVERY_STEPS, run, 1.0),
+            (m.TRAINING_NONFINITE_TOTAL, (*run, "loss"), 0.0),
+            (m.TRAINING_NONFINITE_TOTAL, (*run, "grad_norm"), 0.0),
+            (m.TRAINING_LOSS_SPIKES_TOTAL, run, 0.0),
         ]
         if position is not None:
             loss = 1.8 + 9 * math.exp(-position / 60) + self._rng.gauss(0, 0.02)
@@ -145,12 +151,12 @@ class Hooks:
         for number, bound in enumerate((*DURATION_BOUNDS, math.inf)):
             below += told.durations[number]
             yield (
-                f"{m.TRAINING_STEP_DURATION}_bucket",
+                f"{m.TRAINING_STEP_DURATION_SECONDS}_bucket",
                 {"run": job.name, "le": "+Inf" if bound == math.inf else str(bound)},
                 float(below),
             )
-        yield f"{m.TRAINING_STEP_DURATION}_sum", {"run": job.name}, told.seconds
-        yield f"{m.TRAINING_STEP_DURATION}_count", {"run": job.name}, float(below)
+        yield f"{m.TRAINING_STEP_DURATION_SECONDS}_sum", {"run": job.name}, told.seconds
+        yield f"{m.TRAINING_STEP_DURATION_SECONDS}_count", {"run": job.name}, float(below)
 
 
 def culprit(topology: Topology, running: Running) -> int | None:

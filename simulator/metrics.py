@@ -79,7 +79,11 @@ def _nodes(world: World, t: float) -> Iterator[Line]:
             continue
         if node in work:
             yield line(
-                m.NODE_MAINTENANCE_UNTIL, (topology.host(node),), EPOCH + work[node].until, "flopwatch", instance
+                m.HOST_MAINTENANCE_UNTIL_TIMESTAMP_SECONDS,
+                (topology.host(node),),
+                EPOCH + work[node].until,
+                "flopwatch",
+                instance,
             )
         for row, values, value in _node(world, node, lost, down, node not in unloaded, t):
             yield line(row, values, value, "flopwatch", instance)
@@ -94,12 +98,12 @@ def _share(damage: Damage, t: float) -> float:
 def _node(world: World, node: int, lost: set[Port], down: set[Port], driver: bool, t: float) -> Iterator[m.Sample]:
     topology = world.topology
     host = topology.host(node)
-    yield m.FLOPWATCH_INFO, (flopwatch.__version__,), 1.0
+    yield m.FLOPWATCH_BUILD_INFO, (flopwatch.__version__,), 1.0
     for collector in ("infiniband", "nvml"):
-        yield m.COLLECTOR_SUCCESS, (collector,), 1.0
-        yield m.COLLECTOR_LAST_SUCCESS, (collector,), EPOCH + t
+        yield m.FLOPWATCH_COLLECTOR_SUCCESS, (collector,), 1.0
+        yield m.FLOPWATCH_COLLECTOR_LAST_SUCCESS_TIMESTAMP_SECONDS, (collector,), EPOCH + t
     yield (
-        m.NODE_TOPOLOGY_INFO,
+        m.HOST_TOPOLOGY_INFO,
         (host, topology.rack(node), topology.leaf(Port(node, 0)), topology.domain(node), "simulated"),
         1.0,
     )
@@ -110,13 +114,13 @@ def _node(world: World, node: int, lost: set[Port], down: set[Port], driver: boo
         gpu = (str(index), uuid)
         yield info(m.GPU_INFO, gpu=str(index), uuid=uuid, host=host, model="NVIDIA H100 80GB HBM3", source="simulated")
         yield m.GPU_PRESENT, gpu, float(driver and place not in lost)
-        yield m.GPU_ECC_ERRORS, (*gpu, "uncorrected"), float(seen.count("ecc", gpu=uuid))
-        yield m.NVLINK_ERRORS, (*gpu, "replay"), float(ERRORS * seen.count("nvlink", gpu=uuid))
+        yield m.GPU_ECC_ERRORS_TOTAL, (*gpu, "uncorrected"), float(seen.count("ecc", gpu=uuid))
+        yield m.NVLINK_ERRORS_TOTAL, (*gpu, "replay"), float(ERRORS * seen.count("nvlink", gpu=uuid))
         for entry in seen.of("throttle", gpu=uuid):
-            yield m.GPU_CLOCK_EVENT_SECONDS, (*gpu, entry["detail"]), 1e9 * CAPPED * entry["count"]
+            yield m.GPU_CLOCK_EVENT_SECONDS_TOTAL, (*gpu, entry["detail"]), 1e9 * CAPPED * entry["count"]
         for entry in seen.of("xid", gpu=uuid):
-            yield m.GPU_XID, (*gpu, entry["detail"]), float(entry["count"])
-            yield m.GPU_XID_LAST, (*gpu, entry["detail"]), entry["t"]
+            yield m.GPU_XID_ERRORS_TOTAL, (*gpu, entry["detail"]), float(entry["count"])
+            yield m.GPU_XID_LAST_TIMESTAMP_SECONDS, (*gpu, entry["detail"]), entry["t"]
         name = topology.port(index)
         device, _, number = name.partition(":")
         port = (device, number)
@@ -130,10 +134,10 @@ def _node(world: World, node: int, lost: set[Port], down: set[Port], driver: boo
             role="compute",
             rail=str(index),
         )
-        yield m.INFINIBAND_PRESENT, port, 1.0
-        yield m.INFINIBAND_STATE, port, DOWN if place in down or blip else ACTIVE
-        yield m.INFINIBAND_SYMBOL_ERRORS, port, float(ERRORS * seen.count("link_errors", port=name))
-        yield m.INFINIBAND_LINK_DOWNED, port, float(seen.count("link_down", port=name))
+        yield m.INFINIBAND_PORT_PRESENT, port, 1.0
+        yield m.INFINIBAND_PORT_STATE_ID, port, DOWN if place in down or blip else ACTIVE
+        yield m.INFINIBAND_SYMBOL_ERRORS_TOTAL, port, float(ERRORS * seen.count("link_errors", port=name))
+        yield m.INFINIBAND_LINK_DOWNED_TOTAL, port, float(seen.count("link_down", port=name))
 
 
 class _Seen:
@@ -175,14 +179,15 @@ def _ranks(topology: Topology, node: int, running: Running, place: int, t: float
         if position is not None:
             told.append((m.TRAINING_POSITION_STEPS, (job.name, str(rank)), float(position)))
     told += [
-        (m.TRAINING_ACTIVITY_SECONDS, (*one, activity), seconds) for activity, seconds in attempt.seconds(t).items()
+        (m.TRAINING_ACTIVITY_SECONDS_TOTAL, (*one, activity), seconds)
+        for activity, seconds in attempt.seconds(t).items()
     ]
     if position is not None:
         made = float(position - (attempt.restored or 0))
         told += [
-            (m.TRAINING_LAST_STEP_TIMESTAMP, one, EPOCH + attempt.last_step(t)),
-            (m.TRAINING_STEPS, one, made),
-            (m.TRAINING_COLLECTIVE_SEQUENCE, one, COLLECTIVES * made),
+            (m.TRAINING_LAST_STEP_TIMESTAMP_SECONDS, one, EPOCH + attempt.last_step(t)),
+            (m.TRAINING_STEPS_TOTAL, one, made),
+            (m.TRAINING_COLLECTIVE_SEQUENCE_NUMBER, one, COLLECTIVES * made),
         ]
     if first == 0:
         told += [
@@ -203,12 +208,12 @@ def _ranks(topology: Topology, node: int, running: Running, place: int, t: float
         for bound in (*DURATION_BOUNDS, float("inf")):
             within = made if bound >= job.step_seconds * (1 + job.step_spread) else 0.0
             yield (
-                f"{m.TRAINING_STEP_DURATION}_bucket",
+                f"{m.TRAINING_STEP_DURATION_SECONDS}_bucket",
                 {**labels, "le": "+Inf" if bound == float("inf") else str(bound)},
                 within,
             )
-        yield f"{m.TRAINING_STEP_DURATION}_sum", labels, made * job.step_seconds
-        yield f"{m.TRAINING_STEP_DURATION}_count", labels, made
+        yield f"{m.TRAINING_STEP_DURATION_SECONDS}_sum", labels, made * job.step_seconds
+        yield f"{m.TRAINING_STEP_DURATION_SECONDS}_count", labels, made
 
 
 def info(row: Metric, **told: str) -> m.Sample:

@@ -289,34 +289,34 @@ class Job:
                 )
             put(m.TRAINING_RANK_INFO, 1.0, info)
             for name, so_far in seconds.items():
-                put(m.TRAINING_ACTIVITY_SECONDS, so_far + opened.get(name, 0.0), (*own, ("activity", name)))
-            put(m.TRAINING_STEPS, float(steps))
-            put(m.TRAINING_TOKENS, steps * TOKENS * trouble.tokens.get(rank, 1.0))
+                put(m.TRAINING_ACTIVITY_SECONDS_TOTAL, so_far + opened.get(name, 0.0), (*own, ("activity", name)))
+            put(m.TRAINING_STEPS_TOTAL, float(steps))
+            put(m.TRAINING_TOKENS_TOTAL, steps * TOKENS * trouble.tokens.get(rank, 1.0))
             if not trouble.uncounted:
-                put(m.TRAINING_COLLECTIVE_SEQUENCE, float(started))
+                put(m.TRAINING_COLLECTIVE_SEQUENCE_NUMBER, float(started))
             if end == inf and age > max(AFTER, AFTER_STEPS * self.step_seconds) + MIN_COVERED:
                 line = 88 if rank in trouble.elsewhere else 120 + rank // per_stage
-                put(m.TRAINING_STANDSTILL_INFO, 1.0, (*own, ("at", f"train.py:{line} in train")))
+                put(m.TRAINING_STUCK_FRAME_INFO, 1.0, (*own, ("at", f"train.py:{line} in train")))
             for state in BLOCKED.values():
                 since = trouble.at if rank in trouble.behind and state == trouble.blocked else inf
-                put(m.NODE_PROCESS_BLOCKED, max(0.0, t - since), (*own, ("state", state)))
+                put(m.HOST_PROCESS_BLOCKED_SECONDS, max(0.0, t - since), (*own, ("state", state)))
             if last is not None:
-                put(m.TRAINING_LAST_STEP_TIMESTAMP, last)
+                put(m.TRAINING_LAST_STEP_TIMESTAMP_SECONDS, last)
             if rank not in trouble.unmeasured:
-                put(m.TRAINING_COLLECTIVE_WAIT, wait)
-                put(m.TRAINING_MEASURED_STEP_SECONDS, measured)
-                put(m.TRAINING_MEASURED_STEPS, float(measured_steps))
-                put(m.TRAINING_PHASE_SECONDS, collected, (*own, ("phase", "garbage_collection")))
+                put(m.TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL, wait)
+                put(m.TRAINING_MEASURED_STEP_SECONDS_TOTAL, measured)
+                put(m.TRAINING_MEASURED_STEPS_TOTAL, float(measured_steps))
+                put(m.TRAINING_PHASE_SECONDS_TOTAL, collected, (*own, ("phase", "garbage_collection")))
             if rank == 0:
                 run = own[:1]
                 put(m.TRAINING_WORLD_SIZE, float(RANKS), run)
-                put(m.TRAINING_STEP_DURATION, total, run, "_sum")
-                put(m.TRAINING_STEP_DURATION, float(sum(counts)), run, "_count")
+                put(m.TRAINING_STEP_DURATION_SECONDS, total, run, "_sum")
+                put(m.TRAINING_STEP_DURATION_SECONDS, float(sum(counts)), run, "_count")
                 below = 0
                 for bound, count in zip((*DURATION_BOUNDS, inf), counts, strict=True):
                     below += count
                     le = "+Inf" if bound == inf else f"{bound:g}"
-                    put(m.TRAINING_STEP_DURATION, float(below), (*run, ("le", le)), "_bucket")
+                    put(m.TRAINING_STEP_DURATION_SECONDS, float(below), (*run, ("le", le)), "_bucket")
         return found
 
     def _card(self, rank: int) -> Found:
@@ -350,27 +350,27 @@ class Job:
             )
             put(m.GPU_PRESENT, 0.0 if lost else 1.0)
             busy = 0.0 if idle or rng.random() < 0.005 else rng.uniform(0.9, 1.0)
-            put(m.GPU_UTILIZATION, None if lost else busy)
+            put(m.GPU_UTILIZATION_RATIO, None if lost else busy)
             watts = IDLE_WATTS if idle else WAITING_WATTS if waits else WATTS * (shown.power_limit if sick else 1.0)
-            put(m.GPU_POWER, None if lost else round(watts * rng.uniform(0.95, 1.0), 1))
-            put(m.GPU_SM_CLOCK, None if lost else CLOCK * (shown.clock if sick else 1.0))
-            put(m.GPU_POWER_LIMIT, None if lost else 700.0 * (shown.power_limit if sick else 1.0))
-            put(m.GPU_POWER_LIMIT_DEFAULT, None if lost else 700.0)
-            put(m.GPU_PCIE_WIDTH, None if lost else float(shown.lanes if sick else 16))
-            put(m.GPU_PCIE_WIDTH_MAX, None if lost else 16.0)
-            put(m.GPU_TENSOR_ACTIVE, None if lost else tensor)
+            put(m.GPU_POWER_WATTS, None if lost else round(watts * rng.uniform(0.95, 1.0), 1))
+            put(m.GPU_SM_CLOCK_HERTZ, None if lost else CLOCK * (shown.clock if sick else 1.0))
+            put(m.GPU_POWER_LIMIT_WATTS, None if lost else 700.0 * (shown.power_limit if sick else 1.0))
+            put(m.GPU_POWER_LIMIT_DEFAULT_WATTS, None if lost else 700.0)
+            put(m.GPU_PCIE_WIDTH_LANES, None if lost else float(shown.lanes if sick else 16))
+            put(m.GPU_PCIE_WIDTH_MAX_LANES, None if lost else 16.0)
+            put(m.GPU_TENSOR_ACTIVE_SECONDS_TOTAL, None if lost else tensor)
             for reason, seconds in held.items():
-                put(m.GPU_CLOCK_EVENT_SECONDS, None if lost else seconds, (*gpu, ("reason", reason)))
+                put(m.GPU_CLOCK_EVENT_SECONDS_TOTAL, None if lost else seconds, (*gpu, ("reason", reason)))
             if self._noisy["xid"] == rank:
-                put(m.GPU_XID_LAST, 150.0 if t > 150 else None, (*gpu, ("xid", "31")))
+                put(m.GPU_XID_LAST_TIMESTAMP_SECONDS, 150.0 if t > 150 else None, (*gpu, ("xid", "31")))
                 put(m.GPU_XID_INFO, 1.0 if t > 150 else None, (("xid", "31"), ("severity", "error")))
             if shown.xid:
-                put(m.GPU_XID_LAST, trouble.at if sick else None, (*gpu, ("xid", shown.xid)))
+                put(m.GPU_XID_LAST_TIMESTAMP_SECONDS, trouble.at if sick else None, (*gpu, ("xid", shown.xid)))
                 put(m.GPU_XID_INFO, 1.0 if sick else None, (("xid", shown.xid), ("severity", "critical")))
             put(m.INFINIBAND_INFO, 1.0, (*port, ("host", self.host(host)), ("role", "compute"), ("rail", str(local))))
             down = (sick and (host, local) in trouble.links) or (self._noisy["flap"] == rank and 100 < t < 150)
-            put(m.INFINIBAND_STATE, 1.0 if down else 4.0, port)
-            put(m.INFINIBAND_TRANSMIT_DATA, sent, port)
+            put(m.INFINIBAND_PORT_STATE_ID, 1.0 if down else 4.0, port)
+            put(m.INFINIBAND_TRANSMIT_DATA_BYTES_TOTAL, sent, port)
         return found
 
     def uuid(self, rank: int) -> str:

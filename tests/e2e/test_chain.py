@@ -155,7 +155,7 @@ def test_a_lost_gpu_is_a_series_at_zero_and_keeps_its_identity(stack: Stack) -> 
     uuid = stack.node.uuid(SICK_GPU)
     wait_for("gpu_present 0", lambda: stack.prometheus.value(f'{c.GPU_PRESENT}{{uuid="{uuid}"}} == 0') == 0, 30, stack)
     assert stack.prometheus.value(f'count({c.GPU_INFO}{{uuid="{uuid}", source="simulated"}})') == 1
-    assert stack.prometheus.value(f'{c.GPU_XID}{{uuid="{uuid}", xid="79"}}') == 1
+    assert stack.prometheus.value(f'{c.GPU_XID_ERRORS_TOTAL}{{uuid="{uuid}", xid="79"}}') == 1
 
 
 def test_live_mfu_is_the_tokens_of_the_jobs_log_times_flops_derived_by_hand(
@@ -170,7 +170,7 @@ def test_live_mfu_is_the_tokens_of_the_jobs_log_times_flops_derived_by_hand(
     steps = len([line for line in job.of("step") if begin <= line["start"] and line["end"] <= end])
     work, capacity = (
         f"sum by (run) (rate({counter}[{end - begin:.0f}s]))"
-        for counter in (c.TRAINING_MODEL_FLOPS, c.TRAINING_CAPACITY_FLOPS)
+        for counter in (c.TRAINING_MODEL_FLOPS_TOTAL, c.TRAINING_CAPACITY_FLOPS_TOTAL)
     )
     live = stack.prometheus.value(f"{work} / {capacity}", at=end)
     assert live is not None
@@ -221,8 +221,8 @@ def test_metrics_answer_in_time_while_the_driver_hangs_and_recover(stack: Stack,
         found = re.search(rf"^{re.escape(series)} (\S+)$", text, re.M)
         return found and found[1]
 
-    temperature = re.compile(rf"^{c.GPU_TEMPERATURE}{{", re.M)
-    nvml_success = f'{c.COLLECTOR_SUCCESS}{{collector="nvml"}}'
+    temperature = re.compile(rf"^{c.GPU_TEMPERATURE_CELSIUS}{{", re.M)
+    nvml_success = f'{c.FLOPWATCH_COLLECTOR_SUCCESS}{{collector="nvml"}}'
     assert temperature.search(metrics())
     stack.node.hang("nvmlDeviceGetPowerUsage")
     time.sleep(1.2)  # a read younger than a second is shared
@@ -239,9 +239,9 @@ def test_metrics_answer_in_time_while_the_driver_hangs_and_recover(stack: Stack,
     assert took < 3
     assert sample(while_hung, nvml_success) == "0.0"
     assert temperature.search(while_hung), "the last good samples are served for a while"
-    assert f"{c.INFINIBAND_STATE}{{" in while_hung
+    assert f"{c.INFINIBAND_PORT_STATE_ID}{{" in while_hung
     assert f'{c.TRAINING_POSITION_STEPS}{{run="{RUN}",rank="0"}}' in while_hung
-    last_success = sample(while_hung, f'{c.COLLECTOR_LAST_SUCCESS}{{collector="nvml"}}')
+    last_success = sample(while_hung, f'{c.FLOPWATCH_COLLECTOR_LAST_SUCCESS_TIMESTAMP_SECONDS}{{collector="nvml"}}')
     assert last_success is not None
     wait_for(
         "the end of the stale samples",
@@ -267,14 +267,14 @@ def test_killing_the_exporter_loses_no_ledger_second_and_does_not_disturb_the_jo
     for _ in range(10):  # the page of one scrape may come late; seconds that were lost would be missing from each
         at = wait_for("the ledger after the restart", later, 30, stack)
         books = stack.prometheus.value(
-            f'sum({c.RUN_SECONDS}{{run="{RUN}",bucket!="queue"}}) + sum({c.RUN_OPEN_SECONDS}{{run="{RUN}"}})', at
+            f'sum({c.RUN_SECONDS_TOTAL}{{run="{RUN}",bucket!="queue"}}) + sum({c.RUN_OPEN_SECONDS}{{run="{RUN}"}})', at
         )
         assert books is not None
         if books == pytest.approx(at - started, rel=0.005):
             break
     report(f"exporter killed: wall less buckets and open {at - started - books:+.2f} s of {at - started:.0f} s")
     assert books == pytest.approx(at - started, rel=0.005)
-    assert stack.prometheus.value(f'{c.RUN_SECONDS}{{run="{RUN}",bucket="down"}}') == 0, "the job was never down"
+    assert stack.prometheus.value(f'{c.RUN_SECONDS_TOTAL}{{run="{RUN}",bucket="down"}}') == 0, "the job was never down"
     assert len(log(stack).of("start")) == 1
     assert log(stack).step > step
 
@@ -318,7 +318,9 @@ def test_goodput_after_a_killed_rank_is_what_the_jobs_log_says(stack: Stack, rep
     )
 
     truth = log(stack).booked()
-    seconds = {labels["bucket"]: value for labels, value in stack.prometheus.query(f'{c.RUN_SECONDS}{{run="{RUN}"}}')}
+    seconds = {
+        labels["bucket"]: value for labels, value in stack.prometheus.query(f'{c.RUN_SECONDS_TOTAL}{{run="{RUN}"}}')
+    }
     opened = stack.prometheus.value(f'{c.RUN_OPEN_SECONDS}{{run="{RUN}"}}') or 0.0
     true_goodput = truth["productive"] / truth["wall"]
     report(f"goodput: ledger {goodput:.4f}, job's log {true_goodput:.4f}")
@@ -326,7 +328,7 @@ def test_goodput_after_a_killed_rank_is_what_the_jobs_log_says(stack: Stack, rep
     wall = sum(seconds.values()) - seconds["queue"] + opened
     report(f"wall: buckets + open {wall:.2f} s, job's log {truth['wall']:.2f} s")
     report(f"buckets: { {bucket: round(value, 1) for bucket, value in seconds.items() if value} }")
-    retained = stack.prometheus.value(f'{c.RUN_MODEL_FLOPS}{{run="{RUN}"}}')
+    retained = stack.prometheus.value(f'{c.RUN_RETAINED_FLOPS_TOTAL}{{run="{RUN}"}}')
     work_done_once = log(stack).step * log(stack).of("start")[0]["tokens_per_step"] * FLOPS_PER_TOKEN
     report(f"retained model FLOPs: ledger {retained:.4e}, job's log {work_done_once:.4e}")
     assert retained == pytest.approx(work_done_once, rel=0.02)

@@ -20,11 +20,11 @@ LATE = 8 * STRAGGLER[0] + STRAGGLER[1]
 # A hook tells these only where there is something to tell, or with a source that the simulation has not.
 NOT_TOLD = {
     m.TRAINING_MFU_UNAVAILABLE,
-    m.TRAINING_STANDSTILL_INFO,
+    m.TRAINING_STUCK_FRAME_INFO,
     m.TRAINING_POSITION_TOKENS,
-    m.TRAINING_SAMPLES,
-    m.TRAINING_CHECKPOINT_BACKGROUND_SECONDS,
-    m.TRAINING_BACKWARDS_WITHOUT_STEP,
+    m.TRAINING_SAMPLES_TOTAL,
+    m.TRAINING_CHECKPOINT_BACKGROUND_SECONDS_TOTAL,
+    m.TRAINING_DISCARDED_BACKWARD_TOTAL,
 }
 
 
@@ -67,9 +67,9 @@ def test_every_rank_tells_what_a_hook_does(told: dict[str, list[tuple[int, Line]
 
 
 def test_the_late_rank_waits_least_and_costs_every_rank_the_same_time(told: dict[str, list[tuple[int, Line]]]) -> None:
-    waits = of(told, m.TRAINING_COLLECTIVE_WAIT, "llama-70b")
+    waits = of(told, m.TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL, "llama-70b")
     assert min(waits, key=waits.__getitem__) == LATE
-    steps = of(told, m.TRAINING_MEASURED_STEP_SECONDS, "llama-70b")
+    steps = of(told, m.TRAINING_MEASURED_STEP_SECONDS_TOTAL, "llama-70b")
     assert len(set(steps.values())) == 1
     others = sorted(waits.values())[len(waits) // 2]
     # From the fault on, each step is 1.3 times as long, and the others wait for what is beyond the usual.
@@ -78,7 +78,8 @@ def test_the_late_rank_waits_least_and_costs_every_rank_the_same_time(told: dict
 
 def test_a_run_s_mfu_is_the_one_that_was_asked_for(told: dict[str, list[tuple[int, Line]]]) -> None:
     model, capacity = (
-        sum(of(told, row, "ablation-4").values()) for row in (m.TRAINING_MODEL_FLOPS, m.TRAINING_CAPACITY_FLOPS)
+        sum(of(told, row, "ablation-4").values())
+        for row in (m.TRAINING_MODEL_FLOPS_TOTAL, m.TRAINING_CAPACITY_FLOPS_TOTAL)
     )
     assert model / capacity == pytest.approx(0.31, rel=0.05)
 

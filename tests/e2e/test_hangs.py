@@ -94,8 +94,8 @@ def test_a_hang_is_told_and_the_rank_that_did_not_come_is_named(kind: str, stack
 
 
 def test_the_line_at_which_a_rank_stands_and_a_process_that_is_stopped_are_told(stack: Stack, jobs: None) -> None:
-    looping = f'{c.TRAINING_STANDSTILL_INFO}{{run="endless_loop",rank="{CULPRIT}"}}'
-    waiting = f'{c.TRAINING_STANDSTILL_INFO}{{run="endless_loop",rank!="{CULPRIT}"}}'
+    looping = f'{c.TRAINING_STUCK_FRAME_INFO}{{run="endless_loop",rank="{CULPRIT}"}}'
+    waiting = f'{c.TRAINING_STUCK_FRAME_INFO}{{run="endless_loop",rank!="{CULPRIT}"}}'
     stopped = f'{recording.SIGN}{{run="stopped",sign="blocked"}}'
     deadline = time.monotonic() + 300  # a hang of 15 s shows the line, one of 2 s the state
     while not all(stack.prometheus.query(expr) for expr in (looping, stopped, f"count({waiting}) == 3")):
@@ -117,12 +117,12 @@ def test_a_job_that_saves_or_is_well_is_not_called_hanging(kind: str, stack: Sta
     def saving(kind: str) -> float:
         """Return for how many seconds a job has been saving, by what Prometheus has."""
         of = f'run="{kind}",rank="0",activity="checkpoint_save"'
-        return stack.prometheus.value(f"{c.TRAINING_ACTIVITY_SECONDS}{{{of}}}") or 0.0
+        return stack.prometheus.value(f"{c.TRAINING_ACTIVITY_SECONDS_TOTAL}{{{of}}}") or 0.0
 
     # Both have been as they are for longer than a hang lasts before it is told, and the steps before are out of sight.
     until(lambda: saving("saving") > 14)
     assert (saving(kind) > 0) == (kind == "saving")
-    steps = stack.prometheus.value(f"increase({c.TRAINING_STEPS}{{{rank}}}[8s])")
+    steps = stack.prometheus.value(f"increase({c.TRAINING_STEPS_TOTAL}{{{rank}}}[8s])")
     assert steps is not None
     assert (steps > 0) == (kind == "healthy")
     assert hanging(stack, kind) == []

@@ -47,7 +47,7 @@ def test_a_job_has_an_mfu_and_an_xid_pages_with_the_gpu_in_it(tmp_path: Path) ->
         )
         assert 0 < mfu < 1
         position = wait_for(
-            "the ledger", lambda: stack.prometheus.value(f'{m.RUN_POSITION_STEPS}{{run="{RUN}"}}'), stack
+            "the ledger", lambda: stack.prometheus.value(f'{m.RUN_HIGH_WATER_STEPS}{{run="{RUN}"}}'), stack
         )
         assert position >= 1
         stack.control(stop=True)

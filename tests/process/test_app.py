@@ -86,7 +86,7 @@ def test_a_hung_driver_holds_up_neither_health_nor_pushes() -> None:
 
 def test_200_scrapes_at_the_same_time_get_one_answer_that_cost_the_driver_one_read() -> None:
     with running() as node:
-        node.gpus.samples = [(m.GPU_POWER, (str(gpu), f"GPU-{gpu}"), gpu) for gpu in range(2000)]
+        node.gpus.samples = [(m.GPU_POWER_WATTS, (str(gpu), f"GPU-{gpu}"), gpu) for gpu in range(2000)]
         answers: list[tuple[int, dict[str, str], bytes]] = []
         began = time.monotonic()
         threads = [threading.Thread(target=lambda: answers.append(node.get("/metrics"))) for _ in range(200)]
@@ -106,7 +106,7 @@ def test_a_reader_that_takes_next_to_nothing_is_cut_off_and_delays_nobody(
 ) -> None:
     monkeypatch.setattr("flopwatch.http.server.RESPONSE_TIMEOUT", 2.5)
     with running(send_buffer=4096) as node, socket.socket() as slow:
-        node.gpus.samples = [(m.GPU_POWER, (str(gpu), "x" * 1000), gpu) for gpu in range(40)]
+        node.gpus.samples = [(m.GPU_POWER_WATTS, (str(gpu), "x" * 1000), gpu) for gpu in range(40)]
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.connect(("127.0.0.1", node.metrics))
         slow.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")

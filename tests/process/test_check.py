@@ -120,7 +120,7 @@ def test_a_machine_with_nothing_to_judge_is_not_called_ok(tmp_path: Path) -> Non
     assert not (tmp_path / "state").exists()
 
 
-BROKEN = h100() | {(m.GPU_PRESENT, gpu(3)): 0, (m.GPU_PCIE_WIDTH, gpu(1)): 8}
+BROKEN = h100() | {(m.GPU_PRESENT, gpu(3)): 0, (m.GPU_PCIE_WIDTH_LANES, gpu(1)): 8}
 
 
 def test_what_an_exporter_says_is_what_it_was_told() -> None:
@@ -220,8 +220,8 @@ def test_a_bad_or_empty_node_is_not_learnt_unless_forced(tmp_path: Path) -> None
 
 
 def test_two_looks_are_taken_when_asked_for(tmp_path: Path) -> None:
-    down = h100() | {(m.INFINIBAND_STATE, port(3)): 1}
-    errors = h100() | {(m.INFINIBAND_SYMBOL_ERRORS, port(3)): 9}
+    down = h100() | {(m.INFINIBAND_PORT_STATE_ID, port(3)): 1}
+    errors = h100() | {(m.INFINIBAND_SYMBOL_ERRORS_TOTAL, port(3)): 9}
     with exporter(down, h100()) as url:
         assert flopwatch("--url", url, "--state", tmp_path, "--seconds", "0.1") == (
             0,

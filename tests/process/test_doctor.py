@@ -87,7 +87,7 @@ def test_on_a_healthy_node_everything_is_read_and_owned(node: SimulatedNode) -> 
     assert set(gpu.families) == {"nvml", "xid", "identity"}
     assert [owner["source"] for owner in gpu.owners] == ["slurm"]
     assert gpu.missing[MIG][0] == m.GPU_MIG_INFO.name
-    assert m.GPU_MODULE_POWER.name in gpu.missing[CARD]
+    assert m.GPU_MODULE_POWER_WATTS.name in gpu.missing[CARD]
     assert not {PERMISSION, OLD, KERNEL_LOG} & gpu.missing.keys()
     rows = {row.name for row in m.all_metrics() if row.labels[:2] == m.GPU}
     assert {name for names in gpu.missing.values() for name in names} < rows
@@ -423,24 +423,24 @@ def test_many_names_are_told_in_few_words() -> None:
 @pytest.mark.parametrize(
     ("row", "answers", "reason"),
     [
-        (m.GPU_MEMORY_TEMPERATURE, {"field 82": [3]}, CARD),
-        (m.GPU_SRAM_THRESHOLD, {"nvmlDeviceGetSramEccErrorStatus": [4]}, PERMISSION),
-        (m.GPU_TEMPERATURE_MARGIN, {"nvmlDeviceGetMarginTemperature": [13]}, OLD),
-        (m.GPU_TEMPERATURE_MARGIN, {}, OLD),  # the library lacks it
-        (m.GPU_TEMPERATURE_MARGIN, {"nvmlDeviceGetMarginTemperature": [3]}, CARD),  # DCGM asks NVML, too
+        (m.GPU_MEMORY_TEMPERATURE_CELSIUS, {"field 82": [3]}, CARD),
+        (m.GPU_SRAM_ERROR_THRESHOLD_EXCEEDED, {"nvmlDeviceGetSramEccErrorStatus": [4]}, PERMISSION),
+        (m.GPU_TEMPERATURE_MARGIN_CELSIUS, {"nvmlDeviceGetMarginTemperature": [13]}, OLD),
+        (m.GPU_TEMPERATURE_MARGIN_CELSIUS, {}, OLD),  # the library lacks it
+        (m.GPU_TEMPERATURE_MARGIN_CELSIUS, {"nvmlDeviceGetMarginTemperature": [3]}, CARD),  # DCGM asks NVML, too
         (m.GPU_CHASSIS_INFO, {}, DCGM),
-        (m.GPU_TENSOR_ACTIVE, {}, DCGM),
-        (m.GPU_TENSOR_ACTIVE, {"metric 5": [3]}, DCGM),
-        (m.GPU_TENSOR_ACTIVE, {"metric 5": [13]}, OLD),
-        (m.GPU_TENSOR_ACTIVE, {"metric 5": [0]}, QUIET),
+        (m.GPU_TENSOR_ACTIVE_SECONDS_TOTAL, {}, DCGM),
+        (m.GPU_TENSOR_ACTIVE_SECONDS_TOTAL, {"metric 5": [3]}, DCGM),
+        (m.GPU_TENSOR_ACTIVE_SECONDS_TOTAL, {"metric 5": [13]}, OLD),
+        (m.GPU_TENSOR_ACTIVE_SECONDS_TOTAL, {"metric 5": [0]}, QUIET),
         (m.GPU_PROCESSES, {"nvmlDeviceGetComputeRunningProcesses_v3": [0]}, QUIET),
-        (m.GPU_ECC_LOCATION_ERRORS, {}, QUIET),
-        (m.NVLINK_TRANSMIT_RAW, {"field 91": [0], "field 140": [3]}, DCGM),
-        (m.NVLINK_TRANSMIT_RAW, {"field 91": [3]}, CARD),
-        (m.NVLINK_LINK_ERRORS, {"field 91": [3]}, CARD),
-        (m.NVLINK_LINK_ERRORS, {"field 91": [0]}, QUIET),
+        (m.GPU_ECC_LOCATION_ERRORS_TOTAL, {}, QUIET),
+        (m.NVLINK_TRANSMIT_RAW_BYTES_TOTAL, {"field 91": [0], "field 140": [3]}, DCGM),
+        (m.NVLINK_TRANSMIT_RAW_BYTES_TOTAL, {"field 91": [3]}, CARD),
+        (m.NVLINK_LINK_ERRORS_TOTAL, {"field 91": [3]}, CARD),
+        (m.NVLINK_LINK_ERRORS_TOTAL, {"field 91": [0]}, QUIET),
         (m.GPU_MIG_INFO, {}, MIG),
-        (m.GPU_XID_LAST, {}, KERNEL_LOG),
+        (m.GPU_XID_LAST_TIMESTAMP_SECONDS, {}, KERNEL_LOG),
     ],
 )
 def test_why_a_gpu_has_no_series_is_what_its_driver_answered(
@@ -451,11 +451,15 @@ def test_why_a_gpu_has_no_series_is_what_its_driver_answered(
 
 
 def test_the_sources_of_the_catalogue_name_what_nvml_is_asked() -> None:
-    assert _asked(m.GPU_TEMPERATURE_LIMIT_MARGIN).questions == [f"field {field}" for field in (193, 194, 195, 196)]
-    assert _asked(m.GPU_MODULE_POWER).questions == ["field 186"]
-    assert _asked(m.GPU_PIPE_ACTIVE).questions == [f"metric {metric}" for metric in (4, 7, 8, 9, 11, 12, 13)]
-    assert _asked(m.GPU_PIPE_ACTIVE).dcgm
-    assert _asked(m.GPU_REMAPPED_ROWS).functions == ["nvmlDeviceGetRemappedRows"]
+    assert _asked(m.GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS).questions == [
+        f"field {field}" for field in (193, 194, 195, 196)
+    ]
+    assert _asked(m.GPU_MODULE_POWER_WATTS).questions == ["field 186"]
+    assert _asked(m.GPU_PIPE_ACTIVE_SECONDS_TOTAL).questions == [
+        f"metric {metric}" for metric in (4, 7, 8, 9, 11, 12, 13)
+    ]
+    assert _asked(m.GPU_PIPE_ACTIVE_SECONDS_TOTAL).dcgm
+    assert _asked(m.GPU_REMAPPED_ROWS_TOTAL).functions == ["nvmlDeviceGetRemappedRows"]
 
 
 def test_a_privilege_is_in_force_or_says_what_is_in_its_way(tmp_path: Path) -> None:

@@ -256,7 +256,10 @@ def restarted(node: Node, later: float = 20.0) -> Node:
 
 
 def link(state: float, downed: float) -> list[Sample]:
-    return [(m.INFINIBAND_STATE, ("mlx5_0", "1"), state), (m.INFINIBAND_LINK_DOWNED, ("mlx5_0", "1"), downed)]
+    return [
+        (m.INFINIBAND_PORT_STATE_ID, ("mlx5_0", "1"), state),
+        (m.INFINIBAND_LINK_DOWNED_TOTAL, ("mlx5_0", "1"), downed),
+    ]
 
 
 def told(records: list[Record]) -> list[tuple[str, str]]:
@@ -345,7 +348,10 @@ def test_evidence_on_disk_is_bounded_and_the_newest_stays_and_the_last_word(tmp_
     before = cut_off(node, status="failed", ended_by="KeyError")
     for one, first in ((node, 101), (before, 1)):
         one.evidence_log.observe(
-            [(m.GPU_XID_LAST, ("3", "GPU-a", str(code)), node.now - code) for code in range(first, first + 100)]
+            [
+                (m.GPU_XID_LAST_TIMESTAMP_SECONDS, ("3", "GPU-a", str(code)), node.now - code)
+                for code in range(first, first + 100)
+            ]
         )
         passed_on(one, Remote("http://127.0.0.1:1", None, tmp_path, Outcomes(CollectorRegistry())))
     [[record]] = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
@@ -367,7 +373,7 @@ def test_a_ledger_that_has_the_last_word_takes_only_evidence_from_what_was_writt
         found = [
             (row, labels, value)
             for row, labels, value in ledger.ask(1).samples
-            if row in (m.RUN_STATE, m.RUN_INCIDENTS) and value
+            if row in (m.RUN_STATE, m.RUN_INCIDENTS_TOTAL) and value
         ]
         assert found == [(m.RUN_STATE, ("", "lm", "completed"), 1.0)]
         ledger.close()

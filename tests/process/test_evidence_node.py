@@ -412,7 +412,9 @@ def test_the_last_eight_victims_are_remembered_across_a_restart(tmp_path: Path) 
 
     def victims() -> dict[str, float]:
         collector = Xid(kmsg, tmp_path / "gpus.json", state, booted=lambda: START, clock=lambda: START + 100)
-        found = {labels[0]: value for row, labels, value in collector.read() if row is m.NODE_OOM_KILLED}
+        found = {
+            labels[0]: value for row, labels, value in collector.read() if row is m.HOST_OOM_KILLED_TIMESTAMP_SECONDS
+        }
         collector.close()
         return found
 
@@ -440,42 +442,46 @@ def port(row: m.Metric, value: float) -> Sample:
     return row, PORT, value
 
 
-ACTIVE = port(m.INFINIBAND_STATE, 4)
+ACTIVE = port(m.INFINIBAND_PORT_STATE_ID, 4)
 
 
 def test_what_was_so_at_the_first_look_is_no_news() -> None:
     first = [
-        port(m.INFINIBAND_LINK_DOWNED, 7),
-        port(m.INFINIBAND_STATE, 1),
-        (m.GPU_ECC_ERRORS, ("0", "GPU-a", "uncorrected"), 3),
+        port(m.INFINIBAND_LINK_DOWNED_TOTAL, 7),
+        port(m.INFINIBAND_PORT_STATE_ID, 1),
+        (m.GPU_ECC_ERRORS_TOTAL, ("0", "GPU-a", "uncorrected"), 3),
         (m.GPU_PRESENT, ("0", "GPU-a"), 0),
         (m.GPU_ROW_REMAP_FAILURE, ("0", "GPU-a"), 1),
-        (m.NVLINK_LINK_STATE, ("0", "GPU-a", "3"), 0),
+        (m.NVLINK_LINK_STATE_ID, ("0", "GPU-a", "3"), 0),
     ]
     assert looks([], first, first) == []
 
 
 def test_a_counter_that_begins_anew_has_risen_by_what_it_says() -> None:
-    assert looks([port(m.INFINIBAND_LINK_DOWNED, 7)], [port(m.INFINIBAND_LINK_DOWNED, 2)]) == [
+    assert looks([port(m.INFINIBAND_LINK_DOWNED_TOTAL, 7)], [port(m.INFINIBAND_LINK_DOWNED_TOTAL, 2)]) == [
         {"kind": "link_down", "t": START, "count": 2, "port": "mlx5_0:1"}
     ]
 
 
 def test_a_link_down_that_three_things_tell_of_is_one() -> None:
     assert looks(
-        [ACTIVE, port(m.INFINIBAND_LINK_DOWNED, 0), port(m.INFINIBAND_CARRIER_CHANGES, 3)],
-        [port(m.INFINIBAND_STATE, 1), port(m.INFINIBAND_LINK_DOWNED, 1), port(m.INFINIBAND_CARRIER_CHANGES, 4)],
+        [ACTIVE, port(m.INFINIBAND_LINK_DOWNED_TOTAL, 0), port(m.INFINIBAND_CARRIER_CHANGES_TOTAL, 3)],
+        [
+            port(m.INFINIBAND_PORT_STATE_ID, 1),
+            port(m.INFINIBAND_LINK_DOWNED_TOTAL, 1),
+            port(m.INFINIBAND_CARRIER_CHANGES_TOTAL, 4),
+        ],
     ) == [{"kind": "link_down", "t": START, "count": 1, "port": "mlx5_0:1"}]
 
 
 def test_a_carrier_that_only_comes_back_was_not_lost_now() -> None:
-    down, up = port(m.INFINIBAND_CARRIER_CHANGES, 3), port(m.INFINIBAND_CARRIER_CHANGES, 4)
+    down, up = port(m.INFINIBAND_CARRIER_CHANGES_TOTAL, 3), port(m.INFINIBAND_CARRIER_CHANGES_TOTAL, 4)
     assert looks([down], [up]) == []
-    assert looks([down], [port(m.INFINIBAND_CARRIER_CHANGES, 5)])[0]["kind"] == "link_down"
+    assert looks([down], [port(m.INFINIBAND_CARRIER_CHANGES_TOTAL, 5)])[0]["kind"] == "link_down"
 
 
 def test_a_counter_that_is_there_from_its_first_event_on_counts_from_0_on_a_known_port() -> None:
-    corrupt = port(m.INFINIBAND_CORRUPT_PACKETS, 2)
+    corrupt = port(m.INFINIBAND_INVARIANT_CRC_ERRORS_TOTAL, 2)
     assert looks([ACTIVE], [ACTIVE, corrupt]) == [{"kind": "link_errors", "t": START, "count": 2, "port": "mlx5_0:1"}]
     assert looks([], [ACTIVE, corrupt]) == []  # the port itself is new
 
@@ -485,12 +491,12 @@ def test_a_management_port_trains_nothing() -> None:
         {"device": "mlx5_0", "port": "1", "role": "management"}.get(name, "") for name in m.INFINIBAND_INFO.labels
     )
     info = (m.INFINIBAND_INFO, labels, 1.0)
-    assert looks([info, ACTIVE], [info, port(m.INFINIBAND_STATE, 1)]) == []
+    assert looks([info, ACTIVE], [info, port(m.INFINIBAND_PORT_STATE_ID, 1)]) == []
 
 
 def test_a_gpu_whose_index_moves_is_the_same() -> None:
     def errors(index: str, count: float) -> list[Sample]:
-        return [(m.GPU_ECC_ERRORS, (index, "GPU-a", "uncorrected"), count)]
+        return [(m.GPU_ECC_ERRORS_TOTAL, (index, "GPU-a", "uncorrected"), count)]
 
     assert looks(errors("0", 3), errors("1", 3)) == []
     assert looks(errors("0", 3), errors("1", 4)) == [{"kind": "ecc", "t": START, "count": 1, "gpu": "GPU-a"}]
@@ -498,7 +504,7 @@ def test_a_gpu_whose_index_moves_is_the_same() -> None:
 
 def test_a_clock_held_back_for_a_moment_slows_nothing() -> None:
     def held(seconds: float) -> list[Sample]:
-        row = m.GPU_CLOCK_EVENT_SECONDS
+        row = m.GPU_CLOCK_EVENT_SECONDS_TOTAL
         return [(row, ("0", "GPU-a", "sw_thermal_slowdown"), seconds / row.scale)]
 
     assert looks(held(0), held(1.4)) == []
@@ -507,7 +513,7 @@ def test_a_clock_held_back_for_a_moment_slows_nothing() -> None:
 
 def test_the_kernel_logs_past_is_no_news_when_it_is_read_late() -> None:
     def events(count: float) -> list[Sample]:
-        return [(m.NODE_KERNEL_EVENTS, ("nic_health_compromised",), count)]
+        return [(m.HOST_KERNEL_EVENTS_TOTAL, ("nic_health_compromised",), count)]
 
     assert looks(events(0), events(4), every=30) == []
     assert looks(events(0), events(4), events(4), events(5), every=30) == [
@@ -519,18 +525,26 @@ def test_sxids_of_several_switches_are_one_entry_with_the_latest_time() -> None:
     samples: list[Sample] = []
     for switch, number, last in (("0000:05:00.0", 1, START - 9), ("0000:06:00.0", 4, START - 5)):
         labels = switch, "12020"
-        samples += [(m.NVLINK_SWITCH_SXID, labels, number), (m.NVLINK_SWITCH_SXID_LAST, labels, last)]
+        samples += [
+            (m.NVLINK_SWITCH_SXID_ERRORS_TOTAL, labels, number),
+            (m.NVLINK_SWITCH_SXID_LAST_TIMESTAMP_SECONDS, labels, last),
+        ]
     assert looks(samples) == [{"kind": "sxid", "t": START - 5, "count": 4, "detail": "12020"}]
 
 
 def test_samples_of_any_kind_cost_neither_the_scrape_nor_what_is_known() -> None:
     evidence_log = EvidenceLog(lambda: START)
-    evidence_log.observe([(m.GPU_XID_LAST, ("0", "GPU-a", "79"), START)])
-    evidence_log.observe([(m.GPU_XID_LAST, (), START)])
-    evidence_log.observe([(m.NODE_OOM_KILLED, ("not a pid",), START)])
+    evidence_log.observe([(m.GPU_XID_LAST_TIMESTAMP_SECONDS, ("0", "GPU-a", "79"), START)])
+    evidence_log.observe([(m.GPU_XID_LAST_TIMESTAMP_SECONDS, (), START)])
+    evidence_log.observe([(m.HOST_OOM_KILLED_TIMESTAMP_SECONDS, ("not a pid",), START)])
     evidence_log.observe([(m.GPU_PRESENT, ("0", "GPU-a"), None)])  # type: ignore[list-item]
-    evidence_log.observe([(m.GPU_XID_LAST, ("0", "GPU-a", "48"), math.nan)])
-    evidence_log.observe([(m.GPU_XID_LAST, ("0", "GPU-a", "94"), START), (m.GPU_XID, ("0", "GPU-a", "94"), math.inf)])
+    evidence_log.observe([(m.GPU_XID_LAST_TIMESTAMP_SECONDS, ("0", "GPU-a", "48"), math.nan)])
+    evidence_log.observe(
+        [
+            (m.GPU_XID_LAST_TIMESTAMP_SECONDS, ("0", "GPU-a", "94"), START),
+            (m.GPU_XID_ERRORS_TOTAL, ("0", "GPU-a", "94"), math.inf),
+        ]
+    )
     assert evidence_log.entries(None, 0, START) == [
         {"kind": "xid", "t": START, "count": 1, "gpu": "GPU-a", "detail": "79"}
     ]
@@ -538,14 +552,18 @@ def test_samples_of_any_kind_cost_neither_the_scrape_nor_what_is_known() -> None
 
 def test_what_is_remembered_and_what_is_sent_are_bounded_and_the_newest_stays() -> None:
     evidence_log = EvidenceLog(lambda: START)
-    evidence_log.observe([(m.GPU_XID_LAST, ("0", "GPU-a", str(code)), START + code) for code in range(2 * MAX_PLACES)])
+    evidence_log.observe(
+        [(m.GPU_XID_LAST_TIMESTAMP_SECONDS, ("0", "GPU-a", str(code)), START + code) for code in range(2 * MAX_PLACES)]
+    )
     assert len(evidence_log._events) == MAX_PLACES
     found = evidence_log.entries(None, 0, START * 2)
     assert [entry["detail"] for entry in found] == [str(2 * MAX_PLACES - 1 - n) for n in range(MAX_HOST_ENTRIES)]
 
 
 def test_a_record_has_room_for_the_ranks_whatever_the_node_has_seen(node: Node) -> None:
-    node.evidence_log.observe([(m.GPU_XID_LAST, ("3", GPU, str(code)), node.now - code) for code in range(100)])
+    node.evidence_log.observe(
+        [(m.GPU_XID_LAST_TIMESTAMP_SECONDS, ("3", GPU, str(code)), node.now - code) for code in range(100)]
+    )
     for rank in range(40):
         node.push(rank=rank, status="failed", ended_by="KeyError")
     [record] = node.records()
@@ -678,7 +696,9 @@ def test_the_ledger_settles_on_the_gpu_that_an_xid_after_the_crash_names(node: N
         pushed = training(10 + step, 15.0 * step, node.now, start_unix=started, attempt="a2")
         node.telemetry.receive(request(pushed))
         deliver(node, ledger)
-    incidents = {labels[-1]: value for row, labels, value in ledger.ask(1).samples if row is m.RUN_INCIDENTS and value}
+    incidents = {
+        labels[-1]: value for row, labels, value in ledger.ask(1).samples if row is m.RUN_INCIDENTS_TOTAL and value
+    }
     assert incidents == {"gpu": 1}
     ledger.close()
 

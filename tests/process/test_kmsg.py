@@ -18,7 +18,14 @@ from pathlib import Path
 
 import pytest
 
-from flopwatch.catalogue import GPU_INFO, GPU_XID, KERNEL_LOG_LOST, XID_SOURCE_UP, Metric, Sample
+from flopwatch.catalogue import (
+    FLOPWATCH_KERNEL_LOG_LOST_TOTAL,
+    FLOPWATCH_XID_SOURCE_UP,
+    GPU_INFO,
+    GPU_XID_ERRORS_TOTAL,
+    Metric,
+    Sample,
+)
 from flopwatch.node import kmsg
 from flopwatch.node.collectors import Unsupported
 from flopwatch.node.collectors.xid import Xid, kernel_log
@@ -92,7 +99,7 @@ def collector(tmp_path: Path, gpus: Path, boot_id: str = "boot1") -> Xid:
 
 
 def counted(samples: list[Sample]) -> dict[str, float]:
-    return {labels[2]: value for row, labels, value in samples if row is GPU_XID and value}
+    return {labels[2]: value for row, labels, value in samples if row is GPU_XID_ERRORS_TOTAL and value}
 
 
 def value(samples: list[Sample], wanted: Metric) -> float:
@@ -234,7 +241,7 @@ def test_the_exporter_counts_what_the_socket_brings_and_a_restart_counts_nothing
     reader = collector(tmp_path, gpus)
     samples = reader.read()
     assert counted(samples) == {"79": 1, "48": 1}
-    assert value(samples, KERNEL_LOG_LOST) == 0
+    assert value(samples, FLOPWATCH_KERNEL_LOG_LOST_TOTAL) == 0
     reader.close()
     with log.open("a") as file:
         file.write(line(8))
@@ -258,12 +265,16 @@ def test_the_exporter_reads_on_when_the_kernel_tier_comes_back(tmp_path: Path, g
     assert counted(reader.read()) == {"79": 1}
     end()
     samples = reader.read()
-    assert (counted(samples), value(samples, XID_SOURCE_UP)) == ({"79": 1}, 0)
+    assert (counted(samples), value(samples, FLOPWATCH_XID_SOURCE_UP)) == ({"79": 1}, 0)
     with log.open("a") as file:
         file.write(line(9))
     serve()
     samples = reader.read()
-    assert (counted(samples), value(samples, XID_SOURCE_UP), value(samples, KERNEL_LOG_LOST)) == ({"79": 2}, 1, 3)
+    assert (
+        counted(samples),
+        value(samples, FLOPWATCH_XID_SOURCE_UP),
+        value(samples, FLOPWATCH_KERNEL_LOG_LOST_TOTAL),
+    ) == ({"79": 2}, 1, 3)
     reader.close()
 
 
@@ -299,7 +310,7 @@ def test_a_flood_of_20_mb_costs_bounded_memory_and_no_xid(
     finally:
         tracemalloc.stop()
         reader.close()
-    assert value(reader.read(), KERNEL_LOG_LOST) == 0
+    assert value(reader.read(), FLOPWATCH_KERNEL_LOG_LOST_TOTAL) == 0
     assert peak < 6 << 20
 
 
@@ -311,7 +322,7 @@ def test_more_xids_than_anybody_fetches_are_lost_and_counted_as_such(
     serve()
     reader = collector(tmp_path, gpus)
     samples = reader.read()
-    assert (counted(samples), value(samples, KERNEL_LOG_LOST)) == ({"79": 100}, 30)
+    assert (counted(samples), value(samples, FLOPWATCH_KERNEL_LOG_LOST_TOTAL)) == ({"79": 100}, 30)
     reader.close()
 
 

@@ -192,7 +192,7 @@ def test_a_file_of_the_first_format_is_taken_over_with_all_it_holds(tmp_path: Pa
     with closing(Store(path, new_for=60, clock=lambda: NOW + 10)) as store:
         assert known(store.summary()) == known(told(records))
         # A run that was there before is not new.
-        assert max(value for row, _, value in store.families(NOW + 10) if row is m.RUN_SECONDS) == 2750
+        assert max(value for row, _, value in store.families(NOW + 10) if row is m.RUN_SECONDS_TOTAL) == 2750
         store.apply(history("crash_and_move")[300:])
         store.apply(history("crash_loop")[7:])
     with closing(Store(path, clock=lambda: NOW)) as store:
@@ -334,7 +334,7 @@ def test_a_new_run_is_served_at_0_for_a_minute_once(tmp_path: Path) -> None:
     def productive(store: Store, now: float) -> set[float]:
         samples = store.families(now)
         assert {row.name for row, _, _ in samples} == {row.name for row, _, _ in store.families(NOW + 1e4)}
-        return {value for row, labels, value in samples if row is m.RUN_SECONDS and labels[2] == "productive"}
+        return {value for row, labels, value in samples if row is m.RUN_SECONDS_TOTAL and labels[2] == "productive"}
 
     with closing(Store(path, new_for=60, clock=lambda: clock[0])) as store:
         store.apply(history("crash_and_move"))

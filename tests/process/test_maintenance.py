@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flopwatch.catalogue import NODE_MAINTENANCE_UNTIL
+from flopwatch.catalogue import HOST_MAINTENANCE_UNTIL_TIMESTAMP_SECONDS
 from flopwatch.node.maintenance import MAX_DURATION, Maintenance, duration, end, until
 from tests.support.exporter_process import exporter, flopwatch_command
 
@@ -46,7 +46,7 @@ def test_a_length_has_a_unit() -> None:
 def test_an_end_is_served_until_a_day_after_it(tmp_path: Path) -> None:
     def served(now: float) -> list[float]:
         samples = Maintenance(tmp_path, "node-7", lambda: now).samples()
-        assert all(sample[:2] == (NODE_MAINTENANCE_UNTIL, ("node-7",)) for sample in samples)
+        assert all(sample[:2] == (HOST_MAINTENANCE_UNTIL_TIMESTAMP_SECONDS, ("node-7",)) for sample in samples)
         return [value for _, _, value in samples]
 
     assert served(NOW) == []

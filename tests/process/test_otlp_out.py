@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import pytest
 
 from demo.servers import victoria_metrics
-from flopwatch.catalogue import TRAINING_STEP_DURATION, Metric, all_metrics
+from flopwatch.catalogue import TRAINING_STEP_DURATION_SECONDS, Metric, all_metrics
 from flopwatch.training.push.otlp import Undelivered, Wire
 from flopwatch.training.recorder import Snapshot
 from flopwatch.training.totals import DURATION_BOUNDS
@@ -172,7 +172,9 @@ def test_every_training_family_arrives_under_its_own_name_and_labels(backend: Ba
     eventually(lambda: backend.series(run), expected)
     # Two cumulative snapshots are one counter, not their sum.
     assert backend.query(f'training_tokens_total{{run="{run}"}}')[0][1] == 2
-    count, total = (backend.query(f'{TRAINING_STEP_DURATION}_{part}{{run="{run}"}}')[0][1] for part in ("count", "sum"))
+    count, total = (
+        backend.query(f'{TRAINING_STEP_DURATION_SECONDS}_{part}{{run="{run}"}}')[0][1] for part in ("count", "sum")
+    )
     assert (count, total) == (len(DURATION_BOUNDS) + 1, 9.5)
 
 
@@ -195,7 +197,7 @@ run.finish()
     )
     assert answer.stderr == ""
     rows = {row.name: row for row in TRAINING}
-    expected = exposed(TRAINING_STEP_DURATION, {"run": "llama"})
+    expected = exposed(TRAINING_STEP_DURATION_SECONDS, {"run": "llama"})
     for name, labels in json.loads(answer.stdout):
         whose = {key: text for key, text in {"run": "llama", "rank": "0"}.items() if key in rows[name].labels}
         expected |= exposed(rows[name], {**whose, **labels})

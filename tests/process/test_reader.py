@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from flopwatch.catalogue import GPU_POWER, GPU_PRESENT
+from flopwatch.catalogue import GPU_POWER_WATTS, GPU_PRESENT
 from flopwatch.node.collectors import infiniband
 from flopwatch.node.scrape.reader import RESIDENT_LIMIT, Reader, Reading, Spec, hardware, host_sources
 from flopwatch.settings import ExporterSettings
@@ -170,7 +170,7 @@ def test_a_hung_driver_call_costs_its_source_and_recovers_by_itself(
     node.hang(None)
     recovered = readers["nvml"].ask(LONG)
     assert recovered.ok
-    assert len([1 for row, _, _ in recovered.samples if row is GPU_POWER]) == 8
+    assert len([1 for row, _, _ in recovered.samples if row is GPU_POWER_WATTS]) == 8
 
 
 def test_an_answer_that_came_after_its_deadline_is_replaced_by_a_new_one(

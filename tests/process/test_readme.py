@@ -55,8 +55,8 @@ def test_the_training_loop_runs_and_counts_what_it_says(monkeypatch: pytest.Monk
     assert saved == [1500]
     assert points[c.TRAINING_POSITION_STEPS] == [({}, 1501.0)]
     assert points[c.TRAINING_COMMITTED_STEPS] == [({}, 1500.0)]
-    assert points[c.TRAINING_MODEL_FLOPS] == [({}, pytest.approx(501 * 8192 * 51.5e9))]
-    assert points[c.TRAINING_HOOK_ERRORS] == [({}, 0.0)]
+    assert points[c.TRAINING_MODEL_FLOPS_TOTAL] == [({}, pytest.approx(501 * 8192 * 51.5e9))]
+    assert points[c.TRAINING_HOOK_ERRORS_TOTAL] == [({}, 0.0)]
 
 
 def test_every_flopwatch_command_is_accepted_by_the_command_line() -> None:

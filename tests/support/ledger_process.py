@@ -57,7 +57,7 @@ class Ledger:
             sample.labels["bucket"]: sample.value
             for family in parse_text(self.ask("GET", "/metrics")[1])
             for sample in family.samples
-            if sample.name == m.RUN_SECONDS.name and sample.labels["run"] == run
+            if sample.name == m.RUN_SECONDS_TOTAL.name and sample.labels["run"] == run
         }
 
 

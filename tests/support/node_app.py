@@ -35,7 +35,7 @@ class Gpus:
         self.deadlines: list[float] = []
         self.hanging = False
         self.released = threading.Event()
-        self.samples: list[Sample] = [(m.GPU_POWER, ("0", "GPU-a"), 310_500)]
+        self.samples: list[Sample] = [(m.GPU_POWER_WATTS, ("0", "GPU-a"), 310_500)]
 
     def ask(self, deadline: float) -> Reading:
         self.deadlines.append(deadline)

@@ -97,7 +97,7 @@ def whole_world(base: float) -> World:
     world = World()
     ledger_world(world, base)
     for tenant in ("one", "two"):
-        world.add(m.RUN_START.name, {"run": "shared", "tenant": tenant}, base, base + 60)
+        world.add(m.RUN_START_TIMESTAMP_SECONDS.name, {"run": "shared", "tenant": tenant}, base, base + 60)
     for step in range(600 // 15, 8490 // 15):
         at = base + 15 * step
         for rank in range(8):
@@ -117,7 +117,7 @@ def whole_world(base: float) -> World:
             world.add(queries.LEADER, {"run": "r", "rank": "5"}, 0.2, at)
         for node in range(3):
             port = {"device": "mlx5_0", "port": "1", "instance": f"10.0.0.{node}:9450"}
-            world.add(m.INFINIBAND_SYMBOL_ERRORS.name, port, node * step, at)
+            world.add(m.INFINIBAND_SYMBOL_ERRORS_TOTAL.name, port, node * step, at)
             world.add(m.INFINIBAND_INFO.name, {**port, "host": f"node-{node}"}, 1, at)
         if 2700 <= 15 * step < 3300:
             world.add(

@@ -86,7 +86,7 @@ def main() -> dict[str, list[float]]:
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    from flopwatch.catalogue import TRAINING_COLLECTIVE_WAIT, TRAINING_MEASURED_STEP_SECONDS
+    from flopwatch.catalogue import TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL, TRAINING_MEASURED_STEP_SECONDS_TOTAL
     from flopwatch.training import Run
 
     dist.init_process_group("gloo")
@@ -107,7 +107,9 @@ def main() -> dict[str, list[float]]:
 
         def totals() -> tuple[float, float]:
             points = run.snapshot().points
-            return points[TRAINING_COLLECTIVE_WAIT][0][1], points[TRAINING_MEASURED_STEP_SECONDS][0][1]
+            return points[TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL][0][1], points[TRAINING_MEASURED_STEP_SECONDS_TOTAL][
+                0
+            ][1]
 
         shares, then, began = [], (0.0, 0.0), 0.0
         loader = iter(run.batches(batches()))

@@ -209,10 +209,10 @@ def main() -> Iterator[tuple[str, Any]]:
 
         return {
             "losses": losses,
-            "wait": total(catalogue.TRAINING_COLLECTIVE_WAIT),
-            "steps": total(catalogue.TRAINING_MEASURED_STEPS),
-            "errors": total(catalogue.TRAINING_HOOK_ERRORS),
-            "seconds": total(catalogue.TRAINING_MEASURED_STEP_SECONDS),
+            "wait": total(catalogue.TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL),
+            "steps": total(catalogue.TRAINING_MEASURED_STEPS_TOTAL),
+            "errors": total(catalogue.TRAINING_HOOK_ERRORS_TOTAL),
+            "seconds": total(catalogue.TRAINING_MEASURED_STEP_SECONDS_TOTAL),
             "late": late,
         }
 

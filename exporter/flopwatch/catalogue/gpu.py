@@ -45,7 +45,7 @@ GPU_DRIVER_LOADED = gauge(
     (),
     "nvmlReturn_t of nvmlInit, /proc/driver/nvidia/version",
 )
-GPU_RECOVERY_ACTION = gauge(
+GPU_RECOVERY_ACTION_ID = gauge(
     "gpu_recovery_action_id",
     "Action the driver asks for: 0 nothing, 1 reset the GPU, 2 reboot the host, 3 drain the peers, 4 drain and "
     "reset, 5 recover IMEX, 6 reset the bus, 7 reboot the system.",
@@ -71,7 +71,7 @@ GPU_CHASSIS_INFO = info(
 
 # How busy.
 
-GPU_UTILIZATION = gauge(
+GPU_UTILIZATION_RATIO = gauge(
     "gpu_utilization_ratio",
     "Share of the driver's last sampling window (1/6 to 1 s) in which a kernel was resident. Shows busy, not "
     "efficient.",
@@ -79,66 +79,66 @@ GPU_UTILIZATION = gauge(
     "nvmlDeviceGetUtilizationRates gpu",
     scale=0.01,
 )
-GPU_COPY_UTILIZATION = gauge(
+GPU_MEMORY_COPY_UTILIZATION_RATIO = gauge(
     "gpu_memory_copy_utilization_ratio",
     "Share of the same window in which device memory was read or written.",
     GPU,
     "nvmlDeviceGetUtilizationRates memory",
     scale=0.01,
 )
-GPU_ENCODER_UTILIZATION = gauge(
+GPU_ENCODER_UTILIZATION_RATIO = gauge(
     "gpu_encoder_utilization_ratio",
     "Share of time the video encoder was busy.",
     GPU,
     "nvmlDeviceGetEncoderUtilization",
     scale=0.01,
 )
-GPU_DECODER_UTILIZATION = gauge(
+GPU_DECODER_UTILIZATION_RATIO = gauge(
     "gpu_decoder_utilization_ratio",
     "Share of time the video decoder was busy.",
     GPU,
     "nvmlDeviceGetDecoderUtilization",
     scale=0.01,
 )
-GPU_PROFILED_SECONDS = counter(
+GPU_PROFILED_SECONDS_TOTAL = counter(
     "gpu_profiled_seconds_total",
     "Time covered by the activity counters below. Constant while a profiler holds the hardware counters. Divide "
     "their rate by its rate.",
     GPU,
     "GPM sample interval; DCGM profiling fields",
 )
-GPU_GRAPHICS_ACTIVE = counter(
+GPU_GRAPHICS_ACTIVE_SECONDS_TOTAL = counter(
     "gpu_graphics_active_seconds_total",
     "Time any part of the graphics or compute engine was active.",
     GPU,
     "GPM metric 1, DCGM field 1001",
 )
-GPU_SM_ACTIVE = counter(
+GPU_SM_ACTIVE_SECONDS_TOTAL = counter(
     "gpu_sm_active_seconds_total",
     "Time a streaming multiprocessor had a warp resident, mean over all of them.",
     GPU,
     "GPM metric 2, DCGM field 1002",
 )
-GPU_SM_OCCUPANCY = counter(
+GPU_SM_OCCUPANCY_SECONDS_TOTAL = counter(
     "gpu_sm_occupancy_seconds_total",
     "Resident warps relative to the maximum, integrated over time.",
     GPU,
     "GPM metric 3, DCGM field 1003",
 )
-GPU_TENSOR_ACTIVE = counter(
+GPU_TENSOR_ACTIVE_SECONDS_TOTAL = counter(
     "gpu_tensor_active_seconds_total",
     "Time the tensor cores were issuing, mean over all of them. The basis of MFU.",
     GPU,
     "GPM metric 5, DCGM field 1004",
 )
-GPU_PIPE_ACTIVE = counter(
+GPU_PIPE_ACTIVE_SECONDS_TOTAL = counter(
     "gpu_pipe_active_seconds_total",
     "Time one kind of pipe was issuing: integer, fp64, fp32, fp16, tensor_dmma, tensor_hmma, tensor_imma. Absent for "
     "pipes that were never in use.",
     (*GPU, "pipe"),
     "GPM metrics 4, 7-9, 11-13; DCGM fields 1006-1008, 1013-1016",
 )
-GPU_DRAM_ACTIVE = counter(
+GPU_DRAM_ACTIVE_SECONDS_TOTAL = counter(
     "gpu_dram_active_seconds_total",
     "Share of the device memory's bandwidth in use, integrated over time.",
     GPU,
@@ -150,7 +150,7 @@ GPU_PROCESSES = gauge(
     (*GPU, "owner"),
     "nvmlDeviceGetComputeRunningProcesses_v3, /proc/PID/cgroup",
 )
-GPU_PROCESS_MEMORY = gauge(
+GPU_PROCESS_MEMORY_BYTES = gauge(
     "gpu_process_memory_bytes",
     "Device memory held by an owner's processes.",
     (*GPU, "owner"),
@@ -159,88 +159,90 @@ GPU_PROCESS_MEMORY = gauge(
 
 # Memory.
 
-GPU_MEMORY_USED = gauge("gpu_memory_used_bytes", "Device memory allocated.", GPU, "nvmlDeviceGetMemoryInfo v2 used")
-GPU_MEMORY_TOTAL = gauge(
+GPU_MEMORY_USED_BYTES = gauge(
+    "gpu_memory_used_bytes", "Device memory allocated.", GPU, "nvmlDeviceGetMemoryInfo v2 used"
+)
+GPU_MEMORY_TOTAL_BYTES = gauge(
     "gpu_memory_total_bytes",
     "Device memory installed, including the driver's reserve.",
     GPU,
     "nvmlDeviceGetMemoryInfo v2 total",
 )
-GPU_MEMORY_RESERVED = gauge(
+GPU_MEMORY_RESERVED_BYTES = gauge(
     "gpu_memory_reserved_bytes",
     "Device memory the driver keeps for itself.",
     GPU,
     "nvmlDeviceGetMemoryInfo v2 reserved",
 )
-GPU_BAR1_USED = gauge(
+GPU_BAR1_USED_BYTES = gauge(
     "gpu_bar1_used_bytes", "Part of the PCIe window (BAR1) in use.", GPU, "nvmlDeviceGetBAR1MemoryInfo used"
 )
-GPU_BAR1_TOTAL = gauge(
+GPU_BAR1_TOTAL_BYTES = gauge(
     "gpu_bar1_total_bytes", "Size of the PCIe window (BAR1).", GPU, "nvmlDeviceGetBAR1MemoryInfo total"
 )
 
 # Temperature and power.
 
-GPU_TEMPERATURE = gauge(
+GPU_TEMPERATURE_CELSIUS = gauge(
     "gpu_temperature_celsius",
     "Temperature of the GPU die.",
     GPU,
     "nvmlDeviceGetTemperatureV, nvmlDeviceGetTemperature",
     key=True,
 )
-GPU_MEMORY_TEMPERATURE = gauge(
+GPU_MEMORY_TEMPERATURE_CELSIUS = gauge(
     "gpu_memory_temperature_celsius", "Temperature of the device memory (HBM boards only).", GPU, "NVML field 82"
 )
-GPU_TEMPERATURE_MARGIN = gauge(
+GPU_TEMPERATURE_MARGIN_CELSIUS = gauge(
     "gpu_temperature_margin_celsius",
     "Degrees left to the hottest permitted part. At or below gpu_temperature_limit_margin_celsius the limit acts.",
     GPU,
     "nvmlDeviceGetMarginTemperature, DCGM field 153",
 )
-GPU_TEMPERATURE_LIMIT_MARGIN = gauge(
+GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS = gauge(
     "gpu_temperature_limit_margin_celsius",
     "Margin at which a limit acts: shutdown, slowdown, memory_max, gpu_max (Ada and later).",
     (*GPU, "limit"),
     "NVML fields 193-196",
 )
-GPU_TEMPERATURE_LIMIT = gauge(
+GPU_TEMPERATURE_LIMIT_CELSIUS = gauge(
     "gpu_temperature_limit_celsius",
     "Temperature at which a limit acts: shutdown, slowdown, memory_max, gpu_max (before Ada).",
     (*GPU, "limit"),
     "nvmlDeviceGetTemperatureThreshold",
 )
-GPU_POWER = gauge(
+GPU_POWER_WATTS = gauge(
     "gpu_power_watts",
     "Power drawn, mean of about one second. Prefer the rate of gpu_energy_joules_total.",
     GPU,
     "nvmlDeviceGetPowerUsage, mW",
     scale=1e-3,
 )
-GPU_MODULE_POWER = gauge(
+GPU_MODULE_POWER_WATTS = gauge(
     "gpu_module_power_watts",
     "Power drawn by the whole module, including its Grace CPU.",
     GPU,
     "NVML field 186, scope 1, mW",
     scale=1e-3,
 )
-GPU_POWER_LIMIT = gauge(
+GPU_POWER_LIMIT_WATTS = gauge(
     "gpu_power_limit_watts", "Power limit in force.", GPU, "nvmlDeviceGetEnforcedPowerLimit, mW", scale=1e-3
 )
-GPU_POWER_LIMIT_DEFAULT = gauge(
+GPU_POWER_LIMIT_DEFAULT_WATTS = gauge(
     "gpu_power_limit_default_watts",
     "Default power limit of the board.",
     GPU,
     "nvmlDeviceGetPowerManagementDefaultLimit, mW",
     scale=1e-3,
 )
-GPU_POWER_LIMIT_MAX = gauge(
+GPU_POWER_LIMIT_MAX_WATTS = gauge(
     "gpu_power_limit_max_watts",
     "Highest power limit that can be set.",
     GPU,
     "nvmlDeviceGetPowerManagementLimitConstraints, mW",
     scale=1e-3,
 )
-GPU_ENERGY = counter(
+GPU_ENERGY_JOULES_TOTAL = counter(
     "gpu_energy_joules_total",
     "Energy drawn since the driver was loaded.",
     GPU,
@@ -251,47 +253,47 @@ GPU_ENERGY = counter(
 
 # Clocks.
 
-GPU_GRAPHICS_CLOCK = gauge(
+GPU_GRAPHICS_CLOCK_HERTZ = gauge(
     "gpu_graphics_clock_hertz", "Clock of the graphics engine.", GPU, "nvmlDeviceGetClockInfo graphics, MHz", scale=1e6
 )
-GPU_SM_CLOCK = gauge(
+GPU_SM_CLOCK_HERTZ = gauge(
     "gpu_sm_clock_hertz", "Clock of the streaming multiprocessors.", GPU, "nvmlDeviceGetClockInfo SM, MHz", scale=1e6
 )
-GPU_SM_CLOCK_MAX = gauge(
+GPU_SM_CLOCK_MAX_HERTZ = gauge(
     "gpu_sm_clock_max_hertz",
     "Highest clock the streaming multiprocessors can be set to.",
     GPU,
     "nvmlDeviceGetMaxClockInfo SM, MHz",
     scale=1e6,
 )
-GPU_MEMORY_CLOCK = gauge(
+GPU_MEMORY_CLOCK_HERTZ = gauge(
     "gpu_memory_clock_hertz", "Clock of the device memory.", GPU, "nvmlDeviceGetClockInfo memory, MHz", scale=1e6
 )
-GPU_MEMORY_CLOCK_MAX = gauge(
+GPU_MEMORY_CLOCK_MAX_HERTZ = gauge(
     "gpu_memory_clock_max_hertz",
     "Highest clock of the device memory.",
     GPU,
     "nvmlDeviceGetMaxClockInfo memory, MHz",
     scale=1e6,
 )
-GPU_VIDEO_CLOCK = gauge(
+GPU_VIDEO_CLOCK_HERTZ = gauge(
     "gpu_video_clock_hertz", "Clock of the video engines.", GPU, "nvmlDeviceGetClockInfo video, MHz", scale=1e6
 )
-GPU_VIDEO_CLOCK_MAX = gauge(
+GPU_VIDEO_CLOCK_MAX_HERTZ = gauge(
     "gpu_video_clock_max_hertz",
     "Highest clock of the video engines.",
     GPU,
     "nvmlDeviceGetMaxClockInfo video, MHz",
     scale=1e6,
 )
-GPU_CLOCK_EVENT = gauge(
+GPU_CLOCK_EVENT_ACTIVE = gauge(
     "gpu_clock_event_active",
     "1 while the driver gives this reason for a clock below the maximum. gpu_idle is normal on an idle GPU; other "
     "reasons are absent until they first occur after the exporter's start.",
     (*GPU, "reason"),
     "nvmlDeviceGetCurrentClocksEventReasons, before R535 nvmlDeviceGetCurrentClocksThrottleReasons",
 )
-GPU_CLOCK_EVENT_SECONDS = counter(
+GPU_CLOCK_EVENT_SECONDS_TOTAL = counter(
     "gpu_clock_event_seconds_total",
     "Time the clock was throttled for this reason.",
     (*GPU, "reason"),
@@ -302,33 +304,33 @@ GPU_CLOCK_EVENT_SECONDS = counter(
 
 # Memory errors and repair.
 
-GPU_ECC_ERRORS = counter(
+GPU_ECC_ERRORS_TOTAL = counter(
     "gpu_ecc_errors_total",
     "Memory errors since the driver was loaded. Corrected errors cost nothing, uncorrected ones end the job.",
     (*GPU, "error"),
     "NVML fields 3 (corrected) and 4 (uncorrected)",
     key=True,
 )
-GPU_ECC_LIFETIME_ERRORS = counter(
+GPU_ECC_LIFETIME_ERRORS_TOTAL = counter(
     "gpu_ecc_lifetime_errors_total",
     "Memory errors over the life of the board.",
     (*GPU, "error"),
     "NVML fields 5 (corrected) and 6 (uncorrected)",
 )
-GPU_ECC_LOCATION_ERRORS = counter(
+GPU_ECC_LOCATION_ERRORS_TOTAL = counter(
     "gpu_ecc_location_errors_total",
     "Memory errors since the driver was loaded, by location: l1, l2, dram, register, texture, shared, cbu, sram. "
     "Absent for locations without an error.",
     (*GPU, "error", "location"),
     "nvmlDeviceGetMemoryErrorCounter",
 )
-GPU_SRAM_THRESHOLD = gauge(
+GPU_SRAM_ERROR_THRESHOLD_EXCEEDED = gauge(
     "gpu_sram_error_threshold_exceeded",
     "1 if uncorrectable SRAM errors exceed the board's threshold: replace the board.",
     GPU,
     "nvmlDeviceGetSramEccErrorStatus bThresholdExceeded (root)",
 )
-GPU_REMAPPED_ROWS = counter(
+GPU_REMAPPED_ROWS_TOTAL = counter(
     "gpu_remapped_rows_total",
     "Memory rows remapped to spare rows over the life of the board, by cause.",
     (*GPU, "error"),
@@ -353,7 +355,7 @@ GPU_ROW_REMAP_BANKS = gauge(
     (*GPU, "availability"),
     "nvmlDeviceGetRowRemapperHistogram",
 )
-GPU_RETIRED_PAGES = counter(
+GPU_RETIRED_PAGES_TOTAL = counter(
     "gpu_retired_pages_total",
     "Memory pages retired over the life of the board (before Ampere).",
     (*GPU, "error"),
@@ -383,27 +385,27 @@ GPU_PCIE_GENERATION_MAX = gauge(
     GPU,
     "nvmlDeviceGetMaxPcieLinkGeneration",
 )
-GPU_PCIE_WIDTH = gauge("gpu_pcie_width_lanes", "PCIe lanes in use.", GPU, "nvmlDeviceGetCurrPcieLinkWidth")
-GPU_PCIE_WIDTH_MAX = gauge(
+GPU_PCIE_WIDTH_LANES = gauge("gpu_pcie_width_lanes", "PCIe lanes in use.", GPU, "nvmlDeviceGetCurrPcieLinkWidth")
+GPU_PCIE_WIDTH_MAX_LANES = gauge(
     "gpu_pcie_width_max_lanes",
     "Highest number of PCIe lanes that GPU and slot support.",
     GPU,
     "nvmlDeviceGetMaxPcieLinkWidth",
 )
-GPU_PCIE_REPLAYS = counter("gpu_pcie_replays_total", "PCIe packets retransmitted.", GPU, "NVML field 94")
-GPU_PCIE_ERRORS = counter(
+GPU_PCIE_REPLAYS_TOTAL = counter("gpu_pcie_replays_total", "PCIe packets retransmitted.", GPU, "NVML field 94")
+GPU_PCIE_ERRORS_TOTAL = counter(
     "gpu_pcie_errors_total",
     "PCIe errors by kind. correctable, non_fatal and fatal start at 0, others are absent until they occur.",
     (*GPU, "error"),
     "NVML fields 95, 169, 173-183",
 )
-GPU_PCIE_TRANSMIT = counter(
+GPU_PCIE_TRANSMIT_BYTES_TOTAL = counter(
     "gpu_pcie_transmit_bytes_total",
     "Bytes sent by the GPU over PCIe.",
     GPU,
     "NVML field 197, GPM metric 20, DCGM field 1009",
 )
-GPU_PCIE_RECEIVE = counter(
+GPU_PCIE_RECEIVE_BYTES_TOTAL = counter(
     "gpu_pcie_receive_bytes_total",
     "Bytes received by the GPU over PCIe.",
     GPU,
@@ -418,37 +420,37 @@ GPU_MIG_INFO = info(
     (*GPU, "gpu_instance", "compute_instance", "mig_uuid", "profile"),
     "nvmlDeviceGetMigDeviceHandleByIndex, GetGpuInstanceId, GetComputeInstanceId, GetUUID, GetName",
 )
-GPU_MIG_MEMORY_USED = gauge(
+GPU_MIG_MEMORY_USED_BYTES = gauge(
     "gpu_mig_memory_used_bytes",
     "Device memory allocated in a MIG instance.",
     (*GPU, "gpu_instance"),
     "nvmlDeviceGetMemoryInfo v2 used",
 )
-GPU_MIG_MEMORY_TOTAL = gauge(
+GPU_MIG_MEMORY_TOTAL_BYTES = gauge(
     "gpu_mig_memory_total_bytes",
     "Device memory of a MIG instance.",
     (*GPU, "gpu_instance"),
     "nvmlDeviceGetMemoryInfo v2 total",
 )
-GPU_MIG_PROFILED_SECONDS = counter(
+GPU_MIG_PROFILED_SECONDS_TOTAL = counter(
     "gpu_mig_profiled_seconds_total",
     "Time covered by the activity counters of the MIG instance.",
     (*GPU, "gpu_instance"),
     "nvmlGpmMigSampleGet interval",
 )
-GPU_MIG_SM_ACTIVE = counter(
+GPU_MIG_SM_ACTIVE_SECONDS_TOTAL = counter(
     "gpu_mig_sm_active_seconds_total",
     "As gpu_sm_active_seconds_total, of one MIG instance.",
     (*GPU, "gpu_instance"),
     "nvmlGpmMigSampleGet, GPM metric 2",
 )
-GPU_MIG_TENSOR_ACTIVE = counter(
+GPU_MIG_TENSOR_ACTIVE_SECONDS_TOTAL = counter(
     "gpu_mig_tensor_active_seconds_total",
     "As gpu_tensor_active_seconds_total, of one MIG instance.",
     (*GPU, "gpu_instance"),
     "nvmlGpmMigSampleGet, GPM metric 5",
 )
-GPU_MIG_DRAM_ACTIVE = counter(
+GPU_MIG_DRAM_ACTIVE_SECONDS_TOTAL = counter(
     "gpu_mig_dram_active_seconds_total",
     "As gpu_dram_active_seconds_total, of one MIG instance.",
     (*GPU, "gpu_instance"),
@@ -463,19 +465,19 @@ GPU_FABRIC_INFO = info(
     (*GPU, "cluster", "clique"),
     "nvmlDeviceGetGpuFabricInfoV",
 )
-GPU_FABRIC_STATE = gauge(
+GPU_FABRIC_STATE_ID = gauge(
     "gpu_fabric_state_id",
     "Registration with the fabric manager: 0 not supported, 1 not started, 2 in progress, 3 completed.",
     GPU,
     "nvmlDeviceGetGpuFabricInfoV state",
 )
-GPU_FABRIC_STATUS = gauge(
+GPU_FABRIC_STATUS_ID = gauge(
     "gpu_fabric_status_id",
     "nvmlReturn_t of the registration once completed; 0 is success.",
     GPU,
     "nvmlDeviceGetGpuFabricInfoV status",
 )
-GPU_FABRIC_HEALTH = gauge(
+GPU_FABRIC_HEALTH_ID = gauge(
     "gpu_fabric_health_id",
     "Health of the fabric at this GPU: 1 healthy, 2 unhealthy, 3 limited capacity.",
     GPU,
@@ -492,7 +494,7 @@ GPU_FABRIC_FAULT = gauge(
 
 # Xid: what the driver reports about a GPU.
 
-GPU_XID = counter(
+GPU_XID_ERRORS_TOTAL = counter(
     "gpu_xid_errors_total",
     "Xid errors counted by this exporter across its restarts. The usual critical codes start at 0. other sums the "
     "rarer codes of a GPU with too many different ones. Meaning: docs/xid.md.",
@@ -500,7 +502,7 @@ GPU_XID = counter(
     "/dev/kmsg NVRM lines and NVML events, each counted once; PCI bus id matched to the inventory",
     key=True,
 )
-GPU_XID_LAST = gauge(
+GPU_XID_LAST_TIMESTAMP_SECONDS = gauge(
     "gpu_xid_last_timestamp_seconds",
     "Time this Xid was last seen on this GPU, as Unix time.",
     (*GPU, "xid"),
@@ -512,20 +514,20 @@ GPU_XID_INFO = info(
     ("xid", "name", "class", "severity", "action"),
     "flopwatch/data/xid.csv, from NVIDIA's Xid catalogue",
 )
-GPU_XID_NVLINK_ERRORS = counter(
+GPU_XID_NVLINK_ERRORS_TOTAL = counter(
     "gpu_xid_nvlink_errors_total",
     "NVLink Xids (74, 144-150) by the fields of their text: the unit that saw the error, the link (empty if "
     "unknown), NVIDIA's immediate action and what to investigate next.",
     (*GPU, "xid", "unit", "link", "severity", "action", "investigation"),
     "/dev/kmsg NVRM lines; flopwatch/data/xid_nvlink5.csv",
 )
-GPU_XID_RECOVERY_ACTION = gauge(
+GPU_XID_RECOVERY_ACTION_ID = gauge(
     "gpu_xid_recovery_action_id",
     "Action the last Xid 154 asked for, in the numbers of gpu_recovery_action_id. Absent before the first.",
     GPU,
     "/dev/kmsg NVRM lines",
 )
-GPU_DRIVER_EVENTS = counter(
+GPU_DRIVER_EVENTS_TOTAL = counter(
     "gpu_driver_events_total",
     "Driver events without an Xid: unavailable, recovery_action (the recovery action changed).",
     (*GPU, "event"),
@@ -541,7 +543,7 @@ GPU_OWNER_INFO = info(
     (*GPU, "host", "mig_uuid", "owner_namespace", "owner_pod", "owner_container", "owner_job", "owner_user", "source"),
     "kubelet PodResources v1, /proc/PID/cgroup of the GPU's processes, dcgm-exporter's job mapping files",
 )
-GPU_OWNER_UPDATED = gauge(
+GPU_OWNER_UPDATED_TIMESTAMP_SECONDS = gauge(
     "gpu_owner_updated_timestamp_seconds",
     "Time the owner was last read from its source, as Unix time.",
     GPU,

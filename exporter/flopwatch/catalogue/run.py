@@ -2,7 +2,7 @@
 
 from flopwatch.catalogue.row import RUN, counter, gauge
 
-RUN_SECONDS = counter(
+RUN_SECONDS_TOTAL = counter(
     "run_seconds_total",
     "Wall clock of the run by bucket: productive, lost, startup, compile, data_stall, checkpoint_save, "
     "checkpoint_restore, evaluation, generation, down, queue, other. Buckets are exclusive and never reclassified.",
@@ -10,7 +10,7 @@ RUN_SECONDS = counter(
     "flopwatch.ledger.accounting",
     key=True,
 )
-RUN_GPU_SECONDS = counter(
+RUN_GPU_SECONDS_TOTAL = counter(
     "run_gpu_seconds_total",
     "The same time multiplied by the GPUs held.",
     (*RUN, "bucket"),
@@ -40,38 +40,38 @@ RUN_STATE = gauge(
     "flopwatch.ledger.accounting",
     key=True,
 )
-RUN_ATTEMPTS = counter(
+RUN_ATTEMPTS_TOTAL = counter(
     "run_attempts_total", "Attempts started: first start, restarts, moves, resizes.", RUN, "flopwatch.ledger.accounting"
 )
-RUN_ENDS = counter(
+RUN_ATTEMPT_ENDS_TOTAL = counter(
     "run_attempt_ends_total",
     "Attempts that ended, by status: completed, stopped, preempted, resized, failed, silent. failed and silent are "
     "unplanned.",
     (*RUN, "status"),
     "flopwatch.ledger.accounting",
 )
-RUN_RECOVERIES = counter(
+RUN_RECOVERIES_TOTAL = counter(
     "run_recoveries_total",
     "Recoveries from unplanned ends: the run completed a step above its high-water mark again. Further ends before "
     "that belong to the same recovery.",
     RUN,
     "flopwatch.ledger.accounting",
 )
-RUN_RECOVERY_SECONDS = counter(
+RUN_RECOVERY_SECONDS_TOTAL = counter(
     "run_recovery_seconds_total",
     "Wall clock of those recoveries, from the last report of the ended attempt to the new step, with down time, "
     "startup, restore and re-executed steps. Divided by run_recoveries_total it is the mean time to recovery.",
     RUN,
     "flopwatch.ledger.accounting",
 )
-RUN_INCIDENTS = counter(
+RUN_INCIDENTS_TOTAL = counter(
     "run_incidents_total",
     "Incidents by kind and cause, counted when their evidence is complete. Kinds: end (of an attempt, not of the "
     "run), slow (a stretch of slow steps), stall (a time without a step that came to an end).",
     (*RUN, "kind", "cause"),
     "flopwatch.ledger.attribution",
 )
-RUN_BADPUT_GPU_SECONDS = counter(
+RUN_BADPUT_GPU_SECONDS_TOTAL = counter(
     "run_badput_gpu_seconds_total",
     "GPU time these incidents cost. end: the open step, down, startup, restore and re-execution until the next new "
     "step. slow, stall: time above the usual, a part of productive, data_stall and checkpoint_save. No second is in "
@@ -79,44 +79,44 @@ RUN_BADPUT_GPU_SECONDS = counter(
     (*RUN, "kind", "cause"),
     "flopwatch.ledger.attribution",
 )
-RUN_STRAGGLER_GPU_SECONDS = counter(
+RUN_STRAGGLER_GPU_SECONDS_TOTAL = counter(
     "run_straggler_gpu_seconds_total",
     "GPU time that the run waited for one late rank or host, a part of productive. Counted once it was the latest in "
     "three windows of two minutes in a row. Absent where waits are not measured.",
     RUN,
     "flopwatch.ledger.stragglers",
 )
-RUN_CONFLICT = gauge(
+RUN_ATTEMPT_CONFLICT = gauge(
     "run_attempt_conflict",
     "1 while two attempts report under the name of this run. The later start counts.",
     RUN,
     "flopwatch.ledger.accounting",
 )
-RUN_POSITION_STEPS = gauge(
+RUN_HIGH_WATER_STEPS = gauge(
     "run_high_water_steps", "Highest step the run ever completed.", RUN, "flopwatch.ledger.accounting"
 )
 RUN_COMMITTED_STEPS = gauge(
     "run_committed_steps", "Step of the run's last durable checkpoint.", RUN, "flopwatch.ledger.accounting"
 )
-RUN_COMMITTED_TIMESTAMP = gauge(
+RUN_COMMITTED_TIMESTAMP_SECONDS = gauge(
     "run_committed_timestamp_seconds",
     "Time the run's last durable checkpoint was first reported, as Unix time.",
     RUN,
     "flopwatch.ledger.accounting",
 )
-RUN_MODEL_FLOPS = counter(
+RUN_RETAINED_FLOPS_TOTAL = counter(
     "run_retained_flops_total",
     "Model FLOPs above the high-water mark. Re-executed steps add nothing.",
     RUN,
     "flopwatch.ledger.accounting",
 )
-RUN_CAPACITY_FLOPS = counter(
+RUN_CAPACITY_FLOPS_TOTAL = counter(
     "run_capacity_flops_total",
     "Peak FLOP/s of the allocated GPUs times the seconds held.",
     RUN,
     "flopwatch.ledger.accounting",
 )
-RUN_START = gauge(
+RUN_START_TIMESTAMP_SECONDS = gauge(
     "run_start_timestamp_seconds",
     "Time of the first process start of the run, as Unix time.",
     RUN,

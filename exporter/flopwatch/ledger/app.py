@@ -57,8 +57,10 @@ class RunFamilies(Collector):
     def collect(self) -> Iterable[core.Metric]:
         """Return all families as of now."""
         samples = self._store.families(time.time())
-        samples += [(m.LEDGER_RECEIVED, (outcome,), count) for outcome, count in self.deliveries.items()]
-        samples.append((m.FLOPWATCH_INFO, (flopwatch.__version__,), 1))
+        samples += [
+            (m.FLOPWATCH_LEDGER_REQUESTS_TOTAL, (outcome,), count) for outcome, count in self.deliveries.items()
+        ]
+        samples.append((m.FLOPWATCH_BUILD_INFO, (flopwatch.__version__,), 1))
         families: dict[Metric, core.Metric] = {}
         for row, values, number in samples:
             if row not in families:

@@ -28,8 +28,8 @@ def families(run: RunLedger, now: float, *, new: bool = False) -> list[Sample]:
         )
         if unknown and buckets.seconds[bucket] == 0:
             continue
-        add(m.RUN_SECONDS, buckets.seconds[bucket], bucket)
-        add(m.RUN_GPU_SECONDS, buckets.gpu_seconds[bucket], bucket)
+        add(m.RUN_SECONDS_TOTAL, buckets.seconds[bucket], bucket)
+        add(m.RUN_GPU_SECONDS_TOTAL, buckets.gpu_seconds[bucket], bucket)
     add(m.RUN_OPEN_SECONDS, run.wall(now) if new else run.open(now))
     add(m.RUN_PROVISIONAL_SECONDS, buckets.provisional if buckets.positioned else None)
     if any(x.gpus is not None for x in run.reporters.nodes.values()):
@@ -37,25 +37,25 @@ def families(run: RunLedger, now: float, *, new: bool = False) -> list[Sample]:
     state = run.state(now)
     for other in STATES:
         add(m.RUN_STATE, float(other == state), other)
-    add(m.RUN_ATTEMPTS, run.attempts)
+    add(m.RUN_ATTEMPTS_TOTAL, run.attempts)
     for end, count in run.ends.items():
-        add(m.RUN_ENDS, count, end)
+        add(m.RUN_ATTEMPT_ENDS_TOTAL, count, end)
     if buckets.positioned or buckets.high_water is not None:
-        add(m.RUN_RECOVERIES, losses.recoveries)
-        add(m.RUN_RECOVERY_SECONDS, losses.recovery_seconds)
+        add(m.RUN_RECOVERIES_TOTAL, losses.recoveries)
+        add(m.RUN_RECOVERY_SECONDS_TOTAL, losses.recovery_seconds)
     for kind in LOSSES:
         for cause in CAUSES:
-            add(m.RUN_INCIDENTS, losses.settled[kind].get(cause, 0), kind, cause)
-            add(m.RUN_BADPUT_GPU_SECONDS, losses.badput[kind].get(cause, 0.0), kind, cause)
-    add(m.RUN_STRAGGLER_GPU_SECONDS, buckets.straggler_gpu_seconds)
-    add(m.RUN_CONFLICT, float(run.conflict(now)))
-    add(m.RUN_POSITION_STEPS, buckets.high_water)
+            add(m.RUN_INCIDENTS_TOTAL, losses.settled[kind].get(cause, 0), kind, cause)
+            add(m.RUN_BADPUT_GPU_SECONDS_TOTAL, losses.badput[kind].get(cause, 0.0), kind, cause)
+    add(m.RUN_STRAGGLER_GPU_SECONDS_TOTAL, buckets.straggler_gpu_seconds)
+    add(m.RUN_ATTEMPT_CONFLICT, float(run.conflict(now)))
+    add(m.RUN_HIGH_WATER_STEPS, buckets.high_water)
     add(m.RUN_COMMITTED_STEPS, buckets.committed)
-    add(m.RUN_COMMITTED_TIMESTAMP, buckets.committed_at)
+    add(m.RUN_COMMITTED_TIMESTAMP_SECONDS, buckets.committed_at)
     if buckets.flops and buckets.capacity > 0:
-        add(m.RUN_MODEL_FLOPS, buckets.retained)
-        add(m.RUN_CAPACITY_FLOPS, buckets.capacity)
-    add(m.RUN_START, run.start)
+        add(m.RUN_RETAINED_FLOPS_TOTAL, buckets.retained)
+        add(m.RUN_CAPACITY_FLOPS_TOTAL, buckets.capacity)
+    add(m.RUN_START_TIMESTAMP_SECONDS, run.start)
     return samples
 
 

@@ -92,8 +92,8 @@ def _names(*hows: str) -> set[str]:
     return {row.name for row in rows if row is not None}
 
 
-_COUNTED = {m.GPU_PROFILED_SECONDS.name, m.GPU_MIG_PROFILED_SECONDS.name, *_names("share", "rate")}
-_READ = _COUNTED | _names("value", "free", "xid") | {m.GPU_MIG_MEMORY_USED.name}
+_COUNTED = {m.GPU_PROFILED_SECONDS_TOTAL.name, m.GPU_MIG_PROFILED_SECONDS_TOTAL.name, *_names("share", "rate")}
+_READ = _COUNTED | _names("value", "free", "xid") | {m.GPU_MIG_MEMORY_USED_BYTES.name}
 
 
 class Window:
@@ -191,12 +191,12 @@ class Compatibility:
         """Return the value of a field of a part in our base unit, None without one."""
         labels: tuple[str, ...] = (*part.gpu, *alias.labels)
         key: Key = alias.row.name, labels
-        whole: Key = m.GPU_PROFILED_SECONDS.name, part.gpu
+        whole: Key = m.GPU_PROFILED_SECONDS_TOTAL.name, part.gpu
         if part.instance and alias.how in ("share", "free") and alias.mig is None:
             return None
         if part.instance and alias.mig is not None:
             labels = (*part.gpu, *part.instance)
-            key, whole = (alias.mig.name, labels), (m.GPU_MIG_PROFILED_SECONDS.name, labels)
+            key, whole = (alias.mig.name, labels), (m.GPU_MIG_PROFILED_SECONDS_TOTAL.name, labels)
         if alias.how == "share":
             return self._window.share(key, whole)
         if alias.how == "rate":
@@ -210,10 +210,10 @@ class Compatibility:
 
     def _free(self, part: Part, total: float) -> float | None:
         if part.instance:
-            used = self._values.get((m.GPU_MIG_MEMORY_USED.name, (*part.gpu, *part.instance)))
+            used = self._values.get((m.GPU_MIG_MEMORY_USED_BYTES.name, (*part.gpu, *part.instance)))
             return None if used is None else total - used
-        used = self._values.get((m.GPU_MEMORY_USED.name, part.gpu))
-        reserved = self._values.get((m.GPU_MEMORY_RESERVED.name, part.gpu), 0.0)
+        used = self._values.get((m.GPU_MEMORY_USED_BYTES.name, part.gpu))
+        reserved = self._values.get((m.GPU_MEMORY_RESERVED_BYTES.name, part.gpu), 0.0)
         return None if used is None else total - used - reserved
 
 
@@ -257,9 +257,9 @@ def _last_xids(samples: Sequence[Sample]) -> dict[str, tuple[str, str]]:
     last: dict[str, tuple[float, str]] = {}
     names: dict[str, str] = {"0": "No Error"}
     for row, labels, number in samples:
-        if row is m.GPU_XID:
+        if row is m.GPU_XID_ERRORS_TOTAL:
             last.setdefault(labels[1], (0.0, "0"))
-        elif row is m.GPU_XID_LAST:
+        elif row is m.GPU_XID_LAST_TIMESTAMP_SECONDS:
             last[labels[1]] = max(last.get(labels[1], (0.0, "0")), (number, labels[2]))
         elif row is m.GPU_XID_INFO:
             names[labels[0]] = labels[1]

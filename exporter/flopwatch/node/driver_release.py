@@ -19,7 +19,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from flopwatch.catalogue import DRIVER_RELEASED, DRIVER_RELEASED_SECONDS, DRIVER_RELEASED_UNTIL, Sample
+from flopwatch.catalogue import (
+    FLOPWATCH_DRIVER_RELEASED,
+    FLOPWATCH_DRIVER_RELEASED_SECONDS_TOTAL,
+    FLOPWATCH_DRIVER_RELEASED_UNTIL_TIMESTAMP_SECONDS,
+    Sample,
+)
 
 log = logging.getLogger(__name__)
 
@@ -117,9 +122,13 @@ class Release:
         """Return whether the driver is released, the end, and the total time of all releases in seconds."""
         until, seconds = self._until, self._seconds
         if until is None:
-            return [(DRIVER_RELEASED, (), 0), (DRIVER_RELEASED_SECONDS, (), seconds)]
+            return [(FLOPWATCH_DRIVER_RELEASED, (), 0), (FLOPWATCH_DRIVER_RELEASED_SECONDS_TOTAL, (), seconds)]
         seconds += max(0.0, self._clock() - self._since)
-        return [(DRIVER_RELEASED, (), 1), (DRIVER_RELEASED_UNTIL, (), until), (DRIVER_RELEASED_SECONDS, (), seconds)]
+        return [
+            (FLOPWATCH_DRIVER_RELEASED, (), 1),
+            (FLOPWATCH_DRIVER_RELEASED_UNTIL_TIMESTAMP_SECONDS, (), until),
+            (FLOPWATCH_DRIVER_RELEASED_SECONDS_TOTAL, (), seconds),
+        ]
 
     def _asked(self) -> float | None:
         """Return the end that is requested, None without a request."""

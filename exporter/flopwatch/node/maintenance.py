@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from flopwatch.catalogue import NODE_MAINTENANCE_UNTIL, Sample
+from flopwatch.catalogue import HOST_MAINTENANCE_UNTIL_TIMESTAMP_SECONDS, Sample
 
 log = logging.getLogger(__name__)
 
@@ -69,4 +69,4 @@ class Maintenance:
         self._wrong = wrong
         if ends is None or self._now() - ends > SERVED_AFTER_END:
             return []
-        return [(NODE_MAINTENANCE_UNTIL, (self._host,), ends)]
+        return [(HOST_MAINTENANCE_UNTIL_TIMESTAMP_SECONDS, (self._host,), ends)]

@@ -33,10 +33,13 @@ class RunQueries:
 
     def start(self) -> tuple[float, str]:
         """Return the start of the run and its tenant, to which later queries are limited. Raises SettingsError."""
-        starts = self._now(f"max by (tenant) (last_over_time({m.RUN_START}{self.ledger}[{self._window}]))")
+        starts = self._now(
+            f"max by (tenant) (last_over_time({m.RUN_START_TIMESTAMP_SECONDS}{self.ledger}[{self._window}]))"
+        )
         if not starts:
             raise SettingsError(
-                f"no run {self.run!r} with series of the ledger ({m.RUN_START}) in the last {self._window}; check its "
+                f"no run {self.run!r} with series of the ledger ({m.RUN_START_TIMESTAMP_SECONDS}) in the last "
+                f"{self._window}; check its "
                 "name and that this Prometheus scrapes the ledger, or try a longer --lookback"
             )
         tenants = sorted(series.labels.get("tenant", "") for series in starts)
@@ -106,7 +109,9 @@ class RunQueries:
         """
         buckets = {
             series.labels["bucket"]: dict(series.points)
-            for series in self.over(f"max by (bucket) ({m.RUN_SECONDS}{_selector({}, self.ledger, exclude='queue')})")
+            for series in self.over(
+                f"max by (bucket) ({m.RUN_SECONDS_TOTAL}{_selector({}, self.ledger, exclude='queue')})"
+            )
         }
         times = sorted({time for points in buckets.values() for time in points})
         before: dict[str, float] = dict.fromkeys(buckets, 0.0)
@@ -125,7 +130,7 @@ class RunQueries:
 
     def causes(self) -> list[CauseTotal]:
         """Return the losses by cause, the most expensive first."""
-        counts, seconds = self._by_cause(m.RUN_INCIDENTS), self._by_cause(m.RUN_BADPUT_GPU_SECONDS)
+        counts, seconds = self._by_cause(m.RUN_INCIDENTS_TOTAL), self._by_cause(m.RUN_BADPUT_GPU_SECONDS_TOTAL)
         totals = [CauseTotal(cause, round(count), seconds.get(cause, 0.0)) for cause, count in counts.items() if count]
         return sorted(totals, key=lambda cause: -cause.gpu_seconds)
 
@@ -192,7 +197,7 @@ class RunQueries:
     def links(self) -> list[Outlier]:
         """Return the ports of the run's hosts with the most errors."""
         here, port = self._here(), "sum by (instance, device, port)"
-        rows = ((m.INFINIBAND_SYMBOL_ERRORS, "symbol errors"), (m.INFINIBAND_LINK_DOWNED, "times down"))
+        rows = ((m.INFINIBAND_SYMBOL_ERRORS_TOTAL, "symbol errors"), (m.INFINIBAND_LINK_DOWNED_TOTAL, "times down"))
         counts: dict[tuple[str, str, str], dict[str, float]] = {}
         for row, what in rows:
             query = f"topk({MAX_OUTLIERS}, ({port} (increase({row}[{self._window}])) and on (instance) {here}) >= 0.5)"
@@ -220,7 +225,9 @@ class RunQueries:
     def missed(self, causes: Iterable[CauseTotal]) -> list[str]:
         """Return what the monitoring missed of this run, one sentence each."""
         found: list[str] = []
-        seen = sum(len(series.points) for series in self.over(f"max by (run) ({m.RUN_START}{self.ledger})"))
+        seen = sum(
+            len(series.points) for series in self.over(f"max by (run) ({m.RUN_START_TIMESTAMP_SECONDS}{self.ledger})")
+        )
         expected = int((self._end - self._begin) / self._step) + 1
         if seen < expected - 2:
             found.append(
@@ -241,12 +248,12 @@ class RunQueries:
                 "if all are measured; docs/stragglers.md lists where that is possible."
             )
         errors = self._prometheus.value(
-            f"sum(increase({m.TRAINING_HOOK_ERRORS}{self.training}[{self._window}]))", self.at
+            f"sum(increase({m.TRAINING_HOOK_ERRORS_TOTAL}{self.training}[{self._window}]))", self.at
         )
         if errors is not None and errors >= 0.5:
             found.append(f"The training hook swallowed {errors:.0f} errors; see the job's log.")
         failing = self._now(
-            f"avg by (collector) (avg_over_time({m.COLLECTOR_SUCCESS}[{self._window}]) "
+            f"avg by (collector) (avg_over_time({m.FLOPWATCH_COLLECTOR_SUCCESS}[{self._window}]) "
             f"and on (instance) {self._here()}) < 0.999"
         )
         found += [

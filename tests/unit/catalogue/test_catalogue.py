@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from docs.generate import pages
+from flopwatch import catalogue
 from flopwatch.catalogue import BY_NAME, Metric, all_metrics
 from tests.support import ROOT
 from tests.support.cases import for_each
@@ -95,6 +96,11 @@ def test_every_name_is_one_row() -> None:
     assert len(BY_NAME) == len(ROWS)
     # OpenMetrics families drop _total and _info and must still differ.
     assert len({row.name.removesuffix("_total").removesuffix("_info") for row in ROWS}) == len(ROWS)
+
+
+def test_a_constant_is_the_name_of_its_series() -> None:
+    rows = {name: value for name, value in vars(catalogue).items() if isinstance(value, Metric)}
+    assert {name: row.name.upper() for name, row in rows.items()} == {name: name for name in rows}
 
 
 def test_every_name_is_a_literal_that_grep_finds() -> None:

@@ -287,7 +287,7 @@ def test_a_source_that_does_not_know_its_position_has_time_but_no_goodput() -> N
     ]
     assert buckets(lines) == {"startup": 10, "other": 25, "evaluation": 5}
     assert (figures(lines)["goodput"], figures(lines)["ettr"]) == (None, None)
-    served = {labels[2] for row, labels, _ in account(lines).families(140) if row is m.RUN_SECONDS}
+    served = {labels[2] for row, labels, _ in account(lines).families(140) if row is m.RUN_SECONDS_TOTAL}
     assert served == set(BUCKETS) - {"productive", "lost", "generation", "queue"}
 
 
@@ -337,7 +337,11 @@ def test_flops_and_capacity_wait_for_every_peak() -> None:
 
     lines = [start(100, "a1"), snapshot(120, "a1", 1, startup=10, step=10, more=known(300, None))]
     assert figures(lines)["effective_mfu"] is None
-    assert not [row for row, _, _ in account(lines).families(120) if row in (m.RUN_MODEL_FLOPS, m.RUN_CAPACITY_FLOPS)]
+    assert not [
+        row
+        for row, _, _ in account(lines).families(120)
+        if row in (m.RUN_RETAINED_FLOPS_TOTAL, m.RUN_CAPACITY_FLOPS_TOTAL)
+    ]
     lines.append(snapshot(130, "a1", 2, startup=10, step=20, more=known(600, 50)))
     assert figures(lines)["effective_mfu"] == 600 / (50 * 30)
     # Steps 2 to 3 again, of which 3 is new.
@@ -364,9 +368,9 @@ def test_a_run_can_be_closed_by_hand_and_its_silence_was_down_time() -> None:
 
 def test_every_bucket_and_end_is_served_from_zero() -> None:
     samples = account([submitted(90), A1[0]]).families(100)
-    seconds = {labels[2]: value for row, labels, value in samples if row is m.RUN_SECONDS}
+    seconds = {labels[2]: value for row, labels, value in samples if row is m.RUN_SECONDS_TOTAL}
     assert seconds == dict.fromkeys(BUCKETS, 0.0) | {"queue": 10.0}
-    assert {labels[2]: value for row, labels, value in samples if row is m.RUN_ENDS} == dict.fromkeys(
+    assert {labels[2]: value for row, labels, value in samples if row is m.RUN_ATTEMPT_ENDS_TOTAL} == dict.fromkeys(
         ("completed", "stopped", "preempted", "resized", "failed", "silent"), 0
     )
     assert {labels[2]: value for row, labels, value in samples if row is m.RUN_STATE} == {

@@ -348,12 +348,12 @@ def overlapping(incidents: Iterable[Any]) -> list[tuple[float, float]]:
 def test_every_kind_of_loss_is_served_by_kind_and_cause() -> None:
     run = run_of(told([*HOUR, ("data_stall", 300.0), *steps(75)]))
     samples = [sample for sample in views.families(run, 1e5) if sample[2]]
-    served = {labels[2:]: value for row, labels, value in samples if row is m.RUN_INCIDENTS}
+    served = {labels[2:]: value for row, labels, value in samples if row is m.RUN_INCIDENTS_TOTAL}
     assert served == {("stall", "data"): 1}
     cost = {
         labels[2:]: value
         for row, labels, value in views.families(run, 1e5)
-        if row is m.RUN_BADPUT_GPU_SECONDS and value
+        if row is m.RUN_BADPUT_GPU_SECONDS_TOTAL and value
     }
     assert cost == {("stall", "data"): pytest.approx(GPUS * 300, rel=0.001)}
 

@@ -69,7 +69,9 @@ def run_of(told: list[Line]) -> RunLedger:
 
 def lost(told: list[Line]) -> float | None:
     run = run_of(told)
-    served = {row: value for row, _, value in views.families(run, run.reporters.last)}.get(m.RUN_STRAGGLER_GPU_SECONDS)
+    served = {row: value for row, _, value in views.families(run, run.reporters.last)}.get(
+        m.RUN_STRAGGLER_GPU_SECONDS_TOTAL
+    )
     assert served == views.summary(run)["straggler_gpu_seconds"]
     return served
 

@@ -41,7 +41,10 @@ def test_a_recovery_lasts_from_the_last_word_to_the_first_new_step() -> None:
     # a1 is last heard of at 144 with step 3; a2 makes steps 2 and 3 again and ends step 4 at 240.
     run = run_of([*A1, *A2])
     assert (run.incidents.recoveries, run.incidents.recovery_seconds) == (1, 240 - 144)
-    assert (served(run, 250, m.RUN_RECOVERIES), served(run, 250, m.RUN_RECOVERY_SECONDS)) == ({(): 1}, {(): 96})
+    assert (served(run, 250, m.RUN_RECOVERIES_TOTAL), served(run, 250, m.RUN_RECOVERY_SECONDS_TOTAL)) == (
+        {(): 1},
+        {(): 96},
+    )
     assert (run_of([*A1, *A2[:2]]).incidents.recoveries, run_of([*A1, *A2[:2]]).incidents.recovery_seconds) == (0, 0)
 
 
@@ -64,12 +67,12 @@ def test_a_crash_loop_is_one_recovery() -> None:
 
 def test_a_checkpoint_is_known_by_when_it_was_first_heard_of() -> None:
     lines = [*A1[:2], snapshot(130, "a1", 2, startup=10, step=20, more={"committed_step": 1})]
-    assert served(run_of(lines), 130, m.RUN_COMMITTED_TIMESTAMP) == {(): 130}
+    assert served(run_of(lines), 130, m.RUN_COMMITTED_TIMESTAMP_SECONDS) == {(): 130}
     lines.append(snapshot(160, "a1", 5, startup=10, step=50, more={"committed_step": 1}))
-    assert served(run_of(lines), 160, m.RUN_COMMITTED_TIMESTAMP) == {(): 130}
+    assert served(run_of(lines), 160, m.RUN_COMMITTED_TIMESTAMP_SECONDS) == {(): 130}
     lines.append(snapshot(170, "a1", 6, startup=10, step=60, more={"committed_step": 5}))
-    assert served(run_of(lines), 170, m.RUN_COMMITTED_TIMESTAMP) == {(): 170}
-    assert served(run_of(A1), 144, m.RUN_COMMITTED_TIMESTAMP) == {}
+    assert served(run_of(lines), 170, m.RUN_COMMITTED_TIMESTAMP_SECONDS) == {(): 170}
+    assert served(run_of(A1), 144, m.RUN_COMMITTED_TIMESTAMP_SECONDS) == {}
 
 
 # Two attempts at once.
@@ -88,7 +91,7 @@ def both(until: int, begin: int = 150) -> list[Line]:
 
 def test_two_live_attempts_are_a_conflict_and_the_later_start_is_accounted_for() -> None:
     run = run_of(both(210))
-    assert (served(run, 210, m.RUN_CONFLICT), views.summary(run, 210)["conflict"]) == ({(): 1}, True)
+    assert (served(run, 210, m.RUN_ATTEMPT_CONFLICT), views.summary(run, 210)["conflict"]) == ({(): 1}, True)
     alone = [line for line in both(210) if line["attempt"] == "b1" or line["t"] <= 150]
     expected = run_of(alone)
     assert (run.buckets.seconds, run.buckets.gpu_seconds, run.buckets.high_water) == (
@@ -112,12 +115,12 @@ def test_two_live_attempts_are_a_conflict_and_the_later_start_is_accounted_for()
 )
 def test_one_attempt_that_reports_is_no_conflict(lines: list[Line]) -> None:
     run = run_of(lines)
-    assert served(run, run.reporters.last, m.RUN_CONFLICT) == {(): 0}
+    assert served(run, run.reporters.last, m.RUN_ATTEMPT_CONFLICT) == {(): 0}
 
 
 def test_late_and_repeated_words_of_an_old_attempt_are_no_conflict() -> None:
     lines = [*A1, *A2, *A1, snapshot(143, "a1", 3, startup=10, step=33), *A1]
-    assert served(run_of(lines), 250, m.RUN_CONFLICT) == {(): 0}
+    assert served(run_of(lines), 250, m.RUN_ATTEMPT_CONFLICT) == {(): 0}
 
 
 def test_a_run_whose_other_attempt_goes_on_is_not_called_down() -> None:
@@ -388,7 +391,7 @@ def seen(lines: list[Line], number: int, *items: Line) -> list[Line]:
 def test_a_loss_is_booked_once_to_its_cause_when_all_evidence_is_in() -> None:
     lines = seen([*A1, *A2], 3, evidence("xid", 143, gpu="GPU-7", detail="79"))
     waiting = run_of(lines)
-    assert set(served(waiting, 250, m.RUN_INCIDENTS).values()) == {0.0}
+    assert set(served(waiting, 250, m.RUN_INCIDENTS_TOTAL).values()) == {0.0}
     [incident] = views.figures(waiting, 250)["incidents"]
     assert (incident["settled"], incident["cause"], incident["gpu"]) == (False, "gpu", "GPU-7")
     settled = run_of(later(lines, 205 + 300))
@@ -408,11 +411,11 @@ def test_a_loss_is_booked_once_to_its_cause_when_all_evidence_is_in() -> None:
     # 56 s down, 10 s of startup, steps 2 and 3 again.
     assert (incident["seconds"], incident["gpu_seconds"]) == (86, 8 * 86)
     everything = dict.fromkeys(product(LOSSES, CAUSES), 0.0)
-    assert served(settled, 505, m.RUN_INCIDENTS) == everything | {("end", "gpu"): 1.0}
-    assert served(settled, 505, m.RUN_BADPUT_GPU_SECONDS) == everything | {("end", "gpu"): 688.0}
+    assert served(settled, 505, m.RUN_INCIDENTS_TOTAL) == everything | {("end", "gpu"): 1.0}
+    assert served(settled, 505, m.RUN_BADPUT_GPU_SECONDS_TOTAL) == everything | {("end", "gpu"): 688.0}
     # What comes later changes nothing any more.
     again = seen([*later(lines, 505), *A1], 11, evidence("host_oom", 144, rank=0))
-    assert served(run_of(again), 505, m.RUN_INCIDENTS) == served(settled, 505, m.RUN_INCIDENTS)
+    assert served(run_of(again), 505, m.RUN_INCIDENTS_TOTAL) == served(settled, 505, m.RUN_INCIDENTS_TOTAL)
 
 
 @pytest.mark.parametrize(("t", "cause"), [(199, "gpu"), (208, "gpu"), (261, "unknown"), (400, "unknown")])

@@ -82,10 +82,10 @@ def twice(node: Node, generation: str) -> str:
 def test_the_series_of_a_captured_node_come_out_as_dcgm_exporter_writes_them() -> None:
     captured = series((CAPTURES / "dcgm_exporter_h100.prom").read_text())
     rows = {
-        "DCGM_FI_DEV_GPU_TEMP": (m.GPU_TEMPERATURE, 1.0),
-        "DCGM_FI_DEV_POWER_USAGE": (m.GPU_POWER, 1e3),
-        "DCGM_FI_DEV_GPU_UTIL": (m.GPU_UTILIZATION, 1.0),
-        "DCGM_FI_DEV_MEM_COPY_UTIL": (m.GPU_COPY_UTILIZATION, 1.0),
+        "DCGM_FI_DEV_GPU_TEMP": (m.GPU_TEMPERATURE_CELSIUS, 1.0),
+        "DCGM_FI_DEV_POWER_USAGE": (m.GPU_POWER_WATTS, 1e3),
+        "DCGM_FI_DEV_GPU_UTIL": (m.GPU_UTILIZATION_RATIO, 1.0),
+        "DCGM_FI_DEV_MEM_COPY_UTIL": (m.GPU_MEMORY_COPY_UTILIZATION_RATIO, 1.0),
     }
     samples: list[Sample] = []
     expected: dict[Series, float] = {}
@@ -166,20 +166,20 @@ def test_4_9_renames_as_many_fields_and_changes_as_many_units_as_its_release_not
 def test_names_and_units_of_both_generations() -> None:
     samples: list[Sample] = [
         info(),
-        (m.GPU_SM_CLOCK, GPU, 1980),
-        (m.GPU_MEMORY_CLOCK, GPU, 2619),
-        (m.GPU_MEMORY_TEMPERATURE, GPU, 55),
-        (m.GPU_TEMPERATURE, GPU, 58),
-        (m.GPU_POWER, GPU, 614701),
-        (m.GPU_ENERGY, GPU, 500326672078),
-        (m.GPU_PCIE_REPLAYS, GPU, 9),
-        (m.GPU_UTILIZATION, GPU, 29),
-        (m.GPU_MEMORY_USED, GPU, 68000 << 20),
-        (m.GPU_MEMORY_TOTAL, GPU, 81559 << 20),
-        (m.GPU_MEMORY_RESERVED, GPU, 479 << 20),
-        (m.GPU_REMAPPED_ROWS, (*GPU, "uncorrected"), 2),
+        (m.GPU_SM_CLOCK_HERTZ, GPU, 1980),
+        (m.GPU_MEMORY_CLOCK_HERTZ, GPU, 2619),
+        (m.GPU_MEMORY_TEMPERATURE_CELSIUS, GPU, 55),
+        (m.GPU_TEMPERATURE_CELSIUS, GPU, 58),
+        (m.GPU_POWER_WATTS, GPU, 614701),
+        (m.GPU_ENERGY_JOULES_TOTAL, GPU, 500326672078),
+        (m.GPU_PCIE_REPLAYS_TOTAL, GPU, 9),
+        (m.GPU_UTILIZATION_RATIO, GPU, 29),
+        (m.GPU_MEMORY_USED_BYTES, GPU, 68000 << 20),
+        (m.GPU_MEMORY_TOTAL_BYTES, GPU, 81559 << 20),
+        (m.GPU_MEMORY_RESERVED_BYTES, GPU, 479 << 20),
+        (m.GPU_REMAPPED_ROWS_TOTAL, (*GPU, "uncorrected"), 2),
         (m.GPU_ROW_REMAP_FAILURE, GPU, 0),
-        (m.GPU_CLOCK_EVENT_SECONDS, (*GPU, "sw_power_cap"), 1_000_000_000),
+        (m.GPU_CLOCK_EVENT_SECONDS_TOTAL, (*GPU, "sw_power_cap"), 1_000_000_000),
     ]
     old = 'Hostname="node1",hostname="node1",DCGM_FI_DRIVER_VERSION="580.1"'
     assert rendered(samples, "dcgm-4.8") == [
@@ -226,7 +226,7 @@ def test_names_and_units_of_both_generations() -> None:
 
 
 def test_both_generations_together_are_each_as_alone_and_shared_names_carry_the_labels_of_both(tmp_path: Path) -> None:
-    samples = [info(), (m.GPU_TEMPERATURE, GPU, 58), (m.GPU_ECC_ERRORS, (*GPU, "corrected"), 3)]
+    samples = [info(), (m.GPU_TEMPERATURE_CELSIUS, GPU, 58), (m.GPU_ECC_ERRORS_TOTAL, (*GPU, "corrected"), 3)]
     both = rendered(samples, "dcgm")
     shared = [line for line in both if line.startswith("DCGM_FI_DEV_ECC")]
     assert shared == [
@@ -238,7 +238,7 @@ def test_both_generations_together_are_each_as_alone_and_shared_names_carry_the_
 
 
 def test_what_is_absent_stays_absent() -> None:
-    assert rendered([info(), (m.GPU_MEMORY_TOTAL, GPU, 1 << 30)], "dcgm-4.8") == [
+    assert rendered([info(), (m.GPU_MEMORY_TOTAL_BYTES, GPU, 1 << 30)], "dcgm-4.8") == [
         'DCGM_FI_DEV_FB_TOTAL{Hostname="node1",hostname="node1",DCGM_FI_DRIVER_VERSION="580.1"} 1024'
     ]
 
@@ -246,9 +246,9 @@ def test_what_is_absent_stays_absent() -> None:
 def profiled(seconds: float, tensor: float, sent: float) -> list[Sample]:
     return [
         info(),
-        (m.GPU_PROFILED_SECONDS, GPU, seconds),
-        (m.GPU_TENSOR_ACTIVE, GPU, tensor),
-        (m.GPU_PCIE_TRANSMIT, GPU, sent),
+        (m.GPU_PROFILED_SECONDS_TOTAL, GPU, seconds),
+        (m.GPU_TENSOR_ACTIVE_SECONDS_TOTAL, GPU, tensor),
+        (m.GPU_PCIE_TRANSMIT_BYTES_TOTAL, GPU, sent),
     ]
 
 
@@ -281,11 +281,15 @@ def test_ratios_and_rates_are_means_since_the_last_scrape_that_is_ten_seconds_ol
 def test_nvlink_throughput_is_both_directions_in_dcgms_megabytes() -> None:
     now = 0.0
     compatibility = Compatibility("dcgm", lambda: now)
-    compatibility.render([info(), (m.NVLINK_TRANSMIT, GPU, 0), (m.NVLINK_RECEIVE, GPU, 0)])
+    compatibility.render([info(), (m.NVLINK_TRANSMIT_BYTES_TOTAL, GPU, 0), (m.NVLINK_RECEIVE_BYTES_TOTAL, GPU, 0)])
     now = 10.0
     found = series(
         compatibility.render(
-            [info(), (m.NVLINK_TRANSMIT, GPU, 10_240_000_000), (m.NVLINK_RECEIVE, GPU, 20_480_000_000)]
+            [
+                info(),
+                (m.NVLINK_TRANSMIT_BYTES_TOTAL, GPU, 10_240_000_000),
+                (m.NVLINK_RECEIVE_BYTES_TOTAL, GPU, 20_480_000_000),
+            ]
         )
     )
     assert {name: value for (name, _), value in found.items()} == {
@@ -295,13 +299,17 @@ def test_nvlink_throughput_is_both_directions_in_dcgms_megabytes() -> None:
 
 
 def test_the_last_xid_is_a_gauge_with_its_meaning() -> None:
-    counted: list[Sample] = [info(), (m.GPU_XID, (*GPU, "79"), 0), (m.GPU_XID, (*GPU, "48"), 0)]
+    counted: list[Sample] = [
+        info(),
+        (m.GPU_XID_ERRORS_TOTAL, (*GPU, "79"), 0),
+        (m.GPU_XID_ERRORS_TOTAL, (*GPU, "48"), 0),
+    ]
     rest = 'Hostname="node1",hostname="node1",DCGM_FI_DRIVER_VERSION="580.1"'
     assert rendered(counted) == [f'DCGM_FI_DEV_XID_ERRORS{{{rest},err_code="0",err_msg="No Error"}} 0']
     seen: list[Sample] = [
-        (m.GPU_XID_LAST, (*GPU, "48"), 1000),
-        (m.GPU_XID_LAST, (*GPU, "79"), 2000),
-        (m.GPU_XID_LAST, (*GPU, "13"), 500),
+        (m.GPU_XID_LAST_TIMESTAMP_SECONDS, (*GPU, "48"), 1000),
+        (m.GPU_XID_LAST_TIMESTAMP_SECONDS, (*GPU, "79"), 2000),
+        (m.GPU_XID_LAST_TIMESTAMP_SECONDS, (*GPU, "13"), 500),
         (m.GPU_XID_INFO, ("79", "GPU has fallen off the bus", "bus", "fatal", "x"), 1),
     ]
     assert rendered(counted + seen) == [
@@ -311,7 +319,7 @@ def test_the_last_xid_is_a_gauge_with_its_meaning() -> None:
 
 
 def test_owners_are_labels_as_dcgm_exporter_has_them() -> None:
-    reading: list[Sample] = [info(), (m.GPU_TEMPERATURE, GPU, 58)]
+    reading: list[Sample] = [info(), (m.GPU_TEMPERATURE_CELSIUS, GPU, 58)]
     rest = 'DCGM_FI_DEV_GPU_TEMP{Hostname="node1",hostname="node1",DCGM_FI_DRIVER_VERSION="580.1"'
     pod = owner(owner_pod="train-0", owner_namespace="ml", owner_container="main", source="kubelet")
     other = owner(owner_pod='b"\n\\', owner_namespace="ml", owner_container="main", source="kubelet")
@@ -333,10 +341,10 @@ def test_mig_instances_stand_for_their_gpu() -> None:
         info(),
         instance("1", "MIG-1"),
         instance("2", "MIG-2"),
-        (m.GPU_TEMPERATURE, GPU, 58),
-        (m.GPU_MIG_MEMORY_USED, (*GPU, "1"), 1 << 30),
-        (m.GPU_MIG_MEMORY_TOTAL, (*GPU, "1"), 10 << 30),
-        (m.GPU_MEMORY_USED, GPU, 5 << 30),
+        (m.GPU_TEMPERATURE_CELSIUS, GPU, 58),
+        (m.GPU_MIG_MEMORY_USED_BYTES, (*GPU, "1"), 1 << 30),
+        (m.GPU_MIG_MEMORY_TOTAL_BYTES, (*GPU, "1"), 10 << 30),
+        (m.GPU_MEMORY_USED_BYTES, GPU, 5 << 30),
         owner(mig_uuid="MIG-2", owner_pod="p", source="kubelet"),
     ]
     one, two = (
@@ -359,10 +367,10 @@ def test_mig_instances_stand_for_their_gpu() -> None:
             compatibility,
             [
                 *active,
-                (m.GPU_MIG_PROFILED_SECONDS, (*GPU, "1"), profiled_seconds),
-                (m.GPU_MIG_SM_ACTIVE, (*GPU, "1"), busy),
-                (m.GPU_PROFILED_SECONDS, GPU, profiled_seconds),
-                (m.GPU_SM_ACTIVE, GPU, profiled_seconds),
+                (m.GPU_MIG_PROFILED_SECONDS_TOTAL, (*GPU, "1"), profiled_seconds),
+                (m.GPU_MIG_SM_ACTIVE_SECONDS_TOTAL, (*GPU, "1"), busy),
+                (m.GPU_PROFILED_SECONDS_TOTAL, GPU, profiled_seconds),
+                (m.GPU_SM_ACTIVE_SECONDS_TOTAL, GPU, profiled_seconds),
             ],
         )
     assert found == [0.25]
@@ -452,7 +460,9 @@ def test_a_page_with_foreign_names_parses_in_both_formats(tmp_path: Path, genera
 
 def test_without_the_flag_there_are_no_foreign_names() -> None:
     async def page() -> bytes:
-        scrape = Scrape([Said([info(), (m.GPU_TEMPERATURE, GPU, 58)])], [], ExporterSettings(), CollectorRegistry())
+        scrape = Scrape(
+            [Said([info(), (m.GPU_TEMPERATURE_CELSIUS, GPU, 58)])], [], ExporterSettings(), CollectorRegistry()
+        )
         body = await scrape.metrics()
         scrape.close()
         return body

@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from flopwatch.catalogue import DRIVER_RELEASED, DRIVER_RELEASED_SECONDS, DRIVER_RELEASED_UNTIL, Sample
+from flopwatch.catalogue import (
+    FLOPWATCH_DRIVER_RELEASED,
+    FLOPWATCH_DRIVER_RELEASED_SECONDS_TOTAL,
+    FLOPWATCH_DRIVER_RELEASED_UNTIL_TIMESTAMP_SECONDS,
+    Sample,
+)
 from flopwatch.node import driver_release
 from flopwatch.node.driver_release import MAX_DURATION, Release, duration, end
 from tests.support.machine import PATIENCE, until
@@ -58,11 +63,15 @@ def node(tmp_path: Path) -> Node:
 
 
 def released(until: float, seconds: float) -> list[Sample]:
-    return [(DRIVER_RELEASED, (), 1), (DRIVER_RELEASED_UNTIL, (), until), (DRIVER_RELEASED_SECONDS, (), seconds)]
+    return [
+        (FLOPWATCH_DRIVER_RELEASED, (), 1),
+        (FLOPWATCH_DRIVER_RELEASED_UNTIL_TIMESTAMP_SECONDS, (), until),
+        (FLOPWATCH_DRIVER_RELEASED_SECONDS_TOTAL, (), seconds),
+    ]
 
 
 def in_use(seconds: float) -> list[Sample]:
-    return [(DRIVER_RELEASED, (), 0), (DRIVER_RELEASED_SECONDS, (), seconds)]
+    return [(FLOPWATCH_DRIVER_RELEASED, (), 0), (FLOPWATCH_DRIVER_RELEASED_SECONDS_TOTAL, (), seconds)]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +227,7 @@ def test_a_guest_of_the_state_folder_leaves_its_files_alone(node: Node) -> None:
     node.ask("10m")
     guest.check()
     assert (node.driver.told, node.files()) == (["release"], {"release": "10m"})
-    assert guest.samples()[0] == (DRIVER_RELEASED, (), 1)
+    assert guest.samples()[0] == (FLOPWATCH_DRIVER_RELEASED, (), 1)
     node.time += 601
     guest.check()
     assert (node.driver.told, node.files()) == (["release", "resume"], {"release": "10m"})

@@ -223,12 +223,12 @@ def test_a_rank_has_at_most_40_series_and_a_run_30() -> None:
     with run.background_save():
         pass
     for row in (
-        m.TRAINING_COLLECTIVE_SEQUENCE,
-        m.TRAINING_RECOMPILATIONS,
-        m.TRAINING_ALLOCATOR_RETRIES,
-        m.TRAINING_OUT_OF_MEMORY,
+        m.TRAINING_COLLECTIVE_SEQUENCE_NUMBER,
+        m.TRAINING_RECOMPILATIONS_TOTAL,
+        m.TRAINING_ALLOCATOR_RETRIES_TOTAL,
+        m.TRAINING_OUT_OF_MEMORY_TOTAL,
         m.TRAINING_ALLOCATOR_UNUSED_BYTES,
-        m.TRAINING_BACKWARDS_WITHOUT_STEP,
+        m.TRAINING_DISCARDED_BACKWARD_TOTAL,
     ):
         run.recorder.set(row, 1.0)
     for _ in range(3):
@@ -245,7 +245,7 @@ def test_a_rank_has_at_most_40_series_and_a_run_30() -> None:
     series = [(row, labels) for row, points in snapshot.points.items() for labels, _ in points]
     told = {row for row, _ in series}
     every = {row for row in m.all_metrics() if row.domain == "training"}
-    assert every - told == {m.TRAINING_STEP_DURATION, m.TRAINING_MFU_UNAVAILABLE}
+    assert every - told == {m.TRAINING_STEP_DURATION_SECONDS, m.TRAINING_MFU_UNAVAILABLE}
     assert len([row for row, _ in series if "rank" in row.labels]) + 1 + len(BLOCKED) <= 40
     assert len([row for row, _ in series if "rank" not in row.labels]) + len(DURATION_BOUNDS) + 3 <= 30
 

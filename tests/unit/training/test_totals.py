@@ -64,12 +64,12 @@ def test_a_step_counts_once_the_device_has_done_it() -> None:
     run.step(tokens=8)
     clock.passes(0.1)
     run.step(tokens=8)
-    assert total(run, m.TRAINING_STEPS) == 0
+    assert total(run, m.TRAINING_STEPS_TOTAL) == 0
     device.moments[0].when = 1002.0
-    assert total(run, m.TRAINING_STEPS) == 1
+    assert total(run, m.TRAINING_STEPS_TOTAL) == 1
     clock.passes(4)
     device.moments[1].when = 1003.5
-    assert total(run, m.TRAINING_STEPS) == 2
+    assert total(run, m.TRAINING_STEPS_TOTAL) == 2
     assert seconds(run) == {"startup": 32.0, "step": pytest.approx(2.1)}
     durations = run.snapshot().step_durations
     assert durations is not None
@@ -95,11 +95,11 @@ def test_what_is_behind_a_moment_not_known_yet_waits_for_it() -> None:
     run, clock, device = on_a_device()
     run.step(tokens=8)
     run.checkpoint_committed(1)
-    run.recorder.add(m.TRAINING_RECOMPILATIONS)
+    run.recorder.add(m.TRAINING_RECOMPILATIONS_TOTAL)
     assert total(run, m.TRAINING_COMMITTED_STEPS) is None
     device.moments[0].when = clock.now
     assert total(run, m.TRAINING_COMMITTED_STEPS) == 1
-    assert total(run, m.TRAINING_RECOMPILATIONS) == 1
+    assert total(run, m.TRAINING_RECOMPILATIONS_TOTAL) == 1
 
 
 def test_the_open_activity_goes_on_while_a_device_hangs() -> None:
@@ -138,8 +138,8 @@ def test_a_moment_that_fails_costs_itself() -> None:
     run.recorder.phase("forward", 1.0, Broken(clock.now))
     run.recorder.mark = clock
     run.step(tokens=8)
-    assert total(run, m.TRAINING_STEPS) == 2
-    assert total(run, m.TRAINING_HOOK_ERRORS) == 1
+    assert total(run, m.TRAINING_STEPS_TOTAL) == 2
+    assert total(run, m.TRAINING_HOOK_ERRORS_TOTAL) == 1
 
 
 # Losses.
@@ -150,7 +150,7 @@ def test_losses_that_are_not_finite_are_counted_and_shown() -> None:
     for loss, norm in ((2.0, 1.0), (math.nan, math.inf), (math.inf, 1.0)):
         run.step(loss=loss, grad_norm=norm)
     snapshot = run.snapshot()
-    assert snapshot.points[m.TRAINING_NONFINITE] == [({"value": "loss"}, 2.0), ({"value": "grad_norm"}, 1.0)]
+    assert snapshot.points[m.TRAINING_NONFINITE_TOTAL] == [({"value": "loss"}, 2.0), ({"value": "grad_norm"}, 1.0)]
     assert value(snapshot, "training_loss") == math.inf
     assert value(snapshot, "training_grad_norm") == 1.0
     assert value(snapshot, "training_loss_spikes_total") == 0
@@ -222,8 +222,8 @@ def test_samples_and_hardware_flops_are_the_ranks_share() -> None:
 def test_coordinates_that_do_not_fit_are_refused_and_the_run_goes_on() -> None:
     run = silent(world_size=8, parallel={"dp": (0, 3)})
     run.step(tokens=8)
-    assert total(run, m.TRAINING_HOOK_ERRORS) == 1
-    assert total(run, m.TRAINING_STEPS) == 1
+    assert total(run, m.TRAINING_HOOK_ERRORS_TOTAL) == 1
+    assert total(run, m.TRAINING_STEPS_TOTAL) == 1
 
 
 def test_flops_that_were_counted_stand_in_for_declared_ones() -> None:
@@ -263,7 +263,7 @@ def test_a_phase_counts_in_measured_steps_and_none_is_made_up() -> None:
         run.step()
     run.recorder.phase("daydreaming", 1, 2)
     snapshot = run.snapshot()
-    assert snapshot.points[m.TRAINING_PHASE_SECONDS] == [({"phase": "forward"}, 3.0)]
+    assert snapshot.points[m.TRAINING_PHASE_SECONDS_TOTAL] == [({"phase": "forward"}, 3.0)]
     assert value(snapshot, "training_measured_step_seconds_total") == 8
     assert value(snapshot, "training_hook_errors_total") == 1
 
@@ -316,10 +316,10 @@ def test_a_save_in_the_background_is_told_apart_and_no_activity() -> None:
     clock = Clock()
     run = silent(clock)
     run.step()
-    assert total(run, m.TRAINING_CHECKPOINT_BACKGROUND_SECONDS) is None
+    assert total(run, m.TRAINING_CHECKPOINT_BACKGROUND_SECONDS_TOTAL) is None
     with run.background_save():
         clock.passes(5)
-    assert total(run, m.TRAINING_CHECKPOINT_BACKGROUND_SECONDS) == 5
+    assert total(run, m.TRAINING_CHECKPOINT_BACKGROUND_SECONDS_TOTAL) == 5
     assert seconds(run) == {"startup": 30.0, "step": 5.0}
 
 
@@ -336,9 +336,9 @@ def test_a_save_that_goes_on_is_durable_if_its_future_has_no_error() -> None:
     assert total(run, m.TRAINING_COMMITTED_STEPS) is None
     whole.set_result(None)
     assert total(run, m.TRAINING_COMMITTED_STEPS) == 3
-    assert total(run, m.TRAINING_CHECKPOINT_BACKGROUND_SECONDS) == 6
+    assert total(run, m.TRAINING_CHECKPOINT_BACKGROUND_SECONDS_TOTAL) == 6
     run.checkpoint_goes_on("no future", 7)  # type: ignore[arg-type]
-    assert total(run, m.TRAINING_HOOK_ERRORS) == 1
+    assert total(run, m.TRAINING_HOOK_ERRORS_TOTAL) == 1
 
 
 def test_the_position_is_known_to_the_loop_at_once() -> None:
@@ -407,7 +407,7 @@ def test_an_error_that_cannot_even_be_printed_is_counted() -> None:
 
     run = silent()
     run.recorder.failed("step", Unspeakable())
-    assert total(run, m.TRAINING_HOOK_ERRORS) == 1
+    assert total(run, m.TRAINING_HOOK_ERRORS_TOTAL) == 1
 
 
 def test_what_polls_may_fail_and_the_rest_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,7 +419,7 @@ def test_what_polls_may_fail_and_the_rest_is_told(monkeypatch: pytest.MonkeyPatc
 
     run.recorder.poll(fails)
     run.recorder.poll(lambda: polled.append(1))
-    run.recorder.poll(lambda: run.recorder.set(m.TRAINING_OUT_OF_MEMORY, 3))
+    run.recorder.poll(lambda: run.recorder.set(m.TRAINING_OUT_OF_MEMORY_TOTAL, 3))
     snapshot = run.snapshot()
     assert polled == [1]
     assert value(snapshot, "training_out_of_memory_total") == 3

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from flopwatch.catalogue import BY_NAME, COLLECTOR_SUCCESS, FLOPWATCH_INFO, Sample
+from flopwatch.catalogue import BY_NAME, FLOPWATCH_BUILD_INFO, FLOPWATCH_COLLECTOR_SUCCESS, Sample
 from flopwatch.http.client import opener
 from flopwatch.node.driver_release import Release
 from flopwatch.node.health.rules import ACTIONS, BAD, DEGRADED, OK, UNKNOWN, Judgement
@@ -94,8 +94,8 @@ def ask(
             raise NobodyListens(f"nobody listens at {url}") from None
         raise CannotTell(f"{url}: {str(reason).strip()}{_hint(reason)}") from None
     # What is said last, so that half a page is not taken for a node with half its parts.
-    if not any(row is FLOPWATCH_INFO for row, _, _ in found):
-        raise CannotTell(f"{url} is no flopwatch exporter, or was cut off: there is no {FLOPWATCH_INFO}")
+    if not any(row is FLOPWATCH_BUILD_INFO for row, _, _ in found):
+        raise CannotTell(f"{url} is no flopwatch exporter, or was cut off: there is no {FLOPWATCH_BUILD_INFO}")
     return found
 
 
@@ -138,7 +138,7 @@ def _read(readers: Sequence[Reader], deadline: float, pool: ThreadPoolExecutor) 
         ]
         seen |= own
         if reading.supported:
-            found.append((COLLECTOR_SUCCESS, (reader.name,), float(reading.ok)))
+            found.append((FLOPWATCH_COLLECTOR_SUCCESS, (reader.name,), float(reading.ok)))
     return found
 
 

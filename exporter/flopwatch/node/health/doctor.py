@@ -233,7 +233,7 @@ def _look(settings: ExporterSettings, sources: HostSources, report: Report) -> N
     sysfs = sources.sysfs
     ports = sorted(_info(m.INFINIBAND_INFO, samples), key=lambda port: _natural(port["device"] + "/" + port["port"]))
     report.ports = [_port(row, samples, readings, sysfs) for row in ports]
-    report.place = next(iter(_info(m.NODE_TOPOLOGY_INFO, samples)), {})
+    report.place = next(iter(_info(m.HOST_TOPOLOGY_INFO, samples)), {})
     report.privileges = _privileges(settings, samples)
     report.problems = _problems(report, samples, sysfs)
     report.losses = _losses(report, samples, settings)
@@ -342,11 +342,11 @@ def _gpu(
         {label: word for label, word in owner.items() if word and label not in ("gpu", "uuid", "host")}
         for owner in owners
     ]
-    updated = _value(m.GPU_OWNER_UPDATED, labels, samples)
+    updated = _value(m.GPU_OWNER_UPDATED_TIMESTAMP_SECONDS, labels, samples)
     part.owner_age = None if updated is None else max(0.0, readings["identity"].at - updated)
     if part.present and part.readable and readings["nvml"].ok:
         had = set[str]().union(*families.values())
-        kernel_log = _value(m.XID_SOURCE_UP, ("kernel_log",), samples) == 1
+        kernel_log = _value(m.FLOPWATCH_XID_SOURCE_UP, ("kernel_log",), samples) == 1
         for row in m.all_metrics():
             if row.labels[:2] == GPU and row.name not in had:
                 told = answers.get(f"gpu{info['gpu']}", {})
@@ -395,7 +395,9 @@ def _why(row: Metric, answers: Mapping[str, Sequence[int]], lacks: Sequence[str]
 def _port(info: Mapping[str, str], samples: Sequence[Sample], readings: Mapping[str, Reading], sysfs: Path) -> Part:
     labels = info["device"], info["port"]
     families = _families(labels, readings, PORT)
-    state, rate = (_value(row, labels, samples) for row in (m.INFINIBAND_STATE, m.INFINIBAND_RATE))
+    state, rate = (
+        _value(row, labels, samples) for row in (m.INFINIBAND_PORT_STATE_ID, m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND)
+    )
     about = [
         info["link_layer"],
         "" if state is None else "active" if state == 4 else "not active",
@@ -406,7 +408,7 @@ def _port(info: Mapping[str, str], samples: Sequence[Sample], readings: Mapping[
     part = Part(
         "/".join(labels),
         ", ".join(filter(len, about)),
-        _value(m.INFINIBAND_PRESENT, labels, samples) != 0,
+        _value(m.INFINIBAND_PORT_PRESENT, labels, samples) != 0,
         families={name: len(rows) for name, rows in families.items()},
     )
     if not part.present:
@@ -439,7 +441,7 @@ def _privileges(settings: ExporterSettings, samples: Sequence[Sample]) -> list[A
     """Return the tiers: base, which needs none, identity and kernel."""
     up = {
         source: _value(row, (source,), samples) == 1
-        for row, source in ((m.IDENTITY_SOURCE_UP, "kubelet"), (m.XID_SOURCE_UP, "kernel_log"))
+        for row, source in ((m.FLOPWATCH_IDENTITY_SOURCE_UP, "kubelet"), (m.FLOPWATCH_XID_SOURCE_UP, "kernel_log"))
     }
     kubelet, kmsg = str(settings.kubelet_socket), str(settings.kmsg)
     if settings.simulate is not None:
@@ -518,7 +520,7 @@ def _losses(report: Report, samples: Sequence[Sample], settings: ExporterSetting
     if not os.path.exists(str(settings.kmsg).removeprefix("unix:")):
         absent.add("kernel_log")
     says = {source.name: source.says for source in report.sources}
-    for row, where in ((m.IDENTITY_SOURCE_UP, "identity"), (m.XID_SOURCE_UP, "xid")):
+    for row, where in ((m.FLOPWATCH_IDENTITY_SOURCE_UP, "identity"), (m.FLOPWATCH_XID_SOURCE_UP, "xid")):
         for one, labels, up in samples:
             if one is row and up == 0 and labels[0] not in absent:
                 said = [line for line in says[where] if labels[0] in line]

@@ -118,13 +118,15 @@ class Facts:
         for row, labels, raw in samples:
             if row.name in numbers:
                 numbers[row.name][labels] = raw * row.scale
-        self.released = any(self.of(m.DRIVER_RELEASED).values())
+        self.released = any(self.of(m.FLOPWATCH_DRIVER_RELEASED).values())
         self.driverless = 0 in self.of(m.GPU_DRIVER_LOADED).values()
         self._index = self._gpu_index()
         self.roles = self._roles()
-        present = self.of(m.INFINIBAND_PRESENT)
+        present = self.of(m.INFINIBAND_PORT_PRESENT)
         self.active = {
-            port for port, state in self.of(m.INFINIBAND_STATE).items() if state in ACTIVE and present.get(port, 1)
+            port
+            for port, state in self.of(m.INFINIBAND_PORT_STATE_ID).items()
+            if state in ACTIVE and present.get(port, 1)
         }
         self.answering = {gpu for gpu, present in self.of(m.GPU_PRESENT).items() if present}
 
@@ -156,7 +158,7 @@ class Facts:
 
     def ports_of(self, role: str) -> set[Labels]:
         """Return the ports that the expectation of a role is about, those that are gone included."""
-        ports = {*self.of(m.INFINIBAND_PRESENT), *self.of(m.INFINIBAND_STATE)}
+        ports = {*self.of(m.INFINIBAND_PORT_PRESENT), *self.of(m.INFINIBAND_PORT_STATE_ID)}
         return ports if role == "any" else {port for port in ports if self.roles.get(port, "") == role}
 
     def expected_ports(self, port: Labels) -> tuple[str, Ports] | None:
@@ -176,15 +178,17 @@ class Facts:
         wanted = self.expected_ports(port)
         if wanted is not None and wanted[1].rate_gbps:
             return wanted[1].rate_gbps * 1e9 / 8
-        return self.of(m.INFINIBAND_EXPECTED_RATE).get(port, 0.0)
+        return self.of(m.INFINIBAND_PORT_EXPECTED_RATE_BYTES_PER_SECOND).get(port, 0.0)
 
     def lost_ports(self) -> Iterator[tuple[Labels, str]]:
         """Yield the ports that are missed, each with what is wrong: it is gone, or it is down and was active once."""
-        for port, present in self.of(m.INFINIBAND_PRESENT).items():
+        for port, present in self.of(m.INFINIBAND_PORT_PRESENT).items():
             if not present and self.missed_port(port):
                 yield port, "gone"
-        for port, state in self.of(m.INFINIBAND_STATE).items():
-            used = port in self.of(m.INFINIBAND_EXPECTED_RATE) and self.of(m.INFINIBAND_PRESENT).get(port, 1)
+        for port, state in self.of(m.INFINIBAND_PORT_STATE_ID).items():
+            used = port in self.of(m.INFINIBAND_PORT_EXPECTED_RATE_BYTES_PER_SECOND) and self.of(
+                m.INFINIBAND_PORT_PRESENT
+            ).get(port, 1)
             if state not in ACTIVE and used and self.missed_port(port):
                 yield port, "down"
 
@@ -272,11 +276,11 @@ def _other_model(facts: Facts) -> Iterator[Found]:
 
 
 def _narrow_pcie(facts: Facts) -> Iterator[Found]:
-    for gpu, lanes in facts.of(m.GPU_PCIE_WIDTH).items():
-        wanted = max(facts.of(m.GPU_PCIE_WIDTH_MAX).get(gpu, 0), facts.expected.pcie_width)
+    for gpu, lanes in facts.of(m.GPU_PCIE_WIDTH_LANES).items():
+        wanted = max(facts.of(m.GPU_PCIE_WIDTH_MAX_LANES).get(gpu, 0), facts.expected.pcie_width)
         if 0 < lanes < wanted:
-            name = facts.named(m.GPU_PCIE_WIDTH, gpu)
-            yield facts.part(m.GPU_PCIE_WIDTH, gpu), f"{name} has {lanes:g} of {wanted:g} PCIe lanes"
+            name = facts.named(m.GPU_PCIE_WIDTH_LANES, gpu)
+            yield facts.part(m.GPU_PCIE_WIDTH_LANES, gpu), f"{name} has {lanes:g} of {wanted:g} PCIe lanes"
 
 
 def _slow_pcie(facts: Facts) -> Iterator[Found]:
@@ -293,7 +297,7 @@ def _lost_nvlinks(facts: Facts) -> Iterator[Found]:
         links[labels[:2]] += int(number) if labels[2] in NVLINK_UP else 0
     # Links that never were up lead nowhere: those of a card without a bridge, or of one with a smaller bridge.
     fallen = Counter(
-        labels[:2] for labels, state in facts.of(m.NVLINK_LINK_STATE).items() if state in NVLINK_DOWN_STATES
+        labels[:2] for labels, state in facts.of(m.NVLINK_LINK_STATE_ID).items() if state in NVLINK_DOWN_STATES
     )
     for gpu, up in links.items():
         wanted = facts.expected.nvlinks_per_gpu or up + fallen[gpu]
@@ -315,15 +319,18 @@ def _xids(driver_content: bool, *nvidia: str) -> Callable[[Facts], Iterator[Foun
 
     def find(facts: Facts) -> Iterator[Found]:
         codes: dict[Labels, list[str]] = {}
-        for (*gpu, code), last in facts.of(m.GPU_XID_LAST).items():
+        for (*gpu, code), last in facts.of(m.GPU_XID_LAST_TIMESTAMP_SECONDS).items():
             if last > facts.lately and code in critical_xids():
                 codes.setdefault(tuple(gpu), []).append(code)
         for owner, seen in codes.items():
-            content = facts.of(m.GPU_RECOVERY_ACTION).get(owner) == 0
+            content = facts.of(m.GPU_RECOVERY_ACTION_ID).get(owner) == 0
             actions = {critical_xids()[code] for code in seen}
             if content == driver_content and (not nvidia or _gravest(actions) in nvidia):
                 words = f"Xid {', '.join(sorted(seen, key=int))} within the last hour"
-                yield facts.part(m.GPU_XID_LAST, owner), f"{facts.named(m.GPU_XID_LAST, owner)} had {words}"
+                yield (
+                    facts.part(m.GPU_XID_LAST_TIMESTAMP_SECONDS, owner),
+                    f"{facts.named(m.GPU_XID_LAST_TIMESTAMP_SECONDS, owner)} had {words}",
+                )
 
     return find
 
@@ -349,7 +356,7 @@ def _lost_ports(how: str, spare: bool) -> Callable[[Facts], Iterator[Found]]:
     def find(facts: Facts) -> Iterator[Found]:
         for port, what in facts.lost_ports():
             if what == how and (facts.roles.get(port) in SPARE_ROLES) == spare:
-                part = facts.part(m.INFINIBAND_STATE, port)
+                part = facts.part(m.INFINIBAND_PORT_STATE_ID, port)
                 yield part, f"{part} {words[how]}"
 
     return find
@@ -362,7 +369,7 @@ def _too_few_ports(facts: Facts) -> Iterator[Found]:
         # Where no GPU was ever seen, as beside a driver that hangs, what a port is for cannot be told.
         unsorted = facts.ports_of("") if not facts.of(m.GPU_INFO) else set()
         short = wanted.count - len((ports | unsorted) & facts.active) - len(ports & lost)
-        if short > 0 and facts.of(m.INFINIBAND_PRESENT):
+        if short > 0 and facts.of(m.INFINIBAND_PORT_PRESENT):
             kind = "" if role == "any" else f"{role} "
             text = f"{len(ports & facts.active)} active {kind}ports where {wanted.count} are expected"
             yield f"{kind}ports", text
@@ -370,33 +377,33 @@ def _too_few_ports(facts: Facts) -> Iterator[Found]:
 
 def _unseen_ports(facts: Facts) -> Iterator[Found]:
     count = sum(wanted.count for wanted in facts.expected.ports.values())
-    if count and not facts.of(m.INFINIBAND_PRESENT):
+    if count and not facts.of(m.INFINIBAND_PORT_PRESENT):
         yield "ports", f"nothing is read from /sys/class/infiniband where {count} ports are expected"
 
 
 def _slow_ports(spare: bool) -> Callable[[Facts], Iterator[Found]]:
     def find(facts: Facts) -> Iterator[Found]:
-        for port, rate in facts.of(m.INFINIBAND_RATE).items():
+        for port, rate in facts.of(m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND).items():
             wanted = facts.rate_of(port)
             fits = (facts.roles.get(port) in SPARE_ROLES) == spare
             if fits and port in facts.active and rate < wanted * RATE_TOLERANCE:
-                part = facts.part(m.INFINIBAND_RATE, port)
+                part = facts.part(m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND, port)
                 yield part, f"{part} runs at {rate * 8e-9:g} of {wanted * 8e-9:g} Gb/s"
 
     return find
 
 
 def _hot_transceivers(facts: Facts) -> Iterator[Found]:
-    for labels, celsius in facts.of(m.INFINIBAND_TEMPERATURE).items():
+    for labels, celsius in facts.of(m.INFINIBAND_TEMPERATURE_CELSIUS).items():
         if labels[2].startswith("Module") and celsius > HOT_TRANSCEIVER:
-            part = facts.part(m.INFINIBAND_TEMPERATURE, labels)
+            part = facts.part(m.INFINIBAND_TEMPERATURE_CELSIUS, labels)
             yield part, f"{part}: the transceiver has {celsius:g} degrees Celsius"
 
 
 def _fatal_sxids(facts: Facts) -> Iterator[Found]:
     severity = m.NVLINK_SWITCH_SXID_INFO.labels.index("severity")
     fatal = {labels[0] for labels in facts.of(m.NVLINK_SWITCH_SXID_INFO) if labels[severity] == "fatal"}
-    for (switch, code), last in facts.of(m.NVLINK_SWITCH_SXID_LAST).items():
+    for (switch, code), last in facts.of(m.NVLINK_SWITCH_SXID_LAST_TIMESTAMP_SECONDS).items():
         if code in fatal and last > facts.lately:
             yield f"switch {switch}", f"NVSwitch {switch} had SXid {code} within the last hour"
 
@@ -407,16 +414,20 @@ def _released_driver(facts: Facts) -> Iterator[Found]:
 
 
 def _failed_sources(facts: Facts) -> Iterator[Found]:
-    for (source,), success in facts.of(m.COLLECTOR_SUCCESS).items():
+    for (source,), success in facts.of(m.FLOPWATCH_COLLECTOR_SUCCESS).items():
         # Who owns a GPU, or where the node is, does not make it fit or unfit.
         closed = facts.released and source != "infiniband"
         if not success and source in ("nvml", "dcgm", "infiniband", "xid") and not closed:
             yield f"source {source}", f"source {source} cannot be read"
 
 
-_XIDS = (m.GPU_XID_LAST, m.GPU_RECOVERY_ACTION)
-_PORT_STATES = (m.INFINIBAND_PRESENT, m.INFINIBAND_STATE, m.INFINIBAND_EXPECTED_RATE)
-_RATES = (m.INFINIBAND_RATE, m.INFINIBAND_EXPECTED_RATE, m.INFINIBAND_STATE)
+_XIDS = (m.GPU_XID_LAST_TIMESTAMP_SECONDS, m.GPU_RECOVERY_ACTION_ID)
+_PORT_STATES = (m.INFINIBAND_PORT_PRESENT, m.INFINIBAND_PORT_STATE_ID, m.INFINIBAND_PORT_EXPECTED_RATE_BYTES_PER_SECOND)
+_RATES = (
+    m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND,
+    m.INFINIBAND_PORT_EXPECTED_RATE_BYTES_PER_SECOND,
+    m.INFINIBAND_PORT_STATE_ID,
+)
 
 RULES: tuple[Rule, ...] = (
     # GPUs: there?
@@ -456,7 +467,7 @@ RULES: tuple[Rule, ...] = (
     ),
     # What the driver says.
     *(
-        _is("recovery_action", BAD, action, "needs recovery, says the driver", m.GPU_RECOVERY_ACTION, number)
+        _is("recovery_action", BAD, action, "needs recovery, says the driver", m.GPU_RECOVERY_ACTION_ID, number)
         for number, action in RECOVERY_ACTIONS.items()
     ),
     Rule("xid", BAD, "reset_gpu", "had a critical Xid within the last hour", _XIDS, _xids(False, "RESET_GPU")),
@@ -497,13 +508,20 @@ RULES: tuple[Rule, ...] = (
     _is(
         "row_remap_failure", BAD, "replace_gpu", "has a memory row that cannot be replaced", m.GPU_ROW_REMAP_FAILURE, 1
     ),
-    _is("sram_errors", BAD, "replace_gpu", "had more SRAM errors than it may have", m.GPU_SRAM_THRESHOLD, 1),
+    _is(
+        "sram_errors",
+        BAD,
+        "replace_gpu",
+        "had more SRAM errors than it may have",
+        m.GPU_SRAM_ERROR_THRESHOLD_EXCEEDED,
+        1,
+    ),
     _over(
         "ecc_uncorrected",
         DEGRADED,
         "drain_and_reset",
         "had uncorrected memory errors since the driver was loaded",
-        m.GPU_ECC_ERRORS,
+        m.GPU_ECC_ERRORS_TOTAL,
         last="uncorrected",
     ),
     _is(
@@ -536,7 +554,7 @@ RULES: tuple[Rule, ...] = (
         DEGRADED,
         "check_cooling",
         "is too hot, and its hardware holds the clock back",
-        m.GPU_CLOCK_EVENT,
+        m.GPU_CLOCK_EVENT_ACTIVE,
         1,
         last="hw_thermal_slowdown",
     ),
@@ -545,7 +563,7 @@ RULES: tuple[Rule, ...] = (
         DEGRADED,
         "check_power",
         "is braked from outside, by its power supply",
-        m.GPU_CLOCK_EVENT,
+        m.GPU_CLOCK_EVENT_ACTIVE,
         1,
         last="hw_power_brake_slowdown",
     ),
@@ -554,7 +572,7 @@ RULES: tuple[Rule, ...] = (
         DEGRADED,
         "reseat_gpu",
         "has fewer PCIe lanes than it could, or than expected",
-        (m.GPU_PCIE_WIDTH, m.GPU_PCIE_WIDTH_MAX),
+        (m.GPU_PCIE_WIDTH_LANES, m.GPU_PCIE_WIDTH_MAX_LANES),
         _narrow_pcie,
     ),
     Rule(
@@ -571,7 +589,7 @@ RULES: tuple[Rule, ...] = (
         BAD,
         "check_nvlink",
         "has fewer NVLinks up than expected, or than it had",
-        (m.NVLINK_LINKS, m.NVLINK_LINK_STATE),
+        (m.NVLINK_LINKS, m.NVLINK_LINK_STATE_ID),
         _lost_nvlinks,
     ),
     _over(
@@ -579,26 +597,32 @@ RULES: tuple[Rule, ...] = (
         BAD,
         "check_nvlink",
         f"has a bit error ratio above {EFFECTIVE_BER:g} on an NVLink",
-        m.NVLINK_EFFECTIVE_BER,
+        m.NVLINK_EFFECTIVE_BIT_ERROR_RATIO,
         EFFECTIVE_BER,
     ),
     _is(
-        "fabric_not_ready", BAD, "restart_fabric_manager", "has not joined its NVLink fabric", m.GPU_FABRIC_STATE, 1, 2
+        "fabric_not_ready",
+        BAD,
+        "restart_fabric_manager",
+        "has not joined its NVLink fabric",
+        m.GPU_FABRIC_STATE_ID,
+        1,
+        2,
     ),
     _over(
         "fabric_failed",
         BAD,
         "restart_fabric_manager",
         "failed to join its NVLink fabric, with this nvmlReturn_t",
-        m.GPU_FABRIC_STATUS,
+        m.GPU_FABRIC_STATUS_ID,
     ),
-    _is("fabric_unhealthy", BAD, "check_nvlink", "finds its NVLink fabric unhealthy", m.GPU_FABRIC_HEALTH, 2),
+    _is("fabric_unhealthy", BAD, "check_nvlink", "finds its NVLink fabric unhealthy", m.GPU_FABRIC_HEALTH_ID, 2),
     _is(
         "fabric_limited",
         DEGRADED,
         "check_nvlink",
         "finds its NVLink fabric of limited capacity",
-        m.GPU_FABRIC_HEALTH,
+        m.GPU_FABRIC_HEALTH_ID,
         3,
     ),
     _is(
@@ -669,7 +693,7 @@ RULES: tuple[Rule, ...] = (
         BAD,
         "check_nvlink",
         "an NVSwitch had a fatal SXid within the last hour",
-        (m.NVLINK_SWITCH_SXID_LAST, m.NVLINK_SWITCH_SXID_INFO),
+        (m.NVLINK_SWITCH_SXID_LAST_TIMESTAMP_SECONDS, m.NVLINK_SWITCH_SXID_INFO),
         _fatal_sxids,
     ),
     # Ports. One whose role is not known counts as compute.
@@ -711,7 +735,7 @@ RULES: tuple[Rule, ...] = (
         UNKNOWN,
         "check_exporter",
         "no port can be read where some are expected",
-        (m.INFINIBAND_PRESENT,),
+        (m.INFINIBAND_PORT_PRESENT,),
         _unseen_ports,
     ),
     Rule(
@@ -735,7 +759,7 @@ RULES: tuple[Rule, ...] = (
         BAD,
         "check_cable",
         "went down and came back three times within 12 hours",
-        m.INFINIBAND_FLAPPING,
+        m.INFINIBAND_LINK_FLAPPING,
         1,
     ),
     Rule(
@@ -743,7 +767,7 @@ RULES: tuple[Rule, ...] = (
         DEGRADED,
         "check_cooling",
         f"has a transceiver above {HOT_TRANSCEIVER:g} degrees Celsius",
-        (m.INFINIBAND_TEMPERATURE,),
+        (m.INFINIBAND_TEMPERATURE_CELSIUS,),
         _hot_transceivers,
     ),
     # The exporter.
@@ -752,11 +776,16 @@ RULES: tuple[Rule, ...] = (
         UNKNOWN,
         "check_exporter",
         "a source of these numbers cannot be read",
-        (m.COLLECTOR_SUCCESS,),
+        (m.FLOPWATCH_COLLECTOR_SUCCESS,),
         _failed_sources,
     ),
     Rule(
-        "driver_released", UNKNOWN, "wait", "the driver is released on request", (m.DRIVER_RELEASED,), _released_driver
+        "driver_released",
+        UNKNOWN,
+        "wait",
+        "the driver is released on request",
+        (m.FLOPWATCH_DRIVER_RELEASED,),
+        _released_driver,
     ),
 )
 
@@ -781,22 +810,22 @@ RISES: tuple[Rise, ...] = (
         BAD,
         "drain_and_reset",
         "counts uncorrected memory errors",
-        m.GPU_ECC_ERRORS,
+        m.GPU_ECC_ERRORS_TOTAL,
         but=frozenset({"corrected"}),
     ),
     # PCIe 5 x16 may replay 31 packets a minute: DCGM's limit of speed times lanes times 1e-12.
-    Rise("pcie_replays", DEGRADED, "reseat_gpu", "replays PCIe packets", m.GPU_PCIE_REPLAYS, 31 / 60),
+    Rise("pcie_replays", DEGRADED, "reseat_gpu", "replays PCIe packets", m.GPU_PCIE_REPLAYS_TOTAL, 31 / 60),
     # NVLink 4 corrects what its CRC finds; DCGM minds 100 a second.
     Rise(
         "nvlink_errors_rising",
         DEGRADED,
         "check_nvlink",
         "counts NVLink errors",
-        m.NVLINK_ERRORS,
+        m.NVLINK_ERRORS_TOTAL,
         but=frozenset({"crc", "replay"}),
     ),
-    Rise("symbol_errors", DEGRADED, "check_cable", "counts symbol errors", m.INFINIBAND_SYMBOL_ERRORS),
-    Rise("link_downed", DEGRADED, "check_cable", "lost its link", m.INFINIBAND_LINK_DOWNED),
+    Rise("symbol_errors", DEGRADED, "check_cable", "counts symbol errors", m.INFINIBAND_SYMBOL_ERRORS_TOTAL),
+    Rise("link_downed", DEGRADED, "check_cable", "lost its link", m.INFINIBAND_LINK_DOWNED_TOTAL),
 )
 
 
@@ -843,9 +872,9 @@ class Verdict:
         """Return the verdict, its reasons and what is expected, as samples."""
         judgement = self.judge(samples)
         self._say(judgement)
-        derived: list[Sample] = [(m.NODE_VERDICT, (), _WEIGHT[judgement.verdict])]
+        derived: list[Sample] = [(m.HOST_VERDICT_ID, (), _WEIGHT[judgement.verdict])]
         derived += [
-            (m.NODE_VERDICT_REASON, (one.reason, one.part, one.verdict, one.action), 1) for one in judgement.reasons
+            (m.HOST_VERDICT_REASON, (one.reason, one.part, one.verdict, one.action), 1) for one in judgement.reasons
         ]
         expected = self._expected
         parts = {
@@ -853,7 +882,7 @@ class Verdict:
             "ports": sum(ports.count for ports in expected.ports.values()),
             "nvlinks": expected.gpus * expected.nvlinks_per_gpu,
         }
-        return derived + [(m.NODE_EXPECTED, (kind,), count) for kind, count in parts.items() if count]
+        return derived + [(m.HOST_EXPECTED_PARTS, (kind,), count) for kind, count in parts.items() if count]
 
     def _say(self, judgement: Judgement) -> None:
         """Log what is wrong since now, and what no longer is."""
@@ -897,7 +926,7 @@ def learn(samples: Iterable[Sample]) -> Expectations:
     ports: dict[str, Ports] = {}
     for port in sorted(facts.active):
         role = facts.roles.get(port, "") or "any"
-        rate = facts.of(m.INFINIBAND_RATE).get(port, 0.0) * 8e-9
+        rate = facts.of(m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND).get(port, 0.0) * 8e-9
         known = ports.get(role, Ports(0, rate))
         ports[role] = Ports(known.count + 1, round(min(known.rate_gbps, rate), 3))
     if "any" in ports and len(ports) > 1:
@@ -906,7 +935,7 @@ def learn(samples: Iterable[Sample]) -> Expectations:
         len(facts.answering),
         models.pop() if len(models) == 1 else "",
         _common(up.values()),
-        _common(facts.of(m.GPU_PCIE_WIDTH_MAX).values()),
+        _common(facts.of(m.GPU_PCIE_WIDTH_MAX_LANES).values()),
         _common(facts.of(m.GPU_PCIE_GENERATION_MAX).values()),
         ports,
     )

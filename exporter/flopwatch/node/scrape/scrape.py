@@ -271,15 +271,15 @@ class Scrape:
         self._overlap: tuple[set[int], Counter[str]] = set(), Counter()
         self._keys: list[Key] = []
         self._over_budget: tuple[set[int], Counter[str]] = set(), Counter()
-        self._supported = self_gauge(m.COLLECTOR_SUPPORTED, registry)
-        self._success = self_gauge(m.COLLECTOR_SUCCESS, registry)
-        self._last_success = self_gauge(m.COLLECTOR_LAST_SUCCESS, registry)
-        self._duration = self_gauge(m.COLLECTOR_DURATION, registry)
-        self._failures = self_counter(m.COLLECTOR_FAILURES, registry)
-        self._restarts = self_counter(m.COLLECTOR_RESTARTS, registry)
-        self._duplicate = self_counter(m.SERIES_DUPLICATE, registry)
-        self._dropped = self_counter(m.SERIES_DROPPED, registry)
-        prometheus.Info(family(m.FLOPWATCH_INFO), help_text(m.FLOPWATCH_INFO), registry=registry).info(
+        self._supported = self_gauge(m.FLOPWATCH_COLLECTOR_SUPPORTED, registry)
+        self._success = self_gauge(m.FLOPWATCH_COLLECTOR_SUCCESS, registry)
+        self._last_success = self_gauge(m.FLOPWATCH_COLLECTOR_LAST_SUCCESS_TIMESTAMP_SECONDS, registry)
+        self._duration = self_gauge(m.FLOPWATCH_COLLECTOR_DURATION_SECONDS, registry)
+        self._failures = self_counter(m.FLOPWATCH_COLLECTOR_FAILURES_TOTAL, registry)
+        self._restarts = self_counter(m.FLOPWATCH_COLLECTOR_RESTARTS_TOTAL, registry)
+        self._duplicate = self_counter(m.FLOPWATCH_SERIES_DUPLICATE_TOTAL, registry)
+        self._dropped = self_counter(m.FLOPWATCH_SERIES_DROPPED_TOTAL, registry)
+        prometheus.Info(family(m.FLOPWATCH_BUILD_INFO), help_text(m.FLOPWATCH_BUILD_INFO), registry=registry).info(
             {"version": flopwatch.__version__}
         )
         for state in self._states:
@@ -344,7 +344,7 @@ class Scrape:
         if derive is None:
             return []
         success: list[Sample] = [
-            (m.COLLECTOR_SUCCESS, (state.source.name,), state.success)
+            (m.FLOPWATCH_COLLECTOR_SUCCESS, (state.source.name,), state.success)
             for state in self._states
             if state.success is not None
         ]

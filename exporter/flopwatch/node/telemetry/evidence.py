@@ -48,9 +48,9 @@ _NOT_FOR_TRAINING = ("management",)
 
 # Counters by kind of evidence, and the values of the last label that count; None: all.
 _RISES: dict[str, tuple[str, frozenset[str] | None]] = {
-    m.GPU_ECC_ERRORS.name: ("ecc", frozenset({"uncorrected"})),
+    m.GPU_ECC_ERRORS_TOTAL.name: ("ecc", frozenset({"uncorrected"})),
     # Every link has replays, CRC errors and single symbol errors.
-    m.NVLINK_ERRORS.name: (
+    m.NVLINK_ERRORS_TOTAL.name: (
         "nvlink",
         frozenset(
             {
@@ -64,17 +64,17 @@ _RISES: dict[str, tuple[str, frozenset[str] | None]] = {
             }
         ),
     ),
-    m.GPU_CLOCK_EVENT_SECONDS.name: (
+    m.GPU_CLOCK_EVENT_SECONDS_TOTAL.name: (
         "throttle",
         frozenset({"sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "thermal"}),
     ),
-    m.INFINIBAND_LINK_DOWNED.name: ("link_down", None),
-    m.INFINIBAND_CARRIER_CHANGES.name: ("link_down", None),
-    m.INFINIBAND_LINK_RECOVERY.name: ("link_errors", None),
-    m.INFINIBAND_LINK_INTEGRITY.name: ("link_errors", None),
-    m.INFINIBAND_RECEIVE_ERRORS.name: ("link_errors", None),
-    m.INFINIBAND_CORRUPT_PACKETS.name: ("link_errors", None),
-    m.NODE_KERNEL_EVENTS.name: (
+    m.INFINIBAND_LINK_DOWNED_TOTAL.name: ("link_down", None),
+    m.INFINIBAND_CARRIER_CHANGES_TOTAL.name: ("link_down", None),
+    m.INFINIBAND_LINK_ERROR_RECOVERY_TOTAL.name: ("link_errors", None),
+    m.INFINIBAND_LOCAL_LINK_INTEGRITY_ERRORS_TOTAL.name: ("link_errors", None),
+    m.INFINIBAND_RECEIVE_ERRORS_TOTAL.name: ("link_errors", None),
+    m.INFINIBAND_INVARIANT_CRC_ERRORS_TOTAL.name: ("link_errors", None),
+    m.HOST_KERNEL_EVENTS_TOTAL.name: (
         "nic",
         frozenset({"cable_unplugged", "nic_health_compromised", "nic_transmit_timeout"}),
     ),
@@ -84,12 +84,16 @@ _OOM_KILL = "oom_kill"
 _STATES: dict[str, tuple[str, Callable[[float], bool]]] = {
     m.GPU_PRESENT.name: ("gpu_missing", lambda value: value == 1),
     m.GPU_ROW_REMAP_FAILURE.name: ("row_remap", lambda value: value == 0),
-    m.NVLINK_LINK_STATE.name: ("nvlink", lambda value: value not in _LINK_DOWN),
-    m.INFINIBAND_PRESENT.name: ("link_down", lambda value: value == 1),
-    m.INFINIBAND_STATE.name: ("link_down", lambda value: value in _ACTIVE),
+    m.NVLINK_LINK_STATE_ID.name: ("nvlink", lambda value: value not in _LINK_DOWN),
+    m.INFINIBAND_PORT_PRESENT.name: ("link_down", lambda value: value == 1),
+    m.INFINIBAND_PORT_STATE_ID.name: ("link_down", lambda value: value in _ACTIVE),
 }
-_LAST = {m.GPU_XID_LAST.name, m.NVLINK_SWITCH_SXID_LAST.name, m.NODE_OOM_KILLED.name}
-_COUNTS = {m.GPU_XID.name, m.NVLINK_SWITCH_SXID.name}
+_LAST = {
+    m.GPU_XID_LAST_TIMESTAMP_SECONDS.name,
+    m.NVLINK_SWITCH_SXID_LAST_TIMESTAMP_SECONDS.name,
+    m.HOST_OOM_KILLED_TIMESTAMP_SECONDS.name,
+}
+_COUNTS = {m.GPU_XID_ERRORS_TOTAL.name, m.NVLINK_SWITCH_SXID_ERRORS_TOTAL.name}
 _LOOKED_AT = frozenset({*_RISES, *_STATES, *_LAST, *_COUNTS, m.INFINIBAND_INFO.name})
 
 
@@ -178,7 +182,7 @@ class EvidenceLog:
                 "before": [
                     [name, labels, value]
                     for (name, labels), value in self._before.items()
-                    if name != m.NODE_KERNEL_EVENTS.name
+                    if name != m.HOST_KERNEL_EVENTS_TOTAL.name
                 ],  # that counter starts at 0 with this process
             }
 
@@ -209,7 +213,7 @@ class EvidenceLog:
             labels[:2] for row, labels, _ in samples if row is m.INFINIBAND_INFO and labels[role] in _NOT_FOR_TRAINING
         }
         news: dict[Place, float] = {}
-        present = {labels for name, labels in before if name in (m.GPU_PRESENT.name, m.INFINIBAND_STATE.name)}
+        present = {labels for name, labels in before if name in (m.GPU_PRESENT.name, m.INFINIBAND_PORT_STATE_ID.name)}
         counts = {(row.name, labels): value for row, labels, value in samples if row.name in _COUNTS}
         for row, labels, raw in samples:
             name, value = row.name, raw * row.scale
@@ -244,32 +248,37 @@ class EvidenceLog:
 
     def _dated(self, row: Metric, labels: tuple[str, ...], t: float, counts: Mapping[Any, float]) -> None:
         """Record an event whose time and number the source itself reports."""
-        if row is m.NODE_OOM_KILLED:
+        if row is m.HOST_OOM_KILLED_TIMESTAMP_SECONDS:
             self._killed[int(labels[0])] = t
             while len(self._killed) > MAX_ENTRIES:
                 del self._killed[min(self._killed, key=self._killed.__getitem__)]
-        elif row is m.GPU_XID_LAST:
+        elif row is m.GPU_XID_LAST_TIMESTAMP_SECONDS:
             place = Place("xid", gpu=labels[1], detail=labels[2])
-            self._keep(place, Event(counts.get((m.GPU_XID.name, labels), 1.0), t))
+            self._keep(place, Event(counts.get((m.GPU_XID_ERRORS_TOTAL.name, labels), 1.0), t))
         else:
             place = Place("sxid", detail=labels[1])
             last = self._events.get(place, Event(0.0, t))
             self._keep(
-                place, Event(max(last.number, counts.get((m.NVLINK_SWITCH_SXID.name, labels), 1.0)), max(last.t, t))
+                place,
+                Event(
+                    max(last.number, counts.get((m.NVLINK_SWITCH_SXID_ERRORS_TOTAL.name, labels), 1.0)), max(last.t, t)
+                ),
             )
 
     def _risen(self, row: Metric, labels: tuple[str, ...], by: float, now: float) -> tuple[Place, float]:
         """Return place and number of the events of a counter that rose by `by`; the number is 0 for no event."""
         kind, wanted = _RISES[row.name]
-        if row is m.NODE_KERNEL_EVENTS and labels[-1] == _OOM_KILL:
+        if row is m.HOST_KERNEL_EVENTS_TOTAL and labels[-1] == _OOM_KILL:
             kind = "host_oom"
         place = _place(kind, row, labels)
-        catching_up = row is m.NODE_KERNEL_EVENTS and now - (now if self._first is None else self._first) < CATCHING_UP
+        catching_up = (
+            row is m.HOST_KERNEL_EVENTS_TOTAL and now - (now if self._first is None else self._first) < CATCHING_UP
+        )
         unwanted = wanted is not None and kind != "host_oom" and labels[-1] not in wanted
         too_little = (
             (kind == "throttle" and by < THROTTLED * (now - self._looked))
             or (
-                row is m.INFINIBAND_CARRIER_CHANGES and by < 2
+                row is m.INFINIBAND_CARRIER_CHANGES_TOTAL and by < 2
             )  # one of two changes is a loss: the link may be up again
         )
         return place, 0.0 if catching_up or unwanted or too_little else by
@@ -290,7 +299,7 @@ def _owner(row: Metric, labels: tuple[str, ...]) -> tuple[str, ...]:
 
 def _silent_until_the_first(row: Metric) -> bool:
     """Return whether a series of this row exists only after an event."""
-    return row is m.NVLINK_LINK_STATE or getattr(row, "quiet", False)
+    return row is m.NVLINK_LINK_STATE_ID or getattr(row, "quiet", False)
 
 
 def _place(kind: str, row: Metric, labels: tuple[str, ...]) -> Place:
@@ -303,7 +312,7 @@ def _place(kind: str, row: Metric, labels: tuple[str, ...]) -> Place:
 
 def out_of_memory(push: Push, before: Event | None) -> Event | None:
     """Return number and time of refused CUDA allocations of a process, None if there were none."""
-    count = next((value for row, _, value in push.samples if row is m.TRAINING_OUT_OF_MEMORY), 0.0)
+    count = next((value for row, _, value in push.samples if row is m.TRAINING_OUT_OF_MEMORY_TOTAL), 0.0)
     if count <= 0:
         return None
     return before if before is not None and before.number == count else Event(count, push.at)

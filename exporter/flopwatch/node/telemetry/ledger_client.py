@@ -46,7 +46,7 @@ class Outcomes:
     """Counter of records by outcome, which logs each change of the outcome."""
 
     def __init__(self, registry: prometheus.CollectorRegistry) -> None:
-        self._counter = self_counter(m.LEDGER_SENT, registry)
+        self._counter = self_counter(m.FLOPWATCH_LEDGER_RECORDS_SENT_TOTAL, registry)
         for outcome in OUTCOMES:
             self._counter.labels(outcome)
         self.state = "nothing sent yet"

@@ -147,7 +147,7 @@ class Telemetry:
         self._newest: dict[RankKey, tuple[float, tuple[int, int, int]]] = {}  # start, process
         self._names: dict[tuple[str, str], float] = {}  # last push of each tenant and run, the oldest first
         self._pid_namespace = own_pid_namespace()
-        self._pushes = self_counter(m.OTLP_ACCEPTED, registry)
+        self._pushes = self_counter(m.FLOPWATCH_OTLP_PUSHES_TOTAL, registry)
         for outcome in OUTCOMES:
             self._pushes.labels(outcome)
 
@@ -407,7 +407,7 @@ class Telemetry:
         leader = live[0] if live else max(pushes, key=lambda push: push.at)
         status = attempt.status
         steps, committed = _values(pushes, m.TRAINING_POSITION_STEPS), _values(pushes, m.TRAINING_COMMITTED_STEPS)
-        flops, peaks = _values(pushes, m.TRAINING_MODEL_FLOPS), _values(pushes, m.TRAINING_PEAK_FLOPS)
+        flops, peaks = _values(pushes, m.TRAINING_MODEL_FLOPS_TOTAL), _values(pushes, m.TRAINING_PEAK_FLOPS_PER_SECOND)
         record: Record = {
             "t": leader.at,
             "tenant": key[0],
@@ -423,7 +423,9 @@ class Telemetry:
             "step": int(max(steps)) if steps else None,
             "committed_step": int(max(committed)) if committed else None,
             "activity_seconds": {
-                labels[-1]: seconds for row, labels, seconds in leader.samples if row is m.TRAINING_ACTIVITY_SECONDS
+                labels[-1]: seconds
+                for row, labels, seconds in leader.samples
+                if row is m.TRAINING_ACTIVITY_SECONDS_TOTAL
             },
             "open_step_seconds": leader.open_step_seconds,
             "model_flops": sum(flops) if flops else None,
@@ -447,7 +449,7 @@ def _blocked(rank: _Rank, clock: float) -> list[Sample]:
     names = (rank.push.run, str(rank.push.rank))
     return [
         (
-            m.NODE_PROCESS_BLOCKED,
+            m.HOST_PROCESS_BLOCKED_SECONDS,
             (*names, way),
             clock - rank.watch.since if BLOCKED.get(rank.watch.state) == way else 0.0,
         )
@@ -457,7 +459,11 @@ def _blocked(rank: _Rank, clock: float) -> list[Sample]:
 
 def _waits(pushes: list[Push]) -> list[list[object]] | None:
     """Return the collective wait of these ranks, None unless all of them measure it."""
-    rows = (m.TRAINING_MEASURED_STEPS, m.TRAINING_MEASURED_STEP_SECONDS, m.TRAINING_COLLECTIVE_WAIT)
+    rows = (
+        m.TRAINING_MEASURED_STEPS_TOTAL,
+        m.TRAINING_MEASURED_STEP_SECONDS_TOTAL,
+        m.TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL,
+    )
     pipeline = m.TRAINING_RANK_INFO.labels.index("pp")
     waits: list[list[object]] = []
     for push in pushes:
@@ -471,7 +477,7 @@ def _waits(pushes: list[Push]) -> list[list[object]] | None:
                 place,
                 push.started,
                 *(round(values[row.name], 3) for row in rows),
-                values.get(m.TRAINING_TOKENS.name, 0.0),
+                values.get(m.TRAINING_TOKENS_TOTAL.name, 0.0),
             ]
         )
     return waits or None

@@ -154,7 +154,7 @@ class Attachment:
             return None
         loop.run = run
         if run.rank == 0:
-            run.recorder.add(catalogue.TRAINING_BACKWARDS_WITHOUT_STEP, 0)
+            run.recorder.add(catalogue.TRAINING_DISCARDED_BACKWARD_TOTAL, 0)
         loop.checkpoints.report_to(run.recorder)
         atexit.register(self._at_exit)  # after the pusher's own, so it is called before that
         return run
@@ -270,7 +270,7 @@ class Attachment:
 
     def _give_up_gradients(self, run: Run) -> None:
         if run.rank == 0 and self._without_step:
-            run.recorder.add(catalogue.TRAINING_BACKWARDS_WITHOUT_STEP, self._without_step)
+            run.recorder.add(catalogue.TRAINING_DISCARDED_BACKWARD_TOTAL, self._without_step)
         self._without_step = 0
 
     # Backward passes.

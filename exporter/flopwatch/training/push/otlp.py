@@ -44,7 +44,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricsData, 
 from opentelemetry.sdk.resources import Resource
 
 from flopwatch import __version__
-from flopwatch.catalogue import TRAINING_STEP_DURATION, Metric, all_metrics
+from flopwatch.catalogue import TRAINING_STEP_DURATION_SECONDS, Metric, all_metrics
 from flopwatch.training.recorder import Snapshot
 
 SCOPE = "flopwatch.training"
@@ -137,12 +137,12 @@ class Wire:
         if snapshot.step_durations is not None:
             bounds, counts, total = snapshot.step_durations
             metrics.add(
-                name=TRAINING_STEP_DURATION.name,
+                name=TRAINING_STEP_DURATION_SECONDS.name,
                 histogram=metrics_pb2.Histogram(
                     aggregation_temporality=metrics_pb2.AGGREGATION_TEMPORALITY_CUMULATIVE,
                     data_points=[
                         metrics_pb2.HistogramDataPoint(
-                            attributes=_attributes(self._labels(TRAINING_STEP_DURATION)),
+                            attributes=_attributes(self._labels(TRAINING_STEP_DURATION_SECONDS)),
                             count=sum(counts),
                             sum=total,
                             bucket_counts=counts,

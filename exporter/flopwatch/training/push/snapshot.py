@@ -41,7 +41,7 @@ class Snapshots:
             now = totals.instant(recorder.clock())
             points = self._points(totals, totals.timeline.seconds(now))
             if not last and (frame := self._stuck_frame(totals, now)) is not None:
-                points[m.TRAINING_STANDSTILL_INFO] = [({"at": frame}, 1.0)]
+                points[m.TRAINING_STUCK_FRAME_INFO] = [({"at": frame}, 1.0)]
             return Snapshot(
                 self._resource(totals, now),
                 points,
@@ -88,10 +88,10 @@ class Snapshots:
         }
         for (metric, labels), value in tuple(recorder.gauges.items()):
             points.setdefault(metric, []).append((dict(labels), value))
-        points[m.TRAINING_PHASE_SECONDS] = [({"phase": name}, s) for name, s in totals.phases.items()]
+        points[m.TRAINING_PHASE_SECONDS_TOTAL] = [({"phase": name}, s) for name, s in totals.phases.items()]
         if self._reports_loss():
-            points[m.TRAINING_NONFINITE] = [({"value": name}, float(n)) for name, n in totals.nonfinite.items()]
-        points[m.TRAINING_ACTIVITY_SECONDS] = [({"activity": name}, s) for name, s in seconds.items()]
+            points[m.TRAINING_NONFINITE_TOTAL] = [({"value": name}, float(n)) for name, n in totals.nonfinite.items()]
+        points[m.TRAINING_ACTIVITY_SECONDS_TOTAL] = [({"activity": name}, s) for name, s in seconds.items()]
         reasons = (info.no_peak_because, totals.no_flops_because)
         points[m.TRAINING_MFU_UNAVAILABLE] = [({"reason": r}, 1.0) for r in reasons if r is not None]
         points[m.TRAINING_RANK_INFO] = [(self._rank_labels(), 1.0)]
@@ -105,35 +105,35 @@ class Snapshots:
         flops_known = totals.no_flops_because is None
         has_hardware_flops = flops_known and totals.hardware_flops_per_token is not None
         values: dict[Metric, float | None] = {
-            m.TRAINING_STEPS: totals.steps,
-            m.TRAINING_TOKENS: totals.tokens if totals.tokens_known else None,
-            m.TRAINING_SAMPLES: totals.samples if totals.samples_known else None,
-            m.TRAINING_MODEL_FLOPS: totals.flops if flops_known else None,
-            m.TRAINING_HARDWARE_FLOPS: totals.hardware_flops if has_hardware_flops else None,
+            m.TRAINING_STEPS_TOTAL: totals.steps,
+            m.TRAINING_TOKENS_TOTAL: totals.tokens if totals.tokens_known else None,
+            m.TRAINING_SAMPLES_TOTAL: totals.samples if totals.samples_known else None,
+            m.TRAINING_MODEL_FLOPS_TOTAL: totals.flops if flops_known else None,
+            m.TRAINING_HARDWARE_FLOPS_TOTAL: totals.hardware_flops if has_hardware_flops else None,
             m.TRAINING_POSITION_STEPS: totals.position,
             m.TRAINING_POSITION_TOKENS: None if totals.position is None else totals.position_tokens,
             m.TRAINING_COMMITTED_STEPS: totals.committed,
-            m.TRAINING_CHECKPOINT_BACKGROUND_SECONDS: totals.background if totals.saves_in_background else None,
-            m.TRAINING_LAST_STEP_TIMESTAMP: (
+            m.TRAINING_CHECKPOINT_BACKGROUND_SECONDS_TOTAL: totals.background if totals.saves_in_background else None,
+            m.TRAINING_LAST_STEP_TIMESTAMP_SECONDS: (
                 None if totals.last_step is None else info.start_unix + totals.last_step - recorder.start
             ),
-            m.TRAINING_HOOK_ERRORS: recorder.errors,
+            m.TRAINING_HOOK_ERRORS_TOTAL: recorder.errors,
         }
         if info.peak is not None:
-            values[m.TRAINING_PEAK_FLOPS] = info.peak
-            values[m.TRAINING_CAPACITY_FLOPS] = info.peak * (seconds["step"] + seconds["data_stall"])
+            values[m.TRAINING_PEAK_FLOPS_PER_SECOND] = info.peak
+            values[m.TRAINING_CAPACITY_FLOPS_TOTAL] = info.peak * (seconds["step"] + seconds["data_stall"])
         if totals.measures_wait:
-            values[m.TRAINING_COLLECTIVE_WAIT] = totals.wait
+            values[m.TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL] = totals.wait
         measures = totals.measures_wait or bool(totals.phases)
         if measures:
-            values[m.TRAINING_MEASURED_STEP_SECONDS] = totals.measured_seconds
-            values[m.TRAINING_MEASURED_STEPS] = totals.measured_steps
+            values[m.TRAINING_MEASURED_STEP_SECONDS_TOTAL] = totals.measured_seconds
+            values[m.TRAINING_MEASURED_STEPS_TOTAL] = totals.measured_steps
         if recorder.rank == 0:
             values[m.TRAINING_WORLD_SIZE] = recorder.world_size
-            values[m.TRAINING_MEASURED_EVERY_STEPS] = recorder.measure_every if measures else None
+            values[m.TRAINING_SAMPLED_EVERY_STEPS] = recorder.measure_every if measures else None
         if self._reports_loss():
             values[m.TRAINING_LOSS], values[m.TRAINING_GRAD_NORM] = totals.loss, totals.grad_norm
-            values[m.TRAINING_LOSS_SPIKES] = None if totals.spikes is None else totals.spikes.count
+            values[m.TRAINING_LOSS_SPIKES_TOTAL] = None if totals.spikes is None else totals.spikes.count
         return values
 
     def _reports_loss(self) -> bool:

@@ -30,6 +30,6 @@ def watch(recorder: Recorder) -> None:
 
     def poll() -> None:
         if (number := collectives()) is not None:
-            recorder.set(catalogue.TRAINING_COLLECTIVE_SEQUENCE, float(number))
+            recorder.set(catalogue.TRAINING_COLLECTIVE_SEQUENCE_NUMBER, float(number))
 
     recorder.poll(poll)

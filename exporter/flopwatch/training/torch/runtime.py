@@ -22,10 +22,10 @@ import torch
 import torch._dynamo.callback
 
 from flopwatch.catalogue import (
-    TRAINING_ALLOCATOR_RETRIES,
+    TRAINING_ALLOCATOR_RETRIES_TOTAL,
     TRAINING_ALLOCATOR_UNUSED_BYTES,
-    TRAINING_OUT_OF_MEMORY,
-    TRAINING_RECOMPILATIONS,
+    TRAINING_OUT_OF_MEMORY_TOTAL,
+    TRAINING_RECOMPILATIONS_TOTAL,
 )
 from flopwatch.training.recorder import Recorder
 
@@ -83,8 +83,8 @@ class Runtime:
         self.listen()
         devices = self._memory()
         for metric, numbers in (
-            (TRAINING_ALLOCATOR_RETRIES, [_number(device, "num_alloc_retries") for device in devices]),
-            (TRAINING_OUT_OF_MEMORY, [_number(device, "num_ooms") for device in devices]),
+            (TRAINING_ALLOCATOR_RETRIES_TOTAL, [_number(device, "num_alloc_retries") for device in devices]),
+            (TRAINING_OUT_OF_MEMORY_TOTAL, [_number(device, "num_ooms") for device in devices]),
             (TRAINING_ALLOCATOR_UNUSED_BYTES, [_unused(device) for device in devices]),
         ):
             known = [number for number in numbers if number is not None]
@@ -93,7 +93,7 @@ class Runtime:
 
     def _begins(self, arguments: Any = None) -> None:
         try:
-            self._recorder.add(TRAINING_RECOMPILATIONS, _recompiles(arguments))
+            self._recorder.add(TRAINING_RECOMPILATIONS_TOTAL, _recompiles(arguments))
             in_backward = torch._C._current_graph_task_id() != -1
             if in_backward or threading.get_ident() == self._loop_thread:
                 self._compiling = True

@@ -9,17 +9,17 @@ import pynvml
 import pytest
 
 from flopwatch.catalogue import (
-    GPU_DRAM_ACTIVE,
-    GPU_GRAPHICS_ACTIVE,
-    GPU_MIG_DRAM_ACTIVE,
-    GPU_MIG_PROFILED_SECONDS,
-    GPU_MIG_SM_ACTIVE,
-    GPU_MIG_TENSOR_ACTIVE,
-    GPU_PIPE_ACTIVE,
-    GPU_PROFILED_SECONDS,
-    GPU_SM_ACTIVE,
-    GPU_SM_OCCUPANCY,
-    GPU_TENSOR_ACTIVE,
+    GPU_DRAM_ACTIVE_SECONDS_TOTAL,
+    GPU_GRAPHICS_ACTIVE_SECONDS_TOTAL,
+    GPU_MIG_DRAM_ACTIVE_SECONDS_TOTAL,
+    GPU_MIG_PROFILED_SECONDS_TOTAL,
+    GPU_MIG_SM_ACTIVE_SECONDS_TOTAL,
+    GPU_MIG_TENSOR_ACTIVE_SECONDS_TOTAL,
+    GPU_PIPE_ACTIVE_SECONDS_TOTAL,
+    GPU_PROFILED_SECONDS_TOTAL,
+    GPU_SM_ACTIVE_SECONDS_TOTAL,
+    GPU_SM_OCCUPANCY_SECONDS_TOTAL,
+    GPU_TENSOR_ACTIVE_SECONDS_TOTAL,
 )
 from flopwatch.node.collectors.nvml.gpm import (
     MIG_INSTANCE,
@@ -106,24 +106,24 @@ def test_means_times_intervals_add_up_and_what_every_card_has_starts_at_0() -> N
     meter = Meter(driver, driver.take, METRICS, Activity(), driver.clock)
     meter.advance()
     assert list(whole_gpu(meter.activity)) == [
-        (GPU_PROFILED_SECONDS, (), 0),
-        (GPU_GRAPHICS_ACTIVE, (), 0),
-        (GPU_SM_ACTIVE, (), 0),
-        (GPU_SM_OCCUPANCY, (), 0),
-        (GPU_TENSOR_ACTIVE, (), 0),
-        (GPU_DRAM_ACTIVE, (), 0),
+        (GPU_PROFILED_SECONDS_TOTAL, (), 0),
+        (GPU_GRAPHICS_ACTIVE_SECONDS_TOTAL, (), 0),
+        (GPU_SM_ACTIVE_SECONDS_TOTAL, (), 0),
+        (GPU_SM_OCCUPANCY_SECONDS_TOTAL, (), 0),
+        (GPU_TENSOR_ACTIVE_SECONDS_TOTAL, (), 0),
+        (GPU_DRAM_ACTIVE_SECONDS_TOTAL, (), 0),
     ]
     after(driver, meter, 10)
     driver.means[2] = 40
     activity = after(driver, meter, 5)
     assert list(whole_gpu(activity)) == [
-        (GPU_PROFILED_SECONDS, (), 15),
-        (GPU_GRAPHICS_ACTIVE, (), 15),
-        (GPU_SM_ACTIVE, (), 10),
-        (GPU_SM_OCCUPANCY, (), 3.75),
-        (GPU_TENSOR_ACTIVE, (), 7.5),
-        (GPU_DRAM_ACTIVE, (), 6),
-        (GPU_PIPE_ACTIVE, ("fp32",), 1.5),
+        (GPU_PROFILED_SECONDS_TOTAL, (), 15),
+        (GPU_GRAPHICS_ACTIVE_SECONDS_TOTAL, (), 15),
+        (GPU_SM_ACTIVE_SECONDS_TOTAL, (), 10),
+        (GPU_SM_OCCUPANCY_SECONDS_TOTAL, (), 3.75),
+        (GPU_TENSOR_ACTIVE_SECONDS_TOTAL, (), 7.5),
+        (GPU_DRAM_ACTIVE_SECONDS_TOTAL, (), 6),
+        (GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("fp32",), 1.5),
     ]
     assert activity.bytes == {20: 15 * 2 * 2**20, 61: 15 * 1000 * 2**20}
 
@@ -133,9 +133,9 @@ def test_what_a_card_does_not_measure_is_absent() -> None:
     meter = Meter(driver, driver.take, METRICS, Activity(), driver.clock)
     meter.advance()
     assert list(whole_gpu(after(driver, meter, 10))) == [
-        (GPU_PROFILED_SECONDS, (), 10),
-        (GPU_SM_ACTIVE, (), 5),
-        (GPU_DRAM_ACTIVE, (), 5),
+        (GPU_PROFILED_SECONDS_TOTAL, (), 10),
+        (GPU_SM_ACTIVE_SECONDS_TOTAL, (), 5),
+        (GPU_DRAM_ACTIVE_SECONDS_TOTAL, (), 5),
     ]
 
 
@@ -199,10 +199,10 @@ def test_a_mig_instance_has_four_counters() -> None:
     meter = Meter(driver, driver.take, tuple(MIG_INSTANCE), Activity(), driver.clock)
     meter.advance()
     assert list(mig_instance(after(driver, meter, 10), "7")) == [
-        (GPU_MIG_PROFILED_SECONDS, ("7",), 10),
-        (GPU_MIG_SM_ACTIVE, ("7",), 5),
-        (GPU_MIG_TENSOR_ACTIVE, ("7",), 2.5),
-        (GPU_MIG_DRAM_ACTIVE, ("7",), 1),
+        (GPU_MIG_PROFILED_SECONDS_TOTAL, ("7",), 10),
+        (GPU_MIG_SM_ACTIVE_SECONDS_TOTAL, ("7",), 5),
+        (GPU_MIG_TENSOR_ACTIVE_SECONDS_TOTAL, ("7",), 2.5),
+        (GPU_MIG_DRAM_ACTIVE_SECONDS_TOTAL, ("7",), 1),
     ]
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from flopwatch.catalogue import (
+    FLOPWATCH_IDENTITY_SOURCE_UP,
     GPU_INFO,
     GPU_OWNER_INFO,
-    GPU_OWNER_UPDATED,
-    IDENTITY_SOURCE_UP,
-    NODE_TOPOLOGY_INFO,
+    GPU_OWNER_UPDATED_TIMESTAMP_SECONDS,
+    HOST_TOPOLOGY_INFO,
     Sample,
 )
 from flopwatch.node.collectors import Unsupported, identity
@@ -100,11 +100,11 @@ def owners(samples: list[Sample]) -> list[tuple[str, ...]]:
 
 
 def sources(samples: list[Sample]) -> dict[str, float]:
-    return {labels[0]: value for row, labels, value in samples if row is IDENTITY_SOURCE_UP}
+    return {labels[0]: value for row, labels, value in samples if row is FLOPWATCH_IDENTITY_SOURCE_UP}
 
 
 def updated(samples: list[Sample]) -> dict[str, float]:
-    return {labels[0]: value for row, labels, value in samples if row is GPU_OWNER_UPDATED}
+    return {labels[0]: value for row, labels, value in samples if row is GPU_OWNER_UPDATED_TIMESTAMP_SECONDS}
 
 
 @pytest.mark.parametrize(
@@ -153,10 +153,10 @@ def test_a_node_nobody_uses_says_so_for_every_gpu(node: Node) -> None:
     node.runs({})
     assert node.collector().read() == [
         (GPU_OWNER_INFO, ("0", "GPU-0a", "node-7", *NOBODY, "none"), 1),
-        (GPU_OWNER_UPDATED, ("0", "GPU-0a"), NOW),
+        (GPU_OWNER_UPDATED_TIMESTAMP_SECONDS, ("0", "GPU-0a"), NOW),
         (GPU_OWNER_INFO, ("1", "GPU-1b", "node-7", *NOBODY, "none"), 1),
-        (GPU_OWNER_UPDATED, ("1", "GPU-1b"), NOW),
-        (IDENTITY_SOURCE_UP, ("processes",), 1),
+        (GPU_OWNER_UPDATED_TIMESTAMP_SECONDS, ("1", "GPU-1b"), NOW),
+        (FLOPWATCH_IDENTITY_SOURCE_UP, ("processes",), 1),
     ]
 
 
@@ -543,15 +543,15 @@ def test_without_its_http_library_the_kubelet_is_a_failing_source_that_says_what
 def test_the_place_is_read_from_the_file_and_a_file_without_this_node_is_an_error(node: Node, tmp_path: Path) -> None:
     (tmp_path / "nodes.csv").write_text("host,rack,leaf,domain\nnode-7,A07,leaf1,nvl1\n")
     collector = node.build(topology=f"csv:{tmp_path}/nodes.csv")
-    place = (NODE_TOPOLOGY_INFO, ("node-7", "A07", "leaf1", "nvl1", "csv"), 1)
+    place = (HOST_TOPOLOGY_INFO, ("node-7", "A07", "leaf1", "nvl1", "csv"), 1)
     assert place in collector.read()
     collector.close()
     node.gpus.unlink()  # a node without a GPU has a place
     collector = node.build(topology=f"csv:{tmp_path}/nodes.csv")
-    assert collector.read() == [place, (IDENTITY_SOURCE_UP, ("topology",), 1)]
+    assert collector.read() == [place, (FLOPWATCH_IDENTITY_SOURCE_UP, ("topology",), 1)]
     collector.close()
     collector = node.build(topology=f"slurm:{tmp_path}/nodes.csv")
-    assert collector.read() == [(IDENTITY_SOURCE_UP, ("topology",), 0)]
+    assert collector.read() == [(FLOPWATCH_IDENTITY_SOURCE_UP, ("topology",), 0)]
     collector.close()
 
 

@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flopwatch.catalogue import (
-    INFINIBAND_GPU_AFFINITY,
+    INFINIBAND_COUNTER_SATURATED,
+    INFINIBAND_GPU_AFFINITY_INFO,
     INFINIBAND_INFO,
-    INFINIBAND_PRESENT,
-    INFINIBAND_SATURATED,
+    INFINIBAND_PORT_PRESENT,
     Metric,
     PortCounter,
     Sample,
@@ -920,7 +920,7 @@ def test_a_port_that_is_gone_is_0_with_its_identity(tmp_path: Path, restart: boo
     assert identity(samples, "mlx5_1") == before
     assert values(samples) == NDR_VALUES
     shutil.rmtree(sysfs / "class")
-    assert {value for row, _, value in ports.read() if row is INFINIBAND_PRESENT} == {0}
+    assert {value for row, _, value in ports.read() if row is INFINIBAND_PORT_PRESENT} == {0}
 
 
 def test_a_port_that_is_back_has_the_same_series_and_no_counter_fell(tmp_path: Path) -> None:
@@ -1020,7 +1020,7 @@ def test_names_that_change_fill_neither_the_inventory_nor_the_disk_and_push_out_
         devices = [sysfs / f"class/infiniband/rxe{number + offset}" for offset in range(50)]
         for device in devices:
             write(device, {"ports/1/state": "4: ACTIVE"})
-        seen = {labels for row, labels, _ in ports.read() if row is INFINIBAND_PRESENT}
+        seen = {labels for row, labels, _ in ports.read() if row is INFINIBAND_PORT_PRESENT}
         assert ("mlx5_0", "1") in seen
         assert len(seen) <= PORTS
         assert {(device.name, "1") for device in devices} <= seen
@@ -1041,7 +1041,7 @@ def test_of_more_ports_than_a_node_can_have_the_first_are_read(
         write(tmp_path / "sys", {f"class/infiniband/rxe{number}/ports/1/state": "4: ACTIVE"})
     ports = Ports(tmp_path)
     for _ in range(2):
-        assert sum(row is INFINIBAND_PRESENT for row, _, _ in ports.after(300)) == PORTS
+        assert sum(row is INFINIBAND_PORT_PRESENT for row, _, _ in ports.after(300)) == PORTS
     assert [record.message for record in caplog.records] == [
         f"70 ports in {tmp_path}/sys/class/infiniband, of which 64 are read"
     ]
@@ -1191,7 +1191,7 @@ def test_rails_come_with_the_gpus_and_follow_their_module_ids(two_rails: Path) -
     inventory(two_rails, RAILS)
     samples = ports.read()
     assert rails(samples) == {"mlx5_0": ("compute", "1"), "mlx5_1": ("compute", "0")}
-    assert [labels for row, labels, _ in samples if row is INFINIBAND_GPU_AFFINITY] == [
+    assert [labels for row, labels, _ in samples if row is INFINIBAND_GPU_AFFINITY_INFO] == [
         ("mlx5_1", "1", "1", "GPU-b", "PIX"),
         ("mlx5_0", "1", "0", "GPU-a", "PIX"),
     ]
@@ -1244,7 +1244,7 @@ def test_the_simulated_node_has_eight_rails_a_storage_port_and_keeps_a_removed_o
     # `inventory` gives the GPUs falling module ids.
     whole = {device: ("compute", str(7 - gpu)) for gpu, device in enumerate(DEVICES)} | {"mlx5_bond_0": ("storage", "")}
     assert rails(samples) == whole
-    assert [labels for row, labels, _ in samples if row is INFINIBAND_GPU_AFFINITY] == [
+    assert [labels for row, labels, _ in samples if row is INFINIBAND_GPU_AFFINITY_INFO] == [
         (DEVICES[gpu], "1", str(gpu), node.uuid(gpu), "PIX") for gpu in reversed(range(8))
     ]
     node.remove("mlx5_5")
@@ -1313,4 +1313,4 @@ def test_rows_with_a_width_say_what_happens_at_its_end() -> None:
     assert end(COUNTERS["hw_counters/rx_write_requests"]) == " wraps at 2^32, the counter does not."
     assert end(COUNTERS["counters/port_xmit_data"]) == ""
     assert {row.bits for row in COUNTERS.values()} == {4, 8, 16, 32, 64}
-    assert INFINIBAND_SATURATED.labels == ("device", "port", "counter")
+    assert INFINIBAND_COUNTER_SATURATED.labels == ("device", "port", "counter")

@@ -15,74 +15,74 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flopwatch.catalogue import (
-    GPU_CLOCK_EVENT,
-    GPU_CLOCK_EVENT_SECONDS,
+    GPU_CLOCK_EVENT_ACTIVE,
+    GPU_CLOCK_EVENT_SECONDS_TOTAL,
     GPU_DRIVER_LOADED,
-    GPU_ECC_ERRORS,
-    GPU_ECC_LIFETIME_ERRORS,
-    GPU_ECC_LOCATION_ERRORS,
+    GPU_ECC_ERRORS_TOTAL,
+    GPU_ECC_LIFETIME_ERRORS_TOTAL,
+    GPU_ECC_LOCATION_ERRORS_TOTAL,
     GPU_ECC_MODE,
-    GPU_ENCODER_UTILIZATION,
-    GPU_ENERGY,
+    GPU_ENCODER_UTILIZATION_RATIO,
+    GPU_ENERGY_JOULES_TOTAL,
     GPU_FABRIC_FAULT,
-    GPU_FABRIC_HEALTH,
+    GPU_FABRIC_HEALTH_ID,
     GPU_FABRIC_INFO,
-    GPU_FABRIC_STATE,
-    GPU_FABRIC_STATUS,
-    GPU_GRAPHICS_CLOCK,
+    GPU_FABRIC_STATE_ID,
+    GPU_FABRIC_STATUS_ID,
+    GPU_GRAPHICS_CLOCK_HERTZ,
     GPU_INFO,
-    GPU_MEMORY_CLOCK,
-    GPU_MEMORY_CLOCK_MAX,
-    GPU_MEMORY_RESERVED,
-    GPU_MEMORY_TEMPERATURE,
-    GPU_MEMORY_TOTAL,
-    GPU_MEMORY_USED,
+    GPU_MEMORY_CLOCK_HERTZ,
+    GPU_MEMORY_CLOCK_MAX_HERTZ,
+    GPU_MEMORY_RESERVED_BYTES,
+    GPU_MEMORY_TEMPERATURE_CELSIUS,
+    GPU_MEMORY_TOTAL_BYTES,
+    GPU_MEMORY_USED_BYTES,
     GPU_MIG_INFO,
-    GPU_MIG_MEMORY_TOTAL,
-    GPU_MIG_MEMORY_USED,
+    GPU_MIG_MEMORY_TOTAL_BYTES,
+    GPU_MIG_MEMORY_USED_BYTES,
     GPU_MIG_MODE,
-    GPU_MIG_PROFILED_SECONDS,
-    GPU_PCIE_ERRORS,
-    GPU_PCIE_RECEIVE,
-    GPU_PCIE_REPLAYS,
-    GPU_PCIE_TRANSMIT,
-    GPU_POWER,
-    GPU_POWER_LIMIT,
-    GPU_POWER_LIMIT_MAX,
+    GPU_MIG_PROFILED_SECONDS_TOTAL,
+    GPU_PCIE_ERRORS_TOTAL,
+    GPU_PCIE_RECEIVE_BYTES_TOTAL,
+    GPU_PCIE_REPLAYS_TOTAL,
+    GPU_PCIE_TRANSMIT_BYTES_TOTAL,
+    GPU_POWER_LIMIT_MAX_WATTS,
+    GPU_POWER_LIMIT_WATTS,
+    GPU_POWER_WATTS,
     GPU_PRESENT,
-    GPU_PROCESS_MEMORY,
+    GPU_PROCESS_MEMORY_BYTES,
     GPU_PROCESSES,
-    GPU_PROFILED_SECONDS,
+    GPU_PROFILED_SECONDS_TOTAL,
     GPU_READABLE,
-    GPU_RECOVERY_ACTION,
-    GPU_REMAPPED_ROWS,
+    GPU_RECOVERY_ACTION_ID,
+    GPU_REMAPPED_ROWS_TOTAL,
     GPU_REPAIR_PENDING,
     GPU_ROW_REMAP_BANKS,
     GPU_ROW_REMAP_FAILURE,
     GPU_ROW_REMAP_PENDING,
-    GPU_SM_ACTIVE,
-    GPU_SM_CLOCK,
-    GPU_SM_CLOCK_MAX,
-    GPU_SRAM_THRESHOLD,
-    GPU_TEMPERATURE_LIMIT,
-    GPU_TEMPERATURE_LIMIT_MARGIN,
-    GPU_TEMPERATURE_MARGIN,
-    GPU_UTILIZATION,
-    GPU_VIDEO_CLOCK,
-    GPU_VIDEO_CLOCK_MAX,
-    NVLINK_ERRORS,
+    GPU_SM_ACTIVE_SECONDS_TOTAL,
+    GPU_SM_CLOCK_HERTZ,
+    GPU_SM_CLOCK_MAX_HERTZ,
+    GPU_SRAM_ERROR_THRESHOLD_EXCEEDED,
+    GPU_TEMPERATURE_LIMIT_CELSIUS,
+    GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS,
+    GPU_TEMPERATURE_MARGIN_CELSIUS,
+    GPU_UTILIZATION_RATIO,
+    GPU_VIDEO_CLOCK_HERTZ,
+    GPU_VIDEO_CLOCK_MAX_HERTZ,
+    NVLINK_ERRORS_TOTAL,
     NVLINK_INFO,
-    NVLINK_LINK_STATE,
+    NVLINK_LINK_STATE_ID,
     NVLINK_LINKS,
-    NVLINK_RECEIVE,
-    NVLINK_RECEIVE_RAW,
-    NVLINK_SPEED,
-    NVLINK_TRANSMIT,
-    NVLINK_TRANSMIT_RAW,
+    NVLINK_RECEIVE_BYTES_TOTAL,
+    NVLINK_RECEIVE_RAW_BYTES_TOTAL,
+    NVLINK_SPEED_BYTES_PER_SECOND,
+    NVLINK_TRANSMIT_BYTES_TOTAL,
+    NVLINK_TRANSMIT_RAW_BYTES_TOTAL,
     Metric,
     Sample,
 )
-from flopwatch.catalogue.gpu import GPU_COPY_UTILIZATION
+from flopwatch.catalogue.gpu import GPU_MEMORY_COPY_UTILIZATION_RATIO
 from flopwatch.node.collectors import AccessLost, RestartReader, Unsupported
 from flopwatch.node.collectors.nvml import Nvml, numa_node
 from flopwatch.node.collectors.nvml.card import BLIND, GONE, LACKING
@@ -98,14 +98,14 @@ ERRORS = sorted(
 NVLINK = {
     NVLINK_LINKS,
     NVLINK_INFO,
-    NVLINK_SPEED,
-    NVLINK_ERRORS,
-    NVLINK_TRANSMIT,
-    NVLINK_RECEIVE,
-    NVLINK_TRANSMIT_RAW,
-    NVLINK_RECEIVE_RAW,
+    NVLINK_SPEED_BYTES_PER_SECOND,
+    NVLINK_ERRORS_TOTAL,
+    NVLINK_TRANSMIT_BYTES_TOTAL,
+    NVLINK_RECEIVE_BYTES_TOTAL,
+    NVLINK_TRANSMIT_RAW_BYTES_TOTAL,
+    NVLINK_RECEIVE_RAW_BYTES_TOTAL,
 }
-FABRIC = {GPU_FABRIC_INFO, GPU_FABRIC_STATE, GPU_FABRIC_STATUS, GPU_FABRIC_HEALTH}
+FABRIC = {GPU_FABRIC_INFO, GPU_FABRIC_STATE_ID, GPU_FABRIC_STATUS_ID, GPU_FABRIC_HEALTH_ID}
 
 
 class Clock:
@@ -220,37 +220,40 @@ ALL = dict.fromkeys("01234567", 1)
         (
             "nvmlDeviceGetFieldValues",
             {
-                GPU_MEMORY_TEMPERATURE,
-                GPU_CLOCK_EVENT_SECONDS,
-                GPU_ECC_ERRORS,
-                GPU_ECC_LIFETIME_ERRORS,
-                GPU_PCIE_REPLAYS,
-                GPU_PCIE_ERRORS,
-                GPU_TEMPERATURE_LIMIT_MARGIN,
-                GPU_RECOVERY_ACTION,
-                GPU_PCIE_TRANSMIT,
-                GPU_PCIE_RECEIVE,
+                GPU_MEMORY_TEMPERATURE_CELSIUS,
+                GPU_CLOCK_EVENT_SECONDS_TOTAL,
+                GPU_ECC_ERRORS_TOTAL,
+                GPU_ECC_LIFETIME_ERRORS_TOTAL,
+                GPU_PCIE_REPLAYS_TOTAL,
+                GPU_PCIE_ERRORS_TOTAL,
+                GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS,
+                GPU_RECOVERY_ACTION_ID,
+                GPU_PCIE_TRANSMIT_BYTES_TOTAL,
+                GPU_PCIE_RECEIVE_BYTES_TOTAL,
             }
             | NVLINK,
         ),
-        ("nvmlDeviceGetMemoryInfo", {GPU_MEMORY_USED, GPU_MEMORY_TOTAL, GPU_MEMORY_RESERVED}),
-        ("nvmlDeviceGetCurrentClocksEventReasons", {GPU_CLOCK_EVENT}),
-        ("nvmlDeviceGetUtilizationRates", {GPU_UTILIZATION, GPU_COPY_UTILIZATION}),
-        ("nvmlDeviceGetEncoderUtilization", {GPU_ENCODER_UTILIZATION}),
+        ("nvmlDeviceGetMemoryInfo", {GPU_MEMORY_USED_BYTES, GPU_MEMORY_TOTAL_BYTES, GPU_MEMORY_RESERVED_BYTES}),
+        ("nvmlDeviceGetCurrentClocksEventReasons", {GPU_CLOCK_EVENT_ACTIVE}),
+        ("nvmlDeviceGetUtilizationRates", {GPU_UTILIZATION_RATIO, GPU_MEMORY_COPY_UTILIZATION_RATIO}),
+        ("nvmlDeviceGetEncoderUtilization", {GPU_ENCODER_UTILIZATION_RATIO}),
         ("nvmlDeviceGetTemperatureV", set()),
         ("nvmlDeviceGetTemperature", set()),
-        ("nvmlDeviceGetMarginTemperature", {GPU_TEMPERATURE_MARGIN}),
-        ("nvmlDeviceGetPowerUsage", {GPU_POWER}),
-        ("nvmlDeviceGetEnforcedPowerLimit", {GPU_POWER_LIMIT}),
-        ("nvmlDeviceGetClockInfo", {GPU_GRAPHICS_CLOCK, GPU_SM_CLOCK, GPU_MEMORY_CLOCK, GPU_VIDEO_CLOCK}),
-        ("nvmlDeviceGetMaxClockInfo", {GPU_SM_CLOCK_MAX, GPU_MEMORY_CLOCK_MAX, GPU_VIDEO_CLOCK_MAX}),
-        ("nvmlDeviceGetSramEccErrorStatus", {GPU_SRAM_THRESHOLD}),
+        ("nvmlDeviceGetMarginTemperature", {GPU_TEMPERATURE_MARGIN_CELSIUS}),
+        ("nvmlDeviceGetPowerUsage", {GPU_POWER_WATTS}),
+        ("nvmlDeviceGetEnforcedPowerLimit", {GPU_POWER_LIMIT_WATTS}),
+        (
+            "nvmlDeviceGetClockInfo",
+            {GPU_GRAPHICS_CLOCK_HERTZ, GPU_SM_CLOCK_HERTZ, GPU_MEMORY_CLOCK_HERTZ, GPU_VIDEO_CLOCK_HERTZ},
+        ),
+        ("nvmlDeviceGetMaxClockInfo", {GPU_SM_CLOCK_MAX_HERTZ, GPU_MEMORY_CLOCK_MAX_HERTZ, GPU_VIDEO_CLOCK_MAX_HERTZ}),
+        ("nvmlDeviceGetSramEccErrorStatus", {GPU_SRAM_ERROR_THRESHOLD_EXCEEDED}),
         ("nvmlDeviceGetRowRemapperHistogram", {GPU_ROW_REMAP_BANKS}),
         ("nvmlDeviceGetRepairStatus", {GPU_REPAIR_PENDING}),
         ("nvmlDeviceGetGpuFabricInfoV", FABRIC),
         ("nvmlDeviceGetMigMode", {GPU_MIG_MODE}),
         ("nvmlDeviceGetEccMode", {GPU_ECC_MODE}),
-        ("nvmlDeviceGetComputeRunningProcesses_v3", {GPU_PROCESSES, GPU_PROCESS_MEMORY}),
+        ("nvmlDeviceGetComputeRunningProcesses_v3", {GPU_PROCESSES, GPU_PROCESS_MEMORY_BYTES}),
         ("nvmlDeviceGetSerial", set()),
     ],
 )
@@ -327,7 +330,7 @@ def test_an_older_driver_counts_clock_events_by_other_reasons(
     )
     driver = collector(library)
     for _ in range(2):
-        assert of(driver.read(), GPU_CLOCK_EVENT_SECONDS) == {
+        assert of(driver.read(), GPU_CLOCK_EVENT_SECONDS_TOTAL) == {
             ("sw_power_cap",): 0,
             ("sync_boost",): 0,
             ("thermal",): 5,
@@ -348,8 +351,8 @@ def test_before_ada_the_limits_are_temperatures(node: SimulatedNode, collector: 
 
     library.nvmlDeviceGetTemperatureThreshold = threshold  # type: ignore[attr-defined]
     samples = collector(library).read()
-    assert of(samples, GPU_TEMPERATURE_LIMIT) == {("shutdown",): 85, ("slowdown",): 86, ("gpu_max",): 88}
-    assert of(samples, GPU_TEMPERATURE_LIMIT_MARGIN) == {}
+    assert of(samples, GPU_TEMPERATURE_LIMIT_CELSIUS) == {("shutdown",): 85, ("slowdown",): 86, ("gpu_max",): 88}
+    assert of(samples, GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS) == {}
 
 
 def test_traffic_is_counted_from_activity_samples_where_the_card_has_no_byte_counters(
@@ -357,14 +360,14 @@ def test_traffic_is_counted_from_activity_samples_where_the_card_has_no_byte_cou
 ) -> None:
     keys = [(197, 0), (198, 0), (138, ALL_LINKS), (139, ALL_LINKS), (140, ALL_LINKS), (141, ALL_LINKS)]
     driver = collector(Fields(node.root, errors=dict.fromkeys(keys, pynvml.NVML_ERROR_NOT_SUPPORTED)))
-    assert of(driver.read(), GPU_PCIE_TRANSMIT) == {}
+    assert of(driver.read(), GPU_PCIE_TRANSMIT_BYTES_TOTAL) == {}
     clock.now += 10
     node.load(0, 1)
     node.tick(1_700_000_010)
     samples = driver.read()
-    assert of(samples, GPU_PCIE_TRANSMIT)[()] == pytest.approx(10 * 0.35 * 50e9, rel=0.05)
-    assert of(samples, NVLINK_RECEIVE)[()] == pytest.approx(10 * 0.3 * 18 * 26.562e9, rel=0.05)
-    assert of(samples, NVLINK_RECEIVE_RAW) == {}
+    assert of(samples, GPU_PCIE_TRANSMIT_BYTES_TOTAL)[()] == pytest.approx(10 * 0.35 * 50e9, rel=0.05)
+    assert of(samples, NVLINK_RECEIVE_BYTES_TOTAL)[()] == pytest.approx(10 * 0.3 * 18 * 26.562e9, rel=0.05)
+    assert of(samples, NVLINK_RECEIVE_RAW_BYTES_TOTAL) == {}
 
 
 def test_an_nvlink_5_gpu_sums_its_links_and_has_no_more_series_than_the_budget_leaves(
@@ -447,7 +450,7 @@ def test_an_a100_counts_link_errors_per_gpu_and_has_no_activity(
         "nvlink_errors_total:crc": 1,
         "nvlink_errors_total:crc_data": 2,
     }
-    assert not rows(samples, "0") & {GPU_PROFILED_SECONDS, GPU_SM_ACTIVE}
+    assert not rows(samples, "0") & {GPU_PROFILED_SECONDS_TOTAL, GPU_SM_ACTIVE_SECONDS_TOTAL}
 
 
 def test_a_release_of_pynvml_without_a_function_or_structure_is_a_driver_without_it(
@@ -481,12 +484,12 @@ def test_the_fabrics_health_is_left_out_by_a_driver_that_has_only_the_older_stru
     library.nvmlDeviceGetGpuFabricInfoV = version_2  # type: ignore[method-assign]
     samples = collector(library).read()
     assert of(samples, GPU_FABRIC_INFO) == {("00000000-0000-0000-0000-000000000000", "0"): 1}
-    assert of(samples, GPU_FABRIC_STATE) == {(): 3}
-    assert of(samples, GPU_FABRIC_HEALTH) == {}
+    assert of(samples, GPU_FABRIC_STATE_ID) == {(): 3}
+    assert of(samples, GPU_FABRIC_HEALTH_ID) == {}
 
 
 @pytest.mark.parametrize(
-    ("state", "expected"), [(0, set()), (2, {GPU_FABRIC_STATE}), (0xAB03, {*FABRIC, GPU_FABRIC_FAULT})]
+    ("state", "expected"), [(0, set()), (2, {GPU_FABRIC_STATE_ID}), (0xAB03, {*FABRIC, GPU_FABRIC_FAULT})]
 )
 def test_the_fabric_tells_more_once_it_is_completed_and_padding_is_no_state(
     node: SimulatedNode, collector: Callable[..., Nvml], state: int, expected: set[Metric]
@@ -501,7 +504,7 @@ def test_the_fabric_tells_more_once_it_is_completed_and_padding_is_no_state(
     samples = collector(library).read()
     assert rows(samples, "0") & {*FABRIC, GPU_FABRIC_FAULT} == expected
     if expected == {*FABRIC, GPU_FABRIC_FAULT}:
-        assert of(samples, GPU_FABRIC_STATE) == {(): 3}
+        assert of(samples, GPU_FABRIC_STATE_ID) == {(): 3}
         assert of(samples, GPU_FABRIC_FAULT) == {("degraded_bandwidth",): 1}
 
 
@@ -524,13 +527,13 @@ def test_processes_are_counted_by_owner_and_the_ninth_owner_is_other(
         **{(f"slurm:{job}",): 1 for job in range(5, 12)},
         ("other",): 3,
     }
-    assert of(samples, GPU_PROCESS_MEMORY) == {
+    assert of(samples, GPU_PROCESS_MEMORY_BYTES) == {
         ("slurm:1",): 22000,
         **{(f"slurm:{job}",): 1000 * job for job in range(5, 12)},
         ("other",): 9000,
     }
     assert sum(of(samples, GPU_PROCESSES, "1").values()) == 12
-    assert of(samples, GPU_PROCESS_MEMORY, "1") == {}
+    assert of(samples, GPU_PROCESS_MEMORY_BYTES, "1") == {}
     assert json.loads((tmp_path / "gpu_runtime.json").read_text())[node.uuid(0)] == {
         "mig": [],
         "pids": sorted(pid for pid, _ in processes),
@@ -555,7 +558,7 @@ def test_the_place_of_memory_errors_is_asked_for_only_once_there_are_any(
     assert asked == []
     node.ecc(3, uncorrected=2)
     clock.now += 10
-    assert of(driver.read(), GPU_ECC_LOCATION_ERRORS, "3") == {("uncorrected", "dram"): 2}
+    assert of(driver.read(), GPU_ECC_LOCATION_ERRORS_TOTAL, "3") == {("uncorrected", "dram"): 2}
     assert asked == [(3, 1, location) for location in range(8)]
     clock.now += 10
     driver.read()
@@ -585,7 +588,13 @@ def test_no_combination_of_field_errors_removes_another_field(
     for _ in range(2):
         seen = {key for key in series(driver.read(), "0") if key[0] in others}
         # Calls and GPM stand in for some fields.
-        stood_in = {GPU_ENERGY, GPU_PCIE_TRANSMIT, GPU_PCIE_RECEIVE, NVLINK_TRANSMIT, NVLINK_RECEIVE}
+        stood_in = {
+            GPU_ENERGY_JOULES_TOTAL,
+            GPU_PCIE_TRANSMIT_BYTES_TOTAL,
+            GPU_PCIE_RECEIVE_BYTES_TOTAL,
+            NVLINK_TRANSMIT_BYTES_TOTAL,
+            NVLINK_RECEIVE_BYTES_TOTAL,
+        }
         remap = {key for key in seen if str(key[0]).startswith(("gpu_remapped", "gpu_row_remap"))}
         assert expected <= seen
         assert {key for key in seen - expected - remap if key[0] not in stood_in} == set()
@@ -611,10 +620,10 @@ def test_an_error_in_one_call_about_one_gpu(node: SimulatedNode, collector: Call
     if code in GONE:
         assert series(samples, "2") == {(GPU_PRESENT, ()): 0}
     else:
-        assert series(whole, "2").keys() - series(samples, "2").keys() == {(GPU_POWER, ())}
+        assert series(whole, "2").keys() - series(samples, "2").keys() == {(GPU_POWER_WATTS, ())}
     assert all(series(samples, gpu) == series(whole, gpu) for gpu in "0134567")
     node.fail("nvmlDeviceGetPowerUsage", 0, 2)
-    back = (GPU_POWER, ()) in series(driver.read(), "2")
+    back = (GPU_POWER_WATTS, ()) in series(driver.read(), "2")
     assert back == (code not in LACKING), "what a card lacks is not asked for again"
 
 
@@ -828,7 +837,7 @@ def test_a_call_that_pynvml_stumbles_over_costs_its_own_values(
     driver = collector(library)
     for _ in range(2):
         samples = driver.read()
-        assert all(rows(whole, gpu) - rows(samples, gpu) == {GPU_POWER} for gpu in ALL)
+        assert all(rows(whole, gpu) - rows(samples, gpu) == {GPU_POWER_WATTS} for gpu in ALL)
     assert [record.getMessage() for record in caplog.records] == ["nvmlDeviceGetPowerUsage cannot be read"]
 
 
@@ -931,7 +940,7 @@ def test_nvml_is_not_initialised_at_every_scrape_beside_a_gpu_that_stays_lost(
         node.tick(1_700_000_000 + second)
         samples = driver.read()
     assert at == [0, 15, 45, 105, 225, 465, 705, 945]
-    assert of(samples, GPU_PROFILED_SECONDS) == {(): 995}, "and that costs no second of activity"
+    assert of(samples, GPU_PROFILED_SECONDS_TOTAL) == {(): 995}, "and that costs no second of activity"
     assert len(library.gpm_samples) == 14
 
 
@@ -963,10 +972,10 @@ def test_a_gpu_that_was_reset_comes_back_under_another_index_with_its_counters(
     uuids = {labels[0]: labels[1] for row, labels, _ in samples if row is GPU_PRESENT}
     assert uuids == {str(index): node.uuid(gpu) for index, gpu in enumerate((0, 1, 3, 4, 5, 6, 7, 2))}
     assert present(samples) == ALL
-    assert of(samples, GPU_ECC_ERRORS, "7") == {("corrected",): 0, ("uncorrected",): 0}
-    assert of(samples, GPU_ECC_LIFETIME_ERRORS, "7") == {("corrected",): 5, ("uncorrected",): 0}
-    assert of(samples, GPU_PROFILED_SECONDS, "7") == {(): 10}, "what was counted up goes on"
-    assert of(samples, GPU_PROFILED_SECONDS, "0") == {(): 25}
+    assert of(samples, GPU_ECC_ERRORS_TOTAL, "7") == {("corrected",): 0, ("uncorrected",): 0}
+    assert of(samples, GPU_ECC_LIFETIME_ERRORS_TOTAL, "7") == {("corrected",): 5, ("uncorrected",): 0}
+    assert of(samples, GPU_PROFILED_SECONDS_TOTAL, "7") == {(): 10}, "what was counted up goes on"
+    assert of(samples, GPU_PROFILED_SECONDS_TOTAL, "0") == {(): 25}
     assert len({(row, labels) for row, labels, _ in samples}) == len(samples)
 
 
@@ -1054,9 +1063,9 @@ def test_a_mig_toggle_between_two_reads_swaps_the_whole_gpus_series_for_the_inst
     instances = [str(instance) for instance in range(7, 14)]
     assert Counter(row for row, _ in split.keys() - whole.keys()) == {
         GPU_MIG_INFO: 7,
-        GPU_MIG_MEMORY_USED: 7,
-        GPU_MIG_MEMORY_TOTAL: 7,
-        GPU_MIG_PROFILED_SECONDS: 7,
+        GPU_MIG_MEMORY_USED_BYTES: 7,
+        GPU_MIG_MEMORY_TOTAL_BYTES: 7,
+        GPU_MIG_PROFILED_SECONDS_TOTAL: 7,
         **dict.fromkeys((row for row, _ in split if "_mig_" in str(row) and "active" in str(row)), 7),
     }
     assert split[GPU_MIG_INFO, ("7", "0", "MIG-51a70000-0000-4000-8004-000000000000", "1g.10gb")] == 1
@@ -1068,14 +1077,14 @@ def test_a_mig_toggle_between_two_reads_swaps_the_whole_gpus_series_for_the_inst
         "compute_instance": "0",
         "profile": "1g.10gb",
     }
-    assert {key[1]: value for key, value in series(read(10), "4").items() if key[0] is GPU_MIG_PROFILED_SECONDS} == {
-        (instance,): 10 for instance in instances
-    }
+    assert {
+        key[1]: value for key, value in series(read(10), "4").items() if key[0] is GPU_MIG_PROFILED_SECONDS_TOTAL
+    } == {(instance,): 10 for instance in instances}
     node.mig(4, "off")
     again = series(read(10), "4")
     assert again.keys() == whole.keys()
-    assert again[GPU_PROFILED_SECONDS, ()] == whole[GPU_PROFILED_SECONDS, ()]
-    assert series(read(10), "4")[GPU_PROFILED_SECONDS, ()] == whole[GPU_PROFILED_SECONDS, ()] + 10
+    assert again[GPU_PROFILED_SECONDS_TOTAL, ()] == whole[GPU_PROFILED_SECONDS_TOTAL, ()]
+    assert series(read(10), "4")[GPU_PROFILED_SECONDS_TOTAL, ()] == whole[GPU_PROFILED_SECONDS_TOTAL, ()] + 10
     assert json.loads((tmp_path / "gpu_runtime.json").read_text())[node.uuid(4)]["mig"] == []
 
 
@@ -1228,10 +1237,10 @@ def test_only_links_that_were_up_once_are_missed_also_by_the_next_exporter(
     node: SimulatedNode, collector: Callable[..., Nvml]
 ) -> None:
     node.nvlink(0, 17, "down")  # since before the first exporter: it leads nowhere
-    assert of(collector().read(), NVLINK_LINK_STATE) == {}
+    assert of(collector().read(), NVLINK_LINK_STATE_ID) == {}
     node.nvlink(0, 4, "down")
     samples = collector().read()
-    assert of(samples, NVLINK_LINK_STATE) == {("4",): 0}
+    assert of(samples, NVLINK_LINK_STATE_ID) == {("4",): 0}
     assert of(samples, NVLINK_LINKS) == {("active",): 16, ("inactive",): 2}
 
 
@@ -1251,11 +1260,11 @@ def test_rows_and_repairs_of_a_card_without_the_fields_are_told_apart(
     library.nvmlDeviceGetPowerManagementLimitConstraints = lambda handle: [100, 700]  # type: ignore[method-assign]
     library.nvmlDeviceGetEccMode = lambda handle: [0, 1]  # type: ignore[method-assign]
     samples = collector(library).read()
-    assert of(samples, GPU_REMAPPED_ROWS) == {("corrected",): 3, ("uncorrected",): 5}
+    assert of(samples, GPU_REMAPPED_ROWS_TOTAL) == {("corrected",): 3, ("uncorrected",): 5}
     assert (of(samples, GPU_ROW_REMAP_PENDING), of(samples, GPU_ROW_REMAP_FAILURE)) == ({(): 1}, {(): 0})
     assert of(samples, GPU_REPAIR_PENDING) == {("channel",): 0, ("tpc",): 1}
-    assert of(samples, GPU_SRAM_THRESHOLD) == {(): 1}
-    assert of(samples, GPU_POWER_LIMIT_MAX) == {(): 700}
+    assert of(samples, GPU_SRAM_ERROR_THRESHOLD_EXCEEDED) == {(): 1}
+    assert of(samples, GPU_POWER_LIMIT_MAX_WATTS) == {(): 700}
     assert of(samples, GPU_ECC_MODE) == {(): 0}
     library.nvmlDeviceGetRemappedRows = lambda handle: (3, 5, 0, 1)  # type: ignore[method-assign]
     samples = collector(library).read()
@@ -1269,9 +1278,9 @@ def test_each_clock_is_the_one_its_name_says(node: SimulatedNode, collector: Cal
     library.nvmlDeviceGetClockInfo = lambda handle, clock: 100 + numbers[clock]  # type: ignore[method-assign]
     library.nvmlDeviceGetMaxClockInfo = lambda handle, clock: 200 + numbers[clock]  # type: ignore[method-assign]
     samples = collector(library).read()
-    now = (GPU_GRAPHICS_CLOCK, GPU_SM_CLOCK, GPU_MEMORY_CLOCK, GPU_VIDEO_CLOCK)
+    now = (GPU_GRAPHICS_CLOCK_HERTZ, GPU_SM_CLOCK_HERTZ, GPU_MEMORY_CLOCK_HERTZ, GPU_VIDEO_CLOCK_HERTZ)
     assert [of(samples, row)[()] for row in now] == [100, 101, 102, 103]
-    most = (GPU_SM_CLOCK_MAX, GPU_MEMORY_CLOCK_MAX, GPU_VIDEO_CLOCK_MAX)
+    most = (GPU_SM_CLOCK_MAX_HERTZ, GPU_MEMORY_CLOCK_MAX_HERTZ, GPU_VIDEO_CLOCK_MAX_HERTZ)
     assert [of(samples, row)[()] for row in most] == [201, 202, 203]
 
 
@@ -1297,7 +1306,11 @@ def test_a_driver_that_refuses_a_whole_batch_is_asked_in_smaller_ones(
     newer = Picky(node.root)
     newer.unknown = frozenset({82, 163, 166, 293})
     driver = collector(newer)
-    lost = {key for key in whole if key[0] in (NVLINK_INFO, GPU_MEMORY_TEMPERATURE) or key == (NVLINK_ERRORS, ("crc",))}
+    lost = {
+        key
+        for key in whole
+        if key[0] in (NVLINK_INFO, GPU_MEMORY_TEMPERATURE_CELSIUS) or key == (NVLINK_ERRORS_TOTAL, ("crc",))
+    }
     assert whole.keys() - series(driver.read(), "0").keys() == lost
     sizes.clear()
     clock.now += 10
@@ -1313,13 +1326,17 @@ def test_a_card_with_both_kinds_of_nvlink_byte_counters_has_each_series_once_and
     driver = collector(library)
     library.errors = {(138, ALL_LINKS): pynvml.NVML_ERROR_TIMEOUT}
     samples = driver.read()
-    assert (of(samples, NVLINK_TRANSMIT), of(samples, NVLINK_RECEIVE)) == ({}, {(): 8 * 1024})
+    assert (of(samples, NVLINK_TRANSMIT_BYTES_TOTAL), of(samples, NVLINK_RECEIVE_BYTES_TOTAL)) == ({}, {(): 8 * 1024})
     library.errors = {}
     for _ in range(2):
         clock.now += 10
         samples = driver.read()
-        assert [value for row, labels, value in samples if row is NVLINK_TRANSMIT and labels[0] == "0"] == [7 * 1024]
-        assert [value for row, labels, value in samples if row is NVLINK_RECEIVE and labels[0] == "0"] == [8 * 1024]
+        assert [value for row, labels, value in samples if row is NVLINK_TRANSMIT_BYTES_TOTAL and labels[0] == "0"] == [
+            7 * 1024
+        ]
+        assert [value for row, labels, value in samples if row is NVLINK_RECEIVE_BYTES_TOTAL and labels[0] == "0"] == [
+            8 * 1024
+        ]
 
 
 def test_one_mig_instance_that_cannot_be_read_costs_no_other(
@@ -1346,16 +1363,16 @@ def test_one_mig_instance_that_cannot_be_read_costs_no_other(
     assert of(samples, GPU_MIG_MODE, "5") == {(): 1}
     profiles = {instance: profile for instance, _, _, profile in of(samples, GPU_MIG_INFO, "5")}
     assert profiles == {"7": "1g.10gb", "8": "1c.2g.20gb", "9": "1g.10gb+me", "10": "", "11": "", "12": ""}
-    assert len(of(samples, GPU_MIG_MEMORY_USED, "5")) == 6
+    assert len(of(samples, GPU_MIG_MEMORY_USED_BYTES, "5")) == 6
     assert [record.getMessage() for record in caplog.records] == ["nvmlDeviceGetName cannot be read"]
 
 
 def test_before_r535_clock_events_have_another_name(node: SimulatedNode, collector: Callable[..., Nvml]) -> None:
     library = Simulation(node.root)
     library.nvmlDeviceGetCurrentClocksThrottleReasons = lambda handle: 0x8 | 0x40  # type: ignore[attr-defined]
-    assert of(collector(library).read(), GPU_CLOCK_EVENT) == {("gpu_idle",): 0}, "the newer one is preferred"
+    assert of(collector(library).read(), GPU_CLOCK_EVENT_ACTIVE) == {("gpu_idle",): 0}, "the newer one is preferred"
     events = {("gpu_idle",): 0, ("hw_slowdown",): 1, ("hw_thermal_slowdown",): 1}
     older_package = Without(library, "nvmlDeviceGetCurrentClocksEventReasons")
-    assert of(collector(older_package).read(), GPU_CLOCK_EVENT) == events
+    assert of(collector(older_package).read(), GPU_CLOCK_EVENT_ACTIVE) == events
     node.fail("nvmlDeviceGetCurrentClocksEventReasons", pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
-    assert of(collector(library).read(), GPU_CLOCK_EVENT) == events
+    assert of(collector(library).read(), GPU_CLOCK_EVENT_ACTIVE) == events

@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flopwatch.catalogue import (
-    NVLINK_EFFECTIVE_BER,
-    NVLINK_ERRORS,
+    NVLINK_EFFECTIVE_BIT_ERROR_RATIO,
+    NVLINK_ERRORS_TOTAL,
     NVLINK_INFO,
-    NVLINK_LINK_ERRORS,
-    NVLINK_LINK_STATE,
+    NVLINK_LINK_ERRORS_TOTAL,
+    NVLINK_LINK_STATE_ID,
     NVLINK_LINKS,
-    NVLINK_RAW_BER,
-    NVLINK_RECEIVE,
-    NVLINK_SPEED,
-    NVLINK_SYMBOL_BER,
-    NVLINK_TRANSMIT,
+    NVLINK_RAW_BIT_ERROR_RATIO,
+    NVLINK_RECEIVE_BYTES_TOTAL,
+    NVLINK_SPEED_BYTES_PER_SECOND,
+    NVLINK_SYMBOL_BIT_ERROR_RATIO,
+    NVLINK_TRANSMIT_BYTES_TOTAL,
 )
 from flopwatch.node.collectors.nvml.fields import (
     CLOCK_EVENTS,
@@ -241,7 +241,7 @@ def test_every_field_becomes_the_series_that_its_name_says() -> None:
         named = SERIES[NAMES[field_id]]
         told[NAMES[field_id]] = named if any(f"{series} ".startswith(f"{named} ") for series in found) else str(found)
     assert told == SERIES
-    assert Field(pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON, NVLINK_SPEED) == OLD_LINK_SPEED
+    assert Field(pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON, NVLINK_SPEED_BYTES_PER_SECOND) == OLD_LINK_SPEED
     assert (pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT, 0) == LINK_COUNT
     assert pynvml.NVML_POWER_SCOPE_MODULE == MODULE
 
@@ -367,11 +367,11 @@ def test_healthy_links_of_nvlink_4_are_counted_and_summed() -> None:
     assert seen == [
         (NVLINK_LINKS, ("inactive",), 0),
         (NVLINK_LINKS, ("active",), 3),
-        (NVLINK_SPEED, (), 26562),
+        (NVLINK_SPEED_BYTES_PER_SECOND, (), 26562),
         (NVLINK_INFO, ("4.0",), 1),
-        (NVLINK_ERRORS, ("replay",), 0),
-        (NVLINK_ERRORS, ("recovery",), 0),
-        (NVLINK_ERRORS, ("crc",), 0),
+        (NVLINK_ERRORS_TOTAL, ("replay",), 0),
+        (NVLINK_ERRORS_TOTAL, ("recovery",), 0),
+        (NVLINK_ERRORS_TOTAL, ("crc",), 0),
     ]
 
 
@@ -383,29 +383,29 @@ def test_a_link_that_fell_or_had_errors_is_a_series_of_its_own_and_stays_one() -
         (NVLINK_LINKS, ("inactive",), 1),
         (NVLINK_LINKS, ("active",), 1),
         (NVLINK_LINKS, ("disabled",), 1),
-        (NVLINK_LINK_STATE, ("1",), 0),
-        (NVLINK_LINK_STATE, ("2",), 3),
-        (NVLINK_SPEED, (), 26562),
-        (NVLINK_ERRORS, ("crc",), 5),
-        (NVLINK_LINK_ERRORS, ("1", "crc"), 5),
+        (NVLINK_LINK_STATE_ID, ("1",), 0),
+        (NVLINK_LINK_STATE_ID, ("2",), 3),
+        (NVLINK_SPEED_BYTES_PER_SECOND, (), 26562),
+        (NVLINK_ERRORS_TOTAL, ("crc",), 5),
+        (NVLINK_LINK_ERRORS_TOTAL, ("1", "crc"), 5),
     ]
     then = memory.take(links({165: [1, 1, 1], 163: [0, 0, 0]}))
     assert then == [
         (NVLINK_LINKS, ("inactive",), 0),
         (NVLINK_LINKS, ("active",), 3),
-        (NVLINK_LINK_STATE, ("1",), 1),
-        (NVLINK_LINK_STATE, ("2",), 1),
-        (NVLINK_ERRORS, ("crc",), 0),
-        (NVLINK_LINK_ERRORS, ("1", "crc"), 0),
+        (NVLINK_LINK_STATE_ID, ("1",), 1),
+        (NVLINK_LINK_STATE_ID, ("2",), 1),
+        (NVLINK_ERRORS_TOTAL, ("crc",), 0),
+        (NVLINK_LINK_ERRORS_TOTAL, ("1", "crc"), 0),
     ]
 
 
 def test_links_of_a_smaller_bridge_and_sleeping_ones_are_not_called_fallen() -> None:
     memory = Links(once_up={3})
     states = memory.take(links({165: [1, 1, 0, 0], 163: [0, 0, 0, 0]}))
-    assert [value for value in states if value[0] is NVLINK_LINK_STATE] == [(NVLINK_LINK_STATE, ("3",), 0)]
+    assert [value for value in states if value[0] is NVLINK_LINK_STATE_ID] == [(NVLINK_LINK_STATE_ID, ("3",), 0)]
     states = memory.take(links({165: [1, 2, 0, 2]}))
-    assert [value for value in states if value[0] is NVLINK_LINK_STATE] == [(NVLINK_LINK_STATE, ("3",), 2)]
+    assert [value for value in states if value[0] is NVLINK_LINK_STATE_ID] == [(NVLINK_LINK_STATE_ID, ("3",), 2)]
 
 
 def test_links_of_a_gpu_that_uses_none_are_not_called_fallen() -> None:
@@ -413,7 +413,11 @@ def test_links_of_a_gpu_that_uses_none_are_not_called_fallen() -> None:
     none = [(NVLINK_LINKS, ("inactive",), 2), (NVLINK_LINKS, ("active",), 0)]
     assert memory.take(links({165: [0, 0]})) == none
     memory.take(links({165: [1, 1]}))
-    assert memory.take(links({165: [0, 0]})) == [*none, (NVLINK_LINK_STATE, ("0",), 0), (NVLINK_LINK_STATE, ("1",), 0)]
+    assert memory.take(links({165: [0, 0]})) == [
+        *none,
+        (NVLINK_LINK_STATE_ID, ("0",), 0),
+        (NVLINK_LINK_STATE_ID, ("1",), 0),
+    ]
 
 
 def test_nvlink_5_adds_bytes_the_worst_ratio_and_its_own_errors() -> None:
@@ -434,17 +438,17 @@ def test_nvlink_5_adds_bytes_the_worst_ratio_and_its_own_errors() -> None:
     )
     assert seen == [
         (NVLINK_INFO, ("5.0",), 1),
-        (NVLINK_ERRORS, ("recovery",), 2),
-        (NVLINK_LINK_ERRORS, ("0", "recovery"), 1),
-        (NVLINK_LINK_ERRORS, ("1", "recovery"), 1),
-        (NVLINK_ERRORS, ("recovery_failed",), 0),
-        (NVLINK_ERRORS, ("symbol",), 3),
-        (NVLINK_LINK_ERRORS, ("0", "symbol"), 3),
-        (NVLINK_TRANSMIT, (), 3000),
-        (NVLINK_RECEIVE, (), 70),
-        (NVLINK_RAW_BER, (), pytest.approx(2e-6)),
-        (NVLINK_EFFECTIVE_BER, (), 1e-12),
-        (NVLINK_SYMBOL_BER, (), 0.0),
+        (NVLINK_ERRORS_TOTAL, ("recovery",), 2),
+        (NVLINK_LINK_ERRORS_TOTAL, ("0", "recovery"), 1),
+        (NVLINK_LINK_ERRORS_TOTAL, ("1", "recovery"), 1),
+        (NVLINK_ERRORS_TOTAL, ("recovery_failed",), 0),
+        (NVLINK_ERRORS_TOTAL, ("symbol",), 3),
+        (NVLINK_LINK_ERRORS_TOTAL, ("0", "symbol"), 3),
+        (NVLINK_TRANSMIT_BYTES_TOTAL, (), 3000),
+        (NVLINK_RECEIVE_BYTES_TOTAL, (), 70),
+        (NVLINK_RAW_BIT_ERROR_RATIO, (), pytest.approx(2e-6)),
+        (NVLINK_EFFECTIVE_BIT_ERROR_RATIO, (), 1e-12),
+        (NVLINK_SYMBOL_BIT_ERROR_RATIO, (), 0.0),
     ]
 
 
@@ -452,7 +456,7 @@ def test_a_link_that_cannot_be_read_takes_nothing_out_of_the_sum_until_the_gpu_i
     memory = Links()
 
     def crc(*counts: float | None) -> list[float]:
-        return [n for row, labels, n in memory.take(links({163: list(counts)})) if row is NVLINK_ERRORS]
+        return [n for row, labels, n in memory.take(links({163: list(counts)})) if row is NVLINK_ERRORS_TOTAL]
 
     sums = [crc(4, 5), crc(4, None), crc(6, None), crc(7, 9), crc(0, None), crc(1, 2)]
     assert sums == [[9], [9], [11], [16], [0], [3]]
@@ -465,6 +469,6 @@ def test_no_pattern_of_unreadable_links_lets_a_sum_of_rising_counters_fall(reads
         counters = [counter + more for counter, (more, _) in zip(counters, read, strict=True)]
         readable = [counter if seen else None for counter, (_, seen) in zip(counters, read, strict=True)]
         for row, (error, *_), total in memory.take(links({161: list(readable), 163: list(readable)})):
-            if row is NVLINK_ERRORS:
+            if row is NVLINK_ERRORS_TOTAL:
                 assert before[error] <= total <= sum(counters)
                 before[error] = total

@@ -15,19 +15,19 @@ from hypothesis import strategies as st
 
 from docs.generate import xid_page
 from flopwatch.catalogue import (
+    FLOPWATCH_KERNEL_LOG_LOST_TOTAL,
+    FLOPWATCH_XID_SOURCE_UP,
     GPU,
     GPU_INFO,
-    GPU_XID,
+    GPU_XID_ERRORS_TOTAL,
     GPU_XID_INFO,
-    GPU_XID_LAST,
-    GPU_XID_NVLINK_ERRORS,
-    GPU_XID_RECOVERY_ACTION,
-    KERNEL_LOG_LOST,
-    NODE_KERNEL_EVENTS,
-    NVLINK_SWITCH_SXID,
+    GPU_XID_LAST_TIMESTAMP_SECONDS,
+    GPU_XID_NVLINK_ERRORS_TOTAL,
+    GPU_XID_RECOVERY_ACTION_ID,
+    HOST_KERNEL_EVENTS_TOTAL,
+    NVLINK_SWITCH_SXID_ERRORS_TOTAL,
     NVLINK_SWITCH_SXID_INFO,
-    NVLINK_SWITCH_SXID_LAST,
-    XID_SOURCE_UP,
+    NVLINK_SWITCH_SXID_LAST_TIMESTAMP_SECONDS,
     Metric,
     Sample,
 )
@@ -75,11 +75,11 @@ def xid(bus: str, code: int, sequence: int = 0, second: int = 0, text: str = "pi
 
 
 def counts(samples: list[Sample]) -> dict[tuple[str, str], float]:
-    return {(labels[0], labels[2]): value for row, labels, value in samples if row is GPU_XID}
+    return {(labels[0], labels[2]): value for row, labels, value in samples if row is GPU_XID_ERRORS_TOTAL}
 
 
 def last(samples: list[Sample]) -> dict[tuple[str, str], float]:
-    return {(labels[0], labels[2]): value for row, labels, value in samples if row is GPU_XID_LAST}
+    return {(labels[0], labels[2]): value for row, labels, value in samples if row is GPU_XID_LAST_TIMESTAMP_SECONDS}
 
 
 def values(samples: list[Sample], wanted: Metric) -> dict[tuple[str, ...], float]:
@@ -98,8 +98,8 @@ def test_critical_codes_are_0_on_every_gpu_before_anything_happened(tmp_path: Pa
     samples = collector(tmp_path / "kmsg", gpus).read()
     assert counts(samples) == ZERO
     assert last(samples) == {}
-    assert values(samples, NODE_KERNEL_EVENTS) == {(event,): 0 for event in NODE_EVENTS}
-    assert values(samples, XID_SOURCE_UP) == {("kernel_log",): 1}
+    assert values(samples, HOST_KERNEL_EVENTS_TOTAL) == {(event,): 0 for event in NODE_EVENTS}
+    assert values(samples, FLOPWATCH_XID_SOURCE_UP) == {("kernel_log",): 1}
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,10 @@ def test_xids_are_counted_where_and_when_they_happened(tmp_path: Path, gpus: Pat
     samples = collector(tmp_path / "kmsg", gpus).read()
     assert counts(samples) == ZERO | {("0", "79"): 1, ("1", "13"): 2}
     assert last(samples) == {("0", "79"): BOOTED + 10, ("1", "13"): BOOTED + 30}
-    assert {labels[:2] for row, labels, _ in samples if row is GPU_XID} == {("0", "GPU-53"), ("1", "GPU-64")}
+    assert {labels[:2] for row, labels, _ in samples if row is GPU_XID_ERRORS_TOTAL} == {
+        ("0", "GPU-53"),
+        ("1", "GPU-64"),
+    }
 
 
 def test_an_info_series_says_what_the_codes_of_this_node_are(tmp_path: Path, gpus: Path) -> None:
@@ -181,7 +184,9 @@ def test_a_gpu_that_nobody_names_in_time_is_named_by_its_address_or_by_the_drive
     )
     clock = iter([BOOTED, *[BOOTED + STRANGER_SECONDS] * 99])
     samples = collector(tmp_path / "kmsg", gpus, clock=lambda: next(clock)).read()
-    strangers = {labels: value for labels, value in values(samples, GPU_XID).items() if labels[0] == "" and value}
+    strangers = {
+        labels: value for labels, value in values(samples, GPU_XID_ERRORS_TOTAL).items() if labels[0] == "" and value
+    }
     assert strangers == {("", uuid, "79"): 1, ("", "0000:9c:00", "48"): 1}
     assert counts(samples)["0", "48"] == 1
 
@@ -197,10 +202,10 @@ def test_nvlink_errors_and_the_recovery_action_of_a_captured_gb200(tmp_path: Pat
     assert counts(samples) == ZERO | {("0", "149"): 3, ("0", "154"): 1}
     peer = ("149", "NETIR_LINK_EVT")
     todo = ("link fatal", "RESET_GPU", "INVESTIGATE_PEER_DEVICE")
-    assert values(samples, GPU_XID_NVLINK_ERRORS) == {
+    assert values(samples, GPU_XID_NVLINK_ERRORS_TOTAL) == {
         ("0", "GPU-53", *peer, link, *todo): 1 for link in ("1", "0", "15")
     }
-    assert values(samples, GPU_XID_RECOVERY_ACTION) == {("0", "GPU-53"): 4}
+    assert values(samples, GPU_XID_RECOVERY_ACTION_ID) == {("0", "GPU-53"): 4}
     assert samples == collector(tmp_path / "kmsg", gpus).read()  # after a restart
 
 
@@ -209,8 +214,11 @@ def test_the_errors_of_a_switch_have_their_series_once_there_are_any(tmp_path: P
     (tmp_path / "kmsg").write_text("".join(line(text, place, place) for place, text in enumerate(lines)))
     for _restart in range(2):
         samples = collector(tmp_path / "kmsg", gpus).read()
-        assert values(samples, NVLINK_SWITCH_SXID) == {("0000:05:00.0", "12028"): 3, ("0000:00:00.0", "20034"): 2}
-        assert values(samples, NVLINK_SWITCH_SXID_LAST) == {
+        assert values(samples, NVLINK_SWITCH_SXID_ERRORS_TOTAL) == {
+            ("0000:05:00.0", "12028"): 3,
+            ("0000:00:00.0", "20034"): 2,
+        }
+        assert values(samples, NVLINK_SWITCH_SXID_LAST_TIMESTAMP_SECONDS) == {
             ("0000:05:00.0", "12028"): BOOTED + 7,
             ("0000:00:00.0", "20034"): BOOTED + 8,
         }
@@ -233,7 +241,7 @@ def test_other_events_of_the_node_are_counted(tmp_path: Path, gpus: Path) -> Non
         + line("mlx5_core 0000:41:00.1: Port module event: module 1, Cable unplugged")
     )
     for _restart in range(2):
-        events = values(collector(tmp_path / "kmsg", gpus).read(), NODE_KERNEL_EVENTS)
+        events = values(collector(tmp_path / "kmsg", gpus).read(), HOST_KERNEL_EVENTS_TOTAL)
         assert {name: value for (name,), value in events.items() if value} == {"peermem_error": 7, "cable_unplugged": 1}
 
 
@@ -249,11 +257,11 @@ def test_no_kernel_log_makes_more_series_than_a_node_has_parts(tmp_path: Path, g
     )
     clock = iter([BOOTED, *[BOOTED + STRANGER_SECONDS] * 999])
     samples = collector(kmsg, gpus, clock=lambda: next(clock)).read()
-    errors = values(samples, GPU_XID_NVLINK_ERRORS)
+    errors = values(samples, GPU_XID_NVLINK_ERRORS_TOTAL)
     assert (len(errors), sum(errors.values())) == (LINK_ERRORS + 1, 80)
     assert errors["0", "GPU-53", "149", "other", "other", "", "", ""] == 80 - LINK_ERRORS
-    assert len({labels[1] for labels in values(samples, GPU_XID)}) == 2 + STRANGERS
-    assert len(values(samples, NVLINK_SWITCH_SXID)) == SWITCH_ERRORS
+    assert len({labels[1] for labels in values(samples, GPU_XID_ERRORS_TOTAL)}) == 2 + STRANGERS
+    assert len(values(samples, NVLINK_SWITCH_SXID_ERRORS_TOTAL)) == SWITCH_ERRORS
     gpu = Counter(labels[:2] for row, labels, _ in samples if row.labels[:2] == GPU)
     assert max(gpu.values()) <= 60  # half of a GPU's budget, for a GPU with every error there is
 
@@ -365,7 +373,7 @@ def test_records_that_were_overwritten_are_counted_as_lost(
     master, device = terminal
     reader = collector(device, gpus)
     os.write(master, (xid("53", 79, 5) + xid("53", 79, 6)).encode())
-    assert values(reader.read(), KERNEL_LOG_LOST) == {(): 0}
+    assert values(reader.read(), FLOPWATCH_KERNEL_LOG_LOST_TOTAL) == {(): 0}
     read, overrun = os.read, iter([True])
 
     def once_overwritten(file: int, size: int) -> bytes:
@@ -376,7 +384,7 @@ def test_records_that_were_overwritten_are_counted_as_lost(
     monkeypatch.setattr(os, "read", once_overwritten)
     os.write(master, (xid("53", 79, 106) + xid("53", 79, 107)).encode())
     samples = reader.read()
-    assert values(samples, KERNEL_LOG_LOST) == {(): 99}
+    assert values(samples, FLOPWATCH_KERNEL_LOG_LOST_TOTAL) == {(): 99}
     assert counts(samples)["0", "79"] == 4
 
 
@@ -393,11 +401,11 @@ def test_records_that_were_overwritten_while_nobody_read_are_counted_as_lost(
     os.write(master, xid("53", 79, 17).encode())
     restarted = collector(device, gpus)
     samples = restarted.read()
-    assert values(samples, KERNEL_LOG_LOST) == {(): 9}  # 8 to 16
+    assert values(samples, FLOPWATCH_KERNEL_LOG_LOST_TOTAL) == {(): 9}  # 8 to 16
     assert counts(samples)["0", "79"] == 2
     restarted.close()
     os.write(master, xid("53", 79, 900).encode())  # who knows what came before, in another boot
-    assert values(collector(device, gpus, "boot2").read(), KERNEL_LOG_LOST) == {(): 0}
+    assert values(collector(device, gpus, "boot2").read(), FLOPWATCH_KERNEL_LOG_LOST_TOTAL) == {(): 0}
 
 
 def test_noise_that_was_read_before_a_kill_is_not_lost(terminal: tuple[int, Path], gpus: Path) -> None:
@@ -409,7 +417,7 @@ def test_noise_that_was_read_before_a_kill_is_not_lost(terminal: tuple[int, Path
         reader.read()
         now += PLACE_SECONDS
     os.write(master, line("noise", 20).encode())  # 8 to 19 are overwritten, and the process is killed, not closed
-    assert values(collector(device, gpus).read(), KERNEL_LOG_LOST) == {(): 12}
+    assert values(collector(device, gpus).read(), FLOPWATCH_KERNEL_LOG_LOST_TOTAL) == {(): 12}
 
 
 def test_the_place_is_kept_at_most_once_a_minute(terminal: tuple[int, Path], gpus: Path, tmp_path: Path) -> None:
@@ -448,7 +456,7 @@ def test_malformed_records_cost_nothing_but_themselves(terminal: tuple[int, Path
     )
     samples = collector(device, gpus).read()
     assert counts(samples) == ZERO | {("0", "79"): 1, ("1", "48"): 1}
-    assert values(samples, KERNEL_LOG_LOST) == {(): 0}
+    assert values(samples, FLOPWATCH_KERNEL_LOG_LOST_TOTAL) == {(): 0}
 
 
 def test_the_clock_of_the_kernel_log_may_be_off_but_what_is_read_live_was_written_since_the_last_read(
@@ -504,11 +512,11 @@ def test_a_kernel_log_that_went_away_takes_no_count_with_it(tmp_path: Path, gpus
     for without in (reader, collector(kmsg, gpus)):
         samples = without.read()
         assert counts(samples) == ZERO | {("0", "79"): 1}
-        assert values(samples, XID_SOURCE_UP) == {("kernel_log",): 0}
+        assert values(samples, FLOPWATCH_XID_SOURCE_UP) == {("kernel_log",): 0}
     (tmp_path / "gone").rename(kmsg)
     samples = reader.read()
     assert counts(samples) == ZERO | {("0", "79"): 1}
-    assert values(samples, XID_SOURCE_UP) == {("kernel_log",): 1}
+    assert values(samples, FLOPWATCH_XID_SOURCE_UP) == {("kernel_log",): 1}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,14 @@ from typing import Any
 import pynvml
 import pytest
 
-from flopwatch.catalogue import GPU_DRIVER_EVENTS, GPU_INFO, GPU_XID, XID_SOURCE_UP, Metric, Sample
+from flopwatch.catalogue import (
+    FLOPWATCH_XID_SOURCE_UP,
+    GPU_DRIVER_EVENTS_TOTAL,
+    GPU_INFO,
+    GPU_XID_ERRORS_TOTAL,
+    Metric,
+    Sample,
+)
 from flopwatch.node.collectors import RestartReader, Unsupported
 from flopwatch.node.collectors.xid import Xid, nvml_events
 from flopwatch.node.collectors.xid.counts import CODES
@@ -154,7 +161,7 @@ def line(bus: str, xid: int, second: int = 0) -> str:
 
 
 def counted(samples: list[Sample]) -> dict[tuple[str, str], float]:
-    return {(labels[1], labels[2]): value for row, labels, value in samples if row is GPU_XID and value}
+    return {(labels[1], labels[2]): value for row, labels, value in samples if row is GPU_XID_ERRORS_TOTAL and value}
 
 
 def values(samples: list[Sample], wanted: Metric) -> dict[tuple[str, ...], float]:
@@ -202,7 +209,7 @@ def test_an_xid_that_both_tell_of_is_one(
             library.tell(event("53", 13), event("53", 13), event("64", 94))
         samples = reader.read()
     assert counted(samples) == {("GPU-53", "13"): 3, ("GPU-64", "94"): 1}
-    assert values(samples, XID_SOURCE_UP) == {("kernel_log",): 1, ("nvml",): 1}
+    assert values(samples, FLOPWATCH_XID_SOURCE_UP) == {("kernel_log",): 1, ("nvml",): 1}
 
 
 def test_of_many_different_codes_that_both_tell_of_each_is_one(
@@ -237,9 +244,12 @@ def test_without_the_kernel_log_nvml_counts_alone_and_knows_its_gpus_itself(
     library.tell(event("53", 79), event("64", nvml_events.UNKNOWN_XID), event("64", 0, UNAVAILABLE))
     samples = reader.read()
     assert counted(samples) == {("GPU-53", "79"): 1, ("GPU-64", "999"): 1}
-    assert {labels[:2] for row, labels, _ in samples if row is GPU_XID} == {("0", "GPU-53"), ("1", "GPU-64")}
-    assert values(samples, XID_SOURCE_UP) == {("kernel_log",): 0, ("nvml",): 1}
-    assert values(samples, GPU_DRIVER_EVENTS) == {
+    assert {labels[:2] for row, labels, _ in samples if row is GPU_XID_ERRORS_TOTAL} == {
+        ("0", "GPU-53"),
+        ("1", "GPU-64"),
+    }
+    assert values(samples, FLOPWATCH_XID_SOURCE_UP) == {("kernel_log",): 0, ("nvml",): 1}
+    assert values(samples, GPU_DRIVER_EVENTS_TOTAL) == {
         ("0", "GPU-53", "unavailable"): 0,
         ("0", "GPU-53", "recovery_action"): 0,
         ("1", "GPU-64", "unavailable"): 1,
@@ -266,13 +276,13 @@ def test_after_a_driver_reload_events_go_on_under_the_new_indices(
     until(lambda: library.inits >= 3)
     samples = reader.read()
     assert counted(samples) == {("GPU-53", "79"): 1}
-    assert values(samples, XID_SOURCE_UP) == {("kernel_log",): 0, ("nvml",): 0}
+    assert values(samples, FLOPWATCH_XID_SOURCE_UP) == {("kernel_log",): 0, ("nvml",): 0}
     library.addresses, library.absent = ("64", "53"), 0
     until(lambda: watcher.error == "")
     library.tell(event("53", 79))
     samples = reader.read()
     assert counted(samples) == {("GPU-53", "79"): 2}
-    assert values(samples, XID_SOURCE_UP) == {("kernel_log",): 0, ("nvml",): 1}
+    assert values(samples, FLOPWATCH_XID_SOURCE_UP) == {("kernel_log",): 0, ("nvml",): 1}
 
 
 def test_a_lost_gpu_does_not_silence_the_others(library: Library, watch: Callable[[], Watcher], gpus: Path) -> None:
@@ -320,7 +330,7 @@ def test_a_hanging_nvml_does_not_keep_the_reader(
     finally:
         release.set()
     assert counted(samples) == {("GPU-53", "79"): 1}
-    assert values(samples, XID_SOURCE_UP) == {("kernel_log",): 1, ("nvml",): 0}
+    assert values(samples, FLOPWATCH_XID_SOURCE_UP) == {("kernel_log",): 1, ("nvml",): 0}
 
 
 def test_a_first_call_that_hangs_is_waited_for_only_so_long(library: Library, gpus: Path) -> None:
@@ -334,18 +344,18 @@ def test_a_first_call_that_hangs_is_waited_for_only_so_long(library: Library, gp
         release.set()
         watcher.close()
     # The node has GPUs, so this is no node without a source.
-    assert values(samples, XID_SOURCE_UP) == {("kernel_log",): 0, ("nvml",): 0}
+    assert values(samples, FLOPWATCH_XID_SOURCE_UP) == {("kernel_log",): 0, ("nvml",): 0}
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_dies_is_told_of(library: Library, watch: Callable[[], Watcher], gpus: Path) -> None:
     (gpus.parent / "kmsg").write_text("")
     reader = collector(gpus, watcher := watch())
-    assert values(reader.read(), XID_SOURCE_UP) == {("kernel_log",): 1, ("nvml",): 1}
+    assert values(reader.read(), FLOPWATCH_XID_SOURCE_UP) == {("kernel_log",): 1, ("nvml",): 1}
     library.happens.put(TypeError("a new pynvml"))
     until(lambda: watcher.error != "")
     assert watcher.error == "its thread has ended"
-    assert values(reader.read(), XID_SOURCE_UP) == {("kernel_log",): 1, ("nvml",): 0}
+    assert values(reader.read(), FLOPWATCH_XID_SOURCE_UP) == {("kernel_log",): 1, ("nvml",): 0}
 
 
 def test_without_kernel_log_and_driver_the_source_does_not_exist(
@@ -386,14 +396,14 @@ def test_an_xid_of_the_simulated_node_is_one_although_its_nvml_tells_of_it_too(t
     base = simulated(**arguments | {"kmsg": str(tmp_path / "none"), "state": str(tmp_path / "base.json")})
     try:
         assert counted(reader.read()) == counted(base.read()) == {}
-        until(lambda: values(base.read(), XID_SOURCE_UP) == {("kernel_log",): 0, ("nvml",): 1})
+        until(lambda: values(base.read(), FLOPWATCH_XID_SOURCE_UP) == {("kernel_log",): 0, ("nvml",): 1})
         node.xid(5, 94)
         node.xid(5, 94)
         node.xid(6, 79)
         wanted = {(node.uuid(5), "94"): 2.0, (node.uuid(6), "79"): 1.0}
         until(lambda: counted(base.read()) == wanted)
         assert counted(reader.read()) == wanted
-        until(lambda: values(reader.read(), XID_SOURCE_UP) == {("kernel_log",): 1, ("nvml",): 1})
+        until(lambda: values(reader.read(), FLOPWATCH_XID_SOURCE_UP) == {("kernel_log",): 1, ("nvml",): 1})
         assert counted(reader.read()) == wanted
     finally:
         reader.close()

@@ -69,29 +69,29 @@ GPU3, PORT3 = "gpu 3", "port mlx5_3/1"
     [
         (m.GPU_PRESENT, (), 0, "gpu_missing", BAD, "reboot_then_reseat"),
         (m.GPU_READABLE, (), 0, "gpu_unreadable", UNKNOWN, "check_exporter"),
-        (m.GPU_RECOVERY_ACTION, (), 1, "recovery_action", BAD, "reset_gpu"),
-        (m.GPU_RECOVERY_ACTION, (), 2, "recovery_action", BAD, "reboot_node"),
-        (m.GPU_RECOVERY_ACTION, (), 3, "recovery_action", BAD, "drain_peers"),
-        (m.GPU_RECOVERY_ACTION, (), 4, "recovery_action", BAD, "drain_and_reset"),
-        (m.GPU_RECOVERY_ACTION, (), 5, "recovery_action", BAD, "recover_imex"),
-        (m.GPU_RECOVERY_ACTION, (), 6, "recovery_action", BAD, "reset_bus"),
-        (m.GPU_RECOVERY_ACTION, (), 7, "recovery_action", BAD, "reboot_system"),
+        (m.GPU_RECOVERY_ACTION_ID, (), 1, "recovery_action", BAD, "reset_gpu"),
+        (m.GPU_RECOVERY_ACTION_ID, (), 2, "recovery_action", BAD, "reboot_node"),
+        (m.GPU_RECOVERY_ACTION_ID, (), 3, "recovery_action", BAD, "drain_peers"),
+        (m.GPU_RECOVERY_ACTION_ID, (), 4, "recovery_action", BAD, "drain_and_reset"),
+        (m.GPU_RECOVERY_ACTION_ID, (), 5, "recovery_action", BAD, "recover_imex"),
+        (m.GPU_RECOVERY_ACTION_ID, (), 6, "recovery_action", BAD, "reset_bus"),
+        (m.GPU_RECOVERY_ACTION_ID, (), 7, "recovery_action", BAD, "reboot_system"),
         (m.GPU_ROW_REMAP_FAILURE, (), 1, "row_remap_failure", BAD, "replace_gpu"),
-        (m.GPU_SRAM_THRESHOLD, (), 1, "sram_errors", BAD, "replace_gpu"),
-        (m.GPU_ECC_ERRORS, ("uncorrected",), 2, "ecc_uncorrected", DEGRADED, "drain_and_reset"),
+        (m.GPU_SRAM_ERROR_THRESHOLD_EXCEEDED, (), 1, "sram_errors", BAD, "replace_gpu"),
+        (m.GPU_ECC_ERRORS_TOTAL, ("uncorrected",), 2, "ecc_uncorrected", DEGRADED, "drain_and_reset"),
         (m.GPU_ROW_REMAP_PENDING, (), 1, "row_remap_pending", DEGRADED, "drain_and_reset"),
         (m.GPU_RETIRED_PAGES_PENDING, (), 1, "retired_pages_pending", DEGRADED, "drain_and_reset"),
         (m.GPU_REPAIR_PENDING, ("channel",), 1, "repair_pending", DEGRADED, "drain_and_reset"),
-        (m.GPU_CLOCK_EVENT, ("hw_thermal_slowdown",), 1, "thermal_slowdown", DEGRADED, "check_cooling"),
-        (m.GPU_CLOCK_EVENT, ("hw_power_brake_slowdown",), 1, "power_brake", DEGRADED, "check_power"),
-        (m.GPU_PCIE_WIDTH, (), 8, "pcie_width", DEGRADED, "reseat_gpu"),
+        (m.GPU_CLOCK_EVENT_ACTIVE, ("hw_thermal_slowdown",), 1, "thermal_slowdown", DEGRADED, "check_cooling"),
+        (m.GPU_CLOCK_EVENT_ACTIVE, ("hw_power_brake_slowdown",), 1, "power_brake", DEGRADED, "check_power"),
+        (m.GPU_PCIE_WIDTH_LANES, (), 8, "pcie_width", DEGRADED, "reseat_gpu"),
         (m.GPU_PCIE_GENERATION_MAX, (), 4, "pcie_generation", DEGRADED, "check_node"),
         (m.NVLINK_LINKS, ("active",), 17, "nvlink_down", BAD, "check_nvlink"),
-        (m.NVLINK_EFFECTIVE_BER, (), 2e-12, "nvlink_bit_errors", BAD, "check_nvlink"),
-        (m.GPU_FABRIC_STATE, (), 2, "fabric_not_ready", BAD, "restart_fabric_manager"),
-        (m.GPU_FABRIC_STATUS, (), 999, "fabric_failed", BAD, "restart_fabric_manager"),
-        (m.GPU_FABRIC_HEALTH, (), 2, "fabric_unhealthy", BAD, "check_nvlink"),
-        (m.GPU_FABRIC_HEALTH, (), 3, "fabric_limited", DEGRADED, "check_nvlink"),
+        (m.NVLINK_EFFECTIVE_BIT_ERROR_RATIO, (), 2e-12, "nvlink_bit_errors", BAD, "check_nvlink"),
+        (m.GPU_FABRIC_STATE_ID, (), 2, "fabric_not_ready", BAD, "restart_fabric_manager"),
+        (m.GPU_FABRIC_STATUS_ID, (), 999, "fabric_failed", BAD, "restart_fabric_manager"),
+        (m.GPU_FABRIC_HEALTH_ID, (), 2, "fabric_unhealthy", BAD, "check_nvlink"),
+        (m.GPU_FABRIC_HEALTH_ID, (), 3, "fabric_limited", DEGRADED, "check_nvlink"),
         (m.GPU_FABRIC_FAULT, ("degraded_bandwidth",), 1, "fabric_degraded_bandwidth", DEGRADED, "check_nvlink"),
         (m.GPU_FABRIC_FAULT, ("route_recovery",), 1, "fabric_route_recovery", DEGRADED, "check_nvlink"),
         (m.GPU_FABRIC_FAULT, ("route_unhealthy",), 1, "fabric_route_unhealthy", BAD, "check_nvlink"),
@@ -117,11 +117,11 @@ def test_each_fault_of_a_gpu_is_one_reason(
 @pytest.mark.parametrize(
     ("row", "extra", "value", "harmless"),
     [
-        (m.GPU_ECC_ERRORS, ("corrected",), 9999, "corrected errors cost nothing"),
-        (m.GPU_CLOCK_EVENT, ("sw_power_cap",), 1, "at full load a GPU is at its power limit"),
-        (m.GPU_CLOCK_EVENT, ("gpu_idle",), 1, "idle"),
-        (m.NVLINK_EFFECTIVE_BER, (), 1e-15, "below the limit"),
-        (m.GPU_FABRIC_STATE, (), 0, "a card without a fabric"),
+        (m.GPU_ECC_ERRORS_TOTAL, ("corrected",), 9999, "corrected errors cost nothing"),
+        (m.GPU_CLOCK_EVENT_ACTIVE, ("sw_power_cap",), 1, "at full load a GPU is at its power limit"),
+        (m.GPU_CLOCK_EVENT_ACTIVE, ("gpu_idle",), 1, "idle"),
+        (m.NVLINK_EFFECTIVE_BIT_ERROR_RATIO, (), 1e-15, "below the limit"),
+        (m.GPU_FABRIC_STATE_ID, (), 0, "a card without a fabric"),
         (m.GPU_PCIE_GENERATION, (), 1, "the generation falls while the GPU idles"),
         (m.GPU_FABRIC_FAULT, ("route_recovery",), 0, "no fault"),
     ],
@@ -133,10 +133,10 @@ def test_what_looks_like_a_fault_and_is_none(row: Metric, extra: tuple[str, ...]
 @pytest.mark.parametrize(
     ("row", "extra", "value", "reason", "action"),
     [
-        (m.INFINIBAND_PRESENT, (), 0, "port_missing", "reboot_then_reseat"),
-        (m.INFINIBAND_STATE, (), 1, "port_down", "check_cable"),
-        (m.INFINIBAND_STATE, (), 2, "port_down", "check_cable"),
-        (m.INFINIBAND_RATE, (), 25e9 / 2, "port_slow", "check_cable"),
+        (m.INFINIBAND_PORT_PRESENT, (), 0, "port_missing", "reboot_then_reseat"),
+        (m.INFINIBAND_PORT_STATE_ID, (), 1, "port_down", "check_cable"),
+        (m.INFINIBAND_PORT_STATE_ID, (), 2, "port_down", "check_cable"),
+        (m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND, (), 25e9 / 2, "port_slow", "check_cable"),
     ],
 )
 def test_a_fault_of_a_compute_port_is_bad_and_of_a_storage_port_degraded(
@@ -148,14 +148,18 @@ def test_a_fault_of_a_compute_port_is_bad_and_of_a_storage_port_degraded(
 
 
 def test_a_flapping_port_and_a_hot_transceiver() -> None:
-    assert reasons(h100() | {(m.INFINIBAND_FLAPPING, port(3)): 1}) == [("port_flapping", PORT3, BAD, "check_cable")]
-    assert reasons(h100() | {(m.INFINIBAND_TEMPERATURE, (*port(3), "Module0")): 71.5}) == [
+    assert reasons(h100() | {(m.INFINIBAND_LINK_FLAPPING, port(3)): 1}) == [
+        ("port_flapping", PORT3, BAD, "check_cable")
+    ]
+    assert reasons(h100() | {(m.INFINIBAND_TEMPERATURE_CELSIUS, (*port(3), "Module0")): 71.5}) == [
         ("transceiver_hot", PORT3, DEGRADED, "check_cooling")
     ]
 
 
 def test_a_port_that_was_never_active_is_not_missed_unless_it_is_expected() -> None:
-    idle = without(h100(), m.INFINIBAND_EXPECTED_RATE) | {(m.INFINIBAND_STATE, port(3)): 1}
+    idle = without(h100(), m.INFINIBAND_PORT_EXPECTED_RATE_BYTES_PER_SECOND) | {
+        (m.INFINIBAND_PORT_STATE_ID, port(3)): 1
+    }
     assert reasons(idle, Expectations()) == []
     assert reasons(idle) == [("ports_too_few", "compute ports", BAD, "check_cable")]
     assert reasons(idle, Expectations(ports={"any": Ports(9)})) == [("ports_too_few", "ports", BAD, "check_cable")]
@@ -163,7 +167,7 @@ def test_a_port_that_was_never_active_is_not_missed_unless_it_is_expected() -> N
 
 def test_a_port_more_than_expected_may_be_down_or_gone() -> None:
     seven = Expectations(ports={"compute": Ports(7, 400)})
-    for fault in (m.INFINIBAND_PRESENT, m.INFINIBAND_STATE):
+    for fault in (m.INFINIBAND_PORT_PRESENT, m.INFINIBAND_PORT_STATE_ID):
         series = h100() | {(fault, port(3)): 0}
         assert [part for _, part, *_ in reasons(series, Expectations())] == [PORT3]
         assert reasons(series, seven) == []
@@ -173,7 +177,7 @@ def test_a_rate_is_judged_by_what_is_expected_where_it_says_so() -> None:
     assert reasons(h100(), Expectations(ports={"compute": Ports(8, 800)})) == [
         ("port_slow", f"port mlx5_{index}/1", BAD, "check_cable") for index in range(8)
     ]
-    assert reasons(h100() | {(m.INFINIBAND_RATE, port(3)): 49.9e9}) == []
+    assert reasons(h100() | {(m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND, port(3)): 49.9e9}) == []
 
 
 def test_gpus_are_missed_by_the_inventory_and_by_what_is_expected() -> None:
@@ -199,7 +203,11 @@ def test_a_driver_that_is_not_loaded_is_one_reason_and_no_gpu_is_called_bad() ->
 
 def test_gpus_that_only_the_exporter_cannot_see_are_named_and_unknown() -> None:
     rest = without(h100(), *{*GPU_ROWS} - {m.GPU_INFO})
-    blind = rest | {(m.GPU_READABLE, gpu(index)): 0.0 for index in range(8)} | {(m.COLLECTOR_SUCCESS, ("nvml",)): 0.0}
+    blind = (
+        rest
+        | {(m.GPU_READABLE, gpu(index)): 0.0 for index in range(8)}
+        | {(m.FLOPWATCH_COLLECTOR_SUCCESS, ("nvml",)): 0.0}
+    )
     assert reasons(blind) == [
         *(("gpu_unreadable", f"gpu {index}", UNKNOWN, "check_exporter") for index in range(8)),
         ("source_failed", "source nvml", UNKNOWN, "check_exporter"),
@@ -208,14 +216,14 @@ def test_gpus_that_only_the_exporter_cannot_see_are_named_and_unknown() -> None:
 
 def test_a_blind_exporter_never_makes_a_node_bad() -> None:
     rest = without(h100(), *GPU_ROWS)
-    blind = rest | {(m.COLLECTOR_SUCCESS, ("nvml",)): 0}
+    blind = rest | {(m.FLOPWATCH_COLLECTOR_SUCCESS, ("nvml",)): 0}
     assert reasons(blind) == [
         ("gpus_unseen", "gpus", UNKNOWN, "check_exporter"),
         ("source_failed", "source nvml", UNKNOWN, "check_exporter"),
     ]
     assert Verdict(H100).judge(samples(blind)).verdict == UNKNOWN
-    assert reasons(blind | {(m.DRIVER_RELEASED, ()): 1}) == [("driver_released", "driver", UNKNOWN, "wait")]
-    nothing: Series = {(m.COLLECTOR_SUCCESS, ("identity",)): 0.0}
+    assert reasons(blind | {(m.FLOPWATCH_DRIVER_RELEASED, ()): 1}) == [("driver_released", "driver", UNKNOWN, "wait")]
+    nothing: Series = {(m.FLOPWATCH_COLLECTOR_SUCCESS, ("identity",)): 0.0}
     assert {verdict for _, _, verdict, _ in reasons(nothing)} == {UNKNOWN}
     assert reasons(nothing, Expectations()) == [], "who owns a GPU does not make it unfit"
 
@@ -239,7 +247,7 @@ def test_nvlinks_are_missed_where_others_are_up_or_some_are_expected() -> None:
 
     def links(expected: int, *counts: int, fallen: Sequence[int] = ()) -> list[str]:
         series: Series = {(m.NVLINK_LINKS, (*gpu(0), state)): n for state, n in zip(states, counts, strict=True)}
-        series |= {(m.NVLINK_LINK_STATE, (*gpu(0), str(link))): state for link, state in enumerate(fallen)}
+        series |= {(m.NVLINK_LINK_STATE_ID, (*gpu(0), str(link))): state for link, state in enumerate(fallen)}
         return [reason.detail for reason in judge(series, Expectations(nvlinks_per_gpu=expected))]
 
     assert links(0, 18, 0, 0, 0) == links(0, 0, 12, 0, 0) == links(18, 10, 0, 8, 0) == []
@@ -253,8 +261,10 @@ def test_nvlinks_are_missed_where_others_are_up_or_some_are_expected() -> None:
 
 
 def xid(code: int, age: float, action: float | None = None, index: int = 3) -> Series:
-    series = without(h100(), m.GPU_RECOVERY_ACTION) | {(m.GPU_XID_LAST, (*gpu(index), str(code))): NOW - age}
-    return series if action is None else series | {(m.GPU_RECOVERY_ACTION, gpu(index)): action}
+    series = without(h100(), m.GPU_RECOVERY_ACTION_ID) | {
+        (m.GPU_XID_LAST_TIMESTAMP_SECONDS, (*gpu(index), str(code))): NOW - age
+    }
+    return series if action is None else series | {(m.GPU_RECOVERY_ACTION_ID, gpu(index)): action}
 
 
 @pytest.mark.parametrize(
@@ -286,7 +296,7 @@ def test_the_drivers_own_recovery_action_is_believed() -> None:
 
 
 def test_several_xids_of_one_gpu_are_one_reason_with_the_gravest_action() -> None:
-    series = xid(119, 60) | {(m.GPU_XID_LAST, (*gpu(3), "79")): NOW - 50}
+    series = xid(119, 60) | {(m.GPU_XID_LAST_TIMESTAMP_SECONDS, (*gpu(3), "79")): NOW - 50}
     assert judge(series) == (
         Reason(
             "xid", GPU3, BAD, "reboot_node", "GPU 3 (0000:33:00.0, serial 1653) had Xid 79, 119 within the last hour"
@@ -303,15 +313,15 @@ def test_a_fatal_sxid_is_bad() -> None:
     series = h100() | {
         info(m.NVLINK_SWITCH_SXID_INFO, sxid="12028", severity="warning"): 1.0,
         info(m.NVLINK_SWITCH_SXID_INFO, sxid="20034", severity="fatal"): 1.0,
-        (m.NVLINK_SWITCH_SXID_LAST, ("0000:05:00", "12028")): NOW - 5,
-        (m.NVLINK_SWITCH_SXID_LAST, ("0000:06:00", "20034")): NOW - 5,
-        (m.NVLINK_SWITCH_SXID_LAST, ("0000:07:00", "20034")): NOW - 5000,
+        (m.NVLINK_SWITCH_SXID_LAST_TIMESTAMP_SECONDS, ("0000:05:00", "12028")): NOW - 5,
+        (m.NVLINK_SWITCH_SXID_LAST_TIMESTAMP_SECONDS, ("0000:06:00", "20034")): NOW - 5,
+        (m.NVLINK_SWITCH_SXID_LAST_TIMESTAMP_SECONDS, ("0000:07:00", "20034")): NOW - 5000,
     }
     assert reasons(series) == [("sxid", "switch 0000:06:00", BAD, "check_nvlink")]
 
 
 def test_the_worst_reason_comes_first_and_gives_the_verdict() -> None:
-    series = h100() | {(m.GPU_READABLE, gpu(0)): 0, (m.GPU_PCIE_WIDTH, gpu(1)): 8, (m.GPU_PRESENT, gpu(2)): 0}
+    series = h100() | {(m.GPU_READABLE, gpu(0)): 0, (m.GPU_PCIE_WIDTH_LANES, gpu(1)): 8, (m.GPU_PRESENT, gpu(2)): 0}
     judgement = Verdict(H100, lambda: NOW, lambda: BOOTED).judge(samples(series))
     assert [reason.verdict for reason in judgement.reasons] == [BAD, DEGRADED, UNKNOWN]
     assert (judgement.verdict, judgement.gpus) == (BAD, 7)
@@ -321,17 +331,17 @@ def test_the_series_of_a_verdict() -> None:
     def derived(series: Series, expected: Expectations) -> list[Sample]:
         return Verdict(expected, lambda: NOW, lambda: BOOTED).derive(samples(series))
 
-    assert derived(h100(), Expectations()) == [(m.NODE_VERDICT, (), 0)]
+    assert derived(h100(), Expectations()) == [(m.HOST_VERDICT_ID, (), 0)]
     assert derived(h100() | {(m.GPU_PRESENT, gpu(3)): 0}, H100) == [
-        (m.NODE_VERDICT, (), 2),
-        (m.NODE_VERDICT_REASON, ("gpu_missing", GPU3, "bad", "reboot_then_reseat"), 1),
-        (m.NODE_EXPECTED, ("gpus",), 8),
-        (m.NODE_EXPECTED, ("ports",), 8),
-        (m.NODE_EXPECTED, ("nvlinks",), 144),
+        (m.HOST_VERDICT_ID, (), 2),
+        (m.HOST_VERDICT_REASON, ("gpu_missing", GPU3, "bad", "reboot_then_reseat"), 1),
+        (m.HOST_EXPECTED_PARTS, ("gpus",), 8),
+        (m.HOST_EXPECTED_PARTS, ("ports",), 8),
+        (m.HOST_EXPECTED_PARTS, ("nvlinks",), 144),
     ]
     assert derived(h100() | {(m.GPU_READABLE, gpu(3)): 0}, Expectations()) == [
-        (m.NODE_VERDICT, (), 1),
-        (m.NODE_VERDICT_REASON, ("gpu_unreadable", GPU3, "unknown", "check_exporter"), 1),
+        (m.HOST_VERDICT_ID, (), 1),
+        (m.HOST_VERDICT_REASON, ("gpu_unreadable", GPU3, "unknown", "check_exporter"), 1),
     ]
 
 
@@ -346,7 +356,7 @@ def twice(before: Series, after: Series) -> list[tuple[str, str, str]]:
 
 
 def test_two_looks_leave_out_what_lasted_a_moment() -> None:
-    down = h100() | {(m.INFINIBAND_STATE, port(3)): 1}
+    down = h100() | {(m.INFINIBAND_PORT_STATE_ID, port(3)): 1}
     assert twice(down, h100()) == twice(h100(), down) == []
     assert twice(down, down) == [("port_down", PORT3, "port mlx5_3/1 is down")]
 
@@ -355,26 +365,26 @@ def test_two_looks_leave_out_what_lasted_a_moment() -> None:
     ("row", "labels", "more", "found"),
     [
         (
-            m.INFINIBAND_SYMBOL_ERRORS,
+            m.INFINIBAND_SYMBOL_ERRORS_TOTAL,
             port(3),
             1,
             [("symbol_errors", PORT3, "port mlx5_3/1 counts symbol errors (1 in 10 s)")],
         ),
-        (m.GPU_PCIE_REPLAYS, gpu(3), 5, []),
+        (m.GPU_PCIE_REPLAYS_TOTAL, gpu(3), 5, []),
         (
-            m.GPU_PCIE_REPLAYS,
+            m.GPU_PCIE_REPLAYS_TOTAL,
             gpu(3),
             6,
             [("pcie_replays", GPU3, "GPU 3 (0000:33:00.0, serial 1653) replays PCIe packets (6 in 10 s)")],
         ),
-        (m.NVLINK_ERRORS, (*gpu(3), "crc"), 50, []),
+        (m.NVLINK_ERRORS_TOTAL, (*gpu(3), "crc"), 50, []),
         (
-            m.NVLINK_ERRORS,
+            m.NVLINK_ERRORS_TOTAL,
             (*gpu(3), "recovery"),
             1,
             [("nvlink_errors_rising", GPU3, "GPU 3 (0000:33:00.0, serial 1653) counts NVLink errors (1 in 10 s)")],
         ),
-        (m.GPU_ECC_ERRORS, (*gpu(3), "corrected"), 1000, []),
+        (m.GPU_ECC_ERRORS_TOTAL, (*gpu(3), "corrected"), 1000, []),
     ],
 )
 def test_two_looks_find_counters_that_rise(
@@ -397,7 +407,7 @@ def test_ports_without_a_role_are_learnt_as_any_and_different_gpus_not_at_all() 
     series = without(h100(), m.INFINIBAND_INFO) | {
         info(m.GPU_INFO, gpu="9", uuid="GPU-9", model="other"): 1.0,
         (m.GPU_PRESENT, gpu(9)): 1,
-        (m.GPU_PCIE_WIDTH_MAX, gpu(9)): 8,
+        (m.GPU_PCIE_WIDTH_MAX_LANES, gpu(9)): 8,
     }
     shape = learn(samples(series))
     assert (shape.gpus, shape.gpu_model, shape.pcie_width) == (9, "", 0)

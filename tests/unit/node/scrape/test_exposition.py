@@ -109,10 +109,10 @@ def test_both_formats_are_read_back_exactly_by_the_clients_own_parsers(samples: 
 
 def test_the_text_format_is_this() -> None:
     samples: list[Sample] = [
-        (m.GPU_ENERGY, ("0", "GPU-6f1"), 123456),
-        (m.GPU_UTILIZATION, ("0", "GPU-6f1"), 97),
-        (m.GPU_ENERGY, ("1", 'say "hi"\\\n'), 0),
-        (m.FLOPWATCH_INFO, ("1.2.3",), 1),
+        (m.GPU_ENERGY_JOULES_TOTAL, ("0", "GPU-6f1"), 123456),
+        (m.GPU_UTILIZATION_RATIO, ("0", "GPU-6f1"), 97),
+        (m.GPU_ENERGY_JOULES_TOTAL, ("1", 'say "hi"\\\n'), 0),
+        (m.FLOPWATCH_BUILD_INFO, ("1.2.3",), 1),
     ]
     assert Exposition().render(samples) == (
         "# HELP gpu_energy_joules_total Energy drawn since the driver was loaded. "
@@ -131,7 +131,10 @@ def test_the_text_format_is_this() -> None:
 
 
 def test_openmetrics_differs_in_the_headers_only() -> None:
-    samples: list[Sample] = [(m.GPU_ENERGY, ("0", "GPU-6f1"), 5000), (m.FLOPWATCH_INFO, ("1.2.3",), 1)]
+    samples: list[Sample] = [
+        (m.GPU_ENERGY_JOULES_TOTAL, ("0", "GPU-6f1"), 5000),
+        (m.FLOPWATCH_BUILD_INFO, ("1.2.3",), 1),
+    ]
     assert Exposition().render(samples, openmetrics=True) == (
         "# HELP gpu_energy_joules Energy drawn since the driver was loaded. "
         "Source: NVML field 83, nvmlDeviceGetTotalEnergyConsumption, mJ.\n"
@@ -145,13 +148,13 @@ def test_openmetrics_differs_in_the_headers_only() -> None:
 
 def test_a_wrong_number_of_labels_is_an_error_and_never_cut_short() -> None:
     with pytest.raises(ValueError, match="shorter"):
-        Exposition().render([(m.GPU_ENERGY, ("0",), 1)])
+        Exposition().render([(m.GPU_ENERGY_JOULES_TOTAL, ("0",), 1)])
     with pytest.raises(ValueError, match="longer"):
-        Exposition().render([(m.GPU_ENERGY, ("0", "GPU-6f1", "extra"), 1)])
+        Exposition().render([(m.GPU_ENERGY_JOULES_TOTAL, ("0", "GPU-6f1", "extra"), 1)])
 
 
 def test_all_series_of_one_family_stand_together_wherever_they_come_from() -> None:
-    samples: list[Sample] = [(row, (index, "u"), 1) for index in "012" for row in (m.GPU_POWER, m.GPU_PRESENT)]
+    samples: list[Sample] = [(row, (index, "u"), 1) for index in "012" for row in (m.GPU_POWER_WATTS, m.GPU_PRESENT)]
     lines = [line.partition("{")[0] for line in Exposition().render(samples).splitlines() if line[0] != "#"]
     assert lines == ["gpu_power_watts"] * 3 + ["gpu_present"] * 3
 

@@ -34,9 +34,9 @@ from flopwatch.node.scrape.scrape import (
 from flopwatch.settings import ExporterSettings
 from tests.support.machine import PATIENCE
 
-TEMPERATURE: Sample = (m.GPU_TEMPERATURE, ("0", "GPU-a"), 41)
-POWER: Sample = (m.GPU_POWER, ("0", "GPU-a"), 310_500)
-PORT: Sample = (m.INFINIBAND_STATE, ("mlx5_0", "1"), 4)
+TEMPERATURE: Sample = (m.GPU_TEMPERATURE_CELSIUS, ("0", "GPU-a"), 41)
+POWER: Sample = (m.GPU_POWER_WATTS, ("0", "GPU-a"), 310_500)
+PORT: Sample = (m.INFINIBAND_PORT_STATE_ID, ("mlx5_0", "1"), 4)
 
 
 class Scripted:
@@ -354,20 +354,20 @@ class Secondary(Scripted):
 
 def test_a_secondary_source_fills_gaps_only() -> None:
     def nvml(deadline: float) -> Reading:
-        return Reading([TEMPERATURE, (m.GPU_ECC_ERRORS, ("0", "GPU-a", "corrected"), 7)])
+        return Reading([TEMPERATURE, (m.GPU_ECC_ERRORS_TOTAL, ("0", "GPU-a", "corrected"), 7)])
 
     dcgm = good(
-        (m.GPU_TEMPERATURE, ("0", "GPU-a"), 42),
-        (m.GPU_TEMPERATURE, ("1", "GPU-b"), 43),
+        (m.GPU_TEMPERATURE_CELSIUS, ("0", "GPU-a"), 42),
+        (m.GPU_TEMPERATURE_CELSIUS, ("1", "GPU-b"), 43),
         POWER,
-        (m.GPU_ECC_ERRORS, ("0", "GPU-a", "uncorrected"), 9),
+        (m.GPU_ECC_ERRORS_TOTAL, ("0", "GPU-a", "uncorrected"), 9),
     )
     primary = Scripted("nvml", nvml)
 
     async def story() -> None:
         clock = Clock()
         scrape = scraping(primary, Secondary("dcgm", dcgm), clock=clock)
-        assert await scrape.collect() == [*nvml(1).samples, (m.GPU_TEMPERATURE, ("1", "GPU-b"), 43), POWER]
+        assert await scrape.collect() == [*nvml(1).samples, (m.GPU_TEMPERATURE_CELSIUS, ("1", "GPU-b"), 43), POWER]
         primary.answer = failing("exited")
         clock.now += 31
         assert await scrape.collect() == dcgm(1).samples
@@ -434,8 +434,8 @@ def test_an_answer_that_was_old_when_it_came_is_served_so_much_shorter() -> None
 
 
 def test_what_follows_from_the_samples_is_served_with_them() -> None:
-    verdict: Sample = (m.NODE_VERDICT, (), 1)
-    released: Sample = (m.DRIVER_RELEASED, (), 0)
+    verdict: Sample = (m.HOST_VERDICT_ID, (), 1)
+    released: Sample = (m.FLOPWATCH_DRIVER_RELEASED, (), 0)
     seen: list[Sequence[Sample]] = []
 
     def derive(samples: Sequence[Sample]) -> list[Sample]:
@@ -451,7 +451,7 @@ def test_what_follows_from_the_samples_is_served_with_them() -> None:
         derive=derive,
     )
     assert asyncio.run(scrape.collect()) == [TEMPERATURE, PORT, released, verdict]
-    told = [(m.COLLECTOR_SUCCESS, (name,), True) for name in ("nvml", "training")]
+    told = [(m.FLOPWATCH_COLLECTOR_SUCCESS, (name,), True) for name in ("nvml", "training")]
     assert seen == [[TEMPERATURE, PORT, released, *told]]
     assert asyncio.run(values(scrape))['flopwatch_collector_success{collector="verdict"}'] == 1
 
@@ -473,7 +473,9 @@ NUMBERS = st.one_of(
 LABELS = st.one_of(st.just(("0", "GPU-a")), st.just(("0",)), st.just((0, "GPU-a")), st.just(("1", "\ud800")))
 
 
-@given(st.lists(st.tuples(st.sampled_from([m.GPU_POWER, m.GPU_ENERGY]), LABELS, NUMBERS), max_size=6))
+@given(
+    st.lists(st.tuples(st.sampled_from([m.GPU_POWER_WATTS, m.GPU_ENERGY_JOULES_TOTAL]), LABELS, NUMBERS), max_size=6)
+)
 def test_whatever_a_source_answers_the_other_is_served_and_only_what_fits_is_added(samples: list[Any]) -> None:
     scrape = scraping(Scripted("nvml", good(*samples)), Scripted("infiniband", good(PORT)))
 
@@ -493,14 +495,14 @@ def test_whatever_a_source_answers_the_other_is_served_and_only_what_fits_is_add
 @pytest.mark.parametrize(
     "broken",
     [
-        (m.GPU_TEMPERATURE, ("0",), 41),
-        (m.GPU_TEMPERATURE, ("0", "GPU-a", "hot"), 41),
-        (m.GPU_ENERGY, ("0", "GPU-a"), float("nan")),
-        (m.GPU_ENERGY, ("0", "GPU-a"), -1),
-        (m.GPU_ENERGY, ("0", "GPU-a"), None),
-        (m.GPU_TEMPERATURE, ("0", "GPU-a"), 10**400),
-        (m.GPU_TEMPERATURE, ("0", "GPU-a"), "41"),
-        (m.GPU_TEMPERATURE, (0, "GPU-a"), 41),
+        (m.GPU_TEMPERATURE_CELSIUS, ("0",), 41),
+        (m.GPU_TEMPERATURE_CELSIUS, ("0", "GPU-a", "hot"), 41),
+        (m.GPU_ENERGY_JOULES_TOTAL, ("0", "GPU-a"), float("nan")),
+        (m.GPU_ENERGY_JOULES_TOTAL, ("0", "GPU-a"), -1),
+        (m.GPU_ENERGY_JOULES_TOTAL, ("0", "GPU-a"), None),
+        (m.GPU_TEMPERATURE_CELSIUS, ("0", "GPU-a"), 10**400),
+        (m.GPU_TEMPERATURE_CELSIUS, ("0", "GPU-a"), "41"),
+        (m.GPU_TEMPERATURE_CELSIUS, (0, "GPU-a"), 41),
     ],
 )
 def test_a_sample_that_does_not_fit_its_row_is_never_served_and_is_an_error(broken: Any) -> None:
@@ -518,9 +520,9 @@ def test_series_over_budget_are_dropped_in_the_declared_order_and_counted() -> N
         for row in all_metrics()
         if row.labels[:2] == m.GPU and row.labels[:3] != MIG
     ]
-    many_xids: list[Sample] = [(m.GPU_XID, ("0", "GPU-a", str(code)), 1) for code in range(200)]
-    many_times: list[Sample] = [(m.GPU_XID_LAST, ("0", "GPU-a", str(code)), 1) for code in range(60)]
-    other_gpu: Sample = (m.GPU_TEMPERATURE, ("1", "GPU-b"), 50)
+    many_xids: list[Sample] = [(m.GPU_XID_ERRORS_TOTAL, ("0", "GPU-a", str(code)), 1) for code in range(200)]
+    many_times: list[Sample] = [(m.GPU_XID_LAST_TIMESTAMP_SECONDS, ("0", "GPU-a", str(code)), 1) for code in range(60)]
+    other_gpu: Sample = (m.GPU_TEMPERATURE_CELSIUS, ("1", "GPU-b"), 50)
     kept, dropped = within_budget([*per_gpu, *many_times, *many_xids, other_gpu])
     assert len([sample for sample in kept if sample[1][1] == "GPU-a"]) == 120
     assert dropped == {"gpu": len(per_gpu) + 260 - 120}
@@ -534,7 +536,7 @@ def test_series_over_budget_are_dropped_in_the_declared_order_and_counted() -> N
 def test_a_histogram_over_budget_goes_whole() -> None:
     infos: list[Sample] = [(m.TRAINING_RUN_INFO, ("lm", str(n), *m.TRAINING_RUN_INFO.labels[2:]), 1) for n in range(28)]
     histogram: list[Sample] = [
-        (m.TRAINING_STEP_DURATION, ("lm", part), 1) for part in (*map(str, range(12)), "+Inf", "count", "sum")
+        (m.TRAINING_STEP_DURATION_SECONDS, ("lm", part), 1) for part in (*map(str, range(12)), "+Inf", "count", "sum")
     ]
     kept, dropped = within_budget([*histogram, *infos])
     assert kept == infos
@@ -551,7 +553,7 @@ def test_a_budget_that_is_just_kept_drops_nothing(owner: tuple[str, ...], limit:
 
 
 def test_each_mig_instance_has_a_budget_of_its_own_which_takes_nothing_from_its_gpus() -> None:
-    whole: list[Sample] = [(m.GPU_XID, ("0", "GPU-a", str(code)), 1) for code in range(120)]
+    whole: list[Sample] = [(m.GPU_XID_ERRORS_TOTAL, ("0", "GPU-a", str(code)), 1) for code in range(120)]
     crowded: list[Sample] = [(m.GPU_MIG_INFO, ("0", "GPU-a", "7", str(n), f"MIG-{n}", "1c"), 1) for n in range(21)]
     seven: list[Sample] = [
         (row, ("0", "GPU-a", str(instance)), 1)
@@ -563,7 +565,7 @@ def test_each_mig_instance_has_a_budget_of_its_own_which_takes_nothing_from_its_
 
 
 def test_dropped_series_are_counted_in_metrics() -> None:
-    many: list[Sample] = [(m.GPU_XID, ("0", "GPU-a", str(code)), 1) for code in range(123)]
+    many: list[Sample] = [(m.GPU_XID_ERRORS_TOTAL, ("0", "GPU-a", str(code)), 1) for code in range(123)]
     served = asyncio.run(values(scraping(Scripted("xid", good(*many)))))
     assert served['flopwatch_series_dropped_total{budget="gpu"}'] == 3
     assert sum(series.startswith("gpu_xid_errors_total") for series in served) == 120

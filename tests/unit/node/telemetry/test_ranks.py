@@ -92,16 +92,16 @@ def test_every_kind_of_family_arrives_as_its_catalogue_row() -> None:
         rank=3,
     )
     assert push.samples == (
-        (m.TRAINING_TOKENS, ("lm", "3"), 8192.0),
-        (m.TRAINING_ACTIVITY_SECONDS, ("lm", "3", "step"), 12.5),
+        (m.TRAINING_TOKENS_TOTAL, ("lm", "3"), 8192.0),
+        (m.TRAINING_ACTIVITY_SECONDS_TOTAL, ("lm", "3", "step"), 12.5),
         (m.TRAINING_POSITION_STEPS, ("lm", "3"), 40.0),
         # The node's name and the attempt are not the container's to choose.
         (m.TRAINING_RANK_INFO, ("lm", "3", "node-7", "GPU-a", "3", "a1", "", "", "", "", ""), 1.0),
-        (m.TRAINING_STEP_DURATION, ("lm", "0.1"), 3.0),
-        (m.TRAINING_STEP_DURATION, ("lm", "1.0"), 5.0),
-        (m.TRAINING_STEP_DURATION, ("lm", "+Inf"), 6.0),
-        (m.TRAINING_STEP_DURATION, ("lm", "count"), 6.0),
-        (m.TRAINING_STEP_DURATION, ("lm", "sum"), 4.5),
+        (m.TRAINING_STEP_DURATION_SECONDS, ("lm", "0.1"), 3.0),
+        (m.TRAINING_STEP_DURATION_SECONDS, ("lm", "1.0"), 5.0),
+        (m.TRAINING_STEP_DURATION_SECONDS, ("lm", "+Inf"), 6.0),
+        (m.TRAINING_STEP_DURATION_SECONDS, ("lm", "count"), 6.0),
+        (m.TRAINING_STEP_DURATION_SECONDS, ("lm", "sum"), 4.5),
     )
     assert (push.refused, push.reason) == (0, "")
 
@@ -296,7 +296,7 @@ def test_a_process_that_is_stopped_is_told_with_how_long_it_has_been() -> None:
             return {
                 labels[2]: value
                 for row, labels, value in node.samples()
-                if row is m.NODE_PROCESS_BLOCKED and labels[:2] == ("lm", "0")
+                if row is m.HOST_PROCESS_BLOCKED_SECONDS and labels[:2] == ("lm", "0")
             }
 
         node.push(training(10, 5, START + 6, **told))
@@ -321,7 +321,7 @@ def test_a_process_that_cannot_be_seen_has_no_state(monkeypatch: pytest.MonkeyPa
     node.push(training(10, 5, START + 6, pid=os.getpid(), pid_namespace=own_pid_namespace()))
     monkeypatch.setattr(process_exit, "process_state", lambda pid, ticks: "")  # /proc is mounted with hidepid
     node.telemetry.check()
-    assert [row for row, _, _ in node.samples() if row is m.NODE_PROCESS_BLOCKED] == []
+    assert [row for row, _, _ in node.samples() if row is m.HOST_PROCESS_BLOCKED_SECONDS] == []
     assert node.steps() == {"0": 10}
 
 
@@ -517,7 +517,7 @@ def test_json_as_other_senders_write_it_is_understood() -> None:
     ).encode()
     [resource] = otlp.decode(body, JSON).resource_metrics
     push = otlp.push(resource, host="node-7", gpus=None, now=START + 100)
-    assert (push.samples, push.at) == (((m.TRAINING_TOKENS, ("lm", "0"), 12.0),), START + 10)
+    assert (push.samples, push.at) == (((m.TRAINING_TOKENS_TOTAL, ("lm", "0"), 12.0),), START + 10)
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def loop(folder: Path, what: str, steps: int = 3) -> Iterator[tuple[Callable[[fl
 
     def told(seconds: float) -> str | None:
         clock.now += seconds
-        points = run.snapshot().points.get(m.TRAINING_STANDSTILL_INFO, [])
+        points = run.snapshot().points.get(m.TRAINING_STUCK_FRAME_INFO, [])
         return points[0][0]["at"] if points else None
 
     def next_line() -> None:

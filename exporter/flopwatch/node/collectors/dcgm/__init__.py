@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flopwatch.catalogue import (
+    FLOPWATCH_PROFILING_PAUSED,
     GPU_CHASSIS_INFO,
     GPU_INFO,
-    GPU_PIPE_ACTIVE,
-    GPU_PROFILED_SECONDS,
-    NVLINK_SWITCH_ERRORS,
-    NVLINK_SWITCH_LINK_ERRORS,
+    GPU_PIPE_ACTIVE_SECONDS_TOTAL,
+    GPU_PROFILED_SECONDS_TOTAL,
+    NVLINK_SWITCH_ERRORS_TOTAL,
+    NVLINK_SWITCH_LINK_ERRORS_TOTAL,
     NVLINK_SWITCH_LINKS,
-    PROFILING_PAUSED,
     Sample,
 )
 from flopwatch.node.collectors import Unsupported, read_inventory
@@ -107,13 +107,13 @@ class Activity:
     def samples(self, labels: tuple[str, str]) -> Iterator[Sample]:
         """Return the series; pipes once they were in use."""
         if self.totals or self.paused:
-            yield PROFILING_PAUSED, labels, float(self.paused)
+            yield FLOPWATCH_PROFILING_PAUSED, labels, float(self.paused)
         if not self.totals:
             return
-        yield GPU_PROFILED_SECONDS, labels, self.profiled
+        yield GPU_PROFILED_SECONDS_TOTAL, labels, self.profiled
         for each in PROFILING:
             total = self.totals.get(each.id)
-            if total is not None and (total > 0 or each.row is not GPU_PIPE_ACTIVE):
+            if total is not None and (total > 0 or each.row is not GPU_PIPE_ACTIVE_SECONDS_TOTAL):
                 yield each.row, (*labels, *each.labels), total / each.row.scale
 
 
@@ -331,11 +331,11 @@ class Dcgm:
         for labels, count in sorted(states.items()):
             yield NVLINK_SWITCH_LINKS, labels, count
         for labels, total in sorted(totals.items()):
-            yield NVLINK_SWITCH_ERRORS, labels, total
+            yield NVLINK_SWITCH_ERRORS_TOTAL, labels, total
         for several in faulty.values():
             worst = sorted(several, key=lambda each: -each[0])[:LINK_SERIES]
             for total, labels_of_link in sorted(worst, key=lambda each: each[1]):
-                yield NVLINK_SWITCH_LINK_ERRORS, labels_of_link, total
+                yield NVLINK_SWITCH_LINK_ERRORS_TOTAL, labels_of_link, total
 
     def _cpu_samples(self, session: Session) -> Iterator[Sample]:
         for entity, values in sorted(self._values(session, abi.CPU).items()):

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flopwatch.catalogue import (
+    FLOPWATCH_IDENTITY_SOURCE_UP,
     GPU_INFO,
     GPU_OWNER_INFO,
-    GPU_OWNER_UPDATED,
-    IDENTITY_SOURCE_UP,
-    NODE_TOPOLOGY_INFO,
+    GPU_OWNER_UPDATED_TIMESTAMP_SECONDS,
+    HOST_TOPOLOGY_INFO,
     Sample,
 )
 from flopwatch.node.collectors import Unsupported, cgroup, read_inventory
@@ -277,7 +277,7 @@ class Identity:
         samples = self._owners(gpus, errors, until) if gpus else []
         samples += self._where(errors, until)
         for source, error in errors.items():
-            samples.append((IDENTITY_SOURCE_UP, (source,), float(not error)))
+            samples.append((FLOPWATCH_IDENTITY_SOURCE_UP, (source,), float(not error)))
             if error and error != self._last_errors.get(source, ""):
                 log.warning("%s: %s", source, error)
         self._last_errors = errors
@@ -296,7 +296,7 @@ class Identity:
             some, at = self._owner(uuid, owners.get(uuid, set()), told, processes.get(uuid))
             samples += [(GPU_OWNER_INFO, (*labels, self._host, *owner), 1) for owner in some]
             if at is not None:
-                samples.append((GPU_OWNER_UPDATED, labels, at))
+                samples.append((GPU_OWNER_UPDATED_TIMESTAMP_SECONDS, labels, at))
         for uuid in self._last.by_gpu.keys() - gpus.keys():
             self._last.forget(uuid)
         self._last.save()
@@ -351,7 +351,7 @@ class Identity:
             return []
         found = self._place.answer(until - time.monotonic())
         errors["topology"] = self._place.error
-        return [] if found is None else [(NODE_TOPOLOGY_INFO, (self._host, *found), 1)]
+        return [] if found is None else [(HOST_TOPOLOGY_INFO, (self._host, *found), 1)]
 
     def close(self) -> None:
         """Ask no more."""

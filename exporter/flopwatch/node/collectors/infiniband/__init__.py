@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flopwatch.catalogue import GPU_INFO, INFINIBAND_GPU_AFFINITY, INFINIBAND_INFO, INFINIBAND_PRESENT, Sample
+from flopwatch.catalogue import GPU_INFO, INFINIBAND_GPU_AFFINITY_INFO, INFINIBAND_INFO, INFINIBAND_PORT_PRESENT, Sample
 from flopwatch.node.collectors import Inventory, StateFile, Unsupported, read_inventory
 from flopwatch.node.collectors.infiniband import pci, rails
 from flopwatch.node.collectors.infiniband.link import Link
@@ -165,7 +165,7 @@ class Infiniband:
         self._same = self._inventory.info()
         for key, part in self._inventory.parts.items():
             if key in self._ports or not self._given_away(key):
-                self._same.append((INFINIBAND_PRESENT, (part["device"], part["port"]), float(key in self._ports)))
+                self._same.append((INFINIBAND_PORT_PRESENT, (part["device"], part["port"]), float(key in self._ports)))
         for port in self._ports.values():
             self._same += port.seldom
         self._same += self._affinities
@@ -238,7 +238,7 @@ class Infiniband:
             duty = duties[ports[key]]
             port.identity |= {"role": duty.role, "rail": duty.rail}
         present = [ports[key] for key in self._ports]
-        self._affinities = [(INFINIBAND_GPU_AFFINITY, labels, 1) for labels in rails.affinities(present, gpus)]
+        self._affinities = [(INFINIBAND_GPU_AFFINITY_INFO, labels, 1) for labels in rails.affinities(present, gpus)]
 
     def _own_interfaces(self) -> set[str]:
         """Return the interfaces of the default route, and those below them (bond, VLAN, bridge)."""

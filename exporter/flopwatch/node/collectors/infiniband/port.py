@@ -24,19 +24,19 @@ from typing import Any
 
 from flopwatch.catalogue import (
     BY_NAME,
-    INFINIBAND_CARRIER_CHANGES,
-    INFINIBAND_DROPS,
-    INFINIBAND_EXPECTED_RATE,
-    INFINIBAND_FLAPPING,
-    INFINIBAND_FLAPS,
-    INFINIBAND_LID,
-    INFINIBAND_PHYSICAL_STATE,
-    INFINIBAND_RATE,
-    INFINIBAND_REFUSED,
-    INFINIBAND_SATURATED,
-    INFINIBAND_SM_LID,
-    INFINIBAND_STATE,
-    INFINIBAND_TEMPERATURE,
+    INFINIBAND_CARRIER_CHANGES_TOTAL,
+    INFINIBAND_COUNTER_SATURATED,
+    INFINIBAND_LINK_FLAPPING,
+    INFINIBAND_LINK_FLAPS_TOTAL,
+    INFINIBAND_LINK_OUTAGES_TOTAL,
+    INFINIBAND_PORT_EXPECTED_RATE_BYTES_PER_SECOND,
+    INFINIBAND_PORT_LID,
+    INFINIBAND_PORT_PHYSICAL_STATE_ID,
+    INFINIBAND_PORT_RATE_BYTES_PER_SECOND,
+    INFINIBAND_PORT_STATE_ID,
+    INFINIBAND_PORT_SUBNET_MANAGER_LID,
+    INFINIBAND_PORT_UNREAD_FILES,
+    INFINIBAND_TEMPERATURE_CELSIUS,
     PORT,
     Metric,
     PortCounter,
@@ -185,7 +185,7 @@ class _Counter(_File):
         self._total += risen(self._last, number, 0 if self.anew else self._wrap)
         self._last, self.anew = number, False
         if number == self._full:
-            self.stuck = (INFINIBAND_SATURATED, (*self.labels, os.path.basename(self.path)), 1)
+            self.stuck = (INFINIBAND_COUNTER_SATURATED, (*self.labels, os.path.basename(self.path)), 1)
         if self._total or not self._quiet:
             self.sample = (self.row, self.labels, self._total * self._unit)
 
@@ -267,7 +267,9 @@ class Port:
         }
         self.seldom = []
         answers = layer == "InfiniBand" and f"{self._folder}/state" not in self._refused
-        for row, file in ((INFINIBAND_LID, "lid"), (INFINIBAND_SM_LID, "sm_lid")) if answers else ():
+        for row, file in (
+            ((INFINIBAND_PORT_LID, "lid"), (INFINIBAND_PORT_SUBNET_MANAGER_LID, "sm_lid")) if answers else ()
+        ):
             number = local_identifier(_text(f"{self._folder}/{file}"))
             if number is None:
                 break
@@ -293,8 +295,8 @@ class Port:
         files = [*self._states(), *self._sensors(), *self._counters()]
         files = [self._files.setdefault(file.path, file) for file in files]
         self._open = [file for file in files if file.path not in self._refused and file.open()]
-        self._state = next((file for file in self._open if file.row is INFINIBAND_STATE), None)
-        self._rate = next((file for file in self._open if file.row is INFINIBAND_RATE), None)
+        self._state = next((file for file in self._open if file.row is INFINIBAND_PORT_STATE_ID), None)
+        self._rate = next((file for file in self._open if file.row is INFINIBAND_PORT_RATE_BYTES_PER_SECOND), None)
         self._summary = []
 
     def close(self) -> None:
@@ -312,13 +314,13 @@ class Port:
         layer = self.identity.get("link_layer", "")
         net = f"{self._networks}/{self._net[0]}" if self._net else ""
         if net and layer == "Unspecified":
-            yield _File(f"{net}/operstate", INFINIBAND_STATE, self.labels, operational_state)
+            yield _File(f"{net}/operstate", INFINIBAND_PORT_STATE_ID, self.labels, operational_state)
         else:
-            yield _File(f"{self._folder}/state", INFINIBAND_STATE, self.labels, state)
-        yield _File(f"{self._folder}/phys_state", INFINIBAND_PHYSICAL_STATE, self.labels, physical_state)
-        yield _File(f"{self._folder}/rate", INFINIBAND_RATE, self.labels, rate)
+            yield _File(f"{self._folder}/state", INFINIBAND_PORT_STATE_ID, self.labels, state)
+        yield _File(f"{self._folder}/phys_state", INFINIBAND_PORT_PHYSICAL_STATE_ID, self.labels, physical_state)
+        yield _File(f"{self._folder}/rate", INFINIBAND_PORT_RATE_BYTES_PER_SECOND, self.labels, rate)
         if net and layer != "InfiniBand":
-            yield _File(f"{net}/carrier_changes", INFINIBAND_CARRIER_CHANGES, self.labels, counter)
+            yield _File(f"{net}/carrier_changes", INFINIBAND_CARRIER_CHANGES_TOTAL, self.labels, counter)
 
     def _counters(self) -> Iterator[_File]:
         """Yield the counters there are, and of several files for one number the one that tells most."""
@@ -367,7 +369,7 @@ class Port:
                 if re.fullmatch(r"temp[0-9]+_input", name):
                     number = name.removesuffix("_input")
                     labels = (*self.labels, _text(f"{folder}/{number}_label") or number)
-                    yield _File(f"{folder}/{name}", INFINIBAND_TEMPERATURE, labels, temperature)
+                    yield _File(f"{folder}/{name}", INFINIBAND_TEMPERATURE_CELSIUS, labels, temperature)
 
     def read(self, now: float) -> tuple[list[Sample], bool]:
         """Return the port's samples, and whether its link or its highest rate has news worth keeping."""
@@ -469,11 +471,11 @@ class Port:
 
     def _summarize(self) -> list[Sample]:
         numbers: tuple[tuple[Metric, float | None], ...] = (
-            (INFINIBAND_EXPECTED_RATE, self.expected),
-            (INFINIBAND_FLAPS, self.link.flaps),
-            (INFINIBAND_DROPS, self.link.drops),
-            (INFINIBAND_FLAPPING, self.link.flapping),
-            (INFINIBAND_REFUSED, len(self._refused)),
+            (INFINIBAND_PORT_EXPECTED_RATE_BYTES_PER_SECOND, self.expected),
+            (INFINIBAND_LINK_FLAPS_TOTAL, self.link.flaps),
+            (INFINIBAND_LINK_OUTAGES_TOTAL, self.link.drops),
+            (INFINIBAND_LINK_FLAPPING, self.link.flapping),
+            (INFINIBAND_PORT_UNREAD_FILES, len(self._refused)),
         )
         return [(row, self.labels, float(number)) for row, number in numbers if number is not None]
 

@@ -19,59 +19,59 @@ from typing import Any
 from uuid import UUID
 
 from flopwatch.catalogue import (
-    GPU_BAR1_TOTAL,
-    GPU_BAR1_USED,
-    GPU_CLOCK_EVENT,
-    GPU_COPY_UTILIZATION,
-    GPU_DECODER_UTILIZATION,
-    GPU_ECC_LOCATION_ERRORS,
+    GPU_BAR1_TOTAL_BYTES,
+    GPU_BAR1_USED_BYTES,
+    GPU_CLOCK_EVENT_ACTIVE,
+    GPU_DECODER_UTILIZATION_RATIO,
+    GPU_ECC_LOCATION_ERRORS_TOTAL,
     GPU_ECC_MODE,
-    GPU_ENCODER_UTILIZATION,
-    GPU_ENERGY,
+    GPU_ENCODER_UTILIZATION_RATIO,
+    GPU_ENERGY_JOULES_TOTAL,
     GPU_FABRIC_FAULT,
-    GPU_FABRIC_HEALTH,
+    GPU_FABRIC_HEALTH_ID,
     GPU_FABRIC_INFO,
-    GPU_FABRIC_STATE,
-    GPU_FABRIC_STATUS,
-    GPU_GRAPHICS_CLOCK,
-    GPU_MEMORY_CLOCK,
-    GPU_MEMORY_CLOCK_MAX,
-    GPU_MEMORY_RESERVED,
-    GPU_MEMORY_TOTAL,
-    GPU_MEMORY_USED,
+    GPU_FABRIC_STATE_ID,
+    GPU_FABRIC_STATUS_ID,
+    GPU_GRAPHICS_CLOCK_HERTZ,
+    GPU_MEMORY_CLOCK_HERTZ,
+    GPU_MEMORY_CLOCK_MAX_HERTZ,
+    GPU_MEMORY_COPY_UTILIZATION_RATIO,
+    GPU_MEMORY_RESERVED_BYTES,
+    GPU_MEMORY_TOTAL_BYTES,
+    GPU_MEMORY_USED_BYTES,
     GPU_MIG_INFO,
-    GPU_MIG_MEMORY_TOTAL,
-    GPU_MIG_MEMORY_USED,
+    GPU_MIG_MEMORY_TOTAL_BYTES,
+    GPU_MIG_MEMORY_USED_BYTES,
     GPU_MIG_MODE,
     GPU_PCIE_GENERATION,
     GPU_PCIE_GENERATION_MAX,
-    GPU_PCIE_RECEIVE,
-    GPU_PCIE_TRANSMIT,
-    GPU_PCIE_WIDTH,
-    GPU_PCIE_WIDTH_MAX,
+    GPU_PCIE_RECEIVE_BYTES_TOTAL,
+    GPU_PCIE_TRANSMIT_BYTES_TOTAL,
+    GPU_PCIE_WIDTH_LANES,
+    GPU_PCIE_WIDTH_MAX_LANES,
     GPU_PERSISTENCE_MODE,
-    GPU_POWER,
-    GPU_POWER_LIMIT,
-    GPU_POWER_LIMIT_DEFAULT,
-    GPU_POWER_LIMIT_MAX,
-    GPU_PROCESS_MEMORY,
+    GPU_POWER_LIMIT_DEFAULT_WATTS,
+    GPU_POWER_LIMIT_MAX_WATTS,
+    GPU_POWER_LIMIT_WATTS,
+    GPU_POWER_WATTS,
+    GPU_PROCESS_MEMORY_BYTES,
     GPU_PROCESSES,
-    GPU_REMAPPED_ROWS,
+    GPU_REMAPPED_ROWS_TOTAL,
     GPU_REPAIR_PENDING,
     GPU_ROW_REMAP_BANKS,
     GPU_ROW_REMAP_FAILURE,
     GPU_ROW_REMAP_PENDING,
-    GPU_SM_CLOCK,
-    GPU_SM_CLOCK_MAX,
-    GPU_SRAM_THRESHOLD,
-    GPU_TEMPERATURE,
-    GPU_TEMPERATURE_LIMIT,
-    GPU_TEMPERATURE_MARGIN,
-    GPU_UTILIZATION,
-    GPU_VIDEO_CLOCK,
-    GPU_VIDEO_CLOCK_MAX,
-    NVLINK_RECEIVE,
-    NVLINK_TRANSMIT,
+    GPU_SM_CLOCK_HERTZ,
+    GPU_SM_CLOCK_MAX_HERTZ,
+    GPU_SRAM_ERROR_THRESHOLD_EXCEEDED,
+    GPU_TEMPERATURE_CELSIUS,
+    GPU_TEMPERATURE_LIMIT_CELSIUS,
+    GPU_TEMPERATURE_MARGIN_CELSIUS,
+    GPU_UTILIZATION_RATIO,
+    GPU_VIDEO_CLOCK_HERTZ,
+    GPU_VIDEO_CLOCK_MAX_HERTZ,
+    NVLINK_RECEIVE_BYTES_TOTAL,
+    NVLINK_TRANSMIT_BYTES_TOTAL,
     Metric,
     Sample,
 )
@@ -372,35 +372,35 @@ def _old_link_states(card: Card, links: range) -> dict[Key, float]:
 def _memory(card: Card) -> Values:
     # Version 2 keeps the driver's reserve out of `used`.
     memory = card.nvml.nvmlDeviceGetMemoryInfo(card.handle, card.nvml.nvmlMemory_v2)
-    yield GPU_MEMORY_USED, (), memory.used
-    yield GPU_MEMORY_TOTAL, (), memory.total
-    yield GPU_MEMORY_RESERVED, (), memory.reserved
+    yield GPU_MEMORY_USED_BYTES, (), memory.used
+    yield GPU_MEMORY_TOTAL_BYTES, (), memory.total
+    yield GPU_MEMORY_RESERVED_BYTES, (), memory.reserved
 
 
 def _memory_v1(card: Card) -> Values:
     memory = card.nvml.nvmlDeviceGetMemoryInfo(card.handle)
-    yield GPU_MEMORY_USED, (), memory.used
-    yield GPU_MEMORY_TOTAL, (), memory.total
+    yield GPU_MEMORY_USED_BYTES, (), memory.used
+    yield GPU_MEMORY_TOTAL_BYTES, (), memory.total
 
 
 def _bar1(card: Card) -> Values:
     memory = card.nvml.nvmlDeviceGetBAR1MemoryInfo(card.handle)
-    yield GPU_BAR1_USED, (), memory.bar1Used
-    yield GPU_BAR1_TOTAL, (), memory.bar1Total
+    yield GPU_BAR1_USED_BYTES, (), memory.bar1Used
+    yield GPU_BAR1_TOTAL_BYTES, (), memory.bar1Total
 
 
 def _utilization(card: Card) -> Values:
     utilization = card.nvml.nvmlDeviceGetUtilizationRates(card.handle)
-    yield GPU_UTILIZATION, (), utilization.gpu
-    yield GPU_COPY_UTILIZATION, (), utilization.memory
+    yield GPU_UTILIZATION_RATIO, (), utilization.gpu
+    yield GPU_MEMORY_COPY_UTILIZATION_RATIO, (), utilization.memory
 
 
 def _clock_events(card: Card, call: str) -> Values:
     active = getattr(card.nvml, call)(card.handle)
     for bit, reason in fields.CLOCK_EVENTS.items():
         number = float(bool(active & bit))
-        if reason == "gpu_idle" or card.notable(GPU_CLOCK_EVENT, (reason,), number):
-            yield GPU_CLOCK_EVENT, (reason,), number
+        if reason == "gpu_idle" or card.notable(GPU_CLOCK_EVENT_ACTIVE, (reason,), number):
+            yield GPU_CLOCK_EVENT_ACTIVE, (reason,), number
 
 
 def _processes(card: Card) -> Values:
@@ -424,7 +424,7 @@ def _processes(card: Card) -> Values:
         yield GPU_PROCESSES, (name,), sum(counts[owner] for owner in members)
         held = [size for owner in members if (size := memory[owner]) is not None]
         if len(held) == len(members):
-            yield GPU_PROCESS_MEMORY, (name,), sum(held)
+            yield GPU_PROCESS_MEMORY_BYTES, (name,), sum(held)
 
 
 def _ecc_locations(card: Card) -> Values:
@@ -440,20 +440,20 @@ def _ecc_locations(card: Card) -> Values:
                     raise
                 card.lacks[total, name] = failure.value
                 continue
-            if card.notable(GPU_ECC_LOCATION_ERRORS, (error, name), count):
-                yield GPU_ECC_LOCATION_ERRORS, (error, name), count
+            if card.notable(GPU_ECC_LOCATION_ERRORS_TOTAL, (error, name), count):
+                yield GPU_ECC_LOCATION_ERRORS_TOTAL, (error, name), count
 
 
 def _sram(card: Card) -> Values:
     status = card.nvml.c_nvmlEccSramErrorStatus_v1_t()
     card.nvml.nvmlDeviceGetSramEccErrorStatus(card.handle, byref(status))
-    yield GPU_SRAM_THRESHOLD, (), status.bThresholdExceeded
+    yield GPU_SRAM_ERROR_THRESHOLD_EXCEEDED, (), status.bThresholdExceeded
 
 
 def _remapped_rows(card: Card) -> Values:
     corrected, uncorrected, pending, failure = card.nvml.nvmlDeviceGetRemappedRows(card.handle)
-    yield GPU_REMAPPED_ROWS, ("corrected",), corrected
-    yield GPU_REMAPPED_ROWS, ("uncorrected",), uncorrected
+    yield GPU_REMAPPED_ROWS_TOTAL, ("corrected",), corrected
+    yield GPU_REMAPPED_ROWS_TOTAL, ("uncorrected",), uncorrected
     yield GPU_ROW_REMAP_PENDING, (), pending
     yield GPU_ROW_REMAP_FAILURE, (), failure
 
@@ -478,14 +478,14 @@ def _fabric(card: Card, structure: str) -> Values:
     state = info.state & 0xFF  # one byte in C, followed by padding; an int in pynvml
     if state == card.nvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED:
         return
-    yield GPU_FABRIC_STATE, (), state
+    yield GPU_FABRIC_STATE_ID, (), state
     if state != card.nvml.NVML_GPU_FABRIC_STATE_COMPLETED:
         return
     yield GPU_FABRIC_INFO, (str(UUID(bytes=bytes(info.clusterUuid))), str(info.cliqueId)), 1
-    yield GPU_FABRIC_STATUS, (), info.status
+    yield GPU_FABRIC_STATUS_ID, (), info.status
     summary = getattr(info, "healthSummary", 0)
     if summary != 0:
-        yield GPU_FABRIC_HEALTH, (), summary
+        yield GPU_FABRIC_HEALTH_ID, (), summary
     for fault, there in fields.fabric_faults(info.healthMask).items():
         if card.notable(GPU_FABRIC_FAULT, (fault,), float(there)):
             yield GPU_FABRIC_FAULT, (fault,), float(there)
@@ -508,8 +508,8 @@ def _mig(card: Card) -> Values:
         # The memory is the GPU instance's; its compute instances share it.
         if memory is not None and instance not in seen:
             seen.add(instance)
-            yield GPU_MIG_MEMORY_USED, (instance,), memory.used
-            yield GPU_MIG_MEMORY_TOTAL, (instance,), memory.total
+            yield GPU_MIG_MEMORY_USED_BYTES, (instance,), memory.used
+            yield GPU_MIG_MEMORY_TOTAL_BYTES, (instance,), memory.total
 
 
 def _instances(card: Card) -> Iterator[tuple[dict[str, str], Any]]:
@@ -565,10 +565,10 @@ def _activity(card: Card) -> Values:
     yield from gpm.whole_gpu(meter.activity)
     moved = meter.activity.bytes
     for metric, row, cumulative in (
-        (gpm.PCIE_SENT, GPU_PCIE_TRANSMIT, (fields.PCIE_SENT,)),
-        (gpm.PCIE_RECEIVED, GPU_PCIE_RECEIVE, (fields.PCIE_RECEIVED,)),
-        (gpm.NVLINK_SENT, NVLINK_TRANSMIT, (fields.NVLINK_DATA_SENT, (202, None))),
-        (gpm.NVLINK_RECEIVED, NVLINK_RECEIVE, (fields.NVLINK_DATA_RECEIVED, (204, None))),
+        (gpm.PCIE_SENT, GPU_PCIE_TRANSMIT_BYTES_TOTAL, (fields.PCIE_SENT,)),
+        (gpm.PCIE_RECEIVED, GPU_PCIE_RECEIVE_BYTES_TOTAL, (fields.PCIE_RECEIVED,)),
+        (gpm.NVLINK_SENT, NVLINK_TRANSMIT_BYTES_TOTAL, (fields.NVLINK_DATA_SENT, (202, None))),
+        (gpm.NVLINK_RECEIVED, NVLINK_RECEIVE_BYTES_TOTAL, (fields.NVLINK_DATA_RECEIVED, (204, None))),
     ):
         if metric in moved and all(key in card.lacks for key in cumulative):
             yield row, (), moved[metric]
@@ -621,7 +621,7 @@ GPM = (-1, 0)
 GRAPHICS_CLOCK, SM_CLOCK, MEMORY_CLOCK, VIDEO_CLOCK = range(4)  # nvmlClockType_t
 
 _MEMORY = Read("nvmlDeviceGetMemoryInfo", _memory, needs=("nvmlMemory_v2",))
-_TEMPERATURE = _value(GPU_TEMPERATURE, "nvmlDeviceGetTemperatureV", 0)
+_TEMPERATURE = _value(GPU_TEMPERATURE_CELSIUS, "nvmlDeviceGetTemperatureV", 0)
 CLOCK_EVENTS = "nvmlDeviceGetCurrentClocksEventReasons"
 OLD_CLOCK_EVENTS = "nvmlDeviceGetCurrentClocksThrottleReasons"  # before R535
 _CLOCK_EVENTS = Read(CLOCK_EVENTS, partial(_clock_events, call=CLOCK_EVENTS))
@@ -641,20 +641,20 @@ READS: tuple[Read, ...] = (
     Read("nvmlDeviceGetFieldValues", _links, SELDOM, whole=True),
     Read("nvmlGpmSampleGet", _activity, needs=("nvmlGpmQueryDeviceSupport", "nvmlGpmMetricsGet")),
     Read("nvmlGpmMigSampleGet", _instance_activity, needs=("nvmlGpmQueryDeviceSupport", "nvmlGpmMetricsGet")),
-    _value(GPU_ENERGY, "nvmlDeviceGetTotalEnergyConsumption", instead_of=((83, 0),)),
+    _value(GPU_ENERGY_JOULES_TOTAL, "nvmlDeviceGetTotalEnergyConsumption", instead_of=((83, 0),)),
     _MEMORY,
     Read("nvmlDeviceGetMemoryInfo", _memory_v1, instead_of=(_MEMORY,)),
     Read("nvmlDeviceGetBAR1MemoryInfo", _bar1, SELDOM),
     Read("nvmlDeviceGetUtilizationRates", _utilization),
-    _value(GPU_ENCODER_UTILIZATION, "nvmlDeviceGetEncoderUtilization", item=0, every=SELDOM),
-    _value(GPU_DECODER_UTILIZATION, "nvmlDeviceGetDecoderUtilization", item=0, every=SELDOM),
+    _value(GPU_ENCODER_UTILIZATION_RATIO, "nvmlDeviceGetEncoderUtilization", item=0, every=SELDOM),
+    _value(GPU_DECODER_UTILIZATION_RATIO, "nvmlDeviceGetDecoderUtilization", item=0, every=SELDOM),
     Read("nvmlDeviceGetComputeRunningProcesses_v3", _processes, SELDOM),
     _TEMPERATURE,
-    _value(GPU_TEMPERATURE, "nvmlDeviceGetTemperature", 0, instead_of=(_TEMPERATURE,)),
-    _value(GPU_TEMPERATURE_MARGIN, "nvmlDeviceGetMarginTemperature"),
+    _value(GPU_TEMPERATURE_CELSIUS, "nvmlDeviceGetTemperature", 0, instead_of=(_TEMPERATURE,)),
+    _value(GPU_TEMPERATURE_MARGIN_CELSIUS, "nvmlDeviceGetMarginTemperature"),
     *(
         _value(
-            GPU_TEMPERATURE_LIMIT,
+            GPU_TEMPERATURE_LIMIT_CELSIUS,
             "nvmlDeviceGetTemperatureThreshold",
             threshold,
             labels=(limit,),
@@ -663,17 +663,17 @@ READS: tuple[Read, ...] = (
         )
         for threshold, limit in THRESHOLDS.items()
     ),
-    _value(GPU_POWER, "nvmlDeviceGetPowerUsage"),
-    _value(GPU_POWER_LIMIT, "nvmlDeviceGetEnforcedPowerLimit", every=SELDOM),
-    _value(GPU_POWER_LIMIT_DEFAULT, "nvmlDeviceGetPowerManagementDefaultLimit", every=ONCE),
-    _value(GPU_POWER_LIMIT_MAX, "nvmlDeviceGetPowerManagementLimitConstraints", item=1, every=ONCE),
-    _value(GPU_GRAPHICS_CLOCK, "nvmlDeviceGetClockInfo", GRAPHICS_CLOCK, every=SELDOM),
-    _value(GPU_SM_CLOCK, "nvmlDeviceGetClockInfo", SM_CLOCK),
-    _value(GPU_SM_CLOCK_MAX, "nvmlDeviceGetMaxClockInfo", SM_CLOCK, every=ONCE),
-    _value(GPU_MEMORY_CLOCK, "nvmlDeviceGetClockInfo", MEMORY_CLOCK),
-    _value(GPU_MEMORY_CLOCK_MAX, "nvmlDeviceGetMaxClockInfo", MEMORY_CLOCK, every=ONCE),
-    _value(GPU_VIDEO_CLOCK, "nvmlDeviceGetClockInfo", VIDEO_CLOCK, every=SELDOM),
-    _value(GPU_VIDEO_CLOCK_MAX, "nvmlDeviceGetMaxClockInfo", VIDEO_CLOCK, every=ONCE),
+    _value(GPU_POWER_WATTS, "nvmlDeviceGetPowerUsage"),
+    _value(GPU_POWER_LIMIT_WATTS, "nvmlDeviceGetEnforcedPowerLimit", every=SELDOM),
+    _value(GPU_POWER_LIMIT_DEFAULT_WATTS, "nvmlDeviceGetPowerManagementDefaultLimit", every=ONCE),
+    _value(GPU_POWER_LIMIT_MAX_WATTS, "nvmlDeviceGetPowerManagementLimitConstraints", item=1, every=ONCE),
+    _value(GPU_GRAPHICS_CLOCK_HERTZ, "nvmlDeviceGetClockInfo", GRAPHICS_CLOCK, every=SELDOM),
+    _value(GPU_SM_CLOCK_HERTZ, "nvmlDeviceGetClockInfo", SM_CLOCK),
+    _value(GPU_SM_CLOCK_MAX_HERTZ, "nvmlDeviceGetMaxClockInfo", SM_CLOCK, every=ONCE),
+    _value(GPU_MEMORY_CLOCK_HERTZ, "nvmlDeviceGetClockInfo", MEMORY_CLOCK),
+    _value(GPU_MEMORY_CLOCK_MAX_HERTZ, "nvmlDeviceGetMaxClockInfo", MEMORY_CLOCK, every=ONCE),
+    _value(GPU_VIDEO_CLOCK_HERTZ, "nvmlDeviceGetClockInfo", VIDEO_CLOCK, every=SELDOM),
+    _value(GPU_VIDEO_CLOCK_MAX_HERTZ, "nvmlDeviceGetMaxClockInfo", VIDEO_CLOCK, every=ONCE),
     _CLOCK_EVENTS,
     Read(OLD_CLOCK_EVENTS, partial(_clock_events, call=OLD_CLOCK_EVENTS), instead_of=(_CLOCK_EVENTS,)),
     Read("nvmlDeviceGetMemoryErrorCounter", _ecc_locations, SELDOM),
@@ -683,8 +683,8 @@ READS: tuple[Read, ...] = (
     Read("nvmlDeviceGetRepairStatus", _repair, SELDOM),
     _value(GPU_PCIE_GENERATION, "nvmlDeviceGetCurrPcieLinkGeneration", every=SELDOM),
     _value(GPU_PCIE_GENERATION_MAX, "nvmlDeviceGetMaxPcieLinkGeneration", every=ONCE),
-    _value(GPU_PCIE_WIDTH, "nvmlDeviceGetCurrPcieLinkWidth", every=SELDOM),
-    _value(GPU_PCIE_WIDTH_MAX, "nvmlDeviceGetMaxPcieLinkWidth", every=ONCE),
+    _value(GPU_PCIE_WIDTH_LANES, "nvmlDeviceGetCurrPcieLinkWidth", every=SELDOM),
+    _value(GPU_PCIE_WIDTH_MAX_LANES, "nvmlDeviceGetMaxPcieLinkWidth", every=ONCE),
     _value(GPU_PERSISTENCE_MODE, "nvmlDeviceGetPersistenceMode", every=SELDOM),
     _value(GPU_ECC_MODE, "nvmlDeviceGetEccMode", item=0, every=SELDOM),
     _FABRIC,

@@ -14,36 +14,36 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flopwatch.catalogue import (
-    GPU_CLOCK_EVENT_SECONDS,
-    GPU_ECC_ERRORS,
-    GPU_ECC_LIFETIME_ERRORS,
-    GPU_ENERGY,
-    GPU_MEMORY_TEMPERATURE,
-    GPU_MODULE_POWER,
-    GPU_PCIE_ERRORS,
-    GPU_PCIE_RECEIVE,
-    GPU_PCIE_REPLAYS,
-    GPU_PCIE_TRANSMIT,
-    GPU_RECOVERY_ACTION,
-    GPU_REMAPPED_ROWS,
-    GPU_RETIRED_PAGES,
+    GPU_CLOCK_EVENT_SECONDS_TOTAL,
+    GPU_ECC_ERRORS_TOTAL,
+    GPU_ECC_LIFETIME_ERRORS_TOTAL,
+    GPU_ENERGY_JOULES_TOTAL,
+    GPU_MEMORY_TEMPERATURE_CELSIUS,
+    GPU_MODULE_POWER_WATTS,
+    GPU_PCIE_ERRORS_TOTAL,
+    GPU_PCIE_RECEIVE_BYTES_TOTAL,
+    GPU_PCIE_REPLAYS_TOTAL,
+    GPU_PCIE_TRANSMIT_BYTES_TOTAL,
+    GPU_RECOVERY_ACTION_ID,
+    GPU_REMAPPED_ROWS_TOTAL,
     GPU_RETIRED_PAGES_PENDING,
+    GPU_RETIRED_PAGES_TOTAL,
     GPU_ROW_REMAP_FAILURE,
     GPU_ROW_REMAP_PENDING,
-    GPU_TEMPERATURE_LIMIT_MARGIN,
-    NVLINK_EFFECTIVE_BER,
-    NVLINK_ERRORS,
+    GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS,
+    NVLINK_EFFECTIVE_BIT_ERROR_RATIO,
+    NVLINK_ERRORS_TOTAL,
     NVLINK_INFO,
-    NVLINK_LINK_ERRORS,
-    NVLINK_LINK_STATE,
+    NVLINK_LINK_ERRORS_TOTAL,
+    NVLINK_LINK_STATE_ID,
     NVLINK_LINKS,
-    NVLINK_RAW_BER,
-    NVLINK_RECEIVE,
-    NVLINK_RECEIVE_RAW,
-    NVLINK_SPEED,
-    NVLINK_SYMBOL_BER,
-    NVLINK_TRANSMIT,
-    NVLINK_TRANSMIT_RAW,
+    NVLINK_RAW_BIT_ERROR_RATIO,
+    NVLINK_RECEIVE_BYTES_TOTAL,
+    NVLINK_RECEIVE_RAW_BYTES_TOTAL,
+    NVLINK_SPEED_BYTES_PER_SECOND,
+    NVLINK_SYMBOL_BIT_ERROR_RATIO,
+    NVLINK_TRANSMIT_BYTES_TOTAL,
+    NVLINK_TRANSMIT_RAW_BYTES_TOTAL,
     Metric,
 )
 
@@ -88,66 +88,66 @@ PCIE_SENT, PCIE_RECEIVED = (197, 0), (198, 0)
 
 # Asked for at every read.
 FAST = (
-    Field(82, GPU_MEMORY_TEMPERATURE),
-    Field(83, GPU_ENERGY),
-    Field(74, GPU_CLOCK_EVENT_SECONDS, ("sw_power_cap",)),
-    Field(76, GPU_CLOCK_EVENT_SECONDS, ("sync_boost",)),
-    Field(269, GPU_CLOCK_EVENT_SECONDS, ("sw_thermal_slowdown",)),
-    Field(270, GPU_CLOCK_EVENT_SECONDS, ("hw_thermal_slowdown",)),
-    Field(271, GPU_CLOCK_EVENT_SECONDS, ("hw_power_brake_slowdown",)),
-    Field(75, GPU_CLOCK_EVENT_SECONDS, ("thermal",), instead_of=270),
-    Field(77, GPU_CLOCK_EVENT_SECONDS, ("board_limit",), instead_of=270),
-    Field(78, GPU_CLOCK_EVENT_SECONDS, ("low_utilization",), instead_of=270),
-    Field(79, GPU_CLOCK_EVENT_SECONDS, ("reliability",), instead_of=270),
-    Field(3, GPU_ECC_ERRORS, ("corrected",)),
-    Field(4, GPU_ECC_ERRORS, ("uncorrected",)),
-    Field(230, GPU_RECOVERY_ACTION),
-    Field(94, GPU_PCIE_REPLAYS),
-    Field(197, GPU_PCIE_TRANSMIT),
-    Field(198, GPU_PCIE_RECEIVE),
-    Field(138, NVLINK_TRANSMIT, scope=ALL_LINKS, factor=1024),
-    Field(139, NVLINK_RECEIVE, scope=ALL_LINKS, factor=1024),
-    Field(140, NVLINK_TRANSMIT_RAW, scope=ALL_LINKS),
-    Field(141, NVLINK_RECEIVE_RAW, scope=ALL_LINKS),
+    Field(82, GPU_MEMORY_TEMPERATURE_CELSIUS),
+    Field(83, GPU_ENERGY_JOULES_TOTAL),
+    Field(74, GPU_CLOCK_EVENT_SECONDS_TOTAL, ("sw_power_cap",)),
+    Field(76, GPU_CLOCK_EVENT_SECONDS_TOTAL, ("sync_boost",)),
+    Field(269, GPU_CLOCK_EVENT_SECONDS_TOTAL, ("sw_thermal_slowdown",)),
+    Field(270, GPU_CLOCK_EVENT_SECONDS_TOTAL, ("hw_thermal_slowdown",)),
+    Field(271, GPU_CLOCK_EVENT_SECONDS_TOTAL, ("hw_power_brake_slowdown",)),
+    Field(75, GPU_CLOCK_EVENT_SECONDS_TOTAL, ("thermal",), instead_of=270),
+    Field(77, GPU_CLOCK_EVENT_SECONDS_TOTAL, ("board_limit",), instead_of=270),
+    Field(78, GPU_CLOCK_EVENT_SECONDS_TOTAL, ("low_utilization",), instead_of=270),
+    Field(79, GPU_CLOCK_EVENT_SECONDS_TOTAL, ("reliability",), instead_of=270),
+    Field(3, GPU_ECC_ERRORS_TOTAL, ("corrected",)),
+    Field(4, GPU_ECC_ERRORS_TOTAL, ("uncorrected",)),
+    Field(230, GPU_RECOVERY_ACTION_ID),
+    Field(94, GPU_PCIE_REPLAYS_TOTAL),
+    Field(197, GPU_PCIE_TRANSMIT_BYTES_TOTAL),
+    Field(198, GPU_PCIE_RECEIVE_BYTES_TOTAL),
+    Field(138, NVLINK_TRANSMIT_BYTES_TOTAL, scope=ALL_LINKS, factor=1024),
+    Field(139, NVLINK_RECEIVE_BYTES_TOTAL, scope=ALL_LINKS, factor=1024),
+    Field(140, NVLINK_TRANSMIT_RAW_BYTES_TOTAL, scope=ALL_LINKS),
+    Field(141, NVLINK_RECEIVE_RAW_BYTES_TOTAL, scope=ALL_LINKS),
 )
 # Asked for now and then: they rise by single events, or hardly ever change.
 SLOW = (
-    Field(5, GPU_ECC_LIFETIME_ERRORS, ("corrected",)),
-    Field(6, GPU_ECC_LIFETIME_ERRORS, ("uncorrected",)),
-    Field(142, GPU_REMAPPED_ROWS, ("corrected",)),
-    Field(143, GPU_REMAPPED_ROWS, ("uncorrected",)),
+    Field(5, GPU_ECC_LIFETIME_ERRORS_TOTAL, ("corrected",)),
+    Field(6, GPU_ECC_LIFETIME_ERRORS_TOTAL, ("uncorrected",)),
+    Field(142, GPU_REMAPPED_ROWS_TOTAL, ("corrected",)),
+    Field(143, GPU_REMAPPED_ROWS_TOTAL, ("uncorrected",)),
     Field(144, GPU_ROW_REMAP_PENDING),
     Field(145, GPU_ROW_REMAP_FAILURE),
-    Field(29, GPU_RETIRED_PAGES, ("corrected",)),
-    Field(30, GPU_RETIRED_PAGES, ("uncorrected",)),
+    Field(29, GPU_RETIRED_PAGES_TOTAL, ("corrected",)),
+    Field(30, GPU_RETIRED_PAGES_TOTAL, ("uncorrected",)),
     Field(31, GPU_RETIRED_PAGES_PENDING),
-    Field(186, GPU_MODULE_POWER, scope=MODULE),
-    Field(193, GPU_TEMPERATURE_LIMIT_MARGIN, ("shutdown",), signed=True),
-    Field(194, GPU_TEMPERATURE_LIMIT_MARGIN, ("slowdown",), signed=True),
-    Field(195, GPU_TEMPERATURE_LIMIT_MARGIN, ("memory_max",), signed=True),
-    Field(196, GPU_TEMPERATURE_LIMIT_MARGIN, ("gpu_max",), signed=True),
-    Field(173, GPU_PCIE_ERRORS, ("correctable",)),
-    Field(179, GPU_PCIE_ERRORS, ("non_fatal",)),
-    Field(180, GPU_PCIE_ERRORS, ("fatal",)),
-    Field(95, GPU_PCIE_ERRORS, ("replay_rollover",), once=True),
-    Field(169, GPU_PCIE_ERRORS, ("l0_to_recovery",), once=True),
-    Field(174, GPU_PCIE_ERRORS, ("nak_received",), once=True),
-    Field(175, GPU_PCIE_ERRORS, ("receiver",), once=True),
-    Field(176, GPU_PCIE_ERRORS, ("bad_tlp",), once=True),
-    Field(177, GPU_PCIE_ERRORS, ("nak_sent",), once=True),
-    Field(178, GPU_PCIE_ERRORS, ("bad_dllp",), once=True),
-    Field(181, GPU_PCIE_ERRORS, ("unsupported_request",), once=True),
-    Field(182, GPU_PCIE_ERRORS, ("lcrc",), once=True),
-    Field(183, GPU_PCIE_ERRORS, ("lane",), once=True),
+    Field(186, GPU_MODULE_POWER_WATTS, scope=MODULE),
+    Field(193, GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS, ("shutdown",), signed=True),
+    Field(194, GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS, ("slowdown",), signed=True),
+    Field(195, GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS, ("memory_max",), signed=True),
+    Field(196, GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS, ("gpu_max",), signed=True),
+    Field(173, GPU_PCIE_ERRORS_TOTAL, ("correctable",)),
+    Field(179, GPU_PCIE_ERRORS_TOTAL, ("non_fatal",)),
+    Field(180, GPU_PCIE_ERRORS_TOTAL, ("fatal",)),
+    Field(95, GPU_PCIE_ERRORS_TOTAL, ("replay_rollover",), once=True),
+    Field(169, GPU_PCIE_ERRORS_TOTAL, ("l0_to_recovery",), once=True),
+    Field(174, GPU_PCIE_ERRORS_TOTAL, ("nak_received",), once=True),
+    Field(175, GPU_PCIE_ERRORS_TOTAL, ("receiver",), once=True),
+    Field(176, GPU_PCIE_ERRORS_TOTAL, ("bad_tlp",), once=True),
+    Field(177, GPU_PCIE_ERRORS_TOTAL, ("nak_sent",), once=True),
+    Field(178, GPU_PCIE_ERRORS_TOTAL, ("bad_dllp",), once=True),
+    Field(181, GPU_PCIE_ERRORS_TOTAL, ("unsupported_request",), once=True),
+    Field(182, GPU_PCIE_ERRORS_TOTAL, ("lcrc",), once=True),
+    Field(183, GPU_PCIE_ERRORS_TOTAL, ("lane",), once=True),
 )
 # NVLink 3 and older count per GPU; asked for on a GPU with links of which none has 161-163.
 OLD_LINKS = (
-    Field(52, NVLINK_ERRORS, ("replay",)),
-    Field(59, NVLINK_ERRORS, ("recovery",)),
-    Field(38, NVLINK_ERRORS, ("crc",)),
-    Field(45, NVLINK_ERRORS, ("crc_data",)),
+    Field(52, NVLINK_ERRORS_TOTAL, ("replay",)),
+    Field(59, NVLINK_ERRORS_TOTAL, ("recovery",)),
+    Field(38, NVLINK_ERRORS_TOTAL, ("crc",)),
+    Field(45, NVLINK_ERRORS_TOTAL, ("crc_data",)),
 )
-OLD_LINK_SPEED = Field(90, NVLINK_SPEED)
+OLD_LINK_SPEED = Field(90, NVLINK_SPEED_BYTES_PER_SECOND)
 
 LINK_COUNT = (91, 0)
 LINK_SPEED, LINK_STATE, LINK_VERSION = 164, 165, 166
@@ -171,10 +171,10 @@ LINK_ERRORS = {
     219: "effective",
     221: "symbol",
 }
-LINK_BYTES = {202: NVLINK_TRANSMIT, 204: NVLINK_RECEIVE}
+LINK_BYTES = {202: NVLINK_TRANSMIT_BYTES_TOTAL, 204: NVLINK_RECEIVE_BYTES_TOTAL}
 # The payload of all links together; where a card has it, it is not added up from the links.
 INSTEAD_OF_LINKS = {202: NVLINK_DATA_SENT, 204: NVLINK_DATA_RECEIVED}
-LINK_BERS = {293: NVLINK_RAW_BER, 220: NVLINK_EFFECTIVE_BER, 222: NVLINK_SYMBOL_BER}
+LINK_BERS = {293: NVLINK_RAW_BIT_ERROR_RATIO, 220: NVLINK_EFFECTIVE_BIT_ERROR_RATIO, 222: NVLINK_SYMBOL_BIT_ERROR_RATIO}
 PER_LINK = (LINK_STATE, LINK_SPEED, LINK_VERSION, *LINK_ERRORS, *LINK_BYTES, *LINK_BERS)
 
 # nvmlClocksEventReason*, with the names nvidia-smi uses.
@@ -278,10 +278,10 @@ class Links:
         up = {link for link, state in states.items() if state in (ACTIVE, SLEEP)}
         self.once_up |= up
         self.fallen |= (self.once_up & states.keys()) - up
-        values += [(NVLINK_LINK_STATE, (str(link),), states[link]) for link in sorted(self.fallen & states.keys())]
+        values += [(NVLINK_LINK_STATE_ID, (str(link),), states[link]) for link in sorted(self.fallen & states.keys())]
         rates = [speed for link, speed in speeds.items() if speed > 0 and (link in active or not states)]
         if rates:
-            values.append((NVLINK_SPEED, (), min(rates)))
+            values.append((NVLINK_SPEED_BYTES_PER_SECOND, (), min(rates)))
         names = sorted({LINK_VERSIONS[int(version)] for version in versions.values() if int(version) in LINK_VERSIONS})
         values += [(NVLINK_INFO, (name,), 1) for name in names[-1:]]
         return values
@@ -293,12 +293,12 @@ class Links:
             if field_id not in by_id or error in told:
                 continue
             told.add(error)
-            values.append((NVLINK_ERRORS, (error,), self._sum(field_id, by_id)))
+            values.append((NVLINK_ERRORS_TOTAL, (error,), self._sum(field_id, by_id)))
             for link, count in sorted(self.counts[field_id].items()):
                 if count > 0:
                     self.failed.add((field_id, link))
                 if (field_id, link) in self.failed:
-                    values.append((NVLINK_LINK_ERRORS, (str(link), error), count))
+                    values.append((NVLINK_LINK_ERRORS_TOTAL, (str(link), error), count))
         return values
 
     def _sum(self, field_id: int, by_id: Mapping[int, Mapping[int, float]]) -> float:

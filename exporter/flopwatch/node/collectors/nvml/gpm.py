@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flopwatch.catalogue import (
-    GPU_DRAM_ACTIVE,
-    GPU_GRAPHICS_ACTIVE,
-    GPU_MIG_DRAM_ACTIVE,
-    GPU_MIG_PROFILED_SECONDS,
-    GPU_MIG_SM_ACTIVE,
-    GPU_MIG_TENSOR_ACTIVE,
-    GPU_PIPE_ACTIVE,
-    GPU_PROFILED_SECONDS,
-    GPU_SM_ACTIVE,
-    GPU_SM_OCCUPANCY,
-    GPU_TENSOR_ACTIVE,
+    GPU_DRAM_ACTIVE_SECONDS_TOTAL,
+    GPU_GRAPHICS_ACTIVE_SECONDS_TOTAL,
+    GPU_MIG_DRAM_ACTIVE_SECONDS_TOTAL,
+    GPU_MIG_PROFILED_SECONDS_TOTAL,
+    GPU_MIG_SM_ACTIVE_SECONDS_TOTAL,
+    GPU_MIG_TENSOR_ACTIVE_SECONDS_TOTAL,
+    GPU_PIPE_ACTIVE_SECONDS_TOTAL,
+    GPU_PROFILED_SECONDS_TOTAL,
+    GPU_SM_ACTIVE_SECONDS_TOTAL,
+    GPU_SM_OCCUPANCY_SECONDS_TOTAL,
+    GPU_TENSOR_ACTIVE_SECONDS_TOTAL,
     Metric,
 )
 from flopwatch.node.collectors.nvml.fields import Value
@@ -36,13 +36,17 @@ MEBIBYTE = 1 << 20
 
 # nvmlGpmMetricId_t of the activities, in percent.
 WHOLE_GPU: dict[int, Metric] = {
-    1: GPU_GRAPHICS_ACTIVE,
-    2: GPU_SM_ACTIVE,
-    3: GPU_SM_OCCUPANCY,
-    5: GPU_TENSOR_ACTIVE,
-    10: GPU_DRAM_ACTIVE,
+    1: GPU_GRAPHICS_ACTIVE_SECONDS_TOTAL,
+    2: GPU_SM_ACTIVE_SECONDS_TOTAL,
+    3: GPU_SM_OCCUPANCY_SECONDS_TOTAL,
+    5: GPU_TENSOR_ACTIVE_SECONDS_TOTAL,
+    10: GPU_DRAM_ACTIVE_SECONDS_TOTAL,
 }
-MIG_INSTANCE: dict[int, Metric] = {2: GPU_MIG_SM_ACTIVE, 5: GPU_MIG_TENSOR_ACTIVE, 10: GPU_MIG_DRAM_ACTIVE}
+MIG_INSTANCE: dict[int, Metric] = {
+    2: GPU_MIG_SM_ACTIVE_SECONDS_TOTAL,
+    5: GPU_MIG_TENSOR_ACTIVE_SECONDS_TOTAL,
+    10: GPU_MIG_DRAM_ACTIVE_SECONDS_TOTAL,
+}
 PIPES = {4: "integer", 11: "fp64", 12: "fp32", 13: "fp16", 7: "tensor_hmma", 8: "tensor_dmma", 9: "tensor_imma"}
 # The traffic, in MiB/s.
 PCIE_SENT, PCIE_RECEIVED, NVLINK_RECEIVED, NVLINK_SENT = 20, 21, 60, 61
@@ -143,18 +147,18 @@ class Meter:
 
 def whole_gpu(activity: Activity) -> Iterator[Value]:
     """Return the activity series of a GPU; the parts every card has are there from the start, pipes once in use."""
-    yield GPU_PROFILED_SECONDS, (), activity.profiled
+    yield GPU_PROFILED_SECONDS_TOTAL, (), activity.profiled
     for metric, row in WHOLE_GPU.items():
         if metric in activity.seconds or not activity.seconds:
             yield row, (), activity.seconds.get(metric, 0.0)
     for metric, pipe in PIPES.items():
         if activity.seconds.get(metric, 0.0) > 0:
-            yield GPU_PIPE_ACTIVE, (pipe,), activity.seconds[metric]
+            yield GPU_PIPE_ACTIVE_SECONDS_TOTAL, (pipe,), activity.seconds[metric]
 
 
 def mig_instance(activity: Activity, gpu_instance: str) -> Iterator[Value]:
     """Return the activity series of a MIG GPU instance."""
-    yield GPU_MIG_PROFILED_SECONDS, (gpu_instance,), activity.profiled
+    yield GPU_MIG_PROFILED_SECONDS_TOTAL, (gpu_instance,), activity.profiled
     for metric, row in MIG_INSTANCE.items():
         if metric in activity.seconds or not activity.seconds:
             yield row, (gpu_instance,), activity.seconds.get(metric, 0.0)

@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.catalogue import (
-    GPU_DRIVER_EVENTS,
+    FLOPWATCH_KERNEL_LOG_LOST_TOTAL,
+    FLOPWATCH_XID_SOURCE_UP,
+    GPU_DRIVER_EVENTS_TOTAL,
     GPU_INFO,
-    GPU_XID,
+    GPU_XID_ERRORS_TOTAL,
     GPU_XID_INFO,
-    GPU_XID_LAST,
-    GPU_XID_NVLINK_ERRORS,
-    GPU_XID_RECOVERY_ACTION,
-    KERNEL_LOG_LOST,
-    NODE_KERNEL_EVENTS,
-    NODE_OOM_KILLED,
-    NVLINK_SWITCH_SXID,
+    GPU_XID_LAST_TIMESTAMP_SECONDS,
+    GPU_XID_NVLINK_ERRORS_TOTAL,
+    GPU_XID_RECOVERY_ACTION_ID,
+    HOST_KERNEL_EVENTS_TOTAL,
+    HOST_OOM_KILLED_TIMESTAMP_SECONDS,
+    NVLINK_SWITCH_SXID_ERRORS_TOTAL,
     NVLINK_SWITCH_SXID_INFO,
-    NVLINK_SWITCH_SXID_LAST,
-    XID_SOURCE_UP,
+    NVLINK_SWITCH_SXID_LAST_TIMESTAMP_SECONDS,
     Sample,
 )
 from flopwatch.catalogue.xid import paging_xids, sxids, xids
@@ -263,34 +263,34 @@ class Xid:
         codes = self._counts.xids.get(owner, {})
         for code in sorted({*start, *codes}):
             name = OTHER if code == OTHER_XID else str(code)
-            yield GPU_XID, (*labels, name), codes[code].number if code in codes else 0
+            yield GPU_XID_ERRORS_TOTAL, (*labels, name), codes[code].number if code in codes else 0
             if code in codes:
-                yield GPU_XID_LAST, (*labels, name), codes[code].last
+                yield GPU_XID_LAST_TIMESTAMP_SECONDS, (*labels, name), codes[code].last
         for error, number in self._counts.links.get(owner, {}).items():
-            yield GPU_XID_NVLINK_ERRORS, (*labels, *error), number
+            yield GPU_XID_NVLINK_ERRORS_TOTAL, (*labels, *error), number
         if owner in self._counts.recovery:
-            yield GPU_XID_RECOVERY_ACTION, labels, self._counts.recovery[owner]
+            yield GPU_XID_RECOVERY_ACTION_ID, labels, self._counts.recovery[owner]
         notices = self._counts.notices.get(owner, {})
         for name in sorted({*notices, *(self._watcher.notices if self._watcher is not None else ())}):
-            yield GPU_DRIVER_EVENTS, (*labels, name), notices.get(name, 0)
+            yield GPU_DRIVER_EVENTS_TOTAL, (*labels, name), notices.get(name, 0)
 
     def _node(self) -> Iterator[Sample]:
         for (switch, sxid), count in self._counts.switches.items():
-            yield NVLINK_SWITCH_SXID, (switch, sxid), count.number
-            yield NVLINK_SWITCH_SXID_LAST, (switch, sxid), count.last
+            yield NVLINK_SWITCH_SXID_ERRORS_TOTAL, (switch, sxid), count.number
+            yield NVLINK_SWITCH_SXID_LAST_TIMESTAMP_SECONDS, (switch, sxid), count.last
         for sxid in sorted({sxid for _, sxid in self._counts.switches} & sxids().keys()):
             meaning = sxids()[sxid]
             labels = (sxid, meaning.name, meaning.category, meaning.severity, meaning.action)
             yield NVLINK_SWITCH_SXID_INFO, labels, 1
         if self._had_kernel_log:
             for name in NODE_EVENTS:
-                yield NODE_KERNEL_EVENTS, (name,), self._counts.node.get(name, 0)
+                yield HOST_KERNEL_EVENTS_TOTAL, (name,), self._counts.node.get(name, 0)
         for pid, at in self._counts.killed.items():
-            yield NODE_OOM_KILLED, (str(pid),), at
+            yield HOST_OOM_KILLED_TIMESTAMP_SECONDS, (str(pid),), at
         for source, error in self._up.items():
-            yield XID_SOURCE_UP, (source,), float(not error)
+            yield FLOPWATCH_XID_SOURCE_UP, (source,), float(not error)
         if self._was_live:
-            yield KERNEL_LOG_LOST, (), self._kernel.lost
+            yield FLOPWATCH_KERNEL_LOG_LOST_TOTAL, (), self._kernel.lost
 
 
 def _told_before(stored: Any) -> Iterator[tuple[tuple[str, int], float, list[str]]]:
