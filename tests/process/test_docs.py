@@ -20,7 +20,7 @@ import pytest
 
 from demo.servers import find
 from flopwatch.catalogue import BY_NAME
-from flopwatch.node.compat import ALIASES
+from flopwatch.node.scrape.compat import ALIASES
 from tests.support import ROOT
 from tests.support.cases import for_each
 from tests.support.commands import assert_commands_exist

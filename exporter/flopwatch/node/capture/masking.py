@@ -37,7 +37,7 @@ _INTRODUCED = re.compile(
     "|".join(
         (
             r"\bserial[ _]?(?:number|no\b|num\b)\s*\.?\s*[:=#]?\s*(?P<serial>\w[\w-]*)",
-            r"\bpid[:= ]\s*['\"]?(?P<pid>\d+)",
+            r"\bpid[:= ]\s*['\"]?(?!2001:0db8:)(?P<pid>\d+)",  # what is left out is a masked address
             r"\bcomm: (?P<command>.+?)(?= (?:not )?tainted\b|$)",
             r"\b(?:name|comm|task|process)[:=]\s*['\"`]?(?P<process>(?!<)(?:[^\s,'\"`][^,'\"`\n]*)?[^\s,'\"`])",
             r"\b(?:process|task)\s+[`'\"](?P<quoted>[^`'\"\n]+)",

@@ -30,7 +30,7 @@ from flopwatch.node.scrape.reader import RESTARTS, Reading
 from flopwatch.settings import ExporterSettings
 
 if TYPE_CHECKING:
-    from flopwatch.node.compat import Compatibility
+    from flopwatch.node.scrape.compat import Compatibility
 
 log = logging.getLogger(__name__)
 
@@ -480,7 +480,9 @@ class Scrape:
 
 
 def _compatibility(generation: str, clock: Callable[[], float]) -> Compatibility:
-    from flopwatch.node.compat import Compatibility  # its table is memory that an exporter without --expose can save
+    from flopwatch.node.scrape.compat import (
+        Compatibility,  # its table is memory that an exporter without --expose can save
+    )
 
     return Compatibility(generation, clock)
 
