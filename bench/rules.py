@@ -399,7 +399,7 @@ def peak(pid: int) -> int:
     return int(found[1]) * 1024
 
 
-def measure(gpus: int, seconds: float, settings: AlertSettings, say: Callable[[str], None] = print) -> Measured:
+def measure(gpus: int, seconds: float, settings: AlertSettings, log: Callable[[str], None] = print) -> Measured:
     """Scrape and evaluate for this long, and return the times of the second half."""
     nodes = -(-gpus // GPUS)
     rules = rules_yaml(settings)
@@ -423,7 +423,7 @@ def measure(gpus: int, seconds: float, settings: AlertSettings, say: Callable[[s
         child = Child(
             "prometheus",
             [
-                *find(say=say).prometheus,
+                *find(log=log).prometheus,
                 f"--config.file={folder}/prometheus.yml",
                 f"--storage.tsdb.path={folder}/data",
                 f"--web.listen-address=127.0.0.1:{web}",
@@ -435,7 +435,7 @@ def measure(gpus: int, seconds: float, settings: AlertSettings, say: Callable[[s
             folder / "log",
         )
         stack.callback(child.stop)
-        say(f"{nodes:,} nodes, {len(rows)} families; warming up for {seconds / 2:.0f} s ...")
+        log(f"{nodes:,} nodes, {len(rows)} families; warming up for {seconds / 2:.0f} s ...")
         time.sleep(seconds / 2)
         child.check()
         busy, idle, began = processor(child.process.pid), waited(child.process.pid), time.monotonic()

@@ -254,7 +254,7 @@ def measure(
     pace: float = 1.0,
     suite: str | None = None,
     store: bool = False,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
     one: Source | None = None,
 ) -> Measured:
     """Scrape so many nodes for this long, and return what it came to. Raises StackError.
@@ -282,7 +282,7 @@ def measure(
         (folder / "rules.yaml").write_text(rules_yaml(settings))
         written = configuration(settings, targets, port)
         program = [
-            *find(say=say, suite=suite).prometheus,
+            *find(log=log, suite=suite).prometheus,
             "--log.level=warn",
             f"--storage.tsdb.min-block-duration={7200 / pace:.0f}s",
             f"--storage.tsdb.max-block-duration={7200 / pace:.0f}s",

@@ -1,4 +1,4 @@
-"""`python -m demo`: run the whole chain on this machine, tell its story, and leave nothing behind."""
+"""`python -m demo`: run the whole chain on this machine, from a training job to a Slack message."""
 
 from __future__ import annotations
 
@@ -21,73 +21,77 @@ from alerts import recording
 from demo import summary
 from demo.boards import WITHOUT
 from demo.servers import ROOT, ServersError, find
-from demo.stack import Stack, StackError, fetch
+from demo.stack import DemoStack, StackError, fetch
 
 SLOW_RANK, SLOW_BY = 2, 0.3
-HEALTHY_SECONDS = 35.0  # what is normal, before something happens
-HEAL_SECONDS = 60.0  # after the message
+HEALTHY_SECONDS = 35.0  # before the fault
+HEAL_SECONDS = 60.0  # after the Slack message
 FIRST_STEP_SECONDS = 180.0
-# More steps than anybody waits for, and half of each slept, so that two cores can carry four ranks.
+# More steps than a demo lasts. The step floor makes each rank sleep half of a step, so that two cores suffice for four.
 TRAINER = {"torch": ("--steps", "1000000", "--step-floor", "0.15"), "simulated": ()}
-LINE_SECONDS = 10.0  # between two lines where there is no terminal
+LINE_SECONDS = 10.0  # between two lines of output without a terminal
 
 
 class Story:
-    """What happens in the demo and when: a healthy run, a slow rank, the message that names it, health again."""
+    """Script of the demo: a healthy run, a slow rank, the Slack message that names it, and recovery."""
 
-    def __init__(self, stack: Stack, healthy: float) -> None:
+    def __init__(self, stack: DemoStack, healthy: float) -> None:
         self.stack, self.healthy = stack, healthy
         self.lines: list[str] = []
         if not stack.servers.alertmanager:
-            self.lines.append("0:00  Alertmanager cannot run here, so no Slack message will come.")
+            self.lines.append("0:00  Alertmanager cannot run here, so there will be no Slack message.")
         self.slowed: float | None = None
-        self.told: float | None = None
+        self.notified: float | None = None
         self.healed = False
 
     def begin(self) -> None:
-        """Tell that the first step was made."""
-        self.lines = [f"0:00  The first step. Rank {SLOW_RANK} will be slowed at {summary.clock(self.healthy)}."]
+        """Show that the first step was made."""
+        self.lines = [
+            f"0:00  The first step is made. Rank {SLOW_RANK} will be slowed at {summary.clock(self.healthy)}."
+        ]
 
     def advance(self, elapsed: float) -> None:
-        """Do and tell what is due."""
+        """Carry out and show the next event of the script if it is due."""
         if self.slowed is None and elapsed >= self.healthy:
             self.stack.control(slow={str(SLOW_RANK): SLOW_BY})
             self.slowed = elapsed
-            self._tell(elapsed, f"Rank {SLOW_RANK} is now slowed by {100 * SLOW_BY:.0f} %. Nobody told flopwatch.")
-        elif self.slowed is not None and self.told is None and self.stack.receiver.of("slack"):
-            self.told = elapsed
-            self._tell(elapsed, f"The Slack message has arrived, {elapsed - self.slowed:.0f} s after the fault.")
-        elif self.told is not None and not self.healed and elapsed >= self.told + HEAL_SECONDS:
+            self._show(
+                elapsed, f"Rank {SLOW_RANK} is now slowed by {100 * SLOW_BY:.0f} %. flopwatch does not know about it."
+            )
+        elif self.slowed is not None and self.notified is None and self.stack.receiver.of("slack"):
+            self.notified = elapsed
+            self._show(elapsed, f"The Slack message has arrived, {elapsed - self.slowed:.0f} s after the fault.")
+        elif self.notified is not None and not self.healed and elapsed >= self.notified + HEAL_SECONDS:
             self.stack.control()
             self.healed = True
             python, node = (os.path.relpath(path) for path in (sys.executable, self.stack.node.root))
-            self._tell(
+            self._show(
                 elapsed,
                 f"Rank {SLOW_RANK} is at full speed again. Now break something else, for example:\n"
                 f"      {python} -m flopwatch.simulate {node} xid --gpu 3 --code 79",
             )
 
     def message(self) -> str | None:
-        """Return title and text of the newest Slack message."""
+        """Return title and text of the newest Slack message, None without a message."""
         messages = self.stack.receiver.of("slack")
         if not messages:
             return None
         attachment = messages[-1].payload["attachments"][0]
         return f"{attachment['title']}\n{attachment['text']}".rstrip()
 
-    def _tell(self, elapsed: float, text: str) -> None:
+    def _show(self, elapsed: float, text: str) -> None:
         self.lines.append(f"{summary.clock(elapsed)}  {text}")
 
 
 class Signals:
-    """The first signal interrupts the demo; one that comes while it stops kills what is still there."""
+    """Signal handler. The first signal interrupts the demo, the next one kills its processes."""
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: DemoStack) -> None:
         self.stack, self.stopping = stack, False
         self._handle(self._on_signal)
 
     def ignore(self) -> None:
-        """Let further signals pass: nothing is left to end, and Python would die of one while it exits."""
+        """Ignore further signals, because one during the exit of Python would change the exit status."""
         self._handle(signal.SIG_IGN)
 
     def _handle(self, handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
@@ -102,10 +106,10 @@ class Signals:
             raise KeyboardInterrupt
 
 
-def watch(stack: Stack, story: Story, console: Console, urls: list[tuple[str, str]], seconds: float | None) -> None:
-    """Show the run until `seconds` from now, or for ever: as a screen, or as lines where there is no terminal."""
+def watch(stack: DemoStack, story: Story, console: Console, urls: list[tuple[str, str]], seconds: float | None) -> None:
+    """Show the run for `seconds`, or without end: as a screen on a terminal, else as lines."""
     job = "a real PyTorch job on this CPU" if stack.train == "torch" else "a simulated job"
-    told, due = 0, 0.0
+    shown, due = 0, 0.0
     began = time.monotonic()
     with Live(console=console, screen=True, auto_refresh=False) if console.is_terminal else nullcontext() as live:
         while (left := began + (seconds or float("inf")) - time.monotonic()) > 0:
@@ -117,7 +121,7 @@ def watch(stack: Stack, story: Story, console: Console, urls: list[tuple[str, st
                 title = f"flopwatch demo · {job}, {stack.ranks} ranks · {summary.clock(elapsed)}"
                 live.update(summary.screen(now, title, urls, story.lines, story.message()), refresh=True)
             else:
-                lines, told = story.lines[told:], len(story.lines)
+                lines, shown = story.lines[shown:], len(story.lines)
                 if elapsed >= due:
                     lines, due = [*lines, summary.line(now, elapsed)], elapsed + LINE_SECONDS
                 for line in lines:
@@ -125,8 +129,8 @@ def watch(stack: Stack, story: Story, console: Console, urls: list[tuple[str, st
             time.sleep(min(1.0, left))
 
 
-def wait_for_first_step(stack: Stack) -> None:
-    """Return when Prometheus knows of a training step. Raises StackError if that takes too long."""
+def wait_for_first_step(stack: DemoStack) -> None:
+    """Wait until Prometheus has a training step. Raises StackError after FIRST_STEP_SECONDS."""
     began = time.monotonic()
     while not summary.read(stack.prometheus, stack.run).steps:
         stack.check()
@@ -135,26 +139,26 @@ def wait_for_first_step(stack: Stack) -> None:
         time.sleep(0.25)
 
 
-def links(stack: Stack) -> list[tuple[str, str]]:
-    """Return what to open in a browser."""
+def links(stack: DemoStack) -> list[tuple[str, str]]:
+    """Return names and URLs of the pages of this demo."""
     try:
         fetch(f"{stack.prometheus.url}/graph")
         graph = "graph"
     except OSError:
         graph = "classic/graph"  # Debian's Prometheus 2
-    found = [] if stack.show is None else [(stack.show.name, stack.show.link)]
-    found += [
+    pages = [] if stack.show is None else [(stack.show.name, stack.show.link)]
+    pages += [
         ("MFU graph", f"{stack.prometheus.url}/{graph}?g0.expr={recording.RUN_MFU}&g0.tab=0"),
         ("Exporter", f"http://{stack.exporter_address}/metrics"),
     ]
     if stack.servers.alertmanager:
-        found.append(("Alertmanager", f"http://{stack.alertmanager_address}"))
-    return found
+        pages.append(("Alertmanager", f"http://{stack.alertmanager_address}"))
+    return pages
 
 
 @contextmanager
 def emptied(state: Path) -> Iterator[None]:
-    """Empty the state folder and hold it, so that two demos never share one. Raises StackError."""
+    """Empty the state folder and lock it until the block ends. Raises StackError if another demo uses it."""
     try:
         state.mkdir(parents=True, exist_ok=True)
         foreign = any(state.iterdir()) and not (state / "lock").exists()
@@ -162,14 +166,16 @@ def emptied(state: Path) -> Iterator[None]:
         raise StackError(f"--state {state}: {error.strerror}") from None
     if foreign:
         raise StackError(
-            f"{state} holds something that is not a demo's, and a demo empties its folder; give --state "
-            "an empty or a new one"
+            f"--state {state}: the folder is not empty and not from a demo. A demo empties its folder: "
+            "choose an empty or a new one"
         )
     with (state / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StackError(f"another demo runs in {state}; end it, or give this one --state DIR") from None
+            raise StackError(
+                f"another demo runs in {state}; stop it, or choose another folder with --state DIR"
+            ) from None
         for old in state.iterdir():
             if old.is_dir():
                 shutil.rmtree(old)
@@ -178,8 +184,8 @@ def emptied(state: Path) -> Iterator[None]:
         yield
 
 
-def run(stack: Stack, console: Console, seconds: float | None) -> None:
-    """Start the stack, show it, stop it, and print what came of it."""
+def run(stack: DemoStack, console: Console, seconds: float | None) -> None:
+    """Start the stack, show it, stop it, and print the last figures."""
     signals = Signals(stack)
     story = Story(stack, HEALTHY_SECONDS if seconds is None else min(HEALTHY_SECONDS, 0.4 * seconds))
     print("Starting Prometheus, Alertmanager, the exporter of a simulated 8 x H100 node, the training job", flush=True)
@@ -211,30 +217,30 @@ def run(stack: Stack, console: Console, seconds: float | None) -> None:
 def _seconds(text: str) -> float:
     seconds = float(text)
     if seconds <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
     return seconds
 
 
 def main() -> int:
     """Read the flags, run the demo, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
-    parser.add_argument("--train", choices=("torch", "simulated"), default="torch", help="the job (default torch)")
+    parser.add_argument("--train", choices=("torch", "simulated"), default="torch", help="training job (default torch)")
     parser.add_argument("--seconds", type=_seconds, help="end this long after the first training step")
     parser.add_argument(
         "--state",
         type=Path,
         default=ROOT / "demo-state",
         metavar="DIR",
-        help="logs and data of this demo; emptied first (default demo-state)",
+        help="folder for logs and data, emptied first (default demo-state)",
     )
     options = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 110)
     try:
         with emptied(options.state.absolute()):
-            servers = find(say=lambda text: print(text, flush=True))
+            servers = find(log=lambda text: print(text, flush=True))
             if servers.why:
                 print(f"Running without Alertmanager: {servers.why}")
-            stack = Stack(
+            stack = DemoStack(
                 options.state, train=options.train, trainer=TRAINER[options.train], servers=servers, shows=True
             )
             run(stack, console, options.seconds)

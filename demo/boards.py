@@ -1,4 +1,4 @@
-"""Where the demo shows the dashboards: a Grafana, on PATH or in a container, or our own viewer where it is built."""
+"""Dashboards of the demo: in a Grafana on PATH or in a container, or in the built viewer of flopwatch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ IMAGE = "grafana/grafana:12.2.1"
 DASHBOARDS = ROOT / "helm" / "files" / "dashboards"
 PAGE = ROOT / "viewer" / "dist" / "index.html"
 HOME = "flopwatch-run"
-WITHOUT = "Node 20 or newer, a Grafana or a container engine would show the dashboards; this demo has the terminal"
+WITHOUT = "No dashboards: they need Node 20 or newer, Grafana, or a container engine. The demo uses the terminal"
 
 Which = Callable[[str], str | None]
 
 
-class Show(NamedTuple):
-    """A program that shows the dashboards: its name, its command, its environment, and when it answers."""
+class DashboardViewer(NamedTuple):
+    """A program that shows the dashboards. It is up once the URL `ready` answers."""
 
     name: str
     command: tuple[str, ...]
@@ -32,8 +32,11 @@ class Show(NamedTuple):
 
 def find(
     address: str, prometheus: str, folder: Path, interval: float, viewer: Sequence[str], which: Which = shutil.which
-) -> Show | None:
-    """Return what shows them at an address on this machine, or None; `viewer` is the command of our own."""
+) -> DashboardViewer | None:
+    """Return a program that can show the dashboards at a loopback address, or None.
+
+    `viewer` is the command of the viewer of flopwatch, `interval` the scrape interval in seconds.
+    """
     url = f"http://{address}"
     host, _, port = address.rpartition(":")
     environ = {
@@ -46,65 +49,48 @@ def find(
         "GF_ANALYTICS_CHECK_FOR_PLUGIN_UPDATES": "false",
         "GF_PLUGINS_PREINSTALL_DISABLED": "true",
     }
-    link = f"{url}/d/{HOME}?from=now-5m&to=now&refresh=5s"
-    grafana = which("grafana")
-    if grafana is not None:
-        own = {
-            "GF_PATHS_DATA": str(folder / "data"),
-            "GF_PATHS_LOGS": str(folder / "log"),
-            "GF_PATHS_PLUGINS": str(folder / "plugins"),
-            "GF_PATHS_PROVISIONING": str(provisioned(folder, prometheus, interval, DASHBOARDS)),
-        }
-        home = next(
-            (
-                path
-                for path in ("/usr/share/grafana", str(Path(grafana).resolve().parents[1]))
-                if (Path(path) / "conf" / "defaults.ini").is_file()
-            ),
-            "/usr/share/grafana",
-        )
-        return Show("Grafana", (grafana, "server", "--homepath", home), environ | own, f"{url}/api/health", link)
+    link, health = f"{url}/d/{HOME}?from=now-5m&to=now&refresh=5s", f"{url}/api/health"
+    if (grafana := which("grafana")) is not None:
+        command, own = _grafana(grafana, folder, provisioned(folder, prometheus, interval, DASHBOARDS))
+        return DashboardViewer("Grafana", command, environ | own, health, link)
     if PAGE.is_file():
-        return Show(
-            "Boards",
-            (*viewer, f"--prometheus={prometheus}", f"--listen={address}", f"--scrape-interval={interval:g}"),
-            {},
-            f"{url}/healthz",
-            link,
-        )
+        command = (*viewer, f"--prometheus={prometheus}", f"--listen={address}", f"--scrape-interval={interval:g}")
+        return DashboardViewer("Boards", command, {}, f"{url}/healthz", link)
     engine = next((path for path in map(which, ("docker", "podman")) if path is not None and works(path)), None)
     if engine is not None:
         mounted = Path("/etc/grafana/flopwatch")
-        provisioned(folder, prometheus, interval, mounted)
-        given = [
-            part
-            for name, value in (environ | {"GF_PATHS_PROVISIONING": "/etc/grafana/provisioning"}).items()
-            for part in ("--env", f"{name}={value}")
-        ]
-        return Show(
-            "Grafana",
-            (
-                engine,
-                "run",
-                "--rm",
-                "--network",
-                "host",
-                *given,
-                "--volume",
-                f"{folder / 'provisioning'}:/etc/grafana/provisioning:ro",
-                "--volume",
-                f"{DASHBOARDS}:{mounted}:ro",
-                IMAGE,
-            ),
-            {},
-            f"{url}/api/health",
-            link,
-        )
+        provisioning = provisioned(folder, prometheus, interval, mounted)
+        return DashboardViewer("Grafana", _container(engine, environ, provisioning, mounted), {}, health, link)
     return None
 
 
+def _grafana(program: str, folder: Path, provisioning: Path) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return the command of a Grafana on PATH, and the environment with its folders."""
+    homes = ("/usr/share/grafana", str(Path(program).resolve().parents[1]))
+    home = next((path for path in homes if (Path(path) / "conf" / "defaults.ini").is_file()), homes[0])
+    return (program, "server", "--homepath", home), {
+        "GF_PATHS_DATA": str(folder / "data"),
+        "GF_PATHS_LOGS": str(folder / "log"),
+        "GF_PATHS_PLUGINS": str(folder / "plugins"),
+        "GF_PATHS_PROVISIONING": str(provisioning),
+    }
+
+
+def _container(engine: str, environ: dict[str, str], provisioning: Path, mounted: Path) -> tuple[str, ...]:
+    """Return the command of a Grafana in a container, with the dashboards at `mounted`."""
+    inside = "/etc/grafana/provisioning"
+    variables = environ | {"GF_PATHS_PROVISIONING": inside}
+    flags = [part for name, value in variables.items() for part in ("--env", f"{name}={value}")]
+    volumes = [
+        part
+        for volume in (f"{provisioning}:{inside}:ro", f"{DASHBOARDS}:{mounted}:ro")
+        for part in ("--volume", volume)
+    ]
+    return (engine, "run", "--rm", "--network", "host", *flags, *volumes, IMAGE)
+
+
 def works(engine: str) -> bool:
-    """Return whether a container engine does, as its client is often there alone."""
+    """Return whether a container engine works; its client is often installed without one."""
     try:
         return subprocess.run([engine, "info"], capture_output=True, timeout=20, check=False).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
@@ -112,7 +98,10 @@ def works(engine: str) -> bool:
 
 
 def provisioned(folder: Path, prometheus: str, interval: float, dashboards: Path) -> Path:
-    """Write what Grafana is to find: https://grafana.com/docs/grafana/latest/administration/provisioning/."""
+    """Write the provisioning files of Grafana and return their folder.
+
+    Source: https://grafana.com/docs/grafana/latest/administration/provisioning/
+    """
     made = folder / "provisioning"
     source = {
         "name": "Prometheus",

@@ -1,10 +1,10 @@
-"""A simulated cluster and its boards, in a browser: `python -m demo.cluster`.
+"""Dashboards of a simulated cluster in a browser: `python -m demo.cluster`.
 
-64 nodes, of which one has a rank that the others wait for, one a bad link, and of whose runs one restarts. Of the cards
-and ports tell real exporters over simulated drivers: one for each run, one for the spare nodes, one with a card that
-gets too hot and one with a cable that goes bad. What they serve is served again for each node, under its name. Of the
-runs tell the simulator's hooks (simulator) and a real ledger. A real Prometheus scrapes it all and
-evaluates the shipped rules, at a pace: windows are that many times shorter than in production.
+The cluster has 64 nodes. One node has a rank that the others wait for, one has a bad link, and one run restarts. The
+series of GPUs and ports are from real exporters over simulated drivers: one exporter for each run, one for the spare
+nodes, one with a GPU that gets too hot, and one with a cable that fails. Their pages are served once per node, under
+its name. The series of the runs are from the hooks of the simulator and from a real ledger. A real Prometheus scrapes
+all of them and evaluates the shipped rules at a pace, with windows shorter than in production by that factor.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from typing import Any, NamedTuple
 
 from alerts import AlertSettings, rules_yaml
 from demo.servers import ServersError, find
-from demo.stack import Child, Prometheus, StackError, fetch, free_ports
+from demo.stack import Child, PrometheusClient, StackError, fetch, free_ports
 from flopwatch.ledger.ledger import Ledger
 from flopwatch.settings import SettingsError
 from flopwatch.simulate.h100 import DEVICES
 from flopwatch.simulate.node import SimulatedNode
 from simulator.faults import Fault
 from simulator.hooks import Hooks
-from simulator.jobs import Job
+from simulator.jobs import TrainingJob
 from simulator.metrics import Line, ledger_lines, series
 from simulator.nodes import EPOCH, Noise
-from simulator.topology import Port, Topology
-from simulator.world import World
+from simulator.topology import PortPlace, Topology
+from simulator.world import SimulatedCluster
 
 PACE = 5.0
 SPARE, HOT, LINK = "spare", "hot", "link"
-STRAGGLER, BAD_LINK = (5, 3), (37, 2)  # node, and which card or port of it
+STRAGGLER, BAD_LINK = (5, 3), (37, 2)  # node, and its GPU or port
 FOREVER = 1e9
-# Stand in what the exporters serve where each node has its own.
+# Placeholders on the pages of the exporters, replaced for each node.
 HOST, RACK, LEAF, DOMAIN = "host-of-template", "rack-of-template", "leaf-of-template", "domain-of-template"
 
 
-def jobs(nodes: int) -> tuple[Job, ...]:
-    """Return the runs: half of the nodes, a quarter, an eighth; the rest is spare."""
+def jobs(nodes: int) -> tuple[TrainingJob, ...]:
+    """Return three runs on a half, a quarter and an eighth of the nodes."""
     usual: dict[str, Any] = {
         "queue": 8.0,
         "startup": (3.0, 4.0),
@@ -58,7 +58,9 @@ def jobs(nodes: int) -> tuple[Job, ...]:
         "replace": (4.0, 8.0),
     }
     return tuple(
-        Job(name, count, team, mesh={"tp": 8, "pp": 4, "dp": count // 4}, step_seconds=seconds, mfu=mfu, **usual)
+        TrainingJob(
+            name, count, team, mesh={"tp": 8, "pp": 4, "dp": count // 4}, step_seconds=seconds, mfu=mfu, **usual
+        )
         for name, team, count, seconds, mfu in (
             ("llama-70b", "language", nodes // 2, 2.0, 0.43),
             ("video-13b", "vision", nodes // 4, 1.5, 0.37),
@@ -74,14 +76,14 @@ FAULTS = (
 )
 
 
-class Bodies:
-    """What is served now, by path."""
+class PageServer:
+    """HTTP server on loopback for pages in memory, by path."""
 
     def __init__(self) -> None:
         self._bodies: dict[str, bytes] = {}
         bodies = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class _PageHandler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
@@ -95,11 +97,11 @@ class Bodies:
             def log_message(self, format: str, *args: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _PageHandler)
         self._server.daemon_threads = True
         self.address = f"127.0.0.1:{self._server.server_port}"
 
-    def __enter__(self) -> Bodies:
+    def __enter__(self) -> PageServer:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         return self
 
@@ -108,21 +110,21 @@ class Bodies:
         self._server.server_close()
 
     def serve(self, bodies: Mapping[str, bytes]) -> None:
-        """Serve these from now on."""
+        """Replace all pages."""
         self._bodies = dict(bodies)
 
 
-class Template(NamedTuple):
-    """An exporter, and the node that it reads."""
+class ExporterTemplate(NamedTuple):
+    """An exporter and the simulated node that it reads."""
 
     url: str
     node: SimulatedNode
 
 
-class Cluster:
-    """The cluster; `run` lives through it in real time and serves it."""
+class ServedCluster:
+    """A simulated cluster that `run` serves in real time."""
 
-    def __init__(self, nodes: int, seed: int, bodies: Bodies, templates: Mapping[str, Template]) -> None:
+    def __init__(self, nodes: int, seed: int, bodies: PageServer, templates: Mapping[str, ExporterTemplate]) -> None:
         self.topology = Topology(nodes)
         self._bodies, self._templates, self._seed = bodies, templates, seed
         self._hooks = Hooks(seed)
@@ -131,15 +133,15 @@ class Cluster:
         self.stop = threading.Event()
 
     def run(self, seconds: float, step: float) -> None:
-        """Live through it, a scrape every `step` seconds, until it is over or stopped."""
+        """Simulate `seconds` and renew the pages every `step` seconds, until `stop` is set."""
         ledger, began = Ledger(), time.time()
 
-        def look(world: World, t: float) -> None:
+        def look(world: SimulatedCluster, t: float) -> None:
             if self.stop.wait(max(0.0, began + t - time.time())):
                 raise StopIteration
             self._publish(world, ledger, t, began)
 
-        world = World(
+        world = SimulatedCluster(
             self.topology,
             jobs(self.topology.nodes),
             FAULTS,
@@ -155,29 +157,29 @@ class Cluster:
             world.run()
         except StopIteration:
             pass
-        except Exception as error:  # another thread is to know
+        except Exception as error:  # raised by ClusterDemo.check in another thread
             self.failed = error
 
-    def _publish(self, world: World, ledger: Ledger, t: float, began: float) -> None:
-        told: dict[int, list[str]] = {}
-        for node, one in self._hooks(world, t):
-            told.setdefault(node, []).append(text(one, began))
+    def _publish(self, world: SimulatedCluster, ledger: Ledger, t: float, began: float) -> None:
+        hooks: dict[int, list[str]] = {}
+        for node, sample in self._hooks(world, t):
+            hooks.setdefault(node, []).append(text(sample, began))
         self._move(world, t)
         pages = {name: fetch(template.url).decode() for name, template in self._templates.items()}
         bodies = {}
         for node in range(self.topology.nodes):
             page = self._named(pages[self._kind(world, node)], node)
-            bodies[f"/{self.topology.host(node)}"] = "".join([page, *told.get(node, ())]).encode()
+            bodies[f"/{self.topology.host(node)}"] = "".join([page, *hooks.get(node, ())]).encode()
         lines = (text(one, began) for one in ledger_lines(ledger, t))
         self._bodies.serve(bodies | {"/ledger": "".join(lines).encode()})
 
-    def _kind(self, world: World, node: int) -> str:
+    def _kind(self, world: SimulatedCluster, node: int) -> str:
         special = {STRAGGLER[0]: HOT, BAD_LINK[0]: LINK}
         runs = (one.job.name for one in world.jobs if node in one.nodes)
         return special.get(node) or next(runs, SPARE)
 
-    def _move(self, world: World, t: float) -> None:
-        """Let the simulated drivers show what is going on."""
+    def _move(self, world: SimulatedCluster, t: float) -> None:
+        """Update the simulated drivers to the state of the cluster."""
         trains = {
             one.job.name: one.attempt is not None and one.attempt.activity == "step" and one.attempt.ended is None
             for one in world.jobs
@@ -200,7 +202,7 @@ class Cluster:
         names = {
             HOST: topology.host(node),
             RACK: topology.rack(node),
-            LEAF: topology.leaf(Port(node, 0)),
+            LEAF: topology.leaf(PortPlace(node, 0)),
             DOMAIN: topology.domain(node),
         }
         names |= {SimulatedNode.uuid(gpu): topology.gpu(node, gpu) for gpu in range(topology.gpus_per_node)}
@@ -209,10 +211,10 @@ class Cluster:
         return page
 
 
-def text(told: Line, began: float) -> str:
-    """Return a sample as a target writes it, who began when virtual time did."""
-    name, labels, value = told
-    if name == "up":  # is Prometheus' to say
+def text(sample: Line, began: float) -> str:
+    """Return a sample in the text format, for a virtual time that began at Unix time `began`."""
+    name, labels, value = sample
+    if name == "up":  # written by Prometheus
         return ""
     if name.endswith("_timestamp_seconds"):
         value += began - EPOCH
@@ -221,11 +223,11 @@ def text(told: Line, began: float) -> str:
 
 
 @contextmanager
-def exporters(folder: Path, names: Iterable[str]) -> Iterator[dict[str, Template]]:
-    """Run these exporters until the block ends. Raises StackError."""
+def exporters(folder: Path, names: Iterable[str]) -> Iterator[dict[str, ExporterTemplate]]:
+    """Run an exporter for each name until the block ends. Raises StackError."""
     topology = folder / "topology.csv"
     topology.write_text(f"host,rack,leaf,domain\n{HOST},{RACK},{LEAF},{DOMAIN}\n")
-    found: dict[str, Template] = {}
+    found: dict[str, ExporterTemplate] = {}
     with ExitStack() as stack:
         for name in names:
             metrics, otlp = free_ports(2)
@@ -249,7 +251,7 @@ def exporters(folder: Path, names: Iterable[str]) -> Iterator[dict[str, Template
             )
             stack.callback(child.stop)
             _wait_for(child, f"http://127.0.0.1:{metrics}/readyz")
-            found[name] = Template(f"http://127.0.0.1:{metrics}/metrics", SimulatedNode(state / "simulated"))
+            found[name] = ExporterTemplate(f"http://127.0.0.1:{metrics}/metrics", SimulatedNode(state / "simulated"))
         yield found
 
 
@@ -264,10 +266,10 @@ def _wait_for(child: Child, url: str) -> None:
     raise child.failure("does not answer")
 
 
-class Running(AbstractContextManager["Running"]):
-    """The cluster, Prometheus and the boards, as long as the block lasts; `began` is the Unix time of the start.
+class ClusterDemo(AbstractContextManager["ClusterDemo"]):
+    """The cluster, Prometheus and the viewer, until the block ends; `began` is the Unix time of the start.
 
-    Prometheus sends all it has on to the URLs in `remote_write`.
+    Prometheus sends all series to the URLs in `remote_write`.
     """
 
     def __init__(
@@ -286,7 +288,7 @@ class Running(AbstractContextManager["Running"]):
         self._stack = ExitStack()
         self.children: list[Child] = []
 
-    def __enter__(self) -> Running:
+    def __enter__(self) -> ClusterDemo:
         try:
             self._start()
         except BaseException:
@@ -302,15 +304,15 @@ class Running(AbstractContextManager["Running"]):
         step = settings.scrape_interval / self.pace
         names = [*(job.name for job in jobs(self.nodes)), SPARE, HOT, LINK]
         templates = self._stack.enter_context(exporters(self.folder, names))
-        bodies = self._stack.enter_context(Bodies())
-        self.cluster = Cluster(self.nodes, self.seed, bodies, templates)
+        bodies = self._stack.enter_context(PageServer())
+        self.cluster = ServedCluster(self.nodes, self.seed, bodies, templates)
         thread = threading.Thread(target=self.cluster.run, args=(self.seconds, step), daemon=True)
         self.began = time.time()
         thread.start()
         self._stack.callback(thread.join)
         self._stack.callback(self.cluster.stop.set)
         (port,) = free_ports(1)
-        self.prometheus = Prometheus(f"http://127.0.0.1:{port}")
+        self.prometheus = PrometheusClient(f"http://127.0.0.1:{port}")
         (self.folder / "rules.yaml").write_text(rules_yaml(settings))
         (self.folder / "prometheus.yml").write_text(json.dumps(self._configuration(bodies.address, f"{step:g}s")))
         prometheus = self._child(
@@ -375,7 +377,7 @@ class Running(AbstractContextManager["Running"]):
         return child
 
     def check(self) -> None:
-        """Raise StackError if a part failed."""
+        """Raise StackError if a process or the simulation failed."""
         for child in self.children:
             child.check()
         if self.cluster.failed is not None:
@@ -383,27 +385,27 @@ class Running(AbstractContextManager["Running"]):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run until Ctrl-C, or for some seconds."""
+    """Run until Ctrl-C or for --seconds, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m demo.cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--nodes", type=int, default=64, help="at least 40 (default 64)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--listen", default="127.0.0.1:9452", metavar="HOST:PORT", help="where the boards are")
-    parser.add_argument("--seconds", type=float, help="how long (default: until Ctrl-C)")
+    parser.add_argument("--listen", default="127.0.0.1:9452", metavar="HOST:PORT", help="address of the viewer")
+    parser.add_argument("--seconds", type=float, help="duration (default: until Ctrl-C)")
     given = parser.parse_args(arguments)
     if given.nodes < 40 or given.nodes % 8:
-        parser.error(f"--nodes {given.nodes}: write a multiple of 8 from 40 on")
+        parser.error(f"--nodes {given.nodes}: write a multiple of 8 of at least 40")
     try:
         with (
             tempfile.TemporaryDirectory(prefix="flopwatch-cluster-") as folder,
-            Running(Path(folder), nodes=given.nodes, seed=given.seed, listen=given.listen) as running,
+            ClusterDemo(Path(folder), nodes=given.nodes, seed=given.seed, listen=given.listen) as running,
         ):
             print(
                 f"boards: {running.boards}/d/flopwatch-fleet?from=now-10m&to=now&refresh=5s\n"
                 f"Prometheus: {running.prometheus.url}\n"
-                f"After a minute: rank {8 * STRAGGLER[0] + STRAGGLER[1]} of llama-70b is late, a port of video-13b "
-                "has errors. After two: alerts.",
+                f"After one minute, rank {8 * STRAGGLER[0] + STRAGGLER[1]} of llama-70b is slow, and a port of "
+                "video-13b has errors. After two minutes, alerts fire.",
                 flush=True,
             )
             end = time.time() + (given.seconds or FOREVER)

@@ -1,11 +1,11 @@
-"""A stand-in for Slack, PagerDuty and a dead man's switch on loopback, strict about the shape of what it is sent.
+"""Receiver on loopback that replaces Slack, PagerDuty and a dead man's switch, with a strict check of each payload.
 
 Shapes: https://api.slack.com/reference/messaging/attachments,
 https://developer.pagerduty.com/docs/events-api-v2/trigger-events/ and
 https://prometheus.io/docs/alerting/latest/configuration/#webhook_config (version 4). A payload of the wrong shape is
-answered with 400, as the real service would, and recorded in `errors`.
+answered with 400, as by the real service, and recorded in `errors`.
 
-`python -m demo.receiver HOST:PORT` runs it by itself and prints each message as a line of JSON.
+`python -m demo.receiver HOST:PORT` runs the receiver alone and prints each message as a line of JSON.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ PATHS: dict[str, Kind] = {"/slack": "slack", "/v2/enqueue": "pagerduty", "/watch
 
 
 class WrongShape(ValueError):
-    """The payload is not what the service accepts; the message names the field."""
+    """The service would reject the payload. The message names the field."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One notification that arrived; `at` is Unix time."""
+    """One notification that arrived at Unix time `at`."""
 
     at: float
     kind: Kind
@@ -55,8 +55,8 @@ def _fields(value: object, name: str, required: Types, optional: Types = Mapping
     for key in required:
         _need(key in value, f"{name}.{key} is missing")
     for key, field in value.items():
-        _need(key in types, f"{name}.{key} is not a field of it")
-        # True is an int to Python and not to JSON.
+        _need(key in types, f"{name}.{key} is an unknown field")
+        # In Python, unlike in JSON, True is an int.
         _need(
             isinstance(field, types[key]) and not (isinstance(field, bool) and types[key] is int),
             f"{name}.{key} is a {type(field).__name__}",
@@ -183,7 +183,7 @@ CHECKS: dict[Kind, Callable[[object], None]] = {
 
 
 class Receiver:
-    """An HTTP server in a thread that records what arrives; use it as a context manager."""
+    """HTTP server in a thread that records messages. Use it as a context manager."""
 
     def __init__(
         self, host: str = "127.0.0.1", port: int = 0, on_message: Callable[[Message], None] | None = None
@@ -192,7 +192,7 @@ class Receiver:
         self.errors: list[str] = []
         receiver = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class _WebhookHandler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 status, reply = receiver._accept(self.path, body)
@@ -205,13 +205,13 @@ class Receiver:
                 pass
 
         self._on_message = on_message
-        self._server = ThreadingHTTPServer((host, port), Handler)
+        self._server = ThreadingHTTPServer((host, port), _WebhookHandler)
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
         self._thread.start()
 
     def _accept(self, path: str, body: bytes) -> tuple[int, bytes]:
-        """Record one request and return the status and body the real service would answer."""
+        """Record one request and return the status and body that the real service would send."""
         kind = PATHS.get(path)
         if kind is None:
             self.errors.append(f"nothing listens at {path}")

@@ -1,17 +1,16 @@
-"""Rehearse an incident in virtual time, and count the pages: `python -m demo.rehearsal leaf_failure`.
+"""Rehearse an incident in virtual time and count its pages: `python -m demo.rehearsal leaf_failure`.
 
-A simulated cluster (`flopwatch simulate`) is scraped every 15 s; its series go through the shipped rules, and the
-alerts that result, with their texts, to a real Alertmanager with the shipped routing and a receiver that counts.
+A simulated cluster (`flopwatch simulate`) is scraped every 15 s. The shipped rules are evaluated over its series. The
+alerts, with their texts, are sent to a real Alertmanager with the shipped routing and a receiver that counts.
 
-The rules are evaluated by `promtool test rules`: it is Prometheus' own code for `for`, `keep_firing_for`, ALERTS and
-templates over a storage of its own, at times of our choice. Blocks can be filled with recording rules only, and a
-running Prometheus has no clock but the real one. Two things are simpler than in production: every group is evaluated at
-every step, also one that is at every fourth there, and all at the same instant; tests/rules/test_routing.py has the
-worst case of both. Records that no alert reads are left out.
+`promtool test rules` evaluates the rules. It runs the code of Prometheus for `for`, `keep_firing_for`, ALERTS and
+templates, at chosen times. Backfilling evaluates recording rules only, and a running Prometheus has a real clock only.
+Two things are simpler than in production. Every group is evaluated at every step, even if its interval is longer, and
+all groups at the same instant. tests/rules/test_routing.py covers the worst case of both. Records that no alert reads
+are left out.
 
-Alertmanager has no virtual clock either: it runs at a `pace`, with stretches cut short in which nothing changes. A
-machine that stalls would tell it of a cause too late, so what was posted late is told again, more slowly; what is
-late at every pace is an error and no count.
+Alertmanager has a real clock only, so it runs at a `pace`, and periods without a change are cut short. A busy machine
+could post an alert too late. The rehearsal is then repeated at a slower pace, and fails if it is late at every pace.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from simulator.nodes import EPOCH
 from simulator.promtool import rule_test
 from simulator.scenarios import SCENARIOS, Result, Scenario, simulate
 
-BEFORE, AFTER = 900.0, 2400.0  # seconds looked at before the first fault and after the last is over
+BEFORE, AFTER = 900.0, 2400.0  # seconds scraped before the first fault and after the end of the last
 PACE = 120.0  # group_wait is three eighths of a second
 TRIES = 4
 LATE = 30.0  # virtual seconds: less than group_wait
@@ -51,15 +50,15 @@ Labels = tuple[tuple[str, str], ...]
 Firing = dict[Labels, dict[str, str]]  # annotations by labels
 
 
-class Series:
-    """What was scraped, as promtool reads it; times and values of `..._timestamp_seconds` count from `begin`."""
+class ScrapedSeries:
+    """Scraped series in the notation of promtool. Times and `..._timestamp_seconds` values count from `begin`."""
 
     def __init__(self, begin: float, step: float) -> None:
         self.begin, self.step, self.last = begin, step, 0
         self._values: dict[str, list[tuple[int, str]]] = {}
 
     def __call__(self, t: float, lines: Iterable[Line]) -> None:
-        """Take one scrape of everything."""
+        """Add the samples of one scrape."""
         place = round((t - self.begin) / self.step)
         if place < 0:
             return
@@ -70,13 +69,13 @@ class Series:
             self._values.setdefault(series(name, labels), []).append((place, f"{value:.12g}"))
 
     def inputs(self) -> list[dict[str, str]]:
-        """Return them all; one that is not scraped any more is stale from then on, as in Prometheus."""
+        """Return all series. A series is stale from its first missing scrape on, as in Prometheus."""
         return [{"series": name, "values": " ".join(self._text(found))} for name, found in self._values.items()]
 
     def _text(self, found: list[tuple[int, str]]) -> Iterable[str]:
         expected = 0
-        # Neighbours with the same value: their distance to a running number is the same.
-        for (_, value), run in groupby(enumerate(found), key=lambda one: (one[1][0] - one[0], one[1][1])):
+        # Group neighbours with the same value: position minus running number is constant.
+        for (_, value), run in groupby(enumerate(found), key=lambda item: (item[1][0] - item[0], item[1][1])):
             places = [place for _, (place, _) in run]
             if places[0] > expected:
                 if expected:
@@ -90,8 +89,8 @@ class Series:
             yield "stale"
 
 
-def rules(settings: AlertSettings) -> dict[str, object]:
-    """Return the shipped alerts in their groups, and the records that they read."""
+def rule_groups(settings: AlertSettings) -> dict[str, object]:
+    """Return the groups of the shipped alerts and of the records that they read."""
     every = alerts(settings)
     wanted, found = {record.name: record for record in records(settings)}, set[str]()
     pending = [text for alert in every for text in (alert.expr, alert.description)]
@@ -109,10 +108,13 @@ def rules(settings: AlertSettings) -> dict[str, object]:
     return {"groups": [{"name": name, "rules": group} for name, group in groups.items()]}
 
 
-def evaluated(scraped: Series, promtool: str, settings: AlertSettings, folder: Path) -> list[Firing]:
-    """Return what fires at each evaluation, asked of promtool by expecting nothing. Raises StackError."""
-    names = {alert.name for alert in alerts(settings) if told(alert)}
-    (folder / "rules.yaml").write_text(json.dumps(rules(settings)))
+def evaluated(scraped: ScrapedSeries, promtool: str, settings: AlertSettings, folder: Path) -> list[Firing]:
+    """Return the alerts that fire at each evaluation. Raises StackError.
+
+    The tests of promtool expect no alerts, so it prints all that fire.
+    """
+    names = {alert.name for alert in alerts(settings) if is_sent(alert)}
+    (folder / "rules.yaml").write_text(json.dumps(rule_groups(settings)))
     (folder / "test.yaml").write_text(
         json.dumps(
             {
@@ -134,24 +136,24 @@ def evaluated(scraped: Series, promtool: str, settings: AlertSettings, folder: P
     )
     done = rule_test(promtool, folder / "test.yaml")
     firing: list[Firing] = [{} for _ in range(scraped.last + 1)]
-    understood = "SUCCESS" in done.stdout
+    parsed = "SUCCESS" in done.stdout
     for part in re.split(r"^ *alertname: ", done.stdout + done.stderr, flags=re.MULTILINE)[1:]:
         at = re.match(r"\w+, time: (?:(\d+)w)?(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?, ", part)
         found = re.findall(r"^ *Labels:(\{.*\})\n *Annotations:(\{.*\}),?$", part, flags=re.MULTILINE)
         if at is None or len(found) != len(re.findall(r"^ *Labels:", part, flags=re.MULTILINE)):
             raise StackError(f"promtool: {part[:2000]}")
-        understood = True
+        parsed = True
         weeks, days, hours, minutes, seconds = (int(number or 0) for number in at.groups())
         t = 604_800 * weeks + 86_400 * days + 3600 * hours + 60 * minutes + seconds
         for labels, texts in found:
             firing[round(t / scraped.step)][tuple(sorted(_pairs(labels).items()))] = _pairs(texts)
-    if not understood:
+    if not parsed:
         raise StackError(f"promtool: {(done.stdout + done.stderr)[:2000]}")
     return firing
 
 
-def told(alert: Alert) -> bool:
-    """Return whether Alertmanager needs it: to tell somebody, or to hold back others."""
+def is_sent(alert: Alert) -> bool:
+    """Return whether an alert is sent to Alertmanager, to notify or to inhibit others."""
     return alert.severity != "info"
 
 
@@ -160,8 +162,8 @@ def _pairs(text: str) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """One message: when in virtual seconds, to whom, what about; `resolved` if it is over."""
+class Notification:
+    """One message to a receiver, at virtual second `at`."""
 
     at: float
     to: str
@@ -172,16 +174,16 @@ class Told:
 
 
 @dataclass
-class Timeline:
-    """Virtual time cut short where nothing changes, at a pace."""
+class PacedTimeline:
+    """Virtual time at a pace, with periods without a change cut short."""
 
     changes: list[float]
     settings: AlertSettings
     pace: float
-    _cuts: list[tuple[float, float]] = field(default_factory=list)  # virtual, seconds from the start
+    _cuts: list[tuple[float, float]] = field(default_factory=list)  # virtual seconds, real seconds since the start
 
     def __post_init__(self) -> None:
-        # By then every group was flushed twice: whatever a change leads to has happened.
+        # In this time every group is flushed twice, so all notifications of a change are sent.
         quiet = self.settings.group_wait + 2 * self.settings.group_interval
         changes = self.changes if self.changes else [0.0]
         real, before = 0.0, changes[0]
@@ -191,39 +193,39 @@ class Timeline:
             before = change
 
     def real(self, virtual: float) -> float:
-        """Return how long after the start a change is."""
+        """Return the real seconds from the start to a change at a virtual time."""
         return next(real for change, real in self._cuts if change >= virtual)
 
     def virtual(self, real: float) -> float:
-        """Return the virtual time so long after the start."""
+        """Return the virtual time `real` seconds after the start."""
         change, then = [(change, then) for change, then in self._cuts if then <= real + 1e-9][-1]
         return change + (real - then) * self.pace
 
     @property
     def end(self) -> float:
-        """Return how long it all takes."""
+        """Return the real seconds of the whole timeline."""
         return self._cuts[-1][1]
 
 
 def delivered(
     firing: Sequence[Firing], step: float, begin: float, servers: Servers, folder: Path, pace: float = PACE
-) -> list[Told]:
-    """Return what a real Alertmanager tells of it, and when in virtual time. Raises StackError."""
+) -> list[Notification]:
+    """Return the messages that a real Alertmanager sends, with their virtual times. Raises StackError."""
     for attempt in range(TRIES):
         messages, late = _delivered(firing, step, begin, servers, folder / f"alertmanager-{attempt}", pace / 2**attempt)
         if late <= LATE:
             return messages
     raise StackError(
-        f"{TRIES} times Alertmanager was told of an alert more than {LATE:.0f} virtual seconds later than "
-        f"it fired, at last {late:.0f}: this machine is too busy, no page can be counted"
+        f"in {TRIES} tries, alerts were posted more than {LATE:.0f} virtual seconds late (last: {late:.0f} s). "
+        "This machine is too busy to count pages"
     )
 
 
 def _delivered(
     firing: Sequence[Firing], step: float, begin: float, servers: Servers, folder: Path, pace: float
-) -> tuple[list[Told], float]:
+) -> tuple[list[Notification], float]:
     if not servers.alertmanager:
-        raise StackError(f"no Alertmanager here: {servers.why}")
+        raise StackError(f"Alertmanager cannot run: {servers.why}")
     folder.mkdir()
     settings = AlertSettings(pace=pace)
     changed = [
@@ -231,7 +233,7 @@ def _delivered(
         for place, now in enumerate(firing)
         if now.keys() != (firing[place - 1].keys() if place else set[Labels]())
     ]
-    timeline = Timeline([place * step for place in changed], settings, pace)
+    timeline = PacedTimeline([place * step for place in changed], settings, pace)
     (port,) = free_ports(1)
     address = f"http://127.0.0.1:{port}"
     with ExitStack() as stack:
@@ -275,7 +277,8 @@ def _delivered(
         if receiver.errors:
             raise StackError(receiver.errors[0])
         return [
-            _told(message, begin + timeline.virtual(max(0.0, message.at - start))) for message in receiver.messages
+            _notification(message, begin + timeline.virtual(max(0.0, message.at - start)))
+            for message in receiver.messages
         ], late
 
 
@@ -293,7 +296,7 @@ def _wait_for(child: Child, url: str) -> None:
 
 
 def _post(address: str, now: Firing, before: Firing) -> None:
-    """Send what fires and what is over, as Prometheus does."""
+    """Send firing and resolved alerts, as Prometheus does."""
     moment = datetime.now(UTC)
     body = [
         {
@@ -304,10 +307,10 @@ def _post(address: str, now: Firing, before: Firing) -> None:
         }
         for labels, annotations in {**before, **now}.items()
     ]
-    for one, labels in zip(body, {**before, **now}, strict=True):
+    for alert, labels in zip(body, {**before, **now}, strict=True):
         if labels in before:
-            # Alertmanager joins it to the one it has by overlapping times.
-            one["startsAt"] = (moment - timedelta(milliseconds=1)).isoformat()
+            # The times must overlap, or Alertmanager does not merge it into the existing alert.
+            alert["startsAt"] = (moment - timedelta(milliseconds=1)).isoformat()
     request = urllib.request.Request(
         f"{address}/api/v2/alerts", json.dumps(body).encode(), {"content-type": "application/json"}
     )
@@ -315,12 +318,12 @@ def _post(address: str, now: Firing, before: Firing) -> None:
         pass
 
 
-def _told(message: Message, at: float) -> Told:
+def _notification(message: Message, at: float) -> Notification:
     payload = message.payload
     if message.kind == "pagerduty":
         resolved = payload["event_action"] == "resolve"
         body = payload.get("payload", {})
-        return Told(
+        return Notification(
             at,
             "pagerduty",
             payload["dedup_key"],
@@ -329,7 +332,7 @@ def _told(message: Message, at: float) -> Told:
             body.get("custom_details", {}).get("firing", ""),
         )
     attachment = payload["attachments"][0]
-    return Told(
+    return Notification(
         at,
         message.kind,
         attachment["title"].partition("] ")[2],
@@ -341,18 +344,18 @@ def _told(message: Message, at: float) -> Told:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What was true, what fired, and who was told what."""
+    """Result of a rehearsal: the truth, the firing alerts at each evaluation, and the messages."""
 
     result: Result
     begin: float
     step: float
     firing: list[Firing]
-    messages: list[Told]
+    messages: list[Notification]
 
     @property
-    def pages(self) -> dict[str, list[Told]]:
-        """Return the messages to PagerDuty by their dedup_key: each is one page."""
-        found: dict[str, list[Told]] = {}
+    def pages(self) -> dict[str, list[Notification]]:
+        """Return the messages to PagerDuty by dedup_key. Each key is one page."""
+        found: dict[str, list[Notification]] = {}
         for message in self.messages:
             if message.to == "pagerduty":
                 found.setdefault(message.key, []).append(message)
@@ -369,7 +372,10 @@ def rehearse(
     after: float = AFTER,
     change: Callable[[Line], Line | None] = lambda line: line,
 ) -> Rehearsal:
-    """Live through a scenario, evaluate and tell; `change` may alter or leave out what is scraped."""
+    """Simulate a scenario, evaluate the rules and collect the messages.
+
+    `change` can replace a scraped sample, or drop it by returning None. Raises StackError.
+    """
     settings = AlertSettings()
     step = settings.scrape_interval if step is None else step
     strikes = scenario.strikes(seed) if faults is None else list(faults)
@@ -378,7 +384,7 @@ def rehearse(
     if all(fault.lasts is not None for fault in strikes) and strikes:
         end = max(fault.t + (fault.lasts or 0.0) for fault in strikes) + after
         scenario = replace(scenario, days=min(scenario.days, end / 86400))
-    scraped = Series(begin, step)
+    scraped = ScrapedSeries(begin, step)
     result = simulate(
         scenario,
         seed,
@@ -393,7 +399,7 @@ def rehearse(
 
 
 def report(rehearsal: Rehearsal) -> str:
-    """Return the truth beside what was said, for people."""
+    """Return the truth and the notifications as text for a terminal."""
     lines = ["what happened"]
     lines += [
         f"{_clock(loss.at - EPOCH):>9}  {loss.kind}: {truth.run} ({loss.effect}), "
@@ -401,7 +407,7 @@ def report(rehearsal: Rehearsal) -> str:
         for truth in rehearsal.result.truths
         for loss in truth.losses
     ] or ["  nothing"]
-    lines += ["", "who was told what"]
+    lines += ["", "notifications"]
     names: dict[str, str] = {}
     for message in sorted(rehearsal.messages, key=lambda message: message.at):
         name = names.setdefault(message.key, message.title.rpartition("] ")[2].partition(":")[0])
@@ -422,16 +428,16 @@ def _clock(seconds: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Rehearse and print; 1 if there were more or fewer pages than expected."""
+    """Rehearse, print, and return 1 if the number of pages is not the expected one."""
     parser = argparse.ArgumentParser(
         prog="python -m demo.rehearsal", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("scenario", choices=SCENARIOS)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--days", type=float, help="how long (default: the scenario's)")
-    parser.add_argument("--faults", type=Path, help="a script of faults in place of the scenario's")
+    parser.add_argument("--days", type=float, help="length of the simulation (default: the scenario's)")
+    parser.add_argument("--faults", type=Path, help="file of faults that replace the scenario's")
     parser.add_argument("--step", type=float, help="seconds between scrapes (default 15)")
-    parser.add_argument("--pages", type=int, help="how many there should be")
+    parser.add_argument("--pages", type=int, help="expected number of pages")
     given = parser.parse_args(arguments)
     try:
         rehearsal = rehearse(

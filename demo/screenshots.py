@@ -1,8 +1,8 @@
-"""Look at every dashboard in a real browser: `python -m demo.screenshots FOLDER`.
+"""Take pictures of every dashboard in a real browser: `python -m demo.screenshots FOLDER`.
 
-A simulated cluster (demo/cluster.py) is left alone until its troubles show; then Chromium opens every board in the
-viewer, at two widths, light and dark. Ends with status 1 and says why if a page complains, a panel fails, or a panel is
-empty that does not say why it may be.
+Once the faults of a simulated cluster (demo/cluster.py) show, Chromium opens every dashboard in the viewer, at two
+widths, light and dark. The exit status is 1, with the reasons, if a page logs an error, a panel fails, or a panel is
+empty without an explanation.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from urllib.parse import urlencode
 from playwright.sync_api import Browser, ConsoleMessage, Error, Page, Request, Response, sync_playwright
 
 from dashboards.__main__ import BOARDS
-from demo.cluster import BAD_LINK, STRAGGLER, Running
+from demo.cluster import BAD_LINK, STRAGGLER, ClusterDemo
 from demo.servers import ServersError
 from demo.stack import StackError
 from simulator.topology import Topology
 
-SEEN_AFTER = 270.0  # seconds: by then the alerts fire
-PATIENCE = 60.0  # seconds until all panels of a page are drawn
+SHOWN_AFTER = 270.0  # seconds until the alerts fire
+DRAW_TIMEOUT = 60.0  # seconds for all panels of a page
 WIDTHS = {"wide": 1600, "narrow": 720}
 THEMES = ("dark", "light")
-# What each board is opened on, where the first choice is not the most interesting one.
-LATE, LINK = {"run": "llama-70b"}, {"run": "video-13b"}
+# Variables of each dashboard, where the first choice is not the most interesting one.
+STRAGGLING, LINK = {"run": "llama-70b"}, {"run": "video-13b"}
 CHOSEN = {
-    "run": LATE,
-    "stragglers": LATE,
+    "run": STRAGGLING,
+    "stragglers": STRAGGLING,
     "goodput": LINK,
     "fabric": {"host": Topology.host(BAD_LINK[0])},
     "node": {"host": Topology.host(STRAGGLER[0])},
@@ -51,36 +51,36 @@ PANELS = """() => [...document.querySelectorAll('[data-panel]')].map((one) => (
 
 
 @dataclass
-class Looked:
-    """What a browser saw of one page: its complaints, and its panels with their state."""
+class PageReport:
+    """Errors of one page in the browser, and its panels with their state."""
 
     board: str
-    complaints: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
     panels: list[dict[str, str]] = field(default_factory=list)
 
     @property
     def problems(self) -> list[str]:
-        """Return what is wrong, in words."""
-        found = [f"{self.board}: {complaint}" for complaint in self.complaints]
+        """Return a line for each error of the page and each panel that failed or is empty without an explanation."""
+        found = [f"{self.board}: {error}" for error in self.errors]
         for panel in self.panels:
             if panel["state"] in ("error", "loading", "unseen"):
                 found.append(f"{self.board}, {panel['title']}: {panel['state']}: {panel['text']}")
             elif panel["state"] == "empty" and not panel["nothing"]:
-                found.append(f"{self.board}, {panel['title']}: empty, and does not say why it may be")
+                found.append(f"{self.board}, {panel['title']}: empty, without an explanation")
         return found if self.panels else [*found, f"{self.board}: no panel"]
 
 
 def chromium() -> str:
-    """Return the browser of this machine. Raises StackError."""
+    """Return the path of Chromium or Chrome. Raises StackError if neither is on PATH."""
     for name in ("chromium", "chromium-browser", "google-chrome"):
         if (path := shutil.which(name)) is not None:
             return path
-    raise StackError("no browser here: install Chromium (Debian: apt-get install chromium)")
+    raise StackError("no browser on PATH: install Chromium (Debian: apt-get install chromium)")
 
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """Run a browser that talks to nobody by itself."""
+    """Run a browser without its own background requests until the block ends."""
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(
             executable_path=chromium(),
@@ -100,92 +100,94 @@ def browser() -> Iterator[Browser]:
             started.close()
 
 
-def look(page: Page, board: str, url: str) -> Looked:
-    """Open a page and return what came of it, once everything is drawn."""
-    looked = Looked(board)
+def look(page: Page, board: str, url: str) -> PageReport:
+    """Open a page, wait until all panels are drawn, and return its errors and panels."""
+    report = PageReport(board)
 
-    def said(message: ConsoleMessage) -> None:
+    def on_console(message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):
-            looked.complaints.append(f"console {message.type}: {message.text}")
+            report.errors.append(f"console {message.type}: {message.text}")
 
-    def failed(request: Request) -> None:
-        # A page that asks anew lets go of what it asked before.
+    def on_failure(request: Request) -> None:
+        # A page aborts its earlier request when it sends a new one.
         if request.failure != "net::ERR_ABORTED":
-            looked.complaints.append(f"{request.url}: {request.failure}")
+            report.errors.append(f"{request.url}: {request.failure}")
 
-    def answered(response: Response) -> None:
+    def on_response(response: Response) -> None:
         if response.status >= 400:
-            looked.complaints.append(f"{response.url}: {response.status}")
+            report.errors.append(f"{response.url}: {response.status}")
 
-    def raised(error: Error) -> None:
-        looked.complaints.append(f"uncaught: {error}")
+    def on_error(error: Error) -> None:
+        report.errors.append(f"uncaught: {error}")
 
-    page.on("console", said)
-    page.on("pageerror", raised)
-    page.on("requestfailed", failed)
-    page.on("response", answered)
+    page.on("console", on_console)
+    page.on("pageerror", on_error)
+    page.on("requestfailed", on_failure)
+    page.on("response", on_response)
     page.goto(url)
     try:
-        page.wait_for_selector("[data-panel]", state="attached", timeout=PATIENCE * 1000)
-        # As high as the page, because a panel out of sight waits.
+        page.wait_for_selector("[data-panel]", state="attached", timeout=DRAW_TIMEOUT * 1000)
+        # The viewport is as high as the page, because a panel outside of it is not drawn.
         width, height = page.evaluate("[innerWidth, document.documentElement.scrollHeight]")
         page.set_viewport_size({"width": width, "height": height})
-        page.wait_for_function(DRAWN, timeout=PATIENCE * 1000)
+        page.wait_for_function(DRAWN, timeout=DRAW_TIMEOUT * 1000)
     except Error as error:
-        looked.complaints.append(f"not drawn after {PATIENCE:.0f} s: {error}")
-    page.wait_for_timeout(800)  # what is measured is laid out once more
-    looked.panels = page.evaluate(PANELS)
-    return looked
+        report.errors.append(f"not drawn after {DRAW_TIMEOUT:.0f} s: {error}")
+    page.wait_for_timeout(800)  # for the second layout, after panels are measured
+    report.panels = page.evaluate(PANELS)
+    return report
 
 
 def address(boards: str, board: str, began: float, theme: str) -> str:
-    """Return where a board is, on what is worth seeing of it."""
+    """Return the URL of a dashboard with its chosen variables, from `began` until now."""
     times = {"from": f"{began * 1000:.0f}", "to": f"{time.time() * 1000:.0f}"}
     variables = {f"var-{name}": value for name, value in CHOSEN.get(board, {}).items()}
     return f"{boards}/d/{BOARDS[board]['uid']}?" + urlencode({**times, "refresh": "", "theme": theme, **variables})
 
 
-def screenshots(running: Running, folder: Path, chosen: Sequence[str] = tuple(BOARDS)) -> list[Looked]:
-    """Open every board in every form and keep pictures of them."""
+def screenshots(running: ClusterDemo, folder: Path, chosen: Sequence[str] = tuple(BOARDS)) -> list[PageReport]:
+    """Save a picture of every dashboard in every width and theme."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = []
+    reports = []
     with browser() as opened:
         for theme in THEMES:
             for width, pixels in WIDTHS.items():
                 for board in chosen:
                     page = opened.new_page(viewport={"width": pixels, "height": 1000})
                     url = address(running.boards, board, running.began, theme)
-                    looked = look(page, f"{board} ({width}, {theme})", url)
-                    found.append(looked)
+                    report = look(page, f"{board} ({width}, {theme})", url)
+                    reports.append(report)
                     page.screenshot(path=folder / f"{board}-{width}-{theme}.png", full_page=True)
                     page.close()
-    return found
+    return reports
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make them all; 1 if something is wrong with one."""
+    """Take the pictures and return the exit status: 1 if a page has a problem."""
     parser = argparse.ArgumentParser(
         prog="python -m demo.screenshots", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--seconds", type=float, default=SEEN_AFTER, help="to wait before (default %(default)g)")
-    parser.add_argument("--board", choices=BOARDS, action="append", help="this one only")
+    parser.add_argument(
+        "--seconds", type=float, default=SHOWN_AFTER, help="wait before the first picture (default %(default)g)"
+    )
+    parser.add_argument("--board", choices=BOARDS, action="append", help="take only this dashboard; can be repeated")
     given = parser.parse_args(arguments)
     try:
-        with tempfile.TemporaryDirectory(prefix="flopwatch-cluster-") as state, Running(Path(state)) as running:
+        with tempfile.TemporaryDirectory(prefix="flopwatch-cluster-") as state, ClusterDemo(Path(state)) as running:
             print(f"boards at {running.boards}; pictures in {given.seconds:.0f} s ...", flush=True)
             wait(running, given.seconds)
-            found = screenshots(running, given.folder, given.board or tuple(BOARDS))
+            reports = screenshots(running, given.folder, given.board or tuple(BOARDS))
     except (ServersError, StackError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    problems = [problem for looked in found for problem in looked.problems]
-    print("\n".join([*problems, f"{len(found)} pictures in {given.folder}, {len(problems)} problems"]))
+    problems = [problem for report in reports for problem in report.problems]
+    print("\n".join([*problems, f"{len(reports)} pictures in {given.folder}, {len(problems)} problems"]))
     return 1 if problems else 0
 
 
-def wait(running: Running, seconds: float) -> None:
-    """Let the cluster live until so long after its start. Raises StackError if a part of it fails."""
+def wait(running: ClusterDemo, seconds: float) -> None:
+    """Wait until `seconds` after the start of the cluster. Raises StackError if a part of it fails."""
     while time.time() < running.began + seconds:
         running.check()
         time.sleep(0.5)

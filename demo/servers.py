@@ -1,12 +1,12 @@
 """Find Prometheus, promtool, Alertmanager and amtool, or fetch them into a cache without root.
 
-In this order: programs on PATH; Debian's packages from the mirror this machine's apt uses, unpacked and never
-installed; the release archives of https://github.com/prometheus, checked against the sha256sums.txt that is
-published beside each of them. Standard library only: `make` runs this before anything is installed.
+The sources are, in this order: programs on PATH, Debian packages from the mirror of apt, unpacked and not installed,
+and the release archives of https://github.com/prometheus, checked against their published sha256sums.txt. This module
+uses the standard library only, because `make` runs it before anything is installed.
 
-FLOPWATCH_CACHE names the cache folder, FLOPWATCH_DEBIAN_SUITE the Debian release whose packages are taken. Who names
-a suite in a call gets that one's packages, whatever is on PATH: Debian's archive holds the oldest and the newest
-version there is to test with (OLDEST, NEWEST), and its index says which these are today.
+FLOPWATCH_CACHE names the cache folder, and FLOPWATCH_DEBIAN_SUITE the Debian release of the packages. A call with a
+`suite` uses the packages of that release and ignores PATH. The archive of Debian has the oldest and the newest version
+to test with, in the suites OLDEST and NEWEST.
 """
 
 from __future__ import annotations
@@ -33,33 +33,39 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SUITE = "trixie"
 OLDEST, NEWEST = "bookworm", "sid"
-RELEASES = {"prometheus": "2.53.3", "alertmanager": "0.28.1"}  # what trixie has, so that both ways run the same
+RELEASES = {
+    "prometheus": "2.53.3",
+    "alertmanager": "0.28.1",
+}  # the versions in trixie, so that both sources give the same
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 BY_HAND = (
     "Put prometheus, promtool, alertmanager and amtool on PATH "
     "(Debian: apt-get install prometheus prometheus-alertmanager)."
 )
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 class ServersError(RuntimeError):
-    """Prometheus or Alertmanager cannot be had here; the message says what to do."""
+    """Prometheus or Alertmanager cannot be found or fetched. The message explains what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """Command words that start each program, and where they come from."""
+    """The words of the command that starts each program, and the origin of the programs."""
 
     prometheus: tuple[str, ...]
     promtool: str
-    alertmanager: tuple[str, ...]  # empty where it cannot run; `why` says why
+    alertmanager: tuple[str, ...]  # empty if it cannot run, for the reason in `why`
     amtool: str
     origin: str
     why: str = ""
 
 
-def find(environ: Mapping[str, str] = os.environ, say: Say = print, suite: str | None = None) -> Servers:
-    """Return the programs, fetched first if PATH lacks one; those of a named suite always. Raises ServersError."""
+def find(environ: Mapping[str, str] = os.environ, log: Log = print, suite: str | None = None) -> Servers:
+    """Return the programs on PATH, or those in the cache, fetched if they are missing. Raises ServersError.
+
+    With a `suite`, return the programs of that Debian release.
+    """
     path = environ.get("PATH") if suite is None else ""
     prometheus, promtool, alertmanager, amtool = (
         next(filter(None, (shutil.which(name, path=path) for name in names)), None)
@@ -68,7 +74,7 @@ def find(environ: Mapping[str, str] = os.environ, say: Say = print, suite: str |
     if prometheus and promtool and alertmanager and amtool:
         return Servers((prometheus,), promtool, (alertmanager,), amtool, "PATH")
     cache = Path(environ.get("FLOPWATCH_CACHE") or ROOT / ".cache" / "servers").absolute()
-    root = _fetched(cache, suite or environ.get("FLOPWATCH_DEBIAN_SUITE") or SUITE, say, releases=suite is None)
+    root = _fetched(cache, suite or environ.get("FLOPWATCH_DEBIAN_SUITE") or SUITE, log, releases=suite is None)
     program = root / "usr" / "bin"
     if (program / "alertmanager").exists():
         command: tuple[str, ...] = (str(program / "alertmanager"),)
@@ -87,23 +93,23 @@ def find(environ: Mapping[str, str] = os.environ, say: Say = print, suite: str |
     )
 
 
-def node_exporter(environ: Mapping[str, str] = os.environ, say: Say = print) -> str:
-    """Return Prometheus' node_exporter. Raises ServersError."""
-    return _package("prometheus-node-exporter", ("prometheus-node-exporter", "node_exporter"), environ, say)
+def node_exporter(environ: Mapping[str, str] = os.environ, log: Log = print) -> str:
+    """Return the path of the node_exporter of Prometheus. Raises ServersError."""
+    return _package("prometheus-node-exporter", ("prometheus-node-exporter", "node_exporter"), environ, log)
 
 
-def victoria_metrics(environ: Mapping[str, str] = os.environ, say: Say = print, suite: str | None = None) -> str:
-    """Return VictoriaMetrics, a time-series database that takes OTLP, on one node. Raises ServersError.
+def victoria_metrics(environ: Mapping[str, str] = os.environ, log: Log = print, suite: str | None = None) -> str:
+    """Return the path of single-node VictoriaMetrics, a database that accepts OTLP. Raises ServersError.
 
-    vmalert, which evaluates rules, and vmalert-tool lie beside that of a named suite.
+    With a `suite`, vmalert, which evaluates rules, and vmalert-tool are in the same folder.
     """
-    return _package("victoria-metrics", ("victoria-metrics", "victoria-metrics-prod"), environ, say, suite)
+    return _package("victoria-metrics", ("victoria-metrics", "victoria-metrics-prod"), environ, log, suite)
 
 
 def _package(
-    package: str, programs: Sequence[str], environ: Mapping[str, str], say: Say, suite: str | None = None
+    package: str, programs: Sequence[str], environ: Mapping[str, str], log: Log, suite: str | None = None
 ) -> str:
-    """Return the first of these programs on PATH, else the Debian package's first, unpacked into the cache."""
+    """Return the first of the programs on PATH, else `programs[0]` of the Debian package, unpacked into the cache."""
     for name in programs:
         if suite is None and (program := shutil.which(name, path=environ.get("PATH"))):
             return program
@@ -114,17 +120,17 @@ def _package(
         if not root.is_dir():
             mirrors = debian_mirrors()
             if not mirrors:
-                raise ServersError(f"this machine has no Debian mirror and keyring; put {package} on PATH")
-            say(f"{package} is not on PATH: unpacking Debian {suite}'s package into {cache}")
-            _fill(root, say, lambda tree: _unpack_debian(mirrors, suite, (package,), tree))
+                raise ServersError(f"apt has no Debian mirror, or the Debian keyring is missing. Put {package} on PATH")
+            log(f"{package} is not on PATH: unpacking Debian {suite}'s package into {cache}")
+            _fill(root, log, lambda tree: _unpack_debian(mirrors, suite, (package,), tree))
     return str(root / "usr" / "bin" / programs[0])
 
 
 def with_template(root: Path) -> tuple[tuple[str, ...], str]:
-    """Return the words that start Debian's unpacked Alertmanager, or none and the reason.
+    """Return the command of an unpacked Debian Alertmanager, or an empty command and the reason.
 
-    The path of its default template, /usr/share/prometheus/alertmanager, is compiled in and it exits without that
-    file. A mount namespace of its own shows it the unpacked /usr/share; its network stays this machine's.
+    Alertmanager exits without its default template, whose path /usr/share/prometheus/alertmanager is compiled in. In
+    its own mount namespace, /usr/share is the unpacked one. It keeps the network of the host.
     """
     program = str(root / "usr" / "bin" / "prometheus-alertmanager")
     if Path("/usr/share/prometheus/alertmanager/default.tmpl").exists():
@@ -139,16 +145,16 @@ def with_template(root: Path) -> tuple[tuple[str, ...], str]:
         except (OSError, subprocess.TimeoutExpired):
             pass
     return (), (
-        "Debian's unpacked Alertmanager needs a mount namespace to find its template, and none can be made "
-        "here (user namespaces are closed, and this is not root with CAP_SYS_ADMIN). Install "
+        "the unpacked Alertmanager of Debian needs a mount namespace to find its template, and none can be created "
+        "(user namespaces are disabled, and this is not root with CAP_SYS_ADMIN). Install "
         "prometheus-alertmanager, or put alertmanager on PATH."
     )
 
 
-def _fetched(cache: Path, suite: str, say: Say, releases: bool) -> Path:
-    """Return the folder that holds usr/bin/{prometheus,promtool,amtool,...}, filling it if it is not there.
+def _fetched(cache: Path, suite: str, log: Log, releases: bool) -> Path:
+    """Return the folder with usr/bin/{prometheus,promtool,amtool,...}, after fetching it if it is missing.
 
-    The release archives, if they will do, are there for who takes any version.
+    The release archives are a fallback if `releases` is True. Raises ServersError.
     """
     debian, release = cache / f"debian-{suite}", cache / "release"
     with _locked(cache):
@@ -158,28 +164,28 @@ def _fetched(cache: Path, suite: str, say: Say, releases: bool) -> Path:
         failures = []
         mirrors = debian_mirrors()
         if not mirrors:
-            failures.append("this machine has no Debian mirror and keyring")
+            failures.append("apt has no Debian mirror, or the Debian keyring is missing")
         else:
             missing = "Prometheus or Alertmanager is not on PATH: " if releases else ""
-            say(f"{missing}unpacking Debian {suite}'s Prometheus and Alertmanager (50 MB) into {cache}")
+            log(f"{missing}unpacking Debian {suite}'s Prometheus and Alertmanager (50 MB) into {cache}")
             wanted = ("prometheus", "prometheus-alertmanager")
             try:
-                _fill(debian, say, lambda tree: _unpack_debian(mirrors, suite, wanted, tree))
+                _fill(debian, log, lambda tree: _unpack_debian(mirrors, suite, wanted, tree))
                 return debian
             except ServersError as error:
                 failures.append(str(error))
         if releases:
-            say(f"{failures[-1]}: taking the official release archives (130 MB)")
+            log(f"{failures[-1]}: fetching the official release archives (130 MB)")
             try:
-                _fill(release, say, _unpack_releases)
+                _fill(release, log, _unpack_releases)
                 return release
             except ServersError as error:
                 failures.append(str(error))
     raise ServersError("could not fetch Prometheus and Alertmanager:\n  " + "\n  ".join(failures) + f"\n{BY_HAND}")
 
 
-def _fill(target: Path, say: Say, unpack: Callable[[Path], object]) -> None:
-    """Make `target` with `unpack`, whole or not at all, in three tries: mirrors and lines are flaky."""
+def _fill(target: Path, log: Log, unpack: Callable[[Path], object]) -> None:
+    """Create `target` with `unpack`, completely or not at all, in up to three tries. Raises ServersError."""
     started = time.monotonic()
     for pause in (2, 5, None):
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".part-") as scratch:
@@ -190,16 +196,16 @@ def _fill(target: Path, say: Say, unpack: Callable[[Path], object]) -> None:
                 reason = _reason(error)
                 if pause is None:
                     raise ServersError(reason) from error
-                say(f"  failed: {reason}; trying again in {pause} s")
+                log(f"  failed: {reason}; trying again in {pause} s")
                 time.sleep(pause)
             else:
                 tree.rename(target)
-                say(f"  done in {time.monotonic() - started:.0f} s")
+                log(f"  done in {time.monotonic() - started:.0f} s")
                 return
 
 
 def _reason(error: Exception) -> str:
-    """Return the last line a program or the system said about a failure."""
+    """Return the last line of a failed program's standard error, or the text of the error."""
     if isinstance(error, subprocess.CalledProcessError):
         lines = [line for line in (error.stderr or "").splitlines() if line.strip()]
         return f"{error.cmd[0]}: {lines[-1] if lines else f'exit status {error.returncode}'}"
@@ -208,21 +214,24 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time fill the cache."""
+    """Lock the cache folder until the block ends. Raises ServersError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = (folder / "lock").open("w")
     except OSError as error:
-        raise ServersError(f"the cache folder cannot be written ({error}); set FLOPWATCH_CACHE to another") from error
+        raise ServersError(
+            f"the cache folder cannot be written ({error}). Set FLOPWATCH_CACHE to another folder"
+        ) from error
     with handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
 
 def debian_mirrors(apt: Path = Path("/etc/apt"), keyring: Path = KEYRING) -> list[str]:
-    """Return what may be Debian's archive in apt's sources (one-line, deb822, or a mirror list); none without its key.
+    """Return the URLs in the sources of apt that may be a Debian archive, an empty list without the Debian keyring.
 
-    Other vendors' repositories end in /debian too; they come after Debian's own file, and the key tells them apart.
+    Sources can be one-line, deb822 or a mirror list. Repositories of other vendors can end in /debian, too. They are
+    last in the list, and apt rejects them because their signature is not by a key of Debian.
     """
     if not keyring.exists():
         return []
@@ -233,7 +242,7 @@ def debian_mirrors(apt: Path = Path("/etc/apt"), keyring: Path = KEYRING) -> lis
         if file.suffix not in (".list", ".sources") or not os.access(file, os.R_OK):
             continue
         for line in file.read_text(errors="replace").splitlines():
-            # A snapshot of the archive ends in its date.
+            # The URL of a snapshot of the archive ends in its date.
             found = re.search(r"^[^#]*?(https?://[^\s#]+/debian(?:/\d{8}T\d{6}Z)?)/?(?:\s|$)", line)
             if found:
                 mirrors[found[1]] = None
@@ -241,7 +250,7 @@ def debian_mirrors(apt: Path = Path("/etc/apt"), keyring: Path = KEYRING) -> lis
 
 
 def _unpack_debian(mirrors: Sequence[str], suite: str, packages: Sequence[str], tree: Path) -> None:
-    """Unpack Debian packages, and the small ones their web pages link to, into `tree`: no root, no services."""
+    """Unpack Debian packages and the assets of their web pages into `tree`, without root and without services."""
     work = tree.parent
     for folder in ("lists/partial", "cache/archives/partial", "debs"):
         (work / folder).mkdir(parents=True, exist_ok=True)
@@ -254,7 +263,7 @@ def _unpack_debian(mirrors: Sequence[str], suite: str, packages: Sequence[str], 
         "Dir::State::lists": work / "lists",
         "Dir::Cache": work / "cache",
         "Acquire::Languages": "none",
-        # As root apt would drop to a user who may not enter this folder.
+        # Without this, apt as root changes to a user without access to this folder.
         "APT::Sandbox::User": "root",
     }
     flags = ["-qq", *(f"-o{key}={value}" for key, value in options.items())]
@@ -295,7 +304,7 @@ def _unpack_releases(tree: Path) -> None:
 
 
 def unpack_release(base: str, name: str, tree: Path) -> None:
-    """Take the programs out of the release archive `name` at `base`, once its SHA-256 is the published one."""
+    """Unpack the programs of the release archive `name` at `base`. Raises ServersError if its SHA-256 is wrong."""
     machine = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "armv7"}.get(platform.machine(), platform.machine())
     archive = f"{name}.linux-{machine}.tar.gz"
     content = _download(f"{base}/{archive}")
@@ -322,13 +331,13 @@ def _download(url: str) -> bytes:
         return content
 
 
-def pip_for(python: str, environ: Mapping[str, str] = os.environ, say: Say = print) -> None:
-    """Give a virtual environment pip where Python came without it, as Debian's does. Raises ServersError."""
+def pip_for(python: str, environ: Mapping[str, str] = os.environ, log: Log = print) -> None:
+    """Install pip in a virtual environment whose Python has no ensurepip, as on Debian. Raises ServersError."""
     mirrors = debian_mirrors()
     by_hand = "this Python has no ensurepip. Install it (Debian: apt-get install python3-venv) and run this again."
     if not mirrors:
         raise ServersError(by_hand)
-    say("This Python has no ensurepip: taking pip from Debian's package python3-pip-whl")
+    log("This Python has no ensurepip: unpacking pip from the Debian package python3-pip-whl")
     cache = Path(environ.get("FLOPWATCH_CACHE") or ROOT / ".cache" / "servers").absolute()
     with _locked(cache), tempfile.TemporaryDirectory(dir=cache, prefix=".part-") as scratch:
         tree = Path(scratch) / "root"
@@ -341,12 +350,12 @@ def pip_for(python: str, environ: Mapping[str, str] = os.environ, say: Say = pri
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print where the programs are; with `--pip PYTHON`, give that Python pip instead."""
+    """Print the paths of the programs. With `--pip PYTHON`, install pip for that Python instead."""
     try:
         if arguments[:1] == ["--pip"]:
             pip_for(arguments[1])
             return 0
-        servers = find(say=lambda line: print(line, file=sys.stderr, flush=True))
+        servers = find(log=lambda line: print(line, file=sys.stderr, flush=True))
     except ServersError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

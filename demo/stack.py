@@ -1,8 +1,8 @@
 """Start and stop the whole chain on free loopback ports: receiver, Alertmanager, Prometheus, exporter, training job.
 
-Every program runs in a session of its own, writes to a log file in the state folder, and is killed by the kernel when
-this process dies, however it dies (prctl(2), PR_SET_PDEATHSIG, through setpriv of util-linux). The kernel ties that to
-the thread that started it, so make and use a `Stack` in one thread that lives as long as it does.
+Every program runs in its own session and writes to a log file in the state folder. The kernel kills it when this
+process dies for any reason (prctl(2), PR_SET_PDEATHSIG, through setpriv of util-linux). That is bound to the thread
+that started the program, so one thread must create a `DemoStack` and outlive it.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from typing import Any, Literal
 
 from alerts import AlertSettings, alertmanager_yaml, rules_yaml
 from demo import boards
-from demo.boards import Show
+from demo.boards import DashboardViewer
 from demo.receiver import Receiver
 from demo.servers import ROOT, Servers, find
 from flopwatch.simulate.node import SimulatedNode
 
 GRACE = 10.0  # seconds a program has to end after SIGTERM
-MARK = "FLOPWATCH_DEMO_STACK"  # in the environment of every process of a stack, so that none is overlooked
+MARK = "FLOPWATCH_DEMO_STACK"  # in the environment of every process of a stack, so that all can be found
 Labels = dict[str, str]
 Train = Literal["torch", "simulated"]
 
 
 class StackError(RuntimeError):
-    """A part of the stack failed; the message shows the end of its log."""
+    """A part of the stack failed. The message shows the end of its log."""
 
 
-class Prometheus:
-    """The two queries of Prometheus' HTTP API (https://prometheus.io/docs/prometheus/latest/querying/api/)."""
+class PrometheusClient:
+    """Client for the queries of the HTTP API of Prometheus (https://prometheus.io/docs/prometheus/latest/querying/api/)."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -54,7 +54,7 @@ class Prometheus:
         return [(series["metric"], float(series["value"][1])) for series in data["result"]]
 
     def value(self, expr: object, at: float | None = None) -> float | None:
-        """Return the value of a query's only series, None if it has none. Raises ValueError if it has more."""
+        """Return the value of a query with one series, None without a series. Raises ValueError for several."""
         found = self.query(expr, at)
         if len(found) > 1:
             raise ValueError(f"{expr} has {len(found)} series")
@@ -83,14 +83,14 @@ class Prometheus:
 
 
 class Child:
-    """A program that runs in a session of its own and logs to a file."""
+    """Child process in its own session that logs to a file."""
 
     def __init__(self, name: str, command: Sequence[str], environ: Mapping[str, str], log: Path) -> None:
         self.name, self.command, self.environ, self.log = name, command, environ, log
         self.start()
 
     def start(self) -> None:
-        """Start the program, again if it has ended; its log is appended to."""
+        """Start the program, also again after its end, and append to its log."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", "--", *self.command],
@@ -103,7 +103,7 @@ class Child:
             )
 
     def failure(self, what: str) -> StackError:
-        """Return an error that says what happened and shows the end of the log."""
+        """Return an error with the end of the log; `what` follows the name of the program."""
         lines = self.log.read_text(errors="replace").splitlines()[-15:]
         return StackError("\n  ".join([f"{self.name} {what}; the end of {self.log}:", *lines]))
 
@@ -113,7 +113,7 @@ class Child:
             raise self.failure(f"ended with status {self.process.returncode}")
 
     def stop(self, kill: bool = False, grace: float = GRACE) -> None:
-        """End the program: SIGTERM, and SIGKILL if it takes longer than `grace` seconds."""
+        """End the program by SIGTERM, and by SIGKILL after `grace` seconds or with `kill`."""
         if self.process.poll() is None and not kill:
             self.process.terminate()
             try:
@@ -125,13 +125,13 @@ class Child:
         self.process.wait()
 
 
-class Stack:
+class DemoStack:
     """The chain from the simulated card to the message, as one context manager.
 
-    `pace` divides every window and interval of the shipped alerts, `train` says which job runs on the simulated node;
-    `trainer` and `exporter` are further arguments for these two; with `shows` the dashboards are shown where that can
-    be (demo/boards.py). Ask and disturb it through `prometheus`, `receiver`, `node` and `control`; `train_log` is the
-    job's own account.
+    `pace` divides every window and interval of the shipped alerts. `train` chooses the job on the simulated node.
+    `trainer` and `exporter` are more arguments for these two. With `shows`, dashboards are shown if possible
+    (demo/boards.py). Query and disturb the stack through `prometheus`, `receiver`, `node` and `control`. The job logs
+    to `train_log`.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Stack:
         self.state, self.pace, self.push_interval = state.absolute(), pace, push_interval
         self.train, self.trainer, self.exporter, self.run, self.ranks = train, trainer, exporter, run, ranks
         self.servers = find() if servers is None else servers
-        self.show: Show | None = None
+        self.show: DashboardViewer | None = None
         self._shows = shows
         self.children: dict[str, Child] = {}
         self.mark = uuid.uuid4().hex
@@ -162,12 +162,12 @@ class Stack:
             self.otlp_address,
             self.boards_address,
         ) = (f"127.0.0.1:{port}" for port in free_ports(5))
-        self.prometheus = Prometheus(f"http://{self.prometheus_address}")
+        self.prometheus = PrometheusClient(f"http://{self.prometheus_address}")
         self.node = SimulatedNode(self.state / "exporter" / "simulated")
         self.train_log = self.state / "train.jsonl"
         self.control_file = self.state / "control.json"
 
-    def __enter__(self) -> Stack:
+    def __enter__(self) -> DemoStack:
         self.state.mkdir(parents=True, exist_ok=True)
         self.receiver = Receiver()
         try:
@@ -194,7 +194,7 @@ class Stack:
         )
         self._start_alertmanager(settings)
         if self.servers.alertmanager:
-            # First: what Prometheus cannot deliver at once it sends again only after a minute, at any pace.
+            # Before Prometheus, which repeats a failed delivery only after a minute, at any pace.
             self._wait_for("alertmanager", f"http://{self.alertmanager_address}/-/ready")
         self._start_prometheus(settings)
         self._launch(
@@ -235,9 +235,9 @@ class Stack:
         if self.show is not None:
             self._launch("boards", *self.show.command, environ=self.show.environ)
             try:
-                self._wait_for("boards", self.show.ready, 300.0)  # an image is fetched first
+                self._wait_for("boards", self.show.ready, 300.0)  # the image may have to be fetched
             except StackError as error:
-                # The demo has the terminal, and goes on.
+                # The demo continues without dashboards.
                 print(f"  no dashboards: {error}", flush=True)
                 self.children.pop("boards").stop(kill=True)
                 self.show = None
@@ -296,7 +296,7 @@ class Stack:
             *arguments,
         ]
         if kind == "torch":
-            # torchrun's workers would outlive a torchrun that is killed: each gets its own death signal.
+            # Workers would outlive a torchrun that is killed, so each gets its own death signal.
             command = [
                 "-m",
                 "torch.distributed.run",
@@ -334,7 +334,7 @@ class Stack:
         )
 
     def control(self, **wishes: object) -> None:
-        """Replace the job's control file, which it reads at each step; for example `control(slow={"2": 0.3})`."""
+        """Replace the control file, which the job reads at each step. Example: `control(slow={"2": 0.3})`."""
         draft = self.control_file.with_suffix(".part")
         draft.write_text(json.dumps(wishes))
         draft.replace(self.control_file)
@@ -344,7 +344,7 @@ class Stack:
         return int((self.state / "train" / "pids" / str(rank)).read_text())
 
     def restart_exporter(self, kill: bool = True) -> None:
-        """End the exporter, by SIGKILL or in order, and start it on the same ports."""
+        """End the exporter, by SIGKILL or SIGTERM, and start it on the same ports."""
         exporter = self.children["exporter"]
         exporter.stop(kill=kill)
         exporter.start()
@@ -356,7 +356,7 @@ class Stack:
             child.check()
 
     def stop(self, kill: bool = False) -> None:
-        """End everything, the job first, and see that no process and no port is left. Raises StackError if one is."""
+        """End all programs, the job first. Raises StackError if a process or an open port is left."""
         for name in ("training", "boards", "exporter", "prometheus", "alertmanager"):
             if name in self.children:
                 self.children[name].stop(kill)
@@ -364,7 +364,7 @@ class Stack:
         deadline = time.monotonic() + GRACE
         while left := self.kill():
             if time.monotonic() > deadline:
-                raise StackError(f"processes {left} do not end")
+                raise StackError(f"processes {left} did not end")
             time.sleep(0.02)
         for address in (
             self.prometheus_address,
@@ -379,7 +379,7 @@ class Stack:
                     raise StackError(f"{address} is still open")
 
     def kill(self) -> list[int]:
-        """Kill every process of this stack at once, also one whose parent has gone, and return their ids."""
+        """Kill all processes of this stack, including orphans, and return their ids."""
         found = self.processes()
         for pid in found:
             with suppress(ProcessLookupError):
@@ -387,7 +387,7 @@ class Stack:
         return found
 
     def processes(self) -> list[int]:
-        """Return the ids of this stack's processes; one that has ended and waits to be reaped is none of them."""
+        """Return the ids of all processes of this stack, without zombies."""
         mark = f"{MARK}={self.mark}".encode()
         found = []
         for entry in Path("/proc").iterdir():
@@ -408,7 +408,7 @@ class Stack:
         )
 
     def _wait_for(self, name: str, url: str, seconds: float = 30.0) -> None:
-        """Return once the URL answers 200. Raises StackError if the program ends or the time is over."""
+        """Wait until the URL answers 200. Raises StackError if the program ends or after `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
             if self.children[name].process.poll() is not None:
@@ -423,7 +423,7 @@ class Stack:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that are free on 127.0.0.1, all different."""
+    """Return `count` different ports that are free on 127.0.0.1."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:
@@ -435,7 +435,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def fetch(url: str, timeout: float = 10) -> bytes:
-    """Return what a loopback URL answers, past any proxy."""
+    """Return the body of a URL. Ignores proxy settings. Raises OSError."""
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=timeout) as reply:
         content: bytes = reply.read()
         return content

@@ -1,4 +1,4 @@
-"""What the demo shows, read from Prometheus' HTTP API alone: one `Summary`, drawn as a screen, a line or a table."""
+"""Summary of the demo's run, read from the HTTP API of Prometheus and drawn as a screen, a line or a table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from alerts import recording
-from demo.stack import Prometheus
+from demo.stack import PrometheusClient
 from flopwatch import catalogue as m
 
 NOT_YET = "-"
@@ -34,7 +34,7 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One moment of one run; None and empty where Prometheus has no series yet."""
+    """Figures of one run at one moment. A figure is None or empty while Prometheus has no series for it."""
 
     mfu: float | None
     effective_mfu: float | None
@@ -44,12 +44,12 @@ class Summary:
     tokens_per_second: float | None
     steps: float | None
     worst: Straggler | None
-    buckets: dict[str, float]  # seconds, the open ones included
+    buckets: dict[str, float]  # seconds, including those not yet in a bucket
     firing: list[str]
 
 
-def read(prometheus: Prometheus, run: str) -> Summary:
-    """Return the run's summary of this moment."""
+def read(prometheus: PrometheusClient, run: str) -> Summary:
+    """Return the current summary of a run."""
     this = f'{{run="{run}"}}'
     buckets = {
         labels["bucket"]: seconds
@@ -76,7 +76,7 @@ def read(prometheus: Prometheus, run: str) -> Summary:
     )
 
 
-def _worst(prometheus: Prometheus, this: str) -> Straggler | None:
+def _worst(prometheus: PrometheusClient, this: str) -> Straggler | None:
     scores = prometheus.query(f"topk(1, {recording.RANK_SCORE}{this})")
     if not scores:
         return None
@@ -88,17 +88,17 @@ def _worst(prometheus: Prometheus, this: str) -> Straggler | None:
 
 
 def percent(ratio: float | None) -> str:
-    """Return a ratio as people read it."""
+    """Format a ratio as a percentage."""
     return NOT_YET if ratio is None else f"{100 * ratio:.1f} %"
 
 
 def number(value: float | None, unit: str = "", scale: float = 1.0) -> str:
-    """Return a count with thousands separators."""
+    """Format a number with thousands separators, after multiplication by `scale`."""
     return NOT_YET if value is None else f"{value * scale:,.0f}{unit}"
 
 
 def clock(seconds: float) -> str:
-    """Return elapsed time as minutes and seconds."""
+    """Format elapsed seconds as minutes and seconds."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
@@ -157,7 +157,7 @@ def table(summary: Summary, plain: bool) -> Table:
 def screen(
     summary: Summary, title: str, links: Sequence[tuple[str, str]], story: Sequence[str], message: str | None
 ) -> RenderableType:
-    """Return everything there is to see, for a terminal of 100 x 30."""
+    """Return the screen of the demo for a terminal of 100 x 30."""
     grid = Table.grid(padding=(0, 2))
     for name, url in links:
         grid.add_row(Text(name, style="bold"), Text(url, style=f"blue link {url}", overflow="fold"))

@@ -1,1 +1,1 @@
-"""A cluster that does not exist, in virtual time: its jobs, its faults, the truth, and what the ledger makes of it."""
+"""Fleet simulator: jobs and faults of a cluster in virtual time, compared with what the ledger concludes."""

@@ -1,7 +1,7 @@
-"""What can go wrong in a cluster: kinds of fault with what a node sees of them, when they strike, and who says so.
+"""Kinds of fault with the clues that nodes observe, and faults at given or random times.
 
-Counts are of 54 days of Llama 3 405B on 16,384 GPUs (https://arxiv.org/abs/2407.21783, table 5). The printed shares do
-not fit the printed counts; only the counts are used.
+The counts are those of 54 days of Llama 3 405B on 16,384 GPUs (https://arxiv.org/abs/2407.21783, table 5). The shares
+in that table do not match its counts, so only the counts are used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WORKSHOP = (4 * 3600.0, 48 * 3600.0)
 
 @dataclass(frozen=True)
 class Clue:
-    """One thing a node sees of a fault, `after` seconds of it (drawn between the two), or of the end it leads to."""
+    """Something that a node observes of a fault, a random time in `after` (seconds) later; negative means earlier."""
 
     kind: str
     detail: str = ""
@@ -33,20 +33,20 @@ class Clue:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A kind of fault. All times are seconds; a pair is drawn from evenly."""
+class FaultKind:
+    """A kind of fault. Times are in seconds; a pair is the range of a uniform distribution."""
 
     name: str
-    cause: str  # what the ledger should say
+    cause: str  # the cause that the ledger should find
     scope: Scope
-    sees: tuple[tuple[float, tuple[Clue, ...]], ...]  # with which weight which clues
-    noticed: tuple[float, float] = (5.0, 60.0)  # until the processes end: NCCL's or the launcher's timeouts
+    sees: tuple[tuple[float, tuple[Clue, ...]], ...]  # alternatives: weight, clues
+    noticed: tuple[float, float] = (5.0, 60.0)  # until a timeout of NCCL or the launcher ends the processes
     effect: Literal["end", "planned", "slow", "stall"] = "end"
-    dark: bool = False  # the node says nothing from here on
-    replaced: bool = True  # the node is given back for repair
-    repair: tuple[float, float] = _WORKSHOP  # or how long it lasts
-    rollback: int = 0  # checkpoints that are not trusted any more
-    waits: str = "data_stall"  # what a stall is
+    dark: bool = False  # the node sends nothing from here on
+    replaced: bool = True  # the node is sent to repair
+    repair: tuple[float, float] = _WORKSHOP  # or how long the fault lasts
+    rollback: int = 0  # checkpoints that can no longer be trusted
+    waits: str = "data_stall"  # the activity during a stall
     published: int = 0
 
 
@@ -61,8 +61,8 @@ def _raises(name: str) -> tuple[Clue, ...]:
 _ECC = Clue("ecc", place="gpu")
 _UNSEEN: tuple[tuple[float, tuple[Clue, ...]], ...] = ((1.0, ()),)
 _LINK_DOWN = Clue("link_down", place="port")
-# A machine that is gone says nothing; its peers hang until NCCL or the launcher notices.
-_MACHINE = Kind(
+# A host that is gone sends nothing. Its peers hang until NCCL or the launcher detects it.
+_MACHINE = FaultKind(
     "host_maintenance",
     "host",
     "node",
@@ -72,11 +72,11 @@ _MACHINE = Kind(
     repair=(1800.0, 14400.0),
     published=32,
 )
-# NCCL tries again for half a minute (NCCL_IB_TIMEOUT, NCCL_IB_RETRY_CNT); else PyTorch's watchdog ends it after ten.
-_CABLE = Kind("cable", "network", "port", ((1.0, (_LINK_DOWN,)),), noticed=(30.0, 630.0), published=28)
+# NCCL retries for half a minute (NCCL_IB_TIMEOUT, NCCL_IB_RETRY_CNT). Else PyTorch's watchdog acts after ten minutes.
+_CABLE = FaultKind("cable", "network", "port", ((1.0, (_LINK_DOWN,)),), noticed=(30.0, 630.0), published=28)
 
 _ALL = (
-    Kind(
+    FaultKind(
         "faulty_gpu",
         "gpu",
         "gpu",
@@ -87,7 +87,7 @@ _ALL = (
             (0.15, _xid(143)),
         ),
     ),
-    Kind(
+    FaultKind(
         "hbm",
         "gpu",
         "gpu",
@@ -98,17 +98,17 @@ _ALL = (
             (0.3, _xid(95, _ECC)),
         ),
     ),
-    Kind("sram", "gpu", "gpu", published=19, sees=((0.5, _xid(48, _ECC)), (0.5, _xid(95, _ECC)))),
-    Kind("gsp", "gpu", "gpu", published=17, sees=((0.6, _xid(119)), (0.4, _xid(120)))),
-    Kind("silent_corruption", "gpu", "gpu", _UNSEEN, published=6, noticed=(1.0, 30.0), rollback=2),
-    Kind(
+    FaultKind("sram", "gpu", "gpu", published=19, sees=((0.5, _xid(48, _ECC)), (0.5, _xid(95, _ECC)))),
+    FaultKind("gsp", "gpu", "gpu", published=17, sees=((0.6, _xid(119)), (0.4, _xid(120)))),
+    FaultKind("silent_corruption", "gpu", "gpu", _UNSEEN, published=6, noticed=(1.0, 30.0), rollback=2),
+    FaultKind(
         "thermal",
         "thermal",
         "gpu",
         published=6,
         sees=((1.0, (Clue("throttle", "hw_thermal", (-300.0, -30.0), place="gpu"),)),),
     ),
-    Kind(
+    FaultKind(
         "software",
         "software",
         "job",
@@ -122,7 +122,7 @@ _ALL = (
             (0.1, _raises("RuntimeError")),
         ),
     ),
-    Kind(
+    FaultKind(
         "dependency",
         "software",
         "job",
@@ -131,7 +131,7 @@ _ALL = (
         replaced=False,
         sees=((1.0, _raises("ImportError")),),
     ),
-    # The published 35 are switches or cables; that a fifth of them are switches is our guess.
+    # The table has 35 faults of switches and cables. That a fifth of them are switches is an assumption.
     _CABLE,
     replace(_CABLE, name="leaf", scope="leaf", published=7, repair=(1800.0, 7200.0)),
     replace(
@@ -143,18 +143,18 @@ _ALL = (
             (0.4, (Clue("nic", "nic_health_compromised"),)),
         ),
     ),
-    # A collective timed out, and nobody ever found out why.
-    Kind("nccl_watchdog", "unknown", "job", _UNSEEN, published=7, noticed=(600.0, 630.0), replaced=False),
+    # A collective timed out for a reason that was never found.
+    FaultKind("nccl_watchdog", "unknown", "job", _UNSEEN, published=7, noticed=(600.0, 630.0), replaced=False),
     _MACHINE,
-    Kind("ssd", "storage", "node", published=3, noticed=(1.0, 30.0), sees=((1.0, _raises("OSError EIO")),)),
+    FaultKind("ssd", "storage", "node", published=3, noticed=(1.0, 30.0), sees=((1.0, _raises("OSError EIO")),)),
     *(
         replace(_MACHINE, name=name, published=count, repair=_WORKSHOP)
         for name, count in (("power_supply", 3), ("chassis", 2), ("io_board", 2), ("cpu", 2), ("memory", 2))
     ),
-    Kind("maintenance", "planned", "node", _UNSEEN, effect="planned", repair=(300.0, 1500.0), published=47),
-    # Those below are for scripts.
-    Kind("nvlink", "nvlink", "gpu", ((1.0, _xid(74, Clue("nvlink", place="gpu"))),)),
-    Kind(
+    FaultKind("maintenance", "planned", "node", _UNSEEN, effect="planned", repair=(300.0, 1500.0), published=47),
+    # The kinds below are for scripts only.
+    FaultKind("nvlink", "nvlink", "gpu", ((1.0, _xid(74, Clue("nvlink", place="gpu"))),)),
+    FaultKind(
         "out_of_memory",
         "out_of_memory",
         "job",
@@ -162,7 +162,7 @@ _ALL = (
         noticed=(1.0, 30.0),
         sees=((1.0, (Clue("oom", place="gpu"), *_raises("OutOfMemoryError"))),),
     ),
-    Kind(
+    FaultKind(
         "host_out_of_memory",
         "out_of_memory",
         "node",
@@ -170,7 +170,7 @@ _ALL = (
         noticed=(1.0, 30.0),
         sees=((1.0, (Clue("host_oom", place="rank"), Clue("signal", "SIGKILL", place="rank"))),),
     ),
-    Kind(
+    FaultKind(
         "slow",
         "thermal",
         "gpu",
@@ -179,7 +179,7 @@ _ALL = (
         repair=(600.0, 3600.0),
         replaced=False,
     ),
-    Kind(
+    FaultKind(
         "slow_link",
         "network",
         "port",
@@ -188,9 +188,9 @@ _ALL = (
         repair=(600.0, 3600.0),
         replaced=False,
     ),
-    Kind("slow_unseen", "unknown", "job", _UNSEEN, effect="slow", repair=(600.0, 3600.0), replaced=False),
-    Kind("data_stall", "data", "job", _UNSEEN, effect="stall", repair=(300.0, 900.0), replaced=False),
-    Kind(
+    FaultKind("slow_unseen", "unknown", "job", _UNSEEN, effect="slow", repair=(600.0, 3600.0), replaced=False),
+    FaultKind("data_stall", "data", "job", _UNSEEN, effect="stall", repair=(300.0, 900.0), replaced=False),
+    FaultKind(
         "storage_stall",
         "storage",
         "job",
@@ -201,12 +201,12 @@ _ALL = (
         waits="checkpoint_save",
     ),
 )
-KINDS: Mapping[str, Kind] = {kind.name: kind for kind in _ALL}
+KINDS: Mapping[str, FaultKind] = {kind.name: kind for kind in _ALL}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that is to strike at `t` seconds; what its place leaves open is drawn where it strikes."""
+    """A fault that strikes at `t` seconds. A place that is not given is drawn at random when it strikes."""
 
     t: float
     kind: str
@@ -215,26 +215,26 @@ class Fault:
     part: int | None = None  # GPU or rail
     leaf: str = ""
     nodes: tuple[int, ...] = ()  # of a planned maintenance
-    lasts: float | None = None  # until it is repaired or over; None: as its kind does
-    factor: float = 1.5  # how much longer a step takes
-    by_hand: float = 0.0  # seconds more until somebody has found out what to do
+    lasts: float | None = None  # seconds until it is repaired or over; None: drawn by its kind
+    factor: float = 1.5  # factor on the step time
+    by_hand: float = 0.0  # extra seconds for a repair by hand
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise SettingsError(f"fault: {self.kind!r} is none of {', '.join(KINDS)}")
+            raise SettingsError(f"fault: {self.kind!r} is not one of {', '.join(KINDS)}")
 
 
-def drawn(
+def draw(
     rng: random.Random, days: float, gpus: int, reference_gpus: int = LLAMA_3_GPUS, by_hand: int = 0, run: str = ""
 ) -> list[Fault]:
-    """Return the published interruptions, as many as befit the GPU-days, at random moments of these days."""
+    """Return the published interruptions at random times, in a number proportional to the GPU-days."""
     scale = days * gpus / (LLAMA_3_DAYS * reference_gpus)
     kinds = []
     for kind in (kind for kind in KINDS.values() if kind.published):
         whole, rest = divmod(kind.published * scale, 1)
         kinds += [kind.name] * (int(whole) + (rng.random() < rest))
     rng.shuffle(kinds)
-    # The last hours are spared, so that what comes late, because the job was down, still comes.
+    # No fault in the last hours, so that one that is delayed because the job is down still strikes.
     times = sorted(rng.uniform(0.0, 0.99 * days * 86400) for _ in kinds)
     hard = set(rng.sample(range(len(kinds)), min(len(kinds), round(by_hand * scale))))
     return [
@@ -244,7 +244,7 @@ def drawn(
 
 
 def script(path: Path) -> list[Fault]:
-    """Return the faults in a file, YAML or a JSON object a line; raises SettingsError.
+    """Return the faults in a file, as YAML or one JSON object per line. Raises SettingsError.
 
     {"t": 7200, "kind": "leaf", "leaf": "leaf-0-3", "lasts": 2400}
     """
@@ -264,7 +264,7 @@ def _yaml(text: str) -> list[Any]:
     try:
         import yaml
     except ImportError as error:
-        raise SettingsError("a script in YAML needs PyYAML; a JSON object a line does not") from error
+        raise SettingsError("faults in YAML need PyYAML; write one JSON object per line instead") from error
     try:
         rows = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -274,20 +274,20 @@ def _yaml(text: str) -> list[Any]:
 
 def _fault(row: Any) -> Fault:
     if not isinstance(row, dict):
-        raise ValueError(f"{row!r} is no fault")
-    known: Iterable[str] = Fault.__dataclass_fields__
-    if unknown := set(row) - set(known):
-        raise ValueError(f"{', '.join(sorted(unknown))}: unknown; a fault has {', '.join(known)}")
+        raise ValueError(f"{row!r} is not a fault")
+    names: Iterable[str] = Fault.__dataclass_fields__
+    if unknown := set(row) - set(names):
+        raise ValueError(f"{', '.join(sorted(unknown))}: unknown; a fault has {', '.join(names)}")
     for name in ("t", "lasts", "factor", "by_hand"):
         if (name in row or name == "t") and not _number(row.get(name)):
-            raise ValueError(f"{name}: {row.get(name)!r} is not a number that can be")
+            raise ValueError(f"{name}: {row.get(name)!r} is not a number from 0 to 1e9")
     nodes = row.get("nodes", [])
     for name, places in (("node", [row.get("node", 0)]), ("part", [row.get("part", 0)]), ("nodes", nodes)):
         if not isinstance(places, list) or not all(_number(place) and isinstance(place, int) for place in places):
-            raise ValueError(f"{name}: {row[name]!r} is no place; nodes and their parts are counted from 0")
+            raise ValueError(f"{name}: {row[name]!r} is not a place; nodes and their parts are counted from 0")
     for name in ("kind", "run", "leaf"):
         if not isinstance(row.get(name, ""), str):
-            raise ValueError(f"{name}: {row[name]!r} is no name")
+            raise ValueError(f"{name}: {row[name]!r} is not a name")
     return Fault(**{"kind": "", **row, "nodes": tuple(nodes)})
 
 

@@ -1,7 +1,7 @@
-"""What the hooks of all ranks tell of a simulated cluster: the families that `metrics` leaves out, for boards to show.
+"""Training series of all ranks of a simulated cluster: the families that `metrics` leaves out, for dashboards.
 
-A step ends for all ranks at once. In a usual one every rank waits for a share of it that is its own and moves a
-little; in a slow one the others wait for the rank on the culprit's card, which is the one that does not.
+A step ends for all ranks at once. Usually each rank waits for its own share of the step, which changes slowly. In a
+slow step, all ranks wait for the rank on the slow card or port, which waits less.
 """
 
 from __future__ import annotations
@@ -14,115 +14,124 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from flopwatch import catalogue as m
+from flopwatch.catalogue import Metric
 from flopwatch.training.totals import DURATION_BOUNDS
-from simulator.jobs import Attempt
+from simulator.jobs import JobAttempt
 from simulator.metrics import COLLECTIVES, Line, info, line, mesh_place
 from simulator.nodes import EPOCH
+from simulator.state import JobState
 from simulator.topology import Topology
-from simulator.world import Running, World
+from simulator.world import SimulatedCluster
 
-WAITS = 0.05, 0.09  # of a usual step
+WAITS = 0.05, 0.09  # range of the share of a usual step in which a rank waits
 PHASES = {"host_to_device": 0.01, "forward": 0.27, "backward": 0.54, "optimizer": 0.04, "garbage_collection": 0.002}
-TOKENS = 8192.0  # of a rank's step
+TOKENS = 8192.0  # per rank and step
 UNUSED = 3e9  # bytes
 
 
 @dataclass
-class _Told:
-    """What an attempt's hooks have counted so far."""
+class HookTotals:
+    """What the hooks of an attempt have added up so far."""
 
-    at: float
     steps: int = 0
-    busy: float = 0.0  # seconds in steps
-    waits: dict[int, float] = field(default_factory=dict)
-    durations: Counter[int] = field(default_factory=Counter)
-    seconds: float = 0.0
+    waits: dict[int, float] = field(default_factory=dict)  # seconds by rank
+    durations: Counter[int] = field(default_factory=Counter)  # steps by bucket of the histogram
+    seconds: float = 0.0  # in steps
 
 
 class Hooks:
-    """The hooks of a world; call it once a scrape, in order."""
+    """Hooks of all ranks of a cluster. Call it at each scrape, in order of time."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(f"{seed} hooks")
-        self._told: dict[str, _Told] = {}
+        self._totals: dict[str, HookTotals] = {}
         self._shares: dict[tuple[str, int], float] = {}
 
-    def __call__(self, world: World, t: float) -> Iterator[tuple[int, Line]]:
-        """Yield node and line of all that the hooks tell at a virtual time."""
-        for running in world.jobs:
-            if running.attempt is not None and running.attempt.ended is None:
-                yield from self._run(world, running, running.attempt, t)
+    def __call__(self, world: SimulatedCluster, t: float) -> Iterator[tuple[int, Line]]:
+        """Yield node and line of each sample at a virtual time."""
+        for state in world.jobs:
+            if state.attempt is not None and state.attempt.ended is None:
+                yield from self._run(world, state, state.attempt, t)
 
-    def _run(self, world: World, running: Running, attempt: Attempt, t: float) -> Iterator[tuple[int, Line]]:
-        job, topology = running.job, world.topology
-        told = self._told.setdefault(attempt.id, _Told(t))
-        position, seconds = attempt.position(t), attempt.seconds(t)
+    def _run(
+        self, world: SimulatedCluster, state: JobState, attempt: JobAttempt, t: float
+    ) -> Iterator[tuple[int, Line]]:
+        job, topology = state.job, world.topology
+        totals = self._totals.setdefault(attempt.id, HookTotals())
+        position = attempt.position(t)
         made = 0 if position is None else position - (attempt.restored or 0)
-        new, busy = made - told.steps, seconds.get("step", 0.0)
-        slowest = culprit(topology, running)
+        new = made - totals.steps
+        slowest = slowest_rank(topology, state)
         lost = max(0.0, 1 - job.step_seconds / attempt.each) if slowest is not None else 0.0
-        told.durations[bisect_left(DURATION_BOUNDS, attempt.each)] += new
-        told.seconds += new * attempt.each
-        told.steps, told.busy = made, busy
-        model = job.flops_per_step(running.gpus) / running.gpus * made
+        totals.durations[bisect_left(DURATION_BOUNDS, attempt.each)] += new
+        totals.seconds += new * attempt.each
+        totals.steps = made
+        common = self._common_samples(state, attempt, totals, t)
         for place, node in enumerate(attempt.nodes):
             for index in range(topology.gpus_per_node):
                 rank = place * topology.gpus_per_node + index
-                own = (job.name, str(rank))
-                usual = self._shares.setdefault(own_key := (job.name, rank), self._rng.uniform(*WAITS))
-                self._shares[own_key] = min(max(usual + self._rng.gauss(0, 0.002), WAITS[0]), WAITS[1])
+                key = (job.name, rank)
+                usual = self._shares.setdefault(key, self._rng.uniform(*WAITS))
+                self._shares[key] = min(max(usual + self._rng.gauss(0, 0.002), WAITS[0]), WAITS[1])
                 share = usual + (0.0 if rank == slowest else lost)
-                told.waits[rank] = told.waits.get(rank, 0.0) + share * new * attempt.each
-                samples = [
-                    info(
-                        m.TRAINING_RANK_INFO,
-                        run=job.name,
-                        rank=str(rank),
-                        host=topology.host(node),
-                        uuid=topology.gpu(node, index),
-                        local_rank=str(index),
-                        attempt=attempt.id,
-                        **mesh_place(job.mesh, rank),
-                    ),
-                    (m.TRAINING_STEPS_TOTAL, own, made),
-                    (m.TRAINING_TOKENS_TOTAL, own, TOKENS * made),
-                    (m.TRAINING_MODEL_FLOPS_TOTAL, own, model),
-                    (m.TRAINING_HARDWARE_FLOPS_TOTAL, own, 4 / 3 * model),
-                    (m.TRAINING_CAPACITY_FLOPS_TOTAL, own, job.peak_flops * busy),
-                    (m.TRAINING_PEAK_FLOPS_PER_SECOND, own, job.peak_flops),
-                    (m.TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL, own, told.waits[rank]),
-                    (m.TRAINING_MEASURED_STEP_SECONDS_TOTAL, own, told.seconds),
-                    (m.TRAINING_MEASURED_STEPS_TOTAL, own, made),
-                    (m.TRAINING_COLLECTIVE_SEQUENCE_NUMBER, own, COLLECTIVES * made),
-                    (m.TRAINING_RECOMPILATIONS_TOTAL, own, 0.0),
-                    (m.TRAINING_ALLOCATOR_RETRIES_TOTAL, own, 0.0),
-                    (m.TRAINING_OUT_OF_MEMORY_TOTAL, own, 0.0),
-                    (m.TRAINING_ALLOCATOR_UNUSED_BYTES, own, UNUSED),
-                    (m.TRAINING_HOOK_ERRORS_TOTAL, own, 0.0),
-                    *(
-                        (m.TRAINING_ACTIVITY_SECONDS_TOTAL, (*own, activity), spent)
-                        for activity, spent in seconds.items()
-                    ),
-                    *(
-                        (m.TRAINING_PHASE_SECONDS_TOTAL, (*own, phase), part * told.seconds)
-                        for phase, part in PHASES.items()
-                    ),
-                ]
-                if position is not None:
-                    samples += [
-                        (m.TRAINING_POSITION_STEPS, own, position),
-                        (m.TRAINING_LAST_STEP_TIMESTAMP_SECONDS, own, EPOCH + attempt.last_step(t)),
-                    ]
-                if attempt.committed is not None:
-                    samples.append((m.TRAINING_COMMITTED_STEPS, own, attempt.committed))
+                totals.waits[rank] = totals.waits.get(rank, 0.0) + share * new * attempt.each
+                own = (job.name, str(rank))
+                rank_info = info(
+                    m.TRAINING_RANK_INFO,
+                    run=job.name,
+                    rank=str(rank),
+                    host=topology.host(node),
+                    uuid=topology.gpu(node, index),
+                    local_rank=str(index),
+                    attempt=attempt.id,
+                    **mesh_place(job.mesh, rank),
+                )
+                samples = [rank_info, (m.TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL, own, totals.waits[rank])]
+                samples += [(row, (*own, *extra), value) for row, extra, value in common]
                 for row, values, value in samples:
                     yield node, line(row, values, float(value), "flopwatch", "")
-        for told_line in self._for_all(running, attempt, told, position):
-            yield attempt.nodes[0], told_line
+        for sample in self._run_lines(state, attempt, totals, position):
+            yield attempt.nodes[0], sample
 
-    def _for_all(self, running: Running, attempt: Attempt, told: _Told, position: int | None) -> Iterator[Line]:
-        """Yield what one rank tells for all."""
-        job = running.job
+    @staticmethod
+    def _common_samples(
+        state: JobState, attempt: JobAttempt, totals: HookTotals, t: float
+    ) -> list[tuple[Metric, tuple[str, ...], float]]:
+        """Return the samples that are equal on all ranks, with the labels that follow run and rank."""
+        job, seconds, made = state.job, attempt.seconds(t), totals.steps
+        model = job.flops_per_step(state.gpus) / state.gpus * made
+        samples: list[tuple[Metric, tuple[str, ...], float]] = [
+            (m.TRAINING_STEPS_TOTAL, (), made),
+            (m.TRAINING_TOKENS_TOTAL, (), TOKENS * made),
+            (m.TRAINING_MODEL_FLOPS_TOTAL, (), model),
+            (m.TRAINING_HARDWARE_FLOPS_TOTAL, (), 4 / 3 * model),
+            (m.TRAINING_CAPACITY_FLOPS_TOTAL, (), job.peak_flops * seconds.get("step", 0.0)),
+            (m.TRAINING_PEAK_FLOPS_PER_SECOND, (), job.peak_flops),
+            (m.TRAINING_MEASURED_STEP_SECONDS_TOTAL, (), totals.seconds),
+            (m.TRAINING_MEASURED_STEPS_TOTAL, (), made),
+            (m.TRAINING_COLLECTIVE_SEQUENCE_NUMBER, (), COLLECTIVES * made),
+            (m.TRAINING_RECOMPILATIONS_TOTAL, (), 0.0),
+            (m.TRAINING_ALLOCATOR_RETRIES_TOTAL, (), 0.0),
+            (m.TRAINING_OUT_OF_MEMORY_TOTAL, (), 0.0),
+            (m.TRAINING_ALLOCATOR_UNUSED_BYTES, (), UNUSED),
+            (m.TRAINING_HOOK_ERRORS_TOTAL, (), 0.0),
+            *((m.TRAINING_ACTIVITY_SECONDS_TOTAL, (activity,), spent) for activity, spent in seconds.items()),
+            *((m.TRAINING_PHASE_SECONDS_TOTAL, (phase,), part * totals.seconds) for phase, part in PHASES.items()),
+        ]
+        if (position := attempt.position(t)) is not None:
+            samples += [
+                (m.TRAINING_POSITION_STEPS, (), position),
+                (m.TRAINING_LAST_STEP_TIMESTAMP_SECONDS, (), EPOCH + attempt.last_step(t)),
+            ]
+        if attempt.committed is not None:
+            samples.append((m.TRAINING_COMMITTED_STEPS, (), attempt.committed))
+        return samples
+
+    def _run_lines(
+        self, state: JobState, attempt: JobAttempt, totals: HookTotals, position: int | None
+    ) -> Iterator[Line]:
+        """Yield the samples that one rank has for the whole run."""
+        job = state.job
         run = (job.name,)
         samples: list[m.Sample] = [
             info(
@@ -136,7 +145,7 @@ class Hooks:
                 peak_source="catalogue",
                 step_source="hook",
             ),
-            (m.TRAINING_WORLD_SIZE, run, running.gpus),
+            (m.TRAINING_WORLD_SIZE, run, state.gpus),
             (m.TRAINING_SAMPLED_EVERY_STEPS, run, 1.0),
             (m.TRAINING_NONFINITE_TOTAL, (*run, "loss"), 0.0),
             (m.TRAINING_NONFINITE_TOTAL, (*run, "grad_norm"), 0.0),
@@ -149,19 +158,19 @@ class Hooks:
             yield line(row, values, float(value), "flopwatch", "")
         below = 0
         for number, bound in enumerate((*DURATION_BOUNDS, math.inf)):
-            below += told.durations[number]
+            below += totals.durations[number]
             yield (
                 f"{m.TRAINING_STEP_DURATION_SECONDS}_bucket",
                 {"run": job.name, "le": "+Inf" if bound == math.inf else str(bound)},
                 float(below),
             )
-        yield f"{m.TRAINING_STEP_DURATION_SECONDS}_sum", {"run": job.name}, told.seconds
+        yield f"{m.TRAINING_STEP_DURATION_SECONDS}_sum", {"run": job.name}, totals.seconds
         yield f"{m.TRAINING_STEP_DURATION_SECONDS}_count", {"run": job.name}, float(below)
 
 
-def culprit(topology: Topology, running: Running) -> int | None:
-    """Return the rank that the others wait for in the present stretch of steps."""
-    loss, attempt = running.charged, running.attempt
+def slowest_rank(topology: Topology, state: JobState) -> int | None:
+    """Return the rank that the others wait for in the present stretch of steps, if there is one."""
+    loss, attempt = state.charged, state.attempt
     if loss is None or attempt is None:
         return None
     place = loss.gpu or loss.port

@@ -1,4 +1,4 @@
-"""What a training job is and does: its mesh, its steps, its checkpoints, its restarts; and one attempt of it."""
+"""Training jobs of the simulator: mesh, steps, checkpoints and restarts, and the state of one attempt."""
 
 from __future__ import annotations
 
@@ -7,76 +7,76 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-Span = tuple[float, float]  # seconds, drawn from evenly
+Span = tuple[float, float]  # seconds, range of a uniform distribution
 
 
 @dataclass(frozen=True)
-class Job:
-    """A training job; times are seconds."""
+class TrainingJob:
+    """A training job. Times are in seconds."""
 
     name: str
     nodes: int
     tenant: str = ""
     mesh: Mapping[str, int] = field(default_factory=dict)  # axis to size; the product is the GPUs
     step_seconds: float = 8.0
-    step_spread: float = 0.01  # of a stretch between two checkpoints, not of each step
+    step_spread: float = 0.01  # relative, drawn once per stretch between two checkpoints
     mfu: float = 0.41
     peak_flops: float = 989.4e12  # of a GPU
     checkpoint_every: float = 600.0
     save_blocks: float = 3.0
-    save_writes: float = 45.0  # behind the job's back, until the checkpoint is durable; 0: it blocks until then
+    save_writes: float = 45.0  # in the background until the checkpoint is durable; 0: saving blocks until then
     queue: float = 0.0
     startup: Span = (60.0, 120.0)
     compile: Span = (0.0, 0.0)
     restore: Span = (20.0, 50.0)
-    restart_median: float = 90.0  # from the end of the processes to new ones
+    restart_median: float = 90.0  # from the end of the processes to the next start
     restart_sigma: float = 0.4  # of its logarithm
-    replace: Span = (60.0, 240.0)  # more if nodes are exchanged
+    replace: Span = (60.0, 240.0)  # added if nodes are replaced
     begins: float = 0.0
-    steps: int | None = None  # until it is completed; None: until the simulation ends
+    steps: int | None = None  # after which it is completed; None: at the end of the simulation
 
     def flops_per_step(self, gpus: int) -> float:
-        """Return the model FLOPs of all GPUs in a step."""
+        """Return the model FLOPs of one step on `gpus` GPUs."""
         return self.mfu * self.peak_flops * gpus * self.step_seconds
 
-    def restarts_after(self, rng: random.Random, exchanged: bool) -> float:
-        """Return how long it takes to start again."""
+    def restarts_after(self, rng: random.Random, replaced: bool) -> float:
+        """Draw the seconds from the end of an attempt to the next start."""
         delay = rng.lognormvariate(math.log(self.restart_median), self.restart_sigma)
-        return delay + (rng.uniform(*self.replace) if exchanged else 0.0)
+        return delay + (rng.uniform(*self.replace) if replaced else 0.0)
 
 
 @dataclass(slots=True)
-class Attempt:
-    """One attempt of a job: what its hooks would tell at any moment."""
+class JobAttempt:
+    """One attempt of a job, with what its hooks would report at any time."""
 
     id: str
     start: float
     nodes: list[int]  # by rank
-    resumed: int | None  # the step it is to restore
+    resumed: int | None  # the step to restore
     restored: int | None = None
     committed: int | None = None
     step: int = 0  # completed when the present activity began
     activity: str = "startup"
     since: float = 0.0
     each: float = 1.0  # seconds of a step
-    stuck: int | None = None  # steps completed in the present stretch, since a fault holds it up
+    stuck: int | None = None  # steps completed in the present stretch, if a fault blocks it
     closed: dict[str, float] = field(default_factory=dict)
     ended: float | None = None
-    dark: set[int] = field(default_factory=set)  # nodes that say nothing any more
+    dark: set[int] = field(default_factory=set)  # nodes that send nothing any more
 
     def made(self, t: float) -> int:
-        """Return the whole steps of the present stretch."""
+        """Return the number of steps completed in the present stretch."""
         if self.activity != "step":
             return 0
         made = math.floor((t - self.since) / self.each + 1e-6)
         return made if self.stuck is None else min(made, self.stuck)
 
     def last_step(self, t: float) -> float:
-        """Return when the last step ended: at the latest when the present activity began."""
+        """Return when the last step of the present stretch ended, or when the present activity began."""
         return self.since + self.made(t) * self.each
 
     def open_step(self, t: float) -> float:
-        """Return the age of the step under way."""
+        """Return the age of the current step in seconds, 0 outside of steps."""
         return max(0.0, t - self.since - self.made(t) * self.each) if self.activity == "step" else 0.0
 
     def seconds(self, t: float) -> dict[str, float]:
@@ -90,11 +90,11 @@ class Attempt:
         self.activity, self.since = activity, t
 
     def position(self, t: float) -> int | None:
-        """Return the last completed step; None before it is known."""
+        """Return the last completed step, or None before the first activity that knows it."""
         if self.restored is None and "step" not in self.closed and self.activity != "step":
             return None
         return self.step + self.made(t)
 
     def leader(self) -> int:
-        """Return the place in `nodes` of the lowest rank whose node still speaks; the last if none does."""
+        """Return the index in `nodes` of the first node that still sends records, or of the last node if none does."""
         return next((place for place, node in enumerate(self.nodes) if node not in self.dark), len(self.nodes) - 1)

@@ -1,9 +1,9 @@
-"""What a Prometheus would have scraped of a simulated cluster: the ledger's families, and a few of each node's.
+"""Series that Prometheus would scrape from a simulated cluster: those of the ledger, and a few of each node.
 
-OpenMetrics with time stamps, for `promtool tsdb create-blocks-from openmetrics`
-(https://prometheus.io/docs/prometheus/latest/storage/#backfilling-from-openmetrics-format). A node that is down is
-`up 0` and tells nothing. Of training there is where each rank runs and how far it is, and of one rank a node its time.
-Somebody who works on a node announces it, unloads the driver a quarter of the time later, and reboots at half time.
+They are written as OpenMetrics with timestamps, for `promtool tsdb create-blocks-from openmetrics`
+(https://prometheus.io/docs/prometheus/latest/storage/#backfilling-from-openmetrics-format). A node that is down
+has `up 0` and no other series. The training series are the place and the position of each rank, and the activities
+of one rank per node. Announced maintenance unloads the driver after a quarter of its time and reboots at half time.
 """
 
 from __future__ import annotations
@@ -17,47 +17,48 @@ from flopwatch.catalogue import Metric
 from flopwatch.ledger.ledger import Ledger
 from flopwatch.training.totals import DURATION_BOUNDS
 from simulator.nodes import EPOCH, Record
-from simulator.topology import Port, Topology
-from simulator.world import Damage, Running, World
+from simulator.state import Damage, JobState
+from simulator.topology import PortPlace, Topology
+from simulator.world import SimulatedCluster
 
 LEDGER = "ledger:9452"
-MAX_NODES = 256  # of more, only the ledger is scraped: the text of a day would be gigabytes
+MAX_NODES = 256  # with more, only the ledger is scraped, because a day would take gigabytes
 ACTIVE, DOWN = 4.0, 1.0  # infiniband_port_state_id
-BLIP = 10.0  # seconds for which a link is down that comes back by itself
-ERRORS = 3  # symbol errors or NVLink replays when a node sees some
-COLLECTIVES = 100.0  # of a step
-CAPPED = 20.0  # seconds at the power cap when a node sees it throttle
+BLIP = 10.0  # seconds of a link flap
+ERRORS = 3  # symbol errors or NVLink replays per observation
+COLLECTIVES = 100.0  # per step
+CAPPED = 20.0  # seconds of throttling per observation
 
 Line = tuple[str, dict[str, str], float]
 
 
-def scrape(world: World, ledger: Ledger, t: float) -> Iterator[Line]:
-    """Yield what all targets say at a virtual time."""
+def scrape(world: SimulatedCluster, ledger: Ledger, t: float) -> Iterator[Line]:
+    """Yield the samples of all targets at a virtual time."""
     yield from ledger_lines(ledger, t)
     if world.topology.nodes <= MAX_NODES:
         yield from _nodes(world, t)
 
 
 def write(lines: Iterable[Line], t: float, out: TextIO) -> None:
-    """Write what targets said at a virtual time."""
+    """Write the samples of a virtual time."""
     for name, labels, value in lines:
         out.write(f"{series(name, labels)} {value!r} {EPOCH + t:.3f}\n")
 
 
 def series(name: str, labels: Mapping[str, str]) -> str:
-    """Return a series as it is written."""
+    """Return a series in the text format."""
     text = ",".join(f'{key}="{_escaped(label)}"' for key, label in labels.items())
     return f"{name}{{{text}}}"
 
 
 def ledger_lines(ledger: Ledger, t: float) -> Iterator[Line]:
-    """Yield what the ledger tells."""
+    """Yield the samples of the ledger at a virtual time."""
     yield "up", {"job": "flopwatch-ledger", "instance": LEDGER}, 1.0
     for row, values, value in ledger.families(EPOCH + t):
         yield line(row, values, value, "flopwatch-ledger", LEDGER)
 
 
-def _nodes(world: World, t: float) -> Iterator[Line]:
+def _nodes(world: SimulatedCluster, t: float) -> Iterator[Line]:
     topology = world.topology
     broken = [damage for damage in world.broken if damage.since <= t < damage.until]
     work = {node: damage for damage in broken if damage.announced for node in damage.nodes}
@@ -95,7 +96,9 @@ def _share(damage: Damage, t: float) -> float:
     return (t - damage.since) / (damage.until - damage.since)
 
 
-def _node(world: World, node: int, lost: set[Port], down: set[Port], driver: bool, t: float) -> Iterator[m.Sample]:
+def _node(
+    world: SimulatedCluster, node: int, lost: set[PortPlace], down: set[PortPlace], driver: bool, t: float
+) -> Iterator[m.Sample]:
     topology = world.topology
     host = topology.host(node)
     yield m.FLOPWATCH_BUILD_INFO, (flopwatch.__version__,), 1.0
@@ -104,13 +107,13 @@ def _node(world: World, node: int, lost: set[Port], down: set[Port], driver: boo
         yield m.FLOPWATCH_COLLECTOR_LAST_SUCCESS_TIMESTAMP_SECONDS, (collector,), EPOCH + t
     yield (
         m.HOST_TOPOLOGY_INFO,
-        (host, topology.rack(node), topology.leaf(Port(node, 0)), topology.domain(node), "simulated"),
+        (host, topology.rack(node), topology.leaf(PortPlace(node, 0)), topology.domain(node), "simulated"),
         1.0,
     )
     yield m.GPU_DRIVER_LOADED, (), float(driver)
-    seen = _Seen(world.nodes.seen(node))
+    seen = _EvidenceIndex(world.nodes.seen(node))
     for index in range(topology.gpus_per_node):
-        uuid, place = topology.gpu(node, index), Port(node, index)
+        uuid, place = topology.gpu(node, index), PortPlace(node, index)
         gpu = (str(index), uuid)
         yield info(m.GPU_INFO, gpu=str(index), uuid=uuid, host=host, model="NVIDIA H100 80GB HBM3", source="simulated")
         yield m.GPU_PRESENT, gpu, float(driver and place not in lost)
@@ -140,8 +143,8 @@ def _node(world: World, node: int, lost: set[Port], down: set[Port], driver: boo
         yield m.INFINIBAND_LINK_DOWNED_TOTAL, port, float(seen.count("link_down", port=name))
 
 
-class _Seen:
-    """What a node has seen, by kind and place."""
+class _EvidenceIndex:
+    """Evidence of a node by kind and place."""
 
     def __init__(self, entries: Iterable[Record]) -> None:
         self._entries: dict[tuple[str, str], list[Record]] = {}
@@ -155,16 +158,16 @@ class _Seen:
         return sum(entry["count"] for entry in self.of(kind, gpu, port))
 
 
-def _ranks(topology: Topology, node: int, running: Running, place: int, t: float) -> Iterator[Line]:
+def _ranks(topology: Topology, node: int, running: JobState, place: int, t: float) -> Iterator[Line]:
     attempt, job = running.attempt, running.job
     assert attempt is not None
     position = attempt.position(t)
     first, instance = place * topology.gpus_per_node, f"{topology.host(node)}:9450"
-    one = (job.name, str(first))
-    told: list[m.Sample] = []
+    own = (job.name, str(first))
+    samples: list[m.Sample] = []
     for index in range(topology.gpus_per_node):
         rank = first + index
-        told.append(
+        samples.append(
             info(
                 m.TRAINING_RANK_INFO,
                 run=job.name,
@@ -177,20 +180,20 @@ def _ranks(topology: Topology, node: int, running: Running, place: int, t: float
             )
         )
         if position is not None:
-            told.append((m.TRAINING_POSITION_STEPS, (job.name, str(rank)), float(position)))
-    told += [
-        (m.TRAINING_ACTIVITY_SECONDS_TOTAL, (*one, activity), seconds)
+            samples.append((m.TRAINING_POSITION_STEPS, (job.name, str(rank)), float(position)))
+    samples += [
+        (m.TRAINING_ACTIVITY_SECONDS_TOTAL, (*own, activity), seconds)
         for activity, seconds in attempt.seconds(t).items()
     ]
     if position is not None:
         made = float(position - (attempt.restored or 0))
-        told += [
-            (m.TRAINING_LAST_STEP_TIMESTAMP_SECONDS, one, EPOCH + attempt.last_step(t)),
-            (m.TRAINING_STEPS_TOTAL, one, made),
-            (m.TRAINING_COLLECTIVE_SEQUENCE_NUMBER, one, COLLECTIVES * made),
+        samples += [
+            (m.TRAINING_LAST_STEP_TIMESTAMP_SECONDS, own, EPOCH + attempt.last_step(t)),
+            (m.TRAINING_STEPS_TOTAL, own, made),
+            (m.TRAINING_COLLECTIVE_SEQUENCE_NUMBER, own, COLLECTIVES * made),
         ]
     if first == 0:
-        told += [
+        samples += [
             info(
                 m.TRAINING_RUN_INFO,
                 run=job.name,
@@ -201,7 +204,7 @@ def _ranks(topology: Topology, node: int, running: Running, place: int, t: float
             ),
             (m.TRAINING_WORLD_SIZE, (job.name,), float(running.gpus)),
         ]
-    for row, values, value in told:
+    for row, values, value in samples:
         yield line(row, values, value, "flopwatch", instance)
     if first == 0 and position is not None:
         labels = {"job": "flopwatch", "instance": instance, "run": job.name}
@@ -216,22 +219,22 @@ def _ranks(topology: Topology, node: int, running: Running, place: int, t: float
         yield f"{m.TRAINING_STEP_DURATION_SECONDS}_count", labels, made
 
 
-def info(row: Metric, **told: str) -> m.Sample:
-    """Return the sample of an info row with these labels, and the others empty."""
-    return row, tuple(told.get(label, "") for label in row.labels), 1.0
+def info(row: Metric, **values: str) -> m.Sample:
+    """Return the sample of an info metric with the given labels; its other labels are empty."""
+    return row, tuple(values.get(label, "") for label in row.labels), 1.0
 
 
 def mesh_place(mesh: Mapping[str, int], rank: int) -> dict[str, str]:
-    """Return a rank's place in the mesh, whose first axis is the one that moves first."""
-    found = {}
+    """Return the coordinates of a rank in the mesh. The first axis varies fastest."""
+    place = {}
     for axis, size in mesh.items():
         rank, coordinate = divmod(rank, size)
-        found[axis] = str(coordinate)
-    return found
+        place[axis] = str(coordinate)
+    return place
 
 
 def line(row: Metric, values: tuple[str, ...], value: float, job: str, instance: str) -> Line:
-    """Return a sample as a target tells it."""
+    """Return a sample with the labels and the scale of its series."""
     labels = dict(zip(row.labels, values, strict=True))
     return row.name, {"job": job, "instance": instance, **labels}, value * row.scale
 

@@ -1,4 +1,4 @@
-"""What the nodes of a simulated cluster see, of what is so and of what means nothing, and the records they send."""
+"""Nodes of a simulated cluster: their clocks, what they have observed, and the records that they send."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from simulator.faults import Clue
-from simulator.jobs import Attempt, Job
+from simulator.jobs import JobAttempt, TrainingJob
 from simulator.topology import Topology
 
 EPOCH = 1_760_000_000.0  # virtual time 0
-PUSH = 5.0  # a node tells a run's news within so many seconds
-STILL_KNOWN = 600.0  # for so long an exporter sends the last word of an ended attempt again when it has more to say
-BEFORE = 600.0  # an exporter tells what it saw from so long before an attempt's start on
+PUSH = 5.0  # seconds within which a node reports a change of a run
+RESEND = 600.0  # seconds for which an exporter repeats the last record of an ended attempt with new evidence
+BEFORE = 600.0  # seconds before the start of an attempt from which on evidence counts for it
 MAX_EVIDENCE = 64
 
 Record = dict[str, Any]
@@ -22,23 +22,23 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Noise:
-    """What is seen though it means nothing, and what is not seen though it means something."""
+    """Rates of observations without a fault, and of clues that are missing or late."""
 
-    per_node_day: float = 0.02
+    per_node_day: float = 0.02  # observations without a fault
     missing: float = 0.03  # of clues
-    late: float = 0.05  # of clues, by
+    late: float = 0.05  # of clues, delayed by
     delay: tuple[float, float] = (60.0, 240.0)  # seconds
-    skew: float = 0.02  # seconds that clocks are apart, as a standard deviation
-    echoes: int = 16  # nodes on which a rank gets to say that it lost its peers
+    skew: float = 0.02  # seconds, standard deviation of the clocks
+    echoes: int = 16  # nodes on which a rank reports that it lost its peers
 
 
-# What nodes see on any day, by weight.
+# What nodes observe without a fault: weight, clue.
 DAILY: tuple[tuple[float, Clue], ...] = (
     (0.35, Clue("link_errors", place="port")),
     (0.20, Clue("throttle", "sw_power_cap", place="gpu")),
     (0.15, Clue("xid", "63", place="gpu")),
     (0.10, Clue("xid", "92", place="gpu")),
-    (0.10, Clue("link_down", place="port")),  # it comes back before anything times out
+    (0.10, Clue("link_down", place="port")),  # a flap, shorter than any timeout
     (0.05, Clue("host_oom")),  # some other process
     (0.05, Clue("nvlink", place="gpu")),
 )
@@ -46,22 +46,22 @@ _ECHO = (Clue("exception", "DistBackendError", place="rank"), Clue("signal", "SI
 
 
 class Nodes:
-    """All nodes: each with a clock of its own, what it has seen, and its last word; `tell` gets their records."""
+    """All nodes, each with its own clock, its evidence and its last record. Their records are passed to `send`."""
 
-    def __init__(self, topology: Topology, noise: Noise, rng: random.Random, tell: Callable[[Record], object]) -> None:
+    def __init__(self, topology: Topology, noise: Noise, rng: random.Random, send: Callable[[Record], object]) -> None:
         self.topology, self.noise = topology, noise
-        self._rng, self._tell = rng, tell
+        self._rng, self._send = rng, send
         self._evidence: dict[int, dict[tuple[str, str], Record]] = {}
-        self._last_words: dict[int, tuple[float, Record]] = {}
+        self._last_records: dict[int, tuple[float, Record]] = {}
         self._skews = [rng.gauss(0.0, noise.skew) for _ in range(topology.nodes)]
         self.hosts = [topology.host(node) for node in range(topology.nodes)]
 
-    def submitted(self, job: Job, t: float) -> None:
-        """Let the scheduler tell that a job is waiting."""
-        self._tell({"t": EPOCH + t, "tenant": job.tenant, "run": job.name, "event": "submitted", "source": "scheduler"})
+    def submitted(self, job: TrainingJob, t: float) -> None:
+        """Send the scheduler's record that a job is in the queue."""
+        self._send({"t": EPOCH + t, "tenant": job.tenant, "run": job.name, "event": "submitted", "source": "scheduler"})
 
-    def note(self, clue: Clue, node: int, part: int, seen: float, attempt: Attempt | None) -> None:
-        """Let a node see something of one of its GPUs, ports or, of an attempt that it has a part in, ranks."""
+    def note(self, clue: Clue, node: int, part: int, seen: float, attempt: JobAttempt | None) -> None:
+        """Record that a node observed a clue at `seen`, on its GPU, port or rank number `part`."""
         place: Record = {}
         if clue.place == "gpu":
             place["gpu"] = self.topology.gpu(node, part)
@@ -72,31 +72,31 @@ class Nodes:
             place["rank"] = first + part
         if clue.detail:
             place["detail"] = clue.detail
-        known = self._evidence.setdefault(node, {})
-        entry = known.setdefault((clue.kind, repr(place)), {"kind": clue.kind, "t": 0.0, "count": 0, **place})
+        evidence = self._evidence.setdefault(node, {})
+        entry = evidence.setdefault((clue.kind, repr(place)), {"kind": clue.kind, "t": 0.0, "count": 0, **place})
         entry["t"] = round(max(entry["t"], EPOCH + seen + self._skews[node]), 3)
         entry["count"] += 1
-        while len(known) > MAX_EVIDENCE:
-            del known[min(known, key=lambda key: known[key]["t"])]
+        while len(evidence) > MAX_EVIDENCE:
+            del evidence[min(evidence, key=lambda key: evidence[key]["t"])]
 
-    def echo(self, attempt: Attempt, nodes: set[int], t: float) -> None:
-        """Let ranks on some of the other nodes say that they lost their peers."""
+    def echo(self, attempt: JobAttempt, nodes: set[int], t: float) -> None:
+        """Record on some of the other nodes that a rank lost its peers."""
         others = [node for node in attempt.nodes if node not in nodes]
         for node in self._rng.sample(others, min(self.noise.echoes, len(others))):
             for clue in _ECHO:
                 self.note(clue, node, 0, t - self._rng.uniform(0.0, 1.0), attempt)
 
     def seen(self, node: int) -> Iterable[Record]:
-        """Return all that a node has seen so far."""
+        """Return all evidence of a node so far."""
         return self._evidence.get(node, {}).values()
 
     def _of(self, node: int, start: float) -> list[Record]:
-        """Return what a node tells with the records of an attempt that started then."""
+        """Return the evidence that a node sends with records of an attempt that started at `start`."""
         since = EPOCH + start - BEFORE
         return [dict(entry) for entry in self.seen(node) if entry["t"] >= since]
 
-    def first(self, job: Job, attempt: Attempt, t: float) -> None:
-        """Let all nodes tell that they began, each when its turn comes within a push; rank 0 is not the first."""
+    def first(self, job: TrainingJob, attempt: JobAttempt, t: float) -> None:
+        """Send the first record of every node, spread over one push interval. A random node is the first."""
         if attempt.ended is not None:
             return
         count = len(attempt.nodes)
@@ -105,48 +105,48 @@ class Nodes:
             place = (first + number) % count
             if attempt.nodes[place] not in attempt.dark:
                 now = t + PUSH * number / count
-                self._tell(self._record(job, attempt, place, now, self._shared(job, attempt, now)))
+                self._send(self._record(job, attempt, place, now, self._shared(job, attempt, now)))
 
-    def leader(self, job: Job, attempt: Attempt, t: float) -> None:
-        """Let the node that the ledger follows tell where it is."""
+    def leader(self, job: TrainingJob, attempt: JobAttempt, t: float) -> None:
+        """Send a record of the node that the ledger follows."""
         if attempt.ended is None:
             self.one(job, attempt, attempt.nodes[attempt.leader()], t)
 
-    def one(self, job: Job, attempt: Attempt, node: int, t: float) -> None:
-        """Let a node tell where it is."""
+    def one(self, job: TrainingJob, attempt: JobAttempt, node: int, t: float) -> None:
+        """Send a record of one node."""
         if node not in attempt.dark:
-            self._tell(self._record(job, attempt, attempt.nodes.index(node), t, self._shared(job, attempt, t)))
+            self._send(self._record(job, attempt, attempt.nodes.index(node), t, self._shared(job, attempt, t)))
 
-    def all(self, job: Job, attempt: Attempt, t: float) -> None:
-        """Let all nodes tell where they are."""
+    def all(self, job: TrainingJob, attempt: JobAttempt, t: float) -> None:
+        """Send a record of every node."""
         shared = self._shared(job, attempt, t)
         for place, node in enumerate(attempt.nodes):
             if node not in attempt.dark:
-                self._tell(self._record(job, attempt, place, t, shared))
+                self._send(self._record(job, attempt, place, t, shared))
 
-    def last(self, job: Job, attempt: Attempt, t: float, status: str | None = None) -> None:
-        """Let all nodes tell the end: the status the run itself told, or else that its processes are gone."""
-        # A process says nothing as it dies; what is known of it is its last push.
-        heard = t if status is not None else max(attempt.since, t - self._rng.uniform(0.0, PUSH))
+    def last(self, job: TrainingJob, attempt: JobAttempt, t: float, status: str | None = None) -> None:
+        """Send the last record of every node: with the status of an orderly end, else with `gone`."""
+        # A process that dies sends nothing, so its last state is that of its last push.
+        pushed = t if status is not None else max(attempt.since, t - self._rng.uniform(0.0, PUSH))
         end: Record = {"gone": True} if status is None else {"event": "finish", "status": status}
-        self.all(job, attempt, heard)
-        shared = self._shared(job, attempt, heard)
+        self.all(job, attempt, pushed)
+        shared = self._shared(job, attempt, pushed)
         places = [place for place, node in enumerate(attempt.nodes) if node not in attempt.dark]
         self._rng.shuffle(places)
         for place in places:
             node = attempt.nodes[place]
-            record = {**self._record(job, attempt, place, heard, shared), **end, "t": EPOCH + t + self._skews[node]}
-            self._tell(record)
-            self._last_words[node] = t, record
+            record = {**self._record(job, attempt, place, pushed, shared), **end, "t": EPOCH + t + self._skews[node]}
+            self._send(record)
+            self._last_records[node] = t, record
 
     def again(self, node: int, t: float) -> None:
-        """Let a node repeat its last word of an ended attempt, with what it has seen since."""
-        ended, last = self._last_words.get(node, (0.0, {}))
-        if last and t - ended < STILL_KNOWN:
-            self._tell({**last, "evidence": self._of(node, last["started"] - EPOCH)})
+        """Repeat a node's last record of an ended attempt, with its evidence since then."""
+        ended, last = self._last_records.get(node, (0.0, {}))
+        if last and t - ended < RESEND:
+            self._send({**last, "evidence": self._of(node, last["started"] - EPOCH)})
 
-    def _record(self, job: Job, attempt: Attempt, place: int, t: float, shared: Record) -> Record:
-        """Return the record of one node at a time."""
+    def _record(self, job: TrainingJob, attempt: JobAttempt, place: int, t: float, shared: Record) -> Record:
+        """Return the record of one node at time `t`."""
         node = attempt.nodes[place]
         skew = self._skews[node]
         record = {
@@ -160,8 +160,8 @@ class Nodes:
             record["evidence"] = seen
         return record
 
-    def _shared(self, job: Job, attempt: Attempt, t: float) -> Record:
-        """Return what the records of all nodes of an attempt have in common at a time."""
+    def _shared(self, job: TrainingJob, attempt: JobAttempt, t: float) -> Record:
+        """Return the fields that the records of all nodes of an attempt have in common at time `t`."""
         per_node = self.topology.gpus_per_node
         position = attempt.position(t)
         record: Record = {

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from simulator.judge import Judgement
-from simulator.scenarios import Scenario
+from simulator.scenarios import Result, Scenario
+
+HOUR = 3600.0
 
 
-def to_json(scenario: Scenario, seed: int, judgement: Judgement, records: int) -> dict[str, object]:
-    """Return the comparison as a JSON object."""
+def to_json(scenario: Scenario, seed: int, result: Result) -> dict[str, object]:
+    """Return the comparison of ledger and truth as a JSON object."""
+    judgement = result.judgement
     return {
         "scenario": scenario.name,
         "seed": seed,
         "days": scenario.days,
-        "records": records,
-        "gpus": sum(job.nodes for job in scenario.jobs) * scenario.topology().gpus_per_node,
+        "records": result.records,
+        "gpus": _gpus(scenario),
         "runs": {
             name: {
                 figure.name.strip(): {
                     "unit": figure.unit,
                     "truth": figure.truth,
-                    "ledger": figure.told,
+                    "ledger": figure.ledger,
                     "off": figure.off,
                 }
                 for figure in figures
@@ -29,19 +31,19 @@ def to_json(scenario: Scenario, seed: int, judgement: Judgement, records: int) -
         "causes": {
             name: {
                 "true": cause.true,
-                "said": cause.said,
+                "said": cause.found,
                 "right": cause.right,
                 "precision": cause.precision,
                 "recall": cause.recall,
-                "lost_gpu_hours": cause.true_gpu_seconds / 3600,
-                "said_lost_gpu_hours": cause.said_gpu_seconds / 3600,
+                "lost_gpu_hours": cause.true_gpu_seconds / HOUR,
+                "said_lost_gpu_hours": cause.found_gpu_seconds / HOUR,
                 "named_hosts": cause.placed,
                 "right_hosts": cause.place_right,
             }
             for name, cause in sorted(judgement.causes.items())
         },
         "mistakes": [
-            {"fault": kind, "said": said, "times": times} for (kind, said), times in judgement.mistakes.most_common()
+            {"fault": kind, "said": found, "times": times} for (kind, found), times in judgement.mistakes.most_common()
         ],
         "missed_attempts": judgement.missed,
         "invented_attempts": judgement.invented,
@@ -49,12 +51,12 @@ def to_json(scenario: Scenario, seed: int, judgement: Judgement, records: int) -
     }
 
 
-def table(scenario: Scenario, seed: int, judgement: Judgement, records: int) -> str:
-    """Return the comparison for people."""
-    gpus = sum(job.nodes for job in scenario.jobs) * scenario.topology().gpus_per_node
+def table(scenario: Scenario, seed: int, result: Result) -> str:
+    """Return the comparison of ledger and truth as text for a terminal."""
+    judgement = result.judgement
     lines = [
         f"{scenario.name}: {scenario.text}",
-        f"{scenario.days:g} days, {gpus:,} GPUs, seed {seed}, {records:,} records",
+        f"{scenario.days:g} days, {_gpus(scenario):,} GPUs, seed {seed}, {result.records:,} records",
     ]
     off = [figure for _, figure in judgement.off]
     for name, figures in judgement.figures.items():
@@ -62,24 +64,24 @@ def table(scenario: Scenario, seed: int, judgement: Judgement, records: int) -> 
         for figure in figures:
             lines.append(
                 f"{figure.name:<22}{_number(figure.truth, figure.unit):>19}"
-                f"{_number(figure.told, figure.unit):>19}{figure.off:>9.2%}{' !' if figure in off else ''}"
+                f"{_number(figure.ledger, figure.unit):>19}{figure.off:>9.2%}{' !' if figure in off else ''}"
             )
     if judgement.causes:
         lines += [
             "",
-            f"{'cause':<20}{'true':>6}{'said':>6}{'right':>6}{'precision':>11}{'recall':>8}"
-            f"{'lost GPU-h':>13}{'said':>12}{'host right':>12}",
+            f"{'cause':<20}{'true':>6}{'found':>6}{'right':>6}{'precision':>11}{'recall':>8}"
+            f"{'lost GPU-h':>13}{'found':>12}{'host right':>12}",
         ]
     for name, cause in sorted(judgement.causes.items(), key=lambda item: (": " in item[0], -item[1].true)):
         host = f"{cause.place_right}/{cause.placed}" if cause.placed else "-"
         lines.append(
-            f"{name:<20}{cause.true:>6}{cause.said:>6}{cause.right:>6}{_share(cause.precision):>11}"
-            f"{_share(cause.recall):>8}{cause.true_gpu_seconds / 3600:>13,.0f}{cause.said_gpu_seconds / 3600:>12,.0f}"
+            f"{name:<20}{cause.true:>6}{cause.found:>6}{cause.right:>6}{_share(cause.precision):>11}"
+            f"{_share(cause.recall):>8}{cause.true_gpu_seconds / HOUR:>13,.0f}{cause.found_gpu_seconds / HOUR:>12,.0f}"
             f"{host:>12}"
         )
-    lines += [f"  {times} x {kind}: said {said}" for (kind, said), times in judgement.mistakes.most_common()]
+    lines += [f"  {times} x {kind}: found {found}" for (kind, found), times in judgement.mistakes.most_common()]
     lines += [
-        f"  {times} x {kind}: over too soon, or a part of another loss, and not judged"
+        f"  {times} x {kind}: too short, or part of another loss, and not judged"
         for kind, times in judgement.not_judged.items()
     ]
     lines += [f"  not in the ledger: {loss}" for loss in judgement.missed]
@@ -87,14 +89,15 @@ def table(scenario: Scenario, seed: int, judgement: Judgement, records: int) -> 
     return "\n".join(lines)
 
 
+def _gpus(scenario: Scenario) -> int:
+    return sum(job.nodes for job in scenario.jobs) * scenario.topology().gpus_per_node
+
+
 def _number(value: float | None, unit: str) -> str:
     if value is None:
         return "-"
-    return (
-        f"{value:,.0f} {unit}".rstrip()
-        if value == round(value) or abs(value) >= 1000
-        else (f"{value:.4g} {unit}".rstrip())
-    )
+    whole = value == round(value) or abs(value) >= 1000
+    return f"{value:,.0f} {unit}".rstrip() if whole else f"{value:.4g} {unit}".rstrip()
 
 
 def _share(value: float | None) -> str:

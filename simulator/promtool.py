@@ -1,4 +1,4 @@
-"""Prometheus' own evaluation of rules over series that are made up."""
+"""Evaluation of rules over given series with `promtool test rules`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 import subprocess
 from pathlib import Path
 
-# It ends after seconds, so it need not sweep its garbage as often as a server: a quarter less time.
+# promtool ends after seconds, so rarer garbage collection saves a quarter of its time.
 GOGC = "400"
 
 
 def rule_test(promtool: str, *tests: Path, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `promtool test rules` on files of one folder and return how it ended, with what it printed.
+    """Run `promtool test rules` on files of one folder and return its exit status and output.
 
-    Raises OSError where there is no such program, and TimeoutExpired after `timeout` seconds.
+    Raises OSError if the program does not exist, and TimeoutExpired after `timeout` seconds.
     Source: https://prometheus.io/docs/prometheus/latest/configuration/unit_testing_rules/
     """
     return subprocess.run(

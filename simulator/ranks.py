@@ -1,9 +1,9 @@
-"""The ranks of one synchronous job, step by step, and what hook and exporter would tell of them at each scrape.
+"""The ranks of one synchronous job, step by step, and the series that hook and exporter serve for them.
 
-A step ends for all ranks at once, when the last of them has come to the collectives: a rank waits for as long as the
-step takes and it is not busy itself. Simulated are two hosts of eight GPUs, with what makes such measurements noisy:
-jitter, collections of garbage, a network that hiccups, checkpoints, evaluations, pushes out of phase, clocks that are
-apart, failed scrapes. Not simulated is communication that overlaps with computation.
+A step ends for all ranks at once, when the last of them reaches the collectives. A rank waits for the part of the step
+in which it is not busy. The job has two hosts of eight GPUs. Its measurements are noisy through jitter, garbage
+collection, network delays, checkpoints, evaluations, pushes out of phase, clock skew and failed scrapes.
+Communication that overlaps with computation is not simulated.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ from flopwatch.training.process.stuck_frames import AFTER, AFTER_STEPS, MIN_COVE
 from flopwatch.training.totals import DURATION_BOUNDS
 
 INTERVAL = 15.0  # seconds between two scrapes
-PUSH = 5.0  # and between two pushes of a rank
-RANK_TIMEOUT = 300.0  # the exporter forgets a rank that has not pushed for so long
+PUSH = 5.0  # seconds between two pushes of a rank
+RANK_TIMEOUT = 300.0  # seconds without a push after which the exporter drops a rank
 HOSTS, PER_HOST = 2, 8
 RANKS = HOSTS * PER_HOST
-TOKENS = 4096.0  # of a rank's step
-COLLECTIVES = 4  # of a step, in the default process group
+TOKENS = 4096.0  # per rank and step
+COLLECTIVES = 4  # per step, in the default process group
 WATTS, WAITING_WATTS, IDLE_WATTS = 640.0, 210.0, 75.0
 CLOCK = 1980e6
 STALE = "stale"
 
-Values = list[float | str | None]  # a scrape each; None: no sample
+Values = list[float | str | None]  # one per scrape; None: no sample
 Series = tuple[str, dict[str, str]]
 Labels = tuple[tuple[str, str], ...]
-Found = dict[tuple[str, Labels], Values]
+SeriesValues = dict[tuple[str, Labels], Values]
+RankSample = tuple[Metric, str, Labels, float]  # family, suffix of the name, labels, value
 
 
 @dataclass(frozen=True)
-class Card:
-    """What its GPU shows of what is wrong with a rank."""
+class CardSymptoms:
+    """What the metrics of a rank's GPU show of its trouble."""
 
-    throttled: Mapping[str, float] = field(default_factory=dict)  # by reason, the share of the time
+    throttled: Mapping[str, float] = field(default_factory=dict)  # reason to share of time
     clock: float = 1.0  # of the highest
     power_limit: float = 1.0  # of the default
     lanes: int = 16
@@ -50,46 +51,46 @@ class Card:
     lost: bool = False
 
 
-def nothing(rank: int, step: int, t: float) -> float:
-    """Slow nobody down."""
+def no_delay(rank: int, step: int, t: float) -> float:
+    """Return no delay for any rank."""
     return 0.0
 
 
-WELL = Card()
+WELL = CardSymptoms()
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """What is wrong with a job from `at` on, by rank."""
+    """What is wrong with a job from `at` seconds on. Sets hold ranks unless they say otherwise."""
 
     at: float = inf
-    slow: Callable[[int, int, float], float] = nothing  # by rank, step and time: how much longer, in steps
-    loading: bool = False  # what is slow is the loader
-    collecting: bool = False  # or garbage is collected
-    network: float = 1.0  # times as long
-    tokens: Mapping[int, float] = field(default_factory=dict)  # times as many
-    stages: tuple[float, ...] = (1.0,)  # the work of each stage of the pipeline
+    slow: Callable[[int, int, float], float] = no_delay  # rank, step and time to the delay, as a share of a step
+    loading: bool = False  # the delay is in the data loader
+    collecting: bool = False  # the delay is garbage collection
+    network: float = 1.0  # factor on the time of collectives
+    tokens: Mapping[int, float] = field(default_factory=dict)  # rank to factor on its tokens
+    stages: tuple[float, ...] = (1.0,)  # relative work of each pipeline stage
     unmeasured: frozenset[int] = frozenset()
-    cards: Mapping[int, Card] = field(default_factory=dict)
-    # A hang, or what looks like one.
+    cards: Mapping[int, CardSymptoms] = field(default_factory=dict)
+    # A hang, or what looks like a hang:
     hangs: bool = False
-    declared: str = ""  # the activity that all ranks are in, from then on for `lasts` seconds
+    declared: str = ""  # the activity that all ranks enter then, for `lasts` seconds
     lasts: float = 0.0
-    behind: frozenset[int] = frozenset()  # have not started the collective that the others are in
+    behind: frozenset[int] = frozenset()  # have not started the collective that the other ranks are in
     silent: frozenset[int] = frozenset()  # their processes do not push
     without_data: frozenset[int] = frozenset()
     gone: frozenset[int] = frozenset()  # their processes ended
-    idle: frozenset[int] = frozenset()  # nothing runs on their cards
-    computing: frozenset[int] = frozenset()  # their cards go on
-    elsewhere: frozenset[int] = frozenset()  # at another line than the others
-    blocked: str = ""  # the state of the processes of those that are behind
-    uncounted: bool = False  # nobody counts collectives
+    idle: frozenset[int] = frozenset()  # nothing runs on their GPUs
+    computing: frozenset[int] = frozenset()  # a kernel on their GPUs does not end
+    elsewhere: frozenset[int] = frozenset()  # at another line of code than the other ranks
+    blocked: str = ""  # process state of the ranks in `behind`
+    uncounted: bool = False  # collectives are not counted
     dark: frozenset[int] = frozenset()  # hosts whose exporter does not answer
-    links: frozenset[tuple[int, int]] = frozenset()  # hosts and ports that are down
+    links: frozenset[tuple[int, int]] = frozenset()  # host and port of each link that is down
 
 
 class Segment(NamedTuple):
-    """A part of the run's time, the same for all ranks; of a step how much longer ranks took, and waited."""
+    """A period of the run that is the same for all ranks. A step has the delay and, if measured, the wait of ranks."""
 
     begin: float
     end: float
@@ -98,8 +99,34 @@ class Segment(NamedTuple):
     waits: tuple[float, ...] | None = None
 
 
-class Job:
-    """A job that has been through its steps."""
+class RankTotals:
+    """What the hook of one rank has added up over completed segments."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(("startup", "step", "data_stall", "checkpoint_save", "evaluation", "compile"), 0.0)
+        self.wait = self.measured = self.collected = self.in_steps = 0.0
+        self.steps = self.measured_steps = 0
+        self.counts = [0] * (len(DURATION_BOUNDS) + 1)
+        self.last: float | None = None  # end of the last step, by the clock of the host
+
+    def add(self, segment: Segment, rank: int, trouble: Trouble, skew: float) -> None:
+        """Add a completed segment."""
+        begin, end, activity, late, waits = segment
+        stalled = late.get(rank, 0.0) if trouble.loading else 0.0
+        self.seconds[activity] += end - begin - stalled
+        self.seconds["data_stall"] += stalled
+        if activity == "step":
+            self.steps, self.last = self.steps + 1, end + skew
+            self.in_steps += end - begin
+            self.counts[bisect_left(DURATION_BOUNDS, end - begin)] += 1
+            if waits is not None:
+                self.wait, self.measured = self.wait + waits[rank], self.measured + end - begin
+                self.measured_steps += 1
+                self.collected += late.get(rank, 0.0) if trouble.collecting else 0.0
+
+
+class SynchronousJob:
+    """A job of 16 ranks that ran for `seconds` with a trouble; the same seed gives the same job."""
 
     def __init__(self, name: str, seed: str, trouble: Trouble, seconds: float) -> None:
         self.name, self.trouble, self.seconds = name, trouble, seconds
@@ -110,19 +137,19 @@ class Job:
         self._skews = [rng.gauss(0, 0.2) for _ in range(HOSTS)]
         self._in_flight = rng.randrange(COLLECTIVES)
         self.scrapes = [INTERVAL * number for number in range(int(seconds / INTERVAL) + 1)]
-        # Of ranks that have nothing to do with it: pushes that get lost, an Xid of a program, a port that flaps.
-        self._unheard = rng.randrange(RANKS), (since := rng.uniform(0, seconds)), since + rng.uniform(10, 40)
+        # Noise on ranks without trouble: lost pushes, an Xid that a program caused, a port that flaps.
+        self._lost_pushes = rng.randrange(RANKS), (since := rng.uniform(0, seconds)), since + rng.uniform(10, 40)
         self._noisy = {what: rng.randrange(RANKS) if rng.random() < 0.3 else None for what in ("xid", "flap")}
         self._failed = [[rng.random() < 0.005 for _ in self.scrapes] for _ in range(HOSTS)]
-        self.segments = list(self._live())
+        self.segments = list(self._run())
 
-    def _live(self) -> Iterator[Segment]:
+    def _run(self) -> Iterator[Segment]:
+        """Yield the segments of the run in order. A hang is a last step without end."""
         rng, trouble = self._rng, self.trouble
         jitter, network = rng.uniform(0.01, 0.04), rng.uniform(0.05, 0.2)
         every = 1
         while every * self.step_seconds < 0.5:
             every *= 2
-        per_stage = RANKS // len(trouble.stages)
         t, step, mean, disturbed = rng.uniform(5, 25), 0, 0.0, True
         yield Segment(0.0, t, "startup")
         checkpoint, evaluation = t + rng.uniform(40, 180), t + rng.uniform(100, 600)
@@ -143,55 +170,55 @@ class Job:
                     checkpoint = t + rng.uniform(120, 300)
                 else:
                     evaluation = t + rng.uniform(200, 900)
-            busy = [
-                self.step_seconds
-                * trouble.stages[rank // per_stage]
-                * trouble.tokens.get(rank, 1.0)
-                * rng.lognormvariate(0, jitter)
-                for rank in range(RANKS)
-            ]
-            if rng.random() < 0.05:  # somebody collects garbage
-                busy[rng.randrange(RANKS)] += rng.uniform(0.05, 0.3)
-            late = {}
-            if t >= trouble.at:
-                late = {
-                    rank: self.step_seconds * share
-                    for rank in range(RANKS)
-                    if (share := trouble.slow(rank, step, t)) > 0
-                }
-                for rank, seconds in late.items():
-                    busy[rank] += seconds
+            busy, late = self._busy(step, t, jitter)
             took = network * self.step_seconds * rng.lognormvariate(0, 0.15)
             took *= trouble.network if t >= trouble.at else 1.0
             if rng.random() < 0.01:
                 took *= rng.uniform(2, 6)
             duration = max(busy) + took
-            # As the hook has it: no step beside a checkpoint, and none that took more than twice the mean.
+            # The hook does not measure a step next to a checkpoint, nor one that took more than twice the mean.
             measured = step % every == 0 and not disturbed and step > 2 and duration <= 2 * mean
             mean += (duration - mean) / min(step + 1, 100)
-            yield Segment(
-                t,
-                t + duration,
-                "step",
-                late,
-                tuple((duration - seconds) * rng.uniform(0.97, 1.0) for seconds in busy) if measured else None,
-            )
+            waits = tuple((duration - seconds) * rng.uniform(0.97, 1.0) for seconds in busy) if measured else None
+            yield Segment(t, t + duration, "step", late, waits)
             t, step, disturbed = t + duration, step + 1, False
 
-    def told(self) -> Iterator[tuple[Series, Values]]:
-        """Yield every series that a Prometheus would have, at every scrape."""
+    def _busy(self, step: int, t: float, jitter: float) -> tuple[list[float], dict[int, float]]:
+        """Return for how many seconds of a step each rank is busy, and the delay among them of each slow rank."""
+        rng, trouble = self._rng, self.trouble
+        per_stage = RANKS // len(trouble.stages)
+        busy = [
+            self.step_seconds
+            * trouble.stages[rank // per_stage]
+            * trouble.tokens.get(rank, 1.0)
+            * rng.lognormvariate(0, jitter)
+            for rank in range(RANKS)
+        ]
+        if rng.random() < 0.05:  # garbage collection on one rank
+            busy[rng.randrange(RANKS)] += rng.uniform(0.05, 0.3)
+        late = {}
+        if t >= trouble.at:
+            shares = ((rank, trouble.slow(rank, step, t)) for rank in range(RANKS))
+            late = {rank: self.step_seconds * share for rank, share in shares if share > 0}
+            for rank, seconds in late.items():
+                busy[rank] += seconds
+        return busy, late
+
+    def series(self) -> Iterator[tuple[Series, Values]]:
+        """Yield every series that Prometheus would have, with its values at all scrapes."""
         for rank in range(RANKS):
-            place = {"job": "flopwatch", "instance": self._instance(rank // PER_HOST)}
+            target = {"job": "flopwatch", "instance": self._instance(rank // PER_HOST)}
             found = self._rank(rank)
             if self.has_cards:
                 found |= self._card(rank)
             for (name, labels), values in found.items():
-                yield (name, {**place, **dict(labels)}), self._scraped(rank // PER_HOST, values)
+                yield (name, {**target, **dict(labels)}), self._scraped(rank // PER_HOST, values)
         for host in range(HOSTS):
             down = self._silence(host)
             yield ("up", {"job": "flopwatch", "instance": self._instance(host)}), [float(not failed) for failed in down]
 
     def _silence(self, host: int) -> list[bool]:
+        """Return for each scrape of a host whether it fails."""
         dark = host in self.trouble.dark
         return [
             failed or (dark and t >= self.trouble.at)
@@ -199,7 +226,7 @@ class Job:
         ]
 
     def _scraped(self, host: int, values: Values) -> Values:
-        """Return what comes of a series: a scrape that fails, or that lacks it, makes it stale."""
+        """Return the values that Prometheus stores. A series becomes stale when a scrape fails or lacks it."""
         scraped: Values = []
         there = False
         for value, failed in zip(values, self._silence(host), strict=True):
@@ -212,13 +239,13 @@ class Job:
         return scraped
 
     def _pushed(self, rank: int, t: float) -> float | None:
-        """Return of when the newest push of a rank is; None if the exporter does not serve it any more."""
+        """Return the time of a rank's newest push, or None if the exporter does not serve the rank."""
         trouble = self.trouble
         if rank in trouble.gone and t >= trouble.at:
             return None
         newest = self._push(rank, t)
-        unheard, since, until = self._unheard
-        if rank == unheard and since <= newest < until:
+        lost, since, until = self._lost_pushes
+        if rank == lost and since <= newest < until:
             newest = self._push(rank, since)
         if rank in trouble.silent and newest >= trouble.at:
             newest = self._push(rank, trouble.at)
@@ -229,104 +256,98 @@ class Job:
     def _push(self, rank: int, t: float) -> float:
         return t - (t - self._phases[rank]) % PUSH
 
-    def _rank(self, rank: int) -> Found:
-        trouble, host, local = self.trouble, *divmod(rank, PER_HOST)
-        found: Found = {}
-        per_stage = RANKS // len(trouble.stages)
-        told = {
+    def _rank(self, rank: int) -> SeriesValues:
+        """Return the series of a rank's hook as the exporter serves them."""
+        found: SeriesValues = {}
+        totals, at = RankTotals(), 0
+        for number, t in enumerate(self.scrapes):
+            now = self._pushed(rank, t)
+            if now is None:
+                continue
+            while self.segments[at].end <= now:
+                totals.add(self.segments[at], rank, self.trouble, self._skews[rank // PER_HOST])
+                at += 1
+            samples = [*self._rank_samples(rank, t, now, totals, self.segments[at])]
+            if rank == 0:
+                samples += self._run_samples(totals)
+            for row, suffix, labels, value in samples:
+                found.setdefault((row.name + suffix, labels), [None] * len(self.scrapes))[number] = value
+        return found
+
+    def _info(self, rank: int) -> Labels:
+        host, local = divmod(rank, PER_HOST)
+        stages = len(self.trouble.stages)
+        values = {
             "run": self.name,
             "rank": str(rank),
             "host": self.host(host),
             "uuid": self.uuid(rank) if self.has_cards else "",
             "local_rank": str(local),
             "attempt": "1",
-            "dp": str(rank % per_stage),
-            "pp": str(rank // per_stage) if len(trouble.stages) > 1 else "",
+            "dp": str(rank % (RANKS // stages)),
+            "pp": str(rank // (RANKS // stages)) if stages > 1 else "",
         }
-        info = tuple((label, told[label]) for label in m.TRAINING_RANK_INFO.labels if told.get(label))
+        return tuple((label, values[label]) for label in m.TRAINING_RANK_INFO.labels if values.get(label))
+
+    def _rank_samples(
+        self, rank: int, t: float, now: float, totals: RankTotals, segment: Segment
+    ) -> Iterator[RankSample]:
+        """Yield the samples of a rank whose newest push, at `now`, is in this segment."""
+        trouble = self.trouble
         own = (("run", self.name), ("rank", str(rank)))
-        seconds = dict.fromkeys(("startup", "step", "data_stall", "checkpoint_save", "evaluation", "compile"), 0.0)
-        wait = measured = collected = 0.0
-        steps = measured_steps = at = 0
-        counts = [0] * (len(DURATION_BOUNDS) + 1)
-        total, last = 0.0, None
+        begin, end, activity, late, _ = segment
+        age = now - begin
+        opened = {activity: age}
+        started = totals.steps * COLLECTIVES
+        if activity == "step":
+            stalled = min(age, late.get(rank, 0.0)) if trouble.loading else 0.0
+            stalled = age if end == inf and rank in trouble.without_data else stalled
+            opened = {"step": age - stalled, "data_stall": stalled}
+            started += (
+                self._in_flight + (rank not in trouble.behind) if end == inf else int(COLLECTIVES * age / (end - begin))
+            )
+        yield m.TRAINING_RANK_INFO, "", self._info(rank), 1.0
+        for name, so_far in totals.seconds.items():
+            yield m.TRAINING_ACTIVITY_SECONDS_TOTAL, "", (*own, ("activity", name)), so_far + opened.get(name, 0.0)
+        yield m.TRAINING_STEPS_TOTAL, "", own, float(totals.steps)
+        yield m.TRAINING_TOKENS_TOTAL, "", own, totals.steps * TOKENS * trouble.tokens.get(rank, 1.0)
+        if not trouble.uncounted:
+            yield m.TRAINING_COLLECTIVE_SEQUENCE_NUMBER, "", own, float(started)
+        if end == inf and age > max(AFTER, AFTER_STEPS * self.step_seconds) + MIN_COVERED:
+            line = 88 if rank in trouble.elsewhere else 120 + rank // (RANKS // len(trouble.stages))
+            yield m.TRAINING_STUCK_FRAME_INFO, "", (*own, ("at", f"train.py:{line} in train")), 1.0
+        for state in BLOCKED.values():
+            since = trouble.at if rank in trouble.behind and state == trouble.blocked else inf
+            yield m.HOST_PROCESS_BLOCKED_SECONDS, "", (*own, ("state", state)), max(0.0, t - since)
+        if totals.last is not None:
+            yield m.TRAINING_LAST_STEP_TIMESTAMP_SECONDS, "", own, totals.last
+        if rank not in trouble.unmeasured:
+            yield m.TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL, "", own, totals.wait
+            yield m.TRAINING_MEASURED_STEP_SECONDS_TOTAL, "", own, totals.measured
+            yield m.TRAINING_MEASURED_STEPS_TOTAL, "", own, float(totals.measured_steps)
+            yield m.TRAINING_PHASE_SECONDS_TOTAL, "", (*own, ("phase", "garbage_collection")), totals.collected
 
-        for number, t in enumerate(self.scrapes):
-            now = self._pushed(rank, t)
-            if now is None:
-                continue
+    def _run_samples(self, totals: RankTotals) -> Iterator[RankSample]:
+        """Yield the samples that one rank has for the whole run."""
+        run = (("run", self.name),)
+        yield m.TRAINING_WORLD_SIZE, "", run, float(RANKS)
+        yield m.TRAINING_STEP_DURATION_SECONDS, "_sum", run, totals.in_steps
+        yield m.TRAINING_STEP_DURATION_SECONDS, "_count", run, float(sum(totals.counts))
+        below = 0
+        for bound, count in zip((*DURATION_BOUNDS, inf), totals.counts, strict=True):
+            below += count
+            le = "+Inf" if bound == inf else f"{bound:g}"
+            yield m.TRAINING_STEP_DURATION_SECONDS, "_bucket", (*run, ("le", le)), float(below)
 
-            def put(row: Metric, value: float, labels: Labels = own, suffix: str = "", number: int = number) -> None:
-                found.setdefault((row.name + suffix, labels), [None] * len(self.scrapes))[number] = value
-
-            while self.segments[at].end <= now:
-                begin, end, activity, late, waits = self.segments[at]
-                at += 1
-                stalled = late.get(rank, 0.0) if trouble.loading else 0.0
-                seconds[activity] += end - begin - stalled
-                seconds["data_stall"] += stalled
-                if activity == "step":
-                    steps, last = steps + 1, end + self._skews[host]
-                    total += end - begin
-                    counts[bisect_left(DURATION_BOUNDS, end - begin)] += 1
-                    if waits is not None:
-                        wait, measured = wait + waits[rank], measured + end - begin
-                        measured_steps += 1
-                        collected += late.get(rank, 0.0) if trouble.collecting else 0.0
-            begin, end, activity, late, _ = self.segments[at]
-            age = now - begin
-            opened = {activity: age}
-            if activity == "step":
-                stalled = min(age, late.get(rank, 0.0)) if trouble.loading else 0.0
-                stalled = age if end == inf and rank in trouble.without_data else stalled
-                opened = {"step": age - stalled, "data_stall": stalled}
-            started = steps * COLLECTIVES
-            if activity == "step":
-                started += (
-                    self._in_flight + (rank not in trouble.behind)
-                    if end == inf
-                    else int(COLLECTIVES * age / (end - begin))
-                )
-            put(m.TRAINING_RANK_INFO, 1.0, info)
-            for name, so_far in seconds.items():
-                put(m.TRAINING_ACTIVITY_SECONDS_TOTAL, so_far + opened.get(name, 0.0), (*own, ("activity", name)))
-            put(m.TRAINING_STEPS_TOTAL, float(steps))
-            put(m.TRAINING_TOKENS_TOTAL, steps * TOKENS * trouble.tokens.get(rank, 1.0))
-            if not trouble.uncounted:
-                put(m.TRAINING_COLLECTIVE_SEQUENCE_NUMBER, float(started))
-            if end == inf and age > max(AFTER, AFTER_STEPS * self.step_seconds) + MIN_COVERED:
-                line = 88 if rank in trouble.elsewhere else 120 + rank // per_stage
-                put(m.TRAINING_STUCK_FRAME_INFO, 1.0, (*own, ("at", f"train.py:{line} in train")))
-            for state in BLOCKED.values():
-                since = trouble.at if rank in trouble.behind and state == trouble.blocked else inf
-                put(m.HOST_PROCESS_BLOCKED_SECONDS, max(0.0, t - since), (*own, ("state", state)))
-            if last is not None:
-                put(m.TRAINING_LAST_STEP_TIMESTAMP_SECONDS, last)
-            if rank not in trouble.unmeasured:
-                put(m.TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL, wait)
-                put(m.TRAINING_MEASURED_STEP_SECONDS_TOTAL, measured)
-                put(m.TRAINING_MEASURED_STEPS_TOTAL, float(measured_steps))
-                put(m.TRAINING_PHASE_SECONDS_TOTAL, collected, (*own, ("phase", "garbage_collection")))
-            if rank == 0:
-                run = own[:1]
-                put(m.TRAINING_WORLD_SIZE, float(RANKS), run)
-                put(m.TRAINING_STEP_DURATION_SECONDS, total, run, "_sum")
-                put(m.TRAINING_STEP_DURATION_SECONDS, float(sum(counts)), run, "_count")
-                below = 0
-                for bound, count in zip((*DURATION_BOUNDS, inf), counts, strict=True):
-                    below += count
-                    le = "+Inf" if bound == inf else f"{bound:g}"
-                    put(m.TRAINING_STEP_DURATION_SECONDS, float(below), (*run, ("le", le)), "_bucket")
-        return found
-
-    def _card(self, rank: int) -> Found:
+    def _card(self, rank: int) -> SeriesValues:
+        """Return the series of a rank's GPU and its network port."""
         trouble, host, local = self.trouble, *divmod(rank, PER_HOST)
         shown = trouble.cards.get(rank, WELL)
         gpu = (("gpu", str(local)), ("uuid", self.uuid(rank)))
         port = (("device", f"mlx5_{local}"), ("port", "1"))
         rng = random.Random(f"{self.name} card {rank}")
         hung_at = self.segments[-1].begin if self.segments[-1].end == inf else inf
-        found: Found = {}
+        found: SeriesValues = {}
         tensor = sent = 0.0
         held = dict.fromkeys(("sw_power_cap", "sw_thermal_slowdown", "hw_thermal_slowdown"), 0.0)
 
@@ -374,11 +395,11 @@ class Job:
         return found
 
     def uuid(self, rank: int) -> str:
-        """Return the GPU of a rank."""
+        """Return the UUID of a rank's GPU."""
         return f"GPU-{self.name}-{rank}"
 
     def host(self, host: int) -> str:
-        """Return the name of a host, which no other job has."""
+        """Return the name of a host, unique among jobs."""
         return f"{self.name}-node-{host}"
 
     def _instance(self, host: int) -> str:

@@ -1,4 +1,4 @@
-"""Clusters worth simulating, as data."""
+"""Scenarios of the fleet simulator: clusters with their jobs and faults."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ from typing import TextIO
 
 from flopwatch.ledger.ledger import Ledger
 from flopwatch.settings import SettingsError
-from simulator.faults import LLAMA_3_GPUS, Fault, drawn
-from simulator.jobs import Job
-from simulator.judge import Judgement, judge
+from simulator.faults import LLAMA_3_GPUS, Fault, draw
+from simulator.jobs import TrainingJob
+from simulator.judge import FleetJudgement, judge
 from simulator.metrics import Line, scrape, write
 from simulator.nodes import EPOCH, Noise, Record
 from simulator.topology import Topology
-from simulator.truth import Truth
-from simulator.world import World
+from simulator.truth import RunTruth
+from simulator.world import SimulatedCluster
 
 HOUR = 3600.0
-SPEAK = 30.0  # a ledger calls a run down that is silent for 60 s
+RECORD_INTERVAL = 30.0  # seconds; the ledger counts a run as down after 60 s without a record
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A cluster, its jobs, and what befalls it."""
+    """A cluster, its jobs and its faults."""
 
     name: str
     text: str
     days: float
-    jobs: tuple[Job, ...]
+    jobs: tuple[TrainingJob, ...]
     spares: int = 0
     rails: bool = True
     faults: tuple[Fault, ...] = ()
-    interruptions: bool = False  # draw the published ones for the first job
-    reference_gpus: int = LLAMA_3_GPUS  # that many GPUs have the published number of them
-    by_hand: int = 3  # of the published ones, those that needed somebody
+    interruptions: bool = False  # draw the published faults for the first job
+    reference_gpus: int = LLAMA_3_GPUS  # GPUs for the published number of faults
+    by_hand: int = 3  # of the published number, faults that need a repair by hand
     noise: Noise = field(default_factory=Noise)
 
     def topology(self) -> Topology:
-        """Return its cluster."""
+        """Return the topology that the jobs and spare nodes need."""
         return Topology(sum(job.nodes for job in self.jobs) + self.spares, rails=self.rails)
 
     def strikes(self, seed: int) -> list[Fault]:
-        """Return its faults."""
+        """Return the faults of the scenario in order of time, the random ones drawn with this seed."""
         chance = random.Random(f"{seed} faults")
         job = self.jobs[0]
-        published = drawn(chance, self.days, job.nodes * 8, self.reference_gpus, self.by_hand, job.name)
+        published = draw(chance, self.days, job.nodes * 8, self.reference_gpus, self.by_hand, job.name)
         return sorted([*self.faults, *(published if self.interruptions else [])], key=lambda fault: fault.t)
 
     def sized(self, days: float | None, gpus: int | None) -> Scenario:
-        """Return it with another length or size; raises SettingsError where its faults need the size it has."""
+        """Return the scenario with another length or size. Raises SettingsError for a size that does not fit."""
         changed = self if days is None else replace(self, days=days)
         if gpus is None or gpus == sum(job.nodes for job in self.jobs) * 8:
             return changed
@@ -63,7 +63,7 @@ class Scenario:
                 + ("has jobs of fixed sizes" if len(self.jobs) > 1 else "needs whole nodes of 8 GPUs")
             )
         job = self.jobs[0]
-        # More GPUs or fewer are more replicas or fewer; where none fits, nobody cares how the job is laid out.
+        # The number of GPUs changes the number of replicas. If it is not a multiple of a replica, the job has no mesh.
         replica = math.prod(size for axis, size in job.mesh.items() if axis != "dp")
         mesh = {} if gpus % replica else {**job.mesh, "dp": gpus // replica}
         spares = max(4, self.spares * gpus // (job.nodes * 8)) if self.spares else 0
@@ -71,7 +71,7 @@ class Scenario:
 
 
 def _crash_loop() -> Scenario:
-    job = Job(
+    job = TrainingJob(
         "looping", 8, mesh={"tp": 8, "dp": 8}, queue=120, step_seconds=4.0, restart_median=15.0, startup=(20.0, 30.0)
     )
     faults = [Fault(HOUR + 240 * number, "software", "looping", node=3) for number in range(12)]
@@ -79,7 +79,7 @@ def _crash_loop() -> Scenario:
 
 
 def _rolling_maintenance() -> Scenario:
-    jobs = tuple(Job(f"train-{number}", 16, mesh={"tp": 8, "dp": 16}, step_seconds=5.0) for number in range(4))
+    jobs = tuple(TrainingJob(f"train-{number}", 16, mesh={"tp": 8, "dp": 16}, step_seconds=5.0) for number in range(4))
     faults = tuple(
         Fault(HOUR + 1800 * batch, "maintenance", nodes=tuple(range(8 * batch, 8 * batch + 8)), lasts=2400.0)
         for batch in range(8)
@@ -90,12 +90,12 @@ def _rolling_maintenance() -> Scenario:
 
 
 def _slowdowns() -> Scenario:
-    job = Job("tired", 32, mesh={"tp": 8, "dp": 32}, step_seconds=5.0)
+    job = TrainingJob("tired", 32, mesh={"tp": 8, "dp": 32}, step_seconds=5.0)
     kinds = ("slow", "data_stall", "slow_link", "storage_stall", "slow_unseen")
     faults = tuple(Fault(2 * HOUR * number, kinds[number % len(kinds)], "tired") for number in range(1, 48))
     return Scenario(
         "slowdowns",
-        "a job that is slow or stands still 47 times in 4 days, and fails now and then",
+        "a job that is slow or stalled 47 times in 4 days, and fails now and then",
         4.0,
         (job,),
         spares=8,
@@ -113,19 +113,19 @@ SCENARIOS = {
             "llama3",
             "54 days of Llama 3 405B on 16,384 GPUs with its published interruptions",
             54.0,
-            (Job("llama3", 2048, mesh={"tp": 8, "pp": 16, "dp": 128}, queue=1800),),
+            (TrainingJob("llama3", 2048, mesh={"tp": 8, "pp": 16, "dp": 128}, queue=1800),),
             spares=128,
             interruptions=True,
         ),
         _crash_loop(),
         Scenario(
             "leaf_failure",
-            "a leaf switch dies under 64 nodes",
+            "a leaf switch of 64 nodes fails",
             0.25,
             (
-                Job("big", 32, mesh={"tp": 8, "dp": 32}, step_seconds=5.0),
-                Job("next", 24, mesh={"tp": 8, "dp": 24}, step_seconds=5.0),
-                Job("small", 8, mesh={"tp": 8, "dp": 8}, step_seconds=2.0),
+                TrainingJob("big", 32, mesh={"tp": 8, "dp": 32}, step_seconds=5.0),
+                TrainingJob("next", 24, mesh={"tp": 8, "dp": 24}, step_seconds=5.0),
+                TrainingJob("small", 8, mesh={"tp": 8, "dp": 8}, step_seconds=2.0),
             ),
             faults=(Fault(2 * HOUR, "leaf", leaf="leaf-0-3", lasts=2400.0),),
         ),
@@ -133,9 +133,9 @@ SCENARIOS = {
         _slowdowns(),
         Scenario(
             "healthy",
-            "8 nodes for 125 hours, and nothing happens",
+            "8 nodes for 125 hours without a fault",
             125 / 24,
-            (Job("quiet", 8, mesh={"tp": 8, "dp": 8}, queue=60),),
+            (TrainingJob("quiet", 8, mesh={"tp": 8, "dp": 8}, queue=60),),
         ),
     )
 }
@@ -143,11 +143,11 @@ SCENARIOS = {
 
 @dataclass(frozen=True)
 class Result:
-    """A simulation that is over."""
+    """A completed simulation: the truth of each run, the ledger, and their comparison."""
 
-    truths: list[Truth]
+    truths: list[RunTruth]
     ledger: Ledger
-    judgement: Judgement
+    judgement: FleetJudgement
     records: int
 
 
@@ -165,34 +165,35 @@ def simulate(
     step: float = 60.0,
     scraped: Callable[[float, Iterable[Line]], object] | None = None,
 ) -> Result:
-    """Live through a scenario, with other faults if any are given, and let a ledger listen.
+    """Simulate a scenario, with its own or the given faults, and apply the records to a ledger.
 
-    Records go to `history`; to `metrics`, or with its virtual time to `scraped`, goes what a Prometheus would have
-    scraped every `step` seconds: for that nodes speak all the time, or the ledger would call every run down.
+    Records are written to `history`. What Prometheus would scrape every `step` seconds is written to `metrics`, or
+    passed to `scraped` with its virtual time. For scrapes, all nodes send records at an interval, because the ledger
+    would otherwise count every run as down.
     """
     ledger, records = Ledger(), 0
     scraped = scraped if metrics is None else partial(_write_to, metrics)
     if scraped is not None and every is None:
-        every = SPEAK
+        every = RECORD_INTERVAL
 
-    def tell(record: Record) -> None:
+    def receive(record: Record) -> None:
         nonlocal records
         records += 1
         if history is not None:
             history.write(json.dumps(record) + "\n")
         ledger.apply(record)
 
-    def look(world: World, t: float) -> None:
+    def look(world: SimulatedCluster, t: float) -> None:
         if scraped is not None:
             scraped(t, scrape(world, ledger, t))
 
-    world = World(
+    world = SimulatedCluster(
         scenario.topology(),
         scenario.jobs,
         faults if faults is not None else scenario.strikes(seed),
         scenario.days * 86400,
         seed,
-        tell,
+        receive,
         scenario.noise,
         every,
         look if scraped is not None else None,

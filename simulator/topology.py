@@ -1,9 +1,9 @@
-"""Where everything of a simulated cluster is: nodes of 8 GPUs, a port for each, leaf switches, racks, NVLink domains.
+"""Topology of a simulated cluster: nodes of 8 GPUs with a port each, leaf switches, racks and NVLink domains.
 
-Rail-optimised as NVIDIA's reference design for H100
+The network is rail-optimised as in NVIDIA's reference design for H100
 (https://docs.nvidia.com/dgx-superpod/reference-architecture-scalable-infrastructure-h100/latest/network-fabrics.html):
-32 nodes are a scalable unit, and port N of each of them goes to the unit's leaf N. Without rails all ports of eight
-nodes go to one leaf. `domain_gpus=72` is an NVL72 rack: one NVLink domain across nodes.
+32 nodes form a scalable unit, and port N of each node is connected to leaf N of the unit. Without rails, all ports of
+eight nodes are connected to one leaf. `domain_gpus=72` is an NVL72 rack: one NVLink domain across nodes.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import uuid
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_NAMES = uuid.UUID("6b4f4a1e-4d3d-5a52-9d0b-3a5b6d1f7c20")  # of the uuid5s, so that a GPU keeps its name
+_NAMES = uuid.UUID("6b4f4a1e-4d3d-5a52-9d0b-3a5b6d1f7c20")  # namespace of uuid5, so that a GPU always has the same UUID
 
 
-class Port(NamedTuple):
-    """A network port: its node and its rail, which is also the index of the GPU it belongs to."""
+class PortPlace(NamedTuple):
+    """A network port: its node and its rail. The rail is also the index of the GPU next to it."""
 
     node: int
     rail: int
@@ -24,7 +24,7 @@ class Port(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """A cluster; nodes, GPUs and rails are counted from 0."""
+    """Layout of a cluster. Nodes, GPUs and rails are counted from 0."""
 
     nodes: int
     gpus_per_node: int = 8
@@ -53,15 +53,15 @@ class Topology:
         """Return the port's name on its node."""
         return f"mlx5_{rail}:1"
 
-    def leaf(self, port: Port) -> str:
+    def leaf(self, port: PortPlace) -> str:
         """Return the switch at the other end of a port's cable."""
         if self.rails:
             return f"leaf-{port.node // self.nodes_per_unit}-{port.rail}"
         return f"leaf-{port.node // self.nodes_per_leaf}"
 
-    def below(self, leaf: str) -> list[Port]:
-        """Return the ports that a leaf switch serves; none if there is no such switch."""
-        ports = (Port(node, rail) for node in range(self.nodes) for rail in range(self.gpus_per_node))
+    def below(self, leaf: str) -> list[PortPlace]:
+        """Return the ports of a leaf switch, an empty list if there is no such switch."""
+        ports = (PortPlace(node, rail) for node in range(self.nodes) for rail in range(self.gpus_per_node))
         return [port for port in ports if self.leaf(port) == leaf]
 
     def rack(self, node: int) -> str:
@@ -73,9 +73,9 @@ class Topology:
         return f"nvl-{node * self.gpus_per_node // self.domain_gpus}"
 
     def csv(self) -> str:
-        """Return the places of all nodes as `flopwatch exporter --topology` reads them; a leaf is the first port's."""
+        """Return the topology file of `flopwatch exporter --topology`. The leaf of a node is that of its first port."""
         rows = [
-            f"{self.host(node)},{self.rack(node)},{self.leaf(Port(node, 0))},{self.domain(node)}"
+            f"{self.host(node)},{self.rack(node)},{self.leaf(PortPlace(node, 0))},{self.domain(node)}"
             for node in range(self.nodes)
         ]
         return "\n".join(["host,rack,leaf,domain", *rows]) + "\n"

@@ -1,9 +1,9 @@
-"""What really happened to a run, booked as it happens; nothing here has heard of a record or of the ledger.
+"""True history of a run, accounted while it is simulated and independent of records and ledger.
 
-The buckets are those of docs/goodput.md: a step made for the first time is productive, one made again or cut short is
-lost. What a fault cost is all that is not productive, from the moment it struck (of an end in order: from that end)
-until the first step that the run had not made before, or until its next end. Slow steps cost what they take beyond the
-usual, which is productive all the same.
+The buckets are those of docs/goodput.md. A step that is made for the first time is productive. A step that is repeated
+or interrupted is lost. A fault costs all time that is not productive, from the moment it strikes (for an orderly end,
+from that end) until the first step above the high-water mark or the next end. Slow steps cost what exceeds the usual
+step time, which still counts as productive.
 """
 
 from __future__ import annotations
@@ -14,51 +14,51 @@ from flopwatch.ledger.buckets import BUCKETS
 
 
 @dataclass(slots=True)
-class Loss:
-    """A fault that cost a run time."""
+class TrueLoss:
+    """Time that a fault cost a run."""
 
     kind: str
     cause: str
     effect: str  # end, planned, slow, stall
     attempt: str
-    at: float  # it struck
+    at: float  # when the fault struck
     hosts: tuple[str, ...] = ()
     gpu: str = ""
     port: str = ""
-    ended: float | None = None  # the attempt; of a slow stretch it
-    alone: bool = True  # it is no part of what another costs
-    recovered: float | None = None  # a new step was made
+    ended: float | None = None  # the attempt, or the slowdown
+    alone: bool = True  # not part of the loss of another fault
+    recovered: float | None = None  # when a new step was made
     gpu_seconds: float = 0.0
 
     @property
     def unplanned(self) -> bool:
-        """Return whether it ended an attempt that nobody wanted to end."""
+        """Return whether the fault ended an attempt unplanned."""
         return self.effect == "end"
 
 
 @dataclass(slots=True)
-class Truth:
-    """The true books of one run; times are Unix seconds."""
+class RunTruth:
+    """True totals of one run. Times are Unix seconds."""
 
     run: str
     tenant: str
     submitted: float
-    step_flops: float  # of the model, on all GPUs
-    peak_flops: float  # of a GPU, each second
+    step_flops: float  # model FLOPs of a step on all GPUs
+    peak_flops: float  # per GPU and second
     start: float | None = None
     end: float | None = None
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BUCKETS, 0.0))
     gpu_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BUCKETS, 0.0))
     released_gpu_seconds: float = 0.0  # between two allocations
-    steps: int = 0  # ever made
+    steps: int = 0  # high-water mark
     attempts: int = 0
-    losses: list[Loss] = field(default_factory=list)
-    open: Loss | None = None  # what the run has not recovered from
-    recovering: float | None = None  # since when its processes are gone, unplanned, and it made no new step
-    recoveries: list[float] = field(default_factory=list)  # seconds that took
+    losses: list[TrueLoss] = field(default_factory=list)
+    open: TrueLoss | None = None  # the loss that the run has not recovered from
+    recovering: float | None = None  # time of an unplanned end without a new step since
+    recoveries: list[float] = field(default_factory=list)  # seconds of each recovery
 
     def book(self, bucket: str, seconds: float, gpus: float, held: bool = True) -> None:
-        """Book seconds during which the run had these GPUs; held or, between two allocations, not."""
+        """Add seconds to a bucket. With `held` False, the GPUs were released between two allocations."""
         self.seconds[bucket] += seconds
         if not held:
             self.released_gpu_seconds += seconds * gpus
@@ -74,10 +74,10 @@ class Truth:
         each: float,
         began: float,
         gpus: float,
-        slow: Loss | None = None,
+        slow: TrueLoss | None = None,
         usual: float = 0.0,
     ) -> None:
-        """Book `count` whole steps after step `first`, of so many seconds each; if they are slow, more than usual."""
+        """Add `count` complete steps after step `first`, of `each` seconds instead of the `usual` ones."""
         again = min(max(self.steps - first, 0), count)
         self.book("lost", again * each, gpus)
         if count > again:
@@ -94,13 +94,13 @@ class Truth:
                 slow.ended = began + count * each
         self.book("productive", (count - again) * each, gpus)
 
-    def strike(self, loss: Loss) -> None:
-        """Note a fault; what is lost from now on is charged to it."""
+    def strike(self, loss: TrueLoss) -> None:
+        """Record a fault. Time lost from now on is charged to it."""
         self.losses.append(loss)
         self.open = loss
 
     def over(self, t: float) -> None:
-        """Note that the processes are gone."""
+        """Record the end of the processes at time `t`."""
         if self.open is not None:
             self.open.ended = t
             if self.open.unplanned and self.recovering is None:
@@ -125,21 +125,24 @@ class Truth:
 
     @property
     def effective_mfu(self) -> float:
-        """Return the FLOPs of the steps made, each counted once, over the peak of the GPUs held."""
+        """Return the FLOPs of all distinct steps over the peak FLOPs of the GPU time held."""
         return self.steps * self.step_flops / (sum(self.gpu_seconds.values()) * self.peak_flops)
 
     @property
-    def interruptions(self) -> list[Loss]:
-        """Return what ended attempts unplanned."""
+    def interruptions(self) -> list[TrueLoss]:
+        """Return the losses that ended attempts unplanned."""
         return [loss for loss in self.losses if loss.unplanned]
 
     @property
     def mttf(self) -> float | None:
-        """Return the running seconds for each unplanned end."""
+        """Return the mean running seconds between unplanned ends, None without an unplanned end."""
         running = self.wall - self.seconds["down"]
         return running / len(self.interruptions) if self.interruptions else None
 
     @property
     def mttr(self) -> float | None:
-        """Return the mean seconds from the end of the processes to the first new step; ends in a row count once."""
+        """Return the mean seconds from an unplanned end to the first new step.
+
+        Ends without a new step between them count as one.
+        """
         return sum(self.recoveries) / len(self.recoveries) if self.recoveries else None

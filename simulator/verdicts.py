@@ -1,8 +1,7 @@
-"""What the shipped rules say of simulated jobs, asked of promtool, beside the truth.
+"""Test of the alert rules for stragglers and hangs on simulated jobs with a known verdict.
 
-The rules are evaluated as Prometheus would, by `promtool test rules`
-(https://prometheus.io/docs/prometheus/latest/configuration/unit_testing_rules/) over the series of many jobs at once.
-It is asked for what the alerts would have told and expects nothing, so that it prints what there is.
+`promtool test rules` (https://prometheus.io/docs/prometheus/latest/configuration/unit_testing_rules/) evaluates the
+rules over the series of many jobs at once. Its tests expect no alerts and no samples, so it prints all that exist.
 """
 
 from __future__ import annotations
@@ -20,129 +19,134 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.settings import SettingsError
-from simulator.kinds import SCENARIOS, Kind, Truth
+from simulator.kinds import SCENARIOS, ExpectedVerdict, TroubleKind
 from simulator.promtool import rule_test
-from simulator.ranks import INTERVAL, PER_HOST, Job, Series, Values
+from simulator.ranks import INTERVAL, PER_HOST, Series, SynchronousJob, Values
 
-BATCH = 60  # jobs that promtool is given at a time: some 25,000 series
+BATCH = 60  # jobs in one run of promtool: about 25,000 series
 SECONDS = {"stragglers": 780.0, "hangs": 720.0}
 ALERT = {"stragglers": "TrainingStraggler", "hangs": "TrainingHang"}
 RANK = {"stragglers": "rank:training_straggler:culprit", "hangs": "rank:training_hang:culprit"}
 HOST = {"stragglers": "host:training_straggler:leader", "hangs": "host:training_hang:culprit"}
-TOLD_AT = {"stragglers": 780, "hangs": 555}  # when the alerts' texts are read: before a silent rank is given up
-LEAST = 0.95  # share of a kind's jobs that have to be right
+TEXT_AT = {"stragglers": 780, "hangs": 555}  # seconds at which the alert text is read, before a silent rank is dropped
+MIN_RIGHT = 0.95  # share of the jobs of a kind
 
 
 @dataclass(frozen=True)
-class Said:
-    """What was told of a job: whether the alert fired, and whom it named at any time."""
+class AlertOutcome:
+    """Result of the rules for a job: whether the alert fired, and the ranks and hosts named at any time."""
 
     fired: bool = False
     ranks: frozenset[int] = frozenset()
     hosts: frozenset[int] = frozenset()
-    after: float | None = None  # when that was
-    text: str = ""  # of the alert
+    after: float | None = None  # seconds until the first name
+    text: str = ""  # description of the alert
 
 
 @dataclass
-class Row:
-    """A kind's jobs by how they were judged; `wrong` is who was named instead."""
+class KindScore:
+    """Jobs of one kind by result; `wrong` counts the ranks and hosts that were named in error."""
 
-    kind: Kind
+    kind: TroubleKind
     right: int = 0
-    told: int = 0  # of the right ones, those whose text says what there is
-    abstained: int = 0
-    silent: int = 0  # no alert where there had to be one
-    alarms: int = 0  # an alert where there must be none
+    explained: int = 0  # right, with the expected text in the alert
+    abstained: int = 0  # the alert fired without the name
+    silent: int = 0  # no alert where one is expected
+    alarms: int = 0  # an alert where none is expected
     wrong: Counter[str] = field(default_factory=Counter)
     after: list[float] = field(default_factory=list)
-    names: bool = False  # somebody is to be named
+    names: bool = False  # a rank or host is to be named
 
     @property
     def jobs(self) -> int:
-        """Return how many there were."""
+        """Return the number of jobs."""
         return self.right + self.abstained + self.silent + self.alarms + self.wrong.total()
 
     @property
     def median(self) -> float | None:
-        """Return the upper median of the seconds until somebody was named."""
+        """Return the upper median of the seconds from the trouble to the first name, None without a name."""
         return sorted(self.after)[len(self.after) // 2] if self.after else None
 
 
 @dataclass(frozen=True)
 class Verdicts:
-    """All rows of a scenario."""
+    """Scores of all kinds of a scenario."""
 
     scenario: str
-    rows: tuple[Row, ...]
+    rows: tuple[KindScore, ...]
 
     @property
     def precision(self) -> float:
-        """Return the share of names that were right."""
+        """Return the share of names that are right."""
         right = sum(row.right for row in self.rows if row.names)
         named = right + sum(row.wrong.total() for row in self.rows)
         return right / named if named else 1.0
 
     @property
     def recall(self) -> float:
-        """Return the share of culprits that were named."""
+        """Return the share of expected names that were found."""
         return sum(row.right for row in self.rows if row.names) / max(
             1, sum(row.jobs for row in self.rows if row.names)
         )
 
     @property
-    def poor(self) -> list[Row]:
-        """Return the rows that are right too seldom or wrong at all."""
-        return [row for row in self.rows if row.told < LEAST * row.jobs or row.wrong]
+    def poor(self) -> list[KindScore]:
+        """Return the kinds with a wrong name, or with fewer than MIN_RIGHT explained jobs."""
+        return [row for row in self.rows if row.explained < MIN_RIGHT * row.jobs or row.wrong]
 
 
 def evaluate(
     scenario: str, seeds: int, first: int, rules: Path, promtool: str, kinds: Sequence[str] | None = None
 ) -> Verdicts:
-    """Simulate so many jobs of each kind and judge what the rules say of them. Raises SettingsError."""
-    rows: dict[str, Row] = {}
+    """Simulate `seeds` jobs of each kind, from seed `first` on, and score the rules. Raises SettingsError."""
+    rows: dict[str, KindScore] = {}
     chosen = [kind for kind in SCENARIOS[scenario] if kinds is None or kind.name in kinds]
     shipped, program = _needed(rules, scenario), shutil.which(promtool)
     if program is None:
         raise SettingsError(f"--promtool {promtool}: no such program")
     drawn = [(kind, seed) for kind in chosen for seed in range(first, first + seeds)]
     for begin in range(0, len(drawn), BATCH):
-        truths: dict[str, tuple[Kind, Truth, float]] = {}
+        truths: dict[str, tuple[TroubleKind, ExpectedVerdict, float]] = {}
         jobs = []
         for kind, seed in drawn[begin : begin + BATCH]:
             name = f"{kind.name}-{seed}"
             trouble, truth = kind.make(random.Random(f"{name} trouble"))
             truths[name] = kind, truth, trouble.at
-            jobs.append(Job(name, f"{name} job", trouble, SECONDS[scenario]))
-        said = _ask(scenario, jobs, shipped, str(Path(program).absolute()))
+            jobs.append(SynchronousJob(name, f"{name} job", trouble, SECONDS[scenario]))
+        outcomes = _evaluate(scenario, jobs, shipped, str(Path(program).absolute()))
         for name, (kind, truth, at) in truths.items():
-            row = rows.setdefault(kind.name, Row(kind))
-            _judge(row, truth, said.get(name, Said()), at)
+            row = rows.setdefault(kind.name, KindScore(kind))
+            _score(row, truth, outcomes.get(name, AlertOutcome()), at)
     return Verdicts(scenario, tuple(rows.values()))
 
 
-def _judge(row: Row, truth: Truth, said: Said, at: float) -> None:
+def _score(row: KindScore, truth: ExpectedVerdict, outcome: AlertOutcome, at: float) -> None:
+    """Count the outcome of a job whose trouble began at `at`."""
     right_ranks = frozenset(() if truth.rank is None else (truth.rank,))
     right_hosts = frozenset(() if truth.host is None else (truth.host,))
     row.names |= truth.evident and bool(right_ranks or right_hosts)
-    around = right_hosts if truth.rank is None else frozenset((truth.rank // PER_HOST,))  # true, if not the whole truth
-    others = [f"rank {rank}" for rank in said.ranks - right_ranks] + [f"host {host}" for host in said.hosts - around]
+    around = (
+        right_hosts if truth.rank is None else frozenset((truth.rank // PER_HOST,))
+    )  # naming the host of the rank is not wrong
+    others = [f"rank {rank}" for rank in outcome.ranks - right_ranks] + [
+        f"host {host}" for host in outcome.hosts - around
+    ]
     if others:
         row.wrong[", ".join(others)] += 1
-    elif said.fired != truth.alerts:
+    elif outcome.fired != truth.alerts:
         row.silent += truth.alerts
         row.alarms += not truth.alerts
-    elif not truth.evident or (said.ranks == right_ranks and said.hosts >= right_hosts):
+    elif not truth.evident or (outcome.ranks == right_ranks and outcome.hosts >= right_hosts):
         row.right += 1
-        row.told += row.kind.tells in said.text
-        if said.after is not None:
-            row.after.append(said.after - at)
+        row.explained += row.kind.text_part in outcome.text
+        if outcome.after is not None:
+            row.after.append(outcome.after - at)
     else:
         row.abstained += 1
 
 
 def _needed(rules: Path, scenario: str) -> list[dict[str, Any]]:
-    """Return the groups of the shipped rules with what an alert and its names build on, and no more."""
+    """Return the rule groups, reduced to the alert, the records of its names, and the records that they read."""
     try:
         import yaml
     except ImportError as error:
@@ -150,11 +154,11 @@ def _needed(rules: Path, scenario: str) -> list[dict[str, Any]]:
     try:
         groups = yaml.safe_load(rules.read_text(encoding="utf-8"))["groups"]
     except (OSError, yaml.YAMLError, TypeError, KeyError) as error:
-        raise SettingsError(f"--rules {rules}: {getattr(error, 'strerror', None) or 'no file of rules'}") from error
+        raise SettingsError(f"--rules {rules}: {getattr(error, 'strerror', None) or 'not a rule file'}") from error
     every = [rule for group in groups for rule in group["rules"]]
     wanted: set[str] = set()
     alert = ALERT[scenario]
-    pending = [RANK[scenario], HOST[scenario], *(_asks(rule) for rule in every if rule.get("alert") == alert)]
+    pending = [RANK[scenario], HOST[scenario], *(_text(rule) for rule in every if rule.get("alert") == alert)]
     while pending:
         expr = pending.pop()
         for rule in every:
@@ -172,12 +176,15 @@ def _needed(rules: Path, scenario: str) -> list[dict[str, Any]]:
     return [group for group in kept if group["rules"]]
 
 
-def _asks(rule: dict[str, Any]) -> str:
-    """Return what a rule asks for, its text included."""
+def _text(rule: dict[str, Any]) -> str:
+    """Return the expression of a rule, with the description of an alert."""
     return f"{rule['expr']} {rule.get('annotations', {}).get('description', '')}"
 
 
-def _ask(scenario: str, jobs: Sequence[Job], groups: list[dict[str, Any]], promtool: str) -> dict[str, Said]:
+def _evaluate(
+    scenario: str, jobs: Sequence[SynchronousJob], groups: list[dict[str, Any]], promtool: str
+) -> dict[str, AlertOutcome]:
+    """Return the outcome of each job by name."""
     length = f"{SECONDS[scenario]:.0f}s"
     firing = f'ALERTS{{alertname="{ALERT[scenario]}",alertstate="firing",severity="warning"}}'
     rank, host = (f"({name} and on (run) {firing})" for name in (RANK[scenario], HOST[scenario]))
@@ -189,12 +196,12 @@ def _ask(scenario: str, jobs: Sequence[Job], groups: list[dict[str, Any]], promt
         f"min by (run) (min_over_time(timestamp({rank} or {host}){steps}))",
     )
     read = set(
-        re.findall(r"[A-Za-z_:][A-Za-z0-9_:]*", " ".join(_asks(rule) for group in groups for rule in group["rules"]))
+        re.findall(r"[A-Za-z_:][A-Za-z0-9_:]*", " ".join(_text(rule) for group in groups for rule in group["rules"]))
     )
     series = [
         {"series": _series(name), "values": _notation(values)}
         for job in jobs
-        for name, values in job.told()
+        for name, values in job.series()
         if name[0] in read
     ]
     test = {
@@ -206,7 +213,7 @@ def _ask(scenario: str, jobs: Sequence[Job], groups: list[dict[str, Any]], promt
                 "input_series": series,
                 "promql_expr_test": [{"expr": expr, "eval_time": length, "exp_samples": []} for expr in asked],
                 "alert_rule_test": [
-                    {"alertname": ALERT[scenario], "eval_time": f"{TOLD_AT[scenario]}s", "exp_alerts": []}
+                    {"alertname": ALERT[scenario], "eval_time": f"{TEXT_AT[scenario]}s", "exp_alerts": []}
                 ],
             }
         ],
@@ -221,24 +228,24 @@ def _ask(scenario: str, jobs: Sequence[Job], groups: list[dict[str, Any]], promt
         re.findall(r'Labels:\{[^\n]*run="([^"]*)", severity="warning"[^\n]*\n[^\n]*description="(.*?)", \w+="', printed)
     )
     fired, ranks, hosts, first = ({} if done.returncode == 0 else answer for answer in answers)
-    said = {}
+    outcomes = {}
     for job in jobs:
         after = next((value for labels, value in first.items() if ("run", job.name) in labels), None)
-        said[job.name] = Said(
+        outcomes[job.name] = AlertOutcome(
             any(("run", job.name) in labels for labels in fired),
             _named(ranks, job.name, "rank"),
             _named(hosts, job.name, "host"),
             after,
             texts.get(job.name, ""),
         )
-    return said
+    return outcomes
 
 
 Answer = dict[frozenset[tuple[str, str]], float]
 
 
 def _answers(printed: str, asked: Sequence[str]) -> Iterator[Answer]:
-    """Yield the samples that promtool found for each expression, in which it did not expect any."""
+    """Yield the samples of each expression that promtool printed as unexpected. Raises SettingsError."""
     if "SUCCESS" not in printed and "expr:" not in printed:
         raise SettingsError(f"promtool: {printed.strip()[-400:]}")
     found = {}
@@ -252,8 +259,8 @@ def _answers(printed: str, asked: Sequence[str]) -> Iterator[Answer]:
 
 
 def _named(answer: Answer, run: str, label: str) -> frozenset[int]:
-    told = (dict(labels) for labels in answer)
-    return frozenset(int(labels[label].rpartition("-")[2]) for labels in told if labels["run"] == run)
+    series = (dict(labels) for labels in answer)
+    return frozenset(int(labels[label].rpartition("-")[2]) for labels in series if labels["run"] == run)
 
 
 def _series(series: Series) -> str:
@@ -263,7 +270,7 @@ def _series(series: Series) -> str:
 
 
 def _notation(values: Values) -> str:
-    """Return samples as promtool reads them: a value that stays is written once, with how often it comes again."""
+    """Return samples in promtool's notation: a repeated value is written once, with the number of repetitions."""
     parts = []
     for value, times in groupby(
         "_" if value is None else value if isinstance(value, str) else f"{value:.12g}" for value in values
@@ -288,7 +295,7 @@ def to_json(verdicts: Verdicts) -> dict[str, object]:
             row.kind.name: {
                 "jobs": row.jobs,
                 "right": row.right,
-                "told": row.told,
+                "told": row.explained,
                 "abstained": row.abstained,
                 "silent": row.silent,
                 "alarms": row.alarms,
@@ -301,19 +308,19 @@ def to_json(verdicts: Verdicts) -> dict[str, object]:
 
 
 def table(verdicts: Verdicts, seeds: int, first: int) -> str:
-    """Return the confusion matrix for people."""
+    """Return the confusion matrix as text for a terminal."""
     lines = [
         f"{verdicts.scenario}: {seeds} jobs of each kind, seeds {first} to {first + seeds - 1}",
         "",
-        f"{'kind':<18}{'right':>7}{'told':>6}{'abstained':>11}{'silent':>8}{'alarm':>7}{'wrong':>7}{'named after':>13}",
+        f"{'kind':<18}{'right':>7}{'text':>6}{'abstained':>11}{'silent':>8}{'alarm':>7}{'wrong':>7}{'named after':>13}",
     ]
     for row in verdicts.rows:
-        told = row.told if row.kind.tells else "-"
+        explained = row.explained if row.kind.text_part else "-"
         after = "-" if row.median is None else f"{row.median:.0f} s"
         lines.append(
-            f"{row.kind.name:<18}{row.right:>7}{told:>6}{row.abstained:>11}{row.silent:>8}{row.alarms:>7}"
+            f"{row.kind.name:<18}{row.right:>7}{explained:>6}{row.abstained:>11}{row.silent:>8}{row.alarms:>7}"
             f"{row.wrong.total():>7}{after:>13}  {row.kind.text}{' !' if row in verdicts.poor else ''}"
         )
-        lines += [f"  {times} x named {who}" for who, times in row.wrong.most_common()]
+        lines += [f"  {times} x named {name}" for name, times in row.wrong.most_common()]
     lines.append(f"\nprecision {verdicts.precision:.1%}, recall {verdicts.recall:.1%}")
     return "\n".join(lines)

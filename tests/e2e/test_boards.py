@@ -22,8 +22,8 @@ from playwright.sync_api import Browser, Page, expect
 
 from dashboards.__main__ import BOARDS
 from demo.boards import PAGE
-from demo.cluster import BAD_LINK, STRAGGLER, Running
-from demo.screenshots import CHOSEN, Looked, address, browser, look
+from demo.cluster import BAD_LINK, STRAGGLER, ClusterDemo
+from demo.screenshots import CHOSEN, PageReport, address, browser, look
 from demo.servers import ServersError
 from demo.stack import Child, StackError, fetch, free_ports
 from simulator.topology import Topology
@@ -66,16 +66,16 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def living(opened: Browser, stores: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def living(opened: Browser, stores: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterDemo]:
     """Return the cluster from its start on; what does not need it is tested until its troubles are told."""
-    with Running(
+    with ClusterDemo(
         tmp_path_factory.mktemp("cluster"), remote_write=[f"{url}/api/v1/write" for url in stores.values()]
     ) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
-def running(living: Running) -> Running:
+def running(living: ClusterDemo) -> ClusterDemo:
     """Return the cluster when its alerts fire."""
 
     def told() -> bool:
@@ -271,7 +271,7 @@ def test_a_dashboard_of_somebody_else_shows_what_it_can_and_says_what_it_cannot(
         expect(load).to_have_attribute("data-state", "ok")
 
 
-def test_times_are_in_the_zone_of_the_address(living: Running, page: Page) -> None:
+def test_times_are_in_the_zone_of_the_address(living: ClusterDemo, page: Page) -> None:
     url = f"{living.boards}/d/{BOARDS['fleet']['uid']}?from=1800000000000&to=1800003600000&refresh=&timezone="
     for zone, shown in (("utc", "2027-01-15 08:00:00"), ("Asia/Tokyo", "2027-01-15 17:00:00")):
         page.goto(url + zone)
@@ -283,7 +283,7 @@ def test_times_are_in_the_zone_of_the_address(living: Running, page: Page) -> No
 @pytest.mark.parametrize("board", BOARDS)
 @pytest.mark.parametrize(("width", "theme"), [(1600, "dark"), (720, "light")])
 def test_every_panel_is_drawn_or_says_why_it_is_empty(
-    running: Running, page: Page, board: str, width: int, theme: str
+    running: ClusterDemo, page: Page, board: str, width: int, theme: str
 ) -> None:
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.post_data or ""))
@@ -295,7 +295,7 @@ def test_every_panel_is_drawn_or_says_why_it_is_empty(
     assert not [text for text in asked if "%24" in text], "a variable has no value"
 
 
-def test_it_says_what_is_true_of_the_cluster(running: Running, page: Page) -> None:
+def test_it_says_what_is_true_of_the_cluster(running: ClusterDemo, page: Page) -> None:
     look(page, "stragglers", address(running.boards, "stragglers", running.began, "dark"))
     expect(page.locator('[data-panel="Straggler"]')).to_contain_text(LATE)
     look(page, "fleet", address(running.boards, "fleet", running.began, "dark"))
@@ -305,7 +305,7 @@ def test_it_says_what_is_true_of_the_cluster(running: Running, page: Page) -> No
 
 
 def test_links_lead_from_a_run_to_its_late_rank_s_card_and_keep_time_and_variables(
-    running: Running, page: Page
+    running: ClusterDemo, page: Page
 ) -> None:
     look(page, "run", address(running.boards, "run", running.began, "light") + "&timezone=utc")
     before = parse_qs(urlsplit(page.url).query)
@@ -322,7 +322,7 @@ def test_links_lead_from_a_run_to_its_late_rank_s_card_and_keep_time_and_variabl
     expect(page.locator('[data-panel="Card"]')).to_contain_text("NVIDIA H100")
 
 
-def test_a_choice_is_in_the_address_and_asked_for(running: Running, page: Page) -> None:
+def test_a_choice_is_in_the_address_and_asked_for(running: ClusterDemo, page: Page) -> None:
     look(page, "run", address(running.boards, "run", running.began, "dark"))
     page.get_by_label("Run", exact=True).click()
     page.get_by_role("option", name="ablation-4").click()
@@ -332,7 +332,7 @@ def test_a_choice_is_in_the_address_and_asked_for(running: Running, page: Page) 
     expect(page).to_have_url(re.compile(f"var-run={CHOSEN['run']['run']}"))
 
 
-def test_another_node_has_other_cards(running: Running, page: Page) -> None:
+def test_another_node_has_other_cards(running: ClusterDemo, page: Page) -> None:
     look(page, "gpu", address(running.boards, "gpu", running.began, "dark"))
     page.get_by_label("Node", exact=True).click()
     page.get_by_role("option", name="node-0007").click()
@@ -341,12 +341,12 @@ def test_another_node_has_other_cards(running: Running, page: Page) -> None:
     expect(page.locator('[data-panel="Card"]')).to_contain_text("node-0007")
 
 
-def test_what_nobody_chose_is_in_the_address_all_the_same(running: Running, page: Page) -> None:
+def test_what_nobody_chose_is_in_the_address_all_the_same(running: ClusterDemo, page: Page) -> None:
     look(page, "run", f"{running.boards}/d/{BOARDS['run']['uid']}?from=now-2m&to=now&refresh=nonsense")
     expect(page).to_have_url(re.compile("var-run=ablation-4"))
 
 
-def test_a_panel_out_of_sight_is_not_asked_about_until_it_is_seen(running: Running, page: Page) -> None:
+def test_a_panel_out_of_sight_is_not_asked_about_until_it_is_seen(running: ClusterDemo, page: Page) -> None:
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.post_data or ""))
     page.set_viewport_size({"width": 1600, "height": 400})
@@ -369,7 +369,7 @@ def test_a_panel_out_of_sight_is_not_asked_about_until_it_is_seen(running: Runni
     assert len(asked) == before, "what is known is not asked again"
 
 
-def test_a_click_on_the_legend_leaves_one_line_and_another_all(running: Running, page: Page) -> None:
+def test_a_click_on_the_legend_leaves_one_line_and_another_all(running: ClusterDemo, page: Page) -> None:
     look(page, "fleet", address(running.boards, "fleet", running.began, "dark"))
     panel = page.locator('[data-panel="MFU of the largest runs"]')
     one, other = (panel.locator(f'[data-testid$="{run}"]') for run in ("llama-70b", "video-13b"))
@@ -384,7 +384,7 @@ def test_a_click_on_the_legend_leaves_one_line_and_another_all(running: Running,
     expect(other).to_have_css("color", shown)
 
 
-def test_the_page_needs_nothing_from_elsewhere(running: Running, page: Page) -> None:
+def test_the_page_needs_nothing_from_elsewhere(running: ClusterDemo, page: Page) -> None:
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     look(page, "fleet", address(running.boards, "fleet", running.began, "dark"))
@@ -394,7 +394,7 @@ def test_the_page_needs_nothing_from_elsewhere(running: Running, page: Page) -> 
 @pytest.mark.skipif(not os.environ.get("FLOPWATCH_VERSIONS"), reason="`make versions` runs it")
 @pytest.mark.parametrize("suite", VICTORIA)
 def test_every_panel_is_drawn_over_victoria_metrics_too(
-    running: Running, stores: dict[str, str], opened: Browser, tmp_path: Path, suite: str
+    running: ClusterDemo, stores: dict[str, str], opened: Browser, tmp_path: Path, suite: str
 ) -> None:
     if suite not in stores:
         pytest.skip("this version cannot be had here")
@@ -410,5 +410,5 @@ def test_every_panel_is_drawn_over_victoria_metrics_too(
             assert empty(here) <= empty(there)
 
 
-def empty(looked: Looked) -> set[str]:
+def empty(looked: PageReport) -> set[str]:
     return {panel["title"] for panel in looked.panels if panel["state"] == "empty"}

@@ -22,7 +22,7 @@ from dashboards import filled
 from dashboards.__main__ import BOARDS
 from dashboards.run import queries
 from demo.receiver import Message
-from demo.stack import Stack
+from demo.stack import DemoStack
 from flopwatch import catalogue as c
 from tests.support.job_log import JobLog
 from tests.support.machine import PATIENCE, shortest
@@ -49,7 +49,7 @@ Value = TypeVar("Value")
 SLOWER = 4  # times that this machine may be
 
 
-def wait_for(what: str, read: Callable[[], Value | None], seconds: float, stack: Stack) -> Value:
+def wait_for(what: str, read: Callable[[], Value | None], seconds: float, stack: DemoStack) -> Value:
     """Return the first value that is not None, False or empty.
 
     Fail with `what` if none comes in the seconds that it may take on a machine that does nothing else, times SLOWER.
@@ -68,7 +68,7 @@ def alerts_in(message: Message) -> str:
     return str(message.payload)
 
 
-def firing(stack: Stack, kind: str, alert: str) -> list[Message]:
+def firing(stack: DemoStack, kind: str, alert: str) -> list[Message]:
     """Return the messages of one alert that say it fires."""
     found = []
     for message in stack.receiver.messages:
@@ -85,10 +85,10 @@ def firing(stack: Stack, kind: str, alert: str) -> list[Message]:
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoStack]:
     """Run the chain with a job of somewhat more than two steps a second."""
     trainer = ("--steps", str(STEPS), "--checkpoint-every", str(CHECKPOINT_EVERY), "--step-floor", str(STEP_FLOOR))
-    with Stack(
+    with DemoStack(
         tmp_path_factory.mktemp("e2e"),
         pace=PACE,
         push_interval=PUSH,
@@ -102,7 +102,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 @pytest.fixture(scope="module")
-def quiet_minute(stack: Stack) -> tuple[float, float]:
+def quiet_minute(stack: DemoStack) -> tuple[float, float]:
     """Return begin and end of a minute of plain training; the hardware tests inject their faults meanwhile."""
     wait_for("step 20", lambda: log(stack).step >= 20, 90, stack)
     begin = time.time()
@@ -120,7 +120,7 @@ def report(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
     return say
 
 
-def log(stack: Stack) -> JobLog:
+def log(stack: DemoStack) -> JobLog:
     return JobLog.read(stack.train_log)
 
 
@@ -128,7 +128,7 @@ Report = Callable[[str], None]
 
 
 def test_symbol_errors_on_one_port_deliver_one_slack_message_that_names_device_and_port(
-    stack: Stack, quiet_minute: tuple[float, float], report: Report
+    stack: DemoStack, quiet_minute: tuple[float, float], report: Report
 ) -> None:
     injected = time.time()
     stack.node.symbol_errors(SICK_PORT, per_second=20)
@@ -139,7 +139,7 @@ def test_symbol_errors_on_one_port_deliver_one_slack_message_that_names_device_a
 
 
 def test_xid_79_on_one_gpu_pages_pagerduty_and_nothing_else_does(
-    stack: Stack, quiet_minute: tuple[float, float], report: Report
+    stack: DemoStack, quiet_minute: tuple[float, float], report: Report
 ) -> None:
     injected = time.time()
     stack.node.xid(SICK_GPU, 79)
@@ -151,7 +151,7 @@ def test_xid_79_on_one_gpu_pages_pagerduty_and_nothing_else_does(
     assert {message.payload["dedup_key"] for message in stack.receiver.of("pagerduty")} == {page.payload["dedup_key"]}
 
 
-def test_a_lost_gpu_is_a_series_at_zero_and_keeps_its_identity(stack: Stack) -> None:
+def test_a_lost_gpu_is_a_series_at_zero_and_keeps_its_identity(stack: DemoStack) -> None:
     uuid = stack.node.uuid(SICK_GPU)
     wait_for("gpu_present 0", lambda: stack.prometheus.value(f'{c.GPU_PRESENT}{{uuid="{uuid}"}} == 0') == 0, 30, stack)
     assert stack.prometheus.value(f'count({c.GPU_INFO}{{uuid="{uuid}", source="simulated"}})') == 1
@@ -159,7 +159,7 @@ def test_a_lost_gpu_is_a_series_at_zero_and_keeps_its_identity(stack: Stack) -> 
 
 
 def test_live_mfu_is_the_tokens_of_the_jobs_log_times_flops_derived_by_hand(
-    stack: Stack, quiet_minute: tuple[float, float], report: Report
+    stack: DemoStack, quiet_minute: tuple[float, float], report: Report
 ) -> None:
     begin, end = quiet_minute
     wait_for("the quiet minute's end", lambda: time.time() > end + 1, 90, stack)
@@ -182,13 +182,13 @@ def test_live_mfu_is_the_tokens_of_the_jobs_log_times_flops_derived_by_hand(
     assert recorded == pytest.approx(job.tokens_per_second(end - window, end) * FLOPS_PER_TOKEN / peak, rel=0.15)
 
 
-def test_every_panel_query_of_the_dashboard_returns_data(stack: Stack) -> None:
+def test_every_panel_query_of_the_dashboard_returns_data(stack: DemoStack) -> None:
     empty = [(panel, query) for panel, query in queries(run=RUN) if not stack.prometheus.query(query)]
     assert empty == []
 
 
 @pytest.mark.parametrize("name", BOARDS)
-def test_every_query_of_every_dashboard_can_be_answered(stack: Stack, name: str) -> None:
+def test_every_query_of_every_dashboard_can_be_answered(stack: DemoStack, name: str) -> None:
     place = stack.prometheus.query(f'max by (host, uuid) ({c.TRAINING_RANK_INFO}{{rank="0"}})')[0][0]
     variables = {
         **place,
@@ -212,7 +212,7 @@ def test_every_query_of_every_dashboard_can_be_answered(stack: Stack, name: str)
         stack.prometheus.query_range(filled(mark["target"]["expr"], variables), end - 60, end, 5)
 
 
-def test_metrics_answer_in_time_while_the_driver_hangs_and_recover(stack: Stack, report: Report) -> None:
+def test_metrics_answer_in_time_while_the_driver_hangs_and_recover(stack: DemoStack, report: Report) -> None:
     def metrics() -> str:
         with urllib.request.urlopen(f"http://{stack.exporter_address}/metrics", timeout=PATIENCE) as reply:
             return str(reply.read(), "utf-8")
@@ -253,7 +253,9 @@ def test_metrics_answer_in_time_while_the_driver_hangs_and_recover(stack: Stack,
     wait_for("recovery", lambda: sample(metrics(), nvml_success) == "1.0" and temperature.search(metrics()), 10, stack)
 
 
-def test_killing_the_exporter_loses_no_ledger_second_and_does_not_disturb_the_job(stack: Stack, report: Report) -> None:
+def test_killing_the_exporter_loses_no_ledger_second_and_does_not_disturb_the_job(
+    stack: DemoStack, report: Report
+) -> None:
     started, step = log(stack).of("start")[0]["process_started"], log(stack).step
     stack.restart_exporter(kill=True)
     restarted = time.time()
@@ -280,7 +282,7 @@ def test_killing_the_exporter_loses_no_ledger_second_and_does_not_disturb_the_jo
 
 
 def test_a_rank_slowed_by_30_percent_delivers_one_slack_message_that_names_run_rank_host_and_gpu(
-    stack: Stack, report: Report
+    stack: DemoStack, report: Report
 ) -> None:
     assert firing(stack, "slack", "TrainingStraggler") == [], "a false alarm before the rank was slowed"
     slowed = time.time()
@@ -294,7 +296,7 @@ def test_a_rank_slowed_by_30_percent_delivers_one_slack_message_that_names_run_r
     stack.control(slow={})
 
 
-def test_goodput_after_a_killed_rank_is_what_the_jobs_log_says(stack: Stack, report: Report) -> None:
+def test_goodput_after_a_killed_rank_is_what_the_jobs_log_says(stack: DemoStack, report: Report) -> None:
     wait_for("60 steps after the checkpoint", lambda: log(stack).step >= CHECKPOINT_EVERY + 60, 120, stack)
     killed_in = log(stack).step + 1
     os.kill(stack.rank_pid(KILLED_RANK), signal.SIGKILL)
@@ -337,7 +339,7 @@ def test_goodput_after_a_killed_rank_is_what_the_jobs_log_says(stack: Stack, rep
     assert wall == pytest.approx(truth["wall"], rel=0.005)
 
 
-def test_in_the_end_each_fault_was_told_once_and_nothing_else_was(stack: Stack) -> None:
+def test_in_the_end_each_fault_was_told_once_and_nothing_else_was(stack: DemoStack) -> None:
     wait_for(
         "the straggler's all-clear",
         lambda: any(
@@ -362,7 +364,7 @@ def test_in_the_end_each_fault_was_told_once_and_nothing_else_was(stack: Stack) 
     assert stack.receiver.of("watchdog"), "the dead man's switch was never fed"
 
 
-def test_nothing_is_left_when_the_stack_stops(stack: Stack) -> None:
+def test_nothing_is_left_when_the_stack_stops(stack: DemoStack) -> None:
     stack.stop()
     assert stack.processes() == []
     assert not Path(f"/proc/{stack.children['exporter'].process.pid}").exists()

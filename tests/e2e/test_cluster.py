@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from demo.cluster import FAULTS, HOST, STRAGGLER, Bodies, Cluster, jobs, text
+from demo.cluster import FAULTS, HOST, STRAGGLER, PageServer, ServedCluster, jobs, text
 from demo.stack import fetch
 from flopwatch import catalogue as m
 from flopwatch.ledger.ledger import Ledger
 from flopwatch.simulate.node import SimulatedNode
-from simulator.hooks import Hooks, culprit
+from simulator.hooks import Hooks, slowest_rank
 from simulator.metrics import Line
 from simulator.nodes import EPOCH, Noise
 from simulator.topology import Topology
-from simulator.world import World
+from simulator.world import SimulatedCluster
 
 NODES, SEEN = 64, 100.0
 LATE = 8 * STRAGGLER[0] + STRAGGLER[1]
@@ -33,14 +33,14 @@ def told() -> dict[str, list[tuple[int, Line]]]:
     """Return the lines of one scrape, after all faults, by name; with the rank that is late."""
     hooks, found = Hooks(1), dict[str, list[tuple[int, Line]]]()
 
-    def look(world: World, t: float) -> None:
+    def look(world: SimulatedCluster, t: float) -> None:
         lines = list(hooks(world, t))
         if t == SEEN:
             for node, line in lines:
                 found.setdefault(line[0], []).append((node, line))
-            assert culprit(world.topology, world.jobs[0]) == LATE
+            assert slowest_rank(world.topology, world.jobs[0]) == LATE
 
-    World(
+    SimulatedCluster(
         Topology(NODES),
         jobs(NODES),
         FAULTS,
@@ -85,8 +85,8 @@ def test_a_run_s_mfu_is_the_one_that_was_asked_for(told: dict[str, list[tuple[in
 
 
 def test_a_page_of_a_template_gets_the_names_of_its_node() -> None:
-    with Bodies() as bodies:
-        cluster = Cluster(NODES, 1, bodies, {})
+    with PageServer() as bodies:
+        cluster = ServedCluster(NODES, 1, bodies, {})
         page = f'gpu_info{{host="{HOST}",uuid="{SimulatedNode.uuid(3)}"}} 1\n'
         named = cluster._named(page, STRAGGLER[0])
         assert named == f'gpu_info{{host="node-0005",uuid="{Topology.gpu(*STRAGGLER)}"}} 1\n'

@@ -19,7 +19,7 @@ from rich.console import Console
 from demo import summary
 from demo.__main__ import emptied
 from demo.servers import ROOT, find
-from demo.stack import Stack, StackError, free_ports
+from demo.stack import DemoStack, StackError, free_ports
 from tests.support.machine import PATIENCE, until
 
 pytestmark = pytest.mark.long
@@ -179,7 +179,7 @@ def test_a_folder_that_is_not_a_demos_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_program_that_fails_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
-    with Stack(tmp_path, train="simulated", trainer=("--ranks", "none")) as stack:
+    with DemoStack(tmp_path, train="simulated", trainer=("--ranks", "none")) as stack:
         stack.children["training"].process.wait(PATIENCE)
         with pytest.raises(StackError, match=r"training ended with status 2(.|\n)*invalid int value: 'none'"):
             stack.check()
@@ -189,7 +189,7 @@ def test_a_program_that_fails_is_reported_with_the_end_of_its_log(tmp_path: Path
 
 @pytest.mark.e2e
 def test_a_query_prometheus_refuses_says_which_and_why(tmp_path: Path) -> None:
-    with Stack(tmp_path, train=None) as stack:
+    with DemoStack(tmp_path, train=None) as stack:
         assert stack.prometheus.value("vector(7)") == 7
         assert stack.prometheus.query("1 + 1") == [({}, 2.0)]
         with pytest.raises(ValueError, match=r"sum\(: .*parse error"):

@@ -18,7 +18,7 @@ import pytest
 
 from alerts import recording
 from demo.receiver import Message
-from demo.stack import Stack
+from demo.stack import DemoStack
 from flopwatch import catalogue as c
 from tests.support import TESTS
 from tests.support.machine import until
@@ -41,14 +41,14 @@ FINE = ("saving", "healthy")
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(tmp_path_factory.mktemp("hangs"), pace=PACE, train=None) as running:
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoStack]:
+    with DemoStack(tmp_path_factory.mktemp("hangs"), pace=PACE, train=None) as running:
         assert running.servers.alertmanager, f"no Alertmanager here: {running.servers.why}"
         yield running
 
 
 @pytest.fixture(scope="module")
-def jobs(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def jobs(stack: DemoStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Run all jobs until the tests are over."""
     folder = tmp_path_factory.mktemp("jobs")
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("FLOPWATCH_", "TORCHELASTIC_"))}
@@ -73,7 +73,7 @@ def jobs(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
             process.wait()
 
 
-def hanging(stack: Stack, run: str) -> list[Message]:
+def hanging(stack: DemoStack, run: str) -> list[Message]:
     return [
         message
         for message in stack.receiver.of("slack")
@@ -82,7 +82,7 @@ def hanging(stack: Stack, run: str) -> list[Message]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hang_is_told_and_the_rank_that_did_not_come_is_named(kind: str, stack: Stack, jobs: None) -> None:
+def test_a_hang_is_told_and_the_rank_that_did_not_come_is_named(kind: str, stack: DemoStack, jobs: None) -> None:
     deadline = time.monotonic() + 800  # a minute or two, where the machine has nothing else to do
     while not hanging(stack, kind):
         assert time.monotonic() < deadline, f"no page of {kind}: {[str(m.payload) for m in stack.receiver.of('slack')]}"
@@ -93,7 +93,7 @@ def test_a_hang_is_told_and_the_rank_that_did_not_come_is_named(kind: str, stack
     assert not any(f"Rank {rank} on" in str(hanging(stack, kind)[0].payload) for rank in range(4) if rank != CULPRIT)
 
 
-def test_the_line_at_which_a_rank_stands_and_a_process_that_is_stopped_are_told(stack: Stack, jobs: None) -> None:
+def test_the_line_at_which_a_rank_stands_and_a_process_that_is_stopped_are_told(stack: DemoStack, jobs: None) -> None:
     looping = f'{c.TRAINING_STUCK_FRAME_INFO}{{run="endless_loop",rank="{CULPRIT}"}}'
     waiting = f'{c.TRAINING_STUCK_FRAME_INFO}{{run="endless_loop",rank!="{CULPRIT}"}}'
     stopped = f'{recording.SIGN}{{run="stopped",sign="blocked"}}'
@@ -111,7 +111,7 @@ def test_the_line_at_which_a_rank_stands_and_a_process_that_is_stopped_are_told(
 
 
 @pytest.mark.parametrize("kind", FINE)
-def test_a_job_that_saves_or_is_well_is_not_called_hanging(kind: str, stack: Stack, jobs: None) -> None:
+def test_a_job_that_saves_or_is_well_is_not_called_hanging(kind: str, stack: DemoStack, jobs: None) -> None:
     rank = f'run="{kind}",rank="0"'
 
     def saving(kind: str) -> float:

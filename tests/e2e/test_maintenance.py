@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from alerts import AlertSettings
-from demo.stack import Stack
+from demo.stack import DemoStack
 from tests.support.exporter_process import flopwatch_command
 from tests.support.machine import PATIENCE
 
@@ -20,7 +20,7 @@ SETTINGS = AlertSettings()
 SICK_GPU = 6
 
 
-def wait_for(what: str, done: Callable[[], object], stack: Stack) -> None:
+def wait_for(what: str, done: Callable[[], object], stack: DemoStack) -> None:
     deadline = time.monotonic() + PATIENCE
     while not done():
         stack.check()
@@ -29,7 +29,7 @@ def wait_for(what: str, done: Callable[[], object], stack: Stack) -> None:
 
 
 def test_a_host_in_maintenance_pages_nobody_until_it_is_over(tmp_path: Path) -> None:
-    with Stack(tmp_path, pace=PACE, train=None) as stack:
+    with DemoStack(tmp_path, pace=PACE, train=None) as stack:
         assert stack.servers.alertmanager, f"no Alertmanager here: {stack.servers.why}"
 
         def firing(alert: str) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from alerts import recording
-from demo.stack import Stack
+from demo.stack import DemoStack
 
 pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.e2e, pytest.mark.torch, pytest.mark.timeout(1500)]
 
@@ -33,24 +33,24 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def stack(seed: int, tmp_path: Path) -> Iterator[Stack]:
+def stack(seed: int, tmp_path: Path) -> Iterator[DemoStack]:
     trainer = ("--steps", "100000", "--checkpoint-every", "200", "--step-floor", str(STEP_FLOOR))
-    with Stack(tmp_path, pace=PACE, push_interval=1.0, train="torch", trainer=trainer, run=RUN) as running:
+    with DemoStack(tmp_path, pace=PACE, push_interval=1.0, train="torch", trainer=trainer, run=RUN) as running:
         yield running
 
 
-def named(stack: Stack, seconds: float = 1.0) -> set[str]:
+def named(stack: DemoStack, seconds: float = 1.0) -> set[str]:
     """Return the ranks that were named in the last seconds."""
     found = stack.prometheus.query(f'last_over_time({recording.CULPRIT}{{run="{RUN}"}}[{seconds:.0f}s])')
     return {labels["rank"] for labels, _ in found}
 
 
-def told(stack: Stack, rank: str) -> bool:
+def told(stack: DemoStack, rank: str) -> bool:
     return any(f"Rank {rank} of run {RUN}" in str(message.payload) for message in stack.receiver.of("slack"))
 
 
 def test_a_slow_rank_is_named_and_told_and_none_while_none_is_slow(
-    seed: int, stack: Stack, capsys: pytest.CaptureFixture[str]
+    seed: int, stack: DemoStack, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slower, slow = str(seed % RANKS), str((seed + 2) % RANKS)
     took: dict[str, float] = {}

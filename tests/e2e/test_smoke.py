@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import pytest
 
-from demo.stack import Stack
+from demo.stack import DemoStack
 from flopwatch import catalogue as m
 from tests.support.job_log import JobLog
 from tests.support.machine import PATIENCE
@@ -23,7 +23,7 @@ GPU = 6
 Value = TypeVar("Value")
 
 
-def wait_for(what: str, read: Callable[[], Value | None], stack: Stack) -> Value:
+def wait_for(what: str, read: Callable[[], Value | None], stack: DemoStack) -> Value:
     """Return the first value that is not None, 0 or empty. Fail with `what` if there is none."""
     deadline = time.monotonic() + PATIENCE
     while not (value := read()):
@@ -35,7 +35,7 @@ def wait_for(what: str, read: Callable[[], Value | None], stack: Stack) -> Value
 
 def test_a_job_has_an_mfu_and_an_xid_pages_with_the_gpu_in_it(tmp_path: Path) -> None:
     trainer = ("--steps", "10000", "--step-floor", "0.2")
-    with Stack(tmp_path, pace=PACE, push_interval=1.0, train="torch", trainer=trainer, run=RUN) as stack:
+    with DemoStack(tmp_path, pace=PACE, push_interval=1.0, train="torch", trainer=trainer, run=RUN) as stack:
         assert stack.servers.alertmanager, f"no Alertmanager here: {stack.servers.why}"
         wait_for("step 10", lambda: JobLog.read(stack.train_log).step >= 10, stack)
         stack.node.xid(GPU, 79)

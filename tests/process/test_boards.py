@@ -270,7 +270,7 @@ def test_the_command_takes_all_settings() -> None:
 # Where the demo shows them.
 
 
-def found(tmp_path: Path, *programs: str) -> shows.Show | None:
+def found(tmp_path: Path, *programs: str) -> shows.DashboardViewer | None:
     """Return what shows the dashboards where these programs are."""
     return shows.find(
         "127.0.0.1:3000",

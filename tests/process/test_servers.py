@@ -105,7 +105,7 @@ def test_without_debians_key_no_mirror_is_trusted(tmp_path: Path) -> None:
 
 def test_programs_on_path_are_taken_and_nothing_is_fetched(tmp_path: Path) -> None:
     paths = [executable(tmp_path / "bin" / name) for name in PROGRAMS]
-    servers = find({"PATH": str(tmp_path / "bin"), "FLOPWATCH_CACHE": str(tmp_path / "cache")}, say=pytest.fail)
+    servers = find({"PATH": str(tmp_path / "bin"), "FLOPWATCH_CACHE": str(tmp_path / "cache")}, log=pytest.fail)
     assert servers.prometheus == (str(paths[0]),)
     assert servers.promtool == str(paths[1])
     assert servers.alertmanager == (str(paths[2]),)
@@ -117,7 +117,7 @@ def test_a_filled_cache_is_taken_without_the_network(tmp_path: Path) -> None:
     programs = tmp_path / "cache" / "release" / "usr" / "bin"
     for name in PROGRAMS:
         executable(programs / name)
-    servers = find({"PATH": str(tmp_path), "FLOPWATCH_CACHE": str(tmp_path / "cache")}, say=pytest.fail)
+    servers = find({"PATH": str(tmp_path), "FLOPWATCH_CACHE": str(tmp_path / "cache")}, log=pytest.fail)
     assert servers.prometheus == (str(programs / "prometheus"),)
     assert servers.alertmanager == (str(programs / "alertmanager"),)
 

@@ -22,20 +22,20 @@ import pytest
 
 from alerts import AlertSettings, recording
 from demo.servers import find
-from demo.stack import Child, Prometheus, fetch, free_ports
+from demo.stack import Child, PrometheusClient, fetch, free_ports
 from flopwatch.__main__ import main
 from flopwatch.ledger.attribution import CAUSES
 from flopwatch.ledger.ledger import Ledger
 from flopwatch.ledger.replay import replay
 from flopwatch.node.collectors.identity import topology
 from flopwatch.settings import SettingsError
-from simulator.faults import KINDS, Fault, drawn, script
-from simulator.jobs import Job
+from simulator.faults import KINDS, Fault, draw, script
+from simulator.jobs import TrainingJob
 from simulator.judge import judge
 from simulator.nodes import Noise
 from simulator.scenarios import SCENARIOS, Result, Scenario, simulate
-from simulator.topology import Port, Topology
-from simulator.world import World
+from simulator.topology import PortPlace, Topology
+from simulator.world import SimulatedCluster
 from tests.support import ROOT
 
 pytestmark = pytest.mark.long
@@ -94,10 +94,10 @@ def test_slow_stretches_and_stalls_are_in_the_ledger_with_their_causes_and_cost(
     causes = {name: cause for name, cause in judgement.causes.items() if ": " in name}
     assert causes.keys() >= {"slow: thermal", "slow: network", "slow: unknown", "stall: data", "stall: storage"}
     for name, cause in causes.items():
-        assert cause.right >= 0.8 * cause.said > 0, name
+        assert cause.right >= 0.8 * cause.found > 0, name
     assert sum(cause.right for cause in causes.values()) >= 0.85 * sum(cause.true for cause in causes.values())
     cost, said = (
-        sum(getattr(cause, which) for cause in causes.values()) for which in ("true_gpu_seconds", "said_gpu_seconds")
+        sum(getattr(cause, which) for cause in causes.values()) for which in ("true_gpu_seconds", "found_gpu_seconds")
     )
     assert 0.8 * cost <= said <= 1.02 * cost
 
@@ -113,7 +113,7 @@ def test_the_published_54_days_are_in_the_ledger_with_their_causes() -> None:
     # a few of each below what is to be expected, so that they hold for other seeds.
     causes = judgement.causes
     for name in ("gpu", "network", "host", "thermal", "storage", "software", "planned"):
-        assert causes[name].right >= 0.9 * causes[name].said > 0, name
+        assert causes[name].right >= 0.9 * causes[name].found > 0, name
     often = ("gpu", "network", "host", "software", "planned")
     recall = {name: causes[name].right / causes[name].true for name in often}
     assert recall["planned"] == 1
@@ -127,7 +127,7 @@ def test_the_published_54_days_are_in_the_ledger_with_their_causes() -> None:
 def test_without_any_evidence_the_ledger_blames_nobody() -> None:
     silent = replace(small("llama3"), days=20.0, noise=Noise(per_node_day=0.0, missing=1.0))
     causes = simulate(silent, 5).judgement.causes
-    said = {name for name, cause in causes.items() if cause.said}
+    said = {name for name, cause in causes.items() if cause.found}
     assert said == {"unknown", "planned", "host"}  # a node that falls silent is missed without a word of its own
     assert (causes["host"].precision, causes["planned"].precision) == (1, 1)
     assert causes["gpu"].true > 50
@@ -161,9 +161,9 @@ def test_nodes_that_speak_all_the_time_tell_the_ledger_the_same() -> None:
     assert dense.judgement.off == []
     for few, many in zip(sparse.judgement.figures["quiet"], dense.judgement.figures["quiet"], strict=False):
         assert (few.name, few.truth) == (many.name, many.truth)
-        assert few.told is not None
-        assert many.told is not None
-        assert abs(few.told - many.told) <= 0.005 * (few.of or abs(many.told)), few
+        assert few.ledger is not None
+        assert many.ledger is not None
+        assert abs(few.ledger - many.ledger) <= 0.005 * (few.of or abs(many.ledger)), few
     assert sparse.judgement.mistakes == dense.judgement.mistakes
 
 
@@ -230,13 +230,13 @@ def test_nothing_happens_to_a_healthy_cluster_whatever_its_nodes_see() -> None:
 
 
 def test_the_published_interruptions_are_419_and_47_planned_and_fewer_on_fewer_gpus() -> None:
-    faults = drawn(random.Random(1), 54, 16384)
+    faults = draw(random.Random(1), 54, 16384)
     counts = Counter(fault.kind for fault in faults)
     assert sum(counts.values()) - counts["maintenance"] == 419
     assert (counts["maintenance"], counts["faulty_gpu"], counts["hbm"], counts["software"]) == (47, 148, 72, 54)
     assert counts["cable"] + counts["leaf"] == 35
     assert all(0 <= fault.t <= 54 * 86400 for fault in faults)
-    eighth = [len(drawn(random.Random(seed), 54, 2048)) for seed in range(200)]
+    eighth = [len(draw(random.Random(seed), 54, 2048)) for seed in range(200)]
     assert sum(eighth) / 200 == pytest.approx(466 / 8, rel=0.02)
 
 
@@ -246,7 +246,7 @@ def test_every_kind_of_fault_has_a_cause_the_ledger_knows() -> None:
 
 def test_a_topology_has_a_leaf_for_each_rail_of_a_unit_and_nvlink_domains_across_nodes() -> None:
     cluster = Topology(64)
-    assert cluster.below("leaf-1-3") == [Port(node, 3) for node in range(32, 64)]
+    assert cluster.below("leaf-1-3") == [PortPlace(node, 3) for node in range(32, 64)]
     assert cluster.below("leaf-9-3") == []
     assert [cluster.domain(node) for node in (0, 1)] == ["nvl-0", "nvl-1"]
     flat = Topology(64, rails=False)
@@ -262,7 +262,7 @@ def test_a_topology_has_a_leaf_for_each_rail_of_a_unit_and_nvlink_domains_across
 
 
 def test_a_rollback_and_a_crash_before_the_first_checkpoint_are_told_as_they_are() -> None:
-    job = Job("deep", 2, step_seconds=5.0, checkpoint_every=100.0)
+    job = TrainingJob("deep", 2, step_seconds=5.0, checkpoint_every=100.0)
     scenario = Scenario("deep", "", 0.2, (job,), spares=4, noise=Noise(per_node_day=0.0))
     faults = [Fault(150.0, "software", "deep"), Fault(6000.0, "silent_corruption", "deep")]
     result = simulate(scenario, 2, faults)
@@ -273,7 +273,7 @@ def test_a_rollback_and_a_crash_before_the_first_checkpoint_are_told_as_they_are
 
 
 def test_a_job_without_a_spare_waits_until_its_node_is_repaired() -> None:
-    job = Job("waits", 4, step_seconds=5.0)
+    job = TrainingJob("waits", 4, step_seconds=5.0)
     faults = [Fault(3600.0, "faulty_gpu", "waits", node=2, lasts=7200.0)]
     result = simulate(Scenario("waits", "", 0.2, (job,)), 1, faults)
     (truth,) = result.truths
@@ -282,7 +282,7 @@ def test_a_job_without_a_spare_waits_until_its_node_is_repaired() -> None:
 
 
 def test_a_job_whose_only_node_dies_is_down_from_then_on() -> None:
-    job = Job("one", 1, step_seconds=5.0)
+    job = TrainingJob("one", 1, step_seconds=5.0)
     result = simulate(Scenario("one", "", 0.2, (job,), spares=1), 1, [Fault(5000.0, "cpu", "one")])
     (loss,) = result.truths[0].losses
     assert loss.ended == loss.at
@@ -292,7 +292,7 @@ def test_a_job_whose_only_node_dies_is_down_from_then_on() -> None:
 
 
 def test_a_fault_of_a_place_ends_the_job_that_is_there_at_that_time() -> None:
-    jobs = (Job("a", 2, step_seconds=5.0), Job("b", 2, step_seconds=5.0))
+    jobs = (TrainingJob("a", 2, step_seconds=5.0), TrainingJob("b", 2, step_seconds=5.0))
     result = simulate(Scenario("two", "", 0.1, jobs, spares=1), 1, [Fault(3000.0, "hbm", node=3, part=5)])
     a, b = result.truths
     assert a.losses == []
@@ -302,7 +302,7 @@ def test_a_fault_of_a_place_ends_the_job_that_is_there_at_that_time() -> None:
 def test_a_world_calls_its_listener_for_each_record_in_the_order_of_time() -> None:
     told: list[dict[str, Any]] = []
     scenario = SCENARIOS["healthy"].sized(0.5, 64)
-    World(scenario.topology(), scenario.jobs, [], 0.5 * 86400, 1, told.append, scenario.noise, 60.0).run()
+    SimulatedCluster(scenario.topology(), scenario.jobs, [], 0.5 * 86400, 1, told.append, scenario.noise, 60.0).run()
     assert {record["source"] for record in told} == {"scheduler", *(f"node-{node:04d}" for node in range(8))}
     stamps = [record["t"] for record in told]
     # A node's word takes up to a push to arrive.
@@ -360,7 +360,7 @@ def test_a_script_may_be_yaml_or_a_json_object_a_line(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometheus, Result]]:
+def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PrometheusClient, Result]]:
     """Give a real Prometheus that scraped the cluster whose leaf dies, and what was true."""
     folder = tmp_path_factory.mktemp("prometheus")
     with (folder / "metrics.txt").open("w") as metrics:
@@ -395,12 +395,14 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Promethe
                 break
             assert time.monotonic() < deadline, (folder / "log").read_text()
             time.sleep(0.1)
-        yield Prometheus(f"http://127.0.0.1:{port}"), result
+        yield PrometheusClient(f"http://127.0.0.1:{port}"), result
     finally:
         child.stop()
 
 
-def test_the_shipped_records_over_the_scraped_series_agree_with_the_truth(scraped: tuple[Prometheus, Result]) -> None:
+def test_the_shipped_records_over_the_scraped_series_agree_with_the_truth(
+    scraped: tuple[PrometheusClient, Result],
+) -> None:
     prometheus, result = scraped
     records = {record.name: record.expr for record in recording.records(AlertSettings())}
     end = max(truth.end or 0.0 for truth in result.truths) + 240
@@ -415,7 +417,7 @@ def test_the_shipped_records_over_the_scraped_series_agree_with_the_truth(scrape
             assert told == (true if true is None else pytest.approx(true, rel=0.01)), (truth.run, name)
 
 
-def test_the_scraped_ports_of_a_dead_leaf_are_down_as_long_as_it_is(scraped: tuple[Prometheus, Result]) -> None:
+def test_the_scraped_ports_of_a_dead_leaf_are_down_as_long_as_it_is(scraped: tuple[PrometheusClient, Result]) -> None:
     prometheus, result = scraped
     struck = result.truths[0].losses[0].at
 

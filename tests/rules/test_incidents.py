@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 
 from alerts import AlertSettings
-from demo.rehearsal import Firing, Rehearsal, Series, Timeline, delivered, main, rehearse, report
+from demo.rehearsal import Firing, PacedTimeline, Rehearsal, ScrapedSeries, delivered, main, rehearse, report
 from demo.servers import Servers
 from demo.stack import StackError
 from simulator.faults import Fault
-from simulator.jobs import Job
+from simulator.jobs import TrainingJob
 from simulator.metrics import Line
 from simulator.nodes import EPOCH, Noise
 from simulator.scenarios import SCENARIOS, Scenario
@@ -31,7 +31,7 @@ FULL = bool(os.environ.get("FLOPWATCH_REHEARSE"))
 SEEDS = (1, 2, 3) if FULL else (1,)
 pytestmark = [pytest.mark.long, pytest.mark.timeout(7200 if FULL else 300)]
 LONG = pytest.mark.skipif(not FULL, reason="minutes each, and a part of it is above: make simulate")
-RUN = Job("lm", 8, mesh={"tp": 8, "dp": 8}, step_seconds=5.0)  # 64 GPUs: it pages
+RUN = TrainingJob("lm", 8, mesh={"tp": 8, "dp": 8}, step_seconds=5.0)  # 64 GPUs: it pages
 ALONE = Scenario(
     "alone", "a run with a spare node", 1.0, (RUN,), spares=1, noise=Noise(per_node_day=0.0, missing=0.0, late=0.0)
 )
@@ -186,7 +186,7 @@ def test_a_healthy_cluster_pages_nobody_whatever_its_nodes_see(seed: int, lived:
 def test_the_command_prints_what_happened_beside_who_was_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["healthy", "--days", "0.002", "--pages", "1"]) == 1
     assert capsys.readouterr().out == (
-        "healthy, seed 1\n\nwhat happened\n  nothing\n\nwho was told what\n\n17 evaluations; fired: nothing\npages: 0\n"
+        "healthy, seed 1\n\nwhat happened\n  nothing\n\nnotifications\n\n17 evaluations; fired: nothing\npages: 0\n"
     )
 
 
@@ -219,7 +219,7 @@ def test_pages_that_were_told_too_late_are_not_counted(tmp_path: Path) -> None:
 
 
 def test_series_are_written_as_promtool_reads_them_from_the_beginning_on() -> None:
-    scraped = Series(100.0, 15.0)
+    scraped = ScrapedSeries(100.0, 15.0)
     for t, values in (
         (85.0, {"up": 1.0, "some_timestamp_seconds": 0.0}),
         (100.0, {"up": 1.0, "some_timestamp_seconds": EPOCH + 90}),
@@ -237,8 +237,8 @@ def test_series_are_written_as_promtool_reads_them_from_the_beginning_on() -> No
 
 def test_time_is_cut_short_only_where_nothing_changes_for_long() -> None:
     settings = AlertSettings()  # every group has been flushed twice after 285 s
-    timeline = Timeline([1000.0, 1100.0, 9000.0], settings, 10.0)
+    timeline = PacedTimeline([1000.0, 1100.0, 9000.0], settings, 10.0)
     assert [timeline.real(change) for change in (1000.0, 1100.0, 9000.0)] == [0.0, 10.0, 38.5]
     assert timeline.end == 67.0
     assert [timeline.virtual(real) for real in (0.0, 4.0, 10.0, 38.5, 40.0)] == [1000.0, 1040.0, 1100.0, 9000.0, 9015.0]
-    assert Timeline([], settings, 10.0).end == 28.5
+    assert PacedTimeline([], settings, 10.0).end == 28.5

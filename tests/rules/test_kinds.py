@@ -14,8 +14,8 @@ import pytest
 
 from demo.servers import find
 from flopwatch import catalogue
-from simulator.kinds import HANGS, SCENARIOS, STRAGGLERS, Kind
-from simulator.ranks import PER_HOST, RANKS, Job, Trouble
+from simulator.kinds import HANGS, SCENARIOS, STRAGGLERS, TroubleKind
+from simulator.ranks import PER_HOST, RANKS, SynchronousJob, Trouble
 from simulator.verdicts import evaluate
 from tests.support import ROOT
 
@@ -26,11 +26,11 @@ SEEDS = 1
 KINDS = pytest.mark.parametrize("kind", [*STRAGGLERS, *HANGS], ids=lambda kind: kind.name)
 
 
-def job(kind: Kind, seed: int = 1, seconds: float = 600.0) -> Job:
-    return Job(kind.name, f"{seed}", kind.make(random.Random(seed))[0], seconds)
+def job(kind: TroubleKind, seed: int = 1, seconds: float = 600.0) -> SynchronousJob:
+    return SynchronousJob(kind.name, f"{seed}", kind.make(random.Random(seed))[0], seconds)
 
 
-def of(name: str) -> Kind:
+def of(name: str) -> TroubleKind:
     return next(kind for kind in (*STRAGGLERS, *HANGS) if kind.name == name)
 
 
@@ -123,15 +123,15 @@ def test_rules_that_name_nobody_or_do_not_say_why_are_found_out(tmp_path: Path) 
     assert (found.recall, found.poor) == (0, list(found.rows))
     rules = changed(tmp_path, " is stopped, ", " is late, ")
     found = evaluate("hangs", 2, 1, rules, find().promtool, ["stopped"])
-    assert [(row.right, row.told, row in found.poor) for row in found.rows] == [(2, 0, True)]
+    assert [(row.right, row.explained, row in found.poor) for row in found.rows] == [(2, 0, True)]
     rules = changed(tmp_path, "alert: TrainingHang\n", "alert: Other\n")
     assert [row.silent for row in evaluate("hangs", 2, 1, rules, find().promtool, ["stopped"]).rows] == [2]
 
 
 @KINDS
-def test_a_simulated_job_tells_series_that_hook_and_exporter_have(kind: Kind) -> None:
+def test_a_simulated_job_tells_series_that_hook_and_exporter_have(kind: TroubleKind) -> None:
     rows = {row.name: row for row in vars(catalogue).values() if isinstance(row, catalogue.Metric)}
-    told = list(job(kind).told())
+    told = list(job(kind).series())
     assert len({(name, tuple(labels.items())) for (name, labels), _ in told}) == len(told)
     for (name, labels), values in told:
         assert len(values) == 41
@@ -148,16 +148,18 @@ def test_a_simulated_job_tells_series_that_hook_and_exporter_have(kind: Kind) ->
 
 
 @KINDS
-def test_a_seed_gives_the_same_job_again_and_another_seed_another(kind: Kind) -> None:
-    assert list(job(kind).told()) == list(job(kind).told())
-    assert list(job(kind).told()) != list(job(kind, 2).told())
+def test_a_seed_gives_the_same_job_again_and_another_seed_another(kind: TroubleKind) -> None:
+    assert list(job(kind).series()) == list(job(kind).series())
+    assert list(job(kind).series()) != list(job(kind, 2).series())
 
 
 def test_the_late_rank_waits_least_and_a_step_is_what_all_are_busy_and_wait() -> None:
     def slow(rank: int, step: int, t: float) -> float:
         return 0.3 if rank == 5 else 0.0
 
-    measured = [part for part in Job("late", "1", Trouble(0.0, slow), 900.0).segments if part.waits is not None]
+    measured = [
+        part for part in SynchronousJob("late", "1", Trouble(0.0, slow), 900.0).segments if part.waits is not None
+    ]
     assert len(measured) > 100
     shares = [
         sum(part.waits[rank] for part in measured if part.waits is not None)
@@ -174,7 +176,7 @@ def test_in_a_hang_the_one_that_is_missing_has_started_fewer_collectives_and_no_
     trouble = Trouble(300.0, hangs=True, behind=frozenset({3}), silent=frozenset({3}), idle=frozenset({3}))
     series = {
         (name, labels.get("rank"), labels.get("activity")): values
-        for (name, labels), values in Job("hangs", "1", trouble, 540.0).told()
+        for (name, labels), values in SynchronousJob("hangs", "1", trouble, 540.0).series()
     }
     numbers = {rank: series["training_collective_sequence_number", str(rank), None][-1] for rank in range(RANKS)}
     assert {number for rank, number in numbers.items() if rank != 3} == {numbers[0]}
@@ -188,7 +190,7 @@ def test_in_a_hang_the_one_that_is_missing_has_started_fewer_collectives_and_no_
 
 def test_a_host_that_is_dark_tells_nothing_after_a_last_mark() -> None:
     trouble = Trouble(300.0, hangs=True, dark=frozenset({1}))
-    for (name, labels), values in Job("dark", "1", trouble, 600.0).told():
+    for (name, labels), values in SynchronousJob("dark", "1", trouble, 600.0).series():
         if name == "training_rank_info" and labels["instance"].startswith("dark-node-1"):
             assert int(labels["rank"]) >= PER_HOST
             assert values[21:] == [None] * 20

@@ -1,0 +1,142 @@
+"""Flags and output of `python -m simulator`, which `flopwatch simulate` shares."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TextIO
+
+from flopwatch.settings import SettingsError
+
+DESCRIPTION = "Simulate a fleet with faults in virtual time and compare the ledger's figures with the truth"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the simulator to a parser."""
+    add = parser.add_argument
+    add(
+        "--scenario",
+        default="llama3",
+        metavar="NAME",
+        help="llama3 (default), crash_loop, leaf_failure, rolling_maintenance, slowdowns or healthy. stragglers and "
+        "hangs test the alert rules on small jobs with each kind of straggler or hang",
+    )
+    add("--days", type=_positive, metavar="N", help="length of the simulation (default: the scenario's)")
+    add("--gpus", type=int, metavar="N", help="GPUs of the job, in nodes of 8 (default: the scenario's)")
+    add("--seed", type=int, default=1, metavar="N", help="the same seed gives the same history (default 1)")
+    add(
+        "--faults",
+        type=Path,
+        metavar="FILE",
+        help="faults that replace the scenario's: YAML, or one JSON object per line",
+    )
+    add(
+        "--every",
+        type=_positive,
+        metavar="SECONDS",
+        help="interval at which every node sends records (default: only on changes, which gives the same figures)",
+    )
+    add("--history", type=Path, metavar="FILE", help="write the records, for `flopwatch ledger replay`")
+    add(
+        "--metrics",
+        type=Path,
+        metavar="FILE",
+        help="write the series that Prometheus would scrape, for `promtool tsdb create-blocks-from openmetrics`: "
+        "the ledger's and, for clusters of at most 256 nodes, a few of each node",
+    )
+    add("--step", type=_positive, default=60.0, metavar="SECONDS", help="scrape interval of --metrics (default 60)")
+    add(
+        "--seeds",
+        type=int,
+        default=50,
+        metavar="N",
+        help="stragglers and hangs: jobs of each kind, with seeds from --seed on (default 50)",
+    )
+    add(
+        "--rules",
+        type=Path,
+        default=Path("helm/files/rules.yaml"),
+        metavar="FILE",
+        help="stragglers and hangs: the alert rules (default helm/files/rules.yaml)",
+    )
+    add(
+        "--promtool",
+        default="promtool",
+        metavar="PROGRAM",
+        help="stragglers and hangs: promtool of Prometheus (default: on PATH)",
+    )
+    add("--json", action="store_true", help="print JSON instead of tables")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Simulate and print the comparison.
+
+    Return 1 if a figure of the ledger is off by more than 1 %, or if the rules judge a kind of job poorly.
+    Raises SettingsError for a wrong flag.
+    """
+    from simulator import kinds, output
+    from simulator.faults import script
+    from simulator.scenarios import SCENARIOS, simulate
+
+    if options.scenario in kinds.SCENARIOS:
+        return _run_verdicts(options)
+    if options.scenario not in SCENARIOS:
+        raise SettingsError(f"--scenario {options.scenario}: there are {', '.join((*SCENARIOS, *kinds.SCENARIOS))}")
+    scenario = SCENARIOS[options.scenario].sized(options.days, options.gpus)
+    faults = script(options.faults) if options.faults is not None else None
+    with ExitStack() as files:
+        history, metrics = (
+            files.enter_context(_opened(flag, path)) if path is not None else None
+            for flag, path in (("--history", options.history), ("--metrics", options.metrics))
+        )
+        result = simulate(scenario, options.seed, faults, options.every, history, metrics, options.step)
+    if options.json:
+        print(json.dumps(output.to_json(scenario, options.seed, result), indent=2))
+    else:
+        print(output.table(scenario, options.seed, result))
+    off = result.judgement.off
+    for name, figure in off:
+        print(f"flopwatch: {name}: {figure.name.strip()} is off by {figure.off:.1%}", file=sys.stderr)
+    return 1 if off else 0
+
+
+def _run_verdicts(options: argparse.Namespace) -> int:
+    from simulator import verdicts
+
+    names = ("days", "gpus", "faults", "every", "history", "metrics")
+    excess = [f"--{name}" for name in names if getattr(options, name) is not None]
+    if excess:
+        raise SettingsError(
+            f"--scenario {options.scenario} simulates many small jobs: it takes no {' or '.join(excess)}"
+        )
+    if options.seeds < 1:
+        raise SettingsError(f"--seeds {options.seeds}: write a number of at least 1")
+    result = verdicts.evaluate(options.scenario, options.seeds, options.seed, options.rules, options.promtool)
+    if options.json:
+        print(json.dumps(verdicts.to_json(result), indent=2))
+    else:
+        print(verdicts.table(result, options.seeds, options.seed))
+    for row in result.poor:
+        wrong = f"{row.right} of {row.jobs} right, {row.wrong.total()} wrong"
+        print(f"flopwatch: {row.kind.name}: {wrong}", file=sys.stderr)
+    return 1 if result.poor else 0
+
+
+def _opened(flag: str, path: Path) -> TextIO:
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"{flag} {path}: {error.strerror}") from error
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
