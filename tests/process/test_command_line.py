@@ -164,7 +164,7 @@ def test_without_an_nvml_library_it_says_so_once_and_serves_the_rest(tmp_path: P
         assert found["flopwatch_collector_supported{collector=nvml}"] == 0
         assert "flopwatch_collector_success{collector=nvml}" not in found
         assert found["infiniband_port_state_id{device=mlx5_0,port=1}"] == 4
-        assert sum("source nvml: not supported" in line for line in node.log.splitlines()) == 1, node.log
+        assert sum("source=nvml state='not supported" in line for line in node.log.splitlines()) == 1, node.log
 
 
 def test_two_exporters_on_one_state_folder_are_told_of_each_other_and_serve(tmp_path: Path) -> None:

@@ -325,7 +325,11 @@ def domains(found: Series) -> set[str]:
 def handles(node: Exporter) -> set[str]:
     """Return the collectors that have a process."""
     commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in node.children() if alive(pid)]
-    return {command.partition("collectors.")[2].partition(":")[0] for command in commands}
+    factories = (command.split("\0")[3] for command in commands)  # python -m flopwatch.node.scrape.child FACTORY
+    return {
+        factory.rpartition(":")[2] if "simulate" in factory else factory.split(":")[0].split(".")[-1]
+        for factory in factories
+    }
 
 
 def released(found: Series, before: Series) -> dict[str, float]:

@@ -566,7 +566,7 @@ def test_a_wheel_made_as_in_the_image_stands_without_the_checkout(tmp_path: Path
         env=elsewhere,
         cwd=tmp_path,
     )
-    assert "say who may with --web-config" in boards.stderr
+    assert "require authentication with --web-config" in boards.stderr
     assert (target / "flopwatch/boards/dashboards/fleet.json").is_file()
     assert (target / "flopwatch/boards/page/index.html").is_file() is built
 

@@ -147,7 +147,7 @@ def test_where_no_namespace_can_be_made_alertmanager_is_left_out_and_the_reason_
     monkeypatch.setenv("PATH", str(tmp_path))  # no unshare
     command, why = with_template(tmp_path)
     assert command == ()
-    assert "user namespaces are closed" in why
+    assert "user namespaces are disabled" in why
 
 
 @pytest.fixture

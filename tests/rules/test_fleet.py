@@ -315,15 +315,15 @@ def test_a_world_calls_its_listener_for_each_record_in_the_order_of_time() -> No
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ('{"t": 5, "kind": "gremlin"}', "'gremlin' is none of"),
+        ('{"t": 5, "kind": "gremlin"}', "'gremlin' is not one of"),
         ('{"t": 5, "kind": "leaf", "wher": "leaf-0-3"}', "wher: unknown"),
         ('{"t": -5, "kind": "leaf"}', "t: -5 is not"),
-        ('{"t": 5, "kind": "hbm", "node": "node-3"}', "node: 'node-3' is no place"),
-        ('{"t": 5, "kind": "hbm", "nodes": 3}', "nodes: 3 is no place"),
-        ('{"t": 5, "kind": "hbm", "run": 3}', "run: 3 is no name"),
-        ('{"t": 5}', "'' is none of"),
+        ('{"t": 5, "kind": "hbm", "node": "node-3"}', "node: 'node-3' is not a place"),
+        ('{"t": 5, "kind": "hbm", "nodes": 3}', "nodes: 3 is not a place"),
+        ('{"t": 5, "kind": "hbm", "run": 3}', "run: 3 is not a name"),
+        ('{"t": 5}', "'' is not one of"),
         ('{"kind": "leaf"}', "t: None is not"),
-        ('["leaf"]', "is no fault"),
+        ('["leaf"]', "is not a fault"),
         ("{", "Expecting"),
     ],
 )

@@ -121,7 +121,11 @@ def test_a_resolve_needs_no_payload(receiver: Receiver) -> None:
         ("/slack", changed(SLACK, lambda p: p["attachments"][0].pop("fallback")), "attachment.fallback is missing"),
         ("/slack", changed(SLACK, lambda p: p["attachments"][0].update(text=" ")), "attachment.text is empty"),
         ("/slack", changed(SLACK, lambda p: p["attachments"][0].update(color="red")), "attachment.color 'red'"),
-        ("/slack", changed(SLACK, lambda p: p["attachments"][0].update(level="x")), "attachment.level is not a field"),
+        (
+            "/slack",
+            changed(SLACK, lambda p: p["attachments"][0].update(level="x")),
+            "attachment.level is an unknown field",
+        ),
         ("/slack", changed(SLACK, lambda p: p.update(channel=7)), "message.channel is a int"),
         ("/v2/enqueue", changed(PAGERDUTY, lambda p: p.update(routing_key="short")), "event.routing_key is not 32"),
         ("/v2/enqueue", changed(PAGERDUTY, lambda p: p.pop("dedup_key")), "event.dedup_key is missing"),
