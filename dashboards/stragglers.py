@@ -35,7 +35,7 @@ verdict = [
     d.stat(
         "Straggler",
         "The rank that was latest in three windows of two minutes in a row, by 10 % of a step. Expected: none.",
-        d.Query(f"{r.CULPRIT}{{{RUN}}}", "rank {{rank}} on {{host}}", instant=True),
+        d.Query(f"{r.CONFIRMED}{{{RUN}}}", "rank {{rank}} on {{host}}", instant=True),
         name=True,
         links=TO_NODE,
         width=5,
@@ -44,7 +44,7 @@ verdict = [
     d.stat(
         "Straggling host",
         "The host whose ranks are late together, by the same rule. Expected: none.",
-        d.Query(f"{r.HOST_LEADER}{{{RUN}}} >= {p.SETTINGS.straggler_warning:g}", "{{host}}", instant=True),
+        d.Query(f"{r.HOST_CANDIDATE}{{{RUN}}} >= {p.SETTINGS.straggler_warning:g}", "{{host}}", instant=True),
         name=True,
         links=TO_NODE,
         width=5,

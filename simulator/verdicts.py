@@ -26,8 +26,8 @@ from simulator.ranks import INTERVAL, PER_HOST, Series, SynchronousJob, Values
 BATCH = 60  # jobs in one run of promtool: about 25,000 series
 SECONDS = {"stragglers": 780.0, "hangs": 720.0}
 ALERT = {"stragglers": "TrainingStraggler", "hangs": "TrainingHang"}
-RANK = {"stragglers": "rank:training_straggler:culprit", "hangs": "rank:training_hang:culprit"}
-HOST = {"stragglers": "host:training_straggler:leader", "hangs": "host:training_hang:culprit"}
+RANK = {"stragglers": "rank:training_straggler:confirmed", "hangs": "rank:training_hang:suspect"}
+HOST = {"stragglers": "host:training_straggler:candidate", "hangs": "host:training_hang:suspect"}
 TEXT_AT = {"stragglers": 780, "hangs": 555}  # seconds at which the alert text is read, before a silent rank is dropped
 MIN_RIGHT = 0.95  # share of the jobs of a kind
 

@@ -10,7 +10,7 @@ from alerts.fragments import each_series
 from alerts.recording.hang import SIGNS
 
 _TRAINING_STRAGGLER = (
-    "{{- range printf `rank:training_straggler:leader{run=%q}` $labels.run | query }}Rank {{ "
+    "{{- range printf `rank:training_straggler:candidate{run=%q}` $labels.run | query }}Rank {{ "
     + ".Labels.rank }} of run {{ .Labels.run }}"
     + each_series(
         "max by (host, uuid) (training_rank_info{run=%q,rank=%q})",
@@ -87,7 +87,7 @@ _TRAINING_STRAGGLER = (
     )
     + "{{ end }}"
     + each_series(
-        "host:training_straggler:leader{run=%q}",
+        "host:training_straggler:candidate{run=%q}",
         "$labels.run",
         "All ranks of run {{ .Labels.run }} on {{ .Labels.host }} slow every step. ",
     )
@@ -104,7 +104,7 @@ _TRAINING_HANG = (
     "collective, or its tensor cores, power or network were idle."
     + "".join(
         each_series(
-            f'rank:training_hang:sign{{run=%[1]q,sign="{sign}"}} and on (rank) rank:training_hang:culprit{{run=%[1]q}}',
+            f'rank:training_hang:sign{{run=%[1]q,sign="{sign}"}} and on (rank) rank:training_hang:suspect{{run=%[1]q}}',
             "$labels.run",
             " Rank {{ .Labels.rank }}{{ with .Labels.host }} on {{ . }}{{ end }} is " + text + ".",
             by="rank",
@@ -112,7 +112,7 @@ _TRAINING_HANG = (
         for sign, text in SIGNS.items()
     )
     + each_series(
-        "100 * rank:training_hang:culprit{run=%[1]q}",
+        "100 * rank:training_hang:suspect{run=%[1]q}",
         "$labels.run",
         each_series(
             'topk(1, max by (uuid) (training_rank_info{run=%q,rank=%q,uuid!=""}))',
@@ -126,18 +126,18 @@ _TRAINING_HANG = (
     + "".join(
         each_series(
             f'count by (host) (rank:training_hang:sign{{run=%[1]q,sign="{sign}"}}'
-            " and on (host) host:training_hang:culprit{run=%[1]q})",
+            " and on (host) host:training_hang:suspect{run=%[1]q})",
             "$labels.run",
             " {{ .Value }} ranks on {{ .Labels.host }} are " + text + ".",
         )
         for sign, text in SIGNS.items()
     )
     + each_series(
-        "100 * host:training_hang:culprit{run=%[1]q}", "$labels.run", ' Confidence {{ printf "%.0f" .Value }} %.'
+        "100 * host:training_hang:suspect{run=%[1]q}", "$labels.run", ' Confidence {{ printf "%.0f" .Value }} %.'
     )
     + each_series(
-        "run:training_overdue_step_began_seconds:max{run=%[1]q} unless on () rank:training_hang:culprit{run=%[1]q} "
-        "unless on () host:training_hang:culprit{run=%[1]q}",
+        "run:training_overdue_step_began_seconds:max{run=%[1]q} unless on () rank:training_hang:suspect{run=%[1]q} "
+        "unless on () host:training_hang:suspect{run=%[1]q}",
         "$labels.run",
         " No suspect was found.",
     )
@@ -179,8 +179,8 @@ ALERTS: tuple[Alert, ...] = (
         severity="critical",
         identity=("run",),
         expr="""
-            (max by (run) (rank:training_straggler:leader) or max
-                by (run) (host:training_straggler:leader)) >= <straggler_critical>
+            (max by (run) (rank:training_straggler:candidate) or max
+                by (run) (host:training_straggler:candidate)) >= <straggler_critical>
               and on (run)
             group by (run) (run:training_page:bool)
         """,
@@ -195,8 +195,8 @@ ALERTS: tuple[Alert, ...] = (
         severity="warning",
         identity=("run",),
         expr="""
-            (max by (run) (rank:training_straggler:leader) or max
-                by (run) (host:training_straggler:leader)) >= <straggler_warning>
+            (max by (run) (rank:training_straggler:candidate) or max
+                by (run) (host:training_straggler:candidate)) >= <straggler_warning>
         """,
         for_="1m",
         keep_firing_for="10m",

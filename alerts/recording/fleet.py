@@ -256,7 +256,7 @@ RECORDS: tuple[Record, ...] = (
               +
             (
               count by (host) (
-                group by (host, run, rank) (last_over_time(rank:training_straggler:culprit{host!=""}[<7d>]))
+                group by (host, run, rank) (last_over_time(rank:training_straggler:confirmed{host!=""}[<7d>]))
               )
                 or
               0 * group by (host) (instance:host:info)

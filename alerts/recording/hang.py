@@ -28,8 +28,8 @@ POWER_KNOWN = "run:gpu_power:known"
 SENT = "run:infiniband_transmit_bytes:max_rate1m"
 GONE = "rank:training_gone:bool"
 SIGN = "rank:training_hang:sign"
-CULPRIT_RANK = "rank:training_hang:culprit"
-CULPRIT_HOST = "host:training_hang:culprit"
+SUSPECT_RANK = "rank:training_hang:suspect"
+SUSPECT_HOST = "host:training_hang:suspect"
 # What each sign says of a rank, in words that follow "is".
 SIGNS = {
     "gone": "gone",
@@ -391,7 +391,7 @@ RECORDS: tuple[Record, ...] = (
     ),
     Record(
         "verdict",
-        CULPRIT_RANK,
+        SUSPECT_RANK,
         """
             sum by (run, rank, host) (
               (
@@ -416,7 +416,7 @@ RECORDS: tuple[Record, ...] = (
     ),
     Record(
         "verdict",
-        CULPRIT_HOST,
+        SUSPECT_HOST,
         """
             sum by (run, host) (
               (
@@ -436,7 +436,7 @@ RECORDS: tuple[Record, ...] = (
               / on (run) group_left ()
             (count by (run) (count by (run, sign) (rank:training_hang:sign)) + 0.2) > 0.5
               unless on (run)
-            rank:training_hang:culprit
+            rank:training_hang:suspect
               and on (run)
             (
               count by (run) (

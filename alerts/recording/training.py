@@ -31,11 +31,11 @@ WAIT = "rank:training_collective_wait:ratio"
 COMMUNICATION = "run:training_collective_wait:ratio"
 RANK_SCORE = "rank:training_straggler:score"
 RUN_SCORE = "run:training_straggler:score"
-LEADER = "rank:training_straggler:leader"
+CANDIDATE = "rank:training_straggler:candidate"
 EXCUSED = "rank:training_straggler:excused"
-CULPRIT = "rank:training_straggler:culprit"
+CONFIRMED = "rank:training_straggler:confirmed"
 HOST_SCORE = "host:training_straggler:score"
-HOST_LEADER = "host:training_straggler:leader"
+HOST_CANDIDATE = "host:training_straggler:candidate"
 STRAGGLER_LOST = "run:training_straggler_lost:ratio"
 STRAGGLER_LOST_1H = "run:training_straggler_lost:ratio_1h"
 STRAGGLER_LOST_1D = "run:training_straggler_lost:ratio_1d"
@@ -275,7 +275,7 @@ RECORDS: tuple[Record, ...] = (
     ),
     Record(
         "training",
-        LEADER,
+        CANDIDATE,
         """
             (
               rank:training_straggler:score > 0.01
@@ -324,7 +324,7 @@ RECORDS: tuple[Record, ...] = (
     ),
     Record(
         "verdict",
-        HOST_LEADER,
+        HOST_CANDIDATE,
         """
             (
               host:training_straggler:score > 0.01
@@ -360,24 +360,24 @@ RECORDS: tuple[Record, ...] = (
               ) > 1
             )
               unless on (run)
-            rank:training_straggler:leader
+            rank:training_straggler:candidate
         """,
         "Score of the host whose ranks were latest in three windows in a row, in a run without a single straggling "
         "rank. Absent under the same conditions.",
     ),
     Record(
         "training",
-        CULPRIT,
+        CONFIRMED,
         """
-            (rank:training_straggler:leader >= <straggler_warning>)
+            (rank:training_straggler:candidate >= <straggler_warning>)
               * on (run, rank) group_left (host, uuid)
             topk by (run, rank) (1,
               max by (run, rank, host, uuid) (
-                training_rank_info and on (run, rank) rank:training_straggler:leader
+                training_rank_info and on (run, rank) rank:training_straggler:candidate
               )
             )
               or on (run, rank)
-            (rank:training_straggler:leader >= <straggler_warning>)
+            (rank:training_straggler:candidate >= <straggler_warning>)
         """,
         "Score of such a rank that costs at least 10 % of a step, with its host and GPU where they are known.",
     ),
@@ -385,9 +385,9 @@ RECORDS: tuple[Record, ...] = (
         "training",
         STRAGGLER_LOST,
         """
-            max by (run) (rank:training_straggler:leader >= <straggler_warning>)
+            max by (run) (rank:training_straggler:candidate >= <straggler_warning>)
               or
-            max by (run) (host:training_straggler:leader >= <straggler_warning>)
+            max by (run) (host:training_straggler:candidate >= <straggler_warning>)
               or
             0 * run:training_straggler:score
         """,

@@ -27,15 +27,15 @@ pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.e2e, pytest.mark.
 
 SCRIPT = TESTS / "scripts" / "hangs.py"
 PACE = 15.0
-CULPRIT = 2
-# What the page says of the culprit, by what its rank does.
+SUSPECT = 2
+# What the page says of the suspect, by what its rank does.
 KINDS = {
-    "stopped": f"Rank {CULPRIT} on {{host}} is missing in the collective",
-    "endless_loop": f"Rank {CULPRIT} on {{host}} is missing in the collective",
-    "skipped_collective": f"Rank {CULPRIT} on {{host}} is missing in the collective",
-    "blocked_loader": f"Rank {CULPRIT} on {{host}} is waiting for data",
-    "gil_held": f"Rank {CULPRIT} on {{host}} is missing in the collective",
-    "killed": f"Rank {CULPRIT} on {{host}} is gone",
+    "stopped": f"Rank {SUSPECT} on {{host}} is missing in the collective",
+    "endless_loop": f"Rank {SUSPECT} on {{host}} is missing in the collective",
+    "skipped_collective": f"Rank {SUSPECT} on {{host}} is missing in the collective",
+    "blocked_loader": f"Rank {SUSPECT} on {{host}} is waiting for data",
+    "gil_held": f"Rank {SUSPECT} on {{host}} is missing in the collective",
+    "killed": f"Rank {SUSPECT} on {{host}} is gone",
 }
 FINE = ("saving", "healthy")
 
@@ -90,12 +90,12 @@ def test_a_hang_is_told_and_the_rank_that_did_not_come_is_named(kind: str, stack
         time.sleep(0.2)
     host = stack.prometheus.query(f'{c.TRAINING_RANK_INFO}{{run="{kind}",rank="0"}}')[0][0]["host"]
     assert KINDS[kind].format(host=host) in str(hanging(stack, kind)[0].payload)
-    assert not any(f"Rank {rank} on" in str(hanging(stack, kind)[0].payload) for rank in range(4) if rank != CULPRIT)
+    assert not any(f"Rank {rank} on" in str(hanging(stack, kind)[0].payload) for rank in range(4) if rank != SUSPECT)
 
 
 def test_the_line_at_which_a_rank_stands_and_a_process_that_is_stopped_are_told(stack: DemoStack, jobs: None) -> None:
-    looping = f'{c.TRAINING_STUCK_FRAME_INFO}{{run="endless_loop",rank="{CULPRIT}"}}'
-    waiting = f'{c.TRAINING_STUCK_FRAME_INFO}{{run="endless_loop",rank!="{CULPRIT}"}}'
+    looping = f'{c.TRAINING_STUCK_FRAME_INFO}{{run="endless_loop",rank="{SUSPECT}"}}'
+    waiting = f'{c.TRAINING_STUCK_FRAME_INFO}{{run="endless_loop",rank!="{SUSPECT}"}}'
     stopped = f'{recording.SIGN}{{run="stopped",sign="blocked"}}'
     deadline = time.monotonic() + 300  # a hang of 15 s shows the line, one of 2 s the state
     while not all(stack.prometheus.query(expr) for expr in (looping, stopped, f"count({waiting}) == 3")):
@@ -107,7 +107,7 @@ def test_the_line_at_which_a_rank_stands_and_a_process_that_is_stopped_are_told(
     lines = {labels["at"] for labels, _ in stack.prometheus.query(waiting)}
     assert len(lines) == 1
     assert lines.pop().endswith(" in train")
-    assert [labels["rank"] for labels, _ in stack.prometheus.query(stopped)] == [str(CULPRIT)]
+    assert [labels["rank"] for labels, _ in stack.prometheus.query(stopped)] == [str(SUSPECT)]
 
 
 @pytest.mark.parametrize("kind", FINE)

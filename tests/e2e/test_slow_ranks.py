@@ -41,7 +41,7 @@ def stack(seed: int, tmp_path: Path) -> Iterator[DemoStack]:
 
 def named(stack: DemoStack, seconds: float = 1.0) -> set[str]:
     """Return the ranks that were named in the last seconds."""
-    found = stack.prometheus.query(f'last_over_time({recording.CULPRIT}{{run="{RUN}"}}[{seconds:.0f}s])')
+    found = stack.prometheus.query(f'last_over_time({recording.CONFIRMED}{{run="{RUN}"}}[{seconds:.0f}s])')
     return {labels["rank"] for labels, _ in found}
 
 

@@ -231,7 +231,7 @@ def test_a_server_that_is_no_prometheus_is_said_to_be_none() -> None:
 
 def test_the_records_it_reads_are_made() -> None:
     made = {record.name for record in records(AlertSettings())}
-    assert {queries.RUN_MFU, queries.RUN_SCORE, queries.LEADER, queries.WAIT} <= made
+    assert {queries.RUN_MFU, queries.RUN_SCORE, queries.CANDIDATE, queries.WAIT} <= made
 
 
 # What it writes.

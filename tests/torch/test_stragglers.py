@@ -51,7 +51,7 @@ def scores(window: Window) -> list[float]:
 
 
 def named(three: list[Window], share: float = 1.0) -> int | None:
-    """Return the rank that led in all three windows, as LEADER records it, if it costs what warns, or a share of it.
+    """Return the rank that led in all three windows, as CANDIDATE records it, if it costs what warns, or a share of it.
 
     In the last no other may be nearly as late.
     """

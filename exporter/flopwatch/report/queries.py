@@ -13,7 +13,7 @@ from flopwatch.settings import SettingsError
 # Recorded by alerts/recording; a test compares the names.
 RUN_MFU = "run:training_mfu:ratio_rate5m"
 RUN_SCORE = "run:training_straggler:score"
-LEADER = "rank:training_straggler:leader"
+CANDIDATE = "rank:training_straggler:candidate"
 WAIT = "rank:training_collective_wait:ratio"
 
 MAX_OUTLIERS = 10  # ranks, hosts or links in a report
@@ -165,12 +165,12 @@ class RunQueries:
     def ranks(self) -> list[Outlier]:
         """Return the ranks that were the straggler most often."""
         late = self._now(
-            f"topk({MAX_OUTLIERS}, max by (rank) (count_over_time({LEADER}{self.training}[{self._window}])))"
+            f"topk({MAX_OUTLIERS}, max by (rank) (count_over_time({CANDIDATE}{self.training}[{self._window}])))"
         )
         all_points = self._prometheus.value(
             f"max(count_over_time({RUN_SCORE}{self.training}[{self._window}]))", self.at
         )
-        cost = self._values("rank", f"max by (rank) (avg_over_time({LEADER}{self.training}[{self._window}]))")
+        cost = self._values("rank", f"max by (rank) (avg_over_time({CANDIDATE}{self.training}[{self._window}]))")
         places = self._places()
         return [
             Outlier(

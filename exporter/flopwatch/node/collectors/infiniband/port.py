@@ -1,15 +1,15 @@
-"""One InfiniBand, RoCE or EFA port: its files in sysfs, and what they say.
+"""One InfiniBand, RoCE or EFA port: its files in sysfs, and its samples.
 
-Files: https://www.kernel.org/doc/Documentation/ABI/stable/sysfs-class-infiniband. Which file a counter comes from and
-how wide its register is, is in its catalogue row. Every read of `counters/` is a query to the firmware, one of `state`,
-`phys_state` or `rate` a port query, one in `hw_counters/` refreshes that folder for its `lifespan` (10 ms): each file
-is read once per scrape. Files stay open and are read again with pread, at a sixth of the cost of opening them.
+Files: https://www.kernel.org/doc/Documentation/ABI/stable/sysfs-class-infiniband. The file of a counter and the width
+of its register are in its catalogue row. Every read of `counters/` is a query to the firmware. One of `state`,
+`phys_state` or `rate` is a port query. One in `hw_counters/` refreshes that folder for its `lifespan` (10 ms). Each
+file is read once per scrape. Files stay open and are read with pread, at a sixth of the cost of opening them.
 
-Missing on some hardware: `hw_counters/` (hfi1, mlx4), `counters/` (EFA, whose `state` and `rate` are constants); a
-counter reads `N/A (no PMA)` on iWARP, and ends in EINVAL on ports that the fabric manager owns. What cannot be read is
-no sample, and hides no other counter; what the firmware refuses is asked again more and more rarely, and of a port that
-refuses all only one file, since the kernel logs each try. Bit error rates are not in sysfs: mlxlink and ibdiagnet have
-them, as root.
+Missing on some hardware: `hw_counters/` (hfi1, mlx4), `counters/` (EFA, whose `state` and `rate` are constants). A
+counter reads `N/A (no PMA)` on iWARP, and ends in EINVAL on ports that the fabric manager owns. An unreadable file has
+no sample and hides no other counter. A refused file is retried more and more rarely, since the kernel logs each try. Of
+a port that refuses all files only one is retried. Bit error rates are not in sysfs: mlxlink and ibdiagnet have them, as
+root.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from flopwatch.node.collectors.infiniband.link import ACTIVE, Link
 
 log = logging.getLogger(__name__)
 
-# Files of a device that was removed; its successor has others.
+# Errors of a device that was removed. Its successor has other files.
 GONE = (errno.ENODEV, errno.ESTALE, errno.ENOENT)
-# What the firmware says to a read it does not want. So many files of a kind, and none that answers, speak for all.
+# Errors of a read that the firmware refuses. So many refused files of a kind, and no answer, stand for all.
 REFUSED = (errno.EINVAL, errno.ENXIO)
 FEW = 3
-# Seconds until a refused file is asked again, from first to last twice as long each time.
+# Seconds until a refused file is read again, doubled each time up to the maximum.
 FIRST_WAIT, LONGEST_WAIT = 60.0, 3600.0
-LONGEST = 64  # bytes; more than any file has that is read at each scrape
+LONGEST = 64  # bytes, more than any file that is read at each scrape
 
 COUNTERS: dict[str, PortCounter] = {
     file: row for row in all_metrics() if isinstance(row, PortCounter) for file in row.files
 }
 WORDS = re.compile(r"/port_(xmit|rcv)_data(_64)?$")  # in 4-byte words
-# 64 bits wide, but 32 that stick on an adapter without extended counters (mlx4, ConnectX-2 and older).
+# 64 bits wide, but 32 bits that stick on an adapter without extended counters (mlx4, ConnectX-2 and older).
 LEGACY = re.compile(r"/counters/port_(xmit|rcv)_(data|packets)$")
 
 Parser = Callable[[str], "float | None"]
@@ -69,7 +69,7 @@ Pread = Callable[[int, int, int], bytes]  # file, length, offset, as os.pread
 
 
 def counter(text: str) -> int | None:
-    """Return the number in a counter file, None for `N/A (no PMA)` and anything else that is no 64-bit number."""
+    """Return the number in a counter file, or None for `N/A (no PMA)` and anything but a 64-bit number."""
     if not (text.isascii() and text.isdigit() and len(text) <= 20):
         return None
     number = int(text)
@@ -77,13 +77,13 @@ def counter(text: str) -> int | None:
 
 
 def state(text: str) -> int | None:
-    """Return 4 for `4: ACTIVE`."""
+    """Return the number of a state such as `4: ACTIVE`, or None."""
     match = re.match(r"([0-9]{1,2}):", text)
     return int(match[1]) if match else None
 
 
 def physical_state(text: str) -> int | None:
-    """Return 5 for `5: LinkUp`; None where a driver repeats the logical state (`4: ACTIVE`) in this file."""
+    """Return 5 for `5: LinkUp`, or None where a driver repeats the logical state (`4: ACTIVE`) in this file."""
     return None if text.endswith("ACTIVE") else state(text)
 
 
@@ -94,7 +94,7 @@ def rate(text: str) -> float | None:
 
 
 def local_identifier(text: str) -> int | None:
-    """Return 283 for `0x11b`."""
+    """Return a local identifier, 283 for `0x11b`, or None."""
     return int(text, 16) if re.fullmatch(r"0x[0-9a-f]{1,8}", text) else None
 
 
@@ -109,9 +109,9 @@ def temperature(text: str) -> int | None:
 
 
 def risen(last: int, number: int, wrap: int) -> int:
-    """Return how far a counter rose between two readings, if its register wraps at `wrap`; 0 is never.
+    """Return how far a counter rose between two readings if its register wraps at `wrap`; 0 is never.
 
-    A fall by more than half the register's range is a wrap, any other one a reset, after which it counts from 0.
+    A fall by more than half the register's range is a wrap. Any other fall is a reset, after which it counts from 0.
     """
     if number >= last:
         return number - last
@@ -119,7 +119,7 @@ def risen(last: int, number: int, wrap: int) -> int:
 
 
 class _File:
-    """One file, kept open, and the sample its last content made."""
+    """Open file and the sample of its last content."""
 
     __slots__ = ("data", "fd", "labels", "number", "parse", "path", "row", "sample", "stuck")
 
@@ -132,7 +132,7 @@ class _File:
         self.stuck: Sample | None = None
 
     def open(self) -> bool:
-        """Open the file; return whether that worked."""
+        """Open the file. Return whether that succeeded."""
         self.lose()
         try:
             self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -141,17 +141,17 @@ class _File:
         return True
 
     def take(self, data: bytes) -> None:
-        """Make the sample of a new content."""
+        """Parse a new content into the sample."""
         self.data = data
         self.number = self.parse(_first_line(data))
         self.sample = None if self.number is None else (self.row, self.labels, self.number)
 
     def lose(self) -> None:
-        """Have no sample, since the file cannot be read."""
+        """Drop the sample, since the file cannot be read."""
         self.data, self.number, self.sample, self.stuck = b"", None, None, None
 
     def close(self) -> None:
-        """Close the file, and have no sample."""
+        """Close the file and drop the sample."""
         self.lose()
         if self.fd >= 0:
             os.close(self.fd)
@@ -163,7 +163,7 @@ class _File:
 
 
 class _Counter(_File):
-    """A counter, which goes on where its register wraps or is cleared."""
+    """Counter file whose count continues when its register wraps or is cleared."""
 
     __slots__ = ("_full", "_last", "_quiet", "_total", "_unit", "_wrap", "anew")
 
@@ -174,7 +174,7 @@ class _Counter(_File):
         self._wrap = 2**row.bits if row.bits < 64 and not row.sticks else 0
         self._unit = 4 if WORDS.search(path) else 1
         self._last = self._total = 0
-        self.anew = False  # the device was removed and is back: a fall is no wrap
+        self.anew = False  # the device was replaced, so a fall is not a wrap
 
     def take(self, data: bytes) -> None:
         self.data = data
@@ -190,19 +190,19 @@ class _Counter(_File):
             self.sample = (self.row, self.labels, self._total * self._unit)
 
     def dump(self) -> tuple[int, int] | None:
-        """Return the count and the register, None while the register alone tells the count to another process."""
+        """Return the count and the register, or None while the register alone is the count."""
         counts = self._total != self._last or 2 * self._last > self._wrap > 0
         return (self._total, self._last) if counts else None
 
     def resume(self, total: int, last: int, anew: bool) -> None:
-        """Go on from the count and the register of an earlier process."""
+        """Continue from the count and the register of an earlier process."""
         self._total, self._last, self.anew = total, last, anew
 
 
 class Port:
-    """One port: its open files, and what its link did.
+    """Open files of one port, and the history of its link.
 
-    The same objects for row and labels come with every read, and the same sample where nothing changed.
+    Rows, labels and unchanged samples are the same objects at every read.
     """
 
     def __init__(self, sysfs: str, device: str, port: str, pread: Pread = os.pread) -> None:
@@ -212,35 +212,35 @@ class Port:
         self.expected: float | None = None  # Gb/s
         self.place: pci.Place | None = None
         self.identity: dict[str, str] = {}
-        self.seldom: list[Sample] = []  # of what is read by `identify` only
+        self.seldom: list[Sample] = []  # from `identify`
         self._inode = 0
         self._networks = f"{sysfs}/class/net"
         self._device = f"{sysfs}/class/infiniband/{device}"
         self._folder = f"{self._device}/ports/{port}"
         self._net: list[str] = []
-        self._first = False  # of its device's ports
-        self._files: dict[str, _File] = {}  # by path; a counter opened again goes on with its count
+        self._first = False  # the first of its device's ports
+        self._files: dict[str, _File] = {}  # by path; a counter that is opened again keeps its count
         self._open: list[_File] = []
         self._state: _File | None = None
         self._rate: _File | None = None
         self._folders: dict[str, tuple[int, ...] | None] = {}
-        self._refused: dict[str, tuple[float, float]] = {}  # by path: when to ask again, how long to wait the next time
-        self._asking: dict[str, float] = {}  # what is asked again by this read, and how long to wait the next time
+        self._refused: dict[str, tuple[float, float]] = {}  # by path: time of the next try, and the wait after it
+        self._asking: dict[str, float] = {}  # files retried by this read, and the wait after it
         self._ask_at = 0.0
         self._complained: set[str] = set()
-        self._counts: Mapping[str, tuple[int, int]] = {}  # of an earlier process, by the file's name in the catalogue
+        self._counts: Mapping[str, tuple[int, int]] = {}  # of an earlier process, by file name in the catalogue
         self._counts_inode: int | None = None
         self._summary: list[Sample] = []
 
     def there(self) -> bool:
-        """Return whether the port is in /sys; if its folders changed, its files are opened again."""
+        """Return whether the port is in /sys. Open its files again if its folders changed."""
         if all(signature(folder) == before for folder, before in self._folders.items()):
             return True
         self.open()
         return os.path.isdir(self._folder)
 
     def identify(self, host: str, inode: int) -> None:
-        """Read what seldom changes, and open the files; another inode is a device that was removed and is back."""
+        """Read what seldom changes, and open the files. Another inode is a device that was replaced."""
         if inode != self._inode:
             self._inode = inode
             self._refused.clear()
@@ -277,7 +277,7 @@ class Port:
         self.open()
 
     def _net_devices(self) -> list[str]:
-        """Return the port's net devices, first RoCE's own name for it (a bond's), then those of its number."""
+        """Return the port's net devices: first the RoCE one (a bond's), then those of its number."""
         below = f"{self._device}/device/net"
         number = int(self.labels[1]) - 1
         mine = [name for name in names(below) if counter(_text(f"{below}/{name}/dev_port")) in (None, number)]
@@ -285,11 +285,11 @@ class Port:
         return [first, *(name for name in mine if name != first)] if first else mine
 
     def uses(self, interfaces: set[str]) -> bool:
-        """Return whether one of these interfaces is the port's."""
+        """Return whether the port has one of these interfaces."""
         return not interfaces.isdisjoint(self._net)
 
     def open(self) -> None:
-        """Open every file there is, but for those refused."""
+        """Open every present file, except refused ones."""
         self.close()
         self._folders = {self._folder: signature(self._folder)}
         files = [*self._states(), *self._sensors(), *self._counters()]
@@ -306,7 +306,7 @@ class Port:
         self._open = []
 
     def leave(self) -> None:
-        """Close every file of a port that is gone; its counts and its link are kept for when it comes back."""
+        """Close every file of a missing port. Its counts and its link are kept for its return."""
         self.close()
         self._inode = 0
 
@@ -323,7 +323,7 @@ class Port:
             yield _File(f"{net}/carrier_changes", INFINIBAND_CARRIER_CHANGES_TOTAL, self.labels, counter)
 
     def _counters(self) -> Iterator[_File]:
-        """Yield the counters there are, and of several files for one number the one that tells most."""
+        """Yield the present counters, and the best of several files for one number."""
         found: dict[str, list[str]] = {}
         for name in ("counters", "counters_ext", "hw_counters"):
             self._list(f"{self._folder}/{name}", name, found)
@@ -348,12 +348,12 @@ class Port:
         return result
 
     def _known_as(self, path: str) -> str:
-        """Return a counter's name in the catalogue."""
+        """Return the name of a counter file in the catalogue."""
         ours = path.removeprefix(f"{self._folder}/")
         return ours if ours != path else f"device/{path.removeprefix(f'{self._device}/')}"
 
     def _list(self, folder: str, known_as: str, found: dict[str, list[str]]) -> None:
-        """Add the counters in a folder to what was found of each row, by the row's name."""
+        """Add the counters in a folder to `found`, by the name of their row."""
         listed = names(folder)
         if listed:
             self._folders[folder] = signature(folder)
@@ -372,7 +372,7 @@ class Port:
                     yield _File(f"{folder}/{name}", INFINIBAND_TEMPERATURE_CELSIUS, labels, temperature)
 
     def read(self, now: float) -> tuple[list[Sample], bool]:
-        """Return the port's samples, and whether its link or its highest rate has news worth keeping."""
+        """Return the port's samples, and whether its link or its highest rate must be stored."""
         if self._refused and now >= self._ask_at:
             self._ask_again(now)
         samples: list[Sample] = []
@@ -402,13 +402,13 @@ class Port:
         return samples + self._summary, news
 
     def _ask_again(self, now: float) -> None:
-        """Open the files that were refused, and have waited long enough."""
+        """Open refused files whose wait is over."""
         self._asking = {path: wait for path, (at, wait) in self._refused.items() if at <= now}
         self._refused = {path: told for path, told in self._refused.items() if path not in self._asking}
         self.open()
 
     def _hopeless(self, file: _File, failures: list[tuple[_File, int | None]]) -> bool:
-        """Return whether what was asked of this file's kind was all refused: then so is what comes behind it."""
+        """Return whether every file of this kind was refused so far. The rest is then refused as well."""
         counts = isinstance(file, _Counter)
         asked = self._open[: self._open.index(file) + 1]
         asked = [other for other in asked if isinstance(other, _Counter) == counts]
@@ -416,7 +416,7 @@ class Port:
         return len(refused) == len(asked) >= (1 if len(self._asking) > FEW else FEW)
 
     def _failed(self, failures: list[tuple[_File, int | None]], now: float) -> None:
-        """Have no sample of files that failed, and leave alone what was refused or is gone."""
+        """Drop the samples of failed files, and close those refused or gone."""
         for file, reason in failures:
             file.lose()
             if reason in GONE or reason in REFUSED:
@@ -430,7 +430,7 @@ class Port:
         if new := self._refused.keys() - self._complained:
             self._complained |= new
             log.warning(
-                "%s: the firmware refuses %s; asked again within the hour",
+                "%s: the firmware refuses %s; next try within the hour",
                 "/".join(self.labels),
                 ", ".join(sorted(new)) if len(new) <= FEW else f"{len(new)} files",
             )
@@ -438,15 +438,15 @@ class Port:
     def recall(
         self, expected: float | None, link: Link, counts: Mapping[str, tuple[int, int]], inode: int | None
     ) -> None:
-        """Go on with the highest rate, in Gb/s, the link and the counts of an earlier process.
+        """Continue with the highest rate in Gb/s, the link and the counts of an earlier process.
 
-        `inode` is the device's whose registers the counts are of, None if it was another boot's.
+        `inode` is that of the device that was counted, or None after another boot.
         """
         self.expected, self.link, self._counts, self._counts_inode = expected, link, counts, inode
         self._summary = []
 
     def dump(self, now: float, unix: float) -> dict[str, Any]:
-        """Return what `recall` is to be told; `now` and `unix` are the same moment on the two clocks."""
+        """Return the arguments of `recall` to store. `now` and `unix` are the same moment on the two clocks."""
         counted = [file for file in self._files.values() if isinstance(file, _Counter)]
         return {
             "gigabits": self.expected,
@@ -456,7 +456,7 @@ class Port:
         }
 
     def clear(self) -> None:
-        """Forget the flaps that make the link flapping."""
+        """Clear the flapping of the link."""
         self.link.clear()
         self._summary = []
 
@@ -464,7 +464,7 @@ class Port:
         number = self._state.number if self._state is not None else None
         gigabits = self._rate.number if self._rate is not None else None
         news = self.link.see(None if number is None else int(number), now)
-        # A port that is down shows the lowest rate.
+        # A port that is down reports the lowest rate.
         if gigabits is not None and number in ACTIVE and (self.expected is None or gigabits > self.expected):
             self.expected, news = gigabits, True
         return news
@@ -485,7 +485,7 @@ def _first_line(data: bytes) -> str:
 
 
 def _text(path: str) -> str:
-    """Return the first line of a file, empty if it cannot be read."""
+    """Return the first line of a file, empty if it is unreadable."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -497,12 +497,12 @@ def _text(path: str) -> str:
 
 
 def _told(path: str) -> tuple[int, bool]:
-    """Return what makes one of several files for a number the better: what it counted, and its width."""
+    """Return the rank of one of several files for a number: its count, and its width."""
     return counter(_text(path)) or 0, "counters_ext" in path
 
 
 def names(folder: str) -> list[str]:
-    """Return the names in a folder, none if it cannot be read."""
+    """Return the sorted names in a folder, empty if it is unreadable."""
     try:
         return sorted(os.listdir(folder))
     except OSError:
@@ -510,7 +510,7 @@ def names(folder: str) -> list[str]:
 
 
 def signature(path: str) -> tuple[int, ...] | None:
-    """Return what changes when a file is replaced or a folder gains or loses a file; None if it is not there."""
+    """Return what changes when a file is replaced or a folder changes, or None if it does not exist."""
     try:
         status = os.stat(path)
     except OSError:

@@ -1,7 +1,8 @@
-"""One GPU through NVML: every call that is made about it, how often, and what is remembered of its answers.
+"""One GPU through NVML: its calls, their intervals, and what is remembered of their answers.
 
-A call or a field that the card, the driver or this user lacks is asked for once per initialisation; every other error,
-also one of pynvml's own, costs the values of that call, in that read. The calls: https://docs.nvidia.com/deploy/nvml-api/.
+A call or field that the card, the driver or this user lacks is requested once per initialization. Every other error,
+also one of pynvml itself, costs the values of that call in that read. The calls:
+https://docs.nvidia.com/deploy/nvml-api/.
 """
 
 from __future__ import annotations
@@ -79,24 +80,24 @@ from flopwatch.node.collectors import cgroup
 from flopwatch.node.collectors.nvml import fields, gpm
 from flopwatch.node.collectors.nvml.fields import Key, Value
 
-# Seconds after which what changes seldom, or costs more, is read again; a scrape every 10 s reads it every time.
+# Seconds between two reads of values that change seldom or cost more. A scrape every 10 s reads them every time.
 SELDOM = 9.0
 ONCE = inf
 
-# nvmlReturn_t of a GPU that does not answer any more: NVML_ERROR_GPU_IS_LOST, NVML_ERROR_RESET_REQUIRED.
+# nvmlReturn_t of a GPU that no longer answers: NVML_ERROR_GPU_IS_LOST, NVML_ERROR_RESET_REQUIRED.
 GONE = (15, 16)
-# Of a session that is over: NVML_ERROR_UNINITIALIZED, and NVML_ERROR_LIB_RM_VERSION_MISMATCH after a driver upgrade.
+# Of a session that has ended: NVML_ERROR_UNINITIALIZED, and NVML_ERROR_LIB_RM_VERSION_MISMATCH after a driver upgrade.
 UNINITIALIZED, REPLACED = 1, 18
 OVER = (UNINITIALIZED, REPLACED)
-# Of a process that may not look: NVML_ERROR_NO_PERMISSION, and after the loss of a device file or of the cgroup's leave
-# to open it NVML_ERROR_OPERATING_SYSTEM and _UNKNOWN. A GPU off the bus answers _UNKNOWN as well.
+# Of a process without access: NVML_ERROR_NO_PERMISSION, and NVML_ERROR_OPERATING_SYSTEM or _UNKNOWN after the loss of a
+# device file or of the cgroup's permission. A GPU off the bus returns _UNKNOWN as well.
 BLIND = (4, 17, 999)
-# Of a question the card, the driver or this user will not get an answer to before the next initialisation:
-# NVML_ERROR_INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH,
-# _DEPRECATED. Every other error may be gone at the next read.
+# Of a call that cannot succeed before the next initialization: NVML_ERROR_INVALID_ARGUMENT, _NOT_SUPPORTED,
+# _NO_PERMISSION, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH, _DEPRECATED. Every other error may be gone at the
+# next read.
 LACKING = (2, 3, 4, 13, 25, 26)
 INVALID_ARGUMENT, FUNCTION_NOT_FOUND = 2, 13
-# Of a MIG slot with no instance in it: NVML_ERROR_NOT_FOUND, or NVML_ERROR_INVALID_ARGUMENT.
+# Of an empty MIG slot: NVML_ERROR_NOT_FOUND or NVML_ERROR_INVALID_ARGUMENT.
 EMPTY_SLOT = (2, 6)
 # 1g.10gb, 1c.3g.40gb, 1g.10gb+me in the name of a MIG instance.
 MIG_PROFILE = re.compile(r"(?:[0-9]+c\.)?[0-9]+g\.[0-9]+gb\S*")
@@ -113,15 +114,15 @@ Values = Iterator[Value]
 
 
 def code_of(nvml: Any, error: Exception | None) -> int | None:
-    """Return the nvmlReturn_t of an error; None if it is none of NVML's."""
+    """Return the nvmlReturn_t of an error, or None if it is not NVML's."""
     return error.value if isinstance(error, nvml.NVMLError) else None
 
 
 @dataclass
 class Past:
-    """What outlives a session with the driver, so that a counter of this process only rises.
+    """State that outlives a session with the driver, so that counters of this process only rise.
 
-    `seen` are the series that are left out until they are not 0, and were not.
+    `seen` are the series that had a value other than 0. They are left out before that.
     """
 
     seen: set[tuple[Metric, tuple[str, ...]]] = field(default_factory=set)
@@ -134,10 +135,10 @@ class Past:
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """One call, the unit that a card may not support: an error leaves it and costs its values alone.
+    """One call, the unit that a card may not support. An error costs only the values of this call.
 
-    `every` seconds, 0 for at each read. `needs` names of the library beside the function's. `instead_of`: only on a
-    card that has none of these fields and calls. `whole`: not in MIG mode.
+    `every` is in seconds, 0 for each read. `needs` are further names that the library must have. `instead_of`: only on
+    a card that has none of these fields and calls. `whole`: not in MIG mode.
     """
 
     name: str
@@ -149,7 +150,7 @@ class Read:
 
 
 class Card:
-    """One GPU between nvmlInit and nvmlShutdown: what it lacks, and what was read of it when."""
+    """One GPU between nvmlInit and nvmlShutdown: what it lacks, and its last readings."""
 
     def __init__(
         self,
@@ -173,18 +174,18 @@ class Card:
         }
         self.latest: dict[Key, float] = {}
         self.mig: list[dict[str, str]] | None = None
-        self.incomplete = False  # set by a read that is to be repeated at once, although its values count
-        self.unasked = False  # set by a read that has values and did not call the driver for them
+        self.incomplete = False  # set by a read whose values count and that must be repeated at once
+        self.unasked = False  # set by a read that has values without a call of the driver
         self._clock = clock
         self.report = report
-        self._unaskable: dict[Key, int] = {}  # fields with which a whole call fails
+        self._unaskable: dict[Key, int] = {}  # fields that make a whole call fail
         self._meters: dict[str, gpm.Meter] = {}
         self._held: dict[Read, list[Sample]] = {}
         self._due: dict[Read, float] = {}
         self._worked = False
 
     def read(self) -> list[Sample]:
-        """Return the GPU's samples; raises NVMLError if it is gone, and what went wrong if none of it could be read."""
+        """Return the GPU's samples. Raises NVMLError if it is gone, or the last error if nothing could be read."""
         now = self._clock()
         samples: list[Sample] = []
         worked = False
@@ -214,7 +215,7 @@ class Card:
                     self.lacks[read] = code
                 failure = error
             samples += fresh
-        # A GPU that never supported anything (Tegra) is there; one that stopped answering altogether is not readable.
+        # A GPU that never supported anything (Tegra) is present. One that stopped answering altogether is not readable.
         unsupported = not self._worked and code_of(self.nvml, failure) not in (None, *BLIND)
         if failure is not None and not worked and not unsupported:
             self.forget()
@@ -230,14 +231,14 @@ class Card:
         )
 
     def forget(self) -> None:
-        """Ask for everything again, also for what the card did not have in its former mode."""
+        """Request every call and field again, also those that the card lacked in its former mode."""
         self.lacks = {read: code for read, code in self.lacks.items() if code == FUNCTION_NOT_FOUND}
         self._due.clear()
         self._unaskable.clear()
         self.latest.clear()
 
     def ask(self, keys: list[Key]) -> tuple[dict[Key, Any], dict[Key, int]]:
-        """Return the nvmlFieldValue_t of the fields that have one, and the nvmlReturn_t of those that don't."""
+        """Return the nvmlFieldValue_t of the fields that have one, and the nvmlReturn_t of the others."""
         answers = self._ask([key for key in keys if key not in self._unaskable])
         refused = {key: value.nvmlReturn for key, value in answers.items() if value.nvmlReturn != 0}
         for code in refused.values():
@@ -247,7 +248,7 @@ class Card:
         return {key: value for key, value in answers.items() if key not in refused}, refused
 
     def _ask(self, keys: list[Key]) -> dict[Key, Any]:
-        """Return the answers; a call that is wrong as a whole, or too long, is made again in two halves."""
+        """Return the answers. A call that is invalid as a whole, or too long, is repeated in two halves."""
         if not keys:
             return {}
         try:
@@ -262,13 +263,13 @@ class Card:
         return self._ask(keys[:middle]) | self._ask(keys[middle:])
 
     def notable(self, row: Metric, labels: tuple[str, ...], number: float) -> bool:
-        """Return whether a series that is left out until it is not 0 is to be there."""
+        """Return whether a series that is left out until it is not 0 has a sample now."""
         if number != 0:
             self.past.seen.add((row, labels))
         return (row, labels) in self.past.seen
 
     def meter(self, instance: str | None = None) -> gpm.Meter:
-        """Return what counts up the activity of the GPU, or of one of its GPU instances."""
+        """Return the meter of the GPU's activity, or of one of its GPU instances."""
         name = "" if instance is None else instance
         if name not in self._meters:
             take = partial(self.nvml.nvmlGpmSampleGet, self.handle)
@@ -280,7 +281,7 @@ class Card:
         return self._meters[name]
 
     def stop_meters(self) -> None:
-        """Count up to now and free what NVML holds for the meters; the counters go on from where they are."""
+        """Count up to now and free NVML's samples. The counters continue from there."""
         for meter in self._meters.values():
             with suppress(self.nvml.NVMLError):
                 meter.advance()
@@ -289,7 +290,7 @@ class Card:
 
 
 def _batch(card: Card, table: tuple[fields.Field, ...]) -> Values:
-    """Read the fields of a table that the card has; of two rounds, the second asks in place of what it lacks."""
+    """Read the fields of a table that the card has. A second round reads replacements of missing fields."""
     asked: set[Key] = set()
     answered, trouble = False, 0
     while wanted := [
@@ -326,7 +327,7 @@ def _batch(card: Card, table: tuple[fields.Field, ...]) -> Values:
 
 
 def _links(card: Card) -> Values:
-    """Read every link of the GPU. A field is lacking only if no link has it: a link that is down has few."""
+    """Read every link of the GPU. A field is missing only if no link has it: a link that is down has few."""
     count = card.latest.get(fields.LINK_COUNT)
     if count is None:
         answers, refused = card.ask([fields.LINK_COUNT])
@@ -370,7 +371,7 @@ def _old_link_states(card: Card, links: range) -> dict[Key, float]:
 
 
 def _memory(card: Card) -> Values:
-    # Version 2 keeps the driver's reserve out of `used`.
+    # Version 2 excludes the driver's reserve from `used`.
     memory = card.nvml.nvmlDeviceGetMemoryInfo(card.handle, card.nvml.nvmlMemory_v2)
     yield GPU_MEMORY_USED_BYTES, (), memory.used
     yield GPU_MEMORY_TOTAL_BYTES, (), memory.total
@@ -407,7 +408,7 @@ def _processes(card: Card) -> Values:
     """Count the compute processes by owner, the owners with most memory first."""
     processes = card.nvml.nvmlDeviceGetComputeRunningProcesses_v3(card.handle)
     pids = {process.pid for process in processes}
-    # A pid that stayed is the same process, unless its number came round within seconds.
+    # The same pid is the same process, unless the number was reused within seconds.
     known = {pid: owner for pid, owner in card.past.owners.items() if owner != cgroup.UNKNOWN}
     owners = {pid: known[pid] if pid in known else cgroup.owner(pid, card.proc) for pid in pids}
     card.past.owners, card.past.pids = owners, sorted(pids)
@@ -428,7 +429,7 @@ def _processes(card: Card) -> Values:
 
 
 def _ecc_locations(card: Card) -> Values:
-    """Ask where the errors were, if there were any."""
+    """Read the locations of the ECC errors, if there were any."""
     for error, (number, total) in ECC_TYPES.items():
         for location, name in ECC_LOCATIONS.items():
             if card.latest.get(total, 0) == 0 or (total, name) in card.lacks:
@@ -475,7 +476,7 @@ def _repair(card: Card) -> Values:
 def _fabric(card: Card, structure: str) -> Values:
     info = getattr(card.nvml, structure)()
     card.nvml.nvmlDeviceGetGpuFabricInfoV(card.handle, byref(info))
-    state = info.state & 0xFF  # one byte in C, followed by padding; an int in pynvml
+    state = info.state & 0xFF  # one byte in C followed by padding, an int in pynvml
     if state == card.nvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED:
         return
     yield GPU_FABRIC_STATE_ID, (), state
@@ -492,7 +493,7 @@ def _fabric(card: Card, structure: str) -> Values:
 
 
 def _mig(card: Card) -> Values:
-    """Read the MIG mode and walk the instances; where either changed, the card may support more or less than before."""
+    """Read the MIG mode and instances. A change of either makes the card read everything again."""
     mode = card.nvml.nvmlDeviceGetMigMode(card.handle)[0]
     yield GPU_MIG_MODE, (), mode
     before = card.mig
@@ -505,7 +506,7 @@ def _mig(card: Card) -> Values:
     for labels, memory in instances or ():
         instance = labels["gpu_instance"]
         yield GPU_MIG_INFO, (instance, labels["compute_instance"], labels["uuid"], labels["profile"]), 1
-        # The memory is the GPU instance's; its compute instances share it.
+        # The memory belongs to the GPU instance, and its compute instances share it.
         if memory is not None and instance not in seen:
             seen.add(instance)
             yield GPU_MIG_MEMORY_USED_BYTES, (instance,), memory.used
@@ -513,7 +514,7 @@ def _mig(card: Card) -> Values:
 
 
 def _instances(card: Card) -> Iterator[tuple[dict[str, str], Any]]:
-    """Yield the labels of each instance and its memory, None where that cannot be read; one costs no other."""
+    """Yield the labels and the memory of each instance, None if unreadable. An error costs only its instance."""
     nvml = card.nvml
     failures: set[int | None] = set()
 
@@ -551,7 +552,7 @@ def _instances(card: Card) -> Iterator[tuple[dict[str, str], Any]]:
 
 
 def _gpm_supported(card: Card) -> bool:
-    """Return whether the card has GPM, asked once."""
+    """Return whether the card has GPM. The driver is asked once."""
     if GPM not in card.latest:
         card.latest[GPM] = card.nvml.nvmlGpmQueryDeviceSupport(card.handle).isSupportedDevice
     return card.latest[GPM] != 0
@@ -577,7 +578,10 @@ def _activity(card: Card) -> Values:
 
 
 def _advance(card: Card, meter: gpm.Meter) -> Exception | None:
-    """Return why the meter could not go on now, as when a profiler has the hardware counters; what it counted stays."""
+    """Return the error of a meter that could not advance, such as a profiler holding the hardware counters.
+
+    The counts so far stay. Raises NVMLError for errors that last.
+    """
     try:
         card.unasked = not meter.advance()
     except card.nvml.NVMLError as error:
@@ -605,7 +609,7 @@ def _instance_activity(card: Card) -> Values:
 def _value(
     row: Metric, name: str, *arguments: Any, labels: tuple[str, ...] = (), item: int | None = None, **how: Any
 ) -> Read:
-    """Return the read of a call that gives one number, or a list in which it is the one at `item`."""
+    """Return the read of a call that gives one number, or the number at `item` of a list."""
 
     def values(card: Card) -> Values:
         answer = getattr(card.nvml, name)(card.handle, *arguments)
@@ -616,7 +620,7 @@ def _value(
     return Read(name, values, **how)
 
 
-# Not a field: where `latest` keeps whether the card has GPM.
+# Not a field: the key in `latest` of whether the card has GPM.
 GPM = (-1, 0)
 GRAPHICS_CLOCK, SM_CLOCK, MEMORY_CLOCK, VIDEO_CLOCK = range(4)  # nvmlClockType_t
 
@@ -633,7 +637,7 @@ _FABRIC = Read(
     whole=True,
 )
 
-# In this order: a change of MIG mode is seen before what depends on it, a lacking field before what stands in for it.
+# In this order, a change of MIG mode precedes what depends on it, and a missing field precedes its replacement.
 READS: tuple[Read, ...] = (
     Read("nvmlDeviceGetMigMode", _mig, SELDOM),
     Read("nvmlDeviceGetFieldValues", partial(_batch, table=fields.FAST)),

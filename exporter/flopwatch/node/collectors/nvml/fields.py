@@ -1,7 +1,7 @@
-"""Which field of nvmlDeviceGetFieldValues becomes which series, and how NVML writes a number; nothing here calls NVML.
+"""Table of the fields of nvmlDeviceGetFieldValues and their series, and NVML's number formats. No call of NVML.
 
 Field ids, value types, link states and the fabric's health mask are those of nvml.h,
-https://docs.nvidia.com/deploy/nvml-api/, by number because the names differ between releases of pynvml. Missing:
+https://docs.nvidia.com/deploy/nvml-api/. They are numbers because the names differ between releases of pynvml. Missing:
 fields 161-163 on NVLink 5 and 206-222 before it, 193-196 before Ada, 269-271 and 293 on older drivers, 29-31 from
 Ampere on.
 """
@@ -62,10 +62,10 @@ SIGNED = ("sllVal", "siVal")
 
 @dataclass(frozen=True)
 class Field:
-    """A field of the GPU as a whole.
+    """Field of the GPU as a whole.
 
-    `once`: left out until it is not 0. `instead_of`: asked for only on a card that does not have that field.
-    `signed`: below 0 even where the driver calls the type unsigned. `factor` times the number is in the row's unit.
+    `once`: left out until it is not 0. `instead_of`: requested only on a card that lacks that field. `signed`: may be
+    below 0 even where the driver declares the type unsigned. `factor` converts the number to the row's unit.
     """
 
     id: int
@@ -86,7 +86,7 @@ ECC_CORRECTED, ECC_UNCORRECTED = (3, 0), (4, 0)
 NVLINK_DATA_SENT, NVLINK_DATA_RECEIVED = (138, ALL_LINKS), (139, ALL_LINKS)
 PCIE_SENT, PCIE_RECEIVED = (197, 0), (198, 0)
 
-# Asked for at every read.
+# Requested at every read.
 FAST = (
     Field(82, GPU_MEMORY_TEMPERATURE_CELSIUS),
     Field(83, GPU_ENERGY_JOULES_TOTAL),
@@ -110,7 +110,7 @@ FAST = (
     Field(140, NVLINK_TRANSMIT_RAW_BYTES_TOTAL, scope=ALL_LINKS),
     Field(141, NVLINK_RECEIVE_RAW_BYTES_TOTAL, scope=ALL_LINKS),
 )
-# Asked for now and then: they rise by single events, or hardly ever change.
+# Requested seldom: they rise by single events or hardly ever change.
 SLOW = (
     Field(5, GPU_ECC_LIFETIME_ERRORS_TOTAL, ("corrected",)),
     Field(6, GPU_ECC_LIFETIME_ERRORS_TOTAL, ("uncorrected",)),
@@ -140,7 +140,7 @@ SLOW = (
     Field(182, GPU_PCIE_ERRORS_TOTAL, ("lcrc",), once=True),
     Field(183, GPU_PCIE_ERRORS_TOTAL, ("lane",), once=True),
 )
-# NVLink 3 and older count per GPU; asked for on a GPU with links of which none has 161-163.
+# NVLink 3 and older count per GPU. Requested on a GPU with links if none has 161-163.
 OLD_LINKS = (
     Field(52, NVLINK_ERRORS_TOTAL, ("replay",)),
     Field(59, NVLINK_ERRORS_TOTAL, ("recovery",)),
@@ -172,7 +172,7 @@ LINK_ERRORS = {
     221: "symbol",
 }
 LINK_BYTES = {202: NVLINK_TRANSMIT_BYTES_TOTAL, 204: NVLINK_RECEIVE_BYTES_TOTAL}
-# The payload of all links together; where a card has it, it is not added up from the links.
+# The payload of all links together. Where a card has it, the links are not summed.
 INSTEAD_OF_LINKS = {202: NVLINK_DATA_SENT, 204: NVLINK_DATA_RECEIVED}
 LINK_BERS = {293: NVLINK_RAW_BIT_ERROR_RATIO, 220: NVLINK_EFFECTIVE_BIT_ERROR_RATIO, 222: NVLINK_SYMBOL_BIT_ERROR_RATIO}
 PER_LINK = (LINK_STATE, LINK_SPEED, LINK_VERSION, *LINK_ERRORS, *LINK_BYTES, *LINK_BERS)
@@ -190,8 +190,8 @@ CLOCK_EVENTS = {
     0x100: "display_clock_setting",
 }
 
-# NVML_GPU_FABRIC_HEALTH_MASK_*: the first bit of two, in which 0 is not supported, 1 yes, 2 no; and which of these the
-# fault is: the last two tell that there is a partition, and a connection to the fabric manager.
+# NVML_GPU_FABRIC_HEALTH_MASK_*: the first of two bits (0 not supported, 1 yes, 2 no), and the value that is a fault.
+# The last two report a partition and a connection to the fabric manager.
 FABRIC_FAULTS = {
     0: ("degraded_bandwidth", 1),
     2: ("route_recovery", 1),
@@ -200,17 +200,17 @@ FABRIC_FAULTS = {
     12: ("no_partition", 2),
     14: ("manager_disconnected", 2),
 }
-# Four bits from here on: 0 is not supported, 1 none, all else a kind of wrong configuration.
+# Four bits from here on: 0 not supported, 1 none, other values a kind of wrong configuration.
 FABRIC_CONFIGURATION_SHIFT = 8
 
 
 def known(number: float) -> bool:
-    """Return whether NVML has this number; all ones, in 32 or 64 bits, is its "not available"."""
+    """Return whether a number is available. All ones, in 32 or 64 bits, is NVML's "not available"."""
     return number not in (2**32 - 1, 2**64 - 1) and not math.isnan(number)
 
 
 def number(value: Any, signed: bool = False) -> float | None:
-    """Return the number in an nvmlFieldValue_t; None for "not available" and for a type this nvml.h does not have."""
+    """Return the number in an nvmlFieldValue_t, or None if it is not available or has an unknown type."""
     if not 0 <= value.valueType < len(VALUE_MEMBERS):
         return None
     member = VALUE_MEMBERS[value.valueType]
@@ -224,13 +224,13 @@ def number(value: Any, signed: bool = False) -> float | None:
 
 
 def bit_error_ratio(raw: int) -> float:
-    """Return the ratio in fields 220, 222 and 293: bits 0-7 exponent, 8-11 mantissa; 15 and 255 stand for 0."""
+    """Return the ratio in fields 220, 222 and 293: bits 0-7 exponent, 8-11 mantissa. 15 and 255 stand for 0."""
     exponent, mantissa = raw & 0xFF, raw >> 8 & 0xF
     return 0.0 if (mantissa, exponent) == (15, 255) else mantissa * 10.0**-exponent
 
 
 def fabric_faults(mask: int) -> dict[str, bool]:
-    """Return what the health mask says of each fault the fabric can tell of."""
+    """Return each fault that the health mask reports, and whether it is present."""
     bits = {name: (mask >> shift & 0x3, fault) for shift, (name, fault) in FABRIC_FAULTS.items()}
     configuration = mask >> FABRIC_CONFIGURATION_SHIFT & 0xF
     faults = {name: value == fault for name, (value, fault) in bits.items() if value != 0}
@@ -239,10 +239,10 @@ def fabric_faults(mask: int) -> dict[str, bool]:
 
 @dataclass
 class Links:
-    """What is remembered of a GPU's links, so that a link that cannot be read takes nothing out of a sum.
+    """State of a GPU's links, so that a link that cannot be read takes nothing out of a sum.
 
-    `counts` by field id and link; `once_up` the links that were up once, as those that lead nowhere never are;
-    `fallen` those of them that were seen down since; `failed` link and error seen above 0.
+    `counts` is by field id and link. `once_up` are the links that were up once: unconnected ones never are. `fallen`
+    are those of them seen down since. `failed` are pairs of link and error seen above 0.
     """
 
     counts: dict[int, dict[int, float]] = field(default_factory=dict)
@@ -251,7 +251,7 @@ class Links:
     failed: set[tuple[int, int]] = field(default_factory=set)
 
     def take(self, numbers: Mapping[Key, float]) -> list[Value]:
-        """Return the series of these readings of PER_LINK fields."""
+        """Return the series of readings of PER_LINK fields, by field id and link."""
         by_id: dict[int, dict[int, float]] = {}
         for (field_id, link), value in numbers.items():
             by_id.setdefault(field_id, {})[link] = value
@@ -302,9 +302,9 @@ class Links:
         return values
 
     def _sum(self, field_id: int, by_id: Mapping[int, Mapping[int, float]]) -> float:
-        """Return the sum over all links, with the last number of those that could not be read now."""
+        """Return the sum over all links, with the last number of links that cannot be read now."""
         last, now = self.counts.get(field_id, {}), by_id[field_id]
         if any(count < last.get(link, 0) for link, count in now.items()):
-            last = {}  # the GPU was reset, and the links that could not be read with it
+            last = {}  # the GPU was reset, and its unreadable links with it
         self.counts[field_id] = {**last, **now}
         return sum(self.counts[field_id].values())
