@@ -7,7 +7,7 @@ SECONDS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# $(call install,WHAT,REQUIREMENTS): pip is silent until it is done, and a line before says what takes so long.
+# $(call install,WHAT,REQUIREMENTS): pip prints nothing until it is done, so a line announces what is installed.
 install = @echo "Installing $(1) into $(VENV) ..."; begin=$$(date +%s); $(PIP) install -q $(2) \
 	&& echo "  done in $$(($$(date +%s) - begin)) s" && touch $@
 
@@ -58,13 +58,13 @@ viewer: $(PAGE)  ## the page of `flopwatch boards`; needs Node 20 or newer
 screenshots: $(VENV)/.dev $(PAGE)  ## every dashboard of a simulated cluster in a browser, as pictures in screenshots/
 	@$(BIN)/python -m demo.screenshots screenshots
 
-bench: $(VENV)/.dev  ## measure ourselves beside peers
+bench: $(VENV)/.dev  ## compare flopwatch with its peers
 	@for file in $(filter-out bench/soak.py bench/rules.py,$(wildcard bench/*.py)); do echo "$$file"; $(BIN)/python $$file || exit; done
 
 soak: $(VENV)/.dev  ## scrape a simulated node every second for an hour, or SECONDS, and see whether it grows
 	@$(BIN)/python bench/soak.py --seconds $(or $(SECONDS),3600)
 
-scale: $(VENV)/.dev  ## every rule over the series of 32,768 GPUs on a real Prometheus: each group's time beside its interval
+scale: $(VENV)/.dev  ## every rule over the series of 32,768 GPUs on a real Prometheus: the time of each group and its interval
 	@$(BIN)/python bench/rules.py
 
 mutations: $(VENV)/.dev  ## every mutant of every alert
@@ -73,7 +73,7 @@ mutations: $(VENV)/.dev  ## every mutant of every alert
 versions: $(VENV)/.dev $(NODE)  ## rules, pages, reports and boards on the oldest and newest Prometheus, VictoriaMetrics and Alertmanager: 20 minutes
 	@FLOPWATCH_VERSIONS=1 $(BIN)/python -m pytest -rs --durations=10 tests/process/test_versions.py tests/process/test_delivery.py tests/e2e/test_boards.py
 
-simulate: $(VENV)/.dev  ## 54 days of 16,384 GPUs, kinds of straggler and hang, who is called: beside the truth; SEED=2 for others
+simulate: $(VENV)/.dev  ## compare the ledger and the alerts with a simulated truth, 54 days of 16,384 GPUs; SEED=2 for another history
 	@$(BIN)/flopwatch simulate --scenario llama3 --seed $(or $(SEED),1)
 	@promtool=$$($(BIN)/python -m demo.servers | sed -n 's/^promtool: //p'); for scenario in stragglers hangs; do \
 		$(BIN)/flopwatch simulate --scenario $$scenario --seed $(or $(SEED),1) --promtool "$$promtool" || exit; done

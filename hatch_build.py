@@ -30,7 +30,7 @@ class Hook(BuildHookInterface):
         build_data["force_include"] |= {str(path): target for path, target in found.items()}
 
     def _built(self, root: Path) -> bool:
-        """Return whether the page is there, made now if need be; without it `flopwatch boards` says what to do."""
+        """Build the page if needed and return whether it exists. Without it `flopwatch boards` prints what to do."""
         if (root / VIEWER / "index.html").is_file():
             return True
         if shutil.which("npm") is None:

@@ -1,4 +1,4 @@
-"""Parts that several alerts share: the host of an exporter, who runs where, and what Xids mean."""
+"""Parts that several alerts share: the host of an exporter, the runs on a host, and the meanings of Xids."""
 
 from __future__ import annotations
 

@@ -52,13 +52,13 @@ class AlertSettings:
     slack_url_file: Path = SECRETS / "slack-url"
     pagerduty_key_file: Path = SECRETS / "pagerduty-key"
     pagerduty_url: str | None = None  # None: PagerDuty's own
-    teams: tuple[str, ...] = ()  # each has its own slack-url-TEAM and pagerduty-key-TEAM beside the files above
+    teams: tuple[str, ...] = ()  # each has its own slack-url-TEAM and pagerduty-key-TEAM next to the files above
     webhook_url_file: Path | None = None  # gets every alert, for a system of one's own
     email_to: str | None = None  # gets every alert
     email_from: str = "flopwatch@localhost"
     email_smarthost: str = "localhost:25"
     email_password_file: Path | None = None  # of the user email_from
-    shadow: tuple[str, ...] = ()  # alerts that are recorded and told to nobody, until they are trusted
+    shadow: tuple[str, ...] = ()  # alerts that are recorded and sent to no receiver, until they are trusted
     watchdog_url_file: Path = SECRETS / "watchdog-url"
     watchdog_url: str | None = None  # in place of the file: Alertmanager before 0.26 knows no url_file
     runbook_base_url: str = "alerts/runbooks"  # where the runbooks are published; else their place in the repository

@@ -20,7 +20,7 @@ def rate(metric: object, labels: str = "") -> str:
     return f"max by (uuid{labels and ', ' + labels}) (rate({metric}{ONE}{p.RATE}))"
 
 
-who = [
+owner = [
     d.label_table(
         "GPU",
         "Model, address and versions of the GPU. Expected: the same driver and firmware as its neighbours.",
@@ -211,8 +211,8 @@ links = [
 BOARD = d.dashboard(
     p.GPU,
     "GPU",
-    "One card: is it well, and who has it?",
+    "One card: its state and its owner",
     [p.host, d.variable("uuid", "GPU", f'label_values({m.GPU_INFO}{{host="$host"}}, uuid)')],
-    {"What it is": who, "Work": work, "Links and errors": links},
+    {"What it is": owner, "Work": work, "Links and errors": links},
     [d.annotation("Alerts", f'ALERTS{{alertstate="firing", {CARD}}}', "{{alertname}}", "red", "{{severity}}")],
 )

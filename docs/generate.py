@@ -52,7 +52,7 @@ What each series means, its labels, and where the number is born. Counters are r
 GROUPS = {
     "place": "Where things are, and what is in use",
     "training": "Training",
-    "verdict": "Who keeps a run waiting",
+    "verdict": "Stragglers and suspects",
     "detail": "Training in detail, and energy",
     "ledger": "The ledger: whole runs",
     "windows": "The last hour, day and seven days",
@@ -65,9 +65,9 @@ RECORDS = f"""\
 {NOTICE}
 
 What the recording rules of [rules.yaml](../helm/files/rules.yaml) make of the series in [metrics.md](metrics.md), for
-dashboards, alerts and your own queries. The first word of a name says what a series is of: `rank`, `run`, `host`,
-`rail`, `port`, `instance` (an exporter); of `fleet` there is one. The last says over how long. No series means that it
-cannot be told; 0 is a 0. The expressions are in `alerts/recording/`, their tests with worked numbers in
+dashboards, alerts and your own queries. The first word of a name is the subject of the series: `rank`, `run`, `host`,
+`rail`, `port`, `instance` (an exporter); there is one `fleet`. The last part is the window. No series means that the
+value is unknown. 0 means 0. The expressions are in `alerts/recording/`, their tests with worked numbers in
 `tests/rules/recording*.yaml`.
 """
 
@@ -86,13 +86,13 @@ XIDS = f"""\
 Codes and actions are from NVIDIA's
 [Xid catalogue](https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html), the severity is ours:
 `error` ends the job and leaves the GPU fine, `critical` needs a reset or a drain, `fatal` a reboot or
-new hardware. After those marked `page` a GPU is not fit for work, and the alert GpuXidCritical says so. Bold
+new hardware. After those marked `page` a GPU is not fit for work, and the alert GpuXidCritical fires. Bold
 codes are in `{GPU_XID_ERRORS_TOTAL}` from the start, at 0: on GPUs with NVLink 5 (B200, GB200, B300, GB300)
 not {join_codes(BEFORE_NVLINK_5)}, on others not {join_codes(WITH_NVLINK_5)}. A GPU with more than
 {CODES} different ones counts the rest as `xid="{OTHER}"`. Codes listed as unused are left out. On a node,
-`{GPU_XID_INFO}` says the same of the codes seen there.
+`{GPU_XID_INFO}` has the same texts for the codes seen there.
 
-Xids are heard of from the kernel log and from NVML's events; what both tell of is counted once. Which of the
+Xids come from the kernel log and from NVML's events. An Xid that both report is counted once. Which of the
 two answers is in `{FLOPWATCH_XID_SOURCE_UP}`, and what the lack of one costs in [privileges.md](privileges.md).
 """
 NVLINK_XIDS = f"""\

@@ -28,7 +28,7 @@ const assets: Plugin = {
   },
 };
 
-// `flopwatch boards` serves dist/; the libraries' licences go into it beside the code.
+// `flopwatch boards` serves dist/; the libraries' licences go into it with the code.
 export default defineConfig({
   plugins: [react(), assets],
   // No panel here has a code editor, which would be two thirds of the page.

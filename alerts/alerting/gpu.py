@@ -258,8 +258,8 @@ ALERTS: tuple[Alert, ...] = (
             + "<ranks_on_gpu>"
         ),
     ),
-    # At the board's own limit a power cap is normal. With a limit below 95 % of the default, which somebody set, half
-    # the time is too much.
+    # At the board's own limit a power cap is normal. With a limit below 95 % of the default, which an operator set,
+    # half the time is too much.
     Alert(
         name="GpuPowerThrottling",
         group="gpu",

@@ -1,6 +1,6 @@
 """Alerts on training runs from the hook's series: is a run advancing, and if not, which rank is late or gone?
 
-Critical is what somebody has to get up for, in a run that pages (run:training_page:bool); the rest are warnings.
+Critical alerts page, in a run that may page (run:training_page:bool); the rest are warnings.
 """
 
 from __future__ import annotations

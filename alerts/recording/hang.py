@@ -30,7 +30,7 @@ GONE = "rank:training_gone:bool"
 SIGN = "rank:training_hang:sign"
 SUSPECT_RANK = "rank:training_hang:suspect"
 SUSPECT_HOST = "host:training_hang:suspect"
-# What each sign says of a rank, in words that follow "is".
+# Text of each sign, to follow "rank N is".
 SIGNS = {
     "gone": "gone",
     "silent": "silent: its process is stopped, or holds the interpreter's lock",

@@ -1,5 +1,5 @@
 #!/bin/sh
-# For Slurm's Epilog: clears who has which GPU, where flopwatch-prolog.sh has written it down.
+# For Slurm's Epilog: removes the GPU mapping that flopwatch-prolog.sh wrote.
 #
 #   Epilog=/usr/local/sbin/flopwatch-epilog.sh      (or call it from the epilog you have)
 #

@@ -33,7 +33,7 @@ case $line in "BAD - "*) ;; *) exit 0 ;; esac
 state=$("$SCONTROL" show node -o "$node" 2>/dev/null | sed -n 's/.* State=\([^ ]*\).*/\1/p')
 case $state in
     "") exit 0 ;;                      # no answer: the next check comes
-    *DRAIN* | *DOWN* | *FAIL*) exit 0 ;;  # no job comes here, and the reason is somebody else's
+    *DRAIN* | *DOWN* | *FAIL*) exit 0 ;;  # no job comes here, and the reason belongs to someone else
 esac
 
 reason=$(printf 'flopwatch: %s' "${line#BAD - }" | sed 's/ | .*//' | cut -c 1-200)

@@ -6,7 +6,7 @@
 # When a prolog fails, Slurm drains the node and requeues the job, so it fails on "bad" and on nothing else: not on a
 # degraded node, and not when the node cannot be judged. The reason goes to slurmd's log.
 #
-# Where the folder /run/flopwatch-jobs exists, it also writes down who has which GPU, for `--job-mapping` of the exporter
+# Where the folder /run/flopwatch-jobs exists, it also writes the GPUs of the job, for `--job-mapping` of the exporter
 # (docs/identity.md); flopwatch-epilog.sh clears that.
 
 PATH=${PATH:-/usr/bin:/bin}:/usr/sbin:/sbin:/usr/local/bin

@@ -31,7 +31,7 @@ interface Chosen {
   error?: string;
 }
 
-// What a variable that is no query may be, and is if nobody chose.
+// The choices of a variable without a query, and its default.
 function fixed(model: VariableModel): string[] {
   const text = typeof model.query === 'string' ? model.query : model.query?.query ?? '';
   switch (model.type) {
@@ -86,7 +86,7 @@ function useVariables(models: VariableModel[], given: Values, range: TimeRange):
           const same = before && JSON.stringify(before.values) === JSON.stringify(made.values);
           return { ...made, values: same ? before.values : made.values };
         });
-        // What nobody chose stays what it is while the board is open, and is in a link that somebody copies.
+        // A default stays while the board is open, and is part of a copied link.
         const taken = models.filter((model) => model.type === 'query' && !given[model.name] && made.values[model.name]);
         if (taken.length && !made.error) {
           set(Object.fromEntries(taken.map((model) => [`var-${model.name}`, made.values[model.name]])), true);
@@ -284,8 +284,8 @@ function Variable({ model, models, chosen }: {
   const change = (to: string) => {
     setTyped(undefined);
     if (to !== value) {
-      const anew = dependents(model, models).map((one) => [`var-${one.name}`, undefined]);
-      set({ ...Object.fromEntries(anew), [`var-${model.name}`]: to });
+      const dependent = dependents(model, models).map((one) => [`var-${one.name}`, undefined]);
+      set({ ...Object.fromEntries(dependent), [`var-${model.name}`]: to });
     }
   };
   return (

@@ -3,11 +3,11 @@ import { useSyncExternalStore } from 'react';
 
 const listeners = new Set<() => void>();
 
-function told(): void {
+function notify(): void {
   listeners.forEach((listener) => listener());
 }
 
-window.addEventListener('popstate', told);
+window.addEventListener('popstate', notify);
 
 export function go(to: string, replace = false): void {
   if (replace) {
@@ -15,7 +15,7 @@ export function go(to: string, replace = false): void {
   } else {
     history.pushState(null, '', to);
   }
-  told();
+  notify();
 }
 
 // Sets parameters of the address, or takes away those that are undefined.

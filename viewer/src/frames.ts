@@ -29,7 +29,7 @@ export function seriesFrames(target: Target, found: Series[], step: number): Dat
   );
 }
 
-// One frame with a column for each label, and the value, named as Grafana names it beside other queries.
+// One frame with a column for each label, and the value, named as Grafana names it when there are other queries.
 export function tableFrame(target: Target, found: Series[], only: boolean): DataFrame {
   const labels = [...new Set(found.flatMap((series) => Object.keys(series.metric)))].sort();
   const column = (name: string, type: FieldType, values: unknown[]): Omit<Field, 'config'> & { config: object } => ({

@@ -12,11 +12,11 @@ import './style.css';
 
 async function got<T>(path: string): Promise<T> {
   const answer = await fetch(path);
-  const said = await answer.json();
+  const body = await answer.json();
   if (!answer.ok) {
-    throw new Error(said.detail ?? `${path} answers ${answer.status}`);
+    throw new Error(body.detail ?? `${path} answers ${answer.status}`);
   }
-  return said;
+  return body;
 }
 
 function Page() {

@@ -38,11 +38,11 @@ async function ask(path: string, parameters: Record<string, string>, signal: Abo
       body: new URLSearchParams(parameters), // in the body: a query may be longer than a URL
       signal,
     });
-    const said = await answer.json().catch(() => ({ error: `the server answers ${answer.status}` }));
-    if (said.status !== 'success') {
-      throw new Error(said.error ?? said.detail ?? `the server answers ${answer.status}`);
+    const body = await answer.json().catch(() => ({ error: `the server answers ${answer.status}` }));
+    if (body.status !== 'success') {
+      throw new Error(body.error ?? body.detail ?? `the server answers ${answer.status}`);
     }
-    return said.data;
+    return body.data;
   });
 }
 
@@ -67,10 +67,10 @@ export async function labelValues(
   return turn(async () => {
     const given = new URLSearchParams({ start: `${start}`, end: `${end}`, ...(match ? { 'match[]': match } : {}) });
     const answer = await fetch(`/api/prometheus/label/${encodeURIComponent(label)}/values?${given}`, { signal });
-    const said = await answer.json().catch(() => ({}));
-    if (said.status !== 'success') {
-      throw new Error(said.error ?? `the server answers ${answer.status}`);
+    const body = await answer.json().catch(() => ({}));
+    if (body.status !== 'success') {
+      throw new Error(body.error ?? `the server answers ${answer.status}`);
     }
-    return said.data;
+    return body.data;
   });
 }

@@ -534,7 +534,7 @@ GPU_DRIVER_EVENTS_TOTAL = counter(
     "nvmlEventSetWait_v2, event types 0x4000 and 0x8000",
 )
 
-# Who has it.
+# Owner.
 
 GPU_OWNER_INFO = info(
     "gpu_owner_info",

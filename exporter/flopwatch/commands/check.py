@@ -96,7 +96,7 @@ def _judged(options: argparse.Namespace, settings: ExporterSettings, look: Look)
         judgement = verdict.judge_twice(first, look(), time.monotonic() - began)
     if not (judgement.reasons or judgement.gpus or judgement.ports):
         raise check.CannotTell(
-            "there is neither a GPU nor an active port; if there should be, flopwatch doctor says "
+            "there is neither a GPU nor an active port; if there should be, flopwatch doctor reports "
             "why, and --expect FILE makes their absence bad"
         )
     if options.format == "npd":
@@ -156,8 +156,8 @@ def add(commands: Commands) -> None:
     shape.add_argument("--record", action="store_true", help="write the shape that the node has now to that file")
     shape.add_argument("--force", action="store_true", help="also that of a node that is bad")
     ask = parser.add_argument_group("the exporter that is asked; without one, the hardware is")
-    ask.add_argument("--url", metavar="URL", help=f"where it listens (default {URL}, if somebody does)")
-    ask.add_argument("--ca-file", type=Path, metavar="FILE", help="who signed its certificate")
+    ask.add_argument("--url", metavar="URL", help=f"where it listens (default {URL}, if one runs there)")
+    ask.add_argument("--ca-file", type=Path, metavar="FILE", help="authority that signed its certificate")
     ask.add_argument("--cert-file", type=Path, metavar="FILE", help="our certificate, where it asks for one")
     ask.add_argument("--key-file", type=Path, metavar="FILE", help="the key of --cert-file")
     ask.add_argument("--user", metavar="NAME", help="user of its basic authentication")

@@ -1,4 +1,4 @@
-"""`flopwatch doctor`: what can be read on this node, and who has what."""
+"""`flopwatch doctor`: what can be read on this host, and which jobs own its parts."""
 
 from __future__ import annotations
 

@@ -141,9 +141,7 @@ def _one_window(f: _Fields, layers: int) -> Windows:
     """Return the window that all layers share, None without one."""
     window: int | None = f.number("sliding_window", default=None)
     if (types := f.layer_types(layers)) is not None and set(types) != {window is not None}:
-        raise UnknownModel(
-            f"all layers of a {f.kind} have the same window in transformers, and layer_types says otherwise"
-        )
+        raise UnknownModel(f"all layers of a {f.kind} have the same window in transformers, but layer_types differs")
     return window
 
 
@@ -211,7 +209,7 @@ class _Family:
     norms: int = 2  # of a layer, as wide as the model
     norm_vectors: int = 1  # 2 with a shift (LayerNorm), 0 without even a scale
     query_key_norm: Literal["", "head", "all"] = ""  # as wide as one head, or as all heads
-    query_key_bias: bool | str = "attention_bias"  # of query, key and value: always, never, or if that field says so
+    query_key_bias: bool | str = "attention_bias"  # of query, key and value: always, never, or by that field
     output_bias: bool | str = "attention_bias"
     mlp_bias: bool | str = False
     head_bias: bool | str = False
@@ -357,7 +355,7 @@ def _refuse_foreign(f: _Fields, family: _Family) -> None:
         if f.get(name):
             raise UnknownModel(f"a {f.kind} with {name} has {what}, which cannot be counted")
     if not family.expert_width and f.get(*_EXPERTS):
-        raise UnknownModel(f"a {f.kind} has no experts in transformers, and this file says {f.get(*_EXPERTS)}")
+        raise UnknownModel(f"a {f.kind} has no experts in transformers, but this file has {f.get(*_EXPERTS)}")
     if not family.latent and f.get("kv_lora_rank"):
         raise UnknownModel(f"a {f.kind} has no latent attention in transformers, and this file has kv_lora_rank")
     if f.get(*_MTP) and f.kind not in ("deepseek_v3", "kimi_k2"):

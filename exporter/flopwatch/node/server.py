@@ -128,7 +128,7 @@ class _Exporter:
         self._servers: list[uvicorn.Server] = []
         metrics = metrics_app(self._scrape, telemetry, settings, self._listening)
         if isinstance(self._ledger, Embedded):
-            # Reading is public, as on /metrics; only those who could push the end of a run may close it.
+            # Reading is public, as on /metrics; only clients that can push the end of a run may close it.
             metrics.include_router(runs_router(self._ledger.store, lambda request: None, of_this_machine))
         otlp = otlp_app(telemetry, settings.otlp_token_file)
         for app, protection in ((metrics, web), (otlp, otlp_web)):

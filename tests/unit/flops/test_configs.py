@@ -496,7 +496,7 @@ def test_a_padded_vocabulary_lengthens_the_head_and_the_embedding() -> None:
         ("llama-3-8b", {"num_hidden_layers": 0}, "num_hidden_layers is 0, not a whole number from 1 to 10000"),
         ("llama-3-8b", {"num_key_value_heads": 5}, "32 heads cannot share 5 key-value heads evenly"),
         ("llama-3-8b", {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', neither true nor false"),
-        ("llama-3-8b", {"num_local_experts": 8}, "a llama has no experts in transformers, and this file says 8"),
+        ("llama-3-8b", {"num_local_experts": 8}, "a llama has no experts in transformers, but this file has 8"),
         ("llama-3-8b", {"sliding_window": 4096}, "a llama has no windows in transformers"),
         ("llama-3-8b", {"kv_lora_rank": 512}, "a llama has no latent attention"),
         ("llama-3-8b", {"num_nextn_predict_layers": 1}, "multi-token prediction is known of DeepSeek-V3 only"),

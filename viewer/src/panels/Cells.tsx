@@ -219,16 +219,16 @@ export function Heatmap(drawing: Drawing) {
     share: rows.length > 40 ? 1 : 0.92, gap: 0, text: false,
   }), [colored, min, top, exponent, rows.length]);
   const display = rows[0]?.field.display;
-  const said = (value: number) => (display ? formattedValueToString(display(value)) : `${value}`);
+  const format = (value: number) => (display ? formattedValueToString(display(value)) : `${value}`);
   const ends = Array.from({ length: 9 }, (_, i) => colored((i / 8) ** exponent));
   return (
     <VizLayout width={drawing.width} height={drawing.height}>
       {(width, height) => (
         <Cells drawing={{ ...drawing, width, height }} rows={rows} style={style} legend={
           <div className="scale">
-            <span>{said(min)}</span>
+            <span>{format(min)}</span>
             <i style={{ background: `linear-gradient(to right, ${ends.join(', ')})` }} />
-            <span>{said(top)}</span>
+            <span>{format(top)}</span>
           </div>
         } />
       )}

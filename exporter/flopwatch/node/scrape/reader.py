@@ -251,7 +251,7 @@ class _Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            env=dict(os.environ, PYTHONPATH=search, PYTHONSAFEPATH="1", MALLOC_ARENA_MAX="1"),  # as one_heap() says
+            env=dict(os.environ, PYTHONPATH=search, PYTHONSAFEPATH="1", MALLOC_ARENA_MAX="1"),  # see one_heap()
         )
         assert self.process.stdin is not None
         assert self.process.stdout is not None

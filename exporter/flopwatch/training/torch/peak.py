@@ -40,7 +40,7 @@ _FLOATS = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32}
 
 
 class Unmeasurable(Exception):
-    """This device or this release of torch cannot multiply in that dtype; the message says why."""
+    """This device or this release of torch cannot multiply in that dtype. The message gives the reason."""
 
 
 class Timer(Protocol):

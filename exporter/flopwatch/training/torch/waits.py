@@ -48,7 +48,7 @@ STEPS_TO_BE_SURE = 2
 
 
 class Unmeasured(Exception):
-    """The wait for other ranks can't be measured; the message says why."""
+    """The wait for other ranks cannot be measured. The message gives the reason."""
 
 
 def watch(recorder: Recorder, model: object = None) -> Watch:
