@@ -1,20 +1,19 @@
-"""The exporter under load for an hour: does it grow?
+"""Soak test of the exporter: fails if its memory or open files grow under load.
 
     python bench/soak.py [--seconds 3600]
 
-A simulated node of eight GPUs and nine ports, an embedded ledger and eight ranks of a simulated job that push with the
-real hook are scraped once a second, as Prometheus does it. Once a second, too, the memory and the open files of all
-its processes are added up. After a quarter of the time, in which caches fill, each is fitted with a line; its slope is
-printed with its standard error, from the means of twelve blocks, since neighbouring seconds are alike; that of each
-process's anonymous memory is printed too.
+An exporter with an embedded ledger runs on a simulated node of eight GPUs and nine ports. Eight ranks of a simulated
+job push with the real hook. The exporter is scraped once per second, and the memory and open files of all its processes
+are summed. The first quarter of the time, in which caches fill, is not used. A line is fitted to the rest of each
+figure, and its slope is printed with its standard error. The error is that of the means of twelve blocks, because
+neighbouring seconds are correlated. The slope of the anonymous memory of each process is printed, too.
 
-First come some seconds of CROWD scrapers at once, the worst a node has to bear. The interpreter keeps what its busiest
-moment needed, and by chance alone busier moments go on to come, ever more seldom: without the crowd an hour would show
-a rise that is no leak.
+Before that, CROWD scrapers run at once for some seconds, as the highest load. The interpreter keeps the memory of its
+busiest moment. Without this load, rare busy moments would raise the memory during the hour without a leak.
 
-Ends with status 1 if a slope is significant (SIGNIFICANT standard errors) and the rise above its entry in TOLERATED, if
-a process was replaced, or if a scrape failed. PSS rises as well when a stranger that shared a library ends, and so does
-what is private; so memory grows only if the anonymous memory does, which belongs to nobody else from the start.
+The exit status is 1 if a slope is significant (SIGNIFICANT standard errors) and its rise exceeds TOLERATED, if a
+process was replaced, or if a scrape failed. PSS also rises when an unrelated process ends that shared a library. So
+memory counts as growing only if anonymous memory grows, too, which is never shared.
 """
 
 from __future__ import annotations
@@ -45,18 +44,18 @@ CROWD, CROWD_SECONDS = 16, 20.0
 BLOCKS = 12
 SIGNIFICANT = 4.0
 PSS, OWN, FILES = "MiB of PSS", "MiB of anonymous memory", "open files"
-TOLERATED = {PSS: 1.0, OWN: 1.0, FILES: 4.0}  # over the whole time that is measured
+TOLERATED = {PSS: 1.0, OWN: 1.0, FILES: 4.0}  # rise over the measured time
 
 
 class Slope(NamedTuple):
-    """A fitted line's slope and its standard error, per hour, and what it rises by over the time it was fitted to."""
+    """Slope of a fitted line and its standard error per hour, and the rise over the fitted time."""
 
     per_hour: float
     error: float
     rise: float
 
     def significant(self, tolerated: float) -> bool:
-        """Return whether this is more than chance and more than is tolerated."""
+        """Return whether the rise exceeds `tolerated` and the slope exceeds SIGNIFICANT standard errors."""
         return self.rise > tolerated and self.per_hour > SIGNIFICANT * self.error
 
 
@@ -75,7 +74,7 @@ def slope(seconds: Sequence[float], values: Sequence[float]) -> Slope:
 
 
 def soak(seconds: int, folder: Path) -> int:
-    """Run it, print what came of it, and return the exit status."""
+    """Run the exporter and the job under load, print the slopes, and return the exit status."""
     port, otlp = free_port(), free_port()
     command = [
         sys.executable,
@@ -111,7 +110,7 @@ def soak(seconds: int, folder: Path) -> int:
         try:
             _wait_for_ranks(side, training)
             _crowd(port)
-            side.connection = None  # idle for too long
+            side.connection = None  # the server has closed it, because it was idle
             return _measure(side, seconds)
         finally:
             training.terminate()
@@ -129,7 +128,7 @@ def _wait_for_ranks(side: Side, training: subprocess.Popen[bytes]) -> None:
 
 
 def _crowd(port: int) -> None:
-    """Scrape by many at once, each anew when it has its answer."""
+    """Scrape from CROWD threads at once for CROWD_SECONDS."""
     end = time.monotonic() + CROWD_SECONDS
 
     def scrape() -> None:
@@ -196,7 +195,7 @@ def _measure(side: Side, seconds: int) -> int:
 
 
 def _held(pid: int) -> dict[str, float]:
-    """Return what a process holds: memory in MiB, and open files."""
+    """Return memory in MiB and number of open files of a process."""
     kilobytes = {"Pss": 0, "Anonymous": 0}
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if (key := line.partition(":")[0]) in kilobytes:
@@ -205,7 +204,7 @@ def _held(pid: int) -> dict[str, float]:
 
 
 def _role(pid: int) -> str:
-    """Return which of the exporter's processes this is: a reader by its collector, else the exporter."""
+    """Return the module of the collector of a reader process, else "exporter"."""
     words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     return next((word for word in words if word.startswith("flopwatch.node.collectors.")), "exporter")
 
@@ -215,7 +214,7 @@ def _cut(ascending: Sequence[float], share: float) -> float:
 
 
 def main() -> int:
-    """Soak."""
+    """Parse the flags and run the soak test."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=int, default=3600)
     options = parser.parse_args()

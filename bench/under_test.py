@@ -1,9 +1,9 @@
-"""The exporter that bench/exporter.py measures, in a process of its own that imports nothing else.
+"""The exporter that bench/exporter.py measures, in its own process without other imports.
 
     python bench/under_test.py '{"port": 9450, "otlp": 4318, "state": "DIR", "gpus": 8}'
 
-It serves some sources only ("sources"), or a simulated node, also one of 16 GPUs. Every scrape reads anew, which the
-exporter would share between scrapers less than a second apart, and the simulated node is moved by who measures.
+It serves only some sources ("sources"), or a simulated node of up to 16 GPUs. Every scrape reads the sources, and does
+not share a result for a second. The bench, not the exporter, advances the simulated node.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flopwatch.node.collectors import Collector
 
 
 def more_gpus(gpus: int) -> None:
-    """Let the simulated node have up to 16 GPUs: one more between each two."""
+    """Give the simulated node up to 16 GPUs, with PCI buses between those of the first eight."""
     from flopwatch.simulate import h100
 
     if gpus > h100.GPUS:
@@ -32,7 +32,7 @@ def more_gpus(gpus: int) -> None:
 
 
 def build(factory: str, gpus: str, **arguments: str) -> Collector:
-    """Return a collector of the simulated node with this many GPUs; called in a reader's process."""
+    """Return a collector of a simulated node with `gpus` GPUs. Called in a reader process."""
     more_gpus(int(gpus))
     module, _, function = factory.partition(":")
     collector: Collector = getattr(importlib.import_module(module), function)(**arguments)
@@ -40,7 +40,7 @@ def build(factory: str, gpus: str, **arguments: str) -> Collector:
 
 
 def serve(options: Mapping[str, Any]) -> None:
-    """Run the exporter until it is told to stop."""
+    """Run the exporter until a signal stops it."""
     from flopwatch.node import server as exporter
     from flopwatch.node.scrape import scrape
     from flopwatch.node.scrape.reader import HostSources, Reader, Spec, hardware, host_sources

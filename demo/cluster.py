@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from alerts import AlertSettings, rules_yaml
 from demo.servers import ServersError, find
-from demo.stack import Child, PrometheusClient, StackError, fetch, free_ports
+from demo.stack import Child, PrometheusApi, StackError, fetch, free_ports
 from flopwatch.ledger.ledger import Ledger
 from flopwatch.settings import SettingsError
 from flopwatch.simulate.h100 import DEVICES
@@ -312,7 +312,7 @@ class ClusterDemo(AbstractContextManager["ClusterDemo"]):
         self._stack.callback(thread.join)
         self._stack.callback(self.cluster.stop.set)
         (port,) = free_ports(1)
-        self.prometheus = PrometheusClient(f"http://127.0.0.1:{port}")
+        self.prometheus = PrometheusApi(f"http://127.0.0.1:{port}")
         (self.folder / "rules.yaml").write_text(rules_yaml(settings))
         (self.folder / "prometheus.yml").write_text(json.dumps(self._configuration(bodies.address, f"{step:g}s")))
         prometheus = self._child(

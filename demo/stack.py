@@ -40,7 +40,7 @@ class StackError(RuntimeError):
     """A part of the stack failed. The message shows the end of its log."""
 
 
-class PrometheusClient:
+class PrometheusApi:
     """Client for the queries of the HTTP API of Prometheus (https://prometheus.io/docs/prometheus/latest/querying/api/)."""
 
     def __init__(self, url: str) -> None:
@@ -162,7 +162,7 @@ class DemoStack:
             self.otlp_address,
             self.boards_address,
         ) = (f"127.0.0.1:{port}" for port in free_ports(5))
-        self.prometheus = PrometheusClient(f"http://{self.prometheus_address}")
+        self.prometheus = PrometheusApi(f"http://{self.prometheus_address}")
         self.node = SimulatedNode(self.state / "exporter" / "simulated")
         self.train_log = self.state / "train.jsonl"
         self.control_file = self.state / "control.json"

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from alerts import recording
-from demo.stack import PrometheusClient
+from demo.stack import PrometheusApi
 from flopwatch import catalogue as m
 
 NOT_YET = "-"
@@ -48,7 +48,7 @@ class Summary:
     firing: list[str]
 
 
-def read(prometheus: PrometheusClient, run: str) -> Summary:
+def read(prometheus: PrometheusApi, run: str) -> Summary:
     """Return the current summary of a run."""
     this = f'{{run="{run}"}}'
     buckets = {
@@ -76,7 +76,7 @@ def read(prometheus: PrometheusClient, run: str) -> Summary:
     )
 
 
-def _worst(prometheus: PrometheusClient, this: str) -> Straggler | None:
+def _worst(prometheus: PrometheusApi, this: str) -> Straggler | None:
     scores = prometheus.query(f"topk(1, {recording.RANK_SCORE}{this})")
     if not scores:
         return None

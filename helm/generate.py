@@ -64,7 +64,7 @@ def routing() -> str:
 
 
 def comments(text: str) -> dict[str, str]:
-    """Return what values.yaml says of each value, by its whole name."""
+    """Return the comment of each value in values.yaml, by its full name."""
     found: dict[str, str] = {}
     name = ""
     for line in text.splitlines():
@@ -79,26 +79,26 @@ def comments(text: str) -> dict[str, str]:
     return found
 
 
-def leaves(values: dict[str, Any], said: dict[str, str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(values: dict[str, Any], described: dict[str, str], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each value that has a comment of its own, with its default."""
     for key, value in values.items():
-        if prefix + key in said:
+        if prefix + key in described:
             yield prefix + key, value
         else:
-            yield from leaves(value, said, f"{prefix}{key}.")
+            yield from leaves(value, described, f"{prefix}{key}.")
 
 
 def readme() -> str:
     """Return README.md."""
     text = (CHART / "values.yaml").read_text(encoding="utf-8")
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
-    said = comments(text)
+    described = comments(text)
     situations = ", ".join(
         f"[{path.name.removesuffix('-values.yaml')}](ci/{path.name})" for path in sorted(CHART.glob("ci/*-values.yaml"))
     )
     rows = [
-        f"| `{name}` | `{json.dumps(value)}` | {said[name].replace('|', chr(92) + '|').replace('<', '&lt;')} |"
-        for name, value in leaves(yaml.safe_load(text), said)
+        f"| `{name}` | `{json.dumps(value)}` | {described[name].replace('|', chr(92) + '|').replace('<', '&lt;')} |"
+        for name, value in leaves(yaml.safe_load(text), described)
     ]
     head = HEAD.format(
         description=chart["description"], kubernetes=chart["kubeVersion"].removesuffix("-0"), situations=situations

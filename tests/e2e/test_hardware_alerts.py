@@ -16,7 +16,7 @@ import pytest
 
 from alerts import AlertSettings, recording, rules_yaml
 from demo.servers import find
-from demo.stack import Child, PrometheusClient, StackError, fetch, free_ports
+from demo.stack import Child, PrometheusApi, StackError, fetch, free_ports
 from flopwatch.simulate.node import SimulatedNode
 from tests.support.machine import until
 
@@ -31,7 +31,7 @@ GPUS, PORTS = 8, 9  # of each
 
 
 @pytest.fixture(scope="module")
-def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PrometheusClient, SimulatedNode]]:
+def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PrometheusApi, SimulatedNode]]:
     """Give a Prometheus with the shipped rules, at a pace, and the faulty one of the two nodes that it scrapes."""
     folder = tmp_path_factory.mktemp("hardware")
     asked, *ports = free_ports(5)
@@ -90,7 +90,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prome
             stack.callback(Child("exporter", exporter, os.environ, folder / f"{host}.log").stop)
         until(read_all)  # on a slow machine a source misses the first scrapes, which is an alert of its own
         stack.callback(Child("prometheus", server, os.environ, folder / "prometheus.log").stop)
-        heard = PrometheusClient(f"http://127.0.0.1:{asked}")
+        heard = PrometheusApi(f"http://127.0.0.1:{asked}")
 
         def known() -> bool:
             """Return whether all GPUs are heard of, and all ports are remembered as active; else none is missed."""
@@ -104,7 +104,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prome
         yield heard, SimulatedNode(folder / FAULTY / "simulated")
 
 
-def alerting(prometheus: PrometheusClient, host: str, state: str = "firing") -> set[tuple[str, str, str]]:
+def alerting(prometheus: PrometheusApi, host: str, state: str = "firing") -> set[tuple[str, str, str]]:
     """Return what is or was alerted of a host: each alert's name, severity, and GPU's uuid or port's device."""
     try:
         found = prometheus.query(f'last_over_time(ALERTS{{alertstate=~"{state}",alertname!="FlopwatchWatchdog"}}[1h])')
@@ -118,7 +118,7 @@ def alerting(prometheus: PrometheusClient, host: str, state: str = "firing") -> 
     }
 
 
-def test_each_fault_is_alerted_as_what_it_is(prometheus: tuple[PrometheusClient, SimulatedNode]) -> None:
+def test_each_fault_is_alerted_as_what_it_is(prometheus: tuple[PrometheusApi, SimulatedNode]) -> None:
     server, node = prometheus
     node.throttle(0, "hw_thermal_slowdown")
     node.xid(0, 13)
@@ -163,7 +163,7 @@ def test_each_fault_is_alerted_as_what_it_is(prometheus: tuple[PrometheusClient,
     assert alerting(server, FAULTY) - consequences == expected
 
 
-def test_a_healthy_node_beside_it_has_no_alert(prometheus: tuple[PrometheusClient, SimulatedNode]) -> None:
+def test_a_healthy_node_beside_it_has_no_alert(prometheus: tuple[PrometheusApi, SimulatedNode]) -> None:
     server, _ = prometheus
     deadline = time.monotonic() + HEALTHY * SLOWER
     seen = f"count_over_time(up[1h]) * {SETTINGS.seconds_at_pace(SETTINGS.scrape_interval)} >= {HEALTHY}"

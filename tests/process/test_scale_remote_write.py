@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from alerts import AlertSettings, rules_yaml
-from bench.rules import configuration, families, serve
+from bench.pages import families, serve
+from bench.rules import configuration
 from demo.servers import SUITE
 from demo.stack import fetch, free_ports
 from tests.support.databases import prometheus, raw, victoria

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from alerts import AlertSettings, records, rules
-from bench.rules import GPUS, PORTS, Group, Measured, measure, table
+from bench.pages import GPUS, PORTS
+from bench.rules import Group, RulesMeasurement, measure, table
 
 pytestmark = pytest.mark.long
 
@@ -16,11 +17,11 @@ SETTINGS = AlertSettings(pace=15)
 
 
 @pytest.fixture(scope="module")
-def measured() -> Measured:
+def measured() -> RulesMeasurement:
     return measure(NODES * GPUS, 18, SETTINGS)
 
 
-def test_every_group_is_evaluated_at_its_interval_and_no_rule_fails(measured: Measured) -> None:
+def test_every_group_is_evaluated_at_its_interval_and_no_rule_fails(measured: RulesMeasurement) -> None:
     groups: Any = rules(SETTINGS)["groups"]
     assert measured.failures == ()
     assert {group.name: group.rules for group in measured.groups} == {
@@ -30,7 +31,9 @@ def test_every_group_is_evaluated_at_its_interval_and_no_rule_fails(measured: Me
     assert {group.interval for group in measured.groups} == {1, 2, 4, 8}
 
 
-def test_the_records_of_a_healthy_cluster_are_as_many_as_its_ranks_hosts_ports_and_runs(measured: Measured) -> None:
+def test_the_records_of_a_healthy_cluster_are_as_many_as_its_ranks_hosts_ports_and_runs(
+    measured: RulesMeasurement,
+) -> None:
     ranks = NODES * GPUS
     wanted = {
         "rank:training_mfu:ratio_rate5m": ranks,
@@ -57,7 +60,7 @@ def test_the_records_of_a_healthy_cluster_are_as_many_as_its_ranks_hosts_ports_a
 
 def test_the_table_begins_with_the_group_that_takes_most_of_its_interval() -> None:
     text = table(
-        Measured(
+        RulesMeasurement(
             groups=(Group("slow", 2, 60, 3, 6), Group("fast", 1, 15, 1, 3)),
             slowest=(("run:a:b", 2.0),),
             failures=("run:c:d: many-to-many",),

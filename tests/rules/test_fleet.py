@@ -22,7 +22,7 @@ import pytest
 
 from alerts import AlertSettings, recording
 from demo.servers import find
-from demo.stack import Child, PrometheusClient, fetch, free_ports
+from demo.stack import Child, PrometheusApi, fetch, free_ports
 from flopwatch.__main__ import main
 from flopwatch.ledger.attribution import CAUSES
 from flopwatch.ledger.ledger import Ledger
@@ -360,7 +360,7 @@ def test_a_script_may_be_yaml_or_a_json_object_a_line(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PrometheusClient, Result]]:
+def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PrometheusApi, Result]]:
     """Give a real Prometheus that scraped the cluster whose leaf dies, and what was true."""
     folder = tmp_path_factory.mktemp("prometheus")
     with (folder / "metrics.txt").open("w") as metrics:
@@ -395,13 +395,13 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Promethe
                 break
             assert time.monotonic() < deadline, (folder / "log").read_text()
             time.sleep(0.1)
-        yield PrometheusClient(f"http://127.0.0.1:{port}"), result
+        yield PrometheusApi(f"http://127.0.0.1:{port}"), result
     finally:
         child.stop()
 
 
 def test_the_shipped_records_over_the_scraped_series_agree_with_the_truth(
-    scraped: tuple[PrometheusClient, Result],
+    scraped: tuple[PrometheusApi, Result],
 ) -> None:
     prometheus, result = scraped
     records = {record.name: record.expr for record in recording.records(AlertSettings())}
@@ -417,7 +417,7 @@ def test_the_shipped_records_over_the_scraped_series_agree_with_the_truth(
             assert told == (true if true is None else pytest.approx(true, rel=0.01)), (truth.run, name)
 
 
-def test_the_scraped_ports_of_a_dead_leaf_are_down_as_long_as_it_is(scraped: tuple[PrometheusClient, Result]) -> None:
+def test_the_scraped_ports_of_a_dead_leaf_are_down_as_long_as_it_is(scraped: tuple[PrometheusApi, Result]) -> None:
     prometheus, result = scraped
     struck = result.truths[0].losses[0].at
 
