@@ -1,10 +1,10 @@
-"""Which DCGM field becomes which series, by number: the names changed in DCGM 4.6 and 4.7, the ids did not.
+"""Table of DCGM fields and their series, by number: the names changed in DCGM 4.6 and 4.7, the ids did not.
 
-Ids, units and meaning: https://docs.nvidia.com/datacenter/dcgm/latest/reference/field-identifiers.html. Only what NVML
-does not tell, or not on every generation. Activities and rates are means over the time between two of the host
-engine's samples, ratios 0-1 and bytes per second; NVLink traffic (1011, 1012) has the protocol in it. NVSwitch traffic
-(861, 862) has the unit of NVIDIA's nscq.h, Mibit, where DCGM reads the switches through that library, which is where
-it knows their temperature limits; through NVSDM (Blackwell) no unit is documented.
+Ids, units and meaning: https://docs.nvidia.com/datacenter/dcgm/latest/reference/field-identifiers.html. Only fields
+that NVML lacks, or lacks on some generations. Activities and rates are means over the time between two samples of the
+host engine, ratios 0-1 and bytes per second. NVLink traffic (1011, 1012) includes the protocol. NVSwitch traffic (861,
+862) has the unit of NVIDIA's nscq.h, Mibit, where DCGM reads the switches through that library. It then also reports
+their temperature limits. Through NVSDM (Blackwell) no unit is documented.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from flopwatch.catalogue import (
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field and its series; `labels` follow the entity's own.
+    """Field and its series; `labels` follow the entity's own.
 
-    `how` the number is to be taken: gauge; counter (rises until the part is reset); mean (to be counted up over time).
+    `how` to use the number: gauge, counter (rises until the part is reset) or mean (to be integrated over time).
     """
 
     id: int
@@ -48,7 +48,7 @@ class Field:
     how: str = "gauge"
 
 
-# Who an entity is.
+# Identity of an entity.
 NVML_INDEX, UUID, COMPUTE_CAPABILITY = 52, 54, 63
 GPU_IDENTITY = (NVML_INDEX, UUID, COMPUTE_CAPABILITY)
 CHASSIS = (572, 573, 574, 575)  # serial number, slot, tray, node: the labels of gpu_chassis_info
@@ -56,7 +56,7 @@ SWITCH_PCI = (866, 867, 868, 869)  # domain, bus, device, function
 
 GPU_STATE = (Field(153, GPU_TEMPERATURE_MARGIN_CELSIUS),)
 
-# The most telling first: where the hardware cannot count all of them together, the first ones are counted.
+# The most informative first: where the hardware cannot count all of them together, the first ones are counted.
 PROFILING = (
     Field(1004, GPU_TENSOR_ACTIVE_SECONDS_TOTAL, how="mean"),
     Field(1002, GPU_SM_ACTIVE_SECONDS_TOTAL, how="mean"),
@@ -76,7 +76,7 @@ PROFILING = (
     Field(1016, GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("integer",), how="mean"),
 )
 TRAFFIC = frozenset({1009, 1010, 1011, 1012})
-# From Hopper on, compute capability 9, NVML has the activities itself (gpm.py).
+# From Hopper on, compute capability 9, NVML reports the activities itself (gpm.py).
 NVML_PROFILES_FROM = 9
 
 SLOWDOWN_LIMIT = 859

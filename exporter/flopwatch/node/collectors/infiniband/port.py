@@ -52,10 +52,10 @@ log = logging.getLogger(__name__)
 GONE = (errno.ENODEV, errno.ESTALE, errno.ENOENT)
 # What the firmware says to a read it does not want. So many files of a kind, and none that answers, speak for all.
 REFUSED = (errno.EINVAL, errno.ENXIO)
-FEW = 3
+MAX_REFUSED = 3
 # Seconds until a refused file is asked again, from first to last twice as long each time.
-FIRST_WAIT, LONGEST_WAIT = 60.0, 3600.0
-LONGEST = 64  # bytes; more than any file has that is read at each scrape
+FIRST_WAIT, MAX_WAIT = 60.0, 3600.0
+MAX_BYTES = 64  # bytes; more than any file has that is read at each scrape
 
 COUNTERS: dict[str, PortCounter] = {
     file: row for row in all_metrics() if isinstance(row, PortCounter) for file in row.files
@@ -380,7 +380,7 @@ class Port:
         pread, append = self._pread, samples.append
         for file in self._open:
             try:
-                data = pread(file.fd, LONGEST, 0)
+                data = pread(file.fd, MAX_BYTES, 0)
             except OSError as error:
                 failed.append((file, error.errno))
                 if error.errno in REFUSED and self._hopeless(file, failed):
@@ -413,7 +413,7 @@ class Port:
         asked = self._open[: self._open.index(file) + 1]
         asked = [other for other in asked if isinstance(other, _Counter) == counts]
         refused = [other for other, reason in failures if reason in REFUSED and isinstance(other, _Counter) == counts]
-        return len(refused) == len(asked) >= (1 if len(self._asking) > FEW else FEW)
+        return len(refused) == len(asked) >= (1 if len(self._asking) > MAX_REFUSED else MAX_REFUSED)
 
     def _failed(self, failures: list[tuple[_File, int | None]], now: float) -> None:
         """Have no sample of files that failed, and leave alone what was refused or is gone."""
@@ -423,7 +423,7 @@ class Port:
                 file.close()
             if reason in REFUSED:
                 wait = self._asking.get(file.path, FIRST_WAIT)
-                self._refused[file.path] = now + wait, min(2 * wait, LONGEST_WAIT)
+                self._refused[file.path] = now + wait, min(2 * wait, MAX_WAIT)
                 self._summary = []
         self._open = [file for file in self._open if file.fd >= 0]
         self._ask_at = min((at for at, _ in self._refused.values()), default=0.0)
@@ -432,7 +432,7 @@ class Port:
             log.warning(
                 "%s: the firmware refuses %s; asked again within the hour",
                 "/".join(self.labels),
-                ", ".join(sorted(new)) if len(new) <= FEW else f"{len(new)} files",
+                ", ".join(sorted(new)) if len(new) <= MAX_REFUSED else f"{len(new)} files",
             )
 
     def recall(

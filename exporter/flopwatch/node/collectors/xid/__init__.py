@@ -1,8 +1,8 @@
-"""Xid errors of the GPUs and SXid errors of the NVSwitches, from the kernel log and from NVML's event set.
+"""Xid errors of GPUs and SXid errors of NVSwitches, from the kernel log and from NVML's event set.
 
-Xid codes and what to do: https://docs.nvidia.com/deploy/xid-errors/, in short docs/xid.md. The kernel log has the
-text and what came before this process, and needs root, CAP_SYSLOG or `flopwatch kmsg`; NVML's events need neither and
-have neither. What both tell of is counted once (`reconcile.py`). NVML knows no SXid.
+Xid codes and actions: https://docs.nvidia.com/deploy/xid-errors/, in short docs/xid.md. The kernel log has the text and
+the time before this process, and requires root, CAP_SYSLOG or `flopwatch kmsg`. NVML's events require none of these,
+and lack both. An event in both is counted once (`reconcile.py`). NVML reports no SXid.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ from flopwatch.node.collectors.xid.kernel_log import Entry, KernelLog
 from flopwatch.node.collectors.xid.nvml_events import UNKNOWN_XID, Told, Watcher
 from flopwatch.node.collectors.xid.reconcile import Reconciler
 
-# Present at 0 from the start, so that the first one is an increase: as many of those as a GPU's 120 series leave room
-# for, and 94, which is contained, a warning. The errors of NVLink 5 that may be fatal are a Blackwell's alone.
+# Present at 0 from the start, so that the first one is an increase. A GPU's 120 series leave room for these: the paging
+# ones, and the contained 94, which is a warning. The errors of NVLink 5 that may be fatal exist only on Blackwell.
 ON_EVERY_GPU = (48, 62, 64, 79, 94, 95, 119, 120, 140)
 BEFORE_NVLINK_5 = (46, 74, 109, 136, 143)
 WITH_NVLINK_5 = (144, 145, 146, 149, 150)
-_NVLINK_5 = re.compile(r"\bG?B[0-9]00\b")  # in the model: NVIDIA B200, NVIDIA GB300
+_NVLINK_5 = re.compile(r"\bG?B[0-9]00\b")  # in the model, such as NVIDIA B200 or NVIDIA GB300
 
-# Within this time the kernel log and NVML tell of the same event, and so do the driver's reports of a GPU that fell off
-# the bus: once with a number and again without.
+# Seconds within which the kernel log and NVML report one event. The driver also reports a GPU off the bus twice: with a
+# number and without.
 SAME_EVENT_SECONDS = 60.0
-# How long a GPU that has Xids may stay unnamed at the start, while the source that names GPUs has not answered yet.
+# Seconds at the start for which a GPU with Xids may stay unnamed, until the source of GPU names has answered.
 STRANGER_SECONDS = 60.0
-# How often the place in the kernel log is kept, while nothing in it counts, in seconds.
+# Seconds between two writes of the place in the kernel log while nothing in it counts.
 PLACE_SECONDS = 60.0
-# How long the first read waits for NVML.
+# Seconds that the first read waits for NVML.
 NVML_PATIENCE = 0.5
 
 log = logging.getLogger(__name__)
@@ -81,11 +81,11 @@ def from_the_start(model: str) -> tuple[int, ...]:
 
 
 class Xid:
-    """The Xids and SXids of a node, counted once each across restarts.
+    """Collector of the Xids and SXids of a node, each counted once across restarts.
 
-    `kmsg` is /dev/kmsg, `unix:` and the socket of `flopwatch kmsg`, or a regular file of such records; `gpus` the
-    inventory that the NVML source keeps, `state` the file of the counts and of the place read up to, `boot_id` what
-    tells this boot's record numbers from another's, `booted` the Unix time of the boot, `watcher` NVML's events.
+    `kmsg` is /dev/kmsg, `unix:` and the socket of `flopwatch kmsg`, or a regular file of such records. `gpus` is the
+    inventory of the NVML source. `state` is the file of the counts and of the place in the log. `boot_id` identifies
+    the boot of the record numbers, `booted` returns its Unix time. `watcher` has NVML's events.
     """
 
     name = "xid"
@@ -123,7 +123,7 @@ class Xid:
             place=place if isinstance(place, int) and place >= 0 else 0,
             since=since if isinstance(since, float) else float("-inf"),
         )
-        # A node on which a source has answered, once, has series; which of them answers now is a series as well.
+        # A node has series once a source has answered. Which of them answers now is a series as well.
         self._heard = bool(stored)
         self._had_kernel_log = bool(self._kernel.numbering)
         self._was_live = False
@@ -132,7 +132,7 @@ class Xid:
         self._up: dict[str, str] = {}
 
     def read(self) -> list[Sample]:
-        """Return the counts of every GPU, switch and kind of event."""
+        """Return the counts of every GPU, switch and kind of event. Raises Unsupported or RestartReader."""
         entries = self._kernel.drain()
         if self._follow:
             self._kernel.follow()
@@ -154,7 +154,7 @@ class Xid:
         return list(self._samples(parts, models))
 
     def close(self) -> None:
-        """Let go of the driver and the kernel log, and keep the place in it."""
+        """Close the driver and the kernel log, and store the place in it."""
         if self._heard:
             self._unsaved = self._unsaved or self._kernel.place != self._saved_place
             self._save()
@@ -163,7 +163,7 @@ class Xid:
             self._watcher.close()
 
     def _check_sources(self, has_gpus: bool) -> None:
-        """Log what changed. Raises Unsupported if there never was a source."""
+        """Log changes of the sources. Raises Unsupported if there never was a source."""
         watcher, errors = self._watcher, {"kernel_log": self._kernel.error}
         if watcher is not None:
             errors["nvml"] = watcher.error
@@ -178,11 +178,11 @@ class Xid:
             raise Unsupported("; ".join(f"{source}: {error}" for source, error in errors.items()))
 
     def _parts(self, known: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[str, str]]:
-        """Return index and uuid of the GPUs by PCI address: of the inventory, and those that NVML's events name."""
+        """Return index and uuid of the GPUs by PCI address, from the inventory and from NVML's events."""
         parts = {
             pci_address(part["pci_bus_id"]): (part["gpu"], uuid) for uuid, part in known.items() if part["pci_bus_id"]
         }
-        # Without a folder for its inventory the NVML source cannot tell.
+        # Without a folder for its inventory the NVML source cannot report them.
         for pci, device in list(self._watcher.devices.items()) if self._watcher is not None else ():
             if device.uuid not in known:
                 parts.setdefault(pci, (device.gpu, device.uuid))
@@ -226,7 +226,7 @@ class Xid:
                 self._counts.xid(owner, code, told.at)
 
     def _save(self) -> None:
-        """Keep the counts on disk; records that count nothing may be read again after a restart."""
+        """Store the counts. Records that count nothing may be read again after a restart."""
         now, since = self._clock(), self._kernel.since
         self._reconciler.forget(now)
         if self._kernel.place != self._saved_place and not 0 <= now - self._saved_at < PLACE_SECONDS:
@@ -248,7 +248,7 @@ class Xid:
         start = {uuid: from_the_start(models.get(uuid, "")) for uuid in named}
         for uuid, gpu in named.items():
             yield from self._gpu(uuid, (gpu, uuid), start[uuid])
-        # Nobody may know a GPU that was lost before anything asked for it; it must not be missing for that.
+        # A GPU lost before its first read has no name. It must have series all the same.
         strangers = self._counts.strangers() if self._clock() - self._started >= STRANGER_SECONDS else []
         for pci in strangers:
             start[pci] = from_the_start("")
@@ -294,7 +294,7 @@ class Xid:
 
 
 def _told_before(stored: Any) -> Iterator[tuple[tuple[str, int], float, list[str]]]:
-    """Yield what another process has counted lately; nothing if that is of another shape."""
+    """Yield the events that an earlier process counted lately, without invalid entries."""
     for item in stored if isinstance(stored, list) else ():
         if (
             isinstance(item, list)
