@@ -1,7 +1,7 @@
-"""Collectors: one file per source of numbers on a node, each read in a child process of its own (`node/reader.py`).
+"""Collectors: one module per source of numbers on a node, each read in a child process (`node/scrape/reader.py`).
 
-A collector reads what its constructor was given and returns samples. It isolates one field, one GPU, one port from
-the next; an error it does not expect leaves `read` and costs the source, never the scrape.
+A collector isolates one field, GPU or port from the next. An error it does not expect leaves `read` and costs that
+source, never the scrape.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ log = logging.getLogger(__name__)
 
 
 class Unsupported(Exception):
-    """The source does not exist on this machine; the text says why."""
+    """The source does not exist on this machine. The text is the reason."""
 
 
 class AccessLost(Exception):
-    """This process lost its access to the source (a device file, a cgroup); that says nothing about the hardware.
+    """Loss of access to the source (a device file, a cgroup), which proves no hardware fault.
 
-    `samples` are served all the same: which parts there are, and that they cannot be read.
+    `samples` are served all the same: the parts that exist, marked as not readable.
     """
 
     def __init__(self, reason: str, samples: Iterable[Sample] = ()) -> None:
@@ -35,13 +35,13 @@ class AccessLost(Exception):
 
 
 class RestartReader(Exception):
-    """Only a new process can read this source again; the text says why."""
+    """Request for a new reader process, the only one that can read this source again. The text is the reason."""
 
 
 class Collector(Protocol):
-    """One source: a name, and a read that returns samples or raises.
+    """Source of samples: a name, and `read`, which returns samples or raises.
 
-    Where it has a method `close`, that is called before its process ends on purpose: at the end, to release the driver.
+    An optional method `close` is called before its process ends on purpose, to release the driver.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Collector(Protocol):
 
 
 class StateFile:
-    """A JSON object on disk, replaced as a whole; a full or read-only disk costs its persistence and nothing else."""
+    """JSON object on disk, replaced atomically. Without a writable disk it is lost at a restart, with one warning."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -58,7 +58,7 @@ class StateFile:
         self._failing = False
 
     def load(self) -> dict[str, Any]:
-        """Return the stored object; an absent or unreadable one is empty."""
+        """Return the stored object, or an empty one if the file is absent or invalid."""
         try:
             value = json.loads(self._path.read_bytes())
         except (OSError, ValueError):
@@ -66,7 +66,7 @@ class StateFile:
         return value if isinstance(value, dict) else {}
 
     def save(self, value: Mapping[str, Any]) -> bool:
-        """Store the object unless it is what was stored last; return whether it is on disk."""
+        """Store the object unless it equals the last stored one. Return whether it is on disk."""
         text = json.dumps(value, indent=1)
         if text == self._saved:
             return True
@@ -77,7 +77,7 @@ class StateFile:
             temporary.replace(self._path)
         except OSError as error:
             with suppress(OSError):
-                temporary.unlink()  # half a file on a full disk
+                temporary.unlink()  # a full disk leaves half a file
             if not self._failing:
                 log.warning("cannot keep %s (%s); after a restart it is not remembered", self._path, error)
             self._failing = True
@@ -87,9 +87,9 @@ class StateFile:
 
 
 class Inventory:
-    """The parts this node was seen to have, by key, so that a missing one is a series and not a gap.
+    """Parts that this node was seen to have, by key, so that a missing one is a series and not a gap.
 
-    Delete the file to make the node forget a part that was removed on purpose.
+    Delete the file to forget a part that was removed on purpose.
     """
 
     def __init__(self, path: Path, info: Metric) -> None:
@@ -98,7 +98,7 @@ class Inventory:
         self.parts = read_inventory(path, info)
 
     def update(self, found: Mapping[str, Mapping[str, str]]) -> None:
-        """Remember the parts found now, with their info labels, and keep them on disk."""
+        """Add the parts found now, with their info labels, and store all of them."""
         self.parts.update({key: dict(labels) for key, labels in found.items()})
         self._file.save(self.parts)
 
@@ -108,9 +108,9 @@ class Inventory:
 
 
 def read_inventory(path: Path, info: Metric) -> dict[str, dict[str, str]]:
-    """Return the info labels of each part in an inventory file; entries that are none are left out.
+    """Return the info labels of each part in an inventory file, without invalid entries.
 
-    A label that the row has gained since the file was written is empty until the part is seen again.
+    A label added to the row after the file was written is empty until the part is seen again.
     """
     parts = {key: part for key, part in StateFile(path).load().items() if isinstance(part, dict)}
     return {

@@ -1,9 +1,9 @@
-"""Who a process belongs to, by the name of its control group: /proc/PID/cgroup, man 7 cgroups.
+"""Owner of a process, from the name of its control group: /proc/PID/cgroup, man 7 cgroups.
 
 Slurm: `/slurm/uid_U/job_J/...` (version 1) or `/system.slice/[NODE_]slurmstepd.scope/job_J/...` (version 2),
 https://slurm.schedmd.com/cgroup_v2.html. Kubernetes: a component with `podUID`, with dashes from the cgroupfs driver
 and underscores from systemd's. Container engines: the container's 64 hexadecimal digits. A process of another user is
-invisible where /proc is mounted with hidepid, and a container sees other pods' processes only with hostPID.
+invisible where /proc is mounted with hidepid. A container sees processes of other pods only with hostPID.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 
 UNKNOWN = "unknown"
 
-# Pods can run in a Slurm job's allocation and a Slurm daemon in a pod; the job is then the nearer owner.
+# A pod can run in a Slurm job, and a Slurm daemon in a pod. The job is then the nearer owner.
 _SLURM = re.compile(r"/(?:[^/]*_)?slurm[^/]*/(?:uid_[0-9]+/)?job_([0-9]+)(?=/|$)", re.ASCII)
-# Only the tail of a path is there for a reader in a cgroup namespace of its own: no "kubepods" is asked for. The UID of
-# a static pod has no dashes.
+# A reader in its own cgroup namespace sees only the tail of a path, so "kubepods" is not required. The UID of a static
+# pod has no dashes.
 _POD = re.compile(
     r"[/-]pod([0-9a-f]{8}([-_]?)[0-9a-f]{4}\2[0-9a-f]{4}\2[0-9a-f]{4}\2[0-9a-f]{12})(?=/|:|\.slice|$)", re.ASCII
 )
@@ -24,11 +24,11 @@ _CONTAINER = re.compile(r"[/:-]([0-9a-f]{12})[0-9a-f]{52}(?=/|:|\.scope|$)", re.
 
 
 def parse(text: str) -> str | None:
-    """Return the owner in the text of /proc/PID/cgroup: slurm:JOB, pod:UID, container:ID; None if it names none."""
+    """Return the owner in the text of /proc/PID/cgroup as slurm:JOB, pod:UID or container:ID, or None."""
     paths = [line.split(":", 2)[2] for line in text.splitlines() if line.count(":") >= 2]
     for kind, pattern in (("slurm", _SLURM), ("pod", _POD), ("container", _CONTAINER)):
         for path in paths:
-            # The last match is the innermost: a node can itself be a container.
+            # The last match is the innermost. A node can itself be a container.
             matches = list(pattern.finditer(path))
             if matches:
                 name = matches[-1][1].replace("_", "-")
@@ -39,8 +39,8 @@ def parse(text: str) -> str | None:
 def of_process(pid: int, file: str, proc: Path) -> str:
     """Return the text of a file in /proc/PID. Raises OSError.
 
-    Not by way of pathlib, which interns every part of a path: at a dozen a second the interpreter's table of them, a
-    megabyte or more, doubles after some minutes to an hour.
+    pathlib is not used, because it interns every part of a path. The interpreter's table of interned strings then grows
+    by a megabyte or more.
     """
     with open(f"{proc}/{pid}/{file}", "rb") as content:
         return content.read().decode(errors="replace")
@@ -53,7 +53,7 @@ def user(status: str) -> str | None:
 
 
 def owner(pid: int, proc: Path = Path("/proc")) -> str:
-    """Return slurm:JOB, pod:UID, container:ID (12 digits), else user:UID; "unknown" if the process cannot be seen."""
+    """Return slurm:JOB, pod:UID, container:ID (12 digits) or else user:UID; "unknown" for an invisible process."""
     try:
         found = parse(of_process(pid, "cgroup", proc))
         if found is not None:
@@ -65,11 +65,11 @@ def owner(pid: int, proc: Path = Path("/proc")) -> str:
 
 
 def started(pid: int, proc: Path = Path("/proc")) -> str | None:
-    """Return when a process was started, in clock ticks since the boot (proc(5), stat); None if it cannot be seen."""
+    """Return the start time of a process in clock ticks since boot (proc(5), stat), or None if it is invisible."""
     try:
         stat = of_process(pid, "stat", proc)
     except OSError:
         return None
-    # The name before it may hold anything, also blanks and brackets.
+    # The command name before it may contain blanks and brackets.
     fields = stat.rpartition(")")[2].split()
     return fields[19] if len(fields) > 19 else None

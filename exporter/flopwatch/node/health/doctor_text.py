@@ -1,4 +1,4 @@
-"""The doctor's report as text, wrapped to the terminal."""
+"""Text form of the doctor's report, wrapped to the terminal."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from flopwatch.node.health.doctor import REASONS, Part, Report
 
-# Names told per reason; all of them are in the JSON.
+# Names shown per reason; the JSON has all of them.
 NAMES = 8
 NARROWEST, WIDEST = 60, 110
 LABEL = 12
 
 
 def page(report: Report, width: int) -> str:
-    """Return the report for a terminal of so many columns."""
+    """Return the report for a terminal of `width` columns."""
     width = min(max(width, NARROWEST), WIDEST)
     lines = list(_lines(report, width))
     return "\n".join(lines) + "\n"
@@ -23,7 +23,7 @@ def page(report: Report, width: int) -> str:
 
 def _lines(report: Report, width: int) -> Iterator[str]:
     def entry(label: str, *texts: str) -> Iterator[str]:
-        """Yield a label and beside it paragraphs."""
+        """Yield a label with paragraphs next to it."""
         beside = " " * (LABEL + 3)
         if len(label) > LABEL:
             yield f"  {label}"
@@ -42,7 +42,7 @@ def _lines(report: Report, width: int) -> Iterator[str]:
         yield from textwrap.wrap(problem, width, initial_indent="  - ", subsequent_indent="    ")
     if report.losses:
         yield ""
-        yield "It goes without:"
+        yield "Missing:"
     for loss in report.losses:
         yield from textwrap.wrap(loss, width, initial_indent="  - ", subsequent_indent="    ")
     yield ""
@@ -65,25 +65,27 @@ def _lines(report: Report, width: int) -> Iterator[str]:
         "place",
         f"{', '.join(place)} (from {report.place['source']})"
         if place
-        else "not known; --topology tells it (docs/identity.md)",
+        else "not known; set --topology (docs/identity.md)",
     )
     for access in report.privileges:
-        yield from entry(access.name, access.state, f"Without it there is not: {access.loses}." if access.loses else "")
+        yield from entry(access.name, access.state, f"Missing without it: {access.loses}." if access.loses else "")
     for flag, state in report.listeners.items():
         yield from entry(flag.removeprefix("--"), state)
 
 
 def verdict(report: Report) -> str:
-    """Return the one sentence that matters."""
+    """Return the summary in one sentence."""
     if report.problems:
         count = len(report.problems)
-        return "One thing is here and cannot be read:" if count == 1 else f"{count} things are here and cannot be read:"
+        return (
+            "One thing on this node cannot be read:" if count == 1 else f"{count} things on this node cannot be read:"
+        )
     if not report.gpus and not report.ports:
         return (
-            "There is no GPU and no InfiniBand, RoCE or EFA port here. On a node without any, "
-            "`flopwatch exporter --simulate h100x8` shows what there would be."
+            "There is no GPU and no InfiniBand, RoCE or EFA port here. "
+            "`flopwatch exporter --simulate h100x8` simulates them."
         )
-    return "All hardware that is here can be read." if report.losses else "Everything that is here can be read."
+    return "All hardware of this node can be read." if report.losses else "Everything on this node can be read."
 
 
 def _read(part: Part) -> str:
@@ -98,16 +100,16 @@ def _read(part: Part) -> str:
 
 
 def owners(part: Part) -> str:
-    """Return who has a GPU, by which source, and when that was told."""
+    """Return the owner of a GPU, its source, and the age of the answer."""
     if not part.owners:
-        return "owner: not asked for"
+        return "owner: not requested"
     age = "" if part.owner_age is None else f", {part.owner_age:.0f} s ago"
     return "owner: " + "; ".join(map(_owner, part.owners)) + age
 
 
 def _owner(owner: Mapping[str, str]) -> str:
     source = owner.get("source", "")
-    who = {"none": "nobody", "unknown": "cannot be told"}.get(source, "")
+    who = {"none": "none", "unknown": "unknown"}.get(source, "")
     if "owner_pod" in owner:
         who = f"pod {owner.get('owner_namespace', '')}/{owner['owner_pod']}, {owner.get('owner_container', '')}"
     elif "owner_job" in owner:
@@ -119,7 +121,7 @@ def _owner(owner: Mapping[str, str]) -> str:
 
 
 def _missing(parts: Sequence[Part], width: int) -> Iterator[str]:
-    """Yield what has no series and why, once for all parts of which the same is true."""
+    """Yield the families without series and the reasons, once for all equal parts."""
     alike: dict[str, list[Part]] = {}
     for part in parts:
         if part.missing:
@@ -146,7 +148,7 @@ def _missing(parts: Sequence[Part], width: int) -> Iterator[str]:
 
 
 def together(names: Sequence[str]) -> str:
-    """Return names of which neighbours that count up are one range: GPU 0-7."""
+    """Return names as text, with consecutive numbers as a range: GPU 0-7."""
     ranges: list[tuple[str, int, int]] = []
     words = []
     for name in names:
@@ -162,7 +164,7 @@ def together(names: Sequence[str]) -> str:
 
 
 def shortened(names: Sequence[str]) -> list[str]:
-    """Return the names, three or more with the same two first words as one: gpu_mig_* (7)."""
+    """Return the names, three or more with the same first two words as one: gpu_mig_* (7)."""
     if len(names) > 2 and all(name.startswith("nvlink_") for name in names):
         return [f"nvlink_* ({len(names)})"]
     starts = Counter("_".join(name.split("_")[:2]) for name in names)

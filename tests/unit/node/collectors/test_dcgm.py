@@ -393,7 +393,7 @@ def test_different_releases_on_both_sides_are_named(engine: HostEngine) -> None:
 
 
 def test_without_libdcgm_the_source_is_not_supported(tmp_path: Path) -> None:
-    collector = build("localhost:5555", str(tmp_path / "gpus.json"), str(tmp_path / "libdcgm.so.4"), "/nonexistent")
+    collector = build("localhost:5555", str(tmp_path / "gpus.json"), str(tmp_path / "libdcgm.so.4"))
     with pytest.raises(Unsupported, match="install datacenter-gpu-manager-4-core, or leave out --dcgm"):
         collector.read()
 

@@ -501,7 +501,7 @@ def test_the_last_answer_of_a_failing_kubelet_holds_for_five_minutes_and_shows_i
     [
         (RuntimeError("wires crossed"), "wires crossed"),
         (AssertionError(), "AssertionError"),
-        (SystemExit(), "the thread that asks has ended"),
+        (SystemExit(), "the background thread has ended"),
     ],
 )
 def test_whatever_ends_a_question_is_an_error_of_its_source_and_the_last_answer_holds_no_longer_than_it_may(

@@ -29,7 +29,7 @@ from flopwatch.catalogue import (
 )
 from flopwatch.node.collectors import Unsupported
 from flopwatch.node.collectors.infiniband import (
-    PORTS,
+    MAX_PORTS,
     Infiniband,
     build,
     counter,
@@ -38,7 +38,8 @@ from flopwatch.node.collectors.infiniband import (
     rate,
     state,
 )
-from flopwatch.node.collectors.infiniband.port import COUNTERS, local_identifier, operational_state, risen, temperature
+from flopwatch.node.collectors.infiniband.files import local_identifier, operational_state, risen, temperature
+from flopwatch.node.collectors.infiniband.port import COUNTERS
 from flopwatch.simulate.h100 import DEVICES, PCI_BUSES
 from flopwatch.simulate.node import SimulatedNode
 from tests.support import TESTS
@@ -1022,16 +1023,16 @@ def test_names_that_change_fill_neither_the_inventory_nor_the_disk_and_push_out_
             write(device, {"ports/1/state": "4: ACTIVE"})
         seen = {labels for row, labels, _ in ports.read() if row is INFINIBAND_PORT_PRESENT}
         assert ("mlx5_0", "1") in seen
-        assert len(seen) <= PORTS
+        assert len(seen) <= MAX_PORTS
         assert {(device.name, "1") for device in devices} <= seen
         for device in devices:
             shutil.rmtree(device)
     ports.read()
     ports.close()
-    assert len(json.loads((tmp_path / "state/ports.json").read_text())) == PORTS
+    assert len(json.loads((tmp_path / "state/ports.json").read_text())) == MAX_PORTS
     history = json.loads((tmp_path / "state/port_history.json").read_text())
-    assert len(history["ports"]) == PORTS
-    assert len(ports._gone) == PORTS
+    assert len(history["ports"]) == MAX_PORTS
+    assert len(ports._gone) == MAX_PORTS
 
 
 def test_of_more_ports_than_a_node_can_have_the_first_are_read(
@@ -1041,7 +1042,7 @@ def test_of_more_ports_than_a_node_can_have_the_first_are_read(
         write(tmp_path / "sys", {f"class/infiniband/rxe{number}/ports/1/state": "4: ACTIVE"})
     ports = Ports(tmp_path)
     for _ in range(2):
-        assert sum(row is INFINIBAND_PORT_PRESENT for row, _, _ in ports.after(300)) == PORTS
+        assert sum(row is INFINIBAND_PORT_PRESENT for row, _, _ in ports.after(300)) == MAX_PORTS
     assert [record.message for record in caplog.records] == [
         f"70 ports in {tmp_path}/sys/class/infiniband, of which 64 are read"
     ]

@@ -17,17 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flopwatch.catalogue import (
-    FLOPWATCH_PROFILING_PAUSED,
-    GPU_CHASSIS_INFO,
-    GPU_INFO,
-    GPU_PIPE_ACTIVE_SECONDS_TOTAL,
-    GPU_PROFILED_SECONDS_TOTAL,
-    NVLINK_SWITCH_ERRORS_TOTAL,
-    NVLINK_SWITCH_LINK_ERRORS_TOTAL,
-    NVLINK_SWITCH_LINKS,
-    Sample,
-)
+from flopwatch import catalogue as m
+from flopwatch.catalogue import Sample
 from flopwatch.node.collectors import Unsupported, read_inventory
 from flopwatch.node.collectors.dcgm import abi as abi
 from flopwatch.node.collectors.dcgm.abi import LIBRARY, PAUSED, DcgmError, Library, Session, Value
@@ -107,13 +98,13 @@ class Activity:
     def samples(self, labels: tuple[str, str]) -> Iterator[Sample]:
         """Return the series; pipes have series once in use."""
         if self.totals or self.paused:
-            yield FLOPWATCH_PROFILING_PAUSED, labels, float(self.paused)
+            yield m.FLOPWATCH_PROFILING_PAUSED, labels, float(self.paused)
         if not self.totals:
             return
-        yield GPU_PROFILED_SECONDS_TOTAL, labels, self.profiled
+        yield m.GPU_PROFILED_SECONDS_TOTAL, labels, self.profiled
         for each in PROFILING:
             total = self.totals.get(each.id)
-            if total is not None and (total > 0 or each.row is not GPU_PIPE_ACTIVE_SECONDS_TOTAL):
+            if total is not None and (total > 0 or each.row is not m.GPU_PIPE_ACTIVE_SECONDS_TOTAL):
                 yield each.row, (*labels, *each.labels), total / each.row.scale
 
 
@@ -277,7 +268,7 @@ class Dcgm:
         return values
 
     def _gpu_samples(self, session: Session) -> Iterator[Sample]:
-        inventory = read_inventory(self._gpus, GPU_INFO)
+        inventory = read_inventory(self._gpus, m.GPU_INFO)
         for entity, values in sorted(self._values(session, abi.GPU).items()):
             uuid = _text(values, UUID)
             index = inventory[uuid]["gpu"] if uuid in inventory else _text(values, NVML_INDEX)
@@ -287,7 +278,7 @@ class Dcgm:
             labels = index, uuid
             yield from _gauges(GPU_STATE, labels, values)
             if _text(values, CHASSIS[0]):
-                yield GPU_CHASSIS_INFO, (*labels, *(_text(values, id) for id in CHASSIS)), 1
+                yield m.GPU_CHASSIS_INFO, (*labels, *(_text(values, id) for id in CHASSIS)), 1
             profiled = {each.id: values[each.id] for each in PROFILING if each.id in values}
             if profiled:
                 self._activities[uuid].advance(profiled)
@@ -329,13 +320,13 @@ class Dcgm:
                 if total > 0:
                     faulty.setdefault(switch, []).append((total, (switch, link, error)))
         for labels, count in sorted(states.items()):
-            yield NVLINK_SWITCH_LINKS, labels, count
+            yield m.NVLINK_SWITCH_LINKS, labels, count
         for labels, total in sorted(totals.items()):
-            yield NVLINK_SWITCH_ERRORS_TOTAL, labels, total
+            yield m.NVLINK_SWITCH_ERRORS_TOTAL, labels, total
         for several in faulty.values():
             worst = sorted(several, key=lambda each: -each[0])[:MAX_LINK_SERIES]
             for total, labels_of_link in sorted(worst, key=lambda each: each[1]):
-                yield NVLINK_SWITCH_LINK_ERRORS_TOTAL, labels_of_link, total
+                yield m.NVLINK_SWITCH_LINK_ERRORS_TOTAL, labels_of_link, total
 
     def _cpu_samples(self, session: Session) -> Iterator[Sample]:
         for entity, values in sorted(self._values(session, abi.CPU).items()):

@@ -20,14 +20,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flopwatch.catalogue import (
-    FLOPWATCH_IDENTITY_SOURCE_UP,
-    GPU_INFO,
-    GPU_OWNER_INFO,
-    GPU_OWNER_UPDATED_TIMESTAMP_SECONDS,
-    HOST_TOPOLOGY_INFO,
-    Sample,
-)
+from flopwatch import catalogue as m
+from flopwatch.catalogue import Sample
 from flopwatch.node.collectors import Unsupported, cgroup, read_inventory
 from flopwatch.node.collectors.identity import podresources as podresources
 from flopwatch.node.collectors.identity import topology as place
@@ -268,14 +262,14 @@ class Identity:
         for background in (self._kubelet, self._place):
             if background is not None:
                 background.start()
-        gpus = read_inventory(self._gpus, GPU_INFO)
+        gpus = read_inventory(self._gpus, m.GPU_INFO)
         if not gpus and self._place is None:
             raise Unsupported("the inventory has no GPU, and --topology is not set")
         errors: dict[str, str] = {}  # by source in use, empty if it answered
         samples = self._owners(gpus, errors, until) if gpus else []
         samples += self._where(errors, until)
         for source, error in errors.items():
-            samples.append((FLOPWATCH_IDENTITY_SOURCE_UP, (source,), float(not error)))
+            samples.append((m.FLOPWATCH_IDENTITY_SOURCE_UP, (source,), float(not error)))
             if error and error != self._last_errors.get(source, ""):
                 log.warning("%s: %s", source, error)
         self._last_errors = errors
@@ -292,9 +286,9 @@ class Identity:
         for uuid, gpu in gpus.items():
             labels = (gpu["gpu"], uuid)
             some, at = self._owner(uuid, owners.get(uuid, set()), told, processes.get(uuid))
-            samples += [(GPU_OWNER_INFO, (*labels, self._host, *owner), 1) for owner in some]
+            samples += [(m.GPU_OWNER_INFO, (*labels, self._host, *owner), 1) for owner in some]
             if at is not None:
-                samples.append((GPU_OWNER_UPDATED_TIMESTAMP_SECONDS, labels, at))
+                samples.append((m.GPU_OWNER_UPDATED_TIMESTAMP_SECONDS, labels, at))
         for uuid in self._last.by_gpu.keys() - gpus.keys():
             self._last.forget(uuid)
         self._last.save()
@@ -349,7 +343,7 @@ class Identity:
             return []
         found = self._place.answer(until - time.monotonic())
         errors["topology"] = self._place.error
-        return [] if found is None else [(HOST_TOPOLOGY_INFO, (self._host, *found), 1)]
+        return [] if found is None else [(m.HOST_TOPOLOGY_INFO, (self._host, *found), 1)]
 
     def close(self) -> None:
         """Stop the background requests."""

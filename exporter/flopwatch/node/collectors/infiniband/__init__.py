@@ -1,9 +1,9 @@
-"""InfiniBand, RoCE and EFA ports from sysfs: which there are, what they are for, and what they count (`port.py`).
+"""InfiniBand, RoCE and EFA ports from sysfs: presence, role, rail and counters (`port.py`).
 
-A port seen once is remembered, with its rail, its flaps and the highest rate it had, so that what is missing or slower
-after a reboot is a series and not a gap. Virtual functions are left out: they come and go. The place among the GPUs is
-worked out from PCI paths (`pci.py`, `rails.py`); the default route, which marks the management port, is from
-/proc/net/route. Counts that the registers alone do not tell, since they wrapped or were cleared, outlive a restart.
+A port seen once is remembered with its rail, its flaps and its highest rate. After a reboot, a missing or slower port
+is therefore a series and not a gap. Virtual functions appear and vanish, and are left out. The place among the GPUs
+follows from PCI paths (`pci.py`, `rails.py`). The default route in /proc/net/route marks the management port. Counts
+that the registers alone do not give, because they wrapped or were cleared, outlive a restart.
 """
 
 from __future__ import annotations
@@ -16,31 +16,33 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flopwatch.catalogue import GPU_INFO, INFINIBAND_GPU_AFFINITY_INFO, INFINIBAND_INFO, INFINIBAND_PORT_PRESENT, Sample
+from flopwatch import catalogue as m
+from flopwatch.catalogue import Sample
 from flopwatch.node.collectors import Inventory, StateFile, Unsupported, read_inventory
 from flopwatch.node.collectors.infiniband import pci, rails
+from flopwatch.node.collectors.infiniband.files import Pread, names, signature
+from flopwatch.node.collectors.infiniband.files import counter as counter
+from flopwatch.node.collectors.infiniband.files import physical_state as physical_state
+from flopwatch.node.collectors.infiniband.files import rate as rate
+from flopwatch.node.collectors.infiniband.files import state as state
 from flopwatch.node.collectors.infiniband.link import Link
-from flopwatch.node.collectors.infiniband.port import COUNTERS, Port, Pread, names, signature
-from flopwatch.node.collectors.infiniband.port import counter as counter
-from flopwatch.node.collectors.infiniband.port import physical_state as physical_state
-from flopwatch.node.collectors.infiniband.port import rate as rate
-from flopwatch.node.collectors.infiniband.port import state as state
+from flopwatch.node.collectors.infiniband.port import COUNTERS, Port
 
 log = logging.getLogger(__name__)
 
-# How often names, firmware and addresses are read again, and counts are kept, in seconds. What was added or removed is
-# seen at once.
+# Seconds between two reads of names, firmware and addresses, and between two writes of the counts. Added and removed
+# ports are seen at once.
 REFRESH_SECONDS = 300.0
 
-# Ports read, and names remembered: no node has more, and names that change must not fill a disk or a database.
-PORTS = 64
+# Ports read, and names remembered. No node has more, and changing names must not fill a disk or a database.
+MAX_PORTS = 64
 
-# Touched, it clears every port's flapping; with names in it (mlx5_0, or mlx5_0/1), only theirs. It is removed then.
+# File that clears the flapping of every port, or of those it names (mlx5_0, or mlx5_0/1). It is then removed.
 CLEAR = "clear-flaps"
 
 
 def counts(stored: Any) -> dict[str, tuple[int, int]]:
-    """Return the counts and registers of a port's counters that were kept; what has another shape is left out."""
+    """Return the stored counts and registers of a port's counters, without invalid entries."""
     entries = stored.items() if isinstance(stored, dict) else ()
     return {
         name: (entry[0], entry[1])
@@ -59,11 +61,11 @@ def default_routes(text: str) -> set[str]:
 
 
 class Infiniband:
-    """The RDMA ports below `sysfs`/class/infiniband.
+    """RDMA ports below `sysfs`/class/infiniband.
 
-    `inventory` remembers this node's ports, `gpus` is the inventory that the NVML source keeps, `history` has each
-    port's highest rate, flaps, counts and PCI place: delete an entry there to make the node learn it anew. `boot_id`
-    tells whether the registers are still those that were counted.
+    `inventory` remembers this node's ports, `gpus` is the inventory of the NVML source. `history` has each port's
+    highest rate, flaps, counts and PCI place. Delete an entry there to forget it. `boot_id` shows whether the registers
+    are still those that were counted.
     """
 
     name = "infiniband"
@@ -85,7 +87,7 @@ class Infiniband:
         self._pread = pread
         self._root = str(sysfs / "class" / "infiniband")
         self._host = host
-        self._inventory = Inventory(inventory, INFINIBAND_INFO)
+        self._inventory = Inventory(inventory, m.INFINIBAND_INFO)
         self._gpus = gpus or inventory.with_name("gpus.json")
         self._history = history or inventory.with_name("port_history.json")
         self._history_file = StateFile(self._history)
@@ -93,20 +95,23 @@ class Infiniband:
         self._routes = routes
         self._boot_id = boot_id
         self._clock, self._wall = clock, wall
-        self._ports: dict[str, Port] = {}  # those that are there, by device/port
+        self._ports: dict[str, Port] = {}  # present ones, by device/port
         self._gone: dict[str, Port] = {}
         self._places: dict[str, pci.Place] = {}  # of ports, and of GPUs by address, present or not
-        self._unkept = False  # since the history was kept
+        self._unkept = False  # whether the history has unsaved changes
         self._too_many = 0  # ports that are not read
         self._stored: dict[str, Any] = {}
         self._stored_as: tuple[int, ...] | None = (-1,)
         self._seen: tuple[object, ...] = ()
         self._refresh_at = 0.0
-        self._same: list[Sample] = []  # as long as nothing is added, removed or read anew
+        self._same: list[Sample] = []  # valid while nothing is added, removed or read again
         self._affinities: list[Sample] = []
 
     def read(self) -> list[Sample]:
-        """Return what every port says, and infiniband_port_present 0 for those of the inventory that are gone."""
+        """Return the samples of every port, and infiniband_port_present 0 for missing ones of the inventory.
+
+        Raises Unsupported if no port was ever seen.
+        """
         now = self._clock()
         self._remember(now)
         devices = self._devices()
@@ -130,14 +135,14 @@ class Infiniband:
         return samples
 
     def close(self) -> None:
-        """Keep the counts, and close every file."""
+        """Store the counts and close every file."""
         if self._seen and self._inventory.parts:
             self._keep(self._clock())
         for port in self._ports.values():
             port.close()
 
     def _devices(self) -> dict[str, int]:
-        """Return the devices, with the inode that tells one from its successor of the same name."""
+        """Return the devices, each with the inode that distinguishes it from a successor of the same name."""
         try:
             with os.scandir(self._root) as entries:
                 return {entry.name: entry.inode() for entry in entries}
@@ -145,7 +150,7 @@ class Infiniband:
             return {}
 
     def _refresh(self, devices: Mapping[str, int], now: float) -> None:
-        """Find the ports that are there, who they are, and where they sit among the GPUs."""
+        """Find the present ports, their identity, and their places among the GPUs."""
         self._refresh_at = now + REFRESH_SECONDS
         known, self._ports = self._gone | self._ports, {}
         for device, number in self._listed(devices):
@@ -165,13 +170,15 @@ class Infiniband:
         self._same = self._inventory.info()
         for key, part in self._inventory.parts.items():
             if key in self._ports or not self._given_away(key):
-                self._same.append((INFINIBAND_PORT_PRESENT, (part["device"], part["port"]), float(key in self._ports)))
+                self._same.append(
+                    (m.INFINIBAND_PORT_PRESENT, (part["device"], part["port"]), float(key in self._ports))
+                )
         for port in self._ports.values():
             self._same += port.seldom
         self._same += self._affinities
 
     def _listed(self, devices: Mapping[str, int]) -> list[tuple[str, str]]:
-        """Return device and number of the ports there are, but for those of virtual functions."""
+        """Return device and number of the present ports, without those of virtual functions."""
         listed = [
             (device, number)
             for device in sorted(devices)
@@ -179,26 +186,26 @@ class Infiniband:
             for number in names(f"{self._root}/{device}/ports")
             if number.isdecimal()
         ]
-        too_many = max(0, len(listed) - PORTS)
+        too_many = max(0, len(listed) - MAX_PORTS)
         if too_many > self._too_many:
-            log.warning("%d ports in %s, of which %d are read", len(listed), self._root, PORTS)
+            log.warning("%d ports in %s, only %d are read", len(listed), self._root, MAX_PORTS)
         self._too_many = too_many
-        return listed[:PORTS]
+        return listed[:MAX_PORTS]
 
     def _forget(self) -> None:
-        """Keep the inventory within PORTS; of what is missing, the names that were learnt last are forgotten first."""
+        """Limit the inventory to MAX_PORTS. Of the missing ports, the latest names are dropped first."""
         parts = self._inventory.parts
-        excess = len(parts.keys() | self._ports.keys()) - PORTS
+        excess = len(parts.keys() | self._ports.keys()) - MAX_PORTS
         for key in [key for key in reversed(parts) if key not in self._ports][: max(0, excess)]:
             del parts[key]
 
     def _given_away(self, key: str) -> bool:
-        """Return whether a port that is not there has its adapter on the bus, in the service of others."""
+        """Return whether the adapter of a missing port is on the bus and passed through to another owner."""
         place = self._places.get(key)
         return place is not None and pci.given_away(self._sysfs / "bus" / "pci" / "devices" / place.path[-1])
 
     def _locate(self) -> None:
-        """Work out roles, rails and affinity; forget a missing port in whose place another is."""
+        """Derive roles, rails and affinity. Forget a missing port if another one is in its place."""
         parts, before = self._inventory.parts, self._places.copy()
         for key, port in self._ports.items():
             if port.place is not None:
@@ -209,7 +216,7 @@ class Infiniband:
             if place is not None and (place, parts[key]["port"]) in taken:
                 del parts[key], self._places[key]
         gpus, addresses = [], set()
-        for gpu in rails.module_order(read_inventory(self._gpus, GPU_INFO).values()):
+        for gpu in rails.module_order(read_inventory(self._gpus, m.GPU_INFO).values()):
             address = pci.address(gpu["pci_bus_id"])
             place = pci.place(self._sysfs / "bus" / "pci" / "devices" / address) if address else None
             if place is not None:
@@ -238,10 +245,10 @@ class Infiniband:
             duty = duties[ports[key]]
             port.identity |= {"role": duty.role, "rail": duty.rail}
         present = [ports[key] for key in self._ports]
-        self._affinities = [(INFINIBAND_GPU_AFFINITY_INFO, labels, 1) for labels in rails.affinities(present, gpus)]
+        self._affinities = [(m.INFINIBAND_GPU_AFFINITY_INFO, labels, 1) for labels in rails.affinities(present, gpus)]
 
     def _own_interfaces(self) -> set[str]:
-        """Return the interfaces of the default route, and those below them (bond, VLAN, bridge)."""
+        """Return the interfaces of the default route and those below them (bond, VLAN, bridge)."""
         try:
             own = default_routes(self._routes.read_text())
         except (OSError, ValueError):
@@ -255,10 +262,10 @@ class Infiniband:
                     unseen.append(lower)
         return own
 
-    # What is kept on disk.
+    # Persistence.
 
     def _remember(self, now: float) -> None:
-        """Read the history if it is not as this process left it."""
+        """Read the history if another process changed it."""
         found = signature(str(self._history))
         if found == self._stored_as:
             return
@@ -287,7 +294,7 @@ class Infiniband:
     def _keep(self, now: float) -> None:
         """Store the history if it changed."""
         unix = self._wall()
-        # Of a port that is missing since before this process, the registers are not those that were counted.
+        # The registers of a port missing since before this process are not those that were counted.
         ports = {
             key: {**entry, "inode": 0} for key, entry in self._part("ports").items() if key in self._inventory.parts
         }
@@ -299,7 +306,7 @@ class Infiniband:
             self._stored_as = signature(str(self._history))
 
     def _cleared(self) -> bool:
-        """Clear the flapping of the ports that somebody named in the file CLEAR; return whether there was one."""
+        """Clear the flapping of the ports named in the file CLEAR. Return whether the file existed."""
         try:
             with open(self._clear, encoding="utf-8", errors="replace") as file:
                 named = file.read(4096).split()

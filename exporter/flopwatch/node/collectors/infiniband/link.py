@@ -1,8 +1,8 @@
-"""What one link did over time: flaps, drops, and whether it is flapping.
+"""History of one link: flaps, drops, and whether it is flapping.
 
-The limits are those of gpud's InfiniBand component (https://github.com/leptonai/gpud): down for 25 s and back is a
-flap, three within 12 hours are flapping; down for 4 minutes is a drop. Flapping ends by itself or by hand, so that one
-bad morning does not mark a port for ever. Pure: nothing here reads a clock or a file.
+The limits are those of gpud's InfiniBand component (https://github.com/leptonai/gpud). Down for 25 s and back is a
+flap, three within 12 hours are flapping. Down for 4 minutes is a drop. Flapping ends by itself or by hand, so that one
+bad morning does not mark a port for ever. Pure: no clock, no file.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ DOWN, ACTIVE = (0, 1), (4, 5)
 
 
 class Link:
-    """One link, told its state now and then. Times are seconds on one clock that never steps.
+    """State machine of one link. Times are seconds on a monotonic clock.
 
-    Only a link that was active before can flap or drop. INIT and ARMED are on the way up: they neither begin nor end
-    an outage, and a state that cannot be read says nothing.
+    Only a link that was active before can flap or drop. INIT and ARMED neither begin nor end an outage, and an
+    unreadable state changes nothing.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Link:
         self._recent: list[float] = []  # when it flapped, within FLAPPING_SECONDS
 
     def see(self, state: int | None, now: float) -> bool:
-        """Take note of the state at this time; return whether there is something new to keep."""
+        """Update with the state at this time. Return whether there is something new to store."""
         before = (self.flaps, self.drops, self.flapping, self._was_active, self._down_since)
         if state in ACTIVE:
             if self._down_since is not None and now - self._down_since >= FLAP_SECONDS:
@@ -54,12 +54,12 @@ class Link:
         return before != (self.flaps, self.drops, self.flapping, self._was_active, self._down_since)
 
     def clear(self) -> None:
-        """Forget the flaps that make it flapping; what was counted stays counted."""
+        """Clear the flapping. The counts stay."""
         self.flapping = False
         self._recent.clear()
 
     def dump(self, now: float, unix: float) -> dict[str, Any]:
-        """Return what to keep on disk, with Unix times; `now` and `unix` are the same moment on the two clocks."""
+        """Return the state to store, with Unix times. `now` and `unix` are the same moment on the two clocks."""
         return {
             "flaps": self.flaps,
             "drops": self.drops,
@@ -72,7 +72,7 @@ class Link:
 
     @classmethod
     def load(cls, stored: Any, now: float, unix: float) -> Link:
-        """Return the link that was kept; what has another shape is a new one. Times in the future are now."""
+        """Return the stored link, or a new one if the content is invalid. Times in the future become now."""
         link = cls()
         try:
             flaps, drops = int(stored["flaps"]), int(stored["drops"])
@@ -92,5 +92,5 @@ class Link:
 def _back(at: Any, now: float, unix: float) -> float:
     age = unix - float(at)
     if not math.isfinite(age):
-        raise ValueError(f"{at!r} is no time")
+        raise ValueError(f"{at!r} is not a time")
     return now - max(0.0, age)

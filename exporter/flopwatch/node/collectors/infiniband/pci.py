@@ -1,9 +1,9 @@
-"""Where PCI devices sit, and how far one is from another: sysfs.
+"""Positions of PCI devices, and the distance between two of them, from sysfs.
 
 `/sys/bus/pci/devices/ADDRESS` and `/sys/class/*/*/device` are links whose target names every bridge on the way from the
-host bridge (https://www.kernel.org/doc/html/latest/PCI/sysfs-pci.html); `numa_node` is the socket. The levels are those
-of `nvidia-smi topo -m`. In many virtual machines each device has a host bridge of its own: then only the socket is
-left to tell them apart, and where not even that is known, nothing is near.
+host bridge (https://www.kernel.org/doc/html/latest/PCI/sysfs-pci.html). `numa_node` is the socket. The levels are those
+of `nvidia-smi topo -m`. In many virtual machines each device has its own host bridge. Then only the socket
+distinguishes devices, and without a socket nothing is near.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _ADDRESS = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0
 
 
 class Place(NamedTuple):
-    """The host bridge and every PCI device down to the one meant; `numa` is its socket, -1 where unknown."""
+    """Path from the host bridge to a PCI device; `numa` is its socket, -1 if unknown."""
 
     path: tuple[str, ...]
     numa: int
 
 
 def address(text: str) -> str:
-    """Return a PCI address as sysfs writes it, `0000:53:00.0`, from NVML's `00000000:53:00.0`; empty if it is none."""
+    """Return a PCI address as sysfs writes it, `0000:53:00.0`, from NVML's `00000000:53:00.0`; empty if invalid."""
     match = _ADDRESS.fullmatch(text.strip().lower())
     if match is None:
         return ""
@@ -37,7 +37,7 @@ def address(text: str) -> str:
 
 
 def place(link: Path) -> Place | None:
-    """Return where the device behind a sysfs link sits; None if it is not there or is no PCI device."""
+    """Return the position of the device behind a sysfs link, or None if it is absent or not a PCI device."""
     path = os.path.realpath(link).split("/")
     bridges = [index for index, name in enumerate(path) if _HOST_BRIDGE.fullmatch(name)]
     if not bridges or not link.exists():
@@ -50,15 +50,15 @@ def place(link: Path) -> Place | None:
 
 
 def virtual(link: Path) -> bool:
-    """Return whether the device behind a sysfs link is a virtual function or a subfunction, which come and go."""
+    """Return whether the device behind a sysfs link is a virtual function or a subfunction."""
     return (link / "physfn").exists() or (link / "sfnum").exists()
 
 
 def given_away(function: Path) -> bool:
-    """Return whether a function on the bus serves others: a virtual machine, or a container with its RDMA device.
+    """Return whether a function serves a virtual machine, or a container that has its RDMA device.
 
-    The folder `infiniband` is there as long as the driver has an RDMA device, and looks empty while that is in another
-    network namespace. A driver that gave up, or never came up, has none.
+    The folder `infiniband` exists as long as the driver has an RDMA device. It looks empty while that device is in
+    another network namespace. A driver that failed or never started has no such folder.
     """
     driver = os.path.basename(os.path.realpath(function / "driver"))
     devices = function / "infiniband"
@@ -66,14 +66,14 @@ def given_away(function: Path) -> bool:
 
 
 def affinity(one: Place, other: Place) -> str:
-    """Return the level of LEVELS that lies between two devices."""
+    """Return the level of LEVELS between two devices."""
     shared = 0
     for mine, theirs in zip(one.path, other.path, strict=False):
         if mine != theirs:
             break
         shared += 1
     if shared > 1:
-        # Below what they share, one switch is a downstream port and the device on each side.
+        # Below the shared path, one switch is a downstream port and the device on each side.
         return "PIX" if max(len(one.path), len(other.path)) - shared <= 2 else "PXB"
     if shared == 1:
         return "PHB"

@@ -1,8 +1,8 @@
-"""What each port is for, and which rail it is on: from where ports and GPUs sit on PCI.
+"""Role and rail of each port, from the PCI positions of ports and GPUs.
 
-Rail r is the r-th compute port in the order of the GPUs' module ids, never of device names: those have gaps, and udev
-may rename them. A port that is gone keeps its place in the order, so that the others keep their rails. Roles follow
-NVSentinel's (https://github.com/NVIDIA/NVSentinel, NIC health monitor). Pure: nothing here reads a file.
+Rail r is the r-th compute port in the order of the GPUs' module ids. Device names have gaps, and udev may rename them.
+A missing port keeps its place in the order, so that the others keep their rails. Roles follow NVSentinel's
+(https://github.com/NVIDIA/NVSentinel, NIC health monitor). Pure: no file.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from flopwatch.node.collectors.infiniband.pci import LEVELS, Place, affinity
 
-NEAR = LEVELS[:2]  # a switch, or several: no traffic through the processor
+NEAR = LEVELS[:2]  # one or several switches: no traffic through the processor
 
 
 class Gpu(NamedTuple):
-    """A GPU and where it sits."""
+    """GPU and its PCI position."""
 
     gpu: str
     uuid: str
@@ -26,7 +26,7 @@ class Gpu(NamedTuple):
 
 
 class Port(NamedTuple):
-    """A port and where its adapter sits; `default_route` if the node's own traffic leaves through it."""
+    """Port and the PCI position of its adapter; `default_route` if the node's own traffic uses it."""
 
     device: str
     port: str
@@ -37,14 +37,14 @@ class Port(NamedTuple):
 
 
 class Duty(NamedTuple):
-    """What a port is for (compute, storage, management) and its rail; empty where nothing tells."""
+    """Role of a port (compute, storage, management) and its rail; empty if unknown."""
 
     role: str
     rail: str
 
 
 def module_order(gpus: Iterable[Mapping[str, str]]) -> list[Mapping[str, str]]:
-    """Return GPUs of the inventory by module id, those without one by index behind."""
+    """Return GPUs of the inventory by module id, then those without one by index."""
     return sorted(gpus, key=lambda gpu: (_number(gpu.get("module_id", "")), _number(gpu["gpu"]), gpu["uuid"]))
 
 
@@ -53,7 +53,7 @@ def _number(text: str) -> float:
 
 
 def duties(ports: Sequence[Port], gpus: Sequence[Gpu]) -> dict[Port, Duty]:
-    """Return each port's duty; `gpus` are in module order."""
+    """Return the duty of each port; `gpus` are in module order."""
     nearest = {port: _nearest(port, gpus) for port in ports}
     roles = {port: _role(port, nearest[port], gpus) for port in ports}
     for port in _strangers([port for port in ports if roles[port] == "compute"], nearest):
@@ -102,9 +102,9 @@ def _role(port: Port, nearest: tuple[str, int] | None, gpus: Sequence[Gpu]) -> s
 
 
 def _strangers(compute: Sequence[Port], nearest: Mapping[Port, tuple[str, int] | None]) -> list[Port]:
-    """Return the ports below a GPU's switch that are of another kind than the compute port beside them.
+    """Return the ports below a GPU's switch whose adapter differs from the usual compute adapter there.
 
-    An XE9680 has a ConnectX-7 beside each GPU, and two ports for storage below one GPU of each socket as well.
+    An XE9680 has a ConnectX-7 next to each GPU, and two ports for storage below one GPU of each socket.
     """
     reached: dict[int, set[str]] = {}
     for port in compute:

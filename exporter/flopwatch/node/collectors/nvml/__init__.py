@@ -1,17 +1,19 @@
 """GPUs through NVML (`pynvml`, package nvidia-ml-py): https://docs.nvidia.com/deploy/nvml-api/.
 
-Here: the session with the driver, which GPUs it has, and which of this node's are missing. `card.py` reads one
-GPU, mostly by batches of nvmlDeviceGetFieldValues in which every value carries its own status (`fields.py`);
-activity is counted up from GPM samples (`gpm.py`). Missing on some hardware: memory temperature without HBM; ECC,
-energy, row remapping and clock-event seconds on consumer cards; utilisation, NVLink and fabric in MIG mode; activity
-before Hopper; SRAM status without root. What a card does not have is no sample, and is asked for once per
-initialisation. nvmlDeviceGetPcieThroughput is never called: it counts for 20 ms in each direction.
+This module holds the session with the driver and finds missing GPUs. `card.py` reads one GPU, mostly by batches of
+nvmlDeviceGetFieldValues in which each value has its own status (`fields.py`). Activity is integrated from GPM samples
+(`gpm.py`).
 
-Who is at fault when a GPU of the inventory says nothing? The GPU (gpu_present 0) where NVML calls it lost or in need of
-a reset, and with whatever other error or none as long as other GPUs answer this process: 999 alone is what a GPU that
-fell off the bus answers. The exporter (gpu_readable 0) where it may not open the GPU's device file (`access.py`), where
-no GPU answers at all and none is called lost, and where the library is not there. Neither, but the driver
-(gpu_driver_loaded 0) where NVML says it is not loaded and the kernel has no /proc/driver/nvidia/version.
+Missing on some hardware: memory temperature without HBM; ECC, energy, row remapping and clock-event seconds on consumer
+cards; utilization, NVLink and fabric in MIG mode; activity before Hopper; SRAM status without root. A value that a card
+lacks has no sample, and is requested once per initialization. nvmlDeviceGetPcieThroughput is never called, because it
+blocks for 20 ms per direction.
+
+A GPU of the inventory without values is attributed to one of three causes. The GPU (gpu_present 0): NVML reports it
+lost or in need of a reset, or other GPUs answer this process. The last rule covers error 999, which a GPU off the bus
+returns. The exporter (gpu_readable 0): the GPU's device file cannot be opened (`access.py`), no GPU answers and none is
+reported lost, or the library is missing. The driver (gpu_driver_loaded 0): NVML reports it not loaded, and
+/proc/driver/nvidia/version does not exist.
 """
 
 from __future__ import annotations
@@ -24,13 +26,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flopwatch.catalogue import GPU_DRIVER_LOADED, GPU_INFO, GPU_PRESENT, GPU_READABLE, Sample
+from flopwatch import catalogue as m
+from flopwatch.catalogue import Sample
 from flopwatch.node.collectors import AccessLost, Inventory, RestartReader, StateFile, Unsupported
 from flopwatch.node.collectors.nvml import access
 from flopwatch.node.collectors.nvml.card import GONE, LACKING, OVER, REPLACED, UNINITIALIZED, Card, Past, code_of
+from flopwatch.node.collectors.nvml.reads import READS
 
-# After a reset or a driver reload NVML answers again only after nvmlShutdown and nvmlInit. Beside a GPU that stays dead
-# that is work for nothing: first after so many seconds, then twice as long each time, up to the longest.
+# After a reset or a driver reload, NVML answers only after nvmlShutdown and nvmlInit. With a GPU that stays dead that
+# is wasted work. The first wait in seconds is doubled each time, up to the maximum.
 REINITIALIZE_AFTER, REINITIALIZE_AT_LEAST_EVERY = 15.0, 240.0
 
 DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND = 9, 12  # nvmlReturn_t
@@ -39,11 +43,11 @@ log = logging.getLogger(__name__)
 
 
 class Nvml:
-    """The GPUs of this node.
+    """GPUs of this node.
 
-    `library` is the pynvml module, `inventory` the file that remembers this node's GPUs and gives other sources the
-    uuid behind a PCI address, `source` the label of gpu_info (nvml, or simulated), `runtime` the file that tells other
-    sources of each GPU's MIG instances and processes, of a lost one its last, and remembers which of its links were up.
+    `library` is the pynvml module. `inventory` is the file of this node's GPUs, from which other sources get the uuid
+    of a PCI address. `source` is the label of gpu_info (nvml, or simulated). `runtime` is the file of each GPU's MIG
+    instances, processes and links that were once up. For a lost GPU it keeps the last ones.
     """
 
     name = "nvml"
@@ -64,7 +68,7 @@ class Nvml:
         self._host = host
         self._source = source
         self._clock = clock
-        self._inventory = Inventory(inventory, GPU_INFO)
+        self._inventory = Inventory(inventory, m.GPU_INFO)
         self._runtime = None if runtime is None else StateFile(runtime)
         self._told = {} if runtime is None else last_told(runtime)
         self._sysfs = sysfs
@@ -75,11 +79,14 @@ class Nvml:
         self._suspect = False
         self._cards: dict[int, Card] = {}
         self._past: defaultdict[str, Past] = defaultdict(Past)
-        self._minors: dict[str, int] = {}  # the number of each GPU's device file, as far as NVML told it
+        self._minors: dict[str, int] = {}  # minor number of each GPU's device file, where NVML reports it
         self._reported: set[tuple[str, str]] = set()
 
     def read(self) -> list[Sample]:
-        """Return what every GPU says, and gpu_present or gpu_readable 0 for those of the inventory that say nothing."""
+        """Return the samples of every GPU, and gpu_present or gpu_readable 0 for silent ones of the inventory.
+
+        Raises RestartReader, AccessLost, Unsupported or NVMLError.
+        """
         try:
             return self._read()
         except self._nvml.NVMLError as error:
@@ -88,10 +95,10 @@ class Nvml:
                 raise RestartReader(f"the driver was replaced under this process: {error}") from error
             if error.value == UNINITIALIZED:
                 raise
-            raise AccessLost(f"the driver does not talk to this process: {error}", self._unreadable()) from error
+            raise AccessLost(f"the driver does not answer this process:  {error}", self._unreadable()) from error
 
     def close(self) -> None:
-        """Give every handle and buffer back to the driver."""
+        """Release every handle and buffer of the driver."""
         for card in self._cards.values():
             card.stop_meters()
         self._cards.clear()
@@ -103,7 +110,7 @@ class Nvml:
     def _read(self) -> list[Sample]:
         count = self._count()
         if count is None:
-            return [*self._unreadable(), (GPU_DRIVER_LOADED, (), 0)]
+            return [*self._unreadable(), (m.GPU_DRIVER_LOADED, (), 0)]
         answers: dict[str, list[Sample]] = {}
         found: dict[str, dict[str, str]] = {}
         errors: dict[str, Exception] = {}
@@ -113,7 +120,7 @@ class Nvml:
                 found[card.identity["uuid"]] = card.identity
                 answers[card.identity["uuid"]] = card.read()
             except Exception as error:
-                # One GPU from the next: also from what pynvml makes of an answer it does not expect.
+                # Isolate one GPU from the next, also from errors of pynvml itself.
                 if code_of(self._nvml, error) in OVER:
                     raise
                 if code_of(self._nvml, error) is None:
@@ -124,12 +131,12 @@ class Nvml:
         self._tell(answers)
         if count == 0 and not self._inventory.parts:
             raise Unsupported("NVML finds no GPU")
-        # A missing one is seen again only after the next initialisation, and so is a device file that is back.
+        # A missing GPU or a restored device file is seen only after the next initialization.
         self._suspect = self._suspect or bool(errors) or answers.keys() != self._inventory.parts.keys()
-        samples = [*self._inventory.info(), (GPU_DRIVER_LOADED, (), 1), *self._samples(count, answers, errors)]
-        if not any(row is GPU_PRESENT for row, _, _ in samples):
+        samples = [*self._inventory.info(), (m.GPU_DRIVER_LOADED, (), 1), *self._samples(count, answers, errors)]
+        if not any(row is m.GPU_PRESENT for row, _, _ in samples):
             reason = next(iter(errors.values()), "no GPU's device file can be opened")
-            raise AccessLost(f"no GPU talks to this process: {reason}", samples)
+            raise AccessLost(f"no GPU answers this process:  {reason}", samples)
         return samples
 
     def _samples(self, count: int, answers: dict[str, list[Sample]], errors: dict[str, Exception]) -> list[Sample]:
@@ -138,24 +145,24 @@ class Nvml:
 
         def silent(gpu: str, uuid: str, pci_bus_id: str) -> Sample:
             withheld = self._withheld(uuid, pci_bus_id, errors.get(gpu), bool(answers))
-            return GPU_READABLE if withheld else GPU_PRESENT, (gpu, uuid), 0
+            return m.GPU_READABLE if withheld else m.GPU_PRESENT, (gpu, uuid), 0
 
         for uuid, part in self._inventory.parts.items():
             labels = part["gpu"], uuid
             unheard.discard(part["gpu"])
             if uuid in answers:
-                samples += [(GPU_PRESENT, labels, 1), (GPU_READABLE, labels, 1)]
+                samples += [(m.GPU_PRESENT, labels, 1), (m.GPU_READABLE, labels, 1)]
                 samples += answers[uuid]
             else:
                 samples.append(silent(part["gpu"], uuid, part["pci_bus_id"]))
-        # One that never told its uuid is a series without.
+        # A GPU whose uuid was never read has an empty label.
         return samples + [silent(gpu, "", "") for gpu in sorted(unheard, key=int)]
 
     def _renumbered(self, count: int, found: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
-        """Return the missing GPUs whose index another GPU has now, under the indices that stay silent.
+        """Return the missing GPUs whose index another GPU now has, under the indices that stay silent.
 
-        NVML numbers GPUs by PCI bus id, so they are paired in that order; with more of one than of the other, nobody
-        knows which is which.
+        NVML numbers GPUs by PCI bus id, so both are paired in that order. If their counts differ, the pairing is
+        unknown.
         """
         taken = {identity["gpu"] for identity in found.values()}
         missing = {uuid: part for uuid, part in self._inventory.parts.items() if uuid not in found}
@@ -168,7 +175,7 @@ class Nvml:
         return {uuid: {**missing[uuid], "gpu": gpu} for uuid, gpu in zip(displaced, silent, strict=True)}
 
     def _withheld(self, uuid: str, pci_bus_id: str, error: Exception | None, others: bool) -> bool:
-        """Return whether it is this process, and not the GPU, that may be at fault when a GPU is silent."""
+        """Return whether this process, and not the GPU, may be at fault when a GPU is silent."""
         code = None if error is None else code_of(self._nvml, error)
         if code in GONE:
             return False
@@ -177,19 +184,19 @@ class Nvml:
         return access.denied(pci_bus_id, self._minors.get(uuid), self._proc, self._dev)
 
     def _unreadable(self) -> list[Sample]:
-        """Return what is to be said of the GPUs of the inventory when none of them can be asked."""
+        """Return the info and gpu_readable 0 of every GPU of the inventory, for when none can be read."""
         parts = self._inventory.parts
-        return self._inventory.info() + [(GPU_READABLE, (part["gpu"], uuid), 0) for uuid, part in parts.items()]
+        return self._inventory.info() + [(m.GPU_READABLE, (part["gpu"], uuid), 0) for uuid, part in parts.items()]
 
     def _report(self, what: str, error: Exception) -> None:
-        """Log what is no answer of NVML's, each kind once."""
+        """Log an error that is not NVML's, each kind once."""
         kind = what, type(error).__name__
         if kind not in self._reported:
             self._reported.add(kind)
             log.warning("%s cannot be read", what, exc_info=error)
 
     def _tell(self, answers: dict[str, list[Sample]]) -> None:
-        """Keep the file that tells other sources of MIG instances and processes; of a silent GPU those it had."""
+        """Store MIG instances, processes and links for other sources. A silent GPU keeps its last ones."""
         for card in self._cards.values():
             if card.identity["uuid"] in answers:
                 self._told[card.identity["uuid"]] = {
@@ -202,7 +209,7 @@ class Nvml:
             self._runtime.save(self._told)
 
     def _count(self) -> int | None:
-        """Return how many GPUs NVML sees, after initialising it where that is due; None if no driver is loaded."""
+        """Return the number of GPUs, after a due initialization. Return None if no driver is loaded."""
         nvml = self._nvml
         now = self._clock()
         if self._initialized_at is not None and not self._suspect:
@@ -219,7 +226,7 @@ class Nvml:
             if error.value not in (DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND):
                 raise
             self.close()
-            # NVML also misses the driver where it is only this process that has no /dev/nvidiactl.
+            # NVML reports the driver missing also where only this process lacks /dev/nvidiactl.
             if access.driver_loaded(self._proc):
                 raise
             if not self._inventory.parts:
@@ -229,7 +236,7 @@ class Nvml:
             return None
 
     def _card(self, index: int) -> Card:
-        """Return the GPU at an index, which stays the same until the next initialisation."""
+        """Return the GPU at an index, the same one until the next initialization."""
         if index not in self._cards:
             nvml = self._nvml
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -237,7 +244,7 @@ class Nvml:
             past = self._past[identity["uuid"]]
             told = self._told.get(identity["uuid"], {})
             past.links.once_up.update(link for link in told.get("links", ()) if isinstance(link, int))
-            self._cards[index] = Card(nvml, handle, identity, past, self._clock, self._proc, self._report)
+            self._cards[index] = Card(nvml, handle, identity, past, self._clock, self._proc, self._report, READS)
         return self._cards[index]
 
     def _identity(self, handle: Any, index: str) -> dict[str, str]:
@@ -255,7 +262,7 @@ class Nvml:
                 return "" if error.value in LACKING else remembered.get(label, "")
             except AttributeError:  # an older pynvml
                 return ""
-            except Exception as error:  # such as a text that is no UTF-8
+            except Exception as error:  # such as invalid UTF-8
                 self._report(label, error)
                 return ""
 
@@ -279,7 +286,7 @@ class Nvml:
         }
 
     def _forget_replaced(self, found: dict[str, dict[str, str]]) -> None:
-        """Drop missing GPUs whose slot a GPU new to this node is in; a known one there was only renumbered."""
+        """Drop missing GPUs whose slot holds a GPU new to this node. A known GPU there was only renumbered."""
         parts = self._inventory.parts
         newcomers = {identity["pci_bus_id"] for uuid, identity in found.items() if uuid not in parts} - {""}
         for uuid in [uuid for uuid, part in parts.items() if part["pci_bus_id"] in newcomers]:
@@ -287,7 +294,7 @@ class Nvml:
 
 
 def numa_node(sysfs: Path, pci_bus_id: str) -> str:
-    """Return the NUMA node of the PCI device that NVML writes as 00000000:53:00.0; empty if the kernel knows none."""
+    """Return the NUMA node of a PCI device, such as 00000000:53:00.0 in NVML's form. Empty if unknown."""
     try:
         node = int((sysfs / "bus/pci/devices" / access.kernel_address(pci_bus_id) / "numa_node").read_text())
     except (OSError, ValueError):
@@ -296,7 +303,7 @@ def numa_node(sysfs: Path, pci_bus_id: str) -> str:
 
 
 def last_told(file: Path) -> dict[str, dict[str, list[Any]]]:
-    """Return what was told last about each GPU."""
+    """Return the stored MIG instances, processes and links of each GPU, without invalid entries."""
     told = {uuid: about for uuid, about in StateFile(file).load().items() if isinstance(about, dict)}
     return {
         uuid: {name: about[name] if isinstance(about.get(name), list) else [] for name in ("mig", "pids", "links")}
@@ -305,7 +312,7 @@ def last_told(file: Path) -> dict[str, dict[str, list[Any]]]:
 
 
 def build(host: str, inventory: str, runtime: str = "", sysfs: str = "/sys") -> Nvml:
-    """Return the collector of this machine's GPUs."""
+    """Return the collector of this machine's GPUs. Raises Unsupported without pynvml."""
     try:
         import pynvml
     except ImportError as error:

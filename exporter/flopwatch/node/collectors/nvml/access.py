@@ -1,8 +1,8 @@
-"""What this process can see of the driver beside NVML, to tell a GPU that is dead from one that is kept from us.
+"""Access of this process to the driver outside NVML, which separates a dead GPU from a withheld one.
 
-The driver lists its GPUs in /proc/driver/nvidia, which every container shares with its node unless it is covered
-(https://docs.nvidia.com/datacenter/driver/README.txt, "The /proc Filesystem Interface"). access(2) asks file modes and
-the device cgroup alike, and opens nothing. Missing: the list under gVisor, and where a container runtime covers it.
+The driver lists its GPUs in /proc/driver/nvidia, which containers share with their node unless it is covered
+(https://docs.nvidia.com/datacenter/driver/README.txt, "The /proc Filesystem Interface"). access(2) checks file modes
+and the device cgroup, and opens nothing. Missing: the list under gVisor, and where a container runtime covers it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ def kernel_address(pci_bus_id: str) -> str:
 
 
 def driver_loaded(proc: Path) -> bool:
-    """Return whether the kernel has the driver, whatever NVML says."""
+    """Return whether the driver is loaded, according to /proc/driver/nvidia/version."""
     return (proc / "driver/nvidia/version").exists()
 
 
 def denied(pci_bus_id: str, seen: int | None, proc: Path, dev: Path) -> bool:
-    """Return whether there is such a GPU, and its device file is absent or not to be opened by this process.
+    """Return whether the GPU exists and this process cannot open its device file.
 
-    That there is one is the driver's word or, where that is covered, NVML's before: the number `seen` of its device
-    file. A GPU that the driver does not list among others is gone, whatever became of its file.
+    The GPU exists if the driver lists it. Without that list, `seen` decides: the minor number of its device file that
+    NVML reported before. A GPU missing from the list is gone, whatever became of its file.
     """
     gpus = proc / "driver/nvidia/gpus"
     try:

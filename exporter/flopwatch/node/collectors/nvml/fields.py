@@ -1,7 +1,7 @@
-"""Which field of nvmlDeviceGetFieldValues becomes which series, and how NVML writes a number; nothing here calls NVML.
+"""Table of the fields of nvmlDeviceGetFieldValues and their series, and NVML's number formats. No call of NVML.
 
 Field ids, value types, link states and the fabric's health mask are those of nvml.h,
-https://docs.nvidia.com/deploy/nvml-api/, by number because the names differ between releases of pynvml. Missing:
+https://docs.nvidia.com/deploy/nvml-api/. They are numbers because the names differ between releases of pynvml. Missing:
 fields 161-163 on NVLink 5 and 206-222 before it, 193-196 before Ada, 269-271 and 293 on older drivers, 29-31 from
 Ampere on.
 """
@@ -13,39 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flopwatch.catalogue import (
-    GPU_CLOCK_EVENT_SECONDS_TOTAL,
-    GPU_ECC_ERRORS_TOTAL,
-    GPU_ECC_LIFETIME_ERRORS_TOTAL,
-    GPU_ENERGY_JOULES_TOTAL,
-    GPU_MEMORY_TEMPERATURE_CELSIUS,
-    GPU_MODULE_POWER_WATTS,
-    GPU_PCIE_ERRORS_TOTAL,
-    GPU_PCIE_RECEIVE_BYTES_TOTAL,
-    GPU_PCIE_REPLAYS_TOTAL,
-    GPU_PCIE_TRANSMIT_BYTES_TOTAL,
-    GPU_RECOVERY_ACTION_ID,
-    GPU_REMAPPED_ROWS_TOTAL,
-    GPU_RETIRED_PAGES_PENDING,
-    GPU_RETIRED_PAGES_TOTAL,
-    GPU_ROW_REMAP_FAILURE,
-    GPU_ROW_REMAP_PENDING,
-    GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS,
-    NVLINK_EFFECTIVE_BIT_ERROR_RATIO,
-    NVLINK_ERRORS_TOTAL,
-    NVLINK_INFO,
-    NVLINK_LINK_ERRORS_TOTAL,
-    NVLINK_LINK_STATE_ID,
-    NVLINK_LINKS,
-    NVLINK_RAW_BIT_ERROR_RATIO,
-    NVLINK_RECEIVE_BYTES_TOTAL,
-    NVLINK_RECEIVE_RAW_BYTES_TOTAL,
-    NVLINK_SPEED_BYTES_PER_SECOND,
-    NVLINK_SYMBOL_BIT_ERROR_RATIO,
-    NVLINK_TRANSMIT_BYTES_TOTAL,
-    NVLINK_TRANSMIT_RAW_BYTES_TOTAL,
-    Metric,
-)
+from flopwatch import catalogue as m
+from flopwatch.catalogue import Metric
 
 # A field id and its scope: 0, a link's number, or one of these.
 Key = tuple[int, int]
@@ -62,10 +31,10 @@ SIGNED = ("sllVal", "siVal")
 
 @dataclass(frozen=True)
 class Field:
-    """A field of the GPU as a whole.
+    """Field of the GPU as a whole.
 
-    `once`: left out until it is not 0. `instead_of`: asked for only on a card that does not have that field.
-    `signed`: below 0 even where the driver calls the type unsigned. `factor` times the number is in the row's unit.
+    `once`: left out until it is not 0. `instead_of`: requested only on a card that lacks that field. `signed`: may be
+    below 0 even where the driver declares the type unsigned. `factor` converts the number to the row's unit.
     """
 
     id: int
@@ -86,68 +55,68 @@ ECC_CORRECTED, ECC_UNCORRECTED = (3, 0), (4, 0)
 NVLINK_DATA_SENT, NVLINK_DATA_RECEIVED = (138, ALL_LINKS), (139, ALL_LINKS)
 PCIE_SENT, PCIE_RECEIVED = (197, 0), (198, 0)
 
-# Asked for at every read.
+# Requested at every read.
 FAST = (
-    Field(82, GPU_MEMORY_TEMPERATURE_CELSIUS),
-    Field(83, GPU_ENERGY_JOULES_TOTAL),
-    Field(74, GPU_CLOCK_EVENT_SECONDS_TOTAL, ("sw_power_cap",)),
-    Field(76, GPU_CLOCK_EVENT_SECONDS_TOTAL, ("sync_boost",)),
-    Field(269, GPU_CLOCK_EVENT_SECONDS_TOTAL, ("sw_thermal_slowdown",)),
-    Field(270, GPU_CLOCK_EVENT_SECONDS_TOTAL, ("hw_thermal_slowdown",)),
-    Field(271, GPU_CLOCK_EVENT_SECONDS_TOTAL, ("hw_power_brake_slowdown",)),
-    Field(75, GPU_CLOCK_EVENT_SECONDS_TOTAL, ("thermal",), instead_of=270),
-    Field(77, GPU_CLOCK_EVENT_SECONDS_TOTAL, ("board_limit",), instead_of=270),
-    Field(78, GPU_CLOCK_EVENT_SECONDS_TOTAL, ("low_utilization",), instead_of=270),
-    Field(79, GPU_CLOCK_EVENT_SECONDS_TOTAL, ("reliability",), instead_of=270),
-    Field(3, GPU_ECC_ERRORS_TOTAL, ("corrected",)),
-    Field(4, GPU_ECC_ERRORS_TOTAL, ("uncorrected",)),
-    Field(230, GPU_RECOVERY_ACTION_ID),
-    Field(94, GPU_PCIE_REPLAYS_TOTAL),
-    Field(197, GPU_PCIE_TRANSMIT_BYTES_TOTAL),
-    Field(198, GPU_PCIE_RECEIVE_BYTES_TOTAL),
-    Field(138, NVLINK_TRANSMIT_BYTES_TOTAL, scope=ALL_LINKS, factor=1024),
-    Field(139, NVLINK_RECEIVE_BYTES_TOTAL, scope=ALL_LINKS, factor=1024),
-    Field(140, NVLINK_TRANSMIT_RAW_BYTES_TOTAL, scope=ALL_LINKS),
-    Field(141, NVLINK_RECEIVE_RAW_BYTES_TOTAL, scope=ALL_LINKS),
+    Field(82, m.GPU_MEMORY_TEMPERATURE_CELSIUS),
+    Field(83, m.GPU_ENERGY_JOULES_TOTAL),
+    Field(74, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("sw_power_cap",)),
+    Field(76, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("sync_boost",)),
+    Field(269, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("sw_thermal_slowdown",)),
+    Field(270, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("hw_thermal_slowdown",)),
+    Field(271, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("hw_power_brake_slowdown",)),
+    Field(75, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("thermal",), instead_of=270),
+    Field(77, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("board_limit",), instead_of=270),
+    Field(78, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("low_utilization",), instead_of=270),
+    Field(79, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("reliability",), instead_of=270),
+    Field(3, m.GPU_ECC_ERRORS_TOTAL, ("corrected",)),
+    Field(4, m.GPU_ECC_ERRORS_TOTAL, ("uncorrected",)),
+    Field(230, m.GPU_RECOVERY_ACTION_ID),
+    Field(94, m.GPU_PCIE_REPLAYS_TOTAL),
+    Field(197, m.GPU_PCIE_TRANSMIT_BYTES_TOTAL),
+    Field(198, m.GPU_PCIE_RECEIVE_BYTES_TOTAL),
+    Field(138, m.NVLINK_TRANSMIT_BYTES_TOTAL, scope=ALL_LINKS, factor=1024),
+    Field(139, m.NVLINK_RECEIVE_BYTES_TOTAL, scope=ALL_LINKS, factor=1024),
+    Field(140, m.NVLINK_TRANSMIT_RAW_BYTES_TOTAL, scope=ALL_LINKS),
+    Field(141, m.NVLINK_RECEIVE_RAW_BYTES_TOTAL, scope=ALL_LINKS),
 )
-# Asked for now and then: they rise by single events, or hardly ever change.
+# Requested seldom: they rise by single events or hardly ever change.
 SLOW = (
-    Field(5, GPU_ECC_LIFETIME_ERRORS_TOTAL, ("corrected",)),
-    Field(6, GPU_ECC_LIFETIME_ERRORS_TOTAL, ("uncorrected",)),
-    Field(142, GPU_REMAPPED_ROWS_TOTAL, ("corrected",)),
-    Field(143, GPU_REMAPPED_ROWS_TOTAL, ("uncorrected",)),
-    Field(144, GPU_ROW_REMAP_PENDING),
-    Field(145, GPU_ROW_REMAP_FAILURE),
-    Field(29, GPU_RETIRED_PAGES_TOTAL, ("corrected",)),
-    Field(30, GPU_RETIRED_PAGES_TOTAL, ("uncorrected",)),
-    Field(31, GPU_RETIRED_PAGES_PENDING),
-    Field(186, GPU_MODULE_POWER_WATTS, scope=MODULE),
-    Field(193, GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS, ("shutdown",), signed=True),
-    Field(194, GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS, ("slowdown",), signed=True),
-    Field(195, GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS, ("memory_max",), signed=True),
-    Field(196, GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS, ("gpu_max",), signed=True),
-    Field(173, GPU_PCIE_ERRORS_TOTAL, ("correctable",)),
-    Field(179, GPU_PCIE_ERRORS_TOTAL, ("non_fatal",)),
-    Field(180, GPU_PCIE_ERRORS_TOTAL, ("fatal",)),
-    Field(95, GPU_PCIE_ERRORS_TOTAL, ("replay_rollover",), once=True),
-    Field(169, GPU_PCIE_ERRORS_TOTAL, ("l0_to_recovery",), once=True),
-    Field(174, GPU_PCIE_ERRORS_TOTAL, ("nak_received",), once=True),
-    Field(175, GPU_PCIE_ERRORS_TOTAL, ("receiver",), once=True),
-    Field(176, GPU_PCIE_ERRORS_TOTAL, ("bad_tlp",), once=True),
-    Field(177, GPU_PCIE_ERRORS_TOTAL, ("nak_sent",), once=True),
-    Field(178, GPU_PCIE_ERRORS_TOTAL, ("bad_dllp",), once=True),
-    Field(181, GPU_PCIE_ERRORS_TOTAL, ("unsupported_request",), once=True),
-    Field(182, GPU_PCIE_ERRORS_TOTAL, ("lcrc",), once=True),
-    Field(183, GPU_PCIE_ERRORS_TOTAL, ("lane",), once=True),
+    Field(5, m.GPU_ECC_LIFETIME_ERRORS_TOTAL, ("corrected",)),
+    Field(6, m.GPU_ECC_LIFETIME_ERRORS_TOTAL, ("uncorrected",)),
+    Field(142, m.GPU_REMAPPED_ROWS_TOTAL, ("corrected",)),
+    Field(143, m.GPU_REMAPPED_ROWS_TOTAL, ("uncorrected",)),
+    Field(144, m.GPU_ROW_REMAP_PENDING),
+    Field(145, m.GPU_ROW_REMAP_FAILURE),
+    Field(29, m.GPU_RETIRED_PAGES_TOTAL, ("corrected",)),
+    Field(30, m.GPU_RETIRED_PAGES_TOTAL, ("uncorrected",)),
+    Field(31, m.GPU_RETIRED_PAGES_PENDING),
+    Field(186, m.GPU_MODULE_POWER_WATTS, scope=MODULE),
+    Field(193, m.GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS, ("shutdown",), signed=True),
+    Field(194, m.GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS, ("slowdown",), signed=True),
+    Field(195, m.GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS, ("memory_max",), signed=True),
+    Field(196, m.GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS, ("gpu_max",), signed=True),
+    Field(173, m.GPU_PCIE_ERRORS_TOTAL, ("correctable",)),
+    Field(179, m.GPU_PCIE_ERRORS_TOTAL, ("non_fatal",)),
+    Field(180, m.GPU_PCIE_ERRORS_TOTAL, ("fatal",)),
+    Field(95, m.GPU_PCIE_ERRORS_TOTAL, ("replay_rollover",), once=True),
+    Field(169, m.GPU_PCIE_ERRORS_TOTAL, ("l0_to_recovery",), once=True),
+    Field(174, m.GPU_PCIE_ERRORS_TOTAL, ("nak_received",), once=True),
+    Field(175, m.GPU_PCIE_ERRORS_TOTAL, ("receiver",), once=True),
+    Field(176, m.GPU_PCIE_ERRORS_TOTAL, ("bad_tlp",), once=True),
+    Field(177, m.GPU_PCIE_ERRORS_TOTAL, ("nak_sent",), once=True),
+    Field(178, m.GPU_PCIE_ERRORS_TOTAL, ("bad_dllp",), once=True),
+    Field(181, m.GPU_PCIE_ERRORS_TOTAL, ("unsupported_request",), once=True),
+    Field(182, m.GPU_PCIE_ERRORS_TOTAL, ("lcrc",), once=True),
+    Field(183, m.GPU_PCIE_ERRORS_TOTAL, ("lane",), once=True),
 )
-# NVLink 3 and older count per GPU; asked for on a GPU with links of which none has 161-163.
+# NVLink 3 and older count per GPU. Requested on a GPU with links if none has 161-163.
 OLD_LINKS = (
-    Field(52, NVLINK_ERRORS_TOTAL, ("replay",)),
-    Field(59, NVLINK_ERRORS_TOTAL, ("recovery",)),
-    Field(38, NVLINK_ERRORS_TOTAL, ("crc",)),
-    Field(45, NVLINK_ERRORS_TOTAL, ("crc_data",)),
+    Field(52, m.NVLINK_ERRORS_TOTAL, ("replay",)),
+    Field(59, m.NVLINK_ERRORS_TOTAL, ("recovery",)),
+    Field(38, m.NVLINK_ERRORS_TOTAL, ("crc",)),
+    Field(45, m.NVLINK_ERRORS_TOTAL, ("crc_data",)),
 )
-OLD_LINK_SPEED = Field(90, NVLINK_SPEED_BYTES_PER_SECOND)
+OLD_LINK_SPEED = Field(90, m.NVLINK_SPEED_BYTES_PER_SECOND)
 
 LINK_COUNT = (91, 0)
 LINK_SPEED, LINK_STATE, LINK_VERSION = 164, 165, 166
@@ -171,10 +140,14 @@ LINK_ERRORS = {
     219: "effective",
     221: "symbol",
 }
-LINK_BYTES = {202: NVLINK_TRANSMIT_BYTES_TOTAL, 204: NVLINK_RECEIVE_BYTES_TOTAL}
-# The payload of all links together; where a card has it, it is not added up from the links.
+LINK_BYTES = {202: m.NVLINK_TRANSMIT_BYTES_TOTAL, 204: m.NVLINK_RECEIVE_BYTES_TOTAL}
+# The payload of all links together. Where a card has it, the links are not summed.
 INSTEAD_OF_LINKS = {202: NVLINK_DATA_SENT, 204: NVLINK_DATA_RECEIVED}
-LINK_BERS = {293: NVLINK_RAW_BIT_ERROR_RATIO, 220: NVLINK_EFFECTIVE_BIT_ERROR_RATIO, 222: NVLINK_SYMBOL_BIT_ERROR_RATIO}
+LINK_BERS = {
+    293: m.NVLINK_RAW_BIT_ERROR_RATIO,
+    220: m.NVLINK_EFFECTIVE_BIT_ERROR_RATIO,
+    222: m.NVLINK_SYMBOL_BIT_ERROR_RATIO,
+}
 PER_LINK = (LINK_STATE, LINK_SPEED, LINK_VERSION, *LINK_ERRORS, *LINK_BYTES, *LINK_BERS)
 
 # nvmlClocksEventReason*, with the names nvidia-smi uses.
@@ -190,8 +163,8 @@ CLOCK_EVENTS = {
     0x100: "display_clock_setting",
 }
 
-# NVML_GPU_FABRIC_HEALTH_MASK_*: the first bit of two, in which 0 is not supported, 1 yes, 2 no; and which of these the
-# fault is: the last two tell that there is a partition, and a connection to the fabric manager.
+# NVML_GPU_FABRIC_HEALTH_MASK_*: the first of two bits (0 not supported, 1 yes, 2 no), and the value that is a fault.
+# The last two report a partition and a connection to the fabric manager.
 FABRIC_FAULTS = {
     0: ("degraded_bandwidth", 1),
     2: ("route_recovery", 1),
@@ -200,17 +173,17 @@ FABRIC_FAULTS = {
     12: ("no_partition", 2),
     14: ("manager_disconnected", 2),
 }
-# Four bits from here on: 0 is not supported, 1 none, all else a kind of wrong configuration.
+# Four bits from here on: 0 not supported, 1 none, other values a kind of wrong configuration.
 FABRIC_CONFIGURATION_SHIFT = 8
 
 
 def known(number: float) -> bool:
-    """Return whether NVML has this number; all ones, in 32 or 64 bits, is its "not available"."""
+    """Return whether a number is available. All ones, in 32 or 64 bits, is NVML's "not available"."""
     return number not in (2**32 - 1, 2**64 - 1) and not math.isnan(number)
 
 
 def number(value: Any, signed: bool = False) -> float | None:
-    """Return the number in an nvmlFieldValue_t; None for "not available" and for a type this nvml.h does not have."""
+    """Return the number in an nvmlFieldValue_t, or None if it is not available or has an unknown type."""
     if not 0 <= value.valueType < len(VALUE_MEMBERS):
         return None
     member = VALUE_MEMBERS[value.valueType]
@@ -224,13 +197,13 @@ def number(value: Any, signed: bool = False) -> float | None:
 
 
 def bit_error_ratio(raw: int) -> float:
-    """Return the ratio in fields 220, 222 and 293: bits 0-7 exponent, 8-11 mantissa; 15 and 255 stand for 0."""
+    """Return the ratio in fields 220, 222 and 293: bits 0-7 exponent, 8-11 mantissa. 15 and 255 stand for 0."""
     exponent, mantissa = raw & 0xFF, raw >> 8 & 0xF
     return 0.0 if (mantissa, exponent) == (15, 255) else mantissa * 10.0**-exponent
 
 
 def fabric_faults(mask: int) -> dict[str, bool]:
-    """Return what the health mask says of each fault the fabric can tell of."""
+    """Return each fault that the health mask reports, and whether it is present."""
     bits = {name: (mask >> shift & 0x3, fault) for shift, (name, fault) in FABRIC_FAULTS.items()}
     configuration = mask >> FABRIC_CONFIGURATION_SHIFT & 0xF
     faults = {name: value == fault for name, (value, fault) in bits.items() if value != 0}
@@ -239,10 +212,10 @@ def fabric_faults(mask: int) -> dict[str, bool]:
 
 @dataclass
 class Links:
-    """What is remembered of a GPU's links, so that a link that cannot be read takes nothing out of a sum.
+    """State of a GPU's links, so that a link that cannot be read takes nothing out of a sum.
 
-    `counts` by field id and link; `once_up` the links that were up once, as those that lead nowhere never are;
-    `fallen` those of them that were seen down since; `failed` link and error seen above 0.
+    `counts` is by field id and link. `once_up` are the links that were up once: unconnected ones never are. `fallen`
+    are those of them seen down since. `failed` are pairs of link and error seen above 0.
     """
 
     counts: dict[int, dict[int, float]] = field(default_factory=dict)
@@ -251,7 +224,7 @@ class Links:
     failed: set[tuple[int, int]] = field(default_factory=set)
 
     def take(self, numbers: Mapping[Key, float]) -> list[Value]:
-        """Return the series of these readings of PER_LINK fields."""
+        """Return the series of readings of PER_LINK fields, by field id and link."""
         by_id: dict[int, dict[int, float]] = {}
         for (field_id, link), value in numbers.items():
             by_id.setdefault(field_id, {})[link] = value
@@ -273,17 +246,17 @@ class Links:
         present = list(states.values())
         for state, name in LINK_STATES.items():
             if state in present or (present and state in (0, ACTIVE)):
-                values.append((NVLINK_LINKS, (name,), present.count(state)))
+                values.append((m.NVLINK_LINKS, (name,), present.count(state)))
         active = [link for link, state in states.items() if state == ACTIVE]
         up = {link for link, state in states.items() if state in (ACTIVE, SLEEP)}
         self.once_up |= up
         self.fallen |= (self.once_up & states.keys()) - up
-        values += [(NVLINK_LINK_STATE_ID, (str(link),), states[link]) for link in sorted(self.fallen & states.keys())]
+        values += [(m.NVLINK_LINK_STATE_ID, (str(link),), states[link]) for link in sorted(self.fallen & states.keys())]
         rates = [speed for link, speed in speeds.items() if speed > 0 and (link in active or not states)]
         if rates:
-            values.append((NVLINK_SPEED_BYTES_PER_SECOND, (), min(rates)))
+            values.append((m.NVLINK_SPEED_BYTES_PER_SECOND, (), min(rates)))
         names = sorted({LINK_VERSIONS[int(version)] for version in versions.values() if int(version) in LINK_VERSIONS})
-        values += [(NVLINK_INFO, (name,), 1) for name in names[-1:]]
+        values += [(m.NVLINK_INFO, (name,), 1) for name in names[-1:]]
         return values
 
     def _errors(self, by_id: Mapping[int, Mapping[int, float]]) -> list[Value]:
@@ -293,18 +266,18 @@ class Links:
             if field_id not in by_id or error in told:
                 continue
             told.add(error)
-            values.append((NVLINK_ERRORS_TOTAL, (error,), self._sum(field_id, by_id)))
+            values.append((m.NVLINK_ERRORS_TOTAL, (error,), self._sum(field_id, by_id)))
             for link, count in sorted(self.counts[field_id].items()):
                 if count > 0:
                     self.failed.add((field_id, link))
                 if (field_id, link) in self.failed:
-                    values.append((NVLINK_LINK_ERRORS_TOTAL, (str(link), error), count))
+                    values.append((m.NVLINK_LINK_ERRORS_TOTAL, (str(link), error), count))
         return values
 
     def _sum(self, field_id: int, by_id: Mapping[int, Mapping[int, float]]) -> float:
-        """Return the sum over all links, with the last number of those that could not be read now."""
+        """Return the sum over all links, with the last number of links that cannot be read now."""
         last, now = self.counts.get(field_id, {}), by_id[field_id]
         if any(count < last.get(link, 0) for link, count in now.items()):
-            last = {}  # the GPU was reset, and the links that could not be read with it
+            last = {}  # the GPU was reset, and its unreadable links with it
         self.counts[field_id] = {**last, **now}
         return sum(self.counts[field_id].values())

@@ -1,9 +1,9 @@
-"""GPU performance monitoring (GPM): how busy the parts of a GPU were, counted up from NVML's means.
+"""GPU performance monitoring (GPM): activity of the parts of a GPU, as counters.
 
-Two samples of the hardware counters give the mean over the time between them; mean times time, added up, is a counter
+Two samples of the hardware counters give the mean over the time between them. Mean times time, summed, is a counter
 that any number of scrapers see the same way. https://docs.nvidia.com/deploy/nvml-api/group__nvmlGpmFunctions.html.
-Hopper and later; before that only DCGM has these numbers. While a profiler (Nsight, CUPTI) holds the hardware
-counters there are none, and the profiled seconds stand still.
+Hopper and later; before that only DCGM has these numbers. While a profiler (Nsight, CUPTI) holds the hardware counters
+there are no values, and the profiled seconds do not rise.
 """
 
 from __future__ import annotations
@@ -14,38 +14,26 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from flopwatch.catalogue import (
-    GPU_DRAM_ACTIVE_SECONDS_TOTAL,
-    GPU_GRAPHICS_ACTIVE_SECONDS_TOTAL,
-    GPU_MIG_DRAM_ACTIVE_SECONDS_TOTAL,
-    GPU_MIG_PROFILED_SECONDS_TOTAL,
-    GPU_MIG_SM_ACTIVE_SECONDS_TOTAL,
-    GPU_MIG_TENSOR_ACTIVE_SECONDS_TOTAL,
-    GPU_PIPE_ACTIVE_SECONDS_TOTAL,
-    GPU_PROFILED_SECONDS_TOTAL,
-    GPU_SM_ACTIVE_SECONDS_TOTAL,
-    GPU_SM_OCCUPANCY_SECONDS_TOTAL,
-    GPU_TENSOR_ACTIVE_SECONDS_TOTAL,
-    Metric,
-)
+from flopwatch import catalogue as m
+from flopwatch.catalogue import Metric
 from flopwatch.node.collectors.nvml.fields import Value
 
-# NVML asks for at least so many seconds between two samples.
+# NVML requires at least so many seconds between two samples.
 SHORTEST_INTERVAL = 0.1
 MEBIBYTE = 1 << 20
 
 # nvmlGpmMetricId_t of the activities, in percent.
 WHOLE_GPU: dict[int, Metric] = {
-    1: GPU_GRAPHICS_ACTIVE_SECONDS_TOTAL,
-    2: GPU_SM_ACTIVE_SECONDS_TOTAL,
-    3: GPU_SM_OCCUPANCY_SECONDS_TOTAL,
-    5: GPU_TENSOR_ACTIVE_SECONDS_TOTAL,
-    10: GPU_DRAM_ACTIVE_SECONDS_TOTAL,
+    1: m.GPU_GRAPHICS_ACTIVE_SECONDS_TOTAL,
+    2: m.GPU_SM_ACTIVE_SECONDS_TOTAL,
+    3: m.GPU_SM_OCCUPANCY_SECONDS_TOTAL,
+    5: m.GPU_TENSOR_ACTIVE_SECONDS_TOTAL,
+    10: m.GPU_DRAM_ACTIVE_SECONDS_TOTAL,
 }
 MIG_INSTANCE: dict[int, Metric] = {
-    2: GPU_MIG_SM_ACTIVE_SECONDS_TOTAL,
-    5: GPU_MIG_TENSOR_ACTIVE_SECONDS_TOTAL,
-    10: GPU_MIG_DRAM_ACTIVE_SECONDS_TOTAL,
+    2: m.GPU_MIG_SM_ACTIVE_SECONDS_TOTAL,
+    5: m.GPU_MIG_TENSOR_ACTIVE_SECONDS_TOTAL,
+    10: m.GPU_MIG_DRAM_ACTIVE_SECONDS_TOTAL,
 }
 PIPES = {4: "integer", 11: "fp64", 12: "fp32", 13: "fp16", 7: "tensor_hmma", 8: "tensor_dmma", 9: "tensor_imma"}
 # The traffic, in MiB/s.
@@ -55,7 +43,7 @@ TRAFFIC = (PCIE_SENT, PCIE_RECEIVED, NVLINK_RECEIVED, NVLINK_SENT)
 
 @dataclass
 class Activity:
-    """What was counted up: seconds profiled, and by GPM metric the seconds active or the bytes moved."""
+    """Totals of one GPU or instance: seconds profiled, and by GPM metric the seconds active or the bytes moved."""
 
     profiled: float = 0.0
     seconds: dict[int, float] = field(default_factory=dict)
@@ -71,9 +59,9 @@ class Activity:
 
 
 class Meter:
-    """Counts the activity of one GPU or MIG GPU instance up, from one call of `advance` to the next.
+    """Integrator of the activity of one GPU or MIG GPU instance over calls of `advance`.
 
-    `take` fills a sample of it; `metrics` are the ids asked for. NVML's memory for two samples is held until `close`.
+    `take` fills a sample, `metrics` are the requested ids. Two samples of NVML's memory are held until `close`.
     """
 
     def __init__(
@@ -91,7 +79,7 @@ class Meter:
         self._before: Any = None
         self._after: Any = None
         self._taken_at: float | None = None
-        self._seen: set[int] = set()  # activities this meter had a number for
+        self._seen: set[int] = set()  # activities with a number before
         self._request = nvml.c_nvmlGpmMetricsGet_t()
         self._request.version = nvml.NVML_GPM_METRICS_GET_VERSION
         self._request.numMetrics = len(metrics)
@@ -100,9 +88,9 @@ class Meter:
             answer.metricId = metric
 
     def advance(self) -> bool:
-        """Take a sample and count what happened since the one before; False if that was too short a time ago.
+        """Take a sample and add the activity since the last one. Return False if that is too recent.
 
-        Raises NVMLError; that interval is a gap.
+        Raises NVMLError, and that interval is then a gap.
         """
         now = self._clock()
         if self._taken_at is not None and now - self._taken_at < SHORTEST_INTERVAL:
@@ -118,7 +106,7 @@ class Meter:
         return True
 
     def _count(self, means: dict[int, float], interval: float) -> None:
-        """Add the means to the counters. If an activity that was there before is missing, the interval is a gap."""
+        """Add the means to the counters. A missing activity that was there before makes the interval a gap."""
         activities = means.keys() - set(TRAFFIC)
         if not activities or self._seen - activities:
             means = {metric: mean for metric, mean in means.items() if metric in TRAFFIC}
@@ -137,7 +125,7 @@ class Meter:
         }
 
     def close(self) -> None:
-        """Give the memory of the samples back to NVML."""
+        """Free the samples of NVML."""
         for sample in (self._before, self._after):
             if sample is not None:
                 with suppress(self._nvml.NVMLError):
@@ -146,19 +134,19 @@ class Meter:
 
 
 def whole_gpu(activity: Activity) -> Iterator[Value]:
-    """Return the activity series of a GPU; the parts every card has are there from the start, pipes once in use."""
-    yield GPU_PROFILED_SECONDS_TOTAL, (), activity.profiled
+    """Return the activity series of a GPU. Pipes have series once in use, the other parts from the start."""
+    yield m.GPU_PROFILED_SECONDS_TOTAL, (), activity.profiled
     for metric, row in WHOLE_GPU.items():
         if metric in activity.seconds or not activity.seconds:
             yield row, (), activity.seconds.get(metric, 0.0)
     for metric, pipe in PIPES.items():
         if activity.seconds.get(metric, 0.0) > 0:
-            yield GPU_PIPE_ACTIVE_SECONDS_TOTAL, (pipe,), activity.seconds[metric]
+            yield m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, (pipe,), activity.seconds[metric]
 
 
 def mig_instance(activity: Activity, gpu_instance: str) -> Iterator[Value]:
     """Return the activity series of a MIG GPU instance."""
-    yield GPU_MIG_PROFILED_SECONDS_TOTAL, (gpu_instance,), activity.profiled
+    yield m.GPU_MIG_PROFILED_SECONDS_TOTAL, (gpu_instance,), activity.profiled
     for metric, row in MIG_INSTANCE.items():
         if metric in activity.seconds or not activity.seconds:
             yield row, (gpu_instance,), activity.seconds.get(metric, 0.0)

@@ -14,23 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flopwatch.catalogue import (
-    FLOPWATCH_KERNEL_LOG_LOST_TOTAL,
-    FLOPWATCH_XID_SOURCE_UP,
-    GPU_DRIVER_EVENTS_TOTAL,
-    GPU_INFO,
-    GPU_XID_ERRORS_TOTAL,
-    GPU_XID_INFO,
-    GPU_XID_LAST_TIMESTAMP_SECONDS,
-    GPU_XID_NVLINK_ERRORS_TOTAL,
-    GPU_XID_RECOVERY_ACTION_ID,
-    HOST_KERNEL_EVENTS_TOTAL,
-    HOST_OOM_KILLED_TIMESTAMP_SECONDS,
-    NVLINK_SWITCH_SXID_ERRORS_TOTAL,
-    NVLINK_SWITCH_SXID_INFO,
-    NVLINK_SWITCH_SXID_LAST_TIMESTAMP_SECONDS,
-    Sample,
-)
+from flopwatch import catalogue as m
+from flopwatch.catalogue import Sample
 from flopwatch.catalogue.xid import paging_xids, sxids, xids
 from flopwatch.node.collectors import RestartReader, StateFile, Unsupported, read_inventory
 from flopwatch.node.collectors.xid import nvlink5 as nvlink5
@@ -136,7 +121,7 @@ class Xid:
         entries = self._kernel.drain()
         if self._follow:
             self._kernel.follow()
-        known = read_inventory(self._gpus, GPU_INFO)
+        known = read_inventory(self._gpus, m.GPU_INFO)
         self._check_sources(bool(known))
         parts = self._parts(known)
         owners = {pci: uuid for pci, (_, uuid) in parts.items()}
@@ -256,41 +241,41 @@ class Xid:
         for code in sorted({code for owner in start for code in (*start[owner], *self._counts.xids.get(owner, ()))}):
             if code in xids():
                 row = xids()[code]
-                yield GPU_XID_INFO, (str(code), row.name, row.category, row.severity, row.action), 1
+                yield m.GPU_XID_INFO, (str(code), row.name, row.category, row.severity, row.action), 1
         yield from self._node()
 
     def _gpu(self, owner: str, labels: tuple[str, str], start: Iterable[int]) -> Iterator[Sample]:
         codes = self._counts.xids.get(owner, {})
         for code in sorted({*start, *codes}):
             name = OTHER if code == OTHER_XID else str(code)
-            yield GPU_XID_ERRORS_TOTAL, (*labels, name), codes[code].number if code in codes else 0
+            yield m.GPU_XID_ERRORS_TOTAL, (*labels, name), codes[code].number if code in codes else 0
             if code in codes:
-                yield GPU_XID_LAST_TIMESTAMP_SECONDS, (*labels, name), codes[code].last
+                yield m.GPU_XID_LAST_TIMESTAMP_SECONDS, (*labels, name), codes[code].last
         for error, number in self._counts.links.get(owner, {}).items():
-            yield GPU_XID_NVLINK_ERRORS_TOTAL, (*labels, *error), number
+            yield m.GPU_XID_NVLINK_ERRORS_TOTAL, (*labels, *error), number
         if owner in self._counts.recovery:
-            yield GPU_XID_RECOVERY_ACTION_ID, labels, self._counts.recovery[owner]
+            yield m.GPU_XID_RECOVERY_ACTION_ID, labels, self._counts.recovery[owner]
         notices = self._counts.notices.get(owner, {})
         for name in sorted({*notices, *(self._watcher.notices if self._watcher is not None else ())}):
-            yield GPU_DRIVER_EVENTS_TOTAL, (*labels, name), notices.get(name, 0)
+            yield m.GPU_DRIVER_EVENTS_TOTAL, (*labels, name), notices.get(name, 0)
 
     def _node(self) -> Iterator[Sample]:
         for (switch, sxid), count in self._counts.switches.items():
-            yield NVLINK_SWITCH_SXID_ERRORS_TOTAL, (switch, sxid), count.number
-            yield NVLINK_SWITCH_SXID_LAST_TIMESTAMP_SECONDS, (switch, sxid), count.last
+            yield m.NVLINK_SWITCH_SXID_ERRORS_TOTAL, (switch, sxid), count.number
+            yield m.NVLINK_SWITCH_SXID_LAST_TIMESTAMP_SECONDS, (switch, sxid), count.last
         for sxid in sorted({sxid for _, sxid in self._counts.switches} & sxids().keys()):
             meaning = sxids()[sxid]
             labels = (sxid, meaning.name, meaning.category, meaning.severity, meaning.action)
-            yield NVLINK_SWITCH_SXID_INFO, labels, 1
+            yield m.NVLINK_SWITCH_SXID_INFO, labels, 1
         if self._had_kernel_log:
             for name in NODE_EVENTS:
-                yield HOST_KERNEL_EVENTS_TOTAL, (name,), self._counts.node.get(name, 0)
+                yield m.HOST_KERNEL_EVENTS_TOTAL, (name,), self._counts.node.get(name, 0)
         for pid, at in self._counts.killed.items():
-            yield HOST_OOM_KILLED_TIMESTAMP_SECONDS, (str(pid),), at
+            yield m.HOST_OOM_KILLED_TIMESTAMP_SECONDS, (str(pid),), at
         for source, error in self._up.items():
-            yield FLOPWATCH_XID_SOURCE_UP, (source,), float(not error)
+            yield m.FLOPWATCH_XID_SOURCE_UP, (source,), float(not error)
         if self._was_live:
-            yield FLOPWATCH_KERNEL_LOG_LOST_TOTAL, (), self._kernel.lost
+            yield m.FLOPWATCH_KERNEL_LOG_LOST_TOTAL, (), self._kernel.lost
 
 
 def _told_before(stored: Any) -> Iterator[tuple[tuple[str, int], float, list[str]]]:
