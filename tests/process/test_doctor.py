@@ -32,9 +32,9 @@ from flopwatch.node.health.doctor import (
     PERMISSION,
     QUIET,
     Access,
-    Part,
+    HardwarePart,
     Report,
-    Source,
+    SourceReport,
     _access,
     _listener,
     _why,
@@ -322,13 +322,13 @@ REPORT = Report(
     problems=["GPU 1: does not answer", "infiniband: no answer in time"],
     losses=["xid: Xids from kernel_log: Operation not permitted"],
     sources=[
-        Source("nvml", "ok", seconds=0.0123, series=61),
-        Source("infiniband", "absent", "no port in /sys/class/infiniband"),
-        Source("xid", "ok", seconds=0.002, series=9, says=["Xids from kernel_log: Operation not permitted"]),
-        Source("identity", "failed", "no answer in time; the driver or the hardware behind it hangs"),
+        SourceReport("nvml", "ok", seconds=0.0123, series=61),
+        SourceReport("infiniband", "absent", "no port in /sys/class/infiniband"),
+        SourceReport("xid", "ok", seconds=0.002, series=9, says=["Xids from kernel_log: Operation not permitted"]),
+        SourceReport("identity", "failed", "no answer in time; the driver or the hardware behind it hangs"),
     ],
     gpus=[
-        Part(
+        HardwarePart(
             "GPU 0",
             "NVIDIA L40S, 00000000:53:00.0, GPU-0a",
             families={"nvml": 30, "xid": 1},
@@ -342,8 +342,10 @@ REPORT = Report(
             ],
             owner_age=2.4,
         ),
-        Part("GPU 1", "NVIDIA L40S, 00000000:64:00.0, GPU-1b", present=False, owners=[{"source": "unknown"}]),
-        Part("GPU 2", "its name was never read", readable=False, owners=[{"owner_user": "0", "source": "process"}]),
+        HardwarePart("GPU 1", "NVIDIA L40S, 00000000:64:00.0, GPU-1b", present=False, owners=[{"source": "unknown"}]),
+        HardwarePart(
+            "GPU 2", "its name was never read", readable=False, owners=[{"owner_user": "0", "source": "process"}]
+        ),
     ],
     place={"host": "node-7", "rack": "A07", "leaf": "", "domain": "nvl1", "source": "csv"},
     privileges=[

@@ -75,7 +75,7 @@ NOT_PERMITTED, TOO_OLD = 4, {13, 25, 26}
 
 
 @dataclass
-class Source:
+class SourceReport:
     """Result of one reader: `state` is ok, failed, absent (not on this machine) or off; `says` is its log."""
 
     name: str
@@ -87,7 +87,7 @@ class Source:
 
 
 @dataclass
-class Part:
+class HardwarePart:
     """GPU or port: name, description, families by source, and rows without a series by reason."""
 
     name: str
@@ -123,9 +123,9 @@ class Report:
     simulated: bool
     problems: list[str] = field(default_factory=list)
     losses: list[str] = field(default_factory=list)
-    sources: list[Source] = field(default_factory=list)
-    gpus: list[Part] = field(default_factory=list)
-    ports: list[Part] = field(default_factory=list)
+    sources: list[SourceReport] = field(default_factory=list)
+    gpus: list[HardwarePart] = field(default_factory=list)
+    ports: list[HardwarePart] = field(default_factory=list)
     place: dict[str, str] = field(default_factory=dict)
     privileges: list[Access] = field(default_factory=list)
     listeners: dict[str, str] = field(default_factory=dict)
@@ -191,12 +191,12 @@ def _readings(settings: ExporterSettings, sources: HostSources, notes: Path, rep
             "released": "the driver is released (docs/release.md); flopwatch exporter --release 0 ends that",
         }.get(reading.reason, reading.reason)
         report.sources.append(
-            Source(
+            SourceReport(
                 name, state, reason, reading.duration, len(reading.samples), says.get(name, []) if not reason else []
             )
         )
     if "dcgm" not in readers:
-        report.sources.append(Source("dcgm", "off", "--dcgm reads a DCGM host engine"))
+        report.sources.append(SourceReport("dcgm", "off", "--dcgm reads a DCGM host engine"))
     return readings
 
 
@@ -250,10 +250,10 @@ def _families(labels: tuple[str, str], readings: Mapping[str, Reading], kind: tu
 
 def _gpu(
     info: Mapping[str, str], samples: Sequence[Sample], readings: Mapping[str, Reading], answers: Mapping[str, Any]
-) -> Part:
+) -> HardwarePart:
     labels = info["gpu"], info["uuid"]
     families = _families(labels, readings, GPU)
-    part = Part(
+    part = HardwarePart(
         f"GPU {info['gpu']}",
         ", ".join(filter(len, (info["model"], info["pci_bus_id"], info["uuid"]))),
         _value(m.GPU_PRESENT, labels, samples) != 0,
@@ -278,11 +278,11 @@ def _gpu(
     return part
 
 
-def _unnamed(gpus: Sequence[Mapping[str, str]], samples: Sequence[Sample]) -> list[Part]:
+def _unnamed(gpus: Sequence[Mapping[str, str]], samples: Sequence[Sample]) -> list[HardwarePart]:
     """Return the GPUs whose identity was never read."""
     known = {gpu["gpu"] for gpu in gpus}
     return [
-        Part(f"GPU {labels[0]}", "its name was never read", row is not m.GPU_PRESENT, row is not m.GPU_READABLE)
+        HardwarePart(f"GPU {labels[0]}", "its name was never read", row is not m.GPU_PRESENT, row is not m.GPU_READABLE)
         for row, labels, up in samples
         if row in (m.GPU_PRESENT, m.GPU_READABLE) and up == 0 and labels[0] not in known
     ]
@@ -315,7 +315,9 @@ def _why(row: Metric, answers: Mapping[str, Sequence[int]], lacks: Sequence[str]
     return CARD if codes else QUIET
 
 
-def _port(info: Mapping[str, str], samples: Sequence[Sample], readings: Mapping[str, Reading], sysfs: Path) -> Part:
+def _port(
+    info: Mapping[str, str], samples: Sequence[Sample], readings: Mapping[str, Reading], sysfs: Path
+) -> HardwarePart:
     labels = info["device"], info["port"]
     families = _families(labels, readings, PORT)
     state, rate = (
@@ -328,7 +330,7 @@ def _port(info: Mapping[str, str], samples: Sequence[Sample], readings: Mapping[
         info["role"],
         f"rail {info['rail']}" if info["rail"] else "",
     ]
-    part = Part(
+    part = HardwarePart(
         "/".join(labels),
         ", ".join(filter(len, about)),
         _value(m.INFINIBAND_PORT_PRESENT, labels, samples) != 0,

@@ -6,7 +6,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from flopwatch.node.health.doctor import REASONS, Part, Report
+from flopwatch.node.health.doctor import REASONS, HardwarePart, Report
 
 # Names shown per reason; the JSON has all of them.
 NAMES = 8
@@ -88,7 +88,7 @@ def verdict(report: Report) -> str:
     return "All hardware of this node can be read." if report.losses else "Everything on this node can be read."
 
 
-def _read(part: Part) -> str:
+def _read(part: HardwarePart) -> str:
     if not part.present:
         return "DOES NOT ANSWER"
     if not part.readable:
@@ -99,7 +99,7 @@ def _read(part: Part) -> str:
     )
 
 
-def owners(part: Part) -> str:
+def owners(part: HardwarePart) -> str:
     """Return the owner of a GPU, its source, and the age of the answer."""
     if not part.owners:
         return "owner: not requested"
@@ -120,9 +120,9 @@ def _owner(owner: Mapping[str, str]) -> str:
     return f"{who}{instance}" + (f" (by {source})" if source not in ("none", "unknown") else "")
 
 
-def _missing(parts: Sequence[Part], width: int) -> Iterator[str]:
+def _missing(parts: Sequence[HardwarePart], width: int) -> Iterator[str]:
     """Yield the families without series and the reasons, once for all equal parts."""
-    alike: dict[str, list[Part]] = {}
+    alike: dict[str, list[HardwarePart]] = {}
     for part in parts:
         if part.missing:
             alike.setdefault(repr(part.missing), []).append(part)

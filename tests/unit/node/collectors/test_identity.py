@@ -22,7 +22,7 @@ from flopwatch.catalogue import (
 )
 from flopwatch.node.collectors import Unsupported, identity
 from flopwatch.node.collectors.identity import Devices, Identity, build
-from flopwatch.node.collectors.identity.background import Background
+from flopwatch.node.collectors.identity.background import BackgroundCall
 from flopwatch.node.collectors.identity.podresources import Assignment, PodResourcesError
 from tests.support.kubelet import encoded, kubelet, pod
 from tests.support.machine import PATIENCE, until
@@ -447,8 +447,8 @@ class Kubelet:
             raise self.answer
         return self.answer
 
-    def background(self) -> Background[list[Assignment]]:
-        return Background(self.ask, 0.01, 300, clock=lambda: self.now)
+    def background(self) -> BackgroundCall[list[Assignment]]:
+        return BackgroundCall(self.ask, 0.01, 300, clock=lambda: self.now)
 
     def answers(self, answer: list[Assignment] | BaseException) -> None:
         """Let it answer this from now on, and wait until it has."""

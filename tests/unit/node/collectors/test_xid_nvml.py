@@ -24,7 +24,7 @@ from flopwatch.catalogue import (
 from flopwatch.node.collectors import RestartReader, Unsupported
 from flopwatch.node.collectors.xid import Xid, nvml_events
 from flopwatch.node.collectors.xid.counts import MAX_CODES
-from flopwatch.node.collectors.xid.nvml_events import Told, Watcher
+from flopwatch.node.collectors.xid.nvml_events import NvmlEvent, Watcher
 from flopwatch.simulate import SimulatedNode
 from flopwatch.simulate.sources import xid as simulated
 from tests.support.machine import PATIENCE, until
@@ -184,11 +184,11 @@ def test_xids_and_notices_are_told_and_clock_events_and_strangers_are_not(
         event("64", 0, 0x10),
     )
     assert watcher.drain() == [
-        Told("0000:53:00", NOW, 79, ""),
-        Told("0000:64:00", NOW, 94, ""),
-        Told("0000:64:00", NOW, 13, ""),
-        Told("0000:53:00", NOW, 0, "unavailable"),
-        Told("0000:64:00", NOW, 0, "recovery_action"),
+        NvmlEvent("0000:53:00", NOW, 79, ""),
+        NvmlEvent("0000:64:00", NOW, 94, ""),
+        NvmlEvent("0000:64:00", NOW, 13, ""),
+        NvmlEvent("0000:53:00", NOW, 0, "unavailable"),
+        NvmlEvent("0000:64:00", NOW, 0, "recovery_action"),
     ]
     assert watcher.drain() == []
     assert watcher.error == ""
@@ -305,7 +305,7 @@ def test_a_missing_gpu_is_looked_for_again(
     library.refused.clear()
     until(lambda: "0000:53:00" in watcher.devices)
     library.tell(event("53", 79))
-    assert watcher.drain() == [Told("0000:53:00", NOW, 79, "")]
+    assert watcher.drain() == [NvmlEvent("0000:53:00", NOW, 79, "")]
 
 
 def test_a_hanging_nvml_does_not_keep_the_reader(

@@ -39,7 +39,7 @@ from flopwatch.node.collectors.dcgm.fields import (
     SWITCH_STATE,
     TRAFFIC,
     UUID,
-    Field,
+    DcgmField,
 )
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class HostEngineError(Exception):
 
 
 @dataclass
-class Activity:
+class DcgmActivity:
     """Totals of one GPU: seconds profiled, and by field the seconds active or the bytes moved."""
 
     at: float | None = None
@@ -156,7 +156,7 @@ class Dcgm:
         self._retry_at = 0.0
         self._failures = 0
         self._refusal = ""
-        self._activities: defaultdict[str, Activity] = defaultdict(Activity)
+        self._activities: defaultdict[str, DcgmActivity] = defaultdict(DcgmActivity)
         self._counters = Rising()
 
     def read(self) -> list[Sample]:
@@ -333,7 +333,7 @@ class Dcgm:
             yield from _gauges(CPU_STATE, (str(entity),), values)
 
 
-def _gauges(fields: tuple[Field, ...], labels: tuple[str, ...], values: Mapping[int, Value]) -> Iterator[Sample]:
+def _gauges(fields: tuple[DcgmField, ...], labels: tuple[str, ...], values: Mapping[int, Value]) -> Iterator[Sample]:
     for each in fields:
         value = values.get(each.id)
         if each.how == "gauge" and value is not None and value.number is not None:

@@ -16,7 +16,7 @@ from flopwatch.catalogue import Metric
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class DcgmField:
     """Field and its series; `labels` follow the entity's own.
 
     `how` to use the number: gauge, counter (rises until the part is reset) or mean (to be integrated over time).
@@ -34,26 +34,26 @@ GPU_IDENTITY = (NVML_INDEX, UUID, COMPUTE_CAPABILITY)
 CHASSIS = (572, 573, 574, 575)  # serial number, slot, tray, node: the labels of gpu_chassis_info
 SWITCH_PCI = (866, 867, 868, 869)  # domain, bus, device, function
 
-GPU_STATE = (Field(153, m.GPU_TEMPERATURE_MARGIN_CELSIUS),)
+GPU_STATE = (DcgmField(153, m.GPU_TEMPERATURE_MARGIN_CELSIUS),)
 
 # The most informative first: where the hardware cannot count all of them together, the first ones are counted.
 PROFILING = (
-    Field(1004, m.GPU_TENSOR_ACTIVE_SECONDS_TOTAL, how="mean"),
-    Field(1002, m.GPU_SM_ACTIVE_SECONDS_TOTAL, how="mean"),
-    Field(1005, m.GPU_DRAM_ACTIVE_SECONDS_TOTAL, how="mean"),
-    Field(1001, m.GPU_GRAPHICS_ACTIVE_SECONDS_TOTAL, how="mean"),
-    Field(1003, m.GPU_SM_OCCUPANCY_SECONDS_TOTAL, how="mean"),
-    Field(1009, m.GPU_PCIE_TRANSMIT_BYTES_TOTAL, how="mean"),
-    Field(1010, m.GPU_PCIE_RECEIVE_BYTES_TOTAL, how="mean"),
-    Field(1011, m.NVLINK_TRANSMIT_RAW_BYTES_TOTAL, how="mean"),
-    Field(1012, m.NVLINK_RECEIVE_RAW_BYTES_TOTAL, how="mean"),
-    Field(1007, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("fp32",), how="mean"),
-    Field(1008, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("fp16",), how="mean"),
-    Field(1006, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("fp64",), how="mean"),
-    Field(1014, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("tensor_hmma",), how="mean"),
-    Field(1013, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("tensor_imma",), how="mean"),
-    Field(1015, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("tensor_dmma",), how="mean"),
-    Field(1016, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("integer",), how="mean"),
+    DcgmField(1004, m.GPU_TENSOR_ACTIVE_SECONDS_TOTAL, how="mean"),
+    DcgmField(1002, m.GPU_SM_ACTIVE_SECONDS_TOTAL, how="mean"),
+    DcgmField(1005, m.GPU_DRAM_ACTIVE_SECONDS_TOTAL, how="mean"),
+    DcgmField(1001, m.GPU_GRAPHICS_ACTIVE_SECONDS_TOTAL, how="mean"),
+    DcgmField(1003, m.GPU_SM_OCCUPANCY_SECONDS_TOTAL, how="mean"),
+    DcgmField(1009, m.GPU_PCIE_TRANSMIT_BYTES_TOTAL, how="mean"),
+    DcgmField(1010, m.GPU_PCIE_RECEIVE_BYTES_TOTAL, how="mean"),
+    DcgmField(1011, m.NVLINK_TRANSMIT_RAW_BYTES_TOTAL, how="mean"),
+    DcgmField(1012, m.NVLINK_RECEIVE_RAW_BYTES_TOTAL, how="mean"),
+    DcgmField(1007, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("fp32",), how="mean"),
+    DcgmField(1008, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("fp16",), how="mean"),
+    DcgmField(1006, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("fp64",), how="mean"),
+    DcgmField(1014, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("tensor_hmma",), how="mean"),
+    DcgmField(1013, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("tensor_imma",), how="mean"),
+    DcgmField(1015, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("tensor_dmma",), how="mean"),
+    DcgmField(1016, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("integer",), how="mean"),
 )
 TRAFFIC = frozenset({1009, 1010, 1011, 1012})
 # From Hopper on, compute capability 9, NVML reports the activities itself (gpm.py).
@@ -61,17 +61,17 @@ NVML_PROFILES_FROM = 9
 
 SLOWDOWN_LIMIT = 859
 SWITCH_STATE = (
-    Field(858, m.NVLINK_SWITCH_TEMPERATURE_CELSIUS),
-    Field(SLOWDOWN_LIMIT, m.NVLINK_SWITCH_TEMPERATURE_LIMIT_CELSIUS, ("slowdown",)),
-    Field(860, m.NVLINK_SWITCH_TEMPERATURE_LIMIT_CELSIUS, ("shutdown",)),
-    Field(861, m.NVLINK_SWITCH_TRANSMIT_BYTES_TOTAL, how="counter"),
-    Field(862, m.NVLINK_SWITCH_RECEIVE_BYTES_TOTAL, how="counter"),
-    Field(856, m.NVLINK_SWITCH_LAST_SXID_ID, ("fatal",)),
-    Field(857, m.NVLINK_SWITCH_LAST_SXID_ID, ("non_fatal",)),
-    Field(864, m.NVLINK_SWITCH_RESET_REQUIRED),
+    DcgmField(858, m.NVLINK_SWITCH_TEMPERATURE_CELSIUS),
+    DcgmField(SLOWDOWN_LIMIT, m.NVLINK_SWITCH_TEMPERATURE_LIMIT_CELSIUS, ("slowdown",)),
+    DcgmField(860, m.NVLINK_SWITCH_TEMPERATURE_LIMIT_CELSIUS, ("shutdown",)),
+    DcgmField(861, m.NVLINK_SWITCH_TRANSMIT_BYTES_TOTAL, how="counter"),
+    DcgmField(862, m.NVLINK_SWITCH_RECEIVE_BYTES_TOTAL, how="counter"),
+    DcgmField(856, m.NVLINK_SWITCH_LAST_SXID_ID, ("fatal",)),
+    DcgmField(857, m.NVLINK_SWITCH_LAST_SXID_ID, ("non_fatal",)),
+    DcgmField(864, m.NVLINK_SWITCH_RESET_REQUIRED),
 )
 LINK_STATE = 870
 LINK_STATES = {0: "off", 1: "safe", 2: "active", 3: "error"}
 LINK_ERRORS = {784: "replay", 785: "recovery", 786: "flit", 787: "crc", 788: "ecc"}
 
-CPU_STATE = (Field(1130, m.HOST_CPU_POWER_WATTS), Field(1133, m.HOST_MODULE_POWER_WATTS))
+CPU_STATE = (DcgmField(1130, m.HOST_CPU_POWER_WATTS), DcgmField(1133, m.HOST_MODULE_POWER_WATTS))

@@ -25,7 +25,7 @@ from flopwatch.catalogue import Sample
 from flopwatch.node.collectors import Unsupported, cgroup, read_inventory
 from flopwatch.node.collectors.identity import podresources as podresources
 from flopwatch.node.collectors.identity import topology as place
-from flopwatch.node.collectors.identity.background import Background
+from flopwatch.node.collectors.identity.background import BackgroundCall
 from flopwatch.node.collectors.identity.owners import Last, LastOwners, Owner, Owners, Running, merged
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ MAX_OWNERS = 8
 MAX_JOB_ID, MAX_MAPPING_BYTES = 64, 1 << 16
 
 
-class Told(NamedTuple):
+class SourceAnswer(NamedTuple):
     """Answer of one source: owners as of Unix time `at`, its last error, and the GPUs it cannot cover."""
 
     owners: Owners
@@ -171,7 +171,7 @@ def running(runtime: Mapping[str, Any], last: Mapping[str, Last], proc: Path) ->
     return found
 
 
-def from_processes(processes: Running, last: Mapping[str, Last], proc: Path, now: float) -> Told:
+def from_processes(processes: Running, last: Mapping[str, Last], proc: Path, now: float) -> SourceAnswer:
     """Return the jobs and users that run on each GPU. GPUs are blind if all of their processes are invisible.
 
     Processes in a pod or a container are left to the kubelet.
@@ -194,7 +194,7 @@ def from_processes(processes: Running, last: Mapping[str, Last], proc: Path, now
             elif kind == "user":
                 owners.setdefault(uuid, set()).add(Owner(user=name, source="process"))
     error = f"the processes of {hidden} GPUs are invisible in {proc} (hidepid, or a container without hostPID)"
-    return Told(owners, now, error if hidden else "", frozenset(unseen))
+    return SourceAnswer(owners, now, error if hidden else "", frozenset(unseen))
 
 
 def _user(pid: int, proc: Path) -> str:
@@ -238,10 +238,10 @@ class Identity:
         host: str,
         gpus: Path,
         runtime: Path,
-        kubelet: Background[list[podresources.Assignment]] | None = None,
+        kubelet: BackgroundCall[list[podresources.Assignment]] | None = None,
         job_mapping: Path | None = None,
         proc: Path = Path("/proc"),
-        where: Background[place.Place] | None = None,
+        where: BackgroundCall[place.Place] | None = None,
         clock: Callable[[], float] = time.time,
         last: Path | None = None,
     ) -> None:
@@ -279,13 +279,13 @@ class Identity:
         content = _json_object(self._runtime)
         runtime = {uuid: about for uuid, about in content.items() if uuid in gpus and isinstance(about, dict)}
         processes = running(runtime, self._last.by_gpu, self._proc)
-        told = self._told(gpus, runtime, processes, until)
-        errors.update({name: one.error for name, one in told.items()})
-        owners = merged(*(one.owners for one in told.values()))
+        answers = self._answers(gpus, runtime, processes, until)
+        errors.update({name: one.error for name, one in answers.items()})
+        owners = merged(*(one.owners for one in answers.values()))
         samples: list[Sample] = []
         for uuid, gpu in gpus.items():
             labels = (gpu["gpu"], uuid)
-            some, at = self._owner(uuid, owners.get(uuid, set()), told, processes.get(uuid))
+            some, at = self._owner(uuid, owners.get(uuid, set()), answers, processes.get(uuid))
             samples += [(m.GPU_OWNER_INFO, (*labels, self._host, *owner), 1) for owner in some]
             if at is not None:
                 samples.append((m.GPU_OWNER_UPDATED_TIMESTAMP_SECONDS, labels, at))
@@ -295,16 +295,20 @@ class Identity:
         return samples
 
     def _owner(
-        self, uuid: str, owners: set[Owner], told: Mapping[str, Told], processes: Mapping[str, str | None] | None
+        self,
+        uuid: str,
+        owners: set[Owner],
+        answers: Mapping[str, SourceAnswer],
+        processes: Mapping[str, str | None] | None,
     ) -> tuple[list[Owner], float | None]:
         """Return the owners of a GPU and their Unix time, None if unknown.
 
         `processes` is None if NVML never listed this GPU's processes.
         """
         some = sorted(owners)[:MAX_OWNERS]
-        speaking = {SPEAKERS[owner.source] for owner in some} or told.keys()
-        at = min((told[name].at for name in speaking), default=self._clock())
-        silent = processes is None or any(uuid in one.blind for one in told.values())
+        speaking = {SPEAKERS[owner.source] for owner in some} or answers.keys()
+        at = min((answers[name].at for name in speaking), default=self._clock())
+        silent = processes is None or any(uuid in one.blind for one in answers.values())
         vanished = processes is None or (len(processes) > 0 and all(started is None for started in processes.values()))
         if vanished:
             some, at = self._last.held(uuid, some, at, processes)
@@ -316,27 +320,27 @@ class Identity:
         self._last.forget(uuid)
         return [Owner()], at
 
-    def _told(
+    def _answers(
         self, gpus: Mapping[str, dict[str, str]], runtime: Mapping[str, Any], processes: Running, until: float
-    ) -> dict[str, Told]:
+    ) -> dict[str, SourceAnswer]:
         """Return the answer of each source in use."""
         now, every = self._clock(), frozenset(gpus)
         devices = Devices(gpus, runtime, self._proc)
-        told: dict[str, Told] = {}
+        answers: dict[str, SourceAnswer] = {}
         if self._kubelet is not None:
             answer = self._kubelet.answer(until - time.monotonic())
             if answer is not None and self._kubelet.at is not None:
-                told["kubelet"] = Told(from_kubelet(answer, devices), self._kubelet.at, self._kubelet.error)
+                answers["kubelet"] = SourceAnswer(from_kubelet(answer, devices), self._kubelet.at, self._kubelet.error)
             elif not self._kubelet.absent:
-                told["kubelet"] = Told({}, now, self._kubelet.error, every)
+                answers["kubelet"] = SourceAnswer({}, now, self._kubelet.error, every)
         if runtime:
-            told["processes"] = from_processes(processes, self._last.by_gpu, self._proc, now)
+            answers["processes"] = from_processes(processes, self._last.by_gpu, self._proc, now)
         if self._job_mapping is not None:
             try:
-                told["job_mapping"] = Told(from_job_mapping(self._job_mapping, devices), now)
+                answers["job_mapping"] = SourceAnswer(from_job_mapping(self._job_mapping, devices), now)
             except OSError as error:
-                told["job_mapping"] = Told({}, now, f"{self._job_mapping}: {error.strerror}", every)
-        return told
+                answers["job_mapping"] = SourceAnswer({}, now, f"{self._job_mapping}: {error.strerror}", every)
+        return answers
 
     def _where(self, errors: dict[str, str], until: float) -> list[Sample]:
         if self._place is None:
@@ -379,9 +383,9 @@ def build(
         host,
         Path(gpus),
         Path(runtime),
-        Background(lambda: ask(Path(kubelet)), KUBELET_INTERVAL, KUBELET_HOLD) if kubelet else None,
+        BackgroundCall(lambda: ask(Path(kubelet)), KUBELET_INTERVAL, KUBELET_HOLD) if kubelet else None,
         Path(job_mapping) if job_mapping else None,
         Path(proc),
-        Background(lambda: read(topology, host), TOPOLOGY_INTERVAL, retry=TOPOLOGY_RETRY) if topology else None,
+        BackgroundCall(lambda: read(topology, host), TOPOLOGY_INTERVAL, retry=TOPOLOGY_RETRY) if topology else None,
         last=Path(gpus).with_name("gpu_owners.json"),
     )

@@ -12,7 +12,7 @@ Answer = TypeVar("Answer")
 ENDED = "the background thread has ended"
 
 
-class Background(Generic[Answer]):
+class BackgroundCall(Generic[Answer]):
     """Last answer of a slow call, which a thread repeats every `interval` seconds.
 
     After a failure the next call follows after `retry` seconds, and the last answer is valid for `hold` seconds.

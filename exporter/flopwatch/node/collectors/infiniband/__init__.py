@@ -97,7 +97,7 @@ class Infiniband:
         self._clock, self._wall = clock, wall
         self._ports: dict[str, Port] = {}  # present ones, by device/port
         self._gone: dict[str, Port] = {}
-        self._places: dict[str, pci.Place] = {}  # of ports, and of GPUs by address, present or not
+        self._places: dict[str, pci.PciPlace] = {}  # of ports, and of GPUs by address, present or not
         self._unkept = False  # whether the history has unsaved changes
         self._too_many = 0  # ports that are not read
         self._stored: dict[str, Any] = {}
@@ -230,7 +230,7 @@ class Infiniband:
         interfaces = self._own_interfaces()
         known = {**parts, **{key: port.identity for key, port in self._ports.items()}}
         ports = {
-            key: rails.Port(
+            key: rails.RailPort(
                 part["device"],
                 part["port"],
                 self._places.get(key),
@@ -273,7 +273,7 @@ class Infiniband:
         self._stored = self._history_file.load()
         for key, entry in self._part("places").items():
             with suppress(KeyError, TypeError, ValueError):
-                self._places[key] = pci.Place(tuple(str(entry["path"]).split("/")), int(entry["numa"]))
+                self._places[key] = pci.PciPlace(tuple(str(entry["path"]).split("/")), int(entry["numa"]))
         for key, port in (self._gone | self._ports).items():
             self._recall(key, port, now)
 

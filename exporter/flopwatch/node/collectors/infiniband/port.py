@@ -69,7 +69,7 @@ class Port:
         self._pread = pread
         self.link = Link()
         self.expected: float | None = None  # Gb/s
-        self.place: pci.Place | None = None
+        self.place: pci.PciPlace | None = None
         self.identity: dict[str, str] = {}
         self.seldom: list[Sample] = []  # from `identify`
         self._inode = 0

@@ -30,7 +30,7 @@ from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
 from flopwatch.node.collectors import AccessLost, Inventory, RestartReader, StateFile, Unsupported
 from flopwatch.node.collectors.nvml import access
-from flopwatch.node.collectors.nvml.card import GONE, LACKING, OVER, REPLACED, UNINITIALIZED, Card, Past, code_of
+from flopwatch.node.collectors.nvml.card import GONE, LACKING, OVER, REPLACED, UNINITIALIZED, NvmlCard, Past, code_of
 from flopwatch.node.collectors.nvml.reads import READS
 
 # After a reset or a driver reload, NVML answers only after nvmlShutdown and nvmlInit. With a GPU that stays dead that
@@ -77,7 +77,7 @@ class Nvml:
         self._initialized_at: float | None = None
         self._patience = REINITIALIZE_AFTER
         self._suspect = False
-        self._cards: dict[int, Card] = {}
+        self._cards: dict[int, NvmlCard] = {}
         self._past: defaultdict[str, Past] = defaultdict(Past)
         self._minors: dict[str, int] = {}  # minor number of each GPU's device file, where NVML reports it
         self._reported: set[tuple[str, str]] = set()
@@ -235,7 +235,7 @@ class Nvml:
                 raise
             return None
 
-    def _card(self, index: int) -> Card:
+    def _card(self, index: int) -> NvmlCard:
         """Return the GPU at an index, the same one until the next initialization."""
         if index not in self._cards:
             nvml = self._nvml
@@ -244,7 +244,7 @@ class Nvml:
             past = self._past[identity["uuid"]]
             told = self._told.get(identity["uuid"], {})
             past.links.once_up.update(link for link in told.get("links", ()) if isinstance(link, int))
-            self._cards[index] = Card(nvml, handle, identity, past, self._clock, self._proc, self._report, READS)
+            self._cards[index] = NvmlCard(nvml, handle, identity, past, self._clock, self._proc, self._report, READS)
         return self._cards[index]
 
     def _identity(self, handle: Any, index: str) -> dict[str, str]:

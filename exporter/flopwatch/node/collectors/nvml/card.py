@@ -52,8 +52,8 @@ class Past:
 
     seen: set[tuple[Metric, tuple[str, ...]]] = field(default_factory=set)
     links: fields.Links = field(default_factory=fields.Links)
-    activity: gpm.Activity = field(default_factory=gpm.Activity)
-    instances: defaultdict[str, gpm.Activity] = field(default_factory=lambda: defaultdict(gpm.Activity))
+    activity: gpm.GpmActivity = field(default_factory=gpm.GpmActivity)
+    instances: defaultdict[str, gpm.GpmActivity] = field(default_factory=lambda: defaultdict(gpm.GpmActivity))
     pids: list[int] = field(default_factory=list)
     owners: dict[int, str] = field(default_factory=dict)
 
@@ -67,14 +67,14 @@ class Read:
     """
 
     name: str
-    values: Callable[[Card], Values]
+    values: Callable[[NvmlCard], Values]
     every: float = 0.0
     needs: tuple[str, ...] = ()
     instead_of: tuple[Key | Read, ...] = ()
     whole: bool = False
 
 
-class Card:
+class NvmlCard:
     """One GPU between nvmlInit and nvmlShutdown: what it lacks, and its last readings."""
 
     def __init__(

@@ -42,7 +42,7 @@ TRAFFIC = (PCIE_SENT, PCIE_RECEIVED, NVLINK_RECEIVED, NVLINK_SENT)
 
 
 @dataclass
-class Activity:
+class GpmActivity:
     """Totals of one GPU or instance: seconds profiled, and by GPM metric the seconds active or the bytes moved."""
 
     profiled: float = 0.0
@@ -69,7 +69,7 @@ class Meter:
         nvml: Any,
         take: Callable[[Any], object],
         metrics: tuple[int, ...],
-        activity: Activity,
+        activity: GpmActivity,
         clock: Callable[[], float],
     ) -> None:
         self.activity = activity
@@ -133,7 +133,7 @@ class Meter:
         self._before = self._after = self._taken_at = None
 
 
-def whole_gpu(activity: Activity) -> Iterator[Value]:
+def whole_gpu(activity: GpmActivity) -> Iterator[Value]:
     """Return the activity series of a GPU. Pipes have series once in use, the other parts from the start."""
     yield m.GPU_PROFILED_SECONDS_TOTAL, (), activity.profiled
     for metric, row in WHOLE_GPU.items():
@@ -144,7 +144,7 @@ def whole_gpu(activity: Activity) -> Iterator[Value]:
             yield m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, (pipe,), activity.seconds[metric]
 
 
-def mig_instance(activity: Activity, gpu_instance: str) -> Iterator[Value]:
+def mig_instance(activity: GpmActivity, gpu_instance: str) -> Iterator[Value]:
     """Return the activity series of a MIG GPU instance."""
     yield m.GPU_MIG_PROFILED_SECONDS_TOTAL, (gpu_instance,), activity.profiled
     for metric, row in MIG_INSTANCE.items():

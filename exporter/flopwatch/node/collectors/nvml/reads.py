@@ -14,7 +14,7 @@ from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric
 from flopwatch.node.collectors import cgroup
 from flopwatch.node.collectors.nvml import fields, gpm
-from flopwatch.node.collectors.nvml.card import GONE, LACKING, OVER, Card, Read, Values, code_of
+from flopwatch.node.collectors.nvml.card import GONE, LACKING, OVER, NvmlCard, Read, Values, code_of
 from flopwatch.node.collectors.nvml.fields import Key
 
 # Seconds between two reads of values that change seldom or cost more. A scrape every 10 s reads them every time.
@@ -35,7 +35,7 @@ ECC_LOCATIONS = {0: "l1", 1: "l2", 2: "dram", 3: "register", 4: "texture", 5: "s
 THRESHOLDS = {0: "shutdown", 1: "slowdown", 2: "memory_max", 3: "gpu_max"}
 
 
-def _batch(card: Card, table: tuple[fields.Field, ...]) -> Values:
+def _batch(card: NvmlCard, table: tuple[fields.NvmlField, ...]) -> Values:
     """Read the fields of a table that the card has. A second round reads replacements of missing fields."""
     asked: set[Key] = set()
     answered, trouble = False, 0
@@ -72,7 +72,7 @@ def _batch(card: Card, table: tuple[fields.Field, ...]) -> Values:
         raise card.nvml.NVMLError(trouble)
 
 
-def _links(card: Card) -> Values:
+def _links(card: NvmlCard) -> Values:
     """Read every link of the GPU. A field is missing only if no link has it: a link that is down has few."""
     count = card.latest.get(fields.LINK_COUNT)
     if count is None:
@@ -104,7 +104,7 @@ def _links(card: Card) -> Values:
         yield from _batch(card, (fields.OLD_LINK_SPEED,))
 
 
-def _old_link_states(card: Card, links: range) -> dict[Key, float]:
+def _old_link_states(card: NvmlCard, links: range) -> dict[Key, float]:
     states: dict[Key, float] = {}
     for link in links:
         try:
@@ -116,7 +116,7 @@ def _old_link_states(card: Card, links: range) -> dict[Key, float]:
     return states
 
 
-def _memory(card: Card) -> Values:
+def _memory(card: NvmlCard) -> Values:
     # Version 2 excludes the driver's reserve from `used`.
     memory = card.nvml.nvmlDeviceGetMemoryInfo(card.handle, card.nvml.nvmlMemory_v2)
     yield m.GPU_MEMORY_USED_BYTES, (), memory.used
@@ -124,25 +124,25 @@ def _memory(card: Card) -> Values:
     yield m.GPU_MEMORY_RESERVED_BYTES, (), memory.reserved
 
 
-def _memory_v1(card: Card) -> Values:
+def _memory_v1(card: NvmlCard) -> Values:
     memory = card.nvml.nvmlDeviceGetMemoryInfo(card.handle)
     yield m.GPU_MEMORY_USED_BYTES, (), memory.used
     yield m.GPU_MEMORY_TOTAL_BYTES, (), memory.total
 
 
-def _bar1(card: Card) -> Values:
+def _bar1(card: NvmlCard) -> Values:
     memory = card.nvml.nvmlDeviceGetBAR1MemoryInfo(card.handle)
     yield m.GPU_BAR1_USED_BYTES, (), memory.bar1Used
     yield m.GPU_BAR1_TOTAL_BYTES, (), memory.bar1Total
 
 
-def _utilization(card: Card) -> Values:
+def _utilization(card: NvmlCard) -> Values:
     utilization = card.nvml.nvmlDeviceGetUtilizationRates(card.handle)
     yield m.GPU_UTILIZATION_RATIO, (), utilization.gpu
     yield m.GPU_MEMORY_COPY_UTILIZATION_RATIO, (), utilization.memory
 
 
-def _clock_events(card: Card, call: str) -> Values:
+def _clock_events(card: NvmlCard, call: str) -> Values:
     active = getattr(card.nvml, call)(card.handle)
     for bit, reason in fields.CLOCK_EVENTS.items():
         number = float(bool(active & bit))
@@ -150,7 +150,7 @@ def _clock_events(card: Card, call: str) -> Values:
             yield m.GPU_CLOCK_EVENT_ACTIVE, (reason,), number
 
 
-def _processes(card: Card) -> Values:
+def _processes(card: NvmlCard) -> Values:
     """Count the compute processes by owner, the owners with most memory first."""
     processes = card.nvml.nvmlDeviceGetComputeRunningProcesses_v3(card.handle)
     pids = {process.pid for process in processes}
@@ -174,7 +174,7 @@ def _processes(card: Card) -> Values:
             yield m.GPU_PROCESS_MEMORY_BYTES, (name,), sum(held)
 
 
-def _ecc_locations(card: Card) -> Values:
+def _ecc_locations(card: NvmlCard) -> Values:
     """Read the locations of the ECC errors, if there were any."""
     for error, (number, total) in ECC_TYPES.items():
         for location, name in ECC_LOCATIONS.items():
@@ -191,13 +191,13 @@ def _ecc_locations(card: Card) -> Values:
                 yield m.GPU_ECC_LOCATION_ERRORS_TOTAL, (error, name), count
 
 
-def _sram(card: Card) -> Values:
+def _sram(card: NvmlCard) -> Values:
     status = card.nvml.c_nvmlEccSramErrorStatus_v1_t()
     card.nvml.nvmlDeviceGetSramEccErrorStatus(card.handle, byref(status))
     yield m.GPU_SRAM_ERROR_THRESHOLD_EXCEEDED, (), status.bThresholdExceeded
 
 
-def _remapped_rows(card: Card) -> Values:
+def _remapped_rows(card: NvmlCard) -> Values:
     corrected, uncorrected, pending, failure = card.nvml.nvmlDeviceGetRemappedRows(card.handle)
     yield m.GPU_REMAPPED_ROWS_TOTAL, ("corrected",), corrected
     yield m.GPU_REMAPPED_ROWS_TOTAL, ("uncorrected",), uncorrected
@@ -205,7 +205,7 @@ def _remapped_rows(card: Card) -> Values:
     yield m.GPU_ROW_REMAP_FAILURE, (), failure
 
 
-def _spare_rows(card: Card) -> Values:
+def _spare_rows(card: NvmlCard) -> Values:
     histogram = card.nvml.nvmlDeviceGetRowRemapperHistogram(card.handle)
     for availability in ("max", "high", "partial", "low", "none"):
         count = getattr(histogram, availability)
@@ -213,13 +213,13 @@ def _spare_rows(card: Card) -> Values:
             yield m.GPU_ROW_REMAP_BANKS, (availability,), count
 
 
-def _repair(card: Card) -> Values:
+def _repair(card: NvmlCard) -> Values:
     channel, tpc = card.nvml.nvmlDeviceGetRepairStatus(card.handle)
     yield m.GPU_REPAIR_PENDING, ("channel",), channel
     yield m.GPU_REPAIR_PENDING, ("tpc",), tpc
 
 
-def _fabric(card: Card, structure: str) -> Values:
+def _fabric(card: NvmlCard, structure: str) -> Values:
     info = getattr(card.nvml, structure)()
     card.nvml.nvmlDeviceGetGpuFabricInfoV(card.handle, byref(info))
     state = info.state & 0xFF  # one byte in C followed by padding, an int in pynvml
@@ -238,7 +238,7 @@ def _fabric(card: Card, structure: str) -> Values:
             yield m.GPU_FABRIC_FAULT, (fault,), float(there)
 
 
-def _mig(card: Card) -> Values:
+def _mig(card: NvmlCard) -> Values:
     """Read the MIG mode and instances. A change of either makes the card read everything again."""
     mode = card.nvml.nvmlDeviceGetMigMode(card.handle)[0]
     yield m.GPU_MIG_MODE, (), mode
@@ -259,7 +259,7 @@ def _mig(card: Card) -> Values:
             yield m.GPU_MIG_MEMORY_TOTAL_BYTES, (instance,), memory.total
 
 
-def _instances(card: Card) -> Iterator[tuple[dict[str, str], Any]]:
+def _instances(card: NvmlCard) -> Iterator[tuple[dict[str, str], Any]]:
     """Yield the labels and the memory of each instance, None if unreadable. An error costs only its instance."""
     nvml = card.nvml
     failures: set[int | None] = set()
@@ -297,14 +297,14 @@ def _instances(card: Card) -> Iterator[tuple[dict[str, str], Any]]:
     card.incomplete = not failures <= {None, *LACKING, *EMPTY_SLOT}
 
 
-def _gpm_supported(card: Card) -> bool:
+def _gpm_supported(card: NvmlCard) -> bool:
     """Return whether the card has GPM. The driver is asked once."""
     if GPM not in card.latest:
         card.latest[GPM] = card.nvml.nvmlGpmQueryDeviceSupport(card.handle).isSupportedDevice
     return card.latest[GPM] != 0
 
 
-def _activity(card: Card) -> Values:
+def _activity(card: NvmlCard) -> Values:
     if not _gpm_supported(card):
         raise card.nvml.NVMLError(card.nvml.NVML_ERROR_NOT_SUPPORTED)
     meter = card.meter()
@@ -323,7 +323,7 @@ def _activity(card: Card) -> Values:
         raise failure
 
 
-def _advance(card: Card, meter: gpm.Meter) -> Exception | None:
+def _advance(card: NvmlCard, meter: gpm.Meter) -> Exception | None:
     """Return the error of a meter that could not advance, such as a profiler holding the hardware counters.
 
     The counts so far stay. Raises NVMLError for errors that last.
@@ -340,7 +340,7 @@ def _advance(card: Card, meter: gpm.Meter) -> Exception | None:
     return None
 
 
-def _instance_activity(card: Card) -> Values:
+def _instance_activity(card: NvmlCard) -> Values:
     if not _gpm_supported(card):
         raise card.nvml.NVMLError(card.nvml.NVML_ERROR_NOT_SUPPORTED)
     failure: Exception | None = None
@@ -357,7 +357,7 @@ def _value(
 ) -> Read:
     """Return the read of a call that gives one number, or the number at `item` of a list."""
 
-    def values(card: Card) -> Values:
+    def values(card: NvmlCard) -> Values:
         answer = getattr(card.nvml, name)(card.handle, *arguments)
         number = answer if item is None else answer[item]
         if fields.known(number):

@@ -31,13 +31,13 @@ from flopwatch.node.collectors.xid.kernel_lines import (
     switch_errors,
 )
 from flopwatch.node.collectors.xid.kernel_lines import OFF_THE_BUS as OFF_THE_BUS
-from flopwatch.node.collectors.xid.kernel_lines import Event as Event
-from flopwatch.node.collectors.xid.kernel_lines import Record as Record
+from flopwatch.node.collectors.xid.kernel_lines import KernelRecord as KernelRecord
+from flopwatch.node.collectors.xid.kernel_lines import XidEvent as XidEvent
 from flopwatch.node.collectors.xid.kernel_lines import events as events
 from flopwatch.node.collectors.xid.kernel_lines import pci_address as pci_address
 from flopwatch.node.collectors.xid.kernel_lines import record as record
-from flopwatch.node.collectors.xid.kernel_log import Entry, KernelLog
-from flopwatch.node.collectors.xid.nvml_events import UNKNOWN_XID, Told, Watcher
+from flopwatch.node.collectors.xid.kernel_log import KernelLog, LogEntry
+from flopwatch.node.collectors.xid.nvml_events import UNKNOWN_XID, NvmlEvent, Watcher
 from flopwatch.node.collectors.xid.reconcile import Reconciler
 
 # Present at 0 from the start, so that the first one is an increase. A GPU's 120 series leave room for these: the paging
@@ -96,7 +96,7 @@ class Xid:
         self._counts = Counts(always=paging_xids())
         self._counts.load(stored)
         self._reconciler = Reconciler[tuple[str, int]](SAME_EVENT_SECONDS)
-        self._reconciler.restore(_told_before(stored.get("told")))
+        self._reconciler.restore(_earlier_events(stored.get("told")))
         numbering, place, since = (stored.get(key) for key in ("log", "next", "since"))
         self._kernel = KernelLog(
             str(kmsg),
@@ -109,7 +109,7 @@ class Xid:
             since=since if isinstance(since, float) else float("-inf"),
         )
         # A node has series once a source has answered. Which of them answers now is a series as well.
-        self._heard = bool(stored)
+        self._had_source = bool(stored)
         self._had_kernel_log = bool(self._kernel.numbering)
         self._was_live = False
         self._unsaved = not stored
@@ -130,8 +130,8 @@ class Xid:
         versions = {uuid: part["driver_version"] for uuid, part in known.items()}
         for entry in entries:
             self._take_record(entry, owners, versions)
-        for told in self._watcher.drain() if self._watcher is not None else ():
-            self._take_event(told, owners)
+        for event in self._watcher.drain() if self._watcher is not None else ():
+            self._take_event(event, owners)
         self._save()
         if self._watcher is not None and self._watcher.replaced:
             raise RestartReader(f"the driver was replaced under this process: {self._watcher.error}")
@@ -140,7 +140,7 @@ class Xid:
 
     def close(self) -> None:
         """Close the driver and the kernel log, and store the place in it."""
-        if self._heard:
+        if self._had_source:
             self._unsaved = self._unsaved or self._kernel.place != self._saved_place
             self._save()
         self._kernel.close()
@@ -158,8 +158,8 @@ class Xid:
         self._up = errors
         self._had_kernel_log = self._had_kernel_log or not self._kernel.error
         self._was_live = self._was_live or self._kernel.live
-        self._heard = self._heard or not all(errors.values())
-        if not self._heard and not (has_gpus and watcher is not None and not watcher.absent):
+        self._had_source = self._had_source or not all(errors.values())
+        if not self._had_source and not (has_gpus and watcher is not None and not watcher.absent):
             raise Unsupported("; ".join(f"{source}: {error}" for source, error in errors.items()))
 
     def _parts(self, known: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[str, str]]:
@@ -173,7 +173,7 @@ class Xid:
                 parts.setdefault(pci, (device.gpu, device.uuid))
         return parts
 
-    def _take_record(self, entry: Entry, owners: Mapping[str, str], versions: Mapping[str, str]) -> None:
+    def _take_record(self, entry: LogEntry, owners: Mapping[str, str], versions: Mapping[str, str]) -> None:
         text, at = entry.record.text, entry.at
         counts = self._counts
         for pci, uuid in introductions(text):
@@ -198,17 +198,17 @@ class Xid:
             counts.oom_kill(pid, at)
         self._unsaved = True
 
-    def _take_event(self, told: Told, owners: Mapping[str, str]) -> None:
-        owner = owners.get(told.pci, told.pci)
+    def _take_event(self, event: NvmlEvent, owners: Mapping[str, str]) -> None:
+        owner = owners.get(event.pci, event.pci)
         self._unsaved = True
-        if told.notice:
-            self._counts.notice(owner, told.notice)
-        elif told.xid == UNKNOWN_XID and not self._kernel.error:
+        if event.notice:
+            self._counts.notice(owner, event.notice)
+        elif event.xid == UNKNOWN_XID and not self._kernel.error:
             return  # the kernel log has its number
         else:
-            code = self._counts.counted_as(owner, told.xid)
-            if code is not None and self._reconciler.news((told.pci, code), "nvml", told.at):
-                self._counts.xid(owner, code, told.at)
+            code = self._counts.counted_as(owner, event.xid)
+            if code is not None and self._reconciler.news((event.pci, code), "nvml", event.at):
+                self._counts.xid(owner, code, event.at)
 
     def _save(self) -> None:
         """Store the counts. Records that count nothing may be read again after a restart."""
@@ -278,19 +278,19 @@ class Xid:
             yield m.FLOPWATCH_KERNEL_LOG_LOST_TOTAL, (), self._kernel.lost
 
 
-def _told_before(stored: Any) -> Iterator[tuple[tuple[str, int], float, list[str]]]:
+def _earlier_events(stored: Any) -> Iterator[tuple[tuple[str, int], float, list[str]]]:
     """Yield the events that an earlier process counted lately, without invalid entries."""
     for item in stored if isinstance(stored, list) else ():
         if (
             isinstance(item, list)
-            and list(map(type, item)) in (_TOLD, _TOLD_WHOLE)
+            and list(map(type, item)) in (_STORED, _STORED_WHOLE)
             and all(isinstance(source, str) for source in item[3])
         ):
             pci, code, at, sources = item
             yield (pci, code), float(at), sources
 
 
-_TOLD, _TOLD_WHOLE = [str, int, float, list], [str, int, int, list]
+_STORED, _STORED_WHOLE = [str, int, float, list], [str, int, int, list]
 
 
 def build(kmsg: str, gpus: str, state: str, nvml: str = "", library: Any = None) -> Xid:

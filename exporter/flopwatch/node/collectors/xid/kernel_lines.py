@@ -52,7 +52,7 @@ NODE_EVENTS = {
 _OOM_KILL = re.compile(r"\boom-kill:constraint=.*,pid=(?P<pid>[0-9]{1,10}),uid=[0-9]{1,10}$")
 
 
-class Record(NamedTuple):
+class KernelRecord(NamedTuple):
     """One kernel log record; `at` is in seconds since boot."""
 
     sequence: int
@@ -60,7 +60,7 @@ class Record(NamedTuple):
     text: str
 
 
-class Event(NamedTuple):
+class XidEvent(NamedTuple):
     """One Xid of one GPU; `numbered` is False for driver lines without an Xid; `detail` is the text after it."""
 
     pci: str
@@ -69,13 +69,13 @@ class Event(NamedTuple):
     detail: str = ""
 
 
-def record(line: str) -> Record | None:
+def record(line: str) -> KernelRecord | None:
     """Return the record in one line of /dev/kmsg, or None if the kernel did not write it."""
     match = _RECORD.match(line)
     # Facility 0 is the kernel. Records written by user space have another one.
     if match is None or int(match["priority"]) >> 3:
         return None
-    return Record(int(match["sequence"]), int(match["microseconds"]) / 1e6, match["text"])
+    return KernelRecord(int(match["sequence"]), int(match["microseconds"]) / 1e6, match["text"])
 
 
 def pci_address(text: str) -> str:
@@ -84,17 +84,17 @@ def pci_address(text: str) -> str:
     return f"{int(domain[0], 16) if domain else 0:04x}:{bus}:{device}"
 
 
-def events(text: str) -> Iterator[Event]:
+def events(text: str) -> Iterator[XidEvent]:
     """Yield the Xids in the text of one record, where the kernel writes a line break as `\\x0a`."""
     named = ""
     for line in text.split("\\x0a"):
         if xid := _XID.search(line):
-            yield Event(pci_address(xid["pci"]), int(xid["xid"]), True, xid["detail"])
+            yield XidEvent(pci_address(xid["pci"]), int(xid["xid"]), True, xid["detail"])
             continue
         if gpu := _GPU.search(line):
             named = pci_address(gpu["pci"])
         if named and "fallen off the bus" in line:
-            yield Event(named, OFF_THE_BUS, False)
+            yield XidEvent(named, OFF_THE_BUS, False)
             named = ""
 
 

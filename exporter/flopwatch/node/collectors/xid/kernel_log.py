@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from flopwatch.node.collectors.xid.kernel_lines import Record, record
+from flopwatch.node.collectors.xid.kernel_lines import KernelRecord, record
 
 SOCKET_SCHEME = "unix:"
 # Line of the socket after the records of the ring. No kernel record begins with a space.
@@ -40,10 +40,10 @@ PAUSE = 0.05  # seconds between the pulls of the thread, so that a flood is read
 RETRY = 1.0  # seconds between attempts to open
 
 
-class Entry(NamedTuple):
+class LogEntry(NamedTuple):
     """One relevant record, and the Unix time of its writing."""
 
-    record: Record
+    record: KernelRecord
     at: float
 
 
@@ -76,7 +76,7 @@ class KernelLog:
         self._booted = booted
         self._clock = clock
         self._lock = threading.Lock()
-        self._entries: deque[Entry] = deque()
+        self._entries: deque[LogEntry] = deque()
         self._next = place
         self._expected: int | None = None
         self._open: _Device | _Socket | None = None
@@ -96,7 +96,7 @@ class KernelLog:
             self._thread = threading.Thread(target=self._follow, name="kernel log", daemon=True)
             self._thread.start()
 
-    def drain(self) -> list[Entry]:
+    def drain(self) -> list[LogEntry]:
         """Return the records since the last drain; `numbering`, `place` and `since` are then those after them."""
         with self._lock:
             self._pull()
@@ -191,7 +191,7 @@ class KernelLog:
         if self.live:
             now = self._clock()
             at = min(max(at, self.since), now)
-        self._entries.append(Entry(entry, at))
+        self._entries.append(LogEntry(entry, at))
 
     def _pull_file(self) -> None:
         with open(self.where, "rb", buffering=0) as file:

@@ -51,7 +51,7 @@ class LinkError(NamedTuple):
     investigation: str
 
 
-class Row(NamedTuple):
+class LinkErrorRow(NamedTuple):
     """Row of the table; `layouts` are (mask, value) of the interrupt information in both bit layouts."""
 
     xid: int
@@ -80,8 +80,8 @@ def decode(xid: int, text: str, driver_version: str = "") -> LinkError | None:
 
 
 def find(
-    table: Sequence[Row], xid: int, interrupt: int, status: int, unit: str, driver_version: str = ""
-) -> Row | None:
+    table: Sequence[LinkErrorRow], xid: int, interrupt: int, status: int, unit: str, driver_version: str = ""
+) -> LinkErrorRow | None:
     """Return the row for two words of an NVLink 5 Xid.
 
     The unit in the text must be the row's. Without a row in the layout of this driver, the other layout is tried. The
@@ -106,10 +106,10 @@ def find(
 
 
 @functools.cache
-def table() -> tuple[Row, ...]:
+def table() -> tuple[LinkErrorRow, ...]:
     """Return the rows of data/xid_nvlink5.csv."""
     return tuple(
-        Row(
+        LinkErrorRow(
             int(row["xid"]),
             tuple(row["unit"].split("/")),
             (pattern(row["intrinfo_v1_before_r575"]), pattern(row["intrinfo_v2_from_r575"])),

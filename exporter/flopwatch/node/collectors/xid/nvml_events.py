@@ -43,7 +43,7 @@ class Device(NamedTuple):
     pci: str
 
 
-class Told(NamedTuple):
+class NvmlEvent(NamedTuple):
     """Event of the GPU at a PCI address: an Xid or a notice, at a Unix time."""
 
     pci: str
@@ -61,7 +61,7 @@ class Watcher:
         self._nvml = library
         self._clock = clock
         self._first_backoff = first_backoff
-        self._told: deque[Told] = deque(maxlen=MAX_EVENTS)
+        self._told: deque[NvmlEvent] = deque(maxlen=MAX_EVENTS)
         self._stopped = threading.Event()
         self._settled = threading.Event()
         self._thread: threading.Thread | None = None
@@ -80,7 +80,7 @@ class Watcher:
         self._thread.start()
         self._settled.wait(patience)
 
-    def drain(self) -> list[Told]:
+    def drain(self) -> list[NvmlEvent]:
         """Return the events since the last drain; never blocks."""
         told = []
         with suppress(IndexError):
@@ -182,9 +182,9 @@ class Watcher:
             return
         if data.eventType == XID:
             if data.eventData != 0:
-                self._told.append(Told(device.pci, self._clock(), int(data.eventData), ""))
+                self._told.append(NvmlEvent(device.pci, self._clock(), int(data.eventData), ""))
         elif data.eventType in NOTICES:
-            self._told.append(Told(device.pci, self._clock(), 0, NOTICES[data.eventType]))
+            self._told.append(NvmlEvent(device.pci, self._clock(), 0, NOTICES[data.eventType]))
 
     def _parent(self, handle: Any) -> Device | None:
         """Return the GPU of a MIG instance."""
