@@ -23,7 +23,7 @@ from urllib.request import Request, urlopen
 
 ALERT = "FlopwatchTest"
 WATCHDOG = "FlopwatchWatchdog"  # always fires
-NOBODY = re.compile(r"(.*/)?(null|nobody|none|blackhole|devnull)", re.IGNORECASE)
+NO_RECEIVER = re.compile(r"(.*/)?(null|nobody|none|blackhole|devnull)", re.IGNORECASE)
 
 
 class MissingError(Exception):
@@ -160,15 +160,15 @@ def routed(alertmanager: str, receiver: str) -> str:
     if not found:
         raise MissingError("Alertmanager has taken the test alert and does not show it")
     names = sorted({one["name"] for alert in found for one in alert["receivers"]})
-    told = [name for name in names if (re.search(receiver, name) if receiver else not NOBODY.fullmatch(name))]
-    if not told:
-        wanted = f"none matches tests.receiver, {receiver}" if receiver else "that tells nobody"
+    receivers = [name for name in names if (re.search(receiver, name) if receiver else not NO_RECEIVER.fullmatch(name))]
+    if not receivers:
+        wanted = f"none matches tests.receiver, {receiver}" if receiver else "that reaches no receiver"
         raise MissingError(
             f"Alertmanager routes the test alert to {', '.join(names)}: {wanted}. Set routing.kind, or "
             "add a route to your own configuration; an AlertmanagerConfig is taken where "
             "alertmanagerConfigSelector and alertmanagerConfigNamespaceSelector select it"
         )
-    return f"Alertmanager routes an alert to {', '.join(told)}"
+    return f"Alertmanager routes an alert to {', '.join(receivers)}"
 
 
 def until(seconds: float, check: Callable[[], str], pause: float = 2.0) -> None:

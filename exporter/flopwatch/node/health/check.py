@@ -109,8 +109,8 @@ def _hint(error: object) -> str:
 def here(settings: ExporterSettings, deadline: float, sources: SourcesFactory = host_sources) -> Iterator[Look]:
     """Yield a function that reads the hardware, each source within `deadline` seconds. No state is written."""
     sources(settings)  # creates the simulated node, which is then copied
-    with copied(settings) as beside:
-        readers = [reader for reader in hardware(beside, sources(beside)) if reader.name in SOURCES]
+    with copied(settings) as copy:
+        readers = [reader for reader in hardware(copy, sources(copy)) if reader.name in SOURCES]
         release = Release(settings.state, [reader for reader in readers if reader.driver], guest=True)
         release.check()
         with ThreadPoolExecutor(len(readers)) as pool:

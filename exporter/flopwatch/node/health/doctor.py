@@ -138,8 +138,8 @@ def examine(settings: ExporterSettings, sources: SourcesFactory = host_sources) 
     """Return what can be read on this node now. Raises SettingsError."""
     report = Report(flopwatch.__version__, settings.host, _user(), settings.simulate is not None)
     report.listeners = {"--listen": _listener(settings.listen), "--otlp-listen": _listener(settings.otlp_listen)}
-    with copied(settings) as beside:
-        _look(beside, sources(beside), report)
+    with copied(settings) as copy:
+        _look(copy, sources(copy), report)
     return report
 
 
@@ -219,9 +219,9 @@ def _messages() -> Iterator[dict[str, list[str]]]:
             os.close(terminal)
         log.seek(0)
         for line in log.read(1 << 20).decode("utf-8", "replace").splitlines():
-            said = re.match(r"\S+ \S+ (?:WARNING|ERROR) flopwatch\.\S*?(\w+): (.*)", line)
-            if said and said[2] not in found.setdefault(said[1], []) and said[2] != "read failed":
-                found[said[1]].append(said[2])
+            match = re.match(r"\S+ \S+ (?:WARNING|ERROR) flopwatch\.\S*?(\w+): (.*)", line)
+            if match and match[2] not in found.setdefault(match[1], []) and match[2] != "read failed":
+                found[match[1]].append(match[2])
 
 
 # Evaluation.
@@ -272,8 +272,8 @@ def _gpu(
         kernel_log = _value(m.FLOPWATCH_XID_SOURCE_UP, ("kernel_log",), samples) == 1
         for row in m.all_metrics():
             if row.labels[:2] == GPU and row.name not in had:
-                told = answers.get(f"gpu{info['gpu']}", {})
-                reason = _why(row, told, answers.get("lacks", []), kernel_log, "dcgm" in readings)
+                answered = answers.get(f"gpu{info['gpu']}", {})
+                reason = _why(row, answered, answers.get("lacks", []), kernel_log, "dcgm" in readings)
                 part.missing.setdefault(reason, []).append(row.name)
     return part
 
@@ -445,8 +445,8 @@ def _losses(report: Report, samples: Sequence[Sample], settings: ExporterSetting
     for row, where in ((m.FLOPWATCH_IDENTITY_SOURCE_UP, "identity"), (m.FLOPWATCH_XID_SOURCE_UP, "xid")):
         for one, labels, up in samples:
             if one is row and up == 0 and labels[0] not in absent:
-                said = [line for line in says[where] if labels[0] in line]
-                losses.append(f"{where}: {said[-1] if said else f'{labels[0]} does not answer'}")
+                found_lines = [line for line in says[where] if labels[0] in line]
+                losses.append(f"{where}: {found_lines[-1] if found_lines else f'{labels[0]} does not answer'}")
     return losses
 
 

@@ -24,15 +24,15 @@ def page(report: Report, width: int) -> str:
 def _lines(report: Report, width: int) -> Iterator[str]:
     def entry(label: str, *texts: str) -> Iterator[str]:
         """Yield a label with paragraphs next to it."""
-        beside = " " * (LABEL + 3)
+        indent = " " * (LABEL + 3)
         if len(label) > LABEL:
             yield f"  {label}"
-        start = beside if len(label) > LABEL else f"  {label:<{LABEL}} "
+        start = indent if len(label) > LABEL else f"  {label:<{LABEL}} "
         for text in filter(len, texts):
             yield from textwrap.wrap(
-                text, width, initial_indent=start, subsequent_indent=beside, break_on_hyphens=False
+                text, width, initial_indent=start, subsequent_indent=indent, break_on_hyphens=False
             )
-            start = beside
+            start = indent
 
     simulated = " (a simulated node)" if report.simulated else ""
     yield f"flopwatch {report.version} on {report.host}{simulated}, as {report.user}"

@@ -68,7 +68,7 @@ class Verdict:
         self._expected = expectations
         self._clock = clock
         self._booted = booted
-        self._said: dict[tuple[str, ...], str] = {}
+        self._logged: dict[tuple[str, ...], str] = {}
 
     def facts(self, samples: Iterable[Sample]) -> Facts:
         """Return the samples in the form that the rules use."""
@@ -81,16 +81,16 @@ class Verdict:
     def judge_twice(self, before: Iterable[Sample], after: Iterable[Sample], seconds: float) -> Judgement:
         """Return what is wrong in both looks, `seconds` apart, and the error counters that rose between them."""
         first, second = self.facts(before), self.facts(after)
-        stood = {(reason.reason, reason.part) for reason in _judgement(first, []).reasons}
+        earlier = {(reason.reason, reason.part) for reason in _judgement(first, []).reasons}
         judgement = _judgement(second, list(_rises(first, second, seconds)))
         risen = {rise.reason for rise in RISES}
-        reasons = tuple(one for one in judgement.reasons if one.reason in risen or (one.reason, one.part) in stood)
+        reasons = tuple(one for one in judgement.reasons if one.reason in risen or (one.reason, one.part) in earlier)
         return Judgement(reasons, judgement.gpus, judgement.ports)
 
     def derive(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the verdict, its reasons and the expectations as samples."""
         judgement = self.judge(samples)
-        self._say(judgement)
+        self._log(judgement)
         derived: list[Sample] = [(m.HOST_VERDICT_ID, (), _WEIGHT[judgement.verdict])]
         derived += [
             (m.HOST_VERDICT_REASON, (one.reason, one.part, one.verdict, one.action), 1) for one in judgement.reasons
@@ -103,15 +103,15 @@ class Verdict:
         }
         return derived + [(m.HOST_EXPECTED_PARTS, (kind,), count) for kind, count in parts.items() if count]
 
-    def _say(self, judgement: Judgement) -> None:
+    def _log(self, judgement: Judgement) -> None:
         """Log new reasons, and those that no longer apply."""
         # The key excludes the sentence, which may contain a changing number.
         now: dict[tuple[str, ...], str] = {one[:3]: f"{one.verdict}: {one}" for one in judgement.reasons}
-        for key in now.keys() - self._said.keys():
+        for key in now.keys() - self._logged.keys():
             log.warning("the node is %s", now[key])
-        for key in self._said.keys() - now.keys():
-            log.info("resolved: %s", self._said[key])
-        self._said = {key: self._said.get(key, words) for key, words in now.items()}
+        for key in self._logged.keys() - now.keys():
+            log.info("resolved: %s", self._logged[key])
+        self._logged = {key: self._logged.get(key, words) for key, words in now.items()}
 
 
 def _judgement(facts: Facts, more: list[Reason]) -> Judgement:

@@ -535,7 +535,7 @@ def test_without_its_http_library_the_kubelet_is_a_failing_source_that_says_what
         assert sources(collector.read()) == {"kubelet": 0, "processes": 1}
         background = collector._kubelet
         assert background is not None
-        assert background.error == "the package h2 is missing; pip install 'flopwatch[exporter]' brings it"
+        assert background.error == "the package h2 is missing; pip install 'flopwatch[exporter]'"
         assert background._first.is_set(), "no later read waits for a first answer"
         collector.close()
 

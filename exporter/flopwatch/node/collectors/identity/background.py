@@ -46,9 +46,9 @@ class BackgroundCall(Generic[Answer]):
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
 
-    def answer(self, patience: float) -> Answer | None:
+    def answer(self, timeout: float) -> Answer | None:
         """Return the last valid answer, or None. Wait up to `patience` seconds for the first one."""
-        self._first.wait(patience)
+        self._first.wait(timeout)
         if self.at is None or (self.error and self._clock() - self.at > self._hold):
             return None
         return self._answer

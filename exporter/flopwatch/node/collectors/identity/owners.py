@@ -33,13 +33,13 @@ Running = dict[str, dict[str, "str | None"]]
 BY_PROCESSES = ("slurm", "process")
 
 
-def merged(*told: Owners) -> Owners:
+def merged(*answers: Owners) -> Owners:
     """Return the owners of several sources, each owner once.
 
     A job named by both its processes and the job mapping is one owner. A user is an owner only where there is no other.
     """
     owners: Owners = {}
-    for source in told:
+    for source in answers:
         for uuid, some in source.items():
             owners.setdefault(uuid, set()).update(some)
     for uuid, some in owners.items():

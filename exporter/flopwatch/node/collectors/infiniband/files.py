@@ -112,7 +112,7 @@ class SysfsFile:
 class CounterFile(SysfsFile):
     """Counter file whose count continues when its register wraps or is cleared."""
 
-    __slots__ = ("_full", "_last", "_quiet", "_total", "_unit", "_wrap", "anew")
+    __slots__ = ("_full", "_last", "_quiet", "_total", "_unit", "_wrap", "replaced")
 
     def __init__(self, path: str, row: PortCounter, labels: tuple[str, ...], name: str) -> None:
         super().__init__(path, row, labels, counter)
@@ -121,7 +121,7 @@ class CounterFile(SysfsFile):
         self._wrap = 2**row.bits if row.bits < 64 and not row.sticks else 0
         self._unit = 4 if name in row.words else 1
         self._last = self._total = 0
-        self.anew = False  # the device was replaced, so a fall is not a wrap
+        self.replaced = False  # the device was replaced, so a fall is not a wrap
 
     def take(self, data: bytes) -> None:
         self.data = data
@@ -129,8 +129,8 @@ class CounterFile(SysfsFile):
         number = counter(first_line(data))
         if number is None:
             return
-        self._total += risen(self._last, number, 0 if self.anew else self._wrap)
-        self._last, self.anew = number, False
+        self._total += risen(self._last, number, 0 if self.replaced else self._wrap)
+        self._last, self.replaced = number, False
         if number == self._full:
             self.stuck = (m.INFINIBAND_COUNTER_SATURATED, (*self.labels, os.path.basename(self.path)), 1)
         if self._total or not self._quiet:
@@ -141,9 +141,9 @@ class CounterFile(SysfsFile):
         counts = self._total != self._last or 2 * self._last > self._wrap > 0
         return (self._total, self._last) if counts else None
 
-    def resume(self, total: int, last: int, anew: bool) -> None:
+    def resume(self, total: int, last: int, replaced: bool) -> None:
         """Continue from the count and the register of an earlier process."""
-        self._total, self._last, self.anew = total, last, anew
+        self._total, self._last, self.replaced = total, last, replaced
 
 
 def first_line(data: bytes) -> str:

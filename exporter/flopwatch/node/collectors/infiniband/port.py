@@ -106,7 +106,7 @@ class Port:
             self._complained.clear()
             for counted in self._files.values():
                 if isinstance(counted, CounterFile):
-                    counted.anew = True
+                    counted.replaced = True
         device, port = self.labels
         layer = first_line_of(f"{self._folder}/link_layer")
         self._net = self._net_devices()
@@ -204,7 +204,7 @@ class Port:
         result = CounterFile(path, row, labels, name)
         if path not in self._files and name in self._counts:
             total, last = self._counts[name]
-            result.resume(total, last, anew=self._counts_inode != self._inode)
+            result.resume(total, last, replaced=self._counts_inode != self._inode)
         return result
 
     def _known_as(self, path: str) -> str:
@@ -264,7 +264,7 @@ class Port:
     def _ask_again(self, now: float) -> None:
         """Open refused files whose wait is over."""
         self._asking = {path: wait for path, (at, wait) in self._refused.items() if at <= now}
-        self._refused = {path: told for path, told in self._refused.items() if path not in self._asking}
+        self._refused = {path: entry for path, entry in self._refused.items() if path not in self._asking}
         self.open()
 
     def _hopeless(self, file: SysfsFile, failures: list[tuple[SysfsFile, int | None]]) -> bool:

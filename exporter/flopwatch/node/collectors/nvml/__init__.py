@@ -70,12 +70,12 @@ class Nvml:
         self._clock = clock
         self._inventory = Inventory(inventory, m.GPU_INFO)
         self._runtime = None if runtime is None else StateFile(runtime)
-        self._told = {} if runtime is None else last_told(runtime)
+        self._stored = {} if runtime is None else stored_state(runtime)
         self._sysfs = sysfs
         self._proc = proc
         self._dev = dev
         self._initialized_at: float | None = None
-        self._patience = REINITIALIZE_AFTER
+        self._reinitialize_after = REINITIALIZE_AFTER
         self._suspect = False
         self._cards: dict[int, NvmlCard] = {}
         self._past: defaultdict[str, Past] = defaultdict(Past)
@@ -128,7 +128,7 @@ class Nvml:
                 errors[str(index)] = error
         self._forget_replaced(found)
         self._inventory.update({**found, **self._renumbered(count, found)})
-        self._tell(answers)
+        self._store(answers)
         if count == 0 and not self._inventory.parts:
             raise Unsupported("NVML finds no GPU")
         # A missing GPU or a restored device file is seen only after the next initialization.
@@ -141,7 +141,7 @@ class Nvml:
 
     def _samples(self, count: int, answers: dict[str, list[Sample]], errors: dict[str, Exception]) -> list[Sample]:
         samples: list[Sample] = []
-        unheard = {str(index) for index in range(count)}
+        unnamed = {str(index) for index in range(count)}
 
         def silent(gpu: str, uuid: str, pci_bus_id: str) -> Sample:
             withheld = self._withheld(uuid, pci_bus_id, errors.get(gpu), bool(answers))
@@ -149,14 +149,14 @@ class Nvml:
 
         for uuid, part in self._inventory.parts.items():
             labels = part["gpu"], uuid
-            unheard.discard(part["gpu"])
+            unnamed.discard(part["gpu"])
             if uuid in answers:
                 samples += [(m.GPU_PRESENT, labels, 1), (m.GPU_READABLE, labels, 1)]
                 samples += answers[uuid]
             else:
                 samples.append(silent(part["gpu"], uuid, part["pci_bus_id"]))
         # A GPU whose uuid was never read has an empty label.
-        return samples + [silent(gpu, "", "") for gpu in sorted(unheard, key=int)]
+        return samples + [silent(gpu, "", "") for gpu in sorted(unnamed, key=int)]
 
     def _renumbered(self, count: int, found: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
         """Return the missing GPUs whose index another GPU now has, under the indices that stay silent.
@@ -195,27 +195,27 @@ class Nvml:
             self._reported.add(kind)
             log.warning("%s cannot be read", what, exc_info=error)
 
-    def _tell(self, answers: dict[str, list[Sample]]) -> None:
+    def _store(self, answers: dict[str, list[Sample]]) -> None:
         """Store MIG instances, processes and links for other sources. A silent GPU keeps its last ones."""
         for card in self._cards.values():
             if card.identity["uuid"] in answers:
-                self._told[card.identity["uuid"]] = {
+                self._stored[card.identity["uuid"]] = {
                     "mig": card.mig or [],
                     "pids": card.past.pids,
                     "links": sorted(card.past.links.once_up),
                 }
-        self._told = {uuid: self._told[uuid] for uuid in self._inventory.parts if uuid in self._told}
+        self._stored = {uuid: self._stored[uuid] for uuid in self._inventory.parts if uuid in self._stored}
         if self._runtime is not None:
-            self._runtime.save(self._told)
+            self._runtime.save(self._stored)
 
     def _count(self) -> int | None:
         """Return the number of GPUs, after a due initialization. Return None if no driver is loaded."""
         nvml = self._nvml
         now = self._clock()
         if self._initialized_at is not None and not self._suspect:
-            self._patience = REINITIALIZE_AFTER
-        elif self._initialized_at is not None and now - self._initialized_at >= self._patience:
-            self._patience = min(2 * self._patience, REINITIALIZE_AT_LEAST_EVERY)
+            self._reinitialize_after = REINITIALIZE_AFTER
+        elif self._initialized_at is not None and now - self._initialized_at >= self._reinitialize_after:
+            self._reinitialize_after = min(2 * self._reinitialize_after, REINITIALIZE_AT_LEAST_EVERY)
             self.close()
         try:
             if self._initialized_at is None:
@@ -242,8 +242,8 @@ class Nvml:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             identity = self._identity(handle, str(index))
             past = self._past[identity["uuid"]]
-            told = self._told.get(identity["uuid"], {})
-            past.links.once_up.update(link for link in told.get("links", ()) if isinstance(link, int))
+            stored = self._stored.get(identity["uuid"], {})
+            past.links.once_up.update(link for link in stored.get("links", ()) if isinstance(link, int))
             self._cards[index] = NvmlCard(nvml, handle, identity, past, self._clock, self._proc, self._report, READS)
         return self._cards[index]
 
@@ -302,12 +302,12 @@ def numa_node(sysfs: Path, pci_bus_id: str) -> str:
     return "" if node < 0 else str(node)
 
 
-def last_told(file: Path) -> dict[str, dict[str, list[Any]]]:
+def stored_state(file: Path) -> dict[str, dict[str, list[Any]]]:
     """Return the stored MIG instances, processes and links of each GPU, without invalid entries."""
-    told = {uuid: about for uuid, about in StateFile(file).load().items() if isinstance(about, dict)}
+    stored = {uuid: about for uuid, about in StateFile(file).load().items() if isinstance(about, dict)}
     return {
         uuid: {name: about[name] if isinstance(about.get(name), list) else [] for name in ("mig", "pids", "links")}
-        for uuid, about in told.items()
+        for uuid, about in stored.items()
     }
 
 

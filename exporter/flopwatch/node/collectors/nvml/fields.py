@@ -261,11 +261,11 @@ class Links:
 
     def _errors(self, by_id: Mapping[int, Mapping[int, float]]) -> list[Value]:
         values: list[Value] = []
-        told: set[str] = set()
+        done: set[str] = set()
         for field_id, error in LINK_ERRORS.items():
-            if field_id not in by_id or error in told:
+            if field_id not in by_id or error in done:
                 continue
-            told.add(error)
+            done.add(error)
             values.append((m.NVLINK_ERRORS_TOTAL, (error,), self._sum(field_id, by_id)))
             for link, count in sorted(self.counts[field_id].items()):
                 if count > 0:

@@ -61,7 +61,7 @@ class Watcher:
         self._nvml = library
         self._clock = clock
         self._first_backoff = first_backoff
-        self._told: deque[NvmlEvent] = deque(maxlen=MAX_EVENTS)
+        self._events: deque[NvmlEvent] = deque(maxlen=MAX_EVENTS)
         self._stopped = threading.Event()
         self._settled = threading.Event()
         self._thread: threading.Thread | None = None
@@ -74,19 +74,19 @@ class Watcher:
         self.registered = False  # once in this process
         self.replaced = False  # whether the driver was: only another process can load its library
 
-    def start(self, patience: float) -> None:
+    def start(self, timeout: float) -> None:
         """Register in a thread. Return after success, failure or `patience` seconds."""
         self._thread = threading.Thread(target=self._watch, name="NVML events", daemon=True)
         self._thread.start()
-        self._settled.wait(patience)
+        self._settled.wait(timeout)
 
     def drain(self) -> list[NvmlEvent]:
         """Return the events since the last drain; never blocks."""
-        told = []
+        events = []
         with suppress(IndexError):
             while True:
-                told.append(self._told.popleft())
-        return told
+                events.append(self._events.popleft())
+        return events
 
     @property
     def error(self) -> str:
@@ -182,9 +182,9 @@ class Watcher:
             return
         if data.eventType == XID:
             if data.eventData != 0:
-                self._told.append(NvmlEvent(device.pci, self._clock(), int(data.eventData), ""))
+                self._events.append(NvmlEvent(device.pci, self._clock(), int(data.eventData), ""))
         elif data.eventType in NOTICES:
-            self._told.append(NvmlEvent(device.pci, self._clock(), 0, NOTICES[data.eventType]))
+            self._events.append(NvmlEvent(device.pci, self._clock(), 0, NOTICES[data.eventType]))
 
     def _parent(self, handle: Any) -> Device | None:
         """Return the GPU of a MIG instance."""
