@@ -1,8 +1,8 @@
-"""What `helm test` runs: do exporters answer, has Prometheus their series and our rules, and who is told of an alert?
+"""Test of `helm test`: exporters answer, Prometheus has their series and rules, and alerts reach a receiver.
 
-It asks until it is so or the time is over, as a Prometheus needs a minute or two to take over what was just installed;
-then it says in words what is missing and which value changes it. The alert it sends ends before anybody is told of it:
-its route is asked for at once, and Alertmanager waits (group_wait) before it sends.
+Each check is repeated until it succeeds or the time is over, as a Prometheus needs a minute or two to load new objects.
+A failure names what is missing and the value to change. The test alert ends before it is sent to anyone: its route is
+read at once, and Alertmanager waits for group_wait.
 
 Standard library only: this is the argument of `python -c` in the chart's image.
 """
@@ -22,16 +22,16 @@ from urllib.parse import quote
 from urllib.request import Request, urlopen
 
 ALERT = "FlopwatchTest"
-WATCHDOG = "FlopwatchWatchdog"  # fires always
-NOBODY = re.compile(r"(.*/)?(null|nobody|none|blackhole|devnull)", re.IGNORECASE)
+WATCHDOG = "FlopwatchWatchdog"  # always fires
+NO_RECEIVER = re.compile(r"(.*/)?(null|nobody|none|blackhole|devnull)", re.IGNORECASE)
 
 
 class MissingError(Exception):
-    """Something is not as it should be; the message says what, and what to do."""
+    """Failed check. The message contains what is wrong and what to do."""
 
 
 def ask(url: str, body: Any = None, ca_file: str = "") -> bytes:
-    """Return what a server answers, whose certificate is of this authority or of one that the system knows."""
+    """Return the body of a response. Its certificate must be of this authority, or of a system one."""
     data = None if body is None else json.dumps(body).encode()
     try:
         with urlopen(
@@ -48,12 +48,12 @@ def ask(url: str, body: Any = None, ca_file: str = "") -> bytes:
 
 
 def api(url: str) -> Any:
-    """Return the data of an answer of Prometheus."""
+    """Return the data of a response of Prometheus."""
     return json.loads(ask(url))["data"]
 
 
 def exporters(address: str) -> int:
-    """Return how many exporters answer."""
+    """Return the number of exporters that answer."""
     name, _, port = address.rpartition(":")
     try:
         found = sorted({info[4][0] for info in socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)})
@@ -70,13 +70,13 @@ def exporters(address: str) -> int:
 
 
 def ledger(url: str, ca_file: str) -> str:
-    """Return that the ledger is well."""
+    """Return a line about the ledger. Raises MissingError if it does not answer."""
     ask(f"{url}/healthz", ca_file=ca_file)
     return "the ledger answers"
 
 
 def series(prometheus: str, expected: int, namespace: str, monitor: str) -> str:
-    """Return what Prometheus has of ours."""
+    """Return a line about flopwatch's series in Prometheus. Raises MissingError if some are missing."""
     query = quote("count(group by (instance) (flopwatch_build_info))")
     found = api(f"{prometheus}/api/v1/query?query={query}")["result"]
     count = int(found[0]["value"][1]) if found else 0
@@ -103,7 +103,7 @@ def series(prometheus: str, expected: int, namespace: str, monitor: str) -> str:
 
 
 def rules(url: str, are: str) -> str:
-    """Return what a server evaluates of ours."""
+    """Return a line about flopwatch's rules in a server. Raises MissingError if they are missing or fail."""
     groups = [group for group in api(f"{url}/api/v1/rules")["groups"] if group["name"].startswith("flopwatch-")]
     if not groups:
         raise MissingError(
@@ -124,7 +124,7 @@ def alerts(alertmanager: str, name: str) -> Any:
 
 
 def watchdog(alertmanager: str) -> str:
-    """Return that an alert of ours has come from Prometheus."""
+    """Return a line about the watchdog alert. Raises MissingError if Alertmanager does not have it."""
     if not alerts(alertmanager, WATCHDOG):
         raise MissingError(
             f"{WATCHDOG}, which fires always, has not come to Alertmanager: does the Prometheus that "
@@ -155,24 +155,24 @@ def send(alertmanager: str, namespace: str, ended: bool) -> None:
 
 
 def routed(alertmanager: str, receiver: str) -> str:
-    """Return who would be told of the test alert."""
+    """Return a line about the receivers of the test alert. Raises MissingError if there are none."""
     found = alerts(alertmanager, ALERT)
     if not found:
         raise MissingError("Alertmanager has taken the test alert and does not show it")
     names = sorted({one["name"] for alert in found for one in alert["receivers"]})
-    told = [name for name in names if (re.search(receiver, name) if receiver else not NOBODY.fullmatch(name))]
-    if not told:
-        wanted = f"none matches tests.receiver, {receiver}" if receiver else "that tells nobody"
+    receivers = [name for name in names if (re.search(receiver, name) if receiver else not NO_RECEIVER.fullmatch(name))]
+    if not receivers:
+        wanted = f"none matches tests.receiver, {receiver}" if receiver else "that reaches no receiver"
         raise MissingError(
             f"Alertmanager routes the test alert to {', '.join(names)}: {wanted}. Set routing.kind, or "
             "add a route to your own configuration; an AlertmanagerConfig is taken where "
             "alertmanagerConfigSelector and alertmanagerConfigNamespaceSelector select it"
         )
-    return f"Alertmanager routes an alert to {', '.join(told)}"
+    return f"Alertmanager routes an alert to {', '.join(receivers)}"
 
 
 def until(seconds: float, check: Callable[[], str], pause: float = 2.0) -> None:
-    """Print what a check returns. Raises what it raises once the time is over."""
+    """Print the result of a check. Raises its error once the time is over."""
     end = time.monotonic() + seconds
     while True:
         try:
@@ -185,7 +185,7 @@ def until(seconds: float, check: Callable[[], str], pause: float = 2.0) -> None:
 
 
 def run(given: argparse.Namespace) -> None:
-    """Check the chain from its begin. Raises MissingError."""
+    """Run all checks, from the exporters to the receiver. Raises MissingError."""
     count = 0
 
     def answer() -> str:
@@ -211,7 +211,7 @@ def run(given: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return the exit status."""
+    """Run the checks with these arguments. Return the exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--exporters", required=True)
     for name in (

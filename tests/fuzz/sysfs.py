@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from flopwatch.node.collectors.infiniband import default_routes
-from flopwatch.node.collectors.infiniband.pci import address
-from flopwatch.node.collectors.infiniband.port import (
+from flopwatch.node.collectors.infiniband.files import (
     counter,
     local_identifier,
     operational_state,
@@ -16,6 +15,7 @@ from flopwatch.node.collectors.infiniband.port import (
     state,
     temperature,
 )
+from flopwatch.node.collectors.infiniband.pci import address
 
 NUMBERS = (counter, state, physical_state, rate, local_identifier, operational_state)
 

@@ -231,7 +231,11 @@ def test_it_says_in_words_what_is_missing_and_in_the_end_that_nothing_is(
     cluster.prometheus_scrapes(cluster.nothing, rules=False)
     says(capsys, cluster.given(), "connection refused. If a NetworkPolicy stands between, see networkPolicy.prometheus")
     cluster.prometheus_scrapes(cluster.exporter, rules=True)
-    says(capsys, cluster.given(), "Alertmanager routes the test alert to null: that tells nobody. Set routing.kind")
+    says(
+        capsys,
+        cluster.given(),
+        "Alertmanager routes the test alert to null: that reaches no receiver. Set routing.kind",
+    )
     cluster.alertmanager_tells(alertmanager_yaml(AlertSettings(watchdog_url="http://127.0.0.1:1/")))
     says(capsys, cluster.given(receiver="pager"), "routes the test alert to slack: none matches tests.receiver, pager")
     says(capsys, cluster.given(alertmanager=f"http://{cluster.nothing}", rules=""), "does not answer")

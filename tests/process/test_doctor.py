@@ -32,16 +32,16 @@ from flopwatch.node.health.doctor import (
     PERMISSION,
     QUIET,
     Access,
-    Part,
+    HardwarePart,
     Report,
-    Source,
+    SourceReport,
     _access,
-    _asked,
     _listener,
     _why,
     examine,
 )
 from flopwatch.node.health.doctor_text import page, shortened, together
+from flopwatch.node.health.nvml_answers import asked
 from flopwatch.settings import Address, ExporterSettings, SettingsError
 from flopwatch.simulate.node import SimulatedNode
 from flopwatch.simulate.sources import create
@@ -79,7 +79,7 @@ def test_on_a_healthy_node_everything_is_read_and_owned(node: SimulatedNode) -> 
         ("infiniband", "ok", ""),
         ("xid", "ok", ""),
         ("identity", "ok", ""),
-        ("dcgm", "off", "--dcgm asks a DCGM host engine"),
+        ("dcgm", "off", "--dcgm reads a DCGM host engine"),
     ]
     assert [gpu.name for gpu in report.gpus] == [f"GPU {index}" for index in range(8)]
     gpu = report.gpus[3]
@@ -106,8 +106,8 @@ def test_a_released_driver_is_not_opened(node: SimulatedNode) -> None:
         ("nvml", "off", why),
         ("infiniband", "ok", ""),
         ("xid", "off", why),
-        ("identity", "absent", "there is no GPU that could have an owner, and no --topology"),
-        ("dcgm", "off", "--dcgm asks a DCGM host engine"),
+        ("identity", "absent", "the inventory has no GPU, and --topology is not set"),
+        ("dcgm", "off", "--dcgm reads a DCGM host engine"),
     ]
     assert report.problems == []
     assert (node.root.parent / "release").read_text() == "10m\n"
@@ -175,7 +175,7 @@ def test_the_command_says_it_in_json_and_in_text_and_by_its_status(node: Simulat
     node.lose(0)
     broken = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
     assert (broken.returncode, broken.stderr) == (1, "")
-    assert "One thing is here and cannot be read:\n  - GPU 0: does not answer\n" in broken.stdout
+    assert "One thing on this node cannot be read:\n  - GPU 0: does not answer\n" in broken.stdout
     assert max(map(len, broken.stdout.splitlines())) <= 80
 
 
@@ -272,11 +272,11 @@ def test_what_a_tier_goes_without_is_told_and_is_no_failure(node: SimulatedNode,
         )
     assert (done.returncode, done.stderr) == (0, "")
     _, verdict, without, *_ = done.stdout.split("\n\n")
-    assert verdict == "All hardware that is here can be read."
+    assert verdict == "All hardware of this node can be read."
     # Where a line is broken depends on the length of the path; and a busy machine has not asked the kubelet yet.
     said = re.sub(r"read /.*?/kmsg", "read KMSG", " ".join(without.split()))
     assert said.replace("kubelet does not answer", "kubelet: Connection refused").split(" - ") == [
-        "It goes without:",
+        "Missing:",
         "gpu_sram_error_threshold_exceeded: not permitted to this user",
         "identity: kubelet: Connection refused",
         "xid: Xids from kernel_log: cannot read KMSG: Is a directory",
@@ -322,13 +322,13 @@ REPORT = Report(
     problems=["GPU 1: does not answer", "infiniband: no answer in time"],
     losses=["xid: Xids from kernel_log: Operation not permitted"],
     sources=[
-        Source("nvml", "ok", seconds=0.0123, series=61),
-        Source("infiniband", "absent", "no port in /sys/class/infiniband"),
-        Source("xid", "ok", seconds=0.002, series=9, says=["Xids from kernel_log: Operation not permitted"]),
-        Source("identity", "failed", "no answer in time; the driver or the hardware behind it hangs"),
+        SourceReport("nvml", "ok", seconds=0.0123, series=61),
+        SourceReport("infiniband", "absent", "no port in /sys/class/infiniband"),
+        SourceReport("xid", "ok", seconds=0.002, series=9, says=["Xids from kernel_log: Operation not permitted"]),
+        SourceReport("identity", "failed", "no answer in time; the driver or the hardware behind it hangs"),
     ],
     gpus=[
-        Part(
+        HardwarePart(
             "GPU 0",
             "NVIDIA L40S, 00000000:53:00.0, GPU-0a",
             families={"nvml": 30, "xid": 1},
@@ -342,8 +342,10 @@ REPORT = Report(
             ],
             owner_age=2.4,
         ),
-        Part("GPU 1", "NVIDIA L40S, 00000000:64:00.0, GPU-1b", present=False, owners=[{"source": "unknown"}]),
-        Part("GPU 2", "never told its name", readable=False, owners=[{"owner_user": "0", "source": "process"}]),
+        HardwarePart("GPU 1", "NVIDIA L40S, 00000000:64:00.0, GPU-1b", present=False, owners=[{"source": "unknown"}]),
+        HardwarePart(
+            "GPU 2", "its name was never read", readable=False, owners=[{"owner_user": "0", "source": "process"}]
+        ),
     ],
     place={"host": "node-7", "rack": "A07", "leaf": "", "domain": "nvl1", "source": "csv"},
     privileges=[
@@ -355,11 +357,11 @@ REPORT = Report(
 PAGE = """\
 flopwatch 1.2.3 on node-7, as user 1000, without CAP_SYSLOG
 
-2 things are here and cannot be read:
+2 things on this node cannot be read:
   - GPU 1: does not answer
   - infiniband: no answer in time
 
-It goes without:
+Missing:
   - xid: Xids from kernel_log: Operation not permitted
 
 Sources
@@ -377,14 +379,14 @@ GPUs
                of user 1000 on MIG-x (by slurm), 2 s ago
   GPU 1        NVIDIA L40S, 00000000:64:00.0, GPU-1b
                DOES NOT ANSWER
-               owner: cannot be told
-  GPU 2        never told its name
+               owner: unknown
+  GPU 2        its name was never read
                CANNOT BE READ
                owner: user 0, outside of any job (by process)
   No series of GPU 0:
   - not permitted to this user:
     gpu_sram_error_threshold_exceeded
-  - this kind of card has none: nvlink_* (3)
+  - this kind of card lacks it: nvlink_* (3)
 
 Ports: none
 
@@ -393,7 +395,7 @@ Place, privileges (docs/privileges.md) and listeners
   base         in force
   kernel       not in force: /dev/kmsg is not readable to this
                user
-               Without it there is not: the text of Xids.
+               Missing without it: the text of Xids.
   listen       0.0.0.0:9450 is free
 """
 
@@ -405,8 +407,8 @@ def test_the_page_of_a_node_with_everything_that_can_be_wrong() -> None:
 def test_a_machine_with_nothing_to_read_is_told_how_to_see_something() -> None:
     text = page(Report("1.2.3", "laptop", "root, with CAP_SYSLOG", False), 200)
     assert text.splitlines()[2:4] == [
-        "There is no GPU and no InfiniBand, RoCE or EFA port here. On a node without any, `flopwatch exporter",
-        "--simulate h100x8` shows what there would be.",
+        "There is no GPU and no InfiniBand, RoCE or EFA port here. `flopwatch exporter --simulate h100x8` simulates",
+        "them.",
     ]
 
 
@@ -450,16 +452,16 @@ def test_why_a_gpu_has_no_series_is_what_its_driver_answered(
     assert _why(row, answers, lacks, kernel_log=False, dcgm=False) == reason
 
 
-def test_the_sources_of_the_catalogue_name_what_nvml_is_asked() -> None:
-    assert _asked(m.GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS).questions == [
+def test_the_sources_of_the_catalogue_name_what_nvml_isasked() -> None:
+    assert asked(m.GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS).questions == [
         f"field {field}" for field in (193, 194, 195, 196)
     ]
-    assert _asked(m.GPU_MODULE_POWER_WATTS).questions == ["field 186"]
-    assert _asked(m.GPU_PIPE_ACTIVE_SECONDS_TOTAL).questions == [
+    assert asked(m.GPU_MODULE_POWER_WATTS).questions == ["field 186"]
+    assert asked(m.GPU_PIPE_ACTIVE_SECONDS_TOTAL).questions == [
         f"metric {metric}" for metric in (4, 7, 8, 9, 11, 12, 13)
     ]
-    assert _asked(m.GPU_PIPE_ACTIVE_SECONDS_TOTAL).dcgm
-    assert _asked(m.GPU_REMAPPED_ROWS_TOTAL).functions == ["nvmlDeviceGetRemappedRows"]
+    assert asked(m.GPU_PIPE_ACTIVE_SECONDS_TOTAL).dcgm
+    assert asked(m.GPU_REMAPPED_ROWS_TOTAL).functions == ["nvmlDeviceGetRemappedRows"]
 
 
 def test_a_privilege_is_in_force_or_says_what_is_in_its_way(tmp_path: Path) -> None:

@@ -317,7 +317,7 @@ def test_a_flood_of_20_mb_costs_bounded_memory_and_no_xid(
 def test_more_xids_than_anybody_fetches_are_lost_and_counted_as_such(
     tmp_path: Path, gpus: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flopwatch.node.collectors.xid.kernel_log.KEPT", 100)
+    monkeypatch.setattr("flopwatch.node.collectors.xid.kernel_log.MAX_ENTRIES", 100)
     (tmp_path / "kmsg").write_text("".join(map(line, range(130))))
     serve()
     reader = collector(tmp_path, gpus)

@@ -16,13 +16,16 @@ class PortCounter(Metric):
 
     `files` are the names that different drivers use; with a third label each file is a series. A register of `bits`
     bits `sticks` at its highest value or wraps. A `quiet` counter has no series before its first event, so that a
-    healthy port stays within its budget.
+    healthy port stays within its budget. Files in `words` count 4-byte words. Files in `legacy` have 32 bits that stick
+    on an adapter without extended counters (mlx4, ConnectX-2 and older).
     """
 
     files: tuple[str, ...] = ()
     bits: int = 64
     sticks: bool = False
     quiet: bool = False
+    words: tuple[str, ...] = ()
+    legacy: tuple[str, ...] = ()
 
 
 def port_counter(
@@ -34,6 +37,8 @@ def port_counter(
     quiet: bool = False,
     key: bool = False,
     label: tuple[str, ...] = (),
+    words: tuple[str, ...] = (),
+    legacy: tuple[str, ...] = (),
 ) -> PortCounter:
     """Return the row of a port's counter.
 
@@ -47,9 +52,9 @@ def port_counter(
     if quiet:
         text += " Absent before the first."
     source = (", " if label else ", else ").join(files)
-    return PortCounter(
-        name, "counter", text, (*PORT, *label), source, 1.0, key, files, sticks or wraps or 64, sticks > 0, quiet
-    )
+    bits = sticks or wraps or 64
+    labels = (*PORT, *label)
+    return PortCounter(name, "counter", text, labels, source, 1.0, key, files, bits, sticks > 0, quiet, words, legacy)
 
 
 INFINIBAND_INFO = info(
@@ -168,6 +173,8 @@ INFINIBAND_TRANSMIT_DATA_BYTES_TOTAL = port_counter(
     "counters_ext/port_xmit_data_64",
     "hw_counters/tx_bytes",
     key=True,
+    words=("counters/port_xmit_data", "counters_ext/port_xmit_data_64"),
+    legacy=("counters/port_xmit_data",),
 )
 INFINIBAND_RECEIVE_DATA_BYTES_TOTAL = port_counter(
     "infiniband_receive_data_bytes_total",
@@ -175,6 +182,8 @@ INFINIBAND_RECEIVE_DATA_BYTES_TOTAL = port_counter(
     "counters/port_rcv_data",
     "counters_ext/port_rcv_data_64",
     "hw_counters/rx_bytes",
+    words=("counters/port_rcv_data", "counters_ext/port_rcv_data_64"),
+    legacy=("counters/port_rcv_data",),
 )
 INFINIBAND_TRANSMIT_PACKETS_TOTAL = port_counter(
     "infiniband_transmit_packets_total",
@@ -182,6 +191,7 @@ INFINIBAND_TRANSMIT_PACKETS_TOTAL = port_counter(
     "counters/port_xmit_packets",
     "counters_ext/port_xmit_packets_64",
     "hw_counters/tx_pkts",
+    legacy=("counters/port_xmit_packets",),
 )
 INFINIBAND_RECEIVE_PACKETS_TOTAL = port_counter(
     "infiniband_receive_packets_total",
@@ -189,6 +199,7 @@ INFINIBAND_RECEIVE_PACKETS_TOTAL = port_counter(
     "counters/port_rcv_packets",
     "counters_ext/port_rcv_packets_64",
     "hw_counters/rx_pkts",
+    legacy=("counters/port_rcv_packets",),
 )
 
 # The link.

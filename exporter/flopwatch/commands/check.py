@@ -23,25 +23,25 @@ UNKNOWN = 3
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the verdict; whatever keeps us from one is unknown, never bad."""
-    from flopwatch.node.health.check import CannotTell, NobodyListens, cannot_tell
+    """Print the verdict and return the exit status. Every failure of the check itself is unknown, never bad."""
+    from flopwatch.node.health.check import CheckError, NotListening, failed
 
     try:
         settings = ExporterSettings(**given(options, ExporterSettings))
         with _look(options, settings) as look:
             output, status = _judged(options, settings, look)
-    except (SettingsError, CannotTell, NobodyListens) as error:
-        output, status = cannot_tell(str(error), options.format)
+    except (SettingsError, CheckError, NotListening) as error:
+        output, status = failed(str(error), options.format)
     except Exception as error:
-        # A traceback would end with status 1, which is the word for a degraded node.
-        output, status = cannot_tell(f"{type(error).__name__}: {error}", options.format)
+        # A traceback would exit with status 1, which means a degraded node.
+        output, status = failed(f"{type(error).__name__}: {error}", options.format)
     print(output)
     return status
 
 
 @contextmanager
 def _look(options: argparse.Namespace, settings: ExporterSettings) -> Iterator[Look]:
-    """Give a function that takes a look: through the exporter if one listens, else at the hardware."""
+    """Yield a function that takes a look: through the exporter if one listens, else at the hardware."""
     from flopwatch.http.client import client_tls
     from flopwatch.node.health import check
 
@@ -58,7 +58,7 @@ def _look(options: argparse.Namespace, settings: ExporterSettings) -> Iterator[L
 
         try:
             first = [look()]
-        except check.NobodyListens:
+        except check.NotListening:
             if options.url is not None:
                 raise
         else:
@@ -80,7 +80,7 @@ def _password(file: Path | None) -> str:
 def _judged(options: argparse.Namespace, settings: ExporterSettings, look: Look) -> tuple[str, int]:
     from flopwatch.node.health import check
     from flopwatch.node.health.expectations import Expectations, load
-    from flopwatch.node.health.rules import Verdict
+    from flopwatch.node.health.verdict import Verdict
     from flopwatch.node.scrape.reader import gpu_inventory
 
     expected = Expectations() if options.record else load(settings.expect, gpu_inventory(settings).parent)
@@ -95,8 +95,8 @@ def _judged(options: argparse.Namespace, settings: ExporterSettings, look: Look)
         time.sleep(options.seconds)
         judgement = verdict.judge_twice(first, look(), time.monotonic() - began)
     if not (judgement.reasons or judgement.gpus or judgement.ports):
-        raise check.CannotTell(
-            "there is neither a GPU nor an active port; if there should be, flopwatch doctor reports "
+        raise check.CheckError(
+            "there is neither a GPU nor an active port; if there should be, flopwatch doctor shows "
             "why, and --expect FILE makes their absence bad"
         )
     if options.format == "npd":
@@ -107,31 +107,32 @@ def _judged(options: argparse.Namespace, settings: ExporterSettings, look: Look)
 
 
 def _record(options: argparse.Namespace, settings: ExporterSettings, samples: list[Sample]) -> tuple[str, int]:
-    """Keep the shape this node has now."""
+    """Store the present shape of this node."""
     from flopwatch.node.collectors import StateFile
     from flopwatch.node.health import check
     from flopwatch.node.health.expectations import Expectations, learnt_file
-    from flopwatch.node.health.rules import BAD, Verdict, learn
+    from flopwatch.node.health.rules import BAD
+    from flopwatch.node.health.verdict import Verdict, learn
     from flopwatch.node.scrape.reader import gpu_inventory
 
     judgement = Verdict(Expectations()).judge(samples)
     if judgement.verdict in (BAD, "unknown") and not options.force:
-        raise check.CannotTell(
+        raise check.CheckError(
             f"not recorded, the node is {judgement.verdict}: {check.sentence(judgement)}; --force records it as it is"
         )
     shape = learn(samples).content()
     file = settings.expect or learnt_file(gpu_inventory(settings).parent)
     if not shape:
-        raise check.CannotTell("not recorded: this node has neither GPUs nor active ports")
+        raise check.CheckError("not recorded: this node has neither GPUs nor active ports")
     if not StateFile(file.absolute()).save(shape):
         raise SettingsError(f"{file} cannot be written; choose another --state DIR or --expect FILE")
     return f"recorded in {file}: {shape}; an exporter takes it at its start, from its --state or --expect", 0
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
+    """Add the command to the parser."""
     node = ExporterSettings()
-    parser = command(commands, "check", run, "say whether this node is fit for training, and what to do if not")
+    parser = command(commands, "check", run, "report whether this node is fit for training, and what to do if not")
     _make_wrong_flags_unknown(parser)
     add = parser.add_argument
     add(
@@ -143,27 +144,32 @@ def add(commands: Commands) -> None:
     )
     add("--json", action="store_const", const="json", dest="format", help="the same as --format json")
     add("-v", "--verbose", action="store_true", help="a line for each reason")
-    add("--fail-on", choices=("bad", "degraded"), default="bad", help="from when on npd has a problem (default bad)")
+    add(
+        "--fail-on",
+        choices=("bad", "degraded"),
+        default="bad",
+        help="lowest verdict that is a problem for npd (default bad)",
+    )
     add(
         "--seconds",
         type=seconds,
         metavar="SECONDS",
-        help="look twice: what lasted only a moment is left out, and rising error counters are found",
+        help="look twice: ignore momentary states, and find rising error counters",
     )
-    add("--deadline", type=seconds, default=10.0, metavar="SECONDS", help="longest wait for a look (default 10)")
+    add("--deadline", type=seconds, default=10.0, metavar="SECONDS", help="maximum duration of a look (default 10)")
     shape = parser.add_argument_group("what is expected of the node")
     shape.add_argument("--expect", type=Path, metavar="FILE", help="shape of the node (default STATE/expected.json)")
     shape.add_argument("--record", action="store_true", help="write the shape that the node has now to that file")
-    shape.add_argument("--force", action="store_true", help="also that of a node that is bad")
-    ask = parser.add_argument_group("the exporter that is asked; without one, the hardware is")
-    ask.add_argument("--url", metavar="URL", help=f"where it listens (default {URL}, if one runs there)")
-    ask.add_argument("--ca-file", type=Path, metavar="FILE", help="authority that signed its certificate")
-    ask.add_argument("--cert-file", type=Path, metavar="FILE", help="our certificate, where it asks for one")
+    shape.add_argument("--force", action="store_true", help="record a bad node as well")
+    ask = parser.add_argument_group("the exporter to read; without one, the hardware is read")
+    ask.add_argument("--url", metavar="URL", help=f"its address (default {URL}, if an exporter listens there)")
+    ask.add_argument("--ca-file", type=Path, metavar="FILE", help="authority of its certificate")
+    ask.add_argument("--cert-file", type=Path, metavar="FILE", help="client certificate, if it requires one")
     ask.add_argument("--key-file", type=Path, metavar="FILE", help="the key of --cert-file")
     ask.add_argument("--user", metavar="NAME", help="user of its basic authentication")
     ask.add_argument("--password-file", type=Path, metavar="FILE", help="file with that user's password")
-    read = parser.add_argument_group("the hardware, where no exporter is asked")
-    read.add_argument("--direct", action="store_true", help="ask no exporter")
+    read = parser.add_argument_group("the hardware, if no exporter is read")
+    read.add_argument("--direct", action="store_true", help="read the hardware even if an exporter listens")
     read.add_argument("--state", type=Path, metavar="DIR", help=f"the exporter's state folder (default {node.state})")
     read.add_argument("--sysfs", type=Path, metavar="DIR", help=f"the kernel's sysfs (default {node.sysfs})")
     read.add_argument("--kmsg", type=Path, metavar="FILE", help=f"the kernel log (default {node.kmsg})")
@@ -171,7 +177,7 @@ def add(commands: Commands) -> None:
 
 
 def _make_wrong_flags_unknown(parser: Any) -> None:
-    """Let a wrong flag end with the status of "unknown": argparse's own would say that the node is bad."""
+    """Exit with the status of "unknown" on a wrong flag: that of argparse would mean a bad node."""
     parse = parser.parse_known_args
 
     def error(message: str) -> NoReturn:

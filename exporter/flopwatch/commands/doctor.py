@@ -1,4 +1,4 @@
-"""`flopwatch doctor`: what can be read on this host, and which jobs own its parts."""
+"""`flopwatch doctor`: what can be read on this node, and the owners of its GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flopwatch.settings import ExporterSettings, SettingsError
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report; 1 if there is hardware that cannot be read, whatever else it goes without."""
+    """Print the report. Return 1 if present hardware cannot be read, else 0."""
     chosen = given(options, ExporterSettings)
     if options.running:
         parser = argparse.ArgumentParser("flopwatch doctor --running", add_help=False)
@@ -30,9 +30,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def running(proc: Path = Path("/proc")) -> list[str]:
-    """Return the flags of the exporter that runs here: in our mount namespace, else the only one that can be seen.
+    """Return the flags of the running exporter: in this mount namespace, else the only visible one.
 
-    Raises SettingsError where there is none, or several with different flags.
+    Raises SettingsError if there is none, or several with different flags.
     """
     here, elsewhere = set[tuple[str, ...]](), set[tuple[str, ...]]()
     for process in proc.glob("[0-9]*"):
@@ -58,12 +58,12 @@ def _mounts(process: Path) -> int:
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
+    """Add the command to the parser."""
     parser = command(
-        commands, "doctor", run, "tell what an exporter with these flags reads here, what it cannot read and why"
+        commands, "doctor", run, "show what an exporter with these flags can read here, and why it cannot read the rest"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, with everything that the text shortens")
+    parser.add_argument("--json", action="store_true", help="print JSON, which the text abbreviates")
     parser.add_argument(
-        "--running", action="store_true", help="take the flags of the exporter that runs here; those given win"
+        "--running", action="store_true", help="use the flags of the exporter that runs here; given flags override them"
     )
     flags(parser)

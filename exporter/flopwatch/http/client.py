@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import ssl
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,17 +76,3 @@ def reason(error: BaseException) -> BaseException:
 @functools.cache
 def _system_tls() -> ssl.SSLContext:
     return client_tls(None)
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects: the token would go to the host that a redirect names."""
-
-    def redirect_request(self, *_: object) -> None:
-        return None
-
-
-def opener(tls: ssl.SSLContext | None = None) -> urllib.request.OpenerDirector:
-    """Return an opener without proxies and redirects."""
-    return urllib.request.build_opener(
-        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls), _NoRedirect()
-    )

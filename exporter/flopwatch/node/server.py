@@ -29,7 +29,7 @@ from flopwatch.node.app import metrics_app, otlp_app
 from flopwatch.node.collectors import StateFile, read_inventory
 from flopwatch.node.driver_release import BY_SIGNAL, Release
 from flopwatch.node.health import expectations
-from flopwatch.node.health.rules import Verdict
+from flopwatch.node.health.verdict import Verdict
 from flopwatch.node.maintenance import Maintenance
 from flopwatch.node.memory_tuning import one_heap, swept
 from flopwatch.node.scrape.reader import HostSources, SourcesFactory, gpu_inventory, hardware, host_sources

@@ -1,4 +1,4 @@
-"""A small libdcgm.so.4 built from its documented ABI, and modules named and shaped like DCGM's Python bindings."""
+"""Small libdcgm.so.4, built from its documented ABI."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-BINDINGS = HERE / "bindings"
 
 
 def compile_library(folder: Path) -> Path:

@@ -1,61 +1,59 @@
-"""One look at a node for `flopwatch check`: through the exporter that runs on it, else at the hardware itself.
+"""Look at a node for `flopwatch check`: through its exporter, else at the hardware itself.
 
-What is printed and the exit status are those of a monitoring plugin
-(https://nagios-plugins.org/doc/guidelines.html#AEN78) or of a node-problem-detector custom plugin
+The output and the exit status are those of a monitoring plugin (https://nagios-plugins.org/doc/guidelines.html#AEN78)
+or of a node-problem-detector custom plugin
 (https://github.com/kubernetes/node-problem-detector/blob/master/docs/custom_plugin_monitor.md).
 """
 
 from __future__ import annotations
 
-import base64
-import http.client
 import json
 import ssl
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from flopwatch.catalogue import BY_NAME, FLOPWATCH_BUILD_INFO, FLOPWATCH_COLLECTOR_SUCCESS, Sample
-from flopwatch.http.client import opener
+from flopwatch.http.client import client, reason, url_tls
 from flopwatch.node.driver_release import Release
-from flopwatch.node.health.rules import ACTIONS, BAD, DEGRADED, OK, UNKNOWN, Judgement
+from flopwatch.node.health.rules import ACTIONS, BAD, DEGRADED, OK, UNKNOWN
 from flopwatch.node.health.state_copy import copied
+from flopwatch.node.health.verdict import Judgement
 from flopwatch.node.scrape.reader import Reader, SourcesFactory, hardware, host_sources
 from flopwatch.settings import ExporterSettings
 
-# The sources that a verdict is made of; who owns a GPU is not part of it.
+# Sources of the verdict. The owner of a GPU is not part of it.
 SOURCES = ("nvml", "dcgm", "infiniband", "xid")
 MAX_BYTES = 32 << 20
 
 NAGIOS = {OK: 0, DEGRADED: 1, BAD: 2, UNKNOWN: 3}
 NPD_OK, NPD_PROBLEM, NPD_UNKNOWN = 0, 1, 2
-# What node-problem-detector takes of a message unless it is told otherwise (max_output_length).
+# Default limit of a message in node-problem-detector (max_output_length).
 NPD_LENGTH = 80
 
 Look = Callable[[], list[Sample]]
 
 
-class NobodyListens(Exception):
+class NotListening(Exception):
     """No exporter listens at the address."""
 
 
-class CannotTell(Exception):
-    """The node cannot be judged now; the text says why."""
+class CheckError(Exception):
+    """The node cannot be judged now. The text is the reason."""
 
 
 def samples(exposition: str) -> list[Sample]:
-    """Return the samples of the Prometheus text format that are of catalogue rows. Raises ValueError."""
+    """Return the samples of catalogue rows in the Prometheus text format. Raises ValueError."""
     found: list[Sample] = []
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples:
             row = BY_NAME.get(sample.name)
             if row is not None and row.type != "histogram":
-                # Another release's exporter may not have every label.
+                # An exporter of another release may lack a label.
                 labels = tuple(sample.labels.get(label, "") for label in row.labels)
                 found.append((row, labels, sample.value / row.scale))
     return found
@@ -64,58 +62,55 @@ def samples(exposition: str) -> list[Sample]:
 def ask(
     url: str, deadline: float, tls: ssl.SSLContext | None = None, user: str = "", password: str = ""
 ) -> list[Sample]:
-    """Return what an exporter says within `deadline` seconds. Raises NobodyListens and CannotTell."""
+    """Return the samples of an exporter within `deadline` seconds. Raises NotListening and CheckError."""
     until = time.monotonic() + deadline
     body = bytearray()
+    headers = {"X-Prometheus-Scrape-Timeout-Seconds": f"{deadline:g}"}
+    auth = httpx.BasicAuth(user, password) if user else None
     try:
-        request = urllib.request.Request(url, headers={"X-Prometheus-Scrape-Timeout-Seconds": f"{deadline:g}"})
-        if user:
-            credentials = base64.b64encode(f"{user}:{password}".encode()).decode()
-            request.add_header("Authorization", f"Basic {credentials}")
-        with opener(tls).open(request, timeout=deadline) as response:
-            while chunk := response.read1(1 << 16):
+        with (
+            client(tls or url_tls(url, None), timeout=deadline, headers=headers) as http,
+            http.stream("GET", url, auth=auth) as answer,
+        ):
+            if not answer.is_success:
+                wrong = "; the user or the password is wrong" if user else "; give --user and --password-file"
+                hint = wrong if answer.status_code == 401 else ""
+                raise CheckError(f"{url} answers {answer.status_code} {answer.reason_phrase}{hint}")
+            for chunk in answer.iter_bytes():
                 body += chunk
                 if time.monotonic() > until:
-                    raise CannotTell(f"{url} has not answered within {deadline:g} s")
+                    raise CheckError(f"{url} has not answered within {deadline:g} s")
                 if len(body) > MAX_BYTES:
-                    raise CannotTell(f"{url} answers with more than {MAX_BYTES} bytes")
+                    raise CheckError(f"{url} answers with more than {MAX_BYTES} bytes")
         found = samples(body.decode())
-    except urllib.error.HTTPError as error:
-        with error:
-            hint = (
-                ""
-                if error.code != 401
-                else ("; the user or the password is wrong" if user else "; give --user and --password-file")
-            )
-            raise CannotTell(f"{url} answers {error.code} {error.reason}{hint}") from None
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        if isinstance(reason, ConnectionRefusedError):
-            raise NobodyListens(f"nobody listens at {url}") from None
-        raise CannotTell(f"{url}: {str(reason).strip()}{_hint(reason)}") from None
-    # What is said last, so that half a page is not taken for a node with half its parts.
+    except (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL) as error:
+        cause = reason(error)
+        if isinstance(cause, ConnectionRefusedError):
+            raise NotListening(f"no exporter listens at {url}") from None
+        raise CheckError(f"{url}: {str(cause).strip(' .')}{_hint(cause)}") from None
+    # The last family of a page: without it half a page would pass for a node with half of its parts.
     if not any(row is FLOPWATCH_BUILD_INFO for row, _, _ in found):
-        raise CannotTell(f"{url} is no flopwatch exporter, or was cut off: there is no {FLOPWATCH_BUILD_INFO}")
+        raise CheckError(f"{url} is not a flopwatch exporter, or was cut off: there is no {FLOPWATCH_BUILD_INFO}")
     return found
 
 
-def _hint(reason: object) -> str:
-    """Return what to do about a connection that did not come about."""
-    if isinstance(reason, ssl.SSLCertVerificationError):
-        return "; --ca-file says who signed its certificate"
-    if isinstance(reason, ssl.SSLError) and "CERTIFICATE_REQUIRED" in str(reason):
-        return "; it asks for a certificate: --cert-file and --key-file"
-    if isinstance(reason, (http.client.HTTPException, ConnectionResetError)):
+def _hint(error: object) -> str:
+    """Return what to do about a failed connection."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return "; give the authority of its certificate with --ca-file"
+    if isinstance(error, ssl.SSLError) and "CERTIFICATE_REQUIRED" in str(error):
+        return "; it requires a certificate: --cert-file and --key-file"
+    if isinstance(error, (httpx.RemoteProtocolError, ConnectionResetError)):
         return "; if it speaks TLS, give --url https://HOST:PORT/metrics"
     return ""
 
 
 @contextmanager
 def here(settings: ExporterSettings, deadline: float, sources: SourcesFactory = host_sources) -> Iterator[Look]:
-    """Give a function that reads the hardware itself, each source within `deadline` seconds; it writes no state."""
+    """Yield a function that reads the hardware, each source within `deadline` seconds. No state is written."""
     sources(settings)  # creates the simulated node, which is then copied
-    with copied(settings) as beside:
-        readers = [reader for reader in hardware(beside, sources(beside)) if reader.name in SOURCES]
+    with copied(settings) as copy:
+        readers = [reader for reader in hardware(copy, sources(copy)) if reader.name in SOURCES]
         release = Release(settings.state, [reader for reader in readers if reader.driver], guest=True)
         release.check()
         with ThreadPoolExecutor(len(readers)) as pool:
@@ -126,7 +121,7 @@ def here(settings: ExporterSettings, deadline: float, sources: SourcesFactory = 
 
 
 def _read(readers: Sequence[Reader], deadline: float, pool: ThreadPoolExecutor) -> list[Sample]:
-    # The first one finds the GPUs that the others name.
+    # The first one finds the GPUs that the others refer to.
     first, *others = readers
     readings = [first.ask(deadline), *pool.map(lambda reader: reader.ask(deadline), others)]
     found: list[Sample] = []
@@ -143,7 +138,7 @@ def _read(readers: Sequence[Reader], deadline: float, pool: ThreadPoolExecutor) 
 
 
 def sentence(judgement: Judgement) -> str:
-    """Return the worst reason and how many more there are, or what is there."""
+    """Return the worst reason and the number of others, or the numbers of parts."""
     if not judgement.reasons:
         return f"{judgement.gpus} GPUs, {judgement.ports} active ports"
     more = len(judgement.reasons) - 1
@@ -158,7 +153,7 @@ def nagios(judgement: Judgement, verbose: bool = False) -> tuple[str, int]:
 
 
 def text(judgement: Judgement) -> tuple[str, int]:
-    """Return the same for people: a line, and one for each reason."""
+    """Return a report for people, one line per reason, with the exit status of `nagios`."""
     head = f"{judgement.verdict}: {judgement.gpus} GPUs, {judgement.ports} active ports"
     return "\n".join([head, *_details(judgement)]), NAGIOS[judgement.verdict]
 
@@ -168,12 +163,12 @@ def _details(judgement: Judgement) -> list[str]:
 
 
 def _one_line(words: str) -> str:
-    """Return a text in which nothing ends the line or begins the performance data."""
+    """Return a text on one line without the separator of performance data."""
     return " ".join(words.replace("|", "/").split())
 
 
 def npd(judgement: Judgement, fail_on: str = BAD) -> tuple[str, int]:
-    """Return node-problem-detector's: a message of 80 bytes; 1 from this verdict on, 2 where it cannot be told."""
+    """Return a message of 80 bytes for node-problem-detector and its status: 1 from `fail_on`, 2 if unknown."""
     verdict = judgement.verdict
     first = judgement.reasons[0].detail if judgement.reasons else sentence(judgement)
     message = f"{verdict}: {_one_line(first)}".encode("ascii", "replace")[:NPD_LENGTH].decode()
@@ -183,7 +178,7 @@ def npd(judgement: Judgement, fail_on: str = BAD) -> tuple[str, int]:
 
 
 def as_json(judgement: Judgement) -> tuple[str, int]:
-    """Return everything, for programs, with the exit status of `nagios`."""
+    """Return everything as JSON, with the exit status of `nagios`."""
     content = {
         "verdict": judgement.verdict,
         "gpus": judgement.gpus,
@@ -193,8 +188,8 @@ def as_json(judgement: Judgement) -> tuple[str, int]:
     return json.dumps(content, indent=2), NAGIOS[judgement.verdict]
 
 
-def cannot_tell(why: str, form: str) -> tuple[str, int]:
-    """Return the output and exit status of a check that came to nothing."""
+def failed(why: str, form: str) -> tuple[str, int]:
+    """Return the output and the exit status of a failed check."""
     why = _one_line(why)
     if form == "npd":
         return f"unknown: {why}".encode("ascii", "replace")[:NPD_LENGTH].decode(), NPD_UNKNOWN

@@ -1,18 +1,16 @@
-"""`flopwatch doctor`: what the exporter can read on this node, from where, what is missing and why, and who has what.
+"""Report of `flopwatch doctor`: readable hardware, its source, missing series with reasons, and owners.
 
-The exporter's own readers are asked, each in its child process and with a deadline, so that a hung driver costs its
-own lines and never hangs the doctor. What the exporter remembers (`--state`) is copied first and never written: a part
-that is missing since is noticed, and an exporter that runs meanwhile is not disturbed.
+The exporter's own readers are used, each in its child process and with a deadline. A hung driver therefore costs only
+its own lines. The exporter's state (`--state`) is copied first and never written. Parts missing since then are noticed,
+and a running exporter is not disturbed.
 
-Why NVML lacks something is what its calls answered, noted by the recorder of `flopwatch capture`; why a port lacks
-something is whether the kernel has a file for it.
+The reason for a missing GPU series is in the answers of NVML's calls (`nvml_answers.py`). The reason for a missing port
+series is in the kernel's files.
 """
 
 from __future__ import annotations
 
 import errno
-import http.client
-import importlib
 import json
 import os
 import re
@@ -31,8 +29,9 @@ from typing import Any
 import flopwatch
 from flopwatch import catalogue as m
 from flopwatch.catalogue import GPU, PORT, Metric, Sample
-from flopwatch.node.collectors import Collector, StateFile, read_inventory
+from flopwatch.node.collectors import StateFile, read_inventory
 from flopwatch.node.driver_release import Release
+from flopwatch.node.health.nvml_answers import asked
 from flopwatch.node.health.state_copy import copied
 from flopwatch.node.scrape.reader import (
     HostSources,
@@ -46,30 +45,29 @@ from flopwatch.node.scrape.reader import (
 )
 from flopwatch.settings import Address, ExporterSettings
 
-# Seconds the driver gets for its first answer: without persistence mode it wakes every GPU. And the other sources.
+# Deadlines in seconds: of the driver's first answer, since without persistence mode it wakes every GPU, and of others.
 DRIVER_DEADLINE, DEADLINE = 15.0, 5.0
-# After so long whoever waits is told why.
+# Seconds until a line explains the wait.
 PATIENCE = 3.0
-# NVML tells activity from two samples that are at least 0.1 s apart.
+# NVML derives activity from two samples that are at least 0.1 s apart.
 BETWEEN_READS = 0.3
 
-# Why a row has no series, in the order they are told.
+# Why a row has no series, in the order of the report.
 PERMISSION, OLD, CARD, DCGM, KERNEL_LOG, FILE, REFUSED, MIG, QUIET = (
     "not permitted to this user",
     "the driver or nvidia-ml-py is too old",
-    "this kind of card has none",
-    "here only DCGM tells (--dcgm)",
-    "only the kernel log tells (--kmsg)",
+    "this kind of card lacks it",
+    "here only DCGM has it (--dcgm)",
+    "only the kernel log has it (--kmsg)",
     "its driver has no file for it",
-    "the adapter does not answer",
-    "only of a partitioned GPU (MIG)",
-    "nothing to tell so far, or not in use here",
+    "the adapter refuses it",
+    "only for a partitioned GPU (MIG)",
+    "no event so far, or not in use here",
 )
 REASONS = (PERMISSION, OLD, CARD, DCGM, KERNEL_LOG, FILE, REFUSED, MIG, QUIET)
 
 HARDWARE = ("nvml", "dcgm", "infiniband")
 LINK_COUNT = "field 91"
-PROFILING = 1000  # DCGM's fields from here on are measured by it, the others are what NVML tells it
 CAP_SYSLOG = 34  # linux/capability.h
 
 # nvmlReturn_t: NO_PERMISSION; FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED.
@@ -77,8 +75,8 @@ NOT_PERMITTED, TOO_OLD = 4, {13, 25, 26}
 
 
 @dataclass
-class Source:
-    """One reader: `state` is ok, failed, absent (not on this machine) or off; `says` what it logged."""
+class SourceReport:
+    """Result of one reader: `state` is ok, failed, absent (not on this machine) or off; `says` is its log."""
 
     name: str
     state: str
@@ -89,8 +87,8 @@ class Source:
 
 
 @dataclass
-class Part:
-    """A GPU or a port: its name, what it is, families read by source, and rows without a series by reason."""
+class HardwarePart:
+    """GPU or port: name, description, families by source, and rows without a series by reason."""
 
     name: str
     about: str
@@ -104,7 +102,7 @@ class Part:
 
 @dataclass
 class Access:
-    """One privilege: whether it is in force, and what is lost without it."""
+    """Privilege: whether it is in force, and what is missing without it."""
 
     name: str
     state: str
@@ -113,10 +111,10 @@ class Access:
 
 @dataclass
 class Report:
-    """Everything the doctor found.
+    """Result of the doctor.
 
-    `problems` are hardware that is there and cannot be read, `losses` what the exporter goes without for want of a
-    right or of an answer: the tier is a choice.
+    `problems` are present hardware that cannot be read. `losses` are other data that lack a permission or an answer,
+    which depends on the chosen privileges.
     """
 
     version: str
@@ -125,109 +123,34 @@ class Report:
     simulated: bool
     problems: list[str] = field(default_factory=list)
     losses: list[str] = field(default_factory=list)
-    sources: list[Source] = field(default_factory=list)
-    gpus: list[Part] = field(default_factory=list)
-    ports: list[Part] = field(default_factory=list)
+    sources: list[SourceReport] = field(default_factory=list)
+    gpus: list[HardwarePart] = field(default_factory=list)
+    ports: list[HardwarePart] = field(default_factory=list)
     place: dict[str, str] = field(default_factory=dict)
     privileges: list[Access] = field(default_factory=list)
     listeners: dict[str, str] = field(default_factory=dict)
-
-
-# The NVML source as the doctor runs it.
-
-
-class Noted:
-    """A collector in front of whose library stands a recorder; what the calls answered is kept in a file."""
-
-    name = "nvml"
-
-    def __init__(self, collector: Any, notes: StateFile) -> None:
-        from flopwatch.node.capture.recorder import Recorder
-
-        self._library = collector._nvml
-        self._recorder = collector._nvml = Recorder(self._library)
-        self._collector: Collector = collector
-        self._notes = notes
-
-    def read(self) -> list[Sample]:
-        """Return the collector's samples."""
-        try:
-            return self._collector.read()
-        finally:
-            names = {name for row in m.all_metrics() for name in _asked(row).functions}
-            self._notes.save(
-                {
-                    "lacks": sorted(name for name in names if not hasattr(self._library, name)),
-                    **{part: _codes(sections) for part, sections in self._recorder.recorded().items()},
-                }
-            )
-
-
-def _codes(sections: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, list[int]]:
-    """Return the distinct nvmlReturn_t of each function, `field N` and `metric N`."""
-    codes: dict[str, set[int]] = {}
-    for section, prefix in (("calls", ""), ("fields", "field "), ("metrics", "metric ")):
-        for question, answers in sections.get(section, {}).items():
-            name = prefix + re.split(r"[( ]", question)[0]
-            codes.setdefault(name, set()).update(
-                int(answer["error"]) if isinstance(answer, dict) and "error" in answer else 0 for answer in answers
-            )
-    return {name: sorted(some) for name, some in codes.items()}
-
-
-def nvml(factory: str, notes: str, **arguments: str) -> Noted:
-    """Return the NVML collector of a factory (`package.module:function`) with a recorder in it."""
-    module, _, function = factory.partition(":")
-    return Noted(getattr(importlib.import_module(module), function)(**arguments), StateFile(Path(notes)))
-
-
-@dataclass
-class Asked:
-    """What NVML and DCGM are asked for a row, by its source in the catalogue; `profiling` is DCGM's own measuring."""
-
-    functions: list[str] = field(default_factory=list)
-    questions: list[str] = field(default_factory=list)
-    dcgm: bool = False
-    profiling: bool = False
-
-
-def _asked(row: Metric) -> Asked:
-    """Return the NVML functions, fields and metrics that a row's source names."""
-    asked = Asked(functions=re.findall(r"nvml(?:Device|Gpm)\w+", row.source))
-    for clause in re.split(r";|, *(?=NVML|NVLink|DCGM|GPM|nvml)", row.source):
-        if "DCGM" in clause:
-            asked.dcgm = True
-            numbers = re.findall(r"\b[0-9]+\b", clause)
-            asked.profiling = asked.profiling or any(int(number) >= PROFILING for number in numbers)
-            continue
-        kind = "metric" if "GPM" in clause else "field"
-        if kind not in clause and "older drivers" not in clause:
-            continue
-        for first, last in re.findall(r"\b([0-9]+)(?:-([0-9]+))?\b", re.sub(r"(NVLink|scope) [0-9]+", "", clause)):
-            asked.questions += [f"{kind} {number}" for number in range(int(first), int(last or first) + 1)]
-    return asked
 
 
 # Reading.
 
 
 def examine(settings: ExporterSettings, sources: SourcesFactory = host_sources) -> Report:
-    """Return what can be read on this node now."""
+    """Return what can be read on this node now. Raises SettingsError."""
     report = Report(flopwatch.__version__, settings.host, _user(), settings.simulate is not None)
     report.listeners = {"--listen": _listener(settings.listen), "--otlp-listen": _listener(settings.otlp_listen)}
-    with copied(settings) as beside:
-        _look(beside, sources(beside), report)
+    with copied(settings) as copy:
+        _look(copy, sources(copy), report)
     return report
 
 
 def _look(settings: ExporterSettings, sources: HostSources, report: Report) -> None:
-    """Put what can be read now into the report; the state folder is written."""
+    """Fill the report with what can be read now. The state folder is written."""
     notes = settings.state / "nvml_notes.json"
     readings = _readings(settings, sources, notes, report)
     answers = StateFile(notes).load()
     remembered = read_inventory(gpu_inventory(settings), m.GPU_INFO)
     samples = [sample for reading in readings.values() for sample in reading.samples]
-    # A driver that does not answer leaves what it said before.
+    # Without an answer of the driver, the inventory remains.
     gpus = sorted(_info(m.GPU_INFO, samples) or remembered.values(), key=lambda gpu: _natural(gpu["gpu"]))
     report.gpus = [_gpu(row, samples, readings, answers) for row in gpus] + _unnamed(gpus, samples)
     sysfs = sources.sysfs
@@ -240,13 +163,13 @@ def _look(settings: ExporterSettings, sources: HostSources, report: Report) -> N
 
 
 def _readings(settings: ExporterSettings, sources: HostSources, notes: Path, report: Report) -> dict[str, Reading]:
-    """Ask every source, NVML first: it names the GPUs for the others."""
+    """Read every source, NVML first, because it names the GPUs for the others."""
     readings: dict[str, Reading] = {}
     readers = {reader.name: reader for reader in hardware(settings, sources)}
     if "nvml" in readers:
         spec = readers["nvml"].spec
         arguments = {**spec.arguments, "factory": spec.factory, "notes": str(notes)}
-        readers["nvml"] = Reader("nvml", Spec("flopwatch.node.health.doctor:nvml", arguments), driver=True)
+        readers["nvml"] = Reader("nvml", Spec("flopwatch.node.health.nvml_answers:build", arguments), driver=True)
     Release(settings.state, [reader for reader in readers.values() if reader.driver], guest=True).check()
     with _messages() as says, ThreadPoolExecutor(len(readers)) as pool:
         try:
@@ -254,8 +177,8 @@ def _readings(settings: ExporterSettings, sources: HostSources, notes: Path, rep
                 readings["nvml"] = readers["nvml"].ask(DRIVER_DEADLINE)
                 time.sleep(BETWEEN_READS)
             again = readings["nvml"].ok if "nvml" in readings else False
-            asked = [name for name in readers if name != "nvml" or again]
-            readings |= dict(zip(asked, pool.map(lambda name: readers[name].ask(DEADLINE), asked), strict=True))
+            rest = [name for name in readers if name != "nvml" or again]
+            readings |= dict(zip(rest, pool.map(lambda name: readers[name].ask(DEADLINE), rest), strict=True))
         finally:
             list(pool.map(lambda reader: reader.close(), readers.values()))
     for name in readers:
@@ -268,18 +191,18 @@ def _readings(settings: ExporterSettings, sources: HostSources, notes: Path, rep
             "released": "the driver is released (docs/release.md); flopwatch exporter --release 0 ends that",
         }.get(reading.reason, reading.reason)
         report.sources.append(
-            Source(
+            SourceReport(
                 name, state, reason, reading.duration, len(reading.samples), says.get(name, []) if not reason else []
             )
         )
     if "dcgm" not in readers:
-        report.sources.append(Source("dcgm", "off", "--dcgm asks a DCGM host engine"))
+        report.sources.append(SourceReport("dcgm", "off", "--dcgm reads a DCGM host engine"))
     return readings
 
 
 @contextmanager
 def _messages() -> Iterator[dict[str, list[str]]]:
-    """Give what the children log, by the last word of the logger's name; filled when the block has ended."""
+    """Yield the log lines of the child processes by logger name, filled when the block ends."""
     found: dict[str, list[str]] = {}
     sys.stderr.flush()
     terminal = os.dup(2)
@@ -296,12 +219,12 @@ def _messages() -> Iterator[dict[str, list[str]]]:
             os.close(terminal)
         log.seek(0)
         for line in log.read(1 << 20).decode("utf-8", "replace").splitlines():
-            said = re.match(r"\S+ \S+ (?:WARNING|ERROR) flopwatch\.\S*?(\w+): (.*)", line)
-            if said and said[2] not in found.setdefault(said[1], []) and said[2] != "read failed":
-                found[said[1]].append(said[2])
+            match = re.match(r"\S+ \S+ (?:WARNING|ERROR) flopwatch\.\S*?(\w+): (.*)", line)
+            if match and match[2] not in found.setdefault(match[1], []) and match[2] != "read failed":
+                found[match[1]].append(match[2])
 
 
-# What the readings say.
+# Evaluation.
 
 
 def _info(row: Metric, samples: Sequence[Sample]) -> list[dict[str, str]]:
@@ -327,10 +250,10 @@ def _families(labels: tuple[str, str], readings: Mapping[str, Reading], kind: tu
 
 def _gpu(
     info: Mapping[str, str], samples: Sequence[Sample], readings: Mapping[str, Reading], answers: Mapping[str, Any]
-) -> Part:
+) -> HardwarePart:
     labels = info["gpu"], info["uuid"]
     families = _families(labels, readings, GPU)
-    part = Part(
+    part = HardwarePart(
         f"GPU {info['gpu']}",
         ", ".join(filter(len, (info["model"], info["pci_bus_id"], info["uuid"]))),
         _value(m.GPU_PRESENT, labels, samples) != 0,
@@ -349,50 +272,52 @@ def _gpu(
         kernel_log = _value(m.FLOPWATCH_XID_SOURCE_UP, ("kernel_log",), samples) == 1
         for row in m.all_metrics():
             if row.labels[:2] == GPU and row.name not in had:
-                told = answers.get(f"gpu{info['gpu']}", {})
-                reason = _why(row, told, answers.get("lacks", []), kernel_log, "dcgm" in readings)
+                answered = answers.get(f"gpu{info['gpu']}", {})
+                reason = _why(row, answered, answers.get("lacks", []), kernel_log, "dcgm" in readings)
                 part.missing.setdefault(reason, []).append(row.name)
     return part
 
 
-def _unnamed(gpus: Sequence[Mapping[str, str]], samples: Sequence[Sample]) -> list[Part]:
-    """Return the GPUs that never told who they are."""
+def _unnamed(gpus: Sequence[Mapping[str, str]], samples: Sequence[Sample]) -> list[HardwarePart]:
+    """Return the GPUs whose identity was never read."""
     known = {gpu["gpu"] for gpu in gpus}
     return [
-        Part(f"GPU {labels[0]}", "never told its name", row is not m.GPU_PRESENT, row is not m.GPU_READABLE)
+        HardwarePart(f"GPU {labels[0]}", "its name was never read", row is not m.GPU_PRESENT, row is not m.GPU_READABLE)
         for row, labels, up in samples
         if row in (m.GPU_PRESENT, m.GPU_READABLE) and up == 0 and labels[0] not in known
     ]
 
 
 def _why(row: Metric, answers: Mapping[str, Sequence[int]], lacks: Sequence[str], kernel_log: bool, dcgm: bool) -> str:
-    """Return why a GPU has no series of a row, by what NVML answered to the questions behind it."""
+    """Return why a GPU has no series of a row, from NVML's answers to the calls behind it."""
     if row.source.startswith("/dev/kmsg"):
         return QUIET if kernel_log else KERNEL_LOG
     if row.name.startswith("gpu_mig_") and row is not m.GPU_MIG_MODE:
         return MIG
-    asked = _asked(row)
+    needs = asked(row)
     codes = {
         code
         for name, some in answers.items()
         for code in some
-        if name in asked.questions or any(name.startswith(function) for function in asked.functions)
+        if name in needs.questions or any(name.startswith(function) for function in needs.functions)
     }
     if NOT_PERMITTED in codes:
         return PERMISSION
     if 0 in codes:
         return QUIET
-    if codes & TOO_OLD or set(asked.functions) & set(lacks):
+    if codes & TOO_OLD or set(needs.functions) & set(lacks):
         return OLD
     if row.domain == "nvlink" and 0 not in answers.get(LINK_COUNT, [0]):
         return CARD
-    if asked.dcgm and not dcgm and (asked.profiling or not codes):
+    if needs.dcgm and not dcgm and (needs.profiling or not codes):
         return DCGM
-    # What was never asked for waits for something else: an error to ask the place of, a link to ask the state of.
+    # A call that was never made depends on something else, such as an error or a link.
     return CARD if codes else QUIET
 
 
-def _port(info: Mapping[str, str], samples: Sequence[Sample], readings: Mapping[str, Reading], sysfs: Path) -> Part:
+def _port(
+    info: Mapping[str, str], samples: Sequence[Sample], readings: Mapping[str, Reading], sysfs: Path
+) -> HardwarePart:
     labels = info["device"], info["port"]
     families = _families(labels, readings, PORT)
     state, rate = (
@@ -405,7 +330,7 @@ def _port(info: Mapping[str, str], samples: Sequence[Sample], readings: Mapping[
         info["role"],
         f"rail {info['rail']}" if info["rail"] else "",
     ]
-    part = Part(
+    part = HardwarePart(
         "/".join(labels),
         ", ".join(filter(len, about)),
         _value(m.INFINIBAND_PORT_PRESENT, labels, samples) != 0,
@@ -413,32 +338,30 @@ def _port(info: Mapping[str, str], samples: Sequence[Sample], readings: Mapping[
     )
     if not part.present:
         return part
-    device = sysfs / "class" / "infiniband" / info["device"]
     had = set[str]().union(*families.values())
     for row in m.all_metrics():
         if row.labels[:2] == PORT and row.name not in had:
-            reason = QUIET
-            if isinstance(row, m.PortCounter):
-                files = [
-                    device / file.removeprefix("device/")
-                    if file.startswith("device/")
-                    else device / "ports" / info["port"] / file
-                    for file in row.files
-                ]
-                there = [file for file in files if file.exists()]
-                reason = (
-                    FILE
-                    if not there
-                    else QUIET
-                    if row.quiet
-                    else (REFUSED if any(os.access(file, os.R_OK) for file in there) else PERMISSION)
-                )
+            reason = _why_of_port(row, sysfs / "class" / "infiniband" / info["device"], info["port"])
             part.missing.setdefault(reason, []).append(row.name)
     return part
 
 
+def _why_of_port(row: Metric, device: Path, port: str) -> str:
+    """Return why a port has no series of a row, from the files of its counter."""
+    if not isinstance(row, m.PortCounter):
+        return QUIET
+    folders = {True: device, False: device / "ports" / port}
+    files = [folders[file.startswith("device/")] / file.removeprefix("device/") for file in row.files]
+    present = [file for file in files if file.exists()]
+    if not present:
+        return FILE
+    if row.quiet:
+        return QUIET
+    return REFUSED if any(os.access(file, os.R_OK) for file in present) else PERMISSION
+
+
 def _privileges(settings: ExporterSettings, samples: Sequence[Sample]) -> list[Access]:
-    """Return the tiers: base, which needs none, identity and kernel."""
+    """Return the tiers: base, which needs no privilege, identity and kernel."""
     up = {
         source: _value(row, (source,), samples) == 1
         for row, source in ((m.FLOPWATCH_IDENTITY_SOURCE_UP, "kubelet"), (m.FLOPWATCH_XID_SOURCE_UP, "kernel_log"))
@@ -448,21 +371,20 @@ def _privileges(settings: ExporterSettings, samples: Sequence[Sample]) -> list[A
         return [Access("base", "in force"), Access("kernel", "in force" if up["kernel_log"] else "not in force")]
     return [
         Access("base", "in force"),
-        Access("identity", _access(kubelet, up["kubelet"]), "" if up["kubelet"] else "the pods that have a GPU"),
+        Access("identity", _access(kubelet, up["kubelet"]), "" if up["kubelet"] else "the pods that own a GPU"),
         Access(
             "kernel",
             _access(kmsg.removeprefix("unix:"), up["kernel_log"]),
             ""
             if up["kernel_log"]
-            else "the text of Xids and what follows from it: NVLink details, SXids, kernel events, and Xids "
-            "from before "
-            "the exporter started",
+            else "the text of Xids and its details: NVLink errors, SXids, kernel events, and Xids from "
+            "before the exporter's start",
         ),
     ]
 
 
 def _access(path: str, up: bool) -> str:
-    """Return whether a privilege is in force, by whether its file is there and may be read."""
+    """Return whether a privilege is in force, and the access to its file."""
     if up:
         return f"in force: {path} is read"
     try:
@@ -474,7 +396,7 @@ def _access(path: str, up: bool) -> str:
 
 
 def _problems(report: Report, samples: Sequence[Sample], sysfs: Path) -> list[str]:
-    """Return which hardware is there and cannot be read."""
+    """Return present hardware that cannot be read."""
     problems = [
         f"{source.name}: {source.reason}"
         for source in report.sources
@@ -491,12 +413,12 @@ def _problems(report: Report, samples: Sequence[Sample], sysfs: Path) -> list[st
         if not part.present:
             problems.append(f"{part.name}: does not answer")
         elif not part.readable and loaded:
-            problems.append(f"{part.name}: the driver does not let this process look")
+            problems.append(f"{part.name}: the driver denies this process access")
     return problems
 
 
 def _cards(sysfs: Path) -> int:
-    """Return how many of NVIDIA's GPUs are on the PCI bus: display controllers, and those without a display."""
+    """Return the number of NVIDIA GPUs on the PCI bus, display controllers with or without a display."""
     found = 0
     for device in (sysfs / "bus" / "pci" / "devices").glob("*"):
         try:
@@ -508,7 +430,7 @@ def _cards(sysfs: Path) -> int:
 
 
 def _losses(report: Report, samples: Sequence[Sample], settings: ExporterSettings) -> list[str]:
-    """Return what goes unread that is no hardware: who has a GPU, the kernel log, what only root is told."""
+    """Return missing data that is not hardware: owners of GPUs, the kernel log, series that only root can read."""
     losses = [
         f"{source.name}: {source.reason}"
         for source in report.sources
@@ -523,13 +445,13 @@ def _losses(report: Report, samples: Sequence[Sample], settings: ExporterSetting
     for row, where in ((m.FLOPWATCH_IDENTITY_SOURCE_UP, "identity"), (m.FLOPWATCH_XID_SOURCE_UP, "xid")):
         for one, labels, up in samples:
             if one is row and up == 0 and labels[0] not in absent:
-                said = [line for line in says[where] if labels[0] in line]
-                losses.append(f"{where}: {said[-1] if said else f'{labels[0]} does not answer'}")
+                found_lines = [line for line in says[where] if labels[0] in line]
+                losses.append(f"{where}: {found_lines[-1] if found_lines else f'{labels[0]} does not answer'}")
     return losses
 
 
 def _user() -> str:
-    """Return who this is, and whether with the capability to read the kernel log."""
+    """Return the user, and whether it has the capability to read the kernel log."""
     mask = re.search(r"^CapEff:\s*([0-9a-f]+)", Path("/proc/self/status").read_text(), re.MULTILINE)
     syslog = mask is not None and int(mask[1], 16) >> CAP_SYSLOG & 1
     name = "root" if os.geteuid() == 0 else f"user {os.geteuid()}"
@@ -537,7 +459,7 @@ def _user() -> str:
 
 
 def _listener(address: Address) -> str:
-    """Return whether an address is free, has an exporter on it, or cannot be had."""
+    """Return whether an address is free, has an exporter, or cannot be bound."""
     try:
         host, family = address.place()
         with socket.socket(family) as probe:
@@ -551,15 +473,17 @@ def _listener(address: Address) -> str:
 
 
 def _answers(address: Address) -> bool:
+    import httpx
+
+    from flopwatch.http.client import client, url_tls
+
     host = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}.get(address.host, address.host)
-    connection = http.client.HTTPConnection(host, address.port, timeout=1)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{address.port}/healthz"
     try:
-        connection.request("GET", "/healthz")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
+        with client(url_tls(url, None), timeout=1) as http:
+            return http.get(url).status_code == 200
+    except (OSError, httpx.HTTPError, httpx.InvalidURL):
         return False
-    finally:
-        connection.close()
 
 
 def to_json(report: Report) -> str:

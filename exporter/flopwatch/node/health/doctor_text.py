@@ -1,4 +1,4 @@
-"""The doctor's report as text, wrapped to the terminal."""
+"""Text form of the doctor's report, wrapped to the terminal."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from flopwatch.node.health.doctor import REASONS, Part, Report
+from flopwatch.node.health.doctor import REASONS, HardwarePart, Report
 
-# Names told per reason; all of them are in the JSON.
+# Names shown per reason; the JSON has all of them.
 NAMES = 8
 NARROWEST, WIDEST = 60, 110
 LABEL = 12
 
 
 def page(report: Report, width: int) -> str:
-    """Return the report for a terminal of so many columns."""
+    """Return the report for a terminal of `width` columns."""
     width = min(max(width, NARROWEST), WIDEST)
     lines = list(_lines(report, width))
     return "\n".join(lines) + "\n"
@@ -23,16 +23,16 @@ def page(report: Report, width: int) -> str:
 
 def _lines(report: Report, width: int) -> Iterator[str]:
     def entry(label: str, *texts: str) -> Iterator[str]:
-        """Yield a label and beside it paragraphs."""
-        beside = " " * (LABEL + 3)
+        """Yield a label with paragraphs next to it."""
+        indent = " " * (LABEL + 3)
         if len(label) > LABEL:
             yield f"  {label}"
-        start = beside if len(label) > LABEL else f"  {label:<{LABEL}} "
+        start = indent if len(label) > LABEL else f"  {label:<{LABEL}} "
         for text in filter(len, texts):
             yield from textwrap.wrap(
-                text, width, initial_indent=start, subsequent_indent=beside, break_on_hyphens=False
+                text, width, initial_indent=start, subsequent_indent=indent, break_on_hyphens=False
             )
-            start = beside
+            start = indent
 
     simulated = " (a simulated node)" if report.simulated else ""
     yield f"flopwatch {report.version} on {report.host}{simulated}, as {report.user}"
@@ -42,7 +42,7 @@ def _lines(report: Report, width: int) -> Iterator[str]:
         yield from textwrap.wrap(problem, width, initial_indent="  - ", subsequent_indent="    ")
     if report.losses:
         yield ""
-        yield "It goes without:"
+        yield "Missing:"
     for loss in report.losses:
         yield from textwrap.wrap(loss, width, initial_indent="  - ", subsequent_indent="    ")
     yield ""
@@ -65,28 +65,30 @@ def _lines(report: Report, width: int) -> Iterator[str]:
         "place",
         f"{', '.join(place)} (from {report.place['source']})"
         if place
-        else "not known; --topology tells it (docs/identity.md)",
+        else "not known; set --topology (docs/identity.md)",
     )
     for access in report.privileges:
-        yield from entry(access.name, access.state, f"Without it there is not: {access.loses}." if access.loses else "")
+        yield from entry(access.name, access.state, f"Missing without it: {access.loses}." if access.loses else "")
     for flag, state in report.listeners.items():
         yield from entry(flag.removeprefix("--"), state)
 
 
 def verdict(report: Report) -> str:
-    """Return the one sentence that matters."""
+    """Return the summary in one sentence."""
     if report.problems:
         count = len(report.problems)
-        return "One thing is here and cannot be read:" if count == 1 else f"{count} things are here and cannot be read:"
+        return (
+            "One thing on this node cannot be read:" if count == 1 else f"{count} things on this node cannot be read:"
+        )
     if not report.gpus and not report.ports:
         return (
-            "There is no GPU and no InfiniBand, RoCE or EFA port here. On a node without any, "
-            "`flopwatch exporter --simulate h100x8` shows what there would be."
+            "There is no GPU and no InfiniBand, RoCE or EFA port here. "
+            "`flopwatch exporter --simulate h100x8` simulates them."
         )
-    return "All hardware that is here can be read." if report.losses else "Everything that is here can be read."
+    return "All hardware of this node can be read." if report.losses else "Everything on this node can be read."
 
 
-def _read(part: Part) -> str:
+def _read(part: HardwarePart) -> str:
     if not part.present:
         return "DOES NOT ANSWER"
     if not part.readable:
@@ -97,17 +99,17 @@ def _read(part: Part) -> str:
     )
 
 
-def owners(part: Part) -> str:
-    """Return who has a GPU, by which source, and when that was told."""
+def owners(part: HardwarePart) -> str:
+    """Return the owner of a GPU, its source, and the age of the answer."""
     if not part.owners:
-        return "owner: not asked for"
+        return "owner: not requested"
     age = "" if part.owner_age is None else f", {part.owner_age:.0f} s ago"
     return "owner: " + "; ".join(map(_owner, part.owners)) + age
 
 
 def _owner(owner: Mapping[str, str]) -> str:
     source = owner.get("source", "")
-    who = {"none": "nobody", "unknown": "cannot be told"}.get(source, "")
+    who = {"none": "none", "unknown": "unknown"}.get(source, "")
     if "owner_pod" in owner:
         who = f"pod {owner.get('owner_namespace', '')}/{owner['owner_pod']}, {owner.get('owner_container', '')}"
     elif "owner_job" in owner:
@@ -118,9 +120,9 @@ def _owner(owner: Mapping[str, str]) -> str:
     return f"{who}{instance}" + (f" (by {source})" if source not in ("none", "unknown") else "")
 
 
-def _missing(parts: Sequence[Part], width: int) -> Iterator[str]:
-    """Yield what has no series and why, once for all parts of which the same is true."""
-    alike: dict[str, list[Part]] = {}
+def _missing(parts: Sequence[HardwarePart], width: int) -> Iterator[str]:
+    """Yield the families without series and the reasons, once for all equal parts."""
+    alike: dict[str, list[HardwarePart]] = {}
     for part in parts:
         if part.missing:
             alike.setdefault(repr(part.missing), []).append(part)
@@ -146,7 +148,7 @@ def _missing(parts: Sequence[Part], width: int) -> Iterator[str]:
 
 
 def together(names: Sequence[str]) -> str:
-    """Return names of which neighbours that count up are one range: GPU 0-7."""
+    """Return names as text, with consecutive numbers as a range: GPU 0-7."""
     ranges: list[tuple[str, int, int]] = []
     words = []
     for name in names:
@@ -162,7 +164,7 @@ def together(names: Sequence[str]) -> str:
 
 
 def shortened(names: Sequence[str]) -> list[str]:
-    """Return the names, three or more with the same two first words as one: gpu_mig_* (7)."""
+    """Return the names, three or more with the same first two words as one: gpu_mig_* (7)."""
     if len(names) > 2 and all(name.startswith("nvlink_") for name in names):
         return [f"nvlink_* ({len(names)})"]
     starts = Counter("_".join(name.split("_")[:2]) for name in names)

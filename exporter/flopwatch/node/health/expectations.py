@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """How many ports of one role ought to be active, and at which rate in Gb/s."""
+    """Expected number of active ports of one role, and their rate in Gb/s."""
 
     count: int = 0
     rate_gbps: float = 0.0
@@ -31,7 +31,7 @@ class Ports:
 
 @dataclass(frozen=True, slots=True)
 class Expectations:
-    """The shape of a node; 0 and empty expect nothing. It names no single part, so that nodes can share it."""
+    """Shape of a node; 0 and empty expect nothing. No single part is named, so that nodes can share it."""
 
     gpus: int = 0
     gpu_model: str = ""
@@ -41,7 +41,7 @@ class Expectations:
     ports: Mapping[str, Ports] = field(default_factory=dict)  # by role: compute, storage, management, any
 
     def content(self) -> dict[str, Any]:
-        """Return the JSON object that says this."""
+        """Return the JSON object of these expectations."""
         given = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "ports"}
         ports = {
             role: {"count": one.count} | ({"rate_gbps": one.rate_gbps} if one.rate_gbps else {})
@@ -56,7 +56,7 @@ _EXAMPLE = '{"gpus": 8, "nvlinks_per_gpu": 18, "ports": {"compute": {"count": 8,
 
 
 def parse(text: str, name: str = "--expect") -> Expectations:
-    """Return the expectations in a JSON object. Raises SettingsError that says where it is wrong and what to write."""
+    """Return the expectations in a JSON object. Raises SettingsError with the place and the correction."""
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
@@ -93,7 +93,7 @@ def _ports(name: str, content: Any) -> dict[str, Ports]:
 
 def _check_keys(where: str, content: Any, known: tuple[str, ...]) -> None:
     if not isinstance(content, dict):
-        raise SettingsError(f"{where} is no JSON object; write for example {_EXAMPLE}")
+        raise SettingsError(f"{where} is not a JSON object; write for example {_EXAMPLE}")
     for key in content:
         if key not in known:
             raise SettingsError(f"{where}: {json.dumps(key)} is not one of {', '.join(known)}")
@@ -107,12 +107,12 @@ def _number(where: str, key: str, value: Any, whole: bool = False) -> float:
 
 
 def learnt_file(state: Path) -> Path:
-    """Return where `flopwatch check --record` keeps what it learnt."""
+    """Return the file in which `flopwatch check --record` stores the shape."""
     return state / "expected.json"
 
 
 def load(file: Path | None, state: Path) -> Expectations:
-    """Return the expectations in `file`, else those learnt in the state folder, else none. Raises SettingsError."""
+    """Return the expectations in `file`, else those in the state folder, else empty ones. Raises SettingsError."""
     try:
         if file is not None:
             return parse(file.read_text(errors="replace"), f"--expect {file}")
@@ -121,9 +121,9 @@ def load(file: Path | None, state: Path) -> Expectations:
     except FileNotFoundError:
         if file is None:
             return Expectations()
-        raise SettingsError(f"--expect {file}: there is no such file; flopwatch check --record makes one") from None
+        raise SettingsError(f"--expect {file}: file not found; create it with flopwatch check --record") from None
     except OSError as error:
-        if file is None and isinstance(error, PermissionError):  # root's or the exporter's, and this is another user
+        if file is None and isinstance(error, PermissionError):  # owned by root or the exporter's user
             log.warning("%s: %s; nothing is expected of this node", error.filename, error.strerror)
             return Expectations()
         raise SettingsError(f"{error.filename}: {error.strerror}") from None

@@ -1,8 +1,8 @@
-"""A copy of what the exporter remembers (`--state`), for a look at the node beside it.
+"""Copy of the exporter's state (`--state`) for a separate look at the node.
 
-Readers notice a part that is missing since, and go on in the kernel log where they stopped, by files that they also
-write. Whoever only looks must not: the exporter would start over from a place that it never read up to, or find files
-that belong to root.
+Readers compare with their state files and also write them: the inventory, and the place in the kernel log. A separate
+look must not change them. Otherwise the exporter would skip records that it never read, or meet files that belong to
+root.
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ MAX_FILE = 4 << 20
 
 @contextmanager
 def copied(settings: ExporterSettings) -> Iterator[ExporterSettings]:
-    """Give settings with a copy of the state folder, as far as it can be read; raises SettingsError without room."""
+    """Yield settings with a copy of the readable part of the state folder. Raises SettingsError without room."""
     try:
         folder = tempfile.TemporaryDirectory(prefix="flopwatch-")
     except OSError as error:
-        raise SettingsError(
-            f"there is no room for a temporary folder ({error}); set TMPDIR to one that can be written"
-        ) from error
+        raise SettingsError(f"cannot create a temporary folder ({error}); set TMPDIR to a writable one") from error
     with folder as path:
         try:
             _copy(settings, Path(path))
@@ -42,7 +40,7 @@ def _copy(settings: ExporterSettings, folder: Path) -> None:
     simulated = simulated_node(settings)
     if settings.simulate is not None and simulated.is_dir():
         shutil.copytree(simulated, folder / "simulated", symlinks=True, ignore=shutil.ignore_patterns("*.new"))
-    for name in (REQUEST, CONFIRMATION):  # with its time, which the request counts from
+    for name in (REQUEST, CONFIRMATION):  # with its modification time, from which the request counts
         with suppress(OSError):
             shutil.copy2(settings.state / name, folder / name)
     for file in settings.state.glob("*.json"):

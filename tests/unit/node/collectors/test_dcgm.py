@@ -1,12 +1,10 @@
-"""The DCGM backend against a small libdcgm built from the documented ABI, through ctypes and through bindings."""
+"""The DCGM backend against a small libdcgm built from the documented ABI."""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import shutil
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from flopwatch.catalogue import GPU_INFO, Sample
 from flopwatch.node.collectors import Unsupported
 from flopwatch.node.collectors.dcgm import Dcgm, HostEngineError, abi, build
 from flopwatch.node.scrape.reader import Reader, Spec
-from tests.support.fake_dcgm import BINDINGS, compile_library
+from tests.support.fake_dcgm import compile_library
 
 A100, H100 = "value 1 -1 63 i 0x80000\n", "value 1 -1 63 i 0x90000\n"
 # Two GPUs of which DCGM has the second one first.
@@ -61,8 +59,8 @@ class HostEngine:
         self.calls_file.unlink(missing_ok=True)
         return calls
 
-    def collector(self, address: str = "localhost:5555", bindings: Path = Path("/nonexistent")) -> Dcgm:
-        return Dcgm(address, self.gpus, lambda: abi.load(str(self.library), bindings), lambda: self.now)
+    def collector(self, address: str = "localhost:5555") -> Dcgm:
+        return Dcgm(address, self.gpus, lambda: abi.Library(str(self.library)), lambda: self.now)
 
 
 @pytest.fixture(scope="session")
@@ -75,16 +73,6 @@ def engine(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> Ho
     engine = HostEngine(tmp_path, library)
     monkeypatch.setenv("FAKE_DCGM", str(engine.script))
     return engine
-
-
-@pytest.fixture
-def bindings() -> Iterator[Path]:
-    """Return the folder of the stand-ins for DCGM's Python modules, which are forgotten afterwards."""
-    path = list(sys.path)
-    yield BINDINGS
-    sys.path[:] = path
-    for name in ("dcgm_agent", "dcgm_structs"):
-        sys.modules.pop(name, None)
 
 
 def series(samples: list[Sample]) -> dict[str, float]:
@@ -168,25 +156,6 @@ value 7 0 1133 d 900
         "host_cpu_power_watts{0}": 120.5,
         "host_module_power_watts{0}": 900,
     }
-
-
-def test_the_bindings_say_the_same_as_ctypes(engine: HostEngine, bindings: Path) -> None:
-    engine.says(GPUS + A100 + SWITCH + "at 1000\nvalue 1 0 153 i 40\nvalue 1 1 1004 d 0.5\nvalue 3 0 858 i 55\n")
-    through = {"ctypes": engine.collector(), "bindings": engine.collector(bindings=bindings)}
-    said, calls = {}, {}
-    for name, collector in through.items():
-        said[name] = collector.read()
-        collector.close()
-        calls[name] = engine.calls()
-    assert "dcgm_agent" in sys.modules
-    assert said["bindings"] == said["ctypes"] != []
-    assert calls["bindings"] == calls["ctypes"]
-
-
-def test_a_failure_through_the_bindings_is_explained_too(engine: HostEngine, bindings: Path) -> None:
-    engine.says("return dcgmConnect_v2 -21")
-    with pytest.raises(HostEngineError, match=r"no DCGM host engine answers at localhost:5555: start one .*\(-21\)"):
-        engine.collector(bindings=bindings).read()
 
 
 def activity(engine: HostEngine, collector: Dcgm, at: float, text: str) -> dict[str, float]:
@@ -424,7 +393,7 @@ def test_different_releases_on_both_sides_are_named(engine: HostEngine) -> None:
 
 
 def test_without_libdcgm_the_source_is_not_supported(tmp_path: Path) -> None:
-    collector = build("localhost:5555", str(tmp_path / "gpus.json"), str(tmp_path / "libdcgm.so.4"), "/nonexistent")
+    collector = build("localhost:5555", str(tmp_path / "gpus.json"), str(tmp_path / "libdcgm.so.4"))
     with pytest.raises(Unsupported, match="install datacenter-gpu-manager-4-core, or leave out --dcgm"):
         collector.read()
 
@@ -464,12 +433,7 @@ def test_a_call_that_hangs_costs_this_source_its_deadline(engine: HostEngine) ->
         "dcgm",
         Spec(
             "flopwatch.node.collectors.dcgm:build",
-            {
-                "address": "localhost:5555",
-                "gpus": str(engine.gpus),
-                "library": str(engine.library),
-                "bindings": "/nonexistent",
-            },
+            {"address": "localhost:5555", "gpus": str(engine.gpus), "library": str(engine.library)},
         ),
         driver=True,
         secondary=True,

@@ -26,7 +26,7 @@ from flopwatch.node.collectors.nvml.gpm import (
     PIPES,
     TRAFFIC,
     WHOLE_GPU,
-    Activity,
+    GpmActivity,
     Meter,
     mig_instance,
     whole_gpu,
@@ -70,7 +70,7 @@ class Driver:
         return self.now
 
 
-def after(driver: Driver, meter: Meter, seconds: float) -> Activity:
+def after(driver: Driver, meter: Meter, seconds: float) -> GpmActivity:
     driver.now += seconds
     meter.advance()
     return meter.activity
@@ -103,7 +103,7 @@ def test_metric_numbers_are_those_of_the_vendors_package() -> None:
 
 def test_means_times_intervals_add_up_and_what_every_card_has_starts_at_0() -> None:
     driver = Driver(_1=100, _2=80, _3=25, _5=50, _10=40, _12=10, _13=0, _20=2, _61=1000)
-    meter = Meter(driver, driver.take, METRICS, Activity(), driver.clock)
+    meter = Meter(driver, driver.take, METRICS, GpmActivity(), driver.clock)
     meter.advance()
     assert list(whole_gpu(meter.activity)) == [
         (GPU_PROFILED_SECONDS_TOTAL, (), 0),
@@ -130,7 +130,7 @@ def test_means_times_intervals_add_up_and_what_every_card_has_starts_at_0() -> N
 
 def test_what_a_card_does_not_measure_is_absent() -> None:
     driver = Driver(_2=50, _10=50)
-    meter = Meter(driver, driver.take, METRICS, Activity(), driver.clock)
+    meter = Meter(driver, driver.take, METRICS, GpmActivity(), driver.clock)
     meter.advance()
     assert list(whole_gpu(after(driver, meter, 10))) == [
         (GPU_PROFILED_SECONDS_TOTAL, (), 10),
@@ -142,7 +142,7 @@ def test_what_a_card_does_not_measure_is_absent() -> None:
 @pytest.mark.parametrize("mean", [math.nan, math.inf, -1.0])
 def test_a_mean_that_is_none_is_a_gap_in_all_activities(mean: float) -> None:
     driver = Driver(_2=50, _5=20)
-    meter = Meter(driver, driver.take, METRICS, Activity(), driver.clock)
+    meter = Meter(driver, driver.take, METRICS, GpmActivity(), driver.clock)
     meter.advance()
     after(driver, meter, 10)
     driver.means[5] = mean
@@ -155,7 +155,7 @@ def test_a_mean_that_is_none_is_a_gap_in_all_activities(mean: float) -> None:
 
 def test_samples_too_close_together_are_not_taken() -> None:
     driver = Driver(_2=50)
-    meter = Meter(driver, driver.take, METRICS, Activity(), driver.clock)
+    meter = Meter(driver, driver.take, METRICS, GpmActivity(), driver.clock)
     meter.advance()
     assert after(driver, meter, 0.05).profiled == 0
     assert after(driver, meter, 0.95).profiled == pytest.approx(1)
@@ -163,7 +163,7 @@ def test_samples_too_close_together_are_not_taken() -> None:
 
 def test_an_error_is_a_gap_from_the_sample_before_to_the_next_one() -> None:
     driver = Driver(_2=100)
-    meter = Meter(driver, driver.take, METRICS, Activity(), driver.clock)
+    meter = Meter(driver, driver.take, METRICS, GpmActivity(), driver.clock)
     meter.advance()
     after(driver, meter, 10)
     driver.error = pynvml.NVML_ERROR_UNKNOWN
@@ -176,7 +176,7 @@ def test_an_error_is_a_gap_from_the_sample_before_to_the_next_one() -> None:
 
 def test_two_samples_are_enough_and_are_given_back() -> None:
     driver = Driver(_2=100)
-    meter = Meter(driver, driver.take, METRICS, Activity(), driver.clock)
+    meter = Meter(driver, driver.take, METRICS, GpmActivity(), driver.clock)
     for _ in range(20):
         after(driver, meter, 1)
     assert len(driver.given) == 2
@@ -186,7 +186,7 @@ def test_two_samples_are_enough_and_are_given_back() -> None:
 
 
 def test_counters_go_on_in_another_meter() -> None:
-    driver, activity = Driver(_2=100), Activity()
+    driver, activity = Driver(_2=100), GpmActivity()
     for expected in (10, 20):
         meter = Meter(driver, driver.take, METRICS, activity, driver.clock)
         meter.advance()
@@ -196,7 +196,7 @@ def test_counters_go_on_in_another_meter() -> None:
 
 def test_a_mig_instance_has_four_counters() -> None:
     driver = Driver(_1=1, _2=50, _5=25, _10=10)
-    meter = Meter(driver, driver.take, tuple(MIG_INSTANCE), Activity(), driver.clock)
+    meter = Meter(driver, driver.take, tuple(MIG_INSTANCE), GpmActivity(), driver.clock)
     meter.advance()
     assert list(mig_instance(after(driver, meter, 10), "7")) == [
         (GPU_MIG_PROFILED_SECONDS_TOTAL, ("7",), 10),
@@ -215,7 +215,7 @@ def test_the_vendors_structure_is_filled_as_the_driver_expects() -> None:
         works(request)
 
     driver.nvmlGpmMetricsGet = noted  # type: ignore[method-assign]
-    meter = Meter(driver, driver.take, METRICS, Activity(), driver.clock)
+    meter = Meter(driver, driver.take, METRICS, GpmActivity(), driver.clock)
     meter.advance()
     after(driver, meter, 1)
     assert requests == [(1, [1, 2, 3, 5, 10, 4, 11, 12, 13, 7, 8, 9, 20, 21, 60, 61])]

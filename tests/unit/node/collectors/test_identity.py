@@ -22,7 +22,7 @@ from flopwatch.catalogue import (
 )
 from flopwatch.node.collectors import Unsupported, identity
 from flopwatch.node.collectors.identity import Devices, Identity, build
-from flopwatch.node.collectors.identity.background import Background
+from flopwatch.node.collectors.identity.background import BackgroundCall
 from flopwatch.node.collectors.identity.podresources import Assignment, PodResourcesError
 from tests.support.kubelet import encoded, kubelet, pod
 from tests.support.machine import PATIENCE, until
@@ -447,8 +447,8 @@ class Kubelet:
             raise self.answer
         return self.answer
 
-    def background(self) -> Background[list[Assignment]]:
-        return Background(self.ask, 0.01, 300, clock=lambda: self.now)
+    def background(self) -> BackgroundCall[list[Assignment]]:
+        return BackgroundCall(self.ask, 0.01, 300, clock=lambda: self.now)
 
     def answers(self, answer: list[Assignment] | BaseException) -> None:
         """Let it answer this from now on, and wait until it has."""
@@ -501,7 +501,7 @@ def test_the_last_answer_of_a_failing_kubelet_holds_for_five_minutes_and_shows_i
     [
         (RuntimeError("wires crossed"), "wires crossed"),
         (AssertionError(), "AssertionError"),
-        (SystemExit(), "the thread that asks has ended"),
+        (SystemExit(), "the background thread has ended"),
     ],
 )
 def test_whatever_ends_a_question_is_an_error_of_its_source_and_the_last_answer_holds_no_longer_than_it_may(
@@ -535,7 +535,7 @@ def test_without_its_http_library_the_kubelet_is_a_failing_source_that_says_what
         assert sources(collector.read()) == {"kubelet": 0, "processes": 1}
         background = collector._kubelet
         assert background is not None
-        assert background.error == "the package h2 is missing; pip install 'flopwatch[exporter]' brings it"
+        assert background.error == "the package h2 is missing; pip install 'flopwatch[exporter]'"
         assert background._first.is_set(), "no later read waits for a first answer"
         collector.close()
 

@@ -40,8 +40,8 @@ from flopwatch.node.collectors.nvml.fields import (
     PER_LINK,
     SLOW,
     VALUE_MEMBERS,
-    Field,
     Links,
+    NvmlField,
     bit_error_ratio,
     fabric_faults,
     known,
@@ -241,7 +241,7 @@ def test_every_field_becomes_the_series_that_its_name_says() -> None:
         named = SERIES[NAMES[field_id]]
         told[NAMES[field_id]] = named if any(f"{series} ".startswith(f"{named} ") for series in found) else str(found)
     assert told == SERIES
-    assert Field(pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON, NVLINK_SPEED_BYTES_PER_SECOND) == OLD_LINK_SPEED
+    assert NvmlField(pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON, NVLINK_SPEED_BYTES_PER_SECOND) == OLD_LINK_SPEED
     assert (pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT, 0) == LINK_COUNT
     assert pynvml.NVML_POWER_SCOPE_MODULE == MODULE
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flopwatch.node.collectors.infiniband.pci import LEVELS, Place, address, affinity, place
-from flopwatch.node.collectors.infiniband.rails import Duty, Gpu, Port, affinities, duties, module_order
+from flopwatch.node.collectors.infiniband.pci import LEVELS, PciPlace, address, affinity, place
+from flopwatch.node.collectors.infiniband.rails import Duty, Gpu, RailPort, affinities, duties, module_order
 from tests.support import TESTS
 
 CAPTURE = TESTS / "captures" / "pci" / "lspci_vvv_h100.txt"
@@ -46,7 +46,7 @@ def sysfs_of(root: Path, lspci: str) -> Path:
     return root / "sys"
 
 
-def found(sysfs: Path, device: str) -> Place:
+def found(sysfs: Path, device: str) -> PciPlace:
     result = place(sysfs / "bus" / "pci" / "devices" / f"0000:{device}")
     assert result is not None
     return result
@@ -63,7 +63,7 @@ XE9680_CONNECTX6 = ("1b:00.0", "1b:00.1", "9d:00.0", "9d:00.1")
 
 
 def test_a_place_is_every_bridge_on_the_way(xe9680: Path) -> None:
-    assert found(xe9680, "19:00.0") == Place(
+    assert found(xe9680, "19:00.0") == PciPlace(
         ("pci0000:15", "0000:15:01.0", "0000:16:00.0", "0000:17:01.0", "0000:19:00.0"), 0
     )
     assert found(xe9680, "9b:00.0").numa == 1
@@ -96,16 +96,16 @@ def test_affinity_on_an_xe9680(xe9680: Path, one: str, other: str, level: str) -
     ],
 )
 def test_levels_that_the_xe9680_does_not_have(one: str, other: str, level: str) -> None:
-    assert affinity(Place(tuple(one.split()), 0), Place(tuple(other.split()), 0)) == level
+    assert affinity(PciPlace(tuple(one.split()), 0), PciPlace(tuple(other.split()), 0)) == level
 
 
 def test_nothing_is_near_where_neither_bridge_nor_socket_is_known() -> None:
-    assert affinity(Place(("pci0001:00", "gpu"), -1), Place(("pci0101:00", "nic"), -1)) == "SYS"
+    assert affinity(PciPlace(("pci0001:00", "gpu"), -1), PciPlace(("pci0101:00", "nic"), -1)) == "SYS"
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1), st.lists(st.sampled_from("abc"), min_size=1), st.integers(-1, 1))
 def test_affinity_is_the_same_from_both_ends(one: list[str], other: list[str], numa: int) -> None:
-    here, there = Place(tuple(one), 0), Place(tuple(other), numa)
+    here, there = PciPlace(tuple(one), 0), PciPlace(tuple(other), numa)
     assert affinity(here, there) == affinity(there, here)
     assert affinity(here, there) in LEVELS
 
@@ -137,9 +137,9 @@ def gpus(sysfs: Path, buses: tuple[str, ...] = XE9680_GPUS) -> list[Gpu]:
 
 
 def port(
-    device: str, where: Place | None, layer: str = "InfiniBand", kind: str = "MT4129", default: bool = False
-) -> Port:
-    return Port(device, "1", where, layer, kind, default)
+    device: str, where: PciPlace | None, layer: str = "InfiniBand", kind: str = "MT4129", default: bool = False
+) -> RailPort:
+    return RailPort(device, "1", where, layer, kind, default)
 
 
 def test_an_xe9680_has_eight_rails_and_its_other_ports_are_for_storage(xe9680: Path) -> None:
@@ -171,7 +171,7 @@ def test_gpus_without_a_module_id_are_in_the_order_of_their_index() -> None:
 def test_roles(xe9680: Path) -> None:
     here = gpus(xe9680, ("19",))
     near, socket, across = (found(xe9680, f"{bus}:00.0") for bus in ("1a", "3c", "9c"))
-    unknown = Place(("pci0101:00", "0101:00:00.0"), -1)
+    unknown = PciPlace(("pci0101:00", "0101:00:00.0"), -1)
     cases = {
         port("default", near, default=True): "management",
         port("near", near, "Ethernet"): "compute",

@@ -34,9 +34,9 @@ from flopwatch.catalogue import (
 from flopwatch.catalogue.xid import SXID_SEVERITIES, paging_xids, sxids, xids
 from flopwatch.node.collectors import Unsupported
 from flopwatch.node.collectors.xid import PLACE_SECONDS, STRANGER_SECONDS, Xid, from_the_start, nvlink5
-from flopwatch.node.collectors.xid.counts import CODES, LINK_ERRORS, STRANGERS, SWITCH_ERRORS, Counts
+from flopwatch.node.collectors.xid.counts import MAX_CODES, MAX_LINK_ERRORS, MAX_STRANGERS, MAX_SWITCH_ERRORS, Counts
 from flopwatch.node.collectors.xid.kernel_lines import NODE_EVENTS
-from flopwatch.node.collectors.xid.reconcile import HANDED_ON
+from flopwatch.node.collectors.xid.reconcile import MAX_STORED
 from tests.support import ROOT, TESTS
 
 CAPTURES = TESTS / "captures" / "kmsg"
@@ -258,10 +258,10 @@ def test_no_kernel_log_makes_more_series_than_a_node_has_parts(tmp_path: Path, g
     clock = iter([BOOTED, *[BOOTED + STRANGER_SECONDS] * 999])
     samples = collector(kmsg, gpus, clock=lambda: next(clock)).read()
     errors = values(samples, GPU_XID_NVLINK_ERRORS_TOTAL)
-    assert (len(errors), sum(errors.values())) == (LINK_ERRORS + 1, 80)
-    assert errors["0", "GPU-53", "149", "other", "other", "", "", ""] == 80 - LINK_ERRORS
-    assert len({labels[1] for labels in values(samples, GPU_XID_ERRORS_TOTAL)}) == 2 + STRANGERS
-    assert len(values(samples, NVLINK_SWITCH_SXID_ERRORS_TOTAL)) == SWITCH_ERRORS
+    assert (len(errors), sum(errors.values())) == (MAX_LINK_ERRORS + 1, 80)
+    assert errors["0", "GPU-53", "149", "other", "other", "", "", ""] == 80 - MAX_LINK_ERRORS
+    assert len({labels[1] for labels in values(samples, GPU_XID_ERRORS_TOTAL)}) == 2 + MAX_STRANGERS
+    assert len(values(samples, NVLINK_SWITCH_SXID_ERRORS_TOTAL)) == MAX_SWITCH_ERRORS
     gpu = Counter(labels[:2] for row, labels, _ in samples if row.labels[:2] == GPU)
     assert max(gpu.values()) <= 60  # half of a GPU's budget, for a GPU with every error there is
 
@@ -272,21 +272,21 @@ def test_a_flood_of_different_codes_makes_few_series_and_hides_no_critical_one(t
     now = BOOTED
     reader = collector(kmsg, gpus, clock=lambda: now)
     samples = reader.read()
-    assert counts(samples) == ZERO | {("0", str(code)): 1 for code in range(1000, 1000 + CODES)} | {
-        ("0", "other"): 10_000 - CODES,
+    assert counts(samples) == ZERO | {("0", str(code)): 1 for code in range(1000, 1000 + MAX_CODES)} | {
+        ("0", "other"): 10_000 - MAX_CODES,
         ("0", "79"): 1,
     }
     assert last(samples)["0", "other"] == BOOTED + 5
     assert "other" not in {labels[0] for labels in values(samples, GPU_XID_INFO)}
     # What is compared with NVML's events is bounded, and forgotten after a while.
-    assert len([*reader._reconciler]) <= CODES + 1 + HANDED_ON
+    assert len([*reader._reconciler]) <= MAX_CODES + 1 + MAX_STORED
     now += 1000
     reader.read()
     assert [*reader._reconciler] == []
     with kmsg.open("a") as file:
         file.write(xid("53", 22_000, 31_000, 7) + xid("64", 22_000, 31_001, 7))
     again = counts(reader.read())
-    assert (again["0", "other"], again["1", "22000"]) == (10_001 - CODES, 1)
+    assert (again["0", "other"], again["1", "22000"]) == (10_001 - MAX_CODES, 1)
     assert (tmp_path / "xid.json").stat().st_size < 8000
     assert counts(collector(kmsg, gpus).read()) == again
 
@@ -299,7 +299,7 @@ def test_a_flood_of_addresses_is_not_remembered(tmp_path: Path, gpus: Path) -> N
     )
     reader = collector(tmp_path / "kmsg", gpus)
     assert counts(reader.read()) == ZERO | {("0", "31"): 1, ("1", "31"): 1}
-    assert len([*reader._reconciler]) == STRANGERS + 2
+    assert len([*reader._reconciler]) == MAX_STRANGERS + 2
 
 
 def test_the_codes_of_a_stranger_and_of_the_gpu_it_turns_out_to_be_are_together_no_more(
@@ -307,11 +307,11 @@ def test_the_codes_of_a_stranger_and_of_the_gpu_it_turns_out_to_be_are_together_
 ) -> None:
     counted = Counts()
     for owner, first in (("0000:53:00", 1000), ("GPU-53", 2000)):
-        for code in range(first, first + CODES):
+        for code in range(first, first + MAX_CODES):
             counted.xid(owner, code, 1.0)
     counted.adopt("0000:53:00", "GPU-53")
-    assert len(counted.xids["GPU-53"]) == CODES + 1
-    assert sum(count.number for count in counted.xids["GPU-53"].values()) == 2 * CODES
+    assert len(counted.xids["GPU-53"]) == MAX_CODES + 1
+    assert sum(count.number for count in counted.xids["GPU-53"].values()) == 2 * MAX_CODES
 
 
 # Logs.

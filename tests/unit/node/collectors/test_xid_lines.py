@@ -14,8 +14,8 @@ from flopwatch.node.collectors.xid import nvlink5
 from flopwatch.node.collectors.xid.kernel_lines import (
     NODE_EVENTS,
     RELEVANT,
-    Event,
-    Record,
+    KernelRecord,
+    XidEvent,
     events,
     introductions,
     node_events,
@@ -24,7 +24,7 @@ from flopwatch.node.collectors.xid.kernel_lines import (
     recovery_action,
     switch_errors,
 )
-from flopwatch.node.collectors.xid.nvlink5 import LinkError, Row, decode, find, pattern, table
+from flopwatch.node.collectors.xid.nvlink5 import LinkError, LinkErrorRow, decode, find, pattern, table
 from tests.support import TESTS
 
 CAPTURES = TESTS / "captures" / "kmsg"
@@ -71,32 +71,32 @@ def test_a_gsp_timeout_with_its_pages_of_history_is_one_xid_119_for_each_timeout
     [
         (
             "NVRM: Xid (PCI:0000:9B:00): 13, pid=1, name=nvc:[driver], Graphics",
-            Event("0000:9b:00", 13, True, "pid=1, name=nvc:[driver], Graphics"),
+            XidEvent("0000:9b:00", 13, True, "pid=1, name=nvc:[driver], Graphics"),
         ),
         (
             "NVRM: Xid (PCI:0000:9b:00 GPU-I:05): 13, pid='<unknown>', name=<unknown>, x",
-            Event("0000:9b:00", 13, True, "pid='<unknown>', name=<unknown>, x"),
+            XidEvent("0000:9b:00", 13, True, "pid='<unknown>', name=<unknown>, x"),
         ),
         (
             "NVRM: Xid (PCI:0000:9b:00) GPU-I:05 GPU-CI:00: 31, pid=1, name=a, x",
-            Event("0000:9b:00", 31, True, "pid=1, name=a, x"),
+            XidEvent("0000:9b:00", 31, True, "pid=1, name=a, x"),
         ),
         (
             "NVRM: Xid (PCI:0000:9b:00): 45, pid=1, name=a, Ch 1 caused by previous Xid 149",
-            Event("0000:9b:00", 45, True, "pid=1, name=a, Ch 1 caused by previous Xid 149"),
+            XidEvent("0000:9b:00", 45, True, "pid=1, name=a, Ch 1 caused by previous Xid 149"),
         ),
-        ("NVRM: Xid (PCI:0000:9b:00): 79", Event("0000:9b:00", 79, True)),
+        ("NVRM: Xid (PCI:0000:9b:00): 79", XidEvent("0000:9b:00", 79, True)),
         ("nvidia-nvswitch3: SXid (PCI:0000:05:00.0): 12028, Non-fatal, Link 32", None),
         ("NVRM: GPU at PCI:0000:9b:00: GPU-509665ad-b600-ac93-3616-d754b23d636d", None),
     ],
 )
-def test_forms_of_the_line(text: str, event: Event | None) -> None:
+def test_forms_of_the_line(text: str, event: XidEvent | None) -> None:
     assert next(events(text), None) == event
 
 
 def test_records_are_the_kernels_own() -> None:
-    assert record("4,17,2500000,-;NVRM: text; more") == Record(17, 2.5, "NVRM: text; more")
-    assert record("6,17,2500000,-,caller=T1;text") == Record(17, 2.5, "text")
+    assert record("4,17,2500000,-;NVRM: text; more") == KernelRecord(17, 2.5, "NVRM: text; more")
+    assert record("6,17,2500000,-,caller=T1;text") == KernelRecord(17, 2.5, "text")
     assert record("12,18,2500000,-;NVRM: Xid (PCI:0000:53:00): 79, written by a user") is None
     assert record(" SUBSYSTEM=pci") is None
     boot = lines("kmsg_boot.log")
@@ -302,7 +302,7 @@ def test_every_row_of_the_table_is_found_by_its_own_words_in_the_layout_of_the_d
 def test_a_word_that_fits_a_row_in_either_layout_is_read_in_that_of_the_driver(driver: str, unit: str) -> None:
     """No word does in NVIDIA's table of today, whose layouts exclude one another for each unit."""
     rows = [
-        Row(149, (name, "NEW_UNIT"), layouts, 1, "fatal", "RESET_GPU", "CONTACT_SUPPORT")
+        LinkErrorRow(149, (name, "NEW_UNIT"), layouts, 1, "fatal", "RESET_GPU", "CONTACT_SUPPORT")
         for name, layouts in (("FIRST", ((0xF, 0x1), (0xF, 0x2))), ("SECOND", ((0xF0, 0x30), (0xF0, 0x40))))
     ]
     found = find(rows, 149, 0x41, 1, "NEW_UNIT", driver)

@@ -23,8 +23,8 @@ from flopwatch.catalogue import (
 )
 from flopwatch.node.collectors import RestartReader, Unsupported
 from flopwatch.node.collectors.xid import Xid, nvml_events
-from flopwatch.node.collectors.xid.counts import CODES
-from flopwatch.node.collectors.xid.nvml_events import Told, Watcher
+from flopwatch.node.collectors.xid.counts import MAX_CODES
+from flopwatch.node.collectors.xid.nvml_events import NvmlEvent, Watcher
 from flopwatch.simulate import SimulatedNode
 from flopwatch.simulate.sources import xid as simulated
 from tests.support.machine import PATIENCE, until
@@ -184,11 +184,11 @@ def test_xids_and_notices_are_told_and_clock_events_and_strangers_are_not(
         event("64", 0, 0x10),
     )
     assert watcher.drain() == [
-        Told("0000:53:00", NOW, 79, ""),
-        Told("0000:64:00", NOW, 94, ""),
-        Told("0000:64:00", NOW, 13, ""),
-        Told("0000:53:00", NOW, 0, "unavailable"),
-        Told("0000:64:00", NOW, 0, "recovery_action"),
+        NvmlEvent("0000:53:00", NOW, 79, ""),
+        NvmlEvent("0000:64:00", NOW, 94, ""),
+        NvmlEvent("0000:64:00", NOW, 13, ""),
+        NvmlEvent("0000:53:00", NOW, 0, "unavailable"),
+        NvmlEvent("0000:64:00", NOW, 0, "recovery_action"),
     ]
     assert watcher.drain() == []
     assert watcher.error == ""
@@ -215,13 +215,13 @@ def test_an_xid_that_both_tell_of_is_one(
 def test_of_many_different_codes_that_both_tell_of_each_is_one(
     library: Library, watch: Callable[[], Watcher], gpus: Path
 ) -> None:
-    codes = range(1000, 1000 + 2 * CODES)
+    codes = range(1000, 1000 + 2 * MAX_CODES)
     (gpus.parent / "kmsg").write_text("".join(line("53", code) for code in codes))
     reader = collector(gpus, watch())
     library.tell(*(event("53", code) for code in codes))
     read = counted(reader.read())
-    assert read.pop(("GPU-53", "other")) == CODES
-    assert read == {("GPU-53", str(code)): 1 for code in codes[:CODES]}
+    assert read.pop(("GPU-53", "other")) == MAX_CODES
+    assert read == {("GPU-53", str(code)): 1 for code in codes[:MAX_CODES]}
 
 
 def test_what_nvml_told_one_process_and_the_kernel_log_the_next_is_one(
@@ -305,7 +305,7 @@ def test_a_missing_gpu_is_looked_for_again(
     library.refused.clear()
     until(lambda: "0000:53:00" in watcher.devices)
     library.tell(event("53", 79))
-    assert watcher.drain() == [Told("0000:53:00", NOW, 79, "")]
+    assert watcher.drain() == [NvmlEvent("0000:53:00", NOW, 79, "")]
 
 
 def test_a_hanging_nvml_does_not_keep_the_reader(

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flopwatch.node.collectors.xid.reconcile import HANDED_ON, REMEMBERED, Reconciler
+from flopwatch.node.collectors.xid.reconcile import MAX_EVENTS, MAX_STORED, Reconciler
 
 WINDOW = 60.0
 
@@ -94,10 +94,10 @@ def test_keys_have_nothing_to_do_with_each_other() -> None:
 
 def test_memory_is_bounded_and_what_is_old_is_forgotten() -> None:
     reconciler = Reconciler[str](WINDOW)
-    told = sum(reconciler.news("13", "kernel", place * 1e-4) for place in range(3 * REMEMBERED))
-    assert told == 3 * REMEMBERED
-    assert len(list(reconciler)) == HANDED_ON
+    told = sum(reconciler.news("13", "kernel", place * 1e-4) for place in range(3 * MAX_EVENTS))
+    assert told == 3 * MAX_EVENTS
+    assert len(list(reconciler)) == MAX_STORED
     reconciler.forget(1.0 + 2 * WINDOW)
-    assert len(list(reconciler)) == HANDED_ON
+    assert len(list(reconciler)) == MAX_STORED
     reconciler.forget(2.0 + 2 * WINDOW)
     assert list(reconciler) == []

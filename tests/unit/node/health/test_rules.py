@@ -16,19 +16,9 @@ from docs.generate import health_rules
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample
 from flopwatch.node.health.expectations import Expectations, Ports, learnt_file, load, parse
-from flopwatch.node.health.rules import (
-    ACTIONS,
-    BAD,
-    DEGRADED,
-    OK,
-    RISES,
-    RULES,
-    UNKNOWN,
-    Reason,
-    Verdict,
-    critical_xids,
-    learn,
-)
+from flopwatch.node.health.rules import ACTIONS, BAD, DEGRADED, OK, RISES, RULES, UNKNOWN
+from flopwatch.node.health.searches import critical_xids
+from flopwatch.node.health.verdict import Reason, Verdict, learn
 from flopwatch.settings import SettingsError
 from tests.support import ROOT
 from tests.support.readings import Series, gpu, h100, info, port, samples
@@ -419,7 +409,7 @@ def test_ports_without_a_role_are_learnt_as_any_and_different_gpus_not_at_all() 
     [
         ("", "--expect, line 1: Expecting value; write JSON, for example {"),
         ('{"gpus": 8,\n}', "--expect, line 2: "),
-        ("[]", "--expect is no JSON object; write for example {"),
+        ("[]", "--expect is not a JSON object; write for example {"),
         ("[" * 100_000, "--expect cannot be read; write JSON, for example {"),
         (
             '{"gpu": 8}',
@@ -430,7 +420,7 @@ def test_ports_without_a_role_are_learnt_as_any_and_different_gpus_not_at_all() 
         ('{"gpus": true}', '--expect: "gpus" is true; write a whole number'),
         ('{"gpus": 8.5}', '--expect: "gpus" is 8.5; write a whole number'),
         ('{"gpu_model": 1}', '--expect: "gpu_model" is the name nvidia-smi prints, such as "NVIDIA H100 80GB HBM3"'),
-        ('{"ports": 8}', '--expect: "ports" is no JSON object; write for example {'),
+        ('{"ports": 8}', '--expect: "ports" is not a JSON object; write for example {'),
         ('{"ports": {"rdma": {}}}', '--expect: "ports": "rdma" is not one of compute, storage, management, any'),
         ('{"ports": {"any": {"speed": 1}}}', '--expect: "ports", "any": "speed" is not one of count, rate_gbps'),
         ('{"ports": {"any": {"rate_gbps": NaN}}}', '--expect: "ports", "any": "rate_gbps" is NaN; write a number'),
@@ -462,7 +452,7 @@ def test_expectations_come_from_the_file_given_else_from_what_was_learnt_else_th
     (tmp_path / "shape.json").write_text('{"gpus": 4}')
     assert load(None, tmp_path).gpus == 8
     assert load(tmp_path / "shape.json", tmp_path).gpus == 4
-    with pytest.raises(SettingsError, match="there is no such file; flopwatch check --record makes one"):
+    with pytest.raises(SettingsError, match="file not found; create it with flopwatch check --record"):
         load(tmp_path / "none.json", tmp_path)
     with pytest.raises(SettingsError, match="Is a directory"):
         load(tmp_path, tmp_path)
@@ -484,5 +474,5 @@ def test_the_log_says_what_is_wrong_once_and_when_it_is_over(caplog: pytest.LogC
         verdict.derive(samples(series))
     assert [(record.levelname, record.message.partition(":")[0]) for record in caplog.records] == [
         ("WARNING", "the node is bad"),
-        ("INFO", "over"),
+        ("INFO", "resolved"),
     ]

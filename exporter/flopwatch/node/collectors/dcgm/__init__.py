@@ -1,11 +1,11 @@
-"""GPUs, NVSwitches and Grace sockets through a running DCGM host engine (`nv-hostengine`, TCP port 5555 or a socket).
+"""GPUs, NVSwitches and Grace sockets through a running DCGM host engine (`nv-hostengine`, port 5555 or a socket).
 
-For what NVML does not tell: activity before Hopper, NVSwitches, the chassis, module power; `fields.py` says which
-field is which series and `abi.py` how libdcgm is called. https://docs.nvidia.com/datacenter/dcgm/latest/.
-Activity needs a data centre card of Volta or later and a host engine that runs as root with its profiling module
-(package datacenter-gpu-manager-4-proprietary); on Ampere and older not every activity can be counted beside every
-other. While somebody else has the hardware counters (`dcgmi profile --pause`, Nsight) DCGM answers with blanks: then
-what was counted stands still and flopwatch_profiling_paused is 1. NVSwitches need the host engine as root, too.
+Source of what NVML lacks: activity before Hopper, NVSwitches, the chassis, module power. `fields.py` maps fields to
+series, `abi.py` calls libdcgm. https://docs.nvidia.com/datacenter/dcgm/latest/. Activity requires a data center card of
+Volta or later, and a host engine that runs as root with its profiling module (package
+datacenter-gpu-manager-4-proprietary). On Ampere and older not all activities can be counted together. While another
+tool holds the hardware counters (`dcgmi profile --pause`, Nsight) DCGM returns blanks. The counters then do not rise,
+and flopwatch_profiling_paused is 1. NVSwitches require the host engine as root, too.
 """
 
 from __future__ import annotations
@@ -17,20 +17,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flopwatch.catalogue import (
-    FLOPWATCH_PROFILING_PAUSED,
-    GPU_CHASSIS_INFO,
-    GPU_INFO,
-    GPU_PIPE_ACTIVE_SECONDS_TOTAL,
-    GPU_PROFILED_SECONDS_TOTAL,
-    NVLINK_SWITCH_ERRORS_TOTAL,
-    NVLINK_SWITCH_LINK_ERRORS_TOTAL,
-    NVLINK_SWITCH_LINKS,
-    Sample,
-)
+from flopwatch import catalogue as m
+from flopwatch.catalogue import Sample
 from flopwatch.node.collectors import Unsupported, read_inventory
 from flopwatch.node.collectors.dcgm import abi as abi
-from flopwatch.node.collectors.dcgm.abi import BINDINGS, PAUSED, DcgmError, Engine, Session, Value
+from flopwatch.node.collectors.dcgm.abi import LIBRARY, PAUSED, DcgmError, Library, Session, Value
 from flopwatch.node.collectors.dcgm.fields import (
     CHASSIS,
     COMPUTE_CAPABILITY,
@@ -48,21 +39,21 @@ from flopwatch.node.collectors.dcgm.fields import (
     SWITCH_STATE,
     TRAFFIC,
     UUID,
-    Field,
+    DcgmField,
 )
 
 log = logging.getLogger(__name__)
 
-# Seconds between two samples of the host engine. Means over longer times cost less and, with scrapes every 15 s, leave
-# less time out than means over one second would.
+# Seconds between two samples of the host engine. With scrapes every 15 s, means over longer times cost less and leave
+# out less time than means over one second.
 SAMPLED_EVERY = 10.0
-# Longest time between two samples, in seconds, that the mean of the second one may stand for.
-LONGEST_HOLD = 60.0
-# Seconds to wait for a connection: less than the deadline of a read, so that "nobody answers" is the answer.
+# Maximum time between two samples, in seconds, for which the mean of the second one may count.
+MAX_HOLD = 60.0
+# Seconds to wait for a connection. It is below the deadline of a read, so that the error names the missing host engine.
 CONNECT_TIMEOUT = 1.5
-BACKOFF, LONGEST_BACKOFF = 1.0, 60.0
-# Series of links with errors, at most, for each NVSwitch.
-LINK_SERIES = 16
+BACKOFF, MAX_BACKOFF = 1.0, 60.0
+# Maximum series of links with errors for each NVSwitch.
+MAX_LINK_SERIES = 16
 
 # dcgm_link_t: the kind of its owner in bits 0-7, the link's number in 8-23, the owner in 24-31.
 _LINK_OF_A_SWITCH = abi.SWITCH
@@ -71,12 +62,12 @@ Key = tuple[int, int]  # kind of entity and its id
 
 
 class HostEngineError(Exception):
-    """No host engine can be read; the text says what to do."""
+    """Unreadable host engine. The text contains what to do."""
 
 
 @dataclass
-class Activity:
-    """What was counted up of one GPU: seconds profiled, and by field seconds active or bytes moved."""
+class DcgmActivity:
+    """Totals of one GPU: seconds profiled, and by field the seconds active or the bytes moved."""
 
     at: float | None = None
     profiled: float = 0.0
@@ -84,7 +75,7 @@ class Activity:
     paused: bool = False
 
     def advance(self, values: Mapping[int, Value]) -> None:
-        """Count the means of a new sample over the time since the last one."""
+        """Add the means of a new sample over the time since the last one."""
         means = {id: value for id, value in values.items() if value.number is not None}
         if not means:
             self.paused = any(value.blank or value.status == PAUSED for value in values.values())
@@ -94,10 +85,10 @@ class Activity:
         at = max(value.at for value in means.values())
         if self.at is not None and at <= self.at:
             return
-        # A part that was there before and is missing now makes the interval a gap of all parts.
+        # A missing part that was there before makes the interval a gap of all parts.
         whole = self.totals.keys() - TRAFFIC <= means.keys()
         interval = 0.0 if self.at is None or not whole else at - self.at
-        interval = interval if interval <= LONGEST_HOLD else SAMPLED_EVERY
+        interval = interval if interval <= MAX_HOLD else SAMPLED_EVERY
         self.at = at
         self.profiled += interval
         for id, value in means.items():
@@ -105,20 +96,20 @@ class Activity:
             self.totals[id] = self.totals.get(id, 0.0) + max(0.0, value.number) * interval
 
     def samples(self, labels: tuple[str, str]) -> Iterator[Sample]:
-        """Return the series; pipes once they were in use."""
+        """Return the series; pipes have series once in use."""
         if self.totals or self.paused:
-            yield FLOPWATCH_PROFILING_PAUSED, labels, float(self.paused)
+            yield m.FLOPWATCH_PROFILING_PAUSED, labels, float(self.paused)
         if not self.totals:
             return
-        yield GPU_PROFILED_SECONDS_TOTAL, labels, self.profiled
+        yield m.GPU_PROFILED_SECONDS_TOTAL, labels, self.profiled
         for each in PROFILING:
             total = self.totals.get(each.id)
-            if total is not None and (total > 0 or each.row is not GPU_PIPE_ACTIVE_SECONDS_TOTAL):
+            if total is not None and (total > 0 or each.row is not m.GPU_PIPE_ACTIVE_SECONDS_TOTAL):
                 yield each.row, (*labels, *each.labels), total / each.row.scale
 
 
 class Rising:
-    """Counters of parts that start again at 0 when a part is reset: what is returned only rises."""
+    """Counters that only rise, of parts whose own counters start again at 0 after a reset."""
 
     def __init__(self) -> None:
         self._last: dict[tuple[object, ...], float] = {}
@@ -138,50 +129,50 @@ class Rising:
 
 @dataclass(frozen=True)
 class _Watched:
-    """What is asked of a session: entities of one kind, and the fields the host engine accepted for them."""
+    """Entities of one kind, and the fields that the host engine accepted for them."""
 
     pairs: tuple[Key, ...]
     fields: tuple[int, ...]
 
 
 class Dcgm:
-    """The entities of the host engine at `address`.
+    """Collector of the host engine at `address`.
 
-    `load` makes the way to call libdcgm, `gpus` is the inventory that gives a GPU's index by its uuid.
+    `load` opens libdcgm. `gpus` is the inventory that gives a GPU's index by its uuid.
     """
 
     name = "dcgm"
 
     def __init__(
-        self, address: str, gpus: Path, load: Callable[[], Engine], clock: Callable[[], float] = time.monotonic
+        self, address: str, gpus: Path, load: Callable[[], Library], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._address = address
         self._gpus = gpus
         self._load = load
         self._clock = clock
-        self._engine: Engine | None = None
+        self._engine: Library | None = None
         self._session: Session | None = None
         self._watched: dict[int, list[_Watched]] = {}
         self._retry_at = 0.0
         self._failures = 0
         self._refusal = ""
-        self._activities: defaultdict[str, Activity] = defaultdict(Activity)
+        self._activities: defaultdict[str, DcgmActivity] = defaultdict(DcgmActivity)
         self._counters = Rising()
 
     def read(self) -> list[Sample]:
-        """Return what the host engine says. Raises HostEngineError; later reads connect anew, but not at once."""
+        """Return the samples of the host engine. Raises HostEngineError. Later reads reconnect after a backoff."""
         try:
             session = self._connected()
             return self._read(session)
         except DcgmError as error:
             self.close()
             self._refusal = self._explained(error)
-            self._retry_at = self._clock() + min(BACKOFF * 2**self._failures, LONGEST_BACKOFF)
+            self._retry_at = self._clock() + min(BACKOFF * 2**self._failures, MAX_BACKOFF)
             self._failures += 1
             raise HostEngineError(self._refusal) from error
 
     def close(self) -> None:
-        """Take the watches back and disconnect."""
+        """Remove the watches and disconnect."""
         session, self._session = self._session, None
         self._watched = {}
         if session is not None:
@@ -216,7 +207,7 @@ class Dcgm:
         return self._session
 
     def _watch(self, session: Session) -> None:
-        """Find the entities, and have the host engine sample their fields."""
+        """Find the entities, and make the host engine sample their fields."""
         gpus = tuple((abi.GPU, id) for id in session.gpus())
         switches = tuple((abi.SWITCH, id) for id in session.entities(abi.SWITCH))
         links = tuple((abi.LINK, id) for id in session.entities(abi.LINK) if id & 0xFF == _LINK_OF_A_SWITCH)
@@ -237,7 +228,7 @@ class Dcgm:
             self._watched.setdefault(pairs[0][0], []).append(_Watched(pairs, accepted))
 
     def _profiled_by_dcgm(self, session: Session, gpus: tuple[Key, ...]) -> tuple[Key, ...]:
-        """Return the GPUs whose activity NVML does not tell."""
+        """Return the GPUs whose activity NVML does not report."""
         if not gpus:
             return ()
         capability = {value.entity: value.number for value in session.latest(gpus, (COMPUTE_CAPABILITY,))}
@@ -269,7 +260,7 @@ class Dcgm:
         return samples
 
     def _values(self, session: Session, kind: int) -> dict[int, dict[int, Value]]:
-        """Return what the host engine has of each entity of a kind, by field."""
+        """Return the last values of each entity of a kind, by entity and field."""
         values: dict[int, dict[int, Value]] = {}
         for watched in self._watched.get(kind, ()):
             for value in session.latest(watched.pairs, watched.fields):
@@ -277,17 +268,17 @@ class Dcgm:
         return values
 
     def _gpu_samples(self, session: Session) -> Iterator[Sample]:
-        inventory = read_inventory(self._gpus, GPU_INFO)
+        inventory = read_inventory(self._gpus, m.GPU_INFO)
         for entity, values in sorted(self._values(session, abi.GPU).items()):
             uuid = _text(values, UUID)
             index = inventory[uuid]["gpu"] if uuid in inventory else _text(values, NVML_INDEX)
             if not uuid or not index:
-                log.debug("DCGM's GPU %d does not say which one it is", entity)
+                log.debug("DCGM's GPU %d has no uuid or index", entity)
                 continue
             labels = index, uuid
             yield from _gauges(GPU_STATE, labels, values)
             if _text(values, CHASSIS[0]):
-                yield GPU_CHASSIS_INFO, (*labels, *(_text(values, id) for id in CHASSIS)), 1
+                yield m.GPU_CHASSIS_INFO, (*labels, *(_text(values, id) for id in CHASSIS)), 1
             profiled = {each.id: values[each.id] for each in PROFILING if each.id in values}
             if profiled:
                 self._activities[uuid].advance(profiled)
@@ -329,20 +320,20 @@ class Dcgm:
                 if total > 0:
                     faulty.setdefault(switch, []).append((total, (switch, link, error)))
         for labels, count in sorted(states.items()):
-            yield NVLINK_SWITCH_LINKS, labels, count
+            yield m.NVLINK_SWITCH_LINKS, labels, count
         for labels, total in sorted(totals.items()):
-            yield NVLINK_SWITCH_ERRORS_TOTAL, labels, total
+            yield m.NVLINK_SWITCH_ERRORS_TOTAL, labels, total
         for several in faulty.values():
-            worst = sorted(several, key=lambda each: -each[0])[:LINK_SERIES]
+            worst = sorted(several, key=lambda each: -each[0])[:MAX_LINK_SERIES]
             for total, labels_of_link in sorted(worst, key=lambda each: each[1]):
-                yield NVLINK_SWITCH_LINK_ERRORS_TOTAL, labels_of_link, total
+                yield m.NVLINK_SWITCH_LINK_ERRORS_TOTAL, labels_of_link, total
 
     def _cpu_samples(self, session: Session) -> Iterator[Sample]:
         for entity, values in sorted(self._values(session, abi.CPU).items()):
             yield from _gauges(CPU_STATE, (str(entity),), values)
 
 
-def _gauges(fields: tuple[Field, ...], labels: tuple[str, ...], values: Mapping[int, Value]) -> Iterator[Sample]:
+def _gauges(fields: tuple[DcgmField, ...], labels: tuple[str, ...], values: Mapping[int, Value]) -> Iterator[Sample]:
     for each in fields:
         value = values.get(each.id)
         if each.how == "gauge" and value is not None and value.number is not None:
@@ -357,7 +348,7 @@ def _text(values: Mapping[int, Value], id: int) -> str:
 
 
 def _switch_name(entity: int, values: Mapping[int, Value]) -> str:
-    """Return the PCI address as the kernel log has it, or DCGM's number where the switch has none."""
+    """Return the PCI address of a switch as in the kernel log, or DCGM's number if it has none."""
     place = [values[id].number for id in SWITCH_PCI if id in values]
     numbers = [int(number) for number in place if number is not None]
     if len(numbers) < len(SWITCH_PCI):
@@ -366,6 +357,6 @@ def _switch_name(entity: int, values: Mapping[int, Value]) -> str:
     return f"{domain:04x}:{bus:02x}:{device:02x}.{function:x}"
 
 
-def build(address: str, gpus: str, library: str = "", bindings: str = "") -> Dcgm:
-    """Return the collector of the host engine at HOST:PORT or a socket's path; `library` is libdcgm's, if not found."""
-    return Dcgm(address, Path(gpus), lambda: abi.load(library, Path(bindings) if bindings else BINDINGS))
+def build(address: str, gpus: str, library: str = LIBRARY) -> Dcgm:
+    """Return the collector of the host engine at HOST:PORT or a socket's path. `library` is the path of libdcgm."""
+    return Dcgm(address, Path(gpus), lambda: Library(library))

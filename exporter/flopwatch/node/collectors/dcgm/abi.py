@@ -1,25 +1,19 @@
-"""The part of libdcgm.so.4 that reads a running DCGM host engine: calls, structures, status codes, blank values.
+"""Subset of libdcgm.so.4 that reads a running DCGM host engine: calls, structures, status codes, blank values.
 
-Layouts and numbers are those of dcgm_agent.h and dcgm_structs.h of DCGM 4 (https://github.com/NVIDIA/DCGM, dcgmlib/);
-a structure's version word is its size and a release in the highest byte. The calls are made through DCGM's own Python
-bindings where its packages installed them, which know the layouts of their release (`Bindings`), and through ctypes
-where not (`Library`): the bindings are on no package index. Nothing here starts a host engine in this process.
+Layouts and numbers are those of dcgm_agent.h and dcgm_structs.h of DCGM 4 (https://github.com/NVIDIA/DCGM, dcgmlib/).
+The version word of a structure is its size, with a release in the highest byte. The calls are made through ctypes,
+because DCGM's Python bindings are on no package index. No host engine is started in this process.
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib
-import os
-import sys
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 LIBRARY = "libdcgm.so.4"
-BINDINGS = Path("/usr/share/datacenter-gpu-manager-4/bindings/python3")
 
 # dcgm_field_entity_group_t
 GPU, SWITCH, LINK, CPU = 1, 3, 6, 7
@@ -53,18 +47,18 @@ _MEANINGS = {
     -57: "driver time-out",
     -67: "GPUs are detached",
 }
-# After one of these nothing more comes over the connection.
+# After one of these the connection is dead.
 LOST = (TIMEOUT, CONNECTION_NOT_VALID)
 
 _INT64_BLANK, _FP64_BLANK = 0x7FFFFFFFFFFFFFF0, float(1 << 47)
 _MAX_ENTITIES, _MAX_GPUS, _MAX_FIELDS = 1024, 32, 128
 _EMPTY_GROUP = 1
-# Values asked for in one call; each takes 4 KiB here.
+# Values requested in one call; each takes 4 KiB.
 _VALUES_A_CALL = 1024
 
 
 class DcgmError(Exception):
-    """A call of libdcgm that failed; `code` is its dcgmReturn_t."""
+    """Failed call of libdcgm; `code` is its dcgmReturn_t."""
 
     def __init__(self, call: str, code: int) -> None:
         super().__init__(f"{call}: {_MEANINGS.get(code, 'error')} ({code})")
@@ -72,10 +66,10 @@ class DcgmError(Exception):
 
 
 class Value(NamedTuple):
-    """One field of one entity: a number or text, or neither.
+    """Value of one field of one entity: a number or text, or neither.
 
-    `at` is when it was taken, in seconds since 1970. `blank` is true for a value that only is not there now; what is
-    not supported, not permitted or failed (`status`) is not blank.
+    `at` is its time in Unix seconds. `blank` is true for a value that is only missing now. A value that is unsupported,
+    not permitted or failed (`status`) is not blank.
     """
 
     group: int
@@ -86,24 +80,6 @@ class Value(NamedTuple):
     number: float | None = None
     text: str | None = None
     blank: bool = False
-
-
-class Engine(Protocol):
-    """The calls, each raising DcgmError; handle and groups are whatever the implementation passes on."""
-
-    def connect(self, address: str, unix: bool, timeout: float) -> Any: ...
-    def disconnect(self, handle: Any) -> None: ...
-    def gpus(self, handle: Any) -> list[int]: ...
-    def entities(self, handle: Any, group: int) -> list[int]: ...
-    def group(self, handle: Any, name: str) -> Any: ...
-    def add(self, handle: Any, group: Any, kind: int, entity: int) -> None: ...
-    def field_group(self, handle: Any, name: str, fields: Sequence[int]) -> Any: ...
-    def watch(self, handle: Any, group: Any, fields: Any, every: float, keep: float) -> None: ...
-    def update(self, handle: Any) -> None: ...
-    def unwatch(self, handle: Any, group: Any, fields: Any) -> None: ...
-    def drop_group(self, handle: Any, group: Any) -> None: ...
-    def drop_fields(self, handle: Any, fields: Any) -> None: ...
-    def latest(self, handle: Any, pairs: Sequence[tuple[int, int]], fields: Sequence[int]) -> Sequence[Any]: ...
 
 
 class _ConnectV2Params(ctypes.Structure):
@@ -144,7 +120,7 @@ class FieldValue(ctypes.Structure):
     ]
 
 
-_HANDLE = ctypes.c_size_t  # uintptr_t, as group ids are
+_HANDLE = ctypes.c_size_t  # uintptr_t, as for group ids
 _OUT = ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "dcgmInit": (),
@@ -165,7 +141,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class Library:
-    """libdcgm through ctypes. Raises OSError if it is not installed."""
+    """libdcgm through ctypes. Each method raises DcgmError, the constructor also OSError without libdcgm."""
 
     def __init__(self, path: str = LIBRARY) -> None:
         library = ctypes.CDLL(path)
@@ -182,7 +158,7 @@ class Library:
             raise DcgmError(name, code)
 
     def connect(self, address: str, unix: bool, timeout: float) -> int:
-        """Return a handle to a host engine."""
+        """Return a handle to the host engine at `address`; `timeout` is in seconds."""
         size = ctypes.sizeof(_ConnectV2Params)
         parameters = _ConnectV2Params(size | 2 << 24, 0, int(timeout * 1000), int(unix))
         handle = _HANDLE()
@@ -190,7 +166,7 @@ class Library:
         return handle.value
 
     def disconnect(self, handle: int) -> None:
-        """End a connection; the host engine forgets what was watched through it."""
+        """Disconnect. The host engine then removes the watches of this connection."""
         self._call("dcgmDisconnect", handle)
 
     def gpus(self, handle: int) -> list[int]:
@@ -222,11 +198,11 @@ class Library:
         return group.value
 
     def watch(self, handle: int, group: int, fields: int, every: float, keep: float) -> None:
-        """Have the host engine take the fields of the group every so many seconds, and keep them for so many."""
+        """Make the host engine sample fields of the group every `every` seconds, and keep them for `keep` seconds."""
         self._call("dcgmWatchFields", handle, group, fields, int(every * 1e6), keep, 0)
 
     def update(self, handle: int) -> None:
-        """Have the host engine take now what is due, and wait for it."""
+        """Make the host engine take due samples now, and wait for them."""
         self._call("dcgmUpdateAllFields", handle, 1)
 
     def unwatch(self, handle: int, group: int, fields: int) -> None:
@@ -251,94 +227,8 @@ class Library:
         return list(values)
 
 
-class Bindings:
-    """libdcgm through DCGM's own modules in `folder`. Raises ImportError if they are not there or not for this Python.
-
-    `library` is the folder of libdcgm, where it is not in a place they look at.
-    """
-
-    def __init__(self, folder: Path = BINDINGS, library: str = "") -> None:
-        if not folder.is_dir():
-            raise ImportError(f"{folder} is no folder")
-        if str(folder) not in sys.path:
-            sys.path.append(str(folder))
-        self._agent: Any = importlib.import_module("dcgm_agent")
-        self._structs: Any = importlib.import_module("dcgm_structs")
-        self._call(self._structs._dcgmInit, library or None)
-        self._call(self._agent.dcgmInit)
-
-    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return function(*arguments)
-        except self._structs.DCGMError as error:
-            raise DcgmError(getattr(function, "__name__", "dcgm"), int(error.value)) from error
-
-    def connect(self, address: str, unix: bool, timeout: float) -> Any:
-        """Return a handle to a host engine."""
-        parameters = self._structs.c_dcgmConnectV2Params_v2()
-        parameters.timeoutMs, parameters.addressIsUnixSocket = int(timeout * 1000), int(unix)
-        return self._call(self._agent.dcgmConnect_v2, address, parameters)
-
-    def disconnect(self, handle: Any) -> None:
-        """End a connection; the host engine forgets what was watched through it."""
-        self._call(self._agent.dcgmDisconnect, handle)
-
-    def gpus(self, handle: Any) -> list[int]:
-        """Return DCGM's ids of the GPUs."""
-        return list(self._call(self._agent.dcgmGetAllDevices, handle))
-
-    def entities(self, handle: Any, group: int) -> list[int]:
-        """Return the ids of all entities of a kind."""
-        return list(self._call(self._agent.dcgmGetEntityGroupEntities, handle, group, 0))
-
-    def group(self, handle: Any, name: str) -> Any:
-        """Return a new group without entities."""
-        return self._call(self._agent.dcgmGroupCreate, handle, _EMPTY_GROUP, name)
-
-    def add(self, handle: Any, group: Any, kind: int, entity: int) -> None:
-        """Add an entity to a group."""
-        self._call(self._agent.dcgmGroupAddEntity, handle, group, kind, entity)
-
-    def field_group(self, handle: Any, name: str, fields: Sequence[int]) -> Any:
-        """Return a new group of fields."""
-        return self._call(self._agent.dcgmFieldGroupCreate, handle, list(fields), name)
-
-    def watch(self, handle: Any, group: Any, fields: Any, every: float, keep: float) -> None:
-        """Have the host engine take the fields of the group every so many seconds, and keep them for so many."""
-        self._call(self._agent.dcgmWatchFields, handle, group, fields, int(every * 1e6), keep, 0)
-
-    def update(self, handle: Any) -> None:
-        """Have the host engine take now what is due, and wait for it."""
-        self._call(self._agent.dcgmUpdateAllFields, handle, 1)
-
-    def unwatch(self, handle: Any, group: Any, fields: Any) -> None:
-        """Undo `watch`."""
-        self._call(self._agent.dcgmUnwatchFields, handle, group, fields)
-
-    def drop_group(self, handle: Any, group: Any) -> None:
-        """Undo `group`."""
-        self._call(self._agent.dcgmGroupDestroy, handle, group)
-
-    def drop_fields(self, handle: Any, fields: Any) -> None:
-        """Undo `field_group`."""
-        self._call(self._agent.dcgmFieldGroupDestroy, handle, fields)
-
-    def latest(self, handle: Any, pairs: Sequence[tuple[int, int]], fields: Sequence[int]) -> Sequence[Any]:
-        """Return the last value of each field of each entity, in any order."""
-        entities = [self._structs.c_dcgmGroupEntityPair_t(*pair) for pair in pairs]
-        values: Sequence[Any] = self._call(self._agent.dcgmEntitiesGetLatestValues, handle, entities, list(fields), 0)
-        return values
-
-
-def load(library: str = "", bindings: Path = BINDINGS) -> Engine:
-    """Return DCGM's bindings if they are installed, else ctypes. Raises OSError if there is no libdcgm, DcgmError."""
-    with suppress(ImportError, SyntaxError, AttributeError):
-        return Bindings(bindings, os.path.dirname(library))
-    return Library(library or LIBRARY)
-
-
 def decode(raw: Any) -> Value:
-    """Return one value of `Engine.latest`; DCGM's blank values are none."""
+    """Return one value of `Library.latest`; DCGM's blank values have neither number nor text."""
     head = raw.entityGroupId, raw.entityId, raw.fieldId, raw.status, raw.ts / 1e6
     if raw.status != 0:
         return Value(*head)
@@ -350,21 +240,20 @@ def decode(raw: Any) -> Value:
         real = raw.value.dbl
         return Value(*head, real) if real < _FP64_BLANK else Value(*head, blank=real == _FP64_BLANK)
     if kind == ord("s"):
-        content = raw.value.str  # the bindings' is decoded already
-        text = content if isinstance(content, str) else content.decode(errors="replace")
+        text = raw.value.str.decode(errors="replace")
         return Value(*head, blank=text == "<<<NULL>>>") if text.startswith("<<<") else Value(*head, text=text)
     return Value(*head)
 
 
 class Session:
-    """A connection to a host engine, and what it watches for us. Every method raises DcgmError."""
+    """Connection to a host engine, and its watches. Every method raises DcgmError."""
 
-    def __init__(self, engine: Engine, address: str, timeout: float) -> None:
+    def __init__(self, engine: Library, address: str, timeout: float) -> None:
         self._engine = engine
         self._name = f"flopwatch-{uuid.uuid4().hex[:12]}"  # names are unique in a host engine
         self._groups: list[Any] = []
         self._watches: list[tuple[Any, Any]] = []
-        self.refusal: DcgmError | None = None  # why a field is not watched, the last one
+        self.refusal: DcgmError | None = None  # the last error of a field that is not watched
         path = address.removeprefix("unix:")
         self._handle = engine.connect(path, path.startswith("/"), timeout)
 
@@ -373,7 +262,7 @@ class Session:
         return self._engine.gpus(self._handle)
 
     def entities(self, group: int) -> list[int]:
-        """Return the ids of all entities of a kind; none where the host engine has no module for them."""
+        """Return the ids of all entities of a kind, empty if the host engine has no module for them."""
         try:
             return self._engine.entities(self._handle, group)
         except DcgmError as error:
@@ -382,7 +271,7 @@ class Session:
             return []
 
     def watch(self, pairs: Sequence[tuple[int, int]], fields: Sequence[int], every: float) -> tuple[int, ...]:
-        """Have fields of entities taken every so many seconds; return those that the host engine accepts."""
+        """Make the host engine sample fields of entities every `every` seconds. Return the accepted fields."""
         group = self._engine.group(self._handle, f"{self._name}-{len(self._groups)}")
         self._groups.append(group)
         for kind, entity in pairs:
@@ -406,12 +295,12 @@ class Session:
             self.refusal = error
         if len(fields) == 1:
             return ()
-        # One field that this release, card or mode does not have must not cost the others.
+        # One field that this release, card or mode lacks must not cost the others.
         middle = len(fields) // 2
         return self._watched(group, fields[:middle], every) + self._watched(group, fields[middle:], every)
 
     def update(self) -> None:
-        """Have what is watched taken now; without it the first values come with the host engine's next round."""
+        """Make the host engine sample the watched fields now, instead of in its next round."""
         self._unless_lost(self._engine.update, self._handle)
 
     def _unless_lost(self, call: Callable[..., None], *arguments: Any) -> None:
@@ -432,7 +321,7 @@ class Session:
         return values
 
     def close(self) -> None:
-        """Give everything back to the host engine, as far as it listens."""
+        """Remove all watches and groups, and disconnect."""
         calls: list[tuple[Callable[..., None], Any]] = []
         for group, fields in self._watches:
             calls += [(self._engine.unwatch, (group, fields)), (self._engine.drop_fields, (fields,))]

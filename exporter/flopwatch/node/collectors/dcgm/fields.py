@@ -1,45 +1,25 @@
-"""Which DCGM field becomes which series, by number: the names changed in DCGM 4.6 and 4.7, the ids did not.
+"""Table of DCGM fields and their series, by number: the names changed in DCGM 4.6 and 4.7, the ids did not.
 
-Ids, units and meaning: https://docs.nvidia.com/datacenter/dcgm/latest/reference/field-identifiers.html. Only what NVML
-does not tell, or not on every generation. Activities and rates are means over the time between two of the host
-engine's samples, ratios 0-1 and bytes per second; NVLink traffic (1011, 1012) has the protocol in it. NVSwitch traffic
-(861, 862) has the unit of NVIDIA's nscq.h, Mibit, where DCGM reads the switches through that library, which is where
-it knows their temperature limits; through NVSDM (Blackwell) no unit is documented.
+Ids, units and meaning: https://docs.nvidia.com/datacenter/dcgm/latest/reference/field-identifiers.html. Only fields
+that NVML lacks, or lacks on some generations. Activities and rates are means over the time between two samples of the
+host engine, ratios 0-1 and bytes per second. NVLink traffic (1011, 1012) includes the protocol. NVSwitch traffic (861,
+862) has the unit of NVIDIA's nscq.h, Mibit, where DCGM reads the switches through that library. It then also reports
+their temperature limits. Through NVSDM (Blackwell) no unit is documented.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flopwatch.catalogue import (
-    GPU_DRAM_ACTIVE_SECONDS_TOTAL,
-    GPU_GRAPHICS_ACTIVE_SECONDS_TOTAL,
-    GPU_PCIE_RECEIVE_BYTES_TOTAL,
-    GPU_PCIE_TRANSMIT_BYTES_TOTAL,
-    GPU_PIPE_ACTIVE_SECONDS_TOTAL,
-    GPU_SM_ACTIVE_SECONDS_TOTAL,
-    GPU_SM_OCCUPANCY_SECONDS_TOTAL,
-    GPU_TEMPERATURE_MARGIN_CELSIUS,
-    GPU_TENSOR_ACTIVE_SECONDS_TOTAL,
-    HOST_CPU_POWER_WATTS,
-    HOST_MODULE_POWER_WATTS,
-    NVLINK_RECEIVE_RAW_BYTES_TOTAL,
-    NVLINK_SWITCH_LAST_SXID_ID,
-    NVLINK_SWITCH_RECEIVE_BYTES_TOTAL,
-    NVLINK_SWITCH_RESET_REQUIRED,
-    NVLINK_SWITCH_TEMPERATURE_CELSIUS,
-    NVLINK_SWITCH_TEMPERATURE_LIMIT_CELSIUS,
-    NVLINK_SWITCH_TRANSMIT_BYTES_TOTAL,
-    NVLINK_TRANSMIT_RAW_BYTES_TOTAL,
-    Metric,
-)
+from flopwatch import catalogue as m
+from flopwatch.catalogue import Metric
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
-    """A field and its series; `labels` follow the entity's own.
+class DcgmField:
+    """Field and its series; `labels` follow the entity's own.
 
-    `how` the number is to be taken: gauge; counter (rises until the part is reset); mean (to be counted up over time).
+    `how` to use the number: gauge, counter (rises until the part is reset) or mean (to be integrated over time).
     """
 
     id: int
@@ -48,50 +28,50 @@ class Field:
     how: str = "gauge"
 
 
-# Who an entity is.
+# Identity of an entity.
 NVML_INDEX, UUID, COMPUTE_CAPABILITY = 52, 54, 63
 GPU_IDENTITY = (NVML_INDEX, UUID, COMPUTE_CAPABILITY)
 CHASSIS = (572, 573, 574, 575)  # serial number, slot, tray, node: the labels of gpu_chassis_info
 SWITCH_PCI = (866, 867, 868, 869)  # domain, bus, device, function
 
-GPU_STATE = (Field(153, GPU_TEMPERATURE_MARGIN_CELSIUS),)
+GPU_STATE = (DcgmField(153, m.GPU_TEMPERATURE_MARGIN_CELSIUS),)
 
-# The most telling first: where the hardware cannot count all of them together, the first ones are counted.
+# The most informative first: where the hardware cannot count all of them together, the first ones are counted.
 PROFILING = (
-    Field(1004, GPU_TENSOR_ACTIVE_SECONDS_TOTAL, how="mean"),
-    Field(1002, GPU_SM_ACTIVE_SECONDS_TOTAL, how="mean"),
-    Field(1005, GPU_DRAM_ACTIVE_SECONDS_TOTAL, how="mean"),
-    Field(1001, GPU_GRAPHICS_ACTIVE_SECONDS_TOTAL, how="mean"),
-    Field(1003, GPU_SM_OCCUPANCY_SECONDS_TOTAL, how="mean"),
-    Field(1009, GPU_PCIE_TRANSMIT_BYTES_TOTAL, how="mean"),
-    Field(1010, GPU_PCIE_RECEIVE_BYTES_TOTAL, how="mean"),
-    Field(1011, NVLINK_TRANSMIT_RAW_BYTES_TOTAL, how="mean"),
-    Field(1012, NVLINK_RECEIVE_RAW_BYTES_TOTAL, how="mean"),
-    Field(1007, GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("fp32",), how="mean"),
-    Field(1008, GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("fp16",), how="mean"),
-    Field(1006, GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("fp64",), how="mean"),
-    Field(1014, GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("tensor_hmma",), how="mean"),
-    Field(1013, GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("tensor_imma",), how="mean"),
-    Field(1015, GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("tensor_dmma",), how="mean"),
-    Field(1016, GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("integer",), how="mean"),
+    DcgmField(1004, m.GPU_TENSOR_ACTIVE_SECONDS_TOTAL, how="mean"),
+    DcgmField(1002, m.GPU_SM_ACTIVE_SECONDS_TOTAL, how="mean"),
+    DcgmField(1005, m.GPU_DRAM_ACTIVE_SECONDS_TOTAL, how="mean"),
+    DcgmField(1001, m.GPU_GRAPHICS_ACTIVE_SECONDS_TOTAL, how="mean"),
+    DcgmField(1003, m.GPU_SM_OCCUPANCY_SECONDS_TOTAL, how="mean"),
+    DcgmField(1009, m.GPU_PCIE_TRANSMIT_BYTES_TOTAL, how="mean"),
+    DcgmField(1010, m.GPU_PCIE_RECEIVE_BYTES_TOTAL, how="mean"),
+    DcgmField(1011, m.NVLINK_TRANSMIT_RAW_BYTES_TOTAL, how="mean"),
+    DcgmField(1012, m.NVLINK_RECEIVE_RAW_BYTES_TOTAL, how="mean"),
+    DcgmField(1007, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("fp32",), how="mean"),
+    DcgmField(1008, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("fp16",), how="mean"),
+    DcgmField(1006, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("fp64",), how="mean"),
+    DcgmField(1014, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("tensor_hmma",), how="mean"),
+    DcgmField(1013, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("tensor_imma",), how="mean"),
+    DcgmField(1015, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("tensor_dmma",), how="mean"),
+    DcgmField(1016, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("integer",), how="mean"),
 )
 TRAFFIC = frozenset({1009, 1010, 1011, 1012})
-# From Hopper on, compute capability 9, NVML has the activities itself (gpm.py).
+# From Hopper on, compute capability 9, NVML reports the activities itself (gpm.py).
 NVML_PROFILES_FROM = 9
 
 SLOWDOWN_LIMIT = 859
 SWITCH_STATE = (
-    Field(858, NVLINK_SWITCH_TEMPERATURE_CELSIUS),
-    Field(SLOWDOWN_LIMIT, NVLINK_SWITCH_TEMPERATURE_LIMIT_CELSIUS, ("slowdown",)),
-    Field(860, NVLINK_SWITCH_TEMPERATURE_LIMIT_CELSIUS, ("shutdown",)),
-    Field(861, NVLINK_SWITCH_TRANSMIT_BYTES_TOTAL, how="counter"),
-    Field(862, NVLINK_SWITCH_RECEIVE_BYTES_TOTAL, how="counter"),
-    Field(856, NVLINK_SWITCH_LAST_SXID_ID, ("fatal",)),
-    Field(857, NVLINK_SWITCH_LAST_SXID_ID, ("non_fatal",)),
-    Field(864, NVLINK_SWITCH_RESET_REQUIRED),
+    DcgmField(858, m.NVLINK_SWITCH_TEMPERATURE_CELSIUS),
+    DcgmField(SLOWDOWN_LIMIT, m.NVLINK_SWITCH_TEMPERATURE_LIMIT_CELSIUS, ("slowdown",)),
+    DcgmField(860, m.NVLINK_SWITCH_TEMPERATURE_LIMIT_CELSIUS, ("shutdown",)),
+    DcgmField(861, m.NVLINK_SWITCH_TRANSMIT_BYTES_TOTAL, how="counter"),
+    DcgmField(862, m.NVLINK_SWITCH_RECEIVE_BYTES_TOTAL, how="counter"),
+    DcgmField(856, m.NVLINK_SWITCH_LAST_SXID_ID, ("fatal",)),
+    DcgmField(857, m.NVLINK_SWITCH_LAST_SXID_ID, ("non_fatal",)),
+    DcgmField(864, m.NVLINK_SWITCH_RESET_REQUIRED),
 )
 LINK_STATE = 870
 LINK_STATES = {0: "off", 1: "safe", 2: "active", 3: "error"}
 LINK_ERRORS = {784: "replay", 785: "recovery", 786: "flit", 787: "crc", 788: "ecc"}
 
-CPU_STATE = (Field(1130, HOST_CPU_POWER_WATTS), Field(1133, HOST_MODULE_POWER_WATTS))
+CPU_STATE = (DcgmField(1130, m.HOST_CPU_POWER_WATTS), DcgmField(1133, m.HOST_MODULE_POWER_WATTS))

@@ -1,15 +1,13 @@
-"""Who has each GPU, and where the node stands.
+"""Owners of each GPU, and the place of the node.
 
-Owners come from the kubelet (`podresources.py`), from the control groups of the processes on the GPU (`cgroup.py`: a
-Slurm job, or just a user), and from the files that a Slurm prolog writes for dcgm-exporter: named `<gpu>` or
-`<gpu>.<gpu instance>`, one job id a line
-(https://docs.nvidia.com/datacenter/dcgm/latest/reference/command-line-reference/dcgm-exporter.html, HPC job mapping).
-The place comes from `topology.py`. How to set each up: docs/identity.md.
+Owners come from the kubelet (`podresources.py`), from the control groups of the processes on the GPU (`cgroup.py`), and
+from files that a Slurm prolog writes for dcgm-exporter. These are named `<gpu>` or `<gpu>.<gpu instance>`, with one job
+id per line (https://docs.nvidia.com/datacenter/dcgm/latest/reference/command-line-reference/dcgm-exporter.html, HPC job
+mapping). The place comes from `topology.py`. Setup: docs/identity.md.
 
-Each of these is a source of its own: one that fails costs nothing but its own answers, and the kubelet's last answer
-is good for five more minutes. A GPU whose owner cannot be told has the source `unknown`, one that nobody has `none`; a
-lost one keeps its last owner (`owners.py`).
-Processes of MIG instances are known by their GPU only; from a container they are seen with hostPID.
+A source that fails costs only its own answers, and the kubelet's last answer is valid for five more minutes. A GPU with
+an undetermined owner has the source `unknown`, a free one `none`. A lost GPU keeps its last owner (`owners.py`).
+Processes of MIG instances are attributed to their GPU only. Inside a container they are visible with hostPID.
 """
 
 from __future__ import annotations
@@ -22,36 +20,30 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flopwatch.catalogue import (
-    FLOPWATCH_IDENTITY_SOURCE_UP,
-    GPU_INFO,
-    GPU_OWNER_INFO,
-    GPU_OWNER_UPDATED_TIMESTAMP_SECONDS,
-    HOST_TOPOLOGY_INFO,
-    Sample,
-)
+from flopwatch import catalogue as m
+from flopwatch.catalogue import Sample
 from flopwatch.node.collectors import Unsupported, cgroup, read_inventory
 from flopwatch.node.collectors.identity import podresources as podresources
 from flopwatch.node.collectors.identity import topology as place
-from flopwatch.node.collectors.identity.background import Background
+from flopwatch.node.collectors.identity.background import BackgroundCall
 from flopwatch.node.collectors.identity.owners import Last, LastOwners, Owner, Owners, Running, merged
 
 log = logging.getLogger(__name__)
 
-# Seconds between two questions, and how long the last answer holds; a place does not change.
+# Seconds between two requests, and for which the last answer is valid. A place does not change.
 KUBELET_INTERVAL, KUBELET_HOLD = 5.0, 300.0
 TOPOLOGY_INTERVAL, TOPOLOGY_RETRY = 600.0, 30.0
-# How long the first read waits for first answers, within the deadline of a scrape.
+# Seconds that the first read waits for first answers, within the deadline of a scrape.
 FIRST_ANSWER = 1.5
 
-# More owners than seven MIG instances have says nothing anyone could join.
+# More owners than seven MIG instances have cannot be joined with anything.
 MAX_OWNERS = 8
-# A job id is short; a longer line is no job id.
+# Limits of a job id in characters, and of a mapping file.
 MAX_JOB_ID, MAX_MAPPING_BYTES = 64, 1 << 16
 
 
-class Told(NamedTuple):
-    """What one source says: the owners as of `at`, what was wrong last time, the GPUs it can say nothing about."""
+class SourceAnswer(NamedTuple):
+    """Answer of one source: owners as of Unix time `at`, its last error, and the GPUs it cannot cover."""
 
     owners: Owners
     at: float
@@ -59,12 +51,12 @@ class Told(NamedTuple):
     blind: frozenset[str] = frozenset()
 
 
-# Which source speaks of an owner with this label.
+# Source of an owner, by the owner's label.
 SPEAKERS = {"kubelet": "kubelet", "slurm": "processes", "process": "processes", "job_mapping": "job_mapping"}
 
 
 class Devices:
-    """The GPUs of this node by all the names that device plugins give them."""
+    """GPUs of this node by all the names that device plugins give them."""
 
     def __init__(self, gpus: Mapping[str, Mapping[str, str]], runtime: Mapping[str, Any], proc: Path) -> None:
         self._gpus = gpus
@@ -77,7 +69,7 @@ class Devices:
         self._by_minor: dict[str, str] | None = None
 
     def find(self, resource: str, device: str) -> tuple[str, str] | None:
-        """Return the uuids of the GPU and of the MIG instance (empty: the whole GPU), None if the device is neither."""
+        """Return the uuids of the GPU and of the MIG instance (empty: the whole GPU), or None for another device."""
         name = device.partition("::")[0]  # <id>::<n> is a time slice
         if name in self._gpus:
             return name, ""
@@ -85,17 +77,17 @@ class Devices:
             return self._parents[name], name
         if old := re.fullmatch(r"MIG-(GPU-[0-9a-f-]+)/([0-9]+)/[0-9]+", name):  # drivers before R470
             return self._instance(old[1], old[2])
-        if resource.startswith("nvidia.com/"):  # as GKE's plugin has it, by the number of /dev/nvidiaN
+        if resource.startswith("nvidia.com/"):  # GKE's plugin uses the number of /dev/nvidiaN
             gke = re.fullmatch(r"nvidia([0-9]+)(?:/gi([0-9]+))?(?:/vgpu[0-9]+)?", name)
             return self._instance(self._minor(gke[1]), gke[2]) if gke else None
         return self._claimed(name) if resource == "gpu.nvidia.com" else None
 
     def by_index(self, index: str, instance: str | None) -> tuple[str, str] | None:
-        """Return the same for NVML's index of a GPU, and of a GPU instance where one is named."""
+        """Return the uuids of the GPU and MIG instance by NVML's index and GPU instance id, or None."""
         return self._instance(self._by_index.get(index), instance)
 
     def _claimed(self, name: str) -> tuple[str, str] | None:
-        """Return the same for a device of NVIDIA's DRA driver, gpu-MINOR[-mig-PROFILE-ID-PLACE], or its CDI name."""
+        """Return the uuids for a device of NVIDIA's DRA driver, gpu-MINOR[-mig-PROFILE-ID-PLACE], or its CDI name."""
         match = re.fullmatch(r"(?:[^=]*=(?:[0-9a-f-]{36}-)?)?gpu-([0-9]+)(?:-mig-(.+)-[0-9]+-[0-9]+)?", name, re.ASCII)
         if match is None:
             inner = name.rpartition("=")[2]
@@ -108,7 +100,7 @@ class Devices:
             for mig in self._instances.get(uuid, ())
             if re.sub(r"[^a-z0-9]+", "-", str(mig.get("profile")).replace(".", "")).strip("-") == profile
         ]
-        # Which of several alike cannot be told: the driver knows their places, NVML's instances have numbers.
+        # Several equal profiles are ambiguous: the driver names their places, NVML their numbers.
         return uuid, str(alike[0].get("uuid", "")) if len(alike) == 1 else ""
 
     def _instance(self, uuid: str | None, instance: str | None) -> tuple[str, str] | None:
@@ -122,14 +114,14 @@ class Devices:
         return uuid, ""
 
     def _minor(self, number: str) -> str | None:
-        """Return the uuid of /dev/nvidiaN; where the driver does not tell, that of the index N."""
+        """Return the uuid of /dev/nvidiaN, or of the index N if the driver lists no minor numbers."""
         if self._by_minor is None:
             self._by_minor = _minors(self._gpus, self._proc)
         return self._by_minor.get(number, self._by_index.get(number) if not self._by_minor else None)
 
 
 def _minors(gpus: Mapping[str, Mapping[str, str]], proc: Path) -> dict[str, str]:
-    """Return the GPUs by their device file's number: /proc/driver/nvidia/gpus/ADDRESS/information, `Device Minor:`."""
+    """Return the GPUs by minor number: /proc/driver/nvidia/gpus/ADDRESS/information, `Device Minor:`."""
     slots = {_slot(gpu["pci_bus_id"]): uuid for uuid, gpu in gpus.items()}
     found = {}
     for file in sorted((proc / "driver" / "nvidia" / "gpus").glob("*/information")):
@@ -143,7 +135,7 @@ def _minors(gpus: Mapping[str, Mapping[str, str]], proc: Path) -> dict[str, str]
 
 
 def _slot(address: str) -> str:
-    """Return a PCI address without function and without the zeros that NVML and the kernel write differently."""
+    """Return a PCI address without function and leading zeros, which NVML and the kernel write differently."""
     return address.lower().rpartition(".")[0].lstrip("0")
 
 
@@ -153,7 +145,7 @@ def _items(about: Any, name: str) -> list[Any]:
 
 
 def from_kubelet(assignments: Iterable[podresources.Assignment], devices: Devices) -> Owners:
-    """Return the containers that were given a GPU."""
+    """Return the owners of GPUs according to the kubelet."""
     owners: Owners = {}
     for one in assignments:
         found = devices.find(one.resource, one.device)
@@ -165,9 +157,9 @@ def from_kubelet(assignments: Iterable[podresources.Assignment], devices: Device
 
 
 def running(runtime: Mapping[str, Any], last: Mapping[str, Last], proc: Path) -> Running:
-    """Return the processes of each GPU that NVML told of, with when each was started; None if it cannot be seen.
+    """Return the start time of each GPU's processes by pid, or None for an invisible process.
 
-    One that has a number which another process of this GPU had is not the one that NVML means: a lost GPU's are gone.
+    A pid that another process of this GPU had before was reused: the processes of a lost GPU are gone.
     """
     found: Running = {}
     for uuid, about in runtime.items():
@@ -179,8 +171,8 @@ def running(runtime: Mapping[str, Any], last: Mapping[str, Last], proc: Path) ->
     return found
 
 
-def from_processes(processes: Running, last: Mapping[str, Last], proc: Path, now: float) -> Told:
-    """Return the jobs and users that run on a GPU; blind are those with processes of which none can be seen.
+def from_processes(processes: Running, last: Mapping[str, Last], proc: Path, now: float) -> SourceAnswer:
+    """Return the jobs and users that run on each GPU. GPUs are blind if all of their processes are invisible.
 
     Processes in a pod or a container are left to the kubelet.
     """
@@ -192,7 +184,7 @@ def from_processes(processes: Running, last: Mapping[str, Last], proc: Path, now
         }
         if seen and set(seen.values()) == {cgroup.UNKNOWN}:
             unseen.add(uuid)
-            # Those that could be seen once have ended.
+            # Processes that were visible once have ended.
             before = last[uuid].processes if uuid in last else {}
             hidden += any(before.get(pid) is None for pid in pids)
         for pid, owner in seen.items():
@@ -201,8 +193,8 @@ def from_processes(processes: Running, last: Mapping[str, Last], proc: Path, now
                 owners.setdefault(uuid, set()).add(Owner(job=name, user=_user(int(pid), proc), source="slurm"))
             elif kind == "user":
                 owners.setdefault(uuid, set()).add(Owner(user=name, source="process"))
-    error = f"of {hidden} GPUs no process can be seen in {proc} (hidepid, or a container without hostPID)"
-    return Told(owners, now, error if hidden else "", frozenset(unseen))
+    error = f"the processes of {hidden} GPUs are invisible in {proc} (hidepid, or a container without hostPID)"
+    return SourceAnswer(owners, now, error if hidden else "", frozenset(unseen))
 
 
 def _user(pid: int, proc: Path) -> str:
@@ -213,7 +205,7 @@ def _user(pid: int, proc: Path) -> str:
 
 
 def from_job_mapping(folder: Path, devices: Devices) -> Owners:
-    """Return the jobs that own a GPU by dcgm-exporter's files. Raises OSError if the folder cannot be read."""
+    """Return the jobs that own a GPU by dcgm-exporter's files. Raises OSError for an unreadable folder."""
     owners: Owners = {}
     for file in sorted(folder.iterdir()):
         name = re.fullmatch(r"([0-9]+)(?:\.([0-9]+))?", file.name, re.ASCII)
@@ -232,11 +224,11 @@ def from_job_mapping(folder: Path, devices: Devices) -> Owners:
 
 
 class Identity:
-    """The owners of this node's GPUs and its place.
+    """Collector of the owners of this node's GPUs and of its place.
 
-    `gpus` and `runtime` are the files that the NVML source keeps: the inventory, and each GPU's MIG instances and
-    processes, of a lost one the last. `kubelet` and `where` are None where there is nothing to ask, `job_mapping` is a
-    folder, `last` the file that keeps the last owners.
+    `gpus` and `runtime` are files of the NVML source: the inventory, and each GPU's MIG instances and processes. For a
+    lost GPU the last ones are kept. `kubelet` and `where` are None if not configured. `job_mapping` is a folder, `last`
+    the file of the last owners.
     """
 
     name = "identity"
@@ -246,10 +238,10 @@ class Identity:
         host: str,
         gpus: Path,
         runtime: Path,
-        kubelet: Background[list[podresources.Assignment]] | None = None,
+        kubelet: BackgroundCall[list[podresources.Assignment]] | None = None,
         job_mapping: Path | None = None,
         proc: Path = Path("/proc"),
-        where: Background[place.Place] | None = None,
+        where: BackgroundCall[place.Place] | None = None,
         clock: Callable[[], float] = time.time,
         last: Path | None = None,
     ) -> None:
@@ -265,19 +257,19 @@ class Identity:
         self._last_errors: dict[str, str] = {}
 
     def read(self) -> list[Sample]:
-        """Return the owners of every GPU of the inventory, the place, and which of the sources answered."""
+        """Return the owners of every GPU of the inventory, the place, and the state of each source."""
         until = time.monotonic() + FIRST_ANSWER
         for background in (self._kubelet, self._place):
             if background is not None:
                 background.start()
-        gpus = read_inventory(self._gpus, GPU_INFO)
+        gpus = read_inventory(self._gpus, m.GPU_INFO)
         if not gpus and self._place is None:
-            raise Unsupported("there is no GPU that could have an owner, and no --topology")
-        errors: dict[str, str] = {}  # of every source in use, empty where it answered
+            raise Unsupported("the inventory has no GPU, and --topology is not set")
+        errors: dict[str, str] = {}  # by source in use, empty if it answered
         samples = self._owners(gpus, errors, until) if gpus else []
         samples += self._where(errors, until)
         for source, error in errors.items():
-            samples.append((FLOPWATCH_IDENTITY_SOURCE_UP, (source,), float(not error)))
+            samples.append((m.FLOPWATCH_IDENTITY_SOURCE_UP, (source,), float(not error)))
             if error and error != self._last_errors.get(source, ""):
                 log.warning("%s: %s", source, error)
         self._last_errors = errors
@@ -287,32 +279,36 @@ class Identity:
         content = _json_object(self._runtime)
         runtime = {uuid: about for uuid, about in content.items() if uuid in gpus and isinstance(about, dict)}
         processes = running(runtime, self._last.by_gpu, self._proc)
-        told = self._told(gpus, runtime, processes, until)
-        errors.update({name: one.error for name, one in told.items()})
-        owners = merged(*(one.owners for one in told.values()))
+        answers = self._answers(gpus, runtime, processes, until)
+        errors.update({name: one.error for name, one in answers.items()})
+        owners = merged(*(one.owners for one in answers.values()))
         samples: list[Sample] = []
         for uuid, gpu in gpus.items():
             labels = (gpu["gpu"], uuid)
-            some, at = self._owner(uuid, owners.get(uuid, set()), told, processes.get(uuid))
-            samples += [(GPU_OWNER_INFO, (*labels, self._host, *owner), 1) for owner in some]
+            some, at = self._owner(uuid, owners.get(uuid, set()), answers, processes.get(uuid))
+            samples += [(m.GPU_OWNER_INFO, (*labels, self._host, *owner), 1) for owner in some]
             if at is not None:
-                samples.append((GPU_OWNER_UPDATED_TIMESTAMP_SECONDS, labels, at))
+                samples.append((m.GPU_OWNER_UPDATED_TIMESTAMP_SECONDS, labels, at))
         for uuid in self._last.by_gpu.keys() - gpus.keys():
             self._last.forget(uuid)
         self._last.save()
         return samples
 
     def _owner(
-        self, uuid: str, owners: set[Owner], told: Mapping[str, Told], processes: Mapping[str, str | None] | None
+        self,
+        uuid: str,
+        owners: set[Owner],
+        answers: Mapping[str, SourceAnswer],
+        processes: Mapping[str, str | None] | None,
     ) -> tuple[list[Owner], float | None]:
-        """Return who has a GPU, and as of when; None if that cannot be told.
+        """Return the owners of a GPU and their Unix time, None if unknown.
 
-        `processes` is None where NVML has never told anything of the GPU.
+        `processes` is None if NVML never listed this GPU's processes.
         """
         some = sorted(owners)[:MAX_OWNERS]
-        speaking = {SPEAKERS[owner.source] for owner in some} or told.keys()
-        at = min((told[name].at for name in speaking), default=self._clock())
-        silent = processes is None or any(uuid in one.blind for one in told.values())
+        speaking = {SPEAKERS[owner.source] for owner in some} or answers.keys()
+        at = min((answers[name].at for name in speaking), default=self._clock())
+        silent = processes is None or any(uuid in one.blind for one in answers.values())
         vanished = processes is None or (len(processes) > 0 and all(started is None for started in processes.values()))
         if vanished:
             some, at = self._last.held(uuid, some, at, processes)
@@ -324,44 +320,44 @@ class Identity:
         self._last.forget(uuid)
         return [Owner()], at
 
-    def _told(
+    def _answers(
         self, gpus: Mapping[str, dict[str, str]], runtime: Mapping[str, Any], processes: Running, until: float
-    ) -> dict[str, Told]:
-        """Return what each source in use says."""
+    ) -> dict[str, SourceAnswer]:
+        """Return the answer of each source in use."""
         now, every = self._clock(), frozenset(gpus)
         devices = Devices(gpus, runtime, self._proc)
-        told: dict[str, Told] = {}
+        answers: dict[str, SourceAnswer] = {}
         if self._kubelet is not None:
             answer = self._kubelet.answer(until - time.monotonic())
             if answer is not None and self._kubelet.at is not None:
-                told["kubelet"] = Told(from_kubelet(answer, devices), self._kubelet.at, self._kubelet.error)
+                answers["kubelet"] = SourceAnswer(from_kubelet(answer, devices), self._kubelet.at, self._kubelet.error)
             elif not self._kubelet.absent:
-                told["kubelet"] = Told({}, now, self._kubelet.error, every)
+                answers["kubelet"] = SourceAnswer({}, now, self._kubelet.error, every)
         if runtime:
-            told["processes"] = from_processes(processes, self._last.by_gpu, self._proc, now)
+            answers["processes"] = from_processes(processes, self._last.by_gpu, self._proc, now)
         if self._job_mapping is not None:
             try:
-                told["job_mapping"] = Told(from_job_mapping(self._job_mapping, devices), now)
+                answers["job_mapping"] = SourceAnswer(from_job_mapping(self._job_mapping, devices), now)
             except OSError as error:
-                told["job_mapping"] = Told({}, now, f"{self._job_mapping}: {error.strerror}", every)
-        return told
+                answers["job_mapping"] = SourceAnswer({}, now, f"{self._job_mapping}: {error.strerror}", every)
+        return answers
 
     def _where(self, errors: dict[str, str], until: float) -> list[Sample]:
         if self._place is None:
             return []
         found = self._place.answer(until - time.monotonic())
         errors["topology"] = self._place.error
-        return [] if found is None else [(HOST_TOPOLOGY_INFO, (self._host, *found), 1)]
+        return [] if found is None else [(m.HOST_TOPOLOGY_INFO, (self._host, *found), 1)]
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop the background requests."""
         for background in (self._kubelet, self._place):
             if background is not None:
                 background.close()
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a file that another source writes; none is empty."""
+    """Return the JSON object in a file of another source, empty if invalid."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -378,18 +374,18 @@ def build(
     proc: str = "/proc",
     topology: str = "",
 ) -> Identity:
-    """Return the collector; `kubelet` is a socket, and what is empty is not used.
+    """Return the collector; `kubelet` is a socket. Empty arguments disable their source.
 
-    The last owners are kept beside the inventory.
+    The last owners are stored next to the inventory.
     """
     ask, read = podresources.ask, place.read
     return Identity(
         host,
         Path(gpus),
         Path(runtime),
-        Background(lambda: ask(Path(kubelet)), KUBELET_INTERVAL, KUBELET_HOLD) if kubelet else None,
+        BackgroundCall(lambda: ask(Path(kubelet)), KUBELET_INTERVAL, KUBELET_HOLD) if kubelet else None,
         Path(job_mapping) if job_mapping else None,
         Path(proc),
-        Background(lambda: read(topology, host), TOPOLOGY_INTERVAL, retry=TOPOLOGY_RETRY) if topology else None,
+        BackgroundCall(lambda: read(topology, host), TOPOLOGY_INTERVAL, retry=TOPOLOGY_RETRY) if topology else None,
         last=Path(gpus).with_name("gpu_owners.json"),
     )

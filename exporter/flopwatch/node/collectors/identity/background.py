@@ -1,4 +1,4 @@
-"""A call that may take long, made again and again in a thread of its own, and what it answered last."""
+"""Repeated slow call in a background thread, and its last answer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Generic, TypeVar
 
 Answer = TypeVar("Answer")
 
-ENDED = "the thread that asks has ended"
+ENDED = "the background thread has ended"
 
 
-class Background(Generic[Answer]):
-    """What a call that may take long answered last; it is made every `interval` seconds in a thread of its own.
+class BackgroundCall(Generic[Answer]):
+    """Last answer of a slow call, which a thread repeats every `interval` seconds.
 
-    After a failure the next call comes after `retry` seconds, and the last answer holds for `hold` seconds.
-    FileNotFoundError means that there is nobody to ask.
+    After a failure the next call follows after `retry` seconds, and the last answer is valid for `hold` seconds.
+    FileNotFoundError means that the server does not exist.
     """
 
     def __init__(
@@ -41,20 +41,20 @@ class Background(Generic[Answer]):
         self.absent = False
 
     def start(self) -> None:
-        """Begin asking, if that has not begun."""
+        """Start the thread if it is not running."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
 
-    def answer(self, patience: float) -> Answer | None:
-        """Return the last answer that still holds; the first one is waited for as long as that."""
-        self._first.wait(patience)
+    def answer(self, timeout: float) -> Answer | None:
+        """Return the last valid answer, or None. Wait up to `patience` seconds for the first one."""
+        self._first.wait(timeout)
         if self.at is None or (self.error and self._clock() - self.at > self._hold):
             return None
         return self._answer
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop the calls."""
         self._ended.set()
 
     def _run(self) -> None:
@@ -66,16 +66,16 @@ class Background(Generic[Answer]):
             self._first.set()
 
     def _ask(self) -> float:
-        """Make the call, and return after how many seconds to make it again."""
+        """Make the call. Return the seconds until the next one."""
         error = ""
         try:
             answer = self._call()
         except FileNotFoundError as absence:
             error = f"{absence.strerror}: {absence.filename}"
-            # One that has answered before is only restarting.
+            # A server that has answered before is only restarting.
             self.absent = self.at is None
         except Exception as failure:
-            # The one loop of this thread: whatever it dies of, nobody would hear.
+            # This is the only loop of the thread. An escaped error would be invisible.
             error, self.absent = str(failure) or type(failure).__name__, False
         else:
             self._answer, self.at, self.absent = answer, self._clock(), False

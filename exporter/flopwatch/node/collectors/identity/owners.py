@@ -1,8 +1,8 @@
-"""Owners of GPUs, and who had each last.
+"""Current and last owners of GPUs.
 
-A GPU that is lost takes its processes with it, and soon the kubelet forgets the pod: whoever wants to know whom it hit
-comes later. So the last owner stays for as long as the GPU tells nothing else, that is, while NVML has no word of it or
-only processes that were there then and cannot be seen now.
+A lost GPU takes its processes with it, and soon the kubelet forgets the pod. The affected owner is needed later. So the
+last owner stays while NVML reports nothing else about the GPU: no processes at all, or only earlier ones that are now
+invisible.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flopwatch.node.collectors import StateFile
 
 
 class Owner(NamedTuple):
-    """Somebody who has a GPU, or one MIG instance of it; the labels of gpu_owner_info after `host`."""
+    """Owner of a GPU, or of one MIG instance of it: the labels of gpu_owner_info after `host`."""
 
     mig_uuid: str = ""
     namespace: str = ""
@@ -27,19 +27,19 @@ class Owner(NamedTuple):
 
 
 Owners = dict[str, set[Owner]]  # by the uuid of the GPU
-# By the uuid of the GPU: its processes, and when each was started, as the kernel counts; None if it cannot be seen.
+# By the uuid of the GPU: start times of its processes in clock ticks, None for invisible ones.
 Running = dict[str, dict[str, "str | None"]]
 
 BY_PROCESSES = ("slurm", "process")
 
 
-def merged(*told: Owners) -> Owners:
-    """Return what several sources say, each owner once.
+def merged(*answers: Owners) -> Owners:
+    """Return the owners of several sources, each owner once.
 
-    A job that its processes and the job mapping both name is one, and a user is named only where nobody else is.
+    A job named by both its processes and the job mapping is one owner. A user is an owner only where there is no other.
     """
     owners: Owners = {}
-    for source in told:
+    for source in answers:
         for uuid, some in source.items():
             owners.setdefault(uuid, set()).update(some)
     for uuid, some in owners.items():
@@ -50,7 +50,7 @@ def merged(*told: Owners) -> Owners:
 
 
 class Last(NamedTuple):
-    """The owners of a GPU as of `at`, and its processes then."""
+    """Owners of a GPU as of Unix time `at`, and its processes then."""
 
     owners: tuple[Owner, ...]
     at: float
@@ -58,7 +58,7 @@ class Last(NamedTuple):
 
 
 class LastOwners:
-    """The last owners of every GPU, kept in a file so that they outlive this process."""
+    """Last owners of every GPU, stored in a file so that they outlive this process."""
 
     def __init__(self, path: Path | None) -> None:
         self._file = None if path is None else StateFile(path)
@@ -71,18 +71,18 @@ class LastOwners:
     def held(
         self, uuid: str, owners: Sequence[Owner], at: float, processes: Mapping[str, str | None] | None
     ) -> tuple[list[Owner], float]:
-        """Return the owners of a GPU that tells nothing, with those it had, and as of when."""
+        """Return the current owners of a silent GPU plus its last ones, and their Unix time."""
         last = self.by_gpu.get(uuid)
         if last is None or (processes is not None and not processes.keys() & last.processes.keys()):
             return list(owners), at
         if not owners:
             return list(last.owners), last.at
-        # The kubelet still knows; a job's processes were seen when there were some.
+        # The kubelet still has the pod. The last owners add jobs, whose processes are gone.
         had = {owner for owner in last.owners if owner.source in BY_PROCESSES}.difference(owners)
         return sorted({*owners, *had}), min(at, last.at) if had else at
 
     def keep(self, uuid: str, owners: Iterable[Owner], at: float, processes: Mapping[str, str | None] | None) -> None:
-        """Remember who has a GPU now."""
+        """Store the owners of a GPU as the last ones."""
         last = self.by_gpu.get(uuid)
         before = {} if last is None else last.processes
         if processes is None:
@@ -92,22 +92,22 @@ class LastOwners:
             at,
             {pid: before.get(pid) if started is None else started for pid, started in processes.items()},
         )
-        # A later time alone is not worth writing.
+        # A later time alone is not worth a write.
         self._changed = self._changed or last is None or now[::2] != last[::2]
         self.by_gpu[uuid] = now
 
     def forget(self, uuid: str) -> None:
-        """Remember nobody: the GPU said that it is free."""
+        """Drop the last owners of a GPU that is free."""
         self._changed = self.by_gpu.pop(uuid, None) is not None or self._changed
 
     def save(self) -> None:
-        """Write the file if there is anything new."""
+        """Write the file if anything changed."""
         if self._changed and self._file is not None:
             self._changed = not self._file.save({uuid: last._asdict() for uuid, last in self.by_gpu.items()})
 
 
 def _last(content: Any) -> Last | None:
-    """Return what the file says of one GPU, None if that is of another shape."""
+    """Return the stored owners of one GPU, or None if the content is invalid."""
     try:
         owners = tuple(Owner(*map(str, owner)) for owner in content["owners"])
         processes = {

@@ -1,10 +1,10 @@
-"""Which container was given which device: the kubelet's PodResources API, version 1.
+"""Devices of containers, from the kubelet's PodResources API, version 1.
 
 One unary call, `v1.PodResourcesLister/List`, over plaintext gRPC on a unix socket:
-https://github.com/kubernetes/kubelet/blob/master/pkg/apis/podresources/v1/api.proto. The reply names pods, not their
-UIDs; claims of dynamic resource allocation are in it from Kubernetes 1.27 on. Reading the socket needs root.
+https://github.com/kubernetes/kubelet/blob/master/pkg/apis/podresources/v1/api.proto. The response names pods without
+their UIDs. It has claims of dynamic resource allocation from Kubernetes 1.27 on. Reading the socket requires root.
 
-gRPC's own package costs 21 MiB of memory, h2 under 6; the few fields are decoded by hand
+gRPC's own package costs 21 MiB of memory, h2 under 6. The few fields are decoded by hand
 (https://protobuf.dev/programming-guides/encoding/).
 """
 
@@ -21,22 +21,22 @@ from urllib.parse import unquote
 if TYPE_CHECKING:
     from h2.events import Event
 
-# What the kubelet's own clients allow.
+# Limit of the kubelet's own clients, in bytes.
 MAX_BYTES = 16 << 20
-# What no node comes near; an answer with more of them was made to cost us.
+# Limits beyond every real node, against responses made to exhaust memory.
 MAX_ASSIGNMENTS, MAX_FIELDS = 100_000, 1_000_000
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
-# What stands before a message on the wire: one byte for compression, four for the length.
+# Length of the prefix of a message: one byte for compression, four for the length.
 _PREFIX = 5
 
 
 class PodResourcesError(Exception):
-    """The kubelet did not answer, or not with a list of pods."""
+    """Failed call of the kubelet, or a response that is not a list of pods."""
 
 
 class Assignment(NamedTuple):
-    """One device in one container; `resource` is nvidia.com/gpu or its like, or the driver of a claimed device."""
+    """Device of a container; `resource` is such as nvidia.com/gpu, or the driver of a claimed device."""
 
     namespace: str
     pod: str
@@ -46,7 +46,7 @@ class Assignment(NamedTuple):
 
 
 def decode(body: bytes) -> list[Assignment]:
-    """Return what a v1.ListPodResourcesResponse says. Raises ValueError for anything else."""
+    """Return the devices in a v1.ListPodResourcesResponse. Raises ValueError for other content."""
     if len(body) > MAX_BYTES:
         raise ValueError(f"{len(body)} bytes are more than {MAX_BYTES}")
     fields = _Fields()
@@ -61,13 +61,13 @@ def decode(body: bytes) -> list[Assignment]:
 
 
 class _Fields:
-    """Splits messages into fields, and counts these over all of one body."""
+    """Splitter of messages into fields, with one limit of fields for a whole body."""
 
     def __init__(self) -> None:
         self._left = MAX_FIELDS
 
     def of(self, message: memoryview) -> Iterator[tuple[int, memoryview]]:
-        """Yield number and content of the length-delimited fields of a message; the others are skipped."""
+        """Yield number and content of the length-delimited fields of a message. Others are skipped."""
         at = 0
         while at < len(message):
             self._left -= 1
@@ -94,7 +94,7 @@ class _Fields:
 
 
 def _varint(message: memoryview, at: int) -> tuple[int, int]:
-    """Return the number at this place and the place after it."""
+    """Return the varint at this position and the position after it."""
     number = 0
     for index in range(10):
         if at + index >= len(message):
@@ -113,7 +113,7 @@ def _text(content: memoryview) -> str:
 
 
 def _pod(fields: _Fields, message: memoryview) -> Iterator[Assignment]:
-    """Yield what a PodResources says."""
+    """Yield the devices in a PodResources message."""
     name, namespace, containers = "", "", []
     for number, content in fields.of(message):
         if number == 1:
@@ -149,7 +149,7 @@ def _devices(fields: _Fields, message: memoryview) -> Iterator[tuple[str, str]]:
 
 
 def _claimed(fields: _Fields, message: memoryview) -> Iterator[tuple[str, str]]:
-    """Yield driver and device name of a DynamicResource; its CDI names where the kubelet tells no device name."""
+    """Yield driver and device name of a DynamicResource, or its CDI names if the device name is empty."""
     for number, claim in fields.of(message):
         if number != 4:
             continue
@@ -166,10 +166,10 @@ def _claimed(fields: _Fields, message: memoryview) -> Iterator[tuple[str, str]]:
 
 
 def ask(path: Path, deadline: float = 10.0) -> list[Assignment]:
-    """Return what the kubelet has given away.
+    """Return the devices that the kubelet has assigned.
 
-    Raises FileNotFoundError where there is no socket, and PodResourcesError for what else goes wrong, after `deadline`
-    seconds at the latest.
+    Raises FileNotFoundError without a socket, and PodResourcesError for other failures, after at most `deadline`
+    seconds.
     """
     until = time.monotonic() + deadline
     try:
@@ -184,7 +184,7 @@ def ask(path: Path, deadline: float = 10.0) -> list[Assignment]:
     except OSError as error:
         raise PodResourcesError(error.strerror or str(error)) from error
     except ImportError as error:
-        raise PodResourcesError("the package h2 is missing; pip install 'flopwatch[exporter]' brings it") from error
+        raise PodResourcesError("the package h2 is missing; pip install 'flopwatch[exporter]'") from error
     except ValueError as error:
         raise PodResourcesError(f"not a list of pods: {error}") from error
 
@@ -193,7 +193,7 @@ def _call(connection: socket.socket, until: float) -> bytes:
     call = Call(until - time.monotonic())
     while not call.done:
         connection.settimeout(_left(until))
-        with suppress(BrokenPipeError):  # what came before the other side closed is still there to be read
+        with suppress(BrokenPipeError):  # data from before the server closed can still be read
             connection.sendall(call.data_to_send())
         connection.settimeout(_left(until))
         call.receive(connection.recv(1 << 16))
@@ -208,7 +208,7 @@ def _left(until: float) -> float:
 
 
 class Call:
-    """One unary gRPC call with an empty request, without its socket.
+    """Unary gRPC call with an empty request, without its socket.
 
     https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md. `body` is the message once it is `done`.
     """
@@ -224,7 +224,7 @@ class Call:
         self._status: str | None = None
         self._message = ""
         self._http = H2Connection(H2Configuration(client_side=True, header_encoding=None))
-        # The whole answer may come at once, so that nothing is left to be said but acknowledgements.
+        # The window covers the whole response, so that only acknowledgements remain to be sent.
         self._http.local_settings = Settings(
             client=True,
             initial_values={SettingCodes.INITIAL_WINDOW_SIZE: MAX_BYTES + _PREFIX, SettingCodes.ENABLE_PUSH: 0},
@@ -248,11 +248,11 @@ class Call:
         self._http.send_data(stream, bytes(_PREFIX), end_stream=True)
 
     def data_to_send(self) -> bytes:
-        """Return the bytes that are due to the server."""
+        """Return the bytes to send to the server."""
         return bytes(self._http.data_to_send())
 
     def receive(self, data: bytes) -> None:
-        """Take bytes from the server, none of them once it has closed. Raises PodResourcesError."""
+        """Process bytes from the server, empty after it closed. Raises PodResourcesError."""
         from h2.exceptions import H2Error
 
         if not data:
@@ -295,7 +295,7 @@ class Call:
         self.body, self.done = bytes(self._data[_PREFIX:]), True
 
     def _length(self) -> int:
-        """Return what the prefix, a flag for compression and a length, says of the message."""
+        """Return the length of the message in its prefix, which is a compression flag and a length."""
         return int.from_bytes(self._data[1:_PREFIX], "big")
 
 

@@ -1,12 +1,12 @@
-"""The node's place: rack, leaf switch, NVLink domain.
+"""Place of the node: rack, leaf switch, NVLink domain.
 
-From one of
+Read from one of
 - Slurm's topology.conf (https://slurm.schedmd.com/topology.conf.html): leaf from SwitchName lines, domain from
-  BlockName lines; it knows no racks. Slurm's topology.yaml is not read.
-- a CSV file with a header and the columns host, rack, leaf, domain; only host must be there.
+  BlockName lines, no racks. Slurm's topology.yaml is not read.
+- a CSV file with a header and the columns host, rack, leaf, domain; only host is required.
 - the labels of the Kubernetes node, as topograph writes them
   (https://github.com/NVIDIA/topograph/blob/main/docs/reference/node-labels.md) since 1.0 and before, and the GPU
-  operator's nvidia.com/gpu.clique. Needs the right to get this node.
+  operator's nvidia.com/gpu.clique. Requires permission to get this node.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-# No cluster's file comes near, and a line longer than this names no node.
+# Limits of a topology file in bytes, and of a host list in characters.
 MAX_BYTES = 16 << 20
 MAX_NODES_TEXT = 65536
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 API_SERVER = "https://kubernetes.default.svc"
 
-# Node labels by what they tell, the first that is there wins.
+# Node labels of each level. The first present label wins.
 LABELS = {
     "rack": ("topology.kubernetes.io/rack", "accelerator.topograph.run/sub-domain"),
     "leaf": ("fabric.topograph.run/tier-0", "network.topology.nvidia.com/leaf"),
@@ -35,7 +35,7 @@ LABELS = {
 
 
 class Place(NamedTuple):
-    """Where a node is; what its source does not tell is empty."""
+    """Place of a node; unknown levels are empty."""
 
     rack: str = ""
     leaf: str = ""
@@ -44,13 +44,13 @@ class Place(NamedTuple):
 
 
 class TopologyError(Exception):
-    """The place could not be read; the text says why."""
+    """Unreadable place. The text is the reason."""
 
 
 def contains(expression: str, host: str) -> bool:
-    """Return whether a Slurm host list, such as `node[001-018,020],login1`, names this host.
+    """Return whether a Slurm host list, such as `node[001-018,020],login1`, contains this host.
 
-    Nothing is expanded: a range may be as long as it likes. Raises ValueError for brackets that do not match.
+    Nothing is expanded, so ranges may be long. Raises ValueError for unbalanced brackets.
     """
     if len(expression) > MAX_NODES_TEXT:
         raise ValueError(f"a host list of {len(expression)} characters")
@@ -67,8 +67,8 @@ def _split(expression: str) -> Iterable[list[str]]:
 
 
 def _matches(part: list[str], text: str) -> bool:
-    """Return whether a name, as literal, bracket, literal, ..., is this text."""
-    rests = {text}  # what can be left of the text after so many pieces
+    """Return whether a name, as literal, bracket, literal, ..., matches this text."""
+    rests = {text}  # possible rests of the text after so many pieces
     for index, piece in enumerate(part):
         if index % 2 == 0:
             rests = {rest[len(piece) :] for rest in rests if rest.startswith(piece)}
@@ -84,7 +84,7 @@ def _matches(part: list[str], text: str) -> bool:
 
 
 def _range(item: str) -> Callable[[str], bool]:
-    """Return what tells whether digits are in a range such as 7 or 001-018, with as many leading zeros."""
+    """Return a predicate for digits in a range such as 7 or 001-018, with as many leading zeros."""
     match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", item)
     if match is None:
         return lambda digits: digits == item
@@ -93,14 +93,14 @@ def _range(item: str) -> Callable[[str], bool]:
 
 
 def same_host(one: str, other: str) -> bool:
-    """Return whether two names are one host's; either may lack its domain."""
+    """Return whether two names are of one host; either may lack its domain."""
     if "." in one and "." in other:
         return one == other
     return one.partition(".")[0] == other.partition(".")[0]
 
 
 def slurm(text: str, host: str) -> Place:
-    """Return the place that a topology.conf gives a host. Raises ValueError where it is none or does not name it."""
+    """Return the place of a host in a topology.conf. Raises ValueError if the file or host is missing there."""
     leaf = domain = None
     known = False
     for line in text.replace("\\\n", " ").splitlines():
@@ -129,7 +129,7 @@ def _names(expression: str, host: str) -> bool:
 
 
 def table(text: str, host: str) -> Place:
-    """Return the place that a CSV gives a host. Raises ValueError where it is none or does not name it."""
+    """Return the place of a host in a CSV. Raises ValueError for another format or a missing host."""
     rows = csv.DictReader(text.splitlines(), skipinitialspace=True)
     try:
         if "host" not in (rows.fieldnames or ()):
@@ -144,7 +144,7 @@ def table(text: str, host: str) -> Place:
 
 
 def labelled(labels: Mapping[str, str]) -> Place:
-    """Return the place that a Kubernetes node's labels tell. Raises ValueError where they tell none."""
+    """Return the place in the labels of a Kubernetes node. Raises ValueError without topology labels."""
     found = {part: next((labels[name] for name in names if name in labels), "") for part, names in LABELS.items()}
     if not any(found.values()):
         raise ValueError("the node has none of topograph's labels")
@@ -169,7 +169,7 @@ def read(topology: str, host: str, account: Path = SERVICE_ACCOUNT) -> Place:
 
 
 def _node_labels(server: str, host: str, account: Path) -> dict[str, str]:
-    """Return the labels of this Kubernetes node, asked for as the pod's service account."""
+    """Return the labels of this Kubernetes node, requested as the pod's service account."""
     import httpx
 
     from flopwatch.http.client import client, reason, url_tls
@@ -177,7 +177,7 @@ def _node_labels(server: str, host: str, account: Path) -> dict[str, str]:
 
     headers = {"Accept": "application/json"}
     if server.startswith("https:"):
-        # Read each time: the kubelet renews it.
+        # Read it each time, because the kubelet renews it.
         headers["Authorization"] = f"Bearer {(account / 'token').read_text().strip()}"
     url = f"{server.rstrip('/')}/api/v1/nodes/{quote(host, safe='')}"
     try:

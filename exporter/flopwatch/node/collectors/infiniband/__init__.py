@@ -16,15 +16,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flopwatch.catalogue import GPU_INFO, INFINIBAND_GPU_AFFINITY_INFO, INFINIBAND_INFO, INFINIBAND_PORT_PRESENT, Sample
+from flopwatch import catalogue as m
+from flopwatch.catalogue import Sample
 from flopwatch.node.collectors import Inventory, StateFile, Unsupported, read_inventory
 from flopwatch.node.collectors.infiniband import pci, rails
+from flopwatch.node.collectors.infiniband.files import Pread, names, signature
+from flopwatch.node.collectors.infiniband.files import counter as counter
+from flopwatch.node.collectors.infiniband.files import physical_state as physical_state
+from flopwatch.node.collectors.infiniband.files import rate as rate
+from flopwatch.node.collectors.infiniband.files import state as state
 from flopwatch.node.collectors.infiniband.link import Link
-from flopwatch.node.collectors.infiniband.port import COUNTERS, Port, Pread, names, signature
-from flopwatch.node.collectors.infiniband.port import counter as counter
-from flopwatch.node.collectors.infiniband.port import physical_state as physical_state
-from flopwatch.node.collectors.infiniband.port import rate as rate
-from flopwatch.node.collectors.infiniband.port import state as state
+from flopwatch.node.collectors.infiniband.port import COUNTERS, Port
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +87,7 @@ class Infiniband:
         self._pread = pread
         self._root = str(sysfs / "class" / "infiniband")
         self._host = host
-        self._inventory = Inventory(inventory, INFINIBAND_INFO)
+        self._inventory = Inventory(inventory, m.INFINIBAND_INFO)
         self._gpus = gpus or inventory.with_name("gpus.json")
         self._history = history or inventory.with_name("port_history.json")
         self._history_file = StateFile(self._history)
@@ -95,7 +97,7 @@ class Infiniband:
         self._clock, self._wall = clock, wall
         self._ports: dict[str, Port] = {}  # present ones, by device/port
         self._gone: dict[str, Port] = {}
-        self._places: dict[str, pci.Place] = {}  # of ports, and of GPUs by address, present or not
+        self._places: dict[str, pci.PciPlace] = {}  # of ports, and of GPUs by address, present or not
         self._unkept = False  # whether the history has unsaved changes
         self._too_many = 0  # ports that are not read
         self._stored: dict[str, Any] = {}
@@ -168,7 +170,9 @@ class Infiniband:
         self._same = self._inventory.info()
         for key, part in self._inventory.parts.items():
             if key in self._ports or not self._given_away(key):
-                self._same.append((INFINIBAND_PORT_PRESENT, (part["device"], part["port"]), float(key in self._ports)))
+                self._same.append(
+                    (m.INFINIBAND_PORT_PRESENT, (part["device"], part["port"]), float(key in self._ports))
+                )
         for port in self._ports.values():
             self._same += port.seldom
         self._same += self._affinities
@@ -212,7 +216,7 @@ class Infiniband:
             if place is not None and (place, parts[key]["port"]) in taken:
                 del parts[key], self._places[key]
         gpus, addresses = [], set()
-        for gpu in rails.module_order(read_inventory(self._gpus, GPU_INFO).values()):
+        for gpu in rails.module_order(read_inventory(self._gpus, m.GPU_INFO).values()):
             address = pci.address(gpu["pci_bus_id"])
             place = pci.place(self._sysfs / "bus" / "pci" / "devices" / address) if address else None
             if place is not None:
@@ -226,7 +230,7 @@ class Infiniband:
         interfaces = self._own_interfaces()
         known = {**parts, **{key: port.identity for key, port in self._ports.items()}}
         ports = {
-            key: rails.Port(
+            key: rails.RailPort(
                 part["device"],
                 part["port"],
                 self._places.get(key),
@@ -241,7 +245,7 @@ class Infiniband:
             duty = duties[ports[key]]
             port.identity |= {"role": duty.role, "rail": duty.rail}
         present = [ports[key] for key in self._ports]
-        self._affinities = [(INFINIBAND_GPU_AFFINITY_INFO, labels, 1) for labels in rails.affinities(present, gpus)]
+        self._affinities = [(m.INFINIBAND_GPU_AFFINITY_INFO, labels, 1) for labels in rails.affinities(present, gpus)]
 
     def _own_interfaces(self) -> set[str]:
         """Return the interfaces of the default route and those below them (bond, VLAN, bridge)."""
@@ -269,7 +273,7 @@ class Infiniband:
         self._stored = self._history_file.load()
         for key, entry in self._part("places").items():
             with suppress(KeyError, TypeError, ValueError):
-                self._places[key] = pci.Place(tuple(str(entry["path"]).split("/")), int(entry["numa"]))
+                self._places[key] = pci.PciPlace(tuple(str(entry["path"]).split("/")), int(entry["numa"]))
         for key, port in (self._gone | self._ports).items():
             self._recall(key, port, now)
 

@@ -20,7 +20,7 @@ _HOST_BRIDGE = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 _ADDRESS = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-7]))?")
 
 
-class Place(NamedTuple):
+class PciPlace(NamedTuple):
     """Path from the host bridge to a PCI device; `numa` is its socket, -1 if unknown."""
 
     path: tuple[str, ...]
@@ -36,7 +36,7 @@ def address(text: str) -> str:
     return f"{int(domain or '0', 16):04x}:{bus}:{device}.{function or 0}"
 
 
-def place(link: Path) -> Place | None:
+def place(link: Path) -> PciPlace | None:
     """Return the position of the device behind a sysfs link, or None if it is absent or not a PCI device."""
     path = os.path.realpath(link).split("/")
     bridges = [index for index, name in enumerate(path) if _HOST_BRIDGE.fullmatch(name)]
@@ -46,7 +46,7 @@ def place(link: Path) -> Place | None:
         numa = int((link / "numa_node").read_text())
     except (OSError, ValueError):
         numa = -1
-    return Place(tuple(path[bridges[0] :]), numa)
+    return PciPlace(tuple(path[bridges[0] :]), numa)
 
 
 def virtual(link: Path) -> bool:
@@ -65,7 +65,7 @@ def given_away(function: Path) -> bool:
     return driver.startswith("vfio") or (devices.is_dir() and not any(devices.iterdir()))
 
 
-def affinity(one: Place, other: Place) -> str:
+def affinity(one: PciPlace, other: PciPlace) -> str:
     """Return the level of LEVELS between two devices."""
     shared = 0
     for mine, theirs in zip(one.path, other.path, strict=False):

@@ -18,32 +18,29 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flopwatch.catalogue import (
-    BY_NAME,
-    INFINIBAND_CARRIER_CHANGES_TOTAL,
-    INFINIBAND_COUNTER_SATURATED,
-    INFINIBAND_LINK_FLAPPING,
-    INFINIBAND_LINK_FLAPS_TOTAL,
-    INFINIBAND_LINK_OUTAGES_TOTAL,
-    INFINIBAND_PORT_EXPECTED_RATE_BYTES_PER_SECOND,
-    INFINIBAND_PORT_LID,
-    INFINIBAND_PORT_PHYSICAL_STATE_ID,
-    INFINIBAND_PORT_RATE_BYTES_PER_SECOND,
-    INFINIBAND_PORT_STATE_ID,
-    INFINIBAND_PORT_SUBNET_MANAGER_LID,
-    INFINIBAND_PORT_UNREAD_FILES,
-    INFINIBAND_TEMPERATURE_CELSIUS,
-    PORT,
-    Metric,
-    PortCounter,
-    Sample,
-    all_metrics,
-)
+from flopwatch import catalogue as m
+from flopwatch.catalogue import Metric, PortCounter, Sample, all_metrics
 from flopwatch.node.collectors.infiniband import pci
+from flopwatch.node.collectors.infiniband.files import (
+    MAX_BYTES,
+    CounterFile,
+    Pread,
+    SysfsFile,
+    counter,
+    first_line_of,
+    local_identifier,
+    names,
+    operational_state,
+    physical_state,
+    rate,
+    signature,
+    state,
+    temperature,
+)
 from flopwatch.node.collectors.infiniband.link import ACTIVE, Link
 
 log = logging.getLogger(__name__)
@@ -52,151 +49,13 @@ log = logging.getLogger(__name__)
 GONE = (errno.ENODEV, errno.ESTALE, errno.ENOENT)
 # Errors of a read that the firmware refuses. So many refused files of a kind, and no answer, stand for all.
 REFUSED = (errno.EINVAL, errno.ENXIO)
-FEW = 3
+MAX_REFUSED = 3
 # Seconds until a refused file is read again, doubled each time up to the maximum.
-FIRST_WAIT, LONGEST_WAIT = 60.0, 3600.0
-LONGEST = 64  # bytes, more than any file that is read at each scrape
+FIRST_WAIT, MAX_WAIT = 60.0, 3600.0
 
 COUNTERS: dict[str, PortCounter] = {
     file: row for row in all_metrics() if isinstance(row, PortCounter) for file in row.files
 }
-WORDS = re.compile(r"/port_(xmit|rcv)_data(_64)?$")  # in 4-byte words
-# 64 bits wide, but 32 bits that stick on an adapter without extended counters (mlx4, ConnectX-2 and older).
-LEGACY = re.compile(r"/counters/port_(xmit|rcv)_(data|packets)$")
-
-Parser = Callable[[str], "float | None"]
-Pread = Callable[[int, int, int], bytes]  # file, length, offset, as os.pread
-
-
-def counter(text: str) -> int | None:
-    """Return the number in a counter file, or None for `N/A (no PMA)` and anything but a 64-bit number."""
-    if not (text.isascii() and text.isdigit() and len(text) <= 20):
-        return None
-    number = int(text)
-    return number if number < 2**64 else None
-
-
-def state(text: str) -> int | None:
-    """Return the number of a state such as `4: ACTIVE`, or None."""
-    match = re.match(r"([0-9]{1,2}):", text)
-    return int(match[1]) if match else None
-
-
-def physical_state(text: str) -> int | None:
-    """Return 5 for `5: LinkUp`, or None where a driver repeats the logical state (`4: ACTIVE`) in this file."""
-    return None if text.endswith("ACTIVE") else state(text)
-
-
-def rate(text: str) -> float | None:
-    """Return the Gb/s in `400 Gb/sec (4X NDR)` or `2.5 Gb/sec (1X SDR)`."""
-    match = re.match(r"([0-9]{1,6}(?:\.[0-9]{1,3})?) Gb/sec", text)
-    return float(match[1]) if match else None
-
-
-def local_identifier(text: str) -> int | None:
-    """Return a local identifier, 283 for `0x11b`, or None."""
-    return int(text, 16) if re.fullmatch(r"0x[0-9a-f]{1,8}", text) else None
-
-
-def operational_state(text: str) -> int | None:
-    """Return a net device's state as the number of a port's: 4 for `up`, 1 for `down`; else None."""
-    return {"up": 4, "down": 1, "lowerlayerdown": 1, "notpresent": 1}.get(text)
-
-
-def temperature(text: str) -> int | None:
-    """Return a hwmon temperature in thousandths of a degree."""
-    return int(text) if re.fullmatch(r"-?[0-9]{1,7}", text) else None
-
-
-def risen(last: int, number: int, wrap: int) -> int:
-    """Return how far a counter rose between two readings if its register wraps at `wrap`; 0 is never.
-
-    A fall by more than half the register's range is a wrap. Any other fall is a reset, after which it counts from 0.
-    """
-    if number >= last:
-        return number - last
-    return number - last + wrap if 2 * (last - number) > wrap > last else number
-
-
-class _File:
-    """Open file and the sample of its last content."""
-
-    __slots__ = ("data", "fd", "labels", "number", "parse", "path", "row", "sample", "stuck")
-
-    def __init__(self, path: str, row: Metric, labels: tuple[str, ...], parse: Parser) -> None:
-        self.path, self.row, self.labels, self.parse = path, row, labels, parse
-        self.fd = -1
-        self.data = b""
-        self.number: float | None = None
-        self.sample: Sample | None = None
-        self.stuck: Sample | None = None
-
-    def open(self) -> bool:
-        """Open the file. Return whether that succeeded."""
-        self.lose()
-        try:
-            self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return False
-        return True
-
-    def take(self, data: bytes) -> None:
-        """Parse a new content into the sample."""
-        self.data = data
-        self.number = self.parse(_first_line(data))
-        self.sample = None if self.number is None else (self.row, self.labels, self.number)
-
-    def lose(self) -> None:
-        """Drop the sample, since the file cannot be read."""
-        self.data, self.number, self.sample, self.stuck = b"", None, None, None
-
-    def close(self) -> None:
-        """Close the file and drop the sample."""
-        self.lose()
-        if self.fd >= 0:
-            os.close(self.fd)
-        self.fd = -1
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        if self.fd >= 0:
-            close(self.fd)
-
-
-class _Counter(_File):
-    """Counter file whose count continues when its register wraps or is cleared."""
-
-    __slots__ = ("_full", "_last", "_quiet", "_total", "_unit", "_wrap", "anew")
-
-    def __init__(self, path: str, row: PortCounter, labels: tuple[str, ...]) -> None:
-        super().__init__(path, row, labels, counter)
-        self._quiet = row.quiet
-        self._full = 2**row.bits - 1 if row.sticks else 2**32 - 1 if LEGACY.search(path) else -1
-        self._wrap = 2**row.bits if row.bits < 64 and not row.sticks else 0
-        self._unit = 4 if WORDS.search(path) else 1
-        self._last = self._total = 0
-        self.anew = False  # the device was replaced, so a fall is not a wrap
-
-    def take(self, data: bytes) -> None:
-        self.data = data
-        self.stuck = self.sample = None
-        number = counter(_first_line(data))
-        if number is None:
-            return
-        self._total += risen(self._last, number, 0 if self.anew else self._wrap)
-        self._last, self.anew = number, False
-        if number == self._full:
-            self.stuck = (INFINIBAND_COUNTER_SATURATED, (*self.labels, os.path.basename(self.path)), 1)
-        if self._total or not self._quiet:
-            self.sample = (self.row, self.labels, self._total * self._unit)
-
-    def dump(self) -> tuple[int, int] | None:
-        """Return the count and the register, or None while the register alone is the count."""
-        counts = self._total != self._last or 2 * self._last > self._wrap > 0
-        return (self._total, self._last) if counts else None
-
-    def resume(self, total: int, last: int, anew: bool) -> None:
-        """Continue from the count and the register of an earlier process."""
-        self._total, self._last, self.anew = total, last, anew
 
 
 class Port:
@@ -210,7 +69,7 @@ class Port:
         self._pread = pread
         self.link = Link()
         self.expected: float | None = None  # Gb/s
-        self.place: pci.Place | None = None
+        self.place: pci.PciPlace | None = None
         self.identity: dict[str, str] = {}
         self.seldom: list[Sample] = []  # from `identify`
         self._inode = 0
@@ -219,10 +78,10 @@ class Port:
         self._folder = f"{self._device}/ports/{port}"
         self._net: list[str] = []
         self._first = False  # the first of its device's ports
-        self._files: dict[str, _File] = {}  # by path; a counter that is opened again keeps its count
-        self._open: list[_File] = []
-        self._state: _File | None = None
-        self._rate: _File | None = None
+        self._files: dict[str, SysfsFile] = {}  # by path; a counter that is opened again keeps its count
+        self._open: list[SysfsFile] = []
+        self._state: SysfsFile | None = None
+        self._rate: SysfsFile | None = None
         self._folders: dict[str, tuple[int, ...] | None] = {}
         self._refused: dict[str, tuple[float, float]] = {}  # by path: time of the next try, and the wait after it
         self._asking: dict[str, float] = {}  # files retried by this read, and the wait after it
@@ -246,10 +105,10 @@ class Port:
             self._refused.clear()
             self._complained.clear()
             for counted in self._files.values():
-                if isinstance(counted, _Counter):
-                    counted.anew = True
+                if isinstance(counted, CounterFile):
+                    counted.replaced = True
         device, port = self.labels
-        layer = _text(f"{self._folder}/link_layer")
+        layer = first_line_of(f"{self._folder}/link_layer")
         self._net = self._net_devices()
         self._first = port == min(names(f"{self._device}/ports"), default=port)
         self.place = pci.place(Path(self._device, "device"))
@@ -257,9 +116,9 @@ class Port:
             "device": device,
             "port": port,
             "host": host,
-            "board_id": _text(f"{self._device}/board_id"),
-            "firmware_version": _text(f"{self._device}/fw_ver"),
-            "hca_type": _text(f"{self._device}/hca_type"),
+            "board_id": first_line_of(f"{self._device}/board_id"),
+            "firmware_version": first_line_of(f"{self._device}/fw_ver"),
+            "hca_type": first_line_of(f"{self._device}/hca_type"),
             "link_layer": layer,
             "net_device": self._net[0] if self._net else "",
             "role": "",
@@ -268,9 +127,9 @@ class Port:
         self.seldom = []
         answers = layer == "InfiniBand" and f"{self._folder}/state" not in self._refused
         for row, file in (
-            ((INFINIBAND_PORT_LID, "lid"), (INFINIBAND_PORT_SUBNET_MANAGER_LID, "sm_lid")) if answers else ()
+            ((m.INFINIBAND_PORT_LID, "lid"), (m.INFINIBAND_PORT_SUBNET_MANAGER_LID, "sm_lid")) if answers else ()
         ):
-            number = local_identifier(_text(f"{self._folder}/{file}"))
+            number = local_identifier(first_line_of(f"{self._folder}/{file}"))
             if number is None:
                 break
             self.seldom.append((row, self.labels, number))
@@ -280,8 +139,8 @@ class Port:
         """Return the port's net devices: first the RoCE one (a bond's), then those of its number."""
         below = f"{self._device}/device/net"
         number = int(self.labels[1]) - 1
-        mine = [name for name in names(below) if counter(_text(f"{below}/{name}/dev_port")) in (None, number)]
-        first = _text(f"{self._folder}/gid_attrs/ndevs/0")
+        mine = [name for name in names(below) if counter(first_line_of(f"{below}/{name}/dev_port")) in (None, number)]
+        first = first_line_of(f"{self._folder}/gid_attrs/ndevs/0")
         return [first, *(name for name in mine if name != first)] if first else mine
 
     def uses(self, interfaces: set[str]) -> bool:
@@ -295,8 +154,8 @@ class Port:
         files = [*self._states(), *self._sensors(), *self._counters()]
         files = [self._files.setdefault(file.path, file) for file in files]
         self._open = [file for file in files if file.path not in self._refused and file.open()]
-        self._state = next((file for file in self._open if file.row is INFINIBAND_PORT_STATE_ID), None)
-        self._rate = next((file for file in self._open if file.row is INFINIBAND_PORT_RATE_BYTES_PER_SECOND), None)
+        self._state = next((file for file in self._open if file.row is m.INFINIBAND_PORT_STATE_ID), None)
+        self._rate = next((file for file in self._open if file.row is m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND), None)
         self._summary = []
 
     def close(self) -> None:
@@ -310,19 +169,19 @@ class Port:
         self.close()
         self._inode = 0
 
-    def _states(self) -> Iterator[_File]:
+    def _states(self) -> Iterator[SysfsFile]:
         layer = self.identity.get("link_layer", "")
         net = f"{self._networks}/{self._net[0]}" if self._net else ""
         if net and layer == "Unspecified":
-            yield _File(f"{net}/operstate", INFINIBAND_PORT_STATE_ID, self.labels, operational_state)
+            yield SysfsFile(f"{net}/operstate", m.INFINIBAND_PORT_STATE_ID, self.labels, operational_state)
         else:
-            yield _File(f"{self._folder}/state", INFINIBAND_PORT_STATE_ID, self.labels, state)
-        yield _File(f"{self._folder}/phys_state", INFINIBAND_PORT_PHYSICAL_STATE_ID, self.labels, physical_state)
-        yield _File(f"{self._folder}/rate", INFINIBAND_PORT_RATE_BYTES_PER_SECOND, self.labels, rate)
+            yield SysfsFile(f"{self._folder}/state", m.INFINIBAND_PORT_STATE_ID, self.labels, state)
+        yield SysfsFile(f"{self._folder}/phys_state", m.INFINIBAND_PORT_PHYSICAL_STATE_ID, self.labels, physical_state)
+        yield SysfsFile(f"{self._folder}/rate", m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND, self.labels, rate)
         if net and layer != "InfiniBand":
-            yield _File(f"{net}/carrier_changes", INFINIBAND_CARRIER_CHANGES_TOTAL, self.labels, counter)
+            yield SysfsFile(f"{net}/carrier_changes", m.INFINIBAND_CARRIER_CHANGES_TOTAL, self.labels, counter)
 
-    def _counters(self) -> Iterator[_File]:
+    def _counters(self) -> Iterator[SysfsFile]:
         """Yield the present counters, and the best of several files for one number."""
         found: dict[str, list[str]] = {}
         for name in ("counters", "counters_ext", "hw_counters"):
@@ -330,21 +189,22 @@ class Port:
         if self._first:
             self._list(f"{self._device}/hw_counters", "device/hw_counters", found)
         for row_name, paths in found.items():
-            row = BY_NAME[row_name]
+            row = m.BY_NAME[row_name]
             assert isinstance(row, PortCounter)
-            if row.labels == PORT:
+            if row.labels == m.PORT:
                 counted = [path for path in paths if path in self._files or self._known_as(path) in self._counts]
-                path = paths[0] if len(paths) == 1 else counted[0] if counted else max(paths, key=_told)
+                path = paths[0] if len(paths) == 1 else counted[0] if counted else max(paths, key=_rank)
                 yield self._counter(path, row, self.labels)
             else:
                 for path in paths:
                     yield self._counter(path, row, (*self.labels, os.path.basename(path).removesuffix("_err")))
 
-    def _counter(self, path: str, row: PortCounter, labels: tuple[str, ...]) -> _Counter:
-        result = _Counter(path, row, labels)
-        if path not in self._files and self._known_as(path) in self._counts:
-            total, last = self._counts[self._known_as(path)]
-            result.resume(total, last, anew=self._counts_inode != self._inode)
+    def _counter(self, path: str, row: PortCounter, labels: tuple[str, ...]) -> CounterFile:
+        name = self._known_as(path)
+        result = CounterFile(path, row, labels, name)
+        if path not in self._files and name in self._counts:
+            total, last = self._counts[name]
+            result.resume(total, last, replaced=self._counts_inode != self._inode)
         return result
 
     def _known_as(self, path: str) -> str:
@@ -362,25 +222,25 @@ class Port:
             if row is not None:
                 found.setdefault(row.name, []).append(f"{folder}/{name}")
 
-    def _sensors(self) -> Iterator[_File]:
+    def _sensors(self) -> Iterator[SysfsFile]:
         monitors = f"{self._device}/device/hwmon"
         for folder in [f"{monitors}/{name}" for name in names(monitors)] if self._first else ():
             for name in names(folder):
                 if re.fullmatch(r"temp[0-9]+_input", name):
                     number = name.removesuffix("_input")
-                    labels = (*self.labels, _text(f"{folder}/{number}_label") or number)
-                    yield _File(f"{folder}/{name}", INFINIBAND_TEMPERATURE_CELSIUS, labels, temperature)
+                    labels = (*self.labels, first_line_of(f"{folder}/{number}_label") or number)
+                    yield SysfsFile(f"{folder}/{name}", m.INFINIBAND_TEMPERATURE_CELSIUS, labels, temperature)
 
     def read(self, now: float) -> tuple[list[Sample], bool]:
         """Return the port's samples, and whether its link or its highest rate must be stored."""
         if self._refused and now >= self._ask_at:
             self._ask_again(now)
         samples: list[Sample] = []
-        failed: list[tuple[_File, int | None]] = []
+        failed: list[tuple[SysfsFile, int | None]] = []
         pread, append = self._pread, samples.append
         for file in self._open:
             try:
-                data = pread(file.fd, LONGEST, 0)
+                data = pread(file.fd, MAX_BYTES, 0)
             except OSError as error:
                 failed.append((file, error.errno))
                 if error.errno in REFUSED and self._hopeless(file, failed):
@@ -404,18 +264,20 @@ class Port:
     def _ask_again(self, now: float) -> None:
         """Open refused files whose wait is over."""
         self._asking = {path: wait for path, (at, wait) in self._refused.items() if at <= now}
-        self._refused = {path: told for path, told in self._refused.items() if path not in self._asking}
+        self._refused = {path: entry for path, entry in self._refused.items() if path not in self._asking}
         self.open()
 
-    def _hopeless(self, file: _File, failures: list[tuple[_File, int | None]]) -> bool:
+    def _hopeless(self, file: SysfsFile, failures: list[tuple[SysfsFile, int | None]]) -> bool:
         """Return whether every file of this kind was refused so far. The rest is then refused as well."""
-        counts = isinstance(file, _Counter)
+        counts = isinstance(file, CounterFile)
         asked = self._open[: self._open.index(file) + 1]
-        asked = [other for other in asked if isinstance(other, _Counter) == counts]
-        refused = [other for other, reason in failures if reason in REFUSED and isinstance(other, _Counter) == counts]
-        return len(refused) == len(asked) >= (1 if len(self._asking) > FEW else FEW)
+        asked = [other for other in asked if isinstance(other, CounterFile) == counts]
+        refused = [
+            other for other, reason in failures if reason in REFUSED and isinstance(other, CounterFile) == counts
+        ]
+        return len(refused) == len(asked) >= (1 if len(self._asking) > MAX_REFUSED else MAX_REFUSED)
 
-    def _failed(self, failures: list[tuple[_File, int | None]], now: float) -> None:
+    def _failed(self, failures: list[tuple[SysfsFile, int | None]], now: float) -> None:
         """Drop the samples of failed files, and close those refused or gone."""
         for file, reason in failures:
             file.lose()
@@ -423,7 +285,7 @@ class Port:
                 file.close()
             if reason in REFUSED:
                 wait = self._asking.get(file.path, FIRST_WAIT)
-                self._refused[file.path] = now + wait, min(2 * wait, LONGEST_WAIT)
+                self._refused[file.path] = now + wait, min(2 * wait, MAX_WAIT)
                 self._summary = []
         self._open = [file for file in self._open if file.fd >= 0]
         self._ask_at = min((at for at, _ in self._refused.values()), default=0.0)
@@ -432,7 +294,7 @@ class Port:
             log.warning(
                 "%s: the firmware refuses %s; next try within the hour",
                 "/".join(self.labels),
-                ", ".join(sorted(new)) if len(new) <= FEW else f"{len(new)} files",
+                ", ".join(sorted(new)) if len(new) <= MAX_REFUSED else f"{len(new)} files",
             )
 
     def recall(
@@ -447,7 +309,7 @@ class Port:
 
     def dump(self, now: float, unix: float) -> dict[str, Any]:
         """Return the arguments of `recall` to store. `now` and `unix` are the same moment on the two clocks."""
-        counted = [file for file in self._files.values() if isinstance(file, _Counter)]
+        counted = [file for file in self._files.values() if isinstance(file, CounterFile)]
         return {
             "gigabits": self.expected,
             "link": self.link.dump(now, unix),
@@ -471,48 +333,15 @@ class Port:
 
     def _summarize(self) -> list[Sample]:
         numbers: tuple[tuple[Metric, float | None], ...] = (
-            (INFINIBAND_PORT_EXPECTED_RATE_BYTES_PER_SECOND, self.expected),
-            (INFINIBAND_LINK_FLAPS_TOTAL, self.link.flaps),
-            (INFINIBAND_LINK_OUTAGES_TOTAL, self.link.drops),
-            (INFINIBAND_LINK_FLAPPING, self.link.flapping),
-            (INFINIBAND_PORT_UNREAD_FILES, len(self._refused)),
+            (m.INFINIBAND_PORT_EXPECTED_RATE_BYTES_PER_SECOND, self.expected),
+            (m.INFINIBAND_LINK_FLAPS_TOTAL, self.link.flaps),
+            (m.INFINIBAND_LINK_OUTAGES_TOTAL, self.link.drops),
+            (m.INFINIBAND_LINK_FLAPPING, self.link.flapping),
+            (m.INFINIBAND_PORT_UNREAD_FILES, len(self._refused)),
         )
         return [(row, self.labels, float(number)) for row, number in numbers if number is not None]
 
 
-def _first_line(data: bytes) -> str:
-    return data.decode("ascii", "replace").partition("\n")[0].strip()
-
-
-def _text(path: str) -> str:
-    """Return the first line of a file, empty if it is unreadable."""
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return _first_line(os.read(file, 4096))
-        finally:
-            os.close(file)
-    except OSError:
-        return ""
-
-
-def _told(path: str) -> tuple[int, bool]:
+def _rank(path: str) -> tuple[int, bool]:
     """Return the rank of one of several files for a number: its count, and its width."""
-    return counter(_text(path)) or 0, "counters_ext" in path
-
-
-def names(folder: str) -> list[str]:
-    """Return the sorted names in a folder, empty if it is unreadable."""
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []
-
-
-def signature(path: str) -> tuple[int, ...] | None:
-    """Return what changes when a file is replaced or a folder changes, or None if it does not exist."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size
+    return counter(first_line_of(path)) or 0, "counters_ext" in path

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from flopwatch.node.collectors.infiniband.pci import LEVELS, Place, affinity
+from flopwatch.node.collectors.infiniband.pci import LEVELS, PciPlace, affinity
 
 NEAR = LEVELS[:2]  # one or several switches: no traffic through the processor
 
@@ -22,15 +22,15 @@ class Gpu(NamedTuple):
 
     gpu: str
     uuid: str
-    place: Place
+    place: PciPlace
 
 
-class Port(NamedTuple):
+class RailPort(NamedTuple):
     """Port and the PCI position of its adapter; `default_route` if the node's own traffic uses it."""
 
     device: str
     port: str
-    place: Place | None
+    place: PciPlace | None
     link_layer: str
     hca_type: str
     default_route: bool
@@ -52,7 +52,7 @@ def _number(text: str) -> float:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else math.inf
 
 
-def duties(ports: Sequence[Port], gpus: Sequence[Gpu]) -> dict[Port, Duty]:
+def duties(ports: Sequence[RailPort], gpus: Sequence[Gpu]) -> dict[RailPort, Duty]:
     """Return the duty of each port; `gpus` are in module order."""
     nearest = {port: _nearest(port, gpus) for port in ports}
     roles = {port: _role(port, nearest[port], gpus) for port in ports}
@@ -64,7 +64,7 @@ def duties(ports: Sequence[Port], gpus: Sequence[Gpu]) -> dict[Port, Duty]:
     return {port: Duty(roles[port], rails.get(port, "")) for port in ports}
 
 
-def affinities(ports: Sequence[Port], gpus: Sequence[Gpu]) -> list[tuple[str, str, str, str, str]]:
+def affinities(ports: Sequence[RailPort], gpus: Sequence[Gpu]) -> list[tuple[str, str, str, str, str]]:
     """Return (device, port, gpu, uuid, level) of the ports nearest to each GPU."""
     result = []
     for gpu in gpus:
@@ -76,7 +76,7 @@ def affinities(ports: Sequence[Port], gpus: Sequence[Gpu]) -> list[tuple[str, st
     return result
 
 
-def _nearest(port: Port, gpus: Sequence[Gpu]) -> tuple[str, int] | None:
+def _nearest(port: RailPort, gpus: Sequence[Gpu]) -> tuple[str, int] | None:
     """Return the level and the position of the first GPU nearest to a port."""
     if port.place is None or not gpus:
         return None
@@ -86,7 +86,7 @@ def _nearest(port: Port, gpus: Sequence[Gpu]) -> tuple[str, int] | None:
     return LEVELS[level], position
 
 
-def _role(port: Port, nearest: tuple[str, int] | None, gpus: Sequence[Gpu]) -> str:
+def _role(port: RailPort, nearest: tuple[str, int] | None, gpus: Sequence[Gpu]) -> str:
     if port.default_route:
         return "management"
     if port.link_layer == "Unspecified":  # EFA
@@ -101,7 +101,7 @@ def _role(port: Port, nearest: tuple[str, int] | None, gpus: Sequence[Gpu]) -> s
     return "compute" if port.link_layer == "InfiniBand" else "storage"
 
 
-def _strangers(compute: Sequence[Port], nearest: Mapping[Port, tuple[str, int] | None]) -> list[Port]:
+def _strangers(compute: Sequence[RailPort], nearest: Mapping[RailPort, tuple[str, int] | None]) -> list[RailPort]:
     """Return the ports below a GPU's switch whose adapter differs from the usual compute adapter there.
 
     An XE9680 has a ConnectX-7 next to each GPU, and two ports for storage below one GPU of each socket.

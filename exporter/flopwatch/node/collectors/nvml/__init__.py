@@ -26,10 +26,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flopwatch.catalogue import GPU_DRIVER_LOADED, GPU_INFO, GPU_PRESENT, GPU_READABLE, Sample
+from flopwatch import catalogue as m
+from flopwatch.catalogue import Sample
 from flopwatch.node.collectors import AccessLost, Inventory, RestartReader, StateFile, Unsupported
 from flopwatch.node.collectors.nvml import access
-from flopwatch.node.collectors.nvml.card import GONE, LACKING, OVER, REPLACED, UNINITIALIZED, Card, Past, code_of
+from flopwatch.node.collectors.nvml.card import GONE, LACKING, OVER, REPLACED, UNINITIALIZED, NvmlCard, Past, code_of
+from flopwatch.node.collectors.nvml.reads import READS
 
 # After a reset or a driver reload, NVML answers only after nvmlShutdown and nvmlInit. With a GPU that stays dead that
 # is wasted work. The first wait in seconds is doubled each time, up to the maximum.
@@ -66,16 +68,16 @@ class Nvml:
         self._host = host
         self._source = source
         self._clock = clock
-        self._inventory = Inventory(inventory, GPU_INFO)
+        self._inventory = Inventory(inventory, m.GPU_INFO)
         self._runtime = None if runtime is None else StateFile(runtime)
-        self._told = {} if runtime is None else last_told(runtime)
+        self._stored = {} if runtime is None else stored_state(runtime)
         self._sysfs = sysfs
         self._proc = proc
         self._dev = dev
         self._initialized_at: float | None = None
-        self._patience = REINITIALIZE_AFTER
+        self._reinitialize_after = REINITIALIZE_AFTER
         self._suspect = False
-        self._cards: dict[int, Card] = {}
+        self._cards: dict[int, NvmlCard] = {}
         self._past: defaultdict[str, Past] = defaultdict(Past)
         self._minors: dict[str, int] = {}  # minor number of each GPU's device file, where NVML reports it
         self._reported: set[tuple[str, str]] = set()
@@ -108,7 +110,7 @@ class Nvml:
     def _read(self) -> list[Sample]:
         count = self._count()
         if count is None:
-            return [*self._unreadable(), (GPU_DRIVER_LOADED, (), 0)]
+            return [*self._unreadable(), (m.GPU_DRIVER_LOADED, (), 0)]
         answers: dict[str, list[Sample]] = {}
         found: dict[str, dict[str, str]] = {}
         errors: dict[str, Exception] = {}
@@ -126,35 +128,35 @@ class Nvml:
                 errors[str(index)] = error
         self._forget_replaced(found)
         self._inventory.update({**found, **self._renumbered(count, found)})
-        self._tell(answers)
+        self._store(answers)
         if count == 0 and not self._inventory.parts:
             raise Unsupported("NVML finds no GPU")
         # A missing GPU or a restored device file is seen only after the next initialization.
         self._suspect = self._suspect or bool(errors) or answers.keys() != self._inventory.parts.keys()
-        samples = [*self._inventory.info(), (GPU_DRIVER_LOADED, (), 1), *self._samples(count, answers, errors)]
-        if not any(row is GPU_PRESENT for row, _, _ in samples):
+        samples = [*self._inventory.info(), (m.GPU_DRIVER_LOADED, (), 1), *self._samples(count, answers, errors)]
+        if not any(row is m.GPU_PRESENT for row, _, _ in samples):
             reason = next(iter(errors.values()), "no GPU's device file can be opened")
             raise AccessLost(f"no GPU answers this process:  {reason}", samples)
         return samples
 
     def _samples(self, count: int, answers: dict[str, list[Sample]], errors: dict[str, Exception]) -> list[Sample]:
         samples: list[Sample] = []
-        unheard = {str(index) for index in range(count)}
+        unnamed = {str(index) for index in range(count)}
 
         def silent(gpu: str, uuid: str, pci_bus_id: str) -> Sample:
             withheld = self._withheld(uuid, pci_bus_id, errors.get(gpu), bool(answers))
-            return GPU_READABLE if withheld else GPU_PRESENT, (gpu, uuid), 0
+            return m.GPU_READABLE if withheld else m.GPU_PRESENT, (gpu, uuid), 0
 
         for uuid, part in self._inventory.parts.items():
             labels = part["gpu"], uuid
-            unheard.discard(part["gpu"])
+            unnamed.discard(part["gpu"])
             if uuid in answers:
-                samples += [(GPU_PRESENT, labels, 1), (GPU_READABLE, labels, 1)]
+                samples += [(m.GPU_PRESENT, labels, 1), (m.GPU_READABLE, labels, 1)]
                 samples += answers[uuid]
             else:
                 samples.append(silent(part["gpu"], uuid, part["pci_bus_id"]))
         # A GPU whose uuid was never read has an empty label.
-        return samples + [silent(gpu, "", "") for gpu in sorted(unheard, key=int)]
+        return samples + [silent(gpu, "", "") for gpu in sorted(unnamed, key=int)]
 
     def _renumbered(self, count: int, found: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
         """Return the missing GPUs whose index another GPU now has, under the indices that stay silent.
@@ -184,7 +186,7 @@ class Nvml:
     def _unreadable(self) -> list[Sample]:
         """Return the info and gpu_readable 0 of every GPU of the inventory, for when none can be read."""
         parts = self._inventory.parts
-        return self._inventory.info() + [(GPU_READABLE, (part["gpu"], uuid), 0) for uuid, part in parts.items()]
+        return self._inventory.info() + [(m.GPU_READABLE, (part["gpu"], uuid), 0) for uuid, part in parts.items()]
 
     def _report(self, what: str, error: Exception) -> None:
         """Log an error that is not NVML's, each kind once."""
@@ -193,27 +195,27 @@ class Nvml:
             self._reported.add(kind)
             log.warning("%s cannot be read", what, exc_info=error)
 
-    def _tell(self, answers: dict[str, list[Sample]]) -> None:
+    def _store(self, answers: dict[str, list[Sample]]) -> None:
         """Store MIG instances, processes and links for other sources. A silent GPU keeps its last ones."""
         for card in self._cards.values():
             if card.identity["uuid"] in answers:
-                self._told[card.identity["uuid"]] = {
+                self._stored[card.identity["uuid"]] = {
                     "mig": card.mig or [],
                     "pids": card.past.pids,
                     "links": sorted(card.past.links.once_up),
                 }
-        self._told = {uuid: self._told[uuid] for uuid in self._inventory.parts if uuid in self._told}
+        self._stored = {uuid: self._stored[uuid] for uuid in self._inventory.parts if uuid in self._stored}
         if self._runtime is not None:
-            self._runtime.save(self._told)
+            self._runtime.save(self._stored)
 
     def _count(self) -> int | None:
         """Return the number of GPUs, after a due initialization. Return None if no driver is loaded."""
         nvml = self._nvml
         now = self._clock()
         if self._initialized_at is not None and not self._suspect:
-            self._patience = REINITIALIZE_AFTER
-        elif self._initialized_at is not None and now - self._initialized_at >= self._patience:
-            self._patience = min(2 * self._patience, REINITIALIZE_AT_LEAST_EVERY)
+            self._reinitialize_after = REINITIALIZE_AFTER
+        elif self._initialized_at is not None and now - self._initialized_at >= self._reinitialize_after:
+            self._reinitialize_after = min(2 * self._reinitialize_after, REINITIALIZE_AT_LEAST_EVERY)
             self.close()
         try:
             if self._initialized_at is None:
@@ -233,16 +235,16 @@ class Nvml:
                 raise
             return None
 
-    def _card(self, index: int) -> Card:
+    def _card(self, index: int) -> NvmlCard:
         """Return the GPU at an index, the same one until the next initialization."""
         if index not in self._cards:
             nvml = self._nvml
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             identity = self._identity(handle, str(index))
             past = self._past[identity["uuid"]]
-            told = self._told.get(identity["uuid"], {})
-            past.links.once_up.update(link for link in told.get("links", ()) if isinstance(link, int))
-            self._cards[index] = Card(nvml, handle, identity, past, self._clock, self._proc, self._report)
+            stored = self._stored.get(identity["uuid"], {})
+            past.links.once_up.update(link for link in stored.get("links", ()) if isinstance(link, int))
+            self._cards[index] = NvmlCard(nvml, handle, identity, past, self._clock, self._proc, self._report, READS)
         return self._cards[index]
 
     def _identity(self, handle: Any, index: str) -> dict[str, str]:
@@ -300,12 +302,12 @@ def numa_node(sysfs: Path, pci_bus_id: str) -> str:
     return "" if node < 0 else str(node)
 
 
-def last_told(file: Path) -> dict[str, dict[str, list[Any]]]:
+def stored_state(file: Path) -> dict[str, dict[str, list[Any]]]:
     """Return the stored MIG instances, processes and links of each GPU, without invalid entries."""
-    told = {uuid: about for uuid, about in StateFile(file).load().items() if isinstance(about, dict)}
+    stored = {uuid: about for uuid, about in StateFile(file).load().items() if isinstance(about, dict)}
     return {
         uuid: {name: about[name] if isinstance(about.get(name), list) else [] for name in ("mig", "pids", "links")}
-        for uuid, about in told.items()
+        for uuid, about in stored.items()
     }
 
 

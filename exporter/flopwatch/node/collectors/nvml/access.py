@@ -35,6 +35,6 @@ def denied(pci_bus_id: str, seen: int | None, proc: Path, dev: Path) -> bool:
     except (OSError, ValueError):
         minor = None if gpus.is_dir() else seen
     else:
-        told = re.search(r"^Device Minor:\s*([0-9]+)", information, re.MULTILINE)
-        minor = seen if told is None else int(told[1])
+        found = re.search(r"^Device Minor:\s*([0-9]+)", information, re.MULTILINE)
+        minor = seen if found is None else int(found[1])
     return minor is not None and not os.access(dev / f"nvidia{minor}", os.R_OK | os.W_OK)

@@ -13,39 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flopwatch.catalogue import (
-    GPU_CLOCK_EVENT_SECONDS_TOTAL,
-    GPU_ECC_ERRORS_TOTAL,
-    GPU_ECC_LIFETIME_ERRORS_TOTAL,
-    GPU_ENERGY_JOULES_TOTAL,
-    GPU_MEMORY_TEMPERATURE_CELSIUS,
-    GPU_MODULE_POWER_WATTS,
-    GPU_PCIE_ERRORS_TOTAL,
-    GPU_PCIE_RECEIVE_BYTES_TOTAL,
-    GPU_PCIE_REPLAYS_TOTAL,
-    GPU_PCIE_TRANSMIT_BYTES_TOTAL,
-    GPU_RECOVERY_ACTION_ID,
-    GPU_REMAPPED_ROWS_TOTAL,
-    GPU_RETIRED_PAGES_PENDING,
-    GPU_RETIRED_PAGES_TOTAL,
-    GPU_ROW_REMAP_FAILURE,
-    GPU_ROW_REMAP_PENDING,
-    GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS,
-    NVLINK_EFFECTIVE_BIT_ERROR_RATIO,
-    NVLINK_ERRORS_TOTAL,
-    NVLINK_INFO,
-    NVLINK_LINK_ERRORS_TOTAL,
-    NVLINK_LINK_STATE_ID,
-    NVLINK_LINKS,
-    NVLINK_RAW_BIT_ERROR_RATIO,
-    NVLINK_RECEIVE_BYTES_TOTAL,
-    NVLINK_RECEIVE_RAW_BYTES_TOTAL,
-    NVLINK_SPEED_BYTES_PER_SECOND,
-    NVLINK_SYMBOL_BIT_ERROR_RATIO,
-    NVLINK_TRANSMIT_BYTES_TOTAL,
-    NVLINK_TRANSMIT_RAW_BYTES_TOTAL,
-    Metric,
-)
+from flopwatch import catalogue as m
+from flopwatch.catalogue import Metric
 
 # A field id and its scope: 0, a link's number, or one of these.
 Key = tuple[int, int]
@@ -61,7 +30,7 @@ SIGNED = ("sllVal", "siVal")
 
 
 @dataclass(frozen=True)
-class Field:
+class NvmlField:
     """Field of the GPU as a whole.
 
     `once`: left out until it is not 0. `instead_of`: requested only on a card that lacks that field. `signed`: may be
@@ -88,66 +57,66 @@ PCIE_SENT, PCIE_RECEIVED = (197, 0), (198, 0)
 
 # Requested at every read.
 FAST = (
-    Field(82, GPU_MEMORY_TEMPERATURE_CELSIUS),
-    Field(83, GPU_ENERGY_JOULES_TOTAL),
-    Field(74, GPU_CLOCK_EVENT_SECONDS_TOTAL, ("sw_power_cap",)),
-    Field(76, GPU_CLOCK_EVENT_SECONDS_TOTAL, ("sync_boost",)),
-    Field(269, GPU_CLOCK_EVENT_SECONDS_TOTAL, ("sw_thermal_slowdown",)),
-    Field(270, GPU_CLOCK_EVENT_SECONDS_TOTAL, ("hw_thermal_slowdown",)),
-    Field(271, GPU_CLOCK_EVENT_SECONDS_TOTAL, ("hw_power_brake_slowdown",)),
-    Field(75, GPU_CLOCK_EVENT_SECONDS_TOTAL, ("thermal",), instead_of=270),
-    Field(77, GPU_CLOCK_EVENT_SECONDS_TOTAL, ("board_limit",), instead_of=270),
-    Field(78, GPU_CLOCK_EVENT_SECONDS_TOTAL, ("low_utilization",), instead_of=270),
-    Field(79, GPU_CLOCK_EVENT_SECONDS_TOTAL, ("reliability",), instead_of=270),
-    Field(3, GPU_ECC_ERRORS_TOTAL, ("corrected",)),
-    Field(4, GPU_ECC_ERRORS_TOTAL, ("uncorrected",)),
-    Field(230, GPU_RECOVERY_ACTION_ID),
-    Field(94, GPU_PCIE_REPLAYS_TOTAL),
-    Field(197, GPU_PCIE_TRANSMIT_BYTES_TOTAL),
-    Field(198, GPU_PCIE_RECEIVE_BYTES_TOTAL),
-    Field(138, NVLINK_TRANSMIT_BYTES_TOTAL, scope=ALL_LINKS, factor=1024),
-    Field(139, NVLINK_RECEIVE_BYTES_TOTAL, scope=ALL_LINKS, factor=1024),
-    Field(140, NVLINK_TRANSMIT_RAW_BYTES_TOTAL, scope=ALL_LINKS),
-    Field(141, NVLINK_RECEIVE_RAW_BYTES_TOTAL, scope=ALL_LINKS),
+    NvmlField(82, m.GPU_MEMORY_TEMPERATURE_CELSIUS),
+    NvmlField(83, m.GPU_ENERGY_JOULES_TOTAL),
+    NvmlField(74, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("sw_power_cap",)),
+    NvmlField(76, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("sync_boost",)),
+    NvmlField(269, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("sw_thermal_slowdown",)),
+    NvmlField(270, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("hw_thermal_slowdown",)),
+    NvmlField(271, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("hw_power_brake_slowdown",)),
+    NvmlField(75, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("thermal",), instead_of=270),
+    NvmlField(77, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("board_limit",), instead_of=270),
+    NvmlField(78, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("low_utilization",), instead_of=270),
+    NvmlField(79, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("reliability",), instead_of=270),
+    NvmlField(3, m.GPU_ECC_ERRORS_TOTAL, ("corrected",)),
+    NvmlField(4, m.GPU_ECC_ERRORS_TOTAL, ("uncorrected",)),
+    NvmlField(230, m.GPU_RECOVERY_ACTION_ID),
+    NvmlField(94, m.GPU_PCIE_REPLAYS_TOTAL),
+    NvmlField(197, m.GPU_PCIE_TRANSMIT_BYTES_TOTAL),
+    NvmlField(198, m.GPU_PCIE_RECEIVE_BYTES_TOTAL),
+    NvmlField(138, m.NVLINK_TRANSMIT_BYTES_TOTAL, scope=ALL_LINKS, factor=1024),
+    NvmlField(139, m.NVLINK_RECEIVE_BYTES_TOTAL, scope=ALL_LINKS, factor=1024),
+    NvmlField(140, m.NVLINK_TRANSMIT_RAW_BYTES_TOTAL, scope=ALL_LINKS),
+    NvmlField(141, m.NVLINK_RECEIVE_RAW_BYTES_TOTAL, scope=ALL_LINKS),
 )
 # Requested seldom: they rise by single events or hardly ever change.
 SLOW = (
-    Field(5, GPU_ECC_LIFETIME_ERRORS_TOTAL, ("corrected",)),
-    Field(6, GPU_ECC_LIFETIME_ERRORS_TOTAL, ("uncorrected",)),
-    Field(142, GPU_REMAPPED_ROWS_TOTAL, ("corrected",)),
-    Field(143, GPU_REMAPPED_ROWS_TOTAL, ("uncorrected",)),
-    Field(144, GPU_ROW_REMAP_PENDING),
-    Field(145, GPU_ROW_REMAP_FAILURE),
-    Field(29, GPU_RETIRED_PAGES_TOTAL, ("corrected",)),
-    Field(30, GPU_RETIRED_PAGES_TOTAL, ("uncorrected",)),
-    Field(31, GPU_RETIRED_PAGES_PENDING),
-    Field(186, GPU_MODULE_POWER_WATTS, scope=MODULE),
-    Field(193, GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS, ("shutdown",), signed=True),
-    Field(194, GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS, ("slowdown",), signed=True),
-    Field(195, GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS, ("memory_max",), signed=True),
-    Field(196, GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS, ("gpu_max",), signed=True),
-    Field(173, GPU_PCIE_ERRORS_TOTAL, ("correctable",)),
-    Field(179, GPU_PCIE_ERRORS_TOTAL, ("non_fatal",)),
-    Field(180, GPU_PCIE_ERRORS_TOTAL, ("fatal",)),
-    Field(95, GPU_PCIE_ERRORS_TOTAL, ("replay_rollover",), once=True),
-    Field(169, GPU_PCIE_ERRORS_TOTAL, ("l0_to_recovery",), once=True),
-    Field(174, GPU_PCIE_ERRORS_TOTAL, ("nak_received",), once=True),
-    Field(175, GPU_PCIE_ERRORS_TOTAL, ("receiver",), once=True),
-    Field(176, GPU_PCIE_ERRORS_TOTAL, ("bad_tlp",), once=True),
-    Field(177, GPU_PCIE_ERRORS_TOTAL, ("nak_sent",), once=True),
-    Field(178, GPU_PCIE_ERRORS_TOTAL, ("bad_dllp",), once=True),
-    Field(181, GPU_PCIE_ERRORS_TOTAL, ("unsupported_request",), once=True),
-    Field(182, GPU_PCIE_ERRORS_TOTAL, ("lcrc",), once=True),
-    Field(183, GPU_PCIE_ERRORS_TOTAL, ("lane",), once=True),
+    NvmlField(5, m.GPU_ECC_LIFETIME_ERRORS_TOTAL, ("corrected",)),
+    NvmlField(6, m.GPU_ECC_LIFETIME_ERRORS_TOTAL, ("uncorrected",)),
+    NvmlField(142, m.GPU_REMAPPED_ROWS_TOTAL, ("corrected",)),
+    NvmlField(143, m.GPU_REMAPPED_ROWS_TOTAL, ("uncorrected",)),
+    NvmlField(144, m.GPU_ROW_REMAP_PENDING),
+    NvmlField(145, m.GPU_ROW_REMAP_FAILURE),
+    NvmlField(29, m.GPU_RETIRED_PAGES_TOTAL, ("corrected",)),
+    NvmlField(30, m.GPU_RETIRED_PAGES_TOTAL, ("uncorrected",)),
+    NvmlField(31, m.GPU_RETIRED_PAGES_PENDING),
+    NvmlField(186, m.GPU_MODULE_POWER_WATTS, scope=MODULE),
+    NvmlField(193, m.GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS, ("shutdown",), signed=True),
+    NvmlField(194, m.GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS, ("slowdown",), signed=True),
+    NvmlField(195, m.GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS, ("memory_max",), signed=True),
+    NvmlField(196, m.GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS, ("gpu_max",), signed=True),
+    NvmlField(173, m.GPU_PCIE_ERRORS_TOTAL, ("correctable",)),
+    NvmlField(179, m.GPU_PCIE_ERRORS_TOTAL, ("non_fatal",)),
+    NvmlField(180, m.GPU_PCIE_ERRORS_TOTAL, ("fatal",)),
+    NvmlField(95, m.GPU_PCIE_ERRORS_TOTAL, ("replay_rollover",), once=True),
+    NvmlField(169, m.GPU_PCIE_ERRORS_TOTAL, ("l0_to_recovery",), once=True),
+    NvmlField(174, m.GPU_PCIE_ERRORS_TOTAL, ("nak_received",), once=True),
+    NvmlField(175, m.GPU_PCIE_ERRORS_TOTAL, ("receiver",), once=True),
+    NvmlField(176, m.GPU_PCIE_ERRORS_TOTAL, ("bad_tlp",), once=True),
+    NvmlField(177, m.GPU_PCIE_ERRORS_TOTAL, ("nak_sent",), once=True),
+    NvmlField(178, m.GPU_PCIE_ERRORS_TOTAL, ("bad_dllp",), once=True),
+    NvmlField(181, m.GPU_PCIE_ERRORS_TOTAL, ("unsupported_request",), once=True),
+    NvmlField(182, m.GPU_PCIE_ERRORS_TOTAL, ("lcrc",), once=True),
+    NvmlField(183, m.GPU_PCIE_ERRORS_TOTAL, ("lane",), once=True),
 )
 # NVLink 3 and older count per GPU. Requested on a GPU with links if none has 161-163.
 OLD_LINKS = (
-    Field(52, NVLINK_ERRORS_TOTAL, ("replay",)),
-    Field(59, NVLINK_ERRORS_TOTAL, ("recovery",)),
-    Field(38, NVLINK_ERRORS_TOTAL, ("crc",)),
-    Field(45, NVLINK_ERRORS_TOTAL, ("crc_data",)),
+    NvmlField(52, m.NVLINK_ERRORS_TOTAL, ("replay",)),
+    NvmlField(59, m.NVLINK_ERRORS_TOTAL, ("recovery",)),
+    NvmlField(38, m.NVLINK_ERRORS_TOTAL, ("crc",)),
+    NvmlField(45, m.NVLINK_ERRORS_TOTAL, ("crc_data",)),
 )
-OLD_LINK_SPEED = Field(90, NVLINK_SPEED_BYTES_PER_SECOND)
+OLD_LINK_SPEED = NvmlField(90, m.NVLINK_SPEED_BYTES_PER_SECOND)
 
 LINK_COUNT = (91, 0)
 LINK_SPEED, LINK_STATE, LINK_VERSION = 164, 165, 166
@@ -171,10 +140,14 @@ LINK_ERRORS = {
     219: "effective",
     221: "symbol",
 }
-LINK_BYTES = {202: NVLINK_TRANSMIT_BYTES_TOTAL, 204: NVLINK_RECEIVE_BYTES_TOTAL}
+LINK_BYTES = {202: m.NVLINK_TRANSMIT_BYTES_TOTAL, 204: m.NVLINK_RECEIVE_BYTES_TOTAL}
 # The payload of all links together. Where a card has it, the links are not summed.
 INSTEAD_OF_LINKS = {202: NVLINK_DATA_SENT, 204: NVLINK_DATA_RECEIVED}
-LINK_BERS = {293: NVLINK_RAW_BIT_ERROR_RATIO, 220: NVLINK_EFFECTIVE_BIT_ERROR_RATIO, 222: NVLINK_SYMBOL_BIT_ERROR_RATIO}
+LINK_BERS = {
+    293: m.NVLINK_RAW_BIT_ERROR_RATIO,
+    220: m.NVLINK_EFFECTIVE_BIT_ERROR_RATIO,
+    222: m.NVLINK_SYMBOL_BIT_ERROR_RATIO,
+}
 PER_LINK = (LINK_STATE, LINK_SPEED, LINK_VERSION, *LINK_ERRORS, *LINK_BYTES, *LINK_BERS)
 
 # nvmlClocksEventReason*, with the names nvidia-smi uses.
@@ -273,32 +246,32 @@ class Links:
         present = list(states.values())
         for state, name in LINK_STATES.items():
             if state in present or (present and state in (0, ACTIVE)):
-                values.append((NVLINK_LINKS, (name,), present.count(state)))
+                values.append((m.NVLINK_LINKS, (name,), present.count(state)))
         active = [link for link, state in states.items() if state == ACTIVE]
         up = {link for link, state in states.items() if state in (ACTIVE, SLEEP)}
         self.once_up |= up
         self.fallen |= (self.once_up & states.keys()) - up
-        values += [(NVLINK_LINK_STATE_ID, (str(link),), states[link]) for link in sorted(self.fallen & states.keys())]
+        values += [(m.NVLINK_LINK_STATE_ID, (str(link),), states[link]) for link in sorted(self.fallen & states.keys())]
         rates = [speed for link, speed in speeds.items() if speed > 0 and (link in active or not states)]
         if rates:
-            values.append((NVLINK_SPEED_BYTES_PER_SECOND, (), min(rates)))
+            values.append((m.NVLINK_SPEED_BYTES_PER_SECOND, (), min(rates)))
         names = sorted({LINK_VERSIONS[int(version)] for version in versions.values() if int(version) in LINK_VERSIONS})
-        values += [(NVLINK_INFO, (name,), 1) for name in names[-1:]]
+        values += [(m.NVLINK_INFO, (name,), 1) for name in names[-1:]]
         return values
 
     def _errors(self, by_id: Mapping[int, Mapping[int, float]]) -> list[Value]:
         values: list[Value] = []
-        told: set[str] = set()
+        done: set[str] = set()
         for field_id, error in LINK_ERRORS.items():
-            if field_id not in by_id or error in told:
+            if field_id not in by_id or error in done:
                 continue
-            told.add(error)
-            values.append((NVLINK_ERRORS_TOTAL, (error,), self._sum(field_id, by_id)))
+            done.add(error)
+            values.append((m.NVLINK_ERRORS_TOTAL, (error,), self._sum(field_id, by_id)))
             for link, count in sorted(self.counts[field_id].items()):
                 if count > 0:
                     self.failed.add((field_id, link))
                 if (field_id, link) in self.failed:
-                    values.append((NVLINK_LINK_ERRORS_TOTAL, (str(link), error), count))
+                    values.append((m.NVLINK_LINK_ERRORS_TOTAL, (str(link), error), count))
         return values
 
     def _sum(self, field_id: int, by_id: Mapping[int, Mapping[int, float]]) -> float:

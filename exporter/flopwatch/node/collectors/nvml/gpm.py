@@ -14,20 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from flopwatch.catalogue import (
-    GPU_DRAM_ACTIVE_SECONDS_TOTAL,
-    GPU_GRAPHICS_ACTIVE_SECONDS_TOTAL,
-    GPU_MIG_DRAM_ACTIVE_SECONDS_TOTAL,
-    GPU_MIG_PROFILED_SECONDS_TOTAL,
-    GPU_MIG_SM_ACTIVE_SECONDS_TOTAL,
-    GPU_MIG_TENSOR_ACTIVE_SECONDS_TOTAL,
-    GPU_PIPE_ACTIVE_SECONDS_TOTAL,
-    GPU_PROFILED_SECONDS_TOTAL,
-    GPU_SM_ACTIVE_SECONDS_TOTAL,
-    GPU_SM_OCCUPANCY_SECONDS_TOTAL,
-    GPU_TENSOR_ACTIVE_SECONDS_TOTAL,
-    Metric,
-)
+from flopwatch import catalogue as m
+from flopwatch.catalogue import Metric
 from flopwatch.node.collectors.nvml.fields import Value
 
 # NVML requires at least so many seconds between two samples.
@@ -36,16 +24,16 @@ MEBIBYTE = 1 << 20
 
 # nvmlGpmMetricId_t of the activities, in percent.
 WHOLE_GPU: dict[int, Metric] = {
-    1: GPU_GRAPHICS_ACTIVE_SECONDS_TOTAL,
-    2: GPU_SM_ACTIVE_SECONDS_TOTAL,
-    3: GPU_SM_OCCUPANCY_SECONDS_TOTAL,
-    5: GPU_TENSOR_ACTIVE_SECONDS_TOTAL,
-    10: GPU_DRAM_ACTIVE_SECONDS_TOTAL,
+    1: m.GPU_GRAPHICS_ACTIVE_SECONDS_TOTAL,
+    2: m.GPU_SM_ACTIVE_SECONDS_TOTAL,
+    3: m.GPU_SM_OCCUPANCY_SECONDS_TOTAL,
+    5: m.GPU_TENSOR_ACTIVE_SECONDS_TOTAL,
+    10: m.GPU_DRAM_ACTIVE_SECONDS_TOTAL,
 }
 MIG_INSTANCE: dict[int, Metric] = {
-    2: GPU_MIG_SM_ACTIVE_SECONDS_TOTAL,
-    5: GPU_MIG_TENSOR_ACTIVE_SECONDS_TOTAL,
-    10: GPU_MIG_DRAM_ACTIVE_SECONDS_TOTAL,
+    2: m.GPU_MIG_SM_ACTIVE_SECONDS_TOTAL,
+    5: m.GPU_MIG_TENSOR_ACTIVE_SECONDS_TOTAL,
+    10: m.GPU_MIG_DRAM_ACTIVE_SECONDS_TOTAL,
 }
 PIPES = {4: "integer", 11: "fp64", 12: "fp32", 13: "fp16", 7: "tensor_hmma", 8: "tensor_dmma", 9: "tensor_imma"}
 # The traffic, in MiB/s.
@@ -54,7 +42,7 @@ TRAFFIC = (PCIE_SENT, PCIE_RECEIVED, NVLINK_RECEIVED, NVLINK_SENT)
 
 
 @dataclass
-class Activity:
+class GpmActivity:
     """Totals of one GPU or instance: seconds profiled, and by GPM metric the seconds active or the bytes moved."""
 
     profiled: float = 0.0
@@ -81,7 +69,7 @@ class Meter:
         nvml: Any,
         take: Callable[[Any], object],
         metrics: tuple[int, ...],
-        activity: Activity,
+        activity: GpmActivity,
         clock: Callable[[], float],
     ) -> None:
         self.activity = activity
@@ -145,20 +133,20 @@ class Meter:
         self._before = self._after = self._taken_at = None
 
 
-def whole_gpu(activity: Activity) -> Iterator[Value]:
+def whole_gpu(activity: GpmActivity) -> Iterator[Value]:
     """Return the activity series of a GPU. Pipes have series once in use, the other parts from the start."""
-    yield GPU_PROFILED_SECONDS_TOTAL, (), activity.profiled
+    yield m.GPU_PROFILED_SECONDS_TOTAL, (), activity.profiled
     for metric, row in WHOLE_GPU.items():
         if metric in activity.seconds or not activity.seconds:
             yield row, (), activity.seconds.get(metric, 0.0)
     for metric, pipe in PIPES.items():
         if activity.seconds.get(metric, 0.0) > 0:
-            yield GPU_PIPE_ACTIVE_SECONDS_TOTAL, (pipe,), activity.seconds[metric]
+            yield m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, (pipe,), activity.seconds[metric]
 
 
-def mig_instance(activity: Activity, gpu_instance: str) -> Iterator[Value]:
+def mig_instance(activity: GpmActivity, gpu_instance: str) -> Iterator[Value]:
     """Return the activity series of a MIG GPU instance."""
-    yield GPU_MIG_PROFILED_SECONDS_TOTAL, (gpu_instance,), activity.profiled
+    yield m.GPU_MIG_PROFILED_SECONDS_TOTAL, (gpu_instance,), activity.profiled
     for metric, row in MIG_INSTANCE.items():
         if metric in activity.seconds or not activity.seconds:
             yield row, (gpu_instance,), activity.seconds.get(metric, 0.0)

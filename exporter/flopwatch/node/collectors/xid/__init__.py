@@ -1,8 +1,8 @@
-"""Xid errors of the GPUs and SXid errors of the NVSwitches, from the kernel log and from NVML's event set.
+"""Xid errors of GPUs and SXid errors of NVSwitches, from the kernel log and from NVML's event set.
 
-Xid codes and what to do: https://docs.nvidia.com/deploy/xid-errors/, in short docs/xid.md. The kernel log has the
-text and what came before this process, and needs root, CAP_SYSLOG or `flopwatch kmsg`; NVML's events need neither and
-have neither. What both tell of is counted once (`reconcile.py`). NVML knows no SXid.
+Xid codes and actions: https://docs.nvidia.com/deploy/xid-errors/, in short docs/xid.md. The kernel log has the text and
+the time before this process, and requires root, CAP_SYSLOG or `flopwatch kmsg`. NVML's events require none of these,
+and lack both. An event in both is counted once (`reconcile.py`). NVML reports no SXid.
 """
 
 from __future__ import annotations
@@ -14,23 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flopwatch.catalogue import (
-    FLOPWATCH_KERNEL_LOG_LOST_TOTAL,
-    FLOPWATCH_XID_SOURCE_UP,
-    GPU_DRIVER_EVENTS_TOTAL,
-    GPU_INFO,
-    GPU_XID_ERRORS_TOTAL,
-    GPU_XID_INFO,
-    GPU_XID_LAST_TIMESTAMP_SECONDS,
-    GPU_XID_NVLINK_ERRORS_TOTAL,
-    GPU_XID_RECOVERY_ACTION_ID,
-    HOST_KERNEL_EVENTS_TOTAL,
-    HOST_OOM_KILLED_TIMESTAMP_SECONDS,
-    NVLINK_SWITCH_SXID_ERRORS_TOTAL,
-    NVLINK_SWITCH_SXID_INFO,
-    NVLINK_SWITCH_SXID_LAST_TIMESTAMP_SECONDS,
-    Sample,
-)
+from flopwatch import catalogue as m
+from flopwatch.catalogue import Sample
 from flopwatch.catalogue.xid import paging_xids, sxids, xids
 from flopwatch.node.collectors import RestartReader, StateFile, Unsupported, read_inventory
 from flopwatch.node.collectors.xid import nvlink5 as nvlink5
@@ -46,30 +31,30 @@ from flopwatch.node.collectors.xid.kernel_lines import (
     switch_errors,
 )
 from flopwatch.node.collectors.xid.kernel_lines import OFF_THE_BUS as OFF_THE_BUS
-from flopwatch.node.collectors.xid.kernel_lines import Event as Event
-from flopwatch.node.collectors.xid.kernel_lines import Record as Record
+from flopwatch.node.collectors.xid.kernel_lines import KernelRecord as KernelRecord
+from flopwatch.node.collectors.xid.kernel_lines import XidEvent as XidEvent
 from flopwatch.node.collectors.xid.kernel_lines import events as events
 from flopwatch.node.collectors.xid.kernel_lines import pci_address as pci_address
 from flopwatch.node.collectors.xid.kernel_lines import record as record
-from flopwatch.node.collectors.xid.kernel_log import Entry, KernelLog
-from flopwatch.node.collectors.xid.nvml_events import UNKNOWN_XID, Told, Watcher
+from flopwatch.node.collectors.xid.kernel_log import KernelLog, LogEntry
+from flopwatch.node.collectors.xid.nvml_events import UNKNOWN_XID, NvmlEvent, Watcher
 from flopwatch.node.collectors.xid.reconcile import Reconciler
 
-# Present at 0 from the start, so that the first one is an increase: as many of those as a GPU's 120 series leave room
-# for, and 94, which is contained, a warning. The errors of NVLink 5 that may be fatal are a Blackwell's alone.
+# Present at 0 from the start, so that the first one is an increase. A GPU's 120 series leave room for these: the paging
+# ones, and the contained 94, which is a warning. The errors of NVLink 5 that may be fatal exist only on Blackwell.
 ON_EVERY_GPU = (48, 62, 64, 79, 94, 95, 119, 120, 140)
 BEFORE_NVLINK_5 = (46, 74, 109, 136, 143)
 WITH_NVLINK_5 = (144, 145, 146, 149, 150)
-_NVLINK_5 = re.compile(r"\bG?B[0-9]00\b")  # in the model: NVIDIA B200, NVIDIA GB300
+_NVLINK_5 = re.compile(r"\bG?B[0-9]00\b")  # in the model, such as NVIDIA B200 or NVIDIA GB300
 
-# Within this time the kernel log and NVML tell of the same event, and so do the driver's reports of a GPU that fell off
-# the bus: once with a number and again without.
+# Seconds within which the kernel log and NVML report one event. The driver also reports a GPU off the bus twice: with a
+# number and without.
 SAME_EVENT_SECONDS = 60.0
-# How long a GPU that has Xids may stay unnamed at the start, while the source that names GPUs has not answered yet.
+# Seconds at the start for which a GPU with Xids may stay unnamed, until the source of GPU names has answered.
 STRANGER_SECONDS = 60.0
-# How often the place in the kernel log is kept, while nothing in it counts, in seconds.
+# Seconds between two writes of the place in the kernel log while nothing in it counts.
 PLACE_SECONDS = 60.0
-# How long the first read waits for NVML.
+# Seconds that the first read waits for NVML.
 NVML_PATIENCE = 0.5
 
 log = logging.getLogger(__name__)
@@ -81,11 +66,11 @@ def from_the_start(model: str) -> tuple[int, ...]:
 
 
 class Xid:
-    """The Xids and SXids of a node, counted once each across restarts.
+    """Collector of the Xids and SXids of a node, each counted once across restarts.
 
-    `kmsg` is /dev/kmsg, `unix:` and the socket of `flopwatch kmsg`, or a regular file of such records; `gpus` the
-    inventory that the NVML source keeps, `state` the file of the counts and of the place read up to, `boot_id` what
-    tells this boot's record numbers from another's, `booted` the Unix time of the boot, `watcher` NVML's events.
+    `kmsg` is /dev/kmsg, `unix:` and the socket of `flopwatch kmsg`, or a regular file of such records. `gpus` is the
+    inventory of the NVML source. `state` is the file of the counts and of the place in the log. `boot_id` identifies
+    the boot of the record numbers, `booted` returns its Unix time. `watcher` has NVML's events.
     """
 
     name = "xid"
@@ -111,7 +96,7 @@ class Xid:
         self._counts = Counts(always=paging_xids())
         self._counts.load(stored)
         self._reconciler = Reconciler[tuple[str, int]](SAME_EVENT_SECONDS)
-        self._reconciler.restore(_told_before(stored.get("told")))
+        self._reconciler.restore(_earlier_events(stored.get("told")))
         numbering, place, since = (stored.get(key) for key in ("log", "next", "since"))
         self._kernel = KernelLog(
             str(kmsg),
@@ -123,8 +108,8 @@ class Xid:
             place=place if isinstance(place, int) and place >= 0 else 0,
             since=since if isinstance(since, float) else float("-inf"),
         )
-        # A node on which a source has answered, once, has series; which of them answers now is a series as well.
-        self._heard = bool(stored)
+        # A node has series once a source has answered. Which of them answers now is a series as well.
+        self._had_source = bool(stored)
         self._had_kernel_log = bool(self._kernel.numbering)
         self._was_live = False
         self._unsaved = not stored
@@ -132,11 +117,11 @@ class Xid:
         self._up: dict[str, str] = {}
 
     def read(self) -> list[Sample]:
-        """Return the counts of every GPU, switch and kind of event."""
+        """Return the counts of every GPU, switch and kind of event. Raises Unsupported or RestartReader."""
         entries = self._kernel.drain()
         if self._follow:
             self._kernel.follow()
-        known = read_inventory(self._gpus, GPU_INFO)
+        known = read_inventory(self._gpus, m.GPU_INFO)
         self._check_sources(bool(known))
         parts = self._parts(known)
         owners = {pci: uuid for pci, (_, uuid) in parts.items()}
@@ -145,8 +130,8 @@ class Xid:
         versions = {uuid: part["driver_version"] for uuid, part in known.items()}
         for entry in entries:
             self._take_record(entry, owners, versions)
-        for told in self._watcher.drain() if self._watcher is not None else ():
-            self._take_event(told, owners)
+        for event in self._watcher.drain() if self._watcher is not None else ():
+            self._take_event(event, owners)
         self._save()
         if self._watcher is not None and self._watcher.replaced:
             raise RestartReader(f"the driver was replaced under this process: {self._watcher.error}")
@@ -154,8 +139,8 @@ class Xid:
         return list(self._samples(parts, models))
 
     def close(self) -> None:
-        """Let go of the driver and the kernel log, and keep the place in it."""
-        if self._heard:
+        """Close the driver and the kernel log, and store the place in it."""
+        if self._had_source:
             self._unsaved = self._unsaved or self._kernel.place != self._saved_place
             self._save()
         self._kernel.close()
@@ -163,7 +148,7 @@ class Xid:
             self._watcher.close()
 
     def _check_sources(self, has_gpus: bool) -> None:
-        """Log what changed. Raises Unsupported if there never was a source."""
+        """Log changes of the sources. Raises Unsupported if there never was a source."""
         watcher, errors = self._watcher, {"kernel_log": self._kernel.error}
         if watcher is not None:
             errors["nvml"] = watcher.error
@@ -173,22 +158,22 @@ class Xid:
         self._up = errors
         self._had_kernel_log = self._had_kernel_log or not self._kernel.error
         self._was_live = self._was_live or self._kernel.live
-        self._heard = self._heard or not all(errors.values())
-        if not self._heard and not (has_gpus and watcher is not None and not watcher.absent):
+        self._had_source = self._had_source or not all(errors.values())
+        if not self._had_source and not (has_gpus and watcher is not None and not watcher.absent):
             raise Unsupported("; ".join(f"{source}: {error}" for source, error in errors.items()))
 
     def _parts(self, known: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[str, str]]:
-        """Return index and uuid of the GPUs by PCI address: of the inventory, and those that NVML's events name."""
+        """Return index and uuid of the GPUs by PCI address, from the inventory and from NVML's events."""
         parts = {
             pci_address(part["pci_bus_id"]): (part["gpu"], uuid) for uuid, part in known.items() if part["pci_bus_id"]
         }
-        # Without a folder for its inventory the NVML source cannot tell.
+        # Without a folder for its inventory the NVML source cannot report them.
         for pci, device in list(self._watcher.devices.items()) if self._watcher is not None else ():
             if device.uuid not in known:
                 parts.setdefault(pci, (device.gpu, device.uuid))
         return parts
 
-    def _take_record(self, entry: Entry, owners: Mapping[str, str], versions: Mapping[str, str]) -> None:
+    def _take_record(self, entry: LogEntry, owners: Mapping[str, str], versions: Mapping[str, str]) -> None:
         text, at = entry.record.text, entry.at
         counts = self._counts
         for pci, uuid in introductions(text):
@@ -213,20 +198,20 @@ class Xid:
             counts.oom_kill(pid, at)
         self._unsaved = True
 
-    def _take_event(self, told: Told, owners: Mapping[str, str]) -> None:
-        owner = owners.get(told.pci, told.pci)
+    def _take_event(self, event: NvmlEvent, owners: Mapping[str, str]) -> None:
+        owner = owners.get(event.pci, event.pci)
         self._unsaved = True
-        if told.notice:
-            self._counts.notice(owner, told.notice)
-        elif told.xid == UNKNOWN_XID and not self._kernel.error:
+        if event.notice:
+            self._counts.notice(owner, event.notice)
+        elif event.xid == UNKNOWN_XID and not self._kernel.error:
             return  # the kernel log has its number
         else:
-            code = self._counts.counted_as(owner, told.xid)
-            if code is not None and self._reconciler.news((told.pci, code), "nvml", told.at):
-                self._counts.xid(owner, code, told.at)
+            code = self._counts.counted_as(owner, event.xid)
+            if code is not None and self._reconciler.news((event.pci, code), "nvml", event.at):
+                self._counts.xid(owner, code, event.at)
 
     def _save(self) -> None:
-        """Keep the counts on disk; records that count nothing may be read again after a restart."""
+        """Store the counts. Records that count nothing may be read again after a restart."""
         now, since = self._clock(), self._kernel.since
         self._reconciler.forget(now)
         if self._kernel.place != self._saved_place and not 0 <= now - self._saved_at < PLACE_SECONDS:
@@ -248,7 +233,7 @@ class Xid:
         start = {uuid: from_the_start(models.get(uuid, "")) for uuid in named}
         for uuid, gpu in named.items():
             yield from self._gpu(uuid, (gpu, uuid), start[uuid])
-        # Nobody may know a GPU that was lost before anything asked for it; it must not be missing for that.
+        # A GPU lost before its first read has no name. It must have series all the same.
         strangers = self._counts.strangers() if self._clock() - self._started >= STRANGER_SECONDS else []
         for pci in strangers:
             start[pci] = from_the_start("")
@@ -256,56 +241,56 @@ class Xid:
         for code in sorted({code for owner in start for code in (*start[owner], *self._counts.xids.get(owner, ()))}):
             if code in xids():
                 row = xids()[code]
-                yield GPU_XID_INFO, (str(code), row.name, row.category, row.severity, row.action), 1
+                yield m.GPU_XID_INFO, (str(code), row.name, row.category, row.severity, row.action), 1
         yield from self._node()
 
     def _gpu(self, owner: str, labels: tuple[str, str], start: Iterable[int]) -> Iterator[Sample]:
         codes = self._counts.xids.get(owner, {})
         for code in sorted({*start, *codes}):
             name = OTHER if code == OTHER_XID else str(code)
-            yield GPU_XID_ERRORS_TOTAL, (*labels, name), codes[code].number if code in codes else 0
+            yield m.GPU_XID_ERRORS_TOTAL, (*labels, name), codes[code].number if code in codes else 0
             if code in codes:
-                yield GPU_XID_LAST_TIMESTAMP_SECONDS, (*labels, name), codes[code].last
+                yield m.GPU_XID_LAST_TIMESTAMP_SECONDS, (*labels, name), codes[code].last
         for error, number in self._counts.links.get(owner, {}).items():
-            yield GPU_XID_NVLINK_ERRORS_TOTAL, (*labels, *error), number
+            yield m.GPU_XID_NVLINK_ERRORS_TOTAL, (*labels, *error), number
         if owner in self._counts.recovery:
-            yield GPU_XID_RECOVERY_ACTION_ID, labels, self._counts.recovery[owner]
+            yield m.GPU_XID_RECOVERY_ACTION_ID, labels, self._counts.recovery[owner]
         notices = self._counts.notices.get(owner, {})
         for name in sorted({*notices, *(self._watcher.notices if self._watcher is not None else ())}):
-            yield GPU_DRIVER_EVENTS_TOTAL, (*labels, name), notices.get(name, 0)
+            yield m.GPU_DRIVER_EVENTS_TOTAL, (*labels, name), notices.get(name, 0)
 
     def _node(self) -> Iterator[Sample]:
         for (switch, sxid), count in self._counts.switches.items():
-            yield NVLINK_SWITCH_SXID_ERRORS_TOTAL, (switch, sxid), count.number
-            yield NVLINK_SWITCH_SXID_LAST_TIMESTAMP_SECONDS, (switch, sxid), count.last
+            yield m.NVLINK_SWITCH_SXID_ERRORS_TOTAL, (switch, sxid), count.number
+            yield m.NVLINK_SWITCH_SXID_LAST_TIMESTAMP_SECONDS, (switch, sxid), count.last
         for sxid in sorted({sxid for _, sxid in self._counts.switches} & sxids().keys()):
             meaning = sxids()[sxid]
             labels = (sxid, meaning.name, meaning.category, meaning.severity, meaning.action)
-            yield NVLINK_SWITCH_SXID_INFO, labels, 1
+            yield m.NVLINK_SWITCH_SXID_INFO, labels, 1
         if self._had_kernel_log:
             for name in NODE_EVENTS:
-                yield HOST_KERNEL_EVENTS_TOTAL, (name,), self._counts.node.get(name, 0)
+                yield m.HOST_KERNEL_EVENTS_TOTAL, (name,), self._counts.node.get(name, 0)
         for pid, at in self._counts.killed.items():
-            yield HOST_OOM_KILLED_TIMESTAMP_SECONDS, (str(pid),), at
+            yield m.HOST_OOM_KILLED_TIMESTAMP_SECONDS, (str(pid),), at
         for source, error in self._up.items():
-            yield FLOPWATCH_XID_SOURCE_UP, (source,), float(not error)
+            yield m.FLOPWATCH_XID_SOURCE_UP, (source,), float(not error)
         if self._was_live:
-            yield FLOPWATCH_KERNEL_LOG_LOST_TOTAL, (), self._kernel.lost
+            yield m.FLOPWATCH_KERNEL_LOG_LOST_TOTAL, (), self._kernel.lost
 
 
-def _told_before(stored: Any) -> Iterator[tuple[tuple[str, int], float, list[str]]]:
-    """Yield what another process has counted lately; nothing if that is of another shape."""
+def _earlier_events(stored: Any) -> Iterator[tuple[tuple[str, int], float, list[str]]]:
+    """Yield the events that an earlier process counted lately, without invalid entries."""
     for item in stored if isinstance(stored, list) else ():
         if (
             isinstance(item, list)
-            and list(map(type, item)) in (_TOLD, _TOLD_WHOLE)
+            and list(map(type, item)) in (_STORED, _STORED_WHOLE)
             and all(isinstance(source, str) for source in item[3])
         ):
             pci, code, at, sources = item
             yield (pci, code), float(at), sources
 
 
-_TOLD, _TOLD_WHOLE = [str, int, float, list], [str, int, int, list]
+_STORED, _STORED_WHOLE = [str, int, float, list], [str, int, int, list]
 
 
 def build(kmsg: str, gpus: str, state: str, nvml: str = "", library: Any = None) -> Xid:

@@ -1,7 +1,7 @@
-"""What the Xid source has counted, by whom it belongs to, in a form that a state file keeps.
+"""Counts of the Xid source by owner, in the form of its state file.
 
-An owner is the uuid of a GPU or, until somebody names the GPU there, a PCI address. Everything is bounded: a kernel log
-cannot make more series than a node has parts.
+An owner is the uuid of a GPU, or a PCI address until the GPU there is named. Everything is bounded: a kernel log cannot
+make more series than a node has parts.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-# Owners that are PCI addresses, different Xids and link errors of one GPU, different errors of all switches. An Xid has
-# two series, and a GPU 120 in all.
-STRANGERS, CODES, LINK_ERRORS, SWITCH_ERRORS = 64, 24, 24, 256
-# Processes that the kernel killed for want of memory, the last ones.
-KILLED = 8
-# What takes the place of unit and link, and empties the rest, in the errors of a GPU that has too many different ones.
+# Limits: owners that are PCI addresses, different Xids and link errors of one GPU, different errors of all switches. An
+# Xid has two series, and a GPU 120 in all.
+MAX_STRANGERS, MAX_CODES, MAX_LINK_ERRORS, MAX_SWITCH_ERRORS = 64, 24, 24, 256
+# Limit of the last processes killed for lack of memory.
+MAX_KILLED = 8
+# Unit and link of further errors of a GPU with too many different ones. Their other labels are empty.
 OTHER = "other"
-# The code that stands for further ones of a GPU that has too many.
+# Code of further Xids of a GPU with too many different ones.
 OTHER_XID = -1
 
 
 class Count(NamedTuple):
-    """How often something happened, and the Unix time when it last did."""
+    """Number of events, and the Unix time of the last one."""
 
     number: int
     last: float
 
     def and_at(self, at: float) -> Count:
-        """Return the count with one more."""
+        """Return the count with one more event at this Unix time."""
         return Count(self.number + 1, max(at, self.last))
 
 
@@ -36,40 +36,40 @@ NONE = Count(0, float("-inf"))
 
 
 class Counts:
-    """Counters that only rise; the Xids of `always` are counted by themselves on a GPU with any number of others."""
+    """Counters that only rise. The Xids of `always` are counted separately despite the limit of codes."""
 
     def __init__(self, always: Collection[int] = ()) -> None:
         self._always = frozenset(always)
         self.xids: dict[str, dict[int, Count]] = {}
-        # By owner and the labels after (gpu, uuid) of gpu_xid_nvlink_errors_total.
+        # By owner, then by the labels after (gpu, uuid) of gpu_xid_nvlink_errors_total.
         self.links: dict[str, dict[tuple[str, ...], int]] = {}
         self.notices: dict[str, dict[str, int]] = {}
         self.recovery: dict[str, int] = {}
         self.switches: dict[tuple[str, str], Count] = {}
         self.node: dict[str, int] = {}
-        self.killed: dict[int, float] = {}  # by pid, when
-        self.introduced: dict[str, str] = {}  # uuid by PCI address, as the driver wrote it into the kernel log
+        self.killed: dict[int, float] = {}  # Unix time by pid
+        self.introduced: dict[str, str] = {}  # uuid by PCI address, from the kernel log
 
     def counted_as(self, owner: str, code: int) -> int | None:
-        """Return the code that an Xid counts as: its own, or OTHER_XID; None if its owner is a stranger too many."""
-        if owner not in self.xids and is_address(owner) and len(self.strangers()) >= STRANGERS:
+        """Return the code under which an Xid counts: its own or OTHER_XID, or None beyond the limit of strangers."""
+        if owner not in self.xids and is_address(owner) and len(self.strangers()) >= MAX_STRANGERS:
             return None
         return self._one_of(self.xids.get(owner, {}), code)
 
     def _one_of(self, codes: Mapping[int, Count], code: int) -> int:
-        return code if code in codes or code in self._always or len(codes) < CODES else OTHER_XID
+        return code if code in codes or code in self._always or len(codes) < MAX_CODES else OTHER_XID
 
     def xid(self, owner: str, code: int, at: float) -> None:
-        """Count an Xid, as what `counted_as` says."""
+        """Count an Xid under a code of `counted_as`."""
         codes = self.xids.setdefault(owner, {})
         codes[code] = codes.get(code, NONE).and_at(at)
 
     def link(self, owner: str, error: tuple[str, ...]) -> None:
-        """Count a link error, by its xid, unit, link and the rest; too many different ones are one."""
+        """Count a link error by xid, unit, link and the rest. Beyond the limit it counts as OTHER."""
         if owner not in self.xids:
             return
         errors = self.links.setdefault(owner, {})
-        if error not in errors and len(errors) >= LINK_ERRORS:
+        if error not in errors and len(errors) >= MAX_LINK_ERRORS:
             error = (error[0], OTHER, OTHER, *[""] * (len(error) - 3))
         errors[error] = errors.get(error, 0) + 1
 
@@ -80,27 +80,27 @@ class Counts:
 
     def switch(self, switch: str, sxid: str, at: float) -> None:
         """Count an SXid."""
-        if (switch, sxid) in self.switches or len(self.switches) < SWITCH_ERRORS:
+        if (switch, sxid) in self.switches or len(self.switches) < MAX_SWITCH_ERRORS:
             self.switches[switch, sxid] = self.switches.get((switch, sxid), NONE).and_at(at)
 
     def oom_kill(self, pid: int, at: float) -> None:
-        """Remember a process that the kernel killed, and forget the one before the last KILLED."""
+        """Store a killed process, and drop the oldest beyond MAX_KILLED."""
         self.killed.pop(pid, None)
         self.killed[pid] = at
-        while len(self.killed) > KILLED:
+        while len(self.killed) > MAX_KILLED:
             del self.killed[next(iter(self.killed))]
 
     def introduce(self, pci: str, uuid: str) -> None:
-        """Remember which GPU the driver says is at an address."""
-        if pci in self.introduced or len(self.introduced) < STRANGERS:
+        """Store the uuid at an address, as the driver reported it."""
+        if pci in self.introduced or len(self.introduced) < MAX_STRANGERS:
             self.introduced[pci] = uuid
 
     def strangers(self) -> list[str]:
-        """Return the addresses with Xids at which nobody has named a GPU."""
+        """Return the addresses with Xids whose GPU is not named."""
         return [owner for owner in self.xids if is_address(owner)]
 
     def adopt(self, pci: str, uuid: str) -> bool:
-        """Give what was counted for an address to the GPU there; return whether there was anything."""
+        """Move the counts of an address to the GPU there. Return whether there were any."""
         for code, count in self.xids.get(pci, {}).items():
             codes = self.xids.setdefault(uuid, {})
             code = self._one_of(codes, code)
@@ -117,7 +117,7 @@ class Counts:
         return found
 
     def dump(self) -> dict[str, Any]:
-        """Return what `load` takes, as JSON has it."""
+        """Return the JSON object that `load` accepts."""
         return {
             "counts": self.xids,
             "links": {
@@ -132,7 +132,7 @@ class Counts:
         }
 
     def load(self, stored: Mapping[str, Any]) -> None:
-        """Take what was stored; a part of another shape is forgotten."""
+        """Restore stored counts, without invalid parts."""
         wrong = (AttributeError, KeyError, TypeError, ValueError, OverflowError)
         with suppress(*wrong):
             self.xids = {
@@ -159,7 +159,7 @@ class Counts:
         with suppress(*wrong):
             self.node = {name: int(number) for name, number in stored["node"].items()}
         with suppress(*wrong):
-            self.killed = {int(pid): float(at) for pid, at in stored["killed"][-KILLED:]}
+            self.killed = {int(pid): float(at) for pid, at in stored["killed"][-MAX_KILLED:]}
         with suppress(*wrong):
             self.introduced = {pci: str(uuid) for pci, uuid in stored["introduced"].items()}
 

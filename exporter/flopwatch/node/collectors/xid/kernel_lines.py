@@ -1,4 +1,4 @@
-"""The lines of the kernel log that matter to a GPU node, as pure functions over text.
+"""Parsers of the kernel log lines that matter to a GPU node, as pure functions over text.
 
 A `/dev/kmsg` record: https://www.kernel.org/doc/Documentation/ABI/testing/dev-kmsg. The NVIDIA driver's lines:
 https://docs.nvidia.com/deploy/xid-errors/ and, for NVSwitch, appendix D of the Fabric Manager user guide
@@ -14,7 +14,7 @@ from typing import NamedTuple
 OFF_THE_BUS = 79
 RECOVERY_ACTION = 154
 
-# The letters that every line below has one of, so that a flood of other lines costs next to nothing.
+# Every line below contains one of these texts, so that a flood of other lines costs almost nothing.
 RELEVANT = re.compile(
     rb"Xid \(|fallen off the bus|RmInitAdapter failed|GPU at PCI|mlx5_core|oom-kill:|in libnccl|nvidia-peermem"
 )
@@ -23,14 +23,14 @@ _RECORD = re.compile(
     r"(?P<priority>[0-9]{1,10}),(?P<sequence>[0-9]{1,19}),(?P<microseconds>[0-9]{1,19}),[^;]*;(?P<text>.*)"
 )
 _PCI = r"(?P<pci>(?:[0-9a-fA-F]{4,8}:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2})"
-# A MIG instance is named inside or after the bracket; old drivers write no `PCI:`.
+# A MIG instance is named inside or after the bracket. Old drivers omit `PCI:`.
 _XID = re.compile(
     rf"NVRM: Xid \((?:PCI:)?{_PCI}\b[^)]*\)(?: GPU-C?I:[0-9]+)*: (?P<xid>[0-9]{{1,6}})\b,? ?(?P<detail>.*)"
 )
 _GPU = re.compile(rf"NVRM: (?:The NVIDIA )?GPU {_PCI}\.[0-9a-fA-F]\b")
 _INTRODUCTION = re.compile(rf"NVRM: GPU at PCI:{_PCI}: (?P<uuid>GPU-[0-9a-fA-F-]{{36}})")
 _RECOVERY = re.compile(r"recovery action changed from 0x[0-9a-fA-F]{1,8} \([^)]*\) to 0x(?P<action>[0-9a-fA-F]{1,8})\b")
-# One report is this line and others of the same code, with `Severity` or `Data` in this place.
+# A report consists of this line and others of the same code, with `Severity` or `Data` in this place.
 _SXID = re.compile(
     rf"nvidia-nvswitch[0-9]*: SXid \(PCI:{_PCI}(?P<function>\.[0-9a-fA-F])?\): (?P<sxid>[0-9]{{5}}), (?:Non-f|F)atal\b"
 )
@@ -48,11 +48,11 @@ NODE_EVENTS = {
     "peermem_error": re.compile(r"nvidia-peermem .*\bERROR\b"),
     "gpu_initialization_failed": re.compile(r"NVRM: .*RmInitAdapter failed"),
 }
-# mm/oom_kill.c, dump_oom_summary(). The command's name comes before the pid, and anybody may choose that.
+# mm/oom_kill.c, dump_oom_summary(). The command's name before the pid can be chosen freely by a user.
 _OOM_KILL = re.compile(r"\boom-kill:constraint=.*,pid=(?P<pid>[0-9]{1,10}),uid=[0-9]{1,10}$")
 
 
-class Record(NamedTuple):
+class KernelRecord(NamedTuple):
     """One kernel log record; `at` is in seconds since boot."""
 
     sequence: int
@@ -60,8 +60,8 @@ class Record(NamedTuple):
     text: str
 
 
-class Event(NamedTuple):
-    """One Xid in one GPU; `numbered` is False for the driver's lines that name no Xid; `detail` is what follows it."""
+class XidEvent(NamedTuple):
+    """One Xid of one GPU; `numbered` is False for driver lines without an Xid; `detail` is the text after it."""
 
     pci: str
     xid: int
@@ -69,13 +69,13 @@ class Event(NamedTuple):
     detail: str = ""
 
 
-def record(line: str) -> Record | None:
-    """Return the record in one line of /dev/kmsg, None if it is no record of the kernel's own."""
+def record(line: str) -> KernelRecord | None:
+    """Return the record in one line of /dev/kmsg, or None if the kernel did not write it."""
     match = _RECORD.match(line)
-    # Facility 0 is the kernel; what user space writes into /dev/kmsg carries another.
+    # Facility 0 is the kernel. Records written by user space have another one.
     if match is None or int(match["priority"]) >> 3:
         return None
-    return Record(int(match["sequence"]), int(match["microseconds"]) / 1e6, match["text"])
+    return KernelRecord(int(match["sequence"]), int(match["microseconds"]) / 1e6, match["text"])
 
 
 def pci_address(text: str) -> str:
@@ -84,40 +84,40 @@ def pci_address(text: str) -> str:
     return f"{int(domain[0], 16) if domain else 0:04x}:{bus}:{device}"
 
 
-def events(text: str) -> Iterator[Event]:
+def events(text: str) -> Iterator[XidEvent]:
     """Yield the Xids in the text of one record, where the kernel writes a line break as `\\x0a`."""
     named = ""
     for line in text.split("\\x0a"):
         if xid := _XID.search(line):
-            yield Event(pci_address(xid["pci"]), int(xid["xid"]), True, xid["detail"])
+            yield XidEvent(pci_address(xid["pci"]), int(xid["xid"]), True, xid["detail"])
             continue
         if gpu := _GPU.search(line):
             named = pci_address(gpu["pci"])
         if named and "fallen off the bus" in line:
-            yield Event(named, OFF_THE_BUS, False)
+            yield XidEvent(named, OFF_THE_BUS, False)
             named = ""
 
 
 def introductions(text: str) -> Iterator[tuple[str, str]]:
-    """Yield PCI address and uuid of the GPUs that the driver introduces, as it does before a GPU's first Xid."""
+    """Yield PCI address and uuid of GPUs in lines that the driver logs before a GPU's first Xid."""
     for match in _INTRODUCTION.finditer(text):
         yield pci_address(match["pci"]), match["uuid"]
 
 
 def recovery_action(detail: str) -> int | None:
-    """Return what an Xid 154 asks for, in the numbers of gpu_recovery_action_id."""
+    """Return the recovery action in an Xid 154, numbered as gpu_recovery_action_id, or None."""
     match = _RECOVERY.search(detail)
     return None if match is None else int(match["action"], 16)
 
 
 def switch_errors(text: str) -> Iterator[tuple[str, str]]:
-    """Yield PCI address of the NVSwitch and code of each SXid."""
+    """Yield the PCI address of the NVSwitch and the code of each SXid."""
     for match in _SXID.finditer(text):
         yield pci_address(match["pci"]) + (match["function"] or ".0").lower(), match["sxid"]
 
 
 def oom_kills(text: str) -> Iterator[int]:
-    """Yield the pids, in the host's numbers, of the processes that the kernel killed for want of memory."""
+    """Yield the pids, in the host's numbering, of processes killed for lack of memory."""
     for line in text.split("\\x0a"):
         if killed := _OOM_KILL.search(line):
             yield int(killed["pid"])

@@ -1,12 +1,12 @@
-"""Following the kernel log: `/dev/kmsg`, the socket of `flopwatch kmsg`, or a regular file of such records.
+"""Reader of the kernel log: `/dev/kmsg`, the socket of `flopwatch kmsg`, or a regular file of such records.
 
-The device (https://www.kernel.org/doc/Documentation/ABI/testing/dev-kmsg) gives one record a read, from the oldest one
-left in the kernel's ring buffer, and needs root or CAP_SYSLOG; the socket (node/kmsg.py) streams the same records to
-who has neither. The ring is short, so both are also read by a thread between scrapes. What is lost all the same shows
-as a gap in the record numbers. A file has neither loss nor thread.
+The device (https://www.kernel.org/doc/Documentation/ABI/testing/dev-kmsg) gives one record per read, from the oldest
+one in the kernel's ring buffer. It requires root or CAP_SYSLOG. The socket (node/kmsg.py) streams the same records to
+unprivileged processes. The ring is short, so a thread also reads both between scrapes. Lost records show as a gap in
+the record numbers. A file has neither loss nor thread.
 
-Work and memory are bounded: a pull ends after SLICE seconds or FILE_BYTES and goes on where it stopped, only records
-that `relevant` finds are kept, at most KEPT of them, and what is too long for a record is no record.
+Work and memory are bounded: a pull ends after SLICE seconds or FILE_BYTES and later continues from there. Only records
+that match `relevant` are kept, at most MAX_ENTRIES of them. Longer text than a record can have is dropped.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from flopwatch.node.collectors.xid.kernel_lines import Record, record
+from flopwatch.node.collectors.xid.kernel_lines import KernelRecord, record
 
 SOCKET_SCHEME = "unix:"
-# What the socket sends once its client has had everything the ring held; no kernel record begins with a space.
+# Line of the socket after the records of the ring. No kernel record begins with a space.
 CAUGHT_UP = b" caught up"
 
-# The kernel refuses a read into less than the record; its longest is 8 KiB with all its properties.
+# The kernel refuses a read into less than the record. Its longest is 8 KiB with all its properties.
 RECORD_BYTES = 64 << 10
 FILE_BYTES = 8 << 20
 CHUNK_BYTES = 256 << 10
-KEPT = 20_000
+MAX_ENTRIES = 20_000
 SLICE = 0.25  # seconds of one pull
-CONNECT = 0.3  # seconds to reach the socket, and as many to catch up on its backlog
+CONNECT = 0.3  # seconds to connect to the socket, and as many to catch up on its backlog
 PAUSE = 0.05  # seconds between the pulls of the thread, so that a flood is read in large pieces
 RETRY = 1.0  # seconds between attempts to open
 
 
-class Entry(NamedTuple):
-    """One record that matters, and the Unix time it was written."""
+class LogEntry(NamedTuple):
+    """One relevant record, and the Unix time of its writing."""
 
-    record: Record
+    record: KernelRecord
     at: float
 
 
 class KernelLog:
-    """The records of one log since a place in it.
+    """Records of one log since a place in it.
 
     `where` is a path, or `unix:` and the path of a socket. The place is `numbering` (this boot's record numbers, or one
-    file's bytes) and `place` in it; one of another numbering is no place, and the log is read from its beginning.
-    `since` is the Unix time at which that place was reached: the clock in the records runs unadjusted and may be
-    minutes off after months, but what is read live was written since the last pull.
+    file's bytes) and `place` in it. A place of another numbering is ignored, and the log is read from its beginning.
+    `since` is the Unix time at which that place was reached. The clock in the records runs unadjusted and may be
+    minutes off after months. Live records were written since the last pull, which bounds their time.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class KernelLog:
         self._booted = booted
         self._clock = clock
         self._lock = threading.Lock()
-        self._entries: deque[Entry] = deque()
+        self._entries: deque[LogEntry] = deque()
         self._next = place
         self._expected: int | None = None
         self._open: _Device | _Socket | None = None
@@ -85,19 +85,19 @@ class KernelLog:
 
     @property
     def live(self) -> bool:
-        """Return whether this is the running kernel's log, whose records are numbered, and not a file."""
+        """Return whether this is the running kernel's log, with numbered records, and not a file."""
         return self._open is not None
 
     def follow(self) -> None:
-        """Read between drains as well; without effect on a file, or while a device cannot be opened."""
+        """Read also between drains. It has no effect on a file, or while a device cannot be opened."""
         if not self.live and not self.where.startswith(SOCKET_SCHEME):
             return
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._follow, name="kernel log", daemon=True)
             self._thread.start()
 
-    def drain(self) -> list[Entry]:
-        """Return the records since the last drain; `numbering`, `place` and `since` are then those behind them."""
+    def drain(self) -> list[LogEntry]:
+        """Return the records since the last drain; `numbering`, `place` and `since` are then those after them."""
         with self._lock:
             self._pull()
             entries = list(self._entries)
@@ -118,13 +118,13 @@ class KernelLog:
             if opened is not None and not opened.wait(RETRY):
                 continue
             with self._lock:
-                # A device that failed is opened again by `drain`, which says so; a socket here as well.
+                # `drain` opens a failed device again and reports the error. A socket is opened here as well.
                 if self._open is not None or self.where.startswith(SOCKET_SCHEME):
                     self._pull()
                 pause = PAUSE if self.live else RETRY
 
     def _pull(self) -> None:
-        """Read what has been written, as far as one pull goes."""
+        """Read new records, as far as one pull goes."""
         if self._closed.is_set():
             return
         try:
@@ -140,7 +140,7 @@ class KernelLog:
             self.error = ""
 
     def _begin(self) -> None:
-        """Open the log and read what it holds; a file is opened for each pull instead."""
+        """Open the log and read its content. A file is opened for each pull instead."""
         if self.where.startswith(SOCKET_SCHEME):
             self._continue_in(self._boot)
             self._open = _Socket(self.where.removeprefix(SOCKET_SCHEME), self._next)
@@ -151,7 +151,7 @@ class KernelLog:
                 return
             self._continue_in(self._boot)
             self._open = _Device(device)
-        # What is missing from the place on is lost, also if an earlier process came so far.
+        # Records missing after the place are lost, also if an earlier process read up to it.
         self._expected = self._next or None
         if self._open.pull(self._line):
             self.since = self._clock()
@@ -167,7 +167,7 @@ class KernelLog:
             self.numbering, self._next, self.since = numbering, 0, float("-inf")
 
     def _line(self, line: bytes) -> None:
-        """Take one numbered record, as long as it is not one of before."""
+        """Accept one numbered record, unless it is an earlier one."""
         number = line.split(b",", 2)[1:2]
         if not number or not number[0].isdigit() or len(number[0]) > 15:
             return
@@ -184,14 +184,14 @@ class KernelLog:
         entry = record(line.decode("utf-8", "replace"))
         if entry is None:
             return
-        if len(self._entries) >= KEPT:
+        if len(self._entries) >= MAX_ENTRIES:
             self.lost += 1
             return
         at = self._booted() + entry.at
         if self.live:
             now = self._clock()
             at = min(max(at, self.since), now)
-        self._entries.append(Entry(entry, at))
+        self._entries.append(LogEntry(entry, at))
 
     def _pull_file(self) -> None:
         with open(self.where, "rb", buffering=0) as file:
@@ -200,7 +200,7 @@ class KernelLog:
             if status.st_size < self._next:
                 self._next = 0
             data = os.pread(file.fileno(), FILE_BYTES, self._next)
-        # What follows the last line break is still being written, unless it is too long for that.
+        # Text after the last line break is still being written, unless it is too long for a record.
         end = data.rfind(b"\n") + 1 or (len(data) if len(data) > RECORD_BYTES else 0)
         self._next += end
         done = 0
@@ -212,7 +212,7 @@ class KernelLog:
 
 
 class _Device:
-    """An open /dev/kmsg."""
+    """Open /dev/kmsg."""
 
     def __init__(self, device: int) -> None:
         self._device = device
@@ -222,7 +222,7 @@ class _Device:
         return _readable(self._device, seconds)
 
     def pull(self, take: Callable[[bytes], None]) -> bool:
-        """Pass on records; return whether these were all."""
+        """Pass records to `take`. Return whether these were all. Raises OSError."""
         until = time.monotonic() + SLICE
         while time.monotonic() < until:
             try:
@@ -241,7 +241,7 @@ class _Device:
 
 
 class _Socket:
-    """A connection to `flopwatch kmsg`, which sends the records from `sequence` on."""
+    """Connection to `flopwatch kmsg`, which sends the records from `sequence` on."""
 
     def __init__(self, path: str, sequence: int) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -262,7 +262,7 @@ class _Socket:
         return _readable(self._socket.fileno(), seconds)
 
     def pull(self, take: Callable[[bytes], None]) -> bool:
-        """Pass on records; return whether these were all. Raises OSError when the other side has gone."""
+        """Pass records to `take`. Return whether these were all. Raises OSError."""
         begin = time.monotonic()
         while time.monotonic() < begin + SLICE:
             try:
@@ -272,7 +272,7 @@ class _Socket:
                     return self._caught_up
                 continue
             if not data:
-                raise ConnectionResetError("the other side hung up")
+                raise ConnectionResetError("the server closed the connection")
             *lines, self._buffer = (self._buffer + data).split(b"\n")
             for line in lines:
                 if not self._too_long:

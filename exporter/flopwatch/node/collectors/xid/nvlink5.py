@@ -1,10 +1,10 @@
-"""What an NVLink Xid says about the link: 144 to 150 (NVLink 5) and 74 (NVLink 4 and older).
+"""Decoder of NVLink Xids: 144 to 150 (NVLink 5) and 74 (NVLink 4 and older).
 
-Pure functions over the text after `Xid (PCI:...): N, `. NVLink 5 writes unit, severity, link and six words, of which
-the first two, interrupt information and error status, are looked up in `data/xid_nvlink5.csv` (NVIDIA's Xid catalogue,
-https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html). The driver lays the bits of the first word out in
-one way before release 575 and in another since. Xid 74 carries seven register words instead, read as in
-https://github.com/NVIDIA/NVSentinel/pull/1526. Missing: what no row of the table describes has no action.
+Pure functions over the text after `Xid (PCI:...): N, `. NVLink 5 writes unit, severity, link and six words. The first
+two, interrupt information and error status, are looked up in `data/xid_nvlink5.csv` (NVIDIA's Xid catalogue,
+https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html). The driver changed the bit layout of the first
+word in release 575. Xid 74 has seven register words instead, read as in https://github.com/NVIDIA/NVSentinel/pull/1526.
+An error without a row in the table has no action.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _REGISTERS = (
 
 
 class LinkError(NamedTuple):
-    """One error of one link.
+    """Error of one link.
 
-    `unit` is the part of the GPU that saw it, `link` empty where the driver names none. `action` is what NVIDIA says to
-    do at once, `investigation` what to do next; both are empty where its table has no such error.
+    `unit` is the part of the GPU that saw it. `link` is empty if the driver names none. `action` is NVIDIA's immediate
+    action, `investigation` the next steps. Both are empty if NVIDIA's table lacks the error.
     """
 
     unit: str
@@ -51,8 +51,8 @@ class LinkError(NamedTuple):
     investigation: str
 
 
-class Row(NamedTuple):
-    """One row of the table; `layouts` are (mask, value) of the interrupt information in both bit layouts."""
+class LinkErrorRow(NamedTuple):
+    """Row of the table; `layouts` are (mask, value) of the interrupt information in both bit layouts."""
 
     xid: int
     units: tuple[str, ...]
@@ -64,7 +64,7 @@ class Row(NamedTuple):
 
 
 def decode(xid: int, text: str, driver_version: str = "") -> LinkError | None:
-    """Return what the text of an NVLink Xid says, None if it is no such text."""
+    """Return the link error in the text of an NVLink Xid, or None for other text."""
     if xid == 74:
         return _registers(text)
     match = _LINK_5.search(text) if xid in CODES else None
@@ -80,12 +80,12 @@ def decode(xid: int, text: str, driver_version: str = "") -> LinkError | None:
 
 
 def find(
-    table: Sequence[Row], xid: int, interrupt: int, status: int, unit: str, driver_version: str = ""
-) -> Row | None:
+    table: Sequence[LinkErrorRow], xid: int, interrupt: int, status: int, unit: str, driver_version: str = ""
+) -> LinkErrorRow | None:
     """Return the row for two words of an NVLink 5 Xid.
 
-    The unit that the driver wrote must be the row's. If the layout of this driver has no such row the other one is
-    tried: the version may be of the driver installed, not of the one that wrote the line.
+    The unit in the text must be the row's. Without a row in the layout of this driver, the other layout is tried. The
+    version may be of the installed driver, and the line of an earlier one.
     """
     major = driver_version.partition(".")[0]
     layouts = (0, 1) if major.isdecimal() and int(major) < LAYOUT_2_SINCE else (1, 0)
@@ -98,7 +98,7 @@ def find(
             and any(unit.startswith(name) or name.startswith(unit) for name in row.units)
         ]
         exact = [row for row in rows if row.status == status]
-        # Some units report a number, others one bit for each error, of which several may be set.
+        # Some units report a number, others one bit per error. Several bits may then be set.
         bits = [row for row in rows if row.status != 0 and row.status & status == row.status]
         if exact or bits:
             return max(exact or bits, key=lambda row: SEVERITIES.index(row.severity))
@@ -106,10 +106,10 @@ def find(
 
 
 @functools.cache
-def table() -> tuple[Row, ...]:
-    """Return data/xid_nvlink5.csv."""
+def table() -> tuple[LinkErrorRow, ...]:
+    """Return the rows of data/xid_nvlink5.csv."""
     return tuple(
-        Row(
+        LinkErrorRow(
             int(row["xid"]),
             tuple(row["unit"].split("/")),
             (pattern(row["intrinfo_v1_before_r575"]), pattern(row["intrinfo_v2_from_r575"])),

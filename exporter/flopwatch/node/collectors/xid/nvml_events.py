@@ -1,12 +1,12 @@
-"""Xids from NVML's event set: what an ordinary user has without the kernel log.
+"""Xids from NVML's event set, which needs no privilege.
 
-https://docs.nvidia.com/deploy/nvml-api/group__nvmlEvents.html. Missing: the text, whatever came before registration or
-while the driver was away, and MIG instances (an event of one names its GPU). An event with Xid 0 is a clock event that
-shares the set (https://github.com/leptonai/gpud); 999 stands for an Xid that NVML does not know. On Linux every Xid is
-delivered, not only critical ones.
+https://docs.nvidia.com/deploy/nvml-api/group__nvmlEvents.html. Missing: the text, events before registration or without
+a driver, and MIG instances (an event of one names its GPU). An event with Xid 0 is a clock event that shares the set
+(https://github.com/leptonai/gpud). 999 stands for an Xid that NVML does not know. On Linux every Xid is delivered, not
+only critical ones.
 
-The wait is in a thread of its own: NVML may hang, and the reader must answer. After any error, and now and then while
-a GPU is missing, NVML is shut down and everything is registered again; what happens in between is lost.
+A thread waits for events, because NVML may hang and the reader must answer. After an error, and at intervals while a
+GPU is missing, NVML is shut down and everything is registered again. Events in between are lost.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ NOTICES = {0x4000: "unavailable", 0x8000: "recovery_action"}
 UNKNOWN_XID = 999
 
 WAIT_MILLISECONDS = 500
-# A wait that has not returned for so many seconds hangs.
+# A wait that has not returned after so many seconds hangs.
 HANGING = 10.0
-FIRST_BACKOFF, LONGEST_BACKOFF = 1.0, 60.0
-# Seconds between two attempts to register a GPU that refused, and after which a registration was a good one.
+FIRST_BACKOFF, MAX_BACKOFF = 1.0, 60.0
+# Seconds between two attempts to register a missing GPU, and after which a registration counts as good.
 MISSING_AGAIN = 60.0
-KEPT = 10_000
+MAX_EVENTS = 10_000
 
 
 class Device(NamedTuple):
-    """One GPU as NVML names it."""
+    """GPU as NVML names it."""
 
     gpu: str
     uuid: str
     pci: str
 
 
-class Told(NamedTuple):
-    """One event: an Xid of the GPU at a PCI address, or a notice, at a Unix time."""
+class NvmlEvent(NamedTuple):
+    """Event of the GPU at a PCI address: an Xid or a notice, at a Unix time."""
 
     pci: str
     at: float
@@ -53,7 +53,7 @@ class Told(NamedTuple):
 
 
 class Watcher:
-    """The events of all GPUs since `start`; `library` is the pynvml module."""
+    """Reader of the events of all GPUs since `start`; `library` is the pynvml module."""
 
     def __init__(
         self, library: Any, clock: Callable[[], float] = time.time, first_backoff: float = FIRST_BACKOFF
@@ -61,7 +61,7 @@ class Watcher:
         self._nvml = library
         self._clock = clock
         self._first_backoff = first_backoff
-        self._told: deque[Told] = deque(maxlen=KEPT)
+        self._events: deque[NvmlEvent] = deque(maxlen=MAX_EVENTS)
         self._stopped = threading.Event()
         self._settled = threading.Event()
         self._thread: threading.Thread | None = None
@@ -69,28 +69,28 @@ class Watcher:
         self._absent = False
         self._alive_at = time.monotonic()
         self._handles: dict[object, Device] = {}
-        self.devices: dict[str, Device] = {}  # by PCI address, of all GPUs that were ever registered
-        self.notices: frozenset[str] = frozenset()  # those that the driver can tell of
+        self.devices: dict[str, Device] = {}  # by PCI address, of all GPUs ever registered
+        self.notices: frozenset[str] = frozenset()  # those that the driver supports
         self.registered = False  # once in this process
-        self.replaced = False  # the driver was, underneath: only another process can load its library
+        self.replaced = False  # whether the driver was: only another process can load its library
 
-    def start(self, patience: float) -> None:
-        """Register in the background, and return when that has succeeded or failed, or after so many seconds."""
+    def start(self, timeout: float) -> None:
+        """Register in a thread. Return after success, failure or `patience` seconds."""
         self._thread = threading.Thread(target=self._watch, name="NVML events", daemon=True)
         self._thread.start()
-        self._settled.wait(patience)
+        self._settled.wait(timeout)
 
-    def drain(self) -> list[Told]:
+    def drain(self) -> list[NvmlEvent]:
         """Return the events since the last drain; never blocks."""
-        told = []
+        events = []
         with suppress(IndexError):
             while True:
-                told.append(self._told.popleft())
-        return told
+                events.append(self._events.popleft())
+        return events
 
     @property
     def error(self) -> str:
-        """Return why no events come, empty as long as they do."""
+        """Return why no events arrive, empty while they do."""
         if self._thread is None or not self._thread.is_alive():
             return "its thread has ended"
         silent = time.monotonic() - self._alive_at
@@ -135,10 +135,10 @@ class Watcher:
                 backoff = self._first_backoff
             if self._error:
                 self._stopped.wait(backoff)
-                backoff = min(2 * backoff, LONGEST_BACKOFF)
+                backoff = min(2 * backoff, MAX_BACKOFF)
 
     def _register(self, events: Any) -> bool:
-        """Register every GPU that lets itself be, and return whether some did not. Raises if none did."""
+        """Register every GPU. Return whether some failed. Raises NVMLError if all failed."""
         nvml = self._nvml
         handles: dict[object, Device] = {}
         failure: Exception | None = None
@@ -163,7 +163,7 @@ class Watcher:
         return failure is not None
 
     def _wait(self, events: Any, missing: bool) -> None:
-        """Take events until told to stop, or until it is time to look for the missing GPUs again."""
+        """Take events until closed, or until the missing GPUs are due for another attempt."""
         nvml = self._nvml
         again = time.monotonic() + MISSING_AGAIN
         while not self._stopped.is_set() and not (missing and time.monotonic() > again):
@@ -182,9 +182,9 @@ class Watcher:
             return
         if data.eventType == XID:
             if data.eventData != 0:
-                self._told.append(Told(device.pci, self._clock(), int(data.eventData), ""))
+                self._events.append(NvmlEvent(device.pci, self._clock(), int(data.eventData), ""))
         elif data.eventType in NOTICES:
-            self._told.append(Told(device.pci, self._clock(), 0, NOTICES[data.eventType]))
+            self._events.append(NvmlEvent(device.pci, self._clock(), 0, NOTICES[data.eventType]))
 
     def _parent(self, handle: Any) -> Device | None:
         """Return the GPU of a MIG instance."""
@@ -195,7 +195,7 @@ class Watcher:
 
 
 def _identity(handle: Any) -> object:
-    """Return what tells one nvmlDevice_t from another; pynvml makes a new pointer object for each answer."""
+    """Return a key of an nvmlDevice_t; pynvml makes a new pointer object for each answer."""
     if isinstance(handle, ctypes._Pointer):
         return ctypes.cast(handle, ctypes.c_void_p).value
     return handle

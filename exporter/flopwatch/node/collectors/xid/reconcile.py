@@ -1,11 +1,11 @@
-"""One count out of several sources that each tell of the same events: the kernel log and NVML's event set.
+"""Count of events that several sources report: the kernel log and NVML's event set.
 
-Pure: no clock, no I/O. A source may lose events and may tell late, but tells each event at most once and its own in
-order. Then, of the events with one key:
+Pure: no clock, no I/O. A source may lose events and may report late, but reports each event at most once and in order.
+Then, for the events of one key:
 
-- if one source told of all of them, the count is theirs: N kernel lines and M NVML events are max(N, M);
+- if one source reported all of them, the count is right: N kernel lines and M NVML events are max(N, M);
 - if they are further apart than the window, the count is right whichever source saw which;
-- it is never more than happened, and less only if within one window each source lost events that another saw.
+- the count is never too high, and too low only if within one window each source lost events that another saw.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 
-# Events of one key that are remembered; a longer burst within the window counts on without being compared.
-REMEMBERED = 4096
-# And how many of them another process is told.
-HANDED_ON = 64
+# Limit of remembered events of one key. A longer burst within the window is counted without comparison.
+MAX_EVENTS = 4096
+# Limit of those that are stored for the next process.
+MAX_STORED = 64
 
 
 class _Counted:
-    """The events of one key that were counted: when the first source says they happened, and who told of them."""
+    """Counted events of one key: the time from the first source, and all sources that reported each."""
 
     def __init__(self) -> None:
         self.events: deque[tuple[float, set[str]]] = deque()
         self._dropped = 0
-        # By source, how many events it will not tell of any more: it has, or they are too old for what it tells now.
+        # By source, how many events it can no longer report: done already, or too old.
         self._past: dict[str, int] = {}
 
     def matches(self, source: str, at: float, window: float) -> bool:
-        """Return whether an event within the window is one that this source has not told of; now it has."""
+        """Return whether an event within the window lacks this source, and add the source to it."""
         position = max(self._past.get(source, 0), self._dropped)
         found = False
         while position < self._dropped + len(self.events):
@@ -58,7 +58,7 @@ class _Counted:
 
     def add(self, at: float, sources: Iterable[str]) -> None:
         self.events.append((at, set(sources)))
-        if len(self.events) > REMEMBERED:
+        if len(self.events) > MAX_EVENTS:
             self.drop()
 
     def drop(self) -> None:
@@ -67,16 +67,17 @@ class _Counted:
 
 
 class Reconciler(Generic[Key]):
-    """Tells what is news from what another source has told already; `window` is in seconds."""
+    """Filter of events that another source has already reported; `window` is in seconds."""
 
     def __init__(self, window: float) -> None:
         self.window = window
         self._keys: dict[Key, _Counted] = {}
 
     def news(self, key: Key, source: str, at: float, repeats: bool = False) -> bool:
-        """Return whether this is an event to count; `at` is in seconds, on any clock that the sources share.
+        """Return whether to count this event; `at` is in seconds on a clock that the sources share.
 
-        A source that `repeats` tells of one event any number of times, so it has news only where nobody has.
+        A source that `repeats` may report one event any number of times. Its event counts only if no source reported
+        one.
         """
         counted = self._keys.setdefault(key, _Counted())
         if counted.near(at, self.window) if repeats else counted.matches(source, at, self.window):
@@ -85,7 +86,7 @@ class Reconciler(Generic[Key]):
         return True
 
     def forget(self, now: float) -> None:
-        """Drop what no source will tell of any more: what is two windows old."""
+        """Drop events older than two windows, which no source reports any more."""
         for key, counted in list(self._keys.items()):
             while counted.events and counted.events[0][0] < now - 2 * self.window:
                 counted.drop()
@@ -93,12 +94,12 @@ class Reconciler(Generic[Key]):
                 del self._keys[key]
 
     def __iter__(self) -> Iterator[tuple[Key, float, list[str]]]:
-        """Yield what is remembered, for `restore` in another process."""
+        """Yield the remembered events, for `restore` in another process."""
         for key, counted in self._keys.items():
-            for at, sources in list(counted.events)[-HANDED_ON:]:
+            for at, sources in list(counted.events)[-MAX_STORED:]:
                 yield key, at, sorted(sources)
 
     def restore(self, counted: Iterable[tuple[Key, float, Iterable[str]]]) -> None:
-        """Remember what another process has counted."""
+        """Add events that another process counted."""
         for key, at, sources in counted:
             self._keys.setdefault(key, _Counted()).add(at, sources)

@@ -1,0 +1,449 @@
+"""Calls of NVML about one GPU, in the order in which they are made: https://docs.nvidia.com/deploy/nvml-api/."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from ctypes import byref
+from functools import partial
+from math import inf
+from typing import Any
+from uuid import UUID
+
+from flopwatch import catalogue as m
+from flopwatch.catalogue import Metric
+from flopwatch.node.collectors import cgroup
+from flopwatch.node.collectors.nvml import fields, gpm
+from flopwatch.node.collectors.nvml.card import GONE, LACKING, OVER, NvmlCard, Read, Values, code_of
+from flopwatch.node.collectors.nvml.fields import Key
+
+# Seconds between two reads of values that change seldom or cost more. A scrape every 10 s reads them every time.
+SELDOM = 9.0
+ONCE = inf
+
+# Of an empty MIG slot: NVML_ERROR_NOT_FOUND or NVML_ERROR_INVALID_ARGUMENT.
+EMPTY_SLOT = (2, 6)
+# 1g.10gb, 1c.3g.40gb, 1g.10gb+me in the name of a MIG instance.
+MIG_PROFILE = re.compile(r"(?:[0-9]+c\.)?[0-9]+g\.[0-9]+gb\S*")
+OWNERS_PER_GPU = 8
+OTHER_OWNERS = "other"
+
+# nvmlMemoryErrorType_t, nvmlMemoryLocation_t, nvmlTemperatureThresholds_t.
+ECC_TYPES = {"corrected": (0, fields.ECC_CORRECTED), "uncorrected": (1, fields.ECC_UNCORRECTED)}
+ECC_VOLATILE = 0
+ECC_LOCATIONS = {0: "l1", 1: "l2", 2: "dram", 3: "register", 4: "texture", 5: "shared", 6: "cbu", 7: "sram"}
+THRESHOLDS = {0: "shutdown", 1: "slowdown", 2: "memory_max", 3: "gpu_max"}
+
+
+def _batch(card: NvmlCard, table: tuple[fields.NvmlField, ...]) -> Values:
+    """Read the fields of a table that the card has. A second round reads replacements of missing fields."""
+    asked: set[Key] = set()
+    answered, trouble = False, 0
+    while wanted := [
+        field
+        for field in table
+        if field.key not in asked
+        and field.key not in card.lacks
+        and (field.instead_of is None or (field.instead_of, 0) in card.lacks)
+    ]:
+        keys = [field.key for field in wanted]
+        asked.update(keys)
+        try:
+            answers, refused = card.ask(keys)
+        except card.nvml.NVMLError as error:
+            if error.value in LACKING:
+                card.lacks |= dict.fromkeys(keys, error.value)
+            raise
+        for key, code in refused.items():
+            if code in LACKING:
+                card.lacks[key] = code
+            else:
+                trouble = code
+        for entry in wanted:
+            number = None if entry.key not in answers else fields.number(answers[entry.key], entry.signed)
+            if number is None:
+                continue
+            answered = True
+            card.latest[entry.key] = number
+            if not entry.once or card.notable(entry.row, entry.labels, number):
+                yield entry.row, entry.labels, number * entry.factor
+    card.incomplete = trouble != 0
+    if trouble and not answered:
+        raise card.nvml.NVMLError(trouble)
+
+
+def _links(card: NvmlCard) -> Values:
+    """Read every link of the GPU. A field is missing only if no link has it: a link that is down has few."""
+    count = card.latest.get(fields.LINK_COUNT)
+    if count is None:
+        answers, refused = card.ask([fields.LINK_COUNT])
+        if fields.LINK_COUNT in refused:
+            raise card.nvml.NVMLError(refused[fields.LINK_COUNT])
+        count = fields.number(answers[fields.LINK_COUNT]) or 0
+        card.latest[fields.LINK_COUNT] = count
+    links = range(int(count))
+    added_up = {field_id for field_id, whole in fields.INSTEAD_OF_LINKS.items() if whole in card.lacks}
+    needless = fields.INSTEAD_OF_LINKS.keys() - added_up
+    wanted = [
+        field_id for field_id in fields.PER_LINK if (field_id, None) not in card.lacks and field_id not in needless
+    ]
+    if not links or not wanted:
+        return
+    answers, refused = card.ask([(field_id, link) for field_id in wanted for link in links])
+    for field_id in wanted:
+        if all(refused.get((field_id, link)) in LACKING for link in links):
+            card.lacks[field_id, None] = refused[field_id, links[0]]
+    card.incomplete = not set(refused.values()) <= set(LACKING)
+    numbers = {key: number for key, value in answers.items() if (number := fields.number(value)) is not None}
+    if (fields.LINK_STATE, None) in card.lacks:
+        numbers |= _old_link_states(card, links)
+    yield from card.past.links.take(numbers)
+    if all((field_id, None) in card.lacks for field_id in fields.LINK_ERRORS):
+        yield from _batch(card, fields.OLD_LINKS)
+    if (fields.LINK_SPEED, None) in card.lacks:
+        yield from _batch(card, (fields.OLD_LINK_SPEED,))
+
+
+def _old_link_states(card: NvmlCard, links: range) -> dict[Key, float]:
+    states: dict[Key, float] = {}
+    for link in links:
+        try:
+            states[fields.LINK_STATE, link] = card.nvml.nvmlDeviceGetNvLinkState(card.handle, link)
+        except card.nvml.NVMLError as error:
+            if error.value in (*GONE, *OVER):
+                raise
+            card.incomplete = card.incomplete or error.value not in LACKING
+    return states
+
+
+def _memory(card: NvmlCard) -> Values:
+    # Version 2 excludes the driver's reserve from `used`.
+    memory = card.nvml.nvmlDeviceGetMemoryInfo(card.handle, card.nvml.nvmlMemory_v2)
+    yield m.GPU_MEMORY_USED_BYTES, (), memory.used
+    yield m.GPU_MEMORY_TOTAL_BYTES, (), memory.total
+    yield m.GPU_MEMORY_RESERVED_BYTES, (), memory.reserved
+
+
+def _memory_v1(card: NvmlCard) -> Values:
+    memory = card.nvml.nvmlDeviceGetMemoryInfo(card.handle)
+    yield m.GPU_MEMORY_USED_BYTES, (), memory.used
+    yield m.GPU_MEMORY_TOTAL_BYTES, (), memory.total
+
+
+def _bar1(card: NvmlCard) -> Values:
+    memory = card.nvml.nvmlDeviceGetBAR1MemoryInfo(card.handle)
+    yield m.GPU_BAR1_USED_BYTES, (), memory.bar1Used
+    yield m.GPU_BAR1_TOTAL_BYTES, (), memory.bar1Total
+
+
+def _utilization(card: NvmlCard) -> Values:
+    utilization = card.nvml.nvmlDeviceGetUtilizationRates(card.handle)
+    yield m.GPU_UTILIZATION_RATIO, (), utilization.gpu
+    yield m.GPU_MEMORY_COPY_UTILIZATION_RATIO, (), utilization.memory
+
+
+def _clock_events(card: NvmlCard, call: str) -> Values:
+    active = getattr(card.nvml, call)(card.handle)
+    for bit, reason in fields.CLOCK_EVENTS.items():
+        number = float(bool(active & bit))
+        if reason == "gpu_idle" or card.notable(m.GPU_CLOCK_EVENT_ACTIVE, (reason,), number):
+            yield m.GPU_CLOCK_EVENT_ACTIVE, (reason,), number
+
+
+def _processes(card: NvmlCard) -> Values:
+    """Count the compute processes by owner, the owners with most memory first."""
+    processes = card.nvml.nvmlDeviceGetComputeRunningProcesses_v3(card.handle)
+    pids = {process.pid for process in processes}
+    # The same pid is the same process, unless the number was reused within seconds.
+    known = {pid: owner for pid, owner in card.past.owners.items() if owner != cgroup.UNKNOWN}
+    owners = {pid: known[pid] if pid in known else cgroup.owner(pid, card.proc) for pid in pids}
+    card.past.owners, card.past.pids = owners, sorted(pids)
+    memory: dict[str, float | None] = {}
+    for process in processes:
+        used, owner = process.usedGpuMemory, owners[process.pid]
+        before = memory.get(owner, 0)
+        memory[owner] = None if used is None or before is None else before + used
+    counts = {owner: list(owners.values()).count(owner) for owner in memory}
+    by_size = sorted(memory, key=lambda owner: (-(memory[owner] or 0), -counts[owner], owner))
+    kept, rest = by_size[:OWNERS_PER_GPU], by_size[OWNERS_PER_GPU:]
+    groups = {owner: [owner] for owner in kept} | ({OTHER_OWNERS: rest} if rest else {})
+    for name, members in groups.items():
+        yield m.GPU_PROCESSES, (name,), sum(counts[owner] for owner in members)
+        held = [size for owner in members if (size := memory[owner]) is not None]
+        if len(held) == len(members):
+            yield m.GPU_PROCESS_MEMORY_BYTES, (name,), sum(held)
+
+
+def _ecc_locations(card: NvmlCard) -> Values:
+    """Read the locations of the ECC errors, if there were any."""
+    for error, (number, total) in ECC_TYPES.items():
+        for location, name in ECC_LOCATIONS.items():
+            if card.latest.get(total, 0) == 0 or (total, name) in card.lacks:
+                continue
+            try:
+                count = card.nvml.nvmlDeviceGetMemoryErrorCounter(card.handle, number, ECC_VOLATILE, location)
+            except card.nvml.NVMLError as failure:
+                if failure.value not in LACKING:
+                    raise
+                card.lacks[total, name] = failure.value
+                continue
+            if card.notable(m.GPU_ECC_LOCATION_ERRORS_TOTAL, (error, name), count):
+                yield m.GPU_ECC_LOCATION_ERRORS_TOTAL, (error, name), count
+
+
+def _sram(card: NvmlCard) -> Values:
+    status = card.nvml.c_nvmlEccSramErrorStatus_v1_t()
+    card.nvml.nvmlDeviceGetSramEccErrorStatus(card.handle, byref(status))
+    yield m.GPU_SRAM_ERROR_THRESHOLD_EXCEEDED, (), status.bThresholdExceeded
+
+
+def _remapped_rows(card: NvmlCard) -> Values:
+    corrected, uncorrected, pending, failure = card.nvml.nvmlDeviceGetRemappedRows(card.handle)
+    yield m.GPU_REMAPPED_ROWS_TOTAL, ("corrected",), corrected
+    yield m.GPU_REMAPPED_ROWS_TOTAL, ("uncorrected",), uncorrected
+    yield m.GPU_ROW_REMAP_PENDING, (), pending
+    yield m.GPU_ROW_REMAP_FAILURE, (), failure
+
+
+def _spare_rows(card: NvmlCard) -> Values:
+    histogram = card.nvml.nvmlDeviceGetRowRemapperHistogram(card.handle)
+    for availability in ("max", "high", "partial", "low", "none"):
+        count = getattr(histogram, availability)
+        if availability == "max" or card.notable(m.GPU_ROW_REMAP_BANKS, (availability,), count):
+            yield m.GPU_ROW_REMAP_BANKS, (availability,), count
+
+
+def _repair(card: NvmlCard) -> Values:
+    channel, tpc = card.nvml.nvmlDeviceGetRepairStatus(card.handle)
+    yield m.GPU_REPAIR_PENDING, ("channel",), channel
+    yield m.GPU_REPAIR_PENDING, ("tpc",), tpc
+
+
+def _fabric(card: NvmlCard, structure: str) -> Values:
+    info = getattr(card.nvml, structure)()
+    card.nvml.nvmlDeviceGetGpuFabricInfoV(card.handle, byref(info))
+    state = info.state & 0xFF  # one byte in C followed by padding, an int in pynvml
+    if state == card.nvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED:
+        return
+    yield m.GPU_FABRIC_STATE_ID, (), state
+    if state != card.nvml.NVML_GPU_FABRIC_STATE_COMPLETED:
+        return
+    yield m.GPU_FABRIC_INFO, (str(UUID(bytes=bytes(info.clusterUuid))), str(info.cliqueId)), 1
+    yield m.GPU_FABRIC_STATUS_ID, (), info.status
+    summary = getattr(info, "healthSummary", 0)
+    if summary != 0:
+        yield m.GPU_FABRIC_HEALTH_ID, (), summary
+    for fault, there in fields.fabric_faults(info.healthMask).items():
+        if card.notable(m.GPU_FABRIC_FAULT, (fault,), float(there)):
+            yield m.GPU_FABRIC_FAULT, (fault,), float(there)
+
+
+def _mig(card: NvmlCard) -> Values:
+    """Read the MIG mode and instances. A change of either makes the card read everything again."""
+    mode = card.nvml.nvmlDeviceGetMigMode(card.handle)[0]
+    yield m.GPU_MIG_MODE, (), mode
+    before = card.mig
+    instances = list(_instances(card)) if mode == 1 else None
+    card.mig = None if instances is None else [labels for labels, _ in instances]
+    if card.mig != before:
+        card.forget()
+        card.stop_meters()
+    seen: set[str] = set()
+    for labels, memory in instances or ():
+        instance = labels["gpu_instance"]
+        yield m.GPU_MIG_INFO, (instance, labels["compute_instance"], labels["uuid"], labels["profile"]), 1
+        # The memory belongs to the GPU instance, and its compute instances share it.
+        if memory is not None and instance not in seen:
+            seen.add(instance)
+            yield m.GPU_MIG_MEMORY_USED_BYTES, (instance,), memory.used
+            yield m.GPU_MIG_MEMORY_TOTAL_BYTES, (instance,), memory.total
+
+
+def _instances(card: NvmlCard) -> Iterator[tuple[dict[str, str], Any]]:
+    """Yield the labels and the memory of each instance, None if unreadable. An error costs only its instance."""
+    nvml = card.nvml
+    failures: set[int | None] = set()
+
+    def of(handle: Any, call: str, *arguments: Any) -> Any:
+        try:
+            return getattr(nvml, call)(handle, *arguments)
+        except Exception as error:
+            code = code_of(nvml, error)
+            if code in (*GONE, *OVER):
+                raise
+            if code is None:
+                card.report(call, error)
+            failures.add(code)
+            return None
+
+    for slot in range(of(card.handle, "nvmlDeviceGetMaxMigDeviceCount") or 0):
+        handle = of(card.handle, "nvmlDeviceGetMigDeviceHandleByIndex", slot)
+        if handle is None:
+            continue
+        uuid, gpu_instance = of(handle, "nvmlDeviceGetUUID"), of(handle, "nvmlDeviceGetGpuInstanceId")
+        if uuid is None or gpu_instance is None:
+            continue
+        compute_instance = of(handle, "nvmlDeviceGetComputeInstanceId")
+        profile = MIG_PROFILE.search(of(handle, "nvmlDeviceGetName") or "")
+        yield (
+            {
+                "uuid": uuid,
+                "gpu_instance": str(gpu_instance),
+                "compute_instance": "" if compute_instance is None else str(compute_instance),
+                "profile": "" if profile is None else profile[0],
+            },
+            of(handle, "nvmlDeviceGetMemoryInfo", nvml.nvmlMemory_v2),
+        )
+    card.incomplete = not failures <= {None, *LACKING, *EMPTY_SLOT}
+
+
+def _gpm_supported(card: NvmlCard) -> bool:
+    """Return whether the card has GPM. The driver is asked once."""
+    if GPM not in card.latest:
+        card.latest[GPM] = card.nvml.nvmlGpmQueryDeviceSupport(card.handle).isSupportedDevice
+    return card.latest[GPM] != 0
+
+
+def _activity(card: NvmlCard) -> Values:
+    if not _gpm_supported(card):
+        raise card.nvml.NVMLError(card.nvml.NVML_ERROR_NOT_SUPPORTED)
+    meter = card.meter()
+    failure = _advance(card, meter)
+    yield from gpm.whole_gpu(meter.activity)
+    moved = meter.activity.bytes
+    for metric, row, cumulative in (
+        (gpm.PCIE_SENT, m.GPU_PCIE_TRANSMIT_BYTES_TOTAL, (fields.PCIE_SENT,)),
+        (gpm.PCIE_RECEIVED, m.GPU_PCIE_RECEIVE_BYTES_TOTAL, (fields.PCIE_RECEIVED,)),
+        (gpm.NVLINK_SENT, m.NVLINK_TRANSMIT_BYTES_TOTAL, (fields.NVLINK_DATA_SENT, (202, None))),
+        (gpm.NVLINK_RECEIVED, m.NVLINK_RECEIVE_BYTES_TOTAL, (fields.NVLINK_DATA_RECEIVED, (204, None))),
+    ):
+        if metric in moved and all(key in card.lacks for key in cumulative):
+            yield row, (), moved[metric]
+    if failure is not None:
+        raise failure
+
+
+def _advance(card: NvmlCard, meter: gpm.Meter) -> Exception | None:
+    """Return the error of a meter that could not advance, such as a profiler holding the hardware counters.
+
+    The counts so far stay. Raises NVMLError for errors that last.
+    """
+    try:
+        card.unasked = not meter.advance()
+    except card.nvml.NVMLError as error:
+        if error.value in LACKING:
+            meter.close()
+        if error.value in (*LACKING, *GONE, *OVER):
+            raise
+        failure: Exception = error
+        return failure
+    return None
+
+
+def _instance_activity(card: NvmlCard) -> Values:
+    if not _gpm_supported(card):
+        raise card.nvml.NVMLError(card.nvml.NVML_ERROR_NOT_SUPPORTED)
+    failure: Exception | None = None
+    for instance in sorted({labels["gpu_instance"] for labels in card.mig or ()}, key=int):
+        meter = card.meter(instance)
+        failure = _advance(card, meter) or failure
+        yield from gpm.mig_instance(meter.activity, instance)
+    if failure is not None:
+        raise failure
+
+
+def _value(
+    row: Metric, name: str, *arguments: Any, labels: tuple[str, ...] = (), item: int | None = None, **how: Any
+) -> Read:
+    """Return the read of a call that gives one number, or the number at `item` of a list."""
+
+    def values(card: NvmlCard) -> Values:
+        answer = getattr(card.nvml, name)(card.handle, *arguments)
+        number = answer if item is None else answer[item]
+        if fields.known(number):
+            yield row, labels, number
+
+    return Read(name, values, **how)
+
+
+# Not a field: the key in `latest` of whether the card has GPM.
+GPM = (-1, 0)
+GRAPHICS_CLOCK, SM_CLOCK, MEMORY_CLOCK, VIDEO_CLOCK = range(4)  # nvmlClockType_t
+
+_MEMORY = Read("nvmlDeviceGetMemoryInfo", _memory, needs=("nvmlMemory_v2",))
+_TEMPERATURE = _value(m.GPU_TEMPERATURE_CELSIUS, "nvmlDeviceGetTemperatureV", 0)
+CLOCK_EVENTS = "nvmlDeviceGetCurrentClocksEventReasons"
+OLD_CLOCK_EVENTS = "nvmlDeviceGetCurrentClocksThrottleReasons"  # before R535
+_CLOCK_EVENTS = Read(CLOCK_EVENTS, partial(_clock_events, call=CLOCK_EVENTS))
+_FABRIC = Read(
+    "nvmlDeviceGetGpuFabricInfoV",
+    partial(_fabric, structure="c_nvmlGpuFabricInfo_v3_t"),
+    SELDOM,
+    needs=("c_nvmlGpuFabricInfo_v3_t",),
+    whole=True,
+)
+
+# In this order, a change of MIG mode precedes what depends on it, and a missing field precedes its replacement.
+READS: tuple[Read, ...] = (
+    Read("nvmlDeviceGetMigMode", _mig, SELDOM),
+    Read("nvmlDeviceGetFieldValues", partial(_batch, table=fields.FAST)),
+    Read("nvmlDeviceGetFieldValues", partial(_batch, table=fields.SLOW), SELDOM),
+    Read("nvmlDeviceGetFieldValues", _links, SELDOM, whole=True),
+    Read("nvmlGpmSampleGet", _activity, needs=("nvmlGpmQueryDeviceSupport", "nvmlGpmMetricsGet")),
+    Read("nvmlGpmMigSampleGet", _instance_activity, needs=("nvmlGpmQueryDeviceSupport", "nvmlGpmMetricsGet")),
+    _value(m.GPU_ENERGY_JOULES_TOTAL, "nvmlDeviceGetTotalEnergyConsumption", instead_of=((83, 0),)),
+    _MEMORY,
+    Read("nvmlDeviceGetMemoryInfo", _memory_v1, instead_of=(_MEMORY,)),
+    Read("nvmlDeviceGetBAR1MemoryInfo", _bar1, SELDOM),
+    Read("nvmlDeviceGetUtilizationRates", _utilization),
+    _value(m.GPU_ENCODER_UTILIZATION_RATIO, "nvmlDeviceGetEncoderUtilization", item=0, every=SELDOM),
+    _value(m.GPU_DECODER_UTILIZATION_RATIO, "nvmlDeviceGetDecoderUtilization", item=0, every=SELDOM),
+    Read("nvmlDeviceGetComputeRunningProcesses_v3", _processes, SELDOM),
+    _TEMPERATURE,
+    _value(m.GPU_TEMPERATURE_CELSIUS, "nvmlDeviceGetTemperature", 0, instead_of=(_TEMPERATURE,)),
+    _value(m.GPU_TEMPERATURE_MARGIN_CELSIUS, "nvmlDeviceGetMarginTemperature"),
+    *(
+        _value(
+            m.GPU_TEMPERATURE_LIMIT_CELSIUS,
+            "nvmlDeviceGetTemperatureThreshold",
+            threshold,
+            labels=(limit,),
+            every=ONCE,
+            instead_of=((193, 0), (194, 0)),
+        )
+        for threshold, limit in THRESHOLDS.items()
+    ),
+    _value(m.GPU_POWER_WATTS, "nvmlDeviceGetPowerUsage"),
+    _value(m.GPU_POWER_LIMIT_WATTS, "nvmlDeviceGetEnforcedPowerLimit", every=SELDOM),
+    _value(m.GPU_POWER_LIMIT_DEFAULT_WATTS, "nvmlDeviceGetPowerManagementDefaultLimit", every=ONCE),
+    _value(m.GPU_POWER_LIMIT_MAX_WATTS, "nvmlDeviceGetPowerManagementLimitConstraints", item=1, every=ONCE),
+    _value(m.GPU_GRAPHICS_CLOCK_HERTZ, "nvmlDeviceGetClockInfo", GRAPHICS_CLOCK, every=SELDOM),
+    _value(m.GPU_SM_CLOCK_HERTZ, "nvmlDeviceGetClockInfo", SM_CLOCK),
+    _value(m.GPU_SM_CLOCK_MAX_HERTZ, "nvmlDeviceGetMaxClockInfo", SM_CLOCK, every=ONCE),
+    _value(m.GPU_MEMORY_CLOCK_HERTZ, "nvmlDeviceGetClockInfo", MEMORY_CLOCK),
+    _value(m.GPU_MEMORY_CLOCK_MAX_HERTZ, "nvmlDeviceGetMaxClockInfo", MEMORY_CLOCK, every=ONCE),
+    _value(m.GPU_VIDEO_CLOCK_HERTZ, "nvmlDeviceGetClockInfo", VIDEO_CLOCK, every=SELDOM),
+    _value(m.GPU_VIDEO_CLOCK_MAX_HERTZ, "nvmlDeviceGetMaxClockInfo", VIDEO_CLOCK, every=ONCE),
+    _CLOCK_EVENTS,
+    Read(OLD_CLOCK_EVENTS, partial(_clock_events, call=OLD_CLOCK_EVENTS), instead_of=(_CLOCK_EVENTS,)),
+    Read("nvmlDeviceGetMemoryErrorCounter", _ecc_locations, SELDOM),
+    Read("nvmlDeviceGetSramEccErrorStatus", _sram, SELDOM, needs=("c_nvmlEccSramErrorStatus_v1_t",)),
+    Read("nvmlDeviceGetRemappedRows", _remapped_rows, SELDOM, instead_of=((142, 0), (143, 0))),
+    Read("nvmlDeviceGetRowRemapperHistogram", _spare_rows, SELDOM),
+    Read("nvmlDeviceGetRepairStatus", _repair, SELDOM),
+    _value(m.GPU_PCIE_GENERATION, "nvmlDeviceGetCurrPcieLinkGeneration", every=SELDOM),
+    _value(m.GPU_PCIE_GENERATION_MAX, "nvmlDeviceGetMaxPcieLinkGeneration", every=ONCE),
+    _value(m.GPU_PCIE_WIDTH_LANES, "nvmlDeviceGetCurrPcieLinkWidth", every=SELDOM),
+    _value(m.GPU_PCIE_WIDTH_MAX_LANES, "nvmlDeviceGetMaxPcieLinkWidth", every=ONCE),
+    _value(m.GPU_PERSISTENCE_MODE, "nvmlDeviceGetPersistenceMode", every=SELDOM),
+    _value(m.GPU_ECC_MODE, "nvmlDeviceGetEccMode", item=0, every=SELDOM),
+    _FABRIC,
+    Read(
+        "nvmlDeviceGetGpuFabricInfoV",
+        partial(_fabric, structure="c_nvmlGpuFabricInfo_v2_t"),
+        SELDOM,
+        needs=("c_nvmlGpuFabricInfo_v2_t",),
+        instead_of=(_FABRIC,),
+        whole=True,
+    ),
+)

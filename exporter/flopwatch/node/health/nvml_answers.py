@@ -1,0 +1,88 @@
+"""NVML collector of the doctor, which records what each call answered, and the calls behind each row."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flopwatch import catalogue as m
+from flopwatch.catalogue import Metric, Sample
+from flopwatch.node.collectors import Collector, StateFile
+
+PROFILING = 1000  # DCGM measures fields from this id on itself, and gets the others from NVML
+
+
+class RecordedNvml:
+    """NVML collector whose library is wrapped by the recorder of `flopwatch capture`; the answers go to a file."""
+
+    name = "nvml"
+
+    def __init__(self, collector: Any, notes: StateFile) -> None:
+        from flopwatch.node.capture.recorder import Recorder
+
+        self._library = collector._nvml
+        self._recorder = collector._nvml = Recorder(self._library)
+        self._collector: Collector = collector
+        self._notes = notes
+
+    def read(self) -> list[Sample]:
+        """Return the collector's samples, and store the answers of the calls."""
+        try:
+            return self._collector.read()
+        finally:
+            names = {name for row in m.all_metrics() for name in asked(row).functions}
+            self._notes.save(
+                {
+                    "lacks": sorted(name for name in names if not hasattr(self._library, name)),
+                    **{part: _codes(sections) for part, sections in self._recorder.recorded().items()},
+                }
+            )
+
+
+def _codes(sections: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, list[int]]:
+    """Return the distinct nvmlReturn_t of each function, `field N` and `metric N`."""
+    codes: dict[str, set[int]] = {}
+    for section, prefix in (("calls", ""), ("fields", "field "), ("metrics", "metric ")):
+        for question, answers in sections.get(section, {}).items():
+            name = prefix + re.split(r"[( ]", question)[0]
+            codes.setdefault(name, set()).update(
+                int(answer["error"]) if isinstance(answer, dict) and "error" in answer else 0 for answer in answers
+            )
+    return {name: sorted(some) for name, some in codes.items()}
+
+
+def build(factory: str, notes: str, **arguments: str) -> RecordedNvml:
+    """Return the NVML collector of a factory (`package.module:function`) with a recorder in it."""
+    module, _, function = factory.partition(":")
+    return RecordedNvml(getattr(importlib.import_module(module), function)(**arguments), StateFile(Path(notes)))
+
+
+@dataclass
+class Asked:
+    """Calls behind a row, from its source in the catalogue; `profiling` is DCGM's own measurement."""
+
+    functions: list[str] = field(default_factory=list)
+    questions: list[str] = field(default_factory=list)
+    dcgm: bool = False
+    profiling: bool = False
+
+
+def asked(row: Metric) -> Asked:
+    """Return the NVML functions, fields and metrics in the source of a row."""
+    found = Asked(functions=re.findall(r"nvml(?:Device|Gpm)\w+", row.source))
+    for clause in re.split(r";|, *(?=NVML|NVLink|DCGM|GPM|nvml)", row.source):
+        if "DCGM" in clause:
+            found.dcgm = True
+            numbers = re.findall(r"\b[0-9]+\b", clause)
+            found.profiling = found.profiling or any(int(number) >= PROFILING for number in numbers)
+            continue
+        kind = "metric" if "GPM" in clause else "field"
+        if kind not in clause and "older drivers" not in clause:
+            continue
+        for first, last in re.findall(r"\b([0-9]+)(?:-([0-9]+))?\b", re.sub(r"(NVLink|scope) [0-9]+", "", clause)):
+            found.questions += [f"{kind} {number}" for number in range(int(first), int(last or first) + 1)]
+    return found

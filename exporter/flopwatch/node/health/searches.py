@@ -1,0 +1,205 @@
+"""Searches for the parts of a node that a rule applies to, for rules that compare several series or expectations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+
+from flopwatch import catalogue as m
+from flopwatch.catalogue.xid import xids
+from flopwatch.node.health.facts import NVLINK_UP, Facts, Found, Labels
+
+NVLINK_DOWN_STATES = (0, 3)
+HOT_TRANSCEIVER = 70.0  # degrees Celsius, NVIDIA UFM's limit
+# The kernel prints a port's rate rounded.
+RATE_TOLERANCE = 0.99
+# Roles of ports that a job can train without.
+SPARE_ROLES = ("storage", "management")
+
+
+def missing_gpus(facts: Facts) -> Iterator[Found]:
+    if facts.expected.gpus and len(facts.answering) >= facts.expected.gpus:
+        return  # the missing ones were removed on purpose
+    for gpu, present in facts.of(m.GPU_PRESENT).items():
+        if not present and facts.of(m.GPU_READABLE).get(gpu, 1):
+            yield facts.part(m.GPU_PRESENT, gpu), f"{facts.named(m.GPU_PRESENT, gpu)} does not answer"
+
+
+def unloaded_driver(facts: Facts) -> Iterator[Found]:
+    if facts.driverless:
+        yield "driver", "no NVIDIA driver is loaded, and no job can use the GPUs"
+
+
+def unreadable_gpus(facts: Facts) -> Iterator[Found]:
+    for gpu, readable in facts.of(m.GPU_READABLE).items():
+        if not readable and not facts.driverless:
+            name = facts.named(m.GPU_READABLE, gpu)
+            text = f"{name} cannot be read by the exporter; the GPU may be well"
+            yield facts.part(m.GPU_READABLE, gpu), text
+
+
+def too_few_gpus(facts: Facts) -> Iterator[Found]:
+    known = {*facts.of(m.GPU_PRESENT), *facts.of(m.GPU_READABLE)}
+    if known and len(known) < facts.expected.gpus:
+        yield "gpus", f"{len(known)} GPUs where {facts.expected.gpus} are expected"
+
+
+def unseen_gpus(facts: Facts) -> Iterator[Found]:
+    seen = facts.of(m.GPU_PRESENT) or facts.of(m.GPU_READABLE)
+    if facts.expected.gpus and not seen and not facts.released:
+        yield "gpus", f"nothing is read from NVML where {facts.expected.gpus} GPUs are expected"
+
+
+def other_model(facts: Facts) -> Iterator[Found]:
+    model = m.GPU_INFO.labels.index("model")
+    for labels in facts.of(m.GPU_INFO):
+        if facts.expected.gpu_model and labels[:2] in facts.answering and labels[model] != facts.expected.gpu_model:
+            name = facts.named(m.GPU_INFO, labels)
+            yield facts.part(m.GPU_INFO, labels), f"{name} is {labels[model]!r}, not {facts.expected.gpu_model!r}"
+
+
+def narrow_pcie(facts: Facts) -> Iterator[Found]:
+    for gpu, lanes in facts.of(m.GPU_PCIE_WIDTH_LANES).items():
+        wanted = max(facts.of(m.GPU_PCIE_WIDTH_MAX_LANES).get(gpu, 0), facts.expected.pcie_width)
+        if 0 < lanes < wanted:
+            name = facts.named(m.GPU_PCIE_WIDTH_LANES, gpu)
+            yield facts.part(m.GPU_PCIE_WIDTH_LANES, gpu), f"{name} has {lanes:g} of {wanted:g} PCIe lanes"
+
+
+def slow_pcie(facts: Facts) -> Iterator[Found]:
+    for gpu, generation in facts.of(m.GPU_PCIE_GENERATION_MAX).items():
+        if 0 < generation < facts.expected.pcie_generation:
+            name = facts.named(m.GPU_PCIE_GENERATION_MAX, gpu)
+            text = f"{name} can have PCIe {generation:g} where {facts.expected.pcie_generation} is expected"
+            yield facts.part(m.GPU_PCIE_GENERATION_MAX, gpu), text
+
+
+def lost_nvlinks(facts: Facts) -> Iterator[Found]:
+    links: Counter[Labels] = Counter()
+    for labels, number in facts.of(m.NVLINK_LINKS).items():
+        links[labels[:2]] += int(number) if labels[2] in NVLINK_UP else 0
+    # Links that were never up are unconnected: those of a card without a bridge, or with a smaller one.
+    fallen = Counter(
+        labels[:2] for labels, state in facts.of(m.NVLINK_LINK_STATE_ID).items() if state in NVLINK_DOWN_STATES
+    )
+    for gpu, up in links.items():
+        wanted = facts.expected.nvlinks_per_gpu or up + fallen[gpu]
+        if up < wanted:
+            name = facts.named(m.NVLINK_LINKS, gpu)
+            yield facts.part(m.NVLINK_LINKS, gpu), f"{name} has {up:g} of {wanted:g} NVLinks"
+
+
+@cache
+def critical_xids() -> Mapping[str, str]:
+    """Return the codes that page and those of broken hardware, and NVIDIA's action for each."""
+    return {
+        str(code): row.action.partition(" ")[0] for code, row in xids().items() if row.page or row.severity == "fatal"
+    }
+
+
+def gpus_with_xids(driver_content: bool, *nvidia: str) -> Callable[[Facts], Iterator[Found]]:
+    """Return a search for GPUs with a recent critical Xid for which NVIDIA has one of these actions, or any."""
+
+    def find(facts: Facts) -> Iterator[Found]:
+        codes: dict[Labels, list[str]] = {}
+        for (*gpu, code), last in facts.of(m.GPU_XID_LAST_TIMESTAMP_SECONDS).items():
+            if last > facts.lately and code in critical_xids():
+                codes.setdefault(tuple(gpu), []).append(code)
+        for owner, seen in codes.items():
+            content = facts.of(m.GPU_RECOVERY_ACTION_ID).get(owner) == 0
+            actions = {critical_xids()[code] for code in seen}
+            if content == driver_content and (not nvidia or gravest(actions) in nvidia):
+                words = f"Xid {', '.join(sorted(seen, key=int))} within the last hour"
+                yield (
+                    facts.part(m.GPU_XID_LAST_TIMESTAMP_SECONDS, owner),
+                    f"{facts.named(m.GPU_XID_LAST_TIMESTAMP_SECONDS, owner)} had {words}",
+                )
+
+    return find
+
+
+# NVIDIA's actions, the gravest first. Other codes need a reset.
+_NVIDIA_GRAVEST = (
+    "CONTACT_SUPPORT",
+    "CHECK_MECHANICALS",
+    "RESTART_BM",
+    "RESTART_VM",
+    "WORKFLOW_NVLINK_ERR",
+    "WORKFLOW_NVLINK5_ERR",
+)
+
+
+def gravest(actions: set[str]) -> str:
+    return next((action for action in _NVIDIA_GRAVEST if action in actions), "RESET_GPU")
+
+
+def lost_ports(how: str, spare: bool) -> Callable[[Facts], Iterator[Found]]:
+    words = {"gone": "is gone from /sys", "down": "is down"}
+
+    def find(facts: Facts) -> Iterator[Found]:
+        for port, what in facts.lost_ports():
+            if what == how and (facts.roles.get(port) in SPARE_ROLES) == spare:
+                part = facts.part(m.INFINIBAND_PORT_STATE_ID, port)
+                yield part, f"{part} {words[how]}"
+
+    return find
+
+
+def too_few_ports(facts: Facts) -> Iterator[Found]:
+    lost = {port for port, _ in facts.lost_ports()}
+    for role, wanted in facts.expected.ports.items():
+        ports = facts.ports_of(role)
+        # Without a known GPU, as with a driver that hangs, the roles of ports are unknown.
+        unsorted = facts.ports_of("") if not facts.of(m.GPU_INFO) else set()
+        short = wanted.count - len((ports | unsorted) & facts.active) - len(ports & lost)
+        if short > 0 and facts.of(m.INFINIBAND_PORT_PRESENT):
+            kind = "" if role == "any" else f"{role} "
+            text = f"{len(ports & facts.active)} active {kind}ports where {wanted.count} are expected"
+            yield f"{kind}ports", text
+
+
+def unseen_ports(facts: Facts) -> Iterator[Found]:
+    count = sum(wanted.count for wanted in facts.expected.ports.values())
+    if count and not facts.of(m.INFINIBAND_PORT_PRESENT):
+        yield "ports", f"nothing is read from /sys/class/infiniband where {count} ports are expected"
+
+
+def slow_ports(spare: bool) -> Callable[[Facts], Iterator[Found]]:
+    def find(facts: Facts) -> Iterator[Found]:
+        for port, rate in facts.of(m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND).items():
+            wanted = facts.rate_of(port)
+            fits = (facts.roles.get(port) in SPARE_ROLES) == spare
+            if fits and port in facts.active and rate < wanted * RATE_TOLERANCE:
+                part = facts.part(m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND, port)
+                yield part, f"{part} runs at {rate * 8e-9:g} of {wanted * 8e-9:g} Gb/s"
+
+    return find
+
+
+def hot_transceivers(facts: Facts) -> Iterator[Found]:
+    for labels, celsius in facts.of(m.INFINIBAND_TEMPERATURE_CELSIUS).items():
+        if labels[2].startswith("Module") and celsius > HOT_TRANSCEIVER:
+            part = facts.part(m.INFINIBAND_TEMPERATURE_CELSIUS, labels)
+            yield part, f"{part}: the transceiver has {celsius:g} degrees Celsius"
+
+
+def fatal_sxids(facts: Facts) -> Iterator[Found]:
+    severity = m.NVLINK_SWITCH_SXID_INFO.labels.index("severity")
+    fatal = {labels[0] for labels in facts.of(m.NVLINK_SWITCH_SXID_INFO) if labels[severity] == "fatal"}
+    for (switch, code), last in facts.of(m.NVLINK_SWITCH_SXID_LAST_TIMESTAMP_SECONDS).items():
+        if code in fatal and last > facts.lately:
+            yield f"switch {switch}", f"NVSwitch {switch} had SXid {code} within the last hour"
+
+
+def released_driver(facts: Facts) -> Iterator[Found]:
+    if facts.released:
+        yield "driver", "the driver is released on request, and the state of the GPUs is unknown"
+
+
+def failed_sources(facts: Facts) -> Iterator[Found]:
+    for (source,), success in facts.of(m.FLOPWATCH_COLLECTOR_SUCCESS).items():
+        # The owner of a GPU and the place of the node do not change the verdict.
+        closed = facts.released and source != "infiniband"
+        if not success and source in ("nvml", "dcgm", "infiniband", "xid") and not closed:
+            yield f"source {source}", f"source {source} cannot be read"
