@@ -267,6 +267,7 @@ class Transformer:
         return sparse * experts * ((self.mlp_matrices - 1) * self.expert_width + self.width)
 
     def _attention_shapes(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        query: tuple[tuple[int, int], ...]
         d, h, m = self.width, self.heads, self.latent
         if m is None:
             e = self._head_dim()
