@@ -179,7 +179,7 @@ class _Family:
     norms: int = 2  # of a layer, as wide as the model
     norm_vectors: int = 1  # 2 with a shift (LayerNorm), 0 without even a scale
     query_key_norm: Literal["", "head", "all"] = ""  # as wide as one head, or as all heads
-    query_key_bias: bool | str = "attention_bias"  # of query, key and value: always, never, or if that field says so
+    query_key_bias: bool | str = "attention_bias"  # of query, key and value: always, never, or as that field has it
     output_bias: bool | str = "attention_bias"
     mlp_bias: bool | str = False
     head_bias: bool | str = False

@@ -1,31 +1,15 @@
 """FLOPs of a transformer from its dimensions: the numerator of MFU. Pure functions, exact integers.
 
-Counted are the matrix multiplications, forward and backward: 2 FLOP per weight forward and twice that backward, so
-6 per weight and token, and the attention scores. Left out are recomputation, the input embedding (a look-up), norms,
-biases, activations and the router. Three conventions, which differ by 1 % (GPT-3 at 2k) to 70 % (Llama 3 8B at 128k):
+Counted are the matrix multiplications, 6 FLOP per weight and token, and the attention scores. Left out are
+recomputation, the input embedding (a look-up), norms, biases, activations and the router. Three conventions:
 
 causal  6 W + 6 L H e s   per token: scores below the diagonal only, as Megatron-LM and NeMo count since 2025
 full    6 W + 12 L H e s  all s x s scores, as torchtitan and older tables count; windows are ignored
 palm    6 N + 12 L H e s  all parameters, input embedding included (PaLM, https://arxiv.org/abs/2204.02311, appendix B)
 
 W weights of the matmuls a token passes through (LM head in, also when tied; of the experts the active ones), N the
-parameters a token passes through, L layers, H query heads, e head dimension, s sequence length. The parts, per token:
-
-attention      d H e + 2 d G e + H e d weights, G key-value heads (GQA, https://arxiv.org/abs/2305.13245)
-latent (MLA)   d q + q H (n + r) + d (c + r) + c H (n + v) + H v d weights, scores of dims n + r and v in place of e, e
-               (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1; without a query rank q, d H (n + r))
-MLP            2 d f weights, gated 3 d f (https://arxiv.org/abs/2002.05202); experts the same, times those active
-window of w    w - w (w - 1) / 2 s keys in place of s / 2, which is what a token sees on average; w >= s is no window
-               (Mistral 7B, https://arxiv.org/abs/2310.06825; a token sees w keys, itself included)
-MTP            a further layer, a projection of 2 d x d and the LM head again, each module
-               (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.2)
-packed         the sum of squared lengths in place of s per token: no sample attends to another
-LoRA           4 per frozen weight, which has no weight gradient, and 6 r (in + out) per matrix adapted
-               (https://arxiv.org/abs/2106.09685)
-recomputation  full: all layers forward once more, so 8 per weight of theirs; selective: the scores only
-               (https://arxiv.org/abs/2205.05198). These are hardware FLOPs, the numerator of HFU, never of MFU
-
-Not covered: state-space and linear-attention layers, chunked or sparse attention, encoders, image towers.
+parameters a token passes through, L layers, H query heads, e head dimension, s sequence length. docs/mfu.md has the
+formulas of each part: GQA, MLA, experts, windows, multi-token prediction, packing, LoRA and recomputation.
 """
 
 from __future__ import annotations

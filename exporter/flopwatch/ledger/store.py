@@ -1,13 +1,9 @@
 """State of the ledger on disk: SQLite in WAL mode, owned by one process at a time.
 
-When `apply` returns, its records are on disk (synchronous=FULL, so a power cut loses nothing that was acknowledged).
-Only what is on disk is served: when a write fails, the state in memory is dropped and read again. The sender keeps its
-cumulative snapshot, so its next one makes up for the refused one. Deliveries that arrive during a write wait for it and
-share the next transaction and its fsync.
-
-A run that ended is served for a day. A run without an end that is silent for `abandoned_after` is given up: it stopped
-when it last reported, since a month of silence is not down time. The log reports it, it counts as an unplanned end, and
-it is served for a day like others. A start within that day continues the same run.
+When `apply` returns, its records are on disk (synchronous=FULL). Only what is on disk is served: when a write fails,
+the state in memory is dropped and read again. Deliveries that arrive during a write share the next transaction. A run
+is served for a day after its end. One that is silent for `abandoned_after` is given up: it stopped when it last
+reported. A start within a day continues the same run.
 """
 
 from __future__ import annotations

@@ -89,16 +89,11 @@ def _view(report: RunReport) -> dict[str, Any]:
         for (title, what), outliers in zip(places, (report.ranks, report.hosts, report.links), strict=True)
         if outliers
     ]
-    view: dict[str, Any] = {
-        "lead": _lead(report),
-        "tiles": _tiles(report),
-        "waterfall": _waterfall(report),
-        "lost": _lost(report),
-    }
+    view: dict[str, Any] = {"lead": _lead(report), "tiles": _tiles(report), "waterfall": _waterfall(report)}
     view |= {"losses": sorted(losses[:MAX_LOSSES], key=lambda loss: loss.began), "alerts": report.alerts[:MAX_ALERTS]}
     view["more_losses"] = f"and {more_losses} that cost less" if more_losses > 0 else ""
     view["more_alerts"] = f"and {more_alerts} more" if more_alerts > 0 else ""
-    view |= {"worst": worst, "checkpoints": _checkpoints(report), "definitions": DEFINITIONS}
+    view |= {"lost": _lost(report), "worst": worst, "checkpoints": _checkpoints(report), "definitions": DEFINITIONS}
     return {**view, **_timeline(report), **EMPTY}
 
 
@@ -200,14 +195,10 @@ def _timeline(report: RunReport) -> dict[str, Any]:
         y, total = 0.0, max(sum(part.seconds.values()), 1e-9)
         for bucket, (title, color) in BUCKETS.items():
             if (seconds := part.seconds.get(bucket, 0.0)) > 0:
-                height, width = 105 * seconds / total, max(0.3, x(part.end) - x(part.begin))
+                height, left = 105 * seconds / total, x(part.begin)
                 text = f"{title}: {_time(seconds)} from {_moment(part.begin)}"
-                area = {
-                    "x": f"{x(part.begin):.2f}",
-                    "width": f"{width:.2f}",
-                    "y": f"{y:.2f}",
-                    "height": f"{height:.2f}",
-                }
+                area = {"x": f"{left:.2f}", "width": f"{max(0.3, x(part.end) - left):.2f}"}
+                area |= {"y": f"{y:.2f}", "height": f"{height:.2f}"}
                 bars.append({**area, "color": color, "text": text})
                 y += height
     marks = []
