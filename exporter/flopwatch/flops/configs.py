@@ -36,7 +36,7 @@ class _HasDictionary(Protocol):
     def to_dict(self) -> dict[str, Any]: ...
 
 
-class _Fields:
+class _ConfigFields:
     """Fields of one file with the defaults of its family; a wrong value raises UnknownModel with the field's name."""
 
     def __init__(self, given: Mapping[str, Any], kind: str, defaults: Mapping[str, Any]) -> None:
@@ -101,13 +101,13 @@ class _Fields:
 Windows = tuple[int | None, ...] | int | None
 
 
-def _no_windows(f: _Fields, layers: int) -> Windows:
+def _no_windows(f: _ConfigFields, layers: int) -> Windows:
     if any(f.layer_types(layers) or ()) or f.get("sliding_window") is not None:
         raise UnknownModel(f"a {f.kind} has no windows in transformers, and this file names some")
     return None
 
 
-def _one_window(f: _Fields, layers: int) -> Windows:
+def _one_window(f: _ConfigFields, layers: int) -> Windows:
     """Return the window that all layers share, None without one."""
     window: int | None = f.number("sliding_window", default=None)
     if (types := f.layer_types(layers)) is not None and set(types) != {window is not None}:
@@ -117,7 +117,7 @@ def _one_window(f: _Fields, layers: int) -> Windows:
     return window
 
 
-def _alternating(f: _Fields, layers: int) -> Windows:
+def _alternating(f: _ConfigFields, layers: int) -> Windows:
     """Return the windows of layer_types, else a window in all layers but each `full_every`th."""
     family = FAMILIES[f.kind]
     every = (
@@ -127,14 +127,14 @@ def _alternating(f: _Fields, layers: int) -> Windows:
     return _where(f, [(layer + 1) % every != 0 for layer in range(layers)] if types is None else types)
 
 
-def _where(f: _Fields, types: list[bool]) -> Windows:
+def _where(f: _ConfigFields, types: list[bool]) -> Windows:
     if not any(types):
         return None
     window = f.number("sliding_window")
     return tuple(window if windowed else None for windowed in types)
 
 
-def _qwen_windows(f: _Fields, layers: int) -> Windows:
+def _qwen_windows(f: _ConfigFields, layers: int) -> Windows:
     """Return the windows of layer_types, else of layers from max_window_layers on; None without use_sliding_window."""
     types = f.layer_types(layers)
     if not f.flag("use_sliding_window", False):
@@ -154,17 +154,17 @@ def _qwen_windows(f: _Fields, layers: int) -> Windows:
     return _where(f, types)
 
 
-def _all_sparse(f: _Fields, layers: int) -> tuple[int, ...]:
+def _all_sparse(f: _ConfigFields, layers: int) -> tuple[int, ...]:
     return ()
 
 
-def _qwen_dense(f: _Fields, layers: int) -> tuple[int, ...]:
+def _qwen_dense(f: _ConfigFields, layers: int) -> tuple[int, ...]:
     """Return the layers with a plain MLP: those of mlp_only_layers, and all but each decoder_sparse_step-th."""
     step, only = f.number("decoder_sparse_step", default=1), f.numbers("mlp_only_layers")
     return tuple(layer for layer in range(layers) if layer in only or (layer + 1) % step)
 
 
-def _deepseek_dense(f: _Fields, layers: int) -> tuple[int, ...]:
+def _deepseek_dense(f: _ConfigFields, layers: int) -> tuple[int, ...]:
     """Return the layers with a plain MLP: the first few, and all but each moe_layer_freq-th."""
     first = f.number("first_k_dense_replace", least=0)
     every = f.number("moe_layer_freq", default=1)
@@ -225,7 +225,7 @@ def from_config(
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         raise UnknownModel(_why_unknown(given, kind))
-    f = _Fields({**outer, **given}, str(kind), family.defaults)
+    f = _ConfigFields({**outer, **given}, str(kind), family.defaults)
     _refuse_foreign(f, family)
     try:
         return _transformer(f, family, mtp, vocabulary)
@@ -251,7 +251,7 @@ def _why_unknown(given: Mapping[str, Any], kind: object) -> str:
     return f"model_type {kind} is not known, only {', '.join(sorted([*FAMILIES, 'gemma3']))}"
 
 
-def _refuse_foreign(f: _Fields, family: _Family) -> None:
+def _refuse_foreign(f: _ConfigFields, family: _Family) -> None:
     for name, what in _TABLES["foreign_fields"].items():
         if f.get(name):
             raise UnknownModel(f"a {f.kind} with {name} has {what}, which cannot be counted")
@@ -265,7 +265,7 @@ def _refuse_foreign(f: _Fields, family: _Family) -> None:
         raise UnknownModel(f"a {f.kind} with biases in its MLP is not known")
 
 
-def _transformer(f: _Fields, family: _Family, mtp: bool | None, vocabulary: int | None) -> Transformer:
+def _transformer(f: _ConfigFields, family: _Family, mtp: bool | None, vocabulary: int | None) -> Transformer:
     d = f.number("hidden_size", "n_embd")
     layers = f.number("num_hidden_layers", "n_layer", most=10**4)
     heads = f.number("num_attention_heads", "n_head")
@@ -322,13 +322,13 @@ def _transformer(f: _Fields, family: _Family, mtp: bool | None, vocabulary: int 
     )
 
 
-def _has(f: _Fields, bias: bool | str) -> int:
+def _has(f: _ConfigFields, bias: bool | str) -> int:
     """Return 1 if the family has this bias, or the field of that name is true, else 0."""
     return int(f.flag(bias, False) if isinstance(bias, str) else bias)
 
 
 def _norms_and_biases(
-    f: _Fields, family: _Family, d: int, heads: int, kv_heads: int, e: int, latent: LatentAttention | None
+    f: _ConfigFields, family: _Family, d: int, heads: int, kv_heads: int, e: int, latent: LatentAttention | None
 ) -> int:
     """Return the parameters of a layer's norms and of its attention's biases, the same in all layers."""
     common = family.norms * family.norm_vectors * d
@@ -343,7 +343,7 @@ def _norms_and_biases(
     return common + heads * family.sinks
 
 
-def _experts(f: _Fields, family: _Family) -> int:
+def _experts(f: _ConfigFields, family: _Family) -> int:
     """Return the routed experts of a layer; 0 in a family without experts, or for 0 (Qwen) or null (DeepSeek)."""
     if not family.expert_width:
         return 0
@@ -351,7 +351,7 @@ def _experts(f: _Fields, family: _Family) -> int:
     return int(f.number(*_EXPERTS, default=0 if optional else _REQUIRED, least=0 if optional else 1))
 
 
-def _head_dim(f: _Fields, family: _Family, width: int, heads: int) -> int:
+def _head_dim(f: _ConfigFields, family: _Family, width: int, heads: int) -> int:
     """Return the dimension of a head; transformers ignores head_dim if every head has its own keys."""
     given: int | None = f.number("head_dim", "kv_channels", default=None) if family.grouped else None
     if given is None and width % heads:
@@ -359,14 +359,14 @@ def _head_dim(f: _Fields, family: _Family, width: int, heads: int) -> int:
     return width // heads if given is None else given
 
 
-def _latent(f: _Fields) -> LatentAttention:
+def _latent(f: _ConfigFields) -> LatentAttention:
     if not f.has("q_lora_rank"):
         raise UnknownModel(f"a {f.kind} needs q_lora_rank (null if queries are not compressed), which the file lacks")
     fields = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     return LatentAttention(f.number("q_lora_rank", default=None), *map(f.number, fields))
 
 
-def _shared_width(f: _Fields, expert_width: int) -> int:
+def _shared_width(f: _ConfigFields, expert_width: int) -> int:
     """Return the summed width of the shared experts: DeepSeek gives their number, Qwen2 their width."""
     if f.kind == "qwen2_moe":
         return int(f.number("shared_expert_intermediate_size", least=0))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from flopwatch.flops import peaks
 from flopwatch.training.process import launcher
-from flopwatch.training.process.identity import Identity
+from flopwatch.training.process.identity import RankIdentity
 from flopwatch.training.recorder import text_of
 from flopwatch.training.totals import PackedFlops, Totals, positive
 
@@ -58,7 +58,7 @@ class Arguments:
             return None
 
 
-_UNKNOWN = Identity("", "", 0, 1, 0)  # until the launcher has been asked
+_UNKNOWN = RankIdentity("", "", 0, 1, 0)  # until the launcher has been asked
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class RunInfo:
     peak: float | None = None  # FLOP/s of the rank's card
     peak_source: str = ""
     no_peak_because: str | None = None
-    identity: Identity = _UNKNOWN
+    identity: RankIdentity = _UNKNOWN
 
 
 def declare(

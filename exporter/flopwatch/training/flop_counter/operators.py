@@ -30,7 +30,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flopwatch.training.flop_counter.frames import attention_window, autograd_function, modules_at_work
-from flopwatch.training.flop_counter.results import Counted, Entry, Scores, Uncountable, is_weight, needs_grad, parts_of
+from flopwatch.training.flop_counter.results import (
+    Counted,
+    OperatorFlops,
+    Scores,
+    Uncountable,
+    is_weight,
+    needs_grad,
+    parts_of,
+)
 
 DEADLINE = 10.0  # seconds; a model of 128 layers takes two or three
 MAX_COMPUTED = 1 << 24  # elements: larger values, for example of masks, are not computed
@@ -66,7 +74,7 @@ class Counter(TorchDispatchMode):
         self.packs = False  # the model's own attention would find packed samples by their positions
         self.mode = mode
         self._parts = parts
-        self._entries: list[Entry] = []
+        self._entries: list[OperatorFlops] = []
         self._fakes: dict[int, tuple[torch.Tensor, FakeTensor]] = {}  # with the real ones, so that no id is reused
         self._may_be_packed = False
         self._stale: set[int] = set()  # storages whose values were overwritten with unknown ones
@@ -317,7 +325,7 @@ class Counter(TorchDispatchMode):
         elif not op.startswith("_thnn_fused") and any(word in OPAQUE or word.endswith("mm") for word in op.split("_")):
             raise self.refuse(f"{func.name()} is not known here")
 
-    def _add(self, op: str, flops: int, operands: tuple[torch.Tensor, ...], function: type | None) -> Entry:
+    def _add(self, op: str, flops: int, operands: tuple[torch.Tensor, ...], function: type | None) -> OperatorFlops:
         flops *= max(map(parts_of, operands))  # one part on each of these ranks
         gradients = 0
         if (torch.is_grad_enabled() or function is not None) and any(map(needs_grad, operands)):
@@ -326,7 +334,7 @@ class Counter(TorchDispatchMode):
             # By convention the batch, the input of the first layer, has a gradient; frozen weights have none.
             frozen = sum(is_weight(operand) and not needs_grad(operand) for operand in operands)
             gradients = 2 - frozen
-        self._entries.append(entry := Entry(op, flops, gradients))
+        self._entries.append(entry := OperatorFlops(op, flops, gradients))
         return entry
 
     def _matmul(

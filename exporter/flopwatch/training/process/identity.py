@@ -19,7 +19,7 @@ log = logging.getLogger("flopwatch")
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class RankIdentity:
     """Run, attempt and rank of a process."""
 
     name: str  # of the run
@@ -39,7 +39,7 @@ def settle(
     rank: int | None,
     world_size: int | None,
     local_rank: int | None,
-) -> Identity:
+) -> RankIdentity:
     """Return the identity of this process, which started at this Unix time; values that are given take precedence.
 
     An empty name and None count as not given. `agree(attempt, rank, started)` returns the attempt's name that all
@@ -60,7 +60,7 @@ def settle(
     attempt = launcher.clean(launch.attempt_without_launcher() if attempt is None else str(attempt))
     world_size = own_size if world_size is None else int(world_size)
     local_rank = launch.local_rank if local_rank is None else int(local_rank)
-    return Identity(_name(launch, host, name), attempt, rank, world_size, local_rank)
+    return RankIdentity(_name(launch, host, name), attempt, rank, world_size, local_rank)
 
 
 def _name(launch: launcher.Launch, host: str, given: str) -> str:

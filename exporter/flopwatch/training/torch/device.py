@@ -30,7 +30,7 @@ MAX_WAIT = 0.1  # seconds, for another thread that queries the device
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
-class Event(Protocol):
+class TimingEvent(Protocol):
     """Methods of torch.cuda.Event that are used here."""
 
     def record(self, stream: Any) -> None:
@@ -62,7 +62,7 @@ class Cuda(Protocol):
     def in_use(self, device_index: int) -> bool:
         """Return whether this process has a context on that device."""
 
-    def event(self) -> Event:
+    def event(self) -> TimingEvent:
         """Return a new event with timing enabled."""
 
     def asking(self, device_index: int) -> AbstractContextManager[None]:
@@ -82,7 +82,7 @@ class TorchCuda:
         core: Any = torch._C
         return bool(core._cuda_hasPrimaryContext(device_index))
 
-    def event(self) -> Event:
+    def event(self) -> TimingEvent:
         """Return a new event with timing enabled."""
         return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
@@ -105,7 +105,7 @@ class Moment:
 
     __slots__ = ("_at", "_event", "_line", "_not_before", "recorded")
 
-    def __init__(self, line: _Line, event: Event, recorded: float) -> None:
+    def __init__(self, line: _Line, event: TimingEvent, recorded: float) -> None:
         self.recorded = recorded  # on the host's clock: the device is not there before that
         self._line = line
         self._event = event
@@ -128,7 +128,7 @@ class Moments:
 
     def __init__(self, cuda: Cuda, clock: Clock, failed: Failed, max_events: int = MAX_EVENTS) -> None:
         self._cuda, self._clock, self._failed, self._max_events = cuda, clock, failed, max_events
-        self._devices: dict[int, _Device] = {}
+        self._devices: dict[int, _EventPool] = {}
         self._lines: dict[tuple[int, int], _Line] = {}
         self._making = threading.Lock()
         self.short_of_events = 0
@@ -166,7 +166,7 @@ class Moments:
         if not self._cuda.in_use(stream.device_index):
             return None
         with self._making:
-            device = self._devices.setdefault(stream.device_index, _Device(self._cuda, stream.device_index))
+            device = self._devices.setdefault(stream.device_index, _EventPool(self._cuda, stream.device_index))
             line = _Line(device, self._clock, self.give_up)
             return self._lines.setdefault((stream.device_index, stream.stream_id), line)
 
@@ -177,21 +177,21 @@ class Moments:
             self._failed("mark", error)
 
 
-class _Device:
+class _EventPool:
     """Events of one device; the time between events of different devices is undefined."""
 
     def __init__(self, cuda: Cuda, index: int) -> None:
         self.cuda, self.index = cuda, index
-        self.free: deque[Event] = deque()
+        self.free: deque[TimingEvent] = deque()
         self.events = 0  # made so far
         self.asked = threading.Lock()
-        self.reference: tuple[Event, float] | None = None  # the last known moment, from which others are measured
+        self.reference: tuple[TimingEvent, float] | None = None  # the last known moment, from which others are measured
 
 
 class _Line:
     """Moments of one stream, which are reached in the order of recording."""
 
-    def __init__(self, device: _Device, clock: Clock, give_up: Callable[[Exception], None]) -> None:
+    def __init__(self, device: _EventPool, clock: Clock, give_up: Callable[[Exception], None]) -> None:
         self.device, self._clock, self._give_up = device, clock, give_up
         self.pending: deque[Moment] = deque()
         self._last = float("-inf")  # no moment is before the one before
