@@ -62,15 +62,9 @@ def _answer(model: Transformer, options: argparse.Namespace) -> dict[str, Any]:
     for term in model.terms(s, convention):
         terms[term.name] = terms.get(term.name, 0) + term.flops
     total = model.flops_per_sequence(s, convention)
-    answer: dict[str, Any] = {
-        "model_type": options.model_type,
-        "convention": convention,
-        "formula": FORMULAS[convention],
-        "sequence_length": s,
-        "parameters": model.parameters,
-        "active_parameters": model.active_parameters,
-        "matmul_weights": model.matmul_weights,
-    }
+    answer: dict[str, Any] = {"model_type": options.model_type, "convention": convention}
+    answer |= {"formula": FORMULAS[convention], "sequence_length": s}
+    answer |= {name: getattr(model, name) for name in ("parameters", "active_parameters", "matmul_weights")}
     if model.mtp_layers:
         answer |= {"mtp_layers": model.mtp_layers, "mtp_parameters": model.mtp_parameters}
     if model.lora_rank:
@@ -80,11 +74,8 @@ def _answer(model: Transformer, options: argparse.Namespace) -> dict[str, Any]:
         answer |= {"flops_per_step": options.sequences * total}
     if options.recompute is not None:
         executed = model.hardware_flops_per_sequence(s, options.recompute, convention)
-        answer |= {
-            "recompute": options.recompute,
-            "hardware_flops_per_token": _per_token(executed, s),
-            "hardware_flops_per_sequence": executed,
-        }
+        answer |= {"recompute": options.recompute, "hardware_flops_per_token": _per_token(executed, s)}
+        answer["hardware_flops_per_sequence"] = executed
     return {**answer, "terms": terms}
 
 
@@ -105,23 +96,15 @@ def _page(model: Transformer, answer: dict[str, Any], options: argparse.Namespac
         f"{name:<{widths[0]}}  {product:<{widths[1]}}  {flops:>{widths[2]}}  {share:>{widths[3]}}".rstrip()
         for name, product, flops, share in rows
     ]
-    named = [
-        ("parameters", "parameters"),
-        ("active parameters, N", "active_parameters"),
-        ("matmul weights of a token, W", "matmul_weights"),
-        ("parameters of multi-token prediction", "mtp_parameters"),
-        ("parameters of adapters", "lora_parameters"),
-        ("FLOPs per token", "flops_per_token"),
-        ("FLOPs per sequence", "flops_per_sequence"),
-        ("FLOPs per step", "flops_per_step"),
-        ("hardware FLOPs per token", "hardware_flops_per_token"),
-        ("hardware FLOPs per sequence", "hardware_flops_per_sequence"),
+    names = {"active_parameters": "active parameters, N", "matmul_weights": "matmul weights of a token, W"}
+    names |= {"mtp_parameters": "parameters of multi-token prediction", "lora_parameters": "parameters of adapters"}
+    shown = [
+        key for key in answer if key.endswith(("parameters", "weights", "_per_token", "_per_sequence", "_per_step"))
     ]
-    facts = [
-        (text, f"{answer[key]:,}" if isinstance(answer[key], int) else f"{answer[key]:,.1f}")
-        for text, key in named
-        if key in answer
-    ]
+    facts = []
+    for key in shown:
+        text = names.get(key, key.replace("_", " ").replace("flops", "FLOPs"))
+        facts.append((text, f"{answer[key]:,}" if isinstance(answer[key], int) else f"{answer[key]:,.1f}"))
     left, right = (max(len(fact[column]) for fact in facts) for column in range(2))
     notes = [
         f"{options.model_type}, sequences of s = {options.seq_len} tokens",
@@ -129,9 +112,8 @@ def _page(model: Transformer, answer: dict[str, Any], options: argparse.Namespac
     ]
     if model.mtp_layers:
         modules = "module" if model.mtp_layers == 1 else "modules"
-        notes.append(
-            f"with {model.mtp_layers} multi-token prediction {modules}, as the file declares (without: --no-mtp)"
-        )
+        declared = f"{model.mtp_layers} multi-token prediction {modules}"
+        notes.append(f"with {declared}, as the file declares (without: --no-mtp)")
     if model.lora_rank:
         notes.append(f"LoRA of rank {model.lora_rank}: 4 FLOPs per frozen weight and token, 6 per weight of an adapter")
     elif model.frozen or model.frozen_layers:
@@ -162,32 +144,17 @@ def add(commands: Commands) -> None:
     add("config", type=Path, metavar="CONFIG", help="config.json of a Hugging Face model, or a folder that holds one")
     add("--seq-len", type=_positive, required=True, metavar="TOKENS", help="length of a sequence")
     add("--convention", choices=tuple(FORMULAS), default="causal", help="what is counted (default causal)")
-    add(
-        "--recompute",
-        choices=("full", "selective"),
-        help="also the hardware FLOPs: all layers once more, or only the attention scores",
-    )
+    text = "also the hardware FLOPs: all layers once more, or only the attention scores"
+    add("--recompute", choices=("full", "selective"), help=text)
     add("--sequences", type=_positive, metavar="N", help="sequences of a step, over all ranks: also FLOPs per step")
     add("--json", action="store_true", help="print JSON, with exact integers")
-    model = parser.add_argument_group("where training differs from the file")
-    model.add_argument("--vocabulary", type=_positive, metavar="N", help="rows of the LM head, padding included")
-    model.add_argument(
-        "--mtp",
-        action=argparse.BooleanOptionalAction,
-        help="with or without multi-token prediction (default: as the file declares)",
-    )
-    model.add_argument("--lora-rank", type=_positive, metavar="R", help="only adapters of this rank train")
-    model.add_argument(
-        "--lora-targets",
-        type=_names,
-        metavar="NAMES",
-        help="terms whose matrices have adapters, with commas (default: all but lm_head)",
-    )
-    model.add_argument("--frozen", type=_names, default=(), metavar="NAMES", help="terms whose weights do not train")
-    model.add_argument(
-        "--frozen-layers",
-        type=int,
-        default=0,
-        metavar="N",
-        help="the first N layers and the input embedding do not train",
-    )
+    add = parser.add_argument_group("where training differs from the file").add_argument
+    add("--vocabulary", type=_positive, metavar="N", help="rows of the LM head, padding included")
+    text = "with or without multi-token prediction (default: as the file declares)"
+    add("--mtp", action=argparse.BooleanOptionalAction, help=text)
+    add("--lora-rank", type=_positive, metavar="R", help="only adapters of this rank train")
+    text = "terms whose matrices have adapters, with commas (default: all but lm_head)"
+    add("--lora-targets", type=_names, metavar="NAMES", help=text)
+    add("--frozen", type=_names, default=(), metavar="NAMES", help="terms whose weights do not train")
+    text = "the first N layers and the input embedding do not train"
+    add("--frozen-layers", type=int, default=0, metavar="N", help=text)

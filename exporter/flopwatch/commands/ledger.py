@@ -82,10 +82,8 @@ def add(commands: Commands) -> None:
     _flags(ledger)
     own = ledger.add_subparsers(metavar="COMMAND")
     # SUPPRESS keeps the values of flags before the word `serve`.
-    _flags(
-        command(own, "serve", serve, "receive snapshots from the exporters and serve run_* metrics"),
-        default=argparse.SUPPRESS,
-    )
+    parser = command(own, "serve", serve, "receive snapshots from the exporters and serve run_* metrics")
+    _flags(parser, default=argparse.SUPPRESS)
     parser = command(own, "replay", replay, "print the figures of a recorded history, one JSON object per line")
     parser.add_argument("file", type=Path, metavar="FILE")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -95,70 +93,40 @@ def add(commands: Commands) -> None:
         ("close", close, "end a run that will not come back and reports no end itself"),
         ("export", export, "print the whole record of a run"),
     ):
-        parser = command(own, name, run, text)
+        add = command(own, name, run, text).add_argument
         if name != "list":
-            parser.add_argument("run", metavar="RUN")
+            add("run", metavar="RUN")
         if name == "close":
-            parser.add_argument(
-                "--status",
-                choices=("completed", "stopped"),
-                default="stopped",
-                help="how the run ended (default stopped)",
-            )
+            text = "how the run ended (default stopped)"
+            add("--status", choices=("completed", "stopped"), default="stopped", help=text)
         if name == "export":
-            parser.add_argument(
-                "--format",
-                choices=("json", "csv"),
-                default="json",
-                help="the whole record as JSON, or a row per attempt as CSV (default json)",
-            )
+            text = "the whole record as JSON, or a row per attempt as CSV (default json)"
+            add("--format", choices=("json", "csv"), default="json", help=text)
         else:
-            parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-        parser.add_argument(
-            "--url",
-            default=f"http://{LedgerSettings().listen}",
-            metavar="URL",
-            help="the ledger, or an exporter with --ledger embedded (default %(default)s)",
-        )
-        parser.add_argument(
-            "--token-file", type=Path, metavar="FILE", default=argparse.SUPPRESS, help="the ledger's bearer token"
-        )
-        parser.add_argument(
-            "--ca-file",
-            type=Path,
-            metavar="FILE",
-            help="CA that signed the ledger's certificate, for an https URL (default the system's CAs)",
-        )
-        parser.add_argument("--tenant", metavar="NAME", help="tenant of the run, if several have a run of that name")
+            add("--json", action="store_true", help="print JSON instead of a table")
+        text = "the ledger, or an exporter with --ledger embedded (default %(default)s)"
+        add("--url", default=f"http://{LedgerSettings().listen}", metavar="URL", help=text)
+        text = "the ledger's bearer token"
+        add("--token-file", type=Path, metavar="FILE", default=argparse.SUPPRESS, help=text)
+        text = "CA that signed the ledger's certificate, for an https URL (default the system's CAs)"
+        add("--ca-file", type=Path, metavar="FILE", help=text)
+        add("--tenant", metavar="NAME", help="tenant of the run, if several have a run of that name")
 
 
 def _flags(parser: argparse.ArgumentParser, **more: Any) -> None:
     """Add the flags of `serve`."""
     defaults = LedgerSettings()
+    web = "TLS, and users of /metrics: a web configuration file of Prometheus exporters (docs/tls.md)"
+    new = "time for which a new run's counters are served as 0, so that Prometheus sees them rise"
+    abandoned = "silence after which a run without an end is given up"
     for flag, kind, metavar, text in (
         ("--listen", address, "HOST:PORT", f"default {defaults.listen}"),
         ("--state", Path, "DIR", f"directory of the ledger's file (default {defaults.state})"),
         ("--token-file", Path, "FILE", "bearer token that exporters must send"),
-        (
-            "--web-config",
-            Path,
-            "FILE",
-            "TLS, and users of /metrics: a web configuration file of Prometheus exporters (docs/tls.md)",
-        ),
+        ("--web-config", Path, "FILE", web),
         ("--silent-after", seconds, "SECONDS", f"silence that means down (default {defaults.silent_after:g})"),
-        (
-            "--new-for",
-            seconds,
-            "SECONDS",
-            "time for which a new run's counters are served as 0, so that Prometheus sees them rise (default "
-            f"{defaults.new_for:g})",
-        ),
-        (
-            "--abandoned-after",
-            _days,
-            "DAYS",
-            f"silence after which a run without an end is given up (default {defaults.abandoned_after / 86400:g})",
-        ),
+        ("--new-for", seconds, "SECONDS", f"{new} (default {defaults.new_for:g})"),
+        ("--abandoned-after", _days, "DAYS", f"{abandoned} (default {defaults.abandoned_after / 86400:g})"),
     ):
         parser.add_argument(flag, type=kind, metavar=metavar, help=text, **more)
 

@@ -32,11 +32,8 @@ def run(options: argparse.Namespace) -> int:
     if isinstance(peak, str):
         raise SettingsError(peak)
     if options.json:
-        print(
-            json.dumps(
-                {"name": name, "dtype": options.dtype, "flops_per_second": peak.flops_per_second, "source": peak.source}
-            )
-        )
+        answer = {"name": name, "dtype": options.dtype, "flops_per_second": peak.flops_per_second}
+        print(json.dumps({**answer, "source": peak.source}))
     else:
         print(f"{name} {options.dtype}: {_per_second(peak.flops_per_second, options.dtype)}, dense ({peak.source})")
     return 0
@@ -65,25 +62,20 @@ def _measure(options: argparse.Namespace) -> int:
         achieved = sweep(options.dtype, SECONDS if options.seconds is None else options.seconds)
     except Unmeasurable as error:
         raise SettingsError(str(error)) from None
-    found = _table(achieved.device, options.dtype)
+    peak = _table(achieved.device, options.dtype)
     measured = {"achievable_flops_per_second": achieved.flops_per_second, "shape": achieved.shape}
-    lines = [
-        f"{achieved.device} {options.dtype}",
-        f"  measured    {_per_second(achieved.flops_per_second, options.dtype)}, best at "
-        f"{' x '.join(map(str, achieved.shape))} (m x n x k)",
-    ]
-    if isinstance(found, str):
-        sheet: dict[str, object] = {"flops_per_second": None, "source": None, "refused": found}
-        lines.append(f"  data sheet  none: {found}")
+    rate, shape = _per_second(achieved.flops_per_second, options.dtype), " x ".join(map(str, achieved.shape))
+    text = f"{achieved.device} {options.dtype}\n  measured    {rate}, best at {shape} (m x n x k)\n  data sheet  "
+    if isinstance(peak, str):
+        sheet: dict[str, object] = {"flops_per_second": None, "source": None, "refused": peak}
+        text += f"none: {peak}"
     else:
-        share = achieved.flops_per_second / found.flops_per_second
-        sheet = {"flops_per_second": found.flops_per_second, "source": found.source, "achieved_ratio": share}
-        lines.append(
-            f"  data sheet  {_per_second(found.flops_per_second, options.dtype)}, dense ({found.source}); "
-            f"{share:.1%} of it measured"
-        )
+        share = achieved.flops_per_second / peak.flops_per_second
+        sheet = {"flops_per_second": peak.flops_per_second, "source": peak.source, "achieved_ratio": share}
+        rate = _per_second(peak.flops_per_second, options.dtype)
+        text += f"{rate}, dense ({peak.source}); {share:.1%} of it measured"
     answer = {"name": achieved.device, "dtype": options.dtype, **measured, **sheet}
-    print(json.dumps(answer) if options.json else "\n".join(lines))
+    print(json.dumps(answer) if options.json else text)
     return 0
 
 

@@ -74,13 +74,8 @@ def add(commands: Commands) -> None:
     add("--ledger-ca-file", type=Path, metavar="FILE", help="CA that signed the ledger's certificate, for an https URL")
     add("--tenant", metavar="TENANT", help="tenant of the run, if several have a run of that name")
     add("--at", type=float, metavar="UNIX_TIME", help="time of the report (default now)")
-    add(
-        "--lookback",
-        type=_duration,
-        default=90 * 86_400.0,
-        metavar="TIME",
-        help="how far back the run may have begun (default 90d)",
-    )
+    lookback = "how far back the run may have begun (default 90d)"
+    add("--lookback", type=_duration, default=90 * 86_400.0, metavar="TIME", help=lookback)
     add("--price", type=_price, metavar="X", help="price of a GPU-hour, to show losses in money")
     add("--format", choices=("html", "markdown", "json"), help="default: by the suffix of --out, else html")
     add("--out", type=Path, metavar="FILE", help="file to write (default standard output)")

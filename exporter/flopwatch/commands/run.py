@@ -71,16 +71,8 @@ class _Watching:
     def __init__(self, options: argparse.Namespace) -> None:
         from flopwatch.training.import_hook import when_imported
 
-        self._settings = {
-            "name": options.name,
-            "tokens_from": options.tokens_from,
-            "tokens_per_step": options.tokens_per_step,
-            "step_from": options.step_from,
-            "dtype": options.dtype,
-            "peak_flops": options.peak_flops,
-            "peak_source": options.peak_source,
-            **_flops(options),
-        }
+        same = ("name", "tokens_from", "tokens_per_step", "step_from", "dtype", "peak_flops", "peak_source")
+        self._settings = {**{flag: getattr(options, flag) for flag in same}, **_flops(options)}
         self._attachment: Attachment | None = None
         when_imported("torch", self._attach)
 
@@ -146,9 +138,9 @@ def _new_main(folder: str, argv: list[str]) -> ModuleType:
     ours, main = sys.modules["__main__"], ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     # Further names depend on the release of Python.
-    main.__dict__.update(
-        {name: value for name, value in (("__cached__", None), ("__annotations__", {})) if name in ours.__dict__}
-    )
+    for key, value in (("__cached__", None), ("__annotations__", {})):
+        if key in ours.__dict__:
+            main.__dict__[key] = value
     sys.modules["__main__"] = main
     sys.argv[:] = argv
     # With -P or PYTHONSAFEPATH there is no such entry: https://docs.python.org/3/using/cmdline.html#cmdoption-P
@@ -184,18 +176,14 @@ def _positive(text: str) -> float:
 def add(commands: Commands) -> None:
     """Describe the command."""
     parser = command(commands, "run", run, "run a training script unchanged and watch it through PyTorch's hooks")
-    parser.usage = (
-        "flopwatch run [flags] train.py [arguments ...]\n       flopwatch run [flags] -m module [arguments ...]"
-    )
+    parser.usage = "flopwatch run [flags] train.py [arguments ...]\n"
+    parser.usage += "       flopwatch run [flags] -m module [arguments ...]"
     add = parser.add_argument
     add("script", nargs=argparse.REMAINDER, help="the script and its arguments")
     add("-m", "--module", action="store_true", help="the script is a module, as in python -m")
     add("--name", metavar="RUN", help="name of the run (else FLOPWATCH_RUN, else the scheduler's job)")
-    add(
-        "--tokens-from",
-        metavar="KEY",
-        help="where a batch has its tokens: a key, an attribute or an index (default input_ids)",
-    )
+    tokens = "where a batch has its tokens: a key, an attribute or an index (default input_ids)"
+    add("--tokens-from", metavar="KEY", help=tokens)
     add("--tokens-per-step", type=_positive, metavar="N", help="tokens of an optimizer step, of one model replica")
     add("--step-from", metavar="KEY", help="key of the step number in a loaded checkpoint")
     add("--flops-per-token", type=_positive, metavar="X", help="forward and backward pass (else they are counted)")

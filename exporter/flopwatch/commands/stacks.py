@@ -45,10 +45,5 @@ def add(commands: Commands) -> None:
     """Describe the command."""
     parser = command(commands, "stacks", run, "print where the threads of a rank on this node are")
     parser.add_argument("pid", type=int, metavar="PID", help="the rank's process, as seen from its own container")
-    parser.add_argument(
-        "--wait",
-        type=seconds,
-        default=ANSWER,
-        metavar="SECONDS",
-        help=f"how long to wait for the answer (default {ANSWER:g})",
-    )
+    wait = f"how long to wait for the answer (default {ANSWER:g})"
+    parser.add_argument("--wait", type=seconds, default=ANSWER, metavar="SECONDS", help=wait)

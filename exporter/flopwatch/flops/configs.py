@@ -1,9 +1,9 @@
 """Dimensions of a `Transformer` from a Hugging Face `config.json` or a loaded configuration of transformers.
 
-Each family is one entry of `FAMILIES`, keyed by `model_type`. The meaning and default of each field are defined in
+data/model_families.json has each family by `model_type`, as its differences from Llama, and also fields of other
+shapes, and models that cannot be counted with what is missing. The meaning and default of each field are defined in
 configuration_<model_type>.py and modeling_<model_type>.py of https://github.com/huggingface/transformers (read at
-5.23). Anything else raises an `UnknownModel` that names what is missing or unknown: a model type, a dimension, a layer
-of another kind, or a field of another family that would change the count.
+5.23). Anything else raises an `UnknownModel` that names what is missing or unknown.
 
 Norms, biases and routers are in `other_parameters`, so that `parameters` equals the model that transformers builds. Of
 gemma3 with images only the language model is counted: the image tower runs per image, not per token.
@@ -11,8 +11,10 @@ gemma3 with images only the language model is counted: the image tower runs per 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.resources import files
 from typing import Any, Literal, Protocol
 
 from flopwatch.flops.transformer import LatentAttention, Transformer
@@ -21,38 +23,7 @@ _REQUIRED = object()
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _MTP = ("num_nextn_predict_layers", "num_mtp_layers")
 
-# Fields that give layers another shape, in models that otherwise look like a known family.
-_FOREIGN = {
-    "hybrid_override_pattern": "state-space layers",
-    "layers_block_type": "layers of other kinds",
-    "block_configs": "layers of different shapes",
-    "attention_chunk_size": "chunked attention",
-    "index_topk": "sparse attention with an indexer",
-    "linear_attn_config": "linear-attention layers",
-    "linear_num_key_heads": "linear-attention layers",
-    "mamba_num_heads": "state-space layers",
-    "cross_attention_layers": "cross-attention",
-    "add_cross_attention": "cross-attention",
-    "num_kv_shared_layers": "layers that share keys and values",
-    "mlp_layer_types": "its own list of expert layers",
-    "is_encoder_decoder": "an encoder",
-    "use_bidirectional_attention": "attention that is not causal",
-}
-# What some well-known models would need.
-_MISSING = {
-    "nemotron_h": "a formula for its Mamba layers",
-    "jamba": "a formula for its Mamba layers",
-    "mamba2": "a formula for its Mamba layers",
-    "nemotron-nas": "a place for its layers of different shapes",
-    "llama4": "a formula for its chunked attention",
-    "llama4_text": "a formula for its chunked attention",
-    "qwen3_next": "a formula for its linear-attention layers",
-    "qwen3_5": "a formula for its linear-attention layers",
-    "deepseek_v32": "a formula for its sparse attention",
-    "gemma3n": "a place for its layers that share keys and values",
-    "t5": "a formula for its encoder",
-    "bert": "a formula for attention that is not causal",
-}
+_TABLES = json.loads(files("flopwatch").joinpath("data/model_families.json").read_text(encoding="utf-8"))
 
 
 class UnknownModel(ValueError):
@@ -65,7 +36,7 @@ class _HasDictionary(Protocol):
     def to_dict(self) -> dict[str, Any]: ...
 
 
-class _Fields:
+class _ConfigFields:
     """Fields of one file with the defaults of its family; a wrong value raises UnknownModel with the field's name."""
 
     def __init__(self, given: Mapping[str, Any], kind: str, defaults: Mapping[str, Any]) -> None:
@@ -120,9 +91,8 @@ class _Fields:
         if not isinstance(value, list | tuple):
             raise UnknownModel(f"layer_types is {value!r}, not a list")
         if unknown := sorted({str(kind) for kind in value} - {"full_attention", "sliding_attention"}):
-            raise UnknownModel(
-                f"layer_types has {', '.join(unknown)}: only full_attention and sliding_attention can be counted"
-            )
+            names = ", ".join(unknown)
+            raise UnknownModel(f"layer_types has {names}: only full_attention and sliding_attention can be counted")
         if len(value) != layers:
             raise UnknownModel(f"layer_types names {len(value)} layers of {layers}")
         return [kind == "sliding_attention" for kind in value]
@@ -131,13 +101,13 @@ class _Fields:
 Windows = tuple[int | None, ...] | int | None
 
 
-def _no_windows(f: _Fields, layers: int) -> Windows:
+def _no_windows(f: _ConfigFields, layers: int) -> Windows:
     if any(f.layer_types(layers) or ()) or f.get("sliding_window") is not None:
         raise UnknownModel(f"a {f.kind} has no windows in transformers, and this file names some")
     return None
 
 
-def _one_window(f: _Fields, layers: int) -> Windows:
+def _one_window(f: _ConfigFields, layers: int) -> Windows:
     """Return the window that all layers share, None without one."""
     window: int | None = f.number("sliding_window", default=None)
     if (types := f.layer_types(layers)) is not None and set(types) != {window is not None}:
@@ -145,26 +115,24 @@ def _one_window(f: _Fields, layers: int) -> Windows:
     return window
 
 
-def _alternating(*pattern: str, every: int) -> Callable[[_Fields, int], Windows]:
-    """Return a rule for windows: layer_types if given, else a window in all layers but each `every`th."""
-
-    def windows(f: _Fields, layers: int) -> Windows:
-        step = f.number(*pattern, default=every) if pattern else every
-        types = f.layer_types(layers)
-        types = [(layer + 1) % step != 0 for layer in range(layers)] if types is None else types
-        return _where(f, types)
-
-    return windows
+def _alternating(f: _ConfigFields, layers: int) -> Windows:
+    """Return the windows of layer_types, else a window in all layers but each `full_every`th."""
+    family = FAMILIES[f.kind]
+    every = (
+        f.number(*family.full_every_from, default=family.full_every) if family.full_every_from else family.full_every
+    )
+    types = f.layer_types(layers)
+    return _where(f, [(layer + 1) % every != 0 for layer in range(layers)] if types is None else types)
 
 
-def _where(f: _Fields, types: list[bool]) -> Windows:
+def _where(f: _ConfigFields, types: list[bool]) -> Windows:
     if not any(types):
         return None
     window = f.number("sliding_window")
     return tuple(window if windowed else None for windowed in types)
 
 
-def _qwen_windows(f: _Fields, layers: int) -> Windows:
+def _qwen_windows(f: _ConfigFields, layers: int) -> Windows:
     """Return the windows of layer_types, else of layers from max_window_layers on; None without use_sliding_window."""
     types = f.layer_types(layers)
     if not f.flag("use_sliding_window", False):
@@ -184,17 +152,17 @@ def _qwen_windows(f: _Fields, layers: int) -> Windows:
     return _where(f, types)
 
 
-def _all_sparse(f: _Fields, layers: int) -> tuple[int, ...]:
+def _all_sparse(f: _ConfigFields, layers: int) -> tuple[int, ...]:
     return ()
 
 
-def _qwen_dense(f: _Fields, layers: int) -> tuple[int, ...]:
+def _qwen_dense(f: _ConfigFields, layers: int) -> tuple[int, ...]:
     """Return the layers with a plain MLP: those of mlp_only_layers, and all but each decoder_sparse_step-th."""
     step, only = f.number("decoder_sparse_step", default=1), f.numbers("mlp_only_layers")
     return tuple(layer for layer in range(layers) if layer in only or (layer + 1) % step)
 
 
-def _deepseek_dense(f: _Fields, layers: int) -> tuple[int, ...]:
+def _deepseek_dense(f: _ConfigFields, layers: int) -> tuple[int, ...]:
     """Return the layers with a plain MLP: the first few, and all but each moe_layer_freq-th."""
     first = f.number("first_k_dense_replace", least=0)
     every = f.number("moe_layer_freq", default=1)
@@ -219,86 +187,18 @@ class _Family:
     positions: bool = False  # learned
     sinks: bool = False
     expert_width: str = ""  # the field with the width of an expert; without one there are no experts
-    dense: Callable[[_Fields, int], tuple[int, ...]] = _all_sparse
+    dense: Literal["", "qwen", "deepseek"] = ""  # the rule for layers with a plain MLP in a model with experts
     router_bias: bool = False
     shared_gate: bool = False
-    windows: Callable[[_Fields, int], Windows] = _no_windows
+    windows: Literal["none", "one", "qwen", "alternating"] = "none"
+    full_every: int = 0  # under "alternating", each layer of this number has no window
+    full_every_from: tuple[str, ...] = ()  # fields that replace full_every
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that published files leave out
 
 
-_NO_BIAS: dict[str, Any] = {"query_key_bias": False, "output_bias": False}
-_ALL_BIASES: dict[str, Any] = {"norm_vectors": 2, "query_key_bias": True, "output_bias": True, "mlp_bias": True}
-_GEMMA_2: dict[str, Any] = {"norms": 4, "tied": True}
-
-FAMILIES: dict[str, _Family] = {
-    "llama": _Family(mlp_bias="mlp_bias"),
-    "mistral": _Family(**_NO_BIAS, windows=_one_window, defaults={"sliding_window": 4096}),
-    "mixtral": _Family(**_NO_BIAS, windows=_one_window, expert_width="intermediate_size"),
-    "qwen2": _Family(
-        query_key_bias=True,
-        output_bias=False,
-        windows=_qwen_windows,
-        defaults={"max_window_layers": 28, "sliding_window": 4096},
-    ),
-    "qwen3": _Family(
-        query_key_norm="head",
-        windows=_qwen_windows,
-        defaults={"head_dim": 128, "max_window_layers": 28, "sliding_window": 4096},
-    ),
-    "qwen2_moe": _Family(
-        query_key_bias="qkv_bias",
-        output_bias=False,
-        windows=_qwen_windows,
-        dense=_qwen_dense,
-        expert_width="moe_intermediate_size",
-        shared_gate=True,
-        defaults={"qkv_bias": True, "sliding_window": 4096},
-    ),
-    "qwen3_moe": _Family(
-        query_key_norm="head",
-        windows=_qwen_windows,
-        dense=_qwen_dense,
-        expert_width="moe_intermediate_size",
-        defaults={"sliding_window": 4096},
-    ),
-    "gemma": _Family(tied=True, defaults={"head_dim": 256}),
-    "gemma2": _Family(**_GEMMA_2, windows=_alternating(every=2), defaults={"head_dim": 256, "sliding_window": 4096}),
-    "gemma3_text": _Family(
-        **_GEMMA_2,
-        query_key_norm="head",
-        windows=_alternating("sliding_window_pattern", "_sliding_window_pattern", every=6),
-        # The published 4B file leaves these out.
-        defaults={
-            "head_dim": 256,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "vocab_size": 262208,
-            "sliding_window": 4096,
-        },
-    ),
-    "deepseek_v2": _Family(latent=True, grouped=False, dense=_deepseek_dense, expert_width="moe_intermediate_size"),
-    "deepseek_v3": _Family(latent=True, grouped=False, dense=_deepseek_dense, expert_width="moe_intermediate_size"),
-    "gpt2": _Family(**_ALL_BIASES, gated=False, grouped=False, positions=True, tied=True),
-    "gpt_neox": _Family(gated=False, norm_vectors=2, mlp_bias=True, grouped=False, defaults={"attention_bias": True}),
-    "gpt_oss": _Family(
-        windows=_alternating(every=2),
-        expert_width="intermediate_size",
-        mlp_bias=True,
-        sinks=True,
-        router_bias=True,
-        defaults={"attention_bias": True, "head_dim": 64, "sliding_window": 128},
-    ),
-    "nemotron": _Family(gated=False, norm_vectors=2, mlp_bias="mlp_bias"),
-    "phi": _Family(**_ALL_BIASES, gated=False, norms=1, head_bias=True),
-    "phi3": _Family(**_NO_BIAS, windows=_one_window),
-    "phimoe": _Family(norm_vectors=2, head_bias="lm_head_bias", windows=_one_window, expert_width="intermediate_size"),
-    "olmo": _Family(norm_vectors=0),
-    "olmo2": _Family(query_key_norm="all"),
-    "olmo3": _Family(query_key_norm="all", windows=_alternating(every=4), defaults={"sliding_window": 4096}),
-    "olmoe": _Family(query_key_norm="all", expert_width="intermediate_size"),
-}
-# Kimi K2 is DeepSeek-V3 under its own name: its `architectures` is DeepseekV3ForCausalLM.
-FAMILIES["kimi_k2"] = FAMILIES["deepseek_v3"]
+_WINDOWS = {"none": _no_windows, "one": _one_window, "qwen": _qwen_windows, "alternating": _alternating}
+_DENSE = {"": _all_sparse, "qwen": _qwen_dense, "deepseek": _deepseek_dense}
+FAMILIES: dict[str, _Family] = {kind: _Family(**differences) for kind, differences in _TABLES["families"].items()}
 
 _QUERY_KEY_VALUE_HEADS_ARE_HEADS = ("llama", "phi", "phi3", "olmo", "olmo2", "olmo3", "olmoe", "nemotron")
 
@@ -313,8 +213,7 @@ def from_config(
 
     Raises UnknownModel, which is a ValueError, for what cannot be counted.
     """
-    given = config if isinstance(config, Mapping) else config.to_dict()
-    outer: Mapping[str, Any] = given
+    outer = given = config if isinstance(config, Mapping) else config.to_dict()
     kind = given.get("model_type")
     if kind == "gemma3":
         nested = given.get("text_config")
@@ -324,7 +223,7 @@ def from_config(
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         raise UnknownModel(_why_unknown(given, kind))
-    f = _Fields({**outer, **given} if outer is not given else given, str(kind), family.defaults)
+    f = _ConfigFields({**outer, **given}, str(kind), family.defaults)
     _refuse_foreign(f, family)
     try:
         return _transformer(f, family, mtp, vocabulary)
@@ -339,8 +238,8 @@ def _why_unknown(given: Mapping[str, Any], kind: object) -> str:
         return "the file has no model_type; is it the config.json of a Hugging Face model?"
     if not isinstance(kind, str):
         return f"model_type is {kind!r}, not a name"
-    if kind in _MISSING:
-        return f"model_type {kind} cannot be counted: what is missing here is {_MISSING[kind]}"
+    if missing := _TABLES["uncountable"].get(kind):
+        return f"model_type {kind} cannot be counted: what is missing here is {missing}"
     nested = given.get("text_config")
     if isinstance(nested, Mapping) and nested.get("model_type") in FAMILIES:
         return (
@@ -350,8 +249,8 @@ def _why_unknown(given: Mapping[str, Any], kind: object) -> str:
     return f"model_type {kind} is not known, only {', '.join(sorted([*FAMILIES, 'gemma3']))}"
 
 
-def _refuse_foreign(f: _Fields, family: _Family) -> None:
-    for name, what in _FOREIGN.items():
+def _refuse_foreign(f: _ConfigFields, family: _Family) -> None:
+    for name, what in _TABLES["foreign_fields"].items():
         if f.get(name):
             raise UnknownModel(f"a {f.kind} with {name} has {what}, which cannot be counted")
     if not family.expert_width and f.get(*_EXPERTS):
@@ -364,33 +263,32 @@ def _refuse_foreign(f: _Fields, family: _Family) -> None:
         raise UnknownModel(f"a {f.kind} with biases in its MLP is not known")
 
 
-def _transformer(f: _Fields, family: _Family, mtp: bool | None, vocabulary: int | None) -> Transformer:
+def _transformer(f: _ConfigFields, family: _Family, mtp: bool | None, vocabulary: int | None) -> Transformer:
     d = f.number("hidden_size", "n_embd")
     layers = f.number("num_hidden_layers", "n_layer", most=10**4)
     heads = f.number("num_attention_heads", "n_head")
     rows = f.number("vocab_size") if vocabulary is None else vocabulary
     latent = _latent(f) if family.latent else None
-    kv_heads = _kv_heads(f, heads) if family.grouped else heads
+    kv_heads = heads
+    if family.grouped:
+        implied = heads if f.kind in _QUERY_KEY_VALUE_HEADS_ARE_HEADS or f.has("num_key_value_heads") else _REQUIRED
+        kv_heads = f.number("num_key_value_heads", default=implied)
     e = 0 if latent else _head_dim(f, family, d, heads)
 
     experts = _experts(f, family)
-    dense = family.dense(f, layers) if experts else tuple(range(layers))
+    dense = _DENSE[family.dense](f, layers) if experts else tuple(range(layers))
     sparse = layers - len(dense)
-    implied = 4 * d if f.kind == "gpt2" else _REQUIRED
-    mlp_width = f.number("intermediate_size", "n_inner", default=implied) if dense else 0
+    mlp_default = 4 * d if f.kind == "gpt2" else _REQUIRED
+    mlp_width = f.number("intermediate_size", "n_inner", default=mlp_default) if dense else 0
     expert_width = f.number(family.expert_width) if sparse else 0
 
     common = _norms_and_biases(f, family, d, heads, kv_heads, e, latent)
     plain = _has(f, family.mlp_bias) * ((2 if family.gated else 1) * mlp_width + d)
     routed = experts * (d + family.router_bias) + family.shared_gate * d
-    other = (
-        layers * common
-        + len(dense) * plain
-        + sparse * routed
-        + family.norm_vectors * d
-        + _has(f, family.head_bias) * rows
-        + (f.number("n_positions", "max_position_embeddings", "n_ctx") * d if family.positions else 0)
-    )
+    other = layers * common + len(dense) * plain + sparse * routed + family.norm_vectors * d
+    other += _has(f, family.head_bias) * rows
+    if family.positions:
+        other += f.number("n_positions", "max_position_embeddings", "n_ctx") * d
 
     modules = 0 if mtp is False else f.number(*_MTP, default=0, least=0, most=100) if family.latent else 0
     if mtp and not modules:
@@ -412,7 +310,7 @@ def _transformer(f: _Fields, family: _Family, mtp: bool | None, vocabulary: int 
         expert_width=expert_width,
         shared_width=_shared_width(f, expert_width) if sparse else 0,
         dense_layers=len(dense) if dense == tuple(range(len(dense))) else dense,
-        window=family.windows(f, layers),
+        window=_WINDOWS[family.windows](f, layers),
         mtp_layers=modules,
         tied_embeddings=f.flag("tie_word_embeddings", family.tied),
         other_parameters=other,
@@ -422,23 +320,20 @@ def _transformer(f: _Fields, family: _Family, mtp: bool | None, vocabulary: int 
     )
 
 
-def _has(f: _Fields, bias: bool | str) -> int:
+def _has(f: _ConfigFields, bias: bool | str) -> int:
     """Return 1 if the family has this bias, or the field of that name is true, else 0."""
     return int(f.flag(bias, False) if isinstance(bias, str) else bias)
 
 
 def _norms_and_biases(
-    f: _Fields, family: _Family, d: int, heads: int, kv_heads: int, e: int, latent: LatentAttention | None
+    f: _ConfigFields, family: _Family, d: int, heads: int, kv_heads: int, e: int, latent: LatentAttention | None
 ) -> int:
     """Return the parameters of a layer's norms and of its attention's biases, the same in all layers."""
     common = family.norms * family.norm_vectors * d
     if latent is not None:
         q = latent.query_rank or 0
-        return (
-            common
-            + (q + latent.key_value_rank)
-            + _has(f, "attention_bias") * (q + latent.key_value_rank + latent.rope_dim + d)
-        )
+        ranks = q + latent.key_value_rank
+        return common + ranks + _has(f, "attention_bias") * (ranks + latent.rope_dim + d)
     common += _has(f, family.query_key_bias) * (heads + 2 * kv_heads) * e + _has(f, family.output_bias) * d
     common += {"": 0, "head": 2 * e, "all": (heads + kv_heads) * e}[family.query_key_norm]
     if f.kind == "phi" and f.flag("qk_layernorm", False):
@@ -446,16 +341,15 @@ def _norms_and_biases(
     return common + heads * family.sinks
 
 
-def _experts(f: _Fields, family: _Family) -> int:
+def _experts(f: _ConfigFields, family: _Family) -> int:
     """Return the routed experts of a layer; 0 in a family without experts, or for 0 (Qwen) or null (DeepSeek)."""
     if not family.expert_width:
         return 0
-    optional = family.dense is not _all_sparse and any(f.has(name) for name in _EXPERTS)
-    number: int = f.number(*_EXPERTS, default=0 if optional else _REQUIRED, least=0 if optional else 1)
-    return number
+    optional = family.dense and any(f.has(name) for name in _EXPERTS)
+    return int(f.number(*_EXPERTS, default=0 if optional else _REQUIRED, least=0 if optional else 1))
 
 
-def _head_dim(f: _Fields, family: _Family, width: int, heads: int) -> int:
+def _head_dim(f: _ConfigFields, family: _Family, width: int, heads: int) -> int:
     """Return the dimension of a head; transformers ignores head_dim if every head has its own keys."""
     given: int | None = f.number("head_dim", "kv_channels", default=None) if family.grouped else None
     if given is None and width % heads:
@@ -463,31 +357,15 @@ def _head_dim(f: _Fields, family: _Family, width: int, heads: int) -> int:
     return width // heads if given is None else given
 
 
-def _kv_heads(f: _Fields, heads: int) -> int:
-    """Return the number of key-value heads, by default the heads if the family allows it or the file has null."""
-    implied = f.kind in _QUERY_KEY_VALUE_HEADS_ARE_HEADS or f.has("num_key_value_heads")
-    number: int = f.number("num_key_value_heads", default=heads if implied else _REQUIRED)
-    return number
-
-
-def _latent(f: _Fields) -> LatentAttention:
+def _latent(f: _ConfigFields) -> LatentAttention:
     if not f.has("q_lora_rank"):
         raise UnknownModel(f"a {f.kind} needs q_lora_rank (null if queries are not compressed), which the file lacks")
-    return LatentAttention(
-        query_rank=f.number("q_lora_rank", default=None),
-        key_value_rank=f.number("kv_lora_rank"),
-        nope_dim=f.number("qk_nope_head_dim"),
-        rope_dim=f.number("qk_rope_head_dim"),
-        value_dim=f.number("v_head_dim"),
-    )
+    fields = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return LatentAttention(f.number("q_lora_rank", default=None), *map(f.number, fields))
 
 
-def _shared_width(f: _Fields, expert_width: int) -> int:
+def _shared_width(f: _ConfigFields, expert_width: int) -> int:
     """Return the summed width of the shared experts: DeepSeek gives their number, Qwen2 their width."""
     if f.kind == "qwen2_moe":
-        width: int = f.number("shared_expert_intermediate_size", least=0)
-        return width
-    number: int = (
-        f.number("n_shared_experts", default=0, least=0) if f.kind in ("deepseek_v2", "deepseek_v3", "kimi_k2") else 0
-    )
-    return number * expert_width
+        return int(f.number("shared_expert_intermediate_size", least=0))
+    return int(f.number("n_shared_experts", default=0, least=0)) * expert_width if FAMILIES[f.kind].latent else 0

@@ -1,31 +1,15 @@
 """FLOPs of a transformer from its dimensions: the numerator of MFU. Pure functions, exact integers.
 
-Counted are the matrix multiplications, forward and backward: 2 FLOP per weight forward and twice that backward, so
-6 per weight and token, and the attention scores. Left out are recomputation, the input embedding (a look-up), norms,
-biases, activations and the router. Three conventions, which differ by 1 % (GPT-3 at 2k) to 70 % (Llama 3 8B at 128k):
+Counted are the matrix multiplications, 6 FLOP per weight and token, and the attention scores. Left out are
+recomputation, the input embedding (a look-up), norms, biases, activations and the router. Three conventions:
 
 causal  6 W + 6 L H e s   per token: scores below the diagonal only, as Megatron-LM and NeMo count since 2025
 full    6 W + 12 L H e s  all s x s scores, as torchtitan and older tables count; windows are ignored
 palm    6 N + 12 L H e s  all parameters, input embedding included (PaLM, https://arxiv.org/abs/2204.02311, appendix B)
 
 W weights of the matmuls a token passes through (LM head in, also when tied; of the experts the active ones), N the
-parameters a token passes through, L layers, H query heads, e head dimension, s sequence length. The parts, per token:
-
-attention      d H e + 2 d G e + H e d weights, G key-value heads (GQA, https://arxiv.org/abs/2305.13245)
-latent (MLA)   d q + q H (n + r) + d (c + r) + c H (n + v) + H v d weights, scores of dims n + r and v in place of e, e
-               (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1; without a query rank q, d H (n + r))
-MLP            2 d f weights, gated 3 d f (https://arxiv.org/abs/2002.05202); experts the same, times those active
-window of w    w - w (w - 1) / 2 s keys in place of s / 2, which is what a token sees on average; w >= s is no window
-               (Mistral 7B, https://arxiv.org/abs/2310.06825; a token sees w keys, itself included)
-MTP            a further layer, a projection of 2 d x d and the LM head again, each module
-               (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.2)
-packed         the sum of squared lengths in place of s per token: no sample attends to another
-LoRA           4 per frozen weight, which has no weight gradient, and 6 r (in + out) per matrix adapted
-               (https://arxiv.org/abs/2106.09685)
-recomputation  full: all layers forward once more, so 8 per weight of theirs; selective: the scores only
-               (https://arxiv.org/abs/2205.05198). These are hardware FLOPs, the numerator of HFU, never of MFU
-
-Not covered: state-space and linear-attention layers, chunked or sparse attention, encoders, image towers.
+parameters a token passes through, L layers, H query heads, e head dimension, s sequence length. docs/mfu.md has the
+formulas of each part: GQA, MLA, experts, windows, multi-token prediction, packing, LoRA and recomputation.
 """
 
 from __future__ import annotations
@@ -159,23 +143,14 @@ class Transformer:
     @property
     def parameters(self) -> int:
         """Return the parameters of the model, without adapters and multi-token prediction (`mtp_parameters`)."""
-        return (
-            _parameters(self._main())
-            + self.vocabulary * self.width
-            + self.other_parameters
-            + self._expert_biases(self.experts or 0)
-        )
+        others = self.other_parameters + self._expert_biases(self.experts or 0)
+        return _parameters(self._main()) + self.vocabulary * self.width + others
 
     @property
     def active_parameters(self) -> int:
         """Return the parameters one token passes through: all but those of the experts it is not routed to."""
-        embedding = 0 if self.tied_embeddings else self.vocabulary * self.width
-        return (
-            sum(matmul.weights for matmul in self._main())
-            + embedding
-            + self.other_parameters
-            + self._expert_biases(self.experts_per_token)
-        )
+        others = self.other_parameters + self._expert_biases(self.experts_per_token)
+        return sum(matmul.weights for matmul in self._main()) + self._embedding() + others
 
     @property
     def mtp_parameters(self) -> int:
@@ -194,7 +169,7 @@ class Transformer:
         """
         if convention == "causal" and any(window is not None for window in self._windows()):
             raise ValueError("packed samples under a window: flops_of_samples takes the length of each")
-        per_token, per_square = _coefficients(self, _known(convention))
+        per_token, per_square = _coefficients(self, _checked(convention))
         return per_token * tokens + per_square * sum_len_squared
 
     def flops_of_samples(self, lengths: Iterable[int], convention: Convention = "causal") -> int:
@@ -219,15 +194,10 @@ class Transformer:
         """
         if recompute not in ("full", "selective"):
             raise ValueError(f"recomputation {recompute!r}: write full or selective")
-        again = sum(
-            self._forward_scores(scores, sequence_length, convention) for scores in self._scores() if scores.passes > 1
-        )
+        s, matmuls = sequence_length, (*self._matmuls(), *self._adapters())
+        again = sum(self._forward_scores(scores, s, convention) for scores in self._scores() if scores.passes > 1)
         if recompute == "full":
-            again += sum(
-                2 * matmul.weights * sequence_length
-                for matmul in (*self._matmuls(), *self._adapters())
-                if matmul.recomputed and matmul.passes > 1
-            )
+            again += sum(2 * one.weights * s for one in matmuls if one.recomputed and one.passes > 1)
         return self.flops_per_sequence(sequence_length, convention) + again
 
     def terms(self, sequence_length: int, convention: Convention = "causal") -> tuple[Term, ...]:
@@ -235,7 +205,7 @@ class Transformer:
         s = sequence_length
         if s < 1:
             raise ValueError(f"a sequence of {s} tokens has nothing to count")
-        palm = _known(convention) == "palm"
+        palm = _checked(convention) == "palm"
         if palm and (self.lora_rank or self.frozen or self.frozen_layers):
             raise ValueError(
                 "palm counts 6 per parameter, which is not defined for frozen weights: take causal or full"
@@ -243,32 +213,18 @@ class Transformer:
         terms = []
         for matmul in (*self._matmuls(shared_head=palm), *self._adapters()):
             shapes = " + ".join(f"{rows} x {columns}" for rows, columns in matmul.shapes)
-            terms.append(
-                Term(
-                    matmul.name,
-                    f"{matmul.uses} x ({shapes}) x {2 * matmul.passes} x {s}",
-                    2 * matmul.passes * matmul.weights * s,
-                )
-            )
+            product = f"{matmul.uses} x ({shapes}) x {2 * matmul.passes} x {s}"
+            terms.append(Term(matmul.name, product, 2 * matmul.passes * matmul.weights * s))
         if palm:
-            embedding = 0 if self.tied_embeddings else self.vocabulary * self.width
-            other = (
-                self.other_parameters
-                + self._expert_biases(self.experts_per_token)
-                + self.mtp_layers * self.mtp_other_parameters
-            )
-            if embedding:
+            other = self.other_parameters + self._expert_biases(self.experts_per_token)
+            other += self.mtp_layers * self.mtp_other_parameters
+            if embedding := self._embedding():
                 terms.append(Term("input_embedding", f"{self.vocabulary} x {self.width} x 6 x {s}", 6 * embedding * s))
             if other:
                 terms.append(Term("other_parameters", f"{other} x 6 x {s}", 6 * other * s))
         for scores in self._scores():
-            terms.append(
-                Term(
-                    scores.name,
-                    self._scores_product(scores, s, convention),
-                    scores.passes * self._forward_scores(scores, s, convention),
-                )
-            )
+            flops = scores.passes * self._forward_scores(scores, s, convention)
+            terms.append(Term(scores.name, self._scores_product(scores, s, convention), flops))
         return tuple(terms)
 
     def _windows(self) -> tuple[int | None, ...]:
@@ -279,6 +235,10 @@ class Transformer:
             return True
         dense = self.dense_layers
         return layer in dense if isinstance(dense, tuple) else layer < dense
+
+    def _embedding(self) -> int:
+        """Return the parameters of an input embedding that is not tied to the LM head."""
+        return 0 if self.tied_embeddings else self.vocabulary * self.width
 
     def _head_dim(self) -> int:
         return self.width // self.heads if self.head_dim is None else self.head_dim
@@ -291,26 +251,18 @@ class Transformer:
         return sparse * experts * ((self.mlp_matrices - 1) * self.expert_width + self.width)
 
     def _attention_shapes(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        query: tuple[tuple[int, int], ...]
         d, h, m = self.width, self.heads, self.latent
         if m is None:
             e = self._head_dim()
             key_or_value = (d, (self.kv_heads or h) * e)
-            return {
-                "attention_query": ((d, h * e),),
-                "attention_key_value": (key_or_value, key_or_value),
-                "attention_output": ((h * e, d),),
-            }
-        queries = h * (m.nope_dim + m.rope_dim)
-        return {
-            "attention_query": ((d, queries),)
-            if m.query_rank is None
-            else ((d, m.query_rank), (m.query_rank, queries)),
-            "attention_key_value": (
-                (d, m.key_value_rank + m.rope_dim),
-                (m.key_value_rank, h * (m.nope_dim + m.value_dim)),
-            ),
-            "attention_output": ((h * m.value_dim, d),),
-        }
+            query, key_value, output = ((d, h * e),), (key_or_value, key_or_value), ((h * e, d),)
+        else:
+            queries, q, c = h * (m.nope_dim + m.rope_dim), m.query_rank, m.key_value_rank
+            query = ((d, queries),) if q is None else ((d, q), (q, queries))
+            key_value = ((d, c + m.rope_dim), (c, h * (m.nope_dim + m.value_dim)))
+            output = ((h * m.value_dim, d),)
+        return {"attention_query": query, "attention_key_value": key_value, "attention_output": output}
 
     def _mlp_shapes(self, width: int) -> tuple[tuple[int, int], ...]:
         return ((self.width, width),) * (self.mlp_matrices - 1) + ((width, self.width),)
@@ -337,19 +289,10 @@ class Transformer:
         """Return the matmuls of the model without adapters and multi-token prediction."""
         low, trains = self.frozen_layers, 2 if self.lora_rank else 3
         dense = [self._is_dense(layer) for layer in range(self.layers)]
-        head = Matmuls(
-            "lm_head",
-            ((self.width, self.vocabulary),),
-            1,
-            0 if self.tied_embeddings else 1,
-            2 if "lm_head" in self.frozen else trains,
-            recomputed=False,
-        )
-        return [
-            *self._layer(low, sum(dense[:low]), self._low_passes()),
-            *self._layer(self.layers - low, sum(dense[low:]), trains),
-            head,
-        ]
+        copies, passes = 0 if self.tied_embeddings else 1, 2 if "lm_head" in self.frozen else trains
+        head = Matmuls("lm_head", ((self.width, self.vocabulary),), 1, copies, passes, recomputed=False)
+        lowest = self._layer(low, sum(dense[:low]), self._low_passes())
+        return [*lowest, *self._layer(self.layers - low, sum(dense[low:]), trains), head]
 
     def _low_passes(self) -> int:
         """Return the passes of a frozen lowest layer, which gets no gradient unless a tied LM head trains."""
@@ -369,35 +312,27 @@ class Transformer:
         """Return all matmuls except the adapters'; `shared_head` counts the LM head once, as a parameter."""
         matmuls = [*self._main(), *self._mtp()]
         if self.mtp_layers and not shared_head:
-            matmuls.append(
-                Matmuls("mtp_lm_head", ((self.width, self.vocabulary),), self.mtp_layers, 0, recomputed=False)
-            )
+            shapes = ((self.width, self.vocabulary),)
+            matmuls.append(Matmuls("mtp_lm_head", shapes, self.mtp_layers, 0, recomputed=False))
         return matmuls
 
     def _adapters(self) -> list[Matmuls]:
-        rank = self.lora_rank
-        return [
-            Matmuls(
-                "lora_" + matmul.name,
-                tuple(pair for rows, columns in matmul.shapes for pair in ((rows, rank), (rank, columns))),
-                matmul.uses,
-                matmul.copies,
-            )
-            for matmul in self._main()
-            if rank and matmul.name in self.lora_targets
-        ]
+        rank, adapters = self.lora_rank, []
+        for one in self._main() if rank else []:
+            if one.name in self.lora_targets:
+                shapes = tuple(pair for rows, columns in one.shapes for pair in ((rows, rank), (rank, columns)))
+                adapters.append(Matmuls("lora_" + one.name, shapes, one.uses, one.copies))
+        return adapters
 
     def _scores(self) -> list[_Scores]:
         windows, low = self._windows(), self.frozen_layers
         passes = 1 if self._low_passes() == 1 else 3
-        return [
-            *(
-                _Scores("attention_scores" if window is None else "windowed_attention_scores", layers, window, these)
-                for these, part in ((passes, windows[:low]), (3, windows[low:]))
-                for window, layers in Counter(part).items()
-            ),
-            *([_Scores("mtp_attention_scores", self.mtp_layers, windows[-1])] if self.mtp_layers else []),
+        scores = [
+            _Scores("attention_scores" if window is None else "windowed_attention_scores", layers, window, these)
+            for these, part in ((passes, windows[:low]), (3, windows[low:]))
+            for window, layers in Counter(part).items()
         ]
+        return scores + [_Scores("mtp_attention_scores", self.mtp_layers, windows[-1])] * bool(self.mtp_layers)
 
     def _score_dims(self) -> int:
         """Return the FLOPs of one token attending to one key in one layer, QK and PV forward, divided by two."""
@@ -415,19 +350,16 @@ class Transformer:
             pairs = f"{s} x {s} / 2"
         else:
             pairs = f"({s} x {w} - {w} x {w - 1} / 2)"
-        dims = (
-            f"({self._head_dim()} + {self._head_dim()})"
-            if m is None
-            else (f"({m.nope_dim + m.rope_dim} + {m.value_dim})")
-        )
-        return f"{scores.layers} x {pairs} x {2 * scores.passes} x {self.heads} x {dims}"
+        e = self._head_dim()
+        dims = f"{e} + {e}" if m is None else f"{m.nope_dim + m.rope_dim} + {m.value_dim}"
+        return f"{scores.layers} x {pairs} x {2 * scores.passes} x {self.heads} x ({dims})"
 
 
 def _parameters(matmuls: Iterable[Matmuls]) -> int:
     return sum(matmul.parameters for matmul in matmuls)
 
 
-def _known(convention: Convention) -> Convention:
+def _checked(convention: Convention) -> Convention:
     if convention not in CONVENTIONS:
         raise ValueError(f"convention {convention!r}: write causal, full or palm")
     return convention

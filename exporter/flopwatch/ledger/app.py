@@ -57,9 +57,7 @@ class RunFamilies(Collector):
     def collect(self) -> Iterable[core.Metric]:
         """Return all families as of now."""
         samples = self._store.families(time.time())
-        samples += [
-            (m.FLOPWATCH_LEDGER_REQUESTS_TOTAL, (outcome,), count) for outcome, count in self.deliveries.items()
-        ]
+        samples += [(m.FLOPWATCH_LEDGER_REQUESTS_TOTAL, (name,), count) for name, count in self.deliveries.items()]
         samples.append((m.FLOPWATCH_BUILD_INFO, (flopwatch.__version__,), 1))
         families: dict[Metric, core.Metric] = {}
         for row, values, number in samples:
@@ -133,17 +131,10 @@ def run(settings: LedgerSettings) -> None:
     http_server.log_to_stderr()
     http_server.check_token("--token-file", settings.token_file)
     web = None if settings.web_config is None else Web(settings.web_config)
-    with (
-        http_server.listener("--listen", settings.listen, backlog=1024) as listener,
-        contextlib.closing(
-            Store(
-                settings.state / "ledger.sqlite",
-                silent_after=settings.silent_after,
-                new_for=settings.new_for,
-                abandoned_after=settings.abandoned_after,
-            )
-        ) as store,
-    ):
+    with contextlib.ExitStack() as opened:
+        listener = opened.enter_context(http_server.listener("--listen", settings.listen, backlog=1024))
+        seconds = {name: getattr(settings, name) for name in ("silent_after", "new_for", "abandoned_after")}
+        store = opened.enter_context(contextlib.closing(Store(settings.state / "ledger.sqlite", **seconds)))
         # Paths that need the token need no user. Without a token, the users of the web configuration guard all paths.
         own = "/v1/" if settings.token_file is not None else None
         app = ledger_app(store, settings.token_file)

@@ -38,7 +38,7 @@ class ReportingNode:
     restored: float | None = None
     gpus: float | None = None
     peak: float | None = None
-    credited_gpus: float = 0.0  # GPUs already counted in what the attempt booked before this node reported them
+    credited_gpus: float = 0.0  # GPUs counted in the attempt before this node reported them
     credited_peak: float = 0.0
     flops: float = 0.0  # model FLOPs up to `flops_step`
     flops_step: float = 0.0
@@ -87,11 +87,11 @@ class Attempt:
     start: float
     resumed: float  # the step it began from
     mark: float  # the furthest step reported before it began
-    cursor: float  # step of the followed node up to which time is booked
+    cursor: float  # step of the followed node up to which time is attributed
     leader: str = ""  # the node that is followed
     epoch: int = 0  # how often its frontier moved
     end: str | None = None
-    carried: bool = False  # it outlived an overlapping attempt; its time before that is not booked
+    carried: bool = False  # it outlived an overlapping attempt; its time before that does not count
     number: int = 0
     begin: float = 0.0  # where its part of the run's wall clock begins: the frontier, if that was ahead of `start`
     over: float | None = None  # where that part ends
@@ -114,16 +114,10 @@ class Attempt:
     def figures(self) -> dict[str, Any]:
         """Return the attempt as the API and exports show it."""
         shown = ("number", "begin", "gpus", "nodes", "down_seconds", "down_gpu_seconds", "recovery_seconds")
-        return {name: getattr(self, name) for name in shown} | {
-            "attempt": self.id,
-            "end": self.over,
-            "status": self.end,
-            "first_step": self.resumed,
-            "last_step": self.step,
-            "committed_step": self.committed,
-            "seconds": dict(self.seconds),
-            "gpu_seconds": dict(self.gpu_seconds),
-        }
+        figures = {name: getattr(self, name) for name in shown}
+        figures |= {"attempt": self.id, "end": self.over, "status": self.end}
+        figures |= {"first_step": self.resumed, "last_step": self.step, "committed_step": self.committed}
+        return figures | {"seconds": dict(self.seconds), "gpu_seconds": dict(self.gpu_seconds)}
 
     def to_json(self) -> dict[str, Any]:
         """Return the state to save."""

@@ -176,32 +176,25 @@ def _judge(loss: LostTime, reasons: Sequence[_Claim], echoes: Sequence[_Claim]) 
         why = f"{best.text} on {len(ports)} ports of {len(hosts)} hosts at once: a switch, {_when(loss, best.evidence)}"
     elif len(hosts) > 1:
         why += f"; at once on {len(hosts)} hosts"
-    return IncidentCause(
-        best.cause,
-        _confidence(sure),
-        host=best.evidence.host if len(hosts) == 1 else "",
-        gpu=best.evidence.gpu if len(hosts) == len(gpus) == 1 else "",
-        port=best.evidence.port if len(ports) == 1 else "",
-        why=why,
-    )
+    host = best.evidence.host if len(hosts) == 1 else ""
+    gpu = best.evidence.gpu if len(hosts) == len(gpus) == 1 else ""
+    port = best.evidence.port if len(ports) == 1 else ""
+    return IncidentCause(best.cause, _confidence(sure), host, gpu, port, why)
 
 
 def _claim(loss: LostTime, evidence: Evidence, before: float, after: float) -> _Claim | None:
     """Return the claim of a piece of evidence; None if it is from another place or time, or explains nothing."""
     if loss.hosts and evidence.host not in loss.hosts:
         return None
-    if evidence.t < loss.began:
-        distance, reach = loss.began - evidence.t, before
-    else:
-        distance, reach = max(0.0, evidence.t - loss.ended), after
+    early, late = loss.began - evidence.t, max(0.0, evidence.t - loss.ended)
+    distance, reach = (early, before) if early > 0 else (late, after)
     if loss.kind != "end" and evidence.kind in _LASTING:
         reach = min(reach, AT_ONCE)
     elif loss.kind != "end" and evidence.t > loss.began + after:
         return None  # a single event slows what comes after it
     if distance > reach:
         return None
-    reading = _interpret(loss.kind, evidence)
-    if reading is None:
+    if (reading := _interpret(loss.kind, evidence)) is None:
         return None
     cause, weight, text = reading
     return _Claim(evidence, cause, weight, text, distance, weight * 0.5 ** (distance / reach if distance else 0.0))
@@ -292,11 +285,8 @@ def _signal_name(kind: str, detail: str) -> str:
 def _drop_foreign_kills(claims: Sequence[_Claim]) -> list[_Claim]:
     """Drop OOM kills on hosts where no rank vanished, since they hit some other process."""
     lost = {claim.evidence.host for claim in claims if claim.evidence.kind in ("pid_gone", "signal", "exit")}
-    return [
-        claim
-        for claim in claims
-        if claim.evidence.kind != "host_oom" or claim.evidence.rank is not None or claim.evidence.host in lost
-    ]
+    pairs = [(claim, claim.evidence) for claim in claims]
+    return [claim for claim, one in pairs if one.kind != "host_oom" or one.rank is not None or one.host in lost]
 
 
 def _drop_common_silence(loss: LostTime, claims: Sequence[_Claim]) -> list[_Claim]:
@@ -304,17 +294,14 @@ def _drop_common_silence(loss: LostTime, claims: Sequence[_Claim]) -> list[_Clai
     gone = {claim.evidence.host for claim in claims if claim.evidence.kind == "node_gone"}
     if not gone or not loss.hosts or gone < loss.hosts:
         return list(claims)
-    kept = [claim for claim in claims if claim.evidence.kind != "node_gone"]
-    silent = [claim for claim in claims if claim.evidence.kind == "node_gone"]
+    others = [one for one in claims if one.evidence.kind != "node_gone"]
+    silent = [one for one in claims if one.evidence.kind == "node_gone"]
     if len(loss.hosts) > 1:
-        return [*kept, *(_Claim(claim.evidence, "", 0.0, "all nodes silent at once") for claim in silent)]
+        return [*others, *(_Claim(one.evidence, "", 0.0, "all nodes silent at once") for one in silent)]
     # A single node cannot be compared with others.
     text = "the only node fell silent"
-    weaker = [
-        replace(claim, cause="host", weight=WEAK, text=text, score=claim.score * WEAK / claim.weight)
-        for claim in silent
-    ]
-    return [*kept, *weaker]
+    weaker = [replace(one, cause="host", weight=WEAK, text=text, score=one.score * WEAK / one.weight) for one in silent]
+    return [*others, *weaker]
 
 
 def _contradicts(best: _Claim, other: _Claim) -> bool:

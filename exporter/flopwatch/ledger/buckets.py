@@ -1,4 +1,4 @@
-"""Seconds of a run per bucket, each booked once, with the GPUs held and the FLOPs made in them."""
+"""Seconds of a run per bucket, each attributed once, with the GPUs held and the FLOPs made in them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _zeros() -> dict[str, float]:
 
 @dataclass(slots=True)
 class Buckets:
-    """Totals of a run up to its frontier, the wall-clock time up to which everything is booked."""
+    """Totals of a run up to its frontier, the wall-clock time up to which everything is attributed."""
 
     reporters: Reporters
     incidents: Incidents
@@ -38,7 +38,7 @@ class Buckets:
     committed_at: float | None = None
     provisional: float = 0.0  # productive seconds not yet in a durable checkpoint
     provisional_from: float = 0.0  # the step they begin at
-    positioned: bool = True  # False once step time was booked without a position
+    positioned: bool = True  # False once step time was attributed without a position
     flops: bool = False  # whether FLOPs are reported
     retained: float = 0.0
     capacity: float = 0.0
@@ -105,7 +105,7 @@ class Buckets:
         return record.t - node.fewer < self.reporters.silent_after
 
     def _credit(self, node: ReportingNode, grows: bool) -> None:
-        """Count a node's new GPUs in what was booked before it reported them, since nodes push at different times.
+        """Count a node's new GPUs in the seconds before it reported them, since nodes push at different times.
 
         The attempt has held them from its beginning, or from the start of a process that is later than a start-up
         explains. GPUs that a node gains (`grows`) are not counted back.
@@ -147,7 +147,7 @@ class Buckets:
             node.flops, node.flops_step = flops, step
 
     def follow(self, node: ReportingNode) -> Mapping[str, float]:
-        """Move the frontier to the node's position; return the seconds booked per activity, step time included.
+        """Move the frontier to the node's position; return the seconds attributed per activity, step time too.
 
         The growth of the activities is scaled to the room between the frontier and the position. Step time stays
         pending until its step ends.
@@ -161,10 +161,9 @@ class Buckets:
             return passed
         if room > 0:
             passed = {name: seconds * room / total for name, seconds in grown.items()}
+            self.pending += passed.get("step", 0.0)
             for name, seconds in passed.items():
-                if name == "step":
-                    self.pending += seconds
-                else:
+                if name != "step":
                     self.book(name, seconds)
             self.frontier = node.position
         attempt.epoch += 1
@@ -225,11 +224,11 @@ class Buckets:
                 return
             live = {name: x for name, x in self.reporters.nodes.items() if x.end is None}
             measured = all(x.waits and x.window == late.number for x in live.values())
-            found = None
+            straggler = None
             if measured and sum(len(x.waits or ()) for x in live.values()) == self.reporters.total("gpus"):
                 before = {name: x.waited or () for name, x in live.items()}
-                found = find_straggler(before, {name: x.waits or () for name, x in live.items()})
-            self.straggler_gpu_seconds += late.judge(found, productive - late.productive)
+                straggler = find_straggler(before, {name: x.waits or () for name, x in live.items()})
+            self.straggler_gpu_seconds += late.judge(straggler, productive - late.productive)
         late.since, late.productive, late.number = self.frontier, productive, late.number + 1
 
 

@@ -82,9 +82,8 @@ class LedgerClient:
         while cause is not None and not isinstance(cause, ssl.SSLCertVerificationError):
             cause = cause.__cause__ or cause.__context__
         if cause is not None:
-            return LedgerError(
-                f"{self._url}: {str(cause).strip()}; set {self._ca_flag} to the CA that signed its certificate"
-            )
+            advice = f"set {self._ca_flag} to the CA that signed its certificate"
+            return LedgerError(f"{self._url}: {str(cause).strip()}; {advice}")
         reason = str(error) or type(error).__name__
         return LedgerError(
             f"{self._url_flag}: cannot reach a ledger at {self._url} ({reason}); set {self._url_flag} to "

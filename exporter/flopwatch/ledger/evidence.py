@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from math import inf
 from typing import Any
 
 from flopwatch.ledger.attribution import Evidence
@@ -38,7 +37,8 @@ class RunEvidence:
         if len(places) > MAX_PLACES:
             del places[min(places, key=lambda place: places[place][-1][0])]
         if len(self._hosts) > MAX_HOSTS:
-            oldest = min(self._hosts, key=self._latest)
+            newest = {host: max(times[-1][0] for times in of_host.values()) for host, of_host in self._hosts.items()}
+            oldest = min(newest, key=newest.__getitem__)
             del self._hosts[oldest]
             self.changed.add(oldest)
 
@@ -80,10 +80,6 @@ class RunEvidence:
                     del places[place]
         if not places:
             del self._hosts[host]
-
-    def _latest(self, host: str) -> float:
-        """Return the time of a host's newest evidence."""
-        return max((times[-1][0] for times in self._hosts[host].values()), default=-inf)
 
     def to_json(self, host: str) -> list[Any] | None:
         """Return the state of a host to save; None if nothing is left of it."""

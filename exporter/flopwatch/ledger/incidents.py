@@ -1,7 +1,7 @@
 """What a run lost and why: incidents, the recoveries from them, and the evidence kept for them.
 
 An incident is the end of an attempt that did not end the run, a slow stretch or a stall
-(`flopwatch.ledger.slowdowns`). An end costs what is booked until the run makes a new step or fails again: the step cut
+(`flopwatch.ledger.slowdowns`). An end costs the time until the run makes a new step or fails again: the step cut
 short, down time, startup and steps executed again. A slow stretch or stall costs what it took beyond the usual.
 The cause is settled once, when no more evidence can arrive, and never changes afterwards.
 """
@@ -85,9 +85,9 @@ class Incident:
 
     def settle(self, evidence: RunEvidence) -> None:
         """Fix the cause for good."""
-        found = self.find_cause(evidence)
+        cause = self.find_cause(evidence)
         for name in _CAUSE_FIELDS:
-            setattr(self, name, getattr(found, name))
+            setattr(self, name, getattr(cause, name))
         self.settled, self.hosts, self.silent = True, [], {}
 
     def to_json(self) -> dict[str, Any]:
@@ -98,8 +98,8 @@ class Incident:
         """Return the incident as the API and exports show it, with the cause so far if it is not settled."""
         shown = self.to_json()
         if not self.settled:
-            found = self.find_cause(evidence)
-            shown |= {name: getattr(found, name) for name in _CAUSE_FIELDS}
+            cause = self.find_cause(evidence)
+            shown |= {name: getattr(cause, name) for name in _CAUSE_FIELDS}
         for name in ("hosts", "silent", "follows", "until"):
             del shown[name]
         return shown
@@ -120,7 +120,7 @@ class Incidents:
     recovery_seconds: float = 0.0
     recovering: tuple[int, float] | None = None  # number of the attempt that ended unplanned, and its last report
     count: int = 0
-    current: int | None = None  # the incident that the seconds booked now are charged to
+    current: int | None = None  # the incident that seconds are charged to now
     charged_seconds: float = 0.0  # so far
     charged_gpu_seconds: float = 0.0
     slow: int | None = None  # the incident of the slow stretch under way
@@ -206,13 +206,13 @@ class Incidents:
         return number
 
     def charge(self, seconds: float, gpu_seconds: float = 0.0) -> None:
-        """Add booked time to the cost of the current incident, if there is one."""
+        """Add attributed time to the cost of the current incident, if there is one."""
         if self.current is not None:
             self.charged_seconds += seconds
             self.charged_gpu_seconds += gpu_seconds
 
     def close_current(self, at: float) -> None:
-        """Close the current incident: nothing booked from now on is charged to it."""
+        """Close the current incident: later time is not charged to it."""
         if self.current is None:
             return
         incident = self.by_number[self.current]

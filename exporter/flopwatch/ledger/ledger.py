@@ -42,9 +42,8 @@ class Ledger:
 
     def _next_generation(self, old: RunLedger) -> RunLedger:
         """Return a run to replace one that completed, and keep that one under another name."""
-        run = RunLedger(
-            *(old.tenant, old.name), self._silent_after, generation=old.generation + 1, since=old.buckets.frontier
-        )
+        generation, since = old.generation + 1, old.buckets.frontier
+        run = RunLedger(old.tenant, old.name, self._silent_after, generation=generation, since=since)
         old.name = f"{old.name}#{old.generation}"
         for one in (old, run):  # the rows of the old name are written again under the new one, or deleted
             one.reporters.changed |= old.reporters.nodes.keys()
@@ -64,9 +63,5 @@ class Ledger:
 
     def summary(self, now: float | None = None) -> dict[str, Any]:
         """Return the summary of every run, as of `now` or else of its last record."""
-        return {
-            "runs": {
-                f"{tenant}/{name}" if tenant else name: views.summary(run, now)
-                for (tenant, name), run in self.runs.items()
-            }
-        }
+        runs = {f"{key[0]}/{key[1]}" if key[0] else key[1]: run for key, run in self.runs.items()}
+        return {"runs": {name: views.summary(run, now) for name, run in runs.items()}}

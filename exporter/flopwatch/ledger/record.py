@@ -29,17 +29,8 @@ from flopwatch.ledger.attribution import Evidence
 from flopwatch.ledger.stragglers import RankWait
 
 # Activities of a source; any other name counts as `other`.
-ACTIVITIES = (
-    "step",
-    "startup",
-    "compile",
-    "data_stall",
-    "checkpoint_save",
-    "checkpoint_restore",
-    "evaluation",
-    "generation",
-    "other",
-)
+ACTIVITIES: tuple[str, ...] = ("step", "startup", "compile", "data_stall", "checkpoint_save", "checkpoint_restore")
+ACTIVITIES += ("evaluation", "generation", "other")
 STATUSES = ("completed", "stopped", "preempted", "resized", "failed")
 EVENTS = ("submitted", "start", "snapshot", "finish")
 MAX_EVIDENCE = 64  # entries of a record
@@ -111,24 +102,15 @@ class LedgerRecord:
         gone = line.get("gone", False)
         if not isinstance(gone, bool):
             raise RecordError("gone: not true or false")
-        return cls(
-            t=stamp,
-            run=run,
-            tenant=_text(line, "tenant"),
-            attempt=attempt,
-            source=_text(line, "source"),
-            event=event,
-            status=status,
-            gone=gone,
-            # A start is the snapshot of a new process.
-            activity={} if event == "start" else _activity(line.get("activity_seconds")),
-            started=stamp if event == "start" else _number(line, "started", signed=True),
-            submitted=stamp if event == "submitted" else _number(line, "submitted", signed=True),
-            restored_step=_number(line, "step" if event == "start" else "restored_step"),
-            **{name: _number(line, name) for name in _NUMBERS},
-            waits=_waits(line.get("waits")),
-            evidence=_evidence(line.get("evidence"), stamp, _text(line, "source")),
-        )
+        tenant, source, start = _text(line, "tenant"), _text(line, "source"), event == "start"
+        activity = {} if start else _activity(line.get("activity_seconds"))  # a start is the snapshot of a new process
+        numbers = {"started": stamp if start else _number(line, "started", signed=True)}
+        numbers["submitted"] = stamp if event == "submitted" else _number(line, "submitted", signed=True)
+        numbers["restored_step"] = _number(line, "step" if start else "restored_step")
+        numbers |= {name: _number(line, name) for name in _NUMBERS}
+        waits, evidence = _waits(line.get("waits")), _evidence(line.get("evidence"), stamp, source)
+        parts: dict[str, Any] = {"waits": waits, "evidence": evidence, **numbers}
+        return cls(stamp, run, tenant, attempt, source, event, status, gone, activity, **parts)
 
     @property
     def key(self) -> RunKey:
@@ -212,9 +194,8 @@ def _waits(value: object) -> tuple[RankWait, ...] | None:
         fields = dict(zip(_WAIT_FIELDS, item, strict=True))
         try:
             place = _text(fields, "place")[:_MAX_PLACE_LENGTH]
-            numbers = {
-                name: _number(fields, name, signed=name == "started") for name in _WAIT_FIELDS if name != "place"
-            }
+            names = [name for name in _WAIT_FIELDS if name != "place"]
+            numbers = {name: _number(fields, name, signed=name == "started") for name in names}
         except RecordError as error:
             raise RecordError(f"waits {number}: {error}") from None
         given = {name: value for name, value in numbers.items() if value is not None}
@@ -243,15 +224,9 @@ def _evidence(value: object, stamp: float, host: str) -> tuple[Evidence, ...]:
             raise RecordError(f"evidence {number}: {error}") from None
         if seen is None or not texts["kind"]:
             raise RecordError(f"evidence {number}: {'t' if seen is None else 'kind'}: missing")
-        items.append(
-            Evidence(
-                t=min(seen, stamp + _MAX_DELAY),  # evidence of the future is a wrong clock
-                count=1.0 if count is None else count,
-                host=host,
-                rank=None if rank is None else int(rank),
-                **texts,
-            )
-        )
+        seen = min(seen, stamp + _MAX_DELAY)  # evidence of the future is a wrong clock
+        count, place = 1.0 if count is None else count, None if rank is None else int(rank)
+        items.append(Evidence(t=seen, count=count, host=host, rank=place, **texts))
     return tuple(items)
 
 

@@ -64,9 +64,7 @@ class Reporters:
             if shift and abs(record.t - expected) < abs(record.t + shift - expected):
                 shift = 0.0  # the clock was corrected
                 del self.clock_offsets[record.source]
-            if (
-                record.t + shift < node.t - MAX_OVERLAP
-            ):  # an older process with an earlier stamp: only a clock does that
+            if record.t + shift < node.t - MAX_OVERLAP:  # only a clock gives an older process an earlier stamp
                 shift = expected - record.t
                 self.clock_offsets[record.source] = shift
                 while len(self.clock_offsets) > _MAX_CLOCK_OFFSETS:
@@ -74,9 +72,7 @@ class Reporters:
         if not shift:
             return record
         started = record.started
-        if (
-            started is not None and started <= record.t
-        ):  # a start in the future was stamped before the clock was set back
+        if started is not None and started <= record.t:  # a later one was stamped before the clock was set back
             started += shift
         return replace(record, t=record.t + shift, started=started)
 
@@ -117,17 +113,11 @@ class Reporters:
         replaced = [name for name, x in nodes.items() if x.rank is not None and x.rank == record.rank and born > x.t]
         gone = [nodes.pop(name) for name in replaced]
         self.changed.update(replaced)
-        node = ReportingNode(
-            born,
-            record.t,
-            epoch=attempt.epoch,
-            restored=record.restored_step,
-            flops_step=attempt.resumed,
-            mark=attempt.mark,
-            # The GPUs of the replaced nodes were counted until now.
-            credited_gpus=fsum(x.credited_gpus for x in gone),
-            credited_peak=fsum(x.credited_peak for x in gone),
-        )
+        node = ReportingNode(born, record.t, epoch=attempt.epoch, restored=record.restored_step, mark=attempt.mark)
+        node.flops_step = attempt.resumed
+        # The GPUs of the replaced nodes were counted until now.
+        node.credited_gpus = fsum(x.credited_gpus for x in gone)
+        node.credited_peak = fsum(x.credited_peak for x in gone)
         if attempt.carried and born <= attempt.begin:
             node.base, node.flops = activity, record.model_flops or 0.0
             node.flops_step = record.step if record.step is not None else attempt.resumed
@@ -192,27 +182,21 @@ class Reporters:
 
     def has_other(self, now: float) -> bool:
         """Return whether another attempt reports at the same time, or one that has ended still does."""
-        return any(
-            other.last > other.first
-            and other.last - self._expected_until(name) > MAX_OVERLAP
-            and self._is_recent(now, other.last, other.first_received, other.received)
-            for name, other in self.others.items()
-        )
+        overlapping = [other for name, other in self.others.items() if self._overlaps(name, other)]
+        return any(self._is_recent(now, other.last, other.first_received, other.received) for other in overlapping)
 
     def takes_over(self, record: LedgerRecord) -> bool:
         """Return whether an overlapping attempt still makes steps long after the current one reported its end."""
         other, over = self.others.get(record.attempt), self.current.over  # a silent attempt has not reported its end
         if over is None or other is None or record.activity is None or record.end is not None or record.step is None:
             return False
-        return (
-            other.last > other.first
-            and other.last - self._expected_until(record.attempt) > MAX_OVERLAP
-            and record.t > other.last
-            and record.age > other.age
-            and other.first_step is not None
-            and record.step > other.first_step
-            and record.t - over > _TAKEOVER_AFTER
-        )
+        newer = record.t > other.last and record.age > other.age
+        made_steps = other.first_step is not None and record.step > other.first_step
+        return self._overlaps(record.attempt, other) and newer and made_steps and record.t - over > _TAKEOVER_AFTER
+
+    def _overlaps(self, name: str, other: OtherAttempt) -> bool:
+        """Return whether another attempt reported more than once, and when none of its records was expected."""
+        return other.last > other.first and other.last - self._expected_until(name) > MAX_OVERLAP
 
     def _is_recent(self, now: float, t: float, first_received: float, received: float) -> bool:
         """Return whether a last record with stamp `t` is current by the ledger's clock.

@@ -1,37 +1,12 @@
 """Accounting of one run: cumulative snapshots in, exclusive seconds per bucket out. No clock and no files.
 
-Everything is booked up to the *frontier*, a time on the wall clock. Whatever moves the frontier books the seconds it
-passes, once. So at every moment and on every history
+Everything is attributed up to the *frontier*, a time on the wall clock. Whatever moves the frontier attributes the
+seconds it passes, once. *Pending* is step time whose step has not ended. At every moment and on every history
 
     sum of the buckets (without queue) + pending = frontier - first process start
 
-where *pending* is step time whose step has not ended. `run_open_seconds` is pending + (now - frontier).
-
-- Inside an attempt the frontier follows one node: its process start plus the sum of its activity seconds, a monotonic
-  clock. Wall-clock stamps only place the begin and the end of an attempt. If the two disagree (clock skew, a snapshot
-  under way, activities that do not add up), the growth of the activities is scaled to the room between them. Nothing
-  is booked twice, and time that no activity explains is `other` when the attempt ends.
-- Pending time becomes productive (steps above the run's high-water mark) or lost (at or below it) when a step ends,
-  shared evenly among the steps. When its attempt ends it is lost, or other if the run completed.
-- The node followed is the live one with the lowest rank. The position is the maximum over nodes; GPUs, peaks and FLOPs
-  are sums. When an attempt ends, the node that got furthest is followed to its last snapshot.
-- An attempt ends when its last live node finishes or vanishes, when any node reports completed or stopped, or when a
-  later attempt starts. Time from its last snapshot to a reported end is lost, or other if the run ended with it. If the
-  attempt just fell silent, that time is down.
-- Down time counts as GPUs held, unless the attempt ended preempted, stopped or completed, or the run was submitted
-  again.
-- A run recovers from an unplanned end (failed, silent) with the first step above its high-water mark. Ends before that
-  belong to the same recovery, so that no second is in two of them.
-- Slow stretches and stalls (`flopwatch.ledger.slowdowns`) are losses too. Their cost stays in the buckets of their
-  seconds. Time charged to the end of an attempt is in no other loss.
-- Two attempts that report at the same time are a conflict, which is shown and never merged. The later start is
-  accounted for.
-- An attempt's seconds are measured by its processes. If a host's stamps fall back while its process grows older, its
-  clock was set back, and its stamps are corrected. Where stamps of one attempt disagree by more than `silent_after`, a
-  node is silent only once the others have grown older by that much since its last report.
-
 A record is cumulative and used at most once: one that shows less than earlier ones is late or a duplicate and changes
-nothing. Records of ended attempts are ignored except for their evidence.
+nothing. docs/adr/0006-seconds-are-attributed-once.md has the rules.
 """
 
 from __future__ import annotations
@@ -179,18 +154,10 @@ class RunLedger:
         resumed = next((step for step in steps if step is not None), 0.0)
         reported = buckets.high_water if buckets.high_water is not None else 0.0
         buckets.mark = max(buckets.mark, resumed)  # a restored step was made, even if no report of it arrived
-        self.reporters.attempt = Attempt(
-            record.attempt,
-            at,
-            resumed,
-            reported,
-            cursor=resumed,
-            carried=carried,
-            number=self.attempts,
-            begin=buckets.frontier,
-            newest=at,
-            pace=Pace(at) if last is None else last.pace.following(at),
-        )
+        attempt = Attempt(record.attempt, at, resumed, reported, cursor=resumed, carried=carried, number=self.attempts)
+        attempt.begin, attempt.newest = buckets.frontier, at
+        attempt.pace = Pace(at) if last is None else last.pace.following(at)
+        self.reporters.attempt = attempt
         self.reporters.others.pop(record.attempt, None)
 
     def _archive(self, attempt: Attempt) -> None:
@@ -338,9 +305,8 @@ class RunLedger:
     def _advance(self, until: float, bucket: str) -> None:
         """Move the frontier, all into one bucket; down time between two allocations holds no GPUs."""
         attempt = self.reporters.current
-        released = bucket == "down" and (
-            attempt.end in ("preempted", *END_OF_RUN) or self.ended is not None or self.resubmitted > attempt.start
-        )
+        ended = attempt.end in ("preempted", *END_OF_RUN) or self.ended is not None
+        released = bucket == "down" and (ended or self.resubmitted > attempt.start)
         self.buckets.advance_to(until, bucket, held=not released)
 
     def _end_by_hand(self, record: LedgerRecord) -> None:
@@ -373,14 +339,10 @@ class RunLedger:
             return self.ended
         if self.attempt is None:
             return "queued"
-        reporters = self.reporters
-        if reporters.any_live(reporters.last) if now is None else self._is_running(now):
+        one = self.reporters
+        if one.any_live(one.last) if now is None else one.is_reporting(now) or one.has_other(now):
             return "running"
         return "queued" if self.attempt.end in _QUEUES_AGAIN else "down"
-
-    def _is_running(self, now: float) -> bool:
-        """Return whether any attempt reports, by the ledger's clock."""
-        return self.reporters.is_reporting(now) or self.reporters.has_other(now)
 
     def conflict(self, now: float) -> bool:
         """Return whether two attempts report at the same time."""
@@ -394,6 +356,6 @@ class RunLedger:
         return (frontier if self.ended is not None else max(now, frontier)) - self.start
 
     def open(self, now: float) -> float:
-        """Return the seconds that are not booked yet, because no later report confirms them."""
+        """Return the seconds that are not attributed yet, because no later report confirms them."""
         running = self.start is not None and self.ended is None
         return self.buckets.pending + (max(0.0, now - self.buckets.frontier) if running else 0.0)

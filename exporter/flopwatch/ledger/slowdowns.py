@@ -1,18 +1,8 @@
 """Slow stretches of a run, and stalls that ended, measured against the run's own pace. Pure functions of its records.
 
-An attempt is seen through its cumulative snapshots, every few seconds or once an hour: the steps since the position
-last moved, and the seconds of steps, of waits for data and of checkpoints. The cost of a slowdown is part of the
-buckets `productive`, `data_stall` and `checkpoint_save`.
-
-- Usual values are medians: the seconds of a step with its wait for data, over each of the attempt's last 60 minutes of
-  steps, and the seconds of its last 16 checkpoints. A minute of a slow stretch does not count. There is no usual value
-  before ten minutes of steps, or three checkpoints, but a stall is also judged by those of the attempt before.
-- A stall is an open step or a wait for data of at least a minute and five usual steps, or a checkpoint of a minute more
-  than and three times the usual, after which a step was made. It costs what it took beyond the usual.
-- A slow stretch begins with a minute whose steps took 20 % longer than usual. It ends with a minute in which they took
-  less than 10 % longer. It counts if it lasted five minutes and twenty steps, and took 20 % longer on the whole. After
-  four hours its pace is the usual one.
-- Steps executed again after an end or a rollback are ignored, since their cost is charged to that.
+docs/ledger.md defines both. An attempt is seen through its cumulative snapshots, every few seconds or once an hour.
+Usual values are medians over the last 60 minutes of steps and the last 16 checkpoints. A minute of a slow stretch does
+not count, until the stretch is four hours long: then its pace is the usual one. Steps executed again are ignored.
 """
 
 from __future__ import annotations
@@ -101,9 +91,8 @@ class Pace:
     waits: dict[str, float] = field(default_factory=dict)  # seconds since then, per activity
     still: dict[str, float] = field(default_factory=dict)  # those of `waits` in which no step was made
     charged: bool = True  # whether `waits` are charged to the end of an attempt, or are before the first step
-    minutes: list[list[float]] = field(
-        default_factory=list
-    )  # of each: seconds a step took, seconds it waited for data, all seconds
+    # Of each minute: the seconds of a step, of its wait for data, and of the whole minute.
+    minutes: list[list[float]] = field(default_factory=list)
     saves: list[float] = field(default_factory=list)
     before: list[float] | None = None  # usual values of the attempt before
     last: _Steps | None = None  # steps of the last report; the wait at their end may be the beginning of a stall
@@ -230,11 +219,9 @@ class Pace:
         stretch.steps, stretch.lasted = stretch.steps + minute.steps, stretch.lasted + minute.seconds
         stretch.seconds, stretch.gpu_seconds = stretch.seconds + extra, stretch.gpu_seconds + extra * minute.gpus
         stretch.data += minute.data - minute.steps * stretch.usual_data
-        stretch.counts = stretch.counts or (
-            stretch.lasted >= MIN_SLOW_SECONDS
-            and stretch.steps >= MIN_SLOW_STEPS
-            and stretch.lasted >= SLOW * stretch.usual * stretch.steps
-        )
+        long_enough = stretch.lasted >= MIN_SLOW_SECONDS and stretch.steps >= MIN_SLOW_STEPS
+        if long_enough and stretch.lasted >= SLOW * stretch.usual * stretch.steps:
+            stretch.counts = True
         if not stretch.counts:
             stretch.minutes = [*stretch.minutes, seconds][-_MAX_MINUTES:]
             return

@@ -5,7 +5,7 @@ A run is one JSON object, without what has a row of its own: its nodes, earlier 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from math import inf
 from types import MappingProxyType
 from typing import Any
@@ -16,33 +16,22 @@ from flopwatch.ledger.incidents import Incident
 from flopwatch.ledger.reporters import OtherAttempt
 from flopwatch.ledger.run import RunLedger
 
-
-def _keys(layout: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str, str]]:
-    """Yield saved key, component of the run and attribute of that component."""
-    for component, names in layout:
-        for name in names.split():
-            key, _, attribute = name.partition("=")
-            yield key, component, attribute or key
-
-
-# Saved keys in their order, by the part of the run they are in: `key`, or `key=attribute` if the attribute differs.
+# Saved keys in their order, after the part of the run they are in: `key`, or `key=attribute` if the attribute differs.
+_LAYOUT = """: tenant name
+reporters: silent_after last clock past set_back=clock_offsets rivals=others
+buckets: frontier
+: ended
+incidents: recoveries recovery_seconds recovering losses=count losing=current
+incidents: losing_seconds=charged_seconds losing_gpu_seconds=charged_gpu_seconds slowing=slow
+incidents: settled badput horizon unsettled
+: resubmitted
+buckets: pending seconds gpu_seconds mark high_water committed committed_at provisional
+buckets: provisional_from positioned flops retained capacity unpriced_flops unpriced_seconds straggler_gpu_seconds
+: generation first since submitted start attempts ends left_out"""
 _KEYS = tuple(
-    _keys(
-        (
-            ("", "tenant name"),
-            ("reporters", "silent_after last clock past set_back=clock_offsets rivals=others"),
-            ("buckets", "frontier"),
-            ("", "ended"),
-            ("incidents", "recoveries recovery_seconds recovering losses=count losing=current"),
-            ("incidents", "losing_seconds=charged_seconds losing_gpu_seconds=charged_gpu_seconds slowing=slow"),
-            ("incidents", "settled badput horizon unsettled"),
-            ("", "resubmitted"),
-            ("buckets", "pending seconds gpu_seconds mark high_water committed committed_at provisional"),
-            ("buckets", "provisional_from positioned flops retained capacity unpriced_flops unpriced_seconds"),
-            ("buckets", "straggler_gpu_seconds"),
-            ("", "generation first since submitted start attempts ends left_out"),
-        )
-    )
+    (name.partition("=")[0], part, name.rpartition("=")[2])
+    for part, _, names in (line.partition(":") for line in _LAYOUT.splitlines())
+    for name in names.split()
 )
 _TIMES = ("since", "last", "resubmitted", "clock", "horizon")  # may be -inf, which is null in JSON
 

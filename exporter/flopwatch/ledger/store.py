@@ -1,13 +1,9 @@
 """State of the ledger on disk: SQLite in WAL mode, owned by one process at a time.
 
-When `apply` returns, its records are on disk (synchronous=FULL, so a power cut loses nothing that was acknowledged).
-Only what is on disk is served: when a write fails, the state in memory is dropped and read again. The sender keeps its
-cumulative snapshot, so its next one makes up for the refused one. Deliveries that arrive during a write wait for it and
-share the next transaction and its fsync.
-
-A run that ended is served for a day. A run without an end that is silent for `abandoned_after` is given up: it stopped
-when it last reported, since a month of silence is not down time. The log reports it, it counts as an unplanned end, and
-it is served for a day like others. A start within that day continues the same run.
+When `apply` returns, its records are on disk (synchronous=FULL). Only what is on disk is served: when a write fails,
+the state in memory is dropped and read again. Deliveries that arrive during a write share the next transaction. A run
+is served for a day after its end. One that is silent for `abandoned_after` is given up: it stopped when it last
+reported. A start within a day continues the same run.
 """
 
 from __future__ import annotations
@@ -46,26 +42,12 @@ _NETWORK = re.compile(
     r"|fuse\.(sshfs|ceph|glusterfs|juicefs|s3fs|gcsfuse)"
 )
 # Statements that upgrade each format to the next one.
+_TABLE = "CREATE TABLE {} (\n    tenant TEXT, run TEXT, {}, state TEXT, PRIMARY KEY (tenant, run{})\n) WITHOUT ROWID;\n"
 _SCHEMA = (
-    """
-CREATE TABLE runs (
-    tenant TEXT, run TEXT, ended INTEGER, heard REAL, state TEXT, PRIMARY KEY (tenant, run)
-) WITHOUT ROWID;
-CREATE TABLE sources (
-    tenant TEXT, run TEXT, source TEXT, state TEXT, PRIMARY KEY (tenant, run, source)
-) WITHOUT ROWID;
-""",
-    """
-CREATE TABLE attempts (
-    tenant TEXT, run TEXT, number INTEGER, state TEXT, PRIMARY KEY (tenant, run, number)
-) WITHOUT ROWID;
-CREATE TABLE incidents (
-    tenant TEXT, run TEXT, number INTEGER, state TEXT, PRIMARY KEY (tenant, run, number)
-) WITHOUT ROWID;
-CREATE TABLE evidence (
-    tenant TEXT, run TEXT, host TEXT, state TEXT, PRIMARY KEY (tenant, run, host)
-) WITHOUT ROWID;
-""",
+    _TABLE.format("runs", "ended INTEGER, heard REAL", "") + _TABLE.format("sources", "source TEXT", ", source"),
+    _TABLE.format("attempts", "number INTEGER", ", number")
+    + _TABLE.format("incidents", "number INTEGER", ", number")
+    + _TABLE.format("evidence", "host TEXT", ", host"),
     "",
 )
 # Tables with a row for each part of a run, and the column that identifies the part.
@@ -142,10 +124,8 @@ class Store:
             path.parent.mkdir(parents=True, exist_ok=True)
             kind = filesystem(path.resolve(), mounts.read_text())
             if _NETWORK.fullmatch(kind):
-                raise SettingsError(
-                    f"{path} is on a network filesystem ({kind}), which cannot lock a database; "
-                    "set --state to a local disk"
-                )
+                text = "which cannot lock a database; set --state to a local disk"
+                raise SettingsError(f"{path} is on a network filesystem ({kind}), {text}")
             self._guard = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise SettingsError(f"the ledger cannot be kept in {path}: {error}") from error
@@ -227,10 +207,10 @@ class Store:
         with self._lock:
             ledger, now = self._read(), self._clock()
             self._forget(ledger, now)
-            found = self._find(ledger, run, tenant)
-            if found.ended is not None:
-                raise AlreadyEnded(f"run {run!r} has {found.ended} already")
-            before = {"tenant": found.tenant, "run": found.name, "state": found.state(now)}
+            account = self._find(ledger, run, tenant)
+            if account.ended is not None:
+                raise AlreadyEnded(f"run {run!r} has {account.ended} already")
+            before = {"tenant": account.tenant, "run": account.name, "state": account.state(now)}
         self.apply([{"t": now, "run": run, "tenant": before["tenant"], "event": "finish", "status": status}])
         return before
 
@@ -250,9 +230,8 @@ class Store:
         now = self._clock()
         try:
             ledger = self._read()
-            changed = {
-                key for delivery in deliveries for record in delivery.records for key in ledger.apply(record, now)
-            }
+            records = [record for delivery in deliveries for record in delivery.records]
+            changed = {key for record in records for key in ledger.apply(record, now)}
             self._write(ledger, changed & ledger.runs.keys(), now)
         except sqlite3.Error as error:
             self._ledger = None
@@ -277,15 +256,11 @@ class Store:
 
     def _new(self, ledger: Ledger, now: float) -> set[RunKey]:
         """Return the runs to serve at 0. A run once served in full is never new again, even if the clock goes back."""
-        self._known = {
-            key: first for key, first in self._known.items() if key in ledger.runs and ledger.runs[key].first == first
-        }
-        new = {
-            key
-            for key, run in ledger.runs.items()
-            if key not in self._known and run.first is not None and 0 <= now - run.first < self._new_for
-        }
-        self._known |= {key: run.first for key, run in ledger.runs.items() if key not in new}
+        firsts = {key: run.first for key, run in ledger.runs.items()}
+        known = {key for key, first in self._known.items() if key in firsts and firsts[key] == first}
+        unknown = {key: first for key, first in firsts.items() if key not in known and first is not None}
+        new = {key for key, first in unknown.items() if 0 <= now - first < self._new_for}
+        self._known = {key: first for key, first in firsts.items() if key not in new}
         return new
 
     def _open(self) -> sqlite3.Connection:
@@ -329,8 +304,7 @@ class Store:
         now = datetime.fromtimestamp(self._clock(), timezone.utc)
         kept = self._path.with_name(f"{self._path.name}.corrupt-{now:%Y%m%dT%H%M%S.%f}Z")
         for suffix in ("", "-wal", "-shm"):
-            source = Path(f"{self._path}{suffix}")
-            if source.exists():
+            if (source := Path(f"{self._path}{suffix}")).exists():
                 source.rename(f"{kept}{suffix}")
         return kept
 
@@ -362,10 +336,8 @@ class Store:
                     db.execute(f"DELETE FROM {table} WHERE tenant = ? AND run = ?", key)
             for key in changed | (self._given_up & ledger.runs.keys()):
                 run = ledger.runs[key]
-                db.execute(
-                    "INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?, ?)",
-                    (*key, run.ended is not None, self._received[key], json.dumps(state.to_json(run))),
-                )
+                columns = *key, run.ended is not None, self._received[key], json.dumps(state.to_json(run))
+                db.execute("INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?, ?)", columns)
                 for table, name, row in state.changed_rows(run):
                     if row is None:
                         where = f"tenant = ? AND run = ? AND {_PARTS[table]} = ?"

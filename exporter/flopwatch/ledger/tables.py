@@ -67,11 +67,8 @@ def _attempts_table(record: Mapping[str, Any]) -> str:
     for one in attempts[-_MAX_SHOWN:]:
         over = one["end"] if one["end"] is not None else record["at"]
         steps = f"{_number(one['first_step'])} to {_number(one['last_step'])}"
-        line = [
-            f"{one['number']} {printable(one['attempt'])[:40]}",
-            _time(one["begin"]),
-            _duration(over - one["begin"]),
-        ]
+        name = f"{one['number']} {printable(one['attempt'])[:40]}"
+        line = [name, _time(one["begin"]), _duration(over - one["begin"])]
         line += [one["status"] or "-", steps, _number(one["gpus"]), str(one["nodes"]), _duration(one["down_seconds"])]
         lines.append([*line, _cause(causes.get(one["number"]))])
     before = len(attempts) + record["attempts_left_out"] - len(lines) + 1
@@ -81,18 +78,8 @@ def _attempts_table(record: Mapping[str, Any]) -> str:
 def attempts_csv(record: Mapping[str, Any]) -> str:
     """Return a run's record as CSV with a row per attempt."""
     buckets = [bucket for bucket in BUCKETS if bucket not in ("down", "queue")]
-    facts = (
-        "number",
-        "attempt",
-        "begin",
-        "end",
-        "status",
-        "first_step",
-        "last_step",
-        "committed_step",
-        "gpus",
-        "nodes",
-    )
+    facts = ["number", "attempt", "begin", "end", "status", "first_step", "last_step", "committed_step"]
+    facts += ["gpus", "nodes"]
     after = ("down_seconds", "down_gpu_seconds", "recovery_seconds")
     blame = ("cause", "confidence", "host", "gpu", "port", "gpu_seconds")
     output = io.StringIO()

@@ -66,30 +66,21 @@ def summary(run: RunLedger, at: float | None = None) -> dict[str, Any]:
     wall = run.wall(now)
     done = buckets.seconds["productive"] + buckets.seconds["generation"] if buckets.high_water is not None else None
     waited = wall + buckets.seconds["queue"] if run.submitted is not None else 0.0
-    return {
+    shown: dict[str, Any] = {
         "goodput": done / wall if done is not None and wall > 0 else None,
         "ettr": done / waited if done is not None and waited > 0 else None,
         "effective_mfu": buckets.retained / buckets.capacity if buckets.flops and buckets.capacity > 0 else None,
         "attempts": run.attempts,
-        "buckets": dict(buckets.seconds),
-        "gpu_seconds": dict(buckets.gpu_seconds),
-        "open_seconds": run.open(now),
-        "provisional_seconds": buckets.provisional,
-        "wall_seconds": wall,
-        "state": run.state(at),
-        "conflict": run.conflict(now),
-        "ends": dict(run.ends),
-        "recoveries": losses.recoveries,
-        "recovery_seconds": losses.recovery_seconds,
-        "incidents": {kind: dict(counts) for kind, counts in losses.settled.items()},
-        "badput_gpu_seconds": {kind: dict(seconds) for kind, seconds in losses.badput.items()},
-        "straggler_gpu_seconds": buckets.straggler_gpu_seconds,
-        "high_water_step": buckets.high_water,
-        "committed_step": buckets.committed,
-        "committed_timestamp": buckets.committed_at,
-        "retained_flops": buckets.retained,
-        "capacity_flops": buckets.capacity,
     }
+    shown |= {"buckets": dict(buckets.seconds), "gpu_seconds": dict(buckets.gpu_seconds)}
+    shown |= {"open_seconds": run.open(now), "provisional_seconds": buckets.provisional, "wall_seconds": wall}
+    shown |= {"state": run.state(at), "conflict": run.conflict(now), "ends": dict(run.ends)}
+    shown |= {"recoveries": losses.recoveries, "recovery_seconds": losses.recovery_seconds}
+    shown["incidents"] = {kind: dict(counts) for kind, counts in losses.settled.items()}
+    shown["badput_gpu_seconds"] = {kind: dict(seconds) for kind, seconds in losses.badput.items()}
+    shown |= {"straggler_gpu_seconds": buckets.straggler_gpu_seconds, "high_water_step": buckets.high_water}
+    shown |= {"committed_step": buckets.committed, "committed_timestamp": buckets.committed_at}
+    return shown | {"retained_flops": buckets.retained, "capacity_flops": buckets.capacity}
 
 
 def figures(run: RunLedger, now: float) -> dict[str, Any]:
@@ -100,18 +91,7 @@ def figures(run: RunLedger, now: float) -> dict[str, Any]:
         charged = {"seconds": losses.charged_seconds, "gpu_seconds": losses.charged_gpu_seconds}
         incidents[losses.current] |= charged
     attempts = [*map(dict, run.history.values()), *([] if run.attempt is None else [run.attempt.figures()])]
-    return {
-        "tenant": run.tenant,
-        "run": run.name,
-        "generation": run.generation,
-        "at": now,
-        "submitted": run.submitted,
-        "start": run.start,
-        "frontier": run.buckets.frontier,
-        "buckets": totals.pop("buckets"),
-        "gpu_seconds": totals.pop("gpu_seconds"),
-        "summary": totals,
-        "attempts": attempts,
-        "attempts_left_out": run.left_out,
-        "incidents": list(incidents.values()),
-    }
+    record = {"tenant": run.tenant, "run": run.name, "generation": run.generation, "at": now}
+    record |= {"submitted": run.submitted, "start": run.start, "frontier": run.buckets.frontier}
+    record |= {"buckets": totals.pop("buckets"), "gpu_seconds": totals.pop("gpu_seconds"), "summary": totals}
+    return record | {"attempts": attempts, "attempts_left_out": run.left_out, "incidents": list(incidents.values())}

@@ -6,7 +6,7 @@ never estimated.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,6 +15,9 @@ from flopwatch.ledger.client import LedgerClient
 from flopwatch.report.model import GOOD, CheckpointSummary, Firing, Outlier, ReportedLoss, RunReport
 from flopwatch.report.queries import MAX_OUTLIERS, RUN_MFU, RunQueries
 from flopwatch.report.statistics import checkpoint_interval, mean_time_between
+
+# Fields of a loss with the same name in the ledger's record.
+_SAME_IN_RECORD = ("began", "back", "cause", "confidence", "host", "why", "gpu_seconds", "settled")
 
 
 def collect(queries: RunQueries, price: float | None = None, ledger: LedgerClient | None = None) -> RunReport:
@@ -25,14 +28,14 @@ def collect(queries: RunQueries, price: float | None = None, ledger: LedgerClien
     buckets, gpu_seconds = queries.by("bucket", m.RUN_SECONDS_TOTAL), queries.by("bucket", m.RUN_GPU_SECONDS_TOTAL)
     state = next((name for name, on in queries.by("state", m.RUN_STATE).items() if on == 1), "unknown")
     queue = buckets.pop("queue", None)
-    booked = sum(buckets.values())
+    attributed = sum(buckets.values())
     open_seconds = 0.0 if state in ("completed", "stopped") else queries.one(m.RUN_OPEN_SECONDS) or 0.0
-    ended = began + booked + open_seconds
+    ended = began + attributed + open_seconds
     wall = ended - began
     queries.set_span(began, ended)
     done = sum(buckets.get(bucket, 0.0) for bucket in GOOD) if any(bucket in buckets for bucket in GOOD) else None
     ends = {name: round(count) for name, count in queries.by("status", m.RUN_ATTEMPT_ENDS_TOTAL).items() if count}
-    running = booked - buckets.get("down", 0.0)
+    running = attributed - buckets.get("down", 0.0)
     mttf = mean_time_between(running, ends.get("failed", 0) + ends.get("silent", 0))
     mttr = queries.ratio(m.RUN_RECOVERY_SECONDS_TOTAL, m.RUN_RECOVERIES_TOTAL)
     alerts, causes = queries.alerts(tenant), queries.causes()
@@ -89,50 +92,29 @@ def _checkpoints(
 
 def _losses(record: Mapping[str, Any]) -> list[ReportedLoss]:
     """Return the losses in a ledger's record, in order of time."""
-    return sorted(
-        (
-            ReportedLoss(
-                one["began"],
-                one["back"],
-                one["status"] if one.get("kind", "end") == "end" else one["kind"],
-                one["cause"],
-                one["confidence"],
-                one["host"],
-                " ".join(one[name] for name in ("gpu", "port") if one[name]),
-                one["why"],
-                one["gpu_seconds"],
-                one["settled"],
-            )
-            for one in record["incidents"]
-        ),
-        key=lambda loss: loss.began,
-    )
+    losses = []
+    for one in record["incidents"]:
+        what = one["status"] if one.get("kind", "end") == "end" else one["kind"]
+        part = " ".join(one[name] for name in ("gpu", "port") if one[name])
+        losses.append(ReportedLoss(what=what, part=part, **{name: one[name] for name in _SAME_IN_RECORD}))
+    return sorted(losses, key=lambda loss: loss.began)
 
 
 def _hosts(alerts: Iterable[Firing], losses: Iterable[ReportedLoss]) -> list[Outlier]:
     """Return the hosts that cost most, then those with the most alerts."""
-    fired: dict[str, Counter[str]] = {}
+    fired: defaultdict[str, Counter[str]] = defaultdict(Counter)
     cost: dict[str, float] = {}
     for firing in alerts:
         for part in firing.place.split(", "):
             if part.startswith("host "):
-                fired.setdefault(part.removeprefix("host "), Counter())[firing.name] += 1
+                fired[part.removeprefix("host ")][firing.name] += 1
     for loss in losses:
         if loss.host:
             cost[loss.host] = cost.get(loss.host, 0.0) + loss.gpu_seconds
-    worst = sorted(
-        fired.keys() | cost.keys(), key=lambda host: (-cost.get(host, 0.0), -fired.get(host, Counter()).total(), host)
-    )[:MAX_OUTLIERS]
-    return [
-        Outlier(
-            host,
-            "",
-            ", ".join(
-                [
-                    *([f"{cost[host] / 3600:,.1f} GPU-hours lost to it"] if host in cost else []),
-                    *(f"{count} x {name}" for name, count in sorted(fired.get(host, Counter()).items())),
-                ]
-            ),
-        )
-        for host in worst
-    ]
+    outliers = []
+    hosts = sorted(fired.keys() | cost.keys())
+    for host in sorted(hosts, key=lambda host: (-cost.get(host, 0.0), -fired[host].total()))[:MAX_OUTLIERS]:
+        texts = [f"{cost[host] / 3600:,.1f} GPU-hours lost to it"] if host in cost else []
+        texts += [f"{count} x {name}" for name, count in sorted(fired[host].items())]
+        outliers.append(Outlier(host, "", ", ".join(texts)))
+    return outliers

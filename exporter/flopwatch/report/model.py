@@ -116,5 +116,5 @@ class RunReport:
     price: float | None = None  # of a GPU-hour
 
     def lost_gpu_seconds(self) -> float:
-        """Return the GPU-seconds held without progress, as far as they are booked."""
+        """Return the GPU-seconds held without progress, as far as they are attributed."""
         return sum(seconds for bucket, seconds in self.gpu_seconds.items() if bucket not in GOOD)

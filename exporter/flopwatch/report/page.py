@@ -69,55 +69,32 @@ def as_markdown(report: RunReport) -> str:
 
 def _render(name: str, report: RunReport) -> str:
     """Return the report rendered with a template of this package."""
-    environment = Environment(
-        loader=PackageLoader("flopwatch.report", ""),
-        autoescape=name.endswith(".html.jinja"),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=not name.endswith(".html.jinja"),
-        undefined=StrictUndefined,
-    )
-    environment.filters |= {
-        "moment": _moment,
-        "hours": _hours,
-        "md": _md,
-        "words": _words,
-        "lasted": _lasted,
-        "cause": _cause,
-        "place": lambda loss: " ".join(text for text in (loss.host, loss.part) if text),
-        "cost": lambda gpu_seconds: _cost(report, gpu_seconds),
-    }
+    html = name.endswith(".html.jinja")
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=html)
+    environment.loader, environment.keep_trailing_newline = PackageLoader("flopwatch.report", ""), not html
+    environment.filters |= {"moment": _moment, "hours": _hours, "md": _md, "words": _words, "lasted": _lasted}
+    environment.filters["cause"] = _cause
+    environment.filters["place"] = lambda loss: " ".join(text for text in (loss.host, loss.part) if text)
+    environment.filters["cost"] = lambda gpu_seconds: _cost(report, gpu_seconds)
     return environment.get_template(name).render(report=report, **_view(report))
 
 
 def _view(report: RunReport) -> dict[str, Any]:
     """Return the variables of the templates: texts, rows and coordinates."""
     losses = sorted(report.losses or [], key=lambda loss: -loss.gpu_seconds)
-    alerts = report.alerts
-    sections = (
-        ("Stragglers", "Rank", report.ranks),
-        ("Hosts with alerts", "Host", report.hosts),
-        ("Worst links", "Port", report.links),
-    )
-    return {
-        "lead": _lead(report),
-        "tiles": _tiles(report),
-        "waterfall": _waterfall(report),
-        "lost": _lost(report),
-        **_timeline(report),
-        "losses": sorted(losses[:MAX_LOSSES], key=lambda loss: loss.began),
-        "more_losses": f"and {len(losses) - MAX_LOSSES} that cost less" if len(losses) > MAX_LOSSES else "",
-        "alerts": alerts[:MAX_ALERTS],
-        "more_alerts": f"and {len(alerts) - MAX_ALERTS} more" if len(alerts) > MAX_ALERTS else "",
-        "worst": [
-            {"title": title, "what": what, "outliers": outliers, "places": any(one.place for one in outliers)}
-            for title, what, outliers in sections
-            if outliers
-        ],
-        "checkpoints": _checkpoints(report),
-        "definitions": DEFINITIONS,
-        **EMPTY,
-    }
+    more_losses, more_alerts = len(losses) - MAX_LOSSES, len(report.alerts) - MAX_ALERTS
+    places = (("Stragglers", "Rank"), ("Hosts with alerts", "Host"), ("Worst links", "Port"))
+    worst = [
+        {"title": title, "what": what, "outliers": outliers, "places": any(one.place for one in outliers)}
+        for (title, what), outliers in zip(places, (report.ranks, report.hosts, report.links), strict=True)
+        if outliers
+    ]
+    view: dict[str, Any] = {"lead": _lead(report), "tiles": _tiles(report), "waterfall": _waterfall(report)}
+    view |= {"losses": sorted(losses[:MAX_LOSSES], key=lambda loss: loss.began), "alerts": report.alerts[:MAX_ALERTS]}
+    view["more_losses"] = f"and {more_losses} that cost less" if more_losses > 0 else ""
+    view["more_alerts"] = f"and {more_alerts} more" if more_alerts > 0 else ""
+    view |= {"lost": _lost(report), "worst": worst, "checkpoints": _checkpoints(report), "definitions": DEFINITIONS}
+    return {**view, **_timeline(report), **EMPTY}
 
 
 def _lead(report: RunReport) -> str:
@@ -187,18 +164,10 @@ def _waterfall(report: RunReport) -> list[dict[str, Any]]:
         if seconds <= 0:
             continue
         held = None if bucket == OPEN else report.gpu_seconds.get(bucket)
-        rows.append(
-            {
-                "title": title,
-                "color": color,
-                "x": f"{400 * at / wall:.2f}",
-                "width": f"{max(0.5, 400 * seconds / wall):.2f}",
-                "time": _time(seconds),
-                "share": f"{seconds / wall:.1%}",
-                "gpu_hours": "" if held is None else _hours(held),
-                "cost": "" if held is None else _cost(report, held),
-            }
-        )
+        hours, cost = ("", "") if held is None else (_hours(held), _cost(report, held))
+        row = {"title": title, "color": color, "time": _time(seconds), "share": f"{seconds / wall:.1%}"}
+        place = {"x": f"{400 * at / wall:.2f}", "width": f"{max(0.5, 400 * seconds / wall):.2f}"}
+        rows.append({**row, **place, "gpu_hours": hours, "cost": cost})
         at += seconds
     return rows
 
@@ -226,39 +195,27 @@ def _timeline(report: RunReport) -> dict[str, Any]:
         y, total = 0.0, max(sum(part.seconds.values()), 1e-9)
         for bucket, (title, color) in BUCKETS.items():
             if (seconds := part.seconds.get(bucket, 0.0)) > 0:
-                height = 105 * seconds / total
-                bars.append(
-                    {
-                        "x": f"{x(part.begin):.2f}",
-                        "width": f"{max(0.3, x(part.end) - x(part.begin)):.2f}",
-                        "y": f"{y:.2f}",
-                        "height": f"{height:.2f}",
-                        "color": color,
-                        "text": f"{title}: {_time(seconds)} from {_moment(part.begin)}",
-                    }
-                )
+                height, left = 105 * seconds / total, x(part.begin)
+                text = f"{title}: {_time(seconds)} from {_moment(part.begin)}"
+                area = {"x": f"{left:.2f}", "width": f"{max(0.3, x(part.end) - left):.2f}"}
+                area |= {"y": f"{y:.2f}", "height": f"{height:.2f}"}
+                bars.append({**area, "color": color, "text": text})
                 y += height
-    marks = [
-        {
-            "x": f"{x(alert.began):.1f}",
-            "text": f"{alert.name} {alert.place}, {_moment(alert.began)}",
-            "color": "#b5342c" if alert.severity == "critical" else "#e6b94b",
-        }
-        for alert in report.alerts[:MAX_ALERTS]
-    ]
+    marks = []
+    for alert in report.alerts[:MAX_ALERTS]:
+        text = f"{alert.name} {alert.place}, {_moment(alert.began)}"
+        color = "#b5342c" if alert.severity == "critical" else "#e6b94b"
+        marks.append({"x": f"{x(alert.began):.1f}", "text": text, "color": color})
     used = {bucket for part in report.timeline for bucket, seconds in part.seconds.items() if seconds}
     points = ((x(time), 105 * (1 - min(1.0, max(0.0, value)))) for time, value in report.mfu_over_time)
-    ticks = ((x(report.began), "start", report.began), (500, "middle", report.began + wall / 2))
-    return {
-        "timeline": bars,
-        "key": [{"title": title, "color": color} for bucket, (title, color) in BUCKETS.items() if bucket in used],
-        "mfu_line": " ".join(f"{across:.1f},{down:.1f}" for across, down in points),
-        "ticks": [
-            {"x": f"{across:.0f}", "anchor": anchor, "text": _moment(time)}
-            for across, anchor, time in (*ticks, (x(report.ended), "end", report.ended))
-        ],
-        "alert_marks": marks,
-    }
+    key = [{"title": title, "color": color} for bucket, (title, color) in BUCKETS.items() if bucket in used]
+    mfu_line = " ".join(f"{across:.1f},{down:.1f}" for across, down in points)
+    times = ((x(report.began), report.began), (500, report.began + wall / 2), (x(report.ended), report.ended))
+    ticks = [
+        {"x": f"{across:.0f}", "anchor": anchor, "text": _moment(time)}
+        for anchor, (across, time) in zip(("start", "middle", "end"), times, strict=True)
+    ]
+    return {"timeline": bars, "key": key, "mfu_line": mfu_line, "ticks": ticks, "alert_marks": marks}
 
 
 def _checkpoints(report: RunReport) -> list[str]:

@@ -33,14 +33,12 @@ class RunQueries:
 
     def start(self) -> tuple[float, str]:
         """Return the start of the run and its tenant, to which later queries are limited. Raises SettingsError."""
-        starts = self._now(
-            f"max by (tenant) (last_over_time({m.RUN_START_TIMESTAMP_SECONDS}{self.ledger}[{self._window}]))"
-        )
+        starts = self._now(f"max by (tenant) ({self._total(m.RUN_START_TIMESTAMP_SECONDS)})")
         if not starts:
             raise SettingsError(
                 f"no run {self.run!r} with series of the ledger ({m.RUN_START_TIMESTAMP_SECONDS}) in the last "
-                f"{self._window}; check its "
-                "name and that this Prometheus scrapes the ledger, or try a longer --lookback"
+                f"{self._window}; check its name and that this Prometheus scrapes the ledger, "
+                "or try a longer --lookback"
             )
         tenants = sorted(series.labels.get("tenant", "") for series in starts)
         if len(starts) > 1:
@@ -56,7 +54,7 @@ class RunQueries:
 
     def one(self, row: m.Metric) -> float | None:
         """Return the last value of a family of the run that has one series."""
-        return self._prometheus.value(f"max(last_over_time({row}{self.ledger}[{self._window}]))", self.at)
+        return self._value(f"max({self._total(row)})")
 
     def ratio(self, numerator: m.Metric, denominator: m.Metric) -> float | None:
         """Return the quotient of the last values of two families; None if it is unknown."""
@@ -65,20 +63,20 @@ class RunQueries:
 
     def by(self, label: str, row: m.Metric) -> dict[str, float]:
         """Return the last values of a family of the run by one label."""
-        return self._values(label, f"max by ({label}) (last_over_time({row}{self.ledger}[{self._window}]))")
+        return self._values(label, f"max by ({label}) ({self._total(row)})")
 
     def mean(self, record: str) -> float | None:
         """Return the mean of a recorded series of the run over its time."""
-        return self._prometheus.value(f"max(avg_over_time({record}{self.training}[{self._window}]))", self.at)
+        return self._value(f"max(avg_over_time({record}{self.training}[{self._window}]))")
 
     def changes(self, row: m.Metric) -> float:
         """Return how often a gauge of the run changed."""
         ranged = f"({row}{self.ledger}[{self._window}])"
         try:
             # changes() of VictoriaMetrics also counts the first sample; Prometheus has no changes_prometheus().
-            return self._prometheus.value(f"max(changes_prometheus{ranged})", self.at) or 0.0
+            return self._value(f"max(changes_prometheus{ranged})") or 0.0
         except SettingsError:
-            return self._prometheus.value(f"max(changes{ranged})", self.at) or 0.0
+            return self._value(f"max(changes{ranged})") or 0.0
 
     def over(self, query: str) -> list[TimeSeries]:
         """Return the result of a query over the run's time."""
@@ -102,22 +100,17 @@ class RunQueries:
         return self._hosts
 
     def timeline(self, began: float, open_seconds: float) -> list[Slice]:
-        """Return the buckets over time, with a slice for each time the ledger booked something.
+        """Return the buckets over time, with a slice for each time that the ledger's totals grew.
 
-        Buckets partition the wall clock up to the frontier, so what was booked between two samples lies between their
-        sums: two hours of down time, booked at once at the restart, are shown as those two hours.
+        Buckets partition the wall clock up to the frontier, so the growth between two samples lies between their sums:
+        two hours of down time, added at once at the restart, are shown as those two hours.
         """
-        buckets = {
-            series.labels["bucket"]: dict(series.points)
-            for series in self.over(
-                f"max by (bucket) ({m.RUN_SECONDS_TOTAL}{_selector({}, self.ledger, exclude='queue')})"
-            )
-        }
-        times = sorted({time for points in buckets.values() for time in points})
+        query = f"max by (bucket) ({m.RUN_SECONDS_TOTAL}{_selector({}, self.ledger, exclude='queue')})"
+        buckets = {series.labels["bucket"]: dict(series.points) for series in self.over(query)}
         before: dict[str, float] = dict.fromkeys(buckets, 0.0)
         slices: list[Slice] = []
         at = began
-        for time in times:
+        for time in sorted({time for points in buckets.values() for time in points}):
             # Never below the last value: a ledger that lost its file started again from 0.
             now = {bucket: max(points.get(time, before[bucket]), before[bucket]) for bucket, points in buckets.items()}
             seconds = {bucket: now[bucket] - before[bucket] for bucket in buckets if now[bucket] > before[bucket]}
@@ -136,8 +129,7 @@ class RunQueries:
 
     def _by_cause(self, row: m.Metric) -> dict[str, float]:
         """Return the last values of a family of losses by cause, summed over all kinds."""
-        each = f"max by (kind, cause) (last_over_time({row}{self.ledger}[{self._window}]))"
-        return self._values("cause", f"sum by (cause) ({each})")
+        return self._values("cause", f"sum by (cause) (max by (kind, cause) ({self._total(row)}))")
 
     def alerts(self, tenant: str) -> list[Firing]:
         """Return the alerts that fired on the run, or on a host while it ran there, in order of time."""
@@ -150,49 +142,39 @@ class RunQueries:
         )
         firings: list[Firing] = []
         for series in (*self.over(on_run), *self.over(on_host)):
-            if series.labels.get("tenant", tenant) != tenant:
+            labels = series.labels
+            if labels.get("tenant", tenant) != tenant:
                 continue
-            place = ", ".join(
-                f"{name} {series.labels[name]}"
-                for name in ("host", "device", "port", "uuid", "xid", "rank")
-                if series.labels.get(name)
-            )
-            name, severity = (series.labels.get(label, "") for label in ("alertname", "severity"))
+            shown = [name for name in ("host", "device", "port", "uuid", "xid", "rank") if labels.get(name)]
+            place = ", ".join(f"{name} {labels[name]}" for name in shown)
+            name, severity = (labels.get(label, "") for label in ("alertname", "severity"))
             for began, ended in _spells(series.points, 2.5 * window):
                 firings.append(Firing(name, severity, place, began, ended, ended > self.at - 2.5 * window))
         return sorted(firings, key=lambda firing: (firing.began, firing.name))
 
     def ranks(self) -> list[Outlier]:
         """Return the ranks that were the straggler most often."""
-        late = self._now(
-            f"topk({MAX_OUTLIERS}, max by (rank) (count_over_time({CANDIDATE}{self.training}[{self._window}])))"
-        )
-        all_points = self._prometheus.value(
-            f"max(count_over_time({RUN_SCORE}{self.training}[{self._window}]))", self.at
-        )
-        cost = self._values("rank", f"max by (rank) (avg_over_time({CANDIDATE}{self.training}[{self._window}]))")
-        places = self._places()
-        return [
-            Outlier(
-                f"rank {(rank := series.labels['rank'])}",
-                places.get(rank, ""),
-                f"was the straggler in {series.points[0][1] / all_points:.1%} of the run, at {cost.get(rank, 0.0):.1%} "
-                f"of a step",
-            )
-            for series in sorted(late, key=lambda one: -one.points[0][1])
-            if all_points
-        ]
+        span = f"{self.training}[{self._window}]"
+        late = self._now(f"topk({MAX_OUTLIERS}, max by (rank) (count_over_time({CANDIDATE}{span})))")
+        all_points = self._value(f"max(count_over_time({RUN_SCORE}{span}))")
+        if not all_points:
+            return []
+        cost = self._values("rank", f"max by (rank) (avg_over_time({CANDIDATE}{span}))")
+        places, outliers = self._places(), []
+        for series in sorted(late, key=lambda one: -one.points[0][1]):
+            rank, share = series.labels["rank"], series.points[0][1] / all_points
+            text = f"was the straggler in {share:.1%} of the run, at {cost.get(rank, 0.0):.1%} of a step"
+            outliers.append(Outlier(f"rank {rank}", places.get(rank, ""), text))
+        return outliers
 
     def _places(self) -> dict[str, str]:
         """Return host and GPU of each rank as text."""
-        ranks = self._now(self._last(m.TRAINING_RANK_INFO))
-        return {
-            series.labels["rank"]: ", ".join(
-                text for text in (series.labels.get("host", ""), series.labels.get("uuid", "")) if text
-            )
-            for series in sorted(ranks, key=lambda one: one.points[0][0])
-            if "rank" in series.labels
-        }
+        places = {}
+        for series in sorted(self._now(self._last(m.TRAINING_RANK_INFO)), key=lambda one: one.points[0][0]):
+            if "rank" in series.labels:
+                texts = (series.labels.get("host", ""), series.labels.get("uuid", ""))
+                places[series.labels["rank"]] = ", ".join(filter(None, texts))
+        return places
 
     def links(self) -> list[Outlier]:
         """Return the ports of the run's hosts with the most errors."""
@@ -205,65 +187,49 @@ class RunQueries:
                 counts.setdefault(_port(series), {})[what] = series.points[0][1]
         if not counts:
             return []
-        hosts = {
-            _port(series): series.labels.get("host", "")
-            for series in self._now(
-                f"group by (instance, device, port, host) (last_over_time({m.INFINIBAND_INFO}[{self._window}])) "
-                f"and on (instance) {here}"
-            )
-        }
-        worst = sorted(counts.items(), key=lambda item: -sum(item[1].values()))[:MAX_OUTLIERS]
-        return [
-            Outlier(
-                f"{key[1]} port {key[2]}",
-                hosts.get(key, key[0]),
-                ", ".join(f"{count:,.0f} {what}" for what, count in of_port.items()),
-            )
-            for key, of_port in worst
-        ]
+        ports = f"group by (instance, device, port, host) (last_over_time({m.INFINIBAND_INFO}[{self._window}]))"
+        hosts = {_port(one): one.labels.get("host", "") for one in self._now(f"{ports} and on (instance) {here}")}
+        outliers = []
+        for key, errors in sorted(counts.items(), key=lambda item: -sum(item[1].values()))[:MAX_OUTLIERS]:
+            text = ", ".join(f"{count:,.0f} {what}" for what, count in errors.items())
+            outliers.append(Outlier(f"{key[1]} port {key[2]}", hosts.get(key, key[0]), text))
+        return outliers
 
     def missed(self, causes: Iterable[CauseTotal]) -> list[str]:
         """Return what the monitoring missed of this run, one sentence each."""
-        found: list[str] = []
-        seen = sum(
-            len(series.points) for series in self.over(f"max by (run) ({m.RUN_START_TIMESTAMP_SECONDS}{self.ledger})")
-        )
+        missed: list[str] = []
+        starts = self.over(f"max by (run) ({m.RUN_START_TIMESTAMP_SECONDS}{self.ledger})")
+        seen = sum(len(series.points) for series in starts)
         expected = int((self._end - self._begin) / self._step) + 1
         if seen < expected - 2:
-            found.append(
+            missed.append(
                 f"For {(expected - seen) * self._step / 3600:.1f} h of the run this Prometheus has no sample of "
                 "the ledger. The totals are complete, but the timeline is coarser there."
             )
         reasons = self._now(f"count by (reason) ({self._last(m.TRAINING_MFU_UNAVAILABLE)} == 1)")
-        found += [
-            f"{series.points[0][1]:.0f} ranks had no MFU: {series.labels.get('reason', '')}." for series in reasons
-        ]
+        missed += [f"{one.points[0][1]:.0f} ranks had no MFU: {one.labels.get('reason', '')}." for one in reasons]
         ranks = self._count(f"group by (rank) ({self._last(m.TRAINING_RANK_INFO)})")
         if not ranks:
-            found.append("This Prometheus has no series of any rank, so MFU and stragglers are unknown.")
+            missed.append("This Prometheus has no series of any rank, so MFU and stragglers are unknown.")
         waits = self._count(f"group by (rank) ({self._last(WAIT)})")
         if ranks and waits < ranks:
-            found.append(
+            missed.append(
                 f"The wait for other ranks was measured on {waits:.0f} of {ranks:.0f} ranks. A straggler is named only "
                 "if all are measured; docs/stragglers.md lists where that is possible."
             )
-        errors = self._prometheus.value(
-            f"sum(increase({m.TRAINING_HOOK_ERRORS_TOTAL}{self.training}[{self._window}]))", self.at
-        )
+        errors = self._value(f"sum(increase({m.TRAINING_HOOK_ERRORS_TOTAL}{self.training}[{self._window}]))")
         if errors is not None and errors >= 0.5:
-            found.append(f"The training hook swallowed {errors:.0f} errors; see the job's log.")
-        failing = self._now(
-            f"avg by (collector) (avg_over_time({m.FLOPWATCH_COLLECTOR_SUCCESS}[{self._window}]) "
-            f"and on (instance) {self._here()}) < 0.999"
-        )
-        found += [
-            f"The collector {series.labels.get('collector', '')} failed {1 - series.points[0][1]:.1%} of the time."
-            for series in failing
-        ]
-        unknown = next((cause for cause in causes if cause.cause == "unknown"), None)
-        if unknown is not None:
-            found.append(f"{unknown.incidents} losses have no known cause.")
-        return found
+            missed.append(f"The training hook swallowed {errors:.0f} errors; see the job's log.")
+        success = f"avg_over_time({m.FLOPWATCH_COLLECTOR_SUCCESS}[{self._window}])"
+        for one in self._now(f"avg by (collector) ({success} and on (instance) {self._here()}) < 0.999"):
+            collector, failed = one.labels.get("collector", ""), 1 - one.points[0][1]
+            missed.append(f"The collector {collector} failed {failed:.1%} of the time.")
+        missed += [f"{one.incidents} losses have no known cause." for one in causes if one.cause == "unknown"]
+        return missed
+
+    def _total(self, family: object) -> str:
+        """Return an expression of the last samples of a family of the ledger."""
+        return f"last_over_time({family}{self.ledger}[{self._window}])"
 
     def _last(self, family: object) -> str:
         """Return an expression of the last samples of a family of the run's ranks."""
@@ -273,13 +239,17 @@ class RunQueries:
         """Return an expression of the run's hosts by `instance`: an exporter serves all ranks and ports of a host."""
         return f"group by (instance) ({self._last(m.TRAINING_RANK_INFO)})"
 
+    def _value(self, query: str) -> float | None:
+        """Return the only value of a query at the time of the report, or None."""
+        return self._prometheus.value(query, self.at)
+
     def _values(self, label: str, query: str) -> dict[str, float]:
         """Return the values of a query by one label."""
         return {series.labels[label]: series.points[0][1] for series in self._now(query)}
 
     def _count(self, query: str) -> float:
         """Return the number of series that a query returns."""
-        return self._prometheus.value(f"count({query})", self.at) or 0.0
+        return self._value(f"count({query})") or 0.0
 
     def _now(self, query: str) -> list[TimeSeries]:
         """Return the result of a query at the time of the report."""

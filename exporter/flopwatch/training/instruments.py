@@ -44,14 +44,10 @@ class Instruments:
         except peaks.UnknownPeak as error:
             info.no_peak_because = "unknown_peak"
             # Every rank has the series; one line per node is enough, because nodes may have different cards.
-            log.log(
-                logging.WARNING if info.identity.local_rank == 0 else logging.DEBUG,
-                "no MFU: %s; pass %s",
-                error,
-                "--peak-flops and --peak-source"
-                if self._recorder.step_source == "optimizer"
-                else "Run(peak_flops=..., peak_source=...)",
-            )
+            level = logging.WARNING if info.identity.local_rank == 0 else logging.DEBUG
+            by_command = self._recorder.step_source == "optimizer"
+            advice = "--peak-flops and --peak-source" if by_command else "Run(peak_flops=..., peak_source=...)"
+            log.log(level, "no MFU: %s; pass %s", error, advice)
         except Exception as error:
             info.no_peak_because = "unknown_peak" if info.peak is None else None
             self._recorder.failed("step", error)

@@ -259,11 +259,9 @@ class Recorder:
     def uncountable(self, reason: str) -> None:
         """Log why FLOPs cannot be counted; the run then has no MFU unless FLOPs are declared."""
         if not self.has_flops:
-            log.warning(
-                "no MFU: FLOPs cannot be counted: %s; pass %s",
-                reason,
-                "--config or --flops-per-token" if self.step_source == "optimizer" else "Run(flops_per_token=...)",
-            )
+            by_command = self.step_source == "optimizer"
+            advice = "--config or --flops-per-token" if by_command else "Run(flops_per_token=...)"
+            log.warning("no MFU: FLOPs cannot be counted: %s; pass %s", reason, advice)
         self.totals.uncountable = True
 
     def set_flops(self, *, convention: str, source: str, per_token: float | PackedFlops | None = None) -> None:

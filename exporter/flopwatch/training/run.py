@@ -151,7 +151,7 @@ class Run:
         self._arguments = given = Arguments(environ, recorder.failed)
         facts = {"tenant": tenant, "gpu_uuid": gpu_uuid, "owner": owner, "team": team, "page": page}
         start = time.time() - process.age
-        self._info = declare(given, process, start, **facts, dtype=dtype, submitted_at=submitted_at)
+        self._info = declare(given, process, start, dtype, submitted_at, **facts)
         declare_peak(given, self._info, peak_flops, peak_source)
         declare_flops(given, recorder.totals, flops_per_token, convention, hardware_flops_per_token)
         self._identify(given.text(name, "FLOPWATCH_RUN"), attempt, rank, world_size, local_rank)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from flopwatch.flops import peaks
 from flopwatch.training.process import launcher
-from flopwatch.training.process.identity import Identity
+from flopwatch.training.process.identity import RankIdentity
 from flopwatch.training.recorder import text_of
 from flopwatch.training.totals import PackedFlops, Totals, positive
 
@@ -58,7 +58,7 @@ class Arguments:
             return None
 
 
-_UNKNOWN = Identity("", "", 0, 1, 0)  # until the launcher has been asked
+_UNKNOWN = RankIdentity("", "", 0, 1, 0)  # until the launcher has been asked
 
 
 @dataclass(slots=True)
@@ -80,57 +80,39 @@ class RunInfo:
     peak: float | None = None  # FLOP/s of the rank's card
     peak_source: str = ""
     no_peak_because: str | None = None
-    identity: Identity = _UNKNOWN
+    identity: RankIdentity = _UNKNOWN
 
 
 def declare(
-    arguments: Arguments,
-    process: launcher.Process,
-    start_unix: float,
-    *,
-    tenant: str | None,
-    gpu_uuid: str | None,
-    owner: str | None,
-    team: str | None,
-    page: str | None,
-    dtype: str,
-    submitted_at: float | None,
+    given: Arguments, process: launcher.Process, start: float, dtype: str, submitted: float | None, **texts: str | None
 ) -> RunInfo:
-    """Return what the run declares, apart from its identity and peak."""
-    host = arguments.text(None, "FLOPWATCH_HOST") or socket.gethostname()
-    launch = launcher.launch(arguments.environ, host, process)
-    if submitted_at is None:
-        submitted_at = arguments.unix_time("FLOPWATCH_SUBMITTED_AT")
-    return RunInfo(
-        arguments.environ,
-        process,
-        start_unix,
-        launch,
-        host,
-        arguments.text(gpu_uuid, "FLOPWATCH_GPU_UUID"),
-        launcher.clean(launch.tenant if tenant is None else str(tenant)),
-        launch.owner if owner is None else str(owner),
-        launch.team if team is None else str(team),
-        arguments.choice(("always", ""), page=arguments.text(page, "FLOPWATCH_PAGE")) or "",
-        dtype,
-        arguments.number(submitted_at=submitted_at),
+    """Return what the run declares, apart from its identity and peak.
+
+    `texts` are tenant, gpu_uuid, owner, team and page as the caller gave them, None if not.
+    """
+    host = given.text(None, "FLOPWATCH_HOST") or socket.gethostname()
+    launch = launcher.launch(given.environ, host, process)
+    submitted = given.unix_time("FLOPWATCH_SUBMITTED_AT") if submitted is None else submitted
+    uuid = given.text(texts["gpu_uuid"], "FLOPWATCH_GPU_UUID")
+    tenant, owner, team = (
+        getattr(launch, name) if texts[name] is None else str(texts[name]) for name in ("tenant", "owner", "team")
     )
+    page = given.choice(("always", ""), page=given.text(texts["page"], "FLOPWATCH_PAGE")) or ""
+    submitted = given.number(submitted_at=submitted)
+    own = given.environ, process, start, launch, host
+    return RunInfo(*own, uuid, launcher.clean(tenant), owner, team, page, dtype, submitted)
 
 
 def declare_flops(
-    arguments: Arguments,
-    totals: Totals,
-    per_token: float | PackedFlops | None,
-    convention: str,
-    hardware_per_token: float | None,
+    arguments: Arguments, totals: Totals, per_token: float | PackedFlops | None, convention: str, hardware: float | None
 ) -> None:
-    """Set the FLOPs of a token and their convention."""
+    """Set the FLOPs of a token, those of the hardware too, and their convention."""
     totals.convention = arguments.choice(("causal", "full", "palm"), convention=convention) or "unknown"
     if not hasattr(per_token, "flops"):
         totals.flops_per_token = arguments.number(flops_per_token=per_token)
     elif totals.convention != "unknown":  # by an unknown convention they cannot be counted
         totals.packed_flops = per_token
-    totals.hardware_flops_per_token = arguments.number(hardware_flops_per_token=hardware_per_token)
+    totals.hardware_flops_per_token = arguments.number(hardware_flops_per_token=hardware)
 
 
 def declare_peak(arguments: Arguments, info: RunInfo, peak_flops: float | None, peak_source: str | None) -> None:

@@ -99,7 +99,7 @@ class Timeline:
 
     def seconds(self, now: float) -> dict[str, float]:
         """Return the seconds of every activity, the open one's included."""
-        # The parentheses as in _resume, or rounding could let a total fall when it is booked.
+        # The parentheses as in _resume, or rounding could let a total fall when it is added.
         return {**self._seconds, self._open: self._seconds[self._open] + (now - self._since)}
 
     @property

@@ -1,12 +1,9 @@
 """Totals of one training process: counters, positions and activities added up from recorded events.
 
 The loop appends events (kind, mark, arguments) to a deque, and `Totals.take` adds them up in order in the push thread.
-A mark is seconds on the run's clock or, where a device runs behind the host, a Moment, whose time is known once the
-device gets there. An event with an unknown time holds back the events behind it, so all totals are of one instant.
-
-Waits and phases of a step count only if nothing else happened in it and it took at most twice the running mean. When
-one rank stops for a checkpoint of its own, the others wait for it in the next all-reduce, and it must not be blamed for
-that. All ranks see that long step, and all leave it out.
+A mark is seconds on the run's clock or a Moment of a device. An event with an unknown time holds back the events behind
+it. Waits and phases of a step count only if nothing else happened in it and it took at most twice the running mean: the
+others wait for a rank that stops for a checkpoint of its own, and it must not be blamed for that.
 """
 
 from __future__ import annotations

@@ -1,17 +1,10 @@
-"""Training loop of a script that does not call flopwatch itself, recorded through PyTorch's hooks.
+"""Training loop of a script that does not call flopwatch itself, recorded through PyTorch's hooks (docs/run.md).
 
-Steps. A step ends at the step of the first optimizer seen, if a backward pass ran since the last step ended. So
-gradient accumulation, several optimizers, ZeRO's inner one and those stepping inside the backward pass make one step.
-Another optimizer that makes TURNS steps without the first takes its place. A step that PyTorch skips (GradScaler) is
-not counted, and gradients discarded by zero_grad() count as backward passes without a step. Where no backward pass is
-ever seen (torch.func), every step of the optimizer except its first counts.
-Hooks: torch.optim.optimizer.register_optimizer_step_{pre,post}_hook, Optimizer.zero_grad, torch.autograd.backward.
+A step ends at the step of the first optimizer seen, if a backward pass ran since the last step ended. Another optimizer
+that makes TURNS steps without the first takes its place. Where no backward pass is ever seen (torch.func), every step
+of the optimizer except its first counts. The run begins when the first optimizer is made. If the script has a Run of
+its own, all hooks are removed for good.
 https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.register_step_post_hook.html
-
-Batches and tokens: batches.py. Models: models.py. Checkpoints: torch/checkpoints.py.
-
-The run begins when the first optimizer is made; a process without one records nothing. If the script has a Run of its
-own, all hooks are removed for good. Not seen: steps replayed by a CUDA graph, and processes the script starts.
 """
 
 from __future__ import annotations
@@ -77,8 +70,6 @@ class Attachment:
         """Return the run, None before it was made."""
         return self._loop.run
 
-    # Hooks.
-
     def _replace(self, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
         original = getattr(owner, name)
         ours = functools.wraps(original)(around(original))
@@ -92,14 +83,9 @@ class Attachment:
         """
         self._armed = True
         disable: Any = torch.compiler.disable
-        self._handles = [
-            register_optimizer_step_pre_hook(
-                disable(lambda optimizer, *_: self._loop.call(self._before_step, optimizer))
-            ),
-            register_optimizer_step_post_hook(
-                disable(lambda optimizer, *_: self._loop.call(self._after_step, optimizer))
-            ),
-        ]
+        before = disable(lambda optimizer, *_: self._loop.call(self._before_step, optimizer))
+        after = disable(lambda optimizer, *_: self._loop.call(self._after_step, optimizer))
+        self._handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
         for owner, name, around in (
             (torch.autograd, "backward", self._running_backward),
             (torch.optim.Optimizer, "zero_grad", self._zeroing),
@@ -138,17 +124,9 @@ class Attachment:
         if not surely and (_uses_flopwatch() or not together):
             return None
         loop.pid = os.getpid()
-        settings = loop.settings
-        run = Run(
-            settings.name,
-            flops_per_token=settings.flops_per_token,
-            convention=settings.convention,
-            dtype=settings.dtype,
-            peak_flops=settings.peak_flops,
-            peak_source=settings.peak_source,
-            step_source="optimizer",
-            before=loop.checkpoints.before,
-        )
+        same = ("name", "flops_per_token", "convention", "dtype", "peak_flops", "peak_source")
+        settings = {name: getattr(loop.settings, name) for name in same}
+        run = Run(**settings, step_source="optimizer", before=loop.checkpoints.before)
         if not run.alive:
             self.step_back()
             return None
@@ -168,8 +146,6 @@ class Attachment:
         self._give_up_gradients(run)
         run.ended_by = self.ended_by
         run.finish(self.status)
-
-    # Optimizers.
 
     def _making_optimizer(self, original: Callable[..., None]) -> Callable[..., None]:
         def __init__(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -273,8 +249,6 @@ class Attachment:
             run.recorder.add(catalogue.TRAINING_DISCARDED_BACKWARD_TOTAL, self._without_step)
         self._without_step = 0
 
-    # Backward passes.
-
     def _running_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def backward(*args: Any, **kwargs: Any) -> Any:
             if not self._loop.call(self._backward_begins):
@@ -312,9 +286,8 @@ def _skipped(disable: Any, around: Callable[[Any], Any], original: Any) -> Any:
 
 def _uses_flopwatch() -> bool:
     """Return whether a module outside flopwatch has imported Run, and so may be about to make one."""
-    return any(
-        name.startswith("flopwatch.training.frameworks.")
-        if name.startswith("flopwatch.")
-        else getattr(module, "__dict__", {}).get("Run") is Run
-        for name, module in list(sys.modules.items())
-    )
+    modules = list(sys.modules.items())
+    if any(name.startswith("flopwatch.training.frameworks.") for name, _ in modules):
+        return True
+    others = (module for name, module in modules if not name.startswith("flopwatch."))
+    return any(getattr(module, "__dict__", {}).get("Run") is Run for module in others)

@@ -1,11 +1,8 @@
 """Batches of a training loop: time spent waiting for them, and the tokens in them.
 
 A data loader feeds training if a backward pass follows its batch. It feeds evaluation if its next batch is fetched
-without one, or under no_grad or inference_mode. That is decided once per dataset, and its time is recorded from then
-on. Hooks: DataLoader.__iter__ and its iterators' __next__. Other iterables are not seen.
-
-Tokens are a batch's integer `input_ids`, less those that its attention_mask masks if the CPU holds the mask, and belong
-to the backward pass that follows. Without them, and without a flag that replaces them, there is no token count.
+without one, or under no_grad or inference_mode. That is decided once per dataset. Tokens belong to the backward pass
+that follows. Only DataLoader.__iter__ and its iterators' __next__ have hooks.
 """
 
 from __future__ import annotations
@@ -175,7 +172,8 @@ class Loaders:
         """Return the id of an iterator's dataset, and record the end of the loop when the iterator is deleted."""
         dataset = getattr(iterator, "_dataset", iterator)
         this = id(dataset)
-        if self._iterating.get(this, _nothing)() is not iterator:
+        known = self._iterating.get(this)
+        if known is None or known() is not iterator:
             self._iterating[this] = weakref.ref(iterator, lambda _: self._loop.call(self._dropped, this, None))
             if this not in self._kinds:
                 with contextlib.suppress(TypeError):  # a list, for example, allows no finalizer
@@ -183,8 +181,8 @@ class Loaders:
         return this
 
     def _forget(self, dataset: int) -> None:
-        for known in (self._kinds, self._batches, self._passed, self._iterating):
-            known.pop(dataset, None)
+        for by_dataset in (self._kinds, self._batches, self._passed, self._iterating):
+            by_dataset.pop(dataset, None)
         self._always_training.discard(dataset)
 
     def _dropped(self, dataset: int, at: Mark | None) -> None:
@@ -201,30 +199,20 @@ class Loaders:
             recorder.note("batches", Totals.end_of_batches, threading.get_ident())
 
 
-def _nothing() -> None:
-    return None
-
-
 def tokens_of(batch: Any, place: str | None = None) -> Tokens | None:
     """Return the tokens of a batch: integers at `place`, by default `input_ids`; None if unknown.
 
     An `attention_mask` of the same shape excludes padding. The number is unknown if that mask is on a device.
     """
     ids = _at(batch, "input_ids" if place is None else place)
-    if (
-        not isinstance(ids, torch.Tensor)
-        or ids.dtype.is_floating_point
-        or ids.dtype.is_complex
-        or not ids.dim()
-        or ids.dtype is torch.bool
-    ):
+    if not isinstance(ids, torch.Tensor) or not ids.dim():
         return None
-    mask, positions = (
-        value if isinstance(value, torch.Tensor) and value.shape == ids.shape else None
-        for value in (_at(batch, "attention_mask"), _at(batch, "position_ids"))
-    )
-    known = lengths(ids, mask, positions)
-    return None if known is None else Tokens(sum(known), sum(length * length for length in known))
+    if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
+        return None
+    others = (_at(batch, "attention_mask"), _at(batch, "position_ids"))
+    mask, positions = (x if isinstance(x, torch.Tensor) and x.shape == ids.shape else None for x in others)
+    unpadded = lengths(ids, mask, positions)
+    return None if unpadded is None else Tokens(sum(unpadded), sum(length * length for length in unpadded))
 
 
 def _at(batch: Any, place: str) -> Any:

@@ -61,18 +61,13 @@ class ModelFinder:
 
     def _called(self, module: torch.nn.Module) -> None:
         loop = self._loop
-        if (
-            module in self._known
-            or not module.training
-            or not torch.is_grad_enabled()
-            or not loop.on_this_thread()
-            or (run := loop.active_run()) is None
-            or not any(parameter.requires_grad for parameter in module.parameters())
-        ):
+        if module in self._known or not module.training or not torch.is_grad_enabled() or not loop.on_this_thread():
+            return
+        run = loop.active_run()
+        if run is None or not any(parameter.requires_grad for parameter in module.parameters()):
             return
         self._settle(run.recorder)
-        parts = set(itertools.chain.from_iterable(known.modules() for known in self._known))
+        parts = set(itertools.chain.from_iterable(model.modules() for model in self._known))
         self._known.add(module)
-        if module in parts:
-            return
-        run.watch(module)
+        if module not in parts:
+            run.watch(module)

@@ -25,14 +25,9 @@ class Attention(TorchFunctionMode):
         counter = self._counter
         given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
         tensors = {name: counter.fake(value) for name, value in given.items() if isinstance(value, torch.Tensor)}
-        counter.attention(
-            tensors["query"],
-            tensors["key"],
-            tensors["value"],
-            tensors.get("attn_mask"),
-            bool(given.get("is_causal")),
-            autograd_function() if not torch.is_grad_enabled() else None,
-        )
+        operands = (tensors["query"], tensors["key"], tensors["value"], tensors.get("attn_mask"))
+        function = autograd_function() if not torch.is_grad_enabled() else None
+        counter.attention(*operands, bool(given.get("is_causal")), function)
         counter.paused += 1
         try:
             return func(*args, **kwargs)

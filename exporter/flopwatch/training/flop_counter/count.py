@@ -1,13 +1,9 @@
-"""FLOPs of a model without a configuration, counted once on tensors without data.
+"""FLOPs of a model without a configuration, counted once on tensors without data (docs/counted.md).
 
-A copy of the model (fake_model.py) has parameters with a shape and no memory, and its forward runs once on the shapes
-of a batch under a counter (operators.py, which defines what counts). Nothing of the model itself is called or changed:
-no hook, no compiled function, no collective, no random number. DTensor and FSDP parameters have their global shape, so
-that a count covers all ranks that share the model. If the forward does not run on those shapes, it runs on the rank's
-part of the parameters that tensor parallelism cuts.
-
-Models are refused with a reason if the forward depends on data, communicates by itself, or calls a kernel that PyTorch
-can't look into. https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html
+A copy of the model (fake_model.py) runs its forward once on the shapes of a batch under a counter (operators.py).
+Nothing of the model itself is called or changed. DTensor and FSDP parameters have their global shape, so that a count
+covers all ranks that share the model. If the forward does not run on those shapes, it runs on the rank's part.
+https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html
 """
 
 from __future__ import annotations
@@ -96,10 +92,8 @@ class _Fails(Exception):
 
 def _reason(error: Exception) -> str:
     """Return why a forward failed, on one line."""
-    if any(
-        frame.f_globals.get("__name__") == "torch.nn.attention.flex_attention"
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-    ):
+    frames = traceback.walk_tb(error.__traceback__)
+    if any(frame.f_globals.get("__name__") == "torch.nn.attention.flex_attention" for frame, _ in frames):
         return "the number of scores under a mask function of flex_attention is unknown"
     lines = str(error).strip().splitlines() or [""]
     return f"the forward does not run on tensors without data: {type(error).__name__}: {lines[0]}"
@@ -149,8 +143,8 @@ def attach(recorder: Recorder, model: torch.nn.Module) -> Attached:
     watched, ours = weakref.ref(model), weakref.ref(call)
 
     def remove() -> None:
-        if (known := watched()) is not None and known._compiled_call_impl is ours():
-            known._compiled_call_impl = compiled
+        if (alive := watched()) is not None and alive._compiled_call_impl is ours():
+            alive._compiled_call_impl = compiled
 
     model._compiled_call_impl = call
     return Attached(remove)
@@ -165,9 +159,8 @@ class _Passes:
     def __init__(self, recorder: Recorder, model: torch.nn.Module) -> None:
         self._recorder = recorder
         parameters = [weakref.ref(parameter) for parameter in model.parameters()]
-        self._sample = parameters[
-            :: max(1, len(parameters) // SAMPLE)
-        ]  # to see that weights are frozen for some passes
+        # To see that weights are frozen for some passes.
+        self._sample = parameters[:: max(1, len(parameters) // SAMPLE)]
         self._counts: dict[Hashable, Counted] = {}
         self._lengths = _Lengths()
         self._gave_up = False
@@ -256,18 +249,16 @@ class _Lengths:
         shortest, longest = min(counts, key=lambda c: c[1]), max(counts, key=lambda c: c[1])
         if shortest[1] == longest[1]:
             return None
-        found = []
+        flops = []
         for part in ("forward", "backward"):
-            (s, f), (t, g) = (
-                (length, Fraction(getattr(counted, part), batch * length))
-                for batch, length, counted in (shortest, longest)
-            )
+            f, g = (Fraction(getattr(counted, part), batch * length) for batch, length, counted in (shortest, longest))
+            s, t = shortest[1], longest[1]
             b = (g - f) / (t - s)
             a = f - b * s
             if any(batch * length * (a + b * length) != getattr(counted, part) for batch, length, counted in counts):
                 return None
-            found.append(int(lengths[0] * lengths[1] * (a + b * lengths[1])))
-        return Counted(found[0], found[1], None)
+            flops.append(int(lengths[0] * lengths[1] * (a + b * lengths[1])))
+        return Counted(flops[0], flops[1], None)
 
 
 def _batch_and_length(value: Any) -> tuple[int, int] | None:

@@ -90,16 +90,13 @@ class FakeModels:
             if owner == id(module):
                 weights[name] = whole
                 state.pop(name, None)
-        state["_parameters"] = {
-            name: None if weight is None else self._counter.fake(weight, weight=True)
-            for name, weight in weights.items()
-        }
-        state["_buffers"] = {
-            name: None if buffer is None else self._counter.fake(buffer) for name, buffer in state["_buffers"].items()
-        }
-        state["_modules"] = {
-            name: None if child is None else self._module(child) for name, child in state["_modules"].items()
-        }
+        weight_of = functools.partial(self._counter.fake, weight=True)
+        for kind, parts, copy_of in (
+            ("_parameters", weights, weight_of),
+            ("_buffers", state["_buffers"], self._counter.fake),
+            ("_modules", state["_modules"], self._module),
+        ):
+            state[kind] = {name: None if part is None else copy_of(part) for name, part in parts.items()}
         twin.__dict__.update(state)
         return twin
 
@@ -107,9 +104,8 @@ class FakeModels:
         """Return the module inside wrappers whose forward does more than the model's: DDP, FSDP 1, torch.compile."""
         while True:
             inner = module.__dict__["_modules"]
-            kinds = {
-                kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith(("torch.", "deepspeed."))
-            }
+            known = (kind for kind in type(module).__mro__ if kind.__module__.startswith(("torch.", "deepspeed.")))
+            kinds = {kind.__name__ for kind in known}
             if "OptimizedModule" in kinds:
                 module = inner["_orig_mod"]
             elif kinds & {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}:
@@ -127,9 +123,8 @@ class FakeModels:
             return
         for i, (name, owner, _) in enumerate(flat._param_infos):
             needs = flat._params[i].requires_grad if flat._params is not None else flat.requires_grad
-            self._whole[id(owner), name] = torch.empty(
-                flat._shapes[i], dtype=flat.dtype, device="meta", requires_grad=needs
-            )
+            whole = torch.empty(flat._shapes[i], dtype=flat.dtype, device="meta", requires_grad=needs)
+            self._whole[id(owner), name] = whole
         for name, owner, _, first, first_owner, _ in flat._shared_param_infos:
             self._whole[id(owner), name] = self._whole[id(first_owner), first]
 
@@ -145,11 +140,8 @@ class FakeModels:
             owner = self._modules.get(id(value.__self__))
             return value if owner is None else types.MethodType(value.__func__, owner)
         if isinstance(value, functools.partial):
-            return functools.partial(
-                self._attribute(value.func),
-                *map(self._attribute, value.args),
-                **{name: self._attribute(item) for name, item in value.keywords.items()},
-            )
+            named = {name: self._attribute(item) for name, item in value.keywords.items()}
+            return functools.partial(self._attribute(value.func), *map(self._attribute, value.args), **named)
         if type(value) in (dict, OrderedDict, list, tuple, deque, set):
             if len(value) > MAX_ITEMS:
                 return value  # data
@@ -158,11 +150,8 @@ class FakeModels:
             return type(value)(map(self._attribute, value))
         if hasattr(value, "_attn_implementation") and hasattr(value, "_experts_implementation"):
             return self._config(value)
-        if (
-            type(value).__module__ != "builtins"
-            and type(getattr(value, "__dict__", None)) is dict
-            and not (isinstance(value, (type, types.ModuleType, types.FunctionType, Enum)))
-        ):
+        kept = isinstance(value, (type, types.ModuleType, types.FunctionType, Enum))
+        if not kept and type(value).__module__ != "builtins" and type(getattr(value, "__dict__", None)) is dict:
             return self._object(value)
         return value
 
@@ -174,12 +163,9 @@ class FakeModels:
             except TypeError:
                 return value  # an extension type
             self._objects[id(value)] = twin
-            twin.__dict__.update(
-                {
-                    name: self._attribute(item) if isinstance(item, (torch.Tensor, list, dict, set, deque)) else item
-                    for name, item in value.__dict__.items()
-                }
-            )
+            for name, item in value.__dict__.items():
+                copied = isinstance(item, (torch.Tensor, list, dict, set, deque))
+                twin.__dict__[name] = self._attribute(item) if copied else item
         return self._objects[id(value)]
 
     def _config(self, config: Any) -> Any:

@@ -1,17 +1,10 @@
-"""FLOPs of operators that are dispatched on tensors without data, in the convention `causal` of flops/.
+"""FLOPs of operators that are dispatched on tensors without data, in the convention `causal` (docs/counted.md).
 
-matrix multiplications, convolutions   2 FLOP per multiply-add
-scaled_dot_product_attention           both matmuls: half of the square under a causal mask, else the visible scores
-softmax between two matmuls            the same, for attention written by hand
-everything else                        0: embedding, norms, activations, recomputation
-
-Backward: the same again for the input and for the weight. A frozen weight has no gradient, and without a gradient in
-front of it there is no backward. The convention excludes the router of a mixture of experts: a product with a weight
-that a module inside the model passes to topk.
-
-A mask's values are computed on the host if they follow from constants and real buffers. For other masks the attending
-module's attributes decide (`is_causal`, `sliding_window` of transformers). PyTorch's own FlopCounterMode has no masks,
-and no attention on the CPU. https://github.com/pytorch/pytorch/blob/main/torch/utils/flop_counter.py
+Matrix multiplications and convolutions have 2 FLOP per multiply-add, and again as much for each gradient. Attention
+counts half of the square under a causal mask, else the visible scores. A mask's values are computed on the host if they
+follow from constants and real buffers, else the attending module's attributes decide. A product that topk routes by,
+the router of a mixture of experts, does not count. PyTorch's own FlopCounterMode has no masks:
+https://github.com/pytorch/pytorch/blob/main/torch/utils/flop_counter.py
 """
 
 from __future__ import annotations
@@ -37,7 +30,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flopwatch.training.flop_counter.frames import attention_window, autograd_function, modules_at_work
-from flopwatch.training.flop_counter.results import Counted, Entry, Scores, Uncountable, is_weight, needs_grad, parts_of
+from flopwatch.training.flop_counter.results import (
+    Counted,
+    OperatorFlops,
+    Scores,
+    Uncountable,
+    is_weight,
+    needs_grad,
+    parts_of,
+)
 
 DEADLINE = 10.0  # seconds; a model of 128 layers takes two or three
 MAX_COMPUTED = 1 << 24  # elements: larger values, for example of masks, are not computed
@@ -45,25 +46,9 @@ NO_PADDING = {"attention_mask": True, "key_padding_mask": False}  # arguments, a
 HIDDEN = -1e4  # added to a score that must not count: some write -1e4, most -inf or the minimum of the dtype
 
 # Operators that multiply matrices, with the index of the first matrix among the arguments.
-MATMULS = {
-    "mm": 0,
-    "bmm": 0,
-    "mv": 0,
-    "dot": 0,
-    "vdot": 0,
-    "linear": 0,
-    "_int_mm": 0,
-    "_scaled_mm": 0,
-    "_scaled_mm_v2": 0,
-    "_grouped_mm": 0,
-    "_scaled_grouped_mm": 0,
-    "grouped_mm_fallback": 0,
-    "addmm": 1,
-    "_addmm_activation": 1,
-    "baddbmm": 1,
-    "addbmm": 1,
-    "addmv": 1,
-}
+MATMULS = dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "linear", "_int_mm", "_scaled_mm", "_scaled_mm_v2"), 0)
+MATMULS |= dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm", "grouped_mm_fallback"), 0)
+MATMULS |= dict.fromkeys(("addmm", "_addmm_activation", "baddbmm", "addbmm", "addmv"), 1)
 # Known kernels outside PyTorch: https://github.com/Dao-AILab/flash-attention with fixed lengths, and the fallback of
 # transformers without a grouped matmul.
 KERNELS = ("flash_attn::_flash_attn_forward", "transformers::grouped_mm_fallback")
@@ -89,7 +74,7 @@ class Counter(TorchDispatchMode):
         self.packs = False  # the model's own attention would find packed samples by their positions
         self.mode = mode
         self._parts = parts
-        self._entries: list[Entry] = []
+        self._entries: list[OperatorFlops] = []
         self._fakes: dict[int, tuple[torch.Tensor, FakeTensor]] = {}  # with the real ones, so that no id is reused
         self._may_be_packed = False
         self._stale: set[int] = set()  # storages whose values were overwritten with unknown ones
@@ -104,12 +89,9 @@ class Counter(TorchDispatchMode):
         by_op: dict[str, int] = {}
         for entry in self._entries:
             by_op[entry.op] = by_op.get(entry.op, 0) + entry.forward
-        return Counted(
-            sum(entry.forward for entry in self._entries),
-            sum(entry.forward * entry.gradients for entry in self._entries),
-            tokens,
-            {op: flops for op, flops in by_op.items() if flops},
-        )
+        forward = sum(entry.forward for entry in self._entries)
+        backward = sum(entry.forward * entry.gradients for entry in self._entries)
+        return Counted(forward, backward, tokens, {op: flops for op, flops in by_op.items() if flops})
 
     def clear(self) -> None:
         """Release all tensors, and remove fake tensors that the forward left in the program's lists, dicts and sets.
@@ -140,8 +122,6 @@ class Counter(TorchDispatchMode):
         if self.refused is None:
             self.refused = Uncountable(reason)
         return self.refused
-
-    # Fake tensors and their known values.
 
     def fake(self, real: torch.Tensor, *, weight: bool = False) -> torch.Tensor:
         """Return a CPU tensor without data of the real one's shape (of all ranks, if it is distributed)."""
@@ -182,15 +162,10 @@ class Counter(TorchDispatchMode):
             arguments.arguments[name] = fakes = tree_map_only(torch.Tensor, one, value)
             named: dict[str, Any] = {name: fakes, **(fakes if isinstance(fakes, dict) else {})}
             for key, fake in named.items():
-                if (
-                    isinstance(fake, torch.Tensor)
-                    and fake.ndim == 2
-                    and not fake.dtype.is_floating_point
-                    and (key.removeprefix("src_") in NO_PADDING)
-                ):
+                mask = isinstance(fake, torch.Tensor) and fake.ndim == 2 and not fake.dtype.is_floating_point
+                if mask and (role := key.removeprefix("src_")) in NO_PADDING:
                     with _disable_current_modes():
-                        value = torch.full(fake.shape, NO_PADDING[key.removeprefix("src_")], dtype=fake.dtype)
-                    fake._source = value  # type: ignore[attr-defined]
+                        fake._source = torch.full(fake.shape, NO_PADDING[role], dtype=fake.dtype)
         return arguments.args, arguments.kwargs
 
     def known(self, fake: Any) -> torch.Tensor | None:
@@ -203,8 +178,6 @@ class Counter(TorchDispatchMode):
         if value is None or value.untyped_storage()._cdata in self._stale:
             return None
         return value
-
-    # Dispatch.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
@@ -249,12 +222,8 @@ class Counter(TorchDispatchMode):
         if func is aten._grouped_mm.default and args[0].ndim == 2 and args[1].ndim == 3:
             return torch.empty(args[0].shape[0], args[1].shape[2], dtype=args[0].dtype, device=cpu)  # of any dtype
         values = [self.known(tensor) for tensor in tensors]
-        computable = (
-            not self.paused
-            and all(value is not None for value in values)
-            and torch.Tag.nondeterministic_seeded not in tags
-            and not name.startswith(("aten::empty", "aten::new_empty"))
-        )
+        random = torch.Tag.nondeterministic_seeded in tags or name.startswith(("aten::empty", "aten::new_empty"))
+        computable = not self.paused and not random and all(value is not None for value in values)
         if torch.Tag.dynamic_output_shape in tags and computable:
             return tree_map_only(torch.Tensor, self._like, self._computed(func, args, kwargs))
         try:
@@ -312,12 +281,9 @@ class Counter(TorchDispatchMode):
     def _masks(self, op: str, args: Any, scores: Scores) -> Iterator[torch.Tensor | None]:
         """Yield the visible scores under each mask that an operator applies; None if the values are unknown."""
         for mask in args:
-            if (
-                not isinstance(mask, torch.Tensor)
-                or hasattr(mask, "_scores")
-                or is_weight(mask)
-                or (mask.shape[-2:] != (scores.queries, scores.keys))
-            ):
+            if not isinstance(mask, torch.Tensor) or hasattr(mask, "_scores") or is_weight(mask):
+                continue
+            if mask.shape[-2:] != (scores.queries, scores.keys):
                 continue
             if op in ("where", "masked_fill", "masked_fill_"):
                 if mask.dtype == torch.bool:
@@ -325,8 +291,6 @@ class Counter(TorchDispatchMode):
                     yield self.visible(mask, hides=hides)
             else:
                 yield self.visible(mask) if op in ("add", "add_", "sub") else None
-
-    # Counting.
 
     def _count(self, func: Any, args: Any, kwargs: Any, made: list[FakeTensor], function: type | None) -> None:
         op = func._opname
@@ -350,30 +314,18 @@ class Counter(TorchDispatchMode):
             if op == "_flash_attn_forward":
                 if (given["window_size_left"], given["window_size_right"]) not in ((-1, -1), (-1, 0)):
                     raise self.refuse("flash_attn with a window is not known here")
-                batch, queries, heads, dim = given["q"].shape
-                self._attention(
-                    (given["q"], given["k"]),
-                    batch * heads,
-                    queries,
-                    given["k"].shape[1],
-                    dim + given["v"].shape[3],
-                    None,
-                    bool(given["causal"]),
-                    function,
-                )
+                q, k, v = given["q"], given["k"], given["v"]
+                batch, queries, heads, dim = q.shape
+                sizes = batch * heads, queries, k.shape[1], dim + v.shape[3]
+                self._attention((q, k), sizes, None, bool(given["causal"]), function)
             else:
-                self.attention(
-                    given["query"],
-                    given["key"],
-                    given["value"],
-                    given.get("attn_mask", given.get("attn_bias")),
-                    bool(given.get("is_causal")),
-                    function,
-                )
+                query, key, value = given["query"], given["key"], given["value"]
+                mask = given.get("attn_mask", given.get("attn_bias"))
+                self.attention(query, key, value, mask, bool(given.get("is_causal")), function)
         elif not op.startswith("_thnn_fused") and any(word in OPAQUE or word.endswith("mm") for word in op.split("_")):
             raise self.refuse(f"{func.name()} is not known here")
 
-    def _add(self, op: str, flops: int, operands: tuple[torch.Tensor, ...], function: type | None) -> Entry:
+    def _add(self, op: str, flops: int, operands: tuple[torch.Tensor, ...], function: type | None) -> OperatorFlops:
         flops *= max(map(parts_of, operands))  # one part on each of these ranks
         gradients = 0
         if (torch.is_grad_enabled() or function is not None) and any(map(needs_grad, operands)):
@@ -382,7 +334,7 @@ class Counter(TorchDispatchMode):
             # By convention the batch, the input of the first layer, has a gradient; frozen weights have none.
             frozen = sum(is_weight(operand) and not needs_grad(operand) for operand in operands)
             gradients = 2 - frozen
-        self._entries.append(entry := Entry(op, flops, gradients))
+        self._entries.append(entry := OperatorFlops(op, flops, gradients))
         return entry
 
     def _matmul(
@@ -420,28 +372,14 @@ class Counter(TorchDispatchMode):
         self, query: Any, key: Any, value: Any, mask: torch.Tensor | None, causal: bool, function: type | None = None
     ) -> None:
         """Count an attention: query [..., heads, s, e], key and value [..., heads or fewer, s, e]."""
-        self._attention(
-            (query, key),
-            prod(query.shape[:-2]),
-            query.shape[-2],
-            key.shape[-2],
-            query.shape[-1] + value.shape[-1],
-            mask,
-            causal,
-            function,
-        )
+        sizes = prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1] + value.shape[-1]
+        self._attention((query, key), sizes, mask, causal, function)
 
     def _attention(
-        self,
-        operands: tuple[torch.Tensor, ...],
-        among: int,
-        queries: int,
-        keys: int,
-        dims: int,
-        mask: torch.Tensor | None,
-        causal: bool,
-        function: type | None,
+        self, operands: tuple[Any, ...], sizes: tuple[int, ...], mask: Any, causal: bool, function: type | None
     ) -> None:
+        """Count an attention of these sizes: heads of all samples, queries, keys, dimensions of key plus value."""
+        among, queries, keys, dims = sizes
         if self.packs:
             self._refuse_packed()
         if causal:

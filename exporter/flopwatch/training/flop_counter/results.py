@@ -27,7 +27,9 @@ class Counted:
 
 
 @dataclass(slots=True)
-class Entry:
+class OperatorFlops:
+    """FLOPs of one call of an operator, and how many of its operands get a gradient."""
+
     op: str
     forward: int
     gradients: int  # operands that get one
@@ -37,7 +39,7 @@ class Entry:
 class Scores:
     """Scores of an attention written by hand, between the matmul that made them and the next one."""
 
-    entry: Entry
+    entry: OperatorFlops
     queries: int
     keys: int
     masks: list[torch.Tensor | None] = field(default_factory=list)  # True or above HIDDEN: counts; None: values unknown

@@ -1,17 +1,10 @@
 """Callback for Accelerate: call `watch(accelerator)` after `accelerator.prepare(...)`.
 
-    run = watch(accelerator, "llama-8b")
-
 A step ends with the first prepared optimizer's own step. PyTorch's hook on it fires where gradients were synchronized,
-so accumulation counts once, and a step that a loss scaler skipped does not count. Batches are counted as the prepared
-loaders yield them. A loader is one of evaluation if it is not the first one prepared and the model is in eval mode.
-`save_state`, `load_state`, `log` and `end_training` are wrapped on this accelerator, because Accelerate has only hooks
-before them. Accelerate stores no position, so `flopwatch.json` with the position is written next to the files
-of `save_state`. Without that file, the position is the step count of the optimizer's state.
-https://huggingface.co/docs/accelerate/package_reference/accelerator. Tried with Accelerate 1.15.
-
-Absent: loss and grad_norm that are not passed to `accelerator.log` as plain numbers; under Megatron-LM everything;
-under `dispatch_batches` on several ranks, the tokens of batches with an attention mask on a device.
+so accumulation counts once, and a step that a loss scaler skipped does not count. Methods of this accelerator are
+wrapped, because Accelerate has only hooks before them. Absent: under Megatron-LM everything; under `dispatch_batches`
+on several ranks, the tokens of batches with an attention mask on a device. Tried with Accelerate 1.15.
+https://huggingface.co/docs/accelerate/package_reference/accelerator
 """
 
 from __future__ import annotations
@@ -30,12 +23,7 @@ POSITION = "flopwatch.json"
 
 
 def watch(
-    accelerator: Any,
-    name: str | None = None,
-    *,
-    tokens: Callable[[Any], int | None] | None = None,
-    convention: str = "causal",
-    **run: Any,
+    accelerator: Any, name: str | None = None, *, tokens: common.TokensOf = None, convention: str = "causal", **run: Any
 ) -> Run:
     """Return a Run that records this accelerator's loop from now on.
 
@@ -63,9 +51,7 @@ def _facts(accelerator: Any) -> dict[str, Any]:
 class _Loop:
     """Training loop of one accelerator."""
 
-    def __init__(
-        self, accelerator: Any, run: Run, tokens: Callable[[Any], int | None] | None, convention: str, flops: Any
-    ) -> None:
+    def __init__(self, accelerator: Any, run: Run, tokens: common.TokensOf, convention: str, flops: Any) -> None:
         self.run, self._accelerator, self._tokens = run, accelerator, tokens
         if not accelerator._optimizers:
             raise RuntimeError("nothing was prepared yet; call watch() after accelerator.prepare()")
@@ -123,9 +109,8 @@ class _Loop:
 
     @common.guarded
     def _take(self, loader: Any, batch: Any) -> None:
-        self._session.consume(
-            *([common.count(batch, self._tokens)] if loader is None else self._session.loaders.take(loader))
-        )
+        session = self._session
+        session.consume(*([common.count(batch, self._tokens)] if loader is None else session.loaders.take(loader)))
 
     @common.guarded
     def _ends(self, training: bool) -> None:
@@ -135,12 +120,12 @@ class _Loop:
             self._session.end("evaluation")
 
     def _save_state(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        position = self.run.position
+        position = self.run.position if self._accelerator.is_main_process else None
         with self.run.activity("checkpoint_save"):
             where = save(*args, **kwargs)
-            if self._accelerator.is_main_process and position is not None:
+            if position is not None:
                 self._write(where, position)
-        if self._accelerator.is_main_process and position is not None:
+        if position is not None:
             self.run.checkpoint_committed(position)
         return where
 

@@ -1,14 +1,8 @@
 """Shared parts of the framework callbacks: batches and their contents, and FLOPs from the model's config.
 
-Trainers iterate `torch.utils.data.DataLoader`s, sometimes one batch ahead, sometimes a new one that skips batches
-consumed before a checkpoint. Callbacks see a batch only on the device, where counting the tokens under an attention
-mask would stop the host. So the loader's `__iter__` is wrapped once per process and hands its iterator to the watching
-run. The wait for a batch is then the loader's alone, and the batch is counted while it is on the CPU. An epoch of a
-loader that is not watched costs one comparison.
-https://docs.pytorch.org/docs/stable/data.html
-
-Absent: the tokens of a batch without an integer `input_ids` (pass `tokens=`), or whose attention mask is on a device,
-and waits for batches from other sources than a DataLoader.
+Callbacks see a batch only on the device, where counting the tokens under an attention mask would stop the host. So
+`__iter__` of `torch.utils.data.DataLoader` is wrapped once per process and hands its iterator to the watching run. The
+batch is counted while it is on the CPU. Tokens are absent without an integer `input_ids` (pass `tokens=`).
 """
 
 from __future__ import annotations
@@ -29,6 +23,7 @@ from flopwatch.training.sequence_lengths import lengths
 log = logging.getLogger("flopwatch")
 
 _Method = TypeVar("_Method", bound=Callable[..., None])
+TokensOf = Callable[[Any], int | None] | None  # returns the tokens of a batch as the loader yields it
 
 LOSSES = ("loss", "train_loss", "train/loss", "train_loss_step", "loss_step", "loss_metrics/global_avg_loss")
 GRAD_NORMS = ("grad_norm", "train/grad_norm", "grad_2.0_norm_total", "total_norm")
@@ -71,7 +66,7 @@ class Batch:
     lengths: Sequence[int] | None = None  # of the samples, padding left out
 
 
-def count(batch: Any, tokens: Callable[[Any], int | None] | None = None) -> Batch:
+def count(batch: Any, tokens: TokensOf = None) -> Batch:
     """Return the contents of a batch, from tensors on the CPU; `tokens(batch)` replaces counting `input_ids`."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     samples = _samples(batch if ids is None else ids)
@@ -79,15 +74,11 @@ def count(batch: Any, tokens: Callable[[Any], int | None] | None = None) -> Batc
         return Batch(samples, tokens(batch))
     if ids is None or not hasattr(ids, "dtype") or ids.dtype.is_floating_point or ids.dim() != 2:
         return Batch(samples)
-    known = _lengths(ids, batch)
-    return Batch(samples, None if known is None else sum(known), known)
-
-
-def _lengths(ids: Any, batch: Mapping[str, Any]) -> Sequence[int] | None:
     mask = batch.get("attention_mask")
     if mask is not None and mask.shape != ids.shape:
-        return None  # a mask of four dimensions is about visible keys, not padding
-    return lengths(ids, mask, batch.get("position_ids"))
+        return Batch(samples)  # a mask of four dimensions is about visible keys, not padding
+    unpadded = lengths(ids, mask, batch.get("position_ids"))
+    return Batch(samples, None if unpadded is None else sum(unpadded), unpadded)
 
 
 def _samples(batch: Any) -> int | None:
@@ -105,6 +96,15 @@ def report_logged(run: Run, values: Mapping[str, Any]) -> None:
     loss, grad_norm = _plain(values, LOSSES), _plain(values, GRAD_NORMS)
     if loss is not None or grad_norm is not None:
         run.logged(loss=loss, grad_norm=grad_norm)
+
+
+def log_metrics(run: Run, log: Callable[..., Any], metrics: Any, *args: Any, **kwargs: Any) -> Any:
+    """Report the loss and grad_norm among a logger's metrics, then call its method `log`."""
+    try:
+        report_logged(run, metrics)
+    except Exception as error:
+        run.recorder.failed(getattr(log, "__name__", "log"), error)
+    return log(metrics, *args, **kwargs)
 
 
 def _plain(values: Mapping[str, Any], names: Sequence[str]) -> float | None:
@@ -157,24 +157,11 @@ class MethodWrapper:
 class LoaderWatch:
     """DataLoaders that a trainer iterates: waits for their batches, and the contents of training batches."""
 
-    def __init__(
-        self,
-        run: Run,
-        role: Callable[[Any], str],
-        evaluating: Callable[[], None],
-        training: Callable[[], None],
-        tokens: Callable[[Any], int | None] | None = None,
-    ) -> None:
-        """Watch the loaders that this thread iterates.
-
-        role        purpose of a loader's batches: "training", "evaluation" or anything else
-        evaluating  called when an evaluation loader's iteration begins
-        training    called before a batch of a training loader is requested
-        """
-        self.run = run
+    def __init__(self, session: TrainingSession, role: Callable[[Any], str], tokens: TokensOf) -> None:
+        """Watch the loaders that this thread iterates; `role` returns "training", "evaluation" or anything else."""
+        self._session, self.run = session, session.run
         self._fetched: dict[int, deque[Batch]] = {}  # by data set, the batches that no step has taken yet
-        self._role, self._evaluating, self._training = role, evaluating, training
-        self._tokens = tokens
+        self._role, self._tokens = role, tokens
         self._thread = threading.get_ident()
 
     def __enter__(self) -> LoaderWatch:
@@ -195,10 +182,10 @@ class LoaderWatch:
                 return None
             role = self._role(loader)
             if role == "evaluation":
-                self._evaluating()
+                self._session.begin("evaluation")
             if role != "training":
                 return None
-            self._training()
+            self._session.end()
             # Batches that the last epoch fetched ahead and did not use are dropped.
             fetched = self._fetched[_data(loader)] = deque()
             self.run.waiting_for_batch()
@@ -210,7 +197,7 @@ class LoaderWatch:
     def asks(self) -> None:
         """Record the request for a training batch."""
         try:
-            self._training()
+            self._session.end()
             self.run.waiting_for_batch()
         except Exception as error:
             self.run.recorder.failed("loaders", error)
@@ -252,11 +239,8 @@ def same_batches(loader: Any, first: Any) -> bool:
     own, theirs = getattr(loader, "batch_sampler", None), getattr(first, "batch_sampler", None)
     if own is None or theirs is None:
         return getattr(loader, "dataset", loader) is getattr(first, "dataset", first)
-    return (
-        own is theirs
-        or getattr(own, "batch_sampler", None) is theirs
-        or getattr(getattr(loader, "sampler", None), "batch_sampler", None) is first.sampler
-    )
+    inner = getattr(getattr(loader, "sampler", None), "batch_sampler", None)
+    return own is theirs or getattr(own, "batch_sampler", None) is theirs or inner is first.sampler
 
 
 class _WatchedIterator(Iterator[Any]):
@@ -314,9 +298,9 @@ def around_iter(kind: Any, around: Callable[[Any, Callable[[Any], Iterator[Any]]
 class TrainingSession:
     """A run under a trainer: its Run, the batches since the last step, and the open activity."""
 
-    def __init__(self, run: Run, *, role: Callable[[Any], str], tokens: Callable[[Any], int | None] | None) -> None:
+    def __init__(self, run: Run, *, role: Callable[[Any], str], tokens: TokensOf) -> None:
         self.run = run
-        self.loaders = LoaderWatch(run, role, functools.partial(self.begin, "evaluation"), self.end, tokens)
+        self.loaders = LoaderWatch(self, role, tokens)
         self.loaders.__enter__()
         self._flops: Callable[[Sequence[int]], int] | None = None
         self._consumed: list[Batch] = []
@@ -353,31 +337,25 @@ class TrainingSession:
                 transformer = flops.from_config(config)
                 self.run.recorder.set_flops(convention=convention, source="config", per_token=transformer)
             except flops.UnknownModel as error:
-                log.warning(
-                    "no FLOPs from the model's config: %s; they are counted instead, or pass flops_per_token=", error
-                )
+                text = "no FLOPs from the model's config: %s; they are counted instead, or pass flops_per_token="
+                log.warning(text, error)
         if transformer is not None:
             # Most lengths repeat, and computing a length's FLOPs takes longer than the rest of a step's recording.
-            cost = functools.lru_cache(maxsize=1 << 16)(
-                functools.partial(transformer.flops_per_sequence, convention=convention)
-            )
+            compute = functools.partial(transformer.flops_per_sequence, convention=convention)
+            cost = functools.lru_cache(maxsize=1 << 16)(compute)
             self._flops = lambda lengths: sum(cost(length) for length in lengths if length)
 
     def step(self, tokens: float | None = None) -> float | None:
         """Record a step with the consumed batches; return its tokens, `tokens` if the batches' are unknown."""
         consumed, self._consumed = self._consumed, []
-        counts = [batch.tokens for batch in consumed]
-        samples = [batch.samples for batch in consumed]
+        counts, samples = [batch.tokens for batch in consumed], [batch.samples for batch in consumed]
         if consumed and None not in counts:
             tokens = sum(n for n in counts if n is not None)
         flops = None
         if self._flops is not None and consumed and all(batch.lengths is not None for batch in consumed):
             flops = sum(self._flops(batch.lengths) for batch in consumed if batch.lengths is not None)
-        self.run.step(
-            tokens,
-            flops=flops,
-            samples=sum(n for n in samples if n is not None) if consumed and None not in samples else None,
-        )
+        total = sum(n for n in samples if n is not None) if consumed and None not in samples else None
+        self.run.step(tokens, flops=flops, samples=total)
         return tokens
 
     def finish(self, status: str) -> None:
@@ -432,28 +410,19 @@ def accelerate_replica() -> tuple[int | None, Any]:
 
 def begin(name: str | None, facts: Callable[[], dict[str, Any]], given: Mapping[str, Any]) -> Run:
     """Return a Run with the given arguments, completed by the framework's `facts()`."""
+    arguments = {"name": name, "step_source": "trainer"}
     try:
-        known = facts()
+        arguments |= facts()
     except Exception as error:
         log.warning("the framework's settings are not as expected: %r (training goes on)", error)
-        known = {}
-    return Run(**{"name": name, "step_source": "trainer", **known, **given})
+    return Run(**{**arguments, **given})
 
 
 def matmul_dtype(*, precision: str) -> str:
     """Return the dtype of peaks.py for a trainer's precision: bf16-mixed, 16-true, fp16, torch.float32, no, ..."""
     name = precision.removeprefix("torch.").partition("-")[0]
-    known = {
-        "bfloat16": "bf16",
-        "bf16": "bf16",
-        "16": "fp16",
-        "float16": "fp16",
-        "fp16": "fp16",
-        "fp8": "fp8",
-        "transformer": "fp8",
-        "64": "fp64",
-        "float64": "fp64",
-    }
-    if name in known:
-        return known[name]
+    dtypes = {"bfloat16": "bf16", "bf16": "bf16", "16": "fp16", "float16": "fp16", "fp16": "fp16"}
+    dtypes |= {"fp8": "fp8", "transformer": "fp8", "64": "fp64", "float64": "fp64"}
+    if name in dtypes:
+        return dtypes[name]
     return "tf32" if framework("torch").get_float32_matmul_precision() != "highest" else "fp32"

@@ -1,18 +1,9 @@
 """Callback for DeepSpeed: call `watch(engine)` after `deepspeed.initialize(...)`.
 
-    run = watch(engine, "llama-8b")
-
-The engine has no callbacks, so `step`, `train_batch`, `eval_batch`, `save_checkpoint` and `load_checkpoint` are wrapped
-on this engine. Its `global_steps` rises at the boundary of gradient accumulation and is stored in the checkpoint. It
-also counts updates that an overflow skipped, and so does the run, whose position must be the checkpoint's. A checkpoint
-counts as committed when `save_checkpoint` returns; with a decoupled checkpoint engine, when its `commit` returns.
-https://deepspeed.readthedocs.io/en/latest/training.html and
-https://deepspeed.readthedocs.io/en/latest/model-checkpointing.html; read at 0.19.6. Not tried with DeepSpeed itself:
-tested against an engine that behaves as documented.
-
-Absent: loss, which the engine keeps on the device; grad_norm, if it is not a plain number; data waits and tokens of
-batches that do not come from a DataLoader. Under pipeline parallelism only the first and last stage load batches: pass
-tokens_per_step.
+The engine has no callbacks, so its methods are wrapped. `global_steps` rises at the boundary of gradient accumulation.
+It also counts updates that an overflow skipped, and so does the run, whose position must be the checkpoint's. Read at
+0.19.6 (https://deepspeed.readthedocs.io/en/latest/training.html) and tested against an engine that behaves as
+documented. Under pipeline parallelism only the first and last stage load batches: pass tokens_per_step.
 """
 
 from __future__ import annotations
@@ -28,7 +19,7 @@ def watch(
     engine: Any,
     name: str | None = None,
     *,
-    tokens: Callable[[Any], int | None] | None = None,
+    tokens: common.TokensOf = None,
     tokens_per_step: int | None = None,
     convention: str = "causal",
     **run: Any,
@@ -43,9 +34,8 @@ def watch(
     watched = common.begin(name, lambda: {**_facts(engine), "convention": convention}, run)
     try:
         # An engine is a module, whose mode shows the purpose of the loaded batches.
-        session = common.TrainingSession(
-            watched, tokens=tokens, role=lambda _: "training" if engine.module.training else "evaluation"
-        )
+        roles = {True: "training", False: "evaluation"}
+        session = common.TrainingSession(watched, tokens=tokens, role=lambda _: roles[engine.module.training])
         session.count_flops(engine.module, given=run.get("flops_per_token"), convention=convention)
         steps(session, engine, tokens_per_step)
         checkpoints(watched, engine)
@@ -58,20 +48,37 @@ def watch(
 def _facts(engine: Any) -> dict[str, Any]:
     """Return arguments of Run from the engine's settings."""
     precision = "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "32"
-    return {
-        "dtype": common.matmul_dtype(precision=precision),
-        "parallel": engine.mpu if hasattr(engine.mpu, "get_data_parallel_rank") else None,
-        "replica_ranks": common.framework("torch.distributed").get_world_size() // engine.dp_world_size,
-    }
+    parallel = engine.mpu if hasattr(engine.mpu, "get_data_parallel_rank") else None
+    replica = common.framework("torch.distributed").get_world_size() // engine.dp_world_size
+    return {"dtype": common.matmul_dtype(precision=precision), "parallel": parallel, "replica_ranks": replica}
 
 
 def steps(session: common.TrainingSession, engine: Any, tokens_per_step: int | None = None) -> None:
     """Record the engine's updates as steps, with the batches fetched since the last update."""
-    run, boundary = session.run, _Boundary(session, engine, tokens_per_step)
+    run, updates = session.run, engine.global_steps
+
+    def look() -> None:
+        nonlocal updates
+        before, updates = updates, engine.global_steps
+        if updates <= before:
+            return
+        fetched = session.loaders.take_all()
+        if tokens_per_step is None:
+            session.end()
+            session.consume(*fetched)
+            session.step()
+        else:
+            run.step(global_tokens=tokens_per_step)
+        norm = engine.get_global_grad_norm()
+        if isinstance(norm, (int, float)):
+            run.logged(grad_norm=norm)
 
     def step(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         answer = method(*args, **kwargs)
-        boundary.look()
+        try:
+            look()
+        except Exception as error:
+            run.recorder.failed("look", error)
         return answer
 
     def evaluate(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -81,35 +88,6 @@ def steps(session: common.TrainingSession, engine: Any, tokens_per_step: int | N
     for name, around in (("step", step), ("train_batch", step), ("eval_batch", evaluate)):
         if hasattr(type(engine), name):  # the last two are the pipeline engine's
             common.MethodWrapper(engine, name, around)
-
-
-class _Boundary:
-    """Detector of the engine's updates."""
-
-    def __init__(self, session: common.TrainingSession, engine: Any, tokens_per_step: int | None) -> None:
-        self._session, self._engine, self._tokens = session, engine, tokens_per_step
-        self._steps: int = engine.global_steps
-
-    def failed(self, what: str, error: Exception) -> None:
-        """Count an error on the run."""
-        self._session.run.recorder.failed(what, error)
-
-    @common.guarded
-    def look(self) -> None:
-        """Record a step if the model was updated since the last call."""
-        steps, self._steps = self._steps, self._engine.global_steps
-        if self._steps <= steps:
-            return
-        fetched = self._session.loaders.take_all()
-        if self._tokens is None:
-            self._session.end()
-            self._session.consume(*fetched)
-            self._session.step()
-        else:
-            self._session.run.step(global_tokens=self._tokens)
-        norm = self._engine.get_global_grad_norm()
-        if isinstance(norm, (int, float)):
-            self._session.run.logged(grad_norm=norm)
 
 
 def checkpoints(run: Run, engine: Any) -> None:

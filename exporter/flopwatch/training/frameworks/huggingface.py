@@ -1,21 +1,15 @@
-"""Callback for the Hugging Face Trainer.
+"""Callback for the Hugging Face Trainer: `Trainer(..., callbacks=[FlopwatchCallback("llama-8b")])`.
 
-    trainer = Trainer(..., callbacks=[FlopwatchCallback("llama-8b")])
-
-It uses the callback's events and the trainer's state, https://huggingface.co/docs/transformers/main_classes/callback
-and the batches as the DataLoader yields them (common.py). Tried with transformers 5.23; written for 4.46 and newer,
-which fetch all micro-batches of an update before its first.
-
-No event marks the begin of an evaluation or a save. An evaluation begins with the first batch of its loader, and a save
-begins where the trainer's control announces it. Loading a checkpoint precedes the first event and is startup.
-Absent: loss and grad_norm except at logging steps; the end of a run by an exception, which the process's end reports;
-tokens under `dispatch_batches` on several ranks (streamed datasets), where the main process fetches for all ranks: set
-include_num_input_tokens_seen, which is then used.
+It uses https://huggingface.co/docs/transformers/main_classes/callback and the batches as the DataLoader yields them
+(common.py). Tried with transformers 5.23; written for 4.46 and newer, which fetch all micro-batches of an update first.
+No event marks the begin of an evaluation or a save: an evaluation begins with the first batch of its loader, and a save
+where the trainer's control announces it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 from flopwatch.training import Run
@@ -33,12 +27,7 @@ class FlopwatchCallback(common.ReporterMixin, _transformers.TrainerCallback):  #
     """
 
     def __init__(
-        self,
-        name: str | None = None,
-        *,
-        tokens: Callable[[Any], int | None] | None = None,
-        convention: str = "causal",
-        **run: Any,
+        self, name: str | None = None, *, tokens: common.TokensOf = None, convention: str = "causal", **run: Any
     ) -> None:
         self._name, self._tokens, self._convention, self._arguments = name, tokens, convention, run
         self._counts = True  # whether this rank's loader yields this rank's batches
@@ -48,9 +37,8 @@ class FlopwatchCallback(common.ReporterMixin, _transformers.TrainerCallback):  #
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
         """Make the run, or begin again after auto_find_batch_size reduced the batch."""
         if self.run is None or self._session is None:
-            self.run = common.begin(
-                self._name, lambda: {**_facts(args, model), "convention": self._convention}, self._arguments
-            )
+            facts = functools.partial(_facts, args, model, self._convention)
+            self.run = common.begin(self._name, facts, self._arguments)
         self._begin(self.run, args, model, others.get("train_dataloader"))
         if state.global_step or self.run.position:
             seen = state.num_input_tokens_seen
@@ -99,11 +87,8 @@ class FlopwatchCallback(common.ReporterMixin, _transformers.TrainerCallback):  #
     def _before_saving(self, args: Any, control: Any, evaluated: bool = False) -> None:
         """Begin a save if one is next; after an evaluation it may depend on the metric."""
         by_metric = evaluated and str(getattr(args.save_strategy, "value", args.save_strategy)) == "best"
-        if (
-            self._session is not None
-            and (control.should_save or by_metric)
-            and (evaluated or not control.should_evaluate)
-        ):
+        saves = (control.should_save or by_metric) and (evaluated or not control.should_evaluate)
+        if self._session is not None and saves:
             self._session.begin("checkpoint_save")
 
     @common.guarded
@@ -156,8 +141,9 @@ class FlopwatchCallback(common.ReporterMixin, _transformers.TrainerCallback):  #
             session.finish("completed" if state.global_step >= state.max_steps else "stopped")
 
 
-def _facts(args: Any, model: Any) -> dict[str, Any]:
+def _facts(args: Any, model: Any, convention: str) -> dict[str, Any]:
     """Return arguments of Run from the trainer's arguments."""
     replica, mesh = common.accelerate_replica()
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else str(getattr(model, "dtype", "32"))
-    return {"replica_ranks": replica, "parallel": mesh, "dtype": common.matmul_dtype(precision=precision)}
+    dtype = common.matmul_dtype(precision=precision)
+    return {"replica_ranks": replica, "parallel": mesh, "dtype": dtype, "convention": convention}

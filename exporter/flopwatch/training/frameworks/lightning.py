@@ -1,15 +1,8 @@
-"""Callback for Lightning, of `lightning` and of `pytorch_lightning`.
+"""Callback for `lightning` and `pytorch_lightning`: `Trainer(..., callbacks=[FlopwatchCallback("llama-8b")])`.
 
-    trainer = Trainer(..., callbacks=[FlopwatchCallback("llama-8b")])
-
-It uses the callback's hooks, https://lightning.ai/docs/pytorch/stable/extensions/callbacks.html, and the batches as
-the DataLoader yields them (common.py). A step is a batch in which `trainer.global_step` rose, so accumulation and
-manual optimization with several optimizers count once. The checkpoint stores the position as the callback's state.
-Tried with Lightning 2.6; written for 2.0 and newer.
-
-No hook is called when a checkpoint is durable, so `trainer.save_checkpoint` is wrapped on the trainer. Also wrapped are
-`strategy.load_checkpoint` and the first logger's `log_metrics`, where loss and grad_norm are plain numbers already.
-Absent: loss without a logger, or under a name that is not in common.LOSSES.
+It uses https://lightning.ai/docs/pytorch/stable/extensions/callbacks.html and the batches as the DataLoader yields them
+(common.py). A step is a batch in which `trainer.global_step` rose, so accumulation and manual optimization with several
+optimizers count once. The checkpoint stores the position as the callback's state. Tried with Lightning 2.6.
 """
 
 from __future__ import annotations
@@ -34,12 +27,7 @@ class FlopwatchCallback(common.ReporterMixin, _lightning.Callback):  # type: ign
     """
 
     def __init__(
-        self,
-        name: str | None = None,
-        *,
-        tokens: Callable[[Any], int | None] | None = None,
-        convention: str = "causal",
-        **run: Any,
+        self, name: str | None = None, *, tokens: common.TokensOf = None, convention: str = "causal", **run: Any
     ) -> None:
         self._name, self._tokens, self._convention, self._arguments = name, tokens, convention, run
         self._global_step = 0
@@ -51,25 +39,21 @@ class FlopwatchCallback(common.ReporterMixin, _lightning.Callback):  # type: ign
         """Make the run; the strategy's process group exists at this point."""
         if stage != "fit" or self._session is not None:
             return
-        self.run = run = common.begin(
-            self._name, lambda: {**_facts(trainer), "convention": self._convention}, self._arguments
-        )
-        self._session = session = common.TrainingSession(
-            run,
-            tokens=self._tokens,
-            role=lambda _: "training" if trainer.training and not trainer.sanity_checking else "evaluation",
-        )
-        for model in (pl_module, *pl_module.children()):
-            if hasattr(getattr(model, "config", None), "model_type"):
-                session.count_flops(model, given=self._arguments.get("flops_per_token"), convention=self._convention)
-                break
-        else:
-            session.count_flops(None, given=self._arguments.get("flops_per_token"), convention=self._convention)
+        facts = functools.partial(_facts, trainer, self._convention)
+        self.run = run = common.begin(self._name, facts, self._arguments)
+
+        def role(_: Any) -> str:
+            return "training" if trainer.training and not trainer.sanity_checking else "evaluation"
+
+        self._session = session = common.TrainingSession(run, tokens=self._tokens, role=role)
+        models = (pl_module, *pl_module.children())
+        model = next((one for one in models if hasattr(getattr(one, "config", None), "model_type")), None)
+        session.count_flops(model, given=self._arguments.get("flops_per_token"), convention=self._convention)
         saved = deque[int]()
         common.MethodWrapper(trainer, "save_checkpoint", functools.partial(_save, run, trainer, saved))
         common.MethodWrapper(trainer.strategy, "load_checkpoint", functools.partial(_load, run))
         for logger in trainer.loggers[:1]:
-            common.MethodWrapper(logger, "log_metrics", functools.partial(_log, run))
+            common.MethodWrapper(logger, "log_metrics", functools.partial(common.log_metrics, run))
 
     @common.guarded
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -97,9 +81,8 @@ class FlopwatchCallback(common.ReporterMixin, _lightning.Callback):  # type: ign
         if trainer.global_step > self._global_step:
             self._global_step = trainer.global_step
             tokens = session.step()
-            self._tokens_position = (
-                None if tokens is None or self._tokens_position is None else self._tokens_position + tokens
-            )
+            before = self._tokens_position
+            self._tokens_position = None if tokens is None or before is None else before + tokens
 
     @common.guarded
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
@@ -182,9 +165,7 @@ def _writes_in_background(run: Run, trainer: Any, saved: deque[int]) -> bool:
     if trainer.is_global_zero:  # the only one that writes
 
         def write(save: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-            step = -1
-            if saved:
-                step = saved.popleft()
+            step = saved.popleft() if saved else -1
             with run.background_save():
                 save(*args, **kwargs)
             if step >= 0:
@@ -199,15 +180,7 @@ def _load(run: Run, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return load(*args, **kwargs)
 
 
-def _log(run: Run, log: Callable[..., Any], metrics: Any, *args: Any, **kwargs: Any) -> Any:
-    try:
-        common.report_logged(run, metrics)
-    except Exception as error:
-        run.recorder.failed("log_metrics", error)
-    return log(metrics, *args, **kwargs)
-
-
-def _facts(trainer: Any) -> dict[str, Any]:
+def _facts(trainer: Any, convention: str) -> dict[str, Any]:
     """Return arguments of Run from the trainer's strategy.
 
     https://lightning.ai/docs/pytorch/stable/extensions/strategy.html
@@ -218,8 +191,6 @@ def _facts(trainer: Any) -> dict[str, Any]:
         replica = 1
     elif kind == "ModelParallelStrategy":  # a mesh of data_parallel and tensor_parallel
         replica = int(mesh["tensor_parallel"].size())
-    return {
-        "replica_ranks": replica,
-        "dtype": common.matmul_dtype(precision=str(trainer.precision)),
-        "parallel": mesh if getattr(mesh, "mesh_dim_names", None) else None,
-    }
+    dtype = common.matmul_dtype(precision=str(trainer.precision))
+    parallel = mesh if getattr(mesh, "mesh_dim_names", None) else None
+    return {"replica_ranks": replica, "dtype": dtype, "parallel": parallel, "convention": convention}

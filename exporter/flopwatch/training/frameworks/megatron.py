@@ -1,12 +1,8 @@
 """Functions for Megatron-LM, called by lines that docs/frameworks.md adds to its training.py and checkpointing.py.
 
-Megatron has no callbacks. The functions use its arguments and what its loop computes anyway: the FLOPs of a batch
-(convention `causal`, https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/training/training.py), its samples, and
-with packed sequences its real tokens. Run finds the parallel coordinates in Megatron's own state. A checkpoint counts
-as committed when Megatron writes its number to the tracker file. Read at d98e8a6 (22 August 2026) and not run, because
-Megatron needs a GPU.
-
-Absent: loss, which stays on the device; data stall, since the batch is fetched inside the forward pass.
+FLOPs (convention `causal`), samples and real tokens are those that Megatron's loop computes anyway. Run finds the
+parallel coordinates in Megatron's own state. Read at d98e8a6 and not run, because Megatron needs a GPU. Absent: loss,
+which stays on the device, and data stall, since the batch is fetched inside the forward pass.
 """
 
 from __future__ import annotations
@@ -25,8 +21,7 @@ def begin(args: Any, **arguments: Any) -> None:
     try:
         # Its fp8 runs have matmuls of two dtypes; the faster one's peak never flatters.
         dtype = "fp8" if getattr(args, "fp8", None) else "bf16" if args.bf16 else "fp16" if args.fp16 else "tf32"
-        known: dict[str, Any] = {"step_source": "trainer", "convention": "causal", "dtype": dtype}
-        run = Run(**{**known, **arguments})
+        run = Run(**{"step_source": "trainer", "convention": "causal", "dtype": dtype, **arguments})
         if args.iteration:
             consumed = args.consumed_train_samples * args.seq_length
             run.restored(args.iteration, consumed / args.data_parallel_size)
@@ -39,11 +34,8 @@ def step(args: Any, samples: int, flops: float, tokens: float | None = None) -> 
     try:
         if run is not None:
             replicas = args.data_parallel_size
-            run.step(
-                global_tokens=samples * args.seq_length if tokens is None else tokens,
-                flops=flops / replicas,
-                samples=samples / replicas,
-            )
+            tokens = samples * args.seq_length if tokens is None else tokens
+            run.step(global_tokens=tokens, flops=flops / replicas, samples=samples / replicas)
     except Exception as error:
         _failed("step", error)
 

@@ -1,16 +1,9 @@
-"""Handler for torchtitan's structured logger, named in the environment.
+"""Handler for torchtitan's structured logger, which docs/frameworks.md names in the environment.
 
-    export TITAN_STRUCT_LOGGER_HANDLERS=flopwatch.training.frameworks.torchtitan.register
-
-It uses the events of the main branch since b2cd149f (4 May 2026; release 0.2.2 has no structured logger), at b5bcd76:
-https://github.com/pytorch/torchtitan/blob/main/torchtitan/observability/structured_logger/README.md. A step ends with
-the span `optim`, and the wait for data is the span `fetching_batch`. `local_valid_tokens` are the tokens of one data
-parallel rank that count towards the loss. Events do not contain the trainer, so it is looked up in the frames that lead
-to `training_start`. It provides FLOPs per token (convention `full`), parallel degrees and the model, and its logger and
-checkpointer are wrapped. Only those are absent if it is not found.
-
-Not tried on the real trainer, which needs a GPU: tested with the events above. The variable replaces torchtitan's own
-handler; name both, separated by a comma, to keep its files.
+It uses the events at b5bcd76 of the main branch, and was not tried on the real trainer, which needs a GPU:
+https://github.com/pytorch/torchtitan/blob/main/torchtitan/observability/structured_logger/README.md
+Events do not contain the trainer, so it is looked up in the frames that lead to `training_start`. Without it, FLOPs,
+parallel degrees, loss and checkpoints are absent.
 """
 
 from __future__ import annotations
@@ -25,6 +18,8 @@ from typing import Any
 
 from flopwatch.training import Run
 from flopwatch.training.frameworks import common
+
+_ACTIVITIES = {"eval": "evaluation", "checkpoint_load": "checkpoint_restore"}
 
 
 def register(*, structured_logger: logging.Logger, run: Mapping[str, Any] | None = None, **_: Any) -> None:
@@ -70,14 +65,10 @@ class Handler(common.ReporterMixin, logging.Handler):
             self._failed_update = event == "optim_error"
         elif event == "optim_end" and not self._failed_update:
             run.step(self._tokens)
-        elif event == "eval_start":
-            run.recorder.enter("evaluation")
-        elif event == "eval_end":
-            run.recorder.leave("evaluation")
-        elif event == "checkpoint_load_start":
-            run.recorder.enter("checkpoint_restore")
-        elif event == "checkpoint_load_end":
-            run.recorder.leave("checkpoint_restore")
+        elif event in ("eval_start", "checkpoint_load_start"):
+            run.recorder.enter(_ACTIVITIES[event.removesuffix("_start")])
+        elif event in ("eval_end", "checkpoint_load_end"):
+            run.recorder.leave(_ACTIVITIES[event.removesuffix("_end")])
         elif event == "torch_distributed_teardown_start":
             trainer = self._trainer
             whole = trainer is None or trainer.step >= trainer.config.training.steps
@@ -88,7 +79,7 @@ class Handler(common.ReporterMixin, logging.Handler):
         self.run = run = common.begin(None, lambda: {} if trainer is None else _facts(trainer), self._arguments)
         if trainer is None:
             return
-        common.MethodWrapper(trainer.metrics_processor.logger, "log", functools.partial(_log, run))
+        common.MethodWrapper(trainer.metrics_processor.logger, "log", functools.partial(common.log_metrics, run))
         if getattr(trainer.checkpointer, "enable", False):
             common.MethodWrapper(trainer.checkpointer, "save", functools.partial(_save, run, trainer.checkpointer))
         for model in trainer.model_parts[:1]:
@@ -114,22 +105,11 @@ def _facts(trainer: Any) -> dict[str, Any]:
         if (mesh := dims.get_optional_mesh(axis)) is not None:
             groups[name] = (mesh.get_local_rank(), mesh.size())
     precision = training.mixed_precision_param if dims.fsdp_enabled else training.dtype
-    known = {
-        "replica_ranks": dims.non_data_parallel_size,
-        "parallel": groups,
-        "dtype": common.matmul_dtype(precision=precision),
-    }
+    dtype = common.matmul_dtype(precision=precision)
+    facts = {"replica_ranks": dims.non_data_parallel_size, "parallel": groups, "dtype": dtype}
     if not metrics.has_quantization and metrics.num_flops_per_token > 0:
-        known |= {"flops_per_token": metrics.num_flops_per_token, "convention": "full"}
-    return known
-
-
-def _log(run: Run, log: Callable[..., Any], metrics: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-    try:
-        common.report_logged(run, metrics)
-    except Exception as error:
-        run.recorder.failed("log", error)
-    return log(metrics, *args, **kwargs)
+        facts |= {"flops_per_token": metrics.num_flops_per_token, "convention": "full"}
+    return facts
 
 
 def _save(

@@ -19,7 +19,7 @@ log = logging.getLogger("flopwatch")
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class RankIdentity:
     """Run, attempt and rank of a process."""
 
     name: str  # of the run
@@ -39,31 +39,28 @@ def settle(
     rank: int | None,
     world_size: int | None,
     local_rank: int | None,
-) -> Identity:
+) -> RankIdentity:
     """Return the identity of this process, which started at this Unix time; values that are given take precedence.
 
     An empty name and None count as not given. `agree(attempt, rank, started)` returns the attempt's name that all
     ranks share, through the job's store, or None.
     """
-    found_rank, found_size, one_node = launch.rank, launch.world_size, launch.one_node
+    own_rank, own_size, one_node = launch.rank, launch.world_size, launch.one_node
     # Looked up, not imported: a process that uses torch.distributed has imported it.
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and not (distributed.is_available() and distributed.is_initialized()):
         distributed = None
-    if distributed is not None and distributed.get_world_size() != found_size:
-        found_rank, found_size, one_node = distributed.get_rank(), distributed.get_world_size(), False
-    rank = found_rank if rank is None else int(rank)
+    if distributed is not None and distributed.get_world_size() != own_size:
+        own_rank, own_size, one_node = distributed.get_rank(), distributed.get_world_size(), False
+    rank = own_rank if rank is None else int(rank)
     if attempt is None and one_node:
         attempt = launch.attempt()
     elif attempt is None and distributed is not None:
         attempt = agree(launch.attempt(), rank, started)
-    return Identity(
-        _name(launch, host, name),
-        launcher.clean(launch.attempt_without_launcher() if attempt is None else str(attempt)),
-        rank,
-        found_size if world_size is None else int(world_size),
-        launch.local_rank if local_rank is None else int(local_rank),
-    )
+    attempt = launcher.clean(launch.attempt_without_launcher() if attempt is None else str(attempt))
+    world_size = own_size if world_size is None else int(world_size)
+    local_rank = launch.local_rank if local_rank is None else int(local_rank)
+    return RankIdentity(_name(launch, host, name), attempt, rank, world_size, local_rank)
 
 
 def _name(launch: launcher.Launch, host: str, given: str) -> str:

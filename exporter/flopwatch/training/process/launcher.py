@@ -1,25 +1,13 @@
 """Place of this process in its job: rank, world size, run name, attempt, tenant and owner, from the launcher.
 
-Sources:
-
-torchrun     https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
-Slurm        https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES, for array tasks and components
-             of one job https://slurm.schedmd.com/job_array.html and heterogeneous_jobs.html
+torchrun     https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables; the same under Ray Train
+Slurm        https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES, job_array.html
 Open MPI     https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html; MPICH and Intel MPI (Hydra), MVAPICH
-Ray Train    the same variables as torchrun's, set by https://docs.ray.io/en/latest/train/train.html; the job's id
-Kubernetes   the addresses that JobSet, Kubeflow (PyTorchJob, TrainJob) and Volcano give to pods, and the namespace
-             next to the pod's service account token
+Kubernetes   addresses that JobSet, Kubeflow and Volcano give to pods, and the service account's namespace
 
-and /proc. A pod cannot see its restarts or its time of submission: docs/training.md shows how the downward API passes
-labels and annotations as FLOPWATCH_ATTEMPT and FLOPWATCH_SUBMITTED_AT.
-
-An attempt is one launch of all ranks. All ranks must use the same name for it, and no two launches may share one:
-
-one node     scheduler's job and restart count, launcher's pid and start time, torchrun's restart count
-many nodes   rank 0's name, with its own pid and start time in place of the launcher's, shared through torch's store if
-             torch.distributed is initialised before Run(). torchrun's count alone is not enough: a node that joins or
-             leaves restarts all ranks and does not raise it. Without a store, the name has no pid and no start time,
-             and MASTER_ADDR:MASTER_PORT in place of an unknown job
+An attempt is one launch of all ranks. All ranks must use the same name for it, and no two launches may share one. On
+one node it is the scheduler's job and restart count, the launcher's pid and start time, and torchrun's restart count.
+On many nodes it is rank 0's name, shared through torch's store. Without a store the name has no pid and no start time.
 """
 
 from __future__ import annotations
@@ -45,6 +33,7 @@ _RANKS = (  # rank, ranks, rank on this node, and what shows that one node holds
     # Not SLURM_NTASKS: an sbatch script has it too, and what that starts without srun is one process.
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES"),
 )
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 MAX_SECONDS = 30.0  # for squeue to answer
 
 
@@ -145,21 +134,14 @@ def launch(
     starter = _launcher_pid(proc, os.getppid()) if launched else process.pid
     master = environ.get("MASTER_ADDR", "")
     meeting_point = f"{master}:{environ.get('MASTER_PORT', '')}" if master else ""
+    launcher, restarts = f"{host}-{starter}-{_start_ticks(proc, starter)}", environ.get(_RESTARTS, "0")
+    name, job = _scheduled_name(environ, modules), _job(environ, started_by, meeting_point)
     account = environ.get("SLURM_JOB_ACCOUNT", "")
-    return Launch(
-        rank,
-        world_size,
-        local_rank,
-        one_node,
-        _scheduled_name(environ, modules),
-        _job(environ, started_by, meeting_point),
-        meeting_point=meeting_point,
-        launcher=f"{host}-{starter}-{_start_ticks(proc, starter)}",
-        restarts=environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
-        tenant=environ.get("FLOPWATCH_TENANT", "") or account or _namespace(environ, pod),
-        owner=environ.get("FLOPWATCH_OWNER", "") or environ.get("SLURM_JOB_USER", ""),
-        team=environ.get("FLOPWATCH_TEAM", "") or account,
-    )
+    tenant = environ.get("FLOPWATCH_TENANT", "") or account or _namespace(environ, pod)
+    owner = environ.get("FLOPWATCH_OWNER", "") or environ.get("SLURM_JOB_USER", "")
+    team = environ.get("FLOPWATCH_TEAM", "") or account
+    place = rank, world_size, local_rank, one_node, name
+    return Launch(*place, job, meeting_point, launcher, restarts, tenant, owner, team)
 
 
 def _ranks(environ: Mapping[str, str]) -> tuple[int, int, int, bool, str]:
@@ -173,39 +155,27 @@ def _ranks(environ: Mapping[str, str]) -> tuple[int, int, int, bool, str]:
         holds_all = "1" if node_key == "SLURM_STEP_NUM_NODES" else str(world_size)
         # DeepSpeed's launcher sets LOCAL_SIZE.
         on_node = environ.get(node_key, environ.get("LOCAL_SIZE") if rank_key == "RANK" else None)
-        return (
-            int(environ[rank_key]),
-            world_size,
-            _local(environ, local_key),
-            (world_size == 1 or on_node == holds_all),
-            rank_key,
-        )
+        local = environ.get(local_key, "")
+        local_rank, one_node = int(local) if local.isdigit() else 0, world_size == 1 or on_node == holds_all
+        return int(environ[rank_key]), world_size, local_rank, one_node, rank_key
     return 0, 1, 0, True, ""
-
-
-def _local(environ: Mapping[str, str], key: str) -> int:
-    text = environ.get(key, "")
-    return int(text) if text.isdigit() else 0
 
 
 def _job(environ: Mapping[str, str], started_by: str, meeting_point: str) -> str:
     """Return the scheduler's job and its restart count, the same on all ranks; "" if there is no scheduler."""
     if attempt := environ.get("FLOPWATCH_ATTEMPT", ""):
         return attempt
-    parts = []
-    slurm = environ.get("SLURM_JOB_ID", "")
-    restart = environ.get("SLURM_RESTART_COUNT", "0")
+    slurm, restart = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_RESTART_COUNT", "0")
+    parts = [f"slurm-{slurm}-{restart}" if slurm else ""]
     if job := environ.get("RAY_JOB_ID", ""):
         # Started below Slurm, Ray's head and workers are steps of their own. MASTER_PORT is new in each attempt.
-        parts = [f"slurm-{slurm}-{restart}"] if slurm else []
-        parts += [f"ray-{job}", *([meeting_point] if meeting_point else [])]
+        parts += [f"ray-{job}", meeting_point]
     elif started_by in ("RANK", "SLURM_PROCID", ""):
-        parts = [f"slurm-{slurm}.{environ.get('SLURM_STEP_ID', 'batch')}-{restart}"] if slurm else []
-    else:
+        parts = [f"slurm-{slurm}.{environ.get('SLURM_STEP_ID', 'batch')}-{restart}" if slurm else ""]
+    elif namespace := environ.get("PMIX_NAMESPACE"):
         # mpirun in a batch script: its own node has no step, and the others are in the step that started its daemons.
-        parts = [f"slurm-{slurm}-{restart}"] if slurm else []
-        parts += [f"mpi-{environ['PMIX_NAMESPACE']}"] if environ.get("PMIX_NAMESPACE") else []
-    return "-".join(parts)
+        parts.append(f"mpi-{namespace}")
+    return "-".join(filter(None, parts))
 
 
 def _scheduled_name(environ: Mapping[str, str], modules: Mapping[str, Any]) -> str | None:
@@ -307,13 +277,9 @@ class Submission:
         if self._asked is None:
             self._deadline = self._clock() + MAX_SECONDS
             try:
+                null, pipe = subprocess.DEVNULL, subprocess.PIPE
                 self._asked = subprocess.Popen(
-                    self._command,
-                    env=self._environ,
-                    text=True,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
+                    self._command, env=self._environ, text=True, stdin=null, stdout=pipe, stderr=null
                 )
             except OSError:  # no Slurm client here, as in most containers
                 self._job = ""

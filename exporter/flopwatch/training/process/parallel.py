@@ -1,15 +1,8 @@
 """Coordinates of a rank in the data, tensor, pipeline, context and expert parallel groups of its job.
 
-Sources: a mapping from the caller, a torch DeviceMesh by its `mesh_dim_names`
-(https://docs.pytorch.org/docs/stable/distributed.html#devicemesh), or Megatron's parallel_state
-(https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/parallel_state.py) and objects with its methods, such as
-the `mpu` of DeepSpeed. Nothing is imported for that.
-
-The ranks that share one model replica are tensor x pipeline x context parallel; a missing group counts as 1. Expert
-parallel ranks are data parallel for everything but the experts, so they don't count.
-
-Inconsistent sizes are refused, since a wrong size makes a wrong MFU. A mesh dimension `fsdp` that includes context
-parallel ranks, as in torchtitan, cannot be recognised: pass `{"dp": ..., "cp": ...}` there.
+They come from a mapping, a torch DeviceMesh (https://docs.pytorch.org/docs/stable/distributed.html#devicemesh), or
+Megatron's parallel_state and objects with its methods. Nothing is imported for that. The ranks that share one model
+replica are tensor x pipeline x context parallel. Inconsistent sizes are refused, since a wrong size makes a wrong MFU.
 """
 
 from __future__ import annotations
@@ -23,23 +16,10 @@ from typing import Any
 
 Coordinate = tuple[int, int]  # rank in the group, ranks of the group
 
-DIMENSIONS = {  # names of mesh dimensions: torch's own, torchtitan's, Accelerate's, Lightning's
-    "dp": "dp",
-    "ddp": "dp",
-    "fsdp": "dp",
-    "dp_replicate": "dp",
-    "dp_shard": "dp",
-    "replicate": "dp",
-    "shard": "dp",
-    "data_parallel": "dp",
-    "batch": "dp",
-    "tp": "tp",
-    "tensor_parallel": "tp",
-    "pp": "pp",
-    "cp": "cp",
-    "sp": "cp",
-    "ep": "ep",
-}
+# Names of mesh dimensions: torch's own, torchtitan's, Accelerate's, Lightning's.
+_DATA = ("dp", "ddp", "fsdp", "dp_replicate", "dp_shard", "replicate", "shard", "data_parallel", "batch")
+DIMENSIONS = dict.fromkeys(_DATA, "dp") | {"tp": "tp", "tensor_parallel": "tp", "pp": "pp"}
+DIMENSIONS |= {"cp": "cp", "sp": "cp", "ep": "ep"}
 _MEGATRON = {  # the middle of get_..._rank and get_..._world_size; the second is Megatron's before it had pipelines
     "dp": ("data_parallel",),
     "tp": ("tensor_model_parallel", "model_parallel"),
@@ -99,9 +79,9 @@ def megatron(modules: Mapping[str, Any] = sys.modules) -> object | None:
 
 
 def _checked(groups: Mapping[str, Any], world_size: int) -> Parallel:
-    known = [field.name for field in fields(Parallel)]
-    if unknown := [str(name) for name in groups if name not in known]:
-        raise ValueError(f"parallel has {', '.join(unknown)}; its groups are {', '.join(known)}")
+    names = [field.name for field in fields(Parallel)]
+    if unknown := [str(name) for name in groups if name not in names]:
+        raise ValueError(f"parallel has {', '.join(unknown)}; its groups are {', '.join(names)}")
     place = Parallel(**{name: _coordinate(name, group) for name, group in groups.items() if group is not None})
     sizes = {name: group[1] for name in ("dp", "tp", "pp", "cp") if (group := getattr(place, name)) is not None}
     product = math.prod(sizes.values())
@@ -132,9 +112,8 @@ def _mesh(mesh: Any, world_size: int) -> dict[str, Coordinate]:
     if names is None:
         raise ValueError("the mesh has no mesh_dim_names, so the purpose of its dimensions is unknown")
     if mesh.size() != world_size:
-        raise ValueError(
-            f"the mesh {tuple(names)} has {mesh.size()} of the job's {world_size} ranks; pass the whole mesh"
-        )
+        text = f"the mesh {tuple(names)} has {mesh.size()} of the job's {world_size} ranks"
+        raise ValueError(f"{text}; pass the whole mesh")
     if coordinates is None:
         raise ValueError("this rank is not in the mesh")
     groups: dict[str, Coordinate] = {}

@@ -1,12 +1,8 @@
 """Stacks of a rank's threads on demand: `flopwatch stacks PID` requests them, and the push thread answers.
 
-The request is an empty file `<host>-<pid>.request` in a folder known to both sides, and the answer is a file next to
-it. No signals are used. A rank blocked in a collective can answer, because the collective releases the interpreter's
-lock and the push thread goes on. If compiled code holds the lock, the rank cannot answer; py-spy reads its memory from
-outside (https://github.com/benfred/py-spy). Only Python frames are shown, of all of Python's threads.
-
-The folder is FLOPWATCH_STACK_DIR or a private one in the temporary folder, so that no other user decides where a rank
-writes.
+The request is an empty file `<host>-<pid>.request` in FLOPWATCH_STACK_DIR or a private folder, and the answer is a file
+next to it. A rank blocked in a collective can answer, because the collective releases the interpreter's lock. Only
+Python frames are shown (docs/stragglers.md).
 """
 
 from __future__ import annotations

@@ -86,21 +86,18 @@ def _text(lines: list[_Line]) -> str | None:
     torch = (*(f"{folder}/" for folder in getattr(sys.modules.get("torch"), "__path__", ())), _OURS)
     lines = [line for line in lines if line[0] and not line[0].startswith(torch)]
     packages = [line for line in lines if _packaged(line[0])]
-    own = [
-        line
-        for line in lines
-        if not (
-            line[0].startswith(_STANDARD)
-            or _packaged(line[0])
-            or any(made in line[0] for made in _MADE)
-            or (line[0].startswith("<") and not line[0].startswith("<ipython"))
-        )
-    ]
+    own = [line for line in lines if not _is_library(line[0])]
     if not lines:
         return None
     file, function, number = (own or packages or lines)[-1]
     text = Path(file).name + (f":{number}" if number else "") + (f" in {function}" if function != "<module>" else "")
     return "".join(letter if letter.isprintable() else "?" for letter in text)[:MAX_TEXT]
+
+
+def _is_library(file: str) -> bool:
+    """Return whether a file is of Python, a package or generated code; IPython's cells are the job's own."""
+    generated = any(made in file for made in _MADE) or (file.startswith("<") and not file.startswith("<ipython"))
+    return generated or file.startswith(_STANDARD) or _packaged(file)
 
 
 def _packaged(file: str) -> bool:

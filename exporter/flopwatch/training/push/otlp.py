@@ -1,12 +1,8 @@
-"""OTLP encoding of snapshots, and their delivery to the node's exporter: one HTTP POST each.
+"""OTLP encoding of snapshots, and their delivery to the node's exporter: one HTTP POST each (docs/otlp.md).
 
-Any other OTLP receiver takes the same bytes and gets the exporter's names and labels. Points carry `run` and `rank`
-themselves, and no instrument has a unit that a translation would append. Facts that only the exporter needs are
-metadata of a metric, "non-identifying" in OTLP: databases turn resource attributes into labels, and a changing value
-would begin new series with each push.
-
-Nothing in the environment has an effect: the provider is never global and gets every setting that opentelemetry would
-read from OTEL_* variables, http.client ignores proxies and variables, and address and timeouts are set here. Format:
+Points carry `run` and `rank` themselves, and no instrument has a unit that a translation would append. Facts that only
+the exporter needs are metadata of a metric: databases turn resource attributes into labels, and a changing value would
+begin new series with each push. No OTEL_* variable, proxy or global provider has an effect. Format:
 https://github.com/open-telemetry/opentelemetry-proto/blob/main/opentelemetry/proto/metrics/v1/metrics.proto
 """
 
@@ -33,10 +29,7 @@ except ValueError:  # importing it reads OTEL_SPAN_..._LIMIT, and one is not a n
         os.environ.update(hidden)
 from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics
 from opentelemetry.metrics import CallbackOptions, Observation
-from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
-    ExportMetricsServiceRequest,
-    ExportMetricsServiceResponse,
-)
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as service
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.metrics.v1 import metrics_pb2
 from opentelemetry.sdk.metrics import AlwaysOffExemplarFilter, MeterProvider
@@ -94,9 +87,8 @@ class Wire:
         self._headers = _headers(headers, "FLOPWATCH_HEADERS")
         if any(name.lower() == "authorization" for name in self._headers):
             # A job's environment is in core dumps, in the scheduler's records and in what /proc shows.
-            raise ValueError(
-                "FLOPWATCH_HEADERS: put Authorization into the file FLOPWATCH_HEADERS_FILE names; nothing is pushed"
-            )
+            advice = "put Authorization into the file FLOPWATCH_HEADERS_FILE names; nothing is pushed"
+            raise ValueError(f"FLOPWATCH_HEADERS: {advice}")
         self._headers_file, self._token_file = headers_file, token_file
         self._start = int(start_unix * 1e9)
         self._points: dict[Metric, list[tuple[dict[str, str], float]]] = {}
@@ -124,33 +116,21 @@ class Wire:
         self._points = snapshot.points
         self._identity = {label: str(snapshot.resource[f"flopwatch.{label}"]) for label in ("run", "rank")}
         data = self._reader.get_metrics_data()
-        scopes = [
-            scope
-            for resource in (data.resource_metrics if data is not None else ())
-            for scope in resource.scope_metrics
-            if scope.scope.name == SCOPE
-        ]
-        request: ExportMetricsServiceRequest = encode_metrics(
-            MetricsData([ResourceMetrics(RESOURCE, scopes, schema_url="")])
-        )
+        resources = data.resource_metrics if data is not None else ()
+        scopes = [scope for one in resources for scope in one.scope_metrics if scope.scope.name == SCOPE]
+        parts = [ResourceMetrics(RESOURCE, scopes, schema_url="")]
+        request: service.ExportMetricsServiceRequest = encode_metrics(MetricsData(parts))
         metrics = request.resource_metrics[0].scope_metrics[0].metrics
         if snapshot.step_durations is not None:
             bounds, counts, total = snapshot.step_durations
-            metrics.add(
-                name=TRAINING_STEP_DURATION_SECONDS.name,
-                histogram=metrics_pb2.Histogram(
-                    aggregation_temporality=metrics_pb2.AGGREGATION_TEMPORALITY_CUMULATIVE,
-                    data_points=[
-                        metrics_pb2.HistogramDataPoint(
-                            attributes=_attributes(self._labels(TRAINING_STEP_DURATION_SECONDS)),
-                            count=sum(counts),
-                            sum=total,
-                            bucket_counts=counts,
-                            explicit_bounds=bounds,
-                        )
-                    ],
-                ),
+            row, cumulative = TRAINING_STEP_DURATION_SECONDS, metrics_pb2.AGGREGATION_TEMPORALITY_CUMULATIVE
+            point = metrics_pb2.HistogramDataPoint(
+                attributes=_attributes(self._labels(row)), count=sum(counts), sum=total
             )
+            point.bucket_counts.extend(counts)
+            point.explicit_bounds.extend(bounds)
+            histogram = metrics_pb2.Histogram(aggregation_temporality=cumulative, data_points=[point])
+            metrics.add(name=row.name, histogram=histogram)
         metrics[0].metadata.extend(_attributes(snapshot.resource))
         now = time.time_ns()
         for metric in metrics:
@@ -186,7 +166,7 @@ class Wire:
         if response.getheader("Content-Type") != PROTOBUF:
             return  # accepted, with a response that is not protobuf
         try:
-            partial = ExportMetricsServiceResponse.FromString(answer).partial_success
+            partial = service.ExportMetricsServiceResponse.FromString(answer).partial_success
         except DecodeError as error:
             raise Undelivered(f"the answer is not an OTLP response: {error}") from error
         if partial.rejected_data_points:
@@ -214,16 +194,12 @@ def _headers(text: str, variable: str) -> dict[str, str]:
 
 
 def _attributes(values: Mapping[str, str | int | float]) -> list[KeyValue]:
-    return [
-        KeyValue(
-            key=key,
-            value=(
-                AnyValue(string_value=value)
-                if isinstance(value, str)
-                else AnyValue(int_value=value)
-                if isinstance(value, int)
-                else AnyValue(double_value=value)
-            ),
-        )
-        for key, value in values.items()
-    ]
+    attributes = []
+    for key, value in values.items():
+        if isinstance(value, str):
+            attributes.append(KeyValue(key=key, value=AnyValue(string_value=value)))
+        elif isinstance(value, int):
+            attributes.append(KeyValue(key=key, value=AnyValue(int_value=value)))
+        else:
+            attributes.append(KeyValue(key=key, value=AnyValue(double_value=value)))
+    return attributes

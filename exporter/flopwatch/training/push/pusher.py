@@ -1,14 +1,8 @@
 """Thread that pushes snapshots to the node's exporter, and its shutdown.
 
-If the interpreter ends without run.finish(), the status is `stopped` after Ctrl-C, else `failed`: sys.exit(1) looks
-like a plain end, and a failure mistaken for an end would never be reported. A killed process pushes nothing, and the
-node notices that its pid is gone. A forked child (a DataLoader worker) has no push thread, and Run.finish does nothing
-there.
-
-No signal handler is installed: in Python it would keep alive a rank that is blocked in a collective. A script's own
-handler that calls finish() and exits may run again during finish(): Slurm signals all processes of a step, and torchrun
-passes signals on. The exit takes effect, and the last push is sent at the interpreter's end. So the loop's thread takes
-no lock written in Python, such as Event's: an exit during its acquisition would leave it locked forever.
+If the interpreter ends without run.finish(), the status is `stopped` after Ctrl-C, else `failed`. No signal handler is
+installed: in Python it would keep alive a rank that is blocked in a collective. A script's own handler may exit in the
+middle of finish(), so the loop's thread takes no lock written in Python, which would be left locked forever.
 """
 
 from __future__ import annotations
@@ -107,12 +101,8 @@ class Pusher:
                 delivered = known = True
             except Undelivered as error:
                 if delivered:
-                    log.warning(
-                        "pushing to %s failed: %s (training goes on; it is tried again every %g s)",
-                        self._wire.url,
-                        error,
-                        self._interval,
-                    )
+                    text = "pushing to %s failed: %s (training goes on; it is tried again every %g s)"
+                    log.warning(text, self._wire.url, error, self._interval)
                 delivered = False
             except Exception as error:
                 self._failed(error)

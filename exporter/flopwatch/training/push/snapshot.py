@@ -42,11 +42,8 @@ class Snapshots:
             points = self._points(totals, totals.timeline.seconds(now))
             if not last and (frame := self._stuck_frame(totals, now)) is not None:
                 points[m.TRAINING_STUCK_FRAME_INFO] = [({"at": frame}, 1.0)]
-            return Snapshot(
-                self._resource(totals, now),
-                points,
-                (DURATION_BOUNDS, totals.durations.copy(), totals.duration_sum) if recorder.rank == 0 else None,
-            )
+            durations = (DURATION_BOUNDS, totals.durations.copy(), totals.duration_sum) if recorder.rank == 0 else None
+            return Snapshot(self._resource(totals, now), points, durations)
 
     def _stuck_frame(self, totals: Totals, now: float) -> str | None:
         try:
@@ -56,36 +53,21 @@ class Snapshots:
             return None
 
     def _resource(self, totals: Totals, now: float) -> dict[str, str | int | float]:
-        info = self._info
-        resource: dict[str, str | int | float | None] = {
-            "flopwatch.schema": 1,
-            "flopwatch.run": info.identity.name,
-            "flopwatch.tenant": info.tenant,
-            "flopwatch.attempt": info.identity.attempt,
-            "flopwatch.rank": info.identity.rank,
-            "flopwatch.host": info.host,
-            "flopwatch.pid": info.process.pid,
-            "flopwatch.pid_namespace": info.process.pid_namespace,
-            "flopwatch.start_unix": info.start_unix,
-            "flopwatch.pid_start_ticks": info.process.start_ticks,
-            "flopwatch.submitted_unix": info.submitted_at,
-            "flopwatch.restored_step": totals.restored_step,
-            "flopwatch.open_step_seconds": totals.timeline.open_step_seconds(now),
-            "flopwatch.gpu_uuid": info.gpu_uuid,
-        }
-        return {key: value for key, value in resource.items() if value is not None}
+        info, own, process = self._info, self._info.identity, self._info.process
+        facts: dict[str, str | int | float | None] = {"schema": 1, "run": own.name, "tenant": info.tenant}
+        facts |= {"attempt": own.attempt, "rank": own.rank, "host": info.host}
+        facts |= {"pid": process.pid, "pid_namespace": process.pid_namespace, "start_unix": info.start_unix}
+        facts |= {"pid_start_ticks": process.start_ticks, "submitted_unix": info.submitted_at}
+        facts["restored_step"] = totals.restored_step
+        facts |= {"open_step_seconds": totals.timeline.open_step_seconds(now), "gpu_uuid": info.gpu_uuid}
+        return {f"flopwatch.{name}": value for name, value in facts.items() if value is not None}
 
     def _points(self, totals: Totals, seconds: dict[str, float]) -> Points:
         recorder, info = self._recorder, self._info
-        points: Points = {
-            metric: [({}, float(value))]
-            for metric, value in self._unlabelled(totals, seconds).items()
-            if value is not None
-        }
-        points |= {
-            metric: [(dict(labels), value) for labels, value in samples.items()]
-            for metric, samples in totals.others.items()
-        }
+        unlabelled = self._unlabelled(totals, seconds).items()
+        points: Points = {metric: [({}, float(value))] for metric, value in unlabelled if value is not None}
+        for metric, samples in totals.others.items():
+            points[metric] = [(dict(labels), value) for labels, value in samples.items()]
         for (metric, labels), value in tuple(recorder.gauges.items()):
             points.setdefault(metric, []).append((dict(labels), value))
         points[m.TRAINING_PHASE_SECONDS_TOTAL] = [({"phase": name}, s) for name, s in totals.phases.items()]
@@ -104,6 +86,7 @@ class Snapshots:
         recorder, info = self._recorder, self._info
         flops_known = totals.no_flops_because is None
         has_hardware_flops = flops_known and totals.hardware_flops_per_token is not None
+        last_step = None if totals.last_step is None else info.start_unix + totals.last_step - recorder.start
         values: dict[Metric, float | None] = {
             m.TRAINING_STEPS_TOTAL: totals.steps,
             m.TRAINING_TOKENS_TOTAL: totals.tokens if totals.tokens_known else None,
@@ -114,9 +97,7 @@ class Snapshots:
             m.TRAINING_POSITION_TOKENS: None if totals.position is None else totals.position_tokens,
             m.TRAINING_COMMITTED_STEPS: totals.committed,
             m.TRAINING_CHECKPOINT_BACKGROUND_SECONDS_TOTAL: totals.background if totals.saves_in_background else None,
-            m.TRAINING_LAST_STEP_TIMESTAMP_SECONDS: (
-                None if totals.last_step is None else info.start_unix + totals.last_step - recorder.start
-            ),
+            m.TRAINING_LAST_STEP_TIMESTAMP_SECONDS: last_step,
             m.TRAINING_HOOK_ERRORS_TOTAL: recorder.errors,
         }
         if info.peak is not None:
@@ -141,35 +122,20 @@ class Snapshots:
         place = self._recorder.parallel
         if place is None or place.pp is None or place.pp[1] == 1:
             return self._recorder.rank == 0
-        return place.pp[0] == place.pp[1] - 1 and not any(
-            group and group[0] for group in (place.dp, place.tp, place.cp)
-        )
+        others = (place.dp, place.tp, place.cp)
+        return place.pp[0] == place.pp[1] - 1 and not any(group and group[0] for group in others)
 
     def _rank_labels(self) -> dict[str, str]:
         info, place = self._info, self._recorder.parallel or Parallel()
-        return {
-            "host": info.host,
-            "uuid": info.gpu_uuid,
-            "local_rank": str(info.identity.local_rank),
-            "attempt": info.identity.attempt,
-            **place.labels(),
-        }
+        own = {"local_rank": str(info.identity.local_rank), "attempt": info.identity.attempt}
+        return {"host": info.host, "uuid": info.gpu_uuid, **own, **place.labels()}
 
     def _run_labels(self, convention: str) -> dict[str, str]:
         info, recorder = self._info, self._recorder
         # Absent while another thread is importing torch.
         version = getattr(sys.modules.get("torch"), "__version__", "")
-        return {
-            "tenant": info.tenant,
-            "attempt": info.identity.attempt,
-            "convention": convention,
-            "dtype": info.dtype,
-            "flops_source": recorder.flops_source,
-            "peak_source": info.peak_source,
-            "step_source": recorder.step_source,
-            "framework": f"torch {version}" if version else "",
-            "owner": info.owner,
-            "team": info.team,
-            "page": info.page,
-            "external_id": launcher.external_id(info.environ, sys.modules),
-        }
+        labels = {"tenant": info.tenant, "attempt": info.identity.attempt, "convention": convention}
+        labels |= {"dtype": info.dtype, "flops_source": recorder.flops_source, "peak_source": info.peak_source}
+        labels |= {"step_source": recorder.step_source, "framework": f"torch {version}" if version else ""}
+        labels |= {"owner": info.owner, "team": info.team, "page": info.page}
+        return labels | {"external_id": launcher.external_id(info.environ, sys.modules)}

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flopwatch.training.process.parallel import DIMENSIONS
 from flopwatch.training.torch.waits import Unmeasured, _fsdp_groups, watch
 
-__all__ = ["Card", "agreed", "card", "replica_ranks", "watch"]
+__all__ = ["CudaCard", "agreed", "card", "replica_ranks", "watch"]
 
 AGREEMENT = 30.0  # seconds to wait for rank 0 to name the attempt
 CLOCKS_DIFFER = 10.0  # seconds that two nodes' clocks may differ by
@@ -22,20 +22,20 @@ RANK_0_RENAMES = 5.0  # seconds in which rank 0 replaces a name that an attempt 
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class CudaCard:
     """CUDA device with NVML's name and UUID."""
 
     name: str
     uuid: str
 
 
-def card() -> Card | None:
+def card() -> CudaCard | None:
     """Return this thread's CUDA device; None if CUDA is not in use. Initialises nothing."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     # Absent before torch 2.5.
-    return Card(properties.name, f"GPU-{properties.uuid}" if hasattr(properties, "uuid") else "")
+    return CudaCard(properties.name, f"GPU-{properties.uuid}" if hasattr(properties, "uuid") else "")
 
 
 def agreed(attempt: str, rank: int, started: float) -> str | None:

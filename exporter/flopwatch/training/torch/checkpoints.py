@@ -1,16 +1,9 @@
-"""Checkpoints that PyTorch's own functions save and load.
+"""Checkpoints that PyTorch's own functions save and load: torch.save, torch.distributed.checkpoint and safetensors.
 
-torch.save, and safetensors' save_file    a checkpoint, if a module or a mapping is saved to a file and not to a buffer
-torch.distributed.checkpoint.save         a checkpoint
-torch.distributed.checkpoint.async_save   a checkpoint: a blocking part and a part in the background
-torch.load, load_file, ...checkpoint.load before the first step: checkpoint_restore
-
-A checkpoint belongs to the step at which saving began. It is committed once a restart could begin from it. Files are
-committed when training goes on, since a checkpoint may be several files that are renamed at the end. A distributed one
-is committed when `save` returns or its future is done without an error, because then every rank has written.
+A checkpoint belongs to the step at which saving began. It is committed once a restart could begin from it: files when
+training goes on, since a checkpoint may be several files that are renamed at the end, a distributed one when `save`
+returns or its future is done. Loading before the first step is checkpoint_restore.
 https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
-
-Not seen: checkpoints written in other ways, such as from a buffer by fsspec (Lightning), or by another process.
 """
 
 from __future__ import annotations
@@ -59,17 +52,17 @@ class Checkpoints:
         self.installed = True
         self._replace("save", self._saving, torch, torch.serialization)
         self._replace("load", self._loading, torch, torch.serialization)
-        package = "torch.distributed.checkpoint"
-        for module, functions in (
-            (
-                _SAVERS,
-                {"save": self._saving_all, "save_state_dict": self._saving_all, "async_save": self._saving_async},
-            ),
-            (_LOADERS, {"load": self._loading_all, "load_state_dict": self._loading_all}),
-            ("safetensors.torch", {"save_file": self._saving, "load_file": self._loading}),
+        for module, name, around in (
+            (_SAVERS, "save", self._saving_all),
+            (_SAVERS, "save_state_dict", self._saving_all),
+            (_SAVERS, "async_save", functools.partial(self._saving_all, later=True)),
+            (_LOADERS, "load", self._loading_all),
+            (_LOADERS, "load_state_dict", self._loading_all),
+            ("safetensors.torch", "save_file", self._saving),
+            ("safetensors.torch", "load_file", self._loading),
         ):
-            for name, around in functions.items():
-                when_imported(module, functools.partial(self._replace_in, name, around, (module, package)))
+            owners = (module, "torch.distributed.checkpoint")
+            when_imported(module, functools.partial(self._replace_in, name, around, owners))
 
     def uninstall(self) -> None:
         """Restore the replaced functions, except those that other code has replaced since."""
@@ -106,8 +99,6 @@ class Checkpoints:
         if self.recorder is not None:
             self.recorder.committed(step)
 
-    # Replacing functions.
-
     def _replace_in(self, name: str, around: Callable[[Any], Any], modules: tuple[str, ...]) -> None:
         self._replace(name, around, *(sys.modules[module] for module in modules if module in sys.modules))
 
@@ -128,21 +119,15 @@ class Checkpoints:
 
         return save
 
-    def _saving_all(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _saving_all(self, original: Callable[..., Any], later: bool = False) -> Callable[..., Any]:
         def save(*args: Any, **kwargs: Any) -> Any:
-            with _SavingAll(self):
-                return original(*args, **kwargs)
-
-        return save
-
-    def _saving_async(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def async_save(*args: Any, **kwargs: Any) -> Any:
-            with _SavingAll(self, later=True) as saving:
+            with _SavingAll(self, later) as saving:
                 response = original(*args, **kwargs)
-            saving.goes_on(response)
+            if later:
+                saving.goes_on(response)
             return response
 
-        return async_save
+        return save
 
     def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def load(f: Any, *args: Any, **kwargs: Any) -> Any:
@@ -161,8 +146,6 @@ class Checkpoints:
             return nothing
 
         return load
-
-    # Shared by the replacements.
 
     def _active_recorder(self) -> Recorder | None:
         """Return the recorder of a save or load that begins on this thread; None inside another one."""
@@ -187,10 +170,10 @@ class Checkpoints:
         if not isinstance(state, Mapping):
             return None
         if self._step_from is not None:
-            found: Any = state
+            value: Any = state
             for key in self._step_from.split("."):
-                found = found.get(key) if isinstance(found, Mapping) else None
-            return whole(found)
+                value = value.get(key) if isinstance(value, Mapping) else None
+            return whole(value)
         return next((step for key in STEP_KEYS if (step := whole(state.get(key))) is not None), None)
 
 
@@ -228,19 +211,15 @@ class _Saving(_Around):
 
     def __init__(self, checkpoints: Checkpoints, obj: object, file: object) -> None:
         super().__init__(checkpoints)
-        self._obj = obj
-        self._file = file
+        self._obj, self._file = obj, file
         self._recorder: Recorder | None = None
         self._context: Any = None
 
     def _begin(self) -> None:
-        checkpoints = self._checkpoints
-        state = self._obj
-        if (
-            not isinstance(state, (Mapping, torch.nn.Module))
-            or not _is_file(self._file)
-            or (recorder := checkpoints._active_recorder()) is None
-        ):
+        checkpoints, state = self._checkpoints, self._obj
+        if not isinstance(state, (Mapping, torch.nn.Module)) or not _is_file(self._file):
+            return
+        if (recorder := checkpoints._active_recorder()) is None:
             return
         self._recorder = recorder
         if checkpoints._is_loop():

@@ -1,9 +1,7 @@
 """Sequence number of the collectives this rank has started in the default process group, as evidence for hangs.
 
 Gloo and NCCL keep the number on the host and raise it as a collective starts. In a hang, the rank with the lowest
-number has not reached the collective that the others wait in. Reading it needs no collective and no device. Groups of
-tensor or pipeline parallelism have numbers of their own, which are not read. With NCCL the host runs ahead: ranks whose
-devices hang, and not their hosts, may have the same number.
+number has not reached the collective that the others wait in. Reading it needs no collective and no device.
 https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
 """
 

@@ -1,20 +1,12 @@
 """Times of a CUDA device's progress on the host's clock, read without ever waiting for the device.
 
-The host runs ahead of the device, so "now" on the device is a pooled CUDA event on the current stream. `Moments.mark()`
-records one, and the push thread asks later with `Moment.at()` when the device reached it.
-
-CUDA only reports the time between two events, so they are chained: a moment is the last known one plus the time between
-the two. It is never before the host recorded it or last found it not reached, and never after it was first found
-reached. So each idle period of the device corrects the chain to the launch latency, some microseconds, and the interval
-of the queries bounds a drift of the device's clock. The gap between two moments is exact to about a microsecond (events
-resolve 0.5 us, and elapsed_time is a 32-bit float of milliseconds: 1 us after 10 s, 8 us after 100 s).
+"Now" on the device is a pooled CUDA event on the current stream. The push thread asks later when the device reached it.
+CUDA only reports the time between two events, so each moment is the last known one plus the time between the two. It is
+never before the host recorded it or last found it not reached, and never after it was first found reached.
 https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__EVENT.html
 
-While a thread captures a CUDA graph in the default mode, another thread's event query invalidates the capture
-(https://github.com/pytorch/pytorch/pull/104487). So the querying thread first leaves that mode by
-cuThreadExchangeStreamCaptureMode. It also selects the event's device, or it would create a context on GPU 0. While the
-current stream is captured, nothing runs on the device, and "now" is the host's clock.
-
+Another thread's event query invalidates a CUDA graph's capture in the default mode, so that thread first leaves that
+mode (https://github.com/pytorch/pytorch/pull/104487). While the current stream is captured, "now" is the host's clock.
 Not on ROCm, where a query breaks a capture in any mode (https://github.com/pytorch/pytorch/pull/176251).
 """
 
@@ -29,16 +21,16 @@ from typing import Any, Protocol
 
 import torch
 
+Clock = Callable[[], float]
+Failed = Callable[[str, Exception], None]
+
 # Events in use, some hundred bytes each; beyond that, for example in a hang, "now" is the host's clock.
 MAX_EVENTS = 4096
-
-# Seconds to wait for another thread that queries the device.
-MAX_WAIT = 0.1
-
+MAX_WAIT = 0.1  # seconds, for another thread that queries the device
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
-class Event(Protocol):
+class TimingEvent(Protocol):
     """Methods of torch.cuda.Event that are used here."""
 
     def record(self, stream: Any) -> None:
@@ -70,7 +62,7 @@ class Cuda(Protocol):
     def in_use(self, device_index: int) -> bool:
         """Return whether this process has a context on that device."""
 
-    def event(self) -> Event:
+    def event(self) -> TimingEvent:
         """Return a new event with timing enabled."""
 
     def asking(self, device_index: int) -> AbstractContextManager[None]:
@@ -90,7 +82,7 @@ class TorchCuda:
         core: Any = torch._C
         return bool(core._cuda_hasPrimaryContext(device_index))
 
-    def event(self) -> Event:
+    def event(self) -> TimingEvent:
         """Return a new event with timing enabled."""
         return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
@@ -113,7 +105,7 @@ class Moment:
 
     __slots__ = ("_at", "_event", "_line", "_not_before", "recorded")
 
-    def __init__(self, line: _Line, event: Event, recorded: float) -> None:
+    def __init__(self, line: _Line, event: TimingEvent, recorded: float) -> None:
         self.recorded = recorded  # on the host's clock: the device is not there before that
         self._line = line
         self._event = event
@@ -134,18 +126,9 @@ class Moments:
     marks that were the host's clock because `max_events` were in use.
     """
 
-    def __init__(
-        self,
-        cuda: Cuda,
-        clock: Callable[[], float],
-        failed: Callable[[str, Exception], None],
-        max_events: int = MAX_EVENTS,
-    ) -> None:
-        self._cuda = cuda
-        self._clock = clock
-        self._failed = failed
-        self._max_events = max_events
-        self._devices: dict[int, _Device] = {}
+    def __init__(self, cuda: Cuda, clock: Clock, failed: Failed, max_events: int = MAX_EVENTS) -> None:
+        self._cuda, self._clock, self._failed, self._max_events = cuda, clock, failed, max_events
+        self._devices: dict[int, _EventPool] = {}
         self._lines: dict[tuple[int, int], _Line] = {}
         self._making = threading.Lock()
         self.short_of_events = 0
@@ -183,10 +166,9 @@ class Moments:
         if not self._cuda.in_use(stream.device_index):
             return None
         with self._making:
-            device = self._devices.setdefault(stream.device_index, _Device(self._cuda, stream.device_index))
-            return self._lines.setdefault(
-                (stream.device_index, stream.stream_id), _Line(device, self._clock, self.give_up)
-            )
+            device = self._devices.setdefault(stream.device_index, _EventPool(self._cuda, stream.device_index))
+            line = _Line(device, self._clock, self.give_up)
+            return self._lines.setdefault((stream.device_index, stream.stream_id), line)
 
     def give_up(self, error: Exception) -> None:
         """Use the host's clock from now on, because the device failed."""
@@ -195,26 +177,23 @@ class Moments:
             self._failed("mark", error)
 
 
-class _Device:
+class _EventPool:
     """Events of one device; the time between events of different devices is undefined."""
 
     def __init__(self, cuda: Cuda, index: int) -> None:
-        self.cuda = cuda
-        self.index = index
-        self.free: deque[Event] = deque()
+        self.cuda, self.index = cuda, index
+        self.free: deque[TimingEvent] = deque()
         self.events = 0  # made so far
         self.asked = threading.Lock()
-        self.reference: tuple[Event, float] | None = None  # the last known moment, from which others are measured
+        self.reference: tuple[TimingEvent, float] | None = None  # the last known moment, from which others are measured
 
 
 class _Line:
     """Moments of one stream, which are reached in the order of recording."""
 
-    def __init__(self, device: _Device, clock: Callable[[], float], give_up: Callable[[Exception], None]) -> None:
-        self.device = device
+    def __init__(self, device: _EventPool, clock: Clock, give_up: Callable[[Exception], None]) -> None:
+        self.device, self._clock, self._give_up = device, clock, give_up
         self.pending: deque[Moment] = deque()
-        self._clock = clock
-        self._give_up = give_up
         self._last = float("-inf")  # no moment is before the one before
 
     def ask(self) -> None:
@@ -255,7 +234,7 @@ class _Line:
         return True
 
 
-def moments(clock: Callable[[], float], failed: Callable[[str, Exception], None]) -> Moments | None:
+def moments(clock: Clock, failed: Failed) -> Moments | None:
     """Return the source of moments for this process's CUDA devices; None if CUDA is not in use. Initialises nothing."""
     if torch.version.hip is not None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None

@@ -1,13 +1,8 @@
 """Measured peak of a device: a short sweep of matrix multiplications, to compare with the data sheet's peak.
 
 Each shape runs back to back for its share of the time, so that a card meets its power limit as in training. The result
-is the mean rate of the best shape. A matrix multiplication of (m, k) by (k, n) is 2·m·n·k operations. Matrices are
-random, because zeros draw less power and let the clock rise.
-
-On CUDA time comes from events (https://docs.pytorch.org/docs/stable/generated/torch.cuda.Event.html), else from the
-host's clock. fp8 and int8 use torch's `_scaled_mm` and `_int_mm`, which some devices and releases lack. fp4 is not
-measured. One device is measured: the current CUDA device, else the CPU. The CUDA part has only run with simulated
-events, not on a card.
+is the mean rate of the best shape. Matrices are random, because zeros draw less power and let the clock rise. One
+device is measured: the current CUDA device, else the CPU. The CUDA part has only run with simulated events.
 """
 
 from __future__ import annotations
@@ -23,17 +18,10 @@ import torch
 
 Shape = tuple[int, int, int]  # m, n, k
 
-CUDA_SHAPES: tuple[Shape, ...] = (  # squares, and the MLPs of 8B, 70B and 405B models
-    (2048, 2048, 2048),
-    (4096, 4096, 4096),
-    (8192, 8192, 8192),
-    (12288, 12288, 12288),
-    (16384, 16384, 16384),
-    (8192, 14336, 4096),
-    (8192, 28672, 8192),
-    (8192, 8192, 28672),
-    (8192, 53248, 16384),
-)
+_SQUARES: list[Shape] = [(n, n, n) for n in (2048, 4096, 8192, 12288, 16384)]
+# The MLPs of 8B, 70B and 405B models.
+_MLPS: list[Shape] = [(8192, 14336, 4096), (8192, 28672, 8192), (8192, 8192, 28672), (8192, 53248, 16384)]
+CUDA_SHAPES: tuple[Shape, ...] = (*_SQUARES, *_MLPS)
 CPU_SHAPES: tuple[Shape, ...] = ((128, 128, 128), (256, 256, 256), (512, 512, 512), (1024, 1024, 1024))
 MEASURED = ("fp16", "bf16", "tf32", "fp8", "int8")
 _FLOATS = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32}
@@ -127,9 +115,8 @@ def sweep(
                 rate = operations * 2.0 * shape[0] * shape[1] * shape[2] / took
                 best = max(best or (0.0, shape), (rate, shape))
     except (RuntimeError, NotImplementedError, AttributeError) as error:
-        raise Unmeasurable(
-            f"torch {torch.__version__} cannot multiply {dtype} on {device.type}: {str(error).partition(chr(10))[0]}"
-        ) from error
+        text = f"torch {torch.__version__} cannot multiply {dtype} on {device.type}"
+        raise Unmeasurable(f"{text}: {str(error).partition(chr(10))[0]}") from error
     finally:
         torch.set_float32_matmul_precision(precision)
     if best is None:

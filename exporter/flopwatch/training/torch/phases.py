@@ -1,19 +1,8 @@
-"""Phases of a step: forward, backward, optimizer and garbage collection, each between two marks.
-
-forward             the model's own call, by module hooks, with gradients enabled and outside a backward pass
-                    (recomputed activations are part of backward)
-backward            from the first gradient of the model's output until the autograd engine is done with the pass,
-                    before the wait for other ranks' gradients
-optimizer           every optimizer's step(), by its hooks; nested ones count once
-garbage_collection  Python's, by gc.callbacks; the host's time on a GPU too
+"""Phases of a step: forward, backward, optimizer and garbage collection, each between two marks (docs/phases.md).
 
 Marks are CUDA events if the device does the work, else the host's clock (device.py). Phases of several micro-batches
-and optimizers add up. Only some steps are measured (Recorder.measuring).
-
-torch.compile: the hooks never enter a graph and break none. If Dynamo calls the model, they run next to it. If a larger
-function around the model is compiled, forward and backward cannot be measured and are absent. Also absent: a backward
-pass under compiled autograd, a phase inside a replayed CUDA graph, and pipeline bubbles. See docs/phases.md.
-https://docs.pytorch.org/docs/stable/notes/modules.html#module-hooks
+and optimizers add up. Only some steps are measured (Recorder.measuring). Under torch.compile the hooks never enter a
+graph and break none. https://docs.pytorch.org/docs/stable/notes/modules.html#module-hooks
 https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.register_step_pre_hook.html
 """
 
@@ -28,11 +17,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from torch.optim.optimizer import (
-    _global_optimizer_post_hooks,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as optim
 
 from flopwatch.training.recorder import Recorder
 from flopwatch.training.torch.outputs import tensors
@@ -83,11 +68,11 @@ class Phases:
     def _attach(self) -> None:
         gc.callbacks.append(self._collected)
         self._handles += [
-            register_optimizer_step_pre_hook(_Hook(self._recorder, self._step_begins)),
-            register_optimizer_step_post_hook(_Hook(self._recorder, self._step_ends)),
+            optim.register_optimizer_step_pre_hook(_Hook(self._recorder, self._step_begins)),
+            optim.register_optimizer_step_post_hook(_Hook(self._recorder, self._step_ends)),
         ]
         # First, or a hook that records the training step at the end of step() would run before it.
-        _global_optimizer_post_hooks.move_to_end(self._handles[-1].id, last=False)  # type: ignore[attr-defined]
+        optim._global_optimizer_post_hooks.move_to_end(self._handles[-1].id, last=False)  # type: ignore[attr-defined]
 
     def _attach_model(self, model: torch.nn.Module) -> None:
         if not any(known() is model for known in self._models):
@@ -97,8 +82,6 @@ class Phases:
                 model.register_forward_pre_hook(_Hook(self._recorder, self._forward_begins), prepend=True),
                 model.register_forward_hook(_Hook(self._recorder, self._forward_ends), prepend=True),
             ]
-
-    # Bodies of the hooks, whose errors `_Hook` catches.
 
     def _forward_begins(self, module: torch.nn.Module, _: object) -> None:
         # A step() that calls the model, as that of LBFGS does, is not the optimizer's work; or an exception left it.

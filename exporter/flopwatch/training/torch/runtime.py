@@ -1,14 +1,8 @@
-"""Overheads of PyTorch itself: compilation by torch.compile, and the CUDA memory allocator.
+"""Overheads of PyTorch itself: compilation by torch.compile, and the CUDA memory allocator (docs/phases.md).
 
-Compilation. Dynamo calls back when the first compilation begins and when the last open one ends, on any thread: that
-time is the activity `compile`. A callback on another thread than the loop's counts if the autograd engine runs it for a
-backward pass, whose compilation is deferred until the pass; other threads are not the loop's time. A frame that was
-compiled before (its number in the compile id is above 0) is a recompilation. Triton's autotuning at run time has no
-callback and remains step time. Before PyTorch 2.6 there is no compile id, and no count.
-https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html#dealing-with-recompilations
-
-Allocator. Statistics of all devices this process uses are read before each push, on the host, without device access.
-With the backend cudaMallocAsync PyTorch reports some of them as 0.
+Dynamo calls back when the first compilation begins and when the last open one ends, on any thread. Only those of the
+loop's thread and of a backward pass count as `compile`. A frame that was compiled before (its number in the compile id
+is above 0) is a recompilation. The allocator's statistics are read before each push, without device access.
 https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html
 """
 
@@ -21,12 +15,7 @@ from typing import Any
 import torch
 import torch._dynamo.callback
 
-from flopwatch.catalogue import (
-    TRAINING_ALLOCATOR_RETRIES_TOTAL,
-    TRAINING_ALLOCATOR_UNUSED_BYTES,
-    TRAINING_OUT_OF_MEMORY_TOTAL,
-    TRAINING_RECOMPILATIONS_TOTAL,
-)
+from flopwatch import catalogue as m
 from flopwatch.training.recorder import Recorder
 
 
@@ -82,18 +71,17 @@ class Runtime:
             return
         self.listen()
         devices = self._memory()
-        for metric, numbers in (
-            (TRAINING_ALLOCATOR_RETRIES_TOTAL, [_number(device, "num_alloc_retries") for device in devices]),
-            (TRAINING_OUT_OF_MEMORY_TOTAL, [_number(device, "num_ooms") for device in devices]),
-            (TRAINING_ALLOCATOR_UNUSED_BYTES, [_unused(device) for device in devices]),
+        for metric, values in (
+            (m.TRAINING_ALLOCATOR_RETRIES_TOTAL, [_number(device, "num_alloc_retries") for device in devices]),
+            (m.TRAINING_OUT_OF_MEMORY_TOTAL, [_number(device, "num_ooms") for device in devices]),
+            (m.TRAINING_ALLOCATOR_UNUSED_BYTES, [_unused(device) for device in devices]),
         ):
-            known = [number for number in numbers if number is not None]
-            if known:
-                self._recorder.set(metric, sum(known))
+            if numbers := [value for value in values if value is not None]:
+                self._recorder.set(metric, sum(numbers))
 
     def _begins(self, arguments: Any = None) -> None:
         try:
-            self._recorder.add(TRAINING_RECOMPILATIONS_TOTAL, _recompiles(arguments))
+            self._recorder.add(m.TRAINING_RECOMPILATIONS_TOTAL, _recompiles(arguments))
             in_backward = torch._C._current_graph_task_id() != -1
             if in_backward or threading.get_ident() == self._loop_thread:
                 self._compiling = True
@@ -121,10 +109,10 @@ def _recompiles(arguments: Any) -> bool:
 
 
 def _number(device: Mapping[str, Any], *keys: str) -> int | None:
-    found: Any = device
+    value: Any = device
     for key in keys:
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found if isinstance(found, int) else None
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value if isinstance(value, int) else None
 
 
 def _unused(device: Mapping[str, Any]) -> int | None:

@@ -1,24 +1,12 @@
 """Waits of this rank for other ranks: in DDP's reducer, in FSDP2's gathers and reductions, and on the host.
 
-DDP. The reducer starts an all-reduce once a bucket's gradients are complete, and queues a callback on the autograd
-engine that waits for all of them after the last gradient. Two more callbacks bracket it. The first is queued from a
-hook on a parameter, so before the reducer's; when it runs, it queues the second, so after the reducer's. The time
-between is the wait after this rank's own gradients were done. A DDP communication hook cannot be used: only one can be
-registered, and it changes the order of additions and so the loss. Hooks on parameters, unlike those on modules, also
-run when the forward pass is compiled.
-https://docs.pytorch.org/docs/stable/notes/ddp.html#internal-design
+DDP: two callbacks on the autograd engine bracket the reducer's own. The first is queued from a hook on a parameter, and
+queues the second when it runs. https://docs.pytorch.org/docs/stable/notes/ddp.html#internal-design
+Host (gloo): `Work.wait` and `wait_tensor` are replaced by functions that read the clock before and after.
+FSDP2 on CUDA: marks on the compute stream bracket its waits, in private parts of PyTorch. If one is missing, the wait
+is not measured, and a warning is logged.
 
-The host. On CPU (gloo) a rank waits in `Work.wait()`, in which every collective called from Python ends: those of FSDP
-and ZeRO, a pipeline's receives, a loop's own all_reduce. That method is replaced by one that reads the clock before and
-after. The functional collectives of DTensor end in `wait_tensor`, which is replaced too.
-https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.Work
-
-FSDP2 on CUDA. The compute stream waits, and not the host: for the all-gather before a module's parameters are used, for
-a reduce-scatter before its buffer is reused, and for the last one. Marks on that stream bracket each wait. These are
-private parts of PyTorch: if one is missing, the wait is not measured, and a warning is logged.
-
-Absent with NCCL: FSDP1, and the groups of tensor, pipeline, context and expert parallelism; see docs/stragglers.md. A
-step under no_sync() has no wait and is not measured. Nothing is marked while a CUDA graph is captured.
+docs/stragglers.md lists what is absent. A step under no_sync() has no wait. A CUDA graph's capture is not marked.
 """
 
 from __future__ import annotations
@@ -42,9 +30,7 @@ log = logging.getLogger("flopwatch")
 
 # About how many parameters have a hook: a single one may be in a part of the model that a step leaves out.
 WATCHED_PARAMETERS = 4
-
-# Steps without a wait after which a warning is logged.
-STEPS_TO_BE_SURE = 2
+STEPS_TO_BE_SURE = 2  # without a wait, after which a warning is logged
 
 
 class Unmeasured(Exception):
@@ -79,23 +65,25 @@ def _watch(watched: Watch, model: object) -> None:
     groups = list(_fsdp_groups(model))
     # Not the parameters' alone: FSDP2 may keep its shards on the host and compute elsewhere.
     devices = {group.device.type for group in groups} or {parameter.device.type for parameter in model.parameters()}
+    names = ", ".join(sorted(devices))
     if devices <= {"cpu"}:
         _watch_host(watched)
     elif others or any(_tensor_parallel(group) for group in groups):
         raise Unmeasured(
-            f"on {', '.join(sorted(devices))} the waits in other groups than the data-parallel ones are not "
+            f"on {names} the waits in other groups than the data-parallel ones are not "
             "seen, and without them another rank of the straggler's group would be blamed"
         )
-    elif groups:
+    elif not reducers and not groups:
+        kind = type(model).__name__
+        raise Unmeasured(f"on {names} the device waits, not the host, and a {kind} is neither DDP nor FSDP2")
+    else:
         for group in groups:
             _watch_group(watched, group)
-    elif not reducers:
-        raise Unmeasured(
-            f"on {', '.join(sorted(devices))} the device waits, not the host, and a "
-            f"{type(model).__name__} is neither DDP nor FSDP2"
-        )
     for reducer in reducers:
-        _watch_reducer(watched, reducer)
+        parameters = [parameter for parameter in reducer.parameters() if parameter.requires_grad]
+        bracket = _Bracket(watched, reducer)
+        for parameter in parameters[:: max(1, len(parameters) // WATCHED_PARAMETERS)]:
+            watched.handles.append(parameter.register_hook(bracket.backward))  # type: ignore[no-untyped-call]
     if reducers or groups:
         watched.recorder.poll(watched.check)
 
@@ -200,17 +188,6 @@ class _Replaced:
             setattr(owner, self._name, self._original)
 
 
-# DDP.
-
-
-def _watch_reducer(watched: Watch, model: DistributedDataParallel) -> None:
-    """Bracket the waits of this model's reducer."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    bracket = _Bracket(watched, model)
-    for parameter in parameters[:: max(1, len(parameters) // WATCHED_PARAMETERS)]:
-        watched.handles.append(parameter.register_hook(bracket.backward))  # type: ignore[no-untyped-call]
-
-
 class _Bracket:
     """Callbacks around the reducer's wait in every backward pass of a DDP model."""
 
@@ -238,22 +215,13 @@ class _Bracket:
         try:
             self._passes.discard(this)
             if (began := self._watch.begins()) is not None:
-                _queue(functools.partial(self._behind_reducer, began))
-        except Exception as error:
-            self._watch.failed(error)
-
-    def _behind_reducer(self, began: Mark) -> None:
-        try:
-            self._watch.ends(began)
+                _queue(functools.partial(_ends, self._watch, began))
         except Exception as error:
             self._watch.failed(error)
 
 
 def _queue(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-# FSDP2 where the device waits.
 
 
 def _fsdp_groups(model: torch.nn.Module) -> Iterator[Any]:
@@ -327,15 +295,9 @@ def _watch_group(watched: Watch, group: Any) -> None:
         finally:
             _ends(watched, began)
 
-    watched.handles += [
-        _Replaced(group, "wait_for_unshard", timed_wait_for_unshard),
-        _Replaced(group, "post_backward", timed_post_backward),
-        _Replaced(group, "_wait_for_post_backward", timed_wait_for_post_backward),
-        _Replaced(group, "finalize_backward", timed_finalize_backward),
-    ]
-
-
-# Waits of the host.
+    for ours in (timed_wait_for_unshard, timed_post_backward, timed_wait_for_post_backward, timed_finalize_backward):
+        name = ours.__name__.removeprefix("timed_")
+        watched.handles.append(_Replaced(group, "_" + name if name == "wait_for_post_backward" else name, ours))
 
 
 _replaced: list[_Replaced] = []
