@@ -20,7 +20,7 @@ import pytest
 
 from demo.servers import find
 from flopwatch.catalogue import BY_NAME
-from flopwatch.node.compat import ALIASES
+from flopwatch.node.scrape.compat import ALIASES
 from tests.support import ROOT
 from tests.support.cases import for_each
 from tests.support.commands import assert_commands_exist
@@ -58,7 +58,7 @@ EXPORTER = (
     "until curl -sf 127.0.0.1:9450/readyz >/dev/null; do sleep 0.1; done"
 )
 JOB = (
-    "FLOPWATCH_PUSH_INTERVAL=0.5 python -m flopwatch.simulate.job --out job >/dev/null 2>&1 &\n"
+    "FLOPWATCH_PUSH_INTERVAL=0.5 python -m simulator.job --out job >/dev/null 2>&1 &\n"
     "until curl -s 127.0.0.1:9450/metrics | grep -q '^training_model_flops_total{.*} [1-9]'; do sleep 0.2; done"
 )
 WAITS = (

@@ -100,7 +100,7 @@ def bind_mounts(services: Json) -> Iterator[tuple[Path, str]]:
 
 def test_what_is_mounted_exists_and_volumes_are_declared() -> None:
     mounts = dict(bind_mounts(SERVICES))
-    assert len(mounts) == 8
+    assert len(mounts) == 9
     mounts |= bind_mounts(load("central.yaml")["services"])
     assert [path for path in mounts if not path.exists()] == [COMPOSE / "tls" / "ca.crt"], "the user's own"
     declared = set(load("compose.yaml")["volumes"]) | set(load("gpu.yaml")["volumes"])
@@ -566,7 +566,7 @@ def test_a_wheel_made_as_in_the_image_stands_without_the_checkout(tmp_path: Path
         env=elsewhere,
         cwd=tmp_path,
     )
-    assert "say who may with --web-config" in boards.stderr
+    assert "require authentication with --web-config" in boards.stderr
     assert (target / "flopwatch/boards/dashboards/fleet.json").is_file()
     assert (target / "flopwatch/boards/page/index.html").is_file() is built
 

@@ -29,6 +29,8 @@ _SHAPES: dict[str, str] = {
 # Not within a word or a number, nor within a longer identity of the same kind.
 _BEFORE = rf"(?<![\w.])(?<![\W:]{_HEX}{{2}}:)(?<![\W:]{_HEX}{{4}}:)"
 _AFTER = r"(?!\w|\.\w)"
+_ADDRESS = "|".join(_SHAPES[kind] for kind in ("ipv6", "guid", "mac", "ipv4"))
+_NO_ADDRESS = rf"(?!(?:{_ADDRESS}){_AFTER})"
 _SHAPED = re.compile("|".join(f"{_BEFORE}(?P<{kind}>{shape}){_AFTER}" for kind, shape in _SHAPES.items()))
 
 # The text before a name in a log, and the name. The name of a process may contain blanks, up to a comma.
@@ -36,8 +38,8 @@ _NAME = r"(?!<)[^\s,;:\"'`()]+"
 _INTRODUCED = re.compile(
     "|".join(
         (
-            r"\bserial[ _]?(?:number|no\b|num\b)\s*\.?\s*[:=#]?\s*(?P<serial>\w[\w-]*)",
-            r"\bpid[:= ]\s*['\"]?(?P<pid>\d+)",
+            rf"\bserial[ _]?(?:number|no\b|num\b)\s*\.?\s*[:=#]?\s*{_NO_ADDRESS}(?P<serial>\w[\w-]*)",
+            rf"\bpid[:= ]\s*['\"]?{_NO_ADDRESS}(?P<pid>\d+)",
             r"\bcomm: (?P<command>.+?)(?= (?:not )?tainted\b|$)",
             r"\b(?:name|comm|task|process)[:=]\s*['\"`]?(?P<process>(?!<)(?:[^\s,'\"`][^,'\"`\n]*)?[^\s,'\"`])",
             r"\b(?:process|task)\s+[`'\"](?P<quoted>[^`'\"\n]+)",

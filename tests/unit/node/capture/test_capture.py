@@ -13,7 +13,7 @@ from typing import Any
 
 import pynvml
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import flopwatch
@@ -294,6 +294,9 @@ def test_a_log_says_itself_what_is_a_name(line: str, masked: str) -> None:
     st.text(alphabet="0123456789abcdefg:.-x% GPU\n", max_size=80),
     st.sampled_from(["", "pid=", "name=", "Comm: ", "Serial Number: ", "/home/", "user='"]),
 )
+@example("::1", "pid=")
+@example("ab:cd:ef:01:02:03", "pid=")
+@example("::1", "Serial Number: ")
 def test_a_masked_text_is_not_masked_again(text: str, introduction: str) -> None:
     masker = Masker()
     once = masker.log(introduction + text)

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families as text_fami
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample
-from flopwatch.node.compat import ALIASES, GENERATIONS, Compatibility
+from flopwatch.node.scrape.compat import ALIASES, GENERATIONS, Compatibility
 from flopwatch.node.scrape.reader import Reading
 from flopwatch.node.scrape.scrape import Scrape
 from flopwatch.settings import ExporterSettings, SettingsError
