@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-from flopwatch.commands import Commands, command, flag, need_checkout
+from flopwatch.commands import Commands, command, flag, need_checkout, positive
 from flopwatch.settings import SettingsError
 
 
@@ -67,37 +67,26 @@ def _written(flag: str, path: Path) -> TextIO:
         raise SettingsError(f"{flag} {path}: {error.strerror}") from error
 
 
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return number
-
-
 def add(commands: Commands) -> None:
     """Describe the command."""
     text = "simulate a cluster with faults in virtual time, and compare the ledger's figures with the truth"
     parser = command(commands, "simulate", run, text)
     add = partial(flag, parser)
-    text = (
-        "llama3 (default), crash_loop, leaf_failure, rolling_maintenance, slowdowns or healthy; stragglers or hangs: "
-    )
-    add("--scenario", "NAME", text + "the verdicts of the rules on jobs with each kind of them", default="llama3")
-    add("--days", "N", "how long (default: the scenario's)", _positive)
+    text = "llama3 (default), crash_loop, leaf_failure, rolling_maintenance, slowdowns or healthy; stragglers or "
+    text += "hangs: the verdicts of the rules on jobs with each kind of them"
+    add("--scenario", "NAME", text, default="llama3")
+    add("--days", "N", "how long (default: the scenario's)", positive)
     add("--gpus", "N", "how many the job has, in nodes of 8 (default: the scenario's)", int)
     add("--seed", "N", "the same seed gives the same history (default 1)", int, default=1)
     text = "a script of faults in place of the scenario's: YAML, or a JSON object a line"
     add("--faults", "FILE", text, Path)
     text = "how often every node reports (default: only when something changed, which gives the same figures)"
-    add("--every", "SECONDS", text, _positive)
+    add("--every", "SECONDS", text, positive)
     add("--history", "FILE", "write the records, for `flopwatch ledger replay`", Path)
     text = "write what a Prometheus would have scraped, for `promtool tsdb create-blocks-from openmetrics`: "
     text += "the ledger's series and, of at most 256 nodes, a few of theirs"
     add("--metrics", "FILE", text, Path)
-    add("--step", "SECONDS", "scrape interval of --metrics (default 60)", _positive, default=60.0)
+    add("--step", "SECONDS", "scrape interval of --metrics (default 60)", positive, default=60.0)
     text = "of stragglers and hangs: number of jobs of each kind, from --seed on (default 50)"
     add("--seeds", "N", text, int, default=50)
     rules = Path("helm/files/rules.yaml")

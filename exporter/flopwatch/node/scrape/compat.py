@@ -225,14 +225,10 @@ def _parts(samples: Sequence[Sample]) -> Iterator[Part]:
             if any(names.values()) and names not in owners[labels[1], owner["mig_uuid"]]:
                 owners[labels[1], owner["mig_uuid"]].append(names)
     for uuid, gpu in gpus.items():
-        labels_of_gpu = {
-            "gpu": gpu["gpu"],
-            "UUID": uuid,
-            "pci_bus_id": gpu["pci_bus_id"],
-            "device": f"nvidia{gpu['gpu']}",
-            "modelName": gpu["model"],
-        }
-        key = gpu["gpu"], uuid
+        index = gpu["gpu"]
+        key = index, uuid
+        labels_of_gpu = {"gpu": index, "UUID": uuid, "pci_bus_id": gpu["pci_bus_id"]}
+        labels_of_gpu |= {"device": f"nvidia{index}", "modelName": gpu["model"]}
         if uuid not in instances:
             yield Part(key, (), labels_of_gpu, gpu["driver_version"], gpu["host"], owners[uuid, ""])
         for id, instance in instances[uuid].items() if uuid in instances else ():

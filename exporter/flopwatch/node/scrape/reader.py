@@ -376,8 +376,8 @@ def hardware(settings: ExporterSettings, sources: HostSources) -> list[Reader]:
     """Return one reader per source; the first one finds the GPUs."""
     state, sysfs = str(sources.state), str(sources.sysfs)
     gpus, runtime, ports = f"{state}/gpus.json", f"{state}/gpu_runtime.json", f"{state}/port_history.json"
-    host, job_mapping = settings.host, str(settings.job_mapping or "")
-    owners = {"kubelet": sources.kubelet, "job_mapping": job_mapping, "proc": str(sources.proc)}
+    host, topology, jobs = settings.host, settings.topology, str(settings.job_mapping or "")
+    kubelet, proc = sources.kubelet, str(sources.proc)
 
     def reader(
         name: str, spec: Spec | None = None, driver: bool = False, secondary: bool = False, **more: str
@@ -390,7 +390,16 @@ def hardware(settings: ExporterSettings, sources: HostSources) -> list[Reader]:
         reader("nvml", sources.nvml, True, host=host, inventory=gpus, runtime=runtime, sysfs=sysfs),
         reader("infiniband", host=host, inventory=f"{state}/ports.json", sysfs=sysfs, gpus=gpus, state=ports),
         reader("xid", sources.xid, True, kmsg=sources.kmsg, gpus=gpus, state=f"{state}/xid.json", nvml="events"),
-        reader("identity", host=host, gpus=gpus, runtime=runtime, topology=settings.topology, **owners),
+        reader(
+            "identity",
+            host=host,
+            gpus=gpus,
+            runtime=runtime,
+            kubelet=kubelet,
+            job_mapping=jobs,
+            proc=proc,
+            topology=topology,
+        ),
     ]
     if settings.dcgm:
         readers.insert(1, reader("dcgm", driver=True, secondary=True, address=settings.dcgm, gpus=gpus))

@@ -1357,7 +1357,7 @@ def test_one_mig_instance_that_cannot_be_read_costs_no_other(
         return works(handle)
 
     library.nvmlDeviceGetName = name  # type: ignore[method-assign]
-    library.nvmlDeviceGetGpuInstanceId = instance  # type: ignore[method-assign]
+    vars(library)["nvmlDeviceGetGpuInstanceId"] = instance
     node.mig(5, "on")
     samples = collector(library).read()
     assert of(samples, GPU_MIG_MODE, "5") == {(): 1}
