@@ -90,7 +90,7 @@ def source(folder: Path) -> Iterator[PageSource]:
                     f"--ledger=http://{ledger}",
                 ],
             ),
-            ("job", ["flopwatch.simulate.job", f"--ranks={GPUS}", f"--out={folder}/job", f"--gpu-uuids={uuids}"]),
+            ("job", ["simulator.job", f"--ranks={GPUS}", f"--out={folder}/job", f"--gpu-uuids={uuids}"]),
         ):
             (folder / name).mkdir()
             child = Child(

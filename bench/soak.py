@@ -95,7 +95,7 @@ def soak(seconds: int, folder: Path) -> int:
     job = [
         sys.executable,
         "-m",
-        "flopwatch.simulate.job",
+        "simulator.job",
         "--ranks",
         str(RANKS),
         "--out",

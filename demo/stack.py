@@ -316,7 +316,7 @@ class DemoStack:
                 "examples/train_lm.py",
             ]
         else:
-            command = ["-m", "flopwatch.simulate.job", "--ranks", str(self.ranks)]
+            command = ["-m", "simulator.job", "--ranks", str(self.ranks)]
         (self.state / "tmp").mkdir(exist_ok=True)
         self._launch(
             "training",

@@ -28,24 +28,9 @@ from flopwatch.commands import (
 )
 from flopwatch.settings import SettingsError
 
-COMMANDS = (
-    exporter,
-    doctor,
-    ledger,
-    maintenance,
-    metrics,
-    check,
-    run,
-    report,
-    size,
-    boards,
-    flops,
-    peak,
-    stacks,
-    simulate,
-    capture,
-    kmsg,
-)
+# In the order of --help.
+COMMANDS = (exporter, doctor, ledger, maintenance, metrics, check, run, report,
+            size, boards, flops, peak, stacks, simulate, capture, kmsg)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

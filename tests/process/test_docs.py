@@ -58,7 +58,7 @@ EXPORTER = (
     "until curl -sf 127.0.0.1:9450/readyz >/dev/null; do sleep 0.1; done"
 )
 JOB = (
-    "FLOPWATCH_PUSH_INTERVAL=0.5 python -m flopwatch.simulate.job --out job >/dev/null 2>&1 &\n"
+    "FLOPWATCH_PUSH_INTERVAL=0.5 python -m simulator.job --out job >/dev/null 2>&1 &\n"
     "until curl -s 127.0.0.1:9450/metrics | grep -q '^training_model_flops_total{.*} [1-9]'; do sleep 0.2; done"
 )
 WAITS = (

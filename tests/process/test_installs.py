@@ -100,7 +100,7 @@ def bind_mounts(services: Json) -> Iterator[tuple[Path, str]]:
 
 def test_what_is_mounted_exists_and_volumes_are_declared() -> None:
     mounts = dict(bind_mounts(SERVICES))
-    assert len(mounts) == 8
+    assert len(mounts) == 9
     mounts |= bind_mounts(load("central.yaml")["services"])
     assert [path for path in mounts if not path.exists()] == [COMPOSE / "tls" / "ca.crt"], "the user's own"
     declared = set(load("compose.yaml")["volumes"]) | set(load("gpu.yaml")["volumes"])

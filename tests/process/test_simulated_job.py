@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flopwatch.simulate.job import FLOPS_PER_TOKEN, TOKENS_PER_SECOND
+from simulator.job import FLOPS_PER_TOKEN, TOKENS_PER_SECOND
 from tests.support import ROOT
 from tests.support.hook_server import HookServer, Push
 from tests.support.machine import PATIENCE, until
@@ -28,7 +28,7 @@ def started(out: Path, endpoint: str, *arguments: str) -> Iterator[subprocess.Po
         "FLOPWATCH_PUSH_INTERVAL": "0.2",
     }
     job = subprocess.Popen(
-        [sys.executable, "-m", "flopwatch.simulate.job", "--out", out, "--log-file", out / "log.jsonl", *arguments],
+        [sys.executable, "-m", "simulator.job", "--out", out, "--log-file", out / "log.jsonl", *arguments],
         env=environ,
         cwd=ROOT,
     )

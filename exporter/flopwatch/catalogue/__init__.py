@@ -1,8 +1,7 @@
 """Every metric family flopwatch publishes, once: name, type, help, labels, source and scale.
 
-The exporter's families, the training hook's instruments, docs/metrics.md, rules and dashboards derive from these rows
-or are checked against them. `str(row)` is the series name, so an f-string is a query. Standard library only. One file
-per domain, which is the first word of the name.
+`str(row)` is the series name, so an f-string is a query. Standard library only. One file per domain, which is the first
+word of the name.
 
 Names follow https://prometheus.io/docs/practices/naming/: base units, unit in the name, `_total` on counters only, and
 no label that the scrape owns (`job, instance, namespace, pod, container, node, service`).

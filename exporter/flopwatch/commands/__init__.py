@@ -70,10 +70,15 @@ def address(text: str) -> Address:
 
 def seconds(text: str) -> float:
     """Parse a positive number of seconds, for argparse."""
+    return positive(text, " of seconds")
+
+
+def positive(text: str, of: str = "") -> float:
+    """Parse a positive number, for argparse; `of` names its unit in the error."""
     try:
         number = float(text)
     except ValueError:
         number = 0.0
     if not 0 < number < 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number{of}")
     return number

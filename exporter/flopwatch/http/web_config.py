@@ -1,12 +1,9 @@
 """TLS and authentication of a listener: the web configuration file of Prometheus' exporters.
 
 Format: https://github.com/prometheus/exporter-toolkit/blob/master/docs/web-configuration.md. As there, the file and the
-files that it names are reloaded when they change, for the next connection and the next request. A restart is needed to
-turn TLS on or off. A reload never turns authentication off, since editors truncate a file before writing it. A change
-that cannot be used is logged, and the previous configuration stays.
-
-Options that Python's `ssl` does not have are errors: client certificates without verification, client_allowed_sans,
-curve_preferences, TLS below 1.2, certificates inside the file. http2 and prefer_server_cipher_suites have no effect.
+files that it names are reloaded when they change, for the next connection and the next request. A reload never turns
+TLS on or off, nor authentication off, since editors truncate a file before writing it. Options that Python's `ssl` does
+not have are errors. http2 and prefer_server_cipher_suites have no effect.
 """
 
 from __future__ import annotations
@@ -68,6 +65,7 @@ _BCRYPT = re.compile(r"\$2[aby]\$([0-9]{2})\$[./A-Za-z0-9]{53}")
 # Each step doubles the time; 10 takes 50 ms.
 MIN_COST, MAX_COST = 4, 16
 MAX_DEPTH = 3  # of keys and indices
+_PACKAGES = "--web-config needs PyYAML and bcrypt; install flopwatch[exporter]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,15 +186,11 @@ class _TlsSection(_Section):
         """Return the TLS settings, or None for an empty section; file names are relative to `base`."""
         if not self.model_fields_set:
             return None
-        return Tls(
-            base / self.cert_file,
-            base / self.key_file,
-            CLIENT_AUTH[self.client_auth_type or "NoClientCert"],
-            base / self.client_ca_file if self.client_ca_file else None,
-            VERSIONS[self.min_version or "TLS12"],
-            VERSIONS[self.max_version or "TLS13"],
-            ":".join(_CIPHERS[suite] for suite in self.cipher_suites),
-        )
+        auth, ca_file = CLIENT_AUTH[self.client_auth_type or "NoClientCert"], self.client_ca_file
+        lowest, highest = VERSIONS[self.min_version or "TLS12"], VERSIONS[self.max_version or "TLS13"]
+        ciphers = ":".join(_CIPHERS[suite] for suite in self.cipher_suites)
+        ca = base / ca_file if ca_file else None
+        return Tls(base / self.cert_file, base / self.key_file, auth, ca, lowest, highest, ciphers)
 
 
 def _checked_users(users: dict[str, str]) -> dict[str, str]:
@@ -280,7 +274,7 @@ def _compose(text: str) -> Node | None:
     try:
         import yaml
     except ImportError:
-        raise SettingsError("--web-config needs PyYAML and bcrypt; install flopwatch[exporter]") from None
+        raise SettingsError(_PACKAGES) from None
     try:
         return yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.MarkedYAMLError as error:
@@ -324,10 +318,7 @@ def _readable(key: str, file: Path) -> None:
         raise SettingsError(f"{key} {file}: {error.strerror}") from None
 
 
-Signature = tuple[tuple[int, int, int] | None, ...]
-
-
-def _signature(files: tuple[Path, ...]) -> Signature:
+def _signature(files: tuple[Path, ...]) -> tuple[tuple[int, int, int] | None, ...]:
     """Return a value that changes when one of the files is replaced or written."""
     return tuple(_stat(file) for file in files)
 
@@ -370,7 +361,7 @@ class Web:
         except OSError as error:
             raise SettingsError(f"{self._name}: {error.strerror}") from None
         except ImportError:
-            raise SettingsError("--web-config needs PyYAML and bcrypt; install flopwatch[exporter]") from None
+            raise SettingsError(_PACKAGES) from None
         except SettingsError as error:
             raise SettingsError(f"{self._name}: {error}") from None
 

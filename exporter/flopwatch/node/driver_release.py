@@ -1,10 +1,9 @@
 """Release of the driver: handles are closed on request, so that a GPU can be reset or the driver be replaced.
 
 A reset, a switch of MIG and an unload of the module fail while any process has handles open. A request is the file
-`release` in the state folder: a duration such as `10m` (from when the file was written), or the Unix time of the
-end; 0 ends the release early. The exporter closes its handles and confirms with the same end in `released`. It deletes
-both files at the end, so that a release survives a restart. `flopwatch exporter --release 10m` writes the request and
-waits for the confirmation.
+`release` in the state folder: a duration such as `10m` (from when the file was written), or the Unix time of the end;
+0 ends the release early. The exporter closes its handles and confirms with the same end in `released`. It deletes both
+files at the end, so that a release survives a restart.
 """
 
 from __future__ import annotations
@@ -19,12 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from flopwatch.catalogue import (
-    FLOPWATCH_DRIVER_RELEASED,
-    FLOPWATCH_DRIVER_RELEASED_SECONDS_TOTAL,
-    FLOPWATCH_DRIVER_RELEASED_UNTIL_TIMESTAMP_SECONDS,
-    Sample,
-)
+from flopwatch import catalogue as m
+from flopwatch.catalogue import Sample
 
 log = logging.getLogger(__name__)
 
@@ -122,12 +117,12 @@ class Release:
         """Return whether the driver is released, the end, and the total time of all releases in seconds."""
         until, seconds = self._until, self._seconds
         if until is None:
-            return [(FLOPWATCH_DRIVER_RELEASED, (), 0), (FLOPWATCH_DRIVER_RELEASED_SECONDS_TOTAL, (), seconds)]
+            return [(m.FLOPWATCH_DRIVER_RELEASED, (), 0), (m.FLOPWATCH_DRIVER_RELEASED_SECONDS_TOTAL, (), seconds)]
         seconds += max(0.0, self._clock() - self._since)
         return [
-            (FLOPWATCH_DRIVER_RELEASED, (), 1),
-            (FLOPWATCH_DRIVER_RELEASED_UNTIL_TIMESTAMP_SECONDS, (), until),
-            (FLOPWATCH_DRIVER_RELEASED_SECONDS_TOTAL, (), seconds),
+            (m.FLOPWATCH_DRIVER_RELEASED, (), 1),
+            (m.FLOPWATCH_DRIVER_RELEASED_UNTIL_TIMESTAMP_SECONDS, (), until),
+            (m.FLOPWATCH_DRIVER_RELEASED_SECONDS_TOTAL, (), seconds),
         ]
 
     def _asked(self) -> float | None:

@@ -1,11 +1,9 @@
 """Privileged process that streams /dev/kmsg to an unprivileged exporter over a unix socket.
 
-It uses the standard library only: https://www.kernel.org/doc/Documentation/ABI/testing/dev-kmsg.
-
 A client sends one line, the number of the first record that it wants (0 for all that the kernel still has). It receives
-the records as the device returns them: a line each, with continuation lines that begin with a space. The line
-` caught up` is sent once, after the last record that existed. The device is opened once per client, so the kernel's
-ring is the only buffer: a slow client finds a gap in the record numbers, and a client that stops reading is dropped.
+records as the device returns them (https://www.kernel.org/doc/Documentation/ABI/testing/dev-kmsg), and once, after the
+last record that existed, the line ` caught up`. The device is opened once per client, so the kernel's ring is the only
+buffer: a slow client finds a gap in the record numbers, and a client that stops reading is dropped.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """The folder of a simulated node: its state files, sysfs, proc and dev trees.
 
-sys/class/infiniband/   the ports, written in place; sys/devices, sys/bus/pci: the PCI tree of ports and GPUs
-kmsg                    kernel log records
-proc/                   the control groups of the processes that keep the GPUs busy; proc/driver: the list of GPUs
-dev/                    stand-ins for the device files of the GPUs
-node.json               the state that `SimulatedNode.tick` advances; `simulate/pynvml.py` answers from it
-faults.json             the injected faults and the load of each GPU
+`sys` has the ports and the PCI tree, `kmsg` the kernel log, `proc` the control groups of the processes on the GPUs and
+the driver's list of GPUs, `dev` stand-ins for device files. `SimulatedNode.tick` advances `node.json`, from which
+`simulate/pynvml.py` answers. `faults.json` has the injected faults and the load of each GPU.
 """
 
 from __future__ import annotations

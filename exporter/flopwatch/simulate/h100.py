@@ -27,14 +27,9 @@ IDLE_CLOCK, MAX_CLOCK, MEMORY_CLOCK = 345, 1980, 2619
 # 87 C is the 41 C of the idle capture plus its margin of 46 C. The hardware slows down at 2 C more.
 SW_SLOWDOWN_CELSIUS, HW_SLOWDOWN_CELSIUS = 87.0, 89.0
 THERMAL_SECONDS = 5.0  # time constant of the heat sink
-HELD_CLOCK = {
-    "sw_power_cap": 1410,
-    "sync_boost": 1755,
-    "sw_thermal_slowdown": 1200,
-    "hw_thermal_slowdown": 795,
-    "hw_power_brake_slowdown": 795,
-    "hw_slowdown": 795,
-}
+HELD_CLOCK = {"sw_power_cap": 1410, "sync_boost": 1755, "sw_thermal_slowdown": 1200} | dict.fromkeys(
+    ("hw_thermal_slowdown", "hw_power_brake_slowdown", "hw_slowdown"), 795
+)
 DEFAULT_LOAD = 0.95
 IDLE_VIDEO_CLOCK, MAX_VIDEO_CLOCK = 765, 1545
 DRIVER_VERSION = "590.48.01"
@@ -53,59 +48,21 @@ LINK_RATES = {400: "4X NDR", 200: "2X NDR", 100: "1X NDR", 50: "1X HDR", 25: "1X
 # Bytes a fully busy GPU sends per second, through PCIe to its rail and through its NVLinks to its peers.
 PCIE_RATE, NVLINK_RATE = LINE_SHARE * 50e9, 0.3 * NVLINKS * NVLINK_SPEED * 1e6
 STICKS_AT = {"counters/symbol_error": 65535, "counters/link_downed": 255, "counters/port_xmit_wait": 2**32 - 1}
-COUNTERS = {
-    "counters": (
-        "VL15_dropped",
-        "excessive_buffer_overrun_errors",
-        "link_downed",
-        "link_error_recovery",
-        "local_link_integrity_errors",
-        "multicast_rcv_packets",
-        "multicast_xmit_packets",
-        "port_rcv_constraint_errors",
-        "port_rcv_data",
-        "port_rcv_errors",
-        "port_rcv_packets",
-        "port_rcv_remote_physical_errors",
-        "port_rcv_switch_relay_errors",
-        "port_xmit_constraint_errors",
-        "port_xmit_data",
-        "port_xmit_discards",
-        "port_xmit_packets",
-        "port_xmit_wait",
-        "symbol_error",
-        "unicast_rcv_packets",
-        "unicast_xmit_packets",
-    ),
-    "hw_counters": (
-        "duplicate_request",
-        "implied_nak_seq_err",
-        "lifespan",
-        "local_ack_timeout_err",
-        "out_of_buffer",
-        "out_of_sequence",
-        "packet_seq_err",
-        "req_cqe_error",
-        "req_cqe_flush_error",
-        "req_remote_access_errors",
-        "req_remote_invalid_request",
-        "resp_cqe_error",
-        "resp_cqe_flush_error",
-        "resp_local_length_error",
-        "resp_remote_access_errors",
-        "rnr_nak_retry_err",
-        "roce_adp_retrans",
-        "roce_adp_retrans_to",
-        "roce_slow_restart",
-        "roce_slow_restart_cnps",
-        "roce_slow_restart_trans",
-        "rx_atomic_requests",
-        "rx_dct_connect",
-        "rx_icrc_encapsulated",
-        "rx_read_requests",
-        "rx_write_requests",
-    ),
-}
+_COUNTERS = (
+    "VL15_dropped excessive_buffer_overrun_errors link_downed link_error_recovery local_link_integrity_errors "
+    "multicast_rcv_packets multicast_xmit_packets port_rcv_constraint_errors port_rcv_data port_rcv_errors "
+    "port_rcv_packets port_rcv_remote_physical_errors port_rcv_switch_relay_errors port_xmit_constraint_errors "
+    "port_xmit_data port_xmit_discards port_xmit_packets port_xmit_wait symbol_error unicast_rcv_packets "
+    "unicast_xmit_packets"
+)
+_HW_COUNTERS = (
+    "duplicate_request implied_nak_seq_err lifespan local_ack_timeout_err out_of_buffer out_of_sequence "
+    "packet_seq_err req_cqe_error req_cqe_flush_error req_remote_access_errors req_remote_invalid_request "
+    "resp_cqe_error resp_cqe_flush_error resp_local_length_error resp_remote_access_errors rnr_nak_retry_err "
+    "roce_adp_retrans roce_adp_retrans_to roce_slow_restart roce_slow_restart_cnps roce_slow_restart_trans "
+    "rx_atomic_requests rx_dct_connect rx_icrc_encapsulated rx_read_requests rx_write_requests"
+)
+COUNTERS = {"counters": _COUNTERS.split(), "hw_counters": _HW_COUNTERS.split()}
 
 ADAPTERS = {
     **{device: pci.adapter_path(bus) for device, bus in zip(DEVICES, PCI_BUSES, strict=True)},
@@ -118,7 +75,6 @@ XID_TEXTS = {
     119: "pid=4711, name=python, Timeout after 6s of waiting for RPC response from GPU GSP! Expected function 76 "
     "(GSP_RM_CONTROL) (0x20801813 0x4c).",
 }
-
 
 ECC_ERRORS = ("corrected", "uncorrected")
 # Not reset by `clear`: load, configuration and counters.
@@ -142,28 +98,9 @@ def pid(gpu: int) -> int:
 
 def no_faults() -> dict[str, Any]:
     """Return the content of faults.json on a healthy node."""
-    return {
-        "load": {},
-        "lost": {},
-        "ecc": {},
-        "throttle": {},
-        "heat": {},
-        "hang": None,
-        "fail": {},
-        "blind": {},
-        "withheld": {},
-        "resets": {},
-        "order": list(range(GPUS)),
-        "driver": DRIVER_VERSION,
-        "mig": {},
-        "nvlink_down": {},
-        "nvlink_errors": {},
-        "remap": {},
-        "pcie": {},
-        "recovery": {},
-        "profiler": {},
-        "symbol_errors": {},
-        "link": {},
-        "rate": {},
-        "removed": {},
-    }
+    kinds = (
+        "load lost ecc throttle heat hang fail blind withheld resets order driver mig nvlink_down nvlink_errors remap "
+        "pcie recovery profiler symbol_errors link rate removed"
+    )
+    faults: dict[str, Any] = {kind: {} for kind in kinds.split()}
+    return faults | {"hang": None, "order": list(range(GPUS)), "driver": DRIVER_VERSION}

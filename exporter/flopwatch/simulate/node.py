@@ -39,17 +39,11 @@ class SimulatedNode:
             self._folder.write_devices(faults)
         with self._folder.locked():
             if not (self.root / "node.json").exists():
-                self._folder.save(
-                    "node.json",
-                    {
-                        "time": now - 100 * h100.THERMAL_SECONDS,
-                        "gpus": [physics.new_gpu(gpu) for gpu in range(h100.GPUS)],
-                        "ports": {
-                            device: physics.new_port(index)
-                            for index, device in enumerate((*h100.DEVICES, h100.STORAGE_DEVICE))
-                        },
-                    },
-                )
+                devices = enumerate((*h100.DEVICES, h100.STORAGE_DEVICE))
+                ports = {device: physics.new_port(index) for index, device in devices}
+                gpus = [physics.new_gpu(gpu) for gpu in range(h100.GPUS)]
+                node = {"time": now - 100 * h100.THERMAL_SECONDS, "gpus": gpus, "ports": ports}
+                self._folder.save("node.json", node)
             for device, port in self._folder.load("node.json")["ports"].items():
                 self._folder.write_port(device, port)
             pci.write(self.sysfs, h100.PCI_BUSES, h100.ADAPTERS)
@@ -97,13 +91,9 @@ class SimulatedNode:
                 lines.insert(0, f"NVRM: GPU at PCI:{bus}: {self.uuid(gpu)}")
                 lines.insert(1, f"NVRM: GPU Board Serial Number: {h100.serial(gpu)}")
             microseconds = int(self._uptime() * 1e6)
+            records = (f"4,{number},{microseconds},-;{line}\n" for number, line in enumerate(lines, log.count("\n")))
             with self.kmsg.open("a") as file:
-                file.write(
-                    "".join(
-                        f"4,{sequence},{microseconds},-;{line}\n"
-                        for sequence, line in enumerate(lines, log.count("\n"))
-                    )
-                )
+                file.write("".join(records))
         if code == OFF_THE_BUS:
             self.lose(gpu)
 
@@ -174,11 +164,8 @@ class SimulatedNode:
             for kind in ("lost", "recovery", "nvlink_errors", "nvlink_down"):
                 faults[kind].pop(key, None)
             ecc = faults["ecc"].get(key, {})
-            faults["ecc"][key] = {
-                "corrected": 0,
-                "uncorrected": 0,
-                **{f"{kind}_before": ecc.get(f"{kind}_before", 0) + ecc.get(kind, 0) for kind in h100.ECC_ERRORS},
-            }
+            before = {f"{kind}_before": ecc.get(f"{kind}_before", 0) + ecc.get(kind, 0) for kind in h100.ECC_ERRORS}
+            faults["ecc"][key] = {"corrected": 0, "uncorrected": 0, **before}
             if key in faults["remap"]:
                 faults["remap"][key]["pending"] = False
             if index is not None:

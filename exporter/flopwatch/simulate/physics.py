@@ -53,15 +53,14 @@ def advance_gpu(gpu: dict[str, Any], index: int, faults: Mapping[str, Any], now:
     gpu["busy_seconds"] = gpu.get("busy_seconds", 0.0) + min(1.0, busy) * seconds
     gpu["tensor_seconds"] = gpu.get("tensor_seconds", 0.0) + min(1.0, busy) * clock / h100.MAX_CLOCK * seconds
     active = events if load > 0 else events | {"gpu_idle"}
+    memory_range = h100.BUSY_MEMORY_CELSIUS - h100.IDLE_MEMORY_CELSIUS
+    celsius_range = h100.BUSY_CELSIUS - h100.IDLE_CELSIUS
     gpu.update(
         utilization=min(100, max(0, round(100 * busy))),
         milliwatts=int(power * 1000),
         clock=clock,
         memory_celsius=round(
-            h100.IDLE_MEMORY_CELSIUS
-            + (h100.BUSY_MEMORY_CELSIUS - h100.IDLE_MEMORY_CELSIUS)
-            * (gpu["celsius"] - h100.IDLE_CELSIUS)
-            / (h100.BUSY_CELSIUS - h100.IDLE_CELSIUS)
+            h100.IDLE_MEMORY_CELSIUS + memory_range * (gpu["celsius"] - h100.IDLE_CELSIUS) / celsius_range
         ),
         memory_used=h100.MEMORY_BUSY if load > 0 else 0,
         events=sum(bit for bit, name in CLOCK_EVENTS.items() if name in active),

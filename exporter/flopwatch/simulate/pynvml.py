@@ -73,12 +73,6 @@ def call(function: Callable[Concatenate[Simulation, P], T]) -> Callable[Concaten
     return wrapper
 
 
-def _answer(name: str, function: Callable[[Simulation, Handle], T]) -> Callable[[Simulation, Handle], T]:
-    """Return the NVML call `name` about a handle, whose answer is that of `function`."""
-    function.__name__ = name
-    return call(function)
-
-
 def _idle_video(nvml: Simulation, handle: Handle) -> list[int]:
     nvml.require_whole(handle)
     return [0, 167_000]
@@ -146,63 +140,6 @@ class Simulation:
         """Raise NVMLError if the GPU is partitioned."""
         if self._profiles(handle):
             raise real.NVMLError(real.NVML_ERROR_NOT_SUPPORTED)
-
-    # Answers that depend on neither load nor faults, and numbers of the state of a GPU in node.json.
-
-    nvmlDeviceGetEncoderUtilization = _answer("nvmlDeviceGetEncoderUtilization", _idle_video)
-    nvmlDeviceGetDecoderUtilization = _answer("nvmlDeviceGetDecoderUtilization", _idle_video)
-    nvmlDeviceGetSerial = _answer("nvmlDeviceGetSerial", lambda _, handle: h100.serial(handle.index))
-    nvmlDeviceGetBoardPartNumber = _answer("nvmlDeviceGetBoardPartNumber", lambda _, handle: "692-2G520-0200-000")
-    nvmlDeviceGetModuleId = _answer("nvmlDeviceGetModuleId", lambda _, handle: handle.index + 1)
-    nvmlDeviceGetMinorNumber = _answer("nvmlDeviceGetMinorNumber", lambda _, handle: handle.index)
-    nvmlDeviceGetVbiosVersion = _answer("nvmlDeviceGetVbiosVersion", lambda _, handle: VBIOS_VERSION)
-    nvmlDeviceGetInforomImageVersion = _answer("nvmlDeviceGetInforomImageVersion", lambda _, handle: "G520.0200.00.05")
-    nvmlDeviceGetBAR1MemoryInfo = _answer(
-        "nvmlDeviceGetBAR1MemoryInfo",
-        lambda _, handle: real.c_nvmlBAR1Memory_t(
-            bar1Total=BAR1, bar1Free=BAR1 - h100.MEBIBYTE, bar1Used=h100.MEBIBYTE
-        ),
-    )
-    nvmlDeviceGetGpuInstanceId = _answer("nvmlDeviceGetGpuInstanceId", lambda _, handle: 7 + (handle.slot or 0))
-    nvmlDeviceGetPciInfo = _answer("nvmlDeviceGetPciInfo", lambda _, handle: nvml_fields.pci_info(handle.index))
-    nvmlDeviceGetPersistenceMode = _answer("nvmlDeviceGetPersistenceMode", lambda _, handle: 1)
-    nvmlDeviceGetEccMode = _answer("nvmlDeviceGetEccMode", lambda _, handle: [1, 1])
-    nvmlDeviceGetEnforcedPowerLimit = _answer(
-        "nvmlDeviceGetEnforcedPowerLimit", lambda _, handle: int(h100.POWER_LIMIT * 1000)
-    )
-    nvmlDeviceGetPowerManagementDefaultLimit = _answer(
-        "nvmlDeviceGetPowerManagementDefaultLimit", lambda _, handle: int(h100.POWER_LIMIT * 1000)
-    )
-    nvmlDeviceGetPowerManagementLimitConstraints = _answer(
-        "nvmlDeviceGetPowerManagementLimitConstraints", lambda _, handle: [200_000, int(h100.POWER_LIMIT * 1000)]
-    )
-    nvmlDeviceGetRepairStatus = _answer("nvmlDeviceGetRepairStatus", lambda _, handle: [0, 0])
-    nvmlDeviceGetMaxPcieLinkGeneration = _answer(
-        "nvmlDeviceGetMaxPcieLinkGeneration", lambda _, handle: h100.PCIE_GENERATION
-    )
-    nvmlDeviceGetMaxPcieLinkWidth = _answer("nvmlDeviceGetMaxPcieLinkWidth", lambda _, handle: h100.PCIE_LANES)
-    nvmlDeviceGetMaxMigDeviceCount = _answer("nvmlDeviceGetMaxMigDeviceCount", lambda _, handle: MIG_SLOTS)
-    nvmlDeviceGetComputeInstanceId = _answer("nvmlDeviceGetComputeInstanceId", lambda _, handle: 0)
-    nvmlDeviceGetSupportedEventTypes = _answer(
-        "nvmlDeviceGetSupportedEventTypes", lambda _, handle: int(real.nvmlEventTypeXidCriticalError)
-    )
-    nvmlGpmQueryDeviceSupport = _answer(
-        "nvmlGpmQueryDeviceSupport",
-        lambda _, handle: real.c_nvmlGpmSupport_t(version=real.NVML_GPM_SUPPORT_VERSION, isSupportedDevice=1),
-    )
-    nvmlDeviceGetPowerUsage = _answer(
-        "nvmlDeviceGetPowerUsage", lambda nvml, handle: int(nvml.gpu(handle)["milliwatts"])
-    )
-    nvmlDeviceGetTotalEnergyConsumption = _answer(
-        "nvmlDeviceGetTotalEnergyConsumption", lambda nvml, handle: int(nvml.gpu(handle)["millijoules"])
-    )
-    nvmlDeviceGetCurrentClocksEventReasons = _answer(
-        "nvmlDeviceGetCurrentClocksEventReasons", lambda nvml, handle: int(nvml.gpu(handle)["events"])
-    )
-    nvmlDeviceGetMarginTemperature = _answer(
-        "nvmlDeviceGetMarginTemperature",
-        lambda nvml, handle: round(h100.SW_SLOWDOWN_CELSIUS - float(nvml.gpu(handle)["celsius"])),
-    )
 
     # The session.
 
@@ -311,12 +248,8 @@ class Simulation:
     def nvmlDeviceGetRemappedRows(self, handle: Handle) -> tuple[int, int, int, int]:
         self.require_whole(handle)
         rows = self._fault("remap", handle, {})
-        return (
-            rows.get("corrected", 0),
-            rows.get("uncorrected", 0),
-            int(rows.get("pending", False)),
-            int(rows.get("failure", False)),
-        )
+        pending, failure = int(rows.get("pending", False)), int(rows.get("failure", False))
+        return rows.get("corrected", 0), rows.get("uncorrected", 0), pending, failure
 
     @call
     def nvmlDeviceGetRowRemapperHistogram(self, handle: Handle) -> Any:
@@ -359,23 +292,13 @@ class Simulation:
         microseconds = time.time_ns() // 1000
         for position, field in enumerate(field_ids):
             key = (field, 0) if isinstance(field, int) else field
-            number, kind, status = (
-                numbers.get(key),
-                nvml_fields.TYPES.get(key[0], nvml_fields.UNSIGNED_LONG_LONG),
-                real.NVML_SUCCESS,
-            )
+            number, status = numbers.get(key), real.NVML_SUCCESS
             if number is None:
                 number, status = 0, real.NVML_ERROR_NOT_SUPPORTED
-            nvml_fields.VALUE.pack_into(
-                values,
-                position * nvml_fields.VALUE.size,
-                *key,
-                microseconds,
-                1,
-                kind,
-                status,
-                number & (0xFFFFFFFF if kind == nvml_fields.SIGNED_INT else 0xFFFFFFFFFFFFFFFF),
-            )
+            kind = nvml_fields.TYPES.get(key[0], nvml_fields.UNSIGNED_LONG_LONG)
+            number &= 0xFFFFFFFF if kind == nvml_fields.SIGNED_INT else 0xFFFFFFFFFFFFFFFF
+            place = position * nvml_fields.VALUE.size
+            nvml_fields.VALUE.pack_into(values, place, *key, microseconds, 1, kind, status, number)
         return values
 
     # The fabric.
@@ -483,6 +406,47 @@ class Simulation:
     @call
     def nvmlEventSetFree(self, events: nvml_fields.EventSet) -> None:
         events.gpus.clear()
+
+
+# Answers that depend on neither load nor faults, and numbers of the state of a GPU in node.json.
+ANSWERS: dict[str, Callable[[Simulation, Handle], Any]] = {
+    "nvmlDeviceGetEncoderUtilization": _idle_video,
+    "nvmlDeviceGetDecoderUtilization": _idle_video,
+    "nvmlDeviceGetSerial": lambda _, handle: h100.serial(handle.index),
+    "nvmlDeviceGetBoardPartNumber": lambda _, handle: "692-2G520-0200-000",
+    "nvmlDeviceGetModuleId": lambda _, handle: handle.index + 1,
+    "nvmlDeviceGetMinorNumber": lambda _, handle: handle.index,
+    "nvmlDeviceGetVbiosVersion": lambda _, handle: VBIOS_VERSION,
+    "nvmlDeviceGetInforomImageVersion": lambda _, handle: "G520.0200.00.05",
+    "nvmlDeviceGetBAR1MemoryInfo": lambda _, handle: real.c_nvmlBAR1Memory_t(
+        bar1Total=BAR1, bar1Free=BAR1 - h100.MEBIBYTE, bar1Used=h100.MEBIBYTE
+    ),
+    "nvmlDeviceGetGpuInstanceId": lambda _, handle: 7 + (handle.slot or 0),
+    "nvmlDeviceGetPciInfo": lambda _, handle: nvml_fields.pci_info(handle.index),
+    "nvmlDeviceGetPersistenceMode": lambda _, handle: 1,
+    "nvmlDeviceGetEccMode": lambda _, handle: [1, 1],
+    "nvmlDeviceGetEnforcedPowerLimit": lambda _, handle: int(h100.POWER_LIMIT * 1000),
+    "nvmlDeviceGetPowerManagementDefaultLimit": lambda _, handle: int(h100.POWER_LIMIT * 1000),
+    "nvmlDeviceGetPowerManagementLimitConstraints": lambda _, handle: [200_000, int(h100.POWER_LIMIT * 1000)],
+    "nvmlDeviceGetRepairStatus": lambda _, handle: [0, 0],
+    "nvmlDeviceGetMaxPcieLinkGeneration": lambda _, handle: h100.PCIE_GENERATION,
+    "nvmlDeviceGetMaxPcieLinkWidth": lambda _, handle: h100.PCIE_LANES,
+    "nvmlDeviceGetMaxMigDeviceCount": lambda _, handle: MIG_SLOTS,
+    "nvmlDeviceGetComputeInstanceId": lambda _, handle: 0,
+    "nvmlDeviceGetSupportedEventTypes": lambda _, handle: int(real.nvmlEventTypeXidCriticalError),
+    "nvmlGpmQueryDeviceSupport": lambda _, handle: real.c_nvmlGpmSupport_t(
+        version=real.NVML_GPM_SUPPORT_VERSION, isSupportedDevice=1
+    ),
+    "nvmlDeviceGetPowerUsage": lambda nvml, handle: int(nvml.gpu(handle)["milliwatts"]),
+    "nvmlDeviceGetTotalEnergyConsumption": lambda nvml, handle: int(nvml.gpu(handle)["millijoules"]),
+    "nvmlDeviceGetCurrentClocksEventReasons": lambda nvml, handle: int(nvml.gpu(handle)["events"]),
+    "nvmlDeviceGetMarginTemperature": lambda nvml, handle: round(
+        h100.SW_SLOWDOWN_CELSIUS - float(nvml.gpu(handle)["celsius"])
+    ),
+}
+for _name, _function in ANSWERS.items():
+    _function.__name__ = _name
+    setattr(Simulation, _name, call(_function))
 
 
 def _address(sample: Any) -> int:

@@ -41,16 +41,9 @@ def host_sources(settings: ExporterSettings) -> HostSources:
     root = simulated_node(settings)
     # The kubelet of this machine knows nothing of simulated GPUs, so its default socket is ignored.
     kubelet = "" if settings.kubelet_socket == KUBELET_SOCKET else str(settings.kubelet_socket)
-    return HostSources(
-        state=root,
-        sysfs=root / "sys",
-        kmsg=str(root / "kmsg"),
-        kubelet=kubelet,
-        proc=root / "proc",
-        nvml=Spec("flopwatch.simulate.sources:nvml", {"root": str(root)}),
-        xid=Spec("flopwatch.simulate.sources:xid", {"root": str(root)}),
-        tick=SimulatedNode(root).tick,
-    )
+    nvml, xid = (Spec(f"flopwatch.simulate.sources:{name}", {"root": str(root)}) for name in ("nvml", "xid"))
+    tick = SimulatedNode(root).tick
+    return HostSources(root, root / "sys", str(root / "kmsg"), kubelet, root / "proc", nvml, xid, tick)
 
 
 def create(settings: ExporterSettings) -> HostSources:

@@ -92,6 +92,15 @@ def test_a_row_says_what_it_means_and_where_it_is_born(row: Metric) -> None:
     assert row.scale > 0
 
 
+def test_a_source_of_flopwatch_is_a_module_or_a_name_in_one() -> None:
+    for row in ROWS:
+        for source in re.findall(r"\bflopwatch(?:\.\w+)+", row.source):
+            path = ROOT / "exporter" / source.replace(".", "/")
+            parent = path.parent / "__init__.py" if path.parent.is_dir() else path.parent.with_suffix(".py")
+            found = path.is_dir() or path.with_suffix(".py").is_file()
+            assert found or re.search(rf"\b{path.name}\b", parent.read_text(encoding="utf-8")), f"{row}: {source}"
+
+
 def test_every_name_is_one_row() -> None:
     assert len(BY_NAME) == len(ROWS)
     # OpenMetrics families drop _total and _info and must still differ.

@@ -1,15 +1,8 @@
 """Recording of a host as a test case: answers of NVML, ports in sysfs, and the driver's lines in the kernel log.
 
-A capture is a folder:
-
-    nvml.json    every NVML call and its answers (`capture/recorder.py`), replayed by `simulate/replay.py`
-    sys/         class/infiniband and the PCI devices of ports and GPUs, with their links; sys.2, sys.3 ... contain the
-                 files that changed until the next reads
-    kmsg         the records of the kernel log about GPUs, NVSwitches and ports
-    README.md    versions and date, and what could not be read
-
-Everything stays in memory until serials, UUIDs, GUIDs, addresses, processes, users and host names are masked. Files
-that the kernel refuses to read (EINVAL, EACCES) are listed in the README.
+A capture is a folder with `nvml.json` (`capture/recorder.py`), `kmsg`, `sys/` with ports and PCI devices, `sys.2`,
+`sys.3` ... with the files that changed until the next reads, and a README.md with versions, date and what could not be
+read. Everything stays in memory until serials, UUIDs, GUIDs, addresses, processes, users and host names are masked.
 """
 
 from __future__ import annotations
@@ -35,30 +28,11 @@ from flopwatch.node.collectors.nvml import Nvml
 from flopwatch.settings import SettingsError
 
 PCI_FILES = (
-    "class",
-    "vendor",
-    "device",
-    "subsystem_vendor",
-    "subsystem_device",
-    "numa_node",
-    "local_cpulist",
-    "current_link_speed",
-    "current_link_width",
-    "max_link_speed",
-    "max_link_width",
+    "class vendor device subsystem_vendor subsystem_device numa_node local_cpulist current_link_speed "
+    "current_link_width max_link_speed max_link_width"
 )
 NET_FILES = (
-    "address",
-    "operstate",
-    "carrier",
-    "carrier_changes",
-    "carrier_up_count",
-    "carrier_down_count",
-    "mtu",
-    "speed",
-    "dev_id",
-    "dev_port",
-    "type",
+    "address operstate carrier carrier_changes carrier_up_count carrier_down_count mtu speed dev_id dev_port type"
 )
 # Patterns below the sysfs root. Left out: gids, pkeys and node_desc, which identify the host, and binary files.
 PORT_FILES = (
@@ -70,9 +44,9 @@ PORT_FILES = (
     ),
     *(f"class/infiniband/*/ports/*/{name}/*" for name in ("counters", "counters_ext", "hw_counters")),
     "class/infiniband/*/ports/*/gid_attrs/ndevs/0",
-    *(f"class/infiniband/*/device/{name}" for name in PCI_FILES),
+    *(f"class/infiniband/*/device/{name}" for name in PCI_FILES.split()),
     "class/infiniband/*/device/hwmon/*/temp*",
-    *(f"class/infiniband/*/device/net/*/{name}" for name in NET_FILES),
+    *(f"class/infiniband/*/device/net/*/{name}" for name in NET_FILES.split()),
 )
 WANTED_IN_KMSG = re.compile(r"NVRM|nvidia|SXid|mlx[45]_|infiniband|\bib_|pcieport .*AER")
 MAX_KMSG_RECORDS = 5000  # the newest are kept
@@ -120,7 +94,7 @@ class Sysfs:
             f"class/net/{name}/{lower}{file}"
             for name in sorted(networks)
             for lower in ("", "lower_*/")
-            for file in NET_FILES
+            for file in NET_FILES.split()
         )
         return changed | self.read(patterns)
 
@@ -309,7 +283,7 @@ def capture(
             next_read()
     recorded = answers.recorded
     addresses = gpu_addresses(recorded)
-    steps[0] |= tree.read(f"bus/pci/devices/{address}/{name}" for address in addresses for name in PCI_FILES)
+    steps[0] |= tree.read(f"bus/pci/devices/{address}/{name}" for address in addresses for name in PCI_FILES.split())
     result.missing += answers.failures
     if not any("class/infiniband" in path for path in (*tree.links, *tree.files)):
         result.missing.append(f"InfiniBand ports: none in {sysfs}/class/infiniband")

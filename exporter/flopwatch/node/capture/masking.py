@@ -1,10 +1,8 @@
 """Masks for names and identities of hosts, hardware, processes and users.
 
-UUIDs, GUIDs, MAC and IP addresses are found by their shape. Serials, processes, users and home folders are found by the
-text before them in a log, host names and every known serial as words.
-
-Equal originals have equal masks of the same shape, so that joins still work. An identity of all zeros means "none" and
-stays.
+UUIDs, GUIDs, MAC and IP addresses are found by their shape, serials, processes, users and home folders by the text
+before them in a log, host names and every known serial as words. Equal originals have equal masks of the same shape, so
+that joins still work. An identity of all zeros means "none" and stays.
 """
 
 from __future__ import annotations
@@ -26,23 +24,25 @@ _SHAPES: dict[str, str] = {
     "ipv4": r"\d{1,3}(?:\.\d{1,3}){3}",
     "interface": rf"enx{_HEX}{{12}}",
 }
-# Not within a word or a number, nor within a longer identity of the same kind.
-_BEFORE = rf"(?<![\w.])(?<![\W:]{_HEX}{{2}}:)(?<![\W:]{_HEX}{{4}}:)"
+# Not within a word, a number or the mask of a name, nor within a longer identity of the same kind.
+_BEFORE = rf"(?<![\w.])(?<!masked-)(?<![\W:]{_HEX}{{2}}:)(?<![\W:]{_HEX}{{4}}:)"
 _AFTER = r"(?!\w|\.\w)"
+_ADDRESS = "|".join(_SHAPES[kind] for kind in ("ipv6", "guid", "mac", "ipv4"))
+_NO_ADDRESS = rf"(?!(?:{_ADDRESS}){_AFTER})"
 _SHAPED = re.compile("|".join(f"{_BEFORE}(?P<{kind}>{shape}){_AFTER}" for kind, shape in _SHAPES.items()))
 
 # The text before a name in a log, and the name. The name of a process may contain blanks, up to a comma.
-_NAME = r"(?!<)[^\s,;:\"'`()]+"
+_NAME = rf"{_NO_ADDRESS}(?!<)[^\s,;:\"'`()]+"
 _INTRODUCED = re.compile(
     "|".join(
         (
-            r"\bserial[ _]?(?:number|no\b|num\b)\s*\.?\s*[:=#]?\s*(?P<serial>\w[\w-]*)",
-            r"\bpid[:= ]\s*['\"]?(?!2001:0db8:)(?P<pid>\d+)",  # what is left out is a masked address
+            rf"\bserial[ _]?(?:number|no\b|num\b)\s*\.?\s*[:=#]?\s*{_NO_ADDRESS}(?P<serial>\w[\w-]*)",
+            rf"\bpid[:= ]\s*['\"]?{_NO_ADDRESS}(?P<pid>\d+)",
             r"\bcomm: (?P<command>.+?)(?= (?:not )?tainted\b|$)",
             r"\b(?:name|comm|task|process)[:=]\s*['\"`]?(?P<process>(?!<)(?:[^\s,'\"`][^,'\"`\n]*)?[^\s,'\"`])",
             r"\b(?:process|task)\s+[`'\"](?P<quoted>[^`'\"\n]+)",
             rf"\b(?:exe|cwd|user|acct|owner|host|hostname|addr)=['\"]?(?P<name>{_NAME})",
-            r"/(?:home|Users|users)/(?P<home>[^/\s,;:\"']+)",
+            rf"/(?:home|Users|users)/{_NO_ADDRESS}(?P<home>[^/\s,;:\"']+)",
             r"^(?:\w{3} +\d+ [\d:]{8}|\d{4}-\d\d-\d\dT\S+) (?P<host>\S+)(?= kernel:)",
         )
     ),

@@ -1,15 +1,9 @@
 """Recorder around the `pynvml` module: every call, its arguments and its answer, as JSON.
 
-`simulate/replay.py` replays a recording in place of the module. For each subject (the system, `gpu0`, `gpu0/mig1`)
-there are:
-
-    calls     {"nvmlDeviceGetPowerUsage()": [69850, 631950]}    one answer per call
-    fields    {"82": [{"uiVal": 48}], "164 scope 3": ...}       values of nvmlDeviceGetFieldValues, by field and scope
-    metrics   {"2": [88.0, "nan"]}                              values of nvmlGpmMetricsGet, by metric
-
-An answer is a number, a text, {"error": nvmlReturn_t}, {"handle": subject}, {"struct": its type, its members} or a list
-of these. The last answer is repeated by a replay. Fields and metrics are recorded one by one, so that a collector can
-later request other combinations of them.
+For each subject (`system`, `gpu0`, `gpu0/mig1`) there are `calls` {"nvmlDeviceGetPowerUsage()": [69850, 631950]},
+`fields` {"82": [{"uiVal": 48}], "164 scope 3": ...} and GPM `metrics` {"2": [88.0, "nan"]}, with an answer per call. An
+answer is a number, a text, {"error": nvmlReturn_t}, {"handle": subject}, {"struct": its type, its members} or a list
+of these. A replay (`simulate/replay.py`) repeats the last answer, and can combine fields and metrics in other ways.
 """
 
 from __future__ import annotations

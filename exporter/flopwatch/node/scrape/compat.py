@@ -1,18 +1,10 @@
 """The names, labels and units of dcgm-exporter (`--expose dcgm`), made from our samples by data/dcgm_names.csv.
 
-dcgm-exporter names its metrics after DCGM's fields, in two generations. Until 4.8.4: etc/default-counters.csv and
-internal/pkg/rendermetrics of https://github.com/NVIDIA/dcgm-exporter (d5e5f51). From 4.9: its release notes
-(https://newreleases.io/project/github/NVIDIA/dcgm-exporter/release/4.9.0), dcgm_fields.h 4.6.0 of
-https://github.com/NVIDIA/DCGM (72fa3fe) and its 4.6.1 preview in https://github.com/NVIDIA/go-dcgm (b7fa315). Ids
-1613-1628 and 1648 come from quotations of NVIDIA's field reference for 4.7. The list of metrics of 4.9 was not
-available, so types and everything else that the release notes do not mention are those of 4.8.
-
-`Hostname` became `hostname` in 4.8.3, and both are in use: the old names carry both. Names that both generations share
-carry the labels of both. Labels that the scrape owns elsewhere (namespace, pod, container) are used here as
-dcgm-exporter does. A GPU with several owners has one series per owner.
-
-Left out because no source here has them: DCGM_FI_DEV_VGPU_LICENSE_STATUS, the CRC errors of NVLink by flit and data
-(409, 419), the DCGM_EXP_ families, the names of 1.x.
+Until 4.8.4: default-counters.csv and internal/pkg/rendermetrics of https://github.com/NVIDIA/dcgm-exporter (d5e5f51).
+From 4.9: its release notes (https://newreleases.io/project/github/NVIDIA/dcgm-exporter/release/4.9.0), dcgm_fields.h
+4.6.0 of https://github.com/NVIDIA/DCGM (72fa3fe), its 4.6.1 preview in https://github.com/NVIDIA/go-dcgm (b7fa315), and
+quotations of the field reference for 4.7 (1613-1628, 1648). What these do not mention, types included, is as in 4.8.
+`Hostname` became `hostname` in 4.8.3, and the old names carry both. A GPU with several owners has one series per owner.
 """
 
 from __future__ import annotations
@@ -228,23 +220,15 @@ def _parts(samples: Sequence[Sample]) -> Iterator[Part]:
             instances[labels[1]].setdefault(instance["gpu_instance"], instance)
         elif row is m.GPU_OWNER_INFO:
             owner = dict(zip(row.labels, labels, strict=True))
-            names = {
-                "container": owner["owner_container"],
-                "hpc_job": owner["owner_job"],
-                "namespace": owner["owner_namespace"],
-                "pod": owner["owner_pod"],
-            }
+            labels_of_owner = {"container": "container", "hpc_job": "job", "namespace": "namespace", "pod": "pod"}
+            names = {label: owner[f"owner_{kind}"] for label, kind in labels_of_owner.items()}
             if any(names.values()) and names not in owners[labels[1], owner["mig_uuid"]]:
                 owners[labels[1], owner["mig_uuid"]].append(names)
     for uuid, gpu in gpus.items():
-        labels_of_gpu = {
-            "gpu": gpu["gpu"],
-            "UUID": uuid,
-            "pci_bus_id": gpu["pci_bus_id"],
-            "device": f"nvidia{gpu['gpu']}",
-            "modelName": gpu["model"],
-        }
-        key = gpu["gpu"], uuid
+        index = gpu["gpu"]
+        key = index, uuid
+        labels_of_gpu = {"gpu": index, "UUID": uuid, "pci_bus_id": gpu["pci_bus_id"]}
+        labels_of_gpu |= {"device": f"nvidia{index}", "modelName": gpu["model"]}
         if uuid not in instances:
             yield Part(key, (), labels_of_gpu, gpu["driver_version"], gpu["host"], owners[uuid, ""])
         for id, instance in instances[uuid].items() if uuid in instances else ():

@@ -1,11 +1,8 @@
 """Reader processes with a deadline around blocking driver calls.
 
-A driver call can hang for ever (https://github.com/NVIDIA/gpu-monitoring-tools/issues/46), and a read of sysfs is a
-firmware command. Therefore each source is read in a child process that answers one request at a time. A hung call costs
-that source only, and the child answers again when the hang ends. Killing a reader within a call can make a failing
-driver worse (https://github.com/NVIDIA/dcgm-exporter/issues/84), so signals are sent late, and SIGKILL last.
-
-`flopwatch.node.scrape.child` is the other side of the pipe.
+A driver call can hang for ever (https://github.com/NVIDIA/gpu-monitoring-tools/issues/46), so each source is read in a
+child process (`flopwatch.node.scrape.child`) that answers one request at a time. Killing a reader within a call can
+make a failing driver worse (https://github.com/NVIDIA/dcgm-exporter/issues/84), so signals are sent late.
 """
 
 from __future__ import annotations
@@ -30,8 +27,7 @@ from flopwatch.settings import ExporterSettings
 
 log = logging.getLogger(__name__)
 
-# Longest pause, in seconds, before a child that died is replaced.
-MAX_BACKOFF = 60.0
+MAX_BACKOFF = 60.0  # seconds before a child that died is replaced
 # A child with more resident bytes is replaced, at most once in RECYCLE_AFTER seconds: a driver library may need that
 # much from the start, and must not be loaded again at every scrape.
 RESIDENT_LIMIT = 192 << 20
@@ -100,21 +96,14 @@ class Reader:
         stale_after: float = 30.0,
         resident_limit: int = RESIDENT_LIMIT,
     ) -> None:
-        self.name = name
-        self.driver = driver
-        self.secondary = secondary
-        self.spec = spec
-        self._kill_after = kill_after
-        self._grace = grace
-        self._backoff = backoff
-        self._stale_after = stale_after
-        self._resident_limit = resident_limit
+        self.name, self.spec = name, spec
+        self.driver, self.secondary = driver, secondary
+        self._kill_after, self._grace, self._backoff = kill_after, grace, backoff
+        self._stale_after, self._resident_limit = stale_after, resident_limit
         self._lock = threading.Lock()
         self._child: _Child | None = None
         self._leaving: list[_Child] = []  # asked to end, still running
-        self._deaths = 0
-        self._start_at = 0.0
-        self._recycle_at = 0.0
+        self._deaths, self._start_at, self._recycle_at = 0, 0.0, 0.0
         self._released = False
         self._restarts: list[str] = []
 
@@ -386,7 +375,9 @@ def host_sources(settings: ExporterSettings) -> HostSources:
 def hardware(settings: ExporterSettings, sources: HostSources) -> list[Reader]:
     """Return one reader per source; the first one finds the GPUs."""
     state, sysfs = str(sources.state), str(sources.sysfs)
-    gpus, runtime = f"{state}/gpus.json", f"{state}/gpu_runtime.json"
+    gpus, runtime, ports = f"{state}/gpus.json", f"{state}/gpu_runtime.json", f"{state}/port_history.json"
+    host, topology, jobs = settings.host, settings.topology, str(settings.job_mapping or "")
+    kubelet, proc = sources.kubelet, str(sources.proc)
 
     def reader(
         name: str, spec: Spec | None = None, driver: bool = False, secondary: bool = False, **more: str
@@ -396,25 +387,18 @@ def hardware(settings: ExporterSettings, sources: HostSources) -> list[Reader]:
         return Reader(name, spec, driver=driver, secondary=secondary, stale_after=settings.stale_after)
 
     readers = [
-        reader("nvml", sources.nvml, True, host=settings.host, inventory=gpus, runtime=runtime, sysfs=sysfs),
-        reader(
-            "infiniband",
-            host=settings.host,
-            inventory=f"{state}/ports.json",
-            sysfs=sysfs,
-            gpus=gpus,
-            state=f"{state}/port_history.json",
-        ),
+        reader("nvml", sources.nvml, True, host=host, inventory=gpus, runtime=runtime, sysfs=sysfs),
+        reader("infiniband", host=host, inventory=f"{state}/ports.json", sysfs=sysfs, gpus=gpus, state=ports),
         reader("xid", sources.xid, True, kmsg=sources.kmsg, gpus=gpus, state=f"{state}/xid.json", nvml="events"),
         reader(
             "identity",
-            host=settings.host,
+            host=host,
             gpus=gpus,
             runtime=runtime,
-            kubelet=sources.kubelet,
-            job_mapping=str(settings.job_mapping or ""),
-            proc=str(sources.proc),
-            topology=settings.topology,
+            kubelet=kubelet,
+            job_mapping=jobs,
+            proc=proc,
+            topology=topology,
         ),
     ]
     if settings.dcgm:

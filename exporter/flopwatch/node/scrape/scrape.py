@@ -1,10 +1,8 @@
 """One scrape: reads all sources at once, isolates and times each, and enforces the series budgets.
 
 A source that fails or misses its deadline loses its own samples only. Its last good samples are served for
-`stale_after` seconds, then none. Everything runs on one event loop except `Source.ask`, which runs in a thread.
-
-Sources mostly return the same series as before. Results that depend on the set of series alone (validity of labels,
-duplicates, budgets, order) are cached until the set changes.
+`stale_after` seconds, then none. Everything runs on one event loop except `Source.ask`, which runs in a thread. What
+depends on the set of series alone (validity of labels, duplicates, budgets, order) is cached until the set changes.
 """
 
 from __future__ import annotations
@@ -480,9 +478,8 @@ class Scrape:
 
 
 def _compatibility(generation: str, clock: Callable[[], float]) -> Compatibility:
-    from flopwatch.node.scrape.compat import (
-        Compatibility,  # its table is memory that an exporter without --expose can save
-    )
+    # Imported here: its table is memory that an exporter without --expose can save.
+    from flopwatch.node.scrape.compat import Compatibility
 
     return Compatibility(generation, clock)
 

@@ -1,13 +1,9 @@
 """Evidence for the records to the ledger: events on this host that may explain lost time of a run.
 
-Events are found in the samples of each scrape and in the pushes of ranks, so that no extra read is needed. An entry has
-a kind, a place, the number of events so far and the time of the last one. Losing or repeating a record therefore
-changes nothing. `flopwatch.ledger.attribution` decides what an entry explains.
-
-    {"kind": "xid", "t": 1700000000.5, "count": 2, "gpu": "GPU-...", "detail": "79"}
-
-The time of Xids, SXids and kills by the OOM killer is the kernel's. For other kinds it is that of the scrape which
-found a counter increased or a part missing. The state at the first scrape of this process is no event.
+An entry has a kind, a place, the number of events so far and the time of the last one, so that a lost or repeated
+record changes nothing: {"kind": "xid", "t": 1700000000.5, "count": 2, "gpu": "GPU-...", "detail": "79"}. The time of
+Xids, SXids and OOM kills is the kernel's, and for other kinds that of the scrape which found a counter increased or a
+part missing. The state at the first scrape is no event. `flopwatch.ledger.attribution` decides what an entry explains.
 """
 
 from __future__ import annotations
@@ -45,39 +41,23 @@ HOST_PIDS = 0xEFFFFFFC
 _ACTIVE = (4, 5)  # InfiniBand port states
 _LINK_DOWN = (0, 3)  # NVLink states
 _NOT_FOR_TRAINING = ("management",)
+_NVLINK_ERRORS = "recovery recovery_failed malformed_packet buffer_overrun remote general local_integrity"
+_THROTTLED = "sw_thermal_slowdown hw_thermal_slowdown hw_power_brake_slowdown thermal"
+_NIC_EVENTS = "cable_unplugged nic_health_compromised nic_transmit_timeout"
 
 # Counters by kind of evidence, and the values of the last label that count; None: all.
 _RISES: dict[str, tuple[str, frozenset[str] | None]] = {
     m.GPU_ECC_ERRORS_TOTAL.name: ("ecc", frozenset({"uncorrected"})),
     # Every link has replays, CRC errors and single symbol errors.
-    m.NVLINK_ERRORS_TOTAL.name: (
-        "nvlink",
-        frozenset(
-            {
-                "recovery",
-                "recovery_failed",
-                "malformed_packet",
-                "buffer_overrun",
-                "remote",
-                "general",
-                "local_integrity",
-            }
-        ),
-    ),
-    m.GPU_CLOCK_EVENT_SECONDS_TOTAL.name: (
-        "throttle",
-        frozenset({"sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "thermal"}),
-    ),
+    m.NVLINK_ERRORS_TOTAL.name: ("nvlink", frozenset(_NVLINK_ERRORS.split())),
+    m.GPU_CLOCK_EVENT_SECONDS_TOTAL.name: ("throttle", frozenset(_THROTTLED.split())),
     m.INFINIBAND_LINK_DOWNED_TOTAL.name: ("link_down", None),
     m.INFINIBAND_CARRIER_CHANGES_TOTAL.name: ("link_down", None),
     m.INFINIBAND_LINK_ERROR_RECOVERY_TOTAL.name: ("link_errors", None),
     m.INFINIBAND_LOCAL_LINK_INTEGRITY_ERRORS_TOTAL.name: ("link_errors", None),
     m.INFINIBAND_RECEIVE_ERRORS_TOTAL.name: ("link_errors", None),
     m.INFINIBAND_INVARIANT_CRC_ERRORS_TOTAL.name: ("link_errors", None),
-    m.HOST_KERNEL_EVENTS_TOTAL.name: (
-        "nic",
-        frozenset({"cable_unplugged", "nic_health_compromised", "nic_transmit_timeout"}),
-    ),
+    m.HOST_KERNEL_EVENTS_TOTAL.name: ("nic", frozenset(_NIC_EVENTS.split())),
 }
 _OOM_KILL = "oom_kill"
 # Gauges by kind of evidence, and whether a value is healthy.
@@ -175,15 +155,13 @@ class EvidenceLog:
     def state(self) -> dict[str, Any]:
         """Return the JSON state for `restore`."""
         with self._lock:
+            before = self._before.items()
             return {
                 "looked": self._looked,
                 "killed": list(self._killed.items()),
                 "events": [[*place, *event] for place, event in self._events.items()],
-                "before": [
-                    [name, labels, value]
-                    for (name, labels), value in self._before.items()
-                    if name != m.HOST_KERNEL_EVENTS_TOTAL.name
-                ],  # that counter starts at 0 with this process
+                # The counter of kernel events starts at 0 with this process.
+                "before": [[*key, value] for key, value in before if key[0] != m.HOST_KERNEL_EVENTS_TOTAL.name],
             }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -258,12 +236,8 @@ class EvidenceLog:
         else:
             place = Place("sxid", detail=labels[1])
             last = self._events.get(place, Event(0.0, t))
-            self._keep(
-                place,
-                Event(
-                    max(last.number, counts.get((m.NVLINK_SWITCH_SXID_ERRORS_TOTAL.name, labels), 1.0)), max(last.t, t)
-                ),
-            )
+            number = counts.get((m.NVLINK_SWITCH_SXID_ERRORS_TOTAL.name, labels), 1.0)
+            self._keep(place, Event(max(last.number, number), max(last.t, t)))
 
     def _risen(self, row: Metric, labels: tuple[str, ...], by: float, now: float) -> tuple[Place, float]:
         """Return place and number of the events of a counter that rose by `by`; the number is 0 for no event."""
@@ -271,16 +245,12 @@ class EvidenceLog:
         if row is m.HOST_KERNEL_EVENTS_TOTAL and labels[-1] == _OOM_KILL:
             kind = "host_oom"
         place = _place(kind, row, labels)
-        catching_up = (
-            row is m.HOST_KERNEL_EVENTS_TOTAL and now - (now if self._first is None else self._first) < CATCHING_UP
-        )
+        first = now if self._first is None else self._first
+        catching_up = row is m.HOST_KERNEL_EVENTS_TOTAL and now - first < CATCHING_UP
         unwanted = wanted is not None and kind != "host_oom" and labels[-1] not in wanted
-        too_little = (
-            (kind == "throttle" and by < THROTTLED * (now - self._looked))
-            or (
-                row is m.INFINIBAND_CARRIER_CHANGES_TOTAL and by < 2
-            )  # one of two changes is a loss: the link may be up again
-        )
+        too_little = kind == "throttle" and by < THROTTLED * (now - self._looked)
+        if row is m.INFINIBAND_CARRIER_CHANGES_TOTAL:  # one of two changes is a loss: the link may be up again
+            too_little = by < 2
         return place, 0.0 if catching_up or unwanted or too_little else by
 
     def _keep(self, place: Place, event: Event) -> None:

@@ -41,17 +41,8 @@ MAX_NAMES = 64  # of runs in an hour, since the ledger keeps each run for a day
 MAX_UNDELIVERED = 64
 
 OUTCOMES = (
-    "accepted",
-    "partial",
-    "stale_process",
-    "invalid",
-    "limit",
-    "conflict",
-    "foreign_gpu",
-    "malformed",
-    "too_large",
-    "unauthorized",
-    "unsupported_type",
+    "accepted partial stale_process invalid limit conflict foreign_gpu malformed too_large unauthorized "
+    "unsupported_type"
 )
 
 Record = dict[str, Any]
@@ -148,7 +139,7 @@ class Telemetry:
         self._names: dict[tuple[str, str], float] = {}  # last push of each tenant and run, the oldest first
         self._pid_namespace = own_pid_namespace()
         self._pushes = self_counter(m.FLOPWATCH_OTLP_PUSHES_TOTAL, registry)
-        for outcome in OUTCOMES:
+        for outcome in OUTCOMES.split():
             self._pushes.labels(outcome)
 
     def count(self, outcome: str) -> None:
@@ -248,13 +239,10 @@ class Telemetry:
             ended = dict(self._ended)
             for key, attempt in self._attempts.items():
                 with suppress(Exception):  # as in `due`
-                    ended[key] = _Ended(
-                        self._scene(attempt), self._records(key, attempt, []), self._now() + evidence.AFTER, []
-                    )
-            return {
-                "witness": self._evidence_log.state(),
-                "attempts": [[key, asdict(one)] for key, one in ended.items()],
-            }
+                    until = self._now() + evidence.AFTER
+                    ended[key] = _Ended(self._scene(attempt), self._records(key, attempt, []), until, [])
+            attempts = [[key, asdict(one)] for key, one in ended.items()]
+            return {"witness": self._evidence_log.state(), "attempts": attempts}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore the result of `state` of a previous process."""
@@ -446,14 +434,13 @@ def _blocked(rank: _Rank, clock: float) -> list[Sample]:
     """Return the seconds for which the process of a rank has been blocked, by kind; no sample if it is not observed."""
     if rank.watch is None or not rank.watch.state:
         return []
-    names = (rank.push.run, str(rank.push.rank))
+    names, state, seconds = (
+        (rank.push.run, str(rank.push.rank)),
+        BLOCKED.get(rank.watch.state),
+        clock - rank.watch.since,
+    )
     return [
-        (
-            m.HOST_PROCESS_BLOCKED_SECONDS,
-            (*names, way),
-            clock - rank.watch.since if BLOCKED.get(rank.watch.state) == way else 0.0,
-        )
-        for way in BLOCKED.values()
+        (m.HOST_PROCESS_BLOCKED_SECONDS, (*names, way), seconds if state == way else 0.0) for way in BLOCKED.values()
     ]
 
 
@@ -471,15 +458,8 @@ def _waits(pushes: list[Push]) -> list[list[object]] | None:
         if not all(row.name in values for row in rows):
             return None
         place = next((labels[pipeline] for row, labels, _ in push.samples if row is m.TRAINING_RANK_INFO), "")
-        waits.append(
-            [
-                push.rank,
-                place,
-                push.started,
-                *(round(values[row.name], 3) for row in rows),
-                values.get(m.TRAINING_TOKENS_TOTAL.name, 0.0),
-            ]
-        )
+        tokens = values.get(m.TRAINING_TOKENS_TOTAL.name, 0.0)
+        waits.append([push.rank, place, push.started, *(round(values[row.name], 3) for row in rows), tokens])
     return waits or None
 
 

@@ -295,6 +295,10 @@ def test_a_log_says_itself_what_is_a_name(line: str, masked: str) -> None:
     st.sampled_from(["", "pid=", "name=", "Comm: ", "Serial Number: ", "/home/", "user='"]),
 )
 @example("::1", "pid=")
+@example("ab:cd:ef:01:02:03", "pid=")
+@example("::1", "Serial Number: ")
+@example("::1", "/home/")
+@example("::1", "user='")
 def test_a_masked_text_is_not_masked_again(text: str, introduction: str) -> None:
     masker = Masker()
     once = masker.log(introduction + text)

@@ -1,6 +1,6 @@
 """Training job without PyTorch: real processes, barriers and hook, in which only the computation is a sleep.
 
-    python -m flopwatch.simulate.job --ranks 4 --out DIR
+    python -m simulator.job --ranks 4 --out DIR
 
 Each rank declares an H100 and the FLOPs of Llama 3 8B at a sequence length of 8192, and computes at a speed that gives
 an MFU of 0.42. Log, control file, checkpoints and restarts behave as those of `examples/train_lm.py` under torchrun.
@@ -228,7 +228,7 @@ def all_completed(ranks: list[SpawnProcess]) -> bool:
 
 def arguments() -> Job:
     """Return the job of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m flopwatch.simulate.job", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m simulator.job", description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=Job.steps, help="steps of the whole run")
     parser.add_argument("--seconds", type=float, help="stop this long after the first step of an attempt")
