@@ -214,11 +214,11 @@ def survivors(folder: Path, name: str, tried: list[tuple[str, list[Alert]]]) -> 
             json.dumps(renamed({**test, "tests": [groups[-1]]}, name, [f"{name}_m{number}" for number in left]))
         )
         done = rule_test(find().promtool, folder / "test.yaml", timeout=1800)
-        told = done.stdout + done.stderr
-        broken = {int(number) for number in re.findall(rf"rule: {name}_m(\d+), time: ", told)}
-        failed = broken or {int(number) for number in re.findall(rf"\b{name}_m(\d+)\b", told)}
-        assert failed or done.returncode == 0, told
-        assert 0 not in failed, told
+        output = done.stdout + done.stderr
+        broken = {int(number) for number in re.findall(rf"rule: {name}_m(\d+), time: ", output)}
+        failed = broken or {int(number) for number in re.findall(rf"\b{name}_m(\d+)\b", output)}
+        assert failed or done.returncode == 0, output
+        assert 0 not in failed, output
         left = {number: one for number, one in left.items() if number not in failed}
         if not broken:
             groups.pop()

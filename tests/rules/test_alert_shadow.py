@@ -100,7 +100,7 @@ def test_nobody_is_told_of_a_shadowed_alert(
     config.write_text(alertmanager_yaml(replace(SHADOWED, watchdog_url="http://127.0.0.1:1/")))
     labels = {"alertname": "GpuHot", "severity": severity, "host": "a", "shadow": "true", **team}
 
-    def told(labels: dict[str, str]) -> str:
+    def receivers(labels: dict[str, str]) -> str:
         return subprocess.run(
             [
                 servers.amtool,
@@ -116,8 +116,8 @@ def test_nobody_is_told_of_a_shadowed_alert(
             check=True,
         ).stdout.strip()
 
-    assert told(labels) == "nobody"
-    assert "nobody" not in told({name: value for name, value in labels.items() if name != "shadow"})
+    assert receivers(labels) == "nobody"
+    assert "nobody" not in receivers({name: value for name, value in labels.items() if name != "shadow"})
 
 
 def test_a_shadowed_alert_holds_back_no_other() -> None:

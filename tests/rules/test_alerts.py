@@ -24,6 +24,7 @@ from demo.servers import Servers, find
 from docs.generate import GROUPS, recorded
 from simulator.promtool import rule_test
 from tests.support import ROOT
+from tests.support.cases import for_each
 from tests.support.promql_labels import labels_of
 from tests.support.rule_files import rules_of, seconds
 
@@ -40,7 +41,7 @@ LEVELS = {
     "rank": {"run", "rank", "host", "uuid", "pp", "sign"},
     "run": {"tenant", "run", "bucket"},
 }
-EVERY_ALERT = pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: f"{alert.name}-{alert.severity}")
+EVERY_ALERT = for_each(ALERTS, lambda alert: f"{alert.name}-{alert.severity}")
 DURATION = re.compile(
     r"(?<!from=now-)\b(?:\d+(?:ms|[smhd]))+\b|(?:(?<=time\(\) - )|(?<=blocked_seconds\) > )"
     r'|(?<="}\) - ))[\d.]+'

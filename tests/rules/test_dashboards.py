@@ -25,11 +25,12 @@ from dashboards.__main__ import BOARDS, text
 from demo.servers import find
 from simulator.promtool import rule_test
 from tests.support import ROOT, TESTS
+from tests.support.cases import for_each
 from tests.support.promql_labels import labels_of
 
 GRAFANA = json.loads((TESTS / "grafana" / "schema.json").read_text())
 PANELS = [(name, panel) for name, board in BOARDS.items() for panel in board["panels"] if panel["type"] != "row"]
-each_panel = pytest.mark.parametrize("panel", [pytest.param(p, id=f"{name}: {p['title']}") for name, p in PANELS])
+EVERY_PANEL = for_each(PANELS, lambda case: f"{case[0]}: {case[1]['title']}")
 
 
 def kept_labels(panel: Json, target: Json) -> set[str]:
@@ -66,10 +67,11 @@ def links_to(panel: Json) -> Iterator[tuple[str, str]]:
         yield from (("table", name) for name in re.findall(r'\$\{__data\.fields\["([^"]+)"\]\}', link["url"]))
 
 
-@each_panel
+@EVERY_PANEL
 def test_a_panel_asks_only_for_series_and_labels_that_exist_and_its_legend_shows_labels_the_query_keeps(
-    panel: Json,
+    case: tuple[str, Json],
 ) -> None:
+    _, panel = case
     shown: set[str] = set()
     for target in panel["targets"]:
         kept = kept_labels(panel, target)
@@ -97,8 +99,9 @@ def test_the_check_of_names_finds_a_wrong_name_and_a_wrong_label(query: str, com
         labels_of(promql.parse(query))
 
 
-@each_panel
-def test_a_panel_is_of_a_kind_grafana_still_draws_and_says_what_bad_looks_like(panel: Json) -> None:
+@EVERY_PANEL
+def test_a_panel_is_of_a_kind_grafana_still_draws_and_says_what_bad_looks_like(case: tuple[str, Json]) -> None:
+    _, panel = case
     # 'graph', 'singlestat' and 'table-old' were Angular and left with Grafana 11.
     assert panel["type"] in {
         "timeseries",

@@ -96,10 +96,10 @@ def test_slow_stretches_and_stalls_are_in_the_ledger_with_their_causes_and_cost(
     for name, cause in causes.items():
         assert cause.right >= 0.8 * cause.said > 0, name
     assert sum(cause.right for cause in causes.values()) >= 0.85 * sum(cause.true for cause in causes.values())
-    cost, said = (
+    cost, reported = (
         sum(getattr(cause, which) for cause in causes.values()) for which in ("true_gpu_seconds", "said_gpu_seconds")
     )
-    assert 0.8 * cost <= said <= 1.02 * cost
+    assert 0.8 * cost <= reported <= 1.02 * cost
 
 
 def test_the_published_54_days_are_in_the_ledger_with_their_causes() -> None:
@@ -127,8 +127,8 @@ def test_the_published_54_days_are_in_the_ledger_with_their_causes() -> None:
 def test_without_any_evidence_the_ledger_blames_nobody() -> None:
     silent = replace(small("llama3"), days=20.0, noise=Noise(per_node_day=0.0, missing=1.0))
     causes = simulate(silent, 5).judgement.causes
-    said = {name for name, cause in causes.items() if cause.said}
-    assert said == {"unknown", "planned", "host"}  # a node that falls silent is missed without a word of its own
+    reported = {name for name, cause in causes.items() if cause.said}
+    assert reported == {"unknown", "planned", "host"}  # a node that falls silent is missed without a word of its own
     assert (causes["host"].precision, causes["planned"].precision) == (1, 1)
     assert causes["gpu"].true > 50
 
@@ -300,14 +300,14 @@ def test_a_fault_of_a_place_ends_the_job_that_is_there_at_that_time() -> None:
 
 
 def test_a_world_calls_its_listener_for_each_record_in_the_order_of_time() -> None:
-    told: list[dict[str, Any]] = []
+    sent: list[dict[str, Any]] = []
     scenario = SCENARIOS["healthy"].sized(0.5, 64)
-    World(scenario.topology(), scenario.jobs, [], 0.5 * 86400, 1, told.append, scenario.noise, 60.0).run()
-    assert {record["source"] for record in told} == {"scheduler", *(f"node-{node:04d}" for node in range(8))}
-    stamps = [record["t"] for record in told]
+    World(scenario.topology(), scenario.jobs, [], 0.5 * 86400, 1, sent.append, scenario.noise, 60.0).run()
+    assert {record["source"] for record in sent} == {"scheduler", *(f"node-{node:04d}" for node in range(8))}
+    stamps = [record["t"] for record in sent]
     # A node's word takes up to a push to arrive.
     assert all(later >= earlier - 6 for earlier, later in pairwise(stamps))
-    for record in told:
+    for record in sent:
         if record["event"] == "snapshot":
             assert sum(record["activity_seconds"].values()) == pytest.approx(record["t"] - record["started"], abs=1e-3)
 
@@ -411,8 +411,8 @@ def test_the_shipped_records_over_the_scraped_series_agree_with_the_truth(scrape
             (recording.MTTF, truth.mttf),
             (recording.MTTR, truth.mttr),
         ):
-            told = {labels["run"]: value for labels, value in prometheus.query(records[name], end)}.get(truth.run)
-            assert told == (true if true is None else pytest.approx(true, rel=0.01)), (truth.run, name)
+            served = {labels["run"]: value for labels, value in prometheus.query(records[name], end)}.get(truth.run)
+            assert served == (true if true is None else pytest.approx(true, rel=0.01)), (truth.run, name)
 
 
 def test_the_scraped_ports_of_a_dead_leaf_are_down_as_long_as_it_is(scraped: tuple[Prometheus, Result]) -> None:
@@ -462,9 +462,9 @@ def test_the_commands_of_the_page_run_and_agree(
 
 def test_the_command_gives_json_and_refuses_what_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--scenario", "crash_loop", "--seed", "3", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["gpus"], told["runs"]["looping"]["unplanned ends"]["truth"]) == (64, 12)
-    assert told["causes"]["software"]["recall"] > 0.8
+    result = json.loads(capsys.readouterr().out)
+    assert (result["gpus"], result["runs"]["looping"]["unplanned ends"]["truth"]) == (64, 12)
+    assert result["causes"]["software"]["recall"] > 0.8
     for wrong in (
         ["--scenario", "none"],
         ["--scenario", "leaf_failure", "--gpus", "64"],

@@ -43,15 +43,15 @@ def fired(found: Rehearsal, severity: str) -> set[str]:
     return {labels["alertname"] for labels in every if labels["severity"] == severity}
 
 
-def told(found: Rehearsal) -> Counter[tuple[str, bool]]:
+def notifications(found: Rehearsal) -> Counter[tuple[str, bool]]:
     """Return how often whom was told that something begins, or that it is over."""
     return Counter((message.to, message.resolved) for message in found.messages)
 
 
 def one_page(found: Rehearsal) -> str:
     """Return the text of the only page. It is over at the end; Slack had one message, and one that it is."""
-    assert told(found) == {(to, resolved): 1 for to in ("pagerduty", "slack") for resolved in (False, True)}, report(
-        found
+    assert notifications(found) == {(to, resolved): 1 for to in ("pagerduty", "slack") for resolved in (False, True)}, (
+        report(found)
     )
     (messages,) = found.pages.values()
     assert [message.resolved for message in messages] == [False, True]
@@ -163,7 +163,7 @@ def test_a_job_that_hangs_is_ended_and_stays_down_is_one_page() -> None:
 def test_a_driver_upgrade_in_announced_maintenance_is_no_page(lived: dict[str, Future[Rehearsal]]) -> None:
     found = lived["upgrade"].result()
     assert found.pages == {}, report(found)
-    assert told(found) == {}, report(found)
+    assert notifications(found) == {}, report(found)
     # It would have been, and not only once.
     hosts = {dict(labels)["host"] for now in found.firing for labels in now if ("alertname", "GpuMissing") in labels}
     assert len(hosts) == (64 if FULL else 8)

@@ -266,11 +266,11 @@ def failing(folder: Path, path: Path, mutants: dict[int, tuple[str, str]]) -> se
         )
         (folder / "test.yaml").write_text(json.dumps({**test, "rule_files": ["rules.yaml"]}))
         done = rule_test(find().promtool, folder / "test.yaml", timeout=120)
-        told = done.stdout + done.stderr
-        assert "could not parse" not in told, told
-        stopped = set(map(int, re.findall(r"rule: mutant_(\d+)_, time: ", told)))
-        failed |= stopped or set(map(int, re.findall(r"\bmutant_(\d+)_", told)))
-        assert done.returncode == 0 or failed, told
+        output = done.stdout + done.stderr
+        assert "could not parse" not in output, output
+        stopped = set(map(int, re.findall(r"rule: mutant_(\d+)_, time: ", output)))
+        failed |= stopped or set(map(int, re.findall(r"\bmutant_(\d+)_", output)))
+        assert done.returncode == 0 or failed, output
         if not stopped:
             return failed
 

@@ -257,7 +257,7 @@ PACE = 45.0
 WAIT = 4.0  # seconds: a machine that stalls still tells a cause in time
 
 
-class Told:
+class Notifications:
     """A real Alertmanager with the shipped configuration, and what it tells Slack and PagerDuty."""
 
     def __init__(self, address: str, receiver: Receiver) -> None:
@@ -295,7 +295,7 @@ class Told:
 
 
 @pytest.fixture(scope="module")
-def told(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
+def notifications(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notifications]:
     assert servers.alertmanager, f"no Alertmanager here: {servers.why}"
     folder = tmp_path_factory.mktemp("alertmanager")
     address = f"127.0.0.1:{free_ports(1)[0]}"
@@ -338,7 +338,7 @@ def told(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterator
                     except OSError:
                         assert process.poll() is None, (folder / "log").read_text()
                         time.sleep(0.05)
-                yield Told(address, receiver)
+                yield Notifications(address, receiver)
             finally:
                 process.terminate()
 
@@ -422,22 +422,22 @@ INCIDENTS: dict[str, tuple[list[dict[str, str]], list[dict[str, str]], str | Non
 }
 
 
-def test_each_incident_is_one_page_and_its_consequences_are_held_back(told: Told) -> None:
+def test_each_incident_is_one_page_and_its_consequences_are_held_back(notifications: Notifications) -> None:
     for first, _, _ in INCIDENTS.values():
         if first:
-            told.post(*first)
+            notifications.post(*first)
     time.sleep(SETTINGS.scrape_interval / PACE)
     for _, second, _ in INCIDENTS.values():
         if second:
-            told.post(*second)
+            notifications.post(*second)
     expected = sorted(page for _, _, page in INCIDENTS.values() if page is not None)
-    until(lambda: len(told.pages()) >= len(expected))
+    until(lambda: len(notifications.pages()) >= len(expected))
     time.sleep(WAIT + 2 * SETTINGS.group_interval / PACE)  # whatever else would come
-    assert sorted(told.pages()) == expected
-    assert told.receiver.errors == []
-    slack = "".join(str(message.payload) for message in told.receiver.of("slack"))
+    assert sorted(notifications.pages()) == expected
+    assert notifications.receiver.errors == []
+    slack = "".join(str(message.payload) for message in notifications.receiver.of("slack"))
     assert "small" in slack
-    webhook = "".join(str(message.payload) for message in told.receiver.of("watchdog"))
+    webhook = "".join(str(message.payload) for message in notifications.receiver.of("watchdog"))
     assert all(page.partition(":")[0] in webhook for page in (*expected, "TrainingDown: small"))
     for silent in (*SILENT, "FlopwatchExporterDown", "TrainingMfuDrop", "RailImbalance", "maintained", "moved"):
         assert silent not in slack + webhook
@@ -451,19 +451,19 @@ def until(done: Callable[[], Any]) -> None:
         time.sleep(0.05)
 
 
-def test_a_page_is_resolved_when_its_alert_ends(told: Told) -> None:
-    told.post(alert("TrainingDown", run="over"))
-    until(lambda: any("over" in page for page in told.pages()))
-    told.post(alert("TrainingDown", run="over"), ended=True)
+def test_a_page_is_resolved_when_its_alert_ends(notifications: Notifications) -> None:
+    notifications.post(alert("TrainingDown", run="over"))
+    until(lambda: any("over" in page for page in notifications.pages()))
+    notifications.post(alert("TrainingDown", run="over"), ended=True)
     (key,) = {
         message.payload["dedup_key"]
-        for message in told.receiver.of("pagerduty")
+        for message in notifications.receiver.of("pagerduty")
         if message.payload["event_action"] == "trigger" and "over" in str(message.payload["payload"])
     }
     until(
         lambda: [
             message
-            for message in told.receiver.of("pagerduty")
+            for message in notifications.receiver.of("pagerduty")
             if message.payload["event_action"] == "resolve" and message.payload["dedup_key"] == key
         ]
     )

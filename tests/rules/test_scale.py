@@ -95,10 +95,10 @@ def test_raw_series_and_records_are_kept_for_as_long_as_rules_look_back() -> Non
 
 def test_the_largest_group_has_as_many_rules_as_the_page_says() -> None:
     groups: Any = rules(AlertSettings())["groups"]
-    (told,) = re.findall(r"(\d+) rules in the largest group", PAGE)
-    assert int(told) == max(len(group["rules"]) for group in groups)
+    (stated,) = re.findall(r"(\d+) rules in the largest group", PAGE)
+    assert int(stated) == max(len(group["rules"]) for group in groups)
 
 
 def test_the_ledger_hears_as_often_as_the_page_says() -> None:
-    (told,) = re.findall(r"of each run every\s+(\d+) s", PAGE)
-    assert float(told) == size.LEDGER_EVERY
+    (stated,) = re.findall(r"of each run every\s+(\d+) s", PAGE)
+    assert float(stated) == size.LEDGER_EVERY

@@ -43,8 +43,8 @@ def seen_by(script: str, folder: Path) -> dict[str, Seen]:
         },
     )
     assert process.returncode == 0, process.stderr
-    said: dict[str, Seen] = json.loads(process.stdout)
-    return said
+    reported: dict[str, Seen] = json.loads(process.stdout)
+    return reported
 
 
 def fresh(before: Attachment | None, **settings: Any) -> Attachment:

@@ -178,15 +178,15 @@ TLS = "tls_server_config: {cert_file: a, key_file: b, "
     ],
 )
 def test_what_is_wrong_is_told_with_its_line(text: str, message: str) -> None:
-    with pytest.raises(SettingsError) as told:
+    with pytest.raises(SettingsError) as error:
         parse(text)
-    assert str(told.value) == message
+    assert str(error.value) == message
 
 
 def test_neither_errors_nor_the_configuration_show_a_secret() -> None:
-    with pytest.raises(SettingsError) as told:
+    with pytest.raises(SettingsError) as error:
         parse("basic_auth_users: {alice: hunter2, alice: hunter2}")
-    assert "hunter2" not in str(told.value)
+    assert "hunter2" not in str(error.value)
     assert HASH not in repr(parse(f"basic_auth_users: {{alice: {HASH}}}"))
 
 
@@ -455,9 +455,9 @@ def test_files_that_cannot_be_used_are_an_error_at_start(tmp_path: Path, authori
 
     def problem(text: str) -> str:
         web.write_text(text)
-        with pytest.raises(SettingsError) as told:
+        with pytest.raises(SettingsError) as error:
             Web(web)
-        return str(told.value).removeprefix(f"--web-config {web}: ")
+        return str(error.value).removeprefix(f"--web-config {web}: ")
 
     def pair(certificate: Path | str, key: Path | str, more: str = "") -> str:
         return f"tls_server_config: {{cert_file: {certificate}, key_file: {key}{more}}}"

@@ -62,9 +62,9 @@ def test_step_time_is_open_until_the_step_ends() -> None:
     assert buckets(A1) == {"startup": 10, "productive": 34}
     assert buckets([*A1, snapshot(147, "a1", 3, startup=10, step=37)]) == {"startup": 10, "productive": 34, "open": 3}
     # With the age of the open step told, the 4 s of step 4 are not taken for step 3.
-    told = [*A1[:3], snapshot(144, "a1", 3, startup=10, step=34, more={"open_step_seconds": 4})]
-    assert buckets(told) == {"startup": 10, "productive": 30, "open": 4}
-    assert buckets([*told, snapshot(150, "a1", 4, startup=10, step=40)]) == {"startup": 10, "productive": 40}
+    with_age = [*A1[:3], snapshot(144, "a1", 3, startup=10, step=34, more={"open_step_seconds": 4})]
+    assert buckets(with_age) == {"startup": 10, "productive": 30, "open": 4}
+    assert buckets([*with_age, snapshot(150, "a1", 4, startup=10, step=40)]) == {"startup": 10, "productive": 40}
 
 
 def test_a_first_step_that_outlasts_a_push_stays_open_and_costs_no_goodput() -> None:
@@ -80,15 +80,15 @@ def test_a_first_step_that_outlasts_a_push_stays_open_and_costs_no_goodput() -> 
 
 
 def test_an_exporter_that_was_restarted_and_has_not_heard_from_all_its_ranks_books_no_flops_twice() -> None:
-    def told(t: float, step: float, flops: float) -> Line:
+    def with_flops(t: float, step: float, flops: float) -> Line:
         return snapshot(t, "a1", step, more={"model_flops": flops, "peak_flops": 100.0}, startup=10, step=t - 110)
 
-    before = [start(100, "a1"), told(110, 0, 0), told(150, 4, 400)]
+    before = [start(100, "a1"), with_flops(110, 0, 0), with_flops(150, 4, 400)]
     # One of four ranks, then two of them, then all.
-    after = [*before, told(160, 5, 125), told(170, 6, 300), told(180, 7, 700)]
+    after = [*before, with_flops(160, 5, 125), with_flops(170, 6, 300), with_flops(180, 7, 700)]
     assert account(after).runs["", "r"].buckets.retained == 700
     # A rank that was replaced begins at 0 for good.
-    replaced = [*before, *(told(160 + 10 * n, 5 + n, 100 + 50 * n) for n in range(12))]
+    replaced = [*before, *(with_flops(160 + 10 * n, 5 + n, 100 + 50 * n) for n in range(12))]
     assert account(replaced).runs["", "r"].buckets.retained == 400 + 5 * 50
 
 
@@ -442,14 +442,14 @@ def test_on_every_history_the_books_balance_and_never_go_back(generated: Generat
     chance = random.Random(seed)
     ledger, saved = Ledger(), None
     used: list[Line] = []
-    told: dict[tuple[str, str], float] = {}  # FLOPs of each process
+    latest: dict[tuple[str, str], float] = {}  # FLOPs of each process
     before: dict[tuple[str, ...], float] = {}
     generation = 1
     for line in mangled(generated.lines, seed):
         ledger.apply(line)
         if "model_flops" in line:
             process = line["attempt"], line["source"]
-            told[process] = max(line["model_flops"], told.get(process, 0.0))
+            latest[process] = max(line["model_flops"], latest.get(process, 0.0))
         if not ledger.runs:
             continue
         run = ledger.runs["", "r"]
@@ -460,8 +460,8 @@ def test_on_every_history_the_books_balance_and_never_go_back(generated: Generat
         before, generation = counters, run.generation
 
         if run.start is not None:
-            booked = sum(seconds for bucket, seconds in run.buckets.seconds.items() if bucket != "queue")
-            assert booked + run.open(run.reporters.last) == pytest.approx(run.wall(run.reporters.last), abs=1e-4)
+            attributed = sum(seconds for bucket, seconds in run.buckets.seconds.items() if bucket != "queue")
+            assert attributed + run.open(run.reporters.last) == pytest.approx(run.wall(run.reporters.last), abs=1e-4)
             if run.ended is None:
                 # Clocks that disagree can put the books ahead of the newest stamp, by no more than they disagree.
                 ahead = run.wall(run.reporters.last) - (run.reporters.last - run.start)
@@ -472,7 +472,7 @@ def test_on_every_history_the_books_balance_and_never_go_back(generated: Generat
                 <= run.wall(run.reporters.last) + 1e-4
             )
             if generated.skew == 0:
-                assert run.buckets.retained <= sum(told.values()) + 1
+                assert run.buckets.retained <= sum(latest.values()) + 1
             check_attempts(run)
 
         # What was used once changes nothing when it is said again, at once or later; nor does being written down
@@ -535,12 +535,12 @@ def test_gpus_of_a_node_that_joins_later_are_held_from_then_on() -> None:
 def test_what_held_up_a_hang_is_looked_for_before_it_and_not_only_before_its_end() -> None:
     # Steps of 10 s until 100; a port goes down at 103, and a watchdog ends the job 12 minutes later.
     ledger = Ledger()
-    told = {"run": "r", "attempt": "a", "source": "n0", "rank": 0, "gpus": 8, "started": 0.0, "step": 10}
-    ledger.apply({**told, "t": 100.0, "event": "snapshot", "activity_seconds": {"step": 100.0}})
+    identity = {"run": "r", "attempt": "a", "source": "n0", "rank": 0, "gpus": 8, "started": 0.0, "step": 10}
+    ledger.apply({**identity, "t": 100.0, "event": "snapshot", "activity_seconds": {"step": 100.0}})
     down = [{"kind": "link_down", "t": 103.0, "count": 1, "port": "mlx5_3:1"}]
     ledger.apply(
         {
-            **told,
+            **identity,
             "t": 820.0,
             "event": "snapshot",
             "activity_seconds": {"step": 820.0},
@@ -550,7 +550,7 @@ def test_what_held_up_a_hang_is_looked_for_before_it_and_not_only_before_its_end
     )
     ledger.apply(
         {
-            **told,
+            **identity,
             "t": 821.0,
             "event": "finish",
             "status": "failed",

@@ -40,7 +40,7 @@ def raised(name: str, rank: int = 3, after: float = 5, host: str = "n3") -> Evid
     return saw("exception", after, host, name, rank=rank)
 
 
-def said(loss: LostTime, *evidence: Evidence) -> tuple[str, ...]:
+def verdict(loss: LostTime, *evidence: Evidence) -> tuple[str, ...]:
     """Return cause, confidence, host, GPU and port, as far as there are such."""
     found = attribute(loss, evidence)
     return tuple(text for text in (found.cause, found.confidence, found.host, found.gpu, found.port) if text)
@@ -265,14 +265,14 @@ ECHO = [raised("DistBackendError", rank, 8, host) for rank, host in enumerate(("
 def test_the_cause_of_each_loss_is_as_sure_as_its_evidence(
     name: str, loss: LostTime, evidence: list[Evidence], expected: tuple[str, ...]
 ) -> None:
-    assert said(loss, *evidence) == expected
-    assert said(loss, *reversed(evidence)) == expected, "whatever the order"
+    assert verdict(loss, *evidence) == expected
+    assert verdict(loss, *reversed(evidence)) == expected, "whatever the order"
 
 
 def test_each_code_of_the_xid_table_is_held_to_be_what_nvidia_holds_it_to_be() -> None:
     causes: dict[str, set[int]] = {}
     for code in xids():
-        causes.setdefault(said(CRASH, xid(code))[0], set()).add(code)
+        causes.setdefault(verdict(CRASH, xid(code))[0], set()).add(code)
     assert causes["software"] == {8, 11, 13, 25, 31, 32, 43, 69, 80}
     assert causes["nvlink"] == {74, 136, 144, 145, 146, 147, 148, 149, 150, 155, 166, 173}
     assert {46, 48, 54, 62, 64, 79, 94, 95, 109, 110, 119, 120, 140, 143, 156, 157, 158, 167} <= causes["gpu"]

@@ -142,10 +142,10 @@ def hours(t: float, number: float) -> float:
 
 
 def test_a_clock_that_is_set_back_by_hours_costs_nothing() -> None:
-    def told(t: float, shift: float) -> list[Line]:
+    def report(t: float, shift: float) -> list[Line]:
         return [snapshot(t - shift, "a1", (t - 110) // 10, startup=10, step=t - 110)]
 
-    lines = [*A1, *told(160, 0), *told(170, 7200), *told(180, 7200)]
+    lines = [*A1, *report(160, 0), *report(170, 7200), *report(180, 7200)]
     run = run_of(lines)
     assert run.buckets.seconds["productive"] == pytest.approx(70)
     assert views.summary(read_back(run)) == views.summary(run)
@@ -200,8 +200,8 @@ def test_nodes_whose_clocks_differ_by_minutes_do_not_end_each_others_attempt(ahe
     assert (run.attempts, run.ends["failed"], run.buckets.high_water) == (1, 0, 69)
     assert run.state() == "running"
     # By whichever of the two clocks, all of it was startup and steps.
-    booked = run.buckets.seconds["startup"] + run.buckets.seconds["productive"] + run.buckets.pending
-    assert booked == pytest.approx(run.wall(run.reporters.last))
+    attributed = run.buckets.seconds["startup"] + run.buckets.seconds["productive"] + run.buckets.pending
+    assert attributed == pytest.approx(run.wall(run.reporters.last))
     assert run.wall(run.reporters.last) == pytest.approx(700, abs=300)
     assert run.buckets.seconds["lost"] == run.buckets.seconds["down"] == 0
 
@@ -322,13 +322,13 @@ def test_a_second_ledger_that_heard_less_adds_nothing_to_what_the_first_says() -
     for lost in range(1, len(lines) - 1):
         # The rules take the maximum over the ledgers that tell of a run.
         other = run_of([line for number, line in enumerate(lines) if number != lost])
-        booked = {
+        attributed = {
             bucket: max(seconds, other.buckets.seconds[bucket]) for bucket, seconds in whole.buckets.seconds.items()
         }
         assert other.wall(341) <= whole.wall(341)
-        assert booked["productive"] <= whole.wall(341)
-        assert all(seconds <= whole.wall(341) for seconds in booked.values())
-        assert booked["productive"] / (sum(booked.values())) <= 1
+        assert attributed["productive"] <= whole.wall(341)
+        assert all(seconds <= whole.wall(341) for seconds in attributed.values())
+        assert attributed["productive"] / (sum(attributed.values())) <= 1
         for ledger in (whole, other):
             assert sum(ledger.buckets.seconds.values()) + ledger.open(341) == pytest.approx(ledger.wall(341))
 

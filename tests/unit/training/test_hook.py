@@ -243,9 +243,9 @@ def test_a_rank_has_at_most_40_series_and_a_run_30() -> None:
         clock.passes(stuck_frames.AFTER + stuck_frames.MIN_COVERED)
         snapshot = run.snapshot()
     series = [(row, labels) for row, points in snapshot.points.items() for labels, _ in points]
-    told = {row for row, _ in series}
+    reported = {row for row, _ in series}
     every = {row for row in m.all_metrics() if row.domain == "training"}
-    assert every - told == {m.TRAINING_STEP_DURATION_SECONDS, m.TRAINING_MFU_UNAVAILABLE}
+    assert every - reported == {m.TRAINING_STEP_DURATION_SECONDS, m.TRAINING_MFU_UNAVAILABLE}
     assert len([row for row, _ in series if "rank" in row.labels]) + 1 + len(BLOCKED) <= 40
     assert len([row for row, _ in series if "rank" not in row.labels]) + len(DURATION_BOUNDS) + 3 <= 30
 
@@ -456,16 +456,16 @@ def test_activities_sum_to_the_process_age_and_never_fall_whatever_is_called(
 def test_a_snapshot_from_another_thread_is_of_one_instant() -> None:
     run = Run("llama", environ={"FLOPWATCH_DISABLE": "1"}, flops_per_token=10.0, peak_flops=1.0)
     stop = threading.Event()
-    told = start = run.recorder.start
+    settled = start = run.recorder.start
 
     def loop() -> None:
-        nonlocal told
+        nonlocal settled
         while not stop.is_set():
             for _ in run.batches((0, 1, 2)):
                 run.step(tokens=7)
-                told = time.monotonic()  # what is not recorded yet is later
+                settled = time.monotonic()  # what is not recorded yet is later
                 with run.activity("evaluation"):
-                    time.sleep(1e-5)  # what is recorded faster than it can be added up would be told late
+                    time.sleep(1e-5)  # what is recorded faster than it can be added up would be reported late
 
     thread = threading.Thread(target=loop)
     interval = sys.getswitchinterval()
@@ -473,7 +473,7 @@ def test_a_snapshot_from_another_thread_is_of_one_instant() -> None:
     thread.start()
     try:
         for _ in range(300):
-            asked = told
+            asked = settled
             snapshot = run.snapshot()
             steps = value(snapshot, "training_steps_total")
             assert steps is not None

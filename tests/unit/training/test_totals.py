@@ -180,7 +180,7 @@ def test_the_first_losses_are_no_spikes_whatever_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "tells"),
+    ("parallel", "reports"),
     [
         (None, True),
         ({"dp": (0, 2), "pp": (0, 2)}, False),  # of a pipeline the last stage has the loss
@@ -189,10 +189,10 @@ def test_the_first_losses_are_no_spikes_whatever_they_are() -> None:
         ({"dp": (0, 4)}, True),
     ],
 )
-def test_one_rank_speaks_for_the_runs_loss(parallel: Any, tells: bool) -> None:
+def test_one_rank_speaks_for_the_runs_loss(parallel: Any, reports: bool) -> None:
     run = silent(world_size=4, parallel=parallel)
     run.step(loss=2.0)
-    assert (total(run, m.TRAINING_LOSS) == 2.0) == tells
+    assert (total(run, m.TRAINING_LOSS) == 2.0) == reports
 
 
 # What else there is to count.

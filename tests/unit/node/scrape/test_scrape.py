@@ -451,8 +451,8 @@ def test_what_follows_from_the_samples_is_served_with_them() -> None:
         derive=derive,
     )
     assert asyncio.run(scrape.collect()) == [TEMPERATURE, PORT, released, verdict]
-    told = [(m.FLOPWATCH_COLLECTOR_SUCCESS, (name,), True) for name in ("nvml", "training")]
-    assert seen == [[TEMPERATURE, PORT, released, *told]]
+    released_successes = [(m.FLOPWATCH_COLLECTOR_SUCCESS, (name,), True) for name in ("nvml", "training")]
+    assert seen == [[TEMPERATURE, PORT, released, *released_successes]]
     assert asyncio.run(values(scrape))['flopwatch_collector_success{collector="verdict"}'] == 1
 
 

@@ -78,8 +78,8 @@ class Node:
         }
 
 
-def pushed(*metrics: Any, gpus: frozenset[str] | None = None, **said: Any) -> Push:
-    return otlp.push(process(*metrics, **said), host="node-7", gpus=gpus, now=START + 100)
+def pushed(*metrics: Any, gpus: frozenset[str] | None = None, **reported: Any) -> Push:
+    return otlp.push(process(*metrics, **reported), host="node-7", gpus=gpus, now=START + 100)
 
 
 def test_every_kind_of_family_arrives_as_its_catalogue_row() -> None:
@@ -179,7 +179,7 @@ def test_an_older_hook_may_lack_a_label_that_an_info_row_has_gained() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "reported",
     [
         {"schema": 2},
         {"schema": "1"},
@@ -200,9 +200,9 @@ def test_an_older_hook_may_lack_a_label_that_an_info_row_has_gained() -> None:
         {"status": "fine"},
     ],
 )
-def test_a_process_that_does_not_say_who_it_is_is_refused(said: dict[str, Any]) -> None:
+def test_a_process_that_does_not_say_who_it_is_is_refused(reported: dict[str, Any]) -> None:
     node = Node()
-    refused, reason = node.push(process(GOOD, GOOD, **said))
+    refused, reason = node.push(process(GOOD, GOOD, **reported))
     assert refused == 2
     assert reason
     assert node.samples() == []
