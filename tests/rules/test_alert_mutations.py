@@ -254,7 +254,7 @@ def test_no_mutant_of_an_alert_passes_its_rule_tests(name: str, surviving: dict[
 
 
 @pytest.mark.skipif(SAMPLE > 0, reason="make mutations")
-def test_what_is_called_equivalent_is_told_from_its_alert_by_no_test(tmp_path: Path) -> None:
+def test_no_rule_test_fails_for_a_mutant_listed_as_equivalent(tmp_path: Path) -> None:
     for name in {name for name, _ in EQUIVALENT}:
         variants = [alert for alert in ALERTS if alert.name == name]
         listed = [

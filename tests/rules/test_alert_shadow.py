@@ -39,7 +39,7 @@ def by_name(settings: AlertSettings) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def test_nothing_but_its_label_tells_a_shadowed_alert_and_no_other_alert_changes() -> None:
+def test_a_shadowed_alert_differs_only_by_its_label_and_no_other_alert_changes() -> None:
     usual, shadowed = by_name(SETTINGS), by_name(SHADOWED)
     assert usual.keys() == shadowed.keys()
     for name, variants in usual.items():
@@ -93,7 +93,7 @@ def test_prometheus_records_a_shadowed_alert(servers: Servers, tmp_path: Path) -
 
 @pytest.mark.parametrize("severity", ["critical", "warning"])
 @pytest.mark.parametrize("team", [{}, {"team": "speech"}])
-def test_nobody_is_told_of_a_shadowed_alert(
+def test_a_shadowed_alert_is_sent_to_no_receiver(
     servers: Servers, tmp_path: Path, severity: str, team: dict[str, str]
 ) -> None:
     config = tmp_path / "alertmanager.yml"

@@ -122,7 +122,7 @@ def test_every_alert_has_a_rule_test_in_which_it_fires_and_one_in_which_it_does_
 
 
 @EVERY_ALERT
-def test_every_alert_gives_the_labels_it_says_from_series_that_exist(alert: Alert) -> None:
+def test_every_alert_has_its_declared_labels_and_uses_series_that_exist(alert: Alert) -> None:
     assert labels_of(promql_parser.parse(alert.expr)) == set(alert.identity)
     for query in re.findall(r"printf `([^`]*)`", alert.description):
         labels_of(promql_parser.parse(re.sub(r"%(\[\d\])?q", '"x"', query.replace("%f", "1"))))
@@ -239,7 +239,7 @@ def test_amtool_routes_by_severity(servers: Servers, tmp_path: Path, labels: dic
     assert run(servers.amtool, "config", "routes", "test", f"--config.file={path}", *pairs).strip() == receivers
 
 
-def test_every_label_that_tells_alerts_apart_across_runs_and_nodes_groups_them() -> None:
+def test_every_label_that_separates_alerts_across_runs_and_nodes_groups_them() -> None:
     config = yaml.safe_load(alertmanager_yaml(SETTINGS))
     assert set(config["route"]["group_by"]) == {"alertname", "tenant", "run", "host", "leaf"}
     for alert in ALERTS:
@@ -292,7 +292,7 @@ def receiver(name: str, settings: AlertSettings = SETTINGS, key: str = "") -> di
     return found[f"{key or name}_configs"][0]  # type: ignore[no-any-return]
 
 
-def test_slack_is_told_what_fires_and_what_is_over_in_escaped_text(render: Callable[[str], str]) -> None:
+def test_slack_receives_firing_and_resolved_alerts_in_escaped_text(render: Callable[[str], str]) -> None:
     slack = receiver("slack", replace(SETTINGS, runbook_base_url="https://runbooks"))
     assert render(slack["title"]) == "[FIRING] TrainingDown: 1 &lt; 2 &amp; &lt;b&gt;"
     assert render(slack["color"]) == "danger"
@@ -310,7 +310,7 @@ def test_slack_titles_lead_to_grafana_where_its_address_is_known() -> None:
     assert slack["title_link"] == "{{ .CommonAnnotations.dashboard_url }}"
 
 
-def test_pagerduty_is_told_what_fires(render: Callable[[str], str]) -> None:
+def test_pagerduty_receives_firing_alerts(render: Callable[[str], str]) -> None:
     pagerduty = receiver("pagerduty", replace(SETTINGS, pagerduty_url="http://127.0.0.1:1/"))
     assert pagerduty["url"] == "http://127.0.0.1:1/"
     assert render(pagerduty["description"]) == "TrainingDown: Run <!channel> & more There are 2 such alerts."

@@ -100,7 +100,7 @@ def test_the_check_of_names_finds_a_wrong_name_and_a_wrong_label(query: str, com
 
 
 @EVERY_PANEL
-def test_a_panel_is_of_a_kind_grafana_still_draws_and_says_what_bad_looks_like(case: tuple[str, Json]) -> None:
+def test_a_panel_is_of_a_kind_grafana_still_draws_and_describes_what_is_expected(case: tuple[str, Json]) -> None:
     _, panel = case
     # 'graph', 'singlestat' and 'table-old' were Angular and left with Grafana 11.
     assert panel["type"] in {
@@ -290,7 +290,7 @@ def test_queries_come_out_ready_for_prometheus() -> None:
     assert not [query for _, query in queries if "$" in query]
 
 
-def test_a_query_with_a_variable_nobody_set_is_an_error() -> None:
+def test_a_query_with_an_unset_variable_is_an_error() -> None:
     board = {"panels": [{"title": "Lost", "targets": [{"expr": 'up{run="$run"}'}]}]}
     with pytest.raises(KeyError, match="run"):
         list(dashboards.queries(board, {}))

@@ -124,7 +124,7 @@ def test_the_published_54_days_are_in_the_ledger_with_their_causes() -> None:
     assert sum(cause.place_right for cause in causes.values()) >= 0.98 * sum(cause.placed for cause in causes.values())
 
 
-def test_without_any_evidence_the_ledger_blames_nobody() -> None:
+def test_without_any_evidence_the_ledger_names_only_planned_ends_and_silent_hosts() -> None:
     silent = replace(small("llama3"), days=20.0, noise=Noise(per_node_day=0.0, missing=1.0))
     causes = simulate(silent, 5).judgement.causes
     reported = {name for name, cause in causes.items() if cause.said}
@@ -185,7 +185,7 @@ def test_a_replay_of_the_history_gives_the_live_figures(name: str) -> None:
     assert replayed == result.ledger.summary()
 
 
-def test_a_ledger_that_is_not_told_everything_is_found_out() -> None:
+def test_a_ledger_that_does_not_receive_everything_is_detected() -> None:
     lines, result = recorded(small("llama3"), 1)
     (truth,) = result.truths
     lost = truth.interruptions[3].attempt
@@ -261,7 +261,7 @@ def test_a_topology_has_a_leaf_for_each_rail_of_a_unit_and_nvlink_domains_across
         Topology(4, domain_gpus=12)
 
 
-def test_a_rollback_and_a_crash_before_the_first_checkpoint_are_told_as_they_are() -> None:
+def test_a_rollback_and_a_crash_before_the_first_checkpoint_are_reported_as_they_are() -> None:
     job = Job("deep", 2, step_seconds=5.0, checkpoint_every=100.0)
     scenario = Scenario("deep", "", 0.2, (job,), spares=4, noise=Noise(per_node_day=0.0))
     faults = [Fault(150.0, "software", "deep"), Fault(6000.0, "silent_corruption", "deep")]

@@ -170,7 +170,7 @@ def test_a_driver_upgrade_in_announced_maintenance_is_no_page(lived: dict[str, F
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_healthy_cluster_pages_nobody_whatever_its_nodes_see(seed: int, lived: dict[str, Future[Rehearsal]]) -> None:
+def test_a_healthy_cluster_sends_no_page_whatever_its_nodes_see(seed: int, lived: dict[str, Future[Rehearsal]]) -> None:
     found = lived[f"seed {seed}"].result()
     hours = (len(found.firing) - 1) * found.step / 3600
     print(
@@ -183,7 +183,7 @@ def test_a_healthy_cluster_pages_nobody_whatever_its_nodes_see(seed: int, lived:
     assert fired(found, "warning") >= {"InfinibandLinkErrors"}  # nodes did see this and that
 
 
-def test_the_command_prints_what_happened_beside_who_was_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_what_happened_next_to_the_notifications(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["healthy", "--days", "0.002", "--pages", "1"]) == 1
     assert capsys.readouterr().out == (
         "healthy, seed 1\n\nwhat happened\n  nothing\n\nwho was told what\n\n17 evaluations; fired: nothing\npages: 0\n"
@@ -210,7 +210,7 @@ HTTPServer(("127.0.0.1", int(address.rpartition(":")[2])), Slow).serve_forever()
 """
 
 
-def test_pages_that_were_told_too_late_are_not_counted(tmp_path: Path) -> None:
+def test_pages_that_were_sent_too_late_are_not_counted(tmp_path: Path) -> None:
     servers = Servers((), "", (sys.executable, "-c", SLOW), "", "")
     firing: list[Firing] = [{}, {(("alertname", "NodeLost"), ("severity", "critical")): {}}]
     # At the slowest of these paces 50 ms are 625 virtual seconds.

@@ -100,7 +100,7 @@ def delay(alert: Alert) -> float:
 
 
 @pytest.mark.parametrize("one", EVERY, ids=lambda one: one.causes)
-def test_a_cause_is_told_before_what_it_holds_back_is_sent(one: Inhibition) -> None:
+def test_a_cause_fires_before_the_alerts_it_inhibits_are_sent(one: Inhibition) -> None:
     """In the worst case its target is scraped, and its group evaluated, an interval later than the consequence's."""
     late = []
     for cause, consequence in pairs(one):

@@ -90,7 +90,7 @@ def test_the_terms_of_every_count_sum_up(capsys: pytest.CaptureFixture[str], nam
     assert output["flops_per_token"] == output["flops_per_sequence"] / 4095
 
 
-def test_recomputation_is_told_apart_from_what_the_model_needs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recomputation_is_separate_from_what_the_model_needs(capsys: pytest.CaptureFixture[str]) -> None:
     plain = answer(capsys, "llama-3-8b", "--seq-len", "8192")
     full = answer(capsys, "llama-3-8b", "--seq-len", "8192", "--recompute", "full")
     selective = answer(capsys, "llama-3-8b", "--seq-len", "8192", "--recompute", "selective")
@@ -156,7 +156,7 @@ def test_a_folder_means_the_config_in_it(tmp_path: Path, capsys: pytest.CaptureF
         ),
     ],
 )
-def test_a_file_that_cannot_be_counted_ends_in_one_line_that_says_why(
+def test_a_file_that_cannot_be_counted_ends_in_one_line_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, flags: tuple[str, ...], message: str
 ) -> None:
     file = tmp_path / "config.json"

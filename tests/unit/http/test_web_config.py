@@ -86,7 +86,7 @@ http_server_config:
 
 
 @pytest.mark.parametrize("text", ["", "# nothing", "{}", "tls_server_config:\nbasic_auth_users: {}"])
-def test_a_file_that_says_nothing_protects_nothing(text: str) -> None:
+def test_an_empty_file_protects_nothing(text: str) -> None:
     assert parse(text) == WebConfig()
 
 
@@ -177,7 +177,7 @@ TLS = "tls_server_config: {cert_file: a, key_file: b, "
         ("[" * 5000, "this is not a web configuration: it is nested too deeply"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_line(text: str, message: str) -> None:
+def test_an_error_is_reported_with_its_line(text: str, message: str) -> None:
     with pytest.raises(SettingsError) as error:
         parse(text)
     assert str(error.value) == message
@@ -261,7 +261,7 @@ def test_a_malformed_authorization_is_none(header: bytes) -> None:
     assert asyncio.run(Passwords().check({"alice": HASH}, header)) is False
 
 
-def test_a_flood_of_passwords_is_turned_away_and_does_not_keep_out_who_is_known() -> None:
+def test_a_flood_of_passwords_is_turned_away_and_does_not_lock_out_known_clients() -> None:
     users = {"alice": HASH, "bob": bcrypt.hashpw(b"x", bcrypt.gensalt(9)).decode()}
 
     async def flood() -> list[bool | None]:
@@ -350,9 +350,7 @@ def test_without_tls_only_users_are_asked_for(tmp_path: Path) -> None:
 
 
 @needs_openssl
-def test_a_prometheus_with_the_ca_and_the_password_scrapes_and_nobody_else(
-    tmp_path: Path, authority: Authority
-) -> None:
+def test_only_a_prometheus_with_the_ca_and_the_password_scrapes(tmp_path: Path, authority: Authority) -> None:
     certificate, key = authority.sign("server", 1)
     file = tmp_path / "web.yml"
     file.write_text(
@@ -424,7 +422,9 @@ def test_tls_does_not_go_away_while_the_process_lives(tmp_path: Path, authority:
         assert get(port, client(authority))[0] == 200
 
 
-def test_who_comes_is_asked_on_when_the_file_is_emptied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_clients_must_still_authenticate_when_the_file_is_emptied(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "web.yml"
     file.write_text(f"basic_auth_users: {{alice: {HASH}}}")
     with serving(Web(file)) as port, caplog.at_level(logging.ERROR):
@@ -475,7 +475,7 @@ def test_files_that_cannot_be_used_are_an_error_at_start(tmp_path: Path, authori
         Web(tmp_path / "none.yml")
 
 
-def test_a_broken_change_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_change_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "web.yml"
     file.write_text(f"basic_auth_users: {{alice: {HASH}}}")
     web = Web(file)

@@ -79,7 +79,7 @@ def test_a_first_step_that_outlasts_a_push_stays_open_and_costs_no_goodput() -> 
     assert figures(later)["provisional_seconds"] == 70
 
 
-def test_an_exporter_that_was_restarted_and_has_not_heard_from_all_its_ranks_books_no_flops_twice() -> None:
+def test_a_restarted_exporter_that_not_all_its_ranks_have_reached_counts_no_flops_twice() -> None:
     def with_flops(t: float, step: float, flops: float) -> Line:
         return snapshot(t, "a1", step, more={"model_flops": flops, "peak_flops": 100.0}, startup=10, step=t - 110)
 
@@ -201,7 +201,7 @@ def test_when_attempts_overlap_the_later_start_owns_the_clock() -> None:
     assert figures(lines)["state"] == "running"
 
 
-def test_a_start_that_the_ledger_already_booked_past_takes_over_without_booking_twice() -> None:
+def test_a_start_before_the_last_attributed_second_takes_over_and_counts_nothing_twice() -> None:
     # a2's host is 20 s behind: it starts before the last thing known of a1.
     lines = [
         *A1,
@@ -260,7 +260,7 @@ def test_an_attempt_ends_with_its_last_live_node() -> None:
     assert figures([*one, finish(136, "a1", "completed", "h2")])["state"] == "completed"
 
 
-def test_a_process_that_starts_again_under_the_same_attempt_is_another_attempt_if_nobody_carried_on() -> None:
+def test_a_process_that_starts_again_under_the_same_attempt_is_another_attempt_if_no_rank_carried_on() -> None:
     lines = [*A1, snapshot(215, "a1", 3, startup=15), snapshot(235, "a1", 5, startup=15, step=20)]
     assert buckets(lines) == {"startup": 25, "productive": 54, "down": 56}
     assert figures(lines)["attempts"] == 2
@@ -350,7 +350,7 @@ def test_flops_and_capacity_wait_for_every_peak() -> None:
     assert (run["retained_flops"], run["capacity_flops"]) == (900, 50 * 70)
 
 
-def test_a_silent_run_is_down_and_runs_again_when_it_is_heard() -> None:
+def test_a_silent_run_is_down_and_runs_again_when_it_reports() -> None:
     ledger = account(A1)
     assert [ledger.summary(now)["runs"]["r"]["state"] for now in (144, 204, 205)] == ["running", "running", "down"]
     ledger.apply(snapshot(744, "a1", 63, startup=10, step=634))
@@ -485,7 +485,7 @@ def test_on_every_history_the_books_balance_and_never_go_back(generated: Generat
         ledger.runs[run.tenant, run.name] = read_back(run)
 
 
-def test_gpus_that_are_heard_of_late_were_held_from_the_start() -> None:
+def test_gpus_that_are_reported_late_were_held_from_the_start() -> None:
     # Four nodes of eight GPUs start up for 120 s and push a second apart; the first step ends after 130 s.
     ledger = Ledger()
     for age in (120.0, 130.0, 140.0):

@@ -102,7 +102,7 @@ def test_a_step_that_an_end_cuts_short_is_lost_and_after_the_last_one_nothing_is
 
 
 @pytest.mark.parametrize("reporting", ["x", "y"])
-def test_the_position_that_one_source_tells_is_that_of_all(reporting: str) -> None:
+def test_the_position_that_one_source_reports_is_that_of_all(reporting: str) -> None:
     lines: list[Line] = [line(0, "start", source=source, gpus=4, step=0) for source in "xy"]
     for step in range(1, 11):
         for source in "xy":
@@ -176,7 +176,7 @@ def test_a_host_whose_clock_is_wrong_all_the_time_is_not_late() -> None:
     assert live.summary()["runs"]["r"] == run
 
 
-def test_an_attempt_that_is_told_of_afterwards_is_put_where_it_was() -> None:
+def test_an_attempt_that_is_reported_afterwards_is_put_where_it_was() -> None:
     first = [line(0, "start", step=0), *steps(0, 60, 0), line(600, "finish", status="failed", step=60)]
     second = [
         line(700, "start", "b", step=60),

@@ -104,7 +104,7 @@ def test_nothing_is_lost_to_a_straggler_where(why: str, records: list[Line]) -> 
     assert lost(records) == 0, why
 
 
-def test_nobody_is_blamed_while_a_rank_is_not_measured_and_nothing_is_served_where_none_is() -> None:
+def test_no_rank_is_blamed_while_one_is_not_measured_and_nothing_is_served_where_none_is() -> None:
     records = lines(late(5, 0.3))
     assert lost([line | {"waits": line["waits"][1:]} if line["source"] == "h0" else line for line in records]) == 0
     assert lost([line for line in records if line["source"] == "h1" or line["t"] < 60]) == 0
@@ -139,7 +139,7 @@ def test_waits_that_cannot_be_are_refused(waits: object, message: str) -> None:
     assert str(error.value) == message
 
 
-def test_a_node_tells_the_waits_of_its_ranks_once_all_are_measured() -> None:
+def test_a_node_reports_the_waits_of_its_ranks_once_all_are_measured() -> None:
     telemetry = Telemetry(ExporterSettings(host="node-7"), CollectorRegistry(), now=lambda: START + 60)
 
     def push(rank: int, wait: float | None) -> None:

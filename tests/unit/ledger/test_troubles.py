@@ -65,7 +65,7 @@ def test_a_crash_loop_is_one_recovery() -> None:
     assert run.ends["silent"] == 4
 
 
-def test_a_checkpoint_is_known_by_when_it_was_first_heard_of() -> None:
+def test_a_checkpoint_is_known_by_when_it_was_first_reported() -> None:
     lines = [*A1[:2], snapshot(130, "a1", 2, startup=10, step=20, more={"committed_step": 1})]
     assert served(run_of(lines), 130, m.RUN_COMMITTED_TIMESTAMP_SECONDS) == {(): 130}
     lines.append(snapshot(160, "a1", 5, startup=10, step=50, more={"committed_step": 1}))
@@ -309,7 +309,7 @@ def test_a_relaunch_under_the_same_attempts_name_is_another_attempt_wherever_it_
     ]
 
 
-def test_a_second_ledger_that_heard_less_adds_nothing_to_what_the_first_says() -> None:
+def test_a_second_ledger_that_received_less_adds_nothing_to_the_first() -> None:
     lines = [
         *A1,
         *A2,
@@ -336,7 +336,7 @@ def test_a_second_ledger_that_heard_less_adds_nothing_to_what_the_first_says() -
 # Runs that nobody ends.
 
 
-def test_a_run_that_is_given_up_stopped_when_it_was_last_heard_of() -> None:
+def test_a_run_that_is_given_up_stopped_at_its_last_record() -> None:
     run = run_of([*A1, snapshot(147, "a1", 3, startup=10, step=37)])
     run.give_up()
     assert run.state(1e7) == "stopped"
@@ -388,7 +388,7 @@ def seen(lines: list[Line], number: int, *items: Line) -> list[Line]:
     return [{**line, "evidence": list(items)} if k == number else line for k, line in enumerate(lines)]
 
 
-def test_a_loss_is_booked_once_to_its_cause_when_all_evidence_is_in() -> None:
+def test_a_loss_is_attributed_once_to_its_cause_when_all_evidence_is_in() -> None:
     lines = seen([*A1, *A2], 3, evidence("xid", 143, gpu="GPU-7", detail="79"))
     waiting = run_of(lines)
     assert set(served(waiting, 250, m.RUN_INCIDENTS_TOTAL).values()) == {0.0}
@@ -604,7 +604,7 @@ def places_of(run: RunLedger, host: str) -> list[list[Any]]:
     return places
 
 
-def test_what_hosts_say_they_have_seen_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_evidence_that_hosts_report_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence_module, "MAX_HOSTS", 8)
     run = run_of(A1)
     for host in range(20):

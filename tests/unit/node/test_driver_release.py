@@ -246,7 +246,7 @@ def exporter(state: Path, driver: Driver, ended: threading.Event) -> threading.T
     return thread
 
 
-def test_who_asks_waits_until_the_exporter_has_done_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_waits_until_the_exporter_has_done_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver_release, "CONFIRMATION_TIMEOUT", PATIENCE)
     driver, ended = Driver(), threading.Event()
     running = exporter(tmp_path, driver, ended)
@@ -261,12 +261,12 @@ def test_who_asks_waits_until_the_exporter_has_done_it(tmp_path: Path, monkeypat
         running.join()
 
 
-def test_who_asks_where_no_exporter_runs_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_reports_that_no_exporter_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver_release, "CONFIRMATION_TIMEOUT", 0.1)
     assert driver_release.ask(tmp_path, 600).startswith("no exporter confirmed within 0.1 s")
     assert driver_release.ask(tmp_path / "not there", 600).startswith("cannot write")
 
 
-def test_taking_back_a_release_that_nobody_asked_for_leaves_no_file_and_waits_for_nobody(tmp_path: Path) -> None:
+def test_taking_back_a_release_that_was_not_requested_leaves_no_file_and_does_not_wait(tmp_path: Path) -> None:
     assert driver_release.ask(tmp_path, 0) == ""
     assert list(tmp_path.iterdir()) == []

@@ -130,7 +130,7 @@ def trained(url: str, **arguments: Any) -> Run:
         pytest.param((Run, "snapshot"), id="an exporter that was never there, nor anything to push"),
     ],
 )
-def test_finish_waits_for_no_push_that_cannot_be_or_that_nobody_would_hear(
+def test_finish_waits_for_no_push_that_is_impossible_or_has_no_receiver(
     broken: tuple[type, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> Any:
@@ -148,7 +148,7 @@ def test_finish_waits_for_no_push_that_cannot_be_or_that_nobody_would_hear(
     assert shortest(takes, 0.5 * pusher.LAST_PUSH) < 0.5 * pusher.LAST_PUSH
 
 
-def test_the_last_push_says_exactly_what_the_loop_did(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_push_reports_exactly_what_the_loop_did(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     with HookServer() as server:
         before = time.time()
@@ -250,7 +250,7 @@ def test_a_rank_has_at_most_40_series_and_a_run_30() -> None:
     assert len([row for row, _ in series if "rank" not in row.labels]) + len(DURATION_BOUNDS) + 3 <= 30
 
 
-def test_pushes_go_on_every_interval_and_say_nothing_of_an_end() -> None:
+def test_pushes_go_on_every_interval_and_report_no_end() -> None:
     with HookServer() as server:
         run = Run("llama", endpoint=server.url, push_interval=0.1, environ={})
         push = server.wait_for(lambda _: len(server.pushes) >= 3)
@@ -557,7 +557,7 @@ def test_a_step_whose_time_was_startup_adds_no_flops_because_it_adds_no_capacity
         ({"flops_per_token": -1, "peak_flops": float("nan")}, {"tokens": 1}, ["unknown_peak", "no_flops_per_token"]),
     ],
 )
-def test_where_there_is_no_mfu_a_series_says_why(
+def test_where_there_is_no_mfu_a_series_gives_the_reason(
     arguments: dict[str, Any], step: dict[str, Any], expected: list[str]
 ) -> None:
     run = silent(**arguments)
@@ -787,7 +787,7 @@ def test_a_newer_run_in_the_same_process_takes_over() -> None:
 # What a release says is what its exporter, and the next release's, must understand.
 
 
-def test_the_recorded_push_of_this_release_says_what_its_description_says() -> None:
+def test_the_recorded_push_of_this_release_matches_its_description() -> None:
     push = Push("/v1/metrics", {}, CAPTURE.read_bytes())
     assert json.loads(CAPTURE.with_suffix(".json").read_text()) == described(push)
 

@@ -312,7 +312,7 @@ def test_a_checkpoint_is_committed_when_it_is_left_without_an_error() -> None:
     assert seconds(run) == {"startup": 30.0, "checkpoint_save": 2.0}
 
 
-def test_a_save_in_the_background_is_told_apart_and_no_activity() -> None:
+def test_a_save_in_the_background_is_counted_separately_and_is_not_an_activity() -> None:
     clock = Clock()
     run = silent(clock)
     run.step()
@@ -410,7 +410,7 @@ def test_an_error_that_cannot_even_be_printed_is_counted() -> None:
     assert total(run, m.TRAINING_HOOK_ERRORS_TOTAL) == 1
 
 
-def test_what_polls_may_fail_and_the_rest_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_poll_does_not_keep_the_rest_from_being_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     run = silent()
     polled: list[int] = []
 

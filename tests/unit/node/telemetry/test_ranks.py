@@ -200,7 +200,7 @@ def test_an_older_hook_may_lack_a_label_that_an_info_row_has_gained() -> None:
         {"status": "fine"},
     ],
 )
-def test_a_process_that_does_not_say_who_it_is_is_refused(reported: dict[str, Any]) -> None:
+def test_a_process_without_an_identity_is_refused(reported: dict[str, Any]) -> None:
     node = Node()
     refused, reason = node.push(process(GOOD, GOOD, **reported))
     assert refused == 2
@@ -285,7 +285,7 @@ def test_a_rank_is_served_until_its_process_is_gone_and_the_ledger_hears_of_it()
         trainer.communicate()
 
 
-def test_a_process_that_is_stopped_is_told_with_how_long_it_has_been() -> None:
+def test_a_stopped_process_is_reported_with_how_long_it_has_been_stopped() -> None:
     trainer = subprocess.Popen(["sleep", "600"])
     try:
         node = Node()
@@ -463,7 +463,7 @@ def test_a_stamp_from_the_future_is_now() -> None:
 
 
 @pytest.mark.parametrize("media", [PROTOBUF, JSON])
-def test_protobuf_and_json_say_the_same(media: str) -> None:
+def test_protobuf_and_json_give_the_same(media: str) -> None:
     sent = request(training(10, 5, START + 6), process(histogram("training_step_duration_seconds", [1], [2, 0], 1.5)))
     body = sent.SerializeToString() if media == PROTOBUF else MessageToJson(sent).encode()
     assert otlp.decode(body, media) == sent

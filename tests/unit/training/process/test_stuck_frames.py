@@ -93,7 +93,7 @@ def watched(frame: Callable[[float], str | None], seconds: float) -> str | None:
     return [frame(5) for _ in range(int(seconds / 5))][-1]
 
 
-def test_a_step_that_does_not_end_is_told_with_the_line_that_is_the_job_s_own(tmp_path: Path) -> None:
+def test_a_step_that_does_not_end_is_reported_with_a_line_of_the_job_s_own_code(tmp_path: Path) -> None:
     with loop(tmp_path, "stuck") as (frame, _):
         assert watched(frame, stuck_frames.AFTER + stuck_frames.MIN_COVERED) is None
         assert frame(5) == "train.py:4 in stuck"
@@ -110,7 +110,7 @@ def test_a_thread_that_moves_is_where_it_always_is(tmp_path: Path) -> None:
         assert watched(frame, 3 * stuck_frames.TOGETHER) in ("train.py:9 in moves", "train.py:13 in deeper")
 
 
-def test_one_look_tells_nothing(tmp_path: Path) -> None:
+def test_one_look_reports_nothing(tmp_path: Path) -> None:
     with loop(tmp_path, "stuck") as (frame, _):
         assert frame(1000) is None
         assert frame(stuck_frames.MEMORY + 1) is None  # the one before was too long ago
@@ -131,7 +131,7 @@ def test_a_start_and_a_checkpoint_may_take_their_time(tmp_path: Path) -> None:
         assert watched(frame, 10) is not None
 
 
-def test_what_begins_anew_is_looked_at_anew(tmp_path: Path) -> None:
+def test_a_wait_that_begins_again_is_observed_again(tmp_path: Path) -> None:
     with loop(tmp_path, "stuck") as (frame, _):
         assert watched(frame, 60) is not None
     at = stuck_frames.StuckFrames()
