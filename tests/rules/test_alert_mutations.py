@@ -1,7 +1,7 @@
 """Every number, comparison, label matcher and `for` of the alerts, changed one at a time: a rule test has to notice.
 
-The mutants of an alert go through promtool with its own tests, beside the records it reads and nothing else. One that
-no test tells from the alert is either a hole in the tests or means the same; those are in EQUIVALENT, with the reason.
+promtool tests the mutants of an alert with the alert's own tests and the records it reads. A mutant that
+passes every test is a hole in the tests or means the same as the alert. EQUIVALENT lists the latter, with the reason.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ OTHER = {"==": "!=", "!=": "==", "<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """An alert with one change; `name` says which, with the words around it."""
+    """An alert with one change. `name` shows the change and the words around it."""
 
     name: str
     alert: Alert
@@ -138,7 +138,7 @@ def mutants(alert: Alert) -> Iterator[Mutant]:
 
 
 def sampled(found: list[Mutant]) -> list[Mutant]:
-    """Return SAMPLE mutants, by a hash of what they are, so that another alert's change does not choose anew."""
+    """Return SAMPLE mutants, by a hash of what they are, so that a change of another alert keeps the choice."""
     ordered = sorted(found, key=lambda mutant: hashlib.sha256(mutant.name.encode()).digest())
     return ordered[:SAMPLE] if SAMPLE else ordered
 
@@ -178,8 +178,8 @@ def lasts(test: dict[str, Any]) -> float:
 def survivors(folder: Path, name: str, tried: list[tuple[str, list[Alert]]]) -> list[str]:
     """Return which of these alerts, each in its variants, pass the rule tests of the alert called `name`.
 
-    All of them are in one rule file, under names of their own and beside the alert itself, which has to pass, so that
-    promtool loads the series once. It goes through the short tests first, and who has failed one is not in the next. It
+    All of them are in one rule file, under names of their own and with the alert itself, which has to pass, so that
+    promtool loads the series once. The short tests run first, and a mutant that failed one is not in the next. promtool
     stops at a rule that cannot be evaluated: that one is out, and the others are run again.
     """
     test = yaml.safe_load((RULES / f"{name}.yaml").read_text())

@@ -1,4 +1,4 @@
-"""Shadow mode: an alert that is evaluated and recorded like any other, and that nobody is told of."""
+"""Shadow mode: an alert that is evaluated and recorded like any other, and sent to no receiver."""
 
 from __future__ import annotations
 

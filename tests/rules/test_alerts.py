@@ -54,7 +54,7 @@ def servers() -> Servers:
 
 
 def run(*command: str) -> str:
-    """Return what a program printed; its complaint is the test's failure."""
+    """Return what a program printed. Fail the test with its output if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -99,7 +99,7 @@ def judged(servers: Servers, folder: Path, path: Path) -> subprocess.CompletedPr
 def judgements(
     servers: Servers, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[Path, Future[subprocess.CompletedProcess[str]]]]:
-    """Give what promtool says of each rule test; as many run at once as there are processors."""
+    """Give the output of promtool for each rule test. As many run at once as there are processors."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         yield {path: pool.submit(judged, servers, tmp_path_factory.mktemp(path.stem), path) for path in RULE_TESTS}
         pool.shutdown(cancel_futures=True)
@@ -255,7 +255,7 @@ def test_secrets_stay_in_files() -> None:
 
 @pytest.fixture
 def render(servers: Servers, tmp_path: Path) -> Callable[[str], str]:
-    """Return a function that renders a template as Alertmanager does, for a group half of which is over."""
+    """Return a function that renders a template as Alertmanager does, for a group whose alerts are half resolved."""
 
     def alert(status: str, description: str) -> dict[str, Any]:
         return {

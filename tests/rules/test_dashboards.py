@@ -297,7 +297,7 @@ def test_a_query_with_an_unset_variable_is_an_error() -> None:
 
 
 # Ranks 0 and 1 share card A, rank 1 was on card B before, both cards are served by the old and the new exporter pod,
-# and card C and port q belong to somebody else.
+# and card C and port q belong to another run.
 MOVING = """
   training_rank_info{run="lm",rank="0",host="n1",uuid="A",attempt="2"}            1x4
   training_rank_info{run="lm",rank="1",host="n1",uuid="A",attempt="2"}            1x4

@@ -1,4 +1,4 @@
-"""The fleet simulator: its truth adds up, and what the real ledger says of the same cluster agrees with it."""
+"""The fleet simulator: its truth adds up, and the real ledger's figures for the same cluster agree with it."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_the_published_54_days_are_in_the_ledger_with_their_causes() -> None:
     assert min(recall.values()) >= 0.85, recall
     # What leaves no trace is never blamed on anybody.
     assert causes["unknown"].right == KINDS["nccl_watchdog"].published == 7
-    # Who is named was it.
+    # The cause that is named is the true one.
     assert sum(cause.place_right for cause in causes.values()) >= 0.98 * sum(cause.placed for cause in causes.values())
 
 
@@ -428,7 +428,7 @@ def test_the_scraped_ports_of_a_dead_leaf_are_down_as_long_as_it_is(scraped: tup
     assert down(struck - 1) == set()
     assert down(struck + 600) == {f"node-{node:04d}:9450 mlx5_3" for node in range(32)}
     assert down(struck + 2400 + 241) == set()
-    # Where a rank runs is told, and that it does not while it is down.
+    # The place of a rank is reported, and that it does not run while it is down.
     places = "count by (run) (training_rank_info)"
     assert {labels["run"]: value for labels, value in prometheus.query(places, struck - 1)} == {
         "big": 256,

@@ -44,7 +44,7 @@ def fired(found: Rehearsal, severity: str) -> set[str]:
 
 
 def notifications(found: Rehearsal) -> Counter[tuple[str, bool]]:
-    """Return how often whom was told that something begins, or that it is over."""
+    """Return the number of messages by receiver and by whether they report an end."""
     return Counter((message.to, message.resolved) for message in found.messages)
 
 

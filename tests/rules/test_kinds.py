@@ -140,7 +140,7 @@ def test_a_simulated_job_serves_only_series_of_the_hook_and_the_exporter(kind: K
         family = name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count")
         keys = labels.keys() - {"job", "instance", "le"}
         row = rows[name if name in rows else family]
-        # An empty label is none.
+        # An empty label counts as no label.
         assert keys == set(row.labels) if row.type != "info" else keys <= set(row.labels), name
         if row.type == "counter":
             numbers = [value for value in values if isinstance(value, float)]

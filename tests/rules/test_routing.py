@@ -1,4 +1,4 @@
-"""One incident is one page: what holds back what, asked of the rules' times, of amtool and of a real Alertmanager."""
+"""One incident is one page: inhibition, checked against the rules' times, amtool and a real Alertmanager."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from demo.stack import free_ports
 SETTINGS = AlertSettings()
 ALERTS = alerts(SETTINGS)
 EVERY = (*INHIBITIONS, LEDGERS)
-# An alert on an incident is told by these and nobody.
+# An alert on an incident is identified by these labels and by no others.
 SILENT = {"Maintenance", "RunOnFaultyHost", "HostOnFaultyLeaf"}
 # Seconds of evidence that these need before they are pending: a minute or half an hour without a step, three windows.
 SEEN_AFTER = {"TrainingHang": 60, "TrainingStalled": 1800, "TrainingStraggler": 3 * 120}
@@ -65,7 +65,7 @@ def interval(group: str) -> float:
 
 
 def evidence(alert: Alert) -> str:
-    """Return an alert's expression without the parts by which it goes on, once it is there."""
+    """Return an alert's expression without the parts that keep it firing."""
     parts = re.split(r"\n *or\b.*\n", alert.expr)
     return "\n".join(part for part in parts if f'alertname="{alert.name}"' not in part)
 
@@ -126,7 +126,7 @@ def test_a_cause_waits_no_longer_than_its_consequences(one: Inhibition) -> None:
 def test_no_page_outlasts_what_holds_it_back(one: Inhibition) -> None:
     """Or else it would be sent when its cause is over: the second page of one incident.
 
-    A cause goes on as long as its consequence, or is kept as long, and for the evaluations by which that ends later.
+    A cause lasts as long as its consequence, or is kept as long, and for the evaluations that delay the end of that.
     """
     outlasts = []
     for cause, consequence in pairs(one):
@@ -254,11 +254,11 @@ def test_each_team_has_its_own_secrets() -> None:
 
 
 PACE = 45.0
-WAIT = 4.0  # seconds: a machine that stalls still tells a cause in time
+WAIT = 4.0  # seconds: a machine that stalls still sends a cause in time
 
 
 class Notifications:
-    """A real Alertmanager with the shipped configuration, and what it tells Slack and PagerDuty."""
+    """A real Alertmanager with the shipped configuration, and what it sends to Slack and PagerDuty."""
 
     def __init__(self, address: str, receiver: Receiver) -> None:
         self.address, self.receiver = address, receiver
@@ -444,7 +444,7 @@ def test_each_incident_is_one_page_and_its_consequences_are_held_back(notificati
 
 
 def until(done: Callable[[], Any]) -> None:
-    """Wait for something to become true."""
+    """Wait until a condition is true."""
     deadline = time.monotonic() + 60
     while not done():
         assert time.monotonic() < deadline, "it did not come"

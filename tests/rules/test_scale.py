@@ -1,4 +1,4 @@
-"""docs/scale.md: its table is what `flopwatch size` says, Prometheus takes its files, its windows are the rules'."""
+"""docs/scale.md: its table is what `flopwatch size` prints, Prometheus takes its files, its windows are the rules'."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def buckets(lines: Iterable[Line]) -> dict[str, float]:
     return totals | ({"open": round(run["open_seconds"], 6)} if run["open_seconds"] else {})
 
 
-# Ten seconds a step, ten of startup; a1 has executed steps 1 to 3 and 4 s of the next when it is last heard of.
+# Ten seconds a step, ten of startup; a1 has executed steps 1 to 3 and 4 s of the next at its last record.
 A1 = [
     start(100, "a1"),
     snapshot(110, "a1", 0, startup=10, step=0),

@@ -1,4 +1,4 @@
-"""The catalogue obeys Prometheus' naming, imports nothing, and is what the documentation says."""
+"""The catalogue obeys Prometheus' naming, imports nothing, and matches the documentation."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ CONFIGS = TESTS / "captures" / "configs"
 
 
 def answer(capsys: pytest.CaptureFixture[str], name: str, *flags: str) -> dict[str, Any]:
-    """Return what the command says as JSON."""
+    """Return the JSON that the command prints."""
     assert main(["flops", str(CONFIGS / f"{name}.json"), *flags, "--json"]) == 0
     output: dict[str, Any] = json.loads(capsys.readouterr().out)
     return output

@@ -233,7 +233,7 @@ def test_a_password_is_hashed_once_and_then_known(monkeypatch: pytest.MonkeyPatc
                 ("alice", "$04$", "wrong"),
                 ("alice", "$04$", "wrong"),  # what is wrong is not remembered
                 ("alice", "$05$", "s3cret"),  # another hash, another password
-                ("bob", "$04$", "s3cret"),  # nobody, and hashed all the same
+                ("bob", "$04$", "s3cret"),  # an unknown user, hashed all the same
             )
         ]
 

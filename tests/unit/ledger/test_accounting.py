@@ -61,7 +61,7 @@ def test_the_worked_history_of_a_crash_and_a_move_has_the_known_figures() -> Non
 def test_step_time_is_open_until_the_step_ends() -> None:
     assert buckets(A1) == {"startup": 10, "productive": 34}
     assert buckets([*A1, snapshot(147, "a1", 3, startup=10, step=37)]) == {"startup": 10, "productive": 34, "open": 3}
-    # With the age of the open step told, the 4 s of step 4 are not taken for step 3.
+    # With the age of the open step reported, the 4 s of step 4 are not taken for step 3.
     with_age = [*A1[:3], snapshot(144, "a1", 3, startup=10, step=34, more={"open_step_seconds": 4})]
     assert buckets(with_age) == {"startup": 10, "productive": 30, "open": 4}
     assert buckets([*with_age, snapshot(150, "a1", 4, startup=10, step=40)]) == {"startup": 10, "productive": 40}
@@ -127,11 +127,11 @@ def test_a_restore_inside_an_attempt_is_no_step_and_what_follows_it_counts_from_
     def restored(step: int) -> Line:
         return {"restored_step": step}
 
-    # Steps 4 to 6 between two snapshots, of which 4 and 5 for the second time.
+    # Steps 4 to 6 between two snapshots. Steps 4 and 5 are repeated.
     lines = [*A1[:2], snapshot(160, "a1", 5, startup=10, step=50, more=restored(0))]
     lines.append(snapshot(190, "a1", 6, startup=10, step=80, more=restored(3)))
     assert buckets(lines) == {"startup": 10, "productive": 60, "lost": 20}
-    # The position is 0 until the checkpoint is loaded; then steps 5 and 6, of which 6 is new.
+    # The position is 0 until the checkpoint is loaded; then steps 5 and 6. Step 6 is new.
     lines = [*A1[:2], snapshot(160, "a1", 5, startup=10, step=50), start(200, "a2"), snapshot(205, "a2", 0, startup=5)]
     lines.append(snapshot(230, "a2", 6, startup=10, step=20, more=restored(4)))
     assert buckets(lines) == {"startup": 20, "productive": 60, "lost": 10, "down": 40}
@@ -344,7 +344,7 @@ def test_flops_and_capacity_wait_for_every_peak() -> None:
     ]
     lines.append(snapshot(130, "a1", 2, startup=10, step=20, more=known(600, 50)))
     assert figures(lines)["effective_mfu"] == 600 / (50 * 30)
-    # Steps 2 to 3 again, of which 3 is new.
+    # Steps 2 and 3. Step 3 is new.
     lines += [start(140, "a2", step=1), snapshot(170, "a2", 3, startup=10, step=20, more=known(600, 50))]
     run = figures(lines)
     assert (run["retained_flops"], run["capacity_flops"]) == (900, 50 * 70)
@@ -424,7 +424,7 @@ def test_a_record_that_is_not_an_object_is_refused() -> None:
         LedgerRecord.parse(["t", 1])
 
 
-# Generated histories: what a cluster did, what its exporters said of it, and what the network made of that.
+# Generated histories: what a cluster did, what its exporters sent, and what the network made of that.
 
 
 @given(histories(clean=True))
@@ -475,7 +475,7 @@ def test_on_every_history_the_books_balance_and_never_go_back(generated: Generat
                 assert run.buckets.retained <= sum(latest.values()) + 1
             check_attempts(run)
 
-        # What was used once changes nothing when it is said again, at once or later; nor does being written down
+        # What was used once changes nothing when it is sent again, at once or later; nor does being written down
         # and read back.
         unused, saved = saved, snapshot_of(run)
         used += [line] if saved != unused else []

@@ -162,7 +162,7 @@ def test_a_slow_stretch_is_a_loss_that_costs_what_its_steps_took_beyond_the_usua
         "gpu": "GPU-5",
         "settled": True,
     }
-    # 100 steps of 4 s more; up to a minute of it on either side is not told from what is usual.
+    # 100 steps of 4 s more; up to a minute of it on either side cannot be separated from what is usual.
     assert slow["gpu_seconds"] == pytest.approx(GPUS * 400, rel=0.06)
     assert (slow["began"], slow["ended"]) == pytest.approx((3678, 3678 + 1203), abs=60)
     assert run.incidents.badput["slow"] == {"thermal": slow["gpu_seconds"]}
@@ -329,7 +329,7 @@ def test_on_every_history_losses_only_grow_and_are_a_part_of_their_buckets(
 
 
 def check_losses(run: RunLedger, *, settled: bool = False) -> None:
-    """Assert that each loss is booked once, and that losses are no more than the buckets that they are a part of."""
+    """Assert that each loss is counted once, and that losses are no more than the buckets that they are a part of."""
     incidents = list(run.incidents.by_number.values())
     for kind in LOSSES:
         total = sum(one.gpu_seconds for one in incidents if one.kind == kind and one.settled)

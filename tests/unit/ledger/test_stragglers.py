@@ -1,4 +1,4 @@
-"""Time lost to stragglers: what the ledger counts when one rank or host is late, and when nobody is to blame."""
+"""Time lost to stragglers: what the ledger counts when one rank or host is late, and when no rank is to blame."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def lost(records: list[Line]) -> float | None:
 
 def test_what_a_late_rank_costs_is_counted_once_it_was_the_latest_in_three_windows() -> None:
     records = lines(late(5, 0.3))
-    # The first window, of 15 to 135 s, begins before all ranks have told where they stand; then 30 % of each.
+    # The first window, of 15 to 135 s, begins before all ranks have reported their position; then 30 % of each.
     assert lost([line for line in records if line["t"] <= 480]) == 0
     assert lost([line for line in records if line["t"] <= 510]) == pytest.approx(GPUS * 0.3 * 360, rel=0.03)
     assert lost(records) == pytest.approx(GPUS * 0.3 * 960, rel=0.03)

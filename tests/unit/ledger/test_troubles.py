@@ -1,4 +1,4 @@
-"""Histories in which something is wrong: clocks, two runs of one name, runs that nobody ends; and what losses cost."""
+"""Histories in which something is wrong: clocks, two runs of one name, runs without an end; and what losses cost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ A2 = [start(200, "a2", step=1), snapshot(210, "a2", 1, startup=10, step=0), snap
 
 
 def test_a_recovery_lasts_from_the_last_word_to_the_first_new_step() -> None:
-    # a1 is last heard of at 144 with step 3; a2 makes steps 2 and 3 again and ends step 4 at 240.
+    # a1 sends its last record at 144 with step 3; a2 makes steps 2 and 3 again and ends step 4 at 240.
     run = run_of([*A1, *A2])
     assert (run.incidents.recoveries, run.incidents.recovery_seconds) == (1, 240 - 144)
     assert (served(run, 250, m.RUN_RECOVERIES_TOTAL), served(run, 250, m.RUN_RECOVERY_SECONDS_TOTAL)) == (
@@ -79,7 +79,7 @@ def test_a_checkpoint_is_known_by_when_it_was_first_reported() -> None:
 
 
 def both(until: int, begin: int = 150) -> list[Line]:
-    """Return a1, and b1 of another allocation beside it from some time on, both reporting every ten seconds."""
+    """Return a1, and b1 of another allocation next to it from some time on, both reporting every ten seconds."""
     lines = [*A1, start(begin, "b1", step=3, source="other")]
     for t in range(begin + 10, until + 1, 10):
         lines += [
@@ -177,7 +177,7 @@ def test_a_run_whose_clock_is_hours_off_is_running_by_the_ledgers_clock() -> Non
 
 
 def skewed(until: int, ahead: float) -> list[Line]:
-    """Return an attempt on two nodes, of which the second's clock is ahead."""
+    """Return an attempt on two nodes. The clock of the second is ahead."""
     lines = [start(100, "a1"), start(100 + ahead, "a1", source="h2")]
     for t in range(120, until + 1, 10):
         for source, rank, shift in (("h1", 0, 0.0), ("h2", 8, ahead)):
@@ -224,7 +224,7 @@ def test_two_rollbacks_to_the_same_step_lose_what_was_executed_again() -> None:
 
 
 def beside(until: int, steps: bool = True) -> list[Line]:
-    """Return an attempt from 100 on, beside which another runs on another host from 205 to 260 and fails."""
+    """Return an attempt from 100 on, and another that runs on another host from 205 to 260 and fails."""
 
     def one(t: int) -> Line:
         done = (t if steps else min(t, 190)) - 110
@@ -333,7 +333,7 @@ def test_a_second_ledger_that_received_less_adds_nothing_to_the_first() -> None:
             assert sum(ledger.buckets.seconds.values()) + ledger.open(341) == pytest.approx(ledger.wall(341))
 
 
-# Runs that nobody ends.
+# Runs without an end.
 
 
 def test_a_run_that_is_given_up_stopped_at_its_last_record() -> None:
@@ -378,7 +378,7 @@ def evidence(kind: str, t: float, **more: Any) -> Line:
 
 
 def later(lines: list[Line], until: float) -> list[Line]:
-    """Return the lines and then a word of the last attempt at that time."""
+    """Return the lines and then a record of the last attempt at that time."""
     last = lines[-1]
     spent = {**last["activity_seconds"], "step": last["activity_seconds"]["step"] + until - last["t"]}
     return [*lines, {**last, "t": until, "step": last["step"] + 1, "activity_seconds": spent}]
@@ -479,7 +479,7 @@ def test_evidence_of_another_time_explains_nothing() -> None:
 
 
 def two_nodes(last: float) -> list[Line]:
-    """Return an attempt on two nodes, of which the second is last heard of then, and the next attempt without it."""
+    """Return an attempt on two nodes, the second one's last record at that time, and the next attempt without it."""
     lines = [start(100, "a1"), start(100, "a1", source="h2")]
     for t in range(120, 201, 10):
         lines.append(snapshot(t, "a1", (t - 110) // 10, more={"rank": 0}, startup=10, step=t - 110.0))
@@ -547,7 +547,7 @@ TEXTS = st.one_of(st.sampled_from(["xid", "79", "oom", "link_down"]), st.text(mi
 
 
 def records(value: st.SearchStrategy[Any]) -> st.SearchStrategy[Line]:
-    """Return records whose fields hold this, where nothing else is to be said of them."""
+    """Return records whose fields have these values, and defaults elsewhere."""
     items = st.fixed_dictionaries(
         {"kind": TEXTS, "t": value},
         optional={"gpu": TEXTS, "port": TEXTS, "detail": TEXTS, "count": value, "rank": value},

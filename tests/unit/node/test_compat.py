@@ -270,7 +270,7 @@ def test_ratios_and_rates_are_means_since_the_last_scrape_that_is_ten_seconds_ol
         (60, 145, 64, 70e6),  # profiling is paused: no ratio
         (75, 5, 5, 1e6),  # the source started again: neither
         (90, 20, 5, 16e6),
-        (290, 220, 5, 16e6),  # nobody asked for long
+        (290, 220, 5, 16e6),  # no scrape for long
         (305, 235, 20, 31e6),
     ):
         now = at
@@ -423,7 +423,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> dict[Series, float]:
 
 
 class FixedSource:
-    """A source that says what it is given."""
+    """A source that returns the samples it was given."""
 
     name = "nvml"
 

@@ -1,4 +1,4 @@
-"""Release of the drivers: what may be asked for, when it begins and ends, and what says so."""
+"""Release of the drivers: what may be asked for, when it begins and ends, and how it is reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOW = 1_800_000_000.0
 
 
 class Driver:
-    """A reader that notes what it is told, and whose last handle the test can keep open."""
+    """A reader that records its requests. The test can keep its last handle open."""
 
     def __init__(self) -> None:
         self.requests: list[str] = []

@@ -1,4 +1,4 @@
-"""The training hook: what a loop says is what the exporter is told, to the digit, and nothing comes back."""
+"""The training hook: what a loop reports is what the exporter receives, to the digit, and nothing comes back."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ EXPECTED_SAMPLES = {
 
 
 def trained(url: str, **arguments: Any) -> Run:
-    """Return a run that trained as `train` says and has not finished."""
+    """Return a run that trained as `train` does and has not finished."""
     clock = Clock()
     run = Run(
         "llama",
@@ -256,7 +256,7 @@ def test_pushes_go_on_every_interval_and_report_no_end() -> None:
         push = server.wait_for(lambda _: len(server.pushes) >= 3)
         run.finish("preempted")
         assert "flopwatch.status" not in push.resource
-        assert "training_position_steps" not in push.samples  # before the first step nobody knows the position
+        assert "training_position_steps" not in push.samples  # before the first step the position is unknown
         assert server.last_word().resource["flopwatch.status"] == "preempted"
         pushes = len(server.pushes)
         time.sleep(0.3)
@@ -576,7 +576,7 @@ def test_positions_go_on_from_what_was_restored_and_counters_do_not() -> None:
     run.step(tokens=8)
     snapshot = run.snapshot()
     assert value(snapshot, "training_position_steps") == 41
-    assert value(snapshot, "training_position_tokens") is None  # nobody said how many tokens 40 steps were
+    assert value(snapshot, "training_position_tokens") is None  # the number of tokens of 40 steps was not given
     assert value(snapshot, "training_steps_total") == 1
     assert value(snapshot, "training_tokens_total") == 8
     run.restored(step=10, tokens=80)  # a rollback
@@ -784,7 +784,7 @@ def test_a_newer_run_in_the_same_process_takes_over() -> None:
         ]
 
 
-# What a release says is what its exporter, and the next release's, must understand.
+# The exporter of this release and of the next one must understand what a release sends.
 
 
 def test_the_recorded_push_of_this_release_matches_its_description() -> None:
@@ -803,7 +803,7 @@ def described(push: Push) -> dict[str, Any]:
 
 
 def record() -> None:
-    """Write the capture anew: python -m tests.unit.training.test_hook"""
+    """Write the capture again: python -m tests.unit.training.test_hook"""
     with HookServer() as server:
         trained(server.url).finish()
     CAPTURE.parent.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ class Reached:
 
 
 class Device:
-    """What a run marks in place of the host's clock; it gets nowhere until told."""
+    """What a run marks in place of the host's clock. It advances only when the test moves it."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock

@@ -1,4 +1,4 @@
-"""One scrape over sources that answer, fail, hang and overflow: what is served, and what is said about it."""
+"""One scrape over sources that answer, fail, hang and overflow: what is served, and the health series about it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PORT: Sample = (m.INFINIBAND_PORT_STATE_ID, ("mlx5_0", "1"), 4)
 
 
 class Scripted:
-    """A source that does what the test says next."""
+    """A source that does what the test sets next."""
 
     def __init__(self, name: str, answer: Callable[[float], Reading]) -> None:
         self.name = name

@@ -234,7 +234,7 @@ def test_the_newest_process_start_of_a_rank_wins() -> None:
 
 
 def test_a_second_run_of_one_process_is_not_an_older_process() -> None:
-    """The start of a process is computed anew from its age, so it differs by milliseconds."""
+    """The start of a process is computed again from its age, so it differs by milliseconds."""
     node = Node()
     node.push(training(10, 5, START + 6, attempt="a1", pid=100, start_unix=START + 0.004, status="completed"))
     assert node.push(training(1, 1, START + 20, attempt="a2", pid=100, start_unix=START)) == (0, "")
@@ -272,7 +272,7 @@ def test_a_rank_is_served_until_its_process_is_gone_and_the_ledger_hears_of_it()
         node.telemetry.check()
         assert node.steps() == {"0": 10}
         trainer.kill()
-        # It stays a zombie, since nobody has waited for it yet.
+        # It stays a zombie, since no process has waited for it yet.
         until(lambda: not process_exit.process_alive(trainer.pid, ticks))
         node.telemetry.check()
         assert node.steps() == {}
@@ -585,7 +585,7 @@ def sent(registry: CollectorRegistry) -> dict[str, float]:
 
 
 def run_states(source: Embedded) -> list[str]:
-    """Return the states the ledger says runs are in."""
+    """Return the states of runs that the ledger serves."""
     return [labels[-1] for row, labels, value in source.ask(1).samples if row is m.RUN_STATE and value == 1]
 
 

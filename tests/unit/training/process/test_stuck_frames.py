@@ -1,4 +1,4 @@
-"""At which line a rank stands still: the loop's own thread, seen through the hook as the exporter is told it."""
+"""The line at which a rank is stuck: the loop's own thread, as the hook reports it to the exporter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flopwatch.training.process import stuck_frames
 from flopwatch.training.process.launcher import Process
 from tests.support.machine import until
 
-# `arrived` is told of each line at which the thread waits until it may `go` on, or, if it is told False, ends.
+# The thread puts an entry into `arrived` at each line where it waits. `go` lets it continue, and False ends it.
 PROGRAM = """
 def stuck(arrived, go):
     arrived.put(True)
@@ -38,7 +38,7 @@ def deeper(arrived, go):
 
 
 class Clock:
-    """Monotonic seconds that pass only when told to."""
+    """Monotonic seconds that pass only when the test moves them."""
 
     now = 1000.0
 
@@ -50,7 +50,7 @@ class Clock:
 def loop(folder: Path, what: str, steps: int = 3) -> Iterator[tuple[Callable[[float], str | None], Callable[[], None]]]:
     """Run a job whose thread makes steps of a second and then calls `what`.
 
-    Give what is told once so much time has passed, and what lets the thread go to the next line at which it waits.
+    Give a function that returns the frame after so many more seconds, and one that moves the thread to its next line.
     """
     program: dict[str, Any] = {}
     exec(compile(PROGRAM, str(folder / "train.py"), "exec"), program)
@@ -89,7 +89,7 @@ def loop(folder: Path, what: str, steps: int = 3) -> Iterator[tuple[Callable[[fl
 
 
 def watched(frame: Callable[[float], str | None], seconds: float) -> str | None:
-    """Return what is told at the end of so many seconds, in which there is a look every five."""
+    """Return the frame reported after so many seconds with a look every five."""
     return [frame(5) for _ in range(int(seconds / 5))][-1]
 
 
@@ -127,7 +127,7 @@ def test_a_step_is_old_after_three_of_its_kind(tmp_path: Path, monkeypatch: pyte
 def test_a_start_and_a_checkpoint_may_take_their_time(tmp_path: Path) -> None:
     with loop(tmp_path, "stuck", steps=0) as (frame, _):
         assert watched(frame, 120 + stuck_frames.MIN_COVERED - 30) is None  # the process was 30 s old
-        # No step was made, so it is not known which thread makes them: the main one is told.
+        # No step was made, so it is not known which thread makes them: the main one is reported.
         assert watched(frame, 10) is not None
 
 
