@@ -64,7 +64,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "TrainingHang",
         'critical: bool) or time() - max by (run) (ALERTS_FOR_STATE[{alertname="TrainingHang",'
         'severity="critical"} -> {severity="critical"}]) and on (run) ALERTS{a',
-    ): "it is the value, which the text tells",
+    ): "it is the value, which the text shows",
     (
         "TrainingHang",
         'critical: bool) or time() - max by (run) (ALERTS_FOR_STATE[{alertname="TrainingHang",'

@@ -109,7 +109,7 @@ def test_the_published_54_days_are_in_the_ledger_with_their_causes() -> None:
     assert judgement.off == []
     assert (judgement.missed, judgement.invented) == ([], [])
     assert truth.goodput > 0.9  # as published
-    # 3 % of what nodes see is never told, and one software fault in ten raises what a lost peer raises too. Floors are
+    # 3 % of what nodes see is never reported, and one software fault in ten raises the same as a lost peer. Floors are
     # a few of each below what is to be expected, so that they hold for other seeds.
     causes = judgement.causes
     for name in ("gpu", "network", "host", "thermal", "storage", "software", "planned"):

@@ -131,9 +131,9 @@ def test_rules_that_name_no_rank_or_no_reason_are_detected(tmp_path: Path) -> No
 @KINDS
 def test_a_simulated_job_serves_only_series_of_the_hook_and_the_exporter(kind: Kind) -> None:
     rows = {row.name: row for row in vars(catalogue).values() if isinstance(row, catalogue.Metric)}
-    told = list(job(kind).told())
-    assert len({(name, tuple(labels.items())) for (name, labels), _ in told}) == len(told)
-    for (name, labels), values in told:
+    served = list(job(kind).told())
+    assert len({(name, tuple(labels.items())) for (name, labels), _ in served}) == len(served)
+    for (name, labels), values in served:
         assert len(values) == 41
         if name == "up":
             continue

@@ -417,7 +417,7 @@ INCIDENTS: dict[str, tuple[list[dict[str, str]], list[dict[str, str]], str | Non
         [alert("Maintenance", host="maintained"), alert("RunOnFaultyHost", host="maintained", run="moved")],
         None,
     ),
-    "a small run beside it": ([], [{**alert("TrainingDown", run="small"), "severity": "warning"}], None),
+    "a small run next to it": ([], [{**alert("TrainingDown", run="small"), "severity": "warning"}], None),
     "another large run": ([alert("TrainingDown", run="other")], [], "TrainingDown: TrainingDown critical other"),
 }
 

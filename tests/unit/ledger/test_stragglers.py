@@ -91,8 +91,8 @@ def test_what_a_late_host_costs_is_counted_too() -> None:
 @pytest.mark.parametrize(
     ("why", "records"),
     [
-        ("nobody is late", lines(lambda rank, t: 0.4)),
-        ("nearly nobody is", lines(late(5, 0.08))),
+        ("no rank is late", lines(lambda rank, t: 0.4)),
+        ("a rank is hardly late", lines(late(5, 0.08))),
         ("another one each window", lines(lambda rank, t: 0.1 if rank == int(t / 120) % GPUS else 0.4)),
         ("two are", lines(lambda rank, t: 0.1 if rank in (1, 6) else 0.4)),
         ("it has more tokens", lines(late(5, 0.3), tokens=lambda rank: 130.0 if rank == 5 else 100.0)),

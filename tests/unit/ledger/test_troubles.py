@@ -223,7 +223,7 @@ def test_two_rollbacks_to_the_same_step_lose_what_was_executed_again() -> None:
     assert 50 <= run["buckets"]["productive"] <= 50 + 130 / 2
 
 
-def beside(until: int, steps: bool = True) -> list[Line]:
+def overlapping(until: int, steps: bool = True) -> list[Line]:
     """Return an attempt from 100 on, and another that runs on another host from 205 to 260 and fails."""
 
     def one(t: int) -> Line:
@@ -259,7 +259,7 @@ def beside(until: int, steps: bool = True) -> list[Line]:
 
 
 def test_after_a_conflict_the_attempt_that_goes_on_is_accounted_for_again() -> None:
-    lines = [*beside(700), finish(701, "a1", source="h1")]
+    lines = [*overlapping(700), finish(701, "a1", source="h1")]
     run = run_of(lines)
     # a1 makes steps until 200 and, as is sure after five minutes, from b1's end on; b1 starts up, makes 4 of them again
     # and fails.
@@ -291,7 +291,7 @@ def test_the_later_attempt_keeps_the_books_however_long_it_starts_up_in_silence(
 
 
 def test_an_attempt_that_lingers_without_a_step_or_for_less_than_five_minutes_is_not_accounted_for_again() -> None:
-    for lines in (beside(700, steps=False), beside(550)):
+    for lines in (overlapping(700, steps=False), overlapping(550)):
         run = run_of(lines)
         assert (run.attempts, run.ends["failed"], run.open(700)) == (2, 1, 440)
 

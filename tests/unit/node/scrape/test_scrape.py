@@ -85,7 +85,7 @@ def slowly(deadline: float) -> Reading:
 
 
 def raising(deadline: float) -> Reading:
-    raise OSError("what nobody expected")
+    raise OSError("an unexpected error")
 
 
 def scraping(*sources: Source, clock: Callable[[], float] = time.monotonic, deadline: float = PATIENCE) -> Scrape:

@@ -289,7 +289,7 @@ def test_a_stopped_process_is_reported_with_how_long_it_has_been_stopped() -> No
     trainer = subprocess.Popen(["sleep", "600"])
     try:
         node = Node()
-        told = {"pid": trainer.pid, "pid_namespace": own_pid_namespace()}
+        identity = {"pid": trainer.pid, "pid_namespace": own_pid_namespace()}
 
         def blocked() -> dict[str, float]:
             node.telemetry.check()
@@ -299,14 +299,14 @@ def test_a_stopped_process_is_reported_with_how_long_it_has_been_stopped() -> No
                 if row is m.HOST_PROCESS_BLOCKED_SECONDS and labels[:2] == ("lm", "0")
             }
 
-        node.push(training(10, 5, START + 6, **told))
+        node.push(training(10, 5, START + 6, **identity))
         assert blocked() == {"stopped": 0, "uninterruptible": 0}
         trainer.send_signal(signal.SIGSTOP)
         until(lambda: process_exit.process_state(trainer.pid, 0) == "T")
         node.time += 5
         assert blocked() == {"stopped": 0, "uninterruptible": 0}  # since when is not known
         node.time += 40
-        node.push(training(10, 5, START + 51, **told))  # a push that was on its way
+        node.push(training(10, 5, START + 51, **identity))  # a push that was on its way
         assert blocked() == {"stopped": 40, "uninterruptible": 0}
         trainer.send_signal(signal.SIGCONT)
         until(lambda: process_exit.process_state(trainer.pid, 0) != "T")
