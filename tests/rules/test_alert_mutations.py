@@ -99,7 +99,7 @@ class Mutant:
 
 
 def moved(number: str) -> tuple[str, str]:
-    """Return a threshold a little lower and a little higher: a tenth, or one where it counts things."""
+    """Return the threshold lowered and raised by a tenth, or by one where it counts things."""
     value = float(number)
     if value < 10 and value == int(value):
         return f"({value - 1:g})", f"{value + 1:g}"
@@ -107,7 +107,7 @@ def moved(number: str) -> tuple[str, str]:
 
 
 def changes(expr: str) -> Iterator[tuple[int, int, str]]:
-    """Yield every change of an expression: from where to where it is replaced, and by what."""
+    """Yield every change of an expression as start, end and replacement."""
     for token in TOKEN.finditer(expr):
         start, end, text = token.start(), token.end(), token.group()
         match token.lastgroup:
@@ -169,7 +169,7 @@ def renamed(test: dict[str, Any], alert: str, names: list[str]) -> dict[str, Any
 
 
 def lasts(test: dict[str, Any]) -> float:
-    """Return at which second a rule test asks last."""
+    """Return the last evaluation time in a rule test, in seconds."""
     return max(
         seconds(case["eval_time"]) for kind in ("alert_rule_test", "promql_expr_test") for case in test.get(kind, ())
     )

@@ -61,7 +61,7 @@ def links_of(panel: Json) -> Iterator[Json]:
 
 
 def links_to(panel: Json) -> Iterator[tuple[str, str]]:
-    """Yield what the links of a panel take from what was clicked: ("label", name) or ("table", heading)."""
+    """Yield each variable in a panel's links as ("label", name) or ("table", heading)."""
     for link in links_of(panel):
         yield from (("label", name) for name in re.findall(r"\$\{__field\.labels\.(\w+)\}", link["url"]))
         yield from (("table", name) for name in re.findall(r'\$\{__data\.fields\["([^"]+)"\]\}', link["url"]))
@@ -133,7 +133,7 @@ def test_a_panel_is_of_a_kind_grafana_still_draws_and_describes_what_is_expected
 
 
 def complaints(kind: str, value: Json) -> list[str]:
-    """Return what Grafana's published types say against a part of a dashboard."""
+    """Return the violations of Grafana's published schema in a part of a dashboard."""
     return [
         f"{kind}: {'/'.join(map(str, error.absolute_path))}: {error.message[:200]}"
         for error in Draft7Validator(GRAFANA["properties"][kind]).iter_errors(value)

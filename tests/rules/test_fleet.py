@@ -48,7 +48,7 @@ LLAMA_3 = replace(SCENARIOS["llama3"].sized(None, 512), reference_gpus=512, spar
 
 
 def small(name: str) -> Scenario:
-    """Return a scenario as it is, and of the 54 days four."""
+    """Return a scenario, with the one of 54 days cut to four."""
     return replace(LLAMA_3, days=4.0) if name == "llama3" else SCENARIOS[name]
 
 

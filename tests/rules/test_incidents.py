@@ -101,7 +101,7 @@ LIVED: dict[str, Callable[[], Rehearsal]] = {
 
 @pytest.fixture(scope="module")
 def lived() -> Iterator[dict[str, Future[Rehearsal]]]:
-    """Give what is lived through, by name. Half of it is waiting for Alertmanager, so they are side by side."""
+    """Give each rehearsed incident by name. They run in parallel, as half of the time is waiting for Alertmanager."""
     with ThreadPoolExecutor(1 if FULL else 3) as pool:
         yield {name: pool.submit(rehearsed) for name, rehearsed in LIVED.items()}
         pool.shutdown(cancel_futures=True)

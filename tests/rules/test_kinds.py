@@ -35,7 +35,7 @@ def of(name: str) -> Kind:
 
 
 def changed(tmp_path: Path, old: str, new: str) -> Path:
-    """Return the shipped rules with one thing different."""
+    """Return the shipped rules with one replacement."""
     text = RULES.read_text()
     assert old in text
     (tmp_path / "rules.yaml").write_text(text.replace(old, new))
@@ -44,7 +44,7 @@ def changed(tmp_path: Path, old: str, new: str) -> Path:
 
 @pytest.fixture(scope="module")
 def judging() -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """Give the command that judges each scenario; they run side by side."""
+    """Give the command that judges each scenario. The commands run in parallel."""
     with ExitStack() as stack:
         yield {
             scenario: stack.enter_context(

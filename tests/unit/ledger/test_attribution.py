@@ -41,7 +41,7 @@ def raised(name: str, rank: int = 3, after: float = 5, host: str = "n3") -> Evid
 
 
 def verdict(loss: LostTime, *evidence: Evidence) -> tuple[str, ...]:
-    """Return cause, confidence, host, GPU and port, as far as there are such."""
+    """Return cause, confidence, host, GPU and port of a loss, without the empty ones."""
     found = attribute(loss, evidence)
     return tuple(text for text in (found.cause, found.confidence, found.host, found.gpu, found.port) if text)
 

@@ -77,7 +77,7 @@ def run_of(lines: Iterable[Line]) -> RunLedger:
 
 
 def losses(lines: Iterable[Line]) -> list[tuple[str, str, str]]:
-    """Return kind, what most of it was, and cause."""
+    """Return kind, largest part and cause of each loss."""
     record = views.figures(run_of(lines), 1e6)
     return [(one["kind"], one["status"] or one["waited"], one["cause"]) for one in record["incidents"]]
 

@@ -63,7 +63,7 @@ class Node:
         return {labels[1]: value for row, labels, value in self.samples() if row is m.TRAINING_POSITION_STEPS}
 
     def records(self) -> list[Record]:
-        """Return what the ledger is owed, and take it."""
+        """Take and return the records that wait for the ledger."""
         due = self.telemetry.due()
         for key, (version, _) in due.items():
             self.telemetry.delivered(key, version)
@@ -702,7 +702,7 @@ def test_a_delivery_that_is_too_large_is_made_in_halves_and_costs_no_record_that
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """Let no file of this process grow, which to it is what a full disk is."""
+    """Let no file of this process grow, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
