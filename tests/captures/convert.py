@@ -596,7 +596,7 @@ def _recorded(outputs: list[Output], links: Mapping[str, Any], driver: str) -> R
 
 
 def main() -> None:
-    """Write every capture anew."""
+    """Write every capture again."""
     for name in SOURCES:
         (HERE / "nodes" / name).mkdir(parents=True, exist_ok=True)
         (HERE / "nodes" / name / "nvml.json").write_text(convert(name))

@@ -1,4 +1,4 @@
-"""Write schemas.json anew: what the API server checks of the operators' objects that the chart makes.
+"""Write schemas.json again: what the API server checks of the operators' objects that the chart makes.
 
     python tests/crds/generate.py
 

@@ -319,7 +319,7 @@ def test_goodput_after_a_killed_rank_is_what_the_jobs_log_says(stack: DemoStack,
         stack,
     )
 
-    truth = log(stack).booked()
+    truth = log(stack).attributed()
     seconds = {
         labels["bucket"]: value for labels, value in stack.prometheus.query(f'{c.RUN_SECONDS_TOTAL}{{run="{RUN}"}}')
     }

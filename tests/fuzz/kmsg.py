@@ -1,4 +1,4 @@
-"""Lines of the kernel log: whoever may write to /dev/kmsg, and every driver, chooses their text."""
+"""Lines of the kernel log: every process that may write to /dev/kmsg, and every driver, chooses their text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What training processes, and anybody else on the node, post to the intake.
+"""What training processes, and any other process on the node, post to the intake.
 
 The first byte chooses what the request's headers would say: bit 0 JSON instead of protobuf, bit 1 gzip.
 """

@@ -1,4 +1,4 @@
-"""The kubelet's answer, or that of whoever listens on its socket."""
+"""The answer of the kubelet, or of another process that listens on its socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The web configuration file: its mistakes are the administrator's, and must be told, not thrown."""
+"""The web configuration file: an administrator's mistake must be reported in one line, not raised."""
 
 from __future__ import annotations
 

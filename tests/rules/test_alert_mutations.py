@@ -1,7 +1,7 @@
 """Every number, comparison, label matcher and `for` of the alerts, changed one at a time: a rule test has to notice.
 
-The mutants of an alert go through promtool with its own tests, beside the records it reads and nothing else. One that
-no test tells from the alert is either a hole in the tests or means the same; those are in EQUIVALENT, with the reason.
+promtool tests the mutants of an alert with the alert's own tests and the records it reads. A mutant that
+passes every test is a hole in the tests or means the same as the alert. EQUIVALENT lists the latter, with the reason.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "TrainingHang",
         'critical: bool) or time() - max by (run) (ALERTS_FOR_STATE[{alertname="TrainingHang",'
         'severity="critical"} -> {severity="critical"}]) and on (run) ALERTS{a',
-    ): "it is the value, which the text tells",
+    ): "it is the value, which the text shows",
     (
         "TrainingHang",
         'critical: bool) or time() - max by (run) (ALERTS_FOR_STATE[{alertname="TrainingHang",'
@@ -92,14 +92,14 @@ OTHER = {"==": "!=", "!=": "==", "<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """An alert with one change; `name` says which, with the words around it."""
+    """An alert with one change. `name` shows the change and the words around it."""
 
     name: str
     alert: Alert
 
 
 def moved(number: str) -> tuple[str, str]:
-    """Return a threshold a little lower and a little higher: a tenth, or one where it counts things."""
+    """Return the threshold lowered and raised by a tenth, or by one where it counts things."""
     value = float(number)
     if value < 10 and value == int(value):
         return f"({value - 1:g})", f"{value + 1:g}"
@@ -107,7 +107,7 @@ def moved(number: str) -> tuple[str, str]:
 
 
 def changes(expr: str) -> Iterator[tuple[int, int, str]]:
-    """Yield every change of an expression: from where to where it is replaced, and by what."""
+    """Yield every change of an expression as start, end and replacement."""
     for token in TOKEN.finditer(expr):
         start, end, text = token.start(), token.end(), token.group()
         match token.lastgroup:
@@ -138,7 +138,7 @@ def mutants(alert: Alert) -> Iterator[Mutant]:
 
 
 def sampled(found: list[Mutant]) -> list[Mutant]:
-    """Return SAMPLE mutants, by a hash of what they are, so that another alert's change does not choose anew."""
+    """Return SAMPLE mutants, by a hash of what they are, so that a change of another alert keeps the choice."""
     ordered = sorted(found, key=lambda mutant: hashlib.sha256(mutant.name.encode()).digest())
     return ordered[:SAMPLE] if SAMPLE else ordered
 
@@ -169,7 +169,7 @@ def renamed(test: dict[str, Any], alert: str, names: list[str]) -> dict[str, Any
 
 
 def lasts(test: dict[str, Any]) -> float:
-    """Return at which second a rule test asks last."""
+    """Return the last evaluation time in a rule test, in seconds."""
     return max(
         seconds(case["eval_time"]) for kind in ("alert_rule_test", "promql_expr_test") for case in test.get(kind, ())
     )
@@ -178,8 +178,8 @@ def lasts(test: dict[str, Any]) -> float:
 def survivors(folder: Path, name: str, tried: list[tuple[str, list[Alert]]]) -> list[str]:
     """Return which of these alerts, each in its variants, pass the rule tests of the alert called `name`.
 
-    All of them are in one rule file, under names of their own and beside the alert itself, which has to pass, so that
-    promtool loads the series once. It goes through the short tests first, and who has failed one is not in the next. It
+    All of them are in one rule file, under names of their own and with the alert itself, which has to pass, so that
+    promtool loads the series once. The short tests run first, and a mutant that failed one is not in the next. promtool
     stops at a rule that cannot be evaluated: that one is out, and the others are run again.
     """
     test = yaml.safe_load((RULES / f"{name}.yaml").read_text())
@@ -214,11 +214,11 @@ def survivors(folder: Path, name: str, tried: list[tuple[str, list[Alert]]]) -> 
             json.dumps(renamed({**test, "tests": [groups[-1]]}, name, [f"{name}_m{number}" for number in left]))
         )
         done = rule_test(find().promtool, folder / "test.yaml", timeout=1800)
-        told = done.stdout + done.stderr
-        broken = {int(number) for number in re.findall(rf"rule: {name}_m(\d+), time: ", told)}
-        failed = broken or {int(number) for number in re.findall(rf"\b{name}_m(\d+)\b", told)}
-        assert failed or done.returncode == 0, told
-        assert 0 not in failed, told
+        output = done.stdout + done.stderr
+        broken = {int(number) for number in re.findall(rf"rule: {name}_m(\d+), time: ", output)}
+        failed = broken or {int(number) for number in re.findall(rf"\b{name}_m(\d+)\b", output)}
+        assert failed or done.returncode == 0, output
+        assert 0 not in failed, output
         left = {number: one for number, one in left.items() if number not in failed}
         if not broken:
             groups.pop()
@@ -254,7 +254,7 @@ def test_no_mutant_of_an_alert_passes_its_rule_tests(name: str, surviving: dict[
 
 
 @pytest.mark.skipif(SAMPLE > 0, reason="make mutations")
-def test_what_is_called_equivalent_is_told_from_its_alert_by_no_test(tmp_path: Path) -> None:
+def test_no_rule_test_fails_for_a_mutant_listed_as_equivalent(tmp_path: Path) -> None:
     for name in {name for name, _ in EQUIVALENT}:
         variants = [alert for alert in ALERTS if alert.name == name]
         listed = [

@@ -1,4 +1,4 @@
-"""Shadow mode: an alert that is evaluated and recorded like any other, and that nobody is told of."""
+"""Shadow mode: an alert that is evaluated and recorded like any other, and sent to no receiver."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def by_name(settings: AlertSettings) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def test_nothing_but_its_label_tells_a_shadowed_alert_and_no_other_alert_changes() -> None:
+def test_a_shadowed_alert_differs_only_by_its_label_and_no_other_alert_changes() -> None:
     usual, shadowed = by_name(SETTINGS), by_name(SHADOWED)
     assert usual.keys() == shadowed.keys()
     for name, variants in usual.items():
@@ -93,14 +93,14 @@ def test_prometheus_records_a_shadowed_alert(servers: Servers, tmp_path: Path) -
 
 @pytest.mark.parametrize("severity", ["critical", "warning"])
 @pytest.mark.parametrize("team", [{}, {"team": "speech"}])
-def test_nobody_is_told_of_a_shadowed_alert(
+def test_a_shadowed_alert_is_sent_to_no_receiver(
     servers: Servers, tmp_path: Path, severity: str, team: dict[str, str]
 ) -> None:
     config = tmp_path / "alertmanager.yml"
     config.write_text(alertmanager_yaml(replace(SHADOWED, watchdog_url="http://127.0.0.1:1/")))
     labels = {"alertname": "GpuHot", "severity": severity, "host": "a", "shadow": "true", **team}
 
-    def told(labels: dict[str, str]) -> str:
+    def receivers(labels: dict[str, str]) -> str:
         return subprocess.run(
             [
                 servers.amtool,
@@ -116,8 +116,8 @@ def test_nobody_is_told_of_a_shadowed_alert(
             check=True,
         ).stdout.strip()
 
-    assert told(labels) == "nobody"
-    assert "nobody" not in told({name: value for name, value in labels.items() if name != "shadow"})
+    assert receivers(labels) == "nobody"
+    assert "nobody" not in receivers({name: value for name, value in labels.items() if name != "shadow"})
 
 
 def test_a_shadowed_alert_holds_back_no_other() -> None:

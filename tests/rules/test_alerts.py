@@ -24,6 +24,7 @@ from demo.servers import Servers, find
 from docs.generate import GROUPS, recorded
 from simulator.promtool import rule_test
 from tests.support import ROOT
+from tests.support.cases import for_each
 from tests.support.promql_labels import labels_of
 from tests.support.rule_files import rules_of, seconds
 
@@ -40,7 +41,7 @@ LEVELS = {
     "rank": {"run", "rank", "host", "uuid", "pp", "sign"},
     "run": {"tenant", "run", "bucket"},
 }
-EVERY_ALERT = pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: f"{alert.name}-{alert.severity}")
+EVERY_ALERT = for_each(ALERTS, lambda alert: f"{alert.name}-{alert.severity}")
 DURATION = re.compile(
     r"(?<!from=now-)\b(?:\d+(?:ms|[smhd]))+\b|(?:(?<=time\(\) - )|(?<=blocked_seconds\) > )"
     r'|(?<="}\) - ))[\d.]+'
@@ -53,7 +54,7 @@ def servers() -> Servers:
 
 
 def run(*command: str) -> str:
-    """Return what a program printed; its complaint is the test's failure."""
+    """Return what a program printed. Fail the test with its output if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -98,7 +99,7 @@ def judged(servers: Servers, folder: Path, path: Path) -> subprocess.CompletedPr
 def judgements(
     servers: Servers, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[Path, Future[subprocess.CompletedProcess[str]]]]:
-    """Give what promtool says of each rule test; as many run at once as there are processors."""
+    """Give the output of promtool for each rule test. As many run at once as there are processors."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         yield {path: pool.submit(judged, servers, tmp_path_factory.mktemp(path.stem), path) for path in RULE_TESTS}
         pool.shutdown(cancel_futures=True)
@@ -121,7 +122,7 @@ def test_every_alert_has_a_rule_test_in_which_it_fires_and_one_in_which_it_does_
 
 
 @EVERY_ALERT
-def test_every_alert_gives_the_labels_it_says_from_series_that_exist(alert: Alert) -> None:
+def test_every_alert_has_its_declared_labels_and_uses_series_that_exist(alert: Alert) -> None:
     assert labels_of(promql_parser.parse(alert.expr)) == set(alert.identity)
     for query in re.findall(r"printf `([^`]*)`", alert.description):
         labels_of(promql_parser.parse(re.sub(r"%(\[\d\])?q", '"x"', query.replace("%f", "1"))))
@@ -238,7 +239,7 @@ def test_amtool_routes_by_severity(servers: Servers, tmp_path: Path, labels: dic
     assert run(servers.amtool, "config", "routes", "test", f"--config.file={path}", *pairs).strip() == receivers
 
 
-def test_every_label_that_tells_alerts_apart_across_runs_and_nodes_groups_them() -> None:
+def test_every_label_that_separates_alerts_across_runs_and_nodes_groups_them() -> None:
     config = yaml.safe_load(alertmanager_yaml(SETTINGS))
     assert set(config["route"]["group_by"]) == {"alertname", "tenant", "run", "host", "leaf"}
     for alert in ALERTS:
@@ -254,7 +255,7 @@ def test_secrets_stay_in_files() -> None:
 
 @pytest.fixture
 def render(servers: Servers, tmp_path: Path) -> Callable[[str], str]:
-    """Return a function that renders a template as Alertmanager does, for a group half of which is over."""
+    """Return a function that renders a template as Alertmanager does, for a group whose alerts are half resolved."""
 
     def alert(status: str, description: str) -> dict[str, Any]:
         return {
@@ -291,7 +292,7 @@ def receiver(name: str, settings: AlertSettings = SETTINGS, key: str = "") -> di
     return found[f"{key or name}_configs"][0]  # type: ignore[no-any-return]
 
 
-def test_slack_is_told_what_fires_and_what_is_over_in_escaped_text(render: Callable[[str], str]) -> None:
+def test_slack_receives_firing_and_resolved_alerts_in_escaped_text(render: Callable[[str], str]) -> None:
     slack = receiver("slack", replace(SETTINGS, runbook_base_url="https://runbooks"))
     assert render(slack["title"]) == "[FIRING] TrainingDown: 1 &lt; 2 &amp; &lt;b&gt;"
     assert render(slack["color"]) == "danger"
@@ -309,7 +310,7 @@ def test_slack_titles_lead_to_grafana_where_its_address_is_known() -> None:
     assert slack["title_link"] == "{{ .CommonAnnotations.dashboard_url }}"
 
 
-def test_pagerduty_is_told_what_fires(render: Callable[[str], str]) -> None:
+def test_pagerduty_receives_firing_alerts(render: Callable[[str], str]) -> None:
     pagerduty = receiver("pagerduty", replace(SETTINGS, pagerduty_url="http://127.0.0.1:1/"))
     assert pagerduty["url"] == "http://127.0.0.1:1/"
     assert render(pagerduty["description"]) == "TrainingDown: Run <!channel> & more There are 2 such alerts."

@@ -1,4 +1,4 @@
-"""The bench of the rules at the size of eight nodes: that it evaluates what it says, over series that are there."""
+"""The bench of the rules at the size of eight nodes: it evaluates what it claims to, over series that exist."""
 
 from __future__ import annotations
 

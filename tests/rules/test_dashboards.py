@@ -25,11 +25,12 @@ from dashboards.__main__ import BOARDS, text
 from demo.servers import find
 from simulator.promtool import rule_test
 from tests.support import ROOT, TESTS
+from tests.support.cases import for_each
 from tests.support.promql_labels import labels_of
 
 GRAFANA = json.loads((TESTS / "grafana" / "schema.json").read_text())
 PANELS = [(name, panel) for name, board in BOARDS.items() for panel in board["panels"] if panel["type"] != "row"]
-each_panel = pytest.mark.parametrize("panel", [pytest.param(p, id=f"{name}: {p['title']}") for name, p in PANELS])
+EVERY_PANEL = for_each(PANELS, lambda case: f"{case[0]}: {case[1]['title']}")
 
 
 def kept_labels(panel: Json, target: Json) -> set[str]:
@@ -60,16 +61,17 @@ def links_of(panel: Json) -> Iterator[Json]:
 
 
 def links_to(panel: Json) -> Iterator[tuple[str, str]]:
-    """Yield what the links of a panel take from what was clicked: ("label", name) or ("table", heading)."""
+    """Yield each variable in a panel's links as ("label", name) or ("table", heading)."""
     for link in links_of(panel):
         yield from (("label", name) for name in re.findall(r"\$\{__field\.labels\.(\w+)\}", link["url"]))
         yield from (("table", name) for name in re.findall(r'\$\{__data\.fields\["([^"]+)"\]\}', link["url"]))
 
 
-@each_panel
+@EVERY_PANEL
 def test_a_panel_asks_only_for_series_and_labels_that_exist_and_its_legend_shows_labels_the_query_keeps(
-    panel: Json,
+    case: tuple[str, Json],
 ) -> None:
+    _, panel = case
     shown: set[str] = set()
     for target in panel["targets"]:
         kept = kept_labels(panel, target)
@@ -97,8 +99,9 @@ def test_the_check_of_names_finds_a_wrong_name_and_a_wrong_label(query: str, com
         labels_of(promql.parse(query))
 
 
-@each_panel
-def test_a_panel_is_of_a_kind_grafana_still_draws_and_says_what_bad_looks_like(panel: Json) -> None:
+@EVERY_PANEL
+def test_a_panel_is_of_a_kind_grafana_still_draws_and_describes_what_is_expected(case: tuple[str, Json]) -> None:
+    _, panel = case
     # 'graph', 'singlestat' and 'table-old' were Angular and left with Grafana 11.
     assert panel["type"] in {
         "timeseries",
@@ -130,7 +133,7 @@ def test_a_panel_is_of_a_kind_grafana_still_draws_and_says_what_bad_looks_like(p
 
 
 def complaints(kind: str, value: Json) -> list[str]:
-    """Return what Grafana's published types say against a part of a dashboard."""
+    """Return the violations of Grafana's published schema in a part of a dashboard."""
     return [
         f"{kind}: {'/'.join(map(str, error.absolute_path))}: {error.message[:200]}"
         for error in Draft7Validator(GRAFANA["properties"][kind]).iter_errors(value)
@@ -287,14 +290,14 @@ def test_queries_come_out_ready_for_prometheus() -> None:
     assert not [query for _, query in queries if "$" in query]
 
 
-def test_a_query_with_a_variable_nobody_set_is_an_error() -> None:
+def test_a_query_with_an_unset_variable_is_an_error() -> None:
     board = {"panels": [{"title": "Lost", "targets": [{"expr": 'up{run="$run"}'}]}]}
     with pytest.raises(KeyError, match="run"):
         list(dashboards.queries(board, {}))
 
 
 # Ranks 0 and 1 share card A, rank 1 was on card B before, both cards are served by the old and the new exporter pod,
-# and card C and port q belong to somebody else.
+# and card C and port q belong to another run.
 MOVING = """
   training_rank_info{run="lm",rank="0",host="n1",uuid="A",attempt="2"}            1x4
   training_rank_info{run="lm",rank="1",host="n1",uuid="A",attempt="2"}            1x4

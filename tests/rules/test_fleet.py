@@ -1,4 +1,4 @@
-"""The fleet simulator: its truth adds up, and what the real ledger says of the same cluster agrees with it."""
+"""The fleet simulator: its truth adds up, and the real ledger's figures for the same cluster agree with it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ LLAMA_3 = replace(SCENARIOS["llama3"].sized(None, 512), reference_gpus=512, spar
 
 
 def small(name: str) -> Scenario:
-    """Return a scenario as it is, and of the 54 days four."""
+    """Return a scenario, with the one of 54 days cut to four."""
     return replace(LLAMA_3, days=4.0) if name == "llama3" else SCENARIOS[name]
 
 
@@ -96,10 +96,10 @@ def test_slow_stretches_and_stalls_are_in_the_ledger_with_their_causes_and_cost(
     for name, cause in causes.items():
         assert cause.right >= 0.8 * cause.found > 0, name
     assert sum(cause.right for cause in causes.values()) >= 0.85 * sum(cause.true for cause in causes.values())
-    cost, said = (
+    cost, reported = (
         sum(getattr(cause, which) for cause in causes.values()) for which in ("true_gpu_seconds", "found_gpu_seconds")
     )
-    assert 0.8 * cost <= said <= 1.02 * cost
+    assert 0.8 * cost <= reported <= 1.02 * cost
 
 
 def test_the_published_54_days_are_in_the_ledger_with_their_causes() -> None:
@@ -109,7 +109,7 @@ def test_the_published_54_days_are_in_the_ledger_with_their_causes() -> None:
     assert judgement.off == []
     assert (judgement.missed, judgement.invented) == ([], [])
     assert truth.goodput > 0.9  # as published
-    # 3 % of what nodes see is never told, and one software fault in ten raises what a lost peer raises too. Floors are
+    # 3 % of what nodes see is never reported, and one software fault in ten raises the same as a lost peer. Floors are
     # a few of each below what is to be expected, so that they hold for other seeds.
     causes = judgement.causes
     for name in ("gpu", "network", "host", "thermal", "storage", "software", "planned"):
@@ -120,15 +120,15 @@ def test_the_published_54_days_are_in_the_ledger_with_their_causes() -> None:
     assert min(recall.values()) >= 0.85, recall
     # What leaves no trace is never blamed on anybody.
     assert causes["unknown"].right == KINDS["nccl_watchdog"].published == 7
-    # Who is named was it.
+    # The cause that is named is the true one.
     assert sum(cause.place_right for cause in causes.values()) >= 0.98 * sum(cause.placed for cause in causes.values())
 
 
-def test_without_any_evidence_the_ledger_blames_nobody() -> None:
+def test_without_any_evidence_the_ledger_names_only_planned_ends_and_silent_hosts() -> None:
     silent = replace(small("llama3"), days=20.0, noise=Noise(per_node_day=0.0, missing=1.0))
     causes = simulate(silent, 5).judgement.causes
-    said = {name for name, cause in causes.items() if cause.found}
-    assert said == {"unknown", "planned", "host"}  # a node that falls silent is missed without a word of its own
+    reported = {name for name, cause in causes.items() if cause.found}
+    assert reported == {"unknown", "planned", "host"}  # a node that falls silent is missed without a word of its own
     assert (causes["host"].precision, causes["planned"].precision) == (1, 1)
     assert causes["gpu"].true > 50
 
@@ -185,7 +185,7 @@ def test_a_replay_of_the_history_gives_the_live_figures(name: str) -> None:
     assert replayed == result.ledger.summary()
 
 
-def test_a_ledger_that_is_not_told_everything_is_found_out() -> None:
+def test_a_ledger_that_does_not_receive_everything_is_detected() -> None:
     lines, result = recorded(small("llama3"), 1)
     (truth,) = result.truths
     lost = truth.interruptions[3].attempt
@@ -261,7 +261,7 @@ def test_a_topology_has_a_leaf_for_each_rail_of_a_unit_and_nvlink_domains_across
         Topology(4, domain_gpus=12)
 
 
-def test_a_rollback_and_a_crash_before_the_first_checkpoint_are_told_as_they_are() -> None:
+def test_a_rollback_and_a_crash_before_the_first_checkpoint_are_reported_as_they_are() -> None:
     job = TrainingJob("deep", 2, step_seconds=5.0, checkpoint_every=100.0)
     scenario = Scenario("deep", "", 0.2, (job,), spares=4, noise=Noise(per_node_day=0.0))
     faults = [Fault(150.0, "software", "deep"), Fault(6000.0, "silent_corruption", "deep")]
@@ -300,14 +300,14 @@ def test_a_fault_of_a_place_ends_the_job_that_is_there_at_that_time() -> None:
 
 
 def test_a_world_calls_its_listener_for_each_record_in_the_order_of_time() -> None:
-    told: list[dict[str, Any]] = []
+    sent: list[dict[str, Any]] = []
     scenario = SCENARIOS["healthy"].sized(0.5, 64)
-    SimulatedCluster(scenario.topology(), scenario.jobs, [], 0.5 * 86400, 1, told.append, scenario.noise, 60.0).run()
-    assert {record["source"] for record in told} == {"scheduler", *(f"node-{node:04d}" for node in range(8))}
-    stamps = [record["t"] for record in told]
+    SimulatedCluster(scenario.topology(), scenario.jobs, [], 0.5 * 86400, 1, sent.append, scenario.noise, 60.0).run()
+    assert {record["source"] for record in sent} == {"scheduler", *(f"node-{node:04d}" for node in range(8))}
+    stamps = [record["t"] for record in sent]
     # A node's word takes up to a push to arrive.
     assert all(later >= earlier - 6 for earlier, later in pairwise(stamps))
-    for record in told:
+    for record in sent:
         if record["event"] == "snapshot":
             assert sum(record["activity_seconds"].values()) == pytest.approx(record["t"] - record["started"], abs=1e-3)
 
@@ -413,8 +413,8 @@ def test_the_shipped_records_over_the_scraped_series_agree_with_the_truth(
             (recording.MTTF, truth.mttf),
             (recording.MTTR, truth.mttr),
         ):
-            told = {labels["run"]: value for labels, value in prometheus.query(records[name], end)}.get(truth.run)
-            assert told == (true if true is None else pytest.approx(true, rel=0.01)), (truth.run, name)
+            served = {labels["run"]: value for labels, value in prometheus.query(records[name], end)}.get(truth.run)
+            assert served == (true if true is None else pytest.approx(true, rel=0.01)), (truth.run, name)
 
 
 def test_the_scraped_ports_of_a_dead_leaf_are_down_as_long_as_it_is(scraped: tuple[PrometheusApi, Result]) -> None:
@@ -430,7 +430,7 @@ def test_the_scraped_ports_of_a_dead_leaf_are_down_as_long_as_it_is(scraped: tup
     assert down(struck - 1) == set()
     assert down(struck + 600) == {f"node-{node:04d}:9450 mlx5_3" for node in range(32)}
     assert down(struck + 2400 + 241) == set()
-    # Where a rank runs is told, and that it does not while it is down.
+    # The place of a rank is reported, and that it does not run while it is down.
     places = "count by (run) (training_rank_info)"
     assert {labels["run"]: value for labels, value in prometheus.query(places, struck - 1)} == {
         "big": 256,
@@ -464,9 +464,9 @@ def test_the_commands_of_the_page_run_and_agree(
 
 def test_the_command_gives_json_and_refuses_what_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--scenario", "crash_loop", "--seed", "3", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["gpus"], told["runs"]["looping"]["unplanned ends"]["truth"]) == (64, 12)
-    assert told["causes"]["software"]["recall"] > 0.8
+    result = json.loads(capsys.readouterr().out)
+    assert (result["gpus"], result["runs"]["looping"]["unplanned ends"]["truth"]) == (64, 12)
+    assert result["causes"]["software"]["recall"] > 0.8
     for wrong in (
         ["--scenario", "none"],
         ["--scenario", "leaf_failure", "--gpus", "64"],

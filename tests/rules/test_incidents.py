@@ -43,15 +43,15 @@ def fired(found: Rehearsal, severity: str) -> set[str]:
     return {labels["alertname"] for labels in every if labels["severity"] == severity}
 
 
-def told(found: Rehearsal) -> Counter[tuple[str, bool]]:
-    """Return how often whom was told that something begins, or that it is over."""
+def notifications(found: Rehearsal) -> Counter[tuple[str, bool]]:
+    """Return the number of messages by receiver and by whether they report an end."""
     return Counter((message.to, message.resolved) for message in found.messages)
 
 
 def one_page(found: Rehearsal) -> str:
     """Return the text of the only page. It is over at the end; Slack had one message, and one that it is."""
-    assert told(found) == {(to, resolved): 1 for to in ("pagerduty", "slack") for resolved in (False, True)}, report(
-        found
+    assert notifications(found) == {(to, resolved): 1 for to in ("pagerduty", "slack") for resolved in (False, True)}, (
+        report(found)
     )
     (messages,) = found.pages.values()
     assert [message.resolved for message in messages] == [False, True]
@@ -101,7 +101,7 @@ LIVED: dict[str, Callable[[], Rehearsal]] = {
 
 @pytest.fixture(scope="module")
 def lived() -> Iterator[dict[str, Future[Rehearsal]]]:
-    """Give what is lived through, by name. Half of it is waiting for Alertmanager, so they are side by side."""
+    """Give each rehearsed incident by name. They run in parallel, as half of the time is waiting for Alertmanager."""
     with ThreadPoolExecutor(1 if FULL else 3) as pool:
         yield {name: pool.submit(rehearsed) for name, rehearsed in LIVED.items()}
         pool.shutdown(cancel_futures=True)
@@ -163,14 +163,14 @@ def test_a_job_that_hangs_is_ended_and_stays_down_is_one_page() -> None:
 def test_a_driver_upgrade_in_announced_maintenance_is_no_page(lived: dict[str, Future[Rehearsal]]) -> None:
     found = lived["upgrade"].result()
     assert found.pages == {}, report(found)
-    assert told(found) == {}, report(found)
+    assert notifications(found) == {}, report(found)
     # It would have been, and not only once.
     hosts = {dict(labels)["host"] for now in found.firing for labels in now if ("alertname", "GpuMissing") in labels}
     assert len(hosts) == (64 if FULL else 8)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_healthy_cluster_pages_nobody_whatever_its_nodes_see(seed: int, lived: dict[str, Future[Rehearsal]]) -> None:
+def test_a_healthy_cluster_sends_no_page_whatever_its_nodes_see(seed: int, lived: dict[str, Future[Rehearsal]]) -> None:
     found = lived[f"seed {seed}"].result()
     hours = (len(found.firing) - 1) * found.step / 3600
     print(
@@ -183,7 +183,7 @@ def test_a_healthy_cluster_pages_nobody_whatever_its_nodes_see(seed: int, lived:
     assert fired(found, "warning") >= {"InfinibandLinkErrors"}  # nodes did see this and that
 
 
-def test_the_command_prints_what_happened_beside_who_was_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_what_happened_next_to_the_notifications(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["healthy", "--days", "0.002", "--pages", "1"]) == 1
     assert capsys.readouterr().out == (
         "healthy, seed 1\n\nwhat happened\n  nothing\n\nnotifications\n\n17 evaluations; fired: nothing\npages: 0\n"

@@ -35,7 +35,7 @@ def of(name: str) -> TroubleKind:
 
 
 def changed(tmp_path: Path, old: str, new: str) -> Path:
-    """Return the shipped rules with one thing different."""
+    """Return the shipped rules with one replacement."""
     text = RULES.read_text()
     assert old in text
     (tmp_path / "rules.yaml").write_text(text.replace(old, new))
@@ -44,7 +44,7 @@ def changed(tmp_path: Path, old: str, new: str) -> Path:
 
 @pytest.fixture(scope="module")
 def judging() -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """Give the command that judges each scenario; they run side by side."""
+    """Give the command that judges each scenario. The commands run in parallel."""
     with ExitStack() as stack:
         yield {
             scenario: stack.enter_context(
@@ -73,7 +73,7 @@ def judging() -> Iterator[dict[str, subprocess.Popen[str]]]:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_who_is_late_is_named_of_every_kind_and_nobody_without_evidence(
+def test_the_straggler_of_every_kind_is_named_and_none_without_evidence(
     scenario: str, judging: dict[str, subprocess.Popen[str]]
 ) -> None:
     printed, _ = judging[scenario].communicate()
@@ -94,7 +94,7 @@ def test_who_is_late_is_named_of_every_kind_and_nobody_without_evidence(
     assert (status, found["precision"], found["recall"]) == (0, 1, 1)
 
 
-def test_ten_kinds_of_each_have_somebody_to_be_named() -> None:
+def test_ten_kinds_of_each_have_a_rank_or_host_to_be_named() -> None:
     for kinds in SCENARIOS.values():
         truths = [kind.make(random.Random(1))[1] for kind in kinds]
         assert sum(truth.rank is not None or truth.host is not None for truth in truths) >= 10
@@ -116,7 +116,7 @@ def test_rules_that_blame_the_wrong_are_found_out(scenario: str, kind: str, old:
     assert row.wrong or row.alarms
 
 
-def test_rules_that_name_nobody_or_do_not_say_why_are_found_out(tmp_path: Path) -> None:
+def test_rules_that_name_no_rank_or_no_reason_are_detected(tmp_path: Path) -> None:
     rules = changed(tmp_path, "+ 0.2) > 0.5", "+ 0.2) > 1")
     found = evaluate("hangs", 2, 1, rules, find().promtool, ["stopped"])
     assert [(row.right, row.abstained) for row in found.rows] == [(0, 2)]
@@ -129,18 +129,18 @@ def test_rules_that_name_nobody_or_do_not_say_why_are_found_out(tmp_path: Path) 
 
 
 @KINDS
-def test_a_simulated_job_tells_series_that_hook_and_exporter_have(kind: TroubleKind) -> None:
+def test_a_simulated_job_serves_only_series_of_the_hook_and_the_exporter(kind: TroubleKind) -> None:
     rows = {row.name: row for row in vars(catalogue).values() if isinstance(row, catalogue.Metric)}
-    told = list(job(kind).series())
-    assert len({(name, tuple(labels.items())) for (name, labels), _ in told}) == len(told)
-    for (name, labels), values in told:
+    served = list(job(kind).series())
+    assert len({(name, tuple(labels.items())) for (name, labels), _ in served}) == len(served)
+    for (name, labels), values in served:
         assert len(values) == 41
         if name == "up":
             continue
         family = name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count")
         keys = labels.keys() - {"job", "instance", "le"}
         row = rows[name if name in rows else family]
-        # An empty label is none.
+        # An empty label counts as no label.
         assert keys == set(row.labels) if row.type != "info" else keys <= set(row.labels), name
         if row.type == "counter":
             numbers = [value for value in values if isinstance(value, float)]
@@ -188,7 +188,7 @@ def test_in_a_hang_the_one_that_is_missing_has_started_fewer_collectives_and_no_
     assert float(stood[2] or 0) - float(stood[3] or 0) == pytest.approx(60, abs=6)
 
 
-def test_a_host_that_is_dark_tells_nothing_after_a_last_mark() -> None:
+def test_a_host_that_is_dark_serves_nothing_after_a_last_mark() -> None:
     trouble = Trouble(300.0, hangs=True, dark=frozenset({1}))
     for (name, labels), values in SynchronousJob("dark", "1", trouble, 600.0).series():
         if name == "training_rank_info" and labels["instance"].startswith("dark-node-1"):

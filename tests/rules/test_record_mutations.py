@@ -38,7 +38,7 @@ BROKEN = [
     (recording.HOST_MFU, "sum by (instance, run) (rate(training_model", "max by (instance, run) (rate(training_model"),
     (recording.STEP_P90, "sum by (run, le)", "max by (run, le)"),
     (recording.RUN_POWER, "sum by (uuid)", "max by (uuid)"),
-    # Who is scraped by two jobs is not twice as fast.
+    # A rank that two jobs scrape is not twice as fast.
     (RAIL, "max by (instance, device, port) (", "("),
     # A figure of some ranks is not one of the run.
     (recording.RUN_POWER, 'unless on (run)\ntraining_rank_info{uuid=""}', ""),
@@ -66,19 +66,19 @@ BROKEN = [
         "min by (tenant, run) (last_over_time(run_start_timestamp_seconds[5m])) ==",
         "max by (tenant, run) (last_over_time(run_start_timestamp_seconds[5m])) ==",
     ),
-    # How many ranks a run has, where no ledger tells its size.
+    # The number of ranks of a run whose size no ledger reports.
     (recording.PAGES, "last_over_time(training_run_info[1d])", "training_run_info"),
     (recording.PAGES, "last_over_time(training_world_size[5m])", "training_world_size"),
     (recording.PAGES, "training_world_size[5m])) >= 64", "training_world_size[5m])) >= 63"),
     (recording.PAGES, "unless on (tenant, run)\nlast_over_time(run_gpus[5m])", ""),
     (recording.PAGES, "unless on (tenant, run)\nlast_over_time(run_gpus[5m])", "unless on (tenant, run)\nrun_gpus"),
-    # A run that was just heard of, of which nothing is booked.
+    # A run that was just reported and has no seconds in any bucket.
     (recording.GOODPUT, 'and on (tenant, run) run_seconds_total{bucket!="queue"} > 0', ""),
     (recording.ETTR, 'and on (tenant, run) run_seconds_total{bucket!="queue"} > 0', ""),
     # A ledger that was away when the window began, and one that is away now.
     ("run:run_seconds:difference_1h", "[1h] offset 1h", "[5m] offset 1h"),
     ("run:run_seconds:difference_1h", "last_over_time(run_seconds_total[5m])", "(run_seconds_total)"),
-    # A run that is younger, one that nobody knows from before, one with new books, one whose books were restored.
+    # A run that is younger, one without a past, one with new totals, one whose totals were restored.
     ("run:run_books:bool_1h", "0 * (", "1 + 0 * ("),
     ("run:run_books:bool_1h", "time() - 3900", "time() - 36000"),
     ("run:run_books:bool_1h", "time() - 3900", "time() - 3600"),
@@ -104,7 +104,7 @@ BROKEN = [
     (recording.FLEET_MTTF, "> 0", ">= 0"),
     (recording.MTTF, "> 0", ">= 0"),
     (recording.STRAGGLER_LOST, "0 * run:training_straggler:score", "0 * (run:training_straggler:score > 1)"),
-    # A sign of most of the ranks is one of none, and signs that contradict each other name nobody.
+    # A sign that most ranks show points at no rank, and signs that contradict each other name no rank.
     (recording.SUSPECT_HOST, "0.5 * (max by (run) (training_world_size)", "1 * (max by (run) (training_world_size)"),
     (recording.SUSPECT_RANK, "/ on (run, sign) group_left ()", "* on (run, sign) group_left ()"),
     (recording.SUSPECT_RANK, "> 0.5", "> 0.4"),
@@ -121,7 +121,7 @@ BROKEN = [
         f"last_over_time({recording.GONE}[5m]) or on (run, rank) training_rank_info offset 5m",
         f"training_rank_info offset 5m or on (run, rank) last_over_time({recording.GONE}[5m])",
     ),
-    # A rank that begins anew where it was.
+    # A rank that starts again where it was.
     (recording.DECLARED, "offset 5m) >= 0 or", "offset 5m) or"),
     # What one rank, card or port does of several, and what is not known of each.
     (recording.STEPPING, '{activity="step"}', ""),
@@ -147,7 +147,7 @@ BROKEN = [
         f"max by (run, rank, host) (training_rank_info and on (run) {recording.OVERDUE_STEP})",
         "max by (run, rank, host) (training_rank_info)",
     ),
-    # A slow disk, a silence that is explained, cards that all compute, and a card that somebody else uses.
+    # A slow disk, a silence that is explained, cards that all compute, and a card that another run uses.
     (
         recording.SIGN,
         "unless on (run, rank) max by (run, rank) (host_process_blocked_seconds) > 30",
@@ -226,7 +226,7 @@ def noticed(tmp_path_factory: pytest.TempPathFactory) -> set[int]:
 def failing(folder: Path, path: Path, mutants: dict[int, tuple[str, str]]) -> set[int]:
     """Return which of these, each a record and its other expression, fail the rule tests in a file.
 
-    They are evaluated beside the right ones, as other names. promtool stops at a rule that cannot be evaluated: that
+    They are evaluated next to the right ones, by other names. promtool stops at a rule that cannot be evaluated: that
     one has failed, and the others are run again.
     """
     failed: set[int] = set()
@@ -266,11 +266,11 @@ def failing(folder: Path, path: Path, mutants: dict[int, tuple[str, str]]) -> se
         )
         (folder / "test.yaml").write_text(json.dumps({**test, "rule_files": ["rules.yaml"]}))
         done = rule_test(find().promtool, folder / "test.yaml", timeout=120)
-        told = done.stdout + done.stderr
-        assert "could not parse" not in told, told
-        stopped = set(map(int, re.findall(r"rule: mutant_(\d+)_, time: ", told)))
-        failed |= stopped or set(map(int, re.findall(r"\bmutant_(\d+)_", told)))
-        assert done.returncode == 0 or failed, told
+        output = done.stdout + done.stderr
+        assert "could not parse" not in output, output
+        stopped = set(map(int, re.findall(r"rule: mutant_(\d+)_, time: ", output)))
+        failed |= stopped or set(map(int, re.findall(r"\bmutant_(\d+)_", output)))
+        assert done.returncode == 0 or failed, output
         if not stopped:
             return failed
 

@@ -1,4 +1,4 @@
-"""One incident is one page: what holds back what, asked of the rules' times, of amtool and of a real Alertmanager."""
+"""One incident is one page: inhibition, checked against the rules' times, amtool and a real Alertmanager."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from demo.stack import free_ports
 SETTINGS = AlertSettings()
 ALERTS = alerts(SETTINGS)
 EVERY = (*INHIBITIONS, LEDGERS)
-# An alert on an incident is told by these and nobody.
+# An alert on an incident is identified by these labels and by no others.
 SILENT = {"Maintenance", "RunOnFaultyHost", "HostOnFaultyLeaf"}
 # Seconds of evidence that these need before they are pending: a minute or half an hour without a step, three windows.
 SEEN_AFTER = {"TrainingHang": 60, "TrainingStalled": 1800, "TrainingStraggler": 3 * 120}
@@ -65,7 +65,7 @@ def interval(group: str) -> float:
 
 
 def evidence(alert: Alert) -> str:
-    """Return an alert's expression without the parts by which it goes on, once it is there."""
+    """Return an alert's expression without the parts that keep it firing."""
     parts = re.split(r"\n *or\b.*\n", alert.expr)
     return "\n".join(part for part in parts if f'alertname="{alert.name}"' not in part)
 
@@ -100,7 +100,7 @@ def delay(alert: Alert) -> float:
 
 
 @pytest.mark.parametrize("one", EVERY, ids=lambda one: one.causes)
-def test_a_cause_is_told_before_what_it_holds_back_is_sent(one: Inhibition) -> None:
+def test_a_cause_fires_before_the_alerts_it_inhibits_are_sent(one: Inhibition) -> None:
     """In the worst case its target is scraped, and its group evaluated, an interval later than the consequence's."""
     late = []
     for cause, consequence in pairs(one):
@@ -126,7 +126,7 @@ def test_a_cause_waits_no_longer_than_its_consequences(one: Inhibition) -> None:
 def test_no_page_outlasts_what_holds_it_back(one: Inhibition) -> None:
     """Or else it would be sent when its cause is over: the second page of one incident.
 
-    A cause goes on as long as its consequence, or is kept as long, and for the evaluations by which that ends later.
+    A cause lasts as long as its consequence, or is kept as long, and for the evaluations that delay the end of that.
     """
     outlasts = []
     for cause, consequence in pairs(one):
@@ -254,11 +254,11 @@ def test_each_team_has_its_own_secrets() -> None:
 
 
 PACE = 45.0
-WAIT = 4.0  # seconds: a machine that stalls still tells a cause in time
+WAIT = 4.0  # seconds: a machine that stalls still sends a cause in time
 
 
-class Told:
-    """A real Alertmanager with the shipped configuration, and what it tells Slack and PagerDuty."""
+class Notifications:
+    """A real Alertmanager with the shipped configuration, and what it sends to Slack and PagerDuty."""
 
     def __init__(self, address: str, receiver: Receiver) -> None:
         self.address, self.receiver = address, receiver
@@ -295,7 +295,7 @@ class Told:
 
 
 @pytest.fixture(scope="module")
-def told(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
+def notifications(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notifications]:
     assert servers.alertmanager, f"no Alertmanager here: {servers.why}"
     folder = tmp_path_factory.mktemp("alertmanager")
     address = f"127.0.0.1:{free_ports(1)[0]}"
@@ -338,7 +338,7 @@ def told(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterator
                     except OSError:
                         assert process.poll() is None, (folder / "log").read_text()
                         time.sleep(0.05)
-                yield Told(address, receiver)
+                yield Notifications(address, receiver)
             finally:
                 process.terminate()
 
@@ -417,53 +417,53 @@ INCIDENTS: dict[str, tuple[list[dict[str, str]], list[dict[str, str]], str | Non
         [alert("Maintenance", host="maintained"), alert("RunOnFaultyHost", host="maintained", run="moved")],
         None,
     ),
-    "a small run beside it": ([], [{**alert("TrainingDown", run="small"), "severity": "warning"}], None),
+    "a small run next to it": ([], [{**alert("TrainingDown", run="small"), "severity": "warning"}], None),
     "another large run": ([alert("TrainingDown", run="other")], [], "TrainingDown: TrainingDown critical other"),
 }
 
 
-def test_each_incident_is_one_page_and_its_consequences_are_held_back(told: Told) -> None:
+def test_each_incident_is_one_page_and_its_consequences_are_held_back(notifications: Notifications) -> None:
     for first, _, _ in INCIDENTS.values():
         if first:
-            told.post(*first)
+            notifications.post(*first)
     time.sleep(SETTINGS.scrape_interval / PACE)
     for _, second, _ in INCIDENTS.values():
         if second:
-            told.post(*second)
+            notifications.post(*second)
     expected = sorted(page for _, _, page in INCIDENTS.values() if page is not None)
-    until(lambda: len(told.pages()) >= len(expected))
+    until(lambda: len(notifications.pages()) >= len(expected))
     time.sleep(WAIT + 2 * SETTINGS.group_interval / PACE)  # whatever else would come
-    assert sorted(told.pages()) == expected
-    assert told.receiver.errors == []
-    slack = "".join(str(message.payload) for message in told.receiver.of("slack"))
+    assert sorted(notifications.pages()) == expected
+    assert notifications.receiver.errors == []
+    slack = "".join(str(message.payload) for message in notifications.receiver.of("slack"))
     assert "small" in slack
-    webhook = "".join(str(message.payload) for message in told.receiver.of("watchdog"))
+    webhook = "".join(str(message.payload) for message in notifications.receiver.of("watchdog"))
     assert all(page.partition(":")[0] in webhook for page in (*expected, "TrainingDown: small"))
     for silent in (*SILENT, "FlopwatchExporterDown", "TrainingMfuDrop", "RailImbalance", "maintained", "moved"):
         assert silent not in slack + webhook
 
 
 def until(done: Callable[[], Any]) -> None:
-    """Wait for something to become true."""
+    """Wait until a condition is true."""
     deadline = time.monotonic() + 60
     while not done():
         assert time.monotonic() < deadline, "it did not come"
         time.sleep(0.05)
 
 
-def test_a_page_is_resolved_when_its_alert_ends(told: Told) -> None:
-    told.post(alert("TrainingDown", run="over"))
-    until(lambda: any("over" in page for page in told.pages()))
-    told.post(alert("TrainingDown", run="over"), ended=True)
+def test_a_page_is_resolved_when_its_alert_ends(notifications: Notifications) -> None:
+    notifications.post(alert("TrainingDown", run="over"))
+    until(lambda: any("over" in page for page in notifications.pages()))
+    notifications.post(alert("TrainingDown", run="over"), ended=True)
     (key,) = {
         message.payload["dedup_key"]
-        for message in told.receiver.of("pagerduty")
+        for message in notifications.receiver.of("pagerduty")
         if message.payload["event_action"] == "trigger" and "over" in str(message.payload["payload"])
     }
     until(
         lambda: [
             message
-            for message in told.receiver.of("pagerduty")
+            for message in notifications.receiver.of("pagerduty")
             if message.payload["event_action"] == "resolve" and message.payload["dedup_key"] == key
         ]
     )

@@ -1,4 +1,4 @@
-"""docs/scale.md: its table is what `flopwatch size` says, Prometheus takes its files, its windows are the rules'."""
+"""docs/scale.md: its table is what `flopwatch size` prints, Prometheus takes its files, its windows are the rules'."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cells(nodes: int) -> dict[str, str]:
     return dict(rows)
 
 
-def test_the_table_is_what_the_command_says() -> None:
+def test_the_table_is_what_the_command_prints() -> None:
     (text,) = re.findall(r"^<!-- cells are .*?-->\n(.*?)^<!-- end -->", PAGE, re.M | re.S)
     header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines())
     found = [cells(int(nodes.replace(",", ""))) for nodes in header[1:]]
@@ -93,12 +93,12 @@ def test_raw_series_and_records_are_kept_for_as_long_as_rules_look_back() -> Non
     assert "| 31 days at least," in PAGE
 
 
-def test_the_largest_group_has_as_many_rules_as_the_page_says() -> None:
+def test_the_largest_group_has_as_many_rules_as_the_page_states() -> None:
     groups: Any = rules(AlertSettings())["groups"]
-    (told,) = re.findall(r"(\d+) rules in the largest group", PAGE)
-    assert int(told) == max(len(group["rules"]) for group in groups)
+    (stated,) = re.findall(r"(\d+) rules in the largest group", PAGE)
+    assert int(stated) == max(len(group["rules"]) for group in groups)
 
 
-def test_the_ledger_hears_as_often_as_the_page_says() -> None:
-    (told,) = re.findall(r"of each run every\s+(\d+) s", PAGE)
-    assert float(told) == size.LEDGER_EVERY
+def test_the_ledger_receives_records_as_often_as_the_page_states() -> None:
+    (stated,) = re.findall(r"of each run every\s+(\d+) s", PAGE)
+    assert float(stated) == size.LEDGER_EVERY

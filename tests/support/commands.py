@@ -30,10 +30,10 @@ def assert_commands_exist(*blocks: str) -> None:
     for program, rest in (found for block in blocks for found in OURS.findall(block)):
         words = rest.split()
         subcommand = next((word for word in words if not word.startswith("-")), "")
-        status, told = help_of(program, subcommand)
-        assert status == 0, told
+        status, text = help_of(program, subcommand)
+        assert status == 0, text
         for word in words[words.index(subcommand) + 1 :]:
-            if re.fullmatch(r"[a-z]+", word) and f"{word} " in told and help_of(program, subcommand, word)[0] == 0:
-                told += help_of(program, subcommand, word)[1]
+            if re.fullmatch(r"[a-z]+", word) and f"{word} " in text and help_of(program, subcommand, word)[0] == 0:
+                text += help_of(program, subcommand, word)[1]
             flag = re.match(r"--?[a-z][a-z-]*", word)
-            assert flag is None or re.search(rf"(?<![\w-]){re.escape(flag[0])}(?![\w-])", told), (word, told)
+            assert flag is None or re.search(rf"(?<![\w-]){re.escape(flag[0])}(?![\w-])", text), (word, text)

@@ -54,13 +54,13 @@ def figures(lines: Iterable[Line], run: str = "r", now: float | None = None) -> 
 def buckets(lines: Iterable[Line]) -> dict[str, float]:
     """Return what is not zero, to a microsecond; queue apart the sum is the wall clock less what is open."""
     run = figures(lines)
-    booked = {name: round(seconds, 6) for name, seconds in run["buckets"].items() if seconds}
-    total = sum(booked.values()) - booked.get("queue", 0) + run["open_seconds"]
+    totals = {name: round(seconds, 6) for name, seconds in run["buckets"].items() if seconds}
+    total = sum(totals.values()) - totals.get("queue", 0) + run["open_seconds"]
     assert total == pytest.approx(run["wall_seconds"], abs=1e-5)
-    return booked | ({"open": round(run["open_seconds"], 6)} if run["open_seconds"] else {})
+    return totals | ({"open": round(run["open_seconds"], 6)} if run["open_seconds"] else {})
 
 
-# Ten seconds a step, ten of startup; a1 has executed steps 1 to 3 and 4 s of the next when it is last heard of.
+# Ten seconds a step, ten of startup; a1 has executed steps 1 to 3 and 4 s of the next at its last record.
 A1 = [
     start(100, "a1"),
     snapshot(110, "a1", 0, startup=10, step=0),
@@ -143,14 +143,14 @@ def histories(draw: st.DrawFn, *, clean: bool) -> Generated:
         nodes = 1 if clean else draw(whole(1, 3))
         interval = draw(whole(4, 45))
         gpus, place = draw(st.sampled_from([8, 8, 4, 16])), draw(st.sampled_from(["h", "h", f"moved{number}-"]))
-        heard = 0.0
+        last_seen = 0.0
         before = dict(truth)
         for node in range(nodes):
             skew = 0.0 if clean else float(draw(st.sampled_from([0, 0, 0, -3, 2, 15])))
             skews = max(skews, abs(skew))
-            who = {"run": "r", "attempt": f"a{number}", "source": f"{place}{node}", "rank": 8 * node, "gpus": gpus}
+            identity = {"run": "r", "attempt": f"a{number}", "source": f"{place}{node}", "rank": 8 * node, "gpus": gpus}
             if draw(st.booleans()) or clean:
-                lines.append({**who, "t": now + skew, "event": "start", "step": resumed})
+                lines.append({**identity, "t": now + skew, "event": "start", "step": resumed})
             ages = [float(age) for age in range(draw(whole(1, interval)), int(life) + 1, interval)]
             if end == "completed":
                 ages.append(life)
@@ -158,7 +158,7 @@ def histories(draw: st.DrawFn, *, clean: bool) -> Generated:
                 activity, step, open_step, committed = process.at(age)
                 lines.append(
                     {
-                        **who,
+                        **identity,
                         "t": now + age + skew,
                         "event": "snapshot",
                         "step": step,
@@ -178,14 +178,14 @@ def histories(draw: st.DrawFn, *, clean: bool) -> Generated:
                             "detail": "79",
                         }
                     ]
-                heard = max(heard, age)
-            at = {**who, "t": now + life + skew}
+                last_seen = max(last_seen, age)
+            at = {**identity, "t": now + life + skew}
             if end == "gone" and ages:
                 lines.append({**lines[-1], **at, "gone": True})
             elif end not in ("crash", "gone"):
                 lines.append({**at, "event": "finish", "status": end})
 
-        activity, step, open_step, committed = process.at(heard)
+        activity, step, open_step, committed = process.at(last_seen)
         cut_short = "other" if end == "completed" else "lost"
         truth[cut_short] += open_step
         truth["startup"] += activity.get("startup", 0.0)
@@ -196,10 +196,10 @@ def histories(draw: st.DrawFn, *, clean: bool) -> Generated:
         truth["productive"] += seconds * first_time
         truth["lost"] += seconds * max(0, min(step, mark) - resumed)
         mark, durable = max(mark, step), max(durable, committed)
-        attested = end not in ("crash", "gone") or (end == "gone" and heard > 0)
+        attested = end not in ("crash", "gone") or (end == "gone" and last_seen > 0)
         if attested:
-            truth["other" if end == "completed" else "lost"] += life - heard
-        until = life if attested else heard
+            truth["other" if end == "completed" else "lost"] += life - last_seen
+        until = life if attested else last_seen
         pause = float(draw(whole(0, 600)))
         overlap = 0.0 if clean else float(draw(whole(0, 30)))
         for bucket, was in before.items():
@@ -230,11 +230,11 @@ def check_attempts(run: RunLedger) -> None:
     attempts = record["attempts"]
     for bucket in set(BUCKETS) - {"queue"}:
         if bucket == "down":
-            booked = [(one["down_seconds"], one["down_gpu_seconds"]) for one in attempts]
+            totals = [(one["down_seconds"], one["down_gpu_seconds"]) for one in attempts]
         else:
-            booked = [(one["seconds"].get(bucket, 0.0), one["gpu_seconds"].get(bucket, 0.0)) for one in attempts]
-        assert sum(seconds for seconds, _ in booked) == pytest.approx(record["buckets"][bucket], abs=1e-4)
-        assert sum(held for _, held in booked) == pytest.approx(record["gpu_seconds"][bucket], abs=1e-3)
+            totals = [(one["seconds"].get(bucket, 0.0), one["gpu_seconds"].get(bucket, 0.0)) for one in attempts]
+        assert sum(seconds for seconds, _ in totals) == pytest.approx(record["buckets"][bucket], abs=1e-4)
+        assert sum(held for _, held in totals) == pytest.approx(record["gpu_seconds"][bucket], abs=1e-3)
     # A line in time: each begins where the one before ended and the run was down.
     for one, other in pairwise(attempts):
         assert other["begin"] == pytest.approx(one["end"] + one["down_seconds"], abs=1e-4)

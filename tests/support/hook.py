@@ -12,7 +12,7 @@ from flopwatch.training.recorder import Snapshot
 
 
 class Clock:
-    """Monotonic seconds that pass only when told to."""
+    """Monotonic seconds that pass only when the test moves them."""
 
     def __init__(self) -> None:
         self.now = 1000.0

@@ -19,7 +19,7 @@ from tests.support.machine import PATIENCE
 
 
 class Push:
-    """One request: path, headers, body without gzip, what it says of the process, and samples by `name{label=...}`.
+    """One request: path, headers, body without gzip, attributes of the process, and samples by `name{label=...}`.
 
     Of every sample but for its run and rank.
     """
@@ -102,7 +102,7 @@ class HookServer:
         return [push for push in self.pushes if "flopwatch.status" in push.resource]
 
     def last_word(self) -> Push:
-        """Return the push that says how the only run ended."""
+        """Return the push that reports how the only run ended."""
         (push,) = self.last_words(1)
         return push
 

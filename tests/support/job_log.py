@@ -40,7 +40,7 @@ class JobLog:
         """Return what else than stepping was logged between two Unix times."""
         return [line for line in self.lines if begin <= line["time"] <= end and line["event"] != "step"]
 
-    def booked(self) -> dict[str, float]:
+    def attributed(self) -> dict[str, float]:
         """Return wall clock, productive and lost seconds of a run that has finished.
 
         A step done for the first time is productive and one done again is lost.

@@ -1,4 +1,4 @@
-"""The series of the rule tests as a real target serves them: all at once, as fast as a pace says."""
+"""The series of the rule tests as a real target serves them: all at once, at a chosen pace."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Series:
     def at(self, seconds: float) -> float | None:
         """Return its value so many seconds at pace 1 after the beginning: a counter's on a line between samples.
 
-        A staircase has another rate in each window that ends elsewhere, which is no difference of those who reckon it.
+        The rate of a staircase differs with the end of the window. That is no difference between the engines.
         """
         index, part = divmod(seconds / self.interval, 1)
         value, after = (self.values[i] if i < len(self.values) else None for i in (int(index), int(index) + 1))

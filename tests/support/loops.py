@@ -33,7 +33,7 @@ def seen_by(script: str, folder: Path) -> dict[str, Seen]:
         timeout=240,
         check=False,
         cwd=folder,
-        # Nobody listens there: the runs are read in their process.
+        # Nothing listens there: the runs are read in their process.
         env={
             **environ,
             "PYTHONPATH": f"{ROOT / 'exporter'}:{ROOT}",
@@ -43,8 +43,8 @@ def seen_by(script: str, folder: Path) -> dict[str, Seen]:
         },
     )
     assert process.returncode == 0, process.stderr
-    said: dict[str, Seen] = json.loads(process.stdout)
-    return said
+    reported: dict[str, Seen] = json.loads(process.stdout)
+    return reported
 
 
 def fresh(before: Attachment | None, **settings: Any) -> Attachment:

@@ -1,4 +1,4 @@
-"""What tests need on a machine that is slow or stalls for a second: patience, several tries, ports nobody else gets."""
+"""Helpers for machines that are slow or stall for a second: patience, several tries, ports no other process gets."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def shortest(measure: Callable[[], float], enough: float, tries: int = 4) -> flo
 
 
 def reserve() -> socket.socket:
-    """Return a socket that keeps a port of loopback, at which nobody listens, for who asks for this very one.
+    """Return a socket that reserves a port of loopback without listening, for a caller that needs this port.
 
     A server that sets SO_REUSEADDR, as they do, can listen there although it is bound here; no other process is given
     the port as a free one.

@@ -57,7 +57,7 @@ def histogram(name: str, bounds: Sequence[float], counts: Sequence[int], total: 
     )
 
 
-def process(*metrics: Metric, rank: int = 0, run: str = "lm", **said: Any) -> ResourceMetrics:
+def process(*metrics: Metric, rank: int = 0, run: str = "lm", **reported: Any) -> ResourceMetrics:
     """Return what one training process sends; keyword arguments are resource attributes without `flopwatch.`."""
     identity: dict[str, Value] = {
         "schema": 1,
@@ -70,7 +70,7 @@ def process(*metrics: Metric, rank: int = 0, run: str = "lm", **said: Any) -> Re
     }
     resource = ResourceMetrics(
         resource=Resource(
-            attributes=attributes({f"flopwatch.{key}": value for key, value in {**identity, **said}.items()})
+            attributes=attributes({f"flopwatch.{key}": value for key, value in {**identity, **reported}.items()})
         )
     )
     resource.scope_metrics.add().metrics.extend(metrics)
@@ -82,7 +82,7 @@ def request(*processes: ResourceMetrics) -> ExportMetricsServiceRequest:
     return ExportMetricsServiceRequest(resource_metrics=processes)
 
 
-def training(step: int, step_seconds: float, at: float, *, rank: int = 0, **said: Any) -> ResourceMetrics:
+def training(step: int, step_seconds: float, at: float, *, rank: int = 0, **reported: Any) -> ResourceMetrics:
     """Return the push of a rank that has done so many steps in so many seconds after one second of startup."""
     return process(
         counter("training_activity_seconds_total", 1.0, at, activity="startup"),
@@ -91,5 +91,5 @@ def training(step: int, step_seconds: float, at: float, *, rank: int = 0, **said
         gauge("training_peak_flops_per_second", 1e15, at),
         gauge("training_position_steps", step, at),
         rank=rank,
-        **said,
+        **reported,
     )

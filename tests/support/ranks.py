@@ -14,9 +14,9 @@ from tests.support.machine import reserve
 
 
 def start(command: Sequence[str], world_size: int, **environ: str) -> list[subprocess.Popen[str]]:
-    """Start Python with this command line as so many gloo ranks, without pushing unless `environ` says so.
+    """Start Python with this command line as so many gloo ranks, without pushing unless `environ` asks for it.
 
-    They inherit what keeps their port, so it is theirs for as long as they live.
+    They inherit the socket that reserves their port, so it stays theirs while they live.
     """
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("FLOPWATCH_", "TORCHELASTIC_"))}
     with reserve() as held:

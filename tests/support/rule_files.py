@@ -1,4 +1,4 @@
-"""Rule files with what one rule test needs, and no more: promtool evaluates every rule it is given at every step."""
+"""Rule files with only the rules that one rule test needs: promtool evaluates every rule at every step."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Node(SimulatedNode):
         return [sample for collector in self.collectors for sample in collector.read()]
 
     def values(self, *labels: str) -> dict[str, float]:
-        """Return what one GPU or port says, in base units; a third label is behind a colon."""
+        """Return the values of one GPU or port, in base units; a third label is behind a colon."""
         return {
             ":".join((row.name, *values[2:])): value * row.scale
             for row, values, value in self.samples()

@@ -1,4 +1,4 @@
-"""The catalogue obeys Prometheus' naming, imports nothing, and is what the documentation says."""
+"""The catalogue obeys Prometheus' naming, imports nothing, and matches the documentation."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_rows_labels_are_its_own(row: Metric) -> None:
 
 
 @for_each(ROWS)
-def test_a_row_says_what_it_means_and_where_it_is_born(row: Metric) -> None:
+def test_a_row_states_what_it_means_and_where_it_is_born(row: Metric) -> None:
     assert row.help.endswith(".")
     assert "\n" not in row.help + row.source
     assert row.source

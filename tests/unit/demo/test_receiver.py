@@ -157,7 +157,7 @@ def test_a_payload_of_the_wrong_shape_is_refused_and_recorded(
     assert reason in receiver.errors[0]
 
 
-def test_pagerduty_tells_what_is_wrong_with_an_event(receiver: Receiver) -> None:
+def test_pagerduty_reports_what_is_wrong_with_an_event(receiver: Receiver) -> None:
     status, reply = post(receiver, "/v2/enqueue", {"routing_key": "0" * 32})
     assert (status, json.loads(reply)) == (
         400,

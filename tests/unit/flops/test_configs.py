@@ -581,7 +581,7 @@ VALUES = st.one_of(
 
 
 @given(name=st.sampled_from(sorted(BY_HAND)), changes=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4))
-def test_whatever_the_file_says_it_is_counted_or_refused(name: str, changes: dict[str, Any]) -> None:
+def test_any_file_is_counted_or_refused(name: str, changes: dict[str, Any]) -> None:
     try:
         counted = from_config({**config(name), **changes})
     except UnknownModel:

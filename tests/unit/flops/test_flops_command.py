@@ -16,10 +16,10 @@ CONFIGS = TESTS / "captures" / "configs"
 
 
 def answer(capsys: pytest.CaptureFixture[str], name: str, *flags: str) -> dict[str, Any]:
-    """Return what the command says as JSON."""
+    """Return the JSON that the command prints."""
     assert main(["flops", str(CONFIGS / f"{name}.json"), *flags, "--json"]) == 0
-    said: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return said
+    output: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return output
 
 
 def test_the_page_shows_each_product_and_the_sum(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,13 +84,13 @@ def test_json_has_exact_integers_whose_terms_sum_up(capsys: pytest.CaptureFixtur
 )
 @pytest.mark.parametrize("name", ["deepseek-v3", "gemma-3-27b", "gpt-oss-120b"])
 def test_the_terms_of_every_count_sum_up(capsys: pytest.CaptureFixture[str], name: str, flags: tuple[str, ...]) -> None:
-    said = answer(capsys, name, "--seq-len", "4095", *flags)
-    assert sum(said["terms"].values()) == said["flops_per_sequence"]
-    assert all(type(flops) is int for flops in said["terms"].values())
-    assert said["flops_per_token"] == said["flops_per_sequence"] / 4095
+    output = answer(capsys, name, "--seq-len", "4095", *flags)
+    assert sum(output["terms"].values()) == output["flops_per_sequence"]
+    assert all(type(flops) is int for flops in output["terms"].values())
+    assert output["flops_per_token"] == output["flops_per_sequence"] / 4095
 
 
-def test_recomputation_is_told_apart_from_what_the_model_needs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recomputation_is_separate_from_what_the_model_needs(capsys: pytest.CaptureFixture[str]) -> None:
     plain = answer(capsys, "llama-3-8b", "--seq-len", "8192")
     full = answer(capsys, "llama-3-8b", "--seq-len", "8192", "--recompute", "full")
     selective = answer(capsys, "llama-3-8b", "--seq-len", "8192", "--recompute", "selective")
@@ -115,8 +115,8 @@ def test_multi_token_prediction_can_be_left_out(capsys: pytest.CaptureFixture[st
 
 
 def test_a_step_is_its_sequences(capsys: pytest.CaptureFixture[str]) -> None:
-    said = answer(capsys, "gpt-3-175b", "--seq-len", "2048", "--sequences", "1536")
-    assert said["flops_per_step"] == 1536 * said["flops_per_sequence"]
+    output = answer(capsys, "gpt-3-175b", "--seq-len", "2048", "--sequences", "1536")
+    assert output["flops_per_step"] == 1536 * output["flops_per_sequence"]
 
 
 def test_a_folder_means_the_config_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,18 +156,18 @@ def test_a_folder_means_the_config_in_it(tmp_path: Path, capsys: pytest.CaptureF
         ),
     ],
 )
-def test_a_file_that_cannot_be_counted_ends_in_one_line_that_says_why(
+def test_a_file_that_cannot_be_counted_ends_in_one_line_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, flags: tuple[str, ...], message: str
 ) -> None:
     file = tmp_path / "config.json"
     if content is not None:
         file.write_text(content)
     assert main(["flops", str(file), "--seq-len", "8", *flags]) == 1
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("flopwatch: ")
-    assert message in said.err
-    assert said.err.count("\n") == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("flopwatch: ")
+    assert message in output.err
+    assert output.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ http_server_config:
 
 
 @pytest.mark.parametrize("text", ["", "# nothing", "{}", "tls_server_config:\nbasic_auth_users: {}"])
-def test_a_file_that_says_nothing_protects_nothing(text: str) -> None:
+def test_an_empty_file_protects_nothing(text: str) -> None:
     assert parse(text) == WebConfig()
 
 
@@ -177,16 +177,16 @@ TLS = "tls_server_config: {cert_file: a, key_file: b, "
         ("[" * 5000, "this is not a web configuration: it is nested too deeply"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_line(text: str, message: str) -> None:
-    with pytest.raises(SettingsError) as told:
+def test_an_error_is_reported_with_its_line(text: str, message: str) -> None:
+    with pytest.raises(SettingsError) as error:
         parse(text)
-    assert str(told.value) == message
+    assert str(error.value) == message
 
 
 def test_neither_errors_nor_the_configuration_show_a_secret() -> None:
-    with pytest.raises(SettingsError) as told:
+    with pytest.raises(SettingsError) as error:
         parse("basic_auth_users: {alice: hunter2, alice: hunter2}")
-    assert "hunter2" not in str(told.value)
+    assert "hunter2" not in str(error.value)
     assert HASH not in repr(parse(f"basic_auth_users: {{alice: {HASH}}}"))
 
 
@@ -233,7 +233,7 @@ def test_a_password_is_hashed_once_and_then_known(monkeypatch: pytest.MonkeyPatc
                 ("alice", "$04$", "wrong"),
                 ("alice", "$04$", "wrong"),  # what is wrong is not remembered
                 ("alice", "$05$", "s3cret"),  # another hash, another password
-                ("bob", "$04$", "s3cret"),  # nobody, and hashed all the same
+                ("bob", "$04$", "s3cret"),  # an unknown user, hashed all the same
             )
         ]
 
@@ -261,7 +261,7 @@ def test_a_malformed_authorization_is_none(header: bytes) -> None:
     assert asyncio.run(Passwords().check({"alice": HASH}, header)) is False
 
 
-def test_a_flood_of_passwords_is_turned_away_and_does_not_keep_out_who_is_known() -> None:
+def test_a_flood_of_passwords_is_turned_away_and_does_not_lock_out_known_clients() -> None:
     users = {"alice": HASH, "bob": bcrypt.hashpw(b"x", bcrypt.gensalt(9)).decode()}
 
     async def flood() -> list[bool | None]:
@@ -350,9 +350,7 @@ def test_without_tls_only_users_are_asked_for(tmp_path: Path) -> None:
 
 
 @needs_openssl
-def test_a_prometheus_with_the_ca_and_the_password_scrapes_and_nobody_else(
-    tmp_path: Path, authority: Authority
-) -> None:
+def test_only_a_prometheus_with_the_ca_and_the_password_scrapes(tmp_path: Path, authority: Authority) -> None:
     certificate, key = authority.sign("server", 1)
     file = tmp_path / "web.yml"
     file.write_text(
@@ -424,7 +422,9 @@ def test_tls_does_not_go_away_while_the_process_lives(tmp_path: Path, authority:
         assert get(port, client(authority))[0] == 200
 
 
-def test_who_comes_is_asked_on_when_the_file_is_emptied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_clients_must_still_authenticate_when_the_file_is_emptied(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "web.yml"
     file.write_text(f"basic_auth_users: {{alice: {HASH}}}")
     with serving(Web(file)) as port, caplog.at_level(logging.ERROR):
@@ -455,9 +455,9 @@ def test_files_that_cannot_be_used_are_an_error_at_start(tmp_path: Path, authori
 
     def problem(text: str) -> str:
         web.write_text(text)
-        with pytest.raises(SettingsError) as told:
+        with pytest.raises(SettingsError) as error:
             Web(web)
-        return str(told.value).removeprefix(f"--web-config {web}: ")
+        return str(error.value).removeprefix(f"--web-config {web}: ")
 
     def pair(certificate: Path | str, key: Path | str, more: str = "") -> str:
         return f"tls_server_config: {{cert_file: {certificate}, key_file: {key}{more}}}"
@@ -475,7 +475,7 @@ def test_files_that_cannot_be_used_are_an_error_at_start(tmp_path: Path, authori
         Web(tmp_path / "none.yml")
 
 
-def test_a_broken_change_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_change_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "web.yml"
     file.write_text(f"basic_auth_users: {{alice: {HASH}}}")
     web = Web(file)

@@ -61,10 +61,10 @@ def test_the_worked_history_of_a_crash_and_a_move_has_the_known_figures() -> Non
 def test_step_time_is_open_until_the_step_ends() -> None:
     assert buckets(A1) == {"startup": 10, "productive": 34}
     assert buckets([*A1, snapshot(147, "a1", 3, startup=10, step=37)]) == {"startup": 10, "productive": 34, "open": 3}
-    # With the age of the open step told, the 4 s of step 4 are not taken for step 3.
-    told = [*A1[:3], snapshot(144, "a1", 3, startup=10, step=34, more={"open_step_seconds": 4})]
-    assert buckets(told) == {"startup": 10, "productive": 30, "open": 4}
-    assert buckets([*told, snapshot(150, "a1", 4, startup=10, step=40)]) == {"startup": 10, "productive": 40}
+    # With the age of the open step reported, the 4 s of step 4 are not taken for step 3.
+    with_age = [*A1[:3], snapshot(144, "a1", 3, startup=10, step=34, more={"open_step_seconds": 4})]
+    assert buckets(with_age) == {"startup": 10, "productive": 30, "open": 4}
+    assert buckets([*with_age, snapshot(150, "a1", 4, startup=10, step=40)]) == {"startup": 10, "productive": 40}
 
 
 def test_a_first_step_that_outlasts_a_push_stays_open_and_costs_no_goodput() -> None:
@@ -79,16 +79,16 @@ def test_a_first_step_that_outlasts_a_push_stays_open_and_costs_no_goodput() -> 
     assert figures(later)["provisional_seconds"] == 70
 
 
-def test_an_exporter_that_was_restarted_and_has_not_heard_from_all_its_ranks_books_no_flops_twice() -> None:
-    def told(t: float, step: float, flops: float) -> Line:
+def test_a_restarted_exporter_that_not_all_its_ranks_have_reached_counts_no_flops_twice() -> None:
+    def with_flops(t: float, step: float, flops: float) -> Line:
         return snapshot(t, "a1", step, more={"model_flops": flops, "peak_flops": 100.0}, startup=10, step=t - 110)
 
-    before = [start(100, "a1"), told(110, 0, 0), told(150, 4, 400)]
+    before = [start(100, "a1"), with_flops(110, 0, 0), with_flops(150, 4, 400)]
     # One of four ranks, then two of them, then all.
-    after = [*before, told(160, 5, 125), told(170, 6, 300), told(180, 7, 700)]
+    after = [*before, with_flops(160, 5, 125), with_flops(170, 6, 300), with_flops(180, 7, 700)]
     assert account(after).runs["", "r"].buckets.retained == 700
     # A rank that was replaced begins at 0 for good.
-    replaced = [*before, *(told(160 + 10 * n, 5 + n, 100 + 50 * n) for n in range(12))]
+    replaced = [*before, *(with_flops(160 + 10 * n, 5 + n, 100 + 50 * n) for n in range(12))]
     assert account(replaced).runs["", "r"].buckets.retained == 400 + 5 * 50
 
 
@@ -127,11 +127,11 @@ def test_a_restore_inside_an_attempt_is_no_step_and_what_follows_it_counts_from_
     def restored(step: int) -> Line:
         return {"restored_step": step}
 
-    # Steps 4 to 6 between two snapshots, of which 4 and 5 for the second time.
+    # Steps 4 to 6 between two snapshots. Steps 4 and 5 are repeated.
     lines = [*A1[:2], snapshot(160, "a1", 5, startup=10, step=50, more=restored(0))]
     lines.append(snapshot(190, "a1", 6, startup=10, step=80, more=restored(3)))
     assert buckets(lines) == {"startup": 10, "productive": 60, "lost": 20}
-    # The position is 0 until the checkpoint is loaded; then steps 5 and 6, of which 6 is new.
+    # The position is 0 until the checkpoint is loaded; then steps 5 and 6. Step 6 is new.
     lines = [*A1[:2], snapshot(160, "a1", 5, startup=10, step=50), start(200, "a2"), snapshot(205, "a2", 0, startup=5)]
     lines.append(snapshot(230, "a2", 6, startup=10, step=20, more=restored(4)))
     assert buckets(lines) == {"startup": 20, "productive": 60, "lost": 10, "down": 40}
@@ -201,7 +201,7 @@ def test_when_attempts_overlap_the_later_start_owns_the_clock() -> None:
     assert figures(lines)["state"] == "running"
 
 
-def test_a_start_that_the_ledger_already_booked_past_takes_over_without_booking_twice() -> None:
+def test_a_start_before_the_last_attributed_second_takes_over_and_counts_nothing_twice() -> None:
     # a2's host is 20 s behind: it starts before the last thing known of a1.
     lines = [
         *A1,
@@ -260,7 +260,7 @@ def test_an_attempt_ends_with_its_last_live_node() -> None:
     assert figures([*one, finish(136, "a1", "completed", "h2")])["state"] == "completed"
 
 
-def test_a_process_that_starts_again_under_the_same_attempt_is_another_attempt_if_nobody_carried_on() -> None:
+def test_a_process_that_starts_again_under_the_same_attempt_is_another_attempt_if_no_rank_carried_on() -> None:
     lines = [*A1, snapshot(215, "a1", 3, startup=15), snapshot(235, "a1", 5, startup=15, step=20)]
     assert buckets(lines) == {"startup": 25, "productive": 54, "down": 56}
     assert figures(lines)["attempts"] == 2
@@ -344,13 +344,13 @@ def test_flops_and_capacity_wait_for_every_peak() -> None:
     ]
     lines.append(snapshot(130, "a1", 2, startup=10, step=20, more=known(600, 50)))
     assert figures(lines)["effective_mfu"] == 600 / (50 * 30)
-    # Steps 2 to 3 again, of which 3 is new.
+    # Steps 2 and 3. Step 3 is new.
     lines += [start(140, "a2", step=1), snapshot(170, "a2", 3, startup=10, step=20, more=known(600, 50))]
     run = figures(lines)
     assert (run["retained_flops"], run["capacity_flops"]) == (900, 50 * 70)
 
 
-def test_a_silent_run_is_down_and_runs_again_when_it_is_heard() -> None:
+def test_a_silent_run_is_down_and_runs_again_when_it_reports() -> None:
     ledger = account(A1)
     assert [ledger.summary(now)["runs"]["r"]["state"] for now in (144, 204, 205)] == ["running", "running", "down"]
     ledger.apply(snapshot(744, "a1", 63, startup=10, step=634))
@@ -424,7 +424,7 @@ def test_a_record_that_is_not_an_object_is_refused() -> None:
         LedgerRecord.parse(["t", 1])
 
 
-# Generated histories: what a cluster did, what its exporters said of it, and what the network made of that.
+# Generated histories: what a cluster did, what its exporters sent, and what the network made of that.
 
 
 @given(histories(clean=True))
@@ -442,14 +442,14 @@ def test_on_every_history_the_books_balance_and_never_go_back(generated: Generat
     chance = random.Random(seed)
     ledger, saved = Ledger(), None
     used: list[Line] = []
-    told: dict[tuple[str, str], float] = {}  # FLOPs of each process
+    latest: dict[tuple[str, str], float] = {}  # FLOPs of each process
     before: dict[tuple[str, ...], float] = {}
     generation = 1
     for line in mangled(generated.lines, seed):
         ledger.apply(line)
         if "model_flops" in line:
             process = line["attempt"], line["source"]
-            told[process] = max(line["model_flops"], told.get(process, 0.0))
+            latest[process] = max(line["model_flops"], latest.get(process, 0.0))
         if not ledger.runs:
             continue
         run = ledger.runs["", "r"]
@@ -460,8 +460,8 @@ def test_on_every_history_the_books_balance_and_never_go_back(generated: Generat
         before, generation = counters, run.generation
 
         if run.start is not None:
-            booked = sum(seconds for bucket, seconds in run.buckets.seconds.items() if bucket != "queue")
-            assert booked + run.open(run.reporters.last) == pytest.approx(run.wall(run.reporters.last), abs=1e-4)
+            attributed = sum(seconds for bucket, seconds in run.buckets.seconds.items() if bucket != "queue")
+            assert attributed + run.open(run.reporters.last) == pytest.approx(run.wall(run.reporters.last), abs=1e-4)
             if run.ended is None:
                 # Clocks that disagree can put the books ahead of the newest stamp, by no more than they disagree.
                 ahead = run.wall(run.reporters.last) - (run.reporters.last - run.start)
@@ -472,10 +472,10 @@ def test_on_every_history_the_books_balance_and_never_go_back(generated: Generat
                 <= run.wall(run.reporters.last) + 1e-4
             )
             if generated.skew == 0:
-                assert run.buckets.retained <= sum(told.values()) + 1
+                assert run.buckets.retained <= sum(latest.values()) + 1
             check_attempts(run)
 
-        # What was used once changes nothing when it is said again, at once or later; nor does being written down
+        # What was used once changes nothing when it is sent again, at once or later; nor does being written down
         # and read back.
         unused, saved = saved, snapshot_of(run)
         used += [line] if saved != unused else []
@@ -485,7 +485,7 @@ def test_on_every_history_the_books_balance_and_never_go_back(generated: Generat
         ledger.runs[run.tenant, run.name] = read_back(run)
 
 
-def test_gpus_that_are_heard_of_late_were_held_from_the_start() -> None:
+def test_gpus_that_are_reported_late_were_held_from_the_start() -> None:
     # Four nodes of eight GPUs start up for 120 s and push a second apart; the first step ends after 130 s.
     ledger = Ledger()
     for age in (120.0, 130.0, 140.0):
@@ -535,12 +535,12 @@ def test_gpus_of_a_node_that_joins_later_are_held_from_then_on() -> None:
 def test_what_held_up_a_hang_is_looked_for_before_it_and_not_only_before_its_end() -> None:
     # Steps of 10 s until 100; a port goes down at 103, and a watchdog ends the job 12 minutes later.
     ledger = Ledger()
-    told = {"run": "r", "attempt": "a", "source": "n0", "rank": 0, "gpus": 8, "started": 0.0, "step": 10}
-    ledger.apply({**told, "t": 100.0, "event": "snapshot", "activity_seconds": {"step": 100.0}})
+    identity = {"run": "r", "attempt": "a", "source": "n0", "rank": 0, "gpus": 8, "started": 0.0, "step": 10}
+    ledger.apply({**identity, "t": 100.0, "event": "snapshot", "activity_seconds": {"step": 100.0}})
     down = [{"kind": "link_down", "t": 103.0, "count": 1, "port": "mlx5_3:1"}]
     ledger.apply(
         {
-            **told,
+            **identity,
             "t": 820.0,
             "event": "snapshot",
             "activity_seconds": {"step": 820.0},
@@ -550,7 +550,7 @@ def test_what_held_up_a_hang_is_looked_for_before_it_and_not_only_before_its_end
     )
     ledger.apply(
         {
-            **told,
+            **identity,
             "t": 821.0,
             "event": "finish",
             "status": "failed",

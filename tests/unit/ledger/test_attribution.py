@@ -40,8 +40,8 @@ def raised(name: str, rank: int = 3, after: float = 5, host: str = "n3") -> Evid
     return saw("exception", after, host, name, rank=rank)
 
 
-def said(loss: LostTime, *evidence: Evidence) -> tuple[str, ...]:
-    """Return cause, confidence, host, GPU and port, as far as there are such."""
+def verdict(loss: LostTime, *evidence: Evidence) -> tuple[str, ...]:
+    """Return cause, confidence, host, GPU and port of a loss, without the empty ones."""
     found = attribute(loss, evidence)
     return tuple(text for text in (found.cause, found.confidence, found.host, found.gpu, found.port) if text)
 
@@ -65,7 +65,7 @@ ECHO = [raised("DistBackendError", rank, 8, host) for rank, host in enumerate(("
         ("earlier than the window", CRASH, [xid(79, -601)], UNKNOWN),
         ("two GPUs of one host", CRASH, [xid(79), xid(79, 6, gpu="GPU-4")], ("gpu", "certain", "n3")),
         ("GPUs of two hosts at once", CRASH, [xid(79), xid(79, 6, "n1", "GPU-9")], ("gpu", "certain")),
-        ("a GPU nobody could name", CRASH, [xid(79, gpu="")], ("gpu", "certain", "n3")),
+        ("a GPU without a name", CRASH, [xid(79, gpu="")], ("gpu", "certain", "n3")),
         ("another run's host", CRASH, [xid(79, host="n9")], UNKNOWN),
         ("an uncorrectable ECC error", CRASH, [saw("ecc", gpu="GPU-1")], ("gpu", "certain", "n3", "GPU-1")),
         ("a row remap that failed", CRASH, [saw("row_remap", gpu="GPU-1")], ("gpu", "certain", "n3", "GPU-1")),
@@ -84,7 +84,7 @@ ECHO = [raised("DistBackendError", rank, 8, host) for rank, host in enumerate(("
         ("Xid 45 is a clean-up", CRASH, [xid(45)], UNKNOWN),
         ("Xid 45 cleans up after 79", CRASH, [xid(45, 2, gpu="GPU-2"), xid(79, 3)], ("gpu", "certain", "n3", "GPU-3")),
         ("a page fault behind an ECC error", CRASH, [xid(31, 2), xid(48, 3)], ("gpu", "certain", "n3", "GPU-3")),
-        ("an Xid that nobody knows", CRASH, [xid(999), xid(-1)], UNKNOWN),
+        ("an unknown Xid", CRASH, [xid(999), xid(-1)], UNKNOWN),
         ("a port went down", CRASH, [saw("link_down", port="mlx5_0:1")], ("network", "likely", "n3", "mlx5_0:1")),
         (
             "and the others timed out",
@@ -113,13 +113,13 @@ ECHO = [raised("DistBackendError", rank, 8, host) for rank, host in enumerate(("
         ("a port with errors", CRASH, [saw("link_errors", port="mlx5_0:1")], ("network", "possible", "n3", "mlx5_0:1")),
         ("a network card reports a fault", CRASH, [saw("nic")], ("network", "likely", "n3")),
         (
-            "a link beside a GPU off the bus",
+            "a link next to a GPU off the bus",
             CRASH,
             [xid(79), saw("link_down", host="n1", port="mlx5_0:1")],
             ("gpu", "certain", "n3", "GPU-3"),
         ),
         (
-            "an old Xid 79 beside a link just now",
+            "an old Xid 79 and a link just now",
             CRASH,
             [xid(79, -590), saw("link_down", host="n1", port="mlx5_0:1")],
             ("gpu", "possible", "n3", "GPU-3"),
@@ -177,7 +177,7 @@ ECHO = [raised("DistBackendError", rank, 8, host) for rank, host in enumerate(("
         ("an exception of the user's", CRASH, [raised("KeyError"), *ECHO], ("software", "likely")),
         ("an exception that may be an echo", CRASH, [raised("RuntimeError")], ("software", "possible")),
         (
-            "the plain one beside the echo",
+            "the plain one next to the echo",
             CRASH,
             [raised("RuntimeError", 1), raised("KeyError", 2)],
             ("software", "likely"),
@@ -202,8 +202,8 @@ ECHO = [raised("DistBackendError", rank, 8, host) for rank, host in enumerate(("
         ("a crash as a number", CRASH, [saw("signal", detail="11", rank=3)], ("software", "possible")),
         ("a crash as a shell's status", CRASH, [saw("exit", detail="139", rank=3)], ("software", "possible")),
         ("a crash as Python's status", CRASH, [saw("exit", detail="-11", rank=3)], ("software", "possible")),
-        ("killed by somebody", CRASH, [saw("signal", detail="SIGKILL", rank=3)], UNKNOWN),
-        ("a status that is none", CRASH, [saw("exit", detail="--9", rank=3)], UNKNOWN),
+        ("killed by another process", CRASH, [saw("signal", detail="SIGKILL", rank=3)], UNKNOWN),
+        ("an invalid status", CRASH, [saw("exit", detail="--9", rank=3)], UNKNOWN),
         ("ended with status 1", CRASH, [saw("exit", detail="1", rank=3)], UNKNOWN),
         ("vanished", CRASH, [saw("pid_gone", rank=3)], UNKNOWN),
         ("waiting for a checkpoint when it died", CRASH, [saw("checkpoint_wait")], ("storage", "possible")),
@@ -247,7 +247,7 @@ ECHO = [raised("DistBackendError", rank, 8, host) for rank, host in enumerate(("
             [saw("throttle", 300, gpu="GPU-3"), saw("link_down", 300, "n1", port="mlx5_0:1")],
             ("network", "possible", "n1", "mlx5_0:1"),
         ),
-        ("slow, and an exception is none of its business", SLOW, [raised("KeyError")], UNKNOWN),
+        ("slow, and an exception does not explain it", SLOW, [raised("KeyError")], UNKNOWN),
         ("stalled on data", STALL, [saw("data_stall", 200)], ("data", "likely")),
         ("stalled on a checkpoint", STALL, [saw("checkpoint_wait", 200)], ("storage", "likely")),
         ("hung on a GPU without a GSP", STALL, [xid(119, 1)], ("gpu", "certain", "n3", "GPU-3")),
@@ -265,14 +265,14 @@ ECHO = [raised("DistBackendError", rank, 8, host) for rank, host in enumerate(("
 def test_the_cause_of_each_loss_is_as_sure_as_its_evidence(
     name: str, loss: LostTime, evidence: list[Evidence], expected: tuple[str, ...]
 ) -> None:
-    assert said(loss, *evidence) == expected
-    assert said(loss, *reversed(evidence)) == expected, "whatever the order"
+    assert verdict(loss, *evidence) == expected
+    assert verdict(loss, *reversed(evidence)) == expected, "whatever the order"
 
 
 def test_each_code_of_the_xid_table_is_held_to_be_what_nvidia_holds_it_to_be() -> None:
     causes: dict[str, set[int]] = {}
     for code in xids():
-        causes.setdefault(said(CRASH, xid(code))[0], set()).add(code)
+        causes.setdefault(verdict(CRASH, xid(code))[0], set()).add(code)
     assert causes["software"] == {8, 11, 13, 25, 31, 32, 43, 69, 80}
     assert causes["nvlink"] == {74, 136, 144, 145, 146, 147, 148, 149, 150, 155, 166, 173}
     assert {46, 48, 54, 62, 64, 79, 94, 95, 109, 110, 119, 120, 140, 143, 156, 157, 158, 167} <= causes["gpu"]

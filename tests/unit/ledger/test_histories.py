@@ -101,12 +101,12 @@ def test_a_step_that_an_end_cuts_short_is_lost_and_after_the_last_one_nothing_is
     assert buckets(run) == {"productive": 20, bucket: 4}
 
 
-@pytest.mark.parametrize("told", ["x", "y"])
-def test_the_position_that_one_source_tells_is_that_of_all(told: str) -> None:
+@pytest.mark.parametrize("reporting", ["x", "y"])
+def test_the_position_that_one_source_reports_is_that_of_all(reporting: str) -> None:
     lines: list[Line] = [line(0, "start", source=source, gpus=4, step=0) for source in "xy"]
     for step in range(1, 11):
         for source in "xy":
-            position: Line = {"step": step} if source == told else {}
+            position: Line = {"step": step} if source == reporting else {}
             lines.append(
                 line(
                     10 * step,
@@ -176,7 +176,7 @@ def test_a_host_whose_clock_is_wrong_all_the_time_is_not_late() -> None:
     assert live.summary()["runs"]["r"] == run
 
 
-def test_an_attempt_that_is_told_of_afterwards_is_put_where_it_was() -> None:
+def test_an_attempt_that_is_reported_afterwards_is_put_where_it_was() -> None:
     first = [line(0, "start", step=0), *steps(0, 60, 0), line(600, "finish", status="failed", step=60)]
     second = [
         line(700, "start", "b", step=60),
@@ -196,7 +196,7 @@ def test_an_exporter_that_restarts_and_hears_of_its_ranks_one_by_one_has_not_los
 
 
 def test_a_node_that_takes_the_place_of_another_does_not_add_to_its_gpus() -> None:
-    def told(step: int, source: str, rank: int, started: float) -> Line:
+    def snapshot_of(step: int, source: str, rank: int, started: float) -> Line:
         return line(
             10 * step,
             "snapshot",
@@ -209,20 +209,20 @@ def test_a_node_that_takes_the_place_of_another_does_not_add_to_its_gpus() -> No
 
     lines = []
     for step in range(1, 101):
-        lines.append(told(step, "x", 0, 0.0))
+        lines.append(snapshot_of(step, "x", 0, 0.0))
         if step <= 50:
-            lines.append(told(step, "y", 8, 0.0))
+            lines.append(snapshot_of(step, "y", 8, 0.0))
         if step >= 56:
-            lines.append(told(step, "spare", 8, 505.0))
+            lines.append(snapshot_of(step, "spare", 8, 505.0))
     assert sum(run_of(lines)["gpu_seconds"].values()) == 16 * 1000
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_order_of_the_lines_does_not_matter(seed: int) -> None:
     lines = REFERENCE.read_text().splitlines()
-    told, _ = replay(lines)
+    expected, _ = replay(lines)
     random.Random(seed).shuffle(lines)
-    assert replay(lines)[0] == told
+    assert replay(lines)[0] == expected
 
 
 def test_lines_that_no_parser_takes_are_named_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,9 +35,17 @@ def steps(count: int, each: float = STEP, save: float = 3.0, spread: float = 0.0
     return phases
 
 
-def told(phases: Phases, every: float = 15.0, evidence: Iterable[tuple[float, Line]] = ()) -> list[Line]:
+def snapshots(phases: Phases, every: float = 15.0, evidence: Iterable[tuple[float, Line]] = ()) -> list[Line]:
     """Return the records of an attempt that does this from 0 on, with what its node had seen by then."""
-    who = {"run": "r", "attempt": "a", "source": "n0", "rank": 0, "gpus": GPUS, "event": "snapshot", "started": 0.0}
+    identity = {
+        "run": "r",
+        "attempt": "a",
+        "source": "n0",
+        "rank": 0,
+        "gpus": GPUS,
+        "event": "snapshot",
+        "started": 0.0,
+    }
     lines: list[Line] = []
     seconds, began, step, committed = {"step": 0.0}, 0.0, 0, 0
     for name, lasts in (("startup", 60.0), *phases):
@@ -46,7 +54,7 @@ def told(phases: Phases, every: float = 15.0, evidence: Iterable[tuple[float, Li
             known = [item for t, item in evidence if t <= age]
             lines.append(
                 {
-                    **who,
+                    **identity,
                     "t": age,
                     "step": step,
                     "committed_step": committed,
@@ -69,7 +77,7 @@ def run_of(lines: Iterable[Line]) -> RunLedger:
 
 
 def losses(lines: Iterable[Line]) -> list[tuple[str, str, str]]:
-    """Return kind, what most of it was, and cause."""
+    """Return kind, largest part and cause of each loss."""
     record = views.figures(run_of(lines), 1e6)
     return [(one["kind"], one["status"] or one["waited"], one["cause"]) for one in record["incidents"]]
 
@@ -125,7 +133,7 @@ HOUR = steps(450)
 def test_a_stall_is_a_loss_that_costs_what_it_took_beyond_the_usual(
     activity: str, seconds: float, cause: str, status: str
 ) -> None:
-    lines = told([*HOUR, (activity, seconds), *steps(75)])
+    lines = snapshots([*HOUR, (activity, seconds), *steps(75)])
     run = run_of(lines)
     [stall] = views.figures(run, 1e6)["incidents"]
     assert (stall["kind"], stall["waited"], stall["cause"], stall["settled"]) == ("stall", status, cause, True)
@@ -143,7 +151,7 @@ def test_a_stall_is_a_loss_that_costs_what_it_took_beyond_the_usual(
 
 def test_a_slow_stretch_is_a_loss_that_costs_what_its_steps_took_beyond_the_usual() -> None:
     throttled = at(3700, "throttle", gpu="GPU-5", detail="hw_thermal_slowdown")
-    lines = told([*HOUR, *steps(100, 1.5 * STEP), *steps(75)], evidence=[throttled])
+    lines = snapshots([*HOUR, *steps(100, 1.5 * STEP), *steps(75)], evidence=[throttled])
     run = run_of(lines)
     [slow] = views.figures(run, 1e6)["incidents"]
     assert {name: slow[name] for name in ("kind", "cause", "confidence", "host", "gpu", "settled")} == {
@@ -154,7 +162,7 @@ def test_a_slow_stretch_is_a_loss_that_costs_what_its_steps_took_beyond_the_usua
         "gpu": "GPU-5",
         "settled": True,
     }
-    # 100 steps of 4 s more; up to a minute of it on either side is not told from what is usual.
+    # 100 steps of 4 s more; up to a minute of it on either side cannot be separated from what is usual.
     assert slow["gpu_seconds"] == pytest.approx(GPUS * 400, rel=0.06)
     assert (slow["began"], slow["ended"]) == pytest.approx((3678, 3678 + 1203), abs=60)
     assert run.incidents.badput["slow"] == {"thermal": slow["gpu_seconds"]}
@@ -162,11 +170,11 @@ def test_a_slow_stretch_is_a_loss_that_costs_what_its_steps_took_beyond_the_usua
 
 def test_steps_that_wait_for_data_are_a_slow_stretch_of_data() -> None:
     waiting = [phase for step in steps(100, save=0) for phase in (step, ("data_stall", 4.0))]
-    assert losses(told([*HOUR, *waiting, *steps(75)])) == [("slow", "data_stall", "data")]
+    assert losses(snapshots([*HOUR, *waiting, *steps(75)])) == [("slow", "data_stall", "data")]
 
 
 def test_a_slow_stretch_is_shown_while_it_lasts_and_ends_with_its_attempt() -> None:
-    lines = told([*HOUR, *steps(60, 1.5 * STEP)])
+    lines = snapshots([*HOUR, *steps(60, 1.5 * STEP)])
     [slow] = views.figures(run_of(lines), 1e6)["incidents"]
     assert (slow["kind"], slow["back"], slow["settled"]) == ("slow", None, False)
     assert GPUS * 180 <= slow["gpu_seconds"] <= GPUS * 240
@@ -199,45 +207,45 @@ def test_a_slow_stretch_is_shown_while_it_lasts_and_ends_with_its_attempt() -> N
 )
 @pytest.mark.parametrize("every", [5.0, 15.0, 60.0])
 def test_what_is_usual_or_short_is_no_loss(phases: Phases, every: float) -> None:
-    assert losses(told(phases, every)) == []
+    assert losses(snapshots(phases, every)) == []
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("each", "spread", "every"), [(8.0, 0.15, 15.0), (2.0, 0.25, 15.0), (30.0, 0.1, 60.0)])
 def test_a_steady_noisy_run_of_six_hours_has_no_losses(each: float, spread: float, every: float, seed: int) -> None:
-    assert losses(told(steps(int(6 * 3600 / each), each, spread=spread, seed=seed), every)) == []
+    assert losses(snapshots(steps(int(6 * 3600 / each), each, spread=spread, seed=seed), every)) == []
 
 
 @pytest.mark.parametrize("every", [5.0, 15.0, 60.0])
 def test_losses_do_not_depend_on_how_often_a_node_speaks(every: float) -> None:
     phases = [*HOUR, ("data_stall", 400.0), *HOUR, *steps(225, 1.4 * STEP), *HOUR]
-    stall, slow = views.figures(run_of(told(phases, every)), 1e6)["incidents"]
+    stall, slow = views.figures(run_of(snapshots(phases, every)), 1e6)["incidents"]
     assert (stall["kind"], stall["seconds"]) == ("stall", pytest.approx(400, rel=0.01))
     assert (slow["kind"], slow["seconds"]) == ("slow", pytest.approx(225 * 0.4 * STEP, rel=0.12))
 
 
 def test_a_node_that_speaks_every_ten_minutes_shows_slow_stretches_and_whole_stalls() -> None:
     phases = [*HOUR, *HOUR, *steps(300, 1.5 * STEP), *HOUR, ("data_stall", 3000.0), *HOUR]
-    slow, stall = views.figures(run_of(told(phases, every=600.0)), 1e6)["incidents"]
+    slow, stall = views.figures(run_of(snapshots(phases, every=600.0)), 1e6)["incidents"]
     assert (slow["kind"], slow["seconds"]) == ("slow", pytest.approx(300 * 0.5 * STEP, rel=0.3))
     assert (stall["kind"], stall["seconds"]) == ("stall", pytest.approx(3000, rel=0.01))
 
 
 def test_after_four_slow_hours_that_is_how_the_run_is() -> None:
-    lines = told([*HOUR, *steps(2700, 1.5 * STEP)], every=60.0)  # nine hours
+    lines = snapshots([*HOUR, *steps(2700, 1.5 * STEP)], every=60.0)  # nine hours
     [slow] = views.figures(run_of(lines), 1e6)["incidents"]
     assert slow["back"] - slow["began"] == pytest.approx(4 * 3600, rel=0.02)
 
 
 def test_a_stall_that_ends_the_attempt_is_the_end_and_nothing_else() -> None:
-    lines = told([*HOUR, ("step", 900.0)])
+    lines = snapshots([*HOUR, ("step", 900.0)])
     end = {**lines[-1], "t": lines[-1]["t"] + 1, "event": "finish", "status": "failed"}
     assert losses([*lines, end]) == [("end", "failed", "unknown")]
 
 
 @pytest.mark.parametrize(("activity", "cause"), [("checkpoint_save", "storage"), ("data_stall", "data")])
 def test_a_wait_that_the_attempt_does_not_survive_is_a_part_of_its_end(activity: str, cause: str) -> None:
-    lines = told([*HOUR, (activity, 900.0)])
+    lines = snapshots([*HOUR, (activity, 900.0)])
     end = {**lines[-1], "t": lines[-1]["t"] + 1, "event": "finish", "status": "failed"}
     run = run_of([*lines, end])
     [loss] = views.figures(run, run.reporters.last)["incidents"]
@@ -248,7 +256,7 @@ def test_a_wait_that_the_attempt_does_not_survive_is_a_part_of_its_end(activity:
 
 
 def test_what_is_charged_to_an_end_is_charged_to_nothing_else() -> None:
-    first = told([*HOUR, ("step", 4.0)])
+    first = snapshots([*HOUR, ("step", 4.0)])
     end = {**first[-1], "t": 3690.0, "event": "finish", "status": "failed"}
     # Back to step 375: 75 steps again, with a stall and slow ones among them, then new ones.
     again = [
@@ -261,7 +269,7 @@ def test_what_is_charged_to_an_end_is_charged_to_nothing_else() -> None:
             "restored_step": 375,
             "committed_step": 375 + line["committed_step"],
         }
-        for line in told([*steps(70), ("data_stall", 600.0), *steps(5), *HOUR])
+        for line in snapshots([*steps(70), ("data_stall", 600.0), *steps(5), *HOUR])
     ]
     run = run_of([*first, end, *again])
     [loss] = views.figures(run, 1e6)["incidents"]
@@ -272,7 +280,7 @@ def test_what_is_charged_to_an_end_is_charged_to_nothing_else() -> None:
 
 def test_a_link_that_went_down_at_the_beginning_of_a_long_stall_is_still_known_at_its_end() -> None:
     down = at(3680, "link_down", port="mlx5_3:1")
-    lines = told([*HOUR, ("step", 3 * 3600.0), *steps(75)], every=60.0, evidence=[down])
+    lines = snapshots([*HOUR, ("step", 3 * 3600.0), *steps(75)], every=60.0, evidence=[down])
     [stall] = views.figures(run_of(lines), 1e6)["incidents"]
     assert (stall["kind"], stall["cause"], stall["port"]) == ("stall", "network", "mlx5_3:1")
 
@@ -297,7 +305,7 @@ def test_on_every_history_losses_only_grow_and_are_a_part_of_their_buckets(
 ) -> None:
     ledger, live = Ledger(), Ledger()
     before: dict[tuple[str, ...], float] = {}
-    lines = told([*steps(90), *(phase for part in parts for phase in part), *steps(20)], every)
+    lines = snapshots([*steps(90), *(phase for part in parts for phase in part), *steps(20)], every)
     lines = list(mangled([{**line, "gpus": GPUS * (1 + number // 200 % 2)} for number, line in enumerate(lines)], seed))
     for line in lines:
         ledger.apply(line)
@@ -321,11 +329,11 @@ def test_on_every_history_losses_only_grow_and_are_a_part_of_their_buckets(
 
 
 def check_losses(run: RunLedger, *, settled: bool = False) -> None:
-    """Assert that each loss is booked once, and that losses are no more than the buckets that they are a part of."""
+    """Assert that each loss is counted once, and that losses are no more than the buckets that they are a part of."""
     incidents = list(run.incidents.by_number.values())
     for kind in LOSSES:
-        booked = sum(one.gpu_seconds for one in incidents if one.kind == kind and one.settled)
-        assert sum(run.incidents.badput[kind].values()) == pytest.approx(booked)
+        total = sum(one.gpu_seconds for one in incidents if one.kind == kind and one.settled)
+        assert sum(run.incidents.badput[kind].values()) == pytest.approx(total)
     inside = [one for one in incidents if one.kind != "end"]
     held = sum(run.buckets.gpu_seconds[bucket] for bucket in ("productive", "data_stall", "checkpoint_save"))
     assert sum(one.gpu_seconds for one in inside) <= held + 1e-6
@@ -346,7 +354,7 @@ def overlapping(incidents: Iterable[Any]) -> list[tuple[float, float]]:
 
 
 def test_every_kind_of_loss_is_served_by_kind_and_cause() -> None:
-    run = run_of(told([*HOUR, ("data_stall", 300.0), *steps(75)]))
+    run = run_of(snapshots([*HOUR, ("data_stall", 300.0), *steps(75)]))
     samples = [sample for sample in views.families(run, 1e5) if sample[2]]
     served = {labels[2:]: value for row, labels, value in samples if row is m.RUN_INCIDENTS_TOTAL}
     assert served == {("stall", "data"): 1}
@@ -360,7 +368,7 @@ def test_every_kind_of_loss_is_served_by_kind_and_cause() -> None:
 
 def test_people_are_shown_when_a_run_was_slow_or_stood_still_and_a_spreadsheet_what_that_cost() -> None:
     throttled = at(7700, "throttle", gpu="GPU-5", detail="hw_thermal_slowdown")
-    lines = told([*HOUR, ("data_stall", 300.0), *HOUR, *steps(100, 1.5 * STEP), *HOUR], evidence=[throttled])
+    lines = snapshots([*HOUR, ("data_stall", 300.0), *HOUR, *steps(100, 1.5 * STEP), *HOUR], evidence=[throttled])
     record = views.figures(run_of(lines), 1e6)
     shown = run_table(record).split("\n\n")[-1].splitlines()
     assert shown == [

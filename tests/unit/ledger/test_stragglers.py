@@ -1,4 +1,4 @@
-"""Time lost to stragglers: what the ledger counts when one rank or host is late, and when nobody is to blame."""
+"""Time lost to stragglers: what the ledger counts when one rank or host is late, and when no rank is to blame."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ GPUS = len(HOSTS) * PER_HOST
 Shares = Callable[[int, float], float]
 
 
-def late(who: int, by: float) -> Shares:
-    return lambda rank, t: 0.4 - by if rank == who else 0.4
+def late(late_rank: int, by: float) -> Shares:
+    return lambda rank, t: 0.4 - by if rank == late_rank else 0.4
 
 
 def lines(shares: Shares, seconds: float = 1200.0, **change: Any) -> list[Line]:
     """Return the records of two nodes that make a step a second; `change` gives ranks places, tokens or starts."""
     place, tokens = change.get("place", lambda rank: ""), change.get("tokens", lambda rank: 100.0)
     started = change.get("started", lambda rank, t: 0.0)
-    told: list[Line] = []
+    records: list[Line] = []
     waited = dict.fromkeys(range(GPUS), 0.0)
     for turn in range(1, int(seconds / EVERY) + 1):
         t = turn * EVERY
@@ -40,7 +40,7 @@ def lines(shares: Shares, seconds: float = 1200.0, **change: Any) -> list[Line]:
             waited[rank] += EVERY * shares(rank, t)
         for number, host in enumerate(HOSTS):
             ranks = range(number * PER_HOST, (number + 1) * PER_HOST)
-            told.append(
+            records.append(
                 {
                     "t": t,
                     "run": "r",
@@ -57,18 +57,18 @@ def lines(shares: Shares, seconds: float = 1200.0, **change: Any) -> list[Line]:
                     ],
                 }
             )
-    return told
+    return records
 
 
-def run_of(told: list[Line]) -> RunLedger:
+def run_of(records: list[Line]) -> RunLedger:
     ledger = Ledger()
-    for line in told:
+    for line in records:
         ledger.apply(line)
     return ledger.runs["", "r"]
 
 
-def lost(told: list[Line]) -> float | None:
-    run = run_of(told)
+def lost(records: list[Line]) -> float | None:
+    run = run_of(records)
     served = {row: value for row, _, value in views.families(run, run.reporters.last)}.get(
         m.RUN_STRAGGLER_GPU_SECONDS_TOTAL
     )
@@ -77,11 +77,11 @@ def lost(told: list[Line]) -> float | None:
 
 
 def test_what_a_late_rank_costs_is_counted_once_it_was_the_latest_in_three_windows() -> None:
-    told = lines(late(5, 0.3))
-    # The first window, of 15 to 135 s, begins before all ranks have told where they stand; then 30 % of each.
-    assert lost([line for line in told if line["t"] <= 480]) == 0
-    assert lost([line for line in told if line["t"] <= 510]) == pytest.approx(GPUS * 0.3 * 360, rel=0.03)
-    assert lost(told) == pytest.approx(GPUS * 0.3 * 960, rel=0.03)
+    records = lines(late(5, 0.3))
+    # The first window, of 15 to 135 s, begins before all ranks have reported their position; then 30 % of each.
+    assert lost([line for line in records if line["t"] <= 480]) == 0
+    assert lost([line for line in records if line["t"] <= 510]) == pytest.approx(GPUS * 0.3 * 360, rel=0.03)
+    assert lost(records) == pytest.approx(GPUS * 0.3 * 960, rel=0.03)
 
 
 def test_what_a_late_host_costs_is_counted_too() -> None:
@@ -89,10 +89,10 @@ def test_what_a_late_host_costs_is_counted_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("why", "told"),
+    ("why", "records"),
     [
-        ("nobody is late", lines(lambda rank, t: 0.4)),
-        ("nearly nobody is", lines(late(5, 0.08))),
+        ("no rank is late", lines(lambda rank, t: 0.4)),
+        ("a rank is hardly late", lines(late(5, 0.08))),
         ("another one each window", lines(lambda rank, t: 0.1 if rank == int(t / 120) % GPUS else 0.4)),
         ("two are", lines(lambda rank, t: 0.1 if rank in (1, 6) else 0.4)),
         ("it has more tokens", lines(late(5, 0.3), tokens=lambda rank: 130.0 if rank == 5 else 100.0)),
@@ -100,15 +100,15 @@ def test_what_a_late_host_costs_is_counted_too() -> None:
         ("it starts again and again", lines(late(5, 0.3), started=lambda rank, t: t // 200 if rank == 5 else 0.0)),
     ],
 )
-def test_nothing_is_lost_to_a_straggler_where(why: str, told: list[Line]) -> None:
-    assert lost(told) == 0, why
+def test_nothing_is_lost_to_a_straggler_where(why: str, records: list[Line]) -> None:
+    assert lost(records) == 0, why
 
 
-def test_nobody_is_blamed_while_a_rank_is_not_measured_and_nothing_is_served_where_none_is() -> None:
-    told = lines(late(5, 0.3))
-    assert lost([line | {"waits": line["waits"][1:]} if line["source"] == "h0" else line for line in told]) == 0
-    assert lost([line for line in told if line["source"] == "h1" or line["t"] < 60]) == 0
-    assert lost([{name: value for name, value in line.items() if name != "waits"} for line in told]) is None
+def test_no_rank_is_blamed_while_one_is_not_measured_and_nothing_is_served_where_none_is() -> None:
+    records = lines(late(5, 0.3))
+    assert lost([line | {"waits": line["waits"][1:]} if line["source"] == "h0" else line for line in records]) == 0
+    assert lost([line for line in records if line["source"] == "h1" or line["t"] < 60]) == 0
+    assert lost([{name: value for name, value in line.items() if name != "waits"} for line in records]) is None
 
 
 def test_the_counter_is_a_part_of_productive_never_falls_and_survives_being_written_down() -> None:
@@ -139,7 +139,7 @@ def test_waits_that_cannot_be_are_refused(waits: object, message: str) -> None:
     assert str(error.value) == message
 
 
-def test_a_node_tells_the_waits_of_its_ranks_once_all_are_measured() -> None:
+def test_a_node_reports_the_waits_of_its_ranks_once_all_are_measured() -> None:
     telemetry = Telemetry(ExporterSettings(host="node-7"), CollectorRegistry(), now=lambda: START + 60)
 
     def push(rank: int, wait: float | None) -> None:

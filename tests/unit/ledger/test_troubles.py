@@ -1,4 +1,4 @@
-"""Histories in which something is wrong: clocks, two runs of one name, runs that nobody ends; and what losses cost."""
+"""Histories in which something is wrong: clocks, two runs of one name, runs without an end; and what losses cost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ A2 = [start(200, "a2", step=1), snapshot(210, "a2", 1, startup=10, step=0), snap
 
 
 def test_a_recovery_lasts_from_the_last_word_to_the_first_new_step() -> None:
-    # a1 is last heard of at 144 with step 3; a2 makes steps 2 and 3 again and ends step 4 at 240.
+    # a1 sends its last record at 144 with step 3; a2 makes steps 2 and 3 again and ends step 4 at 240.
     run = run_of([*A1, *A2])
     assert (run.incidents.recoveries, run.incidents.recovery_seconds) == (1, 240 - 144)
     assert (served(run, 250, m.RUN_RECOVERIES_TOTAL), served(run, 250, m.RUN_RECOVERY_SECONDS_TOTAL)) == (
@@ -65,7 +65,7 @@ def test_a_crash_loop_is_one_recovery() -> None:
     assert run.ends["silent"] == 4
 
 
-def test_a_checkpoint_is_known_by_when_it_was_first_heard_of() -> None:
+def test_a_checkpoint_is_known_by_when_it_was_first_reported() -> None:
     lines = [*A1[:2], snapshot(130, "a1", 2, startup=10, step=20, more={"committed_step": 1})]
     assert served(run_of(lines), 130, m.RUN_COMMITTED_TIMESTAMP_SECONDS) == {(): 130}
     lines.append(snapshot(160, "a1", 5, startup=10, step=50, more={"committed_step": 1}))
@@ -79,7 +79,7 @@ def test_a_checkpoint_is_known_by_when_it_was_first_heard_of() -> None:
 
 
 def both(until: int, begin: int = 150) -> list[Line]:
-    """Return a1, and b1 of another allocation beside it from some time on, both reporting every ten seconds."""
+    """Return a1, and b1 of another allocation next to it from some time on, both reporting every ten seconds."""
     lines = [*A1, start(begin, "b1", step=3, source="other")]
     for t in range(begin + 10, until + 1, 10):
         lines += [
@@ -142,10 +142,10 @@ def hours(t: float, number: float) -> float:
 
 
 def test_a_clock_that_is_set_back_by_hours_costs_nothing() -> None:
-    def told(t: float, shift: float) -> list[Line]:
+    def report(t: float, shift: float) -> list[Line]:
         return [snapshot(t - shift, "a1", (t - 110) // 10, startup=10, step=t - 110)]
 
-    lines = [*A1, *told(160, 0), *told(170, 7200), *told(180, 7200)]
+    lines = [*A1, *report(160, 0), *report(170, 7200), *report(180, 7200)]
     run = run_of(lines)
     assert run.buckets.seconds["productive"] == pytest.approx(70)
     assert views.summary(read_back(run)) == views.summary(run)
@@ -177,7 +177,7 @@ def test_a_run_whose_clock_is_hours_off_is_running_by_the_ledgers_clock() -> Non
 
 
 def skewed(until: int, ahead: float) -> list[Line]:
-    """Return an attempt on two nodes, of which the second's clock is ahead."""
+    """Return an attempt on two nodes. The clock of the second is ahead."""
     lines = [start(100, "a1"), start(100 + ahead, "a1", source="h2")]
     for t in range(120, until + 1, 10):
         for source, rank, shift in (("h1", 0, 0.0), ("h2", 8, ahead)):
@@ -200,8 +200,8 @@ def test_nodes_whose_clocks_differ_by_minutes_do_not_end_each_others_attempt(ahe
     assert (run.attempts, run.ends["failed"], run.buckets.high_water) == (1, 0, 69)
     assert run.state() == "running"
     # By whichever of the two clocks, all of it was startup and steps.
-    booked = run.buckets.seconds["startup"] + run.buckets.seconds["productive"] + run.buckets.pending
-    assert booked == pytest.approx(run.wall(run.reporters.last))
+    attributed = run.buckets.seconds["startup"] + run.buckets.seconds["productive"] + run.buckets.pending
+    assert attributed == pytest.approx(run.wall(run.reporters.last))
     assert run.wall(run.reporters.last) == pytest.approx(700, abs=300)
     assert run.buckets.seconds["lost"] == run.buckets.seconds["down"] == 0
 
@@ -223,8 +223,8 @@ def test_two_rollbacks_to_the_same_step_lose_what_was_executed_again() -> None:
     assert 50 <= run["buckets"]["productive"] <= 50 + 130 / 2
 
 
-def beside(until: int, steps: bool = True) -> list[Line]:
-    """Return an attempt from 100 on, beside which another runs on another host from 205 to 260 and fails."""
+def overlapping(until: int, steps: bool = True) -> list[Line]:
+    """Return an attempt from 100 on, and another that runs on another host from 205 to 260 and fails."""
 
     def one(t: int) -> Line:
         done = (t if steps else min(t, 190)) - 110
@@ -259,7 +259,7 @@ def beside(until: int, steps: bool = True) -> list[Line]:
 
 
 def test_after_a_conflict_the_attempt_that_goes_on_is_accounted_for_again() -> None:
-    lines = [*beside(700), finish(701, "a1", source="h1")]
+    lines = [*overlapping(700), finish(701, "a1", source="h1")]
     run = run_of(lines)
     # a1 makes steps until 200 and, as is sure after five minutes, from b1's end on; b1 starts up, makes 4 of them again
     # and fails.
@@ -291,7 +291,7 @@ def test_the_later_attempt_keeps_the_books_however_long_it_starts_up_in_silence(
 
 
 def test_an_attempt_that_lingers_without_a_step_or_for_less_than_five_minutes_is_not_accounted_for_again() -> None:
-    for lines in (beside(700, steps=False), beside(550)):
+    for lines in (overlapping(700, steps=False), overlapping(550)):
         run = run_of(lines)
         assert (run.attempts, run.ends["failed"], run.open(700)) == (2, 1, 440)
 
@@ -309,7 +309,7 @@ def test_a_relaunch_under_the_same_attempts_name_is_another_attempt_wherever_it_
     ]
 
 
-def test_a_second_ledger_that_heard_less_adds_nothing_to_what_the_first_says() -> None:
+def test_a_second_ledger_that_received_less_adds_nothing_to_the_first() -> None:
     lines = [
         *A1,
         *A2,
@@ -322,21 +322,21 @@ def test_a_second_ledger_that_heard_less_adds_nothing_to_what_the_first_says() -
     for lost in range(1, len(lines) - 1):
         # The rules take the maximum over the ledgers that tell of a run.
         other = run_of([line for number, line in enumerate(lines) if number != lost])
-        booked = {
+        attributed = {
             bucket: max(seconds, other.buckets.seconds[bucket]) for bucket, seconds in whole.buckets.seconds.items()
         }
         assert other.wall(341) <= whole.wall(341)
-        assert booked["productive"] <= whole.wall(341)
-        assert all(seconds <= whole.wall(341) for seconds in booked.values())
-        assert booked["productive"] / (sum(booked.values())) <= 1
+        assert attributed["productive"] <= whole.wall(341)
+        assert all(seconds <= whole.wall(341) for seconds in attributed.values())
+        assert attributed["productive"] / (sum(attributed.values())) <= 1
         for ledger in (whole, other):
             assert sum(ledger.buckets.seconds.values()) + ledger.open(341) == pytest.approx(ledger.wall(341))
 
 
-# Runs that nobody ends.
+# Runs without an end.
 
 
-def test_a_run_that_is_given_up_stopped_when_it_was_last_heard_of() -> None:
+def test_a_run_that_is_given_up_stopped_at_its_last_record() -> None:
     run = run_of([*A1, snapshot(147, "a1", 3, startup=10, step=37)])
     run.give_up()
     assert run.state(1e7) == "stopped"
@@ -378,7 +378,7 @@ def evidence(kind: str, t: float, **more: Any) -> Line:
 
 
 def later(lines: list[Line], until: float) -> list[Line]:
-    """Return the lines and then a word of the last attempt at that time."""
+    """Return the lines and then a record of the last attempt at that time."""
     last = lines[-1]
     spent = {**last["activity_seconds"], "step": last["activity_seconds"]["step"] + until - last["t"]}
     return [*lines, {**last, "t": until, "step": last["step"] + 1, "activity_seconds": spent}]
@@ -388,7 +388,7 @@ def seen(lines: list[Line], number: int, *items: Line) -> list[Line]:
     return [{**line, "evidence": list(items)} if k == number else line for k, line in enumerate(lines)]
 
 
-def test_a_loss_is_booked_once_to_its_cause_when_all_evidence_is_in() -> None:
+def test_a_loss_is_attributed_once_to_its_cause_when_all_evidence_is_in() -> None:
     lines = seen([*A1, *A2], 3, evidence("xid", 143, gpu="GPU-7", detail="79"))
     waiting = run_of(lines)
     assert set(served(waiting, 250, m.RUN_INCIDENTS_TOTAL).values()) == {0.0}
@@ -479,7 +479,7 @@ def test_evidence_of_another_time_explains_nothing() -> None:
 
 
 def two_nodes(last: float) -> list[Line]:
-    """Return an attempt on two nodes, of which the second is last heard of then, and the next attempt without it."""
+    """Return an attempt on two nodes, the second one's last record at that time, and the next attempt without it."""
     lines = [start(100, "a1"), start(100, "a1", source="h2")]
     for t in range(120, 201, 10):
         lines.append(snapshot(t, "a1", (t - 110) // 10, more={"rank": 0}, startup=10, step=t - 110.0))
@@ -547,7 +547,7 @@ TEXTS = st.one_of(st.sampled_from(["xid", "79", "oom", "link_down"]), st.text(mi
 
 
 def records(value: st.SearchStrategy[Any]) -> st.SearchStrategy[Line]:
-    """Return records whose fields hold this, where nothing else is to be said of them."""
+    """Return records whose fields have these values, and defaults elsewhere."""
     items = st.fixed_dictionaries(
         {"kind": TEXTS, "t": value},
         optional={"gpu": TEXTS, "port": TEXTS, "detail": TEXTS, "count": value, "rank": value},
@@ -604,7 +604,7 @@ def places_of(run: RunLedger, host: str) -> list[list[Any]]:
     return places
 
 
-def test_what_hosts_say_they_have_seen_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_evidence_that_hosts_report_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence_module, "MAX_HOSTS", 8)
     run = run_of(A1)
     for host in range(20):

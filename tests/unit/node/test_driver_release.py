@@ -1,4 +1,4 @@
-"""Release of the drivers: what may be asked for, when it begins and ends, and what says so."""
+"""Release of the drivers: what may be asked for, when it begins and ends, and how it is reported."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ NOW = 1_800_000_000.0
 
 
 class Driver:
-    """A reader that notes what it is told, and whose last handle the test can keep open."""
+    """A reader that records its requests. The test can keep its last handle open."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.requests: list[str] = []
         self.hung = False
 
     def release(self) -> bool:
-        self.told.append("release")
+        self.requests.append("release")
         return not self.hung
 
     def resume(self) -> None:
-        self.told.append("resume")
+        self.requests.append("resume")
 
 
 class Node:
@@ -115,22 +115,22 @@ def test_a_request_is_a_time_or_the_unix_time_of_its_end_a_day_at_most(text: str
 
 def test_a_file_written_by_hand_releases_the_drivers_for_that_time(node: Node) -> None:
     node.release.check()
-    assert (node.driver.told, node.release.samples()) == ([], in_use(0))
+    assert (node.driver.requests, node.release.samples()) == ([], in_use(0))
     node.ask("10m\n")
     node.release.check()
-    assert node.driver.told == ["release"]
+    assert node.driver.requests == ["release"]
     assert node.files() == {"release": "10m\n", "released": "1800000600.000\n"}
     node.time += 599
     node.release.check()
-    assert node.driver.told == ["release"]
+    assert node.driver.requests == ["release"]
     assert node.release.samples() == released(NOW + 600, 599)
     node.time += 2
     node.release.check()
-    assert node.driver.told == ["release", "resume"]
+    assert node.driver.requests == ["release", "resume"]
     assert node.release.samples() == in_use(601)
     assert node.files() == {}
     node.release.check()
-    assert node.driver.told == ["release", "resume"]
+    assert node.driver.requests == ["release", "resume"]
 
 
 @pytest.mark.parametrize("how", ["0", ""])
@@ -143,7 +143,7 @@ def test_a_release_ends_early_by_a_zero_or_without_its_file(node: Node, how: str
     else:
         (node.state / "release").unlink()
     node.release.check()
-    assert node.driver.told == ["release", "resume"]
+    assert node.driver.requests == ["release", "resume"]
     assert node.release.samples() == in_use(60)
     assert node.files() == {}
 
@@ -164,7 +164,7 @@ def test_a_restarted_exporter_goes_on_with_the_release(node: Node) -> None:
     node.time += 300
     restarted = node.restarted()
     restarted.check()
-    assert node.driver.told == ["release", "release"]
+    assert node.driver.requests == ["release", "release"]
     assert restarted.samples() == released(NOW + 600, 0)
 
 
@@ -173,19 +173,19 @@ def test_a_request_whose_time_is_over_is_removed_and_does_nothing(node: Node) ->
     (node.state / "released").write_text("1800000600.000\n")
     node.time += 700
     node.restarted().check()
-    assert (node.driver.told, node.files()) == ([], {})
+    assert (node.driver.requests, node.files()) == ([], {})
 
 
 @pytest.mark.parametrize("text", ["", "soon", "10", "\x00\xff", "10m 20m"])
 def test_what_is_no_request_changes_nothing(node: Node, text: str) -> None:
     node.ask(text)
     node.release.check()
-    assert (node.driver.told, node.release.samples()) == ([], in_use(0))
+    assert (node.driver.requests, node.release.samples()) == ([], in_use(0))
     node.ask("10m")
     node.release.check()
     node.ask(text)
     node.release.check()
-    assert node.driver.told == ["release"]
+    assert node.driver.requests == ["release"]
     assert node.release.samples() == released(NOW + 600, 0)
 
 
@@ -197,7 +197,7 @@ def test_nothing_is_confirmed_while_a_handle_is_open(node: Node) -> None:
     assert "released" not in node.files()
     node.driver.hung = False
     node.release.check()
-    assert node.driver.told == ["release"] * 3
+    assert node.driver.requests == ["release"] * 3
     assert node.files()["released"] == "1800000600.000\n"
 
 
@@ -206,7 +206,7 @@ def test_a_signal_asks_for_ten_minutes_in_the_same_file(node: Node) -> None:
     assert node.files() == {"release": "1800000600.000\n"}
     os.utime(node.state / "release", (NOW, NOW))
     node.release.check()
-    assert node.driver.told == ["release"]
+    assert node.driver.requests == ["release"]
 
 
 def test_a_signal_releases_also_where_the_state_folder_cannot_be_written(node: Node, tmp_path: Path) -> None:
@@ -214,23 +214,23 @@ def test_a_signal_releases_also_where_the_state_folder_cannot_be_written(node: N
     without_folder = node.restarted()
     without_folder.request(600)
     without_folder.check()
-    assert node.driver.told == ["release"]
+    assert node.driver.requests == ["release"]
     node.time += 601
     without_folder.check()
     assert without_folder.samples() == in_use(601)
     without_folder.check()
-    assert node.driver.told == ["release", "resume"]
+    assert node.driver.requests == ["release", "resume"]
 
 
 def test_a_guest_of_the_state_folder_leaves_its_files_alone(node: Node) -> None:
     guest = Release(node.state, [node.driver], now=lambda: node.time, clock=lambda: node.time, guest=True)
     node.ask("10m")
     guest.check()
-    assert (node.driver.told, node.files()) == (["release"], {"release": "10m"})
+    assert (node.driver.requests, node.files()) == (["release"], {"release": "10m"})
     assert guest.samples()[0] == (FLOPWATCH_DRIVER_RELEASED, (), 1)
     node.time += 601
     guest.check()
-    assert (node.driver.told, node.files()) == (["release", "resume"], {"release": "10m"})
+    assert (node.driver.requests, node.files()) == (["release", "resume"], {"release": "10m"})
 
 
 def exporter(state: Path, driver: Driver, ended: threading.Event) -> threading.Thread:
@@ -246,27 +246,27 @@ def exporter(state: Path, driver: Driver, ended: threading.Event) -> threading.T
     return thread
 
 
-def test_who_asks_waits_until_the_exporter_has_done_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_waits_until_the_exporter_has_done_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver_release, "CONFIRMATION_TIMEOUT", PATIENCE)
     driver, ended = Driver(), threading.Event()
     running = exporter(tmp_path, driver, ended)
     try:
         assert driver_release.ask(tmp_path, 600) == ""
-        assert driver.told == ["release"]
+        assert driver.requests == ["release"]
         assert driver_release.ask(tmp_path, 0) == ""
-        assert driver.told == ["release", "resume"]
+        assert driver.requests == ["release", "resume"]
         until(lambda: list(tmp_path.iterdir()) == [])  # the request goes first
     finally:
         ended.set()
         running.join()
 
 
-def test_who_asks_where_no_exporter_runs_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_reports_that_no_exporter_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver_release, "CONFIRMATION_TIMEOUT", 0.1)
     assert driver_release.ask(tmp_path, 600).startswith("no exporter confirmed within 0.1 s")
     assert driver_release.ask(tmp_path / "not there", 600).startswith("cannot write")
 
 
-def test_taking_back_a_release_that_nobody_asked_for_leaves_no_file_and_waits_for_nobody(tmp_path: Path) -> None:
+def test_taking_back_a_release_that_was_not_requested_leaves_no_file_and_does_not_wait(tmp_path: Path) -> None:
     assert driver_release.ask(tmp_path, 0) == ""
     assert list(tmp_path.iterdir()) == []

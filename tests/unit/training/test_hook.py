@@ -1,4 +1,4 @@
-"""The training hook: what a loop says is what the exporter is told, to the digit, and nothing comes back."""
+"""The training hook: what a loop reports is what the exporter receives, to the digit, and nothing comes back."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ EXPECTED_SAMPLES = {
 
 
 def trained(url: str, **arguments: Any) -> Run:
-    """Return a run that trained as `train` says and has not finished."""
+    """Return a run that trained as `train` does and has not finished."""
     clock = Clock()
     run = Run(
         "llama",
@@ -130,7 +130,7 @@ def trained(url: str, **arguments: Any) -> Run:
         pytest.param((Run, "snapshot"), id="an exporter that was never there, nor anything to push"),
     ],
 )
-def test_finish_waits_for_no_push_that_cannot_be_or_that_nobody_would_hear(
+def test_finish_waits_for_no_push_that_is_impossible_or_has_no_receiver(
     broken: tuple[type, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> Any:
@@ -148,7 +148,7 @@ def test_finish_waits_for_no_push_that_cannot_be_or_that_nobody_would_hear(
     assert shortest(takes, 0.5 * pusher.LAST_PUSH) < 0.5 * pusher.LAST_PUSH
 
 
-def test_the_last_push_says_exactly_what_the_loop_did(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_push_reports_exactly_what_the_loop_did(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     with HookServer() as server:
         before = time.time()
@@ -243,20 +243,20 @@ def test_a_rank_has_at_most_40_series_and_a_run_30() -> None:
         clock.passes(stuck_frames.AFTER + stuck_frames.MIN_COVERED)
         snapshot = run.snapshot()
     series = [(row, labels) for row, points in snapshot.points.items() for labels, _ in points]
-    told = {row for row, _ in series}
+    reported = {row for row, _ in series}
     every = {row for row in m.all_metrics() if row.domain == "training"}
-    assert every - told == {m.TRAINING_STEP_DURATION_SECONDS, m.TRAINING_MFU_UNAVAILABLE}
+    assert every - reported == {m.TRAINING_STEP_DURATION_SECONDS, m.TRAINING_MFU_UNAVAILABLE}
     assert len([row for row, _ in series if "rank" in row.labels]) + 1 + len(BLOCKED) <= 40
     assert len([row for row, _ in series if "rank" not in row.labels]) + len(DURATION_BOUNDS) + 3 <= 30
 
 
-def test_pushes_go_on_every_interval_and_say_nothing_of_an_end() -> None:
+def test_pushes_go_on_every_interval_and_report_no_end() -> None:
     with HookServer() as server:
         run = Run("llama", endpoint=server.url, push_interval=0.1, environ={})
         push = server.wait_for(lambda _: len(server.pushes) >= 3)
         run.finish("preempted")
         assert "flopwatch.status" not in push.resource
-        assert "training_position_steps" not in push.samples  # before the first step nobody knows the position
+        assert "training_position_steps" not in push.samples  # before the first step the position is unknown
         assert server.last_word().resource["flopwatch.status"] == "preempted"
         pushes = len(server.pushes)
         time.sleep(0.3)
@@ -456,16 +456,16 @@ def test_activities_sum_to_the_process_age_and_never_fall_whatever_is_called(
 def test_a_snapshot_from_another_thread_is_of_one_instant() -> None:
     run = Run("llama", environ={"FLOPWATCH_DISABLE": "1"}, flops_per_token=10.0, peak_flops=1.0)
     stop = threading.Event()
-    told = start = run.recorder.start
+    settled = start = run.recorder.start
 
     def loop() -> None:
-        nonlocal told
+        nonlocal settled
         while not stop.is_set():
             for _ in run.batches((0, 1, 2)):
                 run.step(tokens=7)
-                told = time.monotonic()  # what is not recorded yet is later
+                settled = time.monotonic()  # what is not recorded yet is later
                 with run.activity("evaluation"):
-                    time.sleep(1e-5)  # what is recorded faster than it can be added up would be told late
+                    time.sleep(1e-5)  # what is recorded faster than it can be added up would be reported late
 
     thread = threading.Thread(target=loop)
     interval = sys.getswitchinterval()
@@ -473,7 +473,7 @@ def test_a_snapshot_from_another_thread_is_of_one_instant() -> None:
     thread.start()
     try:
         for _ in range(300):
-            asked = told
+            asked = settled
             snapshot = run.snapshot()
             steps = value(snapshot, "training_steps_total")
             assert steps is not None
@@ -557,7 +557,7 @@ def test_a_step_whose_time_was_startup_adds_no_flops_because_it_adds_no_capacity
         ({"flops_per_token": -1, "peak_flops": float("nan")}, {"tokens": 1}, ["unknown_peak", "no_flops_per_token"]),
     ],
 )
-def test_where_there_is_no_mfu_a_series_says_why(
+def test_where_there_is_no_mfu_a_series_gives_the_reason(
     arguments: dict[str, Any], step: dict[str, Any], expected: list[str]
 ) -> None:
     run = silent(**arguments)
@@ -576,7 +576,7 @@ def test_positions_go_on_from_what_was_restored_and_counters_do_not() -> None:
     run.step(tokens=8)
     snapshot = run.snapshot()
     assert value(snapshot, "training_position_steps") == 41
-    assert value(snapshot, "training_position_tokens") is None  # nobody said how many tokens 40 steps were
+    assert value(snapshot, "training_position_tokens") is None  # the number of tokens of 40 steps was not given
     assert value(snapshot, "training_steps_total") == 1
     assert value(snapshot, "training_tokens_total") == 8
     run.restored(step=10, tokens=80)  # a rollback
@@ -784,10 +784,10 @@ def test_a_newer_run_in_the_same_process_takes_over() -> None:
         ]
 
 
-# What a release says is what its exporter, and the next release's, must understand.
+# The exporter of this release and of the next one must understand what a release sends.
 
 
-def test_the_recorded_push_of_this_release_says_what_its_description_says() -> None:
+def test_the_recorded_push_of_this_release_matches_its_description() -> None:
     push = Push("/v1/metrics", {}, CAPTURE.read_bytes())
     assert json.loads(CAPTURE.with_suffix(".json").read_text()) == described(push)
 
@@ -803,7 +803,7 @@ def described(push: Push) -> dict[str, Any]:
 
 
 def record() -> None:
-    """Write the capture anew: python -m tests.unit.training.test_hook"""
+    """Write the capture again: python -m tests.unit.training.test_hook"""
     with HookServer() as server:
         trained(server.url).finish()
     CAPTURE.parent.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ class Reached:
 
 
 class Device:
-    """What a run marks in place of the host's clock; it gets nowhere until told."""
+    """What a run marks in place of the host's clock. It advances only when the test moves it."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -180,7 +180,7 @@ def test_the_first_losses_are_no_spikes_whatever_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "tells"),
+    ("parallel", "reports"),
     [
         (None, True),
         ({"dp": (0, 2), "pp": (0, 2)}, False),  # of a pipeline the last stage has the loss
@@ -189,10 +189,10 @@ def test_the_first_losses_are_no_spikes_whatever_they_are() -> None:
         ({"dp": (0, 4)}, True),
     ],
 )
-def test_one_rank_speaks_for_the_runs_loss(parallel: Any, tells: bool) -> None:
+def test_one_rank_speaks_for_the_runs_loss(parallel: Any, reports: bool) -> None:
     run = silent(world_size=4, parallel=parallel)
     run.step(loss=2.0)
-    assert (total(run, m.TRAINING_LOSS) == 2.0) == tells
+    assert (total(run, m.TRAINING_LOSS) == 2.0) == reports
 
 
 # What else there is to count.
@@ -312,7 +312,7 @@ def test_a_checkpoint_is_committed_when_it_is_left_without_an_error() -> None:
     assert seconds(run) == {"startup": 30.0, "checkpoint_save": 2.0}
 
 
-def test_a_save_in_the_background_is_told_apart_and_no_activity() -> None:
+def test_a_save_in_the_background_is_counted_separately_and_is_not_an_activity() -> None:
     clock = Clock()
     run = silent(clock)
     run.step()
@@ -410,7 +410,7 @@ def test_an_error_that_cannot_even_be_printed_is_counted() -> None:
     assert total(run, m.TRAINING_HOOK_ERRORS_TOTAL) == 1
 
 
-def test_what_polls_may_fail_and_the_rest_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_poll_does_not_keep_the_rest_from_being_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     run = silent()
     polled: list[int] = []
 

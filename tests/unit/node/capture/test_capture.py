@@ -237,7 +237,7 @@ def test_nothing_that_names_the_node_is_left_anywhere_in_a_capture(
     assert (folder / "capture" / "nvml.json").exists() is alive
 
 
-def test_masks_keep_the_shape_and_leave_alone_what_names_nobody() -> None:
+def test_masks_keep_the_shape_and_leave_alone_what_identifies_no_one() -> None:
     masker = Masker(["node17.cluster.example"], ["acme"])
     assert masker.serial("1650124010003") == "0000000000001"
     assert [
@@ -284,7 +284,7 @@ def test_masks_keep_the_shape_and_leave_alone_what_names_nobody() -> None:
         ("nvidia-nvswitch0: SXid (PCI:0000:05:00.0): 12028, Non-fatal, Link 32",) * 2,
     ],
 )
-def test_a_log_says_itself_what_is_a_name(line: str, masked: str) -> None:
+def test_a_log_shows_itself_what_is_a_name(line: str, masked: str) -> None:
     masker = Masker()
     masker.learn(line)
     assert masker.log(line) == masked
@@ -305,7 +305,7 @@ def test_a_masked_text_is_not_masked_again(text: str, introduction: str) -> None
     assert masker.log(once) == once
 
 
-def test_without_a_gpu_the_rest_of_the_node_is_captured_and_the_capture_says_so(node: Node, tmp_path: Path) -> None:
+def test_without_a_gpu_the_rest_of_the_node_is_captured_and_the_capture_states_it(node: Node, tmp_path: Path) -> None:
     node.fail("nvmlInit", pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
     taken = node.captured()
     assert taken.missing == ["GPUs: NVML Shared Library Not Found"]

@@ -260,7 +260,7 @@ def means(compatibility: Compatibility, samples: list[Sample]) -> list[float]:
 def test_ratios_and_rates_are_means_since_the_last_scrape_that_is_ten_seconds_old() -> None:
     now = 0.0
     compatibility = Compatibility("dcgm-4.8", lambda: now)
-    said = []
+    reported = []
     for at, seconds, tensor, sent in (
         (0, 100, 50, 0),
         (15, 115, 59, 30e6),
@@ -270,12 +270,12 @@ def test_ratios_and_rates_are_means_since_the_last_scrape_that_is_ten_seconds_ol
         (60, 145, 64, 70e6),  # profiling is paused: no ratio
         (75, 5, 5, 1e6),  # the source started again: neither
         (90, 20, 5, 16e6),
-        (290, 220, 5, 16e6),  # nobody asked for long
+        (290, 220, 5, 16e6),  # no scrape for long
         (305, 235, 20, 31e6),
     ):
         now = at
-        said.append(means(compatibility, profiled(seconds, tensor, sent)))
-    assert said == [[], [0.6, 2e6], [0.7, 2e6], [0, 0], [0, 0], [2e6], [], [0, 1e6], [], [1, 1e6]]
+        reported.append(means(compatibility, profiled(seconds, tensor, sent)))
+    assert reported == [[], [0.6, 2e6], [0.7, 2e6], [0, 0], [0, 0], [2e6], [], [0, 1e6], [], [1, 1e6]]
 
 
 def test_nvlink_throughput_is_both_directions_in_dcgms_megabytes() -> None:
@@ -324,13 +324,13 @@ def test_owners_are_labels_as_dcgm_exporter_has_them() -> None:
     pod = owner(owner_pod="train-0", owner_namespace="ml", owner_container="main", source="kubelet")
     other = owner(owner_pod='b"\n\\', owner_namespace="ml", owner_container="main", source="kubelet")
     job = owner(owner_job="4242", owner_user="1000", source="slurm")
-    nobody = owner(owner_user="1000", source="process")
+    unowned = owner(owner_user="1000", source="process")
     assert rendered([*reading, pod, other]) == [
         f'{rest},container="main",namespace="ml",pod="train-0"}} 58.0',
         f'{rest},container="main",namespace="ml",pod="b\\"\\n\\\\"}} 58.0',
     ]
     assert rendered([*reading, job]) == [f'{rest},hpc_job="4242"}} 58.0']
-    assert rendered([*reading, nobody]) == [f"{rest}}} 58.0"]
+    assert rendered([*reading, unowned]) == [f"{rest}}} 58.0"]
 
 
 def test_mig_instances_stand_for_their_gpu() -> None:
@@ -422,8 +422,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> dict[Series, float]:
     return series(twice(node(tmp_path_factory.mktemp("node")), "dcgm"))
 
 
-class Said:
-    """A source that says what it is given."""
+class FixedSource:
+    """A source that returns the samples it was given."""
 
     name = "nvml"
 
@@ -438,7 +438,7 @@ class Said:
 def test_a_page_with_foreign_names_parses_in_both_formats(tmp_path: Path, generation: str) -> None:
     node = Node(tmp_path)
     node.run(60)
-    source = Said(node.samples())
+    source = FixedSource(node.samples())
 
     async def pages() -> list[str]:
         scrape = Scrape([source], [], ExporterSettings(expose=generation), CollectorRegistry(), lambda: node.now)
@@ -461,7 +461,7 @@ def test_a_page_with_foreign_names_parses_in_both_formats(tmp_path: Path, genera
 def test_without_the_flag_there_are_no_foreign_names() -> None:
     async def page() -> bytes:
         scrape = Scrape(
-            [Said([info(), (m.GPU_TEMPERATURE_CELSIUS, GPU, 58)])], [], ExporterSettings(), CollectorRegistry()
+            [FixedSource([info(), (m.GPU_TEMPERATURE_CELSIUS, GPU, 58)])], [], ExporterSettings(), CollectorRegistry()
         )
         body = await scrape.metrics()
         scrape.close()

@@ -1,4 +1,4 @@
-"""One scrape over sources that answer, fail, hang and overflow: what is served, and what is said about it."""
+"""One scrape over sources that answer, fail, hang and overflow: what is served, and the health series about it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PORT: Sample = (m.INFINIBAND_PORT_STATE_ID, ("mlx5_0", "1"), 4)
 
 
 class Scripted:
-    """A source that does what the test says next."""
+    """A source that does what the test sets next."""
 
     def __init__(self, name: str, answer: Callable[[float], Reading]) -> None:
         self.name = name
@@ -85,7 +85,7 @@ def slowly(deadline: float) -> Reading:
 
 
 def raising(deadline: float) -> Reading:
-    raise OSError("what nobody expected")
+    raise OSError("an unexpected error")
 
 
 def scraping(*sources: Source, clock: Callable[[], float] = time.monotonic, deadline: float = PATIENCE) -> Scrape:
@@ -98,7 +98,7 @@ async def values(scrape: Scrape, timeout: float | None = None) -> dict[str, floa
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if line[0] != "#"}
 
 
-def test_every_source_is_served_with_what_is_to_be_said_about_it() -> None:
+def test_every_source_is_served_with_its_own_health_series() -> None:
     scrape = scraping(Scripted("nvml", good(TEMPERATURE, POWER)), Scripted("infiniband", good(PORT)))
     served = asyncio.run(values(scrape))
     assert served == {
@@ -156,7 +156,7 @@ def test_a_failing_source_costs_only_its_own_samples(
     assert not any(series.startswith("gpu_") for series in served)
 
 
-def test_a_blind_source_serves_what_it_can_still_say_in_place_of_what_it_said_before() -> None:
+def test_a_blind_source_serves_what_it_can_still_read_in_place_of_its_last_samples() -> None:
     readable: Sample = (m.GPU_READABLE, ("0", "GPU-a"), 0)
 
     def blind(deadline: float) -> Reading:
@@ -213,7 +213,7 @@ def test_an_unsupported_source_has_no_samples_and_no_success() -> None:
     assert scrape.attempted
 
 
-def test_no_nvml_library_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_nvml_library_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     async def story() -> None:
         clock = Clock()
         scrape = scraping(Scripted("nvml", no_library), clock=clock)
@@ -388,7 +388,7 @@ def test_a_series_that_two_sources_have_is_served_once_and_counted() -> None:
     assert served['flopwatch_collector_success{collector="xid"}'] == 1
 
 
-def test_a_released_source_says_nothing_and_has_not_failed() -> None:
+def test_a_released_source_serves_nothing_and_has_not_failed() -> None:
     async def story() -> None:
         clock = Clock()
         source = Scripted("nvml", good(TEMPERATURE))
@@ -409,7 +409,7 @@ def test_a_released_source_says_nothing_and_has_not_failed() -> None:
     asyncio.run(story())
 
 
-def test_a_source_whose_children_were_replaced_says_why() -> None:
+def test_a_source_whose_children_were_replaced_reports_why() -> None:
     source = Scripted("nvml", lambda deadline: Reading([TEMPERATURE], restarts=("hung", "memory", "hung")))
     served = asyncio.run(values(scraping(source)))
     assert {series: value for series, value in served.items() if series.startswith("flopwatch_collector_restarts")} == {
@@ -451,8 +451,8 @@ def test_what_follows_from_the_samples_is_served_with_them() -> None:
         derive=derive,
     )
     assert asyncio.run(scrape.collect()) == [TEMPERATURE, PORT, released, verdict]
-    told = [(m.FLOPWATCH_COLLECTOR_SUCCESS, (name,), True) for name in ("nvml", "training")]
-    assert seen == [[TEMPERATURE, PORT, released, *told]]
+    released_successes = [(m.FLOPWATCH_COLLECTOR_SUCCESS, (name,), True) for name in ("nvml", "training")]
+    assert seen == [[TEMPERATURE, PORT, released, *released_successes]]
     assert asyncio.run(values(scrape))['flopwatch_collector_success{collector="verdict"}'] == 1
 
 

@@ -63,7 +63,7 @@ class Node:
         return {labels[1]: value for row, labels, value in self.samples() if row is m.TRAINING_POSITION_STEPS}
 
     def records(self) -> list[Record]:
-        """Return what the ledger is owed, and take it."""
+        """Take and return the records that wait for the ledger."""
         due = self.telemetry.due()
         for key, (version, _) in due.items():
             self.telemetry.delivered(key, version)
@@ -78,8 +78,8 @@ class Node:
         }
 
 
-def pushed(*metrics: Any, gpus: frozenset[str] | None = None, **said: Any) -> Push:
-    return otlp.push(process(*metrics, **said), host="node-7", gpus=gpus, now=START + 100)
+def pushed(*metrics: Any, gpus: frozenset[str] | None = None, **reported: Any) -> Push:
+    return otlp.push(process(*metrics, **reported), host="node-7", gpus=gpus, now=START + 100)
 
 
 def test_every_kind_of_family_arrives_as_its_catalogue_row() -> None:
@@ -179,7 +179,7 @@ def test_an_older_hook_may_lack_a_label_that_an_info_row_has_gained() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "reported",
     [
         {"schema": 2},
         {"schema": "1"},
@@ -200,9 +200,9 @@ def test_an_older_hook_may_lack_a_label_that_an_info_row_has_gained() -> None:
         {"status": "fine"},
     ],
 )
-def test_a_process_that_does_not_say_who_it_is_is_refused(said: dict[str, Any]) -> None:
+def test_a_process_without_an_identity_is_refused(reported: dict[str, Any]) -> None:
     node = Node()
-    refused, reason = node.push(process(GOOD, GOOD, **said))
+    refused, reason = node.push(process(GOOD, GOOD, **reported))
     assert refused == 2
     assert reason
     assert node.samples() == []
@@ -234,7 +234,7 @@ def test_the_newest_process_start_of_a_rank_wins() -> None:
 
 
 def test_a_second_run_of_one_process_is_not_an_older_process() -> None:
-    """The start of a process is computed anew from its age, so it differs by milliseconds."""
+    """The start of a process is computed again from its age, so it differs by milliseconds."""
     node = Node()
     node.push(training(10, 5, START + 6, attempt="a1", pid=100, start_unix=START + 0.004, status="completed"))
     assert node.push(training(1, 1, START + 20, attempt="a2", pid=100, start_unix=START)) == (0, "")
@@ -272,7 +272,7 @@ def test_a_rank_is_served_until_its_process_is_gone_and_the_ledger_hears_of_it()
         node.telemetry.check()
         assert node.steps() == {"0": 10}
         trainer.kill()
-        # It stays a zombie, since nobody has waited for it yet.
+        # It stays a zombie, since no process has waited for it yet.
         until(lambda: not process_exit.process_alive(trainer.pid, ticks))
         node.telemetry.check()
         assert node.steps() == {}
@@ -285,11 +285,11 @@ def test_a_rank_is_served_until_its_process_is_gone_and_the_ledger_hears_of_it()
         trainer.communicate()
 
 
-def test_a_process_that_is_stopped_is_told_with_how_long_it_has_been() -> None:
+def test_a_stopped_process_is_reported_with_how_long_it_has_been_stopped() -> None:
     trainer = subprocess.Popen(["sleep", "600"])
     try:
         node = Node()
-        told = {"pid": trainer.pid, "pid_namespace": own_pid_namespace()}
+        identity = {"pid": trainer.pid, "pid_namespace": own_pid_namespace()}
 
         def blocked() -> dict[str, float]:
             node.telemetry.check()
@@ -299,14 +299,14 @@ def test_a_process_that_is_stopped_is_told_with_how_long_it_has_been() -> None:
                 if row is m.HOST_PROCESS_BLOCKED_SECONDS and labels[:2] == ("lm", "0")
             }
 
-        node.push(training(10, 5, START + 6, **told))
+        node.push(training(10, 5, START + 6, **identity))
         assert blocked() == {"stopped": 0, "uninterruptible": 0}
         trainer.send_signal(signal.SIGSTOP)
         until(lambda: process_exit.process_state(trainer.pid, 0) == "T")
         node.time += 5
         assert blocked() == {"stopped": 0, "uninterruptible": 0}  # since when is not known
         node.time += 40
-        node.push(training(10, 5, START + 51, **told))  # a push that was on its way
+        node.push(training(10, 5, START + 51, **identity))  # a push that was on its way
         assert blocked() == {"stopped": 40, "uninterruptible": 0}
         trainer.send_signal(signal.SIGCONT)
         until(lambda: process_exit.process_state(trainer.pid, 0) != "T")
@@ -463,7 +463,7 @@ def test_a_stamp_from_the_future_is_now() -> None:
 
 
 @pytest.mark.parametrize("media", [PROTOBUF, JSON])
-def test_protobuf_and_json_say_the_same(media: str) -> None:
+def test_protobuf_and_json_give_the_same(media: str) -> None:
     sent = request(training(10, 5, START + 6), process(histogram("training_step_duration_seconds", [1], [2, 0], 1.5)))
     body = sent.SerializeToString() if media == PROTOBUF else MessageToJson(sent).encode()
     assert otlp.decode(body, media) == sent
@@ -585,7 +585,7 @@ def sent(registry: CollectorRegistry) -> dict[str, float]:
 
 
 def run_states(source: Embedded) -> list[str]:
-    """Return the states the ledger says runs are in."""
+    """Return the states of runs that the ledger serves."""
     return [labels[-1] for row, labels, value in source.ask(1).samples if row is m.RUN_STATE and value == 1]
 
 
@@ -702,7 +702,7 @@ def test_a_delivery_that_is_too_large_is_made_in_halves_and_costs_no_record_that
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """Let no file of this process grow, which to it is what a full disk is."""
+    """Let no file of this process grow, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:

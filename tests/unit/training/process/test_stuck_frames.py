@@ -1,4 +1,4 @@
-"""At which line a rank stands still: the loop's own thread, seen through the hook as the exporter is told it."""
+"""The line at which a rank is stuck: the loop's own thread, as the hook reports it to the exporter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flopwatch.training.process import stuck_frames
 from flopwatch.training.process.launcher import Process
 from tests.support.machine import until
 
-# `arrived` is told of each line at which the thread waits until it may `go` on, or, if it is told False, ends.
+# The thread puts an entry into `arrived` at each line where it waits. `go` lets it continue, and False ends it.
 PROGRAM = """
 def stuck(arrived, go):
     arrived.put(True)
@@ -38,7 +38,7 @@ def deeper(arrived, go):
 
 
 class Clock:
-    """Monotonic seconds that pass only when told to."""
+    """Monotonic seconds that pass only when the test moves them."""
 
     now = 1000.0
 
@@ -50,7 +50,7 @@ class Clock:
 def loop(folder: Path, what: str, steps: int = 3) -> Iterator[tuple[Callable[[float], str | None], Callable[[], None]]]:
     """Run a job whose thread makes steps of a second and then calls `what`.
 
-    Give what is told once so much time has passed, and what lets the thread go to the next line at which it waits.
+    Give a function that returns the frame after so many more seconds, and one that moves the thread to its next line.
     """
     program: dict[str, Any] = {}
     exec(compile(PROGRAM, str(folder / "train.py"), "exec"), program)
@@ -68,7 +68,7 @@ def loop(folder: Path, what: str, steps: int = 3) -> Iterator[tuple[Callable[[fl
             run.step(1)
         program[what](arrived, go)
 
-    def told(seconds: float) -> str | None:
+    def frame(seconds: float) -> str | None:
         clock.now += seconds
         points = run.snapshot().points.get(m.TRAINING_STUCK_FRAME_INFO, [])
         return points[0][0]["at"] if points else None
@@ -81,59 +81,59 @@ def loop(folder: Path, what: str, steps: int = 3) -> Iterator[tuple[Callable[[fl
     thread.start()
     try:
         arrived.get(timeout=30)
-        yield told, next_line
+        yield frame, next_line
     finally:
         for _ in range(2):
             go.put(False)
         thread.join()
 
 
-def watched(told: Callable[[float], str | None], seconds: float) -> str | None:
-    """Return what is told at the end of so many seconds, in which there is a look every five."""
-    return [told(5) for _ in range(int(seconds / 5))][-1]
+def watched(frame: Callable[[float], str | None], seconds: float) -> str | None:
+    """Return the frame reported after so many seconds with a look every five."""
+    return [frame(5) for _ in range(int(seconds / 5))][-1]
 
 
-def test_a_step_that_does_not_end_is_told_with_the_line_that_is_the_job_s_own(tmp_path: Path) -> None:
-    with loop(tmp_path, "stuck") as (told, _):
-        assert watched(told, stuck_frames.AFTER + stuck_frames.MIN_COVERED) is None
-        assert told(5) == "train.py:4 in stuck"
-        assert watched(told, 3600) == "train.py:4 in stuck"
+def test_a_step_that_does_not_end_is_reported_with_a_line_of_the_job_s_own_code(tmp_path: Path) -> None:
+    with loop(tmp_path, "stuck") as (frame, _):
+        assert watched(frame, stuck_frames.AFTER + stuck_frames.MIN_COVERED) is None
+        assert frame(5) == "train.py:4 in stuck"
+        assert watched(frame, 3600) == "train.py:4 in stuck"
 
 
 def test_a_thread_that_moves_is_where_it_always_is(tmp_path: Path) -> None:
-    with loop(tmp_path, "moves") as (told, next_line):
+    with loop(tmp_path, "moves") as (frame, next_line):
         for _ in range(20):
             next_line()
-            at = told(5)
+            at = frame(5)
         assert at == "train.py in moves"
-        assert watched(told, stuck_frames.MEMORY - stuck_frames.TOGETHER) == "train.py in moves"
-        assert watched(told, 3 * stuck_frames.TOGETHER) in ("train.py:9 in moves", "train.py:13 in deeper")
+        assert watched(frame, stuck_frames.MEMORY - stuck_frames.TOGETHER) == "train.py in moves"
+        assert watched(frame, 3 * stuck_frames.TOGETHER) in ("train.py:9 in moves", "train.py:13 in deeper")
 
 
-def test_one_look_tells_nothing(tmp_path: Path) -> None:
-    with loop(tmp_path, "stuck") as (told, _):
-        assert told(1000) is None
-        assert told(stuck_frames.MEMORY + 1) is None  # the one before was too long ago
-        assert told(stuck_frames.MIN_COVERED) == "train.py:4 in stuck"
+def test_one_look_reports_nothing(tmp_path: Path) -> None:
+    with loop(tmp_path, "stuck") as (frame, _):
+        assert frame(1000) is None
+        assert frame(stuck_frames.MEMORY + 1) is None  # the one before was too long ago
+        assert frame(stuck_frames.MIN_COVERED) == "train.py:4 in stuck"
 
 
 def test_a_step_is_old_after_three_of_its_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stuck_frames, "AFTER_STEPS", 100.0)  # of a second each
-    with loop(tmp_path, "stuck") as (told, _):
-        assert watched(told, 100 + stuck_frames.MIN_COVERED) is None
-        assert watched(told, 10) is not None
+    with loop(tmp_path, "stuck") as (frame, _):
+        assert watched(frame, 100 + stuck_frames.MIN_COVERED) is None
+        assert watched(frame, 10) is not None
 
 
 def test_a_start_and_a_checkpoint_may_take_their_time(tmp_path: Path) -> None:
-    with loop(tmp_path, "stuck", steps=0) as (told, _):
-        assert watched(told, 120 + stuck_frames.MIN_COVERED - 30) is None  # the process was 30 s old
-        # No step was made, so it is not known which thread makes them: the main one is told.
-        assert watched(told, 10) is not None
+    with loop(tmp_path, "stuck", steps=0) as (frame, _):
+        assert watched(frame, 120 + stuck_frames.MIN_COVERED - 30) is None  # the process was 30 s old
+        # No step was made, so it is not known which thread makes them: the main one is reported.
+        assert watched(frame, 10) is not None
 
 
-def test_what_begins_anew_is_looked_at_anew(tmp_path: Path) -> None:
-    with loop(tmp_path, "stuck") as (told, _):
-        assert watched(told, 60) is not None
+def test_a_wait_that_begins_again_is_observed_again(tmp_path: Path) -> None:
+    with loop(tmp_path, "stuck") as (frame, _):
+        assert watched(frame, 60) is not None
     at = stuck_frames.StuckFrames()
     assert [at.look(None, "step", 0.0, now, 1.0) for now in (20.0, 51.0)][-1] is not None
     assert at.look(None, "step", 40.0, 56.0, 1.0) is None
@@ -202,13 +202,13 @@ def test_the_line_is_the_innermost_of_the_job_s_own(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_goes_wrong_costs_the_line_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with loop(tmp_path, "stuck") as (told, _):
+    with loop(tmp_path, "stuck") as (frame, _):
         monkeypatch.setattr(sys, "_current_frames", lambda: 1 / 0)
-        assert watched(told, 60) is None
+        assert watched(frame, 60) is None
 
 
 def test_a_thread_that_is_gone_stands_nowhere(tmp_path: Path) -> None:
-    with loop(tmp_path, "stuck") as (told, _):
-        assert watched(told, 60) is not None
-        go_on = told
+    with loop(tmp_path, "stuck") as (frame, _):
+        assert watched(frame, 60) is not None
+        go_on = frame
     until(lambda: go_on(1) is None)
