@@ -43,7 +43,7 @@ MAX_WAIT = 60.0  # seconds after which a rank stops waiting for the others
 
 
 @dataclass(frozen=True)
-class Job:
+class JobSettings:
     """Settings of a simulated job."""
 
     name: str
@@ -89,7 +89,7 @@ class Rank:
     """One rank of one attempt, in a process of its own."""
 
     def __init__(
-        self, job: Job, launched: int, attempt: int, rank: int, barrier: Barrier, last: Synchronized[int]
+        self, job: JobSettings, launched: int, attempt: int, rank: int, barrier: Barrier, last: Synchronized[int]
     ) -> None:
         self.job, self.attempt, self.rank, self.barrier, self.last = job, attempt, rank, barrier, last
         self.random = random.Random(rank)
@@ -183,14 +183,14 @@ class Rank:
         return step
 
 
-def train(job: Job, launched: int, attempt: int, rank: int, barrier: Barrier, last: Synchronized[int]) -> None:
+def train(job: JobSettings, launched: int, attempt: int, rank: int, barrier: Barrier, last: Synchronized[int]) -> None:
     """Run one rank; the main function of a process of the job."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the launcher ends its ranks
     (job.out / "pids" / str(rank)).write_text(str(os.getpid()))
     Rank(job, launched, attempt, rank, barrier, last).train()
 
 
-def launch(job: Job) -> int:
+def launch(job: JobSettings) -> int:
     """Run all ranks, restart all when one dies, as torchrun does, and return the exit status."""
     (job.out / "pids").mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
@@ -226,14 +226,14 @@ def all_completed(ranks: list[SpawnProcess]) -> bool:
     return True
 
 
-def arguments() -> Job:
+def arguments() -> JobSettings:
     """Return the job of the command line."""
     parser = argparse.ArgumentParser(prog="python -m simulator.job", description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=Job.steps, help="steps of the whole run")
+    parser.add_argument("--steps", type=int, default=JobSettings.steps, help="steps of the whole run")
     parser.add_argument("--seconds", type=float, help="stop this long after the first step of an attempt")
-    parser.add_argument("--step-seconds", type=float, default=Job.step_seconds, help="of computing")
-    parser.add_argument("--checkpoint-every", type=int, default=Job.checkpoint_every, metavar="STEPS")
+    parser.add_argument("--step-seconds", type=float, default=JobSettings.step_seconds, help="of computing")
+    parser.add_argument("--checkpoint-every", type=int, default=JobSettings.checkpoint_every, metavar="STEPS")
     parser.add_argument(
         "--out",
         type=Path,
@@ -245,14 +245,14 @@ def arguments() -> Job:
     parser.add_argument("--gpu-uuids", type=lambda text: tuple(text.split(",")), default=(), metavar="UUID,...")
     parser.add_argument("--control", type=Path, metavar="FILE", help="JSON that switches faults while it runs")
     parser.add_argument("--slow-rank", type=int)
-    parser.add_argument("--slow-by", type=float, default=Job.slow_by, help="share of its own compute time")
-    parser.add_argument("--die-rank", type=int, default=Job.die_rank)
+    parser.add_argument("--slow-by", type=float, default=JobSettings.slow_by, help="share of its own compute time")
+    parser.add_argument("--die-rank", type=int, default=JobSettings.die_rank)
     parser.add_argument("--die-at-step", type=int, help="the rank kills itself in this step, on the first attempt only")
-    parser.add_argument("--max-restarts", type=int, default=Job.max_restarts)
+    parser.add_argument("--max-restarts", type=int, default=JobSettings.max_restarts)
     args = vars(parser.parse_args())
     if args["gpu_uuids"] and len(args["gpu_uuids"]) != args["ranks"]:
         parser.error(f"--gpu-uuids names {len(args['gpu_uuids'])} GPUs for {args['ranks']} ranks")
-    return Job(name=os.environ.get("FLOPWATCH_RUN", "simulated"), **args)
+    return JobSettings(name=os.environ.get("FLOPWATCH_RUN", "simulated"), **args)
 
 
 if __name__ == "__main__":

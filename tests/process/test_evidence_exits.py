@@ -22,9 +22,9 @@ from flopwatch.catalogue import Sample
 from flopwatch.ledger.store import Store
 from flopwatch.node.collectors import StateFile
 from flopwatch.node.telemetry import process_exit
-from flopwatch.node.telemetry.evidence import HOST_PIDS, MAX_HOST_ENTRIES, Event, EvidenceLog, RankEnd, of_ranks
+from flopwatch.node.telemetry.evidence import HOST_PIDS, MAX_HOST_ENTRIES, EventCount, EvidenceLog, RankEnd, of_ranks
 from flopwatch.node.telemetry.ledger_client import Embedded, Forward, Outcomes, Remote
-from flopwatch.node.telemetry.process_exit import Watch
+from flopwatch.node.telemetry.process_exit import ProcessWatch
 from flopwatch.node.telemetry.ranks import AttemptKey, Record, Telemetry, own_pid_namespace
 from flopwatch.settings import ExporterSettings
 from tests.support.machine import until
@@ -62,7 +62,7 @@ def go(process: subprocess.Popen[bytes]) -> None:
 @pytest.mark.parametrize(("script", "expected"), ENDS)
 def test_a_zombie_tells_how_it_ended(script: str, expected: tuple[str, str]) -> None:
     with waiting(script) as process:
-        watch = Watch(process.pid, ticks(process.pid))
+        watch = ProcessWatch(process.pid, ticks(process.pid))
         assert watch.ended() == ("", "")
         go(process)
         until(lambda: not process_exit.process_alive(process.pid, 0))
@@ -78,7 +78,7 @@ def test_on_a_new_kernel_a_process_that_nobody_waits_for_any_more_does_too(
     script: str, expected: tuple[str, str]
 ) -> None:
     with waiting(script) as process:
-        watch = Watch(process.pid, ticks(process.pid))
+        watch = ProcessWatch(process.pid, ticks(process.pid))
         go(process)
         process.wait()
         assert watch.ended() == expected
@@ -87,9 +87,9 @@ def test_on_a_new_kernel_a_process_that_nobody_waits_for_any_more_does_too(
 def test_a_watch_of_what_is_gone_or_somebody_else_knows_nothing_and_keeps_nothing_open() -> None:
     before = len(os.listdir("/proc/self/fd"))
     with waiting("") as process:
-        watches = [Watch(process.pid, 1), Watch(2**22 - 1, 0)]
+        watches = [ProcessWatch(process.pid, 1), ProcessWatch(2**22 - 1, 0)]
         assert [watch.ended() for watch in watches] == [("", ""), ("", "")]
-        watches.append(Watch(process.pid, ticks(process.pid)))
+        watches.append(ProcessWatch(process.pid, ticks(process.pid)))
         del watches
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -121,7 +121,7 @@ def test_where_proc_tells_no_pids_of_namespaces_nothing_is_found(tmp_path: Path)
 def test_a_python_without_pidfds_still_learns_how_a_zombie_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "pidfd_open", raising=False)
     with waiting("raise SystemExit(3)") as process:
-        watch = Watch(process.pid, ticks(process.pid))
+        watch = ProcessWatch(process.pid, ticks(process.pid))
         go(process)
         until(lambda: not process_exit.process_alive(process.pid, 0))
         assert watch.ended() == ("exit", "3")
@@ -230,7 +230,7 @@ def test_a_rank_that_is_heard_of_again_after_a_silence_tells_how_it_ended_too() 
 
 def test_what_tells_most_of_a_rank_comes_first() -> None:
     words = [
-        RankEnd(1, 10.0, 90.0, 4711, "DistBackendError", Event(2, 80.0), 95.0, ("exit", "1")),
+        RankEnd(1, 10.0, 90.0, 4711, "DistBackendError", EventCount(2, 80.0), 95.0, ("exit", "1")),
         RankEnd(0, 10.0, 91.0, 4712, gone_at=93.0, exited=("signal", "SIGKILL")),
     ]
     assert [(entry["kind"], entry["rank"]) for entry in of_ranks(words, {4712: 92.0})] == [

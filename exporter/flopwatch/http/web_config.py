@@ -224,7 +224,7 @@ class _HttpSection(_Section):
     headers: Annotated[dict[str, str], _EMPTY, AfterValidator(_checked_headers)] = {}
 
 
-class _File(_Section):
+class _WebFile(_Section):
     unsupported = {"rate_limit": "; a scrape within a second of another shares its answer"}
     tls_server_config: _TlsSection = _TlsSection()
     http_server_config: _HttpSection = _HttpSection()
@@ -244,7 +244,7 @@ def parse(text: str, base: Path = Path()) -> WebConfig:
     lines: dict[Loc, int] = {}
     content = _plain(_compose(text), (), lines)
     try:
-        file = _File.model_validate(content)
+        file = _WebFile.model_validate(content)
     except ValidationError as error:
         raise SettingsError(_message(error.errors()[0], lines)) from None
     headers = tuple(file.http_server_config.headers.items())

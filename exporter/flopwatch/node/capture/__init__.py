@@ -154,7 +154,7 @@ def kernel_log(path: Path) -> list[str]:
 
 
 @dataclass
-class Answers:
+class NvmlAnswers:
     """Answers of NVML, the times of the reads in seconds after the first, and failures."""
 
     recorded: Recorded = field(default_factory=dict)
@@ -164,7 +164,7 @@ class Answers:
 
 def nvml_answers(
     library: Any, host: str, reads: int, pause: Callable[[], None], clock: Callable[[], float] = time.monotonic
-) -> Answers:
+) -> NvmlAnswers:
     """Record the answers of NVML to the collector in `reads` reads. Failures of the driver are recorded too.
 
     `pause` is called between the reads. Raises Unsupported if there is no GPU.
@@ -186,7 +186,7 @@ def nvml_answers(
                 collector.read()
             except (AccessLost, RestartReader, library.NVMLError) as error:
                 failures.append(f"GPUs, read {read + 1}: {error}")
-    return Answers(recorder.recorded(), [round(at - times[0], 3) for at in times], failures)
+    return NvmlAnswers(recorder.recorded(), [round(at - times[0], 3) for at in times], failures)
 
 
 def masked_nvml(recorded: Recorded, masker: Masker) -> Recorded:
@@ -272,7 +272,7 @@ def capture(
         pause()
         steps.append(tree.ports())
 
-    answers = Answers()
+    answers = NvmlAnswers()
     try:
         if isinstance(library, ImportError):
             raise Unsupported(str(library)) from library

@@ -28,7 +28,7 @@ EXIT_GRACE = 1.0
 log = logging.getLogger(__name__)
 
 
-class Answers:
+class AnswerEncoder:
     """Encoder of samples that sends rows and labels only if they differ from those of the last answer."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ def _answer_requests(factory: str, arguments: Mapping[str, str], pipe: int) -> N
     requests: SimpleQueue[bool] = SimpleQueue()
     threading.Thread(target=_listen, args=(requests,), daemon=True).start()
     statm = os.open("/proc/self/statm", os.O_RDONLY)
-    answers = Answers()
+    answers = AnswerEncoder()
     collector: Collector | None = None
     last_reason = ""
     while requests.get():

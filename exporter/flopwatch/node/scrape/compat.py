@@ -119,7 +119,7 @@ class Window:
 
 
 @dataclass
-class Part:
+class GpuPart:
     """GPU or MIG instance: label values in our rows, its labels in the format of dcgm-exporter, and its owners."""
 
     gpu: tuple[str, str]
@@ -179,7 +179,7 @@ class Compatibility:
         if "4.9" in self._generations:
             yield alias.new, alias.new_unit, ("4.9",)
 
-    def _number(self, alias: Alias, part: Part, xids: dict[str, tuple[str, str]]) -> float | None:
+    def _number(self, alias: Alias, part: GpuPart, xids: dict[str, tuple[str, str]]) -> float | None:
         """Return the value of a field of a part in our base unit, None without one."""
         labels: tuple[str, ...] = (*part.gpu, *alias.labels)
         key: Key = alias.row.name, labels
@@ -200,7 +200,7 @@ class Compatibility:
         value = self._values.get(key)
         return value if alias.how != "free" or value is None else self._free(part, value)
 
-    def _free(self, part: Part, total: float) -> float | None:
+    def _free(self, part: GpuPart, total: float) -> float | None:
         if part.instance:
             used = self._values.get((m.GPU_MIG_MEMORY_USED_BYTES.name, (*part.gpu, *part.instance)))
             return None if used is None else total - used
@@ -209,7 +209,7 @@ class Compatibility:
         return None if used is None else total - used - reserved
 
 
-def _parts(samples: Sequence[Sample]) -> Iterator[Part]:
+def _parts(samples: Sequence[Sample]) -> Iterator[GpuPart]:
     """Yield every GPU, or its MIG instances if it has any, as dcgm-exporter does."""
     gpus = {labels[1]: dict(zip(row.labels, labels, strict=True)) for row, labels, _ in samples if row is m.GPU_INFO}
     instances: defaultdict[str, dict[str, dict[str, str]]] = defaultdict(dict)
@@ -230,10 +230,10 @@ def _parts(samples: Sequence[Sample]) -> Iterator[Part]:
         labels_of_gpu = {"gpu": index, "UUID": uuid, "pci_bus_id": gpu["pci_bus_id"]}
         labels_of_gpu |= {"device": f"nvidia{index}", "modelName": gpu["model"]}
         if uuid not in instances:
-            yield Part(key, (), labels_of_gpu, gpu["driver_version"], gpu["host"], owners[uuid, ""])
+            yield GpuPart(key, (), labels_of_gpu, gpu["driver_version"], gpu["host"], owners[uuid, ""])
         for id, instance in instances[uuid].items() if uuid in instances else ():
             named = labels_of_gpu | {"GPU_I_PROFILE": instance["profile"], "GPU_I_ID": id}
-            yield Part(key, (id,), named, gpu["driver_version"], gpu["host"], owners[uuid, instance["mig_uuid"]])
+            yield GpuPart(key, (id,), named, gpu["driver_version"], gpu["host"], owners[uuid, instance["mig_uuid"]])
 
 
 def _last_xids(samples: Sequence[Sample]) -> dict[str, tuple[str, str]]:
@@ -250,14 +250,16 @@ def _last_xids(samples: Sequence[Sample]) -> dict[str, tuple[str, str]]:
     return {uuid: (xid, names.get(xid, "Unknown Error")) for uuid, (_, xid) in last.items()}
 
 
-def _about(alias: Alias, part: Part, xids: dict[str, tuple[str, str]]) -> dict[str, str]:
+def _about(alias: Alias, part: GpuPart, xids: dict[str, tuple[str, str]]) -> dict[str, str]:
     if alias.how != "xid":
         return {}
     code, meaning = xids[part.gpu[1]]
     return {"err_code": code, "err_msg": meaning}
 
 
-def _lines(name: str, generations: tuple[str, ...], part: Part, number: float, about: dict[str, str]) -> Iterator[str]:
+def _lines(
+    name: str, generations: tuple[str, ...], part: GpuPart, number: float, about: dict[str, str]
+) -> Iterator[str]:
     """Yield the sample lines of a part, one per owner."""
     pairs, value = part.pairs(generations), repr(number) if isfinite(number) else "NaN"
     for owner in part.owners or [{}]:

@@ -1,8 +1,8 @@
 """One scrape: reads all sources at once, isolates and times each, and enforces the series budgets.
 
 A source that fails or misses its deadline loses its own samples only. Its last good samples are served for
-`stale_after` seconds, then none. Everything runs on one event loop except `Source.ask`, which runs in a thread. What
-depends on the set of series alone (validity of labels, duplicates, budgets, order) is cached until the set changes.
+`stale_after` seconds, then none. Everything runs on one event loop except `SampleSource.ask`, which runs in a thread.
+What depends on the set of series alone (labels, duplicates, budgets, order) is cached until the set changes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ Key = tuple[Metric, tuple[str, ...]]  # row and label values of a series
 Result = TypeVar("Result")
 
 
-class Source(Protocol):
+class SampleSource(Protocol):
     """Source of samples: a reader process, the training telemetry or the embedded ledger.
 
     A source with a true attribute `secondary` fills gaps: its samples of a row are dropped for each GPU or port of
@@ -188,7 +188,7 @@ def plain_numbers(raws: Sequence[float], counters: Sequence[bool]) -> bool:
 
 @dataclass
 class _State:
-    source: Source
+    source: SampleSource
     shared: float  # seconds a read serves further scrapes
     secondary: bool = False
     kind: str = ""
@@ -241,8 +241,8 @@ class Scrape:
 
     def __init__(
         self,
-        drivers: Sequence[Source],
-        in_memory: Sequence[Source],
+        drivers: Sequence[SampleSource],
+        in_memory: Sequence[SampleSource],
         settings: ExporterSettings,
         registry: prometheus.CollectorRegistry,
         clock: Callable[[], float] = time.monotonic,

@@ -77,7 +77,7 @@ _COUNTS = {m.GPU_XID_ERRORS_TOTAL.name, m.NVLINK_SWITCH_SXID_ERRORS_TOTAL.name}
 _LOOKED_AT = frozenset({*_RISES, *_STATES, *_LAST, *_COUNTS, m.INFINIBAND_INFO.name})
 
 
-class Place(NamedTuple):
+class EvidencePlace(NamedTuple):
     """Kind and place of an entry that is not about a rank."""
 
     kind: str
@@ -86,7 +86,7 @@ class Place(NamedTuple):
     detail: str = ""
 
 
-class Event(NamedTuple):
+class EventCount(NamedTuple):
     """Number of events so far, and the Unix time of the last one."""
 
     number: float
@@ -101,7 +101,7 @@ class RankEnd(NamedTuple):
     at: float  # of its last push
     pid: int = 0  # as in the kernel log, 0 if unknown
     ended_by: str = ""
-    refused: Event | None = None  # allocations, by CUDA
+    refused: EventCount | None = None  # allocations, by CUDA
     gone_at: float | None = None  # when the process was found to have ended
     exited: tuple[str, str] = ("", "")  # signal or exit, and which
 
@@ -112,7 +112,7 @@ class EvidenceLog:
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self._now = now
         self._lock = threading.Lock()
-        self._events: dict[Place, Event] = {}
+        self._events: dict[EvidencePlace, EventCount] = {}
         self._killed: dict[int, float] = {}
         self._before: dict[tuple[str, tuple[str, ...]], float] = {}
         self._first: float | None = None
@@ -169,7 +169,9 @@ class EvidenceLog:
         with self._lock:
             now = self._now()
             self._events = {
-                Place(*place): Event(number, t) for *place, number, t in state["events"] if t > now - MEMORY
+                EvidencePlace(*place): EventCount(number, t)
+                for *place, number, t in state["events"]
+                if t > now - MEMORY
             }
             self._killed = {int(pid): t for pid, t in state["killed"]}
             if 0 <= now - state["looked"] <= BEFORE:
@@ -190,7 +192,7 @@ class EvidenceLog:
         idle = {
             labels[:2] for row, labels, _ in samples if row is m.INFINIBAND_INFO and labels[role] in _NOT_FOR_TRAINING
         }
-        news: dict[Place, float] = {}
+        news: dict[EvidencePlace, float] = {}
         present = {labels for name, labels in before if name in (m.GPU_PRESENT.name, m.INFINIBAND_PORT_STATE_ID.name)}
         counts = {(row.name, labels): value for row, labels, value in samples if row.name in _COUNTS}
         for row, labels, raw in samples:
@@ -218,7 +220,7 @@ class EvidenceLog:
         for place, count in news.items():
             if count > 0:
                 before_that = self._events.get(place)
-                self._keep(place, Event(count + (before_that.number if before_that is not None else 0.0), now))
+                self._keep(place, EventCount(count + (before_that.number if before_that is not None else 0.0), now))
         self._looked = now
         # Series that no longer exist, as after a change of cards, are dropped.
         while len(before) > 8 * MAX_PLACES:
@@ -231,15 +233,15 @@ class EvidenceLog:
             while len(self._killed) > MAX_ENTRIES:
                 del self._killed[min(self._killed, key=self._killed.__getitem__)]
         elif row is m.GPU_XID_LAST_TIMESTAMP_SECONDS:
-            place = Place("xid", gpu=labels[1], detail=labels[2])
-            self._keep(place, Event(counts.get((m.GPU_XID_ERRORS_TOTAL.name, labels), 1.0), t))
+            place = EvidencePlace("xid", gpu=labels[1], detail=labels[2])
+            self._keep(place, EventCount(counts.get((m.GPU_XID_ERRORS_TOTAL.name, labels), 1.0), t))
         else:
-            place = Place("sxid", detail=labels[1])
-            last = self._events.get(place, Event(0.0, t))
+            place = EvidencePlace("sxid", detail=labels[1])
+            last = self._events.get(place, EventCount(0.0, t))
             number = counts.get((m.NVLINK_SWITCH_SXID_ERRORS_TOTAL.name, labels), 1.0)
-            self._keep(place, Event(max(last.number, number), max(last.t, t)))
+            self._keep(place, EventCount(max(last.number, number), max(last.t, t)))
 
-    def _risen(self, row: Metric, labels: tuple[str, ...], by: float, now: float) -> tuple[Place, float]:
+    def _risen(self, row: Metric, labels: tuple[str, ...], by: float, now: float) -> tuple[EvidencePlace, float]:
         """Return place and number of the events of a counter that rose by `by`; the number is 0 for no event."""
         kind, wanted = _RISES[row.name]
         if row is m.HOST_KERNEL_EVENTS_TOTAL and labels[-1] == _OOM_KILL:
@@ -253,7 +255,7 @@ class EvidenceLog:
             too_little = by < 2
         return place, 0.0 if catching_up or unwanted or too_little else by
 
-    def _keep(self, place: Place, event: Event) -> None:
+    def _keep(self, place: EvidencePlace, event: EventCount) -> None:
         if not (math.isfinite(event.number) and math.isfinite(event.t)):
             return  # JSON cannot store it, and the ledger would refuse the whole record
         self._events.pop(place, None)
@@ -272,20 +274,20 @@ def _silent_until_the_first(row: Metric) -> bool:
     return row is m.NVLINK_LINK_STATE_ID or getattr(row, "quiet", False)
 
 
-def _place(kind: str, row: Metric, labels: tuple[str, ...]) -> Place:
+def _place(kind: str, row: Metric, labels: tuple[str, ...]) -> EvidencePlace:
     if row.labels[:2] == m.GPU:
-        return Place(kind, gpu=labels[1], detail=labels[-1] if kind == "throttle" else "")
+        return EvidencePlace(kind, gpu=labels[1], detail=labels[-1] if kind == "throttle" else "")
     if row.labels[:2] == m.PORT:
-        return Place(kind, port=f"{labels[0]}:{labels[1]}")
-    return Place(kind, detail=labels[-1] if kind == "nic" else "")
+        return EvidencePlace(kind, port=f"{labels[0]}:{labels[1]}")
+    return EvidencePlace(kind, detail=labels[-1] if kind == "nic" else "")
 
 
-def out_of_memory(push: Push, before: Event | None) -> Event | None:
+def out_of_memory(push: Push, before: EventCount | None) -> EventCount | None:
     """Return number and time of refused CUDA allocations of a process, None if there were none."""
     count = next((value for row, _, value in push.samples if row is m.TRAINING_OUT_OF_MEMORY_TOTAL), 0.0)
     if count <= 0:
         return None
-    return before if before is not None and before.number == count else Event(count, push.at)
+    return before if before is not None and before.number == count else EventCount(count, push.at)
 
 
 def of_ranks(ranks: Iterable[RankEnd], killed: Mapping[int, float]) -> list[Entry]:

@@ -54,7 +54,7 @@ def _stat(process: str | Path) -> list[str]:
         return file.read().decode(errors="replace").rpartition(")")[2].split()
 
 
-class Watch:
+class ProcessWatch:
     """Observation of one process by a pidfd, which can return how the process ended.
 
     `state` is that of the last `look`, and `since` the time of the first look with this kind of state, on the caller's

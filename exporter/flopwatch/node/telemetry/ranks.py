@@ -27,9 +27,9 @@ from flopwatch.ledger.attribution import PLANNED
 from flopwatch.node.scrape.reader import Reading
 from flopwatch.node.scrape.scrape import self_counter
 from flopwatch.node.telemetry import evidence, otlp
-from flopwatch.node.telemetry.evidence import HOST_PIDS, Entry, Event, EvidenceLog, RankEnd
+from flopwatch.node.telemetry.evidence import HOST_PIDS, Entry, EventCount, EvidenceLog, RankEnd
 from flopwatch.node.telemetry.otlp import Push, Refused
-from flopwatch.node.telemetry.process_exit import BLOCKED, Process, Watch, pids, process_alive
+from flopwatch.node.telemetry.process_exit import BLOCKED, Process, ProcessWatch, pids, process_alive
 from flopwatch.settings import ExporterSettings
 
 log = logging.getLogger(__name__)
@@ -56,9 +56,9 @@ class _Rank:
     received: float  # on the monotonic clock
     end: str | None = None  # finished, gone, replaced or silent
     ended_at: float = 0.0  # Unix time
-    refused: Event | None = None  # allocations, by CUDA
+    refused: EventCount | None = None  # allocations, by CUDA
     pid: int | None = None  # in the namespace of the exporter; 0 if unknown, None before the search
-    watch: Watch | None = None
+    watch: ProcessWatch | None = None
     exited: tuple[str, str] = ("", "")
 
 
@@ -251,7 +251,7 @@ class Telemetry:
             for key, values in state["attempts"]:
                 scene = values["scene"]
                 ranks = [
-                    RankEnd(*word)._replace(refused=word[5] and Event(*word[5]), exited=tuple(word[7]))
+                    RankEnd(*word)._replace(refused=word[5] and EventCount(*word[5]), exited=tuple(word[7]))
                     for word in scene["ranks"]
                 ]
                 ended = _Ended(**{**values, "scene": EvidenceScope(**{**scene, "ranks": ranks})})
@@ -337,7 +337,7 @@ class Telemetry:
             here = push.pid > 0 and push.pid_namespace != 0 and push.pid_namespace == self._pid_namespace
             rank.pid = push.pid if here else outer.get((push.pid, push.pid_start_ticks), 0)
             if rank.pid:
-                rank.watch = Watch(rank.pid, push.pid_start_ticks)
+                rank.watch = ProcessWatch(rank.pid, push.pid_start_ticks)
 
     def _gone(self, rank: _Rank) -> bool:
         push = rank.push

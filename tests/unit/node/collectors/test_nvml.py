@@ -817,7 +817,7 @@ def test_a_text_that_is_no_utf_8_is_an_empty_label_and_is_told_once(
     node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     library = Simulation(node.root)
-    library.nvmlDeviceGetBoardPartNumber = undecodable  # type: ignore[attr-defined]
+    vars(library)["nvmlDeviceGetBoardPartNumber"] = undecodable
     driver = collector(library)
     for _ in range(2):
         samples = driver.read()
@@ -833,7 +833,7 @@ def test_a_call_that_pynvml_stumbles_over_costs_its_own_values(
 ) -> None:
     whole = collector().read()
     library = Simulation(node.root)
-    library.nvmlDeviceGetPowerUsage = lambda handle: [][handle.index]  # type: ignore[attr-defined]
+    vars(library)["nvmlDeviceGetPowerUsage"] = lambda handle: [][handle.index]
     driver = collector(library)
     for _ in range(2):
         samples = driver.read()
@@ -1250,15 +1250,15 @@ def test_rows_and_repairs_of_a_card_without_the_fields_are_told_apart(
     fields = ((142, 0), (143, 0), (144, 0), (145, 0))
     library = Fields(node.root, errors=dict.fromkeys(fields, pynvml.NVML_ERROR_NOT_SUPPORTED))
     library.nvmlDeviceGetRemappedRows = lambda handle: (3, 5, 1, 0)  # type: ignore[method-assign]
-    library.nvmlDeviceGetRepairStatus = lambda handle: [0, 1]  # type: ignore[attr-defined]
+    vars(library)["nvmlDeviceGetRepairStatus"] = lambda handle: [0, 1]
 
     def sram(handle: Handle, status: Any) -> int:
         status._obj.bThresholdExceeded, status._obj.aggregateUncSecDed = 1, 7
         return 0
 
     library.nvmlDeviceGetSramEccErrorStatus = sram  # type: ignore[method-assign]
-    library.nvmlDeviceGetPowerManagementLimitConstraints = lambda handle: [100, 700]  # type: ignore[attr-defined]
-    library.nvmlDeviceGetEccMode = lambda handle: [0, 1]  # type: ignore[attr-defined]
+    vars(library)["nvmlDeviceGetPowerManagementLimitConstraints"] = lambda handle: [100, 700]
+    vars(library)["nvmlDeviceGetEccMode"] = lambda handle: [0, 1]
     samples = collector(library).read()
     assert of(samples, GPU_REMAPPED_ROWS_TOTAL) == {("corrected",): 3, ("uncorrected",): 5}
     assert (of(samples, GPU_ROW_REMAP_PENDING), of(samples, GPU_ROW_REMAP_FAILURE)) == ({(): 1}, {(): 0})
@@ -1344,7 +1344,7 @@ def test_one_mig_instance_that_cannot_be_read_costs_no_other(
 ) -> None:
     names = {0: "NVIDIA H100 80GB HBM3 MIG 1g.10gb", 1: "NVIDIA H100 80GB HBM3 1c.2g.20gb", 2: "1g.10gb+me", 3: "H100"}
     library = Simulation(node.root)
-    works = library.nvmlDeviceGetGpuInstanceId
+    works: Callable[[Handle], int] = library.nvmlDeviceGetGpuInstanceId
 
     def name(handle: Handle) -> str:
         if handle.slot == 4:

@@ -24,8 +24,8 @@ from flopwatch.node.scrape.reader import Reading, failure
 from flopwatch.node.scrape.scrape import (
     BUDGETS,
     MIG,
+    SampleSource,
     Scrape,
-    Source,
     _owner,
     scrape_timeout,
     well_formed,
@@ -88,7 +88,7 @@ def raising(deadline: float) -> Reading:
     raise OSError("an unexpected error")
 
 
-def scraping(*sources: Source, clock: Callable[[], float] = time.monotonic, deadline: float = PATIENCE) -> Scrape:
+def scraping(*sources: SampleSource, clock: Callable[[], float] = time.monotonic, deadline: float = PATIENCE) -> Scrape:
     return Scrape(sources, [], ExporterSettings(scrape_deadline=deadline, stale_after=30), CollectorRegistry(), clock)
 
 
