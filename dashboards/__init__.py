@@ -57,26 +57,6 @@ def dashboard(
 ) -> Json:
     """Return a dashboard as Grafana stores it, with panels placed row by row. `uid`, part of its address, is fixed."""
     datasource = core.Template(name="datasource", label="Data source", query="prometheus", type="datasource")
-    panels: list[Json] = []
-    y = 0
-    for heading, members in rows.items():
-        panels.append(
-            {
-                "type": "row",
-                "title": heading,
-                "collapsed": False,
-                "panels": [],
-                "gridPos": {"h": 1, "w": COLUMNS, "x": 0, "y": y},
-            }
-        )
-        y, x, tallest = y + 1, 0, 0
-        for member in members:
-            grid = member["gridPos"]
-            if x + grid["w"] > COLUMNS:
-                y, x, tallest = y + tallest, 0, 0
-            panels.append(member | {"gridPos": grid | {"x": x, "y": y}})
-            x, tallest = x + grid["w"], max(tallest, grid["h"])
-        y += tallest
     frame = core.Dashboard(
         title=title,
         description=description,
@@ -88,7 +68,7 @@ def dashboard(
         refresh="30s",
         version=1,
         templating=core.Templating([clean(datasource.to_json_data()) | {"current": {}}, *variables]),
-        panels=[panel | {"id": number} for number, panel in enumerate(panels, start=1)],
+        panels=[panel | {"id": number} for number, panel in enumerate(_placed(rows), start=1)],
         annotations=core.Annotations(list(annotations)),
         # From each dashboard to the others; the time goes with it, and the variables, which the other one may have too.
         links=[
@@ -109,6 +89,31 @@ def dashboard(
     frame["timepicker"] = {"refresh_intervals": ["5s", "10s", "30s", "1m", "5m"]}
     plain: Json = json.loads(json.dumps(clean(frame), cls=_gen.DashboardEncoder))
     return plain
+
+
+def _placed(rows: Mapping[str, Sequence[Json]]) -> list[Json]:
+    """Return the panels of all rows from left to right and from top to bottom, each row below its heading."""
+    panels: list[Json] = []
+    y = 0
+    for heading, members in rows.items():
+        panels.append(
+            {
+                "type": "row",
+                "title": heading,
+                "collapsed": False,
+                "panels": [],
+                "gridPos": {"h": 1, "w": COLUMNS, "x": 0, "y": y},
+            }
+        )
+        y, x, tallest = y + 1, 0, 0
+        for member in members:
+            grid = member["gridPos"]
+            if x + grid["w"] > COLUMNS:
+                y, x, tallest = y + tallest, 0, 0
+            panels.append(member | {"gridPos": grid | {"x": x, "y": y}})
+            x, tallest = x + grid["w"], max(tallest, grid["h"])
+        y += tallest
+    return panels
 
 
 def queries(board: Json, variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:

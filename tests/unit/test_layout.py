@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.support import ROOT
@@ -25,3 +28,62 @@ def test_no_module_of_the_viewer_imports_itself_through_others() -> None:
     while leaves := {file for file, below in edges.items() if not below}:
         edges = {file: below - leaves for file, below in edges.items() if file not in leaves}
     assert edges == {}, "a circle, or what imports one"
+
+
+def modules(*folders: str) -> Iterator[tuple[str, list[str], ast.Module]]:
+    """Yield the path, the lines and the syntax tree of each Python module of these folders that is not generated."""
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            text = path.read_text(encoding="utf-8")
+            if not path.name.endswith("_pb2.py"):
+                yield path.relative_to(ROOT).as_posix(), text.splitlines(), ast.parse(text)
+
+
+HOUSE = ("exporter", "simulator", "alerts", "dashboards", "demo", "bench", "helm", "examples")
+Definition = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def test_no_file_is_longer_than_500_lines() -> None:
+    assert {path: len(lines) for path, lines, _ in modules(*HOUSE) if len(lines) > 500} == {}
+
+
+def test_no_class_has_more_than_30_methods_but_the_simulated_driver() -> None:
+    large = {
+        node.name: count
+        for _, _, tree in modules(*HOUSE)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and (count := sum(isinstance(one, Definition) for one in node.body)) > 30
+    }
+    assert large.keys() <= {"Simulation"}  # it mirrors the calls of NVML
+
+
+def test_at_most_four_functions_have_more_than_60_lines() -> None:
+    long = [
+        f"{path}:{node.name}"
+        for path, _, tree in modules(*HOUSE)
+        for node in ast.walk(tree)
+        if isinstance(node, Definition) and (node.end_lineno or 0) - node.lineno + 1 > 60
+    ]
+    assert len(long) <= 4, long
+
+
+def test_at_most_ten_class_names_are_used_twice() -> None:
+    names = Counter(
+        node.name
+        for _, _, tree in modules("exporter", "simulator", "alerts", "dashboards", "demo")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    )
+    twice = sorted(name for name, count in names.items() if count > 1)
+    assert len(twice) <= 10, twice
+
+
+def test_no_test_file_imports_another() -> None:
+    wrong = [
+        f"{path}: {name}"
+        for path, _, tree in modules("tests")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (name := node.module or "").startswith("tests.")
+        if name.rpartition(".")[2].startswith("test_")
+    ]
+    assert wrong == []
