@@ -90,7 +90,7 @@ new hardware. After those marked `page` a GPU is not fit for work, and the alert
 codes are in `{GPU_XID_ERRORS_TOTAL}` from the start, at 0: on GPUs with NVLink 5 (B200, GB200, B300, GB300)
 not {join_codes(BEFORE_NVLINK_5)}, on others not {join_codes(WITH_NVLINK_5)}. A GPU with more than
 {MAX_CODES} different ones counts the rest as `xid="{OTHER}"`. Codes listed as unused are left out. On a node,
-`{GPU_XID_INFO}` says the same of the codes seen there.
+`{GPU_XID_INFO}` has the same texts for the codes seen there.
 
 Xids come from the kernel log and from NVML's events. An Xid that both report is counted once. Which of the
 two answers is in `{FLOPWATCH_XID_SOURCE_UP}`, and what the lack of one costs in [privileges.md](privileges.md).
