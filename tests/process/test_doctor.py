@@ -452,7 +452,7 @@ def test_why_a_gpu_has_no_series_is_what_its_driver_answered(
     assert _why(row, answers, lacks, kernel_log=False, dcgm=False) == reason
 
 
-def test_the_sources_of_the_catalogue_name_what_nvml_isasked() -> None:
+def test_the_sources_of_the_catalogue_name_what_nvml_is_asked() -> None:
     assert asked(m.GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS).questions == [
         f"field {field}" for field in (193, 194, 195, 196)
     ]
