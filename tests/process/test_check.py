@@ -331,7 +331,8 @@ def test_a_driver_that_hangs_is_unknown_within_the_deadline(tmp_path: Path) -> N
     SimulatedNode(tmp_path / "simulated").hang("nvmlDeviceGetUtilizationRates")
     assert flopwatch(*simulated, "--deadline", "8") == (
         3,
-        "UNKNOWN - nothing is read from NVML where 8 GPUs are expected: run flopwatch doctor: it XX | gpus=0 ports=9",
+        "UNKNOWN - nothing is read from NVML where 8 GPUs are expected: run flopwatch doctor, which shows whether the "
+        "driver hangs or denies access; and 1 more | gpus=0 ports=9",
     )
 
 
