@@ -169,7 +169,7 @@ def test_a_second_demo_in_the_same_folder_is_refused(start: Callable[..., Demo])
 @pytest.mark.e2e
 def test_a_folder_that_is_not_a_demos_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(StackError, match="not a demo's"), emptied(tmp_path):
+    with pytest.raises(StackError, match="not from a demo"), emptied(tmp_path):
         pass
     assert (tmp_path / "thesis.tex").exists()
     with emptied(tmp_path / "new"):

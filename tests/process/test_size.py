@@ -27,7 +27,7 @@ from flopwatch.settings import SettingsError
 from tests.support import ROOT
 from tests.support.rule_files import seconds
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.alone]
 
 TARGETS, SECONDS, PACE = 64, 30.0, 8.0
 # Recorded of a week in hours only, of an hour in parts of it, or while ranks are new.

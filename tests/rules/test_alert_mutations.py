@@ -41,7 +41,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("FlopwatchWatchdog", "info: vector([1 -> 2])"): "that there is a series is the alert, not its value",
     (
         "GpuTooFew",
-        "critical: or gpu_readable)) or on (instance) [0 -> (-1)] * max by (instance) (nod",
+        "critical: or gpu_readable)) or on (instance) [0 -> (-1)] * max by (instance) (hos",
     ): "it is the value, for the text",
     (
         "GpuXidRepeated",
