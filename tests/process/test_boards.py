@@ -1,5 +1,4 @@
-"""Test the viewer's server: which dashboards it lists, which requests it forwards to Prometheus, and its error
-texts."""
+"""Test the viewer's server: the dashboards it lists, the requests it forwards to Prometheus, and its error texts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Test the Helm chart: it lints and renders under the Helm SDK, its objects match Kubernetes' own schemas, and its
-flags, ports and secrets are those of the code."""
+"""Test the Helm chart.
+
+It lints and renders under the Helm SDK, and its objects match Kubernetes' own schemas. Its flags, ports and secrets are
+those of the code.
+"""
 
 from __future__ import annotations
 
@@ -598,8 +601,7 @@ def test_what_is_only_of_the_charts_making_is_not_packaged(tmp_path: Path) -> No
 
 
 def test_a_release_fits_into_the_secret_that_helm_keeps_it_in() -> None:
-    """Helm packs the chart's files and the rendered objects into one Secret, and Kubernetes limits a Secret to 1
-    MiB."""
+    """A Helm release is one Secret with the chart's files and rendered objects. Kubernetes limits a Secret to 1 MiB."""
     with tempfile.TemporaryDirectory() as folder, tarfile.open(helm.package(CHART, destination=folder)) as archive:
         files = {
             name: base64.b64encode(file.read()).decode()

@@ -1,5 +1,7 @@
-"""Test the script that `helm test` runs against a real exporter, Prometheus and Alertmanager: it names each missing
-part, and reports success once everything is there."""
+"""Test the script that `helm test` runs, against a real exporter, Prometheus and Alertmanager.
+
+It names each missing part, and reports success once everything is there.
+"""
 
 from __future__ import annotations
 

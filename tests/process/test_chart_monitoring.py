@@ -1,8 +1,9 @@
-"""Test the chart with each kind of monitoring: its requests to the cluster, the operators' own schemas, a real Helm 3,
-and goldens of whole installs.
+"""Test the chart with each kind of monitoring.
 
+The tests cover its requests to the cluster, the operators' own schemas, a real Helm 3, and goldens of whole installs.
 Update the goldens with `FLOPWATCH_UPDATE_GOLDEN=1 pytest tests/process/test_chart_monitoring.py` and review them like
-code."""
+code.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Test which receivers the chart's values select for an alert, in both forms, with amtool. alerts/routing.py is the
-reference."""
+"""Test which receivers the chart's values select for an alert, in both forms, with amtool and alerts/routing.py."""
 
 from __future__ import annotations
 
@@ -94,7 +93,8 @@ def as_the_operator_makes_it(spec: Json, strategy: str) -> Json:
 
     Follow pkg/alertmanager/amcfg.go of prometheus-operator 0.93. Receivers get the object's name, and the route gets
     `continue`. Unless the strategy is None, the route and both sides of inhibitions get a matcher of the namespace. The
-    cluster's own configuration follows, here one without a receiver."""
+    cluster's own configuration follows, here one without a receiver.
+    """
     enforced = [] if strategy == "None" else [f'namespace="{NAMESPACE}"']
 
     def matchers(given: list[Json]) -> list[str]:

@@ -1,7 +1,8 @@
 """Run the commands in docs/ and the README: each block runs here or in another test, or has a reason why it cannot.
 
 A block without an entry in BLOCKS fails, and so does an entry without its block. The blocks of a page run one after the
-other in one shell. They get a loopback of their own where the kernel allows it, so that the default ports are free."""
+other in one shell. They get a loopback of their own where the kernel allows it, so that the default ports are free.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +31,7 @@ SHELL = ("sh", "bash", "console")
 
 @dataclass(frozen=True)
 class Ran:
-    """Block that runs here. `before` prepares it, `replace` fills in placeholders, and `shows` is a pattern of its
-    output."""
+    """Block that runs here. `before` prepares it, `replace` fills in placeholders, and its output matches `shows`."""
 
     shows: str = ""
     before: str = ""

@@ -1,5 +1,4 @@
-"""Test the image, the compose file, the systemd units and Slurm's scripts as far as possible without a container
-engine."""
+"""Test the image, the compose file, the systemd units and Slurm's scripts without a container engine."""
 
 from __future__ import annotations
 

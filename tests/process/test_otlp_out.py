@@ -1,5 +1,4 @@
-"""Test the hook with receivers of other projects: a collector (rotel), a database (VictoriaMetrics), a server behind
-TLS."""
+"""Test the hook with receivers of others: a collector (rotel), a database (VictoriaMetrics), a server behind TLS."""
 
 from __future__ import annotations
 

@@ -334,8 +334,7 @@ def test_what_keeps_a_history_from_being_replayed_is_told_and_at_most_twenty_tim
 
 
 def crash(*, source_of_b: str = "h") -> list[str]:
-    """Return the records of a run that crashes after step 20, its last snapshot at 200, and resumes from step 10 at
-    250."""
+    """Return the records of a run that crashes after step 20 (last snapshot at 200) and resumes at 250 from step 10."""
     peak = {"gpus": 2, "peak_flops": 2e12}
 
     def step(t: float, attempt: str, source: str, made: int, first: int) -> str:

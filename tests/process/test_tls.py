@@ -1,5 +1,7 @@
-"""Test real TLS on loopback between a training process, the exporter, the ledger and its clients, with secrets in
-files."""
+"""Test real TLS on loopback between a training process, the exporter, the ledger and its clients.
+
+Tokens and passwords are read from files.
+"""
 
 from __future__ import annotations
 
