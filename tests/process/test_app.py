@@ -1,4 +1,4 @@
-"""Both listeners over real sockets: what Prometheus reads, and what a training process may send."""
+"""Test both listeners over real sockets: what Prometheus scrapes and what a training process may push."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_hung_driver_holds_up_neither_health_nor_pushes() -> None:
         until(lambda: node.gpus.deadlines)
         assert node.get("/healthz")[::2] == (200, b"ok\n")
         assert node.post(request(process(counter("training_tokens_total", 1.0))).SerializeToString())[0] == 200
-        assert select.select([scrape.sock for scrape in scrapes], [], [], 0)[0] == []  # all of them still wait
+        assert select.select([scrape.sock for scrape in scrapes], [], [], 0)[0] == []  # all requests still wait
         assert len(node.gpus.deadlines) == 1
         node.gpus.released.set()
         assert [scrape.getresponse().status for scrape in scrapes] == [200] * 50
@@ -244,7 +244,7 @@ def test_a_request_that_is_no_push_is_refused_with_a_reason(
     try:
         answered, headers, answer = node.post(body, media, Content_Encoding=coding)
     except (ConnectionResetError, BrokenPipeError):
-        # The answer to far too much may come while it is still being sent.
+        # For a body far above the limit the answer may arrive while the client still sends.
         assert len(body) > 2 * MAX_BYTES
         return
     assert answered == status

@@ -1,4 +1,4 @@
-"""The viewer's server: what it lists, what it passes on to Prometheus and what not, and what it says when it cannot."""
+"""Test the viewer's server: the dashboards it lists, the requests it forwards to Prometheus, and its error texts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHIPPED = ROOT / "helm" / "files" / "dashboards"
 
 
 class Asked:
-    """A Prometheus that answers all questions alike and remembers them."""
+    """Fake Prometheus that gives every request the same answer and records the requests."""
 
     def __init__(
         self, status: int = 200, body: bytes = b'{"status": "success", "data": []}', location: str = ""
@@ -79,7 +79,7 @@ def page(tmp_path: Path) -> Path:
 
 @contextmanager
 def serving_it(page: Path, upstream: Upstream, names: tuple[str, ...] = ("localhost", "127.0.0.1")) -> Iterator[str]:
-    """Run the viewer's server and return its URL."""
+    """Run the viewer's server and yield its URL."""
     (port,) = free_ports(1)
     made = boards_app(dashboards(SHIPPED), page, upstream, scrape_interval=5.0, names=names)
     server = http_server.server(made)
@@ -95,7 +95,7 @@ def serving_it(page: Path, upstream: Upstream, names: tuple[str, ...] = ("localh
 
 
 def get(url: str, form: bytes | None = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
-    """Return status, headers and body of an answer."""
+    """Return status, headers and body of the response to a request."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, form, headers), timeout=10) as answer:
             return answer.status, dict(answer.headers), answer.read()
@@ -205,7 +205,8 @@ def test_another_page_cannot_make_it_ask(page: Path, site: str) -> None:
     with Asked() as prometheus, serving_it(page, Upstream(prometheus.url)) as url:
         assert get(f"{url}/api/prometheus/query?query=up", None, **{"Sec-Fetch-Site": site})[0] == 403
         assert get(f"{url}/api/prometheus/query?query=up", None, **{"Sec-Fetch-Site": "same-origin"})[0] == 200
-        assert get(f"{url}/d/flopwatch-run", None, **{"Sec-Fetch-Site": site})[0] == 200  # a link is followed
+        # the client follows a redirect
+        assert get(f"{url}/d/flopwatch-run", None, **{"Sec-Fetch-Site": site})[0] == 200
     assert len(prometheus.questions) == 1
 
 
@@ -267,11 +268,11 @@ def test_the_command_takes_all_settings() -> None:
     assert {name.name for name in BoardsSettings.__dataclass_fields__.values()} <= set(vars(given))
 
 
-# Where the demo shows them.
+# The program that shows the dashboards in the demo.
 
 
 def found(tmp_path: Path, *programs: str) -> shows.DashboardViewer | None:
-    """Return what shows the dashboards where these programs are."""
+    """Return the viewer that the demo chooses if only `programs` are installed."""
     return shows.find(
         "127.0.0.1:3000",
         "http://127.0.0.1:9090",
@@ -299,7 +300,7 @@ def test_our_own_viewer_comes_before_an_image_that_has_to_be_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shows, "PAGE", tmp_path / "index.html")
-    assert found(tmp_path, "podman") is None  # nor does a client help that finds no engine
+    assert found(tmp_path, "podman") is None  # a container client without a running engine does not help either
     monkeypatch.setattr(shows, "works", lambda engine: True)
     engine = found(tmp_path, "podman")
     assert engine is not None

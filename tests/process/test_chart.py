@@ -1,5 +1,8 @@
-"""The chart: it lints and renders under the Helm SDK, Kubernetes' own schemas take what it renders, and its flags,
-ports and secrets are those of the code."""
+"""Test the Helm chart.
+
+It lints and renders under the Helm SDK, and its objects match Kubernetes' own schemas. Its flags, ports and secrets are
+those of the code.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ from tests.support.chart import (
     settings_of,
 )
 
-# Not Kubernetes' own; tests/process/test_chart_monitoring.py asks the operators' schemas.
+# These kinds are not Kubernetes' own. tests/process/test_chart_monitoring.py checks them with the operators' schemas.
 CRDS = {"PodMonitor", "PrometheusRule", "VMPodScrape", "VMRule", "AlertmanagerConfig"}
 
 
@@ -54,7 +57,7 @@ def test_the_chart_lints_strictly(variant: str) -> None:
     assert [(m["severity"], m["error"]) for m in report["messages"]] == [(1, "icon is recommended")]
 
 
-# The oldest the chart takes, and the three newest there are.
+# The oldest version that the chart supports, and the three newest ones.
 NEWEST = int(kubernetes_validate.latest_version().split(".")[1])
 MINORS = ["1.26", *(f"1.{minor}" for minor in range(NEWEST - 2, NEWEST + 1))]
 
@@ -328,7 +331,7 @@ def test_only_the_container_that_reads_the_kernel_log_is_privileged_and_no_pod_a
             assert security["allowPrivilegeEscalation"] is False, key
             assert security["capabilities"] == {"drop": ["ALL"]}, key
             assert security["seccompProfile"] == {"type": "RuntimeDefault"}, key
-            # Root, without any capability, only where files of the node belong to root.
+            # Run as root, without any capability, only where the node's files belong to root.
             assert (security["runAsUser"] == 0) is (key[0] == "DaemonSet" and variant != "simulated"), key
         assert key[0] == "DaemonSet" or "hostPath" not in str(spec), key
 
@@ -524,7 +527,7 @@ def test_a_network_policy_lets_in_prometheus_training_exporters_and_the_test_and
 
 
 def test_exporters_leave_a_node_when_the_gpu_operator_takes_its_label_back() -> None:
-    """Kubernetes deletes a DaemonSet's pod where a required term no longer holds; terms are alternatives."""
+    """Kubernetes deletes a DaemonSet's pod once a required term no longer holds. Terms are alternatives."""
     key = "nvidia.com/gpu.deploy.client"
     here, absent = {"key": key, "operator": "In", "values": ["true"]}, {"key": key, "operator": "DoesNotExist"}
     pool = {"key": "pool", "operator": "In", "values": ["training"]}
@@ -598,7 +601,7 @@ def test_what_is_only_of_the_charts_making_is_not_packaged(tmp_path: Path) -> No
 
 
 def test_a_release_fits_into_the_secret_that_helm_keeps_it_in() -> None:
-    """Helm packs the chart's files and what it made of them, and Kubernetes takes no Secret of more than 1 MiB."""
+    """A Helm release is one Secret with the chart's files and rendered objects. Kubernetes limits a Secret to 1 MiB."""
     with tempfile.TemporaryDirectory() as folder, tarfile.open(helm.package(CHART, destination=folder)) as archive:
         files = {
             name: base64.b64encode(file.read()).decode()
@@ -615,7 +618,7 @@ def test_grafanas_sidecar_finds_the_dashboards_as_they_were_generated() -> None:
     for config in (made for (kind, _), made in render("unprivileged").items() if kind == "ConfigMap"):
         assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
         assert config["metadata"]["annotations"] == {"grafana_folder": "Training"}
-        assert len(json.dumps(config)) < 256 << 10  # what kubectl apply writes into an annotation
+        assert len(json.dumps(config)) < 256 << 10  # the annotation that kubectl apply writes
         ((name, text),) = config["data"].items()
         boards[config["metadata"]["name"]] = (name, json.loads(text))
     assert boards == {

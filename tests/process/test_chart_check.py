@@ -1,5 +1,7 @@
-"""What `helm test` runs, against a real exporter, Prometheus and Alertmanager: it finds each thing that is missing and
-says so in words, and in the end that all is there."""
+"""Test the script that `helm test` runs, against a real exporter, Prometheus and Alertmanager.
+
+It names each missing part, and reports success once everything is there.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ NOBODY_IS_TOLD = {"route": {"receiver": "null"}, "receivers": [{"name": "null"}]
 
 
 def arguments(variant: str) -> list[str]:
-    """Return the arguments of the test pod, after the script."""
+    """Return the arguments of the test pod, without the script."""
     (pod,) = only(render(variant), "Pod")["spec"]["containers"]
     assert pod["command"] == ["python", "-c"]
     script, *rest = pod["args"]
@@ -77,7 +79,7 @@ def test_what_it_asks_for_is_there_to_be_asked() -> None:
 
 
 class Cluster:
-    """A real exporter, Prometheus and Alertmanager on loopback, whose configurations change."""
+    """Real exporter, Prometheus and Alertmanager on loopback, with configurations that a test can change."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -107,7 +109,7 @@ class Cluster:
                 f"--config.file={folder}/prometheus.yml",
                 f"--storage.tsdb.path={folder}/tsdb",
                 f"--web.listen-address={self.prometheus}",
-                # What fires while a new configuration is taken over is sent again, after a minute else.
+                # Send an alert again soon if it fired while a new configuration was loaded. The default is a minute.
                 "--rules.alert.resend-delay=1s",
             ],
             "alertmanager": [
@@ -135,7 +137,7 @@ class Cluster:
         return True
 
     def prometheus_scrapes(self, target: str | None, rules: bool, reload: bool = True) -> None:
-        """Give Prometheus another configuration."""
+        """Reload Prometheus with another configuration."""
         (self.folder / "prometheus.yml").write_text(
             yaml.safe_dump(
                 {
@@ -158,15 +160,15 @@ class Cluster:
             self.children["prometheus"].process.send_signal(signal.SIGHUP)
 
     def alertmanager_tells(self, config: object, reload: bool = True) -> None:
-        """Give Alertmanager another configuration."""
+        """Reload Alertmanager with another configuration."""
         text = config if isinstance(config, str) else yaml.safe_dump(config)
         (self.folder / "alertmanager.yml").write_text(text)
         if reload:
-            # Debian's is started through a shell in a mount namespace, which a signal would not pass.
+            # Debian starts it through a shell in a mount namespace, which does not pass on a signal.
             check.ask(f"http://{self.alertmanager}/-/reload", {})
 
     def given(self, seconds: float = 0, **other: str) -> list[str]:
-        """Return what the pod of kube-prometheus-stack would be given here."""
+        """Return the arguments of kube-prometheus-stack's test pod, with this cluster's addresses."""
         here = {
             "exporters": self.exporter,
             "ledger": f"http://{self.exporter}",
@@ -192,7 +194,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def says(capsys: pytest.CaptureFixture[str], given: list[str], text: str) -> None:
-    """Wait until the check fails with this reason, and with nothing after it."""
+    """Wait until the check fails with `text` in its last line."""
     last = ""
 
     def failed() -> bool:
@@ -212,7 +214,7 @@ def says(capsys: pytest.CaptureFixture[str], given: list[str], text: str) -> Non
 def test_it_says_in_words_what_is_missing_and_in_the_end_that_nothing_is(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One thing after the other is put right, as by who installs it for the first time."""
+    """Repair one problem after another, as in a first installation."""
     says(capsys, cluster.given(exporters="no-such-service.invalid:9450"), "no exporter runs: no-such-service.invalid")
     says(capsys, cluster.given(exporters=cluster.nothing), "/metrics does not answer")
     says(capsys, cluster.given(exporters=cluster.prometheus), "is no exporter of flopwatch")
@@ -255,7 +257,7 @@ def test_it_says_in_words_what_is_missing_and_in_the_end_that_nothing_is(
         r"Alertmanager routes an alert to slack\n",
         done.stdout,
     )
-    # Nobody was told: every test alert has ended within group_wait.
+    # No receiver was notified: every test alert has ended within group_wait.
     url = f"http://{cluster.alertmanager}/api/v2/alerts?filter=alertname={check.ALERT}"
     until(lambda: json.loads(fetch(url)) == [])
     notified = fetch(f"http://{cluster.alertmanager}/metrics").decode()
@@ -271,7 +273,7 @@ def test_it_says_in_words_what_is_missing_and_in_the_end_that_nothing_is(
 
 
 def test_it_waits_for_what_is_about_to_come(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    """As after an install, when Prometheus has not taken over anything yet."""
+    """Start the check right after an install, before Prometheus has loaded anything."""
     tried = []
 
     def comes() -> str:
@@ -287,7 +289,7 @@ def test_it_waits_for_what_is_about_to_come(cluster: Cluster, capsys: pytest.Cap
 
 
 def test_it_runs_where_the_image_runs() -> None:
-    """The pod has the image's Python, and of its own only what it may write: nothing."""
+    """The pod has the image's Python and no files of its own that it could write to."""
     pod = only(render("defaults"), "Pod")["spec"]
     (one,) = pod["containers"]
     assert one["image"] == container(only(render("defaults"), "StatefulSet"))["image"]

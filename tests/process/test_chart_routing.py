@@ -1,4 +1,4 @@
-"""Who is told of an alert, by the chart's values: as alerts/routing.py says, in both forms, asked of amtool."""
+"""Test which receivers the chart's values select for an alert, in both forms, with amtool and alerts/routing.py."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OURS = {"name": "namespace", "matchType": "=", "value": NAMESPACE}
 
 
 def made(kind: str, routing: Json, rules: Json | None = None) -> Json:
-    """Return the configuration an install makes: Alertmanager's own, or an AlertmanagerConfig's spec."""
+    """Return the configuration that an install creates: Alertmanager's own, or the spec of an AlertmanagerConfig."""
     objects = objects_of(files_of({"routing": {**routing, "kind": kind}, "rules": rules or {}}))
     if kind == "alertmanagerconfig":
         spec: Json = only(objects, "AlertmanagerConfig")["spec"]
@@ -47,7 +47,7 @@ def made(kind: str, routing: Json, rules: Json | None = None) -> Json:
 @pytest.mark.parametrize(("rules", "settings"), [({}, SETTINGS), (LINKS, LINKED)], ids=["paths", "links"])
 def test_with_everybody_told_the_secret_is_what_the_alerts_package_makes(rules: Json, settings: AlertSettings) -> None:
     config, expected = made("secret", EVERYBODY, rules), cast(Json, alertmanager(settings))
-    # The routes' order decides; the receivers', the teams' beside each other, does not.
+    # The order of the routes matters. The order of the receivers, and that of the teams, does not.
     for one in (config, expected):
         one["receivers"] = sorted(one["receivers"], key=lambda receiver: str(receiver["name"]))
     assert config == expected
@@ -89,11 +89,11 @@ def test_a_matcher_that_the_operator_cannot_have_is_refused() -> None:
 
 
 def as_the_operator_makes_it(spec: Json, strategy: str) -> Json:
-    """Return the Alertmanager configuration the Prometheus Operator makes of an AlertmanagerConfig.
+    """Return the Alertmanager configuration that the Prometheus Operator generates from an AlertmanagerConfig.
 
-    As in pkg/alertmanager/amcfg.go of prometheus-operator 0.93: receivers get the object's name, the route gets
-    `continue` and, but for the strategy None, a matcher of the namespace, as inhibitions do on both sides; whatever
-    else the cluster's own configuration says, here that nobody is told, comes after.
+    Follow pkg/alertmanager/amcfg.go of prometheus-operator 0.93. Receivers get the object's name, and the route gets
+    `continue`. Unless the strategy is None, the route and both sides of inhibitions get a matcher of the namespace. The
+    cluster's own configuration follows, here one without a receiver.
     """
     enforced = [] if strategy == "None" else [f'namespace="{NAMESPACE}"']
 
@@ -160,7 +160,7 @@ def asked(*command: str) -> str:
 
 
 def told(servers: Servers, folder: Path, config: Json, labels: str) -> list[str]:
-    """Return the receivers amtool finds for an alert."""
+    """Return the receivers that amtool finds for an alert."""
     path = folder / "alertmanager.yml"
     path.write_text(yaml.safe_dump(config))
     asked(servers.amtool, "check-config", str(path))
@@ -178,7 +178,7 @@ LABELS = (
     "alertname=FlopwatchWatchdog severity=none",
 )
 SLACK, PAGERDUTY = {"slackSecret": "s"}, {"pagerdutySecret": "p"}
-# For each set of those who are told: who gets each of the alerts above.
+# For each set of receivers: the receivers of each of the alerts above.
 WHO: dict[str, tuple[Json, list[str]]] = {
     "everybody": (
         EVERYBODY,
@@ -210,7 +210,7 @@ WHO: dict[str, tuple[Json, list[str]]] = {
 def test_amtool_finds_the_receivers_of_every_alert_in_both_forms(servers: Servers, tmp_path: Path, who: str) -> None:
     values, expected = WHO[who]
     plain = made("secret", values)
-    for receiver in plain["receivers"]:  # amtool before 0.26 knows no url_file of a webhook
+    for receiver in plain["receivers"]:  # amtool before 0.26 does not know a webhook's url_file
         for config in receiver.get("webhook_configs", []):
             config.pop("url_file")
             config["url"] = "http://127.0.0.1:1/"
@@ -221,7 +221,7 @@ def test_amtool_finds_the_receivers_of_every_alert_in_both_forms(servers: Server
             ours = [f"{NAMESPACE}/flopwatch/{name}" for name in receivers.split(",")]
             found = told(servers, tmp_path, config, f"{labels} namespace={NAMESPACE}")
             assert found == ours, (strategy, labels)
-        # An alert of somebody else is none of ours, whatever the strategy.
+        # An alert from another namespace matches none of our routes, whatever the strategy.
         assert told(servers, tmp_path, config, "severity=critical namespace=other") == ["null"]
     for labels, receivers in zip(LABELS, expected, strict=True):
         assert told(servers, tmp_path, plain, labels) == receivers.split(","), labels

@@ -1,4 +1,4 @@
-"""The command as people and the kubelet run it: flags, a whole simulated node, its faults, and its end."""
+"""Test the command as users and the kubelet run it: flags, a whole simulated node, its faults and its shutdown."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_port_in_use_is_named_with_the_flag_to_change(tmp_path: Path) -> None:
 
 def test_a_simulated_node_is_served_whole(tmp_path: Path) -> None:
     with exporter(tmp_path / "state", "--simulate", "h100x8", "--ledger", "embedded") as node:
-        # The first read of the kernel log may come before the first read of the GPUs it is about.
+        # The first read of the kernel log may finish before the first read of the GPUs that it names.
         node.wait_for(f"gpu_xid_errors_total{{gpu=7,uuid={SimulatedNode.uuid(7)},xid=79}}", 0)
         found = node.wait_for_hardware()
         names = {series.partition("{")[0] for series in found}
@@ -141,11 +141,11 @@ def test_a_hung_driver_costs_its_own_series_and_they_come_back(tmp_path: Path) -
         time.sleep(1.1)  # not shared with the last read
         began = time.monotonic()
         found = node.series()
-        assert time.monotonic() - began < 6  # the call hangs for ever, and is waited for 2.5 s
+        assert time.monotonic() - began < 6  # the call hangs for ever, and the scrape waits 2.5 s for it
         assert found["flopwatch_collector_success{collector=nvml}"] == 0
         assert found["flopwatch_collector_success{collector=infiniband}"] == 1
         assert found[failures] == before[failures] + 1
-        assert power in found  # for as long as --stale-after says
+        assert power in found  # as long as --stale-after allows
         while power in found:
             time.sleep(0.5)
             found = node.series()
@@ -173,7 +173,7 @@ def test_two_exporters_on_one_state_folder_are_told_of_each_other_and_serve(tmp_
     with exporter(tmp_path / "state", *flags) as first, exporter(tmp_path / "state", *flags) as second:
         first.wait_for("infiniband_port_state_id{device=mlx5_0,port=1}", 4)
         second.wait_for("infiniband_port_state_id{device=mlx5_0,port=1}", 4)
-        assert second.log.count("another exporter uses --state") == 1  # both write one log here
+        assert second.log.count("another exporter uses --state") == 1  # both exporters write to one log here
 
 
 def test_a_state_folder_that_cannot_be_written_costs_only_what_is_kept_there(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_signal_ends_it_soon_and_leaves_no_child(number: int, tmp_path: Path) 
             assert not any(map(alive, children))
             return took
 
-    assert shortest(ending, 4) < 4  # two, and a machine busy with other tests
+    assert shortest(ending, 4) < 4  # two, on a machine busy with other tests
 
 
 def test_a_kill_leaves_no_child_either(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_an_exporter_that_is_killed_and_started_again_loses_no_second_of_the_led
         }
         node.push(training(45, 90.0, started + 91, status="completed", **say))
         final = book(node.wait_for("run_state{tenant=,run=lm,state=completed}", 1))
-        # What an uninterrupted exporter would have booked: 1 s of startup, 90 s of steps, nothing open.
+        # What an uninterrupted exporter would have attributed: 1 s of startup, 90 s of steps, nothing open.
         assert {k: v for k, v in final.items() if "_seconds" in k and "gpu" not in k and "timestamp" not in k} == {
             "run_seconds_total{tenant=,run=lm,bucket=productive}": pytest.approx(90),
             "run_seconds_total{tenant=,run=lm,bucket=startup}": pytest.approx(1),
@@ -277,7 +277,7 @@ def test_a_ledger_at_a_url_is_told_with_the_token_what_a_stopping_exporter_still
                 told = f'run_state{{run="{run}",state="completed",tenant=""}} 1.0\n' in response.read().decode()
             kept = list((state / "spool").glob("*"))
             if told and not kept:
-                break  # a ledger that takes longer than half a second is not waited for then
+                break  # the exporter does not wait for a ledger that takes longer than half a second
         assert (told, kept) == (True, [])
     finally:
         ledger.terminate()

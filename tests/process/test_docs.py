@@ -1,8 +1,7 @@
-"""The commands in docs/ and the README: each block is run here or by another test, or has a reason why it cannot be.
+"""Run the commands in docs/ and the README: each block runs here or in another test, or has a reason why it cannot.
 
-A block without an entry in BLOCKS fails, and so does an entry without its block. Those of a page that run do so one
-after the other in one shell, with a loopback of their own where the kernel allows it, so that the default ports are
-free.
+A block without an entry in BLOCKS fails, and so does an entry without its block. The blocks of a page run one after the
+other in one shell. They get a loopback of their own where the kernel allows it, so that the default ports are free.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ SHELL = ("sh", "bash", "console")
 
 @dataclass(frozen=True)
 class Ran:
-    """Runs here; `before` prepares, `replace` puts something in place of a placeholder, the output has `shows`."""
+    """Block that runs here. `before` prepares it, `replace` fills in placeholders, and its output matches `shows`."""
 
     shows: str = ""
     before: str = ""
@@ -41,14 +40,14 @@ class Ran:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Runs in another test, with what it needs around it."""
+    """Block that runs in another test, which sets up what it needs."""
 
     test: str
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Cannot run where the tests do."""
+    """Block that cannot run where the tests run."""
 
     what: str
 
@@ -74,7 +73,7 @@ CLUSTER, ENGINE = Needs("a Kubernetes cluster"), Needs("a container engine")
 PAGE = Elsewhere("tests/process/test_boards.py")
 SYSTEMD = Needs("root, and systemd as the first process")
 
-# By page: how the block's first line begins, and what becomes of it.
+# By page: how the block's first line begins, and how the block is tested.
 BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
     "README.md": {
         "make demo": Elsewhere("tests/e2e/test_demo.py"),
@@ -176,12 +175,12 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
         "python - <<'END'": Ran("SUCCESS: [1-9]"),
     },
 }
-# All of these pages' blocks, whatever they are.
+# Pages none of whose blocks can run, with the reason.
 WHOLE: dict[str, Needs] = {"kubernetes.md": CLUSTER}
 
 
 def commands(page: Path) -> list[str]:
-    """Return the text of each block of commands of a page, without prompts and what is printed."""
+    """Return the text of each command block of a page, without prompts and output."""
     found = []
     for indent, language, text in re.findall(
         r"^( *)```(\w*)\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.M | re.S
@@ -196,7 +195,7 @@ def commands(page: Path) -> list[str]:
 
 
 def classified(page: Path) -> list[tuple[str, Ran | Elsewhere | Needs]]:
-    """Return each block of a page with what becomes of it. Raises AssertionError where that is not said."""
+    """Return each block of a page with its entry in BLOCKS. Raises AssertionError for a block without an entry."""
     entries = BLOCKS.get(page.name, {})
     found: list[tuple[str, Ran | Elsewhere | Needs]] = []
     left = set(entries)
@@ -237,7 +236,7 @@ APART = ["unshare", "--map-root-user", "--net", sys.executable, "-c", LOOPBACK]
 
 
 def own_loopback() -> bool:
-    """Return whether this machine lets us have a loopback of our own."""
+    """Return whether this machine allows a private network namespace with its own loopback."""
     return (
         shutil.which("unshare") is not None
         and subprocess.run([*APART, "true"], capture_output=True, timeout=PATIENCE).returncode == 0
@@ -252,10 +251,10 @@ def own_loopback() -> bool:
 def test_the_blocks_that_can_run_do(page: Path, tmp_path: Path) -> None:
     if not own_loopback():
         pytest.skip("the kernel gives no network namespace (unshare --net), and the default ports may be others'")
-    for entry in ROOT.iterdir():  # so that what is written stays here
+    for entry in ROOT.iterdir():  # so that written files stay here
         if not entry.name.startswith("."):
             (tmp_path / entry.name).symlink_to(entry)
-    # Servers that a block leaves in the background are this shell's, and end with it.
+    # Servers that a block leaves in the background belong to this shell and end with it.
     script, wanted = ["set -eu", "trap 'jobs=$(jobs -p); test -z \"$jobs\" || kill $jobs; wait' EXIT"], []
     for number, (text, what) in enumerate(classified(page)):
         if isinstance(what, Ran):

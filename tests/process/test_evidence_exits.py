@@ -1,4 +1,4 @@
-"""How a rank's process ended, and what survives an exporter's restart: real processes, and the records of them."""
+"""Test how the end of a rank's process is recorded, and what survives an exporter's restart, with real processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def ticks(pid: int) -> int:
 
 @contextmanager
 def waiting(script: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Give a process that does this once a line is written to it."""
+    """Yield a process that runs `script` once a line is written to its stdin."""
     with subprocess.Popen([sys.executable, "-c", f"input()\n{script}"], stdin=subprocess.PIPE) as process:
         try:
             yield process
@@ -139,7 +139,7 @@ def test_a_pid_that_no_process_can_have_is_gone_and_keeps_no_other_rank_waiting(
     subprocess.run(["unshare", "-Upfr", "true"], capture_output=True).returncode != 0, reason="no pid namespaces here"
 )
 def test_a_rank_in_a_container_that_is_killed_is_gone_at_once_and_tells_by_what() -> None:
-    # In its namespace it is 1.
+    # Its pid in its own namespace is 1.
     script = (
         "import os\nprint(os.stat('/proc/self/ns/pid').st_ino, "
         "open('/proc/self/stat').read().rpartition(')')[2].split()[19], os.getpid(), flush=True)\ninput()"
@@ -163,7 +163,7 @@ def test_a_rank_in_a_container_that_is_killed_is_gone_at_once_and_tells_by_what(
 
 
 class Node:
-    """A node whose ranks push by hand."""
+    """Node whose ranks push only when a test calls `push`."""
 
     def __init__(self, now: float = START + 60) -> None:
         self.now = now
@@ -216,7 +216,7 @@ def test_a_rank_that_is_heard_of_again_after_a_silence_tells_how_it_ended_too() 
         node.push(**said)
         node.telemetry.check()
         node.now += 3600
-        assert node.gone()  # for all that is known
+        assert node.gone()  # as far as the exporter can know
         node.push(**said)
         assert not node.gone()
         go(process)
@@ -244,11 +244,11 @@ def test_what_tells_most_of_a_rank_comes_first() -> None:
     ]
 
 
-# A restart of the exporter.
+# Restarts of the exporter.
 
 
 def restarted(node: Node, later: float = 20.0) -> Node:
-    """Return the node after a restart of its exporter that took so long, with what it wrote down before."""
+    """Return the node `later` seconds on, after a restart of its exporter that loads the saved state."""
     written = json.loads(json.dumps(node.telemetry.state()))
     other = Node(node.now + later)
     other.telemetry.restore(written)
@@ -273,7 +273,7 @@ def test_what_was_seen_before_a_restart_is_told_after_it() -> None:
     node.push(pid=4711, pid_namespace=HOST_PIDS, status="failed", ended_by="DistBackendError")
     node.records()
     node.now += 15
-    node.evidence_log.observe(link(1, 1))  # and before that is told, it restarts
+    node.evidence_log.observe(link(1, 1))  # the exporter restarts before it sends this
     node = restarted(node)
     [record] = node.records()
     assert told([record]) == [("link_down", "mlx5_0:1"), ("exception", "")]
@@ -288,15 +288,15 @@ def test_what_happens_while_the_exporter_is_away_is_told_after_it() -> None:
     node.records()
     node = restarted(node)
     node.evidence_log.observe(link(1, 1))
-    # The rank does not come back to say so.
+    # The rank does not push its end.
     assert told(node.records()) == [("link_down", "mlx5_0:1")]
-    # In another life of the attempt's ranks, their records say it.
+    # Once the attempt's ranks push again, their records carry it.
     node.push(status="failed")
     assert told(node.records()) == [("link_down", "mlx5_0:1")]
 
 
 def cut_off(node: Node, **last_word: Any) -> Node:
-    """Return the node after a power cut: what it wrote down is older than the last word of its rank."""
+    """Return the node after a power cut: its saved state is older than the final push of its rank."""
     node.evidence_log.observe(link(4, 0))
     node.push()
     node.records()
@@ -337,7 +337,7 @@ def test_a_last_word_on_disk_outlives_what_was_written_down_before_it_and_gains_
         assert kept() == {**last_word, "evidence": [{**down, "t": node.now - 15 * (state == 4)}, exception]}
         node.now += 15
 
-    # What lives and says so is newer than any last word.
+    # The push of a live rank is newer than any final record.
     node.push()
     passed_on(node, ledger)
     assert (kept()["t"], kept()["status"]) == (node.now, None)
@@ -387,7 +387,7 @@ def test_after_five_minutes_nothing_is_left_of_it() -> None:
     node = restarted(node, later=301)
     node.evidence_log.observe(link(1, 1))
     assert node.records() == []
-    # Nor is a counter of long ago compared with one of now.
+    # Counters from long ago are not compared with current ones either.
     node = restarted(node, later=4000)
     node.evidence_log.observe(link(4, 9))
     assert node.evidence_log.entries(None, 0, node.now) == []

@@ -1,4 +1,4 @@
-"""What a node's records say of why a run ended, and what causes.verdict makes of it: from faults to a verdict."""
+"""Test the evidence in a node's records about the end of a run, and the cause that the ledger attributes from it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PORT = ("mlx5_0", "1")
 
 
 class Node(SimulatedNode):
-    """A simulated node with its collectors, what they show kept as evidence, and its training processes."""
+    """Simulated node with its collectors, the evidence from their samples, and its training processes."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder / "simulated", uptime=lambda: self.now - START)
@@ -75,19 +75,19 @@ class Node(SimulatedNode):
         self.scrape(120)
 
     def scrape(self, seconds: float = 15) -> None:
-        """Let time pass, and look at everything, as Prometheus does."""
+        """Advance the clock and read all collectors, as a scrape by Prometheus does."""
         self.now += seconds
         self.tick(self.now)
         self.evidence_log.observe([sample for collector in self.collectors for sample in collector.read()])
 
     def push(self, rank: int = 0, gpu: str = GPU, step: int = 40, **said: Any) -> None:
-        """Push as a rank that has been there since the node was made."""
+        """Push as a rank that has existed since the node was created."""
         pushed = training(step, 5.0, self.now, rank=rank, start_unix=START + 1, **said)
         pushed.scope_metrics[0].metrics.append(gauge("training_rank_info", 1, self.now, uuid=gpu, rank=str(rank)))
         assert self.telemetry.receive(request(pushed)) == (0, "")
 
     def records(self) -> list[Record]:
-        """Return what the ledger is owed, and take it."""
+        """Return the records that are due for the ledger, and mark them as delivered."""
         self.telemetry.check()
         due = self.telemetry.due()
         for key, (version, _) in due.items():
@@ -105,7 +105,7 @@ def of_kind(records: list[Record], kind: str) -> list[dict[str, Any]]:
 
 
 def judged(record: Record, status: str = "failed", **others: list[dict[str, Any]]) -> tuple[str, ...]:
-    """Return cause, confidence, host, GPU and port that a record's end is given, beside what other hosts say."""
+    """Return cause, confidence, host, GPU and port of the end in a record, given the evidence of other hosts."""
     found = [
         Evidence(host=host, **entry)
         for host, entries in {"node-7": record["evidence"], **others}.items()
@@ -131,7 +131,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 @contextmanager
 def doomed() -> Iterator[dict[str, Any]]:
-    """Give what a process says of itself that is dead afterwards."""
+    """Yield the resource attributes of a process that is dead afterwards."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         yield {"pid": process.pid, "pid_namespace": own_pid_namespace()}
         process.kill()
@@ -161,7 +161,7 @@ def test_a_gpu_that_falls_off_the_bus_is_blamed_for_the_rank_that_is_killed(node
         (entry["kind"], entry["count"], entry.get("gpu"), entry.get("detail"))
         for entry in record["evidence"]
         if entry["kind"] != "signal"
-    ]  # which newer kernels tell
+    ]  # only newer kernels log this
     assert seen == [("gpu_missing", 1, GPU, None), ("xid", 1, GPU, "79"), ("pid_gone", 1, None, None)]
     assert judged(record) == ("gpu", "certain", "node-7", GPU)
 
@@ -176,7 +176,7 @@ def test_an_xid_that_is_logged_after_the_last_word_follows_it(node: Node) -> Non
     node.xid(3, 48)
     node.scrape()
     [again, late] = node.records()
-    assert {**late, "evidence": record["evidence"]} == record  # the same last word
+    assert {**late, "evidence": record["evidence"]} == record  # the same final push
     assert judged(late) == ("gpu", "certain", "node-7", GPU)
     assert "evidence" not in again
     assert node.records() == []
@@ -276,7 +276,7 @@ def test_each_fault_of_the_simulated_node_is_an_entry(
         "link": lambda: node.link("mlx5_5", "down"),
         "remove": lambda: node.remove("mlx5_5"),
     }[fault]()
-    for _ in range(6):  # some counters are asked for now and then
+    for _ in range(6):  # some counters are only read now and then
         node.scrape()
     [record] = node.records()
     found = [{name: value for name, value in one.items() if name != "t"} for one in record["evidence"]]
@@ -426,11 +426,11 @@ def test_the_last_eight_victims_are_remembered_across_a_restart(tmp_path: Path) 
     assert victims() == expected
 
 
-# What is seen of samples, and remembered.
+# Evidence that is remembered from samples.
 
 
 def looks(*of: list[Sample], every: float = 15.0, evidence_log: EvidenceLog | None = None) -> list[dict[str, Any]]:
-    """Return what a evidence_log tells after these scrapes, the last of them now, which is START."""
+    """Return the entries of an evidence log after these scrapes. The last one is at START."""
     times = iter([START - every * n for n in reversed(range(len(of)))])
     evidence_log = EvidenceLog(lambda: next(times)) if evidence_log is None else evidence_log
     for samples in of:
@@ -578,10 +578,10 @@ def test_the_gpus_of_an_attempt_are_known_once_every_rank_has_said_its_own() -> 
 
     assert evidence.gpus_of([pushed("GPU-a"), pushed("GPU-b")]) == frozenset({"GPU-a", "GPU-b"})
     assert evidence.gpus_of([pushed("GPU-a"), pushed("")]) is None
-    assert evidence.gpus_of([pushed("MIG-a")]) is None  # which GPU that is a part of is not said
+    assert evidence.gpus_of([pushed("MIG-a")]) is None  # the GPU of this MIG instance is unknown
 
 
-# On the wire.
+# Encoded as OTLP.
 
 
 @pytest.mark.parametrize(
@@ -611,7 +611,7 @@ def test_only_a_type_and_a_word_are_taken_of_what_a_process_ended_by(said: str, 
     assert pushed().ended_by == ""  # it has not ended
 
 
-# The ledger hears of a run every second, in place of every 15.
+# The ledger receives the records of a run every second, in place of every 15 s.
 HASTY = """
 import sys
 from flopwatch.__main__ import main
@@ -660,7 +660,7 @@ def test_while_the_ledger_is_away_late_evidence_is_kept_on_disk_in_the_place_of_
 ) -> None:
     spool = tmp_path / "spool"
     with ledger_server() as (url, _):
-        pass  # a port where nobody listens any more
+        pass  # a port without a listener
     remote = Remote(url, None, spool, Outcomes(CollectorRegistry()))
     with doomed() as pid:
         node.push(**pid)

@@ -1,4 +1,4 @@
-"""The exporter where it is treated badly: each fault, and exactly the series that result."""
+"""Test the exporter under hostile input and failing parts: each fault, and exactly the series that result."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MIB = 1 << 20
 
 
 def metrics(node: Node) -> dict[str, float]:
-    """Return what a scrape serves, as series and number."""
+    """Return the series of a scrape with their values."""
     status, _, body = node.get("/metrics")
     assert status == 200
     lines = body.decode().splitlines()
@@ -47,7 +47,7 @@ def metrics(node: Node) -> dict[str, float]:
 
 
 def outcomes(found: dict[str, float]) -> dict[str, float]:
-    """Return the pushes by outcome, but for those there were none of."""
+    """Return the number of pushes by outcome, without the outcomes that have none."""
     begin, end = 'flopwatch_otlp_pushes_total{outcome="', '"}'
     return {
         series.removeprefix(begin).removesuffix(end): value
@@ -61,12 +61,12 @@ def training_series(found: dict[str, float]) -> dict[str, float]:
 
 
 def peak_memory() -> int:
-    """Return the most bytes this process ever had resident."""
+    """Return the peak resident memory of this process, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def bomb(mebibytes: int) -> bytes:
-    """Return a gzip body with so many zeros in it."""
+    """Return a gzip body that inflates to this many MiB of zeros."""
     deflater = zlib.compressobj(9, zlib.DEFLATED, 31)
     return b"".join([*(deflater.compress(bytes(MIB)) for _ in range(mebibytes)), deflater.flush()])
 
@@ -77,9 +77,9 @@ GOOD = counter("training_tokens_total", 8192.0)
 
 
 def attributes(count: int) -> bytes:
-    """Return a push whose resource has so many empty attributes besides its own."""
+    """Return a push whose resource has `count` empty attributes in addition to its own."""
     resource = process(GOOD)
-    # Field 1 of ResourceMetrics is the resource, its field 1 an attribute; a message that is there twice is merged.
+    # Field 1 of ResourceMetrics is the resource, and its field 1 an attribute. A message that occurs twice is merged.
     extra = b"\x0a\x00" * count
     return request(
         ResourceMetrics.FromString(b"\x0a" + _varint(len(extra)) + extra + resource.SerializeToString())
@@ -282,7 +282,7 @@ def test_a_label_value_that_would_deceive_a_reader_is_refused(text: str) -> None
 
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exporter]:
-    """Give an exporter with a full simulated node, eight ranks, a ledger and an Xid."""
+    """Yield an exporter with a full simulated node, eight ranks, a ledger and an Xid."""
     state = tmp_path_factory.mktemp("faults") / "state"
     with exporter(state, "--simulate", "h100x8", "--ledger", "embedded") as node:
         node.wait_for_hardware()
@@ -323,7 +323,7 @@ def domains(found: Series) -> set[str]:
 
 
 def handles(node: Exporter) -> set[str]:
-    """Return the collectors that have a process."""
+    """Return the names of the collectors that have a process."""
     commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in node.children() if alive(pid)]
     factories = (command.split("\0")[3] for command in commands)  # python -m flopwatch.node.scrape.child FACTORY
     return {
@@ -333,7 +333,7 @@ def handles(node: Exporter) -> set[str]:
 
 
 def released(found: Series, before: Series) -> dict[str, float]:
-    """Return what is said about the release, but for the times, and which failures there were since before."""
+    """Return the series about the release without its times, and the failure counters that changed since `before`."""
     return {
         series: value
         for series, value in found.items()
@@ -373,13 +373,13 @@ def test_a_released_driver_has_no_handle_and_its_gap_is_marked(
         release(node, state)
         until((state / "released").exists)
         assert handles(node) == {"infiniband", "identity"}
-        time.sleep(SHARED_SECONDS)  # the last read of before is shared as any other
+        time.sleep(SHARED_SECONDS)  # the last read before the release is shared like any other
         found = node.wait_for("flopwatch_driver_released{}", 1)
         assert released(found, before) == {
             "flopwatch_driver_released{}": 1,
             "flopwatch_collector_success{collector=infiniband}": 1,
         }
-        # Neither old numbers nor GPUs that seem to be missing.
+        # Neither outdated values nor GPUs that seem to be missing.
         assert not [series for series in found if series.startswith("gpu_present")]
         assert not [series for series in found if series.startswith("gpu_power")]
         assert "infiniband" in domains(found)
@@ -412,7 +412,7 @@ def test_an_exporter_that_is_restarted_within_a_release_opens_no_driver(tmp_path
         written = time.monotonic()
         # It ends by itself.
         found = node.wait_for("flopwatch_collector_success{collector=nvml}", 1)
-        assert time.monotonic() - written > 2.9  # which the file's time may be before
+        assert time.monotonic() - written > 2.9  # the file's timestamp may be a little earlier
         assert found["flopwatch_driver_released{}"] == 0
 
 
@@ -424,7 +424,7 @@ def test_who_asks_for_a_release_where_none_can_be_had_is_told_so(tmp_path: Path)
 
 
 def limit_files(node: Exporter, size: int) -> None:
-    """Let no process of the exporter write beyond this many bytes of a file: what a full disk is to it."""
+    """Limit the size of every file that the exporter's processes write, as a full disk would."""
     for pid in [node.process.pid, *node.children()]:
         hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, hard))
@@ -450,14 +450,14 @@ def test_a_full_disk_costs_only_what_would_be_kept_on_it(tmp_path: Path) -> None
         } == {series: value for series, value in before.items() if series.startswith("flopwatch_collector_success")}
         assert domains(found) >= domains(before)
         assert steps not in found
-        # Half a file is worse than none.
+        # A truncated file is worse than no file.
         left = {file.relative_to(state) for file in state.rglob("*")} - files
         assert {file for file in left if file.parts[0] not in ("simulated", "ledger.sqlite-journal")} == set()
 
         limit_files(node, resource.RLIM_INFINITY)
         assert node.wait_for(steps, 40)[xid] == 1
         time.sleep(1.1)
-        node.series()  # which keeps the Xid
+        node.series()  # a scrape saves the Xid
         assert node.end() == 0
     with exporter(state, "--simulate", "h100x8", "--ledger", "embedded") as node:
         found = node.wait_for(xid, 1)

@@ -1,4 +1,4 @@
-"""Image, compose file, systemd units and Slurm's scripts, as far as they can be tried without a container engine."""
+"""Test the image, the compose file, the systemd units and Slurm's scripts without a container engine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PINNED = r"[a-z/]+:v?\d+\.\d+\.\d+(-[a-z-]+)?@sha256:[0-9a-f]{64}"
 
 
 class Loader(yaml.SafeLoader):
-    """With the tags of Compose that say how files are merged."""
+    """YAML loader that knows the tags with which Compose merges files."""
 
 
 Loader.add_constructor("!override", lambda loader, node: loader.construct_sequence(node))  # type: ignore[arg-type]
@@ -55,7 +55,7 @@ Loader.add_constructor("!reset", lambda loader, node: {"image": "removed"})
 
 
 def load(name: str) -> Json:
-    """Return a compose file."""
+    """Return a parsed compose file."""
     found: Json = yaml.load((COMPOSE / name).read_text(), Loader)
     return found
 
@@ -64,7 +64,7 @@ SERVICES: Json = load("compose.yaml")["services"]
 
 
 def settings_of(arguments: list[str]) -> Any:
-    """Return what our own command line makes of arguments; settings that cannot work raise."""
+    """Return the settings that our own command line makes of `arguments`. Raises on settings that cannot work."""
     given = vars(_parser().parse_args(arguments))
     kind = KINDS[arguments[0]]
     return kind(**{field.name: given[field.name] for field in fields(kind) if given.get(field.name) is not None})
@@ -90,7 +90,7 @@ def test_images_of_others_are_pinned_by_digest() -> None:
 
 
 def bind_mounts(services: Json) -> Iterator[tuple[Path, str]]:
-    """Give what services mount of the machine, and where."""
+    """Yield the source on this machine and the target of each bind mount of the services."""
     for service in services.values():
         for volume in service.get("volumes", ()):
             source, target = volume.split(":")[:2]
@@ -251,7 +251,7 @@ def process(*command: str | Path, log: Path, **environ: str) -> Iterator[subproc
 
 
 def test_the_services_of_the_compose_file_work_together_here(tmp_path: Path) -> None:
-    """Their own commands and files, with ports of this machine in place of names, and folders in place of volumes."""
+    """Run their own commands and files, with local ports in place of names, and folders in place of volumes."""
     with ExitStack() as stack:
         held = {
             name: stack.enter_context(reserve()).getsockname()[1]
@@ -266,7 +266,7 @@ def test_the_services_of_the_compose_file_work_together_here(tmp_path: Path) -> 
             return text.replace("/etc/flopwatch", str(tmp_path / "secrets"))
 
         token = SERVICES["token"]
-        for _ in range(2):  # the second start leaves the token alone
+        for _ in range(2):  # the second start keeps the token
             subprocess.run([sys.executable, "-c", here(token["command"][0])], check=True, timeout=PATIENCE)
         secret = tmp_path / "secrets" / "ledger-token"
         assert (len(secret.read_text()), secret.stat().st_mode & 0o777) == (43, 0o600)
@@ -358,7 +358,7 @@ def test_systemd_knows_every_setting(unit: Path, tmp_path: Path) -> None:
 
 
 def flags(name: str) -> list[str]:
-    """Return what an environment file, or an example in a unit, gives as FLAGS."""
+    """Return the values for FLAGS in an environment file, or in the examples of a unit."""
     found = re.findall(r"^(?:# )?FLAGS=(.*)$", (SYSTEMD / name).read_text(), re.M)
     assert found
     return [re.sub(r" for .*", "", text) for text in found]
@@ -401,11 +401,11 @@ def test_units_are_confined(unit: Path) -> None:
         assert settings[name] == ["yes"], name
     assert settings["ProtectSystem"] == ["strict"]
     assert settings["CapabilityBoundingSet"] == ["CAP_SYSLOG" if "kmsg" in unit.name else ""]
-    if "exporter" in unit.name:  # or NVML has nothing to open
+    if "exporter" in unit.name:  # otherwise NVML cannot open the devices
         assert not {"PrivateDevices", "DevicePolicy", "DeviceAllow", "ProtectClock", "ProtectProc"} & set(settings)
 
 
-# Slurm. What the other two scripts do is in test_check.py.
+# Slurm. test_check.py tests the other two scripts.
 
 
 def test_prolog_and_epilog_write_down_who_has_which_gpu(tmp_path: Path) -> None:
@@ -453,7 +453,7 @@ def test_prolog_and_epilog_write_down_who_has_which_gpu(tmp_path: Path) -> None:
 
 
 def copied(stage: str) -> list[tuple[list[str], str]]:
-    """Return what a stage of the Dockerfile copies from the checkout, and where to."""
+    """Return the paths that a stage of the Dockerfile copies from the checkout, with their targets."""
     (text,) = re.findall(rf"^FROM [^\n]* AS {stage}\n(.*?)(?=^FROM|\Z)", DOCKERFILE, re.M | re.S)
     return [
         (words[:-1], words[-1]) for words in (line.split() for line in re.findall(r"^COPY (?!--from)(.*)$", text, re.M))
@@ -490,7 +490,7 @@ def test_a_wheel_made_as_in_the_image_stands_without_the_checkout(tmp_path: Path
             else:
                 shutil.copy(ROOT / one, there)
     built = (ROOT / "viewer" / "dist" / "index.html").is_file()
-    if built:  # what the image's first stage makes
+    if built:  # built by the image's first stage
         shutil.copytree(ROOT / "viewer" / "dist", source / "viewer" / "dist")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     subprocess.run(
@@ -505,7 +505,7 @@ def test_a_wheel_made_as_in_the_image_stands_without_the_checkout(tmp_path: Path
     elsewhere = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def flopwatch(*arguments: str) -> list[str]:
-        # Its own folder before the packages of this environment, in which flopwatch is the checkout.
+        # Its own folder comes before the packages of this environment, in which flopwatch is the checkout.
         return [
             sys.executable,
             "-c",

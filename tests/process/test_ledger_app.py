@@ -1,4 +1,4 @@
-"""`flopwatch ledger serve` as exporters and Prometheus meet it: a real process on a real socket."""
+"""Test `flopwatch ledger serve` as exporters and Prometheus use it: a real process on a real socket."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_metrics_are_the_catalogues_families_in_the_format_asked_for(
     assert str(response.getheader("Content-Type")).startswith(media)
     families = {family.name: family for family in parse(response.read().decode())}
     connection.close()
-    # Of waits that nobody measured there is no counter.
+    # Waits that were never measured have no counter.
     rows = [row for row in m.all_metrics() if row.domain == "run" and row is not m.RUN_STRAGGLER_GPU_SECONDS_TOTAL]
     rows += [m.FLOPWATCH_LEDGER_REQUESTS_TOTAL, m.FLOPWATCH_BUILD_INFO]
     assert len(families) == len(rows)
@@ -143,7 +143,7 @@ def test_deliveries_need_the_token_where_there_is_one_and_it_can_be_rotated(tmp_
         token.write_text("n3w")
         assert ledger.post(LOOP, Authorization="Bearer s3cret")[0] == 401
         assert ledger.post(LOOP, Authorization="Bearer n3w")[0] == 200
-        # What Prometheus reads is not secret.
+        # The metrics for Prometheus need no token.
         assert ledger.seconds("loop")["productive"] == 23
         assert 'flopwatch_ledger_requests_total{outcome="refused"} 5.0' in ledger.ask("GET", "/metrics")[1]
 

@@ -1,4 +1,4 @@
-"""`flopwatch ledger list | show | close | export` against a ledger that runs: of its own, and inside an exporter."""
+"""Test `flopwatch ledger list | show | close | export` against a running ledger, stand-alone and inside an exporter."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ledger]:
 
 
 def asked(ledger: Ledger | int, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Return status, output and errors of a question to this ledger, or to that port."""
+    """Run a `flopwatch ledger` command against this ledger or port, and return its status, output and errors."""
     port = ledger if isinstance(ledger, int) else ledger.port
     status = main(["ledger", *arguments, "--url", f"http://127.0.0.1:{port}"])
     output, errors = capsys.readouterr()
@@ -121,7 +121,7 @@ def test_export_holds_every_attempt_and_they_add_up_to_the_run(
         (10, 15, 10),
         (10, 23, 20),
     ]
-    # Of what ends in the middle of a recovery the time is in the first one's: a4's step 16 is the next new one.
+    # An end amid a recovery has no recovery time: it is in the first one's. The next new step is a4's step 16.
     assert [one["recovery_seconds"] for one in attempts] == [143 - 20, None, None, None]
     for kind in ("seconds", "gpu_seconds"):
         total = dict.fromkeys(expected["buckets"], 0.0)
@@ -130,7 +130,7 @@ def test_export_holds_every_attempt_and_they_add_up_to_the_run(
                 total[bucket] += seconds
         assert total == pytest.approx(record["buckets" if kind == "seconds" else kind])
     assert attempts == answer(ledger, capsys, "show", "loop", "--json")["attempts"]
-    # Each loss from one end to the next, the last until step 16.
+    # Each loss lasts from one end to the next, the last one until step 16.
     assert [(one["attempt_number"], one["seconds"], one["gpu_seconds"]) for one in record["incidents"]] == [
         (1, 40, 160),
         (2, 40, 160),
@@ -293,7 +293,7 @@ def test_a_ledger_that_wants_a_token_says_so(tmp_path: Path, capsys: pytest.Capt
 
 @contextmanager
 def answering(status: int, body: bytes) -> Iterator[int]:
-    """Give the port of a server that answers everything so."""
+    """Yield the port of a server that answers every request alike."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -371,7 +371,7 @@ def test_the_ledger_inside_an_exporter_is_asked_the_same_way(
         port = int(node.metrics.rpartition(":")[2])
         node.push(training(20, 40.0, started + 100, start_unix=started, attempt="a1"))
         node.wait_for("run_high_water_steps{tenant=,run=lm}", 20)
-        # What is served from 0 at first is told in full.
+        # Series that are first served as 0 are exported with their full values.
         status, output, _ = asked(port, capsys, "export", "lm")
         assert (status, json.loads(output)["buckets"]["productive"]) == (0, 40)
         assert asked(port, capsys, "list")[0] == 0

@@ -1,4 +1,4 @@
-"""The ledger's file: restarts, kills, damage, a full disk, a second process."""
+"""Test the ledger's file: restarts, kills, damage, a full disk, a second process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CAPTURES = TESTS / "captures"
 HISTORIES = CAPTURES / "histories"
 EXPORTER = ROOT / "exporter"
 NOW = 9000.0
-LATER = 2e9  # than any generated history
+LATER = 2e9  # later than any generated history
 
 
 def history(name: str) -> list[dict[str, Any]]:
@@ -41,7 +41,7 @@ def history(name: str) -> list[dict[str, Any]]:
 
 
 def told(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures of a ledger that never was anywhere but in memory."""
+    """Return the figures of a ledger that only ever was in memory."""
     ledger = Ledger()
     for record in records:
         ledger.apply(record)
@@ -50,7 +50,7 @@ def told(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 @contextmanager
 def no_more_than(size: int) -> Iterator[None]:
-    """Let this process make no file larger than this, as a full disk would."""
+    """Limit the size of every file that this process writes, as a full disk would."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -89,7 +89,7 @@ def test_a_ledger_killed_at_any_moment_has_what_it_acknowledged_and_loses_no_sec
     records, chance = history("crash_and_move"), random.Random(7)
     path, before = tmp_path / "ledger.sqlite", 0
     for _ in range(8):
-        # Its sender starts from the first record each time: what is known already changes nothing.
+        # The sender starts from the first record each time. Records that the ledger already has change nothing.
         child = subprocess.Popen(
             [sys.executable, "-c", CHILD, str(path), str(HISTORIES / "crash_and_move.jsonl")],
             stdout=subprocess.PIPE,
@@ -103,11 +103,11 @@ def test_a_ledger_killed_at_any_moment_has_what_it_acknowledged_and_loses_no_sec
         if chance.random() < 0.5:
             threading.Event().wait(chance.uniform(0, 0.004))
         child.kill()
-        rest = child.stdout.read().split()  # said before it died; the last may be cut short
+        rest = child.stdout.read().split()  # printed before it died; the last number may be cut short
         acknowledged = max([acknowledged, *(int(number) for number in rest[:-1])])
         child.wait()
         child.stdout.close()
-        # Of what was under way when it died the sender has no answer: it may be there or not.
+        # A record in flight at the kill has no acknowledgement. It may be in the file or not.
         prefixes = range(max(acknowledged, before), min(len(records), max(acknowledged, before) + len(rest) + 2) + 1)
         with closing(Store(path, clock=lambda: NOW)) as store:
             summary = store.summary()
@@ -178,7 +178,7 @@ def test_a_file_of_the_first_format_is_taken_over_with_all_it_holds(tmp_path: Pa
     path = tmp_path / "ledger.sqlite"
     shutil.copy(CAPTURES / "ledger" / "format_1.sqlite", path)
     records = [*history("crash_and_move")[:300], *history("two_nodes_then_one"), *history("crash_loop")[:7]]
-    counted_since = {  # by what the first format did not keep
+    counted_since = {  # derived from data that the first format did not keep
         "recoveries",
         "recovery_seconds",
         "incidents",
@@ -191,7 +191,7 @@ def test_a_file_of_the_first_format_is_taken_over_with_all_it_holds(tmp_path: Pa
 
     with closing(Store(path, new_for=60, clock=lambda: NOW + 10)) as store:
         assert known(store.summary()) == known(told(records))
-        # A run that was there before is not new.
+        # A run that existed before is not new.
         assert max(value for row, _, value in store.families(NOW + 10) if row is m.RUN_SECONDS_TOTAL) == 2750
         store.apply(history("crash_and_move")[300:])
         store.apply(history("crash_loop")[7:])
@@ -279,7 +279,8 @@ def test_an_ended_run_is_served_for_a_day_and_then_forgotten(tmp_path: Path) -> 
 
     with closing(Store(path, clock=lambda: clock[0])) as store:
         store.apply(history("crash_and_move"))
-        # It goes by when the end was heard of: a sender may have been cut off for long, or its clock be wrong.
+        # The day begins when the ledger received the end. A sender may have been cut off for long, or its clock be
+        # wrong.
         assert runs(store, NOW + 24 * 3600) == {"r"}
         assert runs(store, NOW + 24 * 3600 + 1) == set()
         clock[0] += 24 * 3600 + 1
@@ -288,7 +289,7 @@ def test_an_ended_run_is_served_for_a_day_and_then_forgotten(tmp_path: Path) -> 
         assert db.execute("SELECT run FROM runs").fetchall() == [("loop",)]
         assert db.execute("SELECT DISTINCT run FROM sources").fetchall() == [("loop",)]
     with closing(Store(path, clock=lambda: clock[0])) as store:
-        # One that has not ended is down for as long as that may take.
+        # A run that has not ended stays down for as long as that takes.
         assert runs(store, clock[0] + 30 * 24 * 3600) == {"loop"}
 
 
@@ -316,7 +317,7 @@ def test_a_run_that_nobody_ends_is_given_up_and_its_accounts_are_served_for_anot
         assert states(store) == {"loop": "stopped", "never": "stopped"}
         before = store.figures("loop")
         assert (before["summary"]["wall_seconds"], before["buckets"]["productive"]) == (60, 15)
-        # What was not written by a delivery yet is found again.
+        # A state that no delivery has written yet is computed again.
     with closing(opened()) as store:
         clock[0] += 601
         assert states(store) == {"loop": "stopped", "never": "stopped"}
@@ -345,7 +346,7 @@ def test_a_new_run_is_served_at_0_for_a_minute_once(tmp_path: Path) -> None:
     with closing(Store(path, new_for=60, clock=lambda: clock[0])) as store:
         assert {value for row, _, value in store.families(NOW + 59) if row.type == "counter"} == {0}
         assert productive(store, NOW + 60) == {6000}
-        # A clock that is set back does not make it new again: that would be a reset of every counter.
+        # A clock set back does not make the run new again. That would reset every counter.
         assert productive(store, NOW + 30) == productive(store, NOW - 3600) == {6000}
         # A new generation is another run.
         clock[0] = NOW + 100
@@ -458,7 +459,7 @@ def test_deliveries_that_come_together_share_a_transaction_and_each_is_on_disk_w
                 [[found]] = db.execute("SELECT count(*) FROM runs WHERE run = ?", (f"r{number}",))
                 written.append(found)
 
-        with store._lock:  # as a slow disk would
+        with store._lock:  # like a slow disk
             threads = [threading.Thread(target=deliver, args=(number,)) for number in range(count)]
             for thread in threads:
                 thread.start()

@@ -1,4 +1,4 @@
-"""A node's maintenance: what the file says, what the exporter serves of it, and the command."""
+"""Test a node's maintenance: the content of the file, the series that the exporter serves for it, and the command."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_exporter_serves_what_the_command_says_and_forgets_nothing_in_a_rest
         before = time.time()
         done = flopwatch_command("maintenance", "start", "--for", "2h", "--state", state)
         assert re.fullmatch(r"in maintenance until 2\d{3}-\d\d-\d\d \d\d:\d\d:\d\d \+\d{4}\n", done.stdout), done
-        # A page younger than a quarter of a second is shared, so the first one may be from before the command.
+        # A page younger than a quarter of a second is shared, so the first one may be older than the command.
         assert running.wait_until(lambda found: series in found)[series] == pytest.approx(before + 7200, abs=30)
         assert running.end() == 0
     with exporter(state, "--simulate", "h100x8") as running:

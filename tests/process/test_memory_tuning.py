@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-# What a process holds after the sweeper has frozen it, made garbage, and swept it twice; a circle that is as old as it
-# gets; tuples of a length that the interpreter keeps once they are freed, as dataclasses.fields() makes them.
+# Print what the sweeper has frozen before and after the start ends, and whether it frees two kinds of garbage. One is a
+# reference cycle of the oldest generation. The other is tuples of a length that the interpreter caches when they are
+# freed, as dataclasses.fields() makes them.
 PROGRAM = """
 import asyncio, gc, sys, weakref
 from flopwatch.node.memory_tuning import swept

@@ -1,4 +1,4 @@
-"""The hook pushing to what is not ours: a collector (rotel), a database (VictoriaMetrics), a server behind TLS."""
+"""Test the hook with receivers of others: a collector (rotel), a database (VictoriaMetrics), a server behind TLS."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Value = TypeVar("Value")
 
 @contextmanager
 def running(command: list[str], port: int, log: Path) -> Iterator[None]:
-    """Run a server until the end of the block; it is up when its port takes connections."""
+    """Run a server until the end of the block. It is up once its port accepts connections."""
     with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
         try:
             deadline = time.monotonic() + PATIENCE
@@ -59,14 +59,14 @@ def running(command: list[str], port: int, log: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Backend:
-    """VictoriaMetrics, and a collector that hands on to it."""
+    """VictoriaMetrics, and a collector that forwards to it."""
 
     database: str
     collector: str
 
     @property
     def otlp(self) -> str:
-        """Return where VictoriaMetrics takes OTLP: the endpoint, to which the hook adds /v1/metrics."""
+        """Return VictoriaMetrics' OTLP endpoint, to which the hook appends /v1/metrics."""
         return f"{self.database}/opentelemetry"
 
     def _get(self, path: str, **query: str) -> Any:
@@ -75,7 +75,7 @@ class Backend:
 
     def query(self, promql: str) -> list[tuple[dict[str, str], float]]:
         """Return labels and value of each series of an instant query."""
-        # What was taken can be searched within a second or so, or at once after this.
+        # Points can be searched within a second or so, or at once after this request.
         urllib.request.urlopen(f"{self.database}/internal/force_flush").close()
         return [(one["metric"], float(one["value"][1])) for one in self._get("query", query=promql)["result"]]
 
@@ -85,8 +85,8 @@ class Backend:
 
 
 def eventually(read: Callable[[], Value], expected: Value) -> None:
-    """Check that what is read becomes what is expected some time, and show the difference if it does not."""
-    deadline = time.monotonic() + PATIENCE / 4  # a second, where the machine has nothing else to do
+    """Wait until `read()` returns what is expected, and show the difference if it never does."""
+    deadline = time.monotonic() + PATIENCE / 4  # a second, on an idle machine
     while time.monotonic() < deadline:
         if read() == expected:
             return
@@ -137,7 +137,7 @@ def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
 
 
 def exposed(row: Metric, labels: dict[str, str], bounds: tuple[float, ...] = DURATION_BOUNDS) -> set[Series]:
-    """Return the series as which the exporter would serve a row's point, with what OTLP adds to them."""
+    """Return the series that the exporter would serve for a row's point, with the labels that OTLP adds."""
     labels = {key: value for key, value in labels.items() if value} | {"service_name": "flopwatch"}
     if row.type != "histogram":
         return {frozenset({"__name__": row.name, **labels}.items())}
@@ -152,7 +152,7 @@ def test_every_training_family_arrives_under_its_own_name_and_labels(backend: Ba
     text = {label: f"some {label}" for row in TRAINING for label in row.labels}
     said = {row: {key: text[key] for key in row.labels if key not in ("run", "rank")} for row in TRAINING}
     wire = Wire(getattr(backend, way), time.time() - 60, None)
-    for at in (1.0, 2.0):  # what changes from push to push begins no series
+    for at in (1.0, 2.0):  # labels that change from push to push start no new series
         wire.send(
             wire.encode(
                 Snapshot(
@@ -216,7 +216,7 @@ run.finish()
 
 @pytest.fixture
 def secure(tmp_path: Path) -> Iterator[tuple[str, Path, list[dict[str, str]]]]:
-    """A receiver behind TLS: its URL, its certificate, and the headers of what it was sent."""
+    """Receiver behind TLS: its URL, its certificate, and the headers of the requests it received."""
     subprocess.run(
         [
             "openssl",
@@ -261,7 +261,7 @@ def secure(tmp_path: Path) -> Iterator[tuple[str, Path, list[dict[str, str]]]]:
 
     class Server(HTTPServer):
         def handle_error(self, request: object, client_address: object) -> None:
-            """Say nothing of clients that do not trust the certificate."""
+            """Ignore errors of clients that do not trust the certificate."""
 
     with Server(("127.0.0.1", 0), Handler) as server:
         server.socket = context.wrap_socket(server.socket, server_side=True)
@@ -330,7 +330,7 @@ def test_no_answer_within_two_seconds_is_no_delivery(secure: tuple[str, Path, li
     def send() -> float:
         began = time.monotonic()
         with pytest.raises(Undelivered):
-            Wire(url.replace("https", "http"), 0.0, None).send(b"")  # TLS there, and none here
+            Wire(url.replace("https", "http"), 0.0, None).send(b"")  # a TLS client meets a server without TLS
         return time.monotonic() - began
 
     assert shortest(send, 4) < 4

@@ -1,4 +1,4 @@
-"""Readers: real child processes around the simulated node, and around collectors that hang, die and misbehave."""
+"""Test readers: real child processes with the simulated node, and with collectors that hang, die and misbehave."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from flopwatch.simulate import SimulatedNode
 from flopwatch.simulate.sources import host_sources as simulated
 from tests.support.machine import PATIENCE, shortest, until
 
-LONG = PATIENCE  # seconds; a deadline that only a broken build misses
+LONG = PATIENCE  # seconds; only a broken build misses this deadline
 
-# Collectors as a third party might write them, in a module of its own that the child imports.
+# A collector as a third party might write it, in a module of its own that the child imports.
 ODD = """
 import os, signal, time
 from pathlib import Path
@@ -56,7 +56,7 @@ FROM_THE_SECOND_UNTIL_ITS_FLAG = (
 
 @pytest.fixture
 def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Reader]]:
-    """Return a function that makes readers of the odd collector and closes them after the test."""
+    """Return a function that creates readers of the odd collector and closes them after the test."""
     (tmp_path / "odd.py").write_text(ODD)
     monkeypatch.syspath_prepend(str(tmp_path))
     readers: list[Reader] = []
@@ -106,7 +106,7 @@ def pid(reading: Reading) -> int:
 
 
 def gone(process: int) -> bool:
-    """Return whether a process ends soon; one that waits to be reaped has."""
+    """Return whether a process ends soon. A zombie counts as ended."""
 
     def ended() -> bool:
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -118,7 +118,7 @@ def gone(process: int) -> bool:
 
 
 def eventually(reader: Reader, condition: Callable[[Reading], bool]) -> Reading:
-    """Ask until an answer is as expected."""
+    """Ask again until an answer is as expected, and return it."""
     end = time.monotonic() + PATIENCE
     while not condition(reading := reader.ask(0.1)):
         assert time.monotonic() < end, f"last: {reading}"
@@ -127,7 +127,7 @@ def eventually(reader: Reader, condition: Callable[[Reading], bool]) -> Reading:
 
 
 def answered(reader: Reader) -> bool:
-    """Return whether an answer lies in the pipe."""
+    """Return whether an answer is waiting in the pipe."""
     assert reader._child is not None
     assert reader._child.process.stdout is not None
     return bool(select.select([reader._child.process.stdout], [], [], 0)[0])
@@ -163,7 +163,7 @@ def test_a_hung_driver_call_costs_its_source_and_recovers_by_itself(
     for _ in range(2):
         started = time.monotonic()
         hung = readers["nvml"].ask(0.3)
-        assert 0.3 <= time.monotonic() - started < LONG / 2  # and not for as long as the call hangs
+        assert 0.3 <= time.monotonic() - started < LONG / 2  # not for as long as the call hangs
         assert (hung.ok, hung.reason, hung.samples) == (False, "deadline", [])
         assert readers["infiniband"].ask(LONG).ok
         assert readers["xid"].ask(LONG).ok
@@ -205,7 +205,7 @@ def test_a_read_of_sysfs_that_hangs_costs_the_ports_until_it_ends(
     assert readers["infiniband"].ask(LONG).ok
     file = node.sysfs / "class/infiniband/mlx5_0/ports/1/counters/symbol_error"
     file.unlink()
-    os.mkfifo(file)  # opening it blocks until somebody opens it for writing
+    os.mkfifo(file)  # opening it blocks until another process opens it for writing
     assert readers["infiniband"].ask(0.3).reason == "deadline"
     assert readers["nvml"].ask(LONG).ok
     with file.open("w") as pipe:
@@ -267,7 +267,7 @@ def test_a_hung_child_that_ignores_sigterm_is_killed(odd: Callable[..., Reader],
 def test_a_child_that_no_signal_has_ended_yet_is_abandoned_and_replaced(
     odd: Callable[..., Reader], tmp_path: Path
 ) -> None:
-    # Without grace the abandoning comes in the same breath as the SIGKILL, before that can have an effect.
+    # Without grace the reader abandons the child right after the SIGKILL, before that can take effect.
     reader = odd(kill_after=0.2, grace=0.0, read=UNTIL_THE_FLAG)
     (tmp_path / "flag").touch()
     first = pid(reader.ask(LONG))
@@ -278,7 +278,7 @@ def test_a_child_that_no_signal_has_ended_yet_is_abandoned_and_replaced(
 
 
 def parent(spec: str, ready: Path) -> subprocess.Popen[bytes]:
-    """Return a process that has a reader, has asked it once, and writes its child's pid."""
+    """Start a process that has a reader, asks it once, writes its child's pid to `ready` and sleeps."""
     code = (
         f"import time\nfrom pathlib import Path\nfrom flopwatch.node.scrape.reader import Reader, Spec\n"
         f"reader = Reader('odd', {spec})\n"
@@ -466,7 +466,7 @@ def test_an_answer_that_nobody_fetched_for_long_is_none(odd: Callable[..., Reade
 
 def test_an_answer_says_how_old_it_is(odd: Callable[..., Reader], tmp_path: Path) -> None:
     reader = odd(read="time.sleep(0.3)")
-    # The time that the read took is no age.
+    # The duration of the read does not count as age.
     assert shortest(lambda: reader.ask(LONG).age, 0.25) < 0.25
     reader = odd(read=FROM_THE_SECOND_UNTIL_ITS_FLAG)
     assert reader.ask(LONG).ok
@@ -516,7 +516,7 @@ def test_a_hung_child_is_killed_to_release_the_driver(odd: Callable[..., Reader]
     assert not Path(f"/proc/{child}").exists()
 
 
-# A call in uninterruptible sleep: no signal ends it. The kernel lets no test make one, so signals are lost instead.
+# A call in uninterruptible sleep ignores every signal. A test cannot make one, so signals are dropped instead.
 
 
 @pytest.fixture
@@ -531,7 +531,8 @@ def lost_kills(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_driver_is_not_released_while_a_call_into_it_cannot_be_ended(
     odd: Callable[..., Reader], tmp_path: Path, lost_kills: None
 ) -> None:
-    # Its listener would end the process with stdin; a call in uninterruptible sleep keeps every thread of it.
+    # Without this patch the child would end when its stdin closes. Uninterruptible sleep keeps every thread of a
+    # process.
     stay = "os._exit = lambda status: time.sleep(60)"
     reader = odd(before=stay, read=FROM_THE_SECOND_UNTIL_THE_FLAG)
     child = pid(reader.ask(LONG))
@@ -555,7 +556,7 @@ def test_no_more_than_one_child_is_abandoned(odd: Callable[..., Reader], tmp_pat
         return [int(file.stem) for file in tmp_path.glob("*.pid")]
 
     until(lambda: len(children()) == 2)
-    for _ in range(20):  # 2 s, after a tenth of which the first was abandoned
+    for _ in range(20):  # 2 s; the first child was abandoned after a tenth of that
         assert len(children()) == 2
     assert all(Path(f"/proc/{child}").exists() for child in children())
     assert restarts == ["hung"]

@@ -1,4 +1,4 @@
-"""What the README says is true: its code runs, its commands are accepted, its tables and links are up to date."""
+"""Test that the README is correct: its code runs, its commands are accepted, its tables and links are up to date."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def commands() -> list[list[str]]:
 
 
 class Batch:
-    """Stands for a tensor of token ids."""
+    """Stand-in for a tensor of token ids."""
 
     def numel(self) -> int:
         return 8192

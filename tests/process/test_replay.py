@@ -1,4 +1,4 @@
-"""`flopwatch ledger replay` on recorded histories whose figures are worked out by hand."""
+"""Test `flopwatch ledger replay` on recorded histories whose figures are worked out by hand."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.support import ROOT, TESTS
 HISTORIES = TESTS / "captures" / "histories"
 EXPORTER = ROOT / "exporter"
 
-# Seconds by hand, bucket by bucket; what is not named is 0.
+# Seconds in each bucket, worked out by hand. A bucket that is not listed is 0.
 EXPECTED: dict[str, dict[str, Any]] = {
-    # a1: 300 startup, 199 steps of 10 s, 5 s of the next, 3 checkpoints of 20 s; 900 s nothing; a2 from step 180.
+    # a1: 300 s startup, 199 steps of 10 s, 5 s of the next, 3 checkpoints of 20 s. Then 900 s down. a2 from step 180.
     "crash_and_move": {
         "run": "r",
         "attempts": 2,
@@ -33,9 +33,9 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "effective_mfu": 600 * 3.2e16 / (7895 * 8 * 989.4e12),
         "provisional_seconds": 0,
     },
-    # a1 on 16 GPUs: 20 s startup, 12 steps of 4 s, a checkpoint of 6 s (for h2 a part of its steps), 8 s lost up to
-    # the time the second node is seen gone. a2 on 8 GPUs from step 8: 4 steps of 8 s again, 2 more, 2 s other.
-    # FLOPs: 12 steps on h1 and the 10 that h2 reported, then steps 13 and 14.
+    # a1 on 16 GPUs: 20 s startup, 12 steps of 4 s, a checkpoint of 6 s (for h2 a part of its steps). 8 s are lost until
+    # the second node is noticed as gone. a2 on 8 GPUs from step 8: 4 steps of 8 s again, 2 more, 2 s other. FLOPs: 12
+    # steps on h1 and the 10 that h2 reported, then steps 13 and 14.
     "two_nodes_then_one": {
         "run": "research/llm",
         "attempts": 2,
@@ -62,8 +62,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "effective_mfu": (22e16 + 4e16) / (112 * 16e15 + 70 * 8e15),
         "provisional_seconds": 0,
     },
-    # Steps of 1 s. a1 executes 15, with a checkpoint at 10; a2 and a3 die at 15 again; a4 executes 11 to 15 again and
-    # gets to 23, checkpoint at 20. Lines come twice and late, and the start of a3 not at all.
+    # Steps of 1 s. a1 executes 15, with a checkpoint at 10. a2 and a3 die at step 15 again. a4 executes 11 to 15 again
+    # and reaches 23, with a checkpoint at 20. Lines are repeated and late, and the start of a3 is missing.
     "crash_loop": {
         "run": "loop",
         "attempts": 4,
@@ -230,7 +230,7 @@ def test_steps_up_to_the_one_restored_were_made_before_whoever_was_heard_making_
         told("start", 100, "b", step=35, **peak),
         told("snapshot", 260, "b", step=51, activity_seconds={"step": 160}, model_flops=1600, **peak),
     )
-    # Steps of 10 s; only step 51 is new, in seconds as in FLOPs.
+    # Steps of 10 s. Only step 51 is new, in seconds and in FLOPs.
     assert run["buckets"] == {"productive": 10, "lost": 150, "down": 100}
     assert run["effective_mfu"] == 100 / (10 * 260)
 
@@ -334,7 +334,7 @@ def test_what_keeps_a_history_from_being_replayed_is_told_and_at_most_twenty_tim
 
 
 def crash(*, source_of_b: str = "h") -> list[str]:
-    """A run that crashes after step 20, its last snapshot at 200, and goes on from step 10 at 250."""
+    """Return the records of a run that crashes after step 20 (last snapshot at 200) and resumes at 250 from step 10."""
     peak = {"gpus": 2, "peak_flops": 2e12}
 
     def step(t: float, attempt: str, source: str, made: int, first: int) -> str:
@@ -389,7 +389,7 @@ def test_what_hosts_said_at_the_same_time_may_stand_one_after_the_other() -> Non
 
 
 def test_late_lines_of_one_run_change_nothing_in_the_order_of_another() -> None:
-    # The clock of the second node is behind all the time.
+    # The second node's clock is behind all the time.
     skewed = crash()[:3] + [json.dumps(json.loads(line) | {"t": json.loads(line)["t"] - 80}) for line in crash()[3:]]
     other = [json.dumps(json.loads(line) | {"run": "other"}) for line in crash()]
     mixed, _ = replay([*skewed, *other[:2], *other[3:], other[2]])

@@ -1,4 +1,4 @@
-"""`flopwatch report` against a real Prometheus, with a run whose figures are known by hand, and in a real browser."""
+"""Test `flopwatch report` with a real Prometheus, on a run whose figures are known by hand, and in a real browser."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 HOSTILE = '<script>alert(1)</script>"&'
 
 
-# What it reckons.
+# What it computes.
 
 
 @pytest.mark.parametrize(
     ("seconds", "count", "expected"),
     [
-        # Exact limits of a Poisson count, from tables: 3 events 0.6187 to 8.7673, none 0 to 3.6889, 10 4.7954 to
-        # 18.3904.
+        # Exact limits of a Poisson count, from tables: 3 events 0.6187 to 8.7673, 0 events 0 to 3.6889, 10 events
+        # 4.7954 to 18.3904.
         (100, 3, (100 / 3, 100 / 8.7673, 100 / 0.6187)),
         (100, 0, (None, 100 / 3.6889, None)),
         (1000, 10, (100, 1000 / 18.3904, 1000 / 4.7954)),
@@ -62,7 +62,7 @@ def test_the_checkpoint_interval_is_dalys() -> None:
     found = checkpoint_interval(3600, 300, 86_400, 600)
     assert found is not None
     assert found.optimum == pytest.approx(60 * 116.67, rel=0.01)
-    # At the optimum nothing near it is better, and the actual interval is worse.
+    # No interval near the optimum is better, and the actual interval is worse.
     assert found.least_waste < found.waste
     for near in (0.8, 1.25):
         other = checkpoint_interval(near * found.optimum, 300, 86_400, 600)
@@ -74,7 +74,7 @@ def test_the_checkpoint_interval_is_dalys() -> None:
     assert seldom.optimum == 100
 
 
-# What it asks.
+# What it queries.
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def test_the_rank_that_was_late_and_the_link_with_errors_are_named_with_their_pl
     found = re.fullmatch(r"was the straggler in ([\d.]+)% of the run, at 20\.0% of a step", rank["finding"])
     assert found is not None
     assert float(found[1]) == pytest.approx(25, abs=0.3)  # of 526 evaluations, one at the window's edge
-    (link,) = report["links"]  # node-2's, which has twice as many, does not run this job
+    (link,) = report["links"]  # node-2's port, with twice as many errors, does not run this job
     assert (link["name"], link["place"]) == ("mlx5_0 port 1", "node-1")
 
 
@@ -172,7 +172,7 @@ def test_the_ledger_tells_of_each_loss_with_its_place(url: str, ledger: str, bas
     found = json.loads(answer.stdout)
     (loss,) = found["losses"]
     lost = loss.pop("gpu_seconds") / 8
-    assert lost == pytest.approx(900 + 300 + 195, rel=0.02)  # down, the second startup, done again
+    assert lost == pytest.approx(900 + 300 + 195, rel=0.02)  # down, the second startup, repeated steps
     assert loss.pop("began") - base == pytest.approx(2955, abs=16)
     assert loss.pop("back") - base == pytest.approx(4335, abs=40)
     assert "Xid 79" in loss.pop("why")
@@ -238,7 +238,7 @@ def test_the_records_it_reads_are_made() -> None:
 
 
 class Elements(HTMLParser):
-    """Collects the elements of a page and what they would fetch."""
+    """HTML parser that collects the elements of a page and the addresses they would fetch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class Elements(HTMLParser):
 
 
 def made(report: dict[str, Any], **changes: Any) -> RunReport:
-    """Return a report from its JSON, with some of it changed."""
+    """Return a report from its JSON with some fields changed."""
     from flopwatch.report.model import CheckpointSummary, Slice
     from flopwatch.report.statistics import CheckpointInterval, MeanTime
 

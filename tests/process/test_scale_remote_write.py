@@ -1,4 +1,4 @@
-"""A real Prometheus sends its records to a real VictoriaMetrics, as docs/scale.md says, and nothing else."""
+"""Test that a real Prometheus sends exactly the records in docs/scale.md to a real VictoriaMetrics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS = AlertSettings(pace=15)
 NODES = 2
 ENOUGH = 1_500  # samples, so that each series has a few
 RECORDS = '{__name__=~".+:.+"}'
-# The last of them comes when windows of others are full.
+# The last record appears once the windows of others are full.
 WANTED = (
     "run:training_mfu:ratio_rate5m",
     "rank:training_straggler:score",
@@ -38,7 +38,7 @@ WANTED = (
 
 
 def names(url: str) -> set[str]:
-    """Return the names of what a server has."""
+    """Return the names of all series of a server."""
     return set(json.loads(fetch(f"{url}/api/v1/label/__name__/values"))["data"])
 
 
@@ -79,7 +79,7 @@ def test_victoria_metrics_has_the_records_with_the_values_that_prometheus_has_an
     for labels, samples in there.items():
         known = dict(here[labels])
         for at, value in samples:
-            if at in known:  # a sample younger than the other answer is not
+            if at in known:  # a sample younger than the other server's answer is not
                 assert value == pytest.approx(known[at], rel=1e-12, abs=1e-12), labels
                 compared += 1
     ranks = [labels for labels in there if "rank:training_straggler:score" in labels]

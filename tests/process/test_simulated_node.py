@@ -1,7 +1,7 @@
-"""The simulated node: what the exporter's collectors see on it, against captured machines and physics.
+"""Test the simulated node: what the exporter's collectors read on it, against captured machines and physics.
 
-The golden file is every series of the node at a fixed time; write it anew with
-`FLOPWATCH_UPDATE_GOLDEN=1 pytest tests/process/test_simulated_node.py` and review the difference like code.
+The golden file has every series of the node at a fixed time. Update it with `FLOPWATCH_UPDATE_GOLDEN=1 pytest
+tests/process/test_simulated_node.py` and review the difference like code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Real TLS on loopback between a training process, the exporter, the ledger and who asks it, with secrets in files."""
+"""Test real TLS on loopback between a training process, the exporter, the ledger and its clients.
+
+Tokens and passwords are read from files.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ run.finish()
 
 @contextmanager
 def started(log: Path, *flags: str | Path) -> Iterator[list[int]]:
-    """Run one of our servers and give the ports it listens at."""
+    """Run one of our servers and yield the ports that it listens on."""
     with log.open("w") as output:
         process = subprocess.Popen([*COMMAND, *map(str, flags)], stderr=output, env=ENVIRONMENT)
     try:
@@ -68,7 +71,7 @@ class Stack:
     otlp: int
 
     def get(self, port: int, path: str, authorization: str = "") -> tuple[int, str]:
-        """Return status and body."""
+        """Return status and body of the response to a request."""
         request = urllib.request.Request(f"https://127.0.0.1:{port}{path}")
         if authorization:
             request.add_header("Authorization", authorization)
@@ -80,7 +83,7 @@ class Stack:
                 return error.code, error.read().decode()
 
     def asked(self, *flags: str | Path) -> subprocess.CompletedProcess[str]:
-        """Ask the ledger by the command line."""
+        """Query the ledger with the command line."""
         return subprocess.run(
             [*COMMAND, "ledger", "list", "--url", f"https://127.0.0.1:{self.ledger}", *map(str, flags)],
             capture_output=True,

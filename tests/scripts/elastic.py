@@ -1,8 +1,8 @@
-"""An elastic training script: DDP under gloo that goes on from its checkpoint with as many ranks as torchrun finds.
+"""Elastic training script: DDP under gloo that resumes from its checkpoint with as many ranks as torchrun finds.
 
-It takes a folder, and trains until there is a file `stop` in it. Each process writes what it does to a file of its own
-in FOLDER/log, before it tells the hook: the job's own truth. SIGTERM just ends a process, or it says `resized` first if
-ELASTIC_TELLS is set.
+It takes a folder and trains until the folder has a file `stop`. Each process logs its events to a file of its own in
+FOLDER/log before it passes them to the hook. These logs are the ground truth about the job. SIGTERM ends a process at
+once. If ELASTIC_TELLS is set, the process calls `finish("resized")` first.
 """
 
 import json
@@ -25,7 +25,7 @@ WIDTH, SAVE_EVERY, FLOPS_PER_TOKEN = 8, 4, 6 * 8 * 8
 
 
 def tokens_of(step: int, rank: int) -> int:
-    """Return how many tokens a rank trains on in a step: each has as many as it happens to have."""
+    """Return the number of tokens that a rank trains on in a step. It differs between ranks and steps."""
     return 8 + rank + step % 3
 
 
@@ -69,7 +69,7 @@ def main() -> None:
     note(rank=rank, world_size=world, host=os.environ["FLOPWATCH_HOST"], started=started, restored=step)
 
     def batches() -> Any:
-        # Rank 0 looks, and all agree.
+        # Rank 0 checks for the file, and broadcasts the result.
         number = step
         while True:
             going = torch.tensor([float(not (folder / "stop").exists())])

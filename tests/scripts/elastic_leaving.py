@@ -1,9 +1,10 @@
-"""A training script that is told to leave: it takes a folder, and one word for each local rank.
+"""Training script that gets a signal to end. It takes a folder, and one word for each local rank.
 
-Without PyTorch, so that it starts at once. SIGTERM comes when there is no time left: "finish" saves and says so;
-"exit-0" and "exit-143" save and just exit. SIGUSR1 comes early: the loop saves after its step, and says so. "nothing"
-handles neither. It goes on from its last checkpoint, and trains until there is a file `stop`. LEAVE_AGAIN_AFTER says
-how many seconds after the checkpoint was saved a second signal is to come.
+It does not import PyTorch, so that it starts at once. SIGTERM means that there is no time left. On SIGTERM, "finish"
+saves and calls `finish("preempted")`, while "exit-0" and "exit-143" save and only exit. SIGUSR1 is an early warning. On
+SIGUSR1, all three save after the current step and finish as preempted. "nothing" handles neither signal. The script
+resumes from its last checkpoint, and trains until there is a file `stop`. LEAVE_AGAIN_AFTER is the delay in seconds
+from the saved checkpoint to a second signal.
 """
 
 import os
@@ -18,7 +19,7 @@ from flopwatch.training import Run
 
 def main() -> None:
     folder, word = Path(sys.argv[1]), sys.argv[2].split(",")[int(os.environ.get("LOCAL_RANK", 0))]
-    # A run for each word, or the scheduler's.
+    # One run for each word, or the run that the scheduler names.
     run = Run(None if "SLURM_JOB_ID" in os.environ else word, flops_per_token=10, peak_flops=1e9, replica_ranks=1)
     saved, warned = folder / f"{run.name}-{run.rank}.checkpoint", False
 

@@ -1,7 +1,7 @@
-"""Training jobs of four gloo ranks of which one hangs, each in one of KINDS: `python hangs.py FOLDER KIND...`.
+"""Training jobs of four gloo ranks in which one rank hangs, each job in one of KINDS: `python hangs.py FOLDER KIND...`.
 
-All ranks are forked after torch is imported once, as that takes seconds. Nobody restarts one that is killed, and those
-that lose it wait, as ranks do in a NCCL collective; gloo would tell them at once.
+All ranks are forked after torch is imported once, as that takes seconds. A killed rank is not restarted. The other
+ranks then wait, as ranks do in a NCCL collective, although gloo reports the loss at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-import torch._dynamo  # which DistributedDataParallel imports, for a second, in each rank
+import torch._dynamo  # DistributedDataParallel imports it, for a second, in each rank
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,13 +27,13 @@ from flopwatch.training.process import stuck_frames
 
 RANKS, SUSPECT = 4, 2
 HEALTHY_STEPS, STEP_SECONDS = 60, 0.1
-# Of the seconds after which a standstill is told, a third: the rules are at a faster pace, too.
+# A third of the real delays, because the rules run at a faster pace, too.
 stuck_frames.AFTER, stuck_frames.MEMORY, stuck_frames.MIN_COVERED, stuck_frames.TOGETHER = 5.0, 20.0, 10.0, 3.0
 KINDS = ("stopped", "endless_loop", "skipped_collective", "blocked_loader", "gil_held", "killed", "saving", "healthy")
 
 
 def forever() -> None:
-    """Wait until somebody ends this process."""
+    """Block until another process kills this one."""
     while True:
         time.sleep(60)
 
@@ -60,7 +60,7 @@ def batches(kind: str, rank: int) -> Iterator[torch.Tensor]:
 
 
 def train(kind: str, rank: int, folder: Path) -> None:
-    """Be one rank."""
+    """Train as one rank."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(RANKS)}
     dist.init_process_group("gloo", init_method=f"file://{folder / kind}", rank=rank, world_size=RANKS)
     metrics = dist.new_group()
@@ -89,7 +89,7 @@ def train(kind: str, rank: int, folder: Path) -> None:
 
 
 def main() -> None:
-    """Fork the ranks and wait, whatever becomes of them."""
+    """Fork the ranks and wait until all have ended."""
     folder, kinds = Path(sys.argv[1]), sys.argv[2:]
     for kind in kinds:
         for rank in range(RANKS):

@@ -1,6 +1,7 @@
-"""An ordinary training script, which knows nothing of flopwatch: epochs, accumulation, evaluation, checkpoints.
+"""Ordinary training script that knows nothing of flopwatch: epochs, accumulation, evaluation, checkpoints.
 
-It takes how it is to end: end, or after one epoch exit, raise or interrupt; and PACE, how often it works its 4 ms.
+Its argument is the way to end: "end", or after one epoch "exit", "raise" or "interrupt". PACE is the number of 4 ms
+units that each batch takes.
 """
 
 import os
@@ -11,7 +12,7 @@ from typing import Any
 
 
 class Samples:
-    """Samples of 16 tokens that take a while to read, here and in workers that import this script again."""
+    """Dataset of samples of 16 tokens that take 1 ms to read, here and in workers that import this script again."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -27,7 +28,7 @@ class Samples:
 
 
 class Slow:
-    """Takes 0.1 s to be saved."""
+    """Object that takes 0.1 s to pickle."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         time.sleep(0.1)
@@ -35,7 +36,7 @@ class Slow:
 
 
 def train() -> None:
-    # Late, so that what attaches has to wait for it.
+    # Imported late, so that `flopwatch run` has to wait for it before it attaches.
     import torch
     from torch.utils.data import DataLoader
 

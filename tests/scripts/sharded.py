@@ -1,6 +1,6 @@
-"""An ordinary training script: FSDP2 under gloo, distributed checkpoints, resumed by however many ranks there are.
+"""Ordinary training script: FSDP2 under gloo, distributed checkpoints, resumed by however many ranks there are.
 
-It takes the folder of the checkpoints and the step to train to, and knows nothing of flopwatch.
+It takes the folder of the checkpoints and the step at which training ends, and knows nothing of flopwatch.
 """
 
 import sys

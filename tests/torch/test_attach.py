@@ -1,4 +1,4 @@
-"""What `flopwatch run` sees of loops that do not know of it: real PyTorch on the CPU, one process for all of them."""
+"""Test what `flopwatch run` records of unmodified training loops, with real PyTorch on the CPU."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
-    """What was seen of each loop; one process, because importing torch takes seconds."""
+    """Return what was recorded of each loop. One process runs all, because importing torch takes seconds."""
     return seen_by(__file__, tmp_path_factory.mktemp("loops"))
 
 
 def counted(seen: Seen) -> tuple[float | None, float | None, float | None]:
-    """Return steps, tokens and backward passes without a step; and that the hook made no error."""
+    """Return steps, tokens, and backward passes without a step. Check that the hook had no error."""
     assert seen["training_hook_errors_total"] == 0
     return seen.get("training_steps_total"), seen.get("training_tokens_total"), seen.get(WITHOUT_STEP)
 
@@ -37,13 +37,13 @@ def activity(seen: Seen, name: str) -> float:
 
 
 def evaluation_agrees(seen: Seen) -> bool:
-    """Return whether an evaluation is seen to be as long as the loop found it."""
+    """Return whether an evaluation was recorded with the duration that the loop measured."""
     told = seen["truth"]["evaluation"]
     return activity(seen, "evaluation") == pytest.approx(told, rel=0.1, abs=0.01)
 
 
 def disagreeing(both: Seen) -> list[str]:
-    """Return the activities that were told to be of another length than they were seen to be."""
+    """Return the activities whose recorded duration differs from the one in the loop's own run."""
     keys = {
         name: f"{SECONDS}{{activity={name}}}"
         for name in ("step", "data_stall", "evaluation", "checkpoint_save", "startup")
@@ -52,7 +52,7 @@ def disagreeing(both: Seen) -> list[str]:
 
 
 def seconds_agree(name: str, seen: Seen) -> bool:
-    """Return whether nothing of the machine's came between the two clocks of a loop that is timed twice."""
+    """Return whether both clocks of a loop that is timed twice agree. Other work may come between them."""
     if name.startswith("evaluation_"):
         return evaluation_agrees(seen)
     return name != "both" or not disagreeing(seen)
@@ -229,7 +229,7 @@ def test_a_resumed_run_goes_on_where_it_was(seen: dict[str, Seen], how: str, pos
     assert activity(resumed, "checkpoint_restore") > 0.04
 
 
-# Coming and going.
+# Attaching and detaching.
 
 
 def test_it_steps_back_where_the_script_has_a_run_of_its_own(seen: dict[str, Seen]) -> None:
@@ -276,7 +276,7 @@ def main() -> None:
     from flopwatch.training.torch.checkpoints import commit_pending
 
     class Samples(Dataset[Any]):
-        """Samples of 8 tokens, of which `padding` are none."""
+        """Dataset of samples of 8 tokens, with the last `padding` of them masked."""
 
         def __init__(self, count: int, form: str = "input_ids", pause: float = 0.0, padding: int = 0) -> None:
             self.count, self.form, self.pause, self.padding = count, form, pause, padding
@@ -408,7 +408,7 @@ def main() -> None:
     def scheduler() -> None:
         optimizer = torch.optim.SGD(Model().parameters(), 0.1)
         plan = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        optimizer.step()  # or the scheduler warns
+        optimizer.step()  # otherwise the scheduler warns
         for _ in range(5):
             plan.step()
 
@@ -551,7 +551,8 @@ def main() -> None:
                         look(batch)
                         if how == "left_early" and number == 1:
                             break
-                    # A loop that is left by `break` ends when its iterator is dropped, with the loop's variable.
+                    # A loop that is left by `break` ends when its iterator is dropped, together with the loop's
+                    # variable.
                 spent += time.monotonic() - began
                 model.train()
 
@@ -570,11 +571,11 @@ def main() -> None:
         return loop
 
     def both() -> dict[str, float]:
-        """The same loop seen by an attachment and told by a run of its own, at once: no noise is between them."""
+        """Record one loop with an attachment and with its own run at once, so that noise affects both alike."""
         Run._newest = None
         model = Model()
         told = Run("told", flops_per_token=6.0, peak_flops=1e9, model=model, environ={"FLOPWATCH_DISABLE": "1"})
-        Run._newest = None  # or the attachment would step back
+        Run._newest = None  # otherwise the attachment would step back
         optimizer = torch.optim.AdamW(model.parameters())
         kept = loader(3, pause=0.005 * slower)
         for _ in range(3):
@@ -740,11 +741,11 @@ def main() -> None:
         for batch in loader(3):
             Model()(ids(batch))
 
-    # Running them.
+    # Running the loops.
 
     attachment: Any = None
     current: dict[str, Any] = {}
-    slower = 1  # the loops that are timed twice: the longer they take, the less is what a busy machine adds to one
+    slower = 1  # factor for the loops that are timed twice: in a longer loop other work on the machine weighs less
 
     def again(**settings: Any) -> None:
         nonlocal attachment

@@ -1,4 +1,4 @@
-"""Which checkpoints are seen, and when they count as committed: PyTorch's own functions on the CPU."""
+"""Test which checkpoints are noticed, and when they count as committed, with PyTorch's own functions on the CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
-    """What was seen of each scenario; one process, because importing torch takes seconds."""
+    """Return what was recorded of each scenario. One process runs all, because importing torch takes seconds."""
     return seen_by(__file__, tmp_path_factory.mktemp("checkpoints"))
 
 
@@ -34,11 +34,12 @@ def saving(seen: Seen) -> float:
 
 
 def in_the_calls(seconds: float, seen: Seen, slept: float) -> bool:
-    """Return whether these are at least the seconds that were slept in the calls, and at most those that they took."""
+    """Return whether `seconds` is at least the time slept in the calls, and at most the time that the calls took."""
     return bool(slept - ROUNDING <= seconds <= seen["spent"] + ROUNDING)
 
 
-# Each scenario makes 5 steps, saves, and says what was committed at once, after the next batch, and after another step.
+# Each scenario makes 5 steps and saves. It returns the committed step at once, after the next batch, and after another
+# step.
 
 
 def test_files_saved_between_two_steps_are_one_checkpoint_and_committed_once_training_goes_on(
@@ -93,12 +94,13 @@ def test_a_save_on_another_thread_is_of_the_step_it_says(seen: dict[str, Seen]) 
 def test_a_script_with_a_run_of_its_own_is_told_of_too(seen: dict[str, Seen]) -> None:
     assert seen["own_run"]["truth"] == [None, 5, 5]
     assert in_the_calls(saving(seen["own_run"]), seen["own_run"], 0.1)
-    assert seen["own_run_that_ends"]["truth"] == [None, 5]  # if it failed, and else
+    # the script's own run if it failed, otherwise the attachment's
+    assert seen["own_run_that_ends"]["truth"] == [None, 5]
 
 
 def test_loading_before_the_first_step_is_restoring(seen: dict[str, Seen]) -> None:
     restoring = seen["loading"][f"{SECONDS}{{activity=checkpoint_restore}}"]
-    # A file, a distributed checkpoint; then samples, a buffer, and a file after the first step, which are none.
+    # A file and a distributed checkpoint count. Samples, a buffer, and a file after the first step do not.
     assert in_the_calls(restoring, seen["loading"], 0.15)
     assert seen["loading"]["truth"] == [restoring] * 3
 
@@ -138,11 +140,11 @@ def told(push: Push) -> dict[str, object]:
 
 
 def ranks(count: int, server: HookServer, folder: Path, until: int) -> list[Push]:
-    """Run the sharded script with so many ranks and return what each said last."""
+    """Run the sharded script with this many ranks and return the last push of each."""
     before = len(server.pushes)
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("FLOPWATCH_", "TORCHELASTIC_"))}
     with reserved_port() as port:
-        # torchrun for many, and for one without it the variables it would set.
+        # torchrun for many ranks. A single rank gets the variables that torchrun would set.
         torchrun = (
             "-m",
             "torch.distributed.run",
@@ -206,7 +208,7 @@ def main() -> None:
     attachment: Any = None
 
     class Loop:
-        """A training loop that goes on as far as it is told to."""
+        """Training loop that a scenario advances batch by batch and step by step."""
 
         def __init__(self, dataset: Any = None, run: Any = None) -> None:
             self.model = torch.nn.Linear(4, 4)
@@ -243,13 +245,13 @@ def main() -> None:
             said = [self.committed()]
             self.batch()
             if self.own is not None:
-                self.step()  # without hooks in the loop only a step tells that it goes on
+                self.step()  # without hooks in the loop only a step shows that training continues
             said.append(self.committed())
             self.step()
             return [*said, self.committed()]
 
     def timed(call: Callable[[], Any]) -> Any:
-        """Make a call, and add what it takes to what the scenario has spent in such calls."""
+        """Make a call, and add its duration to the scenario's total for such calls."""
         measured.setdefault("spent", 0.0)
         began = time.monotonic()
         result = call()
@@ -310,7 +312,7 @@ def main() -> None:
     released = threading.Event()
 
     class SlowWriter(dcp.FileSystemWriter):  # type: ignore[misc]
-        """A disk that takes the time it is given, or fails."""
+        """Writer to a disk that takes the given time, or fails."""
 
         def __init__(self, path: str, fails: bool = False) -> None:
             super().__init__(path)
@@ -333,7 +335,8 @@ def main() -> None:
         began = time.monotonic()
         response = timed(lambda: dcp.async_save({"model": loop.model.state_dict()}, **how))
         returned, done = time.monotonic(), threading.Event()
-        getattr(response, "upload_completion", response).add_done_callback(lambda _: done.set())  # behind ours
+        # runs after our own callback
+        getattr(response, "upload_completion", response).add_done_callback(lambda _: done.set())
         said = loop.goes_on()
         time.sleep(0.3 + ROUNDING)
         least = time.monotonic() - returned
@@ -404,7 +407,7 @@ def main() -> None:
         return run
 
     class Files(Dataset[Any]):
-        """Samples that are files, each of which takes long to load."""
+        """Dataset whose samples are files that take long to load."""
 
         def __len__(self) -> int:
             return 4
@@ -422,7 +425,7 @@ def main() -> None:
         def restored() -> float:
             return flat(attachment.run)[f"{SECONDS}{{activity=checkpoint_restore}}"]
 
-        timed(lambda: torch.load("slow.pt", weights_only=False))  # before there is an optimizer, and so a run
+        timed(lambda: torch.load("slow.pt", weights_only=False))  # before there is an optimizer, and therefore a run
         loop = Loop(Files())
         timed(lambda: torch.load("slow.pt", weights_only=False))
         timed(lambda: dcp.load({"slow": Slow()}, checkpoint_id="slow"))

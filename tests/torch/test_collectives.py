@@ -1,4 +1,4 @@
-"""What is left of a rank that hangs: how far it got, and where its threads are. Of two real ranks one is stuck."""
+"""Test the diagnosis of a hang: the collective each rank has reached, and the stacks of its threads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ for step in range(4):
 
 @pytest.fixture(scope="module")
 def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[HookServer, list[subprocess.Popen[str]]]]:
-    """Two ranks, of which one never comes to the fourth all-reduce, and the server that they push to."""
+    """Two ranks and the server that they push to. One of the ranks never reaches the fourth all-reduce."""
     temporary = str(tmp_path_factory.mktemp("tmp"))
     with HookServer() as server:
         processes = ranks.start(
@@ -55,7 +55,7 @@ STARTED = "training_collective_sequence_number"
 
 
 def hang(server: HookServer) -> list[float]:
-    """Return how many collectives each rank has started once that changes no more: one waits and the other is stuck."""
+    """Wait until one rank waits and the other is stuck. Return how many collectives each of them has started."""
 
     def said(rank: int) -> list[Push]:
         return [
@@ -66,7 +66,7 @@ def hang(server: HookServer) -> list[float]:
             and STARTED in push.samples
         ]
 
-    # The first that says so may have looked at the collectives before the third step.
+    # The first such push may have read the collectives before the third step.
     until(lambda: len(said(1)) >= 3)
     stuck = said(1)[-1].samples[STARTED]
     server.wait_for(lambda push: push.resource["flopwatch.rank"] == 0 and push.samples.get(STARTED) == stuck + 1)
@@ -74,7 +74,7 @@ def hang(server: HookServer) -> list[float]:
 
 
 def asked(pid: int, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Return a finished `flopwatch stacks`."""
+    """Run `flopwatch stacks` for a process and return the result."""
     return subprocess.run(
         [sys.executable, "-m", "flopwatch", "stacks", str(pid), *flags],
         capture_output=True,
@@ -98,7 +98,7 @@ def test_the_rank_that_hangs_has_started_the_fewest_collectives(
     waiting, stuck = hang(server)
     seen = len(server.pushes)
     server.wait_for(lambda _: {push.resource["flopwatch.rank"] for push in server.pushes[seen:]} == {0, 1})
-    # And so it stays.
+    # The numbers stay the same.
     assert {(push.resource["flopwatch.rank"], push.samples[STARTED]) for push in server.pushes[seen:]} == {
         (0, waiting),
         (1, stuck),
@@ -113,8 +113,8 @@ def test_a_blocked_rank_tells_where_its_threads_are(hanging: tuple[HookServer, l
     assert (waiting.returncode, stuck.returncode) == (0, 0), waiting.stderr + stuck.stderr
     assert stuck.stdout.startswith("run hangs attempt ")
     assert main_thread(stuck.stdout).endswith("in stuck_in_the_loader\n")
-    assert "in backward" in main_thread(waiting.stdout)  # whose last callback is the reducer's wait
-    # It can be asked again, and goes on.
+    assert "in backward" in main_thread(waiting.stdout)  # DDP's reducer waits in backward's last callback
+    # A process can be asked again, and keeps running.
     assert asked(processes[1].pid).returncode == 0
     assert [process.poll() for process in processes] == [None, None]
 

@@ -1,6 +1,7 @@
-"""Moments of a simulated CUDA device: it has streams, launch latency and a clock of its own, and the host runs ahead.
+"""Test moments on a simulated CUDA device with streams, launch latency and its own clock, behind a host that runs
+ahead.
 
-Not run on a card.
+These tests do not run on a GPU.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def test_the_gap_in_which_the_device_waits_for_a_batch_is_the_data_stall() -> No
     cuda.finish()
     for before, after in marks:
         stalls.append(round(at(after) - at(before), 6))
-    # The second batch takes 200 ms, of which the device has work for 199; the fifth 300 ms, of which it has 250.
+    # The second batch takes 200 ms, and the device is busy for 199 ms of them. The fifth takes 300 ms, 250 ms of them
+    # busy.
     assert stalls == [0.0, 0.001, 0.0, 0.0, 0.05]
 
 
@@ -86,7 +88,7 @@ def test_a_moment_is_set_right_where_the_device_was_idle() -> None:
     cuda = SimulatedCuda(latency=5 * MICROSECOND)
     moments = cuda.moments()
     cuda.current.work(3.0)
-    first = moments.mark()  # nothing is known before it, so it is taken for the host's
+    first = moments.mark()  # no earlier moment is known, so the host's time is used
     cuda.now += 4.0
     second = moments.mark()
     cuda.now += 1.0
@@ -113,7 +115,7 @@ def test_a_device_clock_that_drifts_is_held_to_the_hosts_though_the_device_is_ne
     phases = random.Random(0)
     pending = [(moment(moments.mark()), cuda.now)]
     worst, pushes_at = 0.0, 1005.0
-    for _ in range(20_000):  # 2000 s of steps, two steps ahead: nobody held, it would be off by 0.2 s
+    for _ in range(20_000):  # 2000 s of steps, two steps ahead: without correction the clock would be off by 0.2 s
         cuda.current.work(0.1)
         pending.append((moment(moments.mark()), cuda.current.free_at))
         cuda.now = max(cuda.now, cuda.current.free_at - 0.2)
@@ -137,7 +139,7 @@ def test_a_device_that_hangs_blocks_nothing_and_takes_no_more_memory() -> None:
     assert [isinstance(mark, float) for mark in marks] == [False] * 10 + [True] * 990
     assert moment(marks[0]).at() is None
     cuda.hangs = False
-    # It was asked in vain at 2000, so it was not there before.
+    # The query at 2000 found it pending, so it completed later.
     assert [at(mark) for mark in marks] == [2000.0] * 10 + [1011.0 + n for n in range(990)]
     assert isinstance(moments.mark(), Moment)
 
@@ -150,7 +152,7 @@ def test_events_are_used_again_once_nobody_needs_them() -> None:
         mark = moments.mark()
         cuda.now += 0.02
         at(mark)
-    assert cuda.events == 2  # the last one known is what the next is measured from
+    assert cuda.events == 2  # the last completed one is the base for measuring the next
 
 
 def test_while_a_graph_is_captured_now_is_the_hosts_and_no_event_is_recorded() -> None:
@@ -267,7 +269,7 @@ def test_moments_are_the_devices_own_to_a_microsecond(
     cuda = SimulatedCuda()
     moments = cuda.moments()
     streams = [SimulatedStream(cuda, stream_id=number) for number in range(1 if one_stream else 3)]
-    for stream in streams:  # where the device is idle, once, host and device are set right
+    for stream in streams:  # while the device is idle, host and device clocks are aligned once
         cuda.current = stream
         moment(moments.mark()).at()
     marks: list[tuple[int, Moment, float]] = []
@@ -327,7 +329,7 @@ def test_whatever_the_device_does_no_moment_is_before_it_was_recorded_or_after_i
 
 
 class Driver:
-    """libcuda, as far as it is used: a thread's capture mode is swapped with the one given."""
+    """Fake libcuda with the one call in use: it swaps a thread's capture mode with the given one."""
 
     def __init__(self, result: int = 0) -> None:
         self.mode = 0

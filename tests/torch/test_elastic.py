@@ -1,7 +1,7 @@
-"""Jobs that change their size and jobs that are told to leave, as node exporters and the ledger hear of them.
+"""Test elastic jobs and preempted jobs, as node exporters and the ledger record them.
 
-Real torchrun, signals and Slurm's variables; pushes go through what an exporter does with them: telemetry, and the
-thread that forwards, to one ledger for two nodes. The scripts' own logs are the truth that figures are held against.
+Torchrun, signals and Slurm's variables are real. Pushes pass through an exporter's telemetry and forwarding thread to
+one ledger for two nodes. The scripts' own logs are the ground truth for the figures.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ ENVIRON = {
 
 
 class Node:
-    """A node's exporter: what it hears on a port of its own goes to its telemetry and on to the ledger."""
+    """Exporter of one node: pushes to its own port go to its telemetry and on to the ledger."""
 
     def __init__(self, host: str, ledger: Store) -> None:
         self.host = host
@@ -92,7 +92,7 @@ class Node:
             time.sleep(0.01)
 
     def counted(self) -> dict[str, float]:
-        """Return how many pushes were taken or refused, by outcome."""
+        """Return the number of pushes by outcome."""
         return {
             s.labels["outcome"]: s.value
             for family in self.registry.collect()
@@ -103,20 +103,20 @@ class Node:
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[tuple[Node, Node, Store]]:
-    """Give two nodes and their ledger."""
+    """Yield two nodes and their ledger."""
     with closing(Store(folder / "ledger.db")) as ledger, Node("node-a", ledger) as a, Node("node-b", ledger) as b:
         yield a, b, ledger
 
 
 def figures(ledger: Store, run: str) -> dict[str, Any]:
-    """Return a run's figures now, whose buckets and what is open make up its wall clock."""
+    """Return a run's current figures. Check that its buckets and its open seconds add up to its wall clock."""
     found: dict[str, Any] = ledger.summary(time.time())["runs"][run]
     assert booked(found) + found["open_seconds"] == pytest.approx(found["wall_seconds"], rel=1e-3)
     return found
 
 
 def state(ledger: Store, run: str) -> object:
-    """Return the state of a run, None before the ledger has heard of it."""
+    """Return the state of a run, None before the ledger has received a record of it."""
     return ledger.summary(time.time())["runs"].get(run, {}).get("state")
 
 
@@ -126,7 +126,7 @@ def wait_for_state(ledger: Store, run: str, wanted: str) -> None:
 
 
 def booked(figures: dict[str, Any]) -> float:
-    """Return the seconds in all buckets, queue apart."""
+    """Return the seconds in all buckets except queue."""
     return float(sum(seconds for bucket, seconds in figures["buckets"].items() if bucket != "queue"))
 
 
@@ -142,7 +142,7 @@ def start(command: list[str | Path], **environ: str) -> subprocess.Popen[bytes]:
 
 
 def kill(folder: Path, pids: Iterable[int]) -> None:
-    """Kill these processes, and what they started in their sessions, if they still are those that have this folder."""
+    """Kill these processes and their sessions. Skip a pid whose command line does not contain the folder."""
     for pid in pids:
         with suppress(OSError):
             if str(folder) in Path(f"/proc/{pid}/cmdline").read_text():
@@ -154,7 +154,7 @@ def kill(folder: Path, pids: Iterable[int]) -> None:
 
 @dataclass
 class Process:
-    """What a process of elastic.py wrote down of itself."""
+    """Log that a process of elastic.py wrote about itself."""
 
     pid: int
     rank: int
@@ -164,16 +164,16 @@ class Process:
     restored: int
     tokens: list[int]  # of each step
     saved: list[int]  # steps
-    ended: float | None  # in order, as Unix time
+    ended: float | None  # set if it ended in order, as Unix time
 
     @property
     def step(self) -> int:
-        """Return the last one it made."""
+        """Return its last step."""
         return self.restored + len(self.tokens)
 
 
 def processes(folder: Path) -> list[Process]:
-    """Return all that wrote anything yet, in order of their start."""
+    """Return all processes that have logged anything, in order of their start."""
     found = []
     for path in (folder / "log").iterdir():
         lines = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -193,7 +193,7 @@ def processes(folder: Path) -> list[Process]:
 
 
 def agent(node: Node, address: str, port: int, folder: Path, **environ: str) -> subprocess.Popen[bytes]:
-    """Return torchrun for two ranks of a node; it has been imported, and waits for a line on stdin."""
+    """Start an imported torchrun for two ranks of a node. It waits for a line on stdin."""
     first = node.host == "node-a"
     process = subprocess.Popen(
         [
@@ -221,7 +221,7 @@ def agent(node: Node, address: str, port: int, folder: Path, **environ: str) -> 
             ELASTIC,
             folder,
         ],
-        # With a store that outlives a round torchrun does not grow, and its ranks may meet the addresses of dead ones:
+        # With a store that outlives a round torchrun does not grow, and its ranks may connect to dead ones:
         # https://github.com/pytorch/pytorch/issues/135712
         env={
             **ENVIRON,
@@ -241,7 +241,7 @@ def agent(node: Node, address: str, port: int, folder: Path, **environ: str) -> 
 
 
 def begin(process: subprocess.Popen[bytes]) -> None:
-    """Let an agent begin."""
+    """Make an agent start its ranks."""
     assert process.stdin is not None
     process.stdin.write(b"\n")
     process.stdin.flush()
@@ -249,7 +249,7 @@ def begin(process: subprocess.Popen[bytes]) -> None:
 
 @dataclass
 class History:
-    """An elastic job that has ended: what it wrote itself, and what was heard of it."""
+    """Finished elastic job: its own logs, and what exporters and ledger recorded of it."""
 
     attempts: list[list[Process]]  # by rank
     pushes: dict[int, list[Push]]  # of each process
@@ -257,20 +257,20 @@ class History:
     held: list[float]  # GPUs in each attempt, by the ledger
     counted: list[dict[str, float]]  # pushes by outcome, of each node
     served_twice: list[Any]
-    refused: tuple[int, str]  # of a push of an earlier process that came again at the end
+    refused: tuple[int, str]  # answer to a push of an earlier process, sent again at the end
 
     def last(self, process: Process) -> Push:
         """Return the last push of a process."""
         return self.pushes[process.pid][-1]
 
     def status(self, process: Process) -> object:
-        """Return how a process said it ended, None if it did not."""
+        """Return the status in a process's last push, None if it has none."""
         return self.last(process).resource.get("flopwatch.status")
 
 
 @pytest.fixture(scope="module")
 def history(tmp_path_factory: pytest.TempPathFactory) -> History:
-    """A job of 4 ranks that goes on with 2 as a node is told to leave, with 4 as one joins, and with 2 as that dies."""
+    """Run a job whose size changes: 4 ranks, 2 as a node is preempted, 4 as one joins, 2 as that one dies."""
     folder = tmp_path_factory.mktemp("elastic")
     (folder / "log").mkdir()
     pids: list[set[int]] = []  # of each attempt
@@ -300,7 +300,7 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> History:
             told.append(figures(ledger, "elastic"))
 
         try:
-            # The addresses order the nodes: as long as there are two, rank 0 is on the one that comes and goes.
+            # The addresses order the nodes. With two nodes, rank 0 is on the one that leaves and joins.
             agents = [agent(a, "127.0.0.2", port, folder, ELASTIC_TELLS="1"), agent(b, "127.0.0.1", port, folder)]
             for one in agents:
                 begin(one)
@@ -315,7 +315,7 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> History:
             (folder / "stop").touch()
             assert agents[0].wait(PATIENCE) == 0
         finally:
-            (folder / "stop").touch()  # for ranks that have not told of themselves yet
+            (folder / "stop").touch()  # for ranks without a push so far
             kill(folder, [one.pid for one in agents] + [process.pid for process in processes(folder)])
             for one in agents:
                 one.communicate()
@@ -381,7 +381,7 @@ def test_every_push_tells_what_the_job_wrote_down_by_then(history: History) -> N
 def test_what_the_ranks_of_an_attempt_told_adds_up_to_what_the_job_wrote_down(history: History) -> None:
     for attempt in history.attempts:
         told = [process for process in attempt if history.status(process) is not None]
-        # A signal may come between the line in the job's log and the step.
+        # A signal may arrive between the line in the job's log and the step.
         missing = sum(
             process.tokens[-1]
             for process in told
@@ -394,7 +394,7 @@ def test_what_the_ranks_of_an_attempt_told_adds_up_to_what_the_job_wrote_down(hi
             tokens * FLOPS_PER_TOKEN
         )
         for process in attempt:
-            if process not in told:  # it was heard of until shortly before it was killed
+            if process not in told:  # it pushed until shortly before it was killed
                 assert history.last(process).samples["training_steps_total"] > 0
 
 
@@ -419,11 +419,11 @@ def test_how_the_processes_of_each_attempt_ended(history: History) -> None:
         for attempt in history.attempts
     )
     for ended in (left, died):
-        # Nobody asked those: torchrun's SIGTERM ends a process at once. The others fail for want of them, or torchrun
-        # ends the second as the first has failed.
+        # torchrun's SIGTERM ends these processes at once, without a status. The others fail without them, or torchrun
+        # ends the second because the first has failed.
         assert ended["node-b"] == {None}
         assert {"failed"} <= ended["node-a"] <= {"failed", "resized"}
-    # torchrun may take so long to tell the second that it misses the first.
+    # torchrun may take so long to notify the second rank that it fails without the first.
     assert {"resized"} <= resized["node-a"] <= {"failed", "resized"}
     assert completed == {"node-a": {"completed"}}
 
@@ -440,7 +440,7 @@ def test_no_exporter_takes_a_push_of_an_earlier_process_nor_serves_a_rank_twice(
 def test_the_ledger_follows_a_job_that_changes_its_size(history: History) -> None:
     run, processes = history.figures[-1], [process for attempt in history.attempts for process in attempt]
     assert run["attempts"] == 4
-    # A node that left and one that died look alike, as neither's ranks said a word.
+    # A node that left and one that died look alike, because the ranks of neither sent a status.
     worst = min(str(history.status(process)) for process in history.attempts[1])
     assert {end: count for end, count in run["ends"].items() if count} == (
         Counter(failed=2, completed=1) + Counter([worst])
@@ -457,7 +457,7 @@ def test_the_ledger_follows_a_job_that_changes_its_size(history: History) -> Non
 
 def test_the_ledger_counts_the_gpus_that_each_attempt_held(history: History) -> None:
     def grown(before: dict[str, Any], after: dict[str, Any], *buckets: str) -> tuple[float, float]:
-        """Return by how much seconds and GPU seconds have grown, of some buckets or of all."""
+        """Return the growth of seconds and GPU seconds, summed over the given buckets or over all."""
         seconds, gpu_seconds = (
             sum(after[name][bucket] - before[name][bucket] for bucket in buckets or after[name])
             for name in ("buckets", "gpu_seconds")
@@ -471,23 +471,23 @@ def test_the_ledger_counts_the_gpus_that_each_attempt_held(history: History) -> 
         seconds, gpu_seconds = grown(told[2 * number], told[2 * number + 1])
         assert gpu_seconds == pytest.approx(size * seconds)
         if number < 3:
-            # Until the next one starts its GPUs are held, and nothing is done with them.
+            # Until the next attempt starts, its GPUs are held without being used.
             seconds, gpu_seconds = grown(told[2 * number + 1], told[2 * number + 2], "down")
             assert gpu_seconds == pytest.approx(size * seconds)
 
 
-# Told to leave.
+# Preemption.
 
 
 def ready(folder: Path, count: int) -> list[int]:
-    """Return the pids of so many scripts once each of them trains."""
+    """Return the pids of `count` scripts once all of them train."""
     until(lambda: len(list(folder.glob("*.ready"))) >= count)
     return [int(path.stem) for path in folder.glob("*.ready")]
 
 
 @contextmanager
 def leaving(folder: Path, words: str, endpoint: str, **environ: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Give a script that trains and knows these words."""
+    """Yield a script that trains and reacts to signals as its words define."""
     before = len(list(folder.glob("*.ready")))
     process = start([LEAVING, folder, words], FLOPWATCH_ENDPOINT=endpoint, **environ)
     try:
@@ -531,10 +531,11 @@ def test_what_ranks_make_of_the_sigterm_that_torchrun_passes_on(tmp_path: Path) 
         finally:
             kill(tmp_path, [job.pid, *pids])
             job.wait()
-        until(lambda: node.telemetry.summary() == [])  # that nothing was said by one is noticed, too
+        until(lambda: node.telemetry.summary() == [])  # the missing status of one rank is noticed, too
         until(lambda: {state(ledger, word) for word in words} == {"queued", "down"})
         last = last_words(node.server)
-        # What exits without a word has failed, whatever its exit status; only a killed process has no last word.
+        # A process that exits without `finish` has failed, whatever its exit status. Only a killed process has no final
+        # push.
         assert {word: last[word].resource.get("flopwatch.status") for word in words} == {
             "finish": "preempted",
             "exit-0": "failed",
@@ -572,7 +573,7 @@ def test_what_ranks_make_of_the_sigterm_that_torchrun_passes_on(tmp_path: Path) 
 
 
 def test_a_second_signal_that_ends_the_process_amid_finish_leaves_its_last_word(tmp_path: Path) -> None:
-    """Slurm signals all processes of a step, and torchrun among them passes it on: each rank is told twice."""
+    """Each rank gets the signal twice: from Slurm, which signals all processes of a step, and from torchrun."""
     with HookServer() as server, ExitStack() as stack:
         jobs = [
             stack.enter_context(leaving(tmp_path, "finish", server.url, LEAVE_AGAIN_AFTER=f"{0.00005 * 2**number}"))
@@ -589,7 +590,7 @@ def test_a_second_signal_that_ends_the_process_amid_finish_leaves_its_last_word(
 
 
 def test_an_exit_at_any_instruction_of_the_last_push_leaves_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that comes while a lock is being taken must not leave it taken: the interpreter's end would wait for good."""
+    """An exit while a lock is being acquired must not leave it locked, or the interpreter's shutdown would hang."""
     left, lost = 0, dict[int, object]()
 
     def exit_in_time(frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
@@ -648,7 +649,7 @@ def test_leaving_is_delayed_by_at_most_two_seconds_by_an_exporter_that_is_not_th
         port = unused if endpoint == "nobody listens" else deaf.getsockname()[1]
 
         def longest() -> float:
-            """Tell some to leave, at once; return in how many seconds the last of them has ended."""
+            """Signal some scripts at the same time. Return the seconds until the last of them has ended."""
             with ExitStack() as stack:
                 jobs = [
                     (number, stack.enter_context(leaving(tmp_path, word, f"http://127.0.0.1:{port}")))
@@ -730,7 +731,7 @@ def test_a_job_that_slurm_preempts_warns_and_requeues_is_one_run_of_three_attemp
         1,
         3,
     )
-    # Between two allocations nothing is held.
+    # Between two allocations no GPU is held.
     assert run["buckets"]["down"] > 0 == run["gpu_seconds"]["down"]
 
 
@@ -805,7 +806,7 @@ def test_an_unmodified_script_that_leaves_in_order_has_committed_what_its_handle
 
 
 def test_a_name_told_before_a_quick_restart_is_not_taken_for_the_attempts() -> None:
-    """torchrun's store outlives a restart, and rank 0 may be the last to make its Run."""
+    """torchrun's store outlives a restart, and rank 0 may be the last to create its Run."""
     answer = python("""
 import threading, time
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""What a process says that it ended by: the type of an exception, without a signal handler and without excepthook."""
+"""Test the reported reason for a process's end: the exception's type, without signal handler or excepthook."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ for _ in range(3):
 
 
 def last_word(code: str, run: str = "") -> tuple[Push, subprocess.CompletedProcess[str]]:
-    """Return the last push of a process with a run that then does this, and what it printed."""
+    """Run a script that creates a run and then executes `code`. Return its last push, and the finished process."""
     with HookServer() as server:
         answer = python(run or LOOP + code, FLOPWATCH_ENDPOINT=server.url)
         return server.last_word(), answer

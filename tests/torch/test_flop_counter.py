@@ -1,6 +1,6 @@
-"""FLOPs counted on tensors without data: equal to the formulas, and the model is as it was.
+"""Test FLOPs counted on tensors without data: they equal the formulas, and the model stays as it was.
 
-Run as a script it is one of two gloo ranks, which train with and without.
+Run as a script, this file is one of two gloo ranks that train with and without counting.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SMALL = Transformer(layers=LAYERS, width=WIDTH, heads=HEADS, mlp_width=4 * WIDTH
 
 
 def flops(transformer: Transformer, length: int = LENGTH, convention: Any = "causal") -> int:
-    """Return what a batch needs by the formula."""
+    """Return the FLOPs of a batch by the formula."""
     return BATCH * transformer.flops_per_sequence(length, convention)
 
 
@@ -94,14 +94,14 @@ def unmasked_by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: B
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block."""
+    """Pre-norm transformer block."""
 
     mask: torch.Tensor
 
     def __init__(self, attend: Callable[..., torch.Tensor] = by_flag, width: int = WIDTH) -> None:
         super().__init__()
         self.attend = attend
-        self.heads = -1  # as many as there are
+        self.heads = -1  # -1 infers the number of heads
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
         self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -116,7 +116,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """A decoder written by hand, with tied embeddings."""
+    """Hand-written decoder with tied embeddings."""
 
     def __init__(self, attend: Callable[..., torch.Tensor] = by_flag, recompute: dict[str, Any] | None = None) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class LanguageModel(nn.Module):
 
 @pytest.fixture
 def ranks() -> Iterator[Callable[[int], None]]:
-    """Start a process group of so many ranks of which only this one lives: what it says is lost."""
+    """Yield a function that starts a process group of the given size, in which only this rank exists."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     yield lambda size: dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
@@ -145,10 +145,10 @@ def ranks() -> Iterator[Callable[[int], None]]:
 
 @pytest.fixture
 def run() -> Iterator[Run]:
-    """A run that is told somewhere."""
+    """Yield a run that pushes to a real server."""
     with HookServer() as server:
         run = Run("counting", endpoint=server.url, peak_flops=1e12, environ={})
-        run.step()  # of the first neither time nor FLOPs are taken
+        run.step()  # the first step counts as startup, without time or FLOPs
         yield run
         if run.alive:
             run.finish()
@@ -225,7 +225,7 @@ def hugging_face(name: str, **changes: Any) -> tuple[Any, Transformer]:
 def test_a_model_of_transformers_counts_as_the_formula(name: str, padded: bool, attention: str) -> None:
     model, dimensions = hugging_face(name, _attn_implementation=attention)
     batch = {"input_ids": ids(), "labels": ids()}
-    if padded:  # whatever the mask says: FLOPs of the batch are of its shape
+    if padded:  # whatever the mask: a batch's FLOPs depend on its shape
         batch["attention_mask"] = torch.ones_like(ids()).tril()
     counted = count(model, (), batch)
     assert counted.flops == flops(dimensions)
@@ -308,7 +308,7 @@ def test_flex_attention_of_transformers_counts_as_scaled_dot_product_attention()
 
 
 @torch.library.custom_op("flash_attn::_flash_attn_forward", mutates_args=(), device_types="cuda")
-def flash_attention(  # as https://github.com/Dao-AILab/flash-attention declares it
+def flash_attention(  # declared as in https://github.com/Dao-AILab/flash-attention
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -354,7 +354,7 @@ def test_flash_attention_counts_but_not_with_a_window(monkeypatch: pytest.Monkey
 def test_accelerate_and_autocast_around_the_forward_change_nothing() -> None:
     accelerate: Any = importlib.import_module("accelerate")
     model, dimensions = hugging_face("llama")
-    forget_accelerators()  # of other tests
+    forget_accelerators()  # left by other tests
     model = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
     with torch.autocast("cpu", torch.bfloat16):
         assert count(model, (), {"input_ids": ids(), "labels": ids()}).flops == flops(dimensions)
@@ -385,7 +385,7 @@ def test_an_encoder_of_torch_with_a_causal_mask_counts_as_the_formula(is_causal:
     model = Torch(nn.Transformer.generate_square_subsequent_mask, is_causal)
     counted = count(model, (ids(),))
     assert counted.flops == flops(SMALL)
-    assert counted.tokens is None  # no argument of that name
+    assert counted.tokens is None  # that class has no argument of that name
 
 
 def test_a_torch_transformer_takes_its_masks_as_arguments() -> None:
@@ -444,7 +444,7 @@ def test_weights_that_are_multiplied_with_each_other_count_once() -> None:
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer and a low-rank adapter."""
+    """Frozen linear layer with a low-rank adapter."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -464,7 +464,7 @@ def test_a_frozen_weight_has_no_gradient(recompute: dict[str, Any] | None, cast:
         block.q, block.v = Adapted(block.q), Adapted(block.v)  # type: ignore[assignment]
     adapters = LAYERS * 2 * 2 * 2 * WIDTH
     frozen = flops(SMALL) - 2 * SMALL.matmul_weights * BATCH * LENGTH
-    # Of the first block's q, k and v not even the input needs a gradient.
+    # The first block's q, k and v need no gradient, not even one for their input.
     expected = frozen - 2 * 3 * WIDTH * WIDTH * BATCH * LENGTH + 6 * adapters * BATCH * LENGTH
     with torch.autocast("cpu", cast, enabled=cast != torch.float32):
         assert count(model, (ids(),)).flops == expected
@@ -521,7 +521,7 @@ def test_parameters_that_fsdp_shards_count_whole(ranks: Callable[[int], None]) -
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    for _ in range(2):  # before and after its parameters were together once
+    for _ in range(2):  # before and after its parameters were first gathered
         assert count(model, (ids(),)).flops == flops(SMALL)
         model(ids()).sum().backward()
     assert all(type(p).__name__ == "DTensor" for name, p in model.named_parameters() if "blocks" in name)
@@ -545,7 +545,7 @@ def test_parameters_that_the_older_fsdp_flattens_count_whole(original: bool, ran
 
 
 @pytest.mark.parametrize("attend", [by_flag, by_hand])
-@pytest.mark.parametrize("heads", [-1, HEADS // 2])  # in some code each rank knows its number of heads
+@pytest.mark.parametrize("heads", [-1, HEADS // 2])  # in some code each rank knows its own number of heads
 def test_parameters_that_tensor_parallelism_shards_count_whole(
     heads: int, attend: Callable[..., torch.Tensor], ranks: Callable[[int], None]
 ) -> None:
@@ -608,7 +608,7 @@ def sharded(kind: str) -> nn.Module:
 
 
 def train_sharded(kind: str, run: Run | None) -> list[float]:
-    """Return the losses of a few steps."""
+    """Train for a few steps and return their losses."""
     model = sharded(kind)
     if run is not None:
         attach(run.recorder, model)
@@ -629,15 +629,15 @@ def test_ranks_that_share_a_model_train_as_without_and_count_their_share() -> No
     for rank in answers(__file__, world_size=2):
         for kind, (losses, plain, flops_of_rank) in rank.items():
             assert losses == plain
-            # The first step counts as start.
+            # The first step counts as startup.
             assert flops_of_rank == 2 * flops(SMALL) / (2 if kind == "tensor" else 1)
 
 
-# What can't be counted.
+# Models whose FLOPs cannot be counted.
 
 
 class Forward(nn.Module):
-    """A model that is a function of the weight of a linear layer and the batch."""
+    """Model that is a function of the weight of a linear layer and the batch."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         super().__init__()
@@ -748,7 +748,7 @@ def test_positions_that_may_mean_packed_samples_are_not_guessed_at() -> None:
     positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
     with pytest.raises(Uncountable, match="position_ids without attention_mask"):
         count(model, (), {"input_ids": ids(), "position_ids": positions, "use_cache": False})
-    # transformers hands them to flash_attn in any case.
+    # transformers passes them to flash_attn in any case.
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(Uncountable, match="position_ids without attention_mask"):
         count(model, (), {"input_ids": ids(), "position_ids": positions})
@@ -767,7 +767,7 @@ def test_a_wrong_call_is_a_reason_and_no_error() -> None:
         count(LanguageModel())
 
 
-# Nothing is changed.
+# Side effects: there are none.
 
 
 def test_the_model_and_random_numbers_are_as_before() -> None:
@@ -799,7 +799,7 @@ def test_the_model_and_random_numbers_are_as_before() -> None:
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     keys = {name: list(vars(module)) for name, module in model.named_modules()}
     numbers, torch_numbers = random.getstate(), torch.get_rng_state()
-    others = [thing for thing in gc.get_objects() if type(thing) is FakeTensor]  # that a compilation before has left
+    others = [thing for thing in gc.get_objects() if type(thing) is FakeTensor]  # left by an earlier compilation
 
     assert count(model, (ids(),)).flops == 6 * WIDTH * VOCABULARY * BATCH * LENGTH
 
@@ -822,7 +822,7 @@ CACHED: dict[str, Any] = {}
 
 
 class Store:
-    """What some layers keep for later, beside the model."""
+    """Tensors that some layers keep for later, outside the model."""
 
     def __init__(self) -> None:
         self.kept: list[Any] = []
@@ -853,7 +853,7 @@ def test_no_tensor_without_data_is_left_where_the_program_would_meet_it() -> Non
 
 
 def losses(wrap: Callable[[nn.Module], Any], run: Run | None, attach_last: bool = True) -> list[float]:
-    """Return the losses of a few steps, watched if there is a run."""
+    """Train for a few steps, watched if there is a run, and return the losses."""
     torch.manual_seed(0)
     model: nn.Module = LanguageModel(by_flag_with_dropout)
     if run is not None and not attach_last:
@@ -883,7 +883,7 @@ def test_the_loss_is_the_same_to_the_last_bit(run: Run) -> None:
 
 
 def compiled(graphs: list[int], in_place: bool) -> Callable[[nn.Module], nn.Module]:
-    """Return what compiles a model with a compiler that keeps account."""
+    """Return a function that compiles a model with a backend that appends to `graphs`."""
 
     def backend(graph: Any, inputs: Any) -> Any:
         graphs.append(1)
@@ -1022,7 +1022,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     said = {}
     for kind, replica_ranks in (("ddp", 1), ("fsdp", 1), ("tensor", 2)):
-        # Nobody listens on port 9; what is told is read from the run itself.
+        # Port 9 has no listener. The FLOPs are read from the run itself.
         run = Run(kind, endpoint="http://127.0.0.1:9", replica_ranks=replica_ranks, environ={})
         said[kind] = (train_sharded(kind, run), train_sharded(kind, None), told(run))
     print(json.dumps(said))

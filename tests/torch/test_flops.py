@@ -1,4 +1,4 @@
-"""FLOPs per token against figures worked out by hand, and against PyTorch's own counter."""
+"""Test FLOPs per token against figures worked out by hand, and against PyTorch's own counter."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_multi_token_prediction_adds_a_layer_a_projection_and_the_head_again() -
     assert f"{excess:+.1%}" == "+12.0%"
     # As a parameter the LM head counts once.
     assert f"{model.flops_per_token(s, 'palm') / model.flops_per_token(s) - 1:+.0%}" == "+12%"
-    # Recomputed are its layer and projection, not the heads.
+    # Its layer and projection are recomputed, the heads are not.
     heads = 2 * 129280 * 7168
     assert model.hardware_flops_per_sequence(s, "full") == model.flops_per_sequence(s) + (
         2 * (model.matmul_weights - heads) * s + 62 * 128 * (192 + 128) * s**2
@@ -350,7 +350,7 @@ def test_pytorch_counts_the_same_operations(heads: int, kv_heads: int, head_dim:
     def split(x: torch.Tensor, count: int) -> torch.Tensor:
         return x.view(batch, length, count, head_dim).transpose(1, 2).repeat_interleave(heads // count, 1)
 
-    # The counter sees a fused attention kernel as nothing on CPU; the math backend is plain matmuls, all s x s scores.
+    # The counter misses a fused attention kernel on CPU. The math backend is plain matmuls, all s x s scores.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         x = functional.embedding(tokens, embedding)
         for query, key, value, output, up, gate, down in blocks:

@@ -1,4 +1,4 @@
-"""Accelerate on the CPU, watched: what the exporter hears is what the loop did."""
+"""Test Accelerate on the CPU, watched: the exporter receives what the loop did."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def samples(count: int) -> list[dict[str, Any]]:
 
 
 class Loop:
-    """What a script with Accelerate does, on 24 samples, 2 a batch."""
+    """Training script with Accelerate, on 24 samples, 2 a batch."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""docs/frameworks.md: what it shows runs, in five lines at most."""
+"""Test the code blocks of docs/frameworks.md: each one runs, and has five lines at most."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.frameworks import engine
 
 pytestmark = [
     pytest.mark.torch,
-    # Of Lightning 2.6 under torch 2.13, not ours.
+    # Warnings of Lightning 2.6 under torch 2.13, not ours.
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
 ]
 

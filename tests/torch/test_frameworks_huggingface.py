@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer on the CPU, told by its callback: what the exporter hears is what was trained."""
+"""Test the callback for the Hugging Face Trainer on the CPU: the exporter receives what was trained."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def losses(trainer: Any) -> list[float]:
 
 
 def flops(lengths: list[int]) -> int:
-    """The model's FLOPs: 6 per weight and token, and half of all scores."""
+    """Return the model's FLOPs for these sequence lengths: 6 per weight and token, and half of all scores."""
     weights = 2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32) + 32 * 16
     return sum(6 * weights * s + 6 * 2 * 2 * 8 * s * s for s in lengths)
 
@@ -275,7 +275,7 @@ def test_a_batch_size_that_is_too_large_starts_the_training_over(tmp_path: Path)
     class Small(trainer_class):  # type: ignore[misc]
         def training_step(self, model: Any, inputs: Any, *rest: Any) -> Any:
             if inputs["input_ids"].shape[0] > 2 and self.state.global_step == 2:
-                raise RuntimeError("CUDA out of memory.")  # what accelerate takes for one
+                raise RuntimeError("CUDA out of memory.")  # accelerate recognizes this text
             return super().training_step(model, inputs, *rest)
 
     with HookServer() as server:

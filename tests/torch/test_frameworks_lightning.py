@@ -1,4 +1,4 @@
-"""Lightning on the CPU, under both its names, told by its callback: what the exporter hears is what was trained."""
+"""Test the callback for Lightning on the CPU, under both its names: the exporter receives what was trained."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.machine import PATIENCE
 
 pytestmark = [
     pytest.mark.torch,
-    # Of Lightning 2.6 under torch 2.13, not ours.
+    # Warnings of Lightning 2.6 under torch 2.13, not ours.
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
 ]
 
@@ -46,11 +46,11 @@ def samples(count: int) -> list[dict[str, Any]]:
 
 
 def nothing() -> None:
-    """Take no time."""
+    """Return at once."""
 
 
 def module(lightning: Any, optimizers: int = 1, judge: Callable[[], None] = nothing) -> Any:
-    """Return a language model of one layer; with two optimizers it optimizes by hand."""
+    """Return a language model of one layer. With two optimizers it optimizes manually."""
     import torch
 
     class Model(lightning.LightningModule):  # type: ignore[misc]
@@ -204,7 +204,7 @@ def test_accumulation_evaluation_and_saving_are_told_apart(tmp_path: Path) -> No
     assert {name: seconds[name] for name in ("data_stall", "evaluation", "checkpoint_save", "step")} == pytest.approx(
         {
             "data_stall": 11 * 0.05,  # of 12 batches: the first ended the startup
-            "evaluation": (1 + 2 * 4) * 2 * 0.05,  # each as slow to load as to judge
+            "evaluation": (1 + 2 * 4) * 2 * 0.05,  # each as slow to load as to evaluate
             "checkpoint_save": 2 * 0.3,
             "step": 0.0,
         }
@@ -330,7 +330,7 @@ def test_an_exception_ends_the_run(tmp_path: Path, raised: type[BaseException], 
             if trainer.global_step == 3:
                 raise raised
 
-    # Lightning ends the process at Ctrl-C, and ignores another.
+    # At Ctrl-C Lightning ends the process, and ignores another one.
     handler = signal.getsignal(signal.SIGINT)
     try:
         with HookServer() as server:

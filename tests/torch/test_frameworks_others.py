@@ -1,4 +1,4 @@
-"""DeepSpeed and torchtitan, which need GPUs: their side of the boundary is written here from their documentation."""
+"""Test DeepSpeed and torchtitan, which need GPUs, against fakes written from their documentation."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def seconds(run: Run, activity: str) -> float:
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed always initialises torch.distributed; only its world size is asked for."""
+    """DeepSpeed always initialises torch.distributed. The hook only asks for its world size."""
     import torch.distributed
 
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 1)
@@ -116,7 +116,7 @@ class Mesh(SimpleNamespace):
 
 
 class Checkpointer:
-    """Saves every second step, in the background."""
+    """Fake that saves every second step, in the background."""
 
     enable, last_save_model_only = True, True
 
@@ -137,7 +137,7 @@ class Checkpointer:
 
 
 class Trainer:
-    """The part of torchtitan's Trainer that tells its structured logger, event by event as its train() does."""
+    """Part of torchtitan's Trainer that logs to its structured logger, with the same events as its train()."""
 
     def __init__(self, logger: logging.Logger, steps: int, loaded: int = 0) -> None:
         import torch
@@ -272,7 +272,7 @@ def test_a_torchtitan_trainer_that_fails_or_is_unlike_this_one_is_not_disturbed(
     assert value(handler.run, "training_hook_errors_total") == 2
 
 
-# What is not installed.
+# Frameworks that are not installed.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Trainer, Lightning and Accelerate on two real gloo ranks: each rank tells its own share, and one commits."""
+"""Test Trainer, Lightning and Accelerate on two real gloo ranks: each rank reports its own share, and one commits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Told = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
-    """What each rank told under each framework; one launch for all, because the imports take seconds."""
+    """Return what each rank reported under each framework. One launch runs all, because the imports take seconds."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("FLOPWATCH_", "TORCHELASTIC_"))}
     out = tmp_path_factory.mktemp("ranks")
     with reserved_port() as port:
@@ -64,13 +64,13 @@ def test_each_rank_tells_its_own_tokens_and_the_first_what_is_on_disk(told: list
         assert answer["training_steps_total"] == 3
         assert answer["training_tokens_total"] == sum(OF_RANK[rank])
         assert answer["training_samples_total"] == 6
-        # The replica is known to be one rank, or there would be none.
+        # FLOPs exist only because the replica is known to be one rank.
         assert answer["training_model_flops_total"] == 100 * sum(OF_RANK[rank])
         assert answer["training_hook_errors_total"] == 0
         assert answer["training_collective_wait_seconds_total"] >= 0  # DDP was found, and is watched
     committed = [answers[framework].get("training_committed_steps") for answers in told]
     assert committed in ([3, None], [3, 3])
-    assert committed == [3, None] or framework == "lightning"  # whose ranks wait for the writer
+    assert committed == [3, None] or framework == "lightning"  # its ranks wait for the writer
 
 
 def samples() -> list[dict[str, Any]]:
@@ -153,7 +153,7 @@ def lightning(out: Path) -> Any:
 
 
 class Alternating:
-    """The indices of this rank's batches: two batches of 2, in turn, as the other two frameworks give them out."""
+    """Sampler of this rank's batches: two batches of 2, in turn, as the other two frameworks distribute them."""
 
     def __iter__(self) -> Any:
         first = 2 * int(os.environ["RANK"])

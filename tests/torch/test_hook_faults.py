@@ -1,4 +1,4 @@
-"""A job trains the same, ends the same and ends in time, whatever breaks in the hook or in what it talks to.
+"""Test that a job trains the same, ends the same and ends in time, whatever breaks in the hook or in its surroundings.
 
 The job trains without the hook first. Its losses are compared to the last bit.
 """
@@ -27,7 +27,7 @@ from tests.support.machine import PATIENCE
 
 pytestmark = pytest.mark.long
 
-# Steps of a few milliseconds, so that several pushes, which are 0.1 s apart, fall into the training.
+# Steps of a few milliseconds, so that the training is long enough for several pushes, which are 0.1 s apart.
 JOB = """
 import math, os, random, sys, time
 clock, hooked = time.clock_gettime, os.environ.get("HOOK") == "1"
@@ -78,7 +78,7 @@ MOST_DELAY = 2.0  # seconds the interpreter's end may be later than without the 
 
 @dataclass(frozen=True)
 class Trained:
-    """How a job went."""
+    """Result of a job."""
 
     losses: list[str]
     exit_code: int
@@ -88,7 +88,7 @@ class Trained:
 
 
 def train(*arguments: str, stderr: str = "", **environ: str) -> Trained:
-    """Run the job; `stderr` names a file that takes its place."""
+    """Run the job and return its result. If given, `stderr` is a file that receives its standard error."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("FLOPWATCH_", "OTEL_"))}
     with ExitStack() as stack:
         errors = stack.enter_context(open(stderr, "w")) if stderr else subprocess.PIPE
@@ -124,10 +124,11 @@ def plain() -> Trained:
 
 
 def unchanged(plain: Trained, *arguments: str, stderr: str = "", healthy: bool = False, **environ: str) -> Trained:
-    """Run the job with the hook, check that this changed nothing that matters to it, and return how it went.
+    """Run the job with the hook, check that its losses, exit code and duration are unchanged, and return its result.
 
-    Unless its exporter is `healthy`, also with a job that has one, about the same time: on a slow machine the pushes
-    take more of the training, and what was imported takes longer to leave.
+    If it is too slow, run the job without the hook again as the new reference. Unless its exporter is `healthy`, also
+    use a job with a healthy one: on a slow machine pushes take a larger share of the training, and the exit takes
+    longer with more modules.
     """
     seconds, ending = plain.seconds, plain.ending
     for _ in range(5):
@@ -157,25 +158,25 @@ def test_with_an_exporter_that_answers_nothing_is_changed(plain: Trained, end: s
     assert server.pushes[-1].samples["training_hook_errors_total"] == 0
 
 
-# What is wrong with the exporter.
+# Faults of the exporter.
 
 
 @contextmanager
 def closed_port() -> Iterator[str]:
-    """Nobody listens."""
+    """Yield the URL of a port without a listener."""
     yield "http://127.0.0.1:9"
 
 
 @contextmanager
 def black_hole() -> Iterator[str]:
-    """The kernel takes connections, and nobody answers."""
+    """Yield the URL of a server that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
 @contextmanager
 def full_backlog() -> Iterator[str]:
-    """No connection is taken any more: the kernel drops what asks for one, as a firewall would."""
+    """Yield the URL of a server with a full backlog. The kernel drops further connections, as a firewall would."""
     with ExitStack() as stack:
         listening = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         while True:
@@ -190,7 +191,7 @@ def full_backlog() -> Iterator[str]:
 
 @contextmanager
 def answering(answer: Callable[[socket.socket], None]) -> Iterator[str]:
-    """Every connection gets this answer, as long as it takes it."""
+    """Run a server that calls `answer` on each connection until that fails, and yield its URL."""
     stop = threading.Event()
 
     def serve(connection: socket.socket) -> None:
@@ -228,7 +229,7 @@ def answering(answer: Callable[[socket.socket], None]) -> Iterator[str]:
 
 
 def once(content: bytes) -> Callable[[socket.socket], None]:
-    """Return what sends this and hangs up."""
+    """Return an answer that sends the content once and hangs up."""
 
     def answer(connection: socket.socket) -> None:
         connection.sendall(content)
@@ -238,7 +239,7 @@ def once(content: bytes) -> Callable[[socket.socket], None]:
 
 
 def again(content: bytes, pause: float = 0.0) -> Callable[[socket.socket], None]:
-    """Return what sends this over and over."""
+    """Return an answer that sends the content over and over."""
 
     def answer(connection: socket.socket) -> None:
         connection.sendall(content)
@@ -248,7 +249,7 @@ def again(content: bytes, pause: float = 0.0) -> Callable[[socket.socket], None]
 
 
 def then(content: bytes, more: bytes, pause: float = 0.0) -> Callable[[socket.socket], None]:
-    """Return what sends this and then the other over and over."""
+    """Return an answer that sends the content once, and then `more` over and over."""
     begun: set[int] = set()
 
     def answer(connection: socket.socket) -> None:
@@ -305,7 +306,7 @@ def test_an_exporter_that_answers_garbage_changes_nothing(plain: Trained, answer
         unchanged(plain, "finish", FLOPWATCH_ENDPOINT=url)
 
 
-# What is wrong with the machine. What Python loads by itself at its start, sitecustomize, breaks it.
+# Faults of the machine. A sitecustomize module, which Python loads at its start, causes them.
 
 DNS_HANGS = """
 import socket, time
@@ -424,7 +425,7 @@ def test_settings_that_make_no_sense_change_nothing(plain: Trained, variables: d
         unchanged(plain, "finish", healthy=False, **{"FLOPWATCH_ENDPOINT": url} | variables)
 
 
-# What is wrong inside.
+# Faults inside the hook.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The hook and its surroundings leave each other alone: imports, variables, proxies, forks, signals, exits."""
+"""Test that the hook and its surroundings do not affect each other: imports, environment, forks, signals, exits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def server() -> Iterator[HookServer]:
 
 @pytest.fixture
 def black_hole() -> Iterator[str]:
-    """The URL of a socket that listens, lets the kernel take connections, and never answers."""
+    """Yield the URL of a socket that accepts connections and never answers."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
@@ -48,7 +48,7 @@ def test_pushing_does_not_import_them_either(server: HookServer) -> None:
     assert server.pushes[-1].samples["training_steps_total"] == 3
 
 
-# A disabled SDK would hide what the others do to one that is not.
+# A disabled SDK would hide the effect of the other variables on an enabled one.
 @pytest.mark.parametrize(
     "variables",
     [HOSTILE, {k: v for k, v in HOSTILE.items() if k != "OTEL_SDK_DISABLED"}],
@@ -64,12 +64,12 @@ def test_no_variable_of_opentelemetry_and_no_proxy_has_an_effect(server: HookSer
     assert "hostile" not in hostile.body.decode(errors="replace")
     assert set(hostile.samples) == set(plain.samples)
     assert list(hostile.resource) == list(plain.resource)
-    # No exemplars, no scope or family of the SDK's own, no delta temporality, headers as they were.
+    # No exemplars, no scope or family of the SDK's own, no delta temporality, unchanged headers.
     assert len(hostile.body) == pytest.approx(len(plain.body), abs=20)
     assert hostile.headers == {**plain.headers, "Content-Length": hostile.headers["Content-Length"]}
     for name in ("training_steps_total", "training_tokens_total", "training_model_flops_total"):
         assert hostile.samples[name] == plain.samples[name] > 0
-    # In the order in which the pushes before had them.
+    # The same metrics, of the same types and temporality.
     kinds = [
         {
             (metric.name, metric.WhichOneof("data"), metric.sum.aggregation_temporality)
@@ -202,7 +202,7 @@ def test_an_exporter_that_never_answers_delays_the_exit_by_at_most_two_and_a_hal
     black_hole: str, end: str
 ) -> None:
     def delay() -> float:
-        # 1 s on, so that a push hangs already.
+        # 1 s later, so that a push is already hanging.
         code = LOOP + f"import time; time.sleep(1); print(time.monotonic(), flush=True)\n{end}"
         answer = python(code, FLOPWATCH_ENDPOINT=black_hole)
         ended = time.monotonic()
@@ -213,7 +213,7 @@ def test_an_exporter_that_never_answers_delays_the_exit_by_at_most_two_and_a_hal
 
 
 def test_a_step_does_not_wait_for_an_exporter_that_never_answers(black_hole: str) -> None:
-    # A push hangs for 2 s and the next one begins 0.1 s later, so in each of these seconds one does.
+    # A push hangs for 2 s and the next one begins 0.1 s later, so one is hanging in each of these seconds.
     answer = python(
         LOOP
         + """

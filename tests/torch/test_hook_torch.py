@@ -1,4 +1,4 @@
-"""The hook in PyTorch: three real gloo ranks, each a process with the variables that torchrun would set."""
+"""Test the hook in PyTorch with three real gloo ranks, each a process with the variables that torchrun would set."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "nested_output": {"output": "nested"},
     "accumulation": {"micro_batches": 3},
 }
-SLOW = 0.12  # seconds that the slow rank sleeps in each step: far more than a busy machine keeps a rank waiting for
+SLOW = 0.12  # seconds that the slow rank sleeps in each step: far more than a busy machine delays a rank
 STEPS = 8  # of a setup
 SCENARIOS: dict[str, dict[str, Any]] = {
     "slow": {"slow": 1, "steps": 20},
@@ -42,7 +42,7 @@ Answers = dict[str, list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def answers() -> Answers:
-    """What each rank counted in each scenario; one launch for all, because importing torch takes seconds."""
+    """Return the counts of each rank in each scenario. One launch runs all, because importing torch takes seconds."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("FLOPWATCH_", "TORCHELASTIC_"))}
     said = []
     with reserved_port() as port:
@@ -51,7 +51,7 @@ def answers() -> Answers:
                 [sys.executable, __file__],
                 stdout=subprocess.PIPE,
                 text=True,
-                # One rank a node, as far as the hook can see.
+                # The hook sees one rank on each node.
                 env={
                     **environ,
                     "PYTHONPATH": f"{ROOT / 'exporter'}:{ROOT}",
@@ -86,18 +86,19 @@ def wait_shares(ranks: list[dict[str, Any]]) -> list[float]:
 
 def test_the_slow_rank_waits_least(answers: Answers) -> None:
     first, slow, third = wait_shares(answers["slow"])
-    # It sleeps nearly all of a step, for which the others wait.
+    # It sleeps for nearly all of a step, and the others wait for it.
     assert slow + 0.2 < min(first, third)
 
 
 def test_every_rank_measures_its_steps(answers: Answers) -> None:
     for rank in answers["slow"]:
-        assert 8 <= rank["end"]["measured_steps"] <= 19  # of 20, of which the first has no mean
+        # of 20 steps; the first is not measured, as it has no mean to compare with
+        assert 8 <= rank["end"]["measured_steps"] <= 19
 
 
 def test_a_rank_that_saves_alone_is_not_taken_for_a_slow_one(answers: Answers) -> None:
     saving, second, third = wait_shares(answers["saving"])
-    # Each of its three saves is as long as ten steps: if the others' waiting for it counted, theirs would be above 0.6.
+    # Each of its three saves is as long as ten steps. If the others' wait for them counted, theirs would be above 0.6.
     assert saving + 0.3 > min(second, third)
 
 
@@ -199,7 +200,7 @@ def worker(
     model = DistributedDataParallel(Model(), **(ddp or {}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = Run("tiny", model=model if watch else None, flops_per_token=6.0, peak_flops=1e9)
-    run.recorder.measure_every = 1  # not two a second: how many that are depends on the machine
+    run.recorder.measure_every = 1  # not two a second, which would make the number depend on the machine
 
     def counted() -> dict[str, float | None]:
         names = {
@@ -241,7 +242,7 @@ def worker(
 
 
 def sharded() -> dict[str, int | None]:
-    """Return what the hook makes of models that are, or are not, sharded."""
+    """Return the number of ranks in a replica that the hook derives for models that are, or are not, sharded."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard

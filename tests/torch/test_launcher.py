@@ -1,4 +1,4 @@
-"""Who a process is, from environments as launchers leave them: recorded (torchrun 2.13) or as their manuals say.
+"""Test the identity of a process from its environment: recorded (torchrun 2.13), or as in the launcher's manual.
 
 The manuals and, where they are silent, the code that sets the variables:
 
@@ -54,7 +54,7 @@ TORCHRUN = {
     "TORCHELASTIC_USE_AGENT_STORE": "True",
     "LOCAL_RANK": "1",
 }
-# As https://slurm.schedmd.com/srun.html and sbatch.html describe them: 2 nodes, 8 tasks, the requeued job's step 0.
+# As described in https://slurm.schedmd.com/srun.html and sbatch.html: 2 nodes, 8 tasks, the requeued job's step 0.
 SBATCH = {
     "SLURM_JOB_ID": "81234",
     "SLURM_JOBID": "81234",
@@ -178,7 +178,7 @@ HETEROGENEOUS = {
     "SLURM_PROCID": "9",
 }
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "443"}
-# Elastic PyTorchJob: torchrun meets at the first worker, whose address it then passes on as an IP address.
+# Elastic PyTorchJob: the rendezvous is at the first worker, and torchrun passes its address on as an IP address.
 ELASTIC_PYTORCHJOB = {
     **TORCHRUN,
     **POD,
@@ -368,7 +368,7 @@ def test_ray_nodes_in_steps_of_their_own_name_the_attempt_alike() -> None:
 
 @pytest.mark.parametrize("environ", [SRUN, TRAINJOB, PYTORCHJOB, VOLCANO, RAY_TRAIN, MPIRUN])
 def test_of_many_nodes_rank_0_names_the_attempt_after_its_own_process(environ: dict[str, str]) -> None:
-    # Not after torchrun or the first process of a container: both may outlive an attempt, or look alike in the next.
+    # Not after torchrun or the first process of a container. Both may outlive an attempt, or look alike in the next.
     me = this_process()
     assert f"node-7-{me.pid}-{me.start_ticks}" in launch(environ, "node-7", me).attempt()
 
@@ -386,7 +386,7 @@ def test_a_job_step_of_one_node_names_scheduler_and_launcher() -> None:
 def test_a_wrapper_script_between_torchrun_and_the_ranks_is_not_the_launcher(tmp_path: Path) -> None:
     for pid, parent, environ in ((30, 20, TORCHRUN), (20, 10, TORCHRUN), (10, 1, {"HOME": "/root"})):
         (tmp_path / str(pid)).mkdir()
-        # A command may hold spaces and parentheses.
+        # A command may contain spaces and parentheses.
         (tmp_path / str(pid) / "stat").write_text(f"{pid} (a) b) S {parent} " + "0 " * 17 + f"{pid * 100} 0\n")
         (tmp_path / str(pid) / "environ").write_text("\0".join(f"{k}={v}" for k, v in environ.items()))
     from flopwatch.training.process.launcher import _launcher_pid, _start_ticks
@@ -473,7 +473,7 @@ def test_the_id_of_a_weights_and_biases_run(environ: dict[str, str], modules: di
 
 
 def squeue(folder: Path, script: str) -> str:
-    """Return a command that behaves like Slurm's."""
+    """Create a fake of Slurm's squeue command and return its path."""
     command = folder / "squeue"
     command.write_text("#!/bin/sh\n" + script)
     command.chmod(0o755)
@@ -481,7 +481,7 @@ def squeue(folder: Path, script: str) -> str:
 
 
 def answer(submission: Submission) -> float | None:
-    """Return what is known in the end: once whoever was asked has answered."""
+    """Return the time of submission once the started squeue process has ended."""
     submission()
     if submission._asked is not None:
         submission._asked.wait(PATIENCE)
@@ -502,7 +502,7 @@ echo "$@ $SLURM_TIME_FORMAT $SQUEUE_FORMAT" >>{asked}
 """,
     )
     submission = Submission({**os.environ, **FIRST, "SQUEUE_FORMAT": "%i"}, command)
-    assert submission() is None  # it waits for nothing
+    assert submission() is None  # returns before squeue has answered
     assert answer(submission) == 1750000000
     assert submission() == 1750000000
     assert asked.read_text() == "--noheader --jobs=81234 --format=%V %s \n"
@@ -558,7 +558,7 @@ def test_a_run_that_nobody_named_is_called_after_the_script_and_the_place(monkey
     quiet = {"FLOPWATCH_DISABLE": "1", "FLOPWATCH_HOST": "node-7"}
     assert Run(environ=quiet).name == "train@node-7"
     assert Run(environ={**quiet, **TORCHRUN}).name == "train@node-7"
-    assert Run(environ={**quiet, **SRUN_TORCHRUN, "SLURM_JOB_ID": ""}).name  # never none
+    assert Run(environ={**quiet, **SRUN_TORCHRUN, "SLURM_JOB_ID": ""}).name  # never an empty name
     several_nodes = {key: text for key, text in SRUN_TORCHRUN.items() if not key.startswith("SLURM")}
     assert Run(environ={**quiet, **several_nodes}).name == "train@node-7"
 

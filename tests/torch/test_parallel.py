@@ -1,4 +1,4 @@
-"""Where a rank stands, from what the caller says, from real meshes of torch and from Megatron's functions."""
+"""Test a rank's position in a parallel layout, from a mapping, real meshes of torch and Megatron's functions."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def test_nonsense_is_refused_with_the_reason(given: object, reason: str) -> None
         parallel(given, 64)
 
 
-# Megatron's functions, as https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/parallel_state.py has them.
+# Megatron's functions, as in https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/parallel_state.py.
 
 
 def state(groups: Mapping[str, tuple[int, int]], initialized: bool = True) -> Any:
-    """Return a module with the functions of these groups."""
+    """Return a stand-in for Megatron's parallel_state with the rank and size functions of these groups."""
     functions: dict[str, Callable[[], object]] = {"model_parallel_is_initialized": lambda: initialized}
     for name, (rank, size) in groups.items():
         functions[f"get_{name}_rank"] = partial(int, rank)
@@ -117,12 +117,12 @@ def test_nothing_is_imported_for_it() -> None:
     subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT / "exporter")}, check=True)
 
 
-# Real meshes, of ranks that are not there.
+# Real meshes, of ranks that do not exist.
 
 
 @contextmanager
 def job(rank: int, world_size: int) -> Iterator[Any]:
-    """Be one rank of a job whose others never answer, and give torch's init_device_mesh."""
+    """Join a fake process group as one rank of a job, and yield torch's init_device_mesh."""
     import torch.distributed
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -1,4 +1,4 @@
-"""Peaks are looked up by exact card name; anything doubtful is refused with the reason."""
+"""Test that peaks are looked up by exact card name, and that anything doubtful is refused with the reason."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from flopwatch.__main__ import main
 from flopwatch.flops.peaks import DTYPES, Peak, UnknownPeak, override, peak
 from tests.support import ROOT, TESTS
 
-# As they were read from data sheets, names that must be refused included.
+# Figures from data sheets, including the names that must be refused.
 REFERENCE = list(csv.DictReader((TESTS / "captures/peak_flops_reference.csv").read_text(encoding="utf-8").splitlines()))
 
 
 def expected(row: dict[str, str], dtype: str) -> float | None:
-    """Return the FLOP/s that a row of the reference gives; None if it must be refused."""
+    """Return the FLOP/s in a row of the reference, None if the name must be refused."""
     column = {"fp16": "bf16_tflops", "int8": "int8_tops"}.get(dtype, f"{dtype}_tflops")
     text = row[column]
     if text.startswith("fp16 "):  # tensor cores without bf16
@@ -188,7 +188,7 @@ def test_the_command_prints_peak_and_source(capsys: pytest.CaptureFixture[str]) 
 
 
 class Driver:
-    """What CUDA's driver library answers, as ctypes shows it."""
+    """Fake of CUDA's driver library, as ctypes presents it."""
 
     def __init__(self, name: bytes, devices: int = 1) -> None:
         self.name, self.devices = name, devices
@@ -286,7 +286,7 @@ def test_seconds_come_from_the_devices_events_and_the_best_shape_wins() -> None:
     from flopwatch.training.torch.peak import EventTimer, sweep
 
     class Event:
-        """A CUDA event of a device that takes 1 ms for anything, but 4 ms for the third shape."""
+        """CUDA event of a fake device that takes 4 ms for the third shape and 1 ms for anything else."""
 
         recorded = 0
 

@@ -1,4 +1,4 @@
-"""Phases of real steps on the CPU, by a clock that only sleepers move, and on a simulated device behind the host."""
+"""Test phases of real steps on the CPU, with a clock that only sleeps advance, and on a simulated device."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.support.simulated_cuda import SimulatedCuda
 
 pytestmark = pytest.mark.torch
 
-FORWARD, BACKWARD, OPTIMIZER = 0.02, 0.03, 0.01  # seconds that the sleepy ones sleep
+FORWARD, BACKWARD, OPTIMIZER = 0.02, 0.03, 0.01  # seconds that each part sleeps in tests with a fake clock
 
 Seconds = dict[str, float]
 
 
 class SleepyGradient(torch.autograd.Function):
-    """The identity, whose gradient takes its time."""
+    """Identity function whose gradient calls `does`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, does: Callable[[], None]) -> torch.Tensor:
@@ -53,7 +53,7 @@ class Output:
 
 
 class Model(torch.nn.Module):
-    """A tiny model with things to do in its passes."""
+    """Tiny model that calls functions in its passes."""
 
     def __init__(
         self,
@@ -72,9 +72,10 @@ class Model(torch.nn.Module):
 
 
 class Sgd(torch.optim.Optimizer):
-    """Plain gradient descent, with something to do in its step.
+    """Plain gradient descent that calls `does` in its step.
 
-    No subclass of torch's own, whose step would be hooked as well once another test has made one of those.
+    It is not a subclass of torch's optimizer, because another test's hooks on torch's optimizers would also apply to
+    it.
     """
 
     does: Callable[[], None] = staticmethod(lambda: None)
@@ -97,7 +98,7 @@ class Sgd(torch.optim.Optimizer):
 
 
 class Clock:
-    """Seconds that pass where somebody sleeps."""
+    """Fake clock that only `sleep` advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -135,7 +136,7 @@ def run() -> Iterator[Run]:
 
 
 def told(run: Run) -> Seconds:
-    """Return the phases, the measured step seconds and steps, and the errors told so far."""
+    """Return the seconds of each phase, the measured step seconds and steps, and the number of errors so far."""
     points = run.snapshot().points
     return {
         **{labels["phase"]: seconds for labels, seconds in points[BY_NAME["training_phase_seconds_total"]]},
@@ -151,13 +152,13 @@ def told(run: Run) -> Seconds:
 
 
 def each_step(run: Run, step: Callable[[], object], steps: int = 6) -> Seconds:
-    """Make steps and return the median of what each measured one told."""
+    """Make steps and return the median of each value over the measured ones."""
     found = measured_steps(run, step, steps)
     return {name: statistics.median(one.get(name, 0.0) for one in found) for name in found[-1]} if found else {}
 
 
 def measured_steps(run: Run, step: Callable[[], object], steps: int) -> list[Seconds]:
-    """Make steps and return what each measured one told."""
+    """Make steps and return the values of each measured one."""
     found: list[Seconds] = []
     before = told(run)
     for _ in range(steps):
@@ -212,9 +213,9 @@ def test_by_a_real_clock_phases_are_as_long_as_what_is_in_them_and_together_no_l
     attached = phases.attach(real.recorder, model)
     found = measured_steps(real, train(model, optimizer), steps=8)
     attached.remove()
-    assert len(found) >= 3  # those that the machine made twice as long as the others are left out
+    assert len(found) >= 3  # a step that other work made twice as long is left out
     for one in found:
-        assert one["forward"] >= FORWARD - 1e-6  # of differences of sums
+        assert one["forward"] >= FORWARD - 1e-6  # rounding, as these are differences of sums
         assert one["backward"] >= BACKWARD - 1e-6
         assert one["optimizer"] >= OPTIMIZER - 1e-6
         assert one["forward"] + one["backward"] + one["optimizer"] <= one["seconds"] + 1e-6
@@ -296,12 +297,12 @@ def test_a_pass_without_gradients_and_a_recomputed_one_are_no_forward_phase(run:
 
     found = each_step(run, step)
     assert found["forward"] == pytest.approx(FORWARD)
-    # The gradient of a checkpointed model's output comes before it is recomputed.
+    # The gradient of a checkpointed model's output arrives before it is recomputed.
     assert found["backward"] == pytest.approx(FORWARD + BACKWARD)
 
 
 def test_what_the_engine_waits_for_at_the_end_of_a_pass_is_not_backward(run: Run) -> None:
-    """As DDP's reducer and FSDP2 wait for other ranks: in a callback queued from a hook on a parameter."""
+    """DDP's reducer and FSDP2 wait for other ranks in this way: in a callback queued from a hook on a parameter."""
     model = sleepy_model()
     phases.attach(run.recorder, model)
     model.inner.weight.register_hook(  # type: ignore[no-untyped-call]
@@ -371,7 +372,7 @@ def test_only_every_kth_step_is_measured(run: Run) -> None:
         train(model)()
         gc.collect(0)
         run.step()
-    assert told(run)["steps"] in (3, 4)  # of 12; the first has no mean to be compared with
+    assert told(run)["steps"] in (3, 4)  # of 12; the first has no mean to compare with
     points = run.snapshot().points
     assert points[BY_NAME["training_sampled_every_steps"]] == [({}, 3.0)]
 
@@ -406,7 +407,7 @@ def test_marks_that_fail_stop_no_training(run: Run) -> None:
     before = model.inner.weight.clone()
     train(model, torch.optim.SGD(model.parameters(), lr=0.1))()
     assert not torch.equal(before, model.inner.weight)
-    assert told(run)["errors"] == 2  # as the forward pass began, and the optimizer's step
+    assert told(run)["errors"] == 2  # at the begin of the forward pass, and at the optimizer's step
 
 
 def test_removed_hooks_measure_nothing(run: Run) -> None:
@@ -458,7 +459,7 @@ def the_function_around_it(model: torch.nn.Module, backend: Any, attach: Callabl
 
 
 class Layers(torch.nn.Module):
-    """A model that Dynamo compiles whole."""
+    """Model that Dynamo compiles whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -470,7 +471,7 @@ class Layers(torch.nn.Module):
 
 
 def compiled_training(how: Compile, attach: Callable[[torch.nn.Module], None]) -> tuple[Any, ...]:
-    """Train a compiled model, its optimizer compiled too; return what Dynamo counted and the losses."""
+    """Train a compiled model with a compiled optimizer. Return Dynamo's counters and the losses."""
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
@@ -510,7 +511,7 @@ def fresh_dynamo() -> Iterator[None]:
     [(attached_first, True), (attached_after, True), (in_place, True), (the_function_around_it, False)],
 )
 def test_compiled_training_has_no_more_frames_breaks_or_recompilations(run: Run, how: Compile, measured: bool) -> None:
-    compiled_training(how, lambda model: None)  # the first in a process compiles a little more
+    compiled_training(how, lambda model: None)  # the first one in a process compiles a little more
     attempts_without, *without = compiled_training(how, lambda model: None)
 
     def attach(model: torch.nn.Module) -> None:
@@ -542,12 +543,12 @@ def test_on_a_device_that_is_behind_the_phases_are_its_own() -> None:
     step = train(model, optimizer, micro_batches=2)
     for _ in range(10):
         step()
-        cuda.now += 0.001  # all that the host takes, where the device takes 650 ms
+        cuda.now += 0.001  # all that the host takes, while the device takes 650 ms
         run.step()
-    assert told(run)["steps"] == 0  # the device has not finished the first
+    assert told(run)["steps"] == 0  # the device has not finished the first step
     cuda.finish()
     found = told(run)
-    assert found["steps"] == 8  # but the first two, before which there is no mean
+    assert found["steps"] == 8  # all but the first two, before which there is no mean
     assert found["seconds"] == pytest.approx(8 * 0.65, abs=1e-5)
     assert [found[phase] for phase in ("forward", "backward", "optimizer")] == pytest.approx(
         [8 * 0.2, 8 * 0.4, 8 * 0.05], abs=1e-5
@@ -587,4 +588,4 @@ def test_a_copy_to_the_device_is_a_phase_of_measured_steps_only(run: Run) -> Non
             clock.now += 0.01
 
     assert each_step(run, step)["host_to_device"] == pytest.approx(0.01)
-    assert told(run)["host_to_device"] == pytest.approx(0.02)  # of six steps, of which the first two have no mean
+    assert told(run)["host_to_device"] == pytest.approx(0.02)  # of six steps; the first two have no mean

@@ -1,4 +1,4 @@
-"""`flopwatch run`: a script runs as without us, and what is pushed is what a Run in it would have told."""
+"""Test `flopwatch run`: a script runs as without it, and the pushes equal those of a Run in the script."""
 
 from __future__ import annotations
 
@@ -126,7 +126,8 @@ def test_a_module_or_what_is_not_there_runs_as_without_us(tmp_path: Path, argume
     )
     natively, ours = (python(*start, *arguments, cwd=tmp_path) for start in ((), ("-m", "flopwatch", "run")))
     if arguments == (".",):
-        assert (ours.returncode, "can't open file" in ours.stderr) == (2, True)  # Python would look for a __main__.py
+        # otherwise Python would look for a __main__.py
+        assert (ours.returncode, "can't open file" in ours.stderr) == (2, True)
     else:
         same(natively, ours)
 
@@ -167,7 +168,7 @@ def test_flags_that_make_no_sense_are_refused(tmp_path: Path, flags: tuple[str, 
 
 
 def last_push(server: HookServer) -> Push:
-    (pid,) = {push.resource["flopwatch.pid"] for push in server.pushes}  # workers said nothing
+    (pid,) = {push.resource["flopwatch.pid"] for push in server.pushes}  # workers pushed nothing
     assert pid
     return server.pushes[-1]
 
@@ -192,7 +193,7 @@ def test_an_unmodified_script_tells_what_an_instrumented_one_does(tmp_path: Path
         assert (answer.returncode, push.resource["flopwatch.status"]) == (0, "completed"), answer.stderr
         return push.samples
 
-    # The longer the steps, the less of them is what a busy machine, or a first import on a slow one, adds.
+    # The longer the steps, the smaller the share that a busy machine, or a slow first import, adds.
     for pace in (1, 5, 25):
         seen = samples(pace, "-m", "flopwatch", "run", *flags, PLAIN, "end")
         told = samples(pace, told_script, "end")
@@ -207,7 +208,7 @@ def test_an_unmodified_script_tells_what_an_instrumented_one_does(tmp_path: Path
         ):
             assert seen[f"training_{name}"] == told[f"training_{name}"], name
         assert (seen["training_steps_total"], seen["training_tokens_total"]) == (24, 48 * 64)
-        # Two processes at different times on a machine that does other things too; test_attach.py compares within 2 %.
+        # Two processes at different times on a machine with other work. test_attach.py compares within 2 %.
         keys = [
             f"training_activity_seconds_total{{activity={name}}}" for name in ("evaluation", "checkpoint_save", "step")
         ]
@@ -218,7 +219,7 @@ def test_an_unmodified_script_tells_what_an_instrumented_one_does(tmp_path: Path
 
 
 def instrumented(script: str) -> str:
-    """Return the script with what a loop of its own accord tells a Run."""
+    """Return the script with the calls to a Run that an instrumented loop makes."""
     for old, new in (
         (
             "    samples: Any",
@@ -270,5 +271,5 @@ def test_the_run_ends_as_the_script_does(tmp_path: Path, how: str, status: str) 
     assert push.samples["training_steps_total"] == 12
     # 8 samples of 16 tokens a step.
     assert push.samples["training_model_flops_total"] == 12 * 8 * from_config(CONFIG).flops_per_sequence(16)
-    # Where the script failed nobody knows whether the checkpoint it had just saved is whole.
+    # The script failed, so the checkpoint it had just saved may be incomplete.
     assert "training_committed_steps" not in push.samples

@@ -1,4 +1,4 @@
-"""Compilations by Dynamo, as it really calls back, and a CUDA allocator's numbers as PyTorch reports them."""
+"""Test compilations by Dynamo with its real callbacks, and a CUDA allocator's numbers in PyTorch's format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMPILING = 0.2  # seconds that the slow backend takes
 def run() -> Iterator[Run]:
     torch._dynamo.reset()
     made = Run("tiny", environ={"FLOPWATCH_DISABLE": "1"})
-    made.step()  # the loop's thread is this one
+    made.step()  # makes this thread the loop's
     yield made
     torch._dynamo.reset()
 
@@ -118,7 +118,7 @@ def test_a_compilation_on_another_thread_is_not_the_loops_time(run: Run) -> None
 
 
 def test_a_backward_pass_compiled_on_the_engines_thread_is_the_loops_time(run: Run) -> None:
-    """As on CUDA, where the autograd engine has a thread for each device and the loop waits for it."""
+    """On CUDA the autograd engine has a thread for each device, and the loop waits for it."""
     found = runtime.attach(run.recorder)
 
     class Compiles(torch.autograd.Function):
@@ -197,7 +197,7 @@ def test_a_run_that_fails_breaks_no_compilation(run: Run) -> None:
 
 
 def device(retries: int, ooms: int, reserved: int, allocated: int) -> Mapping[str, Any]:
-    """Return what torch.cuda.memory_stats_as_nested_dict returns, as far as it is read."""
+    """Return the fields of torch.cuda.memory_stats_as_nested_dict that the hook reads."""
     return {
         "num_alloc_retries": retries,
         "num_ooms": ooms,

@@ -1,4 +1,7 @@
-"""Four ranks, each in turn 15 % slower: the wait names it, by the rule of alerts/recording; healthy ranks never."""
+"""Test straggler detection on four ranks.
+
+A rank that is 15 % slower is named by the rule of alerts/recording, and no rank is named in healthy steps.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,19 @@ pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.torch, pytest.mar
 
 WORLD_SIZE = 4
 WINDOW = 20  # steps
-WARM_UP = 4  # steps: the first has no mean to be compared with
-WINDOWS = 3  # in which the same rank has to lead
+WARM_UP = 4  # steps; the first one has no mean to compare with
+WINDOWS = 3  # in which the same rank must have the highest score
 HEALTHY_STEPS = 1000
 HEALTHY_WINDOW = 100
 SLOWER = 0.15
 WORK = 0.02  # seconds of a step in which every rank is busy
-# How many times as long as that, one after the other until it comes out right: other work on the machine costs every
-# step some milliseconds, more than 15 % of a short one and much less of a long one.
+# Multiples of that, tried in order until the result is right. Other work on the machine costs every step some
+# milliseconds. That is more than 15 % of a short step and much less of a long one.
 LATE_SCALES, HEALTHY_SCALES = (1, 3, 9), (1, 3, 3)
 VARIANTS = ("sleeping", "burning", "loading", "fsdp2")
 
-# Of the alert's 0.10, because these windows are of 20 steps and not of two minutes, and the processors have other
-# things to do: a rank so late costs 0.13, less what it waits for the others' hiccups.
+# Share of the alert's 0.10, because these windows have 20 steps in place of two minutes and the processors are shared.
+# A rank this late costs 0.13, less its own waits for the other ranks' delays.
 NAMED_FROM = 0.75
 
 Window = list[float]  # each rank's wait as a share of its measured step time
@@ -36,7 +39,7 @@ Window = list[float]  # each rank's wait as a share of its measured step time
 
 @pytest.fixture(scope="module")
 def windows() -> dict[str, list[Window]]:
-    """The wait shares of each scenario, window by window; one launch for all, because importing torch takes seconds."""
+    """Return the wait shares of each window by scenario. One launch runs all, because importing torch takes seconds."""
     answers = ranks.answers(__file__, WORLD_SIZE, 800)
     return {
         name: [list(window) for window in zip(*(answer[name] for answer in answers), strict=True)]
@@ -45,15 +48,16 @@ def windows() -> dict[str, list[Window]]:
 
 
 def scores(window: Window) -> list[float]:
-    """Return what RANK_SCORE records for this window: the upper median of the waits minus each rank's own."""
+    """Return the scores that RANK_SCORE records for a window: the upper median of the waits minus each rank's own."""
     upper_median = sorted(window)[len(window) // 2]
     return [upper_median - wait for wait in window]
 
 
 def named(three: list[Window], share: float = 1.0) -> int | None:
-    """Return the rank that led in all three windows, as CANDIDATE records it, if it costs what warns, or a share of it.
+    """Return the rank with the highest score in all three windows, if its cost exceeds `share` of the warning's
+    threshold.
 
-    In the last no other may be nearly as late.
+    Return None if there is no such rank, or if another one is nearly as late in the last window.
     """
     settings = AlertSettings()
     leaders = {max(range(WORLD_SIZE), key=scores(window).__getitem__) for window in three}
@@ -64,7 +68,7 @@ def named(three: list[Window], share: float = 1.0) -> int | None:
 
 
 def ever_named(healthy: list[Window]) -> set[int | None]:
-    """Return who is named in any three windows in a row, and None if in some it is nobody."""
+    """Return the ranks named in any three windows in a row. None stands for windows that name no rank."""
     return {named(healthy[at : at + WINDOWS]) for at in range(len(healthy) - WINDOWS + 1)}
 
 
@@ -80,7 +84,7 @@ def test_nobody_is_named_in_healthy_steps(windows: dict[str, list[Window]], mode
 
 
 def main() -> dict[str, list[float]]:
-    """Train as one of the ranks; return its wait share of each window of each scenario."""
+    """Train as one of the ranks. Return its wait shares of the windows of each scenario."""
     import torch
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
@@ -95,9 +99,9 @@ def main() -> dict[str, list[float]]:
     def train(
         model: Any, windows: int, window: int, work: float, extra: float = 0.0, how: str = ""
     ) -> tuple[list[float], float]:
-        """Return the wait shares of the windows, and the mean step time of the last."""
+        """Return the wait shares of the windows, and the mean step time of the last one."""
         run = Run("late", model=model)
-        run.recorder.measure_every = 1  # in windows as short as these; in two minutes two steps a second will do
+        run.recorder.measure_every = 1  # needed in windows this short; in two minutes two steps a second are enough
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
         def batches() -> Any:
@@ -140,13 +144,13 @@ def main() -> dict[str, list[float]]:
         return fully_shard(model)
 
     def of_all(mine: list[float]) -> list[Window]:
-        """Return the windows of all ranks, so that they agree on whether to go on."""
+        """Return the windows of all ranks, so that all ranks make the same decision to continue."""
         gathered: list[Any] = [None] * WORLD_SIZE
         dist.all_gather_object(gathered, mine)
         return [list(window) for window in zip(*gathered, strict=True)]
 
     def healthy(make: Callable[[], Any], windows: int, window: int, work: float) -> tuple[list[float], float]:
-        """Return the wait shares, and what a step takes besides the work."""
+        """Return the wait shares, and the duration of a step without the work."""
         for times in HEALTHY_SCALES:
             found, step = train(make(), windows, window, times * work)
             if ever_named(of_all(found)) == {None}:

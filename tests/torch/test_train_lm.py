@@ -1,4 +1,4 @@
-"""The example trainer under torchrun: it resumes exactly, and the hook tells what its own log tells."""
+"""Test the example trainer under torchrun: it resumes exactly, and the hook reports the same as its own log."""
 
 import json
 import os
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(700)]
 
 
 def train(out: Path, endpoint: str, *arguments: str, ranks: int | None = None) -> None:
-    """Run the trainer to its end, under torchrun if `ranks` are given."""
+    """Run the trainer to its end, under torchrun if `ranks` is given."""
     environ = {
         **os.environ,
         "PYTHONPATH": str(ROOT / "exporter"),
@@ -67,7 +67,7 @@ def read_log(out: Path) -> list[dict[str, Any]]:
 
 @dataclass
 class History:
-    """What is left of a training run: its folder, its log, and the last push of each rank."""
+    """Results of a training run: its folder, its log, and the last push of each rank."""
 
     out: Path
     log: list[dict[str, Any]]
@@ -76,7 +76,7 @@ class History:
 
 @pytest.fixture(scope="module")
 def history(tmp_path_factory: pytest.TempPathFactory) -> History:
-    """A run of 2 ranks in which the slower one dies in step 15, after a checkpoint in step 10."""
+    """Train with 2 ranks. The slower one dies in step 15, after a checkpoint in step 10, and the job resumes."""
     out = tmp_path_factory.mktemp("lm")
     control = out / "control.json"
     control.write_text('{"slow": {"1": 0.5}, "die": {"1": 15}}')
@@ -151,7 +151,7 @@ def test_the_hook_tells_what_the_log_tells(history: History) -> None:
 def test_the_slow_rank_waits_least(history: History) -> None:
     waited = {rank: push.samples["training_collective_wait_seconds_total"] for rank, push in history.last.items()}
     steps = {rank: push.samples["training_measured_step_seconds_total"] for rank, push in history.last.items()}
-    # Half of 0.2 s longer than the other: a third of a step.
+    # It takes half of 0.2 s longer than the other rank: a third of a step.
     assert waited[0] / steps[0] - waited[1] / steps[1] == pytest.approx(1 / 3, abs=0.15)
 
 
@@ -185,7 +185,7 @@ def test_flops_of_the_model_are_those_pytorch_counts() -> None:
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             torch.autograd.backward(model(tokens, tokens))
     weights = 2 * (4 * 128 * 128 + 2 * 128 * 512) + 128 * 256
-    scores = 12 * 2 * 128 * 128  # all of them: the counter knows no causal mask
+    scores = 12 * 2 * 128 * 128  # all of them: PyTorch's counter ignores the causal mask
     assert counter.get_total_flops() == 8 * 128 * (6 * weights + scores)
     assert train_lm.FLOPS_PER_TOKEN == 6 * weights + scores / 2 == 2_752_512
 

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs against the modules that transformers builds, and what PyTorch counts when they run."""
+"""Test parameters and FLOPs of configurations against transformers' modules, and PyTorch's count of a real run."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def published(name: str) -> dict[str, Any]:
 
 
 def built(fields: dict[str, Any], device: str, **options: Any) -> Any:
-    """Return the causal language model that transformers makes of these fields; of gemma3 the language model."""
+    """Build the causal language model of these fields with transformers. For gemma3 build its language model only."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if fields.get("hidden_act") == "gelu":
-        fields = {**fields, "hidden_act": "gelu_pytorch_tanh"}  # what transformers makes of it, with a warning
+        fields = {**fields, "hidden_act": "gelu_pytorch_tanh"}  # as transformers does, with a warning
     config: Any = AutoConfig.for_model(**fields)
     models: Any = AutoModelForCausalLM
     with torch.device(device):
@@ -37,7 +37,7 @@ def built(fields: dict[str, Any], device: str, **options: Any) -> Any:
 
 
 def matmul_weights(model: Any, active: float) -> float:
-    """Return the weights one token passes through: matrices but look-ups and routers, `active` of the experts."""
+    """Return the weights one token passes through: matrices except look-ups and routers, `active` of the experts."""
     total = 0.0
     tied = model.get_output_embeddings().weight
     for name, parameter in model.named_parameters():
@@ -88,7 +88,7 @@ def test_parameters_and_matmuls_are_those_of_the_modules(name: str, changes: dic
     assert model.parameters == module.num_parameters()
     active = model.experts_per_token / model.experts if model.experts else 0.0
     assert model.matmul_weights == matmul_weights(module, active)
-    # A loaded configuration says the same as the file it came from.
+    # A loaded configuration gives the same result as its file.
     assert from_config(module.config, mtp=False) == model
 
 

@@ -1,4 +1,4 @@
-"""How long a rank waits for another, in real groups of two: DDP in many ways, FSDP, ZeRO, tensor parallel, by hand."""
+"""Test the time a rank waits for another, in real groups of two: DDP, FSDP, ZeRO, tensor parallel, bare calls."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from tests.support import ranks
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
 
 STEPS = 10
-# Seconds by which rank 1 comes later in every step; more where a busy machine keeps either waiting about as long.
+# Delay of rank 1 in every step, in seconds. The next value is tried if a busy machine delays both ranks about as
+# long.
 LATE = (0.02, 0.1, 0.4)
 
-# Where rank 1 is late and the wait of rank 0 is to be seen.
+# Scenarios in which rank 1 is late and the wait of rank 0 must show it.
 LATENESS = (
     "ddp",
     "accumulation",
@@ -37,7 +38,7 @@ LATENESS = (
     "zero",
     "tensor_parallel",
 )
-# Where the losses with and without us are compared, to the last bit.
+# Scenarios in which the losses with and without watching are compared, to the last bit.
 LOSSES = ("ddp", "power_sgd", "fp16_compress", "compiled_around", "fsdp2", "fsdp2_marked", "failing")
 
 Answer = dict[str, Any]
@@ -45,13 +46,13 @@ Answer = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def answers() -> list[Answer]:
-    """What each rank counted and computed in each scenario; one launch, because importing torch takes seconds."""
+    """Return the results of each rank in each scenario. One launch runs all, because importing torch takes seconds."""
     return ranks.answers(__file__, 2, 500)
 
 
 def told_apart(in_time: Answer, late: Answer) -> bool:
-    """Return whether in each measured step the rank in time waited for the other at least half of its lateness."""
-    # The first steps are none to be measured, and a busy machine may cost others.
+    """Return whether in each measured step the punctual rank waited for the other at least half of its lateness."""
+    # The first steps are not measured, and a busy machine may prevent the measurement of others.
     if in_time["steps"] is None or late["steps"] is None or min(in_time["steps"], late["steps"]) < 3:
         return False
     return bool(in_time["wait"] / in_time["steps"] > late["wait"] / late["steps"] + late["late"] / 2)
@@ -180,7 +181,7 @@ def main() -> Iterator[tuple[str, Any]]:
         sync: bool = True,
         late: float = LATE[0],
     ) -> Answer:
-        """Train for some steps, in which rank 1 is late; `after` is called after each backward pass."""
+        """Train for some steps with rank 1 late. Call `after` after each backward pass."""
         run = Run("waits") if run is None else run
         watch = None if watched is None else waits.watch(run.recorder, model if watched == "the model" else None)
         optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
@@ -217,7 +218,7 @@ def main() -> Iterator[tuple[str, Any]]:
         }
 
     def train_late(model: Any, **how: Any) -> Answer:
-        """Train until the ranks are told apart, later each time; the losses are the first time's."""
+        """Train with growing lateness until the waits differ clearly. The losses are those of the first attempt."""
         losses = None
         for late in LATE:
             answer = train(model, late=late, **how)
@@ -268,7 +269,7 @@ def main() -> Iterator[tuple[str, Any]]:
             dist.send(torch.ones(4), 0)
         else:
             dist.recv(torch.ones(4), 1)
-        dist.broadcast(torch.ones(4), 0)  # in time or late, each step begins together
+        dist.broadcast(torch.ones(4), 0)  # both ranks begin each step together, in time or late
 
     yield "receiving", train_late(Plain(), after=handed_on)
     zero = ddp()
@@ -308,7 +309,7 @@ def main() -> Iterator[tuple[str, Any]]:
         [waits._tensor_parallel(group) for model in (fsdp2(), both) for group in list(waits._fsdp_groups(model))[:1]],
     )
 
-    # The host as the device: there the marks are its clock, and the streams that are to wait do nothing.
+    # Use the host as the device: its clock gives the marks, and the waits of streams do nothing.
     run, model, brackets = Run("waits"), fsdp2(), []
     waited = run.recorder.waited
 
