@@ -205,7 +205,7 @@ def test_another_page_cannot_make_it_ask(page: Path, site: str) -> None:
     with Asked() as prometheus, serving_it(page, Upstream(prometheus.url)) as url:
         assert get(f"{url}/api/prometheus/query?query=up", None, **{"Sec-Fetch-Site": site})[0] == 403
         assert get(f"{url}/api/prometheus/query?query=up", None, **{"Sec-Fetch-Site": "same-origin"})[0] == 200
-        # the client follows a redirect
+        # a link from another page may be followed
         assert get(f"{url}/d/flopwatch-run", None, **{"Sec-Fetch-Site": site})[0] == 200
     assert len(prometheus.questions) == 1
 
