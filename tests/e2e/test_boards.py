@@ -319,7 +319,7 @@ def test_links_lead_from_a_run_to_its_late_rank_s_card_and_keep_time_and_variabl
     assert after["var-host"] == [Topology.host(STRAGGLER[0])]
     for name in ("from", "to", "timezone"):
         assert after[name] == before[name], name
-    expect(page.locator('[data-panel="Card"]')).to_contain_text("NVIDIA H100")
+    expect(page.locator('[data-panel="GPU"]')).to_contain_text("NVIDIA H100")
 
 
 def test_a_choice_is_in_the_address_and_asked_for(running: ClusterDemo, page: Page) -> None:
@@ -338,7 +338,7 @@ def test_another_node_has_other_cards(running: ClusterDemo, page: Page) -> None:
     page.get_by_role("option", name="node-0007").click()
     expect(page).to_have_url(re.compile("var-host=node-0007"))
     expect(page).to_have_url(re.compile(f"var-uuid=({'|'.join(Topology.gpu(7, gpu) for gpu in range(8))})"))
-    expect(page.locator('[data-panel="Card"]')).to_contain_text("node-0007")
+    expect(page.locator('[data-panel="GPU"]')).to_contain_text("node-0007")
 
 
 def test_what_nobody_chose_is_in_the_address_all_the_same(running: ClusterDemo, page: Page) -> None:
