@@ -221,6 +221,7 @@ def push_seconds(endpoint: str, pushes: int) -> float:
 
 
 def main() -> None:
+    """Measure each loop in turn and print the cost of one step."""
     parser = argparse.ArgumentParser(description="Cost of counting one training step.")
     parser.add_argument("--steps", type=int, default=200, help="steps a turn; what is recorded between two pushes")
     parser.add_argument("--turns", type=int, default=301)

@@ -153,6 +153,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def main() -> None:
+    """Measure blocks of steps with and without the hook, and print the difference."""
     parser = argparse.ArgumentParser(description="The hook's share of a training step.")
     parser.add_argument("--pairs", type=int, default=60, help="pairs of blocks of 20 steps")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")

@@ -265,9 +265,11 @@ class PageProtocol(asyncio.Protocol):
         self._body, self._data = body, b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport of a new connection."""
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
+        """Answer each request that is complete."""
         self._data += data
         while b"\r\n\r\n" in self._data:
             request, _, self._data = self._data.partition(b"\r\n\r\n")

@@ -309,6 +309,7 @@ def _links(links: Sequence[Json]) -> Json:
 
 
 def mapped(mappings: Mappings | None) -> Json:
+    """Return a panel's value mappings, empty without any."""
     if mappings is None:
         return {}
     return {
@@ -338,6 +339,7 @@ def panel(
     overrides: Sequence[Json] = (),
     transformations: Sequence[Json] = (),
 ) -> Json:
+    """Return a panel of this kind in Grafana's JSON. `defaults` and `options` belong to its plugin."""
     targets = [
         {
             "refId": ref(i),
@@ -379,17 +381,21 @@ def panel(
 
 
 def steps(thresholds: Sequence[Threshold]) -> Json:
+    """Return thresholds as Grafana's JSON has them. Without any, the color is blue."""
     chosen = thresholds or [(None, "blue")]
     return {"mode": "absolute", "steps": [{"value": value, "color": color} for value, color in chosen]}
 
 
 def override(name: str, *properties: Json) -> Json:
+    """Return an override of the field with this name."""
     return {"matcher": {"id": "byName", "options": name}, "properties": list(properties)}
 
 
 def ref(index: int) -> str:
+    """Return the refId of the query at this place."""
     return "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[index]
 
 
 def clean(frame: Json) -> Json:
+    """Return a panel without empty values and without settings that Grafana no longer reads."""
     return {key: value for key, value in frame.items() if value is not None and key not in LEFTOVERS}

@@ -56,6 +56,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Add attention and MLP to `x`, of shape batch x length x WIDTH."""
         batch, length, _ = x.shape
         heads = self.query_key_value(self.attention_norm(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
@@ -74,6 +75,7 @@ class LanguageModel(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross entropy in nats of bytes of shape batch x length."""
         x = self.token(inputs) + self.position(torch.arange(inputs.shape[1]))
         logits = self.head(self.norm(self.blocks(x)))
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -223,6 +225,7 @@ def process_started() -> float:
 
 
 def arguments() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Train a small language model on CPU, watched by flopwatch.")
     parser.add_argument("--steps", type=int, default=300, help="steps of the whole run")
     parser.add_argument("--seconds", type=float, help="stop this long after the first step of this attempt")
@@ -251,6 +254,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
+    """Train, with a checkpoint to resume from at each restart."""
     args = arguments()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))

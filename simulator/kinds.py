@@ -204,7 +204,7 @@ def _link_down(rng: random.Random) -> Made:
 
 
 def _in_its_group(rng: random.Random) -> Made:
-    """A rank blocks its tensor parallel group, so the whole group is missing in the collective outside."""
+    """Block a rank in its tensor parallel group, so the whole group is missing in the collective outside."""
     rank = rng.randrange(RANKS)
     group = frozenset(range(rank // 4 * 4, rank // 4 * 4 + 4))
     return Trouble(
@@ -224,7 +224,7 @@ def _no_evidence(rng: random.Random) -> Made:
 
 
 def _mismatch(rng: random.Random) -> Made:
-    """A rank is at another line of code. A rank that logs would be, too, so the alert has the line but no name."""
+    """Leave a rank at another line of code. A rank that logs would be, too, so the alert has the line but no name."""
     one = frozenset({rng.randrange(RANKS)})
     return Trouble(
         rng.uniform(*HANGS_FROM), hangs=True, elsewhere=one, uncounted=rng.random() < 0.25
@@ -232,7 +232,7 @@ def _mismatch(rng: random.Random) -> Made:
 
 
 def _endless_kernel(rng: random.Random) -> Made:
-    """A kernel does not end, while its host can have reached the collective of the other ranks."""
+    """Run a kernel that does not end, while its host can have reached the collective of the other ranks."""
     one = frozenset({rank := rng.randrange(RANKS)})
     return Trouble(
         rng.uniform(*HANGS_FROM), hangs=True, computing=one, cards={rank: CardSymptoms(clock=0.999)}
@@ -247,7 +247,7 @@ def _halves(rng: random.Random) -> Made:
 
 
 def _contradicted(rng: random.Random) -> Made:
-    """A rank on one host is missing in the collective, and the exporter of the other host does not answer."""
+    """Miss a rank of one host in the collective, while the exporter of the other host does not answer."""
     rank = rng.randrange(PER_HOST)
     return Trouble(
         rng.uniform(*HANGS_FROM), hangs=True, behind=frozenset({rank}), dark=frozenset({1})

@@ -54,7 +54,7 @@ class History:
 
 @pytest.fixture(scope="module")
 def history(tmp_path_factory: pytest.TempPathFactory) -> History:
-    """A job of 3 ranks with a slow one, in which another dies in step 15 after a checkpoint in step 10."""
+    """Run a job of 3 ranks with a slow one, in which another dies in step 15 after a checkpoint in step 10."""
     out = tmp_path_factory.mktemp("job")
     with (
         HookServer() as server,

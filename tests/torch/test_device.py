@@ -1,7 +1,6 @@
-"""Test moments on a simulated CUDA device with streams, launch latency and its own clock, behind a host that runs
-ahead.
+"""Test moments on a simulated CUDA device with streams, launch latency and its own clock.
 
-These tests do not run on a GPU.
+The host runs ahead of the device. These tests do not run on a GPU.
 """
 
 from __future__ import annotations

@@ -806,7 +806,7 @@ def test_an_unmodified_script_that_leaves_in_order_has_committed_what_its_handle
 
 
 def test_a_name_told_before_a_quick_restart_is_not_taken_for_the_attempts() -> None:
-    """torchrun's store outlives a restart, and rank 0 may be the last to create its Run."""
+    """The store of torchrun outlives a restart, and rank 0 may be the last to create its Run."""
     answer = python("""
 import threading, time
 import torch.distributed as dist

@@ -54,10 +54,10 @@ def scores(window: Window) -> list[float]:
 
 
 def named(three: list[Window], share: float = 1.0) -> int | None:
-    """Return the rank with the highest score in all three windows, if its cost exceeds `share` of the warning's
-    threshold.
+    """Return the rank with the highest score in all three windows, or None.
 
-    Return None if there is no such rank, or if another one is nearly as late in the last window.
+    Its cost has to exceed `share` of the warning's threshold, and no other rank may be nearly as late in the last
+    window.
     """
     settings = AlertSettings()
     leaders = {max(range(WORLD_SIZE), key=scores(window).__getitem__) for window in three}

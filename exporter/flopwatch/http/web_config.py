@@ -425,6 +425,7 @@ class ReloadingSSLContext(ssl.SSLContext):
     _web: Web
 
     def __new__(cls, web: Web) -> ReloadingSSLContext:
+        """Make a context for servers, as SSLContext takes the protocol here and not in __init__."""
         return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
 
     def __init__(self, web: Web) -> None:

@@ -191,7 +191,7 @@ class Incidents:
         return Incident(0, one.number, one.id, status, began, ended, hosts, len(hosts), kind=kind, follows=one.leader)
 
     def _add(self, incident: Incident) -> int:
-        """Number an incident and keep it, in place of the oldest settled one if there are too many."""
+        """Add an incident with a number, in place of the oldest settled one if there are too many."""
         self.count += 1
         number = incident.number = self.count
         self.by_number[number] = incident

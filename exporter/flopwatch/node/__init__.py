@@ -1,0 +1,1 @@
+"""Exporter: it reads one host's hardware and serves `/metrics`."""

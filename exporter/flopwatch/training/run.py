@@ -235,7 +235,7 @@ class Run:
 
     if TYPE_CHECKING:
 
-        def step(
+        def step(  # noqa: D102 -- the docstring is below, where help() finds it
             self,
             tokens: float | None = None,
             *,

@@ -803,7 +803,7 @@ def described(push: Push) -> dict[str, Any]:
 
 
 def record() -> None:
-    """Write the capture again: python -m tests.unit.training.test_hook"""
+    """Write the capture again, with `python -m tests.unit.training.test_hook`."""
     with HookServer() as server:
         trained(server.url).finish()
     CAPTURE.parent.mkdir(parents=True, exist_ok=True)

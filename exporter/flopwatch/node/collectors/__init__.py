@@ -46,7 +46,8 @@ class Collector(Protocol):
 
     name: str
 
-    def read(self) -> list[Sample]: ...
+    def read(self) -> list[Sample]:
+        """Return the current samples, or raise Unsupported, AccessLost, RestartReader or the driver's error."""
 
 
 class StateFile:

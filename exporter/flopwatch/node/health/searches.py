@@ -19,6 +19,7 @@ SPARE_ROLES = ("storage", "management")
 
 
 def missing_gpus(facts: Facts) -> Iterator[Found]:
+    """Find GPUs that the driver reported once and that no longer answer."""
     if facts.expected.gpus and len(facts.answering) >= facts.expected.gpus:
         return  # the missing ones were removed on purpose
     for gpu, present in facts.of(m.GPU_PRESENT).items():
@@ -27,11 +28,13 @@ def missing_gpus(facts: Facts) -> Iterator[Found]:
 
 
 def unloaded_driver(facts: Facts) -> Iterator[Found]:
+    """Find a node with GPUs but without the NVIDIA driver."""
     if facts.driverless:
         yield "driver", "no NVIDIA driver is loaded, and no job can use the GPUs"
 
 
 def unreadable_gpus(facts: Facts) -> Iterator[Found]:
+    """Find GPUs to which the exporter has no access."""
     for gpu, readable in facts.of(m.GPU_READABLE).items():
         if not readable and not facts.driverless:
             name = facts.named(m.GPU_READABLE, gpu)
@@ -40,18 +43,21 @@ def unreadable_gpus(facts: Facts) -> Iterator[Found]:
 
 
 def too_few_gpus(facts: Facts) -> Iterator[Found]:
+    """Find a node with fewer GPUs than expected."""
     known = {*facts.of(m.GPU_PRESENT), *facts.of(m.GPU_READABLE)}
     if known and len(known) < facts.expected.gpus:
         yield "gpus", f"{len(known)} GPUs where {facts.expected.gpus} are expected"
 
 
 def unseen_gpus(facts: Facts) -> Iterator[Found]:
+    """Find a node without any reading of its expected GPUs."""
     seen = facts.of(m.GPU_PRESENT) or facts.of(m.GPU_READABLE)
     if facts.expected.gpus and not seen and not facts.released:
         yield "gpus", f"nothing is read from NVML where {facts.expected.gpus} GPUs are expected"
 
 
 def other_model(facts: Facts) -> Iterator[Found]:
+    """Find GPUs of another model than expected."""
     model = m.GPU_INFO.labels.index("model")
     for labels in facts.of(m.GPU_INFO):
         if facts.expected.gpu_model and labels[:2] in facts.answering and labels[model] != facts.expected.gpu_model:
@@ -60,6 +66,7 @@ def other_model(facts: Facts) -> Iterator[Found]:
 
 
 def narrow_pcie(facts: Facts) -> Iterator[Found]:
+    """Find GPUs with fewer PCIe lanes than their slot or the expectation."""
     for gpu, lanes in facts.of(m.GPU_PCIE_WIDTH_LANES).items():
         wanted = max(facts.of(m.GPU_PCIE_WIDTH_MAX_LANES).get(gpu, 0), facts.expected.pcie_width)
         if 0 < lanes < wanted:
@@ -68,6 +75,7 @@ def narrow_pcie(facts: Facts) -> Iterator[Found]:
 
 
 def slow_pcie(facts: Facts) -> Iterator[Found]:
+    """Find GPUs whose PCIe generation is below the expected one."""
     for gpu, generation in facts.of(m.GPU_PCIE_GENERATION_MAX).items():
         if 0 < generation < facts.expected.pcie_generation:
             name = facts.named(m.GPU_PCIE_GENERATION_MAX, gpu)
@@ -76,6 +84,7 @@ def slow_pcie(facts: Facts) -> Iterator[Found]:
 
 
 def lost_nvlinks(facts: Facts) -> Iterator[Found]:
+    """Find GPUs with fewer active NVLinks than expected or than they had."""
     links: Counter[Labels] = Counter()
     for labels, number in facts.of(m.NVLINK_LINKS).items():
         links[labels[:2]] += int(number) if labels[2] in NVLINK_UP else 0
@@ -131,10 +140,12 @@ _NVIDIA_GRAVEST = (
 
 
 def gravest(actions: set[str]) -> str:
+    """Return NVIDIA's gravest action of a set."""
     return next((action for action in _NVIDIA_GRAVEST if action in actions), "RESET_GPU")
 
 
 def lost_ports(how: str, spare: bool) -> Callable[[Facts], Iterator[Found]]:
+    """Return a search for InfiniBand ports that are `gone` or `down`, in spare roles or in all others."""
     words = {"gone": "is gone from /sys", "down": "is down"}
 
     def find(facts: Facts) -> Iterator[Found]:
@@ -147,6 +158,7 @@ def lost_ports(how: str, spare: bool) -> Callable[[Facts], Iterator[Found]]:
 
 
 def too_few_ports(facts: Facts) -> Iterator[Found]:
+    """Find roles with fewer active ports than expected."""
     lost = {port for port, _ in facts.lost_ports()}
     for role, wanted in facts.expected.ports.items():
         ports = facts.ports_of(role)
@@ -160,12 +172,15 @@ def too_few_ports(facts: Facts) -> Iterator[Found]:
 
 
 def unseen_ports(facts: Facts) -> Iterator[Found]:
+    """Find a node without any reading of its expected InfiniBand ports."""
     count = sum(wanted.count for wanted in facts.expected.ports.values())
     if count and not facts.of(m.INFINIBAND_PORT_PRESENT):
         yield "ports", f"nothing is read from /sys/class/infiniband where {count} ports are expected"
 
 
 def slow_ports(spare: bool) -> Callable[[Facts], Iterator[Found]]:
+    """Return a search for active ports below their rate, in spare roles or in all others."""
+
     def find(facts: Facts) -> Iterator[Found]:
         for port, rate in facts.of(m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND).items():
             wanted = facts.rate_of(port)
@@ -178,6 +193,7 @@ def slow_ports(spare: bool) -> Callable[[Facts], Iterator[Found]]:
 
 
 def hot_transceivers(facts: Facts) -> Iterator[Found]:
+    """Find transceivers above their temperature limit."""
     for labels, celsius in facts.of(m.INFINIBAND_TEMPERATURE_CELSIUS).items():
         if labels[2].startswith("Module") and celsius > HOT_TRANSCEIVER:
             part = facts.part(m.INFINIBAND_TEMPERATURE_CELSIUS, labels)
@@ -185,6 +201,7 @@ def hot_transceivers(facts: Facts) -> Iterator[Found]:
 
 
 def fatal_sxids(facts: Facts) -> Iterator[Found]:
+    """Find NVSwitches with a fatal SXid within the last hour."""
     severity = m.NVLINK_SWITCH_SXID_INFO.labels.index("severity")
     fatal = {labels[0] for labels in facts.of(m.NVLINK_SWITCH_SXID_INFO) if labels[severity] == "fatal"}
     for (switch, code), last in facts.of(m.NVLINK_SWITCH_SXID_LAST_TIMESTAMP_SECONDS).items():
@@ -193,11 +210,13 @@ def fatal_sxids(facts: Facts) -> Iterator[Found]:
 
 
 def released_driver(facts: Facts) -> Iterator[Found]:
+    """Find a node whose driver is released for maintenance."""
     if facts.released:
         yield "driver", "the driver is released on request, and the state of the GPUs is unknown"
 
 
 def failed_sources(facts: Facts) -> Iterator[Found]:
+    """Find sources that the exporter could not read."""
     for (source,), success in facts.of(m.FLOPWATCH_COLLECTOR_SUCCESS).items():
         # The owner of a GPU and the place of the node do not change the verdict.
         closed = facts.released and source != "infiniband"

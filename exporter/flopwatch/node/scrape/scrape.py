@@ -70,7 +70,8 @@ class SampleSource(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Return the source's name, as in the label `collector`."""
 
     def ask(self, deadline: float) -> Reading:
         """Return a reading within `deadline` seconds. Called in a thread, once at a time."""

@@ -47,12 +47,15 @@ class Scores:
 
 
 def parts_of(tensor: torch.Tensor) -> int:
+    """Return into how many parts tensor parallelism cuts the tensor."""
     return getattr(tensor, "_parts", 1)
 
 
 def is_weight(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor is a weight of the model."""
     return getattr(tensor, "_weight", False)
 
 
 def needs_grad(tensor: torch.Tensor) -> bool:
+    """Return whether the backward pass computes a gradient of the tensor."""
     return tensor.requires_grad or getattr(tensor, "_needs_gradient", False)

@@ -145,6 +145,7 @@ class MethodWrapper:
         setattr(owner, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapper with the method it wraps and the caller's arguments."""
         return self._call(self.method, *args, **kwargs)
 
     def __reduce__(self) -> Any:

@@ -28,7 +28,7 @@ _FLOATS = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32}
 
 
 class Unmeasurable(Exception):
-    """This device or this release of torch cannot multiply in that dtype. The message gives the reason."""
+    """Product that the device or this release of torch cannot compute in that dtype. The message gives the reason."""
 
 
 class Timer(Protocol):

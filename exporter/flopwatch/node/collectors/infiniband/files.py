@@ -124,6 +124,7 @@ class CounterFile(SysfsFile):
         self.replaced = False  # the device was replaced, so a fall is not a wrap
 
     def take(self, data: bytes) -> None:
+        """Add the register in `data` to the total. Data that is not a number gives no sample."""
         self.data = data
         self.stuck = self.sample = None
         number = counter(first_line(data))
@@ -147,6 +148,7 @@ class CounterFile(SysfsFile):
 
 
 def first_line(data: bytes) -> str:
+    """Return the first line without its line break, with invalid bytes replaced."""
     return data.decode("ascii", "replace").partition("\n")[0].strip()
 
 

@@ -48,6 +48,7 @@ class NvmlField:
 
     @property
     def key(self) -> Key:
+        """Return the field's id and scope, by which NVML's answer is matched."""
         return self.id, self.scope
 
 

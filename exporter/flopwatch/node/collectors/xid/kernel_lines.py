@@ -85,7 +85,7 @@ def pci_address(text: str) -> str:
 
 
 def events(text: str) -> Iterator[XidEvent]:
-    """Yield the Xids in the text of one record, where the kernel writes a line break as `\\x0a`."""
+    r"""Yield the Xids in the text of one record, where the kernel writes a line break as `\x0a`."""
     named = ""
     for line in text.split("\\x0a"):
         if xid := _XID.search(line):
