@@ -41,6 +41,7 @@ PACE = 5.0
 SPARE, HOT, LINK = "spare", "hot", "link"
 STRAGGLER, BAD_LINK = (5, 3), (37, 2)  # node, and its GPU or port
 FOREVER = 1e9
+NODES = 64  # the faults and the meshes of the runs below fit this number
 # Placeholders on the pages of the exporters, replaced for each node.
 HOST, RACK, LEAF, DOMAIN = "host-of-template", "rack-of-template", "leaf-of-template", "domain-of-template"
 
@@ -276,14 +277,13 @@ class ClusterDemo(AbstractContextManager["ClusterDemo"]):
         self,
         folder: Path,
         *,
-        nodes: int = 64,
         seed: int = 1,
         pace: float = PACE,
         listen: str = "",
         seconds: float = 86_400.0,
         remote_write: Sequence[str] = (),
     ) -> None:
-        self.folder, self.nodes, self.seed, self.pace, self.seconds = folder, nodes, seed, pace, seconds
+        self.folder, self.seed, self.pace, self.seconds = folder, seed, pace, seconds
         self._listen, self._remote_write = listen, remote_write
         self._stack = ExitStack()
         self.children: list[Child] = []
@@ -302,10 +302,10 @@ class ClusterDemo(AbstractContextManager["ClusterDemo"]):
     def _start(self) -> None:
         settings = AlertSettings(pace=self.pace, teams=("language", "vision"))
         step = settings.scrape_interval / self.pace
-        names = [*(job.name for job in jobs(self.nodes)), SPARE, HOT, LINK]
+        names = [*(job.name for job in jobs(NODES)), SPARE, HOT, LINK]
         templates = self._stack.enter_context(exporters(self.folder, names))
         bodies = self._stack.enter_context(PageServer())
-        self.cluster = ServedCluster(self.nodes, self.seed, bodies, templates)
+        self.cluster = ServedCluster(NODES, self.seed, bodies, templates)
         thread = threading.Thread(target=self.cluster.run, args=(self.seconds, step), daemon=True)
         self.began = time.time()
         thread.start()
@@ -344,7 +344,7 @@ class ClusterDemo(AbstractContextManager["ClusterDemo"]):
         )
 
     def _configuration(self, address: str, step: str) -> dict[str, object]:
-        hosts = [self.cluster.topology.host(node) for node in range(self.nodes)]
+        hosts = [self.cluster.topology.host(node) for node in range(NODES)]
 
         def targets(paths: Iterable[tuple[str, str]]) -> list[dict[str, object]]:
             return [
@@ -389,17 +389,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m demo.cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--nodes", type=int, default=64, help="at least 40 (default 64)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--listen", default="127.0.0.1:9452", metavar="HOST:PORT", help="address of the viewer")
     parser.add_argument("--seconds", type=float, help="duration (default: until Ctrl-C)")
     given = parser.parse_args(arguments)
-    if given.nodes < 40 or given.nodes % 8:
-        parser.error(f"--nodes {given.nodes}: write a multiple of 8 of at least 40")
     try:
         with (
             tempfile.TemporaryDirectory(prefix="flopwatch-cluster-") as folder,
-            ClusterDemo(Path(folder), nodes=given.nodes, seed=given.seed, listen=given.listen) as running,
+            ClusterDemo(Path(folder), seed=given.seed, listen=given.listen) as running,
         ):
             print(
                 f"boards: {running.boards}/d/flopwatch-fleet?from=now-10m&to=now&refresh=5s\n"
