@@ -56,8 +56,8 @@ Loader.add_constructor("!reset", lambda loader, node: {"image": "removed"})
 
 def load(name: str) -> Json:
     """Return a parsed compose file."""
-    found: Json = yaml.load((COMPOSE / name).read_text(), Loader)
-    return found
+    parsed: Json = yaml.load((COMPOSE / name).read_text(), Loader)
+    return parsed
 
 
 SERVICES: Json = load("compose.yaml")["services"]
@@ -317,8 +317,8 @@ def test_the_services_of_the_compose_file_work_together_here(tmp_path: Path) -> 
         def ask(query: str) -> list[Json]:
             try:
                 with urllib.request.urlopen(f"http://{prometheus}/api/v1/query?query={query}", timeout=10) as answer:
-                    found: list[Json] = json.load(answer)["data"]["result"]
-                    return found
+                    series: list[Json] = json.load(answer)["data"]["result"]
+                    return series
             except OSError:
                 return []
 
@@ -336,10 +336,10 @@ each_unit = pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
 
 def lines(unit: Path) -> dict[str, list[str]]:
     """Return the values of each setting of a unit."""
-    found: dict[str, list[str]] = {}
+    settings: dict[str, list[str]] = {}
     for name, value in re.findall(r"^([A-Za-z]+)=(.*)$", unit.read_text(), re.M):
-        found.setdefault(name, []).append(value)
-    return found
+        settings.setdefault(name, []).append(value)
+    return settings
 
 
 @each_unit
@@ -359,9 +359,9 @@ def test_systemd_knows_every_setting(unit: Path, tmp_path: Path) -> None:
 
 def flags(name: str) -> list[str]:
     """Return the values for FLAGS in an environment file, or in the examples of a unit."""
-    found = re.findall(r"^(?:# )?FLAGS=(.*)$", (SYSTEMD / name).read_text(), re.M)
-    assert found
-    return [re.sub(r" for .*", "", text) for text in found]
+    examples = re.findall(r"^(?:# )?FLAGS=(.*)$", (SYSTEMD / name).read_text(), re.M)
+    assert examples
+    return [re.sub(r" for .*", "", text) for text in examples]
 
 
 @pytest.mark.parametrize(

@@ -67,10 +67,10 @@ def test_a_file_that_says_nothing_is_complained_of_once(tmp_path: Path, caplog: 
     file.write_text("two hours\n")
     for _ in range(2):
         assert node.samples() == []
-    said = f"{file} contains 'two hours'; write 2h, or the Unix time of the end"
-    assert caplog.messages == [f"{said}: alerts of this node are not held back"]
+    problem = f"{file} contains 'two hours'; write 2h, or the Unix time of the end"
+    assert caplog.messages == [f"{problem}: alerts of this node are not held back"]
     shown = flopwatch_command("maintenance", "list", "--state", tmp_path)
-    assert (shown.returncode, shown.stdout, shown.stderr) == (1, "", f"flopwatch: {said}\n")
+    assert (shown.returncode, shown.stdout, shown.stderr) == (1, "", f"flopwatch: {problem}\n")
     file.write_text("2h\n")
     assert len(node.samples()) == 1
     file.unlink()
@@ -88,12 +88,12 @@ def test_the_exporter_serves_what_the_command_says_and_forgets_nothing_in_a_rest
         done = flopwatch_command("maintenance", "start", "--for", "2h", "--state", state)
         assert re.fullmatch(r"in maintenance until 2\d{3}-\d\d-\d\d \d\d:\d\d:\d\d \+\d{4}\n", done.stdout), done
         # A page younger than a quarter of a second is shared, so the first one may be older than the command.
-        assert running.wait_until(lambda found: series in found)[series] == pytest.approx(before + 7200, abs=30)
+        assert running.wait_until(lambda scraped: series in scraped)[series] == pytest.approx(before + 7200, abs=30)
         assert running.end() == 0
     with exporter(state, "--simulate", "h100x8") as running:
         assert running.series()[series] == pytest.approx(before + 7200, abs=30)
         assert flopwatch_command("maintenance", "stop", "--state", state).stdout == "not in maintenance\n"
-        assert running.wait_until(lambda found: found[series] < before + 3600)[series] <= time.time()
+        assert running.wait_until(lambda scraped: scraped[series] < before + 3600)[series] <= time.time()
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def exposed(row: Metric, labels: dict[str, str], bounds: tuple[float, ...] = DUR
 def test_every_training_family_arrives_under_its_own_name_and_labels(backend: Backend, way: str) -> None:
     run = f"all-{way}"
     text = {label: f"some {label}" for row in TRAINING for label in row.labels}
-    said = {row: {key: text[key] for key in row.labels if key not in ("run", "rank")} for row in TRAINING}
+    labels_of = {row: {key: text[key] for key in row.labels if key not in ("run", "rank")} for row in TRAINING}
     wire = Wire(getattr(backend, way), time.time() - 60, None)
     for at in (1.0, 2.0):  # labels that change from push to push start no new series
         wire.send(
@@ -162,13 +162,13 @@ def test_every_training_family_arrives_under_its_own_name_and_labels(backend: Ba
                         "flopwatch.rank": 3,
                         "flopwatch.open_step_seconds": at,
                     },
-                    {row: [(labels, at)] for row, labels in said.items() if row.type != "histogram"},
+                    {row: [(labels, at)] for row, labels in labels_of.items() if row.type != "histogram"},
                     (DURATION_BOUNDS, [1] * (len(DURATION_BOUNDS) + 1), 9.5),
                 )
             )
         )
-    whose = {"run": run, "rank": "3"}
-    expected = {one for row in TRAINING for one in exposed(row, {key: {**text, **whose}[key] for key in row.labels})}
+    ids = {"run": run, "rank": "3"}
+    expected = {one for row in TRAINING for one in exposed(row, {key: {**text, **ids}[key] for key in row.labels})}
     eventually(lambda: backend.series(run), expected)
     # Two cumulative snapshots are one counter, not their sum.
     assert backend.query(f'training_tokens_total{{run="{run}"}}')[0][1] == 2
@@ -199,8 +199,8 @@ run.finish()
     rows = {row.name: row for row in TRAINING}
     expected = exposed(TRAINING_STEP_DURATION_SECONDS, {"run": "llama"})
     for name, labels in json.loads(answer.stdout):
-        whose = {key: text for key, text in {"run": "llama", "rank": "0"}.items() if key in rows[name].labels}
-        expected |= exposed(rows[name], {**whose, **labels})
+        ids = {key: text for key, text in {"run": "llama", "rank": "0"}.items() if key in rows[name].labels}
+        expected |= exposed(rows[name], {**ids, **labels})
     eventually(lambda: backend.series("llama"), expected)
     eventually(lambda: [value for _, value in backend.query('training_steps_total{run="llama", rank="0"}')], [5.0])
     assert [value for _, value in backend.query('sum by (run) (training_tokens_total{run="llama"})')] == [320]

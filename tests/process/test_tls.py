@@ -82,7 +82,7 @@ class Stack:
             with error:
                 return error.code, error.read().decode()
 
-    def asked(self, *flags: str | Path) -> subprocess.CompletedProcess[str]:
+    def query(self, *flags: str | Path) -> subprocess.CompletedProcess[str]:
         """Query the ledger with the command line."""
         return subprocess.run(
             [*COMMAND, "ledger", "list", "--url", f"https://127.0.0.1:{self.ledger}", *map(str, flags)],
@@ -157,7 +157,7 @@ def test_a_step_goes_from_the_hook_through_the_exporter_to_the_ledger(stack: Sta
     until(lambda: "llama-tls" in stack.get(stack.ledger, "/v1/runs", bearer)[1])
     (run,) = json.loads(stack.get(stack.ledger, "/v1/runs", bearer)[1])["runs"]
     assert (run["run"], run["state"], run["high_water_step"]) == ("llama-tls", "completed", 1)
-    shown = stack.asked("--ca-file", stack.ca.file, "--token-file", stack.folder / "token")
+    shown = stack.query("--ca-file", stack.ca.file, "--token-file", stack.folder / "token")
     assert shown.returncode == 0, shown.stderr
     assert "llama-tls  completed" in shown.stdout
 
@@ -209,10 +209,10 @@ def test_a_ca_file_is_read_for_each_push(stack: Stack, tmp_path: Path) -> None:
 
 
 def test_who_asks_a_ledger_of_an_unknown_authority_is_told_what_to_give(stack: Stack, tmp_path: Path) -> None:
-    refused = stack.asked("--token-file", stack.folder / "token")
+    refused = stack.query("--token-file", stack.folder / "token")
     assert refused.returncode == 1
     assert refused.stderr.endswith("; set --ca-file to the CA that signed its certificate\n")
-    missing = stack.asked("--ca-file", tmp_path / "none.crt")
+    missing = stack.query("--ca-file", tmp_path / "none.crt")
     assert (missing.returncode, missing.stderr) == (
         1,
         f"flopwatch: cannot use {tmp_path}/none.crt: No such file or directory\n",

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flopwatch.training import Run
 from flopwatch.training.process import stuck_frames
 
-RANKS, CULPRIT = 4, 2
+RANKS, SUSPECT = 4, 2
 HEALTHY_STEPS, STEP_SECONDS = 60, 0.1
 # A third of the real delays, because the rules run at a faster pace, too.
 stuck_frames.AFTER, stuck_frames.MEMORY, stuck_frames.MIN_COVERED, stuck_frames.TOGETHER = 5.0, 20.0, 10.0, 3.0
@@ -54,7 +54,7 @@ def misbehave(kind: str) -> None:
 def batches(kind: str, rank: int) -> Iterator[torch.Tensor]:
     """Yield batches; the suspect's loader blocks."""
     for step in range(100_000):
-        if kind == "blocked_loader" and rank == CULPRIT and step == HEALTHY_STEPS:
+        if kind == "blocked_loader" and rank == SUSPECT and step == HEALTHY_STEPS:
             forever()
         yield torch.randn(8, 64)
 
@@ -68,7 +68,7 @@ def train(kind: str, rank: int, folder: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     run = Run(kind, model=model, flops_per_token=6.0 * 64 * 64, peak_flops=1e9)
     for step, batch in enumerate(run.batches(batches(kind, rank))):
-        late = rank == CULPRIT and step == HEALTHY_STEPS
+        late = rank == SUSPECT and step == HEALTHY_STEPS
         time.sleep(STEP_SECONDS)
         if kind == "saving" and step == HEALTHY_STEPS and rank == 0:
             with run.activity("checkpoint_save"):

@@ -102,13 +102,13 @@ def train(*arguments: str, stderr: str = "", **environ: str) -> Trained:
         )
         ended = time.monotonic()
     lines = done.stdout.split("\n")
-    said = dict(line.split() for line in lines if " " in line)
-    assert {"took", "end"} <= said.keys(), done.stderr
+    output = dict(line.split() for line in lines if " " in line)
+    assert {"took", "end"} <= output.keys(), done.stderr
     return Trained(
         [line for line in lines if line and " " not in line],
         done.returncode,
-        float(said["took"]),
-        ended - float(said["end"]),
+        float(output["took"]),
+        ended - float(output["end"]),
         done.stderr or "",
     )
 
@@ -462,6 +462,6 @@ def test_no_function_of_the_hook_that_raises_is_felt_by_the_job(job: str, some: 
             env={**os.environ, "PYTHONPATH": f"{ROOT}/exporter", "FLOPWATCH_ENDPOINT": url, "OMP_NUM_THREADS": "1"},
         )
     assert done.returncode == 0, done.stderr[-2000:]
-    said = json.loads(done.stdout)
-    assert said["felt"] == []
-    assert some <= set(said["tried"])
+    output = json.loads(done.stdout)
+    assert output["felt"] == []
+    assert some <= set(output["tried"])

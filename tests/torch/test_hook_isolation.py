@@ -191,8 +191,8 @@ run.finish()
 )
 def test_how_a_process_ends_is_its_last_word(server: HookServer, end: str, status: str | None) -> None:
     python(LOOP + f"import time; time.sleep(0.05)\n{end}", FLOPWATCH_ENDPOINT=server.url)
-    said = [push.resource["flopwatch.status"] for push in server.pushes if "flopwatch.status" in push.resource]
-    assert said == ([] if status is None else [status])
+    statuses = [push.resource["flopwatch.status"] for push in server.pushes if "flopwatch.status" in push.resource]
+    assert statuses == ([] if status is None else [status])
     if status is not None:
         assert server.pushes[-1].samples["training_steps_total"] == 3
 

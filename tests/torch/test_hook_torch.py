@@ -44,7 +44,7 @@ Answers = dict[str, list[dict[str, Any]]]
 def answers() -> Answers:
     """Return the counts of each rank in each scenario. One launch runs all, because importing torch takes seconds."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("FLOPWATCH_", "TORCHELASTIC_"))}
-    said = []
+    results = []
     with reserved_port() as port:
         processes = [
             subprocess.Popen(
@@ -71,12 +71,12 @@ def answers() -> Answers:
         ]
         try:
             for process in processes:
-                said.append(json.loads(process.communicate(timeout=500)[0]))
+                results.append(json.loads(process.communicate(timeout=500)[0]))
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
-    return {name: [answer[name] for answer in said] for name in (*SCENARIOS, "sharded")}
+    return {name: [answer[name] for answer in results] for name in (*SCENARIOS, "sharded")}
 
 
 def wait_shares(ranks: list[dict[str, Any]]) -> list[float]:
@@ -220,7 +220,7 @@ def worker(
         )
 
     losses: list[str] = []
-    said: dict[str, Any] = {"losses": losses, "attempt": run.attempt}
+    results: dict[str, Any] = {"losses": losses, "attempt": run.attempt}
     for step in run.batches(range(steps)):
         if step >= saves_from and step % 5 == 0 and rank == 0:
             with run.activity("checkpoint_save"):
@@ -237,8 +237,8 @@ def worker(
         optimizer.zero_grad()
         losses.append(float(loss.item()).hex())
         run.step(tokens=8)
-    said["end"] = counted()
-    return said
+    results["end"] = counted()
+    return results
 
 
 def sharded() -> dict[str, int | None]:

@@ -18,11 +18,11 @@ from tests.support import ROOT
 
 
 def test_a_mapping_is_taken_at_its_word() -> None:
-    found = parallel({"dp": (3, 4), "tp": [1, 2], "pp": (0, 8), "cp": None, "ep": (5, 8)}, 64)
-    assert found == Parallel(dp=(3, 4), tp=(1, 2), pp=(0, 8), ep=(5, 8))
-    assert found.replica_ranks == 16
-    assert found.labels() == {"dp": "3", "tp": "1", "pp": "0", "cp": "", "ep": "5"}
-    assert parallel(found, 64) == found
+    layout = parallel({"dp": (3, 4), "tp": [1, 2], "pp": (0, 8), "cp": None, "ep": (5, 8)}, 64)
+    assert layout == Parallel(dp=(3, 4), tp=(1, 2), pp=(0, 8), ep=(5, 8))
+    assert layout.replica_ranks == 16
+    assert layout.labels() == {"dp": "3", "tp": "1", "pp": "0", "cp": "", "ep": "5"}
+    assert parallel(layout, 64) == layout
 
 
 def test_a_replica_is_tensor_by_pipeline_by_context_parallel_and_never_expert_parallel() -> None:

@@ -343,8 +343,8 @@ def test_the_command_measures_and_shows_what_the_data_sheet_says(capsys: pytest.
     assert measured.endswith(" (m x n x k)")
     assert sheet.startswith("  data sheet  ")
     assert main(["peak", "--measure", "--seconds", "0.2", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["achievable_flops_per_second"] > 1e6
-    assert len(said["shape"]) == 3
-    assert (said["flops_per_second"] is None) == ("refused" in said)
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["achievable_flops_per_second"] > 1e6
+    assert len(printed["shape"]) == 3
+    assert (printed["flops_per_second"] is None) == ("refused" in printed)
     assert main(["peak", "--measure", "--dtype", "fp4"]) == 1

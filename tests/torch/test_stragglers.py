@@ -152,19 +152,19 @@ def main() -> dict[str, list[float]]:
     def healthy(make: Callable[[], Any], windows: int, window: int, work: float) -> tuple[list[float], float]:
         """Return the wait shares, and the duration of a step without the work."""
         for times in HEALTHY_SCALES:
-            found, step = train(make(), windows, window, times * work)
-            if ever_named(of_all(found)) == {None}:
+            shares_of_windows, step = train(make(), windows, window, times * work)
+            if ever_named(of_all(shares_of_windows)) == {None}:
                 break
-        return found, step - times * work
+        return shares_of_windows, step - times * work
 
     def late(make: Callable[[], Any], slow: int, overhead: float, how: str) -> list[float]:
         for times in LATE_SCALES:
             work = times * WORK
             extra = SLOWER * (work + overhead) if rank == slow else 0.0
-            found, _ = train(make(), WINDOWS, WINDOW, work, extra, how)
-            if named(of_all(found), NAMED_FROM) == slow:
+            shares_of_windows, _ = train(make(), WINDOWS, WINDOW, work, extra, how)
+            if named(of_all(shares_of_windows), NAMED_FROM) == slow:
                 break
-        return found
+        return shares_of_windows
 
     shares: dict[str, list[float]] = {}
     shares["healthy ddp"], of_ddp = healthy(ddp, HEALTHY_STEPS // HEALTHY_WINDOW, HEALTHY_WINDOW, WORK / 2)

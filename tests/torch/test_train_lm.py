@@ -156,11 +156,11 @@ def test_the_slow_rank_waits_least(history: History) -> None:
 
 
 def test_one_process_trains_without_torchrun_and_without_an_exporter(tmp_path: Path) -> None:
-    nobody = "http://127.0.0.1:9"
-    train(tmp_path, nobody, "--steps", "4")
+    no_exporter = "http://127.0.0.1:9"
+    train(tmp_path, no_exporter, "--steps", "4")
     control = tmp_path / "control.json"
     control.write_text('{"stop": true}')
-    train(tmp_path, nobody, "--steps", "1000", "--control", str(control))
+    train(tmp_path, no_exporter, "--steps", "1000", "--control", str(control))
     log = read_log(tmp_path)
     assert [line["step"] for line in log if line["event"] == "step"] == list(range(1, 11))
     assert [(line["step"], line["status"]) for line in log if line["event"] == "finish"] == [
