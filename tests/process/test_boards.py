@@ -129,7 +129,7 @@ def test_every_address_of_a_board_is_the_page(page: Path, path: str) -> None:
     assert headers["x-content-type-options"] == "nosniff"
 
 
-def test_a_question_is_passed_on_with_the_token_which_is_read_anew(page: Path, tmp_path: Path) -> None:
+def test_a_query_is_forwarded_with_a_token_that_is_read_each_time(page: Path, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("first\n")
     with FakePrometheus() as prometheus, serving(page, Upstream(prometheus.url + "/", token)) as url:
@@ -167,13 +167,13 @@ def test_nothing_but_reading_is_passed_on(page: Path, path: str) -> None:
         (503, b"upstream is gone", "Prometheus answers 503: upstream is gone"),
     ],
 )
-def test_what_prometheus_refuses_is_said_in_its_words(page: Path, status: int, body: bytes, message: str) -> None:
+def test_an_error_of_prometheus_is_shown_in_its_own_words(page: Path, status: int, body: bytes, message: str) -> None:
     with FakePrometheus(status, body) as prometheus, serving(page, Upstream(prometheus.url)) as url:
         code, _, answer = get(f"{url}/api/prometheus/query", b"query=(")
     assert (code, json.loads(answer)["error"]) == (status, message)
 
 
-def test_a_prometheus_that_is_away_is_said_with_the_flag_to_look_at(page: Path) -> None:
+def test_an_unreachable_prometheus_is_reported_with_the_flag_to_check(page: Path) -> None:
     (port,) = free_ports(1)
     with serving(page, Upstream(f"http://127.0.0.1:{port}")) as url:
         status, _, answer = get(f"{url}/api/prometheus/query", b"query=up")
@@ -205,12 +205,12 @@ def test_another_page_cannot_make_it_ask(page: Path, site: str) -> None:
     with FakePrometheus() as prometheus, serving(page, Upstream(prometheus.url)) as url:
         assert get(f"{url}/api/prometheus/query?query=up", None, **{"Sec-Fetch-Site": site})[0] == 403
         assert get(f"{url}/api/prometheus/query?query=up", None, **{"Sec-Fetch-Site": "same-origin"})[0] == 200
-        # the client follows a redirect
+        # a link from another page may be followed
         assert get(f"{url}/d/flopwatch-run", None, **{"Sec-Fetch-Site": site})[0] == 200
     assert len(prometheus.requests) == 1
 
 
-def test_a_web_configuration_that_asks_for_nobody_opens_nothing_to_others(
+def test_a_web_configuration_without_authentication_is_refused_for_other_hosts(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app, "PAGES", (page,))
@@ -219,7 +219,7 @@ def test_a_web_configuration_that_asks_for_nobody_opens_nothing_to_others(
         app.run(BoardsSettings("http://127.0.0.1:9", listen=Address("0.0.0.0", 0), web_config=tmp_path / "web.yml"))
 
 
-def test_a_name_that_somebody_else_points_here_is_turned_away(page: Path) -> None:
+def test_an_unknown_host_name_is_refused(page: Path) -> None:
     with serving(page, Upstream("http://127.0.0.1:9")) as url:
         assert get(f"{url}/api/boards", Host="rebound.example:9452")[0] == 421
         assert get(f"{url}/api/boards", Host="localhost:9452")[0] == 200
@@ -243,7 +243,7 @@ def test_a_folder_without_dashboards_is_refused(tmp_path: Path, content: str | N
         dashboards(tmp_path)
 
 
-def test_without_the_page_it_says_how_to_make_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_the_page_the_error_explains_how_to_build_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(app, "PAGES", (tmp_path,))
     with pytest.raises(SettingsError, match="make viewer"):
         app.page()

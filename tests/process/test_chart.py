@@ -373,7 +373,7 @@ def test_owners_and_place_are_read_where_they_are_mounted() -> None:
     assert not [kind for kind, _ in render("slurm") if kind.startswith("ClusterRole")]
 
 
-def test_the_exporter_alone_may_get_nodes_where_their_labels_tell_the_place() -> None:
+def test_the_exporter_alone_may_get_nodes_where_their_labels_give_the_place() -> None:
     objects = render("kubernetes")
     daemonset, role, binding = (only(objects, kind) for kind in ("DaemonSet", "ClusterRole", "ClusterRoleBinding"))
     assert role["rules"] == [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]}]
@@ -421,7 +421,7 @@ def test_a_simulated_node_takes_nothing_of_the_node_whatever_else_is_asked_for()
         ({"exporter": {"simulate": "h100x8"}}, "restricted"),
     ],
 )
-def test_the_notes_say_which_pod_security_level_the_values_need(values: Json, needs: str) -> None:
+def test_the_notes_name_the_pod_security_level_that_the_values_need(values: Json, needs: str) -> None:
     notes = files_of(values)["NOTES.txt"]
     assert f"must allow the level {needs}." in notes
     assert ("enforce=privileged" in notes) is needs.startswith("privileged")
@@ -500,7 +500,7 @@ def test_values_that_cannot_work_together_are_refused_with_what_is_missing(value
         files_of(values)
 
 
-def test_a_network_policy_lets_in_prometheus_training_exporters_and_the_test_and_nobody_else() -> None:
+def test_a_network_policy_admits_only_prometheus_training_exporters_and_the_test() -> None:
     objects = render("boards")
     namespaces = {
         "monitoring": {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}},

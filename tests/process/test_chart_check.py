@@ -47,7 +47,7 @@ def arguments(variant: str) -> list[str]:
     return list(rest)
 
 
-def test_the_pod_is_told_what_the_install_made() -> None:
+def test_the_pods_arguments_name_what_the_install_made() -> None:
     assert arguments("defaults") == [
         "--exporters=demo-flopwatch-exporter:9450",
         "--ledger=http://demo-flopwatch-ledger:9451",
@@ -211,7 +211,7 @@ def wait_for_failure(capsys: pytest.CaptureFixture[str], flags: list[str], text:
     assert last.splitlines()[-1].startswith("failed: ")
 
 
-def test_it_says_in_words_what_is_missing_and_in_the_end_that_nothing_is(
+def test_each_missing_part_is_named_until_nothing_is_missing(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Repair one problem after another, as in a first installation."""

@@ -301,7 +301,7 @@ def test_an_alertmanager_is_asked_which_configurations_it_takes() -> None:
     assert "Alertmanager monitoring/am has no alertmanagerConfigNamespaceSelector" in text
 
 
-def test_who_may_not_look_is_told_so_and_need_not_look_with_labels_given() -> None:
+def test_a_forbidden_lookup_is_an_error_and_is_not_made_with_given_labels() -> None:
     given = {"monitor": {"labels": FALLBACK}, "rules": {"labels": FALLBACK}}
     with cluster(status=403) as config:
         with pytest.raises(helm.HelmError, match="prometheus"):
@@ -362,7 +362,7 @@ def test_a_prometheus_without_an_operator_finds_annotations_and_a_file_of_rules(
     assert template["metadata"]["annotations"]["prometheus.io/scrape"] == "false"
 
 
-def test_where_nothing_is_to_be_made_for_prometheus_notes_say_what_to_scrape() -> None:
+def test_without_objects_for_prometheus_the_notes_list_what_to_scrape() -> None:
     assert not [kind for kind, _ in render("simulated") if kind in ("PodMonitor", "PrometheusRule")]
     assert (
         "Scrape demo-flopwatch-exporter.observability:9450 and demo-flopwatch-ledger.observability:9451 yourself"

@@ -45,7 +45,7 @@ def configuration(kind: str, routing: Json, rules: Json | None = None) -> Json:
 
 
 @pytest.mark.parametrize(("rules", "settings"), [({}, SETTINGS), (LINKS, LINKED)], ids=["paths", "links"])
-def test_with_everybody_told_the_secret_is_what_the_alerts_package_makes(rules: Json, settings: AlertSettings) -> None:
+def test_with_all_receivers_the_secret_is_what_the_alerts_package_makes(rules: Json, settings: AlertSettings) -> None:
     config, expected = configuration("secret", ALL_RECEIVERS, rules), cast(Json, alertmanager(settings))
     # The order of the routes matters. The order of the receivers, and that of the teams, does not.
     for one in (config, expected):
@@ -54,7 +54,7 @@ def test_with_everybody_told_the_secret_is_what_the_alerts_package_makes(rules: 
 
 
 @pytest.mark.parametrize(("rules", "settings"), [({}, SETTINGS), (LINKS, LINKED)], ids=["paths", "links"])
-def test_with_everybody_told_the_alertmanagerconfig_is_the_same_for_our_namespace(
+def test_with_all_receivers_the_alertmanagerconfig_is_the_same_for_our_namespace(
     rules: Json, settings: AlertSettings
 ) -> None:
     spec, expected = configuration("alertmanagerconfig", ALL_RECEIVERS, rules), alertmanagerconfig(settings)

@@ -64,7 +64,7 @@ def test_the_catalogue_is_printed_as_the_documentation_has_it() -> None:
         (["--ledger-token-file", "/dev/null"], 1, "/dev/null is empty; put the token on its first line"),
     ],
 )
-def test_settings_that_cannot_work_are_an_error_at_start_that_says_what_to_change(
+def test_settings_that_cannot_work_are_an_error_at_start_that_names_what_to_change(
     flags: list[str], status: int, message: str
 ) -> None:
     run = flopwatch_command("exporter", *flags)
@@ -154,7 +154,7 @@ def test_a_hung_driver_costs_its_own_series_and_they_come_back(tmp_path: Path) -
         assert power in node.wait_for("flopwatch_collector_success{collector=nvml}", 1)
 
 
-def test_without_an_nvml_library_it_says_so_once_and_serves_the_rest(tmp_path: Path) -> None:
+def test_a_missing_nvml_library_is_logged_once_and_the_rest_is_served(tmp_path: Path) -> None:
     SimulatedNode(tmp_path).create()
     with exporter(tmp_path / "state", "--sysfs", tmp_path / "sys", "--kmsg", tmp_path / "kmsg") as node:
         node.wait_for("flopwatch_collector_success{collector=infiniband}", 1)
@@ -167,7 +167,7 @@ def test_without_an_nvml_library_it_says_so_once_and_serves_the_rest(tmp_path: P
         assert sum("source nvml: not supported" in line for line in node.log.splitlines()) == 1, node.log
 
 
-def test_two_exporters_on_one_state_folder_are_told_of_each_other_and_serve(tmp_path: Path) -> None:
+def test_two_exporters_on_one_state_folder_warn_and_serve(tmp_path: Path) -> None:
     SimulatedNode(tmp_path).create()
     flags = ("--sysfs", tmp_path / "sys", "--kmsg", tmp_path / "kmsg")
     with exporter(tmp_path / "state", *flags) as first, exporter(tmp_path / "state", *flags) as second:
@@ -240,7 +240,7 @@ def test_an_exporter_that_is_killed_and_started_again_loses_no_second_of_the_led
         assert node.end() == 0
 
 
-def test_a_ledger_at_a_url_is_told_with_the_token_what_a_stopping_exporter_still_had(tmp_path: Path) -> None:
+def test_a_stopping_exporter_sends_its_last_records_to_the_ledger_with_the_token(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("s3cret")
     log = tmp_path / "ledger.log"
     with log.open("w") as output:

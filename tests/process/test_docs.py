@@ -214,7 +214,7 @@ def classified(page: Path) -> list[tuple[str, Ran | Elsewhere | Needs]]:
 
 
 @for_each(PAGES, lambda page: page.name)
-def test_what_becomes_of_every_block_is_said(page: Path) -> None:
+def test_every_block_has_an_entry(page: Path) -> None:
     for text, what in classified(page):
         done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0, done.stderr

@@ -60,7 +60,7 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.parametrize(("script", "expected"), ENDS)
-def test_a_zombie_tells_how_it_ended(script: str, expected: tuple[str, str]) -> None:
+def test_the_end_of_a_zombie_is_read(script: str, expected: tuple[str, str]) -> None:
     with waiting(script) as process:
         watch = Watch(process.pid, ticks(process.pid))
         assert watch.ended() == ("", "")
@@ -74,9 +74,7 @@ def test_a_zombie_tells_how_it_ended(script: str, expected: tuple[str, str]) -> 
     reason="a pidfd reports how a process ended only since Linux 6.15",
 )
 @pytest.mark.parametrize(("script", "expected"), ENDS)
-def test_on_a_new_kernel_a_process_that_nobody_waits_for_any_more_does_too(
-    script: str, expected: tuple[str, str]
-) -> None:
+def test_on_a_new_kernel_the_end_of_a_reaped_process_is_read(script: str, expected: tuple[str, str]) -> None:
     with waiting(script) as process:
         watch = Watch(process.pid, ticks(process.pid))
         end_process(process)
@@ -84,7 +82,7 @@ def test_on_a_new_kernel_a_process_that_nobody_waits_for_any_more_does_too(
         assert watch.ended() == expected
 
 
-def test_a_watch_of_what_is_gone_or_somebody_else_knows_nothing_and_keeps_nothing_open() -> None:
+def test_a_watch_of_a_gone_or_reused_pid_knows_nothing_and_keeps_nothing_open() -> None:
     before = len(os.listdir("/proc/self/fd"))
     with waiting("") as process:
         watches = [Watch(process.pid, 1), Watch(2**22 - 1, 0)]
@@ -110,7 +108,7 @@ def test_a_process_of_another_namespace_is_found_by_its_pid_there_and_its_start(
     assert process_exit.pids({(7, 500), (8, 1)}, tmp_path) == {(7, 500): 4711}
 
 
-def test_where_proc_tells_no_pids_of_namespaces_nothing_is_found(tmp_path: Path) -> None:
+def test_without_namespace_pids_in_proc_nothing_is_found(tmp_path: Path) -> None:
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "stat").write_text(f"7 (python) S {'0 ' * 18}500 {'0 ' * 30}")
     (tmp_path / "7" / "status").write_text("Name:\tpython\nPid:\t7\n")
@@ -138,7 +136,7 @@ def test_a_pid_that_no_process_can_have_is_gone_and_keeps_no_other_rank_waiting(
 @pytest.mark.skipif(
     subprocess.run(["unshare", "-Upfr", "true"], capture_output=True).returncode != 0, reason="no pid namespaces here"
 )
-def test_a_rank_in_a_container_that_is_killed_is_gone_at_once_and_tells_by_what() -> None:
+def test_a_killed_rank_in_a_container_is_gone_at_once_with_its_signal() -> None:
     # Its pid in its own namespace is 1.
     script = (
         "import os\nprint(os.stat('/proc/self/ns/pid').st_ino, "
@@ -195,7 +193,7 @@ class Node:
         return [json.loads(json.dumps(record)) for _, records in due.values() for record in records]
 
 
-def test_a_rank_that_dies_tells_the_ledger_by_which_signal_before_it_is_reaped() -> None:
+def test_a_dead_ranks_signal_reaches_the_ledger_before_it_is_reaped() -> None:
     node = Node()
     with waiting("import os; os.kill(os.getpid(), 6)") as process:
         node.push(pid=process.pid, pid_namespace=own_pid_namespace(), pid_start_ticks=ticks(process.pid))
@@ -209,7 +207,7 @@ def test_a_rank_that_dies_tells_the_ledger_by_which_signal_before_it_is_reaped()
     ]
 
 
-def test_a_rank_that_is_heard_of_again_after_a_silence_tells_how_it_ended_too() -> None:
+def test_the_end_of_a_rank_that_pushes_again_after_a_silence_is_recorded() -> None:
     node = Node()
     with waiting("import os; os.kill(os.getpid(), 6)") as process:
         identity = {"pid": process.pid, "pid_namespace": own_pid_namespace(), "pid_start_ticks": ticks(process.pid)}
@@ -228,7 +226,7 @@ def test_a_rank_that_is_heard_of_again_after_a_silence_tells_how_it_ended_too() 
     ]
 
 
-def test_what_tells_most_of_a_rank_comes_first() -> None:
+def test_the_strongest_evidence_of_a_rank_comes_first() -> None:
     words = [
         RankEnd(1, 10.0, 90.0, 4711, "DistBackendError", Event(2, 80.0), 95.0, ("exit", "1")),
         RankEnd(0, 10.0, 91.0, 4712, gone_at=93.0, exited=("signal", "SIGKILL")),
@@ -266,7 +264,7 @@ def newest_evidence(records: list[Record]) -> list[tuple[str, str]]:
     return [(entry["kind"], entry.get("port", "")) for entry in records[-1].get("evidence", [])] if records else []
 
 
-def test_what_was_seen_before_a_restart_is_told_after_it() -> None:
+def test_evidence_from_before_a_restart_is_sent_after_it() -> None:
     node = Node()
     node.evidence_log.observe(link(4, 0))
     node.push(pid=4711, pid_namespace=HOST_PIDS)
@@ -281,7 +279,7 @@ def test_what_was_seen_before_a_restart_is_told_after_it() -> None:
     assert node.records() == [], "once"
 
 
-def test_what_happens_while_the_exporter_is_away_is_told_after_it() -> None:
+def test_events_while_the_exporter_is_away_are_sent_after_it() -> None:
     node = Node()
     node.evidence_log.observe(link(4, 0))
     node.push()

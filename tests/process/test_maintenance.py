@@ -60,7 +60,7 @@ def test_an_end_is_served_until_a_day_after_it(tmp_path: Path) -> None:
     assert served(NOW) == []
 
 
-def test_a_file_that_says_nothing_is_complained_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreadable_file_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     node = Maintenance(tmp_path, "node-7")
     file = tmp_path / "maintenance"
     assert (node.samples(), until(tmp_path), caplog.messages) == ([], (None, ""), [])
@@ -79,7 +79,7 @@ def test_a_file_that_says_nothing_is_complained_of_once(tmp_path: Path, caplog: 
     assert caplog.messages[1:] == [f"{file} cannot be read: Is a directory: alerts of this node are not held back"]
 
 
-def test_the_exporter_serves_what_the_command_says_and_forgets_nothing_in_a_restart(tmp_path: Path) -> None:
+def test_the_exporter_serves_what_the_command_sets_and_forgets_nothing_in_a_restart(tmp_path: Path) -> None:
     state = tmp_path / "state"
     series = "host_maintenance_until_timestamp_seconds{host=node-7}"
     with exporter(state, "--simulate", "h100x8") as running:
@@ -106,7 +106,7 @@ def test_the_exporter_serves_what_the_command_says_and_forgets_nothing_in_a_rest
         (["start", "--for", "2h", "--state", "/nowhere/at/all"], 1, "cannot write /nowhere/at/all/maintenance"),
     ],
 )
-def test_what_cannot_be_done_is_said(arguments: list[str], status: int, message: str) -> None:
+def test_an_impossible_command_is_an_error(arguments: list[str], status: int, message: str) -> None:
     done = flopwatch_command("maintenance", *arguments)
     assert done.returncode == status
     assert message in done.stderr

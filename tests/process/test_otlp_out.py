@@ -178,7 +178,7 @@ def test_every_training_family_arrives_under_its_own_name_and_labels(backend: Ba
     assert (count, total) == (len(DURATION_BOUNDS) + 1, 9.5)
 
 
-def test_what_a_training_process_says_is_found_with_promql_behind_a_collector(backend: Backend) -> None:
+def test_the_series_of_a_training_process_are_found_with_promql_behind_a_collector(backend: Backend) -> None:
     answer = python(
         """
 import json, time
@@ -300,7 +300,7 @@ def test_a_foreign_receiver_behind_tls_gets_headers_of_its_own(
     }
 
 
-def test_a_certificate_that_nobody_vouches_for_is_not_spoken_to(secure: tuple[str, Path, list[dict[str, str]]]) -> None:
+def test_a_server_with_an_untrusted_certificate_gets_no_push(secure: tuple[str, Path, list[dict[str, str]]]) -> None:
     url, _, headers = secure
     answer = python(LOOP, FLOPWATCH_ENDPOINT=url)
     assert answer.returncode == 0
@@ -309,7 +309,7 @@ def test_a_certificate_that_nobody_vouches_for_is_not_spoken_to(secure: tuple[st
 
 
 @pytest.mark.parametrize("text", ["token", "=value", "a=1,b"])
-def test_headers_that_are_none_are_an_error_at_start(text: str) -> None:
+def test_invalid_headers_are_an_error_at_start(text: str) -> None:
     with pytest.raises(ValueError, match="FLOPWATCH_HEADERS: write name=value"):
         Wire("http://127.0.0.1:9", 0.0, None, text)
 

@@ -223,7 +223,7 @@ def figures(*lines: str) -> dict[str, Any]:
     }
 
 
-def test_steps_up_to_the_one_restored_were_made_before_whoever_was_heard_making_them() -> None:
+def test_steps_up_to_the_restored_one_count_as_made_before() -> None:
     peak = {"gpus": 8, "peak_flops": 10.0}
     run = figures(
         record_line("start", 0, "a", step=50, **peak),
@@ -235,7 +235,7 @@ def test_steps_up_to_the_one_restored_were_made_before_whoever_was_heard_making_
     assert run["effective_mfu"] == 100 / (10 * 260)
 
 
-def test_a_process_that_says_it_did_nothing_is_alive_and_its_time_is_not_down_time() -> None:
+def test_a_process_that_reports_no_work_is_alive_and_its_time_is_not_down_time() -> None:
     idle = [record_line("snapshot", t, step=0, activity_seconds={"step": 0}) for t in range(10, 101, 10)]
     run = figures(
         record_line("start", 0, step=0), *idle, record_line("start", 200, "b", step=0), record_line("finish", 210, "b")
@@ -243,7 +243,7 @@ def test_a_process_that_says_it_did_nothing_is_alive_and_its_time_is_not_down_ti
     assert run["buckets"] == {"other": 110, "down": 100}
 
 
-def test_one_source_may_tell_the_position_of_all() -> None:
+def test_one_source_may_report_the_position_of_all() -> None:
     peak = {"gpus": 4, "peak_flops": 10.0}
     lines = [record_line("start", 0, "a", source, step=0, **peak) for source in "xyz"]
     for t in range(10, 101, 10):
@@ -325,7 +325,7 @@ def test_a_line_that_python_itself_refuses_is_named_too(line: str) -> None:
         ),
     ],
 )
-def test_what_keeps_a_history_from_being_replayed_is_told_and_at_most_twenty_times(
+def test_errors_in_a_history_are_listed_up_to_twenty_times(
     lines: list[str], expected_errors: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "h").write_text("\n".join(lines))
@@ -375,7 +375,7 @@ def test_a_line_that_comes_after_those_that_follow_it_is_put_where_it_was() -> N
     assert figures(*lines[:3], planned, *lines[3:]) == figures(*lines[:4], planned, *lines[4:])
 
 
-def test_what_hosts_said_at_the_same_time_may_stand_one_after_the_other() -> None:
+def test_simultaneous_records_of_hosts_may_follow_one_another() -> None:
     def host(name: str, until: int) -> list[str]:
         return [
             record_line("start", 0, "a", name, step=0),

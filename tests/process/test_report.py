@@ -138,7 +138,7 @@ def test_the_timeline_is_the_wall_clock_without_gap_or_overlap_and_shows_the_dow
     assert starts[1] - 1 < down["end"] - base < starts[1] + 60
 
 
-def test_alerts_on_the_run_and_on_its_hosts_are_told_and_those_on_other_hosts_are_not(
+def test_alerts_on_the_run_and_on_its_hosts_are_listed_and_those_on_other_hosts_are_not(
     report: dict[str, Any], base: float
 ) -> None:
     assert {(alert["name"], alert["place"]) for alert in report["alerts"]} == {
@@ -162,11 +162,11 @@ def test_the_rank_that_was_late_and_the_link_with_errors_are_named_with_their_pl
     assert (link["name"], link["place"]) == ("mlx5_0 port 1", "node-1")
 
 
-def test_what_was_not_seen_is_said(report: dict[str, Any]) -> None:
+def test_missing_measurements_are_listed(report: dict[str, Any]) -> None:
     assert any("measured on 7 of 8 ranks" in line for line in report["missed"])
 
 
-def test_the_ledger_tells_of_each_loss_with_its_place(url: str, ledger: str, base: float) -> None:
+def test_each_loss_in_the_ledger_has_its_place(url: str, ledger: str, base: float) -> None:
     answer = flopwatch("r", "--prometheus", url, "--ledger", ledger, "--lookback", "4h", "--format", "json")
     assert answer.stderr == ""
     result = json.loads(answer.stdout)
@@ -188,13 +188,13 @@ def test_the_ledger_tells_of_each_loss_with_its_place(url: str, ledger: str, bas
     assert result["hosts"][0] == {"name": "a1-host", "place": "", "finding": cost}
 
 
-def test_without_a_ledger_the_page_says_how_to_see_each_loss(report: dict[str, Any]) -> None:
+def test_without_a_ledger_the_page_explains_how_to_see_each_loss(report: dict[str, Any]) -> None:
     assert report["losses"] is None
     assert "add --ledger URL" in page.as_markdown(changed_report(report))
     assert "No attempt ended" in page.as_markdown(changed_report(report, losses=[]))
 
 
-def test_of_many_losses_the_costliest_are_told_in_order_of_time(report: dict[str, Any]) -> None:
+def test_the_costliest_of_many_losses_are_listed_in_order_of_time(report: dict[str, Any]) -> None:
     losses = [
         ReportedLoss(3600.0 * hour, None, "failed", "gpu", "likely", f"node-{hour}", "", "", 3600.0 * (hour % 60), True)
         for hour in range(60)
@@ -215,7 +215,7 @@ def test_of_many_losses_the_costliest_are_told_in_order_of_time(report: dict[str
         (("r", "--out", "/nowhere/at/all.html"), "/nowhere/at/all.html"),
     ],
 )
-def test_what_cannot_be_reported_is_said_in_a_line(url: str, arguments: tuple[str, ...], complaint: str) -> None:
+def test_what_cannot_be_reported_is_an_error_of_one_line(url: str, arguments: tuple[str, ...], complaint: str) -> None:
     answer = flopwatch(*arguments, "--prometheus", url)
     assert answer.returncode in (1, 2)
     assert complaint in answer.stderr
@@ -223,7 +223,7 @@ def test_what_cannot_be_reported_is_said_in_a_line(url: str, arguments: tuple[st
     assert answer.stdout == ""
 
 
-def test_a_server_that_is_no_prometheus_is_said_to_be_none() -> None:
+def test_a_server_that_is_not_a_prometheus_is_an_error() -> None:
     answer = flopwatch("r", "--prometheus", "http://127.0.0.1:9")
     assert answer.returncode == 1
     assert "is --prometheus right?" in answer.stderr
@@ -307,7 +307,7 @@ def test_markdown_has_the_same_figures(report: dict[str, Any]) -> None:
     assert "rank 5" in text
 
 
-def test_a_run_of_which_next_to_nothing_is_known_has_a_page_too(report: dict[str, Any]) -> None:
+def test_a_run_with_hardly_any_data_has_a_page_too(report: dict[str, Any]) -> None:
     bare = changed_report(
         report,
         goodput=None,

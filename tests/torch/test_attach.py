@@ -87,7 +87,7 @@ def test_a_closure_that_runs_many_backward_passes_makes_one_step(seen: dict[str,
     assert counted(seen["lbfgs"])[2] == 0
 
 
-def test_a_step_the_gradient_scaler_skips_is_none(seen: dict[str, Seen]) -> None:
+def test_a_step_that_the_gradient_scaler_skips_does_not_count(seen: dict[str, Seen]) -> None:
     assert counted(seen["scaler"]) == (4, 6 * 4 * 8, 2)  # the tokens were trained on
 
 
@@ -99,7 +99,7 @@ def test_gradients_thrown_away_are_backward_passes_without_a_step(seen: dict[str
     assert counted(seen["thrown_away"]) == (3, 4 * 4 * 8, 2)  # no step came after the last
 
 
-def test_a_step_that_only_makes_the_optimizers_state_is_none(seen: dict[str, Seen]) -> None:
+def test_a_step_that_only_makes_the_optimizers_state_does_not_count(seen: dict[str, Seen]) -> None:
     assert counted(seen["state_made"])[0] == 5
 
 
@@ -120,7 +120,7 @@ def test_a_reentrant_backward_pass_is_part_of_the_outer_one(seen: dict[str, Seen
 # Batches and tokens.
 
 
-def test_workers_of_a_data_loader_tell_nothing_of_their_own(seen: dict[str, Seen]) -> None:
+def test_workers_of_a_data_loader_push_nothing_of_their_own(seen: dict[str, Seen]) -> None:
     assert counted(seen["workers"]) == (10, 10 * 4 * 8, 0)
 
 
@@ -129,12 +129,12 @@ def test_masked_tokens_are_not_counted(seen: dict[str, Seen]) -> None:
 
 
 @pytest.mark.parametrize(("loop", "tokens"), [("a_key", 5 * 4 * 8), ("a_place", 5 * 4 * 8), ("a_number", 5 * 1000.0)])
-def test_a_flag_tells_where_the_tokens_are(seen: dict[str, Seen], loop: str, tokens: float) -> None:
+def test_a_flag_names_where_the_tokens_are(seen: dict[str, Seen], loop: str, tokens: float) -> None:
     assert counted(seen[loop])[1] == tokens
 
 
 @pytest.mark.parametrize("loop", ["unnamed_tokens", "no_loader", "no_integers"])
-def test_tokens_are_absent_where_nobody_tells_them(seen: dict[str, Seen], loop: str) -> None:
+def test_tokens_are_absent_where_the_batches_have_none(seen: dict[str, Seen], loop: str) -> None:
     assert counted(seen[loop]) == (5, None, 0)
 
 
@@ -168,7 +168,7 @@ def test_accelerates_loader_that_fetches_ahead_gives_every_step_its_own_tokens(s
         "on_the_training_data",
     ],
 )
-def test_an_evaluation_inside_training_is_told_from_it(seen: dict[str, Seen], how: str) -> None:
+def test_an_evaluation_inside_training_is_distinguished_from_it(seen: dict[str, Seen], how: str) -> None:
     evaluation = seen[f"evaluation_{how}"]
     assert counted(evaluation) == (12, 12 * 4 * 8, 0)
     assert evaluation_agrees(evaluation)
@@ -246,7 +246,7 @@ def test_an_error_of_ours_is_counted_and_not_seen_by_the_loop(seen: dict[str, Se
     assert seen["errors"]["truth"] == 5
 
 
-def test_a_process_that_makes_no_optimizer_tells_nothing(seen: dict[str, Seen]) -> None:
+def test_a_process_without_an_optimizer_pushes_nothing(seen: dict[str, Seen]) -> None:
     assert seen["no_optimizer"] == {"truth": None}
 
 

@@ -56,7 +56,7 @@ def test_what_goes_to_a_file_is_a_checkpoint(seen: dict[str, Seen], how: str) ->
 
 
 @pytest.mark.parametrize("how", ["a_buffer", "a_tensor", "a_save_that_fails"])
-def test_a_buffer_a_bare_tensor_and_what_fails_are_none(seen: dict[str, Seen], how: str) -> None:
+def test_a_buffer_a_bare_tensor_and_a_failed_save_are_not_checkpoints(seen: dict[str, Seen], how: str) -> None:
     assert seen[how]["truth"] == [None, None, None]
 
 
@@ -85,13 +85,13 @@ def test_an_async_one_that_fails_commits_nothing(seen: dict[str, Seen]) -> None:
     assert seen["distributed_failing"]["truth"] == [None, None, None, None]
 
 
-def test_a_save_on_another_thread_is_of_the_step_it_says(seen: dict[str, Seen]) -> None:
+def test_a_save_on_another_thread_is_of_the_step_it_names(seen: dict[str, Seen]) -> None:
     assert seen["another_thread"]["truth"] == [4, None]
     assert in_the_calls(seen["another_thread"][BACKGROUND], seen["another_thread"], 0.05)
     assert saving(seen["another_thread"]) == 0
 
 
-def test_a_script_with_a_run_of_its_own_is_told_of_too(seen: dict[str, Seen]) -> None:
+def test_checkpoints_of_a_script_with_its_own_run_are_recorded_too(seen: dict[str, Seen]) -> None:
     assert seen["own_run"]["truth"] == [None, 5, 5]
     assert in_the_calls(saving(seen["own_run"]), seen["own_run"], 0.1)
     # the script's own run if it failed, otherwise the attachment's

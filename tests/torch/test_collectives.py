@@ -106,7 +106,7 @@ def test_the_rank_that_hangs_has_started_the_fewest_collectives(
 
 
 @pytest.mark.torch
-def test_a_blocked_rank_tells_where_its_threads_are(hanging: tuple[HookServer, list[subprocess.Popen[str]]]) -> None:
+def test_the_stacks_of_a_blocked_rank_are_written(hanging: tuple[HookServer, list[subprocess.Popen[str]]]) -> None:
     server, processes = hanging
     hang(server)
     waiting, stuck = (run_stacks(process.pid) for process in processes)
@@ -156,7 +156,7 @@ def test_a_request_is_answered_once(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nobody_else_can_say_where_a_rank_writes(tmp_path: Path) -> None:
+def test_a_folder_that_others_can_write_is_refused(tmp_path: Path) -> None:
     environ = {"TMPDIR": str(tmp_path)}
     place = stacks.folder(environ, os.geteuid())
     place.mkdir()

@@ -347,7 +347,7 @@ def test_every_resize_is_a_new_attempt_that_all_its_ranks_name_alike(history: Hi
     assert sorted(history.pushes) == sorted(process.pid for attempt in history.attempts for process in attempt)
 
 
-def test_ranks_tell_where_they_are_in_a_world_of_the_right_size(history: History) -> None:
+def test_ranks_report_their_place_in_a_world_of_the_right_size(history: History) -> None:
     places = [[(process.rank, process.host) for process in attempt] for attempt in history.attempts]
     both, alone = [(0, "node-b"), (1, "node-b"), (2, "node-a"), (3, "node-a")], [(0, "node-a"), (1, "node-a")]
     assert places == [both, alone, both, alone]
@@ -366,7 +366,7 @@ def test_ranks_tell_where_they_are_in_a_world_of_the_right_size(history: History
                 assert push.samples.get("training_world_size") == (None if process.rank else len(attempt))
 
 
-def test_every_push_tells_what_the_job_wrote_down_by_then(history: History) -> None:
+def test_every_push_has_what_the_job_had_logged_by_then(history: History) -> None:
     for attempt in history.attempts:
         for process in attempt:
             for push in history.pushes[process.pid]:
@@ -380,7 +380,7 @@ def test_every_push_tells_what_the_job_wrote_down_by_then(history: History) -> N
                 assert push.samples["training_hook_errors_total"] == 0
 
 
-def test_what_the_ranks_of_an_attempt_told_adds_up_to_what_the_job_wrote_down(history: History) -> None:
+def test_the_pushes_of_an_attempts_ranks_add_up_to_the_jobs_log(history: History) -> None:
     for attempt in history.attempts:
         reporting = [process for process in attempt if history.status(process) is not None]
         # A signal may arrive between the line in the job's log and the step.
@@ -811,7 +811,7 @@ def test_an_unmodified_script_that_leaves_in_order_has_committed_what_its_handle
     assert last.samples["training_committed_steps"] == last.samples["training_position_steps"] > 5
 
 
-def test_a_name_told_before_a_quick_restart_is_not_taken_for_the_attempts() -> None:
+def test_a_name_published_before_a_quick_restart_is_not_taken_for_the_attempts() -> None:
     """torchrun's store outlives a restart, and rank 0 may be the last to create its Run."""
     answer = python("""
 import threading, time

@@ -232,7 +232,7 @@ def test_a_model_of_transformers_counts_as_the_formula(name: str, padded: bool, 
     assert counted.tokens == BATCH * LENGTH
 
 
-def test_masks_too_large_to_look_at_are_what_the_attending_module_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_too_large_to_read_is_taken_from_the_attention_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flopwatch.training.flop_counter.operators.MAX_COMPUTED", 100)
     for name in ("llama", "mistral"):
         model, dimensions = hugging_face(name)
@@ -254,7 +254,7 @@ def test_a_head_whose_best_answers_the_model_looks_at_is_no_router() -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "deepseek_v3", "gpt_oss", "qwen3_moe", "nemotron"])
-def test_the_count_is_what_the_configuration_says(name: str) -> None:
+def test_the_count_matches_the_configuration(name: str) -> None:
     transformers: Any = importlib.import_module("transformers")
     config = transformers.AutoConfig.for_model(name)
     small = {
@@ -975,7 +975,7 @@ def test_weights_frozen_for_a_pass_are_counted_as_frozen(run: Run) -> None:
     assert counted_flops(run) == (6 + 4) * 4 * 128
 
 
-def test_what_cannot_be_counted_is_said_once_and_training_goes_on(run: Run) -> None:
+def test_what_cannot_be_counted_is_logged_once_and_training_goes_on(run: Run) -> None:
     model = Forward(routed)
     attach(run.recorder, model)
     for _ in range(2):

@@ -131,7 +131,7 @@ def activities(push: Push) -> dict[str, float]:
     return {sample[len(name) : -1]: value for sample, value in push.samples.items() if sample.startswith(name)}
 
 
-def test_accumulation_evaluation_and_saving_are_told_apart(tmp_path: Path) -> None:
+def test_accumulation_evaluation_and_saving_are_distinguished(tmp_path: Path) -> None:
     import torch
     import transformers
 
@@ -306,7 +306,7 @@ def test_a_batch_size_that_is_too_large_starts_the_training_over(tmp_path: Path)
     assert last.samples["training_hook_errors_total"] == 0
 
 
-def test_a_run_that_is_stopped_says_so_and_weights_alone_commit_nothing(tmp_path: Path) -> None:
+def test_a_stopped_run_reports_it_and_weights_alone_commit_nothing(tmp_path: Path) -> None:
     with HookServer() as server:
         train(
             tmp_path,

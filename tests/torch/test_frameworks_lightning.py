@@ -167,7 +167,7 @@ def test_steps_tokens_samples_and_loss_are_those_trained(tmp_path: Path, name: s
     assert "dtype=fp32" in info
 
 
-def test_accumulation_evaluation_and_saving_are_told_apart(tmp_path: Path) -> None:
+def test_accumulation_evaluation_and_saving_are_distinguished(tmp_path: Path) -> None:
     import lightning.pytorch
 
     clock = Clock()

@@ -58,7 +58,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
 
 
 @pytest.mark.parametrize("framework", ["huggingface", "lightning", "accelerate"])
-def test_each_rank_tells_its_own_tokens_and_the_first_what_is_on_disk(reports: list[Report], framework: str) -> None:
+def test_each_rank_reports_its_own_tokens_and_the_first_what_is_on_disk(reports: list[Report], framework: str) -> None:
     for rank, answers in enumerate(reports):
         answer = answers[framework]
         assert answer["training_steps_total"] == 3

@@ -380,7 +380,7 @@ def test_a_broken_machine_changes_nothing(plain: Trained, tmp_path: Path, broken
     [None, b"", b"\xff\xfe\x00", b"two\nlines", b"x" * 1_000_000],
     ids=["a folder", "empty", "no text", "two lines", "a megabyte"],
 )
-def test_a_token_file_that_is_none_changes_nothing(plain: Trained, tmp_path: Path, content: bytes | None) -> None:
+def test_an_invalid_token_file_changes_nothing(plain: Trained, tmp_path: Path, content: bytes | None) -> None:
     token = tmp_path / "token"
     if content is None:
         token.mkdir()

@@ -110,7 +110,7 @@ def test_a_broken_protobuf_costs_the_metrics_and_not_the_training(server: HookSe
     assert server.pushes == []
 
 
-def test_a_forked_child_says_nothing(server: HookServer) -> None:
+def test_a_forked_child_pushes_nothing(server: HookServer) -> None:
     answer = python(
         LOOP
         + """
@@ -156,7 +156,7 @@ run.finish()
 
 
 @pytest.mark.torch
-def test_dataloader_workers_say_nothing(server: HookServer) -> None:
+def test_dataloader_workers_push_nothing(server: HookServer) -> None:
     answer = python(
         """
 import os

@@ -123,11 +123,11 @@ def test_a_step_without_an_all_reduce_is_not_measured(answers: Answers, how: str
         assert rank["end"]["wait"] is None
 
 
-def test_a_ddp_model_tells_the_ranks_of_a_replica(answers: Answers) -> None:
+def test_a_ddp_model_gives_the_ranks_of_a_replica(answers: Answers) -> None:
     assert [rank["end"]["tokens"] for rank in answers["plain"]] == [STEPS * 8] * WORLD_SIZE
 
 
-def test_a_fully_sharded_model_tells_them_too(answers: Answers) -> None:
+def test_a_fully_sharded_model_gives_them_too(answers: Answers) -> None:
     for rank in answers["sharded"]:
         assert rank == {
             "FSDP": 1,
@@ -149,7 +149,7 @@ def test_ranks_of_many_nodes_agree_on_rank_0s_name_of_the_attempt(answers: Answe
     assert attempt.startswith("node-0-")
 
 
-def test_a_model_whose_wait_cannot_be_measured_says_so_and_trains_on() -> None:
+def test_a_model_whose_wait_cannot_be_measured_is_logged_and_trains_on() -> None:
     import torch
 
     from flopwatch.catalogue import BY_NAME

@@ -398,7 +398,7 @@ def test_a_wrapper_script_between_torchrun_and_the_ranks_is_not_the_launcher(tmp
     assert _start_ticks(tmp_path, 99) == 0
 
 
-def test_the_age_of_a_process_is_what_the_clock_says_it_is() -> None:
+def test_the_age_of_a_process_matches_the_clock() -> None:
     before = time.monotonic()
     done = subprocess.run(
         [
@@ -521,7 +521,7 @@ def test_no_time_of_submission_rather_than_a_wrong_one(environ: dict[str, str], 
     assert answer(Submission({**os.environ, **environ}, squeue(tmp_path, script))) is None
 
 
-def test_without_slurms_client_nobody_is_asked(tmp_path: Path) -> None:
+def test_without_slurms_client_there_is_no_time_of_submission(tmp_path: Path) -> None:
     assert answer(Submission(FIRST, str(tmp_path / "squeue"))) is None
 
 
@@ -553,7 +553,7 @@ def test_a_run_takes_arguments_before_variables_before_the_scheduler() -> None:
     assert (run.name, run.rank, run.world_size, run.local_rank, run.attempt) == ("argued", 2, 3, 1, "a-7")
 
 
-def test_a_run_that_nobody_named_is_called_after_the_script_and_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unnamed_run_is_called_after_the_script_and_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/home/me/train.py"])
     quiet = {"FLOPWATCH_DISABLE": "1", "FLOPWATCH_HOST": "node-7"}
     assert Run(environ=quiet).name == "train@node-7"

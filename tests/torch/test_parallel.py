@@ -162,7 +162,7 @@ def test_a_device_mesh_is_read_by_the_names_of_its_dimensions(
 
 
 @pytest.mark.torch
-def test_a_mesh_that_does_not_say_all_is_refused() -> None:
+def test_an_incomplete_mesh_is_refused() -> None:
     with job(3, 8) as init_device_mesh:
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
         with pytest.raises(ValueError, match=r"^the mesh \('tp',\) has 4 of the job's 8 ranks; pass the whole mesh"):

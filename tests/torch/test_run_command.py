@@ -175,7 +175,7 @@ def last_push(server: HookServer) -> Push:
 
 @pytest.mark.long
 @pytest.mark.torch
-def test_an_unmodified_script_tells_what_an_instrumented_one_does(tmp_path: Path) -> None:
+def test_an_unmodified_script_pushes_what_an_instrumented_one_does(tmp_path: Path) -> None:
     instrumented_script = tmp_path / "instrumented.py"
     instrumented_script.write_text(instrumented(PLAIN.read_text()))
     flags = ("--name", "plain", "--flops-per-token", "6")

@@ -221,7 +221,7 @@ def test_the_allocators_numbers_are_the_sum_over_this_processs_devices(run: Run)
 
 
 @pytest.mark.parametrize("odd", [{}, {"num_ooms": None, "reserved_bytes": 5}, {"reserved_bytes": {"all": {}}}])
-def test_an_allocator_that_does_not_tell_is_absent(run: Run, odd: Mapping[str, Any]) -> None:
+def test_an_allocator_without_numbers_is_absent(run: Run, odd: Mapping[str, Any]) -> None:
     attached = runtime.attach(run.recorder, lambda: [odd])
     assert set(totals(run)) == {"compile", "step", "errors"}
     assert totals(run)["errors"] == 0

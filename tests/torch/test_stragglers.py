@@ -79,7 +79,7 @@ def test_a_rank_slower_by_15_percent_is_named(windows: dict[str, list[Window]], 
 
 
 @pytest.mark.parametrize("model", ["ddp", "fsdp2"])
-def test_nobody_is_named_in_healthy_steps(windows: dict[str, list[Window]], model: str) -> None:
+def test_no_rank_is_named_in_healthy_steps(windows: dict[str, list[Window]], model: str) -> None:
     assert ever_named(windows[f"healthy {model}"]) == {None}
 
 

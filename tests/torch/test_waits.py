@@ -59,7 +59,7 @@ def waits_differ(in_time: Answer, late: Answer) -> bool:
 
 
 @pytest.mark.parametrize("name", LATENESS)
-def test_the_rank_in_time_waits_for_the_late_one(answers: list[Answer], name: str) -> None:
+def test_the_punctual_rank_waits_for_the_late_rank(answers: list[Answer], name: str) -> None:
     in_time, late = (answer[name] for answer in answers)
     assert waits_differ(in_time, late)
     assert in_time["errors"] == late["errors"] == 0
@@ -91,7 +91,7 @@ def test_a_wait_inside_a_wait_counts_once(answers: list[Answer]) -> None:
         assert answer["nested"]["wait"] <= answer["nested"]["seconds"]
 
 
-def test_fsdp2_beside_tensor_parallelism_is_told_apart(answers: list[Answer]) -> None:
+def test_fsdp2_with_tensor_parallelism_is_distinguished(answers: list[Answer]) -> None:
     assert [answer["tensor_parallel_groups"] for answer in answers] == [[False, True]] * 2
 
 
