@@ -207,7 +207,7 @@ def wait_for_failure(capsys: pytest.CaptureFixture[str], flags: list[str], text:
     try:
         until(failed)
     except AssertionError as error:
-        raise AssertionError(f"{text!r} was not said; last: {last}") from error
+        raise AssertionError(f"{text!r} was not reported; last: {last}") from error
     assert last.splitlines()[-1].startswith("failed: ")
 
 
