@@ -54,17 +54,16 @@ def scores(window: Window) -> list[float]:
 
 
 def named(three: list[Window], share: float = 1.0) -> int | None:
-    """Return the rank with the highest score in all three windows, if its cost exceeds `share` of the warning's
-    threshold.
+    """Return the rank with the highest score in all three windows, if it costs more than `share` of the warning level.
 
     Return None if there is no such rank, or if another one is nearly as late in the last window.
     """
     settings = AlertSettings()
-    leaders = {max(range(WORLD_SIZE), key=scores(window).__getitem__) for window in three}
+    first_ranks = {max(range(WORLD_SIZE), key=scores(window).__getitem__) for window in three}
     cost = sum(max(scores(window)) for window in three) / len(three)
     second, first = sorted(scores(three[-1]))[-2:]
     alone = second <= 0.75 * first
-    return leaders.pop() if len(leaders) == 1 and alone and cost > share * settings.straggler_warning else None
+    return first_ranks.pop() if len(first_ranks) == 1 and alone and cost > share * settings.straggler_warning else None
 
 
 def ever_named(healthy: list[Window]) -> set[int | None]:
