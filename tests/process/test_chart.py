@@ -489,10 +489,13 @@ def test_boards_ask_for_a_password_and_the_kubelet_does_not_give_one() -> None:
             "boards.enabled needs boards.webConfigSecret",
         ),
         ({"boards": {"enabled": True, "webConfigSecret": "web"}}, "boards.enabled needs boards.prometheusUrl"),
-        ({"openshift": {"scc": "privileged"}, "serviceAccount": {"create": False}}, "openshift.scc needs an account"),
+        (
+            {"openshift": {"scc": "privileged"}, "serviceAccount": {"create": False}},
+            "openshift.scc needs serviceAccount",
+        ),
         ({"ledger": {"enabled": False, "tlsSecret": "tls"}}, "ledger.tlsSecret is for a ledger behind TLS"),
-        ({"routing": {"kind": "secret"}}, "routing.kind needs somebody to tell"),
-        ({"routing": {"kind": "alertmanagerconfig", "watchdogSecret": "w"}}, "routing.kind needs somebody to tell"),
+        ({"routing": {"kind": "secret"}}, "routing.kind needs a receiver"),
+        ({"routing": {"kind": "alertmanagerconfig", "watchdogSecret": "w"}}, "routing.kind needs a receiver"),
     ],
 )
 def test_values_that_cannot_work_together_are_refused_with_what_is_missing(values: Json, complaint: str) -> None:

@@ -219,7 +219,7 @@ def test_each_missing_part_is_named_until_nothing_is_missing(
         capsys, cluster.flags(exporters="no-such-service.invalid:9450"), "no exporter runs: no-such-service.invalid"
     )
     wait_for_failure(capsys, cluster.flags(exporters=cluster.nothing), "/metrics does not answer")
-    wait_for_failure(capsys, cluster.flags(exporters=cluster.prometheus), "is no exporter of flopwatch")
+    wait_for_failure(capsys, cluster.flags(exporters=cluster.prometheus), "is not a flopwatch exporter")
     wait_for_failure(
         capsys, cluster.flags(ledger=f"http://{cluster.prometheus}/no"), "/no/healthz answers 404 Not Found"
     )

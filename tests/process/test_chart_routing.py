@@ -185,23 +185,23 @@ ROUTINGS: dict[str, tuple[Json, list[str]]] = {
         [
             "webhook,email,pagerduty,slack",
             "webhook,email,slack",
-            "nobody",
+            "null",
             "webhook,email,pagerduty-speech,slack-speech",
             "webhook,email,slack-vision",
             "webhook,email,slack",
-            "nobody",
+            "null",
             "watchdog",
         ],
     ),
-    "slack": (SLACK, ["slack", "slack", "nobody", "slack", "slack", "slack", "nobody", "nobody"]),
-    "pagerduty": (PAGERDUTY, ["pagerduty", "nobody", "nobody", "pagerduty", "nobody", "nobody", "nobody", "nobody"]),
+    "slack": (SLACK, ["slack", "slack", "null", "slack", "slack", "slack", "null", "null"]),
+    "pagerduty": (PAGERDUTY, ["pagerduty", "null", "null", "pagerduty", "null", "null", "null", "null"]),
     "teams that have pagerduty alone": (
         PAGERDUTY | {"teams": ["speech", "vision"]},
-        ["pagerduty", "nobody", "nobody", "pagerduty-speech", "nobody", "nobody", "nobody", "nobody"],
+        ["pagerduty", "null", "null", "pagerduty-speech", "null", "null", "null", "null"],
     ),
     "a webhook": (
         {"webhookSecret": "w", "watchdogSecret": "d"},
-        ["webhook", "webhook", "nobody", "webhook", "webhook", "webhook", "nobody", "watchdog"],
+        ["webhook", "webhook", "null", "webhook", "webhook", "webhook", "null", "watchdog"],
     ),
 }
 
@@ -235,7 +235,7 @@ def test_without_a_password_e_mail_logs_in_nowhere() -> None:
     assert email["email_configs"][0].keys() == {"to", "from", "smarthost", "send_resolved", "headers"}
     (email,) = [one for one in configuration("alertmanagerconfig", routing)["receivers"] if one["name"] == "email"]
     assert email["emailConfigs"][0].keys() == {"to", "from", "smarthost", "sendResolved", "headers"}
-    assert [one["name"] for one in configuration("secret", routing)["receivers"]] == ["email", "nobody"]
+    assert [one["name"] for one in configuration("secret", routing)["receivers"]] == ["email", "null"]
 
 
 def test_notes_name_the_secrets_that_alertmanager_has_to_mount() -> None:
