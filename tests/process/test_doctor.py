@@ -227,7 +227,7 @@ def test_beside_a_real_exporter_it_looks_where_that_looks(
         env={**os.environ, "PYTHONPATH": str(ROOT / "exporter")},
     )
     try:
-        proc = tmp_path / "proc"  # without the exporters that this machine may have besides
+        proc = tmp_path / "proc"  # without other exporters of this machine
         proc.mkdir()
         for name in ("self", str(exporter.pid)):
             (proc / name).symlink_to(f"/proc/{name}")
@@ -243,7 +243,7 @@ def test_beside_a_real_exporter_it_looks_where_that_looks(
 
 
 def test_what_a_tier_goes_without_is_told_and_is_no_failure(node: SimulatedNode, tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as closed:  # a kubelet's socket at which nobody answers
+    with socket.socket(socket.AF_UNIX) as closed:  # a kubelet's socket without a server
         closed.bind(str(tmp_path / "k.sock"))
         node.kmsg.unlink()
         node.kmsg.mkdir()  # a kernel log that cannot be read, for root as well
@@ -274,8 +274,8 @@ def test_what_a_tier_goes_without_is_told_and_is_no_failure(node: SimulatedNode,
     _, verdict, without, *_ = done.stdout.split("\n\n")
     assert verdict == "All hardware of this node can be read."
     # Where a line is broken depends on the length of the path; and a busy machine has not asked the kubelet yet.
-    said = re.sub(r"read /.*?/kmsg", "read KMSG", " ".join(without.split()))
-    assert said.replace("kubelet does not answer", "kubelet: Connection refused").split(" - ") == [
+    missing = re.sub(r"read /.*?/kmsg", "read KMSG", " ".join(without.split()))
+    assert missing.replace("kubelet does not answer", "kubelet: Connection refused").split(" - ") == [
         "Missing:",
         "gpu_sram_error_threshold_exceeded: not permitted to this user",
         "identity: kubelet: Connection refused",
@@ -324,7 +324,7 @@ REPORT = Report(
     sources=[
         SourceReport("nvml", "ok", seconds=0.0123, series=61),
         SourceReport("infiniband", "absent", "no port in /sys/class/infiniband"),
-        SourceReport("xid", "ok", seconds=0.002, series=9, says=["Xids from kernel_log: Operation not permitted"]),
+        SourceReport("xid", "ok", seconds=0.002, series=9, messages=["Xids from kernel_log: Operation not permitted"]),
         SourceReport("identity", "failed", "no answer in time; the driver or the hardware behind it hangs"),
     ],
     gpus=[
