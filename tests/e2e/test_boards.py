@@ -67,7 +67,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
 
 @pytest.fixture(scope="module", autouse=True)
 def living(opened: Browser, stores: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterDemo]:
-    """Return the cluster from its start on; what does not need it is tested until its troubles are told."""
+    """Return the cluster from its start on. Tests that do not need its alerts run until they fire."""
     with ClusterDemo(
         tmp_path_factory.mktemp("cluster"), remote_write=[f"{url}/api/v1/write" for url in stores.values()]
     ) as cluster:
@@ -78,12 +78,12 @@ def living(opened: Browser, stores: dict[str, str], tmp_path_factory: pytest.Tem
 def running(living: ClusterDemo) -> ClusterDemo:
     """Return the cluster when its alerts fire."""
 
-    def told() -> bool:
+    def alerts_fire() -> bool:
         living.check()
         firing = living.prometheus.query('ALERTS{alertstate="firing"}')
         return {labels["alertname"] for labels, _ in firing} >= ALERTS
 
-    until(told, 400.0)
+    until(alerts_fire, 400.0)
     return living
 
 
@@ -300,8 +300,8 @@ def test_it_says_what_is_true_of_the_cluster(running: ClusterDemo, page: Page) -
     expect(page.locator('[data-panel="Straggler"]')).to_contain_text(LATE)
     look(page, "fleet", address(running.boards, "fleet", running.began, "dark"))
     alerts = page.locator('[data-panel="Firing alerts"]')
-    for said in (*ALERTS, Topology.host(BAD_LINK[0])):
-        expect(alerts).to_contain_text(said)
+    for text in (*ALERTS, Topology.host(BAD_LINK[0])):
+        expect(alerts).to_contain_text(text)
 
 
 def test_links_lead_from_a_run_to_its_late_rank_s_card_and_keep_time_and_variables(

@@ -189,7 +189,7 @@ def test_a_shape_that_another_user_learnt_is_not_expected_and_said(
     learnt = learnt_file(tmp_path)
     learnt.write_text('{"gpus": 8}')
     assert load(None, tmp_path).gpus == 8
-    for failure, told in (
+    for failure, logged in (
         (PermissionError(13, "Permission denied", str(learnt)), True),
         (OSError(5, "Input/output error", str(learnt)), False),
     ):
@@ -198,10 +198,10 @@ def test_a_shape_that_another_user_learnt_is_not_expected_and_said(
             raise failure
 
         monkeypatch.setattr(Path, "read_text", fails)
-        if told:
+        if logged:
             assert load(None, tmp_path) == Expectations()
             assert "nothing is expected of this node" in caplog.text
-        for file in (tmp_path / "given.json", *(() if told else (None,))):
+        for file in (tmp_path / "given.json", *(() if logged else (None,))):
             with pytest.raises(SettingsError):
                 load(file, tmp_path)
 
@@ -257,12 +257,12 @@ def test_what_cannot_be_told_is_unknown_and_never_bad(tmp_path: Path) -> None:
             (["--seconds", "soon"], "argument --seconds: soon is not a positive number of seconds"),
             (["extra"], "unrecognized arguments: extra"),
         ):
-            status, said = flopwatch(*flags)
-            assert (status, said.startswith(f"UNKNOWN - {output}")) == (3, True), said
+            status, line = flopwatch(*flags)
+            assert (status, line.startswith(f"UNKNOWN - {output}")) == (3, True), line
         (tmp_path / "password").write_text("b\n")
         assert flopwatch("--url", closed, "--user", "a", "--password-file", tmp_path / "password")[0] == 0
-        status, said = flopwatch("--url", failing, "--format", "npd")
-        assert (status, len(said), said[:25]) == (2, len(said[:80]), "unknown: http://127.0.0.1")
+        status, line = flopwatch("--url", failing, "--format", "npd")
+        assert (status, len(line), line[:25]) == (2, len(line[:80]), "unknown: http://127.0.0.1")
         assert json.loads(flopwatch("--url", failing, "--json")[1])["verdict"] == "unknown"
 
 
@@ -276,13 +276,13 @@ def test_without_an_exporter_the_hardware_is_read(tmp_path: Path) -> None:
     (node.root / "gpus.json").write_text(json.dumps({node.uuid(3): dict.fromkeys(m.GPU_INFO.labels, "") | part}))
     node.xid(3, 79)
     status, output = flopwatch(*simulated, "--json")
-    said = json.loads(output)
-    assert (status, said["verdict"], said["gpus"]) == (2, "bad", 7)
-    assert [(reason["reason"], reason["part"], reason["action"]) for reason in said["reasons"]] == [
+    report = json.loads(output)
+    assert (status, report["verdict"], report["gpus"]) == (2, "bad", 7)
+    assert [(reason["reason"], reason["part"], reason["action"]) for reason in report["reasons"]] == [
         ("gpu_missing", "gpu 3", "reboot_then_reseat"),
         ("xid", "gpu 3", "reboot_node"),
     ]
-    assert said["reasons"][1]["what_to_do"] == "reboot the node"
+    assert report["reasons"][1]["what_to_do"] == "reboot the node"
 
 
 def test_a_look_at_the_hardware_writes_nothing_into_the_exporters_state(tmp_path: Path) -> None:
@@ -396,13 +396,14 @@ class Slurm:
         self.state = "IDLE"
         self.calls = folder / "calls"
         self.script("scontrol", f'[ "$1" = show ] && exec cat {folder}/node\nprintf "%s\\n" "$@" >> {self.calls}')
-        self.says("OK - 8 GPUs, 8 active ports | gpus=8 ports=8", 0)
+        self.set_check("OK - 8 GPUs, 8 active ports | gpus=8 ports=8", 0)
 
     def script(self, name: str, text: str) -> None:
         (self.folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (self.folder / name).chmod(0o755)
 
-    def says(self, output: str, status: int) -> None:
+    def set_check(self, output: str, status: int) -> None:
+        """Set the output and the exit status of `flopwatch check`."""
         (self.folder / "output").write_text(output)
         self.script("flopwatch", f'[ "$1" = check ] || exit 9\ncat {self.folder}/output\nexit {status}')
 
@@ -452,7 +453,7 @@ DRAIN = [
 def test_slurms_health_check_drains_on_bad_and_on_nothing_else(
     slurm: Slurm, output: str, status: int, asked: list[str]
 ) -> None:
-    slurm.says(output, status)
+    slurm.set_check(output, status)
     assert slurm.run("flopwatch-healthcheck.sh") == (0, asked)
 
 
@@ -471,7 +472,7 @@ def test_slurms_health_check_drains_on_bad_and_on_nothing_else(
     ],
 )
 def test_a_node_that_is_drained_or_down_is_left_alone(slurm: Slurm, state: str, asked: list[str]) -> None:
-    slurm.says(BAD_LINE, 2)
+    slurm.set_check(BAD_LINE, 2)
     slurm.state = state
     assert slurm.run("flopwatch-healthcheck.sh") == (0, asked)
 
@@ -488,12 +489,12 @@ def test_a_node_that_is_drained_or_down_is_left_alone(slurm: Slurm, state: str, 
     ],
 )
 def test_the_prolog_fails_on_bad_and_on_nothing_else(slurm: Slurm, output: str, status: int, exits: int) -> None:
-    slurm.says(output, status)
+    slurm.set_check(output, status)
     assert slurm.run("flopwatch-prolog.sh") == (exits, [])
 
 
 def test_without_flopwatch_or_scontrol_nothing_happens(slurm: Slurm) -> None:
-    slurm.says(BAD_LINE, 2)
+    slurm.set_check(BAD_LINE, 2)
     (slurm.folder / "scontrol").unlink()
     assert slurm.run("flopwatch-healthcheck.sh") == (0, [])
     (slurm.folder / "flopwatch").unlink()

@@ -110,7 +110,7 @@ def client(path: Path, request: bytes) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(PATIENCE)
     connection.connect(str(path))
-    if request:  # who is turned away may have been already
+    if request:  # the server may have refused the connection already
         connection.sendall(request)
     return connection
 

@@ -357,7 +357,7 @@ def test_an_unreachable_ledger_is_reported_with_the_flag_to_change(capsys: pytes
         (b'{"run": 7}', 400),
         (b'{"run": "r", "status": "failed"}', 400),
         (b'{"run": "r", "tenant": []}', 400),
-        (b'{"run": "nobody"}', 404),
+        (b'{"run": "unknown"}', 404),
         (b"[" * 100_000, 400),
     ],
 )

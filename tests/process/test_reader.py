@@ -397,7 +397,7 @@ def test_the_child_that_replaces_another_sends_its_labels_again(odd: Callable[..
     ("read", "kind", "reason"),
     [
         ("raise AccessLost('/dev/nvidiactl')", "blind", "AccessLost: /dev/nvidiactl"),
-        ("raise OSError('what nobody expected')", "error", "OSError: what nobody expected"),
+        ("raise OSError('unexpected')", "error", "OSError: unexpected"),
         (
             "samples[:] = [(GPU_PRESENT, ('0', ''), object())]",
             "error",

@@ -208,7 +208,7 @@ def test_the_costliest_of_many_losses_are_listed_in_order_of_time(report: dict[s
     [
         (("r", "--ledger", "127.0.0.1:9451"), "--ledger '127.0.0.1:9451': write http://HOST:PORT"),
         (("r", "--ledger", "http://127.0.0.1:9"), "set --ledger to http://HOST:PORT"),
-        (("nobody",), "no run 'nobody'"),
+        (("unknown",), "no run 'unknown'"),
         (("shared",), "--tenant one or two"),
         (("r", "--price", "cheap"), "not a price"),
         (("r", "--lookback", "long"), "seconds"),

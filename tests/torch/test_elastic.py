@@ -647,12 +647,12 @@ def test_a_second_signal_amid_finish_does_not_keep_the_last_word_from_an_exporte
     assert statuses[-1] == "preempted"
 
 
-@pytest.mark.parametrize("endpoint", ["nobody listens", "nobody answers"])
+@pytest.mark.parametrize("endpoint", ["no listener", "no answer"])
 def test_leaving_is_delayed_by_at_most_two_seconds_by_an_exporter_that_is_not_there(
     tmp_path: Path, endpoint: str
 ) -> None:
     with reserved_port() as unused, socket.create_server(("127.0.0.1", 0)) as deaf:
-        port = unused if endpoint == "nobody listens" else deaf.getsockname()[1]
+        port = unused if endpoint == "no listener" else deaf.getsockname()[1]
 
         def longest() -> float:
             """Signal some scripts at the same time. Return the seconds until the last of them has ended."""

@@ -272,7 +272,7 @@ ANSWERS = {
     "random bytes": once(NOISE),
     "hanging up": once(b""),
     "random bytes as protobuf": once(protobuf(len(NOISE)) + NOISE),
-    "less than it says": once(protobuf(1 << 40) + b"x"),
+    "less than its length": once(protobuf(1 << 40) + b"x"),
     "an endless body": then(protobuf(1 << 40), b"x" * 65536),
     "an endless header": then(b"HTTP/1.1 200 OK\r\n", b"x" * 65536),
     "endless headers": then(b"HTTP/1.1 200 OK\r\n", b"x: y\r\n" * 50),

@@ -201,7 +201,7 @@ def rows(samples: list[Sample], gpu: str) -> set[Metric]:
 
 
 def series(samples: list[Sample], gpu: str) -> dict[tuple[Metric, tuple[str, ...]], float]:
-    """Return what one GPU says, without its info series."""
+    """Return the values of one GPU, without its info series."""
     return {(row, labels[2:]): value for row, labels, value in samples if labels[:1] == (gpu,) and row is not GPU_INFO}
 
 
@@ -1202,24 +1202,24 @@ def test_the_simulated_nodes_collector_reads_the_nodes_own_files(node: Simulated
 def test_what_a_lost_gpu_ran_last_stays_told_until_the_inventory_forgets_it(
     node: SimulatedNode, collector: Callable[..., Nvml], tmp_path: Path
 ) -> None:
-    def told() -> dict[str, Any]:
+    def runtime() -> dict[str, Any]:
         content: dict[str, Any] = json.loads((tmp_path / "gpu_runtime.json").read_text())
         return content
 
     node.mig(3, "on")
     driver = collector()
     driver.read()
-    before = told()
+    before = runtime()
     assert (before[node.uuid(3)]["pids"], len(before[node.uuid(3)]["mig"])) == ([4714], 7)
     node.lose(3)
     driver.read()
-    assert told() == before
+    assert runtime() == before
     collector().read()
-    assert told() == before, "and across a restart"
+    assert runtime() == before, "and across a restart"
     parts = json.loads((tmp_path / "gpus.json").read_text())
     (tmp_path / "gpus.json").write_text(json.dumps({uuid: parts[uuid] for uuid in parts if uuid != node.uuid(3)}))
     collector().read()
-    assert told() == {uuid: about for uuid, about in before.items() if uuid != node.uuid(3)}
+    assert runtime() == {uuid: about for uuid, about in before.items() if uuid != node.uuid(3)}
 
 
 @pytest.mark.parametrize(

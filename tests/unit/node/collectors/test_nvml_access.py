@@ -1,4 +1,4 @@
-"""What tells a GPU that is dead from one that is kept from the exporter: device files and the driver's own list."""
+"""A dead GPU and one that the exporter may not open, distinguished by device files and the driver's own list."""
 
 from __future__ import annotations
 

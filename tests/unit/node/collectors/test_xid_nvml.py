@@ -1,4 +1,4 @@
-"""Xids from NVML's events: beside the kernel log, without it, and when the driver loses, hangs or goes away."""
+"""Xids from NVML's events: with the kernel log, without it, and when the driver loses events, hangs or is unloaded."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_xids_and_notices_are_told_and_clock_events_and_strangers_are_not(
 def test_an_xid_that_both_tell_of_is_one(
     library: Library, watch: Callable[[], Watcher], gpus: Path, kernel_first: bool
 ) -> None:
-    """Three in the kernel log, of which NVML tells two, and one that only NVML tells of."""
+    """The kernel log has three, NVML reports two of them and another one of its own."""
     kmsg = gpus.parent / "kmsg"
     reader = collector(gpus, watch())
     kmsg.write_text("")
@@ -239,7 +239,7 @@ def test_what_nvml_told_one_process_and_the_kernel_log_the_next_is_one(
 def test_without_the_kernel_log_nvml_counts_alone_and_knows_its_gpus_itself(
     library: Library, watch: Callable[[], Watcher], gpus: Path
 ) -> None:
-    gpus.unlink()  # nobody could write it
+    gpus.unlink()  # as if it could not be written
     reader = collector(gpus, watch())
     library.tell(event("53", 79), event("64", nvml_events.UNKNOWN_XID), event("64", 0, UNAVAILABLE))
     samples = reader.read()

@@ -215,7 +215,7 @@ def test_a_blind_exporter_never_makes_a_node_bad() -> None:
     assert reasons(blind | {(m.FLOPWATCH_DRIVER_RELEASED, ()): 1}) == [("driver_released", "driver", UNKNOWN, "wait")]
     nothing: Series = {(m.FLOPWATCH_COLLECTOR_SUCCESS, ("identity",)): 0.0}
     assert {verdict for _, _, verdict, _ in reasons(nothing)} == {UNKNOWN}
-    assert reasons(nothing, Expectations()) == [], "who owns a GPU does not make it unfit"
+    assert reasons(nothing, Expectations()) == [], "the owner of a GPU does not make it unfit"
 
 
 def test_another_model_than_expected_is_a_reason_with_both_names() -> None:
