@@ -40,7 +40,7 @@ durations: $(VENV)/.dev $(NODE)  ## measure how long each test file takes, for t
 	@$(BIN)/python -m pytest -q --durations=0 --junitxml=.cache/durations.xml; \
 	$(BIN)/python -m tests.support.durations .cache/durations.xml > tests/durations.csv
 
-lint: $(VENV)/.dev  ## ruff, import contracts, spelling, mypy
+lint: $(VENV)/.dev  ## ruff, import contracts, spelling, words and phrases of docs/style.md, mypy
 	@.ci/tier lint
 
 generate: $(VENV)/.dev  ## write the generated files again
