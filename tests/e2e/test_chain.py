@@ -296,7 +296,7 @@ def test_a_rank_slowed_by_30_percent_delivers_one_slack_message_that_names_run_r
     stack.control(slow={})
 
 
-def test_goodput_after_a_killed_rank_is_what_the_jobs_log_says(stack: DemoStack, report: Report) -> None:
+def test_goodput_after_a_killed_rank_agrees_with_the_jobs_log(stack: DemoStack, report: Report) -> None:
     wait_for("60 steps after the checkpoint", lambda: log(stack).step >= CHECKPOINT_EVERY + 60, 120, stack)
     killed_in = log(stack).step + 1
     os.kill(stack.rank_pid(KILLED_RANK), signal.SIGKILL)
@@ -339,7 +339,7 @@ def test_goodput_after_a_killed_rank_is_what_the_jobs_log_says(stack: DemoStack,
     assert wall == pytest.approx(truth["wall"], rel=0.005)
 
 
-def test_in_the_end_each_fault_was_told_once_and_nothing_else_was(stack: DemoStack) -> None:
+def test_in_the_end_each_fault_was_notified_once_and_nothing_else(stack: DemoStack) -> None:
     wait_for(
         "the straggler's all-clear",
         lambda: any(

@@ -82,7 +82,7 @@ def hanging(stack: DemoStack, run: str) -> list[Message]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hang_is_told_and_the_rank_that_did_not_come_is_named(kind: str, stack: DemoStack, jobs: None) -> None:
+def test_a_hang_is_notified_and_the_missing_rank_is_named(kind: str, stack: DemoStack, jobs: None) -> None:
     deadline = time.monotonic() + 800  # a minute or two, where the machine has nothing else to do
     while not hanging(stack, kind):
         assert time.monotonic() < deadline, f"no page of {kind}: {[str(m.payload) for m in stack.receiver.of('slack')]}"
@@ -93,7 +93,7 @@ def test_a_hang_is_told_and_the_rank_that_did_not_come_is_named(kind: str, stack
     assert not any(f"Rank {rank} on" in str(hanging(stack, kind)[0].payload) for rank in range(4) if rank != SUSPECT)
 
 
-def test_the_line_at_which_a_rank_stands_and_a_process_that_is_stopped_are_told(stack: DemoStack, jobs: None) -> None:
+def test_the_stack_line_of_a_rank_and_a_stopped_process_are_reported(stack: DemoStack, jobs: None) -> None:
     looping = f'{c.TRAINING_STUCK_FRAME_INFO}{{run="endless_loop",rank="{SUSPECT}"}}'
     waiting = f'{c.TRAINING_STUCK_FRAME_INFO}{{run="endless_loop",rank!="{SUSPECT}"}}'
     stopped = f'{recording.SIGN}{{run="stopped",sign="blocked"}}'

@@ -163,7 +163,7 @@ def test_each_fault_is_alerted_as_what_it_is(prometheus: tuple[PrometheusApi, Si
     assert alerting(server, FAULTY) - consequences == expected
 
 
-def test_a_healthy_node_beside_it_has_no_alert(prometheus: tuple[PrometheusApi, SimulatedNode]) -> None:
+def test_the_healthy_node_has_no_alert(prometheus: tuple[PrometheusApi, SimulatedNode]) -> None:
     server, _ = prometheus
     deadline = time.monotonic() + HEALTHY * SLOWER
     seen = f"count_over_time(up[1h]) * {SETTINGS.seconds_at_pace(SETTINGS.scrape_interval)} >= {HEALTHY}"

@@ -49,7 +49,7 @@ def notified(stack: DemoStack, rank: str) -> bool:
     return any(f"Rank {rank} of run {RUN}" in str(message.payload) for message in stack.receiver.of("slack"))
 
 
-def test_a_slow_rank_is_named_and_told_and_none_while_none_is_slow(
+def test_a_slow_rank_is_named_and_notified_and_no_rank_without_a_slowdown(
     seed: int, stack: DemoStack, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slower, slow = str(seed % RANKS), str((seed + 2) % RANKS)

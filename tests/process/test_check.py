@@ -72,7 +72,7 @@ def exporter(*looks: Series, status: int = 200, authorization: str | None = None
 
 
 @contextmanager
-def saying(answer: bytes) -> Iterator[str]:
+def answering(answer: bytes) -> Iterator[str]:
     """Answer a connection with these bytes, and give the URL."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -103,14 +103,14 @@ def saying(answer: bytes) -> Iterator[str]:
         (b"", "Server disconnected without sending a response; if it speaks TLS, give --url https://HOST:PORT/metrics"),
     ],
 )
-def test_whoever_is_no_exporter_says_nothing_about_the_node(answer: bytes, why: str) -> None:
-    with saying(answer) as url:
+def test_an_answer_of_another_server_is_unknown(answer: bytes, why: str) -> None:
+    with answering(answer) as url:
         status, output = flopwatch("--url", url)
     assert (status, output.splitlines()[0].split(f"{url}: ")[-1].split(f"{url} ")[-1].strip()) == (3, why)
 
 
 @pytest.mark.parametrize("url", ["garbage", "http://127.0.0.1:abc/", "http://[::1/metrics", "http://a b/metrics"])
-def test_a_url_that_is_none_is_unknown(url: str) -> None:
+def test_an_invalid_url_is_unknown(url: str) -> None:
     status, output = flopwatch("--url", url)
     assert (status, output.startswith("UNKNOWN - ")) == (3, True)
 
@@ -126,7 +126,7 @@ def test_a_machine_with_nothing_to_judge_is_not_called_ok(tmp_path: Path) -> Non
 BROKEN = h100() | {(m.GPU_PRESENT, gpu(3)): 0, (m.GPU_PCIE_WIDTH_LANES, gpu(1)): 8}
 
 
-def test_what_an_exporter_says_is_what_it_was_told() -> None:
+def test_the_page_of_an_exporter_is_parsed_into_its_samples() -> None:
     found = check.samples(Exposition().render(samples(h100())))
     assert {(row, labels): value * row.scale for row, labels, value in found} == h100()
     assert check.samples('not_of_ours 1\ngpu_present{gpu="0"} 1\n') == [(m.GPU_PRESENT, ("0", ""), 1)]
@@ -183,7 +183,7 @@ def test_the_shape_of_the_node_is_learnt_once_and_missed_from_then_on(tmp_path: 
         assert flopwatch("--url", url, "--state", tmp_path)[0] == 0
 
 
-def test_a_shape_that_another_user_learnt_is_not_expected_and_said(
+def test_a_shape_that_another_user_learnt_is_not_expected_and_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     learnt = learnt_file(tmp_path)
@@ -237,7 +237,7 @@ def test_two_looks_are_taken_when_asked_for(tmp_path: Path) -> None:
         assert (status, output[:50]) == (1, "DEGRADED - port mlx5_3/1 counts symbol errors (2 i")
 
 
-def test_what_cannot_be_told_is_unknown_and_never_bad(tmp_path: Path) -> None:
+def test_an_exporter_that_cannot_be_read_is_unknown_and_never_bad(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text('{"gpus": ')
     with (
         exporter(h100(), status=503) as failing,
@@ -363,7 +363,7 @@ def test_exit_statuses_and_messages_of_both_kinds(
     assert (line.count("\n"), line.count("|")) == (0, 1)
 
 
-def test_node_problem_detector_is_told_flags_that_exist() -> None:
+def test_node_problem_detector_passes_flags_that_exist() -> None:
     config = json.loads(NPD.read_text())
     assert config["pluginConfig"]["max_output_length"] == check.NPD_LENGTH
     conditions = {condition["type"] for condition in config["conditions"]}

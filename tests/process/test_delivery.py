@@ -208,7 +208,7 @@ def test_every_payload_has_the_shape_its_service_documents_and_ends_with_a_resol
     assert len(odd) == 2
 
 
-def test_a_restart_pages_nobody_twice_and_the_resolve_comes(chain: Chain) -> None:
+def test_a_restart_repeats_no_page_and_the_resolve_arrives(chain: Chain) -> None:
     chain.api(
         "silences",
         {
@@ -241,7 +241,7 @@ def test_a_restart_pages_nobody_twice_and_the_resolve_comes(chain: Chain) -> Non
     assert chain.receiver.errors == []
 
 
-def test_a_crash_forgets_what_was_told_and_is_still_one_incident(chain: Chain) -> None:
+def test_a_crash_forgets_sent_notifications_and_is_still_one_incident(chain: Chain) -> None:
     """Alertmanager saves its notification log every 15 minutes and at its end."""
     chain.post(run("lm"))
     until(lambda: chain.actions("lm") == ["trigger"] and chain.colors("lm") == ["danger"])

@@ -348,7 +348,7 @@ OOM_KILL = (
 )
 
 
-def kernel_says(node: Node, text: str) -> None:
+def write_kernel_log(node: Node, text: str) -> None:
     number = node.kmsg.read_text().count("\n")
     with node.kmsg.open("a") as file:
         file.write(f"4,{number},{int((node.now - START) * 1e6)},-;{text}\n")
@@ -357,7 +357,7 @@ def kernel_says(node: Node, text: str) -> None:
 def test_a_rank_that_the_kernel_killed_for_memory_is_named(node: Node) -> None:
     node.push(rank=5, pid=4711, pid_namespace=HOST_PIDS)
     node.now += 10
-    kernel_says(node, OOM_KILL.format(task="python", pid=4711))
+    write_kernel_log(node, OOM_KILL.format(task="python", pid=4711))
     node.scrape()
     record = node.records()[-1]
     assert of_kind([record], "host_oom") == [
@@ -376,7 +376,7 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_named(node: Node) -> None:
 )
 def test_the_kernels_kill_of_another_process_is_no_cause(node: Node, attributes: dict[str, Any], killed: int) -> None:
     node.push(status="failed", ended_by="DistBackendError", **attributes)
-    kernel_says(node, OOM_KILL.format(task="python", pid=killed))
+    write_kernel_log(node, OOM_KILL.format(task="python", pid=killed))
     node.scrape()
     [record] = node.records()
     assert ["rank" in entry for entry in of_kind([record], "host_oom")] == [False]
@@ -384,7 +384,7 @@ def test_the_kernels_kill_of_another_process_is_no_cause(node: Node, attributes:
 
 
 def test_a_process_with_a_pid_that_was_killed_before_it_started_is_another(node: Node) -> None:
-    kernel_says(node, OOM_KILL.format(task="python", pid=4711))
+    write_kernel_log(node, OOM_KILL.format(task="python", pid=4711))
     node.scrape()
     pushed = training(1, 1.0, node.now, start_unix=node.now - 5, pid=4711, pid_namespace=HOST_PIDS)
     node.telemetry.receive(request(pushed))

@@ -171,7 +171,7 @@ def test_the_command_prints_the_figures_as_json() -> None:
     assert answer["disk_raw_bytes"] > 0
 
 
-def test_the_command_says_how_many_prometheus() -> None:
+def test_the_command_prints_the_number_of_prometheus_servers() -> None:
     most = size.one_prometheus(size.Cluster(64))
     assert "One Prometheus will do" in flopwatch("--nodes", str(most)).stdout
     assert f"More than {most:,} nodes: 2 Prometheus" in flopwatch("--nodes", str(most + 1)).stdout
@@ -204,7 +204,7 @@ def test_the_bench_can_be_started() -> None:
     assert "--targets" in done.stdout
 
 
-def test_an_installed_package_says_to_run_it_from_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_installed_package_asks_for_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(package, "__file__", str(tmp_path / "site-packages" / "flopwatch" / "__init__.py"))
     with pytest.raises(SettingsError, match='Run it from a checkout: "python -m flopwatch simulate"'):
         need_checkout("simulate", "simulator")

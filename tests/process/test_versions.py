@@ -295,9 +295,7 @@ def test_records_agree_within_two_percent(seen: dict[str, Seen]) -> None:
 
 @pytest.mark.parametrize("suite", VICTORIA)
 @pytest.mark.parametrize("path", LONG, ids=lambda path: path.stem)
-def test_what_lasts_for_days_is_on_victoria_metrics_as_the_rule_test_says(
-    path: Path, suite: str, tmp_path: Path
-) -> None:
+def test_rules_over_days_match_their_rule_test_on_victoria_metrics(path: Path, suite: str, tmp_path: Path) -> None:
     """A sample a minute, written at once; vmalert replays the rules over them, one after the other."""
     test = yaml.safe_load(path.read_text())
     (group,) = json.loads(rules_of(path.stem, test))["groups"]

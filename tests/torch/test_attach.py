@@ -216,10 +216,10 @@ def test_steps_of_a_compiled_training_function_are_seen(seen: dict[str, Seen]) -
     ("how", "position"),
     [
         ("adam_counts", 7 + 3),
-        ("the_file_says", 70 + 3),
-        ("a_flag_says", 5 + 3),
+        ("step_of_the_file", 70 + 3),
+        ("step_of_a_flag", 5 + 3),
         ("only_weights", 3),
-        ("nobody_says", None),
+        ("no_step", None),
     ],
 )
 def test_a_resumed_run_goes_on_where_it_was(seen: dict[str, Seen], how: str, position: int | None) -> None:
@@ -806,10 +806,13 @@ def main() -> None:
         "compiled_optimizer": (compare(compiled_optimizer), {}),
         "compiled_function": (compare(compiled_function), {}),
         "resumed_adam_counts": (resumed(torch.optim.AdamW, step=3), {}),
-        "resumed_the_file_says": (resumed(lambda p: torch.optim.SGD(p, 0.1), step=70), {}),
-        "resumed_a_flag_says": (resumed(torch.optim.AdamW, trainer={"updates": 5}), {"step_from": "trainer.updates"}),
+        "resumed_step_of_the_file": (resumed(lambda p: torch.optim.SGD(p, 0.1), step=70), {}),
+        "resumed_step_of_a_flag": (
+            resumed(torch.optim.AdamW, trainer={"updates": 5}),
+            {"step_from": "trainer.updates"},
+        ),
         "resumed_only_weights": (resumed(None, weights=True), {}),
-        "resumed_nobody_says": (resumed(lambda p: torch.optim.SGD(p, 0.1)), {}),
+        "resumed_no_step": (resumed(lambda p: torch.optim.SGD(p, 0.1)), {}),
     }
 
     def recorded(loop: Callable[[], Any]) -> Seen:

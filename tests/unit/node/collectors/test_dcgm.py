@@ -89,7 +89,7 @@ def test_structures_are_laid_out_as_documented() -> None:
     ] == [0, 4, 8, 12, 14, 16, 24, 32]
 
 
-def test_what_a_node_says(engine: HostEngine) -> None:
+def test_the_series_of_a_node(engine: HostEngine) -> None:
     engine.set_script(
         GPUS
         + A100
@@ -203,7 +203,7 @@ def test_paused_profiling_is_a_marked_gap(engine: HostEngine, how: str) -> None:
     ] == [[0, 10, 5, 2.5], [1, 10, 5, 2.5], [1, 10, 5, 2.5], [0, 10, 5, 2.5], [0, 20, 10, 5]]
 
 
-def test_profiling_that_was_paused_from_the_start_is_said_without_counters(engine: HostEngine) -> None:
+def test_profiling_that_was_paused_from_the_start_is_reported_without_counters(engine: HostEngine) -> None:
     assert activity(engine, engine.collector(), 1000, "value 1 0 1002 d 0\npaused") == {
         "flopwatch_profiling_paused{0,GPU-a}": 1
     }
@@ -234,7 +234,7 @@ def test_a_part_that_is_missing_for_once_makes_a_gap_of_all(engine: HostEngine) 
     assert (samples["gpu_profiled_seconds_total{0,GPU-a}"], samples["gpu_sm_active_seconds_total{0,GPU-a}"]) == (10, 5)
 
 
-def test_gpus_whose_activity_nvml_tells_are_not_profiled(engine: HostEngine) -> None:
+def test_gpus_whose_activity_nvml_reports_are_not_profiled(engine: HostEngine) -> None:
     engine.set_script(GPUS + H100 + "value 1 0 63 i 0x80000\nat 1000\nvalue 1 -1 1002 d 0.5\nvalue 1 -1 153 i 40")
     assert series(engine.collector().read()) == {
         "gpu_temperature_margin_celsius{1,GPU-b}": 40,
@@ -282,7 +282,7 @@ def test_what_is_blank_or_failed_is_absent_and_the_rest_is_there(engine: HostEng
 
 
 @pytest.mark.parametrize("code", [-18, -19, -67])
-def test_a_lost_gpu_says_nothing_while_the_others_go_on(engine: HostEngine, code: int) -> None:
+def test_a_lost_gpu_has_no_series_while_the_others_go_on(engine: HostEngine, code: int) -> None:
     script = GPUS + A100 + "at {}\nvalue 1 -1 153 i 40\nvalue 1 -1 1002 d 0.5\n"
     engine.set_script(script.format(1000))
     collector = engine.collector()
@@ -345,7 +345,7 @@ def test_one_kind_of_entity_that_fails_does_not_cost_the_others(engine: HostEngi
     }
 
 
-def test_without_a_host_engine_the_error_says_what_to_do_and_the_next_try_waits(engine: HostEngine) -> None:
+def test_without_a_host_engine_the_error_names_the_remedy_and_the_next_try_waits(engine: HostEngine) -> None:
     engine.set_script("return dcgmConnect_v2 -21")
     collector = engine.collector()
     tries = []
@@ -361,7 +361,7 @@ def test_without_a_host_engine_the_error_says_what_to_do_and_the_next_try_waits(
     assert tries == [True, False, True, False, True, False, True]
 
 
-def test_a_lost_connection_is_made_anew_and_the_counters_go_on(engine: HostEngine) -> None:
+def test_a_lost_connection_is_opened_again_and_the_counters_go_on(engine: HostEngine) -> None:
     collector = engine.collector()
     activity(engine, collector, 1000, "value 1 0 1002 d 0.5")
     activity(engine, collector, 1010, "value 1 0 1002 d 0.5")
@@ -398,7 +398,7 @@ def test_without_libdcgm_the_source_is_not_supported(tmp_path: Path) -> None:
         collector.read()
 
 
-def test_a_socket_is_told_from_a_port(engine: HostEngine) -> None:
+def test_a_socket_is_distinguished_from_a_port(engine: HostEngine) -> None:
     for address in ("/tmp/nv-hostengine", "unix:/tmp/nv-hostengine", "gpu7:5555"):
         engine.set_script("")
         engine.collector(address).read()

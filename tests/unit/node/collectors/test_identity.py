@@ -143,13 +143,13 @@ def test_a_device_by_any_name_is_its_gpu(node: Node, resource: str, device: str,
     assert Devices(gpus, {"GPU-0a": {"mig": MIG, "pids": []}}, node.proc).find(resource, device) == found
 
 
-def test_where_the_driver_tells_no_device_files_the_index_stands_for_them(node: Node, tmp_path: Path) -> None:
+def test_where_the_driver_reports_no_device_files_the_index_stands_for_them(node: Node, tmp_path: Path) -> None:
     devices = Devices(json.loads(node.gpus.read_text()), {}, tmp_path / "absent")
     assert devices.find("nvidia.com/gpu", "nvidia1") == ("GPU-1b", "")
     assert devices.find("gpu.nvidia.com", "gpu-0") == ("GPU-0a", "")
 
 
-def test_a_node_nobody_uses_says_so_for_every_gpu(node: Node) -> None:
+def test_an_unused_node_has_the_owner_none_for_every_gpu(node: Node) -> None:
     node.runs({})
     assert node.collector().read() == [
         (GPU_OWNER_INFO, ("0", "GPU-0a", "node-7", *NO_OWNER, "none"), 1),
@@ -242,7 +242,7 @@ def test_a_runtime_file_of_another_shape_costs_nothing_but_what_it_would_tell(
     assert owners(node.collector().read()) == [("0", *NO_OWNER, source), ("1", *NO_OWNER, "unknown")]
 
 
-def test_a_gpu_that_nvml_never_told_of_has_an_unknown_owner_and_the_others_theirs(node: Node) -> None:
+def test_a_gpu_that_nvml_never_reported_has_an_unknown_owner_and_the_others_theirs(node: Node) -> None:
     node.process(10, SLURM)
     node.runtime.write_text(json.dumps({"GPU-0a": {"mig": [], "pids": [10]}}))
     samples = node.collector().read()
@@ -254,7 +254,7 @@ JOB = ("0", "", "", "", "", "4711", "1000", "slurm")
 FREE = ("1", *NO_OWNER, "none")
 
 
-def test_a_lost_gpu_keeps_its_last_owner_and_the_time_of_that_until_it_tells_something_else(
+def test_a_lost_gpu_keeps_its_last_owner_and_the_time_of_that_until_it_reports_another(
     node: Node, tmp_path: Path
 ) -> None:
     now = NOW
@@ -373,7 +373,7 @@ def test_the_kubelet_names_the_pods_that_have_a_gpu(node: Node) -> None:
     assert sources(samples) == {"kubelet": 1, "processes": 1}
 
 
-def test_a_slurm_job_within_a_pod_is_an_owner_beside_it(node: Node) -> None:
+def test_a_slurm_job_within_a_pod_and_the_pod_are_both_owners(node: Node) -> None:
     node.process(10, SLURM)
     node.runs({"GPU-0a": [10]})
     with kubelet(node.socket, encoded([pod("slurm", "slurmd-0", "slurmd", "GPU-0a")])):
@@ -407,9 +407,7 @@ def test_a_kubelet_that_answers_garbage_costs_its_own_answer_only(node: Node) ->
     assert sources(samples) == {"kubelet": 0, "processes": 1}
 
 
-def test_a_kubelet_that_takes_its_time_holds_nobody_up_and_is_heard_when_it_answers(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_kubelet_delays_no_source_and_its_answer_is_used(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity, "FIRST_ANSWER", 0.5)
     answer = threading.Event()
 
@@ -525,7 +523,7 @@ def test_whatever_ends_a_question_is_an_error_of_its_source_and_the_last_answer_
     thread.join(PATIENCE)
 
 
-def test_without_its_http_library_the_kubelet_is_a_failing_source_that_says_what_to_install(
+def test_without_its_http_library_the_kubelet_is_a_failing_source_that_names_the_package(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "h2.connection", None)  # an import of it is an ImportError
@@ -555,7 +553,7 @@ def test_the_place_is_read_from_the_file_and_a_file_without_this_node_is_an_erro
     collector.close()
 
 
-def test_a_socket_that_nobody_serves_is_a_failing_kubelet(node: Node) -> None:
+def test_a_socket_without_a_server_is_a_failing_kubelet(node: Node) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(node.socket))
     collector = node.build()

@@ -714,7 +714,7 @@ def test_a_counter_that_wraps_goes_on(tmp_path: Path) -> None:
         ("port_rcv_packets", 2**32 - 1, "receive_packets_total"),
     ],
 )
-def test_a_counter_that_sticks_says_so_until_it_is_cleared(
+def test_a_saturated_counter_is_marked_until_it_is_cleared(
     tmp_path: Path, file: str, highest: int, series: str
 ) -> None:
     sysfs = tree(tmp_path, NDR)
@@ -785,7 +785,7 @@ def test_a_register_that_is_soon_to_wrap_is_kept(tmp_path: Path, boot: str, numb
     assert values(Ports(tmp_path, boot_id=boot).read())["out_of_sequence_total"] == counted
 
 
-def test_a_device_made_anew_while_nobody_looked_begins_anew(tmp_path: Path) -> None:
+def test_a_device_recreated_between_reads_begins_at_zero(tmp_path: Path) -> None:
     sysfs = tree(tmp_path, NDR)
     register = f"{PORT}/hw_counters/out_of_sequence"
     write(sysfs, {register: 2**32 - 7})
@@ -1109,7 +1109,7 @@ def test_a_port_that_was_never_active_has_no_expected_rate(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("clear", ["", "mlx5_0\n", "mlx5_7 mlx5_0/1"])
-def test_flaps_are_counted_across_restarts_until_somebody_clears_them(tmp_path: Path, clear: str) -> None:
+def test_flaps_are_counted_across_restarts_until_they_are_cleared(tmp_path: Path, clear: str) -> None:
     sysfs = tree(tmp_path, NDR)
     for flaps in range(1, 4):
         ports = Ports(tmp_path)
@@ -1292,7 +1292,7 @@ def test_each_file_is_asked_once_per_read_and_none_stays_open_twice(tmp_path: Pa
     assert opened() == 0
 
 
-def test_the_factory_reads_beside_its_inventory(two_rails: Path) -> None:
+def test_the_factory_reads_the_files_next_to_its_inventory(two_rails: Path) -> None:
     inventory(two_rails, RAILS)
     state_folder = two_rails / "state"
     collector = build(

@@ -42,7 +42,7 @@ def test_init_and_armed_are_on_the_way_up() -> None:
     assert link_after((0, 4), (10, 2), (500, 3), (510, 4)).flaps == 0
 
 
-def test_an_unreadable_state_says_nothing() -> None:
+def test_an_unreadable_state_changes_nothing() -> None:
     assert link_after((0, 4), (10, 1), (20, None), (40, 4)).flaps == 1
     assert link_after((0, 4), (10, None), (500, 4)).flaps == 0
 

@@ -59,7 +59,7 @@ def test_an_address_is_written_as_the_kernel_writes_it(pci: str, expected: str) 
     assert kernel_address(pci) == expected
 
 
-def test_the_kernel_tells_whether_there_is_a_driver(tmp_path: Path) -> None:
+def test_the_kernel_shows_whether_there_is_a_driver(tmp_path: Path) -> None:
     assert not driver_loaded(tmp_path)
     (tmp_path / "driver/nvidia").mkdir(parents=True)
     (tmp_path / "driver/nvidia/version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  590.48.01\n")

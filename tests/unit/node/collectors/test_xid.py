@@ -137,7 +137,7 @@ def test_xids_are_counted_where_and_when_they_happened(tmp_path: Path, gpus: Pat
     }
 
 
-def test_an_info_series_says_what_the_codes_of_this_node_are(tmp_path: Path, gpus: Path) -> None:
+def test_an_info_series_describes_the_codes_of_this_node(tmp_path: Path, gpus: Path) -> None:
     (tmp_path / "kmsg").write_text(xid("64", 13) + xid("64", 4242, 1))
     samples = collector(tmp_path / "kmsg", gpus).read()
     info = values(samples, GPU_XID_INFO)
@@ -176,7 +176,7 @@ def test_an_xid_seen_before_nvml_named_the_gpu_is_counted_once_it_does(tmp_path:
     assert last(samples) == {("0", "79"): BOOTED + 10}
 
 
-def test_a_gpu_that_nobody_names_in_time_is_named_by_its_address_or_by_the_driver(tmp_path: Path, gpus: Path) -> None:
+def test_a_gpu_without_a_name_in_time_is_named_by_its_address_or_by_the_driver(tmp_path: Path, gpus: Path) -> None:
     """The inventory is empty for good where its folder cannot be written, and a GPU lost at boot is never in it."""
     uuid = "GPU-509665ad-b600-ac93-3616-d754b23d636d"
     (tmp_path / "kmsg").write_text(
@@ -388,7 +388,7 @@ def test_records_that_were_overwritten_are_counted_as_lost(
     assert counts(samples)["0", "79"] == 4
 
 
-def test_records_that_were_overwritten_while_nobody_read_are_counted_as_lost(
+def test_records_that_were_overwritten_between_reads_are_counted_as_lost(
     terminal: tuple[int, Path], gpus: Path
 ) -> None:
     master, device = terminal
@@ -571,7 +571,7 @@ def test_counts_of_any_shape_load_and_go_on(stored: Mapping[str, Any]) -> None:
 # Documents.
 
 
-def test_the_page_about_xids_is_what_the_table_says() -> None:
+def test_the_page_about_xids_agrees_with_the_table() -> None:
     assert (ROOT / "docs" / "xid.md").read_text() == xid_page()
     assert xids()[94].severity == "error"
     assert {row.category for row in sxids().values()} == SXID_SEVERITIES.keys()

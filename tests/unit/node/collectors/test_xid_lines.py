@@ -117,7 +117,7 @@ def test_the_driver_introduces_a_gpu_before_its_first_xid() -> None:
     assert found == [("0000:9b:00", "GPU-509665ad-b600-ac93-3616-d754b23d636d")]
 
 
-def test_xid_154_says_what_the_gpu_needs_now() -> None:
+def test_xid_154_names_the_action_the_gpu_needs() -> None:
     assert [
         recovery_action(event.detail) for line in lines("xid_lines.txt") for event in events(line) if event.xid == 154
     ] == [4, 1, 1, 1]

@@ -30,7 +30,7 @@ def counted(kernel: list[float], nvml: list[float], order: list[bool], reconcile
 
 
 @given(HAPPENED, st.lists(st.booleans(), max_size=60))
-def test_never_more_than_happened_and_never_less_than_one_source_told(
+def test_never_more_than_happened_and_never_less_than_one_source_reported(
     happened: list[tuple[float, tuple[bool, bool], float, float]], order: list[bool]
 ) -> None:
     kernel = [at + late for at, (seen, _), late, _ in happened if seen]
@@ -49,7 +49,7 @@ def test_the_number_is_right_if_one_source_saw_all(
 
 
 @given(HAPPENED, st.lists(st.booleans(), max_size=60))
-def test_the_number_is_right_if_events_are_far_apart_whoever_saw_them(
+def test_the_number_is_right_if_the_events_of_all_sources_are_far_apart(
     happened: list[tuple[float, tuple[bool, bool], float, float]], order: list[bool]
 ) -> None:
     apart = [3 * WINDOW * place for place in range(len(happened))]
@@ -71,7 +71,7 @@ def test_another_process_goes_on_as_this_one_would(reports: list[tuple[float, st
     assert seen == expected
 
 
-def test_what_one_source_repeats_is_news_only_where_nobody_has_told() -> None:
+def test_a_repeat_of_one_source_is_news_only_if_no_source_reported_it() -> None:
     reconciler = Reconciler[str](WINDOW)
     assert [
         reconciler.news("79", "kernel", 0.0),
