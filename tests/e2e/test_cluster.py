@@ -30,7 +30,7 @@ NOT_SENT = {
 
 @pytest.fixture(scope="module")
 def scraped() -> dict[str, list[tuple[int, Line]]]:
-    """Return the lines of one scrape after all faults, by name and with the rank that sent each."""
+    """Return the lines of one scrape after all faults, by name and with the node of each."""
     hooks, found = Hooks(1), dict[str, list[tuple[int, Line]]]()
 
     def look(world: SimulatedCluster, t: float) -> None:
