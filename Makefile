@@ -40,7 +40,7 @@ durations: $(VENV)/.dev $(NODE)  ## measure how long each test file takes, for t
 	@$(BIN)/python -m pytest -q --durations=0 --junitxml=.cache/durations.xml; \
 	$(BIN)/python -m tests.support.durations .cache/durations.xml > tests/durations.csv
 
-lint: $(VENV)/.dev  ## ruff, import contracts, spelling, mypy
+lint: $(VENV)/.dev  ## ruff, import contracts, spelling, words and phrases of docs/style.md, mypy
 	@.ci/tier lint
 
 generate: $(VENV)/.dev  ## write the generated files again
@@ -79,7 +79,7 @@ simulate: $(VENV)/.dev  ## compare the ledger and the alerts with a simulated tr
 		$(BIN)/flopwatch simulate --scenario $$scenario --seed $(or $(SEED),1) --promtool "$$promtool" || exit; done
 	@FLOPWATCH_REHEARSE=1 FLOPWATCH_SEEDS=3 $(BIN)/python -m pytest -s tests/rules/test_incidents.py tests/e2e/test_slow_ranks.py
 
-fuzz: $(VENV)/.dev $(VENV)/.fuzz  ## fuzz every parser of what comes from outside, each for 30 s, or SECONDS
+fuzz: $(VENV)/.dev $(VENV)/.fuzz  ## fuzz every parser of outside input, each for 30 s, or SECONDS
 	@for target in kmsg sysfs podresources otlp webconfig; do \
 		$(BIN)/python -m tests.fuzz $$target --seconds $(or $(SECONDS),30) || exit; done
 

@@ -3,7 +3,7 @@
     python .codespell/phrases.py [PATH ...]
 
 Without paths it reads every file that git tracks and that codespell reads. Exits with status 1 if there is a finding.
-Standard library only.
+A line with the mark `codespell:ignore` is skipped. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PHRASES = {
-    r"(?:is|are|was|were) none\b": "is not a, has no",
+    r"(?:is|are|was|were) none\b(?! %})": "is not a, has no",  # "is none %}" is a test of Jinja
     r"one that is none": "has no",
     r"what is no\b": "is not a, has no",
     r"of (?:which|whom)\b": "two sentences",
@@ -30,6 +30,7 @@ PHRASES = {
 }
 # A line may end inside a phrase, and the next one may begin with the mark of a comment.
 GAP = r"(?:[ ]+|[ ]*\n[ ]*(?:#|//)?[ ]*)"
+IGNORED = re.compile(r"codespell:ignore\b")
 # "There is none" is a sentence.
 ALLOWED_BEFORE = re.compile(r"\bthere[ ]+$", re.I)
 FINDERS = [(re.compile(r"\b" + phrase.replace(" ", GAP)), instead) for phrase, instead in PHRASES.items()]
@@ -37,11 +38,14 @@ FINDERS = [(re.compile(r"\b" + phrase.replace(" ", GAP)), instead) for phrase, i
 
 def findings(text: str) -> Iterator[tuple[int, str, str]]:
     """Yield line, phrase and what to write instead."""
+    lines = text.split("\n")
     for finder, instead in FINDERS:
         for found in finder.finditer(text):
             if ALLOWED_BEFORE.search(text[max(0, found.start() - 10) : found.start()]):
                 continue
-            yield text.count("\n", 0, found.start()) + 1, " ".join(re.split(r"[\s#/]+", found[0])), instead
+            number = text.count("\n", 0, found.start()) + 1
+            if not IGNORED.search(lines[number - 1]):
+                yield number, " ".join(re.split(r"[\s#/]+", found[0])), instead
 
 
 def files(given: list[str]) -> Iterator[Path]:

@@ -124,8 +124,8 @@ def alertmanager(settings: AlertSettings) -> dict[str, object]:
                     "group_interval": often,
                     "repeat_interval": often,
                 },
-                {"receiver": "nobody", "matchers": ['severity =~ "info|none"']},
-                {"receiver": "nobody", "matchers": ['shadow = "true"']},
+                {"receiver": "null", "matchers": ['severity =~ "info|none"']},
+                {"receiver": "null", "matchers": ['shadow = "true"']},
                 *everything,
                 *(
                     {
@@ -159,7 +159,7 @@ def alertmanager(settings: AlertSettings) -> dict[str, object]:
             ),
             *({"name": name, **configs} for name, configs in _everything(settings).items()),
             {"name": "watchdog", "webhook_configs": [_watchdog(settings)]},
-            {"name": "nobody"},
+            {"name": "null"},
         ],
     }
 

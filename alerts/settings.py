@@ -39,7 +39,7 @@ class AlertSettings:
     page_min_gpus: int = 64  # a smaller run only notifies, unless it asks with page="always"
 
     # Thresholds that a dashboard or a recording rule shows, too.
-    straggler_warning: float = 0.10  # share of every step that the late rank costs
+    straggler_warning: float = 0.10  # share of every step that the straggler costs
     straggler_critical: float = 0.20
     rate_share: float = 0.99  # of the rate the port had once, which is printed rounded
     transceiver_celsius: float = 70.0  # NVIDIA UFM's limit

@@ -1,4 +1,4 @@
-"""The exporter beside Prometheus' node_exporter, in one run: CPU per scrape, latency, memory.
+"""Compare the exporter with Prometheus' node_exporter in one run: CPU per scrape, latency, memory.
 
     python bench/exporter.py [--scrapes 500]
 
@@ -120,15 +120,15 @@ class Side:
             total += next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
         return total * 1024
 
-    def row(self, beside: Side | None = None) -> str:
+    def row(self, other: Side | None = None) -> str:
         """Return the line of the table, with ratios to another side."""
         cuts = quantiles(self.seconds, n=100)
         numbers = (self.cpu / len(self.seconds) * 1e3, cuts[49] * 1e3, cuts[98] * 1e3, self.memory / 2**20)
         text = f"{self.name:<34} {self.series:>7} " + " ".join(
             f"{number:>9.2f} {unit}" for number, unit in zip(numbers, ("ms", "ms", "ms", "MiB"), strict=True)
         )
-        if beside is not None:
-            text += f"   CPU {beside.cpu / self.cpu:.2f} x less than {beside.name}"
+        if other is not None:
+            text += f"   CPU {other.cpu / self.cpu:.2f} x less than {other.name}"
         return text
 
 

@@ -1,4 +1,4 @@
-"""Rendering /metrics: our joined prefixes beside prometheus_client, in one run.
+"""Compare two ways to render /metrics in one run: our joined prefixes and prometheus_client.
 
     python bench/exposition.py
 

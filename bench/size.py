@@ -398,9 +398,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--minutes", type=float, default=12.0, help="duration of each measurement, half of it to warm up (default 12)"
     )
-    parser.add_argument(
-        "--pace", type=float, default=1.0, help="factor by which all intervals are shortened (default 1)"
-    )
+    parser.add_argument("--pace", type=float, default=1.0, help="divide all intervals by this factor (default 1)")
     parser.add_argument("--suite", help="Debian release of Prometheus (default: that of the demo)")
     parser.add_argument(
         "--store", action="store_true", help="also send records to a second Prometheus, and measure the cost"

@@ -44,7 +44,7 @@ RECORDED: Mapping[int, Mapping[str, int]] = {
 
 RUN_NODES = 64
 
-# Prometheus keeps what it heard in memory until a block of two hours is written an hour later.
+# Prometheus keeps samples in memory until it writes a block of two hours, an hour after its end.
 HEAD = 10_800.0  # seconds
 CHUNK = 120  # samples, after which a series' chunk moves from the heap to a mapped file
 # Bytes resident: of the program, of a series, of a sample in its last chunk and of one in its older ones. Go lets the
@@ -61,7 +61,7 @@ TRAINING_GROUP, TRAINING_EVERY = 14.64 / 4096, 15.0
 LEDGER_EVERY = 15.0  # seconds between two reports of a node on a run, on the mean: telemetry.ledger_client
 LEDGER_CPU, LEDGER_DISK = 1.07e-3, 1210.0  # seconds of a core a report, bytes a node: bench/ledger.py
 ZIPPED = 15.4  # bytes of a series on the wire: a page of a node of eight GPUs and ranks, as the exporter compresses it
-ROOM = 1.5  # times the memory, for who looks at boards
+ROOM = 1.5  # times the memory, for the queries of dashboards
 BUSY = 0.8  # of a group's interval, from which on it is too much
 
 
@@ -255,11 +255,7 @@ def table(cluster: Cluster, found: Size) -> str:
     one = one_prometheus(cluster)
     rows = [
         ("series", "", ""),
-        (
-            "  of the hardware",
-            _count(found.hardware_series),
-            f"{of.gpu} a GPU, {of.port} a port, {of.node} a node besides",
-        ),
+        ("  of the hardware", _count(found.hardware_series), f"{of.gpu} a GPU, {of.port} a port, and {of.node} a node"),
         ("  of the training hook", _count(found.hook_series), f"{rank} a rank, {of.run} a run"),
         ("  of the ledger", _count(found.ledger_series), f"{of.ledger_of_run} a run"),
         ("  of scraping", _count(found.target_series), f"{TARGET} a target"),
@@ -340,7 +336,7 @@ def _count(number: int) -> str:
 
 
 def _bytes(number: float) -> str:
-    """Return bytes in the largest binary unit of which there is one."""
+    """Return bytes in the largest binary unit that gives at least one."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if number < 1024:
             return f"{number:.3g} {unit}" if number < 999.5 else f"{number:.0f} {unit}"

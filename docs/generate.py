@@ -100,12 +100,11 @@ NVLINK_XIDS = f"""\
 
 ## NVLink: 144 to 150, and 74
 
-The text of these names the link, by which `{GPU_XID_NVLINK_ERRORS_TOTAL}` counts them. From
-two words of NVLink 5's text (B200, GB200 and later), read in the bit layout of the driver release, follow
-severity, NVIDIA's action and what to look into next. For `NETIR_LINK_EVT` bits 20 to 25 of the first word
-decide: 21, and 32 to 37, put the blame on the peer of the link. The unit of a 74 is what its registers say:
-`SIGNAL_INTEGRITY` (reseat, then field diagnostics), `ECC_OR_PARITY` (again on the same link: hardware),
-`SECONDARY` or `OTHER`.
+The text of these names the link, and `{GPU_XID_NVLINK_ERRORS_TOTAL}` counts them by link. Two words of NVLink 5's
+text (B200, GB200 and later) encode the severity, NVIDIA's action and the part to examine next. Their bit layout
+depends on the driver release. For `NETIR_LINK_EVT` bits 20 to 25 of the first word decide: 21, and 32 to 37, put
+the blame on the peer of the link. The unit of a 74 follows from its registers: `SIGNAL_INTEGRITY` (reseat, then
+field diagnostics), `ECC_OR_PARITY` (again on the same link: hardware), `SECONDARY` or `OTHER`.
 """
 SXIDS = f"""\
 ## SXid: NVSwitch

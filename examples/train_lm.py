@@ -208,7 +208,7 @@ class Faults:
 
     @property
     def slow(self) -> float:
-        """Return the share of its own compute time by which this rank is slowed."""
+        """Return this rank's slowdown as a share of its own compute time."""
         return float(self.wanted["slow"].get(self.rank, 0.0))
 
     def dies_in(self, step: int, first_step: int) -> bool:

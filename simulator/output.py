@@ -31,19 +31,19 @@ def to_json(scenario: Scenario, seed: int, result: Result) -> dict[str, object]:
         "causes": {
             name: {
                 "true": cause.true,
-                "said": cause.found,
+                "found": cause.found,
                 "right": cause.right,
                 "precision": cause.precision,
                 "recall": cause.recall,
                 "lost_gpu_hours": cause.true_gpu_seconds / HOUR,
-                "said_lost_gpu_hours": cause.found_gpu_seconds / HOUR,
+                "found_lost_gpu_hours": cause.found_gpu_seconds / HOUR,
                 "named_hosts": cause.placed,
                 "right_hosts": cause.place_right,
             }
             for name, cause in sorted(judgement.causes.items())
         },
         "mistakes": [
-            {"fault": kind, "said": found, "times": times} for (kind, found), times in judgement.mistakes.most_common()
+            {"fault": kind, "found": found, "times": times} for (kind, found), times in judgement.mistakes.most_common()
         ],
         "missed_attempts": judgement.missed,
         "invented_attempts": judgement.invented,

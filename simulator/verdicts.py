@@ -295,7 +295,7 @@ def to_json(verdicts: Verdicts) -> dict[str, object]:
             row.kind.name: {
                 "jobs": row.jobs,
                 "right": row.right,
-                "told": row.explained,
+                "explained": row.explained,
                 "abstained": row.abstained,
                 "silent": row.silent,
                 "alarms": row.alarms,

@@ -5,9 +5,9 @@
 #   HealthCheckInterval=300
 #   HealthCheckNodeState=ANY
 #
-# It drains on "bad" only: a degraded node works, and of an unknown one nothing is known. It leaves alone a node that is
-# drained or down already, whoever did it, and never resumes one: a node is fit again when somebody has done what the
-# reason says (scontrol update nodename=NODE state=resume).
+# It drains on "bad" only: a degraded node works, and of an unknown one nothing is known. It does not change a node that
+# is already drained or down, and never resumes one. An operator does that after the repair that the reason asks for
+# (scontrol update nodename=NODE state=resume).
 #
 # An exporter behind TLS: set FLOPWATCH_CHECK_FLAGS below, for example
 #   "--url https://localhost:9450/metrics --ca-file /etc/flopwatch/ca.crt --user slurm --password-file /etc/flopwatch/pw"

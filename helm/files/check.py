@@ -23,7 +23,7 @@ from urllib.request import Request, urlopen
 
 ALERT = "FlopwatchTest"
 WATCHDOG = "FlopwatchWatchdog"  # always fires
-NO_RECEIVER = re.compile(r"(.*/)?(null|nobody|none|blackhole|devnull)", re.IGNORECASE)
+NO_RECEIVER = re.compile(r"(.*/)?(null|none|blackhole|devnull)", re.IGNORECASE)
 
 
 class MissingError(Exception):
@@ -59,13 +59,13 @@ def exporters(address: str) -> int:
         found = sorted({info[4][0] for info in socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)})
     except OSError as error:
         raise MissingError(
-            f"no exporter runs: {name} has no address ({error}). Does a node fit exporter.nodeSelector "
-            "and gpuOperatorLabel? kubectl get daemonset says how many do"
+            f"no exporter runs: {name} has no address ({error}). Check with kubectl get daemonset that a node "
+            "matches exporter.nodeSelector and gpuOperatorLabel"
         ) from error
     for node in found:
         at = f"[{node}]" if ":" in str(node) else node
         if b"flopwatch_build_info{" not in ask(f"http://{at}:{port}/metrics"):
-            raise MissingError(f"{node}:{port} is no exporter of flopwatch")
+            raise MissingError(f"{node}:{port} is not a flopwatch exporter")
     return len(found)
 
 

@@ -22,7 +22,7 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 
-{{- /* Takes a list: the root, and the component that tells exporter and ledger apart. */}}
+{{- /* Takes a list: the root, and the component, exporter or ledger. */}}
 {{- define "flopwatch.selectorLabels" -}}
 {{- $root := index . 0 -}}
 app.kubernetes.io/name: {{ include "flopwatch.name" $root }}
@@ -100,10 +100,10 @@ timeoutSeconds: 5
 {{- toJson (list (ternary "privileged" "restricted" (gt (len $why) 0)) (join ", " $why)) }}
 {{- end }}
 
-{{- /* Of what the Prometheus Operator selects by labels, as JSON: the labels our object carries, where they are from, and
-which of those that select it look into their own namespace only. Given labels win; then what is asked for in the
-cluster; then, as under `helm template` or in Argo CD nothing can be looked up, the last of the list.
-Takes a list: the root, the labels given, the kind that selects, the field that says what, the last resort. */}}
+{{- /* Labels of an object that the Prometheus Operator selects by labels, as JSON: the labels, their origin, and the
+selecting objects that read their own namespace only. Given labels take precedence. Otherwise the labels are those that
+the selectors in the cluster ask for. Without access to a cluster (`helm template`, Argo CD) they are the fallback.
+Takes a list: the root, the given labels, the kind of the selecting object, the field with its selector, the fallback. */}}
 {{- define "flopwatch.selected" -}}
 {{- $root := index . 0 }}
 {{- $kind := index . 2 }}
@@ -255,7 +255,7 @@ two ways to meet that are a term each, as terms are alternatives, and so are tho
 {{- toJson $affinity }}
 {{- end }}
 
-{{- /* Where the page's web configuration is, and its certificates beside it. */}}
+{{- /* Secret with the web configuration of the boards and its certificates. */}}
 {{- define "flopwatch.boardsSecret" -}}
-{{- required "boards.enabled needs boards.webConfigSecret: a Secret whose key web-config.yml says who may look" .Values.boards.webConfigSecret }}
+{{- required "boards.enabled needs boards.webConfigSecret: a Secret whose key web-config.yml lists the users of the boards" .Values.boards.webConfigSecret }}
 {{- end }}

@@ -1,5 +1,5 @@
-{{- /* Who is told of an alert: files/routing.yaml, which has every receiver there is, cut down to those the values name,
-as JSON. Takes a list: the root, and which form, alertmanager or alertmanagerConfig. */}}
+{{- /* Alertmanager configuration as JSON: files/routing.yaml, which has all receivers, reduced to those that the values
+configure. Takes a list: the root, and the form, alertmanager or alertmanagerConfig. */}}
 {{- define "flopwatch.routing" -}}
 {{- $root := index . 0 }}
 {{- $values := $root.Values.routing }}
@@ -21,12 +21,12 @@ as JSON. Takes a list: the root, and which form, alertmanager or alertmanagerCon
 {{- end }}
 {{- end }}
 {{- if not (without $asked "watchdog") }}
-{{- fail "routing.kind needs somebody to tell: name routing.slackSecret, pagerdutySecret, webhookSecret or email.to" }}
+{{- fail "routing.kind needs a receiver: set routing.slackSecret, pagerdutySecret, webhookSecret or email.to" }}
 {{- end }}
 {{- $receivers := list }}
 {{- $kept := list }}
 {{- range $receiver := $config.receivers }}
-{{- if has (first (splitList "-" $receiver.name)) (append $asked "nobody") }}
+{{- if has (first (splitList "-" $receiver.name)) (append $asked "null") }}
 {{- range $team := ternary $values.teams (list "") (contains "TEAM" $receiver.name) }}
 {{- $one := toJson $receiver | replace "TEAM" $team | fromJson }}
 {{- if not $values.email.passwordSecret }}
@@ -60,7 +60,7 @@ routes, the teams, the names of the receivers. */}}
 {{- if has $one.receiver $kept }}
 {{- $made = append $made $one }}
 {{- else if $one.routes }}
-{{- $made = append $made (set $one "receiver" "nobody") }}
+{{- $made = append $made (set $one "receiver" "null") }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -67,7 +67,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
 
 @pytest.fixture(scope="module", autouse=True)
 def living(opened: Browser, stores: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterDemo]:
-    """Return the cluster from its start on; what does not need it is tested until its troubles are told."""
+    """Return the cluster from its start on. Tests that do not need its alerts run until they fire."""
     with ClusterDemo(
         tmp_path_factory.mktemp("cluster"), remote_write=[f"{url}/api/v1/write" for url in stores.values()]
     ) as cluster:
@@ -78,12 +78,12 @@ def living(opened: Browser, stores: dict[str, str], tmp_path_factory: pytest.Tem
 def running(living: ClusterDemo) -> ClusterDemo:
     """Return the cluster when its alerts fire."""
 
-    def told() -> bool:
+    def alerts_fire() -> bool:
         living.check()
         firing = living.prometheus.query('ALERTS{alertstate="firing"}')
         return {labels["alertname"] for labels, _ in firing} >= ALERTS
 
-    until(told, 400.0)
+    until(alerts_fire, 400.0)
     return living
 
 
@@ -207,7 +207,7 @@ def test_markup_in_a_name_is_text(hostile: str, page: Page, board: str) -> None:
     assert HOSTILE[:8] in page.evaluate("document.body.innerText")
 
 
-def test_a_dashboard_of_somebody_else_shows_what_it_can_and_says_what_it_cannot(tmp_path: Path, page: Page) -> None:
+def test_a_foreign_dashboard_shows_supported_panels_and_names_the_others(tmp_path: Path, page: Page) -> None:
     shapes: dict[str, dict[str, Any]] = {
         "Load of $node": {"targets": [{"refId": "A", "expr": "up", "legendFormat": "$node {{kind}}"}]},
         "Named": {
@@ -282,7 +282,7 @@ def test_times_are_in_the_zone_of_the_address(living: ClusterDemo, page: Page) -
 
 @pytest.mark.parametrize("board", BOARDS)
 @pytest.mark.parametrize(("width", "theme"), [(1600, "dark"), (720, "light")])
-def test_every_panel_is_drawn_or_says_why_it_is_empty(
+def test_every_panel_is_drawn_or_gives_the_reason_it_is_empty(
     running: ClusterDemo, page: Page, board: str, width: int, theme: str
 ) -> None:
     asked: list[str] = []
@@ -295,13 +295,13 @@ def test_every_panel_is_drawn_or_says_why_it_is_empty(
     assert not [text for text in asked if "%24" in text], "a variable has no value"
 
 
-def test_it_says_what_is_true_of_the_cluster(running: ClusterDemo, page: Page) -> None:
+def test_panels_show_the_faults_of_the_cluster(running: ClusterDemo, page: Page) -> None:
     look(page, "stragglers", address(running.boards, "stragglers", running.began, "dark"))
     expect(page.locator('[data-panel="Straggler"]')).to_contain_text(LATE)
     look(page, "fleet", address(running.boards, "fleet", running.began, "dark"))
     alerts = page.locator('[data-panel="Firing alerts"]')
-    for said in (*ALERTS, Topology.host(BAD_LINK[0])):
-        expect(alerts).to_contain_text(said)
+    for text in (*ALERTS, Topology.host(BAD_LINK[0])):
+        expect(alerts).to_contain_text(text)
 
 
 def test_links_lead_from_a_run_to_its_late_rank_s_card_and_keep_time_and_variables(
@@ -341,7 +341,7 @@ def test_another_node_has_other_cards(running: ClusterDemo, page: Page) -> None:
     expect(page.locator('[data-panel="GPU"]')).to_contain_text("node-0007")
 
 
-def test_what_nobody_chose_is_in_the_address_all_the_same(running: ClusterDemo, page: Page) -> None:
+def test_default_values_are_in_the_address_too(running: ClusterDemo, page: Page) -> None:
     look(page, "run", f"{running.boards}/d/{BOARDS['run']['uid']}?from=now-2m&to=now&refresh=nonsense")
     expect(page).to_have_url(re.compile("var-run=ablation-4"))
 

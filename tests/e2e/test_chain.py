@@ -1,7 +1,7 @@
 """The whole chain on loopback: card and job, hook, exporter, Prometheus, rules, Alertmanager, Slack and PagerDuty.
 
 One real training job of four ranks runs through the tests of this file in the order written: a quiet minute, faults in
-the hardware beside it, a hung driver, a killed exporter, a slow rank, a killed rank, the end.
+hardware it does not use, a hung driver, a killed exporter, a slow rank, a killed rank, the end.
 """
 
 from __future__ import annotations
@@ -259,11 +259,11 @@ def test_killing_the_exporter_loses_no_ledger_second_and_does_not_disturb_the_jo
     started, step = log(stack).of("start")[0]["process_started"], log(stack).step
     stack.restart_exporter(kill=True)
     restarted = time.time()
-    heard = f'timestamp({c.RUN_OPEN_SECONDS}{{run="{RUN}"}})'
+    sample_time = f'timestamp({c.RUN_OPEN_SECONDS}{{run="{RUN}"}})'
     at = restarted + 3 * PUSH
 
     def later() -> float | None:
-        scraped = stack.prometheus.value(heard)
+        scraped = stack.prometheus.value(sample_time)
         return scraped if scraped is not None and scraped > at else None
 
     for _ in range(10):  # the page of one scrape may come late; seconds that were lost would be missing from each
@@ -296,7 +296,7 @@ def test_a_rank_slowed_by_30_percent_delivers_one_slack_message_that_names_run_r
     stack.control(slow={})
 
 
-def test_goodput_after_a_killed_rank_is_what_the_jobs_log_says(stack: DemoStack, report: Report) -> None:
+def test_goodput_after_a_killed_rank_agrees_with_the_jobs_log(stack: DemoStack, report: Report) -> None:
     wait_for("60 steps after the checkpoint", lambda: log(stack).step >= CHECKPOINT_EVERY + 60, 120, stack)
     killed_in = log(stack).step + 1
     os.kill(stack.rank_pid(KILLED_RANK), signal.SIGKILL)
@@ -339,7 +339,7 @@ def test_goodput_after_a_killed_rank_is_what_the_jobs_log_says(stack: DemoStack,
     assert wall == pytest.approx(truth["wall"], rel=0.005)
 
 
-def test_in_the_end_each_fault_was_told_once_and_nothing_else_was(stack: DemoStack) -> None:
+def test_in_the_end_each_fault_was_notified_once_and_nothing_else(stack: DemoStack) -> None:
     wait_for(
         "the straggler's all-clear",
         lambda: any(
@@ -354,11 +354,11 @@ def test_in_the_end_each_fault_was_told_once_and_nothing_else_was(stack: DemoSta
     assert len(firing(stack, "slack", "InfinibandLinkErrors")) == 1
     (page,) = firing(stack, "pagerduty", "GpuXidCritical")
     assert {message.payload["dedup_key"] for message in stack.receiver.of("pagerduty")} == {page.payload["dedup_key"]}
-    told = {"TrainingStraggler", "InfinibandLinkErrors", "GpuXidCritical"}
+    expected = {"TrainingStraggler", "InfinibandLinkErrors", "GpuXidCritical"}
     others = [
         alerts_in(message)
         for message in stack.receiver.messages
-        if message.kind != "watchdog" and not any(name in alerts_in(message) for name in told)
+        if message.kind != "watchdog" and not any(name in alerts_in(message) for name in expected)
     ]
     assert others == []
     assert stack.receiver.of("watchdog"), "the dead man's switch was never fed"

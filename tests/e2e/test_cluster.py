@@ -17,8 +17,8 @@ from simulator.world import SimulatedCluster
 
 NODES, SEEN = 64, 100.0
 LATE = 8 * STRAGGLER[0] + STRAGGLER[1]
-# A hook tells these only where there is something to tell, or with a source that the simulation has not.
-NOT_TOLD = {
+# A hook sends these only if they have a value, or with a source that the simulation does not have.
+NOT_SENT = {
     m.TRAINING_MFU_UNAVAILABLE,
     m.TRAINING_STUCK_FRAME_INFO,
     m.TRAINING_POSITION_TOKENS,
@@ -29,8 +29,8 @@ NOT_TOLD = {
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, list[tuple[int, Line]]]:
-    """Return the lines of one scrape, after all faults, by name; with the rank that is late."""
+def scraped() -> dict[str, list[tuple[int, Line]]]:
+    """Return the lines of one scrape after all faults, by name and with the node of each."""
     hooks, found = Hooks(1), dict[str, list[tuple[int, Line]]]()
 
     def look(world: SimulatedCluster, t: float) -> None:
@@ -55,30 +55,32 @@ def told() -> dict[str, list[tuple[int, Line]]]:
     return found
 
 
-def of(told: dict[str, list[tuple[int, Line]]], row: m.Metric, run: str) -> dict[int, float]:
-    return {int(labels["rank"]): value for _, (_, labels, value) in told[row.name] if labels["run"] == run}
+def of(scraped: dict[str, list[tuple[int, Line]]], row: m.Metric, run: str) -> dict[int, float]:
+    return {int(labels["rank"]): value for _, (_, labels, value) in scraped[row.name] if labels["run"] == run}
 
 
-def test_every_rank_tells_what_a_hook_does(told: dict[str, list[tuple[int, Line]]]) -> None:
-    expected = {row.name for row in m.all_metrics() if row.domain == "training" and row not in NOT_TOLD}
-    names = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in told}
+def test_every_rank_sends_the_families_of_a_hook(scraped: dict[str, list[tuple[int, Line]]]) -> None:
+    expected = {row.name for row in m.all_metrics() if row.domain == "training" and row not in NOT_SENT}
+    names = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in scraped}
     assert names == expected
-    assert len(of(told, m.TRAINING_RANK_INFO, "llama-70b")) == 8 * NODES // 2
+    assert len(of(scraped, m.TRAINING_RANK_INFO, "llama-70b")) == 8 * NODES // 2
 
 
-def test_the_late_rank_waits_least_and_costs_every_rank_the_same_time(told: dict[str, list[tuple[int, Line]]]) -> None:
-    waits = of(told, m.TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL, "llama-70b")
+def test_the_straggler_waits_least_and_costs_every_rank_the_same_time(
+    scraped: dict[str, list[tuple[int, Line]]],
+) -> None:
+    waits = of(scraped, m.TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL, "llama-70b")
     assert min(waits, key=waits.__getitem__) == LATE
-    steps = of(told, m.TRAINING_MEASURED_STEP_SECONDS_TOTAL, "llama-70b")
+    steps = of(scraped, m.TRAINING_MEASURED_STEP_SECONDS_TOTAL, "llama-70b")
     assert len(set(steps.values())) == 1
     others = sorted(waits.values())[len(waits) // 2]
     # From the fault on, each step is 1.3 times as long, and the others wait for what is beyond the usual.
     assert (others - waits[LATE]) / steps[LATE] == pytest.approx(0.3 / 1.3, rel=0.6)
 
 
-def test_a_run_s_mfu_is_the_one_that_was_asked_for(told: dict[str, list[tuple[int, Line]]]) -> None:
+def test_a_run_s_mfu_is_the_one_that_was_asked_for(scraped: dict[str, list[tuple[int, Line]]]) -> None:
     model, capacity = (
-        sum(of(told, row, "ablation-4").values())
+        sum(of(scraped, row, "ablation-4").values())
         for row in (m.TRAINING_MODEL_FLOPS_TOTAL, m.TRAINING_CAPACITY_FLOPS_TOTAL)
     )
     assert model / capacity == pytest.approx(0.31, rel=0.05)

@@ -188,7 +188,7 @@ def test_a_program_that_fails_is_reported_with_the_end_of_its_log(tmp_path: Path
 
 
 @pytest.mark.e2e
-def test_a_query_prometheus_refuses_says_which_and_why(tmp_path: Path) -> None:
+def test_the_error_of_a_refused_query_has_the_query_and_the_reason(tmp_path: Path) -> None:
     with DemoStack(tmp_path, train=None) as stack:
         assert stack.prometheus.value("vector(7)") == 7
         assert stack.prometheus.query("1 + 1") == [({}, 2.0)]

@@ -1,4 +1,4 @@
-"""Real hangs of real jobs: each of four gloo ranks, one of which stops coming; the page names it.
+"""Real hangs of real jobs. Each job has four gloo ranks, one stops, and the page names it.
 
 All jobs run side by side on one node with its exporter, under a real Prometheus and Alertmanager and the shipped rules
 at a faster pace. Two more jobs must not be called hanging: one that saves a checkpoint all the while, and one that is
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.e2e, pytest.mark.
 SCRIPT = TESTS / "scripts" / "hangs.py"
 PACE = 15.0
 SUSPECT = 2
-# What the page says of the suspect, by what its rank does.
+# Text of the page about the suspect, by the kind of its fault.
 KINDS = {
     "stopped": f"Rank {SUSPECT} on {{host}} is missing in the collective",
     "endless_loop": f"Rank {SUSPECT} on {{host}} is missing in the collective",
@@ -82,7 +82,7 @@ def hanging(stack: DemoStack, run: str) -> list[Message]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hang_is_told_and_the_rank_that_did_not_come_is_named(kind: str, stack: DemoStack, jobs: None) -> None:
+def test_a_hang_is_notified_and_the_missing_rank_is_named(kind: str, stack: DemoStack, jobs: None) -> None:
     deadline = time.monotonic() + 800  # a minute or two, where the machine has nothing else to do
     while not hanging(stack, kind):
         assert time.monotonic() < deadline, f"no page of {kind}: {[str(m.payload) for m in stack.receiver.of('slack')]}"
@@ -93,7 +93,7 @@ def test_a_hang_is_told_and_the_rank_that_did_not_come_is_named(kind: str, stack
     assert not any(f"Rank {rank} on" in str(hanging(stack, kind)[0].payload) for rank in range(4) if rank != SUSPECT)
 
 
-def test_the_line_at_which_a_rank_stands_and_a_process_that_is_stopped_are_told(stack: DemoStack, jobs: None) -> None:
+def test_the_stack_line_of_a_rank_and_a_stopped_process_are_reported(stack: DemoStack, jobs: None) -> None:
     looping = f'{c.TRAINING_STUCK_FRAME_INFO}{{run="endless_loop",rank="{SUSPECT}"}}'
     waiting = f'{c.TRAINING_STUCK_FRAME_INFO}{{run="endless_loop",rank!="{SUSPECT}"}}'
     stopped = f'{recording.SIGN}{{run="stopped",sign="blocked"}}'
@@ -119,7 +119,7 @@ def test_a_job_that_saves_or_is_well_is_not_called_hanging(kind: str, stack: Dem
         of = f'run="{kind}",rank="0",activity="checkpoint_save"'
         return stack.prometheus.value(f"{c.TRAINING_ACTIVITY_SECONDS_TOTAL}{{{of}}}") or 0.0
 
-    # Both have been as they are for longer than a hang lasts before it is told, and the steps before are out of sight.
+    # Both states have lasted longer than a hang does before its alert, and the earlier steps are out of the window.
     until(lambda: saving("saving") > 14)
     assert (saving(kind) > 0) == (kind == "saving")
     steps = stack.prometheus.value(f"increase({c.TRAINING_STEPS_TOTAL}{{{rank}}}[8s])")

@@ -90,18 +90,18 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prome
             stack.callback(Child("exporter", exporter, os.environ, folder / f"{host}.log").stop)
         until(read_all)  # on a slow machine a source misses the first scrapes, which is an alert of its own
         stack.callback(Child("prometheus", server, os.environ, folder / "prometheus.log").stop)
-        heard = PrometheusApi(f"http://127.0.0.1:{asked}")
+        prometheus = PrometheusApi(f"http://127.0.0.1:{asked}")
 
         def known() -> bool:
-            """Return whether all GPUs are heard of, and all ports are remembered as active; else none is missed."""
+            """Return whether Prometheus has all GPUs and knows all ports as active; only then can one be missing."""
             with suppress(StackError, ValueError):  # it is only just starting
-                return heard.value("count(gpu_present == 1)") == GPUS * len(nodes) and heard.value(
+                return prometheus.value("count(gpu_present == 1)") == GPUS * len(nodes) and prometheus.value(
                     f"count({recording.PORT_WAS_ACTIVE})"
                 ) == PORTS * len(nodes)
             return False
 
         until(known)
-        yield heard, SimulatedNode(folder / FAULTY / "simulated")
+        yield prometheus, SimulatedNode(folder / FAULTY / "simulated")
 
 
 def alerting(prometheus: PrometheusApi, host: str, state: str = "firing") -> set[tuple[str, str, str]]:
@@ -163,7 +163,7 @@ def test_each_fault_is_alerted_as_what_it_is(prometheus: tuple[PrometheusApi, Si
     assert alerting(server, FAULTY) - consequences == expected
 
 
-def test_a_healthy_node_beside_it_has_no_alert(prometheus: tuple[PrometheusApi, SimulatedNode]) -> None:
+def test_the_healthy_node_has_no_alert(prometheus: tuple[PrometheusApi, SimulatedNode]) -> None:
     server, _ = prometheus
     deadline = time.monotonic() + HEALTHY * SLOWER
     seen = f"count_over_time(up[1h]) * {SETTINGS.seconds_at_pace(SETTINGS.scrape_interval)} >= {HEALTHY}"

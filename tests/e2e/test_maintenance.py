@@ -28,7 +28,7 @@ def wait_for(what: str, done: Callable[[], object], stack: DemoStack) -> None:
         time.sleep(0.2)
 
 
-def test_a_host_in_maintenance_pages_nobody_until_it_is_over(tmp_path: Path) -> None:
+def test_a_host_in_maintenance_sends_no_page_until_it_is_over(tmp_path: Path) -> None:
     with DemoStack(tmp_path, pace=PACE, train=None) as stack:
         assert stack.servers.alertmanager, f"no Alertmanager here: {stack.servers.why}"
 

@@ -1,4 +1,4 @@
-"""A real job of four ranks: none is named while none is slow, one 30 % slower is told, one 15 % slower is named.
+"""A real job of four ranks. A rank 30 % slower is notified, one 15 % slower is named, and no rank without a slowdown.
 
 FLOPWATCH_SEEDS=3 runs three of them, each with other ranks, of three minutes each. Without it there is none: one of
 each is in test_chain.py and test_stragglers.py.
@@ -45,11 +45,11 @@ def named(stack: DemoStack, seconds: float = 1.0) -> set[str]:
     return {labels["rank"] for labels, _ in found}
 
 
-def told(stack: DemoStack, rank: str) -> bool:
+def notified(stack: DemoStack, rank: str) -> bool:
     return any(f"Rank {rank} of run {RUN}" in str(message.payload) for message in stack.receiver.of("slack"))
 
 
-def test_a_slow_rank_is_named_and_told_and_none_while_none_is_slow(
+def test_a_slow_rank_is_named_and_notified_and_no_rank_without_a_slowdown(
     seed: int, stack: DemoStack, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slower, slow = str(seed % RANKS), str((seed + 2) % RANKS)
@@ -73,7 +73,7 @@ def test_a_slow_rank_is_named_and_told_and_none_while_none_is_slow(
     assert stack.receiver.of("slack") == []
 
     stack.control(slow={slower: 0.3})
-    wait("30 % told", until=lambda: told(stack, slower))
+    wait("30 % notified", until=lambda: notified(stack, slower))
     assert named(stack, 3600) == {slower}
 
     stack.control(slow={slow: 0.15})
@@ -81,7 +81,7 @@ def test_a_slow_rank_is_named_and_told_and_none_while_none_is_slow(
     assert named(stack, 3600) == {slower, slow}
     with capsys.disabled():
         print(
-            f"\n    seed {seed}: nobody named in {took['measured for two verdicts']:.0f} s; rank {slower}, 30 % "
-            f"slower, told after {took['30 % told']:.0f} s; rank {slow}, 15 % slower, named after "
+            f"\n    seed {seed}: no rank named in {took['measured for two verdicts']:.0f} s; rank {slower}, 30 % "
+            f"slower, notified after {took['30 % notified']:.0f} s; rank {slow}, 15 % slower, named after "
             f"{took['15 % named']:.0f} s"
         )

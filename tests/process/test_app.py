@@ -101,9 +101,7 @@ def test_200_scrapes_at_the_same_time_get_one_answer_that_cost_the_driver_one_re
 
 
 @pytest.mark.parametrize("bytes_a_second", [0, 100])
-def test_a_reader_that_takes_next_to_nothing_is_cut_off_and_delays_nobody(
-    bytes_a_second: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_client_is_cut_off_and_delays_no_other(bytes_a_second: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flopwatch.http.server.RESPONSE_TIMEOUT", 2.5)
     with running(send_buffer=4096) as node, socket.socket() as slow:
         node.gpus.samples = [(m.GPU_POWER_WATTS, (str(gpu), "x" * 1000), gpu) for gpu in range(40)]

@@ -29,20 +29,20 @@ from tests.support.machine import until
 SHIPPED = ROOT / "helm" / "files" / "dashboards"
 
 
-class Asked:
+class FakePrometheus:
     """Fake Prometheus that gives every request the same answer and records the requests."""
 
     def __init__(
         self, status: int = 200, body: bytes = b'{"status": "success", "data": []}', location: str = ""
     ) -> None:
-        self.questions: list[tuple[str, str, str, str | None]] = []
-        asked = self
+        self.requests: list[tuple[str, str, str, str | None]] = []
+        fake = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 size = int(self.headers.get("Content-Length", 0))
                 form = self.rfile.read(size).decode()
-                asked.questions.append((self.command, self.path, form, self.headers.get("Authorization")))
+                fake.requests.append((self.command, self.path, form, self.headers.get("Authorization")))
                 self.send_response(status)
                 if location:
                     self.send_header("Location", location)
@@ -58,7 +58,7 @@ class Asked:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
-    def __enter__(self) -> Asked:
+    def __enter__(self) -> FakePrometheus:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         return self
 
@@ -78,7 +78,7 @@ def page(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def serving_it(page: Path, upstream: Upstream, names: tuple[str, ...] = ("localhost", "127.0.0.1")) -> Iterator[str]:
+def serving(page: Path, upstream: Upstream, names: tuple[str, ...] = ("localhost", "127.0.0.1")) -> Iterator[str]:
     """Run the viewer's server and yield its URL."""
     (port,) = free_ports(1)
     made = boards_app(dashboards(SHIPPED), page, upstream, scrape_interval=5.0, names=names)
@@ -110,7 +110,7 @@ def as_json(url: str, form: bytes | None = None) -> Any:
 
 
 def test_it_lists_the_shipped_dashboards_and_serves_each_as_it_is(page: Path) -> None:
-    with Asked() as prometheus, serving_it(page, Upstream(prometheus.url)) as url:
+    with FakePrometheus() as prometheus, serving(page, Upstream(prometheus.url)) as url:
         listed = {one["uid"]: one["title"] for one in as_json(f"{url}/api/boards")}
         shipped = [json.loads(file.read_text()) for file in sorted(SHIPPED.glob("*.json"))]
         assert listed == {one["uid"]: one["title"] for one in shipped}
@@ -122,21 +122,21 @@ def test_it_lists_the_shipped_dashboards_and_serves_each_as_it_is(page: Path) ->
 
 @pytest.mark.parametrize("path", ["/", "/d/flopwatch-run", "/d/flopwatch-run/training-run?var-run=x"])
 def test_every_address_of_a_board_is_the_page(page: Path, path: str) -> None:
-    with serving_it(page, Upstream("http://127.0.0.1:9")) as url:
+    with serving(page, Upstream("http://127.0.0.1:9")) as url:
         status, headers, body = get(url + path)
     assert (status, body) == (200, b"<title>the page</title>")
     assert "default-src 'self'" in headers["content-security-policy"]
     assert headers["x-content-type-options"] == "nosniff"
 
 
-def test_a_question_is_passed_on_with_the_token_which_is_read_anew(page: Path, tmp_path: Path) -> None:
+def test_a_query_is_forwarded_with_a_token_that_is_read_each_time(page: Path, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("first\n")
-    with Asked() as prometheus, serving_it(page, Upstream(prometheus.url + "/", token)) as url:
+    with FakePrometheus() as prometheus, serving(page, Upstream(prometheus.url + "/", token)) as url:
         assert as_json(f"{url}/api/prometheus/query_range", b"query=up&step=5") == {"status": "success", "data": []}
         token.write_text("second")
         as_json(f"{url}/api/prometheus/label/run/values?start=1&match[]=up")
-    assert prometheus.questions == [
+    assert prometheus.requests == [
         ("POST", "/api/v1/query_range", "query=up&step=5", "Bearer first"),
         ("GET", "/api/v1/label/run/values?start=1&match[]=up", "", "Bearer second"),
     ]
@@ -155,27 +155,27 @@ def test_a_question_is_passed_on_with_the_token_which_is_read_anew(page: Path, t
     ],
 )
 def test_nothing_but_reading_is_passed_on(page: Path, path: str) -> None:
-    with Asked() as prometheus, serving_it(page, Upstream(prometheus.url)) as url:
+    with FakePrometheus() as prometheus, serving(page, Upstream(prometheus.url)) as url:
         assert get(f"{url}/api/prometheus/{path}", b"match[]=up")[0] in (404, 405)
-    assert prometheus.questions == []
+    assert prometheus.requests == []
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "said"),
+    ("status", "body", "message"),
     [
         (400, b'{"status": "error", "errorType": "bad_data", "error": "parse error"}', "parse error"),
         (503, b"upstream is gone", "Prometheus answers 503: upstream is gone"),
     ],
 )
-def test_what_prometheus_refuses_is_said_in_its_words(page: Path, status: int, body: bytes, said: str) -> None:
-    with Asked(status, body) as prometheus, serving_it(page, Upstream(prometheus.url)) as url:
+def test_an_error_of_prometheus_is_shown_in_its_own_words(page: Path, status: int, body: bytes, message: str) -> None:
+    with FakePrometheus(status, body) as prometheus, serving(page, Upstream(prometheus.url)) as url:
         code, _, answer = get(f"{url}/api/prometheus/query", b"query=(")
-    assert (code, json.loads(answer)["error"]) == (status, said)
+    assert (code, json.loads(answer)["error"]) == (status, message)
 
 
-def test_a_prometheus_that_is_away_is_said_with_the_flag_to_look_at(page: Path) -> None:
+def test_an_unreachable_prometheus_is_reported_with_the_flag_to_check(page: Path) -> None:
     (port,) = free_ports(1)
-    with serving_it(page, Upstream(f"http://127.0.0.1:{port}")) as url:
+    with serving(page, Upstream(f"http://127.0.0.1:{port}")) as url:
         status, _, answer = get(f"{url}/api/prometheus/query", b"query=up")
     assert status == 502
     assert "is --prometheus right?" in json.loads(answer)["error"]
@@ -184,33 +184,33 @@ def test_a_prometheus_that_is_away_is_said_with_the_flag_to_look_at(page: Path) 
 def test_a_redirect_gets_no_token(page: Path, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret")
     with (
-        Asked() as elsewhere,
-        Asked(302, b"", f"{elsewhere.url}/login") as prometheus,
-        serving_it(page, Upstream(prometheus.url, tmp_path / "token")) as url,
+        FakePrometheus() as elsewhere,
+        FakePrometheus(302, b"", f"{elsewhere.url}/login") as prometheus,
+        serving(page, Upstream(prometheus.url, tmp_path / "token")) as url,
     ):
         status, _, answer = get(f"{url}/api/prometheus/query", b"query=up")
-    assert (status, elsewhere.questions) == (302, [])
+    assert (status, elsewhere.requests) == (302, [])
     assert "answers 302" in json.loads(answer)["error"]
 
 
 def test_an_answer_without_end_is_cut(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "MAX_BYTES", 1 << 20)
-    with Asked(200, b"x" * ((1 << 20) + 1)) as prometheus, serving_it(page, Upstream(prometheus.url)) as url:
+    with FakePrometheus(200, b"x" * ((1 << 20) + 1)) as prometheus, serving(page, Upstream(prometheus.url)) as url:
         status, _, answer = get(f"{url}/api/prometheus/query", b"query=up")
     assert (status, json.loads(answer)["error"]) == (502, "the answer has more than 1 MiB; ask for less")
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
 def test_another_page_cannot_make_it_ask(page: Path, site: str) -> None:
-    with Asked() as prometheus, serving_it(page, Upstream(prometheus.url)) as url:
+    with FakePrometheus() as prometheus, serving(page, Upstream(prometheus.url)) as url:
         assert get(f"{url}/api/prometheus/query?query=up", None, **{"Sec-Fetch-Site": site})[0] == 403
         assert get(f"{url}/api/prometheus/query?query=up", None, **{"Sec-Fetch-Site": "same-origin"})[0] == 200
         # a link from another page may be followed
         assert get(f"{url}/d/flopwatch-run", None, **{"Sec-Fetch-Site": site})[0] == 200
-    assert len(prometheus.questions) == 1
+    assert len(prometheus.requests) == 1
 
 
-def test_a_web_configuration_that_asks_for_nobody_opens_nothing_to_others(
+def test_a_web_configuration_without_authentication_is_refused_for_other_hosts(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app, "PAGES", (page,))
@@ -219,16 +219,16 @@ def test_a_web_configuration_that_asks_for_nobody_opens_nothing_to_others(
         app.run(BoardsSettings("http://127.0.0.1:9", listen=Address("0.0.0.0", 0), web_config=tmp_path / "web.yml"))
 
 
-def test_a_name_that_somebody_else_points_here_is_turned_away(page: Path) -> None:
-    with serving_it(page, Upstream("http://127.0.0.1:9")) as url:
+def test_an_unknown_host_name_is_refused(page: Path) -> None:
+    with serving(page, Upstream("http://127.0.0.1:9")) as url:
         assert get(f"{url}/api/boards", Host="rebound.example:9452")[0] == 421
         assert get(f"{url}/api/boards", Host="localhost:9452")[0] == 200
-    with serving_it(page, Upstream("http://127.0.0.1:9"), ()) as url:
+    with serving(page, Upstream("http://127.0.0.1:9"), ()) as url:
         assert get(f"{url}/api/boards", Host="boards.example")[0] == 200
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (None, "no *.json"),
         ("{", "is no dashboard"),
@@ -236,28 +236,28 @@ def test_a_name_that_somebody_else_points_here_is_turned_away(page: Path) -> Non
         ('{"uid": 1, "title": "x"}', "give it one of its own"),
     ],
 )
-def test_a_folder_without_dashboards_is_refused(tmp_path: Path, content: str | None, said: str) -> None:
+def test_a_folder_without_dashboards_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
     if content is not None:
         (tmp_path / "x.json").write_text(content)
-    with pytest.raises(SettingsError, match=said.replace("*", r"\*")):
+    with pytest.raises(SettingsError, match=message.replace("*", r"\*")):
         dashboards(tmp_path)
 
 
-def test_without_the_page_it_says_how_to_make_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_the_page_the_error_explains_how_to_build_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(app, "PAGES", (tmp_path,))
     with pytest.raises(SettingsError, match="make viewer"):
         app.page()
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"prometheus": "127.0.0.1:9090"}, "write its URL"),
         ({"prometheus": "http://x", "listen": Address("0.0.0.0", 9452)}, "--web-config"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(SettingsError, match=said):
+def test_settings_that_cannot_work_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
         BoardsSettings(**given)
 
 
@@ -271,7 +271,7 @@ def test_the_command_takes_all_settings() -> None:
 # The program that shows the dashboards in the demo.
 
 
-def found(tmp_path: Path, *programs: str) -> shows.DashboardViewer | None:
+def chosen_viewer(tmp_path: Path, *programs: str) -> shows.DashboardViewer | None:
     """Return the viewer that the demo chooses if only `programs` are installed."""
     return shows.find(
         "127.0.0.1:3000",
@@ -284,7 +284,7 @@ def found(tmp_path: Path, *programs: str) -> shows.DashboardViewer | None:
 
 
 def test_a_grafana_is_given_prometheus_and_the_dashboards(tmp_path: Path) -> None:
-    show = found(tmp_path, "grafana", "docker")
+    show = chosen_viewer(tmp_path, "grafana", "docker")
     assert show is not None
     assert show.command[:2] == ("/opt/bin/grafana", "server")
     folder = Path(show.environ["GF_PATHS_PROVISIONING"])
@@ -300,17 +300,17 @@ def test_our_own_viewer_comes_before_an_image_that_has_to_be_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shows, "PAGE", tmp_path / "index.html")
-    assert found(tmp_path, "podman") is None  # a container client without a running engine does not help either
+    assert chosen_viewer(tmp_path, "podman") is None  # a container client without a running engine does not help either
     monkeypatch.setattr(shows, "works", lambda engine: True)
-    engine = found(tmp_path, "podman")
+    engine = chosen_viewer(tmp_path, "podman")
     assert engine is not None
     assert engine.command[:2] == ("/opt/bin/podman", "run")
     assert engine.command[-1] == shows.IMAGE
     assert f"{SHIPPED}:/etc/grafana/flopwatch:ro" in engine.command
-    assert found(tmp_path) is None
+    assert chosen_viewer(tmp_path) is None
     assert "terminal" in WITHOUT
     (tmp_path / "index.html").touch()
-    own = found(tmp_path, "podman")
+    own = chosen_viewer(tmp_path, "podman")
     assert own is not None
     assert own.command == (
         "python",

@@ -373,7 +373,7 @@ def test_owners_and_place_are_read_where_they_are_mounted() -> None:
     assert not [kind for kind, _ in render("slurm") if kind.startswith("ClusterRole")]
 
 
-def test_the_exporter_alone_may_get_nodes_where_their_labels_tell_the_place() -> None:
+def test_the_exporter_alone_may_get_nodes_where_their_labels_give_the_place() -> None:
     objects = render("kubernetes")
     daemonset, role, binding = (only(objects, kind) for kind in ("DaemonSet", "ClusterRole", "ClusterRoleBinding"))
     assert role["rules"] == [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]}]
@@ -421,7 +421,7 @@ def test_a_simulated_node_takes_nothing_of_the_node_whatever_else_is_asked_for()
         ({"exporter": {"simulate": "h100x8"}}, "restricted"),
     ],
 )
-def test_the_notes_say_which_pod_security_level_the_values_need(values: Json, needs: str) -> None:
+def test_the_notes_name_the_pod_security_level_that_the_values_need(values: Json, needs: str) -> None:
     notes = files_of(values)["NOTES.txt"]
     assert f"must allow the level {needs}." in notes
     assert ("enforce=privileged" in notes) is needs.startswith("privileged")
@@ -489,10 +489,13 @@ def test_boards_ask_for_a_password_and_the_kubelet_does_not_give_one() -> None:
             "boards.enabled needs boards.webConfigSecret",
         ),
         ({"boards": {"enabled": True, "webConfigSecret": "web"}}, "boards.enabled needs boards.prometheusUrl"),
-        ({"openshift": {"scc": "privileged"}, "serviceAccount": {"create": False}}, "openshift.scc needs an account"),
+        (
+            {"openshift": {"scc": "privileged"}, "serviceAccount": {"create": False}},
+            "openshift.scc needs serviceAccount",
+        ),
         ({"ledger": {"enabled": False, "tlsSecret": "tls"}}, "ledger.tlsSecret is for a ledger behind TLS"),
-        ({"routing": {"kind": "secret"}}, "routing.kind needs somebody to tell"),
-        ({"routing": {"kind": "alertmanagerconfig", "watchdogSecret": "w"}}, "routing.kind needs somebody to tell"),
+        ({"routing": {"kind": "secret"}}, "routing.kind needs a receiver"),
+        ({"routing": {"kind": "alertmanagerconfig", "watchdogSecret": "w"}}, "routing.kind needs a receiver"),
     ],
 )
 def test_values_that_cannot_work_together_are_refused_with_what_is_missing(values: Json, complaint: str) -> None:
@@ -500,7 +503,7 @@ def test_values_that_cannot_work_together_are_refused_with_what_is_missing(value
         files_of(values)
 
 
-def test_a_network_policy_lets_in_prometheus_training_exporters_and_the_test_and_nobody_else() -> None:
+def test_a_network_policy_admits_only_prometheus_training_exporters_and_the_test() -> None:
     objects = render("boards")
     namespaces = {
         "monitoring": {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}},
@@ -511,8 +514,8 @@ def test_a_network_policy_lets_in_prometheus_training_exporters_and_the_test_and
     exporter, test = (
         {"podSelector": {"matchLabels": ours | {"app.kubernetes.io/component": name}}} for name in ("exporter", "test")
     )
-    found = {name: made["spec"] for (kind, name), made in objects.items() if kind == "NetworkPolicy"}
-    assert {name: spec["ingress"] for name, spec in found.items()} == {
+    policies = {name: made["spec"] for (kind, name), made in objects.items() if kind == "NetworkPolicy"}
+    assert {name: spec["ingress"] for name, spec in policies.items()} == {
         "demo-flopwatch-exporter": [
             {"from": [namespaces["monitoring"], test], "ports": [{"port": "metrics"}]},
             {"from": [namespaces["all"]], "ports": [{"port": "otlp"}]},
@@ -520,7 +523,7 @@ def test_a_network_policy_lets_in_prometheus_training_exporters_and_the_test_and
         "demo-flopwatch-ledger": [{"from": [namespaces["monitoring"], exporter, test], "ports": [{"port": "metrics"}]}],
         "demo-flopwatch-boards": [{"from": [namespaces["ingress"]], "ports": [{"port": "web"}]}],
     }
-    assert all(spec["policyTypes"] == ["Ingress"] for spec in found.values())
+    assert all(spec["policyTypes"] == ["Ingress"] for spec in policies.values())
     labels = only(objects, "Pod")["metadata"]["labels"]
     assert test["podSelector"]["matchLabels"].items() <= labels.items()
     assert not [kind for kind, _ in render("defaults") if kind == "NetworkPolicy"]
@@ -585,10 +588,10 @@ def test_the_charts_readme_has_every_value_with_its_default_and_no_comment_is_cu
     named = {name: (json.loads(default), text) for name, default, text in rows}
     values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
     for name, (default, _) in named.items():
-        found: Any = values
+        value: Any = values
         for key in name.split("."):
-            found = found[key]
-        assert found == default, name
+            value = value[key]
+        assert value == default, name
     assert {name.split(".")[0] for name in named} == set(values)
     assert named["exporter.kernelLog"][1].endswith("(docs/privileges.md).")
 

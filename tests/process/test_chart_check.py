@@ -35,7 +35,7 @@ assert spec.loader is not None
 check: Any = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(check)
 
-NOBODY_IS_TOLD = {"route": {"receiver": "null"}, "receivers": [{"name": "null"}]}
+NO_RECEIVER = {"route": {"receiver": "null"}, "receivers": [{"name": "null"}]}
 
 
 def arguments(variant: str) -> list[str]:
@@ -47,7 +47,7 @@ def arguments(variant: str) -> list[str]:
     return list(rest)
 
 
-def test_the_pod_is_told_what_the_install_made() -> None:
+def test_the_pods_arguments_name_what_the_install_made() -> None:
     assert arguments("defaults") == [
         "--exporters=demo-flopwatch-exporter:9450",
         "--ledger=http://demo-flopwatch-ledger:9451",
@@ -89,8 +89,8 @@ class Cluster:
         self.exporter, self.prometheus, self.alertmanager, self.nothing = (f"127.0.0.1:{port}" for port in ports)
         # Ten times as fast, so that the rules are evaluated every 1.5 s.
         (folder / "rules.yaml").write_text(rules_yaml(AlertSettings(pace=10)))
-        self.prometheus_scrapes(target=None, rules=False, reload=False)
-        self.alertmanager_tells(NOBODY_IS_TOLD, reload=False)
+        self.configure_prometheus(target=None, rules=False, reload=False)
+        self.configure_alertmanager(NO_RECEIVER, reload=False)
         environ = os.environ | {"PYTHONPATH": "exporter"}
         self.children: dict[str, Child] = {}
         for name, command in {
@@ -136,7 +136,7 @@ class Cluster:
             return False
         return True
 
-    def prometheus_scrapes(self, target: str | None, rules: bool, reload: bool = True) -> None:
+    def configure_prometheus(self, target: str | None, rules: bool, reload: bool = True) -> None:
         """Reload Prometheus with another configuration."""
         (self.folder / "prometheus.yml").write_text(
             yaml.safe_dump(
@@ -159,7 +159,7 @@ class Cluster:
         if reload:
             self.children["prometheus"].process.send_signal(signal.SIGHUP)
 
-    def alertmanager_tells(self, config: object, reload: bool = True) -> None:
+    def configure_alertmanager(self, config: object, reload: bool = True) -> None:
         """Reload Alertmanager with another configuration."""
         text = config if isinstance(config, str) else yaml.safe_dump(config)
         (self.folder / "alertmanager.yml").write_text(text)
@@ -167,7 +167,7 @@ class Cluster:
             # Debian starts it through a shell in a mount namespace, which does not pass on a signal.
             check.ask(f"http://{self.alertmanager}/-/reload", {})
 
-    def given(self, seconds: float = 0, **other: str) -> list[str]:
+    def flags(self, seconds: float = 0, **other: str) -> list[str]:
         """Return the arguments of kube-prometheus-stack's test pod, with this cluster's addresses."""
         here = {
             "exporters": self.exporter,
@@ -193,36 +193,40 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             child.stop()
 
 
-def says(capsys: pytest.CaptureFixture[str], given: list[str], text: str) -> None:
+def wait_for_failure(capsys: pytest.CaptureFixture[str], flags: list[str], text: str) -> None:
     """Wait until the check fails with `text` in its last line."""
     last = ""
 
     def failed() -> bool:
         nonlocal last
         capsys.readouterr()
-        status = check.main(given)
+        status = check.main(flags)
         last = capsys.readouterr().out
         return status == 1 and text in last.splitlines()[-1]
 
     try:
         until(failed)
     except AssertionError as error:
-        raise AssertionError(f"{text!r} was not said; last: {last}") from error
+        raise AssertionError(f"{text!r} was not reported; last: {last}") from error
     assert last.splitlines()[-1].startswith("failed: ")
 
 
-def test_it_says_in_words_what_is_missing_and_in_the_end_that_nothing_is(
+def test_each_missing_part_is_named_until_nothing_is_missing(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Repair one problem after another, as in a first installation."""
-    says(capsys, cluster.given(exporters="no-such-service.invalid:9450"), "no exporter runs: no-such-service.invalid")
-    says(capsys, cluster.given(exporters=cluster.nothing), "/metrics does not answer")
-    says(capsys, cluster.given(exporters=cluster.prometheus), "is no exporter of flopwatch")
-    says(capsys, cluster.given(ledger=f"http://{cluster.prometheus}/no"), "/no/healthz answers 404 Not Found")
-    says(capsys, cluster.given(prometheus=f"http://{cluster.nothing}"), "/api/v1/query does not answer")
-    says(
+    wait_for_failure(
+        capsys, cluster.flags(exporters="no-such-service.invalid:9450"), "no exporter runs: no-such-service.invalid"
+    )
+    wait_for_failure(capsys, cluster.flags(exporters=cluster.nothing), "/metrics does not answer")
+    wait_for_failure(capsys, cluster.flags(exporters=cluster.prometheus), "is not a flopwatch exporter")
+    wait_for_failure(
+        capsys, cluster.flags(ledger=f"http://{cluster.prometheus}/no"), "/no/healthz answers 404 Not Found"
+    )
+    wait_for_failure(capsys, cluster.flags(prometheus=f"http://{cluster.nothing}"), "/api/v1/query does not answer")
+    wait_for_failure(
         capsys,
-        cluster.given(),
+        cluster.flags(),
         "Prometheus has no series of ours, and 0 targets. We are a podmonitor with the "
         'labels {"release":"kps"}: compare that with what it selects',
     )
@@ -230,20 +234,24 @@ def test_it_says_in_words_what_is_missing_and_in_the_end_that_nothing_is(
         check.rules(f"http://{cluster.prometheus}", "vmrule")
     with pytest.raises(check.MissingError, match="FlopwatchWatchdog, which fires always, has not come to Alertmanager"):
         check.watchdog(f"http://{cluster.alertmanager}")
-    cluster.prometheus_scrapes(cluster.nothing, rules=False)
-    says(capsys, cluster.given(), "connection refused. If a NetworkPolicy stands between, see networkPolicy.prometheus")
-    cluster.prometheus_scrapes(cluster.exporter, rules=True)
-    says(
+    cluster.configure_prometheus(cluster.nothing, rules=False)
+    wait_for_failure(
+        capsys, cluster.flags(), "connection refused. If a NetworkPolicy stands between, see networkPolicy.prometheus"
+    )
+    cluster.configure_prometheus(cluster.exporter, rules=True)
+    wait_for_failure(
         capsys,
-        cluster.given(),
+        cluster.flags(),
         "Alertmanager routes the test alert to null: that reaches no receiver. Set routing.kind",
     )
-    cluster.alertmanager_tells(alertmanager_yaml(AlertSettings(watchdog_url="http://127.0.0.1:1/")))
-    says(capsys, cluster.given(receiver="pager"), "routes the test alert to slack: none matches tests.receiver, pager")
-    says(capsys, cluster.given(alertmanager=f"http://{cluster.nothing}", rules=""), "does not answer")
+    cluster.configure_alertmanager(alertmanager_yaml(AlertSettings(watchdog_url="http://127.0.0.1:1/")))
+    wait_for_failure(
+        capsys, cluster.flags(receiver="pager"), "routes the test alert to slack: none matches tests.receiver, pager"
+    )
+    wait_for_failure(capsys, cluster.flags(alertmanager=f"http://{cluster.nothing}", rules=""), "does not answer")
     script = only(render("defaults"), "Pod")["spec"]["containers"][0]["args"][0]
     done = subprocess.run(
-        [sys.executable, "-I", "-c", script, *cluster.given(seconds=60)],
+        [sys.executable, "-I", "-c", script, *cluster.flags(seconds=60)],
         cwd=ROOT,
         check=False,
         capture_output=True,

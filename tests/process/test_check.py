@@ -72,7 +72,7 @@ def exporter(*looks: Series, status: int = 200, authorization: str | None = None
 
 
 @contextmanager
-def saying(answer: bytes) -> Iterator[str]:
+def answering(answer: bytes) -> Iterator[str]:
     """Answer a connection with these bytes, and give the URL."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -103,14 +103,14 @@ def saying(answer: bytes) -> Iterator[str]:
         (b"", "Server disconnected without sending a response; if it speaks TLS, give --url https://HOST:PORT/metrics"),
     ],
 )
-def test_whoever_is_no_exporter_says_nothing_about_the_node(answer: bytes, why: str) -> None:
-    with saying(answer) as url:
+def test_an_answer_of_another_server_is_unknown(answer: bytes, why: str) -> None:
+    with answering(answer) as url:
         status, output = flopwatch("--url", url)
     assert (status, output.splitlines()[0].split(f"{url}: ")[-1].split(f"{url} ")[-1].strip()) == (3, why)
 
 
 @pytest.mark.parametrize("url", ["garbage", "http://127.0.0.1:abc/", "http://[::1/metrics", "http://a b/metrics"])
-def test_a_url_that_is_none_is_unknown(url: str) -> None:
+def test_an_invalid_url_is_unknown(url: str) -> None:
     status, output = flopwatch("--url", url)
     assert (status, output.startswith("UNKNOWN - ")) == (3, True)
 
@@ -126,7 +126,7 @@ def test_a_machine_with_nothing_to_judge_is_not_called_ok(tmp_path: Path) -> Non
 BROKEN = h100() | {(m.GPU_PRESENT, gpu(3)): 0, (m.GPU_PCIE_WIDTH_LANES, gpu(1)): 8}
 
 
-def test_what_an_exporter_says_is_what_it_was_told() -> None:
+def test_the_page_of_an_exporter_is_parsed_into_its_samples() -> None:
     found = check.samples(Exposition().render(samples(h100())))
     assert {(row, labels): value * row.scale for row, labels, value in found} == h100()
     assert check.samples('not_of_ours 1\ngpu_present{gpu="0"} 1\n') == [(m.GPU_PRESENT, ("0", ""), 1)]
@@ -183,13 +183,13 @@ def test_the_shape_of_the_node_is_learnt_once_and_missed_from_then_on(tmp_path: 
         assert flopwatch("--url", url, "--state", tmp_path)[0] == 0
 
 
-def test_a_shape_that_another_user_learnt_is_not_expected_and_said(
+def test_a_shape_that_another_user_learnt_is_not_expected_and_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     learnt = learnt_file(tmp_path)
     learnt.write_text('{"gpus": 8}')
     assert load(None, tmp_path).gpus == 8
-    for failure, told in (
+    for failure, logged in (
         (PermissionError(13, "Permission denied", str(learnt)), True),
         (OSError(5, "Input/output error", str(learnt)), False),
     ):
@@ -198,10 +198,10 @@ def test_a_shape_that_another_user_learnt_is_not_expected_and_said(
             raise failure
 
         monkeypatch.setattr(Path, "read_text", fails)
-        if told:
+        if logged:
             assert load(None, tmp_path) == Expectations()
             assert "nothing is expected of this node" in caplog.text
-        for file in (tmp_path / "given.json", *(() if told else (None,))):
+        for file in (tmp_path / "given.json", *(() if logged else (None,))):
             with pytest.raises(SettingsError):
                 load(file, tmp_path)
 
@@ -237,7 +237,7 @@ def test_two_looks_are_taken_when_asked_for(tmp_path: Path) -> None:
         assert (status, output[:50]) == (1, "DEGRADED - port mlx5_3/1 counts symbol errors (2 i")
 
 
-def test_what_cannot_be_told_is_unknown_and_never_bad(tmp_path: Path) -> None:
+def test_an_exporter_that_cannot_be_read_is_unknown_and_never_bad(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text('{"gpus": ')
     with (
         exporter(h100(), status=503) as failing,
@@ -257,12 +257,12 @@ def test_what_cannot_be_told_is_unknown_and_never_bad(tmp_path: Path) -> None:
             (["--seconds", "soon"], "argument --seconds: soon is not a positive number of seconds"),
             (["extra"], "unrecognized arguments: extra"),
         ):
-            status, said = flopwatch(*flags)
-            assert (status, said.startswith(f"UNKNOWN - {output}")) == (3, True), said
+            status, line = flopwatch(*flags)
+            assert (status, line.startswith(f"UNKNOWN - {output}")) == (3, True), line
         (tmp_path / "password").write_text("b\n")
         assert flopwatch("--url", closed, "--user", "a", "--password-file", tmp_path / "password")[0] == 0
-        status, said = flopwatch("--url", failing, "--format", "npd")
-        assert (status, len(said), said[:25]) == (2, len(said[:80]), "unknown: http://127.0.0.1")
+        status, line = flopwatch("--url", failing, "--format", "npd")
+        assert (status, len(line), line[:25]) == (2, len(line[:80]), "unknown: http://127.0.0.1")
         assert json.loads(flopwatch("--url", failing, "--json")[1])["verdict"] == "unknown"
 
 
@@ -276,13 +276,13 @@ def test_without_an_exporter_the_hardware_is_read(tmp_path: Path) -> None:
     (node.root / "gpus.json").write_text(json.dumps({node.uuid(3): dict.fromkeys(m.GPU_INFO.labels, "") | part}))
     node.xid(3, 79)
     status, output = flopwatch(*simulated, "--json")
-    said = json.loads(output)
-    assert (status, said["verdict"], said["gpus"]) == (2, "bad", 7)
-    assert [(reason["reason"], reason["part"], reason["action"]) for reason in said["reasons"]] == [
+    report = json.loads(output)
+    assert (status, report["verdict"], report["gpus"]) == (2, "bad", 7)
+    assert [(reason["reason"], reason["part"], reason["action"]) for reason in report["reasons"]] == [
         ("gpu_missing", "gpu 3", "reboot_then_reseat"),
         ("xid", "gpu 3", "reboot_node"),
     ]
-    assert said["reasons"][1]["what_to_do"] == "reboot the node"
+    assert report["reasons"][1]["what_to_do"] == "reboot the node"
 
 
 def test_a_look_at_the_hardware_writes_nothing_into_the_exporters_state(tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ def test_exit_statuses_and_messages_of_both_kinds(
     assert (line.count("\n"), line.count("|")) == (0, 1)
 
 
-def test_node_problem_detector_is_told_flags_that_exist() -> None:
+def test_node_problem_detector_passes_flags_that_exist() -> None:
     config = json.loads(NPD.read_text())
     assert config["pluginConfig"]["max_output_length"] == check.NPD_LENGTH
     conditions = {condition["type"] for condition in config["conditions"]}
@@ -396,13 +396,14 @@ class Slurm:
         self.state = "IDLE"
         self.calls = folder / "calls"
         self.script("scontrol", f'[ "$1" = show ] && exec cat {folder}/node\nprintf "%s\\n" "$@" >> {self.calls}')
-        self.says("OK - 8 GPUs, 8 active ports | gpus=8 ports=8", 0)
+        self.set_check("OK - 8 GPUs, 8 active ports | gpus=8 ports=8", 0)
 
     def script(self, name: str, text: str) -> None:
         (self.folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (self.folder / name).chmod(0o755)
 
-    def says(self, output: str, status: int) -> None:
+    def set_check(self, output: str, status: int) -> None:
+        """Set the output and the exit status of `flopwatch check`."""
         (self.folder / "output").write_text(output)
         self.script("flopwatch", f'[ "$1" = check ] || exit 9\ncat {self.folder}/output\nexit {status}')
 
@@ -452,7 +453,7 @@ DRAIN = [
 def test_slurms_health_check_drains_on_bad_and_on_nothing_else(
     slurm: Slurm, output: str, status: int, asked: list[str]
 ) -> None:
-    slurm.says(output, status)
+    slurm.set_check(output, status)
     assert slurm.run("flopwatch-healthcheck.sh") == (0, asked)
 
 
@@ -471,7 +472,7 @@ def test_slurms_health_check_drains_on_bad_and_on_nothing_else(
     ],
 )
 def test_a_node_that_is_drained_or_down_is_left_alone(slurm: Slurm, state: str, asked: list[str]) -> None:
-    slurm.says(BAD_LINE, 2)
+    slurm.set_check(BAD_LINE, 2)
     slurm.state = state
     assert slurm.run("flopwatch-healthcheck.sh") == (0, asked)
 
@@ -488,12 +489,12 @@ def test_a_node_that_is_drained_or_down_is_left_alone(slurm: Slurm, state: str, 
     ],
 )
 def test_the_prolog_fails_on_bad_and_on_nothing_else(slurm: Slurm, output: str, status: int, exits: int) -> None:
-    slurm.says(output, status)
+    slurm.set_check(output, status)
     assert slurm.run("flopwatch-prolog.sh") == (exits, [])
 
 
 def test_without_flopwatch_or_scontrol_nothing_happens(slurm: Slurm) -> None:
-    slurm.says(BAD_LINE, 2)
+    slurm.set_check(BAD_LINE, 2)
     (slurm.folder / "scontrol").unlink()
     assert slurm.run("flopwatch-healthcheck.sh") == (0, [])
     (slurm.folder / "flopwatch").unlink()

@@ -64,7 +64,7 @@ def test_the_catalogue_is_printed_as_the_documentation_has_it() -> None:
         (["--ledger-token-file", "/dev/null"], 1, "/dev/null is empty; put the token on its first line"),
     ],
 )
-def test_settings_that_cannot_work_are_an_error_at_start_that_says_what_to_change(
+def test_settings_that_cannot_work_are_an_error_at_start_that_names_what_to_change(
     flags: list[str], status: int, message: str
 ) -> None:
     run = flopwatch_command("exporter", *flags)
@@ -87,23 +87,23 @@ def test_a_simulated_node_is_served_whole(tmp_path: Path) -> None:
     with exporter(tmp_path / "state", "--simulate", "h100x8", "--ledger", "embedded") as node:
         # The first read of the kernel log may finish before the first read of the GPUs that it names.
         node.wait_for(f"gpu_xid_errors_total{{gpu=7,uuid={SimulatedNode.uuid(7)},xid=79}}", 0)
-        found = node.wait_for_hardware()
-        names = {series.partition("{")[0] for series in found}
+        scraped = node.wait_for_hardware()
+        names = {series.partition("{")[0] for series in scraped}
         assert not {row.name for row in m.all_metrics() if row.key and row.domain in ("gpu", "infiniband")} - names
         assert {
             series.partition("collector=")[2]: value
-            for series, value in found.items()
+            for series, value in scraped.items()
             if series.startswith("flopwatch_collector_success")
         } == {"nvml}": 1, "infiniband}": 1, "xid}": 1, "identity}": 1, "training}": 1, "ledger}": 1, "verdict}": 1}
-        assert sum(series.startswith("gpu_present") for series in found) == 8
-        assert sum(series.startswith("infiniband_port_present") for series in found) == 9
+        assert sum(series.startswith("gpu_present") for series in scraped) == 8
+        assert sum(series.startswith("infiniband_port_present") for series in scraped) == 9
         assert all(
             "source=simulated" in series and "host=node-7" in series
-            for series in found
+            for series in scraped
             if series.startswith("gpu_info")
         )
         for owner, limit in (("uuid", 120), ("device", 60)):
-            per_owner = [re.search(rf"\b{owner}=([^,}}]+)", series) for series in found]
+            per_owner = [re.search(rf"\b{owner}=([^,}}]+)", series) for series in scraped]
             owners = [match.group(1) for match in per_owner if match is not None]
             assert 0 < max(owners.count(one) for one in owners) <= limit
         assert node.get("/readyz") == "ready\n"
@@ -120,8 +120,8 @@ def test_a_rank_may_claim_only_a_gpu_of_the_node(tmp_path: Path) -> None:
                 for rank, uuid in enumerate((SimulatedNode.uuid(3), "GPU-of-another-node"))
             )
         )
-        found = node.wait_for("flopwatch_otlp_pushes_total{outcome=foreign_gpu}", 1)
-        where = {series: value for series, value in found.items() if series.startswith("training_rank_info")}
+        scraped = node.wait_for("flopwatch_otlp_pushes_total{outcome=foreign_gpu}", 1)
+        where = {series: value for series, value in scraped.items() if series.startswith("training_rank_info")}
         assert where == {
             f"training_rank_info{{run=lm,rank={rank},host=node-7,uuid={uuid},local_rank=,attempt=a1,"
             f"dp=,tp=,pp=,cp=,ep=}}": 1
@@ -140,34 +140,34 @@ def test_a_hung_driver_costs_its_own_series_and_they_come_back(tmp_path: Path) -
         simulated.hang("nvmlDeviceGetUtilizationRates")
         time.sleep(1.1)  # not shared with the last read
         began = time.monotonic()
-        found = node.series()
+        scraped = node.series()
         assert time.monotonic() - began < 6  # the call hangs for ever, and the scrape waits 2.5 s for it
-        assert found["flopwatch_collector_success{collector=nvml}"] == 0
-        assert found["flopwatch_collector_success{collector=infiniband}"] == 1
-        assert found[failures] == before[failures] + 1
-        assert power in found  # as long as --stale-after allows
-        while power in found:
+        assert scraped["flopwatch_collector_success{collector=nvml}"] == 0
+        assert scraped["flopwatch_collector_success{collector=infiniband}"] == 1
+        assert scraped[failures] == before[failures] + 1
+        assert power in scraped  # as long as --stale-after allows
+        while power in scraped:
             time.sleep(0.5)
-            found = node.series()
-        assert found["flopwatch_collector_success{collector=infiniband}"] == 1
+            scraped = node.series()
+        assert scraped["flopwatch_collector_success{collector=infiniband}"] == 1
         simulated.clear()
         assert power in node.wait_for("flopwatch_collector_success{collector=nvml}", 1)
 
 
-def test_without_an_nvml_library_it_says_so_once_and_serves_the_rest(tmp_path: Path) -> None:
+def test_a_missing_nvml_library_is_logged_once_and_the_rest_is_served(tmp_path: Path) -> None:
     SimulatedNode(tmp_path).create()
     with exporter(tmp_path / "state", "--sysfs", tmp_path / "sys", "--kmsg", tmp_path / "kmsg") as node:
         node.wait_for("flopwatch_collector_success{collector=infiniband}", 1)
         node.wait_for("flopwatch_collector_supported{collector=nvml}", 0)
         time.sleep(1.1)
-        found = node.series()
-        assert found["flopwatch_collector_supported{collector=nvml}"] == 0
-        assert "flopwatch_collector_success{collector=nvml}" not in found
-        assert found["infiniband_port_state_id{device=mlx5_0,port=1}"] == 4
+        scraped = node.series()
+        assert scraped["flopwatch_collector_supported{collector=nvml}"] == 0
+        assert "flopwatch_collector_success{collector=nvml}" not in scraped
+        assert scraped["infiniband_port_state_id{device=mlx5_0,port=1}"] == 4
         assert sum("source=nvml state='not supported" in line for line in node.log.splitlines()) == 1, node.log
 
 
-def test_two_exporters_on_one_state_folder_are_told_of_each_other_and_serve(tmp_path: Path) -> None:
+def test_two_exporters_on_one_state_folder_warn_and_serve(tmp_path: Path) -> None:
     SimulatedNode(tmp_path).create()
     flags = ("--sysfs", tmp_path / "sys", "--kmsg", tmp_path / "kmsg")
     with exporter(tmp_path / "state", *flags) as first, exporter(tmp_path / "state", *flags) as second:
@@ -211,8 +211,8 @@ def test_a_kill_leaves_no_child_either(tmp_path: Path) -> None:
 
 
 def test_an_exporter_that_is_killed_and_started_again_loses_no_second_of_the_ledger(tmp_path: Path) -> None:
-    def book(found: Series) -> Series:
-        return {series: value for series, value in found.items() if series.startswith("run_") and value}
+    def book(scraped: Series) -> Series:
+        return {series: value for series, value in scraped.items() if series.startswith("run_") and value}
 
     state, started = tmp_path / "state", time.time() - 100
     say: dict[str, Any] = {"start_unix": started, "attempt": "a1"}
@@ -240,7 +240,7 @@ def test_an_exporter_that_is_killed_and_started_again_loses_no_second_of_the_led
         assert node.end() == 0
 
 
-def test_a_ledger_at_a_url_is_told_with_the_token_what_a_stopping_exporter_still_had(tmp_path: Path) -> None:
+def test_a_stopping_exporter_sends_its_last_records_to_the_ledger_with_the_token(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("s3cret")
     log = tmp_path / "ledger.log"
     with log.open("w") as output:
@@ -274,11 +274,11 @@ def test_a_ledger_at_a_url_is_told_with_the_token_what_a_stopping_exporter_still
                 )
                 assert node.end() == 0
             with urllib.request.urlopen(f"{url}/metrics", timeout=PATIENCE) as response:
-                told = f'run_state{{run="{run}",state="completed",tenant=""}} 1.0\n' in response.read().decode()
+                completed = f'run_state{{run="{run}",state="completed",tenant=""}} 1.0\n' in response.read().decode()
             kept = list((state / "spool").glob("*"))
-            if told and not kept:
+            if completed and not kept:
                 break  # the exporter does not wait for a ledger that takes longer than half a second
-        assert (told, kept) == (True, [])
+        assert (completed, kept) == (True, [])
     finally:
         ledger.terminate()
         assert ledger.wait(PATIENCE) == 0

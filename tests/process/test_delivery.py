@@ -152,11 +152,11 @@ class Chain:
         ]
 
     def actions(self, run: str) -> list[str]:
-        """Return what PagerDuty was told of a run."""
+        """Return the actions of the events that PagerDuty received about a run."""
         return [payload["event_action"] for payload in self.of("pagerduty", f" {run}: ")]
 
     def colors(self, run: str) -> list[str]:
-        """Return the colours of what Slack was told of a run."""
+        """Return the colours of the messages that Slack received about a run."""
         return [payload["attachments"][0]["color"] for payload in self.of("slack", f" {run}: ")]
 
 
@@ -188,19 +188,19 @@ def test_every_payload_has_the_shape_its_service_documents_and_ends_with_a_resol
     assert chain.receiver.errors == []
     events = [message.payload for message in chain.receiver.of("pagerduty")]
     for text in (" lm", "node-1"):
-        told = [event for event in events if text in event["payload"]["summary"]]
-        assert [event["event_action"] for event in told] == ["trigger", "resolve"]
-        assert len({event["dedup_key"] for event in told}) == 1
-        assert {event["payload"]["severity"] for event in told} == {"critical"}
-        assert all(event["payload"]["source"] and len(json.dumps(event)) < 512 * 1024 for event in told)
+        received = [event for event in events if text in event["payload"]["summary"]]
+        assert [event["event_action"] for event in received] == ["trigger", "resolve"]
+        assert len({event["dedup_key"] for event in received}) == 1
+        assert {event["payload"]["severity"] for event in received} == {"critical"}
+        assert all(event["payload"]["source"] and len(json.dumps(event)) < 512 * 1024 for event in received)
     attachments = [message.payload["attachments"] for message in chain.receiver.of("slack")]
     assert {len(one) for one in attachments} == {1}
     assert sorted(one[0]["color"] for one in attachments) == ["danger", "danger", "good", "good", "good", "warning"]
     for (one,) in attachments:
         assert one["title"].startswith("[RESOLVED] " if one["color"] == "good" else "[FIRING] ")
         assert one["title_link"] == "https://example.com/d/flopwatch-run"
-        told = one["title"] + one["text"] + one["fallback"]
-        assert not any(mention in told for mention in ("<!", "<@", " &lt;!here"))
+        message = one["title"] + one["text"] + one["fallback"]
+        assert not any(mention in message for mention in ("<!", "<@", " &lt;!here"))
         assert "<https://example.com/runbooks/" in one["text"]
     assert not any(one.get("link_names") for (one,) in attachments)  # or @here in a name would ring
     odd = [one["text"] for (one,) in attachments if "TrainingStraggler" in one["title"]]
@@ -208,7 +208,7 @@ def test_every_payload_has_the_shape_its_service_documents_and_ends_with_a_resol
     assert len(odd) == 2
 
 
-def test_a_restart_pages_nobody_twice_and_the_resolve_comes(chain: Chain) -> None:
+def test_a_restart_repeats_no_page_and_the_resolve_arrives(chain: Chain) -> None:
     chain.api(
         "silences",
         {
@@ -226,7 +226,7 @@ def test_a_restart_pages_nobody_twice_and_the_resolve_comes(chain: Chain) -> Non
             and len(chain.colors("stays")) == len(chain.colors("ends")) == 1
         )
     )
-    time.sleep(QUIET)  # Alertmanager notes what it told when it has the answer
+    time.sleep(QUIET)  # Alertmanager logs a notification after the receiver has answered
     chain.restart()
     # Prometheus sends what fires again, and what ended meanwhile for 15 minutes.
     chain.post(run("stays"), run("silenced"), run("new"))
@@ -241,8 +241,8 @@ def test_a_restart_pages_nobody_twice_and_the_resolve_comes(chain: Chain) -> Non
     assert chain.receiver.errors == []
 
 
-def test_a_crash_forgets_what_was_told_and_is_still_one_incident(chain: Chain) -> None:
-    """Alertmanager writes down what it told every 15 minutes and when it ends."""
+def test_a_crash_forgets_sent_notifications_and_is_still_one_incident(chain: Chain) -> None:
+    """Alertmanager saves its notification log every 15 minutes and at its end."""
     chain.post(run("lm"))
     until(lambda: chain.actions("lm") == ["trigger"] and chain.colors("lm") == ["danger"])
     chain.restart(kill=True)

@@ -65,7 +65,9 @@ WAITS = (
     "until curl -s 127.0.0.1:9450/v1/runs | grep -q first; do sleep 0.2; done"
 )
 HISTORY = "tests/captures/histories/crash_and_move.jsonl"
-BOOKED = "until flopwatch ledger show first --url http://127.0.0.1:9450 2>&1 | grep -q productive; do sleep 0.2; done"
+WAIT_FOR_LEDGER = (
+    "until flopwatch ledger show first --url http://127.0.0.1:9450 2>&1 | grep -q productive; do sleep 0.2; done"
+)
 LEDGER = f"""flopwatch ledger serve --state books >/dev/null 2>&1 &
 until curl -sf 127.0.0.1:9451/healthz >/dev/null; do sleep 0.1; done
 curl -sf -o /dev/null --data-binary @{HISTORY} 127.0.0.1:9451/v1/snapshots"""
@@ -105,7 +107,7 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
             # A slow machine needs longer, and a fast one less.
             replace=(("sleep 20", WAITS),),
         ),
-        "flopwatch ledger list": Ran(r"first +running(.|\n)*productive", before=BOOKED),
+        "flopwatch ledger list": Ran(r"first +running(.|\n)*productive", before=WAIT_FOR_LEDGER),
     },
     "frameworks.md": {"export FLOPWATCH_RUN": Elsewhere("tests/torch/test_frameworks_docs.py")},
     "goodput.md": {"flopwatch ledger replay": Ran("0.760|76.0")},
@@ -181,38 +183,38 @@ WHOLE: dict[str, Needs] = {"kubernetes.md": CLUSTER}
 
 def commands(page: Path) -> list[str]:
     """Return the text of each command block of a page, without prompts and output."""
-    found = []
+    blocks = []
     for indent, language, text in re.findall(
         r"^( *)```(\w*)\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.M | re.S
     ):
         lines = [line.removeprefix(indent) for line in text.splitlines()]
         typed = [line[2:] for line in lines if line.startswith("$ ")]
         if typed:
-            found.append("\n".join(line for line in typed if line != "echo $?") + "\n")
+            blocks.append("\n".join(line for line in typed if line != "echo $?") + "\n")
         elif language in SHELL or re.match(r"(flopwatch|python|torchrun|curl|export|kubectl|docker) ", lines[0]):
-            found.append("\n".join(lines) + "\n")
-    return found
+            blocks.append("\n".join(lines) + "\n")
+    return blocks
 
 
 def classified(page: Path) -> list[tuple[str, Ran | Elsewhere | Needs]]:
     """Return each block of a page with its entry in BLOCKS. Raises AssertionError for a block without an entry."""
     entries = BLOCKS.get(page.name, {})
-    found: list[tuple[str, Ran | Elsewhere | Needs]] = []
+    blocks: list[tuple[str, Ran | Elsewhere | Needs]] = []
     left = set(entries)
     for text in commands(page):
         if page.name in WHOLE:
-            found.append((text, WHOLE[page.name]))
+            blocks.append((text, WHOLE[page.name]))
             continue
         keys = sorted((key for key in left if text.startswith(key)), key=len)
         assert keys, f"{page.name}: say in BLOCKS what becomes of the block that begins\n{text}"
         left.remove(keys[-1])
-        found.append((text, entries[keys[-1]]))
+        blocks.append((text, entries[keys[-1]]))
     assert left == set(), f"{page.name} has no such block: {left}"
-    return found
+    return blocks
 
 
 @for_each(PAGES, lambda page: page.name)
-def test_what_becomes_of_every_block_is_said(page: Path) -> None:
+def test_every_block_has_an_entry(page: Path) -> None:
     for text, what in classified(page):
         done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0, done.stderr
@@ -232,14 +234,14 @@ with socket.socket() as any_:
     fcntl.ioctl(any_, 0x8914, struct.pack("16sh14x", b"lo", 0x41))  # SIOCSIFFLAGS: up, running; netdevice(7)
 os.execvp(sys.argv[1], sys.argv[1:])
 """
-APART = ["unshare", "--map-root-user", "--net", sys.executable, "-c", LOOPBACK]
+IN_NAMESPACE = ["unshare", "--map-root-user", "--net", sys.executable, "-c", LOOPBACK]
 
 
 def own_loopback() -> bool:
     """Return whether this machine allows a private network namespace with its own loopback."""
     return (
         shutil.which("unshare") is not None
-        and subprocess.run([*APART, "true"], capture_output=True, timeout=PATIENCE).returncode == 0
+        and subprocess.run([*IN_NAMESPACE, "true"], capture_output=True, timeout=PATIENCE).returncode == 0
     )
 
 
@@ -278,7 +280,7 @@ def test_the_blocks_that_can_run_do(page: Path, tmp_path: Path) -> None:
         ),
     }
     with subprocess.Popen(
-        [*APART, "bash", "-c", "\n".join(script)],
+        [*IN_NAMESPACE, "bash", "-c", "\n".join(script)],
         cwd=tmp_path,
         env=environment,
         text=True,
@@ -301,7 +303,7 @@ def test_the_blocks_that_can_run_do(page: Path, tmp_path: Path) -> None:
 def test_every_series_that_is_named_exists(name: str) -> None:
     text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     series = re.compile(r"(?<![\w./:-])(?:gpu|training|run|infiniband|nvlink|flopwatch)_[a-z_]+(?![\w*/-])")
-    named = {found for quoted in re.findall(r"`([^`\n]+)`", text) for found in series.findall(quoted)}
+    named = {name for quoted in re.findall(r"`([^`\n]+)`", text) for name in series.findall(quoted)}
     assert named
     assert {one for one in named if one not in BY_NAME and not one.endswith("_")} == set()
 

@@ -137,7 +137,7 @@ def test_a_hung_driver_costs_its_own_lines(node: SimulatedNode, monkeypatch: pyt
     assert "\nGPUs: not known\n" in page(report, 80)
 
 
-def test_owners_are_told_with_their_source_and_a_kubelet_that_talks_garbage_is_a_problem(
+def test_owners_are_shown_with_their_source_and_a_garbage_answer_of_the_kubelet_is_a_problem(
     node: SimulatedNode, tmp_path: Path
 ) -> None:
     given = settings(node, kubelet_socket=tmp_path / "k.sock")
@@ -152,7 +152,7 @@ def test_owners_are_told_with_their_source_and_a_kubelet_that_talks_garbage_is_a
     assert (report.problems, report.losses) == ([], ["identity: kubelet: not a list of pods: a field of type 4"])
 
 
-def test_the_command_says_it_in_json_and_in_text_and_by_its_status(node: SimulatedNode) -> None:
+def test_the_command_reports_in_json_in_text_and_by_its_status(node: SimulatedNode) -> None:
     command = [
         sys.executable,
         "-m",
@@ -207,7 +207,7 @@ def test_it_takes_the_flags_of_the_exporter_that_runs_here(tmp_path: Path) -> No
     assert running(tmp_path) == ["--host", "node-7", "--ledger=off"], "the one of our container"
 
 
-def test_beside_a_real_exporter_it_looks_where_that_looks(
+def test_with_running_it_reads_the_sources_of_the_real_exporter(
     node: SimulatedNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = [
@@ -227,7 +227,7 @@ def test_beside_a_real_exporter_it_looks_where_that_looks(
         env={**os.environ, "PYTHONPATH": str(ROOT / "exporter")},
     )
     try:
-        proc = tmp_path / "proc"  # without the exporters that this machine may have besides
+        proc = tmp_path / "proc"  # without other exporters of this machine
         proc.mkdir()
         for name in ("self", str(exporter.pid)):
             (proc / name).symlink_to(f"/proc/{name}")
@@ -242,8 +242,8 @@ def test_beside_a_real_exporter_it_looks_where_that_looks(
         exporter.wait(30)
 
 
-def test_what_a_tier_goes_without_is_told_and_is_no_failure(node: SimulatedNode, tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as closed:  # a kubelet's socket at which nobody answers
+def test_what_a_tier_lacks_is_reported_and_is_not_a_failure(node: SimulatedNode, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as closed:  # a kubelet's socket without a server
         closed.bind(str(tmp_path / "k.sock"))
         node.kmsg.unlink()
         node.kmsg.mkdir()  # a kernel log that cannot be read, for root as well
@@ -274,8 +274,8 @@ def test_what_a_tier_goes_without_is_told_and_is_no_failure(node: SimulatedNode,
     _, verdict, without, *_ = done.stdout.split("\n\n")
     assert verdict == "All hardware of this node can be read."
     # Where a line is broken depends on the length of the path; and a busy machine has not asked the kubelet yet.
-    said = re.sub(r"read /.*?/kmsg", "read KMSG", " ".join(without.split()))
-    assert said.replace("kubelet does not answer", "kubelet: Connection refused").split(" - ") == [
+    missing = re.sub(r"read /.*?/kmsg", "read KMSG", " ".join(without.split()))
+    assert missing.replace("kubelet does not answer", "kubelet: Connection refused").split(" - ") == [
         "Missing:",
         "gpu_sram_error_threshold_exceeded: not permitted to this user",
         "identity: kubelet: Connection refused",
@@ -302,7 +302,7 @@ def test_gpus_that_were_there_before_the_driver_went_are_one_problem(node: Simul
     assert examine(settings(node), create).problems == ["nvml: no driver is loaded"]
 
 
-def test_a_machine_on_which_no_process_can_be_started_is_told_so(
+def test_a_machine_that_cannot_start_processes_is_an_error_with_the_reason(
     node: SimulatedNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "python").write_text("#!/bin/sh\n")
@@ -324,7 +324,7 @@ REPORT = Report(
     sources=[
         SourceReport("nvml", "ok", seconds=0.0123, series=61),
         SourceReport("infiniband", "absent", "no port in /sys/class/infiniband"),
-        SourceReport("xid", "ok", seconds=0.002, series=9, says=["Xids from kernel_log: Operation not permitted"]),
+        SourceReport("xid", "ok", seconds=0.002, series=9, messages=["Xids from kernel_log: Operation not permitted"]),
         SourceReport("identity", "failed", "no answer in time; the driver or the hardware behind it hangs"),
     ],
     gpus=[
@@ -404,7 +404,7 @@ def test_the_page_of_a_node_with_everything_that_can_be_wrong() -> None:
     assert page(REPORT, 64) == PAGE
 
 
-def test_a_machine_with_nothing_to_read_is_told_how_to_see_something() -> None:
+def test_a_machine_with_nothing_to_read_gets_a_hint_how_to_see_something() -> None:
     text = page(Report("1.2.3", "laptop", "root, with CAP_SYSLOG", False), 200)
     assert text.splitlines()[2:4] == [
         "There is no GPU and no InfiniBand, RoCE or EFA port here. `flopwatch exporter --simulate h100x8` simulates",
@@ -412,7 +412,7 @@ def test_a_machine_with_nothing_to_read_is_told_how_to_see_something() -> None:
     ]
 
 
-def test_many_names_are_told_in_few_words() -> None:
+def test_many_names_are_shortened() -> None:
     assert together([f"GPU {index}" for index in (0, 1, 2, 5, 7)]) == "GPU 0-2, GPU 5, GPU 7"
     assert together(["mlx5_0/1", "mlx5_1/1"]) == "mlx5_0/1, mlx5_1/1"
     assert shortened(["gpu_mig_info", "gpu_mig_memory_used_bytes", "gpu_energy_joules_total", "gpu_mig_sm"]) == [
@@ -464,7 +464,7 @@ def test_the_sources_of_the_catalogue_name_what_nvml_is_asked() -> None:
     assert asked(m.GPU_REMAPPED_ROWS_TOTAL).functions == ["nvmlDeviceGetRemappedRows"]
 
 
-def test_a_privilege_is_in_force_or_says_what_is_in_its_way(tmp_path: Path) -> None:
+def test_a_privilege_is_in_force_or_the_obstacle_is_named(tmp_path: Path) -> None:
     path = str(tmp_path / "kubelet.sock")
     assert _access(path, up=True) == f"in force: {path} is read"
     assert _access(path, up=False) == f"not in force: {path}: No such file or directory"

@@ -53,38 +53,36 @@ def waiting(script: str) -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
-def go(process: subprocess.Popen[bytes]) -> None:
+def end_process(process: subprocess.Popen[bytes]) -> None:
     assert process.stdin is not None
     process.stdin.write(b"\n")
     process.stdin.flush()
 
 
 @pytest.mark.parametrize(("script", "expected"), ENDS)
-def test_a_zombie_tells_how_it_ended(script: str, expected: tuple[str, str]) -> None:
+def test_the_end_of_a_zombie_is_read(script: str, expected: tuple[str, str]) -> None:
     with waiting(script) as process:
         watch = ProcessWatch(process.pid, ticks(process.pid))
         assert watch.ended() == ("", "")
-        go(process)
+        end_process(process)
         until(lambda: not process_exit.process_alive(process.pid, 0))
         assert watch.ended() == expected
 
 
 @pytest.mark.skipif(
     tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (6, 15),
-    reason="a pidfd tells how a process ended only since Linux 6.15",
+    reason="a pidfd reports how a process ended only since Linux 6.15",
 )
 @pytest.mark.parametrize(("script", "expected"), ENDS)
-def test_on_a_new_kernel_a_process_that_nobody_waits_for_any_more_does_too(
-    script: str, expected: tuple[str, str]
-) -> None:
+def test_on_a_new_kernel_the_end_of_a_reaped_process_is_read(script: str, expected: tuple[str, str]) -> None:
     with waiting(script) as process:
         watch = ProcessWatch(process.pid, ticks(process.pid))
-        go(process)
+        end_process(process)
         process.wait()
         assert watch.ended() == expected
 
 
-def test_a_watch_of_what_is_gone_or_somebody_else_knows_nothing_and_keeps_nothing_open() -> None:
+def test_a_watch_of_a_gone_or_reused_pid_knows_nothing_and_keeps_nothing_open() -> None:
     before = len(os.listdir("/proc/self/fd"))
     with waiting("") as process:
         watches = [ProcessWatch(process.pid, 1), ProcessWatch(2**22 - 1, 0)]
@@ -110,7 +108,7 @@ def test_a_process_of_another_namespace_is_found_by_its_pid_there_and_its_start(
     assert process_exit.pids({(7, 500), (8, 1)}, tmp_path) == {(7, 500): 4711}
 
 
-def test_where_proc_tells_no_pids_of_namespaces_nothing_is_found(tmp_path: Path) -> None:
+def test_without_namespace_pids_in_proc_nothing_is_found(tmp_path: Path) -> None:
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "stat").write_text(f"7 (python) S {'0 ' * 18}500 {'0 ' * 30}")
     (tmp_path / "7" / "status").write_text("Name:\tpython\nPid:\t7\n")
@@ -122,7 +120,7 @@ def test_a_python_without_pidfds_still_learns_how_a_zombie_ended(monkeypatch: py
     monkeypatch.delattr(os, "pidfd_open", raising=False)
     with waiting("raise SystemExit(3)") as process:
         watch = ProcessWatch(process.pid, ticks(process.pid))
-        go(process)
+        end_process(process)
         until(lambda: not process_exit.process_alive(process.pid, 0))
         assert watch.ended() == ("exit", "3")
 
@@ -138,7 +136,7 @@ def test_a_pid_that_no_process_can_have_is_gone_and_keeps_no_other_rank_waiting(
 @pytest.mark.skipif(
     subprocess.run(["unshare", "-Upfr", "true"], capture_output=True).returncode != 0, reason="no pid namespaces here"
 )
-def test_a_rank_in_a_container_that_is_killed_is_gone_at_once_and_tells_by_what() -> None:
+def test_a_killed_rank_in_a_container_is_gone_at_once_with_its_signal() -> None:
     # Its pid in its own namespace is 1.
     script = (
         "import os\nprint(os.stat('/proc/self/ns/pid').st_ino, "
@@ -176,9 +174,9 @@ class Node:
             evidence_log=self.evidence_log,
         )
 
-    def push(self, rank: int = 0, **said: Any) -> None:
+    def push(self, rank: int = 0, **attributes: Any) -> None:
         assert self.telemetry.receive(
-            request(training(40, 5.0, self.now, rank=rank, start_unix=START + 1, **said))
+            request(training(40, 5.0, self.now, rank=rank, start_unix=START + 1, **attributes))
         ) == (0, "")
 
     def gone(self) -> bool:
@@ -195,12 +193,12 @@ class Node:
         return [json.loads(json.dumps(record)) for _, records in due.values() for record in records]
 
 
-def test_a_rank_that_dies_tells_the_ledger_by_which_signal_before_it_is_reaped() -> None:
+def test_a_dead_ranks_signal_reaches_the_ledger_before_it_is_reaped() -> None:
     node = Node()
     with waiting("import os; os.kill(os.getpid(), 6)") as process:
         node.push(pid=process.pid, pid_namespace=own_pid_namespace(), pid_start_ticks=ticks(process.pid))
         node.telemetry.check()
-        go(process)
+        end_process(process)
         until(node.gone)
     [*_, record] = node.records()
     assert [(entry["kind"], entry.get("detail"), entry["rank"]) for entry in record["evidence"]] == [
@@ -209,17 +207,17 @@ def test_a_rank_that_dies_tells_the_ledger_by_which_signal_before_it_is_reaped()
     ]
 
 
-def test_a_rank_that_is_heard_of_again_after_a_silence_tells_how_it_ended_too() -> None:
+def test_the_end_of_a_rank_that_pushes_again_after_a_silence_is_recorded() -> None:
     node = Node()
     with waiting("import os; os.kill(os.getpid(), 6)") as process:
-        said = {"pid": process.pid, "pid_namespace": own_pid_namespace(), "pid_start_ticks": ticks(process.pid)}
-        node.push(**said)
+        identity = {"pid": process.pid, "pid_namespace": own_pid_namespace(), "pid_start_ticks": ticks(process.pid)}
+        node.push(**identity)
         node.telemetry.check()
         node.now += 3600
         assert node.gone()  # as far as the exporter can know
-        node.push(**said)
+        node.push(**identity)
         assert not node.gone()
-        go(process)
+        end_process(process)
         until(node.gone)
     [*_, record] = node.records()
     assert [(entry["kind"], entry.get("detail")) for entry in record["evidence"]] == [
@@ -228,7 +226,7 @@ def test_a_rank_that_is_heard_of_again_after_a_silence_tells_how_it_ended_too() 
     ]
 
 
-def test_what_tells_most_of_a_rank_comes_first() -> None:
+def test_the_strongest_evidence_of_a_rank_comes_first() -> None:
     words = [
         RankEnd(1, 10.0, 90.0, 4711, "DistBackendError", EventCount(2, 80.0), 95.0, ("exit", "1")),
         RankEnd(0, 10.0, 91.0, 4712, gone_at=93.0, exited=("signal", "SIGKILL")),
@@ -262,11 +260,11 @@ def link(state: float, downed: float) -> list[Sample]:
     ]
 
 
-def told(records: list[Record]) -> list[tuple[str, str]]:
+def newest_evidence(records: list[Record]) -> list[tuple[str, str]]:
     return [(entry["kind"], entry.get("port", "")) for entry in records[-1].get("evidence", [])] if records else []
 
 
-def test_what_was_seen_before_a_restart_is_told_after_it() -> None:
+def test_evidence_from_before_a_restart_is_sent_after_it() -> None:
     node = Node()
     node.evidence_log.observe(link(4, 0))
     node.push(pid=4711, pid_namespace=HOST_PIDS)
@@ -276,12 +274,12 @@ def test_what_was_seen_before_a_restart_is_told_after_it() -> None:
     node.evidence_log.observe(link(1, 1))  # the exporter restarts before it sends this
     node = restarted(node)
     [record] = node.records()
-    assert told([record]) == [("link_down", "mlx5_0:1"), ("exception", "")]
+    assert newest_evidence([record]) == [("link_down", "mlx5_0:1"), ("exception", "")]
     assert (record["run"], record["status"], record["source"]) == ("lm", "failed", "node-7")
     assert node.records() == [], "once"
 
 
-def test_what_happens_while_the_exporter_is_away_is_told_after_it() -> None:
+def test_events_while_the_exporter_is_away_are_sent_after_it() -> None:
     node = Node()
     node.evidence_log.observe(link(4, 0))
     node.push()
@@ -289,13 +287,13 @@ def test_what_happens_while_the_exporter_is_away_is_told_after_it() -> None:
     node = restarted(node)
     node.evidence_log.observe(link(1, 1))
     # The rank does not push its end.
-    assert told(node.records()) == [("link_down", "mlx5_0:1")]
+    assert newest_evidence(node.records()) == [("link_down", "mlx5_0:1")]
     # Once the attempt's ranks push again, their records carry it.
     node.push(status="failed")
-    assert told(node.records()) == [("link_down", "mlx5_0:1")]
+    assert newest_evidence(node.records()) == [("link_down", "mlx5_0:1")]
 
 
-def cut_off(node: Node, **last_word: Any) -> Node:
+def after_power_cut(node: Node, **last_word: Any) -> Node:
     """Return the node after a power cut: its saved state is older than the final push of its rank."""
     node.evidence_log.observe(link(4, 0))
     node.push()
@@ -306,7 +304,7 @@ def cut_off(node: Node, **last_word: Any) -> Node:
     return other
 
 
-def passed_on(node: Node, ledger: Embedded | Remote) -> None:
+def forward_once(node: Node, ledger: Embedded | Remote) -> None:
     forward = Forward(node.telemetry, ledger, tick=3600)
     forward.start()
     forward.stop()
@@ -316,36 +314,36 @@ def test_a_last_word_on_disk_outlives_what_was_written_down_before_it_and_gains_
     def remote() -> Remote:
         return Remote("http://127.0.0.1:1", None, tmp_path, Outcomes(CollectorRegistry()))
 
-    def kept() -> Record:
+    def stored_record() -> Record:
         [file] = tmp_path.glob("*.json")
         [record] = json.loads(file.read_text())
         return {name: record.get(name) for name in ("t", "status", "evidence")}
 
     node = Node()
-    before = cut_off(node, status="failed", ended_by="KeyError")
-    passed_on(node, remote())
+    before = after_power_cut(node, status="failed", ended_by="KeyError")
+    forward_once(node, remote())
     exception = {"kind": "exception", "t": node.now, "count": 1, "rank": 0, "detail": "KeyError"}
     last_word = {"t": node.now, "status": "failed", "evidence": [exception]}
-    assert kept() == last_word
+    assert stored_record() == last_word
 
     node = before
     ledger = remote()
     for state, downed in ((1, 1), (4, 1), (1, 2)):
         node.evidence_log.observe(link(state, downed))
-        passed_on(node, ledger)
+        forward_once(node, ledger)
         down = {"kind": "link_down", "t": node.now, "count": downed, "port": "mlx5_0:1"}
-        assert kept() == {**last_word, "evidence": [{**down, "t": node.now - 15 * (state == 4)}, exception]}
+        assert stored_record() == {**last_word, "evidence": [{**down, "t": node.now - 15 * (state == 4)}, exception]}
         node.now += 15
 
     # The push of a live rank is newer than any final record.
     node.push()
-    passed_on(node, ledger)
-    assert (kept()["t"], kept()["status"]) == (node.now, None)
+    forward_once(node, ledger)
+    assert (stored_record()["t"], stored_record()["status"]) == (node.now, None)
 
 
 def test_evidence_on_disk_is_bounded_and_the_newest_stays_and_the_last_word(tmp_path: Path) -> None:
     node = Node()
-    before = cut_off(node, status="failed", ended_by="KeyError")
+    before = after_power_cut(node, status="failed", ended_by="KeyError")
     for one, first in ((node, 101), (before, 1)):
         one.evidence_log.observe(
             [
@@ -353,7 +351,7 @@ def test_evidence_on_disk_is_bounded_and_the_newest_stays_and_the_last_word(tmp_
                 for code in range(first, first + 100)
             ]
         )
-        passed_on(one, Remote("http://127.0.0.1:1", None, tmp_path, Outcomes(CollectorRegistry())))
+        forward_once(one, Remote("http://127.0.0.1:1", None, tmp_path, Outcomes(CollectorRegistry())))
     [[record]] = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
     assert [(entry["kind"], entry["detail"]) for entry in record["evidence"]] == [
         *(("xid", str(code)) for code in range(1, MAX_HOST_ENTRIES + 1)),
@@ -365,17 +363,17 @@ def test_a_ledger_that_has_the_last_word_takes_only_evidence_from_what_was_writt
     tmp_path: Path,
 ) -> None:
     node = Node()
-    before = cut_off(node, status="completed")
+    before = after_power_cut(node, status="completed")
     for one in (node, before):
         ledger = Embedded(Store(tmp_path / "ledger.sqlite"), Outcomes(CollectorRegistry()), now=lambda: before.now)
         one.evidence_log.observe(link(1, 1))
-        passed_on(one, ledger)
-        found = [
+        forward_once(one, ledger)
+        states = [
             (row, labels, value)
             for row, labels, value in ledger.ask(1).samples
             if row in (m.RUN_STATE, m.RUN_INCIDENTS_TOTAL) and value
         ]
-        assert found == [(m.RUN_STATE, ("", "lm", "completed"), 1.0)]
+        assert states == [(m.RUN_STATE, ("", "lm", "completed"), 1.0)]
         ledger.close()
 
 
@@ -409,7 +407,7 @@ def test_the_state_folder_keeps_it_also_when_the_exporter_is_killed(
     other = Forward(again.telemetry, None, tick=3600, memory=StateFile(file))
     other.start()
     again.evidence_log.observe(link(1, 1))
-    assert told(again.records()) == [("link_down", "mlx5_0:1")]
+    assert newest_evidence(again.records()) == [("link_down", "mlx5_0:1")]
     for one in (forward, other):
         one.stop()
 

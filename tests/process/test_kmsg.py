@@ -110,7 +110,7 @@ def client(path: Path, request: bytes) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(PATIENCE)
     connection.connect(str(path))
-    if request:  # who is turned away may have been already
+    if request:  # the server may have refused the connection already
         connection.sendall(request)
     return connection
 
@@ -160,14 +160,14 @@ def test_of_a_device_a_client_gets_the_records_from_the_one_it_wants() -> None:
 
 
 @pytest.mark.parametrize("request_", [b"x\n", b"-1\n", b"1" * 40, b"GET / HTTP/1.1\r\n\r\n", b"\n"])
-def test_who_asks_for_nothing_sensible_is_dropped(tmp_path: Path, serve: Serve, request_: bytes) -> None:
+def test_a_client_with_a_malformed_request_is_dropped(tmp_path: Path, serve: Serve, request_: bytes) -> None:
     (tmp_path / "kmsg").write_text(line(0))
     serve()
     with client(tmp_path / "sock", request_) as connection:
         assert received(connection, b"") == b""
 
 
-def test_who_asks_for_nothing_at_all_or_never_reads_is_dropped(tmp_path: Path) -> None:
+def test_a_client_that_sends_nothing_or_never_reads_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "kmsg").write_text("".join(map(line, range(20_000))))
     for request in (b"", b"0\n"):
         ours, theirs = socket.socketpair()
@@ -375,7 +375,7 @@ def test_the_command_serves_until_sigterm_and_leaves_nothing_behind(tmp_path: Pa
     assert not (tmp_path / "sock").exists()
 
 
-def test_the_command_says_what_it_needs(tmp_path: Path) -> None:
+def test_the_error_of_the_command_names_what_it_needs(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "flopwatch", "kmsg", "--listen", tmp_path / "sock", "--kmsg", tmp_path / "none"],
         capture_output=True,

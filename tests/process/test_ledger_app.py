@@ -121,7 +121,7 @@ def test_a_body_of_unknown_length_is_limited_too(ledger: Ledger) -> None:
     assert ledger.post(chunks)[0] == 413
 
 
-def test_health_is_told_and_other_paths_are_not_there(ledger: Ledger) -> None:
+def test_health_is_served_and_other_paths_are_not_there(ledger: Ledger) -> None:
     assert ledger.ask("GET", "/healthz") == (200, "ok\n")
     assert ledger.ask("GET", "/v1/snapshots")[0] == 405
     assert ledger.ask("GET", "/docs")[0] == 404

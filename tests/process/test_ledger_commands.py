@@ -36,7 +36,7 @@ def ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ledger]:
         yield running
 
 
-def asked(ledger: Ledger | int, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+def run_ledger(ledger: Ledger | int, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     """Run a `flopwatch ledger` command against this ledger or port, and return its status, output and errors."""
     port = ledger if isinstance(ledger, int) else ledger.port
     status = main(["ledger", *arguments, "--url", f"http://127.0.0.1:{port}"])
@@ -44,14 +44,14 @@ def asked(ledger: Ledger | int, capsys: pytest.CaptureFixture[str], *arguments: 
     return status, output, errors
 
 
-def answer(ledger: Ledger, capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    status, output, errors = asked(ledger, capsys, *arguments)
+def json_of(ledger: Ledger, capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    status, output, errors = run_ledger(ledger, capsys, *arguments)
     assert (status, errors) == (0, "")
     return json.loads(output)
 
 
 def test_list_has_a_line_per_run(ledger: Ledger, capsys: pytest.CaptureFixture[str]) -> None:
-    status, output, _ = asked(ledger, capsys, "list")
+    status, output, _ = run_ledger(ledger, capsys, "list")
     lines = [re.split(r" {2,}", line.strip()) for line in output.splitlines()]
     assert status == 0
     assert lines[0] == ["tenant", "run", "state", "attempts", "step", "goodput", "wall clock", "last report"]
@@ -60,19 +60,19 @@ def test_list_has_a_line_per_run(ledger: Ledger, capsys: pytest.CaptureFixture[s
         ["r", "completed", "2", "600", "0.760", "2.2 h"],
         ["research", "llm", "completed", "2", "14", "0.352", "3.0 min"],
     ]
-    runs = answer(ledger, capsys, "list", "--json")["runs"]
+    runs = json_of(ledger, capsys, "list", "--json")["runs"]
     assert {(run["tenant"], run["run"]): run["goodput"] for run in runs} == {
         ("", "loop"): 23 / 152,
         ("", "r"): 6000 / 7895,
         ("research", "llm"): pytest.approx(64 / 182),
     }
-    assert [run["run"] for run in answer(ledger, capsys, "list", "--json", "--tenant", "research")["runs"]] == ["llm"]
+    assert [run["run"] for run in json_of(ledger, capsys, "list", "--json", "--tenant", "research")["runs"]] == ["llm"]
 
 
-def test_show_says_where_the_time_went_and_how_each_attempt_ended(
+def test_show_prints_where_the_time_went_and_how_each_attempt_ended(
     ledger: Ledger, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert asked(ledger, capsys, "show", "llm") == (
+    assert run_ledger(ledger, capsys, "show", "llm") == (
         0,
         """\
 research/llm: completed, 2 attempts, wall 182.0 s
@@ -102,7 +102,7 @@ attempt 1 failed: unknown, 0.28 GPU-hours lost; nothing was seen that explains i
 def test_export_holds_every_attempt_and_they_add_up_to_the_run(
     ledger: Ledger, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record = answer(ledger, capsys, "export", "loop", "--format", "json")
+    record = json_of(ledger, capsys, "export", "loop", "--format", "json")
     expected = replay(LOOP.splitlines())[0]["runs"]["loop"]
     assert (record["buckets"], record["gpu_seconds"]) == (expected["buckets"], expected["gpu_seconds"])
     assert {name: record["summary"][name] for name in ("goodput", "wall_seconds", "ends")} == {
@@ -129,7 +129,7 @@ def test_export_holds_every_attempt_and_they_add_up_to_the_run(
             for bucket, seconds in {**one[kind], "down": one[f"down_{kind}"]}.items():
                 total[bucket] += seconds
         assert total == pytest.approx(record["buckets" if kind == "seconds" else kind])
-    assert attempts == answer(ledger, capsys, "show", "loop", "--json")["attempts"]
+    assert attempts == json_of(ledger, capsys, "show", "loop", "--json")["attempts"]
     # Each loss lasts from one end to the next, the last one until step 16.
     assert [(one["attempt_number"], one["seconds"], one["gpu_seconds"]) for one in record["incidents"]] == [
         (1, 40, 160),
@@ -139,11 +139,11 @@ def test_export_holds_every_attempt_and_they_add_up_to_the_run(
 
 
 def test_export_as_csv_is_a_row_per_attempt(ledger: Ledger, capsys: pytest.CaptureFixture[str]) -> None:
-    status, output, _ = asked(ledger, capsys, "export", "r", "--format", "csv")
+    status, output, _ = run_ledger(ledger, capsys, "export", "r", "--format", "csv")
     rows = list(csv.DictReader(io.StringIO(output)))
     assert (status, len(rows)) == (0, 2)
-    told = {name: value for name, value in rows[0].items() if value not in ("", "0.0")}
-    assert told == {
+    first_row = {name: value for name, value in rows[0].items() if value not in ("", "0.0")}
+    assert first_row == {
         "run": "r",
         "number": "1",
         "attempt": "a1",
@@ -199,16 +199,16 @@ def test_hostile_names_reach_neither_a_terminal_nor_a_spreadsheet(
     ]
     assert ledger.post(json.dumps(records))[0] == 200
     for arguments in (["list"], ["show", "a/b:c@d"], ["export", "a/b:c@d", "--format", "csv"]):
-        status, output, errors = asked(ledger, capsys, *arguments)
+        status, output, errors = run_ledger(ledger, capsys, *arguments)
         assert (status, errors) == (0, "")
         assert "=cmd|" in output
         assert not re.search("[\x00-\x09\x0b-\x1f\u202e]", output)
     rows = list(csv.reader(io.StringIO(output)))
     assert len(rows) == 3
     assert not any(cell.startswith(("=", "+", "-", "@")) for row in rows for cell in row)
-    record = answer(ledger, capsys, "show", "a/b:c@d", "--json", "--tenant", evil)
+    record = json_of(ledger, capsys, "show", "a/b:c@d", "--json", "--tenant", evil)
     assert (record["tenant"], record["attempts"][0]["attempt"]) == (evil, evil)
-    status, output, errors = asked(ledger, capsys, "show", "a/b:c@d", "--tenant", "\x1b[2J")
+    status, output, errors = run_ledger(ledger, capsys, "show", "a/b:c@d", "--tenant", "\x1b[2J")
     assert (status, output, errors) == (1, "", "flopwatch: no run 'a/b:c@d' of tenant '\\x1b[2J'\n")
 
 
@@ -223,16 +223,16 @@ def test_a_run_of_several_tenants_is_asked_for_with_its_tenant(
             == 200
         )
     for arguments in (["show", "shared"], ["export", "shared"], ["close", "shared"]):
-        assert asked(ledger, capsys, *arguments) == (
+        assert run_ledger(ledger, capsys, *arguments) == (
             1,
             "",
             "flopwatch: several tenants have a run 'shared': 'blue', 'red'; name the tenant with --tenant NAME\n",
         )
-    assert answer(ledger, capsys, "show", "shared", "--tenant", "red", "--json")["attempts"][0]["attempt"] == "red"
-    assert asked(ledger, capsys, "close", "shared", "--tenant", "red")[0] == 0
+    assert json_of(ledger, capsys, "show", "shared", "--tenant", "red", "--json")["attempts"][0]["attempt"] == "red"
+    assert run_ledger(ledger, capsys, "close", "shared", "--tenant", "red")[0] == 0
     assert {
         run["tenant"]: run["state"]
-        for run in answer(ledger, capsys, "list", "--json")["runs"]
+        for run in json_of(ledger, capsys, "list", "--json")["runs"]
         if run["run"] == "shared"
     } == {"blue": "down", "red": "stopped"}
 
@@ -243,52 +243,58 @@ def test_a_run_is_closed_by_hand_however_its_attempt_ended(
     end: str | None, status: str, ledger: Ledger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, now, ago = f"close-{end}-{status}", time.time(), 5 if end is None else 400
-    who = {"run": run, "attempt": "a1", "source": "h1", "gpus": 8}
+    base = {"run": run, "attempt": "a1", "source": "h1", "gpus": 8}
     records: list[dict[str, Any]] = [
-        {**who, "t": now - 500, "event": "start", "step": 0},
-        {**who, "t": now - ago, "event": "snapshot", "step": 9, "activity_seconds": {"startup": 10, "step": 490 - ago}},
+        {**base, "t": now - 500, "event": "start", "step": 0},
+        {
+            **base,
+            "t": now - ago,
+            "event": "snapshot",
+            "step": 9,
+            "activity_seconds": {"startup": 10, "step": 490 - ago},
+        },
     ]
     if end is not None:
-        records.append({**who, "t": now - ago + 10, "event": "finish", "status": end})
+        records.append({**base, "t": now - ago + 10, "event": "finish", "status": end})
     assert ledger.post(json.dumps(records))[0] == 200
-    assert asked(ledger, capsys, "close", run, "--status", status) == (
+    assert run_ledger(ledger, capsys, "close", run, "--status", status) == (
         0,
         f"run {run} was {'queued' if end == 'preempted' else 'running' if end is None else 'down'} and is {status}\n"
         + ("records that its attempt still sends are ignored\n" if end is None else ""),
         "",
     )
-    record = answer(ledger, capsys, "show", run, "--json")
+    record = json_of(ledger, capsys, "show", run, "--json")
     assert record["summary"]["state"] == status
     assert record["buckets"]["down"] + record["buckets"]["other"] == pytest.approx(ago, abs=30)
     assert record["gpu_seconds"]["down"] == 0
     assert record["summary"]["wall_seconds"] == pytest.approx(500, abs=30)
-    assert asked(ledger, capsys, "close", run) == (1, "", f"flopwatch: run '{run}' has {status} already\n")
+    assert run_ledger(ledger, capsys, "close", run) == (1, "", f"flopwatch: run '{run}' has {status} already\n")
 
 
 def test_a_submission_that_never_started_can_be_closed_too(ledger: Ledger, capsys: pytest.CaptureFixture[str]) -> None:
     assert ledger.post('{"t": 10, "run": "waiting", "event": "submitted"}')[0] == 200
-    assert asked(ledger, capsys, "close", "waiting")[:2] == (0, "run waiting was queued and is stopped\n")
-    assert answer(ledger, capsys, "show", "waiting", "--json")["summary"]["state"] == "stopped"
-    assert asked(ledger, capsys, "show", "waiting")[0] == 0
+    assert run_ledger(ledger, capsys, "close", "waiting")[:2] == (0, "run waiting was queued and is stopped\n")
+    assert json_of(ledger, capsys, "show", "waiting", "--json")["summary"]["state"] == "stopped"
+    assert run_ledger(ledger, capsys, "show", "waiting")[0] == 0
 
 
-def test_a_ledger_that_wants_a_token_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_token_is_named_in_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "token").write_text("s3cret")
     (tmp_path / "wrong").write_text("wrong")
     with serving(tmp_path / "state", "--token-file", str(tmp_path / "token")) as ledger:
         assert ledger.post(LOOP, Authorization="Bearer s3cret")[0] == 200
         url = f"http://127.0.0.1:{ledger.port}"
         for arguments in (["list"], ["show", "loop"], ["export", "loop"], ["close", "loop"]):
-            assert asked(ledger, capsys, *arguments) == (
+            assert run_ledger(ledger, capsys, *arguments) == (
                 1,
                 "",
                 f"flopwatch: {url} requires a token: send Authorization: Bearer with the token of --token-file; "
                 "set --token-file to the file with its token\n",
             )
-            status, _, errors = asked(ledger, capsys, *arguments, "--token-file", str(tmp_path / "wrong"))
+            status, _, errors = run_ledger(ledger, capsys, *arguments, "--token-file", str(tmp_path / "wrong"))
             assert (status, errors.startswith(f"flopwatch: {url} rejects the token: ")) == (1, True)
-        assert asked(ledger, capsys, "show", "loop", "--token-file", str(tmp_path / "token"))[0] == 0
-        assert asked(ledger, capsys, "list", "--token-file", str(tmp_path / "none"))[0] == 1
+        assert run_ledger(ledger, capsys, "show", "loop", "--token-file", str(tmp_path / "token"))[0] == 0
+        assert run_ledger(ledger, capsys, "list", "--token-file", str(tmp_path / "none"))[0] == 1
 
 
 @contextmanager
@@ -327,13 +333,13 @@ def test_what_is_no_ledger_is_named(
     status: int, body: bytes, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with answering(status, body) as port:
-        result = asked(port, capsys, "list")
+        result = run_ledger(port, capsys, "list")
     assert result[:2] == (1, "")
     assert f"flopwatch: http://127.0.0.1:{port} {complaint}" in result[2]
 
 
-def test_where_nobody_listens_the_flag_to_change_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert asked(1, capsys, "list") == (
+def test_an_unreachable_ledger_is_reported_with_the_flag_to_change(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_ledger(1, capsys, "list") == (
         1,
         "",
         "flopwatch: --url: cannot reach a ledger at http://127.0.0.1:1 ([Errno 111] Connection refused); set --url "
@@ -351,7 +357,7 @@ def test_where_nobody_listens_the_flag_to_change_is_named(capsys: pytest.Capture
         (b'{"run": 7}', 400),
         (b'{"run": "r", "status": "failed"}', 400),
         (b'{"run": "r", "tenant": []}', 400),
-        (b'{"run": "nobody"}', 404),
+        (b'{"run": "unknown"}', 404),
         (b"[" * 100_000, 400),
     ],
 )
@@ -372,10 +378,10 @@ def test_the_ledger_inside_an_exporter_is_asked_the_same_way(
         node.push(training(20, 40.0, started + 100, start_unix=started, attempt="a1"))
         node.wait_for("run_high_water_steps{tenant=,run=lm}", 20)
         # Series that are first served as 0 are exported with their full values.
-        status, output, _ = asked(port, capsys, "export", "lm")
+        status, output, _ = run_ledger(port, capsys, "export", "lm")
         assert (status, json.loads(output)["buckets"]["productive"]) == (0, 40)
-        assert asked(port, capsys, "list")[0] == 0
-        assert asked(port, capsys, "close", "lm") == (
+        assert run_ledger(port, capsys, "list")[0] == 0
+        assert run_ledger(port, capsys, "close", "lm") == (
             0,
             "run lm was running and is stopped\nrecords that its attempt still sends are ignored\n",
             "",

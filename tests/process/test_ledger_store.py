@@ -40,7 +40,7 @@ def history(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (HISTORIES / f"{name}.jsonl").read_text().splitlines()]
 
 
-def told(records: list[dict[str, Any]]) -> dict[str, Any]:
+def summary_in_memory(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures of a ledger that only ever was in memory."""
     ledger = Ledger()
     for record in records:
@@ -49,7 +49,7 @@ def told(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @contextmanager
-def no_more_than(size: int) -> Iterator[None]:
+def file_size_limit(size: int) -> Iterator[None]:
     """Limit the size of every file that this process writes, as a full disk would."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
@@ -67,7 +67,7 @@ def test_a_ledger_restarted_at_every_turn_gives_the_same_figures(name: str, tmp_
         with closing(Store(tmp_path / "ledger.sqlite", clock=lambda: NOW)) as store:
             store.apply(records[begin : begin + step])
     with closing(Store(tmp_path / "ledger.sqlite", clock=lambda: NOW)) as store:
-        assert store.summary() == told(records)
+        assert store.summary() == summary_in_memory(records)
         ledger = Ledger()
         for record in records:
             ledger.apply(record)
@@ -111,13 +111,13 @@ def test_a_ledger_killed_at_any_moment_has_what_it_acknowledged_and_loses_no_sec
         prefixes = range(max(acknowledged, before), min(len(records), max(acknowledged, before) + len(rest) + 2) + 1)
         with closing(Store(path, clock=lambda: NOW)) as store:
             summary = store.summary()
-        matching = [number for number in prefixes if told(records[:number]) == summary]
+        matching = [number for number in prefixes if summary_in_memory(records[:number]) == summary]
         assert matching, f"not the books after any of the records {prefixes}"
         before = matching[0]
     with closing(Store(path, clock=lambda: NOW)) as store:
         for record in records:
             store.apply([record])
-        assert store.summary() == told(records)
+        assert store.summary() == summary_in_memory(records)
 
 
 def test_all_records_of_a_delivery_are_taken_or_none(tmp_path: Path) -> None:
@@ -130,19 +130,21 @@ def test_all_records_of_a_delivery_are_taken_or_none(tmp_path: Path) -> None:
         assert store.summary() == before
 
 
-def test_when_the_disk_is_full_the_sender_is_told_and_its_next_snapshot_makes_up_for_it(tmp_path: Path) -> None:
+def test_when_the_disk_is_full_the_sender_gets_an_error_and_its_next_snapshot_makes_up_for_it(tmp_path: Path) -> None:
     records = history("crash_and_move")
     with closing(Store(tmp_path / "ledger.sqlite", clock=lambda: NOW)) as store:
         store.apply(records[:60])
         before, served = store.summary(), store.families(1500)
-        with no_more_than((tmp_path / "ledger.sqlite-wal").stat().st_size), pytest.raises(sqlite3.OperationalError):
+        with file_size_limit((tmp_path / "ledger.sqlite-wal").stat().st_size), pytest.raises(sqlite3.OperationalError):
             store.apply(records[60:90])
         assert (store.summary(), store.families(1500)) == (before, served)
         store.apply(records[60:61])
-        assert store.summary() == told(records[:61])
+        assert store.summary() == summary_in_memory(records[:61])
         store.apply(records[120:])
     with closing(Store(tmp_path / "ledger.sqlite", clock=lambda: NOW)) as store:
-        assert store.summary()["runs"]["r"]["buckets"] == pytest.approx(told(records)["runs"]["r"]["buckets"])
+        assert store.summary()["runs"]["r"]["buckets"] == pytest.approx(
+            summary_in_memory(records)["runs"]["r"]["buckets"]
+        )
 
 
 def intact(path: Path) -> None:
@@ -159,7 +161,7 @@ def intact(path: Path) -> None:
         pytest.param(lambda content: content.replace(b'"frontier"', b'"frontear"'), id="another meaning"),
     ],
 )
-def test_a_damaged_file_is_kept_aside_and_the_accounts_begin_anew(damage: Any, tmp_path: Path) -> None:
+def test_a_damaged_file_is_kept_aside_and_the_accounts_start_over(damage: Any, tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     intact(path)
     damaged = damage(path.read_bytes())
@@ -186,18 +188,18 @@ def test_a_file_of_the_first_format_is_taken_over_with_all_it_holds(tmp_path: Pa
         "committed_timestamp",
     }
 
-    def known(summary: dict[str, Any]) -> dict[str, Any]:
+    def comparable(summary: dict[str, Any]) -> dict[str, Any]:
         return {name: {k: v for k, v in run.items() if k not in counted_since} for name, run in summary["runs"].items()}
 
     with closing(Store(path, new_for=60, clock=lambda: NOW + 10)) as store:
-        assert known(store.summary()) == known(told(records))
+        assert comparable(store.summary()) == comparable(summary_in_memory(records))
         # A run that existed before is not new.
         assert max(value for row, _, value in store.families(NOW + 10) if row is m.RUN_SECONDS_TOTAL) == 2750
         store.apply(history("crash_and_move")[300:])
         store.apply(history("crash_loop")[7:])
     with closing(Store(path, clock=lambda: NOW)) as store:
         everything = [*history("crash_and_move"), *history("two_nodes_then_one"), *history("crash_loop")]
-        assert known(store.summary()) == known(told(everything))
+        assert comparable(store.summary()) == comparable(summary_in_memory(everything))
         assert [one["attempt"] for one in store.figures("loop")["attempts"]] == ["a2", "a3", "a4"]
         assert [one["attempt_number"] for one in store.figures("loop")["incidents"]] == [2, 3]
     assert [file.name for file in tmp_path.iterdir() if "corrupt" in file.name] == []
@@ -208,12 +210,12 @@ def test_a_file_of_the_second_format_is_taken_over_with_its_losses(tmp_path: Pat
     shutil.copy(CAPTURES / "ledger" / "format_2.sqlite", path)
     others = [*history("two_nodes_then_one"), *history("crash_loop")]
     with closing(Store(path, clock=lambda: NOW)) as store:
-        assert store.summary() == told([*history("crash_and_move")[:300], *others])
+        assert store.summary() == summary_in_memory([*history("crash_and_move")[:300], *others])
         losses = store.summary()["runs"]["loop"]["incidents"]
         assert losses == {"end": {"unknown": 2, "host": 1}, "slow": {}, "stall": {}}
         store.apply(history("crash_and_move")[300:])
     with closing(Store(path, clock=lambda: NOW)) as store:
-        assert store.summary() == told([*history("crash_and_move"), *others])
+        assert store.summary() == summary_in_memory([*history("crash_and_move"), *others])
 
 
 def test_a_file_of_a_newer_version_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -293,7 +295,7 @@ def test_an_ended_run_is_served_for_a_day_and_then_forgotten(tmp_path: Path) -> 
         assert runs(store, clock[0] + 30 * 24 * 3600) == {"loop"}
 
 
-def test_a_run_that_nobody_ends_is_given_up_and_its_accounts_are_served_for_another_day(tmp_path: Path) -> None:
+def test_an_abandoned_run_is_given_up_and_its_accounts_are_served_for_another_day(tmp_path: Path) -> None:
     day, path = 24 * 3600.0, tmp_path / "ledger.sqlite"
     clock = [NOW]
 
@@ -404,7 +406,7 @@ def test_deliveries_and_scrapes_from_many_threads_do_not_disturb_each_other(tmp_
         for thread in threads:
             thread.join()
         assert errors == []
-        expected = told(records[:120])["runs"]["r"]
+        expected = summary_in_memory(records[:120])["runs"]["r"]
         assert store.summary()["runs"] == {f"r{number}": expected for number in range(4)}
 
 
@@ -421,7 +423,7 @@ def test_the_file_can_be_copied_while_it_is_in_use(tmp_path: Path) -> None:
 
 @given(histories(clean=False), st.integers(0, 2**32))
 @settings(max_examples=25, deadline=None, derandomize=True)
-def test_a_ledger_that_lives_through_restarts_says_what_one_does_that_does_not(generated: Generated, seed: int) -> None:
+def test_a_ledger_with_restarts_has_the_figures_of_one_without(generated: Generated, seed: int) -> None:
     chance, lines = random.Random(seed), list(mangled(generated.lines, seed))
     with tempfile.TemporaryDirectory() as folder:
         path, at = Path(folder) / "ledger.sqlite", 0
@@ -437,8 +439,11 @@ def test_a_ledger_that_lives_through_restarts_says_what_one_does_that_does_not(g
         with closing(Store(path, clock=lambda: LATER)) as store:
             assert store.summary() == replayed.summary()
             for _, name in replayed.runs:
-                live, told = store.figures(name), views.figures(replayed.runs["", name], LATER)
-                assert (live["attempts"], live["incidents"]) == (told["attempts"], told["incidents"])
+                live, replayed_figures = store.figures(name), views.figures(replayed.runs["", name], LATER)
+                assert (live["attempts"], live["incidents"]) == (
+                    replayed_figures["attempts"],
+                    replayed_figures["incidents"],
+                )
 
 
 def test_deliveries_that_come_together_share_a_transaction_and_each_is_on_disk_when_it_returns(tmp_path: Path) -> None:
@@ -456,8 +461,8 @@ def test_deliveries_that_come_together_share_a_transaction_and_each_is_on_disk_w
         def deliver(number: int) -> None:
             store.apply([{"t": 1.0, "run": f"r{number}", "event": "submitted"}])
             with closing(sqlite3.connect(path)) as db:
-                [[found]] = db.execute("SELECT count(*) FROM runs WHERE run = ?", (f"r{number}",))
-                written.append(found)
+                [[count]] = db.execute("SELECT count(*) FROM runs WHERE run = ?", (f"r{number}",))
+                written.append(count)
 
         with store._lock:  # like a slow disk
             threads = [threading.Thread(target=deliver, args=(number,)) for number in range(count)]
@@ -472,10 +477,10 @@ def test_deliveries_that_come_together_share_a_transaction_and_each_is_on_disk_w
 
 def test_a_delivery_that_breaks_the_ledger_costs_the_others_nothing(tmp_path: Path) -> None:
     class Broken(Ledger):
-        def apply(self, line: Any, heard: float | None = None) -> Any:
+        def apply(self, line: Any, received: float | None = None) -> Any:
             if line.run == "bad":
                 raise ArithmeticError("a mistake of ours")
-            return super().apply(line, heard)
+            return super().apply(line, received)
 
     outcomes: dict[str, str] = {}
     with closing(Store(tmp_path / "ledger.sqlite", clock=lambda: NOW)) as store:

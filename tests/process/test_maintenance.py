@@ -60,17 +60,17 @@ def test_an_end_is_served_until_a_day_after_it(tmp_path: Path) -> None:
     assert served(NOW) == []
 
 
-def test_a_file_that_says_nothing_is_complained_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreadable_file_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     node = Maintenance(tmp_path, "node-7")
     file = tmp_path / "maintenance"
     assert (node.samples(), until(tmp_path), caplog.messages) == ([], (None, ""), [])
     file.write_text("two hours\n")
     for _ in range(2):
         assert node.samples() == []
-    said = f"{file} contains 'two hours'; write 2h, or the Unix time of the end"
-    assert caplog.messages == [f"{said}: alerts of this node are not held back"]
+    problem = f"{file} contains 'two hours'; write 2h, or the Unix time of the end"
+    assert caplog.messages == [f"{problem}: alerts of this node are not held back"]
     shown = flopwatch_command("maintenance", "list", "--state", tmp_path)
-    assert (shown.returncode, shown.stdout, shown.stderr) == (1, "", f"flopwatch: {said}\n")
+    assert (shown.returncode, shown.stdout, shown.stderr) == (1, "", f"flopwatch: {problem}\n")
     file.write_text("2h\n")
     assert len(node.samples()) == 1
     file.unlink()
@@ -79,7 +79,7 @@ def test_a_file_that_says_nothing_is_complained_of_once(tmp_path: Path, caplog: 
     assert caplog.messages[1:] == [f"{file} cannot be read: Is a directory: alerts of this node are not held back"]
 
 
-def test_the_exporter_serves_what_the_command_says_and_forgets_nothing_in_a_restart(tmp_path: Path) -> None:
+def test_the_exporter_serves_what_the_command_sets_and_forgets_nothing_in_a_restart(tmp_path: Path) -> None:
     state = tmp_path / "state"
     series = "host_maintenance_until_timestamp_seconds{host=node-7}"
     with exporter(state, "--simulate", "h100x8") as running:
@@ -88,12 +88,12 @@ def test_the_exporter_serves_what_the_command_says_and_forgets_nothing_in_a_rest
         done = flopwatch_command("maintenance", "start", "--for", "2h", "--state", state)
         assert re.fullmatch(r"in maintenance until 2\d{3}-\d\d-\d\d \d\d:\d\d:\d\d \+\d{4}\n", done.stdout), done
         # A page younger than a quarter of a second is shared, so the first one may be older than the command.
-        assert running.wait_until(lambda found: series in found)[series] == pytest.approx(before + 7200, abs=30)
+        assert running.wait_until(lambda scraped: series in scraped)[series] == pytest.approx(before + 7200, abs=30)
         assert running.end() == 0
     with exporter(state, "--simulate", "h100x8") as running:
         assert running.series()[series] == pytest.approx(before + 7200, abs=30)
         assert flopwatch_command("maintenance", "stop", "--state", state).stdout == "not in maintenance\n"
-        assert running.wait_until(lambda found: found[series] < before + 3600)[series] <= time.time()
+        assert running.wait_until(lambda scraped: scraped[series] < before + 3600)[series] <= time.time()
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_the_exporter_serves_what_the_command_says_and_forgets_nothing_in_a_rest
         (["start", "--for", "2h", "--state", "/nowhere/at/all"], 1, "cannot write /nowhere/at/all/maintenance"),
     ],
 )
-def test_what_cannot_be_done_is_said(arguments: list[str], status: int, message: str) -> None:
+def test_an_impossible_command_is_an_error(arguments: list[str], status: int, message: str) -> None:
     done = flopwatch_command("maintenance", *arguments)
     assert done.returncode == status
     assert message in done.stderr

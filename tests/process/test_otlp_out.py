@@ -150,7 +150,7 @@ def exposed(row: Metric, labels: dict[str, str], bounds: tuple[float, ...] = DUR
 def test_every_training_family_arrives_under_its_own_name_and_labels(backend: Backend, way: str) -> None:
     run = f"all-{way}"
     text = {label: f"some {label}" for row in TRAINING for label in row.labels}
-    said = {row: {key: text[key] for key in row.labels if key not in ("run", "rank")} for row in TRAINING}
+    labels_of = {row: {key: text[key] for key in row.labels if key not in ("run", "rank")} for row in TRAINING}
     wire = Wire(getattr(backend, way), time.time() - 60, None)
     for at in (1.0, 2.0):  # labels that change from push to push start no new series
         wire.send(
@@ -162,13 +162,13 @@ def test_every_training_family_arrives_under_its_own_name_and_labels(backend: Ba
                         "flopwatch.rank": 3,
                         "flopwatch.open_step_seconds": at,
                     },
-                    {row: [(labels, at)] for row, labels in said.items() if row.type != "histogram"},
+                    {row: [(labels, at)] for row, labels in labels_of.items() if row.type != "histogram"},
                     (DURATION_BOUNDS, [1] * (len(DURATION_BOUNDS) + 1), 9.5),
                 )
             )
         )
-    whose = {"run": run, "rank": "3"}
-    expected = {one for row in TRAINING for one in exposed(row, {key: {**text, **whose}[key] for key in row.labels})}
+    ids = {"run": run, "rank": "3"}
+    expected = {one for row in TRAINING for one in exposed(row, {key: {**text, **ids}[key] for key in row.labels})}
     eventually(lambda: backend.series(run), expected)
     # Two cumulative snapshots are one counter, not their sum.
     assert backend.query(f'training_tokens_total{{run="{run}"}}')[0][1] == 2
@@ -178,7 +178,7 @@ def test_every_training_family_arrives_under_its_own_name_and_labels(backend: Ba
     assert (count, total) == (len(DURATION_BOUNDS) + 1, 9.5)
 
 
-def test_what_a_training_process_says_is_found_with_promql_behind_a_collector(backend: Backend) -> None:
+def test_the_series_of_a_training_process_are_found_with_promql_behind_a_collector(backend: Backend) -> None:
     answer = python(
         """
 import json, time
@@ -199,8 +199,8 @@ run.finish()
     rows = {row.name: row for row in TRAINING}
     expected = exposed(TRAINING_STEP_DURATION_SECONDS, {"run": "llama"})
     for name, labels in json.loads(answer.stdout):
-        whose = {key: text for key, text in {"run": "llama", "rank": "0"}.items() if key in rows[name].labels}
-        expected |= exposed(rows[name], {**whose, **labels})
+        ids = {key: text for key, text in {"run": "llama", "rank": "0"}.items() if key in rows[name].labels}
+        expected |= exposed(rows[name], {**ids, **labels})
     eventually(lambda: backend.series("llama"), expected)
     eventually(lambda: [value for _, value in backend.query('training_steps_total{run="llama", rank="0"}')], [5.0])
     assert [value for _, value in backend.query('sum by (run) (training_tokens_total{run="llama"})')] == [320]
@@ -300,7 +300,7 @@ def test_a_foreign_receiver_behind_tls_gets_headers_of_its_own(
     }
 
 
-def test_a_certificate_that_nobody_vouches_for_is_not_spoken_to(secure: tuple[str, Path, list[dict[str, str]]]) -> None:
+def test_a_server_with_an_untrusted_certificate_gets_no_push(secure: tuple[str, Path, list[dict[str, str]]]) -> None:
     url, _, headers = secure
     answer = python(LOOP, FLOPWATCH_ENDPOINT=url)
     assert answer.returncode == 0
@@ -309,7 +309,7 @@ def test_a_certificate_that_nobody_vouches_for_is_not_spoken_to(secure: tuple[st
 
 
 @pytest.mark.parametrize("text", ["token", "=value", "a=1,b"])
-def test_headers_that_are_none_are_an_error_at_start(text: str) -> None:
+def test_invalid_headers_are_an_error_at_start(text: str) -> None:
     with pytest.raises(ValueError, match="FLOPWATCH_HEADERS: write name=value"):
         Wire("http://127.0.0.1:9", 0.0, None, text)
 

@@ -217,7 +217,7 @@ def test_a_read_of_sysfs_that_hangs_costs_the_ports_until_it_ends(
     ]
 
 
-def test_a_killed_child_is_said_to_have_exited_and_is_replaced_after_a_pause(odd: Callable[..., Reader]) -> None:
+def test_a_killed_child_is_reported_as_exited_and_is_replaced_after_a_pause(odd: Callable[..., Reader]) -> None:
     reader = odd(backoff=1.0)
     first = pid(reader.ask(LONG))
     os.kill(first, signal.SIGKILL)
@@ -308,7 +308,7 @@ def test_the_child_ends_when_its_parent_is_killed(odd: Callable[..., Reader], tm
     assert gone(child)
 
 
-def test_a_source_that_does_not_exist_says_why(tmp_path: Path) -> None:
+def test_a_source_that_does_not_exist_has_a_reason(tmp_path: Path) -> None:
     settings = ExporterSettings(state=tmp_path, sysfs=tmp_path / "sys", kmsg=tmp_path / "kmsg")
     reasons = {}
     for reader in hardware(settings, host_sources(settings))[1:]:
@@ -381,7 +381,7 @@ def test_a_failed_read_between_two_good_ones_loses_no_label(odd: Callable[..., R
     assert third.samples == first.samples != []
 
 
-def test_the_child_that_replaces_another_tells_its_labels_anew(odd: Callable[..., Reader]) -> None:
+def test_the_child_that_replaces_another_sends_its_labels_again(odd: Callable[..., Reader]) -> None:
     reader = odd()
     first = pid(reader.ask(LONG))
     reader.ask(LONG)
@@ -397,7 +397,7 @@ def test_the_child_that_replaces_another_tells_its_labels_anew(odd: Callable[...
     ("read", "kind", "reason"),
     [
         ("raise AccessLost('/dev/nvidiactl')", "blind", "AccessLost: /dev/nvidiactl"),
-        ("raise OSError('what nobody expected')", "error", "OSError: what nobody expected"),
+        ("raise OSError('unexpected')", "error", "OSError: unexpected"),
         (
             "samples[:] = [(GPU_PRESENT, ('0', ''), object())]",
             "error",
@@ -420,7 +420,9 @@ def test_the_child_that_replaces_another_tells_its_labels_anew(odd: Callable[...
         ),
     ],
 )
-def test_each_kind_of_failure_says_so(odd: Callable[..., Reader], read: str, kind: str, reason: str) -> None:
+def test_each_kind_of_failure_has_its_kind_and_reason(
+    odd: Callable[..., Reader], read: str, kind: str, reason: str
+) -> None:
     reading = odd(read=read).ask(LONG)
     assert (reading.ok, reading.supported, reading.kind, reading.reason) == (False, True, kind, reason)
 
@@ -449,7 +451,7 @@ def test_a_child_below_the_cap_stays(odd: Callable[..., Reader]) -> None:
     assert len({pid(reader.ask(LONG)) for _ in range(5)}) == 1
 
 
-def test_an_answer_that_nobody_fetched_for_long_is_none(odd: Callable[..., Reader], tmp_path: Path) -> None:
+def test_an_answer_that_was_not_fetched_for_long_is_discarded(odd: Callable[..., Reader], tmp_path: Path) -> None:
     reader = odd(stale_after=0.5, read=UNTIL_THE_FLAG)
     (tmp_path / "flag").touch()
     eventually(reader, lambda reading: reading.ok)
@@ -464,7 +466,7 @@ def test_an_answer_that_nobody_fetched_for_long_is_none(odd: Callable[..., Reade
     eventually(reader, lambda reading: reading.ok)
 
 
-def test_an_answer_says_how_old_it_is(odd: Callable[..., Reader], tmp_path: Path) -> None:
+def test_an_answer_has_its_age(odd: Callable[..., Reader], tmp_path: Path) -> None:
     reader = odd(read="time.sleep(0.3)")
     # The duration of the read does not count as age.
     assert shortest(lambda: reader.ask(LONG).age, 0.25) < 0.25

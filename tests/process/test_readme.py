@@ -38,7 +38,7 @@ class Batch:
         return 8192
 
 
-def test_the_training_loop_runs_and_counts_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_training_loop_runs_and_its_steps_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOPWATCH_DISABLE", "1")
     saved: list[int] = []
     names = {

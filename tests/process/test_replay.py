@@ -210,7 +210,7 @@ def test_lines_that_are_late_by_a_few_places_are_taken_by_their_stamps() -> None
         assert replay([lines[place] for place in sorted(range(len(lines)), key=late.__getitem__)]) == replay(lines)
 
 
-def told(event: str, t: float, attempt: object = "a", source: object = "h", /, **more: Any) -> str:
+def record_line(event: str, t: float, attempt: object = "a", source: object = "h", /, **more: Any) -> str:
     return json.dumps({"t": t, "run": "r", "attempt": attempt, "source": source, "event": event, **more})
 
 
@@ -223,30 +223,32 @@ def figures(*lines: str) -> dict[str, Any]:
     }
 
 
-def test_steps_up_to_the_one_restored_were_made_before_whoever_was_heard_making_them() -> None:
+def test_steps_up_to_the_restored_one_count_as_made_before() -> None:
     peak = {"gpus": 8, "peak_flops": 10.0}
     run = figures(
-        told("start", 0, "a", step=50, **peak),
-        told("start", 100, "b", step=35, **peak),
-        told("snapshot", 260, "b", step=51, activity_seconds={"step": 160}, model_flops=1600, **peak),
+        record_line("start", 0, "a", step=50, **peak),
+        record_line("start", 100, "b", step=35, **peak),
+        record_line("snapshot", 260, "b", step=51, activity_seconds={"step": 160}, model_flops=1600, **peak),
     )
     # Steps of 10 s. Only step 51 is new, in seconds and in FLOPs.
     assert run["buckets"] == {"productive": 10, "lost": 150, "down": 100}
     assert run["effective_mfu"] == 100 / (10 * 260)
 
 
-def test_a_process_that_says_it_did_nothing_is_alive_and_its_time_is_not_down_time() -> None:
-    idle = [told("snapshot", t, step=0, activity_seconds={"step": 0}) for t in range(10, 101, 10)]
-    run = figures(told("start", 0, step=0), *idle, told("start", 200, "b", step=0), told("finish", 210, "b"))
+def test_a_process_that_reports_no_work_is_alive_and_its_time_is_not_down_time() -> None:
+    idle = [record_line("snapshot", t, step=0, activity_seconds={"step": 0}) for t in range(10, 101, 10)]
+    run = figures(
+        record_line("start", 0, step=0), *idle, record_line("start", 200, "b", step=0), record_line("finish", 210, "b")
+    )
     assert run["buckets"] == {"other": 110, "down": 100}
 
 
-def test_one_source_may_tell_the_position_of_all() -> None:
+def test_one_source_may_report_the_position_of_all() -> None:
     peak = {"gpus": 4, "peak_flops": 10.0}
-    lines = [told("start", 0, "a", source, step=0, **peak) for source in "xyz"]
+    lines = [record_line("start", 0, "a", source, step=0, **peak) for source in "xyz"]
     for t in range(10, 101, 10):
         lines += [
-            told(
+            record_line(
                 "snapshot",
                 t,
                 "a",
@@ -265,7 +267,7 @@ def test_one_source_may_tell_the_position_of_all() -> None:
 
 def test_gpus_that_an_attempt_is_given_while_it_runs_were_not_held_before() -> None:
     def at(t: float, gpus: int) -> str:
-        return told(
+        return record_line(
             "snapshot",
             t,
             step=t // 10,
@@ -276,7 +278,7 @@ def test_gpus_that_an_attempt_is_given_while_it_runs_were_not_held_before() -> N
         )
 
     run = figures(
-        told("start", 0, step=0, gpus=4, peak_flops=40.0),
+        record_line("start", 0, step=0, gpus=4, peak_flops=40.0),
         *(at(t, 4) for t in range(10, 201, 10)),
         *(at(t, 8) for t in range(210, 401, 10)),
     )
@@ -285,9 +287,9 @@ def test_gpus_that_an_attempt_is_given_while_it_runs_were_not_held_before() -> N
 
 def test_names_may_be_numbers_and_a_file_may_begin_with_a_mark_or_come_from_a_pipe(tmp_path: Path) -> None:
     lines = [
-        told("start", 0, 1, 7, step=0),
-        told("snapshot", 20, 1, 7, step=2, activity_seconds={"step": 20}),
-        told("finish", 20, 1, 7),
+        record_line("start", 0, 1, 7, step=0),
+        record_line("snapshot", 20, 1, 7, step=2, activity_seconds={"step": 20}),
+        record_line("finish", 20, 1, 7),
     ]
     assert figures(*lines)["buckets"] == {"productive": 20}
     path = tmp_path / "history.jsonl"
@@ -313,23 +315,23 @@ def test_a_line_that_python_itself_refuses_is_named_too(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "told"),
+    ("lines", "expected_errors"),
     [
         ([], ["no run in this history: a run begins with an event submitted, start or snapshot"]),
         (
-            ["}"] * 30 + [told("start", 0)],
+            ["}"] * 30 + [record_line("start", 0)],
             [f"line {n}: not JSON: Expecting value at character 1" for n in range(1, 21)]
             + ["10 more lines that cannot be read"],
         ),
     ],
 )
-def test_what_keeps_a_history_from_being_replayed_is_told_and_at_most_twenty_times(
-    lines: list[str], told: list[str], tmp_path: Path
+def test_errors_in_a_history_are_listed_up_to_twenty_times(
+    lines: list[str], expected_errors: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "h").write_text("\n".join(lines))
     done = command(str(tmp_path / "h"), "--json")
     assert done.returncode == 1
-    assert [text.partition(f"{tmp_path / 'h'}: ")[2] for text in done.stderr.splitlines()] == told
+    assert [text.partition(f"{tmp_path / 'h'}: ")[2] for text in done.stderr.splitlines()] == expected_errors
     assert list(json.loads(done.stdout)["runs"]) == (["r"] if lines else [])
 
 
@@ -339,7 +341,7 @@ def crash(*, source_of_b: str = "h") -> list[str]:
 
     def step(t: float, attempt: str, source: str, made: int, first: int) -> str:
         seconds = 10 * (made - first)
-        return told(
+        return record_line(
             "snapshot",
             t,
             attempt,
@@ -351,13 +353,13 @@ def crash(*, source_of_b: str = "h") -> list[str]:
         )
 
     return [
-        told("start", 0, "a", step=0, **peak),
+        record_line("start", 0, "a", step=0, **peak),
         step(100, "a", "h", 10, 0),
         step(200, "a", "h", 20, 0),
-        told("start", 250, "b", source_of_b, step=10, **peak),
+        record_line("start", 250, "b", source_of_b, step=10, **peak),
         step(350, "b", source_of_b, 20, 10),
         step(450, "b", source_of_b, 30, 10),
-        told("finish", 450, "b", source_of_b, status="completed"),
+        record_line("finish", 450, "b", source_of_b, status="completed"),
     ]
 
 
@@ -369,16 +371,18 @@ def test_a_line_that_comes_after_those_that_follow_it_is_put_where_it_was() -> N
         moved = lines[:number] + lines[number + 1 : later + 1] + [lines[number]] + lines[later + 1 :]
         assert figures(*moved) == expected, (number, later)
     assert figures(*lines[3:], *lines[:3]) == expected
-    planned = told("finish", 200, "a", status="preempted")
+    planned = record_line("finish", 200, "a", status="preempted")
     assert figures(*lines[:3], planned, *lines[3:]) == figures(*lines[:4], planned, *lines[4:])
 
 
-def test_what_hosts_said_at_the_same_time_may_stand_one_after_the_other() -> None:
+def test_simultaneous_records_of_hosts_may_follow_one_another() -> None:
     def host(name: str, until: int) -> list[str]:
         return [
-            told("start", 0, "a", name, step=0),
+            record_line("start", 0, "a", name, step=0),
             *(
-                told("snapshot", t, "a", name, step=t // 10 - 10, activity_seconds={"startup": 100, "step": t - 100})
+                record_line(
+                    "snapshot", t, "a", name, step=t // 10 - 10, activity_seconds={"startup": 100, "step": t - 100}
+                )
                 for t in range(100, until + 1, 10)
             ),
         ]

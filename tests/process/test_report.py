@@ -46,9 +46,9 @@ HOSTILE = '<script>alert(1)</script>"&'
 def test_the_mean_time_to_failure_has_its_exact_interval(
     seconds: float, count: int, expected: tuple[float | None, ...]
 ) -> None:
-    found = mean_time_between(seconds, count)
-    assert found.count == count
-    for value, by_hand in zip((found.seconds, found.low, found.high), expected, strict=True):
+    estimate = mean_time_between(seconds, count)
+    assert estimate.count == count
+    for value, by_hand in zip((estimate.seconds, estimate.low, estimate.high), expected, strict=True):
         assert value == (None if by_hand is None else pytest.approx(by_hand, rel=1e-3))
 
 
@@ -59,15 +59,15 @@ def test_without_time_there_is_no_mean_time() -> None:
 
 def test_the_checkpoint_interval_is_dalys() -> None:
     # Daly 2006: delta 5 min, M 24 h: sqrt(2 delta M) (1 + sqrt(delta / 2M) / 3 + delta / 2M / 9) - delta = 115.3 min.
-    found = checkpoint_interval(3600, 300, 86_400, 600)
-    assert found is not None
-    assert found.optimum == pytest.approx(60 * 116.67, rel=0.01)
+    interval = checkpoint_interval(3600, 300, 86_400, 600)
+    assert interval is not None
+    assert interval.optimum == pytest.approx(60 * 116.67, rel=0.01)
     # No interval near the optimum is better, and the actual interval is worse.
-    assert found.least_waste < found.waste
+    assert interval.least_waste < interval.waste
     for near in (0.8, 1.25):
-        other = checkpoint_interval(near * found.optimum, 300, 86_400, 600)
+        other = checkpoint_interval(near * interval.optimum, 300, 86_400, 600)
         assert other is not None
-        assert other.waste > found.least_waste
+        assert other.waste > interval.least_waste
     assert checkpoint_interval(3600, 0, 86_400, 600) is None
     seldom = checkpoint_interval(3600, 300, 100, 0)
     assert seldom is not None
@@ -103,8 +103,8 @@ def url(tmp_path_factory: pytest.TempPathFactory, base: float) -> Iterator[str]:
 def report(url: str) -> dict[str, Any]:
     answer = flopwatch("r", "--prometheus", url, "--lookback", "4h", "--format", "json", "--price", "2.5")
     assert answer.stderr == ""
-    found: dict[str, Any] = json.loads(answer.stdout)
-    return found
+    result: dict[str, Any] = json.loads(answer.stdout)
+    return result
 
 
 def test_the_figures_are_those_worked_out_by_hand(report: dict[str, Any], base: float) -> None:
@@ -138,7 +138,7 @@ def test_the_timeline_is_the_wall_clock_without_gap_or_overlap_and_shows_the_dow
     assert starts[1] - 1 < down["end"] - base < starts[1] + 60
 
 
-def test_alerts_on_the_run_and_on_its_hosts_are_told_and_those_on_other_hosts_are_not(
+def test_alerts_on_the_run_and_on_its_hosts_are_listed_and_those_on_other_hosts_are_not(
     report: dict[str, Any], base: float
 ) -> None:
     assert {(alert["name"], alert["place"]) for alert in report["alerts"]} == {
@@ -155,22 +155,22 @@ def test_alerts_on_the_run_and_on_its_hosts_are_told_and_those_on_other_hosts_ar
 def test_the_rank_that_was_late_and_the_link_with_errors_are_named_with_their_place(report: dict[str, Any]) -> None:
     (rank,) = report["ranks"]
     assert (rank["name"], rank["place"]) == ("rank 5", "node-1, GPU-5")
-    found = re.fullmatch(r"was the straggler in ([\d.]+)% of the run, at 20\.0% of a step", rank["finding"])
-    assert found is not None
-    assert float(found[1]) == pytest.approx(25, abs=0.3)  # of 526 evaluations, one at the window's edge
+    match = re.fullmatch(r"was the straggler in ([\d.]+)% of the run, at 20\.0% of a step", rank["finding"])
+    assert match is not None
+    assert float(match[1]) == pytest.approx(25, abs=0.3)  # of 526 evaluations, one at the window's edge
     (link,) = report["links"]  # node-2's port, with twice as many errors, does not run this job
     assert (link["name"], link["place"]) == ("mlx5_0 port 1", "node-1")
 
 
-def test_what_was_not_seen_is_said(report: dict[str, Any]) -> None:
+def test_missing_measurements_are_listed(report: dict[str, Any]) -> None:
     assert any("measured on 7 of 8 ranks" in line for line in report["missed"])
 
 
-def test_the_ledger_tells_of_each_loss_with_its_place(url: str, ledger: str, base: float) -> None:
+def test_each_loss_in_the_ledger_has_its_place(url: str, ledger: str, base: float) -> None:
     answer = flopwatch("r", "--prometheus", url, "--ledger", ledger, "--lookback", "4h", "--format", "json")
     assert answer.stderr == ""
-    found = json.loads(answer.stdout)
-    (loss,) = found["losses"]
+    result = json.loads(answer.stdout)
+    (loss,) = result["losses"]
     lost = loss.pop("gpu_seconds") / 8
     assert lost == pytest.approx(900 + 300 + 195, rel=0.02)  # down, the second startup, repeated steps
     assert loss.pop("began") - base == pytest.approx(2955, abs=16)
@@ -185,21 +185,21 @@ def test_the_ledger_tells_of_each_loss_with_its_place(url: str, ledger: str, bas
         "settled": True,
     }
     cost = f"{lost * 8 / 3600:.1f} GPU-hours lost to it"
-    assert found["hosts"][0] == {"name": "a1-host", "place": "", "finding": cost}
+    assert result["hosts"][0] == {"name": "a1-host", "place": "", "finding": cost}
 
 
-def test_without_a_ledger_the_page_says_how_to_see_each_loss(report: dict[str, Any]) -> None:
+def test_without_a_ledger_the_page_explains_how_to_see_each_loss(report: dict[str, Any]) -> None:
     assert report["losses"] is None
-    assert "add --ledger URL" in page.as_markdown(made(report))
-    assert "No attempt ended" in page.as_markdown(made(report, losses=[]))
+    assert "add --ledger URL" in page.as_markdown(changed_report(report))
+    assert "No attempt ended" in page.as_markdown(changed_report(report, losses=[]))
 
 
-def test_of_many_losses_the_costliest_are_told_in_order_of_time(report: dict[str, Any]) -> None:
+def test_the_costliest_of_many_losses_are_listed_in_order_of_time(report: dict[str, Any]) -> None:
     losses = [
         ReportedLoss(3600.0 * hour, None, "failed", "gpu", "likely", f"node-{hour}", "", "", 3600.0 * (hour % 60), True)
         for hour in range(60)
     ]
-    text = page.as_markdown(made(report, losses=losses))
+    text = page.as_markdown(changed_report(report, losses=losses))
     assert [int(hour) for hour in re.findall(r"gpu, likely node-(\d+)", text)] == list(range(10, 60))
 
 
@@ -208,14 +208,14 @@ def test_of_many_losses_the_costliest_are_told_in_order_of_time(report: dict[str
     [
         (("r", "--ledger", "127.0.0.1:9451"), "--ledger '127.0.0.1:9451': write http://HOST:PORT"),
         (("r", "--ledger", "http://127.0.0.1:9"), "set --ledger to http://HOST:PORT"),
-        (("nobody",), "no run 'nobody'"),
+        (("unknown",), "no run 'unknown'"),
         (("shared",), "--tenant one or two"),
         (("r", "--price", "cheap"), "not a price"),
         (("r", "--lookback", "long"), "seconds"),
         (("r", "--out", "/nowhere/at/all.html"), "/nowhere/at/all.html"),
     ],
 )
-def test_what_cannot_be_reported_is_said_in_a_line(url: str, arguments: tuple[str, ...], complaint: str) -> None:
+def test_what_cannot_be_reported_is_an_error_of_one_line(url: str, arguments: tuple[str, ...], complaint: str) -> None:
     answer = flopwatch(*arguments, "--prometheus", url)
     assert answer.returncode in (1, 2)
     assert complaint in answer.stderr
@@ -223,7 +223,7 @@ def test_what_cannot_be_reported_is_said_in_a_line(url: str, arguments: tuple[st
     assert answer.stdout == ""
 
 
-def test_a_server_that_is_no_prometheus_is_said_to_be_none() -> None:
+def test_a_server_that_is_not_a_prometheus_is_an_error() -> None:
     answer = flopwatch("r", "--prometheus", "http://127.0.0.1:9")
     assert answer.returncode == 1
     assert "is --prometheus right?" in answer.stderr
@@ -254,7 +254,7 @@ class Elements(HTMLParser):
         self.text += data
 
 
-def made(report: dict[str, Any], **changes: Any) -> RunReport:
+def changed_report(report: dict[str, Any], **changes: Any) -> RunReport:
     """Return a report from its JSON with some fields changed."""
     from flopwatch.report.model import CheckpointSummary, Slice
     from flopwatch.report.statistics import CheckpointInterval, MeanTime
@@ -281,7 +281,7 @@ def made(report: dict[str, Any], **changes: Any) -> RunReport:
 
 
 def test_a_page_fetches_nothing_and_has_no_script_whatever_things_are_called(report: dict[str, Any]) -> None:
-    hostile = made(
+    hostile = changed_report(
         report,
         run=HOSTILE,
         tenant=HOSTILE,
@@ -301,14 +301,14 @@ def test_a_page_fetches_nothing_and_has_no_script_whatever_things_are_called(rep
 
 
 def test_markdown_has_the_same_figures(report: dict[str, Any]) -> None:
-    text = page.as_markdown(made(report))
+    text = page.as_markdown(changed_report(report))
     assert "| Goodput | 76.0% |" in text
     assert "| down | 15.0 min | 11.4% | 2.0 |" in text
     assert "rank 5" in text
 
 
-def test_a_run_of_which_next_to_nothing_is_known_has_a_page_too(report: dict[str, Any]) -> None:
-    bare = made(
+def test_a_run_with_hardly_any_data_has_a_page_too(report: dict[str, Any]) -> None:
+    bare = changed_report(
         report,
         goodput=None,
         mfu=None,

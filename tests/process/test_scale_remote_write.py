@@ -77,10 +77,10 @@ def test_victoria_metrics_has_the_records_with_the_values_that_prometheus_has_an
     assert there
     compared = 0
     for labels, samples in there.items():
-        known = dict(here[labels])
+        own_values = dict(here[labels])
         for at, value in samples:
-            if at in known:  # a sample younger than the other server's answer is not
-                assert value == pytest.approx(known[at], rel=1e-12, abs=1e-12), labels
+            if at in own_values:  # a sample younger than the other server's answer is not
+                assert value == pytest.approx(own_values[at], rel=1e-12, abs=1e-12), labels
                 compared += 1
     ranks = [labels for labels in there if "rank:training_straggler:score" in labels]
     assert len(ranks) == NODES * 8

@@ -38,7 +38,7 @@ def executable(path: Path) -> Path:
 
 
 def apt(folder: Path, files: dict[str, str]) -> Path:
-    """Make an /etc/apt of these files, and Debian's key beside them."""
+    """Make an /etc/apt of these files and Debian's key."""
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)

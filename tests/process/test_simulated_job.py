@@ -104,7 +104,7 @@ def test_a_dead_rank_restarts_all_from_the_last_checkpoint(history: History) -> 
     ]
 
 
-def test_the_hook_tells_what_the_log_tells(history: History) -> None:
+def test_the_hook_agrees_with_the_log(history: History) -> None:
     tokens = sum(line["tokens"] for line in history.log if line["event"] == "step" and line["attempt"] == 1)
     assert tokens == 20 * 3 * 405
     assert sorted(history.last) == [0, 1, 2]

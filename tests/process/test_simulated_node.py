@@ -31,9 +31,9 @@ GOLDEN = HERE / "golden" / "simulated_h100x8.metrics"
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
-    found = Node(tmp_path)
-    yield found
-    for collector in found.collectors:
+    node = Node(tmp_path)
+    yield node
+    for collector in node.collectors:
         collector.close()
 
 

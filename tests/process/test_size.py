@@ -1,4 +1,4 @@
-"""`flopwatch size` beside what a real exporter, a real ledger and a real Prometheus with our rules have."""
+"""Compare `flopwatch size` with a real exporter, a real ledger and a real Prometheus with our rules."""
 
 from __future__ import annotations
 
@@ -44,39 +44,39 @@ def lines(page: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageSource]:
+def pages_source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageSource]:
     with source(tmp_path_factory.mktemp("source")) as one:
         yield one
 
 
-def test_a_healthy_node_and_its_ledger_have_the_series_of_the_golden_file(told: PageSource) -> None:
-    pages = {"exporter": fetch(told.exporter).decode(), "ledger": fetch(told.ledger).decode()}
+def test_a_healthy_node_and_its_ledger_have_the_series_of_the_golden_file(pages_source: PageSource) -> None:
+    pages = {"exporter": fetch(pages_source.exporter).decode(), "ledger": fetch(pages_source.ledger).decode()}
     found = {"gpus": GPUS, "ports": PORTS, **{name: size.families(page) for name, page in pages.items()}}
     if "FLOPWATCH_UPDATE_GOLDEN" in os.environ:
         size.GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
     assert found == json.loads(size.GOLDEN.read_text())
 
 
-def test_every_count_of_the_calculator_is_of_the_golden_file(told: PageSource) -> None:
-    found = Counter(f'run="{RUN}"' in line for line in lines(fetch(told.ledger).decode()))
+def test_every_count_of_the_calculator_is_of_the_golden_file(pages_source: PageSource) -> None:
+    found = Counter(f'run="{RUN}"' in line for line in lines(fetch(pages_source.ledger).decode()))
     of = size.counts()
     assert found == {True: of.ledger_of_run, False: of.ledger}
     assert all(
         count % GPUS == 0
-        for name, count in size.families(fetch(told.exporter).decode()).items()
+        for name, count in size.families(fetch(pages_source.exporter).decode()).items()
         if size.owner(name) == "rank"
     )
 
 
-def test_what_pytorch_adds_is_of_no_rank_of_the_simulated_job(told: PageSource) -> None:
-    page = fetch(told.exporter).decode()
+def test_what_pytorch_adds_is_of_no_rank_of_the_simulated_job(pages_source: PageSource) -> None:
+    page = fetch(pages_source.exporter).decode()
     assert all(row.labels[:2] == m.RANK and f"\n{row}{{" not in page for row in size.TORCH)
     assert len(lines(extended(page))) - len(lines(page)) == GPUS * sum(size.TORCH.values())
 
 
 @pytest.fixture(scope="module")
-def measured(told: PageSource) -> SizeMeasurement:
-    return measure(TARGETS, SECONDS, PACE, pages_of=told)
+def measured(pages_source: PageSource) -> SizeMeasurement:
+    return measure(TARGETS, SECONDS, PACE, pages_of=pages_source)
 
 
 def test_a_real_prometheus_over_64_targets_has_the_series_and_samples_that_are_predicted(
@@ -171,7 +171,7 @@ def test_the_command_prints_the_figures_as_json() -> None:
     assert answer["disk_raw_bytes"] > 0
 
 
-def test_the_command_says_how_many_prometheus() -> None:
+def test_the_command_prints_the_number_of_prometheus_servers() -> None:
     most = size.one_prometheus(size.Cluster(64))
     assert "One Prometheus will do" in flopwatch("--nodes", str(most)).stdout
     assert f"More than {most:,} nodes: 2 Prometheus" in flopwatch("--nodes", str(most + 1)).stdout
@@ -204,7 +204,7 @@ def test_the_bench_can_be_started() -> None:
     assert "--targets" in done.stdout
 
 
-def test_an_installed_package_says_to_run_it_from_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_installed_package_asks_for_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(package, "__file__", str(tmp_path / "site-packages" / "flopwatch" / "__init__.py"))
     with pytest.raises(SettingsError, match='Run it from a checkout: "python -m flopwatch simulate"'):
         need_checkout("simulate", "simulator")

@@ -82,7 +82,7 @@ class Stack:
             with error:
                 return error.code, error.read().decode()
 
-    def asked(self, *flags: str | Path) -> subprocess.CompletedProcess[str]:
+    def query(self, *flags: str | Path) -> subprocess.CompletedProcess[str]:
         """Query the ledger with the command line."""
         return subprocess.run(
             [*COMMAND, "ledger", "list", "--url", f"https://127.0.0.1:{self.ledger}", *map(str, flags)],
@@ -157,7 +157,7 @@ def test_a_step_goes_from_the_hook_through_the_exporter_to_the_ledger(stack: Sta
     until(lambda: "llama-tls" in stack.get(stack.ledger, "/v1/runs", bearer)[1])
     (run,) = json.loads(stack.get(stack.ledger, "/v1/runs", bearer)[1])["runs"]
     assert (run["run"], run["state"], run["high_water_step"]) == ("llama-tls", "completed", 1)
-    shown = stack.asked("--ca-file", stack.ca.file, "--token-file", stack.folder / "token")
+    shown = stack.query("--ca-file", stack.ca.file, "--token-file", stack.folder / "token")
     assert shown.returncode == 0, shown.stderr
     assert "llama-tls  completed" in shown.stdout
 
@@ -186,7 +186,7 @@ def test_prometheus_shows_its_password_to_the_ledger_and_exporters_their_token(s
         ({"FLOPWATCH_CA_FILE": "ca/ca.crt"}, "the answer is 401"),
     ],
 )
-def test_a_hook_without_the_right_ca_or_token_trains_on_and_says_so(
+def test_a_hook_without_the_right_ca_or_token_trains_on_and_logs_it(
     stack: Stack, settings: dict[str, str], problem: str
 ) -> None:
     trained = python(
@@ -208,11 +208,11 @@ def test_a_ca_file_is_read_for_each_push(stack: Stack, tmp_path: Path) -> None:
     wire.send(b"")
 
 
-def test_who_asks_a_ledger_of_an_unknown_authority_is_told_what_to_give(stack: Stack, tmp_path: Path) -> None:
-    refused = stack.asked("--token-file", stack.folder / "token")
+def test_a_query_to_a_ledger_of_an_unknown_authority_names_the_flag_to_give(stack: Stack, tmp_path: Path) -> None:
+    refused = stack.query("--token-file", stack.folder / "token")
     assert refused.returncode == 1
     assert refused.stderr.endswith("; set --ca-file to the CA that signed its certificate\n")
-    missing = stack.asked("--ca-file", tmp_path / "none.crt")
+    missing = stack.query("--ca-file", tmp_path / "none.crt")
     assert (missing.returncode, missing.stderr) == (
         1,
         f"flopwatch: cannot use {tmp_path}/none.crt: No such file or directory\n",
@@ -240,7 +240,7 @@ def test_without_a_token_users_guard_all_of_a_ledger(stack: Stack, tmp_path: Pat
         assert [stack.get(port, path)[0] for path in ("/metrics", "/v1/runs", "/healthz")] == [401, 401, 401]
 
 
-def test_settings_that_cannot_work_are_told_at_the_start(stack: Stack, tmp_path: Path) -> None:
+def test_settings_that_cannot_work_are_an_error_at_the_start(stack: Stack, tmp_path: Path) -> None:
     refused = subprocess.run(
         [
             *COMMAND,

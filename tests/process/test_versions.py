@@ -1,7 +1,7 @@
-"""`make versions`: the rules on the oldest and newest Prometheus there are and on VictoriaMetrics, beside each other.
+"""`make versions`: compare the rules on the oldest and newest Prometheus and on VictoriaMetrics.
 
-What differs, and why, is in docs/compatibility.md. All of them scrape the same target, which serves the series of all
-rule tests at once, five times as fast.
+docs/compatibility.md lists the differences and their reasons. All of them scrape the same target, which serves the
+series of all rule tests at once, five times as fast.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ STALL = 1.0  # seconds a machine may stall
 SAMPLE, NEW = 4.0, 10.0
 SCRAPE = SETTINGS.scrape_interval / PACE
 
-# Known differences, of which docs/compatibility.md tells. VictoriaMetrics takes a counter that begins below ten, or so,
+# Known differences, explained in docs/compatibility.md. VictoriaMetrics takes a counter that begins below ten, or so,
 # for one that began at 0, and while a rank moves to another node counts it twice. The difference of two instants is a
 # scrape more or less, 5 % of five minutes. Some means have the beginning of their series in the window all the time.
 # What is read at full hours is here read once, if at all, and what that comes to is a matter of when each server had
@@ -73,7 +73,7 @@ NOT_COMPARED = re.compile(
 )
 HOURLY = re.compile(rf"\[\w+:{SETTINGS.at_pace(3600)}\]")
 MOVES = 'run="recording_training0-lm"'
-# A run that is large for two scrapes, six seconds here: who looks at another moment does not see it.
+# A run that is large for two scrapes, six seconds here. An evaluation at another moment does not see it.
 BRIEF = 'run="TrainingHang6-grown"'
 
 ERRORS = re.compile(r"(prometheus_rule_evaluation_failures|vmalert_(recording|alerting)_rules_errors)_total.* [^0]\S*$")
@@ -113,7 +113,7 @@ def longest(samples: Samples) -> float:
 
 
 def vmalert(suite: str, folder: Path, database: str) -> tuple[str, contextlib.AbstractContextManager[Child]]:
-    """Return the URL of the vmalert of a suite, and what runs it, as docs/compatibility.md says."""
+    """Return the URL of a suite's vmalert and its server, set up as docs/compatibility.md recommends."""
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     return url, server(
@@ -295,9 +295,7 @@ def test_records_agree_within_two_percent(seen: dict[str, Seen]) -> None:
 
 @pytest.mark.parametrize("suite", VICTORIA)
 @pytest.mark.parametrize("path", LONG, ids=lambda path: path.stem)
-def test_what_lasts_for_days_is_on_victoria_metrics_as_the_rule_test_says(
-    path: Path, suite: str, tmp_path: Path
-) -> None:
+def test_rules_over_days_match_their_rule_test_on_victoria_metrics(path: Path, suite: str, tmp_path: Path) -> None:
     """A sample a minute, written at once; vmalert replays the rules over them, one after the other."""
     test = yaml.safe_load(path.read_text())
     (group,) = json.loads(rules_of(path.stem, test))["groups"]
@@ -327,10 +325,10 @@ def test_what_lasts_for_days_is_on_victoria_metrics_as_the_rule_test_says(
                 query = urllib.parse.urlencode({"query": case["expr"], "time": began + seconds(case["eval_time"])})
                 moved = began if "timestamp_seconds:" in case["expr"] else 0.0
                 found = {
-                    told(named(each["metric"])): float(each["value"][1]) - moved
+                    parsed(named(each["metric"])): float(each["value"][1]) - moved
                     for each in json.loads(fetch(f"{url}/api/v1/query?{query}"))["data"]["result"]
                 }
-                wanted = {told(each["labels"]): each["value"] for each in case["exp_samples"]}
+                wanted = {parsed(each["labels"]): each["value"] for each in case["exp_samples"]}
                 asked += len(wanted)
                 if found != pytest.approx(wanted, rel=0.02):
                     wrong.append(f"{case['expr']} at {case['eval_time']}: {found} instead of {wanted}")
@@ -364,7 +362,7 @@ def replay(suite: str, url: str, rule: dict[str, object], began: float, ended: f
     assert done.returncode == 0, done.stderr
 
 
-def told(labels: str) -> tuple[tuple[str, str], ...]:
+def parsed(labels: str) -> tuple[tuple[str, str], ...]:
     """Return labels in order, without the name, which VictoriaMetrics keeps where Prometheus does not."""
     return tuple(sorted(pair for pair in re.findall(r'(\w+)="([^"]*)"', labels) if pair[0] != "__name__"))
 

@@ -116,8 +116,8 @@ def test_a_shadowed_alert_is_sent_to_no_receiver(
             check=True,
         ).stdout.strip()
 
-    assert receivers(labels) == "nobody"
-    assert "nobody" not in receivers({name: value for name, value in labels.items() if name != "shadow"})
+    assert receivers(labels) == "null"
+    assert "null" not in receivers({name: value for name, value in labels.items() if name != "shadow"})
 
 
 def test_a_shadowed_alert_holds_back_no_other() -> None:

@@ -226,8 +226,8 @@ def test_settings_that_cannot_work_are_refused() -> None:
         ({"alertname": "TrainingDown", "severity": "critical", "run": "lm"}, "pagerduty,slack"),
         ({"alertname": "TrainingStraggler", "severity": "warning", "run": "lm"}, "slack"),
         ({"alertname": "FlopwatchWatchdog", "severity": "info"}, "watchdog"),
-        ({"alertname": "Anything", "severity": "info"}, "nobody"),
-        ({"alertname": "SomebodyElses"}, "slack"),
+        ({"alertname": "Anything", "severity": "info"}, "null"),
+        ({"alertname": "ForeignAlert"}, "slack"),
     ],
 )
 def test_amtool_routes_by_severity(servers: Servers, tmp_path: Path, labels: dict[str, str], receivers: str) -> None:

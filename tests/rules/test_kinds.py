@@ -82,7 +82,7 @@ def test_the_straggler_of_every_kind_is_named_and_none_without_evidence(
         kind.name: {
             "jobs": SEEDS,
             "right": SEEDS,
-            "told": SEEDS,
+            "explained": SEEDS,
             "abstained": 0,
             "silent": 0,
             "alarms": 0,

@@ -193,7 +193,7 @@ BROKEN = [
     (recording.HOST_CANDIDATE, f"unless on (run) {recording.CANDIDATE}", ""),
     (recording.HOST_SCORE, "> 1)", "> 0)"),
     (recording.STRAGGLER_LOST, f"max by (run) ({recording.HOST_CANDIDATE} >= 0.1) or", ""),
-    # Applications make Xids, too; ends of runs without a sign are nobody's; a storm of one error is one.
+    # Applications make Xids, too; ends of runs without a sign have no owner; a storm of one error is one.
     (recording.LEMON, '{severity=~"critical|fatal"}', ""),
     (recording.HOST_ENDS, "and on (host)", "unless on (host)"),
     (recording.LEMON, "changes(", "count_over_time("),

@@ -215,8 +215,8 @@ def servers() -> Servers:
         ("severity=warning team=speech", "webhook,email,slack-speech"),
         ("severity=critical team=vision", "webhook,email,pagerduty,slack"),
         ("severity=warning", "webhook,email,slack"),
-        ("severity=critical team=speech shadow=true", "nobody"),
-        ("severity=none team=speech", "nobody"),
+        ("severity=critical team=speech shadow=true", "null"),
+        ("severity=none team=speech", "null"),
         ("alertname=FlopwatchWatchdog severity=info", "watchdog"),
     ],
 )

@@ -37,8 +37,8 @@ def main() -> None:
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     started = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
-    def note(**said: Any) -> None:
-        log.write(json.dumps(said) + "\n")
+    def note(**event: Any) -> None:
+        log.write(json.dumps(event) + "\n")
 
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(WIDTH, WIDTH, bias=False))

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+import pytest
+
 Case = TypeVar("Case")
 
 
 def for_each(
     cases: Iterable[Case], name: Callable[[Case], str] = str
 ) -> Callable[[Callable[[Case], None]], Callable[[], None]]:
-    """Turn a check of one case into a test of all cases. The test fails once and lists each case that failed."""
+    """Turn a check of one case into a test of all cases. The test lists each failed case and its error."""
     rows = list(cases)
 
     def decorate(check: Callable[[Case], None]) -> Callable[[], None]:
@@ -21,8 +23,8 @@ def for_each(
             for case in rows:
                 try:
                     check(case)
-                except AssertionError as error:
-                    failures.append(f"{name(case)}: {error}")
+                except (Exception, pytest.fail.Exception) as error:  # pytest.raises fails with the latter
+                    failures.append(f"{name(case)}: {type(error).__name__}: {error}")
             assert not failures, f"{len(failures)} of {len(rows)} cases failed:\n" + "\n".join(failures)
 
         test.__name__, test.__qualname__, test.__doc__ = check.__name__, check.__qualname__, check.__doc__

@@ -93,7 +93,7 @@ def pod(namespace: str, name: str, container: str, *devices: str, resource: str 
 
 
 def assignments(pods: Sequence[dict[str, Any]]) -> list[Assignment]:
-    """Return what a reply with these pods says."""
+    """Return the device assignments in a reply with these pods."""
     found = []
     for one in pods:
         for container in one.get("containers", ()):

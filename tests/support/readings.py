@@ -21,7 +21,7 @@ def info(row: Metric, **labels: str) -> tuple[Metric, tuple[str, ...]]:
 
 
 def h100() -> Series:
-    """Return what a healthy node says, in the units of the catalogue."""
+    """Return the series of a healthy node, in the units of the catalogue."""
     series: Series = {}
     for index in range(8):
         identity = {

@@ -38,11 +38,11 @@ def activity(seen: Seen, name: str) -> float:
 
 def evaluation_agrees(seen: Seen) -> bool:
     """Return whether an evaluation was recorded with the duration that the loop measured."""
-    told = seen["truth"]["evaluation"]
-    return activity(seen, "evaluation") == pytest.approx(told, rel=0.1, abs=0.01)
+    measured = seen["truth"]["evaluation"]
+    return activity(seen, "evaluation") == pytest.approx(measured, rel=0.1, abs=0.01)
 
 
-def disagreeing(both: Seen) -> list[str]:
+def differing(both: Seen) -> list[str]:
     """Return the activities whose recorded duration differs from the one in the loop's own run."""
     keys = {
         name: f"{SECONDS}{{activity={name}}}"
@@ -55,7 +55,7 @@ def seconds_agree(name: str, seen: Seen) -> bool:
     """Return whether both clocks of a loop that is timed twice agree. Other work may come between them."""
     if name.startswith("evaluation_"):
         return evaluation_agrees(seen)
-    return name != "both" or not disagreeing(seen)
+    return name != "both" or not differing(seen)
 
 
 # Steps.
@@ -87,7 +87,7 @@ def test_a_closure_that_runs_many_backward_passes_makes_one_step(seen: dict[str,
     assert counted(seen["lbfgs"])[2] == 0
 
 
-def test_a_step_the_gradient_scaler_skips_is_none(seen: dict[str, Seen]) -> None:
+def test_a_step_that_the_gradient_scaler_skips_does_not_count(seen: dict[str, Seen]) -> None:
     assert counted(seen["scaler"]) == (4, 6 * 4 * 8, 2)  # the tokens were trained on
 
 
@@ -99,7 +99,7 @@ def test_gradients_thrown_away_are_backward_passes_without_a_step(seen: dict[str
     assert counted(seen["thrown_away"]) == (3, 4 * 4 * 8, 2)  # no step came after the last
 
 
-def test_a_step_that_only_makes_the_optimizers_state_is_none(seen: dict[str, Seen]) -> None:
+def test_a_step_that_only_makes_the_optimizers_state_does_not_count(seen: dict[str, Seen]) -> None:
     assert counted(seen["state_made"])[0] == 5
 
 
@@ -120,7 +120,7 @@ def test_a_reentrant_backward_pass_is_part_of_the_outer_one(seen: dict[str, Seen
 # Batches and tokens.
 
 
-def test_workers_of_a_data_loader_tell_nothing_of_their_own(seen: dict[str, Seen]) -> None:
+def test_workers_of_a_data_loader_push_nothing_of_their_own(seen: dict[str, Seen]) -> None:
     assert counted(seen["workers"]) == (10, 10 * 4 * 8, 0)
 
 
@@ -129,12 +129,12 @@ def test_masked_tokens_are_not_counted(seen: dict[str, Seen]) -> None:
 
 
 @pytest.mark.parametrize(("loop", "tokens"), [("a_key", 5 * 4 * 8), ("a_place", 5 * 4 * 8), ("a_number", 5 * 1000.0)])
-def test_a_flag_tells_where_the_tokens_are(seen: dict[str, Seen], loop: str, tokens: float) -> None:
+def test_a_flag_names_where_the_tokens_are(seen: dict[str, Seen], loop: str, tokens: float) -> None:
     assert counted(seen[loop])[1] == tokens
 
 
 @pytest.mark.parametrize("loop", ["unnamed_tokens", "no_loader", "no_integers"])
-def test_tokens_are_absent_where_nobody_tells_them(seen: dict[str, Seen], loop: str) -> None:
+def test_tokens_are_absent_where_the_batches_have_none(seen: dict[str, Seen], loop: str) -> None:
     assert counted(seen[loop]) == (5, None, 0)
 
 
@@ -168,7 +168,7 @@ def test_accelerates_loader_that_fetches_ahead_gives_every_step_its_own_tokens(s
         "on_the_training_data",
     ],
 )
-def test_an_evaluation_inside_training_is_told_from_it(seen: dict[str, Seen], how: str) -> None:
+def test_an_evaluation_inside_training_is_distinguished_from_it(seen: dict[str, Seen], how: str) -> None:
     evaluation = seen[f"evaluation_{how}"]
     assert counted(evaluation) == (12, 12 * 4 * 8, 0)
     assert evaluation_agrees(evaluation)
@@ -182,12 +182,12 @@ def test_an_evaluation_before_training_is_one_too(seen: dict[str, Seen]) -> None
 
 def test_the_same_is_seen_as_by_a_run_in_the_loop(seen: dict[str, Seen]) -> None:
     both = seen["both"]
-    told = both["truth"]
-    assert counted(both) == (told["training_steps_total"], told["training_tokens_total"], 0) == (36, 36 * 4 * 8, 0)
+    own = both["truth"]
+    assert counted(both) == (own["training_steps_total"], own["training_tokens_total"], 0) == (36, 36 * 4 * 8, 0)
     for name in ("training_position_steps", "training_committed_steps", "training_model_flops_total"):
-        assert both[name] == told[name]
-    assert disagreeing(both) == []
-    phases = {key for key in told if key.startswith("training_phase_seconds")}
+        assert both[name] == own[name]
+    assert differing(both) == []
+    phases = {key for key in own if key.startswith("training_phase_seconds")}
     assert phases == {key for key in both if key.startswith("training_phase_seconds")}
 
 
@@ -216,10 +216,10 @@ def test_steps_of_a_compiled_training_function_are_seen(seen: dict[str, Seen]) -
     ("how", "position"),
     [
         ("adam_counts", 7 + 3),
-        ("the_file_says", 70 + 3),
-        ("a_flag_says", 5 + 3),
+        ("step_of_the_file", 70 + 3),
+        ("step_of_a_flag", 5 + 3),
         ("only_weights", 3),
-        ("nobody_says", None),
+        ("no_step", None),
     ],
 )
 def test_a_resumed_run_goes_on_where_it_was(seen: dict[str, Seen], how: str, position: int | None) -> None:
@@ -246,7 +246,7 @@ def test_an_error_of_ours_is_counted_and_not_seen_by_the_loop(seen: dict[str, Se
     assert seen["errors"]["truth"] == 5
 
 
-def test_a_process_that_makes_no_optimizer_tells_nothing(seen: dict[str, Seen]) -> None:
+def test_a_process_without_an_optimizer_pushes_nothing(seen: dict[str, Seen]) -> None:
     assert seen["no_optimizer"] == {"truth": None}
 
 
@@ -487,7 +487,7 @@ def main() -> None:
     def trainer() -> None:
         transformers: Any = importlib.import_module("transformers")
 
-        class Tells(Model):
+        class LossInDict(Model):
             def forward(self, input_ids: torch.Tensor) -> Any:
                 return {"loss": super().forward(input_ids)}
 
@@ -504,7 +504,7 @@ def main() -> None:
                 logging_strategy="no",
                 disable_tqdm=True,
             )
-            trains = transformers.Trainer(Tells(), arguments, train_dataset=Samples(32, "input_ids", 0.0, 0))
+            trains = transformers.Trainer(LossInDict(), arguments, train_dataset=Samples(32, "input_ids", 0.0, 0))
             trains.remove_callback(transformers.PrinterCallback)
             trains.train()
 
@@ -574,26 +574,26 @@ def main() -> None:
         """Record one loop with an attachment and with its own run at once, so that noise affects both alike."""
         Run._newest = None
         model = Model()
-        told = Run("told", flops_per_token=6.0, peak_flops=1e9, model=model, environ={"FLOPWATCH_DISABLE": "1"})
+        own = Run("own", flops_per_token=6.0, peak_flops=1e9, model=model, environ={"FLOPWATCH_DISABLE": "1"})
         Run._newest = None  # otherwise the attachment would step back
         optimizer = torch.optim.AdamW(model.parameters())
         kept = loader(3, pause=0.005 * slower)
         for _ in range(3):
-            for number, batch in enumerate(told.batches(loader(12, pause=0.004 * slower))):
+            for number, batch in enumerate(own.batches(loader(12, pause=0.004 * slower))):
                 backward(model(ids(batch)))
                 time.sleep(0.02 * slower)
                 optimizer.step()
                 optimizer.zero_grad()
-                told.step(tokens=ids(batch).numel())
+                own.step(tokens=ids(batch).numel())
                 if number == 5:
-                    with told.activity("evaluation"), torch.no_grad():
+                    with own.activity("evaluation"), torch.no_grad():
                         for other in kept:
                             model(ids(other))
                             time.sleep(0.02 * slower)
-            with told.checkpoint():
+            with own.checkpoint():
                 torch.save({"model": model.state_dict(), "slow": Slow()}, "both.pt")
         commit_pending(attachment.run.recorder, "completed")
-        return flat(told)
+        return flat(own)
 
     # torch.compile.
 
@@ -640,10 +640,10 @@ def main() -> None:
 
     # Resuming.
 
-    def resumed(kind: Any, **says: Any) -> Callable[[], None]:
+    def resumed(kind: Any, **state_items: Any) -> Callable[[], None]:
         def loop() -> None:
             model = Model()
-            if "weights" in says:
+            if "weights" in state_items:
                 slow_load(Path("resumed.pt"), {"model": model.state_dict(), "step": 900})
                 train(loader(3), model)
                 return
@@ -651,7 +651,7 @@ def main() -> None:
             for _ in range(7):
                 backward(model(torch.zeros(4, 8, dtype=torch.long)))
                 made.step()
-            state = slow_load(Path("resumed.pt"), {"optimizer": made.state_dict(), **says})
+            state = slow_load(Path("resumed.pt"), {"optimizer": made.state_dict(), **state_items})
             del made
             again(**current)
             optimizer = kind(model.parameters())
@@ -668,7 +668,7 @@ def main() -> None:
     # Coming and going.
 
     def own_run() -> dict[str, Any]:
-        def told(run: Run) -> list[Any]:
+        def points_of(run: Run) -> list[Any]:
             samples = flat(run)
             return [samples["training_steps_total"], samples.get("training_hook_errors_total"), attachment._loop.over]
 
@@ -681,7 +681,7 @@ def main() -> None:
         model = Model()
         run = Run("own")
         loop(run, torch.optim.SGD(model.parameters(), 0.1), model)
-        before = told(run)
+        before = points_of(run)
         run.finish()
         again()
         model = Model()
@@ -689,7 +689,7 @@ def main() -> None:
         assert attachment.run is not None
         run = Run("own")
         loop(run, optimizer, model)
-        after = told(run)
+        after = points_of(run)
         run.finish()
         return {"before": [before[0], None, before[2]], "after": after}
 
@@ -806,36 +806,39 @@ def main() -> None:
         "compiled_optimizer": (compare(compiled_optimizer), {}),
         "compiled_function": (compare(compiled_function), {}),
         "resumed_adam_counts": (resumed(torch.optim.AdamW, step=3), {}),
-        "resumed_the_file_says": (resumed(lambda p: torch.optim.SGD(p, 0.1), step=70), {}),
-        "resumed_a_flag_says": (resumed(torch.optim.AdamW, trainer={"updates": 5}), {"step_from": "trainer.updates"}),
+        "resumed_step_of_the_file": (resumed(lambda p: torch.optim.SGD(p, 0.1), step=70), {}),
+        "resumed_step_of_a_flag": (
+            resumed(torch.optim.AdamW, trainer={"updates": 5}),
+            {"step_from": "trainer.updates"},
+        ),
         "resumed_only_weights": (resumed(None, weights=True), {}),
-        "resumed_nobody_says": (resumed(lambda p: torch.optim.SGD(p, 0.1)), {}),
+        "resumed_no_step": (resumed(lambda p: torch.optim.SGD(p, 0.1)), {}),
     }
 
-    def seen_of(loop: Callable[[], Any]) -> Seen:
+    def recorded(loop: Callable[[], Any]) -> Seen:
         again(**current)
         truth = loop()
         samples = {} if attachment.run is None else flat(attachment.run)
         return {**samples, "truth": truth}
 
-    said: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, (loop, settings) in loops.items():
         if len(sys.argv) > 1 and name not in sys.argv[1:]:
             continue
         current, slower = settings, 1
-        said[name] = seen_of(loop)
-        while not seconds_agree(name, said[name]) and slower < 8:
+        results[name] = recorded(loop)
+        while not seconds_agree(name, results[name]) and slower < 8:
             slower *= 2
-            said[name] = seen_of(loop)
+            results[name] = recorded(loop)
         if name.startswith("compiled"):
-            said[name]["truth"]["without"] = unwatched(
+            results[name]["truth"]["without"] = unwatched(
                 {
                     "compiled": compiled,
                     "compiled_optimizer": compiled_optimizer,
                     "compiled_function": compiled_function,
                 }[name]
             )
-    print(json.dumps(said))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def test_what_goes_to_a_file_is_a_checkpoint(seen: dict[str, Seen], how: str) ->
 
 
 @pytest.mark.parametrize("how", ["a_buffer", "a_tensor", "a_save_that_fails"])
-def test_a_buffer_a_bare_tensor_and_what_fails_are_none(seen: dict[str, Seen], how: str) -> None:
+def test_a_buffer_a_bare_tensor_and_a_failed_save_are_not_checkpoints(seen: dict[str, Seen], how: str) -> None:
     assert seen[how]["truth"] == [None, None, None]
 
 
@@ -85,13 +85,13 @@ def test_an_async_one_that_fails_commits_nothing(seen: dict[str, Seen]) -> None:
     assert seen["distributed_failing"]["truth"] == [None, None, None, None]
 
 
-def test_a_save_on_another_thread_is_of_the_step_it_says(seen: dict[str, Seen]) -> None:
+def test_a_save_on_another_thread_is_of_the_step_it_names(seen: dict[str, Seen]) -> None:
     assert seen["another_thread"]["truth"] == [4, None]
     assert in_the_calls(seen["another_thread"][BACKGROUND], seen["another_thread"], 0.05)
     assert saving(seen["another_thread"]) == 0
 
 
-def test_a_script_with_a_run_of_its_own_is_told_of_too(seen: dict[str, Seen]) -> None:
+def test_checkpoints_of_a_script_with_its_own_run_are_recorded_too(seen: dict[str, Seen]) -> None:
     assert seen["own_run"]["truth"] == [None, 5, 5]
     assert in_the_calls(saving(seen["own_run"]), seen["own_run"], 0.1)
     # the script's own run if it failed, otherwise the attachment's
@@ -114,17 +114,17 @@ def test_a_run_resumed_by_fewer_ranks_goes_on_where_it_was(tmp_path: Path) -> No
         second = ranks(1, server, tmp_path, 7)
     assert {push.resource["flopwatch.rank"] for push in first} == {0, 1}
     for push in first:
-        assert told(push) == {"steps": 4, "position": 4, "committed": 4, "restored": 0, "status": "completed"}
+        assert last_state(push) == {"steps": 4, "position": 4, "committed": 4, "restored": 0, "status": "completed"}
         assert push.samples["training_hook_errors_total"] == 0
     (push,) = second
-    assert told(push) == {"steps": 3, "position": 7, "committed": 7, "restored": 4, "status": "completed"}
+    assert last_state(push) == {"steps": 3, "position": 7, "committed": 7, "restored": 4, "status": "completed"}
     assert push.samples[f"{SECONDS}{{activity=checkpoint_restore}}"] > 0
     assert push.samples[BACKGROUND] > 0
     assert first[0].resource["flopwatch.attempt"] == first[1].resource["flopwatch.attempt"]
     assert first[0].resource["flopwatch.attempt"] != push.resource["flopwatch.attempt"]
 
 
-def told(push: Push) -> dict[str, object]:
+def last_state(push: Push) -> dict[str, object]:
     return {
         **{
             name: push.samples.get(f"training_{key}")
@@ -241,14 +241,14 @@ def main() -> None:
                 poll()  # as the pushing thread does
             return flat(self.run).get("training_committed_steps")
 
-        def goes_on(self) -> list[float | None]:
-            said = [self.committed()]
+        def continue_training(self) -> list[float | None]:
+            commits = [self.committed()]
             self.batch()
             if self.own is not None:
                 self.step()  # without hooks in the loop only a step shows that training continues
-            said.append(self.committed())
+            commits.append(self.committed())
             self.step()
-            return [*said, self.committed()]
+            return [*commits, self.committed()]
 
     def timed(call: Callable[[], Any]) -> Any:
         """Make a call, and add its duration to the scenario's total for such calls."""
@@ -262,7 +262,7 @@ def main() -> None:
         loop = Loop()
         loop.steps(5)
         save(loop)
-        return loop.goes_on()
+        return loop.continue_training()
 
     def files() -> Any:
         def save(loop: Loop) -> None:
@@ -337,15 +337,15 @@ def main() -> None:
         returned, done = time.monotonic(), threading.Event()
         # runs after our own callback
         getattr(response, "upload_completion", response).add_done_callback(lambda _: done.set())
-        said = loop.goes_on()
+        commits = loop.continue_training()
         time.sleep(0.3 + ROUNDING)
         least = time.monotonic() - returned
         released.set()
         assert done.wait(PATIENCE)
         measured["background"] = least, time.monotonic() - began
-        said.append(loop.committed())
+        commits.append(loop.committed())
         dist.destroy_process_group()
-        return said
+        return commits
 
     def distributed_async() -> Any:
         return saved_async(storage_writer=SlowWriter("async"))
@@ -363,7 +363,7 @@ def main() -> None:
         return saved_async(storage_writer=SlowWriter("failing", fails=True))
 
     def another_thread() -> Any:
-        said = []
+        commits = []
         for state in ({"step": 4}, {}):
             again()
             loop = Loop()
@@ -379,29 +379,29 @@ def main() -> None:
                 writing.join()
 
             timed(write)
-            said.append(loop.committed())
-        return said
+            commits.append(loop.committed())
+        return commits
 
     def own_run() -> Any:
-        loop = Loop(run=made())
+        loop = Loop(run=new_run())
         loop.steps(5)
         timed(lambda: torch.save({"model": loop.model.state_dict(), "slow": Slow()}, "own.pt"))
         timed(lambda: torch.save({"optimizer": loop.optimizer.state_dict(), "slow": Slow()}, "own2.pt"))
-        said = loop.goes_on()
+        commits = loop.continue_training()
         known["own_run"] = flat(loop.run)
-        return said
+        return commits
 
     def own_run_that_ends() -> Any:
-        said = []
+        commits = []
         for status in ("failed", "completed"):
-            loop = Loop(run=made())
+            loop = Loop(run=new_run())
             loop.steps(5)
             torch.save({"model": loop.model.state_dict()}, "own.pt")
             loop.run.finish(status)
-            said.append(loop.committed())
-        return said
+            commits.append(loop.committed())
+        return commits
 
-    def made() -> Run:
+    def new_run() -> Run:
         run = Run("own")
         run.watch_checkpoints()
         return run
@@ -429,20 +429,20 @@ def main() -> None:
         loop = Loop(Files())
         timed(lambda: torch.load("slow.pt", weights_only=False))
         timed(lambda: dcp.load({"slow": Slow()}, checkpoint_id="slow"))
-        said = [restored()]
+        restores = [restored()]
         buffer.seek(0)
         torch.load(buffer, weights_only=False)
         loop.batch()
-        said.append(restored())
+        restores.append(restored())
         loop.step()
         torch.load("slow.pt", weights_only=False)
-        return [*said, restored()]
+        return [*restores, restored()]
 
     def again(**settings: Any) -> None:
         nonlocal attachment
         attachment = fresh(attachment, **settings)
 
-    said: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     known: dict[str, dict[str, float]] = {}
     measured: dict[str, Any] = {}
     for scenario in (
@@ -469,8 +469,8 @@ def main() -> None:
         measured.clear()
         truth = scenario()
         samples = known.get(scenario.__name__) or ({} if attachment.run is None else flat(attachment.run))
-        said[scenario.__name__] = {**samples, **measured, "truth": truth}
-    print(json.dumps(said))
+        results[scenario.__name__] = {**samples, **measured, "truth": truth}
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ STARTED = "training_collective_sequence_number"
 def hang(server: HookServer) -> list[float]:
     """Wait until one rank waits and the other is stuck. Return how many collectives each of them has started."""
 
-    def said(rank: int) -> list[Push]:
+    def pushes_of(rank: int) -> list[Push]:
         return [
             push
             for push in list(server.pushes)
@@ -67,13 +67,13 @@ def hang(server: HookServer) -> list[float]:
         ]
 
     # The first such push may have read the collectives before the third step.
-    until(lambda: len(said(1)) >= 3)
-    stuck = said(1)[-1].samples[STARTED]
+    until(lambda: len(pushes_of(1)) >= 3)
+    stuck = pushes_of(1)[-1].samples[STARTED]
     server.wait_for(lambda push: push.resource["flopwatch.rank"] == 0 and push.samples.get(STARTED) == stuck + 1)
     return [stuck + 1, stuck]
 
 
-def asked(pid: int, *flags: str) -> subprocess.CompletedProcess[str]:
+def run_stacks(pid: int, *flags: str) -> subprocess.CompletedProcess[str]:
     """Run `flopwatch stacks` for a process and return the result."""
     return subprocess.run(
         [sys.executable, "-m", "flopwatch", "stacks", str(pid), *flags],
@@ -84,9 +84,9 @@ def asked(pid: int, *flags: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def main_thread(said: str) -> str:
+def main_thread(output: str) -> str:
     """Return the stack of the main thread."""
-    (stack,) = (thread for thread in f"{said}\n".split("\nthread ") if thread.startswith("MainThread"))
+    (stack,) = (thread for thread in f"{output}\n".split("\nthread ") if thread.startswith("MainThread"))
     return stack.rstrip("\n") + "\n"
 
 
@@ -106,16 +106,16 @@ def test_the_rank_that_hangs_has_started_the_fewest_collectives(
 
 
 @pytest.mark.torch
-def test_a_blocked_rank_tells_where_its_threads_are(hanging: tuple[HookServer, list[subprocess.Popen[str]]]) -> None:
+def test_the_stacks_of_a_blocked_rank_are_written(hanging: tuple[HookServer, list[subprocess.Popen[str]]]) -> None:
     server, processes = hanging
     hang(server)
-    waiting, stuck = (asked(process.pid) for process in processes)
+    waiting, stuck = (run_stacks(process.pid) for process in processes)
     assert (waiting.returncode, stuck.returncode) == (0, 0), waiting.stderr + stuck.stderr
     assert stuck.stdout.startswith("run hangs attempt ")
     assert main_thread(stuck.stdout).endswith("in stuck_in_the_loader\n")
     assert "in backward" in main_thread(waiting.stdout)  # DDP's reducer waits in backward's last callback
     # A process can be asked again, and keeps running.
-    assert asked(processes[1].pid).returncode == 0
+    assert run_stacks(processes[1].pid).returncode == 0
     assert [process.poll() for process in processes] == [None, None]
 
 
@@ -125,7 +125,7 @@ def test_a_process_without_a_hook_does_not_answer(tmp_path: Path) -> None:
     )
     try:
         time.sleep(0.1)
-        answer = asked(sleeper.pid, "--wait", "0.3")
+        answer = run_stacks(sleeper.pid, "--wait", "0.3")
     finally:
         sleeper.kill()
         sleeper.wait()
@@ -135,7 +135,7 @@ def test_a_process_without_a_hook_does_not_answer(tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_not_there_cannot_be_asked() -> None:
-    answer = asked(2**22 + 1)
+    answer = run_stacks(2**22 + 1)
     assert answer.returncode == 1
     assert answer.stderr == f"flopwatch: there is no process {2**22 + 1} here; give its number in this container\n"
 
@@ -156,7 +156,7 @@ def test_a_request_is_answered_once(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nobody_else_can_say_where_a_rank_writes(tmp_path: Path) -> None:
+def test_a_folder_that_others_can_write_is_refused(tmp_path: Path) -> None:
     environ = {"TMPDIR": str(tmp_path)}
     place = stacks.folder(environ, os.geteuid())
     place.mkdir()

@@ -71,7 +71,7 @@ def test_the_gap_in_which_the_device_waits_for_a_batch_is_the_data_stall() -> No
     assert stalls == [0.0, 0.001, 0.0, 0.0, 0.05]
 
 
-def test_host_time_tells_nothing_of_what_a_busy_device_does() -> None:
+def test_host_time_has_no_effect_while_the_device_is_busy() -> None:
     cuda = SimulatedCuda()
     moments = cuda.moments()
     began = moments.mark()
@@ -95,7 +95,7 @@ def test_a_moment_is_set_right_where_the_device_was_idle() -> None:
     assert at(second) == pytest.approx(1004.0, abs=10 * MICROSECOND)
 
 
-def test_asking_in_vain_tells_that_it_is_later() -> None:
+def test_a_query_that_finds_a_mark_pending_bounds_its_time() -> None:
     cuda = SimulatedCuda()
     moments = cuda.moments()
     cuda.current.work(3.0)
@@ -143,7 +143,7 @@ def test_a_device_that_hangs_blocks_nothing_and_takes_no_more_memory() -> None:
     assert isinstance(moments.mark(), Moment)
 
 
-def test_events_are_used_again_once_nobody_needs_them() -> None:
+def test_events_are_used_again_once_they_are_free() -> None:
     cuda = SimulatedCuda()
     moments = cuda.moments()
     for _ in range(1000):
@@ -169,7 +169,7 @@ def test_asking_breaks_no_capture_of_another_thread() -> None:
     assert cuda.queries == 1
 
 
-def test_a_device_that_fails_is_told_once_and_leaves_the_hosts_clock() -> None:
+def test_a_device_that_fails_is_reported_once_and_leaves_the_hosts_clock() -> None:
     cuda = SimulatedCuda()
     moments = cuda.moments()
     marks = [moments.mark() for _ in range(3)]

@@ -82,10 +82,10 @@ class Node:
         self.server.__exit__()
 
     def _listen(self) -> None:
-        heard = 0
-        while not self._stopping.is_set() or heard < len(self.server.pushes):
-            for push in self.server.pushes[heard:]:
-                heard += 1
+        received = 0
+        while not self._stopping.is_set() or received < len(self.server.pushes):
+            for push in self.server.pushes[received:]:
+                received += 1
                 self.telemetry.receive(push.request)
                 series = Counter((row.name, labels) for row, labels, _ in self.telemetry.ask(1).samples)
                 self.served_twice += [one for one, times in series.items() if times > 1]
@@ -110,9 +110,11 @@ def cluster(folder: Path) -> Iterator[tuple[Node, Node, Store]]:
 
 def figures(ledger: Store, run: str) -> dict[str, Any]:
     """Return a run's current figures. Check that its buckets and its open seconds add up to its wall clock."""
-    found: dict[str, Any] = ledger.summary(time.time())["runs"][run]
-    assert booked(found) + found["open_seconds"] == pytest.approx(found["wall_seconds"], rel=1e-3)
-    return found
+    run_figures: dict[str, Any] = ledger.summary(time.time())["runs"][run]
+    assert bucket_seconds(run_figures) + run_figures["open_seconds"] == pytest.approx(
+        run_figures["wall_seconds"], rel=1e-3
+    )
+    return run_figures
 
 
 def state(ledger: Store, run: str) -> object:
@@ -125,7 +127,7 @@ def wait_for_state(ledger: Store, run: str, wanted: str) -> None:
     until(lambda: state(ledger, run) == wanted)
 
 
-def booked(figures: dict[str, Any]) -> float:
+def bucket_seconds(figures: dict[str, Any]) -> float:
     """Return the seconds in all buckets except queue."""
     return float(sum(seconds for bucket, seconds in figures["buckets"].items() if bucket != "queue"))
 
@@ -174,13 +176,13 @@ class Process:
 
 def processes(folder: Path) -> list[Process]:
     """Return all processes that have logged anything, in order of their start."""
-    found = []
+    logged = []
     for path in (folder / "log").iterdir():
         lines = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
         if lines:
             steps = [line for line in lines if "step" in line]
             assert [line["step"] for line in steps] == [lines[0]["restored"] + 1 + n for n in range(len(steps))]
-            found.append(
+            logged.append(
                 Process(
                     int(path.name),
                     **lines[0],
@@ -189,7 +191,7 @@ def processes(folder: Path) -> list[Process]:
                     ended=lines[-1].get("ended"),
                 )
             )
-    return sorted(found, key=lambda process: process.started)
+    return sorted(logged, key=lambda process: process.started)
 
 
 def agent(node: Node, address: str, port: int, folder: Path, **environ: str) -> subprocess.Popen[bytes]:
@@ -275,7 +277,7 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> History:
     (folder / "log").mkdir()
     pids: list[set[int]] = []  # of each attempt
     held: list[float] = []
-    told: list[dict[str, Any]] = []
+    snapshots: list[dict[str, Any]] = []
     agents: list[subprocess.Popen[bytes]] = []
     with cluster(folder) as (a, b, ledger), reserved_port() as port:
 
@@ -295,9 +297,9 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> History:
             until(lambda: trains(world_size))
             until(lambda: gpus() == world_size)
             held.append(gpus())
-            told.append(figures(ledger, "elastic"))
-            until(lambda: booked(figures(ledger, "elastic")) > booked(told[-1]) + 0.3)
-            told.append(figures(ledger, "elastic"))
+            snapshots.append(figures(ledger, "elastic"))
+            until(lambda: bucket_seconds(figures(ledger, "elastic")) > bucket_seconds(snapshots[-1]) + 0.3)
+            snapshots.append(figures(ledger, "elastic"))
 
         try:
             # The addresses order the nodes. With two nodes, rank 0 is on the one that leaves and joins.
@@ -320,7 +322,7 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> History:
             for one in agents:
                 one.communicate()
         wait_for_state(ledger, "elastic", "completed")
-        told.append(figures(ledger, "elastic"))
+        snapshots.append(figures(ledger, "elastic"))
         pushes: dict[int, list[Push]] = {}
         for push in (*a.server.pushes, *b.server.pushes):
             pushes.setdefault(int(push.resource["flopwatch.pid"]), []).append(push)
@@ -332,7 +334,7 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> History:
         ]
         counted = [a.counted(), b.counted()]
         refused = a.telemetry.receive(pushes[attempts[1][0].pid][-2].request)
-    return History(attempts, pushes, told, held, counted, a.served_twice + b.served_twice, refused)
+    return History(attempts, pushes, snapshots, held, counted, a.served_twice + b.served_twice, refused)
 
 
 def test_every_resize_is_a_new_attempt_that_all_its_ranks_name_alike(history: History) -> None:
@@ -345,7 +347,7 @@ def test_every_resize_is_a_new_attempt_that_all_its_ranks_name_alike(history: Hi
     assert sorted(history.pushes) == sorted(process.pid for attempt in history.attempts for process in attempt)
 
 
-def test_ranks_tell_where_they_are_in_a_world_of_the_right_size(history: History) -> None:
+def test_ranks_report_their_place_in_a_world_of_the_right_size(history: History) -> None:
     places = [[(process.rank, process.host) for process in attempt] for attempt in history.attempts]
     both, alone = [(0, "node-b"), (1, "node-b"), (2, "node-a"), (3, "node-a")], [(0, "node-a"), (1, "node-a")]
     assert places == [both, alone, both, alone]
@@ -364,7 +366,7 @@ def test_ranks_tell_where_they_are_in_a_world_of_the_right_size(history: History
                 assert push.samples.get("training_world_size") == (None if process.rank else len(attempt))
 
 
-def test_every_push_tells_what_the_job_wrote_down_by_then(history: History) -> None:
+def test_every_push_has_what_the_job_had_logged_by_then(history: History) -> None:
     for attempt in history.attempts:
         for process in attempt:
             for push in history.pushes[process.pid]:
@@ -378,23 +380,23 @@ def test_every_push_tells_what_the_job_wrote_down_by_then(history: History) -> N
                 assert push.samples["training_hook_errors_total"] == 0
 
 
-def test_what_the_ranks_of_an_attempt_told_adds_up_to_what_the_job_wrote_down(history: History) -> None:
+def test_the_pushes_of_an_attempts_ranks_add_up_to_the_jobs_log(history: History) -> None:
     for attempt in history.attempts:
-        told = [process for process in attempt if history.status(process) is not None]
+        reporting = [process for process in attempt if history.status(process) is not None]
         # A signal may arrive between the line in the job's log and the step.
         missing = sum(
             process.tokens[-1]
-            for process in told
+            for process in reporting
             if len(process.tokens) > history.last(process).samples["training_steps_total"]
         )
-        assert missing == 0 or {history.status(process) for process in told} & {"resized"}
-        tokens = sum(sum(process.tokens) for process in told) - missing
-        assert sum(history.last(process).samples["training_tokens_total"] for process in told) == tokens
-        assert sum(history.last(process).samples["training_model_flops_total"] for process in told) == (
+        assert missing == 0 or {history.status(process) for process in reporting} & {"resized"}
+        tokens = sum(sum(process.tokens) for process in reporting) - missing
+        assert sum(history.last(process).samples["training_tokens_total"] for process in reporting) == tokens
+        assert sum(history.last(process).samples["training_model_flops_total"] for process in reporting) == (
             tokens * FLOPS_PER_TOKEN
         )
         for process in attempt:
-            if process not in told:  # it pushed until shortly before it was killed
+            if process not in reporting:  # it pushed until shortly before it was killed
                 assert history.last(process).samples["training_steps_total"] > 0
 
 
@@ -465,14 +467,14 @@ def test_the_ledger_counts_the_gpus_that_each_attempt_held(history: History) -> 
         assert seconds > 0, buckets
         return seconds, gpu_seconds
 
-    sizes, told = [4, 2, 4, 2], history.figures
+    sizes, snapshots = [4, 2, 4, 2], history.figures
     assert history.held == sizes
     for number, size in enumerate(sizes):
-        seconds, gpu_seconds = grown(told[2 * number], told[2 * number + 1])
+        seconds, gpu_seconds = grown(snapshots[2 * number], snapshots[2 * number + 1])
         assert gpu_seconds == pytest.approx(size * seconds)
         if number < 3:
             # Until the next attempt starts, its GPUs are held without being used.
-            seconds, gpu_seconds = grown(told[2 * number + 1], told[2 * number + 2], "down")
+            seconds, gpu_seconds = grown(snapshots[2 * number + 1], snapshots[2 * number + 2], "down")
             assert gpu_seconds == pytest.approx(size * seconds)
 
 
@@ -620,15 +622,19 @@ def test_an_exit_at_any_instruction_of_the_last_push_leaves_the_last_word(monkey
                 at_exit.join(10)
             finally:
                 sys.settrace(before)
-            if at_exit.is_alive() or (said := last_words(server)[run.name].resource["flopwatch.status"]) != "preempted":
-                lost[instruction] = "never ends" if at_exit.is_alive() else said
+            if (
+                at_exit.is_alive()
+                or (status := last_words(server)[run.name].resource["flopwatch.status"]) != "preempted"
+            ):
+                lost[instruction] = "never ends" if at_exit.is_alive() else status
     assert not lost
     assert 40 < instruction < 10_000
 
 
 def test_a_second_signal_amid_finish_does_not_keep_the_last_word_from_an_exporter_that_restarts(tmp_path: Path) -> None:
-    said: list[object] = []
-    while "preempted" not in said and len(said) < 4:  # finish() waits for 1.5 s, and the machine may stall that long
+    statuses: list[object] = []
+    # finish() waits for 1.5 s, and the machine may stall that long.
+    while "preempted" not in statuses and len(statuses) < 4:
         with reserved_port() as port, ExitStack() as stack:
             with HookServer(port) as before:
                 job = stack.enter_context(leaving(tmp_path, "finish", before.url, LEAVE_AGAIN_AFTER="0.3"))
@@ -637,16 +643,16 @@ def test_a_second_signal_amid_finish_does_not_keep_the_last_word_from_an_exporte
             time.sleep(0.6)
             with HookServer(port) as after:
                 job.wait(PATIENCE)
-            said.append(after.pushes[-1].resource["flopwatch.status"] if after.pushes else None)
-    assert said[-1] == "preempted"
+            statuses.append(after.pushes[-1].resource["flopwatch.status"] if after.pushes else None)
+    assert statuses[-1] == "preempted"
 
 
-@pytest.mark.parametrize("endpoint", ["nobody listens", "nobody answers"])
+@pytest.mark.parametrize("endpoint", ["no listener", "no answer"])
 def test_leaving_is_delayed_by_at_most_two_seconds_by_an_exporter_that_is_not_there(
     tmp_path: Path, endpoint: str
 ) -> None:
     with reserved_port() as unused, socket.create_server(("127.0.0.1", 0)) as deaf:
-        port = unused if endpoint == "nobody listens" else deaf.getsockname()[1]
+        port = unused if endpoint == "no listener" else deaf.getsockname()[1]
 
         def longest() -> float:
             """Signal some scripts at the same time. Return the seconds until the last of them has ended."""
@@ -805,7 +811,7 @@ def test_an_unmodified_script_that_leaves_in_order_has_committed_what_its_handle
     assert last.samples["training_committed_steps"] == last.samples["training_position_steps"] > 5
 
 
-def test_a_name_told_before_a_quick_restart_is_not_taken_for_the_attempts() -> None:
+def test_a_name_published_before_a_quick_restart_is_not_taken_for_the_attempts() -> None:
     """The store of torchrun outlives a restart, and rank 0 may be the last to create its Run."""
     answer = python("""
 import threading, time

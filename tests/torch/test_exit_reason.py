@@ -51,7 +51,7 @@ def last_word(code: str, run: str = "") -> tuple[Push, subprocess.CompletedProce
         ("", "failed", None),
     ],
 )
-def test_the_type_of_the_exception_is_said_and_nothing_of_its_message(end: str, status: str, by: str | None) -> None:
+def test_the_type_of_the_exception_is_sent_and_nothing_of_its_message(end: str, status: str, by: str | None) -> None:
     push, _ = last_word(end)
     assert (push.resource["flopwatch.status"], push.resource.get("flopwatch.ended_by")) == (status, by)
     assert push.samples["training_steps_total"] == 3
@@ -92,7 +92,7 @@ before = sys.excepthook
 @pytest.mark.parametrize(
     ("how", "by"), [("exit", "SystemExit 3"), ("raise", "ValueError"), ("interrupt", "KeyboardInterrupt")]
 )
-def test_flopwatch_run_says_it_of_a_script_that_knows_nothing_of_it(tmp_path: Path, how: str, by: str) -> None:
+def test_flopwatch_run_sends_the_type_for_an_unmodified_script(tmp_path: Path, how: str, by: str) -> None:
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("FLOPWATCH_")}
     with HookServer() as server:
         subprocess.run(
@@ -128,12 +128,12 @@ def test_flopwatch_run_says_it_of_a_script_that_knows_nothing_of_it(tmp_path: Pa
         (type("E" * 100, (Exception,), {})(), "E" * 64),
     ],
 )
-def test_what_is_told_of_an_exception_is_short_and_plain(error: BaseException | None, text: str) -> None:
+def test_the_text_for_an_exception_is_short_and_plain(error: BaseException | None, text: str) -> None:
     assert ended_by(error) == text
 
 
 @given(st.text(max_size=80).filter(lambda name: "\0" not in name and name.isprintable()), st.integers())
-def test_whatever_an_exception_is_called_the_exporter_takes_what_is_told(name: str, number: int) -> None:
+def test_the_exporter_accepts_the_text_for_an_exception_of_any_name(name: str, number: int) -> None:
     for base in (Exception, OSError):
         assert ENDED_BY.fullmatch(ended_by(type(name, (base,), {})(number, "x")))
     assert ENDED_BY.fullmatch(ended_by(SystemExit(number)))

@@ -155,7 +155,7 @@ def run() -> Iterator[Run]:
         assert run.snapshot().points[BY_NAME["training_hook_errors_total"]] == [({}, 0.0)]
 
 
-def told(run: Run) -> float | None:
+def counted_flops(run: Run) -> float | None:
     """Return the FLOPs of the steps so far."""
     samples = run.snapshot().points.get(BY_NAME["training_model_flops_total"])
     return None if samples is None else samples[0][1]
@@ -232,7 +232,7 @@ def test_a_model_of_transformers_counts_as_the_formula(name: str, padded: bool, 
     assert counted.tokens == BATCH * LENGTH
 
 
-def test_masks_too_large_to_look_at_are_what_the_attending_module_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_too_large_to_read_is_taken_from_the_attention_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flopwatch.training.flop_counter.operators.MAX_COMPUTED", 100)
     for name in ("llama", "mistral"):
         model, dimensions = hugging_face(name)
@@ -254,7 +254,7 @@ def test_a_head_whose_best_answers_the_model_looks_at_is_no_router() -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "deepseek_v3", "gpt_oss", "qwen3_moe", "nemotron"])
-def test_the_count_is_what_the_configuration_says(name: str) -> None:
+def test_the_count_matches_the_configuration(name: str) -> None:
     transformers: Any = importlib.import_module("transformers")
     config = transformers.AutoConfig.for_model(name)
     small = {
@@ -613,16 +613,16 @@ def train_sharded(kind: str, run: Run | None) -> list[float]:
     if run is not None:
         attach(run.recorder, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    said = []
+    values = []
     for _ in range(3):
         loss = F.cross_entropy(model(ids()).flatten(0, 1), ids().flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
-        said.append(loss.item())
+        values.append(loss.item())
         if run is not None:
             run.step()
-    return said
+    return values
 
 
 def test_ranks_that_share_a_model_train_as_without_and_count_their_share() -> None:
@@ -862,24 +862,24 @@ def losses(wrap: Callable[[nn.Module], Any], run: Run | None, attach_last: bool 
     if run is not None and attach_last:
         attach(run.recorder, model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    said = []
+    values = []
     for _ in range(4):
         for part in (ids(), ids() + 1):
             logits = model(part % VOCABULARY)
             loss = F.cross_entropy(logits.flatten(0, 1), part.roll(-1, 1).flatten() % VOCABULARY)
             loss.backward()  # type: ignore[no-untyped-call]
-            said.append(loss.item())
+            values.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
         if run is not None:
             run.step()
-    return said
+    return values
 
 
 def test_the_loss_is_the_same_to_the_last_bit(run: Run) -> None:
     plain = losses(lambda model: model, None)
     assert losses(lambda model: model, run) == plain
-    assert told(run) == 8 * flops(SMALL)
+    assert counted_flops(run) == 8 * flops(SMALL)
 
 
 def compiled(graphs: list[int], in_place: bool) -> Callable[[nn.Module], nn.Module]:
@@ -907,7 +907,7 @@ def test_a_compiled_model_is_compiled_as_often_as_without(in_place: bool, run: R
     graphs.clear()
     assert losses(compiled(graphs, in_place), run) == plain
     assert len(graphs) == without == 1
-    assert told(run) == 8 * flops(SMALL)
+    assert counted_flops(run) == 8 * flops(SMALL)
 
 
 def test_a_hook_that_is_compiled_does_nothing(run: Run) -> None:
@@ -915,7 +915,7 @@ def test_a_hook_that_is_compiled_does_nothing(run: Run) -> None:
     plain = losses(compiled(graphs, False), None)
     assert losses(compiled(graphs, False), run, attach_last=False) == plain
     assert len(graphs) == 2
-    assert told(run) is None
+    assert counted_flops(run) is None
 
 
 # In a training loop.
@@ -927,7 +927,8 @@ def test_each_micro_batch_counts_by_its_shape(run: Run) -> None:
     for length, batch in ((16, 3), (8, 1), (16, 3)):
         model(ids(length, batch)).sum().backward()
     run.step()
-    assert told(run) == 7 * SMALL.flops_per_sequence(16) - SMALL.flops_per_sequence(16) + SMALL.flops_per_sequence(8)
+    long, short = SMALL.flops_per_sequence(16), SMALL.flops_per_sequence(8)
+    assert counted_flops(run) == 7 * long - long + short
 
 
 def test_lengths_between_counted_ones_are_not_counted_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -947,7 +948,7 @@ def test_lengths_between_counted_ones_are_not_counted_again(run: Run, monkeypatc
         model(ids(length, batch)).sum().backward()
         wanted += batch * SMALL.flops_per_sequence(length)
     run.step()
-    assert told(run) == wanted
+    assert counted_flops(run) == wanted
     assert shapes == [(2, 20), (2, 10), (1, 30), (1, 31)]
 
 
@@ -958,7 +959,7 @@ def test_a_pass_without_backward_counts_a_third_and_without_gradients_nothing(ru
     with torch.no_grad():
         model(ids())
     run.step()
-    assert told(run) == flops(SMALL) / 3
+    assert counted_flops(run) == flops(SMALL) / 3
 
 
 def test_weights_frozen_for_a_pass_are_counted_as_frozen(run: Run) -> None:
@@ -967,20 +968,20 @@ def test_weights_frozen_for_a_pass_are_counted_as_frozen(run: Run) -> None:
     made = torch.zeros(4, 8, requires_grad=True)
     judge(made).sum().backward()
     run.step()
-    assert told(run) == 6 * 4 * 128
+    assert counted_flops(run) == 6 * 4 * 128
     judge.requires_grad_(False)
     judge(made).sum().backward()
     run.step()
-    assert told(run) == (6 + 4) * 4 * 128
+    assert counted_flops(run) == (6 + 4) * 4 * 128
 
 
-def test_what_cannot_be_counted_is_said_once_and_training_goes_on(run: Run) -> None:
+def test_what_cannot_be_counted_is_logged_once_and_training_goes_on(run: Run) -> None:
     model = Forward(routed)
     attach(run.recorder, model)
     for _ in range(2):
         model(torch.ones(16, 8)).sum().backward()
         run.step(tokens=16)
-    assert told(run) is None
+    assert counted_flops(run) is None
     reasons = [labels["reason"] for labels, _ in run.snapshot().points[BY_NAME["training_mfu_unavailable"]]]
     assert reasons == ["uncountable"]
 
@@ -1000,7 +1001,7 @@ def test_a_model_watched_twice_counts_once_and_the_end_of_the_run_leaves_nothing
     run.watch(model)
     model(ids()).sum().backward()
     run.step()
-    assert told(run) == flops(SMALL)
+    assert counted_flops(run) == flops(SMALL)
     run.finish()
     run.watch(model)
     assert not model._forward_hooks
@@ -1013,19 +1014,19 @@ def test_copies_and_saved_models_do_without_the_hook(run: Run) -> None:
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         other(torch.zeros(4, 8)).sum().backward()
     run.step()
-    assert told(run) is None
+    assert counted_flops(run) is None
     attached.remove()
     assert not model._forward_hooks
 
 
 def main() -> None:
     dist.init_process_group("gloo")
-    said = {}
+    results = {}
     for kind, replica_ranks in (("ddp", 1), ("fsdp", 1), ("tensor", 2)):
         # Port 9 has no listener. The FLOPs are read from the run itself.
         run = Run(kind, endpoint="http://127.0.0.1:9", replica_ranks=replica_ranks, environ={})
-        said[kind] = (train_sharded(kind, run), train_sharded(kind, None), told(run))
-    print(json.dumps(said))
+        results[kind] = (train_sharded(kind, run), train_sharded(kind, None), counted_flops(run))
+    print(json.dumps(results))
     sys.stdout.flush()
     dist.barrier()
     os._exit(0)

@@ -135,7 +135,7 @@ def test_steps_tokens_samples_and_loss_are_those_trained(dispatch: bool) -> None
     assert "dtype=fp32" in info
 
 
-def test_accumulation_evaluation_and_saving_are_told_apart(tmp_path: Path) -> None:
+def test_accumulation_evaluation_and_saving_are_distinguished(tmp_path: Path) -> None:
     clock = Clock()
     loop = Loop(accumulate=3, fetch=lambda: clock.passes(0.05))
     loop.accelerator.register_save_state_pre_hook(lambda *_: clock.passes(0.3))
@@ -228,7 +228,7 @@ def test_a_resumed_run_goes_on_at_the_step_restored(tmp_path: Path, optimizer: s
     assert activities(last)["checkpoint_restore"] > 0
 
 
-def test_watching_before_prepare_is_told_and_changes_nothing() -> None:
+def test_watching_before_prepare_is_logged_and_changes_nothing() -> None:
     from flopwatch.training.frameworks.accelerate import watch
 
     accelerate: Any = importlib.import_module("accelerate")

@@ -131,7 +131,7 @@ def activities(push: Push) -> dict[str, float]:
     return {sample[len(name) : -1]: value for sample, value in push.samples.items() if sample.startswith(name)}
 
 
-def test_accumulation_evaluation_and_saving_are_told_apart(tmp_path: Path) -> None:
+def test_accumulation_evaluation_and_saving_are_distinguished(tmp_path: Path) -> None:
     import torch
     import transformers
 
@@ -148,13 +148,13 @@ def test_accumulation_evaluation_and_saving_are_told_apart(tmp_path: Path) -> No
         return {key: torch.tensor([row[key] for row in rows]) for key in rows[0]}
 
     with HookServer() as server:
-        told = callback(server, clock=clock)
+        reporter = callback(server, clock=clock)
         trainer = transformers.Trainer(
             model=Slow(model().config),
             data_collator=batches,
             train_dataset=samples(24),
             eval_dataset=samples(8),
-            callbacks=[told],
+            callbacks=[reporter],
             args=transformers.TrainingArguments(
                 output_dir=str(tmp_path),
                 per_device_train_batch_size=2,
@@ -194,11 +194,11 @@ def test_losses_are_those_without_the_callback_whatever_goes_wrong(
 ) -> None:
     settings: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
     alone = train(tmp_path / "alone", **settings)
-    told = callback(None, **break_callback(broken, monkeypatch))
-    watched = train(tmp_path / "watched", told, **settings)
+    reporter = callback(None, **break_callback(broken, monkeypatch))
+    watched = train(tmp_path / "watched", reporter, **settings)
     assert losses(watched) == losses(alone)
     assert all(math.isfinite(loss) for loss in losses(alone))
-    errors = told.run.snapshot().points[BY_NAME["training_hook_errors_total"]][0][1]
+    errors = reporter.run.snapshot().points[BY_NAME["training_hook_errors_total"]][0][1]
     assert (errors == 0) == (broken == "no exporter")
 
 
@@ -279,11 +279,11 @@ def test_a_batch_size_that_is_too_large_starts_the_training_over(tmp_path: Path)
             return super().training_step(model, inputs, *rest)
 
     with HookServer() as server:
-        told = callback(server)
+        reporter = callback(server)
         trainer = Small(
             model=model(),
             train_dataset=samples(24),
-            callbacks=[told],
+            callbacks=[reporter],
             args=transformers.TrainingArguments(
                 output_dir=str(tmp_path),
                 per_device_train_batch_size=3,
@@ -306,7 +306,7 @@ def test_a_batch_size_that_is_too_large_starts_the_training_over(tmp_path: Path)
     assert last.samples["training_hook_errors_total"] == 0
 
 
-def test_a_run_that_is_stopped_says_so_and_weights_alone_commit_nothing(tmp_path: Path) -> None:
+def test_a_stopped_run_reports_it_and_weights_alone_commit_nothing(tmp_path: Path) -> None:
     with HookServer() as server:
         train(
             tmp_path,

@@ -167,7 +167,7 @@ def test_steps_tokens_samples_and_loss_are_those_trained(tmp_path: Path, name: s
     assert "dtype=fp32" in info
 
 
-def test_accumulation_evaluation_and_saving_are_told_apart(tmp_path: Path) -> None:
+def test_accumulation_evaluation_and_saving_are_distinguished(tmp_path: Path) -> None:
     import lightning.pytorch
 
     clock = Clock()
@@ -218,13 +218,17 @@ def test_losses_are_those_without_the_callback_whatever_goes_wrong(
 ) -> None:
     name = "lightning.pytorch"
     alone = fit(name, tmp_path / "alone", checkpoints(name, tmp_path / "alone", every=3), enable_checkpointing=True)
-    told = callback(None, **break_callback(broken, monkeypatch))
+    reporter = callback(None, **break_callback(broken, monkeypatch))
     watched = fit(
-        name, tmp_path / "watched", told, checkpoints(name, tmp_path / "watched", every=3), enable_checkpointing=True
+        name,
+        tmp_path / "watched",
+        reporter,
+        checkpoints(name, tmp_path / "watched", every=3),
+        enable_checkpointing=True,
     )
     assert watched.model.losses == alone.model.losses
     assert len(watched.model.losses) == 6
-    errors = told.run.snapshot().points[BY_NAME["training_hook_errors_total"]][0][1]
+    errors = reporter.run.snapshot().points[BY_NAME["training_hook_errors_total"]][0][1]
     assert (errors == 0) == (broken == "no exporter")
 
 
@@ -312,10 +316,10 @@ def test_two_optimizers_in_one_batch_are_one_step(tmp_path: Path) -> None:
 def test_the_callback_and_what_it_wrapped_can_be_sent_to_another_process(tmp_path: Path) -> None:
     from lightning.pytorch.loggers import CSVLogger
 
-    told, logger = callback(None), CSVLogger(str(tmp_path))
-    fit("lightning.pytorch", tmp_path, told, logger=logger)
-    assert told.run is not None
-    assert "run" not in told.__getstate__()
+    reporter, logger = callback(None), CSVLogger(str(tmp_path))
+    fit("lightning.pytorch", tmp_path, reporter, logger=logger)
+    assert reporter.run is not None
+    assert "run" not in reporter.__getstate__()
     assert type(logger.log_metrics).__name__ == "MethodWrapper"
     sent = pickle.loads(pickle.dumps(logger))
     assert sent.log_metrics.__self__ is sent

@@ -18,11 +18,11 @@ LENGTHS = (5, 9, 16, 12)  # tokens of a sample, in turn; the rest of its 16 is p
 OF_RANK = {0: (5 + 9, 5 + 9, 5 + 9), 1: (16 + 12, 16 + 12, 16 + 12)}  # batches of 2 go to the ranks in turn
 
 pytestmark = [pytest.mark.long, pytest.mark.torch, pytest.mark.timeout(600)]
-Told = dict[str, dict[str, Any]]
+Report = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
     """Return what each rank reported under each framework. One launch runs all, because the imports take seconds."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("FLOPWATCH_", "TORCHELASTIC_"))}
     out = tmp_path_factory.mktemp("ranks")
@@ -58,8 +58,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
 
 
 @pytest.mark.parametrize("framework", ["huggingface", "lightning", "accelerate"])
-def test_each_rank_tells_its_own_tokens_and_the_first_what_is_on_disk(told: list[Told], framework: str) -> None:
-    for rank, answers in enumerate(told):
+def test_each_rank_reports_its_own_tokens_and_the_first_what_is_on_disk(reports: list[Report], framework: str) -> None:
+    for rank, answers in enumerate(reports):
         answer = answers[framework]
         assert answer["training_steps_total"] == 3
         assert answer["training_tokens_total"] == sum(OF_RANK[rank])
@@ -68,7 +68,7 @@ def test_each_rank_tells_its_own_tokens_and_the_first_what_is_on_disk(told: list
         assert answer["training_model_flops_total"] == 100 * sum(OF_RANK[rank])
         assert answer["training_hook_errors_total"] == 0
         assert answer["training_collective_wait_seconds_total"] >= 0  # DDP was found, and is watched
-    committed = [answers[framework].get("training_committed_steps") for answers in told]
+    committed = [answers[framework].get("training_committed_steps") for answers in reports]
     assert committed in ([3, None], [3, 3])
     assert committed == [3, None] or framework == "lightning"  # its ranks wait for the writer
 
@@ -183,8 +183,8 @@ def accelerate(out: Path) -> Any:
     return run
 
 
-def main(out: Path) -> Told:
-    answer: Told = {}
+def main(out: Path) -> Report:
+    answer: Report = {}
     for framework in (huggingface, lightning, accelerate):
         points = framework(out).snapshot(last=True).points
         answer[framework.__name__] = {

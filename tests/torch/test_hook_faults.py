@@ -102,13 +102,13 @@ def train(*arguments: str, stderr: str = "", **environ: str) -> Trained:
         )
         ended = time.monotonic()
     lines = done.stdout.split("\n")
-    said = dict(line.split() for line in lines if " " in line)
-    assert {"took", "end"} <= said.keys(), done.stderr
+    output = dict(line.split() for line in lines if " " in line)
+    assert {"took", "end"} <= output.keys(), done.stderr
     return Trained(
         [line for line in lines if line and " " not in line],
         done.returncode,
-        float(said["took"]),
-        ended - float(said["end"]),
+        float(output["took"]),
+        ended - float(output["end"]),
         done.stderr or "",
     )
 
@@ -272,7 +272,7 @@ ANSWERS = {
     "random bytes": once(NOISE),
     "hanging up": once(b""),
     "random bytes as protobuf": once(protobuf(len(NOISE)) + NOISE),
-    "less than it says": once(protobuf(1 << 40) + b"x"),
+    "less than its length": once(protobuf(1 << 40) + b"x"),
     "an endless body": then(protobuf(1 << 40), b"x" * 65536),
     "an endless header": then(b"HTTP/1.1 200 OK\r\n", b"x" * 65536),
     "endless headers": then(b"HTTP/1.1 200 OK\r\n", b"x: y\r\n" * 50),
@@ -380,7 +380,7 @@ def test_a_broken_machine_changes_nothing(plain: Trained, tmp_path: Path, broken
     [None, b"", b"\xff\xfe\x00", b"two\nlines", b"x" * 1_000_000],
     ids=["a folder", "empty", "no text", "two lines", "a megabyte"],
 )
-def test_a_token_file_that_is_none_changes_nothing(plain: Trained, tmp_path: Path, content: bytes | None) -> None:
+def test_an_invalid_token_file_changes_nothing(plain: Trained, tmp_path: Path, content: bytes | None) -> None:
     token = tmp_path / "token"
     if content is None:
         token.mkdir()
@@ -462,6 +462,6 @@ def test_no_function_of_the_hook_that_raises_is_felt_by_the_job(job: str, some: 
             env={**os.environ, "PYTHONPATH": f"{ROOT}/exporter", "FLOPWATCH_ENDPOINT": url, "OMP_NUM_THREADS": "1"},
         )
     assert done.returncode == 0, done.stderr[-2000:]
-    said = json.loads(done.stdout)
-    assert said["felt"] == []
-    assert some <= set(said["tried"])
+    output = json.loads(done.stdout)
+    assert output["felt"] == []
+    assert some <= set(output["tried"])

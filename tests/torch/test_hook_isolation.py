@@ -110,7 +110,7 @@ def test_a_broken_protobuf_costs_the_metrics_and_not_the_training(server: HookSe
     assert server.pushes == []
 
 
-def test_a_forked_child_says_nothing(server: HookServer) -> None:
+def test_a_forked_child_pushes_nothing(server: HookServer) -> None:
     answer = python(
         LOOP
         + """
@@ -156,7 +156,7 @@ run.finish()
 
 
 @pytest.mark.torch
-def test_dataloader_workers_say_nothing(server: HookServer) -> None:
+def test_dataloader_workers_push_nothing(server: HookServer) -> None:
     answer = python(
         """
 import os
@@ -191,8 +191,8 @@ run.finish()
 )
 def test_how_a_process_ends_is_its_last_word(server: HookServer, end: str, status: str | None) -> None:
     python(LOOP + f"import time; time.sleep(0.05)\n{end}", FLOPWATCH_ENDPOINT=server.url)
-    said = [push.resource["flopwatch.status"] for push in server.pushes if "flopwatch.status" in push.resource]
-    assert said == ([] if status is None else [status])
+    statuses = [push.resource["flopwatch.status"] for push in server.pushes if "flopwatch.status" in push.resource]
+    assert statuses == ([] if status is None else [status])
     if status is not None:
         assert server.pushes[-1].samples["training_steps_total"] == 3
 

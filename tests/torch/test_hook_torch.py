@@ -44,7 +44,7 @@ Answers = dict[str, list[dict[str, Any]]]
 def answers() -> Answers:
     """Return the counts of each rank in each scenario. One launch runs all, because importing torch takes seconds."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("FLOPWATCH_", "TORCHELASTIC_"))}
-    said = []
+    results = []
     with reserved_port() as port:
         processes = [
             subprocess.Popen(
@@ -71,12 +71,12 @@ def answers() -> Answers:
         ]
         try:
             for process in processes:
-                said.append(json.loads(process.communicate(timeout=500)[0]))
+                results.append(json.loads(process.communicate(timeout=500)[0]))
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
-    return {name: [answer[name] for answer in said] for name in (*SCENARIOS, "sharded")}
+    return {name: [answer[name] for answer in results] for name in (*SCENARIOS, "sharded")}
 
 
 def wait_shares(ranks: list[dict[str, Any]]) -> list[float]:
@@ -123,11 +123,11 @@ def test_a_step_without_an_all_reduce_is_not_measured(answers: Answers, how: str
         assert rank["end"]["wait"] is None
 
 
-def test_a_ddp_model_tells_the_ranks_of_a_replica(answers: Answers) -> None:
+def test_a_ddp_model_gives_the_ranks_of_a_replica(answers: Answers) -> None:
     assert [rank["end"]["tokens"] for rank in answers["plain"]] == [STEPS * 8] * WORLD_SIZE
 
 
-def test_a_fully_sharded_model_tells_them_too(answers: Answers) -> None:
+def test_a_fully_sharded_model_gives_them_too(answers: Answers) -> None:
     for rank in answers["sharded"]:
         assert rank == {
             "FSDP": 1,
@@ -149,7 +149,7 @@ def test_ranks_of_many_nodes_agree_on_rank_0s_name_of_the_attempt(answers: Answe
     assert attempt.startswith("node-0-")
 
 
-def test_a_model_whose_wait_cannot_be_measured_says_so_and_trains_on() -> None:
+def test_a_model_whose_wait_cannot_be_measured_is_logged_and_trains_on() -> None:
     import torch
 
     from flopwatch.catalogue import BY_NAME
@@ -220,7 +220,7 @@ def worker(
         )
 
     losses: list[str] = []
-    said: dict[str, Any] = {"losses": losses, "attempt": run.attempt}
+    results: dict[str, Any] = {"losses": losses, "attempt": run.attempt}
     for step in run.batches(range(steps)):
         if step >= saves_from and step % 5 == 0 and rank == 0:
             with run.activity("checkpoint_save"):
@@ -237,8 +237,8 @@ def worker(
         optimizer.zero_grad()
         losses.append(float(loss.item()).hex())
         run.step(tokens=8)
-    said["end"] = counted()
-    return said
+    results["end"] = counted()
+    return results
 
 
 def sharded() -> dict[str, int | None]:

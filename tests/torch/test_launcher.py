@@ -234,8 +234,8 @@ KUBERAY = {**RAY_TRAIN, **POD, "RAY_CLUSTER_NAME": "llama-8b-x7k2p", "RAY_ADDRES
 RAY_ON_SLURM = {**SBATCH, **RAY_TRAIN, "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}
 
 
-def place(found: Launch) -> tuple[int, int, int, bool]:
-    return found.rank, found.world_size, found.local_rank, found.one_node
+def place(identity: Launch) -> tuple[int, int, int, bool]:
+    return identity.rank, identity.world_size, identity.local_rank, identity.one_node
 
 
 @pytest.mark.parametrize(
@@ -306,12 +306,12 @@ def test_ray_trains_experiment_names_the_run() -> None:
     def outside() -> str | None:
         raise RuntimeError("not in a training worker")
 
-    for said, name in (
+    for get_name, name in (
         (experiment, "llama-8b"),
         (outside, "llama-8b-x7k2p-02000000"),
         (lambda: None, "llama-8b-x7k2p-02000000"),
     ):
-        context = SimpleNamespace(get_experiment_name=said)
+        context = SimpleNamespace(get_experiment_name=get_name)
         modules = {"ray.train": SimpleNamespace(get_context=lambda context=context: context)}
         assert launch(KUBERAY, "node-7", ME, modules=modules).name == name
     assert launch(SRUN, "node-7", ME, modules=modules).name == "llama 8b-81234"
@@ -398,9 +398,9 @@ def test_a_wrapper_script_between_torchrun_and_the_ranks_is_not_the_launcher(tmp
     assert _start_ticks(tmp_path, 99) == 0
 
 
-def test_the_age_of_a_process_is_what_the_clock_says_it_is() -> None:
+def test_the_age_of_a_process_matches_the_clock() -> None:
     before = time.monotonic()
-    said = subprocess.run(
+    done = subprocess.run(
         [
             sys.executable,
             "-c",
@@ -412,7 +412,7 @@ def test_the_age_of_a_process_is_what_the_clock_says_it_is() -> None:
         text=True,
         check=True,
     )
-    assert 0.3 <= float(said.stdout) <= time.monotonic() - before + 0.02  # the kernel counts in ticks of 10 ms
+    assert 0.3 <= float(done.stdout) <= time.monotonic() - before + 0.02  # the kernel counts in ticks of 10 ms
 
 
 def test_without_proc_a_process_is_as_old_as_its_run(tmp_path: Path) -> None:
@@ -446,8 +446,8 @@ def test_tenant_owner_and_team_come_from_variables_before_the_scheduler(
     environ: dict[str, str], tenant: str, owner: str, team: str, tmp_path: Path
 ) -> None:
     (tmp_path / "namespace").write_text("research")
-    found = launch(environ, "node-7", ME, pod=tmp_path)
-    assert (found.tenant, found.owner, found.team) == (tenant, owner, team)
+    identity = launch(environ, "node-7", ME, pod=tmp_path)
+    assert (identity.tenant, identity.owner, identity.team) == (tenant, owner, team)
 
 
 def test_a_pod_without_a_service_account_has_no_tenant(tmp_path: Path) -> None:
@@ -521,7 +521,7 @@ def test_no_time_of_submission_rather_than_a_wrong_one(environ: dict[str, str], 
     assert answer(Submission({**os.environ, **environ}, squeue(tmp_path, script))) is None
 
 
-def test_without_slurms_client_nobody_is_asked(tmp_path: Path) -> None:
+def test_without_slurms_client_there_is_no_time_of_submission(tmp_path: Path) -> None:
     assert answer(Submission(FIRST, str(tmp_path / "squeue"))) is None
 
 
@@ -553,7 +553,7 @@ def test_a_run_takes_arguments_before_variables_before_the_scheduler() -> None:
     assert (run.name, run.rank, run.world_size, run.local_rank, run.attempt) == ("argued", 2, 3, 1, "a-7")
 
 
-def test_a_run_that_nobody_named_is_called_after_the_script_and_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unnamed_run_is_called_after_the_script_and_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/home/me/train.py"])
     quiet = {"FLOPWATCH_DISABLE": "1", "FLOPWATCH_HOST": "node-7"}
     assert Run(environ=quiet).name == "train@node-7"
@@ -608,9 +608,9 @@ sys.exit(count == "0")
             check=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-    said = {path.name: path.read_text().split() for path in tmp_path.iterdir() if path != script}
-    assert all(world_size == "2" for _, world_size in said.values())
-    attempts = {name: attempt for name, (attempt, _) in said.items()}
+    outputs = {path.name: path.read_text().split() for path in tmp_path.iterdir() if path != script}
+    assert all(world_size == "2" for _, world_size in outputs.values())
+    attempts = {name: attempt for name, (attempt, _) in outputs.items()}
     assert attempts["1-0"] == attempts["1-1"]
     assert attempts["1-0"].removesuffix("-1") == attempts["0-0"].removesuffix("-0")
     assert attempts["1-0"] != attempts["0-0"]

@@ -18,11 +18,11 @@ from tests.support import ROOT
 
 
 def test_a_mapping_is_taken_at_its_word() -> None:
-    found = parallel({"dp": (3, 4), "tp": [1, 2], "pp": (0, 8), "cp": None, "ep": (5, 8)}, 64)
-    assert found == Parallel(dp=(3, 4), tp=(1, 2), pp=(0, 8), ep=(5, 8))
-    assert found.replica_ranks == 16
-    assert found.labels() == {"dp": "3", "tp": "1", "pp": "0", "cp": "", "ep": "5"}
-    assert parallel(found, 64) == found
+    layout = parallel({"dp": (3, 4), "tp": [1, 2], "pp": (0, 8), "cp": None, "ep": (5, 8)}, 64)
+    assert layout == Parallel(dp=(3, 4), tp=(1, 2), pp=(0, 8), ep=(5, 8))
+    assert layout.replica_ranks == 16
+    assert layout.labels() == {"dp": "3", "tp": "1", "pp": "0", "cp": "", "ep": "5"}
+    assert parallel(layout, 64) == layout
 
 
 def test_a_replica_is_tensor_by_pipeline_by_context_parallel_and_never_expert_parallel() -> None:
@@ -162,7 +162,7 @@ def test_a_device_mesh_is_read_by_the_names_of_its_dimensions(
 
 
 @pytest.mark.torch
-def test_a_mesh_that_does_not_say_all_is_refused() -> None:
+def test_an_incomplete_mesh_is_refused() -> None:
     with job(3, 8) as init_device_mesh:
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
         with pytest.raises(ValueError, match=r"^the mesh \('tp',\) has 4 of the job's 8 ranks; pass the whole mesh"):

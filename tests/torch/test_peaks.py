@@ -62,7 +62,7 @@ def test_a_known_card_has_its_dense_peak(name: str, dtype: str, tflops: float) -
     assert peak(name, dtype).flops_per_second == tflops * 1e12
 
 
-def test_a_peak_says_where_it_is_from() -> None:
+def test_a_peak_has_its_source() -> None:
     assert peak("NVIDIA B200", "bf16") == Peak(2250e12, "NVIDIA DGX B200 datasheet / 8")
 
 
@@ -250,7 +250,7 @@ def test_flags_that_do_not_fit_are_refused(
     assert capsys.readouterr().err == f"flopwatch: {reason}\n"
 
 
-def test_measuring_without_torch_says_what_is_missing() -> None:
+def test_measuring_without_torch_names_what_is_missing() -> None:
     code = (
         "import sys; sys.modules['torch'] = None; from flopwatch.__main__ import main; "
         "sys.exit(main(['peak', '--measure']))"
@@ -314,7 +314,7 @@ def test_seconds_come_from_the_devices_events_and_the_best_shape_wins() -> None:
         ("tf32", "tf32 needs an NVIDIA card of the Ampere generation or newer"),
     ],
 )
-def test_what_cannot_be_measured_says_why(dtype: str, reason: str) -> None:
+def test_what_cannot_be_measured_has_a_reason(dtype: str, reason: str) -> None:
     import torch
 
     from flopwatch.training.torch.peak import Unmeasurable, sweep
@@ -325,7 +325,7 @@ def test_what_cannot_be_measured_says_why(dtype: str, reason: str) -> None:
 
 
 @pytest.mark.torch
-def test_a_device_that_cannot_multiply_says_so_in_one_line() -> None:
+def test_a_device_that_cannot_multiply_is_an_error_of_one_line() -> None:
     import torch
 
     from flopwatch.training.torch.peak import Unmeasurable, sweep
@@ -335,7 +335,7 @@ def test_a_device_that_cannot_multiply_says_so_in_one_line() -> None:
 
 
 @pytest.mark.torch
-def test_the_command_measures_and_shows_what_the_data_sheet_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_measures_and_shows_the_data_sheets_figure(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["peak", "--measure", "--dtype", "bf16", "--seconds", "0.2"]) == 0
     first, measured, sheet = capsys.readouterr().out.splitlines()
     assert first.endswith(" bf16")
@@ -343,8 +343,8 @@ def test_the_command_measures_and_shows_what_the_data_sheet_says(capsys: pytest.
     assert measured.endswith(" (m x n x k)")
     assert sheet.startswith("  data sheet  ")
     assert main(["peak", "--measure", "--seconds", "0.2", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["achievable_flops_per_second"] > 1e6
-    assert len(said["shape"]) == 3
-    assert (said["flops_per_second"] is None) == ("refused" in said)
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["achievable_flops_per_second"] > 1e6
+    assert len(printed["shape"]) == 3
+    assert (printed["flops_per_second"] is None) == ("refused" in printed)
     assert main(["peak", "--measure", "--dtype", "fp4"]) == 1

@@ -135,7 +135,7 @@ def run() -> Iterator[Run]:
     phases.attach(made.recorder).remove()
 
 
-def told(run: Run) -> Seconds:
+def totals(run: Run) -> Seconds:
     """Return the seconds of each phase, the measured step seconds and steps, and the number of errors so far."""
     points = run.snapshot().points
     return {
@@ -153,22 +153,24 @@ def told(run: Run) -> Seconds:
 
 def each_step(run: Run, step: Callable[[], object], steps: int = 6) -> Seconds:
     """Make steps and return the median of each value over the measured ones."""
-    found = measured_steps(run, step, steps)
-    return {name: statistics.median(one.get(name, 0.0) for one in found) for name in found[-1]} if found else {}
+    measured = measured_steps(run, step, steps)
+    return (
+        {name: statistics.median(one.get(name, 0.0) for one in measured) for name in measured[-1]} if measured else {}
+    )
 
 
 def measured_steps(run: Run, step: Callable[[], object], steps: int) -> list[Seconds]:
     """Make steps and return the values of each measured one."""
-    found: list[Seconds] = []
-    before = told(run)
+    measured: list[Seconds] = []
+    before = totals(run)
     for _ in range(steps):
         step()
         run.step()
-        after = told(run)
+        after = totals(run)
         if after["steps"] > before["steps"]:
-            found.append({name: seconds - before.get(name, 0.0) for name, seconds in after.items()})
+            measured.append({name: seconds - before.get(name, 0.0) for name, seconds in after.items()})
         before = after
-    return found
+    return measured
 
 
 def train(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, micro_batches: int = 1) -> Callable[[], None]:
@@ -196,12 +198,12 @@ def train(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, micro_batc
 def test_what_was_planted_in_a_phase_is_found_in_it(run: Run, form: str) -> None:
     model = sleepy_model(form)
     phases.attach(run.recorder, model)
-    found = each_step(run, train(model, sleepy_optimizer(model)))
-    assert found["forward"] == pytest.approx(FORWARD)
-    assert found["backward"] == pytest.approx(BACKWARD)
-    assert found["optimizer"] == pytest.approx(OPTIMIZER)
-    assert found["seconds"] == pytest.approx(FORWARD + BACKWARD + OPTIMIZER)
-    assert told(run)["errors"] == 0
+    measured = each_step(run, train(model, sleepy_optimizer(model)))
+    assert measured["forward"] == pytest.approx(FORWARD)
+    assert measured["backward"] == pytest.approx(BACKWARD)
+    assert measured["optimizer"] == pytest.approx(OPTIMIZER)
+    assert measured["seconds"] == pytest.approx(FORWARD + BACKWARD + OPTIMIZER)
+    assert totals(run)["errors"] == 0
 
 
 def test_by_a_real_clock_phases_are_as_long_as_what_is_in_them_and_together_no_longer_than_the_step() -> None:
@@ -211,10 +213,10 @@ def test_by_a_real_clock_phases_are_as_long_as_what_is_in_them_and_together_no_l
     optimizer = Sgd(model.parameters(), lr=0.1)
     optimizer.does = lambda: time.sleep(OPTIMIZER)
     attached = phases.attach(real.recorder, model)
-    found = measured_steps(real, train(model, optimizer), steps=8)
+    measured = measured_steps(real, train(model, optimizer), steps=8)
     attached.remove()
-    assert len(found) >= 3  # a step that other work made twice as long is left out
-    for one in found:
+    assert len(measured) >= 3  # a step that other work made twice as long is left out
+    for one in measured:
         assert one["forward"] >= FORWARD - 1e-6  # rounding, as these are differences of sums
         assert one["backward"] >= BACKWARD - 1e-6
         assert one["optimizer"] >= OPTIMIZER - 1e-6
@@ -224,10 +226,10 @@ def test_by_a_real_clock_phases_are_as_long_as_what_is_in_them_and_together_no_l
 def test_micro_batches_add_up(run: Run) -> None:
     model = sleepy_model()
     phases.attach(run.recorder, model)
-    found = each_step(run, train(model, sleepy_optimizer(model), micro_batches=3))
-    assert found["forward"] == pytest.approx(3 * FORWARD)
-    assert found["backward"] == pytest.approx(3 * BACKWARD)
-    assert found["optimizer"] == pytest.approx(OPTIMIZER)
+    measured = each_step(run, train(model, sleepy_optimizer(model), micro_batches=3))
+    assert measured["forward"] == pytest.approx(3 * FORWARD)
+    assert measured["backward"] == pytest.approx(3 * BACKWARD)
+    assert measured["optimizer"] == pytest.approx(OPTIMIZER)
 
 
 def test_two_optimizers_add_up_and_one_inside_another_counts_once(run: Run) -> None:
@@ -247,9 +249,9 @@ def test_an_optimizer_whose_step_ends_the_training_step_is_in_that_step(run: Run
     step = train(model, sleepy_optimizer(model))
     for _ in range(9):
         step()
-    found = told(run)
-    assert (found["steps"], found["errors"]) == (4, 0)
-    assert found["optimizer"] == pytest.approx(4 * OPTIMIZER)
+    measured = totals(run)
+    assert (measured["steps"], measured["errors"]) == (4, 0)
+    assert measured["optimizer"] == pytest.approx(4 * OPTIMIZER)
     ends.remove()
 
 
@@ -268,7 +270,7 @@ def test_a_step_that_is_given_a_closure_is_no_optimizers_work_alone(run: Run) ->
         for _ in range(3):
             optimizer.step(*given)
             run.step()
-        assert ("optimizer" in told(run)) == (given == ())
+        assert ("optimizer" in totals(run)) == (given == ())
 
 
 def test_two_models_are_measured_as_one_inside_the_other_is_not(run: Run) -> None:
@@ -281,9 +283,9 @@ def test_two_models_are_measured_as_one_inside_the_other_is_not(run: Run) -> Non
     def step() -> None:
         critic(generator(torch.ones(2, 4))).sum().backward()
 
-    found = each_step(run, step)
-    assert found["forward"] == pytest.approx(2 * FORWARD)
-    assert found["backward"] == pytest.approx(2 * BACKWARD)
+    measured = each_step(run, step)
+    assert measured["forward"] == pytest.approx(2 * FORWARD)
+    assert measured["backward"] == pytest.approx(2 * BACKWARD)
 
 
 def test_a_pass_without_gradients_and_a_recomputed_one_are_no_forward_phase(run: Run) -> None:
@@ -295,10 +297,10 @@ def test_a_pass_without_gradients_and_a_recomputed_one_are_no_forward_phase(run:
             model(torch.ones(2, 4))
         checkpoint(model, torch.ones(2, 4, requires_grad=True), use_reentrant=False).sum().backward()
 
-    found = each_step(run, step)
-    assert found["forward"] == pytest.approx(FORWARD)
+    measured = each_step(run, step)
+    assert measured["forward"] == pytest.approx(FORWARD)
     # The gradient of a checkpointed model's output arrives before it is recomputed.
-    assert found["backward"] == pytest.approx(FORWARD + BACKWARD)
+    assert measured["backward"] == pytest.approx(FORWARD + BACKWARD)
 
 
 def test_what_the_engine_waits_for_at_the_end_of_a_pass_is_not_backward(run: Run) -> None:
@@ -308,9 +310,9 @@ def test_what_the_engine_waits_for_at_the_end_of_a_pass_is_not_backward(run: Run
     model.inner.weight.register_hook(  # type: ignore[no-untyped-call]
         lambda _: torch.autograd.Variable._execution_engine.queue_callback(sleep(0.05))
     )
-    found = each_step(run, train(model))
-    assert found["backward"] == pytest.approx(BACKWARD)
-    assert found["seconds"] == pytest.approx(FORWARD + BACKWARD + 0.05)
+    measured = each_step(run, train(model))
+    assert measured["backward"] == pytest.approx(BACKWARD)
+    assert measured["seconds"] == pytest.approx(FORWARD + BACKWARD + 0.05)
 
 
 def test_an_exception_in_any_phase_leaves_the_next_step_whole(run: Run) -> None:
@@ -328,8 +330,10 @@ def test_an_exception_in_any_phase_leaves_the_next_step_whole(run: Run) -> None:
     model.does, other.does = fine, fails
     with suppress(MemoryError):
         other.step()
-    found = each_step(run, train(model, optimizer))
-    assert [found["forward"], found["backward"], found["optimizer"]] == pytest.approx([FORWARD, BACKWARD, OPTIMIZER])
+    measured = each_step(run, train(model, optimizer))
+    assert [measured["forward"], measured["backward"], measured["optimizer"]] == pytest.approx(
+        [FORWARD, BACKWARD, OPTIMIZER]
+    )
 
 
 def test_a_step_that_calls_the_model_is_not_counted_twice(run: Run) -> None:
@@ -343,9 +347,9 @@ def test_a_step_that_calls_the_model_is_not_counted_twice(run: Run) -> None:
         loss.backward()
         return float(loss.detach())
 
-    found = each_step(run, lambda: optimizer.step(closure))  # type: ignore[no-untyped-call]
-    assert found["forward"] == pytest.approx(FORWARD)
-    assert "optimizer" not in found
+    measured = each_step(run, lambda: optimizer.step(closure))  # type: ignore[no-untyped-call]
+    assert measured["forward"] == pytest.approx(FORWARD)
+    assert "optimizer" not in measured
 
 
 def test_what_a_collection_of_garbage_takes_is_a_phase(run: Run) -> None:
@@ -372,7 +376,7 @@ def test_only_every_kth_step_is_measured(run: Run) -> None:
         train(model)()
         gc.collect(0)
         run.step()
-    assert told(run)["steps"] in (3, 4)  # of 12; the first has no mean to compare with
+    assert totals(run)["steps"] in (3, 4)  # of 12; the first has no mean to compare with
     points = run.snapshot().points
     assert points[BY_NAME["training_sampled_every_steps"]] == [({}, 3.0)]
 
@@ -394,7 +398,7 @@ def test_no_bit_of_the_training_changes(run: Run) -> None:
             run.step()
             losses.append(loss.item())
     assert losses[:5] == losses[5:]
-    assert "forward" in told(run)
+    assert "forward" in totals(run)
 
 
 def test_marks_that_fail_stop_no_training(run: Run) -> None:
@@ -407,7 +411,7 @@ def test_marks_that_fail_stop_no_training(run: Run) -> None:
     before = model.inner.weight.clone()
     train(model, torch.optim.SGD(model.parameters(), lr=0.1))()
     assert not torch.equal(before, model.inner.weight)
-    assert told(run)["errors"] == 2  # at the begin of the forward pass, and at the optimizer's step
+    assert totals(run)["errors"] == 2  # at the begin of the forward pass, and at the optimizer's step
 
 
 def test_removed_hooks_measure_nothing(run: Run) -> None:
@@ -427,10 +431,10 @@ def test_a_copy_of_the_model_is_not_measured_and_a_pickle_needs_no_flopwatch(run
     slow = sleepy_optimizer(model)
     for other in (copy.deepcopy(model), pickle.loads(pickled)):
         each_step(run, train(other, slow), steps=3)
-    assert "optimizer" in told(run)
-    assert "forward" not in told(run)
+    assert "optimizer" in totals(run)
+    assert "forward" not in totals(run)
     assert "forward" in each_step(run, train(model, slow))
-    assert told(run)["errors"] == 0
+    assert totals(run)["errors"] == 0
 
 
 Compile = Callable[[torch.nn.Module, Any, Callable[[torch.nn.Module], None]], Callable[[torch.Tensor], torch.Tensor]]
@@ -517,18 +521,18 @@ def test_compiled_training_has_no_more_frames_breaks_or_recompilations(run: Run,
     def attach(model: torch.nn.Module) -> None:
         phases.attach(run.recorder, model)
 
-    attempts, *found = compiled_training(how, attach)
-    assert found == without
+    attempts, *counts = compiled_training(how, attach)
+    assert counts == without
     assert attempts <= attempts_without
     compiled = how(Layers(), "aot_eager", attach)
     for _ in range(5):
         compiled(torch.ones(4, 4)).sum().backward()  # type: ignore[no-untyped-call]
         clock.now += 0.01
         run.step()
-    assert {name for name in told(run) if name in ("forward", "backward")} == (
+    assert {name for name in totals(run) if name in ("forward", "backward")} == (
         {"forward", "backward"} if measured else set()
     )
-    assert told(run)["errors"] == 0
+    assert totals(run)["errors"] == 0
 
 
 def test_on_a_device_that_is_behind_the_phases_are_its_own() -> None:
@@ -545,12 +549,12 @@ def test_on_a_device_that_is_behind_the_phases_are_its_own() -> None:
         step()
         cuda.now += 0.001  # all that the host takes, while the device takes 650 ms
         run.step()
-    assert told(run)["steps"] == 0  # the device has not finished the first step
+    assert totals(run)["steps"] == 0  # the device has not finished the first step
     cuda.finish()
-    found = told(run)
-    assert found["steps"] == 8  # all but the first two, before which there is no mean
-    assert found["seconds"] == pytest.approx(8 * 0.65, abs=1e-5)
-    assert [found[phase] for phase in ("forward", "backward", "optimizer")] == pytest.approx(
+    measured = totals(run)
+    assert measured["steps"] == 8  # all but the first two, before which there is no mean
+    assert measured["seconds"] == pytest.approx(8 * 0.65, abs=1e-5)
+    assert [measured[phase] for phase in ("forward", "backward", "optimizer")] == pytest.approx(
         [8 * 0.2, 8 * 0.4, 8 * 0.05], abs=1e-5
     )
     assert cuda.errors == []
@@ -562,21 +566,21 @@ def test_a_pause_of_the_host_is_as_long_though_the_device_is_behind() -> None:
     run = Run("tiny", clock=lambda: cuda.now, environ={"FLOPWATCH_DISABLE": "1"})
     run.recorder.measure_every = 1
     run.recorder.mark = cuda.moments().mark
-    found = phases.attach(run.recorder)
+    attached = phases.attach(run.recorder)
     for _ in range(4):
         cuda.current.work(0.5)
         with run.host_to_device():
             cuda.current.work(0.25)
-        found._collected("start", {})
+        attached._collected("start", {})
         cuda.now += 0.01
-        found._collected("stop", {})
+        attached._collected("stop", {})
         run.step()
     cuda.finish()
-    phase = told(run)
+    phase = totals(run)
     assert phase["steps"] == 2
     assert phase["garbage_collection"] == pytest.approx(2 * 0.01)
     assert phase["host_to_device"] == pytest.approx(2 * 0.25, abs=1e-5)
-    found.remove()
+    attached.remove()
 
 
 def test_a_copy_to_the_device_is_a_phase_of_measured_steps_only(run: Run) -> None:
@@ -588,4 +592,4 @@ def test_a_copy_to_the_device_is_a_phase_of_measured_steps_only(run: Run) -> Non
             clock.now += 0.01
 
     assert each_step(run, step)["host_to_device"] == pytest.approx(0.01)
-    assert told(run)["host_to_device"] == pytest.approx(0.02)  # of six steps; the first two have no mean
+    assert totals(run)["host_to_device"] == pytest.approx(0.02)  # of six steps; the first two have no mean

@@ -175,9 +175,9 @@ def last_push(server: HookServer) -> Push:
 
 @pytest.mark.long
 @pytest.mark.torch
-def test_an_unmodified_script_tells_what_an_instrumented_one_does(tmp_path: Path) -> None:
-    told_script = tmp_path / "told.py"
-    told_script.write_text(instrumented(PLAIN.read_text()))
+def test_an_unmodified_script_pushes_what_an_instrumented_one_does(tmp_path: Path) -> None:
+    instrumented_script = tmp_path / "instrumented.py"
+    instrumented_script.write_text(instrumented(PLAIN.read_text()))
     flags = ("--name", "plain", "--flops-per-token", "6")
 
     def samples(pace: int, *arguments: str | Path) -> dict[str, float]:
@@ -196,7 +196,7 @@ def test_an_unmodified_script_tells_what_an_instrumented_one_does(tmp_path: Path
     # The longer the steps, the smaller the share that a busy machine, or a slow first import, adds.
     for pace in (1, 5, 25):
         seen = samples(pace, "-m", "flopwatch", "run", *flags, PLAIN, "end")
-        told = samples(pace, told_script, "end")
+        own = samples(pace, instrumented_script, "end")
         for name in (
             "steps_total",
             "tokens_total",
@@ -206,13 +206,13 @@ def test_an_unmodified_script_tells_what_an_instrumented_one_does(tmp_path: Path
             "committed_steps",
             "hook_errors_total",
         ):
-            assert seen[f"training_{name}"] == told[f"training_{name}"], name
+            assert seen[f"training_{name}"] == own[f"training_{name}"], name
         assert (seen["training_steps_total"], seen["training_tokens_total"]) == (24, 48 * 64)
         # Two processes at different times on a machine with other work. test_attach.py compares within 2 %.
         keys = [
             f"training_activity_seconds_total{{activity={name}}}" for name in ("evaluation", "checkpoint_save", "step")
         ]
-        expected = pytest.approx([told[key] for key in keys], rel=0.25, abs=0.05)
+        expected = pytest.approx([own[key] for key in keys], rel=0.25, abs=0.05)
         if [seen[key] for key in keys] == expected:
             break
     assert [seen[key] for key in keys] == expected
@@ -224,7 +224,7 @@ def instrumented(script: str) -> str:
         (
             "    samples: Any",
             "    from flopwatch.training import Run\n"
-            "    run = Run('told', flops_per_token=6, model=model)\n    samples: Any",
+            "    run = Run('instrumented', flops_per_token=6, model=model)\n    samples: Any",
         ),
         (
             "enumerate(DataLoader(samples, batch_size=4, **workers), 1)",

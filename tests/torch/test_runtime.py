@@ -36,7 +36,7 @@ def slow_backend(graph: Any, _: object) -> Any:
     return graph.forward
 
 
-def told(run: Run) -> dict[str, float]:
+def totals(run: Run) -> dict[str, float]:
     points = run.snapshot().points
     activities = {labels["activity"]: seconds for labels, seconds in points[BY_NAME["training_activity_seconds_total"]]}
     others = {
@@ -54,55 +54,55 @@ def told(run: Run) -> dict[str, float]:
 
 
 def test_compilations_are_timed_and_recompilations_counted(run: Run) -> None:
-    found = runtime.attach(run.recorder)
-    assert "recompilations" not in told(run)
+    attached = runtime.attach(run.recorder)
+    assert "recompilations" not in totals(run)
     compiled = torch.compile(lambda x: x * 2, backend=slow_backend, dynamic=False)
     began = time.monotonic()
     compiled(torch.ones(3))
     took = time.monotonic() - began
     compiled(torch.ones(3))
-    first = told(run)
+    first = totals(run)
     assert first["recompilations"] == 0
     assert COMPILING <= first["compile"] <= took
     for size in (4, 5):
         began = time.monotonic()
         compiled(torch.ones(size))
         took += time.monotonic() - began
-    second = told(run)
+    second = totals(run)
     assert second["recompilations"] == 2
     assert 3 * COMPILING <= second["compile"] <= took
     assert second["errors"] == 0
-    found.remove()
+    attached.remove()
     compiled(torch.ones(6))
-    after = told(run)
+    after = totals(run)
     assert {**after, "step": 0} == {**second, "step": 0}
     assert after["step"] >= second["step"] + COMPILING
 
 
 def test_the_backward_pass_of_a_recompiled_model_is_no_second_recompilation(run: Run) -> None:
-    found = runtime.attach(run.recorder)
+    attached = runtime.attach(run.recorder)
     compiled = torch.compile(torch.nn.Linear(2, 2), backend="aot_eager", dynamic=False)
     for size in (1, 2, 3):
         compiled(torch.ones(size, 2)).sum().backward()
-    assert told(run)["recompilations"] == 2
-    found.remove()
+    assert totals(run)["recompilations"] == 2
+    attached.remove()
 
 
 def test_after_a_reset_of_dynamo_the_next_push_listens_again(run: Run) -> None:
-    found = runtime.attach(run.recorder)
+    attached = runtime.attach(run.recorder)
     torch._dynamo.reset()
     assert callback_handler.start_callbacks == []
-    told(run)
+    totals(run)
     assert len(callback_handler.start_callbacks) == len(callback_handler.end_callbacks) == 1
     torch.compile(lambda x: x + 1, backend=slow_backend)(torch.ones(3))
-    assert told(run)["compile"] >= COMPILING
-    found.remove()
-    told(run)
+    assert totals(run)["compile"] >= COMPILING
+    attached.remove()
+    totals(run)
     assert callback_handler.start_callbacks == callback_handler.end_callbacks == []
 
 
 def test_a_compilation_on_another_thread_is_not_the_loops_time(run: Run) -> None:
-    found = runtime.attach(run.recorder)
+    attached = runtime.attach(run.recorder)
 
     def compiles() -> None:
         with callback_handler.install_callbacks(CallbackTrigger.DYNAMO, "0/1"):
@@ -111,15 +111,15 @@ def test_a_compilation_on_another_thread_is_not_the_loops_time(run: Run) -> None
     thread = threading.Thread(target=compiles)
     thread.start()
     thread.join()
-    after = told(run)
+    after = totals(run)
     assert after["step"] >= 0.05
     assert {**after, "step": 0.0} == {"compile": 0.0, "recompilations": 1.0, "errors": 0.0, "step": 0.0}
-    found.remove()
+    attached.remove()
 
 
 def test_a_backward_pass_compiled_on_the_engines_thread_is_the_loops_time(run: Run) -> None:
     """On CUDA the autograd engine has a thread for each device, and the loop waits for it."""
-    found = runtime.attach(run.recorder)
+    attached = runtime.attach(run.recorder)
 
     class Compiles(torch.autograd.Function):
         @staticmethod
@@ -139,13 +139,13 @@ def test_a_backward_pass_compiled_on_the_engines_thread_is_the_loops_time(run: R
     thread = threading.Thread(target=backward)
     thread.start()
     thread.join()
-    assert told(run)["compile"] >= 0.05
-    assert (told(run)["recompilations"], told(run)["errors"]) == (0, 0)
-    found.remove()
+    assert totals(run)["compile"] >= 0.05
+    assert (totals(run)["recompilations"], totals(run)["errors"]) == (0, 0)
+    attached.remove()
 
 
 def test_nested_compilations_and_those_that_overlap_on_threads_are_one_span(run: Run) -> None:
-    found = runtime.attach(run.recorder)
+    attached = runtime.attach(run.recorder)
     go_on, ended = threading.Event(), threading.Event()
 
     def overlaps() -> None:
@@ -161,12 +161,12 @@ def test_nested_compilations_and_those_that_overlap_on_threads_are_one_span(run:
     go_on.set()  # the last to end is on the other thread
     assert ended.wait(60)
     thread.join()
-    first = told(run)
+    first = totals(run)
     assert first["compile"] >= 0.05
     time.sleep(0.05)
-    assert told(run)["compile"] == first["compile"]
+    assert totals(run)["compile"] == first["compile"]
     assert first["errors"] == 0
-    found.remove()
+    attached.remove()
 
 
 @pytest.mark.parametrize(
@@ -189,11 +189,11 @@ def test_a_run_that_fails_breaks_no_compilation(run: Run) -> None:
     def fails(*_: object) -> None:
         raise OSError("broken")
 
-    found = runtime.attach(run.recorder)
+    attached = runtime.attach(run.recorder)
     run.recorder.enter = run.recorder.leave = run.recorder.add = fails  # type: ignore[method-assign, assignment]
     assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item() == 2
-    assert told(run)["errors"] == 1
-    found.remove()
+    assert totals(run)["errors"] == 1
+    attached.remove()
 
 
 def device(retries: int, ooms: int, reserved: int, allocated: int) -> Mapping[str, Any]:
@@ -209,28 +209,28 @@ def device(retries: int, ooms: int, reserved: int, allocated: int) -> Mapping[st
 
 def test_the_allocators_numbers_are_the_sum_over_this_processs_devices(run: Run) -> None:
     devices: list[Mapping[str, Any]] = []
-    found = runtime.attach(run.recorder, lambda: devices)
-    assert "retries" not in told(run)  # CUDA is not in use yet
+    attached = runtime.attach(run.recorder, lambda: devices)
+    assert "retries" not in totals(run)  # CUDA is not in use yet
     devices += [device(2, 1, 50 << 30, 42 << 30), device(0, 0, 0, 0), device(1, 0, 5, 1)]
-    after = told(run)
+    after = totals(run)
     assert (after["retries"], after["ooms"], after["unused"]) == (3, 1, (8 << 30) + 4)
     devices[:] = [device(5, 1, 42 << 30, 42 << 30)]
-    after = told(run)
+    after = totals(run)
     assert (after["retries"], after["ooms"], after["unused"]) == (5, 1, 0)
-    found.remove()
+    attached.remove()
 
 
 @pytest.mark.parametrize("odd", [{}, {"num_ooms": None, "reserved_bytes": 5}, {"reserved_bytes": {"all": {}}}])
-def test_an_allocator_that_does_not_tell_is_absent(run: Run, odd: Mapping[str, Any]) -> None:
-    found = runtime.attach(run.recorder, lambda: [odd])
-    assert set(told(run)) == {"compile", "step", "errors"}
-    assert told(run)["errors"] == 0
-    found.remove()
+def test_an_allocator_without_numbers_is_absent(run: Run, odd: Mapping[str, Any]) -> None:
+    attached = runtime.attach(run.recorder, lambda: [odd])
+    assert set(totals(run)) == {"compile", "step", "errors"}
+    assert totals(run)["errors"] == 0
+    attached.remove()
 
 
 def test_without_cuda_the_allocator_is_absent_and_nothing_is_initialised(run: Run) -> None:
-    found = runtime.attach(run.recorder)
-    assert "unused" not in told(run)
+    attached = runtime.attach(run.recorder)
+    assert "unused" not in totals(run)
     assert runtime.cuda_memory() == []
     assert not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    found.remove()
+    attached.remove()

@@ -60,11 +60,11 @@ def named(three: list[Window], share: float = 1.0) -> int | None:
     window.
     """
     settings = AlertSettings()
-    leaders = {max(range(WORLD_SIZE), key=scores(window).__getitem__) for window in three}
+    first_ranks = {max(range(WORLD_SIZE), key=scores(window).__getitem__) for window in three}
     cost = sum(max(scores(window)) for window in three) / len(three)
     second, first = sorted(scores(three[-1]))[-2:]
     alone = second <= 0.75 * first
-    return leaders.pop() if len(leaders) == 1 and alone and cost > share * settings.straggler_warning else None
+    return first_ranks.pop() if len(first_ranks) == 1 and alone and cost > share * settings.straggler_warning else None
 
 
 def ever_named(healthy: list[Window]) -> set[int | None]:
@@ -79,7 +79,7 @@ def test_a_rank_slower_by_15_percent_is_named(windows: dict[str, list[Window]], 
 
 
 @pytest.mark.parametrize("model", ["ddp", "fsdp2"])
-def test_nobody_is_named_in_healthy_steps(windows: dict[str, list[Window]], model: str) -> None:
+def test_no_rank_is_named_in_healthy_steps(windows: dict[str, list[Window]], model: str) -> None:
     assert ever_named(windows[f"healthy {model}"]) == {None}
 
 
@@ -152,19 +152,19 @@ def main() -> dict[str, list[float]]:
     def healthy(make: Callable[[], Any], windows: int, window: int, work: float) -> tuple[list[float], float]:
         """Return the wait shares, and the duration of a step without the work."""
         for times in HEALTHY_SCALES:
-            found, step = train(make(), windows, window, times * work)
-            if ever_named(of_all(found)) == {None}:
+            shares_of_windows, step = train(make(), windows, window, times * work)
+            if ever_named(of_all(shares_of_windows)) == {None}:
                 break
-        return found, step - times * work
+        return shares_of_windows, step - times * work
 
     def late(make: Callable[[], Any], slow: int, overhead: float, how: str) -> list[float]:
         for times in LATE_SCALES:
             work = times * WORK
             extra = SLOWER * (work + overhead) if rank == slow else 0.0
-            found, _ = train(make(), WINDOWS, WINDOW, work, extra, how)
-            if named(of_all(found), NAMED_FROM) == slow:
+            shares_of_windows, _ = train(make(), WINDOWS, WINDOW, work, extra, how)
+            if named(of_all(shares_of_windows), NAMED_FROM) == slow:
                 break
-        return found
+        return shares_of_windows
 
     shares: dict[str, list[float]] = {}
     shares["healthy ddp"], of_ddp = healthy(ddp, HEALTHY_STEPS // HEALTHY_WINDOW, HEALTHY_WINDOW, WORK / 2)

@@ -111,7 +111,7 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(history: History) -> N
     assert losses[1][30] < losses[0][1] - 1
 
 
-def test_the_log_tells_starts_checkpoints_and_the_end(history: History) -> None:
+def test_the_log_has_starts_checkpoints_and_the_end(history: History) -> None:
     events = [(line["event"], line["attempt"], line.get("step")) for line in history.log if line["event"] != "step"]
     assert events == [
         ("start", 0, None),
@@ -131,7 +131,7 @@ def test_the_log_tells_starts_checkpoints_and_the_end(history: History) -> None:
     assert all(line["process_started"] < line["time"] for line in starts)
 
 
-def test_the_hook_tells_what_the_log_tells(history: History) -> None:
+def test_the_hook_reports_what_the_log_reports(history: History) -> None:
     tokens = sum(line["tokens"] for line in history.log if line["event"] == "step" and line["attempt"] == 1)
     assert tokens == 20 * 2 * 8 * 128
     peak = next(line["peak_flops_per_second"] for line in history.log if line["attempt"] == 1)
@@ -156,11 +156,11 @@ def test_the_slow_rank_waits_least(history: History) -> None:
 
 
 def test_one_process_trains_without_torchrun_and_without_an_exporter(tmp_path: Path) -> None:
-    nobody = "http://127.0.0.1:9"
-    train(tmp_path, nobody, "--steps", "4")
+    no_exporter = "http://127.0.0.1:9"
+    train(tmp_path, no_exporter, "--steps", "4")
     control = tmp_path / "control.json"
     control.write_text('{"stop": true}')
-    train(tmp_path, nobody, "--steps", "1000", "--control", str(control))
+    train(tmp_path, no_exporter, "--steps", "1000", "--control", str(control))
     log = read_log(tmp_path)
     assert [line["step"] for line in log if line["event"] == "step"] == list(range(1, 11))
     assert [(line["step"], line["status"]) for line in log if line["event"] == "finish"] == [

@@ -50,7 +50,7 @@ def answers() -> list[Answer]:
     return ranks.answers(__file__, 2, 500)
 
 
-def told_apart(in_time: Answer, late: Answer) -> bool:
+def waits_differ(in_time: Answer, late: Answer) -> bool:
     """Return whether in each measured step the punctual rank waited for the other at least half of its lateness."""
     # The first steps are not measured, and a busy machine may prevent the measurement of others.
     if in_time["steps"] is None or late["steps"] is None or min(in_time["steps"], late["steps"]) < 3:
@@ -59,9 +59,9 @@ def told_apart(in_time: Answer, late: Answer) -> bool:
 
 
 @pytest.mark.parametrize("name", LATENESS)
-def test_the_rank_in_time_waits_for_the_late_one(answers: list[Answer], name: str) -> None:
+def test_the_punctual_rank_waits_for_the_late_rank(answers: list[Answer], name: str) -> None:
     in_time, late = (answer[name] for answer in answers)
-    assert told_apart(in_time, late)
+    assert waits_differ(in_time, late)
     assert in_time["errors"] == late["errors"] == 0
 
 
@@ -91,7 +91,7 @@ def test_a_wait_inside_a_wait_counts_once(answers: list[Answer]) -> None:
         assert answer["nested"]["wait"] <= answer["nested"]["seconds"]
 
 
-def test_fsdp2_beside_tensor_parallelism_is_told_apart(answers: list[Answer]) -> None:
+def test_fsdp2_with_tensor_parallelism_is_distinguished(answers: list[Answer]) -> None:
     assert [answer["tensor_parallel_groups"] for answer in answers] == [[False, True]] * 2
 
 
@@ -225,7 +225,7 @@ def main() -> Iterator[tuple[str, Any]]:
             losses = answer["losses"] = answer["losses"] if losses is None else losses
             both: list[Any] = [None, None]
             dist.all_gather_object(both, answer)
-            if told_apart(*both):
+            if waits_differ(*both):
                 break
         return answer
 
@@ -318,11 +318,11 @@ def main() -> Iterator[tuple[str, Any]]:
         waited(began, ended)
 
     run.recorder.waited = count  # type: ignore[method-assign]
-    told = waits.Watch(run.recorder)
+    watching = waits.Watch(run.recorder)
     for group in waits._fsdp_groups(model):
-        waits._watch_group(told, group)
+        waits._watch_group(watching, group)
     yield "fsdp2_marked", train(model, run=run, watched=None, micro_batches=2) | {"brackets": len(brackets)}
-    told.remove()
+    watching.remove()
     yield (
         "fsdp2_put_back",
         not any("timed" in str(value) for group in waits._fsdp_groups(model) for value in vars(group).values()),

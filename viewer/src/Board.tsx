@@ -15,7 +15,7 @@ function parsed(raw: Moment, zone: string): TimeRange {
   return rangeUtil.convertRawToRange({ from: one(raw.from), to: one(raw.to) }, zone);
 }
 
-// The time zone of an address or a board; the browser's for what is none.
+// The time zone of an address or a board, or the browser's if that is not a time zone.
 function known(zone: string): string {
   return zone && getTimeZoneInfo(zone, Date.now()) ? zone : 'browser';
 }
@@ -106,7 +106,7 @@ function dependents(model: VariableModel, models: VariableModel[]): VariableMode
     typeof one.query === 'string' ? one.query : one.query.query));
 }
 
-// The interval of a refresh in milliseconds; none for what is no interval, or would be a storm.
+// The interval of a refresh in milliseconds; undefined if it is not an interval or is too short.
 function every(refresh: string): number | undefined {
   try {
     const milliseconds = rangeUtil.intervalToMs(refresh);

@@ -1,4 +1,4 @@
-// One panel: asks its queries, lets Grafana's libraries transform and format what comes, and has it drawn.
+// One panel: runs its queries, lets Grafana's libraries transform and format the frames, and has them drawn.
 import {
   applyFieldOverrides, cacheFieldDisplayNames, LoadingState, standardFieldConfigEditorRegistry, transformDataFrame,
   type DataFrame, type InterpolateFunction, type TimeRange,

@@ -17,8 +17,8 @@ FLOPWATCH_COLLECTOR_LAST_SUCCESS_TIMESTAMP_SECONDS = gauge("flopwatch_collector_
 FLOPWATCH_COLLECTOR_DURATION_SECONDS = gauge("flopwatch_collector_duration_seconds",
     "Duration of the last read of this source.", ("collector",), "flopwatch.node.scrape.scrape")
 FLOPWATCH_COLLECTOR_FAILURES_TOTAL = counter("flopwatch_collector_failures_total",
-    "Failed reads by reason: deadline, exited (the reader process died), error, blind (lost access, which tells "
-    "nothing about the hardware).", ("collector", "reason"), "flopwatch.node.scrape.scrape")
+    "Failed reads by reason: deadline, exited (the reader process died), error, blind (lost access; the "
+    "hardware may be healthy).", ("collector", "reason"), "flopwatch.node.scrape.scrape")
 FLOPWATCH_COLLECTOR_RESTARTS_TOTAL = counter("flopwatch_collector_restarts_total",
     "Reader processes replaced, by reason: exited (died), hung, memory (above its cap), afresh (only a new process "
     "can go on, for instance after a driver upgrade).", ("collector", "reason"), "flopwatch.node.scrape.reader")

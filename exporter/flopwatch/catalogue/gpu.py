@@ -15,8 +15,8 @@ GPU_INFO = info("gpu_info", "Identity of one GPU. source is nvml, or simulated f
 GPU_PRESENT = gauge("gpu_present", "1 if the GPU answers, 0 if it is in this host's inventory and does not.", GPU,
     "nvmlDeviceGetHandleByIndex_v2 against the persisted inventory", key=True)
 GPU_READABLE = gauge("gpu_readable",
-    "0 if this exporter cannot see the GPU: no device file, no permission, no library, or no GPU answers. Tells "
-    "nothing about the GPU itself, whose gpu_present is then absent.", GPU,
+    "0 if this exporter cannot see the GPU: no device file, no permission, no library, or no GPU answers. The "
+    "GPU itself may be healthy, so gpu_present is absent then.", GPU,
     "nvmlReturn_t of the calls about the GPU, /dev/nvidiaN, /proc/driver/nvidia")
 GPU_DRIVER_LOADED = gauge("gpu_driver_loaded",
     "1 if the NVIDIA driver answers, 0 if none is loaded on a host that has GPUs in its inventory.", (),

@@ -279,7 +279,7 @@ def _compose(text: str) -> Node | None:
         return yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
-        # Without the words that it quotes from the file, one of which may be a secret.
+        # Without the words that it quotes from the file: one of them may be a secret.
         problem = re.sub(r" '.{2,}'", "", str(error.problem or error.context))
         raise SettingsError(f"line {line} is not YAML: {problem}") from None
     except yaml.YAMLError as error:

@@ -191,7 +191,7 @@ def _claim(loss: LostTime, evidence: Evidence, before: float, after: float) -> _
     if loss.kind != "end" and evidence.kind in _LASTING:
         reach = min(reach, AT_ONCE)
     elif loss.kind != "end" and evidence.t > loss.began + after:
-        return None  # a single event slows what comes after it
+        return None  # a single event only explains a loss after it
     if distance > reach:
         return None
     if (reading := _interpret(loss.kind, evidence)) is None:

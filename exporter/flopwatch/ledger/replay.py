@@ -20,9 +20,9 @@ from flopwatch.ledger.ledger import Ledger
 from flopwatch.ledger.record import EVENTS, LedgerRecord, RecordError, RunKey
 from flopwatch.settings import SettingsError
 
-_MAX_SKEW = 300.0  # seconds by which clocks of hosts may differ
+_MAX_SKEW = 300.0  # seconds, the largest accepted difference between the clocks of two hosts
 _MAX_MESSAGES = 20  # lines to name that cannot be read
-_MAX_REPEAT_DELAY = 5.0  # seconds by which the stamp of a repeated record may be lower
+_MAX_REPEAT_DELAY = 5.0  # seconds that the stamp of a repeated record may be lower
 
 
 def replay(lines: Iterable[str], silent_after: float = 60.0) -> tuple[dict[str, Any], list[str]]:
@@ -70,7 +70,7 @@ class _Process:
 
     first: int  # number of the first line
     last: int
-    behind: float  # seconds by which its first stamp was behind the run's newest
+    behind: float  # seconds from its first stamp to the newest one of the run at that time
     oldest: float  # stamp
     t: float  # newest stamp
     age: float  # at the newest stamp; infinite once it has finished

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from flopwatch.ledger.attempt import Attempt, ReportingNode
 from flopwatch.ledger.record import LedgerRecord
 
-# Seconds by which clocks may differ and records be late before an old attempt's record counts as a second run.
+# Seconds that clocks may differ, or a record be late, before an old attempt's record counts as a second run.
 MAX_OVERLAP = 10.0
-# Seconds by which the clocks of the ledger and a node may differ. A later stamp moves no deadline.
+# Largest difference in seconds between the clocks of the ledger and a node. A later stamp moves no deadline.
 MAX_AHEAD = 60.0
 _MAX_CLOCK_OFFSETS = 256
 _MAX_OTHER_ATTEMPTS = 8
@@ -41,7 +41,7 @@ class Reporters:
     nodes: dict[str, ReportingNode] = field(default_factory=dict)  # by source
     changed: set[str] = field(default_factory=set)  # nodes that changed since the state was saved
     past: dict[str, float] = field(default_factory=dict)  # ended attempts, and when each ended
-    clock_offsets: dict[str, float] = field(default_factory=dict)  # seconds by which a host's clock was set back
+    clock_offsets: dict[str, float] = field(default_factory=dict)  # seconds that a host's clock was set back
     others: dict[str, OtherAttempt] = field(default_factory=dict)
 
     @property

@@ -40,7 +40,7 @@ class RankWait(NamedTuple):
 class StragglerTally:
     """Straggler of the last windows, and the GPU-seconds to count once it is confirmed."""
 
-    who: str = ""
+    who: str = ""  # rank or host, under the name of the saved state; codespell:ignore who
     windows: int = 0  # in a row
     waiting: float = 0.0  # GPU-seconds not yet counted
     since: float | None = None  # start of the window
@@ -50,8 +50,8 @@ class StragglerTally:
     def judge(self, straggler: tuple[str, float] | None, productive: float) -> float:
         """Add a window's straggler and productive GPU-seconds; return the GPU-seconds lost to a confirmed one."""
         name, score = ("", 0.0) if straggler is None else straggler
-        if name != self.who or not name:
-            self.who, self.windows, self.waiting = name, 0, 0.0
+        if name != self.who or not name:  # codespell:ignore who
+            self.who, self.windows, self.waiting = name, 0, 0.0  # codespell:ignore who
         self.windows += 1
         self.waiting += productive * min(score, 1.0) if score >= MIN_SHARE else 0.0
         if not name or self.windows < IN_A_ROW:

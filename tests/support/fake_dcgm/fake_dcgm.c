@@ -1,6 +1,6 @@
 /* A stand-in for libdcgm.so.4 with a host engine inside, made from the documented ABI (dcgm_agent.h, dcgm_structs.h).
  *
- * It does what the file named by FAKE_DCGM says, read anew at every call, a statement a line:
+ * It follows the file named by FAKE_DCGM, which it reads at every call. Each line is a statement:
  *   gpus ID...                     switches ID...    links ID...    cpus ID...
  *   value GROUP ENTITY FIELD TYPE VALUE       TYPE i, d or s as in DCGM; `blank` is DCGM's blank of that type, and
  *                                             `unsupported` and `forbidden` the next ones

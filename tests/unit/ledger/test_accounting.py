@@ -313,7 +313,7 @@ def test_a_start_after_completed_is_a_new_generation_and_after_stopped_the_same_
     new, old = runs["r"], runs["r#1"]
     assert (new["buckets"]["productive"], new["wall_seconds"], new["buckets"]["queue"]) == (10, 20, 20)
     assert (old["buckets"]["productive"], old["wall_seconds"], old["buckets"]["queue"]) == (34, 44, 50)
-    # The old generation's lines, arriving once more, are nobody's.
+    # The old generation's lines, arriving once more, belong to no attempt.
     for line in [submitted(50), *A1, finish(144, "a1")]:
         completed.apply(line)
     assert completed.summary()["runs"] == runs

@@ -76,14 +76,14 @@ NOT_PERMITTED, TOO_OLD = 4, {13, 25, 26}
 
 @dataclass
 class SourceReport:
-    """Result of one reader: `state` is ok, failed, absent (not on this machine) or off; `says` is its log."""
+    """Result of one reader: `state` is ok, failed, absent (not on this machine) or off; `messages` is its log."""
 
     name: str
     state: str
     reason: str = ""
     seconds: float = 0.0
     series: int = 0
-    says: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -171,7 +171,7 @@ def _readings(settings: ExporterSettings, sources: HostSources, notes: Path, rep
         arguments = {**spec.arguments, "factory": spec.factory, "notes": str(notes)}
         readers["nvml"] = Reader("nvml", Spec("flopwatch.node.health.nvml_answers:build", arguments), driver=True)
     Release(settings.state, [reader for reader in readers.values() if reader.driver], guest=True).check()
-    with _messages() as says, ThreadPoolExecutor(len(readers)) as pool:
+    with _messages() as messages, ThreadPoolExecutor(len(readers)) as pool:
         try:
             if "nvml" in readers:
                 readings["nvml"] = readers["nvml"].ask(DRIVER_DEADLINE)
@@ -192,7 +192,12 @@ def _readings(settings: ExporterSettings, sources: HostSources, notes: Path, rep
         }.get(reading.reason, reading.reason)
         report.sources.append(
             SourceReport(
-                name, state, reason, reading.duration, len(reading.samples), says.get(name, []) if not reason else []
+                name,
+                state,
+                reason,
+                reading.duration,
+                len(reading.samples),
+                messages.get(name, []) if not reason else [],
             )
         )
     if "dcgm" not in readers:
@@ -441,11 +446,11 @@ def _losses(report: Report, samples: Sequence[Sample], settings: ExporterSetting
     absent = {source.name for source in report.sources if source.state == "absent"}
     if not os.path.exists(str(settings.kmsg).removeprefix("unix:")):
         absent.add("kernel_log")
-    says = {source.name: source.says for source in report.sources}
+    messages = {source.name: source.messages for source in report.sources}
     for row, where in ((m.FLOPWATCH_IDENTITY_SOURCE_UP, "identity"), (m.FLOPWATCH_XID_SOURCE_UP, "xid")):
         for one, labels, up in samples:
             if one is row and up == 0 and labels[0] not in absent:
-                found_lines = [line for line in says[where] if labels[0] in line]
+                found_lines = [line for line in messages[where] if labels[0] in line]
                 losses.append(f"{where}: {found_lines[-1] if found_lines else f'{labels[0]} does not answer'}")
     return losses
 

@@ -50,7 +50,7 @@ def _lines(report: Report, width: int) -> Iterator[str]:
     for source in report.sources:
         text = f"{source.series} series in {1000 * source.seconds:.0f} ms" if source.state == "ok" else source.reason
         state = {"ok": "ok, ", "failed": "FAILED: ", "absent": "not here: ", "off": "off: "}[source.state]
-        yield from entry(source.name, state + text, *source.says)
+        yield from entry(source.name, state + text, *source.messages)
     failed = {source.name for source in report.sources if source.state == "failed"}
     for title, parts, source_of in (("GPUs", report.gpus, "nvml"), ("Ports", report.ports, "infiniband")):
         yield ""
@@ -109,15 +109,15 @@ def owners(part: HardwarePart) -> str:
 
 def _owner(owner: Mapping[str, str]) -> str:
     source = owner.get("source", "")
-    who = {"none": "none", "unknown": "unknown"}.get(source, "")
+    name = {"none": "none", "unknown": "unknown"}.get(source, "")
     if "owner_pod" in owner:
-        who = f"pod {owner.get('owner_namespace', '')}/{owner['owner_pod']}, {owner.get('owner_container', '')}"
+        name = f"pod {owner.get('owner_namespace', '')}/{owner['owner_pod']}, {owner.get('owner_container', '')}"
     elif "owner_job" in owner:
-        who = f"job {owner['owner_job']}" + (f" of user {owner['owner_user']}" if "owner_user" in owner else "")
+        name = f"job {owner['owner_job']}" + (f" of user {owner['owner_user']}" if "owner_user" in owner else "")
     elif "owner_user" in owner:
-        who = f"user {owner['owner_user']}, outside of any job"
+        name = f"user {owner['owner_user']}, outside of any job"
     instance = f" on {owner['mig_uuid']}" if "mig_uuid" in owner else ""
-    return f"{who}{instance}" + (f" (by {source})" if source not in ("none", "unknown") else "")
+    return f"{name}{instance}" + (f" (by {source})" if source not in ("none", "unknown") else "")
 
 
 def _missing(parts: Sequence[HardwarePart], width: int) -> Iterator[str]:

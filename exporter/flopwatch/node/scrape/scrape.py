@@ -65,7 +65,7 @@ Result = TypeVar("Result")
 class SampleSource(Protocol):
     """Source of samples: a reader process, the training telemetry or the embedded ledger.
 
-    A source with a true attribute `secondary` fills gaps: its samples of a row are dropped for each GPU or port of
+    A source with a true attribute `secondary` fills gaps. Its samples of a row are dropped for each GPU or port for
     which an earlier source has this row.
     """
 

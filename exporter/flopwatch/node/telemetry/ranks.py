@@ -86,7 +86,7 @@ class _Attempt:
 
 @dataclass
 class EvidenceScope:
-    """Time and GPUs of which evidence belongs to an attempt, with the last state of its ranks."""
+    """Time and GPUs whose evidence belongs to an attempt, with the last state of its ranks."""
 
     since: float  # Unix time
     gpus: list[str] | None  # None: all
@@ -100,7 +100,7 @@ class _Ended:
     scene: EvidenceScope
     records: list[Record]  # the last ones
     until: float  # Unix time
-    told: list[Entry]  # evidence in the last record; the name is that in saved state
+    reported: list[Entry]  # evidence in the last record
     changes: int = 0
     delivered: int = 0
 
@@ -205,8 +205,8 @@ class Telemetry:
             for key, ended in list(self._ended.items()):
                 try:
                     entries = self._evidence(ended.scene, ended.until)
-                    if entries != ended.told:
-                        ended.told, ended.changes = entries, ended.changes + 1
+                    if entries != ended.reported:
+                        ended.reported, ended.changes = entries, ended.changes + 1
                     if ended.changes > ended.delivered:
                         *before, last = ended.records
                         due[key] = -ended.changes, [*before, {**last, "evidence": entries}]

@@ -60,7 +60,7 @@ cpu = torch.device("cpu")
 
 
 class Counter(TorchDispatchMode):
-    """Dispatch mode that counts operators on fake tensors, all of which pretend to be on the CPU.
+    """Dispatch mode that counts operators on fake tensors. All of them pretend to be on the CPU.
 
     Values that follow from the host's constants and buffers alone, such as masks, are computed as well.
     """

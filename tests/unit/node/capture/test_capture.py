@@ -278,8 +278,8 @@ def test_masks_keep_the_shape_and_leave_alone_what_identifies_no_one() -> None:
             'apparmor="DENIED" name="masked-1" pid=4194305 comm="masked-2"',
         ),
         (
-            "Nov  1 10:00:00 gpu-17 kernel: NVRM: gpu-17 said /home/alice/x",
-            "Nov  1 10:00:00 masked-host-1 kernel: NVRM: masked-host-1 said /home/masked-1/x",
+            "Nov  1 10:00:00 gpu-17 kernel: NVRM: gpu-17 read /home/alice/x",
+            "Nov  1 10:00:00 masked-host-1 kernel: NVRM: masked-host-1 read /home/masked-1/x",
         ),
         ("nvidia-nvswitch0: SXid (PCI:0000:05:00.0): 12028, Non-fatal, Link 32",) * 2,
     ],

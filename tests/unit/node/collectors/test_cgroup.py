@@ -99,7 +99,7 @@ def test_a_container_is_the_first_twelve_digits_of_its_id(path: str) -> None:
         "0::/kubepods/podx\n",
     ],
 )
-def test_other_groups_name_nobody(text: str) -> None:
+def test_other_groups_have_no_owner(text: str) -> None:
     assert parse(text) is None
 
 

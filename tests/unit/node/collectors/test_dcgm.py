@@ -16,7 +16,7 @@ from flopwatch.node.scrape.reader import Reader, Spec
 from tests.support.fake_dcgm import compile_library
 
 A100, H100 = "value 1 -1 63 i 0x80000\n", "value 1 -1 63 i 0x90000\n"
-# Two GPUs of which DCGM has the second one first.
+# Two GPUs, which DCGM numbers in the opposite order.
 GPUS = """
 gpus 0 1
 value 1 0 54 s GPU-b
@@ -50,7 +50,7 @@ class HostEngine:
             )
         )
 
-    def says(self, text: str) -> None:
+    def set_script(self, text: str) -> None:
         self.script.write_text(text)
 
     def calls(self) -> list[str]:
@@ -89,8 +89,8 @@ def test_structures_are_laid_out_as_documented() -> None:
     ] == [0, 4, 8, 12, 14, 16, 24, 32]
 
 
-def test_what_a_node_says(engine: HostEngine) -> None:
-    engine.says(
+def test_the_series_of_a_node(engine: HostEngine) -> None:
+    engine.set_script(
         GPUS
         + A100
         + SWITCH
@@ -128,7 +128,7 @@ value 7 0 1133 d 900
     )
     collector = engine.collector()
     collector.read()
-    engine.says(engine.script.read_text().replace("at 1000", "at 1010"))
+    engine.set_script(engine.script.read_text().replace("at 1000", "at 1010"))
     assert series(collector.read()) == {
         "gpu_temperature_margin_celsius{1,GPU-b}": 40,
         "gpu_temperature_margin_celsius{0,GPU-a}": 41,
@@ -159,7 +159,7 @@ value 7 0 1133 d 900
 
 
 def activity(engine: HostEngine, collector: Dcgm, at: float, text: str) -> dict[str, float]:
-    engine.says("gpus 0\nvalue 1 0 54 s GPU-a\n" + A100 + f"at {at}\n{text}\n")
+    engine.set_script("gpus 0\nvalue 1 0 54 s GPU-a\n" + A100 + f"at {at}\n{text}\n")
     return series(collector.read())
 
 
@@ -185,7 +185,7 @@ def test_paused_profiling_is_a_marked_gap(engine: HostEngine, how: str) -> None:
     collector = engine.collector()
     busy = "value 1 0 1002 d 0.5\nvalue 1 0 1004 d 0.25\n"
     activity(engine, collector, 1000, busy)
-    said = [
+    reads = [
         activity(engine, collector, at, text)
         for at, text in ((1010, busy), (1020, busy + how), (1030, busy + how), (1040, busy), (1050, busy))
     ]
@@ -199,11 +199,11 @@ def test_paused_profiling_is_a_marked_gap(engine: HostEngine, how: str) -> None:
                 "gpu_tensor_active_seconds_total",
             )
         ]
-        for samples in said
+        for samples in reads
     ] == [[0, 10, 5, 2.5], [1, 10, 5, 2.5], [1, 10, 5, 2.5], [0, 10, 5, 2.5], [0, 20, 10, 5]]
 
 
-def test_profiling_that_was_paused_from_the_start_is_said_without_counters(engine: HostEngine) -> None:
+def test_profiling_that_was_paused_from_the_start_is_reported_without_counters(engine: HostEngine) -> None:
     assert activity(engine, engine.collector(), 1000, "value 1 0 1002 d 0\npaused") == {
         "flopwatch_profiling_paused{0,GPU-a}": 1
     }
@@ -234,8 +234,8 @@ def test_a_part_that_is_missing_for_once_makes_a_gap_of_all(engine: HostEngine) 
     assert (samples["gpu_profiled_seconds_total{0,GPU-a}"], samples["gpu_sm_active_seconds_total{0,GPU-a}"]) == (10, 5)
 
 
-def test_gpus_whose_activity_nvml_tells_are_not_profiled(engine: HostEngine) -> None:
-    engine.says(GPUS + H100 + "value 1 0 63 i 0x80000\nat 1000\nvalue 1 -1 1002 d 0.5\nvalue 1 -1 153 i 40")
+def test_gpus_whose_activity_nvml_reports_are_not_profiled(engine: HostEngine) -> None:
+    engine.set_script(GPUS + H100 + "value 1 0 63 i 0x80000\nat 1000\nvalue 1 -1 1002 d 0.5\nvalue 1 -1 153 i 40")
     assert series(engine.collector().read()) == {
         "gpu_temperature_margin_celsius{1,GPU-b}": 40,
         "flopwatch_profiling_paused{1,GPU-b}": 0,
@@ -246,7 +246,7 @@ def test_gpus_whose_activity_nvml_tells_are_not_profiled(engine: HostEngine) -> 
 
 
 def test_a_field_the_host_engine_refuses_does_not_cost_the_others(engine: HostEngine) -> None:
-    engine.says(
+    engine.set_script(
         GPUS + A100 + "return dcgmWatchFields:572 -13\nreturn dcgmWatchFields:1012 -38\nat 1000\n"
         "value 1 0 153 i 40\nvalue 1 0 1004 d 0.5\nvalue 1 0 1012 i 7\nvalue 1 0 1013 d 0.5"
     )
@@ -274,7 +274,7 @@ def test_a_field_the_host_engine_refuses_does_not_cost_the_others(engine: HostEn
     ],
 )
 def test_what_is_blank_or_failed_is_absent_and_the_rest_is_there(engine: HostEngine, how: str) -> None:
-    engine.says(GPUS + H100 + f"value 1 -1 153 i 40\n{how}\nvalue 1 0 572 s S\nvalue 1 0 573 i blank")
+    engine.set_script(GPUS + H100 + f"value 1 -1 153 i 40\n{how}\nvalue 1 0 572 s S\nvalue 1 0 573 i blank")
     assert series(engine.collector().read()) == {
         "gpu_chassis_info{1,GPU-b,S,,,}": 1,
         "gpu_temperature_margin_celsius{0,GPU-a}": 40,
@@ -282,12 +282,12 @@ def test_what_is_blank_or_failed_is_absent_and_the_rest_is_there(engine: HostEng
 
 
 @pytest.mark.parametrize("code", [-18, -19, -67])
-def test_a_lost_gpu_says_nothing_while_the_others_go_on(engine: HostEngine, code: int) -> None:
-    said = GPUS + A100 + "at {}\nvalue 1 -1 153 i 40\nvalue 1 -1 1002 d 0.5\n"
-    engine.says(said.format(1000))
+def test_a_lost_gpu_has_no_series_while_the_others_go_on(engine: HostEngine, code: int) -> None:
+    script = GPUS + A100 + "at {}\nvalue 1 -1 153 i 40\nvalue 1 -1 1002 d 0.5\n"
+    engine.set_script(script.format(1000))
     collector = engine.collector()
     collector.read()
-    engine.says(said.format(1010) + f"status 1 0 -1 {code}")
+    engine.set_script(script.format(1010) + f"status 1 0 -1 {code}")
     assert series(collector.read()) == {
         "gpu_temperature_margin_celsius{0,GPU-a}": 40,
         "flopwatch_profiling_paused{0,GPU-a}": 0,
@@ -297,16 +297,16 @@ def test_a_lost_gpu_says_nothing_while_the_others_go_on(engine: HostEngine, code
 
 
 def test_the_index_comes_from_nvml_where_the_inventory_does_not_have_the_gpu(engine: HostEngine) -> None:
-    engine.says("gpus 0\n" + H100 + "value 1 0 54 s GPU-new\nvalue 1 0 52 i 7\nvalue 1 0 153 i 40")
+    engine.set_script("gpus 0\n" + H100 + "value 1 0 54 s GPU-new\nvalue 1 0 52 i 7\nvalue 1 0 153 i 40")
     assert series(engine.collector().read()) == {"gpu_temperature_margin_celsius{7,GPU-new}": 40}
 
 
 def test_switch_counters_only_rise_through_a_reset(engine: HostEngine) -> None:
     collector = engine.collector()
-    said = SWITCH + "value 3 0 859 i 105\nlinks 0x103\n"
+    script = SWITCH + "value 3 0 859 i 105\nlinks 0x103\n"
     counted = []
     for traffic, errors in ((80, "i 5"), (88, "i 6"), (8, "i 1"), (8, "i blank"), (16, "i 2")):
-        engine.says(said + f"value 3 0 861 i {traffic}\nvalue 6 -1 785 {errors}")
+        engine.set_script(script + f"value 3 0 861 i {traffic}\nvalue 6 -1 785 {errors}")
         samples = series(collector.read())
         counted.append(
             (
@@ -319,12 +319,12 @@ def test_switch_counters_only_rise_through_a_reset(engine: HostEngine) -> None:
 
 
 def test_switch_traffic_without_a_documented_unit_is_left_out(engine: HostEngine) -> None:
-    engine.says("switches 3\nvalue 3 3 858 i 60\nvalue 3 3 861 i 80\n")
+    engine.set_script("switches 3\nvalue 3 3 858 i 60\nvalue 3 3 861 i 80\n")
     assert series(engine.collector().read()) == {"nvlink_switch_temperature_celsius{switch3}": 60}
 
 
 def test_links_with_errors_are_bounded(engine: HostEngine) -> None:
-    engine.says(
+    engine.set_script(
         SWITCH
         + "links "
         + " ".join(hex(number << 8 | 3) for number in range(64))
@@ -338,15 +338,15 @@ def test_links_with_errors_are_bounded(engine: HostEngine) -> None:
 
 
 def test_one_kind_of_entity_that_fails_does_not_cost_the_others(engine: HostEngine) -> None:
-    engine.says(GPUS + H100 + "return dcgmGetEntityGroupEntities -33\nvalue 1 -1 153 i 40")
+    engine.set_script(GPUS + H100 + "return dcgmGetEntityGroupEntities -33\nvalue 1 -1 153 i 40")
     assert series(engine.collector().read()) == {
         "gpu_temperature_margin_celsius{1,GPU-b}": 40,
         "gpu_temperature_margin_celsius{0,GPU-a}": 40,
     }
 
 
-def test_without_a_host_engine_the_error_says_what_to_do_and_the_next_try_waits(engine: HostEngine) -> None:
-    engine.says("return dcgmConnect_v2 -21")
+def test_without_a_host_engine_the_error_names_the_remedy_and_the_next_try_waits(engine: HostEngine) -> None:
+    engine.set_script("return dcgmConnect_v2 -21")
     collector = engine.collector()
     tries = []
     for now in (0, 0.5, 1, 2.5, 3, 6.5, 7):
@@ -361,7 +361,7 @@ def test_without_a_host_engine_the_error_says_what_to_do_and_the_next_try_waits(
     assert tries == [True, False, True, False, True, False, True]
 
 
-def test_a_lost_connection_is_made_anew_and_the_counters_go_on(engine: HostEngine) -> None:
+def test_a_lost_connection_is_opened_again_and_the_counters_go_on(engine: HostEngine) -> None:
     collector = engine.collector()
     activity(engine, collector, 1000, "value 1 0 1002 d 0.5")
     activity(engine, collector, 1010, "value 1 0 1002 d 0.5")
@@ -375,19 +375,19 @@ def test_a_lost_connection_is_made_anew_and_the_counters_go_on(engine: HostEngin
 
 
 def test_a_request_that_fails_as_a_whole_is_an_error_and_a_new_connection(engine: HostEngine) -> None:
-    engine.says(GPUS + H100 + "return dcgmEntitiesGetLatestValues -57")
+    engine.set_script(GPUS + H100 + "return dcgmEntitiesGetLatestValues -57")
     with pytest.raises(HostEngineError, match=r"driver time-out \(-57\) \(host engine at localhost:5555\)"):
         engine.collector().read()
 
 
 def test_a_host_engine_that_refuses_everything_is_an_error(engine: HostEngine) -> None:
-    engine.says(GPUS + "return dcgmWatchFields -17")
+    engine.set_script(GPUS + "return dcgmWatchFields -17")
     with pytest.raises(HostEngineError, match=r"dcgmWatchFields: no permission \(-17\)"):
         engine.collector().read()
 
 
 def test_different_releases_on_both_sides_are_named(engine: HostEngine) -> None:
-    engine.says("return dcgmConnect_v2 -12")
+    engine.set_script("return dcgmConnect_v2 -12")
     with pytest.raises(HostEngineError, match="install the libdcgm of the host engine's release here"):
         engine.collector().read()
 
@@ -398,9 +398,9 @@ def test_without_libdcgm_the_source_is_not_supported(tmp_path: Path) -> None:
         collector.read()
 
 
-def test_a_socket_is_told_from_a_port(engine: HostEngine) -> None:
+def test_a_socket_is_distinguished_from_a_port(engine: HostEngine) -> None:
     for address in ("/tmp/nv-hostengine", "unix:/tmp/nv-hostengine", "gpu7:5555"):
-        engine.says("")
+        engine.set_script("")
         engine.collector(address).read()
     assert [call for call in engine.calls() if call.startswith("dcgmConnect")] == [
         "dcgmConnect_v2 unix /tmp/nv-hostengine 1500 ms",
@@ -410,7 +410,7 @@ def test_a_socket_is_told_from_a_port(engine: HostEngine) -> None:
 
 
 def test_closing_gives_everything_back_and_reading_on_connects_again(engine: HostEngine) -> None:
-    engine.says("gpus 0\nvalue 1 0 54 s GPU-a\n" + H100)
+    engine.set_script("gpus 0\nvalue 1 0 54 s GPU-a\n" + H100)
     collector = engine.collector()
     collector.read()
     engine.calls()
@@ -428,7 +428,7 @@ def test_closing_gives_everything_back_and_reading_on_connects_again(engine: Hos
 
 
 def test_a_call_that_hangs_costs_this_source_its_deadline(engine: HostEngine) -> None:
-    engine.says(GPUS + H100 + "value 1 0 153 i 40\n")
+    engine.set_script(GPUS + H100 + "value 1 0 153 i 40\n")
     reader = Reader(
         "dcgm",
         Spec(
@@ -440,7 +440,7 @@ def test_a_call_that_hangs_costs_this_source_its_deadline(engine: HostEngine) ->
     )
     try:
         assert series(reader.ask(30).samples) == {"gpu_temperature_margin_celsius{1,GPU-b}": 40}
-        engine.says("hang dcgmEntitiesGetLatestValues")
+        engine.set_script("hang dcgmEntitiesGetLatestValues")
         reading = reader.ask(0.3)
         assert (reading.ok, reading.kind, reading.samples) == (False, "deadline", [])
     finally:

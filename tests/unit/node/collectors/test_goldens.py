@@ -1,8 +1,7 @@
 """What the collectors make of captured machines, every series of them, byte for byte.
 
-Write the goldens anew with `FLOPWATCH_UPDATE_GOLDEN=1 pytest tests/unit/node/collectors/test_goldens.py` and
-review them like code, against
-the captures: those of GPUs are made of published nvidia-smi output by `captures/convert.py`.
+Update the goldens with `FLOPWATCH_UPDATE_GOLDEN=1 pytest tests/unit/node/collectors/test_goldens.py` and review them
+like code, against the captures. `captures/convert.py` makes those of GPUs from published nvidia-smi output.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def is_golden(name: str, samples: list[Sample]) -> None:
 
 
 def gpus(capture: Path, folder: Path) -> list[list[Sample]]:
-    """Return what the NVML collector says of a captured node at each of the times it was captured."""
+    """Return the samples of the NVML collector for a captured node, for each time of the capture."""
     times = json.loads((capture / "nvml.json").read_text())["reads"]
     now = 1000.0
     collector = Nvml(
@@ -58,7 +57,7 @@ def gpus(capture: Path, folder: Path) -> list[list[Sample]]:
 
 
 def ports(sysfs: Path, folder: Path) -> list[Sample]:
-    """Return what the InfiniBand collector says of the ports below a sysfs root."""
+    """Return the samples of the InfiniBand collector for the ports below a sysfs root."""
     collector = Infiniband(
         sysfs, "node1", folder / "ports.json", routes=folder / "route", clock=lambda: 0.0, wall=lambda: 1_700_000_000.0
     )

@@ -37,7 +37,7 @@ NOW = 1_700_000_000.0
 SLURM = "0::/system.slice/slurmstepd.scope/job_4711/step_0/user/task_0\n"
 USER = "0::/user.slice/user-1000.slice/session-3.scope\n"
 POD = "0::/kubepods/pod3f1c0a52-9d7e-4b6a-8c11-0e5d2a7b9f04/x\n"
-NOBODY = ("", "", "", "", "", "")
+NO_OWNER = ("", "", "", "", "", "")
 
 
 class Node:
@@ -143,18 +143,18 @@ def test_a_device_by_any_name_is_its_gpu(node: Node, resource: str, device: str,
     assert Devices(gpus, {"GPU-0a": {"mig": MIG, "pids": []}}, node.proc).find(resource, device) == found
 
 
-def test_where_the_driver_tells_no_device_files_the_index_stands_for_them(node: Node, tmp_path: Path) -> None:
+def test_where_the_driver_reports_no_device_files_the_index_stands_for_them(node: Node, tmp_path: Path) -> None:
     devices = Devices(json.loads(node.gpus.read_text()), {}, tmp_path / "absent")
     assert devices.find("nvidia.com/gpu", "nvidia1") == ("GPU-1b", "")
     assert devices.find("gpu.nvidia.com", "gpu-0") == ("GPU-0a", "")
 
 
-def test_a_node_nobody_uses_says_so_for_every_gpu(node: Node) -> None:
+def test_an_unused_node_has_the_owner_none_for_every_gpu(node: Node) -> None:
     node.runs({})
     assert node.collector().read() == [
-        (GPU_OWNER_INFO, ("0", "GPU-0a", "node-7", *NOBODY, "none"), 1),
+        (GPU_OWNER_INFO, ("0", "GPU-0a", "node-7", *NO_OWNER, "none"), 1),
         (GPU_OWNER_UPDATED_TIMESTAMP_SECONDS, ("0", "GPU-0a"), NOW),
-        (GPU_OWNER_INFO, ("1", "GPU-1b", "node-7", *NOBODY, "none"), 1),
+        (GPU_OWNER_INFO, ("1", "GPU-1b", "node-7", *NO_OWNER, "none"), 1),
         (GPU_OWNER_UPDATED_TIMESTAMP_SECONDS, ("1", "GPU-1b"), NOW),
         (FLOPWATCH_IDENTITY_SOURCE_UP, ("processes",), 1),
     ]
@@ -177,14 +177,14 @@ def test_processes_tell_the_slurm_job_or_the_user_and_leave_pods_to_the_kubelet(
         ("1", "", "", "", "", "", "1000", "process"),
     ]
     node.runs({"GPU-1b": [13]})
-    assert owners(node.collector().read()) == [("0", *NOBODY, "none"), ("1", *NOBODY, "none")]
+    assert owners(node.collector().read()) == [("0", *NO_OWNER, "none"), ("1", *NO_OWNER, "none")]
 
 
 def test_a_gpu_whose_processes_cannot_be_seen_has_an_unknown_owner(node: Node) -> None:
     node.process(10, SLURM)
     node.runs({"GPU-0a": [10, 999], "GPU-1b": [999]})
     samples = node.collector().read()
-    assert owners(samples) == [("0", "", "", "", "", "4711", "1000", "slurm"), ("1", *NOBODY, "unknown")]
+    assert owners(samples) == [("0", "", "", "", "", "4711", "1000", "slurm"), ("1", *NO_OWNER, "unknown")]
     assert updated(samples) == {"0": NOW}
     assert sources(samples) == {"processes": 0}
 
@@ -207,7 +207,7 @@ def test_job_mapping_files_name_jobs_of_gpus_and_instances(node: Node) -> None:
         ("0", "", "", "", "", "4711", "1000", "slurm"),
         ("0", "", "", "", "", "4712", "", "job_mapping"),
         ("0", "MIG-y", "", "", "", "4713", "", "job_mapping"),
-        ("1", *NOBODY, "none"),
+        ("1", *NO_OWNER, "none"),
     ]
 
 
@@ -215,7 +215,7 @@ def test_a_job_mapping_folder_that_cannot_be_read_leaves_owners_unknown_and_slur
     node.process(10, SLURM)
     node.runs({"GPU-0a": [10]})
     samples = node.collector(job_mapping=node.jobs / "absent").read()
-    assert owners(samples) == [("0", "", "", "", "", "4711", "1000", "slurm"), ("1", *NOBODY, "unknown")]
+    assert owners(samples) == [("0", "", "", "", "", "4711", "1000", "slurm"), ("1", *NO_OWNER, "unknown")]
     assert sources(samples) == {"processes": 1, "job_mapping": 0}
 
 
@@ -239,22 +239,22 @@ def test_a_runtime_file_of_another_shape_costs_nothing_but_what_it_would_tell(
     node: Node, content: str, source: str
 ) -> None:
     node.runtime.write_text(content)
-    assert owners(node.collector().read()) == [("0", *NOBODY, source), ("1", *NOBODY, "unknown")]
+    assert owners(node.collector().read()) == [("0", *NO_OWNER, source), ("1", *NO_OWNER, "unknown")]
 
 
-def test_a_gpu_that_nvml_never_told_of_has_an_unknown_owner_and_the_others_theirs(node: Node) -> None:
+def test_a_gpu_that_nvml_never_reported_has_an_unknown_owner_and_the_others_theirs(node: Node) -> None:
     node.process(10, SLURM)
     node.runtime.write_text(json.dumps({"GPU-0a": {"mig": [], "pids": [10]}}))
     samples = node.collector().read()
-    assert owners(samples) == [JOB, ("1", *NOBODY, "unknown")]
+    assert owners(samples) == [JOB, ("1", *NO_OWNER, "unknown")]
     assert (updated(samples), sources(samples)) == ({"0": NOW}, {"processes": 1})
 
 
 JOB = ("0", "", "", "", "", "4711", "1000", "slurm")
-FREE = ("1", *NOBODY, "none")
+FREE = ("1", *NO_OWNER, "none")
 
 
-def test_a_lost_gpu_keeps_its_last_owner_and_the_time_of_that_until_it_tells_something_else(
+def test_a_lost_gpu_keeps_its_last_owner_and_the_time_of_that_until_it_reports_another(
     node: Node, tmp_path: Path
 ) -> None:
     now = NOW
@@ -268,7 +268,7 @@ def test_a_lost_gpu_keeps_its_last_owner_and_the_time_of_that_until_it_tells_som
     identity = collector()
     assert owners(identity.read()) == [JOB, FREE]
 
-    # The job dies with its GPU, of which the file keeps the last processes. A restarted exporter knows it as well.
+    # The job dies with its GPU, and the file keeps the GPU's last processes. A restarted exporter knows them as well.
     node.ends(10)
     for survivor in (identity, collector()):
         now += 60
@@ -282,13 +282,13 @@ def test_a_lost_gpu_keeps_its_last_owner_and_the_time_of_that_until_it_tells_som
     node.runtime.write_text(json.dumps({"GPU-1b": {"mig": [], "pids": []}}))
     assert owners(identity.read()) == [JOB, FREE]
 
-    # The GPU is reset: first it is free, then it is another's, then another's whom nobody can see.
+    # The GPU is reset. First it is free, then another user has it, then an owner that cannot be seen.
     node.runs({})
-    assert owners(identity.read()) == [("0", *NOBODY, "none"), FREE]
+    assert owners(identity.read()) == [("0", *NO_OWNER, "none"), FREE]
     node.runs({"GPU-0a": [10]})
     assert owners(identity.read()) == [("0", "", "", "", "", "", "1000", "process"), FREE]
     node.runs({"GPU-0a": [11]})
-    assert owners(identity.read()) == [("0", *NOBODY, "unknown"), FREE]
+    assert owners(identity.read()) == [("0", *NO_OWNER, "unknown"), FREE]
 
     # A GPU that the node forgets is forgotten here as well.
     assert json.loads(kept.read_text()).keys() == {"GPU-0a"}
@@ -345,7 +345,7 @@ def test_the_next_pod_is_the_owner_where_no_process_can_ever_be_seen(node: Node)
 def test_a_file_of_last_owners_of_another_shape_is_as_none(node: Node, tmp_path: Path, content: str) -> None:
     (tmp_path / "last.json").write_text(content)
     node.runs({})
-    assert owners(node.collector(last=tmp_path / "last.json").read()) == [("0", *NOBODY, "none"), FREE]
+    assert owners(node.collector(last=tmp_path / "last.json").read()) == [("0", *NO_OWNER, "none"), FREE]
 
 
 PODS = [
@@ -373,7 +373,7 @@ def test_the_kubelet_names_the_pods_that_have_a_gpu(node: Node) -> None:
     assert sources(samples) == {"kubelet": 1, "processes": 1}
 
 
-def test_a_slurm_job_within_a_pod_is_an_owner_beside_it(node: Node) -> None:
+def test_a_slurm_job_within_a_pod_and_the_pod_are_both_owners(node: Node) -> None:
     node.process(10, SLURM)
     node.runs({"GPU-0a": [10]})
     with kubelet(node.socket, encoded([pod("slurm", "slurmd-0", "slurmd", "GPU-0a")])):
@@ -391,7 +391,7 @@ def test_without_a_kubelets_socket_the_node_has_no_kubelet(node: Node) -> None:
     collector = node.build()
     samples = collector.read()
     collector.close()
-    assert owners(samples) == [("0", "", "", "", "", "4711", "1000", "slurm"), ("1", *NOBODY, "none")]
+    assert owners(samples) == [("0", "", "", "", "", "4711", "1000", "slurm"), ("1", *NO_OWNER, "none")]
     assert sources(samples) == {"processes": 1}
 
 
@@ -402,14 +402,12 @@ def test_a_kubelet_that_answers_garbage_costs_its_own_answer_only(node: Node) ->
         collector = node.build()
         samples = collector.read()
         collector.close()
-    assert owners(samples) == [("0", "", "", "", "", "4711", "1000", "slurm"), ("1", *NOBODY, "unknown")]
+    assert owners(samples) == [("0", "", "", "", "", "4711", "1000", "slurm"), ("1", *NO_OWNER, "unknown")]
     assert updated(samples).keys() == {"0"}
     assert sources(samples) == {"kubelet": 0, "processes": 1}
 
 
-def test_a_kubelet_that_takes_its_time_holds_nobody_up_and_is_heard_when_it_answers(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_kubelet_delays_no_source_and_its_answer_is_used(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity, "FIRST_ANSWER", 0.5)
     answer = threading.Event()
 
@@ -422,7 +420,7 @@ def test_a_kubelet_that_takes_its_time_holds_nobody_up_and_is_heard_when_it_answ
     with kubelet(node.socket, late):
         collector = node.build()
         samples = collector.read()
-        assert owners(samples) == [("0", "", "", "", "", "4711", "1000", "slurm"), ("1", *NOBODY, "unknown")]
+        assert owners(samples) == [("0", "", "", "", "", "4711", "1000", "slurm"), ("1", *NO_OWNER, "unknown")]
         assert sources(samples) == {"kubelet": 0, "processes": 1}
         answer.set()
         until(lambda: sources(collector.read()) == {"kubelet": 1, "processes": 1})
@@ -477,27 +475,27 @@ def test_the_last_answer_of_a_failing_kubelet_holds_for_five_minutes_and_shows_i
     scripted.answer = HAS_GPU_0
     collector = node.collector(kubelet=scripted.background())
     samples = collector.read()
-    assert (owners(samples), sources(samples)["kubelet"]) == ([TRAIN, ("1", *NOBODY, "none")], 1)
+    assert (owners(samples), sources(samples)["kubelet"]) == ([TRAIN, ("1", *NO_OWNER, "none")], 1)
 
     scripted.answers(fault)
     scripted.now = NOW + 300
     samples = collector.read()
-    assert (owners(samples), sources(samples)["kubelet"]) == ([TRAIN, ("1", *NOBODY, "none")], 0)
+    assert (owners(samples), sources(samples)["kubelet"]) == ([TRAIN, ("1", *NO_OWNER, "none")], 0)
     assert updated(samples) == {"0": NOW, "1": NOW}
 
     scripted.now = NOW + 301
     samples = collector.read()
-    assert owners(samples) == [("0", *NOBODY, "unknown"), ("1", *NOBODY, "unknown")]
+    assert owners(samples) == [("0", *NO_OWNER, "unknown"), ("1", *NO_OWNER, "unknown")]
     assert updated(samples) == {}
 
     scripted.answers([])
-    assert owners(collector.read()) == [("0", *NOBODY, "none"), ("1", *NOBODY, "none")]
+    assert owners(collector.read()) == [("0", *NO_OWNER, "none"), ("1", *NO_OWNER, "none")]
     collector.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         (RuntimeError("wires crossed"), "wires crossed"),
         (AssertionError(), "AssertionError"),
@@ -505,7 +503,7 @@ def test_the_last_answer_of_a_failing_kubelet_holds_for_five_minutes_and_shows_i
     ],
 )
 def test_whatever_ends_a_question_is_an_error_of_its_source_and_the_last_answer_holds_no_longer_than_it_may(
-    node: Node, fault: BaseException, said: str
+    node: Node, fault: BaseException, message: str
 ) -> None:
     node.runs({})
     scripted = Kubelet()
@@ -514,18 +512,18 @@ def test_whatever_ends_a_question_is_an_error_of_its_source_and_the_last_answer_
     collector = node.collector(kubelet=kubelet_of_the_node)
     assert owners(collector.read())[0] == TRAIN
     scripted.answer = fault
-    until(lambda: kubelet_of_the_node.error == said)
+    until(lambda: kubelet_of_the_node.error == message)
     samples = collector.read()
     assert (owners(samples)[0], sources(samples)) == (TRAIN, {"kubelet": 0, "processes": 1})
     scripted.now = NOW + 301
-    assert owners(collector.read()) == [("0", *NOBODY, "unknown"), ("1", *NOBODY, "unknown")]
+    assert owners(collector.read()) == [("0", *NO_OWNER, "unknown"), ("1", *NO_OWNER, "unknown")]
     collector.close()
     thread = kubelet_of_the_node._thread
     assert thread is not None
     thread.join(PATIENCE)
 
 
-def test_without_its_http_library_the_kubelet_is_a_failing_source_that_says_what_to_install(
+def test_without_its_http_library_the_kubelet_is_a_failing_source_that_names_the_package(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "h2.connection", None)  # an import of it is an ImportError
@@ -555,7 +553,7 @@ def test_the_place_is_read_from_the_file_and_a_file_without_this_node_is_an_erro
     collector.close()
 
 
-def test_a_socket_that_nobody_serves_is_a_failing_kubelet(node: Node) -> None:
+def test_a_socket_without_a_server_is_a_failing_kubelet(node: Node) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(node.socket))
     collector = node.build()

@@ -47,7 +47,7 @@ from tests.support import TESTS
 CAPTURES = TESTS / "captures" / "infiniband"
 NDR = CAPTURES / "h100_node" / "mlx5_0"
 PORT = "class/infiniband/mlx5_0/ports/1"
-# mlx5 files that newer drivers and RoCE ports have, beside those of the capture.
+# mlx5 files that newer drivers and RoCE ports have, in addition to those of the capture.
 NEWER = ("req_transport_retries_exceeded", "req_rnr_retries_exceeded")
 ROCE = ("rp_cnp_handled", "rp_cnp_ignored", "np_ecn_marked_roce_packets", "np_cnp_sent")
 
@@ -437,7 +437,7 @@ def test_a_state_that_is_refused_once_is_back_after_a_minute(tmp_path: Path) -> 
 
 
 class Owned(Ports):
-    """Ports of which the fabric manager owns mlx5_0, until `free`, or only what begins with `below` there."""
+    """Ports whose mlx5_0 belongs to the fabric manager until `free`, or only its files that begin with `below`."""
 
     free = False
     below = ""
@@ -519,7 +519,7 @@ def test_real_files_that_cannot_be_read(tmp_path: Path, unreadable: str) -> None
 
 @contextmanager
 def ordinary_user() -> Iterator[None]:
-    """Go on as nobody, since root may read everything."""
+    """Go on as an unprivileged user, since root may read everything."""
     root = os.geteuid() == 0
     if root:
         os.seteuid(65534)
@@ -714,7 +714,7 @@ def test_a_counter_that_wraps_goes_on(tmp_path: Path) -> None:
         ("port_rcv_packets", 2**32 - 1, "receive_packets_total"),
     ],
 )
-def test_a_counter_that_sticks_says_so_until_it_is_cleared(
+def test_a_saturated_counter_is_marked_until_it_is_cleared(
     tmp_path: Path, file: str, highest: int, series: str
 ) -> None:
     sysfs = tree(tmp_path, NDR)
@@ -769,8 +769,8 @@ def test_no_count_falls_over_a_restart_after_a_wrap_and_a_clear(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("boot", "number", "counted"),
     [
-        ("boot1", 3, 2**32 + 3),  # wrapped while nobody looked
-        ("boot2", 3, 2**32 - 7 + 3),  # began anew
+        ("boot1", 3, 2**32 + 3),  # wrapped between two reads
+        ("boot2", 3, 2**32 - 7 + 3),  # restarted from 0
         ("boot1", 2**32 - 6, 2**32 - 6),
     ],
 )
@@ -785,7 +785,7 @@ def test_a_register_that_is_soon_to_wrap_is_kept(tmp_path: Path, boot: str, numb
     assert values(Ports(tmp_path, boot_id=boot).read())["out_of_sequence_total"] == counted
 
 
-def test_a_device_made_anew_while_nobody_looked_begins_anew(tmp_path: Path) -> None:
+def test_a_device_recreated_between_reads_begins_at_zero(tmp_path: Path) -> None:
     sysfs = tree(tmp_path, NDR)
     register = f"{PORT}/hw_counters/out_of_sequence"
     write(sysfs, {register: 2**32 - 7})
@@ -822,7 +822,7 @@ def test_the_counts_of_a_port_that_is_missing_at_the_restart_are_kept(tmp_path: 
     missing.read()
     missing.close()
     (tmp_path / "out").rename(sysfs / "class/infiniband/mlx5_0")
-    write(sysfs, {f"{PORT}/hw_counters/out_of_sequence": 3})  # began anew, with the inode it had
+    write(sysfs, {f"{PORT}/hw_counters/out_of_sequence": 3})  # restarted from 0, with the same inode
     back = values(Ports(tmp_path, boot_id="boot2").read())
     assert (back["symbol_errors_total"], back["out_of_sequence_total"]) == (13, 2**32 - 7 + 3)
 
@@ -1109,7 +1109,7 @@ def test_a_port_that_was_never_active_has_no_expected_rate(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("clear", ["", "mlx5_0\n", "mlx5_7 mlx5_0/1"])
-def test_flaps_are_counted_across_restarts_until_somebody_clears_them(tmp_path: Path, clear: str) -> None:
+def test_flaps_are_counted_across_restarts_until_they_are_cleared(tmp_path: Path, clear: str) -> None:
     sysfs = tree(tmp_path, NDR)
     for flaps in range(1, 4):
         ports = Ports(tmp_path)
@@ -1292,7 +1292,7 @@ def test_each_file_is_asked_once_per_read_and_none_stays_open_twice(tmp_path: Pa
     assert opened() == 0
 
 
-def test_the_factory_reads_beside_its_inventory(two_rails: Path) -> None:
+def test_the_factory_reads_the_files_next_to_its_inventory(two_rails: Path) -> None:
     inventory(two_rails, RAILS)
     state_folder = two_rails / "state"
     collector = build(

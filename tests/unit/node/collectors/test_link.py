@@ -13,7 +13,7 @@ from flopwatch.node.collectors.infiniband.link import Link
 HOUR = 3600.0
 
 
-def told(*history: tuple[float, int | None]) -> Link:
+def link_after(*history: tuple[float, int | None]) -> Link:
     """Return a link that was seen in these states at these times."""
     link = Link()
     for at, state in history:
@@ -29,27 +29,27 @@ def flap(link: Link, at: float, down: float = 30.0) -> None:
 
 @pytest.mark.parametrize(("down", "flaps"), [(24.9, 0), (25.0, 1), (600.0, 1)])
 def test_a_link_down_for_25_seconds_and_back_is_a_flap(down: float, flaps: int) -> None:
-    assert told((0, 4), (100, 1), (100 + down, 4)).flaps == flaps
+    assert link_after((0, 4), (100, 1), (100 + down, 4)).flaps == flaps
 
 
 def test_a_link_that_was_never_active_neither_flaps_nor_drops() -> None:
-    link = told((0, 1), (1000, 1), (2000, 4))
+    link = link_after((0, 1), (1000, 1), (2000, 4))
     assert (link.flaps, link.drops) == (0, 0)
 
 
 def test_init_and_armed_are_on_the_way_up() -> None:
-    assert told((0, 4), (10, 1), (20, 2), (30, 3), (40, 4)).flaps == 1
-    assert told((0, 4), (10, 2), (500, 3), (510, 4)).flaps == 0
+    assert link_after((0, 4), (10, 1), (20, 2), (30, 3), (40, 4)).flaps == 1
+    assert link_after((0, 4), (10, 2), (500, 3), (510, 4)).flaps == 0
 
 
-def test_an_unreadable_state_says_nothing() -> None:
-    assert told((0, 4), (10, 1), (20, None), (40, 4)).flaps == 1
-    assert told((0, 4), (10, None), (500, 4)).flaps == 0
+def test_an_unreadable_state_changes_nothing() -> None:
+    assert link_after((0, 4), (10, 1), (20, None), (40, 4)).flaps == 1
+    assert link_after((0, 4), (10, None), (500, 4)).flaps == 0
 
 
 @pytest.mark.parametrize(("until", "drops"), [(239.0, 0), (240.0, 1), (9999.0, 1)])
 def test_a_link_down_for_four_minutes_is_one_drop(until: float, drops: int) -> None:
-    link = told((0, 4), (100, 1), (100 + until / 2, 1), (100 + until, 1))
+    link = link_after((0, 4), (100, 1), (100 + until / 2, 1), (100 + until, 1))
     assert link.drops == drops
     link.see(4, 100 + until + 1)
     link.see(1, 20_000)
@@ -94,7 +94,7 @@ def test_a_cleared_link_needs_three_flaps_again() -> None:
 
 
 def test_an_outage_goes_on_across_a_restart() -> None:
-    before = told((0, 4), (100, 1))
+    before = link_after((0, 4), (100, 1))
     kept = json.loads(json.dumps(before.dump(now=110, unix=1_000_110)))
     after = Link.load(kept, now=7, unix=1_000_127)
     after.see(4, 8)

@@ -201,7 +201,7 @@ def rows(samples: list[Sample], gpu: str) -> set[Metric]:
 
 
 def series(samples: list[Sample], gpu: str) -> dict[tuple[Metric, tuple[str, ...]], float]:
-    """Return what one GPU says, without its info series."""
+    """Return the values of one GPU, without its info series."""
     return {(row, labels[2:]): value for row, labels, value in samples if labels[:1] == (gpu,) and row is not GPU_INFO}
 
 
@@ -491,7 +491,7 @@ def test_the_fabrics_health_is_left_out_by_a_driver_that_has_only_the_older_stru
 @pytest.mark.parametrize(
     ("state", "expected"), [(0, set()), (2, {GPU_FABRIC_STATE_ID}), (0xAB03, {*FABRIC, GPU_FABRIC_FAULT})]
 )
-def test_the_fabric_tells_more_once_it_is_completed_and_padding_is_no_state(
+def test_the_fabric_reports_more_once_it_is_completed_and_padding_is_no_state(
     node: SimulatedNode, collector: Callable[..., Nvml], state: int, expected: set[Metric]
 ) -> None:
     library = Simulation(node.root)
@@ -741,7 +741,7 @@ def test_an_exporter_that_may_look_at_no_gpu_is_blind_and_calls_none_missing(
     assert (present(samples), readable(samples)) == (ALL, ALL)
 
 
-def test_blind_for_some_and_lost_for_others_is_told_apart(node: SimulatedNode, collector: Callable[..., Nvml]) -> None:
+def test_unreadable_and_lost_gpus_are_distinguished(node: SimulatedNode, collector: Callable[..., Nvml]) -> None:
     driver = collector()
     driver.read()
     node.lose(0)
@@ -813,7 +813,7 @@ def undecodable(handle: object = None) -> str:
     return b"692-2G520\xff".decode()
 
 
-def test_a_text_that_is_no_utf_8_is_an_empty_label_and_is_told_once(
+def test_a_text_that_is_not_utf_8_is_an_empty_label_and_is_logged_once(
     node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     library = Simulation(node.root)
@@ -921,7 +921,7 @@ def test_a_lost_gpu_is_0_with_its_identity_the_others_go_on_and_it_returns_once_
     assert series(samples, "3").keys() == series(whole, "3").keys()
 
 
-def test_nvml_is_not_initialised_at_every_scrape_beside_a_gpu_that_stays_lost(
+def test_nvml_is_not_initialised_at_every_scrape_while_a_gpu_stays_lost(
     node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = Simulation(node.root)
@@ -1199,27 +1199,27 @@ def test_the_simulated_nodes_collector_reads_the_nodes_own_files(node: Simulated
     assert readable(samples) == ALL
 
 
-def test_what_a_lost_gpu_ran_last_stays_told_until_the_inventory_forgets_it(
+def test_the_last_processes_of_a_lost_gpu_are_kept_until_the_inventory_forgets_it(
     node: SimulatedNode, collector: Callable[..., Nvml], tmp_path: Path
 ) -> None:
-    def told() -> dict[str, Any]:
+    def runtime() -> dict[str, Any]:
         content: dict[str, Any] = json.loads((tmp_path / "gpu_runtime.json").read_text())
         return content
 
     node.mig(3, "on")
     driver = collector()
     driver.read()
-    before = told()
+    before = runtime()
     assert (before[node.uuid(3)]["pids"], len(before[node.uuid(3)]["mig"])) == ([4714], 7)
     node.lose(3)
     driver.read()
-    assert told() == before
+    assert runtime() == before
     collector().read()
-    assert told() == before, "and across a restart"
+    assert runtime() == before, "and across a restart"
     parts = json.loads((tmp_path / "gpus.json").read_text())
     (tmp_path / "gpus.json").write_text(json.dumps({uuid: parts[uuid] for uuid in parts if uuid != node.uuid(3)}))
     collector().read()
-    assert told() == {uuid: about for uuid, about in before.items() if uuid != node.uuid(3)}
+    assert runtime() == {uuid: about for uuid, about in before.items() if uuid != node.uuid(3)}
 
 
 @pytest.mark.parametrize(
@@ -1244,7 +1244,7 @@ def test_only_links_that_were_up_once_are_missed_also_by_the_next_exporter(
     assert of(samples, NVLINK_LINKS) == {("active",): 16, ("inactive",): 2}
 
 
-def test_rows_and_repairs_of_a_card_without_the_fields_are_told_apart(
+def test_rows_and_repairs_of_a_card_without_the_fields_are_distinguished(
     node: SimulatedNode, collector: Callable[..., Nvml]
 ) -> None:
     fields = ((142, 0), (143, 0), (144, 0), (145, 0))
@@ -1271,7 +1271,7 @@ def test_rows_and_repairs_of_a_card_without_the_fields_are_told_apart(
     assert (of(samples, GPU_ROW_REMAP_PENDING), of(samples, GPU_ROW_REMAP_FAILURE)) == ({(): 0}, {(): 1})
 
 
-def test_each_clock_is_the_one_its_name_says(node: SimulatedNode, collector: Callable[..., Nvml]) -> None:
+def test_each_clock_is_the_one_in_its_name(node: SimulatedNode, collector: Callable[..., Nvml]) -> None:
     library = Simulation(node.root)
     names = ("GRAPHICS", "SM", "MEM", "VIDEO")
     numbers = {getattr(pynvml, f"NVML_CLOCK_{name}"): place for place, name in enumerate(names)}

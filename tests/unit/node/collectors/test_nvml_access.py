@@ -1,4 +1,4 @@
-"""What tells a GPU that is dead from one that is kept from the exporter: device files and the driver's own list."""
+"""A dead GPU and one that the exporter may not open, distinguished by device files and the driver's own list."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_an_address_is_written_as_the_kernel_writes_it(pci: str, expected: str) 
     assert kernel_address(pci) == expected
 
 
-def test_the_kernel_tells_whether_there_is_a_driver(tmp_path: Path) -> None:
+def test_the_kernel_shows_whether_there_is_a_driver(tmp_path: Path) -> None:
     assert not driver_loaded(tmp_path)
     (tmp_path / "driver/nvidia").mkdir(parents=True)
     (tmp_path / "driver/nvidia/version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  590.48.01\n")

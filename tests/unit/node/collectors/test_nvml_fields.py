@@ -226,8 +226,8 @@ def test_field_numbers_are_those_of_the_vendors_package() -> None:
     assert {number: getattr(pynvml, f"NVML_FI_DEV_{name}") for number, name in NAMES.items()} == {n: n for n in NAMES}
 
 
-def test_every_field_becomes_the_series_that_its_name_says() -> None:
-    told = {
+def test_every_field_becomes_the_series_of_its_name() -> None:
+    series_of = {
         NAMES[field.id]: " ".join((str(field.row), *field.labels))
         for table in (FAST, SLOW, OLD_LINKS)
         for field in table
@@ -239,8 +239,8 @@ def test_every_field_becomes_the_series_that_its_name_says() -> None:
     for field_id, reading in per_link.items():
         found = {" ".join((str(row), *labels)) for row, labels, _ in Links().take(reading)}
         named = SERIES[NAMES[field_id]]
-        told[NAMES[field_id]] = named if any(f"{series} ".startswith(f"{named} ") for series in found) else str(found)
-    assert told == SERIES
+        series_of[NAMES[field_id]] = named if any(f"{one} ".startswith(f"{named} ") for one in found) else str(found)
+    assert series_of == SERIES
     assert NvmlField(pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON, NVLINK_SPEED_BYTES_PER_SECOND) == OLD_LINK_SPEED
     assert (pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT, 0) == LINK_COUNT
     assert pynvml.NVML_POWER_SCOPE_MODULE == MODULE
@@ -354,7 +354,7 @@ def test_a_bit_error_ratio_is_four_bits_of_mantissa_over_eight_of_exponent(raw: 
         (0xA000, {"no_partition": True, "manager_disconnected": True}),
     ],
 )
-def test_the_fabric_tells_only_of_faults_it_knows(mask: int, faults: dict[str, bool]) -> None:
+def test_only_known_faults_of_the_fabric_are_reported(mask: int, faults: dict[str, bool]) -> None:
     assert fabric_faults(mask) == faults
 
 

@@ -149,9 +149,9 @@ def test_an_xe9680_has_eight_rails_and_its_other_ports_are_for_storage(xe9680: P
         port(f"mlx5_{20 + index}", found(xe9680, address_), "Ethernet", "MT4125")
         for index, address_ in enumerate(XE9680_CONNECTX6)
     ]
-    told = duties([*others, *compute], gpus(xe9680))
-    assert [told[one] for one in compute] == [Duty("compute", str(rail)) for rail in range(8)]
-    assert [told[one] for one in others] == [Duty("storage", "")] * 4
+    assigned = duties([*others, *compute], gpus(xe9680))
+    assert [assigned[one] for one in compute] == [Duty("compute", str(rail)) for rail in range(8)]
+    assert [assigned[one] for one in others] == [Duty("storage", "")] * 4
 
 
 def test_rails_follow_the_module_ids_and_not_the_indices(xe9680: Path) -> None:
@@ -159,8 +159,8 @@ def test_rails_follow_the_module_ids_and_not_the_indices(xe9680: Path) -> None:
     order = [int(gpu["gpu"]) for gpu in module_order(inventory)]
     assert order == [7, 6, 5, 4, 3, 2, 1, 0]
     compute = [port(f"mlx5_{index}", found(xe9680, f"{bus}:00.0")) for index, bus in enumerate(XE9680_CONNECTX7)]
-    told = duties(compute, [gpus(xe9680)[index] for index in order])
-    assert [told[one].rail for one in compute] == ["7", "6", "5", "4", "3", "2", "1", "0"]
+    assigned = duties(compute, [gpus(xe9680)[index] for index in order])
+    assert [assigned[one].rail for one in compute] == ["7", "6", "5", "4", "3", "2", "1", "0"]
 
 
 def test_gpus_without_a_module_id_are_in_the_order_of_their_index() -> None:

@@ -180,7 +180,7 @@ def test_a_status_of_the_server_is_the_error(tmp_path: Path) -> None:
         ask(tmp_path / "kubelet.sock")
 
 
-def test_a_kubelet_without_this_version_of_the_api_says_so(tmp_path: Path) -> None:
+def test_a_kubelet_without_this_version_of_the_api_is_an_error_with_the_reason(tmp_path: Path) -> None:
     server = grpc.server(None)
     server.add_insecure_port(f"unix:{tmp_path / 'kubelet.sock'}")
     server.start()

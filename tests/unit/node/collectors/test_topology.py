@@ -73,7 +73,7 @@ def test_names_with_and_without_a_domain_are_one_host() -> None:
     assert not same_host("node1", "node2.cluster.example")
 
 
-def test_a_tree_tells_the_leaf_switch_and_blocks_the_nvlink_domain() -> None:
+def test_a_tree_gives_the_leaf_switch_and_blocks_the_nvlink_domain() -> None:
     assert slurm(TREE, "node018") == Place(leaf="leaf1", source="slurm")
     assert slurm(TREE, "node021.cluster.example") == Place(leaf="leaf2", source="slurm")
     assert slurm(BLOCKS, "gb19") == Place(domain="nvl2", source="slurm")
@@ -91,12 +91,12 @@ def test_a_tree_tells_the_leaf_switch_and_blocks_the_nvlink_domain() -> None:
         ("SwitchName=s Nodes=node[1", "brackets"),
     ],
 )
-def test_a_topology_without_this_node_says_so(text: str, reason: str) -> None:
+def test_a_topology_without_this_node_is_an_error_with_the_reason(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         slurm(text, "node019")
 
 
-def test_a_table_tells_what_its_columns_say() -> None:
+def test_a_table_gives_the_place_of_a_host() -> None:
     text = "host,rack,leaf,domain\nnode1,A07,leaf1,nvl1\nnode2.example, A08 ,leaf2,\n\nnode3,A09\n"
     assert table(text, "node1.example") == Place("A07", "leaf1", "nvl1", "csv")
     assert table(text, "node2") == Place("A08", "leaf2", "", "csv")
@@ -241,7 +241,9 @@ def test_over_tls_the_service_account_proves_both_sides(tmp_path: Path) -> None:
         (200, b'{"metadata": {"labels": {}}}', "none of topograph's labels"),
     ],
 )
-def test_an_api_server_that_does_not_tell_is_an_error(tmp_path: Path, status: int, body: bytes, reason: str) -> None:
+def test_an_unusable_answer_of_the_api_server_is_an_error(
+    tmp_path: Path, status: int, body: bytes, reason: str
+) -> None:
     with api_server(status, body, []) as url, pytest.raises(TopologyError, match=reason):
         read(f"kubernetes:{url}", "node-7", tmp_path)
 
@@ -263,7 +265,7 @@ def test_no_api_server_and_no_service_account_are_errors(tmp_path: Path) -> None
         "kubernetes:http://127.0.0.1:8001",
     ],
 )
-def test_a_setting_says_where_to_look(setting: str) -> None:
+def test_a_valid_setting_is_accepted(setting: str) -> None:
     assert ExporterSettings(topology=setting).topology == setting
 
 

@@ -1,4 +1,4 @@
-"""The Xid collector: kernel logs of every kind, restarts, what becomes of the counts; and NVML beside them."""
+"""The Xid collector: kernel logs of every kind, restarts, the counts over time, and NVML together with the log."""
 
 from __future__ import annotations
 
@@ -137,13 +137,13 @@ def test_xids_are_counted_where_and_when_they_happened(tmp_path: Path, gpus: Pat
     }
 
 
-def test_an_info_series_says_what_the_codes_of_this_node_are(tmp_path: Path, gpus: Path) -> None:
+def test_an_info_series_describes_the_codes_of_this_node(tmp_path: Path, gpus: Path) -> None:
     (tmp_path / "kmsg").write_text(xid("64", 13) + xid("64", 4242, 1))
     samples = collector(tmp_path / "kmsg", gpus).read()
     info = values(samples, GPU_XID_INFO)
     assert {labels[0] for labels in info} == {"13", *map(str, START)}
     assert ("13", "Graphics Engine Exception", "application", "error", "RESTART_APP") in info
-    assert counts(samples)["1", "4242"] == 1  # a code that NVIDIA has not told us of counts, and has no info
+    assert counts(samples)["1", "4242"] == 1  # a code that is not in NVIDIA's table is counted and has no info
 
 
 def test_the_drivers_second_report_of_a_gpu_that_fell_off_the_bus_is_the_same_event(tmp_path: Path, gpus: Path) -> None:
@@ -176,7 +176,7 @@ def test_an_xid_seen_before_nvml_named_the_gpu_is_counted_once_it_does(tmp_path:
     assert last(samples) == {("0", "79"): BOOTED + 10}
 
 
-def test_a_gpu_that_nobody_names_in_time_is_named_by_its_address_or_by_the_driver(tmp_path: Path, gpus: Path) -> None:
+def test_a_gpu_without_a_name_in_time_is_named_by_its_address_or_by_the_driver(tmp_path: Path, gpus: Path) -> None:
     """The inventory is empty for good where its folder cannot be written, and a GPU lost at boot is never in it."""
     uuid = "GPU-509665ad-b600-ac93-3616-d754b23d636d"
     (tmp_path / "kmsg").write_text(
@@ -388,7 +388,7 @@ def test_records_that_were_overwritten_are_counted_as_lost(
     assert counts(samples)["0", "79"] == 4
 
 
-def test_records_that_were_overwritten_while_nobody_read_are_counted_as_lost(
+def test_records_that_were_overwritten_between_reads_are_counted_as_lost(
     terminal: tuple[int, Path], gpus: Path
 ) -> None:
     master, device = terminal
@@ -404,7 +404,7 @@ def test_records_that_were_overwritten_while_nobody_read_are_counted_as_lost(
     assert values(samples, FLOPWATCH_KERNEL_LOG_LOST_TOTAL) == {(): 9}  # 8 to 16
     assert counts(samples)["0", "79"] == 2
     restarted.close()
-    os.write(master, xid("53", 79, 900).encode())  # who knows what came before, in another boot
+    os.write(master, xid("53", 79, 900).encode())  # earlier records of another boot are unknown
     assert values(collector(device, gpus, "boot2").read(), FLOPWATCH_KERNEL_LOG_LOST_TOTAL) == {(): 0}
 
 
@@ -527,7 +527,7 @@ def test_a_kernel_log_that_went_away_takes_no_count_with_it(tmp_path: Path, gpus
         '{"next": "x", "counts": 3}',
         '{"counts": {"GPU-53": {"a": 1}}}',
         '{"next": -1}',
-        '{"log": 3, "next": -1.5, "since": "x", "told": [[1], 2, ["0000:53:00", 79, "x", []]], "links": '
+        '{"log": 3, "next": -1.5, "since": "x", "events": [[1], 2, ["0000:53:00", 79, "x", []]], "links": '
         '{"GPU-53": [[1]]},'
         ' "notices": [], "recovery": {"GPU-53": "x"}, "switches": [[1]], "node": 1, "introduced": null}',
     ],
@@ -571,7 +571,7 @@ def test_counts_of_any_shape_load_and_go_on(stored: Mapping[str, Any]) -> None:
 # Documents.
 
 
-def test_the_page_about_xids_is_what_the_table_says() -> None:
+def test_the_page_about_xids_agrees_with_the_table() -> None:
     assert (ROOT / "docs" / "xid.md").read_text() == xid_page()
     assert xids()[94].severity == "error"
     assert {row.category for row in sxids().values()} == SXID_SEVERITIES.keys()

@@ -1,4 +1,4 @@
-"""The lines of the kernel log: captured ones, the forms they have, and text that is none of them."""
+"""The lines of the kernel log: captured ones, their forms, and text that has none of these forms."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_the_driver_introduces_a_gpu_before_its_first_xid() -> None:
     assert found == [("0000:9b:00", "GPU-509665ad-b600-ac93-3616-d754b23d636d")]
 
 
-def test_xid_154_says_what_the_gpu_needs_now() -> None:
+def test_xid_154_names_the_action_the_gpu_needs() -> None:
     assert [
         recovery_action(event.detail) for line in lines("xid_lines.txt") for event in events(line) if event.xid == 154
     ] == [4, 1, 1, 1]
@@ -125,7 +125,7 @@ def test_xid_154_says_what_the_gpu_needs_now() -> None:
 
 
 def test_the_lines_of_the_capture_that_are_sxids_and_no_others() -> None:
-    """Of three lines about one error, only the one that says how bad it is counts."""
+    """Of three lines about one error, only the one with its severity counts."""
     assert [error for line in lines("sxid_lines.txt") for error in switch_errors(line)] == [
         ("0000:05:00.0", "12028"),
         ("0000:00:00.0", "20034"),
@@ -212,7 +212,7 @@ def test_every_line_that_matters_gets_through_the_filter_for_floods() -> None:
             "570.124.06",
             LinkError("NETIR_LINK_EVT", "1", "link fatal", "RESET_GPU", "INVESTIGATE_PEER_DEVICE"),
         ),
-        # The same line beside a driver that has been replaced since.
+        # The same line with a driver that has been replaced since.
         (
             149,
             GB200,

@@ -1,4 +1,4 @@
-"""Xids from NVML's events: beside the kernel log, without it, and when the driver loses, hangs or goes away."""
+"""Xids from NVML's events: with the kernel log, without it, and when the driver loses events, hangs or is unloaded."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def values(samples: list[Sample], wanted: Metric) -> dict[tuple[str, ...], float
     return {labels: value for row, labels, value in samples if row is wanted}
 
 
-def test_xids_and_notices_are_told_and_clock_events_and_strangers_are_not(
+def test_xids_and_notices_are_reported_and_clock_events_and_strangers_are_not(
     library: Library, watch: Callable[[], Watcher]
 ) -> None:
     watcher = watch()
@@ -195,10 +195,10 @@ def test_xids_and_notices_are_told_and_clock_events_and_strangers_are_not(
 
 
 @pytest.mark.parametrize("kernel_first", [True, False])
-def test_an_xid_that_both_tell_of_is_one(
+def test_an_xid_from_both_sources_is_one(
     library: Library, watch: Callable[[], Watcher], gpus: Path, kernel_first: bool
 ) -> None:
-    """Three in the kernel log, of which NVML tells two, and one that only NVML tells of."""
+    """The kernel log has three, NVML reports two of them and another one of its own."""
     kmsg = gpus.parent / "kmsg"
     reader = collector(gpus, watch())
     kmsg.write_text("")
@@ -212,7 +212,7 @@ def test_an_xid_that_both_tell_of_is_one(
     assert values(samples, FLOPWATCH_XID_SOURCE_UP) == {("kernel_log",): 1, ("nvml",): 1}
 
 
-def test_of_many_different_codes_that_both_tell_of_each_is_one(
+def test_each_of_many_codes_from_both_sources_is_one(
     library: Library, watch: Callable[[], Watcher], gpus: Path
 ) -> None:
     codes = range(1000, 1000 + 2 * MAX_CODES)
@@ -224,7 +224,7 @@ def test_of_many_different_codes_that_both_tell_of_each_is_one(
     assert read == {("GPU-53", str(code)): 1 for code in codes[:MAX_CODES]}
 
 
-def test_what_nvml_told_one_process_and_the_kernel_log_the_next_is_one(
+def test_an_xid_from_nvml_and_after_a_restart_from_the_kernel_log_is_one(
     library: Library, watch: Callable[[], Watcher], gpus: Path
 ) -> None:
     kmsg = gpus.parent / "kmsg"
@@ -239,7 +239,7 @@ def test_what_nvml_told_one_process_and_the_kernel_log_the_next_is_one(
 def test_without_the_kernel_log_nvml_counts_alone_and_knows_its_gpus_itself(
     library: Library, watch: Callable[[], Watcher], gpus: Path
 ) -> None:
-    gpus.unlink()  # nobody could write it
+    gpus.unlink()  # as if it could not be written
     reader = collector(gpus, watch())
     library.tell(event("53", 79), event("64", nvml_events.UNKNOWN_XID), event("64", 0, UNAVAILABLE))
     samples = reader.read()
@@ -348,7 +348,7 @@ def test_a_first_call_that_hangs_is_waited_for_only_so_long(library: Library, gp
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_dies_is_told_of(library: Library, watch: Callable[[], Watcher], gpus: Path) -> None:
+def test_a_thread_that_dies_is_reported(library: Library, watch: Callable[[], Watcher], gpus: Path) -> None:
     (gpus.parent / "kmsg").write_text("")
     reader = collector(gpus, watcher := watch())
     assert values(reader.read(), FLOPWATCH_XID_SOURCE_UP) == {("kernel_log",): 1, ("nvml",): 1}
@@ -382,7 +382,7 @@ def test_a_driver_replaced_underneath_asks_for_another_process_but_a_wrong_libra
     assert counted(collector(gpus, watch()).read()) == {("GPU-53", "79"): 1, ("GPU-64", "48"): 1}
 
 
-def test_an_xid_of_the_simulated_node_is_one_although_its_nvml_tells_of_it_too(tmp_path: Path) -> None:
+def test_an_xid_of_the_simulated_node_is_one_although_its_nvml_reports_it_too(tmp_path: Path) -> None:
     node = SimulatedNode(tmp_path / "simulated")
     node.create()
     arguments = {

@@ -12,14 +12,14 @@ from flopwatch.node.collectors.xid.reconcile import MAX_EVENTS, MAX_STORED, Reco
 
 WINDOW = 60.0
 
-# Whether the kernel log and NVML saw an event (at least one did), and how late each tells of it.
+# Whether the kernel log and NVML saw an event (at least one did), and the delay of each report.
 SEEN = st.sampled_from([(True, True), (True, False), (False, True)])
 LATE = st.floats(0, WINDOW / 2)
 HAPPENED = st.lists(st.tuples(st.floats(0, 300), SEEN, LATE, LATE), max_size=30)
 
 
 def counted(kernel: list[float], nvml: list[float], order: list[bool], reconciler: Reconciler[str]) -> int:
-    """Return the count when both tell, each in its own order and mixed as `order` says."""
+    """Return the count of both sources, each in its own order and mixed according to `order`."""
     left = {"kernel": sorted(kernel), "nvml": sorted(nvml)}
     total = 0
     for first in [*order, *[True] * (len(kernel) + len(nvml))]:
@@ -30,7 +30,7 @@ def counted(kernel: list[float], nvml: list[float], order: list[bool], reconcile
 
 
 @given(HAPPENED, st.lists(st.booleans(), max_size=60))
-def test_never_more_than_happened_and_never_less_than_one_source_told(
+def test_never_more_than_happened_and_never_less_than_one_source_reported(
     happened: list[tuple[float, tuple[bool, bool], float, float]], order: list[bool]
 ) -> None:
     kernel = [at + late for at, (seen, _), late, _ in happened if seen]
@@ -49,7 +49,7 @@ def test_the_number_is_right_if_one_source_saw_all(
 
 
 @given(HAPPENED, st.lists(st.booleans(), max_size=60))
-def test_the_number_is_right_if_events_are_far_apart_whoever_saw_them(
+def test_the_number_is_right_if_the_events_of_all_sources_are_far_apart(
     happened: list[tuple[float, tuple[bool, bool], float, float]], order: list[bool]
 ) -> None:
     apart = [3 * WINDOW * place for place in range(len(happened))]
@@ -59,19 +59,19 @@ def test_the_number_is_right_if_events_are_far_apart_whoever_saw_them(
 
 
 @given(st.lists(st.tuples(st.floats(0, 300), st.sampled_from(["kernel", "nvml"])), max_size=30), st.integers(0, 30))
-def test_another_process_goes_on_as_this_one_would(told: list[tuple[float, str]], stop: int) -> None:
-    told.sort()
+def test_another_process_goes_on_as_this_one_would(reports: list[tuple[float, str]], stop: int) -> None:
+    reports.sort()
     whole = Reconciler[str](WINDOW)
-    expected = [whole.news("79", source, at) for at, source in told]
+    expected = [whole.news("79", source, at) for at, source in reports]
     first, second = Reconciler[str](WINDOW), Reconciler[str](WINDOW)
-    seen = [first.news("79", source, at) for at, source in told[:stop]]
+    seen = [first.news("79", source, at) for at, source in reports[:stop]]
     stored: list[Any] = json.loads(json.dumps(list(first)))
     second.restore(stored)
-    seen += [second.news("79", source, at) for at, source in told[stop:]]
+    seen += [second.news("79", source, at) for at, source in reports[stop:]]
     assert seen == expected
 
 
-def test_what_one_source_repeats_is_news_only_where_nobody_has_told() -> None:
+def test_a_repeat_of_one_source_is_news_only_if_no_source_reported_it() -> None:
     reconciler = Reconciler[str](WINDOW)
     assert [
         reconciler.news("79", "kernel", 0.0),
@@ -94,8 +94,8 @@ def test_keys_have_nothing_to_do_with_each_other() -> None:
 
 def test_memory_is_bounded_and_what_is_old_is_forgotten() -> None:
     reconciler = Reconciler[str](WINDOW)
-    told = sum(reconciler.news("13", "kernel", place * 1e-4) for place in range(3 * MAX_EVENTS))
-    assert told == 3 * MAX_EVENTS
+    news = sum(reconciler.news("13", "kernel", place * 1e-4) for place in range(3 * MAX_EVENTS))
+    assert news == 3 * MAX_EVENTS
     assert len(list(reconciler)) == MAX_STORED
     reconciler.forget(1.0 + 2 * WINDOW)
     assert len(list(reconciler)) == MAX_STORED

@@ -163,7 +163,7 @@ def test_a_port_more_than_expected_may_be_down_or_gone() -> None:
         assert reasons(series, seven) == []
 
 
-def test_a_rate_is_judged_by_what_is_expected_where_it_says_so() -> None:
+def test_a_port_rate_is_compared_with_the_expected_rate_if_there_is_one() -> None:
     assert reasons(h100(), Expectations(ports={"compute": Ports(8, 800)})) == [
         ("port_slow", f"port mlx5_{index}/1", BAD, "check_cable") for index in range(8)
     ]
@@ -215,7 +215,7 @@ def test_a_blind_exporter_never_makes_a_node_bad() -> None:
     assert reasons(blind | {(m.FLOPWATCH_DRIVER_RELEASED, ()): 1}) == [("driver_released", "driver", UNKNOWN, "wait")]
     nothing: Series = {(m.FLOPWATCH_COLLECTOR_SUCCESS, ("identity",)): 0.0}
     assert {verdict for _, _, verdict, _ in reasons(nothing)} == {UNKNOWN}
-    assert reasons(nothing, Expectations()) == [], "who owns a GPU does not make it unfit"
+    assert reasons(nothing, Expectations()) == [], "the owner of a GPU does not make it unfit"
 
 
 def test_another_model_than_expected_is_a_reason_with_both_names() -> None:
@@ -426,7 +426,7 @@ def test_ports_without_a_role_are_learnt_as_any_and_different_gpus_not_at_all() 
         ('{"ports": {"any": {"rate_gbps": NaN}}}', '--expect: "ports", "any": "rate_gbps" is NaN; write a number'),
     ],
 )
-def test_a_wrong_expectation_is_told_with_its_place(text: str, message: str) -> None:
+def test_a_wrong_expectation_is_an_error_with_its_place(text: str, message: str) -> None:
     with pytest.raises(SettingsError, match=re.escape(message)):
         parse(text)
 
@@ -467,7 +467,7 @@ def test_rules_name_actions_that_exist_and_every_action_is_used() -> None:
     assert {rise.action for rise in RISES} <= ACTIONS.keys()
 
 
-def test_the_log_says_what_is_wrong_once_and_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_each_reason_once_and_its_end(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "flopwatch")
     verdict = Verdict(Expectations())
     for series in (h100(), h100() | {(m.GPU_PRESENT, gpu(3)): 0}, h100() | {(m.GPU_PRESENT, gpu(3)): 0}, h100()):

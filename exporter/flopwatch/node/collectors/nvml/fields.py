@@ -48,7 +48,7 @@ class NvmlField:
 
     @property
     def key(self) -> Key:
-        """Return the field's id and scope, by which NVML's answer is matched."""
+        """Return the id and scope that NVML's answer repeats."""
         return self.id, self.scope
 
 

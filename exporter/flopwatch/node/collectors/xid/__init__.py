@@ -96,7 +96,7 @@ class Xid:
         self._counts = Counts(always=paging_xids())
         self._counts.load(stored)
         self._reconciler = Reconciler[tuple[str, int]](SAME_EVENT_SECONDS)
-        self._reconciler.restore(_earlier_events(stored.get("told")))
+        self._reconciler.restore(_earlier_events(stored.get("events")))
         numbering, place, since = (stored.get(key) for key in ("log", "next", "since"))
         self._kernel = KernelLog(
             str(kmsg),
@@ -223,7 +223,7 @@ class Xid:
                     "log": self._kernel.numbering,
                     "next": self._kernel.place,
                     "since": since if since > float("-inf") else None,
-                    "told": [[*key, at, sources] for key, at, sources in self._reconciler],
+                    "events": [[*key, at, sources] for key, at, sources in self._reconciler],
                     **self._counts.dump(),
                 }
             )
